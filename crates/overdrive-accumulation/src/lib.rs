@@ -1,0 +1,1 @@
+//! Gradient accumulation: token-weighted micro-batches, batch plans, batch-size search.

@@ -1,0 +1,1 @@
+//! Lazy datasets for training: memory-mapped token stores, tokenization, windows.

@@ -1,0 +1,1 @@
+//! Text generation: sampling, stop conditions, generation over a key/value cache.

@@ -1,0 +1,1 @@
+//! Optimizers for tch: fused AdamW, clipping, learning-rate schedules, early stopping.

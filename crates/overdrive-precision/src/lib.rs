@@ -1,0 +1,1 @@
+//! Automatic mixed precision: autocast, gradient scaling, TF32, precision policies.

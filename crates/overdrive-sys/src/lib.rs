@@ -1,0 +1,1 @@
+//! The C++ shim of Overdrive: what libtorch has and tch does not bind.
