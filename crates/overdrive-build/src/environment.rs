@@ -1,0 +1,77 @@
+//! The environment as a value, so that the rules can be tested without touching the process.
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::path::PathBuf;
+
+/// A snapshot of environment variables, together with the operating system the rules are for.
+#[derive(Debug, Clone)]
+pub struct Environment {
+    variables: BTreeMap<OsString, OsString>,
+    os: String,
+}
+
+impl Environment {
+    /// The variables of this process. The system is the one that is being built for: Cargo's
+    /// `CARGO_CFG_TARGET_OS` in a build script, else the one this code was compiled for.
+    #[must_use]
+    pub fn process() -> Self {
+        let variables: BTreeMap<_, _> = std::env::vars_os().collect();
+        let os = variables
+            .get(OsStr::new("CARGO_CFG_TARGET_OS"))
+            .and_then(|os| os.to_str())
+            .unwrap_or(std::env::consts::OS)
+            .to_owned();
+        Self { variables, os }
+    }
+
+    /// A made-up environment on the system `os` (`"linux"`, `"macos"`, `"windows"`).
+    #[must_use]
+    pub fn made_up<K: Into<OsString>, V: Into<OsString>>(
+        os: &str,
+        variables: impl IntoIterator<Item = (K, V)>,
+    ) -> Self {
+        let variables = variables
+            .into_iter()
+            .map(|(k, v)| (k.into(), v.into()))
+            .collect();
+        Self {
+            variables,
+            os: os.to_owned(),
+        }
+    }
+
+    /// This environment without the variable `name`.
+    #[must_use]
+    pub fn without(mut self, name: &str) -> Self {
+        self.variables.remove(OsStr::new(name));
+        self
+    }
+
+    /// Whether `name` is set, be it to nothing: `torch-sys` reads `LIBTORCH_USE_PYTORCH` this way.
+    #[must_use]
+    pub fn is_set(&self, name: &str) -> bool {
+        self.variables.contains_key(OsStr::new(name))
+    }
+
+    /// The value of `name`; `None` where it is not set or empty.
+    #[must_use]
+    pub fn get(&self, name: &str) -> Option<&OsStr> {
+        self.variables
+            .get(OsStr::new(name))
+            .map(OsString::as_os_str)
+            .filter(|v| !v.is_empty())
+    }
+
+    /// The value of `name` as a path; `None` where it is not set or empty.
+    #[must_use]
+    pub fn path(&self, name: &str) -> Option<PathBuf> {
+        self.get(name).map(PathBuf::from)
+    }
+
+    /// The operating system, in the words of `std::env::consts::OS`.
+    #[must_use]
+    pub fn os(&self) -> &str {
+        &self.os
+    }
+}

@@ -1,0 +1,141 @@
+//! What the linker is told.
+
+use std::path::Path;
+
+use crate::{Environment, Libtorch, Result};
+
+/// Makes the binaries, tests, examples and benchmarks of the calling package start without
+/// `LD_LIBRARY_PATH`, and links CUDA where this libtorch has it. For build scripts.
+///
+/// Where no libtorch is found it prints a warning with the remedy and goes on: the build then
+/// stops in `torch-sys`, or succeeds because the user passes linker flags of their own.
+///
+/// Doctests are not reached by a build script's linker arguments; they need
+/// `rustdocflags = ["-Clink-arg=-Wl,-rpath,…"]` under `[build]` in Cargo's configuration, which
+/// `cargo xtask setup` writes for this workspace.
+pub fn link() {
+    let environment = Environment::process();
+    for line in link_directives(&environment, crate::libtorch()) {
+        println!("{line}");
+    }
+}
+
+/// The lines that [`link`] prints after those of [`libtorch`](crate::libtorch).
+#[must_use]
+pub fn link_directives(environment: &Environment, torch: Result<Libtorch>) -> Vec<String> {
+    match torch {
+        Ok(torch) => directives(environment.os(), &torch),
+        // One warning a line: Cargo cuts a directive at the line break.
+        Err(error) => error
+            .to_string()
+            .lines()
+            .map(|line| format!("cargo:warning=overdrive-build: {line}"))
+            .collect(),
+    }
+}
+
+fn directives(os: &str, torch: &Libtorch) -> Vec<String> {
+    let dir = &torch.lib_dir;
+    let mut lines = vec![format!("cargo:rustc-link-search=native={}", dir.display())];
+    // A libtorch that vanishes or is replaced is looked for again.
+    if let Some(library) = crate::libtorch::library(dir, "torch_cpu") {
+        lines.push(format!("cargo:rerun-if-changed={}", library.display()));
+    }
+    // Windows has no run path: there the folder belongs into PATH.
+    if os != "windows" {
+        lines.extend(
+            run_path(dir)
+                .into_iter()
+                .map(|arg| format!("cargo:rustc-link-arg={arg}")),
+        );
+    }
+    if os == "linux" && torch.cuda {
+        // No symbol of libtorch_cuda is called by name, it registers itself when loaded: under
+        // `--as-needed`, which rustc sets, the linker would drop it and the program would say
+        // that there is no CUDA.
+        lines.extend(
+            [
+                "-Wl,--push-state,--no-as-needed",
+                "-ltorch_cuda",
+                "-Wl,--pop-state",
+            ]
+            .map(|arg| format!("cargo:rustc-link-arg={arg}")),
+        );
+    }
+    lines
+}
+
+/// The arguments for the compiler driver that put `dir` into the run path.
+pub(crate) fn run_path(dir: &Path) -> Vec<String> {
+    let dir = dir.display().to_string();
+    if dir.contains(',') {
+        // `-Wl` splits at commas; `-Xlinker` passes one word as it is.
+        return ["-Xlinker", "-rpath", "-Xlinker", &dir]
+            .map(str::to_owned)
+            .to_vec();
+    }
+    vec![format!("-Wl,-rpath,{dir}")]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Source;
+
+    fn torch(cuda: bool) -> Libtorch {
+        let mut torch = Libtorch::at(Path::new("/opt/libtorch"), Source::Variable);
+        torch.cuda = cuda;
+        torch
+    }
+
+    #[test]
+    fn the_run_path_is_set_on_linux_and_macos_and_not_on_windows() {
+        let rpath = "cargo:rustc-link-arg=-Wl,-rpath,/opt/libtorch/lib".to_owned();
+        assert!(directives("linux", &torch(false)).contains(&rpath));
+        assert!(directives("macos", &torch(false)).contains(&rpath));
+        let windows = directives("windows", &torch(false));
+        assert!(
+            !windows.iter().any(|line| line.contains("rpath")),
+            "{windows:?}"
+        );
+    }
+
+    #[test]
+    fn cuda_is_kept_by_the_linker_although_no_symbol_names_it() {
+        let lines = directives("linux", &torch(true));
+        let position = |text: &str| lines.iter().position(|line| line.ends_with(text)).unwrap();
+        assert!(position("--no-as-needed") < position("-ltorch_cuda"));
+        assert!(position("-ltorch_cuda") < position("--pop-state"));
+        assert!(
+            !directives("linux", &torch(false))
+                .iter()
+                .any(|line| line.contains("cuda"))
+        );
+    }
+
+    #[test]
+    fn a_comma_in_the_path_survives_the_compiler_driver() {
+        assert_eq!(
+            run_path(Path::new("/a,b/lib")),
+            ["-Xlinker", "-rpath", "-Xlinker", "/a,b/lib"]
+        );
+    }
+
+    #[test]
+    fn nothing_found_is_a_warning_with_the_remedy_on_lines_of_its_own() {
+        let environment = Environment::made_up("linux", [("A", "b")]);
+        let error = crate::Error::NotFound {
+            tried: vec!["LIBTORCH: not set".into()],
+        };
+        let lines = link_directives(&environment, Err(error));
+        assert!(
+            lines
+                .iter()
+                .all(|line| line.starts_with("cargo:warning=overdrive-build: "))
+        );
+        assert!(
+            lines.iter().any(|line| line.contains("cargo xtask setup")),
+            "{lines:?}"
+        );
+    }
+}
