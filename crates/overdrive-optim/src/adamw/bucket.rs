@@ -1,0 +1,230 @@
+//! The parameters that one kernel call updates together, and the two ways to update them.
+
+use overdrive_sys::op::{Value, call};
+use tch::{Device, Tensor};
+
+use super::config::AdamWConfig;
+use crate::{GradScaling, Result};
+
+/// Running averages of one parameter.
+#[derive(Debug)]
+pub(super) struct Moments {
+    /// Steps taken, a float32 scalar as in torch: on the parameter's device for the fused kernel,
+    /// which counts skipped steps back without the host, else on the CPU.
+    pub(super) step: Tensor,
+    pub(super) exp_avg: Tensor,
+    pub(super) exp_avg_sq: Tensor,
+    pub(super) max_exp_avg_sq: Option<Tensor>,
+}
+
+/// Numbers of one update.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Update<'a> {
+    pub(super) config: &'a AdamWConfig,
+    pub(super) learning_rate: f64,
+    pub(super) weight_decay: f64,
+}
+
+/// Handles of parameters that share group, device, kind and implementation, kept between steps
+/// so that a step clones nothing but the gradients' handles.
+#[derive(Debug)]
+pub(super) struct Bucket {
+    pub(super) group: usize,
+    pub(super) device: Device,
+    pub(super) kind: tch::Kind,
+    pub(super) fused: bool,
+    /// Positions in the optimizer's list of parameters.
+    pub(super) members: Vec<usize>,
+    parameters: Vec<Tensor>,
+    exp_avgs: Vec<Tensor>,
+    exp_avg_sqs: Vec<Tensor>,
+    max_exp_avg_sqs: Vec<Tensor>,
+    steps: Vec<Tensor>,
+}
+
+impl Bucket {
+    pub(super) fn new(group: usize, parameter: &Tensor, fused: bool) -> Self {
+        Self {
+            group,
+            device: parameter.device(),
+            kind: parameter.kind(),
+            fused,
+            members: Vec::new(),
+            parameters: Vec::new(),
+            exp_avgs: Vec::new(),
+            exp_avg_sqs: Vec::new(),
+            max_exp_avg_sqs: Vec::new(),
+            steps: Vec::new(),
+        }
+    }
+
+    pub(super) fn push(&mut self, index: usize, parameter: &Tensor, moments: &Moments) {
+        self.members.push(index);
+        self.parameters.push(parameter.shallow_clone());
+        self.exp_avgs.push(moments.exp_avg.shallow_clone());
+        self.exp_avg_sqs.push(moments.exp_avg_sq.shallow_clone());
+        self.max_exp_avg_sqs
+            .extend(moments.max_exp_avg_sq.as_ref().map(Tensor::shallow_clone));
+        self.steps.push(moments.step.shallow_clone());
+    }
+
+    /// Applies `gradients`, one a member. The caller has switched gradient recording off.
+    pub(super) fn update(
+        &self,
+        update: Update<'_>,
+        gradients: Vec<Tensor>,
+        scaling: Option<&GradScaling<'_>>,
+    ) -> Result<()> {
+        if self.fused {
+            self.update_fused(update, gradients, scaling)
+        } else {
+            debug_assert!(scaling.is_none(), "only the fused kernel unscales");
+            self.update_plain(update, &gradients)
+        }
+    }
+
+    fn update_fused(
+        &self,
+        update: Update<'_>,
+        mut gradients: Vec<Tensor>,
+        scaling: Option<&GradScaling<'_>>,
+    ) -> Result<()> {
+        // The CPU kernel walks raw memory and does not look at strides.
+        for (gradient, parameter) in gradients.iter_mut().zip(&self.parameters) {
+            if !same_layout(gradient, parameter) {
+                let mut copy = parameter.f_empty_like()?;
+                copy.f_copy_(gradient)?;
+                *gradient = copy;
+            }
+        }
+        let on_device = |tensor: &Tensor| tensor.f_to_device(self.device);
+        let grad_scale = scaling
+            .and_then(|s| s.grad_scale)
+            .map(on_device)
+            .transpose()?;
+        let found_inf = scaling.map(|s| on_device(s.found_inf)).transpose()?;
+
+        let config = update.config;
+        call(
+            "aten::_foreach_add_",
+            "Scalar",
+            &[Value::Tensors(&self.steps), Value::Float(1.0)],
+        )?;
+        call(
+            "aten::_fused_adamw_",
+            "",
+            &[
+                Value::Tensors(&self.parameters),
+                Value::Tensors(&gradients),
+                Value::Tensors(&self.exp_avgs),
+                Value::Tensors(&self.exp_avg_sqs),
+                Value::Tensors(&self.max_exp_avg_sqs),
+                Value::Tensors(&self.steps),
+                Value::Float(update.learning_rate),
+                Value::Float(config.betas.0),
+                Value::Float(config.betas.1),
+                Value::Float(update.weight_decay),
+                Value::Float(config.eps),
+                Value::Bool(config.amsgrad),
+                Value::Bool(config.maximize),
+                grad_scale.as_ref().map_or(Value::None, Value::Tensor),
+                found_inf.as_ref().map_or(Value::None, Value::Tensor),
+            ],
+        )?;
+        // A skipped step is no step: its count is taken back on the device.
+        if let Some(found_inf) = found_inf {
+            let each: Vec<Tensor> = self
+                .steps
+                .iter()
+                .map(|_| found_inf.shallow_clone())
+                .collect();
+            let arguments = [
+                Value::Tensors(&self.steps),
+                Value::Tensors(&each),
+                Value::Float(1.0),
+            ];
+            call("aten::_foreach_sub_", "List", &arguments)?;
+        }
+        Ok(())
+    }
+
+    fn update_plain(&self, update: Update<'_>, gradients: &[Tensor]) -> Result<()> {
+        let Update {
+            config,
+            learning_rate,
+            weight_decay,
+        } = update;
+        let (beta1, beta2) = config.betas;
+        for (i, gradient) in gradients.iter().enumerate() {
+            let gradient = if config.maximize {
+                gradient.f_neg()?
+            } else {
+                gradient.shallow_clone()
+            };
+            let mut parameter = self.parameters[i].shallow_clone();
+            let mut exp_avg = self.exp_avgs[i].shallow_clone();
+            let mut exp_avg_sq = self.exp_avg_sqs[i].shallow_clone();
+            let mut step = self.steps[i].shallow_clone();
+
+            let _ = step.f_add_scalar_(1.0)?;
+            let step = step.f_double_value(&[])?;
+            let bias_correction1 = 1.0 - beta1.powf(step);
+            let bias_correction2 = 1.0 - beta2.powf(step);
+
+            if weight_decay != 0.0 {
+                let _ = parameter.f_mul_scalar_(1.0 - learning_rate * weight_decay)?;
+            }
+            let _ = exp_avg.f_lerp_(&gradient, 1.0 - beta1)?;
+            let _ = exp_avg_sq.f_mul_scalar_(beta2)?;
+            ternary(
+                "aten::addcmul_",
+                &exp_avg_sq,
+                &gradient,
+                &gradient,
+                1.0 - beta2,
+            )?;
+            let mut denominator = match self.max_exp_avg_sqs.get(i) {
+                Some(largest) => {
+                    largest
+                        .shallow_clone()
+                        .f_copy_(&largest.f_maximum(&exp_avg_sq)?)?;
+                    largest.f_sqrt()?
+                }
+                None => exp_avg_sq.f_sqrt()?,
+            };
+            let _ = denominator.f_div_scalar_(bias_correction2.sqrt())?;
+            let _ = denominator.f_add_scalar_(config.eps)?;
+            let step_size = learning_rate / bias_correction1;
+            ternary(
+                "aten::addcdiv_",
+                &parameter,
+                &exp_avg,
+                &denominator,
+                -step_size,
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// `addcmul_` and `addcdiv_` with a factor, which tch does not bind.
+fn ternary(name: &str, out: &Tensor, a: &Tensor, b: &Tensor, factor: f64) -> Result<()> {
+    let arguments = [
+        Value::Tensor(out),
+        Value::Tensor(a),
+        Value::Tensor(b),
+        Value::Float(factor),
+    ];
+    call(name, "", &arguments)?;
+    Ok(())
+}
+
+/// Whether equal offsets mean equal indices. Strides of dimensions of size 1 mean nothing.
+pub(super) fn same_layout(a: &Tensor, b: &Tensor) -> bool {
+    let size = a.size();
+    size == b.size()
+        && size
+            .iter()
+            .zip(a.stride().iter().zip(b.stride()))
+            .all(|(&length, (&a, b))| length <= 1 || a == b)
+}

@@ -1,0 +1,264 @@
+//! AdamW's state to and from tensors by name.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+
+use super::bucket::Moments;
+use super::optimizer::AdamW;
+use crate::{Error, Result, StateDict};
+
+const FORMAT_VERSION: u32 = 1;
+const STEP: &str = "step";
+const EXP_AVG: &str = "exp_avg";
+const EXP_AVG_SQ: &str = "exp_avg_sq";
+const MAX_EXP_AVG_SQ: &str = "max_exp_avg_sq";
+/// Names listed in an error before it says how many more there are.
+const MAX_LISTED: usize = 8;
+
+/// What the state holds besides tensors.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Metadata {
+    format_version: u32,
+    optimizer: String,
+    betas: (f64, f64),
+    eps: f64,
+    amsgrad: bool,
+    maximize: bool,
+    groups: Vec<GroupMetadata>,
+    /// Parameters that have had no gradient yet.
+    without_state: BTreeSet<String>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct GroupMetadata {
+    name: String,
+    learning_rate: f64,
+    weight_decay: f64,
+    parameters: BTreeSet<String>,
+}
+
+impl AdamW {
+    pub(super) fn save_state(&self) -> Result<StateDict> {
+        let mut tensors = BTreeMap::new();
+        let mut without_state = BTreeSet::new();
+        for parameter in &self.parameters {
+            let Some(moments) = &parameter.moments else {
+                without_state.insert(parameter.name.clone());
+                continue;
+            };
+            let mut insert = |part: &str, tensor: &Tensor| {
+                tensors.insert(key(&parameter.name, part), tensor.shallow_clone());
+            };
+            insert(STEP, &moments.step);
+            insert(EXP_AVG, &moments.exp_avg);
+            insert(EXP_AVG_SQ, &moments.exp_avg_sq);
+            if let Some(largest) = &moments.max_exp_avg_sq {
+                insert(MAX_EXP_AVG_SQ, largest);
+            }
+        }
+        let metadata = Metadata {
+            format_version: FORMAT_VERSION,
+            optimizer: "adamw".into(),
+            betas: self.config.betas,
+            eps: self.config.eps,
+            amsgrad: self.config.amsgrad,
+            maximize: self.config.maximize,
+            groups: self.groups_metadata(),
+            without_state,
+        };
+        let metadata = serde_json::to_value(metadata).map_err(|e| mismatch(e.to_string()))?;
+        Ok(StateDict { tensors, metadata })
+    }
+
+    pub(super) fn restore_state(&mut self, state: &StateDict) -> Result<()> {
+        let metadata = Metadata::deserialize(&state.metadata)
+            .map_err(|e| mismatch(format!("its metadata is not AdamW's ({e})")))?;
+        if metadata.format_version != FORMAT_VERSION || metadata.optimizer != "adamw" {
+            return Err(mismatch(format!(
+                "it is format {} of `{}`, expected format {FORMAT_VERSION} of `adamw`",
+                metadata.format_version, metadata.optimizer
+            )));
+        }
+        self.check_groups(&metadata.groups)?;
+        self.check_tensors(&metadata, &state.tensors)?;
+
+        // Everything fits. The first change to self comes after the last thing that can fail.
+        let config = super::AdamWConfig {
+            betas: metadata.betas,
+            eps: metadata.eps,
+            amsgrad: metadata.amsgrad,
+            maximize: metadata.maximize,
+            ..self.config.clone()
+        };
+        config.validate()?;
+        let previous = std::mem::replace(&mut self.config, config);
+        let restored: Result<Vec<_>> = self
+            .parameters
+            .iter()
+            .map(|parameter| {
+                if metadata.without_state.contains(&parameter.name) {
+                    return Ok(None);
+                }
+                let moments = self.new_moments(parameter)?;
+                fill(&moments, &parameter.name, &state.tensors)?;
+                Ok(Some(moments))
+            })
+            .collect();
+        let restored = match restored {
+            Ok(restored) => restored,
+            Err(error) => {
+                self.config = previous;
+                return Err(error);
+            }
+        };
+        for (parameter, moments) in self.parameters.iter_mut().zip(restored) {
+            parameter.moments = moments;
+        }
+        for group in &mut self.groups {
+            if let Some(stored) = metadata.groups.iter().find(|g| g.name == group.name) {
+                group.learning_rate = stored.learning_rate;
+                group.weight_decay = stored.weight_decay;
+            }
+        }
+        self.forget_buckets();
+        Ok(())
+    }
+
+    fn groups_metadata(&self) -> Vec<GroupMetadata> {
+        let names = |index| {
+            let of_group = self.parameters.iter().filter(move |p| p.group == index);
+            of_group.map(|p| p.name.clone()).collect()
+        };
+        self.groups
+            .iter()
+            .enumerate()
+            .map(|(index, group)| GroupMetadata {
+                name: group.name.clone(),
+                learning_rate: group.learning_rate,
+                weight_decay: group.weight_decay,
+                parameters: names(index),
+            })
+            .collect()
+    }
+
+    fn check_groups(&self, stored: &[GroupMetadata]) -> Result<()> {
+        let own = self.groups_metadata();
+        let place = |groups: &[GroupMetadata]| -> BTreeMap<String, String> {
+            let pairs = groups.iter().flat_map(|group| {
+                group
+                    .parameters
+                    .iter()
+                    .map(|p| (p.clone(), group.name.clone()))
+            });
+            pairs.collect()
+        };
+        let (own, stored) = (place(&own), place(stored));
+        let missing = own.keys().filter(|name| !stored.contains_key(*name));
+        let unexpected = stored.keys().filter(|name| !own.contains_key(*name));
+        let moved = own.iter().filter(|(name, group)| {
+            stored
+                .get(*name)
+                .is_some_and(|stored_group| stored_group != *group)
+        });
+        complain([
+            ("parameters missing from it", missing.cloned().collect()),
+            (
+                "parameters that this optimizer does not have",
+                unexpected.cloned().collect(),
+            ),
+            (
+                "parameters in another group",
+                moved
+                    .map(|(name, group)| {
+                        format!("{name} (here `{group}`, there `{}`)", stored[name])
+                    })
+                    .collect(),
+            ),
+        ])
+    }
+
+    fn check_tensors(&self, metadata: &Metadata, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
+        let mut unexpected: BTreeSet<&String> = tensors.keys().collect();
+        let (mut missing, mut misshapen) = (Vec::new(), Vec::new());
+        let stepped = self
+            .parameters
+            .iter()
+            .filter(|p| !metadata.without_state.contains(&p.name));
+        for parameter in stepped {
+            let amsgrad = metadata.amsgrad.then_some(MAX_EXP_AVG_SQ);
+            for part in [STEP, EXP_AVG, EXP_AVG_SQ].into_iter().chain(amsgrad) {
+                let key = key(&parameter.name, part);
+                let Some(tensor) = tensors.get(&key) else {
+                    missing.push(key);
+                    continue;
+                };
+                unexpected.remove(&key);
+                let expected = if part == STEP {
+                    Vec::new()
+                } else {
+                    parameter.tensor.size()
+                };
+                if tensor.size() != expected {
+                    misshapen.push(format!("{key} {:?}, expected {expected:?}", tensor.size()));
+                }
+            }
+        }
+        complain([
+            ("missing tensors", missing),
+            (
+                "unexpected tensors",
+                unexpected.into_iter().cloned().collect(),
+            ),
+            ("misshapen tensors", misshapen),
+        ])
+    }
+}
+
+fn fill(moments: &Moments, parameter: &str, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
+    let _no_grad = tch::no_grad_guard();
+    let copy = |part: &str, to: &Tensor| -> Result<()> {
+        let from = tensors.get(&key(parameter, part));
+        let from =
+            from.ok_or_else(|| mismatch(format!("missing tensors: {}", key(parameter, part))))?;
+        Ok(to.shallow_clone().f_copy_(from)?)
+    };
+    copy(STEP, &moments.step)?;
+    copy(EXP_AVG, &moments.exp_avg)?;
+    copy(EXP_AVG_SQ, &moments.exp_avg_sq)?;
+    moments
+        .max_exp_avg_sq
+        .as_ref()
+        .map_or(Ok(()), |largest| copy(MAX_EXP_AVG_SQ, largest))
+}
+
+fn key(parameter: &str, part: &str) -> String {
+    format!("{parameter}.{part}")
+}
+
+fn mismatch(problem: String) -> Error {
+    Error::StateMismatch { problem }
+}
+
+/// An error that lists what was found under each heading, or success if there is nothing.
+fn complain<const N: usize>(findings: [(&str, Vec<String>); N]) -> Result<()> {
+    let problems: Vec<String> = findings
+        .into_iter()
+        .filter(|(_, names)| !names.is_empty())
+        .map(|(heading, names)| {
+            let mut listed = names[..names.len().min(MAX_LISTED)].join(", ");
+            if names.len() > MAX_LISTED {
+                listed += &format!(" and {} more", names.len() - MAX_LISTED);
+            }
+            format!("{heading}: {listed}")
+        })
+        .collect();
+    if problems.is_empty() {
+        Ok(())
+    } else {
+        Err(mismatch(problems.join("; ")))
+    }
+}

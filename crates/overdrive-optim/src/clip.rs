@@ -1,0 +1,226 @@
+//! Gradient clipping.
+
+use overdrive_sys::op::{Output, Value, call};
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind, Tensor};
+
+use crate::{Error, Result};
+
+/// Keeps the quotient finite when all gradients are zero; torch's value.
+const NORM_EPSILON: f64 = 1e-6;
+
+/// Options of [`clip_grad_norm`].
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ClipOptions {
+    /// Order of the norm: `f64::INFINITY` for the largest absolute value. Default 2.
+    pub norm_type: f64,
+    /// Whether an infinite or NaN norm is an error. Asking costs a device synchronisation.
+    /// Default false: the gradients are then scaled by whatever comes out, as in torch.
+    pub error_if_nonfinite: bool,
+}
+
+impl Default for ClipOptions {
+    fn default() -> Self {
+        Self {
+            norm_type: 2.0,
+            error_if_nonfinite: false,
+        }
+    }
+}
+
+/// Scales the gradients of `parameters` down so that their total norm is at most `max_norm`, and
+/// returns the norm they had ([`torch.nn.utils.clip_grad_norm_`]).
+///
+/// The norm is that of all gradients laid end to end, a scalar on the first gradient's device;
+/// reading it is the only synchronisation with a device, and the caller's choice.
+/// All gradients are multiplied by `min(1, max_norm / (norm + 1e-6))`. Parameters without a
+/// gradient are passed over; where there is none at all the norm is a float32 0 on the CPU.
+///
+/// # Errors
+/// [`Error::NonFiniteNorm`] if that was asked for, gradients then being unchanged;
+/// [`Error::InvalidOption`] if `max_norm` is negative or NaN or `norm_type` not above 0.
+///
+/// ```
+/// use overdrive_optim::{ClipOptions, clip_grad_norm};
+/// use tch::{Kind, Tensor};
+///
+/// let weight = Tensor::from_slice(&[3.0, 4.0]).set_requires_grad(true);
+/// weight.square().sum(Kind::Double).backward(); // the gradient is (6, 8)
+/// let norm = clip_grad_norm(&[weight.shallow_clone()], 1.0, ClipOptions::default())?;
+/// assert_eq!(norm.double_value(&[]), 10.0);
+/// assert!((weight.grad().double_value(&[0]) - 0.6).abs() < 1e-6);
+/// # Ok::<(), overdrive_optim::Error>(())
+/// ```
+///
+/// [`torch.nn.utils.clip_grad_norm_`]: https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html
+pub fn clip_grad_norm(
+    parameters: &[Tensor],
+    max_norm: f64,
+    options: ClipOptions,
+) -> Result<Tensor> {
+    check_bound("max_norm", max_norm)?;
+    let _no_grad = tch::no_grad_guard();
+    let buckets = gradient_buckets(parameters)?;
+    let norm = norm_of(&buckets, options)?;
+    scale_down(&buckets, max_norm, &norm)?;
+    Ok(norm)
+}
+
+/// The total norm of the gradients of `parameters`, as [`clip_grad_norm`] returns it, without
+/// changing them.
+///
+/// # Errors
+/// As for [`clip_grad_norm`].
+pub fn grad_norm(parameters: &[Tensor], options: ClipOptions) -> Result<Tensor> {
+    let _no_grad = tch::no_grad_guard();
+    norm_of(&gradient_buckets(parameters)?, options)
+}
+
+/// Clamps every element of the gradients to `[-clip_value, clip_value]`
+/// ([`torch.nn.utils.clip_grad_value_`]).
+///
+/// # Errors
+/// [`Error::InvalidOption`] if `clip_value` is negative or NaN.
+///
+/// [`torch.nn.utils.clip_grad_value_`]: https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_value_.html
+pub fn clip_grad_value(parameters: &[Tensor], clip_value: f64) -> Result<()> {
+    check_bound("clip_value", clip_value)?;
+    let _no_grad = tch::no_grad_guard();
+    for bucket in gradient_buckets(parameters)? {
+        let gradients = Value::Tensors(&bucket.gradients);
+        call(
+            "aten::_foreach_clamp_min_",
+            "Scalar",
+            &[gradients, Value::Float(-clip_value)],
+        )?;
+        call(
+            "aten::_foreach_clamp_max_",
+            "Scalar",
+            &[gradients, Value::Float(clip_value)],
+        )?;
+    }
+    Ok(())
+}
+
+/// Multiplies the gradients of `parameters` by `factor`, a scalar tensor on any device: one call
+/// for each device and kind, and no synchronisation.
+///
+/// # Errors
+/// When libtorch refuses.
+pub fn scale_grads(parameters: &[Tensor], factor: &Tensor) -> Result<()> {
+    let _no_grad = tch::no_grad_guard();
+    multiply(&gradient_buckets(parameters)?, factor)
+}
+
+/// Gradients that one foreach call takes together.
+struct GradientBucket {
+    device: Device,
+    kind: Kind,
+    gradients: Vec<Tensor>,
+}
+
+fn gradient_buckets(parameters: &[Tensor]) -> Result<Vec<GradientBucket>> {
+    let mut buckets: Vec<GradientBucket> = Vec::new();
+    for parameter in parameters {
+        let gradient = parameter.f_grad()?;
+        if !gradient.defined() {
+            continue;
+        }
+        let (device, kind) = (gradient.device(), gradient.f_kind()?);
+        match buckets
+            .iter_mut()
+            .find(|b| (b.device, b.kind) == (device, kind))
+        {
+            Some(bucket) => bucket.gradients.push(gradient),
+            None => buckets.push(GradientBucket {
+                device,
+                kind,
+                gradients: vec![gradient],
+            }),
+        }
+    }
+    Ok(buckets)
+}
+
+/// The norm of the norms: that of all gradients laid end to end.
+fn norm_of(buckets: &[GradientBucket], options: ClipOptions) -> Result<Tensor> {
+    let ClipOptions {
+        norm_type,
+        error_if_nonfinite,
+    } = options;
+    if norm_type.is_nan() || norm_type <= 0.0 {
+        return Err(Error::InvalidOption {
+            option: "norm_type",
+            value: norm_type.to_string(),
+            expected: "a number above 0 or infinity",
+        });
+    }
+    let Some(first) = buckets.first() else {
+        return Ok(Tensor::f_zeros([0i64; 0], (Kind::Float, Device::Cpu))?);
+    };
+    let mut norms = Vec::new();
+    for bucket in buckets {
+        let arguments = [Value::Tensors(&bucket.gradients), Value::Float(norm_type)];
+        let outputs = call("aten::_foreach_norm", "Scalar", &arguments)?;
+        for norm in outputs.into_iter().map(Output::into_tensors) {
+            for norm in norm? {
+                norms.push(norm.f_to_device(first.device)?);
+            }
+        }
+    }
+    // Stacking promotes mixed kinds to the wider one.
+    let norms = Tensor::f_stack(&norms, 0)?;
+    let norm = one_norm(&norms, norm_type)?;
+    if error_if_nonfinite {
+        let value = norm.f_double_value(&[])?;
+        if !value.is_finite() {
+            return Err(Error::NonFiniteNorm {
+                norm_type,
+                norm: value,
+            });
+        }
+    }
+    Ok(norm)
+}
+
+fn one_norm(tensor: &Tensor, norm_type: f64) -> Result<Tensor> {
+    let arguments = [Value::Tensor(tensor), Value::Float(norm_type)];
+    let output = call("aten::linalg_vector_norm", "", &arguments)?
+        .into_iter()
+        .next();
+    Ok(output.unwrap_or(Output::None).into_tensor()?)
+}
+
+fn scale_down(buckets: &[GradientBucket], max_norm: f64, norm: &Tensor) -> Result<()> {
+    let coefficient = norm
+        .f_add_scalar(NORM_EPSILON)?
+        .f_reciprocal()?
+        .f_mul_scalar(max_norm)?;
+    let coefficient = coefficient.f_clamp_max(1.0)?;
+    // On a CPU the coefficient can be read for nothing, and a factor of 1 changes no bit.
+    if norm.device() == Device::Cpu && coefficient.f_double_value(&[])? == 1.0 {
+        return Ok(());
+    }
+    multiply(buckets, &coefficient)
+}
+
+fn multiply(buckets: &[GradientBucket], factor: &Tensor) -> Result<()> {
+    for bucket in buckets {
+        let factor = factor.f_to_device(bucket.device)?;
+        let arguments = [Value::Tensors(&bucket.gradients), Value::Tensor(&factor)];
+        call("aten::_foreach_mul_", "Tensor", &arguments)?;
+    }
+    Ok(())
+}
+
+fn check_bound(option: &'static str, value: f64) -> Result<()> {
+    if value >= 0.0 {
+        return Ok(());
+    }
+    Err(Error::InvalidOption {
+        option,
+        value: value.to_string(),
+        expected: "a number from 0",
+    })
+}

@@ -1,0 +1,104 @@
+//! tch's own optimizers behind our trait.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use tch::{Tensor, nn};
+
+use crate::{Error, Optimizer, OptimizerId, Result};
+
+/// Lets tch's own optimizers (`nn::Sgd`, `nn::Adam`, `nn::RmsProp`…) work with gradient scalers,
+/// accumulation and schedules.
+///
+/// It has one learning rate for all groups and no access to the optimizer's state, which tch does
+/// not bind.
+///
+/// ```
+/// use overdrive_optim::{Optimizer, TchOptimizer};
+/// use tch::nn::{self, OptimizerConfig};
+///
+/// let store = nn::VarStore::new(tch::Device::Cpu);
+/// let weight = store.root().ones("weight", &[2]);
+/// let mut optimizer = TchOptimizer::new(nn::Sgd::default().build(&store, 0.5)?, 0.5)?;
+/// weight.sum(tch::Kind::Float).backward();
+/// optimizer.step()?;
+/// assert_eq!(Vec::<f32>::try_from(&weight)?, [0.5, 0.5]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct TchOptimizer {
+    inner: nn::Optimizer,
+    learning_rate: f64,
+    id: OptimizerId,
+}
+
+impl TchOptimizer {
+    /// Wraps `optimizer` and sets its learning rate (tch cannot be asked for the present one).
+    ///
+    /// # Errors
+    /// When the learning rate is negative or NaN.
+    pub fn new(optimizer: nn::Optimizer, learning_rate: f64) -> Result<Self> {
+        let mut this = Self {
+            inner: optimizer,
+            learning_rate,
+            id: OptimizerId::unique(),
+        };
+        this.set_learning_rates(&[learning_rate])?;
+        Ok(this)
+    }
+
+    /// The wrapped optimizer.
+    pub fn into_inner(self) -> nn::Optimizer {
+        self.inner
+    }
+
+    /// tch's optimizers have only panicking calls; their panics become errors here.
+    fn guarded(&mut self, call: impl FnOnce(&mut nn::Optimizer)) -> Result<()> {
+        let inner = &mut self.inner;
+        catch_unwind(AssertUnwindSafe(|| call(inner))).map_err(|payload| {
+            let message = payload
+                .downcast_ref::<String>()
+                .cloned()
+                .or_else(|| payload.downcast_ref::<&str>().map(ToString::to_string))
+                .unwrap_or_else(|| "a panic without a message".to_string());
+            Error::TchOptimizer { message }
+        })
+    }
+}
+
+impl Optimizer for TchOptimizer {
+    fn id(&self) -> OptimizerId {
+        self.id
+    }
+
+    fn parameters(&self) -> Vec<Tensor> {
+        self.inner.trainable_variables()
+    }
+
+    fn step(&mut self) -> Result<()> {
+        self.guarded(nn::Optimizer::step)
+    }
+
+    fn zero_grad(&mut self) -> Result<()> {
+        for parameter in self.inner.trainable_variables() {
+            overdrive_sys::grad::clear(&parameter)?;
+        }
+        Ok(())
+    }
+
+    fn learning_rates(&self) -> Vec<f64> {
+        vec![self.learning_rate]
+    }
+
+    fn set_learning_rates(&mut self, learning_rates: &[f64]) -> Result<()> {
+        let &[learning_rate] = learning_rates else {
+            return Err(Error::LearningRateCount {
+                given: learning_rates.len(),
+                groups: 1,
+            });
+        };
+        crate::adamw::check_learning_rate(learning_rate)?;
+        self.guarded(|optimizer| optimizer.set_lr(learning_rate))?;
+        self.learning_rate = learning_rate;
+        Ok(())
+    }
+}
