@@ -1,1 +1,52 @@
-//! The C++ shim of Overdrive: what libtorch has and tch does not bind.
+//! What libtorch has and `tch` does not bind, behind safe wrappers.
+//!
+//! This is the only crate of Overdrive with C++ and foreign calls in it. The shim (`shim/`) has a C
+//! interface in which every C++ exception becomes an error value with its message; the wrappers here
+//! turn those into [`Error`]. The crates above build on it; use it directly for
+//!
+//! * [`op`] – any operator of libtorch by its schema name, also the ones tch does not generate;
+//! * [`memory`] – how much memory tensors take and took at most, on a CPU too, and limits on it;
+//! * [`autocast`] – the raw autocast state of any device type ([overdrive-precision] has the guards);
+//! * [`amp`] – the non-finite check and the scale update that gradient scaling is made of;
+//! * [`grad`] – setting and clearing `tensor.grad`;
+//! * [`matmul`] – TF32 and the precision of fp32 matrix products;
+//! * [`cuda`] – whether the CUDA back end was loaded, and why not;
+//! * [`threads`], [`build_info`] – thread counts, libtorch's version and CPU capability.
+//!
+//! Two things happen when a program that uses this crate starts, before `main`:
+//! the CUDA back end is loaded if its library lies beside `libtorch_cpu` (`OVERDRIVE_NO_CUDA=1`
+//! leaves it out), and libtorch's CPU allocator is replaced by one that counts and caches
+//! (`OVERDRIVE_CPU_ALLOCATOR=uncached` counts only, `=libtorch` leaves libtorch's own).
+//!
+//! ```
+//! use overdrive_sys::{memory, op};
+//! use tch::{Device, Kind, Tensor};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let weights = [Tensor::ones([3], (Kind::Float, Device::Cpu)), Tensor::ones([4], (Kind::Float, Device::Cpu))];
+//! let norms = op::call("aten::_foreach_norm", "Scalar", &[op::Value::Tensors(&weights)])?;
+//! let norms = norms.into_iter().next().unwrap().into_tensors()?;
+//! assert_eq!(norms[1].double_value(&[]), 2.0);
+//! assert!(memory::stats(Device::Cpu)?.peak_allocated_bytes > 0);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! [overdrive-precision]: ../overdrive_precision/index.html
+#![allow(unsafe_code)]
+#![deny(missing_docs)]
+
+pub mod amp;
+pub mod autocast;
+pub mod build_info;
+pub mod cuda;
+mod device;
+mod error;
+mod ffi;
+pub mod grad;
+pub mod matmul;
+pub mod memory;
+pub mod op;
+pub mod threads;
+
+pub use error::{Error, Result, is_out_of_memory};

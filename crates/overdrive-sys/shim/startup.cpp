@@ -1,0 +1,87 @@
+// What happens before `main`: the CUDA back end is loaded where its library lies beside
+// libtorch_cpu, so that one binary, linked against the CPU libraries alone, uses a GPU where there
+// is one. `OVERDRIVE_NO_CUDA=1` in the environment leaves it out.
+#include "guard.h"
+#include "startup.h"
+
+#include <c10/core/impl/alloc_cpu.h>
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <string>
+
+namespace {
+
+enum { ABSENT = 0, LOADED = 1, FAILED = 2 };
+
+struct CudaLibrary {
+  int32_t state = ABSENT;
+  std::string detail;
+};
+
+std::string folder_of_libtorch() {
+  Dl_info info{};
+  // Any function of libc10 will do: the libraries of libtorch lie in one folder.
+  if (!dladdr(reinterpret_cast<void*>(&c10::alloc_cpu), &info) || !info.dli_fname) return {};
+  std::string path(info.dli_fname);
+  const auto slash = path.rfind('/');
+  return slash == std::string::npos ? std::string(".") : path.substr(0, slash);
+}
+
+CudaLibrary load_cuda() {
+  CudaLibrary result;
+  const char* off = std::getenv("OVERDRIVE_NO_CUDA");
+  if (off && *off && std::string(off) != "0") {
+    result.detail = "left out because OVERDRIVE_NO_CUDA is set";
+    return result;
+  }
+#ifdef __linux__
+  const std::string path = folder_of_libtorch() + "/libtorch_cuda.so";
+  FILE* file = std::fopen(path.c_str(), "rb");
+  if (!file) {
+    result.detail = "no " + path;
+    return result;
+  }
+  std::fclose(file);
+  // RTLD_GLOBAL: the libraries that libtorch_cuda loads later look for its symbols.
+  if (dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL)) {
+    result.state = LOADED;
+    result.detail = path;
+  } else {
+    result.state = FAILED;
+    const char* why = dlerror();
+    result.detail = why ? why : path;
+  }
+#else
+  result.detail = "CUDA is for Linux here";
+#endif
+  return result;
+}
+
+const CudaLibrary& cuda_library() {
+  static const CudaLibrary library = load_cuda();
+  return library;
+}
+
+// Runs when the program is loaded, after the constructors of libtorch's own libraries.
+struct Startup {
+  Startup() noexcept {
+    overdrive::install_cpu_allocator();
+    try {
+      cuda_library();
+    } catch (...) {
+      // Asked for again, and reported, by od_cuda_library.
+    }
+  }
+} startup;
+
+}  // namespace
+
+extern "C" od_status* od_cuda_library(int32_t* state, char** detail) noexcept {
+  return overdrive::guard([&] {
+    const auto& library = cuda_library();
+    *detail = overdrive::copy_string(library.detail);
+    *state = library.state;
+  });
+}

@@ -1,0 +1,121 @@
+//! The raw autocast state. It belongs to the thread, as in libtorch.
+//!
+//! Nothing here restores anything: overdrive-precision's guards do, and are what to use.
+
+use tch::{Device, Kind};
+
+use crate::device::{device_type, kind, scalar_type};
+use crate::error::{Error, Result, check};
+use crate::ffi;
+
+/// Whether autocast is on for a device type, and to which dtype it casts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct State {
+    /// Whether operators cast.
+    pub enabled: bool,
+    /// What they cast to.
+    pub dtype: Kind,
+}
+
+/// The state for the type of `device`.
+///
+/// # Errors
+/// [`Error::Torch`] for a device type without autocast.
+pub fn state(device: Device) -> Result<State> {
+    let (mut enabled, mut dtype) = (0, 0);
+    // SAFETY: both are written only on success.
+    let status =
+        unsafe { ffi::od_autocast_get(device_type(device), &raw mut enabled, &raw mut dtype) };
+    check(status, "reading the autocast state")?;
+    let dtype = kind(dtype).ok_or_else(|| Error::Torch {
+        operation: "reading the autocast state".to_owned(),
+        message: format!("libtorch casts to its scalar type {dtype}, which tch does not name"),
+    })?;
+    Ok(State {
+        enabled: enabled != 0,
+        dtype,
+    })
+}
+
+/// Sets the state for the type of `device`.
+///
+/// # Errors
+/// [`Error::BadArgument`] for a dtype that is not a floating-point one, [`Error::Torch`] for a device
+/// type without autocast.
+pub fn set_state(device: Device, state: State) -> Result<()> {
+    let dtype = scalar_type(state.dtype).ok_or_else(|| Error::BadArgument {
+        operation: "setting the autocast state".to_owned(),
+        message: format!(
+            "{:?} is no dtype that autocast can cast to; use Half or BFloat16",
+            state.dtype
+        ),
+    })?;
+    // SAFETY: plain values.
+    let status =
+        unsafe { ffi::od_autocast_set(device_type(device), i32::from(state.enabled), dtype) };
+    check(status, "setting the autocast state")
+}
+
+/// Whether weights that were cast are kept until the outermost autocast region ends.
+///
+/// # Errors
+/// Only if libtorch throws.
+pub fn cache_enabled() -> Result<bool> {
+    let mut enabled = 0;
+    // SAFETY: written only on success.
+    check(
+        unsafe { ffi::od_autocast_cache_get(&raw mut enabled) },
+        "reading the autocast cache",
+    )?;
+    Ok(enabled != 0)
+}
+
+/// Switches the cache of cast weights.
+///
+/// # Errors
+/// Only if libtorch throws.
+pub fn set_cache_enabled(enabled: bool) -> Result<()> {
+    // SAFETY: a plain value.
+    check(
+        unsafe { ffi::od_autocast_cache_set(i32::from(enabled)) },
+        "setting the autocast cache",
+    )
+}
+
+/// Drops the cached casts.
+///
+/// # Errors
+/// Only if libtorch throws.
+pub fn clear_cache() -> Result<()> {
+    // SAFETY: no arguments.
+    check(
+        unsafe { ffi::od_autocast_cache_clear() },
+        "clearing the autocast cache",
+    )
+}
+
+/// Enters one more region; the new depth.
+///
+/// # Errors
+/// Only if libtorch throws.
+pub fn increment_nesting() -> Result<i32> {
+    nesting(1)
+}
+
+/// Leaves a region; the new depth. At 0 the caller clears the cache, as PyTorch does.
+///
+/// # Errors
+/// Only if libtorch throws.
+pub fn decrement_nesting() -> Result<i32> {
+    nesting(-1)
+}
+
+fn nesting(delta: i32) -> Result<i32> {
+    let mut depth = 0;
+    // SAFETY: written only on success.
+    check(
+        unsafe { ffi::od_autocast_nesting(delta, &raw mut depth) },
+        "counting autocast regions",
+    )?;
+    Ok(depth)
+}

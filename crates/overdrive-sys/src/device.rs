@@ -1,0 +1,42 @@
+//! Device and dtype codes of libtorch.
+
+use tch::{Device, Kind};
+
+/// `c10::DeviceType`.
+pub(crate) fn device_type(device: Device) -> i32 {
+    match device {
+        Device::Cpu => 0,
+        Device::Cuda(_) => 1,
+        Device::Vulkan => 10,
+        Device::Mps => 13,
+    }
+}
+
+pub(crate) fn device_index(device: Device) -> i32 {
+    match device {
+        Device::Cuda(index) => i32::try_from(index).unwrap_or(i32::MAX),
+        _ => 0,
+    }
+}
+
+/// The dtypes that autocast can have, with their `at::ScalarType`.
+const AUTOCAST_KINDS: [(Kind, i32); 4] = [
+    (Kind::Half, 5),
+    (Kind::Float, 6),
+    (Kind::Double, 7),
+    (Kind::BFloat16, 15),
+];
+
+pub(crate) fn scalar_type(kind: Kind) -> Option<i32> {
+    AUTOCAST_KINDS
+        .iter()
+        .find(|(k, _)| *k == kind)
+        .map(|(_, code)| *code)
+}
+
+pub(crate) fn kind(scalar_type: i32) -> Option<Kind> {
+    AUTOCAST_KINDS
+        .iter()
+        .find(|(_, code)| *code == scalar_type)
+        .map(|(k, _)| *k)
+}

@@ -1,0 +1,138 @@
+//! What can go wrong between Rust and libtorch.
+
+use std::ffi::{CStr, c_char};
+
+use crate::ffi;
+
+/// An error of the shim or of libtorch behind it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An allocation failed, on the device or against a limit that was set.
+    #[error("{operation}: {message}")]
+    OutOfMemory {
+        /// What was being done.
+        operation: String,
+        /// libtorch's message.
+        message: String,
+    },
+    /// There is no such operator in the loaded libtorch.
+    #[error("{operation}: {message}")]
+    NotFound {
+        /// What was being done.
+        operation: String,
+        /// What was looked for.
+        message: String,
+    },
+    /// An argument does not fit what it was given to.
+    #[error("{operation}: {message}")]
+    BadArgument {
+        /// What was being done.
+        operation: String,
+        /// The argument, what was expected and what was given.
+        message: String,
+    },
+    /// libtorch refused: its own message.
+    #[error("{operation}: {message}")]
+    Torch {
+        /// What was being done.
+        operation: String,
+        /// libtorch's message.
+        message: String,
+    },
+    /// An error of tch.
+    #[error(transparent)]
+    Tch(#[from] tch::TchError),
+}
+
+/// The result of a call into libtorch.
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    /// Whether memory ran out, on any device: what a smaller batch would cure.
+    pub fn is_out_of_memory(&self) -> bool {
+        match self {
+            Self::OutOfMemory { .. } => true,
+            Self::Tch(error) => tch_out_of_memory(error),
+            _ => false,
+        }
+    }
+}
+
+/// Whether `error`, or an error that it came from, says that memory ran out: an [`Error`] of this
+/// crate, or one of tch with one of libtorch's messages for it.
+///
+/// ```
+/// let error = tch::TchError::Torch("CUDA out of memory. Tried to allocate 20.00 MiB.".into());
+/// assert!(overdrive_sys::is_out_of_memory(&error));
+/// ```
+pub fn is_out_of_memory(error: &(dyn std::error::Error + 'static)) -> bool {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(error) = error.downcast_ref::<Error>()
+            && error.is_out_of_memory()
+        {
+            return true;
+        }
+        if error
+            .downcast_ref::<tch::TchError>()
+            .is_some_and(tch_out_of_memory)
+        {
+            return true;
+        }
+        next = error.source();
+    }
+    false
+}
+
+// tch has only the text of a C++ exception. These are the words of libtorch's allocators: CUDA's
+// (and ours), the plain CPU one's, and cuBLAS's and cuDNN's own.
+fn tch_out_of_memory(error: &tch::TchError) -> bool {
+    const WORDS: [&str; 4] = [
+        "out of memory",
+        "DefaultCPUAllocator: can't allocate memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "CUDNN_STATUS_ALLOC_FAILED",
+    ];
+    match error {
+        tch::TchError::Torch(message) => WORDS.iter().any(|words| message.contains(words)),
+        _ => false,
+    }
+}
+
+/// Turns a status of the shim into a result, and frees it.
+pub(crate) fn check(status: *mut ffi::Status, operation: &str) -> Result<()> {
+    if status.is_null() {
+        return Ok(());
+    }
+    // SAFETY: a status that is not null is valid until `od_status_free`, which is called once, here;
+    // its message is a C string that lives as long.
+    let (kind, message) = unsafe {
+        let kind = ffi::od_status_kind(status);
+        let message = CStr::from_ptr(ffi::od_status_message(status))
+            .to_string_lossy()
+            .into_owned();
+        ffi::od_status_free(status);
+        (kind, message)
+    };
+    let operation = operation.to_owned();
+    Err(match kind {
+        ffi::OUT_OF_MEMORY => Error::OutOfMemory { operation, message },
+        ffi::NOT_FOUND => Error::NotFound { operation, message },
+        ffi::BAD_ARGUMENT => Error::BadArgument { operation, message },
+        _ => Error::Torch { operation, message },
+    })
+}
+
+/// Takes a string that the shim allocated.
+///
+/// # Safety
+/// `text` came out of a shim function that succeeded, and is not used again.
+pub(crate) unsafe fn take_string(text: *mut c_char) -> String {
+    // SAFETY: the caller's promise; strings of the shim end in a zero and are freed here, once.
+    unsafe {
+        let owned = CStr::from_ptr(text).to_string_lossy().into_owned();
+        ffi::od_string_free(text);
+        owned
+    }
+}

@@ -1,0 +1,284 @@
+//! Any operator of libtorch by its schema name.
+//!
+//! The call is boxed: arguments are checked against the operator's schema (a wrong one is refused by
+//! name), trailing arguments that have a default may be left out, and autograd, autocast and every
+//! other dispatch key work as they do from Python. It costs about a microsecond more than a call that
+//! tch generates, so it is for operators that do much at a time (`_foreach_*`, `_fused_adamw_`).
+//!
+//! Names and schemas are those of `native_functions.yaml` in PyTorch; [`schema`] prints one.
+
+use std::ffi::CString;
+use std::ptr;
+
+use tch::Tensor;
+
+use crate::error::{Error, Result, check, take_string};
+use crate::ffi;
+
+/// An argument of an operator.
+#[derive(Debug, Clone, Copy)]
+pub enum Value<'a> {
+    /// An optional argument that is absent.
+    None,
+    /// One tensor. Operators whose names end in `_` write to it.
+    Tensor(&'a Tensor),
+    /// A list of tensors; where the schema has optional elements, undefined tensors are the absent.
+    Tensors(&'a [Tensor]),
+    /// An integer; becomes a float where the schema has one.
+    Int(i64),
+    /// A float.
+    Float(f64),
+    /// A truth value.
+    Bool(bool),
+    /// A list of integers.
+    Ints(&'a [i64]),
+    /// A list of floats.
+    Floats(&'a [f64]),
+    /// A string.
+    Str(&'a str),
+}
+
+/// A result of an operator.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Output {
+    /// An optional result that is absent.
+    None,
+    /// One tensor.
+    Tensor(Tensor),
+    /// A list of tensors.
+    Tensors(Vec<Tensor>),
+    /// An integer.
+    Int(i64),
+    /// A float.
+    Float(f64),
+    /// A truth value.
+    Bool(bool),
+}
+
+impl Output {
+    /// The tensor.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`] if this is something else.
+    pub fn into_tensor(self) -> Result<Tensor> {
+        match self {
+            Self::Tensor(tensor) => Ok(tensor),
+            other => Err(other.not("a tensor")),
+        }
+    }
+
+    /// The list of tensors.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`] if this is something else.
+    pub fn into_tensors(self) -> Result<Vec<Tensor>> {
+        match self {
+            Self::Tensors(tensors) => Ok(tensors),
+            other => Err(other.not("a list of tensors")),
+        }
+    }
+
+    fn not(&self, expected: &str) -> Error {
+        let got = match self {
+            Self::None => "nothing",
+            Self::Tensor(_) => "a tensor",
+            Self::Tensors(_) => "a list of tensors",
+            Self::Int(_) => "an integer",
+            Self::Float(_) => "a float",
+            Self::Bool(_) => "a bool",
+        };
+        Error::BadArgument {
+            operation: "reading the result of an operator".to_owned(),
+            message: format!("it is {got}, not {expected}"),
+        }
+    }
+}
+
+/// Calls the operator `name` (such as `aten::_foreach_norm`) in its overload (such as `Scalar`, or
+/// empty) with the leading arguments of its schema; the others take their defaults.
+///
+/// # Errors
+/// [`Error::NotFound`] if there is no such operator, [`Error::BadArgument`] if an argument does not
+/// fit the schema or one without default is missing, [`Error::OutOfMemory`] and [`Error::Torch`] from
+/// the operator itself.
+pub fn call(name: &str, overload: &str, args: &[Value<'_>]) -> Result<Vec<Output>> {
+    let (c_name, c_overload) = names(name, overload)?;
+    // The handles of every list of tensors, one after another, alive until the call returns.
+    let handles: Vec<Vec<*const std::ffi::c_void>> = args
+        .iter()
+        .map(|arg| match arg {
+            Value::Tensors(tensors) => tensors.iter().map(|t| t.as_ptr().cast()).collect(),
+            _ => Vec::new(),
+        })
+        .collect();
+    let raw: Vec<ffi::RawValue> = args
+        .iter()
+        .zip(&handles)
+        .map(|(arg, handles)| raw_value(arg, handles))
+        .collect();
+    let mut outputs = ptr::null_mut();
+    // SAFETY: the names are C strings and the arguments borrow from `args` and `handles`, all alive
+    // until the call returns; `outputs` is written only on success.
+    let status = unsafe {
+        ffi::od_op_call(
+            c_name.as_ptr(),
+            c_overload.as_ptr(),
+            raw.as_ptr(),
+            raw.len(),
+            &raw mut outputs,
+        )
+    };
+    check(status, name)?;
+    Outputs {
+        raw: outputs,
+        operation: name,
+    }
+    .read()
+}
+
+/// The schema of an operator, as PyTorch writes it.
+///
+/// # Errors
+/// [`Error::NotFound`] if there is no such operator.
+///
+/// ```
+/// let schema = overdrive_sys::op::schema("aten::silu", "")?;
+/// assert_eq!(schema, "aten::silu(Tensor self) -> Tensor");
+/// # Ok::<(), overdrive_sys::Error>(())
+/// ```
+pub fn schema(name: &str, overload: &str) -> Result<String> {
+    let (c_name, c_overload) = names(name, overload)?;
+    let mut text = ptr::null_mut();
+    // SAFETY: both names are C strings; `text` is written only on success, and then taken once.
+    unsafe {
+        check(
+            ffi::od_op_schema(c_name.as_ptr(), c_overload.as_ptr(), &raw mut text),
+            name,
+        )?;
+        Ok(take_string(text))
+    }
+}
+
+fn names(name: &str, overload: &str) -> Result<(CString, CString)> {
+    let c_string = |text: &str| {
+        CString::new(text).map_err(|_| Error::BadArgument {
+            operation: "calling an operator".to_owned(),
+            message: format!("the name {text:?} holds a zero byte"),
+        })
+    };
+    Ok((c_string(name)?, c_string(overload)?))
+}
+
+fn raw_value(arg: &Value<'_>, handles: &[*const std::ffi::c_void]) -> ffi::RawValue {
+    let empty = ffi::RawValue {
+        tag: ffi::NONE,
+        i: 0,
+        f: 0.0,
+        ptr: ptr::null(),
+        len: 0,
+    };
+    match *arg {
+        Value::None => empty,
+        Value::Tensor(tensor) => ffi::RawValue {
+            tag: ffi::TENSOR,
+            ptr: tensor.as_ptr().cast(),
+            ..empty
+        },
+        Value::Tensors(_) => ffi::RawValue {
+            tag: ffi::TENSORS,
+            ptr: handles.as_ptr().cast(),
+            len: handles.len(),
+            ..empty
+        },
+        Value::Int(i) => ffi::RawValue {
+            tag: ffi::INT,
+            i,
+            ..empty
+        },
+        Value::Float(f) => ffi::RawValue {
+            tag: ffi::FLOAT,
+            f,
+            ..empty
+        },
+        Value::Bool(b) => ffi::RawValue {
+            tag: ffi::BOOL,
+            i: i64::from(b),
+            ..empty
+        },
+        Value::Ints(items) => ffi::RawValue {
+            tag: ffi::INTS,
+            ptr: items.as_ptr().cast(),
+            len: items.len(),
+            ..empty
+        },
+        Value::Floats(items) => ffi::RawValue {
+            tag: ffi::FLOATS,
+            ptr: items.as_ptr().cast(),
+            len: items.len(),
+            ..empty
+        },
+        Value::Str(text) => ffi::RawValue {
+            tag: ffi::STR,
+            ptr: text.as_ptr().cast(),
+            len: text.len(),
+            ..empty
+        },
+    }
+}
+
+/// The results of one call, freed when dropped.
+struct Outputs<'a> {
+    raw: *mut ffi::Outputs,
+    operation: &'a str,
+}
+
+impl Outputs<'_> {
+    fn read(self) -> Result<Vec<Output>> {
+        // SAFETY: `raw` came from a call that succeeded and lives until `self` is dropped.
+        let len = unsafe { ffi::od_outputs_len(self.raw) };
+        (0..len).map(|index| self.get(index)).collect()
+    }
+
+    fn get(&self, index: usize) -> Result<Output> {
+        let mut value = ffi::RawValue {
+            tag: ffi::NONE,
+            i: 0,
+            f: 0.0,
+            ptr: ptr::null(),
+            len: 0,
+        };
+        // SAFETY: as above; the shim checks `index` and writes `value` only on success.
+        let status = unsafe { ffi::od_outputs_get(self.raw, index, &raw mut value) };
+        check(status, self.operation)?;
+        Ok(match value.tag {
+            ffi::TENSOR => Output::Tensor(self.tensor(index, 0)?),
+            ffi::TENSORS => Output::Tensors(
+                (0..value.len)
+                    .map(|element| self.tensor(index, element))
+                    .collect::<Result<_>>()?,
+            ),
+            ffi::INT => Output::Int(value.i),
+            ffi::FLOAT => Output::Float(value.f),
+            ffi::BOOL => Output::Bool(value.i != 0),
+            _ => Output::None,
+        })
+    }
+
+    fn tensor(&self, index: usize, element: usize) -> Result<Tensor> {
+        let mut handle = ptr::null_mut();
+        // SAFETY: as above; on success `handle` is a new at::Tensor, which is what a tch tensor owns.
+        unsafe {
+            let status = ffi::od_outputs_tensor(self.raw, index, element, &raw mut handle);
+            check(status, self.operation)?;
+            Ok(Tensor::from_ptr(handle.cast()))
+        }
+    }
+}
+
+impl Drop for Outputs<'_> {
+    fn drop(&mut self) {
+        // SAFETY: owned by `self`, freed once.
+        unsafe { ffi::od_outputs_free(self.raw) }
+    }
+}
