@@ -1,1 +1,86 @@
 //! Where the time and the memory of a training step go: metrics, TensorBoard, reports.
+//!
+//! For any training loop in Rust, with or without the rest of Overdrive. What Lightning's loggers,
+//! Hugging Face's `TensorBoardCallback` and nanoGPT's MFU estimate are to a Python user:
+//!
+//! - [`StepTimer`] splits each step's wall time into phases that add up to it;
+//! - [`StepMetrics`] is the record of a step, [`read_metrics`] reads a file of them back;
+//! - [`Tracker`]s take the records: [`JsonLines`], [`TensorBoard`], several at once with
+//!   [`Trackers`], or your own;
+//! - [`Throughput`] and [`ModelFlops`] turn tokens and seconds into tokens a second and MFU;
+//! - [`TrainingProgress`] shows the run at the terminal and in logs;
+//! - [`Report`] makes a page of it, [`Machine`] names where the numbers come from.
+//!
+//! ```
+//! use std::time::Duration;
+//! use overdrive_profiling::{
+//!     JsonLines, Machine, Phase, Report, StepMetrics, StepTimer, TensorBoard, Throughput, Tracker,
+//!     Trackers, TrainingProgress, read_metrics,
+//! };
+//!
+//! let folder = tempfile::tempdir()?;
+//! let metrics_file = folder.path().join("metrics.jsonl");
+//! let mut trackers = Trackers::new()
+//!     .with(JsonLines::create(&metrics_file)?)
+//!     .with(TensorBoard::create(folder.path().join("tensorboard"))?);
+//! let mut progress = TrainingProgress::new(3);
+//! let mut throughput = Throughput::new(20);
+//! let timer = StepTimer::new();
+//!
+//! for step in 1..=3 {
+//!     timer.begin_step();
+//!     let loss = timer.phase(Phase::Forward, || 8.3 / step as f64);
+//!     timer.phase(Phase::Backward, || { /* the gradients */ });
+//!     let phases = timer.end_step();
+//!     throughput.record(2048, Duration::from_secs_f64(phases.total()));
+//!     let metrics = StepMetrics {
+//!         step,
+//!         loss,
+//!         learning_rate: 1e-3,
+//!         tokens_per_second: throughput.tokens_per_second(),
+//!         phase_seconds: Some(phases),
+//!         ..Default::default()
+//!     };
+//!     trackers.log(&metrics)?;
+//!     progress.update(&metrics);
+//! }
+//! trackers.finish()?;
+//! progress.finish();
+//!
+//! let report = Report {
+//!     title: "Three steps".into(),
+//!     metrics: read_metrics(&metrics_file)?.records,
+//!     machine: Some(Machine::detect()),
+//!     ..Default::default()
+//! };
+//! report.write_html(folder.path().join("report.html"))?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+#![deny(missing_docs)]
+#![forbid(unsafe_code)]
+
+mod error;
+mod json_lines;
+mod machine;
+mod model_flops;
+mod progress;
+mod report;
+mod step_metrics;
+mod step_timer;
+mod tensor_board;
+mod throughput;
+mod tracker;
+mod units;
+
+pub use error::{Error, Result};
+pub use json_lines::JsonLines;
+pub use machine::Machine;
+pub use model_flops::ModelFlops;
+pub use progress::TrainingProgress;
+pub use report::{Report, Sample};
+pub use step_metrics::{MetricsFile, StepMetrics, read_metrics};
+pub use step_timer::{Phase, PhaseGuard, PhaseSeconds, StepTimer};
+pub use tensor_board::TensorBoard;
+pub use throughput::Throughput;
+pub use tracker::{Tracker, Trackers};

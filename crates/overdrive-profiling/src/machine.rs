@@ -1,0 +1,99 @@
+//! The machine that numbers come from.
+
+use std::fs;
+
+use serde::{Deserialize, Serialize};
+
+/// What a reader of a number must know about the machine behind it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Machine {
+    /// The processor as it names itself.
+    pub cpu: String,
+    /// Processors that this process may run on.
+    pub logical_cores: usize,
+    /// Threads that libtorch uses inside one operator.
+    pub threads: usize,
+    /// Bytes of main memory, where the system tells.
+    pub memory_bytes: Option<u64>,
+    /// Operating system and architecture, as `linux x86_64`.
+    pub system: String,
+    /// The libtorch this crate was built for.
+    pub libtorch: String,
+    /// CUDA devices that libtorch sees.
+    pub cuda_devices: usize,
+    /// The name of the device trained on, where the caller knows one.
+    pub accelerator: Option<String>,
+}
+
+impl Machine {
+    /// Looks at the machine that the program runs on.
+    pub fn detect() -> Self {
+        Self {
+            cpu: cpu_name().unwrap_or_else(|| "unknown".to_owned()),
+            logical_cores: std::thread::available_parallelism().map_or(1, Into::into),
+            threads: usize::try_from(tch::get_num_threads()).unwrap_or(0),
+            memory_bytes: memory_bytes(),
+            system: format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
+            libtorch: "2.11.0".to_owned(),
+            cuda_devices: usize::try_from(tch::Cuda::device_count()).unwrap_or(0),
+            accelerator: None,
+        }
+    }
+}
+
+/// The value of a `key : value` line of one of Linux' description files.
+fn described(file: &str, key: &str) -> Option<String> {
+    let text = fs::read_to_string(file).ok()?;
+    let line = text.lines().find(|line| line.starts_with(key))?;
+    Some(line.split_once(':')?.1.trim().to_owned())
+}
+
+fn cpu_name() -> Option<String> {
+    if cfg!(target_os = "macos") {
+        return sysctl("machdep.cpu.brand_string");
+    }
+    // ARM kernels give no model name, only numbers of implementer and part.
+    described("/proc/cpuinfo", "model name").or_else(|| {
+        let implementer = described("/proc/cpuinfo", "CPU implementer")?;
+        let part = described("/proc/cpuinfo", "CPU part")?;
+        Some(format!(
+            "{} implementer {implementer} part {part}",
+            std::env::consts::ARCH
+        ))
+    })
+}
+
+fn memory_bytes() -> Option<u64> {
+    if cfg!(target_os = "macos") {
+        return sysctl("hw.memsize")?.parse().ok();
+    }
+    let kibibytes = described("/proc/meminfo", "MemTotal")?;
+    Some(kibibytes.split_whitespace().next()?.parse::<u64>().ok()? * 1024)
+}
+
+fn sysctl(name: &str) -> Option<String> {
+    let output = std::process::Command::new("sysctl")
+        .args(["-n", name])
+        .output()
+        .ok()?;
+    output
+        .status
+        .success()
+        .then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_machine_has_a_processor_and_threads() {
+        let machine = Machine::detect();
+        assert!(!machine.cpu.is_empty());
+        assert!(machine.logical_cores >= 1);
+        assert!(machine.threads >= 1);
+        if cfg!(target_os = "linux") {
+            assert!(machine.memory_bytes.is_some_and(|bytes| bytes > 100 << 20));
+        }
+    }
+}

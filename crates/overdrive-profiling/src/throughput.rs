@@ -1,0 +1,81 @@
+//! Tokens a second.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// Tokens a second over the last few steps.
+///
+/// The rate is the tokens of the window over its time, not a mean of rates, so that a slow step
+/// weighs what it costs.
+///
+/// ```
+/// use std::time::Duration;
+/// use overdrive_profiling::Throughput;
+///
+/// let mut meter = Throughput::new(2);
+/// meter.record(1000, Duration::from_secs(100)); // leaves the window again
+/// meter.record(1000, Duration::from_secs(1));
+/// meter.record(1000, Duration::from_secs(3));
+/// assert_eq!(meter.tokens_per_second(), 500.0);
+/// assert_eq!(meter.tokens_seen(), 3000);
+/// ```
+#[derive(Debug, Clone)]
+pub struct Throughput {
+    window: usize,
+    steps: VecDeque<(u64, Duration)>,
+    tokens_seen: u64,
+}
+
+impl Throughput {
+    /// A meter over the last `window` steps; 0 counts as 1.
+    pub fn new(window: usize) -> Self {
+        Self {
+            window: window.max(1),
+            steps: VecDeque::new(),
+            tokens_seen: 0,
+        }
+    }
+
+    /// Adds a step of `tokens` tokens that took `time`.
+    pub fn record(&mut self, tokens: u64, time: Duration) {
+        if self.steps.len() == self.window {
+            self.steps.pop_front();
+        }
+        self.steps.push_back((tokens, time));
+        self.tokens_seen += tokens;
+    }
+
+    /// Tokens a second over the window; 0 before the first step.
+    pub fn tokens_per_second(&self) -> f64 {
+        let tokens: u64 = self.steps.iter().map(|(tokens, _)| tokens).sum();
+        let time: Duration = self.steps.iter().map(|(_, time)| time).sum();
+        if time.is_zero() {
+            0.0
+        } else {
+            tokens as f64 / time.as_secs_f64()
+        }
+    }
+
+    /// Tokens since the meter was made.
+    pub fn tokens_seen(&self) -> u64 {
+        self.tokens_seen
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn before_the_first_step_the_rate_is_zero_and_not_nan() {
+        assert_eq!(Throughput::new(10).tokens_per_second(), 0.0);
+    }
+
+    #[test]
+    fn a_window_of_nothing_is_a_window_of_one_step() {
+        let mut meter = Throughput::new(0);
+        meter.record(10, Duration::from_secs(1));
+        meter.record(60, Duration::from_secs(2));
+        assert_eq!(meter.tokens_per_second(), 30.0);
+    }
+}
