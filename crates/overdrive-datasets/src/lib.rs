@@ -1,1 +1,91 @@
-//! Lazy datasets for training: memory-mapped token stores, tokenization, windows.
+//! Lazy datasets for training: text becomes tokens on disk once, and training reads windows of them
+//! through a memory map.
+//!
+//! Use it to turn files of text into a token file ([`build_tokens`]), with a tokenizer of your own or
+//! one trained on the same text ([`train_bpe`]); to open nanoGPT's `.bin` files ([`TokenStore`]); to
+//! split by document ([`TokenView::split`]); and to draw batches, at random for training
+//! ([`RandomWindows`]) or in order for evaluation ([`SequentialWindows`]).
+//!
+//! Nothing here holds a corpus in memory: building streams, reading maps. Everything that is random
+//! is a pure function of a seed and a number ([`random`]), so a run continues exactly where it
+//! stopped, with any number of threads or processes.
+//!
+//! ```
+//! use overdrive_datasets::{
+//!     BatchOptions, Batches, BpeOptions, BuildOptions, Corpus, CorpusOptions, RandomWindows,
+//!     SplitOptions, TokenView, build_tokens, train_bpe,
+//! };
+//! # fn main() -> overdrive_datasets::Result<()> {
+//! # let dir = tempfile::tempdir().unwrap();
+//! # for i in 0..40 {
+//! #     let text = format!("Document {i}: the quick brown fox jumps over the lazy dog.\n").repeat(5);
+//! #     std::fs::write(dir.path().join(format!("{i}.txt")), text).unwrap();
+//! # }
+//! # let (text_dir, cache_dir) = (dir.path(), &dir.path().join("cache"));
+//! let corpus = Corpus::from_paths([text_dir], &CorpusOptions::default())?;
+//! let bpe = train_bpe(&corpus, &BpeOptions { vocab_size: 300, ..BpeOptions::default() })?;
+//! let built = build_tokens(&corpus, &bpe.tokenizer, &BuildOptions::default(), cache_dir)?;
+//!
+//! let all = TokenView::new(built.store);
+//! let (train, validation) = all.split(&SplitOptions { validation_fraction: 0.1, ..Default::default() })?;
+//! let windows = RandomWindows::new(train, 32, 1337)?;
+//! let mut batches = Batches::new(windows, BatchOptions { micro_batch_size: 4, ..Default::default() })?;
+//! let batch = batches.next().expect("random windows never end")?;
+//! assert_eq!(batch.input_ids[1..32], batch.labels[..31]);
+//! # assert!(!validation.is_empty());
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! | feature | default | adds |
+//! |---|---|---|
+//! | `tch` | yes | `TokenBatches`: the same batches as tensors on a device |
+//!
+//! Related: nanoGPT's `prepare.py` and `get_batch`, Megatron's indexed dataset, Hugging Face
+//! `tokenizers` (which does the tokenizing here) and `datasets`.
+
+#![deny(missing_docs)]
+
+mod batches;
+mod bpe;
+mod bpe_sample;
+mod build;
+mod cache;
+mod cargo_registry;
+mod corpus;
+mod dataset;
+mod digest;
+mod documents;
+mod error;
+mod mmap;
+mod prefetch;
+pub mod random;
+mod store_format;
+#[cfg(feature = "tch")]
+mod tensor_batches;
+mod token_store;
+mod token_store_writer;
+mod token_view;
+mod tokenizer_files;
+mod windows;
+
+pub use batches::{BatchOptions, BatchState, Batches, WindowBatch};
+pub use bpe::{BpeOptions, TrainedBpe, train_bpe, train_bpe_cached};
+pub use build::{BuildOptions, BuildReport, build_tokens_to};
+pub use cache::{BuiltTokens, build_tokens, default_cache_dir};
+pub use corpus::{Corpus, CorpusFile, CorpusOptions, Skipped, TextFormat};
+pub use dataset::Dataset;
+pub use digest::Sha256Digest;
+pub use error::{Error, Result};
+pub use prefetch::Prefetch;
+pub use random::uniform_below;
+pub use store_format::{FORMAT_VERSION, MAGIC, TokenWidth};
+#[cfg(feature = "tch")]
+pub use tensor_batches::{Batch, TokenBatches};
+pub use token_store::{Document, RawOptions, TokenStore};
+pub use token_store_writer::{StoreOptions, TokenStoreWriter};
+pub use token_view::{SplitBy, SplitOptions, TokenView};
+pub use tokenizer_files::{load_tokenizer, save_tokenizer, tokenizer_digest};
+/// The tokenizer of Hugging Face's `tokenizers`, which this crate's functions take and give.
+pub use tokenizers::Tokenizer;
+pub use windows::{IGNORE_INDEX, LastWindow, RandomWindows, SequentialWindows, Window, Windows};

@@ -1,0 +1,208 @@
+//! Training a byte-level BPE tokenizer.
+
+use std::collections::HashSet;
+use std::path::Path;
+use std::sync::Mutex;
+
+use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{
+    AddedToken, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer, Tokenizer, Trainer,
+};
+
+use crate::bpe_sample::{choose_blocks, read_block};
+use crate::cache::{Cached, cached};
+use crate::digest::FieldHasher;
+use crate::tokenizer_files::write_file;
+use crate::{Corpus, Error, Result, load_tokenizer};
+
+/// How to train a tokenizer.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct BpeOptions {
+    /// The number of tokens, special ones included. Default: 4096.
+    pub vocab_size: usize,
+    /// The special tokens, which get the first ids. Default: `<|endoftext|>`.
+    pub special_tokens: Vec<String>,
+    /// A pair of tokens that is rarer than this is not merged. Default: 2.
+    pub min_frequency: u64,
+    /// Trains on a part of about so many bytes, spread over the corpus. More makes hardly a better
+    /// vocabulary of this size, and takes longer in proportion. Default: 16 MiB.
+    pub sample_bytes: u64,
+}
+
+impl Default for BpeOptions {
+    fn default() -> Self {
+        Self {
+            vocab_size: 4096,
+            special_tokens: vec!["<|endoftext|>".to_owned()],
+            min_frequency: 2,
+            sample_bytes: 16 << 20,
+        }
+    }
+}
+
+/// A tokenizer, and how it came about.
+#[derive(Debug, Clone)]
+pub struct TrainedBpe {
+    /// Byte-level: it takes any text and gives it back unchanged.
+    pub tokenizer: Tokenizer,
+    /// The number of tokens it has: as many as were asked for, or fewer where the text had no more
+    /// pairs to merge.
+    pub vocab_size: usize,
+    /// Whether it was trained by an earlier call.
+    pub was_cached: bool,
+}
+
+/// Trains a byte-level BPE tokenizer (Sennrich et al., arXiv:1508.07909; bytes and pre-tokenizer as
+/// in GPT-2) on a corpus.
+///
+/// The same corpus and options give the same tokenizer on any machine and with any number of threads.
+/// Runs on Rayon's global pool.
+///
+/// # Errors
+/// When `vocab_size` cannot hold all bytes and the special tokens, and when the corpus cannot be read.
+pub fn train_bpe(corpus: &Corpus, options: &BpeOptions) -> Result<TrainedBpe> {
+    let alphabet: HashSet<char> = ByteLevel::alphabet().into_iter().collect();
+    let special_tokens = options.special_tokens.len();
+    if options.vocab_size < alphabet.len() + special_tokens {
+        let vocab_size = options.vocab_size;
+        return Err(Error::VocabularyTooSmall {
+            vocab_size,
+            special_tokens,
+        });
+    }
+    let special = |token: &String| AddedToken::from(token.clone(), true);
+    let special: Vec<_> = options.special_tokens.iter().map(special).collect();
+    let mut trainer = BpeTrainer::builder()
+        .vocab_size(options.vocab_size)
+        .min_frequency(options.min_frequency)
+        .special_tokens(special.clone())
+        .initial_alphabet(alphabet)
+        .show_progress(false)
+        .build();
+    count_words(&mut trainer, corpus, options.sample_bytes)?;
+    let mut model = BPE::default();
+    trainer
+        .train(&mut model)
+        .map_err(Error::tokenizer("train the tokenizer"))?;
+    let mut tokenizer = Tokenizer::new(model);
+    tokenizer.with_pre_tokenizer(Some(pre_tokenizer()));
+    tokenizer.with_decoder(Some(ByteLevel::default()));
+    // Offsets as they are: GPT-2's own setting.
+    tokenizer.with_post_processor(Some(ByteLevel::default().trim_offsets(false)));
+    tokenizer
+        .add_special_tokens(special)
+        .map_err(Error::tokenizer("add the special tokens"))?;
+    // Once through JSON, so that a trained one and one out of the cache are the same in every respect.
+    let json = tokenizer
+        .to_string(false)
+        .map_err(Error::tokenizer("write the tokenizer"))?;
+    let tokenizer = Tokenizer::from_bytes(json).map_err(Error::tokenizer("read the tokenizer"))?;
+    Ok(trained(tokenizer, options, false))
+}
+
+/// [`train_bpe`], or the tokenizer that an earlier call trained on the same corpus with the same
+/// options: a `tokenizer.json` in `cache_dir`, named by a hash of both.
+///
+/// # Errors
+/// As [`train_bpe`], and when the cache folder cannot be written.
+pub fn train_bpe_cached(
+    corpus: &Corpus,
+    options: &BpeOptions,
+    cache_dir: impl AsRef<Path>,
+) -> Result<TrainedBpe> {
+    let mut hasher = FieldHasher::default()
+        .field(b"bpe 1")
+        .field(&corpus.digest().0);
+    for number in [
+        options.vocab_size as u64,
+        options.min_frequency,
+        options.sample_bytes,
+    ] {
+        hasher.add(&number.to_le_bytes());
+    }
+    options
+        .special_tokens
+        .iter()
+        .for_each(|token| hasher.add(token.as_bytes()));
+    let name = format!("{}.tokenizer.json", hasher.finish().short());
+    let path = cache_dir.as_ref().join(name);
+    let open = || match load_tokenizer(&path) {
+        Ok(tokenizer) => Ok(Some(trained(tokenizer, options, true))),
+        Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(Error::Tokenizer { source, .. }) => {
+            tracing::warn!("training again: {} is damaged: {source}", path.display());
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    };
+    let train = || {
+        let bpe = train_bpe(corpus, options)?;
+        let json = bpe.tokenizer.to_string(true);
+        let json = json.map_err(Error::tokenizer("write the tokenizer as JSON"))?;
+        write_file(&path, json.as_bytes())?;
+        Ok(bpe)
+    };
+    match cached(&path, open, train)? {
+        Cached::Hit(bpe) | Cached::Built(bpe) => Ok(bpe),
+    }
+}
+
+fn trained(tokenizer: Tokenizer, options: &BpeOptions, was_cached: bool) -> TrainedBpe {
+    let vocab_size = tokenizer.get_vocab_size(true);
+    if vocab_size < options.vocab_size {
+        tracing::warn!(
+            "the tokenizer has {vocab_size} tokens, not {}: the text has no more pairs that occur {} \
+             times",
+            options.vocab_size,
+            options.min_frequency
+        );
+    }
+    TrainedBpe {
+        tokenizer,
+        vocab_size,
+        was_cached,
+    }
+}
+
+fn pre_tokenizer() -> ByteLevel {
+    ByteLevel::default().add_prefix_space(false)
+}
+
+fn count_words(trainer: &mut BpeTrainer, corpus: &Corpus, sample_bytes: u64) -> Result<()> {
+    let blocks = choose_blocks(corpus, sample_bytes);
+    // `feed` takes strings, not results: the first error is kept here, and the strings end.
+    let failed = Mutex::new(None);
+    let texts = blocks
+        .into_iter()
+        .map_while(|block| match read_block(corpus, block) {
+            Ok(text) => Some(text),
+            Err(error) => {
+                *failed
+                    .lock()
+                    .unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(error);
+                None
+            }
+        });
+    let pre_tokenizer = pre_tokenizer();
+    let words = |text: &str| {
+        let mut pre_tokenized = PreTokenizedString::from(text);
+        pre_tokenizer.pre_tokenize(&mut pre_tokenized)?;
+        let splits = pre_tokenized.get_splits(OffsetReferential::Normalized, OffsetType::Byte);
+        Ok(splits
+            .into_iter()
+            .map(|(word, _, _)| word.to_owned())
+            .collect())
+    };
+    trainer
+        .feed(texts, words)
+        .map_err(Error::tokenizer("count the words of the corpus"))?;
+    match failed
+        .into_inner()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
+    {
+        Some(error) => Err(error),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,112 @@
+//! The part of a corpus that a tokenizer is trained on.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+
+use crate::documents::json_text;
+use crate::random::random_u64;
+use crate::{Corpus, CorpusFile, Error, Result, Sha256Digest, TextFormat};
+
+const BLOCK_BYTES: u64 = 128 << 10;
+/// The stream of random numbers that choose blocks (see [`crate::random::random_u64`]).
+const SAMPLE_STREAM: u32 = 0xB9E5;
+
+/// A part of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Block {
+    /// The number of the file in the corpus.
+    pub(crate) file: usize,
+    start: u64,
+    end: u64,
+}
+
+impl Block {
+    fn bytes(&self) -> u64 {
+        self.end - self.start
+    }
+}
+
+/// Blocks of about `sample_bytes` together, spread over the whole corpus; all of it where it is not
+/// larger.
+///
+/// Each file is divided into blocks of 128 KiB (most files are one), and those whose random number is
+/// lowest are taken. The number comes from the file's content and the block's place, so the sample is
+/// the same everywhere.
+pub(crate) fn choose_blocks(corpus: &Corpus, sample_bytes: u64) -> Vec<Block> {
+    let mut blocks = Vec::new();
+    for (file, of) in corpus.files().iter().enumerate() {
+        let starts = (0..of.bytes).step_by(BLOCK_BYTES as usize);
+        blocks.extend(starts.map(|start| {
+            let end = (start + BLOCK_BYTES).min(of.bytes);
+            let rank = random_u64(seed_of(of.digest), SAMPLE_STREAM, start);
+            (rank, Block { file, start, end })
+        }));
+    }
+    if corpus.total_bytes() > sample_bytes {
+        blocks.sort_unstable_by_key(|(rank, block)| (*rank, block.file, block.start));
+        let mut total = 0;
+        let enough = |(_, block): &(u64, Block)| {
+            let before = total;
+            total += block.bytes();
+            before < sample_bytes
+        };
+        let taken = blocks.iter().copied().take_while(enough).collect();
+        blocks = taken;
+        blocks.sort_unstable_by_key(|(_, block)| (block.file, block.start));
+    }
+    blocks.into_iter().map(|(_, block)| block).collect()
+}
+
+fn seed_of(digest: Sha256Digest) -> u64 {
+    let mut first = [0; 8];
+    first.copy_from_slice(&digest.0[..8]);
+    u64::from_le_bytes(first)
+}
+
+/// The text of a block: of its whole lines in a file that has more than one block.
+pub(crate) fn read_block(corpus: &Corpus, block: Block) -> Result<String> {
+    let file = &corpus.files()[block.file];
+    let bytes = read_range(file, block)?;
+    // A line that the block begins or ends inside of is not read: a word, a character or a record
+    // would be cut in two. Only a block that is within one line is taken as it is.
+    let mut lines = bytes.as_slice();
+    if block.start > 0 {
+        lines = match lines.iter().position(|&byte| byte == b'\n') {
+            Some(at) => &lines[at + 1..],
+            None => lines,
+        };
+    }
+    if block.end < file.bytes {
+        lines = match lines.iter().rposition(|&byte| byte == b'\n') {
+            Some(at) => &lines[..=at],
+            None => lines,
+        };
+    }
+    match file.format {
+        TextFormat::Plain => Ok(String::from_utf8_lossy(lines).into_owned()),
+        TextFormat::JsonLines => {
+            let records = lines.split(|&byte| byte == b'\n');
+            // A record that cannot be read is an error with its line when tokens are built.
+            let texts = records.filter_map(|line| json_text(line, corpus.text_field()).ok()?);
+            Ok(texts.collect::<Vec<_>>().join("\n"))
+        }
+    }
+}
+
+fn read_range(file: &CorpusFile, block: Block) -> Result<Vec<u8>> {
+    let mut handle = File::open(&file.path).map_err(Error::io("open", &file.path))?;
+    handle
+        .seek(SeekFrom::Start(block.start))
+        .map_err(Error::io("read", &file.path))?;
+    let mut bytes = Vec::new();
+    handle
+        .take(block.bytes())
+        .read_to_end(&mut bytes)
+        .map_err(Error::io("read", &file.path))?;
+    if bytes.len() as u64 != block.bytes() {
+        return Err(Error::FileChanged {
+            path: file.path.clone(),
+        });
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,323 @@
+//! Text to tokens, on all cores, with flat memory.
+
+use std::path::Path;
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+use rayon::prelude::*;
+use tokenizers::Tokenizer;
+
+use crate::digest::FieldHasher;
+use crate::documents::{Piece, for_each_piece};
+use crate::{
+    Corpus, Error, Result, Sha256Digest, StoreOptions, TokenStore, TokenStoreWriter, TokenWidth,
+    tokenizer_digest,
+};
+
+/// How to make tokens of text.
+#[derive(Debug, Clone)]
+pub struct BuildOptions {
+    /// The token that is put behind each document; `None` puts none. Default: `<|endoftext|>`.
+    pub end_of_document: Option<String>,
+    /// A token that is put in front of each document (Llama's `<s>`). Default: `None`.
+    pub begin_of_document: Option<String>,
+    /// Longer documents are tokenized in pieces of at most so many bytes, cut behind a line feed
+    /// (between two lines without white space at the cut, wherever there is such a place: there GPT
+    /// and Llama-3 tokenizers give the same tokens as for the whole). Memory grows with it: about
+    /// 100 times this for each thread. Default: 256 KiB.
+    pub max_piece_bytes: usize,
+    /// Bytes a token. `None` (the default) takes the narrowest that holds the vocabulary.
+    pub width: Option<TokenWidth>,
+    /// How many threads tokenize. `None` (the default): one a core. The tokens are the same.
+    pub threads: Option<usize>,
+    /// Shows a progress bar on standard error, when that is a terminal. Default: true.
+    pub progress: bool,
+}
+
+impl Default for BuildOptions {
+    fn default() -> Self {
+        Self {
+            end_of_document: Some("<|endoftext|>".to_owned()),
+            begin_of_document: None,
+            max_piece_bytes: 256 << 10,
+            width: None,
+            threads: None,
+            progress: true,
+        }
+    }
+}
+
+impl BuildOptions {
+    /// Everything here that changes the tokens, and the version of the code that makes them.
+    pub(crate) fn add_to(&self, hasher: &mut FieldHasher) {
+        const VERSION: &[u8] = b"build 1";
+        hasher.add(VERSION);
+        hasher.add(format!("{:?}", self.end_of_document).as_bytes());
+        hasher.add(format!("{:?}", self.begin_of_document).as_bytes());
+        hasher.add(&(self.max_piece_bytes as u64).to_le_bytes());
+        hasher.add(format!("{:?}", self.width).as_bytes());
+    }
+}
+
+/// What a build did.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BuildReport {
+    /// Documents written.
+    pub documents: u64,
+    /// Tokens written.
+    pub tokens: u64,
+    /// UTF-8 bytes of their text.
+    pub text_bytes: u64,
+    /// How long it took.
+    pub elapsed: Duration,
+}
+
+/// Tokenizes a corpus into a store at `path`.
+///
+/// One thread reads, the others tokenize, and the tokens are written in the corpus' order whatever
+/// the number of threads. Memory does not grow with the corpus. Special tokens that stand in the
+/// text, such as a literal `<|endoftext|>`, are tokenized as ordinary text: only the builder puts
+/// special tokens. Truncation and padding of the tokenizer are switched off.
+///
+/// [`crate::build_tokens`] does the same with a cache.
+///
+/// # Errors
+/// When a file cannot be read, changed since the corpus was listed or holds a broken record; when
+/// the tokenizer lacks `end_of_document` or fails; when the disk refuses. Nothing is left at `path`
+/// then.
+pub fn build_tokens_to(
+    path: impl AsRef<Path>,
+    corpus: &Corpus,
+    tokenizer: &Tokenizer,
+    options: &BuildOptions,
+) -> Result<(TokenStore, BuildReport)> {
+    build_with_source(
+        path.as_ref(),
+        corpus,
+        tokenizer,
+        options,
+        Sha256Digest::UNKNOWN,
+    )
+}
+
+pub(crate) fn build_with_source(
+    path: &Path,
+    corpus: &Corpus,
+    tokenizer: &Tokenizer,
+    options: &BuildOptions,
+    source: Sha256Digest,
+) -> Result<(TokenStore, BuildReport)> {
+    let started = Instant::now();
+    if options.max_piece_bytes == 0 {
+        return Err(Error::InvalidOption {
+            option: "max_piece_bytes",
+            value: "0".to_owned(),
+            expected: "at least 1; the default is 262144",
+        });
+    }
+    let id_of = |token: &Option<String>, option| {
+        token
+            .as_ref()
+            .map(|token| token_id(tokenizer, token, option))
+            .transpose()
+    };
+    let begin_of_document = id_of(&options.begin_of_document, "begin_of_document")?;
+    let end_of_document = id_of(&options.end_of_document, "end_of_document")?;
+    let digest = tokenizer_digest(tokenizer)?;
+    let store_options = StoreOptions {
+        width: options.width,
+        end_of_document,
+        tokenizer: digest,
+        source,
+        ..StoreOptions::new(vocab_size(tokenizer))
+    };
+    let mut sink = Sink {
+        writer: TokenStoreWriter::create(path, store_options)?,
+        begin_of_document,
+        end_of_document,
+        text_bytes: 0,
+        document_bytes: 0,
+        bar: progress_bar(corpus, options),
+    };
+    let encoder = Encoder::new(tokenizer)?;
+    let threads = options.threads.map_or_else(cores, |threads| threads.max(1));
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .thread_name(|index| format!("overdrive-tokenize-{index}"))
+        .build()
+        .map_err(|error| Error::Threads {
+            what: "the threads that tokenize",
+            problem: error.to_string(),
+        })?;
+    // The reader is one batch ahead: at most three are in memory, one on each side of the channel.
+    let batch_bytes = (4 * options.max_piece_bytes * threads).max(1 << 20);
+    std::thread::scope(|scope| -> Result<()> {
+        let (sender, batches) = sync_channel(1);
+        let reader = scope.spawn(move || -> Result<()> {
+            read_batches(corpus, options.max_piece_bytes, batch_bytes, |batch| {
+                sender.send(batch).is_ok()
+            })
+        });
+        // The channel is closed when this is done, so a reader that waits goes on and ends.
+        encode_batches(batches, &pool, &encoder, &mut sink)?;
+        match reader.join() {
+            Ok(result) => result,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    })?;
+    sink.bar.finish_and_clear();
+    let text_bytes = sink.text_bytes;
+    let store = sink.writer.finish()?;
+    let report = BuildReport {
+        documents: store.document_count() as u64,
+        tokens: store.len() as u64,
+        text_bytes,
+        elapsed: started.elapsed(),
+    };
+    Ok((store, report))
+}
+
+/// The number of ids: one more than the largest.
+fn vocab_size(tokenizer: &Tokenizer) -> u64 {
+    tokenizer
+        .get_vocab(true)
+        .values()
+        .max()
+        .map_or(0, |&largest| u64::from(largest) + 1)
+}
+
+fn token_id(tokenizer: &Tokenizer, token: &str, option: &'static str) -> Result<u32> {
+    tokenizer.token_to_id(token).ok_or_else(|| {
+        let decoder = tokenizer.get_added_tokens_decoder();
+        let mut known: Vec<_> = decoder.iter().filter(|(_, token)| token.special).collect();
+        known.sort_unstable_by_key(|(id, _)| **id);
+        let known: Vec<_> = known
+            .iter()
+            .map(|(_, token)| token.content.as_str())
+            .collect();
+        let known = match known.len() {
+            0 => String::new(),
+            _ => format!(" ({})", known.join(" ")),
+        };
+        Error::UnknownToken {
+            token: token.to_owned(),
+            option,
+            known,
+        }
+    })
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// A tokenizer set up for documents.
+pub(crate) struct Encoder(Tokenizer);
+
+impl Encoder {
+    pub(crate) fn new(tokenizer: &Tokenizer) -> Result<Self> {
+        let mut tokenizer = tokenizer.clone();
+        tokenizer
+            .with_truncation(None)
+            .map_err(Error::tokenizer("switch truncation off"))?;
+        tokenizer.with_padding(None);
+        // Text is data: what looks like a special token in it is not one.
+        tokenizer.set_encode_special_tokens(true);
+        Ok(Self(tokenizer))
+    }
+
+    pub(crate) fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        let encoding = self
+            .0
+            .encode_fast(text, false)
+            .map_err(Error::tokenizer("tokenize a document"))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+}
+
+/// Puts pieces together to batches of about `batch_bytes`.
+fn read_batches(
+    corpus: &Corpus,
+    max_piece_bytes: usize,
+    batch_bytes: usize,
+    mut send: impl FnMut(Vec<Piece>) -> bool,
+) -> Result<()> {
+    // Many tiny documents are a batch too: each has a cost of its own in memory.
+    const MAX_PIECES: usize = 1 << 14;
+    let mut batch = Vec::new();
+    let mut bytes = 0;
+    for_each_piece(corpus, max_piece_bytes, |piece| {
+        bytes += piece.text.len();
+        batch.push(piece);
+        if bytes < batch_bytes && batch.len() < MAX_PIECES {
+            return true;
+        }
+        bytes = 0;
+        send(std::mem::take(&mut batch))
+    })?;
+    if !batch.is_empty() {
+        send(batch);
+    }
+    Ok(())
+}
+
+fn encode_batches(
+    batches: Receiver<Vec<Piece>>,
+    pool: &rayon::ThreadPool,
+    encoder: &Encoder,
+    sink: &mut Sink,
+) -> Result<()> {
+    for batch in batches {
+        let encode = |piece: &Piece| encoder.encode(&piece.text);
+        let encoded: Vec<_> =
+            pool.install(|| batch.par_iter().with_max_len(1).map(encode).collect());
+        for (piece, tokens) in batch.iter().zip(encoded) {
+            sink.push(piece, &tokens?)?;
+        }
+    }
+    Ok(())
+}
+
+struct Sink {
+    writer: TokenStoreWriter,
+    begin_of_document: Option<u32>,
+    end_of_document: Option<u32>,
+    text_bytes: u64,
+    /// Bytes of the current document so far; no piece is empty, so 0 says that none has begun.
+    document_bytes: u64,
+    bar: ProgressBar,
+}
+
+impl Sink {
+    fn push(&mut self, piece: &Piece, tokens: &[u32]) -> Result<()> {
+        if self.document_bytes == 0 {
+            self.writer.push_tokens(self.begin_of_document.as_slice())?;
+        }
+        self.writer.push_tokens(tokens)?;
+        self.document_bytes += piece.text.len() as u64;
+        if piece.ends_document {
+            self.writer.push_tokens(self.end_of_document.as_slice())?;
+            self.writer.end_document(self.document_bytes)?;
+            self.text_bytes += self.document_bytes;
+            self.document_bytes = 0;
+        }
+        self.bar.inc(piece.file_bytes);
+        Ok(())
+    }
+}
+
+fn progress_bar(corpus: &Corpus, options: &BuildOptions) -> ProgressBar {
+    if !options.progress {
+        return ProgressBar::hidden();
+    }
+    // Draws on standard error, and nothing at all where that is no terminal.
+    let template =
+        "tokenizing {wide_bar} {bytes}/{total_bytes} of {msg} · {bytes_per_sec} · {eta} left";
+    let style =
+        ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    let files = format!("{} files", corpus.files().len());
+    ProgressBar::new(corpus.total_bytes())
+        .with_style(style)
+        .with_message(files)
+}

@@ -1,0 +1,183 @@
+//! Token stores that are built once.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use tokenizers::Tokenizer;
+
+use crate::build::{BuildOptions, BuildReport, build_with_source};
+use crate::digest::FieldHasher;
+use crate::token_store_writer::temp_name;
+use crate::{Corpus, Error, FORMAT_VERSION, Result, Sha256Digest, TokenStore, tokenizer_digest};
+
+/// A store out of the cache.
+#[derive(Debug)]
+pub struct BuiltTokens {
+    /// The store, open.
+    pub store: TokenStore,
+    /// What building it did; `None` when it was there already.
+    pub report: Option<BuildReport>,
+}
+
+impl BuiltTokens {
+    /// Whether it was there already.
+    pub fn was_cached(&self) -> bool {
+        self.report.is_none()
+    }
+}
+
+/// Tokenizes a corpus, or opens the tokens that an earlier call made of it.
+///
+/// The store's name in `cache_dir` is a hash of the files' names and contents, the tokenizer, the
+/// options and the format's version: whatever changes, it is built anew, and nothing stale is ever
+/// opened. A damaged store is replaced. Two processes that need the same store may call this at once:
+/// the second waits for the first, where the file system has locks, and else builds the same file
+/// again. The cache is never cleaned; delete the folder, or files in it, at any time.
+///
+/// # Errors
+/// As [`crate::build_tokens_to`], and when the cache folder cannot be written.
+pub fn build_tokens(
+    corpus: &Corpus,
+    tokenizer: &Tokenizer,
+    options: &BuildOptions,
+    cache_dir: impl AsRef<Path>,
+) -> Result<BuiltTokens> {
+    let mut hasher = FieldHasher::default().field(&FORMAT_VERSION.to_le_bytes());
+    hasher.add(&corpus.digest().0);
+    let tokenizer_digest = tokenizer_digest(tokenizer)?;
+    hasher.add(&tokenizer_digest.0);
+    options.add_to(&mut hasher);
+    let key = hasher.finish();
+    let path = cache_dir.as_ref().join(format!("{}.tokens", key.short()));
+    let open = || open_cached(&path, key, tokenizer_digest);
+    let build = || build_with_source(&path, corpus, tokenizer, options, key);
+    match cached(&path, open, build)? {
+        Cached::Hit(store) => Ok(BuiltTokens {
+            store,
+            report: None,
+        }),
+        Cached::Built((store, report)) => Ok(BuiltTokens {
+            store,
+            report: Some(report),
+        }),
+    }
+}
+
+/// The folder for token stores and trained tokenizers: `overdrive/tokens` in `$XDG_CACHE_HOME`, or in
+/// the platform's cache folder (`~/.cache`; macOS: `~/Library/Caches`; Windows: `%LOCALAPPDATA%`).
+///
+/// # Errors
+/// When the environment names no such folder.
+pub fn default_cache_dir() -> Result<PathBuf> {
+    let variable = |name| {
+        std::env::var_os(name)
+            .filter(|value| !value.is_empty())
+            .map(PathBuf::from)
+    };
+    let in_home = |folder| Some(std::env::home_dir()?.join(folder));
+    let (platform, tried) = if cfg!(target_os = "macos") {
+        (in_home("Library/Caches"), "XDG_CACHE_HOME and HOME")
+    } else if cfg!(windows) {
+        (variable("LOCALAPPDATA"), "XDG_CACHE_HOME and LOCALAPPDATA")
+    } else {
+        (in_home(".cache"), "XDG_CACHE_HOME and HOME")
+    };
+    // The XDG specification: a path that is not absolute is to be ignored.
+    let chosen = variable("XDG_CACHE_HOME")
+        .filter(|path| path.is_absolute())
+        .or(platform);
+    let base = chosen.ok_or(Error::NoCacheFolder { tried })?;
+    Ok(base.join("overdrive").join("tokens"))
+}
+
+pub(crate) enum Cached<H, B> {
+    Hit(H),
+    Built(B),
+}
+
+/// Opens `path`, or builds it while holding a lock of its own.
+pub(crate) fn cached<H, B>(
+    path: &Path,
+    open: impl Fn() -> Result<Option<H>>,
+    build: impl FnOnce() -> Result<B>,
+) -> Result<Cached<H, B>> {
+    if let Some(hit) = open()? {
+        return Ok(Cached::Hit(hit));
+    }
+    let _lock = lock(path)?;
+    // Another process may have built it while this one waited.
+    if let Some(hit) = open()? {
+        return Ok(Cached::Hit(hit));
+    }
+    build().map(Cached::Built)
+}
+
+fn open_cached(
+    path: &Path,
+    key: Sha256Digest,
+    tokenizer: Sha256Digest,
+) -> Result<Option<TokenStore>> {
+    if !path.exists() {
+        return Ok(None);
+    }
+    let opened = TokenStore::open(path).and_then(|store| {
+        store.expect_tokenizer(tokenizer)?;
+        Ok(store)
+    });
+    match opened {
+        Ok(store) if store.source_digest() == Some(key) => Ok(Some(store)),
+        Ok(_) => {
+            tracing::warn!(
+                "{} holds other content than its name says; building again",
+                path.display()
+            );
+            Ok(None)
+        }
+        Err(error @ Error::Io { .. }) => Err(error),
+        Err(error) => {
+            tracing::warn!("building again: {error}");
+            Ok(None)
+        }
+    }
+}
+
+/// Holds others that would build the same file. Dropping the file lets them go on.
+fn lock(path: &Path) -> Result<Option<File>> {
+    let lock_path = path.with_extension("lock");
+    if let Some(folder) = lock_path.parent() {
+        std::fs::create_dir_all(folder).map_err(Error::io("create the folder", folder))?;
+    }
+    let file = File::create(&lock_path).map_err(Error::io("create", &lock_path))?;
+    match file.lock() {
+        Ok(()) => {
+            remove_leftovers(path);
+            Ok(Some(file))
+        }
+        // Some network file systems have no locks. Then two builds may run at once; each writes a
+        // file of its own and renames it, so the outcome is the same.
+        Err(error) => {
+            tracing::debug!("no lock on {}: {error}", lock_path.display());
+            Ok(None)
+        }
+    }
+}
+
+/// Removes what killed builds of `path` left. Only the holder of the lock may: nobody else writes.
+fn remove_leftovers(path: &Path) {
+    let (start, end) = temp_name(path);
+    let Some(entries) = path
+        .parent()
+        .and_then(|folder| std::fs::read_dir(folder).ok())
+    else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with(&start) && name.ends_with(end) {
+            if let Err(error) = std::fs::remove_file(entry.path()) {
+                tracing::debug!("cannot remove {}: {error}", entry.path().display());
+            }
+        }
+    }
+}

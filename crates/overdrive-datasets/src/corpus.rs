@@ -1,0 +1,516 @@
+//! The files that a corpus is made of.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use rayon::prelude::*;
+use sha2::{Digest, Sha256};
+use walkdir::WalkDir;
+
+use crate::digest::FieldHasher;
+use crate::{Error, Result, Sha256Digest};
+
+/// How a file holds its documents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum TextFormat {
+    /// The whole file is one document.
+    Plain,
+    /// JSON Lines: each line is an object, and one of its fields is a document.
+    JsonLines,
+}
+
+impl TextFormat {
+    /// Tells the format by the extension.
+    fn of(path: &Path) -> std::result::Result<Self, (&'static str, &'static str)> {
+        let parquet =
+            "convert it to JSON Lines (pandas: df.to_json(path, orient=\"records\", lines=True))";
+        let unpack = "unpack it first";
+        match extension_of(path).as_str() {
+            "jsonl" | "ndjson" => Ok(Self::JsonLines),
+            "parquet" => Err(("Parquet", parquet)),
+            "arrow" | "feather" => Err(("Arrow", parquet)),
+            "gz" | "zst" | "bz2" | "xz" | "zip" | "tar" | "tgz" => {
+                Err(("a compressed file", unpack))
+            }
+            _ => Ok(Self::Plain),
+        }
+    }
+}
+
+/// One file of a corpus.
+#[derive(Debug, Clone)]
+pub struct CorpusFile {
+    /// Where it is.
+    pub path: PathBuf,
+    /// Its name relative to the folder that was given, with `/` between the parts.
+    pub name: String,
+    /// Its length.
+    pub bytes: u64,
+    /// How it holds its documents.
+    pub format: TextFormat,
+    /// The SHA-256 of its content.
+    pub digest: Sha256Digest,
+}
+
+/// Which files to take.
+#[derive(Debug, Clone)]
+pub struct CorpusOptions {
+    /// In folders, takes only files with one of these extensions (without the dot, any case).
+    /// Default: all that are text.
+    pub extensions: Option<Vec<String>>,
+    /// Leaves out larger files. Default: none.
+    pub max_file_bytes: Option<u64>,
+    /// Stops at about so many bytes (at most one file over). The files are taken in the order of a
+    /// hash of their names, so the part is a mixture of all of them. Default: everything.
+    pub max_bytes: Option<u64>,
+    /// Leaves out files with the same content as another. Default: false.
+    pub skip_duplicates: bool,
+    /// The field of a JSON Lines object that holds the document. Default: `text`.
+    pub text_field: String,
+}
+
+impl Default for CorpusOptions {
+    fn default() -> Self {
+        Self {
+            extensions: None,
+            max_file_bytes: None,
+            max_bytes: None,
+            skip_duplicates: false,
+            text_field: "text".to_owned(),
+        }
+    }
+}
+
+/// How many files were left out, and why.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Skipped {
+    /// Not valid UTF-8.
+    pub not_utf8: usize,
+    /// Of a format that is not supported (in folders; named explicitly, such a file is an error).
+    pub unsupported: usize,
+    /// Larger than `max_file_bytes`.
+    pub too_large: usize,
+    /// Of the same content as another.
+    pub duplicates: usize,
+    /// Without content.
+    pub empty: usize,
+    /// The first few files that are not UTF-8 or not supported.
+    pub examples: Vec<PathBuf>,
+}
+
+impl Skipped {
+    const EXAMPLES: usize = 5;
+
+    /// All of them.
+    pub fn total(&self) -> usize {
+        self.not_utf8 + self.unsupported + self.too_large + self.duplicates + self.empty
+    }
+
+    fn example(&mut self, path: &Path) {
+        if self.examples.len() < Self::EXAMPLES {
+            self.examples.push(path.to_owned());
+        }
+    }
+}
+
+impl fmt::Display for Skipped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let counts = [
+            (self.not_utf8, "not UTF-8"),
+            (self.unsupported, "of an unsupported format"),
+            (self.too_large, "too large"),
+            (self.duplicates, "duplicates"),
+            (self.empty, "empty"),
+        ];
+        let mut separator = "";
+        for (count, reason) in counts.into_iter().filter(|(count, _)| *count > 0) {
+            write!(f, "{separator}{count} {reason}")?;
+            separator = ", ";
+        }
+        for (index, path) in self.examples.iter().enumerate() {
+            let before = if index == 0 { " (such as " } else { ", " };
+            write!(f, "{before}{}", path.display())?;
+        }
+        if self.examples.is_empty() {
+            Ok(())
+        } else {
+            write!(f, ")")
+        }
+    }
+}
+
+/// Files of text, in a fixed order, each known by its content.
+///
+/// Making a corpus reads each file once, on all cores, to hash it and to leave out what is not UTF-8;
+/// after that the texts are streamed and never held in memory together.
+#[derive(Debug, Clone)]
+pub struct Corpus {
+    files: Vec<CorpusFile>,
+    skipped: Skipped,
+    text_field: String,
+}
+
+/// A file that was found and not yet read.
+#[derive(Debug, Clone)]
+pub(crate) struct Candidate {
+    path: PathBuf,
+    name: String,
+    bytes: u64,
+    format: TextFormat,
+}
+
+impl Corpus {
+    /// The files among `paths`, and those in the folders among them and their subfolders.
+    ///
+    /// Folders are read in the order of names; hidden files (`.name`) and symbolic links inside them
+    /// are left out. A file that is reached twice counts once.
+    ///
+    /// # Errors
+    /// When a path is missing or unreadable, names a file of a format that is not supported, or
+    /// nothing remains.
+    pub fn from_paths<P: AsRef<Path>>(
+        paths: impl IntoIterator<Item = P>,
+        options: &CorpusOptions,
+    ) -> Result<Self> {
+        let mut skipped = Skipped::default();
+        let mut candidates = Vec::new();
+        let mut searched = Vec::new();
+        for root in paths {
+            let root = root.as_ref();
+            searched.push(root.display().to_string());
+            find_files(root, options, &mut skipped, &mut candidates)?;
+        }
+        let hint = "give other files or folders, or other extensions";
+        Self::from_candidates(candidates, skipped, options, &searched.join(", "), hint)
+    }
+
+    /// The files, in the order in which they are read.
+    pub fn files(&self) -> &[CorpusFile] {
+        &self.files
+    }
+
+    /// The sum of the files' lengths.
+    pub fn total_bytes(&self) -> u64 {
+        self.files.iter().map(|file| file.bytes).sum()
+    }
+
+    /// What was left out.
+    pub fn skipped(&self) -> &Skipped {
+        &self.skipped
+    }
+
+    /// The field of JSON Lines that holds the text.
+    pub fn text_field(&self) -> &str {
+        &self.text_field
+    }
+
+    /// A hash of everything that decides which text is read: names, lengths, contents, formats and
+    /// order. Where the files are does not count.
+    pub fn digest(&self) -> Sha256Digest {
+        let mut hasher = FieldHasher::default()
+            .field(b"corpus 1")
+            .field(self.text_field.as_bytes());
+        for file in &self.files {
+            hasher.add(file.name.as_bytes());
+            hasher.add(&file.bytes.to_le_bytes());
+            hasher.add(&file.digest.0);
+            hasher.add(&[file.format as u8]);
+        }
+        hasher.finish()
+    }
+
+    pub(crate) fn from_candidates(
+        mut candidates: Vec<Candidate>,
+        mut skipped: Skipped,
+        options: &CorpusOptions,
+        searched: &str,
+        hint: &'static str,
+    ) -> Result<Self> {
+        let mut reached = HashSet::new();
+        candidates.retain(|file| reached.insert(file.path.clone()));
+        let files = match options.max_bytes {
+            None => read_all(&candidates, options, &mut skipped)?,
+            Some(max_bytes) => {
+                let order = candidates.iter().map(|file| file.name.clone()).enumerate();
+                let mut order: Vec<_> = order
+                    .map(|(at, name)| (Sha256Digest::of(name.as_bytes()), at))
+                    .collect();
+                order.sort_unstable();
+                let mixed: Vec<_> = order
+                    .iter()
+                    .map(|(_, at)| (*at, candidates[*at].clone()))
+                    .collect();
+                read_up_to(max_bytes, &mixed, options, &mut skipped)?
+            }
+        };
+        if files.is_empty() {
+            let skipped = match skipped.total() {
+                0 => String::new(),
+                _ => format!("; left out: {skipped}"),
+            };
+            return Err(Error::EmptyCorpus {
+                searched: searched.to_owned(),
+                skipped,
+                hint,
+            });
+        }
+        if skipped.not_utf8 + skipped.unsupported > 0 {
+            tracing::warn!("left out of the corpus: {skipped}");
+        }
+        Ok(Self {
+            files,
+            skipped,
+            text_field: options.text_field.clone(),
+        })
+    }
+}
+
+/// Adds the file `root`, or those in the folder `root`.
+pub(crate) fn find_files(
+    root: &Path,
+    options: &CorpusOptions,
+    skipped: &mut Skipped,
+    found: &mut Vec<Candidate>,
+) -> Result<()> {
+    let metadata = std::fs::metadata(root).map_err(Error::io("read", root))?;
+    if metadata.is_file() {
+        let format = TextFormat::of(root).map_err(|(format, hint)| Error::UnsupportedFormat {
+            path: root.to_owned(),
+            format,
+            hint,
+        })?;
+        let name = root
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        found.push(Candidate {
+            path: root.to_owned(),
+            name,
+            bytes: metadata.len(),
+            format,
+        });
+        return Ok(());
+    }
+    // The name of the folder that was given may start with a dot; those below it may not.
+    let walk = WalkDir::new(root)
+        .min_depth(1)
+        .follow_links(false)
+        .sort_by_file_name();
+    let visible = |entry: &walkdir::DirEntry| !entry.file_name().to_string_lossy().starts_with('.');
+    for entry in walk.into_iter().filter_entry(visible) {
+        let entry = entry.map_err(|error| walk_error(root, error))?;
+        let path = entry.path();
+        if !entry.file_type().is_file() || !has_extension(path, options) {
+            continue;
+        }
+        let Ok(format) = TextFormat::of(path) else {
+            skipped.unsupported += 1;
+            skipped.example(path);
+            continue;
+        };
+        let bytes = entry
+            .metadata()
+            .map_err(|error| walk_error(root, error))?
+            .len();
+        found.push(Candidate {
+            path: path.to_owned(),
+            name: relative_name(path, root),
+            bytes,
+            format,
+        });
+    }
+    Ok(())
+}
+
+fn has_extension(path: &Path, options: &CorpusOptions) -> bool {
+    let extension = extension_of(path);
+    options.extensions.as_ref().is_none_or(|wanted| {
+        wanted
+            .iter()
+            .any(|w| w.trim_start_matches('.').eq_ignore_ascii_case(&extension))
+    })
+}
+
+fn extension_of(path: &Path) -> String {
+    path.extension()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .to_ascii_lowercase()
+}
+
+fn relative_name(path: &Path, root: &Path) -> String {
+    let relative = path.strip_prefix(root).unwrap_or(path);
+    let parts: Vec<_> = relative
+        .components()
+        .map(|part| part.as_os_str().to_string_lossy())
+        .collect();
+    parts.join("/")
+}
+
+fn walk_error(root: &Path, error: walkdir::Error) -> Error {
+    let path = error.path().unwrap_or(root).to_owned();
+    Error::Io {
+        action: "read",
+        path,
+        source: error.into(),
+    }
+}
+
+/// What one reading of a file found.
+enum Content {
+    Text { bytes: u64, digest: Sha256Digest },
+    NotUtf8,
+    Empty,
+    TooLarge,
+}
+
+/// Judges contents in order; a duplicate is a duplicate of an earlier one.
+struct Judge<'a> {
+    options: &'a CorpusOptions,
+    skipped: &'a mut Skipped,
+    seen: HashSet<Sha256Digest>,
+}
+
+impl Judge<'_> {
+    fn accept(&mut self, file: &Candidate, content: Content) -> Option<CorpusFile> {
+        let (bytes, digest) = match content {
+            Content::Text { bytes, digest } => (bytes, digest),
+            Content::NotUtf8 => {
+                self.skipped.not_utf8 += 1;
+                self.skipped.example(&file.path);
+                return None;
+            }
+            Content::Empty => {
+                self.skipped.empty += 1;
+                return None;
+            }
+            Content::TooLarge => {
+                self.skipped.too_large += 1;
+                return None;
+            }
+        };
+        if self.options.skip_duplicates && !self.seen.insert(digest) {
+            self.skipped.duplicates += 1;
+            return None;
+        }
+        let Candidate {
+            path, name, format, ..
+        } = file.clone();
+        Some(CorpusFile {
+            path,
+            name,
+            bytes,
+            format,
+            digest,
+        })
+    }
+}
+
+fn read_all(
+    candidates: &[Candidate],
+    options: &CorpusOptions,
+    skipped: &mut Skipped,
+) -> Result<Vec<CorpusFile>> {
+    let contents = candidates
+        .par_iter()
+        .map(|file| read_content(file, options));
+    let contents: Vec<Content> = contents.collect::<Result<_>>()?;
+    let mut judge = Judge {
+        options,
+        skipped,
+        seen: HashSet::new(),
+    };
+    let judged = candidates.iter().zip(contents);
+    Ok(judged
+        .filter_map(|(file, content)| judge.accept(file, content))
+        .collect())
+}
+
+/// The first of `mixed` with about `max_bytes` together, put back into their original order.
+fn read_up_to(
+    max_bytes: u64,
+    mixed: &[(usize, Candidate)],
+    options: &CorpusOptions,
+    skipped: &mut Skipped,
+) -> Result<Vec<CorpusFile>> {
+    const GROUP: usize = 512;
+    let mut judge = Judge {
+        options,
+        skipped,
+        seen: HashSet::new(),
+    };
+    let mut taken = Vec::new();
+    let mut total = 0;
+    'groups: for group in mixed.chunks(GROUP) {
+        let contents = group
+            .par_iter()
+            .map(|(_, file)| read_content(file, options));
+        let contents: Vec<Content> = contents.collect::<Result<_>>()?;
+        for ((at, file), content) in group.iter().zip(contents) {
+            if total >= max_bytes {
+                break 'groups;
+            }
+            if let Some(file) = judge.accept(file, content) {
+                total += file.bytes;
+                taken.push((*at, file));
+            }
+        }
+    }
+    taken.sort_unstable_by_key(|(at, _)| *at);
+    Ok(taken.into_iter().map(|(_, file)| file).collect())
+}
+
+/// Hashes a file and checks its UTF-8, block by block.
+fn read_content(candidate: &Candidate, options: &CorpusOptions) -> Result<Content> {
+    const BLOCK_BYTES: usize = 1 << 18;
+    if options
+        .max_file_bytes
+        .is_some_and(|max| candidate.bytes > max)
+    {
+        return Ok(Content::TooLarge);
+    }
+    let path = &candidate.path;
+    let mut file = File::open(path).map_err(Error::io("open", path))?;
+    let mut block = vec![0; BLOCK_BYTES.min(candidate.bytes as usize + 1)];
+    let mut hasher = Sha256::new();
+    let mut bytes = 0;
+    // Bytes at the start of the block that belong to a character which the last block began.
+    let mut begun = 0;
+    loop {
+        if begun == block.len() {
+            block.resize(block.len() + 4, 0);
+        }
+        let read = match file.read(&mut block[begun..]) {
+            Ok(read) => read,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(Error::io("read", path)(error)),
+        };
+        if read == 0 {
+            break;
+        }
+        hasher.update(&block[begun..begun + read]);
+        bytes += read as u64;
+        let end = begun + read;
+        begun = match std::str::from_utf8(&block[..end]) {
+            Ok(_) => 0,
+            // Cut off in a character: the rest comes with the next block.
+            Err(error) if error.error_len().is_none() => {
+                block.copy_within(error.valid_up_to()..end, 0);
+                end - error.valid_up_to()
+            }
+            Err(_) => return Ok(Content::NotUtf8),
+        };
+    }
+    Ok(match bytes {
+        0 => Content::Empty,
+        _ if begun > 0 => Content::NotUtf8,
+        _ => Content::Text {
+            bytes,
+            digest: Sha256Digest::finish(hasher),
+        },
+    })
+}

@@ -1,0 +1,89 @@
+//! SHA-256 digests as values.
+
+use std::fmt;
+
+use sha2::{Digest, Sha256};
+
+/// A SHA-256 digest; shown in hexadecimal.
+///
+/// All zeros stand for "unknown" where a file may not say ([`Sha256Digest::UNKNOWN`]).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Sha256Digest(pub [u8; 32]);
+
+impl Sha256Digest {
+    /// Stands for a digest that is not known.
+    pub const UNKNOWN: Self = Self([0; 32]);
+
+    /// The digest of some bytes.
+    pub fn of(bytes: &[u8]) -> Self {
+        Self(Sha256::digest(bytes).into())
+    }
+
+    /// Whether it is another value than [`Sha256Digest::UNKNOWN`].
+    pub fn is_known(&self) -> bool {
+        *self != Self::UNKNOWN
+    }
+
+    /// The first 128 bits in hexadecimal: long enough for a file name that never collides by chance.
+    pub fn short(&self) -> String {
+        let mut hex = self.to_string();
+        hex.truncate(32);
+        hex
+    }
+
+    pub(crate) fn finish(hasher: Sha256) -> Self {
+        Self(hasher.finalize().into())
+    }
+}
+
+impl fmt::Display for Sha256Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for Sha256Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// A hash over a sequence of fields, each with its length in front, so that no two sequences of
+/// fields run together into the same bytes.
+#[derive(Default)]
+pub(crate) struct FieldHasher(Sha256);
+
+impl FieldHasher {
+    pub(crate) fn field(mut self, bytes: &[u8]) -> Self {
+        self.add(bytes);
+        self
+    }
+
+    pub(crate) fn add(&mut self, bytes: &[u8]) {
+        self.0.update((bytes.len() as u64).to_le_bytes());
+        self.0.update(bytes);
+    }
+
+    pub(crate) fn finish(self) -> Sha256Digest {
+        Sha256Digest::finish(self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn digest_of_abc_is_the_one_of_fips_180() {
+        let hex = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
+        assert_eq!(Sha256Digest::of(b"abc").to_string(), hex);
+        assert_eq!(Sha256Digest::of(b"abc").short(), hex[..32]);
+    }
+
+    #[test]
+    fn fields_do_not_run_together() {
+        let ab_c = FieldHasher::default().field(b"ab").field(b"c").finish();
+        let a_bc = FieldHasher::default().field(b"a").field(b"bc").finish();
+        assert_ne!(ab_c, a_bc);
+    }
+}

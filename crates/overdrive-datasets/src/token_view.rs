@@ -1,0 +1,334 @@
+//! A part of a store, seen as one stream.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::random::random_u64;
+use crate::{Error, Result, TokenStore};
+
+/// The stream of random numbers that splits use (see [`crate::random::random_u64`]).
+const SPLIT_STREAM: u32 = 0x5917;
+
+/// Along what a split is cut.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SplitBy {
+    /// Each document is wholly in one of the two, by a hash of the seed and its number. Neither is
+    /// left empty.
+    #[default]
+    Document,
+    /// The last part of the stream is validation, cut inside a document where it falls so: nanoGPT's
+    /// way with one file.
+    Position,
+    /// By document where at least two validation documents are to be expected, else by position.
+    Auto,
+}
+
+/// How to split into training and validation.
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SplitOptions {
+    /// The share of validation: of the documents, or of the tokens where it is cut by position.
+    /// Above 0 and below 1. Default: 0.05.
+    pub validation_fraction: f64,
+    /// Chooses the documents. Default: 0.
+    pub seed: u64,
+    /// Along what to cut. Default: [`SplitBy::Document`].
+    pub by: SplitBy,
+}
+
+impl Default for SplitOptions {
+    fn default() -> Self {
+        Self {
+            validation_fraction: 0.05,
+            seed: 0,
+            by: SplitBy::Document,
+        }
+    }
+}
+
+/// A run of tokens that lies together in the store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Segment {
+    /// Where it starts in the view.
+    view_start: usize,
+    /// Where it starts in the store.
+    store_start: usize,
+}
+
+/// Some of a store's documents, one behind the other as one stream of tokens.
+///
+/// A view copies no token: it is a list of ranges (16 bytes for each run of neighbouring documents),
+/// and reading one window looks up the range by binary search. Cloning shares all of it.
+#[derive(Debug, Clone)]
+pub struct TokenView {
+    store: Arc<TokenStore>,
+    segments: Arc<[Segment]>,
+    /// The documents in it, as runs of their numbers in the store; `None` when it was cut by
+    /// position.
+    documents: Option<Arc<[Range<usize>]>>,
+    len: usize,
+    text_bytes: Option<u64>,
+}
+
+impl TokenView {
+    /// All of a store.
+    pub fn new(store: impl Into<Arc<TokenStore>>) -> Self {
+        let store = store.into();
+        let documents = 0..store.document_count();
+        Self::of_documents(store, std::iter::once(documents))
+    }
+
+    /// The number of tokens.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there is no token.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Fills `out` with the tokens from `start` on, across documents, without an allocation.
+    ///
+    /// # Errors
+    /// When they reach over the end, and when a token is outside the vocabulary.
+    pub fn copy_to(&self, start: usize, mut out: &mut [i64]) -> Result<()> {
+        let end = start.saturating_add(out.len());
+        if end > self.len {
+            return Err(Error::OutOfRange {
+                start,
+                end,
+                tokens: self.len,
+            });
+        }
+        let mut position = start;
+        let mut index = self
+            .segments
+            .partition_point(|segment| segment.view_start <= start);
+        while !out.is_empty() {
+            // The first segment starts at 0, so one lies at or before every position.
+            let segment = self.segments[index - 1];
+            let rest = self.segment_end(index - 1) - position;
+            let (now, later) = out.split_at_mut(rest.min(out.len()));
+            self.store
+                .copy_to(segment.store_start + (position - segment.view_start), now)?;
+            position += now.len();
+            out = later;
+            index += 1;
+        }
+        Ok(())
+    }
+
+    /// The tokens of a range.
+    ///
+    /// # Errors
+    /// As [`TokenView::copy_to`].
+    pub fn tokens(&self, range: Range<usize>) -> Result<Vec<i64>> {
+        let mut out = vec![0; range.len()];
+        self.copy_to(range.start, &mut out)?;
+        Ok(out)
+    }
+
+    /// How many documents are in it; `None` when it was cut by position.
+    pub fn document_count(&self) -> Option<usize> {
+        self.documents
+            .as_ref()
+            .map(|runs| runs.iter().map(ExactSizeIterator::len).sum())
+    }
+
+    /// The numbers of its documents in the store, in order; empty when it was cut by position.
+    pub fn document_numbers(&self) -> impl Iterator<Item = usize> + '_ {
+        self.documents
+            .iter()
+            .flat_map(|runs| runs.iter().cloned().flatten())
+    }
+
+    /// The UTF-8 bytes of its text, `None` where the store does not know them. Of a view that was cut
+    /// by position this is an estimate: the store's bytes in proportion to the tokens.
+    pub fn text_bytes(&self) -> Option<u64> {
+        self.text_bytes
+    }
+
+    /// Bits a byte of text, from the mean loss of a token in nats: a measure that does not depend on
+    /// the tokenizer, unlike the loss. `None` where the store does not know its text's length.
+    ///
+    /// It takes the view's own tokens a byte, so the loss should be a mean over all of the view, or
+    /// over a fair sample.
+    pub fn bits_per_byte(&self, nats_per_token: f64) -> Option<f64> {
+        let bytes = self.text_bytes.filter(|&bytes| bytes > 0)?;
+        Some(nats_per_token / std::f64::consts::LN_2 * self.len as f64 / bytes as f64)
+    }
+
+    /// The store that it is a view of.
+    pub fn store(&self) -> &Arc<TokenStore> {
+        &self.store
+    }
+
+    /// The tokens of `range`, as a view.
+    ///
+    /// # Errors
+    /// When the range reaches over the end.
+    pub fn slice(&self, range: Range<usize>) -> Result<Self> {
+        if range.start > range.end || range.end > self.len {
+            let Range { start, end } = range;
+            return Err(Error::OutOfRange {
+                start,
+                end,
+                tokens: self.len,
+            });
+        }
+        if range == (0..self.len) {
+            return Ok(self.clone());
+        }
+        let mut segments = Vec::new();
+        for (index, segment) in self.segments.iter().enumerate() {
+            let start = segment.view_start.max(range.start);
+            if start < self.segment_end(index).min(range.end) {
+                segments.push(Segment {
+                    view_start: start - range.start,
+                    store_start: segment.store_start + (start - segment.view_start),
+                });
+            }
+        }
+        let share = range.len() as f64 / self.len as f64;
+        Ok(Self {
+            store: self.store.clone(),
+            segments: segments.into(),
+            documents: None,
+            len: range.len(),
+            text_bytes: self
+                .text_bytes
+                .map(|bytes| (bytes as f64 * share).round() as u64),
+        })
+    }
+
+    /// Training and validation, in this order.
+    ///
+    /// By document, a document's side depends on the seed and its number in the store, and on
+    /// nothing else. Only where all documents would fall to one side does the one nearest to the
+    /// other go there.
+    ///
+    /// # Errors
+    /// When the fraction is not between 0 and 1; when there are fewer than two documents (by
+    /// document) or two tokens (by position); when a view that was cut by position is split by
+    /// document.
+    pub fn split(&self, options: &SplitOptions) -> Result<(Self, Self)> {
+        let fraction = options.validation_fraction;
+        if !(fraction > 0.0 && fraction < 1.0) {
+            return Err(Error::InvalidOption {
+                option: "validation_fraction",
+                value: fraction.to_string(),
+                expected: "it is above 0 and below 1",
+            });
+        }
+        match options.by {
+            SplitBy::Document => self.split_by_document(options),
+            SplitBy::Position => self.split_by_position(fraction),
+            SplitBy::Auto => match self.document_count() {
+                Some(count) if count as f64 * fraction >= 2.0 => self.split_by_document(options),
+                _ => self.split_by_position(fraction),
+            },
+        }
+    }
+
+    fn split_by_document(&self, options: &SplitOptions) -> Result<(Self, Self)> {
+        let documents = self.document_count().ok_or_else(|| Error::InvalidOption {
+            option: "by",
+            value: "document".to_owned(),
+            expected: "a view that was cut by position can be split by position only",
+        })?;
+        if documents < 2 {
+            return Err(Error::TooFewDocuments { documents });
+        }
+        // 2^64 * fraction; the cast saturates.
+        let threshold = (options.validation_fraction * 2.0_f64.powi(64)) as u64;
+        let rank = |number: usize| random_u64(options.seed, SPLIT_STREAM, number as u64);
+        let count = self
+            .document_numbers()
+            .filter(|&number| rank(number) < threshold)
+            .count();
+        let by_rank = |number: &usize| rank(*number);
+        let exception = match count {
+            0 => self.document_numbers().min_by_key(by_rank),
+            _ if count == documents => self.document_numbers().max_by_key(by_rank),
+            _ => None,
+        };
+        let in_validation =
+            |number: &usize| (rank(*number) < threshold) != (Some(*number) == exception);
+        let side = |validation: bool| {
+            let numbers = self.document_numbers();
+            let numbers = numbers.filter(move |number| in_validation(number) == validation);
+            Self::of_documents(self.store.clone(), numbers.map(|number| number..number + 1))
+        };
+        Ok((side(false), side(true)))
+    }
+
+    fn split_by_position(&self, fraction: f64) -> Result<(Self, Self)> {
+        if self.len < 2 {
+            return Err(Error::TooFewTokens {
+                tokens: self.len,
+                context: 1,
+            });
+        }
+        let validation = (self.len as f64 * fraction).round() as usize;
+        let cut = self.len - validation.clamp(1, self.len - 1);
+        Ok((self.slice(0..cut)?, self.slice(cut..self.len)?))
+    }
+
+    /// The documents of `runs`, which are in order and do not overlap.
+    fn of_documents(store: Arc<TokenStore>, runs: impl Iterator<Item = Range<usize>>) -> Self {
+        let mut documents: Vec<Range<usize>> = Vec::new();
+        for run in runs.filter(|run| !run.is_empty()) {
+            match documents.last_mut() {
+                Some(last) if last.end == run.start => last.end = run.end,
+                _ => documents.push(run),
+            }
+        }
+        let mut segments = Vec::new();
+        let mut len = 0;
+        let mut text_bytes = store.text_bytes().map(|_| 0);
+        for run in &documents {
+            let end_of = |number| {
+                store
+                    .document(number)
+                    .map_or(0, |document| document.tokens.end)
+            };
+            let start = if run.start == 0 {
+                0
+            } else {
+                end_of(run.start - 1)
+            };
+            let tokens = end_of(run.end - 1) - start;
+            if tokens > 0 {
+                segments.push(Segment {
+                    view_start: len,
+                    store_start: start,
+                });
+                len += tokens;
+            }
+            text_bytes = match text_bytes {
+                // The whole store: the header has the sum.
+                Some(_) if run.len() == store.document_count() => store.text_bytes(),
+                Some(sum) => {
+                    let bytes = run.clone().filter_map(|n| store.document(n)?.text_bytes);
+                    Some(sum + bytes.sum::<u64>())
+                }
+                None => None,
+            };
+        }
+        Self {
+            store,
+            segments: segments.into(),
+            documents: Some(documents.into()),
+            len,
+            text_bytes,
+        }
+    }
+
+    fn segment_end(&self, index: usize) -> usize {
+        self.segments
+            .get(index + 1)
+            .map_or(self.len, |next| next.view_start)
+    }
+}
