@@ -50,6 +50,11 @@ pub trait Optimizer: Send {
     /// the failure have been stepped.
     fn step(&mut self) -> Result<()>;
 
+    /// Whether [`step_scaled`](Self::step_scaled) works.
+    fn supports_step_scaled(&self) -> bool {
+        false
+    }
+
     /// Unscales the gradients and applies them unless `found_inf` says otherwise, all without a
     /// device synchronisation (what torch calls `_step_supports_amp_scaling`).
     ///
@@ -125,6 +130,9 @@ impl<T: Optimizer + ?Sized> Optimizer for Box<T> {
     }
     fn step(&mut self) -> Result<()> {
         (**self).step()
+    }
+    fn supports_step_scaled(&self) -> bool {
+        (**self).supports_step_scaled()
     }
     fn step_scaled(&mut self, scaling: &GradScaling<'_>) -> Result<bool> {
         (**self).step_scaled(scaling)

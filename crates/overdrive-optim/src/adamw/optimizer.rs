@@ -322,6 +322,10 @@ impl Optimizer for AdamW {
         self.apply(None).map(|_| ())
     }
 
+    fn supports_step_scaled(&self) -> bool {
+        self.parameters.iter().all(|parameter| self.uses_fused(parameter).unwrap_or(false))
+    }
+
     fn step_scaled(&mut self, scaling: &GradScaling<'_>) -> Result<bool> {
         self.apply(Some(scaling))
     }
