@@ -1,1 +1,57 @@
-//! Automatic mixed precision: autocast, gradient scaling, TF32, precision policies.
+//! Automatic mixed precision for `tch`: what `torch.amp` is to PyTorch.
+//!
+//! * [`autocast`] and [`Autocast`] – regions in which operators run in fp16 or bf16, on any device,
+//!   with a chosen dtype, nested, switched off inside, and left correctly by a panic;
+//! * [`GradScaler`] – dynamic loss scaling for fp16, equal to PyTorch's step for step;
+//! * [`Precision`] – fp32, TF32, fp16 or bf16, and which of them this device does well, and why;
+//! * [`tf32`] – the switches for TF32 and for the precision of fp32 matrix products.
+//!
+//! tch's own `autocast` works on CUDA alone, cannot choose the dtype, and stays on after a panic.
+//!
+//! # A training step in mixed precision
+//!
+//! ```
+//! use overdrive_optim::{AdamW, AdamWConfig, Optimizer, ParamGroup};
+//! use overdrive_precision::{autocast, GradScaler, GradScalerConfig, Precision};
+//! use tch::{Device, Kind, Tensor};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let device = Device::cuda_if_available();
+//! let choice = Precision::recommend(device);
+//! println!("{}: {}", choice.precision, choice.reason);
+//!
+//! let weight = Tensor::ones([4, 4], (Kind::Float, device)).set_requires_grad(true);
+//! let groups = vec![ParamGroup::new("all", vec![("weight".to_owned(), weight.shallow_clone())])];
+//! let mut optimizer = AdamW::new(groups, AdamWConfig::default())?;
+//! let mut scaler = GradScaler::new(GradScalerConfig {
+//!     enabled: choice.precision.needs_grad_scaler(),
+//!     ..GradScalerConfig::default()
+//! })?;
+//!
+//! let x = Tensor::ones([2, 4], (Kind::Float, device));
+//! let loss = choice.precision.autocast(device, || x.linear::<Tensor>(&weight, None).sum(Kind::Float))?;
+//! scaler.scale(&loss)?.backward();
+//! scaler.step(&mut optimizer)?;
+//! scaler.update()?;
+//! optimizer.zero_grad()?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Micikevicius et al., *Mixed Precision Training*, 2018, <https://arxiv.org/abs/1710.03740>;
+//! [`torch.amp`](https://pytorch.org/docs/stable/amp.html).
+#![forbid(unsafe_code)]
+#![deny(missing_docs)]
+
+mod autocast;
+mod error;
+mod grad_scaler;
+mod precision;
+mod scaler_config;
+pub mod tf32;
+
+pub use autocast::{Autocast, AutocastGuard, autocast, is_autocast_enabled};
+pub use error::{Error, Result};
+pub use grad_scaler::{GradScaler, StepOutcome};
+pub use precision::{ParsePrecisionError, Precision, Recommendation};
+pub use scaler_config::{GradScalerConfig, GradScalerState};

@@ -102,6 +102,7 @@ od_status* od_libtorch_version(char** out) OD_NOEXCEPT;
 // --- startup.cpp --------------------------------------------------------------------------------
 // 0: no CUDA library beside libtorch_cpu, 1: loaded (or linked), 2: there but it failed to load.
 od_status* od_cuda_library(int32_t* state, char** detail) OD_NOEXCEPT;
+od_status* od_cuda_compute_capability(int32_t device, int32_t* major, int32_t* minor) OD_NOEXCEPT;
 
 #ifdef __cplusplus
 }

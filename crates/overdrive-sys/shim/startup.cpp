@@ -85,3 +85,19 @@ extern "C" od_status* od_cuda_library(int32_t* state, char** detail) noexcept {
     *state = library.state;
   });
 }
+
+// Asked of the CUDA runtime that libtorch has loaded, so that no CUDA header is needed.
+extern "C" od_status* od_cuda_compute_capability(int32_t device, int32_t* major, int32_t* minor) noexcept {
+  return overdrive::guard([&] {
+    using GetAttribute = int (*)(int* value, int attribute, int device);
+    constexpr int MAJOR = 75;  // cudaDevAttrComputeCapabilityMajor
+    constexpr int MINOR = 76;  // cudaDevAttrComputeCapabilityMinor
+    auto get = reinterpret_cast<GetAttribute>(dlsym(RTLD_DEFAULT, "cudaDeviceGetAttribute"));
+    TORCH_CHECK(get, "no CUDA runtime is loaded");
+    int high = 0, low = 0;
+    const int failed = get(&high, MAJOR, device) | get(&low, MINOR, device);
+    TORCH_CHECK(failed == 0, "the CUDA runtime does not know device ", device, " (its error ", failed, ")");
+    *major = high;
+    *minor = low;
+  });
+}

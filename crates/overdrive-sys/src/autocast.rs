@@ -63,10 +63,8 @@ pub fn set_state(device: Device, state: State) -> Result<()> {
 pub fn cache_enabled() -> Result<bool> {
     let mut enabled = 0;
     // SAFETY: written only on success.
-    check(
-        unsafe { ffi::od_autocast_cache_get(&raw mut enabled) },
-        "reading the autocast cache",
-    )?;
+    let status = unsafe { ffi::od_autocast_cache_get(&raw mut enabled) };
+    check(status, "reading the autocast cache")?;
     Ok(enabled != 0)
 }
 
@@ -76,10 +74,8 @@ pub fn cache_enabled() -> Result<bool> {
 /// Only if libtorch throws.
 pub fn set_cache_enabled(enabled: bool) -> Result<()> {
     // SAFETY: a plain value.
-    check(
-        unsafe { ffi::od_autocast_cache_set(i32::from(enabled)) },
-        "setting the autocast cache",
-    )
+    let status = unsafe { ffi::od_autocast_cache_set(i32::from(enabled)) };
+    check(status, "setting the autocast cache")
 }
 
 /// Drops the cached casts.
@@ -88,10 +84,8 @@ pub fn set_cache_enabled(enabled: bool) -> Result<()> {
 /// Only if libtorch throws.
 pub fn clear_cache() -> Result<()> {
     // SAFETY: no arguments.
-    check(
-        unsafe { ffi::od_autocast_cache_clear() },
-        "clearing the autocast cache",
-    )
+    let status = unsafe { ffi::od_autocast_cache_clear() };
+    check(status, "clearing the autocast cache")
 }
 
 /// Enters one more region; the new depth.
@@ -113,9 +107,7 @@ pub fn decrement_nesting() -> Result<i32> {
 fn nesting(delta: i32) -> Result<i32> {
     let mut depth = 0;
     // SAFETY: written only on success.
-    check(
-        unsafe { ffi::od_autocast_nesting(delta, &raw mut depth) },
-        "counting autocast regions",
-    )?;
+    let status = unsafe { ffi::od_autocast_nesting(delta, &raw mut depth) };
+    check(status, "counting autocast regions")?;
     Ok(depth)
 }

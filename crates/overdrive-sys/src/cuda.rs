@@ -46,3 +46,19 @@ pub fn library() -> Result<CudaLibrary> {
         _ => CudaLibrary::Failed { reason: detail },
     })
 }
+
+/// The compute capability of a GPU, such as `(9, 0)` for Hopper.
+///
+/// # Errors
+/// [`crate::Error::Torch`] if no CUDA runtime is loaded or there is no such device.
+pub fn compute_capability(device: usize) -> Result<(u32, u32)> {
+    let index = i32::try_from(device).unwrap_or(i32::MAX);
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: both are written only on success.
+    let status = unsafe { ffi::od_cuda_compute_capability(index, &raw mut major, &raw mut minor) };
+    check(status, "reading the compute capability")?;
+    Ok((
+        u32::try_from(major).unwrap_or(0),
+        u32::try_from(minor).unwrap_or(0),
+    ))
+}

@@ -114,5 +114,10 @@ unsafe extern "C" {
     pub(crate) fn od_cpu_capability(out: *mut *mut c_char) -> *mut Status;
     pub(crate) fn od_libtorch_version(out: *mut *mut c_char) -> *mut Status;
 
+    pub(crate) fn od_cuda_compute_capability(
+        device: i32,
+        major: *mut i32,
+        minor: *mut i32,
+    ) -> *mut Status;
     pub(crate) fn od_cuda_library(state: *mut i32, detail: *mut *mut c_char) -> *mut Status;
 }

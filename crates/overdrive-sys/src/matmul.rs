@@ -25,10 +25,8 @@ pub fn set_precision(precision: MatmulPrecision) -> Result<()> {
         MatmulPrecision::Medium => c"medium",
     };
     // SAFETY: a C string that is static.
-    check(
-        unsafe { ffi::od_matmul_precision_set(name.as_ptr()) },
-        "setting the matmul precision",
-    )
+    let status = unsafe { ffi::od_matmul_precision_set(name.as_ptr()) };
+    check(status, "setting the matmul precision")
 }
 
 /// What it is.
@@ -38,10 +36,8 @@ pub fn set_precision(precision: MatmulPrecision) -> Result<()> {
 pub fn precision() -> Result<MatmulPrecision> {
     let mut code = 0;
     // SAFETY: written only on success.
-    check(
-        unsafe { ffi::od_matmul_precision_get(&raw mut code) },
-        "reading the matmul precision",
-    )?;
+    let status = unsafe { ffi::od_matmul_precision_get(&raw mut code) };
+    check(status, "reading the matmul precision")?;
     Ok(match code {
         0 => MatmulPrecision::Highest,
         1 => MatmulPrecision::High,
@@ -75,10 +71,8 @@ pub fn set_tf32(allow: Tf32) -> Result<()> {
 pub fn tf32() -> Result<Tf32> {
     let (mut matmul, mut cudnn) = (0, 0);
     // SAFETY: written only on success.
-    check(
-        unsafe { ffi::od_tf32_get(&raw mut matmul, &raw mut cudnn) },
-        "reading TF32",
-    )?;
+    let status = unsafe { ffi::od_tf32_get(&raw mut matmul, &raw mut cudnn) };
+    check(status, "reading TF32")?;
     Ok(Tf32 {
         matmul: matmul != 0,
         cudnn: cudnn != 0,

@@ -109,8 +109,6 @@ pub fn set_limit(device: Device, bytes: Option<u64>) -> Result<()> {
 /// Only if libtorch throws.
 pub fn set_cpu_caching(enabled: bool) -> Result<()> {
     // SAFETY: a plain value.
-    check(
-        unsafe { ffi::od_cpu_memory_set_caching(i32::from(enabled)) },
-        "switching the CPU cache",
-    )
+    let status = unsafe { ffi::od_cpu_memory_set_caching(i32::from(enabled)) };
+    check(status, "switching the CPU cache")
 }

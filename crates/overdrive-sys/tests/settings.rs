@@ -52,6 +52,8 @@ fn settings_are_read_back_as_they_were_set() {
             assert!(!detail.is_empty());
             let error = memory::stats(Device::Cuda(0)).unwrap_err().to_string();
             assert!(error.contains("no cuda back end is loaded"), "{error}");
+            let error = cuda::compute_capability(0).unwrap_err().to_string();
+            assert!(error.contains("CUDA"), "{error}");
         }
         other => panic!("{other:?}"),
     }
