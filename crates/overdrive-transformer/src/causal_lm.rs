@@ -1,0 +1,291 @@
+use std::path::Path;
+
+use serde_json::{Map, Value};
+use tch::{Device, Kind, Tensor};
+
+use crate::gpt2::Gpt2;
+use crate::init::initial;
+use crate::llama::Llama;
+use crate::loss::{LabelShift, LossOutput, causal_lm_loss};
+use crate::parameters::ParameterMap;
+use crate::{
+    Error, Execution, ForwardInput, LoadOptions, ModelConfig, Result, SaveOptions, checkpoint,
+};
+
+/// How a model is made from scratch.
+#[derive(Debug, Clone, PartialEq)]
+pub struct InitOptions {
+    /// Where the parameters are; default: the CPU.
+    pub device: Device,
+    /// Their kind; default: fp32.
+    pub kind: Kind,
+    /// The seed of all random parameters; default 0. The same seed gives the same model on every
+    /// device, whatever libtorch's global generator has done.
+    pub seed: u64,
+}
+
+impl Default for InitOptions {
+    fn default() -> Self {
+        InitOptions {
+            device: Device::Cpu,
+            kind: Kind::Float,
+            seed: 0,
+        }
+    }
+}
+
+/// A decoder with a language-model head.
+///
+/// Parameters keep the names, shapes and order that they have in transformers. They are shared, not
+/// copied, by [`named_parameters`](CausalLm::named_parameters): what an optimizer updates in place is
+/// what the model computes with.
+#[derive(Debug)]
+pub struct CausalLm {
+    config: ModelConfig,
+    parameters: Vec<(String, Tensor)>,
+    backbone: Backbone,
+    /// `(V, C)`; the embedding itself where the two are tied.
+    head: Tensor,
+    execution: Execution,
+    training: bool,
+    generation_config: Option<Map<String, Value>>,
+}
+
+#[derive(Debug)]
+enum Backbone {
+    Llama(Box<Llama>),
+    Gpt2(Box<Gpt2>),
+}
+
+impl CausalLm {
+    /// A model with random parameters, drawn as transformers draws them: normal with the
+    /// configuration's `initializer_range` (GPT-2's residual projections scaled by depth), norms 1,
+    /// biases 0. No parameter requires a gradient yet.
+    ///
+    /// # Errors
+    /// When the configuration is inconsistent, or memory runs out.
+    pub fn new(config: &ModelConfig, options: &InitOptions) -> Result<CausalLm> {
+        config.validate()?;
+        let parameters = config
+            .parameters()
+            .into_iter()
+            .map(|spec| {
+                let value = initial(&spec, options.seed, options.kind, options.device)?;
+                Ok((spec.name, value))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        CausalLm::from_parameters(config, parameters)
+    }
+
+    /// Reads a Hugging Face folder: `config.json`, `model.safetensors` (or shards with
+    /// `model.safetensors.index.json`) and, where there is one, `generation_config.json`.
+    ///
+    /// Files are memory-mapped, and each tensor goes straight to its device and kind.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for an architecture or option that this crate does not compute;
+    /// [`Error::Checkpoint`] naming every tensor that is missing, unexpected or misshapen;
+    /// [`Error::BadWeightFile`] for a damaged file; [`Error::Io`] and others as they say.
+    pub fn from_pretrained(dir: impl AsRef<Path>, options: &LoadOptions) -> Result<CausalLm> {
+        let dir = dir.as_ref();
+        let config = ModelConfig::from_dir(dir)?;
+        let parameters = checkpoint::read(dir, &config, options)?;
+        let mut model = CausalLm::from_parameters(&config, parameters)?;
+        model.generation_config = checkpoint::read_generation_config(dir)?;
+        Ok(model)
+    }
+
+    /// Writes a folder that transformers' `from_pretrained` loads: `config.json`,
+    /// `model.safetensors` (or shards) and `generation_config.json`. The tokenizer is not known
+    /// here; put its `tokenizer.json` beside them.
+    ///
+    /// Each file is written under a temporary name, flushed to the disk and renamed, the weights
+    /// before `config.json`: a reader never sees half a file. The folder as a whole is not atomic:
+    /// a crash between two renames over an older checkpoint leaves files of both.
+    ///
+    /// # Errors
+    /// When the folder cannot be written or memory for one tensor's copy runs out.
+    pub fn save_pretrained(&self, dir: impl AsRef<Path>, options: &SaveOptions) -> Result<()> {
+        checkpoint::write(dir.as_ref(), self, options)
+    }
+
+    fn from_parameters(
+        config: &ModelConfig,
+        parameters: Vec<(String, Tensor)>,
+    ) -> Result<CausalLm> {
+        let mut map = ParameterMap::new(&parameters);
+        let (backbone, embedding) = match config {
+            ModelConfig::Llama(config) => {
+                let model = Llama::take(&mut map, config)?;
+                let embedding = model.embedding.shallow_clone();
+                (Backbone::Llama(Box::new(model)), embedding)
+            }
+            ModelConfig::Gpt2(config) => {
+                let model = Gpt2::take(&mut map, config)?;
+                let embedding = model.embedding.shallow_clone();
+                (Backbone::Gpt2(Box::new(model)), embedding)
+            }
+        };
+        let head = if config.tie_word_embeddings() {
+            embedding
+        } else {
+            map.take("lm_head.weight")?
+        };
+        Ok(CausalLm {
+            config: config.clone(),
+            parameters,
+            backbone,
+            head,
+            execution: Execution::default(),
+            training: false,
+            generation_config: None,
+        })
+    }
+
+    /// The logits, `(B, T, V)` or `(B, 1, V)` as [`ForwardInput::logits`] says, in the kind of the
+    /// parameters (under autocast in its kind).
+    ///
+    /// # Errors
+    /// When shapes do not fit, the tokens exceed the context, or libtorch fails. Where a cache was
+    /// given, the failed step is undone.
+    pub fn forward(&self, input: ForwardInput<'_>) -> Result<Tensor> {
+        let hidden = self.hidden_states(input)?;
+        self.logits(&hidden)
+    }
+
+    /// The normalised hidden states `(B, T, C)` before the head: embeddings of text, or the input of
+    /// a loss that does not want all logits at once.
+    ///
+    /// # Errors
+    /// As [`CausalLm::forward`].
+    pub fn hidden_states(&self, mut input: ForwardInput<'_>) -> Result<Tensor> {
+        let shape = input.shape()?;
+        self.check_context(&input, shape.past + shape.tokens)?;
+        let hidden = match &self.backbone {
+            Backbone::Llama(model) => {
+                model.forward(&mut input, shape, &self.execution, self.training)
+            }
+            Backbone::Gpt2(model) => model.forward(&mut input, shape, self.training),
+        };
+        if hidden.is_err()
+            && let Some(cache) = input.cache
+        {
+            // Layers before the failure have taken the new tokens; the first error is the one to tell.
+            let _ = cache.truncate(shape.past.min(cache.len()));
+        }
+        hidden
+    }
+
+    /// The head: hidden states `(…, C)` to logits `(…, V)`.
+    ///
+    /// # Errors
+    /// An error of libtorch.
+    pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        Ok(hidden.f_linear(&self.head, None::<&Tensor>)?)
+    }
+
+    /// The summed cross-entropy of `input_ids (B, T)` against `labels (B, T)`, both i64, and the
+    /// number of tokens it counts; labels of [`IGNORE_INDEX`](crate::IGNORE_INDEX) do not count.
+    ///
+    /// A sum and a count, so that gradient accumulation can weight micro-batches by their tokens;
+    /// [`LossOutput::mean`] is transformers' loss.
+    ///
+    /// # Errors
+    /// As [`CausalLm::forward`] and [`causal_lm_loss`].
+    pub fn loss(
+        &self,
+        input_ids: &Tensor,
+        labels: &Tensor,
+        shift: LabelShift,
+    ) -> Result<LossOutput> {
+        causal_lm_loss(&self.forward(ForwardInput::new(input_ids))?, labels, shift)
+    }
+
+    /// All parameters with their Hugging Face names, in the order of transformers'
+    /// `named_parameters`. A tied head is not listed twice. The tensors share the model's storage,
+    /// gradient and flags.
+    pub fn named_parameters(&self) -> Vec<(String, Tensor)> {
+        self.parameters
+            .iter()
+            .map(|(name, t)| (name.clone(), t.shallow_clone()))
+            .collect()
+    }
+
+    /// How many numbers the parameters are; a tied head counts once.
+    pub fn num_parameters(&self) -> i64 {
+        self.parameters
+            .iter()
+            .map(|(_, tensor)| tensor.numel() as i64)
+            .sum()
+    }
+
+    /// Makes every parameter require a gradient, or none.
+    ///
+    /// # Errors
+    /// An error of libtorch.
+    pub fn set_requires_grad(&self, requires_grad: bool) -> Result<()> {
+        for (_, tensor) in &self.parameters {
+            // The flag belongs to the tensor that all shallow clones share.
+            let _same = tensor.f_set_requires_grad(requires_grad)?;
+        }
+        Ok(())
+    }
+
+    /// Whether the dropouts of the configuration apply; false at first.
+    pub fn set_training(&mut self, training: bool) {
+        self.training = training;
+    }
+
+    /// Chooses among equal ways of computing.
+    pub fn set_execution(&mut self, execution: Execution) {
+        self.execution = execution;
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// How many layers a cache for this model has.
+    pub fn num_layers(&self) -> usize {
+        match &self.backbone {
+            Backbone::Llama(model) => model.layers(),
+            Backbone::Gpt2(model) => model.layers(),
+        }
+    }
+
+    /// Where the parameters are.
+    pub fn device(&self) -> Device {
+        self.head.device()
+    }
+
+    /// The kind of the parameters.
+    pub fn kind(&self) -> Kind {
+        self.head.kind()
+    }
+
+    /// What `generation_config.json` held, or `None` where there was none.
+    pub fn generation_config(&self) -> Option<&Map<String, Value>> {
+        self.generation_config.as_ref()
+    }
+
+    fn check_context(&self, input: &ForwardInput<'_>, positions: i64) -> Result<()> {
+        let (limit, key) = self.config.context();
+        if let Some(cache) = &input.cache
+            && cache.layers() != self.num_layers()
+        {
+            return Err(Error::CacheLayers {
+                cache: cache.layers(),
+                model: self.num_layers(),
+            });
+        }
+        if positions > limit {
+            return Err(Error::ContextExceeded {
+                positions,
+                limit,
+                key,
+            });
+        }
+        Ok(())
+    }
+}

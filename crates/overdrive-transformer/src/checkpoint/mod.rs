@@ -1,0 +1,19 @@
+//! Hugging Face folders: reading and writing.
+
+mod mapped;
+mod problems;
+mod read;
+mod shards;
+mod write;
+
+pub use problems::{CheckpointProblems, Misshapen};
+pub use read::LoadOptions;
+pub use write::SaveOptions;
+
+pub(crate) use read::{read, read_generation_config};
+pub(crate) use write::write;
+
+/// The only weight file of a folder.
+const SINGLE: &str = "model.safetensors";
+/// Which shard holds which tensor.
+const INDEX: &str = "model.safetensors.index.json";

@@ -1,0 +1,62 @@
+use std::fmt;
+
+/// All that does not fit between a checkpoint's tensors and its configuration.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct CheckpointProblems {
+    /// Parameters that no file holds.
+    pub missing: Vec<String>,
+    /// Tensors that are no parameter.
+    pub unexpected: Vec<String>,
+    /// Parameters of another shape.
+    pub misshapen: Vec<Misshapen>,
+    /// Parameters in a format that is no floating-point weight: name and format.
+    pub unreadable: Vec<(String, String)>,
+}
+
+/// A parameter of another shape than its configuration says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Misshapen {
+    /// Its name.
+    pub name: String,
+    /// The shape in the file.
+    pub found: Vec<i64>,
+    /// The shape that the configuration calls for.
+    pub expected: Vec<i64>,
+}
+
+impl CheckpointProblems {
+    pub(super) fn is_empty(&self) -> bool {
+        self.missing.is_empty()
+            && self.unexpected.is_empty()
+            && self.misshapen.is_empty()
+            && self.unreadable.is_empty()
+    }
+}
+
+impl fmt::Display for CheckpointProblems {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let misshapen = self.misshapen.iter().map(|m| {
+            format!(
+                "{} (found {:?}, expected {:?})",
+                m.name, m.found, m.expected
+            )
+        });
+        let unreadable = self
+            .unreadable
+            .iter()
+            .map(|(name, format)| format!("{name} ({format}; readable: F64, F32, F16, BF16)"));
+        let groups = [
+            ("missing", self.missing.clone()),
+            ("unexpected", self.unexpected.clone()),
+            ("of another shape", misshapen.collect()),
+            ("of an unreadable format", unreadable.collect()),
+        ];
+        let texts = groups
+            .iter()
+            .filter(|(_, names)| !names.is_empty())
+            .map(|(what, names)| format!("{} {what}: {}", names.len(), names.join(", ")));
+        f.write_str(&texts.collect::<Vec<_>>().join("; "))
+    }
+}

@@ -1,0 +1,62 @@
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::{INDEX, SINGLE};
+use crate::{Error, Result};
+
+/// `model.safetensors.index.json`.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct ShardIndex {
+    #[serde(default)]
+    pub(super) metadata: IndexMetadata,
+    /// File of each tensor.
+    pub(super) weight_map: BTreeMap<String, String>,
+}
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct IndexMetadata {
+    /// Bytes of all tensors.
+    #[serde(default)]
+    pub(super) total_size: u64,
+}
+
+/// The weight files of a folder. The single file comes first, as in transformers.
+pub(super) fn weight_files(dir: &Path) -> Result<Vec<PathBuf>> {
+    let single = dir.join(SINGLE);
+    if single.is_file() {
+        return Ok(vec![single]);
+    }
+    let path = dir.join(INDEX);
+    if !path.is_file() {
+        return Err(Error::NoWeights {
+            path: dir.to_path_buf(),
+        });
+    }
+    let text = std::fs::read_to_string(&path).map_err(Error::io("read", &path))?;
+    let index: ShardIndex =
+        serde_json::from_str(&text).map_err(|source| Error::Json { path, source })?;
+    let names: BTreeSet<&String> = index.weight_map.values().collect();
+    names
+        .into_iter()
+        .map(|name| {
+            // A name comes from the file: it must not lead out of the folder.
+            let plain = Path::new(name)
+                .file_name()
+                .is_some_and(|last| last == name.as_str());
+            plain
+                .then(|| dir.join(name))
+                .ok_or_else(|| Error::BadConfig {
+                    key: format!("{INDEX}: weight_map"),
+                    found: format!("{name:?}"),
+                    expected: "a file name in the same folder".to_owned(),
+                })
+        })
+        .collect()
+}
+
+/// The name of shard `number` (from 1) of `count`.
+pub(super) fn shard_name(number: usize, count: usize) -> String {
+    format!("model-{number:05}-of-{count:05}.safetensors")
+}

@@ -1,0 +1,141 @@
+use serde_json::{Map, Value};
+
+use crate::{Error, Result};
+
+/// A JSON object whose keys are taken one by one, each with the type it must have; what remains is
+/// what nobody asked for. A key with the value `null` counts as absent, as in transformers.
+#[derive(Debug)]
+pub(crate) struct Fields(Map<String, Value>);
+
+impl Fields {
+    pub(crate) fn new(map: Map<String, Value>) -> Self {
+        Fields(map)
+    }
+
+    pub(crate) fn take(&mut self, key: &str) -> Option<Value> {
+        self.0.remove(key).filter(|value| !value.is_null())
+    }
+
+    /// Like [`Fields::take`] for a key where `null` means something else than absence.
+    pub(crate) fn take_nullable(&mut self, key: &str) -> Option<Option<Value>> {
+        self.0
+            .remove(key)
+            .map(|value| (!value.is_null()).then_some(value))
+    }
+
+    /// Sets `slot` where `key` is given, to a positive integer.
+    pub(crate) fn positive(&mut self, key: &str, slot: &mut i64) -> Result<()> {
+        if let Some(value) = self.optional_positive(key)? {
+            *slot = value;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn optional_positive(&mut self, key: &str) -> Result<Option<i64>> {
+        self.take(key)
+            .map(|value| positive(key, &value))
+            .transpose()
+    }
+
+    /// Sets `slot` where `key` is given, to a finite number.
+    pub(crate) fn number(&mut self, key: &str, slot: &mut f64) -> Result<()> {
+        if let Some(value) = self.take(key) {
+            *slot = number(key, &value)?;
+        }
+        Ok(())
+    }
+
+    /// Sets `slot` where `key` is given.
+    pub(crate) fn boolean(&mut self, key: &str, slot: &mut bool) -> Result<()> {
+        if let Some(value) = self.take(key) {
+            *slot = value
+                .as_bool()
+                .ok_or_else(|| bad(key, &value, "true or false"))?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn string(&mut self, key: &str) -> Result<Option<String>> {
+        self.take(key)
+            .map(|value| match value {
+                Value::String(text) => Ok(text),
+                other => Err(bad(key, &other, "a string")),
+            })
+            .transpose()
+    }
+
+    /// Sets `slot` where `key` is given, even to `null`.
+    pub(crate) fn token_id(&mut self, key: &str, slot: &mut Option<i64>) -> Result<()> {
+        if let Some(value) = self.take_nullable(key) {
+            *slot = value.map(|value| id(key, &value)).transpose()?;
+        }
+        Ok(())
+    }
+
+    /// Sets `slot` to the one or many ids of `key` where it is given; `null` is none.
+    pub(crate) fn token_ids(&mut self, key: &str, slot: &mut Vec<i64>) -> Result<()> {
+        match self.take_nullable(key) {
+            None => {}
+            Some(None) => slot.clear(),
+            Some(Some(Value::Array(values))) => {
+                *slot = values
+                    .iter()
+                    .map(|value| id(key, value))
+                    .collect::<Result<_>>()?;
+            }
+            Some(Some(value)) => *slot = vec![id(key, &value)?],
+        }
+        Ok(())
+    }
+
+    pub(crate) fn object(&mut self, key: &str) -> Result<Option<Fields>> {
+        self.take(key)
+            .map(|value| match value {
+                Value::Object(map) => Ok(Fields(map)),
+                other => Err(bad(key, &other, "an object")),
+            })
+            .transpose()
+    }
+
+    pub(crate) fn into_rest(self) -> Map<String, Value> {
+        self.0
+    }
+}
+
+/// The form in which transformers writes token ids.
+pub(crate) fn ids_to_json(ids: &[i64]) -> Value {
+    match ids {
+        [] => Value::Null,
+        [one] => (*one).into(),
+        many => many.to_vec().into(),
+    }
+}
+
+pub(crate) fn bad(key: &str, value: &Value, expected: &str) -> Error {
+    Error::BadConfig {
+        key: key.to_owned(),
+        found: value.to_string(),
+        expected: expected.to_owned(),
+    }
+}
+
+pub(crate) fn positive(key: &str, value: &Value) -> Result<i64> {
+    value
+        .as_i64()
+        .filter(|&n| n > 0)
+        .ok_or_else(|| bad(key, value, "a positive integer"))
+}
+
+pub(crate) fn number(key: &str, value: &Value) -> Result<f64> {
+    value
+        .as_f64()
+        .filter(|x| x.is_finite())
+        .ok_or_else(|| bad(key, value, "a number"))
+}
+
+fn id(key: &str, value: &Value) -> Result<i64> {
+    // -1 stands for "none" in some checkpoints; transformers takes it.
+    value
+        .as_i64()
+        .ok_or_else(|| bad(key, value, "a token id or a list of them"))
+}

@@ -1,0 +1,236 @@
+//! Configurations: `config.json` in Hugging Face's words.
+
+mod fields;
+mod gpt2;
+mod llama;
+mod rope_scaling;
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::parameters::ParameterSpec;
+use crate::{Error, Result};
+
+pub(crate) use fields::Fields;
+pub use gpt2::Gpt2Config;
+pub use llama::{LayerType, LlamaConfig, LlamaFamily};
+pub use rope_scaling::RopeScaling;
+
+/// The architecture and sizes of a model: what `config.json` says.
+///
+/// (De)serialises as that file. Keys that this crate does not know are kept and written back.
+///
+/// ```
+/// use overdrive_transformer::ModelConfig;
+/// let json = r#"{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}"#;
+/// let config = ModelConfig::from_json(json)?;
+/// assert_eq!(config.vocab_size(), 32000); // transformers' default
+/// let error = ModelConfig::from_json(r#"{"model_type": "llama", "hidden_size": "64"}"#);
+/// assert_eq!(
+///     error.unwrap_err().to_string(),
+///     "config key `hidden_size` is \"64\": expected a positive integer"
+/// );
+/// # Ok::<(), overdrive_transformer::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "Value", into = "Value")]
+#[non_exhaustive]
+pub enum ModelConfig {
+    /// Llama, Mistral, Qwen2 or Qwen3.
+    Llama(LlamaConfig),
+    /// GPT-2.
+    Gpt2(Gpt2Config),
+}
+
+/// What `model_type` may be, for messages.
+const SUPPORTED: &str = "llama, mistral, qwen2, qwen3, gpt2";
+
+impl ModelConfig {
+    /// Reads `config.json` of a Hugging Face folder.
+    ///
+    /// # Errors
+    /// When the file cannot be read or parsed, or asks for what this crate does not compute.
+    pub fn from_dir(dir: impl AsRef<Path>) -> Result<ModelConfig> {
+        let path = dir.as_ref().join("config.json");
+        let text = std::fs::read_to_string(&path).map_err(Error::io("read", &path))?;
+        let value = serde_json::from_str(&text).map_err(|source| Error::Json { path, source })?;
+        ModelConfig::from_value(value)
+    }
+
+    /// Parses the text of a `config.json`.
+    ///
+    /// # Errors
+    /// As [`ModelConfig::from_dir`].
+    pub fn from_json(text: &str) -> Result<ModelConfig> {
+        let value = serde_json::from_str(text).map_err(|source| Error::Json {
+            path: "config.json".into(),
+            source,
+        })?;
+        ModelConfig::from_value(value)
+    }
+
+    fn from_value(value: Value) -> Result<ModelConfig> {
+        let Value::Object(map) = value else {
+            return Err(Error::BadConfig {
+                key: "config.json".to_owned(),
+                found: value.to_string(),
+                expected: "an object".to_owned(),
+            });
+        };
+        let mut fields = Fields::new(map);
+        let model_type = fields.string("model_type")?;
+        let config = match model_type.as_deref() {
+            Some("gpt2") => ModelConfig::Gpt2(Gpt2Config::read(fields)?),
+            Some(name) if LlamaFamily::from_name(name).is_some() => {
+                let family = LlamaFamily::from_name(name).unwrap_or_default();
+                ModelConfig::Llama(LlamaConfig::read(family, fields)?)
+            }
+            other => {
+                return Err(Error::Unsupported {
+                    key: "model_type".to_owned(),
+                    found: other.map_or("missing".to_owned(), |name| format!("{name:?}")),
+                    supported: SUPPORTED.to_owned(),
+                });
+            }
+        };
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// The object that `config.json` holds, in keys that transformers 4 and 5 read.
+    pub fn to_json(&self) -> Map<String, Value> {
+        match self {
+            ModelConfig::Llama(config) => config.write(),
+            ModelConfig::Gpt2(config) => config.write(),
+        }
+    }
+
+    /// Checks that the sizes fit together.
+    ///
+    /// # Errors
+    /// [`Error::BadConfig`] naming the key.
+    pub fn validate(&self) -> Result<()> {
+        match self {
+            ModelConfig::Llama(config) => config.validate(),
+            ModelConfig::Gpt2(config) => config.validate(),
+        }
+    }
+
+    /// Every parameter of the model, in the order of transformers' `named_parameters`; a tied head is
+    /// not among them.
+    pub fn parameters(&self) -> Vec<ParameterSpec> {
+        match self {
+            ModelConfig::Llama(config) => crate::llama::parameters(config),
+            ModelConfig::Gpt2(config) => crate::gpt2::parameters(config),
+        }
+    }
+
+    /// Size of the vocabulary.
+    pub fn vocab_size(&self) -> i64 {
+        match self {
+            ModelConfig::Llama(config) => config.vocab_size,
+            ModelConfig::Gpt2(config) => config.vocab_size,
+        }
+    }
+
+    /// The most positions the model takes.
+    pub fn max_position_embeddings(&self) -> i64 {
+        self.context().0
+    }
+
+    /// Width of the hidden states.
+    pub fn hidden_size(&self) -> i64 {
+        match self {
+            ModelConfig::Llama(config) => config.hidden_size,
+            ModelConfig::Gpt2(config) => config.n_embd,
+        }
+    }
+
+    /// Whether the head is the embedding.
+    pub fn tie_word_embeddings(&self) -> bool {
+        match self {
+            ModelConfig::Llama(config) => config.tie_word_embeddings,
+            ModelConfig::Gpt2(config) => config.tie_word_embeddings,
+        }
+    }
+
+    /// The ids that end a text; may be empty.
+    pub fn eos_token_ids(&self) -> &[i64] {
+        match self {
+            ModelConfig::Llama(config) => &config.eos_token_id,
+            ModelConfig::Gpt2(config) => &config.eos_token_id,
+        }
+    }
+
+    /// The context and the key that sets it.
+    pub(crate) fn context(&self) -> (i64, &'static str) {
+        match self {
+            ModelConfig::Llama(config) => {
+                (config.max_position_embeddings, "max_position_embeddings")
+            }
+            ModelConfig::Gpt2(config) => (config.n_positions, "n_positions"),
+        }
+    }
+
+    /// What a fresh `generation_config.json` holds.
+    pub(crate) fn generation_defaults(&self) -> Map<String, Value> {
+        let (bos, eos, pad) = match self {
+            ModelConfig::Llama(c) => (c.bos_token_id, &c.eos_token_id, c.pad_token_id),
+            ModelConfig::Gpt2(c) => (c.bos_token_id, &c.eos_token_id, c.pad_token_id),
+        };
+        let mut map = Map::new();
+        map.insert("_from_model_config".to_owned(), true.into());
+        let ids = [
+            ("bos_token_id", bos.map(Value::from)),
+            ("pad_token_id", pad.map(Value::from)),
+        ];
+        let eos = ("eos_token_id", Some(fields::ids_to_json(eos)));
+        for (key, value) in ids.into_iter().chain([eos]) {
+            if let Some(value) = value.filter(|value| !value.is_null()) {
+                map.insert(key.to_owned(), value);
+            }
+        }
+        map
+    }
+}
+
+impl TryFrom<Value> for ModelConfig {
+    type Error = Error;
+
+    fn try_from(value: Value) -> Result<ModelConfig> {
+        ModelConfig::from_value(value)
+    }
+}
+
+impl From<ModelConfig> for Value {
+    fn from(config: ModelConfig) -> Value {
+        Value::Object(config.to_json())
+    }
+}
+
+impl From<LlamaConfig> for ModelConfig {
+    fn from(config: LlamaConfig) -> ModelConfig {
+        ModelConfig::Llama(config)
+    }
+}
+
+impl From<Gpt2Config> for ModelConfig {
+    fn from(config: Gpt2Config) -> ModelConfig {
+        ModelConfig::Gpt2(config)
+    }
+}
+
+/// Drops from unknown keys those that every save sets itself.
+fn without_written_keys(mut map: Map<String, Value>) -> Map<String, Value> {
+    for key in [
+        "architectures",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+    ] {
+        map.remove(key);
+    }
+    map
+}

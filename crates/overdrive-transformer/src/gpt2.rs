@@ -1,0 +1,252 @@
+use overdrive_kv_cache::KvCache;
+use tch::Tensor;
+
+use crate::attention::attend;
+use crate::input::{ForwardInput, Shape};
+use crate::linear::Linear;
+use crate::mask::Mask;
+use crate::parameters::{ParameterMap, ParameterSpec};
+use crate::{Activation, Gpt2Config, Init, Result};
+
+/// GPT-2 without its head.
+#[derive(Debug)]
+pub(crate) struct Gpt2 {
+    pub(crate) embedding: Tensor,
+    positions: Tensor,
+    blocks: Vec<Block>,
+    norm: LayerNorm,
+    config: Gpt2Config,
+}
+
+#[derive(Debug)]
+struct Block {
+    attention_norm: LayerNorm,
+    qkv: Linear,
+    attention_output: Linear,
+    mlp_norm: LayerNorm,
+    mlp_input: Linear,
+    mlp_output: Linear,
+    activation: Activation,
+    /// What scores are multiplied by; `None` is 1/sqrt(D).
+    scale: Option<f64>,
+}
+
+#[derive(Debug)]
+struct LayerNorm {
+    weight: Tensor,
+    bias: Tensor,
+    eps: f64,
+}
+
+/// The parameters of a GPT-2 in the order of transformers' `named_parameters`.
+pub(crate) fn parameters(config: &Gpt2Config) -> Vec<ParameterSpec> {
+    let (hidden, inner) = (config.n_embd, config.inner());
+    let normal = Init::Normal {
+        std: config.initializer_range,
+    };
+    // Two products a block write to the residual stream; the paper scales them by its depth.
+    let residual = Init::Normal {
+        std: config.initializer_range / (2.0 * config.n_layer as f64).sqrt(),
+    };
+    let mut all = Vec::new();
+    let mut add = |name: String, shape: &[i64], init| {
+        all.push(ParameterSpec::new(name, shape, init));
+    };
+    add(
+        "transformer.wte.weight".to_owned(),
+        &[config.vocab_size, hidden],
+        normal,
+    );
+    add(
+        "transformer.wpe.weight".to_owned(),
+        &[config.n_positions, hidden],
+        normal,
+    );
+    let mut pair = |name: &str, weight: &[i64], init| {
+        add(format!("transformer.{name}.weight"), weight, init);
+        add(
+            format!("transformer.{name}.bias"),
+            &weight[weight.len() - 1..],
+            Init::Zeros,
+        );
+    };
+    for layer in 0..config.n_layer {
+        pair(&format!("h.{layer}.ln_1"), &[hidden], Init::Ones);
+        pair(
+            &format!("h.{layer}.attn.c_attn"),
+            &[hidden, 3 * hidden],
+            normal,
+        );
+        pair(
+            &format!("h.{layer}.attn.c_proj"),
+            &[hidden, hidden],
+            residual,
+        );
+        pair(&format!("h.{layer}.ln_2"), &[hidden], Init::Ones);
+        pair(&format!("h.{layer}.mlp.c_fc"), &[hidden, inner], normal);
+        pair(&format!("h.{layer}.mlp.c_proj"), &[inner, hidden], residual);
+    }
+    pair("ln_f", &[hidden], Init::Ones);
+    if !config.tie_word_embeddings {
+        add(
+            "lm_head.weight".to_owned(),
+            &[config.vocab_size, hidden],
+            normal,
+        );
+    }
+    all
+}
+
+impl Gpt2 {
+    pub(crate) fn take(parameters: &mut ParameterMap, config: &Gpt2Config) -> Result<Gpt2> {
+        let embedding = parameters.take("transformer.wte.weight")?;
+        let positions = parameters.take("transformer.wpe.weight")?;
+        let blocks = (0..config.n_layer)
+            .map(|layer| Block::take(parameters, layer, config))
+            .collect::<Result<_>>()?;
+        let norm = LayerNorm::take(parameters, "transformer.ln_f", config.layer_norm_epsilon)?;
+        Ok(Gpt2 {
+            embedding,
+            positions,
+            blocks,
+            norm,
+            config: config.clone(),
+        })
+    }
+
+    /// The normalised hidden states `(B, T, C)`.
+    pub(crate) fn forward(
+        &self,
+        input: &mut ForwardInput<'_>,
+        shape: Shape,
+        training: bool,
+    ) -> Result<Tensor> {
+        let dropout = |x: Tensor, p: f64| -> Result<Tensor> {
+            Ok(if training && p > 0.0 {
+                x.f_dropout(p, true)?
+            } else {
+                x
+            })
+        };
+        let positions = match input.position_ids {
+            None => self
+                .positions
+                .f_narrow(0, shape.past, shape.tokens)?
+                .f_unsqueeze(0)?,
+            Some(ids) => Tensor::f_embedding(&self.positions, ids, -1, false, false)?,
+        };
+        let mask = Mask::causal(input, shape, None)?;
+        let tokens = Tensor::f_embedding(&self.embedding, input.input_ids, -1, false, false)?;
+        let mut x = dropout(tokens.f_add(&positions)?, self.config.embd_pdrop)?;
+        let attention_dropout = if training {
+            self.config.attn_pdrop
+        } else {
+            0.0
+        };
+        for (layer, block) in self.blocks.iter().enumerate() {
+            let cache = input.cache.as_deref_mut();
+            let mixed = block.attend(
+                &x,
+                layer,
+                self.config.n_head,
+                &mask,
+                cache,
+                attention_dropout,
+            )?;
+            x = x.f_add(&dropout(mixed, self.config.resid_pdrop)?)?;
+            x = x.f_add(&dropout(block.feed(&x)?, self.config.resid_pdrop)?)?;
+        }
+        if input.logits == crate::Logits::Last {
+            x = x.f_narrow(1, shape.tokens - 1, 1)?;
+        }
+        self.norm.forward(&x)
+    }
+
+    pub(crate) fn layers(&self) -> usize {
+        self.blocks.len()
+    }
+}
+
+impl Block {
+    fn take(parameters: &mut ParameterMap, layer: i64, config: &Gpt2Config) -> Result<Block> {
+        let prefix = format!("transformer.h.{layer}");
+        let eps = config.layer_norm_epsilon;
+        let head_dim = (config.n_embd / config.n_head) as f64;
+        let base = if config.scale_attn_weights {
+            head_dim.powf(-0.5)
+        } else {
+            1.0
+        };
+        let depth = if config.scale_attn_by_inverse_layer_idx {
+            (layer + 1) as f64
+        } else {
+            1.0
+        };
+        let default_scale = config.scale_attn_weights && !config.scale_attn_by_inverse_layer_idx;
+        Ok(Block {
+            attention_norm: LayerNorm::take(parameters, &format!("{prefix}.ln_1"), eps)?,
+            qkv: Linear::take_conv1d(parameters, &format!("{prefix}.attn.c_attn"))?,
+            attention_output: Linear::take_conv1d(parameters, &format!("{prefix}.attn.c_proj"))?,
+            mlp_norm: LayerNorm::take(parameters, &format!("{prefix}.ln_2"), eps)?,
+            mlp_input: Linear::take_conv1d(parameters, &format!("{prefix}.mlp.c_fc"))?,
+            mlp_output: Linear::take_conv1d(parameters, &format!("{prefix}.mlp.c_proj"))?,
+            activation: Activation::from_name("activation_function", &config.activation_function)?,
+            scale: (!default_scale).then_some(base / depth),
+        })
+    }
+
+    fn attend(
+        &self,
+        x: &Tensor,
+        layer: usize,
+        heads: i64,
+        mask: &Mask,
+        cache: Option<&mut (dyn KvCache + '_)>,
+        dropout: f64,
+    ) -> Result<Tensor> {
+        let qkv = self.qkv.forward(&self.attention_norm.forward(x)?)?;
+        let head_dim = x.size()[2] / heads;
+        let parts = qkv
+            .f_split(x.size()[2], 2)?
+            .iter()
+            .map(|part| part.f_unflatten(2, [heads, head_dim])?.f_transpose(1, 2))
+            .collect::<std::result::Result<Vec<_>, _>>()?;
+        let [query, key, value] = parts.as_slice() else {
+            unreachable!("a width of 3C splits into three parts of C")
+        };
+        let mixed = match cache {
+            None => attend(query, key, value, mask, dropout, self.scale)?,
+            Some(cache) => {
+                let held = cache.append(layer, key, value)?;
+                attend(query, &held.keys, &held.values, mask, dropout, self.scale)?
+            }
+        };
+        self.attention_output.forward(&mixed)
+    }
+
+    fn feed(&self, x: &Tensor) -> Result<Tensor> {
+        let inner = self.mlp_input.forward(&self.mlp_norm.forward(x)?)?;
+        self.mlp_output.forward(&self.activation.apply(&inner)?)
+    }
+}
+
+impl LayerNorm {
+    fn take(parameters: &mut ParameterMap, name: &str, eps: f64) -> Result<LayerNorm> {
+        Ok(LayerNorm {
+            weight: parameters.take(&format!("{name}.weight"))?,
+            bias: parameters.take(&format!("{name}.bias"))?,
+            eps,
+        })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let width = self.weight.size()[0];
+        Ok(x.f_layer_norm(
+            [width],
+            Some(&self.weight),
+            Some(&self.bias),
+            self.eps,
+            true,
+        )?)
+    }
+}

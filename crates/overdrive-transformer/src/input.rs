@@ -1,0 +1,122 @@
+use overdrive_kv_cache::KvCache;
+use tch::{Kind, Tensor};
+
+use crate::{Error, Result};
+
+/// For which positions logits are computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Logits {
+    /// For all: `(B, T, V)`.
+    #[default]
+    All,
+    /// For the last one only: `(B, 1, V)`, all that generation needs.
+    Last,
+}
+
+/// What a forward pass takes. `B` rows, `T` new tokens, `S` tokens in all (past and new).
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct ForwardInput<'a> {
+    /// Token ids `(B, T)`, i64.
+    pub input_ids: &'a Tensor,
+    /// Position of each token `(B, T)` or `(1, T)`, i64; default: `past..past + T` for every row.
+    /// With padding on the left give the positions that `transformers.generate` uses: the running
+    /// count of unmasked tokens, less one.
+    pub position_ids: Option<&'a Tensor>,
+    /// 1 for a token and 0 for padding, `(B, S)` (past tokens included), any kind; default: no
+    /// padding.
+    pub attention_mask: Option<&'a Tensor>,
+    /// Earlier keys and values; the new ones are appended.
+    pub cache: Option<&'a mut dyn KvCache>,
+    /// For which positions logits are wanted.
+    pub logits: Logits,
+}
+
+impl<'a> ForwardInput<'a> {
+    /// All tokens at their places, no padding, no cache, all logits.
+    pub fn new(input_ids: &'a Tensor) -> Self {
+        ForwardInput {
+            input_ids,
+            position_ids: None,
+            attention_mask: None,
+            cache: None,
+            logits: Logits::All,
+        }
+    }
+
+    /// Reads and extends `cache`.
+    pub fn with_cache(mut self, cache: &'a mut dyn KvCache) -> Self {
+        self.cache = Some(cache);
+        self
+    }
+
+    /// Masks padding; see [`ForwardInput::attention_mask`].
+    pub fn with_attention_mask(mut self, mask: &'a Tensor) -> Self {
+        self.attention_mask = Some(mask);
+        self
+    }
+
+    /// Sets positions; see [`ForwardInput::position_ids`].
+    pub fn with_position_ids(mut self, positions: &'a Tensor) -> Self {
+        self.position_ids = Some(positions);
+        self
+    }
+
+    /// Computes the logits that `logits` says.
+    pub fn with_logits(mut self, logits: Logits) -> Self {
+        self.logits = logits;
+        self
+    }
+
+    /// The number of new and of past tokens, after a check of all shapes.
+    pub(crate) fn shape(&self) -> Result<Shape> {
+        let &[batch, tokens] = self.input_ids.size().as_slice() else {
+            return Err(bad("input_ids", self.input_ids, "shape (B, T)"));
+        };
+        if self.input_ids.kind() != Kind::Int64 {
+            return Err(bad("input_ids", self.input_ids, "kind Int64"));
+        }
+        if batch == 0 || tokens == 0 {
+            return Err(bad(
+                "input_ids",
+                self.input_ids,
+                "at least one row and one token",
+            ));
+        }
+        let past = self.cache.as_ref().map_or(0, |cache| cache.len());
+        if let Some(positions) = self.position_ids {
+            let size = positions.size();
+            let fits = size.len() == 2 && (size[0] == batch || size[0] == 1) && size[1] == tokens;
+            if !fits || positions.kind() != Kind::Int64 {
+                let expected = format!("Int64 of shape ({batch}, {tokens})");
+                return Err(bad("position_ids", positions, &expected));
+            }
+        }
+        if let Some(mask) = self.attention_mask
+            && mask.size() != [batch, past + tokens]
+        {
+            let expected = format!("shape ({batch}, {}), past tokens included", past + tokens);
+            return Err(bad("attention_mask", mask, &expected));
+        }
+        Ok(Shape {
+            batch,
+            tokens,
+            past,
+        })
+    }
+}
+
+/// `T` and the tokens before.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Shape {
+    pub(crate) tokens: i64,
+    pub(crate) past: i64,
+}
+
+fn bad(name: &'static str, tensor: &Tensor, expected: &str) -> Error {
+    Error::BadInput {
+        name,
+        found: format!("{:?} of shape {:?}", tensor.kind(), tensor.size()),
+        expected: expected.to_owned(),
+    }
+}

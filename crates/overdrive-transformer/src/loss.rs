@@ -1,0 +1,78 @@
+use tch::{Kind, Reduction, Tensor};
+
+use crate::{Error, Result};
+
+/// The label that marks a position as not to be learnt, as in PyTorch and transformers.
+pub const IGNORE_INDEX: i64 = -100;
+
+/// How labels lie relative to the tokens they belong to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LabelShift {
+    /// `labels[t]` is the target of position `t`, that is the token at `t + 1`: how data loaders
+    /// that cut `(x, y)` windows give them. All positions count.
+    Shifted,
+    /// `labels[t]` is the token at `t` itself, and is predicted from position `t - 1`: transformers'
+    /// convention, where labels are a copy of the input ids. The first label is never used.
+    HuggingFace,
+}
+
+/// A loss that can be accumulated over micro-batches of different sizes.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct LossOutput {
+    /// Sum of the negative log-likelihoods (nats) over the counted tokens: a scalar, fp32 or wider.
+    pub sum: Tensor,
+    /// How many tokens were counted: those whose label is not [`IGNORE_INDEX`].
+    pub tokens: i64,
+}
+
+impl LossOutput {
+    /// The mean over the counted tokens, which is transformers' loss; 0 where none was counted
+    /// (there PyTorch's mean is NaN, and one empty batch spoils a run).
+    ///
+    /// # Errors
+    /// An error of libtorch.
+    pub fn mean(&self) -> Result<Tensor> {
+        Ok(self.sum.f_div_scalar(self.tokens.max(1))?)
+    }
+}
+
+/// Cross-entropy of `logits (B, T, V)` against `labels (B, T)` (i64), summed.
+///
+/// Low-precision logits are widened to fp32 first, as transformers does. Reading the number of
+/// tokens waits for the device.
+///
+/// # Errors
+/// When the shapes do not fit, or a label is outside `0..V` and not [`IGNORE_INDEX`].
+pub fn causal_lm_loss(logits: &Tensor, labels: &Tensor, shift: LabelShift) -> Result<LossOutput> {
+    let size = logits.size();
+    let fits = size.len() == 3 && labels.size() == size[..2] && labels.kind() == Kind::Int64;
+    if !fits {
+        return Err(Error::BadInput {
+            name: "labels",
+            found: format!("{:?} of shape {:?}", labels.kind(), labels.size()),
+            expected: format!(
+                "Int64 of shape {:?}, as the logits are {size:?}",
+                &size[..2.min(size.len())]
+            ),
+        });
+    }
+    let shifted = match shift {
+        LabelShift::Shifted => labels.shallow_clone(),
+        // Moving the labels costs nothing; cutting the logits would copy them.
+        LabelShift::HuggingFace => {
+            let ignored = labels.f_narrow(1, 0, 1)?.f_full_like(IGNORE_INDEX)?;
+            Tensor::f_cat(&[labels.f_narrow(1, 1, size[1] - 1)?, ignored], 1)?
+        }
+    };
+    let targets = shifted.f_reshape([-1])?;
+    let tokens = i64::try_from(targets.f_ne(IGNORE_INDEX)?.f_sum(Kind::Int64)?)?;
+    let flat = logits.f_reshape([-1, size[2]])?;
+    let flat = match flat.kind() {
+        Kind::Half | Kind::BFloat16 => flat.f_to_kind(Kind::Float)?,
+        _ => flat,
+    };
+    let sum =
+        flat.f_cross_entropy_loss(&targets, None::<&Tensor>, Reduction::Sum, IGNORE_INDEX, 0.0)?;
+    Ok(LossOutput { sum, tokens })
+}
