@@ -1,19 +1,75 @@
-//! Optimizers for tch: fused AdamW, clipping, learning-rate schedules, early stopping.
+//! Optimizers for tch: fused AdamW, gradient clipping, learning-rate schedules, early stopping.
+//!
+//! tch's own `nn::AdamW` steps one parameter after another with a dozen operations each, hides its
+//! state and cannot be resumed. [`AdamW`] here updates all parameters of a group with libtorch's
+//! fused kernel in one pass over memory, equals `torch.optim.AdamW(fused=True)`, stores its state
+//! by parameter name, and works with a gradient scaler without reading the device.
+//!
+//! | item | equals |
+//! |---|---|
+//! | [`AdamW`], [`ParamGroup`], [`decay_groups`] | [`torch.optim.AdamW`] with `fused=True` |
+//! | [`clip_grad_norm`], [`clip_grad_value`] | `torch.nn.utils.clip_grad_norm_`, `clip_grad_value_` |
+//! | [`Schedule`], [`LrScheduler`], [`Warmup`] | `transformers.get_scheduler`, `lr_scheduler_type` |
+//! | [`EarlyStopping`] | transformers' `EarlyStoppingCallback` |
+//! | [`TchOptimizer`] | tch's own optimizers, behind the [`Optimizer`] trait |
+//!
+//! ```
+//! use overdrive_optim::{
+//!     AdamW, AdamWConfig, ClipOptions, LrScheduler, LrSchedulerType, Optimizer, Schedule,
+//!     ScheduleLength, Warmup, clip_grad_norm, decay_groups,
+//! };
+//! use tch::{Device, Kind, Tensor, nn, nn::Module};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let store = nn::VarStore::new(Device::Cpu);
+//! let model = nn::linear(store.root() / "proj", 4, 1, Default::default());
+//! let config = AdamWConfig { learning_rate: 0.1, ..Default::default() };
+//! let mut optimizer = AdamW::new(decay_groups(store.variables(), 0.01), config)?;
+//!
+//! let total_steps = 20;
+//! let length = ScheduleLength { warmup_steps: Warmup::ratio(0.1).resolve(total_steps)?, total_steps };
+//! let cosine = Schedule::new(LrSchedulerType::Cosine, length, 0.1, &Default::default())?;
+//! let mut scheduler = LrScheduler::new(cosine, &mut optimizer)?;
+//!
+//! let inputs = Tensor::ones([8, 4], (Kind::Float, Device::Cpu));
+//! let mut losses = Vec::new();
+//! for _ in 0..total_steps {
+//!     let loss = (model.forward(&inputs) - 3.0).square().mean(Kind::Float);
+//!     loss.f_backward()?;
+//!     clip_grad_norm(&optimizer.parameters(), 1.0, ClipOptions::default())?;
+//!     optimizer.step()?;
+//!     scheduler.step(&mut optimizer)?;
+//!     optimizer.zero_grad()?;
+//!     losses.push(loss.double_value(&[]));
+//! }
+//! assert!(losses[total_steps as usize - 1] < losses[0] / 2.0);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! [`torch.optim.AdamW`]: https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
 mod adamw;
 mod clip;
+mod early_stopping;
 mod error;
 mod optimizer;
 mod param_group;
+mod schedule;
 mod state_dict;
 mod tch_optimizer;
 
 pub use adamw::{AdamW, AdamWConfig, Implementation};
 pub use clip::{ClipOptions, clip_grad_norm, clip_grad_value, grad_norm, scale_grads};
+pub use early_stopping::{EarlyStopping, EarlyStoppingConfig, Verdict};
 pub use error::{Error, Result};
 pub use optimizer::{GradScaling, Optimizer, OptimizerId};
 pub use param_group::{DecayRule, ParamGroup, decay_groups};
+pub use schedule::{
+    LrScheduler, LrSchedulerState, LrSchedulerType, RampType, Schedule, ScheduleLength,
+    ScheduleOptions, Warmup,
+};
 pub use state_dict::StateDict;
 pub use tch_optimizer::TchOptimizer;

@@ -323,7 +323,9 @@ impl Optimizer for AdamW {
     }
 
     fn supports_step_scaled(&self) -> bool {
-        self.parameters.iter().all(|parameter| self.uses_fused(parameter).unwrap_or(false))
+        self.parameters
+            .iter()
+            .all(|parameter| self.uses_fused(parameter).unwrap_or(false))
     }
 
     fn step_scaled(&mut self, scaling: &GradScaling<'_>) -> Result<bool> {

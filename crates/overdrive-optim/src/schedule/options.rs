@@ -1,0 +1,153 @@
+//! What a schedule is made from.
+
+use serde::{Deserialize, Serialize};
+
+use super::kind::{LrSchedulerType, RampType};
+use crate::{Error, Result};
+
+/// How long a schedule is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ScheduleLength {
+    /// Steps over which the learning rate rises from 0 (see [`Warmup`](crate::Warmup)).
+    pub warmup_steps: u64,
+    /// Optimizer steps of the whole run, warm-up included.
+    pub total_steps: u64,
+}
+
+/// Options of single schedules: `lr_scheduler_kwargs` of transformers. Options that the chosen
+/// schedule does not know are refused.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ScheduleOptions {
+    /// Waves of a cosine (default 0.5), or restarts of `cosine_with_restarts` (a whole number,
+    /// default 1).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub num_cycles: Option<f64>,
+    /// Last learning rate of `polynomial`. Default 1e-7.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lr_end: Option<f64>,
+    /// Power of `polynomial`. Default 1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub power: Option<f64>,
+    /// Steps after which `inverse_sqrt` is at 1/√1 of the top. Default: the warm-up steps, or
+    /// 10,000 without warm-up.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub timescale: Option<u64>,
+    /// Last learning rate of a cosine with a minimum.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub min_lr: Option<f64>,
+    /// The same as a fraction of the top; give one of the two.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub min_lr_rate: Option<f64>,
+    /// First learning rate of `cosine_warmup_with_min_lr` as a fraction of the top. Default: one
+    /// over the warm-up steps.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub warmup_lr_rate: Option<f64>,
+    /// Steps of the decay of `warmup_stable_decay`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub num_decay_steps: Option<u64>,
+    /// Steps of its plateau. Default: what warm-up and decay leave of the total.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub num_stable_steps: Option<u64>,
+    /// Shape of its warm-up. Default linear.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub warmup_type: Option<RampType>,
+    /// Shape of its decay. Default cosine.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decay_type: Option<RampType>,
+    /// Where it starts and ends, as a fraction of the top. Default 0.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub min_lr_ratio: Option<f64>,
+}
+
+impl ScheduleOptions {
+    /// Refuses options that `kind` does not know, and values outside their range.
+    pub(super) fn check(&self, kind: LrSchedulerType) -> Result<()> {
+        use LrSchedulerType as K;
+        let known: &[&str] = match kind {
+            K::Linear | K::Constant | K::ConstantWithWarmup => &[],
+            K::Cosine | K::CosineWithRestarts => &["num_cycles"],
+            K::Polynomial => &["lr_end", "power"],
+            K::InverseSqrt => &["timescale"],
+            K::CosineWithMinLr => &["num_cycles", "min_lr", "min_lr_rate"],
+            K::CosineWarmupWithMinLr => &["num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"],
+            K::WarmupStableDecay => &[
+                "num_cycles",
+                "num_decay_steps",
+                "num_stable_steps",
+                "warmup_type",
+                "decay_type",
+                "min_lr_ratio",
+            ],
+        };
+        if let Some(option) = self.given().find(|option| !known.contains(option)) {
+            let problem = if known.is_empty() {
+                "does not apply; this schedule has none".to_string()
+            } else {
+                format!("does not apply; this schedule has {}", known.join(", "))
+            };
+            return Err(Error::ScheduleOption {
+                schedule: kind.name(),
+                option,
+                problem,
+            });
+        }
+        self.check_ranges(kind)
+    }
+
+    fn given(&self) -> impl Iterator<Item = &'static str> {
+        [
+            ("num_cycles", self.num_cycles.is_some()),
+            ("lr_end", self.lr_end.is_some()),
+            ("power", self.power.is_some()),
+            ("timescale", self.timescale.is_some()),
+            ("min_lr", self.min_lr.is_some()),
+            ("min_lr_rate", self.min_lr_rate.is_some()),
+            ("warmup_lr_rate", self.warmup_lr_rate.is_some()),
+            ("num_decay_steps", self.num_decay_steps.is_some()),
+            ("num_stable_steps", self.num_stable_steps.is_some()),
+            ("warmup_type", self.warmup_type.is_some()),
+            ("decay_type", self.decay_type.is_some()),
+            ("min_lr_ratio", self.min_lr_ratio.is_some()),
+        ]
+        .into_iter()
+        .filter_map(|(option, given)| given.then_some(option))
+    }
+
+    fn check_ranges(&self, kind: LrSchedulerType) -> Result<()> {
+        let numbers = [
+            ("num_cycles", self.num_cycles),
+            ("lr_end", self.lr_end),
+            ("power", self.power),
+            ("min_lr", self.min_lr),
+            ("min_lr_rate", self.min_lr_rate),
+            ("warmup_lr_rate", self.warmup_lr_rate),
+            ("min_lr_ratio", self.min_lr_ratio),
+        ];
+        let bad = |option, value: f64, expected| {
+            let problem = format!("is {value}, expected {expected}");
+            Err(Error::ScheduleOption {
+                schedule: kind.name(),
+                option,
+                problem,
+            })
+        };
+        for (option, value) in numbers {
+            if let Some(value) = value
+                && !(value >= 0.0 && value.is_finite())
+            {
+                return bad(option, value, "a finite number from 0");
+            }
+        }
+        if self.timescale == Some(0) {
+            return bad("timescale", 0.0, "at least 1 step");
+        }
+        if let (LrSchedulerType::CosineWithRestarts, Some(cycles)) = (kind, self.num_cycles)
+            && (cycles < 1.0 || cycles.fract() != 0.0)
+        {
+            return bad("num_cycles", cycles, "a whole number of restarts from 1");
+        }
+        Ok(())
+    }
+}
