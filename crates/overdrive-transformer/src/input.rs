@@ -98,11 +98,7 @@ impl<'a> ForwardInput<'a> {
             let expected = format!("shape ({batch}, {}), past tokens included", past + tokens);
             return Err(bad("attention_mask", mask, &expected));
         }
-        Ok(Shape {
-            batch,
-            tokens,
-            past,
-        })
+        Ok(Shape { tokens, past })
     }
 }
 

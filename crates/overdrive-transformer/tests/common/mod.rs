@@ -1,0 +1,60 @@
+//! What the tests of this crate share.
+#![allow(dead_code, reason = "each test uses a part of it")]
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+use overdrive_transformer::CausalLm;
+use tch::{Kind, Tensor};
+
+/// Every fixture checkpoint.
+pub(crate) const CASES: [&str; 11] = [
+    "llama_gqa",
+    "llama_sharded",
+    "llama_tied_biases",
+    "llama3_rope",
+    "llama_linear_rope",
+    "mistral",
+    "qwen2",
+    "qwen2_sliding",
+    "qwen3",
+    "gpt2",
+    "gpt2_scaled",
+];
+
+/// The folder of a fixture.
+pub(crate) fn fixture(case: &str) -> PathBuf {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fixtures")
+        .join(case);
+    assert!(
+        folder.is_dir(),
+        "make the fixtures: python3 tests/fixtures/gen_checkpoints.py"
+    );
+    folder
+}
+
+pub(crate) fn load(case: &str) -> CausalLm {
+    CausalLm::from_pretrained(fixture(case), &Default::default()).unwrap()
+}
+
+/// What transformers computed.
+pub(crate) fn expected(case: &str) -> HashMap<String, Tensor> {
+    let path = fixture(case).join("expected.safetensors");
+    Tensor::read_safetensors(path)
+        .unwrap()
+        .into_iter()
+        .collect()
+}
+
+pub(crate) fn max_difference(a: &Tensor, b: &Tensor) -> f64 {
+    assert_eq!(a.size(), b.size());
+    (a.to_kind(Kind::Double) - b.to_kind(Kind::Double))
+        .abs()
+        .max()
+        .double_value(&[])
+}
+
+pub(crate) fn max_magnitude(a: &Tensor) -> f64 {
+    a.abs().max().double_value(&[])
+}
