@@ -1,1 +1,66 @@
-//! What a training program needs around its loop: arguments in Hugging Face's words, presets, run folders, interrupts.
+//! What a training program needs around its loop: arguments in Hugging Face's words, presets, run
+//! folders, interrupts.
+//!
+//! The loop itself stays in the program, where it can be read. What transformers'
+//! `TrainingArguments` and `HfArgumentParser` are to a Python user:
+//!
+//! - [`TrainingArguments`] is the configuration, [`Preset`]s are ones that work as they stand;
+//! - [`TrainArgs`] are the flags, [`Layers`] puts flags over a JSON, YAML or TOML file over a preset
+//!   and names every wrong key, type and choice with the nearest right one;
+//! - [`TrainingPlan`] is what that comes to in whole steps;
+//! - [`RunFolder`] is where a run writes, [`Interrupt`] lets it end well.
+//!
+//! ```
+//! use clap::Parser;
+//! use overdrive_trainer::{RunFolder, TrainArgs};
+//!
+//! #[derive(Parser)]
+//! struct Flags {
+//!     #[command(flatten)]
+//!     train: TrainArgs,
+//! }
+//!
+//! let folder = tempfile::tempdir()?;
+//! let out = folder.path().join("run").display().to_string();
+//! let flags = Flags::parse_from(["train", "--out", &out, "--steps", "50", "--seed", "7"]);
+//!
+//! let arguments = flags.train.resolve()?;
+//! let run = RunFolder::create(&arguments)?;
+//! let plan = arguments.plan(1000)?; // micro-batches of a pass over the data
+//! for step in 1..=plan.total_steps {
+//!     // … forward, backward, optimizer …
+//!     if plan.eval_due(step) {
+//!         // … evaluate …
+//!     }
+//! }
+//! assert!(run.arguments().is_file());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+#![deny(missing_docs)]
+#![forbid(unsafe_code)]
+
+mod config_format;
+mod diagnosis;
+mod error;
+mod foreign_keys;
+mod interrupt;
+mod layers;
+mod model_arguments;
+mod plan;
+mod preset;
+mod run_folder;
+mod train_args;
+mod training_arguments;
+mod validate;
+
+pub use config_format::ConfigFormat;
+pub use error::{Error, Result};
+pub use interrupt::Interrupt;
+pub use layers::Layers;
+pub use model_arguments::ModelArguments;
+pub use plan::TrainingPlan;
+pub use preset::Preset;
+pub use run_folder::RunFolder;
+pub use train_args::TrainArgs;
+pub use training_arguments::{IntervalStrategy, OptimizerName, ReportTo, TrainingArguments};

@@ -1,0 +1,103 @@
+//! Configuration files in three formats.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::{Error, Result, TrainingArguments};
+
+/// The format of a configuration file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ConfigFormat {
+    /// `.json`
+    Json,
+    /// `.yaml`, `.yml`
+    Yaml,
+    /// `.toml`
+    Toml,
+}
+
+impl ConfigFormat {
+    /// The format that a file's name says.
+    ///
+    /// # Errors
+    /// [`Error::UnknownFormat`].
+    pub fn of(path: &Path) -> Result<Self> {
+        let extension = path.extension().and_then(|extension| extension.to_str());
+        match extension.map(str::to_ascii_lowercase).as_deref() {
+            Some("json") => Ok(Self::Json),
+            Some("yaml" | "yml") => Ok(Self::Yaml),
+            Some("toml") => Ok(Self::Toml),
+            _ => Err(Error::UnknownFormat {
+                path: path.to_owned(),
+            }),
+        }
+    }
+
+    /// The name as people write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Json => "JSON",
+            Self::Yaml => "YAML",
+            Self::Toml => "TOML",
+        }
+    }
+
+    /// Reads text of this format into JSON's model of data.
+    fn parse(self, text: &str) -> std::result::Result<Value, String> {
+        match self {
+            Self::Json => serde_json::from_str(text).map_err(|error| error.to_string()),
+            Self::Yaml => serde_saphyr::from_str(text).map_err(|error| error.to_string()),
+            Self::Toml => toml::from_str(text).map_err(|error| error.to_string()),
+        }
+    }
+
+    fn write(self, arguments: &TrainingArguments) -> std::result::Result<String, String> {
+        match self {
+            Self::Json => serde_json::to_string_pretty(arguments)
+                .map(|text| text + "\n")
+                .map_err(|error| error.to_string()),
+            Self::Yaml => serde_saphyr::to_string(arguments).map_err(|error| error.to_string()),
+            Self::Toml => toml::to_string(arguments).map_err(|error| error.to_string()),
+        }
+    }
+}
+
+/// Reads a configuration file by its extension. An empty file is an empty configuration.
+pub(crate) fn read(path: &Path) -> Result<Value> {
+    let format = ConfigFormat::of(path)?;
+    let text = fs::read_to_string(path).map_err(Error::io("read", path))?;
+    if text.trim().is_empty() {
+        return Ok(Value::Object(serde_json::Map::new()));
+    }
+    format.parse(&text).map_err(|message| Error::Syntax {
+        path: path.to_owned(),
+        format: format.name(),
+        message,
+    })
+}
+
+impl TrainingArguments {
+    /// The configuration as a file of this format would hold it.
+    ///
+    /// # Errors
+    /// [`Error::Unwritable`]: TOML has no whole numbers above 2⁶³, for one.
+    pub fn to_text(&self, format: ConfigFormat) -> Result<String> {
+        format.write(self).map_err(|message| Error::Unwritable {
+            format: format.name(),
+            message,
+        })
+    }
+
+    /// Writes the configuration to a file, in the format that its name says. Reading it back with
+    /// [`Layers::file`](crate::Layers::file) gives an equal configuration.
+    ///
+    /// # Errors
+    /// [`Error::UnknownFormat`], [`Error::Unwritable`], [`Error::Io`].
+    pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        let text = self.to_text(ConfigFormat::of(path)?)?;
+        fs::write(path, text).map_err(Error::io("write", path))
+    }
+}

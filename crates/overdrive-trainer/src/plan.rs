@@ -1,0 +1,158 @@
+//! The configuration in whole steps.
+
+use overdrive_optim::{ScheduleLength, Warmup};
+
+use crate::{IntervalStrategy, Result, TrainingArguments};
+
+/// What a configuration comes to in whole steps, once the size of the data is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TrainingPlan {
+    /// Optimizer steps of the run.
+    pub total_steps: u64,
+    /// Optimizer steps of one pass over the data.
+    pub steps_per_epoch: u64,
+    /// Optimizer steps of the warm-up.
+    pub warmup_steps: u64,
+    /// Steps between lines on the terminal.
+    pub logging_steps: u64,
+    /// Steps between evaluations; `None` for no evaluation.
+    pub eval_steps: Option<u64>,
+}
+
+impl TrainingPlan {
+    /// Whether the validation loss is measured after this step (counted from 1): at every interval
+    /// and after the last step.
+    pub fn eval_due(&self, step: u64) -> bool {
+        self.eval_steps
+            .is_some_and(|every| step.is_multiple_of(every) || step == self.total_steps)
+    }
+
+    /// Whether this step (counted from 1) gets a line: at every interval, the first and the last.
+    pub fn log_due(&self, step: u64) -> bool {
+        step.is_multiple_of(self.logging_steps) || step == 1 || step == self.total_steps
+    }
+
+    /// The lengths that a learning-rate schedule needs.
+    pub fn schedule_length(&self) -> ScheduleLength {
+        ScheduleLength {
+            warmup_steps: self.warmup_steps,
+            total_steps: self.total_steps,
+        }
+    }
+}
+
+impl TrainingArguments {
+    /// Counts the steps, as Hugging Face's trainer does: a pass has
+    /// `ceil(micro_batches_per_epoch / gradient_accumulation_steps)` steps, parts of the run are
+    /// rounded up.
+    ///
+    /// # Errors
+    /// As [`TrainingArguments::validate`].
+    pub fn plan(&self, micro_batches_per_epoch: u64) -> Result<TrainingPlan> {
+        self.validate()?;
+        let steps_per_epoch = micro_batches_per_epoch
+            .div_ceil(self.gradient_accumulation_steps)
+            .max(1);
+        let total_steps = match u64::try_from(self.max_steps) {
+            Ok(steps) if steps > 0 => steps,
+            _ => (self.num_train_epochs * steps_per_epoch as f64)
+                .ceil()
+                .max(1.0) as u64,
+        };
+        let steps = |interval: f64| match interval {
+            part if part < 1.0 => ((part * total_steps as f64).ceil() as u64).max(1),
+            steps => steps as u64,
+        };
+        let warmup = Warmup {
+            warmup_steps: self.warmup_steps,
+            warmup_ratio: self.warmup_ratio,
+        };
+        let warmup_steps = warmup.resolve(total_steps)?;
+        let logging_steps = steps(self.logging_steps);
+        let eval_steps = match self.eval_strategy {
+            IntervalStrategy::No => None,
+            IntervalStrategy::Steps => Some(self.eval_steps.map_or(logging_steps, steps)),
+            IntervalStrategy::Epoch => Some(steps_per_epoch),
+        };
+        Ok(TrainingPlan {
+            total_steps,
+            steps_per_epoch,
+            warmup_steps,
+            logging_steps,
+            eval_steps,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arguments() -> TrainingArguments {
+        TrainingArguments {
+            max_steps: 100,
+            logging_steps: 10.0,
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn max_steps_overrides_the_epochs() {
+        let plan = arguments().plan(7).expect("valid");
+        assert_eq!(plan.total_steps, 100);
+        let by_epochs = TrainingArguments {
+            max_steps: -1,
+            num_train_epochs: 1.5,
+            ..arguments()
+        };
+        let by_epochs = TrainingArguments {
+            gradient_accumulation_steps: 4,
+            ..by_epochs
+        }
+        .plan(10)
+        .expect("valid");
+        // ceil(10 / 4) = 3 steps a pass, ceil(1.5 · 3) = 5
+        assert_eq!((by_epochs.steps_per_epoch, by_epochs.total_steps), (3, 5));
+    }
+
+    #[test]
+    fn warmup_is_a_number_of_steps_or_a_part_of_them() {
+        let warmup = |warmup_steps, warmup_ratio| {
+            let arguments = TrainingArguments {
+                warmup_steps,
+                warmup_ratio,
+                ..arguments()
+            };
+            arguments.plan(7).expect("valid").warmup_steps
+        };
+        assert_eq!(warmup(0.0, 0.0), 0);
+        assert_eq!(warmup(0.0, 0.031), 4);
+        assert_eq!(warmup(0.25, 0.0), 25);
+        assert_eq!(warmup(12.0, 0.5), 12);
+    }
+
+    #[test]
+    fn evaluation_comes_at_intervals_and_at_the_end() {
+        let plan = |eval_strategy, eval_steps| {
+            let arguments = TrainingArguments {
+                eval_strategy,
+                eval_steps,
+                ..arguments()
+            };
+            arguments.plan(7).expect("valid")
+        };
+        let due = |plan: TrainingPlan| {
+            (1..=100)
+                .filter(|&step| plan.eval_due(step))
+                .collect::<Vec<_>>()
+        };
+        assert!(due(plan(IntervalStrategy::No, Some(5.0))).is_empty());
+        assert_eq!(
+            due(plan(IntervalStrategy::Steps, Some(40.0))),
+            [40, 80, 100]
+        );
+        assert_eq!(due(plan(IntervalStrategy::Steps, Some(0.5))), [50, 100]);
+        assert_eq!(plan(IntervalStrategy::Steps, None).eval_steps, Some(10));
+        assert_eq!(due(plan(IntervalStrategy::Epoch, None))[..3], [7, 14, 21]);
+    }
+}

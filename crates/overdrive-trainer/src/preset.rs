@@ -1,0 +1,93 @@
+//! Configurations that work as they stand.
+
+use std::fmt;
+
+use clap::ValueEnum;
+use overdrive_optim::LrSchedulerType;
+use serde::{Deserialize, Serialize};
+
+use crate::{IntervalStrategy, ModelArguments, ReportTo, TrainingArguments};
+
+/// A configuration that works as it stands; file and flags change it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Preset {
+    /// A Llama of 5.8M weights that learns a programming language's looks in some minutes on two
+    /// CPU cores: hidden 256, 6 layers, 4 heads, context 256, vocabulary 4096, tied embeddings.
+    #[default]
+    Tiny,
+    /// A Llama of 13.8M weights, the shape of the speed figures: hidden 384, 6 layers, 6 heads,
+    /// context 256, vocabulary 8192, tied embeddings.
+    Small,
+}
+
+impl Preset {
+    /// Every preset.
+    pub const ALL: [Self; 2] = [Self::Tiny, Self::Small];
+
+    /// The name in files and flags.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tiny => "tiny",
+            Self::Small => "small",
+        }
+    }
+
+    /// The configuration.
+    pub fn arguments(self) -> TrainingArguments {
+        let tiny = TrainingArguments {
+            preset: self,
+            max_steps: 600,
+            learning_rate: 2e-3,
+            lr_scheduler_type: LrSchedulerType::Cosine,
+            warmup_ratio: 0.05,
+            weight_decay: 0.1,
+            adam_beta2: 0.95,
+            eval_strategy: IntervalStrategy::Steps,
+            eval_steps: Some(100.0),
+            max_eval_batches: Some(16),
+            logging_steps: 10.0,
+            report_to: vec![ReportTo::TensorBoard],
+            ..TrainingArguments::default()
+        };
+        match self {
+            Self::Tiny => tiny,
+            Self::Small => TrainingArguments {
+                vocab_size: 8192,
+                model: ModelArguments {
+                    hidden_size: 384,
+                    intermediate_size: 1024,
+                    num_attention_heads: 6,
+                    ..ModelArguments::default()
+                },
+                max_steps: 1000,
+                learning_rate: 1.5e-3,
+                ..tiny
+            },
+        }
+    }
+}
+
+impl fmt::Display for Preset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_presets_are_valid_and_have_the_sizes_they_promise() {
+        let sizes = [(Preset::Tiny, 5_795_072), (Preset::Small, 13_767_552)];
+        for (preset, parameters) in sizes {
+            let arguments = preset.arguments();
+            arguments.validate().expect("a preset is valid");
+            assert_eq!(arguments.preset, preset);
+            assert_eq!(arguments.model.parameters(arguments.vocab_size), parameters);
+            assert_eq!(arguments.tokens_per_step(), 2048);
+        }
+    }
+}

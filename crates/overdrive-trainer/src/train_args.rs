@@ -1,0 +1,271 @@
+//! The command line of a training program.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use overdrive_optim::LrSchedulerType;
+use serde_json::{Map, Value, json};
+
+use crate::layers::preset_of;
+use crate::{Layers, Preset, Result, TrainingArguments};
+
+/// The flags of a training program, to be flattened into its own:
+///
+/// ```
+/// use clap::Parser;
+/// use overdrive_trainer::TrainArgs;
+///
+/// #[derive(Parser)]
+/// struct Flags {
+///     #[command(flatten)]
+///     train: TrainArgs,
+/// }
+///
+/// let flags = Flags::parse_from(["train", "--preset", "small", "--steps", "20", "--bf16"]);
+/// let arguments = flags.train.resolve()?;
+/// assert_eq!(arguments.max_steps, 20);
+/// assert!(arguments.bf16);
+/// assert_eq!(arguments.model.hidden_size, 384); // the preset's
+/// # Ok::<(), overdrive_trainer::Error>(())
+/// ```
+///
+/// Flags stand over the file, and the file over the preset.
+#[derive(Debug, Clone, Default, Args)]
+pub struct TrainArgs {
+    /// Configuration to start from [default: the file's, else tiny]
+    #[arg(long, value_enum, help_heading = "Configuration")]
+    pub preset: Option<Preset>,
+
+    /// JSON, YAML or TOML file with Hugging Face's TrainingArguments keys
+    #[arg(long, value_name = "FILE", help_heading = "Configuration")]
+    pub config: Option<PathBuf>,
+
+    /// Folder of the run [default: a new one under runs/]
+    #[arg(
+        long,
+        alias = "output-dir",
+        value_name = "DIR",
+        help_heading = "Configuration"
+    )]
+    pub out: Option<PathBuf>,
+
+    /// Replace the run that the folder holds
+    #[arg(long, help_heading = "Configuration")]
+    pub overwrite: bool,
+
+    #[arg(long, value_name = "N", help_heading = "Configuration",
+        help = help("Seed of weights, order of the data and samples", |a| a.seed.to_string()))]
+    #[allow(missing_docs, reason = "documented by `help`")]
+    pub seed: Option<u64>,
+
+    /// Text to train on: files or folders [default: the Rust sources that Cargo keeps]
+    #[arg(long, value_name = "PATH", num_args = 1.., help_heading = "Data")]
+    pub data: Vec<PathBuf>,
+
+    /// A tokenizer.json [default: a byte-level BPE trained on the data]
+    #[arg(long, value_name = "FILE", help_heading = "Data")]
+    pub tokenizer: Option<PathBuf>,
+
+    #[arg(long, value_name = "N", help_heading = "Data",
+        help = help("Tokens of the tokenizer that is trained", |a| a.vocab_size.to_string()))]
+    #[allow(missing_docs, reason = "documented by `help`")]
+    pub vocab_size: Option<u64>,
+
+    #[arg(long, alias = "max-seq-length", value_name = "N", help_heading = "Data",
+        help = help("Tokens of a training sequence", |a| a.context_length.to_string()))]
+    #[allow(missing_docs, reason = "documented by `help`")]
+    pub context_length: Option<u64>,
+
+    #[arg(long, value_name = "PART", help_heading = "Data",
+        help = help("Part of the documents kept for validation", |a| a.validation_fraction.to_string()))]
+    #[allow(missing_docs, reason = "documented by `help`")]
+    pub validation_fraction: Option<f64>,
+
+    #[arg(long, alias = "max-steps", value_name = "N", help_heading = "Training",
+        help = help("Optimizer steps", |a| a.max_steps.to_string()))]
+    #[allow(missing_docs, reason = "documented by `help`")]
+    pub steps: Option<u64>,
+
+    /// Passes over the data, instead of a number of steps
+    #[arg(
+        long,
+        alias = "num-train-epochs",
+        value_name = "X",
+        conflicts_with = "steps",
+        help_heading = "Training"
+    )]
+    pub epochs: Option<f64>,
+
+    #[arg(long, alias = "per-device-train-batch-size", value_name = "N", help_heading = "Training",
+        help = help("Sequences of a micro-batch", |a| a.per_device_train_batch_size.to_string()))]
+    #[allow(missing_docs, reason = "documented by `help`")]
+    pub micro_batch_size: Option<u64>,
+
+    #[arg(long, value_name = "N", help_heading = "Training",
+        help = help("Micro-batches of a step", |a| a.gradient_accumulation_steps.to_string()))]
+    #[allow(missing_docs, reason = "documented by `help`")]
+    pub gradient_accumulation_steps: Option<u64>,
+
+    #[arg(long, value_name = "X", help_heading = "Training",
+        help = help("Highest learning rate", |a| a.learning_rate.to_string()))]
+    #[allow(missing_docs, reason = "documented by `help`")]
+    pub learning_rate: Option<f64>,
+
+    #[arg(long, value_name = "NAME", help_heading = "Training",
+        help = help("Schedule of the learning rate", |a| a.lr_scheduler_type.to_string()))]
+    #[allow(missing_docs, reason = "documented by `help`")]
+    pub lr_scheduler_type: Option<LrSchedulerType>,
+
+    #[arg(long, value_name = "PART", help_heading = "Training",
+        help = help("Warm-up as a part of all steps", |a| a.warmup_ratio.to_string()))]
+    #[allow(missing_docs, reason = "documented by `help`")]
+    pub warmup_ratio: Option<f64>,
+
+    #[arg(long, value_name = "X", help_heading = "Training",
+        help = help("Decoupled weight decay", |a| a.weight_decay.to_string()))]
+    #[allow(missing_docs, reason = "documented by `help`")]
+    pub weight_decay: Option<f64>,
+
+    #[arg(long, value_name = "X", help_heading = "Training",
+        help = help("Largest norm of the gradients, 0 for no limit", |a| a.max_grad_norm.to_string()))]
+    #[allow(missing_docs, reason = "documented by `help`")]
+    pub max_grad_norm: Option<f64>,
+
+    #[arg(long, value_name = "N", help_heading = "Training",
+        help = help("Steps between evaluations, 0 for none", |a| a.eval_steps.unwrap_or(0.0).to_string()))]
+    #[allow(missing_docs, reason = "documented by `help`")]
+    pub eval_steps: Option<f64>,
+
+    #[arg(long, value_name = "N", help_heading = "Training",
+        help = help("Texts that the trained model writes", |a| a.samples.to_string()))]
+    #[allow(missing_docs, reason = "documented by `help`")]
+    pub samples: Option<u64>,
+
+    /// Train in bfloat16 with autocast
+    #[arg(long, overrides_with = "no_bf16", help_heading = "Machine")]
+    pub bf16: bool,
+
+    /// Do not, also where the file says so
+    #[arg(long, overrides_with = "bf16", help_heading = "Machine")]
+    pub no_bf16: bool,
+
+    /// Train in float16 with autocast and loss scaling
+    #[arg(long, overrides_with = "no_fp16", help_heading = "Machine")]
+    pub fp16: bool,
+
+    /// Do not, also where the file says so
+    #[arg(long, overrides_with = "fp16", help_heading = "Machine")]
+    pub no_fp16: bool,
+
+    /// TensorFloat-32 matrix products on CUDA
+    #[arg(long, overrides_with = "no_tf32", help_heading = "Machine")]
+    pub tf32: bool,
+
+    /// Full-precision matrix products on CUDA
+    #[arg(long, overrides_with = "tf32", help_heading = "Machine")]
+    pub no_tf32: bool,
+
+    /// Train on the CPU even where there is a GPU
+    #[arg(long, alias = "use-cpu", help_heading = "Machine")]
+    pub cpu: bool,
+
+    /// Threads inside one operator [default: libtorch's choice, one a core]
+    #[arg(long, value_name = "N", help_heading = "Machine")]
+    pub threads: Option<usize>,
+}
+
+/// A flag's help with the value that each preset gives it, so that the two cannot part.
+fn help(text: &str, value: impl Fn(&TrainingArguments) -> String) -> String {
+    let values: Vec<_> = Preset::ALL
+        .map(|preset| (preset, value(&preset.arguments())))
+        .into();
+    let all_equal = values.windows(2).all(|pair| pair[0].1 == pair[1].1);
+    match values.first() {
+        Some((_, value)) if all_equal => format!("{text} [default: {value}]"),
+        _ => {
+            let each: Vec<_> = values
+                .iter()
+                .map(|(preset, value)| format!("{preset} {value}"))
+                .collect();
+            format!("{text} [default: {}]", each.join(", "))
+        }
+    }
+}
+
+impl TrainArgs {
+    /// The configuration: flags over the file over the preset, validated.
+    ///
+    /// # Errors
+    /// What is wrong with the file ([`Layers::file`]) or with the values
+    /// ([`TrainingArguments::validate`]).
+    pub fn resolve(&self) -> Result<TrainingArguments> {
+        let in_file = match &self.config {
+            Some(path) => preset_of(path)?,
+            None => None,
+        };
+        let mut layers = Layers::new(self.preset.or(in_file).unwrap_or_default());
+        if let Some(path) = &self.config {
+            layers = layers.file(path)?;
+        }
+        layers
+            .layer(Value::Object(self.overrides()), "the command line")?
+            .resolve()
+    }
+
+    /// The keys that the flags set.
+    fn overrides(&self) -> Map<String, Value> {
+        let mut keys = Map::new();
+        let mut set = |key: &str, value: Value| {
+            if !value.is_null() {
+                keys.insert(key.to_owned(), value);
+            }
+        };
+        set("preset", json!(self.preset));
+        set("output_dir", json!(self.out));
+        set("overwrite_output_dir", switch(self.overwrite, false));
+        set("seed", json!(self.seed));
+        if !self.data.is_empty() {
+            set("data", json!(self.data));
+        }
+        set("tokenizer", json!(self.tokenizer));
+        set("vocab_size", json!(self.vocab_size));
+        set("context_length", json!(self.context_length));
+        set("validation_fraction", json!(self.validation_fraction));
+        set("max_steps", json!(self.steps));
+        set("num_train_epochs", json!(self.epochs));
+        set("per_device_train_batch_size", json!(self.micro_batch_size));
+        set(
+            "gradient_accumulation_steps",
+            json!(self.gradient_accumulation_steps),
+        );
+        set("learning_rate", json!(self.learning_rate));
+        set("lr_scheduler_type", json!(self.lr_scheduler_type));
+        set("warmup_ratio", json!(self.warmup_ratio));
+        set("weight_decay", json!(self.weight_decay));
+        set("max_grad_norm", json!(self.max_grad_norm));
+        match self.eval_steps {
+            Some(0.0) => set("eval_strategy", json!("no")),
+            Some(steps) => {
+                set("eval_strategy", json!("steps"));
+                set("eval_steps", json!(steps));
+            }
+            None => {}
+        }
+        set("samples", json!(self.samples));
+        set("bf16", switch(self.bf16, self.no_bf16));
+        set("fp16", switch(self.fp16, self.no_fp16));
+        set("tf32", switch(self.tf32, self.no_tf32));
+        set("use_cpu", switch(self.cpu, false));
+        set("threads", json!(self.threads));
+        keys
+    }
+}
+
+/// What a pair of flags says: on, off, or nothing.
+fn switch(on: bool, off: bool) -> Value {
+    match (on, off) {
+        (true, _) => Value::Bool(true),
+        (false, true) => Value::Bool(false),
+        (false, false) => Value::Null,
+    }
+}

@@ -1,0 +1,238 @@
+//! The configuration of a training run.
+
+use std::path::PathBuf;
+
+use overdrive_optim::{LrSchedulerType, ScheduleOptions};
+use serde::{Deserialize, Deserializer, Serialize};
+
+use crate::{ModelArguments, Preset};
+
+/// The configuration of a training run, under the keys of Hugging Face's `TrainingArguments`
+/// (transformers 5) and with its defaults; the keys about model and data are ours.
+///
+/// It is read from a file, flags and a preset by [`TrainArgs::resolve`](crate::TrainArgs::resolve)
+/// or [`Layers`](crate::Layers), which also know the older and longer names of some keys
+/// (`max_seq_length`, `evaluation_strategy`) and refuse the keys of Hugging Face's that Overdrive
+/// cannot do, by name. Plain serde reads it too, with serde's own errors.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TrainingArguments {
+    /// The preset whose values stand where file and flags say nothing.
+    pub preset: Preset,
+    /// The folder of the run. Default: a new one under `runs/`.
+    pub output_dir: Option<PathBuf>,
+    /// Replaces a run that `output_dir` holds. Default false.
+    pub overwrite_output_dir: bool,
+    /// Seed of everything that is drawn: weights, order of the data, samples. Default 42.
+    pub seed: u64,
+
+    /// The text to train on: files or folders. Default: the Rust sources that Cargo keeps.
+    #[serde(deserialize_with = "one_or_many")]
+    pub data: Vec<PathBuf>,
+    /// A `tokenizer.json`. Default: a byte-level BPE of `vocab_size` tokens is trained on the data.
+    pub tokenizer: Option<PathBuf>,
+    /// Tokens of the tokenizer that is trained where none is given. Default 4096.
+    pub vocab_size: u64,
+    /// Tokens of a training sequence (also `max_seq_length`, `max_length`). Default 256.
+    pub context_length: u64,
+    /// The part of the documents that is kept for validation, above 0 and below 1. Default 0.05.
+    pub validation_fraction: f64,
+    /// The shape of the model.
+    pub model: ModelArguments,
+
+    /// Optimizer steps; overrides `num_train_epochs` where it is above 0. Default -1.
+    pub max_steps: i64,
+    /// Passes over the training data, where `max_steps` is not above 0. Default 3.
+    pub num_train_epochs: f64,
+    /// Sequences of a micro-batch (on each device). Default 8.
+    pub per_device_train_batch_size: u64,
+    /// Sequences of an evaluation batch (on each device). Default 8.
+    pub per_device_eval_batch_size: u64,
+    /// Micro-batches of an optimizer step. Default 1.
+    pub gradient_accumulation_steps: u64,
+
+    /// The optimizer.
+    pub optim: OptimizerName,
+    /// The highest learning rate of the schedule. Default 5e-5.
+    pub learning_rate: f64,
+    /// Decoupled weight decay of matrices (not of norms, biases and embeddings). Default 0.
+    pub weight_decay: f64,
+    /// AdamW's β₁. Default 0.9.
+    pub adam_beta1: f64,
+    /// AdamW's β₂. Default 0.999.
+    pub adam_beta2: f64,
+    /// AdamW's ε. Default 1e-8.
+    pub adam_epsilon: f64,
+    /// Gradients are scaled down to this global norm; 0 for never. Default 1.
+    pub max_grad_norm: f64,
+    /// The schedule of the learning rate. Default `linear`.
+    pub lr_scheduler_type: LrSchedulerType,
+    /// Options of the schedule.
+    pub lr_scheduler_kwargs: ScheduleOptions,
+    /// Warm-up as a part of all steps, 0 to 1. Default 0.
+    pub warmup_ratio: f64,
+    /// Warm-up steps; below 1 a part of all steps. Overrides `warmup_ratio` where above 0. Default 0.
+    pub warmup_steps: f64,
+
+    /// Autocast to bfloat16. Default false.
+    pub bf16: bool,
+    /// Autocast to float16 with loss scaling. Default false.
+    pub fp16: bool,
+    /// TensorFloat-32 matrix products on CUDA. Default: as libtorch has it.
+    pub tf32: Option<bool>,
+    /// Trains on the CPU even where there is a GPU. Default false.
+    pub use_cpu: bool,
+    /// Threads inside one operator. Default: as libtorch chooses.
+    pub threads: Option<usize>,
+
+    /// When the validation loss is measured. Default `no`.
+    pub eval_strategy: IntervalStrategy,
+    /// Steps between evaluations; below 1 a part of all steps. Default: `logging_steps`.
+    pub eval_steps: Option<f64>,
+    /// Measures the validation loss before the first step too. Default false.
+    pub eval_on_start: bool,
+    /// At most so many batches an evaluation. Default: the whole validation part.
+    pub max_eval_batches: Option<u64>,
+    /// Steps between lines on the terminal; below 1 a part of all steps. Default 500.
+    pub logging_steps: f64,
+    /// Where metrics go beside `metrics.jsonl`: `tensorboard`, `all` or `none`. Default none.
+    #[serde(deserialize_with = "report_to")]
+    pub report_to: Vec<ReportTo>,
+    /// Texts that the trained model writes at the end. Default 3.
+    pub samples: u64,
+}
+
+impl Default for TrainingArguments {
+    fn default() -> Self {
+        Self {
+            preset: Preset::default(),
+            output_dir: None,
+            overwrite_output_dir: false,
+            seed: 42,
+            data: Vec::new(),
+            tokenizer: None,
+            vocab_size: 4096,
+            context_length: 256,
+            validation_fraction: 0.05,
+            model: ModelArguments::default(),
+            max_steps: -1,
+            num_train_epochs: 3.0,
+            per_device_train_batch_size: 8,
+            per_device_eval_batch_size: 8,
+            gradient_accumulation_steps: 1,
+            optim: OptimizerName::default(),
+            learning_rate: 5e-5,
+            weight_decay: 0.0,
+            adam_beta1: 0.9,
+            adam_beta2: 0.999,
+            adam_epsilon: 1e-8,
+            max_grad_norm: 1.0,
+            lr_scheduler_type: LrSchedulerType::default(),
+            lr_scheduler_kwargs: ScheduleOptions::default(),
+            warmup_ratio: 0.0,
+            warmup_steps: 0.0,
+            bf16: false,
+            fp16: false,
+            tf32: None,
+            use_cpu: false,
+            threads: None,
+            eval_strategy: IntervalStrategy::default(),
+            eval_steps: None,
+            eval_on_start: false,
+            max_eval_batches: None,
+            logging_steps: 500.0,
+            report_to: Vec::new(),
+            samples: 3,
+        }
+    }
+}
+
+/// The optimizers that `optim` can name.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum OptimizerName {
+    /// AdamW with decoupled decay through libtorch's fused kernel.
+    #[default]
+    AdamwTorchFused,
+}
+
+/// When something happens during a run.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum IntervalStrategy {
+    /// Never.
+    #[default]
+    No,
+    /// Every so many steps, and at the end.
+    Steps,
+    /// At the end of each pass over the data, and at the end.
+    Epoch,
+}
+
+/// A place that metrics can be sent to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum ReportTo {
+    /// TensorBoard event files in the run folder.
+    TensorBoard,
+}
+
+impl ReportTo {
+    /// Every place.
+    pub const ALL: [Self; 1] = [Self::TensorBoard];
+}
+
+impl TrainingArguments {
+    /// Sequences of an optimizer step on one device.
+    pub fn sequences_per_step(&self) -> u64 {
+        self.per_device_train_batch_size * self.gradient_accumulation_steps
+    }
+
+    /// Tokens of an optimizer step on one device.
+    pub fn tokens_per_step(&self) -> u64 {
+        self.sequences_per_step() * self.context_length
+    }
+
+    /// Whether metrics go to `place`.
+    pub fn reports_to(&self, place: ReportTo) -> bool {
+        self.report_to.contains(&place)
+    }
+}
+
+/// A list, or its only member.
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "text or a list of texts")]
+enum OneOrMany<T> {
+    One(T),
+    Many(Vec<T>),
+}
+
+fn one_or_many<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<PathBuf>, D::Error> {
+    Ok(match OneOrMany::deserialize(deserializer)? {
+        OneOrMany::One(path) => vec![path],
+        OneOrMany::Many(paths) => paths,
+    })
+}
+
+fn report_to<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<ReportTo>, D::Error> {
+    let names = match Option::<OneOrMany<String>>::deserialize(deserializer)? {
+        None => Vec::new(),
+        Some(OneOrMany::One(name)) => vec![name],
+        Some(OneOrMany::Many(names)) => names,
+    };
+    let mut places = Vec::new();
+    for name in names {
+        match name.as_str() {
+            "none" => {}
+            "all" => places.extend(ReportTo::ALL),
+            "tensorboard" => places.push(ReportTo::TensorBoard),
+            other => {
+                let known = &["tensorboard", "all", "none"];
+                return Err(serde::de::Error::unknown_variant(other, known));
+            }
+        }
+    }
+    Ok(places)
+}
