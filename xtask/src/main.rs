@@ -1,2 +1,134 @@
-//! cargo xtask.
-fn main() {}
+//! `cargo xtask …`: sets this workspace up and runs what is to be run in it.
+//!
+//! Needs no libtorch, because it is what fetches libtorch. Every command prints the exact command
+//! that it runs, so that it can be run again, changed, or learned.
+
+#![forbid(unsafe_code)]
+
+mod cargo;
+mod check;
+mod doctor;
+mod failure;
+mod hash;
+mod lock;
+mod progress;
+mod record;
+mod setup;
+mod sources;
+mod space;
+mod unpack;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::cargo::Cargo;
+use crate::failure::Result;
+use crate::setup::Wish;
+
+#[derive(Parser)]
+#[command(
+    name = "cargo xtask",
+    about = "Sets Overdrive up and runs what is to be run in it."
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Find libtorch or fetch it, and tell Cargo where it is
+    Setup {
+        /// Fetch the CUDA build (NVIDIA GPUs, Linux; about 3 GB to download)
+        #[arg(long, conflicts_with = "cpu")]
+        cuda: bool,
+        /// Go back to the CPU build after `setup --cuda`
+        #[arg(long)]
+        cpu: bool,
+        /// Unpack it anew, even where it is there already
+        #[arg(long)]
+        force: bool,
+    },
+    /// Train a language model on real text: cargo run --release … --example train
+    Train(Further),
+    /// Run an example by name: cargo run --release … --example NAME
+    Example {
+        /// The file's name in examples/ without `.rs`
+        name: String,
+        #[command(flatten)]
+        further: Further,
+    },
+    /// Run all tests: cargo test --workspace
+    Test(Further),
+    /// Run the benchmarks: cargo bench -p overdrive-benches
+    Bench(Further),
+    /// Look at this machine: libtorch, devices, compiler, memory, and which precision suits it
+    Doctor,
+    /// Format the sources: cargo fmt --all
+    Fmt(Further),
+    /// Lint: cargo clippy --workspace --all-targets
+    Lint(Further),
+    /// Build the documentation: cargo doc --workspace --no-deps
+    Docs(Further),
+    /// Everything that CI does: format, lints, documentation, a short training, all tests
+    Check,
+}
+
+/// Arguments that are passed on as they are.
+#[derive(Args)]
+#[command(disable_help_flag = true)]
+struct Further {
+    /// Passed on as they are
+    #[arg(
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "ARGS"
+    )]
+    arguments: Vec<OsString>,
+}
+
+fn main() -> ExitCode {
+    // Before anything is written: what the record held when Cargo made our environment.
+    setup::libtorch_at_start();
+    match run(Cli::parse().command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            if !failure.is_silent() {
+                eprintln!("error: {failure}");
+            }
+            ExitCode::from(failure.code)
+        }
+    }
+}
+
+fn run(command: Command) -> Result<()> {
+    match command {
+        Command::Setup { cuda, cpu, force } => {
+            let wish = match (cuda, cpu) {
+                (true, _) => Wish::Cuda,
+                (_, true) => Wish::Cpu,
+                _ => Wish::Any,
+            };
+            setup::setup(wish, force).map(|found| found.report())
+        }
+        Command::Train(further) => after_setup(cargo::example("train", &further.arguments)),
+        Command::Example { name, further } => {
+            after_setup(cargo::example(&name, &further.arguments))
+        }
+        Command::Test(further) => after_setup(cargo::test(&further.arguments)),
+        Command::Bench(further) => after_setup(cargo::bench(&further.arguments)),
+        Command::Doctor => doctor::doctor(),
+        Command::Fmt(further) => cargo::fmt(&further.arguments).replace_this_process(),
+        Command::Lint(further) => after_setup(cargo::lint(&further.arguments)),
+        Command::Docs(further) => after_setup(cargo::docs(&further.arguments)),
+        Command::Check => check::check(),
+    }
+}
+
+/// Makes sure that libtorch is there, then becomes `cargo`.
+fn after_setup(cargo: Cargo) -> Result<()> {
+    setup::setup(Wish::Any, false)?;
+    cargo.replace_this_process()
+}

@@ -1,0 +1,286 @@
+//! The cargo commands behind the subcommands.
+
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus};
+
+use crate::failure::{Failure, Result};
+use crate::record::Record;
+
+/// The root of this workspace.
+pub(crate) fn workspace() -> PathBuf {
+    let manifest = std::env::var_os("CARGO_MANIFEST_DIR")
+        .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
+    manifest.parent().map(Path::to_path_buf).unwrap_or(manifest)
+}
+
+/// One cargo command.
+#[derive(Debug)]
+pub(crate) struct Cargo {
+    arguments: Vec<OsString>,
+    variables: Vec<(&'static str, &'static str)>,
+}
+
+pub(crate) fn example(name: &str, further: &[OsString]) -> Cargo {
+    Cargo::new([
+        "run",
+        "--release",
+        "-p",
+        "overdrive-examples",
+        "--example",
+        name,
+        "--",
+    ])
+    .and(further)
+}
+
+/// All tests of all packages: one failing package must not hide the others. A package named by
+/// the user takes the place of the workspace (cargo would silently test the whole of it).
+pub(crate) fn test(further: &[OsString]) -> Cargo {
+    let before = further.iter().take_while(|argument| *argument != "--");
+    let chosen = before.filter_map(|a| a.to_str()).any(|a| {
+        a.starts_with("-p")
+            || ["--package", "--manifest-path"]
+                .iter()
+                .any(|name| a.starts_with(name))
+    });
+    let base = Cargo::new(["test", "--no-fail-fast"]);
+    if chosen {
+        base.and(further)
+    } else {
+        base.and(&["--workspace".into()]).and(further)
+    }
+}
+
+pub(crate) fn bench(further: &[OsString]) -> Cargo {
+    Cargo::new(["bench", "-p", "overdrive-benches"]).and(further)
+}
+
+pub(crate) fn fmt(further: &[OsString]) -> Cargo {
+    Cargo::new(["fmt", "--all"]).and(further)
+}
+
+/// `-D warnings` goes last, after the user's own `-- …` if there is one.
+pub(crate) fn lint(further: &[OsString]) -> Cargo {
+    let cargo = Cargo::new(["clippy", "--workspace", "--all-targets"]).and(further);
+    let cargo = if further.iter().any(|a| a == "--") {
+        cargo
+    } else {
+        cargo.and(&["--".into()])
+    };
+    cargo.and(&["-D".into(), "warnings".into()])
+}
+
+/// The run path in Cargo's `rustdocflags` is for doctests; here the variable takes its place.
+pub(crate) fn docs(further: &[OsString]) -> Cargo {
+    let mut cargo = Cargo::new(["doc", "--workspace", "--no-deps"]).and(further);
+    cargo.variables.push(("RUSTDOCFLAGS", "-D warnings"));
+    cargo
+}
+
+impl Cargo {
+    fn new<const N: usize>(arguments: [&str; N]) -> Self {
+        Self {
+            arguments: arguments.map(OsString::from).to_vec(),
+            variables: Vec::new(),
+        }
+    }
+
+    fn and(mut self, further: &[OsString]) -> Self {
+        self.arguments.extend(further.iter().cloned());
+        self
+    }
+
+    /// The command as one would type it.
+    fn line(&self) -> String {
+        let variables = self
+            .variables
+            .iter()
+            .map(|(name, value)| format!("{name}={}", quoted(value)));
+        let arguments = self.arguments.iter().map(|a| quoted(&a.to_string_lossy()));
+        let words: Vec<String> = variables
+            .chain(["cargo".to_owned()])
+            .chain(arguments)
+            .collect();
+        words.join(" ")
+    }
+
+    fn command(&self) -> Command {
+        let workspace = workspace();
+        // The cargo that runs us, and with it the toolchain that the workspace asks for.
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let mut command = Command::new(cargo);
+        command
+            .args(&self.arguments)
+            .envs(self.variables.iter().copied());
+        for name in inherited_from_cargo_run(&workspace) {
+            command.env_remove(name);
+        }
+        if let Some(paths) = std::env::var_os("LD_LIBRARY_PATH") {
+            match without_own_folders(&paths, &workspace) {
+                Some(rest) => command.env("LD_LIBRARY_PATH", rest),
+                None => command.env_remove("LD_LIBRARY_PATH"),
+            };
+        }
+        command
+    }
+
+    /// Prints the command and becomes it: Ctrl-C, signals, the terminal and the exit code are then
+    /// between the user and cargo. (Systems without `exec` get a child and its exit code.)
+    pub(crate) fn replace_this_process(&self) -> Result<()> {
+        eprintln!("$ {}", self.line());
+        #[cfg(unix)]
+        {
+            use std::os::unix::process::CommandExt;
+            let error = self.command().exec();
+            Err(Failure::new(format!("could not start cargo: {error}")))
+        }
+        #[cfg(not(unix))]
+        self.run_quietly()
+    }
+
+    /// Prints the command, runs it, and passes a failing exit code on.
+    pub(crate) fn run(&self) -> Result<()> {
+        eprintln!("$ {}", self.line());
+        self.run_quietly()
+    }
+
+    fn run_quietly(&self) -> Result<()> {
+        let status = self
+            .command()
+            .status()
+            .map_err(|error| Failure::new(format!("could not start cargo: {error}")))?;
+        if status.success() {
+            Ok(())
+        } else {
+            Err(Failure::silent(code_of(status)))
+        }
+    }
+}
+
+/// The exit code as a shell would say it: 128 + the signal where one ended the child.
+fn code_of(status: ExitStatus) -> u8 {
+    #[cfg(unix)]
+    let signal = std::os::unix::process::ExitStatusExt::signal(&status);
+    #[cfg(not(unix))]
+    let signal = None::<i32>;
+    let code = status
+        .code()
+        .or(signal.map(|signal| 128 + signal))
+        .unwrap_or(1);
+    u8::try_from(code).unwrap_or(1)
+}
+
+/// Variables that `cargo run` set for us and a cargo of the user's own would not see. Some build
+/// scripts watch them, so passing them on would rebuild crates each time that `cargo xtask` and
+/// plain cargo take turns. `LIBTORCH` is one of them where it only repeats `.cargo/libtorch.toml`,
+/// which may just have changed.
+fn inherited_from_cargo_run(workspace: &Path) -> Vec<OsString> {
+    let recorded = Record::read(workspace).map(|record| record.libtorch.into_os_string());
+    std::env::vars_os()
+        .filter(|(name, value)| {
+            let Some(name) = name.to_str() else {
+                return false;
+            };
+            name.starts_with("CARGO_PKG_")
+                || name.starts_with("CARGO_BIN_")
+                || matches!(
+                    name,
+                    "CARGO_MANIFEST_DIR"
+                        | "CARGO_MANIFEST_PATH"
+                        | "CARGO_CRATE_NAME"
+                        | "CARGO_PRIMARY_PACKAGE"
+                )
+                || (name == "LIBTORCH"
+                    && (Some(value) == recorded.as_ref()
+                        || Some(value) == crate::setup::libtorch_at_start().as_ref()))
+        })
+        .map(|(name, _)| name)
+        .collect()
+}
+
+/// `LD_LIBRARY_PATH` without the folders of our own build, which `cargo run` put there.
+fn without_own_folders(paths: &OsStr, workspace: &Path) -> Option<OsString> {
+    let target = workspace.join("target");
+    let rest: Vec<PathBuf> = std::env::split_paths(paths)
+        .filter(|path| !path.starts_with(&target))
+        .collect();
+    if rest.is_empty() {
+        None
+    } else {
+        std::env::join_paths(rest).ok()
+    }
+}
+
+fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_=./:,+@%".contains(c);
+    if !word.is_empty() && word.chars().all(plain) {
+        return word.to_owned();
+    }
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(words: &[&str]) -> Vec<OsString> {
+        words.iter().map(OsString::from).collect()
+    }
+
+    #[test]
+    fn the_printed_command_can_be_pasted() {
+        let cargo = example("train", &words(&["--data", "my text.txt", "--steps", "3"]));
+        assert_eq!(
+            cargo.line(),
+            "cargo run --release -p overdrive-examples --example train -- --data 'my text.txt' \
+             --steps 3"
+        );
+        assert_eq!(
+            docs(&[]).line(),
+            "RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps"
+        );
+        assert_eq!(quoted("it's"), r"'it'\''s'");
+        assert_eq!(quoted(""), "''");
+    }
+
+    #[test]
+    fn a_package_named_by_the_user_takes_the_place_of_the_workspace() {
+        assert_eq!(test(&[]).line(), "cargo test --no-fail-fast --workspace");
+        for package in [&["-p", "xtask"][..], &["-pxtask"], &["--package", "xtask"]] {
+            assert!(
+                !test(&words(package)).line().contains("--workspace"),
+                "{package:?}"
+            );
+        }
+        // After `--` the arguments are the test program's.
+        assert!(test(&words(&["--", "-p"])).line().contains("--workspace"));
+    }
+
+    #[test]
+    fn lints_are_errors_also_with_arguments_of_the_users_own() {
+        assert!(lint(&[]).line().ends_with("--all-targets -- -D warnings"));
+        assert!(
+            lint(&words(&["--", "-W", "clippy::pedantic"]))
+                .line()
+                .ends_with("--all-targets -- -W clippy::pedantic -D warnings")
+        );
+    }
+
+    #[test]
+    fn the_folders_of_our_own_build_are_not_passed_on() {
+        let workspace = Path::new("/w");
+        let cut = |paths: &str| without_own_folders(OsStr::new(paths), workspace);
+        assert_eq!(
+            cut("/w/target/xtask/release/deps:/opt/lib"),
+            Some("/opt/lib".into())
+        );
+        assert_eq!(cut("/w/target/xtask/release/deps"), None);
+    }
+
+    #[test]
+    fn the_workspace_is_the_folder_with_the_virtual_manifest() {
+        let manifest = std::fs::read_to_string(workspace().join("Cargo.toml")).unwrap();
+        assert!(manifest.starts_with("[workspace]"));
+    }
+}

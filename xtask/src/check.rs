@@ -1,0 +1,158 @@
+//! `cargo xtask check`: what CI does.
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::cargo;
+use crate::failure::{Failure, Result};
+use crate::setup::{self, Wish};
+
+/// Long enough that the loss of a fresh model falls far, short enough for every change: about a
+/// minute on two cores.
+const STEPS: usize = 60;
+/// The means compared are over this many steps: single steps jump.
+const MEAN_OF: usize = 5;
+/// A fresh model knows nothing: about ln(4096) = 8.3 nats a token. After 60 steps it knows the
+/// commonest tokens. A model that learns nothing stays within a few hundredths.
+const LEAST_FALL: f64 = 0.5;
+
+/// Runs every check; the first that fails ends it. The tests come last, so that what stands at the
+/// end of a log is cargo's own summary of them.
+pub(crate) fn check() -> Result<()> {
+    step("format");
+    cargo::fmt(&["--".into(), "--check".into()]).run()?;
+    step("libtorch");
+    setup::setup(Wish::Any, false)?.report();
+    step("lints");
+    cargo::lint(&[]).run()?;
+    step("documentation");
+    cargo::docs(&[]).run()?;
+    step("a short training, of which the loss must fall");
+    training()?;
+    step("tests");
+    cargo::test(&[]).run()
+}
+
+fn step(what: &str) {
+    eprintln!("== {what} ==");
+}
+
+/// Trains on this repository's own sources and reads what came out.
+fn training() -> Result<()> {
+    let out = cargo::workspace().join("target/xtask/training-check");
+    let _ = fs::remove_dir_all(&out);
+    let mut arguments: Vec<OsString> = ["--steps", &STEPS.to_string(), "--data", "crates", "--out"]
+        .map(OsString::from)
+        .to_vec();
+    arguments.push(out.clone().into_os_string());
+    cargo::example("train", &arguments).run()?;
+    let path = out.join("metrics.jsonl");
+    let metrics = fs::read_to_string(&path)
+        .map_err(|error| Failure::io("the training left no metrics in", &path, &error))?;
+    let (first, last) = judge(&metrics, &path)?;
+    println!("the loss fell from {first:.3} to {last:.3} in {STEPS} steps");
+    Ok(())
+}
+
+/// The mean loss of the first and of the last steps, if every step is there and the loss fell.
+fn judge(metrics: &str, path: &Path) -> Result<(f64, f64)> {
+    let fail = |what: String| Failure::new(format!("{}: {what}", path.display()));
+    let mut losses = Vec::new();
+    for (number, line) in metrics.lines().enumerate() {
+        let value: Value = serde_json::from_str(line)
+            .map_err(|error| fail(format!("line {} is no JSON ({error})", number + 1)))?;
+        // Lines of an evaluation alone have no training loss.
+        let Some(loss) = value.get("loss") else {
+            continue;
+        };
+        let loss = loss
+            .as_f64()
+            .filter(|loss| loss.is_finite())
+            .ok_or_else(|| fail(format!("line {}: the loss is {loss}", number + 1)))?;
+        let step = value.get("step").and_then(Value::as_u64);
+        if step != Some(losses.len() as u64 + 1) {
+            return Err(fail(format!(
+                "line {}: step {} was expected, there is {step:?}",
+                number + 1,
+                losses.len() + 1
+            )));
+        }
+        losses.push(loss);
+    }
+    if losses.len() != STEPS {
+        return Err(fail(format!(
+            "{STEPS} steps were asked for, {} are there",
+            losses.len()
+        )));
+    }
+    let mean = |losses: &[f64]| losses.iter().sum::<f64>() / MEAN_OF as f64;
+    let (first, last) = (mean(&losses[..MEAN_OF]), mean(&losses[STEPS - MEAN_OF..]));
+    if first - last < LEAST_FALL {
+        return Err(fail(format!(
+            "the loss went from {first:.3} to {last:.3}; it must fall by {LEAST_FALL} at least"
+        )));
+    }
+    Ok((first, last))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn metrics(loss: impl Fn(usize) -> String) -> String {
+        (1..=STEPS)
+            .map(|step| format!("{{\"step\":{step},\"loss\":{}}}\n", loss(step)))
+            .collect()
+    }
+
+    fn judged(metrics: &str) -> std::result::Result<(f64, f64), String> {
+        judge(metrics, Path::new("metrics.jsonl")).map_err(|failure| failure.to_string())
+    }
+
+    #[test]
+    fn a_loss_that_falls_passes() {
+        let (first, last) =
+            judged(&metrics(|step| format!("{}", 8.3 - step as f64 * 0.03))).unwrap();
+        assert!(
+            (first - 8.21).abs() < 1e-9 && (last - 6.56).abs() < 1e-9,
+            "{first} {last}"
+        );
+    }
+
+    #[test]
+    fn a_loss_that_stays_is_not_finite_or_ends_early_does_not_pass() {
+        assert!(
+            judged(&metrics(|_| "8.3".into()))
+                .unwrap_err()
+                .contains("must fall")
+        );
+        assert!(judged(&metrics(|step| format!("{}", 8.0 + step as f64))).is_err());
+        let nan = metrics(|step| {
+            if step == 9 {
+                "null".into()
+            } else {
+                format!("{}", 9 - step / 10)
+            }
+        });
+        assert!(judged(&nan).unwrap_err().contains("line 9"));
+        let early: String = metrics(|step| format!("{}", 9 - step / 10))
+            .lines()
+            .take(30)
+            .map(|l| format!("{l}\n"))
+            .collect();
+        assert!(
+            judged(&early)
+                .unwrap_err()
+                .contains("60 steps were asked for, 30 are there")
+        );
+    }
+
+    #[test]
+    fn a_step_that_is_missing_is_named() {
+        let text = metrics(|_| "1.0".into()).replace("\"step\":7,", "\"step\":8,");
+        assert!(judged(&text).unwrap_err().contains("step 7 was expected"));
+    }
+}

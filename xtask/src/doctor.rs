@@ -1,0 +1,5 @@
+//! `cargo xtask doctor`.
+use crate::failure::Result;
+pub(crate) fn doctor() -> Result<()> {
+    Ok(())
+}

@@ -1,0 +1,91 @@
+//! One setup at a time on one cache.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{Read, Seek, Write};
+use std::path::Path;
+
+use crate::failure::{Failure, Result};
+
+/// Held while it lives; the system frees it when the process ends, however it ends.
+#[derive(Debug)]
+pub(crate) struct Lock {
+    _file: File,
+}
+
+impl Lock {
+    /// Takes the lock at `path`; where another process has it, says so and waits.
+    pub(crate) fn take(path: &Path, say: impl FnOnce(&str)) -> Result<Self> {
+        let fail = |error: std::io::Error| Failure::io("could not lock", path, &error);
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent)
+                .map_err(|error| Failure::io("could not create", parent, &error))?;
+        }
+        let mut file = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .read(true)
+            .write(true)
+            .open(path)
+            .map_err(fail)?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                let mut holder = String::new();
+                // Only for the message: a holder that has not written its number yet is "another".
+                let _ = file.read_to_string(&mut holder);
+                let holder = match holder.trim() {
+                    "" => "another process".to_owned(),
+                    pid => format!("process {pid}"),
+                };
+                say(&format!(
+                    "{holder} is fetching libtorch into the same cache; waiting until it is done \
+                     ({})",
+                    path.display()
+                ));
+                file.lock().map_err(fail)?;
+            }
+            Err(TryLockError::Error(error)) => return Err(fail(error)),
+        }
+        // The number is a courtesy to whoever waits; the lock itself is the system's.
+        let _ = file
+            .set_len(0)
+            .and_then(|()| file.rewind())
+            .and_then(|()| write!(file, "{}", std::process::id()));
+        Ok(Self { _file: file })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn the_second_waits_says_for_whom_and_gets_it_when_the_first_is_done() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("sub/folder.lock");
+        let first = Lock::take(&path, |_| panic!("nobody else holds it")).unwrap();
+        let done = AtomicBool::new(false);
+        let (said, hears) = mpsc::channel();
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| {
+                let lock = Lock::take(&path, |text| said.send(text.to_owned()).unwrap());
+                assert!(done.load(Ordering::SeqCst), "it did not wait");
+                lock.unwrap()
+            });
+            let text = hears.recv_timeout(Duration::from_secs(10)).unwrap();
+            assert!(
+                text.contains(&format!("process {}", std::process::id())),
+                "{text}"
+            );
+            assert!(text.contains("waiting"), "{text}");
+            done.store(true, Ordering::SeqCst);
+            drop(first);
+            drop(waiter.join().unwrap());
+        });
+        drop(Lock::take(&path, |_| panic!("it was freed")).unwrap());
+    }
+}

@@ -1,0 +1,186 @@
+//! `.cargo/libtorch.toml`: how Cargo learns where libtorch is.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::failure::{Failure, Result};
+
+/// Where libtorch is, and whose choice that was.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Record {
+    /// The folder that holds `lib/` and `include/`.
+    pub(crate) libtorch: PathBuf,
+    pub(crate) choice: Choice,
+}
+
+/// What a later `setup` without arguments goes back to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Choice {
+    /// Whatever there is: the cache, or what the variables say then.
+    Cpu,
+    /// The user asked for CUDA.
+    Cuda,
+    /// The user named this folder, by `LIBTORCH` or through Python.
+    Own,
+}
+
+impl Choice {
+    fn word(self) -> &'static str {
+        match self {
+            Choice::Cpu => "cpu",
+            Choice::Cuda => "cuda",
+            Choice::Own => "own",
+        }
+    }
+}
+
+const HEAD: &str = "\
+# Written by `cargo xtask setup`: where libtorch is on this machine. Never committed.
+# A variable that is set in the environment wins over the one here.
+";
+
+impl Record {
+    pub(crate) fn path(workspace: &Path) -> PathBuf {
+        workspace.join(".cargo/libtorch.toml")
+    }
+
+    /// What was written last; `None` where nothing was, or by another hand in another form.
+    pub(crate) fn read(workspace: &Path) -> Option<Self> {
+        let text = fs::read_to_string(Self::path(workspace)).ok()?;
+        let value = text
+            .lines()
+            .find_map(|line| line.strip_prefix("LIBTORCH = "))?;
+        let choice = text
+            .lines()
+            .find_map(|line| line.strip_prefix("# choice: "));
+        let choice = [Choice::Cuda, Choice::Own]
+            .into_iter()
+            .find(|known| Some(known.word()) == choice)
+            .unwrap_or(Choice::Cpu);
+        Some(Self {
+            libtorch: PathBuf::from(unquoted(value)?),
+            choice,
+        })
+    }
+
+    /// Writes the file whole or not at all, and only if it changes: a new time stamp alone would
+    /// do no harm, but a reader must never see half a file. Returns whether it was written.
+    pub(crate) fn write(&self, workspace: &Path) -> Result<bool> {
+        let path = Self::path(workspace);
+        let text = self.text();
+        if fs::read_to_string(&path).is_ok_and(|old| old == text) {
+            return Ok(false);
+        }
+        replace(&path, &text).map_err(|error| Failure::io("could not write", &path, &error))?;
+        Ok(true)
+    }
+
+    fn text(&self) -> String {
+        let root = self.libtorch.display().to_string();
+        let rpath = self.libtorch.join("lib").display().to_string();
+        let flags = if rpath.contains(',') {
+            // `-Wl` splits at commas.
+            [
+                "-Clink-arg=-Xlinker",
+                "-Clink-arg=-rpath",
+                "-Clink-arg=-Xlinker",
+            ]
+            .into_iter()
+            .map(quoted)
+            .chain([quoted(&format!("-Clink-arg={rpath}"))])
+            .collect::<Vec<_>>()
+            .join(", ")
+        } else {
+            quoted(&format!("-Clink-arg=-Wl,-rpath,{rpath}"))
+        };
+        format!(
+            "{HEAD}# choice: {}\n\n[env]\nLIBTORCH = {}\n\n\
+             # Doctests are linked by rustdoc, which no build script reaches.\n\
+             [build]\nrustdocflags = [{flags}]\n",
+            self.choice.word(),
+            quoted(&root),
+        )
+    }
+}
+
+/// Writes beside the file and renames over it.
+fn replace(path: &Path, text: &str) -> io::Result<()> {
+    let temporary = path.with_extension(format!("toml.{}", std::process::id()));
+    let written = fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, path));
+    if written.is_err() {
+        let _ = fs::remove_file(&temporary);
+    }
+    written
+}
+
+/// A basic string of TOML.
+fn quoted(text: &str) -> String {
+    format!("\"{}\"", text.replace('\\', r"\\").replace('"', "\\\""))
+}
+
+fn unquoted(text: &str) -> Option<String> {
+    let inner = text.trim().strip_prefix('"')?.strip_suffix('"')?;
+    let mut plain = String::new();
+    let mut chars = inner.chars();
+    while let Some(c) = chars.next() {
+        plain.push(if c == '\\' { chars.next()? } else { c });
+    }
+    Some(plain)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(path: &str, choice: Choice) -> Record {
+        Record {
+            libtorch: PathBuf::from(path),
+            choice,
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join(".cargo")).unwrap();
+        assert_eq!(Record::read(folder.path()), None);
+        for path in [
+            "/c/libtorch",
+            "/with space/l",
+            "/with\"quote/l",
+            "C:\\libtorch",
+            "/a,b",
+        ] {
+            for choice in [Choice::Cpu, Choice::Cuda, Choice::Own] {
+                let written = record(path, choice);
+                assert!(written.write(folder.path()).unwrap());
+                assert_eq!(Record::read(folder.path()), Some(written));
+            }
+        }
+        let names: Vec<_> = fs::read_dir(folder.path().join(".cargo"))
+            .unwrap()
+            .collect();
+        assert_eq!(names.len(), 1, "no temporary file is left");
+    }
+
+    #[test]
+    fn an_unchanged_record_is_not_written_again() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join(".cargo")).unwrap();
+        let same = record("/c/libtorch", Choice::Cpu);
+        assert!(same.write(folder.path()).unwrap());
+        assert!(!same.write(folder.path()).unwrap());
+    }
+
+    #[test]
+    fn doctests_get_the_run_path() {
+        let text = record("/c/libtorch", Choice::Cpu).text();
+        assert!(text.contains("rustdocflags = [\"-Clink-arg=-Wl,-rpath,/c/libtorch/lib\"]"));
+        let text = record("/a,b", Choice::Cpu).text();
+        assert!(
+            text.contains("\"-Clink-arg=-rpath\", \"-Clink-arg=-Xlinker\""),
+            "{text}"
+        );
+    }
+}

