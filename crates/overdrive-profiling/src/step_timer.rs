@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::ops::AddAssign;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use tch::{Cuda, Device};
@@ -233,7 +233,7 @@ impl StepTimer {
     }
 
     #[cfg(test)]
-    fn advance(&self, by: Duration) {
+    fn advance(&self, by: std::time::Duration) {
         // Tests move the clock instead of sleeping: the border moves into the past.
         let border = self.charged_until.get();
         self.charged_until
@@ -258,6 +258,8 @@ impl Drop for PhaseGuard<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     const SECOND: Duration = Duration::from_secs(1);
