@@ -1,4 +1,5 @@
 //! Autocast regions: what they cast, and what they leave behind.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

@@ -1,4 +1,5 @@
 //! GradScaler against `torch.amp.GradScaler`: fixtures/gen_grad_scaler.py.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::collections::HashMap;
 use std::path::Path;

@@ -1,4 +1,5 @@
 //! The TF32 switches: one test, because they belong to the process.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_precision::Precision;
 use overdrive_precision::tf32::{self, MatmulPrecision};

@@ -1,4 +1,5 @@
 //! The CPU allocator: one test, because what it counts belongs to the process.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_sys::{Error, is_out_of_memory, memory, op};
 use tch::{Device, Kind, Tensor};

@@ -1,4 +1,5 @@
 //! Operators by name, gradients set and cleared, and the errors of both.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_sys::op::{Output, Value, call, schema};
 use overdrive_sys::{Error, amp, grad};

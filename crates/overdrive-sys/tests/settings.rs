@@ -1,4 +1,5 @@
 //! Process-wide settings: one test, so that nothing else sees them change.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_sys::cuda::CudaLibrary;
 use overdrive_sys::matmul::{self, MatmulPrecision, Tf32};

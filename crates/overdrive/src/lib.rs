@@ -1,1 +1,68 @@
-//! Overdrive.
+//! Faster training and serving with libtorch, from Rust.
+//!
+//! Overdrive is a set of small crates over [`tch`]. Each solves one problem and can be used alone;
+//! this one re-exports them, each behind a feature of its name, all of them on by default.
+//!
+//! | module | feature | what it does |
+//! |---|---|---|
+//! | [`precision`] | `precision` | autocast on any device, `GradScaler`, TF32, which precision to use |
+//! | [`accumulation`] | `accumulation` | token-weighted micro-batches, batch plans, batch-size search |
+//! | [`optim`] | `optim` | fused AdamW, clipping, learning-rate schedules, early stopping |
+//! | [`transformer`] | `transformer` | Llama- and GPT-2-family models from and to Hugging Face folders |
+//! | [`kv_cache`] | `kv-cache` | key/value caches |
+//! | [`generation`] | `generation` | sampling and generation over the caches |
+//! | [`datasets`] | `datasets` | memory-mapped token stores, tokenization, windows |
+//! | [`profiling`] | `profiling` | step breakdown, metrics, TensorBoard, reports |
+//! | [`trainer`] | `trainer` | training arguments in Hugging Face's words, presets, run folders |
+//! | [`sys`] | always | operators by name, memory statistics, what tch does not bind |
+//!
+//! ```
+//! use overdrive::prelude::*;
+//! use overdrive::transformer::{CausalLm, InitOptions, LabelShift, LlamaConfig};
+//! use tch::{Device, Kind, Tensor};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let config = LlamaConfig { vocab_size: 64, hidden_size: 32, intermediate_size: 64,
+//!     num_hidden_layers: 1, num_attention_heads: 2, ..LlamaConfig::default() };
+//! let model = CausalLm::new(&config.into(), &InitOptions::default())?;
+//! model.set_requires_grad(true)?;
+//! let groups = decay_groups(model.named_parameters(), 0.1);
+//! let mut optimizer = AdamW::new(groups, AdamWConfig::default())?;
+//!
+//! let tokens = Tensor::f_randint(64, [2, 16], (Kind::Int64, Device::Cpu))?;
+//! let loss = model.loss(&tokens, &tokens, LabelShift::HuggingFace)?.mean()?;
+//! loss.f_backward()?;
+//! clip_grad_norm(&optimizer.parameters(), 1.0, ClipOptions::default())?;
+//! optimizer.step()?;
+//! optimizer.zero_grad()?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! A binary finds libtorch when it starts if its package has a `build.rs` that calls
+//! `overdrive_build::link()`; the README has the three lines.
+#![forbid(unsafe_code)]
+#![deny(missing_docs)]
+
+pub mod prelude;
+
+pub use overdrive_sys as sys;
+
+#[cfg(feature = "accumulation")]
+pub use overdrive_accumulation as accumulation;
+#[cfg(feature = "datasets")]
+pub use overdrive_datasets as datasets;
+#[cfg(feature = "generation")]
+pub use overdrive_generation as generation;
+#[cfg(feature = "kv-cache")]
+pub use overdrive_kv_cache as kv_cache;
+#[cfg(feature = "optim")]
+pub use overdrive_optim as optim;
+#[cfg(feature = "precision")]
+pub use overdrive_precision as precision;
+#[cfg(feature = "profiling")]
+pub use overdrive_profiling as profiling;
+#[cfg(feature = "trainer")]
+pub use overdrive_trainer as trainer;
+#[cfg(feature = "transformer")]
+pub use overdrive_transformer as transformer;

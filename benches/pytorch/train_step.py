@@ -1,0 +1,62 @@
+"""Times PyTorch's training step. Prints one JSON line; see compare.py, which runs both sides.
+
+python3 train_step.py --preset small --steps 10 --threads 2
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import time
+
+import torch
+
+from llama import PRESETS, Llama, optimizer_of
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--preset", choices=PRESETS, default="small")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=0)
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    shape = PRESETS[arguments.preset]
+    model = Llama(shape)
+    optimizer = optimizer_of(model)
+
+    seconds, losses = [], []
+    for step in range(arguments.warmup + arguments.steps):
+        ids = torch.randint(shape.vocab, (shape.batch, shape.context + 1))
+        start = time.perf_counter()
+        loss = model(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step >= arguments.warmup:
+            seconds.append(time.perf_counter() - start)
+
+    tokens = shape.batch * shape.context
+    print(
+        json.dumps(
+            {
+                "side": f"PyTorch {torch.__version__}",
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "threads": torch.get_num_threads(),
+                "step_seconds": statistics.median(seconds),
+                "tokens_per_second": tokens / statistics.median(seconds),
+                "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "first_loss": losses[0],
+                "last_loss": losses[-1],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+//! Times Overdrive's training step and prints one JSON line, as `pytorch/train_step.py` does for
+//! PyTorch's; `pytorch/compare.py` runs both in turn.
+
+use std::time::Instant;
+
+use clap::{Parser, ValueEnum};
+use overdrive::sys::{build_info, memory, threads};
+use overdrive_benches::{Shape, Step, StepResult};
+use tch::Device;
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Preset {
+    Tiny,
+    Small,
+}
+
+/// Times the training step
+#[derive(Parser)]
+struct Flags {
+    #[arg(long, value_enum, default_value = "small")]
+    preset: Preset,
+    #[arg(long, default_value_t = 10)]
+    steps: usize,
+    /// Steps before those that count
+    #[arg(long, default_value_t = 2)]
+    warmup: usize,
+    /// Threads inside one operator [default: libtorch's choice]
+    #[arg(long)]
+    threads: Option<usize>,
+}
+
+fn main() -> StepResult<()> {
+    let flags = Flags::parse();
+    if let Some(count) = flags.threads {
+        threads::set_intra_op(count)?;
+    }
+    tch::manual_seed(0);
+    let shape = match flags.preset {
+        Preset::Tiny => Shape::TINY,
+        Preset::Small => Shape::SMALL,
+    };
+    let mut step = Step::new(shape, Device::Cpu)?;
+    let (mut seconds, mut losses) = (Vec::new(), Vec::new());
+    for index in 0..flags.warmup + flags.steps.max(1) {
+        let batch = step.batch()?;
+        let start = Instant::now();
+        losses.push(step.run(&batch)?);
+        if index >= flags.warmup {
+            seconds.push(start.elapsed().as_secs_f64());
+        }
+    }
+    seconds.sort_by(f64::total_cmp);
+    let median = (seconds[seconds.len() / 2] + seconds[(seconds.len() - 1) / 2]) / 2.0;
+    let line = serde_json::json!({
+        "side": format!("Overdrive on libtorch {}", build_info::libtorch_version()?),
+        "parameters": step.parameters(),
+        "threads": threads::intra_op(),
+        "step_seconds": median,
+        "tokens_per_second": shape.tokens() as f64 / median,
+        "max_rss_bytes": max_rss_bytes(),
+        "peak_allocated_bytes": memory::stats(Device::Cpu)?.peak_allocated_bytes,
+        "first_loss": losses.first(),
+        "last_loss": losses.last(),
+    });
+    println!("{line}");
+    Ok(())
+}
+
+/// The most memory the process has held (`VmHWM`, Linux); 0 where the system does not say.
+fn max_rss_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB")?.trim().parse().ok())
+        .map_or(0, |kib: u64| kib << 10)
+}

@@ -1,0 +1,105 @@
+//! One training step of a Llama on random tokens, as `pytorch/train_step.py` has it.
+
+use std::error::Error;
+
+use overdrive::optim::{AdamW, AdamWConfig, ClipOptions, Optimizer, clip_grad_norm, decay_groups};
+use overdrive::transformer::{CausalLm, InitOptions, LabelShift, LlamaConfig};
+use tch::{Device, Kind, Tensor};
+
+/// The shape of a model and of its batches.
+#[derive(Debug, Clone, Copy)]
+pub struct Shape {
+    /// Tokens of the vocabulary.
+    pub vocab: i64,
+    /// Features of a token between the layers.
+    pub dim: i64,
+    /// Decoder layers.
+    pub layers: i64,
+    /// Attention heads.
+    pub heads: i64,
+    /// Features inside the feed-forward part.
+    pub hidden: i64,
+    /// Tokens of a sequence.
+    pub context: i64,
+    /// Sequences of a batch.
+    pub batch: i64,
+}
+
+impl Shape {
+    /// The `tiny` preset: 5.8M weights.
+    pub const TINY: Self =
+        Self { vocab: 4096, dim: 256, layers: 6, heads: 4, hidden: 688, context: 256, batch: 8 };
+    /// The `small` preset: 13.8M weights.
+    pub const SMALL: Self =
+        Self { vocab: 8192, dim: 384, layers: 6, heads: 6, hidden: 1024, context: 256, batch: 8 };
+
+    /// Tokens of a batch.
+    pub fn tokens(&self) -> i64 {
+        self.batch * self.context
+    }
+}
+
+/// What a step is made of.
+#[derive(Debug)]
+pub struct Step {
+    model: CausalLm,
+    optimizer: AdamW,
+    shape: Shape,
+}
+
+/// The result of the benchmark's functions.
+pub type StepResult<T> = Result<T, Box<dyn Error>>;
+
+impl Step {
+    /// A fresh model and optimizer.
+    ///
+    /// # Errors
+    /// When the shape is none that a Llama can have.
+    pub fn new(shape: Shape, device: Device) -> StepResult<Self> {
+        let config = LlamaConfig {
+            vocab_size: shape.vocab,
+            hidden_size: shape.dim,
+            intermediate_size: shape.hidden,
+            num_hidden_layers: shape.layers,
+            num_attention_heads: shape.heads,
+            max_position_embeddings: shape.context,
+            tie_word_embeddings: true,
+            ..LlamaConfig::default()
+        };
+        let init = InitOptions { device, ..InitOptions::default() };
+        let model = CausalLm::new(&config.into(), &init)?;
+        model.set_requires_grad(true)?;
+        let config = AdamWConfig { learning_rate: 2e-3, betas: (0.9, 0.95), ..AdamWConfig::default() };
+        let optimizer = AdamW::new(decay_groups(model.named_parameters(), 0.1), config)?;
+        Ok(Self { model, optimizer, shape })
+    }
+
+    /// Weights of the model.
+    pub fn parameters(&self) -> i64 {
+        self.model.num_parameters()
+    }
+
+    /// A batch of random tokens and the tokens after them.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn batch(&self) -> StepResult<(Tensor, Tensor)> {
+        let Shape { vocab, context, batch, .. } = self.shape;
+        let device = self.optimizer.parameters().first().map_or(Device::Cpu, Tensor::device);
+        let tokens = Tensor::f_randint(vocab, [batch, context + 1], (Kind::Int64, device))?;
+        Ok((tokens.f_narrow(1, 0, context)?, tokens.f_narrow(1, 1, context)?))
+    }
+
+    /// Forward, backward, clipping, optimizer; the loss.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn run(&mut self, (inputs, labels): &(Tensor, Tensor)) -> StepResult<f64> {
+        let loss = self.model.loss(inputs, labels, LabelShift::Shifted)?.mean()?;
+        loss.f_backward()?;
+        clip_grad_norm(&self.optimizer.parameters(), 1.0, ClipOptions::default())?;
+        self.optimizer.step()?;
+        self.optimizer.zero_grad()?;
+        Ok(loss.f_double_value(&[])?)
+    }
+}
