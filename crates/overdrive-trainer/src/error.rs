@@ -139,6 +139,26 @@ pub enum Error {
     #[error(transparent)]
     Schedule(#[from] overdrive_optim::Error),
 
+    /// The text could not be read, tokenized or split.
+    #[error(transparent)]
+    Data(#[from] overdrive_datasets::Error),
+
+    /// The model could not be built or run.
+    #[error(transparent)]
+    Model(#[from] overdrive_transformer::Error),
+
+    /// The precision could not be set.
+    #[error(transparent)]
+    Precision(#[from] overdrive_precision::Error),
+
+    /// libtorch refused.
+    #[error(transparent)]
+    Sys(#[from] overdrive_sys::Error),
+
+    /// libtorch refused.
+    #[error(transparent)]
+    Tch(#[from] tch::TchError),
+
     /// The output folder holds another run.
     #[error(
         "{} already holds a run; choose another folder with `--out DIR`, or replace that run with \

@@ -8,6 +8,8 @@
 //! - [`TrainArgs`] are the flags, [`Layers`] puts flags over a JSON, YAML or TOML file over a preset
 //!   and names every wrong key, type and choice with the nearest right one;
 //! - [`TrainingPlan`] is what that comes to in whole steps;
+//! - [`TextData`] is the text, tokenized and split, [`evaluate`] the loss on the part held back;
+//!   `TrainingArguments` makes the other parts too: model, optimizer, schedule, scaler;
 //! - [`RunFolder`] is where a run writes, [`Interrupt`] lets it end well.
 //!
 //! ```
@@ -43,6 +45,7 @@
 mod config_format;
 mod diagnosis;
 mod error;
+mod evaluate;
 mod foreign_keys;
 mod interrupt;
 mod layers;
@@ -50,17 +53,21 @@ mod model_arguments;
 mod plan;
 mod preset;
 mod run_folder;
+mod setup;
+mod text_data;
 mod train_args;
 mod training_arguments;
 mod validate;
 
 pub use config_format::ConfigFormat;
 pub use error::{Error, Result};
+pub use evaluate::evaluate;
 pub use interrupt::Interrupt;
 pub use layers::Layers;
 pub use model_arguments::ModelArguments;
 pub use plan::TrainingPlan;
 pub use preset::Preset;
 pub use run_folder::RunFolder;
+pub use text_data::TextData;
 pub use train_args::TrainArgs;
 pub use training_arguments::{IntervalStrategy, OptimizerName, ReportTo, TrainingArguments};
