@@ -1,0 +1,227 @@
+//! Training byte-level BPE, and tokenizers as files.
+
+mod common;
+
+use common::{fixture, text, tokenizer, write_files};
+use overdrive_datasets::{
+    BpeOptions, Corpus, CorpusOptions, Error, load_tokenizer, save_tokenizer, tokenizer_digest,
+    train_bpe, train_bpe_cached,
+};
+use proptest::prelude::*;
+
+fn corpus() -> (tempfile::TempDir, Corpus) {
+    let dir = tempfile::tempdir().unwrap();
+    let files: Vec<_> = (0..60).map(|i| (format!("{i:02}.rs"), text(i))).collect();
+    let files: Vec<_> = files
+        .iter()
+        .map(|(name, text)| (name.as_str(), text))
+        .collect();
+    write_files(dir.path(), &files);
+    let corpus = Corpus::from_paths([dir.path()], &CorpusOptions::default()).unwrap();
+    (dir, corpus)
+}
+
+fn options(vocab_size: usize) -> BpeOptions {
+    BpeOptions {
+        vocab_size,
+        ..BpeOptions::default()
+    }
+}
+
+#[derive(serde::Deserialize)]
+struct Case {
+    text: String,
+    ids: Vec<u32>,
+}
+
+#[derive(serde::Deserialize)]
+struct Fixture {
+    vocab_size: usize,
+    cases: Vec<Case>,
+    special_as_text: Case,
+}
+
+#[test]
+fn ids_are_those_of_transformers() {
+    let json = std::fs::read(fixture("tokenizer_fixture_ids.json")).unwrap();
+    let expected: Fixture = serde_json::from_slice(&json).unwrap();
+    let mut tokenizer = tokenizer();
+    assert_eq!(tokenizer.get_vocab_size(true), expected.vocab_size);
+    for case in &expected.cases {
+        let ids = tokenizer
+            .encode_fast(case.text.as_str(), true)
+            .unwrap()
+            .get_ids()
+            .to_vec();
+        assert_eq!(ids, case.ids, "{:?}", case.text);
+    }
+    tokenizer.set_encode_special_tokens(true);
+    let case = &expected.special_as_text;
+    let ids = tokenizer
+        .encode_fast(case.text.as_str(), true)
+        .unwrap()
+        .get_ids()
+        .to_vec();
+    assert_eq!(ids, case.ids);
+}
+
+#[test]
+fn the_vocabulary_has_the_size_asked_for_and_special_tokens_first() {
+    let (_dir, corpus) = corpus();
+    let bpe = train_bpe(&corpus, &options(340)).unwrap();
+    assert_eq!(bpe.vocab_size, 340);
+    assert_eq!(bpe.tokenizer.get_vocab_size(true), 340);
+    assert_eq!(bpe.tokenizer.token_to_id("<|endoftext|>"), Some(0));
+    let two = BpeOptions {
+        special_tokens: vec!["<s>".to_owned(), "</s>".to_owned()],
+        ..options(300)
+    };
+    let bpe = train_bpe(&corpus, &two).unwrap();
+    assert_eq!(bpe.vocab_size, 300);
+    assert_eq!(bpe.tokenizer.token_to_id("</s>"), Some(1));
+}
+
+#[test]
+fn a_text_without_pairs_gives_a_smaller_vocabulary_and_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    write_files(dir.path(), &[("a.txt", "ab ab ab")]);
+    let corpus = Corpus::from_paths([dir.path()], &CorpusOptions::default()).unwrap();
+    // 256 bytes, one special token, and the merges "ab" and " ab".
+    assert_eq!(train_bpe(&corpus, &options(1000)).unwrap().vocab_size, 259);
+}
+
+#[test]
+fn a_vocabulary_below_the_bytes_is_refused() {
+    let (_dir, corpus) = corpus();
+    let error = train_bpe(&corpus, &options(256)).unwrap_err();
+    assert!(matches!(
+        error,
+        Error::VocabularyTooSmall {
+            vocab_size: 256,
+            special_tokens: 1
+        }
+    ));
+    assert!(error.to_string().ends_with("need 257"), "{error}");
+    assert_eq!(train_bpe(&corpus, &options(257)).unwrap().vocab_size, 257);
+}
+
+#[test]
+fn training_is_deterministic_for_any_number_of_threads() {
+    let (_dir, corpus) = corpus();
+    let train = |threads| {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build()
+            .unwrap();
+        pool.install(|| {
+            train_bpe(&corpus, &options(350))
+                .unwrap()
+                .tokenizer
+                .to_string(false)
+                .unwrap()
+        })
+    };
+    let one = train(1);
+    assert_eq!(one, train(4));
+    assert_eq!(one, train(4));
+}
+
+#[test]
+fn a_sample_is_a_part_of_the_corpus_and_stable() {
+    let (_dir, corpus) = corpus();
+    let sampled = BpeOptions {
+        sample_bytes: corpus.total_bytes() / 3,
+        ..options(350)
+    };
+    let digest =
+        |options: &BpeOptions| tokenizer_digest(&train_bpe(&corpus, options).unwrap().tokenizer);
+    assert_eq!(digest(&sampled).unwrap(), digest(&sampled).unwrap());
+    assert_ne!(digest(&sampled).unwrap(), digest(&options(350)).unwrap());
+}
+
+#[test]
+fn json_lines_are_trained_on_their_text_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let lines = "{\"zebra\": 1, \"text\": \"hello hello\"}\n".repeat(100);
+    write_files(dir.path(), &[("a.jsonl", lines)]);
+    let corpus = Corpus::from_paths([dir.path()], &CorpusOptions::default()).unwrap();
+    let bpe = train_bpe(&corpus, &options(270)).unwrap();
+    assert!(bpe.tokenizer.token_to_id("hello").is_some());
+    assert!(bpe.tokenizer.token_to_id("zebra").is_none());
+    assert!(bpe.tokenizer.token_to_id("ze").is_none());
+}
+
+#[test]
+fn a_trained_tokenizer_is_found_again_and_trained_anew_when_something_changed() {
+    let (_dir, corpus) = corpus();
+    let cache = tempfile::tempdir().unwrap();
+    let train = |options: &BpeOptions| train_bpe_cached(&corpus, options, cache.path()).unwrap();
+    let first = train(&options(320));
+    assert!(!first.was_cached);
+    let second = train(&options(320));
+    assert!(second.was_cached);
+    assert_eq!(second.vocab_size, 320);
+    assert_eq!(
+        tokenizer_digest(&first.tokenizer).unwrap(),
+        tokenizer_digest(&second.tokenizer).unwrap()
+    );
+    assert!(!train(&options(321)).was_cached);
+    assert!(
+        !train(&BpeOptions {
+            min_frequency: 3,
+            ..options(320)
+        })
+        .was_cached
+    );
+    // A damaged file is replaced.
+    for entry in std::fs::read_dir(cache.path()).unwrap() {
+        let path = entry.unwrap().path();
+        if path
+            .extension()
+            .is_some_and(|extension| extension == "json")
+        {
+            std::fs::write(path, "{").unwrap();
+        }
+    }
+    assert!(!train(&options(320)).was_cached);
+    assert!(train(&options(320)).was_cached);
+}
+
+#[test]
+fn a_saved_tokenizer_is_loaded_from_its_folder_or_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = tokenizer();
+    save_tokenizer(dir.path(), &tokenizer, Some("<|endoftext|>"), 256).unwrap();
+    let digest = tokenizer_digest(&tokenizer).unwrap();
+    for path in [dir.path().to_owned(), dir.path().join("tokenizer.json")] {
+        assert_eq!(
+            tokenizer_digest(&load_tokenizer(path).unwrap()).unwrap(),
+            digest
+        );
+    }
+    let config = std::fs::read(dir.path().join("tokenizer_config.json")).unwrap();
+    let config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+    assert_eq!(config["tokenizer_class"], "PreTrainedTokenizerFast");
+    assert_eq!(config["eos_token"], "<|endoftext|>");
+    assert_eq!(config["model_max_length"], 256);
+    let error = save_tokenizer(dir.path(), &tokenizer, Some("</s>"), 256).unwrap_err();
+    assert!(error.to_string().contains("\"</s>\""), "{error}");
+    let error = load_tokenizer(dir.path().join("tokenizer_config.json")).unwrap_err();
+    assert!(
+        error.to_string().contains("tokenizer_config.json"),
+        "{error}"
+    );
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+
+    #[test]
+    fn any_text_comes_back_out_of_its_tokens(text in any::<String>(), ascii in "[ -~\\s]{0,80}") {
+        let tokenizer = tokenizer();
+        for text in [text, ascii] {
+            let ids = tokenizer.encode_fast(text.as_str(), false).unwrap().get_ids().to_vec();
+            prop_assert_eq!(tokenizer.decode(&ids, false).unwrap(), text);
+        }
+    }
+}

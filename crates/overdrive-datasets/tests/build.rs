@@ -1,0 +1,535 @@
+//! Corpora, building token stores, and the cache.
+
+mod common;
+
+use std::path::Path;
+
+use common::{text, tokenizer, write_files};
+use overdrive_datasets::{
+    BuildOptions, Corpus, CorpusOptions, Error, TextFormat, TokenStore, TokenWidth, Tokenizer,
+    build_tokens, build_tokens_to,
+};
+
+/// A folder with 60 files of text.
+fn folder() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let files: Vec<_> = (0..60)
+        .map(|i| (format!("{}/{i:02}.rs", i % 3), text(i)))
+        .collect();
+    let files: Vec<_> = files
+        .iter()
+        .map(|(name, text)| (name.as_str(), text))
+        .collect();
+    write_files(dir.path(), &files);
+    dir
+}
+
+fn corpus(path: impl AsRef<Path>) -> Corpus {
+    Corpus::from_paths([path], &CorpusOptions::default()).unwrap()
+}
+
+fn options() -> BuildOptions {
+    BuildOptions {
+        threads: Some(2),
+        ..BuildOptions::default()
+    }
+}
+
+fn decode(tokenizer: &Tokenizer, store: &TokenStore, document: usize) -> String {
+    let tokens = store
+        .tokens(store.document(document).unwrap().tokens)
+        .unwrap();
+    tokenizer.decode(&tokens, true).unwrap()
+}
+
+#[test]
+fn every_document_comes_back_out_of_its_tokens() {
+    let dir = folder();
+    let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
+    let out = tempfile::tempdir().unwrap();
+    let (store, report) =
+        build_tokens_to(out.path().join("a.tokens"), &corpus, &tokenizer, &options()).unwrap();
+    assert_eq!(store.document_count(), 60);
+    assert_eq!(store.width(), TokenWidth::U16);
+    assert_eq!(store.vocab_size(), Some(384));
+    for (document, file) in corpus.files().iter().enumerate() {
+        let text = std::fs::read_to_string(&file.path).unwrap();
+        assert_eq!(decode(&tokenizer, &store, document), text);
+        let of = store.document(document).unwrap();
+        assert_eq!(of.text_bytes, Some(text.len() as u64));
+        let last = store.tokens(of.tokens.end - 1..of.tokens.end).unwrap();
+        assert_eq!(last, [tokenizer.token_to_id("<|endoftext|>").unwrap()]);
+    }
+    assert_eq!(report.documents, 60);
+    assert_eq!(report.tokens, store.len() as u64);
+    assert_eq!(report.text_bytes, corpus.total_bytes());
+    store.verify().unwrap();
+}
+
+#[test]
+fn the_tokens_do_not_depend_on_the_number_of_threads() {
+    let dir = folder();
+    let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
+    let out = tempfile::tempdir().unwrap();
+    let bytes = |threads: usize| {
+        let path = out.path().join(threads.to_string());
+        // Small pieces, so that there are many to bring back into order.
+        let options = BuildOptions {
+            threads: Some(threads),
+            max_piece_bytes: 64,
+            ..options()
+        };
+        build_tokens_to(&path, &corpus, &tokenizer, &options).unwrap();
+        std::fs::read(path).unwrap()
+    };
+    let one = bytes(1);
+    assert!(one == bytes(4) && one == bytes(3));
+}
+
+#[test]
+fn pieces_give_the_tokens_of_the_whole_where_lines_touch() {
+    let dir = tempfile::tempdir().unwrap();
+    // No line starts or ends with white space, and some are blank.
+    let text: String = (0..400)
+        .map(|i| format!("line {i} of naïve text;{}", ["\n", "\n\n"][i % 2]))
+        .collect();
+    write_files(dir.path(), &[("a.txt", &text)]);
+    let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
+    let out = tempfile::tempdir().unwrap();
+    let tokens = |max_piece_bytes: usize| {
+        let path = out.path().join(max_piece_bytes.to_string());
+        let options = BuildOptions {
+            max_piece_bytes,
+            ..options()
+        };
+        let (store, _) = build_tokens_to(&path, &corpus, &tokenizer, &options).unwrap();
+        assert_eq!(store.document_count(), 1);
+        store.tokens(0..store.len()).unwrap()
+    };
+    let whole = tokens(1 << 20);
+    for max_piece_bytes in [100, 333, 1000] {
+        assert!(
+            tokens(max_piece_bytes) == whole,
+            "pieces of {max_piece_bytes}"
+        );
+    }
+}
+
+#[test]
+fn pieces_of_any_size_keep_every_character() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = "naïve 日本語🦀 no line feed at all, \r\n  \n\t\n and some ".repeat(30);
+    write_files(dir.path(), &[("a.txt", &text)]);
+    let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
+    let out = tempfile::tempdir().unwrap();
+    for max_piece_bytes in [1, 2, 3, 5, 16, 100] {
+        let path = out.path().join("a.tokens");
+        let options = BuildOptions {
+            max_piece_bytes,
+            ..options()
+        };
+        let (store, _) = build_tokens_to(&path, &corpus, &tokenizer, &options).unwrap();
+        assert_eq!(decode(&tokenizer, &store, 0), text);
+        assert_eq!(store.text_bytes(), Some(text.len() as u64));
+    }
+}
+
+#[test]
+fn special_tokens_in_the_text_are_text() {
+    let dir = tempfile::tempdir().unwrap();
+    write_files(dir.path(), &[("a.txt", "one<|endoftext|>two")]);
+    let tokenizer = tokenizer();
+    let end = tokenizer.token_to_id("<|endoftext|>").unwrap();
+    let out = tempfile::tempdir().unwrap();
+    let path = out.path().join("a.tokens");
+    let (store, _) = build_tokens_to(&path, &corpus(dir.path()), &tokenizer, &options()).unwrap();
+    let tokens = store.tokens(0..store.len()).unwrap();
+    assert_eq!(tokens.iter().filter(|&&token| token == end).count(), 1);
+    assert_eq!(decode(&tokenizer, &store, 0), "one<|endoftext|>two");
+}
+
+#[test]
+fn documents_begin_and_end_with_the_tokens_that_were_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    write_files(dir.path(), &[("a.txt", "a b c d e f g h"), ("b.txt", "b")]);
+    let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
+    let out = tempfile::tempdir().unwrap();
+    let path = out.path().join("a.tokens");
+    let end = Some("<|endoftext|>".to_owned());
+    let with = |begin_of_document, end_of_document| {
+        let options = BuildOptions {
+            begin_of_document,
+            end_of_document,
+            // Several pieces to a document.
+            max_piece_bytes: 4,
+            ..options()
+        };
+        let (store, _) = build_tokens_to(&path, &corpus, &tokenizer, &options).unwrap();
+        let tokens = store.tokens(0..store.len()).unwrap();
+        let count = tokens.iter().filter(|&&token| token == 0).count();
+        let documents: Vec<_> = store
+            .documents()
+            .map(|of| (tokens[of.tokens.start], tokens[of.tokens.end - 1]))
+            .collect();
+        (
+            count,
+            documents.iter().filter(|d| d.0 == 0).count(),
+            documents.iter().filter(|d| d.1 == 0).count(),
+        )
+    };
+    assert_eq!(with(None, end.clone()), (2, 0, 2));
+    assert_eq!(with(end.clone(), None), (2, 2, 0));
+    assert_eq!(with(end.clone(), end), (4, 2, 2));
+    assert_eq!(with(None, None), (0, 0, 0));
+
+    let options = BuildOptions {
+        end_of_document: Some("</s>".to_owned()),
+        ..options()
+    };
+    let error = build_tokens_to(&path, &corpus, &tokenizer, &options).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "the tokenizer has no token \"</s>\"; set end_of_document to one that it has \
+         (<|endoftext|>), or to None"
+    );
+}
+
+#[test]
+fn json_lines_are_one_document_a_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let lines = "{\"id\": 1, \"text\": \"one\\nline\"}\n\n{\"text\": \"zwei ü\"}\r\n{\"text\": \"\"}\n{\"text\": \"last\"}";
+    write_files(dir.path(), &[("a.jsonl", lines)]);
+    let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
+    assert_eq!(corpus.files()[0].format, TextFormat::JsonLines);
+    let out = tempfile::tempdir().unwrap();
+    let path = out.path().join("a.tokens");
+    let (store, report) = build_tokens_to(&path, &corpus, &tokenizer, &options()).unwrap();
+    let texts: Vec<_> = (0..store.document_count())
+        .map(|d| decode(&tokenizer, &store, d))
+        .collect();
+    assert_eq!(texts, ["one\nline", "zwei ü", "last"]);
+    assert_eq!(report.text_bytes, "one\nlinezwei ülast".len() as u64);
+}
+
+#[test]
+fn a_broken_json_line_is_refused_with_its_place_and_leaves_no_store() {
+    let tokenizer = tokenizer();
+    for (second, expected) in [
+        ("{\"text\": ", "EOF while parsing"),
+        ("[1]", "expected a JSON object on each line"),
+        ("{\"text\": 3}", "the field \"text\" is no string"),
+        (
+            "{\"body\": \"b\", \"author\": 1}",
+            "there is no field \"text\"; it has author, body",
+        ),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        write_files(
+            dir.path(),
+            &[("a.jsonl", format!("{{\"text\": \"a\"}}\n{second}\n"))],
+        );
+        let path = dir.path().join("out/a.tokens");
+        let error =
+            build_tokens_to(&path, &corpus(dir.path()), &tokenizer, &options()).unwrap_err();
+        let message = error.to_string();
+        assert!(
+            matches!(
+                error,
+                Error::BadRecord {
+                    line: 2,
+                    offset: 14,
+                    ..
+                }
+            ),
+            "{message}"
+        );
+        assert!(message.contains("a.jsonl, line 2 (byte 14): "), "{message}");
+        assert!(message.contains(expected), "{message}");
+        assert_eq!(
+            std::fs::read_dir(path.parent().unwrap()).unwrap().count(),
+            0
+        );
+    }
+}
+
+#[test]
+fn a_file_that_changes_after_it_was_listed_is_refused() {
+    let dir = folder();
+    let corpus = corpus(dir.path());
+    let changed = &corpus.files()[7].path;
+    std::fs::write(changed, "something else").unwrap();
+    let path = dir.path().join("a.tokens");
+    let error = build_tokens_to(&path, &corpus, &tokenizer(), &options()).unwrap_err();
+    assert!(
+        matches!(&error, Error::FileChanged { path } if path == changed),
+        "{error}"
+    );
+    assert!(!path.exists());
+}
+
+#[test]
+fn the_second_build_is_a_cache_hit_and_any_change_is_a_new_build() {
+    let dir = folder();
+    let cache = tempfile::tempdir().unwrap();
+    let tokenizer = tokenizer();
+    let cached = |options: &BuildOptions| {
+        let built = build_tokens(&corpus(dir.path()), &tokenizer, options, cache.path()).unwrap();
+        (built.was_cached(), built.store.path().to_owned())
+    };
+    let (was_cached, first) = cached(&options());
+    assert!(!was_cached);
+    assert_eq!(cached(&options()), (true, first.clone()));
+    // Neither the number of threads nor the place of the folder changes the tokens.
+    assert_eq!(
+        cached(&BuildOptions {
+            threads: Some(1),
+            ..options()
+        }),
+        (true, first.clone())
+    );
+    let moved = tempfile::tempdir().unwrap();
+    std::fs::rename(dir.path(), moved.path().join("elsewhere")).unwrap();
+    let elsewhere = moved.path().join("elsewhere");
+    let built = build_tokens(&corpus(&elsewhere), &tokenizer, &options(), cache.path()).unwrap();
+    assert!(built.was_cached());
+    std::fs::rename(&elsewhere, dir.path()).unwrap();
+
+    // An option, a content of the same length, a name, another file, another tokenizer.
+    let changed = cached(&BuildOptions {
+        end_of_document: None,
+        ..options()
+    });
+    assert!(!changed.0 && changed.1 != first);
+    let file = dir.path().join("0/00.rs");
+    let content = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, content.replace("Module", "module")).unwrap();
+    assert!(!cached(&options()).0);
+    std::fs::write(&file, &content).unwrap();
+    assert!(cached(&options()).0);
+    std::fs::rename(&file, dir.path().join("0/000.rs")).unwrap();
+    assert!(!cached(&options()).0);
+    std::fs::rename(dir.path().join("0/000.rs"), &file).unwrap();
+    write_files(dir.path(), &[("3/more.rs", "more")]);
+    assert!(!cached(&options()).0);
+    std::fs::remove_file(dir.path().join("3/more.rs")).unwrap();
+    let mut other = tokenizer.clone();
+    other
+        .add_special_tokens([tokenizers::AddedToken::from("<extra>", true)])
+        .unwrap();
+    let built = build_tokens(&corpus(dir.path()), &other, &options(), cache.path()).unwrap();
+    assert!(!built.was_cached());
+    assert_eq!(built.store.vocab_size(), Some(385));
+}
+
+#[test]
+fn a_damaged_store_in_the_cache_is_built_again() {
+    let dir = folder();
+    let cache = tempfile::tempdir().unwrap();
+    let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
+    let build = || build_tokens(&corpus, &tokenizer, &options(), cache.path()).unwrap();
+    let path = build().store.path().to_owned();
+    let good = std::fs::read(&path).unwrap();
+    for damaged in [&good[..good.len() - 1], &[0; 10], b""] {
+        std::fs::write(&path, damaged).unwrap();
+        assert!(!build().was_cached());
+        assert!(std::fs::read(&path).unwrap() == good);
+    }
+    // Another store under the name of this one.
+    let other = BuildOptions {
+        end_of_document: None,
+        ..options()
+    };
+    let other = build_tokens(&corpus, &tokenizer, &other, cache.path()).unwrap();
+    std::fs::copy(other.store.path(), &path).unwrap();
+    assert!(!build().was_cached());
+    assert!(std::fs::read(&path).unwrap() == good);
+}
+
+#[test]
+fn builds_at_the_same_time_agree_and_leave_no_temporary_file() {
+    let dir = folder();
+    let cache = tempfile::tempdir().unwrap();
+    let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
+    // What a killed build left.
+    let stale = {
+        let built = build_tokens(&corpus, &tokenizer, &options(), cache.path()).unwrap();
+        let path = built.store.path().to_owned();
+        std::fs::remove_file(&path).unwrap();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        let stale = path.with_file_name(format!(".{name}.x8s.tmp"));
+        std::fs::write(&stale, "half a store").unwrap();
+        stale
+    };
+    let built: Vec<_> = std::thread::scope(|scope| {
+        let build = || build_tokens(&corpus, &tokenizer, &options(), cache.path()).unwrap();
+        let threads: Vec<_> = (0..4).map(|_| scope.spawn(build)).collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .collect()
+    });
+    let all = built[0].store.tokens(0..built[0].store.len()).unwrap();
+    assert!(
+        built
+            .iter()
+            .all(|b| b.store.tokens(0..b.store.len()).unwrap() == all)
+    );
+    // The lock let one of them build; the others found it done.
+    assert_eq!(built.iter().filter(|built| !built.was_cached()).count(), 1);
+    assert!(!stale.exists());
+    let names: Vec<_> = std::fs::read_dir(cache.path())
+        .unwrap()
+        .map(|e| e.unwrap().file_name())
+        .collect();
+    assert_eq!(names.len(), 2, "a store and its lock: {names:?}");
+}
+
+#[test]
+fn a_folder_gives_its_text_files_in_order_and_says_what_it_left_out() {
+    let dir = tempfile::tempdir().unwrap();
+    write_files(
+        dir.path(),
+        &[
+            ("b.txt", b"b".as_slice()),
+            ("a/z.md", b"z"),
+            ("a/picture.png", b"\x89PNG\xff"),
+            ("cut.txt", "ü".as_bytes().split_at(1).0),
+            ("empty.txt", b""),
+            ("data.parquet", b"PAR1"),
+            (".hidden/x.txt", b"x"),
+            ("big.txt", &[b'x'; 100]),
+            ("copy.txt", b"b"),
+        ],
+    );
+    let options = CorpusOptions {
+        max_file_bytes: Some(50),
+        skip_duplicates: true,
+        ..CorpusOptions::default()
+    };
+    let corpus = Corpus::from_paths([dir.path()], &options).unwrap();
+    let names: Vec<_> = corpus
+        .files()
+        .iter()
+        .map(|file| file.name.as_str())
+        .collect();
+    assert_eq!(names, ["a/z.md", "b.txt"]);
+    let skipped = corpus.skipped().to_string();
+    let expected =
+        "2 not UTF-8, 1 of an unsupported format, 1 too large, 1 duplicates, 1 empty (such as ";
+    assert!(skipped.starts_with(expected), "{skipped}");
+
+    let only = CorpusOptions {
+        extensions: Some(vec![".MD".to_owned()]),
+        ..Default::default()
+    };
+    let corpus = Corpus::from_paths([dir.path(), &dir.path().join("a")], &only).unwrap();
+    assert_eq!(corpus.files().len(), 1, "the same file twice is one file");
+}
+
+#[test]
+fn large_files_are_checked_for_utf8_across_blocks() {
+    let dir = tempfile::tempdir().unwrap();
+    // Three bytes a character never fit the blocks' length evenly.
+    let good = "語".repeat(200_000);
+    let mut bad = good.clone().into_bytes();
+    bad[400_001] = b'x';
+    write_files(
+        dir.path(),
+        &[("bad.txt", &bad), ("good.txt", &good.into_bytes())],
+    );
+    let corpus = corpus(dir.path());
+    let names: Vec<_> = corpus
+        .files()
+        .iter()
+        .map(|file| file.name.as_str())
+        .collect();
+    assert_eq!(names, ["good.txt"]);
+    assert_eq!(corpus.total_bytes(), 600_000);
+}
+
+#[test]
+fn formats_that_cannot_be_read_yet_say_so() {
+    let dir = tempfile::tempdir().unwrap();
+    write_files(
+        dir.path(),
+        &[("data.parquet", "PAR1"), ("a.txt.gz", "\u{1f}")],
+    );
+    let options = CorpusOptions::default();
+    let error = |path: &Path| {
+        Corpus::from_paths([path], &options)
+            .unwrap_err()
+            .to_string()
+    };
+    let parquet = error(&dir.path().join("data.parquet"));
+    assert!(
+        parquet.contains("Parquet is not supported yet; convert it to JSON Lines"),
+        "{parquet}"
+    );
+    assert!(error(&dir.path().join("a.txt.gz")).contains("unpack it first"));
+    let nothing = error(dir.path());
+    assert!(
+        nothing.contains("left out: 2 of an unsupported format"),
+        "{nothing}"
+    );
+    assert!(error(&dir.path().join("missing")).starts_with("cannot read "));
+}
+
+#[test]
+fn a_limited_corpus_is_a_stable_mixture() {
+    let dir = folder();
+    let limited = |max_bytes| {
+        let options = CorpusOptions {
+            max_bytes: Some(max_bytes),
+            ..Default::default()
+        };
+        Corpus::from_paths([dir.path()], &options).unwrap()
+    };
+    let all = corpus(dir.path());
+    let half = limited(all.total_bytes() / 2);
+    let names = |corpus: &Corpus| {
+        corpus
+            .files()
+            .iter()
+            .map(|f| f.name.clone())
+            .collect::<Vec<_>>()
+    };
+    let largest = all.files().iter().map(|file| file.bytes).max().unwrap();
+    assert!((all.total_bytes() / 2..all.total_bytes() / 2 + largest).contains(&half.total_bytes()));
+    // In the order of the whole, from all folders, and a larger limit only adds.
+    assert!(names(&half).is_sorted());
+    let folders: std::collections::HashSet<_> = half
+        .files()
+        .iter()
+        .map(|file| file.name.split('/').next().unwrap())
+        .collect();
+    assert_eq!(folders.len(), 3);
+    let more = names(&limited(all.total_bytes() * 3 / 4));
+    assert!(names(&half).iter().all(|name| more.contains(name)));
+    assert_eq!(limited(u64::MAX).digest(), all.digest());
+    assert_ne!(half.digest(), all.digest());
+}
+
+#[test]
+fn the_cargo_registry_is_a_corpus_of_rust() {
+    let corpus = match Corpus::cargo_registry(200_000) {
+        Ok(corpus) => corpus,
+        // A vendored build has no registry; then the error says what to do.
+        Err(error) => {
+            assert!(error.to_string().contains("cargo fetch"), "{error}");
+            return;
+        }
+    };
+    assert!((200_000..200_000 + (512 << 10)).contains(&corpus.total_bytes()));
+    assert!(
+        corpus
+            .files()
+            .iter()
+            .all(|file| file.name.ends_with(".rs") && file.bytes <= 512 << 10)
+    );
+    let digests: std::collections::HashSet<_> = corpus.files().iter().map(|f| f.digest).collect();
+    assert_eq!(digests.len(), corpus.files().len());
+    assert_eq!(
+        corpus.digest(),
+        Corpus::cargo_registry(200_000).unwrap().digest()
+    );
+}
