@@ -207,7 +207,11 @@ fn scale_down(buckets: &[GradientBucket], max_norm: f64, norm: &Tensor) -> Resul
 
 fn multiply(buckets: &[GradientBucket], factor: &Tensor) -> Result<()> {
     for bucket in buckets {
-        let factor = factor.f_to_device(bucket.device)?;
+        // A factor on the CPU goes along with the call; the device need not wait for a copy.
+        let factor = match factor.device() {
+            Device::Cpu => factor.shallow_clone(),
+            _ => factor.f_to_device(bucket.device)?,
+        };
         let arguments = [Value::Tensors(&bucket.gradients), Value::Tensor(&factor)];
         call("aten::_foreach_mul_", "Tensor", &arguments)?;
     }

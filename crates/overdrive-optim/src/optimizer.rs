@@ -28,7 +28,8 @@ impl OptimizerId {
 pub struct GradScaling<'a> {
     /// The factor that the gradients still carry, or `None` if they were unscaled already.
     pub grad_scale: Option<&'a Tensor>,
-    /// 1 if any gradient holds an infinity or NaN, else 0. At 1 the step must change nothing.
+    /// 1 or more if any gradient holds an infinity or NaN, else 0. From 1 on, the step must change
+    /// nothing.
     pub found_inf: &'a Tensor,
 }
 

@@ -102,7 +102,10 @@ impl Bucket {
             .and_then(|s| s.grad_scale)
             .map(on_device)
             .transpose()?;
-        let found_inf = scaling.map(|s| on_device(s.found_inf)).transpose()?;
+        // The kernel compares with 1, and flags of several devices may have been added up.
+        let found_inf = scaling
+            .map(|s| -> Result<Tensor> { Ok(on_device(s.found_inf)?.f_clamp_max(1.0)?) })
+            .transpose()?;
 
         let config = update.config;
         call(

@@ -1,0 +1,398 @@
+//! Accumulating the gradients of micro-batches into one step.
+
+use overdrive_optim::{ClipOptions, Optimizer, clip_grad_norm, scale_grads};
+use overdrive_precision::{GradScaler, StepOutcome};
+use tch::{Kind, Tensor};
+
+use crate::sync::SyncError;
+use crate::{AccumulationConfig, Error, GradientSync, Result, SingleProcess, Window};
+
+/// Accumulates the gradients of micro-batches so that they equal those of one large batch: the
+/// loss of a step is the sum over all its tokens divided by their count.
+///
+/// Averaging each micro-batch by itself and then averaging the averages, as many trainers did until
+/// late 2024, gives tokens of short micro-batches more weight than those of long ones
+/// ([the bug in transformers]). Here micro-batches hand over loss **sums**, and the divisor is the
+/// count of the whole window over all processes, also for uneven micro-batches and for the short
+/// window at the end of the data.
+///
+/// There are two ways to the divisor:
+///
+/// * [`open`](Self::open) a [`Window`] whose counts are known ahead. Every loss sum is divided
+///   before its backward. Prefer it: gradients keep their usual size, which fp16 needs.
+/// * Or just call [`backward`](Self::backward). The gradients of the sums are divided in
+///   [`step`](Self::step), one multiplication of each.
+///
+/// A step then does, in this order: synchronize over processes, divide, unscale, clip, step the
+/// optimizer, update the scaler, drop the gradients.
+///
+/// ```
+/// use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, Window};
+/// use overdrive_optim::{AdamW, AdamWConfig, ParamGroup};
+/// use tch::{Kind, Tensor};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let weight = Tensor::from_slice(&[1.0f32]).set_requires_grad(true);
+/// let group = ParamGroup::new("all", vec![("weight".into(), weight.shallow_clone())]);
+/// let mut optimizer = AdamW::new(vec![group], AdamWConfig::default())?;
+/// let config = AccumulationConfig { gradient_accumulation_steps: 2, max_grad_norm: None };
+/// let mut accumulator = GradientAccumulator::new(config)?;
+///
+/// let micro_batches = [Tensor::from_slice(&[1.0f32, 2.0, 3.0]), Tensor::from_slice(&[8.0f32])];
+/// accumulator.open(Window::new(micro_batches.iter().map(|batch| batch.numel() as u64)))?;
+/// for batch in &micro_batches {
+///     let loss_sum = (&weight * batch).sum(Kind::Float);
+///     accumulator.backward(&loss_sum, batch.numel() as u64, None)?;
+/// }
+/// assert_eq!(weight.grad().double_value(&[0]), 3.5); // 14 over 4 tokens, not (2 + 8) / 2
+/// let step = accumulator.step(&mut optimizer, None)?;
+/// assert_eq!((step.loss()?, step.tokens, step.stepped), (3.5, 4, true));
+/// # Ok(())
+/// # }
+/// ```
+///
+/// [the bug in transformers]: https://huggingface.co/blog/gradient_accumulation
+#[derive(Debug)]
+pub struct GradientAccumulator<S = SingleProcess> {
+    config: AccumulationConfig,
+    sync: S,
+    /// The announced window, and the tokens of all processes in it.
+    window: Option<(Window, u64)>,
+    micro_batches: usize,
+    tokens: u64,
+    /// Sum of the loss sums, on their device.
+    loss_sum: Option<Tensor>,
+    /// The caller said that the next backward is the last.
+    next_is_last: bool,
+}
+
+/// What one optimizer step did.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct AccumulatedStep {
+    /// Whether parameters were updated: not if the scaler found an infinity or NaN, and not if no
+    /// token of the window entered the loss. Leave the schedule where it is then.
+    pub stepped: bool,
+    /// This process's tokens in the window.
+    pub tokens: u64,
+    /// The window's tokens over all processes: the divisor.
+    pub total_tokens: u64,
+    /// Backward passes in the window.
+    pub micro_batches: usize,
+    /// Total norm of the gradients before clipping, a scalar on their device; `None` if clipping
+    /// is off.
+    pub grad_norm: Option<Tensor>,
+    /// Mean loss over this process's tokens, a scalar on its device; 0 without tokens.
+    pub mean_loss: Tensor,
+}
+
+impl AccumulatedStep {
+    /// The mean loss a token. Waits for the device.
+    ///
+    /// # Errors
+    /// When libtorch refuses.
+    pub fn loss(&self) -> Result<f64> {
+        Ok(self.mean_loss.f_double_value(&[])?)
+    }
+
+    /// The gradient norm before clipping, `None` if clipping is off. Waits for the device.
+    ///
+    /// # Errors
+    /// When libtorch refuses.
+    pub fn grad_norm(&self) -> Result<Option<f64>> {
+        Ok(self
+            .grad_norm
+            .as_ref()
+            .map(|norm| norm.f_double_value(&[]))
+            .transpose()?)
+    }
+}
+
+impl GradientAccumulator {
+    /// An accumulator for one process.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOption`].
+    pub fn new(config: AccumulationConfig) -> Result<Self> {
+        Self::with_sync(config, SingleProcess)
+    }
+}
+
+impl<S: GradientSync> GradientAccumulator<S> {
+    /// An accumulator whose gradients `sync` brings together over processes.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOption`].
+    pub fn with_sync(config: AccumulationConfig, sync: S) -> Result<Self> {
+        config.validate()?;
+        Ok(Self {
+            config,
+            sync,
+            window: None,
+            micro_batches: 0,
+            tokens: 0,
+            loss_sum: None,
+            next_is_last: false,
+        })
+    }
+
+    /// Announces the micro-batches of the next step. Their number may differ from
+    /// `gradient_accumulation_steps`, as at the end of the data.
+    ///
+    /// # Errors
+    /// [`Error::WindowOpen`] if another is under way; [`Error::Sync`].
+    pub fn open(&mut self, window: Window) -> Result<()> {
+        if self.micro_batches > 0 {
+            return Err(Error::WindowOpen {
+                seen: self.micro_batches,
+            });
+        }
+        let total = self
+            .sync
+            .sum_count(window.total_tokens())
+            .map_err(sync_error)?;
+        self.window = Some((window, total));
+        Ok(())
+    }
+
+    /// Adds the gradients of one micro-batch.
+    ///
+    /// `loss_sum` is the **sum** of the losses of its `tokens` tokens, one number. With a scaler
+    /// the loss is scaled here; give the same one to [`step`](Self::step).
+    ///
+    /// # Errors
+    /// [`Error::LossShape`]; [`Error::WindowFull`] or [`Error::TokenCount`] if it is not what the
+    /// window announced; what libtorch refuses, out of memory among it: then
+    /// [`abandon`](Self::abandon) the window before going on.
+    pub fn backward(
+        &mut self,
+        loss_sum: &Tensor,
+        tokens: u64,
+        scaler: Option<&mut GradScaler>,
+    ) -> Result<()> {
+        if loss_sum.numel() != 1 {
+            return Err(Error::LossShape {
+                shape: loss_sum.size(),
+            });
+        }
+        let loss = match self.weight_of_next(tokens)? {
+            Some(weight) => loss_sum.f_mul_scalar(weight)?,
+            None => loss_sum.shallow_clone(),
+        };
+        let loss = match scaler {
+            Some(scaler) => scaler.scale(&loss)?,
+            None => loss,
+        };
+        self.sync
+            .before_backward(self.sync_gradients())
+            .map_err(sync_error)?;
+        loss.f_backward()?;
+        self.record(loss_sum, tokens)
+    }
+
+    /// Applies the gradients of the window and drops them.
+    ///
+    /// Waits for the device only with a scaler, to say whether it stepped.
+    ///
+    /// # Errors
+    /// [`Error::NothingAccumulated`], [`Error::WindowIncomplete`], [`Error::Sync`], and the errors
+    /// of scaler, clipping and optimizer.
+    pub fn step<O: Optimizer + ?Sized>(
+        &mut self,
+        optimizer: &mut O,
+        scaler: Option<&mut GradScaler>,
+    ) -> Result<AccumulatedStep> {
+        if self.micro_batches == 0 {
+            return Err(Error::NothingAccumulated);
+        }
+        let parameters = optimizer.parameters();
+        let total_tokens = self.synchronize(&parameters)?;
+        let (grad_norm, stepped) = if total_tokens == 0 {
+            (None, false)
+        } else {
+            self.clip_and_step(&parameters, optimizer, scaler)?
+        };
+        optimizer.zero_grad()?;
+        let report = AccumulatedStep {
+            stepped,
+            tokens: self.tokens,
+            total_tokens,
+            micro_batches: self.micro_batches,
+            grad_norm,
+            mean_loss: self.mean_loss()?,
+        };
+        self.forget();
+        Ok(report)
+    }
+
+    /// Drops the window under way and its gradients, for example after running out of memory.
+    ///
+    /// # Errors
+    /// When libtorch refuses.
+    pub fn abandon<O: Optimizer + ?Sized>(&mut self, optimizer: &mut O) -> Result<()> {
+        self.forget();
+        Ok(optimizer.zero_grad()?)
+    }
+
+    /// Says that the next backward is the last of its window, though fewer than
+    /// `gradient_accumulation_steps` have come: the data ends. Needless with announced windows.
+    pub fn mark_last(&mut self) {
+        self.next_is_last = true;
+    }
+
+    /// Whether the next backward is the last of its window, the one whose gradients are
+    /// synchronized (Accelerate's `sync_gradients`).
+    #[must_use]
+    pub fn sync_gradients(&self) -> bool {
+        self.next_is_last || self.micro_batches + 1 >= self.window_len()
+    }
+
+    /// Whether all micro-batches of the window have come and [`step`](Self::step) is due.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.micro_batches > 0 && (self.next_is_last || self.micro_batches >= self.window_len())
+    }
+
+    /// Backward passes since the last step. Above 0 at the end of the data, step once more.
+    #[must_use]
+    pub fn pending(&self) -> usize {
+        self.micro_batches
+    }
+
+    /// The options.
+    #[must_use]
+    pub fn config(&self) -> &AccumulationConfig {
+        &self.config
+    }
+
+    /// The hook that synchronizes.
+    pub fn sync_mut(&mut self) -> &mut S {
+        &mut self.sync
+    }
+
+    fn window_len(&self) -> usize {
+        match &self.window {
+            Some((window, _)) => window.token_counts().len(),
+            None => self.config.gradient_accumulation_steps,
+        }
+    }
+
+    /// The factor on the next loss sum, `None` if it is applied to the gradients in the end.
+    fn weight_of_next(&self, tokens: u64) -> Result<Option<f64>> {
+        let Some((window, total)) = &self.window else {
+            return Ok(None);
+        };
+        let counts = window.token_counts();
+        let position = self.micro_batches;
+        let &announced = counts.get(position).ok_or(Error::WindowFull {
+            announced: counts.len(),
+        })?;
+        if announced != tokens {
+            return Err(Error::TokenCount {
+                position,
+                announced,
+                given: tokens,
+            });
+        }
+        Ok(Some(self.weight(*total)))
+    }
+
+    /// One over the tokens of all processes, with the division by their number undone that
+    /// synchronizing brings.
+    fn weight(&self, total_tokens: u64) -> f64 {
+        self.sync.world_size() as f64 / total_tokens.max(1) as f64
+    }
+
+    fn record(&mut self, loss_sum: &Tensor, tokens: u64) -> Result<()> {
+        let loss = loss_sum.f_detach()?.f_reshape([0i64; 0])?;
+        // Sums of many half-precision losses would stop growing.
+        let loss = match loss.f_kind()? {
+            Kind::Double => loss,
+            _ => loss.f_to_kind(Kind::Float)?,
+        };
+        self.loss_sum = Some(match self.loss_sum.take() {
+            Some(sum) => sum.f_add(&loss)?,
+            None => loss,
+        });
+        self.tokens += tokens;
+        self.micro_batches += 1;
+        Ok(())
+    }
+
+    /// Leaves the gradients of the mean loss of all processes, still times the scaler's scale, and
+    /// returns the tokens of all processes.
+    fn synchronize(&mut self, parameters: &[Tensor]) -> Result<u64> {
+        match &self.window {
+            Some((window, total)) => {
+                let announced = window.token_counts().len();
+                if self.micro_batches < announced {
+                    return Err(Error::WindowIncomplete {
+                        announced,
+                        seen: self.micro_batches,
+                    });
+                }
+                let total = *total;
+                self.sync.synchronize(parameters).map_err(sync_error)?;
+                Ok(total)
+            }
+            None => {
+                let total = self.sync.sum_count(self.tokens).map_err(sync_error)?;
+                self.sync.synchronize(parameters).map_err(sync_error)?;
+                scale_grads(parameters, &Tensor::from(self.weight(total)))?;
+                Ok(total)
+            }
+        }
+    }
+
+    fn clip_and_step<O: Optimizer + ?Sized>(
+        &self,
+        parameters: &[Tensor],
+        optimizer: &mut O,
+        mut scaler: Option<&mut GradScaler>,
+    ) -> Result<(Option<Tensor>, bool)> {
+        let grad_norm = match self.config.max_grad_norm {
+            Some(max_norm) => {
+                // Infinities are found here: clipping turns them into NaN.
+                if let Some(scaler) = scaler.as_deref_mut() {
+                    scaler.unscale_(optimizer)?;
+                }
+                Some(clip_grad_norm(
+                    parameters,
+                    max_norm,
+                    ClipOptions::default(),
+                )?)
+            }
+            None => None,
+        };
+        let Some(scaler) = scaler else {
+            optimizer.step()?;
+            return Ok((grad_norm, true));
+        };
+        let stepped = match scaler.step(optimizer)? {
+            StepOutcome::Stepped => true,
+            StepOutcome::SkippedNonFinite => false,
+            StepOutcome::DecidedOnDevice => !scaler.found_inf(optimizer)?,
+        };
+        scaler.update()?;
+        Ok((grad_norm, stepped))
+    }
+
+    fn mean_loss(&self) -> Result<Tensor> {
+        match &self.loss_sum {
+            Some(sum) => Ok(sum.f_div_scalar(self.tokens.max(1) as f64)?),
+            None => Err(Error::NothingAccumulated),
+        }
+    }
+
+    fn forget(&mut self) {
+        self.window = None;
+        self.micro_batches = 0;
+        self.tokens = 0;
+        self.loss_sum = None;
+        self.next_is_last = false;
+    }
+}
+
+fn sync_error(source: SyncError) -> Error {
+    Error::Sync { source }
+}
