@@ -1,5 +1,347 @@
-//! `cargo xtask doctor`.
-use crate::failure::Result;
+//! `cargo xtask doctor`: what this machine has, what it lacks, and how to mend it.
+
+mod gpu;
+mod machine;
+mod precision;
+mod tools;
+
+use std::fmt::Display;
+
+use overdrive_build::cache::{self, Variant};
+use overdrive_build::cpu::CpuFeatures;
+use overdrive_build::{Environment, Libtorch, TORCH_VERSION, locate};
+
+use crate::failure::{Failure, Result};
+use crate::record::Record;
+use crate::{cargo, setup, space};
+
+/// What was found, as it is printed.
+#[derive(Debug, Default)]
+struct Findings {
+    problems: Vec<Problem>,
+}
+
+/// Something that is wrong, and the remedy.
+#[derive(Debug)]
+struct Problem {
+    what: String,
+    remedy: String,
+    /// Nothing can be built before it is mended.
+    fatal: bool,
+}
+
+impl Findings {
+    fn say(&self, what: &str, value: impl Display) {
+        println!("{what:<14} {value}");
+    }
+
+    fn warn(&mut self, what: impl Into<String>, remedy: impl Into<String>) {
+        self.problems.push(Problem {
+            what: what.into(),
+            remedy: remedy.into(),
+            fatal: false,
+        });
+    }
+
+    fn fatal(&mut self, what: impl Into<String>, remedy: impl Into<String>) {
+        self.problems.push(Problem {
+            what: what.into(),
+            remedy: remedy.into(),
+            fatal: true,
+        });
+    }
+}
+
+/// The most memory that compiling torch-sys, the largest single compilation, was seen to take.
+const COMPILING_BYTES: u64 = 1_500_000_000;
+/// What target/ grows to with the development and the release build.
+const TARGET_BYTES: u64 = 6_000_000_000;
+
+/// Looks and reports; an error only where nothing can be built.
 pub(crate) fn doctor() -> Result<()> {
+    let environment = setup::users_environment();
+    let mut findings = Findings::default();
+    let features = CpuFeatures::detect();
+    processor(&mut findings, features);
+    let gpus = gpus(&mut findings);
+    memory(&mut findings);
+    let libtorch = libtorch(&mut findings, &environment);
+    if let (Some(gpu), Some(torch)) = (gpus.first(), &libtorch)
+        && !torch.cuda
+    {
+        findings.warn(
+            format!(
+                "there is a {}, but this libtorch is for the CPU only",
+                gpu.name
+            ),
+            "cargo xtask setup --cuda",
+        );
+    }
+    tools(&mut findings, &environment, libtorch.is_some());
+    disk(&mut findings, &environment, libtorch.is_some());
+    let usable = libtorch.as_ref().is_none_or(|torch| torch.cuda);
+    findings.say(
+        "precision",
+        precision::recommend(gpus.first().filter(|_| usable), features),
+    );
+    verdict(&findings)
+}
+
+fn processor(findings: &mut Findings, features: CpuFeatures) {
+    let cpu = machine::cpu();
+    findings.say("processor", &cpu.model);
+    findings.say(
+        "cores",
+        format!(
+            "{} physical, {} logical",
+            cpu.physical_cores, cpu.logical_cores
+        ),
+    );
+    let mut threads = format!("{} for libtorch by default", cpu.physical_cores);
+    let usable = machine::cgroup_cpus();
+    if let Some(limit) = usable {
+        threads += &format!("; the container allows {limit:.1} CPUs");
+        if limit + 0.5 < cpu.physical_cores as f64 {
+            findings.warn(
+                format!(
+                    "libtorch starts {} threads, and the container allows {limit:.1} CPUs: they \
+                     would wait for one another",
+                    cpu.physical_cores
+                ),
+                format!("export OMP_NUM_THREADS={}", limit.ceil()),
+            );
+        }
+    }
+    match std::env::var("OMP_NUM_THREADS") {
+        Ok(value) => {
+            threads += &format!("; OMP_NUM_THREADS={value}");
+            if value
+                .parse()
+                .is_ok_and(|count: usize| count > cpu.logical_cores)
+            {
+                findings.warn(
+                    format!("OMP_NUM_THREADS={value} is more than there are cores"),
+                    format!("export OMP_NUM_THREADS={}", cpu.physical_cores),
+                );
+            }
+        }
+        Err(_) => threads += "; OMP_NUM_THREADS is not set",
+    }
+    findings.say("threads", threads);
+    findings.say("instructions", machine::features_line(features));
+    if cfg!(target_arch = "x86_64") && !(features.avx2 && features.fma) {
+        findings.warn(
+            "the processor has no AVX2 and FMA: matrix products are several times slower",
+            "none on this machine; in a virtual machine let the host's CPU through (\"host\")",
+        );
+    }
+}
+
+fn gpus(findings: &mut Findings) -> Vec<gpu::Gpu> {
+    match gpu::list() {
+        Ok(gpus) if gpus.is_empty() => {
+            findings.say("GPU", "none (nvidia-smi lists none)");
+            gpus
+        }
+        Ok(gpus) => {
+            for gpu in &gpus {
+                findings.say("GPU", gpu);
+                if gpu.driver_major < gpu::DRIVER_FOR_CUDA_13 {
+                    findings.warn(
+                        format!("driver {} is too old for CUDA 13", gpu.driver),
+                        format!(
+                            "install an NVIDIA driver {} or newer",
+                            gpu::DRIVER_FOR_CUDA_13
+                        ),
+                    );
+                }
+            }
+            gpus
+        }
+        Err(gpu::Absence::NoTool) => {
+            findings.say("GPU", "none (there is no nvidia-smi)");
+            Vec::new()
+        }
+        Err(gpu::Absence::Failed(reason)) => {
+            findings.say("GPU", format!("unknown (nvidia-smi: {reason})"));
+            findings.warn(
+                format!("nvidia-smi is there and does not work: {reason}"),
+                "reinstall the NVIDIA driver, or load it (modprobe nvidia); in a container start \
+                 it with the GPU (--gpus all)",
+            );
+            Vec::new()
+        }
+    }
+}
+
+fn memory(findings: &mut Findings) {
+    let memory = machine::memory();
+    let gigabytes = |bytes: u64| format!("{:.1} GB", bytes as f64 / 1e9);
+    let mut line = match (memory.available, memory.total) {
+        (Some(free), Some(total)) => format!("{} free of {}", gigabytes(free), gigabytes(total)),
+        (None, Some(total)) => gigabytes(total),
+        _ => "unknown".to_owned(),
+    };
+    if let Some(limit) = memory.limit {
+        line += &format!("; the container allows {}", gigabytes(limit));
+    }
+    findings.say("memory", line);
+    let free = [memory.available, memory.limit].into_iter().flatten().min();
+    if free.is_some_and(|free| free < COMPILING_BYTES) {
+        findings.warn(
+            "less memory is free than compiling torch-sys takes (about 1.5 GB)",
+            "close programs or add swap; build with CARGO_BUILD_JOBS=1",
+        );
+    }
+}
+
+fn libtorch(findings: &mut Findings, environment: &Environment) -> Option<Libtorch> {
+    // As a plain cargo in this folder sees it: with what setup has written down.
+    let recorded = Record::read(&cargo::workspace());
+    let by_record = environment.path("LIBTORCH").is_none()
+        && !environment.is_set("LIBTORCH_USE_PYTORCH")
+        && recorded.is_some();
+    let seen = match &recorded {
+        Some(record) if by_record => environment.clone().with("LIBTORCH", &record.libtorch),
+        _ => environment.clone(),
+    };
+    match locate(&seen) {
+        Ok(torch) => {
+            let version = torch.version.as_deref().unwrap_or("of unknown version");
+            let kind = if torch.cuda { "CUDA" } else { "CPU" };
+            let how = if by_record {
+                "by .cargo/libtorch.toml".to_owned()
+            } else {
+                format!("by {}", torch.source)
+            };
+            findings.say(
+                "libtorch",
+                format!(
+                    "{version} ({kind}) in {}, found {how}",
+                    torch.lib_dir.display()
+                ),
+            );
+            if torch
+                .version
+                .as_deref()
+                .is_some_and(|version| version != TORCH_VERSION)
+            {
+                findings.fatal(
+                    format!("tch 0.24 goes with libtorch {TORCH_VERSION}, this is {version}"),
+                    "unset LIBTORCH and LIBTORCH_USE_PYTORCH, then cargo xtask setup",
+                );
+            }
+            if recorded.is_none() {
+                findings.warn(
+                    "Cargo has not been told where libtorch is (no .cargo/libtorch.toml)",
+                    "cargo xtask setup",
+                );
+            }
+            Some(torch)
+        }
+        Err(error) => {
+            let text = error.to_string();
+            findings.say("libtorch", "not found");
+            findings.fatal(text.lines().next().unwrap_or(&text), "cargo xtask setup");
+            None
+        }
+    }
+}
+
+fn tools(findings: &mut Findings, environment: &Environment, have_libtorch: bool) {
+    match tools::rustc() {
+        Some(version) => findings.say("Rust", version),
+        None => findings.fatal("rustc cannot be started", "install Rust: https://rustup.rs"),
+    }
+    match tools::compiler(environment) {
+        Ok(version) => findings.say("C++ compiler", version),
+        Err(tools::CompilerFault { what, remedy }) => {
+            findings.say("C++ compiler", "not usable");
+            findings.fatal(what, remedy);
+        }
+    }
+    let python = overdrive_build::python_interpreter(environment);
+    match tools::python(&python) {
+        Some((version, Some(pip))) => findings.say("Python", format!("{version}, {pip}")),
+        Some((version, None)) => {
+            findings.say("Python", format!("{version}, no pip"));
+            if !have_libtorch {
+                findings.warn(
+                    format!("{} has no pip, which setup may need", python.display()),
+                    format!("{} -m ensurepip, or install python3-pip", python.display()),
+                );
+            }
+        }
+        None => {
+            findings.say("Python", "none");
+            if !have_libtorch {
+                findings.warn(
+                    "there is no Python, which setup may need",
+                    "install python3-pip",
+                );
+            }
+        }
+    }
+}
+
+fn disk(findings: &mut Findings, environment: &Environment, have_libtorch: bool) {
+    let workspace = cargo::workspace();
+    let Some(cache) = cache::dir(environment) else {
+        findings.warn("there is no cache folder", "set HOME or XDG_CACHE_HOME");
+        return;
+    };
+    let free = |path: &std::path::Path| {
+        space::free(path).map_or_else(|| "unknown".to_owned(), space::megabytes)
+    };
+    findings.say(
+        "cache",
+        format!("{}, {} free", cache.display(), free(&cache)),
+    );
+    findings.say(
+        "target",
+        format!(
+            "{}, {} free",
+            workspace.join("target").display(),
+            free(&workspace)
+        ),
+    );
+    let needed = crate::sources::Platform::here().map_or(0, |platform| {
+        crate::sources::wheels::room(platform, Variant::Cpu)
+    });
+    if !have_libtorch && space::free(&cache).is_some_and(|free| free < needed) {
+        findings.warn(
+            format!(
+                "the cache's disk has no room for libtorch ({})",
+                space::megabytes(needed)
+            ),
+            "make room, or set XDG_CACHE_HOME to a folder on a larger disk",
+        );
+    }
+    if space::free(&workspace).is_some_and(|free| free < TARGET_BYTES)
+        && !workspace.join("target/debug").exists()
+    {
+        findings.warn(
+            format!(
+                "building everything takes about {}",
+                space::megabytes(TARGET_BYTES)
+            ),
+            "make room, or set CARGO_TARGET_DIR to a folder on a larger disk",
+        );
+    }
+}
+
+fn verdict(findings: &Findings) -> Result<()> {
+    println!();
+    if findings.problems.is_empty() {
+        println!("no problems");
+        return Ok(());
+    }
+    for problem in &findings.problems {
+        let kind = if problem.fatal { "problem" } else { "warning" };
+        println!("{kind}: {}\n  remedy: {}", problem.what, problem.remedy);
+    }
+    if findings.problems.iter().any(|problem| problem.fatal) {
+        return Err(Failure::silent(1));
+    }
     Ok(())
 }

@@ -48,6 +48,13 @@ impl Environment {
         self
     }
 
+    /// This environment with the variable `name` set to `value`.
+    #[must_use]
+    pub fn with(mut self, name: &str, value: impl Into<OsString>) -> Self {
+        self.variables.insert(name.into(), value.into());
+        self
+    }
+
     /// Whether `name` is set, be it to nothing: `torch-sys` reads `LIBTORCH_USE_PYTORCH` this way.
     #[must_use]
     pub fn is_set(&self, name: &str) -> bool {

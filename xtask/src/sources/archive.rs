@@ -1,20 +1,26 @@
 //! libtorch as PyTorch's own site gives it out: one zip.
+//!
+//! Downloaded by the system's curl and not by a library: curl knows the machine's proxy and
+//! certificates, and a TLS stack would be most of what `cargo xtask` has to compile. Where there
+//! is no curl the wheels are taken.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Write};
+use std::fs;
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use overdrive_build::TORCH_VERSION;
 
 use super::{Platform, Refusal};
-use crate::failure::Failure;
-use crate::progress;
+use crate::failure::{DISK_FULL, Failure};
+use crate::space;
 
-/// A quick no is better than a slow one: there is another source.
-const CONNECT: Duration = Duration::from_secs(5);
-/// Longer than a stall that ends by itself.
-const SILENCE: Duration = Duration::from_secs(60);
+/// Seconds for a connection to come about: a quick no is better than a slow one, there is another
+/// source.
+const CONNECT_S: &str = "5";
+/// Seconds without data after which a download counts as broken off.
+const SILENCE_S: &str = "60";
 /// A long download over a bad line breaks off more than once.
 const ATTEMPTS: u32 = 5;
 
@@ -34,7 +40,8 @@ pub(crate) fn url(platform: Platform) -> Option<String> {
 ///
 /// PyTorch publishes no hashes for these archives, and none could be computed where this was
 /// written, because the site was out of reach there. What guards them is TLS, the checksum that
-/// the zip holds for each file (checked while unpacking), and the version it says it is.
+/// the zip holds for each file (checked while unpacking, and a part that did not fit the rest
+/// fails it), and the version it says it is.
 pub(crate) fn fetch(url: &str, downloads: &Path) -> Result<PathBuf, Refusal> {
     let name = url
         .rsplit('/')
@@ -46,142 +53,113 @@ pub(crate) fn fetch(url: &str, downloads: &Path) -> Result<PathBuf, Refusal> {
         return Ok(whole);
     }
     let part = downloads.join(format!("{name}.part"));
-    let agent: ureq::Agent = ureq::Agent::config_builder()
-        .timeout_resolve(Some(CONNECT))
-        .timeout_connect(Some(CONNECT))
-        .timeout_recv_response(Some(SILENCE))
-        .timeout_per_read(Some(SILENCE))
-        .http_status_as_error(false)
-        .build()
-        .into();
-    let mut broken = String::new();
+    let mut last = String::new();
     for attempt in 1..=ATTEMPTS {
-        match go_on(&agent, url, &part)? {
-            Progress::Done => {
+        match run_curl(url, &part)? {
+            Outcome::Whole => {
                 fs::rename(&part, &whole).map_err(|error| {
                     Failure::io("could not move the archive to", &whole, &error)
                 })?;
                 return Ok(whole);
             }
-            Progress::Unreachable(reason) if attempt == 1 => {
-                return Err(Refusal::Unavailable(reason));
-            }
-            Progress::Unreachable(reason) | Progress::Broken(reason) => {
+            Outcome::Unavailable(reason) => return Err(Refusal::Unavailable(reason)),
+            Outcome::BrokeOff(reason) => {
                 eprintln!("  the download broke off ({reason}); going on where it stopped");
-                broken = reason;
-                std::thread::sleep(Duration::from_secs(u64::from(attempt)));
+                last = reason;
+            }
+            Outcome::Misfit => {
+                eprintln!("  the server does not go on from the part that is here; starting anew");
+                fs::remove_file(&part)
+                    .map_err(|error| Failure::io("could not remove", &part, &error))?;
+                continue;
             }
         }
+        std::thread::sleep(Duration::from_secs(u64::from(attempt - 1)));
     }
     Err(Refusal::Unavailable(format!(
-        "the download broke off {ATTEMPTS} times, last: {broken}"
+        "the download broke off {ATTEMPTS} times, last: {last}"
     )))
 }
 
-/// How one request ended.
-enum Progress {
-    Done,
+/// How one run of curl ended.
+#[derive(Debug, PartialEq)]
+enum Outcome {
+    Whole,
     /// No answer, or not the file.
-    Unreachable(String),
+    Unavailable(String),
     /// Some of it came.
-    Broken(String),
+    BrokeOff(String),
+    /// The part cannot be gone on with.
+    Misfit,
 }
 
-fn go_on(agent: &ureq::Agent, url: &str, part: &Path) -> Result<Progress, Failure> {
-    let have = fs::metadata(part).map_or(0, |metadata| metadata.len());
-    // A part is only good together with the rest of the same file.
-    let tag_file = part.with_extension("part.etag");
-    let tag = fs::read_to_string(&tag_file).unwrap_or_default();
-    let mut request = agent.get(url);
-    if have > 0 && !tag.is_empty() {
-        request = request
-            .header("Range", format!("bytes={have}-"))
-            .header("If-Range", &tag);
-    }
-    let mut response = match request.call() {
-        Ok(response) => response,
-        Err(error) => return Ok(Progress::Unreachable(error.to_string())),
+fn run_curl(url: &str, part: &Path) -> Result<Outcome, Failure> {
+    let progress = if std::io::stderr().is_terminal() {
+        "--progress-bar"
+    } else {
+        "--silent"
     };
-    let status = response.status().as_u16();
-    let header = |name: &str| {
-        response
-            .headers()
-            .get(name)?
-            .to_str()
-            .ok()
-            .map(str::to_owned)
-    };
-    let appends = match status {
-        206 => true,
-        200 => false,
-        // Nothing after what we have: it is whole, or it is not the same file; ask from the start.
-        416 => {
-            let _ = fs::remove_file(part);
-            return Ok(Progress::Broken(
-                "the part does not fit the file".to_owned(),
-            ));
-        }
-        _ => {
-            return Ok(Progress::Unreachable(format!(
-                "the server answered {status}"
+    let output = Command::new("curl")
+        .args(["--fail", "--location", progress, "--continue-at", "-"])
+        .args([
+            "--connect-timeout",
+            CONNECT_S,
+            "--speed-limit",
+            "1",
+            "--speed-time",
+            SILENCE_S,
+        ])
+        .args(["--write-out", "%{http_code}", "--output"])
+        .arg(part)
+        .arg(url)
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output();
+    let output = match output {
+        Ok(output) => output,
+        Err(error) => {
+            return Ok(Outcome::Unavailable(format!(
+                "curl could not be started ({error})"
             )));
         }
     };
-    let start = if appends { have } else { 0 };
-    let length: Option<u64> = header("content-length").and_then(|text| text.parse().ok());
-    let strong_tag = header("etag").filter(|tag| !tag.starts_with("W/"));
-    let fail = |error: io::Error| Failure::io("could not write", part, &error);
-    fs::write(&tag_file, strong_tag.unwrap_or_default()).map_err(fail)?;
-    let mut file = OpenOptions::new()
-        .create(true)
-        .write(true)
-        .append(appends)
-        .truncate(!appends)
-        .open(part)
-        .map_err(fail)?;
-    let total = start + length.unwrap_or(0);
-    let bar = progress::bytes(total, "downloading");
-    bar.set_position(start);
-    let copied = copy(&mut response.body_mut().as_reader(), &mut file, &bar).map_err(fail)?;
-    bar.finish_and_clear();
-    match copied {
-        Err(reason) => Ok(Progress::Broken(reason)),
-        Ok(bytes) if length.is_some_and(|length| bytes < length) => Ok(Progress::Broken(
-            "the connection was closed early".to_owned(),
-        )),
-        Ok(_) => {
-            file.sync_all().map_err(fail)?;
-            let _ = fs::remove_file(&tag_file);
-            Ok(Progress::Done)
-        }
+    let status = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+    let outcome = outcome(output.status.code(), &status);
+    // Exit code 23: curl could not write. Almost always for one reason.
+    if output.status.code() == Some(23) {
+        let free = space::free(part).map_or_else(String::new, |free| {
+            format!(" ({} free)", space::megabytes(free))
+        });
+        let what = format!("curl could not write {}{free}", part.display());
+        return Err(Failure::new(what).way_out(DISK_FULL));
     }
+    Ok(outcome)
 }
 
-/// Errors of reading are the network's and come inside; those of writing are the disk's.
-fn copy(
-    from: &mut dyn Read,
-    to: &mut File,
-    bar: &indicatif::ProgressBar,
-) -> io::Result<Result<u64, String>> {
-    let mut buffer = vec![0; 1 << 18];
-    let mut copied = 0;
-    loop {
-        match from.read(&mut buffer) {
-            Ok(0) => return Ok(Ok(copied)),
-            Ok(read) => {
-                to.write_all(&buffer[..read])?;
-                copied += read as u64;
-                bar.inc(read as u64);
-            }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Ok(Err(error.to_string())),
-        }
+/// What curl's exit code (see `man curl`) and the HTTP status mean.
+fn outcome(code: Option<i32>, status: &str) -> Outcome {
+    let unavailable = |reason: &str| Outcome::Unavailable(reason.to_owned());
+    match code {
+        Some(0) => Outcome::Whole,
+        Some(5) => unavailable("the name of the proxy is not known"),
+        Some(6) => unavailable("the name of the server is not known; is the network there?"),
+        Some(7) => unavailable("the server cannot be reached"),
+        // 416: nothing comes after what we have. (Recent curl takes the part for the whole file and
+        // ends with 0; whether it is, unpacking shows.)
+        Some(22) if status == "416" => Outcome::Misfit,
+        Some(22) => Outcome::Unavailable(format!("the server answered {status}")),
+        Some(33 | 36) => Outcome::Misfit,
+        Some(35 | 60) => unavailable("no secure connection to the server came about"),
+        // Before a status came nobody had answered.
+        Some(28) if status == "000" => unavailable("the server did not answer in time"),
+        Some(code) => Outcome::BrokeOff(format!("curl ended with {code}")),
+        None => Outcome::BrokeOff("curl was killed".to_owned()),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::io::{BufRead, BufReader};
+    use std::io::{BufRead, BufReader, Write};
     use std::net::TcpListener;
     use std::sync::mpsc;
 
@@ -206,15 +184,18 @@ mod tests {
                     }
                 }
                 let start: usize = range.parse().unwrap_or(0);
-                let status = if start > 0 {
-                    "206 Partial Content"
-                } else {
-                    "200 OK"
+                let rest = body.get(start..).unwrap_or_default();
+                let mut head = match start {
+                    0 => "HTTP/1.1 200 OK\r\n".to_owned(),
+                    _ if rest.is_empty() => "HTTP/1.1 416 Range Not Satisfiable\r\n".to_owned(),
+                    _ => format!(
+                        "HTTP/1.1 206 Partial Content\r\nContent-Range: bytes {start}-{}/{}\r\n",
+                        body.len() - 1,
+                        body.len()
+                    ),
                 };
-                let rest = &body[start..];
-                let head = format!(
-                    "HTTP/1.1 {status}\r\nContent-Length: {}\r\nETag: \"one\"\r\nConnection: \
-                     close\r\n\r\n",
+                head += &format!(
+                    "Content-Length: {}\r\nConnection: close\r\n\r\n",
                     rest.len()
                 );
                 stream.write_all(head.as_bytes()).unwrap();
@@ -227,10 +208,22 @@ mod tests {
         (url, asked)
     }
 
+    /// These tests talk to a server of their own through the real curl.
+    fn no_curl() -> bool {
+        let missing = Command::new("curl").arg("--version").output().is_err();
+        if missing {
+            eprintln!("not run: there is no curl on this machine");
+        }
+        missing
+    }
+
     const BODY: &[u8] = b"0123456789abcdefghij";
 
     #[test]
     fn a_download_that_breaks_off_goes_on_where_it_stopped() {
+        if no_curl() {
+            return;
+        }
         let folder = tempfile::tempdir().unwrap();
         let (url, asked) = serve(BODY, 12);
         let file = fetch(&url, folder.path()).unwrap();
@@ -246,21 +239,28 @@ mod tests {
 
     #[test]
     fn what_a_killed_run_left_is_not_downloaded_again() {
+        if no_curl() {
+            return;
+        }
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("file+cpu.zip.part"), &BODY[..7]).unwrap();
-        fs::write(folder.path().join("file+cpu.zip.part.etag"), "\"one\"").unwrap();
         let (url, asked) = serve(BODY, 100);
         assert_eq!(fs::read(fetch(&url, folder.path()).unwrap()).unwrap(), BODY);
         assert_eq!(asked.try_iter().collect::<Vec<_>>(), ["7"]);
     }
 
     #[test]
-    fn a_part_that_says_not_of_which_file_is_dropped() {
+    fn a_run_killed_before_the_renaming_has_lost_nothing() {
+        if no_curl() {
+            return;
+        }
         let folder = tempfile::tempdir().unwrap();
-        fs::write(folder.path().join("file+cpu.zip.part"), "other stuff").unwrap();
+        fs::write(folder.path().join("file+cpu.zip.part"), BODY).unwrap();
+        // The server answers 416: recent versions of curl call that done, older ones an error,
+        // after which it is fetched anew.
         let (url, asked) = serve(BODY, 100);
         assert_eq!(fs::read(fetch(&url, folder.path()).unwrap()).unwrap(), BODY);
-        assert_eq!(asked.try_iter().collect::<Vec<_>>(), [""]);
+        assert_eq!(asked.try_iter().next().as_deref(), Some("20"));
     }
 
     #[test]
@@ -274,6 +274,19 @@ mod tests {
             .port();
         let refusal = fetch(&format!("http://127.0.0.1:{port}/x.zip"), folder.path()).unwrap_err();
         assert!(matches!(refusal, Refusal::Unavailable(_)), "{refusal:?}");
+    }
+
+    #[test]
+    fn the_exit_codes_of_curl_have_words() {
+        assert_eq!(outcome(Some(0), "200"), Outcome::Whole);
+        assert_eq!(
+            outcome(Some(22), "403"),
+            Outcome::Unavailable("the server answered 403".to_owned())
+        );
+        assert_eq!(outcome(Some(22), "416"), Outcome::Misfit);
+        assert!(matches!(outcome(Some(28), "000"), Outcome::Unavailable(_)));
+        assert!(matches!(outcome(Some(28), "206"), Outcome::BrokeOff(_)));
+        assert!(matches!(outcome(Some(18), "200"), Outcome::BrokeOff(_)));
     }
 
     #[test]
