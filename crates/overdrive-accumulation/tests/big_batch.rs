@@ -326,7 +326,7 @@ fn a_step_with_an_infinity_is_skipped_and_the_next_one_is_not() {
                 let batch = Batch::new(seed, 4, 0);
                 let mut loss_sum = model.loss_sum(&batch);
                 if broken && seed == 0 {
-                    loss_sum = loss_sum * f64::INFINITY;
+                    loss_sum *= f64::INFINITY;
                 }
                 accumulator
                     .backward(&loss_sum, 4, Some(&mut scaler))

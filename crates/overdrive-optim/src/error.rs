@@ -99,16 +99,16 @@ pub enum Error {
         expected: String,
     },
 
-    /// A parameter changed device or kind after its optimizer state was made.
+    /// A parameter changed device, kind or shape after its optimizer state was made.
     #[error(
-        "parameter `{name}` is {now} but its optimizer state is {state}; move or convert the model before the first step, or carry the state over with state_dict and load_state_dict"
+        "parameter `{name}` is {now} but its optimizer state is {state}; move, convert or resize the model before the first step, or make a new optimizer and load the state_dict of this one"
     )]
     MovedParameter {
         /// Name of the parameter.
         name: String,
-        /// Kind and device of the parameter now.
+        /// Kind and device, or shape, of the parameter now.
         now: String,
-        /// Kind and device of the state.
+        /// Kind and device, or shape, of the state.
         state: String,
     },
 

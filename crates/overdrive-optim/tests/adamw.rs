@@ -517,6 +517,56 @@ fn a_converted_parameter_is_named_instead_of_stepped_wrongly() {
 }
 
 #[test]
+fn a_resized_or_relaid_parameter_is_never_walked_beyond_its_state() {
+    let data = || Tensor::zeros([2, 3], (Kind::Float, Device::Cpu));
+    let mut parameter = leaf(&data(), Kind::Float);
+    let mut optimizer = one(parameter.shallow_clone()).unwrap();
+    parameter.sum(Kind::Float).backward();
+    optimizer.step().unwrap();
+    optimizer.zero_grad().unwrap();
+
+    // The same shape in column-major memory: still right.
+    let column_major = data().tr().contiguous().tr();
+    parameter.set_data(&column_major);
+    let gradient = Tensor::from_slice(&[1f32, -1.0, 1.0, 1.0, -1.0, -1.0]).view([2, 3]) * 1e3;
+    grad::set(&parameter, &gradient).unwrap();
+    optimizer.step().unwrap();
+    assert!(parameter.sign().equal(&-gradient.sign()));
+    optimizer.zero_grad().unwrap();
+
+    parameter.set_data(&Tensor::zeros([500, 3], (Kind::Float, Device::Cpu)));
+    parameter.sum(Kind::Float).backward();
+    let message = optimizer.step().unwrap_err().to_string();
+    assert!(
+        message.contains("`weight` is [500, 3] but its optimizer state is [2, 3]"),
+        "{message}"
+    );
+}
+
+#[test]
+fn half_parameters_step_alike_on_both_paths() {
+    let gradient = Tensor::from_slice(&[0.5f32, -2.0, 3.0, 1e-3]).to_kind(Kind::Half);
+    let mut results = Vec::new();
+    for implementation in [Implementation::Fused, Implementation::Plain] {
+        let start = Tensor::from_slice(&[1f32, 2.0, -3.0, 0.5]);
+        let parameter = leaf(&start, Kind::Half);
+        let group = ParamGroup::new("all", vec![("weight".into(), parameter.shallow_clone())]);
+        let config = AdamWConfig {
+            implementation,
+            eps: 1e-4,
+            ..config()
+        };
+        let mut optimizer = AdamW::new(vec![group], config).unwrap();
+        for _ in 0..5 {
+            grad::set(&parameter, &gradient).unwrap();
+            optimizer.step().unwrap();
+        }
+        results.push(parameter.detach());
+    }
+    assert!(difference(&results[0], &results[1]) <= 1.0 / 512.0);
+}
+
+#[test]
 fn added_groups_are_stepped_from_then_on() {
     let (first, second) = (
         Tensor::zeros([2], (Kind::Float, Device::Cpu)),

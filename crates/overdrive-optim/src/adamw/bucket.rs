@@ -68,6 +68,16 @@ impl Bucket {
         self.steps.push(moments.step.shallow_clone());
     }
 
+    /// Whether a parameter was given other memory with a layout that the kernel would walk wrongly.
+    pub(super) fn is_stale(&self) -> bool {
+        self.fused
+            && self
+                .parameters
+                .iter()
+                .zip(&self.exp_avgs)
+                .any(|(parameter, exp_avg)| !same_layout(parameter, exp_avg))
+    }
+
     /// Applies `gradients`, one a member. The caller has switched gradient recording off.
     pub(super) fn update(
         &self,

@@ -283,7 +283,7 @@ impl AdamW {
         let active: Vec<usize> = (0..gradients.len())
             .filter(|&index| gradients[index].is_some())
             .collect();
-        if active != self.active {
+        if active != self.active || self.buckets.iter().any(Bucket::is_stale) {
             self.plan(active)?;
         }
         if scaling.is_some() && self.buckets.iter().any(|bucket| !bucket.fused) {
@@ -396,14 +396,30 @@ fn gradient_of(parameter: &Parameter) -> Result<Option<Tensor>> {
     if place(&gradient) != of_parameter {
         return Err(unfit(in_words(place(&gradient)), in_words(of_parameter)));
     }
-    if let Some(moments) = moments
-        && place(&moments.exp_avg) != of_parameter
-    {
-        return Err(Error::MovedParameter {
-            name: name.clone(),
-            now: in_words(of_parameter),
-            state: in_words(place(&moments.exp_avg)),
-        });
+    if let Some(moments) = moments {
+        let of_state = place(&moments.exp_avg);
+        if of_state != of_parameter {
+            return Err(Error::MovedParameter {
+                name: name.clone(),
+                now: in_words(of_parameter),
+                state: in_words(of_state),
+            });
+        }
+        // The CPU kernel takes the parameter's element count for all four.
+        let (size, of_state) = (tensor.size(), moments.exp_avg.size());
+        if size != of_state {
+            return Err(Error::MovedParameter {
+                name: name.clone(),
+                now: format!("{size:?}"),
+                state: format!("{of_state:?}"),
+            });
+        }
+    }
+    if gradient.size() != tensor.size() {
+        return Err(unfit(
+            format!("{:?}", gradient.size()),
+            format!("{:?}", tensor.size()),
+        ));
     }
     Ok(Some(gradient))
 }
