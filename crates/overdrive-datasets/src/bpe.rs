@@ -1,16 +1,16 @@
 //! Training a byte-level BPE tokenizer.
 
 use std::collections::HashSet;
+use std::convert::Infallible;
 use std::path::Path;
 use std::sync::Mutex;
 
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
-use tokenizers::{
-    AddedToken, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer, Tokenizer, Trainer,
-};
+use tokenizers::{AddedToken, Tokenizer, Trainer};
 
 use crate::bpe_sample::{choose_blocks, read_block};
+use crate::byte_level::{ByteAlphabet, Words};
 use crate::cache::{Cached, cached};
 use crate::digest::FieldHasher;
 use crate::tokenizer_files::write_file;
@@ -87,7 +87,7 @@ pub fn train_bpe(corpus: &Corpus, options: &BpeOptions) -> Result<TrainedBpe> {
         .train(&mut model)
         .map_err(Error::tokenizer("train the tokenizer"))?;
     let mut tokenizer = Tokenizer::new(model);
-    tokenizer.with_pre_tokenizer(Some(pre_tokenizer()));
+    tokenizer.with_pre_tokenizer(Some(ByteLevel::default().add_prefix_space(false)));
     tokenizer.with_decoder(Some(ByteLevel::default()));
     // Offsets as they are: GPT-2's own setting.
     tokenizer.with_post_processor(Some(ByteLevel::default().trim_offsets(false)));
@@ -166,10 +166,6 @@ fn trained(tokenizer: Tokenizer, options: &BpeOptions, was_cached: bool) -> Trai
     }
 }
 
-fn pre_tokenizer() -> ByteLevel {
-    ByteLevel::default().add_prefix_space(false)
-}
-
 fn count_words(trainer: &mut BpeTrainer, corpus: &Corpus, sample_bytes: u64) -> Result<()> {
     let blocks = choose_blocks(corpus, sample_bytes);
     // `feed` takes strings, not results: the first error is kept here, and the strings end.
@@ -185,15 +181,16 @@ fn count_words(trainer: &mut BpeTrainer, corpus: &Corpus, sample_bytes: u64) -> 
                 None
             }
         });
-    let pre_tokenizer = pre_tokenizer();
+    let (words, alphabet) = (Words::new()?, ByteAlphabet::new());
     let words = |text: &str| {
-        let mut pre_tokenized = PreTokenizedString::from(text);
-        pre_tokenizer.pre_tokenize(&mut pre_tokenized)?;
-        let splits = pre_tokenized.get_splits(OffsetReferential::Normalized, OffsetType::Byte);
-        Ok(splits
-            .into_iter()
-            .map(|(word, _, _)| word.to_owned())
-            .collect())
+        let mut found = Vec::with_capacity(text.len() / 4);
+        words.for_each(text, |word| {
+            let mut mapped = String::with_capacity(2 * word.len());
+            alphabet.map(word, &mut mapped);
+            found.push(mapped);
+            Ok::<(), Infallible>(())
+        })?;
+        Ok(found)
     };
     trainer
         .feed(texts, words)

@@ -189,27 +189,24 @@ fn cut_into_pieces(
     })
 }
 
-/// Where to cut UTF-8 text that is longer than `max_bytes`: at most `max_bytes` from its start, at
-/// least half of that, and never inside a character.
+/// Where to cut UTF-8 text that is longer than `max_bytes`, which is at least 8: at most `max_bytes`
+/// from its start, at least half of that, and never inside a character.
 ///
 /// Best is behind a line feed that stands directly between two visible ASCII characters: there the
 /// pre-tokenizers of the GPT-2 and GPT-4 families split in any case, so the tokens are those of the
 /// whole text. Else behind any line feed, else before a space, else between any two characters;
 /// there one or two tokens may differ from those of the whole text.
 pub(crate) fn cut(text: &[u8], max_bytes: usize) -> usize {
-    debug_assert!(text.len() > max_bytes);
-    let lowest = (max_bytes / 2).max(1);
+    debug_assert!(text.len() > max_bytes && max_bytes >= 8);
     let visible = |at: usize| text[at].is_ascii_graphic();
     let behind_line = |&at: &usize| text[at - 1] == b'\n';
-    let exact = |&at: &usize| behind_line(&at) && at >= 2 && visible(at - 2) && visible(at);
-    let candidates = || (lowest..=max_bytes).rev();
-    let any_character = |&at: &usize| (text[at] & 0xC0) != 0x80;
+    let exact = |&at: &usize| behind_line(&at) && visible(at - 2) && visible(at);
+    let candidates = || (max_bytes / 2..=max_bytes).rev();
     candidates()
         .find(exact)
         .or_else(|| candidates().find(behind_line))
         .or_else(|| candidates().find(|&at| text[at] == b' '))
-        .or_else(|| candidates().find(any_character))
-        // A bound below the length of one character: give the whole character.
-        .or_else(|| (max_bytes.max(1)..text.len()).find(any_character))
-        .unwrap_or(text.len())
+        // Five places or more, and a character has at most four bytes: one of them starts one.
+        .or_else(|| candidates().find(|&at| (text[at] & 0xC0) != 0x80))
+        .unwrap_or(max_bytes)
 }

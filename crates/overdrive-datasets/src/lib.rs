@@ -50,6 +50,7 @@ mod batches;
 mod bpe;
 mod bpe_sample;
 mod build;
+mod byte_level;
 mod cache;
 mod cargo_registry;
 mod corpus;

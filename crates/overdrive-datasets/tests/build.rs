@@ -122,7 +122,7 @@ fn pieces_of_any_size_keep_every_character() {
     write_files(dir.path(), &[("a.txt", &text)]);
     let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
     let out = tempfile::tempdir().unwrap();
-    for max_piece_bytes in [1, 2, 3, 5, 16, 100] {
+    for max_piece_bytes in [16, 17, 18, 19, 40, 100] {
         let path = out.path().join("a.tokens");
         let options = BuildOptions {
             max_piece_bytes,
@@ -151,7 +151,16 @@ fn special_tokens_in_the_text_are_text() {
 #[test]
 fn documents_begin_and_end_with_the_tokens_that_were_asked_for() {
     let dir = tempfile::tempdir().unwrap();
-    write_files(dir.path(), &[("a.txt", "a b c d e f g h"), ("b.txt", "b")]);
+    write_files(
+        dir.path(),
+        &[
+            (
+                "a.txt",
+                "a b c d e f g h i j k l m n o p q r s t u v w x y z",
+            ),
+            ("b.txt", "b"),
+        ],
+    );
     let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
     let out = tempfile::tempdir().unwrap();
     let path = out.path().join("a.tokens");
@@ -161,7 +170,7 @@ fn documents_begin_and_end_with_the_tokens_that_were_asked_for() {
             begin_of_document,
             end_of_document,
             // Several pieces to a document.
-            max_piece_bytes: 4,
+            max_piece_bytes: 16,
             ..options()
         };
         let (store, _) = build_tokens_to(&path, &corpus, &tokenizer, &options).unwrap();

@@ -1,0 +1,376 @@
+//! Byte-level BPE at the speed that training data needs.
+//!
+//! `tokenizers` keeps, for each word of a text, where each of its bytes came from, which a model that
+//! is to be trained never asks. For the most common kind of tokenizer, GPT-2's byte-level BPE (which
+//! is also the kind that [`crate::train_bpe`] makes), this takes the words straight out of the text
+//! and remembers the tokens of each word that it has seen. A word that it has not seen goes to the
+//! BPE model of `tokenizers`, so the ids are the same; tests compare them on any text.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+
+use tokenizers::models::bpe::BPE;
+use tokenizers::utils::SysRegex;
+use tokenizers::{Model, ModelWrapper, PreTokenizerWrapper, Tokenizer};
+
+use crate::{Error, Result};
+
+/// How GPT-2 divides text into words.
+const PATTERN: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+/// Longer words are rare, and not worth remembering.
+const MAX_CACHED_WORD: usize = 64;
+/// How many words each thread remembers: a few megabytes.
+const MAX_CACHED_WORDS: usize = 1 << 16;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Class {
+    Letter,
+    Number,
+    Space,
+    Other,
+}
+
+fn class_of(ascii: u8) -> Class {
+    match ascii {
+        b'a'..=b'z' | b'A'..=b'Z' => Class::Letter,
+        b'0'..=b'9' => Class::Number,
+        b' ' | 0x09..=0x0D => Class::Space,
+        _ => Class::Other,
+    }
+}
+
+/// Divides text into words as GPT-2's pattern does.
+///
+/// ASCII is scanned by hand; where a character beyond it could belong to the word, the pattern itself
+/// decides. No alternative of the pattern looks behind, so it may start at any end of a word.
+#[derive(Debug)]
+pub(crate) struct Words {
+    pattern: SysRegex,
+}
+
+impl Words {
+    pub(crate) fn new() -> Result<Self> {
+        let pattern =
+            SysRegex::new(PATTERN).map_err(Error::tokenizer("compile GPT-2's pattern"))?;
+        Ok(Self { pattern })
+    }
+
+    /// Hands each word to `take`, in order; together they are the text.
+    pub(crate) fn for_each<E>(
+        &self,
+        text: &str,
+        mut take: impl FnMut(&str) -> std::result::Result<(), E>,
+    ) -> std::result::Result<(), E> {
+        let bytes = text.as_bytes();
+        let mut start = 0;
+        while start < bytes.len() {
+            if let Some(end) = ascii_word_end(bytes, start) {
+                take(&text[start..end])?;
+                start = end;
+                continue;
+            }
+            let from = start;
+            for (begin, end) in self.pattern.find_iter(&text[from..]) {
+                debug_assert_eq!(from + begin, start, "the pattern leaves nothing out");
+                take(&text[start..from + end])?;
+                start = from + end;
+                // Back to the quick way once ASCII follows.
+                if bytes.get(start).is_some_and(u8::is_ascii) {
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The end of the word that starts at `start`; `None` where it takes more than ASCII to tell.
+fn ascii_word_end(bytes: &[u8], start: usize) -> Option<usize> {
+    let first = bytes[start];
+    if !first.is_ascii() {
+        return None;
+    }
+    if first == b'\'' {
+        match (bytes.get(start + 1), bytes.get(start + 2)) {
+            (Some(b's' | b't' | b'm' | b'd'), _) => return Some(start + 2),
+            (Some(b'r' | b'v'), Some(b'e')) | (Some(b'l'), Some(b'l')) => return Some(start + 3),
+            _ => {}
+        }
+    }
+    // A space belongs to the word behind it.
+    let mut at = start;
+    let mut class = class_of(first);
+    if first == b' ' {
+        match bytes.get(start + 1) {
+            Some(next) if !next.is_ascii() => return None,
+            Some(&next) if class_of(next) != Class::Space => {
+                at += 1;
+                class = class_of(next);
+            }
+            _ => {}
+        }
+    }
+    let run = bytes[at..]
+        .iter()
+        .position(|&byte| !byte.is_ascii() || class_of(byte) != class);
+    let end = run.map_or(bytes.len(), |run| at + run);
+    match bytes.get(end) {
+        Some(next) if !next.is_ascii() => None,
+        // White space before a word leaves its last character to the word, unless it has only one.
+        Some(_) if class == Class::Space && end - at > 1 => Some(end - 1),
+        _ => Some(end),
+    }
+}
+
+/// The character that stands for each byte in the vocabulary: itself where it is printable in
+/// Latin-1, else one from U+0100 on.
+#[derive(Debug, Clone)]
+pub(crate) struct ByteAlphabet([char; 256]);
+
+impl ByteAlphabet {
+    pub(crate) fn new() -> Self {
+        let mut next = 0x100;
+        let mut chars = ['\0'; 256];
+        for (byte, slot) in (0_u8..=255).zip(&mut chars) {
+            *slot = match byte {
+                b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF => char::from(byte),
+                _ => {
+                    next += 1;
+                    // 68 bytes are not printable: U+0100 to U+0143, all of them characters.
+                    char::from_u32(next - 1).unwrap_or(char::REPLACEMENT_CHARACTER)
+                }
+            };
+        }
+        Self(chars)
+    }
+
+    /// Writes the word as the vocabulary has it.
+    pub(crate) fn map(&self, word: &str, out: &mut String) {
+        out.clear();
+        out.extend(word.bytes().map(|byte| self.0[usize::from(byte)]));
+    }
+}
+
+/// Words and their tokens.
+#[derive(Debug, Default)]
+struct WordCache {
+    /// Where the tokens of a word are in `ids`: from, to.
+    places: HashMap<Box<str>, (u32, u32)>,
+    ids: Vec<u32>,
+}
+
+/// Encodes as a GPT-2 tokenizer does.
+pub(crate) struct ByteLevelEncoder {
+    words: Words,
+    alphabet: ByteAlphabet,
+    model: BPE,
+    /// One for each thread that encodes at a time.
+    caches: Mutex<Vec<WordCache>>,
+}
+
+impl ByteLevelEncoder {
+    /// `None` for a tokenizer of another kind.
+    pub(crate) fn of(tokenizer: &Tokenizer) -> Result<Option<Self>> {
+        let ModelWrapper::BPE(model) = tokenizer.get_model() else {
+            return Ok(None);
+        };
+        let Some(PreTokenizerWrapper::ByteLevel(pre_tokenizer)) = tokenizer.get_pre_tokenizer()
+        else {
+            return Ok(None);
+        };
+        let plain = model.dropout.is_none_or(|dropout| dropout == 0.0)
+            && tokenizer.get_normalizer().is_none()
+            && pre_tokenizer.use_regex
+            && !pre_tokenizer.add_prefix_space
+            // Special tokens are text here (see `Encoder`), others are looked for in the text.
+            && tokenizer.get_added_tokens_decoder().values().all(|token| token.special);
+        if !plain {
+            return Ok(None);
+        }
+        let (words, alphabet) = (Words::new()?, ByteAlphabet::new());
+        Ok(Some(Self {
+            words,
+            alphabet,
+            model: model.clone(),
+            caches: Mutex::default(),
+        }))
+    }
+
+    pub(crate) fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        // A cache holds what is true whoever wrote it, so a poisoned lock is no harm.
+        let lock = || {
+            self.caches
+                .lock()
+                .unwrap_or_else(|poisoned| poisoned.into_inner())
+        };
+        let mut cache = lock().pop().unwrap_or_default();
+        let mut ids = Vec::with_capacity(text.len() / 3);
+        let mut mapped = String::new();
+        let result = self.words.for_each(text, |word| {
+            if let Some(&(from, to)) = cache.places.get(word) {
+                ids.extend_from_slice(&cache.ids[from as usize..to as usize]);
+                return Ok(());
+            }
+            self.alphabet.map(word, &mut mapped);
+            let from = ids.len();
+            ids.extend(self.model.tokenize(&mapped)?.iter().map(|token| token.id));
+            if word.len() <= MAX_CACHED_WORD && cache.places.len() < MAX_CACHED_WORDS {
+                // At most 2^16 words of 64 bytes, each a token: 2^22 ids.
+                let start = cache.ids.len() as u32;
+                cache.ids.extend_from_slice(&ids[from..]);
+                cache
+                    .places
+                    .insert(word.into(), (start, cache.ids.len() as u32));
+            }
+            Ok(())
+        });
+        lock().push(cache);
+        result.map_err(Error::tokenizer("tokenize a document"))?;
+        Ok(ids)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+
+    fn words(text: &str) -> Vec<String> {
+        let mut found = Vec::new();
+        let take = |word: &str| {
+            found.push(word.to_owned());
+            Ok::<(), ()>(())
+        };
+        Words::new().unwrap().for_each(text, take).unwrap();
+        found
+    }
+
+    fn words_of_the_pattern(text: &str) -> Vec<String> {
+        let pattern = SysRegex::new(PATTERN).unwrap();
+        pattern
+            .find_iter(text)
+            .map(|(start, end)| text[start..end].to_owned())
+            .collect()
+    }
+
+    #[test]
+    fn words_of_any_three_ascii_characters_are_those_of_the_pattern() {
+        let pattern = SysRegex::new(PATTERN).unwrap();
+        let scanner = Words::new().unwrap();
+        // One of each kind, and all that the pattern names.
+        let alphabet = b" \t\n\r\x0b\x0c\x1c\x00\x7fstmdrvelaZ09'\"_-{.";
+        for text in (0..alphabet.len().pow(4)).map(|i| {
+            let digit = |place: u32| alphabet[i / alphabet.len().pow(place) % alphabet.len()];
+            String::from_utf8([digit(0), digit(1), digit(2), digit(3)].to_vec()).unwrap()
+        }) {
+            let mut ends = Vec::new();
+            let mut end = 0;
+            let take = |word: &str| {
+                end += word.len();
+                ends.push(end);
+                Ok::<(), ()>(())
+            };
+            scanner.for_each(&text, take).unwrap();
+            assert!(
+                pattern.find_iter(&text).map(|(_, end)| end).eq(ends),
+                "{text:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn every_single_ascii_character_is_classified_as_the_pattern_does() {
+        for byte in 0..128_u8 {
+            let c = char::from(byte);
+            for text in [
+                format!("a{c}a"),
+                format!("{c}{c}1"),
+                format!(" {c} "),
+                format!("\n{c}'"),
+            ] {
+                assert_eq!(words(&text), words_of_the_pattern(&text), "{text:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_alphabet_is_that_of_tokenizers() {
+        let ours: std::collections::HashSet<char> = ByteAlphabet::new().0.into_iter().collect();
+        assert_eq!(ours, ByteLevel::alphabet().into_iter().collect());
+        assert_eq!(ByteAlphabet::new().0[usize::from(b' ')], 'Ġ');
+        assert_eq!(ByteAlphabet::new().0[usize::from(b'\n')], 'Ċ');
+    }
+
+    fn fixture() -> Tokenizer {
+        let path = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/tests/fixtures/tokenizer_fixture.json"
+        );
+        let mut tokenizer = crate::load_tokenizer(path).unwrap();
+        tokenizer.set_encode_special_tokens(true);
+        tokenizer
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+
+        #[test]
+        fn words_of_any_text_are_those_of_the_pattern(
+            text in any::<String>(),
+            mixed in "[ \\n\\t\\u{85}\\u{a0}\\u{2003}\\u{3000}a-cst'ü語٣²½_.!\\u{301}0-9🦀]{0,24}",
+        ) {
+            for text in [text, mixed] {
+                prop_assert_eq!(words(&text), words_of_the_pattern(&text));
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(200))]
+
+        #[test]
+        fn ids_of_any_text_are_those_of_tokenizers(
+            texts in prop::collection::vec("([ \\n'a-zé語0-9{}();=_<>|]|fn |let |<\\|endoftext\\|>){0,60}", 1..8),
+        ) {
+            let tokenizer = fixture();
+            let encoder = ByteLevelEncoder::of(&tokenizer).unwrap().expect("a GPT-2 tokenizer");
+            for text in texts {
+                let expected = tokenizer.encode_fast(text.as_str(), false).unwrap();
+                // Twice: out of the model and out of the cache.
+                for _ in 0..2 {
+                    prop_assert_eq!(&encoder.encode(&text).unwrap(), expected.get_ids());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn other_tokenizers_are_left_to_tokenizers() {
+        let quick = |tokenizer: &Tokenizer| ByteLevelEncoder::of(tokenizer).unwrap().is_some();
+        assert!(quick(&fixture()));
+        let mut prefix = fixture();
+        prefix.with_pre_tokenizer(Some(ByteLevel::default().add_prefix_space(true)));
+        assert!(!quick(&prefix));
+        let mut own_pattern = fixture();
+        own_pattern.with_pre_tokenizer(Some(
+            ByteLevel::default()
+                .add_prefix_space(false)
+                .use_regex(false),
+        ));
+        assert!(!quick(&own_pattern));
+        let mut normalized = fixture();
+        normalized
+            .with_normalizer(Some(tokenizers::normalizers::NFC))
+            .unwrap();
+        assert!(!quick(&normalized));
+        let mut added = fixture();
+        added
+            .add_tokens([tokenizers::AddedToken::from("fn main", false)])
+            .unwrap();
+        assert!(!quick(&added));
+        let mut no_pre_tokenizer = fixture();
+        no_pre_tokenizer.with_pre_tokenizer(None::<ByteLevel>);
+        assert!(!quick(&no_pre_tokenizer));
+    }
+}
