@@ -20,10 +20,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         ..Default::default()
     };
     if file.truncated.is_some() {
-        report.notes.push("The last line of the metrics file is cut off and left out.".into());
+        report
+            .notes
+            .push("The last line of the metrics file is cut off and left out.".into());
     }
     for (name, write) in [
-        ("report.html", Report::write_html as fn(&Report, PathBuf) -> _),
+        (
+            "report.html",
+            Report::write_html as fn(&Report, PathBuf) -> _,
+        ),
         ("loss.svg", Report::write_loss_svg),
     ] {
         let to = path.with_file_name(name);

@@ -84,7 +84,7 @@ pub(crate) fn compact(number: f64) -> String {
         return "–".to_owned();
     }
     let size = number.abs();
-    if (1e-3..1e5).contains(&size) {
+    if (1e-4..1e5).contains(&size) {
         // Three significant digits.
         let decimals = (2 - size.log10().floor() as i32).max(0) as usize;
         let text = format!("{number:.decimals$}");
@@ -130,6 +130,7 @@ mod tests {
         assert_eq!(seconds(f64::INFINITY), "–");
         assert_eq!(compact(0.002), "0.002");
         assert_eq!(compact(0.00193), "0.00193");
+        assert_eq!(compact(5e-4), "0.0005");
         assert_eq!(compact(5e-5), "5e-5");
         assert_eq!(compact(12.0), "12");
         assert_eq!(compact(100.0), "100");

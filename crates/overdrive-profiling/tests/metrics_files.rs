@@ -37,11 +37,18 @@ fn a_line_has_the_promised_keys_and_leaves_absent_ones_out() {
 
 #[test]
 fn numbers_that_are_not_finite_stay_valid_json_and_read_back_as_nan() {
-    let metrics =
-        StepMetrics { loss: f64::INFINITY, grad_norm: Some(f64::NAN), eval_loss: None, ..step(1) };
+    let metrics = StepMetrics {
+        loss: f64::INFINITY,
+        grad_norm: Some(f64::NAN),
+        eval_loss: None,
+        ..step(1)
+    };
     let line = metrics.to_json_line().expect("JSON");
     let value: serde_json::Value = serde_json::from_str(&line).expect("valid JSON");
-    assert!(value["loss"].is_null() && value["grad_norm"].is_null(), "{line}");
+    assert!(
+        value["loss"].is_null() && value["grad_norm"].is_null(),
+        "{line}"
+    );
     let again: StepMetrics = serde_json::from_str(&line).expect("reads back");
     assert!(again.loss.is_nan() && again.grad_norm.expect("there").is_nan());
     assert_eq!(again.eval_loss, None);
@@ -60,7 +67,10 @@ fn records_come_back_as_they_were_written() {
         mfu: Some(0.41),
         eval_loss: Some(4.5),
         eval_bits_per_byte: Some(2.0),
-        phase_seconds: Some(PhaseSeconds { forward: 0.5, ..Default::default() }),
+        phase_seconds: Some(PhaseSeconds {
+            forward: 0.5,
+            ..Default::default()
+        }),
         extra: [("gpu_utilization".to_owned(), 0.93.into())].into(),
         ..step(2)
     };
@@ -78,7 +88,10 @@ fn records_come_back_as_they_were_written() {
 #[test]
 fn a_cut_off_last_line_is_told_and_not_an_error() {
     let (_folder, path) = file();
-    JsonLines::create(&path).expect("create").log(&step(1)).expect("log");
+    JsonLines::create(&path)
+        .expect("create")
+        .log(&step(1))
+        .expect("log");
     let mut text = fs::read_to_string(&path).expect("read");
     text.push_str(r#"{"step":2,"lo"#);
     fs::write(&path, text).expect("write");
@@ -90,42 +103,75 @@ fn a_cut_off_last_line_is_told_and_not_an_error() {
 #[test]
 fn a_bad_line_in_the_middle_is_an_error_with_its_number() {
     let (_folder, path) = file();
-    JsonLines::create(&path).expect("create").log(&step(1)).expect("log");
+    JsonLines::create(&path)
+        .expect("create")
+        .log(&step(1))
+        .expect("log");
     let good = fs::read_to_string(&path).expect("read");
     fs::write(&path, format!("{good}\n{{\"step\":2}}\n{good}")).expect("write");
     let error = read_metrics(&path).expect_err("line 3 has no loss");
-    assert!(matches!(error, Error::BadRecord { line: 3, .. }), "{error:?}");
+    assert!(
+        matches!(error, Error::BadRecord { line: 3, .. }),
+        "{error:?}"
+    );
     let text = error.to_string();
-    assert!(text.contains("metrics.jsonl:3 is not a metrics record"), "{text}");
+    assert!(
+        text.contains("metrics.jsonl:3 is not a metrics record"),
+        "{text}"
+    );
     assert!(text.contains("missing field `loss`"), "{text}");
 }
 
 #[test]
 fn going_on_after_a_cut_off_line_removes_it() {
     let (_folder, path) = file();
-    JsonLines::append(&path).expect("starts the file").log(&step(1)).expect("log");
+    JsonLines::append(&path)
+        .expect("starts the file")
+        .log(&step(1))
+        .expect("log");
     let mut text = fs::read_to_string(&path).expect("read");
     text.push_str(r#"{"step":2,"lo"#);
     fs::write(&path, text).expect("write");
-    JsonLines::append(&path).expect("append").log(&step(2)).expect("log");
-    assert_eq!(read_metrics(&path).expect("whole").records, [step(1), step(2)]);
+    JsonLines::append(&path)
+        .expect("append")
+        .log(&step(2))
+        .expect("log");
+    assert_eq!(
+        read_metrics(&path).expect("whole").records,
+        [step(1), step(2)]
+    );
 }
 
 #[test]
 fn going_on_after_a_whole_line_without_its_break_keeps_it() {
     let (_folder, path) = file();
-    JsonLines::append(&path).expect("append").log(&step(1)).expect("log");
+    JsonLines::append(&path)
+        .expect("append")
+        .log(&step(1))
+        .expect("log");
     let text = fs::read_to_string(&path).expect("read");
     fs::write(&path, text.trim_end()).expect("write");
-    JsonLines::append(&path).expect("append").log(&step(2)).expect("log");
-    assert_eq!(read_metrics(&path).expect("whole").records, [step(1), step(2)]);
+    JsonLines::append(&path)
+        .expect("append")
+        .log(&step(2))
+        .expect("log");
+    assert_eq!(
+        read_metrics(&path).expect("whole").records,
+        [step(1), step(2)]
+    );
 }
 
 #[test]
 fn creating_empties_the_file_and_appending_keeps_it() {
     let (_folder, path) = file();
-    JsonLines::create(&path).expect("create").log(&step(1)).expect("log");
-    JsonLines::append(&path).expect("append").log(&step(2)).expect("log");
+    JsonLines::create(&path)
+        .expect("create")
+        .log(&step(1))
+        .expect("log");
+    JsonLines::append(&path)
+        .expect("append")
+        .log(&step(2))
+        .expect("log");
     assert_eq!(read_metrics(&path).expect("read").records.len(), 2);
     JsonLines::create(&path).expect("create");
     assert_eq!(read_metrics(&path).expect("read").records.len(), 0);
@@ -134,7 +180,12 @@ fn creating_empties_the_file_and_appending_keeps_it() {
 #[test]
 fn a_file_that_is_not_there_is_an_error_with_its_path() {
     let error = read_metrics("/nowhere/metrics.jsonl").expect_err("not there");
-    assert!(error.to_string().starts_with("cannot read /nowhere/metrics.jsonl: "), "{error}");
+    assert!(
+        error
+            .to_string()
+            .starts_with("cannot read /nowhere/metrics.jsonl: "),
+        "{error}"
+    );
 }
 
 /// Keeps the steps it was given; fails on each where `broken`.
@@ -146,7 +197,11 @@ struct Fake {
 impl Tracker for Fake {
     fn log(&mut self, metrics: &StepMetrics) -> overdrive_profiling::Result<()> {
         self.steps.lock().expect("lock").push(metrics.step);
-        if self.broken { read_metrics("/nowhere/at-all").map(|_| ()) } else { Ok(()) }
+        if self.broken {
+            read_metrics("/nowhere/at-all").map(|_| ())
+        } else {
+            Ok(())
+        }
     }
 
     fn finish(&mut self) -> overdrive_profiling::Result<()> {
@@ -157,10 +212,18 @@ impl Tracker for Fake {
 #[test]
 fn every_tracker_gets_the_record_also_after_one_that_fails() {
     let steps = std::sync::Arc::default();
-    let fake = |broken| Fake { steps: std::sync::Arc::clone(&steps), broken };
-    let mut trackers = Trackers::new().with(fake(false)).with(fake(true)).with(fake(false));
+    let fake = |broken| Fake {
+        steps: std::sync::Arc::clone(&steps),
+        broken,
+    };
+    let mut trackers = Trackers::new()
+        .with(fake(false))
+        .with(fake(true))
+        .with(fake(false));
     assert_eq!(trackers.len(), 3);
-    let error = trackers.log(&step(5)).expect_err("the second one is broken");
+    let error = trackers
+        .log(&step(5))
+        .expect_err("the second one is broken");
     assert!(error.to_string().contains("/nowhere/at-all"), "{error}");
     assert_eq!(*steps.lock().expect("lock"), [5, 5, 5]);
     trackers.finish().expect("finish");
@@ -173,7 +236,11 @@ fn the_scalars_have_hugging_faces_names() {
         eval_bits_per_byte: Some(2.0),
         grad_norm: Some(1.0),
         phase_seconds: Some(PhaseSeconds::default()),
-        extra: [("eval_accuracy".to_owned(), 0.5.into()), ("note".to_owned(), "text".into())].into(),
+        extra: [
+            ("eval_accuracy".to_owned(), 0.5.into()),
+            ("note".to_owned(), "text".into()),
+        ]
+        .into(),
         ..step(1)
     };
     let tags: Vec<_> = metrics.scalars().into_iter().map(|(tag, _)| tag).collect();

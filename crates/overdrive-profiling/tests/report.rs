@@ -25,7 +25,8 @@ fn metrics() -> Vec<StepMetrics> {
                 step,
                 loss: curve + 0.35 * noise(),
                 learning_rate: 2e-3 * warm * decay,
-                tokens_per_second: 3400.0 + 300.0 * noise() - if step == 200 { 1500.0 } else { 0.0 },
+                tokens_per_second: 3400.0 + 300.0 * noise()
+                    - if step == 200 { 1500.0 } else { 0.0 },
                 peak_memory_bytes: (640 << 20) + if step > 1 { 45 << 20 } else { 0 },
                 grad_norm: Some(0.6 + 2.0 * (-at / 40.0).exp() + 0.2 * noise()),
                 tokens_seen: Some(step * 2048),
@@ -56,6 +57,7 @@ fn report() -> Report {
             "preset": "tiny", "seed": 42, "learning_rate": 2e-3, "lr_scheduler_type": "cosine",
             "warmup_ratio": 0.05, "per_device_train_batch_size": 8, "context_length": 256,
             "data": ["src/lib.rs", "src/main.rs"], "tf32": null,
+            "output_dir": "runs/tiny-001", "weight_decay": 0.1, "gradient_accumulation_steps": 1,
             "model": {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4},
         }),
         samples: vec![
@@ -106,17 +108,25 @@ fn a_report_holds_figures_curves_breakdown_samples_configuration_and_machine() {
         "prefers-color-scheme: dark",
     ] {
         let apostrophe = part.replace("&#39;", "'");
-        assert!(html.contains(part) || html.contains(&apostrophe), "{part} is missing");
+        assert!(
+            html.contains(part) || html.contains(&apostrophe),
+            "{part} is missing"
+        );
     }
     assert!(!html.contains("NaN"), "no value is NaN");
-    assert!(!html.contains("aria-label=\"Loss scale by step\""), "no scaler was used");
+    assert!(
+        !html.contains("aria-label=\"Loss scale by step\""),
+        "no scaler was used"
+    );
     assert!(!html.contains("tf32"), "keys without a value are left out");
 }
 
 #[test]
 fn a_report_needs_nothing_beside_it() {
     let html = report().to_html().expect("draws");
-    for outside in ["http://", "https://", "src=", "url(", "@import", "<script", "<link"] {
+    for outside in [
+        "http://", "https://", "src=", "url(", "@import", "<script", "<link",
+    ] {
         assert!(!html.contains(outside), "{outside} in the page");
     }
     assert!(html.len() < 300_000, "{} bytes", html.len());
@@ -128,9 +138,15 @@ fn text_from_the_model_is_shown_and_not_run() {
     let html = Report {
         title: bad.into(),
         description: bad.into(),
-        samples: vec![Sample { prompt: bad.into(), completion: bad.into() }],
+        samples: vec![Sample {
+            prompt: bad.into(),
+            completion: bad.into(),
+        }],
         configuration: json!({ bad: bad }),
-        machine: Some(Machine { cpu: bad.into(), ..Default::default() }),
+        machine: Some(Machine {
+            cpu: bad.into(),
+            ..Default::default()
+        }),
         notes: vec![bad.into()],
         ..report()
     }
@@ -156,8 +172,16 @@ fn a_run_that_blew_up_has_a_report_that_says_so() {
         step.loss = f64::NAN;
         step.eval_loss = step.eval_loss.map(|_| f64::NAN);
     }
-    let html = Report { metrics, ..report() }.to_html().expect("draws");
-    assert!(html.contains("The loss of 300 steps is not finite"), "no note");
+    let html = Report {
+        metrics,
+        ..report()
+    }
+    .to_html()
+    .expect("draws");
+    assert!(
+        html.contains("The loss of 300 steps is not finite"),
+        "no note"
+    );
     assert!(html.contains("not finite</dd>"), "no figure");
 }
 
@@ -168,9 +192,19 @@ fn the_loss_curve_stands_alone() {
     report().write_loss_svg(&path).expect("writes");
     fs::copy(&path, concat!(env!("CARGO_TARGET_TMPDIR"), "/loss.svg")).expect("copies");
     let svg = fs::read_to_string(&path).expect("read");
-    assert!(svg.starts_with("<svg xmlns=\"http://www.w3.org/2000/svg\""), "{}", &svg[..80]);
+    assert!(
+        svg.starts_with("<svg xmlns=\"http://www.w3.org/2000/svg\""),
+        "{}",
+        &svg[..80]
+    );
     assert!(svg.trim_end().ends_with("</svg>"));
-    for part in ["validation", "training, smoothed", "nats a token", "<style>", "step"] {
+    for part in [
+        "validation",
+        "training, smoothed",
+        "nats a token",
+        "<style>",
+        "step",
+    ] {
         assert!(svg.contains(part), "{part} is missing");
     }
     assert!(svg.len() < 100_000, "{} bytes", svg.len());
@@ -178,6 +212,13 @@ fn the_loss_curve_stands_alone() {
 
 #[test]
 fn a_report_that_cannot_be_written_names_the_file() {
-    let error = report().write_html("/nowhere/report.html").expect_err("no such folder");
-    assert!(error.to_string().starts_with("cannot write /nowhere/report.html: "), "{error}");
+    let error = report()
+        .write_html("/nowhere/report.html")
+        .expect_err("no such folder");
+    assert!(
+        error
+            .to_string()
+            .starts_with("cannot write /nowhere/report.html: "),
+        "{error}"
+    );
 }

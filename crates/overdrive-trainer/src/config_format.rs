@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::{Error, Result, TrainingArguments};
+use crate::{Error, Layers, Result, TrainingArguments};
 
 /// The format of a configuration file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,12 +82,26 @@ impl TrainingArguments {
     /// The configuration as a file of this format would hold it.
     ///
     /// # Errors
-    /// [`Error::Unwritable`]: TOML has no whole numbers above 2⁶³, for one.
+    /// [`Error::Unwritable`]: TOML has no whole numbers from 2⁶³ on, and no `null` to say that a key
+    /// to which the preset gives a value has none.
     pub fn to_text(&self, format: ConfigFormat) -> Result<String> {
-        format.write(self).map_err(|message| Error::Unwritable {
+        let unwritable = |message| Error::Unwritable {
             format: format.name(),
             message,
-        })
+        };
+        let text = format.write(self).map_err(unwritable)?;
+        if format == ConfigFormat::Toml {
+            let values = format.parse(&text).map_err(unwritable)?;
+            let again = Layers::new(self.preset).layer(values, "the written configuration")?;
+            if again.arguments() != self {
+                return Err(unwritable(format!(
+                    "a key that the preset `{}` gives a value has none here, and TOML has no \
+                     `null`; write JSON or YAML",
+                    self.preset
+                )));
+            }
+        }
+        Ok(text)
     }
 
     /// Writes the configuration to a file, in the format that its name says. Reading it back with

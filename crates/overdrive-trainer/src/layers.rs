@@ -87,6 +87,7 @@ impl Layers {
         rename_aliases(&mut values, origin)?;
         foreign_keys::refuse_or_drop(&mut values, origin)?;
         let defaults = diagnosis::as_value(&TrainingArguments::default())?;
+        refuse_other_shapes(&values, &defaults, origin)?;
         let mut merged = diagnosis::as_value(&self.arguments)?;
         if let Value::Object(below) = &mut merged {
             push_out(below, &values, &defaults);
@@ -94,6 +95,11 @@ impl Layers {
         merge(&mut merged, Value::Object(values), &defaults);
         self.arguments = diagnosis::read_arguments(merged, origin)?;
         Ok(self)
+    }
+
+    /// The configuration so far, not validated.
+    pub fn arguments(&self) -> &TrainingArguments {
+        &self.arguments
     }
 
     /// The configuration, validated.
@@ -139,6 +145,22 @@ fn rename_aliases(values: &mut Map<String, Value>, origin: &str) -> Result<()> {
         };
     }
     Ok(())
+}
+
+/// Serde would take a list for a struct, value by value.
+fn refuse_other_shapes(values: &Map<String, Value>, defaults: &Value, origin: &str) -> Result<()> {
+    let other = values.iter().find(|(key, value)| {
+        defaults[key.as_str()].is_object() && !value.is_object() && !value.is_null()
+    });
+    let Some((key, value)) = other else {
+        return Ok(());
+    };
+    Err(Error::WrongType {
+        origin: origin.to_owned(),
+        key: key.clone(),
+        given: diagnosis::describe(value),
+        expected: "keys with values".to_owned(),
+    })
 }
 
 fn push_out(below: &mut Map<String, Value>, values: &Map<String, Value>, defaults: &Value) {

@@ -50,7 +50,7 @@ const MOST_POINTS: usize = 700;
 /// Colours of a chart that stands alone; the page has the same in its own style sheet.
 const STANDALONE_STYLE: &str = "<style>\
     .bg{fill:#fff}.f-ink{fill:#52525b}.s-grid{stroke:#e7e7ea}.s-axis{stroke:#a1a1aa}\
-    .s-faint{stroke:#0072b2;stroke-opacity:.28}.s-main{stroke:#0072b2}.f-main{fill:#0072b2}\
+    .s-faint{stroke:#0072b2;stroke-opacity:.4}.s-main{stroke:#0072b2}.f-main{fill:#0072b2}\
     .s-second{stroke:#d55e00}.f-second{fill:#d55e00}\
     text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',sans-serif}\
     @media(prefers-color-scheme:dark){.bg{fill:#16181d}.f-ink{fill:#a8adb8}.s-grid{stroke:#2a2e37}\
@@ -102,6 +102,8 @@ impl Chart {
     pub(super) fn standalone(&self) -> Result<String> {
         let (width, height) = self.size;
         let top = 44;
+        // The page has padding around the chart; a file of its own needs some too.
+        let (left, width) = (8, width + 16);
         let mut legend = String::new();
         let mut x = width.saturating_sub(16);
         for series in self.series.iter().rev() {
@@ -124,7 +126,7 @@ impl Chart {
              viewBox=\"0 0 {width} {}\" role=\"img\" aria-label=\"{} by step\">{STANDALONE_STYLE}\
              <rect class=\"bg\" width=\"100%\" height=\"100%\"/>\
              <text x=\"16\" y=\"29\" font-size=\"17\" font-weight=\"600\" class=\"f-ink\">{}</text>\
-             {legend}<g transform=\"translate(0 {top})\">{}</g></svg>\n",
+             {legend}<g transform=\"translate({left} {top})\">{}</g></svg>\n",
             height + top,
             height + top,
             self.title,
@@ -175,7 +177,7 @@ impl Chart {
             .light_line_style(TRANSPARENT)
             .axis_style(AXIS)
             .x_labels(if self.size.0 < 600 { 5 } else { 9 })
-            .y_labels(5)
+            .y_labels(if self.size.1 < 300 { 5 } else { 8 })
             .label_style(text.clone())
             .axis_desc_style(text)
             .x_desc("step")

@@ -271,20 +271,27 @@ fn table(title: &str, rows: &[(String, String)]) -> String {
     if rows.is_empty() {
         return String::new();
     }
-    let rows: String = rows
-        .iter()
-        .map(|(name, value)| {
-            format!(
-                "<tr><th scope=\"row\">{}</th><td>{}</td></tr>\n",
-                escape(name),
-                escape(value)
-            )
+    let row = |(name, value): &(String, String)| {
+        format!(
+            "<tr><th scope=\"row\">{}</th><td>{}</td></tr>\n",
+            escape(name),
+            escape(value)
+        )
+    };
+    // Two halves, which stand side by side where there is room.
+    let half = if rows.len() > 3 {
+        rows.len().div_ceil(2)
+    } else {
+        rows.len()
+    };
+    let columns: String = rows
+        .chunks(half)
+        .map(|rows| {
+            let rows: String = rows.iter().map(row).collect();
+            format!("<table class=\"pairs\">\n<tbody>\n{rows}</tbody>\n</table>\n")
         })
         .collect();
-    section(
-        title,
-        &format!("<table class=\"pairs\">\n<tbody>\n{rows}</tbody>\n</table>"),
-    )
+    section(title, &format!("<div class=\"columns\">\n{columns}</div>"))
 }
 
 #[cfg(test)]
