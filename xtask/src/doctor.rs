@@ -240,9 +240,18 @@ fn libtorch(findings: &mut Findings, environment: &Environment) -> Option<Libtor
             Some(torch)
         }
         Err(error) => {
-            let text = error.to_string();
             findings.say("libtorch", "not found");
-            findings.fatal(text.lines().next().unwrap_or(&text), "cargo xtask setup");
+            let (what, remedy) = match error {
+                overdrive_build::Error::NotFound { .. } => (
+                    "libtorch has not been fetched yet".to_owned(),
+                    "cargo xtask setup",
+                ),
+                other => (
+                    other.to_string(),
+                    "unset that variable, then cargo xtask setup",
+                ),
+            };
+            findings.fatal(what, remedy);
             None
         }
     }

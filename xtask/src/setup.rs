@@ -29,6 +29,8 @@ pub(crate) struct Found {
     pub(crate) libtorch: Libtorch,
     pub(crate) root: PathBuf,
     choice: Choice,
+    /// What led to it, for people.
+    how: String,
     recorded: bool,
 }
 
@@ -41,9 +43,9 @@ impl Found {
             .as_deref()
             .unwrap_or("of unknown version");
         println!(
-            "libtorch {version} ({kind}) is at {} (from {})",
+            "libtorch {version} ({kind}) is at {} ({})",
             self.root.display(),
-            self.libtorch.source
+            self.how
         );
         let done = if self.recorded { "now says" } else { "says" };
         println!(
@@ -114,7 +116,11 @@ fn look(
     {
         let libtorch = Libtorch::at(&record.libtorch, Source::Variable);
         if libtorch.missing().is_empty() && version_fits(environment, &libtorch) {
-            return Ok(Some(found(libtorch, Choice::Own)));
+            let how = "chosen earlier; `cargo xtask setup --cpu` goes back to Overdrive's own";
+            return Ok(Some(Found {
+                how: how.to_owned(),
+                ..found(libtorch, Choice::Own)
+            }));
         }
         eprintln!(
             "warning: the libtorch that was chosen earlier, {}, is no longer usable; going on \
@@ -183,10 +189,12 @@ fn found(libtorch: Libtorch, choice: Choice) -> Found {
         .parent()
         .unwrap_or(&libtorch.lib_dir)
         .to_path_buf();
+    let how = format!("from {}", libtorch.source);
     Found {
         libtorch,
         root,
         choice,
+        how,
         recorded: false,
     }
 }
@@ -225,10 +233,11 @@ fn fetched(environment: &Environment, variant: Variant, force: bool) -> Result<F
         eprintln!("{text}");
     })
     .map_err(not_writable)?;
-    if !force || waited {
-        if let Some(found) = cached(environment, variant) {
-            return Ok(found);
-        }
+    // Whoever was waited for has just made it, also if this run was to make it anew.
+    if (!force || waited)
+        && let Some(found) = cached(environment, variant)
+    {
+        return Ok(found);
     }
     for folder in [&downloads, &cache.join("libtorch")] {
         fs::create_dir_all(folder)
@@ -362,6 +371,7 @@ fn assemble(archives: &[PathBuf], made: &Path, platform: Platform, variant: Vari
     }
     let manifest = manifest(made)?;
     write(MANIFEST, &manifest)?;
+    eprintln!("writing it to disk");
     unpack::sync(made)
 }
 

@@ -15,7 +15,7 @@ pub struct Libtorch {
     /// The folder of the shared libraries; belongs into the run path.
     pub lib_dir: PathBuf,
     /// The folders for a C++ compiler's `-I`, in order: `include` and
-    /// `include/torch/csrc/api/include` (from Python possibly more).
+    /// `include/torch/csrc/api/include`.
     pub include_dirs: Vec<PathBuf>,
     /// The version without the build's suffix, `2.11.0` and not `2.11.0+cpu`; `None` where
     /// neither `build-version` nor the headers say it.
@@ -23,7 +23,7 @@ pub struct Libtorch {
     /// Whether `libtorch_cuda` is in [`lib_dir`](Self::lib_dir).
     pub cuda: bool,
     /// The value of `_GLIBCXX_USE_CXX11_ABI` that it was compiled with; always true since
-    /// PyTorch 2.7 unless `LIBTORCH_CXX11_ABI=0` or Python says otherwise.
+    /// PyTorch 2.7 unless `LIBTORCH_CXX11_ABI=0` says otherwise.
     pub cxx11_abi: bool,
     /// What led to it.
     pub source: Source,

@@ -1,20 +1,17 @@
 //! The PyTorch of a Python interpreter.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::libtorch::{has_cuda, without_suffix};
 use crate::{Environment, Error, Libtorch, Result, Source};
 
-/// Prints one `key=value` a line. Starting PyTorch takes seconds; nothing cheaper knows editable
-/// installations and `PYTHONPATH`.
+/// Prints the folder of the package without importing it: that would take seconds, each time. The
+/// headers and libraries lie in it, and the version is in the headers.
 const QUESTION: &str = "\
-import torch
-from torch.utils import cpp_extension as c
-print('version=' + torch.__version__)
-print('abi=' + str(int(torch._C._GLIBCXX_USE_CXX11_ABI)))
-for p in c.include_paths(): print('include=' + p)
-for p in c.library_paths(): print('lib=' + p)
+import importlib.util, os
+spec = importlib.util.find_spec('torch')
+if spec is None: raise SystemExit(\"No module named 'torch'\")
+print('torch=' + os.path.dirname(os.path.abspath(spec.origin)))
 ";
 
 /// The interpreter that `torch-sys` would ask: `python` inside a virtual environment, where it is
@@ -50,39 +47,17 @@ pub(crate) fn libtorch(environment: &Environment) -> Result<Libtorch> {
             .to_owned();
         return Err(fail(format!("it ended with {} ({last})", output.status)));
     }
-    parse(&String::from_utf8_lossy(&output.stdout), &interpreter)
-        .ok_or_else(|| fail("its answer names no library folder".to_owned()))
+    let root = folder(&String::from_utf8_lossy(&output.stdout))
+        .ok_or_else(|| fail("it did not name a folder".to_owned()))?;
+    Ok(Libtorch::at(&root, Source::Python { interpreter }))
 }
 
-fn parse(answer: &str, interpreter: &std::path::Path) -> Option<Libtorch> {
-    let values = |key: &str| {
-        answer
-            .lines()
-            .filter_map(|line| line.split_once('='))
-            .filter(|(k, _)| *k == key)
-            .map(|(_, value)| value.trim().to_owned())
-            .collect::<Vec<_>>()
-    };
-    // Several with CUDA: torch-sys keeps the last it reads, PyTorch's own folder is the first.
-    // The one that holds the libraries is meant.
-    let dirs: Vec<PathBuf> = values("lib").into_iter().map(PathBuf::from).collect();
-    let lib_dir = dirs
-        .iter()
-        .find(|dir| crate::libtorch::library(dir, "torch_cpu").is_some())
-        .or(dirs.first())?
-        .clone();
-    Some(Libtorch {
-        cuda: has_cuda(&lib_dir),
-        lib_dir,
-        include_dirs: values("include").into_iter().map(PathBuf::from).collect(),
-        version: values("version")
-            .first()
-            .map(|v| without_suffix(v).to_owned()),
-        cxx11_abi: values("abi").first().is_none_or(|abi| abi != "0"),
-        source: Source::Python {
-            interpreter: interpreter.to_path_buf(),
-        },
-    })
+/// The folder in the answer, which warnings of site packages may stand around.
+fn folder(answer: &str) -> Option<PathBuf> {
+    let path = answer
+        .lines()
+        .find_map(|line| line.strip_prefix("torch="))?;
+    Some(Path::new(path.trim_end()).to_path_buf())
 }
 
 #[cfg(test)]
@@ -101,14 +76,11 @@ mod tests {
 
     #[test]
     fn the_answer_of_python_is_read() {
-        let answer = "a warning\nversion=2.11.0+cu130\nabi=1\ninclude=/p/torch/include\n\
-                      include=/p/torch/include/torch/csrc/api/include\nlib=/p/torch/lib\n";
-        let torch = parse(answer, "python3".as_ref()).unwrap();
-        assert_eq!(torch.version.as_deref(), Some("2.11.0"));
-        assert_eq!(torch.lib_dir, PathBuf::from("/p/torch/lib"));
-        assert_eq!(torch.include_dirs.len(), 2);
-        assert!(torch.cxx11_abi);
-        assert!(!torch.cuda);
-        assert!(parse("version=2.11.0\n", "python3".as_ref()).is_none());
+        let answer = "a warning\ntorch=/p/site packages/torch\n";
+        assert_eq!(
+            folder(answer),
+            Some(PathBuf::from("/p/site packages/torch"))
+        );
+        assert_eq!(folder("a warning\n"), None);
     }
 }

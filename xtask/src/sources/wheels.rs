@@ -358,6 +358,13 @@ fn refusal(said: &[String], python: &Path) -> Refusal {
                 .to_owned(),
         );
     }
+    if all.contains("(from versions: none)") {
+        return Refusal::Unavailable(
+            "pip's package index lists no such package; is it the right index, and does it \
+             answer (`pip config list`, `pip download` with -v)?"
+                .to_owned(),
+        );
+    }
     let errors: Vec<&str> = said
         .iter()
         .filter_map(|line| line.strip_prefix("ERROR: "))
@@ -478,6 +485,7 @@ mod tests {
         assert!(reason("ERROR: OSError: [Errno 28] No space left on device").starts_with("fatal"));
         assert!(reason("/usr/bin/python3: No module named pip").contains("ensurepip"));
         assert!(reason("WARNING: … NewConnectionError('…')").contains("network"));
+        assert!(reason("ERROR: Could not find … (from versions: none)").contains("index"));
         assert_eq!(
             reason("ERROR: No matching distribution found for torch===2.11.0"),
             "pip failed: No matching distribution found for torch===2.11.0"
