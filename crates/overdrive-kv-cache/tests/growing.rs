@@ -4,7 +4,7 @@ use overdrive_kv_cache::{Error, GrowingCache, KvCache};
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
-fn random(shape: impl tch::IntList) -> Tensor {
+fn random(shape: &[i64]) -> Tensor {
     Tensor::randn(shape, (Kind::Float, Device::Cpu))
 }
 
@@ -36,11 +36,11 @@ proptest! {
         let (layers, shape) = (2, |tokens| [2, 3, tokens, 4]);
         let mut cache = GrowingCache::with_capacity(layers, capacity);
         let mut expected: Vec<[Tensor; 2]> =
-            (0..layers).map(|_| [random(shape(0)), random(shape(0))]).collect();
+            (0..layers).map(|_| [random(&shape(0)), random(&shape(0))]).collect();
         for action in actions {
             match action {
                 Action::Append(tokens) => for (layer, held) in expected.iter_mut().enumerate() {
-                    let new = [random(shape(tokens)), random(shape(tokens))];
+                    let new = [random(&shape(tokens)), random(&shape(tokens))];
                     for (old, new) in held.iter_mut().zip(&new) {
                         *old = Tensor::cat(&[&*old, new], 2);
                     }
@@ -75,7 +75,7 @@ fn appending_moves_the_buffer_only_when_the_capacity_doubles() {
     let mut moves = 0;
     let mut address = None;
     for _ in 0..1000 {
-        let token = random([1, 1, 1, 8]);
+        let token = random(&[1, 1, 1, 8]);
         let now = cache.append(0, &token, &token).unwrap().keys.data_ptr();
         moves += i32::from(address.is_some_and(|before| before != now));
         address = Some(now);
@@ -90,7 +90,7 @@ fn appending_moves_the_buffer_only_when_the_capacity_doubles() {
 #[test]
 fn the_length_counts_only_tokens_that_every_layer_holds() {
     let mut cache = GrowingCache::new(2);
-    let token = random([1, 1, 3, 8]);
+    let token = random(&[1, 1, 3, 8]);
     cache.append(0, &token, &token).unwrap();
     assert_eq!(cache.len(), 0, "the second layer has not been called");
     cache.append(1, &token, &token).unwrap();
@@ -104,7 +104,7 @@ fn the_length_counts_only_tokens_that_every_layer_holds() {
 fn values_may_be_wider_than_keys() {
     let mut cache = GrowingCache::new(1);
     let view = cache
-        .append(0, &random([1, 2, 3, 8]), &random([1, 2, 3, 16]))
+        .append(0, &random(&[1, 2, 3, 8]), &random(&[1, 2, 3, 16]))
         .unwrap();
     assert_eq!(
         (view.keys.size(), view.values.size()),
@@ -115,7 +115,7 @@ fn values_may_be_wider_than_keys() {
 #[test]
 fn what_does_not_fit_is_refused_and_leaves_the_cache_as_it_was() {
     let mut cache = GrowingCache::new(1);
-    let token = random([2, 1, 1, 8]);
+    let token = random(&[2, 1, 1, 8]);
     cache.append(0, &token, &token).unwrap();
 
     let text = |result: Result<_, Error>| {
@@ -130,13 +130,13 @@ fn what_does_not_fit_is_refused_and_leaves_the_cache_as_it_was() {
             .contains("layer 3 does not exist in a cache of 1")
     );
     assert!(
-        text(cache.append(0, &token, &random([2, 1, 2, 8])).map(drop))
+        text(cache.append(0, &token, &random(&[2, 1, 2, 8])).map(drop))
             .contains("do not fit together")
     );
     assert!(
-        text(cache.append(0, &random([2, 8]), &token).map(drop)).contains("expected (B, H, T, D)")
+        text(cache.append(0, &random(&[2, 8]), &token).map(drop)).contains("expected (B, H, T, D)")
     );
-    let other = random([1, 1, 1, 8]);
+    let other = random(&[1, 1, 1, 8]);
     assert!(text(cache.append(0, &other, &other).map(drop)).contains("reset the cache"));
     let half = token.to_kind(Kind::Half);
     assert!(text(cache.append(0, &half, &half).map(drop)).contains("Half"));

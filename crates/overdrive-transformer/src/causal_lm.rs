@@ -5,6 +5,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::gpt2::Gpt2;
 use crate::init::initial;
+use crate::input::Shape;
 use crate::llama::Llama;
 use crate::loss::{LabelShift, LossOutput, causal_lm_loss};
 use crate::parameters::ParameterMap;
@@ -160,7 +161,7 @@ impl CausalLm {
     /// As [`CausalLm::forward`].
     pub fn hidden_states(&self, mut input: ForwardInput<'_>) -> Result<Tensor> {
         let shape = input.shape()?;
-        self.check_context(&input, shape.past + shape.tokens)?;
+        self.check_context(&input, shape)?;
         let hidden = match &self.backbone {
             Backbone::Llama(model) => {
                 model.forward(&mut input, shape, &self.execution, self.training)
@@ -269,7 +270,7 @@ impl CausalLm {
         self.generation_config.as_ref()
     }
 
-    fn check_context(&self, input: &ForwardInput<'_>, positions: i64) -> Result<()> {
+    fn check_context(&self, input: &ForwardInput<'_>, shape: Shape) -> Result<()> {
         let (limit, key) = self.config.context();
         if let Some(cache) = &input.cache
             && cache.layers() != self.num_layers()
@@ -279,6 +280,18 @@ impl CausalLm {
                 model: self.num_layers(),
             });
         }
+        let positions = match input.position_ids {
+            None => shape.past + shape.tokens,
+            Some(ids) if i64::try_from(ids.f_min()?)? < 0 => {
+                return Err(Error::BadInput {
+                    name: "position_ids",
+                    found: "partly negative".to_owned(),
+                    expected: format!("in 0..{limit}"),
+                });
+            }
+            // Padding takes places and no positions.
+            Some(ids) => i64::try_from(ids.f_max()?)? + 1,
+        };
         if positions > limit {
             return Err(Error::ContextExceeded {
                 positions,

@@ -1,0 +1,109 @@
+use overdrive_transformer::ModelConfig;
+use tch::{Device, Kind, Tensor};
+
+use crate::{Error, Result};
+
+/// Prompts of a batch, padded on the left so that all end at the same place.
+#[derive(Debug)]
+pub(crate) struct PaddedPrompts {
+    /// `(B, T)`.
+    pub(crate) ids: Tensor,
+    /// `(B, T)`, 1 for a token; `None` where no row is padded.
+    mask: Option<Tensor>,
+    /// Padding of each row, `(B, 1)`.
+    padding: Tensor,
+    /// The model's context.
+    context: i64,
+}
+
+impl PaddedPrompts {
+    pub(crate) fn new(
+        prompts: &[Vec<i64>],
+        pad: i64,
+        context: i64,
+        device: Device,
+    ) -> Result<PaddedPrompts> {
+        let width = prompts.iter().map(Vec::len).max().unwrap_or(0);
+        let padding: Vec<usize> = prompts.iter().map(|prompt| width - prompt.len()).collect();
+        let mut ids = Vec::with_capacity(prompts.len() * width);
+        let mut mask = Vec::with_capacity(prompts.len() * width);
+        for (prompt, &padding) in prompts.iter().zip(&padding) {
+            ids.extend(std::iter::repeat_n(pad, padding).chain(prompt.iter().copied()));
+            mask.extend((0..width).map(|place| i64::from(place >= padding)));
+        }
+        let shape = [prompts.len() as i64, width as i64];
+        let tensor = |values: &[i64]| -> Result<Tensor> {
+            Ok(Tensor::f_from_slice(values)?
+                .f_view(shape)?
+                .f_to_device(device)?)
+        };
+        let padded = padding.iter().any(|&n| n > 0);
+        Ok(PaddedPrompts {
+            ids: tensor(&ids)?,
+            mask: padded.then(|| tensor(&mask)).transpose()?,
+            padding: {
+                let padding: Vec<i64> = padding.into_iter().map(|n| n as i64).collect();
+                Tensor::f_from_slice(&padding)?
+                    .f_unsqueeze(1)?
+                    .f_to_device(device)?
+            },
+            context,
+        })
+    }
+
+    /// Positions `(B, tokens)` of the tokens from place `past` on, counted without padding, as
+    /// transformers' `generate` does; `None` where the model's own count is right.
+    pub(crate) fn positions(&self, past: i64, tokens: i64) -> Result<Option<Tensor>> {
+        if self.mask.is_none() {
+            return Ok(None);
+        }
+        let options = (Kind::Int64, self.ids.device());
+        let places = Tensor::f_arange_start(past, past + tokens, options)?.f_unsqueeze(0)?;
+        // A row that has ended is read on with padding until the others end, and nobody looks at what
+        // it gives: its positions stop at the context.
+        Ok(Some(
+            places.f_sub(&self.padding)?.f_clamp(0, self.context - 1)?,
+        ))
+    }
+
+    /// The padding mask `(B, places)` of prompts and continuations together.
+    pub(crate) fn mask(&self, places: i64) -> Result<Option<Tensor>> {
+        let Some(mask) = &self.mask else {
+            return Ok(None);
+        };
+        let new = places - mask.size()[1];
+        let ones = mask.f_new_ones([mask.size()[0], new], (Kind::Int64, mask.device()))?;
+        Ok(Some(Tensor::f_cat(&[mask, &ones], 1)?))
+    }
+}
+
+/// Checks every prompt against the model.
+pub(crate) fn check(prompts: &[Vec<i64>], config: &ModelConfig) -> Result<()> {
+    if prompts.is_empty() {
+        return Err(Error::NoPrompts);
+    }
+    let (limit, vocab_size) = (config.max_position_embeddings(), config.vocab_size());
+    for (row, prompt) in prompts.iter().enumerate() {
+        if prompt.is_empty() {
+            return Err(Error::EmptyPrompt { row });
+        }
+        if prompt.len() as i64 > limit {
+            return Err(Error::PromptTooLong {
+                row,
+                tokens: prompt.len(),
+                limit,
+            });
+        }
+        let outside = prompt.iter().position(|id| !(0..vocab_size).contains(id));
+        if let Some(position) = outside {
+            let id = prompt[position];
+            return Err(Error::TokenOutOfRange {
+                row,
+                position,
+                id,
+                vocab_size,
+            });
+        }
+    }
+    Ok(())
+}

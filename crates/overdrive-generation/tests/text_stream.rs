@@ -1,0 +1,122 @@
+//! Incremental decoding against decoding all at once.
+
+use overdrive_generation::TextStream;
+use proptest::prelude::*;
+use tokenizers::Tokenizer;
+
+/// A byte-level BPE whose tokens are the 256 bytes, the id of a byte being its place in the sorted
+/// alphabet, and one special token, 256.
+fn byte_tokenizer() -> Tokenizer {
+    let mut alphabet: Vec<char> = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet()
+        .into_iter()
+        .collect();
+    alphabet.sort_unstable();
+    let vocab: serde_json::Map<_, _> = alphabet
+        .iter()
+        .enumerate()
+        .map(|(id, c)| (c.to_string(), id.into()))
+        .collect();
+    let json = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+        "post_processor": null,
+        "added_tokens": [{"id": 256, "content": "<end>", "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true}],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+            "use_regex": true},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true,
+            "use_regex": true},
+        "model": {"type": "BPE", "dropout": null, "unk_token": null,
+            "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": false,
+            "byte_fallback": false, "vocab": vocab, "merges": []},
+    });
+    serde_json::from_value(json).unwrap()
+}
+
+fn ids(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
+    tokenizer.encode(text, false).unwrap().get_ids().to_vec()
+}
+
+#[test]
+fn a_character_of_four_tokens_comes_in_one_piece() {
+    let tokenizer = byte_tokenizer();
+    let mut stream = TextStream::new(&tokenizer, true);
+    let pieces: Vec<String> = ids(&tokenizer, "a🦀é")
+        .into_iter()
+        .map(|id| stream.push(id).unwrap())
+        .collect();
+    assert_eq!(pieces, ["a", "", "", "", "🦀", "", "é"]);
+    assert_eq!(stream.finish().unwrap(), "");
+}
+
+#[test]
+fn bytes_that_become_no_character_come_at_the_end_as_replacements() {
+    let tokenizer = byte_tokenizer();
+    let mut stream = TextStream::new(&tokenizer, true);
+    for id in &ids(&tokenizer, "🦀")[..2] {
+        assert_eq!(stream.push(*id).unwrap(), "");
+    }
+    assert_eq!(stream.finish().unwrap(), "\u{fffd}");
+    assert_eq!(
+        stream.push(ids(&tokenizer, "b")[0]).unwrap(),
+        "b",
+        "it begins anew"
+    );
+}
+
+#[test]
+fn special_tokens_leave_text_only_where_wanted() {
+    let tokenizer = byte_tokenizer();
+    assert_eq!(TextStream::new(&tokenizer, true).push(256).unwrap(), "");
+    assert_eq!(
+        TextStream::new(&tokenizer, false).push(256).unwrap(),
+        "<end>"
+    );
+}
+
+#[test]
+fn a_prompt_gives_no_text_but_completes_characters() {
+    let tokenizer = byte_tokenizer();
+    let prompt = ids(&tokenizer, "hello");
+    let mut stream = TextStream::new(&tokenizer, true).with_prefix(&prompt);
+    assert_eq!(stream.push(ids(&tokenizer, "!")[0]).unwrap(), "!");
+    let crab = ids(&tokenizer, "🦀");
+    let mut stream = TextStream::new(&tokenizer, true).with_prefix(&crab[..2]);
+    assert_eq!(stream.push(crab[2]).unwrap(), "");
+    assert_eq!(stream.push(crab[3]).unwrap(), "🦀");
+}
+
+#[test]
+fn an_unknown_token_is_an_error_or_no_text() {
+    let tokenizer = byte_tokenizer();
+    // The tokenizers crate passes over ids it does not know.
+    assert_eq!(TextStream::new(&tokenizer, true).push(99_999).unwrap(), "");
+}
+
+proptest! {
+    #[test]
+    fn pieces_joined_are_the_text_decoded_at_once(bytes in proptest::collection::vec(0u32..257, 0..60)) {
+        let tokenizer = byte_tokenizer();
+        let mut stream = TextStream::new(&tokenizer, true);
+        let mut text = String::new();
+        for id in &bytes {
+            text.push_str(&stream.push(*id).unwrap());
+        }
+        text.push_str(&stream.finish().unwrap());
+        prop_assert_eq!(text, tokenizer.decode(&bytes, true).unwrap());
+    }
+
+    #[test]
+    fn whole_characters_come_as_soon_as_they_are_whole(text in "\\PC{0,20}") {
+        // U+FFFD itself waits for what follows: it cannot be told from an incomplete character.
+        prop_assume!(!text.contains('\u{fffd}'));
+        let tokenizer = byte_tokenizer();
+        let mut stream = TextStream::new(&tokenizer, true);
+        for character in text.chars() {
+            let mut pieces = String::new();
+            for id in ids(&tokenizer, &character.to_string()) {
+                pieces.push_str(&stream.push(id).unwrap());
+            }
+            prop_assert_eq!(pieces, character.to_string());
+        }
+    }
+}
