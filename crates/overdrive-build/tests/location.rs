@@ -1,5 +1,8 @@
 //! The rules of the search, with made-up environments and folders.
 
+// Helpers of tests are not "in tests" to clippy's allow-unwrap-in-tests.
+#![allow(clippy::unwrap_used)]
+
 use std::fs;
 use std::path::{Path, PathBuf};
 

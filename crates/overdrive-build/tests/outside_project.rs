@@ -5,6 +5,9 @@
 //! The first run compiles torch-sys once more (minutes), because the project is not of this
 //! workspace; its target folder is kept in ours, so later runs take seconds.
 
+// Helpers of tests are not "in tests" to clippy's allow-unwrap-in-tests.
+#![allow(clippy::unwrap_used)]
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
