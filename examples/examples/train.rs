@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use clap::Parser;
 use overdrive::accumulation::{AccumulationConfig, GradientAccumulator, Window};
-use overdrive::datasets::{Batch, save_tokenizer};
+use overdrive::datasets::Batch;
 use overdrive::precision::Precision;
 use overdrive::profiling::{
     JsonLines, Machine, Phase, Report, StepMetrics, StepTimer, TensorBoard, Throughput, Tracker,
@@ -39,7 +39,10 @@ fn main() -> Result<()> {
     let (device, precision) = (arguments.device(), arguments.apply()?);
     let data = TextData::prepare(&arguments, |line| println!("{line}"))?;
     let model = arguments.new_model(&data, device)?;
-    println!("model       {:.2}M weights on {device:?}, {precision}", model.num_parameters() as f64 / 1e6);
+    println!(
+        "model       {:.2}M weights on {device:?}, {precision}",
+        model.num_parameters() as f64 / 1e6
+    );
     if let Some(warning) = precision.warning(device) {
         println!("            warning: {warning}");
     }
@@ -47,7 +50,7 @@ fn main() -> Result<()> {
 
     let steps = train(&arguments, &run, &data, &model, precision)?;
     model.save_pretrained(run.model(), &Default::default())?;
-    save_tokenizer(&data.tokenizer, run.model())?;
+    data.save_tokenizer(run.model(), &arguments)?;
     report(&arguments, &run, &data, &model, steps)
 }
 
@@ -83,19 +86,28 @@ fn train(
         timer.begin_step();
         let window: Vec<Batch> = timer.phase(Phase::Data, || {
             let micro_batches = arguments.gradient_accumulation_steps as usize;
-            batches.by_ref().take(micro_batches).collect::<Result<_, _>>()
+            batches
+                .by_ref()
+                .take(micro_batches)
+                .collect::<Result<_, _>>()
         })?;
-        accumulator.open(Window::new(window.iter().map(|batch| batch.label_count as u64)))?;
+        accumulator.open(Window::new(
+            window.iter().map(|batch| batch.label_count as u64),
+        ))?;
         for batch in &window {
             let loss = timer.phase(Phase::Forward, || {
-                precision.autocast(device, || model.loss(&batch.input_ids, &batch.labels, LabelShift::Shifted))
+                precision.autocast(device, || {
+                    model.loss(&batch.input_ids, &batch.labels, LabelShift::Shifted)
+                })
             })??;
             timer.phase(Phase::Backward, || {
                 accumulator.backward(&loss.sum, batch.label_count as u64, scaler.as_mut())
             })?;
         }
         let learning_rate = scheduler.last_lr()[0];
-        let outcome = timer.phase(Phase::Optimizer, || accumulator.step(&mut optimizer, scaler.as_mut()))?;
+        let outcome = timer.phase(Phase::Optimizer, || {
+            accumulator.step(&mut optimizer, scaler.as_mut())
+        })?;
         if outcome.stepped {
             scheduler.step(&mut optimizer)?;
         }
@@ -112,7 +124,10 @@ fn train(
             tokens_per_second: throughput.tokens_per_second(),
             peak_memory_bytes: memory::stats(device).map_or(0, |stats| stats.peak_allocated_bytes),
             epoch: Some(step as f64 / plan.steps_per_epoch as f64),
-            loss_scale: scaler.as_ref().map(|scaler| scaler.get_scale()).transpose()?,
+            loss_scale: scaler
+                .as_ref()
+                .map(|scaler| scaler.get_scale())
+                .transpose()?,
             tokens_seen: Some(throughput.tokens_seen()),
             elapsed_seconds: Some(began.elapsed().as_secs_f64()),
             phase_seconds: Some(phases),
@@ -120,7 +135,11 @@ fn train(
         };
         let stop = interrupt.requested();
         if plan.eval_due(step) || stop {
-            let eval_loss = evaluate(model, data.validation_batches(arguments, device)?, precision)?;
+            let eval_loss = evaluate(
+                model,
+                data.validation_batches(arguments, device)?,
+                precision,
+            )?;
             metrics.eval_loss = Some(eval_loss);
             metrics.eval_bits_per_byte = data.validation.bits_per_byte(eval_loss);
         }
@@ -146,12 +165,21 @@ fn report(
 ) -> Result<()> {
     let samples = write_samples(model, data, arguments)?;
     for sample in &samples {
-        println!("\n--- {}\n{}{}", "sample".to_uppercase(), sample.prompt, sample.completion);
+        println!("\n---\n{}│{}", sample.prompt, sample.completion);
     }
     let metrics = read_metrics(run.metrics())?.records;
-    if let Some(last) = metrics.iter().rev().find(|metrics| metrics.eval_loss.is_some()) {
-        let (loss, bits) = (last.eval_loss.unwrap_or(f64::NAN), last.eval_bits_per_byte.unwrap_or(f64::NAN));
-        println!("\nvalidation loss {loss:.3} nats a token, {bits:.3} bits a byte, after {steps} steps");
+    if let Some(last) = metrics
+        .iter()
+        .rev()
+        .find(|metrics| metrics.eval_loss.is_some())
+    {
+        let (loss, bits) = (
+            last.eval_loss.unwrap_or(f64::NAN),
+            last.eval_bits_per_byte.unwrap_or(f64::NAN),
+        );
+        println!(
+            "\nvalidation loss {loss:.3} nats a token, {bits:.3} bits a byte, after {steps} steps"
+        );
     }
     let report = Report {
         title: format!("Llama, preset {}", arguments.preset),
@@ -164,6 +192,10 @@ fn report(
     };
     report.write_html(run.report())?;
     report.write_loss_svg(run.loss())?;
-    println!("report {}\nmodel  {}", run.report().display(), run.model().display());
+    println!(
+        "report {}\nmodel  {}",
+        run.report().display(),
+        run.model().display()
+    );
     Ok(())
 }

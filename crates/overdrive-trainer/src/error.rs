@@ -147,6 +147,17 @@ pub enum Error {
     #[error(transparent)]
     Model(#[from] overdrive_transformer::Error),
 
+    /// The model could not write.
+    #[error(transparent)]
+    Generation(#[from] overdrive_generation::Error),
+
+    /// The tokenizer does not know its own tokens.
+    #[error("the tokenizer cannot decode what the model wrote: {message}")]
+    Undecodable {
+        /// The tokenizer's words.
+        message: String,
+    },
+
     /// The precision could not be set.
     #[error(transparent)]
     Precision(#[from] overdrive_precision::Error),

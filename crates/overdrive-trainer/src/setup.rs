@@ -1,8 +1,6 @@
 //! From the arguments to the parts of a run: device, precision, model, optimizer, schedule.
 
-use overdrive_optim::{
-    AdamW, AdamWConfig, LrScheduler, Optimizer, Schedule, decay_groups,
-};
+use overdrive_optim::{AdamW, AdamWConfig, LrScheduler, Optimizer, Schedule, decay_groups};
 use overdrive_precision::{GradScaler, GradScalerConfig, Precision};
 use overdrive_transformer::{CausalLm, InitOptions, ModelConfig};
 use tch::{Device, Kind};
@@ -12,7 +10,11 @@ use crate::{Result, TextData, TrainingArguments, TrainingPlan};
 impl TrainingArguments {
     /// The first GPU, or the CPU where there is none or `use_cpu` says so.
     pub fn device(&self) -> Device {
-        if self.use_cpu { Device::Cpu } else { Device::cuda_if_available() }
+        if self.use_cpu {
+            Device::Cpu
+        } else {
+            Device::cuda_if_available()
+        }
     }
 
     /// What `bf16`, `fp16` and `tf32` come to.
@@ -49,13 +51,19 @@ impl TrainingArguments {
     /// # Errors
     /// When the shape is none that can be built.
     pub fn new_model(&self, data: &TextData, device: Device) -> Result<CausalLm> {
-        let mut json = self.model.to_hugging_face(data.vocab_size(), self.context_length);
+        let mut json = self
+            .model
+            .to_hugging_face(data.vocab_size(), self.context_length);
         if let Some(end) = data.end_of_text() {
             json["eos_token_id"] = end.into();
             json["bos_token_id"] = end.into();
         }
         let config = ModelConfig::try_from(json)?;
-        let init = InitOptions { device, kind: Kind::Float, seed: self.seed };
+        let init = InitOptions {
+            device,
+            kind: Kind::Float,
+            seed: self.seed,
+        };
         let model = CausalLm::new(&config, &init)?;
         model.set_requires_grad(true)?;
         Ok(model)
@@ -73,7 +81,10 @@ impl TrainingArguments {
             weight_decay: self.weight_decay,
             ..AdamWConfig::default()
         };
-        Ok(AdamW::new(decay_groups(model.named_parameters(), self.weight_decay), config)?)
+        Ok(AdamW::new(
+            decay_groups(model.named_parameters(), self.weight_decay),
+            config,
+        )?)
     }
 
     /// The schedule that `lr_scheduler_type` names, over the steps of `plan`.

@@ -1,9 +1,11 @@
 //! From the arguments to batches: corpus, tokenizer, token store, split.
 
+use std::path::Path;
+
 use overdrive_datasets::{
     BatchOptions, BpeOptions, BuildOptions, Corpus, CorpusOptions, LastWindow, RandomWindows,
     SequentialWindows, SplitOptions, TokenBatches, TokenView, Tokenizer, build_tokens,
-    default_cache_dir, load_tokenizer, train_bpe_cached,
+    default_cache_dir, load_tokenizer, save_tokenizer, train_bpe_cached,
 };
 use tch::Device;
 
@@ -44,10 +46,17 @@ impl TextData {
             "corpus      {} files, {:.1} MB{}",
             corpus.files().len(),
             megabytes(corpus.total_bytes()),
-            if arguments.data.is_empty() { " of Rust source that Cargo keeps on this machine" } else { "" },
+            if arguments.data.is_empty() {
+                " of Rust source that Cargo keeps on this machine"
+            } else {
+                ""
+            },
         ));
         if corpus.skipped().total() > 0 && !arguments.data.is_empty() {
-            say(&format!("            {} files left out", corpus.skipped().total()));
+            say(&format!(
+                "            {} files left out",
+                corpus.skipped().total()
+            ));
         }
 
         let cache = default_cache_dir()?;
@@ -55,7 +64,10 @@ impl TextData {
             Some(path) => load_tokenizer(path)?,
             None => {
                 let vocab_size = usize::try_from(arguments.vocab_size).unwrap_or(usize::MAX);
-                let options = BpeOptions { vocab_size, ..BpeOptions::default() };
+                let options = BpeOptions {
+                    vocab_size,
+                    ..BpeOptions::default()
+                };
                 let bpe = train_bpe_cached(&corpus, &options, &cache)?;
                 say(&format!(
                     "tokenizer   byte-level BPE, {} tokens{}",
@@ -66,7 +78,10 @@ impl TextData {
             }
         };
 
-        let options = BuildOptions { progress: true, ..BuildOptions::default() };
+        let options = BuildOptions {
+            progress: true,
+            ..BuildOptions::default()
+        };
         let built = build_tokens(&corpus, &tokenizer, &options, &cache)?;
         let cached = if built.was_cached() { " (cached)" } else { "" };
         let all = TokenView::new(built.store);
@@ -81,12 +96,32 @@ impl TextData {
             millions(train.len()),
             millions(validation.len()),
         ));
-        Ok(Self { tokenizer, train, validation })
+        Ok(Self {
+            tokenizer,
+            train,
+            validation,
+        })
     }
 
     /// Tokens of the vocabulary.
     pub fn vocab_size(&self) -> u64 {
         self.tokenizer.get_vocab_size(true) as u64
+    }
+
+    /// Writes the tokenizer into a Hugging Face folder, for a model with this context.
+    ///
+    /// # Errors
+    /// When the folder cannot be written.
+    pub fn save_tokenizer(
+        &self,
+        folder: impl AsRef<Path>,
+        arguments: &TrainingArguments,
+    ) -> Result<()> {
+        let end = self
+            .end_of_text()
+            .and_then(|id| self.tokenizer.id_to_token(id));
+        save_tokenizer(folder, &self.tokenizer, end.as_deref(), context(arguments))?;
+        Ok(())
     }
 
     /// The token that ends a document.
@@ -98,7 +133,11 @@ impl TextData {
     ///
     /// # Errors
     /// [`crate::Error::Data`] if the part is shorter than a window.
-    pub fn train_batches(&self, arguments: &TrainingArguments, device: Device) -> Result<TokenBatches> {
+    pub fn train_batches(
+        &self,
+        arguments: &TrainingArguments,
+        device: Device,
+    ) -> Result<TokenBatches> {
         let windows = RandomWindows::new(self.train.clone(), context(arguments), arguments.seed)?;
         let options = batches_of(arguments.per_device_train_batch_size);
         Ok(TokenBatches::new(windows, options, device)?)
@@ -113,8 +152,11 @@ impl TextData {
         arguments: &TrainingArguments,
         device: Device,
     ) -> Result<TokenBatches> {
-        let mut windows =
-            SequentialWindows::new(self.validation.clone(), context(arguments), LastWindow::Drop)?;
+        let mut windows = SequentialWindows::new(
+            self.validation.clone(),
+            context(arguments),
+            LastWindow::Drop,
+        )?;
         let batch = arguments.per_device_eval_batch_size;
         if let Some(batches) = arguments.max_eval_batches {
             windows = windows.at_most(usize::try_from(batches * batch).unwrap_or(usize::MAX))?;
@@ -135,7 +177,10 @@ fn context(arguments: &TrainingArguments) -> usize {
 
 fn batches_of(size: u64) -> BatchOptions {
     let micro_batch_size = usize::try_from(size).unwrap_or(usize::MAX);
-    BatchOptions { micro_batch_size, ..BatchOptions::default() }
+    BatchOptions {
+        micro_batch_size,
+        ..BatchOptions::default()
+    }
 }
 
 fn megabytes(bytes: u64) -> f64 {
