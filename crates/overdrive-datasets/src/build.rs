@@ -218,7 +218,7 @@ fn cores() -> usize {
 /// A tokenizer set up for documents.
 pub(crate) enum Encoder {
     /// GPT-2's kind, several times as fast.
-    ByteLevel(ByteLevelEncoder),
+    ByteLevel(Box<ByteLevelEncoder>),
     /// Any other.
     Any(Box<Tokenizer>),
 }
@@ -233,7 +233,7 @@ impl Encoder {
         // Text is data: what looks like a special token in it is not one.
         tokenizer.set_encode_special_tokens(true);
         Ok(match ByteLevelEncoder::of(&tokenizer)? {
-            Some(encoder) => Self::ByteLevel(encoder),
+            Some(encoder) => Self::ByteLevel(Box::new(encoder)),
             None => Self::Any(Box::new(tokenizer)),
         })
     }

@@ -174,10 +174,9 @@ fn remove_leftovers(path: &Path) {
     for entry in entries.flatten() {
         let name = entry.file_name();
         let name = name.to_string_lossy();
-        if name.starts_with(&start) && name.ends_with(end) {
-            if let Err(error) = std::fs::remove_file(entry.path()) {
-                tracing::debug!("cannot remove {}: {error}", entry.path().display());
-            }
+        let ours = name.starts_with(&start) && name.ends_with(end);
+        if ours && let Err(error) = std::fs::remove_file(entry.path()) {
+            tracing::debug!("cannot remove {}: {error}", entry.path().display());
         }
     }
 }

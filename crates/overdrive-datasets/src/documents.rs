@@ -126,15 +126,16 @@ fn json_lines_pieces(
             break;
         }
         number += 1;
-        if let Some(text) = json_text(&line, field).map_err(|problem| Error::BadRecord {
+        let text = json_text(&line, field).map_err(|problem| Error::BadRecord {
             path: file.path.clone(),
             line: number,
             offset,
             problem,
-        })? {
-            if !cut_into_pieces(text, max_bytes, read as u64, sink) {
-                return Ok(false);
-            }
+        })?;
+        if let Some(text) = text
+            && !cut_into_pieces(text, max_bytes, read as u64, sink)
+        {
+            return Ok(false);
         }
         offset += read as u64;
     }

@@ -1,4 +1,8 @@
 //! Training byte-level BPE, and tokenizers as files.
+#![allow(
+    clippy::unwrap_used,
+    reason = "tests and their helpers fail by panicking"
+)]
 
 mod common;
 

@@ -1,4 +1,8 @@
 //! Corpora, building token stores, and the cache.
+#![allow(
+    clippy::unwrap_used,
+    reason = "tests and their helpers fail by panicking"
+)]
 
 mod common;
 

@@ -1,4 +1,8 @@
 //! Batches as tensors.
+#![allow(
+    clippy::unwrap_used,
+    reason = "tests and their helpers fail by panicking"
+)]
 #![cfg(feature = "tch")]
 
 mod common;

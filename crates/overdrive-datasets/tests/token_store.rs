@@ -1,4 +1,8 @@
 //! Token stores: what is written is read, and what is damaged is refused by name.
+#![allow(
+    clippy::unwrap_used,
+    reason = "tests and their helpers fail by panicking"
+)]
 
 mod common;
 

@@ -1,4 +1,8 @@
 //! Windows, splits and batches.
+#![allow(
+    clippy::unwrap_used,
+    reason = "tests and their helpers fail by panicking"
+)]
 
 mod common;
 
