@@ -2,6 +2,8 @@
 
 use std::fs;
 
+use overdrive_sys::build_info::{cpu_capability, libtorch_version};
+use overdrive_sys::threads;
 use serde::{Deserialize, Serialize};
 
 /// What a reader of a number must know about the machine behind it.
@@ -17,8 +19,10 @@ pub struct Machine {
     pub memory_bytes: Option<u64>,
     /// Operating system and architecture, as `linux x86_64`.
     pub system: String,
-    /// The libtorch this crate was built for.
+    /// The version of libtorch.
     pub libtorch: String,
+    /// The vector instructions that libtorch's CPU kernels use, as it names them: `AVX2`.
+    pub cpu_capability: String,
     /// CUDA devices that libtorch sees.
     pub cuda_devices: usize,
     /// The name of the device trained on, where the caller knows one.
@@ -31,10 +35,12 @@ impl Machine {
         Self {
             cpu: cpu_name().unwrap_or_else(|| "unknown".to_owned()),
             logical_cores: std::thread::available_parallelism().map_or(1, Into::into),
-            threads: usize::try_from(tch::get_num_threads()).unwrap_or(0),
+            threads: threads::intra_op(),
             memory_bytes: memory_bytes(),
             system: format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
-            libtorch: "2.11.0".to_owned(),
+            // Where libtorch cannot tell, a reader should see why and not a guess.
+            libtorch: libtorch_version().unwrap_or_else(|error| error.to_string()),
+            cpu_capability: cpu_capability().unwrap_or_else(|error| error.to_string()),
             cuda_devices: usize::try_from(tch::Cuda::device_count()).unwrap_or(0),
             accelerator: None,
         }
@@ -92,6 +98,12 @@ mod tests {
         assert!(!machine.cpu.is_empty());
         assert!(machine.logical_cores >= 1);
         assert!(machine.threads >= 1);
+        assert!(machine.libtorch.starts_with("2."), "{}", machine.libtorch);
+        assert!(
+            !machine.cpu_capability.contains(' '),
+            "{}",
+            machine.cpu_capability
+        );
         if cfg!(target_os = "linux") {
             assert!(machine.memory_bytes.is_some_and(|bytes| bytes > 100 << 20));
         }

@@ -50,7 +50,8 @@ impl TrainingProgress {
             return Self::plain(total_steps, std::io::stderr());
         }
         let bar = ProgressBar::with_draw_target(Some(total_steps), ProgressDrawTarget::stderr());
-        let template = "{bar:28.cyan/dim} {percent:>3}%  step {pos}/{len}  {msg}";
+        // The time left comes first: a narrow terminal cuts the message off on the right.
+        let template = "{bar:16.cyan/dim} {pos}/{len}  {prefix}{wide_msg}";
         // The default style stands in for a template that does not parse.
         let style = ProgressStyle::with_template(template)
             .unwrap_or_else(|_| ProgressStyle::default_bar())
@@ -79,15 +80,15 @@ impl TrainingProgress {
         let (first_step, first_seen) = *self.first_step.get_or_insert((metrics.step, now));
         let done_since = metrics.step.saturating_sub(first_step);
         let steps_left = self.total_steps.saturating_sub(metrics.step);
-        let left = if done_since == 0 {
-            f64::NAN
-        } else {
-            now.duration_since(first_seen).as_secs_f64() / done_since as f64 * steps_left as f64
-        };
-        let figures = figures(metrics, left);
+        let left = (done_since > 0 && steps_left > 0).then(|| {
+            let per_step = now.duration_since(first_seen).as_secs_f64() / done_since as f64;
+            units::seconds(per_step * steps_left as f64)
+        });
+        let figures = figures(metrics);
         match &self.output {
             Output::Bar(bar) => {
                 bar.set_position(metrics.step);
+                bar.set_prefix(left.map_or_else(String::new, |left| format!("left {left}  ")));
                 bar.set_message(figures);
             }
             Output::Plain(_) => {
@@ -97,8 +98,9 @@ impl TrainingProgress {
                     let percent = metrics.step * 100 / total.max(1);
                     let width = total.to_string().len();
                     let step = metrics.step;
+                    let left = left.map_or_else(String::new, |left| format!("  left {left}"));
                     self.println(&format!(
-                        "step {step:>width$}/{total} {percent:>3}%  {figures}"
+                        "step {step:>width$}/{total} {percent:>3}%  {figures}{left}"
                     ));
                 }
             }
@@ -146,17 +148,14 @@ impl fmt::Debug for TrainingProgress {
     }
 }
 
-fn figures(metrics: &StepMetrics, seconds_left: f64) -> String {
-    let mut parts = vec![
-        format!("loss {:.3}", metrics.loss),
-        format!("lr {}", units::compact(metrics.learning_rate)),
-        format!("{} tok/s", units::rounded(metrics.tokens_per_second)),
-        format!("peak {}", units::bytes(metrics.peak_memory_bytes)),
-    ];
-    if seconds_left.is_finite() {
-        parts.push(format!("left {}", units::seconds(seconds_left)));
-    }
-    parts.join("  ")
+fn figures(metrics: &StepMetrics) -> String {
+    format!(
+        "loss {:.3}  lr {}  {} tok/s  peak {}",
+        metrics.loss,
+        units::compact(metrics.learning_rate),
+        units::rounded(metrics.tokens_per_second),
+        units::bytes(metrics.peak_memory_bytes),
+    )
 }
 
 fn evaluation(metrics: &StepMetrics) -> Option<String> {
@@ -221,7 +220,13 @@ mod tests {
             last.starts_with("step 1000/1000 100%  loss 5.213"),
             "{last}"
         );
-        assert!(last.ends_with("left 0ms"), "{last}");
+        assert!(last.ends_with("peak 812 MiB"), "nothing is left: {last}");
+        assert!(
+            text.lines()
+                .nth(5)
+                .is_some_and(|line| line.contains("MiB  left ")),
+            "{text}"
+        );
     }
 
     #[test]

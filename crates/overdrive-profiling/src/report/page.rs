@@ -257,6 +257,9 @@ fn machine(machine: &Machine) -> String {
     if machine.cuda_devices > 0 {
         add("CUDA devices", machine.cuda_devices.to_string());
     }
+    if !machine.cpu_capability.is_empty() {
+        add("Vector instructions", machine.cpu_capability.clone());
+    }
     add("Logical cores", machine.logical_cores.to_string());
     add("libtorch threads", machine.threads.to_string());
     if let Some(memory) = machine.memory_bytes {
