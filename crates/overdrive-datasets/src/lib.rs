@@ -61,7 +61,7 @@ mod error;
 mod mmap;
 mod prefetch;
 pub mod random;
-mod store_format;
+pub mod store_format;
 #[cfg(feature = "tch")]
 mod tensor_batches;
 mod token_store;

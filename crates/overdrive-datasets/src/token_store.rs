@@ -53,7 +53,8 @@ enum Documents {
 /// Tokens of a corpus in a memory-mapped file.
 ///
 /// Three kinds of file: Overdrive's own, which knows its tokenizer, its vocabulary and where its
-/// documents are ([`TokenStore::open`]; written by [`crate::TokenStoreWriter`]), and headerless
+/// documents are ([`TokenStore::open`]; written by [`crate::TokenStoreWriter`] in the layout of
+/// [`crate::store_format`]), and headerless
 /// files of `u16` ([`TokenStore::open_nanogpt`]) or `u32` tokens ([`TokenStore::open_raw`]).
 ///
 /// Opening reads the header and, in Overdrive's own format, walks the document table (16 bytes a

@@ -1,5 +1,7 @@
 //! Windows of tokens with their next-token labels.
 
+use std::sync::Arc;
+
 use crate::random::uniform_below;
 use crate::{Dataset, Error, Result, TokenView};
 
@@ -43,6 +45,34 @@ pub trait Windows: Send + Sync {
         let mut labels = vec![0; self.context()];
         self.copy_window(number, &mut input_ids, &mut labels)?;
         Ok(Window { input_ids, labels })
+    }
+}
+
+impl<W: Windows + ?Sized> Windows for Arc<W> {
+    fn context(&self) -> usize {
+        (**self).context()
+    }
+
+    fn count(&self) -> Option<u64> {
+        (**self).count()
+    }
+
+    fn copy_window(&self, number: u64, input_ids: &mut [i64], labels: &mut [i64]) -> Result<usize> {
+        (**self).copy_window(number, input_ids, labels)
+    }
+}
+
+impl<W: Windows + ?Sized> Windows for Box<W> {
+    fn context(&self) -> usize {
+        (**self).context()
+    }
+
+    fn count(&self) -> Option<u64> {
+        (**self).count()
+    }
+
+    fn copy_window(&self, number: u64, input_ids: &mut [i64], labels: &mut [i64]) -> Result<usize> {
+        (**self).copy_window(number, input_ids, labels)
     }
 }
 

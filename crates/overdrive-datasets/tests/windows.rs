@@ -422,3 +422,26 @@ fn a_panic_in_a_prefetched_iterator_is_an_error_and_then_the_end() {
     assert!(matches!(prefetch.next(), Some(Err(Error::WorkerPanicked))));
     assert!(prefetch.next().is_none());
 }
+
+#[test]
+fn windows_of_any_kind_make_batches_behind_a_pointer() {
+    let dir = tempfile::tempdir().unwrap();
+    let view = counting_view(dir.path(), 50);
+    let kinds: [Box<dyn Windows>; 2] = [
+        Box::new(RandomWindows::new(view.clone(), 7, 0).unwrap()),
+        Box::new(SequentialWindows::new(view, 7, LastWindow::Drop).unwrap()),
+    ];
+    for windows in kinds {
+        let expected = windows.window(0).unwrap();
+        let options = BatchOptions {
+            micro_batch_size: 1,
+            ..BatchOptions::default()
+        };
+        let mut batches = Batches::new(std::sync::Arc::new(windows), options).unwrap();
+        let batch = batches.next().unwrap().unwrap();
+        assert_eq!(
+            (batch.input_ids, batch.labels),
+            (expected.input_ids, expected.labels)
+        );
+    }
+}
