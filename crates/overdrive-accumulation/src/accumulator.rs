@@ -62,6 +62,8 @@ pub struct GradientAccumulator<S = SingleProcess> {
     tokens: u64,
     /// Sum of the loss sums, on their device.
     loss_sum: Option<Tensor>,
+    /// Whether the window's gradients carry a scaler's factor.
+    scaled: bool,
     /// The caller said that the next backward is the last.
     next_is_last: bool,
 }
@@ -132,6 +134,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
             micro_batches: 0,
             tokens: 0,
             loss_sum: None,
+            scaled: false,
             next_is_last: false,
         })
     }
@@ -161,8 +164,8 @@ impl<S: GradientSync> GradientAccumulator<S> {
     /// the loss is scaled here; give the same one to [`step`](Self::step).
     ///
     /// # Errors
-    /// [`Error::LossShape`]; [`Error::WindowFull`] or [`Error::TokenCount`] if it is not what the
-    /// window announced; what libtorch refuses, out of memory among it: then
+    /// [`Error::LossShape`]; [`Error::ScalerMismatch`]; [`Error::WindowFull`] or
+    /// [`Error::TokenCount`] if it is not what the window announced; what libtorch refuses, out of memory among it: then
     /// [`abandon`](Self::abandon) the window before going on.
     pub fn backward(
         &mut self,
@@ -174,6 +177,10 @@ impl<S: GradientSync> GradientAccumulator<S> {
             return Err(Error::LossShape {
                 shape: loss_sum.size(),
             });
+        }
+        let scaled = is_scaling(scaler.as_deref());
+        if self.micro_batches > 0 {
+            self.check_scaler("backward", scaled)?;
         }
         let loss = match self.weight_of_next(tokens)? {
             Some(weight) => loss_sum.f_mul_scalar(weight)?,
@@ -187,6 +194,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
             .before_backward(self.sync_gradients())
             .map_err(sync_error)?;
         loss.f_backward()?;
+        self.scaled = scaled;
         self.record(loss_sum, tokens)
     }
 
@@ -195,8 +203,8 @@ impl<S: GradientSync> GradientAccumulator<S> {
     /// Waits for the device only with a scaler, to say whether it stepped.
     ///
     /// # Errors
-    /// [`Error::NothingAccumulated`], [`Error::WindowIncomplete`], [`Error::Sync`], and the errors
-    /// of scaler, clipping and optimizer.
+    /// [`Error::NothingAccumulated`], [`Error::WindowIncomplete`], [`Error::ScalerMismatch`],
+    /// [`Error::Sync`], and the errors of scaler, clipping and optimizer.
     pub fn step<O: Optimizer + ?Sized>(
         &mut self,
         optimizer: &mut O,
@@ -205,6 +213,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
         if self.micro_batches == 0 {
             return Err(Error::NothingAccumulated);
         }
+        self.check_scaler("step", is_scaling(scaler.as_deref()))?;
         let parameters = optimizer.parameters();
         let total_tokens = self.synchronize(&parameters)?;
         let (grad_norm, stepped) = if total_tokens == 0 {
@@ -268,6 +277,18 @@ impl<S: GradientSync> GradientAccumulator<S> {
     /// The hook that synchronizes.
     pub fn sync_mut(&mut self) -> &mut S {
         &mut self.sync
+    }
+
+    fn check_scaler(&self, call: &'static str, scaled: bool) -> Result<()> {
+        if scaled == self.scaled {
+            return Ok(());
+        }
+        let (now, before) = if scaled {
+            ("with", "had none")
+        } else {
+            ("without", "had one")
+        };
+        Err(Error::ScalerMismatch { call, now, before })
     }
 
     fn window_len(&self) -> usize {
@@ -389,8 +410,14 @@ impl<S: GradientSync> GradientAccumulator<S> {
         self.micro_batches = 0;
         self.tokens = 0;
         self.loss_sum = None;
+        self.scaled = false;
         self.next_is_last = false;
     }
+}
+
+/// A disabled scaler passes losses through, as if there were none.
+fn is_scaling(scaler: Option<&GradScaler>) -> bool {
+    scaler.is_some_and(GradScaler::is_enabled)
 }
 
 fn sync_error(source: SyncError) -> Error {

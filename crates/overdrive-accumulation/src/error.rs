@@ -84,6 +84,19 @@ pub enum Error {
     )]
     NothingAccumulated,
 
+    /// A gradient scaler was given to some calls of a window and not to others.
+    #[error(
+        "{call} was called {now} a gradient scaler, but the window's earlier ones {before}; give the same scaler to every backward and to step"
+    )]
+    ScalerMismatch {
+        /// The method.
+        call: &'static str,
+        /// How it was called now.
+        now: &'static str,
+        /// How the earlier ones were.
+        before: &'static str,
+    },
+
     /// The hook that reduces over processes failed.
     #[error("synchronizing over processes failed: {source}")]
     Sync {
