@@ -21,7 +21,12 @@ pub(crate) struct Cargo {
     variables: Vec<(&'static str, &'static str)>,
 }
 
+/// An example in release mode. A `--` before its arguments is allowed and not needed.
 pub(crate) fn example(name: &str, further: &[OsString]) -> Cargo {
+    let further = match further {
+        [first, rest @ ..] if first == "--" => rest,
+        all => all,
+    };
     Cargo::new([
         "run",
         "--release",
@@ -239,6 +244,10 @@ mod tests {
         assert_eq!(
             docs(&[]).line(),
             "RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps"
+        );
+        assert_eq!(
+            example("train", &words(&["--", "--steps", "3"])).line(),
+            example("train", &words(&["--steps", "3"])).line()
         );
         assert_eq!(quoted("it's"), r"'it'\''s'");
         assert_eq!(quoted(""), "''");

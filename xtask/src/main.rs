@@ -58,7 +58,7 @@ enum Command {
         /// The file's name in examples/ without `.rs`
         name: String,
         #[command(flatten)]
-        further: Further,
+        _further: Further,
     },
     /// Run all tests: cargo test --workspace
     Test(Further),
@@ -76,7 +76,8 @@ enum Command {
     Check,
 }
 
-/// Arguments that are passed on as they are.
+/// Arguments that are passed on as they are, `--help` included. Declared for the help text; what
+/// is passed on is [`further`].
 #[derive(Args)]
 #[command(disable_help_flag = true)]
 struct Further {
@@ -86,7 +87,7 @@ struct Further {
         allow_hyphen_values = true,
         value_name = "ARGS"
     )]
-    arguments: Vec<OsString>,
+    _arguments: Vec<OsString>,
 }
 
 fn main() -> ExitCode {
@@ -113,18 +114,22 @@ fn run(command: Command) -> Result<()> {
             };
             setup::setup(wish, force).map(|found| found.report())
         }
-        Command::Train(further) => after_setup(cargo::example("train", &further.arguments)),
-        Command::Example { name, further } => {
-            after_setup(cargo::example(&name, &further.arguments))
-        }
-        Command::Test(further) => after_setup(cargo::test(&further.arguments)),
-        Command::Bench(further) => after_setup(cargo::bench(&further.arguments)),
+        Command::Train(_) => after_setup(cargo::example("train", &further(2))),
+        Command::Example { name, .. } => after_setup(cargo::example(&name, &further(3))),
+        Command::Test(_) => after_setup(cargo::test(&further(2))),
+        Command::Bench(_) => after_setup(cargo::bench(&further(2))),
         Command::Doctor => doctor::doctor(),
-        Command::Fmt(further) => cargo::fmt(&further.arguments).replace_this_process(),
-        Command::Lint(further) => after_setup(cargo::lint(&further.arguments)),
-        Command::Docs(further) => after_setup(cargo::docs(&further.arguments)),
+        Command::Fmt(_) => cargo::fmt(&further(2)).replace_this_process(),
+        Command::Lint(_) => after_setup(cargo::lint(&further(2))),
+        Command::Docs(_) => after_setup(cargo::docs(&further(2))),
         Command::Check => check::check(),
     }
+}
+
+/// The arguments after the first `words`, as they were typed. Not from clap: it takes a first `--`
+/// for itself, which in `cargo xtask test -- --nocapture` is cargo's.
+fn further(words: usize) -> Vec<OsString> {
+    std::env::args_os().skip(words).collect()
 }
 
 /// Makes sure that libtorch is there, then becomes `cargo`.
