@@ -166,7 +166,7 @@ impl Chart {
         let mut context = ChartBuilder::on(&area)
             .margin_top(10)
             .margin_right(18)
-            .x_label_area_size(44)
+            .x_label_area_size(if self.size.1 < 300 { 44 } else { 56 })
             .y_label_area_size(66)
             .build_cartesian_2d(Axis::new(x, step_label), Axis::new(y, self.y_format))
             .map_err(|error| error.to_string())?;

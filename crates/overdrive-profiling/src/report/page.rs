@@ -137,8 +137,9 @@ fn figure(chart: &Chart, large: bool) -> Result<String> {
     } else {
         chart.title.to_owned()
     };
+    let class = if large { "large" } else { "small" };
     Ok(format!(
-        "<figure><figcaption>{caption}</figcaption>{}</figure>\n",
+        "<figure class=\"{class}\"><figcaption>{caption}</figcaption>{}</figure>\n",
         chart.inline()?
     ))
 }
