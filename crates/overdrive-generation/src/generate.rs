@@ -73,6 +73,25 @@ impl GenerateTimings {
     }
 }
 
+impl std::fmt::Display for GenerateTimings {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (prefill, decode) = (
+            self.prefill_tokens_per_second(),
+            self.decode_tokens_per_second(),
+        );
+        write!(
+            f,
+            "prefill {} tokens at {prefill:.0} tokens/s, ",
+            self.prefill_tokens
+        )?;
+        write!(
+            f,
+            "decode {} tokens at {decode:.1} tokens/s",
+            self.decode_tokens
+        )
+    }
+}
+
 fn rate(tokens: usize, time: Duration) -> f64 {
     if tokens == 0 {
         0.0

@@ -2,8 +2,8 @@
 //!
 //! [`generate`] continues one prompt or a batch of them over a growing key/value cache: greedy, or
 //! sampling with temperature, top-k, top-p, min-p and a repetition penalty. [`generate_with`] hands out
-//! each token as it comes, and [`TextStream`] turns tokens into text that never splits a UTF-8
-//! character. Greedy output equals that of transformers token for token on the fixtures in `tests/`.
+//! each token as it comes, [`generate_text`] each piece of text; [`TextStream`] sees to it that no UTF-8
+//! character is split. Greedy output equals that of transformers token for token on the fixtures in `tests/`.
 //!
 //! ```
 //! use overdrive_generation::{GenerationConfig, generate};
@@ -50,4 +50,5 @@ pub use generate::{
     FinishReason, GenerateOutput, GenerateTimings, GeneratedToken, generate, generate_with,
 };
 pub use sampler::Sampler;
-pub use text_stream::TextStream;
+pub use text_stream::{TextStream, generate_text};
+pub use tokenizers::Tokenizer;

@@ -1,6 +1,52 @@
+use std::ops::ControlFlow;
+
+use overdrive_transformer::CausalLm;
 use tokenizers::Tokenizer;
 
-use crate::{Error, Result};
+use crate::{Error, GenerateOutput, GenerationConfig, Result, generate_with};
+
+/// Continues one prompt as [`generate_with`] does, and calls `on_text` with each piece of new text, in
+/// whole characters and without special tokens. Where it breaks, generation ends.
+///
+/// # Errors
+/// As [`generate_with`], and [`Error::Tokenizer`] where the tokenizer cannot decode.
+pub fn generate_text(
+    model: &CausalLm,
+    tokenizer: &Tokenizer,
+    prompt: &[i64],
+    config: &GenerationConfig,
+    mut on_text: impl FnMut(&str) -> ControlFlow<()>,
+) -> Result<GenerateOutput> {
+    // An id that no tokenizer can have is refused by the model's check of the prompt.
+    let known: Vec<u32> = prompt
+        .iter()
+        .filter_map(|&id| u32::try_from(id).ok())
+        .collect();
+    let mut stream = TextStream::new(tokenizer, true).with_prefix(&known);
+    let mut failed = None;
+    let output = generate_with(model, &[prompt.to_vec()], config, |token| {
+        let Ok(id) = u32::try_from(token.id) else {
+            return ControlFlow::Continue(());
+        };
+        match stream.push(id) {
+            Ok(piece) if piece.is_empty() => ControlFlow::Continue(()),
+            Ok(piece) => on_text(&piece),
+            Err(error) => {
+                failed = Some(error);
+                ControlFlow::Break(())
+            }
+        }
+    })?;
+    if let Some(error) = failed {
+        return Err(error);
+    }
+    let rest = stream.finish()?;
+    if !rest.is_empty() && output.finish_reasons[0] != crate::FinishReason::Stopped {
+        // Generation is over: there is nothing left to break.
+        let _ = on_text(&rest);
+    }
+    Ok(output)
+}
 
 /// Decodes tokens as they come into text that never splits a UTF-8 character.
 ///

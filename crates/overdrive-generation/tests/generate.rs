@@ -1,4 +1,5 @@
 //! Generation with the checkpoints that overdrive-transformer's fixtures hold.
+#![allow(clippy::unwrap_used, reason = "a failed step of a test should panic")]
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;

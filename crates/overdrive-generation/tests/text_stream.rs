@@ -1,6 +1,9 @@
 //! Incremental decoding against decoding all at once.
+#![allow(clippy::unwrap_used, reason = "a failed step of a test should panic")]
 
-use overdrive_generation::TextStream;
+use std::ops::ControlFlow;
+
+use overdrive_generation::{FinishReason, GenerationConfig, TextStream, generate_text};
 use proptest::prelude::*;
 use tokenizers::Tokenizer;
 
@@ -90,6 +93,47 @@ fn an_unknown_token_is_an_error_or_no_text() {
     let tokenizer = byte_tokenizer();
     // The tokenizers crate passes over ids it does not know.
     assert_eq!(TextStream::new(&tokenizer, true).push(99_999).unwrap(), "");
+}
+
+#[test]
+fn generated_text_is_the_text_of_the_generated_tokens() {
+    let config = overdrive_transformer::LlamaConfig {
+        vocab_size: 257,
+        hidden_size: 16,
+        intermediate_size: 16,
+        num_hidden_layers: 1,
+        num_attention_heads: 2,
+        ..Default::default()
+    };
+    let model = overdrive_transformer::CausalLm::new(&config.into(), &Default::default()).unwrap();
+    let tokenizer = byte_tokenizer();
+    let config = GenerationConfig {
+        max_new_tokens: Some(200),
+        do_sample: true,
+        top_k: 0,
+        seed: Some(4),
+        ..Default::default()
+    };
+    let prompt: Vec<i64> = ids(&tokenizer, "hi ").into_iter().map(i64::from).collect();
+    let mut text = String::new();
+    let output = generate_text(&model, &tokenizer, &prompt, &config, |piece| {
+        text.push_str(piece);
+        ControlFlow::Continue(())
+    })
+    .unwrap();
+    let all: Vec<u32> = output.sequences[0].iter().map(|&id| id as u32).collect();
+    assert_eq!(format!("hi {text}"), tokenizer.decode(&all, true).unwrap());
+
+    let mut pieces = 0;
+    let output = generate_text(&model, &tokenizer, &prompt, &config, |_| {
+        pieces += 1;
+        ControlFlow::Break(())
+    })
+    .unwrap();
+    assert_eq!(
+        (pieces, output.finish_reasons[0]),
+        (1, FinishReason::Stopped)
+    );
 }
 
 proptest! {

@@ -1,4 +1,5 @@
 //! The growing cache against plain concatenation.
+#![allow(clippy::unwrap_used, reason = "a failed step of a test should panic")]
 
 use overdrive_kv_cache::{Error, GrowingCache, KvCache};
 use proptest::prelude::*;

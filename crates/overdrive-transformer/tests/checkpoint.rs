@@ -1,4 +1,5 @@
 //! Folders out and in: what is written, what transformers makes of it, and what is refused.
+#![allow(clippy::unwrap_used, reason = "a failed step of a test should panic")]
 
 mod common;
 

@@ -1,4 +1,5 @@
 //! Models from scratch: initialisation, flags, and inputs that are refused.
+#![allow(clippy::unwrap_used, reason = "a failed step of a test should panic")]
 
 mod common;
 

@@ -1,5 +1,6 @@
 //! Against transformers: logits, loss, gradients, padding and cached steps, on the random checkpoints
 //! that `fixtures/gen_checkpoints.py` makes. Tolerances and their reasons are in its docstring.
+#![allow(clippy::unwrap_used, reason = "a failed step of a test should panic")]
 
 mod common;
 
