@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Looks for leaks, invalid accesses and races in the parts of the shim that own memory.
+# Needs valgrind, g++ with its sanitizers, and `cargo xtask setup` before. Not part of the tests: it
+# takes minutes.
+set -euo pipefail
+cd "$(dirname "$0")"
+libtorch=$(sed -n 's/^LIBTORCH = "\(.*\)"/\1/p' ../../.cargo/libtorch.toml 2>/dev/null || true)
+libtorch=${LIBTORCH:-$libtorch}
+build=$(mktemp -d)
+trap 'rm -rf "$build"' EXIT
+
+for sanitizer in thread address,undefined; do
+  echo "allocator from eight threads under -fsanitize=$sanitizer"
+  g++ -std=c++17 -O1 -g -fsanitize="$sanitizer" -isystem "$libtorch/include" \
+    shim/checks/allocator_threads.cpp shim/cpu_allocator.cpp shim/status.cpp \
+    -L "$libtorch/lib" -lc10 -Wl,-rpath,"$libtorch/lib" -pthread -o "$build/check"
+  "$build/check"
+done
+
+# libtorch itself branches on bits it never set, so those reports are off; leaks and bad accesses are not.
+cargo test -p overdrive-sys --no-run 2>/dev/null
+for name in memory operators; do
+  echo "tests/$name.rs under valgrind"
+  binary=$(cargo test -p overdrive-sys --test "$name" --no-run --message-format=json 2>/dev/null |
+    sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)
+  OMP_NUM_THREADS=1 valgrind --quiet --undef-value-errors=no --leak-check=full \
+    --show-leak-kinds=definite --errors-for-leak-kinds=definite --error-exitcode=1 \
+    "$binary" --test-threads=1
+done
+echo "no leak, no invalid access, no race"
