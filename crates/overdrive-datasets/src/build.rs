@@ -26,9 +26,11 @@ pub struct BuildOptions {
     pub end_of_document: Option<String>,
     /// A token that is put in front of each document (Llama's `<s>`). Default: `None`.
     pub begin_of_document: Option<String>,
-    /// Longer documents are tokenized in pieces of at most so many bytes, cut behind a line feed
-    /// (between two lines without white space at the cut, wherever there is such a place: there GPT
-    /// and Llama-3 tokenizers give the same tokens as for the whole). Memory grows with it. Default: 256 KiB.
+    /// Longer documents are tokenized in pieces of at most so many bytes. They are cut between two
+    /// lines or words where GPT and Llama-3 tokenizers begin a new word in any case, so the tokens are
+    /// those of the whole document; only where there is no such place in half a piece (no ASCII
+    /// text), or with a tokenizer of another kind, may a token or two differ at the cut. Memory grows
+    /// with it. Default: 256 KiB.
     pub max_piece_bytes: usize,
     /// Bytes a token. `None` (the default) takes the narrowest that holds the vocabulary.
     pub width: Option<TokenWidth>,

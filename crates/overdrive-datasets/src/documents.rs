@@ -193,20 +193,21 @@ fn cut_into_pieces(
 /// Where to cut UTF-8 text that is longer than `max_bytes`, which is at least 8: at most `max_bytes`
 /// from its start, at least half of that, and never inside a character.
 ///
-/// Best is behind a line feed that stands directly between two visible ASCII characters: there the
-/// pre-tokenizers of the GPT-2 and GPT-4 families split in any case, so the tokens are those of the
-/// whole text. Else behind any line feed, else before a space, else between any two characters;
-/// there one or two tokens may differ from those of the whole text.
+/// Best is behind a line feed, or before a space, that stands directly between two visible ASCII
+/// characters: there the pre-tokenizers of the GPT-2, GPT-4 and Llama-3 families begin a new word in
+/// any case, so the tokens are those of the whole text. Else behind any line feed, else between any
+/// two characters; there one or two tokens may differ from those of the whole text.
 pub(crate) fn cut(text: &[u8], max_bytes: usize) -> usize {
     debug_assert!(text.len() > max_bytes && max_bytes >= 8);
-    let visible = |at: usize| text[at].is_ascii_graphic();
+    let visible = |at: usize| text.get(at).is_some_and(u8::is_ascii_graphic);
     let behind_line = |&at: &usize| text[at - 1] == b'\n';
-    let exact = |&at: &usize| behind_line(&at) && visible(at - 2) && visible(at);
+    let between_lines = |&at: &usize| behind_line(&at) && visible(at - 2) && visible(at);
+    let between_words = |&at: &usize| text[at] == b' ' && visible(at - 1) && visible(at + 1);
     let candidates = || (max_bytes / 2..=max_bytes).rev();
     candidates()
-        .find(exact)
+        .find(between_lines)
+        .or_else(|| candidates().find(between_words))
         .or_else(|| candidates().find(behind_line))
-        .or_else(|| candidates().find(|&at| text[at] == b' '))
         // Five places or more, and a character has at most four bytes: one of them starts one.
         .or_else(|| candidates().find(|&at| (text[at] & 0xC0) != 0x80))
         .unwrap_or(max_bytes)

@@ -91,31 +91,34 @@ fn the_tokens_do_not_depend_on_the_number_of_threads() {
 }
 
 #[test]
-fn pieces_give_the_tokens_of_the_whole_where_lines_touch() {
-    let dir = tempfile::tempdir().unwrap();
-    // No line starts or ends with white space, and some are blank.
-    let text: String = (0..400)
-        .map(|i| format!("line {i} of naïve text;{}", ["\n", "\n\n"][i % 2]))
-        .collect();
-    write_files(dir.path(), &[("a.txt", &text)]);
-    let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
-    let out = tempfile::tempdir().unwrap();
-    let tokens = |max_piece_bytes: usize| {
-        let path = out.path().join(max_piece_bytes.to_string());
-        let options = BuildOptions {
-            max_piece_bytes,
-            ..options()
-        };
-        let (store, _) = build_tokens_to(&path, &corpus, &tokenizer, &options).unwrap();
-        assert_eq!(store.document_count(), 1);
-        store.tokens(0..store.len()).unwrap()
-    };
-    let whole = tokens(1 << 20);
-    for max_piece_bytes in [100, 333, 1000] {
-        assert!(
-            tokens(max_piece_bytes) == whole,
-            "pieces of {max_piece_bytes}"
+fn pieces_give_the_tokens_of_the_whole() {
+    // Lines that touch, blank lines, indented ones, and the two characters of Windows.
+    for ends in [["\n", "\n\n"], ["\n    ", "\n\n\t"], ["\r\n", "\r\n\r\n  "]] {
+        let dir = tempfile::tempdir().unwrap();
+        let line = |i: usize| format!("line {i} of naïve   'text's 1 2 ({{;{}", ends[i % 2]);
+        write_files(
+            dir.path(),
+            &[("a.txt", (0..400).map(line).collect::<String>())],
         );
+        let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
+        let out = tempfile::tempdir().unwrap();
+        let tokens = |max_piece_bytes: usize| {
+            let path = out.path().join(max_piece_bytes.to_string());
+            let options = BuildOptions {
+                max_piece_bytes,
+                ..options()
+            };
+            let (store, _) = build_tokens_to(&path, &corpus, &tokenizer, &options).unwrap();
+            assert_eq!(store.document_count(), 1);
+            store.tokens(0..store.len()).unwrap()
+        };
+        let whole = tokens(1 << 20);
+        for max_piece_bytes in (60..160).step_by(3) {
+            assert!(
+                tokens(max_piece_bytes) == whole,
+                "pieces of {max_piece_bytes}"
+            );
+        }
     }
 }
 
