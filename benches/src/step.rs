@@ -27,11 +27,25 @@ pub struct Shape {
 
 impl Shape {
     /// The `tiny` preset: 5.8M weights.
-    pub const TINY: Self =
-        Self { vocab: 4096, dim: 256, layers: 6, heads: 4, hidden: 688, context: 256, batch: 8 };
+    pub const TINY: Self = Self {
+        vocab: 4096,
+        dim: 256,
+        layers: 6,
+        heads: 4,
+        hidden: 688,
+        context: 256,
+        batch: 8,
+    };
     /// The `small` preset: 13.8M weights.
-    pub const SMALL: Self =
-        Self { vocab: 8192, dim: 384, layers: 6, heads: 6, hidden: 1024, context: 256, batch: 8 };
+    pub const SMALL: Self = Self {
+        vocab: 8192,
+        dim: 384,
+        layers: 6,
+        heads: 6,
+        hidden: 1024,
+        context: 256,
+        batch: 8,
+    };
 
     /// Tokens of a batch.
     pub fn tokens(&self) -> i64 {
@@ -66,12 +80,23 @@ impl Step {
             tie_word_embeddings: true,
             ..LlamaConfig::default()
         };
-        let init = InitOptions { device, ..InitOptions::default() };
+        let init = InitOptions {
+            device,
+            ..InitOptions::default()
+        };
         let model = CausalLm::new(&config.into(), &init)?;
         model.set_requires_grad(true)?;
-        let config = AdamWConfig { learning_rate: 2e-3, betas: (0.9, 0.95), ..AdamWConfig::default() };
+        let config = AdamWConfig {
+            learning_rate: 2e-3,
+            betas: (0.9, 0.95),
+            ..AdamWConfig::default()
+        };
         let optimizer = AdamW::new(decay_groups(model.named_parameters(), 0.1), config)?;
-        Ok(Self { model, optimizer, shape })
+        Ok(Self {
+            model,
+            optimizer,
+            shape,
+        })
     }
 
     /// Weights of the model.
@@ -84,10 +109,22 @@ impl Step {
     /// # Errors
     /// When memory runs out.
     pub fn batch(&self) -> StepResult<(Tensor, Tensor)> {
-        let Shape { vocab, context, batch, .. } = self.shape;
-        let device = self.optimizer.parameters().first().map_or(Device::Cpu, Tensor::device);
+        let Shape {
+            vocab,
+            context,
+            batch,
+            ..
+        } = self.shape;
+        let device = self
+            .optimizer
+            .parameters()
+            .first()
+            .map_or(Device::Cpu, Tensor::device);
         let tokens = Tensor::f_randint(vocab, [batch, context + 1], (Kind::Int64, device))?;
-        Ok((tokens.f_narrow(1, 0, context)?, tokens.f_narrow(1, 1, context)?))
+        Ok((
+            tokens.f_narrow(1, 0, context)?,
+            tokens.f_narrow(1, 1, context)?,
+        ))
     }
 
     /// Forward, backward, clipping, optimizer; the loss.
@@ -95,9 +132,12 @@ impl Step {
     /// # Errors
     /// When memory runs out.
     pub fn run(&mut self, (inputs, labels): &(Tensor, Tensor)) -> StepResult<f64> {
-        let loss = self.model.loss(inputs, labels, LabelShift::Shifted)?.mean()?;
+        let loss = self
+            .model
+            .loss(inputs, labels, LabelShift::Shifted)?
+            .mean()?;
         loss.f_backward()?;
-        clip_grad_norm(&self.optimizer.parameters(), 1.0, ClipOptions::default())?;
+        let _norm = clip_grad_norm(&self.optimizer.parameters(), 1.0, ClipOptions::default())?;
         self.optimizer.step()?;
         self.optimizer.zero_grad()?;
         Ok(loss.f_double_value(&[])?)
