@@ -53,14 +53,16 @@ impl Error {
     pub fn is_out_of_memory(&self) -> bool {
         match self {
             Self::OutOfMemory { .. } => true,
-            Self::Tch(error) => tch_out_of_memory(error),
+            Self::Tch(error) => says_out_of_memory(&error.to_string()),
             _ => false,
         }
     }
 }
 
-/// Whether `error`, or an error that it came from, says that memory ran out: an [`Error`] of this
-/// crate, or one of tch with one of libtorch's messages for it.
+/// Whether `error`, or an error that it came from, says that memory ran out.
+///
+/// tch has only the text of a C++ exception, and an error type that passes another one through
+/// (`#[error(transparent)]`) hides it from `source`, so texts are looked at too.
 ///
 /// ```
 /// let error = tch::TchError::Torch("CUDA out of memory. Tried to allocate 20.00 MiB.".into());
@@ -69,15 +71,8 @@ impl Error {
 pub fn is_out_of_memory(error: &(dyn std::error::Error + 'static)) -> bool {
     let mut next = Some(error);
     while let Some(error) = next {
-        if let Some(error) = error.downcast_ref::<Error>()
-            && error.is_out_of_memory()
-        {
-            return true;
-        }
-        if error
-            .downcast_ref::<tch::TchError>()
-            .is_some_and(tch_out_of_memory)
-        {
+        let known = error.downcast_ref::<Error>();
+        if known.is_some_and(Error::is_out_of_memory) || says_out_of_memory(&error.to_string()) {
             return true;
         }
         next = error.source();
@@ -85,19 +80,16 @@ pub fn is_out_of_memory(error: &(dyn std::error::Error + 'static)) -> bool {
     false
 }
 
-// tch has only the text of a C++ exception. These are the words of libtorch's allocators: CUDA's
-// (and ours), the plain CPU one's, and cuBLAS's and cuDNN's own.
-fn tch_out_of_memory(error: &tch::TchError) -> bool {
+/// The words of libtorch's allocators: CUDA's (and ours), the plain CPU one's, and cuBLAS's and
+/// cuDNN's own.
+fn says_out_of_memory(message: &str) -> bool {
     const WORDS: [&str; 4] = [
         "out of memory",
         "DefaultCPUAllocator: can't allocate memory",
         "CUBLAS_STATUS_ALLOC_FAILED",
         "CUDNN_STATUS_ALLOC_FAILED",
     ];
-    match error {
-        tch::TchError::Torch(message) => WORDS.iter().any(|words| message.contains(words)),
-        _ => false,
-    }
+    WORDS.iter().any(|words| message.contains(words))
 }
 
 /// Turns a status of the shim into a result, and frees it.

@@ -82,6 +82,7 @@ fn a_limit_is_an_out_of_memory_error_and_nothing_is_lost() {
     let ours = op::call("aten::clone", "", &[op::Value::Tensor(&kept)]).unwrap_err();
     assert!(matches!(ours, Error::OutOfMemory { .. }), "{ours}");
     assert!(is_out_of_memory(&ours));
+    assert!(is_out_of_memory(&std::io::Error::other(Wrapped(ours))));
     assert_eq!(allocated() - start, 8 * MIB);
     memory::set_limit(Device::Cpu, None).unwrap();
     drop(floats(32));
@@ -136,3 +137,8 @@ fn sizes_of_every_magnitude_are_aligned_and_do_not_overlap() {
     assert_eq!(allocated(), start);
     assert_eq!(Tensor::empty([0], (Kind::Float, Device::Cpu)).numel(), 0);
 }
+
+/// An error type that passes another through, as a crate above this one does.
+#[derive(Debug, thiserror::Error)]
+#[error(transparent)]
+struct Wrapped(Error);
