@@ -42,16 +42,16 @@ impl TextData {
         } else {
             Corpus::from_paths(&arguments.data, &CorpusOptions::default())?
         };
+        // The fingerprint tells two runs apart whose text was not the same: Cargo's registry grows.
         say(&format!(
-            "corpus      {} files, {:.1} MB{}",
+            "corpus      {} files, {:.1} MB, fingerprint {:.12}",
             corpus.files().len(),
             megabytes(corpus.total_bytes()),
-            if arguments.data.is_empty() {
-                " of Rust source that Cargo keeps on this machine"
-            } else {
-                ""
-            },
+            corpus.digest().to_string(),
         ));
+        if arguments.data.is_empty() {
+            say("            Rust source that Cargo keeps on this machine");
+        }
         if corpus.skipped().total() > 0 && !arguments.data.is_empty() {
             say(&format!(
                 "            {} files left out",
