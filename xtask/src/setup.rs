@@ -51,6 +51,10 @@ impl Found {
         println!(
             ".cargo/libtorch.toml {done} so: cargo build, test, run and bench work as they are"
         );
+        println!(
+            "in a project of your own, set LIBTORCH={}",
+            self.root.display()
+        );
     }
 }
 
