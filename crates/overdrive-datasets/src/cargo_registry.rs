@@ -1,12 +1,16 @@
 //! The default corpus: Rust sources that Cargo has already put on the machine.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 
-use crate::corpus::{Skipped, find_files};
-use crate::{Corpus, CorpusOptions, Error, Result};
+use crate::corpus::{Candidate, Skipped, find_files};
+use crate::{Corpus, CorpusOptions, Error, Result, Sha256Digest};
 
 /// Larger files are generated code, tables mostly, and not worth learning.
-const MAX_FILE_BYTES: u64 = 512 << 10;
+const MAX_FILE_BYTES: u64 = 128 << 10;
+/// What one crate may contribute: bindings to operating systems, tens of megabytes of constants,
+/// would be half of the text otherwise.
+const MAX_CRATE_BYTES: u64 = 512 << 10;
 const HINT: &str = "build any Cargo project with dependencies first (cargo fetch puts their sources \
                     there), or give text of your own";
 
@@ -14,10 +18,10 @@ impl Corpus {
     /// About `max_bytes` of the `.rs` files under `$CARGO_HOME/registry/src` (`~/.cargo` where it is
     /// not set): real text on any machine that has built this workspace.
     ///
-    /// Files over 512 KiB (generated code) and files with the content of another are left out. The
-    /// part is taken in the order of a hash of the files' names, so it mixes all crates; names are
-    /// relative to the registry's own folder, so the same crates give the same corpus on any
-    /// machine. It changes when Cargo downloads or cleans crates.
+    /// Files over 128 KiB (generated code), files with the content of another, and what a crate has
+    /// beyond 512 KiB are left out. The part is taken in the order of a hash of the files' names, so
+    /// it mixes all crates; names are relative to the registry's own folder, so the same crates give
+    /// the same corpus on any machine. It changes when Cargo downloads or cleans crates.
     ///
     /// # Errors
     /// When there is no such folder, no file in it, or it cannot be read.
@@ -61,8 +65,32 @@ impl Corpus {
             }
         }
         let searched = sources.display().to_string();
-        Self::from_candidates(found, skipped, options, &searched, HINT)
+        Self::from_candidates(share_by_crate(found), skipped, options, &searched, HINT)
     }
+}
+
+/// At most [`MAX_CRATE_BYTES`] of each crate, whose folder is the first part of a file's name. Its
+/// files are taken in the order of a hash of their names: of a large crate a mixture stays.
+fn share_by_crate(mut files: Vec<Candidate>) -> Vec<Candidate> {
+    files.retain(|file| file.bytes <= MAX_FILE_BYTES);
+    let mut order: Vec<_> = (0..files.len())
+        .map(|at| (Sha256Digest::of(files[at].name.as_bytes()), at))
+        .collect();
+    order.sort_unstable();
+    let mut taken: HashMap<String, u64> = HashMap::new();
+    let mut kept = vec![false; files.len()];
+    for (_, at) in order {
+        let file = &files[at];
+        let folder = file.name.split('/').next().unwrap_or_default();
+        let bytes = taken.entry(folder.to_owned()).or_default();
+        if *bytes + file.bytes <= MAX_CRATE_BYTES {
+            *bytes += file.bytes;
+            kept[at] = true;
+        }
+    }
+    let mut kept = kept.into_iter();
+    files.retain(|_| kept.next().unwrap_or(false));
+    files
 }
 
 fn registry_sources() -> Option<PathBuf> {

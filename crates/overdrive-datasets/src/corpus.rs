@@ -156,10 +156,10 @@ pub struct Corpus {
 /// A file that was found and not yet read.
 #[derive(Debug, Clone)]
 pub(crate) struct Candidate {
-    path: PathBuf,
-    name: String,
-    bytes: u64,
-    format: TextFormat,
+    pub(crate) path: PathBuf,
+    pub(crate) name: String,
+    pub(crate) bytes: u64,
+    pub(crate) format: TextFormat,
 }
 
 impl Corpus {

@@ -49,6 +49,7 @@ mod grad_scaler;
 mod precision;
 mod scaler_config;
 pub mod tf32;
+mod unscale;
 
 pub use autocast::{Autocast, AutocastGuard, autocast, is_autocast_enabled};
 pub use error::{Error, Result};

@@ -39,7 +39,7 @@ impl Preset {
         let tiny = TrainingArguments {
             preset: self,
             max_steps: 600,
-            learning_rate: 2e-3,
+            learning_rate: 4e-3,
             lr_scheduler_type: LrSchedulerType::Cosine,
             warmup_ratio: 0.05,
             weight_decay: 0.1,
