@@ -11,6 +11,7 @@
 use std::io::{Write, stdout};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use anyhow::{Result, anyhow};
 use clap::Parser;
@@ -72,22 +73,26 @@ impl Flags {
     }
 }
 
-fn main() -> Result<()> {
-    let flags = Flags::parse();
+fn main() -> ExitCode {
+    overdrive_examples::exit(run(&Flags::parse()))
+}
+
+fn run(flags: &Flags) -> Result<()> {
     let config = flags.generation()?;
+    config.validate()?;
     let device = Device::cuda_if_available();
     let model = CausalLm::from_pretrained(&flags.model, &LoadOptions { device, kind: None })?;
     let text = flags.prompt.as_deref().unwrap_or_default();
     let prompt = match &flags.prompt_ids {
         Some(ids) => ids.clone(),
-        None => encode(&flags, text)?,
+        None => encode(flags, text)?,
     };
 
     let output = if flags.print_ids {
         generate(&model, &[prompt], &config)?
     } else {
         say(text)?;
-        let tokenizer = load_tokenizer(&flags)?;
+        let tokenizer = load_tokenizer(flags)?;
         generate_text(&model, &tokenizer, &prompt, &config, |piece| {
             say(piece).map_or(ControlFlow::Break(()), ControlFlow::Continue) // until the pipe closes
         })?

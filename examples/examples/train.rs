@@ -9,6 +9,7 @@
 //!
 //! The run folder gets metrics.jsonl, TensorBoard events, report.html and a Hugging Face model.
 
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -17,12 +18,12 @@ use overdrive::accumulation::{AccumulationConfig, GradientAccumulator, Window};
 use overdrive::datasets::Batch;
 use overdrive::precision::Precision;
 use overdrive::profiling::{
-    JsonLines, Machine, Phase, Report, StepMetrics, StepTimer, TensorBoard, Throughput, Tracker,
-    Trackers, TrainingProgress, read_metrics,
+    JsonLines, Phase, StepMetrics, StepTimer, TensorBoard, Throughput, Tracker, Trackers,
+    TrainingProgress,
 };
 use overdrive::sys::memory;
 use overdrive::trainer::{
-    Interrupt, ReportTo, RunFolder, TextData, TrainArgs, TrainingArguments, evaluate, write_samples,
+    Interrupt, ReportTo, RunFolder, TextData, TrainArgs, TrainingArguments, evaluate,
 };
 use overdrive::transformer::{CausalLm, LabelShift};
 
@@ -33,9 +34,12 @@ struct Flags {
     train: TrainArgs,
 }
 
-fn main() -> Result<()> {
-    let arguments = Flags::parse().train.resolve()?;
-    let run = RunFolder::create(&arguments)?;
+fn main() -> ExitCode {
+    overdrive_examples::exit(run(&Flags::parse()))
+}
+
+fn run(flags: &Flags) -> Result<()> {
+    let arguments = flags.train.resolve()?;
     let (device, precision) = (arguments.device(), arguments.apply()?);
     let data = TextData::prepare(&arguments, |line| println!("{line}"))?;
     let model = arguments.new_model(&data, device)?;
@@ -46,22 +50,28 @@ fn main() -> Result<()> {
     if let Some(warning) = precision.warning(device) {
         println!("            warning: {warning}");
     }
+    // Made when nothing can be wrong with data and model any more: no empty run is left behind.
+    let run = RunFolder::create(&arguments)?;
     println!("run folder  {}\n", run.root().display());
 
-    let steps = train(&arguments, &run, &data, &model, precision)?;
-    model.save_pretrained(run.model(), &Default::default())?;
-    data.save_tokenizer(run.model(), &arguments)?;
-    report(&arguments, &run, &data, &model, steps)
+    train(&arguments, &run, &data, &model, precision)?;
+    println!("{}", run.write_results(&arguments, &data, &model)?);
+    println!(
+        "report {}\nmodel  {}",
+        run.report().display(),
+        run.model().display()
+    );
+    Ok(())
 }
 
-/// The training loop; how many steps were done.
+/// The training loop.
 fn train(
     arguments: &TrainingArguments,
     run: &RunFolder,
     data: &TextData,
     model: &CausalLm,
     precision: Precision,
-) -> Result<u64> {
+) -> Result<()> {
     let device = model.device();
     let interrupt = Interrupt::install()?;
     let plan = arguments.plan(data.micro_batches_per_epoch(arguments))?;
@@ -80,7 +90,6 @@ fn train(
     }
     let mut progress = TrainingProgress::new(plan.total_steps);
     let (timer, mut throughput, began) = (StepTimer::new(), Throughput::new(20), Instant::now());
-    let mut done = 0;
 
     for step in 1..=plan.total_steps {
         timer.begin_step();
@@ -114,7 +123,6 @@ fn train(
         let (loss, grad_norm) = (outcome.loss()?, outcome.grad_norm()?);
         let phases = timer.end_step();
         throughput.record(outcome.tokens, Duration::from_secs_f64(phases.total()));
-        done = step;
 
         let mut metrics = StepMetrics {
             step,
@@ -152,50 +160,5 @@ fn train(
     }
     trackers.finish()?;
     progress.finish();
-    Ok(done)
-}
-
-/// Samples of what the model writes, and the page that shows the run.
-fn report(
-    arguments: &TrainingArguments,
-    run: &RunFolder,
-    data: &TextData,
-    model: &CausalLm,
-    steps: u64,
-) -> Result<()> {
-    let samples = write_samples(model, data, arguments)?;
-    for sample in &samples {
-        println!("\n---\n{}│{}", sample.prompt, sample.completion);
-    }
-    let metrics = read_metrics(run.metrics())?.records;
-    if let Some(last) = metrics
-        .iter()
-        .rev()
-        .find(|metrics| metrics.eval_loss.is_some())
-    {
-        let (loss, bits) = (
-            last.eval_loss.unwrap_or(f64::NAN),
-            last.eval_bits_per_byte.unwrap_or(f64::NAN),
-        );
-        println!(
-            "\nvalidation loss {loss:.3} nats a token, {bits:.3} bits a byte, after {steps} steps"
-        );
-    }
-    let report = Report {
-        title: format!("Llama, preset {}", arguments.preset),
-        metrics,
-        parameters: Some(model.num_parameters() as u64),
-        configuration: serde_json::to_value(arguments)?,
-        samples,
-        machine: Some(Machine::detect()),
-        ..Report::default()
-    };
-    report.write_html(run.report())?;
-    report.write_loss_svg(run.loss())?;
-    println!(
-        "report {}\nmodel  {}",
-        run.report().display(),
-        run.model().display()
-    );
     Ok(())
 }

@@ -143,6 +143,10 @@ pub enum Error {
     #[error(transparent)]
     Data(#[from] overdrive_datasets::Error),
 
+    /// Metrics could not be read or a report not be written.
+    #[error(transparent)]
+    Profiling(#[from] overdrive_profiling::Error),
+
     /// The model could not be built or run.
     #[error(transparent)]
     Model(#[from] overdrive_transformer::Error),
