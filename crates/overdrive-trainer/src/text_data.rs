@@ -36,7 +36,19 @@ impl TextData {
     /// # Errors
     /// [`crate::Error::Data`]: there is no text, it cannot be read, or there is too little of it for
     /// one window of `context_length` in each part.
-    pub fn prepare(arguments: &TrainingArguments, mut say: impl FnMut(&str)) -> Result<Self> {
+    pub fn prepare(arguments: &TrainingArguments, say: impl FnMut(&str)) -> Result<Self> {
+        Self::prepare_in(&default_cache_dir()?, arguments, say)
+    }
+
+    /// As [`prepare`](Self::prepare), with a cache folder of the caller's choice.
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare).
+    pub fn prepare_in(
+        cache: &Path,
+        arguments: &TrainingArguments,
+        mut say: impl FnMut(&str),
+    ) -> Result<Self> {
         let corpus = if arguments.data.is_empty() {
             Corpus::cargo_registry(DEFAULT_CORPUS_BYTES)?
         } else {
@@ -59,7 +71,6 @@ impl TextData {
             ));
         }
 
-        let cache = default_cache_dir()?;
         let tokenizer = match &arguments.tokenizer {
             Some(path) => load_tokenizer(path)?,
             None => {
@@ -68,7 +79,7 @@ impl TextData {
                     vocab_size,
                     ..BpeOptions::default()
                 };
-                let bpe = train_bpe_cached(&corpus, &options, &cache)?;
+                let bpe = train_bpe_cached(&corpus, &options, cache)?;
                 say(&format!(
                     "tokenizer   byte-level BPE, {} tokens{}",
                     bpe.vocab_size,
@@ -82,7 +93,7 @@ impl TextData {
             progress: true,
             ..BuildOptions::default()
         };
-        let built = build_tokens(&corpus, &tokenizer, &options, &cache)?;
+        let built = build_tokens(&corpus, &tokenizer, &options, cache)?;
         let cached = if built.was_cached() { " (cached)" } else { "" };
         let all = TokenView::new(built.store);
         let split = SplitOptions {
@@ -96,11 +107,15 @@ impl TextData {
             millions(train.len()),
             millions(validation.len()),
         ));
-        Ok(Self {
+        let data = Self {
             tokenizer,
             train,
             validation,
-        })
+        };
+        // Too short a part is an error now, not at the first evaluation.
+        data.train_batches(arguments, Device::Cpu)?;
+        data.validation_batches(arguments, Device::Cpu)?;
+        Ok(data)
     }
 
     /// Tokens of the vocabulary.

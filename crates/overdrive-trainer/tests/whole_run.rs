@@ -1,0 +1,133 @@
+//! A whole run in small: text, tokenizer, model, steps, evaluation, results.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::fs;
+use std::path::Path;
+
+use overdrive_optim::Optimizer;
+use overdrive_profiling::{JsonLines, StepMetrics, Tracker};
+use overdrive_trainer::{ModelArguments, RunFolder, TextData, TrainingArguments, evaluate};
+use overdrive_transformer::{CausalLm, LabelShift};
+use tch::Device;
+
+fn arguments(folder: &Path) -> TrainingArguments {
+    let text = folder.join("text");
+    fs::create_dir_all(&text).unwrap();
+    for number in 0..40 {
+        let line = format!("Document {number} says that the quick brown fox jumps over the dog.\n");
+        fs::write(text.join(format!("{number:02}.txt")), line.repeat(12)).unwrap();
+    }
+    TrainingArguments {
+        output_dir: Some(folder.join("run")),
+        data: vec![text],
+        use_cpu: true,
+        vocab_size: 320,
+        context_length: 32,
+        validation_fraction: 0.2,
+        max_steps: 30,
+        learning_rate: 1e-2,
+        max_eval_batches: Some(4),
+        samples: 2,
+        model: ModelArguments {
+            hidden_size: 32,
+            intermediate_size: 64,
+            num_hidden_layers: 1,
+            num_attention_heads: 2,
+            ..ModelArguments::default()
+        },
+        ..TrainingArguments::default()
+    }
+}
+
+/// Trains on the text of `folder`; the losses of the validation part before and after.
+fn run(folder: &Path) -> (f64, f64, Vec<f64>) {
+    let arguments = arguments(folder);
+    let mut lines = Vec::new();
+    let data = TextData::prepare_in(&folder.join("cache"), &arguments, |line| {
+        lines.push(line.to_owned());
+    })
+    .unwrap();
+    assert!(lines[0].contains("40 files"), "{lines:?}");
+
+    let precision = arguments.apply().unwrap();
+    let model = arguments.new_model(&data, Device::Cpu).unwrap();
+    assert_eq!(
+        u64::try_from(model.num_parameters()).unwrap(),
+        arguments.model.parameters(data.vocab_size())
+    );
+    let loss_now = || {
+        let batches = data.validation_batches(&arguments, Device::Cpu).unwrap();
+        evaluate(&model, batches, precision).unwrap()
+    };
+    let before = loss_now();
+
+    let run = RunFolder::create(&arguments).unwrap();
+    let plan = arguments
+        .plan(data.micro_batches_per_epoch(&arguments))
+        .unwrap();
+    let mut optimizer = arguments.new_optimizer(&model).unwrap();
+    let mut scheduler = arguments.new_scheduler(&plan, &mut optimizer).unwrap();
+    let mut metrics = JsonLines::create(run.metrics()).unwrap();
+    let mut losses = Vec::new();
+    let batches = data.train_batches(&arguments, Device::Cpu).unwrap();
+    for (step, batch) in (1..=plan.total_steps).zip(batches) {
+        let batch = batch.unwrap();
+        let loss = model
+            .loss(&batch.input_ids, &batch.labels, LabelShift::Shifted)
+            .unwrap();
+        let loss = loss.mean().unwrap();
+        loss.backward();
+        optimizer.step().unwrap();
+        optimizer.zero_grad().unwrap();
+        scheduler.step(&mut optimizer).unwrap();
+        losses.push(loss.double_value(&[]));
+        let record = StepMetrics {
+            step,
+            loss: losses[losses.len() - 1],
+            ..Default::default()
+        };
+        metrics.log(&record).unwrap();
+    }
+    metrics.finish().unwrap();
+    let after = loss_now();
+
+    let results = run.write_results(&arguments, &data, &model).unwrap();
+    assert_eq!((results.steps, results.samples.len()), (30, 2));
+    assert!(
+        results.samples[0].prompt.starts_with("Document"),
+        "{results}"
+    );
+    assert!(
+        fs::read_to_string(run.report())
+            .unwrap()
+            .contains("Document")
+    );
+    assert!(run.loss().is_file() && run.model().join("tokenizer.json").is_file());
+    let again = CausalLm::from_pretrained(run.model(), &Default::default()).unwrap();
+    let batches = data.validation_batches(&arguments, Device::Cpu).unwrap();
+    assert_eq!(evaluate(&again, batches, precision).unwrap(), after);
+    (before, after, losses)
+}
+
+#[test]
+fn a_small_run_learns_and_a_second_one_with_its_seed_is_equal() {
+    let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (before, after, losses) = run(first.path());
+    assert!(
+        (before - 320f64.ln()).abs() < 0.3,
+        "a fresh model knows nothing: {before}"
+    );
+    assert!(after < before - 2.0, "from {before} to {after}");
+    assert_eq!(run(second.path()), (before, after, losses));
+}
+
+#[test]
+fn text_too_short_for_a_window_is_refused_before_training() {
+    let folder = tempfile::tempdir().unwrap();
+    let short = TrainingArguments {
+        context_length: 100_000,
+        ..arguments(folder.path())
+    };
+    let error = TextData::prepare_in(&folder.path().join("cache"), &short, |_| {}).unwrap_err();
+    assert!(error.to_string().contains("100000"), "{error}");
+}
