@@ -4,7 +4,7 @@ use std::path::Path;
 
 use overdrive_datasets::{
     BatchOptions, BpeOptions, BuildOptions, Corpus, CorpusOptions, LastWindow, RandomWindows,
-    SequentialWindows, SplitOptions, TokenBatches, TokenView, Tokenizer, build_tokens,
+    SequentialWindows, SplitBy, SplitOptions, TokenBatches, TokenView, Tokenizer, build_tokens,
     default_cache_dir, load_tokenizer, save_tokenizer, train_bpe_cached,
 };
 use tch::Device;
@@ -99,7 +99,8 @@ impl TextData {
         let split = SplitOptions {
             validation_fraction: arguments.validation_fraction,
             seed: arguments.seed,
-            ..SplitOptions::default()
+            // One book is split by position, a folder of files by file.
+            by: SplitBy::Auto,
         };
         let (train, validation) = all.split(&split)?;
         say(&format!(

@@ -131,3 +131,19 @@ fn text_too_short_for_a_window_is_refused_before_training() {
     let error = TextData::prepare_in(&folder.path().join("cache"), &short, |_| {}).unwrap_err();
     assert!(error.to_string().contains("100000"), "{error}");
 }
+
+#[test]
+fn a_single_file_is_split_by_position() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut one = arguments(folder.path());
+    let book = folder.path().join("book.txt");
+    fs::write(
+        &book,
+        "It was the best of times, it was the worst of times.\n".repeat(200),
+    )
+    .unwrap();
+    one.data = vec![book];
+    let data = TextData::prepare_in(&folder.path().join("cache"), &one, |_| {}).unwrap();
+    let part = data.validation.len() as f64 / (data.train.len() + data.validation.len()) as f64;
+    assert!((part - one.validation_fraction).abs() < 0.01, "{part}");
+}
