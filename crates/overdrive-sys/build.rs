@@ -1,17 +1,6 @@
 //! Compiles the C++ shim against the libtorch that torch-sys found.
 
-use std::path::Path;
-
-const SOURCES: [&str; 8] = [
-    "autocast",
-    "context",
-    "cpu_allocator",
-    "device_memory",
-    "grad",
-    "op",
-    "startup",
-    "status",
-];
+use std::path::PathBuf;
 
 fn main() {
     overdrive_build::link();
@@ -22,7 +11,7 @@ fn main() {
     build
         .cpp(true)
         .std("c++17")
-        .files(SOURCES.map(|name| Path::new("shim").join(name).with_extension("cpp")))
+        .files(sources())
         // Its allocator is in every operator's path, also in a debug build.
         .opt_level(2)
         .debug(false)
@@ -48,4 +37,15 @@ fn main() {
     } else {
         println!("cargo:rustc-link-lib=stdc++");
     }
+}
+
+/// Every C++ file of `shim/`, in a fixed order.
+fn sources() -> Vec<PathBuf> {
+    let folder = std::fs::read_dir("shim").expect("the shim is part of this crate");
+    let mut files: Vec<PathBuf> = folder
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|path| path.extension().is_some_and(|extension| extension == "cpp"))
+        .collect();
+    files.sort();
+    files
 }

@@ -29,8 +29,9 @@ std::string where(const c10::FunctionSchema& schema, const c10::Argument& argume
 
 const char* tag_name(int32_t tag) {
   static const char* names[] = {"None", "a tensor", "a list of tensors", "an integer", "a float",
-                                "a bool", "a list of integers", "a list of floats", "a string"};
-  return tag >= 0 && tag <= OD_STR ? names[tag] : "an unknown value";
+                                "a bool", "a list of integers", "a list of floats", "a string",
+                                "a list of bools", "a device"};
+  return tag >= 0 && tag <= OD_DEVICE ? names[tag] : "an unknown value";
 }
 
 // The value as the type the schema asks for: integers widen to floats, a list of tensors may become
@@ -96,6 +97,20 @@ IValue convert(const od_value& v, const c10::FunctionSchema& schema, const c10::
       }
       break;
     }
+    case OD_BOOLS: {
+      auto items = static_cast<const uint8_t*>(v.ptr);
+      if (element && element->kind() == c10::TypeKind::BoolType) {
+        c10::List<bool> list;
+        for (size_t k = 0; k < v.len; ++k) list.push_back(items[k] != 0);
+        return list;
+      }
+      break;
+    }
+    case OD_DEVICE:
+      if (kind == c10::TypeKind::DeviceObjType) {
+        return c10::Device(static_cast<c10::DeviceType>(v.i), static_cast<c10::DeviceIndex>(v.len));
+      }
+      break;
     case OD_STR:
       if (kind == c10::TypeKind::StringType) return std::string(static_cast<const char*>(v.ptr), v.len);
       break;

@@ -22,7 +22,7 @@ typedef struct od_status od_status;
 typedef void* od_tensor;
 
 // --- status.cpp -------------------------------------------------------------------------------
-enum od_error_kind { OD_ERROR = 0, OD_OUT_OF_MEMORY = 1, OD_NOT_FOUND = 2, OD_BAD_ARGUMENT = 3 };
+enum od_error_kind { OD_ERROR = 0, OD_OUT_OF_MEMORY = 1, OD_NOT_FOUND = 2, OD_BAD_ARGUMENT = 3, OD_RUST = 4 };
 int32_t od_status_kind(const od_status* status) OD_NOEXCEPT;
 const char* od_status_message(const od_status* status) OD_NOEXCEPT;
 void od_status_free(od_status* status) OD_NOEXCEPT;
@@ -38,6 +38,8 @@ enum od_tag {
   OD_INTS = 6,     // ptr: const int64_t*, len
   OD_FLOATS = 7,   // ptr: const double*, len
   OD_STR = 8,      // ptr: const char* (UTF-8, not terminated), len
+  OD_BOOLS = 9,    // ptr: const uint8_t*, len
+  OD_DEVICE = 10,  // i: c10::DeviceType, len: index
 };
 typedef struct od_value {
   int32_t tag;
@@ -62,6 +64,136 @@ void od_string_free(char* text) OD_NOEXCEPT;
 
 // --- grad.cpp -----------------------------------------------------------------------------------
 od_status* od_grad_set(od_tensor tensor, od_tensor grad_or_null) OD_NOEXCEPT;
+
+// --- callback.h: Rust called from C++ -----------------------------------------------------------
+// What a callback ended with: null payload for success; else an error or a panic, with a message that
+// lives as long as the payload, which the receiver releases once.
+typedef struct od_failure {
+  void* payload;
+  const char* message;
+  size_t message_len;
+  void (*release)(void*);
+} od_failure;
+// A Rust closure, owned by whoever receives it, dropped once.
+typedef struct od_closure {
+  void* self;
+  void (*drop)(void*);
+} od_closure;
+// The payload of a failure that came back in this status, borrowed from it; null for other errors.
+void* od_status_payload(const od_status* status) OD_NOEXCEPT;
+
+// --- function.cpp: functions with a backward in Rust ----------------------------------------------
+typedef struct od_backward_call {
+  const void* const* gradients;  // of the outputs; null where there is none
+  size_t n_gradients;
+  const void* const* saved;
+  size_t n_saved;
+  const uint8_t* wanted;  // whether the gradient of input k is
+  od_tensor* out;         // of the inputs: owned handles or null
+  size_t n_out;
+} od_backward_call;
+typedef od_failure (*od_function_backward)(void* self, const od_backward_call* call);
+typedef struct od_function {
+  const char* name;
+  size_t name_len;
+  const od_tensor* inputs;
+  size_t n_inputs;
+  const od_tensor* outputs;  // what forward made
+  size_t n_outputs;
+  const od_tensor* saved;
+  size_t n_saved;
+  const size_t* dirty;  // inputs that forward changed in place
+  size_t n_dirty;
+  const size_t* constant;  // outputs that are not differentiable
+  size_t n_constant;
+  int32_t materialize_grads;
+  int32_t twice_differentiable;
+} od_function;
+// Puts a function that has run into the graph; `out` has room for `n_outputs` handles.
+od_status* od_function_record(const od_function* function, od_closure closure,
+                              od_function_backward backward, od_tensor* out) OD_NOEXCEPT;
+
+// --- hooks.cpp ----------------------------------------------------------------------------------
+typedef struct od_hook od_hook;
+// `replacement` may be set to an owned handle: the gradient to go on with.
+typedef od_failure (*od_hook_call)(void* self, const void* tensor, od_tensor* replacement);
+od_status* od_hook_register(od_tensor tensor, od_closure closure, od_hook_call call,
+                            od_hook** out) OD_NOEXCEPT;
+od_status* od_hook_register_post_accumulate(od_tensor tensor, od_closure closure, od_hook_call call,
+                                            od_hook** out) OD_NOEXCEPT;
+od_status* od_hook_remove(od_hook* hook) OD_NOEXCEPT;  // and frees the handle
+void od_hook_free(od_hook* hook) OD_NOEXCEPT;          // the handle alone: the hook stays
+
+// --- engine.cpp ---------------------------------------------------------------------------------
+od_status* od_backward(const od_tensor* outputs, const od_tensor* gradients, size_t n,
+                       const od_tensor* inputs, size_t n_inputs, int32_t retain_graph,
+                       int32_t create_graph) OD_NOEXCEPT;
+od_status* od_grad(const od_tensor* outputs, const od_tensor* gradients, size_t n,
+                   const od_tensor* inputs, size_t n_inputs, int32_t retain_graph,
+                   int32_t create_graph, int32_t allow_unused, od_tensor* out) OD_NOEXCEPT;
+int32_t od_grad_mode_get(void) OD_NOEXCEPT;
+void od_grad_mode_set(int32_t enabled) OD_NOEXCEPT;
+// The guard must be left on the thread that entered it, in the reverse order.
+od_status* od_inference_mode_enter(int32_t enabled, void** out) OD_NOEXCEPT;
+void od_inference_mode_exit(void* guard) OD_NOEXCEPT;
+int32_t od_inference_mode_get(void) OD_NOEXCEPT;
+int32_t od_is_inference(od_tensor tensor) OD_NOEXCEPT;
+od_status* od_random_state_get(int32_t device_type, int32_t index, od_tensor* out) OD_NOEXCEPT;
+od_status* od_random_state_set(int32_t device_type, int32_t index, od_tensor state) OD_NOEXCEPT;
+od_status* od_random_seed(int32_t device_type, int32_t index, uint64_t seed) OD_NOEXCEPT;
+
+// --- saved_tensors.cpp: hooks on what the graph saves -------------------------------------------
+typedef struct od_saved_tensor_callbacks {
+  // Takes an owned handle, gives what the graph holds in its place. `parameter`: it is a leaf that
+  // requires grad, or a view of one.
+  od_failure (*pack)(od_tensor tensor, int32_t parameter, void** packed);
+  od_failure (*unpack)(void* packed, od_tensor* out);  // an owned handle
+  void (*drop)(void* packed);
+} od_saved_tensor_callbacks;
+// For the whole process, before the first depth that is not 0.
+void od_saved_tensors_install(const od_saved_tensor_callbacks* callbacks) OD_NOEXCEPT;
+// How many pairs of hooks are on this thread's stack: they are called while it is not 0.
+od_status* od_saved_tensors_set_depth(int32_t depth) OD_NOEXCEPT;
+// A tensor saved as a node of the graph saves its inputs: through the hooks, checked for changes.
+typedef struct od_saved_variable od_saved_variable;
+od_status* od_saved_variable_new(od_tensor tensor, od_saved_variable** out) OD_NOEXCEPT;
+od_status* od_saved_variable_unpack(const od_saved_variable* saved, od_tensor* out) OD_NOEXCEPT;
+void od_saved_variable_free(od_saved_variable* saved) OD_NOEXCEPT;
+int32_t od_graph_task_id(void) OD_NOEXCEPT;  // of the backward this thread is in; -1: none
+// Whether a backward that this thread starts may use other threads; the setting before.
+int32_t od_backward_threads_set(int32_t enabled) OD_NOEXCEPT;
+
+// --- dispatch_mode.cpp: every operator that a thread calls --------------------------------------
+typedef struct od_dispatched od_dispatched;  // a call under way
+typedef struct od_results od_results;        // the results of a call, kept
+typedef struct od_dispatch_callbacks {
+  od_failure (*before)(od_dispatched* call);
+  od_failure (*after)(od_dispatched* call);
+} od_dispatch_callbacks;
+enum od_operator_flags { OD_MUTATES = 1, OD_ALIASES = 2, OD_RANDOM = 4 };
+void od_dispatch_mode_install(const od_dispatch_callbacks* callbacks) OD_NOEXCEPT;
+void od_dispatch_mode_listen(int32_t enabled) OD_NOEXCEPT;  // on this thread
+const char* od_dispatched_name(const od_dispatched* call, size_t* len) OD_NOEXCEPT;
+const char* od_dispatched_overload(const od_dispatched* call, size_t* len) OD_NOEXCEPT;
+od_status* od_dispatched_flags(const od_dispatched* call, int32_t* out) OD_NOEXCEPT;
+// The tensors among the arguments (before) or the results (after), as owned handles.
+od_status* od_dispatched_tensors(const od_dispatched* call, void* into,
+                                 void (*take)(void* into, od_tensor owned)) OD_NOEXCEPT;
+od_status* od_dispatched_keep(const od_dispatched* call, od_results** out) OD_NOEXCEPT;
+od_status* od_dispatched_replace(od_dispatched* call, const od_results* by) OD_NOEXCEPT;
+od_status* od_results_tensors(const od_results* results, void* into,
+                              void (*take)(void* into, od_tensor owned)) OD_NOEXCEPT;
+void od_results_free(od_results* results) OD_NOEXCEPT;
+// Keeps the names of the operators under way on this thread; the setting before.
+int32_t od_operator_names_set(int32_t enabled) OD_NOEXCEPT;
+od_status* od_operator_under_way(char** out) OD_NOEXCEPT;  // the innermost; empty: none
+
+// --- parallel.cpp -------------------------------------------------------------------------------
+typedef void (*od_team_work)(void* self, int32_t thread, int32_t threads);
+// How many threads a team may have here: 1 inside a parallel region.
+int32_t od_parallel_threads(void) OD_NOEXCEPT;
+// Calls `work` once on each thread of a team and returns when all have. `work` must not unwind.
+void od_parallel(int32_t threads, od_team_work work, void* self) OD_NOEXCEPT;
 
 // --- autocast.cpp ---------------------------------------------------------------------------------
 // `device_type` is c10::DeviceType, `dtype` is at::ScalarType, both as integers.
@@ -103,6 +235,58 @@ od_status* od_libtorch_version(char** out) OD_NOEXCEPT;
 // 0: no CUDA library beside libtorch_cpu, 1: loaded (or linked), 2: there but it failed to load.
 od_status* od_cuda_library(int32_t* state, char** detail) OD_NOEXCEPT;
 od_status* od_cuda_compute_capability(int32_t device, int32_t* major, int32_t* minor) OD_NOEXCEPT;
+
+// --- profiler.cpp -------------------------------------------------------------------------------
+// Events mark a place in the work of a device; they keep the time. One thread at a time uses one.
+typedef struct od_event od_event;
+od_status* od_event_new(int32_t device_type, od_event** out) OD_NOEXCEPT;
+void od_event_free(od_event* event) OD_NOEXCEPT;
+od_status* od_event_record(od_event* event, int32_t device_index) OD_NOEXCEPT;  // current stream
+od_status* od_event_query(const od_event* event, int32_t* done) OD_NOEXCEPT;
+od_status* od_event_wait(const od_event* event) OD_NOEXCEPT;
+od_status* od_event_elapsed(const od_event* start, const od_event* end,
+                            double* milliseconds) OD_NOEXCEPT;
+// A named range of this thread's time; null where nothing listens. Ended once, on the same thread.
+typedef struct od_range od_range;
+od_status* od_range_begin(const char* name, size_t length, od_range** out) OD_NOEXCEPT;
+void od_range_end(od_range* range_or_null) OD_NOEXCEPT;
+// libtorch's profiler: one profile at a time in a process, started and stopped by one thread.
+typedef struct od_profiler_options {
+  int32_t cpu;
+  int32_t cuda;
+  int32_t record_shapes;
+  int32_t profile_memory;
+  int32_t with_flops;
+} od_profiler_options;
+typedef struct od_profile od_profile;
+typedef struct od_profile_entry {
+  const char* name;    // both live as long as the profile
+  const char* shapes;  // of the inputs: "[2, 3], [3, 4]"; empty where not recorded
+  uint64_t start_ns;   // since 1970
+  uint64_t end_ns;
+  uint64_t thread;
+  uint64_t end_thread;
+  uint64_t correlation;
+  uint64_t linked_correlation;
+  uint64_t flops;
+  int64_t bytes;
+  int64_t sequence;
+  int32_t device_type;
+  int32_t device_index;
+  int32_t scope;  // at::RecordScope
+  int32_t is_async;
+  int32_t is_hidden;
+} od_profile_entry;
+od_status* od_profiler_start(const od_profiler_options* options) OD_NOEXCEPT;
+od_status* od_profiler_stop(od_profile** out) OD_NOEXCEPT;
+size_t od_profile_len(const od_profile* profile) OD_NOEXCEPT;
+od_status* od_profile_event(const od_profile* profile, size_t index, od_profile_entry* out) OD_NOEXCEPT;
+od_status* od_profile_start_ns(const od_profile* profile, uint64_t* out) OD_NOEXCEPT;
+od_status* od_profile_save(od_profile* profile, const char* path) OD_NOEXCEPT;  // once
+void od_profile_free(od_profile* profile) OD_NOEXCEPT;
+// Bytes of this process in main memory, now and at most.
+od_status* od_process_memory(uint64_t* resident, uint64_t* peak_resident) OD_NOEXCEPT;
+od_status* od_cuda_identity(int32_t device, char** name, char** pci_bus_id) OD_NOEXCEPT;
 
 #ifdef __cplusplus
 }

@@ -40,3 +40,29 @@ pub(crate) fn kind(scalar_type: i32) -> Option<Kind> {
         .find(|(_, code)| *code == scalar_type)
         .map(|(k, _)| *k)
 }
+
+/// `at::ScalarType` of any dtype.
+pub(crate) fn scalar_code(kind: Kind) -> i64 {
+    match kind {
+        Kind::Uint8 => 0,
+        Kind::Int8 => 1,
+        Kind::Int16 => 2,
+        Kind::Int => 3,
+        Kind::Int64 => 4,
+        Kind::Half => 5,
+        Kind::Float => 6,
+        Kind::Double => 7,
+        Kind::ComplexHalf => 8,
+        Kind::ComplexFloat => 9,
+        Kind::ComplexDouble => 10,
+        Kind::Bool => 11,
+        Kind::QInt8 => 12,
+        Kind::QUInt8 => 13,
+        Kind::QInt32 => 14,
+        Kind::BFloat16 => 15,
+        Kind::Float8e5m2 => 23,
+        Kind::Float8e4m3fn => 24,
+        Kind::Float8e5m2fnuz => 25,
+        Kind::Float8e4m3fnuz => 26,
+    }
+}

@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, c_char};
 
-use crate::ffi;
+use crate::{callback, ffi};
 
 /// An error of the shim or of libtorch behind it.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +40,14 @@ pub enum Error {
         /// libtorch's message.
         message: String,
     },
+    /// A Rust callback that libtorch called (a backward, a hook) returned this error.
+    #[error("{operation}: {source}")]
+    Callback {
+        /// What was being done.
+        operation: String,
+        /// The error, as the callback returned it.
+        source: crate::callback::CallbackError,
+    },
     /// An error of tch.
     #[error(transparent)]
     Tch(#[from] tch::TchError),
@@ -53,6 +61,7 @@ impl Error {
     pub fn is_out_of_memory(&self) -> bool {
         match self {
             Self::OutOfMemory { .. } => true,
+            Self::Callback { source, .. } => is_out_of_memory(&**source),
             Self::Tch(error) => says_out_of_memory(&error.to_string()),
             _ => false,
         }
@@ -92,23 +101,30 @@ fn says_out_of_memory(message: &str) -> bool {
     WORDS.iter().any(|words| message.contains(words))
 }
 
-/// Turns a status of the shim into a result, and frees it.
+/// Turns a status of the shim into a result, and frees it. A panic of a callback goes on from here.
 pub(crate) fn check(status: *mut ffi::Status, operation: &str) -> Result<()> {
     if status.is_null() {
         return Ok(());
     }
     // SAFETY: a status that is not null is valid until `od_status_free`, which is called once, here;
     // its message is a C string that lives as long.
-    let (kind, message) = unsafe {
+    let (kind, message, failure) = unsafe {
         let kind = ffi::od_status_kind(status);
+        let failure = callback::failure(ffi::od_status_payload(status));
         let message = CStr::from_ptr(ffi::od_status_message(status))
             .to_string_lossy()
             .into_owned();
         ffi::od_status_free(status);
-        (kind, message)
+        (kind, message, failure)
     };
     let operation = operation.to_owned();
     Err(match kind {
+        ffi::RUST => match failure {
+            Some(callback::Failure::Error(source)) => Error::Callback { operation, source },
+            Some(callback::Failure::Panic(payload)) => std::panic::resume_unwind(payload),
+            // Taken by an earlier call that the same exception reached.
+            None => Error::Torch { operation, message },
+        },
         ffi::OUT_OF_MEMORY => Error::OutOfMemory { operation, message },
         ffi::NOT_FOUND => Error::NotFound { operation, message },
         ffi::BAD_ARGUMENT => Error::BadArgument { operation, message },

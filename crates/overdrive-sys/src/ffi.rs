@@ -18,6 +18,8 @@ pub(crate) const OUT_OF_MEMORY: i32 = 1;
 pub(crate) const NOT_FOUND: i32 = 2;
 pub(crate) const BAD_ARGUMENT: i32 = 3;
 
+pub(crate) const RUST: i32 = 4;
+
 pub(crate) const NONE: i32 = 0;
 pub(crate) const TENSOR: i32 = 1;
 pub(crate) const TENSORS: i32 = 2;
@@ -27,6 +29,8 @@ pub(crate) const BOOL: i32 = 5;
 pub(crate) const INTS: i32 = 6;
 pub(crate) const FLOATS: i32 = 7;
 pub(crate) const STR: i32 = 8;
+pub(crate) const BOOLS: i32 = 9;
+pub(crate) const DEVICE: i32 = 10;
 
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -48,8 +52,132 @@ pub(crate) struct RawMemoryStats {
     pub(crate) allocations: u64,
 }
 
+#[repr(C)]
+pub(crate) struct RawFailure {
+    pub(crate) payload: *mut c_void,
+    pub(crate) message: *const c_char,
+    pub(crate) message_len: usize,
+    pub(crate) release: unsafe extern "C" fn(*mut c_void),
+}
+
+#[repr(C)]
+pub(crate) struct RawClosure {
+    pub(crate) self_: *mut c_void,
+    pub(crate) drop: unsafe extern "C" fn(*mut c_void),
+}
+
+#[repr(C)]
+pub(crate) struct RawBackwardCall {
+    pub(crate) gradients: *const RawTensor,
+    pub(crate) n_gradients: usize,
+    pub(crate) saved: *const RawTensor,
+    pub(crate) n_saved: usize,
+    pub(crate) wanted: *const u8,
+    pub(crate) out: *mut RawTensor,
+    pub(crate) n_out: usize,
+}
+
+pub(crate) type RawBackward =
+    unsafe extern "C" fn(*mut c_void, *const RawBackwardCall) -> RawFailure;
+
+#[repr(C)]
+pub(crate) struct RawFunction {
+    pub(crate) name: *const c_char,
+    pub(crate) name_len: usize,
+    pub(crate) inputs: *const RawTensor,
+    pub(crate) n_inputs: usize,
+    pub(crate) outputs: *const RawTensor,
+    pub(crate) n_outputs: usize,
+    pub(crate) saved: *const RawTensor,
+    pub(crate) n_saved: usize,
+    pub(crate) dirty: *const usize,
+    pub(crate) n_dirty: usize,
+    pub(crate) constant: *const usize,
+    pub(crate) n_constant: usize,
+    pub(crate) materialize_grads: i32,
+    pub(crate) twice_differentiable: i32,
+}
+
+#[repr(C)]
+pub(crate) struct RawHook {
+    _opaque: [u8; 0],
+}
+
+pub(crate) type RawHookCall =
+    unsafe extern "C" fn(*mut c_void, RawTensor, *mut RawTensor) -> RawFailure;
+
+#[repr(C)]
+pub(crate) struct Event {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+pub(crate) struct Range {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+pub(crate) struct Profile {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct RawProfilerOptions {
+    pub(crate) cpu: i32,
+    pub(crate) cuda: i32,
+    pub(crate) record_shapes: i32,
+    pub(crate) profile_memory: i32,
+    pub(crate) with_flops: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct RawProfileEntry {
+    pub(crate) name: *const c_char,
+    pub(crate) shapes: *const c_char,
+    pub(crate) start_ns: u64,
+    pub(crate) end_ns: u64,
+    pub(crate) thread: u64,
+    pub(crate) end_thread: u64,
+    pub(crate) correlation: u64,
+    pub(crate) linked_correlation: u64,
+    pub(crate) flops: u64,
+    pub(crate) bytes: i64,
+    pub(crate) sequence: i64,
+    pub(crate) device_type: i32,
+    pub(crate) device_index: i32,
+    pub(crate) scope: i32,
+    pub(crate) is_async: i32,
+    pub(crate) is_hidden: i32,
+}
+
+impl Default for RawProfileEntry {
+    fn default() -> Self {
+        Self {
+            name: c"".as_ptr(),
+            shapes: c"".as_ptr(),
+            start_ns: 0,
+            end_ns: 0,
+            thread: 0,
+            end_thread: 0,
+            correlation: 0,
+            linked_correlation: 0,
+            flops: 0,
+            bytes: 0,
+            sequence: 0,
+            device_type: 0,
+            device_index: 0,
+            scope: 0,
+            is_async: 0,
+            is_hidden: 0,
+        }
+    }
+}
+
 unsafe extern "C" {
     pub(crate) fn od_status_kind(status: *const Status) -> i32;
+    pub(crate) fn od_status_payload(status: *const Status) -> *mut c_void;
     pub(crate) fn od_status_message(status: *const Status) -> *const c_char;
     pub(crate) fn od_status_free(status: *mut Status);
     pub(crate) fn od_string_free(text: *mut c_char);
@@ -81,6 +209,73 @@ unsafe extern "C" {
     pub(crate) fn od_outputs_free(outputs: *mut Outputs);
 
     pub(crate) fn od_grad_set(tensor: RawTensor, grad_or_null: RawTensor) -> *mut Status;
+
+    pub(crate) fn od_function_record(
+        function: *const RawFunction,
+        closure: RawClosure,
+        backward: RawBackward,
+        out: *mut RawTensor,
+    ) -> *mut Status;
+
+    pub(crate) fn od_hook_register(
+        tensor: RawTensor,
+        closure: RawClosure,
+        call: RawHookCall,
+        out: *mut *mut RawHook,
+    ) -> *mut Status;
+    pub(crate) fn od_hook_register_post_accumulate(
+        tensor: RawTensor,
+        closure: RawClosure,
+        call: RawHookCall,
+        out: *mut *mut RawHook,
+    ) -> *mut Status;
+    pub(crate) fn od_hook_remove(hook: *mut RawHook) -> *mut Status;
+    pub(crate) fn od_hook_free(hook: *mut RawHook);
+
+    pub(crate) fn od_backward(
+        outputs: *const RawTensor,
+        gradients: *const RawTensor,
+        n: usize,
+        inputs: *const RawTensor,
+        n_inputs: usize,
+        retain_graph: i32,
+        create_graph: i32,
+    ) -> *mut Status;
+    pub(crate) fn od_grad(
+        outputs: *const RawTensor,
+        gradients: *const RawTensor,
+        n: usize,
+        inputs: *const RawTensor,
+        n_inputs: usize,
+        retain_graph: i32,
+        create_graph: i32,
+        allow_unused: i32,
+        out: *mut RawTensor,
+    ) -> *mut Status;
+    pub(crate) fn od_grad_mode_get() -> i32;
+    pub(crate) fn od_grad_mode_set(enabled: i32);
+    pub(crate) fn od_inference_mode_enter(enabled: i32, out: *mut *mut c_void) -> *mut Status;
+    pub(crate) fn od_inference_mode_exit(guard: *mut c_void);
+    pub(crate) fn od_inference_mode_get() -> i32;
+    pub(crate) fn od_is_inference(tensor: RawTensor) -> i32;
+    pub(crate) fn od_random_state_get(
+        device_type: i32,
+        index: i32,
+        out: *mut RawTensor,
+    ) -> *mut Status;
+    pub(crate) fn od_random_state_set(
+        device_type: i32,
+        index: i32,
+        state: RawTensor,
+    ) -> *mut Status;
+    pub(crate) fn od_random_seed(device_type: i32, index: i32, seed: u64) -> *mut Status;
+
+    pub(crate) fn od_parallel_threads() -> i32;
+    pub(crate) fn od_parallel(
+        threads: i32,
+        work: unsafe extern "C" fn(*mut c_void, i32, i32),
+        self_: *mut c_void,
+    );
 
     pub(crate) fn od_autocast_get(
         device_type: i32,
@@ -120,4 +315,38 @@ unsafe extern "C" {
         minor: *mut i32,
     ) -> *mut Status;
     pub(crate) fn od_cuda_library(state: *mut i32, detail: *mut *mut c_char) -> *mut Status;
+
+    pub(crate) fn od_event_new(device_type: i32, out: *mut *mut Event) -> *mut Status;
+    pub(crate) fn od_event_free(event: *mut Event);
+    pub(crate) fn od_event_record(event: *mut Event, device_index: i32) -> *mut Status;
+    pub(crate) fn od_event_query(event: *const Event, done: *mut i32) -> *mut Status;
+    pub(crate) fn od_event_wait(event: *const Event) -> *mut Status;
+    pub(crate) fn od_event_elapsed(
+        start: *const Event,
+        end: *const Event,
+        milliseconds: *mut f64,
+    ) -> *mut Status;
+    pub(crate) fn od_range_begin(
+        name: *const c_char,
+        length: usize,
+        out: *mut *mut Range,
+    ) -> *mut Status;
+    pub(crate) fn od_range_end(range: *mut Range);
+    pub(crate) fn od_profiler_start(options: *const RawProfilerOptions) -> *mut Status;
+    pub(crate) fn od_profiler_stop(out: *mut *mut Profile) -> *mut Status;
+    pub(crate) fn od_profile_len(profile: *const Profile) -> usize;
+    pub(crate) fn od_profile_event(
+        profile: *const Profile,
+        index: usize,
+        out: *mut RawProfileEntry,
+    ) -> *mut Status;
+    pub(crate) fn od_profile_start_ns(profile: *const Profile, out: *mut u64) -> *mut Status;
+    pub(crate) fn od_profile_save(profile: *mut Profile, path: *const c_char) -> *mut Status;
+    pub(crate) fn od_profile_free(profile: *mut Profile);
+    pub(crate) fn od_process_memory(resident: *mut u64, peak_resident: *mut u64) -> *mut Status;
+    pub(crate) fn od_cuda_identity(
+        device: i32,
+        name: *mut *mut c_char,
+        pci_bus_id: *mut *mut c_char,
+    ) -> *mut Status;
 }

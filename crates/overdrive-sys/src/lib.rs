@@ -10,8 +10,12 @@
 //! * [`amp`] – the non-finite check and the scale update that gradient scaling is made of;
 //! * [`grad`] – setting and clearing `tensor.grad`;
 //! * [`matmul`] – TF32 and the precision of fp32 matrix products;
+//! * [`profiler`] – device events, named ranges, the Kineto profiler, the memory of the process;
 //! * [`cuda`] – whether the CUDA back end was loaded, and why not;
-//! * [`threads`], [`build_info`] – thread counts, libtorch's version and CPU capability.
+//! * [`function`], [`hook`], [`engine`], [`random`] – what [overdrive-autograd] is made of;
+//! * [`threads`] – thread counts, and loops of our own on libtorch's threads; [`raw`] – the elements of
+//!   CPU tensors for such loops;
+//! * [`build_info`] – libtorch's version and CPU capability.
 //!
 //! Two things happen when a program that uses this crate starts, before `main`:
 //! the CUDA back end is loaded if its library lies beside `libtorch_cpu` (`OVERDRIVE_NO_CUDA=1`
@@ -32,6 +36,7 @@
 //! # }
 //! ```
 //!
+//! [overdrive-autograd]: ../overdrive_autograd/index.html
 //! [overdrive-precision]: ../overdrive_precision/index.html
 #![allow(unsafe_code)]
 #![deny(missing_docs)]
@@ -39,14 +44,22 @@
 pub mod amp;
 pub mod autocast;
 pub mod build_info;
+mod callback;
 pub mod cuda;
 mod device;
+pub mod engine;
 mod error;
 mod ffi;
+pub mod function;
 pub mod grad;
+pub mod hook;
 pub mod matmul;
 pub mod memory;
 pub mod op;
+pub mod profiler;
+pub mod random;
+pub mod raw;
 pub mod threads;
 
+pub use callback::{CallbackError, CallbackResult, panic_text};
 pub use error::{Error, Result, is_out_of_memory};

@@ -10,10 +10,10 @@
 use std::ffi::CString;
 use std::ptr;
 
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result, check, take_string};
-use crate::ffi;
+use crate::{device, ffi};
 
 /// An argument of an operator.
 #[derive(Debug, Clone, Copy)]
@@ -36,6 +36,12 @@ pub enum Value<'a> {
     Floats(&'a [f64]),
     /// A string.
     Str(&'a str),
+    /// A list of truth values, such as the `output_mask` of a backward operator.
+    Bools(&'a [bool]),
+    /// A dtype (`ScalarType` in schemas).
+    Kind(Kind),
+    /// A device.
+    Device(Device),
 }
 
 /// A result of an operator.
@@ -216,6 +222,23 @@ fn raw_value(arg: &Value<'_>, handles: &[*const std::ffi::c_void]) -> ffi::RawVa
             tag: ffi::FLOATS,
             ptr: items.as_ptr().cast(),
             len: items.len(),
+            ..empty
+        },
+        Value::Bools(items) => ffi::RawValue {
+            tag: ffi::BOOLS,
+            ptr: items.as_ptr().cast(),
+            len: items.len(),
+            ..empty
+        },
+        Value::Kind(kind) => ffi::RawValue {
+            tag: ffi::INT,
+            i: device::scalar_code(kind),
+            ..empty
+        },
+        Value::Device(on) => ffi::RawValue {
+            tag: ffi::DEVICE,
+            i: device::device_type(on).into(),
+            len: usize::try_from(device::device_index(on)).unwrap_or(0),
             ..empty
         },
         Value::Str(text) => ffi::RawValue {

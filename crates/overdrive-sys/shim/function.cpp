@@ -1,0 +1,155 @@
+// A node of the autograd graph whose backward is a Rust closure: what `torch.autograd.Function` is.
+#include "callback.h"
+
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+
+#include <mutex>
+
+namespace {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+using torch::autograd::VariableInfo;
+
+const at::Tensor& as_tensor(od_tensor ptr) { return *static_cast<const at::Tensor*>(ptr); }
+
+struct RustNode : torch::autograd::Node {
+  std::string name_;
+  std::shared_ptr<void> self_;
+  od_function_backward backward_ = nullptr;
+  bool materialize_ = true;
+  bool twice_differentiable_ = false;
+  std::vector<VariableInfo> output_info_;
+  std::vector<SavedVariable> saved_;
+  bool released_ = false;
+  std::mutex lock_;
+
+  std::string name() const override { return name_; }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> held(lock_);
+    saved_.clear();
+    released_ = true;
+  }
+
+  variable_list saved() {
+    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+    auto self = shared_from_this();
+    variable_list out;
+    out.reserve(saved_.size());
+    for (const auto& variable : saved_) out.push_back(variable.unpack(self));
+    return out;
+  }
+
+  variable_list apply(variable_list&& gradients) override {
+    // Two backward passes over one graph may run at once.
+    std::lock_guard<std::mutex> held(lock_);
+    variable_list saved = this->saved();
+    at::OptionalDeviceGuard device;
+    if (materialize_) {
+      for (size_t k = 0; k < gradients.size(); ++k) {
+        if (!gradients[k].defined()) gradients[k] = output_info_[k].zeros(device);
+      }
+    }
+    const bool graph_wanted = at::GradMode::is_enabled();
+    const bool once = graph_wanted && !twice_differentiable_;
+    variable_list result;
+    {
+      at::AutoGradMode mode(graph_wanted && twice_differentiable_);
+      result = call(gradients, saved);
+    }
+    if (once && (torch::autograd::any_variable_requires_grad(gradients) ||
+                 torch::autograd::any_variable_requires_grad(saved))) {
+      auto refuse = std::make_shared<torch::autograd::DelayedError>(
+          "trying to differentiate the backward of " + name_ +
+              ", which is not differentiable: the function does not offer double backward",
+          static_cast<int64_t>(result.size()));
+      result = (*refuse)(std::move(result));
+    }
+    return result;
+  }
+
+ private:
+  variable_list call(const variable_list& gradients, const variable_list& saved) {
+    std::vector<const void*> gradient_handles, saved_handles;
+    for (const auto& g : gradients) gradient_handles.push_back(g.defined() ? &g : nullptr);
+    for (const auto& s : saved) saved_handles.push_back(&s);
+    std::vector<uint8_t> wanted;
+    for (size_t k = 0; k < num_outputs(); ++k) wanted.push_back(task_should_compute_output(k));
+    std::vector<od_tensor> out(num_outputs(), nullptr);
+    od_backward_call arguments{gradient_handles.data(), gradient_handles.size(),
+                               saved_handles.data(),    saved_handles.size(),
+                               wanted.data(),           out.data(),
+                               out.size()};
+    const od_failure failure = backward_(self_.get(), &arguments);
+    variable_list result;
+    result.reserve(out.size());
+    for (od_tensor handle : out) {
+      std::unique_ptr<at::Tensor> owned(static_cast<at::Tensor*>(handle));
+      result.push_back(owned ? *owned : at::Tensor());
+    }
+    overdrive::throw_if_failed(failure);
+    return result;
+  }
+};
+
+variable_list list(const od_tensor* handles, size_t len) {
+  variable_list out;
+  out.reserve(len);
+  for (size_t k = 0; k < len; ++k) out.push_back(as_tensor(handles[k]));
+  return out;
+}
+
+}  // namespace
+
+extern "C" od_status* od_function_record(const od_function* f, od_closure closure,
+                                         od_function_backward backward, od_tensor* out) noexcept {
+  // Owned from the first line on: a failure below drops it.
+  auto self = overdrive::own(closure);
+  return overdrive::guard([&] {
+    const variable_list inputs = list(f->inputs, f->n_inputs);
+    const variable_list outputs = list(f->outputs, f->n_outputs);
+    const bool recorded =
+        at::GradMode::is_enabled() && torch::autograd::any_variable_requires_grad(inputs);
+
+    // torch's own deleter: deep graphs are freed without deep recursion.
+    std::shared_ptr<RustNode> node(new RustNode(), torch::autograd::deleteNode);
+    node->name_.assign(f->name, f->name_len);
+    node->self_ = std::move(self);
+    node->backward_ = backward;
+    node->materialize_ = f->materialize_grads;
+    node->twice_differentiable_ = f->twice_differentiable;
+    if (recorded) node->set_next_edges(torch::autograd::collect_next_edges(inputs));
+    node->clear_input_metadata();
+
+    std::unordered_set<at::TensorImpl*> dirty, constant;
+    for (size_t k = 0; k < f->n_dirty; ++k) {
+      auto* impl = inputs.at(f->dirty[k]).unsafeGetTensorImpl();
+      impl->bump_version();
+      dirty.insert(impl);
+    }
+    for (size_t k = 0; k < f->n_constant; ++k) {
+      constant.insert(outputs.at(f->constant[k]).unsafeGetTensorImpl());
+    }
+    std::vector<std::optional<Variable>> raw(outputs.begin(), outputs.end());
+    const auto wrapped = torch::autograd::_wrap_outputs(
+        inputs, constant, dirty, raw, recorded ? node : nullptr,
+        [](const variable_list&, const variable_list&) -> variable_list {
+          TORCH_CHECK(false, "a function written in Rust has no forward-mode derivative");
+        },
+        {}, [](const at::Tensor& x) { return x.view_as(x); }, false);
+
+    if (recorded) {
+      for (const auto& output : wrapped) node->output_info_.emplace_back(output.value());
+      for (size_t k = 0; k < f->n_saved; ++k) {
+        const at::Tensor& tensor = as_tensor(f->saved[k]);
+        node->saved_.emplace_back(tensor, tensor.grad_fn() == node);
+      }
+    }
+    std::vector<std::unique_ptr<at::Tensor>> handles;
+    for (const auto& output : wrapped) handles.push_back(std::make_unique<at::Tensor>(*output));
+    for (size_t k = 0; k < handles.size(); ++k) out[k] = handles[k].release();
+  });
+}

@@ -1,0 +1,116 @@
+//! Closures that see gradients on their way.
+
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::{Mutex, PoisonError};
+
+use tch::Tensor;
+
+use crate::callback::{self, CallbackResult};
+use crate::error::{Result, check};
+use crate::ffi::{self, RawTensor};
+use crate::function::{handle, into_handle};
+
+type TensorHook = Mutex<dyn FnMut(&Tensor) -> CallbackResult<Option<Tensor>> + Send>;
+
+/// A registered hook. Dropping this leaves the hook in place; [`remove`](Self::remove) takes it away.
+#[derive(Debug)]
+pub struct Hook {
+    raw: *mut ffi::RawHook,
+}
+
+// SAFETY: the handle is a weak pointer and two numbers; removing locks what it touches.
+unsafe impl Send for Hook {}
+
+impl Hook {
+    /// Takes the hook away; nothing happens if its tensor is gone.
+    ///
+    /// # Errors
+    /// [`crate::Error::Torch`] if libtorch refuses.
+    pub fn remove(self) -> Result<()> {
+        let raw = self.raw;
+        std::mem::forget(self);
+        // SAFETY: owned by `self`, given to the shim once.
+        check(unsafe { ffi::od_hook_remove(raw) }, "removing a hook")
+    }
+}
+
+impl Drop for Hook {
+    fn drop(&mut self) {
+        // SAFETY: owned by `self`, freed once; the hook itself is its tensor's.
+        unsafe { ffi::od_hook_free(self.raw) }
+    }
+}
+
+/// Calls `hook` with the gradient of `tensor` whenever one is computed; what it returns, if anything,
+/// takes the gradient's place.
+///
+/// # Errors
+/// [`crate::Error::Torch`] if the tensor needs no gradient.
+pub fn register<F>(tensor: &Tensor, hook: F) -> Result<Hook>
+where
+    F: FnMut(&Tensor) -> CallbackResult<Option<Tensor>> + Send + 'static,
+{
+    let boxed: Box<TensorHook> = Box::new(Mutex::new(hook));
+    let mut raw = ptr::null_mut();
+    // SAFETY: the tensor is alive during the call; the closure is the shim's from here on.
+    let status = unsafe {
+        ffi::od_hook_register(
+            handle(tensor),
+            callback::closure(boxed),
+            call_hook,
+            &raw mut raw,
+        )
+    };
+    check(status, "registering a hook")?;
+    Ok(Hook { raw })
+}
+
+/// Calls `hook` with the leaf `tensor` each time a backward pass has added to its gradient.
+///
+/// # Errors
+/// [`crate::Error::Torch`] if the tensor is not a leaf that requires a gradient.
+pub fn register_post_accumulate<F>(tensor: &Tensor, mut hook: F) -> Result<Hook>
+where
+    F: FnMut(&Tensor) -> CallbackResult<()> + Send + 'static,
+{
+    let boxed: Box<TensorHook> = Box::new(Mutex::new(move |leaf: &Tensor| {
+        hook(leaf)?;
+        Ok(None)
+    }));
+    let mut raw = ptr::null_mut();
+    // SAFETY: as in `register`.
+    let status = unsafe {
+        ffi::od_hook_register_post_accumulate(
+            handle(tensor),
+            callback::closure(boxed),
+            call_hook,
+            &raw mut raw,
+        )
+    };
+    check(status, "registering a post-accumulate hook")?;
+    Ok(Hook { raw })
+}
+
+unsafe extern "C" fn call_hook(
+    closure: *mut c_void,
+    tensor: RawTensor,
+    replacement: *mut RawTensor,
+) -> ffi::RawFailure {
+    callback::contain(|| {
+        // SAFETY: the closure that one of the functions above made, alive as long as its hook; the
+        // tensor is borrowed for the call and cloned shallowly.
+        let (hook, tensor) = unsafe {
+            (
+                &*closure.cast::<Box<TensorHook>>(),
+                Tensor::clone_from_ptr(tensor.cast()),
+            )
+        };
+        let mut hook = hook.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(gradient) = hook(&tensor)? {
+            // SAFETY: a place for one handle, which the shim takes over.
+            unsafe { *replacement = into_handle(gradient) };
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,92 @@
+//! The elements of CPU tensors as slices, for kernels written in Rust.
+
+use half::{bf16, f16};
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// A Rust type that is the element of a tensor.
+pub trait Element: Copy + Send + Sync + sealed::Sealed + 'static {
+    /// Its dtype.
+    const KIND: Kind;
+}
+
+macro_rules! elements {
+    ($($type:ty => $kind:ident),* $(,)?) => {$(
+        impl sealed::Sealed for $type {}
+        impl Element for $type {
+            const KIND: Kind = Kind::$kind;
+        }
+    )*};
+}
+
+elements! {
+    f32 => Float, f64 => Double, f16 => Half, bf16 => BFloat16,
+    u8 => Uint8, i8 => Int8, i16 => Int16, i32 => Int, i64 => Int64, bool => Bool,
+}
+
+/// The elements of a contiguous CPU tensor.
+///
+/// # Errors
+/// [`Error::BadArgument`] if the tensor has another dtype, is not on the CPU or not contiguous.
+///
+/// # Safety
+/// Nobody writes to the tensor's memory, through this or any other tensor that shares it, while the
+/// slice lives.
+pub unsafe fn slice<T: Element>(tensor: &Tensor) -> Result<&[T]> {
+    let (pointer, len) = elements::<T>(tensor)?;
+    if len == 0 {
+        return Ok(&[]);
+    }
+    // SAFETY: `elements` found `len` elements of `T` at the pointer, which live as long as the tensor;
+    // the caller vouches that nobody writes.
+    Ok(unsafe { std::slice::from_raw_parts(pointer, len) })
+}
+
+/// The elements of a contiguous CPU tensor, to write.
+///
+/// # Errors
+/// As for [`slice`].
+///
+/// # Safety
+/// Nobody else reads or writes the tensor's memory, through this or any other tensor that shares it,
+/// while the slice lives.
+#[allow(
+    clippy::mut_from_ref,
+    reason = "a tensor is a handle: its elements are shared memory, for which the caller vouches"
+)]
+pub unsafe fn slice_mut<T: Element>(tensor: &Tensor) -> Result<&mut [T]> {
+    let (pointer, len) = elements::<T>(tensor)?;
+    if len == 0 {
+        return Ok(&mut []);
+    }
+    // SAFETY: as in `slice`; the caller vouches that nobody else touches the memory.
+    Ok(unsafe { std::slice::from_raw_parts_mut(pointer, len) })
+}
+
+fn elements<T: Element>(tensor: &Tensor) -> Result<(*mut T, usize)> {
+    let problem = if tensor.device() != Device::Cpu {
+        Some(format!("it is on {:?}", tensor.device()))
+    } else if tensor.kind() != T::KIND {
+        Some(format!("its dtype is {:?}", tensor.kind()))
+    } else if !tensor.is_contiguous() {
+        Some(format!("it has strides {:?}", tensor.stride()))
+    } else {
+        None
+    };
+    if let Some(problem) = problem {
+        return Err(Error::BadArgument {
+            operation: "reading the elements of a tensor".to_owned(),
+            message: format!(
+                "expected a contiguous {:?} tensor on the CPU; {problem}, its shape is {:?}",
+                T::KIND,
+                tensor.size()
+            ),
+        });
+    }
+    Ok((tensor.data_ptr().cast(), tensor.numel()))
+}
