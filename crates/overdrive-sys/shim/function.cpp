@@ -66,6 +66,10 @@ struct RustNode : torch::autograd::Node {
           "trying to differentiate the backward of " + name_ +
               ", which is not differentiable: the function does not offer double backward",
           static_cast<int64_t>(result.size()));
+      // It hangs itself behind what requires a gradient only.
+      for (auto& tensor : result) {
+        if (tensor.defined()) tensor = tensor.detach().set_requires_grad(true);
+      }
       result = (*refuse)(std::move(result));
     }
     return result;
