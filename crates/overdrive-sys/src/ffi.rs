@@ -175,6 +175,38 @@ impl Default for RawProfileEntry {
     }
 }
 
+#[repr(C)]
+pub(crate) struct RawSavedTensorCallbacks {
+    pub(crate) pack: unsafe extern "C" fn(RawTensor, i32, *mut *mut c_void) -> RawFailure,
+    pub(crate) unpack: unsafe extern "C" fn(*mut c_void, *mut RawTensor) -> RawFailure,
+    pub(crate) drop: unsafe extern "C" fn(*mut c_void),
+}
+
+#[repr(C)]
+pub(crate) struct RawSavedVariable {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+pub(crate) struct RawDispatched {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+pub(crate) struct RawResults {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+pub(crate) struct RawDispatchCallbacks {
+    pub(crate) before: unsafe extern "C" fn(*mut RawDispatched) -> RawFailure,
+    pub(crate) after: unsafe extern "C" fn(*mut RawDispatched) -> RawFailure,
+}
+
+pub(crate) const MUTATES: i32 = 1;
+pub(crate) const ALIASES: i32 = 2;
+pub(crate) const RANDOM: i32 = 4;
+
 unsafe extern "C" {
     pub(crate) fn od_status_kind(status: *const Status) -> i32;
     pub(crate) fn od_status_payload(status: *const Status) -> *mut c_void;
@@ -269,6 +301,50 @@ unsafe extern "C" {
         state: RawTensor,
     ) -> *mut Status;
     pub(crate) fn od_random_seed(device_type: i32, index: i32, seed: u64) -> *mut Status;
+
+    pub(crate) fn od_saved_tensors_install(callbacks: *const RawSavedTensorCallbacks);
+    pub(crate) fn od_saved_tensors_set_depth(depth: i32) -> *mut Status;
+    pub(crate) fn od_saved_variable_new(
+        tensor: RawTensor,
+        out: *mut *mut RawSavedVariable,
+    ) -> *mut Status;
+    pub(crate) fn od_saved_variable_unpack(
+        saved: *const RawSavedVariable,
+        out: *mut RawTensor,
+    ) -> *mut Status;
+    pub(crate) fn od_saved_variable_free(saved: *mut RawSavedVariable);
+    pub(crate) fn od_graph_task_id() -> i32;
+    pub(crate) fn od_backward_threads_set(enabled: i32) -> i32;
+
+    pub(crate) fn od_dispatch_mode_install(callbacks: *const RawDispatchCallbacks);
+    pub(crate) fn od_dispatch_mode_listen(enabled: i32);
+    pub(crate) fn od_dispatched_name(call: *const RawDispatched, len: *mut usize) -> *const c_char;
+    pub(crate) fn od_dispatched_overload(
+        call: *const RawDispatched,
+        len: *mut usize,
+    ) -> *const c_char;
+    pub(crate) fn od_dispatched_flags(call: *const RawDispatched, out: *mut i32) -> *mut Status;
+    pub(crate) fn od_dispatched_tensors(
+        call: *const RawDispatched,
+        into: *mut c_void,
+        take: unsafe extern "C" fn(*mut c_void, RawTensor),
+    ) -> *mut Status;
+    pub(crate) fn od_dispatched_keep(
+        call: *const RawDispatched,
+        out: *mut *mut RawResults,
+    ) -> *mut Status;
+    pub(crate) fn od_dispatched_replace(
+        call: *mut RawDispatched,
+        by: *const RawResults,
+    ) -> *mut Status;
+    pub(crate) fn od_results_tensors(
+        results: *const RawResults,
+        into: *mut c_void,
+        take: unsafe extern "C" fn(*mut c_void, RawTensor),
+    ) -> *mut Status;
+    pub(crate) fn od_results_free(results: *mut RawResults);
+    pub(crate) fn od_operator_names_set(enabled: i32) -> i32;
+    pub(crate) fn od_operator_under_way(out: *mut *mut c_char) -> *mut Status;
 
     pub(crate) fn od_parallel_threads() -> i32;
     pub(crate) fn od_parallel(

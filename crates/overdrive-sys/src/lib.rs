@@ -13,6 +13,7 @@
 //! * [`profiler`] – device events, named ranges, the Kineto profiler, the memory of the process;
 //! * [`cuda`] – whether the CUDA back end was loaded, and why not;
 //! * [`function`], [`hook`], [`engine`], [`random`] – what [overdrive-autograd] is made of;
+//! * [`saved_tensors`], [`dispatch_mode`] – what [overdrive-checkpointing] is made of;
 //! * [`threads`] – thread counts, and loops of our own on libtorch's threads; [`raw`] – the elements of
 //!   CPU tensors for such loops;
 //! * [`build_info`] – libtorch's version and CPU capability.
@@ -37,6 +38,7 @@
 //! ```
 //!
 //! [overdrive-autograd]: ../overdrive_autograd/index.html
+//! [overdrive-checkpointing]: ../overdrive_checkpointing/index.html
 //! [overdrive-precision]: ../overdrive_precision/index.html
 #![allow(unsafe_code)]
 #![deny(missing_docs)]
@@ -47,6 +49,7 @@ pub mod build_info;
 mod callback;
 pub mod cuda;
 mod device;
+pub mod dispatch_mode;
 pub mod engine;
 mod error;
 mod ffi;
@@ -59,6 +62,7 @@ pub mod op;
 pub mod profiler;
 pub mod random;
 pub mod raw;
+pub mod saved_tensors;
 pub mod threads;
 
 pub use callback::{CallbackError, CallbackResult, panic_text};

@@ -1,0 +1,118 @@
+// Hooks on the tensors that the graph saves for backward.
+//
+// libtorch asks its engine for them: `Engine::get_default_saved_variable_hooks` is virtual, Python's
+// engine overrides it, and so does ours, which is the base engine in everything else. It takes the
+// base engine's place before `main`, so that no backward ever runs on two engines.
+#include "callback.h"
+
+#include <c10/core/AutogradState.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <atomic>
+#include <mutex>
+
+namespace {
+
+using torch::autograd::Engine;
+using torch::autograd::SavedVariable;
+using torch::autograd::SavedVariableHooks;
+
+std::atomic<const od_saved_tensor_callbacks*> callbacks{nullptr};
+// How many pairs of hooks Rust has pushed on this thread.
+thread_local int32_t depth = 0;
+
+bool is_parameter(const at::Tensor& tensor) {
+  const auto& root = tensor.is_view() ? tensor._base() : tensor;
+  return root.is_leaf() && root.requires_grad();
+}
+
+struct RustHooks final : SavedVariableHooks {
+  explicit RustHooks(const od_saved_tensor_callbacks* to) : calls(to) {}
+  ~RustHooks() override {
+    if (packed) calls->drop(packed);
+  }
+
+  void call_pack_hook(const at::Tensor& tensor) override {
+    auto owned = std::make_unique<at::Tensor>(tensor);
+    const bool parameter = is_parameter(tensor);
+    overdrive::throw_if_failed(calls->pack(owned.release(), parameter, &packed));
+  }
+
+  at::Tensor call_unpack_hook() override {
+    // Two backward passes over one graph may run at once; one may also come back to itself.
+    std::lock_guard<std::recursive_mutex> held(lock);
+    od_tensor out = nullptr;
+    const od_failure failure = calls->unpack(packed, &out);
+    std::unique_ptr<at::Tensor> owned(static_cast<at::Tensor*>(out));
+    overdrive::throw_if_failed(failure);
+    return *owned;
+  }
+
+  const od_saved_tensor_callbacks* calls;
+  void* packed = nullptr;
+  std::recursive_mutex lock;
+};
+
+struct HookedEngine final : Engine {
+  // As the base asks of its subclasses: the threads use the virtual functions.
+  ~HookedEngine() override { stop(); }
+
+  std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
+    const auto* calls = callbacks.load(std::memory_order_acquire);
+    if (depth == 0 || !calls) return nullptr;
+    return std::make_unique<RustHooks>(calls);
+  }
+};
+
+Engine& hooked_engine() {
+  static HookedEngine engine;
+  return engine;
+}
+
+struct Install {
+  Install() noexcept { torch::autograd::set_default_engine_stub(&hooked_engine); }
+} install;
+
+}  // namespace
+
+struct od_saved_variable {
+  SavedVariable variable;
+};
+
+extern "C" void od_saved_tensors_install(const od_saved_tensor_callbacks* to) noexcept {
+  callbacks.store(to, std::memory_order_release);
+}
+
+extern "C" od_status* od_saved_tensors_set_depth(int32_t to) noexcept {
+  return overdrive::guard([&] {
+    TORCH_CHECK(to == 0 || &Engine::get_default_engine() == &hooked_engine(),
+                "another autograd engine has taken over in this process (Python's?): hooks on saved "
+                "tensors would never be called");
+    depth = to;
+  });
+}
+
+extern "C" od_status* od_saved_variable_new(od_tensor tensor, od_saved_variable** out) noexcept {
+  return overdrive::guard([&] {
+    *out = new od_saved_variable{SavedVariable(*static_cast<const at::Tensor*>(tensor), false)};
+  });
+}
+
+extern "C" od_status* od_saved_variable_unpack(const od_saved_variable* saved, od_tensor* out) noexcept {
+  return overdrive::guard([&] { *out = new at::Tensor(saved->variable.unpack()); });
+}
+
+extern "C" void od_saved_variable_free(od_saved_variable* saved) noexcept { delete saved; }
+
+extern "C" int32_t od_graph_task_id(void) noexcept {
+  return torch::autograd::get_current_graph_task_id();
+}
+
+extern "C" int32_t od_backward_threads_set(int32_t enabled) noexcept {
+  auto& state = c10::AutogradState::get_tls_state();
+  const bool before = state.get_multithreading_enabled();
+  state.set_multithreading_enabled(enabled != 0);
+  return before;
+}
