@@ -6,8 +6,12 @@ use overdrive_optim::{GradScaling, Optimizer, OptimizerId};
 use overdrive_sys::amp;
 use tch::{Device, Kind, Tensor};
 
+use crate::scale_monitor::ScaleMonitor;
 use crate::unscale::{HalfGradients, on, unscale_gradients};
-use crate::{Error, GradScalerConfig, GradScalerState, Result};
+use crate::{
+    CollapseThresholds, Error, GradScalerConfig, GradScalerState, Result, ScaleWarning,
+    ScalerStatistics,
+};
 
 /// Multiplies the loss so that small fp16 gradients do not vanish, and skips the steps whose
 /// gradients overflowed (`torch.amp.GradScaler`).
@@ -18,6 +22,8 @@ use crate::{Error, GradScalerConfig, GradScalerState, Result};
 ///
 /// The scale lives on the device of the first loss. Nothing here waits for the device except
 /// [`step`](Self::step) with an optimizer that cannot skip by itself, and the getters that say so.
+/// The overflows are counted without waiting either ([`statistics`](Self::statistics)): flag and scale
+/// of each step are copied to the host behind the work, and read when they have arrived.
 #[derive(Debug)]
 pub struct GradScaler {
     config: GradScalerConfig,
@@ -25,6 +31,7 @@ pub struct GradScaler {
     initial: (f64, i64),
     on_device: Option<OnDevice>,
     optimizers: HashMap<OptimizerId, Progress>,
+    monitor: ScaleMonitor,
 }
 
 /// The tensors of the scaler, on the device of the first loss.
@@ -73,6 +80,7 @@ impl GradScaler {
             initial: (config.init_scale, 0),
             on_device: None,
             optimizers: HashMap::new(),
+            monitor: ScaleMonitor::new(config.init_scale),
         })
     }
 
@@ -207,20 +215,11 @@ impl GradScaler {
             return Ok(());
         }
         let state = self.scaled("update")?;
-        let device = state.scale.device();
-        let mut combined: Option<Tensor> = None;
-        for (_, found_inf) in self
-            .optimizers
-            .values()
-            .flat_map(|progress| &progress.found_inf)
-        {
-            let found_inf = on(found_inf, device)?;
-            combined = Some(match combined {
-                Some(sum) => sum.f_add(&found_inf)?,
-                None => found_inf,
-            });
-        }
-        let combined = combined.ok_or(Error::NoInfChecks {
+        let (scale, growth_tracker) = (
+            state.scale.shallow_clone(),
+            state.growth_tracker.shallow_clone(),
+        );
+        let found_inf = self.any_found_inf(&scale)?.ok_or(Error::NoInfChecks {
             what: "any optimizer",
         })?;
         let update = amp::ScaleUpdate {
@@ -228,9 +227,9 @@ impl GradScaler {
             backoff_factor: self.config.backoff_factor,
             growth_interval: self.config.growth_interval,
         };
-        amp::update_scale(&state.scale, &state.growth_tracker, &combined, update)?;
+        amp::update_scale(&scale, &growth_tracker, &found_inf, update)?;
         self.optimizers.clear();
-        Ok(())
+        self.monitor.observe(&found_inf, &scale)
     }
 
     /// Ends the step with a scale of the caller's choice instead.
@@ -249,13 +248,15 @@ impl GradScaler {
                 expected,
             });
         }
-        let _ = self
-            .scaled("update_to")?
-            .scale
-            .shallow_clone()
-            .f_fill_(new_scale)?;
+        let scale = self.scaled("update_to")?.scale.shallow_clone();
+        let scale = scale.shallow_clone().f_fill_(new_scale)?;
+        // Without a check nobody knows of an overflow; the step counts as one without.
+        let found_inf = match self.any_found_inf(&scale)? {
+            Some(found_inf) => found_inf,
+            None => scale.f_zeros_like()?,
+        };
         self.optimizers.clear();
-        Ok(())
+        self.monitor.observe(&found_inf, &scale)
     }
 
     /// Whether `optimizer`'s gradients, when they were unscaled this step, held an infinity or a NaN.
@@ -269,6 +270,36 @@ impl GradScaler {
             any |= found_inf.f_double_value(&[])? != 0.0;
         }
         Ok(any)
+    }
+
+    /// The overflows counted so far; nothing is counted while disabled. Does not wait: on a GPU the
+    /// last one or two steps may still be on their way ([`settle_statistics`](Self::settle_statistics)).
+    pub fn statistics(&self) -> &ScalerStatistics {
+        self.monitor.statistics()
+    }
+
+    /// Waits until [`statistics`](Self::statistics) covers every update. Waits for the device.
+    ///
+    /// # Errors
+    /// What libtorch refuses.
+    pub fn settle_statistics(&mut self) -> Result<()> {
+        self.monitor.settle()
+    }
+
+    /// Goes on counting from saved statistics.
+    pub fn resume_statistics(&mut self, statistics: ScalerStatistics) {
+        self.monitor.resume(statistics);
+    }
+
+    /// Whether the scale has collapsed, by the statistics so far, and what to do about it. It is also
+    /// logged, once for a scaler, as a `tracing` warning. Does not wait.
+    pub fn trouble(&self) -> Option<ScaleWarning> {
+        self.monitor.trouble()
+    }
+
+    /// Sets from where on the scale counts as collapsed.
+    pub fn set_collapse_thresholds(&mut self, thresholds: CollapseThresholds) {
+        self.monitor.thresholds = thresholds;
     }
 
     /// The present scale; 1 if disabled. Waits for the device.
@@ -385,6 +416,7 @@ impl GradScaler {
             ..config
         };
         self.initial = (state.scale, state.growth_tracker);
+        self.monitor.restart_at(state.scale);
         Ok(())
     }
 
@@ -426,6 +458,22 @@ impl GradScaler {
             .ok_or(Error::NoInfChecks {
                 what: "this optimizer",
             })
+    }
+
+    /// A number above 0 where any optimizer found an infinity, on the device of `scale`; `None`
+    /// where nothing was checked.
+    fn any_found_inf(&self, scale: &Tensor) -> Result<Option<Tensor>> {
+        let flags = self
+            .optimizers
+            .values()
+            .flat_map(|progress| &progress.found_inf);
+        flags.map(|(_, flag)| flag).try_fold(None, |sum, flag| {
+            let flag = on(flag, scale.device())?;
+            Ok(Some(match sum {
+                Some(sum) => Tensor::f_add(&sum, &flag)?,
+                None => flag,
+            }))
+        })
     }
 
     fn combined_found_inf(&self, id: OptimizerId, device: Device) -> Result<Tensor> {

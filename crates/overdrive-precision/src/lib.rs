@@ -2,8 +2,10 @@
 //!
 //! * [`autocast`] and [`Autocast`] – regions in which operators run in fp16 or bf16, on any device,
 //!   with a chosen dtype, nested, switched off inside, and left correctly by a panic;
-//! * [`GradScaler`] – dynamic loss scaling for fp16, equal to PyTorch's step for step;
-//! * [`Precision`] – fp32, TF32, fp16 or bf16, and which of them this device does well, and why;
+//! * [`GradScaler`] – dynamic loss scaling for fp16, equal to PyTorch's step for step, with overflow
+//!   statistics and a warning when the scale collapses;
+//! * [`Precision`] – fp32, TF32, fp16 or bf16, and which of them this device does well, and why
+//!   ([`GPU_GENERATIONS`], [`CpuClass`]);
 //! * [`tf32`] – the switches for TF32 and for the precision of fp32 matrix products.
 //!
 //! tch's own `autocast` works on CUDA alone, cannot choose the dtype, and stays on after a panic.
@@ -46,13 +48,20 @@
 mod autocast;
 mod error;
 mod grad_scaler;
+mod hardware;
 mod precision;
+mod scale_monitor;
 mod scaler_config;
+mod scaler_statistics;
 pub mod tf32;
 mod unscale;
 
 pub use autocast::{Autocast, AutocastGuard, autocast, is_autocast_enabled};
 pub use error::{Error, Result};
 pub use grad_scaler::{GradScaler, StepOutcome};
+pub use hardware::{CpuClass, GPU_GENERATIONS, GpuGeneration};
 pub use precision::{ParsePrecisionError, Precision, Recommendation};
 pub use scaler_config::{GradScalerConfig, GradScalerState};
+pub use scaler_statistics::{
+    CollapseThresholds, ScaleChange, ScaleTrouble, ScaleWarning, ScalerStatistics,
+};

@@ -7,7 +7,7 @@ use overdrive_build::cpu::CpuFeatures;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
-use crate::{Autocast, Result, tf32};
+use crate::{Autocast, CpuClass, GpuGeneration, Result, tf32};
 
 /// How matrix products are computed while the parameters stay in fp32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -30,6 +30,8 @@ pub enum Precision {
 pub struct Recommendation {
     /// What to use.
     pub precision: Precision,
+    /// What the device is: a GPU's generation (`Hopper`), a CPU's class (`AMX`).
+    pub hardware: String,
     /// Why, in one sentence for a user.
     pub reason: String,
 }
@@ -38,12 +40,14 @@ impl Precision {
     /// All of them.
     pub const ALL: [Self; 4] = [Self::Fp32, Self::Tf32, Self::Fp16, Self::Bf16];
 
-    /// The best precision for training on `device`, by what the device multiplies fast.
+    /// The best precision for training on `device`, by what the device multiplies fast:
+    /// [`GPU_GENERATIONS`](crate::GPU_GENERATIONS) by compute capability, [`CpuClass`] by
+    /// instructions.
     ///
-    /// A CPU gets bf16 only if it has instructions for it: without them libtorch emulates each
-    /// product, and a 2048 × 2048 one takes seconds. A GPU gets bf16 from compute capability 8.0
-    /// (Ampere) on, and fp16 with loss scaling on 7.x (Volta, Turing), whose tensor cores know no
-    /// bf16.
+    /// A GPU gets bf16 from Ampere (8.0) on, fp16 with loss scaling on Volta and Turing (7.x), whose
+    /// tensor cores know no bf16, and fp32 on Pascal and before. A CPU gets bf16 only if it has
+    /// instructions for it: without them libtorch emulates each product, and a 2048 × 2048 one takes
+    /// seconds.
     pub fn recommend(device: Device) -> Recommendation {
         match device {
             Device::Cpu => recommend_for_cpu(CpuFeatures::detect()),
@@ -51,11 +55,13 @@ impl Precision {
                 Ok(capability) => recommend_for_cuda(capability),
                 Err(error) => Recommendation {
                     precision: Self::Fp32,
+                    hardware: "an unknown GPU".to_owned(),
                     reason: format!("the GPU could not be asked what it can do ({error})"),
                 },
             },
             Device::Mps | Device::Vulkan => Recommendation {
                 precision: Self::Fp32,
+                hardware: format!("{device:?}"),
                 reason: format!("mixed precision is not proven on {device:?} yet"),
             },
         }
@@ -102,62 +108,59 @@ impl Precision {
 
     /// A warning if this precision is slow or unsafe on `device`, with what to use instead.
     pub fn warning(self, device: Device) -> Option<String> {
-        let features = CpuFeatures::detect();
-        match (self, device) {
-            (Self::Bf16, Device::Cpu) if !features.multiplies_bf16() => Some(
-                "this CPU has no bf16 instructions: libtorch emulates them, thousands of times \
-                 slower than fp32; use fp32"
-                    .to_owned(),
-            ),
-            (Self::Fp16, Device::Cpu) => Some(
+        match device {
+            Device::Cpu => self.warning_on_cpu(CpuFeatures::detect()),
+            Device::Cuda(index) => overdrive_sys::cuda::compute_capability(index)
+                .ok()
+                .and_then(|capability| self.warning_on_cuda(capability)),
+            Device::Mps | Device::Vulkan => None,
+        }
+    }
+
+    fn warning_on_cpu(self, features: CpuFeatures) -> Option<String> {
+        match self {
+            Self::Fp32 => None,
+            Self::Bf16 => CpuClass::of(&features).bf16_cost.map(str::to_owned),
+            Self::Fp16 => Some(
                 "fp16 on a CPU is there to try loss scaling, not for speed; use fp32".to_owned(),
             ),
-            (Self::Tf32, Device::Cpu) => Some("a CPU has no TF32: products run in fp32".to_owned()),
-            (Self::Bf16, Device::Cuda(index)) => {
-                match overdrive_sys::cuda::compute_capability(index) {
-                    Ok((major, minor)) if major < 8 => Some(format!(
-                        "this GPU (compute capability {major}.{minor}) has no bf16 tensor cores; use fp16"
-                    )),
-                    _ => None,
-                }
-            }
-            _ => None,
+            Self::Tf32 => Some("a CPU has no TF32: products run in fp32".to_owned()),
         }
+    }
+
+    fn warning_on_cuda(self, (major, minor): (u32, u32)) -> Option<String> {
+        let row = GpuGeneration::of((major, minor));
+        let lacks = match self {
+            Self::Bf16 if !row.bf16_tensor_cores => "no bf16 tensor cores",
+            Self::Fp16 if !row.fp16_tensor_cores => "no fp16 tensor cores",
+            Self::Tf32 if !row.tf32 => "no TF32",
+            _ => return None,
+        };
+        Some(format!(
+            "this GPU ({}, compute capability {major}.{minor}) has {lacks}; use {}",
+            row.name, row.precision
+        ))
     }
 }
 
 fn recommend_for_cpu(features: CpuFeatures) -> Recommendation {
-    if features.multiplies_bf16() {
-        Recommendation {
-            precision: Precision::Bf16,
-            reason: "this CPU multiplies bf16 in hardware, in half the memory traffic of fp32"
-                .to_owned(),
-        }
-    } else {
-        Recommendation {
-            precision: Precision::Fp32,
-            reason: "this CPU has no bf16 instructions: half precision would be emulated, \
-                     thousands of times slower"
-                .to_owned(),
-        }
+    let class = CpuClass::of(&features);
+    Recommendation {
+        precision: class.precision,
+        hardware: class.name.to_owned(),
+        reason: format!("this CPU {}", class.why),
     }
 }
 
 fn recommend_for_cuda((major, minor): (u32, u32)) -> Recommendation {
-    let (precision, why) = match major {
-        8.. => (
-            Precision::Bf16,
-            "has bf16 tensor cores, whose range needs no loss scaling",
-        ),
-        7 => (
-            Precision::Fp16,
-            "has fp16 tensor cores but none for bf16; losses must be scaled",
-        ),
-        _ => (Precision::Fp32, "has no tensor cores"),
-    };
+    let row = GpuGeneration::of((major, minor));
     Recommendation {
-        precision,
-        reason: format!("this GPU (compute capability {major}.{minor}) {why}"),
+        precision: row.precision,
+        hardware: row.name.to_owned(),
+        reason: format!(
+            "this GPU ({}, compute capability {major}.{minor}) {}",
+            row.name, row.why
+        ),
     }
 }
 
@@ -199,29 +202,64 @@ mod tests {
 
     #[test]
     fn cpus_get_bf16_only_if_they_multiply_it() {
-        let plain = recommend_for_cpu(CpuFeatures::from_flags("avx2 fma avx512f"));
+        let plain = recommend_for_cpu(CpuFeatures::from_flags("avx2 fma"));
         assert_eq!(plain.precision, Precision::Fp32);
-        assert!(plain.reason.contains("no bf16 instructions"));
+        assert!(
+            plain
+                .reason
+                .starts_with("this CPU has no bf16 instructions")
+        );
+        assert!(plain.reason.contains("far slower"), "{}", plain.reason);
         let amx = recommend_for_cpu(CpuFeatures::from_flags("avx2 amx_bf16"));
-        assert_eq!(amx.precision, Precision::Bf16);
+        assert_eq!(
+            (amx.precision, amx.hardware.as_str()),
+            (Precision::Bf16, "AMX")
+        );
     }
 
     #[test]
-    fn gpus_get_what_their_tensor_cores_know() {
-        for (capability, precision) in [
-            ((9, 0), Precision::Bf16),
-            ((8, 6), Precision::Bf16),
-            ((7, 5), Precision::Fp16),
-            ((6, 1), Precision::Fp32),
+    fn a_gpus_recommendation_names_its_generation_and_capability() {
+        for (capability, precision, generation) in [
+            ((9, 0), Precision::Bf16, "Hopper"),
+            ((8, 6), Precision::Bf16, "Ampere"),
+            ((7, 5), Precision::Fp16, "Turing"),
+            ((6, 1), Precision::Fp32, "Pascal"),
         ] {
             let choice = recommend_for_cuda(capability);
             assert_eq!(choice.precision, precision);
-            assert!(
-                choice
-                    .reason
-                    .contains(&format!("{}.{}", capability.0, capability.1))
+            let named = format!(
+                "this GPU ({generation}, compute capability {}.{}) has ",
+                capability.0, capability.1
             );
+            assert!(choice.reason.starts_with(&named), "{}", choice.reason);
         }
+    }
+
+    #[test]
+    fn no_recommendation_is_warned_about_and_what_a_device_lacks_is() {
+        for major in 3..14 {
+            let choice = recommend_for_cuda((major, 0)).precision;
+            assert_eq!(choice.warning_on_cuda((major, 0)), None, "{major}.0");
+        }
+        assert_eq!(
+            Precision::Bf16.warning_on_cuda((7, 5)).as_deref(),
+            Some("this GPU (Turing, compute capability 7.5) has no bf16 tensor cores; use fp16")
+        );
+        assert_eq!(
+            Precision::Fp16.warning_on_cuda((6, 1)).as_deref(),
+            Some("this GPU (Pascal, compute capability 6.1) has no fp16 tensor cores; use fp32")
+        );
+        assert_eq!(
+            Precision::Tf32.warning_on_cuda((7, 0)).as_deref(),
+            Some("this GPU (Volta, compute capability 7.0) has no TF32; use fp16")
+        );
+        for flags in ["avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd bf16"] {
+            let features = CpuFeatures::from_flags(flags);
+            let choice = recommend_for_cpu(features).precision;
+            assert_eq!(choice.warning_on_cpu(features), None, "{flags}");
+        }
+        let avx2 = Precision::Bf16.warning_on_cpu(CpuFeatures::from_flags("avx2"));
+        assert!(avx2.is_some_and(|text| text.ends_with("use fp32")));
     }
 
     #[test]
