@@ -37,10 +37,8 @@ impl DeviceEvent {
     pub fn new(device: Device) -> Result<Self> {
         let mut raw = ptr::null_mut();
         // SAFETY: written only on success; owned by this value from then on.
-        check(
-            unsafe { ffi::od_event_new(device_type(device), &raw mut raw) },
-            "making a device event",
-        )?;
+        let status = unsafe { ffi::od_event_new(device_type(device), &raw mut raw) };
+        check(status, "making a device event")?;
         Ok(Self { raw, device })
     }
 
@@ -61,10 +59,8 @@ impl DeviceEvent {
     pub fn is_done(&self) -> Result<bool> {
         let mut done = 0;
         // SAFETY: the event lives; written only on success.
-        check(
-            unsafe { ffi::od_event_query(self.raw, &raw mut done) },
-            "asking for a device event",
-        )?;
+        let status = unsafe { ffi::od_event_query(self.raw, &raw mut done) };
+        check(status, "asking for a device event")?;
         Ok(done != 0)
     }
 
@@ -74,10 +70,8 @@ impl DeviceEvent {
     /// What the device's work failed with.
     pub fn wait(&self) -> Result<()> {
         // SAFETY: the event lives.
-        check(
-            unsafe { ffi::od_event_wait(self.raw) },
-            "waiting for a device event",
-        )
+        let status = unsafe { ffi::od_event_wait(self.raw) };
+        check(status, "waiting for a device event")
     }
 
     /// Seconds of device time from `start` to this event; both are recorded and done. CUDA counts in
@@ -88,10 +82,8 @@ impl DeviceEvent {
     pub fn seconds_since(&self, start: &Self) -> Result<f64> {
         let mut milliseconds = 0.0;
         // SAFETY: both events live; written only on success.
-        check(
-            unsafe { ffi::od_event_elapsed(start.raw, self.raw, &raw mut milliseconds) },
-            "reading the time between device events",
-        )?;
+        let status = unsafe { ffi::od_event_elapsed(start.raw, self.raw, &raw mut milliseconds) };
+        check(status, "reading the time between device events")?;
         Ok(milliseconds * 1e-3)
     }
 }
@@ -127,10 +119,8 @@ impl Range {
     pub fn begin(name: &str) -> Result<Self> {
         let mut raw = ptr::null_mut();
         // SAFETY: the name is copied before the call returns; `raw` is written only on success.
-        check(
-            unsafe { ffi::od_range_begin(name.as_ptr().cast(), name.len(), &raw mut raw) },
-            "beginning a range",
-        )?;
+        let status = unsafe { ffi::od_range_begin(name.as_ptr().cast(), name.len(), &raw mut raw) };
+        check(status, "beginning a range")?;
         Ok(Self {
             raw,
             not_send: PhantomData,
@@ -186,10 +176,8 @@ impl ProfilerSession {
             with_flops: options.with_flops.into(),
         };
         // SAFETY: `raw` is read before the call returns.
-        check(
-            unsafe { ffi::od_profiler_start(&raw const raw) },
-            "starting the profiler",
-        )?;
+        let status = unsafe { ffi::od_profiler_start(&raw const raw) };
+        check(status, "starting the profiler")?;
         Ok(Self {
             running: true,
             not_send: PhantomData,
@@ -218,10 +206,8 @@ impl Drop for ProfilerSession {
 fn stop() -> Result<Profile> {
     let mut raw = ptr::null_mut();
     // SAFETY: written only on success; owned by the profile from then on.
-    check(
-        unsafe { ffi::od_profiler_stop(&raw mut raw) },
-        "stopping the profiler",
-    )?;
+    let status = unsafe { ffi::od_profiler_stop(&raw mut raw) };
+    check(status, "stopping the profiler")?;
     Ok(Profile { raw })
 }
 
@@ -283,10 +269,8 @@ impl Profile {
     fn event(&self, index: usize) -> Result<ProfileEvent> {
         let mut raw = ffi::RawProfileEntry::default();
         // SAFETY: the profile lives; written only on success.
-        check(
-            unsafe { ffi::od_profile_event(self.raw, index, &raw mut raw) },
-            "reading a profile",
-        )?;
+        let status = unsafe { ffi::od_profile_event(self.raw, index, &raw mut raw) };
+        check(status, "reading a profile")?;
         Ok(ProfileEvent {
             // SAFETY: both strings end in a zero and live as long as the profile, which `self`
             // borrows.
@@ -317,10 +301,8 @@ impl Profile {
     pub fn start_ns(&self) -> Result<u64> {
         let mut start = 0;
         // SAFETY: the profile lives; written only on success.
-        check(
-            unsafe { ffi::od_profile_start_ns(self.raw, &raw mut start) },
-            "reading a profile",
-        )?;
+        let status = unsafe { ffi::od_profile_start_ns(self.raw, &raw mut start) };
+        check(status, "reading a profile")?;
         Ok(start)
     }
 
@@ -337,10 +319,8 @@ impl Profile {
             message: format!("the path {} is not UTF-8 without zeros", path.display()),
         })?;
         // SAFETY: the profile lives and is not shared; the path is a C string.
-        check(
-            unsafe { ffi::od_profile_save(self.raw, text.as_ptr()) },
-            "writing a trace",
-        )
+        let status = unsafe { ffi::od_profile_save(self.raw, text.as_ptr()) };
+        check(status, "writing a trace")
     }
 }
 
@@ -377,10 +357,8 @@ pub struct ProcessMemory {
 pub fn process_memory() -> Result<ProcessMemory> {
     let (mut resident, mut peak) = (0, 0);
     // SAFETY: both are written only on success.
-    check(
-        unsafe { ffi::od_process_memory(&raw mut resident, &raw mut peak) },
-        "reading the memory of the process",
-    )?;
+    let status = unsafe { ffi::od_process_memory(&raw mut resident, &raw mut peak) };
+    check(status, "reading the memory of the process")?;
     Ok(ProcessMemory {
         resident_bytes: resident,
         peak_resident_bytes: peak,
