@@ -13,7 +13,8 @@ use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::rc::Rc;
-use std::sync::Once;
+use std::sync::{Arc, Once};
+use std::thread::{self, ThreadId};
 
 use tch::Tensor;
 
@@ -234,4 +235,120 @@ impl Drop for BackwardOnThisThread {
         // SAFETY: sets a thread-local flag.
         unsafe { ffi::od_backward_threads_set(self.before) };
     }
+}
+
+type Borrowing<'a> = dyn Fn(&[Tensor]) -> CallbackResult<()> + 'a;
+
+/// A closure that may borrow, called from code without a lifetime as long as it is lent.
+struct Loan {
+    owner: ThreadId,
+    /// Read and emptied on the owner's thread only.
+    call: RefCell<Option<Rc<Borrowing<'static>>>>,
+}
+
+/// A closure lent by [`lending`]: it can be kept anywhere, and called on the lender's thread until the
+/// lending ends.
+#[derive(Clone)]
+pub struct Lent(Arc<Loan>);
+
+// SAFETY: `call` checks the thread before it touches the closure, and `lending` empties the loan on its
+// own thread before any reference to it outlives the borrows: what is dropped elsewhere is empty.
+unsafe impl Send for Lent {}
+// SAFETY: as above.
+unsafe impl Sync for Lent {}
+
+impl std::fmt::Debug for Lent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Lent").field(&self.0.owner).finish()
+    }
+}
+
+impl Lent {
+    /// Calls the closure.
+    ///
+    /// # Errors
+    /// On another thread than the lender's, after the lending has ended, and the closure's own.
+    pub fn call(&self, inputs: &[Tensor]) -> CallbackResult<()> {
+        if thread::current().id() != self.0.owner {
+            return Err(
+                "it borrows what belongs to the thread that ran it first, and this is another \
+                        one: run backward on that thread and keep it there (BackwardOnThisThread)"
+                    .into(),
+            );
+        }
+        let call = self.0.call.borrow().clone();
+        let call = call.ok_or("what it borrows is gone: run backward inside of its scope")?;
+        call(inputs)
+    }
+}
+
+/// Lends closures; see [`lending`].
+#[derive(Debug)]
+pub struct Lender<'scope, 'env: 'scope> {
+    lent: Rc<RefCell<Vec<Lent>>>,
+    /// Invariant, as in `std::thread::Scope`: the scope can be neither lengthened nor shortened.
+    scope: PhantomData<&'scope mut &'scope ()>,
+    env: PhantomData<&'env mut &'env ()>,
+}
+
+impl<'scope> Lender<'scope, '_> {
+    /// Lends a closure until the scope ends.
+    pub fn lend(&self, closure: impl Fn(&[Tensor]) -> CallbackResult<()> + 'scope) -> Lent {
+        let closure: Rc<Borrowing<'scope>> = Rc::new(closure);
+        // SAFETY: only the lifetime changes. `lending` takes the closure out of the loan before 'scope
+        // ends, whatever way its body ends, and on the thread that all calls are made on; a call keeps
+        // its own count of it only while it runs, on the stack above that body.
+        let closure: Rc<Borrowing<'static>> = unsafe { std::mem::transmute(closure) };
+        let lent = Lent(Arc::new(Loan {
+            owner: thread::current().id(),
+            call: RefCell::new(Some(closure)),
+        }));
+        self.lent.borrow_mut().push(lent.clone());
+        lent
+    }
+}
+
+/// Runs `body` with a lender. Every closure that was lent has been dropped when this returns; what still
+/// holds one gets an error from it.
+///
+/// Closures may borrow what lives outside of `body`:
+///
+/// ```
+/// use overdrive_sys::saved_tensors::lending;
+///
+/// let weight = tch::Tensor::from(2.0);
+/// let kept = lending(|lender| {
+///     let lent = lender.lend(|inputs| Ok(drop(inputs[0].f_mul(&weight)?)));
+///     lent.call(&[tch::Tensor::from(1.0)]).map(|()| lent)
+/// })?;
+/// assert!(kept.call(&[tch::Tensor::from(1.0)]).is_err());
+/// # Ok::<(), overdrive_sys::CallbackError>(())
+/// ```
+///
+/// and not what lives inside:
+///
+/// ```compile_fail,E0597
+/// overdrive_sys::saved_tensors::lending(|lender| {
+///     let weight = tch::Tensor::from(2.0);
+///     lender.lend(|inputs| Ok(drop(inputs[0].f_mul(&weight)?)));
+/// });
+/// ```
+pub fn lending<'env, T>(body: impl for<'scope> FnOnce(&'scope Lender<'scope, 'env>) -> T) -> T {
+    struct End(Rc<RefCell<Vec<Lent>>>);
+    impl Drop for End {
+        fn drop(&mut self) {
+            for lent in self.0.take() {
+                let closure = lent.0.call.take();
+                drop(closure);
+            }
+        }
+    }
+    let lender = Lender {
+        lent: Rc::default(),
+        scope: PhantomData,
+        env: PhantomData,
+    };
+    // Dropped before the lender, to which the closures may hold references.
+    let _end = End(Rc::clone(&lender.lent));
+    body(&lender)
 }
