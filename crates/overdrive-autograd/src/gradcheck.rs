@@ -147,8 +147,8 @@ fn check_determinism(
             continue;
         }
         let difference = f64::try_from(first.f_sub(&second)?.f_abs()?.f_max()?)?;
-        // `!(a <= b)`: a NaN is a difference too.
-        if !(difference <= nondet_tol) {
+        // A NaN is a difference too.
+        if difference.is_nan() || difference > nondet_tol {
             return Err(Error::NonDeterministic {
                 input: names[slot],
                 difference,

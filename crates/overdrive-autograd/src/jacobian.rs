@@ -52,7 +52,8 @@ pub(crate) fn numerical(
                     let copy = tensor.f_detach_copy()?.f_contiguous()?;
                     if index == input {
                         let row = i64::try_from(row).unwrap_or(i64::MAX);
-                        copy.f_view([-1])?
+                        let _ = copy
+                            .f_view([-1])?
                             .f_narrow(0, row, 1)?
                             .f_add_scalar_(change)?;
                     }

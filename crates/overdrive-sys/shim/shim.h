@@ -195,6 +195,12 @@ int32_t od_parallel_threads(void) OD_NOEXCEPT;
 // Calls `work` once on each thread of a team and returns when all have. `work` must not unwind.
 void od_parallel(int32_t threads, od_team_work work, void* self) OD_NOEXCEPT;
 
+// --- product.cpp --------------------------------------------------------------------------------
+int32_t od_onednn_available(void) OD_NOEXCEPT;
+// out = beta·out + alpha·left·right, for fp32 or bf16 matrices on the CPU, `out` contiguous.
+od_status* od_onednn_matmul(od_tensor left, od_tensor right, od_tensor out, float beta,
+                            float alpha) OD_NOEXCEPT;
+
 // --- autocast.cpp ---------------------------------------------------------------------------------
 // `device_type` is c10::DeviceType, `dtype` is at::ScalarType, both as integers.
 od_status* od_autocast_get(int32_t device_type, int32_t* enabled, int32_t* dtype) OD_NOEXCEPT;

@@ -353,6 +353,15 @@ unsafe extern "C" {
         self_: *mut c_void,
     );
 
+    pub(crate) fn od_onednn_available() -> i32;
+    pub(crate) fn od_onednn_matmul(
+        left: RawTensor,
+        right: RawTensor,
+        out: RawTensor,
+        beta: f32,
+        alpha: f32,
+    ) -> *mut Status;
+
     pub(crate) fn od_autocast_get(
         device_type: i32,
         enabled: *mut i32,

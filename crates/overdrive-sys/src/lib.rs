@@ -9,6 +9,7 @@
 //! * [`autocast`] – the raw autocast state of any device type ([overdrive-precision] has the guards);
 //! * [`amp`] – the non-finite check and the scale update that gradient scaling is made of;
 //! * [`grad`] – setting and clearing `tensor.grad`;
+//! * [`product`] – matrix products by the faster of the libraries inside libtorch;
 //! * [`matmul`] – TF32 and the precision of fp32 matrix products;
 //! * [`profiler`] – device events, named ranges, the Kineto profiler, the memory of the process;
 //! * [`cuda`] – whether the CUDA back end was loaded, and why not;
@@ -59,6 +60,7 @@ pub mod hook;
 pub mod matmul;
 pub mod memory;
 pub mod op;
+pub mod product;
 pub mod profiler;
 pub mod random;
 pub mod raw;
