@@ -280,6 +280,14 @@ impl Lent {
         let call = call.ok_or("what it borrows is gone: run backward inside of its scope")?;
         call(inputs)
     }
+
+    /// Gives the closure back before the lending ends, if this is its thread.
+    pub fn end(&self) {
+        if thread::current().id() == self.0.owner {
+            let closure = self.0.call.take();
+            drop(closure);
+        }
+    }
 }
 
 /// Lends closures; see [`lending`].
@@ -303,7 +311,12 @@ impl<'scope> Lender<'scope, '_> {
             owner: thread::current().id(),
             call: RefCell::new(Some(closure)),
         }));
-        self.lent.borrow_mut().push(lent.clone());
+        let mut loans = self.lent.borrow_mut();
+        // Those that ended early; at each doubling, so that it costs little.
+        if loans.len() == loans.capacity() {
+            loans.retain(|lent| lent.0.call.borrow().is_some());
+        }
+        loans.push(lent.clone());
         lent
     }
 }

@@ -1,0 +1,78 @@
+//! Whether the recomputation does what the first pass did.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use overdrive_sys::CallbackResult;
+use overdrive_sys::dispatch_mode::{DispatchMode, OperatorCall};
+use tch::{Device, Kind, Tensor};
+
+/// What a saved tensor is compared by.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Metadata {
+    shape: Vec<i64>,
+    kind: Kind,
+    device: Device,
+}
+
+impl Metadata {
+    pub(crate) fn of(tensor: &Tensor) -> CallbackResult<Self> {
+        Ok(Self {
+            shape: tensor.size(),
+            kind: tensor.f_kind()?,
+            device: tensor.device(),
+        })
+    }
+}
+
+impl fmt::Display for Metadata {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} {:?} on {:?}", self.shape, self.kind, self.device)
+    }
+}
+
+/// The operators of one pass, for the debug option.
+#[derive(Debug, Default)]
+pub(crate) struct Log {
+    lines: Mutex<Vec<String>>,
+}
+
+impl Log {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<String>> {
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Both passes side by side, the first difference marked.
+    pub(crate) fn compare(first: &Self, now: &Self) -> String {
+        use fmt::Write;
+
+        let (first, now) = (first.lock(), now.lock());
+        let mut text = String::from("\noperators of the first pass | of the recomputation");
+        let mut same = true;
+        for index in 0..first.len().max(now.len()) {
+            let of = |lines: &[String]| lines.get(index).map_or("-", |line| line).to_owned();
+            let (left, right) = (of(&first), of(&now));
+            let mark = if same && left != right {
+                same = false;
+                "  <- the first difference"
+            } else {
+                ""
+            };
+            // Writing to a string cannot fail.
+            let _ = write!(text, "\n  {left} | {right}{mark}");
+        }
+        text
+    }
+}
+
+pub(crate) struct Logging(pub(crate) Arc<Log>);
+
+impl DispatchMode for Logging {
+    fn after(&self, call: &OperatorCall) -> CallbackResult<()> {
+        let tensors = call.tensors()?;
+        let shapes: Vec<String> = tensors.iter().map(|t| format!("{:?}", t.size())).collect();
+        let line = format!("{} -> {}", call.full_name(), shapes.join(", "));
+        self.0.lock().push(line);
+        Ok(())
+    }
+}
