@@ -50,6 +50,48 @@ pub enum Error {
         message: String,
     },
 
+    /// A profile's trace could not be written.
+    #[error("cannot write the trace {}: {message}", path.display())]
+    Trace {
+        /// The file.
+        path: PathBuf,
+        /// What went wrong.
+        message: String,
+    },
+
+    /// A schedule, a window or a size makes no sense.
+    #[error("{name} is {value}, but must be {expected}")]
+    InvalidConfig {
+        /// The field.
+        name: &'static str,
+        /// What it was.
+        value: String,
+        /// What it must be.
+        expected: &'static str,
+    },
+
+    /// The peak of a device is neither known nor could be measured.
+    #[error(
+        "the peak of {device} in {dtype} is not known and could not be measured ({message}); give it \
+         with `PeakFlops::given`"
+    )]
+    UnknownPeak {
+        /// The device.
+        device: String,
+        /// The dtype of the products.
+        dtype: String,
+        /// What went wrong while measuring.
+        message: String,
+    },
+
+    /// The shim or libtorch failed.
+    #[error(transparent)]
+    Sys(#[from] overdrive_sys::Error),
+
+    /// A tensor operation failed.
+    #[error(transparent)]
+    Tch(#[from] tch::TchError),
+
     /// The timer was asked to wait for a device that is not there.
     #[error(
         "cannot wait for {device}: this process sees {available} CUDA device(s); time without \

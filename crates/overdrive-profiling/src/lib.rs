@@ -3,11 +3,16 @@
 //! For any training loop in Rust, with or without the rest of Overdrive. What Lightning's loggers,
 //! Hugging Face's `TensorBoardCallback` and nanoGPT's MFU estimate are to a Python user:
 //!
-//! - [`StepTimer`] splits each step's wall time into phases that add up to it;
+//! - [`StepRecorder`] records a step: the time of each [`Phase`] (on a GPU by marks in the device's own
+//!   work, without waiting), tokens, samples and steps a second, MFU, memory, the GPU through NVML, and
+//!   what holds the step up in a sentence ([`Bottleneck`]); [`StepTimer`] is its clock alone;
+//! - [`profile`] and [`Profiler`] run libtorch's own profiler, over a closure or by a [`Schedule`]; the
+//!   [`Trace`] is a table of operators ([`KeyAverages`]) and a file for Chrome and Perfetto;
 //! - [`StepMetrics`] is the record of a step, [`read_metrics`] reads a file of them back;
-//! - [`Tracker`]s take the records: [`JsonLines`], [`TensorBoard`], several at once with
-//!   [`Trackers`], or your own;
-//! - [`Throughput`] and [`ModelFlops`] turn tokens and seconds into tokens a second and MFU;
+//! - [`Tracker`]s take the records: [`JsonLines`], [`TensorBoard`], [`TerminalTable`], several at once
+//!   with [`Trackers`], or your own;
+//! - [`Throughput`], [`ModelFlops`] and [`PeakFlops`] turn tokens and seconds into tokens a second and
+//!   MFU;
 //! - [`TrainingProgress`] shows the run at the terminal and in logs;
 //! - [`Report`] makes a page of it, [`Machine`] names where the numbers come from.
 //!
@@ -60,27 +65,50 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+mod bottleneck;
+mod device_timeline;
 mod error;
+mod gpu_monitor;
+mod gpu_table;
 mod json_lines;
 mod machine;
+mod memory_usage;
 mod model_flops;
+mod peak_flops;
+mod phase;
+mod profiler;
 mod progress;
 mod report;
+mod schedule;
 mod step_metrics;
+mod step_recorder;
 mod step_timer;
 mod tensor_board;
+mod terminal_table;
 mod throughput;
+mod trace;
 mod tracker;
 mod units;
 
+pub use bottleneck::{Bottleneck, BottleneckThresholds, StepProfile};
+pub use device_timeline::DevicePhases;
 pub use error::{Error, Result};
+pub use gpu_monitor::{GpuMonitor, GpuSample, NoGpuMonitor};
 pub use json_lines::JsonLines;
 pub use machine::Machine;
+pub use memory_usage::MemoryUsage;
 pub use model_flops::ModelFlops;
+pub use peak_flops::{PeakFlops, PeakSource};
+pub use phase::{Phase, PhaseSeconds};
+pub use profiler::{Profiler, ProfilerConfig, profile, record_function};
 pub use progress::TrainingProgress;
 pub use report::{Report, Sample};
+pub use schedule::{Schedule, ScheduledAction};
 pub use step_metrics::{MetricsFile, StepMetrics, read_metrics};
-pub use step_timer::{Phase, PhaseGuard, PhaseSeconds, StepTimer};
+pub use step_recorder::{StepRecord, StepRecorder, StepRecorderConfig, StepWork, Timing};
+pub use step_timer::{PhaseGuard, StepTimer};
 pub use tensor_board::TensorBoard;
+pub use terminal_table::TerminalTable;
 pub use throughput::Throughput;
+pub use trace::{GroupBy, KeyAverages, OperatorStats, SortBy, Trace, TraceEvent};
 pub use tracker::{Tracker, Trackers};

@@ -149,13 +149,20 @@ impl fmt::Debug for TrainingProgress {
 }
 
 fn figures(metrics: &StepMetrics) -> String {
-    format!(
+    let mut text = format!(
         "loss {:.3}  lr {}  {} tok/s  peak {}",
         metrics.loss,
         units::compact(metrics.learning_rate),
         units::rounded(metrics.tokens_per_second),
         units::bytes(metrics.peak_memory_bytes),
-    )
+    );
+    if let Some(mfu) = metrics.mfu.filter(|mfu| mfu.is_finite()) {
+        text.push_str(&format!("  mfu {:.0}%", 100.0 * mfu));
+    }
+    if let Some(busy) = metrics.gpu.and_then(|gpu| gpu.utilization) {
+        text.push_str(&format!("  gpu {:.0}%", 100.0 * busy));
+    }
+    text
 }
 
 fn evaluation(metrics: &StepMetrics) -> Option<String> {
@@ -226,6 +233,25 @@ mod tests {
                 .nth(5)
                 .is_some_and(|line| line.contains("MiB  left ")),
             "{text}"
+        );
+    }
+
+    #[test]
+    fn utilisation_is_shown_where_it_is_known() {
+        let log = Log::default();
+        let mut progress = TrainingProgress::plain(10, log.clone());
+        progress.update(&StepMetrics {
+            mfu: Some(0.412),
+            gpu: Some(crate::GpuSample {
+                utilization: Some(0.97),
+                ..Default::default()
+            }),
+            ..step(1)
+        });
+        assert!(
+            log.text().ends_with("peak 812 MiB  mfu 41%  gpu 97%\n"),
+            "{}",
+            log.text()
         );
     }
 

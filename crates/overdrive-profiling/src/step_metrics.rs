@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
-use crate::{Error, PhaseSeconds, Result};
+use crate::{Error, GpuSample, MemoryUsage, PhaseSeconds, Result};
 
 /// What is known about one optimizer step: one line of `metrics.jsonl`.
 ///
@@ -86,6 +86,23 @@ pub struct StepMetrics {
     /// Wall time by phase.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub phase_seconds: Option<PhaseSeconds>,
+    /// Device time by phase, where the device has its own clock
+    /// ([`StepTimer::with_events`](crate::StepTimer::with_events)): of the step before, or one before
+    /// that, because nothing waits for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_phase_seconds: Option<PhaseSeconds>,
+    /// Training samples (sequences, images) a second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub samples_per_second: Option<f64>,
+    /// Optimizer steps a second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub steps_per_second: Option<f64>,
+    /// Memory of the device and of the process.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<MemoryUsage>,
+    /// What the GPU says of itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<GpuSample>,
     /// Anything else worth a column: `metrics.extra.insert("gpu_utilization".into(), 0.93.into())`.
     /// Numbers among them become TensorBoard scalars.
     #[serde(flatten)]
@@ -132,14 +149,36 @@ impl StepMetrics {
         add("train/mfu", self.mfu);
         add("eval/loss", self.eval_loss);
         add("eval/bits_per_byte", self.eval_bits_per_byte);
-        if let Some(seconds) = self.phase_seconds {
-            for phase in crate::Phase::ALL {
-                add(
-                    &format!("time/{}_seconds", phase.name()),
-                    Some(seconds.get(phase)),
-                );
+        add("train/samples_per_second", self.samples_per_second);
+        add("train/steps_per_second", self.steps_per_second);
+        for (group, seconds) in [
+            ("time", self.phase_seconds),
+            ("device_time", self.device_phase_seconds),
+        ] {
+            for (phase, seconds) in seconds.iter().flat_map(PhaseSeconds::shown) {
+                add(&format!("{group}/{}_seconds", phase.name()), Some(seconds));
             }
         }
+        let memory = self.memory.unwrap_or_default();
+        for (name, bytes) in [
+            ("allocated", memory.allocated_bytes),
+            ("peak_allocated", memory.peak_allocated_bytes),
+            ("reserved", memory.reserved_bytes),
+            ("resident", memory.resident_bytes),
+            ("peak_resident", memory.peak_resident_bytes),
+        ] {
+            add(
+                &format!("memory/{name}_bytes"),
+                bytes.map(|bytes| bytes as f64),
+            );
+        }
+        let gpu = self.gpu.unwrap_or_default();
+        add("gpu/utilization", gpu.utilization);
+        add("gpu/memory_utilization", gpu.memory_utilization);
+        let used = gpu.memory_used_bytes.map(|bytes| bytes as f64);
+        add("gpu/memory_used_bytes", used);
+        add("gpu/temperature_celsius", gpu.temperature_celsius);
+        add("gpu/power_watts", gpu.power_watts);
         for (name, value) in &self.extra {
             let tag = match name.strip_prefix("eval_") {
                 Some(rest) => format!("eval/{rest}"),

@@ -1,115 +1,31 @@
-//! Where the wall time of a step goes.
+//! Where the time of a step goes.
 
-use std::cell::Cell;
-use std::ops::AddAssign;
+use std::cell::{Cell, RefCell};
 use std::time::Instant;
 
-use serde::{Deserialize, Serialize};
+use overdrive_sys::profiler::{DeviceEvent, Range};
 use tch::{Cuda, Device};
 
-use crate::{Error, Result};
+use crate::device_timeline::Timeline;
+use crate::{DevicePhases, Error, Phase, PhaseSeconds, Result};
 
-/// A named part of a training step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Phase {
-    /// Reading, tokenizing and moving the batch.
-    Data,
-    /// The model and its loss.
-    Forward,
-    /// The gradients.
-    Backward,
-    /// Unscaling, clipping, the update and zeroing the gradients.
-    Optimizer,
-    /// Whatever no other phase claims: logging, evaluation, the loop itself.
-    Other,
-}
-
-impl Phase {
-    /// Every phase, in the order of a step.
-    pub const ALL: [Self; 5] = [
-        Self::Data,
-        Self::Forward,
-        Self::Backward,
-        Self::Optimizer,
-        Self::Other,
-    ];
-
-    /// The name used in metrics files: `data`, `forward`, `backward`, `optimizer` or `other`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Data => "data",
-            Self::Forward => "forward",
-            Self::Backward => "backward",
-            Self::Optimizer => "optimizer",
-            Self::Other => "other",
-        }
-    }
-}
-
-/// Seconds of wall time a phase. The phases never overlap: their sum is the time of the step.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct PhaseSeconds {
-    /// Seconds in [`Phase::Data`].
-    pub data: f64,
-    /// Seconds in [`Phase::Forward`].
-    pub forward: f64,
-    /// Seconds in [`Phase::Backward`].
-    pub backward: f64,
-    /// Seconds in [`Phase::Optimizer`].
-    pub optimizer: f64,
-    /// Seconds in [`Phase::Other`].
-    pub other: f64,
-}
-
-impl PhaseSeconds {
-    /// The seconds of one phase.
-    pub fn get(&self, phase: Phase) -> f64 {
-        match phase {
-            Phase::Data => self.data,
-            Phase::Forward => self.forward,
-            Phase::Backward => self.backward,
-            Phase::Optimizer => self.optimizer,
-            Phase::Other => self.other,
-        }
-    }
-
-    /// The sum over all phases, in seconds.
-    pub fn total(&self) -> f64 {
-        Phase::ALL.iter().map(|&phase| self.get(phase)).sum()
-    }
-
-    fn slot(&mut self, phase: Phase) -> &mut f64 {
-        match phase {
-            Phase::Data => &mut self.data,
-            Phase::Forward => &mut self.forward,
-            Phase::Backward => &mut self.backward,
-            Phase::Optimizer => &mut self.optimizer,
-            Phase::Other => &mut self.other,
-        }
-    }
-}
-
-impl AddAssign for PhaseSeconds {
-    fn add_assign(&mut self, rhs: Self) {
-        for phase in Phase::ALL {
-            *self.slot(phase) += rhs.get(phase);
-        }
-    }
-}
-
-/// Splits the wall time of each step into phases.
+/// Splits the time of each step into phases.
 ///
 /// At every moment exactly one phase is charged: the innermost open one, or [`Phase::Other`] where
 /// none is open. So the phases of a step add up to its wall time, and a phase opened inside another
 /// one is not counted twice. The methods take `&self`, so that closures which a step hands to other
-/// crates can time themselves.
+/// crates can time themselves. While a [`Profiler`](crate::Profiler) records, each phase is a range of
+/// its trace.
 ///
-/// CUDA kernels run behind the CPU's back: without waiting, the time of a forward pass shows up in
-/// whatever asks for a result first. [`StepTimer::synchronized`] waits for the device at every
-/// border between phases, which makes the split true and costs the overlap of CPU and GPU, so use
-/// it for looking, and [`StepTimer::new`] for running. On a CPU both are the same.
+/// CUDA kernels run behind the CPU's back: by the host's clock, the time of a forward pass shows up in
+/// whatever asks for a result first. There are three clocks for that, which on a CPU are one:
+///
+/// - [`StepTimer::new`]: the host's. The sum is right, the split is not.
+/// - [`StepTimer::with_events`]: the host's, and the device's beside it by marks in its work. Nothing
+///   waits; the split of a step is there a step or two later
+///   ([`take_device_phases`](Self::take_device_phases)). For runs.
+/// - [`StepTimer::synchronized`]: waits for the device at every border between phases. The split is
+///   right at once and the overlap of host and device is gone. For looking.
 ///
 /// ```
 /// use overdrive_profiling::{Phase, StepTimer};
@@ -128,11 +44,28 @@ impl AddAssign for PhaseSeconds {
 #[derive(Debug)]
 pub struct StepTimer {
     wait_for: Option<usize>,
+    events: Option<RefCell<DeviceClock>>,
     current: Cell<Phase>,
     charged_until: Cell<Instant>,
     step: Cell<PhaseSeconds>,
     totals: Cell<PhaseSeconds>,
     steps: Cell<u64>,
+}
+
+/// The marks on the device, and the first thing that went wrong with them: a border is often the end
+/// of a scope, which cannot return an error.
+#[derive(Debug)]
+struct DeviceClock {
+    timeline: Timeline<DeviceEvent>,
+    failure: Option<Error>,
+}
+
+impl DeviceClock {
+    fn mark(&mut self, mark: impl FnOnce(&mut Timeline<DeviceEvent>) -> Result<()>) {
+        if self.failure.is_none() {
+            self.failure = mark(&mut self.timeline).err();
+        }
+    }
 }
 
 impl Default for StepTimer {
@@ -142,16 +75,35 @@ impl Default for StepTimer {
 }
 
 impl StepTimer {
-    /// A timer that never waits for a device. The first step begins now.
+    /// A timer by the host's clock. The first step begins now.
     pub fn new() -> Self {
         Self {
             wait_for: None,
+            events: None,
             current: Cell::new(Phase::Other),
             charged_until: Cell::new(Instant::now()),
             step: Cell::default(),
             totals: Cell::default(),
             steps: Cell::new(0),
         }
+    }
+
+    /// A timer that also puts marks into the work of `device`, one a border, at a few microseconds of
+    /// host time each. For a CPU, and for devices without such marks, it is [`StepTimer::new`].
+    ///
+    /// # Errors
+    /// [`Error::NoSuchDevice`] where libtorch does not see this CUDA device; what libtorch refuses.
+    pub fn with_events(device: Device) -> Result<Self> {
+        let mut timer = Self::new();
+        if cuda_index(device)?.is_some() {
+            let mut timeline = Timeline::new(device);
+            timeline.begin()?;
+            timer.events = Some(RefCell::new(DeviceClock {
+                timeline,
+                failure: None,
+            }));
+        }
+        Ok(timer)
     }
 
     /// A timer that waits for `device` at every border between phases (a device synchronisation
@@ -161,14 +113,7 @@ impl StepTimer {
     /// [`Error::NoSuchDevice`] where libtorch does not see this CUDA device.
     pub fn synchronized(device: Device) -> Result<Self> {
         let mut timer = Self::new();
-        if let Device::Cuda(index) = device {
-            let available = Cuda::device_count();
-            if i64::try_from(index).map_or(true, |index| index >= available) {
-                let device = format!("cuda:{index}");
-                return Err(Error::NoSuchDevice { device, available });
-            }
-            timer.wait_for = Some(index);
-        }
+        timer.wait_for = cuda_index(device)?;
         Ok(timer)
     }
 
@@ -178,6 +123,7 @@ impl StepTimer {
         self.wait();
         self.step.set(PhaseSeconds::default());
         self.charged_until.set(Instant::now());
+        self.mark(Timeline::begin);
     }
 
     /// Runs `work` as part of `phase` and returns what it returns. A panic inside closes the phase.
@@ -192,21 +138,55 @@ impl StepTimer {
         PhaseGuard {
             timer: self,
             before: self.current.replace(phase),
+            // It fails only for want of memory; then a trace lacks a label, and the step goes on.
+            _range: Range::begin(phase.name()).ok(),
         }
     }
 
-    /// Ends the step, adds it to the totals and returns its phases. The next one begins now.
+    /// Ends the step, adds it to the totals and returns its phases by the host's clock. The next one
+    /// begins now.
     pub fn end_step(&self) -> PhaseSeconds {
         self.charge();
         let step = self.step.take();
         let mut totals = self.totals.get();
         totals += step;
         self.totals.set(totals);
-        self.steps.set(self.steps.get() + 1);
+        let number = self.steps.get() + 1;
+        self.steps.set(number);
+        self.mark(|timeline| timeline.end(number));
         step
     }
 
-    /// The phases of all ended steps together.
+    /// The phases in device time of the steps that the device has finished since the last call, each
+    /// once, oldest first. Does not wait. Empty without [`StepTimer::with_events`] on a GPU.
+    ///
+    /// # Errors
+    /// What the device's work failed with; then nothing is measured any more.
+    pub fn take_device_phases(&self) -> Result<Vec<DevicePhases>> {
+        self.device_phases(false)
+    }
+
+    /// As [`take_device_phases`](Self::take_device_phases), and waits for the steps that the device
+    /// has not finished: for the end of a run.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn wait_device_phases(&self) -> Result<Vec<DevicePhases>> {
+        self.device_phases(true)
+    }
+
+    fn device_phases(&self, wait: bool) -> Result<Vec<DevicePhases>> {
+        let Some(events) = &self.events else {
+            return Ok(Vec::new());
+        };
+        let mut clock = events.borrow_mut();
+        match clock.failure.take() {
+            Some(failure) => Err(failure),
+            None => clock.timeline.take(wait),
+        }
+    }
+
+    /// The phases of all ended steps together, by the host's clock.
     pub fn totals(&self) -> PhaseSeconds {
         self.totals.get()
     }
@@ -222,8 +202,16 @@ impl StepTimer {
         let now = Instant::now();
         let passed = now.saturating_duration_since(self.charged_until.replace(now));
         let mut step = self.step.get();
-        *step.slot(self.current.get()) += passed.as_secs_f64();
+        step.add(self.current.get(), passed.as_secs_f64());
         self.step.set(step);
+        let phase = self.current.get();
+        self.mark(|timeline| timeline.border(phase));
+    }
+
+    fn mark(&self, mark: impl FnOnce(&mut Timeline<DeviceEvent>) -> Result<()>) {
+        if let Some(events) = &self.events {
+            events.borrow_mut().mark(mark);
+        }
     }
 
     fn wait(&self) {
@@ -241,12 +229,26 @@ impl StepTimer {
     }
 }
 
+/// The index of a CUDA device that is there; `None` for other devices.
+fn cuda_index(device: Device) -> Result<Option<usize>> {
+    let Device::Cuda(index) = device else {
+        return Ok(None);
+    };
+    let available = Cuda::device_count();
+    if i64::try_from(index).map_or(true, |index| index >= available) {
+        let device = format!("cuda:{index}");
+        return Err(Error::NoSuchDevice { device, available });
+    }
+    Ok(Some(index))
+}
+
 /// Keeps a phase open; see [`StepTimer::enter`].
 #[derive(Debug)]
 #[must_use = "the phase closes when the guard is dropped"]
 pub struct PhaseGuard<'a> {
     timer: &'a StepTimer,
     before: Phase,
+    _range: Option<Range>,
 }
 
 impl Drop for PhaseGuard<'_> {
@@ -255,7 +257,6 @@ impl Drop for PhaseGuard<'_> {
         self.timer.current.set(self.before);
     }
 }
-
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -350,6 +351,35 @@ mod tests {
     #[test]
     fn a_synchronized_timer_for_a_cpu_needs_no_device() {
         assert!(StepTimer::synchronized(Device::Cpu).is_ok());
+    }
+
+    #[test]
+    fn events_on_a_cpu_are_the_hosts_clock_alone() {
+        let timer = StepTimer::with_events(Device::Cpu).expect("a CPU needs no device");
+        timer.phase(Phase::Forward, || timer.advance(SECOND));
+        about(timer.end_step().forward, 1.0);
+        assert!(timer.wait_device_phases().expect("no device").is_empty());
+        assert!(StepTimer::with_events(Device::Cuda(4711)).is_err());
+    }
+
+    #[test]
+    fn events_on_a_gpu_split_the_step_without_waiting() {
+        if !Cuda::is_available() {
+            eprintln!("not run: no GPU");
+            return;
+        }
+        let device = Device::Cuda(0);
+        let timer = StepTimer::with_events(device).expect("a GPU is there");
+        let x = tch::Tensor::ones([2048, 2048], (tch::Kind::Float, device));
+        for _ in 0..3 {
+            timer.begin_step();
+            timer.phase(Phase::Forward, || drop(x.matmul(&x)));
+            timer.phase(Phase::Backward, || (0..4).for_each(|_| drop(x.matmul(&x))));
+            timer.end_step();
+        }
+        let steps = timer.wait_device_phases().expect("the device is well");
+        assert_eq!(steps.iter().map(|s| s.step).collect::<Vec<_>>(), [1, 2, 3]);
+        assert!(steps[2].seconds.backward > 2.0 * steps[2].seconds.forward);
     }
 
     #[test]

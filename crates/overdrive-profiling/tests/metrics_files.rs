@@ -4,7 +4,8 @@ use std::fs;
 use std::path::PathBuf;
 
 use overdrive_profiling::{
-    Error, JsonLines, PhaseSeconds, StepMetrics, TensorBoard, Tracker, Trackers, read_metrics,
+    Error, GpuSample, JsonLines, MemoryUsage, PhaseSeconds, StepMetrics, TensorBoard, Tracker,
+    Trackers, read_metrics,
 };
 use proptest::prelude::*;
 use tempfile::TempDir;
@@ -24,6 +25,14 @@ fn file() -> (TempDir, PathBuf) {
     let folder = tempfile::tempdir().expect("temporary folder");
     let path = folder.path().join("new/metrics.jsonl");
     (folder, path)
+}
+
+fn memory() -> MemoryUsage {
+    serde_json::from_str(r#"{"allocated_bytes":1024,"peak_resident_bytes":4096}"#).expect("memory")
+}
+
+fn gpu() -> GpuSample {
+    serde_json::from_str(r#"{"utilization":0.93,"power_watts":512.5}"#).expect("GPU")
 }
 
 #[test]
@@ -71,6 +80,14 @@ fn records_come_back_as_they_were_written() {
             forward: 0.5,
             ..Default::default()
         }),
+        device_phase_seconds: Some(PhaseSeconds {
+            host_to_device: 0.125,
+            ..Default::default()
+        }),
+        samples_per_second: Some(8.0),
+        steps_per_second: Some(2.0),
+        memory: Some(memory()),
+        gpu: Some(gpu()),
         extra: [("gpu_utilization".to_owned(), 0.93.into())].into(),
         ..step(2)
     };
@@ -262,6 +279,40 @@ fn the_scalars_have_hugging_faces_names() {
             "eval/accuracy",
         ]
     );
+}
+
+#[test]
+fn measurements_of_the_machine_become_scalars_of_their_own_groups() {
+    let metrics = StepMetrics {
+        samples_per_second: Some(8.0),
+        steps_per_second: Some(2.0),
+        device_phase_seconds: Some(PhaseSeconds {
+            host_to_device: 0.125,
+            ..Default::default()
+        }),
+        memory: Some(memory()),
+        gpu: Some(gpu()),
+        ..step(1)
+    };
+    let scalars: std::collections::BTreeMap<_, _> = metrics.scalars().into_iter().collect();
+    for (tag, value) in [
+        ("train/samples_per_second", 8.0),
+        ("train/steps_per_second", 2.0),
+        ("device_time/host_to_device_seconds", 0.125),
+        ("memory/allocated_bytes", 1024.0),
+        ("memory/peak_resident_bytes", 4096.0),
+        ("gpu/utilization", 0.93),
+        ("gpu/power_watts", 512.5),
+    ] {
+        assert_eq!(scalars.get(tag), Some(&value), "{tag}");
+    }
+    for absent in [
+        "gpu/temperature_celsius",
+        "memory/reserved_bytes",
+        "time/data_seconds",
+    ] {
+        assert!(!scalars.contains_key(absent), "{absent}");
+    }
 }
 
 #[test]

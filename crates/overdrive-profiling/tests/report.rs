@@ -39,6 +39,7 @@ fn metrics() -> Vec<StepMetrics> {
                     backward: 0.36 + 0.02 * noise(),
                     optimizer: 0.05,
                     other: 0.006,
+                    ..Default::default()
                 }),
                 ..Default::default()
             }

@@ -147,8 +147,10 @@ fn figure(chart: &Chart, large: bool) -> Result<String> {
 fn phase_title(phase: Phase) -> &'static str {
     match phase {
         Phase::Data => "Data",
+        Phase::HostToDevice => "Host to device",
         Phase::Forward => "Forward",
         Phase::Backward => "Backward",
+        Phase::Accumulate => "Accumulate",
         Phase::Optimizer => "Optimizer",
         Phase::Other => "Other",
     }

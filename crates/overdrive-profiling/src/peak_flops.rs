@@ -1,0 +1,180 @@
+//! What a device can do at most: the denominator of MFU.
+
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use tch::{Cuda, Device, Kind, Tensor};
+
+use crate::gpu_table;
+use crate::{Error, Result};
+
+/// The most floating-point operations a second of a device in matrix products, and how that is
+/// known.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct PeakFlops {
+    /// Floating-point operations a second.
+    pub flops_per_second: f64,
+    /// Where the number comes from.
+    pub source: PeakSource,
+}
+
+/// How a peak is known.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum PeakSource {
+    /// NVIDIA's data sheet of the GPU with this name: dense products at boost clock.
+    DataSheet(String),
+    /// The best of some products of this width measured on this machine, now. It is what libtorch
+    /// reaches, somewhat below what the hardware could.
+    Measured {
+        /// The matrices were this wide and high.
+        width: i64,
+    },
+    /// The caller said so.
+    Given,
+}
+
+impl PeakFlops {
+    /// A peak that the caller knows, in floating-point operations a second.
+    pub fn given(flops_per_second: f64) -> Self {
+        Self {
+            flops_per_second,
+            source: PeakSource::Given,
+        }
+    }
+
+    /// The peak of `device` in products of `dtype`: from the data sheet of a GPU that is known, else
+    /// measured ([`PeakFlops::measure`]). For fp32 on a GPU it follows the process's TF32 switch.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPeak`] where it can neither be looked up nor measured.
+    pub fn of(device: Device, dtype: Kind) -> Result<Self> {
+        if let Device::Cuda(index) = device
+            && let Ok(identity) = overdrive_sys::profiler::cuda_identity(index)
+        {
+            let tf32 = overdrive_sys::matmul::tf32()?.matmul;
+            if let Some(flops_per_second) = gpu_table::peak(&identity.name, dtype, tf32) {
+                return Ok(Self {
+                    flops_per_second,
+                    source: PeakSource::DataSheet(identity.name),
+                });
+            }
+        }
+        Self::measure(device, dtype)
+    }
+
+    /// Measures products of square matrices, ever larger ones, for about a third of a second, and
+    /// takes the best. Other work on the machine makes it too low; then MFU comes out too high.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPeak`] where the device cannot multiply `dtype`.
+    pub fn measure(device: Device, dtype: Kind) -> Result<Self> {
+        measure(device, dtype).map_err(|error| Error::UnknownPeak {
+            device: format!("{device:?}"),
+            dtype: format!("{dtype:?}"),
+            message: error.to_string(),
+        })
+    }
+}
+
+const BUDGET: Duration = Duration::from_millis(300);
+/// A product that takes this long is large enough to be at the peak.
+const LONG: Duration = Duration::from_millis(20);
+const WIDTHS: [i64; 6] = [128, 256, 512, 1024, 2048, 4096];
+
+fn measure(device: Device, dtype: Kind) -> Result<PeakFlops> {
+    let began = Instant::now();
+    let mut best = PeakFlops {
+        flops_per_second: 0.0,
+        source: PeakSource::Measured { width: 0 },
+    };
+    for width in WIDTHS {
+        let (a, b) = (matrix(width, device, dtype)?, matrix(width, device, dtype)?);
+        // The first one pays for packing, threads and kernels that are chosen.
+        timed(device, &a, &b)?;
+        let mut shortest = timed(device, &a, &b)?;
+        let rounds = if shortest > LONG { 3 } else { 8 };
+        for _ in 0..rounds {
+            shortest = shortest.min(timed(device, &a, &b)?);
+        }
+        let flops_per_second = 2.0 * (width as f64).powi(3) / shortest.as_secs_f64().max(1e-9);
+        if flops_per_second > best.flops_per_second {
+            best = PeakFlops {
+                flops_per_second,
+                source: PeakSource::Measured { width },
+            };
+        }
+        // The next one takes eight times as long.
+        if shortest > LONG || began.elapsed() > BUDGET {
+            break;
+        }
+    }
+    Ok(best)
+}
+
+fn matrix(width: i64, device: Device, dtype: Kind) -> Result<Tensor> {
+    // Not zeros, which some devices multiply in less power and so faster.
+    Ok(Tensor::f_full([width, width], 0.37, (Kind::Float, device))?.f_to_kind(dtype)?)
+}
+
+fn timed(device: Device, a: &Tensor, b: &Tensor) -> Result<Duration> {
+    let began = Instant::now();
+    let _guard = tch::no_grad_guard();
+    let product = a.f_matmul(b)?;
+    match device {
+        Device::Cuda(index) => Cuda::synchronize(i64::try_from(index).unwrap_or(0)),
+        Device::Cpu => {}
+        // Reading a value waits for it.
+        _ => drop(product.f_double_value(&[0, 0])?),
+    }
+    Ok(began.elapsed())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cpu_is_measured_and_named_as_measured() {
+        let peak = PeakFlops::of(Device::Cpu, Kind::Float).expect("a CPU multiplies fp32");
+        assert!(
+            matches!(peak.source, PeakSource::Measured { width } if width >= 256),
+            "{peak:?}"
+        );
+        // From a slow emulator to a large server.
+        assert!((1e8..1e15).contains(&peak.flops_per_second), "{peak:?}");
+    }
+
+    #[test]
+    fn a_dtype_that_is_slow_here_is_measured_in_bounded_time() {
+        let began = Instant::now();
+        let peak = PeakFlops::measure(Device::Cpu, Kind::Half).expect("slow, but it multiplies");
+        assert!(peak.flops_per_second > 0.0);
+        assert!(
+            began.elapsed() < Duration::from_secs(60),
+            "{:?}",
+            began.elapsed()
+        );
+    }
+
+    #[test]
+    fn what_the_device_cannot_multiply_is_an_error_that_names_the_way_out() {
+        let error = PeakFlops::measure(Device::Cpu, Kind::Bool).expect_err("no products of bool");
+        let text = error.to_string();
+        assert!(
+            text.contains("Bool") && text.contains("PeakFlops::given"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn a_given_peak_is_taken_as_it_is() {
+        let peak = PeakFlops::given(312e12);
+        assert_eq!(
+            (peak.flops_per_second, peak.source),
+            (312e12, PeakSource::Given)
+        );
+    }
+}

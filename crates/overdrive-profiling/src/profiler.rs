@@ -1,0 +1,213 @@
+//! libtorch's profiler over a training loop.
+
+use std::fmt;
+
+use overdrive_sys::profiler::{ProfilerOptions, ProfilerSession, Range};
+use tch::Cuda;
+
+use crate::trace::Trace;
+use crate::{Result, Schedule, ScheduledAction};
+
+/// What a profiler records (`torch.profiler.profile`'s arguments).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProfilerConfig {
+    /// Operators and ranges on the CPU; default: true.
+    pub cpu: bool,
+    /// Kernels and copies of GPUs; `None`, the default: where there is a GPU.
+    pub cuda: Option<bool>,
+    /// The shapes of operators' inputs; default: false. It keeps the inputs' descriptions alive and
+    /// costs time.
+    pub record_shapes: bool,
+    /// Allocations and releases; default: false.
+    pub profile_memory: bool,
+    /// Floating-point operations of products and convolutions; default: false. Records shapes too.
+    pub with_flops: bool,
+}
+
+impl Default for ProfilerConfig {
+    fn default() -> Self {
+        Self {
+            cpu: true,
+            cuda: None,
+            record_shapes: false,
+            profile_memory: false,
+            with_flops: false,
+        }
+    }
+}
+
+impl ProfilerConfig {
+    fn session(&self) -> Result<ProfilerSession> {
+        Ok(ProfilerSession::start(ProfilerOptions {
+            cpu: self.cpu,
+            cuda: self.cuda.unwrap_or_else(Cuda::is_available),
+            record_shapes: self.record_shapes,
+            profile_memory: self.profile_memory,
+            with_flops: self.with_flops,
+        })?)
+    }
+}
+
+/// Runs `work` under the profiler; its value and the trace. One profile at a time in a process.
+///
+/// ```
+/// use overdrive_profiling::{GroupBy, ProfilerConfig, profile, record_function};
+/// use tch::{Device, Kind, Tensor};
+///
+/// let x = Tensor::ones([64, 64], (Kind::Float, Device::Cpu));
+/// let config = ProfilerConfig { with_flops: true, ..Default::default() };
+/// let (_, mut trace) = profile(config, || {
+///     let _range = record_function("my block");
+///     x.matmul(&x)
+/// })?;
+/// let averages = trace.key_averages(GroupBy::Name);
+/// assert_eq!(averages.get("aten::mm").map(|row| row.flops), Some(2 * 64 * 64 * 64));
+/// assert_eq!(averages.get("my block").map(|row| row.calls), Some(1));
+/// println!("{}", averages.table(10));
+///
+/// let folder = tempfile::tempdir()?;
+/// trace.save_chrome_trace(folder.path().join("trace.json"))?; // for ui.perfetto.dev
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// While another profile is being taken, `work` is not run then; what libtorch refuses.
+pub fn profile<T>(config: ProfilerConfig, work: impl FnOnce() -> T) -> Result<(T, Trace)> {
+    let session = config.session()?;
+    let value = work();
+    Ok((value, Trace::new(session.stop()?)?))
+}
+
+/// A named range of this thread's time in the trace, until the guard is dropped
+/// (`torch.profiler.record_function`). The phases of a [`StepTimer`](crate::StepTimer) are such ranges
+/// already. Where no profiler records it costs some ten nanoseconds.
+#[must_use = "the range ends when the guard is dropped; bind it to a name such as `_range`"]
+pub fn record_function(name: &str) -> Option<Range> {
+    // It fails only for want of memory, and then a trace lacks a label.
+    Range::begin(name).ok()
+}
+
+type OnTrace<'a> = Box<dyn FnMut(Trace) -> Result<()> + 'a>;
+
+/// libtorch's profiler by a schedule: call [`step`](Self::step) at the end of each step, and each
+/// cycle's trace is handed to a closure.
+///
+/// ```
+/// use overdrive_profiling::{Phase, Profiler, ProfilerConfig, Schedule, StepTimer};
+/// use tch::{Device, Kind, Tensor};
+///
+/// let folder = tempfile::tempdir()?;
+/// let path = folder.path().join("trace.json");
+/// let schedule = Schedule { wait: 1, warmup: 1, active: 2, repeat: 1, ..Default::default() };
+/// let mut profiler = Profiler::start(ProfilerConfig::default(), schedule, |mut trace| {
+///     trace.save_chrome_trace(&path)
+/// })?;
+/// let timer = StepTimer::new();
+/// let x = Tensor::ones([8, 8], (Kind::Float, Device::Cpu));
+/// for _ in 0..6 {
+///     timer.phase(Phase::Forward, || x.matmul(&x)); // a range `forward` in the trace
+///     profiler.step()?;
+/// }
+/// profiler.finish()?;
+/// assert!(std::fs::read_to_string(&path)?.contains("ProfilerStep#3"));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[must_use = "nothing is recorded once it is dropped; call `step` in the loop and `finish` after it"]
+pub struct Profiler<'a> {
+    config: ProfilerConfig,
+    schedule: Schedule,
+    on_trace: OnTrace<'a>,
+    step: u64,
+    // Before the session: a range ends before its profile does.
+    range: Option<Range>,
+    session: Option<ProfilerSession>,
+}
+
+impl<'a> Profiler<'a> {
+    /// Begins with step 0 of the schedule.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig); while another profile is being taken.
+    pub fn start(
+        config: ProfilerConfig,
+        schedule: Schedule,
+        on_trace: impl FnMut(Trace) -> Result<()> + 'a,
+    ) -> Result<Self> {
+        schedule.validate()?;
+        let mut profiler = Self {
+            config,
+            schedule,
+            on_trace: Box::new(on_trace),
+            step: 0,
+            range: None,
+            session: None,
+        };
+        profiler.enter(ScheduledAction::Idle)?;
+        Ok(profiler)
+    }
+
+    /// Ends a step of the loop and begins the next one. After the last step of a cycle the trace is
+    /// handed over, which takes time that belongs to no step.
+    ///
+    /// # Errors
+    /// The closure's; what libtorch refuses.
+    pub fn step(&mut self) -> Result<()> {
+        let ended = self.schedule.action(self.step);
+        self.range = None;
+        self.step += 1;
+        if ended == ScheduledAction::RecordAndSave {
+            self.hand_over()?;
+        }
+        self.enter(ended)
+    }
+
+    /// Ends the profiler; a cycle that is recording is handed over as far as it got.
+    ///
+    /// # Errors
+    /// As [`step`](Self::step).
+    pub fn finish(mut self) -> Result<()> {
+        self.range = None;
+        match self.schedule.action(self.step) {
+            ScheduledAction::Record | ScheduledAction::RecordAndSave => self.hand_over(),
+            ScheduledAction::Idle | ScheduledAction::WarmUp => Ok(()),
+        }
+    }
+
+    /// Steps that have ended.
+    pub fn steps(&self) -> u64 {
+        self.step
+    }
+
+    fn enter(&mut self, before: ScheduledAction) -> Result<()> {
+        let now = self.schedule.action(self.step);
+        if before == ScheduledAction::WarmUp && now != ScheduledAction::WarmUp {
+            // What warmed up is thrown away.
+            self.session = None;
+        }
+        if now == ScheduledAction::Idle {
+            return Ok(());
+        }
+        if self.session.is_none() {
+            self.session = Some(self.config.session()?);
+        }
+        // torch's name for it, which its viewers know.
+        self.range = record_function(&format!("ProfilerStep#{}", self.step));
+        Ok(())
+    }
+
+    fn hand_over(&mut self) -> Result<()> {
+        match self.session.take() {
+            Some(session) => (self.on_trace)(Trace::new(session.stop()?)?),
+            None => Ok(()),
+        }
+    }
+}
+
+impl fmt::Debug for Profiler<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Profiler")
+            .field("step", &self.step)
+            .field("recording", &self.session.is_some())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,513 @@
+//! Everything about a step in one record.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::time::Duration;
+
+use tch::Device;
+
+use crate::units;
+use crate::{
+    Bottleneck, BottleneckThresholds, DevicePhases, GpuMonitor, GpuSample, MemoryUsage, ModelFlops,
+    NoGpuMonitor, PeakFlops, Phase, PhaseGuard, PhaseSeconds, Result, StepMetrics, StepProfile,
+    StepTimer, Throughput,
+};
+
+/// By which clock phases are told apart; see [`StepTimer`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Timing {
+    /// The host's alone.
+    Host,
+    /// The host's, and marks in the device's work: nothing waits. The default.
+    #[default]
+    Events,
+    /// Waits for the device at every border.
+    Synchronized,
+}
+
+/// What a [`StepRecorder`] measures.
+#[derive(Debug, Clone)]
+pub struct StepRecorderConfig {
+    /// The device that trains; default: the CPU.
+    pub device: Device,
+    /// How phases are timed; default: [`Timing::Events`].
+    pub timing: Timing,
+    /// Steps that rates and the bottleneck look back on; default: 20.
+    pub window: usize,
+    /// The model's arithmetic, for MFU; default: unknown, no MFU.
+    pub model: Option<ModelFlops>,
+    /// What the device can do, for MFU ([`PeakFlops::of`]); default: unknown, no MFU.
+    pub peak_flops: Option<PeakFlops>,
+    /// The least time between two questions to the GPU's driver; default: 1 s.
+    pub gpu_interval: Duration,
+    /// From where on something counts as a bottleneck.
+    pub thresholds: BottleneckThresholds,
+}
+
+impl Default for StepRecorderConfig {
+    fn default() -> Self {
+        Self {
+            device: Device::Cpu,
+            timing: Timing::default(),
+            window: 20,
+            model: None,
+            peak_flops: None,
+            gpu_interval: Duration::from_secs(1),
+            thresholds: BottleneckThresholds::default(),
+        }
+    }
+}
+
+/// What a step worked through.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StepWork {
+    /// Tokens trained on.
+    pub tokens: u64,
+    /// Samples trained on: sequences, images.
+    pub samples: u64,
+}
+
+/// Records steps: the time of each phase, rates, MFU, memory, the GPU, and what holds the step up.
+///
+/// It waits for nothing (unless [`Timing::Synchronized`] says so) and costs some tens of microseconds
+/// a step.
+///
+/// ```
+/// use overdrive_profiling::{
+///     ModelFlops, PeakFlops, Phase, StepMetrics, StepRecorder, StepRecorderConfig, StepWork,
+/// };
+///
+/// let mut recorder = StepRecorder::new(StepRecorderConfig {
+///     model: Some(ModelFlops {
+///         parameters: 5_800_000, layers: 6, heads: 4, head_dim: 64, sequence_length: 256,
+///     }),
+///     peak_flops: Some(PeakFlops::given(100e9)), // or PeakFlops::of(device, kind)
+///     ..Default::default()
+/// })?;
+/// for step in 1..=3 {
+///     recorder.begin_step();
+///     let batch = recorder.phase(Phase::Data, || [1.0_f64; 64]);
+///     recorder.phase(Phase::Forward, || batch.iter().sum::<f64>());
+///     let record = recorder.end_step(StepWork { tokens: 2048, samples: 8 })?;
+///
+///     let mut metrics = StepMetrics { step, loss: 5.0, ..Default::default() };
+///     record.apply_to(&mut metrics); // and to a tracker with it
+///     assert!(metrics.steps_per_second.is_some() && metrics.mfu.is_some());
+///     println!("{record}");
+/// }
+/// println!("{}", recorder.bottleneck().expect("three steps were measured"));
+/// # Ok::<(), overdrive_profiling::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct StepRecorder {
+    config: StepRecorderConfig,
+    timer: StepTimer,
+    throughput: Throughput,
+    samples: Throughput,
+    host: VecDeque<PhaseSeconds>,
+    on_device: VecDeque<PhaseSeconds>,
+    latest: Option<DevicePhases>,
+    gpu: Option<std::result::Result<GpuMonitor, NoGpuMonitor>>,
+    last_gpu: Option<GpuSample>,
+}
+
+impl StepRecorder {
+    /// A recorder. A GPU without a management library is no error:
+    /// [`gpu_unavailable`](Self::gpu_unavailable) says why nothing is known of it.
+    ///
+    /// # Errors
+    /// [`crate::Error::NoSuchDevice`]; what libtorch refuses.
+    pub fn new(config: StepRecorderConfig) -> Result<Self> {
+        let timer = match config.timing {
+            Timing::Host => StepTimer::new(),
+            Timing::Events => StepTimer::with_events(config.device)?,
+            Timing::Synchronized => StepTimer::synchronized(config.device)?,
+        };
+        let gpu = match config.device {
+            Device::Cuda(index) => Some(GpuMonitor::open(index)),
+            _ => None,
+        };
+        Ok(Self {
+            timer,
+            throughput: Throughput::new(config.window),
+            samples: Throughput::new(config.window),
+            host: VecDeque::new(),
+            on_device: VecDeque::new(),
+            latest: None,
+            gpu,
+            last_gpu: None,
+            config,
+        })
+    }
+
+    /// The timer, for code that times itself.
+    pub fn timer(&self) -> &StepTimer {
+        &self.timer
+    }
+
+    /// As [`StepTimer::begin_step`].
+    pub fn begin_step(&self) {
+        self.timer.begin_step();
+    }
+
+    /// As [`StepTimer::phase`].
+    pub fn phase<T>(&self, phase: Phase, work: impl FnOnce() -> T) -> T {
+        self.timer.phase(phase, work)
+    }
+
+    /// As [`StepTimer::enter`].
+    pub fn enter(&self, phase: Phase) -> PhaseGuard<'_> {
+        self.timer.enter(phase)
+    }
+
+    /// Ends the step and says what is known about it.
+    ///
+    /// # Errors
+    /// What the device's work failed with.
+    pub fn end_step(&mut self, work: StepWork) -> Result<StepRecord> {
+        let phases = self.timer.end_step();
+        let seconds = phases.total();
+        let time = Duration::try_from_secs_f64(seconds).unwrap_or_default();
+        self.throughput.record(work.tokens, time);
+        self.samples.record(work.samples, time);
+        push(&mut self.host, phases, self.config.window);
+        let device_phases = self.timer.take_device_phases()?;
+        self.note(&device_phases);
+        let tokens_per_second = self.throughput.tokens_per_second();
+        if let Some(Ok(monitor)) = &mut self.gpu {
+            self.last_gpu = Some(monitor.sample_at_most(self.config.gpu_interval));
+        }
+        Ok(StepRecord {
+            step: self.timer.steps(),
+            work,
+            seconds,
+            phases,
+            device_phases: self.latest,
+            tokens_per_second,
+            samples_per_second: self.samples.tokens_per_second(),
+            steps_per_second: rate(&self.host),
+            mfu: self.mfu(tokens_per_second),
+            memory: MemoryUsage::of(self.config.device),
+            gpu: self.last_gpu,
+        })
+    }
+
+    /// Waits for the steps that the device has not finished, so that the totals and
+    /// [`bottleneck`](Self::bottleneck) have them: for the end of a run. What it returns is new.
+    ///
+    /// # Errors
+    /// What the device's work failed with.
+    pub fn finish(&mut self) -> Result<Vec<DevicePhases>> {
+        let phases = self.timer.wait_device_phases()?;
+        self.note(&phases);
+        Ok(phases)
+    }
+
+    /// What holds the last steps up, in device time where there is one; `None` before the first step.
+    pub fn bottleneck(&self) -> Option<Bottleneck> {
+        let steps = if self.on_device.is_empty() {
+            &self.host
+        } else {
+            &self.on_device
+        };
+        let mut phases = PhaseSeconds::default();
+        steps.iter().for_each(|&step| phases += step);
+        let profile = StepProfile {
+            phases,
+            mfu: self.mfu(self.throughput.tokens_per_second()),
+            gpu_utilization: self.last_gpu.and_then(|gpu| gpu.utilization),
+        };
+        Bottleneck::find(&profile, &self.config.thresholds)
+    }
+
+    /// Why nothing is known of the GPU; `None` on a CPU, and where it is watched.
+    pub fn gpu_unavailable(&self) -> Option<&NoGpuMonitor> {
+        self.gpu.as_ref()?.as_ref().err()
+    }
+
+    /// Tokens since the recorder was made.
+    pub fn tokens_seen(&self) -> u64 {
+        self.throughput.tokens_seen()
+    }
+
+    fn note(&mut self, device_phases: &[DevicePhases]) {
+        for &phases in device_phases {
+            push(&mut self.on_device, phases.seconds, self.config.window);
+            self.latest = Some(phases);
+        }
+    }
+
+    fn mfu(&self, tokens_per_second: f64) -> Option<f64> {
+        let peak = self.config.peak_flops.as_ref()?.flops_per_second;
+        let model = self.config.model.as_ref()?;
+        Some(model.utilization(tokens_per_second, peak))
+    }
+}
+
+fn push(window: &mut VecDeque<PhaseSeconds>, phases: PhaseSeconds, length: usize) {
+    if window.len() >= length.max(1) {
+        window.pop_front();
+    }
+    window.push_back(phases);
+}
+
+fn rate(window: &VecDeque<PhaseSeconds>) -> f64 {
+    let seconds: f64 = window.iter().map(PhaseSeconds::total).sum();
+    if seconds > 0.0 {
+        window.len() as f64 / seconds
+    } else {
+        0.0
+    }
+}
+
+/// What is known about a step. [`Display`](fmt::Display) is a table of some lines for a terminal.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct StepRecord {
+    /// The step, counted from 1 by the recorder.
+    pub step: u64,
+    /// What it worked through.
+    pub work: StepWork,
+    /// Seconds of wall time.
+    pub seconds: f64,
+    /// Wall time by phase.
+    pub phases: PhaseSeconds,
+    /// Device time by phase of the last step that the device has finished; `None` on a CPU, where the
+    /// wall time is it.
+    pub device_phases: Option<DevicePhases>,
+    /// Tokens a second over the window.
+    pub tokens_per_second: f64,
+    /// Samples a second over the window.
+    pub samples_per_second: f64,
+    /// Steps a second over the window.
+    pub steps_per_second: f64,
+    /// Model FLOPs utilisation over the window, 0 to 1.
+    pub mfu: Option<f64>,
+    /// Memory at the end of the step.
+    pub memory: MemoryUsage,
+    /// The GPU, as it was up to [`StepRecorderConfig::gpu_interval`] ago.
+    pub gpu: Option<GpuSample>,
+}
+
+impl StepRecord {
+    /// Fills in what the recorder knows; step, loss, learning rate and the rest stay.
+    pub fn apply_to(&self, metrics: &mut StepMetrics) {
+        metrics.tokens_per_second = self.tokens_per_second;
+        metrics.samples_per_second = (self.work.samples > 0).then_some(self.samples_per_second);
+        metrics.steps_per_second = Some(self.steps_per_second);
+        metrics.mfu = self.mfu;
+        metrics.phase_seconds = Some(self.phases);
+        metrics.device_phase_seconds = self.device_phases.map(|phases| phases.seconds);
+        metrics.peak_memory_bytes = self.memory.peak_allocated_bytes.unwrap_or(0);
+        metrics.memory = Some(self.memory);
+        metrics.gpu = self.gpu;
+    }
+}
+
+impl fmt::Display for StepRecord {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "step {}  {:.1} ms  {} tok/s  {:.1} samples/s  {:.2} it/s",
+            self.step,
+            1e3 * self.seconds,
+            units::rounded(self.tokens_per_second),
+            self.samples_per_second,
+            self.steps_per_second,
+        )?;
+        if let Some(mfu) = self.mfu {
+            write!(f, "  mfu {:.1}%", 100.0 * mfu)?;
+        }
+        writeln!(f)?;
+        let (clock, phases) = match self.device_phases {
+            Some(phases) => ("device", phases.seconds),
+            None => ("host", self.phases),
+        };
+        let total = phases.total();
+        for (phase, seconds) in phases.shown() {
+            writeln!(
+                f,
+                "  {:<14} {:>9.2} ms {:>5.1}%",
+                phase.name(),
+                1e3 * seconds,
+                100.0 * seconds / total
+            )?;
+        }
+        writeln!(
+            f,
+            "  {:<14} {:>9.2} ms ({clock} time)",
+            "in all",
+            1e3 * total
+        )?;
+        let bytes = |bytes: Option<u64>| bytes.map_or_else(|| "–".to_owned(), units::bytes);
+        write!(
+            f,
+            "  memory         {} of tensors, {} at most; process {}, {} at most",
+            bytes(self.memory.allocated_bytes),
+            bytes(self.memory.peak_allocated_bytes),
+            bytes(self.memory.resident_bytes),
+            bytes(self.memory.peak_resident_bytes),
+        )?;
+        if let Some(gpu) = self.gpu {
+            write!(f, "\n  GPU            {}", in_words(&gpu))?;
+        }
+        Ok(())
+    }
+}
+
+fn in_words(gpu: &GpuSample) -> String {
+    let mut parts = Vec::new();
+    if let Some(busy) = gpu.utilization {
+        parts.push(format!("{:.0}% busy", 100.0 * busy));
+    }
+    if let (Some(used), Some(total)) = (gpu.memory_used_bytes, gpu.memory_total_bytes) {
+        parts.push(format!("{} of {}", units::bytes(used), units::bytes(total)));
+    }
+    if let Some(celsius) = gpu.temperature_celsius {
+        parts.push(format!("{celsius:.0} °C"));
+    }
+    if let Some(watts) = gpu.power_watts {
+        parts.push(match gpu.power_limit_watts {
+            Some(limit) => format!("{watts:.0} of {limit:.0} W"),
+            None => format!("{watts:.0} W"),
+        });
+    }
+    if parts.is_empty() {
+        "tells nothing".to_owned()
+    } else {
+        parts.join(", ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn recorder(config: StepRecorderConfig) -> StepRecorder {
+        StepRecorder::new(config).expect("a CPU")
+    }
+
+    fn slept(recorder: &mut StepRecorder, data: u64, forward: u64) -> StepRecord {
+        recorder.begin_step();
+        let sleep = |milliseconds| std::thread::sleep(Duration::from_millis(milliseconds));
+        recorder.phase(Phase::Data, || sleep(data));
+        recorder.phase(Phase::Forward, || sleep(forward));
+        let work = StepWork {
+            tokens: 1000,
+            samples: 10,
+        };
+        recorder.end_step(work).expect("no device")
+    }
+
+    #[test]
+    fn rates_follow_from_one_another_and_mfu_from_the_model() {
+        let model = ModelFlops {
+            parameters: 1000,
+            layers: 1,
+            heads: 1,
+            head_dim: 8,
+            sequence_length: 16,
+        };
+        let mut recorder = recorder(StepRecorderConfig {
+            model: Some(model),
+            peak_flops: Some(PeakFlops::given(1e9)),
+            ..Default::default()
+        });
+        slept(&mut recorder, 1, 4);
+        let record = slept(&mut recorder, 1, 4);
+        assert_eq!(record.step, 2);
+        assert!(record.steps_per_second > 1.0 && record.steps_per_second < 200.0);
+        let near = |a: f64, b: f64| (a / b - 1.0).abs() < 1e-6;
+        assert!(near(
+            record.tokens_per_second,
+            1000.0 * record.steps_per_second
+        ));
+        assert!(near(
+            record.samples_per_second,
+            10.0 * record.steps_per_second
+        ));
+        let mfu = record.mfu.expect("model and peak are known");
+        assert!(near(
+            mfu,
+            model.per_token() * record.tokens_per_second / 1e9
+        ));
+        assert_eq!(recorder.tokens_seen(), 2000);
+    }
+
+    #[test]
+    fn slow_data_is_found_as_the_bottleneck() {
+        let mut recorder = recorder(StepRecorderConfig::default());
+        assert_eq!(recorder.bottleneck(), None);
+        slept(&mut recorder, 30, 10);
+        let bottleneck = recorder.bottleneck().expect("a step was measured");
+        assert!(
+            matches!(bottleneck, Bottleneck::Data { .. }),
+            "{bottleneck}"
+        );
+        assert!(bottleneck.to_string().contains("raise num_workers"));
+    }
+
+    #[test]
+    fn a_record_fills_the_metrics_of_its_step_and_leaves_the_rest() {
+        let mut recorder = recorder(StepRecorderConfig::default());
+        let record = slept(&mut recorder, 0, 1);
+        let mut metrics = StepMetrics {
+            step: 7,
+            loss: 2.5,
+            ..Default::default()
+        };
+        record.apply_to(&mut metrics);
+        assert_eq!((metrics.step, metrics.loss), (7, 2.5));
+        assert_eq!(metrics.phase_seconds, Some(record.phases));
+        assert_eq!(metrics.memory, Some(record.memory));
+        assert_eq!((metrics.mfu, metrics.gpu), (None, None));
+        assert!(metrics.samples_per_second.is_some());
+        assert!(
+            recorder.gpu_unavailable().is_none(),
+            "a CPU has no GPU to miss"
+        );
+    }
+
+    #[test]
+    fn the_table_names_phases_rates_and_memory() {
+        let record = StepRecord {
+            step: 120,
+            work: StepWork {
+                tokens: 2048,
+                samples: 8,
+            },
+            seconds: 0.4,
+            phases: PhaseSeconds {
+                data: 0.1,
+                forward: 0.3,
+                ..Default::default()
+            },
+            device_phases: None,
+            tokens_per_second: 5120.0,
+            samples_per_second: 20.0,
+            steps_per_second: 2.5,
+            mfu: Some(0.412),
+            memory: MemoryUsage::default(),
+            gpu: Some(GpuSample {
+                utilization: Some(0.97),
+                power_watts: Some(412.4),
+                power_limit_watts: Some(700.0),
+                ..Default::default()
+            }),
+        };
+        let text = record.to_string();
+        let first = "step 120  400.0 ms  5,120 tok/s  20.0 samples/s  2.50 it/s  mfu 41.2%";
+        assert_eq!(text.lines().next(), Some(first));
+        assert!(
+            text.contains("  data              100.00 ms  25.0%\n"),
+            "{text}"
+        );
+        assert!(!text.contains("accumulate"), "{text}");
+        assert!(text.contains("(host time)"), "{text}");
+        assert!(
+            text.ends_with("GPU            97% busy, 412 of 700 W"),
+            "{text}"
+        );
+    }
+}
