@@ -1,0 +1,298 @@
+use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
+use tch::Tensor;
+
+use crate::kernel::activation::{Gated, GatedMut, biased, biased_backward, gated, gated_backward};
+use crate::tensors::{Fresh, elements, has_kernel, is_floating, promoted, with_element};
+use crate::{Error, Result};
+
+/// A non-linearity, applied element by element.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Activation {
+    /// `x·σ(x)`, also called swish.
+    Silu,
+    /// `x·Φ(x)`, the exact form with erf.
+    Gelu,
+    /// `x/2·(1 + tanh(√(2/π)·(x + 0.044715 x³)))`: GPT-2's `gelu_new`, PyTorch's `approximate="tanh"`.
+    GeluTanh,
+    /// `max(x, 0)`
+    Relu,
+}
+
+impl Activation {
+    /// In libtorch's operators.
+    fn composed(self, x: &Tensor) -> Result<Tensor> {
+        Ok(match self {
+            Self::Silu => x.f_silu()?,
+            Self::Gelu => x.f_gelu("none")?,
+            Self::GeluTanh => x.f_gelu("tanh")?,
+            Self::Relu => x.f_relu()?,
+        })
+    }
+}
+
+/// `silu(gate) · up` from the joint product `gate_up (…, 2·I)`, whose rows are the gates and then what
+/// they gate; the result is `(…, I)`. As [`glu`] with [`Activation::Silu`].
+///
+/// # Errors
+/// As [`glu`].
+pub fn swiglu(gate_up: &Tensor) -> Result<Tensor> {
+    glu(gate_up, Activation::Silu)
+}
+
+/// `silu(gate) · up` from two tensors of one shape. As [`glu_pair`] with [`Activation::Silu`].
+///
+/// # Errors
+/// As [`glu_pair`].
+pub fn swiglu_pair(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    glu_pair(gate, up, Activation::Silu)
+}
+
+/// `activation(gate) · up` from the joint product `gate_up (…, 2·I)`, to `(…, I)`, in one pass (gated
+/// linear units, Shazeer 2020, arXiv:2002.05202).
+///
+/// Gates come first in a row (PyTorch's own `glu` has them last). The arithmetic is in f32, rounded
+/// once. Backward keeps `gate_up` alone, computes the activation again and writes one joint gradient.
+///
+/// # Errors
+/// [`Error::Shape`] if the last dimension is odd, [`Error::Kind`] for integers.
+///
+/// ```
+/// use tch::Tensor;
+/// let y = overdrive_fused::swiglu(&Tensor::from_slice(&[1.0_f32, 0.0, 3.0, 5.0]))?;
+/// assert!((y.double_value(&[0]) - 3.0 * 0.731_058_578_6).abs() < 1e-6);
+/// assert_eq!(y.double_value(&[1]), 0.0);
+/// # Ok::<(), overdrive_fused::Error>(())
+/// ```
+pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
+    check_kind("glu", "gate_up", gate_up)?;
+    let width = gate_up.size().last().copied().unwrap_or(1);
+    if width % 2 != 0 {
+        return Err(Error::Shape {
+            function: "glu",
+            name: "gate_up",
+            found: gate_up.size(),
+            expected: "an even last dimension: as many gates as gated values".to_owned(),
+        });
+    }
+    if has_kernel(gate_up) && gate_up.numel() > 0 {
+        return Ok(apply(JointGlu { activation }, &[gate_up])?.remove(0));
+    }
+    let half = width / 2;
+    let gate = activation.composed(&gate_up.f_narrow(-1, 0, half)?)?;
+    Ok(gate.f_mul(&gate_up.f_narrow(-1, half, half)?)?)
+}
+
+/// `activation(gate) · up` from two tensors of one shape, in one pass; otherwise as [`glu`].
+///
+/// # Errors
+/// [`Error::Shape`] if the shapes differ, [`Error::Kind`] for integers.
+pub fn glu_pair(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
+    check_kind("glu_pair", "gate", gate)?;
+    check_kind("glu_pair", "up", up)?;
+    if gate.size() != up.size() {
+        return Err(Error::Shape {
+            function: "glu_pair",
+            name: "up",
+            found: up.size(),
+            expected: format!("that of gate, {:?}", gate.size()),
+        });
+    }
+    let kind = promoted(gate.kind(), up.kind());
+    let (gate, up) = (gate.f_to_kind(kind)?, up.f_to_kind(kind)?);
+    if has_kernel(&gate) && has_kernel(&up) && gate.numel() > 0 {
+        return Ok(apply(PairGlu { activation }, &[&gate, &up])?.remove(0));
+    }
+    Ok(activation.composed(&gate)?.f_mul(&up)?)
+}
+
+/// `activation(x + bias)` over the last dimension, in one pass: the middle of GPT-2's feed-forward
+/// block, whose first product then needs no bias of its own.
+///
+/// `x (…, I)`, `bias (I,)`. Backward keeps `x` and `bias`; the gradient of `bias` does not depend on
+/// the number of threads.
+///
+/// # Errors
+/// [`Error::Shape`] if `bias` is not as long as a row of `x`, [`Error::Kind`] for integers.
+pub fn bias_activation(x: &Tensor, bias: &Tensor, activation: Activation) -> Result<Tensor> {
+    check_kind("bias_activation", "x", x)?;
+    check_kind("bias_activation", "bias", bias)?;
+    if x.dim() == 0 || bias.size() != x.size()[x.dim() - 1..] {
+        return Err(Error::Shape {
+            function: "bias_activation",
+            name: "bias",
+            found: bias.size(),
+            expected: format!(
+                "one element for each channel of x, whose shape is {:?}",
+                x.size()
+            ),
+        });
+    }
+    let kind = promoted(x.kind(), bias.kind());
+    let (x, bias) = (x.f_to_kind(kind)?, bias.f_to_kind(kind)?);
+    if has_kernel(&x) && has_kernel(&bias) && x.numel() > 0 {
+        return Ok(apply(Biased { activation }, &[&x, &bias])?.remove(0));
+    }
+    activation.composed(&x.f_add(&bias)?)
+}
+
+fn check_kind(function: &'static str, name: &'static str, x: &Tensor) -> Result<()> {
+    if is_floating(x.kind()) {
+        return Ok(());
+    }
+    Err(Error::Kind {
+        function,
+        name,
+        found: x.kind(),
+        expected: "Float, Double, Half or BFloat16",
+    })
+}
+
+struct JointGlu {
+    activation: Activation,
+}
+
+impl Function for JointGlu {
+    const NAME: &'static str = "glu";
+
+    fn forward(
+        &mut self,
+        context: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        let x = inputs[0].f_contiguous()?;
+        context.save_for_backward(&[&x]);
+        let mut size = x.size();
+        let width = half_width(&mut size);
+        with_element!(x.kind(), T => {
+            let mut y = Fresh::<T>::new(&size)?;
+            gated(self.activation, Gated::Joint(elements(&x)?, width), y.elements_mut()?);
+            Ok(vec![y.into_tensor()])
+        })
+    }
+
+    fn backward(
+        &self,
+        context: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        let ([x], Some(dy)) = (context.saved(), &gradients[0]) else {
+            return Ok(vec![None]);
+        };
+        let dy = dy.f_contiguous()?;
+        let width = half_width(&mut x.size());
+        with_element!(x.kind(), T => {
+            let mut dx = Fresh::<T>::new(&x.size())?;
+            gated_backward(
+                self.activation,
+                Gated::Joint(elements(x)?, width),
+                elements(&dy)?,
+                GatedMut::Joint(dx.elements_mut()?, width),
+            );
+            Ok(vec![Some(dx.into_tensor())])
+        })
+    }
+}
+
+/// Halves the last dimension and says what it is then.
+fn half_width(size: &mut [i64]) -> usize {
+    match size.last_mut() {
+        Some(last) => {
+            *last /= 2;
+            *last as usize
+        }
+        None => unreachable!("a last dimension was asked for"),
+    }
+}
+
+struct PairGlu {
+    activation: Activation,
+}
+
+impl Function for PairGlu {
+    const NAME: &'static str = "glu_pair";
+
+    fn forward(
+        &mut self,
+        context: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        let (gate, up) = (inputs[0].f_contiguous()?, inputs[1].f_contiguous()?);
+        context.save_for_backward(&[&gate, &up]);
+        with_element!(gate.kind(), T => {
+            let mut y = Fresh::<T>::new(&gate.size())?;
+            let x = Gated::Pair(elements(&gate)?, elements(&up)?);
+            gated(self.activation, x, y.elements_mut()?);
+            Ok(vec![y.into_tensor()])
+        })
+    }
+
+    fn backward(
+        &self,
+        context: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        let ([gate, up], Some(dy)) = (context.saved(), &gradients[0]) else {
+            return Ok(vec![None, None]);
+        };
+        let dy = dy.f_contiguous()?;
+        with_element!(gate.kind(), T => {
+            let mut d_gate = Fresh::<T>::new(&gate.size())?;
+            let mut d_up = Fresh::<T>::new(&gate.size())?;
+            gated_backward(
+                self.activation,
+                Gated::Pair(elements(gate)?, elements(up)?),
+                elements(&dy)?,
+                GatedMut::Pair(d_gate.elements_mut()?, d_up.elements_mut()?),
+            );
+            Ok(vec![Some(d_gate.into_tensor()), Some(d_up.into_tensor())])
+        })
+    }
+}
+
+struct Biased {
+    activation: Activation,
+}
+
+impl Function for Biased {
+    const NAME: &'static str = "bias_activation";
+
+    fn forward(
+        &mut self,
+        context: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        let (x, bias) = (inputs[0].f_contiguous()?, inputs[1].f_contiguous()?);
+        context.save_for_backward(&[&x, &bias]);
+        with_element!(x.kind(), T => {
+            let mut y = Fresh::<T>::new(&x.size())?;
+            biased::<T>(self.activation, elements(&x)?, elements(&bias)?, y.elements_mut()?);
+            Ok(vec![y.into_tensor()])
+        })
+    }
+
+    fn backward(
+        &self,
+        context: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        let ([x, bias], Some(dy)) = (context.saved(), &gradients[0]) else {
+            return Ok(vec![None, None]);
+        };
+        let dy = dy.f_contiguous()?;
+        with_element!(x.kind(), T => {
+            let mut dx = Fresh::<T>::new(&x.size())?;
+            let mut d_bias = Fresh::<f32>::new(&bias.size())?;
+            biased_backward::<T>(
+                self.activation,
+                elements(x)?,
+                elements(bias)?,
+                elements(&dy)?,
+                dx.elements_mut()?,
+                d_bias.elements_mut()?,
+            );
+            let d_bias = d_bias.into_tensor().f_to_kind(bias.kind())?;
+            Ok(vec![Some(dx.into_tensor()), Some(d_bias)])
+        })
+    }
+}

@@ -1,0 +1,293 @@
+//! The chunks of a head and its loss.
+#![allow(unsafe_code)]
+
+use std::num::NonZeroUsize;
+
+use overdrive_sys::product::mm_into;
+use tch::{Device, Kind, Tensor};
+
+use crate::cross_entropy::{scalar, sum};
+use crate::kernel::cross_entropy::{loss, loss_and_gradient};
+use crate::loss_options::Labels;
+use crate::tensors::{Replaceable, elements, has_kernel, with_element};
+use crate::{CrossEntropyOptions, Result, composed};
+
+/// Logits that stay in the caches between the product that makes them and those that use them.
+const CHUNK_BYTES: usize = 16 << 20;
+
+/// Below this the gradient of the weight, read and written once a chunk, costs more than its product.
+const MIN_CHUNK_ROWS: usize = 256;
+
+/// The share of ignored rows from which on the others are gathered: copying them is cheaper than
+/// their products.
+const GATHER_FROM: f64 = 1.0 / 16.0;
+
+/// Rows of a chunk for so many classes.
+pub(crate) fn auto_rows(classes: usize, kind: Kind) -> NonZeroUsize {
+    let row = classes.max(1) * kind.elt_size_in_bytes();
+    let rows = (CHUNK_BYTES / row).next_multiple_of(64);
+    NonZeroUsize::new(rows.max(MIN_CHUNK_ROWS)).unwrap_or(NonZeroUsize::MIN)
+}
+
+/// The gradients of hidden states, weight and bias; those that are wanted.
+#[derive(Debug)]
+pub(crate) struct Gradients([Option<Tensor>; 3]);
+
+impl Gradients {
+    pub(crate) fn copy(&self) -> Result<Self> {
+        let mut copies = [None, None, None];
+        for (copy, gradient) in copies.iter_mut().zip(&self.0) {
+            *copy = gradient.as_ref().map(crate::tensors::copy_of).transpose()?;
+        }
+        Ok(Self(copies))
+    }
+
+    /// Times the gradient of the loss.
+    pub(crate) fn scaled(self, upstream: &Tensor) -> Result<Vec<Option<Tensor>>> {
+        let one = upstream.device() == Device::Cpu && upstream.f_double_value(&[])? == 1.0;
+        let mut scaled = Vec::from(self.0);
+        if !one {
+            for gradient in scaled.iter_mut().flatten() {
+                let _same = gradient.f_mul_(upstream)?;
+            }
+        }
+        Ok(scaled)
+    }
+}
+
+/// The loss of `[hidden (N, C), weight (V, C), bias (V,)?]`, and its gradients.
+pub(crate) fn run_chunks(
+    inputs: &[&Tensor],
+    labels: &Labels,
+    options: &CrossEntropyOptions,
+    chunk_rows: i64,
+    wanted: [bool; 3],
+) -> Result<(Tensor, Gradients)> {
+    let weight = inputs[1].f_contiguous()?;
+    let all = inputs[0].f_contiguous()?;
+    let rows = all.size()[0];
+    let gathered = Gathered::new(&all, labels, options)?;
+    let (hidden, labels_of) = match &gathered {
+        Some(gathered) => (&gathered.hidden, &gathered.labels),
+        None => (&all, &labels.flat),
+    };
+    let scale = match labels.tokens {
+        0 => 0.0,
+        tokens => options.scale(tokens),
+    };
+    let mut chunks = Chunks {
+        weight: &weight,
+        transposed: weight.f_tr()?,
+        bias: inputs.get(2).copied(),
+        options,
+        scale,
+        d_hidden: wanted[0].then(|| hidden.f_empty_like()).transpose()?,
+        d_weight: None,
+        d_bias: None,
+        wanted,
+    };
+    let total = hidden.size()[0];
+    let width = chunk_rows.min(total).max(1);
+    let buffer = Tensor::f_empty([width, weight.size()[0]], (weight.kind(), weight.device()))?;
+    let mut sums = Vec::new();
+    for start in (0..total).step_by(width as usize) {
+        let len = width.min(total - start);
+        let mut logits = buffer.f_narrow(0, 0, len)?;
+        let labels = labels_of.f_narrow(0, start, len)?;
+        sums.push(chunks.run(
+            &hidden.f_narrow(0, start, len)?,
+            &labels,
+            &mut logits,
+            start,
+        )?);
+    }
+    drop(buffer);
+    let total = total_of(&sums, &weight)?;
+    let loss = total.f_mul_scalar(options.scale(labels.tokens))?;
+    Ok((loss, chunks.finish(gathered, rows)?))
+}
+
+/// The rows that count, where enough do not.
+struct Gathered {
+    index: Tensor,
+    hidden: Tensor,
+    labels: Tensor,
+}
+
+impl Gathered {
+    fn new(all: &Tensor, labels: &Labels, options: &CrossEntropyOptions) -> Result<Option<Self>> {
+        let rows = all.size()[0];
+        let ignored = rows - labels.tokens;
+        if ignored == 0 || (ignored as f64) < rows as f64 * GATHER_FROM {
+            return Ok(None);
+        }
+        let counts = labels.flat.f_ne(options.ignore_index)?;
+        let index = counts.f_nonzero()?.f_reshape([-1])?;
+        Ok(Some(Self {
+            hidden: all.f_index_select(0, &index)?,
+            labels: labels.flat.f_index_select(0, &index)?,
+            index,
+        }))
+    }
+}
+
+struct Chunks<'a> {
+    weight: &'a Tensor,
+    transposed: Tensor,
+    bias: Option<&'a Tensor>,
+    options: &'a CrossEntropyOptions,
+    scale: f64,
+    d_hidden: Option<Tensor>,
+    d_weight: Option<Tensor>,
+    d_bias: Option<Tensor>,
+    wanted: [bool; 3],
+}
+
+impl Chunks<'_> {
+    /// The sum of the losses of a chunk, whose rows begin at `start`.
+    fn run(
+        &mut self,
+        hidden: &Tensor,
+        labels: &Tensor,
+        logits: &mut Tensor,
+        start: i64,
+    ) -> Result<ChunkLoss> {
+        if let Some(bias) = self.bias {
+            logits.f_copy_(bias)?;
+        }
+        mm_into(logits, hidden, &self.transposed, self.bias.is_some())?;
+        let any = self.wanted.contains(&true);
+        let sum = softmax(logits, labels, self.options, any.then_some(self.scale))?;
+        if let Some(d_hidden) = &self.d_hidden {
+            let rows = d_hidden.f_narrow(0, start, labels.size()[0])?;
+            mm_into(&rows, logits, self.weight, false)?;
+        }
+        if self.wanted[1] {
+            accumulate_product(&mut self.d_weight, &logits.f_tr()?, hidden)?;
+        }
+        if self.wanted[2] {
+            let part = logits.f_sum_dim_intlist([0i64].as_slice(), false, wide(logits))?;
+            self.d_bias = Some(match self.d_bias.take() {
+                None => part,
+                Some(sum) => sum.f_add(&part)?,
+            });
+        }
+        Ok(sum)
+    }
+
+    fn finish(self, gathered: Option<Gathered>, rows: i64) -> Result<Gradients> {
+        let kind = self.weight.kind();
+        let d_hidden = match (self.d_hidden, gathered) {
+            (Some(part), Some(gathered)) => {
+                let size = [rows, self.weight.size()[1]];
+                let mut all = Tensor::f_zeros(size, (kind, part.device()))?;
+                let _same = all.f_index_copy_(0, &gathered.index, &part)?;
+                Some(all)
+            }
+            (part, _) => part,
+        };
+        let or_zeros = |wanted: bool, gradient: Option<Tensor>, size: &[i64]| -> Result<_> {
+            Ok(match gradient {
+                Some(gradient) => Some(gradient.f_to_kind(kind)?),
+                // No row counted.
+                None if wanted => Some(Tensor::f_zeros(size, (kind, self.weight.device()))?),
+                None => None,
+            })
+        };
+        let size = self.weight.size();
+        Ok(Gradients([
+            d_hidden,
+            or_zeros(self.wanted[1], self.d_weight, &size)?,
+            or_zeros(self.wanted[2], self.d_bias, &size[..1])?,
+        ]))
+    }
+}
+
+/// The sum of a chunk's losses.
+#[derive(Debug)]
+enum ChunkLoss {
+    Here(f64),
+    /// On a device that nobody waits for yet.
+    There(Tensor),
+}
+
+fn total_of(sums: &[ChunkLoss], weight: &Tensor) -> Result<Tensor> {
+    let (mut here, mut there) = (0.0, None::<Tensor>);
+    for sum in sums {
+        match sum {
+            ChunkLoss::Here(sum) => here += sum,
+            ChunkLoss::There(sum) => {
+                there = Some(match there {
+                    None => sum.shallow_clone(),
+                    Some(all) => all.f_add(sum)?,
+                });
+            }
+        }
+    }
+    match there {
+        Some(total) => Ok(total),
+        None if has_kernel(weight) => scalar(here),
+        None => Ok(Tensor::f_zeros([0i64; 0], (wide(weight), weight.device()))?),
+    }
+}
+
+/// The dtype of sums.
+fn wide(tensor: &Tensor) -> Kind {
+    match tensor.kind() {
+        Kind::Double => Kind::Double,
+        _ => Kind::Float,
+    }
+}
+
+/// The sum of the losses of a chunk; with a scale the logits become the gradient of `scale ·` it.
+fn softmax(
+    logits: &mut Tensor,
+    labels: &Tensor,
+    options: &CrossEntropyOptions,
+    scale: Option<f64>,
+) -> Result<ChunkLoss> {
+    if !has_kernel(logits) {
+        return Ok(ChunkLoss::There(match scale {
+            None => composed::loss(logits, labels, options)?,
+            Some(scale) => composed::loss_and_gradient(logits, labels, options, scale)?,
+        }));
+    }
+    let terms = options.terms();
+    let mut losses = vec![0.0; labels.numel()];
+    let labels = elements(labels)?;
+    with_element!(logits.kind(), T => match scale {
+        None => {
+            let mut lse = vec![0.0; losses.len()];
+            loss::<T>(terms, elements(logits)?, labels, &mut losses, &mut lse);
+        }
+        Some(scale) => {
+            // SAFETY: a part of the buffer that `run_chunks` made and lets nobody else have.
+            let mut chunk = unsafe { Replaceable::new(logits) };
+            let logits = chunk.elements_mut()?;
+            loss_and_gradient::<T>(terms, logits, labels, &mut losses, scale as f32);
+        }
+    });
+    Ok(ChunkLoss::Here(sum(&losses)))
+}
+
+/// `sum += a · b`; in f32 where `a` and `b` are narrower and there is more than one chunk.
+fn accumulate_product(sum: &mut Option<Tensor>, a: &Tensor, b: &Tensor) -> Result<()> {
+    let product = || -> Result<Tensor> {
+        let product = Tensor::f_empty([a.size()[0], b.size()[1]], (a.kind(), a.device()))?;
+        mm_into(&product, a, b, false)?;
+        Ok(product)
+    };
+    *sum = Some(match sum.take() {
+        None => product()?,
+        Some(sum) if a.kind() == wide(a) => {
+            mm_into(&sum, a, b, true)?;
+            sum
+        }
+        Some(sum) => {
+            let mut wide_sum = sum.f_to_kind(Kind::Float)?;
+            let _same = wide_sum.f_add_(&product()?)?;
+            wide_sum
+        }
+    });
+    Ok(())
+}

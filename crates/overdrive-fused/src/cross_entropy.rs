@@ -1,0 +1,171 @@
+#![allow(unsafe_code)]
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
+use tch::{Device, Kind, Tensor};
+
+use crate::kernel::cross_entropy::{gradient, loss};
+use crate::loss_options::Labels;
+use crate::tensors::{
+    Fresh, Replaceable, copy_of, elements, has_kernel, is_floating, with_element,
+};
+use crate::{CrossEntropyOptions, CrossEntropyOutput, Error, Result, composed};
+
+/// Cross-entropy of `logits (…, V)` under `labels (…)` (i64): `torch.nn.functional.cross_entropy`,
+/// without the tensor of log-probabilities.
+///
+/// Forward reads the logits and keeps one f32 a row beside them; backward makes the gradient in one
+/// pass, in the memory of the logits if the options say so. Low-precision logits are widened on the
+/// way: the loss is f32.
+///
+/// The result does not depend on the number of threads.
+///
+/// # Errors
+/// [`Error::Label`] with the row and the value if a label is no class, [`Error::Shape`],
+/// [`Error::Kind`], [`Error::Device`] if the tensors do not fit, [`Error::InvalidOption`].
+///
+/// ```
+/// use overdrive_fused::{CrossEntropyOptions, cross_entropy};
+/// use tch::{Device, Kind, Tensor};
+///
+/// let logits = Tensor::zeros([3, 8], (Kind::Float, Device::Cpu));
+/// let labels = Tensor::from_slice(&[1_i64, 7, -100]);
+/// let output = cross_entropy(&logits, &labels, &CrossEntropyOptions::default())?;
+/// assert_eq!(output.tokens, 2);
+/// assert!((output.loss.double_value(&[]) - 8.0_f64.ln()).abs() < 1e-6);
+/// # Ok::<(), overdrive_fused::Error>(())
+/// ```
+pub fn cross_entropy(
+    logits: &Tensor,
+    labels: &Tensor,
+    options: &CrossEntropyOptions,
+) -> Result<CrossEntropyOutput> {
+    options.validate()?;
+    let size = logits.size();
+    if !is_floating(logits.kind()) {
+        return Err(Error::Kind {
+            function: "cross_entropy",
+            name: "logits",
+            found: logits.kind(),
+            expected: "Float, Double, Half or BFloat16",
+        });
+    }
+    let Some((&classes, leading)) = size.split_last().filter(|(classes, _)| **classes > 0) else {
+        return Err(Error::Shape {
+            function: "cross_entropy",
+            name: "logits",
+            found: size,
+            expected: "a last dimension with at least one class".to_owned(),
+        });
+    };
+    if labels.device() != logits.device() {
+        return Err(Error::Device {
+            function: "cross_entropy",
+            name: "labels",
+            found: labels.device(),
+            other: "logits",
+            expected: logits.device(),
+        });
+    }
+    let labels = Labels::new(
+        "cross_entropy",
+        labels,
+        leading,
+        classes,
+        options.ignore_index,
+    )?;
+    let tokens = labels.tokens;
+    let rows = logits.f_reshape([-1, classes])?;
+    let loss = if has_kernel(&rows) && rows.numel() > 0 {
+        let function = CrossEntropy {
+            options: *options,
+            labels: labels.flat,
+            tokens,
+            used_up: AtomicBool::new(false),
+        };
+        apply(function, &[&rows])?.remove(0)
+    } else {
+        let sum = composed::loss(&rows, &labels.flat, options)?;
+        sum.f_mul_scalar(options.scale(tokens))?
+    };
+    Ok(CrossEntropyOutput { loss, tokens })
+}
+
+struct CrossEntropy {
+    options: CrossEntropyOptions,
+    labels: Tensor,
+    tokens: i64,
+    /// Whether backward has put the gradient into the logits.
+    used_up: AtomicBool,
+}
+
+impl Function for CrossEntropy {
+    const NAME: &'static str = "cross_entropy";
+
+    fn forward(
+        &mut self,
+        context: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        let logits = inputs[0].f_contiguous()?;
+        let mut lse = Fresh::<f32>::new(&self.labels.size())?;
+        let mut losses = vec![0.0; self.labels.numel()];
+        with_element!(logits.kind(), T => loss::<T>(
+            self.options.terms(),
+            elements(&logits)?,
+            elements(&self.labels)?,
+            &mut losses,
+            lse.elements_mut()?,
+        ));
+        context.save_for_backward(&[&logits, &lse.into_tensor()]);
+        let scale = self.options.scale(self.tokens);
+        Ok(vec![scalar(sum(&losses) * scale)?])
+    }
+
+    fn backward(
+        &self,
+        context: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        let ([logits, lse], Some(upstream)) = (context.saved(), &gradients[0]) else {
+            return Ok(vec![None]);
+        };
+        let mut target = if self.options.reuse_logits {
+            if self.used_up.swap(true, Ordering::Relaxed) {
+                return Err(Box::new(Error::BackwardAgain {
+                    function: Self::NAME,
+                    option: "reuse_logits to false",
+                }));
+            }
+            logits.shallow_clone()
+        } else {
+            copy_of(logits)?
+        };
+        let scale = match self.tokens {
+            // As in PyTorch: the mean of nothing is NaN, its gradient is zero.
+            0 => 0.0,
+            tokens => self.options.scale(tokens) * upstream.f_double_value(&[])?,
+        };
+        // SAFETY: either a copy of our own, or logits that the caller said nobody reads any more.
+        let mut replaceable = unsafe { Replaceable::new(&mut target) };
+        with_element!(logits.kind(), T => gradient::<T>(
+            self.options.terms(),
+            replaceable.elements_mut()?,
+            elements(&self.labels)?,
+            elements(lse)?,
+            scale as f32,
+        ));
+        Ok(vec![Some(target)])
+    }
+}
+
+/// In f64 and in order, so that it depends on nothing but the losses.
+pub(crate) fn sum(losses: &[f32]) -> f64 {
+    losses.iter().map(|&loss| f64::from(loss)).sum()
+}
+
+/// An f32 scalar.
+pub(crate) fn scalar(value: f64) -> Result<Tensor> {
+    Ok(Tensor::f_scalar_tensor(value, (Kind::Float, Device::Cpu))?)
+}

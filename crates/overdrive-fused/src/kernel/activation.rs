@@ -1,0 +1,403 @@
+//! Activations, alone with a bias or as the gate of a product.
+
+use super::jobs::{block_rows, run_jobs};
+use crate::Activation;
+use crate::simd::math::{normal, sigmoid};
+use crate::simd::{Element, Kernel, Simd, dispatch, each_vector, load, store};
+
+/// A gate and what it gates: `(rows, 2·width)` in one buffer, or each in its own.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Gated<'a, T> {
+    /// Rows of `width` gates and `width` gated values, and the width.
+    Joint(&'a [T], usize),
+    /// Gates; gated values.
+    Pair(&'a [T], &'a [T]),
+}
+
+/// As [`Gated`], to write.
+#[derive(Debug)]
+pub(crate) enum GatedMut<'a, T> {
+    Joint(&'a mut [T], usize),
+    Pair(&'a mut [T], &'a mut [T]),
+}
+
+/// `y = activation(gate) · up`
+pub(crate) fn gated<T: Element>(activation: Activation, x: Gated<'_, T>, y: &mut [T]) {
+    let step = step::<T>(x.width(), y.len(), 3);
+    let blocks = y.chunks_mut(step).enumerate();
+    run_jobs(blocks, |(block, y)| {
+        let x = x.part(block * step, y.len());
+        dispatch(Forward { activation, x, y });
+    });
+}
+
+/// The gradients of gate and up from `dy`.
+pub(crate) fn gated_backward<T: Element>(
+    activation: Activation,
+    x: Gated<'_, T>,
+    dy: &[T],
+    dx: GatedMut<'_, T>,
+) {
+    let step = step::<T>(x.width(), dy.len(), 5);
+    let run = |(block, (dy, dx)): (usize, (&[T], GatedMut<'_, T>))| {
+        let x = x.part(block * step, dy.len());
+        dispatch(Backward {
+            activation,
+            x,
+            dy,
+            dx,
+        });
+    };
+    let dy = dy.chunks(step);
+    match dx {
+        GatedMut::Joint(dx, width) => {
+            let parts = dx.chunks_mut(2 * step);
+            let parts = parts.map(|dx| GatedMut::Joint(dx, width));
+            run_jobs(dy.zip(parts).enumerate(), run);
+        }
+        GatedMut::Pair(gate, up) => {
+            let parts = gate.chunks_mut(step).zip(up.chunks_mut(step));
+            let parts = parts.map(|(gate, up)| GatedMut::Pair(gate, up));
+            run_jobs(dy.zip(parts).enumerate(), run);
+        }
+    }
+}
+
+/// `y = activation(x + bias)`, row by row.
+pub(crate) fn biased<T: Element>(activation: Activation, x: &[T], bias: &[T], y: &mut [T]) {
+    let step = step::<T>(Some(bias.len()), y.len(), 2);
+    run_jobs(x.chunks(step).zip(y.chunks_mut(step)), |(x, y)| {
+        dispatch(BiasedForward {
+            activation,
+            x,
+            bias,
+            y,
+        });
+    });
+}
+
+/// The gradients of `x` and `bias` from `dy`.
+pub(crate) fn biased_backward<T: Element>(
+    activation: Activation,
+    x: &[T],
+    bias: &[T],
+    dy: &[T],
+    dx: &mut [T],
+    d_bias: &mut [f32],
+) {
+    let width = bias.len();
+    let step = step::<T>(Some(width), dy.len(), 3);
+    let mut partial = vec![0.0_f32; dy.len().div_ceil(step) * width];
+    let blocks = x
+        .chunks(step)
+        .zip(dy.chunks(step))
+        .zip(dx.chunks_mut(step).zip(partial.chunks_mut(width)));
+    run_jobs(blocks, |((x, dy), (dx, d_bias))| {
+        dispatch(BiasedBackward {
+            activation,
+            x,
+            bias,
+            dy,
+            dx,
+            d_bias,
+        });
+    });
+    d_bias.fill(0.0);
+    for block in partial.chunks(width) {
+        for (sum, part) in d_bias.iter_mut().zip(block) {
+            *sum += part;
+        }
+    }
+}
+
+/// Elements of a block of `total`, where each of them touches `streams` others in memory: whole rows,
+/// where there are rows.
+fn step<T>(width: Option<usize>, total: usize, streams: usize) -> usize {
+    let width = width.unwrap_or(1024).max(1);
+    width * block_rows(total.div_ceil(width), width * size_of::<T>() * streams)
+}
+
+impl<'a, T> Gated<'a, T> {
+    fn width(&self) -> Option<usize> {
+        match *self {
+            Self::Joint(_, width) => Some(width),
+            Self::Pair(..) => None,
+        }
+    }
+
+    /// What belongs to the elements `at .. at + len` of the result.
+    fn part(self, at: usize, len: usize) -> Self {
+        match self {
+            Self::Joint(x, width) => Self::Joint(&x[2 * at..2 * (at + len)], width),
+            Self::Pair(gate, up) => Self::Pair(&gate[at..at + len], &up[at..at + len]),
+        }
+    }
+}
+
+/// An activation, known when a kernel is compiled.
+trait Function: Copy {
+    fn value<S: Simd>(self, s: S, x: S::F) -> S::F;
+    fn value_and_slope<S: Simd>(self, s: S, x: S::F) -> (S::F, S::F);
+}
+
+#[derive(Clone, Copy)]
+struct Silu;
+
+impl Function for Silu {
+    #[inline(always)]
+    fn value<S: Simd>(self, s: S, x: S::F) -> S::F {
+        s.mul(x, sigmoid(s, x))
+    }
+
+    #[inline(always)]
+    fn value_and_slope<S: Simd>(self, s: S, x: S::F) -> (S::F, S::F) {
+        let sigmoid = sigmoid(s, x);
+        let value = s.mul(x, sigmoid);
+        // σ + x·σ·(1 - σ)
+        (
+            value,
+            s.mul_add(value, s.sub(s.splat(1.0), sigmoid), sigmoid),
+        )
+    }
+}
+
+/// `x·σ(2u)` with `u = √(2/π)·(x + 0.044715 x³)`, which is `x/2·(1 + tanh u)` without cancellation.
+#[derive(Clone, Copy)]
+struct GeluTanh;
+
+const TWICE_SQRT_2_OVER_PI: f32 = 1.595_769_1;
+const CUBIC: f32 = 0.044_715;
+
+impl Function for GeluTanh {
+    #[inline(always)]
+    fn value<S: Simd>(self, s: S, x: S::F) -> S::F {
+        let one = s.splat(1.0);
+        let inner = s.mul_add(s.splat(CUBIC), s.mul(x, x), one);
+        let inner = s.mul(s.mul(x, s.splat(TWICE_SQRT_2_OVER_PI)), inner);
+        s.mul(x, sigmoid(s, inner))
+    }
+
+    #[inline(always)]
+    fn value_and_slope<S: Simd>(self, s: S, x: S::F) -> (S::F, S::F) {
+        let one = s.splat(1.0);
+        let scale = s.splat(TWICE_SQRT_2_OVER_PI);
+        // Bounded, far beyond where the sigmoid is 0 or 1, so that 0 · ∞ cannot come about.
+        let square = s.min(s.splat(1e10), s.mul(x, x));
+        let inner = s.mul_add(s.splat(CUBIC), square, one);
+        let sigmoid = sigmoid(s, s.mul(s.mul(x, scale), inner));
+        let value = s.mul(x, sigmoid);
+        let inner_slope = s.mul(scale, s.mul_add(s.splat(3.0 * CUBIC), square, one));
+        let rest = s.mul(s.sub(one, sigmoid), inner_slope);
+        (value, s.mul_add(value, rest, sigmoid))
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Gelu;
+
+impl Function for Gelu {
+    #[inline(always)]
+    fn value<S: Simd>(self, s: S, x: S::F) -> S::F {
+        s.mul(x, normal(s, x).0)
+    }
+
+    #[inline(always)]
+    fn value_and_slope<S: Simd>(self, s: S, x: S::F) -> (S::F, S::F) {
+        let (below, density) = normal(s, x);
+        (s.mul(x, below), s.mul_add(x, density, below))
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Relu;
+
+impl Function for Relu {
+    #[inline(always)]
+    fn value<S: Simd>(self, s: S, x: S::F) -> S::F {
+        let zero = s.splat(0.0);
+        s.select_lt(x, zero, zero, x)
+    }
+
+    #[inline(always)]
+    fn value_and_slope<S: Simd>(self, s: S, x: S::F) -> (S::F, S::F) {
+        let zero = s.splat(0.0);
+        (self.value(s, x), s.select_lt(zero, x, s.splat(1.0), zero))
+    }
+}
+
+/// Runs `$body` with `$function` bound to the activation's type.
+macro_rules! with_function {
+    ($activation:expr, $function:ident => $body:expr) => {
+        match $activation {
+            Activation::Silu => {
+                let $function = Silu;
+                $body
+            }
+            Activation::Gelu => {
+                let $function = Gelu;
+                $body
+            }
+            Activation::GeluTanh => {
+                let $function = GeluTanh;
+                $body
+            }
+            Activation::Relu => {
+                let $function = Relu;
+                $body
+            }
+        }
+    };
+}
+
+struct Forward<'a, T> {
+    activation: Activation,
+    x: Gated<'a, T>,
+    y: &'a mut [T],
+}
+
+impl<T: Element> Kernel for Forward<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Forward { activation, x, y } = self;
+        with_function!(activation, function => match x {
+            Gated::Pair(gate, up) => multiply(s, function, gate, up, y),
+            Gated::Joint(x, width) => {
+                for (x, y) in x.chunks_exact(2 * width).zip(y.chunks_exact_mut(width)) {
+                    let (gate, up) = x.split_at(width);
+                    multiply(s, function, gate, up, y);
+                }
+            }
+        });
+    }
+}
+
+#[inline(always)]
+fn multiply<S: Simd, T: Element>(s: S, function: impl Function, gate: &[T], up: &[T], y: &mut [T]) {
+    each_vector(
+        y.len(),
+        #[inline(always)]
+        |span| {
+            let gate = function.value(s, load(s, gate, span));
+            store(s, s.mul(gate, load(s, up, span)), y, span);
+        },
+    );
+}
+
+struct Backward<'a, T> {
+    activation: Activation,
+    x: Gated<'a, T>,
+    dy: &'a [T],
+    dx: GatedMut<'a, T>,
+}
+
+impl<T: Element> Kernel for Backward<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        with_function!(self.activation, function => match (self.x, self.dx) {
+            (Gated::Joint(x, width), GatedMut::Joint(dx, _)) => {
+                let rows = x.chunks_exact(2 * width).zip(dx.chunks_exact_mut(2 * width));
+                for ((x, dx), dy) in rows.zip(self.dy.chunks_exact(width)) {
+                    let (gate, up) = x.split_at(width);
+                    let (d_gate, d_up) = dx.split_at_mut(width);
+                    multiply_backward(s, function, [gate, up, dy], d_gate, d_up);
+                }
+            }
+            (Gated::Pair(gate, up), GatedMut::Pair(d_gate, d_up)) => {
+                multiply_backward(s, function, [gate, up, self.dy], d_gate, d_up);
+            }
+            // Gradients have the form of what they belong to.
+            _ => {}
+        });
+    }
+}
+
+#[inline(always)]
+fn multiply_backward<S: Simd, T: Element>(
+    s: S,
+    function: impl Function,
+    [gate, up, dy]: [&[T]; 3],
+    d_gate: &mut [T],
+    d_up: &mut [T],
+) {
+    each_vector(
+        dy.len(),
+        #[inline(always)]
+        |span| {
+            let dy = load(s, dy, span);
+            let (value, slope) = function.value_and_slope(s, load(s, gate, span));
+            store(s, s.mul(dy, value), d_up, span);
+            let through = s.mul(dy, load(s, up, span));
+            store(s, s.mul(through, slope), d_gate, span);
+        },
+    );
+}
+
+struct BiasedForward<'a, T> {
+    activation: Activation,
+    x: &'a [T],
+    bias: &'a [T],
+    y: &'a mut [T],
+}
+
+impl<T: Element> Kernel for BiasedForward<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let bias = self.bias;
+        let width = bias.len();
+        let y = self.y;
+        with_function!(self.activation, function => {
+            for (x, y) in self.x.chunks_exact(width).zip(y.chunks_exact_mut(width)) {
+                each_vector(
+                    width,
+                    #[inline(always)]
+                    |span| {
+                        let x = s.add(load(s, x, span), load(s, bias, span));
+                        store(s, function.value(s, x), y, span);
+                    },
+                );
+            }
+        });
+    }
+}
+
+struct BiasedBackward<'a, T> {
+    activation: Activation,
+    x: &'a [T],
+    bias: &'a [T],
+    dy: &'a [T],
+    dx: &'a mut [T],
+    d_bias: &'a mut [f32],
+}
+
+impl<T: Element> Kernel for BiasedBackward<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let bias = self.bias;
+        let width = bias.len();
+        let (dx, d_bias) = (self.dx, self.d_bias);
+        with_function!(self.activation, function => {
+            let rows = self.x.chunks_exact(width).zip(self.dy.chunks_exact(width));
+            for ((x, dy), dx) in rows.zip(dx.chunks_exact_mut(width)) {
+                each_vector(
+                    width,
+                    #[inline(always)]
+                    |span| {
+                        let x = s.add(load(s, x, span), load(s, bias, span));
+                        let (_, slope) = function.value_and_slope(s, x);
+                        let gradient = s.mul(load(s, dy, span), slope);
+                        store(s, gradient, dx, span);
+                        store(s, s.add(load(s, d_bias, span), gradient), d_bias, span);
+                    },
+                );
+            }
+        });
+    }
+}

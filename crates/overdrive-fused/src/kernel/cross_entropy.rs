@@ -1,0 +1,318 @@
+//! The negative log-likelihood of a label under the softmax of a row of logits, and its gradient.
+
+use super::jobs::{block_rows, run_jobs};
+use crate::simd::math::{exp, tanh};
+use crate::simd::{Element, Kernel, Simd, dispatch, each_vector, load, store};
+
+/// What the loss of a row is made of.
+///
+/// With `x` the logits, capped where there is a cap `c` as `c·tanh(x/c)`, and `lse` the logarithm of
+/// the sum of their exponentials: `lse - (1-ε)·x[label] - ε·mean(x) + z·lse²`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Terms {
+    pub(crate) ignore_index: i64,
+    /// ε
+    pub(crate) label_smoothing: f32,
+    /// z
+    pub(crate) z_loss: f32,
+    pub(crate) softcap: Option<f32>,
+}
+
+/// The loss of each row of `logits (labels.len(), classes)`, and its `lse`; 0 for ignored rows.
+///
+/// Labels that are not ignored are in `0..classes`: the caller has checked.
+pub(crate) fn loss<T: Element>(
+    terms: Terms,
+    logits: &[T],
+    labels: &[i64],
+    losses: &mut [f32],
+    lse: &mut [f32],
+) {
+    let classes = logits.len() / labels.len().max(1);
+    let rows = block_rows(labels.len(), classes * size_of::<T>());
+    let blocks = logits
+        .chunks(rows * classes)
+        .zip(labels.chunks(rows))
+        .zip(losses.chunks_mut(rows).zip(lse.chunks_mut(rows)));
+    run_jobs(blocks, |((logits, labels), (losses, lse))| {
+        dispatch(Loss {
+            terms,
+            logits,
+            labels,
+            losses,
+            lse,
+        });
+    });
+}
+
+/// Puts the gradient of `scale ·` the losses in the place of the logits.
+pub(crate) fn gradient<T: Element>(
+    terms: Terms,
+    logits: &mut [T],
+    labels: &[i64],
+    lse: &[f32],
+    scale: f32,
+) {
+    let classes = logits.len() / labels.len().max(1);
+    let rows = block_rows(labels.len(), classes * size_of::<T>() * 2);
+    let blocks = logits
+        .chunks_mut(rows * classes)
+        .zip(labels.chunks(rows))
+        .zip(lse.chunks(rows));
+    run_jobs(blocks, |((logits, labels), lse)| {
+        dispatch(Gradient {
+            terms,
+            logits,
+            labels,
+            lse,
+            scale,
+        });
+    });
+}
+
+/// As [`loss`], and [`gradient`] in the same pass.
+pub(crate) fn loss_and_gradient<T: Element>(
+    terms: Terms,
+    logits: &mut [T],
+    labels: &[i64],
+    losses: &mut [f32],
+    scale: f32,
+) {
+    let classes = logits.len() / labels.len().max(1);
+    let rows = block_rows(labels.len(), classes * size_of::<T>() * 2);
+    let blocks = logits
+        .chunks_mut(rows * classes)
+        .zip(labels.chunks(rows))
+        .zip(losses.chunks_mut(rows));
+    run_jobs(blocks, |((logits, labels), losses)| {
+        dispatch(LossAndGradient {
+            terms,
+            logits,
+            labels,
+            losses,
+            scale,
+        });
+    });
+}
+
+struct Loss<'a, T> {
+    terms: Terms,
+    logits: &'a [T],
+    labels: &'a [i64],
+    losses: &'a mut [f32],
+    lse: &'a mut [f32],
+}
+
+impl<T: Element> Kernel for Loss<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let rows = rows(self.logits, self.labels).zip(self.losses.iter_mut().zip(self.lse));
+        for ((row, label), (loss, lse)) in rows {
+            (*loss, *lse) = match self.terms.class(label) {
+                Some(class) => row_loss(s, self.terms, row, class),
+                None => (0.0, 0.0),
+            };
+        }
+    }
+}
+
+struct Gradient<'a, T> {
+    terms: Terms,
+    logits: &'a mut [T],
+    labels: &'a [i64],
+    lse: &'a [f32],
+    scale: f32,
+}
+
+impl<T: Element> Kernel for Gradient<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let classes = self.logits.len() / self.labels.len().max(1);
+        let rows = self.logits.chunks_exact_mut(classes.max(1));
+        for ((row, &label), &lse) in rows.zip(self.labels).zip(self.lse) {
+            match self.terms.class(label) {
+                Some(class) => row_gradient(s, self.terms, row, class, lse, self.scale),
+                None => row.fill(T::ZERO),
+            }
+        }
+    }
+}
+
+struct LossAndGradient<'a, T> {
+    terms: Terms,
+    logits: &'a mut [T],
+    labels: &'a [i64],
+    losses: &'a mut [f32],
+    scale: f32,
+}
+
+impl<T: Element> Kernel for LossAndGradient<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let classes = self.logits.len() / self.labels.len().max(1);
+        let rows = self.logits.chunks_exact_mut(classes.max(1));
+        for ((row, &label), loss) in rows.zip(self.labels).zip(self.losses) {
+            match self.terms.class(label) {
+                Some(class) => {
+                    let lse;
+                    (*loss, lse) = row_loss(s, self.terms, row, class);
+                    row_gradient(s, self.terms, row, class, lse, self.scale);
+                }
+                None => {
+                    *loss = 0.0;
+                    row.fill(T::ZERO);
+                }
+            }
+        }
+    }
+}
+
+impl Terms {
+    fn class(&self, label: i64) -> Option<usize> {
+        (label != self.ignore_index).then_some(label as usize)
+    }
+}
+
+#[inline(always)]
+fn rows<'a, T>(logits: &'a [T], labels: &'a [i64]) -> impl Iterator<Item = (&'a [T], i64)> {
+    let classes = logits.len() / labels.len().max(1);
+    logits
+        .chunks_exact(classes.max(1))
+        .zip(labels.iter().copied())
+}
+
+/// `c·tanh(x/c)`
+#[inline(always)]
+fn capped<S: Simd>(s: S, x: S::F, softcap: Option<f32>) -> S::F {
+    match softcap {
+        None => x,
+        Some(cap) => s.mul(s.splat(cap), tanh(s, s.mul(x, s.splat(1.0 / cap)))),
+    }
+}
+
+/// The loss and the `lse`.
+#[inline(always)]
+fn row_loss<S: Simd, T: Element>(s: S, terms: Terms, row: &[T], class: usize) -> (f32, f32) {
+    let Terms {
+        label_smoothing,
+        z_loss,
+        softcap,
+        ..
+    } = terms;
+    let max = row_max(s, row);
+    let max = match softcap {
+        None => max,
+        // The cap is monotonic.
+        Some(cap) => cap * (max / cap).tanh(),
+    };
+    let (shift, mut sum, mut total) = (s.splat(max), s.splat(0.0), s.splat(0.0));
+    let (whole, tail) = row.split_at(row.len() - row.len() % crate::simd::LANES);
+    each_vector(
+        whole.len(),
+        #[inline(always)]
+        |span| {
+            let x = capped(s, load(s, whole, span), softcap);
+            sum = s.add(sum, exp(s, s.sub(x, shift)));
+            total = s.add(total, x);
+        },
+    );
+    let (mut sum, mut total) = (s.reduce_add(sum), s.reduce_add(total));
+    for &x in tail {
+        let x = x.to_f32();
+        let x = softcap.map_or(x, |cap| cap * (x / cap).tanh());
+        sum += (x - max).exp();
+        total += x;
+    }
+    let at_label = row[class].to_f32();
+    let at_label = softcap.map_or(at_label, |cap| cap * (at_label / cap).tanh());
+    let lse = max + sum.ln();
+    let mut loss = lse - at_label;
+    if label_smoothing > 0.0 {
+        let mean = total / row.len() as f32;
+        loss = lse - (1.0 - label_smoothing) * at_label - label_smoothing * mean;
+    }
+    if z_loss > 0.0 {
+        loss += z_loss * lse * lse;
+    }
+    (loss, lse)
+}
+
+/// The largest element; whatever, where one is NaN (the loss is NaN then all the same).
+#[inline(always)]
+fn row_max<S: Simd, T: Element>(s: S, row: &[T]) -> f32 {
+    // Four at a time, because each comparison waits for the one before it.
+    let mut max = [s.splat(f32::NEG_INFINITY); 4];
+    let mut vectors = row.chunks_exact(4 * crate::simd::LANES);
+    for four in &mut vectors {
+        let mut slot = 0;
+        each_vector(
+            four.len(),
+            #[inline(always)]
+            |span| {
+                max[slot] = s.max(load(s, four, span), max[slot]);
+                slot += 1;
+            },
+        );
+    }
+    let max = s.max(s.max(max[0], max[1]), s.max(max[2], max[3]));
+    let rest = vectors.remainder().iter().map(|x| x.to_f32());
+    rest.fold(s.reduce_max(max), f32::max)
+}
+
+/// Puts `scale ·` the gradient in the place of the logits:
+/// `((1 + 2z·lse)·p - ε/V - (1-ε)·[label]) · (1 - (x/c)²)`.
+#[inline(always)]
+fn row_gradient<S: Simd, T: Element>(
+    s: S,
+    terms: Terms,
+    row: &mut [T],
+    class: usize,
+    lse: f32,
+    scale: f32,
+) {
+    let Terms {
+        label_smoothing,
+        z_loss,
+        softcap,
+        ..
+    } = terms;
+    let factor = scale * (1.0 + 2.0 * z_loss * lse);
+    let uniform = scale * label_smoothing / row.len() as f32;
+    let hit = scale * (1.0 - label_smoothing);
+    let at_label = row[class].to_f32();
+    let (shift, by, less) = (s.splat(lse), s.splat(factor), s.splat(-uniform));
+    match softcap {
+        None => each_vector(
+            row.len(),
+            #[inline(always)]
+            |span| {
+                let p = exp(s, s.sub(load(s, row, span), shift));
+                store(s, s.mul_add(p, by, less), row, span);
+            },
+        ),
+        Some(cap) => each_vector(
+            row.len(),
+            #[inline(always)]
+            |span| {
+                let ratio = tanh(s, s.mul(load(s, row, span), s.splat(1.0 / cap)));
+                let p = exp(s, s.sub(s.mul(ratio, s.splat(cap)), shift));
+                let slope = s.mul_add(ratio, s.sub(s.splat(0.0), ratio), s.splat(1.0));
+                store(s, s.mul(s.mul_add(p, by, less), slope), row, span);
+            },
+        ),
+    }
+    // Again for the label, so that in bf16 it is rounded once.
+    let ratio = softcap.map(|cap| (at_label / cap).tanh());
+    let x = match (softcap, ratio) {
+        (Some(cap), Some(ratio)) => cap * ratio,
+        _ => at_label,
+    };
+    let slope = ratio.map_or(1.0, |ratio| 1.0 - ratio * ratio);
+    row[class] = T::from_f32(((x - lse).exp() * factor - uniform - hit) * slope);
+}

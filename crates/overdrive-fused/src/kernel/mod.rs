@@ -1,0 +1,7 @@
+//! The kernels, on slices: no tensor, no autograd.
+
+pub(crate) mod activation;
+pub(crate) mod cross_entropy;
+pub(crate) mod jobs;
+pub(crate) mod rms_norm;
+pub(crate) mod rotary;

@@ -1,0 +1,173 @@
+//! Rotation of the heads of tokens, from any layout into rows of tokens.
+
+use super::jobs::{block_rows, run_jobs};
+use crate::Convention;
+use crate::simd::{Element, Kernel, Simd, dispatch, each_vector, load, store};
+
+/// Where the head `h` of the token `t` of the sequence `b` begins: at
+/// `b · sequence + t · token + h · head`. A head's channels lie side by side.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Heads<'a, T> {
+    pub(crate) data: &'a [T],
+    pub(crate) sequence: usize,
+    pub(crate) token: usize,
+    pub(crate) head: usize,
+}
+
+/// Cosines and sines of the tokens, `pairs` for each.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Angles<'a> {
+    pub(crate) cos: &'a [f32],
+    pub(crate) sin: &'a [f32],
+    pub(crate) pairs: usize,
+    /// Elements from one sequence's table to the next one's: 0 where all share one.
+    pub(crate) sequence: usize,
+    pub(crate) convention: Convention,
+    /// Turns back: what a gradient needs.
+    pub(crate) reverse: bool,
+}
+
+/// Heads to be copied, turned or not, into a part of each token's row.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Part<'a, T> {
+    pub(crate) from: Heads<'a, T>,
+    pub(crate) heads: usize,
+    /// Where the part begins in the row.
+    pub(crate) offset: usize,
+    pub(crate) angles: Option<Angles<'a>>,
+}
+
+/// Fills `rows`, of `width` elements for each token of each sequence, with `parts`.
+///
+/// `length` is the number of tokens of a sequence, `dim` that of the channels of a head.
+pub(crate) fn gather<T: Element>(
+    parts: &[Part<'_, T>],
+    length: usize,
+    dim: usize,
+    rows: &mut [T],
+    width: usize,
+) {
+    let tokens = block_rows(rows.len() / width, width * size_of::<T>() * 2);
+    let blocks = rows.chunks_mut(tokens * width).enumerate();
+    run_jobs(blocks, |(block, rows)| {
+        for &part in parts {
+            dispatch(Gather {
+                part,
+                length,
+                dim,
+                first: block * tokens,
+                rows: &mut *rows,
+                width,
+            });
+        }
+    });
+}
+
+struct Gather<'a, 'p, T> {
+    part: Part<'p, T>,
+    length: usize,
+    dim: usize,
+    /// The token of the first row, counted over all sequences.
+    first: usize,
+    rows: &'a mut [T],
+    width: usize,
+}
+
+impl<T: Element> Kernel for Gather<'_, '_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Part {
+            from,
+            heads,
+            offset,
+            angles,
+        } = self.part;
+        let mut table = Vec::new();
+        for (row, to) in self.rows.chunks_exact_mut(self.width).enumerate() {
+            let index = self.first + row;
+            let (sequence, token) = (index / self.length, index % self.length);
+            let start = sequence * from.sequence + token * from.token;
+            let angles = angles.map(|angles| {
+                let at = sequence * angles.sequence + token * angles.pairs;
+                let of = |table| &<[f32]>::as_ref(table)[at..at + angles.pairs];
+                (angles, of(angles.cos), of(angles.sin))
+            });
+            if let Some((angles, cos, sin)) = angles
+                && angles.convention == Convention::Interleaved
+            {
+                spread(cos, sin, angles.reverse, &mut table);
+            }
+            for head in 0..heads {
+                let at = start + head * from.head;
+                let x = &from.data[at..at + self.dim];
+                let y = &mut to[offset + head * self.dim..offset + (head + 1) * self.dim];
+                match angles {
+                    None => y.copy_from_slice(x),
+                    Some((angles, cos, sin)) => {
+                        let turned = 2 * angles.pairs;
+                        y[turned..].copy_from_slice(&x[turned..]);
+                        let (x, y) = (&x[..turned], &mut y[..turned]);
+                        match angles.convention {
+                            Convention::HalfSplit => halves(s, x, cos, sin, angles.reverse, y),
+                            Convention::Interleaved => {
+                                let (cos, sin) = table.split_at(turned);
+                                pairs(s, x, cos, sin, y);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Cosine and signed sine for each channel: `c, c, …` and then `-s, s, …`.
+fn spread(cos: &[f32], sin: &[f32], reverse: bool, table: &mut Vec<f32>) {
+    table.clear();
+    table.extend(cos.iter().flat_map(|&c| [c, c]));
+    table.extend(
+        sin.iter()
+            .map(|&sin| if reverse { -sin } else { sin })
+            .flat_map(|sin| [-sin, sin]),
+    );
+}
+
+#[inline(always)]
+fn halves<S: Simd, T: Element>(
+    s: S,
+    x: &[T],
+    cos: &[f32],
+    sin: &[f32],
+    reverse: bool,
+    y: &mut [T],
+) {
+    let half = cos.len();
+    let sign = s.splat(if reverse { -1.0 } else { 1.0 });
+    let (x, x_upper) = x.split_at(half);
+    let (y, y_upper) = y.split_at_mut(half);
+    each_vector(
+        half,
+        #[inline(always)]
+        |span| {
+            let (a, b) = (load(s, x, span), load(s, x_upper, span));
+            let (cos, sin) = (load(s, cos, span), s.mul(sign, load(s, sin, span)));
+            store(s, s.sub(s.mul(a, cos), s.mul(b, sin)), y, span);
+            store(s, s.mul_add(b, cos, s.mul(a, sin)), y_upper, span);
+        },
+    );
+}
+
+#[inline(always)]
+fn pairs<S: Simd, T: Element>(s: S, x: &[T], cos: &[f32], sin: &[f32], y: &mut [T]) {
+    each_vector(
+        x.len(),
+        #[inline(always)]
+        |span| {
+            let x = load(s, x, span);
+            let turned = s.mul(s.swap_pairs(x), load(s, sin, span));
+            store(s, s.mul_add(x, load(s, cos, span), turned), y, span);
+        },
+    );
+}

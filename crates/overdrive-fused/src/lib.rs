@@ -1,0 +1,67 @@
+//! Fused pieces of a decoder for tch: what libtorch does in several passes over memory, in one.
+//!
+//! A training step on a CPU is matrix products, and around them element-wise operators that wait for
+//! memory. The functions here join those that stand next to each other, each with its backward, in
+//! vectorised loops on libtorch's own threads:
+//!
+//! | function | what it joins |
+//! |---|---|
+//! | [`linear_cross_entropy`] | the head's product, softmax and loss, without ever holding the logits |
+//! | [`cross_entropy`] | log-softmax and loss |
+//! | [`rms_norm`], [`add_rms_norm`] | square, mean, root, two products; and the residual's addition |
+//! | [`split_qkv_rotary`], [`rotary`] | splitting a joint projection, rotary positions, their layout |
+//! | [`swiglu`], [`swiglu_pair`], [`glu`], [`glu_pair`] | activation and product, from a joint projection too |
+//! | [`bias_activation`] | addition and activation |
+//!
+//! They are plain functions on tensors. Kernels exist for f32, bf16 and f16 on the CPU (arithmetic in
+//! f32, results rounded once), compiled for AVX-512, AVX2 and the target's baseline and chosen when
+//! the program runs ([`instruction_set`]). Everywhere else (f64, other devices) the same functions run
+//! libtorch's operators. Results do not depend on the number of threads, except through libtorch's
+//! products in `linear_cross_entropy`. Each can be differentiated once where a kernel ran: a second
+//! derivative is refused with an error that says so.
+//!
+//! ```
+//! use overdrive_fused::{LinearCrossEntropyOptions, add_rms_norm, linear_cross_entropy, swiglu};
+//! use tch::{Device, Kind, Tensor};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let f32 = (Kind::Float, Device::Cpu);
+//! let weight = |shape: &[i64]| (Tensor::randn(shape, f32) * 0.1).set_requires_grad(true);
+//! let (norm, gate_up, down, head) = (weight(&[32]), weight(&[96, 32]), weight(&[32, 48]), weight(&[100, 32]));
+//!
+//! // A block's feed-forward half, and the loss of a vocabulary of 100.
+//! let (stream, mixed) = (Tensor::randn([2, 7, 32], f32), Tensor::randn([2, 7, 32], f32));
+//! let (normalised, stream) = add_rms_norm(&mixed, &stream, &norm, 1e-6)?;
+//! let fed = swiglu(&normalised.f_linear(&gate_up, None::<&Tensor>)?)?.f_linear(&down, None::<&Tensor>)?;
+//! let labels = Tensor::randint(100, [2, 7], (Kind::Int64, Device::Cpu));
+//! let output = linear_cross_entropy(&(stream + fed), &head, &labels, &LinearCrossEntropyOptions::default())?;
+//! output.loss.f_backward()?;
+//! assert_eq!(norm.grad().size(), [32]);
+//! # Ok(())
+//! # }
+//! ```
+#![deny(missing_docs)]
+
+mod activation;
+mod chunk;
+mod composed;
+mod cross_entropy;
+mod error;
+mod kernel;
+mod linear;
+mod linear_cross_entropy;
+mod loss_options;
+mod rms_norm;
+mod rotary;
+mod simd;
+mod tensors;
+
+pub use activation::{Activation, bias_activation, glu, glu_pair, swiglu, swiglu_pair};
+pub use cross_entropy::cross_entropy;
+pub use error::{Error, Result};
+pub use linear::{adjacent, joint_linear, linear};
+pub use linear_cross_entropy::{LinearCrossEntropyOptions, linear_cross_entropy};
+pub use loss_options::{CrossEntropyOptions, CrossEntropyOutput, IGNORE_INDEX, Reduction};
+pub use rms_norm::{add_rms_norm, rms_norm};
+pub use rotary::{Convention, Layout, QkvShape, RotaryOptions, rotary, split_qkv_rotary};
+pub use simd::instruction_set;

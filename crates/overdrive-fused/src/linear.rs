@@ -1,0 +1,261 @@
+use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
+use overdrive_sys::product::mm_into;
+use overdrive_sys::{autocast, engine};
+use tch::{Kind, Tensor};
+
+use crate::tensors::is_floating;
+use crate::{Error, Result};
+
+/// `x · weightᵀ + bias`: `torch.nn.functional.linear`, with its three products (forward, and the
+/// gradients of `x` and of `weight`) by the library that [`overdrive_sys::product`] picks.
+///
+/// `x (…, I)`, `weight (O, I)`, `bias (O,)`; the result `(…, O)`. Under autocast the operands are cast
+/// as autocast casts them, and what is kept for backward is `x` in the low precision and the weight as
+/// it is, not a cast copy of it. A second derivative is refused, except in f64, which is left to
+/// libtorch's own operator.
+///
+/// # Errors
+/// [`Error::Shape`] if the shapes do not fit, [`Error::Kind`] for integers.
+///
+/// ```
+/// use tch::{Device, Kind, Tensor};
+/// let x = Tensor::ones([2, 3], (Kind::Float, Device::Cpu));
+/// let y = overdrive_fused::linear(&x, &Tensor::ones([4, 3], (Kind::Float, Device::Cpu)), None)?;
+/// assert_eq!(y, Tensor::full([2, 4], 3.0, (Kind::Float, Device::Cpu)));
+/// # Ok::<(), overdrive_fused::Error>(())
+/// ```
+pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    joint_linear(
+        x,
+        &[weight],
+        bias.map(|bias| [bias]).as_ref().map(|b| &b[..]),
+    )
+}
+
+/// Several linear maps of the same `x` as one product: `x · [w₁; w₂; …]ᵀ + [b₁; b₂; …]`, `(…, ΣO)`.
+///
+/// Weights that lie one after another in memory (see [`adjacent`]) are multiplied where they are;
+/// others are copied together first, in each pass. Backward is one product for `x` and one for all
+/// weights, whose gradients are parts of one tensor.
+///
+/// # Errors
+/// As [`linear`]; [`Error::Shape`] for no weight at all.
+pub fn joint_linear(x: &Tensor, weights: &[&Tensor], biases: Option<&[&Tensor]>) -> Result<Tensor> {
+    let biases = biases.unwrap_or_default();
+    check(x, weights, biases)?;
+    let Some(compute) = compute_kind(x, weights, biases) else {
+        let weight = joined(weights)?;
+        let bias = (!biases.is_empty()).then(|| joined(biases)).transpose()?;
+        return Ok(x.f_linear(&weight, bias.as_ref())?);
+    };
+    let inputs: Vec<&Tensor> = std::iter::once(x)
+        .chain(weights.iter().copied())
+        .chain(biases.iter().copied())
+        .collect();
+    let function = Linear {
+        outputs: weights.iter().map(|weight| weight.size()[0]).collect(),
+        biased: !biases.is_empty(),
+        compute,
+        weight_kind: weights[0].kind(),
+    };
+    Ok(apply(function, &inputs)?.remove(0))
+}
+
+/// Copies tensors into one piece of memory and returns them as parts of it, in their order: how the
+/// weights of a [`joint_linear`] are best kept. They must agree in all but the first dimension.
+///
+/// # Errors
+/// An error of libtorch if they do not.
+pub fn adjacent(tensors: &[&Tensor]) -> Result<Vec<Tensor>> {
+    let _no_grad = engine::GradMode::new(false);
+    let joint = Tensor::f_cat(tensors, 0)?;
+    let sizes: Vec<i64> = tensors.iter().map(|tensor| tensor.size()[0]).collect();
+    Ok(joint.f_split_with_sizes(sizes.as_slice(), 0)?)
+}
+
+/// The dtype of the products where they are ours: autocast's, or that of all operands. `None` for what
+/// is left to libtorch: f64, operands of several dtypes or devices (it says what is wrong), nothing.
+fn compute_kind(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Option<Kind> {
+    let low = |kind| matches!(kind, Kind::Float | Kind::BFloat16 | Kind::Half);
+    let device = x.device();
+    let mut operands = std::iter::once(&x).chain(weights).chain(biases);
+    if !operands.all(|tensor| tensor.device() == device && low(tensor.kind())) || x.numel() == 0 {
+        return None;
+    }
+    match autocast::state(device) {
+        Ok(state) if state.enabled => Some(state.dtype),
+        _ => {
+            let mut others = weights.iter().chain(biases);
+            others
+                .all(|tensor| tensor.kind() == x.kind())
+                .then(|| x.kind())
+        }
+    }
+}
+
+fn check(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Result<()> {
+    let wrong = |name, found: &Tensor, expected: String| {
+        Err(Error::Shape {
+            function: "linear",
+            name,
+            found: found.size(),
+            expected,
+        })
+    };
+    let width = x.size().last().copied();
+    if weights.is_empty() || width.is_none() {
+        return wrong("x", x, "(…, I), and at least one weight".to_owned());
+    }
+    if !is_floating(x.kind()) {
+        return Err(Error::Kind {
+            function: "linear",
+            name: "x",
+            found: x.kind(),
+            expected: "Float, Double, Half or BFloat16",
+        });
+    }
+    for weight in weights {
+        if weight.dim() != 2 || weight.size().last().copied() != width {
+            let expected = format!("(O, {}), as x is {:?}", width.unwrap_or(0), x.size());
+            return wrong("weight", weight, expected);
+        }
+    }
+    if !biases.is_empty() && biases.len() != weights.len() {
+        let expected = format!("one for each of {} weights, or none", weights.len());
+        return wrong("biases", biases[0], expected);
+    }
+    for (weight, bias) in weights.iter().zip(biases) {
+        if bias.size() != weight.size()[..1] {
+            return wrong("bias", bias, format!("({},)", weight.size()[0]));
+        }
+    }
+    Ok(())
+}
+
+/// One tensor of all: a view where they are adjacent, else a copy.
+fn joined(tensors: &[&Tensor]) -> Result<Tensor> {
+    let [first, rest @ ..] = tensors else {
+        unreachable!("checked: there is at least one")
+    };
+    if rest.is_empty() {
+        return Ok(first.shallow_clone());
+    }
+    if !engine::is_grad_enabled() && are_adjacent(tensors) {
+        let mut size = first.size();
+        size[0] = tensors.iter().map(|tensor| tensor.size()[0]).sum();
+        // Neighbours by address may still be two allocations: then the view would leave the first
+        // one's memory, libtorch refuses it, and they are copied.
+        if let Ok(view) = first.f_as_strided(&size, first.stride(), None) {
+            return Ok(view);
+        }
+    }
+    Ok(Tensor::f_cat(tensors, 0)?)
+}
+
+fn are_adjacent(tensors: &[&Tensor]) -> bool {
+    let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
+    tensors.iter().all(|tensor| tensor.is_contiguous())
+        && tensors
+            .windows(2)
+            .all(|pair| pair[0].data_ptr() as usize + bytes(pair[0]) == pair[1].data_ptr() as usize)
+}
+
+/// Inputs: x, the weights, the biases if `biased`.
+struct Linear {
+    outputs: Vec<i64>,
+    biased: bool,
+    compute: Kind,
+    weight_kind: Kind,
+}
+
+impl Function for Linear {
+    const NAME: &'static str = "linear";
+
+    fn forward(
+        &mut self,
+        context: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        let x = inputs[0].f_to_kind(self.compute)?.f_contiguous()?;
+        let (weights, biases) = inputs[1..].split_at(self.outputs.len());
+        let weight = joined(weights)?.f_to_kind(self.compute)?;
+        let rows = rows_of(&x)?;
+        let width: i64 = self.outputs.iter().sum();
+        let mut size = x.size();
+        if let Some(last) = size.last_mut() {
+            *last = width;
+        }
+        let y = Tensor::f_empty(&size, (x.kind(), x.device()))?;
+        let y_rows = y.f_view([-1, width])?;
+        if self.biased {
+            y_rows.shallow_clone().f_copy_(&joined(biases)?)?;
+        }
+        mm_into(&y_rows, &rows, &weight.f_tr()?, self.biased)?;
+        // The weights one by one: a joint copy of them would stay as long as the graph.
+        let mut saved = vec![&x];
+        if context.needs_input_grad(0) {
+            saved.extend(weights);
+        }
+        context.save_for_backward(&saved);
+        Ok(vec![y])
+    }
+
+    fn backward(
+        &self,
+        context: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        let mut results: Vec<Option<Tensor>> = Vec::new();
+        let n = self.outputs.len();
+        let inputs = 1 + n + if self.biased { n } else { 0 };
+        results.resize_with(inputs, || None);
+        let (Some(dy), [x, weights @ ..]) = (&gradients[0], context.saved()) else {
+            return Ok(results);
+        };
+        let width: i64 = self.outputs.iter().sum();
+        let dy = dy.f_to_kind(self.compute)?.f_contiguous()?;
+        let dy = dy.f_view([-1, width])?;
+        if context.needs_input_grad(0) {
+            let weights: Vec<&Tensor> = weights.iter().collect();
+            let dx = x.f_empty_like()?;
+            let weight = joined(&weights)?.f_to_kind(self.compute)?;
+            mm_into(&rows_of(&dx)?, &dy, &weight, false)?;
+            // The engine casts gradients to the dtypes of their inputs.
+            results[0] = Some(dx);
+        }
+        if (1..=n).any(|input| context.needs_input_grad(input)) {
+            let rows = rows_of(x)?;
+            let dw = Tensor::f_empty([width, rows.size()[1]], (x.kind(), x.device()))?;
+            mm_into(&dw, &dy.f_tr()?, &rows, false)?;
+            // In one cast, not in one a part.
+            self.hand_out(dw.f_to_kind(self.weight_kind)?, &mut results[1..=n])?;
+        }
+        if (n + 1..inputs).any(|input| context.needs_input_grad(input)) {
+            let db = dy.f_sum_dim_intlist([0i64].as_slice(), false, dy.kind())?;
+            self.hand_out(db, &mut results[n + 1..])?;
+        }
+        Ok(results)
+    }
+}
+
+impl Linear {
+    /// The part of each weight. A single one is handed over as it is, so that accumulation can keep
+    /// it instead of copying.
+    fn hand_out(&self, joint: Tensor, results: &mut [Option<Tensor>]) -> FunctionResult<()> {
+        if let [only] = results {
+            *only = Some(joint);
+            return Ok(());
+        }
+        let parts = joint.f_split_with_sizes(self.outputs.as_slice(), 0)?;
+        for (result, part) in results.iter_mut().zip(parts) {
+            *result = Some(part);
+        }
+        Ok(())
+    }
+}
+
+/// `(…, I)` as a matrix.
+fn rows_of(x: &Tensor) -> Result<Tensor> {
+    let width = x.size().last().copied().unwrap_or(1);
+    Ok(x.f_view([-1, width])?)
+}

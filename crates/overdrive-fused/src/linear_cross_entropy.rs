@@ -1,0 +1,219 @@
+use std::num::NonZeroUsize;
+use std::sync::{Mutex, PoisonError};
+
+use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
+use overdrive_sys::autocast;
+use tch::{Device, Kind, Tensor};
+
+use crate::chunk::{Gradients, auto_rows, run_chunks};
+use crate::loss_options::Labels;
+use crate::tensors::is_floating;
+use crate::{CrossEntropyOptions, CrossEntropyOutput, Error, Result};
+
+const NAME: &str = "linear_cross_entropy";
+
+/// How [`linear_cross_entropy`] works; the default is what PyTorch's `cross_entropy` does.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct LinearCrossEntropyOptions<'a> {
+    /// The loss. `reuse_logits` means nothing here: no logits outlive their chunk.
+    pub loss: CrossEntropyOptions,
+    /// The head's bias `(V,)` (default: none).
+    pub bias: Option<&'a Tensor>,
+    /// Rows whose logits are held at a time (default: as many as make 16 MiB, at least 256).
+    pub chunk_rows: Option<NonZeroUsize>,
+    /// Keeps the gradients for further backward passes through the same graph, at the price of a copy
+    /// of them in each. Without it the first pass takes them, and a second is refused (default: false).
+    pub retain_graph: bool,
+}
+
+/// `cross_entropy(hidden · weightᵀ + bias, labels)` without ever holding the logits: the head and the
+/// loss of a language model, whose logits are its largest tensor.
+///
+/// `hidden (…, C)`, `weight (V, C)`, `labels (…)` (i64). Chunks of rows go through the head one after
+/// another; where a gradient will be wanted, the logits of a chunk become their own gradient in place,
+/// and the gradients of `hidden`, `weight` and bias are accumulated at once, so that backward only
+/// scales them. At its peak this holds one chunk of logits and those gradients. Rows with the ignored
+/// label are left out of the products where they are many. (The idea: Liger Kernel, Hsu et al. 2024,
+/// arXiv:2410.10989; Cut Cross-Entropy, Wijmans et al. 2024, arXiv:2411.09009.)
+///
+/// Logits have the dtype that `hidden` and `weight` promote to, or under autocast the dtype that
+/// `linear` would have; the loss and its softmax are f32 (f64 for f64). In low precision the gradient
+/// of `weight` is summed over chunks in f32. On devices other than the CPU, and for f64, the chunks go
+/// through libtorch's own operators. On the CPU the softmax and its sums do not depend on the number
+/// of threads; libtorch's products may.
+///
+/// It can be differentiated once.
+///
+/// # Errors
+/// [`Error::Label`] with the row and the value if a label is no class, [`Error::Shape`],
+/// [`Error::Kind`], [`Error::Device`] if the tensors do not fit, [`Error::InvalidOption`].
+///
+/// ```
+/// use overdrive_fused::{LinearCrossEntropyOptions, linear_cross_entropy};
+/// use tch::{Device, Kind, Tensor};
+///
+/// let hidden = Tensor::randn([2, 5, 16], (Kind::Float, Device::Cpu));
+/// let head = Tensor::randn([100, 16], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+/// let labels = Tensor::randint(100, [2, 5], (Kind::Int64, Device::Cpu));
+/// let output = linear_cross_entropy(&hidden, &head, &labels, &LinearCrossEntropyOptions::default())?;
+/// output.loss.f_backward()?;
+/// assert_eq!((output.tokens, head.grad().size()), (10, vec![100, 16]));
+/// # Ok::<(), overdrive_fused::Error>(())
+/// ```
+pub fn linear_cross_entropy(
+    hidden: &Tensor,
+    weight: &Tensor,
+    labels: &Tensor,
+    options: &LinearCrossEntropyOptions<'_>,
+) -> Result<CrossEntropyOutput> {
+    options.loss.validate()?;
+    check(hidden, weight, labels, options.bias)?;
+    let (classes, width) = (weight.size()[0], weight.size()[1]);
+    let size = hidden.size();
+    let leading = &size[..size.len() - 1];
+    let labels = Labels::new(NAME, labels, leading, classes, options.loss.ignore_index)?;
+    let tokens = labels.tokens;
+
+    let kind = logits_kind(hidden, weight)?;
+    let hidden = hidden.f_reshape([-1, width])?.f_to_kind(kind)?;
+    let weight = weight.f_to_kind(kind)?;
+    let bias = options.bias.map(|bias| bias.f_to_kind(kind)).transpose()?;
+    let rows = NonZeroUsize::new(tokens as usize).unwrap_or(NonZeroUsize::MIN);
+    let chunk_rows = options
+        .chunk_rows
+        .unwrap_or_else(|| auto_rows(classes as usize, kind))
+        .min(rows);
+
+    let function = LinearCrossEntropy {
+        options: options.loss,
+        retain: options.retain_graph,
+        labels,
+        chunk_rows: chunk_rows.get() as i64,
+        inputs: 2 + usize::from(bias.is_some()),
+        gradients: Mutex::new(None),
+    };
+    let mut inputs = vec![&hidden, &weight];
+    inputs.extend(&bias);
+    let loss = apply(function, &inputs)?.remove(0);
+    Ok(CrossEntropyOutput { loss, tokens })
+}
+
+fn check(hidden: &Tensor, weight: &Tensor, labels: &Tensor, bias: Option<&Tensor>) -> Result<()> {
+    let mut named = vec![("hidden", hidden), ("weight", weight)];
+    named.extend(bias.map(|bias| ("bias", bias)));
+    for &(name, tensor) in &named {
+        if !is_floating(tensor.kind()) {
+            return Err(Error::Kind {
+                function: NAME,
+                name,
+                found: tensor.kind(),
+                expected: "Float, Double, Half or BFloat16",
+            });
+        }
+    }
+    named.push(("labels", labels));
+    for (name, tensor) in named {
+        if tensor.device() != hidden.device() {
+            return Err(Error::Device {
+                function: NAME,
+                name,
+                found: tensor.device(),
+                other: "hidden",
+                expected: hidden.device(),
+            });
+        }
+    }
+    let shape = |name, found, expected| {
+        Err(Error::Shape {
+            function: NAME,
+            name,
+            found,
+            expected,
+        })
+    };
+    let size = weight.size();
+    if size.len() != 2 || size[0] == 0 {
+        let expected = "(V, C), a row for each class".to_owned();
+        return shape("weight", size, expected);
+    }
+    if hidden.size().last() != Some(&size[1]) {
+        let expected = format!("(…, {}), as weight is {size:?}", size[1]);
+        return shape("hidden", hidden.size(), expected);
+    }
+    match bias.map(Tensor::size) {
+        Some(bias) if bias != [size[0]] => {
+            let expected = format!("[{}], one element for each row of weight", size[0]);
+            shape("bias", bias, expected)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The dtype of the logits: what `linear` would make of these two, also under autocast.
+fn logits_kind(hidden: &Tensor, weight: &Tensor) -> Result<Kind> {
+    let plain = crate::tensors::promoted(hidden.kind(), weight.kind());
+    if plain == Kind::Double {
+        return Ok(plain);
+    }
+    // Device types without autocast have none that is on.
+    let state = match hidden.device() {
+        Device::Cpu | Device::Cuda(_) => autocast::state(hidden.device())?,
+        _ => return Ok(plain),
+    };
+    Ok(if state.enabled { state.dtype } else { plain })
+}
+
+struct LinearCrossEntropy {
+    options: CrossEntropyOptions,
+    retain: bool,
+    labels: Labels,
+    chunk_rows: i64,
+    /// Two, or three with a bias.
+    inputs: usize,
+    /// Of the loss, by input, until backward takes them.
+    gradients: Mutex<Option<Gradients>>,
+}
+
+impl Function for LinearCrossEntropy {
+    const NAME: &'static str = NAME;
+
+    fn forward(
+        &mut self,
+        context: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        let wanted = [0, 1, 2].map(|index| context.needs_input_grad(index));
+        let (loss, gradients) =
+            run_chunks(inputs, &self.labels, &self.options, self.chunk_rows, wanted)?;
+        self.gradients = Mutex::new(Some(gradients));
+        Ok(vec![loss])
+    }
+
+    fn backward(
+        &self,
+        _: &BackwardContext,
+        upstream: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        let mut held = self
+            .gradients
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let gradients = if self.retain {
+            held.as_ref().map(Gradients::copy).transpose()?
+        } else {
+            held.take()
+        };
+        let Some(gradients) = gradients else {
+            return Err(Box::new(Error::BackwardAgain {
+                function: NAME,
+                option: "retain_graph to true",
+            }));
+        };
+        let Some(upstream) = &upstream[0] else {
+            unreachable!("absent gradients are made zeros")
+        };
+        let mut scaled = gradients.scaled(upstream)?;
+        scaled.truncate(self.inputs);
+        Ok(scaled)
+    }
+}

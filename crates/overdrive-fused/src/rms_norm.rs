@@ -1,0 +1,234 @@
+use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
+use tch::Tensor;
+
+use crate::kernel::rms_norm::{Saved, backward, forward};
+use crate::simd::Element;
+use crate::tensors::{Fresh, elements, has_kernel, is_floating, promoted, with_element};
+use crate::{Error, Result};
+
+/// `weight · x / sqrt(mean(x²) + eps)` over the last dimension: `torch.nn.functional.rms_norm`
+/// (Zhang & Sennrich 2019, arXiv:1910.07467).
+///
+/// `x (…, C)`, `weight (C,)`; the result has the shape of `x` and the dtype that the two promote to.
+/// Everything in between is f32 and rounded once, at the end. For backward it keeps `x` and one f32 a
+/// row. The gradient of `weight` does not depend on the number of threads.
+///
+/// # Errors
+/// [`Error::Shape`] if `weight` is not as long as a row of `x`, [`Error::Kind`] if a tensor is not
+/// floating-point.
+///
+/// ```
+/// use tch::Tensor;
+/// let x = Tensor::from_slice2(&[[3.0_f32, 4.0], [0.0, 2.0]]);
+/// let y = overdrive_fused::rms_norm(&x, &Tensor::from_slice(&[1.0_f32, 10.0]), 0.0)?;
+/// assert!((y.double_value(&[0, 1]) - 40.0 / 12.5_f64.sqrt()).abs() < 1e-5);
+/// # Ok::<(), overdrive_fused::Error>(())
+/// ```
+pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    check("rms_norm", x, weight)?;
+    let kind = promoted(x.kind(), weight.kind());
+    let (x, weight) = (x.f_to_kind(kind)?, weight.f_to_kind(kind)?);
+    if !has_kernel(&x) || !has_kernel(&weight) || x.numel() == 0 {
+        return Ok(x.f_rms_norm(weight.size(), Some(&weight), eps)?);
+    }
+    Ok(apply(RmsNorm { eps }, &[&x, &weight])?.remove(0))
+}
+
+/// `sum = x + residual` and `normalised = rms_norm(sum)`, as `(normalised, sum)`: the step from one
+/// block of a decoder to the next, in one pass over memory in each direction.
+///
+/// `x` and `residual (…, C)`, `weight (C,)`. Both results have the dtype that the three promote to;
+/// what is normalised is the sum as it was rounded to that. Backward takes the gradients of both
+/// results, and keeps the sum and one f32 a row.
+///
+/// # Errors
+/// As [`rms_norm`]; [`Error::Shape`] if `x` and `residual` differ.
+pub fn add_rms_norm(
+    x: &Tensor,
+    residual: &Tensor,
+    weight: &Tensor,
+    eps: f64,
+) -> Result<(Tensor, Tensor)> {
+    check("add_rms_norm", x, weight)?;
+    check("add_rms_norm", residual, weight)?;
+    if x.size() != residual.size() {
+        return Err(Error::Shape {
+            function: "add_rms_norm",
+            name: "residual",
+            found: residual.size(),
+            expected: format!("that of x, {:?}", x.size()),
+        });
+    }
+    let kind = promoted(promoted(x.kind(), residual.kind()), weight.kind());
+    let (x, weight) = (x.f_to_kind(kind)?, weight.f_to_kind(kind)?);
+    let residual = residual.f_to_kind(kind)?;
+    let all_have = [&x, &residual, &weight].into_iter().all(has_kernel);
+    if !all_have || x.numel() == 0 {
+        let sum = x.f_add(&residual)?;
+        let normalised = sum.f_rms_norm(weight.size(), Some(&weight), eps)?;
+        return Ok((normalised, sum));
+    }
+    let mut both = apply(AddRmsNorm { eps }, &[&x, &residual, &weight])?;
+    let sum = both.remove(1);
+    Ok((both.remove(0), sum))
+}
+
+fn check(function: &'static str, x: &Tensor, weight: &Tensor) -> Result<()> {
+    for (name, tensor) in [("x", x), ("weight", weight)] {
+        if !is_floating(tensor.kind()) {
+            return Err(Error::Kind {
+                function,
+                name,
+                found: tensor.kind(),
+                expected: "Float, Double, Half or BFloat16",
+            });
+        }
+    }
+    let width = x.size().last().copied();
+    if width.is_none() || weight.size() != [width.unwrap_or(0)] {
+        return Err(Error::Shape {
+            function,
+            name: "weight",
+            found: weight.size(),
+            expected: format!(
+                "one element for each channel of x, whose shape is {:?}",
+                x.size()
+            ),
+        });
+    }
+    Ok(())
+}
+
+struct RmsNorm {
+    eps: f64,
+}
+
+impl Function for RmsNorm {
+    const NAME: &'static str = "rms_norm";
+
+    fn forward(
+        &mut self,
+        context: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        let (x, weight) = (inputs[0].f_contiguous()?, inputs[1].f_contiguous()?);
+        let (y, inverse) = with_element!(x.kind(), T => run::<T>(&x, None, &weight, self.eps)?);
+        context.save_for_backward(&[&x, &weight, &inverse]);
+        Ok(vec![y])
+    }
+
+    fn backward(
+        &self,
+        context: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        let Some(dy) = &gradients[0] else {
+            return Ok(vec![None, None]);
+        };
+        let (dx, dw) = run_backward(context.saved(), dy, None)?;
+        Ok(vec![Some(dx), Some(dw)])
+    }
+}
+
+struct AddRmsNorm {
+    eps: f64,
+}
+
+impl Function for AddRmsNorm {
+    const NAME: &'static str = "add_rms_norm";
+
+    fn forward(
+        &mut self,
+        context: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        context.set_materialize_grads(false);
+        let (x, residual) = (inputs[0].f_contiguous()?, inputs[1].f_contiguous()?);
+        let weight = inputs[2].f_contiguous()?;
+        let (y, inverse, sum) = with_element!(x.kind(), T => {
+            let mut sum = Fresh::<T>::new(&x.size())?;
+            let parts = (elements(&residual)?, sum.elements_mut()?);
+            let (y, inverse) = run::<T>(&x, Some(parts), &weight, self.eps)?;
+            (y, inverse, sum.into_tensor())
+        });
+        context.save_for_backward(&[&sum, &weight, &inverse]);
+        Ok(vec![y, sum])
+    }
+
+    fn backward(
+        &self,
+        context: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        let (dx, dw) = match (&gradients[0], &gradients[1]) {
+            (None, None) => return Ok(vec![None, None, None]),
+            (None, Some(d_sum)) => (d_sum.shallow_clone(), None),
+            (Some(dy), d_sum) => {
+                let (dx, dw) = run_backward(context.saved(), dy, d_sum.as_ref())?;
+                (dx, Some(dw))
+            }
+        };
+        Ok(vec![Some(dx.shallow_clone()), Some(dx), dw])
+    }
+}
+
+/// The normalised rows, and the reciprocal root mean square of each.
+fn run<T: Element>(
+    x: &Tensor,
+    residual_and_sum: Option<(&[T], &mut [T])>,
+    weight: &Tensor,
+    eps: f64,
+) -> Result<(Tensor, Tensor)> {
+    let size = x.size();
+    let mut y = Fresh::<T>::new(&size)?;
+    let mut inverse = Fresh::<f32>::new(&size[..size.len() - 1])?;
+    forward(
+        elements(x)?,
+        residual_and_sum,
+        elements(weight)?,
+        eps as f32,
+        y.elements_mut()?,
+        inverse.elements_mut()?,
+    );
+    Ok((y.into_tensor(), inverse.into_tensor()))
+}
+
+/// The gradients of the rows and of the weight.
+fn run_backward(
+    saved: &[Tensor],
+    dy: &Tensor,
+    extra: Option<&Tensor>,
+) -> FunctionResult<(Tensor, Tensor)> {
+    let [x, weight, inverse] = saved else {
+        unreachable!("forward saves three tensors")
+    };
+    let dy = dy.f_contiguous()?;
+    let extra = extra.map(Tensor::f_contiguous).transpose()?;
+    with_element!(x.kind(), T => {
+        let mut dx = Fresh::<T>::new(&x.size())?;
+        let mut dw = Fresh::<f32>::new(&weight.size())?;
+        let saved = Saved {
+            x: elements::<T>(x)?,
+            weight: elements(weight)?,
+            inverse: elements(inverse)?,
+        };
+        let extra = extra.as_ref().map(elements).transpose()?;
+        backward(saved, elements(&dy)?, extra, dx.elements_mut()?, dw.elements_mut()?);
+        let dw = dw.into_tensor().f_to_kind(weight.kind())?;
+        Ok((dx.into_tensor(), dw))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::Kind;
+
+    #[test]
+    fn dtypes_meet_as_in_libtorch() {
+        assert_eq!(promoted(Kind::Half, Kind::BFloat16), Kind::Float);
+        assert_eq!(promoted(Kind::BFloat16, Kind::Float), Kind::Float);
+        assert_eq!(promoted(Kind::Double, Kind::Half), Kind::Double);
+        assert_eq!(promoted(Kind::Half, Kind::Half), Kind::Half);
+    }
+}

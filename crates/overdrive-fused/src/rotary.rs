@@ -1,0 +1,452 @@
+use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
+use tch::{Kind, Tensor};
+
+use crate::kernel::rotary::{Angles, Heads, Part, gather};
+use crate::simd::Element;
+use crate::tensors::{Fresh, elements, has_kernel, is_floating, with_element};
+use crate::{Error, Result};
+
+/// Which channels of a head make a pair that is turned together.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Convention {
+    /// `(i, i + R/2)`: GPT-NeoX, and all of Hugging Face's Llama family.
+    #[default]
+    HalfSplit,
+    /// `(2i, 2i + 1)`: the paper, GPT-J, Meta's own Llama weights.
+    Interleaved,
+}
+
+/// In which order the dimensions of heads stand.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Layout {
+    /// `(B, H, T, D)`, what `scaled_dot_product_attention` takes.
+    #[default]
+    Bhtd,
+    /// `(B, T, H, D)`, what a projection gives.
+    Bthd,
+}
+
+/// How heads lie and turn.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RotaryOptions {
+    /// Which channels make a pair (default: half-split).
+    pub convention: Convention,
+    /// The order of the dimensions of `q`, `k` and `v` (default: `(B, H, T, D)`).
+    pub layout: Layout,
+}
+
+/// What a joint projection holds: `heads` queries, `kv_heads` keys and as many values, in this order,
+/// each of `head_dim` channels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QkvShape {
+    /// Query heads, `H`.
+    pub heads: i64,
+    /// Key heads, and value heads, `Hkv`.
+    pub kv_heads: i64,
+    /// Channels of a head, `D`.
+    pub head_dim: i64,
+}
+
+impl QkvShape {
+    /// Columns of the joint projection: `(H + 2·Hkv)·D`.
+    pub fn width(&self) -> i64 {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+}
+
+/// Turns the channel pairs of queries and keys by the angles of their positions (rotary position
+/// embedding, Su et al. 2021, arXiv:2104.09864).
+///
+/// `q` and `k` have the same batch, length and head size and may have different numbers of heads.
+/// `cos` and `sin` are `(T, R/2)`, or `(B, T, R/2)` where sequences have positions of their own; they
+/// are constants. The first `R ≤ D` channels of each head are turned, the others stay. The arithmetic
+/// is in f32 (f64 for f64) and each result is rounded to the dtype it came in. Results lie in memory
+/// as `(B, T, H, D)` whatever the layout. Nothing is kept for backward but the tables.
+///
+/// # Errors
+/// [`Error::Shape`] if the shapes do not fit each other, [`Error::Kind`] for integers.
+pub fn rotary(
+    q: &Tensor,
+    k: &Tensor,
+    cos: &Tensor,
+    sin: &Tensor,
+    options: &RotaryOptions,
+) -> Result<(Tensor, Tensor)> {
+    let turn = |name, x: &Tensor| -> Result<Tensor> {
+        let x = by_length(x, name, options.layout)?;
+        let size = x.size();
+        let tables = Tables::new("rotary", cos, sin, &size, options.convention)?;
+        let turned = if has_kernel(&x) && x.numel() > 0 {
+            apply(Turn { tables }, &[&x])?.remove(0)
+        } else {
+            tables.turn(&x)?
+        };
+        from_length(turned, options.layout)
+    };
+    if (q.size().first(), q.size().last()) != (k.size().first(), k.size().last()) {
+        return Err(Error::Shape {
+            function: "rotary",
+            name: "k",
+            found: k.size(),
+            expected: format!(
+                "the batch and head size of q, whose shape is {:?}",
+                q.size()
+            ),
+        });
+    }
+    Ok((turn("q", q)?, turn("k", k)?))
+}
+
+/// Takes queries, keys and values out of a joint projection and turns queries and keys, in one pass;
+/// backward writes the gradient of the projection in one pass.
+///
+/// `qkv (B, T, (H + 2·Hkv)·D)`; `cos` and `sin` as for [`rotary`]. The results `(B, H, T, D)` and twice
+/// `(B, Hkv, T, D)`, or in the layout of the options, lie in memory as `(B, T, H, D)`, which libtorch's
+/// attention kernels take as it is.
+///
+/// # Errors
+/// [`Error::Shape`] if the shapes do not fit each other, [`Error::Kind`] for integers.
+///
+/// ```
+/// use overdrive_fused::{QkvShape, RotaryOptions, split_qkv_rotary};
+/// use tch::{Device, Kind, Tensor};
+///
+/// let shape = QkvShape { heads: 4, kv_heads: 2, head_dim: 8 };
+/// let qkv = Tensor::randn([1, 5, shape.width()], (Kind::Float, Device::Cpu));
+/// let angles = Tensor::rand([5, 4], (Kind::Float, Device::Cpu));
+/// let options = RotaryOptions::default();
+/// let (q, k, v) = split_qkv_rotary(&qkv, &angles.cos(), &angles.sin(), shape, &options)?;
+/// assert_eq!((q.size(), k.size(), v.size()), (vec![1, 4, 5, 8], vec![1, 2, 5, 8], vec![1, 2, 5, 8]));
+/// # Ok::<(), overdrive_fused::Error>(())
+/// ```
+pub fn split_qkv_rotary(
+    qkv: &Tensor,
+    cos: &Tensor,
+    sin: &Tensor,
+    shape: QkvShape,
+    options: &RotaryOptions,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let size = qkv.size();
+    let counts = [shape.heads, shape.kv_heads, shape.kv_heads];
+    let positive = shape.heads > 0 && shape.kv_heads > 0 && shape.head_dim > 0;
+    if !positive || size.len() != 3 || size[2] != shape.width() {
+        return Err(Error::Shape {
+            function: "split_qkv_rotary",
+            name: "qkv",
+            found: size,
+            expected: format!("(B, T, {}), the width of {shape:?}", shape.width()),
+        });
+    }
+    if !is_floating(qkv.kind()) {
+        return Err(not_floating("split_qkv_rotary", "qkv", qkv));
+    }
+    let one = [size[0], size[1], 1, shape.head_dim];
+    let tables = Tables::new("split_qkv_rotary", cos, sin, &one, options.convention)?;
+    let parts = if has_kernel(qkv) && qkv.numel() > 0 {
+        apply(SplitTurn { tables, counts }, &[qkv])?
+    } else {
+        let heads = qkv.f_unflatten(2, [-1, shape.head_dim])?;
+        let mut parts = heads.f_split_with_sizes(counts.as_slice(), 2)?;
+        for part in &mut parts[..2] {
+            *part = tables.turn(part)?;
+        }
+        parts
+    };
+    let mut parts = parts.into_iter().map(|x| from_length(x, options.layout));
+    match (parts.next(), parts.next(), parts.next()) {
+        (Some(q), Some(k), Some(v)) => Ok((q?, k?, v?)),
+        _ => unreachable!("three counts give three parts"),
+    }
+}
+
+/// As `(B, T, H, D)`.
+fn by_length(x: &Tensor, name: &'static str, layout: Layout) -> Result<Tensor> {
+    if x.dim() != 4 {
+        return Err(Error::Shape {
+            function: "rotary",
+            name,
+            found: x.size(),
+            expected: "four dimensions, batch, heads, length and head size".to_owned(),
+        });
+    }
+    if !is_floating(x.kind()) {
+        return Err(not_floating("rotary", name, x));
+    }
+    from_length(x.shallow_clone(), layout)
+}
+
+/// From `(B, T, H, D)`, and to it: the same exchange.
+fn from_length(x: Tensor, layout: Layout) -> Result<Tensor> {
+    Ok(match layout {
+        Layout::Bthd => x,
+        Layout::Bhtd => x.f_transpose(1, 2)?,
+    })
+}
+
+fn not_floating(function: &'static str, name: &'static str, x: &Tensor) -> Error {
+    Error::Kind {
+        function,
+        name,
+        found: x.kind(),
+        expected: "Float, Double, Half or BFloat16",
+    }
+}
+
+/// The tables, checked against the heads they turn.
+#[derive(Debug)]
+struct Tables {
+    /// f32 (f64 where given as such) and contiguous.
+    cos: Tensor,
+    sin: Tensor,
+    convention: Convention,
+}
+
+impl Tables {
+    /// For heads of shape `(B, T, H, D)`.
+    fn new(
+        function: &'static str,
+        cos: &Tensor,
+        sin: &Tensor,
+        heads: &[i64],
+        convention: Convention,
+    ) -> Result<Self> {
+        let (batch, length, dim) = (heads[0], heads[1], heads[3]);
+        for (name, table) in [("cos", cos), ("sin", sin)] {
+            let size = table.size();
+            let pairs = size.last().copied().unwrap_or(0);
+            let leading = &size[..size.len().saturating_sub(1)];
+            let fits = leading == [length] || leading == [batch, length] || leading == [1, length];
+            if !fits || 2 * pairs > dim || cos.size() != size {
+                return Err(Error::Shape {
+                    function,
+                    name,
+                    found: size,
+                    expected: format!(
+                        "({length}, R/2) or ({batch}, {length}, R/2) with R at most the head size {dim}, cos and sin alike"
+                    ),
+                });
+            }
+            if !is_floating(table.kind()) {
+                return Err(not_floating(function, name, table));
+            }
+        }
+        let table = |table: &Tensor| -> Result<Tensor> {
+            let wide = match table.kind() {
+                Kind::Double => table.shallow_clone(),
+                _ => table.f_to_kind(Kind::Float)?,
+            };
+            Ok(wide.f_detach()?.f_contiguous()?)
+        };
+        Ok(Self {
+            cos: table(cos)?,
+            sin: table(sin)?,
+            convention,
+        })
+    }
+
+    /// As the kernel takes them: f32.
+    fn narrow(&self) -> Result<(Tensor, Tensor)> {
+        Ok((
+            self.cos.f_to_kind(Kind::Float)?,
+            self.sin.f_to_kind(Kind::Float)?,
+        ))
+    }
+
+    fn angles<'a>(
+        &self,
+        (cos, sin): &'a (Tensor, Tensor),
+        length: usize,
+        reverse: bool,
+    ) -> Result<Angles<'a>> {
+        let size = cos.size();
+        let pairs = size.last().copied().unwrap_or(0) as usize;
+        let own = size.len() == 3 && size[0] > 1;
+        Ok(Angles {
+            cos: elements(cos)?,
+            sin: elements(sin)?,
+            pairs,
+            sequence: if own { length * pairs } else { 0 },
+            convention: self.convention,
+            reverse,
+        })
+    }
+
+    /// In libtorch's operators, differentiable: `x (B, T, H, D)`.
+    fn turn(&self, x: &Tensor) -> Result<Tensor> {
+        let wide = match x.kind() {
+            Kind::Double => Kind::Double,
+            _ => Kind::Float,
+        };
+        let table = |table: &Tensor| table.f_to_kind(wide)?.f_unsqueeze(-2);
+        let (cos, sin) = (table(&self.cos)?, table(&self.sin)?);
+        let pairs = cos.size().last().copied().unwrap_or(0);
+        let dim = x.size()[3];
+        let turned = x.f_narrow(3, 0, 2 * pairs)?.f_to_kind(wide)?;
+        let rest = x.f_narrow(3, 2 * pairs, dim - 2 * pairs)?;
+        let (split, axis) = match self.convention {
+            Convention::HalfSplit => ([2, pairs], 3),
+            Convention::Interleaved => ([pairs, 2], 4),
+        };
+        let split = turned.f_unflatten(3, split)?;
+        let (a, b) = (split.f_select(axis, 0)?, split.f_select(axis, 1)?);
+        let first = a.f_mul(&cos)?.f_sub(&b.f_mul(&sin)?)?;
+        let second = b.f_mul(&cos)?.f_add(&a.f_mul(&sin)?)?;
+        let joined = Tensor::f_stack(&[first, second], axis)?.f_flatten(3, 4)?;
+        Ok(Tensor::f_cat(&[joined.f_to_kind(x.kind())?, rest], 3)?)
+    }
+}
+
+/// `x (B, T, H, D)` and its strides, without a copy where it is dense in either layout.
+fn dense(x: &Tensor) -> Result<(Tensor, [usize; 3])> {
+    let size: Vec<usize> = x.size().iter().map(|&n| n as usize).collect();
+    let (length, heads, dim) = (size[1], size[2], size[3]);
+    let exchanged = x.f_transpose(1, 2)?;
+    if !x.is_contiguous() && exchanged.is_contiguous() {
+        return Ok((exchanged, [heads * length * dim, dim, length * dim]));
+    }
+    Ok((x.f_contiguous()?, [length * heads * dim, heads * dim, dim]))
+}
+
+fn heads<'a, T: Element>((x, strides): &'a (Tensor, [usize; 3])) -> Result<Heads<'a, T>> {
+    Ok(Heads {
+        data: elements(x)?,
+        sequence: strides[0],
+        token: strides[1],
+        head: strides[2],
+    })
+}
+
+struct Turn {
+    tables: Tables,
+}
+
+impl Turn {
+    fn run(&self, x: &Tensor, reverse: bool) -> FunctionResult<Vec<Tensor>> {
+        let size = x.size();
+        let (length, count, dim) = (size[1] as usize, size[2] as usize, size[3] as usize);
+        let x = dense(x)?;
+        let tables = self.tables.narrow()?;
+        let angles = self.tables.angles(&tables, length, reverse)?;
+        with_element!(x.0.kind(), T => {
+            let mut turned = Fresh::<T>::new(&size)?;
+            let part = Part {
+                from: heads::<T>(&x)?,
+                heads: count,
+                offset: 0,
+                angles: Some(angles),
+            };
+            gather(&[part], length, dim, turned.elements_mut()?, count * dim);
+            Ok(vec![turned.into_tensor()])
+        })
+    }
+}
+
+impl Function for Turn {
+    const NAME: &'static str = "rotary";
+
+    fn forward(
+        &mut self,
+        _: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        self.run(inputs[0], false)
+    }
+
+    fn backward(
+        &self,
+        _: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        match &gradients[0] {
+            None => Ok(vec![None]),
+            Some(gradient) => Ok(self.run(gradient, true)?.into_iter().map(Some).collect()),
+        }
+    }
+}
+
+struct SplitTurn {
+    tables: Tables,
+    counts: [i64; 3],
+}
+
+impl Function for SplitTurn {
+    const NAME: &'static str = "split_qkv_rotary";
+
+    fn forward(
+        &mut self,
+        _: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        let qkv = inputs[0].f_contiguous()?;
+        let size = qkv.size();
+        let (length, width) = (size[1] as usize, size[2] as usize);
+        let dim = width / self.counts.iter().sum::<i64>() as usize;
+        let tables = self.tables.narrow()?;
+        let angles = self.tables.angles(&tables, length, false)?;
+        with_element!(qkv.kind(), T => {
+            let mut parts = Vec::new();
+            let mut from = 0;
+            for (index, count) in self.counts.into_iter().enumerate() {
+                let mut part = Fresh::<T>::new(&[size[0], size[1], count, dim as i64])?;
+                let count = count as usize;
+                let source = Part {
+                    from: Heads {
+                        data: &elements::<T>(&qkv)?[from..],
+                        sequence: length * width,
+                        token: width,
+                        head: dim,
+                    },
+                    heads: count,
+                    offset: 0,
+                    angles: (index < 2).then_some(angles),
+                };
+                gather(&[source], length, dim, part.elements_mut()?, count * dim);
+                parts.push(part.into_tensor());
+                from += count * dim;
+            }
+            Ok(parts)
+        })
+    }
+
+    fn backward(
+        &self,
+        _: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        let Some(first) = gradients.iter().flatten().next() else {
+            return Ok(vec![None]);
+        };
+        let (size, kind) = (first.size(), first.kind());
+        let (length, dim) = (size[1] as usize, size[3] as usize);
+        let width = self.counts.iter().sum::<i64>() as usize * dim;
+        let sources = gradients
+            .iter()
+            .zip(self.counts)
+            .map(|(gradient, count)| match gradient {
+                Some(gradient) => dense(gradient),
+                None => {
+                    let zeros = [size[0], size[1], count, size[3]];
+                    dense(&Tensor::f_zeros(zeros, (kind, first.device()))?)
+                }
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let tables = self.tables.narrow()?;
+        let angles = self.tables.angles(&tables, length, true)?;
+        with_element!(kind, T => {
+            let mut joint = Fresh::<T>::new(&[size[0], size[1], width as i64])?;
+            let mut parts = Vec::new();
+            let mut offset = 0;
+            for (index, (source, count)) in sources.iter().zip(self.counts).enumerate() {
+                parts.push(Part {
+                    from: heads::<T>(source)?,
+                    heads: count as usize,
+                    offset,
+                    angles: (index < 2).then_some(angles),
+                });
+                offset += count as usize * dim;
+            }
+            gather(&parts, length, dim, joint.elements_mut()?, width);
+            Ok(vec![Some(joint.into_tensor())])
+        })
+    }
+}
