@@ -1,0 +1,173 @@
+use tch::Tensor;
+
+use crate::blockwise::{Blockwise, blockwise};
+use crate::call::Call;
+use crate::cuda_flash::{CudaFlash, cuda_flash};
+use crate::kernel::{Dropout, Sequence};
+use crate::math::math;
+use crate::selection::select;
+use crate::{Alignment, AttentionOptions, Backend, Result, libtorch};
+
+/// `softmax(query · keyᵀ · scale) · value` with the options of [`AttentionOptions`].
+///
+/// In layout (B, H, T, D): query (B, H, T, D), key (B, H_kv, S, D), value (B, H_kv, S, D_v), output
+/// (B, H, T, D_v); H is a multiple of H_kv, and head `h` uses key head `h / (H / H_kv)` where it lies
+/// (no key is repeated). All of one dtype (f32, f64, bf16 or f16, which is also the output's) and
+/// device; under autocast they are cast as PyTorch's does for `scaled_dot_product_attention`. Strides
+/// are free as long as the last dimension is dense; else it is copied.
+///
+/// A query that sees no key gives zeros. The output lies as (B, T, H, D) in memory on the CPU kernel,
+/// so that joining the heads copies nothing.
+///
+/// Differentiable in query, key, value, a floating-point mask and the sink logits; twice only on
+/// [`Backend::Math`].
+///
+/// Equals `torch.nn.functional.scaled_dot_product_attention` and `flash_attn_func` where those have
+/// the option.
+///
+/// # Errors
+/// [`crate::Error::Shape`], [`crate::Error::Dtype`], [`crate::Error::OtherDevice`],
+/// [`crate::Error::InvalidOption`] for arguments that do not fit; [`crate::Error::Backend`] if a back
+/// end was asked for that cannot run this.
+pub fn attention(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    options: &AttentionOptions<'_>,
+) -> Result<Tensor> {
+    let call = Call::new(query, key, value, options, false)?;
+    let (output, _) = run(&call)?;
+    call.in_layout(output)
+}
+
+/// As [`attention`], with the natural log-sum-exp of the scores (B, H, T) in either layout, in f32
+/// (f64 for f64). It counts the sink logits, and is `-inf` for a query that sees no key.
+///
+/// The log-sum-exp is differentiable; where that is asked for, libtorch's kernels, whose is not,
+/// refuse.
+///
+/// # Errors
+/// As [`attention`].
+pub fn attention_with_lse(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    options: &AttentionOptions<'_>,
+) -> Result<(Tensor, Tensor)> {
+    let call = Call::new(query, key, value, options, true)?;
+    let (output, lse) = run(&call)?;
+    Ok((call.in_layout(output)?, lse))
+}
+
+/// Output (B, H, T, D_v) and log-sum-exp.
+pub(crate) fn run(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
+    match select(call)? {
+        Backend::Flash if call.device.is_cuda() => on_cuda(call),
+        Backend::Flash => libtorch::cpu_flash(call),
+        Backend::Efficient => libtorch::efficient(call),
+        Backend::CuDnn => libtorch::cudnn(call),
+        Backend::Blockwise => {
+            let whole = dense_sequences(call, None);
+            in_blocks(call, whole)
+        }
+        Backend::Math | Backend::Auto => math(call),
+    }
+}
+
+/// One sequence for each row of the batch, with all its keys or the first `lengths` of them.
+pub(crate) fn dense_sequences(call: &Call<'_>, lengths: Option<&[usize]>) -> Vec<Sequence> {
+    let size = |size: i64| usize::try_from(size).unwrap_or(0);
+    let (queries, keys) = (size(call.sizes.queries), size(call.sizes.keys));
+    (0..size(call.sizes.batch))
+        .map(|batch| Sequence {
+            batch,
+            query_start: 0,
+            queries,
+            key_start: 0,
+            keys: lengths.map_or(keys, |lengths| lengths[batch]),
+        })
+        .collect()
+}
+
+/// The CPU kernel.
+pub(crate) fn in_blocks(call: &Call<'_>, sequences: Vec<Sequence>) -> Result<(Tensor, Tensor)> {
+    let function = function(call.options, call.scale, (call.left, call.right), sequences)?;
+    let (output, lse) = blockwise(
+        function,
+        &call.query,
+        &call.key,
+        &call.value,
+        call.mask.as_ref(),
+        call.options.sinks,
+    )?;
+    Ok((output.f_transpose(1, 2)?, lse))
+}
+
+/// The CPU kernel's function for options.
+pub(crate) fn function(
+    options: &AttentionOptions<'_>,
+    scale: f64,
+    (left, right): (Option<usize>, Option<usize>),
+    sequences: Vec<Sequence>,
+) -> Result<Blockwise> {
+    let dropout = match options.dropout_p {
+        0.0 => None,
+        probability => Some(Dropout {
+            probability,
+            seed: match options.dropout_seed {
+                Some(seed) => seed,
+                None => drawn_seed()?,
+            },
+        }),
+    };
+    Ok(Blockwise {
+        sequences,
+        scale,
+        softcap: options.softcap,
+        left,
+        right,
+        bottom_right: options.alignment == Alignment::BottomRight,
+        sink_tokens: if left.is_some() {
+            options.sink_tokens
+        } else {
+            0
+        },
+        slopes: match options.alibi_slopes {
+            Some(slopes) => Some(slopes.f_contiguous()?),
+            None => None,
+        },
+        dropout,
+        has_bias: false,
+        has_sinks: false,
+    })
+}
+
+/// From libtorch's generator, so that `manual_seed` and a restored state repeat it.
+fn drawn_seed() -> Result<u64> {
+    let options = (tch::Kind::Int64, tch::Device::Cpu);
+    let drawn = Tensor::f_randint(i64::MAX, [1], options)?.f_int64_value(&[0])?;
+    Ok(drawn.unsigned_abs())
+}
+
+/// libtorch's flash attention on CUDA, which wants (B, T, H, D).
+fn on_cuda(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
+    let flash = CudaFlash {
+        cumulative: None,
+        longest: (call.sizes.queries, call.sizes.keys),
+        dropout_p: call.options.dropout_p,
+        scale: call.scale,
+        left: call.left,
+        right: call.right,
+        slopes: call.options.alibi_slopes.map(Tensor::shallow_clone),
+        has_sinks: false,
+    };
+    let by_length = |tensor: &Tensor| tensor.f_transpose(1, 2);
+    let (output, lse) = cuda_flash(
+        flash,
+        &by_length(&call.query)?,
+        &by_length(&call.key)?,
+        &by_length(&call.value)?,
+        call.options.sinks,
+    )?;
+    Ok((output.f_transpose(1, 2)?, lse))
+}

@@ -1,0 +1,358 @@
+//! The blockwise CPU kernel as a differentiable function of tensors.
+
+use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
+use tch::{Kind, Tensor};
+
+use crate::kernel::{
+    self, BackwardInputs, BackwardOutputs, Bias, BiasValues, Dropout, Element, ForwardOutputs,
+    Fresh, InstructionSet, Problem, Rules, Sequence, Slopes, Strided,
+};
+use crate::{Error, Result};
+
+/// What is not a differentiable tensor.
+#[derive(Debug)]
+pub(crate) struct Blockwise {
+    pub(crate) sequences: Vec<Sequence>,
+    pub(crate) scale: f64,
+    pub(crate) softcap: Option<f64>,
+    pub(crate) left: Option<usize>,
+    pub(crate) right: Option<usize>,
+    pub(crate) bottom_right: bool,
+    pub(crate) sink_tokens: usize,
+    /// (H) or (sequences, H).
+    pub(crate) slopes: Option<Tensor>,
+    pub(crate) dropout: Option<Dropout>,
+    /// Whether the third last input is a bias, and the last the sinks.
+    pub(crate) has_bias: bool,
+    pub(crate) has_sinks: bool,
+}
+
+/// Output (B, T, H, Dv) and log-sum-exp (B, H, T) for query (B, H, T, D), key (B, H_kv, S, D) and value
+/// (B, H_kv, S, Dv), bias (four dimensions, each full or 1) and sinks (H).
+pub(crate) fn blockwise(
+    mut function: Blockwise,
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    bias: Option<&Tensor>,
+    sinks: Option<&Tensor>,
+) -> Result<(Tensor, Tensor)> {
+    (function.has_bias, function.has_sinks) = (bias.is_some(), sinks.is_some());
+    let mut inputs = vec![query, key, value];
+    inputs.extend(bias);
+    inputs.extend(sinks);
+    let mut outputs = apply(function, &inputs)?.into_iter();
+    match (outputs.next(), outputs.next()) {
+        (Some(output), Some(logsumexp)) => Ok((output, logsumexp)),
+        _ => unreachable!("forward returns two tensors"),
+    }
+}
+
+/// The dtype that sums are kept in, which is that of the log-sum-exp.
+pub(crate) fn accumulator(kind: Kind) -> Kind {
+    match kind {
+        Kind::Double => Kind::Double,
+        _ => Kind::Float,
+    }
+}
+
+/// Calls a generic function for the Rust type of a dtype.
+macro_rules! for_kind {
+    ($kind:expr, $call:ident($($arg:expr),*)) => {
+        match $kind {
+            Kind::Float => $call::<f32>($($arg),*),
+            Kind::Double => $call::<f64>($($arg),*),
+            Kind::Half => $call::<half::f16>($($arg),*),
+            Kind::BFloat16 => $call::<half::bf16>($($arg),*),
+            kind => Err(Error::Dtype {
+                tensor: "query",
+                kind,
+                expected: "Float, Double, Half or BFloat16".to_owned(),
+            }),
+        }
+    };
+}
+
+impl Function for Blockwise {
+    const NAME: &'static str = "BlockwiseAttention";
+
+    fn forward(
+        &mut self,
+        context: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        context.set_materialize_grads(false);
+        let arguments = Arguments::of(self, inputs)?;
+        let (output, logsumexp) = for_kind!(inputs[0].kind(), forward(self, &arguments))?;
+        if context.needs_any_grad() {
+            context.save_for_backward(inputs);
+            context.save_for_backward(&[&output, &logsumexp]);
+        }
+        Ok(vec![output, logsumexp])
+    }
+
+    fn backward(
+        &self,
+        context: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        let saved = context.saved();
+        let count = saved.len() - 2;
+        let inputs: Vec<&Tensor> = saved[..count].iter().collect();
+        let arguments = Arguments::of(self, &inputs)?;
+        let (output, logsumexp) = (&saved[count], &saved[count + 1]);
+        let gradient = match &gradients[0] {
+            Some(gradient) => gradient.f_to_kind(output.kind())?,
+            None => output.f_zeros_like()?,
+        };
+        let upstream = Upstream {
+            output: Strided::rows(&output.f_transpose(1, 2)?)?,
+            gradient: Strided::rows(&gradient.f_transpose(1, 2)?)?,
+            logsumexp: Strided::rows(&logsumexp.f_unsqueeze(-1)?)?,
+            logsumexp_gradient: match &gradients[1] {
+                Some(gradient) => Some(Strided::rows(&gradient.f_unsqueeze(-1)?)?),
+                None => None,
+            },
+        };
+        let mut results = Vec::new();
+        let delta = for_kind!(
+            inputs[0].kind(),
+            backward(self, &arguments, &upstream, &mut results)
+        )?;
+        if self.has_bias {
+            let wanted = context.needs_input_grad(3);
+            results.push(match wanted {
+                true => Some(for_kind!(
+                    inputs[0].kind(),
+                    bias_gradient(self, &arguments, &upstream, inputs[3])
+                )?),
+                false => None,
+            });
+        }
+        if self.has_sinks {
+            // The sink has the weight exp(sink - logsumexp) and a value of zero.
+            let sinks = inputs[count - 1]
+                .f_to_kind(delta.kind())?
+                .f_view([1, -1, 1])?;
+            let weight = (sinks.f_sub(logsumexp)?).f_exp()?;
+            let all = [0_i64, 2];
+            let gradient =
+                weight
+                    .f_mul(&delta)?
+                    .f_neg()?
+                    .f_sum_dim_intlist(&all[..], false, delta.kind())?;
+            results.push(Some(gradient.f_to_kind(inputs[count - 1].kind())?));
+        }
+        Ok(results)
+    }
+}
+
+/// The tensors of a call as slices with strides.
+struct Arguments {
+    query: Strided,
+    key: Strided,
+    value: Strided,
+    bias: Option<Strided>,
+    keep: bool,
+    sinks: Option<Strided>,
+    slopes: Option<Strided>,
+    /// Sizes of query and value, in BHTD.
+    query_sizes: [i64; 4],
+    kv_sizes: [i64; 4],
+    key_dim: i64,
+}
+
+impl Arguments {
+    fn of(function: &Blockwise, inputs: &[&Tensor]) -> Result<Arguments> {
+        let kind = accumulator(inputs[0].kind());
+        let flat = |tensor: &Tensor| Strided::rows(&tensor.f_detach()?.f_to_kind(kind)?);
+        let bias = function.has_bias.then(|| inputs[3]);
+        let keep = bias.is_some_and(|bias| bias.kind() == Kind::Bool);
+        let sinks = function.has_sinks.then(|| inputs[inputs.len() - 1]);
+        Ok(Arguments {
+            query: Strided::rows(inputs[0])?,
+            key: Strided::rows(inputs[1])?,
+            value: Strided::rows(inputs[2])?,
+            bias: match bias {
+                Some(bias) if keep => Some(Strided::any(bias)?),
+                Some(bias) => Some(Strided::any(&bias.f_to_kind(kind)?)?),
+                None => None,
+            },
+            keep,
+            sinks: sinks.map(flat).transpose()?,
+            slopes: function
+                .slopes
+                .as_ref()
+                .map(|slopes| flat(&slopes.f_contiguous()?))
+                .transpose()?,
+            query_sizes: sizes(inputs[0]),
+            kv_sizes: sizes(inputs[2]),
+            key_dim: inputs[1].size()[3],
+        })
+    }
+
+    fn problem<E: Element>(&self, function: &Blockwise) -> Result<Problem<'_, E>> {
+        let bias = match &self.bias {
+            Some(bias) if self.keep => Some(Bias {
+                values: BiasValues::Keep(bias.elements()?),
+                strides: bias.strides,
+            }),
+            Some(bias) => Some(Bias {
+                values: BiasValues::Add(bias.elements()?),
+                strides: bias.strides,
+            }),
+            None => None,
+        };
+        let slopes = match (&self.slopes, &function.slopes) {
+            (Some(flat), Some(slopes)) => Some(Slopes {
+                data: flat.elements()?,
+                sequence: if slopes.dim() == 2 {
+                    usize_of(self.query_sizes[1])
+                } else {
+                    0
+                },
+            }),
+            _ => None,
+        };
+        Ok(Problem {
+            set: InstructionSet::detect(),
+            sequences: function.sequences.clone(),
+            heads: usize_of(self.query_sizes[1]),
+            kv_heads: usize_of(self.kv_sizes[1]),
+            key_dim: usize_of(self.key_dim),
+            value_dim: usize_of(self.kv_sizes[3]),
+            query: self.query.view()?,
+            key: self.key.view()?,
+            value: self.value.view()?,
+            rules: Rules {
+                scale: function.scale,
+                softcap: function.softcap,
+                left: function.left,
+                right: function.right,
+                bottom_right: function.bottom_right,
+                sink_tokens: function.sink_tokens,
+                slopes,
+                sinks: self.sinks.as_ref().map(Strided::elements).transpose()?,
+                bias,
+                dropout: function.dropout,
+            },
+        })
+    }
+}
+
+/// What comes back in backward, with what forward left.
+struct Upstream {
+    output: Strided,
+    gradient: Strided,
+    logsumexp: Strided,
+    logsumexp_gradient: Option<Strided>,
+}
+
+impl Upstream {
+    fn inputs<E: Element>(&self) -> Result<BackwardInputs<'_, E>> {
+        Ok(BackwardInputs {
+            gradient: self.gradient.view()?,
+            output: self.output.view()?,
+            logsumexp: self.logsumexp.view()?,
+            logsumexp_gradient: self
+                .logsumexp_gradient
+                .as_ref()
+                .map(Strided::view)
+                .transpose()?,
+        })
+    }
+}
+
+fn forward<E: Element>(function: &Blockwise, arguments: &Arguments) -> Result<(Tensor, Tensor)> {
+    let problem = arguments.problem::<E>(function)?;
+    let [batch, heads, queries, _] = arguments.query_sizes;
+    let accumulator = <E::Acc as overdrive_sys::raw::Element>::KIND;
+    let shape = [batch, queries, heads, arguments.kv_sizes[3]];
+    let mut output = Fresh::empty(&shape, E::KIND)?;
+    let mut logsumexp = Fresh::empty(&[batch, heads, queries], accumulator)?;
+    let mut workspace = workspace::<E>(kernel::forward_workspace(&problem))?;
+    let outputs = ForwardOutputs {
+        output: output.by_row::<E>()?,
+        logsumexp: logsumexp.by_head()?,
+    };
+    kernel::forward(&problem, &outputs, workspace.elements_mut()?);
+    drop(outputs);
+    Ok((output.into_tensor(), logsumexp.into_tensor()))
+}
+
+/// Pushes the gradients of query, key and value; returns what [`BackwardOutputs::delta`] got.
+fn backward<E: Element>(
+    function: &Blockwise,
+    arguments: &Arguments,
+    upstream: &Upstream,
+    results: &mut Vec<Option<Tensor>>,
+) -> Result<Tensor> {
+    let problem = arguments.problem::<E>(function)?;
+    let [batch, heads, queries, _] = arguments.query_sizes;
+    let [_, kv_heads, keys, value_dim] = arguments.kv_sizes;
+    let key_dim = arguments.key_dim;
+    let mut query = Fresh::empty(&[batch, queries, heads, key_dim], E::KIND)?;
+    let mut key = Fresh::empty(&[batch, keys, kv_heads, key_dim], E::KIND)?;
+    let mut value = Fresh::empty(&[batch, keys, kv_heads, value_dim], E::KIND)?;
+    let accumulator = <E::Acc as overdrive_sys::raw::Element>::KIND;
+    let mut delta = Fresh::empty(&[batch, heads, queries], accumulator)?;
+    let mut workspace = workspace::<E>(kernel::backward_workspace(&problem))?;
+    let outputs = BackwardOutputs {
+        query: query.by_row::<E>()?,
+        key: key.by_row::<E>()?,
+        value: value.by_row::<E>()?,
+        delta: delta.by_head()?,
+    };
+    kernel::backward(
+        &problem,
+        &upstream.inputs()?,
+        &outputs,
+        workspace.elements_mut()?,
+    );
+    drop(outputs);
+    for gradient in [query, key, value] {
+        results.push(Some(gradient.into_tensor().f_transpose(1, 2)?));
+    }
+    Ok(delta.into_tensor())
+}
+
+fn bias_gradient<E: Element>(
+    function: &Blockwise,
+    arguments: &Arguments,
+    upstream: &Upstream,
+    bias: &Tensor,
+) -> Result<Tensor> {
+    let problem = arguments.problem::<E>(function)?;
+    let shape = sizes(bias);
+    let accumulator = <E::Acc as overdrive_sys::raw::Element>::KIND;
+    let mut gradient = Fresh::zeros(&shape, accumulator)?;
+    let shape = shape.map(usize_of);
+    let mut workspace = workspace::<E>(kernel::bias_gradient_workspace(&problem, shape))?;
+    kernel::bias_gradient(
+        &problem,
+        &upstream.inputs()?,
+        shape,
+        gradient.elements_mut()?,
+        workspace.elements_mut()?,
+    );
+    Ok(gradient.into_tensor().f_to_kind(bias.kind())?)
+}
+
+/// Scratch memory, from libtorch's allocator so that it is counted and kept for the next call.
+fn workspace<E: Element>(numbers: usize) -> Result<Fresh> {
+    let kind = <E::Acc as overdrive_sys::raw::Element>::KIND;
+    Fresh::empty(&[i64::try_from(numbers).unwrap_or(i64::MAX)], kind)
+}
+
+fn sizes(tensor: &Tensor) -> [i64; 4] {
+    let mut sizes = [1; 4];
+    sizes
+        .iter_mut()
+        .zip(tensor.size())
+        .for_each(|(to, size)| *to = size);
+    sizes
+}
+
+fn usize_of(size: i64) -> usize {
+    usize::try_from(size).unwrap_or(0)
+}

@@ -1,0 +1,134 @@
+use overdrive_autograd::NoGradGuard;
+use tch::Tensor;
+
+use crate::attention::{dense_sequences, function, run};
+use crate::blockwise::blockwise;
+use crate::call::{Call, unresolved_limits};
+use crate::selection::select;
+use crate::{AttentionOptions, Backend, Error, Layout, Result};
+
+/// Attention of one or a few new queries over a long cache, without a gradient: output and
+/// log-sum-exp.
+///
+/// In layout (B, H, T, D): query (B, H, T, D), keys and values (B, H_kv, S, D) as the cache has them.
+/// `lengths` says how many keys of each row of the batch are filled (all, if `None`); what lies after
+/// them is not read. Queries stand at the end of their row's keys, so that `causal` and a window mean
+/// what they do in a decoder; [`Alignment::TopLeft`](crate::Alignment::TopLeft) is refused.
+///
+/// The keys of few heads are split among the threads and the parts merged by their log-sum-exps; heads
+/// that share a key read it once.
+///
+/// Equals `flash_attn_with_kvcache` without its appending of keys.
+///
+/// # Errors
+/// As [`attention`](crate::attention), and [`Error::InvalidOption`] if `lengths` are not B numbers of
+/// at most S.
+///
+/// ```
+/// use overdrive_attention::{AttentionOptions, attention_decode};
+/// use tch::{Device, Kind, Tensor};
+///
+/// # fn main() -> Result<(), overdrive_attention::Error> {
+/// let random = |heads: i64, n: i64| Tensor::randn([2, heads, n, 16], (Kind::Float, Device::Cpu));
+/// let (keys, values) = (random(2, 1024), random(2, 1024));
+/// let options = AttentionOptions::causal();
+/// let (output, _) = attention_decode(&random(8, 1), &keys, &values, Some(&[700, 13]), &options)?;
+/// assert_eq!(output.size(), [2, 8, 1, 16]);
+/// # Ok(())
+/// # }
+/// ```
+pub fn attention_decode(
+    query: &Tensor,
+    keys: &Tensor,
+    values: &Tensor,
+    lengths: Option<&[usize]>,
+    options: &AttentionOptions<'_>,
+) -> Result<(Tensor, Tensor)> {
+    let _no_grad = NoGradGuard::new();
+    let mut call = Call::new(query, keys, values, options, true)?;
+    if options.alignment == crate::Alignment::TopLeft {
+        return Err(Error::InvalidOption {
+            option: "alignment",
+            value: "TopLeft".to_owned(),
+            expected: "BottomRight: decoded queries stand at the end of their keys",
+        });
+    }
+    let Some(lengths) = lengths else {
+        let (output, lse) = run(&call)?;
+        return Ok((call.in_layout(output)?, lse));
+    };
+    let size = |size: i64| usize::try_from(size).unwrap_or(0);
+    let most = size(call.sizes.keys);
+    if lengths.len() != size(call.sizes.batch) || lengths.iter().any(|length| *length > most) {
+        return Err(Error::InvalidOption {
+            option: "lengths",
+            value: format!("{lengths:?} for keys of shape {:?}", keys.size()),
+            expected: "one number for each row of the batch, at most the number of keys",
+        });
+    }
+    let (output, lse) = match select(&call)? {
+        Backend::Blockwise => {
+            // The limits for all keys are not those for some.
+            (call.left, call.right) = unresolved_limits(options);
+            let sequences = dense_sequences(&call, Some(lengths));
+            let function = function(options, call.scale, (call.left, call.right), sequences)?;
+            let mask = call.mask.as_ref();
+            let (query, key, value) = (&call.query, &call.key, &call.value);
+            let (output, lse) = blockwise(function, query, key, value, mask, options.sinks)?;
+            (output.f_transpose(1, 2)?, lse)
+        }
+        _ => row_by_row(&call, lengths)?,
+    };
+    Ok((call.in_layout(output)?, lse))
+}
+
+/// Where the kernel takes no lengths, each row of the batch by itself.
+fn row_by_row(call: &Call<'_>, lengths: &[usize]) -> Result<(Tensor, Tensor)> {
+    let (mut outputs, mut lses) = (Vec::new(), Vec::new());
+    for (row, length) in (0..).zip(lengths) {
+        let length = i64::try_from(*length).unwrap_or(i64::MAX);
+        let one = |tensor: &Tensor| tensor.f_narrow(0, row, 1);
+        let filled = |tensor: &Tensor| one(tensor)?.f_narrow(2, 0, length);
+        let mask = match &call.mask {
+            Some(mask) => {
+                let mask = if mask.size()[0] > 1 {
+                    one(mask)?
+                } else {
+                    mask.shallow_clone()
+                };
+                let narrow = mask.size()[3] > 1;
+                Some(if narrow {
+                    mask.f_narrow(3, 0, length)?
+                } else {
+                    mask
+                })
+            }
+            None => None,
+        };
+        let slopes = match call.options.alibi_slopes {
+            Some(slopes) if slopes.dim() == 2 => Some(one(slopes)?.f_squeeze_dim(0)?),
+            Some(slopes) => Some(slopes.shallow_clone()),
+            None => None,
+        };
+        let options = AttentionOptions {
+            mask: mask.as_ref(),
+            alibi_slopes: slopes.as_ref(),
+            layout: Layout::Bhtd,
+            ..*call.options
+        };
+        let (key, value) = (filled(&call.key)?, filled(&call.value)?);
+        let (output, lse) = run(&Call::new(
+            &one(&call.query)?,
+            &key,
+            &value,
+            &options,
+            true,
+        )?)?;
+        outputs.push(output);
+        lses.push(lse);
+    }
+    if outputs.is_empty() {
+        return run(call);
+    }
+    Ok((Tensor::f_cat(&outputs, 0)?, Tensor::f_cat(&lses, 0)?))
+}

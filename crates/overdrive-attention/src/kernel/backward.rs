@@ -1,0 +1,456 @@
+//! The backward pass: gradients of queries, keys and values.
+//!
+//! One task has a key head to itself (or, where those are fewer than the threads, a share of its
+//! queries and sums of its own, added up in order afterwards): nothing is summed by two threads, and
+//! no score is computed twice.
+
+use std::f64::consts::LOG2_E;
+
+use super::block::{KEYS, ROWS, RowBlock, key_rows};
+use super::element::Element;
+use super::lanes::Real;
+use super::problem::{Problem, Shared, View, ViewMut};
+use super::product::{Product, Start, product};
+use super::schedule;
+use super::scores::{Adjustment, multiply, softmax_gradient};
+
+/// What the backward pass reads besides the problem.
+#[derive(Debug)]
+pub(crate) struct BackwardInputs<'a, E: Element> {
+    /// Gradient of the output.
+    pub(crate) gradient: View<'a, E>,
+    /// The output.
+    pub(crate) output: View<'a, E>,
+    /// The log-sum-exp, one number a row.
+    pub(crate) logsumexp: View<'a, E::Acc>,
+    /// Gradient of the log-sum-exp, if that was used.
+    pub(crate) logsumexp_gradient: Option<View<'a, E::Acc>>,
+}
+
+/// Where the gradients go.
+#[derive(Debug)]
+pub(crate) struct BackwardOutputs<'a, E: Element> {
+    pub(crate) query: ViewMut<'a, E>,
+    pub(crate) key: ViewMut<'a, E>,
+    pub(crate) value: ViewMut<'a, E>,
+    /// `Σ gradient · output - logsumexp_gradient` of each row: what the sink logits need.
+    pub(crate) delta: ViewMut<'a, E::Acc>,
+}
+
+/// How the work is cut.
+pub(super) struct Plan {
+    heads: usize,
+    tasks: usize,
+    parts: usize,
+    /// Most keys that a sequence has.
+    keys: usize,
+    key_width: usize,
+    value_width: usize,
+    softcap: bool,
+}
+
+impl Plan {
+    pub(super) fn new<E: Element>(problem: &Problem<'_, E>) -> Plan {
+        let group = problem.group();
+        let sequences = &problem.sequences;
+        let keys = sequences.iter().map(|s| s.keys).max().unwrap_or(0);
+        let rows = sequences
+            .iter()
+            .map(|s| s.queries * group)
+            .max()
+            .unwrap_or(0);
+        let tasks = sequences.len() * problem.kv_heads;
+        let workers = schedule::workers();
+        let parts = match tasks {
+            0 => 1,
+            count if count < 2 * workers => (2 * workers)
+                .div_ceil(count)
+                .min(rows.div_ceil(ROWS))
+                .max(1),
+            _ => 1,
+        };
+        let lanes = E::Acc::lanes(problem.set);
+        Plan {
+            heads: problem.kv_heads,
+            tasks,
+            // One thread gains nothing from parts.
+            parts: if workers == 1 { 1 } else { parts },
+            keys,
+            key_width: problem.key_dim.next_multiple_of(lanes),
+            value_width: problem.value_dim.next_multiple_of(lanes),
+            softcap: problem.rules.softcap.is_some(),
+        }
+    }
+
+    /// Gradients of the keys and values of one head.
+    fn sums(&self) -> usize {
+        self.keys * (self.key_width + self.value_width)
+    }
+
+    /// Queries and output gradients twice (by row and by column), two or three score tiles, query
+    /// gradients, converted keys and values, two numbers a row.
+    pub(super) fn task(&self) -> usize {
+        let tiles = if self.softcap { 3 } else { 2 };
+        ROWS * (3 * self.key_width + 2 * self.value_width + 2)
+            + KEYS * (tiles * ROWS + self.key_width + self.value_width)
+    }
+}
+
+/// Numbers that [`backward`] needs as workspace.
+pub(crate) fn backward_workspace<E: Element>(problem: &Problem<'_, E>) -> usize {
+    let plan = Plan::new(problem);
+    let workers = schedule::workers().min(plan.tasks * plan.parts);
+    match plan.parts {
+        1 => workers * (plan.task() + plan.sums()),
+        parts => workers * plan.task() + plan.tasks * parts * plan.sums(),
+    }
+}
+
+/// Computes `outputs`; `workspace` has [`backward_workspace`] numbers.
+pub(crate) fn backward<E: Element>(
+    problem: &Problem<'_, E>,
+    inputs: &BackwardInputs<'_, E>,
+    outputs: &BackwardOutputs<'_, E>,
+    workspace: &mut [E::Acc],
+) {
+    let plan = Plan::new(problem);
+    if plan.parts == 1 {
+        schedule::for_each_task(plan.tasks, workspace, |task, scratch| {
+            let (sums, scratch) = scratch.split_at_mut(plan.sums());
+            sweep(problem, &plan, (task, 0), inputs, outputs, sums, scratch);
+            write_keys(problem, &plan, task, outputs, sums);
+        });
+        return;
+    }
+    let (all, workspace) = workspace.split_at_mut(plan.tasks * plan.parts * plan.sums());
+    let shared = Shared::new(all);
+    schedule::for_each_task(plan.tasks * plan.parts, workspace, |index, scratch| {
+        // SAFETY: sums of its own.
+        let sums = unsafe { shared.slice_mut(index * plan.sums(), plan.sums()) };
+        let place = (index / plan.parts, index % plan.parts);
+        sweep(problem, &plan, place, inputs, outputs, sums, scratch);
+    });
+    schedule::for_each_task(plan.tasks, workspace, |task, _| {
+        let len = plan.parts * plan.sums();
+        // SAFETY: the sums of one task each.
+        let parts = unsafe { shared.slice_mut(task * len, len) };
+        let (sums, others) = parts.split_at_mut(plan.sums());
+        for other in others.chunks_exact(plan.sums().max(1)) {
+            sums.iter_mut()
+                .zip(other)
+                .for_each(|(to, from)| *to += *from);
+        }
+        write_keys(problem, &plan, task, outputs, sums);
+    });
+}
+
+/// Every `parts`-th block of queries of one key head: writes their gradients, and leaves those of keys
+/// and values in `sums`.
+fn sweep<E: Element>(
+    problem: &Problem<'_, E>,
+    plan: &Plan,
+    (task, part): (usize, usize),
+    inputs: &BackwardInputs<'_, E>,
+    outputs: &BackwardOutputs<'_, E>,
+    sums: &mut [E::Acc],
+    scratch: &mut [E::Acc],
+) {
+    let (index, kv_head) = (task / plan.heads, task % plan.heads);
+    sums.fill(E::Acc::ZERO);
+    let (key_sums, value_sums) = sums.split_at_mut(plan.keys * plan.key_width);
+    let mut work = Work::new(plan, scratch, key_sums, value_sums);
+    let rows = problem.sequences[index].queries * problem.group();
+    for first in (part * ROWS..rows).step_by(plan.parts * ROWS) {
+        let block = RowBlock::new(problem, index, kv_head, first);
+        let adjustment = block.adjustment();
+        work.load(&block, inputs, Some(&outputs.delta));
+        for (start, count) in block.key_blocks(0, block.sequence.keys) {
+            work.add_block(&block, &adjustment, (start, count));
+        }
+        work.write_queries(&block, outputs);
+    }
+}
+
+/// The memory of one task, cut up.
+pub(super) struct Work<'s, R> {
+    queries_by_column: &'s mut [R],
+    queries: &'s mut [R],
+    gradients_by_column: &'s mut [R],
+    gradients: &'s mut [R],
+    /// Scores, then weights.
+    scores: &'s mut [R],
+    /// Gradients of the weights, then of the scores.
+    pub(super) score_gradients: &'s mut [R],
+    /// Derivatives of the softcap.
+    derivatives: &'s mut [R],
+    query_sums: &'s mut [R],
+    keys: &'s mut [R],
+    values: &'s mut [R],
+    logsumexp: &'s mut [R],
+    delta: &'s mut [R],
+    key_sums: &'s mut [R],
+    value_sums: &'s mut [R],
+    key_width: usize,
+    value_width: usize,
+}
+
+impl<'s, R: Real> Work<'s, R> {
+    pub(super) fn new(
+        plan: &Plan,
+        scratch: &'s mut [R],
+        key_sums: &'s mut [R],
+        value_sums: &'s mut [R],
+    ) -> Work<'s, R> {
+        let (key_width, value_width) = (plan.key_width, plan.value_width);
+        let (queries_by_column, scratch) = scratch.split_at_mut(ROWS * key_width);
+        let (queries, scratch) = scratch.split_at_mut(ROWS * key_width);
+        let (query_sums, scratch) = scratch.split_at_mut(ROWS * key_width);
+        let (gradients_by_column, scratch) = scratch.split_at_mut(ROWS * value_width);
+        let (gradients, scratch) = scratch.split_at_mut(ROWS * value_width);
+        let (scores, scratch) = scratch.split_at_mut(ROWS * KEYS);
+        let (score_gradients, scratch) = scratch.split_at_mut(ROWS * KEYS);
+        let capped = if plan.softcap { ROWS * KEYS } else { 0 };
+        let (derivatives, scratch) = scratch.split_at_mut(capped);
+        let (keys, scratch) = scratch.split_at_mut(KEYS * key_width);
+        let (values, scratch) = scratch.split_at_mut(KEYS * value_width);
+        let (logsumexp, scratch) = scratch.split_at_mut(ROWS);
+        let delta = &mut scratch[..ROWS];
+        Work {
+            queries_by_column,
+            queries,
+            gradients_by_column,
+            gradients,
+            scores,
+            score_gradients,
+            derivatives,
+            query_sums,
+            keys,
+            values,
+            logsumexp,
+            delta,
+            key_sums,
+            value_sums,
+            key_width,
+            value_width,
+        }
+    }
+
+    /// Takes up a block of queries.
+    pub(super) fn load<E: Element<Acc = R>>(
+        &mut self,
+        block: &RowBlock<'_, '_, E>,
+        inputs: &BackwardInputs<'_, E>,
+        delta_output: Option<&ViewMut<'_, R>>,
+    ) {
+        let problem = block.problem;
+        let (key_dim, value_dim) = (problem.key_dim, problem.value_dim);
+        let (query, gradient) = (&problem.query, &inputs.gradient);
+        let scale = R::of(problem.rules.scale);
+        block.pack_columns(query, key_dim, block.query_factor(), self.queries_by_column);
+        block.pack_rows(query, key_dim, scale, self.queries, self.key_width);
+        block.pack_columns(gradient, value_dim, R::ONE, self.gradients_by_column);
+        block.pack_rows(
+            gradient,
+            value_dim,
+            R::ONE,
+            self.gradients,
+            self.value_width,
+        );
+        self.query_sums.fill(R::ZERO);
+        // A row that sees no key, and the lanes past the last row, have weights of zero.
+        self.logsumexp.fill(R::INFINITY);
+        self.delta.fill(R::ZERO);
+        for row in 0..block.rows {
+            let logsumexp = block.query_row(&inputs.logsumexp, row, 1)[0];
+            if logsumexp > R::LOWEST || logsumexp != logsumexp {
+                self.logsumexp[row] = logsumexp * R::of(LOG2_E);
+            }
+            let output = block.query_row(&inputs.output, row, value_dim);
+            let gradient = &self.gradients[row * self.value_width..][..value_dim];
+            let mut delta = R::ZERO;
+            for (gradient, output) in gradient.iter().zip(output) {
+                delta += *gradient * output.wide();
+            }
+            if let Some(view) = &inputs.logsumexp_gradient {
+                delta = delta - block.query_row(view, row, 1)[0];
+            }
+            self.delta[row] = delta;
+            if let Some(output) = delta_output {
+                let (query, head) = block.place(row);
+                let at = block.sequence.query_start + query;
+                // SAFETY: each row belongs to one block.
+                unsafe { output.row_mut(block.sequence.batch, head, at, 1)[0] = delta };
+            }
+        }
+    }
+
+    /// What the keys `start..start + count` give and get.
+    fn add_block<E: Element<Acc = R>>(
+        &mut self,
+        block: &RowBlock<'_, '_, E>,
+        adjustment: &Adjustment<'_, E>,
+        (start, count): (usize, usize),
+    ) {
+        let (problem, lanes, set) = (block.problem, block.lanes, block.problem.set);
+        self.score_gradients(block, adjustment, (start, count));
+        let scores = &mut self.scores[..count * lanes];
+        let gradients = &mut self.score_gradients[..count * lanes];
+        if problem.rules.softcap.is_some() {
+            multiply(set, gradients, self.derivatives);
+        }
+        adjustment.drop_weights(scores, start);
+
+        // Values get their queries' gradients by weight, keys the queries and queries the keys.
+        let mut to_values = Product {
+            m: count,
+            n: self.value_width,
+            k: lanes,
+            a: scores,
+            lda: lanes,
+            a_by_columns: false,
+            b: self.gradients,
+            ldb: self.value_width,
+            c: &mut self.value_sums[start * self.value_width..],
+            ldc: self.value_width,
+            start: Start::Add,
+        };
+        product(set, &mut to_values);
+        let mut to_keys = Product {
+            m: count,
+            n: self.key_width,
+            k: lanes,
+            a: gradients,
+            lda: lanes,
+            a_by_columns: false,
+            b: self.queries,
+            ldb: self.key_width,
+            c: &mut self.key_sums[start * self.key_width..],
+            ldc: self.key_width,
+            start: Start::Add,
+        };
+        product(set, &mut to_keys);
+        let dims = (problem.key_dim, self.key_width);
+        let keys = key_rows(block, &problem.key, (start, count), dims, false, self.keys);
+        let mut to_queries = Product {
+            m: problem.key_dim,
+            n: lanes,
+            k: count,
+            a: keys.data,
+            lda: keys.distance,
+            a_by_columns: true,
+            b: gradients,
+            ldb: lanes,
+            c: self.query_sums,
+            ldc: lanes,
+            start: Start::Add,
+        };
+        product(set, &mut to_queries);
+    }
+
+    /// Leaves the weights of a block of keys in `scores` and the gradients of its scores, as they are
+    /// after the softcap, in `score_gradients`.
+    pub(super) fn score_gradients<E: Element<Acc = R>>(
+        &mut self,
+        block: &RowBlock<'_, '_, E>,
+        adjustment: &Adjustment<'_, E>,
+        (start, count): (usize, usize),
+    ) {
+        let (problem, lanes, set) = (block.problem, block.lanes, block.problem.set);
+        let scores = &mut self.scores[..count * lanes];
+        let gradients = &mut self.score_gradients[..count * lanes];
+        let dims = (problem.key_dim, self.key_width);
+        let keys = key_rows(block, &problem.key, (start, count), dims, false, self.keys);
+        let mut weights = Product {
+            m: count,
+            n: lanes,
+            k: problem.key_dim,
+            a: keys.data,
+            lda: keys.distance,
+            a_by_columns: false,
+            b: self.queries_by_column,
+            ldb: lanes,
+            c: scores,
+            ldc: lanes,
+            start: Start::Zero,
+        };
+        product(set, &mut weights);
+        let dims = (problem.value_dim, self.value_width);
+        let values = key_rows(
+            block,
+            &problem.value,
+            (start, count),
+            dims,
+            false,
+            self.values,
+        );
+        let mut of_weights = Product {
+            m: count,
+            n: lanes,
+            k: problem.value_dim,
+            a: values.data,
+            lda: values.distance,
+            a_by_columns: false,
+            b: self.gradients_by_column,
+            ldb: lanes,
+            c: gradients,
+            ldc: lanes,
+            start: Start::Zero,
+        };
+        product(set, &mut of_weights);
+        let capped = problem.rules.softcap.is_some();
+        adjustment.scores(scores, start, capped.then_some(&mut *self.derivatives));
+        adjustment.drop_weights(gradients, start);
+        softmax_gradient(set, scores, gradients, lanes, self.logsumexp, self.delta);
+    }
+
+    fn write_queries<E: Element<Acc = R>>(
+        &self,
+        block: &RowBlock<'_, '_, E>,
+        outputs: &BackwardOutputs<'_, E>,
+    ) {
+        let (sequence, dim) = (&block.sequence, block.problem.key_dim);
+        let scale = R::of(block.problem.rules.scale);
+        for row in 0..block.rows {
+            let (query, head) = block.place(row);
+            let at = sequence.query_start + query;
+            // SAFETY: each row belongs to one block.
+            let to = unsafe { outputs.query.row_mut(sequence.batch, head, at, dim) };
+            let column = self.query_sums[row..].iter().step_by(block.lanes);
+            for (to, from) in to.iter_mut().zip(column) {
+                *to = E::narrow(*from * scale);
+            }
+        }
+    }
+}
+
+/// Writes the gradients of the keys and values of one head.
+fn write_keys<E: Element>(
+    problem: &Problem<'_, E>,
+    plan: &Plan,
+    task: usize,
+    outputs: &BackwardOutputs<'_, E>,
+    sums: &[E::Acc],
+) {
+    let (index, kv_head) = (task / plan.heads, task % plan.heads);
+    let sequence = &problem.sequences[index];
+    let (key_sums, value_sums) = sums.split_at(plan.keys * plan.key_width);
+    for key in 0..sequence.keys {
+        let (batch, at) = (sequence.batch, sequence.key_start + key);
+        // SAFETY: each key head of a sequence belongs to one task.
+        let (to_key, to_value) = unsafe {
+            (
+                outputs.key.row_mut(batch, kv_head, at, problem.key_dim),
+                outputs.value.row_mut(batch, kv_head, at, problem.value_dim),
+            )
+        };
+        for (to, from) in to_key.iter_mut().zip(&key_sums[key * plan.key_width..]) {
+            *to = E::narrow(*from);
+        }
+        for (to, from) in to_value
+            .iter_mut()
+            .zip(&value_sums[key * plan.value_width..])
+        {
+            *to = E::narrow(*from);
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! The gradient of an additive bias, which may be one for many heads, batches, queries or keys.
+//!
+//! A pass of its own with two of the five products: each task has the rows of the bias to itself and
+//! goes through all heads that share them, so that nothing is summed by two threads and nothing of
+//! the size of the scores is held, other than the bias where it has that size.
+
+use super::backward::{BackwardInputs, Plan, Work};
+use super::block::{ROWS, RowBlock};
+use super::element::Element;
+use super::problem::{Problem, Shared};
+use super::schedule;
+
+/// How the bias is shared: a size of 1 stands for all.
+struct Cut {
+    batches: usize,
+    /// 1, or the number of key heads.
+    heads: usize,
+    /// Chunks of queries; 1 where all queries share a row.
+    chunks: usize,
+    /// Queries in a chunk.
+    queries: usize,
+}
+
+impl Cut {
+    fn new<E: Element>(problem: &Problem<'_, E>, shape: [usize; 4]) -> Cut {
+        let most = problem
+            .sequences
+            .iter()
+            .map(|s| s.queries)
+            .max()
+            .unwrap_or(0);
+        let queries = match shape[2] {
+            1 => most.max(1),
+            _ => (ROWS / problem.group()).max(1),
+        };
+        Cut {
+            batches: shape[0],
+            heads: if shape[1] == 1 { 1 } else { problem.kv_heads },
+            chunks: most.div_ceil(queries),
+            queries,
+        }
+    }
+
+    fn tasks(&self) -> usize {
+        self.batches * self.heads * self.chunks
+    }
+}
+
+/// Numbers that [`bias_gradient`] needs as workspace.
+pub(crate) fn bias_gradient_workspace<E: Element>(
+    problem: &Problem<'_, E>,
+    shape: [usize; 4],
+) -> usize {
+    schedule::workers().min(Cut::new(problem, shape).tasks()) * Plan::new(problem).task()
+}
+
+/// Adds the gradient of the bias, whose sizes are `shape` (each full or 1), to `gradient`, contiguous
+/// in that shape; `workspace` has [`bias_gradient_workspace`] numbers.
+pub(crate) fn bias_gradient<E: Element>(
+    problem: &Problem<'_, E>,
+    inputs: &BackwardInputs<'_, E>,
+    shape: [usize; 4],
+    gradient: &mut [E::Acc],
+    workspace: &mut [E::Acc],
+) {
+    let (cut, plan) = (Cut::new(problem, shape), Plan::new(problem));
+    let strides = strides(shape);
+    let shared = Shared::new(gradient);
+    schedule::for_each_task(cut.tasks(), workspace, |task, scratch| {
+        let (chunk, task) = (task % cut.chunks, task / cut.chunks);
+        let (head, batch) = (task % cut.heads, task / cut.heads);
+        let heads = match cut.heads {
+            1 => 0..problem.kv_heads,
+            _ => head..head + 1,
+        };
+        let mut work = Work::new(&plan, scratch, &mut [], &mut []);
+        for (index, sequence) in problem.sequences.iter().enumerate() {
+            if cut.batches > 1 && sequence.batch != batch {
+                continue;
+            }
+            for kv_head in heads.clone() {
+                let group = problem.group();
+                let first = (chunk * cut.queries).min(sequence.queries) * group;
+                let end = ((chunk + 1) * cut.queries).min(sequence.queries) * group;
+                for first in (first..end).step_by(ROWS) {
+                    let block = RowBlock::within(problem, index, kv_head, first, end);
+                    add_block(&block, inputs, &mut work, &shared, strides);
+                }
+            }
+        }
+    });
+}
+
+fn add_block<E: Element>(
+    block: &RowBlock<'_, '_, E>,
+    inputs: &BackwardInputs<'_, E>,
+    work: &mut Work<'_, E::Acc>,
+    gradient: &Shared<'_, E::Acc>,
+    [by_batch, by_head, by_query, by_key]: [usize; 4],
+) {
+    let adjustment = block.adjustment();
+    work.load(block, inputs, None);
+    for (start, count) in block.key_blocks(0, block.sequence.keys) {
+        work.score_gradients(block, &adjustment, (start, count));
+        for row in 0..block.rows {
+            let (query, head) = block.place(row);
+            let base = block.sequence.batch * by_batch + head * by_head + query * by_query;
+            let column = work.score_gradients[row..]
+                .iter()
+                .step_by(block.lanes)
+                .take(count);
+            // SAFETY: batch, heads and queries of the bias belong to one task, and the part of one row
+            // is dropped before that of the next is taken.
+            let to = unsafe { gradient.slice_mut(base + start * by_key, (count - 1) * by_key + 1) };
+            for (key, from) in column.enumerate() {
+                to[key * by_key] += *from;
+            }
+        }
+    }
+}
+
+/// Strides of a contiguous tensor, 0 where the size is 1.
+fn strides(shape: [usize; 4]) -> [usize; 4] {
+    let mut strides = [0; 4];
+    let mut stride = 1;
+    for (size, to) in shape.iter().zip(&mut strides).rev() {
+        *to = if *size == 1 { 0 } else { stride };
+        stride *= size;
+    }
+    strides
+}

@@ -1,0 +1,238 @@
+//! A block of queries that share keys, and the blocks of keys that it sees.
+
+use super::element::Element;
+use super::lanes::Real;
+use super::problem::{Problem, Sequence, View, position, visible};
+use super::{dropout, scores};
+
+/// Queries in a block, at most: four vectors of sixteen, so that a score tile and what goes with it
+/// stay in the first two levels of cache.
+pub(super) const ROWS: usize = 64;
+/// Keys in a block, at most: a multiple of the six rows of a register tile.
+pub(super) const KEYS: usize = 96;
+
+/// Rows `first..first + rows` of the queries of one key head, where row `r` is query `r / group` of
+/// head `kv_head · group + r % group`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RowBlock<'p, 'a, E: Element> {
+    pub(super) problem: &'p Problem<'a, E>,
+    pub(super) sequence: Sequence,
+    /// Number of the sequence.
+    pub(super) index: usize,
+    pub(super) kv_head: usize,
+    pub(super) first: usize,
+    pub(super) rows: usize,
+    /// `rows`, filled up to whole vectors.
+    pub(super) lanes: usize,
+}
+
+impl<'p, 'a, E: Element> RowBlock<'p, 'a, E> {
+    pub(super) fn new(
+        problem: &'p Problem<'a, E>,
+        index: usize,
+        kv_head: usize,
+        first: usize,
+    ) -> Self {
+        let sequence = problem.sequences[index];
+        let end = sequence.queries * problem.group();
+        RowBlock::within(problem, index, kv_head, first, end)
+    }
+
+    /// A block that ends at row `end` at the latest.
+    pub(super) fn within(
+        problem: &'p Problem<'a, E>,
+        index: usize,
+        kv_head: usize,
+        first: usize,
+        end: usize,
+    ) -> Self {
+        let sequence = problem.sequences[index];
+        let rows = ROWS.min(end - first);
+        RowBlock {
+            problem,
+            sequence,
+            index,
+            kv_head,
+            first,
+            rows,
+            lanes: rows.next_multiple_of(E::Acc::lanes(problem.set)),
+        }
+    }
+
+    /// Query (within the sequence) and head of row `row` of the block.
+    pub(super) fn place(&self, row: usize) -> (usize, usize) {
+        let (group, row) = (self.problem.group(), self.first + row);
+        (row / group, self.kv_head * group + row % group)
+    }
+
+    /// The row of a view of queries that belongs to row `row` of the block.
+    pub(super) fn query_row<'v, T>(&self, view: &View<'v, T>, row: usize, dim: usize) -> &'v [T] {
+        let (query, head) = self.place(row);
+        view.row(
+            self.sequence.batch,
+            head,
+            self.sequence.query_start + query,
+            dim,
+        )
+    }
+
+    /// Writes the rows of `view`, times `factor`, as the columns of `to (dim, lanes)`; columns past the
+    /// last row are zero.
+    pub(super) fn pack_columns(
+        &self,
+        view: &View<'_, E>,
+        dim: usize,
+        factor: E::Acc,
+        to: &mut [E::Acc],
+    ) {
+        if self.rows < self.lanes {
+            to[..dim * self.lanes].fill(E::Acc::ZERO);
+        }
+        for row in 0..self.rows {
+            let from = self.query_row(view, row, dim);
+            let columns = to[row..].iter_mut().step_by(self.lanes);
+            for (to, from) in columns.zip(from) {
+                *to = from.wide() * factor;
+            }
+        }
+    }
+
+    /// Writes the rows of `view`, times `factor`, as the rows of `to (lanes, width)`; what is past the
+    /// last row or number is zero.
+    pub(super) fn pack_rows(
+        &self,
+        view: &View<'_, E>,
+        dim: usize,
+        factor: E::Acc,
+        to: &mut [E::Acc],
+        width: usize,
+    ) {
+        to[..self.lanes * width].fill(E::Acc::ZERO);
+        for (row, to) in (0..self.rows).zip(to.chunks_exact_mut(width)) {
+            for (to, from) in to.iter_mut().zip(self.query_row(view, row, dim)) {
+                *to = from.wide() * factor;
+            }
+        }
+    }
+
+    /// The factor on queries that leaves in a product what [`scores::Adjustment::scores`] expects.
+    pub(super) fn query_factor(&self) -> E::Acc {
+        let rules = &self.problem.rules;
+        E::Acc::of(match rules.softcap {
+            None => rules.scale * std::f64::consts::LOG2_E,
+            Some(cap) => rules.scale / cap,
+        })
+    }
+
+    /// The keys that some row sees, as at most two ranges in order: sink tokens, then the window.
+    pub(super) fn spans(&self) -> [(usize, usize); 2] {
+        let rules = &self.problem.rules;
+        let (start, _) = visible(rules, &self.sequence, self.place(0).0);
+        let (_, end) = visible(rules, &self.sequence, self.place(self.rows - 1).0);
+        let sinks = rules.sink_tokens.min(end);
+        if sinks >= start {
+            let start = if rules.sink_tokens > 0 { 0 } else { start };
+            [(0, 0), (start.min(end), end)]
+        } else {
+            [(0, sinks), (start.min(end), end)]
+        }
+    }
+
+    /// Blocks of keys `(start, count)` that some row sees, among keys `from..to`.
+    pub(super) fn key_blocks(
+        &self,
+        from: usize,
+        to: usize,
+    ) -> impl Iterator<Item = (usize, usize)> + use<E> {
+        self.spans().into_iter().flat_map(move |(start, end)| {
+            let (start, end) = (start.max(from), end.min(to));
+            (start..end)
+                .step_by(KEYS)
+                .map(move |at| (at, KEYS.min(end - at)))
+        })
+    }
+
+    /// What is done to the scores of these rows.
+    pub(super) fn adjustment(&self) -> scores::Adjustment<'p, E> {
+        let rules = &self.problem.rules;
+        let mut adjustment = scores::Adjustment {
+            rules,
+            set: self.problem.set,
+            sequence: self.sequence,
+            lanes: self.lanes,
+            rows: self.rows,
+            places: [(0, 0); ROWS],
+            ends: [0; ROWS],
+            starts: [0; ROWS],
+            positions: [0; ROWS],
+            slopes: [E::Acc::ZERO; ROWS],
+            dropout: None,
+        };
+        for row in 0..self.rows {
+            let (query, head) = self.place(row);
+            adjustment.places[row] = (query, head);
+            let (start, end) = visible(rules, &self.sequence, query);
+            (adjustment.starts[row], adjustment.ends[row]) = (start, end);
+            adjustment.positions[row] = position(rules, &self.sequence, query);
+            if let Some(slopes) = &rules.slopes {
+                adjustment.slopes[row] = slopes.data[self.index * slopes.sequence + head];
+            }
+        }
+        adjustment.dropout = rules.dropout.map(|dropout| self.row_keys(&dropout));
+        adjustment
+    }
+
+    fn row_keys(&self, dropout: &dropout::Dropout) -> dropout::RowKeys {
+        let ids = (0..self.rows).map(|row| {
+            let (query, head) = self.place(row);
+            let lane = (self.sequence.batch * self.problem.heads + head) as u64;
+            (lane << 32) + (self.sequence.query_start + query) as u64
+        });
+        dropout.rows(ids)
+    }
+}
+
+/// A block of keys or values as numbers to compute with.
+pub(super) struct KeyRows<'s, R> {
+    pub(super) data: &'s [R],
+    pub(super) distance: usize,
+}
+
+/// Keys (or values) `start..start + count` of the block's head: where they lie if they need no
+/// conversion and, with `whole_vectors`, fill whole vectors; else copied into `scratch` with rows of
+/// `width`, filled up with zeros.
+pub(super) fn key_rows<'s, E: Element>(
+    block: &RowBlock<'_, 's, E>,
+    view: &View<'s, E>,
+    (start, count): (usize, usize),
+    (dim, width): (usize, usize),
+    whole_vectors: bool,
+    scratch: &'s mut [E::Acc],
+) -> KeyRows<'s, E::Acc> {
+    let at = |key: usize| {
+        view.start(
+            block.sequence.batch,
+            block.kv_head,
+            block.sequence.key_start + start + key,
+        )
+    };
+    if !whole_vectors || dim == width {
+        let from = at(0);
+        let reach = (count - 1) * view.row + dim;
+        if let Some(data) = E::as_acc(&view.data[from..from + reach]) {
+            return KeyRows {
+                data,
+                distance: view.row,
+            };
+        }
+    }
+    for (key, to) in (0..count).zip(scratch.chunks_exact_mut(width)) {
+        let (numbers, rest) = to.split_at_mut(dim);
+        E::widen(&view.data[at(key)..][..dim], numbers);
+        rest.fill(E::Acc::ZERO);
+    }
+    KeyRows {
+        data: &scratch[..count * width],
+        distance: width,
+    }
+}

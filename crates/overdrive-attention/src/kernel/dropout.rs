@@ -1,0 +1,81 @@
+//! Dropout by a counter: what is dropped depends on the seed and the place alone, so that the backward
+//! pass drops the same without storing a mask.
+
+use super::lanes::Real;
+
+/// Probability and seed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Dropout {
+    /// Probability that a weight is dropped, in `0..1`.
+    pub(crate) probability: f64,
+    /// What the pattern is drawn from.
+    pub(crate) seed: u64,
+}
+
+/// Two words for each row of a block, from which the words of its keys are made.
+#[derive(Debug, Clone)]
+pub(super) struct RowKeys {
+    first: [u32; super::block::ROWS],
+    second: [u32; super::block::ROWS],
+    /// Weights whose word is below are dropped.
+    threshold: u32,
+    survivor: f64,
+}
+
+impl Dropout {
+    /// The words of rows `ids`, each the number of a query in its batch and head.
+    pub(super) fn rows(&self, ids: impl Iterator<Item = u64>) -> RowKeys {
+        let (mut first, mut second) = ([0; super::block::ROWS], [0; super::block::ROWS]);
+        for ((id, first), second) in ids.zip(&mut first).zip(&mut second) {
+            let word = mixed(mixed(self.seed).wrapping_add(id));
+            // The halves of a mixed word are two independent words.
+            (*first, *second) = ((word >> 32) as u32, word as u32);
+        }
+        RowKeys {
+            first,
+            second,
+            #[allow(
+                clippy::cast_possible_truncation,
+                clippy::cast_sign_loss,
+                reason = "a probability in 0..1 of 2^32 words"
+            )]
+            threshold: (self.probability * 4_294_967_296.0) as u32,
+            survivor: 1.0 / (1.0 - self.probability),
+        }
+    }
+}
+
+impl RowKeys {
+    /// Zeroes the dropped entries of `tile (keys, lanes)`, whose first key is `start`, and scales the
+    /// others by `1 / (1 - probability)`.
+    pub(super) fn apply<R: Real>(&self, tile: &mut [R], lanes: usize, start: usize) {
+        let survivor = R::of(self.survivor);
+        for (key, row) in tile.chunks_exact_mut(lanes).enumerate() {
+            // Long sequences wrap around at 2^32 keys.
+            #[allow(clippy::cast_possible_truncation, reason = "as said")]
+            let counter = ((start + key) as u32).wrapping_mul(0x9e37_79b1);
+            for ((x, &first), &second) in row.iter_mut().zip(&self.first).zip(&self.second) {
+                // Two rounds of multiply and shift, Wellons' `lowbias32`, with a key before each.
+                let mut word = counter ^ first;
+                word = (word ^ (word >> 16))
+                    .wrapping_mul(0x7feb_352d)
+                    .wrapping_add(second);
+                word = (word ^ (word >> 15)).wrapping_mul(0x846c_a68b);
+                word ^= word >> 16;
+                *x = if word < self.threshold {
+                    R::ZERO
+                } else {
+                    *x * survivor
+                };
+            }
+        }
+    }
+}
+
+/// SplitMix64 of Steele, Lea and Flood 2014.
+fn mixed(state: u64) -> u64 {
+    let mut word = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ (word >> 31)
+}

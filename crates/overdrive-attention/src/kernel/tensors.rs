@@ -1,0 +1,112 @@
+//! From tensors to the slices of the kernels.
+
+use overdrive_sys::raw;
+use tch::{Device, Kind, Tensor};
+
+use super::problem::{View, ViewMut};
+use crate::Result;
+
+/// The elements of a CPU tensor of four dimensions, with the strides to find them, not copied unless
+/// the last dimension has gaps.
+#[derive(Debug)]
+pub(crate) struct Strided {
+    flat: Tensor,
+    /// Strides of the four dimensions; 0 where the size is 1.
+    pub(crate) strides: [usize; 4],
+}
+
+impl Strided {
+    /// Of a tensor whose last dimension may be strided as well.
+    pub(crate) fn any(tensor: &Tensor) -> Result<Strided> {
+        let (sizes, strides) = (tensor.size(), tensor.stride());
+        let reach: i64 = sizes
+            .iter()
+            .zip(&strides)
+            .map(|(size, stride)| (size - 1).max(0) * stride)
+            .sum();
+        let len = if tensor.numel() == 0 { 0 } else { reach + 1 };
+        let mut found = [0; 4];
+        for ((to, size), stride) in found.iter_mut().zip(&sizes).zip(&strides) {
+            if *size > 1 {
+                *to = usize::try_from(*stride).unwrap_or(0);
+            }
+        }
+        Ok(Strided {
+            flat: tensor.f_as_strided([len], [1], None)?,
+            strides: found,
+        })
+    }
+
+    /// Of rows (the last dimension) without gaps: copied if there are some.
+    pub(crate) fn rows(tensor: &Tensor) -> Result<Strided> {
+        let dense = tensor.stride().last() == Some(&1) || tensor.size().last() == Some(&1);
+        match dense {
+            true => Strided::any(tensor),
+            false => Strided::any(&tensor.f_contiguous()?),
+        }
+    }
+
+    /// The elements, to read.
+    pub(crate) fn elements<T: raw::Element>(&self) -> Result<&[T]> {
+        // SAFETY: an operator's arguments are not written while it runs; as in libtorch, the caller of
+        // an operator sees to that.
+        Ok(unsafe { raw::slice(&self.flat)? })
+    }
+
+    /// Rows of a tensor of (batch, head, row, numbers).
+    pub(crate) fn view<T: raw::Element>(&self) -> Result<View<'_, T>> {
+        let [batch, head, row, _] = self.strides;
+        Ok(View {
+            data: self.elements()?,
+            batch,
+            head,
+            row,
+        })
+    }
+}
+
+/// A contiguous tensor that was just made, and that nobody else has yet.
+#[derive(Debug)]
+pub(crate) struct Fresh(Tensor);
+
+impl Fresh {
+    /// Uninitialised.
+    pub(crate) fn empty(shape: &[i64], kind: Kind) -> Result<Fresh> {
+        Ok(Fresh(Tensor::f_empty(shape, (kind, Device::Cpu))?))
+    }
+
+    /// Zeros.
+    pub(crate) fn zeros(shape: &[i64], kind: Kind) -> Result<Fresh> {
+        Ok(Fresh(Tensor::f_zeros(shape, (kind, Device::Cpu))?))
+    }
+
+    /// Its elements, to write.
+    pub(crate) fn elements_mut<T: raw::Element>(&mut self) -> Result<&mut [T]> {
+        // SAFETY: the tensor was made here and has not left yet.
+        Ok(unsafe { raw::slice_mut(&self.0)? })
+    }
+
+    /// Rows of a tensor (batch, rows, heads, numbers), as (batch, head, row).
+    pub(crate) fn by_row<T: raw::Element>(&mut self) -> Result<ViewMut<'_, T>> {
+        let sizes = self.sizes();
+        let (heads, dim) = (sizes[2], sizes[3]);
+        let (batch, row) = (sizes[1] * heads * dim, heads * dim);
+        Ok(ViewMut::new(self.elements_mut()?, batch, dim, row))
+    }
+
+    /// Numbers of a tensor (batch, heads, rows), as rows of one number.
+    pub(crate) fn by_head<T: raw::Element>(&mut self) -> Result<ViewMut<'_, T>> {
+        let sizes = self.sizes();
+        let (heads, rows) = (sizes[1], sizes[2]);
+        Ok(ViewMut::new(self.elements_mut()?, heads * rows, rows, 1))
+    }
+
+    fn sizes(&self) -> Vec<usize> {
+        let size = |size: &i64| usize::try_from(*size).unwrap_or(0);
+        self.0.size().iter().map(size).collect()
+    }
+
+    pub(crate) fn into_tensor(self) -> Tensor {
+        self.0
+    }
+}

@@ -1,0 +1,159 @@
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use super::lanes::{InstructionSet, Lanes, Real};
+use super::product::{Product, Start, dot_products, product};
+
+/// Numbers in -1..1 that look random.
+fn numbers(count: usize, seed: u32) -> Vec<f64> {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        f64::from(state >> 8) / f64::from(1 << 23) - 1.0
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+fn of<R: Real>(values: &[f64]) -> Vec<R> {
+    values.iter().map(|value| R::of(*value)).collect()
+}
+
+fn product_equals_the_plain_sum<R: Real>(tolerance: f64) {
+    for set in InstructionSet::available() {
+        let lanes = R::lanes(set);
+        for (m, n, k) in [
+            (1, lanes, 1),
+            (6, 2 * lanes, 7),
+            (13, 4 * lanes, 31),
+            (23, 7 * lanes, 64),
+        ] {
+            for a_by_columns in [false, true] {
+                let a = numbers(m * k, 1);
+                let (b, c) = (numbers(k * n, 2), numbers(m * n, 3));
+                let (by_row, by_column) = (numbers(m, 4), numbers(n, 5));
+                let (rows, columns) = (of::<R>(&by_row), of::<R>(&by_column));
+                let starts = [
+                    Start::Zero,
+                    Start::Add,
+                    Start::ScaleRows(&rows),
+                    Start::ScaleColumns(&columns),
+                ];
+                for start in starts {
+                    let mut result = of::<R>(&c);
+                    let mut p = Product {
+                        m,
+                        n,
+                        k,
+                        a: &of::<R>(&a),
+                        lda: if a_by_columns { m } else { k },
+                        a_by_columns,
+                        b: &of::<R>(&b),
+                        ldb: n,
+                        c: &mut result,
+                        ldc: n,
+                        start,
+                    };
+                    product(set, &mut p);
+                    for (at, got) in result.iter().enumerate() {
+                        let (row, column) = (at / n, at % n);
+                        let factor = match start {
+                            Start::Zero => 0.0,
+                            Start::Add => 1.0,
+                            Start::ScaleRows(_) => by_row[row],
+                            Start::ScaleColumns(_) => by_column[column],
+                        };
+                        let a = |k_at: usize| match a_by_columns {
+                            true => a[k_at * m + row],
+                            false => a[row * k + k_at],
+                        };
+                        let sum: f64 = (0..k).map(|k_at| a(k_at) * b[k_at * n + column]).sum();
+                        let expected = c[at] * factor + sum;
+                        assert!(
+                            (got.f64() - expected).abs() < tolerance,
+                            "{set:?} {m} {n} {k}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_product_of_every_instruction_set_equals_the_plain_sum() {
+    product_equals_the_plain_sum::<f32>(2e-5);
+    product_equals_the_plain_sum::<f64>(1e-13);
+}
+
+#[test]
+fn dot_products_lie_at_their_key_and_row() {
+    for set in InstructionSet::available() {
+        for dim in [1, 16, 37, 64] {
+            let (keys, rows) = (numbers(5 * 70, 6), numbers(3 * 70, 7));
+            let mut tile = vec![0.0_f32; 5 * 16];
+            dot_products(
+                set,
+                &mut tile,
+                16,
+                &of::<f32>(&keys),
+                70,
+                5,
+                &of::<f32>(&rows),
+                70,
+                3,
+                dim,
+            );
+            for key in 0..5 {
+                for row in 0..3 {
+                    let sum: f64 = (0..dim)
+                        .map(|at| keys[key * 70 + at] * rows[row * 70 + at])
+                        .sum();
+                    assert!((f64::from(tile[key * 16 + row]) - sum).abs() < 1e-5);
+                }
+            }
+        }
+    }
+}
+
+multiversioned! {
+    fn exp2_all<R>(values: &mut [R]) = exp2_body
+}
+
+#[inline(always)]
+unsafe fn exp2_body<V: Lanes>(values: &mut [V::Scalar]) {
+    for chunk in values.chunks_exact_mut(V::LEN) {
+        // SAFETY: the caller vouches for the instruction set, the chunk for the memory.
+        unsafe { V::load(chunk.as_ptr()).exp2().store(chunk.as_mut_ptr()) };
+    }
+}
+
+fn exp2_is_within<R: Real>(least: f64, tolerance: f64) {
+    for set in InstructionSet::available() {
+        let inputs: Vec<f64> = (0..64_000)
+            .map(|i| least * f64::from(i) / 64_000.0)
+            .collect();
+        let mut values = of::<R>(&inputs);
+        let exact: Vec<f64> = values.iter().map(|x| x.f64().exp2()).collect();
+        exp2_all(set, &mut values);
+        for (value, exact) in values.iter().zip(exact) {
+            assert!(
+                (value.f64() / exact - 1.0).abs() < tolerance,
+                "{set:?}: {value:?} {exact}"
+            );
+        }
+        let mut edges = vec![R::of(f64::NEG_INFINITY); 16];
+        edges[0] = R::of(f64::NAN);
+        (edges[1], edges[2]) = (R::LOWEST, R::of(least * 1.01));
+        exp2_all(set, &mut edges);
+        assert!(edges[0].f64().is_nan());
+        assert!(
+            edges[1..].iter().all(|value| *value == R::ZERO),
+            "{set:?}: {edges:?}"
+        );
+    }
+}
+
+#[test]
+fn powers_of_two_are_within_a_rounding_of_the_exact_ones() {
+    exp2_is_within::<f32>(-125.9, 1.5e-7);
+    exp2_is_within::<f64>(-1021.9, 6e-16);
+}

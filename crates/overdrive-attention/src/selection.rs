@@ -1,0 +1,355 @@
+//! Which back end can run a call, and which should.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use tch::{Device, Kind, Tensor};
+
+use crate::call::Call;
+use crate::{Alignment, AttentionOptions, Backend, Error, PackedLengths, Result};
+
+/// Which back end an attention would run on, and what stands against the others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Explanation {
+    /// The one that would run; `None` if a back end was forced that cannot.
+    pub backend: Option<Backend>,
+    /// Why that one.
+    pub reason: String,
+    /// Every back end, in the order of preference on this device.
+    pub verdicts: Vec<Verdict>,
+}
+
+/// What one back end has to say.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Verdict {
+    /// The back end.
+    pub backend: Backend,
+    /// Why it cannot run; empty if it can.
+    pub refusals: Vec<String>,
+}
+
+impl fmt::Display for Explanation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.backend {
+            Some(backend) => writeln!(f, "{backend} runs: {}", self.reason)?,
+            None => writeln!(f, "nothing runs: {}", self.reason)?,
+        }
+        for verdict in &self.verdicts {
+            match verdict.refusals.as_slice() {
+                [] => writeln!(f, "  {}: can run", verdict.backend)?,
+                refusals => writeln!(f, "  {}: {}", verdict.backend, refusals.join("; "))?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Says which back end [`attention`](crate::attention) would use for these arguments and why the
+/// others would not run. Nothing is computed.
+///
+/// # Errors
+/// Those of [`attention`](crate::attention) for shapes, dtypes and options, but none for a forced back
+/// end that cannot run: the explanation says so.
+pub fn explain(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    options: &AttentionOptions<'_>,
+) -> Result<Explanation> {
+    Ok(explanation(&Call::new(query, key, value, options, false)?))
+}
+
+/// As [`explain`], for [`attention_varlen`](crate::attention_varlen).
+///
+/// # Errors
+/// As [`explain`].
+pub fn explain_varlen(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    lengths: &PackedLengths,
+    options: &AttentionOptions<'_>,
+) -> Result<Explanation> {
+    Ok(explanation(&Call::packed(
+        query, key, value, lengths, options, false,
+    )?))
+}
+
+/// The back end for a call; a forced one that cannot run is an error with its reasons.
+pub(crate) fn select(call: &Call<'_>) -> Result<Backend> {
+    let explanation = explanation(call);
+    let forced = call.options.backend;
+    let Some(backend) = explanation.backend else {
+        let refused = explanation
+            .verdicts
+            .iter()
+            .find(|verdict| verdict.backend == forced);
+        let able = explanation
+            .verdicts
+            .iter()
+            .filter(|verdict| verdict.refusals.is_empty());
+        let names: Vec<_> = able
+            .map(|verdict| format!("Backend::{:?}", verdict.backend))
+            .collect();
+        return Err(Error::Backend {
+            backend: forced,
+            reasons: refused
+                .map(|verdict| verdict.refusals.clone())
+                .unwrap_or_default(),
+            alternatives: names.join(", "),
+        });
+    };
+    log_once(call, backend, &explanation.reason);
+    Ok(backend)
+}
+
+fn explanation(call: &Call<'_>) -> Explanation {
+    let forced = call.options.backend;
+    let verdicts: Vec<Verdict> = preference(call)
+        .into_iter()
+        .map(|backend| Verdict {
+            backend,
+            refusals: refusals(call, backend),
+        })
+        .collect();
+    let able = |backend: Backend| {
+        verdicts
+            .iter()
+            .any(|verdict| verdict.backend == backend && verdict.refusals.is_empty())
+    };
+    let (backend, reason) = match forced {
+        Backend::Auto => {
+            let first = verdicts.iter().find(|verdict| verdict.refusals.is_empty());
+            let backend = first.map_or(Backend::Math, |verdict| verdict.backend);
+            (Some(backend), preferred_because(call, backend))
+        }
+        forced if able(forced) => (Some(forced), "it was asked for".to_owned()),
+        forced => (None, format!("{forced} was asked for and cannot run this")),
+    };
+    Explanation {
+        backend,
+        reason,
+        verdicts,
+    }
+}
+
+/// Back ends from the fastest to the slowest.
+fn preference(call: &Call<'_>) -> [Backend; 5] {
+    match call.device {
+        // On a CPU ours comes first: see `preferred_because`.
+        Device::Cpu => [
+            Backend::Blockwise,
+            Backend::Flash,
+            Backend::Math,
+            Backend::Efficient,
+            Backend::CuDnn,
+        ],
+        _ => [
+            Backend::Flash,
+            Backend::Efficient,
+            Backend::CuDnn,
+            Backend::Math,
+            Backend::Blockwise,
+        ],
+    }
+}
+
+fn preferred_because(call: &Call<'_>, backend: Backend) -> String {
+    match (call.device, backend) {
+        (Device::Cpu, Backend::Blockwise) => {
+            "on a CPU it has every option and is the fastest".to_owned()
+        }
+        (_, Backend::Math) => "no fused back end has all of these options".to_owned(),
+        _ => "it is the fastest that has all of these options".to_owned(),
+    }
+}
+
+fn refusals(call: &Call<'_>, backend: Backend) -> Vec<String> {
+    let mut reasons = Vec::new();
+    match (backend, call.device) {
+        (Backend::Auto, _) => {}
+        (Backend::Math, _) => {
+            if seeded(call) {
+                reasons.push("its dropout takes no seed".to_owned());
+            }
+        }
+        (Backend::Blockwise, Device::Cpu) => of_blockwise(call, &mut reasons),
+        (Backend::Blockwise, device) => {
+            reasons.push(format!("it runs on a CPU, the query is on {device:?}"));
+        }
+        (Backend::Flash, Device::Cpu) => of_cpu_flash(call, &mut reasons),
+        (Backend::Flash, Device::Cuda(_)) => of_cuda_flash(call, &mut reasons),
+        (Backend::Flash, device) => {
+            reasons.push(format!(
+                "it runs on a CPU or CUDA, the query is on {device:?}"
+            ));
+        }
+        (Backend::Efficient, Device::Cuda(_)) => of_efficient(call, &mut reasons),
+        (Backend::CuDnn, Device::Cuda(_)) => of_cudnn(call, &mut reasons),
+        (Backend::Efficient | Backend::CuDnn, device) => {
+            reasons.push(format!("it runs on CUDA, the query is on {device:?}"));
+        }
+    }
+    reasons
+}
+
+fn seeded(call: &Call<'_>) -> bool {
+    call.options.dropout_p > 0.0 && call.options.dropout_seed.is_some()
+}
+
+fn dtype(call: &Call<'_>, allowed: &[Kind], reasons: &mut Vec<String>) {
+    if !allowed.contains(&call.kind) {
+        reasons.push(format!("dtype {:?} is not one of {allowed:?}", call.kind));
+    }
+}
+
+fn of_blockwise(call: &Call<'_>, reasons: &mut Vec<String>) {
+    let allowed = [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half];
+    dtype(call, &allowed, reasons);
+}
+
+/// What no kernel of libtorch has.
+fn of_libtorch(call: &Call<'_>, reasons: &mut Vec<String>) {
+    if call.is_empty() {
+        reasons.push("a dimension is empty".to_owned());
+    }
+    if call.sizes.key_dim != call.sizes.value_dim {
+        reasons.push(format!(
+            "keys have {} dimensions and values {}",
+            call.sizes.key_dim, call.sizes.value_dim
+        ));
+    }
+    if call.options.softcap.is_some() {
+        reasons.push("it has no softcap".to_owned());
+    }
+    if call.sink_tokens > 0 {
+        reasons.push("it has no sink tokens under a window".to_owned());
+    }
+    if seeded(call) {
+        reasons.push("its dropout takes no seed".to_owned());
+    }
+    if call.with_lse && call.needs_grad {
+        reasons.push("its log-sum-exp has no gradient".to_owned());
+    }
+}
+
+/// What the kernels of PyTorch's `scaled_dot_product_attention` lack besides: nothing but a causal mask
+/// from the top left.
+fn of_sdpa(call: &Call<'_>, reasons: &mut Vec<String>) {
+    if call.is_packed {
+        reasons.push("it takes no packed sequences".to_owned());
+    }
+    if !call.sees_all() && !call.is_causal() {
+        reasons.push("it has no window".to_owned());
+    }
+    if call.is_causal() && !call.is_square && call.options.alignment == Alignment::BottomRight {
+        reasons.push(format!(
+            "its causal mask is aligned to the top left, which differs for {} queries and {} keys",
+            call.sizes.queries, call.sizes.keys
+        ));
+    }
+    if call.options.alibi_slopes.is_some() {
+        reasons.push("it has no ALiBi".to_owned());
+    }
+    if call.options.sinks.is_some() {
+        reasons.push("it has no sink logits".to_owned());
+    }
+}
+
+fn of_cpu_flash(call: &Call<'_>, reasons: &mut Vec<String>) {
+    of_libtorch(call, reasons);
+    of_sdpa(call, reasons);
+    let allowed = [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half];
+    dtype(call, &allowed, reasons);
+    if call.options.dropout_p > 0.0 {
+        reasons.push("it has no dropout on a CPU".to_owned());
+    }
+    if let Some(mask) = &call.mask {
+        if mask.requires_grad() && overdrive_autograd::is_grad_enabled() {
+            reasons.push("it has no gradient for the mask".to_owned());
+        }
+        if call.with_lse {
+            reasons.push(
+                "its log-sum-exp is 0 rather than -inf for queries that a mask hides all keys from"
+                    .to_owned(),
+            );
+        }
+    }
+}
+
+fn of_cuda_flash(call: &Call<'_>, reasons: &mut Vec<String>) {
+    of_libtorch(call, reasons);
+    dtype(call, &[Kind::Half, Kind::BFloat16], reasons);
+    head_size(call, 256, reasons);
+    if call.mask.is_some() {
+        reasons.push("it takes no mask".to_owned());
+    }
+    if call.options.alignment == Alignment::TopLeft
+        && !call.is_square
+        && (!call.sees_all() || call.options.alibi_slopes.is_some())
+    {
+        reasons.push(format!(
+            "its positions are aligned to the bottom right, which differs for {} queries and {} keys",
+            call.sizes.queries, call.sizes.keys
+        ));
+    }
+    if call.options.alibi_slopes.is_some() && call.needs_grad {
+        reasons.push("libtorch's flash backward has no ALiBi".to_owned());
+    }
+}
+
+fn of_efficient(call: &Call<'_>, reasons: &mut Vec<String>) {
+    of_libtorch(call, reasons);
+    of_sdpa(call, reasons);
+    dtype(call, &[Kind::Float, Kind::Half, Kind::BFloat16], reasons);
+    if call.sizes.heads != call.sizes.kv_heads {
+        reasons.push(format!(
+            "it has no grouped heads ({} over {})",
+            call.sizes.heads, call.sizes.kv_heads
+        ));
+    }
+    if call.mask.is_some() && call.is_causal() {
+        reasons.push("it takes a mask or causality, not both".to_owned());
+    }
+}
+
+fn of_cudnn(call: &Call<'_>, reasons: &mut Vec<String>) {
+    of_libtorch(call, reasons);
+    of_sdpa(call, reasons);
+    dtype(call, &[Kind::Half, Kind::BFloat16], reasons);
+    head_size(call, 128, reasons);
+    if call.mask.is_some() {
+        reasons.push("it takes no mask here".to_owned());
+    }
+}
+
+fn head_size(call: &Call<'_>, most: i64, reasons: &mut Vec<String>) {
+    let dim = call.sizes.key_dim;
+    if dim > most || dim % 8 != 0 {
+        reasons.push(format!(
+            "head size {dim} is not a multiple of 8 up to {most}"
+        ));
+    }
+}
+
+/// Says under `tracing` which back end runs, once for each kind of call.
+fn log_once(call: &Call<'_>, backend: Backend, reason: &str) {
+    if !tracing::enabled!(tracing::Level::DEBUG) {
+        return;
+    }
+    static SEEN: OnceLock<Mutex<HashSet<String>>> = OnceLock::new();
+    let line = format!(
+        "{backend} on {:?} in {:?}: {reason}",
+        call.device, call.kind
+    );
+    let mut seen = SEEN
+        .get_or_init(Mutex::default)
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner);
+    if seen.insert(line.clone()) {
+        tracing::debug!(%backend, "attention: {line}");
+    }
+}
