@@ -11,7 +11,9 @@
 
 use std::time::Instant;
 
-use overdrive_transformer::{CausalLm, Execution, InitOptions, LabelShift, LlamaConfig};
+use overdrive_transformer::{
+    AttentionImplementation, CausalLm, Execution, InitOptions, LabelShift, LlamaConfig,
+};
 use tch::{Device, Kind, Tensor};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -77,14 +79,20 @@ fn variants() -> Vec<(&'static str, Execution)> {
     };
     vec![
         ("default", Execution::default()),
-        ("rotary by roll", with(|e| e.complex_rotary = false)),
-        ("fused qkv", with(|e| e.fused_qkv = true)),
-        ("native rms_norm", with(|e| e.native_rms_norm = Some(true))),
+        ("unfused", with(|e| e.fused_kernels = false)),
         (
-            "roll, native rms_norm",
+            "sdpa",
+            with(|e| e.attention = AttentionImplementation::Sdpa),
+        ),
+        (
+            "eager",
+            with(|e| e.attention = AttentionImplementation::Eager),
+        ),
+        (
+            "unfused, eager",
             with(|e| {
-                e.complex_rotary = false;
-                e.native_rms_norm = Some(true);
+                e.fused_kernels = false;
+                e.attention = AttentionImplementation::Eager;
             }),
         ),
     ]

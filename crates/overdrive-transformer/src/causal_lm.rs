@@ -1,5 +1,9 @@
+use std::collections::HashMap;
 use std::path::Path;
 
+use overdrive_fused::{
+    CrossEntropyOptions, LinearCrossEntropyOptions, Reduction, linear_cross_entropy,
+};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
@@ -7,7 +11,7 @@ use crate::gpt2::Gpt2;
 use crate::init::initial;
 use crate::input::Shape;
 use crate::llama::Llama;
-use crate::loss::{LabelShift, LossOutput, causal_lm_loss};
+use crate::loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss, shifted};
 use crate::parameters::ParameterMap;
 use crate::{
     Error, Execution, ForwardInput, LoadOptions, ModelConfig, Result, SaveOptions, checkpoint,
@@ -112,8 +116,11 @@ impl CausalLm {
 
     fn from_parameters(
         config: &ModelConfig,
-        parameters: Vec<(String, Tensor)>,
+        mut parameters: Vec<(String, Tensor)>,
     ) -> Result<CausalLm> {
+        if let ModelConfig::Llama(config) = config {
+            lay_out(&mut parameters, &Llama::adjacent(config))?;
+        }
         let mut map = ParameterMap::new(&parameters);
         let (backbone, embedding) = match config {
             ModelConfig::Llama(config) => {
@@ -166,7 +173,9 @@ impl CausalLm {
             Backbone::Llama(model) => {
                 model.forward(&mut input, shape, &self.execution, self.training)
             }
-            Backbone::Gpt2(model) => model.forward(&mut input, shape, self.training),
+            Backbone::Gpt2(model) => {
+                model.forward(&mut input, shape, &self.execution, self.training)
+            }
         };
         if hidden.is_err()
             && let Some(cache) = input.cache
@@ -188,6 +197,9 @@ impl CausalLm {
     /// The summed cross-entropy of `input_ids (B, T)` against `labels (B, T)`, both i64, and the
     /// number of tokens it counts; labels of [`IGNORE_INDEX`](crate::IGNORE_INDEX) do not count.
     ///
+    /// With [`Execution::fused_kernels`] the logits are made, and turned into gradients, a part at a
+    /// time, and never held as a whole.
+    ///
     /// A sum and a count, so that gradient accumulation can weight micro-batches by their tokens;
     /// [`LossOutput::mean`] is transformers' loss.
     ///
@@ -199,7 +211,26 @@ impl CausalLm {
         labels: &Tensor,
         shift: LabelShift,
     ) -> Result<LossOutput> {
-        causal_lm_loss(&self.forward(ForwardInput::new(input_ids))?, labels, shift)
+        let input = ForwardInput::new(input_ids);
+        if !self.execution.fused_kernels {
+            return causal_lm_loss(&self.forward(input)?, labels, shift);
+        }
+        // Checked here: a wrong label should not cost a forward pass.
+        let targets = shifted(labels, &input_ids.size(), shift)?;
+        let options = LinearCrossEntropyOptions {
+            loss: CrossEntropyOptions {
+                ignore_index: IGNORE_INDEX,
+                reduction: Reduction::Sum,
+                ..CrossEntropyOptions::default()
+            },
+            ..LinearCrossEntropyOptions::default()
+        };
+        let hidden = self.hidden_states(input)?;
+        let output = linear_cross_entropy(&hidden, &self.head, &targets, &options)?;
+        Ok(LossOutput {
+            sum: output.loss,
+            tokens: output.tokens,
+        })
     }
 
     /// All parameters with their Hugging Face names, in the order of transformers'
@@ -301,4 +332,25 @@ impl CausalLm {
         }
         Ok(())
     }
+}
+
+/// Copies each group of parameters into one piece of memory, of which they become parts.
+fn lay_out(parameters: &mut [(String, Tensor)], groups: &[Vec<String>]) -> Result<()> {
+    let places: HashMap<String, usize> = parameters
+        .iter()
+        .enumerate()
+        .map(|(place, (name, _))| (name.clone(), place))
+        .collect();
+    for group in groups {
+        let places: Vec<usize> = group
+            .iter()
+            .filter_map(|name| places.get(name).copied())
+            .collect();
+        let tensors: Vec<&Tensor> = places.iter().map(|place| &parameters[*place].1).collect();
+        let parts = overdrive_fused::adjacent(&tensors)?;
+        for (place, part) in places.into_iter().zip(parts) {
+            parameters[place].1 = part;
+        }
+    }
+    Ok(())
 }

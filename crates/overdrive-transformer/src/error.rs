@@ -99,6 +99,15 @@ pub enum Error {
         /// Layers of the model.
         model: usize,
     },
+    /// An error of a fused kernel.
+    #[error(transparent)]
+    Fused(#[from] overdrive_fused::Error),
+    /// An error of activation checkpointing.
+    #[error(transparent)]
+    Checkpointing(#[from] overdrive_checkpointing::Error),
+    /// An error of attention.
+    #[error(transparent)]
+    Attention(#[from] overdrive_attention::Error),
     /// An error of the key/value cache.
     #[error(transparent)]
     Cache(#[from] overdrive_kv_cache::Error),

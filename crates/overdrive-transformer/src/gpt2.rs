@@ -1,19 +1,22 @@
+use overdrive_checkpointing::{Shared, checkpoint};
+use overdrive_fused::Activation;
 use overdrive_kv_cache::KvCache;
 use tch::Tensor;
 
-use crate::attention::attend;
+use crate::activation::{activate, activation_named};
+use crate::attend::{AttendOptions, attend};
 use crate::input::{ForwardInput, Shape};
 use crate::linear::Linear;
 use crate::mask::Mask;
 use crate::parameters::{ParameterMap, ParameterSpec};
-use crate::{Activation, Gpt2Config, Init, Result};
+use crate::{Execution, Gpt2Config, Init, Result};
 
 /// GPT-2 without its head.
 #[derive(Debug)]
 pub(crate) struct Gpt2 {
     pub(crate) embedding: Tensor,
     positions: Tensor,
-    blocks: Vec<Block>,
+    blocks: Vec<Shared<Block>>,
     norm: LayerNorm,
     config: Gpt2Config,
 }
@@ -102,7 +105,7 @@ impl Gpt2 {
         let embedding = parameters.take("transformer.wte.weight")?;
         let positions = parameters.take("transformer.wpe.weight")?;
         let blocks = (0..config.n_layer)
-            .map(|layer| Block::take(parameters, layer, config))
+            .map(|layer| Block::take(parameters, layer, config).map(Shared::new))
             .collect::<Result<_>>()?;
         let norm = LayerNorm::take(parameters, "transformer.ln_f", config.layer_norm_epsilon)?;
         Ok(Gpt2 {
@@ -119,15 +122,10 @@ impl Gpt2 {
         &self,
         input: &mut ForwardInput<'_>,
         shape: Shape,
+        execution: &Execution,
         training: bool,
     ) -> Result<Tensor> {
-        let dropout = |x: Tensor, p: f64| -> Result<Tensor> {
-            Ok(if training && p > 0.0 {
-                x.f_dropout(p, true)?
-            } else {
-                x
-            })
-        };
+        let dropout = |p: f64| if training { p } else { 0.0 };
         let positions = match input.position_ids {
             None => self
                 .positions
@@ -135,26 +133,35 @@ impl Gpt2 {
                 .f_unsqueeze(0)?,
             Some(ids) => Tensor::f_embedding(&self.positions, ids, -1, false, false)?,
         };
-        let mask = Mask::causal(input, shape, None)?;
-        let tokens = Tensor::f_embedding(&self.embedding, input.input_ids, -1, false, false)?;
-        let mut x = dropout(tokens.f_add(&positions)?, self.config.embd_pdrop)?;
-        let attention_dropout = if training {
-            self.config.attn_pdrop
-        } else {
-            0.0
+        let context = Context {
+            heads: self.config.n_head,
+            mask: Mask::causal(input, shape, None)?,
+            attention: AttendOptions {
+                implementation: execution.attention,
+                dropout: dropout(self.config.attn_pdrop),
+                scale: None,
+            },
+            residual_dropout: dropout(self.config.resid_pdrop),
         };
-        for (layer, block) in self.blocks.iter().enumerate() {
-            let cache = input.cache.as_deref_mut();
-            let mixed = block.attend(
-                &x,
-                layer,
-                self.config.n_head,
-                &mask,
-                cache,
-                attention_dropout,
-            )?;
-            x = x.f_add(&dropout(mixed, self.config.resid_pdrop)?)?;
-            x = x.f_add(&dropout(block.feed(&x)?, self.config.resid_pdrop)?)?;
+        let tokens = Tensor::f_embedding(&self.embedding, input.input_ids, -1, false, false)?;
+        let mut x = dropped(tokens.f_add(&positions)?, dropout(self.config.embd_pdrop))?;
+        for group in execution.checkpointing.groups(self.blocks.len())? {
+            if group.checkpointed && input.cache.is_none() {
+                let members = self.blocks[group.blocks].to_vec();
+                let context = context.share();
+                x = checkpoint(&[&x], &execution.checkpoint_options, move |inputs| {
+                    let mut x = inputs[0].shallow_clone();
+                    for block in &members {
+                        x = block.with(|block| block.forward(&x, &context, None))?;
+                    }
+                    Ok(x)
+                })?;
+                continue;
+            }
+            for layer in group.blocks {
+                let cache = input.cache.as_deref_mut().map(|cache| (layer, cache));
+                x = self.blocks[layer].with(|block| block.forward(&x, &context, cache))?;
+            }
         }
         if input.logits == crate::Logits::Last {
             x = x.f_narrow(1, shape.tokens - 1, 1)?;
@@ -165,6 +172,27 @@ impl Gpt2 {
     pub(crate) fn layers(&self) -> usize {
         self.blocks.len()
     }
+}
+
+/// What all blocks of a forward pass share.
+struct Context {
+    heads: i64,
+    mask: Mask,
+    attention: AttendOptions,
+    residual_dropout: f64,
+}
+
+impl Context {
+    fn share(&self) -> Context {
+        Context {
+            mask: self.mask.share(),
+            ..*self
+        }
+    }
+}
+
+fn dropped(x: Tensor, p: f64) -> Result<Tensor> {
+    Ok(if p > 0.0 { x.f_dropout(p, true)? } else { x })
 }
 
 impl Block {
@@ -190,43 +218,59 @@ impl Block {
             mlp_norm: LayerNorm::take(parameters, &format!("{prefix}.ln_2"), eps)?,
             mlp_input: Linear::take_conv1d(parameters, &format!("{prefix}.mlp.c_fc"))?,
             mlp_output: Linear::take_conv1d(parameters, &format!("{prefix}.mlp.c_proj"))?,
-            activation: Activation::from_name("activation_function", &config.activation_function)?,
+            activation: activation_named("activation_function", &config.activation_function)?,
             scale: (!default_scale).then_some(base / depth),
         })
+    }
+
+    fn forward(
+        &self,
+        x: &Tensor,
+        context: &Context,
+        cache: Option<(usize, &mut (dyn KvCache + '_))>,
+    ) -> Result<Tensor> {
+        let mixed = self.attend(x, context, cache)?;
+        let x = x.f_add(&dropped(mixed, context.residual_dropout)?)?;
+        Ok(x.f_add(&dropped(self.feed(&x)?, context.residual_dropout)?)?)
     }
 
     fn attend(
         &self,
         x: &Tensor,
-        layer: usize,
-        heads: i64,
-        mask: &Mask,
-        cache: Option<&mut (dyn KvCache + '_)>,
-        dropout: f64,
+        context: &Context,
+        cache: Option<(usize, &mut (dyn KvCache + '_))>,
     ) -> Result<Tensor> {
-        let qkv = self.qkv.forward(&self.attention_norm.forward(x)?)?;
-        let head_dim = x.size()[2] / heads;
+        let options = AttendOptions {
+            scale: self.scale,
+            ..context.attention
+        };
+        let qkv = self.qkv.forward(&self.attention_norm.forward(x)?, false)?;
+        let head_dim = x.size()[2] / context.heads;
         let parts = qkv
             .f_split(x.size()[2], 2)?
             .iter()
-            .map(|part| part.f_unflatten(2, [heads, head_dim])?.f_transpose(1, 2))
+            .map(|part| {
+                part.f_unflatten(2, [context.heads, head_dim])?
+                    .f_transpose(1, 2)
+            })
             .collect::<std::result::Result<Vec<_>, _>>()?;
         let [query, key, value] = parts.as_slice() else {
             unreachable!("a width of 3C splits into three parts of C")
         };
         let mixed = match cache {
-            None => attend(query, key, value, mask, dropout, self.scale)?,
-            Some(cache) => {
+            None => attend(query, key, value, &context.mask, &options)?,
+            Some((layer, cache)) => {
                 let held = cache.append(layer, key, value)?;
-                attend(query, &held.keys, &held.values, mask, dropout, self.scale)?
+                attend(query, &held.keys, &held.values, &context.mask, &options)?
             }
         };
-        self.attention_output.forward(&mixed)
+        self.attention_output.forward(&mixed, false)
     }
 
     fn feed(&self, x: &Tensor) -> Result<Tensor> {
-        let inner = self.mlp_input.forward(&self.mlp_norm.forward(x)?)?;
-        self.mlp_output.forward(&self.activation.apply(&inner)?)
+        let inner = self.mlp_input.forward(&self.mlp_norm.forward(x)?, false)?;
+        self.mlp_output
+            .forward(&activate(self.activation, &inner)?, false)
     }
 }
 

@@ -54,6 +54,7 @@
 #![deny(missing_docs)]
 
 mod activation;
+mod attend;
 mod attention;
 mod causal_lm;
 mod checkpoint;
@@ -72,13 +73,14 @@ mod parameters;
 mod rms_norm;
 mod rope;
 
-pub use activation::Activation;
 pub use causal_lm::{CausalLm, InitOptions};
 pub use checkpoint::{CheckpointProblems, LoadOptions, Misshapen, SaveOptions};
 pub use config::{Gpt2Config, LayerType, LlamaConfig, LlamaFamily, ModelConfig, RopeScaling};
 pub use error::{Error, Result};
-pub use execution::Execution;
+pub use execution::{AttentionImplementation, Execution};
 pub use init::Init;
 pub use input::{ForwardInput, Logits};
 pub use loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss};
+pub use overdrive_checkpointing::{CheckpointOptions, SavePolicy, Schedule};
+pub use overdrive_fused::Activation;
 pub use parameters::ParameterSpec;

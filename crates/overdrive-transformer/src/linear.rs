@@ -1,15 +1,15 @@
 use tch::Tensor;
 
-use crate::Result;
 use crate::parameters::ParameterMap;
+use crate::{Error, Result};
 
 /// An affine map of the last dimension.
 #[derive(Debug)]
 pub(crate) struct Linear {
     /// `(out, in)`, or `(in, out)` where `transposed`.
-    pub(crate) weight: Tensor,
+    weight: Tensor,
     /// `(out,)`.
-    pub(crate) bias: Option<Tensor>,
+    bias: Option<Tensor>,
     /// The layout of GPT-2's `Conv1D`.
     transposed: bool,
 }
@@ -35,11 +35,53 @@ impl Linear {
     }
 
     /// `x (…, in)` to `(…, out)`.
-    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        Ok(if self.transposed {
-            x.f_linear(&self.weight.f_tr()?, self.bias.as_ref())?
-        } else {
-            x.f_linear(&self.weight, self.bias.as_ref())?
+    pub(crate) fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
+        if self.transposed {
+            return Ok(x.f_linear(&self.weight.f_tr()?, self.bias.as_ref())?);
+        }
+        if fused {
+            return Ok(overdrive_fused::linear(
+                x,
+                &self.weight,
+                self.bias.as_ref(),
+            )?);
+        }
+        Ok(x.f_linear(&self.weight, self.bias.as_ref())?)
+    }
+}
+
+/// Several affine maps of one input.
+#[derive(Debug)]
+pub(crate) struct JointLinear(Vec<Linear>);
+
+impl JointLinear {
+    pub(crate) fn take(
+        parameters: &mut ParameterMap,
+        names: &[String],
+        bias: bool,
+    ) -> Result<JointLinear> {
+        let maps = names
+            .iter()
+            .map(|name| Linear::take(parameters, name, bias));
+        Ok(JointLinear(maps.collect::<Result<_>>()?))
+    }
+
+    /// All results side by side, `(…, Σ out)`, by one product.
+    pub(crate) fn forward_joint(&self, x: &Tensor) -> Result<Tensor> {
+        let weights: Vec<&Tensor> = self.0.iter().map(|map| &map.weight).collect();
+        let biases: Vec<&Tensor> = self.0.iter().filter_map(|map| map.bias.as_ref()).collect();
+        let biases = (!biases.is_empty()).then_some(biases.as_slice());
+        Ok(overdrive_fused::joint_linear(x, &weights, biases)?)
+    }
+
+    /// The results one by one, by libtorch's operator.
+    pub(crate) fn forward_each<const N: usize>(&self, x: &Tensor) -> Result<[Tensor; N]> {
+        let each = self.0.iter().map(|map| map.forward(x, false));
+        let each: Vec<Tensor> = each.collect::<Result<_>>()?;
+        each.try_into().map_err(|each: Vec<_>| Error::BadConfig {
+            key: "a joint linear map".to_owned(),
+            found: format!("{} parts", each.len()),
+            expected: format!("{N} (please report this)"),
         })
     }
 }

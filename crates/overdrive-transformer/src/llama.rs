@@ -1,4 +1,8 @@
-use tch::{Kind, Tensor};
+use std::ops::Range;
+
+use overdrive_checkpointing::{Shared, checkpoint};
+use overdrive_kv_cache::KvCache;
+use tch::Tensor;
 
 use crate::attention::{AttentionStep, RotaryAttention};
 use crate::input::{ForwardInput, Shape};
@@ -6,14 +10,16 @@ use crate::mask::Mask;
 use crate::mlp::GatedMlp;
 use crate::parameters::{ParameterMap, ParameterSpec};
 use crate::rms_norm::RmsNorm;
-use crate::rope::Rotary;
+use crate::rope::{Rotary, Rotation};
 use crate::{Execution, Init, LlamaConfig, Result};
 
 /// A decoder of the Llama family without its head.
 #[derive(Debug)]
 pub(crate) struct Llama {
     pub(crate) embedding: Tensor,
-    blocks: Vec<Block>,
+    blocks: Vec<Shared<Block>>,
+    /// The sliding window of each block.
+    windows: Vec<Option<i64>>,
     norm: RmsNorm,
     rotary: Rotary,
     dropout: f64,
@@ -25,7 +31,6 @@ struct Block {
     attention: RotaryAttention,
     post_attention_norm: RmsNorm,
     mlp: GatedMlp,
-    window: Option<i64>,
 }
 
 /// The parameters of a Llama in the order of transformers' `named_parameters`.
@@ -96,6 +101,23 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
 }
 
 impl Llama {
+    /// The parameters that are best kept next to one another: those of maps that one product computes.
+    pub(crate) fn adjacent(config: &LlamaConfig) -> Vec<Vec<String>> {
+        let mut groups = Vec::new();
+        for layer in 0..config.num_hidden_layers {
+            let prefix = format!("model.layers.{layer}");
+            let qkv = RotaryAttention::joint_names(&prefix);
+            let gate_up = GatedMlp::joint_names(&prefix);
+            for (names, bias) in [(qkv, config.qkv_bias()), (gate_up, config.mlp_bias)] {
+                groups.push(names.iter().map(|name| format!("{name}.weight")).collect());
+                if bias {
+                    groups.push(names.iter().map(|name| format!("{name}.bias")).collect());
+                }
+            }
+        }
+        groups
+    }
+
     pub(crate) fn take(parameters: &mut ParameterMap, config: &LlamaConfig) -> Result<Llama> {
         let eps = config.rms_norm_eps;
         let embedding = parameters.take("model.embed_tokens.weight")?;
@@ -107,14 +129,14 @@ impl Llama {
                 post_attention_norm: norm("post_attention_layernorm")?,
                 attention: RotaryAttention::take(parameters, &prefix, config)?,
                 mlp: GatedMlp::take(parameters, &prefix, config)?,
-                window: config.window(layer),
             })
+            .map(Shared::new)
         };
+        let layers = 0..config.num_hidden_layers;
         Ok(Llama {
             embedding,
-            blocks: (0..config.num_hidden_layers)
-                .map(block)
-                .collect::<Result<_>>()?,
+            windows: layers.clone().map(|layer| config.window(layer)).collect(),
+            blocks: layers.map(block).collect::<Result<_>>()?,
             norm: RmsNorm::take(parameters, "model.norm", eps)?,
             rotary: Rotary::new(config)?,
             dropout: config.attention_dropout,
@@ -129,37 +151,67 @@ impl Llama {
         execution: &Execution,
         training: bool,
     ) -> Result<Tensor> {
-        let kind = self.embedding.kind();
-        let complex = execution.complex_rotary
-            && input.cache.is_none()
-            && matches!(kind, Kind::Float | Kind::Double);
-        let rotation = self.rotary.rotation(input, shape, kind, complex)?;
-        let masks = self.masks(input, shape)?;
-        let native = execution.native_rms_norm;
-
-        let mut x = Tensor::f_embedding(&self.embedding, input.input_ids, -1, false, false)?;
-        for (layer, block) in self.blocks.iter().enumerate() {
-            let step = AttentionStep {
-                layer,
-                rotation: &rotation,
-                mask: masks.of(block.window),
-                cache: input.cache.as_deref_mut(),
-                dropout: if training { self.dropout } else { 0.0 },
-                execution,
+        let context = Context {
+            rotation: self.rotary.rotation(input, shape, self.embedding.kind())?,
+            masks: self.masks(input, shape)?,
+            dropout: if training { self.dropout } else { 0.0 },
+            execution: execution.clone(),
+        };
+        let mut stream = Stream {
+            x: Tensor::f_embedding(&self.embedding, input.input_ids, -1, false, false)?,
+            delta: None,
+        };
+        for group in execution.checkpointing.groups(self.blocks.len())? {
+            stream = if group.checkpointed && input.cache.is_none() {
+                self.recomputed(group.blocks, &stream, &context)?
+            } else {
+                self.run(group.blocks, stream, &context, input.cache.as_deref_mut())?
             };
-            let mixed = block
-                .attention
-                .forward(&block.input_norm.forward(&x, native)?, step)?;
-            x = x.f_add(&mixed)?;
-            let fed = block
-                .mlp
-                .forward(&block.post_attention_norm.forward(&x, native)?)?;
-            x = x.f_add(&fed)?;
         }
         if input.logits == crate::Logits::Last {
-            x = x.f_narrow(1, shape.tokens - 1, 1)?;
+            stream = stream.last(shape.tokens)?;
         }
-        self.norm.forward(&x, native)
+        Ok(stream.normalised(&self.norm, execution.fused_kernels)?.0)
+    }
+
+    fn run(
+        &self,
+        blocks: Range<usize>,
+        mut stream: Stream,
+        context: &Context,
+        mut cache: Option<&mut (dyn KvCache + '_)>,
+    ) -> Result<Stream> {
+        for layer in blocks {
+            let step = context.step(layer, self.windows[layer], cache.as_deref_mut());
+            stream = self.blocks[layer].with(|block| block.forward(stream, step))?;
+        }
+        Ok(stream)
+    }
+
+    /// The same blocks as one checkpoint, which keeps its input alone.
+    fn recomputed(
+        &self,
+        blocks: Range<usize>,
+        stream: &Stream,
+        context: &Context,
+    ) -> Result<Stream> {
+        let members: Vec<_> = blocks
+            .map(|layer| (layer, self.windows[layer], self.blocks[layer].clone()))
+            .collect();
+        let (options, context) = (&context.execution.checkpoint_options, context.share());
+        // Summed outside and inside: one tensor is kept, not two.
+        let x = checkpoint(&[&stream.sum()?], options, move |inputs| {
+            let mut stream = Stream {
+                x: inputs[0].shallow_clone(),
+                delta: None,
+            };
+            for (layer, window, block) in &members {
+                let step = context.step(*layer, *window, None);
+                stream = block.with(|block| block.forward(stream, step))?;
+            }
+            Ok(stream.sum()?)
+        })?;
+        Ok(Stream { x, delta: None })
     }
 
     pub(crate) fn layers(&self) -> usize {
@@ -167,13 +219,98 @@ impl Llama {
     }
 
     fn masks(&self, input: &ForwardInput<'_>, shape: Shape) -> Result<Masks> {
-        let windows = self.blocks.iter().map(|block| block.window);
-        let window = windows.clone().flatten().next();
+        let window = self.windows.iter().flatten().next().copied();
         Ok(Masks {
             full: Mask::causal(input, shape, None)?,
             sliding: window
                 .map(|w| Mask::causal(input, shape, Some(w)))
                 .transpose()?,
+        })
+    }
+}
+
+/// What all blocks of a forward pass share.
+struct Context {
+    rotation: Rotation,
+    masks: Masks,
+    dropout: f64,
+    execution: Execution,
+}
+
+impl Context {
+    fn step<'a, 'c>(
+        &'a self,
+        layer: usize,
+        window: Option<i64>,
+        cache: Option<&'a mut (dyn KvCache + 'c)>,
+    ) -> AttentionStep<'a, 'c> {
+        AttentionStep {
+            layer,
+            rotation: &self.rotation,
+            mask: self.masks.of(window),
+            cache,
+            dropout: self.dropout,
+            execution: &self.execution,
+        }
+    }
+
+    fn share(&self) -> Context {
+        Context {
+            rotation: self.rotation.share(),
+            masks: Masks {
+                full: self.masks.full.share(),
+                sliding: self.masks.sliding.as_ref().map(Mask::share),
+            },
+            dropout: self.dropout,
+            execution: self.execution.clone(),
+        }
+    }
+}
+
+/// What flows from block to block: a residual stream, and what the last block adds to it, which the
+/// next norm does on its way.
+#[derive(Debug)]
+struct Stream {
+    x: Tensor,
+    delta: Option<Tensor>,
+}
+
+impl Stream {
+    /// The normalised sum, and the sum.
+    fn normalised(self, norm: &RmsNorm, fused: bool) -> Result<(Tensor, Tensor)> {
+        match self.delta {
+            None => Ok((norm.forward(&self.x, fused)?, self.x)),
+            Some(delta) => norm.forward_sum(&self.x, &delta, fused),
+        }
+    }
+
+    fn sum(&self) -> Result<Tensor> {
+        match &self.delta {
+            None => Ok(self.x.shallow_clone()),
+            Some(delta) => Ok(self.x.f_add(delta)?),
+        }
+    }
+
+    /// The last of `tokens` positions.
+    fn last(&self, tokens: i64) -> Result<Stream> {
+        let last = |tensor: &Tensor| tensor.f_narrow(1, tokens - 1, 1);
+        Ok(Stream {
+            x: last(&self.x)?,
+            delta: self.delta.as_ref().map(last).transpose()?,
+        })
+    }
+}
+
+impl Block {
+    fn forward(&self, stream: Stream, step: AttentionStep<'_, '_>) -> Result<Stream> {
+        let fused = step.execution.fused_kernels;
+        let (normalised, x) = stream.normalised(&self.input_norm, fused)?;
+        let mixed = self.attention.forward(&normalised, step)?;
+        let (normalised, x) = self.post_attention_norm.forward_sum(&x, &mixed, fused)?;
+        let delta = self.mlp.forward(&normalised, fused)?;
+        Ok(Stream {
+            x,
+            delta: Some(delta),
         })
     }
 }

@@ -46,28 +46,16 @@ impl LossOutput {
 /// When the shapes do not fit, or a label is outside `0..V` and not [`IGNORE_INDEX`].
 pub fn causal_lm_loss(logits: &Tensor, labels: &Tensor, shift: LabelShift) -> Result<LossOutput> {
     let size = logits.size();
-    let fits = size.len() == 3 && labels.size() == size[..2] && labels.kind() == Kind::Int64;
-    if !fits {
+    let &[batch, tokens, classes] = size.as_slice() else {
         return Err(Error::BadInput {
-            name: "labels",
-            found: format!("{:?} of shape {:?}", labels.kind(), labels.size()),
-            expected: format!(
-                "Int64 of shape {:?}, as the logits are {size:?}",
-                &size[..2.min(size.len())]
-            ),
+            name: "logits",
+            found: format!("of shape {size:?}"),
+            expected: "shape (B, T, V)".to_owned(),
         });
-    }
-    let shifted = match shift {
-        LabelShift::Shifted => labels.shallow_clone(),
-        // Moving the labels costs nothing; cutting the logits would copy them.
-        LabelShift::HuggingFace => {
-            let ignored = labels.f_narrow(1, 0, 1)?.f_full_like(IGNORE_INDEX)?;
-            Tensor::f_cat(&[labels.f_narrow(1, 1, size[1] - 1)?, ignored], 1)?
-        }
     };
-    let targets = shifted.f_reshape([-1])?;
+    let targets = shifted(labels, &[batch, tokens], shift)?.f_reshape([-1])?;
     let tokens = i64::try_from(targets.f_ne(IGNORE_INDEX)?.f_sum(Kind::Int64)?)?;
-    let flat = logits.f_reshape([-1, size[2]])?;
+    let flat = logits.f_reshape([-1, classes])?;
     let flat = match flat.kind() {
         Kind::Half | Kind::BFloat16 => flat.f_to_kind(Kind::Float)?,
         _ => flat,
@@ -75,4 +63,23 @@ pub fn causal_lm_loss(logits: &Tensor, labels: &Tensor, shift: LabelShift) -> Re
     let sum =
         flat.f_cross_entropy_loss(&targets, None::<&Tensor>, Reduction::Sum, IGNORE_INDEX, 0.0)?;
     Ok(LossOutput { sum, tokens })
+}
+
+/// The target of each position `(B, T)`, where `size` is that of the tokens.
+pub(crate) fn shifted(labels: &Tensor, size: &[i64], shift: LabelShift) -> Result<Tensor> {
+    if labels.size() != size || labels.kind() != Kind::Int64 {
+        return Err(Error::BadInput {
+            name: "labels",
+            found: format!("{:?} of shape {:?}", labels.kind(), labels.size()),
+            expected: format!("Int64 of shape {size:?}, that of the tokens"),
+        });
+    }
+    Ok(match shift {
+        LabelShift::Shifted => labels.shallow_clone(),
+        // Moving the labels costs nothing; cutting the logits would copy them.
+        LabelShift::HuggingFace => {
+            let ignored = labels.f_narrow(1, 0, 1)?.f_full_like(IGNORE_INDEX)?;
+            Tensor::f_cat(&[labels.f_narrow(1, 1, size[1] - 1)?, ignored], 1)?
+        }
+    })
 }

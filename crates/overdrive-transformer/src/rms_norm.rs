@@ -6,7 +6,7 @@ use crate::parameters::ParameterMap;
 /// Root-mean-square normalisation of the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
 #[derive(Debug)]
 pub(crate) struct RmsNorm {
-    pub(crate) weight: Tensor,
+    weight: Tensor,
     eps: f64,
 }
 
@@ -18,25 +18,40 @@ impl RmsNorm {
         })
     }
 
-    pub(crate) fn forward(&self, x: &Tensor, native: Option<bool>) -> Result<Tensor> {
-        rms_norm(
-            x,
-            &self.weight,
-            self.eps,
-            native.unwrap_or(x.device() != Device::Cpu),
-        )
+    /// `x` normalised.
+    pub(crate) fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
+        if fused {
+            return Ok(overdrive_fused::rms_norm(x, &self.weight, self.eps)?);
+        }
+        composed(x, &self.weight, self.eps)
     }
 
-    /// As [`RmsNorm::forward`], with the weight in another order.
-    pub(crate) fn forward_with(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        rms_norm(x, weight, self.eps, x.device() != Device::Cpu)
+    /// `x + delta` normalised, and the sum.
+    pub(crate) fn forward_sum(
+        &self,
+        x: &Tensor,
+        delta: &Tensor,
+        fused: bool,
+    ) -> Result<(Tensor, Tensor)> {
+        if fused {
+            return Ok(overdrive_fused::add_rms_norm(
+                delta,
+                x,
+                &self.weight,
+                self.eps,
+            )?);
+        }
+        let sum = x.f_add(delta)?;
+        Ok((composed(&sum, &self.weight, self.eps)?, sum))
     }
 }
 
-/// `weight · x / sqrt(mean(x²) + eps)`; the statistics are fp32 for a low-precision `x`.
-fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64, native: bool) -> Result<Tensor> {
+/// `weight · x / sqrt(mean(x²) + eps)` in libtorch's operators; the statistics are fp32 for a
+/// low-precision `x`.
+fn composed(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let width = weight.size()[0];
-    if native && x.kind() == weight.kind() {
+    // One kernel on a GPU; on a CPU it decomposes into more passes than ours.
+    if x.device() != Device::Cpu && x.kind() == weight.kind() {
         return Ok(x.f_rms_norm([width], Some(weight), eps)?);
     }
     let wide = match x.kind() {

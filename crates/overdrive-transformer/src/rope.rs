@@ -21,21 +21,18 @@ pub(crate) struct Rotary {
 struct Tables {
     len: i64,
     device: Device,
-    /// `(len, D)`: `cos, cos`.
+    /// `(len, D/2)`, fp32.
     cos: Tensor,
-    /// `(len, D)`: `-sin, sin`, the sign that goes with a roll by half a head.
+    /// `(len, D/2)`, fp32.
     sin: Tensor,
-    /// `(len, D/2)`: `cos + i sin`.
-    complex: Tensor,
 }
 
-/// The rotation of one forward pass, shared by all its layers.
+/// The rotation of one forward pass, shared by all its layers: `(T, D/2)`, or `(B, T, D/2)` where rows
+/// have positions of their own; fp32, or fp64 for a model of that kind.
 #[derive(Debug)]
-pub(crate) enum Rotation {
-    /// For heads as they are: `x · cos + roll(x, D/2) · sin`. `(1 or B, T, 1, D)`.
-    Halves { cos: Tensor, sin: Tensor },
-    /// For heads whose halves are interleaved: a product of complex numbers. `(1 or B, T, 1, D/2)`.
-    Complex(Tensor),
+pub(crate) struct Rotation {
+    pub(crate) cos: Tensor,
+    pub(crate) sin: Tensor,
 }
 
 impl Rotary {
@@ -56,13 +53,12 @@ impl Rotary {
         })
     }
 
-    /// The rotation for the positions of `input`, in `kind`.
+    /// The rotation for the positions of `input`, for a model of `kind`.
     pub(crate) fn rotation(
         &self,
         input: &ForwardInput<'_>,
         shape: Shape,
         kind: Kind,
-        complex: bool,
     ) -> Result<Rotation> {
         let device = input.input_ids.device();
         let needed = match input.position_ids {
@@ -81,25 +77,28 @@ impl Rotary {
         let Some(tables) = tables.as_ref() else {
             unreachable!("filled above")
         };
+        let kind = match kind {
+            Kind::Double => Kind::Double,
+            _ => Kind::Float,
+        };
         let select = |table: &Tensor| -> Result<Tensor> {
             let rows = match input.position_ids {
-                None => table
-                    .f_narrow(0, shape.past, shape.tokens)?
-                    .f_unsqueeze(0)?,
+                None => table.f_narrow(0, shape.past, shape.tokens)?,
                 Some(positions) => {
                     let size = positions.size();
                     let rows = table.f_index_select(0, &positions.f_reshape([-1])?)?;
-                    rows.f_view([size[0], size[1], -1])?
+                    let rows = rows.f_view([size[0], size[1], -1])?;
+                    match size[0] {
+                        1 => rows.f_squeeze_dim(0)?,
+                        _ => rows,
+                    }
                 }
             };
-            Ok(rows.f_unsqueeze(2)?)
+            Ok(rows.f_to_kind(kind)?)
         };
-        if complex {
-            return Ok(Rotation::Complex(select(&tables.complex)?));
-        }
-        Ok(Rotation::Halves {
-            cos: select(&tables.cos)?.f_to_kind(kind)?,
-            sin: select(&tables.sin)?.f_to_kind(kind)?,
+        Ok(Rotation {
+            cos: select(&tables.cos)?,
+            sin: select(&tables.sin)?,
         })
     }
 }
@@ -116,54 +115,34 @@ impl Tables {
         Ok(Tables {
             len,
             device,
-            complex: Tensor::f_complex(&cos, &sin)?,
-            cos: Tensor::f_cat(&[&cos, &cos], 1)?,
-            sin: Tensor::f_cat(&[&sin.f_neg()?, &sin], 1)?,
+            cos,
+            sin,
         })
     }
 }
 
 impl Rotation {
-    /// Turns the heads of `x (B, T, H, D)`; the kind of `x` is kept, and the arithmetic is in the
-    /// kind of the tables (under autocast: fp32 for a low-precision `x`).
+    /// Turns the heads of `x (B, T, H, D)` by libtorch's operators; the kind of `x` is kept, and the
+    /// arithmetic is in that of the tables.
     pub(crate) fn apply(&self, x: &Tensor) -> Result<Tensor> {
-        match self {
-            Rotation::Halves { cos, sin } => {
-                let wide = x.f_to_kind(cos.kind())?;
-                let half = sin.size()[3] / 2;
-                let rolled = wide.f_roll([half], [-1])?;
-                Ok(wide
-                    .f_mul(cos)?
-                    .f_addcmul_(&rolled, sin)?
-                    .f_to_kind(x.kind())?)
-            }
-            Rotation::Complex(turn) => {
-                let wide = match x.kind() {
-                    Kind::Float | Kind::Double => x.shallow_clone(),
-                    _ => x.f_to_kind(Kind::Float)?,
-                };
-                let half = turn.size()[3];
-                let pairs = wide.f_unflatten(-1, [half, 2])?.f_view_as_complex()?;
-                let turned = pairs.f_mul(turn)?.f_view_as_real()?.f_flatten(-2, -1)?;
-                Ok(turned.f_to_kind(x.kind())?)
-            }
+        let heads = |halves: [&Tensor; 2]| Tensor::f_cat(&halves, -1)?.f_unsqueeze(-2);
+        let cos = heads([&self.cos, &self.cos])?;
+        // The sign that goes with a roll by half a head.
+        let sin = heads([&self.sin.f_neg()?, &self.sin])?;
+        let wide = x.f_to_kind(cos.kind())?;
+        let rolled = wide.f_roll([sin.size().last().copied().unwrap_or(0) / 2], [-1])?;
+        Ok(wide
+            .f_mul(&cos)?
+            .f_addcmul_(&rolled, &sin)?
+            .f_to_kind(x.kind())?)
+    }
+
+    pub(crate) fn share(&self) -> Rotation {
+        Rotation {
+            cos: self.cos.shallow_clone(),
+            sin: self.sin.shallow_clone(),
         }
     }
-
-    /// Whether heads must be interleaved for [`Rotation::apply`].
-    pub(crate) fn is_interleaved(&self) -> bool {
-        matches!(self, Rotation::Complex(_))
-    }
-}
-
-/// Reorders the leading dimension of `weight (heads · D, …)` so that channel `i + D/2` of each head
-/// follows channel `i`.
-pub(crate) fn interleave_heads(weight: &Tensor, head_dim: i64) -> Result<Tensor> {
-    let size = weight.size();
-    Ok(weight
-        .f_unflatten(0, [-1, 2, head_dim / 2])?
-        .f_transpose(1, 2)?
-        .f_reshape(size.as_slice())?)
 }
 
 /// `inverse_frequency` after the scaling, each step rounded to fp32 as transformers rounds it.
@@ -197,7 +176,7 @@ mod tests {
     use super::*;
     use tch::Tensor;
 
-    fn input_rotation(complex: bool, positions: Option<&Tensor>) -> Rotation {
+    fn input_rotation(positions: Option<&Tensor>) -> Rotation {
         let config = LlamaConfig {
             hidden_size: 16,
             num_attention_heads: 2,
@@ -211,24 +190,8 @@ mod tests {
         let shape = input.shape().unwrap();
         Rotary::new(&config)
             .unwrap()
-            .rotation(&input, shape, Kind::Float, complex)
+            .rotation(&input, shape, Kind::Float)
             .unwrap()
-    }
-
-    #[test]
-    fn the_complex_form_equals_the_form_in_halves() {
-        let x = Tensor::randn([1, 5, 2, 8], (Kind::Float, Device::Cpu));
-        let halves = input_rotation(false, None).apply(&x).unwrap();
-        let interleaved = x
-            .unflatten(3, [2i64, 4])
-            .transpose(3, 4)
-            .reshape([1, 5, 2, 8]);
-        let complex = input_rotation(true, None).apply(&interleaved).unwrap();
-        let complex = complex
-            .unflatten(3, [4i64, 2])
-            .transpose(3, 4)
-            .reshape([1, 5, 2, 8]);
-        assert!((halves - complex).abs().max().double_value(&[]) < 1e-6);
     }
 
     #[test]
@@ -237,7 +200,7 @@ mod tests {
         let k = Tensor::randn([1, 1, 1, 8], (Kind::Float, Device::Cpu));
         let at = |x: &Tensor, position: i64| {
             let positions = Tensor::from_slice(&[position; 5]).view([1, 5]);
-            input_rotation(false, Some(&positions))
+            input_rotation(Some(&positions))
                 .apply(&x.expand([1, 5, 1, 8], false))
                 .unwrap()
         };

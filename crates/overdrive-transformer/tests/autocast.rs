@@ -13,10 +13,9 @@ fn autocast_computes_products_in_bf16_and_the_loss_and_gradients_in_fp32() {
     for case in CASES {
         let (mut model, want) = (load(case), expected(case));
         model.set_requires_grad(true).unwrap();
-        for complex_rotary in [true, false] {
+        for fused in [true, false] {
             let mut execution = Execution::default();
-            execution.complex_rotary = complex_rotary;
-            execution.fused_qkv = complex_rotary;
+            execution.fused_kernels = fused;
             model.set_execution(execution);
             let (logits, loss) = autocast(Device::Cpu, Kind::BFloat16, || {
                 let logits = model

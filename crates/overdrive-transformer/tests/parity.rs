@@ -6,7 +6,9 @@ mod common;
 
 use common::{CASES, expected, fixture, load, max_difference, max_magnitude};
 use overdrive_kv_cache::{GrowingCache, KvCache};
-use overdrive_transformer::{Execution, ForwardInput, LabelShift, LoadOptions, Logits};
+use overdrive_transformer::{
+    AttentionImplementation, Execution, ForwardInput, LabelShift, LoadOptions, Logits,
+};
 use tch::{Kind, Tensor};
 
 #[test]
@@ -29,11 +31,10 @@ fn logits_equal_transformers_on_every_architecture() {
 fn every_way_of_executing_gives_the_same_logits() {
     for case in CASES {
         let (mut model, want) = (load(case), expected(case));
-        for choice in 0..8 {
+        for choice in 0..6 {
             let mut execution = Execution::default();
-            execution.complex_rotary = choice & 1 != 0;
-            execution.fused_qkv = choice & 2 != 0;
-            execution.native_rms_norm = Some(choice & 4 != 0);
+            execution.fused_kernels = choice & 1 != 0;
+            execution.attention = AttentionImplementation::ALL[choice / 2];
             model.set_execution(execution.clone());
             let got = model
                 .forward(ForwardInput::new(&want["input_ids"]))
@@ -47,25 +48,32 @@ fn every_way_of_executing_gives_the_same_logits() {
 #[test]
 fn loss_and_gradients_equal_transformers_on_every_architecture() {
     for case in CASES {
-        let (model, want) = (load(case), expected(case));
+        let (mut model, want) = (load(case), expected(case));
         model.set_requires_grad(true).unwrap();
-        let loss = model
-            .loss(&want["input_ids"], &want["labels"], LabelShift::HuggingFace)
-            .unwrap();
-        // 12 labels a row: the first is never used, then 3 and 1 are ignored.
-        assert_eq!(loss.tokens, 2 * 11 - 3 - 1, "{case}");
-        let mean = loss.mean().unwrap();
-        let difference = max_difference(&mean, &want["loss"]);
-        assert!(difference < 1e-5, "{case}: loss {difference}");
-        mean.backward();
-        let mut worst = 0f64;
-        for (name, parameter) in model.named_parameters() {
-            let gradient = &want[&format!("grad.{name}")];
-            let relative = max_difference(&parameter.grad(), gradient) / max_magnitude(gradient);
-            assert!(relative < 1e-4, "{case}: gradient of {name} {relative}");
-            worst = worst.max(relative);
+        for fused in [true, false] {
+            let mut execution = Execution::default();
+            execution.fused_kernels = fused;
+            model.set_execution(execution);
+            let loss = model
+                .loss(&want["input_ids"], &want["labels"], LabelShift::HuggingFace)
+                .unwrap();
+            // 12 labels a row: the first is never used, then 3 and 1 are ignored.
+            assert_eq!(loss.tokens, 2 * 11 - 3 - 1, "{case}");
+            let mean = loss.mean().unwrap();
+            let difference = max_difference(&mean, &want["loss"]);
+            assert!(difference < 1e-5, "{case}: loss {difference}");
+            mean.backward();
+            let mut worst = 0f64;
+            for (name, mut parameter) in model.named_parameters() {
+                let gradient = &want[&format!("grad.{name}")];
+                let relative =
+                    max_difference(&parameter.grad(), gradient) / max_magnitude(gradient);
+                assert!(relative < 1e-4, "{case}: gradient of {name} {relative}");
+                worst = worst.max(relative);
+                parameter.zero_grad();
+            }
+            println!("{case:18} fused {fused}: loss {difference:.1e} gradients {worst:.1e}");
         }
-        println!("{case:18} loss {difference:.1e} gradients {worst:.1e}");
     }
 }
 

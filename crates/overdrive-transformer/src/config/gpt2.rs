@@ -1,7 +1,8 @@
 use serde_json::{Map, Value, json};
 
 use super::fields::{Fields, bad, ids_to_json};
-use crate::{Activation, Error, Result};
+use crate::activation::activation_named;
+use crate::{Error, Result};
 
 /// GPT-2, in the keys of its `config.json`. Defaults are those of transformers' `GPT2Config`, the
 /// 124M model.
@@ -174,6 +175,6 @@ impl Gpt2Config {
                 return Err(bad(key, &p.into(), "in 0..1"));
             }
         }
-        Activation::from_name("activation_function", &self.activation_function).map(drop)
+        activation_named("activation_function", &self.activation_function).map(drop)
     }
 }

@@ -2,7 +2,8 @@ use serde_json::{Map, Value, json};
 
 use super::fields::{Fields, bad, ids_to_json};
 use super::rope_scaling::RopeScaling;
-use crate::{Activation, Error, Result};
+use crate::activation::activation_named;
+use crate::{Error, Result};
 
 /// Which member of the family a [`LlamaConfig`] is; they differ in biases, norms and windows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -400,7 +401,7 @@ impl LlamaConfig {
                 &expected,
             ));
         }
-        Activation::from_name("hidden_act", &self.hidden_act).map(drop)
+        activation_named("hidden_act", &self.hidden_act).map(drop)
     }
 }
 

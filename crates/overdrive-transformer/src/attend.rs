@@ -1,0 +1,100 @@
+//! Softmax attention by each of the implementations.
+
+use overdrive_attention::{AttentionOptions, Backend, Window, attention};
+use tch::Tensor;
+
+use crate::mask::{Mask, band};
+use crate::{AttentionImplementation, Result};
+
+/// How a layer attends.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AttendOptions {
+    pub(crate) implementation: AttentionImplementation,
+    pub(crate) dropout: f64,
+    /// `None`: 1/sqrt(D).
+    pub(crate) scale: Option<f64>,
+}
+
+/// Attention of `query (B, H, T, D)` over keys and values `(B, H_kv, S, D)`, as `(B, T, H·D)`.
+///
+/// Kernels lay their output out as `(B, T, H, D)`, so that joining the heads copies nothing.
+pub(crate) fn attend(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    mask: &Mask,
+    options: &AttendOptions,
+) -> Result<Tensor> {
+    let mixed = match options.implementation {
+        AttentionImplementation::Sdpa => sdpa(query, key, value, mask, options)?,
+        AttentionImplementation::Eager => {
+            with_backend(Backend::Math, query, key, value, mask, options)?
+        }
+        AttentionImplementation::Flash => {
+            with_backend(Backend::Auto, query, key, value, mask, options)?
+        }
+    };
+    Ok(mixed.f_transpose(1, 2)?.f_flatten(2, 3)?)
+}
+
+fn with_backend(
+    backend: Backend,
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    mask: &Mask,
+    options: &AttendOptions,
+) -> Result<Tensor> {
+    let options = AttentionOptions {
+        scale: options.scale,
+        dropout_p: options.dropout,
+        backend,
+        ..AttentionOptions::default()
+    };
+    let options = match mask {
+        Mask::Causal { window } => AttentionOptions {
+            causal: true,
+            window: window.map_or_else(Window::default, |size| {
+                Window::sliding(usize::try_from(size).unwrap_or(0))
+            }),
+            ..options
+        },
+        Mask::Marked(marked) => AttentionOptions {
+            mask: Some(marked),
+            ..options
+        },
+    };
+    Ok(attention(query, key, value, &options)?)
+}
+
+/// libtorch's own choice of a kernel: the flash one wherever the mask is none or causal.
+fn sdpa(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    mask: &Mask,
+    options: &AttendOptions,
+) -> Result<Tensor> {
+    let (tokens, keys) = (query.size()[2], key.size()[2]);
+    let grouped = query.size()[1] != key.size()[1];
+    let run = |key: &Tensor, value: &Tensor, marked: Option<&Tensor>, causal| {
+        let (dropout, scale) = (options.dropout, options.scale);
+        Tensor::f_scaled_dot_product_attention(
+            query, key, value, marked, dropout, causal, scale, grouped,
+        )
+    };
+    let last = |tensor: &Tensor, n: i64| tensor.f_narrow(2, keys - n, n);
+    Ok(match mask {
+        Mask::Marked(marked) => run(key, value, Some(marked), false)?,
+        // One query sees all keys, or the last ones.
+        Mask::Causal { window: None } if tokens == 1 => run(key, value, None, false)?,
+        Mask::Causal { window: Some(n) } if tokens == 1 => {
+            run(&last(key, *n)?, &last(value, *n)?, None, false)?
+        }
+        Mask::Causal { window: None } if tokens == keys => run(key, value, None, true)?,
+        Mask::Causal { window } => {
+            let marked = band(tokens, keys, *window, query.device())?;
+            run(key, value, Some(&marked), false)?
+        }
+    })
+}

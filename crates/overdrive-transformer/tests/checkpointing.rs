@@ -1,0 +1,123 @@
+//! Gradients of checkpointed models: those of the plain run, bit for bit, with dropout, in fp32 and
+//! under autocast, whatever is recomputed.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::sync::Mutex;
+
+use overdrive_precision::autocast;
+use overdrive_transformer::{
+    AttentionImplementation, CausalLm, CheckpointOptions, Execution, Gpt2Config, InitOptions,
+    LabelShift, LlamaConfig, ModelConfig, SavePolicy, Schedule,
+};
+use tch::{Device, Kind, Tensor};
+
+/// The generator that dropout draws from is the process's.
+static GENERATOR: Mutex<()> = Mutex::new(());
+
+fn llama() -> ModelConfig {
+    LlamaConfig {
+        vocab_size: 64,
+        hidden_size: 32,
+        intermediate_size: 48,
+        num_hidden_layers: 5,
+        num_attention_heads: 4,
+        num_key_value_heads: Some(2),
+        max_position_embeddings: 32,
+        attention_dropout: 0.2,
+        ..LlamaConfig::default()
+    }
+    .into()
+}
+
+fn gpt2() -> ModelConfig {
+    Gpt2Config {
+        vocab_size: 64,
+        n_embd: 32,
+        n_layer: 5,
+        n_head: 4,
+        n_positions: 32,
+        ..Gpt2Config::default()
+    }
+    .into()
+}
+
+/// The loss and all gradients of one step from a fixed seed.
+fn step(model: &CausalLm, low: bool) -> (f64, Vec<(String, Tensor)>) {
+    tch::manual_seed(3);
+    let ids = Tensor::randint(64, [2, 24], (Kind::Int64, Device::Cpu));
+    let forward = || model.loss(&ids, &ids, LabelShift::HuggingFace).unwrap();
+    let loss = if low {
+        autocast(Device::Cpu, Kind::BFloat16, forward).unwrap()
+    } else {
+        forward()
+    };
+    let mean = loss.mean().unwrap();
+    mean.backward();
+    let gradients = model
+        .named_parameters()
+        .into_iter()
+        .map(|(name, mut parameter)| {
+            let gradient = parameter.grad().copy();
+            parameter.zero_grad();
+            (name, gradient)
+        })
+        .collect();
+    (mean.double_value(&[]), gradients)
+}
+
+#[test]
+fn gradients_of_a_checkpointed_model_with_dropout_are_those_of_the_plain_one_bit_for_bit() {
+    let _alone = GENERATOR.lock().unwrap();
+    for config in [llama(), gpt2()] {
+        let mut model = CausalLm::new(&config, &InitOptions::default()).unwrap();
+        model.set_requires_grad(true).unwrap();
+        model.set_training(true);
+        for attention in AttentionImplementation::ALL {
+            for (fused, low) in [(true, false), (false, false), (true, true), (false, true)] {
+                let mut execution = Execution::default();
+                execution.fused_kernels = fused;
+                execution.attention = attention;
+                model.set_execution(execution.clone());
+                let (plain_loss, plain) = step(&model, low);
+                for (schedule, policy) in [
+                    (Schedule::EveryBlock, SavePolicy::Nothing),
+                    (Schedule::EveryNth(2), SavePolicy::Nothing),
+                    (Schedule::SqrtSegments, SavePolicy::Nothing),
+                    (Schedule::EveryBlock, SavePolicy::MatmulsAndAttention),
+                ] {
+                    let what =
+                        format!("{attention} fused {fused} bf16 {low} {schedule:?} {policy:?}");
+                    execution.checkpointing = schedule;
+                    execution.checkpoint_options = CheckpointOptions::keeping(policy);
+                    model.set_execution(execution.clone());
+                    let (loss, gradients) = step(&model, low);
+                    assert_eq!(loss, plain_loss, "{what}");
+                    for ((name, gradient), (_, expected)) in gradients.iter().zip(&plain) {
+                        assert_eq!(gradient, expected, "{what}: {name}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn dropout_makes_a_difference_in_these_tests() {
+    let _alone = GENERATOR.lock().unwrap();
+    let mut model = CausalLm::new(&llama(), &InitOptions::default()).unwrap();
+    model.set_requires_grad(true).unwrap();
+    let without = step(&model, false).0;
+    model.set_training(true);
+    assert_ne!(step(&model, false).0, without);
+}
+
+#[test]
+fn a_schedule_that_does_not_fit_the_model_is_an_error() {
+    let mut model = CausalLm::new(&llama(), &InitOptions::default()).unwrap();
+    let mut execution = Execution::default();
+    execution.checkpointing = Schedule::Segments(9);
+    model.set_execution(execution);
+    let ids = Tensor::zeros([1, 4], (Kind::Int64, Device::Cpu));
+    let error = model.loss(&ids, &ids, LabelShift::Shifted).unwrap_err();
+    assert!(error.to_string().contains("segments is 9"), "{error}");
+}
