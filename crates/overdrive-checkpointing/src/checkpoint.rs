@@ -51,11 +51,7 @@ pub type RegionResult<T> = CallbackResult<T>;
 /// # Ok(())
 /// # }
 /// ```
-pub fn checkpoint<T, F>(
-    inputs: &[&Tensor],
-    options: &CheckpointOptions,
-    region: F,
-) -> Result<T>
+pub fn checkpoint<T, F>(inputs: &[&Tensor], options: &CheckpointOptions, region: F) -> Result<T>
 where
     F: Fn(&[Tensor]) -> RegionResult<T> + Send + 'static,
 {

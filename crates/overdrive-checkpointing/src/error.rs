@@ -85,9 +85,9 @@ pub enum Error {
         first: usize,
     },
 
-    /// A tensor that the recomputation saved was changed in place before backward used it.
+    /// A saved tensor was changed in place before backward used it.
     #[error(
-        "a tensor of shape {shape:?} that backward needs was changed in place after an operator saved it, inside of a checkpointed closure; use the operator's form without the trailing underscore"
+        "a tensor of shape {shape:?} that backward needs was changed in place after an operator saved it; use the operator's form without the trailing underscore there"
     )]
     ChangedInPlace {
         /// Its shape.

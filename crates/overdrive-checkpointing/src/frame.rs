@@ -24,6 +24,7 @@ use crate::ambient::Ambient;
 use crate::determinism::{Log, Logging, Metadata};
 use crate::early_stop::{EarlyStop, keep_quiet};
 use crate::policy::{Answering, Keeping, Kept};
+use crate::versioned::Versioned;
 use crate::{CheckpointOptions, DeterminismCheck, Error, Result};
 
 type Owned = Box<dyn Fn(&[Tensor]) -> CallbackResult<()> + Send + Sync>;
@@ -80,30 +81,7 @@ struct Slot {
     metadata: Option<Metadata>,
     /// Whether the graph still has its placeholder.
     alive: bool,
-    value: Option<Recomputed>,
-}
-
-struct Recomputed {
-    tensor: Tensor,
-    version: i64,
-}
-
-impl Recomputed {
-    fn new(tensor: &Tensor) -> Result<Self> {
-        let tensor = tensor.f_detach()?;
-        let version = tensor.f_internal_version()?;
-        Ok(Self { tensor, version })
-    }
-
-    fn unchanged(self) -> Result<Tensor> {
-        if self.tensor.f_internal_version()? == self.version {
-            Ok(self.tensor)
-        } else {
-            Err(Error::ChangedInPlace {
-                shape: self.tensor.size(),
-            })
-        }
-    }
+    value: Option<Versioned>,
 }
 
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -189,12 +167,12 @@ impl Frame {
     fn unpack(self: &Arc<Self>, index: usize) -> Result<Tensor> {
         let pass = backward_pass();
         match self.take(index, pass) {
-            Some(value) => value.unchanged(),
-            None => self.recompute(index, pass)?.unchanged(),
+            Some(value) => value.get(),
+            None => self.recompute(index, pass)?.get(),
         }
     }
 
-    fn take(&self, index: usize, pass: Option<u64>) -> Option<Recomputed> {
+    fn take(&self, index: usize, pass: Option<u64>) -> Option<Versioned> {
         let mut state = lock(&self.state);
         if state.pass != pass {
             return None;
@@ -203,7 +181,7 @@ impl Frame {
     }
 
     /// Runs the closure again and takes the value of slot `index`.
-    fn recompute(self: &Arc<Self>, index: usize, pass: Option<u64>) -> Result<Recomputed> {
+    fn recompute(self: &Arc<Self>, index: usize, pass: Option<u64>) -> Result<Versioned> {
         let this_thread = thread::current().id();
         if *lock(&self.running) == Some(this_thread) {
             return Err(Error::Recursion);
@@ -242,7 +220,7 @@ impl Frame {
     }
 
     fn begin(&self, pass: Option<u64>) {
-        let old: Vec<Recomputed> = {
+        let old: Vec<Versioned> = {
             let mut state = lock(&self.state);
             state.pass = pass;
             state.count = 0;
@@ -283,8 +261,8 @@ impl Frame {
 
     /// The hook of the recomputation.
     fn refill(&self, tensor: &Tensor, log: &Log) -> CallbackResult<Box<dyn Packed>> {
-        let value = Recomputed::new(tensor)?;
-        let again = Box::new(Again(value.tensor.shallow_clone()));
+        let value = Versioned::new(tensor)?;
+        let again = Box::new(Again(value.tensor().shallow_clone()));
         let mut state = lock(&self.state);
         if state.stopped {
             return Err(Box::new(EarlyStop));
@@ -328,11 +306,7 @@ impl Frame {
         Ok(again)
     }
 
-    fn finish(
-        &self,
-        outcome: thread::Result<CallbackResult<()>>,
-        log: &Log,
-    ) -> Result<()> {
+    fn finish(&self, outcome: thread::Result<CallbackResult<()>>, log: &Log) -> Result<()> {
         let mut state = lock(&self.state);
         if let Some(failure) = state.failure.take() {
             return Err(failure);

@@ -171,9 +171,17 @@ impl Kept {
     }
 }
 
-/// Whether the policy has anything to say about a call.
+/// Whether the policy has anything to say about a call. Not about memory that nothing was written to
+/// yet: what fills it runs again, in place.
 fn can_be_kept(call: &OperatorCall) -> CallbackResult<bool> {
-    Ok(!call.aliases()? && !call.mutates()?)
+    const EMPTY: [&str; 5] = [
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+    ];
+    Ok(!EMPTY.contains(&call.name()) && !call.aliases()? && !call.mutates()?)
 }
 
 /// The mode of the first pass.

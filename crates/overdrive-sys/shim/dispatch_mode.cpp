@@ -168,11 +168,11 @@ extern "C" od_status* od_dispatched_replace(od_dispatched* call, const od_result
   return overdrive::guard([&] {
     for (const auto& [tensor, version] : by->tensors) {
       const auto& counter = tensor.unsafeGetTensorImpl()->version_counter();
-      TORCH_CHECK(!counter.enabled() || counter.current_version() == version, "the result of ",
-                  full_name(call->op.operator_name()), ", a tensor of shape ", tensor.sizes(),
-                  ", was kept for the recomputation and changed in place since (it is at version ",
-                  counter.current_version(), ", kept at ", version,
-                  "): let the policy recompute this operator, or change a copy");
+      TORCH_CHECK(!counter.enabled() || counter.current_version() == version,
+                  "its kept result, a tensor of shape ", tensor.sizes(),
+                  ", was changed in place since it was kept (it is at version ",
+                  counter.current_version(), ", was at ", version,
+                  "): run this operator again, or change a copy");
     }
     const auto& schema = call->op.schema();
     TORCH_CHECK(by->values.size() == schema.returns().size(), "results of another operator than ",

@@ -5,12 +5,18 @@
 // base engine's place before `main`, so that no backward ever runs on two engines.
 #include "callback.h"
 
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/record_stream.h>
 #include <c10/core/AutogradState.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <atomic>
+#include <map>
 #include <mutex>
 
 namespace {
@@ -116,3 +122,80 @@ extern "C" int32_t od_backward_threads_set(int32_t enabled) noexcept {
   state.set_multithreading_enabled(enabled != 0);
   return before;
 }
+
+// --- where a saved tensor's memory is, and copies of it beside the computation ---------------------
+
+struct od_storage {
+  // While this is held no other storage can have the same address, even when the memory is long gone.
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  const void* address;
+};
+
+extern "C" od_status* od_storage_of(od_tensor tensor, od_storage** out, const void** address) noexcept {
+  return overdrive::guard([&] {
+    const auto& storage = static_cast<const at::Tensor*>(tensor)->storage();
+    auto* impl = storage.unsafeGetStorageImpl();
+    *out = new od_storage{c10::weak_intrusive_ptr<c10::StorageImpl>(storage.getWeakStorageImpl()), impl};
+    *address = impl;
+  });
+}
+
+extern "C" void od_storage_free(od_storage* storage) noexcept { delete storage; }
+
+struct od_copied {
+  c10::Event event;
+};
+
+namespace {
+
+// One more stream for each device, for copies only.
+c10::Stream side_stream(c10::Device device) {
+  static std::mutex lock;
+  static std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, c10::Stream> streams;
+  std::lock_guard<std::mutex> held(lock);
+  const std::pair key(device.type(), device.index());
+  const auto found = streams.find(key);
+  if (found != streams.end()) return found->second;
+  const c10::impl::VirtualGuardImpl impl(device.type());
+  return streams.emplace(key, impl.getStreamFromGlobalPool(device)).first->second;
+}
+
+}  // namespace
+
+extern "C" od_status* od_copy_aside(od_tensor from, od_tensor to, od_copied** done) noexcept {
+  return overdrive::guard([&] {
+    const auto& source = *static_cast<const at::Tensor*>(from);
+    auto& target = *static_cast<at::Tensor*>(to);
+    const auto device = source.is_cpu() ? target.device() : source.device();
+    if (device.is_cpu()) {
+      target.copy_(source);
+      *done = nullptr;
+      return;
+    }
+    const c10::impl::VirtualGuardImpl impl(device.type());
+    const auto side = side_stream(device);
+    c10::Event ready(device.type());
+    ready.record(impl.getStream(device));
+    ready.block(side);
+    {
+      c10::StreamGuard guard(side);
+      target.copy_(source, /*non_blocking=*/true);
+    }
+    // The device's memory is not given to others before the copy is through with it.
+    (source.is_cpu() ? target : source).record_stream(side);
+    auto copied = std::make_unique<od_copied>(od_copied{c10::Event(device.type())});
+    copied->event.record(side);
+    *done = copied.release();
+  });
+}
+
+extern "C" od_status* od_copied_wait(od_copied* event, int32_t device_type, int32_t index) noexcept {
+  return overdrive::guard([&] {
+    const c10::Device device(static_cast<c10::DeviceType>(device_type),
+                             static_cast<c10::DeviceIndex>(index));
+    const c10::impl::VirtualGuardImpl impl(device.type());
+    event->event.block(impl.getStream(device));
+  });
+}
+
+extern "C" void od_copied_free(od_copied* event) noexcept { delete event; }

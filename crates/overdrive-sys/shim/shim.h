@@ -163,6 +163,18 @@ int32_t od_graph_task_id(void) OD_NOEXCEPT;  // of the backward this thread is i
 // Whether a backward that this thread starts may use other threads; the setting before.
 int32_t od_backward_threads_set(int32_t enabled) OD_NOEXCEPT;
 
+// What a tensor's memory is known by: no other has this address while the handle is held.
+typedef struct od_storage od_storage;
+od_status* od_storage_of(od_tensor tensor, od_storage** out, const void** address) OD_NOEXCEPT;
+void od_storage_free(od_storage* storage) OD_NOEXCEPT;
+// Copies between host and device on a stream of its own, after what the current stream has to do now;
+// `done` is null for a copy within the host, which is over on return.
+typedef struct od_copied od_copied;
+od_status* od_copy_aside(od_tensor from, od_tensor to, od_copied** done) OD_NOEXCEPT;
+// What the device's current stream does from here on waits for the event; the caller does not.
+od_status* od_copied_wait(od_copied* event, int32_t device_type, int32_t index) OD_NOEXCEPT;
+void od_copied_free(od_copied* event) OD_NOEXCEPT;
+
 // --- dispatch_mode.cpp: every operator that a thread calls --------------------------------------
 typedef struct od_dispatched od_dispatched;  // a call under way
 typedef struct od_results od_results;        // the results of a call, kept

@@ -234,6 +234,24 @@ impl Drop for ModeGuard {
     }
 }
 
+/// Keeps what `body` calls from this thread's modes.
+pub(crate) fn unseen<T>(body: impl FnOnce() -> T) -> T {
+    struct Resume;
+    impl Drop for Resume {
+        fn drop(&mut self) {
+            // SAFETY: sets thread-local flags.
+            unsafe { ffi::od_dispatch_mode_listen(1) };
+        }
+    }
+    if MODES.with_borrow(Vec::is_empty) {
+        return body();
+    }
+    // SAFETY: sets thread-local flags.
+    unsafe { ffi::od_dispatch_mode_listen(0) };
+    let _resume = Resume;
+    body()
+}
+
 /// The mode on top first.
 fn modes() -> Vec<Rc<dyn DispatchMode>> {
     MODES.with_borrow(|modes| {

@@ -188,6 +188,16 @@ pub(crate) struct RawSavedVariable {
 }
 
 #[repr(C)]
+pub(crate) struct RawStorage {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+pub(crate) struct RawCopied {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
 pub(crate) struct RawDispatched {
     _opaque: [u8; 0],
 }
@@ -315,6 +325,20 @@ unsafe extern "C" {
     pub(crate) fn od_saved_variable_free(saved: *mut RawSavedVariable);
     pub(crate) fn od_graph_task_id() -> i32;
     pub(crate) fn od_backward_threads_set(enabled: i32) -> i32;
+
+    pub(crate) fn od_storage_of(
+        tensor: RawTensor,
+        out: *mut *mut RawStorage,
+        address: *mut *const c_void,
+    ) -> *mut Status;
+    pub(crate) fn od_storage_free(storage: *mut RawStorage);
+    pub(crate) fn od_copy_aside(
+        from: RawTensor,
+        to: RawTensor,
+        done: *mut *mut RawCopied,
+    ) -> *mut Status;
+    pub(crate) fn od_copied_wait(event: *mut RawCopied, device_type: i32, index: i32) -> *mut Status;
+    pub(crate) fn od_copied_free(event: *mut RawCopied);
 
     pub(crate) fn od_dispatch_mode_install(callbacks: *const RawDispatchCallbacks);
     pub(crate) fn od_dispatch_mode_listen(enabled: i32);

@@ -16,9 +16,11 @@ use std::rc::Rc;
 use std::sync::{Arc, Once};
 use std::thread::{self, ThreadId};
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use crate::callback::{self, CallbackError, CallbackResult};
+use crate::device::{device_index, device_type};
+use crate::dispatch_mode;
 use crate::error::{Result, check};
 use crate::ffi::{self, RawTensor};
 use crate::function::{handle, into_handle};
@@ -123,9 +125,12 @@ unsafe extern "C" fn call_pack(
         let hook = STACK
             .with_borrow(|stack| stack.last().map(|(_, hook)| Rc::clone(hook)))
             .ok_or_else(|| CallbackError::from("no hook on this thread's stack"))?;
-        let value = hook(Saved {
-            tensor,
-            is_parameter: parameter != 0,
+        // What a hook does is not what the thread computes.
+        let value = dispatch_mode::unseen(|| {
+            hook(Saved {
+                tensor,
+                is_parameter: parameter != 0,
+            })
         })?;
         // SAFETY: a place for one pointer, given back to `call_unpack` and once to `drop_packed`.
         unsafe { *packed = Box::into_raw(Box::new(value)).cast() };
@@ -235,6 +240,94 @@ impl Drop for BackwardOnThisThread {
         // SAFETY: sets a thread-local flag.
         unsafe { ffi::od_backward_threads_set(self.before) };
     }
+}
+
+/// The identity of a tensor's memory: while one is held, no other memory has its [`address`](Self::address),
+/// even if the tensor is gone.
+#[derive(Debug)]
+pub struct StorageId {
+    raw: *mut ffi::RawStorage,
+    address: usize,
+}
+
+// SAFETY: a weak reference with an atomic count, and a number.
+unsafe impl Send for StorageId {}
+
+impl StorageId {
+    /// Of the memory behind `tensor`, which views of it share.
+    ///
+    /// # Errors
+    /// [`crate::Error::Torch`] for tensors without memory of the usual kind (sparse ones).
+    pub fn of(tensor: &Tensor) -> Result<Self> {
+        let (mut raw, mut address) = (ptr::null_mut(), ptr::null());
+        // SAFETY: the handle is valid while borrowed; both are written only on success.
+        let status = unsafe { ffi::od_storage_of(handle(tensor), &raw mut raw, &raw mut address) };
+        check(status, "reading a tensor's storage")?;
+        Ok(Self {
+            raw,
+            address: address as usize,
+        })
+    }
+
+    /// A number that only this memory has.
+    pub fn address(&self) -> usize {
+        self.address
+    }
+}
+
+impl Drop for StorageId {
+    fn drop(&mut self) {
+        // SAFETY: owned by `self`, freed once.
+        unsafe { ffi::od_storage_free(self.raw) }
+    }
+}
+
+/// The end of a copy that runs beside the computation.
+#[derive(Debug)]
+pub struct Copied {
+    raw: *mut ffi::RawCopied,
+}
+
+// SAFETY: an event handle of the device, which libtorch's events let any thread wait for.
+unsafe impl Send for Copied {}
+
+impl Copied {
+    /// Makes what `device`'s current stream does from here on wait for the copy. Does not block.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn wait_on(&self, device: Device) -> Result<()> {
+        if self.raw.is_null() {
+            return Ok(());
+        }
+        // SAFETY: alive with `self`.
+        let status =
+            unsafe { ffi::od_copied_wait(self.raw, device_type(device), device_index(device)) };
+        check(status, "waiting for a copy")
+    }
+}
+
+impl Drop for Copied {
+    fn drop(&mut self) {
+        // SAFETY: owned by `self`, freed once; null is let be.
+        unsafe { ffi::od_copied_free(self.raw) }
+    }
+}
+
+/// Copies `from` into `to`, of the same shape and dtype, one on the host and one on a device: on a
+/// stream of its own, after what the current stream has been given so far. The host's tensor should be
+/// pinned, must not be touched before the copy is done, and must stay alive until then. Between host
+/// tensors it is a plain copy.
+///
+/// # Errors
+/// libtorch's.
+pub fn copy_aside(from: &Tensor, to: &Tensor) -> Result<Copied> {
+    let mut raw = ptr::null_mut();
+    // SAFETY: the handles are valid while borrowed; `to` is written as by an in-place operator on a
+    // shallow clone.
+    let status = unsafe { ffi::od_copy_aside(handle(from), handle(to), &raw mut raw) };
+    check(status, "copying between host and device")?;
+    Ok(Copied { raw })
 }
 
 type Borrowing<'a> = dyn Fn(&[Tensor]) -> CallbackResult<()> + 'a;

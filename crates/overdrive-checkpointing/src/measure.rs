@@ -1,0 +1,140 @@
+//! What backward of a block needs to have kept, and how long its forward takes.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use overdrive_sys::saved_tensors::{Packed, Saved, StorageId, push_hooks};
+use serde::{Deserialize, Serialize};
+use tch::{Cuda, Device, Tensor};
+
+use crate::versioned::Versioned;
+use crate::{Error, RegionResult, Result};
+
+/// The cost of one block, measured.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct BlockCost {
+    /// Bytes that the graph keeps of the block between forward and backward, its input included and
+    /// weights not: what checkpointing frees, but for the input.
+    pub saved_bytes: u64,
+    /// Bytes of the input, which a checkpoint keeps.
+    pub input_bytes: u64,
+    /// Seconds of its forward pass: what recomputing it takes.
+    pub forward_s: f64,
+}
+
+/// Runs the blocks one after another, with gradient recording, and measures each: bytes and output in a
+/// first pass, time as the least of two more.
+///
+/// `forward` runs block `index` on a hidden state. The graph is thrown away.
+///
+/// # Errors
+/// [`Error::Closure`] with what `forward` returned.
+pub fn measure_blocks<F>(blocks: usize, input: &Tensor, forward: F) -> Result<Vec<BlockCost>>
+where
+    F: Fn(usize, &Tensor) -> RegionResult<Tensor>,
+{
+    let mut hidden = input.shallow_clone();
+    let mut costs = Vec::with_capacity(blocks);
+    for index in 0..blocks {
+        // Detached: the next block must not keep this one's graph alive.
+        let input = hidden.f_detach()?.f_set_requires_grad(true)?;
+        let (output, saved_bytes) = saved_by(&input, |x| forward(index, x))?;
+        let mut forward_s = f64::INFINITY;
+        for _ in 0..2 {
+            let took = timed(input.device(), || forward(index, &input))?;
+            forward_s = forward_s.min(took.as_secs_f64());
+        }
+        costs.push(BlockCost {
+            saved_bytes,
+            input_bytes: bytes_of(&input),
+            forward_s,
+        });
+        hidden = output;
+    }
+    Ok(costs)
+}
+
+fn timed(device: Device, run: impl FnOnce() -> RegionResult<Tensor>) -> Result<Duration> {
+    synchronize(device);
+    let start = Instant::now();
+    let output = run().map_err(Error::Closure)?;
+    synchronize(device);
+    let took = start.elapsed();
+    drop(output);
+    Ok(took)
+}
+
+fn synchronize(device: Device) {
+    if let Device::Cuda(index) = device
+        && let Ok(index) = i64::try_from(index)
+    {
+        Cuda::synchronize(index);
+    }
+}
+
+/// The output, and the bytes of all memory that the graph keeps for it. Tensors that share memory count
+/// once, by where they begin and how far they reach.
+fn saved_by(
+    input: &Tensor,
+    run: impl FnOnce(&Tensor) -> RegionResult<Tensor>,
+) -> Result<(Tensor, u64)> {
+    let found: Rc<RefCell<HashMap<usize, u64>>> = Rc::default();
+    // The input is a leaf here and an activation in the chain.
+    let input_storage = StorageId::of(input)?;
+    let output = {
+        let found = Rc::clone(&found);
+        let _hooks = push_hooks(move |saved: Saved| {
+            let tensor = saved.tensor.f_detach()?;
+            let is_input = StorageId::of(&tensor)?.address() == input_storage.address();
+            if is_input || !saved.is_parameter {
+                let (start, bytes) = extent(&tensor)?;
+                let mut found = found.borrow_mut();
+                let known = found.entry(start).or_insert(0);
+                *known = bytes.max(*known);
+            }
+            Ok(Box::new(Versioned::new(&tensor)?) as Box<dyn Packed>)
+        })?;
+        run(input).map_err(Error::Closure)?
+    };
+    let total = union(&found.borrow());
+    Ok((output, total))
+}
+
+/// Where a tensor's memory begins, and how many bytes it reaches over.
+fn extent(tensor: &Tensor) -> Result<(usize, u64)> {
+    let reach: i64 = tensor
+        .size()
+        .iter()
+        .zip(tensor.stride())
+        .map(|(size, stride)| (size - 1).max(0) * stride)
+        .sum();
+    let element = tensor.f_kind()?.elt_size_in_bytes() as u64;
+    let elements = if tensor.numel() == 0 {
+        0
+    } else {
+        reach.unsigned_abs() + 1
+    };
+    Ok((tensor.data_ptr() as usize, elements * element))
+}
+
+/// The bytes that a set of stretches of memory covers together.
+fn union(stretches: &HashMap<usize, u64>) -> u64 {
+    let mut sorted: Vec<(u64, u64)> = stretches
+        .iter()
+        .map(|(start, bytes)| (*start as u64, *bytes))
+        .collect();
+    sorted.sort_unstable();
+    let (mut total, mut end) = (0, 0);
+    for (start, bytes) in sorted {
+        let stop = start + bytes;
+        total += stop.saturating_sub(start.max(end));
+        end = end.max(stop);
+    }
+    total
+}
+
+fn bytes_of(tensor: &Tensor) -> u64 {
+    (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
+}
