@@ -162,8 +162,11 @@ pub(crate) struct Kept {
 struct KeptCall {
     results: Arc<Results>,
     /// Where the generators stood after a random operator, which does not run again to move them.
-    random: Option<Arc<Mutex<Vec<(Device, Tensor)>>>>,
+    random: Option<Generators>,
 }
+
+/// States of random generators; shared by the calls' clones, tensors being no `Sync`.
+type Generators = Arc<Mutex<Vec<(Device, Tensor)>>>;
 
 impl Kept {
     fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<String, Vec<Option<KeptCall>>>> {
@@ -214,9 +217,7 @@ impl DispatchMode for Keeping {
     }
 }
 
-fn generators_after(
-    call: &OperatorCall,
-) -> CallbackResult<Option<Arc<Mutex<Vec<(Device, Tensor)>>>>> {
+fn generators_after(call: &OperatorCall) -> CallbackResult<Option<Generators>> {
     if !call.is_random()? {
         return Ok(None);
     }

@@ -339,16 +339,16 @@ struct Loan {
     call: RefCell<Option<Rc<Borrowing<'static>>>>,
 }
 
+// SAFETY: `Lent` checks the thread before it touches the closure, and `lending` empties the loan on its
+// own thread before any reference to it outlives the borrows: what is dropped elsewhere is empty.
+unsafe impl Send for Loan {}
+// SAFETY: as above.
+unsafe impl Sync for Loan {}
+
 /// A closure lent by [`lending`]: it can be kept anywhere, and called on the lender's thread until the
 /// lending ends.
 #[derive(Clone)]
 pub struct Lent(Arc<Loan>);
-
-// SAFETY: `call` checks the thread before it touches the closure, and `lending` empties the loan on its
-// own thread before any reference to it outlives the borrows: what is dropped elsewhere is empty.
-unsafe impl Send for Lent {}
-// SAFETY: as above.
-unsafe impl Sync for Lent {}
 
 impl std::fmt::Debug for Lent {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
