@@ -4,7 +4,7 @@ use overdrive_sys::op::{Output, Value, call};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use crate::{Error, Result};
+use crate::{Error, Optimizer, Result};
 
 /// Keeps the quotient finite when all gradients are zero; torch's value.
 const NORM_EPSILON: f64 = 1e-6;
@@ -101,6 +101,56 @@ pub fn clip_grad_value(parameters: &[Tensor], clip_value: f64) -> Result<()> {
         )?;
     }
     Ok(())
+}
+
+/// Clips every parameter group of an optimizer by its own total norm: at most `max_norms[i]` for group
+/// i, `None` to leave it as it is. Returns the norm that each group had.
+///
+/// Groups whose gradients differ in size (a new head on a trained body, embeddings) then do not scale
+/// each other down. Nothing is changed if a bound is out of range.
+///
+/// # Errors
+/// [`Error::BoundCount`] for another number of bounds than of groups; else as for [`clip_grad_norm`].
+///
+/// ```
+/// use overdrive_optim::{AdamW, AdamWConfig, ClipOptions, ParamGroup, clip_grad_norm_by_group};
+/// use tch::{Kind, Tensor};
+///
+/// let leaf = |values: &[f32]| Tensor::from_slice(values).set_requires_grad(true);
+/// let (body, head) = (leaf(&[1.0, 1.0]), leaf(&[1.0]));
+/// let groups = vec![
+///     ParamGroup::new("body", vec![("body".into(), body.shallow_clone())]),
+///     ParamGroup::new("head", vec![("head".into(), head.shallow_clone())]),
+/// ];
+/// let optimizer = AdamW::new(groups, AdamWConfig::default())?;
+/// (body.sum(Kind::Float) * 3.0 + head.sum(Kind::Float) * 100.0).backward();
+/// clip_grad_norm_by_group(&optimizer, &[None, Some(1.0)], ClipOptions::default())?;
+/// assert_eq!(Vec::<f32>::try_from(body.grad())?, [3.0, 3.0]);
+/// assert!((head.grad().double_value(&[0]) - 1.0).abs() < 1e-5);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn clip_grad_norm_by_group<O: Optimizer + ?Sized>(
+    optimizer: &O,
+    max_norms: &[Option<f64>],
+    options: ClipOptions,
+) -> Result<Vec<Tensor>> {
+    let groups = optimizer.parameters_by_group();
+    if groups.len() != max_norms.len() {
+        return Err(Error::BoundCount {
+            given: max_norms.len(),
+            groups: groups.len(),
+        });
+    }
+    for bound in max_norms.iter().flatten() {
+        check_bound("max_norm", *bound)?;
+    }
+    let pairs = groups.iter().zip(max_norms);
+    pairs
+        .map(|(parameters, bound)| match bound {
+            Some(bound) => clip_grad_norm(parameters, *bound, options),
+            None => grad_norm(parameters, options),
+        })
+        .collect()
 }
 
 /// Multiplies the gradients of `parameters` by `factor`, a scalar tensor on any device: one call

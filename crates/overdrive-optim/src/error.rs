@@ -66,15 +66,52 @@ pub enum Error {
         name: String,
     },
 
-    /// A parameter has a kind that Adam cannot step.
+    /// A parameter has a kind that no optimizer steps.
     #[error(
-        "parameter `{name}` is {kind:?}; AdamW steps floating-point parameters only (Float, Double, Half, BFloat16), exclude this one"
+        "parameter `{name}` is {kind:?}; optimizers and averages take floating-point parameters only (Float, Double, Half, BFloat16), exclude this one"
     )]
     UnsupportedKind {
         /// Name of the parameter.
         name: String,
         /// Its kind.
         kind: Kind,
+    },
+
+    /// A parameter that is no matrix was given to an optimizer of matrices.
+    #[error(
+        "parameter `{name}` has the shape {size:?}, and Muon steps two-dimensional parameters only; give this one to an AdamW beside it, as norms, biases, embeddings and output layers"
+    )]
+    NotAMatrix {
+        /// Name of the parameter.
+        name: String,
+        /// Its shape.
+        size: Vec<i64>,
+    },
+
+    /// A file that holds or is to hold an optimizer's state failed.
+    #[error("cannot {action} `{}`: {source}", path.display())]
+    StateFile {
+        /// What was being done to it.
+        action: &'static str,
+        /// The file, or its folder.
+        path: std::path::PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+
+    /// The system refused a piece of advice about mapped memory.
+    #[error("the system refuses to page the optimizer state: {0}")]
+    Paging(#[from] std::io::Error),
+
+    /// The number of bounds is not the number of parameter groups.
+    #[error(
+        "{given} bounds for {groups} parameter groups; give one for each group, None where it is not clipped"
+    )]
+    BoundCount {
+        /// How many were given.
+        given: usize,
+        /// How many parameter groups there are.
+        groups: usize,
     },
 
     /// The fused kernel was demanded where it does not apply.

@@ -1,4 +1,5 @@
-//! Optimizers for tch: fused AdamW, gradient clipping, learning-rate schedules, early stopping.
+//! Optimizers for tch: AdamW (fused, 8-bit, paged), SGD, Lion, Adafactor and Muon; clipping, averages
+//! of weights, learning-rate schedules, early stopping.
 //!
 //! tch's own `nn::AdamW` steps one parameter after another with a dozen operations each, hides its
 //! state and cannot be resumed. [`AdamW`] here updates all parameters of a group with libtorch's
@@ -8,7 +9,15 @@
 //! | item | equals |
 //! |---|---|
 //! | [`AdamW`], [`ParamGroup`], [`decay_groups`] | [`torch.optim.AdamW`] with `fused=True` |
+//! | [`AdamW8bit`] | bitsandbytes' `AdamW8bit`: a quarter of the state |
+//! | [`PagedAdamW`] | bitsandbytes' `PagedAdamW`: the state outside the memory that is short |
+//! | [`Sgd`], [`Muon`] | [`torch.optim.SGD`], [`torch.optim.Muon`] |
+//! | [`Lion`] | the paper's, as in bitsandbytes |
+//! | [`Adafactor`] | `transformers.optimization.Adafactor` |
+//! | [`Ema`] | `torch.optim.swa_utils`' and diffusers' averages of weights |
+//! | [`OptimizerState`], [`StateDict`] | states by parameter name in safetensors files |
 //! | [`clip_grad_norm`], [`clip_grad_value`] | `torch.nn.utils.clip_grad_norm_`, `clip_grad_value_` |
+//! | [`clip_grad_norm_by_group`] | the same, a bound for each group |
 //! | [`Schedule`], [`LrScheduler`], [`Warmup`] | `transformers.get_scheduler`, `lr_scheduler_type` |
 //! | [`EarlyStopping`] | transformers' `EarlyStoppingCallback` |
 //! | [`TchOptimizer`] | tch's own optimizers, behind the [`Optimizer`] trait |
@@ -47,29 +56,56 @@
 //! # }
 //! ```
 //!
+//! [`torch.optim.SGD`]: https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html
+//! [`torch.optim.Muon`]: https://docs.pytorch.org/docs/stable/generated/torch.optim.Muon.html
 //! [`torch.optim.AdamW`]: https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html
-#![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
+mod adafactor;
 mod adamw;
+mod adamw8bit;
+mod checks;
 mod clip;
+mod code_book;
 mod early_stopping;
+mod ema;
+mod engine;
 mod error;
+mod kernels;
+mod lion;
+mod muon;
+mod operators;
 mod optimizer;
+mod paged_adamw;
+mod paging;
 mod param_group;
+mod residency;
 mod schedule;
+mod sgd;
 mod state_dict;
+mod state_file;
+mod stored;
 mod tch_optimizer;
 
+pub use adafactor::{Adafactor, AdafactorConfig};
 pub use adamw::{AdamW, AdamWConfig, Implementation};
-pub use clip::{ClipOptions, clip_grad_norm, clip_grad_value, grad_norm, scale_grads};
+pub use adamw8bit::{AdamW8bit, AdamW8bitConfig};
+pub use clip::{
+    ClipOptions, clip_grad_norm, clip_grad_norm_by_group, clip_grad_value, grad_norm, scale_grads,
+};
 pub use early_stopping::{EarlyStopping, EarlyStoppingConfig, Verdict};
+pub use ema::{Ema, EmaConfig, EmaGuard, EmaWarmup};
 pub use error::{Error, Result};
-pub use optimizer::{GradScaling, Optimizer, OptimizerId};
+pub use lion::{Lion, LionConfig};
+pub use muon::{Muon, MuonConfig, MuonPrecision, MuonRate};
+pub use optimizer::{GradScaling, Optimizer, OptimizerId, OptimizerState};
+pub use paged_adamw::{PagedAdamW, PagedAdamWConfig, StateBits};
+pub use paging::PagingConfig;
 pub use param_group::{DecayRule, ParamGroup, decay_groups};
 pub use schedule::{
     LrScheduler, LrSchedulerState, LrSchedulerType, RampType, Schedule, ScheduleLength,
     ScheduleOptions, Warmup,
 };
+pub use sgd::{Sgd, SgdConfig};
 pub use state_dict::StateDict;
 pub use tch_optimizer::TchOptimizer;

@@ -1,5 +1,6 @@
 //! The trait that loss scaling, accumulation and schedulers drive optimizers by.
 
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tch::Tensor;
@@ -43,6 +44,12 @@ pub trait Optimizer: Send {
     /// Handles of all parameters, in a stable order. They share memory and gradients with the
     /// model's; nothing is copied.
     fn parameters(&self) -> Vec<Tensor>;
+
+    /// Handles of the parameters of each group, in the order of
+    /// [`learning_rates`](Self::learning_rates); one group of all where the optimizer knows none.
+    fn parameters_by_group(&self) -> Vec<Vec<Tensor>> {
+        vec![self.parameters()]
+    }
 
     /// Applies the gradients. Parameters without one are left alone.
     ///
@@ -122,12 +129,42 @@ pub trait Optimizer: Send {
     }
 }
 
+/// States in files, for every [`Optimizer`].
+pub trait OptimizerState: Optimizer {
+    /// Writes [`state_dict`](Optimizer::state_dict) to a safetensors file, whole or not at all
+    /// ([`StateDict::save`]).
+    ///
+    /// # Errors
+    /// As for [`state_dict`](Optimizer::state_dict) and [`StateDict::save`].
+    fn save_state(&self, path: impl AsRef<Path>) -> Result<()>;
+
+    /// Loads what [`save_state`](Self::save_state) wrote.
+    ///
+    /// # Errors
+    /// As for [`StateDict::load`] and [`load_state_dict`](Optimizer::load_state_dict); nothing is
+    /// changed then.
+    fn load_state(&mut self, path: impl AsRef<Path>) -> Result<()>;
+}
+
+impl<T: Optimizer + ?Sized> OptimizerState for T {
+    fn save_state(&self, path: impl AsRef<Path>) -> Result<()> {
+        self.state_dict()?.save(path)
+    }
+
+    fn load_state(&mut self, path: impl AsRef<Path>) -> Result<()> {
+        self.load_state_dict(&StateDict::load(path)?)
+    }
+}
+
 impl<T: Optimizer + ?Sized> Optimizer for Box<T> {
     fn id(&self) -> OptimizerId {
         (**self).id()
     }
     fn parameters(&self) -> Vec<Tensor> {
         (**self).parameters()
+    }
+    fn parameters_by_group(&self) -> Vec<Vec<Tensor>> {
+        (**self).parameters_by_group()
     }
     fn step(&mut self) -> Result<()> {
         (**self).step()

@@ -7,8 +7,8 @@ use tch::Tensor;
 /// The state of an optimizer: tensors by name and a JSON value for the rest.
 ///
 /// The names are `<parameter>.<part>`, for AdamW `blocks.0.mlp.up.weight.exp_avg`, so that a state
-/// survives a reordering of the parameters. Store the tensors with safetensors and the metadata
-/// beside them.
+/// survives a reordering of the parameters. [`save`](Self::save) writes both into one safetensors
+/// file.
 #[derive(Debug)]
 pub struct StateDict {
     /// The tensors. From `state_dict` they are handles that share memory with the optimizer.

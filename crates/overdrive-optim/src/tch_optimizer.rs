@@ -96,7 +96,7 @@ impl Optimizer for TchOptimizer {
                 groups: 1,
             });
         };
-        crate::adamw::check_learning_rate(learning_rate)?;
+        crate::checks::check_finite_from_zero("learning_rate", learning_rate)?;
         self.guarded(|optimizer| optimizer.set_lr(learning_rate))?;
         self.learning_rate = learning_rate;
         Ok(())

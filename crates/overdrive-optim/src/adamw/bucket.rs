@@ -1,9 +1,10 @@
 //! The parameters that one kernel call updates together, and the two ways to update them.
 
 use overdrive_sys::op::{Value, call};
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::config::AdamWConfig;
+use crate::checks::same_layout;
 use crate::{GradScaling, Result};
 
 /// Running averages of one parameter.
@@ -15,6 +16,8 @@ pub(super) struct Moments {
     pub(super) exp_avg: Tensor,
     pub(super) exp_avg_sq: Tensor,
     pub(super) max_exp_avg_sq: Option<Tensor>,
+    /// The parameter in float32, where it is not itself and the optimizer keeps one.
+    pub(super) master: Option<Tensor>,
 }
 
 /// Numbers of one update.
@@ -31,11 +34,15 @@ pub(super) struct Update<'a> {
 pub(super) struct Bucket {
     pub(super) group: usize,
     pub(super) device: Device,
-    pub(super) kind: tch::Kind,
+    pub(super) kind: Kind,
     pub(super) fused: bool,
     /// Positions in the optimizer's list of parameters.
     pub(super) members: Vec<usize>,
+    /// What the update goes into: the parameters, or their masters.
     parameters: Vec<Tensor>,
+    /// The parameters of which `parameters` are the masters; else empty.
+    rounded: Vec<Tensor>,
+    elements: usize,
     exp_avgs: Vec<Tensor>,
     exp_avg_sqs: Vec<Tensor>,
     max_exp_avg_sqs: Vec<Tensor>,
@@ -51,6 +58,8 @@ impl Bucket {
             fused,
             members: Vec::new(),
             parameters: Vec::new(),
+            rounded: Vec::new(),
+            elements: 0,
             exp_avgs: Vec::new(),
             exp_avg_sqs: Vec::new(),
             max_exp_avg_sqs: Vec::new(),
@@ -60,7 +69,12 @@ impl Bucket {
 
     pub(super) fn push(&mut self, index: usize, parameter: &Tensor, moments: &Moments) {
         self.members.push(index);
-        self.parameters.push(parameter.shallow_clone());
+        self.elements += parameter.numel();
+        let master = moments.master.as_ref();
+        self.parameters
+            .push(master.unwrap_or(parameter).shallow_clone());
+        self.rounded
+            .extend(master.map(|_| parameter.shallow_clone()));
         self.exp_avgs.push(moments.exp_avg.shallow_clone());
         self.exp_avg_sqs.push(moments.exp_avg_sq.shallow_clone());
         self.max_exp_avg_sqs
@@ -68,11 +82,22 @@ impl Bucket {
         self.steps.push(moments.step.shallow_clone());
     }
 
+    /// Whether the bucket takes no more: gradients of parameters with masters are widened, and the
+    /// copies of a bucket live at the same time.
+    pub(super) fn is_full(&self) -> bool {
+        const MAX_WIDENED: usize = 1 << 24;
+        !self.rounded.is_empty() && self.elements >= MAX_WIDENED
+    }
+
     /// Whether a parameter was given other memory with a layout that the kernel would walk wrongly.
     pub(super) fn is_stale(&self) -> bool {
+        let of_model = if self.rounded.is_empty() {
+            &self.parameters
+        } else {
+            &self.rounded
+        };
         self.fused
-            && self
-                .parameters
+            && of_model
                 .iter()
                 .zip(&self.exp_avgs)
                 .any(|(parameter, exp_avg)| !same_layout(parameter, exp_avg))
@@ -82,15 +107,28 @@ impl Bucket {
     pub(super) fn update(
         &self,
         update: Update<'_>,
-        gradients: Vec<Tensor>,
+        mut gradients: Vec<Tensor>,
         scaling: Option<&GradScaling<'_>>,
     ) -> Result<()> {
+        if !self.rounded.is_empty() {
+            for gradient in &mut gradients {
+                *gradient = gradient.f_to_kind(Kind::Float)?;
+            }
+        }
         if self.fused {
-            self.update_fused(update, gradients, scaling)
+            self.update_fused(update, gradients, scaling)?;
         } else {
             debug_assert!(scaling.is_none(), "only the fused kernel unscales");
-            self.update_plain(update, &gradients)
+            self.update_plain(update, &gradients)?;
         }
+        if !self.rounded.is_empty() {
+            let arguments = [
+                Value::Tensors(&self.rounded),
+                Value::Tensors(&self.parameters),
+            ];
+            call("aten::_foreach_copy_", "", &arguments)?;
+        }
+        Ok(())
     }
 
     fn update_fused(
@@ -230,14 +268,4 @@ fn ternary(name: &str, out: &Tensor, a: &Tensor, b: &Tensor, factor: f64) -> Res
     ];
     call(name, "", &arguments)?;
     Ok(())
-}
-
-/// Whether equal offsets mean equal indices. Strides of dimensions of size 1 mean nothing.
-pub(super) fn same_layout(a: &Tensor, b: &Tensor) -> bool {
-    let size = a.size();
-    size == b.size()
-        && size
-            .iter()
-            .zip(a.stride().iter().zip(b.stride()))
-            .all(|(&length, (&a, b))| length <= 1 || a == b)
 }

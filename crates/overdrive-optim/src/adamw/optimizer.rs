@@ -1,12 +1,13 @@
 //! The AdamW optimizer.
 
-use std::collections::{BTreeMap, HashMap};
-
 use overdrive_sys::grad;
 use tch::{Device, Kind, Tensor};
 
-use super::bucket::{Bucket, Moments, Update, same_layout};
-use super::config::{AdamWConfig, Implementation, check_learning_rate, check_weight_decay};
+use super::bucket::{Bucket, Moments, Update};
+use super::config::{AdamWConfig, Implementation};
+use crate::checks::{
+    Place, check_distinct, check_finite_from_zero, check_leaf, gradient_of, same_layout,
+};
 use crate::{Error, GradScaling, Optimizer, OptimizerId, ParamGroup, Result, StateDict};
 
 /// Adam with decoupled weight decay (Loshchilov & Hutter 2019, [arXiv:1711.05101]), equal to
@@ -22,7 +23,10 @@ use crate::{Error, GradScaling, Optimizer, OptimizerId, ParamGroup, Result, Stat
 ///
 /// Parameters without a gradient are left alone, also their step count; a parameter's state (two
 /// tensors of its shape, kind and device, three with `amsgrad`) is made when its first gradient
-/// is seen. Parameters in bfloat16 or float16 keep their state in the same kind, as torch's do.
+/// is seen. Parameters in bfloat16 or float16 keep their state in the same kind, as torch's do, unless
+/// [`AdamWConfig::master_weights`] asks for float32 copies of both. A master is made from the parameter
+/// before its first step and wins over it from then on: load a model's weights before that, and an
+/// optimizer's state, which holds the masters, after.
 ///
 /// One step reads parameter, gradient and both averages and writes back all but the gradient:
 /// 28 bytes a float32 parameter, in one pass.
@@ -101,8 +105,8 @@ impl AdamW {
     pub fn add_group(&mut self, group: ParamGroup) -> Result<()> {
         let learning_rate = group.learning_rate.unwrap_or(self.config.learning_rate);
         let weight_decay = group.weight_decay.unwrap_or(self.config.weight_decay);
-        check_learning_rate(learning_rate)?;
-        check_weight_decay(weight_decay)?;
+        check_finite_from_zero("learning_rate", learning_rate)?;
+        check_finite_from_zero("weight_decay", weight_decay)?;
         if self.groups.iter().any(|other| other.name == group.name) {
             return Err(Error::InvalidOption {
                 option: "ParamGroup::name",
@@ -124,7 +128,8 @@ impl AdamW {
         for parameter in &added {
             self.check_parameter(parameter)?;
         }
-        check_distinct(self.parameters.iter().chain(&added))?;
+        let named = self.parameters.iter().chain(&added);
+        check_distinct(named.map(|p| (p.name.as_str(), &p.tensor)))?;
         self.parameters.extend(added);
         self.groups.push(Group {
             name: group.name,
@@ -152,35 +157,23 @@ impl AdamW {
             .map(|p| (p.name.as_str(), p.tensor.shallow_clone()))
     }
 
-    /// Bytes that the running averages take; 0 before the first step.
+    /// Bytes that running averages and masters take; 0 before the first step.
     #[must_use]
     pub fn state_bytes(&self) -> u64 {
-        let bytes = |t: &Tensor| (t.numel() * t.kind().elt_size_in_bytes()) as u64;
+        use crate::checks::bytes;
         self.parameters
             .iter()
             .filter_map(|parameter| parameter.moments.as_ref())
             .map(|m| {
-                let largest = m.max_exp_avg_sq.as_ref().map_or(0, bytes);
-                bytes(&m.step) + bytes(&m.exp_avg) + bytes(&m.exp_avg_sq) + largest
+                let optional = [&m.max_exp_avg_sq, &m.master].into_iter().flatten();
+                let optional: u64 = optional.map(bytes).sum();
+                bytes(&m.step) + bytes(&m.exp_avg) + bytes(&m.exp_avg_sq) + optional
             })
             .sum()
     }
 
     fn check_parameter(&self, parameter: &Parameter) -> Result<()> {
-        let Parameter { name, tensor, .. } = parameter;
-        let kind = tensor.f_kind()?;
-        if !matches!(
-            kind,
-            Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16
-        ) {
-            return Err(Error::UnsupportedKind {
-                name: name.clone(),
-                kind,
-            });
-        }
-        if !tensor.f_is_leaf()? {
-            return Err(Error::NonLeafParameter { name: name.clone() });
-        }
+        check_leaf(&parameter.name, &parameter.tensor)?;
         self.uses_fused(parameter).map(|_| ())
     }
 
@@ -209,15 +202,22 @@ impl AdamW {
         } else {
             Device::Cpu
         };
+        let wants_master =
+            self.config.master_weights && matches!(tensor.kind(), Kind::Half | Kind::BFloat16);
+        let master = wants_master
+            .then(|| tensor.f_detach()?.f_to_kind(Kind::Float))
+            .transpose()?;
+        let updated = master.as_ref().unwrap_or(tensor);
         Ok(Moments {
             step: Tensor::f_zeros([0i64; 0], (Kind::Float, step_device))?,
-            exp_avg: tensor.f_zeros_like()?,
-            exp_avg_sq: tensor.f_zeros_like()?,
+            exp_avg: updated.f_zeros_like()?,
+            exp_avg_sq: updated.f_zeros_like()?,
             max_exp_avg_sq: self
                 .config
                 .amsgrad
-                .then(|| tensor.f_zeros_like())
+                .then(|| updated.f_zeros_like())
                 .transpose()?,
+            master,
         })
     }
 
@@ -229,7 +229,19 @@ impl AdamW {
 
     /// The gradients, checked; `None` for parameters without.
     fn gradients(&self) -> Result<Vec<Option<Tensor>>> {
-        self.parameters.iter().map(gradient_of).collect()
+        let gradient = |parameter: &Parameter| {
+            let Parameter { name, tensor, .. } = parameter;
+            let state = parameter.moments.as_ref().map(|moments| Place {
+                // With a master, the parameter's own kind is checked by the rounding.
+                kind: moments
+                    .master
+                    .as_ref()
+                    .map_or(moments.exp_avg.kind(), |_| tensor.kind()),
+                ..Place::of(&moments.exp_avg)
+            });
+            gradient_of(name, tensor, state.as_ref())
+        };
+        self.parameters.iter().map(gradient).collect()
     }
 
     /// Sorts the parameters that have gradients by kernel call.
@@ -263,6 +275,7 @@ impl AdamW {
             let position = buckets.iter().position(|b| {
                 (b.group, b.device, b.kind, b.fused)
                     == (parameter.group, tensor.device(), tensor.kind(), fused)
+                    && !b.is_full()
             });
             let position = position.unwrap_or_else(|| {
                 buckets.push(Bucket::new(parameter.group, tensor, fused));
@@ -318,6 +331,14 @@ impl Optimizer for AdamW {
             .collect()
     }
 
+    fn parameters_by_group(&self) -> Vec<Vec<Tensor>> {
+        let mut groups: Vec<Vec<Tensor>> = self.groups.iter().map(|_| Vec::new()).collect();
+        for parameter in &self.parameters {
+            groups[parameter.group].push(parameter.tensor.shallow_clone());
+        }
+        groups
+    }
+
     fn step(&mut self) -> Result<()> {
         self.apply(None).map(|_| ())
     }
@@ -353,7 +374,7 @@ impl Optimizer for AdamW {
         }
         learning_rates
             .iter()
-            .try_for_each(|&rate| check_learning_rate(rate))?;
+            .try_for_each(|&rate| check_finite_from_zero("learning_rate", rate))?;
         for (group, &learning_rate) in self.groups.iter_mut().zip(learning_rates) {
             group.learning_rate = learning_rate;
         }
@@ -367,87 +388,4 @@ impl Optimizer for AdamW {
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         self.restore_state(state)
     }
-}
-
-fn gradient_of(parameter: &Parameter) -> Result<Option<Tensor>> {
-    let Parameter {
-        name,
-        tensor,
-        moments,
-        ..
-    } = parameter;
-    let gradient = tensor.f_grad()?;
-    if !gradient.defined() {
-        return Ok(None);
-    }
-    let unfit = |found: String, expected: String| Error::UnfitGradient {
-        name: name.clone(),
-        found,
-        expected,
-    };
-    if gradient.is_sparse() {
-        return Err(unfit(
-            "sparse".into(),
-            "dense (make the embedding with sparse: false)".into(),
-        ));
-    }
-    let place = |t: &Tensor| (t.kind(), t.device());
-    let of_parameter = place(tensor);
-    if place(&gradient) != of_parameter {
-        return Err(unfit(in_words(place(&gradient)), in_words(of_parameter)));
-    }
-    if let Some(moments) = moments {
-        let of_state = place(&moments.exp_avg);
-        if of_state != of_parameter {
-            return Err(Error::MovedParameter {
-                name: name.clone(),
-                now: in_words(of_parameter),
-                state: in_words(of_state),
-            });
-        }
-        // The CPU kernel takes the parameter's element count for all four.
-        let (size, of_state) = (tensor.size(), moments.exp_avg.size());
-        if size != of_state {
-            return Err(Error::MovedParameter {
-                name: name.clone(),
-                now: format!("{size:?}"),
-                state: format!("{of_state:?}"),
-            });
-        }
-    }
-    if gradient.size() != tensor.size() {
-        return Err(unfit(
-            format!("{:?}", gradient.size()),
-            format!("{:?}", tensor.size()),
-        ));
-    }
-    Ok(Some(gradient))
-}
-
-fn in_words((kind, device): (Kind, Device)) -> String {
-    format!("{kind:?} on {device:?}")
-}
-
-/// No name twice, no memory twice.
-fn check_distinct<'a>(parameters: impl Iterator<Item = &'a Parameter>) -> Result<()> {
-    let mut names = BTreeMap::new();
-    let mut memory: HashMap<usize, &str> = HashMap::new();
-    for parameter in parameters {
-        let name = parameter.name.as_str();
-        if names.insert(name, ()).is_some() {
-            return Err(Error::DuplicateParameter {
-                name: name.to_string(),
-            });
-        }
-        if parameter.tensor.numel() == 0 {
-            continue;
-        }
-        if let Some(first) = memory.insert(parameter.tensor.data_ptr() as usize, name) {
-            return Err(Error::SharedParameter {
-                first: first.to_string(),
-                second: name.to_string(),
-            });
-        }
-    }
-    Ok(())
 }

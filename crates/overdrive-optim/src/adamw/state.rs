@@ -3,19 +3,19 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::bucket::Moments;
 use super::optimizer::AdamW;
-use crate::{Error, Result, StateDict};
+use crate::stored::{GroupMetadata, check_groups, complain, key, mismatch};
+use crate::{Result, StateDict};
 
 const FORMAT_VERSION: u32 = 1;
 const STEP: &str = "step";
 const EXP_AVG: &str = "exp_avg";
 const EXP_AVG_SQ: &str = "exp_avg_sq";
 const MAX_EXP_AVG_SQ: &str = "max_exp_avg_sq";
-/// Names listed in an error before it says how many more there are.
-const MAX_LISTED: usize = 8;
+const MASTER: &str = "master";
 
 /// What the state holds besides tensors.
 #[derive(Debug, Serialize, Deserialize)]
@@ -27,18 +27,11 @@ struct Metadata {
     eps: f64,
     amsgrad: bool,
     maximize: bool,
+    #[serde(default)]
+    master_weights: bool,
     groups: Vec<GroupMetadata>,
     /// Parameters that have had no gradient yet.
     without_state: BTreeSet<String>,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct GroupMetadata {
-    name: String,
-    learning_rate: f64,
-    weight_decay: f64,
-    parameters: BTreeSet<String>,
 }
 
 impl AdamW {
@@ -59,6 +52,9 @@ impl AdamW {
             if let Some(largest) = &moments.max_exp_avg_sq {
                 insert(MAX_EXP_AVG_SQ, largest);
             }
+            if let Some(master) = &moments.master {
+                insert(MASTER, master);
+            }
         }
         let metadata = Metadata {
             format_version: FORMAT_VERSION,
@@ -67,6 +63,7 @@ impl AdamW {
             eps: self.config.eps,
             amsgrad: self.config.amsgrad,
             maximize: self.config.maximize,
+            master_weights: self.config.master_weights,
             groups: self.groups_metadata(),
             without_state,
         };
@@ -83,7 +80,7 @@ impl AdamW {
                 metadata.format_version, metadata.optimizer
             )));
         }
-        self.check_groups(&metadata.groups)?;
+        check_groups(&self.groups_metadata(), &metadata.groups)?;
         self.check_tensors(&metadata, &state.tensors)?;
 
         // Everything fits. The first change to self comes after the last thing that can fail.
@@ -92,6 +89,7 @@ impl AdamW {
             eps: metadata.eps,
             amsgrad: metadata.amsgrad,
             maximize: metadata.maximize,
+            master_weights: metadata.master_weights,
             ..self.config.clone()
         };
         config.validate()?;
@@ -145,42 +143,6 @@ impl AdamW {
             .collect()
     }
 
-    fn check_groups(&self, stored: &[GroupMetadata]) -> Result<()> {
-        let own = self.groups_metadata();
-        let place = |groups: &[GroupMetadata]| -> BTreeMap<String, String> {
-            let pairs = groups.iter().flat_map(|group| {
-                group
-                    .parameters
-                    .iter()
-                    .map(|p| (p.clone(), group.name.clone()))
-            });
-            pairs.collect()
-        };
-        let (own, stored) = (place(&own), place(stored));
-        let missing = own.keys().filter(|name| !stored.contains_key(*name));
-        let unexpected = stored.keys().filter(|name| !own.contains_key(*name));
-        let moved = own.iter().filter(|(name, group)| {
-            stored
-                .get(*name)
-                .is_some_and(|stored_group| stored_group != *group)
-        });
-        complain([
-            ("parameters missing from it", missing.cloned().collect()),
-            (
-                "parameters that this optimizer does not have",
-                unexpected.cloned().collect(),
-            ),
-            (
-                "parameters in another group",
-                moved
-                    .map(|(name, group)| {
-                        format!("{name} (here `{group}`, there `{}`)", stored[name])
-                    })
-                    .collect(),
-            ),
-        ])
-    }
-
     fn check_tensors(&self, metadata: &Metadata, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
         let mut unexpected: BTreeSet<&String> = tensors.keys().collect();
         let (mut missing, mut misshapen) = (Vec::new(), Vec::new());
@@ -190,7 +152,10 @@ impl AdamW {
             .filter(|p| !metadata.without_state.contains(&p.name));
         for parameter in stepped {
             let amsgrad = metadata.amsgrad.then_some(MAX_EXP_AVG_SQ);
-            for part in [STEP, EXP_AVG, EXP_AVG_SQ].into_iter().chain(amsgrad) {
+            let half = matches!(parameter.tensor.kind(), Kind::Half | Kind::BFloat16);
+            let master = (metadata.master_weights && half).then_some(MASTER);
+            let optional = amsgrad.into_iter().chain(master);
+            for part in [STEP, EXP_AVG, EXP_AVG_SQ].into_iter().chain(optional) {
                 let key = key(&parameter.name, part);
                 let Some(tensor) = tensors.get(&key) else {
                     missing.push(key);
@@ -229,36 +194,11 @@ fn fill(moments: &Moments, parameter: &str, tensors: &BTreeMap<String, Tensor>) 
     copy(STEP, &moments.step)?;
     copy(EXP_AVG, &moments.exp_avg)?;
     copy(EXP_AVG_SQ, &moments.exp_avg_sq)?;
-    moments
-        .max_exp_avg_sq
-        .as_ref()
-        .map_or(Ok(()), |largest| copy(MAX_EXP_AVG_SQ, largest))
-}
-
-fn key(parameter: &str, part: &str) -> String {
-    format!("{parameter}.{part}")
-}
-
-fn mismatch(problem: String) -> Error {
-    Error::StateMismatch { problem }
-}
-
-/// An error that lists what was found under each heading, or success if there is nothing.
-fn complain<const N: usize>(findings: [(&str, Vec<String>); N]) -> Result<()> {
-    let problems: Vec<String> = findings
-        .into_iter()
-        .filter(|(_, names)| !names.is_empty())
-        .map(|(heading, names)| {
-            let mut listed = names[..names.len().min(MAX_LISTED)].join(", ");
-            if names.len() > MAX_LISTED {
-                listed += &format!(" and {} more", names.len() - MAX_LISTED);
-            }
-            format!("{heading}: {listed}")
-        })
-        .collect();
-    if problems.is_empty() {
-        Ok(())
-    } else {
-        Err(mismatch(problems.join("; ")))
+    if let Some(largest) = &moments.max_exp_avg_sq {
+        copy(MAX_EXP_AVG_SQ, largest)?;
     }
+    if let Some(master) = &moments.master {
+        copy(MASTER, master)?;
+    }
+    Ok(())
 }

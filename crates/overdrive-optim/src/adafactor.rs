@@ -1,0 +1,334 @@
+//! Adafactor: squares kept as averages of rows and columns.
+
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind, Tensor};
+
+use crate::Result;
+use crate::checks::{check_finite_from_zero, check_option};
+use crate::engine::{Job, Parts, Rule, optimizer};
+use crate::kernels::{FactoredUpdate, adafactor_step, bump_version};
+
+/// Options of [`Adafactor`]. Defaults are those of transformers' `Adafactor`, except that the learning
+/// rate is a number: it counts where `relative_step` is false.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AdafactorConfig {
+    /// Learning rate of groups that set none, used (and so moved by a scheduler) only where
+    /// `relative_step` is false. Default 1e-3.
+    pub learning_rate: f64,
+    /// Added to squared gradients, and the least root mean square that a parameter counts with.
+    /// Default (1e-30, 1e-3).
+    pub eps: (f64, f64),
+    /// Largest root mean square of an update, above 0. Default 1.
+    pub clip_threshold: f64,
+    /// The averages of squares decay by `1 - step^decay_rate`; below 0. Default -0.8.
+    pub decay_rate: f64,
+    /// Decay of a running average of updates, in [0, 1); `None`, the default, keeps none and saves its
+    /// memory.
+    pub beta1: Option<f64>,
+    /// Weight decay of groups that set none: a step takes `learning rate · decay` of the parameter,
+    /// the rate as it is scaled. Default 0.
+    pub weight_decay: f64,
+    /// Multiplies the learning rate by the parameter's root mean square. Default true.
+    pub scale_parameter: bool,
+    /// Takes `min(1e-2, 1/√step)` for a learning rate. Default true.
+    pub relative_step: bool,
+    /// With `relative_step`: `min(1e-6 · step, 1/√step)` instead. Default false.
+    pub warmup_init: bool,
+}
+
+impl Default for AdafactorConfig {
+    fn default() -> Self {
+        Self {
+            learning_rate: 1e-3,
+            eps: (1e-30, 1e-3),
+            clip_threshold: 1.0,
+            decay_rate: -0.8,
+            beta1: None,
+            weight_decay: 0.0,
+            scale_parameter: true,
+            relative_step: true,
+            warmup_init: false,
+        }
+    }
+}
+
+impl AdafactorConfig {
+    /// A learning rate of the caller's, as schedulers and transformers' Trainer want it:
+    /// `relative_step` and `scale_parameter` off.
+    #[must_use]
+    pub fn with_learning_rate(learning_rate: f64) -> Self {
+        Self {
+            learning_rate,
+            scale_parameter: false,
+            relative_step: false,
+            ..Self::default()
+        }
+    }
+
+    /// Checks every option against its range.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOption`](crate::Error::InvalidOption) naming the first option outside its
+    /// range.
+    pub fn validate(&self) -> Result<()> {
+        check_finite_from_zero("learning_rate", self.learning_rate)?;
+        check_finite_from_zero("weight_decay", self.weight_decay)?;
+        check_finite_from_zero("eps", self.eps.0)?;
+        check_finite_from_zero("eps", self.eps.1)?;
+        check_option(
+            "clip_threshold",
+            self.clip_threshold,
+            self.clip_threshold > 0.0,
+            "a number above 0",
+        )?;
+        check_option(
+            "decay_rate",
+            self.decay_rate,
+            self.decay_rate < 0.0 && self.decay_rate.is_finite(),
+            "a finite number below 0",
+        )?;
+        if let Some(beta1) = self.beta1 {
+            check_option(
+                "beta1",
+                beta1,
+                (0.0..1.0).contains(&beta1),
+                "a number from 0 to below 1, or none",
+            )?;
+        }
+        check_option(
+            "warmup_init",
+            self.warmup_init,
+            !self.warmup_init || self.relative_step,
+            "false where relative_step is false",
+        )
+    }
+}
+
+optimizer! {
+    /// Adafactor (Shazeer & Stern 2018, [arXiv:1804.04235]), equal to
+    /// [`transformers.optimization.Adafactor`].
+    ///
+    /// Of a matrix's squared gradients it keeps the averages of rows and columns: n + m numbers of
+    /// state where AdamW keeps 2nm. Tensors of more dimensions are stacks of matrices, vectors keep
+    /// one average an element. Updates are clipped to a root mean square of their own, so that
+    /// gradient clipping beside it is not needed.
+    ///
+    /// By default it finds its own learning rate (`relative_step`); the one that is set, also by a
+    /// scheduler, then has no effect. [`AdafactorConfig::with_learning_rate`] is the other usual way.
+    ///
+    /// States are float32 (float64 for float64 parameters). Float32 matrices on a CPU are updated by a
+    /// loop of this crate in three passes over the gradient, all else by libtorch's operators.
+    ///
+    /// ```
+    /// use overdrive_optim::{Adafactor, AdafactorConfig, Optimizer, ParamGroup};
+    /// use tch::{Device, Kind, Tensor};
+    ///
+    /// let weight = Tensor::ones([100, 50], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    /// let group = ParamGroup::new("all", vec![("weight".into(), weight.shallow_clone())]);
+    /// let config = AdafactorConfig::with_learning_rate(0.1);
+    /// let mut optimizer = Adafactor::new(vec![group], config)?;
+    /// weight.square().sum(Kind::Float).backward();
+    /// optimizer.step()?;
+    /// assert!((weight.double_value(&[0, 0]) - 0.9).abs() < 1e-6);
+    /// // 100 rows, 50 columns, one step count.
+    /// assert_eq!(optimizer.state_bytes(), 4 * 151);
+    /// # Ok::<(), overdrive_optim::Error>(())
+    /// ```
+    ///
+    /// [arXiv:1804.04235]: https://arxiv.org/abs/1804.04235
+    /// [`transformers.optimization.Adafactor`]: https://huggingface.co/docs/transformers/main_classes/optimizer_schedules
+    Adafactor(AdafactorRule), AdafactorConfig
+}
+
+/// The rule of [`Adafactor`].
+#[derive(Debug)]
+pub(crate) struct AdafactorRule {
+    config: AdafactorConfig,
+}
+
+/// What is kept for one parameter.
+#[derive(Debug)]
+pub(crate) struct AdafactorState {
+    /// Steps taken, a float32 scalar on the CPU.
+    step: Tensor,
+    exp_avg: Option<Tensor>,
+    squares: Squares,
+}
+
+#[derive(Debug)]
+enum Squares {
+    Factored { rows: Tensor, columns: Tensor },
+    Whole(Tensor),
+}
+
+impl Rule for AdafactorRule {
+    const NAME: &'static str = "adafactor";
+    type Config = AdafactorConfig;
+    type State = AdafactorState;
+
+    fn new(config: AdafactorConfig) -> Result<Self> {
+        config.validate()?;
+        Ok(Self { config })
+    }
+
+    fn config(&self) -> &AdafactorConfig {
+        &self.config
+    }
+
+    fn group_defaults(&self) -> (f64, f64) {
+        (self.config.learning_rate, self.config.weight_decay)
+    }
+
+    fn new_states(&mut self, parameters: &[(&str, &Tensor)]) -> Result<Vec<AdafactorState>> {
+        let state = |tensor: &Tensor| -> Result<AdafactorState> {
+            let options = (state_kind(tensor), tensor.device());
+            let size = tensor.size();
+            let squares = match &size[..] {
+                [.., _, _] => {
+                    let (rows, mut columns) = (&size[..size.len() - 1], size.clone());
+                    columns.remove(size.len() - 2);
+                    Squares::Factored {
+                        rows: Tensor::f_zeros(rows, options)?,
+                        columns: Tensor::f_zeros(&columns[..], options)?,
+                    }
+                }
+                _ => Squares::Whole(Tensor::f_zeros(&size[..], options)?),
+            };
+            Ok(AdafactorState {
+                step: Tensor::f_zeros([0i64; 0], (Kind::Float, Device::Cpu))?,
+                exp_avg: (self.config.beta1.is_some())
+                    .then(|| Tensor::f_zeros(&size[..], options))
+                    .transpose()?,
+                squares,
+            })
+        };
+        parameters.iter().map(|(_, tensor)| state(tensor)).collect()
+    }
+
+    fn parts(state: &AdafactorState) -> Parts<'_> {
+        let mut parts = vec![("step", &state.step)];
+        parts.extend(state.exp_avg.iter().map(|average| ("exp_avg", average)));
+        match &state.squares {
+            Squares::Factored { rows, columns } => {
+                parts.extend([("exp_avg_sq_row", rows), ("exp_avg_sq_col", columns)]);
+            }
+            Squares::Whole(squares) => parts.push(("exp_avg_sq", squares)),
+        }
+        parts
+    }
+
+    fn step(&mut self, jobs: Vec<Job<'_, AdafactorState>>) -> Result<()> {
+        jobs.into_iter().try_for_each(|job| self.step_one(job))
+    }
+}
+
+fn state_kind(tensor: &Tensor) -> Kind {
+    match tensor.kind() {
+        Kind::Double => Kind::Double,
+        _ => Kind::Float,
+    }
+}
+
+impl AdafactorRule {
+    fn step_one(&self, job: Job<'_, AdafactorState>) -> Result<()> {
+        let config = &self.config;
+        let _ = job.state.step.f_add_scalar_(1.0)?;
+        let step = job.state.step.f_double_value(&[])?;
+        let rate = if config.relative_step {
+            let least = if config.warmup_init {
+                1e-6 * step
+            } else {
+                1e-2
+            };
+            f64::min(least, 1.0 / step.sqrt())
+        } else {
+            job.learning_rate
+        };
+        let update = FactoredUpdate {
+            beta2: 1.0 - step.powf(config.decay_rate),
+            eps: config.eps.0,
+            clip_threshold: config.clip_threshold,
+            learning_rate: rate,
+            weight_decay: job.weight_decay,
+            scale_floor: config.scale_parameter.then_some(config.eps.1),
+        };
+        let parameter = &job.parameter;
+        let on_slices = parameter.device() == Device::Cpu
+            && parameter.kind() == Kind::Float
+            && parameter.dim() == 2
+            && parameter.is_contiguous();
+        match &job.state.squares {
+            Squares::Factored { rows, columns } if on_slices && job.state.exp_avg.is_none() => {
+                let gradient = job.gradient.f_contiguous()?;
+                adafactor_step(&update, parameter, &gradient, rows, columns)?;
+                bump_version(parameter)
+            }
+            _ => self.by_operators(&update, job),
+        }
+    }
+
+    fn by_operators(&self, numbers: &FactoredUpdate, job: Job<'_, AdafactorState>) -> Result<()> {
+        let kind = state_kind(&job.parameter);
+        if job.parameter.numel() == 0 {
+            return Ok(());
+        }
+        let gradient = job.gradient.f_to_kind(kind)?;
+        let mut parameter = job.parameter.f_to_kind(kind)?;
+        // A scalar on the device: nothing is read by the host.
+        let rate = match numbers.scale_floor {
+            Some(floor) => {
+                let scale = root_mean_square(&parameter)?.f_clamp_min(floor)?;
+                scale.f_mul_scalar(numbers.learning_rate)?
+            }
+            None => Tensor::f_full(
+                [0i64; 0],
+                numbers.learning_rate,
+                (kind, job.parameter.device()),
+            )?,
+        };
+        let squares = gradient.f_square()?.f_add_scalar(numbers.eps)?;
+        let average = |average: &Tensor, value: &Tensor| -> Result<()> {
+            let mut average = average.shallow_clone();
+            let _ = average.f_mul_scalar_(numbers.beta2)?;
+            let _ = average.f_add_(&value.f_mul_scalar(1.0 - numbers.beta2)?)?;
+            Ok(())
+        };
+        let mut update = match &job.state.squares {
+            Squares::Factored { rows, columns } => {
+                let mean = |dim: i64| squares.f_mean_dim(Some([dim].as_slice()), false, kind);
+                average(rows, &mean(-1)?)?;
+                average(columns, &mean(-2)?)?;
+                let of_rows = rows.f_mean_dim(Some([-1i64].as_slice()), true, kind)?;
+                let row_factor = rows.f_div(&of_rows)?.f_rsqrt()?.f_unsqueeze(-1)?;
+                let column_factor = columns.f_rsqrt()?.f_unsqueeze(-2)?;
+                row_factor.f_mul(&column_factor)?.f_mul(&gradient)?
+            }
+            Squares::Whole(whole) => {
+                average(whole, &squares)?;
+                whole.f_rsqrt()?.f_mul(&gradient)?
+            }
+        };
+        let clip = root_mean_square(&update)?.f_div_scalar(numbers.clip_threshold)?;
+        let _ = update.f_div_(&clip.f_clamp_min(1.0)?)?;
+        let _ = update.f_mul_(&rate)?;
+        if let (Some(average), Some(beta1)) = (&mut job.state.exp_avg, self.config.beta1) {
+            let _ = average.f_mul_scalar_(beta1)?;
+            let _ = average.f_add_(&update.f_mul_scalar(1.0 - beta1)?)?;
+            update = average.shallow_clone();
+        }
+        if numbers.weight_decay != 0.0 {
+            let kept = rate
+                .f_mul_scalar(-numbers.weight_decay)?
+                .f_add_scalar(1.0)?;
+            parameter = parameter.f_mul(&kept)?;
+        }
+        let moved = parameter.f_sub(&update)?;
+        Ok(job.parameter.shallow_clone().f_copy_(&moved)?)
+    }
+}
+
+fn root_mean_square(tensor: &Tensor) -> Result<Tensor> {
+    let root = (tensor.numel() as f64).sqrt();
+    Ok(tensor.f_norm()?.f_div_scalar(root)?)
+}

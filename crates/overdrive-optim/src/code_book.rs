@@ -1,0 +1,180 @@
+//! The dynamic 8-bit data type of bitsandbytes, and the nearest code of a number.
+
+use std::sync::OnceLock;
+
+/// Elements that share one scale.
+pub(crate) const BLOCK: usize = 256;
+/// Codes a book has.
+pub(crate) const CODES: usize = 256;
+/// Where the cells of a decade end.
+const DECADES: [f32; 7] = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0];
+
+/// 256 numbers in rising order and what is needed to find the nearest.
+///
+/// The numbers are those of bitsandbytes' `create_dynamic_map` (Dettmers et al. 2022,
+/// [arXiv:2110.02861]; the idea is Dettmers 2016, [arXiv:1511.04561]): seven decades from 1e-6 to 1,
+/// each cut linearly into twice as many cells as the one below it, the cells' middles, 0 and 1.
+///
+/// [arXiv:2110.02861]: https://arxiv.org/abs/2110.02861
+/// [arXiv:1511.04561]: https://arxiv.org/abs/1511.04561
+#[derive(Debug)]
+pub(crate) struct CodeBook {
+    pub(crate) codes: [f32; CODES],
+    /// The number between a code and the next one from which on the next is nearer; infinity after
+    /// the last.
+    pub(crate) bounds: [f32; CODES],
+    /// For the upper half of a float's bits, how many bounds lie below all floats that have it. No two
+    /// bounds share an upper half, so one comparison finds the rest. Three bytes more than there are
+    /// halves, for vector units that read four at a time.
+    pub(crate) start: Vec<u8>,
+}
+
+impl CodeBook {
+    /// Both signs: for running averages of gradients.
+    pub(crate) fn signed() -> &'static CodeBook {
+        static BOOK: OnceLock<CodeBook> = OnceLock::new();
+        BOOK.get_or_init(|| CodeBook::new(dynamic_map(true), false))
+    }
+
+    /// From 0 up: for running averages of squares.
+    ///
+    /// What is above 0 never becomes 0: it would leave nothing but `eps` to divide by. (bitsandbytes'
+    /// CUDA kernel rounds to 0, its CPU kernel has 1.6e-5 for the least.)
+    pub(crate) fn unsigned() -> &'static CodeBook {
+        static BOOK: OnceLock<CodeBook> = OnceLock::new();
+        BOOK.get_or_init(|| CodeBook::new(dynamic_map(false), true))
+    }
+
+    fn new(codes: [f32; CODES], keep_above_zero: bool) -> Self {
+        let mut bounds = [f32::INFINITY; CODES];
+        for (bound, pair) in bounds.iter_mut().zip(codes.windows(2)) {
+            *bound = (pair[0] + pair[1]) / 2.0;
+        }
+        if keep_above_zero {
+            bounds[0] = 0.0;
+        }
+        let mut start = Vec::with_capacity((1 << 16) + 3);
+        for half in 0..1u32 << 16 {
+            let ends = [half << 16, half << 16 | 0xFFFF].map(f32::from_bits);
+            let least = ends[0].min(ends[1]);
+            let below = bounds.iter().filter(|&&bound| bound < least).count();
+            start.push(u8::try_from(below.min(CODES - 1)).unwrap_or(u8::MAX));
+        }
+        start.extend([0; 3]);
+        Self {
+            codes,
+            bounds,
+            start,
+        }
+    }
+
+    /// The nearest code of a number in [-1, 1].
+    #[inline(always)]
+    pub(crate) fn nearest(&self, value: f32) -> u8 {
+        let start = self.start[(value.to_bits() >> 16) as usize];
+        start + u8::from(value > self.bounds[usize::from(start)])
+    }
+}
+
+/// bitsandbytes' `create_dynamic_map`, in float32 as torch computes it there.
+fn dynamic_map(signed: bool) -> [f32; CODES] {
+    let mut numbers = vec![0f32, 1.0];
+    for decade in 0..DECADES.len() {
+        let cells = 1usize << if signed { decade } else { decade + 1 };
+        let scale = DECADES[decade];
+        let borders = linspace(0.1, 1.0, cells + 1);
+        for pair in borders.windows(2) {
+            let middle = (pair[0] + pair[1]) / 2.0;
+            let number = scale * middle;
+            numbers.push(number);
+            if signed {
+                numbers.push(-number);
+            }
+        }
+    }
+    numbers.sort_by(f32::total_cmp);
+    let mut codes = [0f32; CODES];
+    for (code, number) in codes.iter_mut().zip(numbers) {
+        *code = number;
+    }
+    codes
+}
+
+/// `torch.linspace` in float32: counted from both ends to the middle.
+fn linspace(from: f32, to: f32, count: usize) -> Vec<f32> {
+    let step = (to - from) / (count - 1) as f32;
+    let at = |index: usize| {
+        if index < count / 2 {
+            step.mul_add(index as f32, from)
+        } else {
+            (-step).mul_add((count - 1 - index) as f32, to)
+        }
+    };
+    (0..count).map(at).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_books_rise_and_hold_every_power_of_ten_they_should() {
+        for book in [CodeBook::signed(), CodeBook::unsigned()] {
+            assert!(book.codes.windows(2).all(|pair| pair[0] < pair[1]));
+            assert_eq!(book.codes[255], 1.0);
+        }
+        assert_eq!(CodeBook::signed().codes[127], 0.0);
+        assert_eq!(CodeBook::unsigned().codes[0], 0.0);
+    }
+
+    #[test]
+    fn codes_are_those_of_bitsandbytes_bit_for_bit() {
+        let path = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/tests/fixtures/adamw8bit.safetensors"
+        );
+        let fixture = tch::Tensor::read_safetensors(path).expect("gen_optimizers.py makes it");
+        for (name, book) in [
+            ("map.signed", CodeBook::signed()),
+            ("map.unsigned", CodeBook::unsigned()),
+        ] {
+            let map = fixture.iter().find(|(key, _)| key == name);
+            let map: Vec<f32> = (&map.expect("it is in the file").1)
+                .try_into()
+                .expect("floats");
+            let bits = |codes: &[f32]| -> Vec<u32> { codes.iter().map(|c| c.to_bits()).collect() };
+            assert_eq!(bits(&map), bits(&book.codes), "{name}");
+        }
+    }
+
+    #[test]
+    fn no_two_bounds_share_the_upper_half_of_their_bits() {
+        for book in [CodeBook::signed(), CodeBook::unsigned()] {
+            let halves = book.bounds[..255].iter().map(|b| b.to_bits() >> 16);
+            let distinct: std::collections::BTreeSet<u32> = halves.collect();
+            assert_eq!(distinct.len(), 255);
+        }
+    }
+
+    #[test]
+    fn every_float_gets_the_code_that_a_search_finds() {
+        for (book, signed) in [(CodeBook::signed(), true), (CodeBook::unsigned(), false)] {
+            // Every 997th float from 0 to 1, and the neighbours of every bound.
+            let sweep = (0..=1f32.to_bits()).step_by(997).map(f32::from_bits);
+            let near = book.bounds[..255]
+                .iter()
+                .flat_map(|b| [b.to_bits().wrapping_sub(1), b.to_bits(), b.to_bits() + 1])
+                .map(f32::from_bits)
+                .filter(|v| v.abs() <= 1.0);
+            for value in sweep.chain(near) {
+                for value in [value, -value] {
+                    if value < 0.0 && !signed {
+                        continue;
+                    }
+                    let expected = book.bounds.iter().filter(|&&b| b < value).count();
+                    assert_eq!(usize::from(book.nearest(value)), expected, "{value:e}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,502 @@
+//! What optimizers have in common: groups, checks, learning rates, states by name. An optimizer is a
+//! [`Rule`] in an [`Engine`].
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Debug;
+
+use overdrive_sys::grad;
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use tch::Tensor;
+
+use crate::checks::{
+    Place, bytes, check_distinct, check_finite_from_zero, check_leaf, gradient_of,
+};
+use crate::stored::{GroupMetadata, check_groups, complain, key, mismatch};
+use crate::{Error, OptimizerId, ParamGroup, Result, StateDict};
+
+const FORMAT_VERSION: u32 = 1;
+
+/// The tensors of one parameter's state by the name of their part, in a fixed order.
+pub(crate) type Parts<'a> = Vec<(&'static str, &'a Tensor)>;
+
+/// How one optimizer updates a parameter and what it keeps for it.
+pub(crate) trait Rule: Debug + Send + Sized {
+    /// Name of the optimizer in stored states.
+    const NAME: &'static str;
+    /// Its options, stored with the state.
+    type Config: Clone + Debug + Serialize + DeserializeOwned;
+    /// What is kept for a parameter.
+    type State: Debug + Send;
+
+    /// The rule for valid options.
+    fn new(config: Self::Config) -> Result<Self>;
+
+    fn config(&self) -> &Self::Config;
+
+    /// Learning rate and weight decay of groups that set none.
+    fn group_defaults(&self) -> (f64, f64);
+
+    /// Refuses parameters that the rule cannot step.
+    fn check_parameter(&self, name: &str, tensor: &Tensor) -> Result<()> {
+        let _ = (name, tensor);
+        Ok(())
+    }
+
+    /// New states for parameters that have none. Comes before anything is updated, so that a failure
+    /// (no memory, no room on the disk) leaves the parameters as they were.
+    fn new_states(&mut self, parameters: &[(&str, &Tensor)]) -> Result<Vec<Self::State>>;
+
+    /// The tensors of a state.
+    fn parts(state: &Self::State) -> Parts<'_>;
+
+    /// One step. Gradient recording is off, every job has been checked.
+    fn step(&mut self, jobs: Vec<Job<'_, Self::State>>) -> Result<()>;
+
+    /// The options to store with a state.
+    fn stored_config(&self) -> Self::Config {
+        self.config().clone()
+    }
+
+    /// The rule for the options of a stored state; options that belong to the machine stay its own.
+    fn with_stored_config(&self, stored: Self::Config) -> Result<Self> {
+        Self::new(stored)
+    }
+
+    /// Bytes of a state that need not be in memory.
+    fn paged_bytes(&self, state: &Self::State) -> u64 {
+        let _ = state;
+        0
+    }
+}
+
+/// One parameter to update.
+pub(crate) struct Job<'a, S> {
+    pub(crate) learning_rate: f64,
+    pub(crate) weight_decay: f64,
+    /// Detached: the leaf's memory and version, without its graph.
+    pub(crate) parameter: Tensor,
+    pub(crate) gradient: Tensor,
+    pub(crate) state: &'a mut S,
+}
+
+#[derive(Debug)]
+struct Group {
+    name: String,
+    learning_rate: f64,
+    weight_decay: f64,
+}
+
+#[derive(Debug)]
+struct Entry<S> {
+    name: String,
+    tensor: Tensor,
+    group: usize,
+    state: Option<(Place, S)>,
+}
+
+/// An optimizer's parameters, groups and states.
+#[derive(Debug)]
+pub(crate) struct Engine<R: Rule> {
+    id: OptimizerId,
+    rule: R,
+    groups: Vec<Group>,
+    entries: Vec<Entry<R::State>>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Metadata {
+    format_version: u32,
+    optimizer: String,
+    config: serde_json::Value,
+    groups: Vec<GroupMetadata>,
+    /// Parameters that have had no gradient yet.
+    without_state: BTreeSet<String>,
+}
+
+impl<R: Rule> Engine<R> {
+    pub(crate) fn new(groups: Vec<ParamGroup>, config: R::Config) -> Result<Self> {
+        let mut this = Self {
+            id: OptimizerId::unique(),
+            rule: R::new(config)?,
+            groups: Vec::new(),
+            entries: Vec::new(),
+        };
+        for group in groups {
+            this.add_group(group)?;
+        }
+        Ok(this)
+    }
+
+    pub(crate) fn add_group(&mut self, group: ParamGroup) -> Result<()> {
+        let (learning_rate, weight_decay) = self.rule.group_defaults();
+        let learning_rate = group.learning_rate.unwrap_or(learning_rate);
+        let weight_decay = group.weight_decay.unwrap_or(weight_decay);
+        check_finite_from_zero("learning_rate", learning_rate)?;
+        check_finite_from_zero("weight_decay", weight_decay)?;
+        if self.groups.iter().any(|other| other.name == group.name) {
+            return Err(Error::InvalidOption {
+                option: "ParamGroup::name",
+                value: group.name,
+                expected: "a name that no other group of this optimizer has",
+            });
+        }
+        for (name, tensor) in &group.parameters {
+            check_leaf(name, tensor)?;
+            self.rule.check_parameter(name, tensor)?;
+        }
+        let present = self.entries.iter().map(|e| (e.name.as_str(), &e.tensor));
+        check_distinct(present.chain(group.parameters.iter().map(|(n, t)| (n.as_str(), t))))?;
+        let index = self.groups.len();
+        let added = group.parameters.into_iter();
+        self.entries.extend(added.map(|(name, tensor)| Entry {
+            name,
+            tensor,
+            group: index,
+            state: None,
+        }));
+        self.groups.push(Group {
+            name: group.name,
+            learning_rate,
+            weight_decay,
+        });
+        Ok(())
+    }
+
+    pub(crate) fn id(&self) -> OptimizerId {
+        self.id
+    }
+
+    pub(crate) fn rule(&self) -> &R {
+        &self.rule
+    }
+
+    pub(crate) fn group_names(&self) -> impl Iterator<Item = &str> {
+        self.groups.iter().map(|group| group.name.as_str())
+    }
+
+    pub(crate) fn named_parameters(&self) -> impl Iterator<Item = (&str, Tensor)> {
+        let entries = self.entries.iter();
+        entries.map(|entry| (entry.name.as_str(), entry.tensor.shallow_clone()))
+    }
+
+    pub(crate) fn parameters_by_group(&self) -> Vec<Vec<Tensor>> {
+        let mut groups: Vec<Vec<Tensor>> = self.groups.iter().map(|_| Vec::new()).collect();
+        for entry in &self.entries {
+            groups[entry.group].push(entry.tensor.shallow_clone());
+        }
+        groups
+    }
+
+    fn states(&self) -> impl Iterator<Item = &R::State> {
+        let entries = self.entries.iter();
+        entries.filter_map(|entry| entry.state.as_ref().map(|(_, state)| state))
+    }
+
+    pub(crate) fn state_bytes(&self) -> u64 {
+        let of_state = |state| R::parts(state).iter().map(|(_, t)| bytes(t)).sum::<u64>();
+        self.states().map(of_state).sum()
+    }
+
+    pub(crate) fn paged_bytes(&self) -> u64 {
+        self.states()
+            .map(|state| self.rule.paged_bytes(state))
+            .sum()
+    }
+
+    pub(crate) fn step(&mut self) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let gradients: Vec<Option<Tensor>> = self
+            .entries
+            .iter()
+            .map(|e| gradient_of(&e.name, &e.tensor, e.state.as_ref().map(|(place, _)| place)))
+            .collect::<Result<_>>()?;
+        self.make_states(|index| gradients[index].is_some())?;
+        let mut jobs = Vec::new();
+        for (entry, gradient) in self.entries.iter_mut().zip(gradients) {
+            let (Some(gradient), Some((_, state))) = (gradient, &mut entry.state) else {
+                continue;
+            };
+            let group = &self.groups[entry.group];
+            jobs.push(Job {
+                learning_rate: group.learning_rate,
+                weight_decay: group.weight_decay,
+                parameter: entry.tensor.f_detach()?,
+                gradient,
+                state,
+            });
+        }
+        self.rule.step(jobs)
+    }
+
+    /// Makes the states that the chosen parameters lack, all or none.
+    fn make_states(&mut self, chosen: impl Fn(usize) -> bool) -> Result<()> {
+        let lacking: Vec<usize> = (0..self.entries.len())
+            .filter(|&index| self.entries[index].state.is_none() && chosen(index))
+            .collect();
+        if lacking.is_empty() {
+            return Ok(());
+        }
+        let parameters: Vec<(&str, &Tensor)> = lacking
+            .iter()
+            .map(|&index| {
+                (
+                    self.entries[index].name.as_str(),
+                    &self.entries[index].tensor,
+                )
+            })
+            .collect();
+        let states = self.rule.new_states(&parameters)?;
+        for (index, state) in lacking.into_iter().zip(states) {
+            let entry = &mut self.entries[index];
+            entry.state = Some((Place::of(&entry.tensor), state));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn zero_grad(&mut self) -> Result<()> {
+        for entry in &self.entries {
+            grad::clear(&entry.tensor)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn learning_rates(&self) -> Vec<f64> {
+        self.groups.iter().map(|g| g.learning_rate).collect()
+    }
+
+    pub(crate) fn set_learning_rates(&mut self, learning_rates: &[f64]) -> Result<()> {
+        if learning_rates.len() != self.groups.len() {
+            let (given, groups) = (learning_rates.len(), self.groups.len());
+            return Err(Error::LearningRateCount { given, groups });
+        }
+        for &rate in learning_rates {
+            check_finite_from_zero("learning_rate", rate)?;
+        }
+        for (group, &learning_rate) in self.groups.iter_mut().zip(learning_rates) {
+            group.learning_rate = learning_rate;
+        }
+        Ok(())
+    }
+
+    fn groups_metadata(&self) -> Vec<GroupMetadata> {
+        let names = |index| {
+            let of_group = self.entries.iter().filter(move |e| e.group == index);
+            of_group.map(|e| e.name.clone()).collect()
+        };
+        let groups = self.groups.iter().enumerate();
+        let metadata = groups.map(|(index, group)| GroupMetadata {
+            name: group.name.clone(),
+            learning_rate: group.learning_rate,
+            weight_decay: group.weight_decay,
+            parameters: names(index),
+        });
+        metadata.collect()
+    }
+
+    pub(crate) fn state_dict(&self) -> Result<StateDict> {
+        let mut tensors = BTreeMap::new();
+        let mut without_state = BTreeSet::new();
+        for entry in &self.entries {
+            let Some((_, state)) = &entry.state else {
+                without_state.insert(entry.name.clone());
+                continue;
+            };
+            for (part, tensor) in R::parts(state) {
+                tensors.insert(key(&entry.name, part), tensor.shallow_clone());
+            }
+        }
+        let metadata = Metadata {
+            format_version: FORMAT_VERSION,
+            optimizer: R::NAME.to_owned(),
+            config: serde_json::to_value(self.rule.stored_config())
+                .map_err(|error| mismatch(error.to_string()))?,
+            groups: self.groups_metadata(),
+            without_state,
+        };
+        let metadata = serde_json::to_value(metadata).map_err(|e| mismatch(e.to_string()))?;
+        Ok(StateDict { tensors, metadata })
+    }
+
+    pub(crate) fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let metadata = Metadata::deserialize(&state.metadata)
+            .map_err(|e| mismatch(format!("its metadata is not that of `{}` ({e})", R::NAME)))?;
+        if metadata.format_version != FORMAT_VERSION || metadata.optimizer != R::NAME {
+            return Err(mismatch(format!(
+                "it is format {} of `{}`, expected format {FORMAT_VERSION} of `{}`",
+                metadata.format_version,
+                metadata.optimizer,
+                R::NAME
+            )));
+        }
+        check_groups(&self.groups_metadata(), &metadata.groups)?;
+        let config = R::Config::deserialize(&metadata.config)
+            .map_err(|e| mismatch(format!("its options are not those of `{}` ({e})", R::NAME)))?;
+        let mut rule = self.rule.with_stored_config(config)?;
+
+        let stepped: Vec<usize> = (0..self.entries.len())
+            .filter(|&index| !metadata.without_state.contains(&self.entries[index].name))
+            .collect();
+        let parameters: Vec<(&str, &Tensor)> = stepped
+            .iter()
+            .map(|&index| {
+                (
+                    self.entries[index].name.as_str(),
+                    &self.entries[index].tensor,
+                )
+            })
+            .collect();
+        let states = rule.new_states(&parameters)?;
+        fill::<R>(&parameters, &states, &state.tensors)?;
+
+        // Everything is there. Nothing fails from here on.
+        self.rule = rule;
+        for entry in &mut self.entries {
+            entry.state = None;
+        }
+        for (index, state) in stepped.into_iter().zip(states) {
+            let entry = &mut self.entries[index];
+            entry.state = Some((Place::of(&entry.tensor), state));
+        }
+        for group in &mut self.groups {
+            if let Some(stored) = metadata.groups.iter().find(|g| g.name == group.name) {
+                group.learning_rate = stored.learning_rate;
+                group.weight_decay = stored.weight_decay;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Copies stored tensors into new states, after a check that all fit.
+fn fill<R: Rule>(
+    parameters: &[(&str, &Tensor)],
+    states: &[R::State],
+    stored: &BTreeMap<String, Tensor>,
+) -> Result<()> {
+    let mut unexpected: BTreeSet<&String> = stored.keys().collect();
+    let (mut missing, mut misshapen) = (Vec::new(), Vec::new());
+    let mut pairs = Vec::new();
+    for ((name, _), state) in parameters.iter().zip(states) {
+        for (part, to) in R::parts(state) {
+            let key = key(name, part);
+            let Some(from) = stored.get(&key) else {
+                missing.push(key);
+                continue;
+            };
+            unexpected.remove(&key);
+            // Floats convert to one another; codes are no numbers.
+            let floats = |t: &Tensor| t.is_floating_point();
+            let kinds_fit = from.kind() == to.kind() || (floats(from) && floats(to));
+            if from.size() != to.size() || !kinds_fit {
+                misshapen.push(format!(
+                    "{key} {:?} {:?}, expected {:?} {:?}",
+                    from.kind(),
+                    from.size(),
+                    to.kind(),
+                    to.size()
+                ));
+                continue;
+            }
+            pairs.push((from, to));
+        }
+    }
+    complain([
+        ("missing tensors", missing),
+        (
+            "unexpected tensors",
+            unexpected.into_iter().cloned().collect(),
+        ),
+        ("misshapen tensors", misshapen),
+    ])?;
+    for (from, to) in pairs {
+        to.shallow_clone().f_copy_(from)?;
+    }
+    Ok(())
+}
+
+/// A public optimizer around an [`Engine`]: the same methods for each.
+macro_rules! optimizer {
+    ($(#[$doc:meta])* $name:ident($rule:ty), $config:ty) => {
+        $(#[$doc])*
+        #[derive(Debug)]
+        pub struct $name {
+            engine: crate::engine::Engine<$rule>,
+        }
+
+        impl $name {
+            /// An optimizer over `groups`. Tensors are shared, not copied.
+            ///
+            /// # Errors
+            /// When an option is outside its range, a name or a group name comes twice, two names
+            /// share memory, or a parameter is not one that this optimizer steps.
+            pub fn new(groups: Vec<crate::ParamGroup>, config: $config) -> crate::Result<Self> {
+                let engine = crate::engine::Engine::new(groups, config)?;
+                Ok(Self { engine })
+            }
+
+            /// Adds a group of parameters, for example layers that were frozen so far.
+            ///
+            /// # Errors
+            /// As for [`new`](Self::new); nothing is added then.
+            pub fn add_group(&mut self, group: crate::ParamGroup) -> crate::Result<()> {
+                self.engine.add_group(group)
+            }
+
+            /// The options this optimizer was made with, or loaded from a state.
+            #[must_use]
+            pub fn config(&self) -> &$config {
+                crate::engine::Rule::config(self.engine.rule())
+            }
+
+            /// Names of the groups, in the order of
+            /// [`learning_rates`](crate::Optimizer::learning_rates).
+            pub fn group_names(&self) -> impl Iterator<Item = &str> {
+                self.engine.group_names()
+            }
+
+            /// The parameters with their names, as handles that share memory.
+            pub fn named_parameters(&self) -> impl Iterator<Item = (&str, tch::Tensor)> {
+                self.engine.named_parameters()
+            }
+
+            /// Bytes that the state takes, wherever it is; 0 before the first step.
+            #[must_use]
+            pub fn state_bytes(&self) -> u64 {
+                self.engine.state_bytes()
+            }
+        }
+
+        impl crate::Optimizer for $name {
+            fn id(&self) -> crate::OptimizerId {
+                self.engine.id()
+            }
+            fn parameters(&self) -> Vec<tch::Tensor> {
+                self.engine.named_parameters().map(|(_, tensor)| tensor).collect()
+            }
+            fn parameters_by_group(&self) -> Vec<Vec<tch::Tensor>> {
+                self.engine.parameters_by_group()
+            }
+            fn step(&mut self) -> crate::Result<()> {
+                self.engine.step()
+            }
+            fn zero_grad(&mut self) -> crate::Result<()> {
+                self.engine.zero_grad()
+            }
+            fn learning_rates(&self) -> Vec<f64> {
+                self.engine.learning_rates()
+            }
+            fn set_learning_rates(&mut self, learning_rates: &[f64]) -> crate::Result<()> {
+                self.engine.set_learning_rates(learning_rates)
+            }
+            fn state_dict(&self) -> crate::Result<crate::StateDict> {
+                self.engine.state_dict()
+            }
+            fn load_state_dict(&mut self, state: &crate::StateDict) -> crate::Result<()> {
+                self.engine.load_state_dict(state)
+            }
+        }
+    };
+}
+pub(crate) use optimizer;

@@ -1,0 +1,269 @@
+//! Muon: momentum made orthogonal.
+
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind, Tensor};
+
+use crate::checks::{check_finite_from_zero, check_option};
+use crate::engine::{Job, Parts, Rule, optimizer};
+use crate::{Error, Result};
+
+/// More iterations than these are a mistake, as torch has it.
+const MAX_ITERATIONS: u32 = 100;
+
+/// How Muon scales the learning rate by a matrix's shape (rows, columns).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MuonRate {
+    /// By `√max(1, rows / columns)`, as Keller Jordan's code does.
+    #[default]
+    Original,
+    /// By `0.2 √max(rows, columns)`: updates as large as AdamW's, whose learning rate and weight decay
+    /// then serve for both (Liu et al. 2025, [arXiv:2502.16982]).
+    ///
+    /// [arXiv:2502.16982]: https://arxiv.org/abs/2502.16982
+    MatchRmsAdamw,
+}
+
+/// In what numbers Muon makes a matrix orthogonal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MuonPrecision {
+    /// bfloat16 on a GPU, float32 elsewhere: products in bfloat16 are slow on most CPUs.
+    #[default]
+    Auto,
+    /// bfloat16 everywhere, as torch has it.
+    BFloat16,
+    /// float32 everywhere.
+    Float32,
+}
+
+/// Options of [`Muon`]. Defaults are those of `torch.optim.Muon`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MuonConfig {
+    /// Learning rate of groups that set none. Default 1e-3.
+    pub learning_rate: f64,
+    /// Decoupled weight decay of groups that set none. Default 0.1.
+    pub weight_decay: f64,
+    /// Decay of the running average of gradients, in [0, 1]. Default 0.95.
+    pub momentum: f64,
+    /// Mixes the gradient in once more, so that the momentum looks ahead. Default true.
+    pub nesterov: bool,
+    /// Coefficients of the Newton–Schulz iteration. Default (3.4445, -4.7750, 2.0315).
+    pub ns_coefficients: (f64, f64, f64),
+    /// Iterations, fewer than 100. Default 5.
+    pub ns_steps: u32,
+    /// The least norm that a matrix is divided by. Default 1e-7.
+    pub eps: f64,
+    /// How the learning rate depends on a matrix's shape. Default [`MuonRate::Original`].
+    pub adjust_lr_fn: MuonRate,
+    /// Numbers of the iteration. Default [`MuonPrecision::Auto`].
+    pub precision: MuonPrecision,
+}
+
+impl Default for MuonConfig {
+    fn default() -> Self {
+        Self {
+            learning_rate: 1e-3,
+            weight_decay: 0.1,
+            momentum: 0.95,
+            nesterov: true,
+            ns_coefficients: (3.4445, -4.7750, 2.0315),
+            ns_steps: 5,
+            eps: 1e-7,
+            adjust_lr_fn: MuonRate::Original,
+            precision: MuonPrecision::Auto,
+        }
+    }
+}
+
+impl MuonConfig {
+    /// Checks every option against its range.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOption`] naming the first option outside its range.
+    pub fn validate(&self) -> Result<()> {
+        check_finite_from_zero("learning_rate", self.learning_rate)?;
+        check_finite_from_zero("weight_decay", self.weight_decay)?;
+        check_finite_from_zero("eps", self.eps)?;
+        check_option(
+            "momentum",
+            self.momentum,
+            (0.0..=1.0).contains(&self.momentum),
+            "a number from 0 to 1",
+        )?;
+        let (a, b, c) = self.ns_coefficients;
+        for coefficient in [a, b, c] {
+            check_option(
+                "ns_coefficients",
+                coefficient,
+                coefficient.is_finite(),
+                "three finite numbers",
+            )?;
+        }
+        check_option(
+            "ns_steps",
+            self.ns_steps,
+            self.ns_steps < MAX_ITERATIONS,
+            "fewer than 100",
+        )
+    }
+}
+
+optimizer! {
+    /// Muon (Jordan et al. 2024, [post]), equal to [`torch.optim.Muon`]: the momentum of a matrix,
+    /// with all its singular values brought near 1, is the update.
+    ///
+    /// ```text
+    /// b ← μ b + (1 - μ) g        u ← g + μ (b - g) with nesterov, else b
+    /// θ ← θ (1 - η λ) - η s(θ) NewtonSchulz(u)
+    /// ```
+    ///
+    /// It is for the matrices of hidden layers, and takes two-dimensional parameters only; embeddings,
+    /// the output layer, norms and biases go to an [`AdamW`](crate::AdamW) beside it. One tensor of
+    /// state a parameter. The step is matrix products: about ten of the matrix's size an iteration.
+    ///
+    /// ```
+    /// use overdrive_optim::{Muon, MuonConfig, Optimizer, ParamGroup};
+    /// use tch::{Device, Kind, Tensor};
+    ///
+    /// let weight = Tensor::eye(4, (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    /// let group = ParamGroup::new("all", vec![("weight".into(), weight.shallow_clone())]);
+    /// let config = MuonConfig { learning_rate: 0.1, weight_decay: 0.0, ..Default::default() };
+    /// let mut optimizer = Muon::new(vec![group], config)?;
+    /// // Gradients of very different size…
+    /// let sizes = Tensor::from_slice(&[1f32, 10., 100., 1000.]);
+    /// (weight.diag(0) * sizes).sum(Kind::Float).backward();
+    /// optimizer.step()?;
+    /// // …move the weights by about the same.
+    /// let moved = Vec::<f32>::try_from(1.0 - weight.diag(0))?;
+    /// assert!(moved[1..].iter().all(|m| (0.05..0.13).contains(m)), "{moved:?}");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// [post]: https://kellerjordan.github.io/posts/muon/
+    /// [`torch.optim.Muon`]: https://docs.pytorch.org/docs/stable/generated/torch.optim.Muon.html
+    Muon(MuonRule), MuonConfig
+}
+
+/// The rule of [`Muon`].
+#[derive(Debug)]
+pub(crate) struct MuonRule {
+    config: MuonConfig,
+}
+
+impl Rule for MuonRule {
+    const NAME: &'static str = "muon";
+    type Config = MuonConfig;
+    type State = Tensor;
+
+    fn new(config: MuonConfig) -> Result<Self> {
+        config.validate()?;
+        Ok(Self { config })
+    }
+
+    fn config(&self) -> &MuonConfig {
+        &self.config
+    }
+
+    fn group_defaults(&self) -> (f64, f64) {
+        (self.config.learning_rate, self.config.weight_decay)
+    }
+
+    fn check_parameter(&self, name: &str, tensor: &Tensor) -> Result<()> {
+        if tensor.dim() == 2 {
+            return Ok(());
+        }
+        Err(Error::NotAMatrix {
+            name: name.to_owned(),
+            size: tensor.size(),
+        })
+    }
+
+    fn new_states(&mut self, parameters: &[(&str, &Tensor)]) -> Result<Vec<Tensor>> {
+        let zeros = |(_, tensor): &(&str, &Tensor)| Ok(tensor.f_zeros_like()?);
+        parameters.iter().map(zeros).collect()
+    }
+
+    fn parts(state: &Tensor) -> Parts<'_> {
+        vec![("momentum_buffer", state)]
+    }
+
+    fn step(&mut self, jobs: Vec<Job<'_, Tensor>>) -> Result<()> {
+        for job in jobs {
+            let momentum = self.config.momentum;
+            let _ = job.state.f_lerp_(&job.gradient, 1.0 - momentum)?;
+            let update = if self.config.nesterov {
+                job.gradient.f_lerp(job.state, momentum)?
+            } else {
+                job.state.shallow_clone()
+            };
+            let update = self.orthogonal(&update)?;
+            let mut parameter = job.parameter;
+            let _ = parameter.f_mul_scalar_(1.0 - job.learning_rate * job.weight_decay)?;
+            let rate = job.learning_rate * self.scale(&parameter);
+            let update = update.f_to_kind(parameter.kind())?.f_mul_scalar(-rate)?;
+            let _ = parameter.f_add_(&update)?;
+        }
+        Ok(())
+    }
+}
+
+impl MuonRule {
+    fn scale(&self, parameter: &Tensor) -> f64 {
+        let (rows, columns) = match parameter.size()[..] {
+            [rows, columns] => (rows as f64, columns as f64),
+            _ => (1.0, 1.0),
+        };
+        match self.config.adjust_lr_fn {
+            MuonRate::Original => (rows / columns).max(1.0).sqrt(),
+            MuonRate::MatchRmsAdamw => 0.2 * rows.max(columns).sqrt(),
+        }
+    }
+
+    /// The matrix with its singular values brought near 1 by a quintic Newton–Schulz iteration.
+    fn orthogonal(&self, matrix: &Tensor) -> Result<Tensor> {
+        let kind = match (self.config.precision, matrix.device()) {
+            (MuonPrecision::BFloat16, _) | (MuonPrecision::Auto, Device::Cuda(_)) => Kind::BFloat16,
+            _ => Kind::Float,
+        };
+        let (a, b, c) = self.config.ns_coefficients;
+        // The smaller Gram matrix.
+        let tall = matches!(matrix.size()[..], [rows, columns] if rows > columns);
+        let mut x = matrix.f_to_kind(kind)?;
+        if tall {
+            x = x.f_tr()?;
+        }
+        // The spectral norm is at most the Frobenius norm.
+        x = x.f_div(&x.f_norm()?.f_clamp_min(self.config.eps)?)?;
+        for _ in 0..self.config.ns_steps {
+            let gram = x.f_matmul(&x.f_tr()?)?;
+            let polynomial = add_product(&gram, &gram, &gram, b, c)?;
+            x = add_product(&x, &polynomial, &x, a, 1.0)?;
+        }
+        if tall {
+            x = x.f_tr()?;
+        }
+        Ok(x)
+    }
+}
+
+/// `beta · sum + alpha · left @ right` in one call.
+fn add_product(
+    sum: &Tensor,
+    left: &Tensor,
+    right: &Tensor,
+    beta: f64,
+    alpha: f64,
+) -> Result<Tensor> {
+    use overdrive_sys::op::{Output, Value, call};
+    let arguments = [
+        Value::Tensor(sum),
+        Value::Tensor(left),
+        Value::Tensor(right),
+        Value::Float(beta),
+        Value::Float(alpha),
+    ];
+    let output = call("aten::addmm", "", &arguments)?.into_iter().next();
+    Ok(output.unwrap_or(Output::None).into_tensor()?)
+}

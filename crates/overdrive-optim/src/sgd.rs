@@ -1,0 +1,264 @@
+//! Stochastic gradient descent with momentum.
+
+use overdrive_sys::op::{Value, call};
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind, Tensor};
+
+use crate::Result;
+use crate::checks::{check_finite_from_zero, check_option, same_layout};
+use crate::engine::{Job, Parts, Rule, optimizer};
+
+/// Options of [`Sgd`]. Defaults are those of `torch.optim.SGD`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SgdConfig {
+    /// Learning rate of groups that set none. Default 1e-3.
+    pub learning_rate: f64,
+    /// Share of the last update that goes on, from 0. Default 0, which keeps no state.
+    pub momentum: f64,
+    /// Share of the gradient that the momentum leaves out. Default 0.
+    pub dampening: f64,
+    /// Weight decay of groups that set none: an L2 penalty, added to the gradient. Default 0.
+    pub weight_decay: f64,
+    /// Nesterov's momentum, which looks ahead; needs a momentum and no dampening. Default false.
+    pub nesterov: bool,
+    /// Ascends instead of descends. Default false.
+    pub maximize: bool,
+}
+
+impl Default for SgdConfig {
+    fn default() -> Self {
+        Self {
+            learning_rate: 1e-3,
+            momentum: 0.0,
+            dampening: 0.0,
+            weight_decay: 0.0,
+            nesterov: false,
+            maximize: false,
+        }
+    }
+}
+
+impl SgdConfig {
+    /// Checks every option against its range.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOption`](crate::Error::InvalidOption) naming the first option outside its
+    /// range.
+    pub fn validate(&self) -> Result<()> {
+        check_finite_from_zero("learning_rate", self.learning_rate)?;
+        check_finite_from_zero("momentum", self.momentum)?;
+        check_finite_from_zero("weight_decay", self.weight_decay)?;
+        check_option(
+            "dampening",
+            self.dampening,
+            self.dampening.is_finite(),
+            "a finite number",
+        )?;
+        let looks_ahead = !self.nesterov || (self.momentum > 0.0 && self.dampening == 0.0);
+        check_option(
+            "nesterov",
+            self.nesterov,
+            looks_ahead,
+            "false, or a momentum above 0 and a dampening of 0 with it",
+        )
+    }
+}
+
+optimizer! {
+    /// Stochastic gradient descent with momentum (Sutskever et al. 2013), equal to
+    /// [`torch.optim.SGD`] with `fused=True` on CPU and CUDA.
+    ///
+    /// ```text
+    /// g ← g + λ θ        b ← μ b + (1 - τ) g   (b ← g at first)
+    /// θ ← θ - η b        or with nesterov θ ← θ - η (g + μ b)
+    /// ```
+    ///
+    /// One tensor of state a parameter, of its kind; none without momentum. Parameters, gradients and
+    /// momenta of a group go through libtorch's fused kernel in one pass over memory.
+    ///
+    /// ```
+    /// use overdrive_optim::{Optimizer, ParamGroup, Sgd, SgdConfig};
+    /// use tch::{Device, Kind, Tensor};
+    ///
+    /// let weight = Tensor::ones([2], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    /// let group = ParamGroup::new("all", vec![("weight".into(), weight.shallow_clone())]);
+    /// let config = SgdConfig { learning_rate: 0.1, momentum: 0.9, ..Default::default() };
+    /// let mut optimizer = Sgd::new(vec![group], config)?;
+    /// for _ in 0..2 {
+    ///     weight.sum(Kind::Float).backward();
+    ///     optimizer.step()?;
+    ///     optimizer.zero_grad()?;
+    /// }
+    /// assert!((weight.double_value(&[0]) - (1.0 - 0.1 - 0.19)).abs() < 1e-6);
+    /// # Ok::<(), overdrive_optim::Error>(())
+    /// ```
+    ///
+    /// [`torch.optim.SGD`]: https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html
+    Sgd(SgdRule), SgdConfig
+}
+
+/// The rule of [`Sgd`].
+#[derive(Debug)]
+pub(crate) struct SgdRule {
+    config: SgdConfig,
+}
+
+/// Momentum, if there is any, and whether it holds a gradient yet.
+#[derive(Debug)]
+pub(crate) struct SgdState {
+    /// Steps taken, a float32 scalar on the CPU.
+    step: Tensor,
+    momentum_buffer: Option<Tensor>,
+}
+
+/// Parameters that one kernel call updates.
+struct Batch {
+    key: (u64, u64, Device, Kind, bool, bool),
+    parameters: Vec<Tensor>,
+    gradients: Vec<Tensor>,
+    momenta: Vec<Tensor>,
+}
+
+impl Rule for SgdRule {
+    const NAME: &'static str = "sgd";
+    type Config = SgdConfig;
+    type State = SgdState;
+
+    fn new(config: SgdConfig) -> Result<Self> {
+        config.validate()?;
+        Ok(Self { config })
+    }
+
+    fn config(&self) -> &SgdConfig {
+        &self.config
+    }
+
+    fn group_defaults(&self) -> (f64, f64) {
+        (self.config.learning_rate, self.config.weight_decay)
+    }
+
+    fn new_states(&mut self, parameters: &[(&str, &Tensor)]) -> Result<Vec<SgdState>> {
+        let has_momentum = self.config.momentum != 0.0;
+        let state = |tensor: &Tensor| {
+            Ok(SgdState {
+                step: Tensor::f_zeros([0i64; 0], (Kind::Float, Device::Cpu))?,
+                momentum_buffer: has_momentum.then(|| tensor.f_zeros_like()).transpose()?,
+            })
+        };
+        parameters.iter().map(|(_, tensor)| state(tensor)).collect()
+    }
+
+    fn parts(state: &SgdState) -> Parts<'_> {
+        let mut parts = vec![("step", &state.step)];
+        parts.extend(state.momentum_buffer.iter().map(|b| ("momentum_buffer", b)));
+        parts
+    }
+
+    fn step(&mut self, jobs: Vec<Job<'_, SgdState>>) -> Result<()> {
+        let mut batches: Vec<Batch> = Vec::new();
+        for mut job in jobs {
+            let first = job.state.step.f_double_value(&[])? == 0.0;
+            let _ = job.state.step.f_add_scalar_(1.0)?;
+            let device = job.parameter.device();
+            let dense = job.state.momentum_buffer.as_ref().map_or_else(
+                || job.parameter.is_contiguous(),
+                |b| same_layout(&job.parameter, b),
+            );
+            let fused = dense && matches!(device, Device::Cpu | Device::Cuda(_));
+            if fused && !same_layout(&job.gradient, &job.parameter) {
+                // The CPU kernel walks raw memory and does not look at strides.
+                let mut copy = job.parameter.f_empty_like()?;
+                copy.f_copy_(&job.gradient)?;
+                job.gradient = copy;
+            }
+            let key = (
+                job.learning_rate.to_bits(),
+                job.weight_decay.to_bits(),
+                device,
+                job.parameter.kind(),
+                first,
+                fused,
+            );
+            let position = batches.iter().position(|batch| batch.key == key);
+            let position = position.unwrap_or_else(|| {
+                batches.push(Batch {
+                    key,
+                    parameters: Vec::new(),
+                    gradients: Vec::new(),
+                    momenta: Vec::new(),
+                });
+                batches.len() - 1
+            });
+            let batch = &mut batches[position];
+            batch.parameters.push(job.parameter);
+            batch.gradients.push(job.gradient);
+            let momentum = job.state.momentum_buffer.as_ref();
+            batch.momenta.extend(momentum.map(Tensor::shallow_clone));
+        }
+        batches.iter().try_for_each(|batch| self.apply(batch))
+    }
+}
+
+impl SgdRule {
+    fn apply(&self, batch: &Batch) -> Result<()> {
+        let (rate, decay, _, _, first, fused) = batch.key;
+        let (rate, decay) = (f64::from_bits(rate), f64::from_bits(decay));
+        if !fused {
+            return self.apply_plain(batch, rate, decay, first);
+        }
+        let config = &self.config;
+        call(
+            "aten::_fused_sgd_",
+            "",
+            &[
+                Value::Tensors(&batch.parameters),
+                Value::Tensors(&batch.gradients),
+                Value::Tensors(&batch.momenta),
+                Value::Float(decay),
+                Value::Float(config.momentum),
+                Value::Float(rate),
+                Value::Float(config.dampening),
+                Value::Bool(config.nesterov),
+                Value::Bool(config.maximize),
+                Value::Bool(first),
+                Value::None,
+                Value::None,
+            ],
+        )?;
+        Ok(())
+    }
+
+    fn apply_plain(&self, batch: &Batch, rate: f64, decay: f64, first: bool) -> Result<()> {
+        let config = &self.config;
+        for (index, (parameter, gradient)) in
+            batch.parameters.iter().zip(&batch.gradients).enumerate()
+        {
+            let mut gradient = if config.maximize {
+                gradient.f_neg()?
+            } else {
+                gradient.shallow_clone()
+            };
+            if decay != 0.0 {
+                gradient = gradient.f_add(&parameter.f_mul_scalar(decay)?)?;
+            }
+            if let Some(momentum) = batch.momenta.get(index) {
+                let mut momentum = momentum.shallow_clone();
+                if first {
+                    momentum.f_copy_(&gradient)?;
+                } else {
+                    let _ = momentum.f_mul_scalar_(config.momentum)?;
+                    let _ = momentum.f_add_(&gradient.f_mul_scalar(1.0 - config.dampening)?)?;
+                }
+                gradient = if config.nesterov {
+                    gradient.f_add(&momentum.f_mul_scalar(config.momentum)?)?
+                } else {
+                    momentum
+                };
+            }
+            let update = gradient.f_mul_scalar(-rate)?;
+            let _ = parameter.shallow_clone().f_add_(&update)?;
+        }
+        Ok(())
+    }
+}
