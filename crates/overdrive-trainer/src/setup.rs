@@ -1,11 +1,15 @@
 //! From the arguments to the parts of a run: device, precision, model, optimizer, schedule.
 
-use overdrive_optim::{AdamW, AdamWConfig, LrScheduler, Optimizer, Schedule, decay_groups};
+use overdrive_optim::{
+    Adafactor, AdafactorConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, Lion, LionConfig,
+    LrScheduler, Optimizer, PagedAdamW, PagedAdamWConfig, Schedule, Sgd, SgdConfig, StateBits,
+    decay_groups,
+};
 use overdrive_precision::{GradScaler, GradScalerConfig, Precision};
 use overdrive_transformer::{CausalLm, InitOptions, ModelConfig};
 use tch::{Device, Kind};
 
-use crate::{Result, TextData, TrainingArguments, TrainingPlan};
+use crate::{OptimizerName, Result, TextData, TrainingArguments, TrainingPlan};
 
 impl TrainingArguments {
     /// The first GPU, or the CPU where there is none or `use_cpu` says so.
@@ -64,27 +68,82 @@ impl TrainingArguments {
             kind: Kind::Float,
             seed: self.seed,
         };
-        let model = CausalLm::new(&config, &init)?;
+        let mut model = CausalLm::new(&config, &init)?;
         model.set_requires_grad(true)?;
+        model.set_execution(self.execution());
         Ok(model)
     }
 
-    /// AdamW over the model's parameters, without decay for norms, biases and embeddings.
+    /// The optimizer that `optim` names, over the model's parameters, without decay for norms, biases
+    /// and embeddings.
     ///
     /// # Errors
-    /// When an option is out of its range.
-    pub fn new_optimizer(&self, model: &CausalLm) -> Result<AdamW> {
-        let config = AdamWConfig {
-            learning_rate: self.learning_rate,
-            betas: (self.adam_beta1, self.adam_beta2),
-            eps: self.adam_epsilon,
-            weight_decay: self.weight_decay,
-            ..AdamWConfig::default()
+    /// When an option is out of its range, or a paged state finds no room.
+    pub fn new_optimizer(&self, model: &CausalLm) -> Result<Box<dyn Optimizer>> {
+        let groups = decay_groups(model.named_parameters(), self.weight_decay);
+        let learning_rate = self.learning_rate;
+        let weight_decay = self.weight_decay;
+        let betas = (self.adam_beta1, self.adam_beta2);
+        let eps = self.adam_epsilon;
+        let paged = |state_bits| PagedAdamWConfig {
+            learning_rate,
+            betas,
+            eps,
+            weight_decay,
+            state_bits,
+            ..PagedAdamWConfig::default()
         };
-        Ok(AdamW::new(
-            decay_groups(model.named_parameters(), self.weight_decay),
-            config,
-        )?)
+        Ok(match self.optim {
+            OptimizerName::AdamwTorchFused => {
+                let config = AdamWConfig {
+                    learning_rate,
+                    betas,
+                    eps,
+                    weight_decay,
+                    ..AdamWConfig::default()
+                };
+                Box::new(AdamW::new(groups, config)?)
+            }
+            OptimizerName::Adamw8bit => {
+                let config = AdamW8bitConfig {
+                    learning_rate,
+                    betas,
+                    eps,
+                    weight_decay,
+                    ..AdamW8bitConfig::default()
+                };
+                Box::new(AdamW8bit::new(groups, config)?)
+            }
+            OptimizerName::PagedAdamw32bit => {
+                Box::new(PagedAdamW::new(groups, paged(StateBits::ThirtyTwo))?)
+            }
+            OptimizerName::PagedAdamw8bit => {
+                Box::new(PagedAdamW::new(groups, paged(StateBits::Eight))?)
+            }
+            OptimizerName::Lion32bit => {
+                let config = LionConfig {
+                    learning_rate,
+                    betas,
+                    weight_decay,
+                };
+                Box::new(Lion::new(groups, config)?)
+            }
+            OptimizerName::Adafactor => {
+                let config = AdafactorConfig {
+                    weight_decay,
+                    ..AdafactorConfig::with_learning_rate(learning_rate)
+                };
+                Box::new(Adafactor::new(groups, config)?)
+            }
+            OptimizerName::Sgd => {
+                let config = SgdConfig {
+                    learning_rate,
+                    weight_decay,
+                    ..SgdConfig::default()
+                };
+                Box::new(Sgd::new(groups, config)?)
+            }
+        })
     }
 
     /// The schedule that `lr_scheduler_type` names, over the steps of `plan`.

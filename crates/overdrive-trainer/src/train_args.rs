@@ -141,6 +141,34 @@ pub struct TrainArgs {
     #[allow(missing_docs, reason = "documented by `help`")]
     pub samples: Option<u64>,
 
+    /// adamw_torch_fused, adamw_8bit, paged_adamw_32bit, paged_adamw_8bit, lion_32bit, adafactor or sgd [default: adamw_torch_fused]
+    #[arg(long, value_name = "NAME", help_heading = "Training")]
+    pub optim: Option<String>,
+
+    /// Compute blocks again in backward instead of keeping their activations
+    #[arg(
+        long,
+        overrides_with = "no_gradient_checkpointing",
+        help_heading = "Machine"
+    )]
+    pub gradient_checkpointing: bool,
+
+    /// Do not, also where the file says so
+    #[arg(
+        long,
+        overrides_with = "gradient_checkpointing",
+        help_heading = "Machine"
+    )]
+    pub no_gradient_checkpointing: bool,
+
+    /// eager, sdpa or flash_attention_2 [default: flash_attention_2]
+    #[arg(long, value_name = "NAME", help_heading = "Machine")]
+    pub attn_implementation: Option<String>,
+
+    /// libtorch's operators one by one instead of the fused kernels
+    #[arg(long, help_heading = "Machine")]
+    pub no_fused_kernels: bool,
+
     /// Train in bfloat16 with autocast
     #[arg(long, overrides_with = "no_bf16", help_heading = "Machine")]
     pub bf16: bool,
@@ -252,6 +280,13 @@ impl TrainArgs {
             None => {}
         }
         set("samples", json!(self.samples));
+        set("optim", json!(self.optim));
+        set(
+            "gradient_checkpointing",
+            switch(self.gradient_checkpointing, self.no_gradient_checkpointing),
+        );
+        set("attn_implementation", json!(self.attn_implementation));
+        set("fused_kernels", switch(false, self.no_fused_kernels));
         set("bf16", switch(self.bf16, self.no_bf16));
         set("fp16", switch(self.fp16, self.no_fp16));
         set("tf32", switch(self.tf32, self.no_tf32));

@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 
 use overdrive_optim::{LrSchedulerType, ScheduleOptions};
+use overdrive_transformer::AttentionImplementation;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::{ModelArguments, Preset};
+use crate::{GradientCheckpointingArguments, ModelArguments, Preset};
 
 /// The configuration of a training run, under the keys of Hugging Face's `TrainingArguments`
 /// (transformers 5) and with its defaults; the keys about model and data are ours.
@@ -74,6 +75,17 @@ pub struct TrainingArguments {
     /// Warm-up steps; below 1 a part of all steps. Overrides `warmup_ratio` where above 0. Default 0.
     pub warmup_steps: f64,
 
+    /// The kernel of attention: `eager`, `sdpa` or `flash_attention_2`. Default `flash_attention_2`.
+    #[serde(with = "crate::execution_arguments::attention_by_name")]
+    pub attn_implementation: AttentionImplementation,
+    /// Norms, rotary positions, gates and the loss in one pass each (what `use_liger_kernel` asks for).
+    /// Default true.
+    pub fused_kernels: bool,
+    /// Computes the blocks again in backward instead of keeping their activations. Default false.
+    pub gradient_checkpointing: bool,
+    /// How it does.
+    pub gradient_checkpointing_kwargs: GradientCheckpointingArguments,
+
     /// Autocast to bfloat16. Default false.
     pub bf16: bool,
     /// Autocast to float16 with loss scaling. Default false.
@@ -131,6 +143,10 @@ impl Default for TrainingArguments {
             lr_scheduler_kwargs: ScheduleOptions::default(),
             warmup_ratio: 0.0,
             warmup_steps: 0.0,
+            attn_implementation: AttentionImplementation::default(),
+            fused_kernels: true,
+            gradient_checkpointing: false,
+            gradient_checkpointing_kwargs: GradientCheckpointingArguments::default(),
             bf16: false,
             fp16: false,
             tf32: None,
@@ -152,9 +168,28 @@ impl Default for TrainingArguments {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum OptimizerName {
-    /// AdamW with decoupled decay through libtorch's fused kernel.
+    /// AdamW with decoupled decay through libtorch's fused kernel. Also `adamw_torch`.
     #[default]
+    #[serde(alias = "adamw_torch")]
     AdamwTorchFused,
+    /// AdamW whose states are 8-bit blocks: a quarter of the memory. Also `adamw_bnb_8bit`.
+    #[serde(rename = "adamw_8bit", alias = "adamw_bnb_8bit")]
+    Adamw8bit,
+    /// AdamW whose states lie in host memory behind a GPU, or in a mapped file behind a CPU. Also
+    /// `paged_adamw`.
+    #[serde(rename = "paged_adamw_32bit", alias = "paged_adamw")]
+    PagedAdamw32bit,
+    /// The same with 8-bit states.
+    #[serde(rename = "paged_adamw_8bit")]
+    PagedAdamw8bit,
+    /// Lion: one state, the sign of its update. Also `lion`.
+    #[serde(rename = "lion_32bit", alias = "lion")]
+    Lion32bit,
+    /// Adafactor with a given learning rate (no relative step, no parameter scale), as Hugging Face's
+    /// trainer makes it.
+    Adafactor,
+    /// Stochastic gradient descent without momentum.
+    Sgd,
 }
 
 /// When something happens during a run.

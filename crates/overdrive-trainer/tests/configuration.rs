@@ -4,12 +4,17 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
-use overdrive_optim::{LrSchedulerType, ScheduleOptions};
+use overdrive_optim::{LrSchedulerType, Optimizer, ScheduleOptions};
 use overdrive_trainer::{
-    ConfigFormat, IntervalStrategy, Layers, ModelArguments, Preset, ReportTo, TrainArgs,
-    TrainingArguments,
+    ConfigFormat, GradientCheckpointingArguments, IntervalStrategy, Layers, ModelArguments,
+    OptimizerName, Preset, ReportTo, TrainArgs, TrainingArguments,
+};
+use overdrive_transformer::{
+    AttentionImplementation, CausalLm, CheckpointOptions, InitOptions, LabelShift, LlamaConfig,
+    SavePolicy, Schedule,
 };
 use proptest::prelude::*;
+use tch::{Device, Kind, Tensor};
 
 #[derive(Parser)]
 struct Flags {
@@ -458,12 +463,12 @@ fn a_wrong_choice_is_told_with_the_choices() {
 fn what_hugging_face_can_and_we_cannot_is_refused_by_name() {
     for (text, expected) in [
         (
-            "optim: paged_adamw_32bit",
-            "run.yaml: `optim: paged_adamw_32bit` is not supported by overdrive-trainer; the optimizer there is is `adamw_torch_fused`",
+            "optim: galore_adamw",
+            "run.yaml: `optim: galore_adamw` is not supported by overdrive-trainer; the optimizers there are: adamw_torch_fused, adamw_8bit, paged_adamw_32bit, paged_adamw_8bit, lion_32bit, adafactor, sgd",
         ),
         (
-            "gradient_checkpointing: true",
-            "run.yaml: `gradient_checkpointing: true` is not supported by overdrive-trainer; leave it out",
+            "torch_compile: true",
+            "run.yaml: `torch_compile: true` is not supported by overdrive-trainer; leave it out",
         ),
         (
             "save_steps: 500",
@@ -471,6 +476,95 @@ fn what_hugging_face_can_and_we_cannot_is_refused_by_name() {
         ),
     ] {
         assert_eq!(error(text), expected);
+    }
+}
+
+#[test]
+fn kernels_attention_checkpointing_and_optimizers_go_by_hugging_faces_names() {
+    let text = "
+optim: adamw_bnb_8bit
+attn_implementation: sdpa
+use_liger_kernel: true
+gradient_checkpointing: true
+gradient_checkpointing_kwargs:
+  use_reentrant: false
+  preserve_rng_state: false
+  schedule:
+    every_nth: 2
+  policy: matmuls_and_attention
+";
+    let (_folder, path) = file("run.yaml", text);
+    let arguments = resolve(&["--config", &path]).expect("loads");
+    assert_eq!(arguments.optim, OptimizerName::Adamw8bit);
+    let execution = arguments.execution();
+    assert_eq!(execution.attention, AttentionImplementation::Sdpa);
+    assert!(execution.fused_kernels);
+    assert_eq!(execution.checkpointing, Schedule::EveryNth(2));
+    assert_eq!(
+        execution.checkpoint_options,
+        CheckpointOptions {
+            preserve_rng_state: false,
+            ..CheckpointOptions::keeping(SavePolicy::MatmulsAndAttention)
+        }
+    );
+
+    let flags = [
+        "--config",
+        &path,
+        "--no-gradient-checkpointing",
+        "--no-fused-kernels",
+        "--optim",
+        "lion",
+    ];
+    let arguments = resolve(&flags).expect("loads");
+    assert_eq!(arguments.optim, OptimizerName::Lion32bit);
+    assert_eq!(arguments.execution().checkpointing, Schedule::Never);
+    assert!(!arguments.execution().fused_kernels);
+
+    let text = error("attn_implementation: flash_atention_2");
+    assert!(text.contains("did you mean `flash_attention_2`?"), "{text}");
+    let text = error("optim: adamw_8bits");
+    assert!(text.contains("did you mean `adamw_8bit`?"), "{text}");
+    let text = error("gradient_checkpointing_kwargs:\n  use_rentrant: true");
+    assert!(text.contains("use_reentrant"), "{text}");
+}
+
+#[test]
+fn every_optimizer_that_can_be_named_trains() {
+    for name in [
+        "adamw_torch",
+        "adamw_8bit",
+        "paged_adamw",
+        "paged_adamw_8bit",
+        "lion",
+        "adafactor",
+        "sgd",
+    ] {
+        let arguments = resolve(&["--optim", name, "--learning-rate", "1e-3"]).expect(name);
+        let config = LlamaConfig {
+            vocab_size: 300,
+            hidden_size: 64,
+            intermediate_size: 96,
+            num_hidden_layers: 1,
+            num_attention_heads: 2,
+            ..LlamaConfig::default()
+        };
+        let model = CausalLm::new(&config.into(), &InitOptions::default()).expect("a model");
+        model.set_requires_grad(true).expect("leaves");
+        let mut optimizer = arguments.new_optimizer(&model).expect(name);
+        let ids = Tensor::arange(32, (Kind::Int64, Device::Cpu)).view([1, 32]);
+        let mut losses = Vec::new();
+        for _ in 0..5 {
+            let loss = model
+                .loss(&ids, &ids, LabelShift::HuggingFace)
+                .expect("a loss");
+            let loss = loss.mean().expect("a mean");
+            loss.backward();
+            optimizer.step().expect(name);
+            optimizer.zero_grad().expect(name);
+            losses.push(loss.double_value(&[]));
+        }
+        assert!(losses[4] < losses[0], "{name}: {losses:?}");
     }
 }
 
@@ -688,9 +782,21 @@ prop_compose! {
         output_dir in prop::option::of("[^\\x00]{1,12}"),
         eval_steps in prop_oneof![0.01_f64..0.99, (1_u32..500).prop_map(f64::from)],
         report in any::<bool>(),
+        attn_implementation in prop::sample::select(AttentionImplementation::ALL.to_vec()),
+        recompute in prop::option::of(prop::sample::select(vec![
+            Schedule::EveryBlock, Schedule::EveryNth(2), Schedule::Segments(3), Schedule::SqrtSegments,
+        ])),
+        fused_kernels in any::<bool>(),
     ) -> TrainingArguments {
         TrainingArguments {
             model, seed, max_steps, learning_rate, warmup_ratio, tf32, threads,
+            attn_implementation, fused_kernels,
+            gradient_checkpointing: recompute.is_some(),
+            gradient_checkpointing_kwargs: GradientCheckpointingArguments {
+                schedule: recompute.unwrap_or_default(),
+                policy: SavePolicy::Matmuls,
+                ..Default::default()
+            },
             eval_steps: Some(eval_steps),
             lr_scheduler_type: scheduler,
             lr_scheduler_kwargs: ScheduleOptions { num_cycles, ..Default::default() },
