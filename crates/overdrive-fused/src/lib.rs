@@ -16,8 +16,8 @@
 //! They are plain functions on tensors. Kernels exist for f32, bf16 and f16 on the CPU (arithmetic in
 //! f32, results rounded once), compiled for AVX-512, AVX2 and the target's baseline and chosen when
 //! the program runs ([`instruction_set`]). Everywhere else (f64, other devices) the same functions run
-//! libtorch's operators. Results do not depend on the number of threads, except through libtorch's
-//! products in `linear_cross_entropy`. Each can be differentiated once where a kernel ran: a second
+//! libtorch's operators. Results do not depend on the number of threads, except through the
+//! products of `linear` and `linear_cross_entropy`. Each can be differentiated once where a kernel ran: a second
 //! derivative is refused with an error that says so.
 //!
 //! ```

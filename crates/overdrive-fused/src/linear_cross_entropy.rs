@@ -19,7 +19,7 @@ pub struct LinearCrossEntropyOptions<'a> {
     pub loss: CrossEntropyOptions,
     /// The head's bias `(V,)` (default: none).
     pub bias: Option<&'a Tensor>,
-    /// Rows whose logits are held at a time (default: as many as make 16 MiB, at least 256).
+    /// Rows whose logits are held at a time (default: as many as make 32 MiB, at least 256).
     pub chunk_rows: Option<NonZeroUsize>,
     /// Keeps the gradients for further backward passes through the same graph, at the price of a copy
     /// of them in each. Without it the first pass takes them, and a second is refused (default: false).
@@ -40,7 +40,7 @@ pub struct LinearCrossEntropyOptions<'a> {
 /// `linear` would have; the loss and its softmax are f32 (f64 for f64). In low precision the gradient
 /// of `weight` is summed over chunks in f32. On devices other than the CPU, and for f64, the chunks go
 /// through libtorch's own operators. On the CPU the softmax and its sums do not depend on the number
-/// of threads; libtorch's products may.
+/// of threads; the products may.
 ///
 /// It can be differentiated once.
 ///

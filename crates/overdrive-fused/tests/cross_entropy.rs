@@ -6,7 +6,7 @@ mod common;
 use std::num::NonZeroUsize;
 
 use common::{assert_close, compare, labels, run, values};
-use overdrive_autograd::{GradOptions, grad};
+use overdrive_autograd::{BackwardOptions, GradOptions, backward, grad};
 use overdrive_fused::{
     CrossEntropyOptions, LinearCrossEntropyOptions, Reduction, cross_entropy, linear_cross_entropy,
 };
@@ -414,11 +414,7 @@ fn a_second_derivative_is_refused() {
         .unwrap()
         .remove(0)
         .unwrap();
-    let again = grad(
-        &[&first.sum(Kind::Float)],
-        &[&weight],
-        &GradOptions::default(),
-    );
+    let again = backward(&[&first.sum(Kind::Float)], &BackwardOptions::default());
     let error = again.unwrap_err().to_string();
     assert!(error.contains("linear_cross_entropy"), "{error}");
 }

@@ -165,7 +165,7 @@ impl Function for Silu {
 #[derive(Clone, Copy)]
 struct GeluTanh;
 
-const TWICE_SQRT_2_OVER_PI: f32 = 1.595_769_1;
+const TWICE_SQRT_2_OVER_PI: f32 = 1.595_769;
 const CUBIC: f32 = 0.044_715;
 
 impl Function for GeluTanh {

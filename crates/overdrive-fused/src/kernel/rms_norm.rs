@@ -16,7 +16,7 @@ pub(crate) fn forward<T: Element>(
     inverse: &mut [f32],
 ) {
     let width = weight.len();
-    let rows = block_rows(inverse.len(), width * size_of::<T>() * 2);
+    let rows = block_rows(inverse.len(), size_of_val(weight) * 2);
     let cells = rows * width;
     let blocks = x
         .chunks(cells)
@@ -68,7 +68,7 @@ pub(crate) fn backward<T: Element>(
 ) {
     let Saved { x, weight, inverse } = saved;
     let width = weight.len();
-    let rows = block_rows(inverse.len(), width * size_of::<T>() * 3);
+    let rows = block_rows(inverse.len(), size_of_val(weight) * 3);
     let cells = rows * width;
     let mut partial = vec![0.0_f32; inverse.len().div_ceil(rows.max(1)) * width];
     let blocks = x
