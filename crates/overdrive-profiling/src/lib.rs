@@ -13,6 +13,7 @@
 //!   with [`Trackers`], or your own;
 //! - [`Throughput`], [`ModelFlops`] and [`PeakFlops`] turn tokens and seconds into tokens a second and
 //!   MFU;
+//! - [`MemoryPlan`] estimates what a run will take before it runs, and what would make it fit;
 //! - [`TrainingProgress`] shows the run at the terminal and in logs;
 //! - [`Report`] makes a page of it, [`Machine`] names where the numbers come from.
 //!
@@ -72,6 +73,7 @@ mod gpu_monitor;
 mod gpu_table;
 mod json_lines;
 mod machine;
+mod memory_estimate;
 mod memory_usage;
 mod model_flops;
 mod peak_flops;
@@ -96,6 +98,10 @@ pub use error::{Error, Result};
 pub use gpu_monitor::{GpuMonitor, GpuSample, NoGpuMonitor};
 pub use json_lines::JsonLines;
 pub use machine::Machine;
+pub use memory_estimate::{
+    Change, DecoderShape, MemoryAdvice, MemoryAttention, MemoryEstimate, MemoryPlan,
+    MemoryPrecision, Moment, OptimizerMemory, Recomputation,
+};
 pub use memory_usage::MemoryUsage;
 pub use model_flops::ModelFlops;
 pub use peak_flops::{PeakFlops, PeakSource};
