@@ -4,8 +4,8 @@
 
 Needs torch==2.11.0 in the Python that runs it, and `cargo xtask setup` before. Both sides: the same
 shapes, the same threads, random tokens, forward, backward, clipping to norm 1, fused AdamW with
-decay groups, in fp32. The sides take turns, so that a machine whose speed drifts drifts for both;
-quote the median ratio.
+decay groups, in fp32. PyTorch runs eagerly and through torch.compile (Inductor needs a C++ compiler).
+The sides take turns, so that a machine whose speed drifts drifts for all; quote the median ratio.
 """
 
 import argparse
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     arguments = parser.parse_args()
 
     build = "cargo build --release -p overdrive-benches --bin train_step"
@@ -54,28 +55,39 @@ def main() -> None:
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     ours_command = [str(target / "release" / "train_step"), *flags]
     theirs_command = [sys.executable, "train_step.py", *flags]
+    sides = {"Overdrive": (ours_command, ROOT), "eager": (theirs_command, HERE)}
+    if not arguments.no_compile:
+        sides["compiled"] = ([*theirs_command, "--compile", "--warmup", "3"], HERE)
+    others = [name for name in sides if name != "Overdrive"]
 
-    print(f"\n{processor()}, {arguments.threads} threads, preset {arguments.preset}, fp32\n")
-    print(f"{'round':>5}  {'Overdrive':>18}  {'PyTorch':>18}  {'ratio':>6}  {'RSS, MiB':>15}")
-    ratios, ours_all, theirs_all = [], [], []
+    print(f"\n{processor()}, {arguments.threads} threads, preset {arguments.preset}, fp32, tokens/s\n")
+    print("round" + "".join(f"{name:>12}" for name in sides) + "".join(f"{'/ ' + name:>12}" for name in others))
+    speeds = {name: [] for name in sides}
+    memory = {name: [] for name in sides}
+    losses = {}
     for index in range(arguments.rounds):
-        ours = run(ours_command, ROOT)
-        theirs = run(theirs_command, HERE)
-        if ours["parameters"] != theirs["parameters"]:
-            sys.exit(f"different models: {ours['parameters']} and {theirs['parameters']} parameters")
-        ratios.append(ours["tokens_per_second"] / theirs["tokens_per_second"])
-        ours_all.append(ours["tokens_per_second"])
-        theirs_all.append(theirs["tokens_per_second"])
+        found = {name: run(command, cwd) for name, (command, cwd) in sides.items()}
+        if len({result["parameters"] for result in found.values()}) != 1:
+            sys.exit(f"different models: {found}")
+        for name, result in found.items():
+            speeds[name].append(result["tokens_per_second"])
+            memory[name].append(result["max_rss_bytes"])
+            losses[name] = result["first_loss"]
+        ratios = [speeds["Overdrive"][-1] / speeds[name][-1] for name in others]
         print(
-            f"{index + 1:>5}  {ours_all[-1]:>10,.0f} tokens/s  {theirs_all[-1]:>10,.0f} tokens/s"
-            f"  {ratios[-1]:>5.2f}x  {ours['max_rss_bytes'] >> 20:>6} / {theirs['max_rss_bytes'] >> 20:>6}",
+            f"{index + 1:>5}"
+            + "".join(f"{speeds[name][-1]:>12,.0f}" for name in sides)
+            + "".join(f"{ratio:>11.2f}x" for ratio in ratios),
             flush=True,
         )
-    print(
-        f"\nmedian: Overdrive {statistics.median(ours_all):,.0f} tokens/s, {theirs['side']}"
-        f" {statistics.median(theirs_all):,.0f} tokens/s, ratio {statistics.median(ratios):.2f}x"
-        f" (first losses {ours['first_loss']:.3f} and {theirs['first_loss']:.3f})"
-    )
+
+    print(f"\n{'median':>24}{'tokens/s':>12}{'Overdrive is':>14}{'max RSS, MiB':>14}{'first loss':>12}")
+    for name in sides:
+        ratio = statistics.median(a / b for a, b in zip(speeds["Overdrive"], speeds[name], strict=True))
+        print(
+            f"{name:>24}{statistics.median(speeds[name]):>12,.0f}{ratio:>13.2f}x"
+            f"{statistics.median(memory[name]) / 2**20:>14,.0f}{losses[name]:>12.3f}"
+        )
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -27,12 +28,13 @@ def main() -> None:
     shape = PRESETS[arguments.preset]
     model = Llama(shape)
     optimizer = optimizer_of(model)
+    run = torch.compile(model) if arguments.compile else model
 
     seconds, losses = [], []
     for step in range(arguments.warmup + arguments.steps):
         ids = torch.randint(shape.vocab, (shape.batch, shape.context + 1))
         start = time.perf_counter()
-        loss = model(ids[:, :-1], ids[:, 1:])
+        loss = run(ids[:, :-1], ids[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -45,7 +47,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "side": f"PyTorch {torch.__version__}",
+                "side": f"PyTorch {torch.__version__}" + (" compiled" if arguments.compile else ""),
                 "parameters": sum(p.numel() for p in model.parameters()),
                 "threads": torch.get_num_threads(),
                 "step_seconds": statistics.median(seconds),

@@ -3,6 +3,7 @@
 //! One file of `benches/` is one claim, named after it. `pytorch/compare.py` sets the same step
 //! beside PyTorch's.
 
+pub mod ablation;
 mod step;
 
 pub use step::{Shape, Step, StepResult};

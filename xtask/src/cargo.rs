@@ -61,6 +61,20 @@ pub(crate) fn bench(further: &[OsString]) -> Cargo {
     Cargo::new(["bench", "-p", "overdrive-benches"]).and(further)
 }
 
+/// The table of techniques. The program has flags of its own, and the trainer's after a `--`.
+pub(crate) fn ablation(further: &[OsString]) -> Cargo {
+    Cargo::new([
+        "run",
+        "--release",
+        "-p",
+        "overdrive-benches",
+        "--bin",
+        "ablation",
+        "--",
+    ])
+    .and(further)
+}
+
 pub(crate) fn fmt(further: &[OsString]) -> Cargo {
     Cargo::new(["fmt", "--all"]).and(further)
 }

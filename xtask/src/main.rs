@@ -64,6 +64,9 @@ enum Command {
     Test(Further),
     /// Run the benchmarks: cargo bench -p overdrive-benches
     Bench(Further),
+    /// Measure what each technique is worth on this machine: default, + mixed precision, + flash
+    /// attention, + checkpointing, + fused kernels, all
+    Ablation(Further),
     /// Look at this machine: libtorch, devices, compiler, memory, and which precision suits it
     Doctor,
     /// Format the sources: cargo fmt --all
@@ -118,6 +121,7 @@ fn run(command: Command) -> Result<()> {
         Command::Example { name, .. } => after_setup(cargo::example(&name, &further(3))),
         Command::Test(_) => after_setup(cargo::test(&further(2))),
         Command::Bench(_) => after_setup(cargo::bench(&further(2))),
+        Command::Ablation(_) => after_setup(cargo::ablation(&further(2))),
         Command::Doctor => doctor::doctor(),
         Command::Fmt(_) => cargo::fmt(&further(2)).replace_this_process(),
         Command::Lint(_) => after_setup(cargo::lint(&further(2))),

@@ -123,7 +123,8 @@ impl fmt::Debug for PolicyFn {
 
 /// The products that a kernel exists for: what `linear`, `matmul` and `einsum` become.
 fn is_matmul(name: &str) -> bool {
-    const NAMES: [&str; 13] = [
+    const NAMES: [&str; 14] = [
+        "overdrive::mm",
         "aten::mm",
         "aten::addmm",
         "aten::_addmm_activation",
@@ -143,7 +144,8 @@ fn is_matmul(name: &str) -> bool {
 
 /// `scaled_dot_product_attention` of every back end but the composite one, which is products.
 fn is_attention(name: &str) -> bool {
-    const STARTS: [&str; 4] = [
+    const STARTS: [&str; 5] = [
+        "overdrive::attention",
         "aten::_scaled_dot_product_",
         "aten::_flash_attention_forward",
         "aten::_efficient_attention_forward",

@@ -1,4 +1,5 @@
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
+use overdrive_sys::named_operator::{self, NamedOperator};
 use overdrive_sys::product::mm_into;
 use overdrive_sys::{autocast, engine};
 use tch::{Kind, Tensor};
@@ -185,19 +186,23 @@ impl Function for Linear {
         if let Some(last) = size.last_mut() {
             *last = width;
         }
-        let y = Tensor::f_empty(&size, (x.kind(), x.device()))?;
-        let y_rows = y.f_view([-1, width])?;
-        if self.biased {
-            y_rows.shallow_clone().f_copy_(&joined(biases)?)?;
-        }
-        mm_into(&y_rows, &rows, &weight.f_tr()?, self.biased)?;
+        let product = || {
+            let y = Tensor::f_empty(&size, (x.kind(), x.device()))?;
+            let y_rows = y.f_view([-1, width])?;
+            if self.biased {
+                y_rows.shallow_clone().f_copy_(&joined(biases)?)?;
+            }
+            mm_into(&y_rows, &rows, &weight.f_tr()?, self.biased)?;
+            Ok(vec![y])
+        };
+        let y = named_operator::call(NamedOperator::Mm, &[&rows, &weight], product)?;
         // The weights one by one: a joint copy of them would stay as long as the graph.
         let mut saved = vec![&x];
         if context.needs_input_grad(0) {
             saved.extend(weights);
         }
         context.save_for_backward(&saved);
-        Ok(vec![y])
+        Ok(y)
     }
 
     fn backward(

@@ -207,6 +207,17 @@ int32_t od_parallel_threads(void) OD_NOEXCEPT;
 // Calls `work` once on each thread of a team and returns when all have. `work` must not unwind.
 void od_parallel(int32_t threads, od_team_work work, void* self) OD_NOEXCEPT;
 
+// --- named_operator.cpp -------------------------------------------------------------------------
+typedef struct od_named_body {
+  void* self;
+  // Gives each result to `push`, which owns it from then on.
+  od_failure (*run)(void* self, void* into, void (*push)(void* into, od_tensor owned));
+} od_named_body;
+// Calls `overdrive::mm` or `overdrive::attention` with `body` for its kernel; the results go to `push`.
+od_status* od_named_call(const char* name, const od_tensor* inputs, size_t n_inputs,
+                         const od_named_body* body, void* into,
+                         void (*push)(void* into, od_tensor owned)) OD_NOEXCEPT;
+
 // --- product.cpp --------------------------------------------------------------------------------
 int32_t od_onednn_available(void) OD_NOEXCEPT;
 // out = beta·out + alpha·left·right, for fp32 or bf16 matrices on the CPU, `out` contiguous.

@@ -252,6 +252,11 @@ pub(crate) fn unseen<T>(body: impl FnOnce() -> T) -> T {
     body()
 }
 
+/// Whether anything on this thread would see an operator.
+pub(crate) fn has_modes() -> bool {
+    MODES.with_borrow(|modes| !modes.is_empty())
+}
+
 /// The mode on top first.
 fn modes() -> Vec<Rc<dyn DispatchMode>> {
     MODES.with_borrow(|modes| {

@@ -217,7 +217,23 @@ pub(crate) const MUTATES: i32 = 1;
 pub(crate) const ALIASES: i32 = 2;
 pub(crate) const RANDOM: i32 = 4;
 
+#[repr(C)]
+pub(crate) struct RawNamedBody {
+    pub(crate) self_: *mut c_void,
+    pub(crate) run: unsafe extern "C" fn(*mut c_void, *mut c_void, RawPush) -> RawFailure,
+}
+
+pub(crate) type RawPush = unsafe extern "C" fn(*mut c_void, RawTensor);
+
 unsafe extern "C" {
+    pub(crate) fn od_named_call(
+        name: *const c_char,
+        inputs: *const RawTensor,
+        n_inputs: usize,
+        body: *const RawNamedBody,
+        into: *mut c_void,
+        push: RawPush,
+    ) -> *mut Status;
     pub(crate) fn od_status_kind(status: *const Status) -> i32;
     pub(crate) fn od_status_payload(status: *const Status) -> *mut c_void;
     pub(crate) fn od_status_message(status: *const Status) -> *const c_char;
@@ -337,7 +353,11 @@ unsafe extern "C" {
         to: RawTensor,
         done: *mut *mut RawCopied,
     ) -> *mut Status;
-    pub(crate) fn od_copied_wait(event: *mut RawCopied, device_type: i32, index: i32) -> *mut Status;
+    pub(crate) fn od_copied_wait(
+        event: *mut RawCopied,
+        device_type: i32,
+        index: i32,
+    ) -> *mut Status;
     pub(crate) fn od_copied_free(event: *mut RawCopied);
 
     pub(crate) fn od_dispatch_mode_install(callbacks: *const RawDispatchCallbacks);

@@ -59,6 +59,7 @@ pub mod grad;
 pub mod hook;
 pub mod matmul;
 pub mod memory;
+pub mod named_operator;
 pub mod op;
 pub mod product;
 pub mod profiler;

@@ -7,7 +7,11 @@
 //! |---|---|---|
 //! | [`precision`] | `precision` | autocast on any device, `GradScaler`, TF32, which precision to use |
 //! | [`accumulation`] | `accumulation` | token-weighted micro-batches, batch plans, batch-size search |
-//! | [`optim`] | `optim` | fused AdamW, clipping, learning-rate schedules, early stopping |
+//! | [`checkpointing`] | `checkpointing` | activation checkpointing: by block, by segment, by operator, offloaded |
+//! | [`attention`] | `attention` | flash attention: masks, windows, sinks, ALiBi, packed sequences, decode |
+//! | [`fused`] | `fused` | norms, rotary positions, gates and the loss in one pass each |
+//! | [`autograd`] | `autograd` | functions with a backward in Rust, hooks, gradients with all options |
+//! | [`optim`] | `optim` | AdamW (fused, 8-bit, paged) and others, clipping, schedules, EMA, early stopping |
 //! | [`transformer`] | `transformer` | Llama- and GPT-2-family models from and to Hugging Face folders |
 //! | [`kv_cache`] | `kv-cache` | key/value caches |
 //! | [`generation`] | `generation` | sampling and generation over the caches |
@@ -50,8 +54,16 @@ pub use overdrive_sys as sys;
 
 #[cfg(feature = "accumulation")]
 pub use overdrive_accumulation as accumulation;
+#[cfg(feature = "attention")]
+pub use overdrive_attention as attention;
+#[cfg(feature = "autograd")]
+pub use overdrive_autograd as autograd;
+#[cfg(feature = "checkpointing")]
+pub use overdrive_checkpointing as checkpointing;
 #[cfg(feature = "datasets")]
 pub use overdrive_datasets as datasets;
+#[cfg(feature = "fused")]
+pub use overdrive_fused as fused;
 #[cfg(feature = "generation")]
 pub use overdrive_generation as generation;
 #[cfg(feature = "kv-cache")]

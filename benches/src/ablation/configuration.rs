@@ -1,0 +1,104 @@
+use overdrive::precision::Precision;
+use tch::Device;
+
+/// One line of the table: what is switched on, as flags of the trainer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Configuration {
+    /// The name in the table.
+    pub name: &'static str,
+    /// Autocast to the precision that the device does well.
+    pub mixed_precision: bool,
+    /// `flash_attention_2` instead of `eager`.
+    pub flash_attention: bool,
+    /// Every block is computed again in backward.
+    pub checkpointing: bool,
+    /// Fused kernels, joint products and the chunked loss.
+    pub fused_kernels: bool,
+}
+
+const DEFAULT: Configuration = Configuration {
+    name: "default",
+    mixed_precision: false,
+    flash_attention: false,
+    checkpointing: false,
+    fused_kernels: false,
+};
+
+/// The lines, the default first.
+pub const CONFIGURATIONS: [Configuration; 7] = [
+    DEFAULT,
+    Configuration {
+        name: "+ mixed precision",
+        mixed_precision: true,
+        ..DEFAULT
+    },
+    Configuration {
+        name: "+ flash attention",
+        flash_attention: true,
+        ..DEFAULT
+    },
+    Configuration {
+        name: "+ activation checkpointing",
+        checkpointing: true,
+        ..DEFAULT
+    },
+    Configuration {
+        name: "+ fused kernels",
+        fused_kernels: true,
+        ..DEFAULT
+    },
+    Configuration {
+        name: "all but checkpointing",
+        mixed_precision: true,
+        flash_attention: true,
+        fused_kernels: true,
+        ..DEFAULT
+    },
+    Configuration {
+        name: "all",
+        mixed_precision: true,
+        flash_attention: true,
+        checkpointing: true,
+        fused_kernels: true,
+        ..DEFAULT
+    },
+];
+
+impl Configuration {
+    /// The trainer's flags; `low` is what mixed precision means on this device, if anything.
+    pub fn flags(&self, low: Option<Precision>) -> Vec<&'static str> {
+        let mut flags = vec![
+            "--attn-implementation",
+            if self.flash_attention {
+                "flash_attention_2"
+            } else {
+                "eager"
+            },
+        ];
+        if !self.fused_kernels {
+            flags.push("--no-fused-kernels");
+        }
+        if self.checkpointing {
+            flags.push("--gradient-checkpointing");
+        }
+        match low.filter(|_| self.mixed_precision) {
+            Some(Precision::Fp16) => flags.push("--fp16"),
+            Some(Precision::Bf16) => flags.push("--bf16"),
+            Some(Precision::Tf32) => flags.push("--tf32"),
+            _ => {}
+        }
+        flags
+    }
+}
+
+/// What mixed precision means on this device; or why it is left out.
+///
+/// # Errors
+/// The reason, in the words of [`Precision::recommend`].
+pub fn leave_out(device: Device) -> Result<Precision, String> {
+    let recommended = Precision::recommend(device);
+    match recommended.precision {
+        Precision::Fp32 => Err(recommended.reason),
+        low => Ok(low),
+    }
+}

@@ -1,0 +1,128 @@
+use std::fmt::Write as _;
+
+use serde::{Deserialize, Serialize};
+
+use super::Measurement;
+
+/// A line of the table: the median of a configuration's rounds.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Row {
+    /// The configuration.
+    pub name: String,
+    /// The flags of the trainer.
+    pub flags: Vec<String>,
+    /// The medians.
+    pub measurement: Measurement,
+    /// Steps a second, in parts of the default's: the median of the ratios of the rounds.
+    pub speed: f64,
+    /// Peak memory, in parts of the default's.
+    pub memory: f64,
+}
+
+/// The table, and where it was measured.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Table {
+    /// The machine, in words.
+    pub machine: String,
+    /// What was trained.
+    pub run: String,
+    /// The lines, the default first.
+    pub rows: Vec<Row>,
+    /// What was left out, and why.
+    pub notes: Vec<String>,
+}
+
+impl Row {
+    /// The medians over `rounds`, beside those of the default in the same rounds.
+    pub fn new(
+        name: &str,
+        flags: &[&str],
+        rounds: &[Measurement],
+        default: &[Measurement],
+    ) -> Self {
+        let ratios = |value: fn(&Measurement) -> f64| {
+            let pairs = rounds.iter().zip(default);
+            median(
+                pairs
+                    .map(|(this, base)| value(this) / value(base))
+                    .collect(),
+            )
+        };
+        let memory = median(rounds.iter().map(|m| m.peak_memory_bytes as f64).collect());
+        Self {
+            name: name.to_owned(),
+            flags: flags.iter().map(ToString::to_string).collect(),
+            measurement: Measurement {
+                step_seconds: median(rounds.iter().map(|m| m.step_seconds).collect()),
+                peak_memory_bytes: memory as u64,
+                eval_loss: median(rounds.iter().map(|m| m.eval_loss).collect()),
+            },
+            speed: ratios(|m| 1.0 / m.step_seconds),
+            memory: ratios(|m| m.peak_memory_bytes as f64),
+        }
+    }
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    match values.len() {
+        0 => f64::NAN,
+        n => (values[n / 2] + values[(n - 1) / 2]) / 2.0,
+    }
+}
+
+impl Table {
+    /// The table as Markdown.
+    pub fn markdown(&self) -> String {
+        let mut text = format!("{}. {}.\n\n", self.machine, self.run);
+        text += "| configuration | step | speed | peak memory | of default | validation loss |\n";
+        text += "|---|---|---|---|---|---|\n";
+        for row in &self.rows {
+            let m = &row.measurement;
+            let _ = writeln!(
+                text,
+                "| {} | {:.0} ms | {:.2}x | {:.0} MiB | {:.0}% | {:.3} |",
+                row.name,
+                m.step_seconds * 1e3,
+                row.speed,
+                m.peak_memory_bytes as f64 / f64::from(1 << 20),
+                row.memory * 100.0,
+                m.eval_loss
+            );
+        }
+        for note in &self.notes {
+            let _ = write!(text, "\n{note}\n");
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ratios_are_medians_of_the_rounds_own_ratios() {
+        let at = |step_seconds: f64, peak_memory_bytes| Measurement {
+            step_seconds,
+            peak_memory_bytes,
+            eval_loss: 5.0,
+        };
+        // The machine became twice as slow between the rounds; the ratio did not change.
+        let default = [at(1.0, 100), at(2.0, 100), at(2.0, 100)];
+        let row = Row::new("x", &[], &[at(0.5, 40), at(1.0, 40), at(1.0, 40)], &default);
+        assert_eq!((row.speed, row.memory), (2.0, 0.4));
+        assert_eq!(row.measurement.step_seconds, 1.0);
+        let table = Table {
+            machine: "A machine".into(),
+            run: "A run".into(),
+            rows: vec![row],
+            notes: vec!["A note.".into()],
+        };
+        assert!(
+            table
+                .markdown()
+                .contains("| x | 1000 ms | 2.00x | 0 MiB | 40% | 5.000 |")
+        );
+    }
+}

@@ -1,0 +1,125 @@
+//! Trains the same model in each configuration and prints what each is worth on this machine:
+//! `cargo xtask ablation`. Writes ablation.md, ablation.json and ablation.svg.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::Parser;
+use overdrive::profiling::Machine;
+use overdrive_benches::StepResult;
+use overdrive_benches::ablation::{
+    CONFIGURATIONS, Measurement, Row, Table, Trainer, leave_out, write_picture,
+};
+use tch::Device;
+
+/// Measures default, + mixed precision, + flash attention, + activation checkpointing, + fused kernels,
+/// all: speed, peak memory and validation loss
+#[derive(Parser)]
+struct Flags {
+    /// Optimizer steps of each run
+    #[arg(long, default_value_t = 40)]
+    steps: u64,
+    /// Steps at the start of each run that do not count for its speed
+    #[arg(long, default_value_t = 5)]
+    warmup: usize,
+    /// Runs of each configuration, in turn; medians are printed
+    #[arg(long, default_value_t = 2)]
+    rounds: usize,
+    /// Folder of ablation.md, ablation.json and ablation.svg
+    #[arg(long, default_value = "runs/ablation")]
+    out: PathBuf,
+    /// Further flags of the trainer: `-- --preset small --context-length 1024 --micro-batch-size 2`
+    #[arg(last = true)]
+    trainer: Vec<OsString>,
+}
+
+fn main() -> StepResult<()> {
+    let flags = Flags::parse();
+    let on_cpu = flags
+        .trainer
+        .iter()
+        .any(|flag| flag == "--cpu" || flag == "--use-cpu");
+    let device = if on_cpu {
+        Device::Cpu
+    } else {
+        Device::cuda_if_available()
+    };
+    let trainer = Trainer::build(flags.steps, flags.warmup, &flags.trainer)?;
+
+    let (mut notes, low) = match leave_out(device) {
+        Ok(low) => (Vec::new(), Some(low)),
+        Err(reason) => (
+            vec![format!(
+                "Mixed precision is left out on {device:?}: {reason}."
+            )],
+            None,
+        ),
+    };
+    if let Some(low) = low {
+        notes.push(format!("Mixed precision is {low} on {device:?}."));
+    }
+    let configurations: Vec<_> = CONFIGURATIONS
+        .iter()
+        .filter(|configuration| low.is_some() || configuration.name != "+ mixed precision")
+        .collect();
+
+    let mut rounds: Vec<Vec<Measurement>> = vec![Vec::new(); configurations.len()];
+    for round in 1..=flags.rounds.max(1) {
+        for (configuration, measured) in configurations.iter().zip(&mut rounds) {
+            let run = trainer.run(&configuration.flags(low))?;
+            println!(
+                "round {round}  {:28} {:>7.0} ms a step  {:>6} MiB  loss {:.3}",
+                configuration.name,
+                run.step_seconds * 1e3,
+                run.peak_memory_bytes >> 20,
+                run.eval_loss
+            );
+            measured.push(run);
+        }
+    }
+
+    let shape: Vec<_> = flags
+        .trainer
+        .iter()
+        .map(|flag| flag.to_string_lossy())
+        .collect();
+    let shape = if shape.is_empty() {
+        "the default preset".to_owned()
+    } else {
+        shape.join(" ")
+    };
+    let machine = Machine::detect();
+    let rows = configurations
+        .iter()
+        .zip(&rounds)
+        .map(|(configuration, measured)| {
+            Row::new(
+                configuration.name,
+                &configuration.flags(low),
+                measured,
+                &rounds[0],
+            )
+        });
+    let table = Table {
+        machine: format!(
+            "{}, {} threads, libtorch {} ({}), {device:?}",
+            machine.cpu, machine.threads, machine.libtorch, machine.cpu_capability
+        ),
+        run: format!(
+            "{} steps of {shape}, medians of {} runs in turn",
+            flags.steps,
+            flags.rounds.max(1)
+        ),
+        rows: rows.collect(),
+        notes,
+    };
+    std::fs::create_dir_all(&flags.out)?;
+    std::fs::write(flags.out.join("ablation.md"), table.markdown())?;
+    std::fs::write(
+        flags.out.join("ablation.json"),
+        serde_json::to_string_pretty(&table)?,
+    )?;
+    write_picture(&table, &flags.out.join("ablation.svg"))?;
+    println!("\n{}\nwritten to {}", table.markdown(), flags.out.display());
+    Ok(())
+}

@@ -1,0 +1,52 @@
+// Operators of ours that consist of Rust code, so that modes on the dispatcher see them by name.
+#include "callback.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+namespace {
+
+// What the operator under way on this thread does.
+thread_local const od_named_body* body = nullptr;
+
+std::vector<at::Tensor> run(const std::vector<at::Tensor>&) {
+  TORCH_CHECK(body, "an operator of Overdrive's was called other than by Overdrive");
+  const auto* current = std::exchange(body, nullptr);
+  std::vector<at::Tensor> results;
+  auto failure = current->run(current->self, &results, [](void* into, od_tensor owned) {
+    std::unique_ptr<at::Tensor> tensor(static_cast<at::Tensor*>(owned));
+    static_cast<std::vector<at::Tensor>*>(into)->push_back(*tensor);
+  });
+  overdrive::throw_if_failed(failure);
+  return results;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(overdrive, m) {
+  m.def("mm(Tensor[] inputs) -> Tensor[]");
+  m.def("attention(Tensor[] inputs) -> Tensor[]");
+}
+
+TORCH_LIBRARY_IMPL(overdrive, CompositeExplicitAutograd, m) {
+  m.impl("mm", run);
+  m.impl("attention", run);
+}
+
+extern "C" od_status* od_named_call(const char* name, const od_tensor* inputs, size_t n_inputs,
+                                    const od_named_body* what, void* into,
+                                    void (*push)(void*, od_tensor)) noexcept {
+  return overdrive::guard([&] {
+    c10::List<at::Tensor> list;
+    for (size_t k = 0; k < n_inputs; ++k) list.push_back(*static_cast<const at::Tensor*>(inputs[k]));
+    auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+    torch::jit::Stack stack{std::move(list)};
+    struct Reset {
+      const od_named_body* before = std::exchange(body, nullptr);
+      ~Reset() { body = before; }
+    } reset;
+    body = what;
+    op.callBoxed(stack);
+    for (const at::Tensor& tensor : stack.at(0).toTensorVector()) push(into, new at::Tensor(tensor));
+  });
+}
