@@ -3,7 +3,7 @@ use tch::Tensor;
 use crate::blockwise::{Blockwise, blockwise};
 use crate::call::Call;
 use crate::cuda_flash::{CudaFlash, cuda_flash};
-use crate::kernel::{Dropout, Sequence};
+use crate::kernel::{Dropout, InstructionSet, Sequence};
 use crate::math::math;
 use crate::selection::select;
 use crate::{Alignment, AttentionOptions, Backend, Result, libtorch};
@@ -121,6 +121,7 @@ pub(crate) fn function(
         }),
     };
     Ok(Blockwise {
+        set: InstructionSet::detect(),
         sequences,
         scale,
         softcap: options.softcap,

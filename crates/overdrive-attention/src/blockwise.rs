@@ -12,6 +12,7 @@ use crate::{Error, Result};
 /// What is not a differentiable tensor.
 #[derive(Debug)]
 pub(crate) struct Blockwise {
+    pub(crate) set: InstructionSet,
     pub(crate) sequences: Vec<Sequence>,
     pub(crate) scale: f64,
     pub(crate) softcap: Option<f64>,
@@ -215,7 +216,7 @@ impl Arguments {
             _ => None,
         };
         Ok(Problem {
-            set: InstructionSet::detect(),
+            set: function.set,
             sequences: function.sequences.clone(),
             heads: usize_of(self.query_sizes[1]),
             kv_heads: usize_of(self.kv_sizes[1]),
@@ -276,7 +277,6 @@ fn forward<E: Element>(function: &Blockwise, arguments: &Arguments) -> Result<(T
         logsumexp: logsumexp.by_head()?,
     };
     kernel::forward(&problem, &outputs, workspace.elements_mut()?);
-    drop(outputs);
     Ok((output.into_tensor(), logsumexp.into_tensor()))
 }
 
@@ -309,7 +309,6 @@ fn backward<E: Element>(
         &outputs,
         workspace.elements_mut()?,
     );
-    drop(outputs);
     for gradient in [query, key, value] {
         results.push(Some(gradient.into_tensor().f_transpose(1, 2)?));
     }
@@ -355,4 +354,79 @@ fn sizes(tensor: &Tensor) -> [i64; 4] {
 
 fn usize_of(size: i64) -> usize {
     usize::try_from(size).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+    use tch::{Device, Kind, Tensor};
+
+    use super::{Blockwise, blockwise};
+    use crate::kernel::{InstructionSet, Sequence};
+
+    /// Output, log-sum-exp and gradients with the vectors of `set`.
+    fn run(set: InstructionSet, kind: Kind) -> Vec<Tensor> {
+        let (queries, keys, dim) = (71, 130, 20);
+        let leaf = |heads: i64, length: i64, seed: f64| {
+            let x = Tensor::arange(heads * length * dim, (Kind::Double, Device::Cpu)) * 12.9898;
+            let x = (x + seed).sin().reshape([1, heads, length, dim]);
+            x.to_kind(kind).set_requires_grad(true)
+        };
+        let (query, key, value) = (
+            leaf(4, queries, 0.1),
+            leaf(2, keys, 0.2),
+            leaf(2, keys, 0.3),
+        );
+        let function = Blockwise {
+            set,
+            sequences: vec![Sequence {
+                batch: 0,
+                query_start: 0,
+                queries: 71,
+                key_start: 0,
+                keys: 130,
+            }],
+            scale: 0.4,
+            softcap: Some(3.0),
+            left: Some(90),
+            right: Some(0),
+            bottom_right: true,
+            sink_tokens: 2,
+            slopes: Some(Tensor::from_slice(&[0.1_f32, 0.2, 0.0, 0.3])),
+            dropout: Some(crate::kernel::Dropout {
+                probability: 0.2,
+                seed: 3,
+            }),
+            has_bias: false,
+            has_sinks: false,
+        };
+        let (output, lse) = blockwise(function, &query, &key, &value, None, None).unwrap();
+        let weight = (Tensor::arange(71 * 4 * dim, (kind, Device::Cpu)) * 7.7).cos();
+        let loss = (&output * weight.reshape(output.size())).sum(kind) + lse.sum(kind);
+        loss.backward();
+        vec![output, lse, query.grad(), key.grad(), value.grad()]
+    }
+
+    #[test]
+    fn every_instruction_set_gives_the_same_to_rounding() {
+        for (kind, tolerance) in [(Kind::Float, 2e-5), (Kind::Double, 1e-12)] {
+            let expected = run(InstructionSet::Portable, kind);
+            for set in InstructionSet::available() {
+                for (got, expected) in run(set, kind).iter().zip(&expected) {
+                    let off = (got - expected).abs().max().double_value(&[]);
+                    assert!(off < tolerance, "{set:?} in {kind:?} is off by {off}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_repeated_run_is_equal_bit_for_bit() {
+        let set = InstructionSet::detect();
+        let first = run(set, Kind::Float);
+        for _ in 0..5 {
+            assert_eq!(run(set, Kind::Float), first);
+        }
+    }
 }

@@ -64,6 +64,42 @@ impl CudaFlash {
             None => sinks.f_view([1, -1, 1])?,
         })
     }
+
+    /// Gradients of query, key and value, for what forward saved: its inputs and its results.
+    fn backward_operator(
+        &self,
+        gradient: &Tensor,
+        inputs: &[Tensor],
+        results: &[Tensor],
+    ) -> Result<Vec<Output>> {
+        // Not optional in the schema: the dense form gets undefined tensors.
+        let undefined = Tensor::new();
+        let (cumulative_q, cumulative_k) = match &self.cumulative {
+            Some((q, k)) => (q, k),
+            None => (&undefined, &undefined),
+        };
+        let (left, right) = self.window();
+        let arguments = [
+            Value::Tensor(gradient),
+            Value::Tensor(&inputs[0]),
+            Value::Tensor(&inputs[1]),
+            Value::Tensor(&inputs[2]),
+            Value::Tensor(&results[0]),
+            Value::Tensor(&results[1]),
+            Value::Tensor(cumulative_q),
+            Value::Tensor(cumulative_k),
+            Value::Int(self.longest.0),
+            Value::Int(self.longest.1),
+            Value::Float(self.dropout_p),
+            Value::Bool(self.is_causal()),
+            Value::Tensor(&results[2]),
+            Value::Tensor(&results[3]),
+            Value::Float(self.scale),
+            left,
+            right,
+        ];
+        Ok(call("aten::_flash_attention_backward", "", &arguments)?)
+    }
 }
 
 impl Function for CudaFlash {
@@ -139,36 +175,7 @@ impl Function for CudaFlash {
         };
         let gradient = gradient.f_contiguous()?;
         let (output, lse) = (&results[0], &results[1]);
-        // Not optional in the schema: the dense form gets undefined tensors.
-        let undefined = Tensor::new();
-        let (cumulative_q, cumulative_k) = match &self.cumulative {
-            Some((q, k)) => (q, k),
-            None => (&undefined, &undefined),
-        };
-        let (left, right) = self.window();
-        let outputs = call(
-            "aten::_flash_attention_backward",
-            "",
-            &[
-                Value::Tensor(&gradient),
-                Value::Tensor(&inputs[0]),
-                Value::Tensor(&inputs[1]),
-                Value::Tensor(&inputs[2]),
-                Value::Tensor(output),
-                Value::Tensor(lse),
-                Value::Tensor(cumulative_q),
-                Value::Tensor(cumulative_k),
-                Value::Int(self.longest.0),
-                Value::Int(self.longest.1),
-                Value::Float(self.dropout_p),
-                Value::Bool(self.is_causal()),
-                Value::Tensor(&results[2]),
-                Value::Tensor(&results[3]),
-                Value::Float(self.scale),
-                left,
-                right,
-            ],
-        )?;
+        let outputs = self.backward_operator(&gradient, inputs, results)?;
         let mut all: Vec<Option<Tensor>> = Vec::new();
         for output in outputs {
             all.push(Some(output.into_tensor()?));
@@ -206,4 +213,51 @@ fn tensors(outputs: Vec<Output>) -> Result<[Tensor; 4]> {
             message: format!("it returned {} results, expected at least 4", found.len()),
         })
     })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+    use tch::{Device, Kind, Tensor};
+
+    use super::{CudaFlash, cuda_flash};
+
+    /// No GPU is needed to see that the operators take these arguments: libtorch checks them against
+    /// their schemas before it looks for the device.
+    #[test]
+    fn the_arguments_fit_the_schemas_of_flash_attention() {
+        if tch::Cuda::is_available() {
+            return;
+        }
+        let packed = Tensor::zeros([4, 2, 8], (Kind::Half, Device::Cpu));
+        let flash = |is_packed: bool| CudaFlash {
+            cumulative: is_packed.then(|| {
+                let lengths = Tensor::from_slice(&[0_i32, 4]);
+                (lengths.shallow_clone(), lengths)
+            }),
+            longest: (4, 4),
+            dropout_p: 0.1,
+            scale: 0.5,
+            left: Some(2),
+            right: Some(0),
+            slopes: Some(Tensor::from_slice(&[0.5_f32, 0.25])),
+            has_sinks: false,
+        };
+        let saved = [0, 1, 2, 3].map(|_| packed.shallow_clone());
+        for is_packed in [true, false] {
+            let forward = cuda_flash(flash(is_packed), &packed, &packed, &packed, None);
+            let backward = flash(is_packed).backward_operator(&packed, &saved, &saved);
+            for (name, error) in [
+                ("forward", forward.unwrap_err().to_string()),
+                ("backward", backward.unwrap_err().to_string()),
+            ] {
+                let operator = format!("'aten::_flash_attention_{name}'");
+                assert!(
+                    error.contains("Could not run") && error.contains(&operator),
+                    "{error}"
+                );
+            }
+        }
+    }
 }

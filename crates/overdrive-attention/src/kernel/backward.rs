@@ -262,7 +262,8 @@ impl<'s, R: Real> Work<'s, R> {
         self.delta.fill(R::ZERO);
         for row in 0..block.rows {
             let logsumexp = block.query_row(&inputs.logsumexp, row, 1)[0];
-            if logsumexp > R::LOWEST || logsumexp != logsumexp {
+            let sees_none = logsumexp <= R::LOWEST;
+            if !sees_none {
                 self.logsumexp[row] = logsumexp * R::of(LOG2_E);
             }
             let output = block.query_row(&inputs.output, row, value_dim);

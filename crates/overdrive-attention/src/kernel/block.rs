@@ -228,7 +228,7 @@ pub(super) fn key_rows<'s, E: Element>(
     }
     for (key, to) in (0..count).zip(scratch.chunks_exact_mut(width)) {
         let (numbers, rest) = to.split_at_mut(dim);
-        E::widen(&view.data[at(key)..][..dim], numbers);
+        E::widen(block.problem.set, &view.data[at(key)..][..dim], numbers);
         rest.fill(E::Acc::ZERO);
     }
     KeyRows {

@@ -96,6 +96,13 @@ impl Sizes {
     fn part(&self) -> usize {
         ROWS * (self.value_width + 2)
     }
+
+    /// The three things that a part leaves.
+    fn split_mut<'s, R>(&self, part: &'s mut [R]) -> (&'s mut [R], &'s mut [R], &'s mut [R]) {
+        let (rows, of_row) = part.split_at_mut(ROWS * self.value_width);
+        let (maxima, sums) = of_row.split_at_mut(ROWS);
+        (rows, maxima, sums)
+    }
 }
 
 /// Numbers that [`forward`] needs as workspace.
@@ -143,10 +150,10 @@ pub(crate) fn forward<E: Element>(
         work.sweep(&block, from, cut(part + 1));
         // SAFETY: one part each.
         let to = unsafe { shared.slice_mut(index * sizes.part(), sizes.part()) };
-        let (rows, of_row) = to.split_at_mut(ROWS * sizes.value_width);
+        let (rows, maxima, sums) = sizes.split_mut(to);
         rows.copy_from_slice(work.rows);
-        of_row[..ROWS].copy_from_slice(work.maxima);
-        of_row[ROWS..].copy_from_slice(work.sums);
+        maxima.copy_from_slice(work.maxima);
+        sums.copy_from_slice(work.sums);
     });
     schedule::for_each_task(count, workspace, |task, _| {
         let block = block(&plan.tasks[task]);
@@ -154,11 +161,10 @@ pub(crate) fn forward<E: Element>(
         // SAFETY: the parts of one task each.
         let parts = unsafe { shared.slice_mut(task * len, len) };
         let (merged, others) = parts.split_at_mut(sizes.part());
-        let (rows, of_row) = merged.split_at_mut(ROWS * sizes.value_width);
-        let (maxima, sums) = of_row.split_at_mut(ROWS);
         for other in others.chunks_exact(sizes.part()) {
-            merge(&block, &sizes, (rows, maxima, sums), other);
+            merge(&block, &sizes, merged, other);
         }
+        let (rows, maxima, sums) = sizes.split_mut(merged);
         finish(&block, &sizes, outputs, rows, maxima, sums);
     });
 }
@@ -348,9 +354,10 @@ impl<'s, R: Real> Work<'s, R> {
 fn merge<E: Element>(
     block: &RowBlock<'_, '_, E>,
     sizes: &Sizes,
-    (rows, maxima, sums): (&mut [E::Acc], &mut [E::Acc], &mut [E::Acc]),
+    merged: &mut [E::Acc],
     other: &[E::Acc],
 ) {
+    let (rows, maxima, sums) = sizes.split_mut(merged);
     let (other_rows, of_row) = other.split_at(ROWS * sizes.value_width);
     for row in 0..block.rows {
         let (maximum, sum) = (of_row[row], of_row[ROWS + row]);
