@@ -1,7 +1,7 @@
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
 use tch::{Kind, Tensor};
 
-use crate::kernel::rotary::{Angles, Heads, Part, gather};
+use crate::kernel::rotary::{Angles, Heads, Part, gather, scatter};
 use crate::simd::Element;
 use crate::tensors::{Fresh, elements, has_kernel, is_floating, with_element};
 use crate::{Error, Result};
@@ -384,27 +384,33 @@ impl Function for SplitTurn {
         let tables = self.tables.narrow()?;
         let angles = self.tables.angles(&tables, length, false)?;
         with_element!(qkv.kind(), T => {
-            let mut parts = Vec::new();
+            let elements = elements::<T>(&qkv)?;
             let mut from = 0;
-            for (index, count) in self.counts.into_iter().enumerate() {
-                let mut part = Fresh::<T>::new(&[size[0], size[1], count, dim as i64])?;
-                let count = count as usize;
-                let source = Part {
+            let parts = [0, 1, 2].map(|index: usize| {
+                let heads = self.counts[index] as usize;
+                let part = Part {
                     from: Heads {
-                        data: &elements::<T>(&qkv)?[from..],
+                        data: &elements[from..],
                         sequence: length * width,
                         token: width,
                         head: dim,
                     },
-                    heads: count,
+                    heads,
                     offset: 0,
                     angles: (index < 2).then_some(angles),
                 };
-                gather(&[source], length, dim, part.elements_mut()?, count * dim);
-                parts.push(part.into_tensor());
-                from += count * dim;
-            }
-            Ok(parts)
+                from += heads * dim;
+                part
+            });
+            let fresh = |count| Fresh::<T>::new(&[size[0], size[1], count, dim as i64]);
+            let [mut q, mut k, mut v] = [
+                fresh(self.counts[0])?,
+                fresh(self.counts[1])?,
+                fresh(self.counts[2])?,
+            ];
+            let rows = [q.elements_mut()?, k.elements_mut()?, v.elements_mut()?];
+            scatter(parts, length, dim, rows);
+            Ok(vec![q.into_tensor(), k.into_tensor(), v.into_tensor()])
         })
     }
 

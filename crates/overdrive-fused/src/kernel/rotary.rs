@@ -63,6 +63,34 @@ pub(crate) fn gather<T: Element>(
     });
 }
 
+/// Fills three buffers of token rows, one with each of `parts`, which begin at 0 of their rows.
+pub(crate) fn scatter<T: Element>(
+    parts: [Part<'_, T>; 3],
+    length: usize,
+    dim: usize,
+    [q, k, v]: [&mut [T]; 3],
+) {
+    let widths = parts.map(|part| part.heads * dim);
+    let total = widths.iter().sum::<usize>();
+    let tokens = block_rows(q.len() / widths[0], total * size_of::<T>() * 2);
+    let blocks = q
+        .chunks_mut(tokens * widths[0])
+        .zip(k.chunks_mut(tokens * widths[1]))
+        .zip(v.chunks_mut(tokens * widths[2]));
+    run_jobs(blocks.enumerate(), |(block, ((q, k), v))| {
+        for ((part, width), rows) in parts.into_iter().zip(widths).zip([q, k, v]) {
+            dispatch(Gather {
+                part,
+                length,
+                dim,
+                first: block * tokens,
+                rows,
+                width,
+            });
+        }
+    });
+}
+
 struct Gather<'a, 'p, T> {
     part: Part<'p, T>,
     length: usize,
