@@ -139,7 +139,10 @@ fn explanation(call: &Call<'_>) -> Explanation {
 /// Back ends from the fastest to the slowest.
 fn preference(call: &Call<'_>) -> [Backend; 5] {
     match call.device {
-        // On a CPU ours comes first: see `preferred_because`.
+        // On a CPU ours comes before libtorch's flash: on two cores with AVX-512 (Zen 4), causal, batch
+        // 2, 6 heads of 64, f32, the two did 147 and 66 GFLOP/s forward at T = 512 and 191 and 137 at
+        // T = 4096, with backward 132 and 63, and 195 and 134; in bf16, f16 and f64, without causality
+        // and from T = 64 on it was ahead as well (benches/attention).
         Device::Cpu => [
             Backend::Blockwise,
             Backend::Flash,
