@@ -79,9 +79,8 @@ impl CodeBook {
 /// bitsandbytes' `create_dynamic_map`, in float32 as torch computes it there.
 fn dynamic_map(signed: bool) -> [f32; CODES] {
     let mut numbers = vec![0f32, 1.0];
-    for decade in 0..DECADES.len() {
+    for (decade, scale) in DECADES.into_iter().enumerate() {
         let cells = 1usize << if signed { decade } else { decade + 1 };
-        let scale = DECADES[decade];
         let borders = linspace(0.1, 1.0, cells + 1);
         for pair in borders.windows(2) {
             let middle = (pair[0] + pair[1]) / 2.0;

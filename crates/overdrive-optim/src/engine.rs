@@ -218,6 +218,12 @@ impl<R: Rule> Engine<R> {
                 continue;
             };
             let group = &self.groups[entry.group];
+            // Kernels read the one and write the other.
+            let gradient = if gradient.data_ptr() == entry.tensor.data_ptr() {
+                gradient.f_add_scalar(0.0)?
+            } else {
+                gradient
+            };
             jobs.push(Job {
                 learning_rate: group.learning_rate,
                 weight_decay: group.weight_decay,

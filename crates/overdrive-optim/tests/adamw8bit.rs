@@ -155,7 +155,7 @@ fn a_named_parameter_keeps_a_float32_state() {
 #[test]
 fn an_average_of_squares_never_becomes_zero_beside_large_ones() {
     // One gradient of 1 in a block of 1e-5: 1e-10 of the scale, below half of the least code.
-    let mut gradient = Tensor::full([64, 64], 1e-5, cpu(Kind::Float));
+    let gradient = Tensor::full([64, 64], 1e-5, cpu(Kind::Float));
     let _ = gradient.get(0).get(0).fill_(1.0);
     let parameter = with_gradient(&Tensor::zeros([64, 64], cpu(Kind::Float)), &gradient);
     let mut optimizer = AdamW8bit::new(one_group("w", &parameter), config()).unwrap();

@@ -6,7 +6,7 @@ use overdrive_sys::threads::parallel_for;
 use tch::Tensor;
 
 use super::multiply_add;
-use super::shared::{Shared, gradient as gradient_of, parameter_mut, state_mut};
+use super::shared::{Shared, read, write};
 use crate::Result;
 
 /// Elements that are worth a thread.
@@ -34,10 +34,14 @@ pub(crate) fn adafactor_step(
     row_average: &Tensor,
     column_average: &Tensor,
 ) -> Result<()> {
-    let gradient: &[f32] = gradient_of(gradient)?;
-    let parameter = parameter_mut::<f32>(parameter)?;
-    let rows = state_mut::<f32>(row_average)?;
-    let columns = state_mut::<f32>(column_average)?;
+    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
+    let gradient: &[f32] = unsafe { read(gradient) }?;
+    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
+    let parameter = unsafe { write::<f32>(parameter) }?;
+    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
+    let rows = unsafe { write::<f32>(row_average) }?;
+    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
+    let columns = unsafe { write::<f32>(column_average) }?;
     let width = columns.len();
     if gradient.is_empty() {
         return Ok(());

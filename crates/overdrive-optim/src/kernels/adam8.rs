@@ -6,7 +6,7 @@ use overdrive_sys::threads::parallel_for;
 use tch::Tensor;
 
 use super::adam::{AdamNumbers, update};
-use super::shared::{Real, Shared, gradient as gradient_of, parameter_mut, state_mut};
+use super::shared::{Real, Shared, read, write};
 use crate::Result;
 use crate::code_book::{BLOCK, CODES, CodeBook};
 
@@ -31,13 +31,19 @@ pub(crate) fn adam8<T: Real>(
     range: Range<usize>,
 ) -> Result<()> {
     debug_assert_eq!(range.start % BLOCK, 0);
-    let gradient: &[T] = &gradient_of(gradient)?[range.clone()];
-    let parameter = Shared::new(&mut parameter_mut::<T>(parameter)?[range.clone()]);
+    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
+    let gradient: &[T] = &unsafe { read(gradient) }?[range.clone()];
+    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
+    let parameter = Shared::new(&mut unsafe { write::<T>(parameter) }?[range.clone()]);
     let blocks = range.start / BLOCK..range.end.div_ceil(BLOCK);
-    let codes1 = Shared::new(&mut state_mut::<u8>(state.exp_avg)?[range.clone()]);
-    let codes2 = Shared::new(&mut state_mut::<u8>(state.exp_avg_sq)?[range]);
-    let scales1 = Shared::new(&mut state_mut::<f32>(state.absmax1)?[blocks.clone()]);
-    let scales2 = Shared::new(&mut state_mut::<f32>(state.absmax2)?[blocks.clone()]);
+    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
+    let codes1 = Shared::new(&mut unsafe { write::<u8>(state.exp_avg) }?[range.clone()]);
+    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
+    let codes2 = Shared::new(&mut unsafe { write::<u8>(state.exp_avg_sq) }?[range]);
+    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
+    let scales1 = Shared::new(&mut unsafe { write::<f32>(state.absmax1) }?[blocks.clone()]);
+    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
+    let scales2 = Shared::new(&mut unsafe { write::<f32>(state.absmax2) }?[blocks.clone()]);
     parallel_for(blocks.len(), GRAIN, |blocks| {
         let elements = blocks.start * BLOCK..(blocks.end * BLOCK).min(gradient.len());
         // SAFETY: the ranges of one `parallel_for` do not overlap.

@@ -4,7 +4,7 @@ use overdrive_sys::threads::parallel_for;
 use tch::Tensor;
 
 use super::multiply_add;
-use super::shared::{Real, Shared, gradient as gradient_of, parameter_mut, state_mut};
+use super::shared::{Real, Shared, read, write};
 use crate::Result;
 
 /// Elements that are worth a thread.
@@ -28,9 +28,12 @@ pub(crate) fn lion<T: Real>(
     gradient: &Tensor,
     momentum: &Tensor,
 ) -> Result<()> {
-    let gradient: &[T] = gradient_of(gradient)?;
-    let parameter = Shared::new(parameter_mut::<T>(parameter)?);
-    let momentum = Shared::new(state_mut::<f32>(momentum)?);
+    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
+    let gradient: &[T] = unsafe { read(gradient) }?;
+    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
+    let parameter = Shared::new(unsafe { write::<T>(parameter) }?);
+    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
+    let momentum = Shared::new(unsafe { write::<f32>(momentum) }?);
     parallel_for(gradient.len(), GRAIN, |range| {
         // SAFETY: the ranges of one `parallel_for` do not overlap.
         let (parameter, momentum) = unsafe {

@@ -77,13 +77,6 @@ impl<'a, T> Shared<'a, T> {
     }
 }
 
-/// The elements of an optimizer's own state, which nothing else touches during a step.
-pub(super) fn state_mut<T: Element>(tensor: &Tensor) -> Result<&mut [T]> {
-    // SAFETY: states are made by the optimizer and handed out as handles by `state_dict` only, which
-    // says that they change with the next step; `step` has the optimizer for itself.
-    Ok(unsafe { raw::slice_mut(tensor)? })
-}
-
 /// Calls `$body` with the element type of a tensor of kind Float, Half or BFloat16; `None` for others.
 macro_rules! with_elements {
     ($kind:expr, $type:ident => $body:expr) => {
@@ -106,16 +99,29 @@ macro_rules! with_elements {
 }
 pub(crate) use with_elements;
 
-/// The elements of a parameter, which the caller of `step` leaves alone meanwhile, as every in-place
-/// operator wants it.
-pub(super) fn parameter_mut<T: Element>(tensor: &Tensor) -> Result<&mut [T]> {
-    // SAFETY: as said; gradient and states are other memory, and parameters share none.
-    Ok(unsafe { raw::slice_mut(tensor)? })
+/// The elements of a tensor that a step reads: a gradient.
+///
+/// # Safety
+/// Nobody writes them meanwhile. Kernels rely on the rule of every in-place operator: who calls `step`
+/// leaves parameters and gradients alone until it returns.
+pub(super) unsafe fn read<T: Element>(tensor: &Tensor) -> Result<&[T]> {
+    // SAFETY: the caller's word.
+    Ok(unsafe { raw::slice(tensor)? })
 }
 
-pub(super) fn gradient<T: Element>(tensor: &Tensor) -> Result<&[T]> {
-    // SAFETY: nobody writes a gradient while the optimizer steps.
-    Ok(unsafe { raw::slice(tensor)? })
+/// The elements of a tensor that a step writes: a parameter, or a part of its state.
+///
+/// # Safety
+/// As for [`read`], and no other slice of the same memory lives. States are the optimizer's own
+/// (`state_dict` hands out handles and says that they change with the next step), no two parameters
+/// share memory, and a parameter's gradient is other memory than both.
+#[allow(
+    clippy::mut_from_ref,
+    reason = "a tensor is a handle: its elements are shared memory, for which the caller vouches"
+)]
+pub(super) unsafe fn write<T: Element>(tensor: &Tensor) -> Result<&mut [T]> {
+    // SAFETY: the caller's word.
+    Ok(unsafe { raw::slice_mut(tensor)? })
 }
 
 /// Tells autograd that a tensor changed, as an in-place operator would: a backward that needs the old
