@@ -20,8 +20,9 @@ pub struct CheckpointOptions {
     pub determinism_check: DeterminismCheck,
     /// Stops the recomputation at the last tensor that backward needs. It does so by an error from the
     /// operator that saves it, which the closure is expected to pass on; closures that unwrap panic
-    /// instead, which is caught and printed nowhere. Default `true`, and `false` in programs built
-    /// with `panic = "abort"`.
+    /// instead, which is caught and printed nowhere (it poisons a `std::sync::Mutex` that the closure
+    /// holds just then, and no [`Shared`](crate::Shared)). Default `true`, and `false` in programs
+    /// built with `panic = "abort"`.
     pub early_stop: bool,
     /// Which results are kept rather than recomputed. Default [`SavePolicy::Nothing`].
     #[serde(skip_serializing_if = "SavePolicy::is_custom")]

@@ -264,3 +264,24 @@ fn hooks_of_other_threads_are_not_called() {
     assert!(x.grad().defined());
     let _single = BackwardOnThisThread::new();
 }
+
+#[test]
+fn a_storage_is_known_by_an_address_that_nothing_else_gets_while_it_is_held() {
+    use overdrive_sys::saved_tensors::{StorageId, copy_aside};
+
+    let x = Tensor::ones([64], F32);
+    let id = StorageId::of(&x).unwrap();
+    assert_eq!(
+        StorageId::of(&x.view([8, 8])).unwrap().address(),
+        id.address()
+    );
+    let copy = Tensor::zeros([64], F32);
+    let done = copy_aside(&x, &copy).unwrap();
+    done.wait_on(Device::Cpu).unwrap();
+    assert_eq!(copy, x);
+    drop(x);
+    for _ in 0..100 {
+        let other = Tensor::ones([64], F32);
+        assert_ne!(StorageId::of(&other).unwrap().address(), id.address());
+    }
+}
