@@ -10,7 +10,7 @@
 //! The run folder gets metrics.jsonl, TensorBoard events, report.html and a Hugging Face model.
 
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::Result;
 use clap::Parser;
@@ -18,10 +18,8 @@ use overdrive::accumulation::{AccumulationConfig, GradientAccumulator, Window};
 use overdrive::datasets::Batch;
 use overdrive::precision::Precision;
 use overdrive::profiling::{
-    JsonLines, Phase, StepMetrics, StepTimer, TensorBoard, Throughput, Tracker, Trackers,
-    TrainingProgress,
+    JsonLines, Phase, StepMetrics, StepWork, TensorBoard, Tracker, Trackers, TrainingProgress,
 };
-use overdrive::sys::memory;
 use overdrive::trainer::{
     Interrupt, ReportTo, RunFolder, TextData, TrainArgs, TrainingArguments, evaluate,
 };
@@ -50,6 +48,11 @@ fn run(flags: &Flags) -> Result<()> {
     if let Some(warning) = precision.warning(device) {
         println!("            warning: {warning}");
     }
+    let memory = arguments.memory_plan(data.vocab_size()).estimate()?;
+    println!(
+        "memory      about {} MiB of tensors at most, by estimate",
+        memory.peak >> 20
+    );
     // Made when nothing can be wrong with data and model any more: no empty run is left behind.
     let run = RunFolder::create(&arguments)?;
     println!("run folder  {}\n", run.root().display());
@@ -89,11 +92,12 @@ fn train(
         trackers = trackers.with(TensorBoard::create(run.tensorboard())?);
     }
     let mut progress = TrainingProgress::new(plan.total_steps);
-    let (timer, mut throughput, began) = (StepTimer::new(), Throughput::new(20), Instant::now());
+    let (mut recorder, mut profiler) = (arguments.new_recorder(model)?, arguments.new_profiler()?);
+    let began = Instant::now();
 
     for step in 1..=plan.total_steps {
-        timer.begin_step();
-        let window: Vec<Batch> = timer.phase(Phase::Data, || {
+        recorder.begin_step();
+        let window: Vec<Batch> = recorder.phase(Phase::Data, || {
             let micro_batches = arguments.gradient_accumulation_steps as usize;
             batches
                 .by_ref()
@@ -104,43 +108,46 @@ fn train(
             window.iter().map(|batch| batch.label_count as u64),
         ))?;
         for batch in &window {
-            let loss = timer.phase(Phase::Forward, || {
+            let loss = recorder.phase(Phase::Forward, || {
                 precision.autocast(device, || {
                     model.loss(&batch.input_ids, &batch.labels, LabelShift::Shifted)
                 })
             })??;
-            timer.phase(Phase::Backward, || {
+            recorder.phase(Phase::Backward, || {
                 accumulator.backward(&loss.sum, batch.label_count as u64, scaler.as_mut())
             })?;
         }
         let learning_rate = scheduler.last_lr()[0];
-        let outcome = timer.phase(Phase::Optimizer, || {
+        let outcome = recorder.phase(Phase::Optimizer, || {
             accumulator.step(&mut optimizer, scaler.as_mut())
         })?;
         if outcome.stepped {
             scheduler.step(&mut optimizer)?;
         }
         let (loss, grad_norm) = (outcome.loss()?, outcome.grad_norm()?);
-        let phases = timer.end_step();
-        throughput.record(outcome.tokens, Duration::from_secs_f64(phases.total()));
+        let record = recorder.end_step(StepWork {
+            tokens: outcome.tokens,
+            samples: arguments.sequences_per_step(),
+        })?;
+        if let Some(profiler) = &mut profiler {
+            profiler.step()?;
+        }
 
         let mut metrics = StepMetrics {
             step,
             loss,
             learning_rate,
             grad_norm,
-            tokens_per_second: throughput.tokens_per_second(),
-            peak_memory_bytes: memory::stats(device).map_or(0, |stats| stats.peak_allocated_bytes),
             epoch: Some(step as f64 / plan.steps_per_epoch as f64),
             loss_scale: scaler
                 .as_ref()
                 .map(|scaler| scaler.get_scale())
                 .transpose()?,
-            tokens_seen: Some(throughput.tokens_seen()),
+            tokens_seen: Some(recorder.tokens_seen()),
             elapsed_seconds: Some(began.elapsed().as_secs_f64()),
-            phase_seconds: Some(phases),
             ..StepMetrics::default()
         };
+        record.apply_to(&mut metrics);
         let stop = interrupt.requested();
         if plan.eval_due(step) || stop {
             let eval_loss = evaluate(
@@ -160,5 +167,8 @@ fn train(
     }
     trackers.finish()?;
     progress.finish();
+    if let Some(bottleneck) = recorder.bottleneck() {
+        println!("{bottleneck}");
+    }
     Ok(())
 }

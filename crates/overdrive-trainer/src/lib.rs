@@ -50,6 +50,7 @@ mod execution_arguments;
 mod foreign_keys;
 mod interrupt;
 mod layers;
+mod measures;
 mod model_arguments;
 mod plan;
 mod preset;

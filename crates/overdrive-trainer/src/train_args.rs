@@ -145,6 +145,10 @@ pub struct TrainArgs {
     #[arg(long, value_name = "NAME", help_heading = "Training")]
     pub optim: Option<String>,
 
+    /// Write a Chrome trace of the sixth to eighth step to this file
+    #[arg(long, value_name = "FILE", help_heading = "Training")]
+    pub trace: Option<PathBuf>,
+
     /// Compute blocks again in backward instead of keeping their activations
     #[arg(
         long,
@@ -280,6 +284,7 @@ impl TrainArgs {
             None => {}
         }
         set("samples", json!(self.samples));
+        set("trace", json!(self.trace));
         set("optim", json!(self.optim));
         set(
             "gradient_checkpointing",

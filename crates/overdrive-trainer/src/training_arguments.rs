@@ -110,6 +110,9 @@ pub struct TrainingArguments {
     /// Where metrics go beside `metrics.jsonl`: `tensorboard`, `all` or `none`. Default none.
     #[serde(deserialize_with = "report_to")]
     pub report_to: Vec<ReportTo>,
+    /// A file for a Chrome trace (chrome://tracing, Perfetto) of the sixth to eighth step, by libtorch's
+    /// profiler. Default: none.
+    pub trace: Option<PathBuf>,
     /// Texts that the trained model writes at the end. Default 3.
     pub samples: u64,
 }
@@ -158,6 +161,7 @@ impl Default for TrainingArguments {
             max_eval_batches: None,
             logging_steps: 500.0,
             report_to: Vec::new(),
+            trace: None,
             samples: 3,
         }
     }
