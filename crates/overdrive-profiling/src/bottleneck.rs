@@ -98,6 +98,8 @@ pub enum Bottleneck {
     },
 }
 
+type FromShare = fn(f64) -> Bottleneck;
+
 impl Bottleneck {
     /// What holds the step up most: of the phases above their threshold the one that is furthest
     /// above it, else what the device says, else the model's own arithmetic. `None` where no time was
@@ -108,7 +110,7 @@ impl Bottleneck {
             return None;
         }
         let share = |phase| step.phases.get(phase) / total;
-        let phases: [(Phase, f64, fn(f64) -> Self); 5] = [
+        let phases: [(Phase, f64, FromShare); 5] = [
             (Phase::Data, thresholds.data, |share| Self::Data { share }),
             (Phase::HostToDevice, thresholds.host_to_device, |share| {
                 Self::HostToDevice { share }

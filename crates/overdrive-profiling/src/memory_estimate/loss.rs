@@ -3,7 +3,7 @@
 use super::{MemoryPlan, MemoryPrecision};
 
 /// What overdrive-fused's loss aims at for a chunk of logits, and its least number of rows.
-const CHUNK_BYTES: u64 = 16 << 20;
+const CHUNK_BYTES: u64 = 32 << 20;
 const CHUNK_ROWS: u64 = 256;
 
 /// Bytes at the fullest moment around the loss, beyond what the head keeps of its input.

@@ -90,6 +90,8 @@ struct Node {
     kernel_ns: u64,
 }
 
+type Cell = fn(&OperatorStats) -> Option<String>;
+
 impl KeyAverages {
     pub(super) fn of(events: &[TraceEvent], group_by: GroupBy) -> Self {
         let nodes = nest(events);
@@ -197,7 +199,7 @@ impl KeyAverages {
     /// The first `limit` rows as a table, columns without any value left out.
     pub fn table(&self, limit: usize) -> String {
         let cpu = self.cpu_ns().max(1) as f64;
-        let columns: [(&str, fn(&OperatorStats) -> Option<String>); 9] = [
+        let columns: [(&str, Cell); 9] = [
             ("self CPU", |row| some(row.self_cpu_ns).map(time)),
             ("CPU total", |row| some(row.total_cpu_ns).map(time)),
             ("calls", |row| some(row.calls).map(units::thousands)),
