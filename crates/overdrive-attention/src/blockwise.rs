@@ -1,6 +1,7 @@
 //! The blockwise CPU kernel as a differentiable function of tensors.
 
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
+use overdrive_sys::named_operator::{self, NamedOperator};
 use tch::{Kind, Tensor};
 
 use crate::kernel::{
@@ -84,12 +85,16 @@ impl Function for Blockwise {
     ) -> FunctionResult<Vec<Tensor>> {
         context.set_materialize_grads(false);
         let arguments = Arguments::of(self, inputs)?;
-        let (output, logsumexp) = for_kind!(inputs[0].kind(), forward(self, &arguments))?;
+        // By name, so that selective checkpointing can keep what it gives.
+        let results = named_operator::call(NamedOperator::Attention, inputs, || {
+            let (output, logsumexp) = for_kind!(inputs[0].kind(), forward(self, &arguments))?;
+            Ok(vec![output, logsumexp])
+        })?;
         if context.needs_any_grad() {
             context.save_for_backward(inputs);
-            context.save_for_backward(&[&output, &logsumexp]);
+            context.save_for_backward(&results.iter().collect::<Vec<_>>());
         }
-        Ok(vec![output, logsumexp])
+        Ok(results)
     }
 
     fn backward(

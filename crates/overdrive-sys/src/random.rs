@@ -42,7 +42,6 @@ pub fn set_state(device: Device, state: &Tensor) -> Result<()> {
 /// [`crate::Error::Torch`] if there is no such device.
 pub fn seed(device: Device, seed: u64) -> Result<()> {
     // SAFETY: plain numbers.
-    let status =
-        unsafe { ffi::od_random_seed(device_type(device), device_index(device), seed) };
+    let status = unsafe { ffi::od_random_seed(device_type(device), device_index(device), seed) };
     check(status, "seeding a random generator")
 }
