@@ -60,7 +60,6 @@ pub const CONFIGURATIONS: [Configuration; 7] = [
         flash_attention: true,
         checkpointing: true,
         fused_kernels: true,
-        ..DEFAULT
     },
 ];
 

@@ -44,7 +44,7 @@ impl CpuFeatures {
     }
 
     /// Whether the CPU has instructions for products of bf16. Without them libtorch emulates
-    /// these products, thousands of times slower than those of fp32.
+    /// these products, tens to thousands of times slower than those of fp32.
     #[must_use]
     pub fn multiplies_bf16(&self) -> bool {
         self.avx512_bf16 || self.amx_bf16 || self.bf16

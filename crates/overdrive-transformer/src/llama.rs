@@ -124,13 +124,12 @@ impl Llama {
         let block = |layer| {
             let prefix = format!("model.layers.{layer}");
             let mut norm = |name: &str| RmsNorm::take(parameters, &format!("{prefix}.{name}"), eps);
-            Ok(Block {
+            Ok(Shared::new(Block {
                 input_norm: norm("input_layernorm")?,
                 post_attention_norm: norm("post_attention_layernorm")?,
                 attention: RotaryAttention::take(parameters, &prefix, config)?,
                 mlp: GatedMlp::take(parameters, &prefix, config)?,
-            })
-            .map(Shared::new)
+            }))
         };
         let layers = 0..config.num_hidden_layers;
         Ok(Llama {

@@ -35,7 +35,7 @@ fn on_cpu(features: CpuFeatures) -> String {
         "bf16 (this processor has instructions for products of bf16)".to_owned()
     } else {
         "fp32 (this processor has no instructions for products of bf16: they would be emulated, \
-         thousands of times slower)"
+         tens to thousands of times slower)"
             .to_owned()
     }
 }

@@ -28,7 +28,7 @@ pub(crate) fn labels(shape: &[i64], classes: i64, every: usize, seed: u64) -> Te
         let mixed = (i as u64 + seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33;
         match every {
             0 => mixed as i64 % classes,
-            every if (i as usize + 1) % every == 0 => -100,
+            every if (i as usize + 1).is_multiple_of(every) => -100,
             _ => mixed as i64 % classes,
         }
     };
@@ -49,7 +49,7 @@ pub(crate) fn run(
     let mut loss = Tensor::from(0.0_f64);
     for (index, output) in outputs.iter().enumerate() {
         let weights = values(&output.size(), 99 + index as u64).to_kind(Kind::Double);
-        loss = loss + (output.to_kind(Kind::Double) * weights).sum(Kind::Double);
+        loss += (output.to_kind(Kind::Double) * weights).sum(Kind::Double);
     }
     loss.backward();
     let gradients = inputs.iter().map(Tensor::grad).collect();
