@@ -1,6 +1,6 @@
 //! Kernels of ours that modes see as operators.
 //!
-//! A [`dispatch_mode`](crate::dispatch_mode) sees what goes through libtorch's dispatcher. A product or
+//! A [dispatch mode](crate::dispatch_mode) sees what goes through libtorch's dispatcher. A product or
 //! an attention of Overdrive's own does not, so selective checkpointing could not keep its result;
 //! [`call`] sends it there under a name.
 

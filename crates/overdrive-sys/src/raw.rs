@@ -50,7 +50,7 @@ pub unsafe fn slice<T: Element>(tensor: &Tensor) -> Result<&[T]> {
 /// The elements of a contiguous CPU tensor, to write.
 ///
 /// # Errors
-/// As for [`slice`].
+/// As for [`slice()`].
 ///
 /// # Safety
 /// Nobody else reads or writes the tensor's memory, through this or any other tensor that shares it,

@@ -66,7 +66,7 @@ impl AdamWConfig {
     /// Checks every option against its range.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`] naming the first option outside its range.
+    /// [`crate::Error::InvalidOption`] naming the first option outside its range.
     pub fn validate(&self) -> Result<()> {
         check_finite_from_zero("learning_rate", self.learning_rate)?;
         check_finite_from_zero("weight_decay", self.weight_decay)?;
