@@ -18,10 +18,10 @@ for sanitizer in thread address,undefined; do
 done
 
 # libtorch itself branches on bits it never set, so those reports are off; leaks and bad accesses are not.
-cargo test -p overdrive-sys --no-run 2>/dev/null
-for name in memory operators; do
-  echo "tests/$name.rs under valgrind"
-  binary=$(cargo test -p overdrive-sys --test "$name" --no-run --message-format=json 2>/dev/null |
+for test in overdrive-sys/memory overdrive-sys/operators overdrive-sys/saved_tensors \
+  overdrive-autograd/functions; do
+  echo "$test under valgrind"
+  binary=$(cargo test -p "${test%/*}" --test "${test#*/}" --no-run --message-format=json 2>/dev/null |
     sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)
   OMP_NUM_THREADS=1 valgrind --quiet --undef-value-errors=no --leak-check=full \
     --show-leak-kinds=definite --errors-for-leak-kinds=definite --error-exitcode=1 \

@@ -66,7 +66,8 @@ impl PeakFlops {
     }
 
     /// Measures products of square matrices, ever larger ones, for about a third of a second, and
-    /// takes the best. Other work on the machine makes it too low; then MFU comes out too high.
+    /// takes the best. Other work on the machine makes it too low; a [`StepRecorder`](crate::StepRecorder)
+    /// raises it to what the model reaches.
     ///
     /// # Errors
     /// [`Error::UnknownPeak`] where the device cannot multiply `dtype`.

@@ -9,8 +9,8 @@ use tch::Device;
 use crate::units;
 use crate::{
     Bottleneck, BottleneckThresholds, DevicePhases, GpuMonitor, GpuSample, MemoryUsage, ModelFlops,
-    NoGpuMonitor, PeakFlops, Phase, PhaseGuard, PhaseSeconds, Result, StepMetrics, StepProfile,
-    StepTimer, Throughput,
+    NoGpuMonitor, PeakFlops, PeakSource, Phase, PhaseGuard, PhaseSeconds, Result, StepMetrics,
+    StepProfile, StepTimer, Throughput,
 };
 
 /// By which clock phases are told apart; see [`StepTimer`].
@@ -175,6 +175,7 @@ impl StepRecorder {
         let device_phases = self.timer.take_device_phases()?;
         self.note(&device_phases);
         let tokens_per_second = self.throughput.tokens_per_second();
+        self.raise_measured_peak(tokens_per_second);
         if let Some(Ok(monitor)) = &mut self.gpu {
             self.last_gpu = Some(monitor.sample_at_most(self.config.gpu_interval));
         }
@@ -235,6 +236,20 @@ impl StepRecorder {
         for &phases in device_phases {
             push(&mut self.on_device, phases.seconds, self.config.window);
             self.latest = Some(phases);
+        }
+    }
+
+    /// A peak that was measured on a busy machine is too low: what the model itself reaches corrects it.
+    fn raise_measured_peak(&mut self, tokens_per_second: f64) {
+        let Some(model) = self.config.model else {
+            return;
+        };
+        let reached = model.per_token() * tokens_per_second;
+        if let Some(peak) = &mut self.config.peak_flops
+            && matches!(peak.source, PeakSource::Measured { .. })
+            && reached > peak.flops_per_second
+        {
+            peak.flops_per_second = reached;
         }
     }
 
@@ -433,6 +448,33 @@ mod tests {
             model.per_token() * record.tokens_per_second / 1e9
         ));
         assert_eq!(recorder.tokens_seen(), 2000);
+    }
+
+    #[test]
+    fn a_peak_measured_too_low_is_raised_and_a_given_one_is_not() {
+        let model = ModelFlops {
+            parameters: 1_000_000,
+            layers: 1,
+            heads: 1,
+            head_dim: 8,
+            sequence_length: 16,
+        };
+        for (source, most) in [
+            (PeakSource::Measured { width: 8 }, 1.0),
+            (PeakSource::Given, f64::INFINITY),
+        ] {
+            let mut recorder = recorder(StepRecorderConfig {
+                model: Some(model),
+                peak_flops: Some(PeakFlops {
+                    flops_per_second: 1.0,
+                    source: source.clone(),
+                }),
+                ..Default::default()
+            });
+            let mfu = slept(&mut recorder, 0, 2).mfu.expect("both are known");
+            assert!(mfu > 0.99 && mfu <= most, "{source:?}: {mfu}");
+            assert_eq!(mfu > 2.0, source == PeakSource::Given);
+        }
     }
 
     #[test]

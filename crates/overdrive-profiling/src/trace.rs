@@ -50,9 +50,8 @@ impl Trace {
     ///
     /// The first time Kineto writes it, with all it knows. It works once; later calls (and the first,
     /// where Kineto leaves no file) write the same operators, ranges, kernels and allocations
-    /// themselves, without the arrows between forward and backward. A CUDA build of libtorch on a
-    /// machine without a GPU has Kineto print `gpuGetDeviceCount failed` on standard error;
-    /// `KINETO_LOG_LEVEL=99` in the environment keeps it quiet.
+    /// themselves, without the arrows between forward and backward. overdrive-sys keeps Kineto's own log
+    /// quiet, which on a machine without a GPU complains of that; `KINETO_LOG_LEVEL=0` shows it.
     ///
     /// # Errors
     /// [`Error::Io`], [`Error::Trace`].

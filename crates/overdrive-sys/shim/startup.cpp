@@ -68,6 +68,9 @@ const CudaLibrary& cuda_library() {
 struct Startup {
   Startup() noexcept {
     overdrive::install_cpu_allocator();
+    // libtorch's profiler complains on standard error that there is no GPU. Set here, while there is one
+    // thread: the environment is nobody's to change later. Who wants its log sets the variable.
+    setenv("KINETO_LOG_LEVEL", "99", 0);
     try {
       cuda_library();
     } catch (...) {

@@ -19,9 +19,10 @@
 //!   CPU tensors for such loops;
 //! * [`build_info`] – libtorch's version and CPU capability.
 //!
-//! Two things happen when a program that uses this crate starts, before `main`:
+//! Three things happen when a program that uses this crate starts, before `main`:
 //! the CUDA back end is loaded if its library lies beside `libtorch_cpu` (`OVERDRIVE_NO_CUDA=1`
-//! leaves it out), and libtorch's CPU allocator is replaced by one that counts and caches
+//! leaves it out), the log of libtorch's profiler is silenced unless `KINETO_LOG_LEVEL` is set, and
+//! libtorch's CPU allocator is replaced by one that counts and caches
 //! (`OVERDRIVE_CPU_ALLOCATOR=uncached` counts only, `=libtorch` leaves libtorch's own).
 //!
 //! ```
