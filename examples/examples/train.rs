@@ -167,6 +167,9 @@ fn train(
     }
     trackers.finish()?;
     progress.finish();
+    if let Some(profiler) = profiler {
+        profiler.finish()?;
+    }
     if let Some(bottleneck) = recorder.bottleneck() {
         println!("{bottleneck}");
     }

@@ -11,6 +11,9 @@ use tch::Kind;
 
 use crate::{OptimizerName, Result, TrainingArguments};
 
+/// The trace begins after them: caches are full by then, and kernels made.
+pub(crate) const STEPS_BEFORE_TRACE: u64 = 5;
+
 impl TrainingArguments {
     /// The memory that the run will take, for a tokenizer of `vocab_size` tokens; displayed by its
     /// [estimate](MemoryPlan::estimate).
@@ -85,7 +88,8 @@ impl TrainingArguments {
         })?)
     }
 
-    /// The profiler that writes `trace`, if that is wanted: three steps after five.
+    /// The profiler that writes `trace`, if that is wanted: three steps after five. Finish it after the
+    /// loop: a run that ends in between leaves the steps it had.
     ///
     /// # Errors
     /// When libtorch's profiler cannot start.
@@ -94,7 +98,7 @@ impl TrainingArguments {
             return Ok(None);
         };
         let schedule = Schedule {
-            wait: 4,
+            wait: STEPS_BEFORE_TRACE - 1,
             warmup: 1,
             active: 3,
             repeat: 1,

@@ -1,5 +1,6 @@
 //! Values that make no sense, found before anything is loaded.
 
+use crate::measures::STEPS_BEFORE_TRACE;
 use crate::{Error, Result, TrainingArguments};
 
 fn invalid<T>(
@@ -116,6 +117,15 @@ impl TrainingArguments {
         }
         if self.max_steps < 0 {
             above("num_train_epochs", self.num_train_epochs, 0.0, false)?;
+        }
+        if self.trace.is_some() && (1..=STEPS_BEFORE_TRACE.cast_signed()).contains(&self.max_steps)
+        {
+            return invalid(
+                "max_steps",
+                self.max_steps,
+                format!("`trace` records from step {} on", STEPS_BEFORE_TRACE + 1),
+                "give more steps, or leave `trace` out",
+            );
         }
         interval("logging_steps", self.logging_steps)?;
         if let Some(steps) = self.eval_steps {

@@ -611,6 +611,10 @@ fn values_that_make_no_sense_are_refused_with_the_way_out() {
             "`bf16` is true: `fp16` is true as well, and a run has one of them; drop one, or add `--no-fp16` or `--no-bf16`",
         ),
         (
+            "trace: steps.json\nmax_steps: 5",
+            "`max_steps` is 5: `trace` records from step 6 on; give more steps, or leave `trace` out",
+        ),
+        (
             "per_device_train_batch_size: 0",
             "`per_device_train_batch_size` is 0: it must be at least 1; give 1 or more",
         ),
