@@ -94,7 +94,7 @@ impl Configuration {
 ///
 /// # Errors
 /// The reason, in the words of [`Precision::recommend`].
-pub fn leave_out(device: Device) -> Result<Precision, String> {
+pub fn mixed_precision(device: Device) -> Result<Precision, String> {
     let recommended = Precision::recommend(device);
     match recommended.precision {
         Precision::Fp32 => Err(recommended.reason),

@@ -9,7 +9,7 @@ mod picture;
 mod run;
 mod table;
 
-pub use configuration::{CONFIGURATIONS, Configuration, leave_out};
+pub use configuration::{CONFIGURATIONS, Configuration, mixed_precision};
 pub use picture::write_picture;
 pub use run::{Measurement, Trainer};
 pub use table::{Row, Table};

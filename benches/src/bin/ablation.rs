@@ -8,7 +8,7 @@ use clap::Parser;
 use overdrive::profiling::Machine;
 use overdrive_benches::StepResult;
 use overdrive_benches::ablation::{
-    CONFIGURATIONS, Measurement, Row, Table, Trainer, leave_out, write_picture,
+    CONFIGURATIONS, Measurement, Row, Table, Trainer, mixed_precision, write_picture,
 };
 use tch::Device;
 
@@ -46,7 +46,7 @@ fn main() -> StepResult<()> {
     };
     let trainer = Trainer::build(flags.steps, flags.warmup, &flags.trainer)?;
 
-    let (mut notes, low) = match leave_out(device) {
+    let (mut notes, low) = match mixed_precision(device) {
         Ok(low) => (Vec::new(), Some(low)),
         Err(reason) => (
             vec![format!(
@@ -58,9 +58,11 @@ fn main() -> StepResult<()> {
     if let Some(low) = low {
         notes.push(format!("Mixed precision is {low} on {device:?}."));
     }
+    // Without a low precision some line says no more than the default does.
+    let default = CONFIGURATIONS[0];
     let configurations: Vec<_> = CONFIGURATIONS
         .iter()
-        .filter(|configuration| low.is_some() || configuration.name != "+ mixed precision")
+        .filter(|other| **other == default || other.flags(low) != default.flags(low))
         .collect();
 
     let mut rounds: Vec<Vec<Measurement>> = vec![Vec::new(); configurations.len()];

@@ -76,7 +76,7 @@ impl RotaryAttention {
         let fused = step.execution.fused_kernels;
         let [query, key, value] = match (&self.norms, fused) {
             (None, true) => self.heads_in_one_pass(x, step.rotation)?,
-            (_, _) => self.heads(x, step.rotation, fused)?,
+            _ => self.heads(x, step.rotation, fused)?,
         };
         let options = AttendOptions {
             implementation: step.execution.attention,
