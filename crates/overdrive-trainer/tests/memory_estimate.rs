@@ -160,6 +160,30 @@ fn configurations(
             },
         },
         Configuration {
+            twice: false,
+            name: "+ activation checkpointing",
+            execution: checkpointed(eager(), Schedule::EveryBlock),
+            precision: Precision::Fp32,
+            plan: MemoryPlan {
+                recomputation: Recomputation::EveryBlock,
+                ..with_attention(MemoryAttention::Eager)
+            },
+        },
+        Configuration {
+            twice: false,
+            name: "+ fused kernels, eager",
+            execution: {
+                let mut execution = eager();
+                execution.fused_kernels = true;
+                execution
+            },
+            precision: Precision::Fp32,
+            plan: MemoryPlan {
+                fused_kernels: true,
+                ..with_attention(MemoryAttention::Eager)
+            },
+        },
+        Configuration {
             twice: true,
             name: "+ flash attention",
             execution: unfused(),
