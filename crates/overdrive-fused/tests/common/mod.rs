@@ -35,10 +35,21 @@ pub(crate) fn labels(shape: &[i64], classes: i64, every: usize, seed: u64) -> Te
     Tensor::from_slice(&(0..count).map(label).collect::<Vec<_>>()).reshape(shape)
 }
 
-/// The outputs of `f`, and the gradients of a fixed combination of them: one for each input.
+/// The outputs of `f` in `kind`, and the gradients of a fixed combination of them: one for each input.
 pub(crate) fn run(
     inputs: &[Tensor],
     kind: Kind,
+    f: impl Fn(&[Tensor]) -> Vec<Tensor>,
+) -> [Vec<Tensor>; 2] {
+    run_weighted(inputs, kind, kind, f)
+}
+
+/// [`run`] with the factors of the combination, which are the gradients that reach `f`'s backward,
+/// rounded to `weights`: two runs see the same gradients though they compute in different dtypes.
+fn run_weighted(
+    inputs: &[Tensor],
+    kind: Kind,
+    weights: Kind,
     f: impl Fn(&[Tensor]) -> Vec<Tensor>,
 ) -> [Vec<Tensor>; 2] {
     let inputs: Vec<Tensor> = inputs
@@ -48,8 +59,9 @@ pub(crate) fn run(
     let outputs = f(&inputs);
     let mut loss = Tensor::from(0.0_f64);
     for (index, output) in outputs.iter().enumerate() {
-        let weights = values(&output.size(), 99 + index as u64).to_kind(Kind::Double);
-        loss += (output.to_kind(Kind::Double) * weights).sum(Kind::Double);
+        let factors = values(&output.size(), 99 + index as u64).to_kind(weights);
+        let factors = factors.to_kind(Kind::Double);
+        loss += (output.to_kind(Kind::Double) * factors).sum(Kind::Double);
     }
     loss.backward();
     let gradients = inputs.iter().map(Tensor::grad).collect();
@@ -80,10 +92,10 @@ pub(crate) fn compare(
     f: impl Fn(&[Tensor]) -> Vec<Tensor>,
     reference: impl Fn(&[Tensor]) -> Vec<Tensor>,
 ) {
-    // The reference starts from the same rounded inputs.
+    // The reference starts from the same rounded inputs and the same rounded gradients.
     let rounded: Vec<Tensor> = inputs.iter().map(|x| x.to_kind(kind)).collect();
-    let ours = run(&rounded, kind, f);
-    let exact = run(&rounded, Kind::Double, reference);
+    let ours = run_weighted(&rounded, kind, kind, f);
+    let exact = run_weighted(&rounded, Kind::Double, kind, reference);
     for (what, (ours, exact)) in ["output", "gradient"].iter().zip(ours.iter().zip(&exact)) {
         assert_eq!(ours.len(), exact.len());
         for (index, (a, b)) in ours.iter().zip(exact).enumerate() {
