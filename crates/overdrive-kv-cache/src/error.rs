@@ -66,6 +66,69 @@ pub enum Error {
         /// What was given.
         len: i64,
     },
+    /// More tokens than a cache of fixed size can take.
+    #[error(
+        "the cache takes {capacity} tokens a row, {held} are held and {new} more do not fit: make it larger, or generate fewer"
+    )]
+    Full {
+        /// Tokens it can take.
+        capacity: i64,
+        /// Tokens held.
+        held: i64,
+        /// Tokens offered.
+        new: i64,
+    },
+    /// A mask that does not cover the tokens of the cache.
+    #[error(
+        "the mask has {columns} columns for {tokens} tokens, past and new: it needs one for each"
+    )]
+    BadMask {
+        /// Columns of the mask.
+        columns: i64,
+        /// Tokens so far.
+        tokens: i64,
+    },
+    /// A view was asked for that does not exist as one tensor.
+    #[error(
+        "{cache} keeps its rows apart and cannot show them as one tensor: call `attend` instead of `append`"
+    )]
+    NotDense {
+        /// The kind of cache.
+        cache: &'static str,
+    },
+    /// Something that this kind of cache does not do.
+    #[error("{cache} cannot {what}: {hint}")]
+    Unsupported {
+        /// The kind of cache.
+        cache: &'static str,
+        /// What was asked.
+        what: &'static str,
+        /// The way out.
+        hint: &'static str,
+    },
+    /// A saved state that does not fit the cache.
+    #[error(
+        "tensor {name:?} of the saved cache is {found}: was it saved by another kind of cache or for another model?"
+    )]
+    BadState {
+        /// The tensor.
+        name: String,
+        /// What is wrong with it.
+        found: String,
+    },
+    /// A setting outside its range.
+    #[error("cache config: `{key}` is {found}: expected {expected}")]
+    BadConfig {
+        /// The setting.
+        key: &'static str,
+        /// Its value.
+        found: String,
+        /// What fits.
+        expected: &'static str,
+    },
+    /// An error of the attention kernel.
+    #[error(transparent)]
+    Attention(#[from] overdrive_attention::Error),
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),

@@ -152,6 +152,100 @@ impl KvCache for GrowingCache {
         Ok(())
     }
 
+    fn fork(&self) -> Result<Box<dyn KvCache>> {
+        let copy = |layer: &Layer| -> Result<Layer> {
+            let mut copy = Layer::allocate(&layer.keys, &layer.values, layer.capacity())?;
+            copy.copy_from(layer)?;
+            Ok(copy)
+        };
+        let layers = self
+            .layers
+            .iter()
+            .map(|layer| layer.as_ref().map(copy).transpose())
+            .collect::<Result<_>>()?;
+        Ok(Box::new(GrowingCache {
+            config: self.config.clone(),
+            layers,
+        }))
+    }
+
+    fn bytes_per_token(&self) -> f64 {
+        let row = |tensor: &Tensor| {
+            let size = tensor.size();
+            (size[1] * size[3]) as f64 * tensor.kind().elt_size_in_bytes() as f64
+        };
+        self.layers
+            .iter()
+            .flatten()
+            .map(|held| row(&held.keys) + row(&held.values))
+            .sum()
+    }
+
+    fn state(&self) -> Result<Vec<(String, Tensor)>> {
+        let mut state = Vec::new();
+        for (number, layer) in self.layers.iter().enumerate() {
+            if let Some(held) = layer {
+                for (name, tensor) in [("keys", &held.keys), ("values", &held.values)] {
+                    let held = tensor.f_narrow(2, 0, held.len)?;
+                    state.push((format!("layers.{number}.{name}"), held));
+                }
+            }
+        }
+        Ok(state)
+    }
+
+    fn load_state(&mut self, state: &[(String, Tensor)]) -> Result<()> {
+        let mut loaded = GrowingCache::with_config(self.layers.len(), self.config.clone());
+        let find = |name: &str| {
+            state
+                .iter()
+                .find(|(found, _)| found == name)
+                .map(|(_, t)| t)
+        };
+        let mut used = 0;
+        for layer in 0..self.layers.len() {
+            let (keys, values) = (
+                format!("layers.{layer}.keys"),
+                format!("layers.{layer}.values"),
+            );
+            match (find(&keys), find(&values)) {
+                (None, None) => {}
+                (Some(keys), Some(values)) => {
+                    loaded.append(layer, keys, values)?;
+                    used += 2;
+                }
+                (None, _) => {
+                    return Err(Error::BadState {
+                        name: keys,
+                        found: "missing".to_owned(),
+                    });
+                }
+                (_, None) => {
+                    return Err(Error::BadState {
+                        name: values,
+                        found: "missing".to_owned(),
+                    });
+                }
+            }
+        }
+        if used != state.len() {
+            let known = |name: &str| {
+                (0..self.layers.len()).any(|layer| {
+                    name == format!("layers.{layer}.keys")
+                        || name == format!("layers.{layer}.values")
+                })
+            };
+            let unknown = state.iter().find(|(name, _)| !known(name));
+            let name = unknown.map_or_else(String::new, |(name, _)| name.clone());
+            return Err(Error::BadState {
+                name,
+                found: "unknown to this cache".to_owned(),
+            });
+        }
+        *self = loaded;
+        Ok(())
+    }
+
     fn bytes(&self) -> u64 {
         let size = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
         self.layers

@@ -30,10 +30,12 @@
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
+mod attend;
 mod cache;
 mod error;
 mod growing;
 
+pub use attend::{AttendOptions, attend_to_view};
 pub use cache::{KvCache, KvView};
 pub use error::{Error, Result};
 pub use growing::{GrowingCache, GrowingCacheConfig};

@@ -1,6 +1,7 @@
 //! Softmax attention by each of the implementations.
 
 use overdrive_attention::{AttentionOptions, Backend, Window, attention};
+use overdrive_kv_cache::KvCache;
 use tch::Tensor;
 
 use crate::mask::{Mask, band};
@@ -13,6 +14,48 @@ pub(crate) struct AttendOptions {
     pub(crate) dropout: f64,
     /// `None`: 1/sqrt(D).
     pub(crate) scale: Option<f64>,
+    /// Bound of the scores.
+    pub(crate) softcap: Option<f64>,
+}
+
+/// The cache of a forward pass and the layer that uses it.
+pub(crate) type CachedLayer<'a, 'c> = (usize, &'a mut (dyn KvCache + 'c));
+
+/// Attention of new tokens over themselves and what the cache holds, where there is one, as
+/// `(B, T, H·D)`. Queries, keys and values are `(B, H, T, D)`.
+pub(crate) fn attend_with_cache(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    mask: &Mask,
+    options: &AttendOptions,
+    cache: Option<CachedLayer<'_, '_>>,
+) -> Result<Tensor> {
+    let Some((layer, cache)) = cache else {
+        return attend(query, key, value, mask, options);
+    };
+    let backend = match options.implementation {
+        AttentionImplementation::Flash if options.dropout == 0.0 => Backend::Auto,
+        AttentionImplementation::Eager if options.dropout == 0.0 => Backend::Math,
+        // What a cache's own attention does not do.
+        _ => {
+            let held = cache.append(layer, key, value)?;
+            return attend(query, &held.keys, &held.values, mask, options);
+        }
+    };
+    let (window, mask) = match mask {
+        Mask::Causal { window } => (*window, None),
+        Mask::Marked(marked) => (None, Some(marked)),
+    };
+    let options = overdrive_kv_cache::AttendOptions {
+        window,
+        mask,
+        scale: options.scale,
+        softcap: options.softcap,
+        backend,
+    };
+    let mixed = cache.attend(layer, query, key, value, &options)?;
+    Ok(mixed.f_transpose(1, 2)?.f_flatten(2, 3)?)
 }
 
 /// Attention of `query (B, H, T, D)` over keys and values `(B, H_kv, S, D)`, as `(B, T, H·D)`.
@@ -47,6 +90,7 @@ fn with_backend(
 ) -> Result<Tensor> {
     let options = AttentionOptions {
         scale: options.scale,
+        softcap: options.softcap,
         dropout_p: options.dropout,
         backend,
         ..AttentionOptions::default()

@@ -2,7 +2,7 @@ use overdrive_fused::{Layout, QkvShape, RotaryOptions, rotary, split_qkv_rotary}
 use overdrive_kv_cache::KvCache;
 use tch::Tensor;
 
-use crate::attend::{AttendOptions, attend};
+use crate::attend::{AttendOptions, attend_with_cache};
 use crate::linear::{JointLinear, Linear};
 use crate::mask::Mask;
 use crate::parameters::ParameterMap;
@@ -82,14 +82,10 @@ impl RotaryAttention {
             implementation: step.execution.attention,
             dropout: step.dropout,
             scale: None,
+            softcap: None,
         };
-        let mixed = match step.cache {
-            None => attend(&query, &key, &value, step.mask, &options)?,
-            Some(cache) => {
-                let held = cache.append(step.layer, &key, &value)?;
-                attend(&query, &held.keys, &held.values, step.mask, &options)?
-            }
-        };
+        let cache = step.cache.map(|cache| (step.layer, cache));
+        let mixed = attend_with_cache(&query, &key, &value, step.mask, &options, cache)?;
         self.o.forward(&mixed, fused)
     }
 

@@ -1,10 +1,9 @@
 use overdrive_checkpointing::{Shared, checkpoint};
 use overdrive_fused::Activation;
-use overdrive_kv_cache::KvCache;
 use tch::Tensor;
 
 use crate::activation::{activate, activation_named};
-use crate::attend::{AttendOptions, attend};
+use crate::attend::{AttendOptions, CachedLayer, attend_with_cache};
 use crate::input::{ForwardInput, Shape};
 use crate::linear::Linear;
 use crate::mask::Mask;
@@ -140,6 +139,7 @@ impl Gpt2 {
                 implementation: execution.attention,
                 dropout: dropout(self.config.attn_pdrop),
                 scale: None,
+                softcap: None,
             },
             residual_dropout: dropout(self.config.resid_pdrop),
         };
@@ -163,10 +163,7 @@ impl Gpt2 {
                 x = self.blocks[layer].with(|block| block.forward(&x, &context, cache))?;
             }
         }
-        if input.logits == crate::Logits::Last {
-            x = x.f_narrow(1, shape.tokens - 1, 1)?;
-        }
-        self.norm.forward(&x)
+        self.norm.forward(&input.logits.select(&x)?)
     }
 
     pub(crate) fn layers(&self) -> usize {
@@ -227,7 +224,7 @@ impl Block {
         &self,
         x: &Tensor,
         context: &Context,
-        cache: Option<(usize, &mut (dyn KvCache + '_))>,
+        cache: Option<CachedLayer<'_, '_>>,
     ) -> Result<Tensor> {
         let mixed = self.attend(x, context, cache)?;
         let x = x.f_add(&dropped(mixed, context.residual_dropout)?)?;
@@ -238,7 +235,7 @@ impl Block {
         &self,
         x: &Tensor,
         context: &Context,
-        cache: Option<(usize, &mut (dyn KvCache + '_))>,
+        cache: Option<CachedLayer<'_, '_>>,
     ) -> Result<Tensor> {
         let options = AttendOptions {
             scale: self.scale,
@@ -257,13 +254,7 @@ impl Block {
         let [query, key, value] = parts.as_slice() else {
             unreachable!("a width of 3C splits into three parts of C")
         };
-        let mixed = match cache {
-            None => attend(query, key, value, &context.mask, &options)?,
-            Some((layer, cache)) => {
-                let held = cache.append(layer, key, value)?;
-                attend(query, &held.keys, &held.values, &context.mask, &options)?
-            }
-        };
+        let mixed = attend_with_cache(query, key, value, &context.mask, &options, cache)?;
         self.attention_output.forward(&mixed, false)
     }
 

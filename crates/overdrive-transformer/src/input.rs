@@ -4,13 +4,28 @@ use tch::{Kind, Tensor};
 use crate::{Error, Result};
 
 /// For which positions logits are computed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Logits {
+#[derive(Debug, Clone, Copy, Default)]
+#[non_exhaustive]
+pub enum Logits<'a> {
     /// For all: `(B, T, V)`.
     #[default]
     All,
     /// For the last one only: `(B, 1, V)`, all that generation needs.
     Last,
+    /// For these places among the `T` new tokens, i64 `(N,)`: `(B, N, V)`. The ends of texts that were
+    /// packed into one row.
+    At(&'a Tensor),
+}
+
+impl Logits<'_> {
+    /// The wanted ones of hidden states `(B, T, C)`.
+    pub(crate) fn select(self, hidden: &Tensor) -> Result<Tensor> {
+        Ok(match self {
+            Logits::All => hidden.shallow_clone(),
+            Logits::Last => hidden.f_narrow(1, hidden.size()[1] - 1, 1)?,
+            Logits::At(places) => hidden.f_index_select(1, places)?,
+        })
+    }
 }
 
 /// What a forward pass takes. `B` rows, `T` new tokens, `S` tokens in all (past and new).
@@ -29,7 +44,7 @@ pub struct ForwardInput<'a> {
     /// Earlier keys and values; the new ones are appended.
     pub cache: Option<&'a mut dyn KvCache>,
     /// For which positions logits are wanted.
-    pub logits: Logits,
+    pub logits: Logits<'a>,
 }
 
 impl<'a> ForwardInput<'a> {
@@ -63,7 +78,7 @@ impl<'a> ForwardInput<'a> {
     }
 
     /// Computes the logits that `logits` says.
-    pub fn with_logits(mut self, logits: Logits) -> Self {
+    pub fn with_logits(mut self, logits: Logits<'a>) -> Self {
         self.logits = logits;
         self
     }

@@ -11,7 +11,7 @@ use crate::mlp::GatedMlp;
 use crate::parameters::{ParameterMap, ParameterSpec};
 use crate::rms_norm::RmsNorm;
 use crate::rope::{Rotary, Rotation};
-use crate::{Execution, Init, LlamaConfig, Result};
+use crate::{Execution, Init, LlamaConfig, Logits, Result};
 
 /// A decoder of the Llama family without its head.
 #[derive(Debug)]
@@ -167,9 +167,7 @@ impl Llama {
                 self.run(group.blocks, stream, &context, input.cache.as_deref_mut())?
             };
         }
-        if input.logits == crate::Logits::Last {
-            stream = stream.last(shape.tokens)?;
-        }
+        stream = stream.select(input.logits)?;
         Ok(stream.normalised(&self.norm, execution.fused_kernels)?.0)
     }
 
@@ -290,12 +288,11 @@ impl Stream {
         }
     }
 
-    /// The last of `tokens` positions.
-    fn last(&self, tokens: i64) -> Result<Stream> {
-        let last = |tensor: &Tensor| tensor.f_narrow(1, tokens - 1, 1);
+    /// The positions whose logits are wanted.
+    fn select(self, logits: Logits<'_>) -> Result<Stream> {
         Ok(Stream {
-            x: last(&self.x)?,
-            delta: self.delta.as_ref().map(last).transpose()?,
+            x: logits.select(&self.x)?,
+            delta: self.delta.map(|delta| logits.select(&delta)).transpose()?,
         })
     }
 }
