@@ -1,0 +1,47 @@
+//! safetensors files of [`tch`] tensors: written whole or not at all, read through a memory map straight
+//! to the wanted kind and device.
+//!
+//! tch's own `write_safetensors` and `read_safetensors` hold a second copy of everything in memory,
+//! know only tensors on the CPU, and a write that fails leaves half a file. Here
+//!
+//! * [`write`] streams any tensors (any device, any strides) in parts of 16 MiB into a temporary
+//!   file of the same folder, flushes it to the disk and gives it its name: a reader finds the old file
+//!   or the new one, and an error leaves nothing behind;
+//! * [`MappedFile`] checks the header against the file, and reads only the tensors that are asked for:
+//!   one pass over the bytes converts them to kind and device ([`StoredTensor::copy_to_tensor`]), into a
+//!   new tensor or into one that is there already ([`StoredTensor::copy_into`]).
+//!
+//! ```
+//! use overdrive_safetensors::{MappedFile, write};
+//! use tch::{Device, Kind, Tensor};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let path = std::env::temp_dir().join(format!("overdrive-doc-{}.safetensors", std::process::id()));
+//! let weight = Tensor::randn([3, 4], (Kind::Float, Device::Cpu));
+//! let metadata = [("format".to_owned(), "pt".to_owned())].into();
+//! write(&path, &[("weight".to_owned(), weight.tr())], &metadata)?;
+//!
+//! let file = MappedFile::open(&path)?;
+//! assert_eq!(file.metadata()["format"], "pt");
+//! let stored = file.tensor("weight")?;
+//! assert_eq!(stored.shape(), [4, 3]);
+//! let half = stored.copy_to_tensor(Some(Kind::Half), Device::Cpu)?;
+//! assert_eq!(half, weight.tr().to_kind(Kind::Half));
+//! # std::fs::remove_file(path)?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! The format: <https://huggingface.co/docs/safetensors>.
+#![deny(missing_docs)]
+
+mod error;
+mod kinds;
+mod mapped;
+mod replace;
+mod write;
+
+pub use error::{Error, Result};
+pub use mapped::{MappedFile, StoredTensor};
+pub use replace::write_bytes;
+pub use write::write;
