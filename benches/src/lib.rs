@@ -4,6 +4,7 @@
 //! beside PyTorch's.
 
 pub mod ablation;
+pub mod generation;
 mod step;
 
 pub use step::{Shape, Step, StepResult};

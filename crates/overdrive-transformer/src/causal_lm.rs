@@ -1,4 +1,3 @@
-use std::collections::HashMap;
 use std::path::Path;
 
 use overdrive_fused::{
@@ -8,11 +7,11 @@ use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
 use crate::gpt2::Gpt2;
-use crate::init::initial;
+use crate::init::initialise;
 use crate::input::Shape;
 use crate::llama::Llama;
 use crate::loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss, shifted};
-use crate::parameters::ParameterMap;
+use crate::parameters::{ParameterMap, allocate};
 use crate::{
     Error, Execution, ForwardInput, LoadOptions, ModelConfig, Result, SaveOptions, checkpoint,
 };
@@ -71,21 +70,21 @@ impl CausalLm {
     /// When the configuration is inconsistent, or memory runs out.
     pub fn new(config: &ModelConfig, options: &InitOptions) -> Result<CausalLm> {
         config.validate()?;
-        let parameters = config
-            .parameters()
-            .into_iter()
-            .map(|spec| {
-                let value = initial(&spec, options.seed, options.kind, options.device)?;
-                Ok((spec.name, value))
-            })
-            .collect::<Result<Vec<_>>>()?;
+        let specs = config.parameters();
+        let kinds = vec![options.kind; specs.len()];
+        let groups = config.adjacent();
+        let parameters = allocate(specs.clone(), &kinds, options.device, &groups)?;
+        for ((_, parameter), spec) in parameters.iter().zip(&specs) {
+            initialise(parameter, spec, options.seed)?;
+        }
         CausalLm::from_parameters(config, parameters)
     }
 
     /// Reads a Hugging Face folder: `config.json`, `model.safetensors` (or shards with
     /// `model.safetensors.index.json`) and, where there is one, `generation_config.json`.
     ///
-    /// Files are memory-mapped, and each tensor goes straight to its device and kind.
+    /// Files are memory-mapped, and each tensor goes straight to its place, device and kind: loading
+    /// takes the memory of the model, and that of one tensor's copy where the device is not the CPU.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for an architecture or option that this crate does not compute;
@@ -116,11 +115,8 @@ impl CausalLm {
 
     fn from_parameters(
         config: &ModelConfig,
-        mut parameters: Vec<(String, Tensor)>,
+        parameters: Vec<(String, Tensor)>,
     ) -> Result<CausalLm> {
-        if let ModelConfig::Llama(config) = config {
-            lay_out(&mut parameters, &Llama::adjacent(config))?;
-        }
         let mut map = ParameterMap::new(&parameters);
         let (backbone, embedding) = match config {
             ModelConfig::Llama(config) => {
@@ -191,6 +187,9 @@ impl CausalLm {
     /// # Errors
     /// An error of libtorch.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        if self.execution.fused_kernels {
+            return Ok(overdrive_fused::linear(hidden, &self.head, None)?);
+        }
         Ok(hidden.f_linear(&self.head, None::<&Tensor>)?)
     }
 
@@ -332,25 +331,4 @@ impl CausalLm {
         }
         Ok(())
     }
-}
-
-/// Copies each group of parameters into one piece of memory, of which they become parts.
-fn lay_out(parameters: &mut [(String, Tensor)], groups: &[Vec<String>]) -> Result<()> {
-    let places: HashMap<String, usize> = parameters
-        .iter()
-        .enumerate()
-        .map(|(place, (name, _))| (name.clone(), place))
-        .collect();
-    for group in groups {
-        let places: Vec<usize> = group
-            .iter()
-            .filter_map(|name| places.get(name).copied())
-            .collect();
-        let tensors: Vec<&Tensor> = places.iter().map(|place| &parameters[*place].1).collect();
-        let parts = overdrive_fused::adjacent(&tensors)?;
-        for (place, part) in places.into_iter().zip(parts) {
-            parameters[place].1 = part;
-        }
-    }
-    Ok(())
 }

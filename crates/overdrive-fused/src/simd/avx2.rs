@@ -249,4 +249,41 @@ impl Simd for Avx2 {
             _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)))
         })
     }
+
+    #[inline(always)]
+    fn prefetch<T>(self, address: *const T) {
+        avx2!(_mm_prefetch::<_MM_HINT_T0>(address.cast()));
+    }
+
+    #[inline(always)]
+    fn reduce_add_each(self, x: [Self::F; 4]) -> [f32; 4] {
+        let [a, b, c, d] = x;
+        avx2!(reduce_each([
+            _mm256_add_ps(a[0], a[1]),
+            _mm256_add_ps(b[0], b[1]),
+            _mm256_add_ps(c[0], c[1]),
+            _mm256_add_ps(d[0], d[1]),
+        ]))
+    }
+}
+
+/// The sums of four registers: three additions of neighbours, and one of halves.
+///
+/// # Safety
+/// The machine has AVX.
+#[inline(always)]
+pub(super) unsafe fn reduce_each(x: [__m256; 4]) -> [f32; 4] {
+    // SAFETY: the caller's promise; the store fills the array.
+    unsafe {
+        let ab = _mm256_hadd_ps(x[0], x[1]);
+        let cd = _mm256_hadd_ps(x[2], x[3]);
+        let abcd = _mm256_hadd_ps(ab, cd);
+        let sums = _mm_add_ps(
+            _mm256_castps256_ps128(abcd),
+            _mm256_extractf128_ps::<1>(abcd),
+        );
+        let mut out = [0.0; 4];
+        _mm_storeu_ps(out.as_mut_ptr(), sums);
+        out
+    }
 }

@@ -5,6 +5,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
+use super::avx2::reduce_each;
 use super::{Kernel, LANES, Simd};
 
 /// A proof that the machine has AVX-512 F, BW, DQ and VL.
@@ -43,6 +44,8 @@ macro_rules! avx512 {
 
 impl Simd for Avx512 {
     type F = __m512;
+
+    const TILE: usize = 4;
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
@@ -167,5 +170,22 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn reduce_max(self, x: __m512) -> f32 {
         avx512!(_mm512_reduce_max_ps(x))
+    }
+
+    #[inline(always)]
+    fn prefetch<T>(self, address: *const T) {
+        avx512!(_mm_prefetch::<_MM_HINT_T0>(address.cast()));
+    }
+
+    #[inline(always)]
+    fn reduce_add_each(self, x: [__m512; 4]) -> [f32; 4] {
+        let mut halves = [avx512!(_mm256_setzero_ps()); 4];
+        for (half, x) in halves.iter_mut().zip(x) {
+            *half = avx512!(_mm256_add_ps(
+                _mm512_castps512_ps256(x),
+                _mm512_extractf32x8_ps::<1>(x)
+            ));
+        }
+        avx512!(reduce_each(halves))
     }
 }

@@ -26,6 +26,9 @@ pub(crate) trait Simd: Copy {
     /// A vector.
     type F: Copy;
 
+    /// Rows and columns of the square of sums that fits the registers beside its operands: 2 or 4.
+    const TILE: usize = 2;
+
     fn splat(self, x: f32) -> Self::F;
     fn load_f32(self, from: &[f32; LANES]) -> Self::F;
     fn store_f32(self, x: Self::F, to: &mut [f32; LANES]);
@@ -57,6 +60,22 @@ pub(crate) trait Simd: Copy {
     fn swap_pairs(self, x: Self::F) -> Self::F;
     fn reduce_add(self, x: Self::F) -> f32;
     fn reduce_max(self, x: Self::F) -> f32;
+    /// Asks for the memory at `address` to be brought close; any address will do.
+    #[inline(always)]
+    fn prefetch<T>(self, address: *const T) {
+        let _ = address;
+    }
+    /// The sums of four vectors, for less than four times the price of one.
+    #[inline(always)]
+    fn reduce_add_each(self, x: [Self::F; 4]) -> [f32; 4] {
+        let [a, b, c, d] = x;
+        [
+            self.reduce_add(a),
+            self.reduce_add(b),
+            self.reduce_add(c),
+            self.reduce_add(d),
+        ]
+    }
 }
 
 /// Work that is compiled for each instruction set.

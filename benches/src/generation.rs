@@ -1,0 +1,42 @@
+//! The model and the prompts of the generation benchmarks.
+
+use overdrive::transformer::{CausalLm, InitOptions, LlamaConfig};
+use tch::Kind;
+
+use crate::StepResult;
+
+/// 100M parameters: the shape that the claims are about.
+pub fn config() -> LlamaConfig {
+    LlamaConfig {
+        vocab_size: 32_000,
+        hidden_size: 768,
+        intermediate_size: 2048,
+        num_hidden_layers: 12,
+        num_attention_heads: 12,
+        num_key_value_heads: Some(4),
+        max_position_embeddings: 4096,
+        tie_word_embeddings: true,
+        eos_token_id: Vec::new(),
+        ..LlamaConfig::default()
+    }
+}
+
+/// The model with random weights.
+///
+/// # Errors
+/// When memory runs out.
+pub fn model(kind: Kind) -> StepResult<CausalLm> {
+    let options = InitOptions {
+        kind,
+        ..InitOptions::default()
+    };
+    Ok(CausalLm::new(&config().into(), &options)?)
+}
+
+/// `count` prompts of `tokens` ids, the same at every call.
+pub fn prompts(count: usize, tokens: usize, vocabulary: i64) -> Vec<Vec<i64>> {
+    let id = |row: usize, place: usize| ((row * 7919 + place * 104_729 + 13) as i64) % vocabulary;
+    (0..count)
+        .map(|row| (0..tokens).map(|place| id(row, place)).collect())
+        .collect()
+}
