@@ -165,6 +165,16 @@ pub trait KvCache: std::fmt::Debug + Send {
     /// Bytes that one more token of one row takes over all layers; 0 before the first append.
     fn bytes_per_token(&self) -> f64;
 
+    /// The kind of cache (`("cache", "growing")` and the like) and those of its settings that a saved
+    /// state depends on: what [`save`](crate::save()) writes beside the state, and
+    /// [`load`](crate::load()) compares.
+    fn settings(&self) -> Vec<(&'static str, String)> {
+        vec![
+            ("cache", "unnamed".to_owned()),
+            ("layers", self.layers().to_string()),
+        ]
+    }
+
     /// All that is held, as named tensors, to be written to a file.
     ///
     /// # Errors

@@ -44,6 +44,22 @@ pub enum Error {
         /// Device of what is offered.
         got_device: Device,
     },
+    /// Keys and values of different kinds or devices.
+    #[error(
+        "layer {layer}: the keys are {keys:?} on {keys_device:?} and the values {values:?} on {values_device:?}: a cache keeps both in one kind on one device"
+    )]
+    ValuesUnlikeKeys {
+        /// The layer.
+        layer: usize,
+        /// Element type of the keys.
+        keys: Kind,
+        /// Device of the keys.
+        keys_device: Device,
+        /// Element type of the values.
+        values: Kind,
+        /// Device of the values.
+        values_device: Device,
+    },
     /// The new entries are part of an autograd graph.
     #[error(
         "the keys or values of layer {layer} require a gradient, which a cache cannot carry: run the model under `tch::no_grad`, or without a cache to train"
@@ -59,6 +75,20 @@ pub enum Error {
         len: i64,
         /// Tokens held.
         held: i64,
+    },
+    /// The cache was asked to go back to where it would need tokens that it has dropped.
+    #[error(
+        "cannot truncate to {len} tokens: layer {layer} keeps none before token {first}, and a window of {window} would need some: keep more (`slack`), or reset the cache and feed the text again"
+    )]
+    AlreadyDropped {
+        /// Tokens asked for.
+        len: i64,
+        /// The layer.
+        layer: usize,
+        /// The first token after the sinks that it keeps.
+        first: i64,
+        /// Its window.
+        window: i64,
     },
     /// A negative length.
     #[error("a length must not be negative, and {len} is")]
@@ -125,6 +155,69 @@ pub enum Error {
         found: String,
         /// What fits.
         expected: &'static str,
+    },
+    /// A file that another cache wrote.
+    #[error(
+        "{path} holds {key} {found:?} and this cache has {key} {expected:?}: make the cache as the one that was saved"
+    )]
+    OtherCache {
+        /// The file.
+        path: String,
+        /// The setting in which the two differ; `cache` is the kind.
+        key: String,
+        /// That of the file.
+        found: String,
+        /// That of the cache.
+        expected: String,
+    },
+    /// An error of a safetensors file.
+    #[error(transparent)]
+    File(#[from] overdrive_safetensors::Error),
+    /// A step of a paged cache needs more blocks than there are.
+    #[error(
+        "the step needs {needed} blocks and {free} are free: run fewer texts or tokens at once, release texts, or make the cache larger"
+    )]
+    OutOfBlocks {
+        /// Blocks that the new tokens need.
+        needed: usize,
+        /// Blocks that could be taken.
+        free: usize,
+    },
+    /// A text that a paged cache does not hold.
+    #[error("text {id} is not in this cache: it was released, or belongs to another one")]
+    NoSuchSequence {
+        /// The text.
+        id: crate::SequenceId,
+    },
+    /// A text has two parts in one step.
+    #[error("text {id} is twice in one step: give all its new tokens at once")]
+    SequenceTwice {
+        /// The text.
+        id: crate::SequenceId,
+    },
+    /// Keys that are not one row of the new tokens of a step.
+    #[error(
+        "keys of shape {got:?} in a step of {tokens} new tokens: expected (1, H, {tokens}, D), the tokens of all texts one after another"
+    )]
+    NotOneRow {
+        /// Shape of the keys.
+        got: Vec<i64>,
+        /// New tokens of the step.
+        tokens: i64,
+    },
+    /// A layer attends twice in one step.
+    #[error("layer {layer} has had its turn in this step: `truncate(0)` starts the step again")]
+    LayerTwice {
+        /// The layer.
+        layer: usize,
+    },
+    /// A step is committed that the model has not run.
+    #[error(
+        "the step cannot be committed, layer {layer} was not given its tokens: run the model with this batch as its cache first"
+    )]
+    StepNotRun {
+        /// The first such layer.
+        layer: usize,
     },
     /// An error of the attention kernel.
     #[error(transparent)]

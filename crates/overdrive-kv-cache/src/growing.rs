@@ -1,5 +1,8 @@
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
+use crate::buffer::Buffer;
+use crate::entries::{Entries, check_truncation};
+use crate::saved::{Saved, name_of};
 use crate::{Error, KvCache, KvView, Result};
 
 /// How a [`GrowingCache`] allocates.
@@ -30,12 +33,9 @@ pub struct GrowingCache {
     layers: Vec<Option<Layer>>,
 }
 
-/// Keys and values of one layer, `(B, H, capacity, D)`: a head's tokens lie side by side, so that
-/// attention reads one run of memory a head.
 #[derive(Debug)]
 struct Layer {
-    keys: Tensor,
-    values: Tensor,
+    buffer: Buffer,
     len: i64,
 }
 
@@ -65,12 +65,12 @@ impl GrowingCache {
 
     /// Tokens for which memory is taken; 0 before the first append.
     pub fn capacity(&self) -> i64 {
-        self.layers
+        let capacities = self
+            .layers
             .iter()
             .flatten()
-            .map(Layer::capacity)
-            .min()
-            .unwrap_or(0)
+            .map(|held| held.buffer.capacity);
+        capacities.min().unwrap_or(0)
     }
 }
 
@@ -81,32 +81,25 @@ impl KvCache for GrowingCache {
             .layers
             .get_mut(layer)
             .ok_or(Error::NoSuchLayer { layer, layers })?;
-        check_shapes(keys, values)?;
-        if keys.requires_grad() || values.requires_grad() {
-            return Err(Error::RequiresGrad { layer });
-        }
-        let new = keys.size()[2];
+        let new = Entries::new(layer, keys, values)?;
         let held = match slot {
             Some(held) => {
-                held.check_fit(layer, keys, values)?;
-                if held.len + new > held.capacity() {
-                    held.grow((held.len + new).max(2 * held.capacity()))?;
-                }
+                held.buffer.spec.check_fit(layer, &new.spec)?;
+                held.reserve(new.tokens)?;
                 held
             }
-            empty => empty.insert(Layer::allocate(
-                keys,
-                values,
-                new.max(self.config.initial_capacity).max(1),
-            )?),
+            empty => {
+                let capacity = new.tokens.max(self.config.initial_capacity).max(1);
+                empty.insert(Layer {
+                    buffer: Buffer::new(new.spec, capacity)?,
+                    len: 0,
+                })
+            }
         };
-        held.keys.f_narrow(2, held.len, new)?.f_copy_(keys)?;
-        held.values.f_narrow(2, held.len, new)?.f_copy_(values)?;
-        held.len += new;
-        Ok(KvView::new(
-            held.keys.f_narrow(2, 0, held.len)?,
-            held.values.f_narrow(2, 0, held.len)?,
-        ))
+        held.buffer.write(held.len, &new, 0, new.tokens)?;
+        held.len += new.tokens;
+        let (keys, values) = held.buffer.view(0, held.len)?;
+        Ok(KvView::new(keys, values))
     }
 
     fn layers(&self) -> usize {
@@ -114,23 +107,15 @@ impl KvCache for GrowingCache {
     }
 
     fn len(&self) -> i64 {
-        self.layers
+        let lens = self
+            .layers
             .iter()
-            .map(|layer| layer.as_ref().map_or(0, |held| held.len))
-            .min()
-            .unwrap_or(0)
+            .map(|layer| layer.as_ref().map_or(0, |held| held.len));
+        lens.min().unwrap_or(0)
     }
 
     fn truncate(&mut self, len: i64) -> Result<()> {
-        if len < 0 {
-            return Err(Error::NegativeLength { len });
-        }
-        if len > self.len() {
-            return Err(Error::TruncateBeyondEnd {
-                len,
-                held: self.len(),
-            });
-        }
+        check_truncation(len, self.len())?;
         for held in self.layers.iter_mut().flatten() {
             held.len = len;
         }
@@ -143,52 +128,46 @@ impl KvCache for GrowingCache {
 
     fn reorder(&mut self, rows: &Tensor) -> Result<()> {
         // Everything is computed before anything is replaced: an error leaves the cache as it was.
-        let reordered = self
-            .layers
-            .iter()
-            .map(|layer| layer.as_ref().map(|held| held.reordered(rows)).transpose())
-            .collect::<Result<Vec<_>>>()?;
-        self.layers = reordered;
+        self.layers = self.map(|held| held.buffer.selected(rows, held.len))?;
         Ok(())
     }
 
     fn fork(&self) -> Result<Box<dyn KvCache>> {
-        let copy = |layer: &Layer| -> Result<Layer> {
-            let mut copy = Layer::allocate(&layer.keys, &layer.values, layer.capacity())?;
-            copy.copy_from(layer)?;
-            Ok(copy)
-        };
-        let layers = self
-            .layers
-            .iter()
-            .map(|layer| layer.as_ref().map(copy).transpose())
-            .collect::<Result<_>>()?;
         Ok(Box::new(GrowingCache {
             config: self.config.clone(),
-            layers,
+            layers: self.map(|held| held.buffer.resized(held.buffer.capacity, held.len))?,
         }))
     }
 
-    fn bytes_per_token(&self) -> f64 {
-        let row = |tensor: &Tensor| {
-            let size = tensor.size();
-            (size[1] * size[3]) as f64 * tensor.kind().elt_size_in_bytes() as f64
-        };
+    fn bytes(&self) -> u64 {
         self.layers
             .iter()
             .flatten()
-            .map(|held| row(&held.keys) + row(&held.values))
+            .map(|held| held.buffer.bytes())
             .sum()
+    }
+
+    fn bytes_per_token(&self) -> f64 {
+        let layers = self.layers.iter().flatten();
+        layers
+            .map(|held| held.buffer.spec.bytes_per_token() as f64)
+            .sum()
+    }
+
+    fn settings(&self) -> Vec<(&'static str, String)> {
+        vec![
+            ("cache", "growing".to_owned()),
+            ("layers", self.layers.len().to_string()),
+        ]
     }
 
     fn state(&self) -> Result<Vec<(String, Tensor)>> {
         let mut state = Vec::new();
         for (number, layer) in self.layers.iter().enumerate() {
             if let Some(held) = layer {
-                for (name, tensor) in [("keys", &held.keys), ("values", &held.values)] {
-                    let held = tensor.f_narrow(2, 0, held.len)?;
-                    state.push((format!("layers.{number}.{name}"), held));
-                }
+                let (keys, values) = held.buffer.view(0, held.len)?;
+                state.push((name_of(number, "keys"), keys));
+                state.push((name_of(number, "values"), values));
             }
         }
         Ok(state)
@@ -196,142 +175,41 @@ impl KvCache for GrowingCache {
 
     fn load_state(&mut self, state: &[(String, Tensor)]) -> Result<()> {
         let mut loaded = GrowingCache::with_config(self.layers.len(), self.config.clone());
-        let find = |name: &str| {
-            state
-                .iter()
-                .find(|(found, _)| found == name)
-                .map(|(_, t)| t)
-        };
-        let mut used = 0;
+        let mut saved = Saved::new(state);
         for layer in 0..self.layers.len() {
-            let (keys, values) = (
-                format!("layers.{layer}.keys"),
-                format!("layers.{layer}.values"),
-            );
-            match (find(&keys), find(&values)) {
-                (None, None) => {}
-                (Some(keys), Some(values)) => {
-                    loaded.append(layer, keys, values)?;
-                    used += 2;
-                }
-                (None, _) => {
-                    return Err(Error::BadState {
-                        name: keys,
-                        found: "missing".to_owned(),
-                    });
-                }
-                (_, None) => {
-                    return Err(Error::BadState {
-                        name: values,
-                        found: "missing".to_owned(),
-                    });
-                }
+            if let Some([keys, values]) = saved.take_all(layer, ["keys", "values"])? {
+                loaded.append(layer, keys, values)?;
             }
         }
-        if used != state.len() {
-            let known = |name: &str| {
-                (0..self.layers.len()).any(|layer| {
-                    name == format!("layers.{layer}.keys")
-                        || name == format!("layers.{layer}.values")
-                })
-            };
-            let unknown = state.iter().find(|(name, _)| !known(name));
-            let name = unknown.map_or_else(String::new, |(name, _)| name.clone());
-            return Err(Error::BadState {
-                name,
-                found: "unknown to this cache".to_owned(),
-            });
-        }
+        saved.finish()?;
         *self = loaded;
         Ok(())
     }
+}
 
-    fn bytes(&self) -> u64 {
-        let size = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
-        self.layers
-            .iter()
-            .flatten()
-            .map(|held| size(&held.keys) + size(&held.values))
-            .sum()
+impl GrowingCache {
+    /// The layers with other buffers of the same tokens.
+    fn map(&self, to: impl Fn(&Layer) -> Result<Buffer>) -> Result<Vec<Option<Layer>>> {
+        let layer = |held: &Layer| -> Result<Layer> {
+            Ok(Layer {
+                buffer: to(held)?,
+                len: held.len,
+            })
+        };
+        let layers = self.layers.iter();
+        layers
+            .map(|held| held.as_ref().map(layer).transpose())
+            .collect()
     }
 }
 
 impl Layer {
-    fn allocate(keys: &Tensor, values: &Tensor, capacity: i64) -> Result<Layer> {
-        Ok(Layer {
-            keys: buffer(keys, capacity)?,
-            values: buffer(values, capacity)?,
-            len: 0,
-        })
-    }
-
-    fn capacity(&self) -> i64 {
-        self.keys.size()[2]
-    }
-
-    fn grow(&mut self, capacity: i64) -> Result<()> {
-        let mut larger = Layer::allocate(&self.keys, &self.values, capacity)?;
-        larger.copy_from(self)?;
-        *self = larger;
-        Ok(())
-    }
-
-    fn reordered(&self, rows: &Tensor) -> Result<Layer> {
-        Ok(Layer {
-            keys: self.keys.f_index_select(0, rows)?,
-            values: self.values.f_index_select(0, rows)?,
-            len: self.len,
-        })
-    }
-
-    fn copy_from(&mut self, other: &Layer) -> Result<()> {
-        for (to, from) in [(&self.keys, &other.keys), (&self.values, &other.values)] {
-            to.f_narrow(2, 0, other.len)?
-                .f_copy_(&from.f_narrow(2, 0, other.len)?)?;
-        }
-        self.len = other.len;
-        Ok(())
-    }
-
-    fn check_fit(&self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<()> {
-        for (held, got) in [(&self.keys, keys), (&self.values, values)] {
-            let (held_shape, got_shape) = (row_shape(held), row_shape(got));
-            if held_shape != got_shape || held.kind() != got.kind() || held.device() != got.device()
-            {
-                return Err(Error::Mismatch {
-                    layer,
-                    held: held.kind(),
-                    held_shape,
-                    held_device: held.device(),
-                    got: got.kind(),
-                    got_shape,
-                    got_device: got.device(),
-                });
-            }
+    /// Makes room for `new` more tokens.
+    fn reserve(&mut self, new: i64) -> Result<()> {
+        let (needed, capacity) = (self.len + new, self.buffer.capacity);
+        if needed > capacity {
+            self.buffer = self.buffer.resized(needed.max(2 * capacity), self.len)?;
         }
         Ok(())
     }
-}
-
-/// `(B, H, D)` of a `(B, H, T, D)` tensor.
-fn row_shape(tensor: &Tensor) -> Vec<i64> {
-    let size = tensor.size();
-    vec![size[0], size[1], size[3]]
-}
-
-fn buffer(like: &Tensor, capacity: i64) -> Result<Tensor> {
-    let size = like.size();
-    let kind: Kind = like.kind();
-    Ok(Tensor::f_empty(
-        [size[0], size[1], capacity, size[3]],
-        (kind, like.device()),
-    )?)
-}
-
-fn check_shapes(keys: &Tensor, values: &Tensor) -> Result<()> {
-    let (k, v) = (keys.size(), values.size());
-    if k.len() != 4 || v.len() != 4 || k[..3] != v[..3] {
-        return Err(Error::BadShape { keys: k, values: v });
-    }
-    Ok(())
 }

@@ -27,15 +27,22 @@
 //!
 //! Caches are for inference: tensors that require a gradient are refused, because an entry that
 //! is written in place cannot carry one.
-#![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
 mod attend;
+mod buffer;
 mod cache;
+mod copy;
+mod entries;
 mod error;
+mod file;
 mod growing;
+mod paged;
+mod saved;
 
 pub use attend::{AttendOptions, attend_to_view};
 pub use cache::{KvCache, KvView};
 pub use error::{Error, Result};
+pub use file::{load, save};
 pub use growing::{GrowingCache, GrowingCacheConfig};
+pub use paged::{PagedBatch, PagedCache, PagedCacheConfig, PagedStatistics, SequenceId};

@@ -1,0 +1,73 @@
+//! Caches in files: the cached prompt of a service, or a conversation that goes on tomorrow.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use overdrive_safetensors::MappedFile;
+use tch::Device;
+
+use crate::{Error, KvCache, Result};
+
+const VERSION: &str = "1";
+
+/// Writes what `cache` holds to a safetensors file, whole or not at all, with the kind of cache and
+/// its settings in the metadata. Only the tokens that are held are written, not the free capacity.
+///
+/// # Errors
+/// When the file cannot be written; a file that was there is then unchanged.
+pub fn save(cache: &dyn KvCache, path: impl AsRef<Path>) -> Result<()> {
+    let mut metadata: BTreeMap<String, String> = cache
+        .settings()
+        .into_iter()
+        .map(|(key, value)| (key.to_owned(), value))
+        .collect();
+    metadata.insert("format_version".to_owned(), VERSION.to_owned());
+    overdrive_safetensors::write(path, &cache.state()?, &metadata)?;
+    Ok(())
+}
+
+/// Reads what [`save`] wrote into `cache`, in place of what it holds; tensors go to `device`.
+///
+/// # Errors
+/// When the file cannot be read or is damaged, and [`Error::OtherCache`] when it is of another kind of
+/// cache, or one with other settings. The cache is unchanged then.
+///
+/// ```
+/// use overdrive_kv_cache::{GrowingCache, KvCache, load, save};
+/// use tch::{Device, Kind, Tensor};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let path = std::env::temp_dir().join(format!("kv-cache-doc-{}.safetensors", std::process::id()));
+/// let mut cache = GrowingCache::new(1);
+/// let prompt = Tensor::f_randn([1, 2, 5, 8], (Kind::Float, Device::Cpu))?;
+/// cache.append(0, &prompt, &prompt)?;
+/// save(&cache, &path)?;
+///
+/// let mut again = GrowingCache::new(1);
+/// load(&mut again, &path, Device::Cpu)?;
+/// assert_eq!(again.len(), 5);
+/// # std::fs::remove_file(path)?;
+/// # Ok(())
+/// # }
+/// ```
+pub fn load(cache: &mut dyn KvCache, path: impl AsRef<Path>, device: Device) -> Result<()> {
+    let file = MappedFile::open(&path)?;
+    let version = ("format_version", VERSION.to_owned());
+    for (key, expected) in cache.settings().into_iter().chain([version]) {
+        let found = file.metadata().get(key).cloned().unwrap_or_default();
+        if found != expected {
+            return Err(Error::OtherCache {
+                path: path.as_ref().display().to_string(),
+                key: key.to_owned(),
+                found,
+                expected,
+            });
+        }
+    }
+    let mut state = Vec::new();
+    for stored in file.tensors() {
+        let tensor = stored.copy_to_tensor(None, device)?;
+        state.push((stored.name().to_owned(), tensor));
+    }
+    cache.load_state(&state)
+}
