@@ -75,6 +75,8 @@ macro_rules! for_kind {
     };
 }
 
+pub(crate) use for_kind;
+
 impl Function for Blockwise {
     const NAME: &'static str = "BlockwiseAttention";
 
@@ -230,6 +232,7 @@ impl Arguments {
             query: self.query.view()?,
             key: self.key.view()?,
             value: self.value.view()?,
+            pages: None,
             rules: Rules {
                 scale: function.scale,
                 softcap: function.softcap,
@@ -343,7 +346,7 @@ fn bias_gradient<E: Element>(
 }
 
 /// Scratch memory, from libtorch's allocator so that it is counted and kept for the next call.
-fn workspace<E: Element>(numbers: usize) -> Result<Fresh> {
+pub(crate) fn workspace<E: Element>(numbers: usize) -> Result<Fresh> {
     let kind = <E::Acc as overdrive_sys::raw::Element>::KIND;
     Fresh::empty(&[i64::try_from(numbers).unwrap_or(i64::MAX)], kind)
 }

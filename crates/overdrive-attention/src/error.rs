@@ -90,6 +90,15 @@ pub enum Error {
         problem: String,
     },
 
+    /// Block tables, lengths or slots do not fit the pool or the queries.
+    #[error("{argument}: {problem}")]
+    PagedLayout {
+        /// Name of the argument.
+        argument: &'static str,
+        /// What is wrong with it.
+        problem: String,
+    },
+
     /// There is nothing to merge, or not as many log-sum-exps as outputs.
     #[error(
         "merging {outputs} outputs with {lses} log-sum-exps; give at least one, and as many of each"

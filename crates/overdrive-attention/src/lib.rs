@@ -8,6 +8,7 @@
 //! | [`attention`], [`attention_with_lse`] | `flash_attn_func`, `scaled_dot_product_attention`: padded batches |
 //! | [`attention_varlen`] | `flash_attn_varlen_func`: packed sequences, forward and backward |
 //! | [`attention_decode`] | `flash_attn_with_kvcache`: few queries over a long cache |
+//! | [`attention_paged`], [`paged_write`] | `flash_attn_varlen_func` with a `block_table`: keys in the blocks of a pool |
 //! | [`merge`] | results over parts of the keys put together |
 //! | [`explain`], [`explain_varlen`] | which back end would run, and why others would not |
 //!
@@ -55,6 +56,8 @@ mod libtorch;
 mod math;
 mod merge;
 mod options;
+mod paged;
+mod paged_write;
 mod selection;
 mod varlen;
 
@@ -63,5 +66,7 @@ pub use decode::attention_decode;
 pub use error::{Error, Result};
 pub use merge::merge;
 pub use options::{Alignment, AttentionOptions, Backend, Layout, Window};
+pub use paged::{PagedLayout, attention_paged};
+pub use paged_write::{PagedSlots, paged_write};
 pub use selection::{Explanation, Verdict, explain, explain_varlen};
 pub use varlen::{PackedLengths, attention_varlen, attention_varlen_with_lse};

@@ -152,6 +152,40 @@ impl<'p, 'a, E: Element> RowBlock<'p, 'a, E> {
         })
     }
 
+    /// Where key `key` of the sequence begins in a view of keys or values.
+    fn key_at(&self, view: &View<'_, E>, key: usize) -> usize {
+        match &self.problem.pages {
+            None => {
+                let row = self.sequence.key_start + key;
+                view.start(self.sequence.batch, self.kv_head, row)
+            }
+            Some(pages) => {
+                let block = pages.tables[self.index][key / pages.block_size];
+                view.start(block as usize, self.kv_head, key % pages.block_size)
+            }
+        }
+    }
+
+    /// How many keys from `key` on lie at even distances: up to the end of its block of the pool, if
+    /// they are in one.
+    fn run(&self, key: usize) -> usize {
+        match &self.problem.pages {
+            None => usize::MAX,
+            Some(pages) => pages.block_size - key % pages.block_size,
+        }
+    }
+
+    /// Keys `start..start + count` as pieces `(first, count)` that lie at even distances each.
+    pub(super) fn runs(
+        &self,
+        (start, count): (usize, usize),
+    ) -> impl Iterator<Item = (usize, usize)> + use<'_, 'p, 'a, E> {
+        let end = start + count;
+        let first = (start < end).then_some(start);
+        let next = move |at: &usize| Some(at + self.run(*at)).filter(|next| *next < end);
+        std::iter::successors(first, next).map(move |at| (at, self.run(at).min(end - at)))
+    }
+
     /// What is done to the scores of these rows.
     pub(super) fn adjustment(&self) -> scores::Adjustment<'p, E> {
         let rules = &self.problem.rules;
@@ -209,15 +243,15 @@ pub(super) fn key_rows<'s, E: Element>(
     whole_vectors: bool,
     scratch: &'s mut [E::Acc],
 ) -> KeyRows<'s, E::Acc> {
-    let at = |key: usize| {
-        view.start(
-            block.sequence.batch,
-            block.kv_head,
-            block.sequence.key_start + start + key,
-        )
-    };
-    if !whole_vectors || dim == width {
-        let from = at(0);
+    if count == 0 {
+        return KeyRows {
+            data: &[],
+            distance: width,
+        };
+    }
+    let in_one_piece = block.run(start) >= count;
+    if in_one_piece && (!whole_vectors || dim == width) {
+        let from = block.key_at(view, start);
         let reach = (count - 1) * view.row + dim;
         if let Some(data) = E::as_acc(&view.data[from..from + reach]) {
             return KeyRows {
@@ -226,10 +260,19 @@ pub(super) fn key_rows<'s, E: Element>(
             };
         }
     }
-    for (key, to) in (0..count).zip(scratch.chunks_exact_mut(width)) {
-        let (numbers, rest) = to.split_at_mut(dim);
-        E::widen(block.problem.set, &view.data[at(key)..][..dim], numbers);
-        rest.fill(E::Acc::ZERO);
+    for (first, run) in block.runs((start, count)) {
+        let from = block.key_at(view, first);
+        let to = &mut scratch[(first - start) * width..][..run * width];
+        if view.row == dim && dim == width {
+            E::widen(block.problem.set, &view.data[from..][..run * dim], to);
+            continue;
+        }
+        for (key, to) in to.chunks_exact_mut(width).enumerate() {
+            let (numbers, rest) = to.split_at_mut(dim);
+            let from = &view.data[from + key * view.row..][..dim];
+            E::widen(block.problem.set, from, numbers);
+            rest.fill(E::Acc::ZERO);
+        }
     }
     KeyRows {
         data: &scratch[..count * width],

@@ -276,22 +276,26 @@ impl<'s, R: Real> Work<'s, R> {
     ) {
         let problem = block.problem;
         let dims = (problem.key_dim, self.key_width);
-        let rows = key_rows(block, &problem.key, keys, dims, false, self.keys);
         if self.few {
-            dot_products(
-                problem.set,
-                self.tile,
-                block.lanes,
-                rows.data,
-                rows.distance,
-                keys.1,
-                self.queries,
-                self.key_width,
-                block.rows,
-                problem.key_dim,
-            );
+            // Piece by piece where keys lie in blocks of a pool: each is read where it lies.
+            for (first, count) in block.runs(keys) {
+                let rows = key_rows(block, &problem.key, (first, count), dims, false, self.keys);
+                dot_products(
+                    problem.set,
+                    &mut self.tile[(first - keys.0) * block.lanes..],
+                    block.lanes,
+                    rows.data,
+                    rows.distance,
+                    count,
+                    self.queries,
+                    self.key_width,
+                    block.rows,
+                    problem.key_dim,
+                );
+            }
             return;
         }
+        let rows = key_rows(block, &problem.key, keys, dims, false, self.keys);
         let mut scores = Product {
             m: keys.1,
             n: block.lanes,
@@ -316,35 +320,43 @@ impl<'s, R: Real> Work<'s, R> {
     ) {
         let problem = block.problem;
         let dims = (problem.value_dim, self.value_width);
-        let values = key_rows(block, &problem.value, keys, dims, self.few, self.values);
-        let mut sums = if self.few {
-            Product {
-                m: block.rows,
-                n: self.value_width,
-                k: keys.1,
-                a: self.tile,
-                lda: block.lanes,
-                a_by_columns: true,
-                b: values.data,
-                ldb: values.distance,
-                c: self.rows,
-                ldc: self.value_width,
-                start: Start::ScaleRows(self.factors),
+        if self.few {
+            for (first, count) in block.runs(keys) {
+                let run = (first, count);
+                let values = key_rows(block, &problem.value, run, dims, true, self.values);
+                let mut sums = Product {
+                    m: block.rows,
+                    n: self.value_width,
+                    k: count,
+                    a: &self.tile[(first - keys.0) * block.lanes..],
+                    lda: block.lanes,
+                    a_by_columns: true,
+                    b: values.data,
+                    ldb: values.distance,
+                    c: self.rows,
+                    ldc: self.value_width,
+                    start: match first == keys.0 {
+                        true => Start::ScaleRows(self.factors),
+                        false => Start::Add,
+                    },
+                };
+                product(problem.set, &mut sums);
             }
-        } else {
-            Product {
-                m: problem.value_dim,
-                n: block.lanes,
-                k: keys.1,
-                a: values.data,
-                lda: values.distance,
-                a_by_columns: true,
-                b: self.tile,
-                ldb: block.lanes,
-                c: self.sums_by_column,
-                ldc: block.lanes,
-                start: Start::ScaleColumns(self.factors),
-            }
+            return;
+        }
+        let values = key_rows(block, &problem.value, keys, dims, false, self.values);
+        let mut sums = Product {
+            m: problem.value_dim,
+            n: block.lanes,
+            k: keys.1,
+            a: values.data,
+            lda: values.distance,
+            a_by_columns: true,
+            b: self.tile,
+            ldb: block.lanes,
+            c: self.sums_by_column,
+            ldc: block.lanes,
+            start: Start::ScaleColumns(self.factors),
         };
         product(problem.set, &mut sums);
     }

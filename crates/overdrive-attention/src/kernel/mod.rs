@@ -21,6 +21,7 @@ mod dropout;
 mod element;
 mod forward;
 mod lanes;
+mod pages;
 mod portable;
 mod problem;
 mod product;
@@ -36,7 +37,8 @@ pub(crate) use dropout::Dropout;
 pub(crate) use element::Element;
 pub(crate) use forward::{ForwardOutputs, forward, forward_workspace};
 pub(crate) use lanes::InstructionSet;
-pub(crate) use problem::{Bias, BiasValues, Problem, Rules, Sequence, Slopes};
+pub(crate) use pages::write_rows;
+pub(crate) use problem::{Bias, BiasValues, Pages, Problem, Rules, Sequence, Slopes};
 pub(crate) use tensors::{Fresh, Strided};
 
 /// Defines a function that runs `body::<V>` with the vectors of an instruction set, compiled for it.

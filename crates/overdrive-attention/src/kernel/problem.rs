@@ -112,6 +112,15 @@ pub(crate) struct Sequence {
     pub(crate) keys: usize,
 }
 
+/// Where keys and values lie in blocks of a pool: key `k` of sequence `n` is row `k % block_size` of
+/// block `tables[n][k / block_size]`, which takes the place of the batch in their views.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Pages<'a> {
+    /// One for each sequence.
+    pub(crate) tables: &'a [Vec<u32>],
+    pub(crate) block_size: usize,
+}
+
 /// Slopes of ALiBi: that of head `h` in sequence `n` is `data[n · sequence + h]`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Slopes<'a, R> {
@@ -169,6 +178,8 @@ pub(crate) struct Problem<'a, E: Element> {
     pub(crate) query: View<'a, E>,
     pub(crate) key: View<'a, E>,
     pub(crate) value: View<'a, E>,
+    /// Keys and values lie in one piece if none.
+    pub(crate) pages: Option<Pages<'a>>,
     pub(crate) rules: Rules<'a, E::Acc>,
 }
 

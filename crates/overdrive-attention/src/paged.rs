@@ -1,0 +1,376 @@
+use overdrive_autograd::NoGradGuard;
+use tch::{Device, Kind, Tensor};
+
+use crate::attention::attention_with_lse;
+use crate::blockwise::{accumulator, for_kind, workspace};
+use crate::call::{check_kinds, check_options, scale, shape_error, unresolved_limits};
+use crate::kernel::{
+    self, Element, ForwardOutputs, Fresh, InstructionSet, Pages, Problem, Rules, Sequence, Slopes,
+    Strided,
+};
+use crate::{Alignment, AttentionOptions, Backend, Error, Layout, Result};
+
+/// Which queries belong to which text, and where the keys of each text lie.
+///
+/// All three slices have one entry a text.
+#[derive(Debug, Clone, Copy)]
+pub struct PagedLayout<'a> {
+    /// Blocks of the pool that hold the keys of each text, in order: key `k` is row
+    /// `k % block_size` of block `table[k / block_size]`. A table may be longer than its keys need.
+    pub block_tables: &'a [Vec<u32>],
+    /// Queries of each text; they lie one text after another.
+    pub query_lengths: &'a [usize],
+    /// Keys of each text, those of its new queries included.
+    pub key_lengths: &'a [usize],
+}
+
+/// Attention of several texts whose keys and values lie in blocks of one pool, without a gradient:
+/// output (N, H, D_v) and log-sum-exp (H, N).
+///
+/// Query (N, H, D): the new queries of all texts, one text after another, none hidden by padding; key
+/// blocks (blocks, H_kv, block_size, D), value blocks (blocks, H_kv, block_size, D_v). Each text gets
+/// what [`attention`](crate::attention) would give it alone; positions of causality, window and ALiBi
+/// count inside the text, and queries stand at the end of its keys. Texts of one query and of many may
+/// be mixed. `alibi_slopes` may be (H) or (texts, H); `layout` does not matter.
+///
+/// On a CPU the blockwise kernel reads keys and values in their blocks: nothing is gathered. On other
+/// devices, and for another back end that is asked for, the blocks of one text after another are
+/// gathered and attended to: correct, and slower than a kernel that follows the table.
+///
+/// Equals `flash_attn_varlen_func` with a `block_table`; the idea is PagedAttention's (Kwon et al. 2023,
+/// [arXiv:2309.06180](https://arxiv.org/abs/2309.06180)).
+///
+/// # Errors
+/// [`Error::Shape`], [`Error::Dtype`], [`Error::OtherDevice`] for tensors that do not fit,
+/// [`Error::PagedLayout`] for lengths and tables that do not, [`Error::InvalidOption`] for a mask,
+/// dropout, [`Alignment::TopLeft`] or a query that requires a gradient.
+///
+/// ```
+/// use overdrive_attention::{AttentionOptions, PagedLayout, attention_paged};
+/// use tch::{Device, Kind, Tensor};
+///
+/// # fn main() -> Result<(), overdrive_attention::Error> {
+/// let random = |shape: [i64; 4]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
+/// let (keys, values) = (random([6, 2, 4, 8]), random([6, 2, 4, 8])); // 6 blocks of 4 tokens
+/// let query = random([1, 3, 4, 8]).squeeze_dim(0); // 1 query of the first text, 2 of the second
+/// let layout = PagedLayout {
+///     block_tables: &[vec![5, 0, 2], vec![3]],
+///     query_lengths: &[1, 2],
+///     key_lengths: &[10, 2],
+/// };
+/// let (output, _) = attention_paged(&query, &keys, &values, &layout, &AttentionOptions::causal())?;
+/// assert_eq!(output.size(), [3, 4, 8]);
+/// # Ok(())
+/// # }
+/// ```
+pub fn attention_paged(
+    query: &Tensor,
+    key_blocks: &Tensor,
+    value_blocks: &Tensor,
+    layout: &PagedLayout<'_>,
+    options: &AttentionOptions<'_>,
+) -> Result<(Tensor, Tensor)> {
+    let call = PagedCall::new(query, key_blocks, value_blocks, layout, options)?;
+    let _no_grad = NoGradGuard::new();
+    match (call.query.device(), options.backend) {
+        (Device::Cpu, Backend::Auto | Backend::Blockwise) => {
+            for_kind!(call.query.kind(), in_place(&call))
+        }
+        _ => gathered(&call),
+    }
+}
+
+/// Arguments that fit together.
+struct PagedCall<'a> {
+    query: &'a Tensor,
+    keys: &'a Tensor,
+    values: &'a Tensor,
+    layout: &'a PagedLayout<'a>,
+    options: &'a AttentionOptions<'a>,
+    scale: f64,
+    sizes: Sizes,
+}
+
+/// Sizes of the tensors.
+#[derive(Clone, Copy)]
+struct Sizes {
+    queries: i64,
+    heads: i64,
+    blocks: i64,
+    kv_heads: i64,
+    block_size: usize,
+    key_dim: i64,
+    value_dim: i64,
+}
+
+impl<'a> PagedCall<'a> {
+    fn new(
+        query: &'a Tensor,
+        keys: &'a Tensor,
+        values: &'a Tensor,
+        layout: &'a PagedLayout<'a>,
+        options: &'a AttentionOptions<'a>,
+    ) -> Result<PagedCall<'a>> {
+        let sizes = sizes(query, keys, values)?;
+        check_kinds(query, keys, values)?;
+        check_layout(layout, &sizes)?;
+        let texts = i64::try_from(layout.block_tables.len()).unwrap_or(i64::MAX);
+        check_options(options, query.device(), sizes.heads, texts)?;
+        refuse(query, options)?;
+        Ok(PagedCall {
+            query,
+            keys,
+            values,
+            layout,
+            options,
+            scale: scale(options, sizes.key_dim)?,
+            sizes,
+        })
+    }
+
+    /// The texts as what the kernel calls sequences.
+    fn sequences(&self) -> Vec<Sequence> {
+        let mut start = 0;
+        let lengths = self.layout.query_lengths.iter();
+        lengths
+            .zip(self.layout.key_lengths)
+            .map(|(queries, keys)| {
+                let sequence = Sequence {
+                    batch: 0,
+                    query_start: start,
+                    queries: *queries,
+                    key_start: 0,
+                    keys: *keys,
+                };
+                start += queries;
+                sequence
+            })
+            .collect()
+    }
+}
+
+/// The CPU kernel on the blocks where they lie.
+fn in_place<E: Element>(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
+    let (sizes, options) = (call.sizes, call.options);
+    let query = Strided::rows(&call.query.f_detach()?.f_transpose(0, 1)?.f_unsqueeze(0)?)?;
+    let (keys, values) = (Strided::rows(call.keys)?, Strided::rows(call.values)?);
+    let accumulator = <E::Acc as overdrive_sys::raw::Element>::KIND;
+    let numbers = |tensor: Option<&Tensor>| -> Result<Option<Strided>> {
+        let flat = |tensor: &Tensor| {
+            Strided::rows(&tensor.f_detach()?.f_to_kind(accumulator)?.f_contiguous()?)
+        };
+        tensor.map(flat).transpose()
+    };
+    let (slopes, sinks) = (numbers(options.alibi_slopes)?, numbers(options.sinks)?);
+    let (left, right) = unresolved_limits(options);
+    let problem = Problem::<E> {
+        set: InstructionSet::detect(),
+        sequences: call.sequences(),
+        heads: usize_of(sizes.heads),
+        kv_heads: usize_of(sizes.kv_heads),
+        key_dim: usize_of(sizes.key_dim),
+        value_dim: usize_of(sizes.value_dim),
+        query: query.view()?,
+        key: keys.view()?,
+        value: values.view()?,
+        pages: Some(Pages {
+            tables: call.layout.block_tables,
+            block_size: sizes.block_size,
+        }),
+        rules: Rules {
+            scale: call.scale,
+            softcap: options.softcap,
+            left,
+            right,
+            bottom_right: true,
+            sink_tokens: if left.is_some() {
+                options.sink_tokens
+            } else {
+                0
+            },
+            slopes: match (&slopes, options.alibi_slopes) {
+                (Some(flat), Some(slopes)) => Some(Slopes {
+                    data: flat.elements()?,
+                    sequence: match slopes.dim() {
+                        2 => usize_of(sizes.heads),
+                        _ => 0,
+                    },
+                }),
+                _ => None,
+            },
+            sinks: sinks.as_ref().map(Strided::elements).transpose()?,
+            bias: None,
+            dropout: None,
+        },
+    };
+    let shape = [1, sizes.queries, sizes.heads, sizes.value_dim];
+    let mut output = Fresh::empty(&shape, E::KIND)?;
+    let mut logsumexp = Fresh::empty(&[1, sizes.heads, sizes.queries], accumulator)?;
+    let mut workspace = workspace::<E>(kernel::forward_workspace(&problem))?;
+    let outputs = ForwardOutputs {
+        output: output.by_row::<E>()?,
+        logsumexp: logsumexp.by_head()?,
+    };
+    kernel::forward(&problem, &outputs, workspace.elements_mut()?);
+    Ok((
+        output.into_tensor().f_squeeze_dim(0)?,
+        logsumexp.into_tensor().f_squeeze_dim(0)?,
+    ))
+}
+
+/// One text after another over a dense copy of its blocks.
+fn gathered(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
+    let (mut outputs, mut lses) = (Vec::new(), Vec::new());
+    for (text, sequence) in call.sequences().iter().enumerate() {
+        let (start, count) = (sequence.query_start as i64, sequence.queries as i64);
+        let query = call.query.f_narrow(0, start, count)?;
+        let query = query.f_transpose(0, 1)?.f_unsqueeze(0)?;
+        let slopes = match call.options.alibi_slopes {
+            Some(slopes) if slopes.dim() == 2 => Some(slopes.f_get(text as i64)?),
+            Some(slopes) => Some(slopes.shallow_clone()),
+            None => None,
+        };
+        let options = AttentionOptions {
+            alibi_slopes: slopes.as_ref(),
+            layout: Layout::Bhtd,
+            ..*call.options
+        };
+        let used = sequence.keys.div_ceil(call.sizes.block_size);
+        let table: Vec<i64> = call.layout.block_tables[text][..used]
+            .iter()
+            .map(|block| i64::from(*block))
+            .collect();
+        let table = Tensor::f_from_slice(&table)?.f_to_device(call.query.device())?;
+        let dense = |blocks: &Tensor| -> Result<Tensor> {
+            let blocks = blocks.f_index_select(0, &table)?;
+            let rows = blocks.f_transpose(0, 1)?.f_flatten(1, 2)?;
+            Ok(rows.f_narrow(1, 0, sequence.keys as i64)?.f_unsqueeze(0)?)
+        };
+        let (keys, values) = (dense(call.keys)?, dense(call.values)?);
+        let (output, lse) = attention_with_lse(&query, &keys, &values, &options)?;
+        outputs.push(output.f_squeeze_dim(0)?.f_transpose(0, 1)?);
+        lses.push(lse.f_squeeze_dim(0)?);
+    }
+    if outputs.is_empty() {
+        let sizes = call.sizes;
+        let (kind, device) = (call.query.kind(), call.query.device());
+        let output = [0, sizes.heads, sizes.value_dim];
+        return Ok((
+            Tensor::f_empty(output, (kind, device))?,
+            Tensor::f_empty([sizes.heads, 0], (accumulator(kind), device))?,
+        ));
+    }
+    Ok((Tensor::f_cat(&outputs, 0)?, Tensor::f_cat(&lses, 1)?))
+}
+
+/// What a cache of many texts cannot do.
+fn refuse(query: &Tensor, options: &AttentionOptions<'_>) -> Result<()> {
+    let invalid = |option, value: String, expected| {
+        Err(Error::InvalidOption {
+            option,
+            value,
+            expected,
+        })
+    };
+    if options.mask.is_some() {
+        let expected = "None over paged keys, whose scores have no common shape";
+        return invalid("mask", "set".to_owned(), expected);
+    }
+    if options.dropout_p != 0.0 {
+        let expected = "0 over paged keys, which are for inference";
+        return invalid("dropout_p", options.dropout_p.to_string(), expected);
+    }
+    if options.alignment == Alignment::TopLeft {
+        let expected = "BottomRight: new queries stand at the end of their keys";
+        return invalid("alignment", "TopLeft".to_owned(), expected);
+    }
+    if query.requires_grad() && overdrive_autograd::is_grad_enabled() {
+        let value = "a tensor that requires a gradient".to_owned();
+        let expected =
+            "one without (run under no_grad): attention over paged keys has no backward pass";
+        return invalid("query", value, expected);
+    }
+    Ok(())
+}
+
+fn sizes(query: &Tensor, keys: &Tensor, values: &Tensor) -> Result<Sizes> {
+    let (q, k, v) = (query.size(), keys.size(), values.size());
+    if q.len() != 3 || q[1] == 0 || q[2] == 0 {
+        let expected = "(queries of all texts, heads, dim)".to_owned();
+        return Err(shape_error("query", query, expected));
+    }
+    let dense = |tensor: &Tensor| tensor.stride()[3] == 1 || tensor.size()[3] == 1;
+    if k.len() != 4 || k[3] != q[2] || k[1] == 0 || q[1] % k[1] != 0 || k[2] == 0 || !dense(keys) {
+        let expected = format!(
+            "(blocks, heads, block size, {}) with dense rows and a number of heads that divides the {} of the query",
+            q[2], q[1]
+        );
+        return Err(shape_error("key_blocks", keys, expected));
+    }
+    if v.len() != 4 || v[..3] != k[..3] || !dense(values) {
+        let expected = format!("[{}, {}, {}, dim] as the key blocks", k[0], k[1], k[2]);
+        return Err(shape_error("value_blocks", values, expected));
+    }
+    Ok(Sizes {
+        queries: q[0],
+        heads: q[1],
+        blocks: k[0],
+        kv_heads: k[1],
+        block_size: usize_of(k[2]),
+        key_dim: q[2],
+        value_dim: v[3],
+    })
+}
+
+fn check_layout(layout: &PagedLayout<'_>, sizes: &Sizes) -> Result<()> {
+    let error = |argument, problem: String| Err(Error::PagedLayout { argument, problem });
+    let texts = layout.block_tables.len();
+    for (name, lengths) in [
+        ("query_lengths", layout.query_lengths),
+        ("key_lengths", layout.key_lengths),
+    ] {
+        if lengths.len() != texts {
+            let count = lengths.len();
+            return error(name, format!("{count} of them for {texts} block tables"));
+        }
+    }
+    let queries = (layout.query_lengths.iter()).fold(0_usize, |sum, length| sum.saturating_add(*length));
+    if i64::try_from(queries) != Ok(sizes.queries) {
+        let problem = format!(
+            "add up to {queries}, but there are {} queries",
+            sizes.queries
+        );
+        return error("query_lengths", problem);
+    }
+    for (text, (table, keys)) in layout
+        .block_tables
+        .iter()
+        .zip(layout.key_lengths)
+        .enumerate()
+    {
+        let used = keys.div_ceil(sizes.block_size);
+        let Some(blocks) = table.get(..used) else {
+            let problem = format!(
+                "text {text} has {keys} keys, which need {used} blocks of {}, but its table has {}",
+                sizes.block_size,
+                table.len()
+            );
+            return error("block_tables", problem);
+        };
+        if let Some(block) = blocks
+            .iter()
+            .find(|block| i64::from(**block) >= sizes.blocks)
+        {
+            let problem = format!(
+                "text {text} names block {block} of a pool of {}",
+                sizes.blocks
+            );
+            return error("block_tables", problem);
+        }
+    }
+    Ok(())
+}
+
+fn usize_of(size: i64) -> usize {
+    usize::try_from(size).unwrap_or(0)
+}

@@ -1,0 +1,188 @@
+use tch::{Device, Kind, Tensor};
+
+use crate::blockwise::for_kind;
+use crate::call::shape_error;
+use crate::kernel::{Element, Strided, write_rows};
+use crate::{Error, Result};
+
+/// Where the new tokens of a step go in a pool of blocks: token `t` to row `slots[t] % block_size` of
+/// block `slots[t] / block_size`.
+///
+/// Made once for all layers of a step.
+#[derive(Debug)]
+pub struct PagedSlots {
+    slots: Vec<usize>,
+    block_size: usize,
+    /// One past the last slot.
+    end: usize,
+    device: Device,
+    /// Blocks and rows, on a device that cannot read `slots`.
+    indices: Option<(Tensor, Tensor)>,
+}
+
+impl PagedSlots {
+    /// Slots of a pool on `device` whose blocks have `block_size` rows. No two may be the same.
+    ///
+    /// # Errors
+    /// [`Error::PagedLayout`] for a block size of 0; [`Error::Torch`] if the device is not there.
+    pub fn new(slots: Vec<usize>, block_size: usize, device: Device) -> Result<PagedSlots> {
+        if block_size == 0 {
+            return Err(Error::PagedLayout {
+                argument: "block_size",
+                problem: "is 0, expected at least 1".to_owned(),
+            });
+        }
+        let indices = match device {
+            Device::Cpu => None,
+            device => Some(indices(&slots, block_size, device)?),
+        };
+        Ok(PagedSlots {
+            end: slots.iter().max().map_or(0, |last| last + 1),
+            slots,
+            block_size,
+            device,
+            indices,
+        })
+    }
+
+    /// Number of tokens.
+    pub fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Whether there is no token.
+    pub fn is_empty(&self) -> bool {
+        self.slots.is_empty()
+    }
+}
+
+/// Writes `rows` (T, H_kv, D), the keys or values of T new tokens, to their slots of `pool`
+/// (blocks, H_kv, block_size, D), in place; vLLM's `reshape_and_cache_flash`. No gradient is kept.
+///
+/// On a CPU a plain copy, elsewhere one `index_put_`.
+///
+/// # Errors
+/// [`Error::Shape`], [`Error::Dtype`], [`Error::OtherDevice`] where the tensors do not fit, and
+/// [`Error::PagedLayout`] for a slot outside the pool; nothing has been written then.
+///
+/// ```
+/// use overdrive_attention::{PagedSlots, paged_write};
+/// use tch::{Device, Kind, Tensor};
+///
+/// # fn main() -> Result<(), overdrive_attention::Error> {
+/// let mut pool = Tensor::zeros([4, 1, 2, 3], (Kind::Float, Device::Cpu)); // 4 blocks of 2 tokens
+/// let keys = Tensor::ones([1, 1, 3], (Kind::Float, Device::Cpu));
+/// let slots = PagedSlots::new(vec![5], 2, Device::Cpu)?; // the second row of the third block
+/// paged_write(&keys, &mut pool, &slots)?;
+/// assert_eq!(pool.get(2).get(0).get(1), keys.get(0).get(0));
+/// # Ok(())
+/// # }
+/// ```
+pub fn paged_write(rows: &Tensor, pool: &mut Tensor, slots: &PagedSlots) -> Result<()> {
+    check(rows, pool, slots)?;
+    let rows = rows.f_detach()?;
+    let Some((blocks, places)) = &slots.indices else {
+        let strided = Strided::rows(&rows.f_transpose(0, 1)?.f_unsqueeze(0)?)?;
+        return for_kind!(rows.kind(), copy(&strided, pool, slots));
+    };
+    let _written = pool.f_index_put_(&[Some(blocks), None, Some(places)], &rows, false)?;
+    Ok(())
+}
+
+fn copy<E: Element>(rows: &Strided, pool: &Tensor, slots: &PagedSlots) -> Result<()> {
+    let size = |at: usize| usize::try_from(pool.size()[at]).unwrap_or(0);
+    let sizes = (size(1), size(2), size(3));
+    write_rows::<E>(&rows.view()?, pool, sizes, &slots.slots)
+}
+
+/// Blocks and rows of slots as tensors.
+fn indices(slots: &[usize], block_size: usize, device: Device) -> Result<(Tensor, Tensor)> {
+    let tensor = |of: fn(usize, usize) -> usize| -> Result<Tensor> {
+        let numbers: Vec<i64> = slots
+            .iter()
+            .map(|slot| i64::try_from(of(*slot, block_size)).unwrap_or(i64::MAX))
+            .collect();
+        Ok(Tensor::f_from_slice(&numbers)?.f_to_device(device)?)
+    };
+    Ok((
+        tensor(|slot, size| slot / size)?,
+        tensor(|slot, size| slot % size)?,
+    ))
+}
+
+fn check(rows: &Tensor, pool: &Tensor, slots: &PagedSlots) -> Result<()> {
+    let (r, p) = (rows.size(), pool.size());
+    if p.len() != 4 || usize::try_from(p[2]) != Ok(slots.block_size) || !pool.is_contiguous() {
+        let expected = format!(
+            "contiguous blocks (blocks, heads, {}, dim)",
+            slots.block_size
+        );
+        return Err(shape_error("pool", pool, expected));
+    }
+    if r.len() != 3 || usize::try_from(r[0]) != Ok(slots.len()) || (r[1], r[2]) != (p[1], p[3]) {
+        let expected = format!(
+            "[{}, {}, {}]: a row a slot, heads and dim of the pool",
+            slots.len(),
+            p[1],
+            p[3]
+        );
+        return Err(shape_error("rows", rows, expected));
+    }
+    if rows.kind() != pool.kind() {
+        return Err(Error::Dtype {
+            tensor: "rows",
+            kind: rows.kind(),
+            expected: format!("{:?} as the pool", pool.kind()),
+        });
+    }
+    for (name, device) in [("rows", rows.device()), ("pool", pool.device())] {
+        if device != slots.device {
+            return Err(Error::OtherDevice {
+                tensor: name,
+                device,
+                expected: slots.device,
+            });
+        }
+    }
+    let rows_in_pool = p[0].saturating_mul(p[2]);
+    if i64::try_from(slots.end).unwrap_or(i64::MAX) > rows_in_pool {
+        return Err(Error::PagedLayout {
+            argument: "slots",
+            problem: format!(
+                "slot {} is outside a pool of {} blocks of {} tokens",
+                slots.end - 1,
+                p[0],
+                p[2]
+            ),
+        });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+    use tch::{Device, Kind, Tensor};
+
+    use super::{PagedSlots, indices, paged_write};
+
+    #[test]
+    fn the_copy_on_a_cpu_and_the_operator_for_other_devices_write_the_same() {
+        for kind in [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16] {
+            // Strided as a view of a joint projection is.
+            let rows = Tensor::randn([3, 2, 10], (Kind::Float, Device::Cpu)).to_kind(kind);
+            let rows = rows.narrow(2, 4, 5);
+            let pool = || Tensor::zeros([4, 2, 3, 5], (kind, Device::Cpu));
+            let (mut copied, mut put) = (pool(), pool());
+            let plain = PagedSlots::new(vec![7, 8, 0], 3, Device::Cpu).unwrap();
+            paged_write(&rows, &mut copied, &plain).unwrap();
+            let mut by_index = PagedSlots::new(vec![7, 8, 0], 3, Device::Cpu).unwrap();
+            by_index.indices = Some(indices(&[7, 8, 0], 3, Device::Cpu).unwrap());
+            paged_write(&rows, &mut put, &by_index).unwrap();
+            assert_eq!(copied, put);
+            assert_eq!(copied.get(2).select(1, 1), rows.get(0));
+            assert_eq!(copied.get(0).select(1, 0), rows.get(2));
+        }
+    }
+}
