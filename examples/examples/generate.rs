@@ -81,7 +81,7 @@ fn run(flags: &Flags) -> Result<()> {
     let config = flags.generation()?;
     config.validate()?;
     let device = Device::cuda_if_available();
-    let model = CausalLm::from_pretrained(&flags.model, &LoadOptions { device, kind: None })?;
+    let model = CausalLm::from_pretrained(&flags.model, &LoadOptions { device, ..LoadOptions::default() })?;
     let text = flags.prompt.as_deref().unwrap_or_default();
     let prompt = match &flags.prompt_ids {
         Some(ids) => ids.clone(),

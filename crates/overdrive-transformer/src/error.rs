@@ -69,6 +69,20 @@ pub enum Error {
         /// The folder.
         path: PathBuf,
     },
+    /// A file that the index names is not there.
+    #[error(
+        "{} is missing, in which {tensors} tensors should be according to model.safetensors.index.json: fetch it again",
+        path.display()
+    )]
+    MissingShard {
+        /// The file.
+        path: PathBuf,
+        /// How many tensors the index says are in it.
+        tensors: usize,
+    },
+    /// Another error of a weight file.
+    #[error(transparent)]
+    WeightFile(overdrive_safetensors::Error),
     /// An input tensor has the wrong shape or kind.
     #[error("`{name}` is {found}: expected {expected}")]
     BadInput {
@@ -129,6 +143,26 @@ impl Error {
             action,
             path,
             source,
+        }
+    }
+}
+
+impl From<overdrive_safetensors::Error> for Error {
+    fn from(error: overdrive_safetensors::Error) -> Error {
+        use overdrive_safetensors::Error as File;
+        match error {
+            File::Io {
+                action,
+                path,
+                source,
+            } => Error::Io {
+                action,
+                path,
+                source,
+            },
+            File::BadFile { path, reason } => Error::BadWeightFile { path, reason },
+            File::Torch(error) => Error::Torch(error),
+            other => Error::WeightFile(other),
         }
     }
 }

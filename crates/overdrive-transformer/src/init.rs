@@ -1,4 +1,4 @@
-use tch::{Device, Kind, Tensor};
+use tch::Tensor;
 
 use crate::{ParameterSpec, Result};
 
@@ -17,29 +17,30 @@ pub enum Init {
     Ones,
 }
 
-/// The initial value of `spec`.
+/// Gives `parameter`, which is that of `spec`, its initial value.
 ///
 /// Random values depend on the seed and the parameter's name alone: they are the same on every
 /// device, and neither use nor disturb libtorch's global generator.
-pub(crate) fn initial(
-    spec: &ParameterSpec,
-    seed: u64,
-    kind: Kind,
-    device: Device,
-) -> Result<Tensor> {
-    let options = (kind, device);
-    Ok(match spec.init {
-        Init::Zeros => Tensor::f_zeros(&spec.shape, options)?,
-        Init::Ones => Tensor::f_ones(&spec.shape, options)?,
-        Init::Normal { std } => {
-            let mut stream = NormalStream::new(seed, &spec.name);
-            let values: Vec<f32> = (0..spec.numel()).map(|_| stream.next(std as f32)).collect();
-            Tensor::f_from_slice(&values)?
-                .f_view(spec.shape.as_slice())?
-                .f_to_device(device)?
-                .f_to_kind(kind)?
+pub(crate) fn initialise(parameter: &Tensor, spec: &ParameterSpec, seed: u64) -> Result<()> {
+    let mut flat = parameter.f_detach()?.f_view([-1])?;
+    let std = match spec.init {
+        Init::Zeros | Init::Ones => {
+            let _same = flat.f_fill_(i64::from(spec.init == Init::Ones))?;
+            return Ok(());
         }
-    })
+        Init::Normal { std } => std as f32,
+    };
+    let mut stream = NormalStream::new(seed, &spec.name);
+    let mut start = 0;
+    // A part at a time: a large embedding is not held twice.
+    while start < spec.numel() {
+        let count = (spec.numel() - start).min(1 << 20);
+        let values: Vec<f32> = (0..count).map(|_| stream.next(std)).collect();
+        let mut part = flat.f_narrow(0, start, count)?;
+        part.f_copy_(&Tensor::f_from_slice(&values)?)?;
+        start += count;
+    }
+    Ok(())
 }
 
 /// Normal numbers by the Box-Muller transform over SplitMix64.

@@ -74,7 +74,7 @@ mod rms_norm;
 mod rope;
 
 pub use causal_lm::{CausalLm, InitOptions};
-pub use checkpoint::{CheckpointProblems, LoadOptions, Misshapen, SaveOptions};
+pub use checkpoint::{CheckpointProblems, LoadOptions, LoadProgress, Misshapen, SaveOptions};
 pub use config::{Gpt2Config, LayerType, LlamaConfig, LlamaFamily, ModelConfig, RopeScaling};
 pub use error::{Error, Result};
 pub use execution::{AttentionImplementation, Execution};

@@ -1,6 +1,7 @@
 use std::collections::HashMap;
 
-use tch::Tensor;
+use overdrive_sys::engine;
+use tch::{Device, Kind, Tensor};
 
 use crate::{Init, Result};
 
@@ -29,6 +30,57 @@ impl ParameterSpec {
     pub fn numel(&self) -> i64 {
         self.shape.iter().product()
     }
+}
+
+/// Memory for the parameters `specs`, of `kinds`, not filled yet. Those of a group, where they are of
+/// one kind, lie one after another in one piece, of which they are parts.
+pub(crate) fn allocate(
+    specs: Vec<ParameterSpec>,
+    kinds: &[Kind],
+    device: Device,
+    groups: &[Vec<String>],
+) -> Result<Vec<(String, Tensor)>> {
+    let places: HashMap<&str, usize> = specs
+        .iter()
+        .enumerate()
+        .map(|(place, spec)| (spec.name.as_str(), place))
+        .collect();
+    let mut tensors: Vec<Option<Tensor>> = specs.iter().map(|_| None).collect();
+    // A parameter is no view that autograd would have to follow.
+    let _no_grad = engine::GradMode::new(false);
+    for group in groups {
+        let places: Vec<usize> = group
+            .iter()
+            .filter_map(|name| places.get(name.as_str()).copied())
+            .collect();
+        let Some(&first) = places.first() else {
+            continue;
+        };
+        if places.iter().any(|&place| kinds[place] != kinds[first]) {
+            continue;
+        }
+        let mut shape = specs[first].shape.clone();
+        shape[0] = places.iter().map(|&place| specs[place].shape[0]).sum();
+        let joint = Tensor::f_empty(&shape, (kinds[first], device))?;
+        let mut start = 0;
+        for place in places {
+            let rows = specs[place].shape[0];
+            tensors[place] = Some(joint.f_narrow(0, start, rows)?);
+            start += rows;
+        }
+    }
+    specs
+        .into_iter()
+        .zip(tensors)
+        .zip(kinds)
+        .map(|((spec, tensor), kind)| {
+            let tensor = match tensor {
+                Some(part) => part,
+                None => Tensor::f_empty(&spec.shape, (*kind, device))?,
+            };
+            Ok((spec.name, tensor))
+        })
+        .collect()
 }
 
 /// Parameters by name, for the modules to take theirs from.

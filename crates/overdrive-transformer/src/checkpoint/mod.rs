@@ -1,12 +1,13 @@
 //! Hugging Face folders: reading and writing.
 
-mod mapped;
 mod problems;
+mod progress;
 mod read;
 mod shards;
 mod write;
 
 pub use problems::{CheckpointProblems, Misshapen};
+pub use progress::LoadProgress;
 pub use read::LoadOptions;
 pub use write::SaveOptions;
 

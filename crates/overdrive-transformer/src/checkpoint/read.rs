@@ -1,14 +1,14 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use safetensors::{Dtype, tensor::TensorView};
+use overdrive_safetensors::{MappedFile, StoredTensor};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
-use super::mapped::{MappedFile, copy_to_tensor};
 use super::problems::{CheckpointProblems, Misshapen};
+use super::progress::LoadProgress;
 use super::shards::weight_files;
-use crate::parameters::ParameterSpec;
+use crate::parameters::{ParameterSpec, allocate};
 use crate::{Error, ModelConfig, Result};
 
 /// Where and how a checkpoint's parameters are loaded.
@@ -18,6 +18,8 @@ pub struct LoadOptions {
     pub device: Device,
     /// Their kind; default `None`: each as it is in the file.
     pub kind: Option<Kind>,
+    /// Is told how far the loading is; default: nobody.
+    pub progress: Option<LoadProgress>,
 }
 
 impl Default for LoadOptions {
@@ -25,36 +27,60 @@ impl Default for LoadOptions {
         LoadOptions {
             device: Device::Cpu,
             kind: None,
+            progress: None,
         }
     }
 }
 
 /// The parameters of `config` from the weight files in `dir`, in the order of the configuration.
+///
+/// Each tensor is converted straight from the mapped file into the place where the model keeps it: no
+/// second copy of it exists on the CPU, and at most one tensor's on another device.
 pub(crate) fn read(
     dir: &Path,
     config: &ModelConfig,
     options: &LoadOptions,
 ) -> Result<Vec<(String, Tensor)>> {
-    let files = weight_files(dir)?
-        .iter()
-        .map(|path| MappedFile::open(path))
-        .collect::<Result<Vec<_>>>()?;
+    let weights = weight_files(dir)?;
+    let files = weights.paths.iter().map(MappedFile::open);
+    let files = files.collect::<overdrive_safetensors::Result<Vec<_>>>()?;
     let mut views = HashMap::new();
-    for file in &files {
-        views.extend(file.tensors()?.tensors());
+    for (file, path) in files.iter().zip(&weights.paths) {
+        for stored in file.tensors() {
+            // A tensor that lies in two shards is taken from the one that the index names.
+            if weights.names_other_file(stored.name(), path) {
+                continue;
+            }
+            views.insert(stored.name().to_owned(), stored);
+        }
     }
     let mut views = with_prefix(views, config);
     let specs = config.parameters();
     let sources = check(dir, config, &specs, &mut views)?;
-    specs
-        .into_iter()
-        .zip(sources)
-        .map(|(spec, (view, from))| {
-            let kind = options.kind.unwrap_or(from);
-            let tensor = copy_to_tensor(view.data(), &spec.shape, from, kind, options.device)?;
-            Ok((spec.name, tensor))
-        })
-        .collect()
+    let kinds: Vec<Kind> = sources
+        .iter()
+        .map(|(_, from)| options.kind.unwrap_or(*from))
+        .collect();
+    let parameters = allocate(specs, &kinds, options.device, &config.adjacent())?;
+    let report = |done| match &options.progress {
+        Some(progress) => {
+            let all = sources.iter().map(|(stored, _)| stored.data().len() as u64);
+            progress.report(done, all.sum());
+        }
+        None => {}
+    };
+    // In the order of the files, which a disk reads fastest.
+    let mut order: Vec<usize> = (0..sources.len()).collect();
+    order.sort_by_key(|&place| sources[place].0.data().as_ptr());
+    let mut done = 0;
+    report(done);
+    for place in order {
+        let (stored, _) = &sources[place];
+        stored.copy_into(&parameters[place].1)?;
+        done += stored.data().len() as u64;
+        report(done);
+    }
+    Ok(parameters)
 }
 
 /// What `generation_config.json` holds, where there is one.
@@ -78,9 +104,9 @@ pub(crate) fn read_generation_config(dir: &Path) -> Result<Option<Map<String, Va
 
 /// A checkpoint of the bare decoder has names without the prefix; transformers takes both.
 fn with_prefix<'a>(
-    views: HashMap<String, TensorView<'a>>,
+    views: HashMap<String, StoredTensor<'a>>,
     config: &ModelConfig,
-) -> HashMap<String, TensorView<'a>> {
+) -> HashMap<String, StoredTensor<'a>> {
     let prefix = match config {
         ModelConfig::Llama(_) => "model.",
         ModelConfig::Gpt2(_) => "transformer.",
@@ -106,8 +132,8 @@ fn check<'a>(
     dir: &Path,
     config: &ModelConfig,
     specs: &[ParameterSpec],
-    views: &mut HashMap<String, TensorView<'a>>,
-) -> Result<Vec<(TensorView<'a>, Kind)>> {
+    views: &mut HashMap<String, StoredTensor<'a>>,
+) -> Result<Vec<(StoredTensor<'a>, Kind)>> {
     if config.tie_word_embeddings() {
         // Tied, the head may have been written, and it may have been written instead of the
         // embedding: they are one tensor, whichever name it has.
@@ -123,17 +149,13 @@ fn check<'a>(
             problems.missing.push(spec.name.clone());
             continue;
         };
-        // A length that does not fit i64 fits no file either: the header check has bounded it.
-        let found: Vec<i64> = view.shape().iter().map(|&n| n as i64).collect();
-        match kind_of(view.dtype()) {
-            _ if found != spec.shape => problems.misshapen.push(Misshapen {
+        match view.kind().filter(is_weight) {
+            _ if view.shape() != spec.shape => problems.misshapen.push(Misshapen {
                 name: spec.name.clone(),
-                found,
+                found: view.shape().to_vec(),
                 expected: spec.shape.clone(),
             }),
-            None => problems
-                .unreadable
-                .push((spec.name.clone(), format!("{:?}", view.dtype()))),
+            None => problems.unreadable.push((spec.name.clone(), view.format())),
             Some(kind) => sources.push((view, kind)),
         }
     }
@@ -160,12 +182,10 @@ fn is_buffer(name: &str) -> bool {
         || name.ends_with(".attn.masked_bias")
 }
 
-fn kind_of(dtype: Dtype) -> Option<Kind> {
-    match dtype {
-        Dtype::F64 => Some(Kind::Double),
-        Dtype::F32 => Some(Kind::Float),
-        Dtype::F16 => Some(Kind::Half),
-        Dtype::BF16 => Some(Kind::BFloat16),
-        _ => None,
-    }
+/// Whether this crate computes with weights of `kind`.
+fn is_weight(kind: &Kind) -> bool {
+    matches!(
+        kind,
+        Kind::Double | Kind::Float | Kind::Half | Kind::BFloat16
+    )
 }

@@ -22,11 +22,29 @@ pub(super) struct IndexMetadata {
     pub(super) total_size: u64,
 }
 
+/// The weight files of a folder.
+#[derive(Debug)]
+pub(super) struct WeightFiles {
+    pub(super) paths: Vec<PathBuf>,
+    index: Option<ShardIndex>,
+}
+
+impl WeightFiles {
+    /// Whether the index says that `tensor` is in another file than `path`.
+    pub(super) fn names_other_file(&self, tensor: &str, path: &Path) -> bool {
+        let named = self.index.as_ref().and_then(|i| i.weight_map.get(tensor));
+        named.is_some_and(|name| !path.ends_with(name))
+    }
+}
+
 /// The weight files of a folder. The single file comes first, as in transformers.
-pub(super) fn weight_files(dir: &Path) -> Result<Vec<PathBuf>> {
+pub(super) fn weight_files(dir: &Path) -> Result<WeightFiles> {
     let single = dir.join(SINGLE);
     if single.is_file() {
-        return Ok(vec![single]);
+        return Ok(WeightFiles {
+            paths: vec![single],
+            index: None,
+        });
     }
     let path = dir.join(INDEX);
     if !path.is_file() {
@@ -38,22 +56,31 @@ pub(super) fn weight_files(dir: &Path) -> Result<Vec<PathBuf>> {
     let index: ShardIndex =
         serde_json::from_str(&text).map_err(|source| Error::Json { path, source })?;
     let names: BTreeSet<&String> = index.weight_map.values().collect();
-    names
-        .into_iter()
-        .map(|name| {
-            // A name comes from the file: it must not lead out of the folder.
-            let plain = Path::new(name)
-                .file_name()
-                .is_some_and(|last| last == name.as_str());
-            plain
-                .then(|| dir.join(name))
-                .ok_or_else(|| Error::BadConfig {
-                    key: format!("{INDEX}: weight_map"),
-                    found: format!("{name:?}"),
-                    expected: "a file name in the same folder".to_owned(),
-                })
-        })
-        .collect()
+    let mut paths = Vec::with_capacity(names.len());
+    for name in names {
+        // A name comes from the file: it must not lead out of the folder.
+        let plain = Path::new(name)
+            .file_name()
+            .is_some_and(|last| last == name.as_str());
+        if !plain {
+            return Err(Error::BadConfig {
+                key: format!("{INDEX}: weight_map"),
+                found: format!("{name:?}"),
+                expected: "a file name in the same folder".to_owned(),
+            });
+        }
+        let path = dir.join(name);
+        if !path.is_file() {
+            let tensors = index.weight_map.values().filter(|file| *file == name);
+            let tensors = tensors.count();
+            return Err(Error::MissingShard { path, tensors });
+        }
+        paths.push(path);
+    }
+    Ok(WeightFiles {
+        paths,
+        index: Some(index),
+    })
 }
 
 /// The name of shard `number` (from 1) of `count`.

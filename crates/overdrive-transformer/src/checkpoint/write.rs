@@ -1,11 +1,9 @@
-use std::borrow::Cow;
-use std::collections::{BTreeSet, HashMap};
-use std::fs::{self, File};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
 use std::path::Path;
 
-use safetensors::{Dtype, View};
 use serde_json::{Map, Value};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::shards::{IndexMetadata, ShardIndex, shard_name};
 use super::{INDEX, SINGLE};
@@ -38,13 +36,18 @@ impl SaveOptions {
 
 /// Writes weights, then `generation_config.json`, then `config.json`.
 pub(crate) fn write(dir: &Path, model: &CausalLm, options: &SaveOptions) -> Result<()> {
+    if !matches!(
+        model.kind(),
+        Kind::Half | Kind::BFloat16 | Kind::Float | Kind::Double
+    ) {
+        return Err(Error::Unsupported {
+            key: "torch_dtype".to_owned(),
+            found: format!("{:?}", model.kind()),
+            supported: "Double, Float, Half, BFloat16".to_owned(),
+        });
+    }
     fs::create_dir_all(dir).map_err(Error::io("create", dir))?;
-    let tensors = model
-        .named_parameters()
-        .into_iter()
-        .map(|(name, tensor)| Ok((name, HostTensor::new(&tensor)?)))
-        .collect::<Result<Vec<_>>>()?;
-    let written = write_weights(dir, tensors, options)?;
+    let written = write_weights(dir, model.named_parameters(), options)?;
     remove_stale(dir, &written)?;
 
     let generation = model.generation_config().cloned();
@@ -58,14 +61,15 @@ pub(crate) fn write(dir: &Path, model: &CausalLm, options: &SaveOptions) -> Resu
 /// Writes one file or shards with their index; returns the names.
 fn write_weights(
     dir: &Path,
-    tensors: Vec<(String, HostTensor)>,
+    tensors: Vec<(String, Tensor)>,
     options: &SaveOptions,
 ) -> Result<BTreeSet<String>> {
-    let total_size = tensors.iter().map(|(_, tensor)| tensor.bytes()).sum();
-    let mut groups: Vec<Vec<(String, HostTensor)>> = vec![Vec::new()];
+    let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
+    let total_size = tensors.iter().map(|(_, tensor)| bytes(tensor)).sum();
+    let mut groups: Vec<Vec<(String, Tensor)>> = vec![Vec::new()];
     let mut filled = 0;
     for (name, tensor) in tensors {
-        let bytes = tensor.bytes();
+        let bytes = bytes(&tensor);
         if filled + bytes > options.max_shard_bytes && filled > 0 {
             groups.push(Vec::new());
             filled = 0;
@@ -90,15 +94,9 @@ fn write_weights(
         for (name, _) in &group {
             index.weight_map.insert(name.clone(), file.clone());
         }
-        atomically(dir, &file, |path| {
-            // The mark by which transformers knows whose layout the tensors have.
-            let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-            safetensors::serialize_to_file(group, Some(metadata), path).map_err(|error| Error::Io {
-                action: "write",
-                path: path.to_path_buf(),
-                source: std::io::Error::other(error),
-            })
-        })?;
+        // The mark by which transformers knows whose layout the tensors have.
+        let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+        overdrive_safetensors::write(dir.join(&file), &group, &metadata)?;
         written.insert(file);
     }
     if count > 1 {
@@ -128,93 +126,13 @@ fn remove_stale(dir: &Path, written: &BTreeSet<String>) -> Result<()> {
 }
 
 fn write_json(dir: &Path, name: &str, value: &Value) -> Result<()> {
-    atomically(dir, name, |path| {
-        let mut text = serde_json::to_string_pretty(value).map_err(|source| Error::Json {
-            path: path.to_path_buf(),
-            source,
-        })?;
-        text.push('\n');
-        fs::write(path, text).map_err(Error::io("write", path))
-    })
-}
-
-/// Lets `write` fill a temporary file in `dir`, flushes it to the disk and gives it its name.
-fn atomically(dir: &Path, name: &str, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
-    let temporary = dir.join(format!(".{name}.{}.tmp", std::process::id()));
     let path = dir.join(name);
-    let result = write(&temporary).and_then(|()| {
-        let flushed = File::open(&temporary).and_then(|file| file.sync_all());
-        flushed.map_err(Error::io("flush", &temporary))?;
-        fs::rename(&temporary, &path).map_err(Error::io("rename", &temporary))
-    });
-    if result.is_err() {
-        // The error to tell is the one that came first; the file may not even exist.
-        let _ = fs::remove_file(&temporary);
-    }
-    result
-}
-
-/// A tensor whose bytes are copied only while they are written.
-#[derive(Debug)]
-struct HostTensor {
-    /// Detached, contiguous, on the CPU.
-    tensor: Tensor,
-    dtype: Dtype,
-    shape: Vec<usize>,
-}
-
-impl HostTensor {
-    fn new(tensor: &Tensor) -> Result<HostTensor> {
-        let dtype = match tensor.kind() {
-            Kind::Double => Dtype::F64,
-            Kind::Float => Dtype::F32,
-            Kind::Half => Dtype::F16,
-            Kind::BFloat16 => Dtype::BF16,
-            other => {
-                return Err(Error::Unsupported {
-                    key: "torch_dtype".to_owned(),
-                    found: format!("{other:?}"),
-                    supported: "Double, Float, Half, BFloat16".to_owned(),
-                });
-            }
-        };
-        let tensor = tensor
-            .f_detach()?
-            .f_to_device(Device::Cpu)?
-            .f_contiguous()?;
-        let shape = tensor.size().iter().map(|&n| n as usize).collect();
-        Ok(HostTensor {
-            tensor,
-            dtype,
-            shape,
-        })
-    }
-
-    fn bytes(&self) -> u64 {
-        (self.tensor.numel() * self.tensor.kind().elt_size_in_bytes()) as u64
-    }
-}
-
-impl View for HostTensor {
-    fn dtype(&self) -> Dtype {
-        self.dtype
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        let mut bytes = vec![0; self.data_len()];
-        self.tensor
-            .f_copy_data_u8(&mut bytes, self.tensor.numel())
-            .expect("the tensor is contiguous on the CPU, and the buffer has its size");
-        bytes.into()
-    }
-
-    fn data_len(&self) -> usize {
-        self.tensor.numel() * self.tensor.kind().elt_size_in_bytes()
-    }
+    let mut text = serde_json::to_string_pretty(value).map_err(|source| Error::Json {
+        path: path.clone(),
+        source,
+    })?;
+    text.push('\n');
+    Ok(overdrive_safetensors::write_bytes(path, text.as_bytes())?)
 }
 
 /// The name that transformers gives a kind.

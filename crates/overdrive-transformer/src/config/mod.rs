@@ -127,6 +127,14 @@ impl ModelConfig {
         }
     }
 
+    /// Groups of parameters that are best kept next to one another.
+    pub(crate) fn adjacent(&self) -> Vec<Vec<String>> {
+        match self {
+            ModelConfig::Llama(config) => crate::llama::Llama::adjacent(config),
+            ModelConfig::Gpt2(_) => Vec::new(),
+        }
+    }
+
     /// Size of the vocabulary.
     pub fn vocab_size(&self) -> i64 {
         match self {
