@@ -182,7 +182,7 @@ impl<'p, 'a, E: Element> RowBlock<'p, 'a, E> {
     ) -> impl Iterator<Item = (usize, usize)> + use<'_, 'p, 'a, E> {
         let end = start + count;
         let first = (start < end).then_some(start);
-        let next = move |at: &usize| Some(at + self.run(*at)).filter(|next| *next < end);
+        let next = move |at: &usize| Some(at.saturating_add(self.run(*at))).filter(|next| *next < end);
         std::iter::successors(first, next).map(move |at| (at, self.run(at).min(end - at)))
     }
 
