@@ -35,20 +35,47 @@
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
+mod arg_max;
+mod beams;
+mod cache;
+mod candidates;
+mod chat_template;
 mod config;
+mod constraint;
+mod decoder;
+mod engine;
 mod error;
 mod generate;
+mod logprobs;
+mod output;
 mod processors;
 mod prompts;
 mod random;
+mod row_text;
+mod rows;
 mod sampler;
+mod speculation;
+mod stop_strings;
 mod text_stream;
+mod token_mask;
 
-pub use config::GenerationConfig;
-pub use error::{Error, Result};
-pub use generate::{
-    FinishReason, GenerateOutput, GenerateTimings, GeneratedToken, generate, generate_with,
+pub use chat_template::{ChatTemplate, ChatTemplateOptions, Message};
+pub use config::{EarlyStopping, GenerationConfig, LogprobsMode, NumAssistantTokensSchedule};
+pub use engine::{
+    CacheShape, Completion, Engine, EngineConfig, EngineHandle, EngineModel, EngineStatistics, Event,
+    Events, Latency, Outcome, RaggedStep, Request, RequestId,
 };
-pub use sampler::Sampler;
+pub use error::{Error, Result};
+pub use constraint::{ChoiceConstraint, Constraint};
+#[cfg(feature = "constrained")]
+pub use constraint::{GrammarConstraint, GrammarVocabulary};
+pub use generate::{GenerateOptions, generate, generate_with, generate_with_options};
+pub use output::{
+    FinishReason, GenerateOutput, GenerateTimings, GeneratedToken, SpeculationStatistics,
+};
+pub use logprobs::TokenLogprobs;
+pub use sampler::{Choice, Sampler};
+pub use stop_strings::{Filtered, StopFilter};
 pub use text_stream::{TextStream, generate_text};
+pub use token_mask::TokenMask;
 pub use tokenizers::Tokenizer;

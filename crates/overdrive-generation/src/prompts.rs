@@ -1,7 +1,7 @@
 use overdrive_transformer::ModelConfig;
 use tch::{Device, Kind, Tensor};
 
-use crate::{Error, Result};
+use crate::{Error, GenerationConfig, Result};
 
 /// Prompts of a batch, padded on the left so that all end at the same place.
 #[derive(Debug)]
@@ -66,12 +66,27 @@ impl PaddedPrompts {
         ))
     }
 
+    /// Row `i` becomes the old row `rows[i]`.
+    pub(crate) fn reorder(&mut self, rows: &Tensor) -> Result<()> {
+        let ids = self.ids.f_index_select(0, rows)?;
+        let padding = self.padding.f_index_select(0, rows)?;
+        let mask = match &self.mask {
+            Some(mask) => Some(mask.f_index_select(0, rows)?),
+            None => None,
+        };
+        (self.ids, self.padding, self.mask) = (ids, padding, mask);
+        Ok(())
+    }
+
     /// The padding mask `(B, places)` of prompts and continuations together.
     pub(crate) fn mask(&self, places: i64) -> Result<Option<Tensor>> {
         let Some(mask) = &self.mask else {
             return Ok(None);
         };
         let new = places - mask.size()[1];
+        if new <= 0 {
+            return Ok(Some(mask.f_narrow(1, 0, places)?));
+        }
         let ones = mask.f_new_ones([mask.size()[0], new], (Kind::Int64, mask.device()))?;
         Ok(Some(Tensor::f_cat(&[mask, &ones], 1)?))
     }
@@ -106,4 +121,43 @@ pub(crate) fn check(prompts: &[Vec<i64>], config: &ModelConfig) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Checks that every token which `config` names is in the vocabulary.
+pub(crate) fn check_ids(config: &GenerationConfig, vocab_size: i64) -> Result<()> {
+    let single = [
+        ("eos_token_id", &config.eos_token_id),
+        ("stop_token_ids", &config.stop_token_ids),
+        ("forced_eos_token_id", &config.forced_eos_token_id),
+        ("suppress_tokens", &config.suppress_tokens),
+        ("begin_suppress_tokens", &config.begin_suppress_tokens),
+    ];
+    let words = config.bad_words_ids.iter().map(|w| ("bad_words_ids", w));
+    let biased = config
+        .sequence_bias
+        .iter()
+        .map(|(w, _)| ("sequence_bias", w));
+    let listed = single
+        .into_iter()
+        .chain(words)
+        .chain(biased)
+        .flat_map(|(key, ids)| ids.iter().map(move |&id| (key, id)));
+    let alone = [
+        ("pad_token_id", config.pad_token_id),
+        ("forced_bos_token_id", config.forced_bos_token_id),
+    ];
+    let alone = alone.into_iter().filter_map(|(key, id)| Some((key, id?)));
+    let biases = config.logit_bias.keys().map(|&id| ("logit_bias", id));
+    match listed
+        .chain(alone)
+        .chain(biases)
+        .find(|(_, id)| *id >= vocab_size)
+    {
+        None => Ok(()),
+        Some((key, id)) => Err(Error::BadConfig {
+            key: key.to_owned(),
+            found: id.to_string(),
+            expected: format!("an id in the model's vocabulary, 0..{vocab_size}"),
+        }),
+    }
 }

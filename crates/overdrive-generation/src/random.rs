@@ -21,6 +21,15 @@ impl SplitMix64 {
         RandomState::new().hash_one(std::time::SystemTime::now())
     }
 
+    /// Another stream that follows from this one's state, and leaves it where it is.
+    pub(crate) fn split(&self, number: u64) -> Self {
+        let mut other = SplitMix64 {
+            state: self.state ^ number.wrapping_mul(0xbea2_25f9_eb34_556d),
+        };
+        other.state = other.next();
+        other
+    }
+
     fn next(&mut self) -> u64 {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.state;

@@ -1,15 +1,19 @@
 use std::ops::ControlFlow;
+use std::sync::Arc;
 
 use overdrive_transformer::CausalLm;
 use tokenizers::Tokenizer;
 
-use crate::{Error, GenerateOutput, GenerationConfig, Result, generate_with};
+use crate::{
+    Error, GenerateOptions, GenerateOutput, GenerationConfig, Result, generate_with_options,
+};
 
-/// Continues one prompt as [`generate_with`] does, and calls `on_text` with each piece of new text, in
-/// whole characters and without special tokens. Where it breaks, generation ends.
+/// Continues one prompt as [`generate_with`](crate::generate_with) does, and calls `on_text` with each
+/// piece of new text: whole characters, no special tokens, and nothing that may still become one of
+/// `stop_strings`. Where it breaks, generation ends.
 ///
 /// # Errors
-/// As [`generate_with`], and [`Error::Tokenizer`] where the tokenizer cannot decode.
+/// As [`generate_with_options`].
 pub fn generate_text(
     model: &CausalLm,
     tokenizer: &Tokenizer,
@@ -17,35 +21,17 @@ pub fn generate_text(
     config: &GenerationConfig,
     mut on_text: impl FnMut(&str) -> ControlFlow<()>,
 ) -> Result<GenerateOutput> {
-    // An id that no tokenizer can have is refused by the model's check of the prompt.
-    let known: Vec<u32> = prompt
-        .iter()
-        .filter_map(|&id| u32::try_from(id).ok())
-        .collect();
-    let mut stream = TextStream::new(tokenizer, true).with_prefix(&known);
-    let mut failed = None;
-    let output = generate_with(model, &[prompt.to_vec()], config, |token| {
-        let Ok(id) = u32::try_from(token.id) else {
-            return ControlFlow::Continue(());
-        };
-        match stream.push(id) {
-            Ok(piece) if piece.is_empty() => ControlFlow::Continue(()),
-            Ok(piece) => on_text(&piece),
-            Err(error) => {
-                failed = Some(error);
-                ControlFlow::Break(())
-            }
+    let options = GenerateOptions {
+        tokenizer: Some(tokenizer),
+        ..GenerateOptions::default()
+    };
+    generate_with_options(model, &[prompt.to_vec()], config, &options, |token| {
+        if token.text.is_empty() {
+            ControlFlow::Continue(())
+        } else {
+            on_text(token.text)
         }
-    })?;
-    if let Some(error) = failed {
-        return Err(error);
-    }
-    let rest = stream.finish()?;
-    if !rest.is_empty() && output.finish_reasons[0] != crate::FinishReason::Stopped {
-        // Generation is over: there is nothing left to break.
-        let _ = on_text(&rest);
-    }
-    Ok(output)
+    })
 }
 
 /// Decodes tokens as they come into text that never splits a UTF-8 character.
@@ -55,7 +41,7 @@ pub fn generate_text(
 /// makes of all tokens at once. Only the last few tokens are decoded again at each push.
 #[derive(Debug)]
 pub struct TextStream<'t> {
-    tokenizer: &'t Tokenizer,
+    tokenizer: Source<'t>,
     skip_special_tokens: bool,
     ids: Vec<u32>,
     /// Tokens from here on are decoded together: a decoder may treat the first of a text apart.
@@ -64,9 +50,27 @@ pub struct TextStream<'t> {
     done: usize,
 }
 
+/// Where the tokenizer is.
+#[derive(Debug)]
+enum Source<'t> {
+    Borrowed(&'t Tokenizer),
+    Shared(Arc<Tokenizer>),
+}
+
+impl TextStream<'static> {
+    /// As [`TextStream::new`], for a stream that outlives what made it.
+    pub fn shared(tokenizer: Arc<Tokenizer>, skip_special_tokens: bool) -> Self {
+        TextStream::from_source(Source::Shared(tokenizer), skip_special_tokens)
+    }
+}
+
 impl<'t> TextStream<'t> {
     /// A stream of new text. With `skip_special_tokens`, tokens like `</s>` leave no text.
     pub fn new(tokenizer: &'t Tokenizer, skip_special_tokens: bool) -> Self {
+        TextStream::from_source(Source::Borrowed(tokenizer), skip_special_tokens)
+    }
+
+    fn from_source(tokenizer: Source<'t>, skip_special_tokens: bool) -> Self {
         TextStream {
             tokenizer,
             skip_special_tokens,
@@ -127,7 +131,11 @@ impl<'t> TextStream<'t> {
     }
 
     fn decode(&self, from: usize, to: usize) -> Result<String> {
-        self.tokenizer
+        let tokenizer = match &self.tokenizer {
+            Source::Borrowed(tokenizer) => *tokenizer,
+            Source::Shared(tokenizer) => tokenizer,
+        };
+        tokenizer
             .decode(&self.ids[from..to], self.skip_special_tokens)
             .map_err(Error::Tokenizer)
     }

@@ -360,8 +360,8 @@ fn a_generation_config_is_read_as_transformers_writes_it() {
         (r#"{"top_k": -1}"#, "`top_k` is -1"),
         (r#"{"eos_token_id": "</s>"}"#, "`eos_token_id`"),
         (
-            r#"{"num_beams": 4}"#,
-            "`num_beams` is 4, which is not supported: set it to 1",
+            r#"{"penalty_alpha": 0.6}"#,
+            "`penalty_alpha` is 0.6, which is not supported: set it to null",
         ),
         (r#"{"top_p": 2}"#, "`top_p` is 2"),
     ] {

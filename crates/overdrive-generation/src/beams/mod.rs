@@ -1,0 +1,146 @@
+//! Beam search with transformers' semantics.
+
+use std::time::Instant;
+
+use overdrive_transformer::CausalLm;
+
+use crate::decoder::{Decoder, to_host};
+use crate::generate::repeated;
+use crate::random::SplitMix64;
+use crate::row_text::RowText;
+use crate::rows::{OnToken, is_late, limit};
+use crate::{
+    FinishReason, GenerateOptions, GenerateOutput, GenerateTimings, GeneratedToken,
+    GenerationConfig, Result,
+};
+
+mod scores;
+mod search;
+
+use search::{Finished, Search};
+
+/// The best `num_return_sequences` of `num_beams` continuations of each prompt.
+pub(crate) fn search(
+    model: &CausalLm,
+    prompts: &[Vec<i64>],
+    config: &GenerationConfig,
+    options: &GenerateOptions<'_>,
+    on_token: &mut OnToken<'_>,
+) -> Result<GenerateOutput> {
+    let start = Instant::now();
+    let beams = config.num_beams;
+    let vocabulary = model.config().vocab_size().unsigned_abs() as usize;
+    let seed = config.seed.unwrap_or_else(SplitMix64::entropy);
+    let mut searches: Vec<Search<'_>> = prompts
+        .iter()
+        .enumerate()
+        .map(|(number, prompt)| {
+            let random = match options.seeds.get(number) {
+                Some(&own) => SplitMix64::new(own, 0),
+                None => SplitMix64::new(seed, number),
+            };
+            let constraint = options.constraints.get(number).map(|c| c.fork());
+            let limit = limit(model, config, prompt.len());
+            Search::new(
+                config,
+                prompt,
+                limit,
+                (constraint, vocabulary),
+                random,
+                number,
+            )
+        })
+        .collect();
+    let mut timings = GenerateTimings {
+        prefill_tokens: prompts.iter().map(Vec::len).sum(),
+        ..GenerateTimings::default()
+    };
+    if searches.iter().any(|search| !search.is_done()) {
+        let mut decoder = Decoder::new(model, prompts, config)?;
+        let copies: Vec<usize> = (0..prompts.len() * beams).map(|row| row / beams).collect();
+        let mut logits = repeated(&decoder.prefill()?, beams)?;
+        decoder.reorder(&copies)?;
+        let mut host = Vec::new();
+        loop {
+            let vocabulary = to_host(&logits, &mut host)?;
+            let rows = host.chunks_exact_mut(vocabulary * beams);
+            for (search, rows) in searches.iter_mut().zip(rows) {
+                search.advance(rows)?;
+            }
+            if timings.decode_tokens == 0 {
+                timings.prefill = start.elapsed();
+            }
+            timings.decode_tokens += beams * searches.iter().filter(|s| !s.is_done()).count();
+            if is_late(config, start) {
+                searches.iter_mut().for_each(Search::end);
+            }
+            if searches.iter().all(Search::is_done) {
+                break;
+            }
+            let parents: Vec<usize> = searches
+                .iter()
+                .enumerate()
+                .flat_map(|(number, search)| search.parents(number * beams))
+                .collect();
+            if parents
+                .iter()
+                .enumerate()
+                .any(|(row, &parent)| row != parent)
+            {
+                decoder.reorder(&parents)?;
+            }
+            let tokens: Vec<i64> = searches.iter().flat_map(Search::last_tokens).collect();
+            logits = decoder.step(&tokens)?;
+        }
+        timings.decode = start.elapsed() - timings.prefill;
+    }
+    let mut output = GenerateOutput::empty(timings);
+    let mut all_scores = Vec::new();
+    for search in searches {
+        let prompt = search.prompt();
+        for found in search.into_best(config.num_return_sequences) {
+            all_scores.push(found.score);
+            hand_out(&found, prompt, options, &mut output, on_token)?;
+            output.sequences.push(found.ids);
+            output.prompt_lengths.push(prompt);
+            output.finish_reasons.push(found.reason);
+        }
+    }
+    output.sequence_scores = Some(all_scores);
+    Ok(output)
+}
+
+/// Calls `on_token` with the tokens of a continuation until it breaks, and keeps its text.
+fn hand_out(
+    found: &Finished,
+    prompt: usize,
+    options: &GenerateOptions<'_>,
+    output: &mut GenerateOutput,
+    on_token: &mut OnToken<'_>,
+) -> Result<()> {
+    let (before, new) = found.ids.split_at(prompt);
+    let mut text = options
+        .tokenizer
+        .map(|tokenizer| RowText::new(tokenizer, before, &[]));
+    let mut listening = true;
+    for (place, &id) in new.iter().enumerate() {
+        let last = place + 1 == new.len();
+        let piece = match &mut text {
+            Some(text) => text.push(id, last)?.0,
+            None => String::new(),
+        };
+        let finished: Option<FinishReason> = last.then_some(found.reason);
+        if listening {
+            let token = GeneratedToken {
+                row: output.sequences.len(),
+                id,
+                text: &piece,
+                logprobs: None,
+                finished,
+            };
+            listening = on_token(token).is_continue();
+        }
+    }
+    output.texts.extend(text.map(RowText::into_text));
+    Ok(())
+}

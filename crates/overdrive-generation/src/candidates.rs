@@ -1,0 +1,331 @@
+//! The tokens among which one is drawn, and the cuts that leave them.
+
+use crate::GenerationConfig;
+use crate::arg_max::{exp, for_each_from, kth_best, maximum, sum_exp};
+
+/// A token that may be drawn.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Candidate {
+    pub(crate) id: u32,
+    /// Its logit after the temperature.
+    pub(crate) score: f32,
+    /// Its weight among all candidates, `e^(score - max)`; its probability once divided by their sum.
+    pub(crate) weight: f32,
+}
+
+/// The tokens that the cuts leave, in the order of their ids, and the buffers to find them.
+///
+/// The whole vocabulary is looked at in vectorised passes only; what costs more (an exponential, a
+/// comparison in a sort) is done for candidates alone, except under `top_p` without `top_k`, which needs
+/// the sum of all exponentials, and under `typical_p`, `epsilon_cutoff` and `eta_cutoff` without a cut
+/// before them.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Candidates {
+    pub(crate) list: Vec<Candidate>,
+    numbers: Vec<f32>,
+    order: Vec<u32>,
+}
+
+impl Candidates {
+    /// Fills the list from processed scores, at least `keep` tokens where there are so many; `None` where
+    /// the scores are no numbers or exclude everything.
+    pub(crate) fn select(
+        &mut self,
+        scores: &[f32],
+        config: &GenerationConfig,
+        keep: usize,
+    ) -> Option<()> {
+        let max = maximum(scores)?;
+        let temperature = config.temperature as f32;
+        let first_cut = config.top_h.is_none();
+        let mut top_p = config.top_p < 1.0;
+        if config.top_k > 0 && config.top_k.max(keep) < scores.len() && first_cut {
+            let k = config.top_k.max(keep);
+            let kth = kth_best(scores, k, &mut self.numbers);
+            self.take_from(scores, kth.max(f32::MIN), temperature);
+        } else if top_p && first_cut {
+            self.nucleus(scores, max, config, keep);
+            top_p = false;
+        } else if let Some(p) = config.min_p.filter(|&p| p > 0.0 && first_cut && keep == 1) {
+            // p·e^(max/T) <= e^(score/T), less a little, for the exact cut comes below.
+            let least = max + temperature * (p as f32).ln() * 1.001 - 1e-3;
+            self.take_from(scores, least, temperature);
+        } else {
+            self.take_from(scores, f32::MIN, temperature);
+        }
+        self.cut(config, keep, top_p);
+        Some(())
+    }
+
+    /// Excludes in `scores` all that the cuts do, and divides the others by the temperature.
+    pub(crate) fn cut_all(
+        &mut self,
+        scores: &mut [f32],
+        config: &GenerationConfig,
+        keep: usize,
+    ) -> Option<()> {
+        self.select(scores, config, keep)?;
+        scores.fill(f32::NEG_INFINITY);
+        for candidate in &self.list {
+            scores[candidate.id as usize] = candidate.score;
+        }
+        Some(())
+    }
+
+    /// The sum of all weights.
+    pub(crate) fn total(&self) -> f64 {
+        self.list.iter().map(|c| f64::from(c.weight)).sum()
+    }
+
+    /// The probability of token `id`.
+    pub(crate) fn probability(&self, id: i64) -> f64 {
+        let place = u32::try_from(id)
+            .ok()
+            .and_then(|id| self.list.binary_search_by_key(&id, |c| c.id).ok());
+        place.map_or(0.0, |place| {
+            f64::from(self.list[place].weight) / self.total()
+        })
+    }
+
+    /// The candidate at `uniform` in [0, 1) of the cumulative distribution.
+    pub(crate) fn draw(&self, uniform: f64) -> Option<i64> {
+        let mut left = uniform * self.total();
+        for candidate in &self.list {
+            left -= f64::from(candidate.weight);
+            if left < 0.0 {
+                return Some(i64::from(candidate.id));
+            }
+        }
+        // Rounding may leave a last crumb; it belongs to the likeliest token.
+        let best = self.list.iter().max_by(|a, b| a.score.total_cmp(&b.score));
+        best.map(|c| i64::from(c.id))
+    }
+
+    /// Draws from what is left of the distribution once that of `proposal` is taken from it, token by
+    /// token and down to 0; without one, from all tokens but `token`.
+    pub(crate) fn draw_beyond(
+        &self,
+        token: i64,
+        proposal: Option<&Candidates>,
+        uniform: f64,
+    ) -> Option<i64> {
+        let total = self.total();
+        let rest = |c: &Candidate| {
+            let p = f64::from(c.weight) / total;
+            let q = match proposal {
+                Some(proposal) => proposal.probability(i64::from(c.id)),
+                None => f64::from(u8::from(i64::from(c.id) == token)),
+            };
+            (p - q).max(0.0)
+        };
+        let rests: Vec<f64> = self.list.iter().map(rest).collect();
+        let mut left = uniform * rests.iter().sum::<f64>();
+        for (candidate, rest) in self.list.iter().zip(rests) {
+            left -= rest;
+            if left < 0.0 {
+                return Some(i64::from(candidate.id));
+            }
+        }
+        // Nothing is left: the two are equal but for rounding.
+        self.draw(uniform)
+    }
+
+    /// The list alone.
+    pub(crate) fn snapshot(&self) -> Candidates {
+        Candidates {
+            list: self.list.clone(),
+            ..Candidates::default()
+        }
+    }
+
+    fn take_from(&mut self, scores: &[f32], least: f32, temperature: f32) {
+        self.list.clear();
+        let list = &mut self.list;
+        for_each_from(scores, least, |id, score| {
+            list.push(Candidate {
+                id: id as u32,
+                score: score / temperature,
+                weight: 0.0,
+            });
+        });
+    }
+
+    /// Top-p over the whole vocabulary: the sum of all exponentials in one pass, and a sort of ever more
+    /// of the best until they reach `p`.
+    fn nucleus(&mut self, scores: &[f32], max: f32, config: &GenerationConfig, keep: usize) {
+        let temperature = config.temperature as f32;
+        let total = sum_exp(scores, max, temperature);
+        let mut wanted = 64.max(keep);
+        loop {
+            let kth = if wanted < scores.len() {
+                kth_best(scores, wanted, &mut self.numbers).max(f32::MIN)
+            } else {
+                f32::MIN
+            };
+            self.take_from(scores, kth, temperature);
+            self.weigh();
+            if self.keep_mass(config.top_p, total, keep) || wanted >= scores.len() {
+                return;
+            }
+            wanted *= 8;
+        }
+    }
+
+    fn cut(&mut self, config: &GenerationConfig, keep: usize, top_p: bool) {
+        self.weigh();
+        if let Some(h) = config.top_h {
+            self.top_h(h);
+            if config.top_k > 0 && config.top_k.max(keep) < self.list.len() {
+                let least = self.nth_best(config.top_k.max(keep));
+                self.list.retain(|c| c.score >= least);
+            }
+        }
+        if top_p {
+            let total = self.total();
+            self.keep_mass(config.top_p, total, keep);
+        }
+        if let Some(p) = config.min_p {
+            let p = p as f32;
+            self.retain_best(keep, |c| c.weight >= p);
+        }
+        if config.typical_p < 1.0 {
+            self.typical(config.typical_p, keep);
+        }
+        if config.epsilon_cutoff > 0.0 {
+            let least = (config.epsilon_cutoff * self.total()) as f32;
+            self.retain_best(keep, |c| c.weight >= least);
+        }
+        if config.eta_cutoff > 0.0 {
+            let epsilon = config.eta_cutoff;
+            let eta = epsilon.min(epsilon.sqrt() * (-self.entropy()).exp());
+            let least = (eta * self.total()) as f32;
+            self.retain_best(keep, |c| c.weight >= least);
+        }
+    }
+
+    fn weigh(&mut self) {
+        let max = self.list.iter().map(|c| c.score).fold(f32::MIN, f32::max);
+        for candidate in &mut self.list {
+            candidate.weight = exp(candidate.score - max);
+        }
+    }
+
+    /// Places of the list by falling score; of equals the later one first, as transformers' ascending
+    /// sort has it from its end.
+    fn sort(&mut self) {
+        self.order.clear();
+        self.order.extend(0..self.list.len() as u32);
+        let list = &self.list;
+        self.order.sort_unstable_by(|&a, &b| {
+            let (left, right) = (list[a as usize].score, list[b as usize].score);
+            right.total_cmp(&left).then(b.cmp(&a))
+        });
+    }
+
+    /// Keeps the first `count` places of `order`, in the order of their ids.
+    fn keep_first(&mut self, count: usize) {
+        self.order.truncate(count);
+        self.order.sort_unstable();
+        for (to, &from) in self.order.iter().enumerate() {
+            self.list[to] = self.list[from as usize];
+        }
+        self.list.truncate(self.order.len());
+    }
+
+    /// Keeps the best until they reach the part `p` of `total`; whether they did before the list ended.
+    fn keep_mass(&mut self, p: f64, total: f64, keep: usize) -> bool {
+        self.sort();
+        let (mut mass, mut count) = (0.0, 0);
+        for &place in &self.order {
+            if mass >= p * total && count >= keep {
+                break;
+            }
+            mass += f64::from(self.list[place as usize].weight);
+            count += 1;
+        }
+        let reached = mass >= p * total;
+        self.keep_first(count);
+        reached
+    }
+
+    /// Keeps what `fits`, and the `keep` best in any case.
+    fn retain_best(&mut self, keep: usize, fits: impl Fn(&Candidate) -> bool) {
+        let least = self.nth_best(keep);
+        self.list.retain(|c| fits(c) || c.score >= least);
+    }
+
+    fn nth_best(&mut self, n: usize) -> f32 {
+        if n == 1 {
+            return self.list.iter().map(|c| c.score).fold(f32::MIN, f32::max);
+        }
+        self.numbers.clear();
+        self.numbers.extend(self.list.iter().map(|c| c.score));
+        if self.numbers.len() <= n {
+            return f32::NEG_INFINITY;
+        }
+        *self
+            .numbers
+            .select_nth_unstable_by(n - 1, |a, b| b.total_cmp(a))
+            .1
+    }
+
+    /// In nats.
+    fn entropy(&self) -> f64 {
+        let total = self.total();
+        let term = |c: &Candidate| {
+            let p = f64::from(c.weight) / total;
+            if p > 0.0 { -p * p.ln() } else { 0.0 }
+        };
+        self.list.iter().map(term).sum()
+    }
+
+    /// Of the 100 best, renormalised, the first whose entropy terms together stay within `h` times
+    /// theirs.
+    fn top_h(&mut self, h: f64) {
+        self.sort();
+        self.keep_first(100);
+        self.weigh();
+        self.sort();
+        let (total, budget) = (self.total(), h * self.entropy());
+        let (mut spent, mut count) = (0.0, 0);
+        for &place in &self.order {
+            let p = f64::from(self.list[place as usize].weight) / total;
+            spent += if p > 0.0 { -p * p.ln() } else { 0.0 };
+            if spent > budget && count > 0 {
+                break;
+            }
+            count += 1;
+        }
+        self.keep_first(count);
+    }
+
+    fn typical(&mut self, mass: f64, keep: usize) {
+        let (total, entropy) = (self.total(), self.entropy());
+        self.numbers.clear();
+        let shift = |c: &Candidate| {
+            let surprise = -(f64::from(c.weight) / total).ln();
+            (surprise - entropy).abs() as f32
+        };
+        self.numbers.extend(self.list.iter().map(shift));
+        self.order.clear();
+        self.order.extend(0..self.list.len() as u32);
+        let shifts = &self.numbers;
+        self.order
+            .sort_by(|&a, &b| shifts[a as usize].total_cmp(&shifts[b as usize]));
+        let mut together = 0.0;
+        let mut last = 0;
+        for &place in &self.order {
+            together += f64::from(self.list[place as usize].weight) / total;
+            if together >= mass {
+                break;
+            }
+            last += 1;
+        }
+        let last = self.order[last.min(self.order.len() - 1)];
+        let bound = shifts[last as usize];
+        let within = self
+            .order
+            .partition_point(|&place| shifts[place as usize] <= bound);
+        self.keep_first(within.max(keep));
+    }
+}

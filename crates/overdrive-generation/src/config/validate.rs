@@ -1,0 +1,205 @@
+use crate::{Error, GenerationConfig, Result};
+
+/// The names that `cache_implementation` knows.
+pub(crate) const CACHES: [&str; 7] = [
+    "dynamic",
+    "static",
+    "sliding_window",
+    "quantized",
+    "int8",
+    "int4",
+    "paged",
+];
+
+fn bad(key: &str, found: impl ToString, expected: &str) -> Error {
+    Error::BadConfig {
+        key: key.to_owned(),
+        found: found.to_string(),
+        expected: expected.to_owned(),
+    }
+}
+
+fn check(fits: bool, key: &str, found: impl ToString, expected: &str) -> Result<()> {
+    if fits {
+        Ok(())
+    } else {
+        Err(bad(key, found, expected))
+    }
+}
+
+impl GenerationConfig {
+    /// Checks every value against its range, and that none excludes another.
+    ///
+    /// # Errors
+    /// [`Error::BadConfig`] naming the key, its value and the range; [`Error::Incompatible`] naming two
+    /// keys.
+    pub fn validate(&self) -> Result<()> {
+        self.validate_numbers()?;
+        self.validate_lists()?;
+        self.validate_together()
+    }
+
+    fn validate_numbers(&self) -> Result<()> {
+        let from_0 = |x: f64| x.is_finite() && x >= 0.0;
+        let above_0 = |x: f64| x.is_finite() && x > 0.0;
+        let part = |x: f64| x > 0.0 && x <= 1.0;
+        let cut = |x: f64| (0.0..1.0).contains(&x);
+        let t = self.temperature;
+        check(from_0(t), "temperature", t, "at least 0, where 0 is greedy")?;
+        let one = "above 0 and at most 1, where 1 is off";
+        check(part(self.top_p), "top_p", self.top_p, one)?;
+        check(part(self.typical_p), "typical_p", self.typical_p, one)?;
+        let h = self.top_h.unwrap_or(1.0);
+        check(part(h), "top_h", h, "above 0 and at most 1")?;
+        let p = self.min_p.unwrap_or(0.0);
+        let expected = "between 0 and 1, where 0 is off";
+        check((0.0..=1.0).contains(&p), "min_p", p, expected)?;
+        let c = self.assistant_confidence_threshold;
+        let key = "assistant_confidence_threshold";
+        check((0.0..=1.0).contains(&c), key, c, "between 0 and 1")?;
+        for (key, value) in [
+            ("epsilon_cutoff", self.epsilon_cutoff),
+            ("eta_cutoff", self.eta_cutoff),
+        ] {
+            check(
+                cut(value),
+                key,
+                value,
+                "at least 0 and below 1, where 0 is off",
+            )?;
+        }
+        let r = self.repetition_penalty;
+        check(
+            above_0(r),
+            "repetition_penalty",
+            r,
+            "above 0, where 1 is off",
+        )?;
+        for (key, value) in [
+            ("presence_penalty", self.presence_penalty),
+            ("frequency_penalty", self.frequency_penalty),
+            ("length_penalty", self.length_penalty),
+        ] {
+            check(value.is_finite(), key, value, "a finite number")?;
+        }
+        if let Some((_, factor)) = self.exponential_decay_length_penalty {
+            let key = "exponential_decay_length_penalty";
+            check(above_0(factor), key, factor, "a start and a factor above 0")?;
+        }
+        if let Some(seconds) = self.max_time {
+            check(from_0(seconds), "max_time", seconds, "seconds, at least 0")?;
+        }
+        for (key, value) in [
+            ("max_new_tokens", self.max_new_tokens.unwrap_or(1)),
+            ("num_beams", self.num_beams),
+            ("num_return_sequences", self.num_return_sequences),
+            ("prefill_chunk_size", self.prefill_chunk_size.unwrap_or(1)),
+            ("num_assistant_tokens", self.num_assistant_tokens),
+            (
+                "prompt_lookup_num_tokens",
+                self.prompt_lookup_num_tokens.unwrap_or(1),
+            ),
+            ("max_matching_ngram_size", self.max_matching_ngram_size),
+        ] {
+            check(value >= 1, key, value, "at least 1")?;
+        }
+        Ok(())
+    }
+
+    fn validate_lists(&self) -> Result<()> {
+        let id = "token ids, which are not negative";
+        for (key, ids) in [
+            ("eos_token_id", &self.eos_token_id),
+            ("forced_eos_token_id", &self.forced_eos_token_id),
+            ("suppress_tokens", &self.suppress_tokens),
+            ("begin_suppress_tokens", &self.begin_suppress_tokens),
+        ] {
+            // -1 stands for "none" in some published files.
+            let negative = ids.iter().find(|id| **id < -1);
+            check(negative.is_none(), key, negative.copied().unwrap_or(0), id)?;
+        }
+        let words = self.bad_words_ids.iter().map(|ids| ("bad_words_ids", ids));
+        let biased = self
+            .sequence_bias
+            .iter()
+            .map(|(ids, _)| ("sequence_bias", ids));
+        for (key, ids) in words.chain(biased) {
+            let fits = !ids.is_empty() && ids.iter().all(|id| *id >= 0);
+            let expected = "lists of at least one token id, none negative";
+            check(fits, key, format!("{ids:?}"), expected)?;
+        }
+        for (key, bias) in self
+            .sequence_bias
+            .iter()
+            .map(|(_, bias)| ("sequence_bias", *bias))
+            .chain(self.logit_bias.values().map(|bias| ("logit_bias", *bias)))
+        {
+            let fits = !bias.is_nan() && bias != f64::INFINITY;
+            check(fits, key, bias, "a bias that is a number, or -infinity")?;
+        }
+        let empty = self.stop_strings.iter().any(String::is_empty);
+        check(!empty, "stop_strings", "\"\"", "texts that are not empty")?;
+        if let Some(name) = &self.cache_implementation {
+            let known = CACHES.contains(&name.as_str());
+            let expected = format!("one of {}", CACHES.join(", "));
+            check(
+                known,
+                "cache_implementation",
+                format!("{name:?}"),
+                &expected,
+            )?;
+        }
+        Ok(())
+    }
+
+    fn validate_together(&self) -> Result<()> {
+        let exclude = |both: bool, first: &'static str, second: &'static str, why: &'static str| {
+            if both {
+                return Err(Error::Incompatible { first, second, why });
+            }
+            Ok(())
+        };
+        let beams = self.num_beams > 1;
+        exclude(
+            !beams && self.is_greedy() && self.num_return_sequences > 1,
+            "num_return_sequences above 1",
+            "greedy search",
+            "it finds one continuation: set do_sample or num_beams",
+        )?;
+        exclude(
+            beams && self.num_return_sequences > self.num_beams,
+            "num_return_sequences",
+            "a smaller num_beams",
+            "a search returns at most its beams",
+        )?;
+        let why = "a beam's text is only certain at its end";
+        exclude(
+            beams && !self.stop_strings.is_empty(),
+            "stop_strings",
+            "num_beams",
+            why,
+        )?;
+        let why = "beams are compared by their sums, which the output gives as `sequence_scores`";
+        exclude(
+            beams && self.logprobs.is_some(),
+            "logprobs",
+            "num_beams",
+            why,
+        )?;
+        let why = "proposals are checked against one text a row";
+        let lookup = self.prompt_lookup_num_tokens.is_some();
+        exclude(
+            beams && lookup,
+            "prompt_lookup_num_tokens",
+            "num_beams",
+            why,
+        )?;
+        let why = "a round of proposals keeps what it has read";
+        exclude(
+            !self.use_cache && lookup,
+            "prompt_lookup_num_tokens",
+            "use_cache false",
+            why,
+        )
+    }
+}

@@ -1,0 +1,158 @@
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use tokenizers::Tokenizer;
+
+use super::Constraint;
+use crate::{Error, Result, TokenMask};
+
+/// The continuation is one of a list (vLLM's `choice`).
+///
+/// The choices are token sequences in a trie. Where one choice begins another, the end-of-text tokens
+/// are allowed after the shorter one. A choice that begins no other ends the row when it is complete.
+#[derive(Debug, Clone)]
+pub struct ChoiceConstraint {
+    nodes: Arc<Vec<Node>>,
+    end_of_text: Arc<[i64]>,
+    /// Where the row stands; `None` after an end of text.
+    place: Option<usize>,
+}
+
+#[derive(Debug, Default)]
+struct Node {
+    next: BTreeMap<i64, usize>,
+    ends: bool,
+}
+
+impl ChoiceConstraint {
+    /// The choices as token ids. `end_of_text` are the ids that may end a choice which begins another.
+    ///
+    /// # Errors
+    /// [`Error::Constraint`] where there is no choice, one is empty, or one begins another and there is
+    /// no end-of-text token to tell them apart.
+    pub fn new(choices: &[Vec<i64>], end_of_text: &[i64]) -> Result<ChoiceConstraint> {
+        if choices.is_empty() || choices.iter().any(Vec::is_empty) {
+            let why = "a list of choices needs at least one, and none may be empty";
+            return Err(Error::Constraint(why.to_owned()));
+        }
+        let mut nodes = vec![Node::default()];
+        for choice in choices {
+            let mut place = 0;
+            for &id in choice {
+                let new = nodes.len();
+                let next = *nodes[place].next.entry(id).or_insert(new);
+                if next == new {
+                    nodes.push(Node::default());
+                }
+                place = next;
+            }
+            nodes[place].ends = true;
+        }
+        let open = nodes.iter().any(|node| node.ends && !node.next.is_empty());
+        if open && end_of_text.is_empty() {
+            let why = "one choice begins another, which needs an `eos_token_id` to end the shorter";
+            return Err(Error::Constraint(why.to_owned()));
+        }
+        Ok(ChoiceConstraint {
+            nodes: Arc::new(nodes),
+            end_of_text: end_of_text.into(),
+            place: Some(0),
+        })
+    }
+
+    /// The choices as texts, each in the tokens into which `tokenizer` cuts it, without special ones.
+    ///
+    /// # Errors
+    /// As [`ChoiceConstraint::new`], and [`Error::Tokenizer`].
+    pub fn from_texts(
+        tokenizer: &Tokenizer,
+        choices: &[impl AsRef<str>],
+        end_of_text: &[i64],
+    ) -> Result<ChoiceConstraint> {
+        let encode = |text: &str| -> Result<Vec<i64>> {
+            let encoding = tokenizer.encode(text, false).map_err(Error::Tokenizer)?;
+            Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
+        };
+        let choices = choices
+            .iter()
+            .map(|text| encode(text.as_ref()))
+            .collect::<Result<Vec<_>>>()?;
+        ChoiceConstraint::new(&choices, end_of_text)
+    }
+}
+
+impl Constraint for ChoiceConstraint {
+    fn allowed(&mut self, mask: &mut TokenMask) -> Result<()> {
+        let Some(node) = self.place.map(|place| &self.nodes[place]) else {
+            return Ok(());
+        };
+        node.next.keys().for_each(|&id| mask.allow(id));
+        if node.ends {
+            self.end_of_text.iter().for_each(|&id| mask.allow(id));
+        }
+        Ok(())
+    }
+
+    fn advance(&mut self, token: i64) -> Result<()> {
+        let node = self.place.map(|place| &self.nodes[place]);
+        let next = node.and_then(|node| node.next.get(&token).copied());
+        let ended = node.is_some_and(|node| node.ends) && self.end_of_text.contains(&token);
+        if next.is_none() && !ended {
+            let why = format!("token {token} continues none of the choices");
+            return Err(Error::Constraint(why));
+        }
+        self.place = next;
+        Ok(())
+    }
+
+    fn is_finished(&self) -> bool {
+        self.place
+            .is_none_or(|place| self.nodes[place].next.is_empty())
+    }
+
+    fn fork(&self) -> Box<dyn Constraint> {
+        Box::new(self.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn allowed(constraint: &mut ChoiceConstraint) -> Vec<i64> {
+        let mut mask = TokenMask::new(50);
+        constraint.allowed(&mut mask).unwrap();
+        (0..50).filter(|&id| mask.is_allowed(id)).collect()
+    }
+
+    #[test]
+    fn only_beginnings_of_choices_are_allowed_and_a_whole_one_ends() {
+        let choices = [vec![5, 6], vec![5, 7, 8], vec![9], vec![5, 7]];
+        let mut constraint = ChoiceConstraint::new(&choices, &[2]).unwrap();
+        assert_eq!(allowed(&mut constraint), [5, 9]);
+        constraint.advance(5).unwrap();
+        assert_eq!(allowed(&mut constraint), [6, 7]);
+        let mut other = constraint.fork();
+        other.advance(6).unwrap();
+        assert!(other.is_finished());
+        constraint.advance(7).unwrap();
+        assert_eq!(allowed(&mut constraint), [2, 8], "it may end here or go on");
+        assert!(!constraint.is_finished());
+        assert!(constraint.clone().advance(6).is_err());
+        constraint.advance(2).unwrap();
+        assert!(constraint.is_finished());
+        assert_eq!(allowed(&mut constraint), [] as [i64; 0]);
+    }
+
+    #[test]
+    fn choices_that_cannot_be_told_apart_are_refused() {
+        for (choices, part) in [
+            (vec![], "at least one"),
+            (vec![vec![1], vec![]], "none may be empty"),
+            (vec![vec![1], vec![1, 2]], "begins another"),
+        ] {
+            let error = ChoiceConstraint::new(&choices, &[]).unwrap_err();
+            assert!(error.to_string().contains(part), "{error}");
+        }
+    }
+}

@@ -1,0 +1,168 @@
+use std::fmt;
+use std::sync::Arc;
+
+use llguidance::api::TopLevelGrammar;
+use llguidance::toktrie::{ApproximateTokEnv, TokRxInfo, TokTrie};
+use llguidance::{Matcher, ParserFactory};
+use serde_json::Value;
+use tokenizers::Tokenizer;
+
+use super::Constraint;
+use super::vocabulary::token_bytes;
+use crate::{Error, Result, TokenMask};
+
+/// A tokenizer's tokens as a trie of bytes, made once for all grammars.
+#[derive(Clone)]
+pub struct GrammarVocabulary {
+    factory: Arc<ParserFactory>,
+    end_of_text: Arc<[i64]>,
+}
+
+impl fmt::Debug for GrammarVocabulary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GrammarVocabulary")
+            .field("end_of_text", &self.end_of_text)
+            .finish_non_exhaustive()
+    }
+}
+
+impl GrammarVocabulary {
+    /// The tokens `0..vocabulary` of `tokenizer`, where `vocabulary` is the model's (ids beyond the
+    /// tokenizer's are never allowed). `end_of_text` are the tokens that may end a text that is
+    /// complete: at least one.
+    ///
+    /// # Errors
+    /// [`Error::Constraint`] where the tokenizer's tokens have no bytes, or the end of text is missing or
+    /// outside the vocabulary.
+    pub fn new(
+        tokenizer: &Tokenizer,
+        vocabulary: usize,
+        end_of_text: &[i64],
+    ) -> Result<GrammarVocabulary> {
+        let ends: Vec<u32> = end_of_text
+            .iter()
+            .filter_map(|&id| u32::try_from(id).ok())
+            .filter(|&id| (id as usize) < vocabulary)
+            .collect();
+        if ends.is_empty() || ends.len() != end_of_text.len() {
+            return Err(Error::Constraint(format!(
+                "the end-of-text tokens are {end_of_text:?}: a grammar needs at least one, in \
+                 0..{vocabulary}"
+            )));
+        }
+        let words: Vec<Vec<u8>> = token_bytes(tokenizer, vocabulary)?
+            .into_iter()
+            .enumerate()
+            .map(|(id, bytes)| match bytes {
+                Some(bytes) if !ends.contains(&(id as u32)) => bytes,
+                // A name that no text has: the marker, and the id.
+                _ => special(id),
+            })
+            .collect();
+        let size = u32::try_from(words.len()).map_err(|e| Error::Constraint(e.to_string()))?;
+        let trie = TokTrie::from(&TokRxInfo::new(size, ends[0]), &words).with_eos_tokens(&ends);
+        let environment: llguidance::toktrie::TokEnv = Arc::new(ApproximateTokEnv::new(trie));
+        let mut factory = ParserFactory::new_simple(&environment).map_err(constraint)?;
+        factory.quiet();
+        Ok(GrammarVocabulary {
+            factory: Arc::new(factory),
+            end_of_text: end_of_text.into(),
+        })
+    }
+}
+
+fn special(id: usize) -> Vec<u8> {
+    let mut name = vec![TokTrie::SPECIAL_TOKEN_MARKER];
+    name.extend(format!("[{id}]").into_bytes());
+    name
+}
+
+fn constraint(error: impl fmt::Display) -> Error {
+    Error::Constraint(error.to_string())
+}
+
+/// The continuation's text matches a regular expression or a JSON schema, by `llguidance` (vLLM's
+/// `regex` and `json`).
+pub struct GrammarConstraint {
+    matcher: Matcher,
+    end_of_text: Arc<[i64]>,
+    ended: bool,
+}
+
+impl fmt::Debug for GrammarConstraint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GrammarConstraint")
+            .field("finished", &self.is_finished())
+            .finish_non_exhaustive()
+    }
+}
+
+impl GrammarConstraint {
+    /// The whole text matches `pattern`, in the syntax of the `regex` crate, without look-around.
+    ///
+    /// # Errors
+    /// [`Error::Constraint`] where the pattern is wrong or too large.
+    pub fn regex(vocabulary: &GrammarVocabulary, pattern: &str) -> Result<GrammarConstraint> {
+        GrammarConstraint::new(vocabulary, TopLevelGrammar::from_regex(pattern))
+    }
+
+    /// The whole text is JSON that fits `schema`. Spaces follow separators or not, as the model likes.
+    ///
+    /// # Errors
+    /// [`Error::Constraint`] where the schema is wrong, or uses a keyword that cannot be followed.
+    pub fn json_schema(
+        vocabulary: &GrammarVocabulary,
+        schema: &Value,
+    ) -> Result<GrammarConstraint> {
+        let grammar = TopLevelGrammar::from_json_schema(schema.clone());
+        GrammarConstraint::new(vocabulary, grammar)
+    }
+
+    fn new(vocabulary: &GrammarVocabulary, grammar: TopLevelGrammar) -> Result<GrammarConstraint> {
+        let parser = vocabulary.factory.create_parser(grammar);
+        let matcher = Matcher::new(Ok(parser.map_err(constraint)?));
+        if let Some(error) = matcher.get_error() {
+            return Err(Error::Constraint(error));
+        }
+        Ok(GrammarConstraint {
+            matcher,
+            end_of_text: Arc::clone(&vocabulary.end_of_text),
+            ended: false,
+        })
+    }
+}
+
+impl Constraint for GrammarConstraint {
+    fn allowed(&mut self, mask: &mut TokenMask) -> Result<()> {
+        if !self.is_finished() {
+            let found = self.matcher.compute_mask().map_err(constraint)?;
+            mask.allow_words(found.as_slice());
+        }
+        Ok(())
+    }
+
+    fn advance(&mut self, token: i64) -> Result<()> {
+        if self.end_of_text.contains(&token) {
+            if !self.matcher.is_accepting().map_err(constraint)? {
+                let why = format!("token {token} ends a text that is not complete");
+                return Err(Error::Constraint(why));
+            }
+            self.ended = true;
+            return Ok(());
+        }
+        let id = u32::try_from(token).map_err(constraint)?;
+        self.matcher.consume_token(id).map_err(constraint)
+    }
+
+    fn is_finished(&self) -> bool {
+        self.ended || self.matcher.is_stopped()
+    }
+
+    fn fork(&self) -> Box<dyn Constraint> {
+        Box::new(GrammarConstraint {
+            matcher: self.matcher.deep_clone(),
+            end_of_text: Arc::clone(&self.end_of_text),
+            ended: self.ended,
+        })
+    }
+}

@@ -1,0 +1,99 @@
+//! The bytes of every token.
+
+use serde_json::Value;
+use tokenizers::Tokenizer;
+
+use crate::{Error, Result};
+
+/// How a tokenizer writes bytes in its tokens.
+struct Decoding {
+    /// Every character stands for a byte (GPT-2's table).
+    byte_level: bool,
+    /// `<0xNN>` is a byte.
+    byte_fallback: bool,
+    /// What is written instead of a space.
+    space: Option<String>,
+}
+
+/// The bytes of each id in `0..vocabulary`; special tokens, `None`, leave no text.
+pub(super) fn token_bytes(
+    tokenizer: &Tokenizer,
+    vocabulary: usize,
+) -> Result<Vec<Option<Vec<u8>>>> {
+    let decoding = decoding(tokenizer)?;
+    let added = tokenizer.get_added_tokens_decoder();
+    let table = byte_table();
+    let bytes_of = |id: u32| -> Option<Vec<u8>> {
+        if let Some(token) = added.get(&id) {
+            return (!token.special).then(|| token.content.clone().into_bytes());
+        }
+        let token = tokenizer.id_to_token(id)?;
+        if decoding.byte_level {
+            return token.chars().map(|c| table.get(&c).copied()).collect();
+        }
+        if decoding.byte_fallback
+            && let Some(hex) = token.strip_prefix("<0x").and_then(|t| t.strip_suffix('>'))
+            && let Ok(byte) = u8::from_str_radix(hex, 16)
+        {
+            return Some(vec![byte]);
+        }
+        Some(match &decoding.space {
+            Some(space) => token.replace(space.as_str(), " ").into_bytes(),
+            None => token.into_bytes(),
+        })
+    };
+    Ok((0..vocabulary)
+        .map(|id| u32::try_from(id).ok().and_then(bytes_of))
+        .collect())
+}
+
+fn decoding(tokenizer: &Tokenizer) -> Result<Decoding> {
+    let mut decoding = Decoding {
+        byte_level: false,
+        byte_fallback: false,
+        space: None,
+    };
+    let Some(decoder) = tokenizer.get_decoder() else {
+        return Ok(decoding);
+    };
+    let decoder = serde_json::to_value(decoder).map_err(|e| Error::Constraint(e.to_string()))?;
+    let parts = match decoder["decoders"].as_array() {
+        Some(parts) => parts.clone(),
+        None => vec![decoder],
+    };
+    for part in &parts {
+        match part["type"].as_str() {
+            Some("ByteLevel") => decoding.byte_level = true,
+            Some("ByteFallback") => decoding.byte_fallback = true,
+            Some("Metaspace") => {
+                decoding.space = part["replacement"].as_str().map(str::to_owned);
+            }
+            Some("Replace") if part["content"] == Value::from(" ") => {
+                decoding.space = part["pattern"]["String"].as_str().map(str::to_owned);
+            }
+            Some("Fuse" | "Strip") => {}
+            other => {
+                return Err(Error::Constraint(format!(
+                    "a tokenizer with the decoder {other:?} has no bytes for each token: byte-level \
+                     and sentencepiece ones have"
+                )));
+            }
+        }
+    }
+    Ok(decoding)
+}
+
+/// GPT-2's characters for bytes: a printable one is itself, the others follow from U+0100 on.
+fn byte_table() -> std::collections::HashMap<char, u8> {
+    let printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+    let mut next = 0x100;
+    (0..=255u8)
+        .filter_map(|byte| {
+            if printable(byte) {
+                return Some((char::from(byte), byte));
+            }
+            next += 1;
+            char::from_u32(next - 1).map(|c| (c, byte))
+        })
+        .collect()
+}

@@ -1,0 +1,42 @@
+use super::{Place, exclude, score};
+use crate::GenerationConfig;
+
+pub(super) fn change(config: &GenerationConfig, _place: Place<'_>) -> bool {
+    !config.sequence_bias.is_empty()
+        || !config.logit_bias.is_empty()
+        || !config.bad_words_ids.is_empty()
+        || !config.suppress_tokens.is_empty()
+        || !config.begin_suppress_tokens.is_empty()
+}
+
+/// Adds the bias of each sequence whose beginning stands at the end of the text to its last token.
+pub(super) fn bias(scores: &mut [f32], place: Place<'_>, config: &GenerationConfig) {
+    for (sequence, bias) in &config.sequence_bias {
+        if let Some(last) = completed_by(sequence, place.present)
+            && let Some(score) = score(scores, last)
+        {
+            *score += *bias as f32;
+        }
+    }
+    for (&id, &bias) in &config.logit_bias {
+        if let Some(score) = score(scores, id) {
+            *score += bias as f32;
+        }
+    }
+}
+
+/// Excludes the last token of each bad word whose beginning stands at the end of the text.
+pub(super) fn bad_words(scores: &mut [f32], place: Place<'_>, config: &GenerationConfig) {
+    for word in &config.bad_words_ids {
+        let is_end = word.len() == 1 && config.eos_token_id.contains(&word[0]);
+        if !is_end && let Some(last) = completed_by(word, place.present) {
+            exclude(scores, &[last]);
+        }
+    }
+}
+
+/// The token that completes `sequence` after `present`.
+fn completed_by(sequence: &[i64], present: &[i64]) -> Option<i64> {
+    let (&last, before) = sequence.split_last()?;
+    present.ends_with(before).then_some(last)
+}

@@ -1,0 +1,97 @@
+use serde_json::Value;
+
+use super::{Marks, Place, process};
+use crate::GenerationConfig;
+use crate::candidates::Candidates;
+
+/// All scores after everything, as transformers' list of processors leaves them.
+fn processed(
+    mut scores: Vec<f32>,
+    present: &[i64],
+    new: usize,
+    config: &GenerationConfig,
+) -> Vec<f32> {
+    let place = Place { present, new };
+    process(&mut scores, place, None, config, &mut Marks::default());
+    if !config.is_greedy() {
+        Candidates::default().cut_all(&mut scores, config, 1);
+    }
+    scores
+}
+
+#[test]
+fn processed_scores_equal_those_of_transformers() {
+    let text = include_str!("../../tests/fixtures/processors.json");
+    let cases: Vec<Value> = serde_json::from_str(text).unwrap();
+    assert_eq!(cases.len(), 114);
+    for case in cases {
+        let config = GenerationConfig::from_map(case["config"].as_object().unwrap()).unwrap();
+        let scores: Vec<f32> = serde_json::from_value(case["scores"].clone()).unwrap();
+        let present: Vec<i64> = serde_json::from_value(case["present"].clone()).unwrap();
+        let new = case["new"].as_u64().unwrap() as usize;
+        let scores = processed(scores, &present, new, &config);
+        let want: Vec<Option<f32>> = serde_json::from_value(case["processed"].clone()).unwrap();
+        for (id, (got, want)) in scores.iter().zip(want).enumerate() {
+            match want {
+                None => assert_eq!(*got, f32::NEG_INFINITY, "token {id}: {}", case["config"]),
+                Some(want) => {
+                    let close = (got - want).abs() <= 1e-6 * want.abs().max(1.0);
+                    assert!(close, "token {id}: {got} for {want}: {}", case["config"]);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn one_token_stays_whatever_the_cut() {
+    let sampled = || GenerationConfig {
+        do_sample: true,
+        top_k: 0,
+        ..Default::default()
+    };
+    for config in [
+        GenerationConfig {
+            top_p: 1e-9,
+            ..sampled()
+        },
+        GenerationConfig {
+            top_k: 1,
+            ..sampled()
+        },
+        GenerationConfig {
+            min_p: Some(1.0),
+            ..sampled()
+        },
+        GenerationConfig {
+            top_h: Some(1e-9),
+            ..sampled()
+        },
+        GenerationConfig {
+            epsilon_cutoff: 0.999,
+            ..sampled()
+        },
+        GenerationConfig {
+            eta_cutoff: 0.999,
+            epsilon_cutoff: 0.9,
+            ..sampled()
+        },
+    ] {
+        let scores = processed(vec![0.1, 2.0, -1.0, 0.3], &[], 0, &config);
+        let left: Vec<_> = (0..4).filter(|&id| scores[id].is_finite()).collect();
+        assert_eq!(left, [1], "{config:?}");
+    }
+}
+
+#[test]
+fn presence_is_taken_once_and_frequency_for_each_occurrence_of_generated_tokens() {
+    let config = GenerationConfig {
+        presence_penalty: 0.5,
+        frequency_penalty: 0.25,
+        logit_bias: [(4, 2.0)].into_iter().collect(),
+        ..Default::default()
+    };
+    // Two tokens of prompt, which do not count; 3 twice and 1 once generated.
+    let scores = processed(vec![1.0; 5], &[0, 3, 3, 1, 3], 3, &config);
+    assert_eq!(scores, [1.0, 1.0 - 0.5 - 0.25, 1.0, 1.0 - 0.5 - 0.5, 3.0]);
+}

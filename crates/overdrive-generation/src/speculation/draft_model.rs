@@ -1,0 +1,102 @@
+use overdrive_transformer::CausalLm;
+
+use super::{Proposal, Proposer};
+use crate::decoder::{Decoder, to_host};
+use crate::{GenerationConfig, NumAssistantTokensSchedule, Result, Sampler};
+
+/// A smaller model that writes ahead, with the configuration of the one it writes for.
+pub(super) struct DraftModel<'a> {
+    model: &'a CausalLm,
+    config: GenerationConfig,
+    sampler: Sampler,
+    /// With what it has read, once it has read anything.
+    decoder: Option<Decoder<'a>>,
+    read: Vec<i64>,
+    /// Tokens to propose at once.
+    tokens: usize,
+    scores: Vec<f32>,
+}
+
+impl<'a> DraftModel<'a> {
+    pub(super) fn new(model: &'a CausalLm, config: &GenerationConfig, sampler: Sampler) -> Self {
+        DraftModel {
+            model,
+            config: GenerationConfig {
+                // The kind of cache is the large model's business, and this one must forget at will.
+                cache_implementation: None,
+                ..config.clone()
+            },
+            sampler,
+            decoder: None,
+            read: Vec::new(),
+            tokens: config.num_assistant_tokens,
+            scores: Vec::new(),
+        }
+    }
+
+    /// Reads what it has not read of `ids`; its logits after the last are then in `scores`.
+    fn catch_up(&mut self, ids: &[i64]) -> Result<()> {
+        let logits = match &mut self.decoder {
+            None => {
+                let prompt = [ids.to_vec()];
+                let decoder = Decoder::new(self.model, &prompt, &self.config)?;
+                self.decoder.insert(decoder).prefill()?
+            }
+            Some(decoder) => {
+                let common = self.read.iter().zip(ids).take_while(|(a, b)| a == b);
+                // The last is read again where all were: its logits are needed.
+                let common = common.count().min(ids.len() - 1);
+                decoder.truncate(common)?;
+                let logits = decoder.extend(&ids[common..])?;
+                logits.f_narrow(1, logits.size()[1] - 1, 1)?
+            }
+        };
+        self.read = ids.to_vec();
+        to_host(&logits, &mut self.scores)?;
+        Ok(())
+    }
+}
+
+impl Proposer for DraftModel<'_> {
+    fn propose(&mut self, ids: &[i64], new: usize, most: usize) -> Result<Proposal> {
+        let context = self.model.config().max_position_embeddings().unsigned_abs() as usize;
+        let most = most
+            .min(self.tokens)
+            .min((context + 1).saturating_sub(ids.len()));
+        let mut proposal = Proposal::default();
+        if most == 0 {
+            return Ok(proposal);
+        }
+        self.catch_up(ids)?;
+        let mut text = ids.to_vec();
+        loop {
+            let count = new + proposal.tokens.len();
+            let (id, distribution, confidence) =
+                self.sampler.propose(&mut self.scores, &text, count)?;
+            text.push(id);
+            proposal.tokens.push(id);
+            proposal.distributions.extend(distribution);
+            if proposal.tokens.len() == most
+                || confidence < self.config.assistant_confidence_threshold
+                || self.config.eos_token_id.contains(&id)
+            {
+                return Ok(proposal);
+            }
+            if let Some(decoder) = &mut self.decoder {
+                let logits = decoder.step(&[id])?;
+                to_host(&logits, &mut self.scores)?;
+                self.read.push(id);
+            }
+        }
+    }
+
+    fn learn(&mut self, proposed: usize, accepted: usize) {
+        if self.config.num_assistant_tokens_schedule == NumAssistantTokensSchedule::Heuristic {
+            self.tokens = if accepted == proposed {
+                self.tokens + 2
+            } else {
+                (self.tokens - 1).max(1)
+            };
+        }
+    }
+}

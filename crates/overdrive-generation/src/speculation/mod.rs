@@ -1,0 +1,155 @@
+//! Proposals of several tokens that the model checks in one pass.
+
+use std::time::Instant;
+
+use overdrive_transformer::CausalLm;
+
+use crate::candidates::Candidates;
+use crate::decoder::{Decoder, to_host};
+use crate::rows::{OnToken, Row, Rows, is_late};
+use crate::{
+    Error, FinishReason, GenerateOptions, GenerateOutput, GenerateTimings, GenerationConfig,
+    Result, SpeculationStatistics,
+};
+
+mod draft_model;
+mod prompt_lookup;
+
+use draft_model::DraftModel;
+use prompt_lookup::PromptLookup;
+
+/// Tokens that may come next, one after another.
+#[derive(Debug, Default)]
+struct Proposal {
+    tokens: Vec<i64>,
+    /// The distribution from which each was drawn; empty where they were not drawn.
+    distributions: Vec<Candidates>,
+}
+
+/// What makes proposals for one row.
+trait Proposer {
+    /// At most `most` tokens to follow `ids`, of which the last `new` are generated.
+    fn propose(&mut self, ids: &[i64], new: usize, most: usize) -> Result<Proposal>;
+
+    /// Hears how many of the last proposal's tokens were taken.
+    fn learn(&mut self, _proposed: usize, _accepted: usize) {}
+}
+
+/// Continues the prompts one after another.
+pub(crate) fn generate(
+    model: &CausalLm,
+    prompts: &[Vec<i64>],
+    config: &GenerationConfig,
+    options: &GenerateOptions<'_>,
+    on_token: &mut OnToken<'_>,
+) -> Result<GenerateOutput> {
+    if let Some(assistant) = options.assistant_model {
+        let why = |first, second, why| Err(Error::Incompatible { first, second, why });
+        if config.prompt_lookup_num_tokens.is_some() {
+            let text = "choose one source of proposals";
+            return why("assistant_model", "prompt_lookup_num_tokens", text);
+        }
+        if !config.use_cache {
+            let text = "a round of proposals keeps what it has read";
+            return why("assistant_model", "use_cache false", text);
+        }
+        let (ours, theirs) = (model.config().vocab_size(), assistant.config().vocab_size());
+        if ours != theirs {
+            return Err(Error::AssistantVocabulary {
+                assistant: theirs,
+                model: ours,
+            });
+        }
+    }
+    let mut rows = Rows::new(model, prompts, config, options)?;
+    let start = rows.start();
+    let mut statistics = SpeculationStatistics::default();
+    let mut timings = GenerateTimings::default();
+    for row in &mut rows.rows {
+        if row.finished.is_some() {
+            continue;
+        }
+        let mut proposer: Box<dyn Proposer> = match options.assistant_model {
+            Some(assistant) => Box::new(DraftModel::new(assistant, config, row.sampler.split(1))),
+            None => Box::new(PromptLookup::new(config)),
+        };
+        let mut run = Run {
+            config,
+            decoder: Decoder::new(model, std::slice::from_ref(&row.ids), config)?,
+            context: model.config().max_position_embeddings().unsigned_abs() as usize,
+            scores: Vec::new(),
+            statistics: &mut statistics,
+        };
+        let begin = Instant::now();
+        run.prefill(row, on_token)?;
+        let prefilled = begin.elapsed();
+        while row.finished.is_none() {
+            if is_late(config, start) {
+                row.finished = Some(FinishReason::TimeLimit);
+                break;
+            }
+            run.round(row, proposer.as_mut(), on_token)?;
+        }
+        timings.prefill += prefilled;
+        timings.prefill_tokens += row.prompt;
+        timings.decode += begin.elapsed() - prefilled;
+        timings.decode_tokens += row.new_tokens().saturating_sub(1);
+    }
+    let mut output = rows.into_output(timings);
+    output.speculation = Some(statistics);
+    Ok(output)
+}
+
+/// The continuation of one row.
+struct Run<'a> {
+    config: &'a GenerationConfig,
+    decoder: Decoder<'a>,
+    context: usize,
+    scores: Vec<f32>,
+    statistics: &'a mut SpeculationStatistics,
+}
+
+impl Run<'_> {
+    fn prefill(&mut self, row: &mut Row<'_>, on_token: &mut OnToken<'_>) -> Result<()> {
+        let logits = self.decoder.prefill()?;
+        to_host(&logits, &mut self.scores)?;
+        let choice = row.choose(&mut self.scores)?;
+        row.take(choice, self.config, on_token)
+    }
+
+    /// Reads the last token and a proposal, and takes of it what the model would have written.
+    fn round(
+        &mut self,
+        row: &mut Row<'_>,
+        proposer: &mut dyn Proposer,
+        on_token: &mut OnToken<'_>,
+    ) -> Result<()> {
+        let have = row.ids.len();
+        // The model gives one token more than is proposed.
+        let most = (row.limit.0 - have - 1).min(self.context - have);
+        let proposal = proposer.propose(&row.ids, row.new_tokens(), most)?;
+        let mut read = vec![row.ids[have - 1]];
+        read.extend(&proposal.tokens);
+        let logits = self.decoder.extend(&read)?;
+        let vocabulary = to_host(&logits, &mut self.scores)?;
+        let mut accepted = 0;
+        for (place, scores) in self.scores.chunks_exact_mut(vocabulary).enumerate() {
+            let (choice, go_on) = match proposal.tokens.get(place) {
+                None => (row.choose(scores)?, false),
+                Some(&token) => row.verify(scores, token, proposal.distributions.get(place))?,
+            };
+            row.take(choice, self.config, on_token)?;
+            accepted += usize::from(go_on);
+            if !go_on || row.finished.is_some() {
+                break;
+            }
+        }
+        // All that was taken has been read, but for the last.
+        self.decoder.truncate(row.ids.len() - 1)?;
+        proposer.learn(proposal.tokens.len(), accepted);
+        self.statistics.rounds += 1;
+        self.statistics.proposed += proposal.tokens.len();
+        self.statistics.accepted += accepted;
+        Ok(())
+    }
+}

@@ -1,0 +1,171 @@
+/// Ends a stream of text before the first of some strings that it comes to.
+///
+/// Text that may still become a stop string is held back until it has, or cannot any more. What
+/// [`push`](StopFilter::push) and [`finish`](StopFilter::finish) return, joined, does not depend on how
+/// the text is cut into pieces, and holds no stop string.
+#[derive(Debug, Clone)]
+pub struct StopFilter {
+    strings: Vec<String>,
+    pending: String,
+    stopped: bool,
+}
+
+/// What became certain with a piece of text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Filtered {
+    /// Text to hand out.
+    pub text: String,
+    /// Which of the stop strings has come, counted from 0; the text then ends before it.
+    pub stop: Option<usize>,
+}
+
+impl StopFilter {
+    /// A filter for `strings`; empty ones are passed over. Without any it hands everything out at once.
+    pub fn new(strings: &[String]) -> StopFilter {
+        StopFilter {
+            strings: strings.to_vec(),
+            pending: String::new(),
+            stopped: false,
+        }
+    }
+
+    /// Takes a piece of text. After a stop string has come, all further text is dropped.
+    pub fn push(&mut self, piece: &str) -> Filtered {
+        if self.stopped {
+            return Filtered {
+                text: String::new(),
+                stop: None,
+            };
+        }
+        self.pending.push_str(piece);
+        if let Some((start, stop)) = self.first_stop() {
+            self.stopped = true;
+            self.pending.truncate(start);
+            return Filtered {
+                text: std::mem::take(&mut self.pending),
+                stop: Some(stop),
+            };
+        }
+        let rest = self.pending.split_off(self.certain());
+        Filtered {
+            text: std::mem::replace(&mut self.pending, rest),
+            stop: None,
+        }
+    }
+
+    /// What was held back, at the end of the text.
+    pub fn finish(&mut self) -> String {
+        std::mem::take(&mut self.pending)
+    }
+
+    /// The start and number of the stop string that is complete first; of several that end at the same
+    /// place the longest.
+    fn first_stop(&self) -> Option<(usize, usize)> {
+        self.strings
+            .iter()
+            .enumerate()
+            .filter(|(_, string)| !string.is_empty())
+            .filter_map(|(number, string)| {
+                let start = self.pending.find(string.as_str())?;
+                Some((start + string.len(), start, number))
+            })
+            .min()
+            .map(|(_, start, number)| (start, number))
+    }
+
+    /// How many bytes no stop string can begin in: all but the longest end of the text that is the
+    /// beginning of one.
+    fn certain(&self) -> usize {
+        let longest = self.strings.iter().map(String::len).max().unwrap_or(0);
+        let first = self.pending.len().saturating_sub(longest);
+        (first..self.pending.len())
+            .filter(|&place| self.pending.is_char_boundary(place))
+            .find(|&place| {
+                let end = &self.pending[place..];
+                self.strings.iter().any(|string| string.starts_with(end))
+            })
+            .unwrap_or(self.pending.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn filter(strings: &[&str]) -> StopFilter {
+        let strings: Vec<String> = strings.iter().map(|&s| s.to_owned()).collect();
+        StopFilter::new(&strings)
+    }
+
+    #[test]
+    fn text_that_may_become_a_stop_string_waits() {
+        let mut stop = filter(&["\nUser:", "END"]);
+        let mut push = |piece: &str| {
+            let Filtered { text, stop } = stop.push(piece);
+            (text, stop)
+        };
+        assert_eq!(push("Hello\n"), ("Hello".to_owned(), None));
+        assert_eq!(push("Us"), (String::new(), None));
+        assert_eq!(push("ually E"), ("\nUsually ".to_owned(), None));
+        assert_eq!(push("N"), (String::new(), None));
+        assert_eq!(push("Das"), (String::new(), Some(1)));
+        assert_eq!(push("more"), (String::new(), None));
+        assert_eq!(stop.finish(), "");
+    }
+
+    #[test]
+    fn what_was_held_back_comes_at_the_end() {
+        let mut stop = filter(&["xyz"]);
+        assert_eq!(stop.push("axy").text, "a");
+        assert_eq!(stop.finish(), "xy");
+        assert_eq!(filter(&[]).push("all").text, "all");
+    }
+
+    #[test]
+    fn the_string_that_is_complete_first_counts() {
+        let found = filter(&["abcd", "bc"]).push("xabcd");
+        assert_eq!((found.text.as_str(), found.stop), ("xa", Some(1)));
+        let found = filter(&["bc", "abc"]).push("xabc");
+        assert_eq!((found.text.as_str(), found.stop), ("x", Some(1)));
+    }
+
+    proptest! {
+        #[test]
+        fn the_pieces_do_not_matter(
+            text in "[abé]{0,20}",
+            strings in proptest::collection::vec("[abé]{1,3}", 0..3),
+            cuts in proptest::collection::vec(0usize..20, 0..6),
+        ) {
+            let whole = {
+                let mut stop = StopFilter::new(&strings);
+                let mut found = String::new();
+                let mut which = None;
+                // Character by character: nothing can be seen later than it is complete.
+                for c in text.chars() {
+                    let piece = stop.push(&c.to_string());
+                    found.push_str(&piece.text);
+                    which = which.or(piece.stop);
+                }
+                found.push_str(&stop.finish());
+                (found, which)
+            };
+            let characters: Vec<char> = text.chars().collect();
+            let mut cuts: Vec<usize> = cuts.into_iter().map(|c| c.min(characters.len())).collect();
+            cuts.extend([0, characters.len()]);
+            cuts.sort_unstable();
+            let mut stop = StopFilter::new(&strings);
+            let (mut found, mut which) = (String::new(), None);
+            for pair in cuts.windows(2) {
+                let piece: String = characters[pair[0]..pair[1]].iter().collect();
+                let piece = stop.push(&piece);
+                found.push_str(&piece.text);
+                which = which.or(piece.stop);
+            }
+            found.push_str(&stop.finish());
+            prop_assert!(!strings.iter().any(|s| found.contains(s.as_str())));
+            prop_assert_eq!((found, which), whole);
+        }
+    }
+}
