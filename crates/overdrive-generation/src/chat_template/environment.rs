@@ -1,0 +1,78 @@
+//! Jinja as transformers sets it up for chat templates.
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::{Environment, Error, ErrorKind};
+
+use super::python_json::tojson;
+
+/// The name under which a template is kept.
+pub(super) const NAME: &str = "chat_template";
+
+/// An environment that holds the one template.
+pub(super) fn environment(source: &str) -> Result<Environment<'static>, Error> {
+    let mut environment = Environment::new();
+    let syntax = SyntaxConfig::builder()
+        .trim_blocks(true)
+        .lstrip_blocks(true)
+        .build()?;
+    environment.set_syntax(syntax);
+    // A prompt is no HTML.
+    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.add_filter("tojson", tojson);
+    environment.add_function("raise_exception", |message: String| -> Result<(), Error> {
+        Err(Error::new(ErrorKind::InvalidOperation, message))
+    });
+    environment.add_function("strftime_now", strftime_now);
+    environment.add_template_owned(NAME, without_generation_tags(source))?;
+    Ok(environment)
+}
+
+/// The local time, in Python's format codes.
+fn strftime_now(format: &str) -> Result<String, Error> {
+    jiff::fmt::strtime::format(format, &jiff::Zoned::now())
+        .map_err(|error| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {error}")))
+}
+
+/// `{% generation %}` marks what the assistant said, for a loss mask. It writes nothing, and opens a
+/// scope: `{% with %}`.
+fn without_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(open) = rest.find("{%") {
+        let (before, tag) = rest.split_at(open);
+        out.push_str(before);
+        let Some(close) = tag.find("%}") else {
+            rest = tag;
+            break;
+        };
+        let inner = &tag[2..close];
+        let word = inner.trim_matches(|c: char| c.is_whitespace() || c == '-' || c == '+');
+        let plain = match word {
+            "generation" => Some("with"),
+            "endgeneration" => Some("endwith"),
+            _ => None,
+        };
+        out.push_str("{%");
+        match plain {
+            Some(plain) => out.push_str(&inner.replacen(word, plain, 1)),
+            None => out.push_str(inner),
+        }
+        out.push_str("%}");
+        rest = &tag[close + 2..];
+    }
+    out.push_str(rest);
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::without_generation_tags;
+
+    #[test]
+    fn generation_tags_become_scopes_and_nothing_else_changes() {
+        let source = "a{%- if x == '%' %}b{% generation -%} c {%- endgeneration %}{% set generation = 1 %}{%";
+        let want = "a{%- if x == '%' %}b{% with -%} c {%- endwith %}{% set generation = 1 %}{%";
+        assert_eq!(without_generation_tags(source), want);
+    }
+}

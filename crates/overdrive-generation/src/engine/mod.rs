@@ -1,0 +1,20 @@
+//! Continuous batching: many requests over one model and one paged cache.
+
+mod blocks;
+mod config;
+// The engine itself; the folder is named after what is built around it.
+#[expect(clippy::module_inception, reason = "the file holds the type of that name")]
+mod engine;
+mod handle;
+mod model;
+mod request;
+mod sample;
+mod scheduler;
+mod statistics;
+
+pub use config::EngineConfig;
+pub use engine::Engine;
+pub use handle::{EngineHandle, Events};
+pub use model::{CacheShape, EngineModel, RaggedStep};
+pub use request::{Completion, Event, Outcome, Request, RequestId};
+pub use statistics::{EngineStatistics, Latency};
