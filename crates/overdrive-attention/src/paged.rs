@@ -334,7 +334,8 @@ fn check_layout(layout: &PagedLayout<'_>, sizes: &Sizes) -> Result<()> {
             return error(name, format!("{count} of them for {texts} block tables"));
         }
     }
-    let queries = (layout.query_lengths.iter()).fold(0_usize, |sum, length| sum.saturating_add(*length));
+    let queries =
+        (layout.query_lengths.iter()).fold(0_usize, |sum, length| sum.saturating_add(*length));
     if i64::try_from(queries) != Ok(sizes.queries) {
         let problem = format!(
             "add up to {queries}, but there are {} queries",
