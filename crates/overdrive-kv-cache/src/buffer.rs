@@ -81,3 +81,10 @@ impl Buffer {
         u64::try_from(tokens).unwrap_or(0) * self.spec.bytes_per_token()
     }
 }
+
+/// A tensor of its own with the same elements.
+pub(crate) fn copied(tensor: &Tensor) -> std::result::Result<Tensor, tch::TchError> {
+    let mut copy = tensor.f_empty_like()?;
+    copy.f_copy_(tensor)?;
+    Ok(copy)
+}

@@ -39,6 +39,8 @@ mod file;
 mod growing;
 mod paged;
 mod saved;
+mod sliding;
+mod static_cache;
 
 pub use attend::{AttendOptions, attend_to_view};
 pub use cache::{KvCache, KvView};
@@ -46,3 +48,5 @@ pub use error::{Error, Result};
 pub use file::{load, save};
 pub use growing::{GrowingCache, GrowingCacheConfig};
 pub use paged::{PagedBatch, PagedCache, PagedCacheConfig, PagedStatistics, SequenceId};
+pub use sliding::{SlidingCache, SlidingCacheConfig};
+pub use static_cache::{StaticCache, StaticCacheConfig, StaticStep};

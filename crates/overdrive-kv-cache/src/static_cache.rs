@@ -1,0 +1,531 @@
+use tch::{Device, Kind, Tensor};
+
+use crate::attend::attend_to_view;
+use crate::buffer::Buffer;
+use crate::copy::copy_tokens;
+use crate::entries::{Entries, Spec, check_truncation};
+use crate::saved::{Saved, name_of};
+use crate::{AttendOptions, Error, KvCache, KvView, Result};
+
+/// The sizes of a [`StaticCache`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StaticCacheConfig {
+    /// Layers of the model; default 1.
+    pub layers: usize,
+    /// The most rows of a batch; default 1.
+    pub batch: i64,
+    /// The most tokens of a row (transformers' `max_cache_len`); default 2048.
+    pub max_len: i64,
+    /// Key/value heads; default 1.
+    pub kv_heads: i64,
+    /// Channels of a key; default 64.
+    pub head_dim: i64,
+    /// Channels of a value; default `None`: as a key.
+    pub value_dim: Option<i64>,
+    /// Element type; default f32.
+    pub kind: Kind,
+    /// Where it lies; default the CPU.
+    pub device: Device,
+}
+
+impl Default for StaticCacheConfig {
+    fn default() -> Self {
+        StaticCacheConfig {
+            layers: 1,
+            batch: 1,
+            max_len: 2048,
+            kv_heads: 1,
+            head_dim: 64,
+            value_dim: None,
+            kind: Kind::Float,
+            device: Device::Cpu,
+        }
+    }
+}
+
+/// A cache that is allocated once, for the largest batch and the longest text, and never moves.
+///
+/// Addresses, shapes and strides of its tensors stay the same as long as it lives, through
+/// [`reset`](KvCache::reset), [`truncate`](KvCache::truncate), [`reorder`](KvCache::reorder) and
+/// [`load_state`](KvCache::load_state); past its end it refuses with [`Error::Full`]. It takes
+/// `2 · layers · batch · max_len · kv_heads · head_dim` numbers from the beginning (transformers'
+/// `StaticCache`), so no step ever waits for memory.
+///
+/// # Captured steps
+///
+/// A CUDA graph replays a step with the addresses, shapes and kernel arguments that it was captured
+/// with, so a captured step may depend on nothing that the host decides: not on [`len`](KvCache::len),
+/// and not on a view that grows. [`at`](StaticCache::at) gives a cache that writes where a tensor on the
+/// device says, shows its whole length, and hides what lies behind each position by a mask that is
+/// computed on the device too. Capture one step with it; then for each token write the token and its
+/// position into the captured tensors, replay, and count it by [`advance`](StaticCache::advance).
+///
+/// ```
+/// use overdrive_kv_cache::{AttendOptions, KvCache, StaticCache, StaticCacheConfig};
+/// use tch::{Device, Kind, Tensor};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let config = StaticCacheConfig { max_len: 16, kv_heads: 2, head_dim: 8, ..Default::default() };
+/// let mut cache = StaticCache::new(config)?;
+/// let random = |tokens: i64| Tensor::randn([1, 2, tokens, 8], (Kind::Float, Device::Cpu));
+/// cache.append(0, &random(5), &random(5))?; // the prompt
+///
+/// let mut position = Tensor::from_slice(&[5i64]);
+/// let (query, keys, values) = (random(1), random(1), random(1));
+/// let captured = cache.at(&position)?.attend(0, &query, &keys, &values, &AttendOptions::default())?;
+/// cache.advance(1)?;
+/// assert_eq!((captured.size(), cache.len()), (vec![1, 2, 1, 8], 6));
+/// position.f_copy_(&Tensor::from_slice(&[6i64]))?; // and the next replay writes token 6
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct StaticCache {
+    config: StaticCacheConfig,
+    layers: Vec<Layer>,
+    /// Rows in use; `None` before the first append, which sets it.
+    batch: Option<i64>,
+    /// `0..max_len`, i64, for masks.
+    columns: Tensor,
+}
+
+#[derive(Debug)]
+struct Layer {
+    buffer: Buffer,
+    len: i64,
+}
+
+impl StaticCache {
+    /// A cache of zeros for the sizes of `config`.
+    ///
+    /// # Errors
+    /// When a size is less than 1, or memory runs out.
+    pub fn new(config: StaticCacheConfig) -> Result<StaticCache> {
+        let spec = config.spec()?;
+        let layer = |_| -> Result<Layer> {
+            let mut buffer = Buffer::new(spec, config.max_len)?;
+            // What a mask hides must be numbers: 0 · NaN is NaN.
+            let _same = (buffer.keys.f_zero_()?, buffer.values.f_zero_()?);
+            Ok(Layer { buffer, len: 0 })
+        };
+        Ok(StaticCache {
+            layers: (0..config.layers).map(layer).collect::<Result<_>>()?,
+            batch: None,
+            columns: Tensor::f_arange(config.max_len, (Kind::Int64, config.device))?,
+            config,
+        })
+    }
+
+    /// Its sizes.
+    pub fn config(&self) -> &StaticCacheConfig {
+        &self.config
+    }
+
+    /// The keys and values of `layer`, whole: `(batch, H, max_len, D)`.
+    ///
+    /// # Errors
+    /// When there is no such layer.
+    pub fn buffers(&self, layer: usize) -> Result<(&Tensor, &Tensor)> {
+        let held = self.layer(layer)?;
+        Ok((&held.buffer.keys, &held.buffer.values))
+    }
+
+    /// Writes the new keys and values of `layer` where `positions` (i64, on the cache's device) says,
+    /// `(T,)` for all rows or `(B, T)` for rows of different lengths, and returns a view of the whole
+    /// length. The host reads no number of it, so that the step can be captured; [`len`](KvCache::len)
+    /// does not change, see [`advance`](StaticCache::advance).
+    ///
+    /// A position outside `0..max_len` is an error on a CPU and undefined on a GPU, as for
+    /// `index_copy_`.
+    ///
+    /// # Errors
+    /// When shapes, kinds or devices do not fit.
+    pub fn append_at(
+        &mut self,
+        layer: usize,
+        keys: &Tensor,
+        values: &Tensor,
+        positions: &Tensor,
+    ) -> Result<KvView> {
+        let spec = self.layer(layer)?.buffer.spec;
+        let new = Entries::new(layer, keys, values)?;
+        let batch = self.check_rows(layer, &spec, &new)?;
+        self.check_positions(positions, batch, new.tokens)?;
+        let held = &self.layers[layer].buffer;
+        let rows = |tensor: &Tensor| tensor.f_narrow(0, 0, batch);
+        for (to, from) in [(&held.keys, new.keys), (&held.values, new.values)] {
+            let mut to = rows(to)?;
+            let _same = match positions.dim() {
+                1 => to.f_index_copy_(2, positions, from)?,
+                _ => {
+                    let places = positions.f_view([batch, 1, new.tokens, 1])?;
+                    to.f_scatter_(2, &places.f_expand(from.size(), false)?, from)?
+                }
+            };
+        }
+        self.batch = Some(batch);
+        Ok(KvView::new(rows(&held.keys)?, rows(&held.values)?))
+    }
+
+    /// What a query at each of `positions` sees of the whole length, bool: `(T, max_len)`, or
+    /// `(B, 1, T, max_len)` for positions `(B, T)`. With `window`, the last so many tokens.
+    ///
+    /// # Errors
+    /// An error of libtorch.
+    pub fn mask_at(&self, positions: &Tensor, window: Option<i64>) -> Result<Tensor> {
+        let places = match positions.dim() {
+            2 => positions.f_unsqueeze(1)?.f_unsqueeze(-1)?,
+            _ => positions.f_unsqueeze(-1)?,
+        };
+        let seen = self.columns.f_le_tensor(&places)?;
+        match window {
+            None => Ok(seen),
+            Some(window) => {
+                let first = places.f_sub_scalar(window)?;
+                Ok(seen.f_logical_and(&self.columns.f_gt_tensor(&first)?)?)
+            }
+        }
+    }
+
+    /// This cache as a [`KvCache`] for one step whose tokens stand at `positions`; see
+    /// [`append_at`](StaticCache::append_at). A model must be given the same positions for its rotary
+    /// embedding.
+    ///
+    /// # Errors
+    /// When `positions` is not i64 `(T,)` or `(B, T)` on the cache's device.
+    pub fn at(&mut self, positions: &Tensor) -> Result<StaticStep<'_>> {
+        let size = positions.size();
+        let (batch, tokens) = match *size.as_slice() {
+            [tokens] => (1, tokens),
+            [batch, tokens] => (batch, tokens),
+            _ => (0, 0),
+        };
+        self.check_positions(positions, batch, tokens)?;
+        Ok(StaticStep {
+            positions: positions.shallow_clone(),
+            masks: Vec::new(),
+            cache: self,
+        })
+    }
+
+    /// Counts `tokens` more, which [`append_at`](StaticCache::append_at) has written.
+    ///
+    /// # Errors
+    /// When they would not fit.
+    pub fn advance(&mut self, tokens: i64) -> Result<()> {
+        let held = self.len();
+        if tokens < 0 {
+            return Err(Error::NegativeLength { len: tokens });
+        }
+        self.check_room(held, tokens)?;
+        self.layers
+            .iter_mut()
+            .for_each(|layer| layer.len = held + tokens);
+        Ok(())
+    }
+
+    fn layer(&self, layer: usize) -> Result<&Layer> {
+        let layers = self.layers.len();
+        self.layers
+            .get(layer)
+            .ok_or(Error::NoSuchLayer { layer, layers })
+    }
+
+    fn check_room(&self, held: i64, new: i64) -> Result<()> {
+        if held + new > self.config.max_len {
+            return Err(Error::Full {
+                capacity: self.config.max_len,
+                held,
+                new,
+            });
+        }
+        Ok(())
+    }
+
+    /// The number of rows of `new`, which must be those in use, or fit where none are.
+    fn check_rows(&self, layer: usize, spec: &Spec, new: &Entries<'_>) -> Result<i64> {
+        let batch = match self.batch {
+            Some(batch) => batch,
+            None => new.spec.batch.min(spec.batch),
+        };
+        Spec { batch, ..*spec }.check_fit(layer, &new.spec)?;
+        Ok(batch)
+    }
+
+    fn check_positions(&self, positions: &Tensor, batch: i64, tokens: i64) -> Result<()> {
+        let size = positions.size();
+        let fits = size == [tokens] || size == [batch, tokens];
+        if !fits || positions.kind() != Kind::Int64 || positions.device() != self.config.device {
+            let (kind, device) = (positions.kind(), positions.device());
+            return Err(Error::BadConfig {
+                key: "positions",
+                found: format!("{kind:?} of shape {size:?} on {device:?}"),
+                expected: "i64 of shape (T,) or (B, T) on the device of the cache",
+            });
+        }
+        Ok(())
+    }
+}
+
+impl StaticCacheConfig {
+    fn spec(&self) -> Result<Spec> {
+        let value_dim = self.value_dim.unwrap_or(self.head_dim);
+        let sizes = [
+            ("batch", self.batch),
+            ("max_len", self.max_len),
+            ("kv_heads", self.kv_heads),
+            ("head_dim", self.head_dim),
+            ("value_dim", value_dim),
+        ];
+        if let Some((key, size)) = sizes.into_iter().find(|(_, size)| *size < 1) {
+            return Err(Error::BadConfig {
+                key,
+                found: size.to_string(),
+                expected: "at least 1",
+            });
+        }
+        Ok(Spec {
+            batch: self.batch,
+            heads: self.kv_heads,
+            key_dim: self.head_dim,
+            value_dim,
+            kind: self.kind,
+            device: self.device,
+        })
+    }
+}
+
+impl KvCache for StaticCache {
+    fn append(&mut self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<KvView> {
+        let held = self.layer(layer)?;
+        let (spec, len) = (held.buffer.spec, held.len);
+        let new = Entries::new(layer, keys, values)?;
+        let batch = self.check_rows(layer, &spec, &new)?;
+        self.check_room(len, new.tokens)?;
+        self.batch = Some(batch);
+        let held = &mut self.layers[layer];
+        held.buffer.write(len, &new, 0, new.tokens)?;
+        held.len += new.tokens;
+        let (keys, values) = held.buffer.view(0, held.len)?;
+        if batch == spec.batch {
+            return Ok(KvView::new(keys, values));
+        }
+        let rows = |tensor: Tensor| tensor.f_narrow(0, 0, batch);
+        Ok(KvView::new(rows(keys)?, rows(values)?))
+    }
+
+    fn layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    fn len(&self) -> i64 {
+        let lens = self.layers.iter().map(|layer| layer.len);
+        lens.min().unwrap_or(0)
+    }
+
+    fn max_len(&self) -> Option<i64> {
+        Some(self.config.max_len)
+    }
+
+    fn truncate(&mut self, len: i64) -> Result<()> {
+        check_truncation(len, self.len())?;
+        self.layers.iter_mut().for_each(|layer| layer.len = len);
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.layers.iter_mut().for_each(|layer| layer.len = 0);
+        self.batch = None;
+    }
+
+    fn reorder(&mut self, rows: &Tensor) -> Result<()> {
+        let Some(held) = self.batch else {
+            return Ok(());
+        };
+        let most = self.config.batch;
+        let batch = i64::try_from(rows.numel()).unwrap_or(i64::MAX);
+        if batch > most {
+            return Err(Error::Full {
+                capacity: most,
+                held,
+                new: batch - held,
+            });
+        }
+        // The first layer finds a bad index before anything is written.
+        for layer in &self.layers {
+            for buffer in [&layer.buffer.keys, &layer.buffer.values] {
+                let filled = buffer.f_narrow(2, 0, layer.len)?;
+                let picked = filled.f_narrow(0, 0, held)?.f_index_select(0, rows)?;
+                filled.f_narrow(0, 0, batch)?.f_copy_(&picked)?;
+            }
+        }
+        self.batch = Some(batch);
+        Ok(())
+    }
+
+    fn fork(&self) -> Result<Box<dyn KvCache>> {
+        let mut fork = StaticCache::new(self.config.clone())?;
+        for (to, from) in fork.layers.iter_mut().zip(&self.layers) {
+            let (keys, values) = from.buffer.view(0, from.len)?;
+            copy_tokens(&to.buffer.keys, 0, &keys, (0, from.len))?;
+            copy_tokens(&to.buffer.values, 0, &values, (0, from.len))?;
+            to.len = from.len;
+        }
+        fork.batch = self.batch;
+        Ok(Box::new(fork))
+    }
+
+    fn bytes(&self) -> u64 {
+        self.layers.iter().map(|layer| layer.buffer.bytes()).sum()
+    }
+
+    fn bytes_per_token(&self) -> f64 {
+        let layers = self.layers.iter();
+        layers
+            .map(|layer| layer.buffer.spec.bytes_per_token() as f64)
+            .sum()
+    }
+
+    fn settings(&self) -> Vec<(&'static str, String)> {
+        vec![
+            ("cache", "static".to_owned()),
+            ("layers", self.layers.len().to_string()),
+        ]
+    }
+
+    fn state(&self) -> Result<Vec<(String, Tensor)>> {
+        let mut state = Vec::new();
+        for (number, layer) in self.layers.iter().enumerate() {
+            let (keys, values) = layer.buffer.view(0, layer.len)?;
+            for (name, tensor) in [("keys", keys), ("values", values)] {
+                let rows = tensor.f_narrow(0, 0, self.batch.unwrap_or(0))?;
+                state.push((name_of(number, name), rows));
+            }
+        }
+        Ok(state)
+    }
+
+    fn load_state(&mut self, state: &[(String, Tensor)]) -> Result<()> {
+        let mut saved = Saved::new(state);
+        let mut found = Vec::new();
+        // Everything is checked before anything is written.
+        for (number, layer) in self.layers.iter().enumerate() {
+            let Some([keys, values]) = saved.take_all(number, ["keys", "values"])? else {
+                continue;
+            };
+            let new = Entries::new(number, keys, values)?;
+            let spec = layer.buffer.spec;
+            let batch = new.spec.batch.min(spec.batch);
+            Spec { batch, ..spec }.check_fit(number, &new.spec)?;
+            self.check_room(0, new.tokens)?;
+            found.push((number, new));
+        }
+        saved.finish()?;
+        self.reset();
+        for (number, new) in found {
+            let layer = &mut self.layers[number];
+            layer.buffer.write(0, &new, 0, new.tokens)?;
+            layer.len = new.tokens;
+            // A cache without a batch is saved as one of no rows.
+            self.batch = Some(new.spec.batch).filter(|rows| *rows > 0);
+        }
+        Ok(())
+    }
+}
+
+/// A [`StaticCache`] for one step at positions that a tensor holds: [`StaticCache::at`].
+///
+/// [`attend`](KvCache::attend) reads the whole length under a mask; a mask of the caller's own has
+/// `max_len` columns. [`len`](KvCache::len) is that of the cache before the step.
+#[derive(Debug)]
+pub struct StaticStep<'a> {
+    cache: &'a mut StaticCache,
+    positions: Tensor,
+    /// For each window that a layer had: most models have one or two.
+    masks: Vec<(Option<i64>, Tensor)>,
+}
+
+impl KvCache for StaticStep<'_> {
+    fn append(&mut self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<KvView> {
+        self.cache.append_at(layer, keys, values, &self.positions)
+    }
+
+    fn attend(
+        &mut self,
+        layer: usize,
+        query: &Tensor,
+        keys: &Tensor,
+        values: &Tensor,
+        options: &AttendOptions<'_>,
+    ) -> Result<Tensor> {
+        let view = self.append(layer, keys, values)?;
+        if options.mask.is_some() {
+            return attend_to_view(query, &view, options);
+        }
+        let known = self
+            .masks
+            .iter()
+            .position(|(window, _)| *window == options.window);
+        let place = match known {
+            Some(place) => place,
+            None => {
+                let mask = self.cache.mask_at(&self.positions, options.window)?;
+                self.masks.push((options.window, mask));
+                self.masks.len() - 1
+            }
+        };
+        let options = AttendOptions {
+            mask: Some(&self.masks[place].1),
+            ..*options
+        };
+        attend_to_view(query, &view, &options)
+    }
+
+    fn layers(&self) -> usize {
+        self.cache.layers()
+    }
+
+    fn len(&self) -> i64 {
+        self.cache.len()
+    }
+
+    fn max_len(&self) -> Option<i64> {
+        self.cache.max_len()
+    }
+
+    fn truncate(&mut self, len: i64) -> Result<()> {
+        self.cache.truncate(len)
+    }
+
+    fn reset(&mut self) {
+        self.cache.reset();
+    }
+
+    fn reorder(&mut self, rows: &Tensor) -> Result<()> {
+        self.cache.reorder(rows)
+    }
+
+    fn fork(&self) -> Result<Box<dyn KvCache>> {
+        self.cache.fork()
+    }
+
+    fn bytes(&self) -> u64 {
+        self.cache.bytes()
+    }
+
+    fn bytes_per_token(&self) -> f64 {
+        self.cache.bytes_per_token()
+    }
+
+    fn settings(&self) -> Vec<(&'static str, String)> {
+        self.cache.settings()
+    }
+
+    fn state(&self) -> Result<Vec<(String, Tensor)>> {
+        self.cache.state()
+    }
+
+    fn load_state(&mut self, state: &[(String, Tensor)]) -> Result<()> {
+        self.cache.load_state(state)
+    }
+}
