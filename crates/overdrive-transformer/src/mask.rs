@@ -22,7 +22,10 @@ impl Mask {
     ) -> Result<Mask> {
         let Shape { tokens, past, .. } = shape;
         let keys = past + tokens;
-        let window = window.filter(|&window| window < keys);
+        let window = match window {
+            Some(window) if window < keys || window < last_position(input)? + 1 => Some(window),
+            _ => None,
+        };
         let Some(padding) = input.attention_mask else {
             return Ok(Mask::Causal { window });
         };
@@ -38,6 +41,15 @@ impl Mask {
             Mask::Causal { window } => Mask::Causal { window: *window },
             Mask::Marked(marked) => Mask::Marked(marked.shallow_clone()),
         }
+    }
+}
+
+/// The last of the given positions, -1 if there are none: the length of the longest text, which a cache
+/// of several texts does not count as past tokens.
+fn last_position(input: &ForwardInput<'_>) -> Result<i64> {
+    match (input.position_ids, &input.cache) {
+        (Some(positions), Some(_)) => Ok(i64::try_from(positions.f_max()?)?),
+        _ => Ok(-1),
     }
 }
 
