@@ -69,11 +69,14 @@ pub(crate) fn attend(
     options: &AttendOptions,
 ) -> Result<Tensor> {
     let mixed = match options.implementation {
-        AttentionImplementation::Sdpa => sdpa(query, key, value, mask, options)?,
+        // libtorch's own attention knows no bound of scores.
+        AttentionImplementation::Sdpa if options.softcap.is_none() => {
+            sdpa(query, key, value, mask, options)?
+        }
         AttentionImplementation::Eager => {
             with_backend(Backend::Math, query, key, value, mask, options)?
         }
-        AttentionImplementation::Flash => {
+        AttentionImplementation::Flash | AttentionImplementation::Sdpa => {
             with_backend(Backend::Auto, query, key, value, mask, options)?
         }
     };

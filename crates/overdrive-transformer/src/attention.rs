@@ -25,9 +25,13 @@ pub(crate) struct AttentionStep<'a, 'c> {
 pub(crate) struct RotaryAttention {
     qkv: JointLinear,
     o: Linear,
-    /// Qwen3: queries and keys are normalised head by head.
+    /// Qwen3 and Gemma 3: queries and keys are normalised head by head.
     norms: Option<(RmsNorm, RmsNorm)>,
     shape: QkvShape,
+    /// What scores are multiplied by; `None` is 1/sqrt(D).
+    scale: Option<f64>,
+    /// Bound of the scores.
+    softcap: Option<f64>,
 }
 
 impl RotaryAttention {
@@ -49,13 +53,8 @@ impl RotaryAttention {
             &format!("{prefix}.o_proj"),
             config.output_bias(),
         )?;
-        let mut norm = |name: &str| {
-            RmsNorm::take(
-                parameters,
-                &format!("{prefix}.{name}_norm"),
-                config.rms_norm_eps,
-            )
-        };
+        let mut norm =
+            |name: &str| RmsNorm::take(parameters, &format!("{prefix}.{name}_norm"), config);
         let norms = config
             .qk_norm()
             .then(|| Ok::<_, crate::Error>((norm("q")?, norm("k")?)));
@@ -68,6 +67,8 @@ impl RotaryAttention {
                 kv_heads: config.kv_heads(),
                 head_dim: config.head_dim(),
             },
+            scale: config.attention_scale(),
+            softcap: config.attention_softcap(),
         })
     }
 
@@ -81,8 +82,8 @@ impl RotaryAttention {
         let options = AttendOptions {
             implementation: step.execution.attention,
             dropout: step.dropout,
-            scale: None,
-            softcap: None,
+            scale: self.scale,
+            softcap: self.softcap,
         };
         let cache = step.cache.map(|cache| (step.layer, cache));
         let mixed = attend_with_cache(&query, &key, &value, step.mask, &options, cache)?;

@@ -50,6 +50,8 @@ pub struct CausalLm {
     backbone: Backbone,
     /// `(V, C)`; the embedding itself where the two are tied.
     head: Tensor,
+    /// Bound of the logits.
+    softcap: Option<f64>,
     execution: Execution,
     training: bool,
     generation_config: Option<Map<String, Value>>,
@@ -140,6 +142,7 @@ impl CausalLm {
             parameters,
             backbone,
             head,
+            softcap: config.logit_softcap(),
             execution: Execution::default(),
             training: false,
             generation_config: None,
@@ -187,17 +190,22 @@ impl CausalLm {
     /// # Errors
     /// An error of libtorch.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
-        if self.execution.fused_kernels {
-            return Ok(overdrive_fused::linear(hidden, &self.head, None)?);
+        let logits = if self.execution.fused_kernels {
+            overdrive_fused::linear(hidden, &self.head, None)?
+        } else {
+            hidden.f_linear(&self.head, None::<&Tensor>)?
+        };
+        match self.softcap {
+            None => Ok(logits),
+            Some(cap) => bounded(logits, cap),
         }
-        Ok(hidden.f_linear(&self.head, None::<&Tensor>)?)
     }
 
     /// The summed cross-entropy of `input_ids (B, T)` against `labels (B, T)`, both i64, and the
     /// number of tokens it counts; labels of [`IGNORE_INDEX`](crate::IGNORE_INDEX) do not count.
     ///
     /// With [`Execution::fused_kernels`] the logits are made, and turned into gradients, a part at a
-    /// time, and never held as a whole.
+    /// time, and never held as a whole, except those of a model that bounds them (Gemma 2).
     ///
     /// A sum and a count, so that gradient accumulation can weight micro-batches by their tokens;
     /// [`LossOutput::mean`] is transformers' loss.
@@ -211,7 +219,8 @@ impl CausalLm {
         shift: LabelShift,
     ) -> Result<LossOutput> {
         let input = ForwardInput::new(input_ids);
-        if !self.execution.fused_kernels {
+        // The fused loss makes logits of its own, without a bound.
+        if !self.execution.fused_kernels || self.softcap.is_some() {
             return causal_lm_loss(&self.forward(input)?, labels, shift);
         }
         // Checked here: a wrong label should not cost a forward pass.
@@ -285,6 +294,28 @@ impl CausalLm {
         }
     }
 
+    /// How many tokens each layer sees, its own included: its sliding window, or `None` where it sees
+    /// all. What a cache need keep.
+    pub fn layer_windows(&self) -> Vec<Option<i64>> {
+        match &self.backbone {
+            Backbone::Llama(model) => model.windows(),
+            Backbone::Gpt2(model) => vec![None; model.layers()],
+        }
+    }
+
+    /// The inverse frequencies `(D/2,)` of the rotary positions of `layer`: a key at position `p` was
+    /// turned by the angles `p · inv_freq`, channel `i` with channel `i + D/2`, so a cache can turn it
+    /// on to another position. `None` where positions are learned (GPT-2) or there is no such layer.
+    ///
+    /// Of a model with dynamic or LongRoPE scaling these are the frequencies within the original
+    /// context.
+    pub fn rotary_inverse_frequencies(&self, layer: usize) -> Option<&[f32]> {
+        match &self.backbone {
+            Backbone::Llama(model) => model.inverse_frequencies(layer),
+            Backbone::Gpt2(_) => None,
+        }
+    }
+
     /// Where the parameters are.
     pub fn device(&self) -> Device {
         self.head.device()
@@ -322,6 +353,12 @@ impl CausalLm {
             // Padding takes places and no positions.
             Some(ids) => i64::try_from(ids.f_max()?)? + 1,
         };
+        let rotary = matches!(self.backbone, Backbone::Llama(_));
+        let span = input.cache.as_ref().and_then(|cache| cache.span());
+        if rotary && span.is_some_and(|span| span <= limit) {
+            // No two tokens that see each other are further apart than the model knows.
+            return Ok(());
+        }
         if positions > limit {
             return Err(Error::ContextExceeded {
                 positions,
@@ -331,4 +368,16 @@ impl CausalLm {
         }
         Ok(())
     }
+}
+
+/// `cap · tanh(logits / cap)`.
+fn bounded(mut logits: Tensor, cap: f64) -> Result<Tensor> {
+    if logits.requires_grad() {
+        return Ok(logits.f_div_scalar(cap)?.f_tanh()?.f_mul_scalar(cap)?);
+    }
+    // A product of ours that nobody else holds.
+    let _same = logits.f_div_scalar_(cap)?;
+    let _same = logits.f_tanh_()?;
+    let _same = logits.f_mul_scalar_(cap)?;
+    Ok(logits)
 }

@@ -75,7 +75,9 @@ mod rope;
 
 pub use causal_lm::{CausalLm, InitOptions};
 pub use checkpoint::{CheckpointProblems, LoadOptions, LoadProgress, Misshapen, SaveOptions};
-pub use config::{Gpt2Config, LayerType, LlamaConfig, LlamaFamily, ModelConfig, RopeScaling};
+pub use config::{
+    Gpt2Config, LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig, RopeScaling, Yarn,
+};
 pub use error::{Error, Result};
 pub use execution::{AttentionImplementation, Execution};
 pub use init::Init;

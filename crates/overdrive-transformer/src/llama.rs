@@ -2,7 +2,7 @@ use std::ops::Range;
 
 use overdrive_checkpointing::{Shared, checkpoint};
 use overdrive_kv_cache::KvCache;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::attention::{AttentionStep, RotaryAttention};
 use crate::input::{ForwardInput, Shape};
@@ -17,20 +17,33 @@ use crate::{Execution, Init, LlamaConfig, Logits, Result};
 #[derive(Debug)]
 pub(crate) struct Llama {
     pub(crate) embedding: Tensor,
+    /// Gemma: what embeddings are multiplied by.
+    embedding_scale: Option<f64>,
     blocks: Vec<Shared<Block>>,
-    /// The sliding window of each block.
-    windows: Vec<Option<i64>>,
+    plans: Vec<Plan>,
     norm: RmsNorm,
     rotary: Rotary,
+    /// Gemma 3: that of sliding blocks.
+    local_rotary: Option<Rotary>,
     dropout: f64,
+}
+
+/// What a block attends to, and how it turns.
+#[derive(Debug, Clone, Copy)]
+struct Plan {
+    window: Option<i64>,
+    local_rotary: bool,
 }
 
 #[derive(Debug)]
 struct Block {
     input_norm: RmsNorm,
     attention: RotaryAttention,
-    post_attention_norm: RmsNorm,
+    /// That before the feed-forward half.
+    mlp_norm: RmsNorm,
     mlp: GatedMlp,
+    /// Gemma: those of what attention and the feed-forward half add to the stream.
+    output_norms: Option<(RmsNorm, RmsNorm)>,
 }
 
 /// The parameters of a Llama in the order of transformers' `named_parameters`.
@@ -43,6 +56,10 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
     let (queries, keys) = (config.num_attention_heads * head, config.kv_heads() * head);
     let normal = Init::Normal {
         std: config.initializer_range,
+    };
+    let one = match config.norm_adds_one() {
+        true => Init::Zeros,
+        false => Init::Ones,
     };
     let mut all = Vec::new();
     let mut add = |name: String, shape: &[i64], init| {
@@ -68,7 +85,7 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
         if config.qk_norm() {
             for name in ["q_norm", "k_norm"] {
                 let name = format!("model.layers.{layer}.self_attn.{name}.weight");
-                add(name, &[head], Init::Ones);
+                add(name, &[head], one);
             }
         }
         let mut linear = |name: &str, output, input| {
@@ -81,15 +98,22 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
         linear("gate_proj", inner, hidden);
         linear("up_proj", inner, hidden);
         linear("down_proj", hidden, inner);
-        for name in ["input_layernorm", "post_attention_layernorm"] {
+        let outputs = match config.output_norms() {
+            true => ["pre_feedforward_layernorm", "post_feedforward_layernorm"].as_slice(),
+            false => &[],
+        };
+        for name in ["input_layernorm", "post_attention_layernorm"]
+            .iter()
+            .chain(outputs)
+        {
             add(
                 format!("model.layers.{layer}.{name}.weight"),
                 &[hidden],
-                Init::Ones,
+                one,
             );
         }
     }
-    add("model.norm.weight".to_owned(), &[hidden], Init::Ones);
+    add("model.norm.weight".to_owned(), &[hidden], one);
     if !config.tie_word_embeddings {
         add(
             "lm_head.weight".to_owned(),
@@ -119,25 +143,55 @@ impl Llama {
     }
 
     pub(crate) fn take(parameters: &mut ParameterMap, config: &LlamaConfig) -> Result<Llama> {
-        let eps = config.rms_norm_eps;
         let embedding = parameters.take("model.embed_tokens.weight")?;
+        let embedding_scale = config.embedding_scale();
+        // As transformers does, in the precision of the model.
+        let embedding_scale = embedding_scale
+            .map(|scale| rounded(scale, embedding.kind()))
+            .transpose()?;
         let block = |layer| {
             let prefix = format!("model.layers.{layer}");
-            let mut norm = |name: &str| RmsNorm::take(parameters, &format!("{prefix}.{name}"), eps);
+            let mut norm =
+                |name: &str| RmsNorm::take(parameters, &format!("{prefix}.{name}"), config);
+            let input_norm = norm("input_layernorm")?;
+            let after_attention = norm("post_attention_layernorm")?;
+            let (mlp_norm, output_norms) = if config.output_norms() {
+                let after_mlp = norm("post_feedforward_layernorm")?;
+                let before_mlp = norm("pre_feedforward_layernorm")?;
+                (before_mlp, Some((after_attention, after_mlp)))
+            } else {
+                (after_attention, None)
+            };
             Ok(Shared::new(Block {
-                input_norm: norm("input_layernorm")?,
-                post_attention_norm: norm("post_attention_layernorm")?,
+                input_norm,
+                mlp_norm,
+                output_norms,
                 attention: RotaryAttention::take(parameters, &prefix, config)?,
                 mlp: GatedMlp::take(parameters, &prefix, config)?,
             }))
         };
         let layers = 0..config.num_hidden_layers;
+        let plans: Vec<Plan> = layers
+            .clone()
+            .map(|layer| Plan {
+                window: config.window(layer),
+                local_rotary: config.rotates_locally(layer),
+            })
+            .collect();
+        let rotary = |theta, scaling| {
+            let context = config.max_position_embeddings;
+            Rotary::new(config.head_dim(), theta, scaling, context)
+        };
+        let local = plans.iter().any(|plan| plan.local_rotary);
+        let local = local.then(|| rotary(config.rope_local_base_freq, &config.rope_local_scaling));
         Ok(Llama {
             embedding,
-            windows: layers.clone().map(|layer| config.window(layer)).collect(),
+            embedding_scale,
+            plans,
             blocks: layers.map(block).collect::<Result<_>>()?,
-            norm: RmsNorm::take(parameters, "model.norm", eps)?,
-            rotary: Rotary::new(config)?,
+            norm: RmsNorm::take(parameters, "model.norm", config)?,
+            rotary: rotary(config.rope_theta, &config.rope_scaling)?,
+            local_rotary: local.transpose()?,
             dropout: config.attention_dropout,
         })
     }
@@ -150,16 +204,19 @@ impl Llama {
         execution: &Execution,
         training: bool,
     ) -> Result<Tensor> {
+        let rotation = |rotary: &Rotary| rotary.rotation(input, shape, self.embedding.kind());
         let context = Context {
-            rotation: self.rotary.rotation(input, shape, self.embedding.kind())?,
+            rotation: rotation(&self.rotary)?,
+            local_rotation: self.local_rotary.as_ref().map(rotation).transpose()?,
             masks: self.masks(input, shape)?,
             dropout: if training { self.dropout } else { 0.0 },
             execution: execution.clone(),
         };
-        let mut stream = Stream {
-            x: Tensor::f_embedding(&self.embedding, input.input_ids, -1, false, false)?,
-            delta: None,
-        };
+        let mut x = Tensor::f_embedding(&self.embedding, input.input_ids, -1, false, false)?;
+        if let Some(scale) = self.embedding_scale {
+            x = x.f_mul_scalar(scale)?;
+        }
+        let mut stream = Stream { x, delta: None };
         for group in execution.checkpointing.groups(self.blocks.len())? {
             stream = if group.checkpointed && input.cache.is_none() {
                 self.recomputed(group.blocks, &stream, &context)?
@@ -179,7 +236,7 @@ impl Llama {
         mut cache: Option<&mut (dyn KvCache + '_)>,
     ) -> Result<Stream> {
         for layer in blocks {
-            let step = context.step(layer, self.windows[layer], cache.as_deref_mut());
+            let step = context.step(layer, self.plans[layer], cache.as_deref_mut());
             stream = self.blocks[layer].with(|block| block.forward(stream, step))?;
         }
         Ok(stream)
@@ -193,7 +250,7 @@ impl Llama {
         context: &Context,
     ) -> Result<Stream> {
         let members: Vec<_> = blocks
-            .map(|layer| (layer, self.windows[layer], self.blocks[layer].clone()))
+            .map(|layer| (layer, self.plans[layer], self.blocks[layer].clone()))
             .collect();
         let (options, context) = (&context.execution.checkpoint_options, context.share());
         // Summed outside and inside: one tensor is kept, not two.
@@ -202,8 +259,8 @@ impl Llama {
                 x: inputs[0].shallow_clone(),
                 delta: None,
             };
-            for (layer, window, block) in &members {
-                let step = context.step(*layer, *window, None);
+            for (layer, plan, block) in &members {
+                let step = context.step(*layer, *plan, None);
                 stream = block.with(|block| block.forward(stream, step))?;
             }
             Ok(stream.sum()?)
@@ -215,8 +272,22 @@ impl Llama {
         self.blocks.len()
     }
 
+    /// The sliding window of each block.
+    pub(crate) fn windows(&self) -> Vec<Option<i64>> {
+        self.plans.iter().map(|plan| plan.window).collect()
+    }
+
+    /// The inverse frequencies of the rotary positions of a block.
+    pub(crate) fn inverse_frequencies(&self, layer: usize) -> Option<&[f32]> {
+        let rotary = match &self.local_rotary {
+            Some(local) if self.plans.get(layer)?.local_rotary => local,
+            _ => &self.rotary,
+        };
+        (layer < self.plans.len()).then(|| rotary.inverse_frequencies())
+    }
+
     fn masks(&self, input: &ForwardInput<'_>, shape: Shape) -> Result<Masks> {
-        let window = self.windows.iter().flatten().next().copied();
+        let window = self.plans.iter().find_map(|plan| plan.window);
         Ok(Masks {
             full: Mask::causal(input, shape, None)?,
             sliding: window
@@ -226,9 +297,16 @@ impl Llama {
     }
 }
 
+/// `number` in the precision of `kind`.
+fn rounded(number: f64, kind: Kind) -> Result<f64> {
+    let one = Tensor::f_from_slice(&[number])?.f_to_kind(kind)?;
+    Ok(f64::try_from(one.f_get(0)?)?)
+}
+
 /// What all blocks of a forward pass share.
 struct Context {
     rotation: Rotation,
+    local_rotation: Option<Rotation>,
     masks: Masks,
     dropout: f64,
     execution: Execution,
@@ -238,13 +316,14 @@ impl Context {
     fn step<'a, 'c>(
         &'a self,
         layer: usize,
-        window: Option<i64>,
+        plan: Plan,
         cache: Option<&'a mut (dyn KvCache + 'c)>,
     ) -> AttentionStep<'a, 'c> {
+        let local = self.local_rotation.as_ref().filter(|_| plan.local_rotary);
         AttentionStep {
             layer,
-            rotation: &self.rotation,
-            mask: self.masks.of(window),
+            rotation: local.unwrap_or(&self.rotation),
+            mask: self.masks.of(plan.window),
             cache,
             dropout: self.dropout,
             execution: &self.execution,
@@ -254,6 +333,7 @@ impl Context {
     fn share(&self) -> Context {
         Context {
             rotation: self.rotation.share(),
+            local_rotation: self.local_rotation.as_ref().map(Rotation::share),
             masks: Masks {
                 full: self.masks.full.share(),
                 sliding: self.masks.sliding.as_ref().map(Mask::share),
@@ -301,9 +381,15 @@ impl Block {
     fn forward(&self, stream: Stream, step: AttentionStep<'_, '_>) -> Result<Stream> {
         let fused = step.execution.fused_kernels;
         let (normalised, x) = stream.normalised(&self.input_norm, fused)?;
-        let mixed = self.attention.forward(&normalised, step)?;
-        let (normalised, x) = self.post_attention_norm.forward_sum(&x, &mixed, fused)?;
-        let delta = self.mlp.forward(&normalised, fused)?;
+        let mut mixed = self.attention.forward(&normalised, step)?;
+        if let Some((after_attention, _)) = &self.output_norms {
+            mixed = after_attention.forward(&mixed, fused)?;
+        }
+        let (normalised, x) = self.mlp_norm.forward_sum(&x, &mixed, fused)?;
+        let mut delta = self.mlp.forward(&normalised, fused)?;
+        if let Some((_, after_mlp)) = &self.output_norms {
+            delta = after_mlp.forward(&delta, fused)?;
+        }
         Ok(Stream {
             x,
             delta: Some(delta),

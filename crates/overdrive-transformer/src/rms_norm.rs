@@ -1,29 +1,45 @@
+use std::cell::RefCell;
+
 use tch::{Device, Kind, Tensor};
 
-use crate::Result;
 use crate::parameters::ParameterMap;
+use crate::{LlamaConfig, Result};
 
 /// Root-mean-square normalisation of the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
 #[derive(Debug)]
 pub(crate) struct RmsNorm {
     weight: Tensor,
     eps: f64,
+    /// Gemma multiplies by `1 + weight`.
+    gain: Option<Gain>,
 }
 
 impl RmsNorm {
-    pub(crate) fn take(parameters: &mut ParameterMap, name: &str, eps: f64) -> Result<RmsNorm> {
+    pub(crate) fn take(
+        parameters: &mut ParameterMap,
+        name: &str,
+        config: &LlamaConfig,
+    ) -> Result<RmsNorm> {
         Ok(RmsNorm {
             weight: parameters.take(&format!("{name}.weight"))?,
-            eps,
+            eps: config.rms_norm_eps,
+            gain: config.norm_adds_one().then(Gain::default),
         })
     }
 
     /// `x` normalised.
     pub(crate) fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
-        if fused {
-            return Ok(overdrive_fused::rms_norm(x, &self.weight, self.eps)?);
-        }
-        composed(x, &self.weight, self.eps)
+        let Some(gain) = &self.gain else {
+            return normalised(x, &self.weight, self.eps, fused);
+        };
+        // Multiplied in fp32, and rounded after that: `1 + weight` itself would lose the weight's last
+        // bits in a low precision.
+        let wide = match x.kind() {
+            Kind::Half | Kind::BFloat16 => x.f_to_kind(Kind::Float)?,
+            _ => x.shallow_clone(),
+        };
+        let normalised = normalised(&wide, &gain.of(&self.weight)?, self.eps, fused)?;
+        Ok(normalised.f_to_kind(x.kind())?)
     }
 
     /// `x + delta` normalised, and the sum.
@@ -33,17 +49,58 @@ impl RmsNorm {
         delta: &Tensor,
         fused: bool,
     ) -> Result<(Tensor, Tensor)> {
-        if fused {
-            return Ok(overdrive_fused::add_rms_norm(
-                delta,
-                x,
-                &self.weight,
-                self.eps,
-            )?);
-        }
-        let sum = x.f_add(delta)?;
-        Ok((composed(&sum, &self.weight, self.eps)?, sum))
+        let low = |tensor: &Tensor| matches!(tensor.kind(), Kind::Half | Kind::BFloat16);
+        let weight = match &self.gain {
+            Some(gain) if fused && !low(x) => gain.of(&self.weight)?,
+            None if fused => self.weight.shallow_clone(),
+            _ => {
+                let sum = x.f_add(delta)?;
+                return Ok((self.forward(&sum, fused)?, sum));
+            }
+        };
+        Ok(overdrive_fused::add_rms_norm(delta, x, &weight, self.eps)?)
     }
+}
+
+/// `1 + weight`, kept where it cannot have changed.
+#[derive(Debug, Default)]
+struct Gain(RefCell<Option<(i64, Tensor)>>);
+
+impl Gain {
+    /// At least in fp32.
+    fn of(&self, weight: &Tensor) -> Result<Tensor> {
+        let compute = || -> Result<Tensor> {
+            let wide = match weight.kind() {
+                Kind::Half | Kind::BFloat16 => weight.f_to_kind(Kind::Float)?,
+                _ => weight.shallow_clone(),
+            };
+            Ok(wide.f_add_scalar(1.0)?)
+        };
+        // A parameter that is trained gets its gradient through the sum. It is not kept without a graph
+        // either: optimizers write to parameters without libtorch's counting it.
+        if weight.requires_grad() {
+            return compute();
+        }
+        let Ok(version) = weight.f_internal_version() else {
+            return compute(); // made in inference mode, where nothing is counted
+        };
+        let mut kept = self.0.borrow_mut();
+        match kept.as_ref() {
+            Some((of, gain)) if *of == version => Ok(gain.shallow_clone()),
+            _ => {
+                let gain = compute()?;
+                *kept = Some((version, gain.shallow_clone()));
+                Ok(gain)
+            }
+        }
+    }
+}
+
+fn normalised(x: &Tensor, weight: &Tensor, eps: f64, fused: bool) -> Result<Tensor> {
+    if fused {
+        return Ok(overdrive_fused::rms_norm(x, weight, eps)?);
+    }
+    composed(x, weight, eps)
 }
 
 /// `weight · x / sqrt(mean(x²) + eps)` in libtorch's operators; the statistics are fp32 for a

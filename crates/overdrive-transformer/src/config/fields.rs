@@ -16,6 +16,11 @@ impl Fields {
         self.0.remove(key).filter(|value| !value.is_null())
     }
 
+    /// The value that [`Fields::take`] would take.
+    pub(crate) fn peek(&self, key: &str) -> Option<&Value> {
+        self.0.get(key).filter(|value| !value.is_null())
+    }
+
     /// Like [`Fields::take`] for a key where `null` means something else than absence.
     pub(crate) fn take_nullable(&mut self, key: &str) -> Option<Option<Value>> {
         self.0

@@ -1,75 +1,10 @@
 use serde_json::{Map, Value, json};
 
+use super::family::{LayerType, LlamaFamily, layer_types};
 use super::fields::{Fields, bad, ids_to_json};
 use super::rope_scaling::RopeScaling;
 use crate::activation::activation_named;
 use crate::{Error, Result};
-
-/// Which member of the family a [`LlamaConfig`] is; they differ in biases, norms and windows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum LlamaFamily {
-    /// Llama 1 to 3.
-    #[default]
-    Llama,
-    /// Mistral: every layer may have a sliding window.
-    Mistral,
-    /// Qwen2: biases on query, key and value.
-    Qwen2,
-    /// Qwen3: queries and keys are normalised head by head.
-    Qwen3,
-}
-
-impl LlamaFamily {
-    /// The `model_type` of transformers.
-    pub fn model_type(self) -> &'static str {
-        match self {
-            LlamaFamily::Llama => "llama",
-            LlamaFamily::Mistral => "mistral",
-            LlamaFamily::Qwen2 => "qwen2",
-            LlamaFamily::Qwen3 => "qwen3",
-        }
-    }
-
-    /// The class that transformers loads it with.
-    pub fn architecture(self) -> &'static str {
-        match self {
-            LlamaFamily::Llama => "LlamaForCausalLM",
-            LlamaFamily::Mistral => "MistralForCausalLM",
-            LlamaFamily::Qwen2 => "Qwen2ForCausalLM",
-            LlamaFamily::Qwen3 => "Qwen3ForCausalLM",
-        }
-    }
-
-    pub(super) fn from_name(model_type: &str) -> Option<LlamaFamily> {
-        [
-            LlamaFamily::Llama,
-            LlamaFamily::Mistral,
-            LlamaFamily::Qwen2,
-            LlamaFamily::Qwen3,
-        ]
-        .into_iter()
-        .find(|family| family.model_type() == model_type)
-    }
-}
-
-/// Whether a layer sees all earlier tokens.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LayerType {
-    /// `full_attention`.
-    Full,
-    /// `sliding_attention`: the last [`LlamaConfig::sliding_window`] tokens.
-    Sliding,
-}
-
-impl LayerType {
-    fn name(self) -> &'static str {
-        match self {
-            LayerType::Full => "full_attention",
-            LayerType::Sliding => "sliding_attention",
-        }
-    }
-}
 
 /// A decoder of the Llama family, in the keys of its `config.json`. Defaults are those of
 /// transformers' `LlamaConfig`, and [`LlamaConfig::of`] gives those of the other members.
@@ -91,7 +26,7 @@ pub struct LlamaConfig {
     pub num_key_value_heads: Option<i64>,
     /// Channels a head; default `None`, `hidden_size / num_attention_heads`.
     pub head_dim: Option<i64>,
-    /// Non-linearity of the feed-forward block; default `"silu"`.
+    /// Non-linearity of the feed-forward block; default `"silu"`. Gemma calls it `hidden_activation`.
     pub hidden_act: String,
     /// Context in tokens; default 2048.
     pub max_position_embeddings: i64,
@@ -105,20 +40,31 @@ pub struct LlamaConfig {
     pub rope_theta: f64,
     /// How rotary positions are stretched; default not.
     pub rope_scaling: RopeScaling,
-    /// Biases on query, key, value and output (Llama and Qwen3); default false.
+    /// Base of the rotary frequencies of Gemma 3's sliding layers; default 10000.
+    pub rope_local_base_freq: f64,
+    /// How positions are stretched in Gemma 3's sliding layers; default not.
+    pub rope_local_scaling: RopeScaling,
+    /// Biases on query, key, value and output (Llama, Qwen3 and Gemma); default false.
     pub attention_bias: bool,
     /// Biases in the feed-forward block (Llama); default false.
     pub mlp_bias: bool,
     /// Dropout of attention weights in training; default 0.
     pub attention_dropout: f64,
-    /// Tokens a sliding layer sees, itself included (Mistral, Qwen2, Qwen3); default `None`.
+    /// Tokens a sliding layer sees, itself included (all but Llama); default `None`.
     pub sliding_window: Option<i64>,
     /// Whether Qwen's windows are in effect; default false.
     pub use_sliding_window: bool,
     /// The first of Qwen's layers that slides; default 28.
     pub max_window_layers: i64,
-    /// Which of Qwen's layers slide; default `None`, those from `max_window_layers` on.
+    /// Which of Qwen's and Gemma's layers slide; default `None`: Qwen's from `max_window_layers` on,
+    /// all of Gemma 2's but every second, all of Gemma 3's but every sixth.
     pub layer_types: Option<Vec<LayerType>>,
+    /// Gemma's scores are divided by the root of this, not of the head's width; default 256.
+    pub query_pre_attn_scalar: f64,
+    /// Gemma 2's scores are bounded by it: `c · tanh(score / c)`; default `None`.
+    pub attn_logit_softcapping: Option<f64>,
+    /// Gemma's logits are bounded by it in the same way; default `None`.
+    pub final_logit_softcapping: Option<f64>,
     /// The id that begins a text; default 1.
     pub bos_token_id: Option<i64>,
     /// The ids that end a text; default 2.
@@ -147,6 +93,8 @@ impl Default for LlamaConfig {
             tie_word_embeddings: false,
             rope_theta: 10000.0,
             rope_scaling: RopeScaling::Default,
+            rope_local_base_freq: 10000.0,
+            rope_local_scaling: RopeScaling::Default,
             attention_bias: false,
             mlp_bias: false,
             attention_dropout: 0.0,
@@ -154,6 +102,9 @@ impl Default for LlamaConfig {
             use_sliding_window: false,
             max_window_layers: 28,
             layer_types: None,
+            query_pre_attn_scalar: 256.0,
+            attn_logit_softcapping: None,
+            final_logit_softcapping: None,
             bos_token_id: Some(1),
             eos_token_id: vec![2],
             pad_token_id: None,
@@ -189,6 +140,29 @@ impl LlamaConfig {
                 eos_token_id: Vec::new(),
                 ..llama
             },
+            LlamaFamily::Gemma2 | LlamaFamily::Gemma3 => {
+                let second = family == LlamaFamily::Gemma2;
+                LlamaConfig {
+                    vocab_size: if second { 256_000 } else { 262_208 },
+                    hidden_size: 2304,
+                    intermediate_size: 9216,
+                    num_hidden_layers: 26,
+                    num_attention_heads: 8,
+                    num_key_value_heads: Some(4),
+                    head_dim: Some(256),
+                    hidden_act: "gelu_pytorch_tanh".to_owned(),
+                    max_position_embeddings: if second { 8192 } else { 131_072 },
+                    rope_theta: if second { 1e4 } else { 1e6 },
+                    tie_word_embeddings: true,
+                    sliding_window: Some(4096),
+                    attn_logit_softcapping: second.then_some(50.0),
+                    final_logit_softcapping: second.then_some(30.0),
+                    bos_token_id: Some(2),
+                    eos_token_id: vec![1],
+                    pad_token_id: Some(0),
+                    ..llama
+                }
+            }
         }
     }
 
@@ -203,12 +177,26 @@ impl LlamaConfig {
         self.num_key_value_heads.unwrap_or(self.num_attention_heads)
     }
 
+    /// The most positions the model takes. A scaling that begins at `max_position_embeddings`, or says
+    /// how much longer its original context became, extends it.
+    pub(crate) fn context(&self) -> i64 {
+        let given = self.max_position_embeddings;
+        match &self.rope_scaling {
+            RopeScaling::Dynamic { factor } => given.max((given as f64 * factor) as i64),
+            RopeScaling::Yarn(yarn) => {
+                let original = yarn.original_max_position_embeddings as f64;
+                given.max((original * yarn.factor) as i64)
+            }
+            _ => given,
+        }
+    }
+
     /// Whether query, key and value have biases.
     pub(crate) fn qkv_bias(&self) -> bool {
         match self.family {
             LlamaFamily::Qwen2 => true,
-            LlamaFamily::Llama | LlamaFamily::Qwen3 => self.attention_bias,
             LlamaFamily::Mistral => false,
+            _ => self.attention_bias,
         }
     }
 
@@ -218,25 +206,69 @@ impl LlamaConfig {
     }
 
     pub(crate) fn qk_norm(&self) -> bool {
-        self.family == LlamaFamily::Qwen3
+        matches!(self.family, LlamaFamily::Qwen3 | LlamaFamily::Gemma3)
+    }
+
+    /// Whether norms multiply by `1 + weight`.
+    pub(crate) fn norm_adds_one(&self) -> bool {
+        self.family.is_gemma()
+    }
+
+    /// Whether there are norms after attention and after the feed-forward block as well.
+    pub(crate) fn output_norms(&self) -> bool {
+        self.family.is_gemma()
+    }
+
+    /// What the embedding is multiplied by.
+    pub(crate) fn embedding_scale(&self) -> Option<f64> {
+        self.family
+            .is_gemma()
+            .then(|| (self.hidden_size as f64).sqrt())
+    }
+
+    /// What scores are multiplied by; `None` is one over the root of the head's width.
+    pub(crate) fn attention_scale(&self) -> Option<f64> {
+        let scale = 1.0 / self.query_pre_attn_scalar.sqrt();
+        self.family.is_gemma().then_some(scale)
+    }
+
+    /// The bound of scores. transformers reads it for Gemma 3 as well, and does not use it there.
+    pub(crate) fn attention_softcap(&self) -> Option<f64> {
+        let second = self.family == LlamaFamily::Gemma2;
+        self.attn_logit_softcapping.filter(|_| second)
+    }
+
+    /// The bound of logits.
+    pub(crate) fn logit_softcap(&self) -> Option<f64> {
+        let gemma = self.family.is_gemma();
+        self.final_logit_softcapping.filter(|_| gemma)
+    }
+
+    /// Whether layer `layer` turns by the rotary frequencies of sliding layers.
+    pub(crate) fn rotates_locally(&self, layer: i64) -> bool {
+        self.family == LlamaFamily::Gemma3 && self.slides(layer)
     }
 
     /// How many tokens layer `layer` sees, or `None` for all.
     pub(crate) fn window(&self, layer: i64) -> Option<i64> {
-        let slides = match self.family {
+        self.sliding_window.filter(|_| self.slides(layer))
+    }
+
+    /// Whether layer `layer` is of the sliding type.
+    fn slides(&self, layer: i64) -> bool {
+        let listed = || {
+            let types = self.layer_types.as_ref()?;
+            Some(types.get(layer.unsigned_abs() as usize) == Some(&LayerType::Sliding))
+        };
+        match self.family {
             LlamaFamily::Llama => false,
             LlamaFamily::Mistral => true,
             LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => {
-                self.use_sliding_window
-                    && match &self.layer_types {
-                        Some(types) => {
-                            types.get(layer.unsigned_abs() as usize) == Some(&LayerType::Sliding)
-                        }
-                        None => layer >= self.max_window_layers,
-                    }
+                self.use_sliding_window && listed().unwrap_or(layer >= self.max_window_layers)
             }
-        };
-        self.sliding_window.filter(|_| slides)
+            LlamaFamily::Gemma2 => listed().unwrap_or((layer + 1) % 2 != 0),
+            LlamaFamily::Gemma3 => listed().unwrap_or((layer + 1) % 6 != 0),
+        }
     }
 
     pub(super) fn read(family: LlamaFamily, mut fields: Fields) -> Result<LlamaConfig> {
@@ -254,7 +286,7 @@ impl LlamaConfig {
                 .transpose()?;
         }
         config.head_dim = fields.optional_positive("head_dim")?.or(config.head_dim);
-        if let Some(name) = fields.string("hidden_act")? {
+        if let Some(name) = fields.string(config.activation_key())? {
             config.hidden_act = name;
         }
         fields.positive(
@@ -264,11 +296,7 @@ impl LlamaConfig {
         fields.number("initializer_range", &mut config.initializer_range)?;
         fields.number("rms_norm_eps", &mut config.rms_norm_eps)?;
         fields.boolean("tie_word_embeddings", &mut config.tie_word_embeddings)?;
-        config.rope_scaling = RopeScaling::read(
-            &mut fields,
-            config.max_position_embeddings,
-            &mut config.rope_theta,
-        )?;
+        config.read_rope(&mut fields)?;
         fields.boolean("attention_bias", &mut config.attention_bias)?;
         fields.boolean("mlp_bias", &mut config.mlp_bias)?;
         fields.number("attention_dropout", &mut config.attention_dropout)?;
@@ -289,11 +317,70 @@ impl LlamaConfig {
             .take("layer_types")
             .map(|value| layer_types(&value))
             .transpose()?;
+        if family.is_gemma() {
+            config.read_gemma(&mut fields)?;
+        }
         fields.token_id("bos_token_id", &mut config.bos_token_id)?;
         fields.token_ids("eos_token_id", &mut config.eos_token_id)?;
         fields.token_id("pad_token_id", &mut config.pad_token_id)?;
         config.extra = super::without_written_keys(fields.into_rest());
         Ok(config)
+    }
+
+    fn read_rope(&mut self, fields: &mut Fields) -> Result<()> {
+        let (context, theta) = (self.max_position_embeddings, &mut self.rope_theta);
+        if self.family == LlamaFamily::Gemma3 {
+            let thetas = [theta, &mut self.rope_local_base_freq];
+            [self.rope_scaling, self.rope_local_scaling] =
+                RopeScaling::read_by_layer(fields, context, thetas)?;
+        } else {
+            self.rope_scaling = RopeScaling::read(fields, context, theta)?;
+        }
+        Ok(())
+    }
+
+    fn read_gemma(&mut self, fields: &mut Fields) -> Result<()> {
+        fields.number("query_pre_attn_scalar", &mut self.query_pre_attn_scalar)?;
+        // Absent is the family's default, null is no bound.
+        for (key, slot) in [
+            ("attn_logit_softcapping", &mut self.attn_logit_softcapping),
+            ("final_logit_softcapping", &mut self.final_logit_softcapping),
+        ] {
+            if let Some(value) = fields.take_nullable(key) {
+                *slot = value
+                    .map(|value| super::fields::number(key, &value))
+                    .transpose()?;
+            }
+        }
+        let mut both_ways = false;
+        fields.boolean("use_bidirectional_attention", &mut both_ways)?;
+        if both_ways {
+            return Err(Error::Unsupported {
+                key: "use_bidirectional_attention".to_owned(),
+                found: "true".to_owned(),
+                supported: "false, a model that predicts the next token".to_owned(),
+            });
+        }
+        // Files written before `layer_types` was.
+        if let Some(pattern) = fields.optional_positive("sliding_window_pattern")?
+            && self.family == LlamaFamily::Gemma3
+            && self.layer_types.is_none()
+        {
+            let of_layer = |layer| match (layer + 1) % pattern {
+                0 => LayerType::Full,
+                _ => LayerType::Sliding,
+            };
+            self.layer_types = Some((0..self.num_hidden_layers).map(of_layer).collect());
+        }
+        Ok(())
+    }
+
+    /// The key of [`LlamaConfig::hidden_act`].
+    fn activation_key(&self) -> &'static str {
+        match self.family.is_gemma() {
+            true => "hidden_activation",
+            false => "hidden_act",
+        }
     }
 
     pub(super) fn write(&self) -> Map<String, Value> {
@@ -308,7 +395,6 @@ impl LlamaConfig {
             "num_attention_heads": self.num_attention_heads,
             "num_key_value_heads": self.kv_heads(),
             "head_dim": self.head_dim(),
-            "hidden_act": self.hidden_act,
             "max_position_embeddings": self.max_position_embeddings,
             "initializer_range": self.initializer_range,
             "rms_norm_eps": self.rms_norm_eps,
@@ -333,6 +419,13 @@ impl LlamaConfig {
                 map.insert("attention_bias".to_owned(), self.attention_bias.into());
                 windows
             }
+            LlamaFamily::Gemma2 | LlamaFamily::Gemma3 => json!({
+                "attention_bias": self.attention_bias,
+                "sliding_window": self.sliding_window,
+                "query_pre_attn_scalar": whole(self.query_pre_attn_scalar),
+                "attn_logit_softcapping": self.attn_logit_softcapping,
+                "final_logit_softcapping": self.final_logit_softcapping,
+            }),
         };
         for object in [own, member] {
             if let Value::Object(entries) = object {
@@ -343,8 +436,36 @@ impl LlamaConfig {
             let names: Vec<_> = types.iter().map(|kind| kind.name()).collect();
             map.insert("layer_types".to_owned(), names.into());
         }
-        self.rope_scaling.write(self.rope_theta, &mut map);
+        let activation = self.hidden_act.as_str().into();
+        map.insert(self.activation_key().to_owned(), activation);
+        self.write_rope(&mut map);
         map
+    }
+
+    fn write_rope(&self, map: &mut Map<String, Value>) {
+        if self.family == LlamaFamily::Gemma3 {
+            if self.rope_local_scaling != RopeScaling::Default {
+                // For which transformers 4 has no words.
+                let object = |scaling: &RopeScaling, theta: f64| {
+                    let mut value = match scaling {
+                        RopeScaling::Default => json!({"rope_type": "default"}),
+                        scaled => scaled.to_json(),
+                    };
+                    value["rope_theta"] = theta.into();
+                    value
+                };
+                let both = json!({
+                    "full_attention": object(&self.rope_scaling, self.rope_theta),
+                    "sliding_attention":
+                        object(&self.rope_local_scaling, self.rope_local_base_freq),
+                });
+                map.insert("rope_parameters".to_owned(), both);
+                return;
+            }
+            let theta = self.rope_local_base_freq.into();
+            map.insert("rope_local_base_freq".to_owned(), theta);
+        }
+        self.rope_scaling.write(self.rope_theta, map);
     }
 
     pub(super) fn validate(&self) -> Result<()> {
@@ -401,25 +522,29 @@ impl LlamaConfig {
                 &expected,
             ));
         }
-        activation_named("hidden_act", &self.hidden_act).map(drop)
+        for (key, value) in [
+            ("query_pre_attn_scalar", Some(self.query_pre_attn_scalar)),
+            ("attn_logit_softcapping", self.attn_logit_softcapping),
+            ("final_logit_softcapping", self.final_logit_softcapping),
+            ("rope_theta", Some(self.rope_theta)),
+            ("rope_local_base_freq", Some(self.rope_local_base_freq)),
+        ] {
+            if value.is_some_and(|value| value <= 0.0) {
+                return Err(bad(key, &value.into(), "a positive number"));
+            }
+        }
+        let head_dim = self.head_dim();
+        self.rope_scaling.validate("rope_scaling", head_dim)?;
+        let local = "rope_parameters.sliding_attention";
+        self.rope_local_scaling.validate(local, head_dim)?;
+        activation_named(self.activation_key(), &self.hidden_act).map(drop)
     }
 }
 
-fn layer_types(value: &Value) -> Result<Vec<LayerType>> {
-    let names = value
-        .as_array()
-        .ok_or_else(|| bad("layer_types", value, "a list of names"))?;
-    names
-        .iter()
-        .map(|name| {
-            [LayerType::Full, LayerType::Sliding]
-                .into_iter()
-                .find(|kind| name.as_str() == Some(kind.name()))
-                .ok_or_else(|| Error::Unsupported {
-                    key: "layer_types".to_owned(),
-                    found: name.to_string(),
-                    supported: "full_attention, sliding_attention".to_owned(),
-                })
-        })
-        .collect()
+/// transformers wants an integer where the number is one.
+fn whole(number: f64) -> Value {
+    if number.fract() == 0.0 && number.abs() < 1e15 {
+        return (number as i64).into();
+    }
+    number.into()
 }

@@ -1,5 +1,6 @@
 //! Configurations: `config.json` in Hugging Face's words.
 
+mod family;
 mod fields;
 mod gpt2;
 mod llama;
@@ -13,10 +14,11 @@ use serde_json::{Map, Value};
 use crate::parameters::ParameterSpec;
 use crate::{Error, Result};
 
+pub use family::{LayerType, LlamaFamily};
 pub(crate) use fields::Fields;
 pub use gpt2::Gpt2Config;
-pub use llama::{LayerType, LlamaConfig, LlamaFamily};
-pub use rope_scaling::RopeScaling;
+pub use llama::LlamaConfig;
+pub use rope_scaling::{LongRope, RopeScaling, Yarn};
 
 /// The architecture and sizes of a model: what `config.json` says.
 ///
@@ -38,14 +40,14 @@ pub use rope_scaling::RopeScaling;
 #[serde(try_from = "Value", into = "Value")]
 #[non_exhaustive]
 pub enum ModelConfig {
-    /// Llama, Mistral, Qwen2 or Qwen3.
+    /// Llama, Mistral, Qwen2, Qwen3, Gemma 2 or Gemma 3.
     Llama(LlamaConfig),
     /// GPT-2.
     Gpt2(Gpt2Config),
 }
 
 /// What `model_type` may be, for messages.
-const SUPPORTED: &str = "llama, mistral, qwen2, qwen3, gpt2";
+const SUPPORTED: &str = "llama, mistral, qwen2, qwen3, gemma2, gemma3_text, gpt2";
 
 impl ModelConfig {
     /// Reads `config.json` of a Hugging Face folder.
@@ -175,10 +177,16 @@ impl ModelConfig {
     /// The context and the key that sets it.
     pub(crate) fn context(&self) -> (i64, &'static str) {
         match self {
-            ModelConfig::Llama(config) => {
-                (config.max_position_embeddings, "max_position_embeddings")
-            }
+            ModelConfig::Llama(config) => (config.context(), "max_position_embeddings"),
             ModelConfig::Gpt2(config) => (config.n_positions, "n_positions"),
+        }
+    }
+
+    /// The bound of the logits.
+    pub(crate) fn logit_softcap(&self) -> Option<f64> {
+        match self {
+            ModelConfig::Llama(config) => config.logit_softcap(),
+            ModelConfig::Gpt2(_) => None,
         }
     }
 

@@ -1,10 +1,11 @@
 use serde_json::{Map, Value, json};
 
-use super::fields::{Fields, positive};
+use super::fields::{Fields, bad, number, positive};
 use crate::{Error, Result};
 
-/// How rotary positions are stretched beyond the context they were trained on.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+/// How rotary positions are stretched beyond the context they were trained on: the `rope_type` of
+/// transformers.
+#[derive(Debug, Clone, PartialEq, Default)]
 #[non_exhaustive]
 pub enum RopeScaling {
     /// Not at all.
@@ -15,6 +16,20 @@ pub enum RopeScaling {
         /// How many times longer the context becomes.
         factor: f64,
     },
+    /// The base of the frequencies grows with the longest position of a forward pass, once that is past
+    /// the context ("dynamic NTK"). Keys that are in a cache keep the frequencies they were written
+    /// with, as in transformers.
+    Dynamic {
+        /// How strongly the base grows.
+        factor: f64,
+    },
+    /// Slow frequencies are divided by `factor`, fast ones kept, those between interpolated, and
+    /// queries and keys made longer (Peng et al. 2023, arXiv:2309.00071).
+    Yarn(Yarn),
+    /// Each frequency is divided by a number of its own, by another one once a forward pass is longer
+    /// than the original context, and queries and keys made longer (Ding et al. 2024,
+    /// arXiv:2402.13753).
+    LongRope(LongRope),
     /// Slow frequencies are divided by `factor`, fast ones kept, those between interpolated: Llama
     /// 3.1.
     Llama3 {
@@ -29,6 +44,108 @@ pub enum RopeScaling {
     },
 }
 
+/// The settings of [`RopeScaling::Yarn`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct Yarn {
+    /// How many times longer the context becomes.
+    pub factor: f64,
+    /// The context before scaling, in tokens.
+    pub original_max_position_embeddings: i64,
+    /// What cosines and sines are multiplied by; default `None`: `0.1 · ln(factor) + 1`, or what the
+    /// two `mscale` give.
+    pub attention_factor: Option<f64>,
+    /// Frequencies that turn more often than this within the original context are kept; default 32.
+    pub beta_fast: f64,
+    /// Frequencies that turn less often than this are divided; default 1.
+    pub beta_slow: f64,
+    /// Weight of the logarithm in the numerator of the attention factor, where both are given.
+    pub mscale: Option<f64>,
+    /// Weight of the logarithm in its denominator.
+    pub mscale_all_dim: Option<f64>,
+    /// Whether the bounds between kept and divided are rounded to whole channels; default true.
+    pub truncate: bool,
+}
+
+impl Yarn {
+    /// The defaults for a context of `original_max_position_embeddings` made `factor` times longer.
+    pub fn new(factor: f64, original_max_position_embeddings: i64) -> Yarn {
+        Yarn {
+            factor,
+            original_max_position_embeddings,
+            attention_factor: None,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            mscale: None,
+            mscale_all_dim: None,
+            truncate: true,
+        }
+    }
+
+    /// What cosines and sines are multiplied by.
+    pub(crate) fn attention_scale(&self) -> f64 {
+        let scale = |weight: f64| match self.factor {
+            factor if factor <= 1.0 => 1.0,
+            factor => 0.1 * weight * factor.ln() + 1.0,
+        };
+        match (self.attention_factor, self.mscale, self.mscale_all_dim) {
+            (Some(given), ..) => given,
+            (None, Some(over), Some(under)) if over != 0.0 && under != 0.0 => {
+                scale(over) / scale(under)
+            }
+            _ => scale(1.0),
+        }
+    }
+}
+
+/// The settings of [`RopeScaling::LongRope`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct LongRope {
+    /// Divides each of the `head_dim / 2` frequencies up to the original context.
+    pub short_factor: Vec<f64>,
+    /// Divides them beyond.
+    pub long_factor: Vec<f64>,
+    /// The context before scaling, in tokens.
+    pub original_max_position_embeddings: i64,
+    /// How many times longer the context becomes.
+    pub factor: f64,
+    /// What cosines and sines are multiplied by; default `None`:
+    /// `sqrt(1 + ln(factor) / ln(original_max_position_embeddings))`.
+    pub attention_factor: Option<f64>,
+}
+
+impl LongRope {
+    /// What cosines and sines are multiplied by.
+    pub(crate) fn attention_scale(&self) -> f64 {
+        let context = self.original_max_position_embeddings as f64;
+        match self.attention_factor {
+            Some(given) => given,
+            None if self.factor <= 1.0 => 1.0,
+            None => (1.0 + self.factor.ln() / context.ln()).sqrt(),
+        }
+    }
+}
+
+/// What all layers of a model that reads `rope_parameters` know.
+#[derive(Debug, Clone, Copy)]
+struct Given {
+    max_position_embeddings: i64,
+    /// Beside the parameters instead of in them: it is preferred, as in transformers.
+    original_max_position_embeddings: Option<i64>,
+}
+
+impl Given {
+    fn read(fields: &mut Fields, max_position_embeddings: i64) -> Result<Given> {
+        refuse_partial(fields)?;
+        Ok(Given {
+            max_position_embeddings,
+            original_max_position_embeddings: fields
+                .peek("original_max_position_embeddings")
+                .map(|value| positive("original_max_position_embeddings", value))
+                .transpose()?,
+        })
+    }
+}
+
 impl RopeScaling {
     /// Reads `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (5).
     pub(super) fn read(
@@ -37,15 +154,55 @@ impl RopeScaling {
         theta: &mut f64,
     ) -> Result<RopeScaling> {
         fields.number("rope_theta", theta)?;
-        refuse_partial(fields)?;
+        let given = Given::read(fields, max_position_embeddings)?;
         let scaling = fields.object("rope_scaling")?;
         let parameters = fields.object("rope_parameters")?;
-        let (key, Some(mut fields)) = (match (parameters, scaling) {
-            (Some(parameters), _) => ("rope_parameters", Some(parameters)),
-            (None, scaling) => ("rope_scaling", scaling),
-        }) else {
-            return Ok(RopeScaling::Default);
-        };
+        match (scaling, parameters) {
+            (Some(scaling), _) => Self::parse("rope_scaling", scaling, given, theta),
+            (None, Some(parameters)) => Self::parse("rope_parameters", parameters, given, theta),
+            (None, None) => Ok(RopeScaling::Default),
+        }
+    }
+
+    /// The same for a model whose sliding layers have parameters of their own: `rope_local_base_freq`
+    /// beside the others (transformers 4), or an object of each type in `rope_parameters` (5). Returns
+    /// those of full and of sliding layers.
+    pub(super) fn read_by_layer(
+        fields: &mut Fields,
+        max_position_embeddings: i64,
+        [theta, local_theta]: [&mut f64; 2],
+    ) -> Result<[RopeScaling; 2]> {
+        fields.number("rope_theta", theta)?;
+        fields.number("rope_local_base_freq", local_theta)?;
+        let given = Given::read(fields, max_position_embeddings)?;
+        let scaling = fields.object("rope_scaling")?;
+        let mut scalings = [RopeScaling::Default, RopeScaling::Default];
+        if let Some(mut parameters) = fields.object("rope_parameters")? {
+            let layers = [
+                ("full_attention", &mut *theta),
+                ("sliding_attention", local_theta),
+            ];
+            for ((name, theta), slot) in layers.into_iter().zip(&mut scalings) {
+                if let Some(object) = parameters.object(name)? {
+                    let key = format!("rope_parameters.{name}");
+                    *slot = Self::parse(&key, object, given, theta)?;
+                }
+            }
+            if let Some(key) = parameters.into_rest().keys().next() {
+                return Err(Error::Unsupported {
+                    key: "rope_parameters".to_owned(),
+                    found: format!("{key:?}"),
+                    supported: "full_attention, sliding_attention".to_owned(),
+                });
+            }
+        }
+        if let Some(scaling) = scaling {
+            scalings[0] = Self::parse("rope_scaling", scaling, given, theta)?;
+        }
+        Ok(scalings)
+    }
+
+    fn parse(key: &str, mut fields: Fields, given: Given, theta: &mut f64) -> Result<RopeScaling> {
         fields.number("rope_theta", theta)?;
         refuse_partial(&mut fields)?;
         // Before it was called `rope_type` it was called `type`; a file may hold both.
@@ -54,44 +211,67 @@ impl RopeScaling {
             .string("rope_type")?
             .or(old)
             .unwrap_or_else(|| "default".to_owned());
-        let number = |fields: &mut Fields, name: &str| {
-            let mut value = f64::NAN;
-            fields.number(name, &mut value)?;
-            if value > 0.0 {
-                Ok(value)
-            } else {
-                Err(missing(key, name, &kind))
-            }
+        let mut reader = Reader {
+            key,
+            kind: &kind,
+            fields,
+            given,
         };
         match kind.as_str() {
             "default" => Ok(RopeScaling::Default),
             "linear" => Ok(RopeScaling::Linear {
-                factor: number(&mut fields, "factor")?,
+                factor: reader.required("factor")?,
             }),
+            "dynamic" => Ok(RopeScaling::Dynamic {
+                factor: reader.required("factor")?,
+            }),
+            "yarn" => reader.yarn(),
+            "longrope" | "su" => reader.long_rope(),
             "llama3" => Ok(RopeScaling::Llama3 {
-                factor: number(&mut fields, "factor")?,
-                low_freq_factor: number(&mut fields, "low_freq_factor")?,
-                high_freq_factor: number(&mut fields, "high_freq_factor")?,
-                original_max_position_embeddings: fields
-                    .take("original_max_position_embeddings")
-                    .map(|value| positive("original_max_position_embeddings", &value))
-                    .transpose()?
-                    .unwrap_or(max_position_embeddings),
+                factor: reader.required("factor")?,
+                low_freq_factor: reader.required("low_freq_factor")?,
+                high_freq_factor: reader.required("high_freq_factor")?,
+                original_max_position_embeddings: reader.original_context()?,
             }),
             other => Err(Error::Unsupported {
                 key: format!("{key}.rope_type"),
                 found: format!("{other:?}"),
-                supported: "default, linear, llama3".to_owned(),
+                supported: "default, linear, dynamic, yarn, longrope, llama3".to_owned(),
             }),
         }
     }
 
-    /// The form that both transformers 4 and 5 read.
+    /// Writes the form that both transformers 4 and 5 read.
     pub(super) fn write(&self, theta: f64, map: &mut Map<String, Value>) {
         map.insert("rope_theta".to_owned(), theta.into());
-        let scaling = match *self {
-            RopeScaling::Default => Value::Null,
+        map.insert("rope_scaling".to_owned(), self.to_json());
+    }
+
+    /// The object of this scaling, without the base; null where there is none.
+    pub(super) fn to_json(&self) -> Value {
+        let mut value = match self {
+            RopeScaling::Default => return Value::Null,
             RopeScaling::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
+            RopeScaling::Dynamic { factor } => json!({"rope_type": "dynamic", "factor": factor}),
+            RopeScaling::Yarn(yarn) => json!({
+                "rope_type": "yarn",
+                "factor": yarn.factor,
+                "original_max_position_embeddings": yarn.original_max_position_embeddings,
+                "attention_factor": yarn.attention_factor,
+                "beta_fast": yarn.beta_fast,
+                "beta_slow": yarn.beta_slow,
+                "mscale": yarn.mscale,
+                "mscale_all_dim": yarn.mscale_all_dim,
+                "truncate": yarn.truncate,
+            }),
+            RopeScaling::LongRope(long) => json!({
+                "rope_type": "longrope",
+                "short_factor": long.short_factor,
+                "long_factor": long.long_factor,
+                "original_max_position_embeddings": long.original_max_position_embeddings,
+                "factor": long.factor,
+                "attention_factor": long.attention_factor,
+            }),
             RopeScaling::Llama3 {
                 factor,
                 low_freq_factor,
@@ -105,10 +285,138 @@ impl RopeScaling {
                 "original_max_position_embeddings": original_max_position_embeddings,
             }),
         };
-        map.insert("rope_scaling".to_owned(), scaling);
+        if let Value::Object(map) = &mut value {
+            // transformers takes null for a value, not for absence.
+            map.retain(|_, entry| !entry.is_null());
+        }
+        value
+    }
+
+    /// Checks the numbers against the `head_dim` that is turned; `key` names them in an error.
+    pub(super) fn validate(&self, key: &str, head_dim: i64) -> Result<()> {
+        let wrong = |name: &str, found: Value, expected: &str| {
+            Err(bad(&format!("{key}.{name}"), &found, expected))
+        };
+        let factor = match self {
+            RopeScaling::Default => return Ok(()),
+            RopeScaling::Dynamic { .. } if head_dim == 2 => {
+                let expected = "another type: the base of a single pair cannot grow";
+                return wrong("rope_type", "dynamic".into(), expected);
+            }
+            RopeScaling::Linear { factor } | RopeScaling::Dynamic { factor } => factor,
+            RopeScaling::Llama3 { factor, .. } => factor,
+            RopeScaling::Yarn(yarn) if yarn.beta_fast < yarn.beta_slow => {
+                let expected = format!("at least beta_slow, {}", yarn.beta_slow);
+                return wrong("beta_fast", yarn.beta_fast.into(), &expected);
+            }
+            RopeScaling::Yarn(yarn) => &yarn.factor,
+            RopeScaling::LongRope(long) => {
+                let lists = [
+                    ("short_factor", &long.short_factor),
+                    ("long_factor", &long.long_factor),
+                ];
+                for (name, list) in lists {
+                    if list.len() as i64 != head_dim / 2 {
+                        let expected = format!("head_dim / 2 = {} numbers", head_dim / 2);
+                        let found = format!("{} numbers", list.len());
+                        return wrong(name, found.into(), &expected);
+                    }
+                    if list.iter().any(|&number| number <= 0.0) {
+                        return wrong(name, list.clone().into(), "positive numbers");
+                    }
+                }
+                &long.factor
+            }
+        };
+        if *factor > 0.0 {
+            return Ok(());
+        }
+        wrong("factor", (*factor).into(), "a positive number")
     }
 }
 
+/// Takes the numbers of one rope type.
+struct Reader<'a> {
+    key: &'a str,
+    kind: &'a str,
+    fields: Fields,
+    given: Given,
+}
+
+impl Reader<'_> {
+    fn required(&mut self, name: &str) -> Result<f64> {
+        match self.optional(name)? {
+            Some(value) if value > 0.0 => Ok(value),
+            _ => Err(self.missing(name, "a positive number")),
+        }
+    }
+
+    fn optional(&mut self, name: &str) -> Result<Option<f64>> {
+        let key = format!("{}.{name}", self.key);
+        let value = self.fields.take(name);
+        value.map(|value| number(&key, &value)).transpose()
+    }
+
+    fn numbers(&mut self, name: &str) -> Result<Vec<f64>> {
+        let key = format!("{}.{name}", self.key);
+        match self.fields.take(name) {
+            Some(Value::Array(values)) => values.iter().map(|value| number(&key, value)).collect(),
+            _ => Err(self.missing(name, "a list of numbers")),
+        }
+    }
+
+    fn original_context(&mut self) -> Result<i64> {
+        let name = "original_max_position_embeddings";
+        let own = self.fields.take(name);
+        let own = own.map(|value| positive(name, &value)).transpose()?;
+        let given = self.given;
+        Ok(given
+            .original_max_position_embeddings
+            .or(own)
+            .unwrap_or(given.max_position_embeddings))
+    }
+
+    /// Where it is not given, the ratio of the two contexts.
+    fn factor(&mut self, original: i64) -> Result<f64> {
+        let ratio = self.given.max_position_embeddings as f64 / original as f64;
+        Ok(self.optional("factor")?.unwrap_or(ratio))
+    }
+
+    fn yarn(&mut self) -> Result<RopeScaling> {
+        let original = self.original_context()?;
+        let mut yarn = Yarn::new(self.factor(original)?, original);
+        yarn.attention_factor = self.optional("attention_factor")?;
+        yarn.mscale = self.optional("mscale")?;
+        yarn.mscale_all_dim = self.optional("mscale_all_dim")?;
+        // Python's `or`: 0 is no value either.
+        let given = |value: Option<f64>| value.filter(|&value| value != 0.0);
+        yarn.beta_fast = given(self.optional("beta_fast")?).unwrap_or(yarn.beta_fast);
+        yarn.beta_slow = given(self.optional("beta_slow")?).unwrap_or(yarn.beta_slow);
+        self.fields.boolean("truncate", &mut yarn.truncate)?;
+        Ok(RopeScaling::Yarn(yarn))
+    }
+
+    fn long_rope(&mut self) -> Result<RopeScaling> {
+        let original = self.original_context()?;
+        Ok(RopeScaling::LongRope(LongRope {
+            short_factor: self.numbers("short_factor")?,
+            long_factor: self.numbers("long_factor")?,
+            factor: self.factor(original)?,
+            attention_factor: self.optional("attention_factor")?,
+            original_max_position_embeddings: original,
+        }))
+    }
+
+    fn missing(&self, name: &str, what: &str) -> Error {
+        Error::BadConfig {
+            key: format!("{}.{name}", self.key),
+            found: "missing or not positive".to_owned(),
+            expected: format!("{what}, which rope_type {:?} needs", self.kind),
+        }
+    }
+}
+
+/// None of the families here turns a part of a head; transformers cannot compute it for them either.
 fn refuse_partial(fields: &mut Fields) -> Result<()> {
     let mut part = 1.0;
     fields.number("partial_rotary_factor", &mut part)?;
@@ -120,12 +428,4 @@ fn refuse_partial(fields: &mut Fields) -> Result<()> {
         found: part.to_string(),
         supported: "1.0, the rotation of whole heads".to_owned(),
     })
-}
-
-fn missing(key: &str, name: &str, kind: &str) -> Error {
-    Error::BadConfig {
-        key: format!("{key}.{name}"),
-        found: "missing or not positive".to_owned(),
-        expected: format!("a positive number, which rope_type {kind:?} needs"),
-    }
 }

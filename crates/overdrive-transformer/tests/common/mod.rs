@@ -2,13 +2,13 @@
 #![allow(dead_code, reason = "each test uses a part of it")]
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use overdrive_transformer::CausalLm;
 use tch::{Kind, Tensor};
 
 /// Every fixture checkpoint.
-pub(crate) const CASES: [&str; 11] = [
+pub(crate) const CASES: [&str; 17] = [
     "llama_gqa",
     "llama_sharded",
     "llama_tied_biases",
@@ -20,7 +20,35 @@ pub(crate) const CASES: [&str; 11] = [
     "qwen3",
     "gpt2",
     "gpt2_scaled",
+    "llama_dynamic_rope",
+    "llama_yarn_rope",
+    "qwen3_yarn_rope",
+    "llama_longrope",
+    "gemma2",
+    "gemma3",
 ];
+
+/// A copy of a fixture in a temporary folder, for tests that change it.
+pub(crate) fn copy_of(case: &str) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(fixture(case)).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
+    }
+    dir
+}
+
+/// Changes the text of `config.json`.
+pub(crate) fn edit_config(
+    dir: &Path,
+    edit: impl FnOnce(&mut serde_json::Map<String, serde_json::Value>),
+) {
+    let path = dir.join("config.json");
+    let mut config: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    edit(config.as_object_mut().unwrap());
+    std::fs::write(path, config.to_string()).unwrap();
+}
 
 /// The folder of a fixture.
 pub(crate) fn fixture(case: &str) -> PathBuf {

@@ -1,18 +1,24 @@
 //! Rotary positions. A head of `D` channels is `D/2` pairs `(i, i + D/2)`; the pair `i` of the token
 //! at position `p` is turned by the angle `p · inv_freq[i]`.
 
+mod frequencies;
+
 use std::cell::RefCell;
 
 use tch::{Device, Kind, Tensor};
 
 use crate::input::{ForwardInput, Shape};
-use crate::{LlamaConfig, Result, RopeScaling};
+use crate::{Result, RopeScaling};
+use frequencies::Frequencies;
+
+/// Tables hold no more positions than this; beyond, the few that a forward pass needs are computed. At
+/// 64 frequencies they are then 16 MiB.
+const MOST_POSITIONS: i64 = 1 << 15;
 
 /// The angles of a model, and the tables of their cosines and sines.
 #[derive(Debug)]
 pub(crate) struct Rotary {
-    /// `(D/2,)`, fp32.
-    inverse_frequencies: Vec<f32>,
+    frequencies: Frequencies,
     /// Made at the first forward pass for the length it needs, and again when a longer one comes.
     tables: RefCell<Option<Tables>>,
 }
@@ -36,21 +42,17 @@ pub(crate) struct Rotation {
 }
 
 impl Rotary {
-    pub(crate) fn new(config: &LlamaConfig) -> Result<Rotary> {
-        let dim = config.head_dim();
-        // With libtorch's own `pow` and in transformers' order of operations: at position 100,000 a
-        // last bit of an inverse frequency is 0.006 rad.
-        let exponents = Tensor::f_arange_start_step(0, dim, 2, (Kind::Float, Device::Cpu))?
-            .f_div_scalar(dim)?;
-        let powers = Tensor::f_pow_scalar(config.rope_theta, &exponents)?;
-        let mut frequencies = Vec::<f32>::try_from(powers.f_reciprocal()?)?;
-        frequencies.iter_mut().for_each(|frequency| {
-            *frequency = scaled(*frequency, &config.rope_scaling);
-        });
+    /// Of heads of `dim` channels, with the base `theta`, in a model with a context of `context`.
+    pub(crate) fn new(dim: i64, theta: f64, scaling: &RopeScaling, context: i64) -> Result<Rotary> {
         Ok(Rotary {
-            inverse_frequencies: frequencies,
+            frequencies: Frequencies::new(dim, theta, scaling, context)?,
             tables: RefCell::new(None),
         })
+    }
+
+    /// The frequencies of texts within the original context, `(D/2,)`.
+    pub(crate) fn inverse_frequencies(&self) -> &[f32] {
+        self.frequencies.short()
     }
 
     /// The rotation for the positions of `input`, for a model of `kind`.
@@ -65,6 +67,13 @@ impl Rotary {
             None => shape.past + shape.tokens,
             Some(positions) => i64::try_from(positions.f_max()?)? + 1,
         };
+        let kind = match kind {
+            Kind::Double => Kind::Double,
+            _ => Kind::Float,
+        };
+        if needed > MOST_POSITIONS || !self.frequencies.is_short(needed) {
+            return self.computed(input, shape, needed, kind);
+        }
         let mut tables = self.tables.borrow_mut();
         let fits = tables
             .as_ref()
@@ -72,26 +81,24 @@ impl Rotary {
         if !fits {
             // In powers of two, so that a growing sequence makes few tables.
             let len = needed.max(64).unsigned_abs().next_power_of_two() as i64;
-            *tables = Some(Tables::new(&self.inverse_frequencies, len, device)?);
+            let positions = Tensor::f_arange(len, (Kind::Float, device))?;
+            let (cos, sin) = self.turned(&positions, self.frequencies.short())?;
+            *tables = Some(Tables {
+                len,
+                device,
+                cos,
+                sin,
+            });
         }
         let Some(tables) = tables.as_ref() else {
             unreachable!("filled above")
-        };
-        let kind = match kind {
-            Kind::Double => Kind::Double,
-            _ => Kind::Float,
         };
         let select = |table: &Tensor| -> Result<Tensor> {
             let rows = match input.position_ids {
                 None => table.f_narrow(0, shape.past, shape.tokens)?,
                 Some(positions) => {
-                    let size = positions.size();
                     let rows = table.f_index_select(0, &positions.f_reshape([-1])?)?;
-                    let rows = rows.f_view([size[0], size[1], -1])?;
-                    match size[0] {
-                        1 => rows.f_squeeze_dim(0)?,
-                        _ => rows,
-                    }
+                    of_rows(&rows, positions)?
                 }
             };
             Ok(rows.f_to_kind(kind)?)
@@ -101,24 +108,60 @@ impl Rotary {
             sin: select(&tables.sin)?,
         })
     }
-}
 
-impl Tables {
-    fn new(inverse_frequencies: &[f32], len: i64, device: Device) -> Result<Tables> {
-        let half = inverse_frequencies.len() as i64;
-        let positions = Tensor::f_arange(len, (Kind::Float, device))?;
-        let frequencies = Tensor::f_from_slice(inverse_frequencies)?.f_to_device(device)?;
-        let angles = positions
-            .f_view([len, 1])?
-            .f_mul(&frequencies.f_view([1, half])?)?;
-        let (cos, sin) = (angles.f_cos()?, angles.f_sin()?);
-        Ok(Tables {
-            len,
-            device,
-            cos,
-            sin,
+    /// The same without tables, the longest position being `needed - 1`.
+    fn computed(
+        &self,
+        input: &ForwardInput<'_>,
+        shape: Shape,
+        needed: i64,
+        kind: Kind,
+    ) -> Result<Rotation> {
+        let device = input.input_ids.device();
+        let positions = match input.position_ids {
+            None => {
+                let (from, to) = (shape.past, shape.past + shape.tokens);
+                Tensor::f_arange_start(from, to, (Kind::Float, device))?
+            }
+            Some(positions) => positions.f_reshape([-1])?.f_to_kind(Kind::Float)?,
+        };
+        let frequencies = self.frequencies.at(needed)?;
+        let (cos, sin) = self.turned(&positions, &frequencies)?;
+        let shaped = |rows: Tensor| -> Result<Tensor> {
+            let rows = match input.position_ids {
+                None => rows,
+                Some(positions) => of_rows(&rows, positions)?,
+            };
+            Ok(rows.f_to_kind(kind)?)
+        };
+        Ok(Rotation {
+            cos: shaped(cos)?,
+            sin: shaped(sin)?,
         })
     }
+
+    /// Cosines and sines of `positions (N,)`, each `(N, D/2)`.
+    fn turned(&self, positions: &Tensor, frequencies: &[f32]) -> Result<(Tensor, Tensor)> {
+        let frequencies = Tensor::f_from_slice(frequencies)?.f_to_device(positions.device())?;
+        let angles = positions
+            .f_unsqueeze(1)?
+            .f_mul(&frequencies.f_unsqueeze(0)?)?;
+        let (cos, sin) = (angles.f_cos()?, angles.f_sin()?);
+        Ok(match self.frequencies.scale() {
+            1.0 => (cos, sin),
+            scale => (cos.f_mul_scalar(scale)?, sin.f_mul_scalar(scale)?),
+        })
+    }
+}
+
+/// `rows (B·T, D/2)` as `(B, T, D/2)`, or as `(T, D/2)` where all rows of the batch share positions.
+fn of_rows(rows: &Tensor, positions: &Tensor) -> Result<Tensor> {
+    let size = positions.size();
+    let rows = rows.f_view([size[0], size[1], -1])?;
+    Ok(match size[0] {
+        1 => rows.f_squeeze_dim(0)?,
+        _ => rows,
+    })
 }
 
 impl Rotation {
@@ -145,50 +188,19 @@ impl Rotation {
     }
 }
 
-/// `inverse_frequency` after the scaling, each step rounded to fp32 as transformers rounds it.
-fn scaled(inverse_frequency: f32, scaling: &RopeScaling) -> f32 {
-    match *scaling {
-        RopeScaling::Default => inverse_frequency,
-        RopeScaling::Linear { factor } => inverse_frequency / factor as f32,
-        RopeScaling::Llama3 {
-            factor,
-            low_freq_factor,
-            high_freq_factor,
-            original_max_position_embeddings,
-        } => {
-            let context = original_max_position_embeddings as f64;
-            let wavelength = std::f64::consts::TAU as f32 / inverse_frequency;
-            if wavelength > (context / low_freq_factor) as f32 {
-                return inverse_frequency / factor as f32;
-            }
-            if wavelength < (context / high_freq_factor) as f32 {
-                return inverse_frequency;
-            }
-            let smooth = (context as f32 / wavelength - low_freq_factor as f32)
-                / (high_freq_factor - low_freq_factor) as f32;
-            (1.0 - smooth) * inverse_frequency / factor as f32 + smooth * inverse_frequency
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use tch::Tensor;
 
     fn input_rotation(positions: Option<&Tensor>) -> Rotation {
-        let config = LlamaConfig {
-            hidden_size: 16,
-            num_attention_heads: 2,
-            ..LlamaConfig::default()
-        };
         let ids = Tensor::zeros([1, 5], (Kind::Int64, Device::Cpu));
         let input = ForwardInput {
             position_ids: positions,
             ..ForwardInput::new(&ids)
         };
         let shape = input.shape().unwrap();
-        Rotary::new(&config)
+        Rotary::new(8, 1e4, &RopeScaling::Default, 2048)
             .unwrap()
             .rotation(&input, shape, Kind::Float)
             .unwrap()

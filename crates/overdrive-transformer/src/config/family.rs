@@ -1,0 +1,107 @@
+use serde_json::Value;
+
+use super::fields::bad;
+use crate::{Error, Result};
+
+/// Which member of the family a [`LlamaConfig`] is; they differ in biases, norms and windows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum LlamaFamily {
+    /// Llama 1 to 3.
+    #[default]
+    Llama,
+    /// Mistral: every layer may have a sliding window.
+    Mistral,
+    /// Qwen2: biases on query, key and value.
+    Qwen2,
+    /// Qwen3: queries and keys are normalised head by head.
+    Qwen3,
+    /// Gemma 2: norms multiply by `1 + weight` and stand after attention and feed-forward too, the
+    /// embedding is scaled, scores and logits are bounded, and every other layer has a sliding window.
+    Gemma2,
+    /// Gemma 3 (text): as Gemma 2, with normalised queries and keys in place of the bounds, and
+    /// rotary frequencies of their own for sliding layers, which are five of six.
+    Gemma3,
+}
+
+impl LlamaFamily {
+    /// The `model_type` of transformers.
+    pub fn model_type(self) -> &'static str {
+        match self {
+            LlamaFamily::Llama => "llama",
+            LlamaFamily::Mistral => "mistral",
+            LlamaFamily::Qwen2 => "qwen2",
+            LlamaFamily::Qwen3 => "qwen3",
+            LlamaFamily::Gemma2 => "gemma2",
+            LlamaFamily::Gemma3 => "gemma3_text",
+        }
+    }
+
+    /// The class that transformers loads it with.
+    pub fn architecture(self) -> &'static str {
+        match self {
+            LlamaFamily::Llama => "LlamaForCausalLM",
+            LlamaFamily::Mistral => "MistralForCausalLM",
+            LlamaFamily::Qwen2 => "Qwen2ForCausalLM",
+            LlamaFamily::Qwen3 => "Qwen3ForCausalLM",
+            LlamaFamily::Gemma2 => "Gemma2ForCausalLM",
+            LlamaFamily::Gemma3 => "Gemma3ForCausalLM",
+        }
+    }
+
+    /// Whether it is a Gemma.
+    pub(crate) fn is_gemma(self) -> bool {
+        matches!(self, LlamaFamily::Gemma2 | LlamaFamily::Gemma3)
+    }
+
+    pub(super) fn from_name(model_type: &str) -> Option<LlamaFamily> {
+        [
+            LlamaFamily::Llama,
+            LlamaFamily::Mistral,
+            LlamaFamily::Qwen2,
+            LlamaFamily::Qwen3,
+            LlamaFamily::Gemma2,
+            LlamaFamily::Gemma3,
+        ]
+        .into_iter()
+        .find(|family| family.model_type() == model_type)
+    }
+}
+
+/// Whether a layer sees all earlier tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LayerType {
+    /// `full_attention`.
+    Full,
+    /// `sliding_attention`: the last [`LlamaConfig::sliding_window`] tokens.
+    Sliding,
+}
+
+impl LayerType {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            LayerType::Full => "full_attention",
+            LayerType::Sliding => "sliding_attention",
+        }
+    }
+}
+
+/// Reads `layer_types`.
+pub(super) fn layer_types(value: &Value) -> Result<Vec<LayerType>> {
+    let names = value
+        .as_array()
+        .ok_or_else(|| bad("layer_types", value, "a list of names"))?;
+    names
+        .iter()
+        .map(|name| {
+            [LayerType::Full, LayerType::Sliding]
+                .into_iter()
+                .find(|kind| name.as_str() == Some(kind.name()))
+                .ok_or_else(|| Error::Unsupported {
+                    key: "layer_types".to_owned(),
+                    found: name.to_string(),
+                    supported: "full_attention, sliding_attention".to_owned(),
+                })
+        })
+        .collect()
+}

@@ -1,0 +1,214 @@
+//! The frequencies of rotary positions, each step rounded to fp32 as transformers rounds it: at position
+//! 100,000 a last bit of an inverse frequency is 0.006 rad.
+
+use std::borrow::Cow;
+use std::f64::consts::TAU;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::config::{LongRope, Yarn};
+use crate::{Result, RopeScaling};
+
+/// The inverse frequencies of a model, `(D/2,)`.
+#[derive(Debug)]
+pub(super) struct Frequencies {
+    /// For texts within the original context.
+    short: Vec<f32>,
+    beyond: Beyond,
+    /// What cosines and sines are multiplied by.
+    scale: f64,
+}
+
+/// The frequencies of longer texts.
+#[derive(Debug)]
+enum Beyond {
+    Same,
+    /// Others from this many positions on.
+    Long {
+        context: i64,
+        frequencies: Vec<f32>,
+    },
+    /// Others for every length.
+    Dynamic {
+        context: i64,
+        factor: f64,
+        theta: f64,
+        dim: i64,
+    },
+}
+
+impl Frequencies {
+    pub(super) fn new(
+        dim: i64,
+        theta: f64,
+        scaling: &RopeScaling,
+        context: i64,
+    ) -> Result<Frequencies> {
+        let powers = || -> Result<Tensor> { Ok(Tensor::f_pow_scalar(theta, &exponents(dim)?)?) };
+        let plain = || -> Result<Tensor> { Ok(powers()?.f_reciprocal()?) };
+        let (short, beyond, scale) = match scaling {
+            RopeScaling::Default => (plain()?, Beyond::Same, 1.0),
+            RopeScaling::Linear { factor } => (plain()?.f_div_scalar(*factor)?, Beyond::Same, 1.0),
+            RopeScaling::Dynamic { factor } => {
+                let beyond = Beyond::Dynamic {
+                    context,
+                    factor: *factor,
+                    theta,
+                    dim,
+                };
+                (plain()?, beyond, 1.0)
+            }
+            RopeScaling::Yarn(yarn) => {
+                let frequencies = stretched(&powers()?, dim, theta, yarn)?;
+                (frequencies, Beyond::Same, yarn.attention_scale())
+            }
+            RopeScaling::LongRope(long) => {
+                let divided = |factors: &[f64]| divided(&powers()?, factors);
+                let beyond = Beyond::Long {
+                    context: long.original_max_position_embeddings,
+                    frequencies: to_vec(&divided(&long.long_factor)?)?,
+                };
+                (
+                    divided(&long.short_factor)?,
+                    beyond,
+                    LongRope::attention_scale(long),
+                )
+            }
+            RopeScaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_position_embeddings,
+            } => {
+                let bands = Bands {
+                    factor: *factor,
+                    low: *low_freq_factor,
+                    high: *high_freq_factor,
+                    context: *original_max_position_embeddings as f64,
+                };
+                let frequencies = to_vec(&plain()?)?.into_iter();
+                let banded: Vec<f32> = frequencies
+                    .map(|frequency| bands.scaled(frequency))
+                    .collect();
+                (Tensor::f_from_slice(&banded)?, Beyond::Same, 1.0)
+            }
+        };
+        Ok(Frequencies {
+            short: to_vec(&short)?,
+            beyond,
+            scale,
+        })
+    }
+
+    /// Those of texts within the original context.
+    pub(super) fn short(&self) -> &[f32] {
+        &self.short
+    }
+
+    /// Whether a forward pass over positions up to `len - 1` uses them.
+    pub(super) fn is_short(&self, len: i64) -> bool {
+        match &self.beyond {
+            Beyond::Same => true,
+            Beyond::Long { context, .. } | Beyond::Dynamic { context, .. } => len <= *context,
+        }
+    }
+
+    /// Those of a forward pass over positions up to `len - 1`.
+    pub(super) fn at(&self, len: i64) -> Result<Cow<'_, [f32]>> {
+        match &self.beyond {
+            _ if self.is_short(len) => Ok(Cow::Borrowed(&self.short)),
+            Beyond::Same => Ok(Cow::Borrowed(&self.short)),
+            Beyond::Long { frequencies, .. } => Ok(Cow::Borrowed(frequencies)),
+            Beyond::Dynamic {
+                context,
+                factor,
+                theta,
+                dim,
+            } => {
+                // transformers has the length in a tensor, so all of this is fp32.
+                let exponent = *dim as f64 / (*dim as f64 - 2.0);
+                let base = Tensor::f_from_slice(&[len])?
+                    .f_mul_scalar(*factor)?
+                    .f_div_scalar(*context)?
+                    .f_sub_scalar(*factor - 1.0)?
+                    .f_pow_tensor_scalar(exponent)?
+                    .f_mul_scalar(*theta)?;
+                let powers = base.f_pow(&exponents(*dim)?)?;
+                Ok(Cow::Owned(to_vec(&powers.f_reciprocal()?)?))
+            }
+        }
+    }
+
+    /// What cosines and sines are multiplied by.
+    pub(super) fn scale(&self) -> f64 {
+        self.scale
+    }
+}
+
+fn to_vec(tensor: &Tensor) -> Result<Vec<f32>> {
+    Ok(Vec::<f32>::try_from(tensor)?)
+}
+
+/// `2i / D`.
+fn exponents(dim: i64) -> Result<Tensor> {
+    let even = Tensor::f_arange_start_step(0, dim, 2, (Kind::Float, Device::Cpu))?;
+    Ok(even.f_div_scalar(dim)?)
+}
+
+/// YaRN's frequencies: those that turn often kept, those that turn rarely divided by the factor.
+fn stretched(powers: &Tensor, dim: i64, theta: f64, yarn: &Yarn) -> Result<Tensor> {
+    let context = yarn.original_max_position_embeddings as f64;
+    let width = dim as f64;
+    // The channel whose frequency turns so often within the original context.
+    let channel = |turns: f64| width * (context / (turns * TAU)).ln() / (2.0 * theta.ln());
+    let (mut low, mut high) = (channel(yarn.beta_fast), channel(yarn.beta_slow));
+    if yarn.truncate {
+        (low, high) = (low.floor(), high.ceil());
+    }
+    (low, high) = (low.max(0.0), high.min(width - 1.0));
+    if low == high {
+        high += 0.001; // a ramp has some width
+    }
+    let ramp = Tensor::f_arange(dim / 2, (Kind::Float, Device::Cpu))?
+        .f_sub_scalar(low)?
+        .f_div_scalar(high - low)?
+        .f_clamp(0.0, 1.0)?;
+    let kept = one_minus(&ramp)?;
+    let fast = powers.f_reciprocal()?.f_mul(&kept)?;
+    let slow = powers.f_mul_scalar(yarn.factor)?.f_reciprocal()?;
+    Ok(slow.f_mul(&one_minus(&kept)?)?.f_add(&fast)?)
+}
+
+fn one_minus(x: &Tensor) -> Result<Tensor> {
+    Ok(x.f_ones_like()?.f_sub(x)?)
+}
+
+/// LongRoPE's frequencies.
+fn divided(powers: &Tensor, factors: &[f64]) -> Result<Tensor> {
+    let factors = Tensor::f_from_slice(factors)?.f_to_kind(Kind::Float)?;
+    Ok(factors.f_mul(powers)?.f_reciprocal()?)
+}
+
+/// Llama 3.1's three bands of frequencies.
+struct Bands {
+    factor: f64,
+    low: f64,
+    high: f64,
+    context: f64,
+}
+
+impl Bands {
+    fn scaled(&self, frequency: f32) -> f32 {
+        let factor = self.factor as f32;
+        let wavelength = TAU as f32 / frequency;
+        if wavelength > (self.context / self.low) as f32 {
+            return frequency / factor;
+        }
+        if wavelength < (self.context / self.high) as f32 {
+            return frequency;
+        }
+        let smooth =
+            (self.context as f32 / wavelength - self.low as f32) / (self.high - self.low) as f32;
+        (1.0 - smooth) * frequency / factor + smooth * frequency
+    }
+}
