@@ -40,3 +40,57 @@ pub fn prompts(count: usize, tokens: usize, vocabulary: i64) -> Vec<Vec<i64>> {
         .map(|row| (0..tokens).map(|place| id(row, place)).collect())
         .collect()
 }
+
+/// One measurement; `pytorch/generation.py` has the same table.
+#[derive(Debug, Clone, Copy)]
+pub struct Case {
+    /// Its key in the JSON line.
+    pub name: &'static str,
+    /// Prompts continued together.
+    pub streams: usize,
+    /// Tokens of each.
+    pub prompt: usize,
+    /// Tokens generated for each.
+    pub new: usize,
+    /// Whether earlier keys and values are kept.
+    pub use_cache: bool,
+}
+
+/// All measurements.
+pub const CASES: [Case; 5] = [
+    Case {
+        name: "prefill",
+        streams: 1,
+        prompt: 512,
+        new: 1,
+        use_cache: true,
+    },
+    Case {
+        name: "one_stream",
+        streams: 1,
+        prompt: 32,
+        new: 128,
+        use_cache: true,
+    },
+    Case {
+        name: "eight_streams",
+        streams: 8,
+        prompt: 32,
+        new: 128,
+        use_cache: true,
+    },
+    Case {
+        name: "cached",
+        streams: 1,
+        prompt: 1,
+        new: 100,
+        use_cache: true,
+    },
+    Case {
+        name: "uncached",
+        streams: 1,
+        prompt: 1,
+        new: 100,
+        use_cache: false,
+    },
+];
