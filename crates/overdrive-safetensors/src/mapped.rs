@@ -13,6 +13,9 @@ use tch::{Device, Kind, Tensor};
 use crate::kinds::kind_of;
 use crate::{Error, Result};
 
+/// How a file begins that `git clone` has left in place of a large one.
+const LFS: &[u8] = b"version https://git-lfs";
+
 /// A safetensors file in memory, read by the system as its pages are touched.
 ///
 /// The file must not be cut short while it is mapped: touching the lost pages would end the process.
@@ -43,7 +46,10 @@ impl MappedFile {
         let (length, header) =
             SafeTensors::read_metadata(&map).map_err(|error| Error::BadFile {
                 path: path.to_path_buf(),
-                reason: error.to_string(),
+                reason: match map.starts_with(LFS) {
+                    true => "it is a Git LFS pointer and not the file itself".to_owned(),
+                    false => error.to_string(),
+                },
             })?;
         let metadata = header.metadata().iter().flatten();
         Ok(MappedFile {

@@ -215,6 +215,12 @@ fn files_cut_short_or_lying_are_refused() {
         fs::write(&path, bytes).unwrap();
         refusal();
     }
+    fs::write(
+        &path,
+        "version https://git-lfs.github.com/spec/v1\nsize 5\n",
+    )
+    .unwrap();
+    assert!(refusal().contains("(it is a Git LFS pointer and not the file itself)"));
     fs::remove_file(&path).unwrap();
     let message = MappedFile::open(&path).unwrap_err().to_string();
     assert!(message.starts_with("cannot read "), "{message}");
