@@ -175,7 +175,7 @@ fn low_precision_checkpoints_stay_near_fp32() {
     // bf16 keeps 8 bits, fp16 11: a bound of 2^-8 and 2^-11 a rounding, over some ten roundings in a
     // row, of logits up to about 5.
     for (kind, bound) in [(Kind::BFloat16, 0.2), (Kind::Half, 0.025)] {
-        for case in ["llama_gqa", "qwen3", "gpt2"] {
+        for case in ["llama_gqa", "qwen3", "gemma2", "gemma3", "gpt2"] {
             let want = expected(case);
             let options = LoadOptions {
                 kind: Some(kind),
