@@ -25,7 +25,8 @@ fn templates_render_byte_for_byte_what_transformers_renders() {
     assert_eq!(cases.len(), 63);
     for (number, case) in cases.iter().enumerate() {
         let name = case["name"].as_str().unwrap();
-        let mut template = ChatTemplate::new(fixtures["templates"][name].as_str().unwrap()).unwrap();
+        let mut template =
+            ChatTemplate::new(fixtures["templates"][name].as_str().unwrap()).unwrap();
         for (key, token) in case["special_tokens"].as_object().unwrap() {
             template = template.with_special_token(key, token.as_str().unwrap());
         }
@@ -54,7 +55,10 @@ fn a_folder_gives_one_template_or_several_with_their_tokens() {
 
     let put = |name: &str, value: Value| write(dir.path().join(name), value.to_string()).unwrap();
     put("chat_template.json", json!({"chat_template": "processor"}));
-    assert_eq!(render(&ChatTemplate::from_dir(dir.path()).unwrap()), "processor");
+    assert_eq!(
+        render(&ChatTemplate::from_dir(dir.path()).unwrap()),
+        "processor"
+    );
 
     put(
         "tokenizer_config.json",
@@ -71,7 +75,10 @@ fn a_folder_gives_one_template_or_several_with_their_tokens() {
     let template = ChatTemplate::from_dir(dir.path()).unwrap();
     assert_eq!(render(&template), "<s></s><img>");
     assert_eq!(template.special_token("eos_token"), Some("</s>"));
-    assert_eq!(template.names().collect::<Vec<_>>(), ["default", "tool_use"]);
+    assert_eq!(
+        template.names().collect::<Vec<_>>(),
+        ["default", "tool_use"]
+    );
     let tools = ChatTemplateOptions {
         tools: Some(vec![json!({"name": "f"})]),
         ..Default::default()
@@ -83,10 +90,17 @@ fn a_folder_gives_one_template_or_several_with_their_tokens() {
         ..Default::default()
     };
     let error = template.render(&hello(), &other).unwrap_err().to_string();
-    assert_eq!(error, "there is no chat template \"rag\"; there are default, tool_use");
+    assert_eq!(
+        error,
+        "there is no chat template \"rag\"; there are default, tool_use"
+    );
 
     // Files win.
-    write(dir.path().join("chat_template.jinja"), "file {{ messages[0].content }}").unwrap();
+    write(
+        dir.path().join("chat_template.jinja"),
+        "file {{ messages[0].content }}",
+    )
+    .unwrap();
     let more = dir.path().join("additional_chat_templates");
     create_dir(&more).unwrap();
     write(more.join("rag.jinja"), "cite").unwrap();
@@ -98,12 +112,25 @@ fn a_folder_gives_one_template_or_several_with_their_tokens() {
 #[test]
 fn faults_name_the_line_and_say_what_is_wrong() {
     let error = ChatTemplate::new("{{ bos_token }}\n{% for m in messages %}").unwrap_err();
-    assert!(error.to_string().starts_with("chat template: line 2: syntax error"), "{error}");
+    assert!(
+        error
+            .to_string()
+            .starts_with("chat template: line 2: syntax error"),
+        "{error}"
+    );
     let template = ChatTemplate::new("\n{{ messages[0].a.b }}").unwrap();
     let error = template.render(&hello(), &Default::default()).unwrap_err();
-    assert!(error.to_string().starts_with("chat template: line 2: undefined"), "{error}");
+    assert!(
+        error
+            .to_string()
+            .starts_with("chat template: line 2: undefined"),
+        "{error}"
+    );
     let error = template.render(&[], &Default::default()).unwrap_err();
-    assert_eq!(error.to_string(), "conversation: it is empty: give at least one message");
+    assert_eq!(
+        error.to_string(),
+        "conversation: it is empty: give at least one message"
+    );
     let open = ChatTemplateOptions {
         continue_final_message: true,
         ..Default::default()
@@ -118,6 +145,10 @@ fn the_date_of_today_is_in_the_format_asked_for() {
     let template = ChatTemplate::new("{{ strftime_now('%d %b %Y') }}").unwrap();
     let date = render(&template);
     let parts: Vec<_> = date.split(' ').collect();
-    assert_eq!((parts[0].len(), parts[1].len(), parts[2].len()), (2, 3, 4), "{date}");
+    assert_eq!(
+        (parts[0].len(), parts[1].len(), parts[2].len()),
+        (2, 3, 4),
+        "{date}"
+    );
     assert!(parts[2].parse::<u32>().unwrap() >= 2025);
 }

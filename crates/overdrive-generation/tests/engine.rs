@@ -27,12 +27,18 @@ const CASES: [&str; 7] = [
 ];
 
 fn load(case: &str) -> CausalLm {
+    // Tests run beside one another, and their models are too small for threads of their own.
+    tch::set_num_threads(1);
     let crates = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
-    let dir = crates.join("../overdrive-transformer/tests/fixtures").join(case);
+    let dir = crates
+        .join("../overdrive-transformer/tests/fixtures")
+        .join(case);
     CausalLm::from_pretrained(dir, &Default::default()).unwrap()
 }
 
 fn tiny(vocab_size: i64) -> CausalLm {
+    // Tests run beside one another, and their models are too small for threads of their own.
+    tch::set_num_threads(1);
     let config = LlamaConfig {
         vocab_size,
         hidden_size: 32,
@@ -77,7 +83,9 @@ fn prompts(vocab_size: i64) -> Vec<Vec<i64>> {
     let lengths = [7, 1, 40, 23, 40, 3, 12, 30, 1, 18];
     let prompt = |(number, &length): (usize, &i64)| {
         let text = (number as i64 % 3) * 7;
-        (0..length).map(|place| (place * place + text) % vocab_size).collect()
+        (0..length)
+            .map(|place| (place * place + text) % vocab_size)
+            .collect()
     };
     lengths.iter().enumerate().map(prompt).collect()
 }
@@ -99,6 +107,11 @@ fn every_request_gets_what_it_would_get_alone() {
             0 => greedy(5 + 3 * number),
             _ => sampled(24, number as u64),
         };
+        let alone: Vec<_> = prompts
+            .iter()
+            .enumerate()
+            .map(|(n, prompt)| generate(&model, std::slice::from_ref(prompt), &wanted(n)).unwrap())
+            .collect();
         // Roomy; with parts of prompts; with so few blocks that texts are preempted; without sharing.
         for change in [
             (|_| {}) as fn(&mut EngineConfig),
@@ -133,14 +146,17 @@ fn every_request_gets_what_it_would_get_alone() {
             };
             // They join while others run.
             for (number, prompt) in prompts.iter().enumerate() {
-                ids.push(engine.submit(Request::new(prompt.clone(), wanted(number))).unwrap());
+                ids.push(
+                    engine
+                        .submit(Request::new(prompt.clone(), wanted(number)))
+                        .unwrap(),
+                );
                 take(engine.step().unwrap());
             }
             while !engine.is_idle() {
                 take(engine.step().unwrap());
             }
-            for (number, (prompt, id)) in prompts.iter().zip(&ids).enumerate() {
-                let alone = generate(&model, std::slice::from_ref(prompt), &wanted(number)).unwrap();
+            for (number, (alone, id)) in alone.iter().zip(&ids).enumerate() {
                 assert_eq!(
                     got[id].tokens,
                     alone.new_tokens(0),
@@ -179,9 +195,15 @@ fn samples_of_one_prompt_share_its_blocks_and_equal_those_of_generate() {
             }),
         )
         .unwrap();
-        engine.submit(Request::new(prompt.clone(), config_of(5))).unwrap();
+        engine
+            .submit(Request::new(prompt.clone(), config_of(5)))
+            .unwrap();
         let first = engine.step().unwrap();
-        assert_eq!(first.len(), 5, "the first tokens of all come of one reading of the prompt");
+        assert_eq!(
+            first.len(),
+            5,
+            "the first tokens of all come of one reading of the prompt"
+        );
         if (seats, blocks) == (8, 64) {
             assert_eq!(engine.statistics().blocks_used, 11);
             engine.step().unwrap();
@@ -193,7 +215,11 @@ fn samples_of_one_prompt_share_its_blocks_and_equal_those_of_generate() {
         let completions = completions.as_ref().unwrap();
         assert_eq!(completions.len(), 5);
         for (row, completion) in completions.iter().enumerate() {
-            assert_eq!(completion.tokens, want.new_tokens(row), "{seats} seats, sample {row}");
+            assert_eq!(
+                completion.tokens,
+                want.new_tokens(row),
+                "{seats} seats, sample {row}"
+            );
         }
         assert_no_block_is_held(&engine);
     }
@@ -213,7 +239,11 @@ fn a_prompt_that_was_read_before_is_found_in_the_cache() {
     let (first, reused) = run(&prompt);
     assert_eq!(reused, 0);
     let (again, reused) = run(&prompt);
-    assert_eq!((again, reused), (first.clone(), 36), "all blocks but that of the last token");
+    assert_eq!(
+        (again, reused),
+        (first.clone(), 36),
+        "all blocks but that of the last token"
+    );
     // A conversation goes on: what was answered is there, too, but for the last token.
     let longer = [prompt, first, vec![5, 6, 7]].concat();
     let (_, reused) = run(&longer);
@@ -227,7 +257,10 @@ fn what_cannot_be_served_is_refused_with_the_numbers() {
     let mut refused = |prompt: Vec<i64>, change: &dyn Fn(&mut GenerationConfig)| {
         let mut config = greedy(10);
         change(&mut config);
-        engine.submit(Request::new(prompt, config)).unwrap_err().to_string()
+        engine
+            .submit(Request::new(prompt, config))
+            .unwrap_err()
+            .to_string()
     };
     assert_eq!(
         refused(vec![1; 32], &|_| {}),
@@ -244,13 +277,21 @@ fn what_cannot_be_served_is_refused_with_the_numbers() {
     let text = refused(vec![1], &|c| c.stop_strings = vec!["x".to_owned()]);
     assert!(text.contains("with_tokenizer"), "{text}");
     // 31 and 10 need 40 places: the last token is never read.
-    engine.submit(Request::new(vec![1; 31], greedy(10))).unwrap();
+    engine
+        .submit(Request::new(vec![1; 31], greedy(10)))
+        .unwrap();
     let (_, completions) = engine.run_to_end().unwrap().remove(0);
     assert_eq!(completions.unwrap()[0].tokens.len(), 10);
 
     for (change, key) in [
-        ((|c| c.max_num_seqs = 0) as fn(&mut EngineConfig), "max_num_seqs"),
-        (|c| c.max_num_batched_tokens = Some(7), "max_num_batched_tokens"),
+        (
+            (|c| c.max_num_seqs = 0) as fn(&mut EngineConfig),
+            "max_num_seqs",
+        ),
+        (
+            |c| c.max_num_batched_tokens = Some(7),
+            "max_num_batched_tokens",
+        ),
         (|c| c.block_size = 0, "block_size"),
         (|c| c.watermark = 1.0, "watermark"),
         (
@@ -272,7 +313,9 @@ fn the_context_ends_a_text_as_it_does_alone() {
     let prompt = vec![3; 250];
     let alone = generate(&model, std::slice::from_ref(&prompt), &greedy(50)).unwrap();
     let mut engine = Engine::new(&model, config(|_| {})).unwrap();
-    engine.submit(Request::new(prompt.clone(), greedy(50))).unwrap();
+    engine
+        .submit(Request::new(prompt.clone(), greedy(50)))
+        .unwrap();
     let completion = engine.run_to_end().unwrap().remove(0).1.unwrap().remove(0);
     assert_eq!(completion.tokens, alone.new_tokens(0));
     assert_eq!(completion.finish_reason, FinishReason::ContextFull);
@@ -300,8 +343,14 @@ fn a_cancelled_request_leaves_with_what_it_has_and_the_others_go_on() {
         let (_, outcome) = outcomes.iter().find(|(request, _)| *request == id).unwrap();
         &outcome.as_ref().unwrap()[0]
     };
-    assert_eq!((of(running).tokens.len(), of(running).finish_reason), (3, FinishReason::Stopped));
-    assert_eq!((of(waiting).tokens.len(), of(waiting).finish_reason), (0, FinishReason::Stopped));
+    assert_eq!(
+        (of(running).tokens.len(), of(running).finish_reason),
+        (3, FinishReason::Stopped)
+    );
+    assert_eq!(
+        (of(waiting).tokens.len(), of(waiting).finish_reason),
+        (0, FinishReason::Stopped)
+    );
     let alone = generate(&model, &[vec![3, 4, 5]], &greedy(12)).unwrap();
     assert_eq!(of(kept).tokens, alone.new_tokens(0));
     let statistics = engine.statistics();
@@ -348,7 +397,9 @@ impl EngineModel for Faulty {
         let last = step.input_ids.view([-1]).index_select(0, step.places);
         let logits = EngineModel::forward(&self.model, step)?;
         let countdown = |left: usize| left.checked_sub(1);
-        let failing = self.failures.fetch_update(Ordering::Relaxed, Ordering::Relaxed, countdown);
+        let failing = self
+            .failures
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, countdown);
         // After the cache has been written.
         if failing.is_ok() && self.calls.get() > 1 {
             return Err(tch::TchError::Kind("out of memory".to_owned()).into());
@@ -373,10 +424,17 @@ fn a_request_with_bad_logits_fails_and_no_other_does() {
         .unwrap();
     let other = engine.submit(Request::new([5, 6], greedy(8))).unwrap();
     let outcomes: BTreeMap<_, _> = engine.run_to_end().unwrap().into_iter().collect();
-    assert!(matches!(outcomes[&bad], Err(Error::BadLogits { .. })), "{:?}", outcomes[&bad]);
+    assert!(
+        matches!(outcomes[&bad], Err(Error::BadLogits { .. })),
+        "{:?}",
+        outcomes[&bad]
+    );
     for (id, prompt) in [(good, vec![1, 2, 3]), (other, vec![5, 6])] {
         let alone = generate(&engine.model().model, &[prompt], &greedy(8)).unwrap();
-        assert_eq!(outcomes[&id].as_ref().unwrap()[0].tokens, alone.new_tokens(0));
+        assert_eq!(
+            outcomes[&id].as_ref().unwrap()[0].tokens,
+            alone.new_tokens(0)
+        );
     }
     let statistics = engine.statistics();
     assert_eq!((statistics.finished, statistics.failed), (2, 1));
@@ -386,7 +444,9 @@ fn a_request_with_bad_logits_fails_and_no_other_does() {
 #[test]
 fn a_step_that_fails_is_undone_and_computed_again() {
     let mut engine = Engine::new(Faulty::new(4), config(|_| {})).unwrap();
-    engine.submit(Request::new([1, 2, 3], sampled(10, 5))).unwrap();
+    engine
+        .submit(Request::new([1, 2, 3], sampled(10, 5)))
+        .unwrap();
     engine.submit(Request::new([7; 20], greedy(10))).unwrap();
     let mut errors = 0;
     let outcomes = loop {
@@ -400,10 +460,10 @@ fn a_step_that_fails_is_undone_and_computed_again() {
     };
     assert_eq!(errors, 3);
     let model = &engine.model().model;
-    for (outcome, (prompt, config)) in outcomes.iter().zip([
-        (vec![1, 2, 3], sampled(10, 5)),
-        (vec![7; 20], greedy(10)),
-    ]) {
+    for (outcome, (prompt, config)) in outcomes
+        .iter()
+        .zip([(vec![1, 2, 3], sampled(10, 5)), (vec![7; 20], greedy(10))])
+    {
         let alone = generate(model, &[prompt], &config).unwrap();
         assert_eq!(outcome.1.as_ref().unwrap()[0].tokens, alone.new_tokens(0));
     }
@@ -437,14 +497,20 @@ fn constraints_log_probabilities_and_a_time_limit_are_heeded() {
     engine.submit(Request::new([1], late)).unwrap();
     let mut outcomes = engine.run_to_end().unwrap();
     let late = outcomes.remove(1).1.unwrap().remove(0);
-    assert_eq!((late.tokens.len(), late.finish_reason), (0, FinishReason::TimeLimit));
+    assert_eq!(
+        (late.tokens.len(), late.finish_reason),
+        (0, FinishReason::TimeLimit)
+    );
     let got = outcomes.remove(0).1.unwrap().remove(0);
     assert_eq!(got.tokens, want.new_tokens(0));
     assert_eq!(got.finish_reason, want.finish_reasons[0]);
     let (got, want) = (got.logprobs.unwrap(), want.logprobs.unwrap().remove(0));
     assert_eq!(got.len(), want.len());
     for (got, want) in got.iter().zip(&want) {
-        assert!((got.logprob - want.logprob).abs() < 1e-4, "{got:?} for {want:?}");
+        assert!(
+            (got.logprob - want.logprob).abs() < 1e-4,
+            "{got:?} for {want:?}"
+        );
     }
 }
 
@@ -492,8 +558,12 @@ fn texts_and_stop_strings_are_those_of_generate() {
     let go_on = |_: overdrive_generation::GeneratedToken<'_>| std::ops::ControlFlow::Continue(());
     let want =
         generate_with_options(&model, &[prompt.clone()], &config_of, &options, go_on).unwrap();
-    let mut engine = Engine::new(&model, config(|_| {})).unwrap().with_tokenizer(tokenizer);
-    engine.submit(Request::new(prompt.clone(), config_of)).unwrap();
+    let mut engine = Engine::new(&model, config(|_| {}))
+        .unwrap()
+        .with_tokenizer(tokenizer);
+    engine
+        .submit(Request::new(prompt.clone(), config_of))
+        .unwrap();
     let whole = engine.submit(Request::new(prompt, sampled(40, 8))).unwrap();
     let (mut streamed, mut done) = (BTreeMap::<_, String>::new(), BTreeMap::new());
     while !engine.is_idle() {
@@ -502,7 +572,11 @@ fn texts_and_stop_strings_are_those_of_generate() {
                 Event::Token { request, text, .. } => {
                     streamed.entry(request).or_default().push_str(&text);
                 }
-                Event::Finished { request, completion, .. } => {
+                Event::Finished {
+                    request,
+                    completion,
+                    ..
+                } => {
                     done.insert(request, completion);
                 }
                 other => panic!("{other:?}"),
@@ -512,7 +586,10 @@ fn texts_and_stop_strings_are_those_of_generate() {
     assert_eq!(done[&whole].text.as_deref(), Some(all.as_str()));
     assert_eq!(streamed[&whole], all);
     let (id, stopped) = done.first_key_value().unwrap();
-    assert_eq!(stopped.finish_reason, FinishReason::StopString { number: 1 });
+    assert_eq!(
+        stopped.finish_reason,
+        FinishReason::StopString { number: 1 }
+    );
     assert_eq!(stopped.text.as_deref(), Some(want.texts[0].as_str()));
     assert_eq!(streamed[id], want.texts[0]);
     assert!(!want.texts[0].contains(&stop));
@@ -541,7 +618,10 @@ fn a_handle_serves_many_threads() {
             });
         }
     });
-    assert!(engine.submit(Request::new([500], greedy(1))).is_err(), "checked before it is sent");
+    assert!(
+        engine.submit(Request::new([500], greedy(1))).is_err(),
+        "checked before it is sent"
+    );
     let mut events = engine.submit(Request::new([1], greedy(200))).unwrap();
     let first = events.next().unwrap();
     assert!(matches!(first, Event::Token { .. }));
@@ -559,14 +639,29 @@ fn a_handle_gives_up_what_cannot_be_computed_and_serves_what_comes_after() {
     // The first call is left alone; the four after it fail.
     let engine = Engine::new(Faulty::new(5), config(|_| {})).unwrap();
     let engine = EngineHandle::spawn(engine).unwrap();
-    let error = engine.submit(Request::new([1, 2], greedy(8))).unwrap().wait().unwrap_err();
+    let error = engine
+        .submit(Request::new([1, 2], greedy(8)))
+        .unwrap()
+        .wait()
+        .unwrap_err();
     assert!(matches!(error, Error::EngineFailed { .. }), "{error}");
     assert!(error.to_string().contains("out of memory"));
-    let completions = engine.submit(Request::new([1, 2], greedy(8))).unwrap().wait().unwrap();
+    let completions = engine
+        .submit(Request::new([1, 2], greedy(8)))
+        .unwrap()
+        .wait()
+        .unwrap();
     let alone = generate(&tiny(128), &[vec![1, 2]], &greedy(8)).unwrap();
     assert_eq!(completions[0].tokens, alone.new_tokens(0));
     let statistics = engine.finish().unwrap();
-    assert_eq!((statistics.failed, statistics.finished, statistics.blocks_used), (1, 1, 0));
+    assert_eq!(
+        (
+            statistics.failed,
+            statistics.finished,
+            statistics.blocks_used
+        ),
+        (1, 1, 0)
+    );
     assert!(statistics.tokens_per_second() > 0.0);
     assert!(statistics.time_to_first_token.max > Duration::ZERO);
 }

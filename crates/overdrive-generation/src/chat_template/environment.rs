@@ -30,8 +30,12 @@ pub(super) fn environment(source: &str) -> Result<Environment<'static>, Error> {
 
 /// The local time, in Python's format codes.
 fn strftime_now(format: &str) -> Result<String, Error> {
-    jiff::fmt::strtime::format(format, &jiff::Zoned::now())
-        .map_err(|error| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {error}")))
+    jiff::fmt::strtime::format(format, &jiff::Zoned::now()).map_err(|error| {
+        Error::new(
+            ErrorKind::InvalidOperation,
+            format!("strftime_now: {error}"),
+        )
+    })
 }
 
 /// `{% generation %}` marks what the assistant said, for a loss mask. It writes nothing, and opens a

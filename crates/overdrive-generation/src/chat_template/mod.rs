@@ -244,12 +244,15 @@ fn leave_open(messages: &mut [Map<String, Value>]) -> Result<String> {
     let text = match content {
         Some(Value::String(text)) => Some(text),
         // The last text among the parts of a message.
-        Some(Value::Array(parts)) => parts.iter_mut().rev().find_map(|part| {
-            match part.get_mut("text") {
-                Some(Value::String(text)) => Some(text),
-                _ => None,
-            }
-        }),
+        Some(Value::Array(parts)) => {
+            parts
+                .iter_mut()
+                .rev()
+                .find_map(|part| match part.get_mut("text") {
+                    Some(Value::String(text)) => Some(text),
+                    _ => None,
+                })
+        }
         _ => None,
     };
     let Some(text) = text else {
@@ -359,8 +362,10 @@ fn read_json(path: &Path) -> Result<Option<Map<String, Value>>> {
     let Some(text) = read(path)? else {
         return Ok(None);
     };
-    serde_json::from_str(&text).map(Some).map_err(|source| Error::Json {
-        path: path.to_owned(),
-        source,
-    })
+    serde_json::from_str(&text)
+        .map(Some)
+        .map_err(|source| Error::Json {
+            path: path.to_owned(),
+            source,
+        })
 }

@@ -31,7 +31,10 @@ pub(super) fn tojson(
     };
     let (item, key) = match option(separators, "separators")? {
         // With an indent Python leaves no space before the end of a line.
-        None => (if indent.is_some() { "," } else { ", " }.to_owned(), ": ".to_owned()),
+        None => (
+            if indent.is_some() { "," } else { ", " }.to_owned(),
+            ": ".to_owned(),
+        ),
         Some(pair) => {
             let mut parts = pair.try_iter()?.map(|part| part.to_string());
             match (parts.next(), parts.next(), parts.next()) {
@@ -69,7 +72,9 @@ impl Writer {
     fn value(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
         match value.kind() {
             ValueKind::None => self.out.push_str("null"),
-            ValueKind::Bool => self.out.push_str(if value.is_true() { "true" } else { "false" }),
+            ValueKind::Bool => self
+                .out
+                .push_str(if value.is_true() { "true" } else { "false" }),
             ValueKind::Number => self.number(value),
             ValueKind::String => self.string(value.as_str().unwrap_or_default()),
             ValueKind::Seq | ValueKind::Iterable => {
@@ -183,7 +188,12 @@ fn python_float(number: f64) -> String {
         return "NaN".to_owned();
     }
     if number.is_infinite() {
-        return if number > 0.0 { "Infinity" } else { "-Infinity" }.to_owned();
+        return if number > 0.0 {
+            "Infinity"
+        } else {
+            "-Infinity"
+        }
+        .to_owned();
     }
     // Rust and Python both write the shortest digits that read back, and turn to exponents at the
     // same magnitudes; the exponents look different.

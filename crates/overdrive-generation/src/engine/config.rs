@@ -68,7 +68,12 @@ impl EngineConfig {
         check(tokens >= seats, "max_num_batched_tokens", &tokens, expected)?;
         let length = self.max_model_len.unwrap_or(1);
         check(length > 0, "max_model_len", &length, positive)?;
-        check(self.block_size > 0, "block_size", &self.block_size, positive)?;
+        check(
+            self.block_size > 0,
+            "block_size",
+            &self.block_size,
+            positive,
+        )?;
         let blocks = self.num_blocks.unwrap_or(1);
         check(blocks > 0, "num_blocks", &blocks, positive)?;
         let free = (0.0..1.0).contains(&self.watermark);
@@ -88,7 +93,9 @@ impl EngineConfig {
             return Ok(blocks);
         }
         let block_bytes = (token_bytes * self.block_size as u64).max(1);
-        let useful = self.max_num_seqs.saturating_mul(context.div_ceil(self.block_size));
+        let useful = self
+            .max_num_seqs
+            .saturating_mul(context.div_ceil(self.block_size));
         let blocks = match self.kv_cache_memory_bytes {
             Some(bytes) => bytes / block_bytes,
             None => (DEFAULT_CACHE_BYTES / block_bytes).min(useful as u64),
@@ -96,7 +103,10 @@ impl EngineConfig {
         if blocks == 0 {
             return Err(Error::BadConfig {
                 key: "kv_cache_memory_bytes".to_owned(),
-                found: self.kv_cache_memory_bytes.unwrap_or(DEFAULT_CACHE_BYTES).to_string(),
+                found: self
+                    .kv_cache_memory_bytes
+                    .unwrap_or(DEFAULT_CACHE_BYTES)
+                    .to_string(),
                 expected: format!("at least {block_bytes}, the bytes of one block"),
             });
         }

@@ -244,7 +244,9 @@ impl<M: EngineModel> Engine<M> {
                         completion,
                         ..
                     } => {
-                        let outcome = outcomes.entry(request).or_insert_with(|| Ok(BTreeMap::new()));
+                        let outcome = outcomes
+                            .entry(request)
+                            .or_insert_with(|| Ok(BTreeMap::new()));
                         if let Ok(completions) = outcome {
                             completions.insert(sample, completion);
                         }
@@ -382,9 +384,8 @@ impl<M: EngineModel> Engine<M> {
         }
         self.scores = scores;
         let live = std::mem::take(&mut self.live);
-        let settled = self.settle(|job| {
-            ended.contains(&job.arrival) || !live.contains_key(&job.data.request)
-        });
+        let settled = self
+            .settle(|job| ended.contains(&job.arrival) || !live.contains_key(&job.data.request));
         self.live = live;
         settled.map(|_| ())
     }

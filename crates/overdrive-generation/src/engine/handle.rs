@@ -246,7 +246,10 @@ impl<M: EngineModel> Worker<M> {
                 }
             }
             let now = self.engine.statistics();
-            *self.statistics.lock().unwrap_or_else(PoisonError::into_inner) = now;
+            *self
+                .statistics
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner) = now;
         }
     }
 
@@ -263,7 +266,9 @@ impl<M: EngineModel> Worker<M> {
                 self.inbox.try_recv()
             };
             match command {
-                Ok(Command::Submit(ticket, request, events)) => self.submit(ticket, request, events),
+                Ok(Command::Submit(ticket, request, events)) => {
+                    self.submit(ticket, request, events)
+                }
                 Ok(Command::Cancel(ticket)) => self.cancel(ticket),
                 Ok(Command::Finish) => self.is_finishing = true,
                 Ok(Command::Stop) | Err(TryRecvError::Disconnected) => return false,

@@ -3,7 +3,10 @@
 mod blocks;
 mod config;
 // The engine itself; the folder is named after what is built around it.
-#[expect(clippy::module_inception, reason = "the file holds the type of that name")]
+#[expect(
+    clippy::module_inception,
+    reason = "the file holds the type of that name"
+)]
 mod engine;
 mod handle;
 mod model;

@@ -59,7 +59,9 @@ impl EngineModel for CausalLm {
     fn cache_shape(&self) -> Result<CacheShape> {
         let (kv_heads, head_dim) = match self.config() {
             ModelConfig::Llama(config) => (
-                config.num_key_value_heads.unwrap_or(config.num_attention_heads),
+                config
+                    .num_key_value_heads
+                    .unwrap_or(config.num_attention_heads),
                 config
                     .head_dim
                     .unwrap_or(config.hidden_size / config.num_attention_heads.max(1)),

@@ -219,7 +219,11 @@ fn unsupported(config: &GenerationConfig) -> Result<()> {
         let hint = "its texts live in the paged cache; use generate to go without";
         return refuse("use_cache", false.to_string(), hint);
     }
-    if let Some(kind) = config.cache_implementation.as_deref().filter(|&kind| kind != "paged") {
+    if let Some(kind) = config
+        .cache_implementation
+        .as_deref()
+        .filter(|&kind| kind != "paged")
+    {
         let hint = "its cache is the paged one; use generate for others";
         return refuse("cache_implementation", kind.to_owned(), hint);
     }

@@ -142,7 +142,10 @@ impl Sample {
         Completion {
             tokens: tokens[self.prompt..].to_vec(),
             text: self.text.take().map(RowText::into_text),
-            logprobs: self.config.logprobs.map(|_| std::mem::take(&mut self.logprobs)),
+            logprobs: self
+                .config
+                .logprobs
+                .map(|_| std::mem::take(&mut self.logprobs)),
             finish_reason: reason,
             time_to_first_token: self.first_token,
             time: self.submitted.elapsed(),

@@ -23,7 +23,10 @@ impl Pool {
     }
 
     fn take(&mut self, id: u32, tokens: usize) {
-        assert!(self.needed(id, tokens) <= self.free(), "more blocks planned than free");
+        assert!(
+            self.needed(id, tokens) <= self.free(),
+            "more blocks planned than free"
+        );
         *self.texts.get_mut(&id).unwrap() += tokens;
     }
 }
@@ -55,7 +58,11 @@ impl Blocks for Pool {
     }
 
     fn free(&self) -> usize {
-        let used: usize = self.texts.values().map(|n| n.div_ceil(self.block_size)).sum();
+        let used: usize = self
+            .texts
+            .values()
+            .map(|n| n.div_ceil(self.block_size))
+            .sum();
         self.total - used
     }
 }
@@ -145,7 +152,10 @@ fn run(trace: &[Text], limits: Limits, total: usize, block_size: usize) -> Count
         step += 1;
         // Each step computes a token of the first text at least; what is lost is computed again only
         // for texts that an earlier one displaced.
-        assert!(step <= at + 2 + work * (1 + trace.len()), "no end after {step} steps");
+        assert!(
+            step <= at + 2 + work * (1 + trace.len()),
+            "no end after {step} steps"
+        );
     }
     assert!(pool.texts.is_empty(), "texts left: {:?}", pool.texts);
     assert_eq!(pool.free(), total);
@@ -209,7 +219,12 @@ fn a_long_prompt_is_read_in_parts_beside_the_tokens_of_others() {
             pool.take(scheduler.place(part.job).unwrap(), part.end - part.start);
         }
         scheduler.computed(&parts);
-        steps.push(parts.iter().map(|p| (p.job, p.start, p.end)).collect::<Vec<_>>());
+        steps.push(
+            parts
+                .iter()
+                .map(|p| (p.job, p.start, p.end))
+                .collect::<Vec<_>>(),
+        );
         for part in parts {
             let job = scheduler.job(part.job).unwrap();
             if part.end == job.tokens.len() {
@@ -246,13 +261,23 @@ fn a_copy_shares_what_is_read_and_waits_where_there_is_no_seat() {
     scheduler.job(0).unwrap().tokens.push(9);
     scheduler.settle(&mut pool, |_| false).unwrap();
 
-    let running: Vec<_> = scheduler.running().iter().map(|job| (job.data, job.computed)).collect();
+    let running: Vec<_> = scheduler
+        .running()
+        .iter()
+        .map(|job| (job.data, job.computed))
+        .collect();
     assert_eq!(running, [("first", 6), ("second", 6)]);
     assert_eq!(scheduler.waiting(), 1);
-    let gone = scheduler.settle(&mut pool, |job| job.data == "first").unwrap();
+    let gone = scheduler
+        .settle(&mut pool, |job| job.data == "first")
+        .unwrap();
     assert_eq!(gone[0].tokens.last(), Some(&9));
     let parts = scheduler.schedule(&mut pool).unwrap();
     let lengths: Vec<_> = parts.iter().map(|part| part.end - part.start).collect();
-    assert_eq!(lengths, [1, 7], "the third reads the prompt again, and its own first token");
+    assert_eq!(
+        lengths,
+        [1, 7],
+        "the third reads the prompt again, and its own first token"
+    );
     assert_eq!(scheduler.running()[1].tokens.last(), Some(&8));
 }

@@ -1,0 +1,151 @@
+use std::sync::Arc;
+
+use serde_json::Value;
+use tokenizers::Tokenizer;
+
+use crate::{
+    ChatTemplate, ChatTemplateOptions, Completion, Engine, EngineConfig, EngineModel, Error,
+    GenerationConfig, Message, Request, Result,
+};
+
+/// What [`chat_batch`] uses besides the generation config.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct ChatBatchOptions {
+    /// How conversations are rendered.
+    pub template: ChatTemplateOptions,
+    /// How they share the model and its memory.
+    pub engine: EngineConfig,
+}
+
+/// The answer to a conversation.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Answer {
+    /// What the assistant says, without special tokens.
+    pub text: String,
+    /// Tokens of the rendered conversation.
+    pub prompt_tokens: usize,
+    /// The answer's tokens and how it ended; more than one where `num_return_sequences` asks for them,
+    /// `text` being that of the first.
+    pub completions: Vec<Completion>,
+}
+
+impl Answer {
+    /// The answer as the next message of the conversation.
+    pub fn message(&self) -> Message {
+        Message::assistant(self.text.as_str())
+    }
+}
+
+/// Answers many conversations at once: each is rendered by the model's template and continued over an
+/// [`Engine`], which keeps the batch full however long the answers are, and reads what conversations
+/// have in common (a system prompt) once. Answers come in the order of the conversations.
+///
+/// A conversation that cannot be answered has its own error, and the others their answers. Where
+/// `config` names no end-of-text token, the template's `eos_token` is it.
+///
+/// # Errors
+/// When the engine cannot be made, or the model fails.
+///
+/// ```
+/// use std::sync::Arc;
+/// use overdrive_generation::{ChatTemplate, GenerationConfig, Message, Tokenizer, chat_batch};
+/// use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let json = r#"{"version": "1.0", "added_tokens": [], "decoder": {"type": "Fuse"},
+/// #     "model": {"type": "WordLevel", "vocab": {"<unk>": 0, "hi": 1}, "unk_token": "<unk>"}}"#;
+/// # let config = LlamaConfig { vocab_size: 2, hidden_size: 32, intermediate_size: 64,
+/// #     num_hidden_layers: 1, num_attention_heads: 4, ..LlamaConfig::default() };
+/// # let model = CausalLm::new(&config.into(), &InitOptions::default())?;
+/// # let tokenizer: Arc<Tokenizer> = Arc::new(json.parse::<Tokenizer>().map_err(|e| e.to_string())?);
+/// // In earnest: CausalLm::from_pretrained, Tokenizer::from_file and ChatTemplate::from_dir.
+/// let template = ChatTemplate::new("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")?;
+/// let conversations = vec![vec![Message::user("hi")], vec![]];
+/// let config = GenerationConfig { max_new_tokens: Some(5), ..GenerationConfig::default() };
+/// let answers =
+///     chat_batch(&model, &tokenizer, &template, &conversations, &config, &Default::default())?;
+/// assert_eq!(answers[0].as_ref().unwrap().completions[0].tokens.len(), 5);
+/// assert!(answers[1].is_err()); // an empty conversation
+/// # Ok(())
+/// # }
+/// ```
+pub fn chat_batch<M: EngineModel>(
+    model: M,
+    tokenizer: &Arc<Tokenizer>,
+    template: &ChatTemplate,
+    conversations: &[Vec<Message>],
+    config: &GenerationConfig,
+    options: &ChatBatchOptions,
+) -> Result<Vec<Result<Answer>>> {
+    let config = with_end_of_text(config, tokenizer, template);
+    let mut engine =
+        Engine::new(model, options.engine.clone())?.with_tokenizer(Arc::clone(tokenizer));
+    let submitted: Vec<_> = conversations
+        .iter()
+        .map(|messages| {
+            let prompt = template.encode(tokenizer, messages, &options.template)?;
+            let tokens = prompt.len();
+            let id = engine.submit(Request::new(prompt, config.clone()))?;
+            Ok((id, tokens))
+        })
+        .collect();
+    let mut outcomes: std::collections::HashMap<_, _> = engine.run_to_end()?.into_iter().collect();
+    Ok(submitted
+        .into_iter()
+        .map(|submitted: Result<_>| {
+            let (id, prompt_tokens) = submitted?;
+            let completions = outcomes.remove(&id).unwrap_or(Err(Error::EngineStopped))?;
+            let text = completions.first().and_then(|first| first.text.clone());
+            Ok(Answer {
+                text: text.unwrap_or_default(),
+                prompt_tokens,
+                completions,
+            })
+        })
+        .collect())
+}
+
+/// `config` with the end of a turn that the template knows, where it names none itself.
+fn with_end_of_text(
+    config: &GenerationConfig,
+    tokenizer: &Tokenizer,
+    template: &ChatTemplate,
+) -> GenerationConfig {
+    let mut config = config.clone();
+    if config.eos_token_id.is_empty() {
+        let end = template.special_token("eos_token");
+        let id = end.and_then(|end| tokenizer.token_to_id(end));
+        config.eos_token_id.extend(id.map(i64::from));
+    }
+    config
+}
+
+/// A conversation from JSON: a list of messages, or an object with one under `messages` (or, as
+/// datasets of conversations have it, under `conversation` or `conversations`).
+///
+/// # Errors
+/// [`Error::Conversation`] where it is neither, or a message is no object with a `role`.
+pub fn conversation_from_json(value: &Value) -> Result<Vec<Message>> {
+    let wrong = |what: &str| Error::Conversation(what.to_owned());
+    let keys = ["messages", "conversation", "conversations"];
+    let list = match value {
+        Value::Array(list) => list,
+        Value::Object(fields) => keys
+            .iter()
+            .find_map(|key| fields.get(*key)?.as_array())
+            .ok_or_else(|| wrong("the object has no list under `messages`"))?,
+        _ => {
+            return Err(wrong(
+                "neither a list of messages nor an object with `messages`",
+            ));
+        }
+    };
+    let message = |value: &Value| match value {
+        Value::Object(fields) if fields.get("role").is_some_and(Value::is_string) => {
+            Ok(Message::from(fields.clone()))
+        }
+        _ => Err(wrong(&format!("no object with a `role`: {value}"))),
+    };
+    list.iter().map(message).collect()
+}

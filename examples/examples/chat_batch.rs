@@ -1,0 +1,163 @@
+//! Answers a file of conversations: JSON Lines in, JSON Lines out, in the same order.
+//!
+//! Each line is a list of messages, or an object with one under `messages`, whose other fields come
+//! back beside the answer. All of them share the model: a conversation that ends makes room for the
+//! next, and what they have in common is read once. One that cannot be answered gets an `error`.
+//!
+//! ```text
+//! cargo run --release -p overdrive-examples --example chat_batch -- --model DIR \
+//!     --input questions.jsonl --output answers.jsonl --max-new-tokens 200
+//! ```
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, BufWriter, Read, Write, stdin, stdout};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, anyhow};
+use clap::Parser;
+use overdrive::generation::{
+    Answer, ChatBatchOptions, ChatTemplate, GenerationConfig, Tokenizer, chat_batch,
+    conversation_from_json,
+};
+use overdrive::transformer::{CausalLm, LoadOptions};
+use serde_json::{Value, json};
+use tch::Device;
+
+/// Answers a file of conversations
+///
+/// What a flag does not say is as the folder's generation_config.json says, else greedy.
+#[derive(Parser)]
+struct Flags {
+    /// Folder with config.json, model.safetensors, tokenizer.json and a chat template
+    #[arg(long)]
+    model: PathBuf,
+    /// JSON Lines, one conversation each; - is stdin
+    #[arg(long, default_value = "-")]
+    input: PathBuf,
+    /// Where the answers go; - is stdout
+    #[arg(long, default_value = "-")]
+    output: PathBuf,
+    /// What every conversation without a system message begins with
+    #[arg(long)]
+    system: Option<String>,
+    /// Stop an answer after so many tokens
+    #[arg(long, default_value_t = 256)]
+    max_new_tokens: usize,
+    /// 0 takes the likeliest token; higher is more varied
+    #[arg(long)]
+    temperature: Option<f64>,
+    /// The same seed gives the same answers
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Conversations that are computed at once
+    #[arg(long, default_value_t = 64)]
+    max_num_seqs: usize,
+    /// MiB for keys and values
+    #[arg(long, default_value_t = 1024)]
+    cache_mib: u64,
+}
+
+fn main() -> ExitCode {
+    overdrive_examples::exit(run(&Flags::parse()))
+}
+
+fn run(flags: &Flags) -> Result<()> {
+    let folder = GenerationConfig::from_dir(&flags.model)?;
+    let config = GenerationConfig {
+        max_new_tokens: Some(flags.max_new_tokens),
+        do_sample: folder.do_sample || flags.temperature.is_some(),
+        temperature: flags.temperature.unwrap_or(folder.temperature),
+        seed: flags.seed.or(folder.seed),
+        ..folder
+    };
+    let template = ChatTemplate::from_dir(&flags.model)?;
+    let tokenizer = Tokenizer::from_file(flags.model.join("tokenizer.json"));
+    let tokenizer = Arc::new(tokenizer.map_err(|error| anyhow!("tokenizer.json: {error}"))?);
+    let lines = read(&flags.input)?;
+    let mut conversations = Vec::with_capacity(lines.len());
+    for (number, line) in lines.iter().enumerate() {
+        let mut messages =
+            conversation_from_json(line).with_context(|| format!("line {}", number + 1))?;
+        if let Some(system) = &flags.system
+            && messages
+                .first()
+                .is_none_or(|first| first.role() != "system")
+        {
+            messages.insert(0, overdrive::generation::Message::system(system.as_str()));
+        }
+        conversations.push(messages);
+    }
+
+    let device = Device::cuda_if_available();
+    let load = LoadOptions {
+        device,
+        ..LoadOptions::default()
+    };
+    let model = CausalLm::from_pretrained(&flags.model, &load)?;
+    let mut options = ChatBatchOptions::default();
+    options.engine.max_num_seqs = flags.max_num_seqs;
+    options.engine.kv_cache_memory_bytes = Some(flags.cache_mib << 20);
+    let start = std::time::Instant::now();
+    let answers = chat_batch(
+        &model,
+        &tokenizer,
+        &template,
+        &conversations,
+        &config,
+        &options,
+    )?;
+    let tokens: usize = answers
+        .iter()
+        .flatten()
+        .map(|a| a.completions[0].tokens.len())
+        .sum();
+    let seconds = start.elapsed().as_secs_f64();
+    eprintln!(
+        "{} answers, {tokens} tokens, {:.1} tokens/s",
+        answers.len(),
+        tokens as f64 / seconds
+    );
+    write(&flags.output, lines, answers)
+}
+
+fn read(path: &Path) -> Result<Vec<Value>> {
+    let source: Box<dyn Read> = match path.to_str() {
+        Some("-") => Box::new(stdin()),
+        _ => Box::new(File::open(path).with_context(|| path.display().to_string())?),
+    };
+    let mut lines = Vec::new();
+    for (number, line) in BufReader::new(source).lines().enumerate() {
+        let line = line?;
+        if !line.trim().is_empty() {
+            let value = serde_json::from_str(&line);
+            lines.push(value.with_context(|| format!("line {}", number + 1))?);
+        }
+    }
+    Ok(lines)
+}
+
+type Answers = Vec<overdrive::generation::Result<Answer>>;
+
+fn write(path: &Path, lines: Vec<Value>, answers: Answers) -> Result<()> {
+    let target: Box<dyn Write> = match path.to_str() {
+        Some("-") => Box::new(stdout()),
+        _ => Box::new(File::create(path).with_context(|| path.display().to_string())?),
+    };
+    let mut target = BufWriter::new(target);
+    for (line, answer) in lines.into_iter().zip(answers) {
+        // A bare list has no other fields to bring back.
+        let mut fields = match line {
+            Value::Object(fields) => fields,
+            list => [("messages".to_owned(), list)].into_iter().collect(),
+        };
+        match answer {
+            Ok(answer) => fields.insert("answer".to_owned(), json!(answer.text)),
+            Err(error) => fields.insert("error".to_owned(), json!(error.to_string())),
+        };
+        serde_json::to_writer(&mut target, &fields)?;
+        target.write_all(b"\n")?;
+    }
+    Ok(target.flush()?)
+}
