@@ -156,6 +156,14 @@ pub enum Error {
         /// What fits.
         expected: &'static str,
     },
+    /// A name that no kind of cache has.
+    #[error("unknown cache {name:?}: expected one of {known}")]
+    UnknownImplementation {
+        /// The name.
+        name: String,
+        /// Those there are.
+        known: &'static str,
+    },
     /// A file that another cache wrote.
     #[error(
         "{path} holds {key} {found:?} and this cache has {key} {expected:?}: make the cache as the one that was saved"
@@ -219,6 +227,9 @@ pub enum Error {
         /// The first such layer.
         layer: usize,
     },
+    /// An error of the layer under this crate.
+    #[error(transparent)]
+    Sys(#[from] overdrive_sys::Error),
     /// An error of the attention kernel.
     #[error(transparent)]
     Attention(#[from] overdrive_attention::Error),

@@ -1,0 +1,330 @@
+//! The codes of the keys, or of the values, of one layer.
+#![allow(
+    unsafe_code,
+    reason = "the elements of tensors that only the store has, as slices"
+)]
+
+use overdrive_sys::raw;
+use tch::{Device, Kind, Tensor};
+
+use super::codec::{Format, QuantizationAxis, QuantizationBits};
+use super::kernel;
+use crate::Result;
+use crate::buffer::copied;
+use crate::entries::Spec;
+
+/// Codes `(B, H, capacity, row_bytes)`, u8, and their scales `(B, H, capacity / rows_per_line,
+/// line_len)`, f32, contiguous.
+#[derive(Debug)]
+pub(super) struct Store {
+    pub(super) codes: Tensor,
+    pub(super) lines: Tensor,
+    pub(super) format: Format,
+    batch: i64,
+    heads: i64,
+    pub(super) capacity: i64,
+}
+
+fn size(n: i64) -> usize {
+    usize::try_from(n).unwrap_or(0)
+}
+
+impl Store {
+    /// For `capacity` tokens, a multiple of the block.
+    pub(super) fn new(spec: &Spec, format: Format, capacity: i64) -> Result<Store> {
+        Store::empty((spec.batch, spec.heads), spec.device, format, capacity)
+    }
+
+    fn empty(
+        (batch, heads): (i64, i64),
+        device: Device,
+        format: Format,
+        capacity: i64,
+    ) -> Result<Store> {
+        let lines = capacity / format.rows_per_line() as i64;
+        let codes = [batch, heads, capacity, format.row_bytes() as i64];
+        let scales = [batch, heads, lines, format.line_len() as i64];
+        Ok(Store {
+            codes: Tensor::f_empty(codes, (Kind::Uint8, device))?,
+            lines: Tensor::f_empty(scales, (Kind::Float, device))?,
+            format,
+            batch,
+            heads,
+            capacity,
+        })
+    }
+
+    /// The codes and the scales of the first `tokens`.
+    pub(super) fn filled(&self, tokens: i64) -> Result<[Tensor; 2]> {
+        let lines = tokens / self.format.rows_per_line() as i64;
+        Ok([
+            self.codes.f_narrow(2, 0, tokens)?,
+            self.lines.f_narrow(2, 0, lines)?,
+        ])
+    }
+
+    /// All of it, for the kernel.
+    pub(super) fn codes(&self) -> Result<kernel::Codes<'_>> {
+        // SAFETY: nobody writes codes and scales but `quantize`, which borrows the store for writing.
+        unsafe {
+            Ok(kernel::Codes {
+                format: self.format,
+                codes: raw::slice(&self.codes)?,
+                lines: raw::slice(&self.lines)?,
+                capacity: size(self.capacity),
+            })
+        }
+    }
+
+    /// With room for `capacity` tokens, of which the first `tokens` are copied.
+    pub(super) fn resized(&self, capacity: i64, tokens: i64) -> Result<Store> {
+        let device = self.codes.device();
+        let resized = Store::empty((self.batch, self.heads), device, self.format, capacity)?;
+        for (mut to, from) in resized
+            .filled(tokens)?
+            .into_iter()
+            .zip(self.filled(tokens)?)
+        {
+            to.f_copy_(&from)?;
+        }
+        Ok(resized)
+    }
+
+    /// Row `i` is the old row `rows[i]`.
+    pub(super) fn selected(&self, rows: &Tensor) -> Result<Store> {
+        Ok(Store {
+            codes: self.codes.f_index_select(0, rows)?,
+            lines: self.lines.f_index_select(0, rows)?,
+            batch: i64::try_from(rows.numel()).unwrap_or(i64::MAX),
+            ..*self
+        })
+    }
+
+    pub(super) fn copy(&self) -> Result<Store> {
+        Ok(Store {
+            codes: copied(&self.codes)?,
+            lines: copied(&self.lines)?,
+            ..*self
+        })
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        (self.codes.numel() + 4 * self.lines.numel()) as u64
+    }
+
+    /// Codes `rows (B, H, n, D)`, `n` a multiple of the block, as the tokens from `at` on.
+    pub(super) fn quantize(&mut self, at: i64, rows: &Tensor) -> Result<()> {
+        let rows = rows.f_to_kind(Kind::Float)?.f_contiguous()?;
+        let tokens = rows.size()[2];
+        if rows.device() != Device::Cpu {
+            return self.quantize_by_operators(at, &rows);
+        }
+        let format = self.format;
+        // SAFETY: codes and scales were made by the store, which is borrowed for writing; `rows` is
+        // read while an operator would read it.
+        let (rows, codes, lines) = unsafe {
+            (
+                raw::slice::<f32>(&rows)?,
+                raw::slice_mut::<u8>(&self.codes)?,
+                raw::slice_mut::<f32>(&self.lines)?,
+            )
+        };
+        let (tokens, at, capacity) = (size(tokens), size(at), size(self.capacity));
+        if tokens == 0 || format.dim == 0 {
+            return Ok(());
+        }
+        let per_line = format.rows_per_line();
+        let rows = rows.chunks_exact(tokens * format.dim);
+        let codes = codes.chunks_exact_mut(capacity * format.row_bytes());
+        let lines = lines.chunks_exact_mut(capacity / per_line * format.line_len());
+        for ((rows, codes), lines) in rows.zip(codes).zip(lines) {
+            let codes = &mut codes[at * format.row_bytes()..][..tokens * format.row_bytes()];
+            let lines = &mut lines[at / per_line * format.line_len()..];
+            format.quantize(rows, codes, lines);
+        }
+        Ok(())
+    }
+
+    /// Writes the first `tokens` tokens to the first places of `to (B, H, C, D)`, of any kind; fastest
+    /// to contiguous f32 on a CPU.
+    pub(super) fn dequantize_into(&self, tokens: i64, to: &Tensor) -> Result<()> {
+        if to.device() != Device::Cpu || to.kind() != Kind::Float || !to.is_contiguous() {
+            let mut to = to.f_narrow(2, 0, tokens)?;
+            return Ok(to.f_copy_(&self.by_operators(0, tokens)?)?);
+        }
+        let (format, capacity, room) = (self.format, size(self.capacity), size(to.size()[2]));
+        // SAFETY: `to` is a scratch of the caller's own, the rest is read only.
+        let (codes, lines, to) = unsafe {
+            (
+                raw::slice::<u8>(&self.codes)?,
+                raw::slice::<f32>(&self.lines)?,
+                raw::slice_mut::<f32>(to)?,
+            )
+        };
+        let tokens = size(tokens);
+        if tokens == 0 || format.dim == 0 {
+            return Ok(());
+        }
+        let codes = codes.chunks_exact(capacity * format.row_bytes());
+        let lines = lines.chunks_exact(capacity / format.rows_per_line() * format.line_len());
+        let heads = to.chunks_exact_mut(room * format.dim);
+        for ((to, codes), lines) in heads.zip(codes).zip(lines) {
+            let codes = &codes[..tokens * format.row_bytes()];
+            kernel::dequantize(&format, codes, lines, &mut to[..tokens * format.dim]);
+        }
+        Ok(())
+    }
+
+    /// The numbers of a line for each row of it, `(B, H, tokens, D)`: scales and least numbers.
+    fn lines_by_row(&self, lines: &Tensor, tokens: i64) -> Result<[Tensor; 2]> {
+        let (format, half) = (&self.format, self.format.line_len() as i64 / 2);
+        let spread = |part: Tensor| match format.axis {
+            QuantizationAxis::Token => {
+                part.f_repeat_interleave_self_int(format.group as i64, -1, None)
+            }
+            QuantizationAxis::Channel => {
+                part.f_repeat_interleave_self_int(format.block as i64, 2, Some(tokens))
+            }
+        };
+        Ok([
+            spread(lines.f_narrow(-1, 0, half)?)?,
+            spread(lines.f_narrow(-1, half, half)?)?,
+        ])
+    }
+
+    /// The tokens `from..from + tokens`, `from` at the beginning of a block, f32, through libtorch's
+    /// operators.
+    pub(super) fn by_operators(&self, from: i64, tokens: i64) -> Result<Tensor> {
+        let per_line = self.format.rows_per_line() as i64;
+        let codes = self.codes.f_narrow(2, from, tokens)?;
+        let lines = self.lines.f_narrow(2, from / per_line, tokens / per_line)?;
+        let [scales, least] = self.lines_by_row(&lines, tokens)?;
+        let codes = match self.format.bits {
+            QuantizationBits::Eight => codes.shallow_clone(),
+            QuantizationBits::Four => {
+                let half = self.format.group as i64 / 2;
+                let codes = codes.f_unflatten(-1, [-1, 1, half].as_slice())?;
+                let high = codes.f_bitwise_right_shift_tensor_scalar(4i64)?;
+                let both = Tensor::f_cat(&[codes.f_bitwise_and(15i64)?, high], -2)?;
+                both.f_flatten(-3, -1)?
+            }
+        };
+        Ok(codes
+            .f_to_kind(Kind::Float)?
+            .f_mul(&scales)?
+            .f_add(&least)?)
+    }
+
+    fn quantize_by_operators(&mut self, at: i64, rows: &Tensor) -> Result<()> {
+        let format = self.format;
+        let (tokens, highest) = (rows.size()[2], f64::from(format.bits.highest()));
+        let (groups, dim) = match format.axis {
+            QuantizationAxis::Token => (
+                rows.f_unflatten(-1, [-1, format.group as i64].as_slice())?,
+                -1,
+            ),
+            QuantizationAxis::Channel => (
+                rows.f_unflatten(2, [-1, format.block as i64].as_slice())?,
+                3,
+            ),
+        };
+        let (low, high) = (groups.f_amin(dim, false)?, groups.f_amax(dim, false)?);
+        let range = high.f_sub(&low)?;
+        let scales = range.f_div_scalar(highest)?;
+        let hopeless = range.f_isfinite()?.f_logical_not()?;
+        let unknown = |x: &Tensor| x.f_masked_fill(&hopeless, f64::NAN);
+        let lines = Tensor::f_cat(&[unknown(&scales)?, unknown(&low)?], -1)?;
+        let [scales, least] = self.lines_by_row(&lines, tokens)?;
+        let codes = rows
+            .f_sub(&least)?
+            .f_div(&scales)?
+            .f_nan_to_num(0.0, highest, 0.0)?
+            .f_round()?
+            .f_clamp(0.0, highest)?
+            .f_to_kind(Kind::Uint8)?;
+        let codes = match format.bits {
+            QuantizationBits::Eight => codes,
+            QuantizationBits::Four => {
+                let half = format.group as i64 / 2;
+                let codes = codes.f_unflatten(-1, [-1, 2, half].as_slice())?;
+                let high = codes
+                    .f_select(-2, 1)?
+                    .f_bitwise_left_shift_tensor_scalar(4i64)?;
+                codes
+                    .f_select(-2, 0)?
+                    .f_bitwise_or_tensor(&high)?
+                    .f_flatten(-2, -1)?
+            }
+        };
+        let line = at / format.rows_per_line() as i64;
+        self.codes.f_narrow(2, at, tokens)?.f_copy_(&codes)?;
+        self.lines
+            .f_narrow(2, line, lines.size()[2])?
+            .f_copy_(&lines)?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What runs on a GPU, where no slice is at hand.
+    #[test]
+    fn the_operators_code_as_the_slices_do() {
+        let device = Device::Cpu;
+        let spec = Spec {
+            batch: 2,
+            heads: 3,
+            key_dim: 12,
+            value_dim: 12,
+            kind: Kind::Float,
+            device,
+        };
+        let rows = Tensor::arange(2 * 3 * 16 * 12, (Kind::Float, device))
+            .f_view([2, 3, 16, 12])
+            .and_then(|rows| (rows * 0.37).f_sin())
+            .and_then(|rows| rows.f_mul_scalar(3.0));
+        let rows = match rows {
+            Ok(rows) => rows,
+            Err(error) => panic!("{error}"),
+        };
+        for bits in [QuantizationBits::Eight, QuantizationBits::Four] {
+            for axis in [QuantizationAxis::Token, QuantizationAxis::Channel] {
+                let format = Format {
+                    bits,
+                    axis,
+                    dim: 12,
+                    group: 4,
+                    block: 8,
+                };
+                let run = || -> Result<(Tensor, Tensor, Tensor)> {
+                    let mut slices = Store::new(&spec, format, 24)?;
+                    let mut operators = Store::new(&spec, format, 24)?;
+                    slices.quantize(8, &rows)?;
+                    operators.quantize_by_operators(8, &rows)?;
+                    // The first block too, so that all can be read.
+                    slices.quantize(0, &rows.f_narrow(2, 0, 8)?)?;
+                    operators.quantize_by_operators(0, &rows.f_narrow(2, 0, 8)?)?;
+                    let read = Tensor::f_empty([2, 3, 30, 12], (Kind::Float, device))?;
+                    slices.dequantize_into(24, &read)?;
+                    let whole = Tensor::f_cat(&[rows.f_narrow(2, 0, 8)?, rows.shallow_clone()], 2)?;
+                    Ok((
+                        read.f_narrow(2, 0, 24)?,
+                        operators.by_operators(0, 24)?,
+                        whole,
+                    ))
+                };
+                match run() {
+                    Ok((slices, operators, whole)) => {
+                        assert!(slices.allclose(&operators, 1e-5, 1e-5, false), "{format:?}");
+                        let off = (&slices - &whole).abs().max().double_value(&[]);
+                        let step = 6.0 / f64::from(bits.highest());
+                        assert!(off <= step / 2.0 + 1e-5, "{format:?} is off by {off}");
+                    }
+                    Err(error) => panic!("{error}"),
+                }
+            }
+        }
+    }
+}
