@@ -98,7 +98,7 @@ fn token_by_token(
     let mut prefill = start.elapsed();
     let mut first_tokens = 0;
     if !rows.all_finished() {
-        let mut decoder = Decoder::new(model, prompts, config)?;
+        let mut decoder = Decoder::new(model, prompts, config, config.num_return_sequences)?;
         let mut logits = decoder.prefill()?;
         if config.num_return_sequences > 1 {
             // A prompt is read once, however often it is continued.
@@ -113,7 +113,7 @@ fn token_by_token(
         first_tokens = rows.generated();
         rows.check_time();
         while !rows.all_finished() {
-            if let Some(places) = rows.leave() {
+            if let Some(places) = rows.leave(decoder.leaves_freely()) {
                 decoder.reorder(&places)?;
             }
             let logits = decoder.step(&rows.last_tokens())?;

@@ -39,6 +39,7 @@ mod arg_max;
 mod beams;
 mod cache;
 mod candidates;
+mod chat;
 mod chat_template;
 mod config;
 mod constraint;
@@ -59,6 +60,7 @@ mod stop_strings;
 mod text_stream;
 mod token_mask;
 
+pub use chat::{Answer, ChatBatchOptions, chat_batch, conversation_from_json};
 pub use chat_template::{ChatTemplate, ChatTemplateOptions, Message};
 pub use config::{EarlyStopping, GenerationConfig, LogprobsMode, NumAssistantTokensSchedule};
 pub use engine::{

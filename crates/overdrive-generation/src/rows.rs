@@ -247,12 +247,15 @@ impl<'a> Rows<'a> {
         Ok(())
     }
 
-    /// Where no more than half of the batch goes on: the places that do, which are the batch from now on.
-    pub(crate) fn leave(&mut self) -> Option<Vec<usize>> {
+    /// The places that go on, which are the batch from now on, where some have ended: `freely` at once,
+    /// else when they are half of the batch, for leaving copies the cache.
+    pub(crate) fn leave(&mut self, freely: bool) -> Option<Vec<usize>> {
         let live: Vec<usize> = (0..self.places.len())
             .filter(|&place| self.rows[self.places[place]].finished.is_none())
             .collect();
-        if live.is_empty() || live.len() > self.places.len() / 2 {
+        let all = self.places.len();
+        let most = if freely { all - 1 } else { all / 2 };
+        if live.is_empty() || live.len() > most {
             return None;
         }
         self.places = live.iter().map(|&place| self.places[place]).collect();

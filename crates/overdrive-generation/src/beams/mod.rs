@@ -56,7 +56,7 @@ pub(crate) fn search(
         ..GenerateTimings::default()
     };
     if searches.iter().any(|search| !search.is_done()) {
-        let mut decoder = Decoder::new(model, prompts, config)?;
+        let mut decoder = Decoder::new(model, prompts, config, beams)?;
         let copies: Vec<usize> = (0..prompts.len() * beams).map(|row| row / beams).collect();
         let mut logits = repeated(&decoder.prefill()?, beams)?;
         decoder.reorder(&copies)?;

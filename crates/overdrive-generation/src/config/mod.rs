@@ -48,8 +48,9 @@ pub struct GenerationConfig {
     /// Keep keys and values of earlier tokens; default true. Without, every step computes the whole
     /// text again: only good as a reference.
     pub use_cache: bool,
-    /// The kind of cache: `dynamic` (the default), `static`, `sliding_window`, `quantized`, `int8`,
-    /// `int4` or `paged`.
+    /// The kind of cache: `dynamic`, `static`, `sliding_window`, `int8` (also called `quantized`), `int4`
+    /// or `paged`. Default `None`: paged for prompts of different lengths, which are then not padded, else
+    /// dynamic.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cache_implementation: Option<String>,
     /// Tokens of a prompt that one forward pass reads; default `None`: all. Smaller chunks take less

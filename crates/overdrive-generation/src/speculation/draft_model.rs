@@ -39,7 +39,7 @@ impl<'a> DraftModel<'a> {
         let logits = match &mut self.decoder {
             None => {
                 let prompt = [ids.to_vec()];
-                let decoder = Decoder::new(self.model, &prompt, &self.config)?;
+                let decoder = Decoder::new(self.model, &prompt, &self.config, 1)?;
                 self.decoder.insert(decoder).prefill()?
             }
             Some(decoder) => {

@@ -75,7 +75,7 @@ pub(crate) fn generate(
         };
         let mut run = Run {
             config,
-            decoder: Decoder::new(model, std::slice::from_ref(&row.ids), config)?,
+            decoder: Decoder::new(model, std::slice::from_ref(&row.ids), config, 1)?,
             context: model.config().max_position_embeddings().unsigned_abs() as usize,
             scores: Vec::new(),
             statistics: &mut statistics,

@@ -1,0 +1,140 @@
+use overdrive_kv_cache::KvCache;
+use overdrive_transformer::{CausalLm, ForwardInput, Logits};
+use tch::Tensor;
+
+use super::Need;
+use crate::prompts::PaddedPrompts;
+use crate::{GenerationConfig, Result, cache};
+
+/// Rows of one width, padded on the left.
+pub(super) struct Padded<'a> {
+    model: &'a CausalLm,
+    prompts: PaddedPrompts,
+    memory: Memory,
+    chunk: Option<usize>,
+}
+
+/// How earlier tokens are remembered.
+enum Memory {
+    Cache(Box<dyn KvCache>),
+    /// All ids so far, `(B, S)`, to be read again at each step.
+    Text(Tensor),
+}
+
+impl<'a> Padded<'a> {
+    pub(super) fn new(
+        model: &'a CausalLm,
+        prompts: &[Vec<i64>],
+        config: &GenerationConfig,
+        need: Need,
+    ) -> Result<Self> {
+        let context = model.config().max_position_embeddings();
+        let prompts = PaddedPrompts::new(prompts, config.pad(), context, model.device())?;
+        let memory = if config.use_cache {
+            Memory::Cache(cache::of(config, model, need)?)
+        } else {
+            Memory::Text(prompts.ids.shallow_clone())
+        };
+        Ok(Padded {
+            model,
+            prompts,
+            memory,
+            chunk: config.prefill_chunk_size,
+        })
+    }
+
+    /// Reads the prompts, a chunk at a time; returns the logits after them, `(B, 1, V)`.
+    pub(super) fn prefill(&mut self) -> Result<Tensor> {
+        let ids = self.prompts.ids.shallow_clone();
+        let tokens = ids.size()[1];
+        let chunk = match (&self.memory, self.chunk) {
+            (Memory::Cache(_), Some(chunk)) => chunk as i64,
+            _ => tokens,
+        };
+        let mut start = 0;
+        while tokens - start > chunk {
+            let part = ids.f_narrow(1, start, chunk)?;
+            self.read(&part)?;
+            start += chunk;
+        }
+        let rest = ids.f_narrow(1, start, tokens - start)?;
+        self.forward(&rest, Logits::Last)
+    }
+
+    /// Reads one more token a row; returns the logits after it, `(B, 1, V)`.
+    pub(super) fn step(&mut self, tokens: &[i64]) -> Result<Tensor> {
+        let tokens = Tensor::f_from_slice(tokens)?
+            .f_unsqueeze(1)?
+            .f_to_device(self.model.device())?;
+        let ids = match &mut self.memory {
+            Memory::Cache(_) => tokens,
+            Memory::Text(text) => {
+                *text = Tensor::f_cat(&[&*text, &tokens], 1)?;
+                text.shallow_clone()
+            }
+        };
+        self.forward(&ids, Logits::Last)
+    }
+
+    /// Reads more tokens of the only row; returns the logits after each, `(1, T, V)`.
+    pub(super) fn extend(&mut self, tokens: &[i64]) -> Result<Tensor> {
+        let ids = Tensor::f_from_slice(tokens)?
+            .f_unsqueeze(0)?
+            .f_to_device(self.model.device())?;
+        self.forward(&ids, Logits::All)
+    }
+
+    /// Forgets all but the first `len` tokens.
+    pub(super) fn truncate(&mut self, len: usize) -> Result<()> {
+        match &mut self.memory {
+            Memory::Cache(cache) => cache.truncate(len as i64)?,
+            Memory::Text(text) => *text = text.f_narrow(1, 0, len as i64)?,
+        }
+        Ok(())
+    }
+
+    /// Row `i` becomes the old row `rows[i]`.
+    pub(super) fn reorder(&mut self, rows: &[usize]) -> Result<()> {
+        let rows: Vec<i64> = rows.iter().map(|&row| row as i64).collect();
+        let rows = Tensor::f_from_slice(&rows)?.f_to_device(self.model.device())?;
+        self.prompts.reorder(&rows)?;
+        match &mut self.memory {
+            Memory::Cache(cache) => cache.reorder(&rows)?,
+            Memory::Text(text) => *text = text.f_index_select(0, &rows)?,
+        }
+        Ok(())
+    }
+
+    /// Reads tokens whose logits nobody wants.
+    fn read(&mut self, ids: &Tensor) -> Result<()> {
+        self.with_input(ids, Logits::Last, |model, input| {
+            model.hidden_states(input).map(drop)
+        })
+    }
+
+    fn forward(&mut self, ids: &Tensor, logits: Logits<'_>) -> Result<Tensor> {
+        self.with_input(ids, logits, CausalLm::forward)
+    }
+
+    fn with_input<T>(
+        &mut self,
+        ids: &Tensor,
+        logits: Logits<'_>,
+        run: impl FnOnce(&CausalLm, ForwardInput<'_>) -> overdrive_transformer::Result<T>,
+    ) -> Result<T> {
+        let tokens = ids.size()[1];
+        let past = match &self.memory {
+            Memory::Cache(cache) => cache.len(),
+            Memory::Text(_) => 0,
+        };
+        let positions = self.prompts.positions(past, tokens)?;
+        let mask = self.prompts.mask(past + tokens)?;
+        let mut input = ForwardInput::new(ids).with_logits(logits);
+        input.position_ids = positions.as_ref();
+        input.attention_mask = mask.as_ref();
+        if let Memory::Cache(cache) = &mut self.memory {
+            input.cache = Some(cache.as_mut());
+        }
+        Ok(run(self.model, input)?)
+    }
+}

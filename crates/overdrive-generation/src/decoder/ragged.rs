@@ -1,0 +1,137 @@
+use overdrive_kv_cache::{PagedCache, PagedCacheConfig, SequenceId};
+use overdrive_transformer::{CausalLm, ForwardInput, Logits};
+use tch::Tensor;
+
+use super::Need;
+use crate::cache::shape;
+use crate::{GenerationConfig, Result};
+
+/// Rows of any length over a paged cache: all new tokens of a step lie in one row of the model, and
+/// nothing is padding.
+pub(super) struct Ragged<'a> {
+    model: &'a CausalLm,
+    cache: PagedCache,
+    rows: Vec<SequenceId>,
+    /// Prompts that have not been read.
+    prompts: Vec<Vec<i64>>,
+    chunk: Option<usize>,
+}
+
+impl<'a> Ragged<'a> {
+    pub(super) fn new(
+        model: &'a CausalLm,
+        prompts: &[Vec<i64>],
+        config: &GenerationConfig,
+        need: Need,
+    ) -> Result<Self> {
+        let shape = shape(model)?;
+        let mut paged = PagedCacheConfig {
+            layers: model.num_layers(),
+            kv_heads: shape.kv_heads,
+            head_dim: shape.head_dim,
+            kind: model.kind(),
+            device: model.device(),
+            // All prompts are added before any has been read: there is no prefix to find.
+            enable_prefix_caching: false,
+            ..PagedCacheConfig::default()
+        };
+        // A reordering holds two generations of beams at once, of which the last blocks differ.
+        let blocks = need
+            .places
+            .div_ceil(paged.block_size.unsigned_abs() as usize)
+            + 1;
+        paged.num_blocks = need.rows * (blocks + 1);
+        let mut cache = PagedCache::new(paged)?;
+        let rows = prompts
+            .iter()
+            .map(|prompt| Ok(cache.add(prompt)?.0))
+            .collect::<Result<_>>()?;
+        Ok(Ragged {
+            model,
+            cache,
+            rows,
+            prompts: prompts.to_vec(),
+            chunk: config.prefill_chunk_size,
+        })
+    }
+
+    pub(super) fn prefill(&mut self) -> Result<Tensor> {
+        let prompts = std::mem::take(&mut self.prompts);
+        let chunk = self.chunk.unwrap_or(usize::MAX);
+        let mut logits: Vec<Option<Tensor>> = prompts.iter().map(|_| None).collect();
+        let mut read = 0usize;
+        while logits.iter().any(Option::is_none) {
+            let unread: Vec<usize> = (0..prompts.len())
+                .filter(|&row| logits[row].is_none())
+                .collect();
+            let upto = |row: usize| prompts[row].len().min(read.saturating_add(chunk));
+            let parts: Vec<(SequenceId, &[i64])> = unread
+                .iter()
+                .map(|&row| (self.rows[row], &prompts[row][read..upto(row)]))
+                .collect();
+            let last = self.forward(&parts, false)?;
+            for (place, row) in unread.into_iter().enumerate() {
+                if upto(row) == prompts[row].len() {
+                    logits[row] = Some(last.f_narrow(1, place as i64, 1)?);
+                }
+            }
+            read = read.saturating_add(chunk);
+        }
+        let logits: Vec<Tensor> = logits.into_iter().flatten().collect();
+        Ok(Tensor::f_cat(&logits, 0)?)
+    }
+
+    pub(super) fn step(&mut self, tokens: &[i64]) -> Result<Tensor> {
+        let rows = self.rows.clone();
+        let parts: Vec<(SequenceId, &[i64])> = rows.iter().copied().zip(tokens.chunks(1)).collect();
+        Ok(self.forward(&parts, false)?.f_transpose(0, 1)?)
+    }
+
+    pub(super) fn extend(&mut self, tokens: &[i64]) -> Result<Tensor> {
+        let row = self.rows[0];
+        self.forward(&[(row, tokens)], true)
+    }
+
+    pub(super) fn truncate(&mut self, len: usize) -> Result<()> {
+        Ok(self.cache.truncate(self.rows[0], len)?)
+    }
+
+    pub(super) fn reorder(&mut self, order: &[usize]) -> Result<()> {
+        let mut taken = vec![false; self.rows.len()];
+        let mut rows = Vec::with_capacity(order.len());
+        for &old in order {
+            // The first to continue a row goes on in its place; others share its blocks.
+            rows.push(if std::mem::replace(&mut taken[old], true) {
+                self.cache.fork(self.rows[old])?
+            } else {
+                self.rows[old]
+            });
+        }
+        for (row, taken) in self.rows.iter().zip(taken) {
+            if !taken {
+                self.cache.release(*row)?;
+            }
+        }
+        self.rows = rows;
+        Ok(())
+    }
+
+    /// Logits `(1, N, V)` of the last new token of each part, or of all new tokens.
+    fn forward(&mut self, parts: &[(SequenceId, &[i64])], all: bool) -> Result<Tensor> {
+        let mut batch = self.cache.batch(parts)?;
+        let (ids, positions) = (batch.input_ids()?, batch.position_ids()?);
+        let places = Tensor::f_from_slice(&batch.last_places())?.f_to_device(ids.device())?;
+        let wanted = if all {
+            Logits::All
+        } else {
+            Logits::At(&places)
+        };
+        let input = ForwardInput::new(&ids)
+            .with_position_ids(&positions)
+            .with_cache(&mut batch)
+            .with_logits(wanted);
+        let logits = self.model.forward(input)?;
+        batch.commit()?;
+        Ok(logits)
+    }
+}
