@@ -166,24 +166,12 @@ impl<'p, 'a, E: Element> RowBlock<'p, 'a, E> {
         }
     }
 
-    /// How many keys from `key` on lie at even distances: up to the end of its block of the pool, if
-    /// they are in one.
-    fn run(&self, key: usize) -> usize {
-        match &self.problem.pages {
-            None => usize::MAX,
-            Some(pages) => pages.block_size - key % pages.block_size,
-        }
-    }
-
-    /// Keys `start..start + count` as pieces `(first, count)` that lie at even distances each.
-    pub(super) fn runs(
-        &self,
-        (start, count): (usize, usize),
-    ) -> impl Iterator<Item = (usize, usize)> + use<'_, 'p, 'a, E> {
-        let end = start + count;
-        let first = (start < end).then_some(start);
-        let next = move |at: &usize| Some(at.saturating_add(self.run(*at))).filter(|next| *next < end);
-        std::iter::successors(first, next).map(move |at| (at, self.run(at).min(end - at)))
+    /// Keys that lie at even distances between multiples of this: those of a block of the pool, if they
+    /// are in one.
+    pub(super) fn run_length(&self) -> usize {
+        self.problem
+            .pages
+            .map_or(usize::MAX, |pages| pages.block_size)
     }
 
     /// What is done to the scores of these rows.
@@ -249,7 +237,8 @@ pub(super) fn key_rows<'s, E: Element>(
             distance: width,
         };
     }
-    let in_one_piece = block.run(start) >= count;
+    let run = block.run_length();
+    let in_one_piece = start % run + count <= run;
     if in_one_piece && (!whole_vectors || dim == width) {
         let from = block.key_at(view, start);
         let reach = (count - 1) * view.row + dim;
@@ -260,11 +249,14 @@ pub(super) fn key_rows<'s, E: Element>(
             };
         }
     }
-    for (first, run) in block.runs((start, count)) {
+    let mut first = start;
+    while first < start + count {
+        let together = (run - first % run).min(start + count - first);
         let from = block.key_at(view, first);
-        let to = &mut scratch[(first - start) * width..][..run * width];
+        let to = &mut scratch[(first - start) * width..][..together * width];
+        first += together;
         if view.row == dim && dim == width {
-            E::widen(block.problem.set, &view.data[from..][..run * dim], to);
+            E::widen(block.problem.set, &view.data[from..][..to.len()], to);
             continue;
         }
         for (key, to) in to.chunks_exact_mut(width).enumerate() {

@@ -12,6 +12,8 @@ use super::scores::softmax;
 
 /// Up to so many rows the vectors lie along the head dimension instead of the queries.
 const FEW_ROWS: usize = 4;
+/// Up to so many rows keys of a pool are multiplied block by block rather than copied together.
+const FEW_LANES: usize = 16;
 /// Keys that a part has at least where the keys of few queries are split among threads.
 const PART_KEYS: usize = 512;
 
@@ -268,6 +270,25 @@ impl<'s, R: Real> Work<'s, R> {
         }
     }
 
+    /// Keys (or values) as the pieces that one product takes: where a product has few queries, copying
+    /// keys of a pool together would cost as much as the product, and each block is read where it lies.
+    fn pieces<E: Element<Acc = R>>(
+        &self,
+        block: &RowBlock<'_, '_, E>,
+        keys: (usize, usize),
+    ) -> Pieces {
+        let at_once = if block.rows <= FEW_LANES {
+            block.run_length()
+        } else {
+            usize::MAX
+        };
+        Pieces {
+            next: keys.0,
+            end: keys.0 + keys.1,
+            at_once,
+        }
+    }
+
     /// `tile = keys · queries`.
     fn weigh_keys<E: Element<Acc = R>>(
         &mut self,
@@ -276,13 +297,13 @@ impl<'s, R: Real> Work<'s, R> {
     ) {
         let problem = block.problem;
         let dims = (problem.key_dim, self.key_width);
-        if self.few {
-            // Piece by piece where keys lie in blocks of a pool: each is read where it lies.
-            for (first, count) in block.runs(keys) {
-                let rows = key_rows(block, &problem.key, (first, count), dims, false, self.keys);
+        for (first, count) in self.pieces(block, keys) {
+            let rows = key_rows(block, &problem.key, (first, count), dims, false, self.keys);
+            let tile = &mut self.tile[(first - keys.0) * block.lanes..];
+            if self.few {
                 dot_products(
                     problem.set,
-                    &mut self.tile[(first - keys.0) * block.lanes..],
+                    tile,
                     block.lanes,
                     rows.data,
                     rows.distance,
@@ -292,24 +313,23 @@ impl<'s, R: Real> Work<'s, R> {
                     block.rows,
                     problem.key_dim,
                 );
+                continue;
             }
-            return;
+            let mut scores = Product {
+                m: count,
+                n: block.lanes,
+                k: problem.key_dim,
+                a: rows.data,
+                lda: rows.distance,
+                a_by_columns: false,
+                b: self.queries,
+                ldb: block.lanes,
+                c: tile,
+                ldc: block.lanes,
+                start: Start::Zero,
+            };
+            product(problem.set, &mut scores);
         }
-        let rows = key_rows(block, &problem.key, keys, dims, false, self.keys);
-        let mut scores = Product {
-            m: keys.1,
-            n: block.lanes,
-            k: problem.key_dim,
-            a: rows.data,
-            lda: rows.distance,
-            a_by_columns: false,
-            b: self.queries,
-            ldb: block.lanes,
-            c: self.tile,
-            ldc: block.lanes,
-            start: Start::Zero,
-        };
-        product(problem.set, &mut scores);
     }
 
     /// Adds the values, each by its weight in `tile`, to the scaled sums.
@@ -320,45 +340,70 @@ impl<'s, R: Real> Work<'s, R> {
     ) {
         let problem = block.problem;
         let dims = (problem.value_dim, self.value_width);
-        if self.few {
-            for (first, count) in block.runs(keys) {
-                let run = (first, count);
-                let values = key_rows(block, &problem.value, run, dims, true, self.values);
-                let mut sums = Product {
+        for (first, count) in self.pieces(block, keys) {
+            let run = (first, count);
+            let values = key_rows(block, &problem.value, run, dims, self.few, self.values);
+            let weights = &self.tile[(first - keys.0) * block.lanes..];
+            let scaled = first == keys.0;
+            let mut sums = if self.few {
+                Product {
                     m: block.rows,
                     n: self.value_width,
                     k: count,
-                    a: &self.tile[(first - keys.0) * block.lanes..],
+                    a: weights,
                     lda: block.lanes,
                     a_by_columns: true,
                     b: values.data,
                     ldb: values.distance,
                     c: self.rows,
                     ldc: self.value_width,
-                    start: match first == keys.0 {
+                    start: match scaled {
                         true => Start::ScaleRows(self.factors),
                         false => Start::Add,
                     },
-                };
-                product(problem.set, &mut sums);
-            }
-            return;
+                }
+            } else {
+                Product {
+                    m: problem.value_dim,
+                    n: block.lanes,
+                    k: count,
+                    a: values.data,
+                    lda: values.distance,
+                    a_by_columns: true,
+                    b: weights,
+                    ldb: block.lanes,
+                    c: self.sums_by_column,
+                    ldc: block.lanes,
+                    start: match scaled {
+                        true => Start::ScaleColumns(self.factors),
+                        false => Start::Add,
+                    },
+                }
+            };
+            product(problem.set, &mut sums);
         }
-        let values = key_rows(block, &problem.value, keys, dims, false, self.values);
-        let mut sums = Product {
-            m: problem.value_dim,
-            n: block.lanes,
-            k: keys.1,
-            a: values.data,
-            lda: values.distance,
-            a_by_columns: true,
-            b: self.tile,
-            ldb: block.lanes,
-            c: self.sums_by_column,
-            ldc: block.lanes,
-            start: Start::ScaleColumns(self.factors),
-        };
-        product(problem.set, &mut sums);
+    }
+}
+
+/// Keys `next..end`, cut where a multiple of `at_once` is.
+struct Pieces {
+    next: usize,
+    end: usize,
+    at_once: usize,
+}
+
+impl Iterator for Pieces {
+    /// First key and number of keys.
+    type Item = (usize, usize);
+
+    fn next(&mut self) -> Option<(usize, usize)> {
+        let first = self.next;
+        if first >= self.end {
+            return None;
+        }
+        let count = (self.at_once - first % self.at_once).min(self.end - first);
+        self.next = first + count;
+        Some((first, count))
     }
 }
 
