@@ -41,7 +41,7 @@ fn exact_caches_equal_the_uncached_run_token_for_token() {
     for case in CASES {
         let model = load(case);
         for prompts in &batches {
-            let want = generate(&model, prompts, &without_cache(greedy(30))).unwrap();
+            let want = generate(&model, prompts, &without_cache(greedy(20))).unwrap();
             let mut names = vec!["dynamic", "static", "paged"];
             if model.layer_windows().iter().any(Option::is_some) {
                 names.push("sliding_window");
@@ -50,13 +50,13 @@ fn exact_caches_equal_the_uncached_run_token_for_token() {
                 for chunk in [None, Some(3)] {
                     let config = GenerationConfig {
                         prefill_chunk_size: chunk,
-                        ..with_cache(name, greedy(30))
+                        ..with_cache(name, greedy(20))
                     };
                     let got = generate(&model, prompts, &config).unwrap();
                     assert_eq!(got.sequences, want.sequences, "{case}, {name}, {chunk:?}");
                 }
             }
-            let ragged = generate(&model, prompts, &greedy(30)).unwrap();
+            let ragged = generate(&model, prompts, &greedy(20)).unwrap();
             assert_eq!(
                 ragged.sequences, want.sequences,
                 "{case}, no particular cache"

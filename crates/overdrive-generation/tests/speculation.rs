@@ -109,7 +109,8 @@ fn an_unsure_assistant_stops_early() {
     };
     let unsure = with_assistant(&model, &model, &prompt, &config(1.0));
     let statistics = unsure.speculation.unwrap();
-    assert_eq!(statistics.proposed, statistics.rounds, "one token a round");
+    // One token a round, which gives two; the last round has room for one alone.
+    assert_eq!((statistics.rounds, statistics.proposed), (15, 14));
     let sure = with_assistant(&model, &model, &prompt, &config(0.0));
     assert_eq!(unsure.sequences, sure.sequences);
 }
@@ -152,15 +153,15 @@ fn exact(model: &CausalLm, prompt: &[i64], config: &GenerationConfig) -> HashMap
 
 #[test]
 fn speculative_samples_have_the_distribution_of_plain_ones() {
-    // 8 tokens: 64 pairs, each counted over 2000 seeds. The thresholds are what a right sampler exceeds
+    // 6 tokens: 36 pairs, counted over 1000 seeds. The thresholds are what a right sampler exceeds
     // once in a thousand sets of seeds, and these seeds are fixed.
-    let (model, assistant) = (random_model(8, 2, 1), random_model(8, 1, 2));
+    let (model, assistant) = (random_model(6, 2, 1), random_model(6, 1, 2));
     // Its last tokens have stood before: there is something to look up.
     let prompt = vec![1, 2, 3, 1, 2];
     for cut in [
         sampled(2, 0),
         GenerationConfig {
-            top_k: 5,
+            top_k: 4,
             temperature: 1.3,
             ..sampled(2, 0)
         },
@@ -170,7 +171,7 @@ fn speculative_samples_have_the_distribution_of_plain_ones() {
         let total: f64 = probabilities.values().sum();
         assert!((total - 1.0).abs() < 1e-5, "{total}");
         for how in ["assistant", "lookup"] {
-            let counts = frequencies(2000, |seed| {
+            let counts = frequencies(1000, |seed| {
                 // Three tokens: the second comes out of a round.
                 let config = GenerationConfig {
                     max_new_tokens: Some(3),
@@ -190,7 +191,7 @@ fn speculative_samples_have_the_distribution_of_plain_ones() {
                 .iter()
                 .map(|pair| counts.get(*pair).unwrap_or(&0.0))
                 .sum();
-            assert_eq!(seen, 2000.0, "{how}: a pair that cannot be");
+            assert_eq!(seen, 1000.0, "{how}: a pair that cannot be");
             let counted: Vec<f64> = pairs
                 .iter()
                 .map(|pair| *counts.get(*pair).unwrap_or(&0.0))
