@@ -146,7 +146,10 @@ impl Ledger {
     }
 
     pub(super) fn release_all(&mut self) {
-        for (_, text) in std::mem::take(&mut self.texts) {
+        // Oldest first, so that the order of eviction does not depend on that of a hash map.
+        let mut texts: Vec<_> = std::mem::take(&mut self.texts).into_iter().collect();
+        texts.sort_unstable_by_key(|(id, _)| *id);
+        for (_, text) in texts {
             self.let_go(text.table);
         }
     }
