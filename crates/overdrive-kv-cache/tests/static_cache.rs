@@ -70,11 +70,10 @@ proptest! {
         }
         let options = AttendOptions { window, ..Default::default() };
         for step in 0..4u64 {
-            for layer in 0..2usize {
+            for (layer, held) in all.iter_mut().enumerate() {
                 let seed = 100 + step * 10 + layer as u64;
                 let [q, k, v] = [HEADS, KV_HEADS, KV_HEADS].map(|heads| random(&[BATCH, heads, 1, DIM], seed * heads as u64));
                 let found = cache.at(&positions).unwrap().attend(layer, &q, &k, &v, &options).unwrap();
-                let held = &mut all[layer];
                 for row in 0..BATCH {
                     let len = prompts[row as usize] + step as i64;
                     let grown: Vec<Tensor> = held.iter().zip([&k, &v]).map(|(held, new)| {
