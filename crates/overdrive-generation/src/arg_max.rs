@@ -34,6 +34,10 @@ fn largest(scores: &[f32]) -> (f32, bool) {
 
 /// 1 for NaN and +∞, as wide as the number itself: a `bool` would have to be packed.
 #[inline]
+#[allow(
+    clippy::neg_cmp_op_on_partial_ord,
+    reason = "one comparison that is true for NaN as well"
+)]
 fn is_wrong(score: f32) -> u32 {
     u32::from(!(score < f32::INFINITY))
 }

@@ -1,9 +1,17 @@
 //! Text generation with the words and the semantics of transformers' `GenerationConfig`.
 //!
-//! [`generate`] continues one prompt or a batch of them over a growing key/value cache: greedy, or
-//! sampling with temperature, top-k, top-p, min-p and a repetition penalty. [`generate_with`] hands out
-//! each token as it comes, [`generate_text`] each piece of text; [`TextStream`] sees to it that no UTF-8
-//! character is split. Greedy output equals that of transformers token for token on the fixtures in `tests/`.
+//! [`generate`] continues one prompt or a batch of them, greedily, by sampling or by beam search, over
+//! any cache of `overdrive-kv-cache`: all of [`GenerationConfig`]'s cuts, penalties and biases.
+//! [`generate_with`] hands out each token as it comes, [`generate_text`] each piece of text; [`TextStream`]
+//! sees to it that no UTF-8 character is split, [`StopFilter`] that no stop string is shown.
+//! [`generate_with_options`] takes what no configuration file holds: a tokenizer for stop strings, a draft
+//! model for speculation, a [`Constraint`] and a seed for each prompt.
+//!
+//! Greedy output, processed scores and beams equal those of transformers on the fixtures in `tests/`;
+//! speculation changes no greedy token and no distribution.
+//!
+//! Feature `constrained` (on by default): regular expressions and JSON schemas as constraints, by
+//! `llguidance`.
 //!
 //! ```
 //! use overdrive_generation::{GenerationConfig, generate};

@@ -1,6 +1,5 @@
 //! The bytes of every token.
 
-use serde_json::Value;
 use tokenizers::Tokenizer;
 
 use crate::{Error, Result};
@@ -68,7 +67,7 @@ fn decoding(tokenizer: &Tokenizer) -> Result<Decoding> {
             Some("Metaspace") => {
                 decoding.space = part["replacement"].as_str().map(str::to_owned);
             }
-            Some("Replace") if part["content"] == Value::from(" ") => {
+            Some("Replace") if part["content"] == " " => {
                 decoding.space = part["pattern"]["String"].as_str().map(str::to_owned);
             }
             Some("Fuse" | "Strip") => {}

@@ -29,7 +29,7 @@ pub(crate) struct Decoder<'a> {
 
 enum Reading<'a> {
     Padded(Padded<'a>),
-    Ragged(Ragged<'a>),
+    Ragged(Box<Ragged<'a>>),
 }
 
 impl<'a> Decoder<'a> {
@@ -63,7 +63,7 @@ impl<'a> Decoder<'a> {
             if !paged {
                 otherwise = Some(Padded::new(model, prompts, config, need)?);
             }
-            Reading::Ragged(Ragged::new(model, prompts, config, need)?)
+            Reading::Ragged(Box::new(Ragged::new(model, prompts, config, need)?))
         } else {
             Reading::Padded(Padded::new(model, prompts, config, need)?)
         };
