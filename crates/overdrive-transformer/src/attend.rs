@@ -1,7 +1,7 @@
 //! Softmax attention by each of the implementations.
 
 use overdrive_attention::{AttentionOptions, Backend, Window, attention};
-use overdrive_kv_cache::KvCache;
+use overdrive_kv_cache::{KvCache, attend_to_view};
 use tch::Tensor;
 
 use crate::mask::{Mask, band};
@@ -40,20 +40,16 @@ pub(crate) fn attend_with_cache(
         // What a cache's own attention does not do.
         _ => {
             let held = cache.append(layer, key, value)?;
+            if held.window.is_some() {
+                // Tokens have been dropped, of which only the view knows.
+                let mixed =
+                    attend_to_view(query, &held, &cached_options(mask, options, Backend::Auto))?;
+                return Ok(mixed.f_transpose(1, 2)?.f_flatten(2, 3)?);
+            }
             return attend(query, &held.keys, &held.values, mask, options);
         }
     };
-    let (window, mask) = match mask {
-        Mask::Causal { window } => (*window, None),
-        Mask::Marked(marked) => (None, Some(marked)),
-    };
-    let options = overdrive_kv_cache::AttendOptions {
-        window,
-        mask,
-        scale: options.scale,
-        softcap: options.softcap,
-        backend,
-    };
+    let options = cached_options(mask, options, backend);
     let mixed = cache.attend(layer, query, key, value, &options)?;
     Ok(mixed.f_transpose(1, 2)?.f_flatten(2, 3)?)
 }
@@ -81,6 +77,25 @@ pub(crate) fn attend(
         }
     };
     Ok(mixed.f_transpose(1, 2)?.f_flatten(2, 3)?)
+}
+
+/// The same in the words of a cache.
+fn cached_options<'m>(
+    mask: &'m Mask,
+    options: &AttendOptions,
+    backend: Backend,
+) -> overdrive_kv_cache::AttendOptions<'m> {
+    let (window, mask) = match mask {
+        Mask::Causal { window } => (*window, None),
+        Mask::Marked(marked) => (None, Some(marked)),
+    };
+    overdrive_kv_cache::AttendOptions {
+        window,
+        mask,
+        scale: options.scale,
+        softcap: options.softcap,
+        backend,
+    }
 }
 
 fn with_backend(
