@@ -232,7 +232,7 @@ fn main() -> StepResult<()> {
             best[place] = best[place].min(start.elapsed().as_secs_f64());
             StepResult::Ok(())
         };
-        let mut batches = |run: fn(&CausalLm, &[Wanted]) -> StepResult<()>| {
+        let batches = |run: fn(&CausalLm, &[Wanted]) -> StepResult<()>| {
             trace
                 .chunks(flags.seats)
                 .try_for_each(|batch| run(&model, batch))

@@ -184,7 +184,7 @@ fn samples_of_one_prompt_share_its_blocks_and_equal_those_of_generate() {
         num_return_sequences: copies,
         ..sampled(20, 3)
     };
-    let want = generate(&model, &[prompt.clone()], &config_of(5)).unwrap();
+    let want = generate(&model, std::slice::from_ref(&prompt), &config_of(5)).unwrap();
     // Seats for all of them; for two; blocks for two.
     for (seats, blocks) in [(8, 64), (2, 64), (8, 30)] {
         let mut engine = Engine::new(
@@ -485,8 +485,14 @@ fn constraints_log_probabilities_and_a_time_limit_are_heeded() {
     };
     let go_on = |_: overdrive_generation::GeneratedToken<'_>| std::ops::ControlFlow::Continue(());
     let prompt = vec![1, 2, 3];
-    let want =
-        generate_with_options(&model, &[prompt.clone()], &config_of, &options, go_on).unwrap();
+    let want = generate_with_options(
+        &model,
+        std::slice::from_ref(&prompt),
+        &config_of,
+        &options,
+        go_on,
+    )
+    .unwrap();
     let mut engine = Engine::new(&model, config(|_| {})).unwrap();
     let request = Request::new(prompt, config_of).with_constraint(Box::new(choices()));
     engine.submit(request).unwrap();
@@ -543,7 +549,7 @@ fn byte_tokenizer() -> Arc<Tokenizer> {
 fn texts_and_stop_strings_are_those_of_generate() {
     let (model, tokenizer) = (tiny(256), byte_tokenizer());
     let prompt: Vec<i64> = vec![10, 20, 30];
-    let free = generate(&model, &[prompt.clone()], &sampled(40, 8)).unwrap();
+    let free = generate(&model, std::slice::from_ref(&prompt), &sampled(40, 8)).unwrap();
     let ids: Vec<u32> = free.new_tokens(0).iter().map(|&id| id as u32).collect();
     let all = tokenizer.decode(&ids, true).unwrap();
     let stop: String = all.chars().skip(12).take(2).collect();
@@ -556,8 +562,14 @@ fn texts_and_stop_strings_are_those_of_generate() {
         ..GenerateOptions::default()
     };
     let go_on = |_: overdrive_generation::GeneratedToken<'_>| std::ops::ControlFlow::Continue(());
-    let want =
-        generate_with_options(&model, &[prompt.clone()], &config_of, &options, go_on).unwrap();
+    let want = generate_with_options(
+        &model,
+        std::slice::from_ref(&prompt),
+        &config_of,
+        &options,
+        go_on,
+    )
+    .unwrap();
     let mut engine = Engine::new(&model, config(|_| {}))
         .unwrap()
         .with_tokenizer(tokenizer);

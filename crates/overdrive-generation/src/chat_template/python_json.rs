@@ -22,13 +22,10 @@ pub(super) fn tojson(
     let is_true = |value: Option<Value>| value.is_some_and(|value| value.is_true());
     let ascii = is_true(option(ensure_ascii, "ensure_ascii")?);
     let sorted = is_true(option(None, "sort_keys")?);
-    let indent = match option(indent, "indent")? {
-        None => None,
-        Some(value) => Some(match value.as_str() {
-            Some(text) => text.to_owned(),
-            None => " ".repeat(usize::try_from(value).unwrap_or(0)),
-        }),
-    };
+    let indent = option(indent, "indent")?.map(|value| match value.as_str() {
+        Some(text) => text.to_owned(),
+        None => " ".repeat(usize::try_from(value).unwrap_or(0)),
+    });
     let (item, key) = match option(separators, "separators")? {
         // With an indent Python leaves no space before the end of a line.
         None => (

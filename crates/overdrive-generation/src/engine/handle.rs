@@ -58,7 +58,7 @@ pub struct EngineHandle {
 
 #[derive(Debug)]
 enum Command {
-    Submit(u64, Request, Sender<Event>),
+    Submit(u64, Box<Request>, Sender<Event>),
     Cancel(u64),
     /// End once all requests have.
     Finish,
@@ -105,7 +105,7 @@ impl EngineHandle {
         let ticket = self.next.fetch_add(1, Ordering::Relaxed);
         let (events, receiver) = channel();
         self.commands
-            .send(Command::Submit(ticket, request, events))
+            .send(Command::Submit(ticket, Box::new(request), events))
             .map_err(|_| Error::EngineStopped)?;
         Ok(Events {
             receiver,
@@ -267,7 +267,7 @@ impl<M: EngineModel> Worker<M> {
             };
             match command {
                 Ok(Command::Submit(ticket, request, events)) => {
-                    self.submit(ticket, request, events)
+                    self.submit(ticket, *request, events)
                 }
                 Ok(Command::Cancel(ticket)) => self.cancel(ticket),
                 Ok(Command::Finish) => self.is_finishing = true,
