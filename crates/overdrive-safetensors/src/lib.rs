@@ -4,7 +4,7 @@
 //! tch's own `write_safetensors` and `read_safetensors` hold a second copy of everything in memory,
 //! know only tensors on the CPU, and a write that fails leaves half a file. Here
 //!
-//! * [`write`] streams any tensors (any device, any strides) in parts of 16 MiB into a temporary
+//! * [`write()`] streams any tensors (any device, any strides) in parts of 16 MiB into a temporary
 //!   file of the same folder, flushes it to the disk and gives it its name: a reader finds the old file
 //!   or the new one, and an error leaves nothing behind;
 //! * [`MappedFile`] checks the header against the file, and reads only the tensors that are asked for:

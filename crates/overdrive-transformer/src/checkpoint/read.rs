@@ -62,12 +62,11 @@ pub(crate) fn read(
         .map(|(_, from)| options.kind.unwrap_or(*from))
         .collect();
     let parameters = allocate(specs, &kinds, options.device, &config.adjacent())?;
-    let report = |done| match &options.progress {
-        Some(progress) => {
+    let report = |done| {
+        if let Some(progress) = &options.progress {
             let all = sources.iter().map(|(stored, _)| stored.data().len() as u64);
             progress.report(done, all.sum());
         }
-        None => {}
     };
     // In the order of the files, which a disk reads fastest.
     let mut order: Vec<usize> = (0..sources.len()).collect();

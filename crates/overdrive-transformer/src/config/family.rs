@@ -3,7 +3,7 @@ use serde_json::Value;
 use super::fields::bad;
 use crate::{Error, Result};
 
-/// Which member of the family a [`LlamaConfig`] is; they differ in biases, norms and windows.
+/// Which member of the family a [`LlamaConfig`](crate::LlamaConfig) is; they differ in biases, norms and windows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum LlamaFamily {
@@ -73,7 +73,7 @@ impl LlamaFamily {
 pub enum LayerType {
     /// `full_attention`.
     Full,
-    /// `sliding_attention`: the last [`LlamaConfig::sliding_window`] tokens.
+    /// `sliding_attention`: the last [`LlamaConfig::sliding_window`](crate::LlamaConfig::sliding_window) tokens.
     Sliding,
 }
 

@@ -39,6 +39,10 @@ pub use rope_scaling::{LongRope, RopeScaling, Yarn};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "Value", into = "Value")]
 #[non_exhaustive]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "there is one a model; a box would only be in its users' way"
+)]
 pub enum ModelConfig {
     /// Llama, Mistral, Qwen2, Qwen3, Gemma 2 or Gemma 3.
     Llama(LlamaConfig),
