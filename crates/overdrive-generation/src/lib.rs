@@ -7,6 +7,10 @@
 //! [`generate_with_options`] takes what no configuration file holds: a tokenizer for stop strings, a draft
 //! model for speculation, a [`Constraint`] and a seed for each prompt.
 //!
+//! [`Engine`] serves many requests at once over one paged cache, continuously batched ([`EngineHandle`] from
+//! other threads); [`ChatTemplate`] renders conversations as transformers does, and [`chat_batch`] answers
+//! a list of them.
+//!
 //! Greedy output, processed scores and beams equal those of transformers on the fixtures in `tests/`;
 //! speculation changes no greedy token and no distribution.
 //!
