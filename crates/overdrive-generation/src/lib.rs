@@ -75,19 +75,19 @@ mod token_mask;
 pub use chat::{Answer, ChatBatchOptions, chat_batch, conversation_from_json};
 pub use chat_template::{ChatTemplate, ChatTemplateOptions, Message};
 pub use config::{EarlyStopping, GenerationConfig, LogprobsMode, NumAssistantTokensSchedule};
-pub use engine::{
-    CacheShape, Completion, Engine, EngineConfig, EngineHandle, EngineModel, EngineStatistics, Event,
-    Events, Latency, Outcome, RaggedStep, Request, RequestId,
-};
-pub use error::{Error, Result};
 pub use constraint::{ChoiceConstraint, Constraint};
 #[cfg(feature = "constrained")]
 pub use constraint::{GrammarConstraint, GrammarVocabulary};
+pub use engine::{
+    CacheShape, Completion, Engine, EngineConfig, EngineHandle, EngineModel, EngineStatistics,
+    Event, Events, Latency, Outcome, RaggedStep, Request, RequestId,
+};
+pub use error::{Error, Result};
 pub use generate::{GenerateOptions, generate, generate_with, generate_with_options};
+pub use logprobs::TokenLogprobs;
 pub use output::{
     FinishReason, GenerateOutput, GenerateTimings, GeneratedToken, SpeculationStatistics,
 };
-pub use logprobs::TokenLogprobs;
 pub use sampler::{Choice, Sampler};
 pub use stop_strings::{Filtered, StopFilter};
 pub use text_stream::{TextStream, generate_text};
