@@ -37,7 +37,7 @@ fn decode_step(criterion: &mut Criterion) {
             let prompts = generation::prompts(rows, PAST, 32_000);
             let input = ids(&prompts);
             let input = ForwardInput::new(&input).with_cache(&mut cache);
-            model
+            let _logits = model
                 .forward(input.with_logits(Logits::Last))
                 .expect("the prompts");
             let token = Tensor::full([rows as i64, 1], 7, (Kind::Int64, Device::Cpu));

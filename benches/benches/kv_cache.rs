@@ -105,7 +105,7 @@ fn attend(criterion: &mut Criterion) {
         let mut batch = paged.batch(&[(text, &ids)]).expect("blocks for it");
         let (all_keys, all_values) = entries(past);
         let queries = Tensor::randn([1, HEADS, past, DIM], F32);
-        batch
+        let _mixed = batch
             .attend(0, &queries, &all_keys, &all_values, &options)
             .expect("its attention");
         batch.commit().expect("its only layer ran");

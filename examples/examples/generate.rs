@@ -50,6 +50,12 @@ struct Flags {
     /// How keys and values are kept [default: growing; paged for prompts of different lengths]
     #[arg(long, value_enum)]
     cache: Option<Cache>,
+    /// Tokens that a sliding cache keeps, of a model without windows of its own
+    #[arg(long)]
+    window: Option<i64>,
+    /// First tokens that a sliding cache keeps besides; with a few of them text goes on without end
+    #[arg(long, default_value_t = 0)]
+    sinks: i64,
     /// A smaller model of the same vocabulary, whose guesses the model checks
     #[arg(long)]
     assistant_model: Option<PathBuf>,
@@ -90,10 +96,14 @@ fn run(flags: &Flags) -> Result<()> {
     if let Some(name) = flags.cache.and_then(cache_implementation) {
         config.cache_implementation = Some(name.to_owned());
     }
+    config.cache_config.window_length = flags.window.or(config.cache_config.window_length);
+    config.cache_config.num_sink_tokens = flags.sinks;
     let load = |folder: &PathBuf| {
-        let mut options = LoadOptions::default();
-        options.device = Device::cuda_if_available();
-        options.kind = flags.bf16.then_some(Kind::BFloat16);
+        let options = LoadOptions {
+            device: Device::cuda_if_available(),
+            kind: flags.bf16.then_some(Kind::BFloat16),
+            ..LoadOptions::default()
+        };
         CausalLm::from_pretrained(folder, &options)
     };
     let model = load(&flags.model)?;

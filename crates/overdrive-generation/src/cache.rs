@@ -4,7 +4,7 @@ use overdrive_kv_cache::{
     GrowingCache, KvCache, QuantizedCache, QuantizedCacheConfig, SlidingCache, SlidingCacheConfig,
     StaticCache, StaticCacheConfig,
 };
-use overdrive_transformer::CausalLm;
+use overdrive_transformer::{CausalLm, ModelConfig, RopeScaling};
 
 use crate::decoder::Need;
 use crate::engine::{CacheShape, EngineModel};
@@ -39,27 +39,88 @@ pub(crate) fn of(
             })?)
         }
         "sliding_window" => {
-            let windows = model.layer_windows();
-            if windows.iter().all(Option::is_none) {
+            let sliding = sliding(config, model);
+            if sliding.windows.iter().all(Option::is_none) {
                 return Err(Error::BadConfig {
                     key: "cache_implementation".to_owned(),
                     found: format!("{name:?}"),
-                    expected: "another one, for no layer of this model has a window".to_owned(),
+                    expected:
+                        "cache_config with a window_length, for no layer of this model has a \
+                               window of its own"
+                            .to_owned(),
                 });
             }
             Box::new(SlidingCache::new(SlidingCacheConfig {
-                windows,
-                // What a round of speculation may take back.
-                slack: config
-                    .prompt_lookup_num_tokens
-                    .unwrap_or(0)
-                    .max(2 * config.num_assistant_tokens) as i64,
                 initial_capacity: places,
-                ..SlidingCacheConfig::default()
+                ..sliding
             })?)
         }
-        "quantized" | "int8" => Box::new(QuantizedCache::new(QuantizedCacheConfig::int8(layers))?),
-        "int4" => Box::new(QuantizedCache::new(QuantizedCacheConfig::int4(layers))?),
+        "quantized" | "int8" | "int4" => {
+            let four = config
+                .cache_config
+                .nbits
+                .map_or(name != "int8", |bits| bits == 4);
+            let bits = if four {
+                QuantizedCacheConfig::int4(layers)
+            } else {
+                QuantizedCacheConfig::int8(layers)
+            };
+            Box::new(QuantizedCache::new(QuantizedCacheConfig {
+                group_size: config.cache_config.q_group_size,
+                residual_length: config.cache_config.residual_length,
+                ..bits
+            })?)
+        }
         _ => Box::new(GrowingCache::with_capacity(layers, places)),
     })
+}
+
+/// The most positions that a text has: the model's context, or no end where the cache sees to it that
+/// no two tokens which see each other are further apart than that.
+pub(crate) fn context(model: &CausalLm, config: &GenerationConfig) -> usize {
+    let context = model.config().max_position_embeddings();
+    let slides =
+        config.use_cache && config.cache_implementation.as_deref() == Some("sliding_window");
+    let span = slides
+        .then(|| SlidingCache::new(sliding(config, model)).ok()?.span())
+        .flatten();
+    match span {
+        Some(span) if span <= context => usize::MAX >> 1,
+        _ => context.unsigned_abs() as usize,
+    }
+}
+
+fn sliding(config: &GenerationConfig, model: &CausalLm) -> SlidingCacheConfig {
+    let settings = &config.cache_config;
+    let windows = model.layer_windows();
+    SlidingCacheConfig {
+        windows: windows
+            .into_iter()
+            .map(|window| window.or(settings.window_length))
+            .collect(),
+        sinks: settings.num_sink_tokens,
+        // What a round of speculation may take back.
+        slack: config
+            .prompt_lookup_num_tokens
+            .unwrap_or(0)
+            .max(2 * config.num_assistant_tokens) as i64,
+        inverse_frequencies: frequencies(model),
+        ..SlidingCacheConfig::default()
+    }
+}
+
+/// The rotary frequencies, where all layers share them and no length changes them.
+fn frequencies(model: &CausalLm) -> Option<Vec<f64>> {
+    if let ModelConfig::Llama(config) = model.config()
+        && matches!(
+            config.rope_scaling,
+            RopeScaling::Dynamic { .. } | RopeScaling::LongRope(_)
+        )
+    {
+        return None;
+    }
+    let first = model.rotary_inverse_frequencies(0)?;
+    let same =
+        (1..model.num_layers()).all(|layer| model.rotary_inverse_frequencies(layer) == Some(first));
+    same.then(|| first.iter().map(|&f| f64::from(f)).collect())
 }

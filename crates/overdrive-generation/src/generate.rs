@@ -5,6 +5,7 @@ use overdrive_transformer::CausalLm;
 use tch::Tensor;
 use tokenizers::Tokenizer;
 
+use crate::cache;
 use crate::decoder::Decoder;
 use crate::prompts::{check, check_ids};
 use crate::rows::{OnToken, Rows, check_options};
@@ -73,7 +74,11 @@ pub fn generate_with_options(
     mut on_token: impl FnMut(GeneratedToken<'_>) -> ControlFlow<()>,
 ) -> Result<GenerateOutput> {
     config.validate()?;
-    check(prompts, model.config())?;
+    check(
+        prompts,
+        cache::context(model, config),
+        model.config().vocab_size(),
+    )?;
     check_ids(config, model.config().vocab_size())?;
     check_options(prompts.len(), config, options)?;
     let _no_grad = tch::no_grad_guard();

@@ -74,7 +74,9 @@ mod token_mask;
 
 pub use chat::{Answer, ChatBatchOptions, chat_batch, conversation_from_json};
 pub use chat_template::{ChatTemplate, ChatTemplateOptions, Message};
-pub use config::{EarlyStopping, GenerationConfig, LogprobsMode, NumAssistantTokensSchedule};
+pub use config::{
+    CacheConfig, EarlyStopping, GenerationConfig, LogprobsMode, NumAssistantTokensSchedule,
+};
 pub use constraint::{ChoiceConstraint, Constraint};
 #[cfg(feature = "constrained")]
 pub use constraint::{GrammarConstraint, GrammarVocabulary};

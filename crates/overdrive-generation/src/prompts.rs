@@ -1,4 +1,3 @@
-use overdrive_transformer::ModelConfig;
 use tch::{Device, Kind, Tensor};
 
 use crate::{Error, GenerationConfig, Result};
@@ -92,21 +91,20 @@ impl PaddedPrompts {
     }
 }
 
-/// Checks every prompt against the model.
-pub(crate) fn check(prompts: &[Vec<i64>], config: &ModelConfig) -> Result<()> {
+/// Checks every prompt against the positions and the vocabulary of the model.
+pub(crate) fn check(prompts: &[Vec<i64>], context: usize, vocab_size: i64) -> Result<()> {
     if prompts.is_empty() {
         return Err(Error::NoPrompts);
     }
-    let (limit, vocab_size) = (config.max_position_embeddings(), config.vocab_size());
     for (row, prompt) in prompts.iter().enumerate() {
         if prompt.is_empty() {
             return Err(Error::EmptyPrompt { row });
         }
-        if prompt.len() as i64 > limit {
+        if prompt.len() > context {
             return Err(Error::PromptTooLong {
                 row,
                 tokens: prompt.len(),
-                limit,
+                limit: i64::try_from(context).unwrap_or(i64::MAX),
             });
         }
         let outside = prompt.iter().position(|id| !(0..vocab_size).contains(id));

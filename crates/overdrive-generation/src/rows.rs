@@ -4,6 +4,7 @@ use std::time::Instant;
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
 
+use crate::cache;
 use crate::candidates::Candidates;
 use crate::decoder::to_host;
 use crate::random::SplitMix64;
@@ -37,7 +38,7 @@ pub(crate) fn limit(
     prompt: usize,
 ) -> (usize, FinishReason) {
     // A context of n positions gives the token after the n-th as well.
-    let room = model.config().max_position_embeddings().unsigned_abs() as usize + 1;
+    let room = cache::context(model, config).saturating_add(1);
     let length = prompt + config.new_tokens(prompt);
     if length > room {
         (room, FinishReason::ContextFull)
@@ -290,6 +291,13 @@ pub(crate) fn check_options(
             key: "stop_strings",
             what: "a tokenizer to know the text",
             option: "tokenizer",
+        });
+    }
+    if config.num_beams > 1 && options.assistant_model.is_some() {
+        return Err(Error::Incompatible {
+            first: "assistant_model",
+            second: "num_beams above 1",
+            why: "a draft continues one text, not a search",
         });
     }
     for (what, given) in [

@@ -3,7 +3,7 @@
 
 mod support;
 
-use overdrive_generation::{FinishReason, GenerationConfig, generate};
+use overdrive_generation::{CacheConfig, FinishReason, GenerationConfig, generate};
 use overdrive_transformer::{AttentionImplementation, Execution};
 use support::{greedy, load};
 
@@ -164,4 +164,43 @@ fn a_window_cache_needs_a_model_with_windows() {
         error.contains("no layer of this model has a window"),
         "{error}"
     );
+}
+
+#[test]
+fn over_a_window_with_sinks_a_text_goes_on_beyond_the_context() {
+    let model = load("llama_gqa");
+    let context = model.config().max_position_embeddings() as usize;
+    let wanted = 2 * context;
+    let windowed = |window_length, num_sink_tokens| GenerationConfig {
+        cache_config: CacheConfig {
+            window_length: Some(window_length),
+            num_sink_tokens,
+            ..CacheConfig::default()
+        },
+        ..with_cache("sliding_window", greedy(wanted))
+    };
+    let prompt = [vec![5, 9, 3, 7, 11, 2, 40]];
+    let exact = generate(&model, &prompt, &with_cache("dynamic", greedy(wanted))).unwrap();
+    assert_eq!(exact.finish_reasons, [FinishReason::ContextFull]);
+    // Nothing has been dropped while the window is not full.
+    let window = context as i64 / 2;
+    let endless = generate(&model, &prompt, &windowed(window, 4)).unwrap();
+    assert_eq!(endless.finish_reasons, [FinishReason::Length]);
+    assert_eq!(endless.new_tokens(0).len(), wanted);
+    let same = window as usize;
+    assert_eq!(endless.sequences[0][..same], exact.sequences[0][..same]);
+    // A window and sinks wider than the context can promise nothing.
+    let wide = generate(&model, &prompt, &windowed(context as i64, 4)).unwrap();
+    assert_eq!(wide.finish_reasons, [FinishReason::ContextFull]);
+}
+
+#[test]
+fn a_quantized_cache_is_exact_until_its_tail_is_full() {
+    let model = load("llama_gqa");
+    let prompts = [vec![5, 9, 3, 7, 11, 2, 40], vec![100, 1, 2, 3, 4, 5, 6]];
+    let exact = generate(&model, &prompts, &with_cache("dynamic", greedy(20))).unwrap();
+    for name in ["int8", "int4", "quantized"] {
+        let rounded = generate(&model, &prompts, &with_cache(name, greedy(20))).unwrap();
+        assert_eq!(rounded.sequences, exact.sequences, "{name}");
+    }
 }

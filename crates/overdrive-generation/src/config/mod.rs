@@ -2,11 +2,13 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+mod cache;
 mod choices;
 mod ids;
 mod read;
 mod validate;
 
+pub use cache::CacheConfig;
 pub use choices::{EarlyStopping, LogprobsMode, NumAssistantTokensSchedule};
 
 /// How text is generated, in the keys of transformers' `GenerationConfig` and with its defaults.
@@ -48,11 +50,13 @@ pub struct GenerationConfig {
     /// Keep keys and values of earlier tokens; default true. Without, every step computes the whole
     /// text again: only good as a reference.
     pub use_cache: bool,
-    /// The kind of cache: `dynamic`, `static`, `sliding_window`, `int8` (also called `quantized`), `int4`
+    /// The kind of cache: `dynamic`, `static`, `sliding_window`, `int8`, `int4` (also called `quantized`)
     /// or `paged`. Default `None`: paged for prompts of different lengths, which are then not padded, else
     /// dynamic.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cache_implementation: Option<String>,
+    /// Its settings; default [`CacheConfig::default`].
+    pub cache_config: CacheConfig,
     /// Tokens of a prompt that one forward pass reads; default `None`: all. Smaller chunks take less
     /// memory and give equal results.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -178,6 +182,7 @@ impl Default for GenerationConfig {
             num_beams: 1,
             use_cache: true,
             cache_implementation: None,
+            cache_config: CacheConfig::default(),
             prefill_chunk_size: None,
             temperature: 1.0,
             top_k: 50,

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 use crate::{Error, GenerationConfig, Result};
 
 /// Keys of transformers that change the result unless they have this value (or are null).
-const UNSUPPORTED: [(&str, &str); 18] = [
+const UNSUPPORTED: [(&str, &str); 17] = [
     ("encoder_no_repeat_ngram_size", "0"),
     ("encoder_repetition_penalty", "1.0"),
     ("num_beam_groups", "1"),
@@ -22,7 +22,6 @@ const UNSUPPORTED: [(&str, &str); 18] = [
     ("assistant_early_exit", "null"),
     ("assistant_ensemble_weight", "null"),
     ("speculation_type", "null"),
-    ("cache_config", "null"),
     ("max_cache_len", "null"),
 ];
 

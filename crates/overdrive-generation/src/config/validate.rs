@@ -139,6 +139,21 @@ impl GenerationConfig {
         }
         let empty = self.stop_strings.iter().any(String::is_empty);
         check(!empty, "stop_strings", "\"\"", "texts that are not empty")?;
+        let settings = &self.cache_config;
+        let bits = settings.nbits.unwrap_or(8);
+        check(bits == 4 || bits == 8, "cache_config.nbits", bits, "4 or 8")?;
+        for (key, value, least) in [
+            (
+                "cache_config.window_length",
+                settings.window_length.unwrap_or(1),
+                1,
+            ),
+            ("cache_config.num_sink_tokens", settings.num_sink_tokens, 0),
+            ("cache_config.residual_length", settings.residual_length, 0),
+            ("cache_config.q_group_size", settings.q_group_size, 1),
+        ] {
+            check(value >= least, key, value, &format!("at least {least}"))?;
+        }
         if let Some(name) = &self.cache_implementation {
             let known = CACHES.contains(&name.as_str());
             let expected = format!("one of {}", CACHES.join(", "));

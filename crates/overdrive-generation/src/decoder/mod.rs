@@ -3,7 +3,7 @@
 use overdrive_transformer::CausalLm;
 use tch::{Device, Kind, Tensor};
 
-use crate::{Error, GenerationConfig, Result};
+use crate::{Error, GenerationConfig, Result, cache};
 
 mod padded;
 mod ragged;
@@ -44,9 +44,9 @@ impl<'a> Decoder<'a> {
         copies: usize,
     ) -> Result<Self> {
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-        let context = model.config().max_position_embeddings().unsigned_abs() as usize;
+        let context = cache::context(model, config);
         let new = |prompt: &Vec<i64>| {
-            let room = (context + 1).saturating_sub(prompt.len());
+            let room = context.saturating_add(1).saturating_sub(prompt.len());
             config.new_tokens(prompt.len()).min(room)
         };
         let most = prompts.iter().map(new).max().unwrap_or(0);

@@ -28,7 +28,7 @@ impl<'a> Padded<'a> {
         config: &GenerationConfig,
         need: Need,
     ) -> Result<Self> {
-        let context = model.config().max_position_embeddings();
+        let context = i64::try_from(cache::context(model, config)).unwrap_or(i64::MAX);
         let prompts = PaddedPrompts::new(prompts, config.pad(), context, model.device())?;
         let memory = if config.use_cache {
             Memory::Cache(cache::of(config, model, need)?)

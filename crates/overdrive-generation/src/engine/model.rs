@@ -1,5 +1,5 @@
 use overdrive_kv_cache::KvCache;
-use overdrive_transformer::{CausalLm, ForwardInput, Logits, ModelConfig};
+use overdrive_transformer::{CausalLm, ForwardInput, Logits, ModelConfig, RopeScaling};
 use tch::{Device, Kind, Tensor};
 
 use crate::{Error, Result};
@@ -16,7 +16,7 @@ pub trait EngineModel {
     /// Size of the vocabulary.
     fn vocab_size(&self) -> usize;
 
-    /// The most positions it takes.
+    /// The most positions it takes in a batch with other texts.
     fn context(&self) -> usize;
 
     /// Logits `(N, V)` of one step.
@@ -83,7 +83,14 @@ impl EngineModel for CausalLm {
     }
 
     fn context(&self) -> usize {
-        self.config().max_position_embeddings().unsigned_abs() as usize
+        let mut context = self.config().max_position_embeddings();
+        if let ModelConfig::Llama(config) = self.config()
+            && let RopeScaling::LongRope(long) = &config.rope_scaling
+        {
+            // Beyond it the frequencies of all texts of a batch are those of the longest.
+            context = context.min(long.original_max_position_embeddings);
+        }
+        context.unsigned_abs() as usize
     }
 
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {
