@@ -12,11 +12,12 @@
 //! | [`fused`] | `fused` | norms, rotary positions, gates and the loss in one pass each |
 //! | [`autograd`] | `autograd` | functions with a backward in Rust, hooks, gradients with all options |
 //! | [`optim`] | `optim` | AdamW (fused, 8-bit, paged) and others, clipping, schedules, EMA, early stopping |
-//! | [`transformer`] | `transformer` | Llama- and GPT-2-family models from and to Hugging Face folders |
-//! | [`kv_cache`] | `kv-cache` | key/value caches |
-//! | [`generation`] | `generation` | sampling and generation over the caches |
+//! | [`transformer`] | `transformer` | Llama, Gemma and GPT-2 families from and to Hugging Face folders |
+//! | [`kv_cache`] | `kv-cache` | growing, static, sliding, quantized and paged key/value caches |
+//! | [`generation`] | `generation` | sampling, beams, speculation, constraints; continuous batching; chat |
 //! | [`datasets`] | `datasets` | memory-mapped token stores, tokenization, windows |
 //! | [`profiling`] | `profiling` | step breakdown, metrics, TensorBoard, reports |
+//! | [`safetensors`] | `safetensors` | tensors in files: mapped reads, writes whole or not at all |
 //! | [`trainer`] | `trainer` | training arguments in Hugging Face's words, presets, run folders |
 //! | [`sys`] | always | operators by name, memory statistics, what tch does not bind |
 //!
@@ -74,6 +75,8 @@ pub use overdrive_optim as optim;
 pub use overdrive_precision as precision;
 #[cfg(feature = "profiling")]
 pub use overdrive_profiling as profiling;
+#[cfg(feature = "safetensors")]
+pub use overdrive_safetensors as safetensors;
 #[cfg(feature = "trainer")]
 pub use overdrive_trainer as trainer;
 #[cfg(feature = "transformer")]

@@ -1,0 +1,35 @@
+use serde::{Deserialize, Serialize};
+
+/// Settings of the cache that `cache_implementation` names (transformers' `cache_config`).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CacheConfig {
+    /// Bits of a number in a `quantized` cache, 4 or 8; default `None`: as the name says, and 4 for
+    /// `quantized`, as in transformers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nbits: Option<u8>,
+    /// Numbers that share a scale in a quantized cache; default 64.
+    pub q_group_size: i64,
+    /// The last tokens that a quantized cache keeps in full precision; default 128.
+    pub residual_length: i64,
+    /// Tokens that a `sliding_window` cache keeps in layers without a window of their own; default
+    /// `None`: all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub window_length: Option<i64>,
+    /// First tokens that a `sliding_window` cache keeps besides, as attention sinks; default 0. With a
+    /// few of them and a `window_length` inside its context, a model with rotary positions writes on
+    /// without end (Xiao et al. 2023, arXiv:2309.17453).
+    pub num_sink_tokens: i64,
+}
+
+impl Default for CacheConfig {
+    fn default() -> Self {
+        CacheConfig {
+            nbits: None,
+            q_group_size: 64,
+            residual_length: 128,
+            window_length: None,
+            num_sink_tokens: 0,
+        }
+    }
+}
