@@ -1,6 +1,8 @@
 //! Lists of conversations in, lists of answers out.
 #![allow(clippy::unwrap_used, reason = "a failed step of a test should panic")]
 
+mod support;
+
 use std::sync::Arc;
 
 use overdrive_generation::{
@@ -11,31 +13,8 @@ use overdrive_generation::{
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use serde_json::json;
 
-/// A byte-level tokenizer of the 256 bytes and an end of text, 256.
 fn tokenizer() -> Arc<Tokenizer> {
-    let mut alphabet: Vec<char> = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet()
-        .into_iter()
-        .collect();
-    alphabet.sort_unstable();
-    let vocab: serde_json::Map<_, _> = alphabet
-        .iter()
-        .enumerate()
-        .map(|(id, c)| (c.to_string(), id.into()))
-        .collect();
-    let json = json!({
-        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
-        "post_processor": null,
-        "added_tokens": [{"id": 256, "content": "<end>", "single_word": false, "lstrip": false,
-            "rstrip": false, "normalized": false, "special": true}],
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
-            "use_regex": true},
-        "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true,
-            "use_regex": true},
-        "model": {"type": "BPE", "dropout": null, "unk_token": null,
-            "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": false,
-            "byte_fallback": false, "vocab": vocab, "merges": []},
-    });
-    Arc::new(serde_json::from_value(json).unwrap())
+    Arc::new(support::byte_tokenizer())
 }
 
 fn model() -> CausalLm {

@@ -1,6 +1,8 @@
 //! The engine against `generate`, one request at a time.
 #![allow(clippy::unwrap_used, reason = "a failed step of a test should panic")]
 
+mod support;
+
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -520,29 +522,8 @@ fn constraints_log_probabilities_and_a_time_limit_are_heeded() {
     }
 }
 
-/// A byte-level tokenizer of the 256 bytes.
 fn byte_tokenizer() -> Arc<Tokenizer> {
-    let mut alphabet: Vec<char> = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet()
-        .into_iter()
-        .collect();
-    alphabet.sort_unstable();
-    let vocab: serde_json::Map<_, _> = alphabet
-        .iter()
-        .enumerate()
-        .map(|(id, c)| (c.to_string(), id.into()))
-        .collect();
-    let json = serde_json::json!({
-        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
-        "post_processor": null, "added_tokens": [],
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
-            "use_regex": true},
-        "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true,
-            "use_regex": true},
-        "model": {"type": "BPE", "dropout": null, "unk_token": null,
-            "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": false,
-            "byte_fallback": false, "vocab": vocab, "merges": []},
-    });
-    Arc::new(serde_json::from_value(json).unwrap())
+    Arc::new(support::byte_tokenizer())
 }
 
 #[test]

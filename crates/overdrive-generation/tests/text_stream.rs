@@ -1,39 +1,14 @@
 //! Incremental decoding against decoding all at once.
 #![allow(clippy::unwrap_used, reason = "a failed step of a test should panic")]
 
+mod support;
+
 use std::ops::ControlFlow;
 
 use overdrive_generation::{FinishReason, GenerationConfig, TextStream, generate_text};
 use proptest::prelude::*;
+use support::byte_tokenizer;
 use tokenizers::Tokenizer;
-
-/// A byte-level BPE whose tokens are the 256 bytes, the id of a byte being its place in the sorted
-/// alphabet, and one special token, 256.
-fn byte_tokenizer() -> Tokenizer {
-    let mut alphabet: Vec<char> = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet()
-        .into_iter()
-        .collect();
-    alphabet.sort_unstable();
-    let vocab: serde_json::Map<_, _> = alphabet
-        .iter()
-        .enumerate()
-        .map(|(id, c)| (c.to_string(), id.into()))
-        .collect();
-    let json = serde_json::json!({
-        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
-        "post_processor": null,
-        "added_tokens": [{"id": 256, "content": "<end>", "single_word": false, "lstrip": false,
-            "rstrip": false, "normalized": false, "special": true}],
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
-            "use_regex": true},
-        "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true,
-            "use_regex": true},
-        "model": {"type": "BPE", "dropout": null, "unk_token": null,
-            "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": false,
-            "byte_fallback": false, "vocab": vocab, "merges": []},
-    });
-    serde_json::from_value(json).unwrap()
-}
 
 fn ids(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
     tokenizer.encode(text, false).unwrap().get_ids().to_vec()
