@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-# The same table as in ../src/generation.rs: name, streams, tokens of a prompt, new tokens, cache.
+# The table of ../src/generation.rs, less what takes minutes here: name, streams, tokens of a prompt, new tokens, cache.
 CASES = [
     ("prefill", 1, 512, 1, True),
     ("one_stream", 1, 32, 128, True),

@@ -30,7 +30,8 @@ struct Flags {
     /// Threads inside one operator [default: libtorch's choice]
     #[arg(long)]
     threads: Option<usize>,
-    /// One case instead of all: `prefill`, `one_stream`, `eight_streams`, `cached`, `uncached`
+    /// One case instead of all: prefill, one_stream, eight_streams, cached, uncached, eight_cached or
+    /// eight_uncached
     #[arg(long)]
     case: Option<String>,
 }
@@ -69,7 +70,8 @@ fn main() -> StepResult<()> {
             ..GenerationConfig::default()
         };
         let mut outputs = Vec::new();
-        for _ in 0..flags.runs.max(1) {
+        let runs = if case.use_cache { flags.runs.max(1) } else { 1 };
+        for _ in 0..runs {
             outputs.push(generate(&model, &prompts, &config)?);
         }
         let median = |of: &dyn Fn(&GenerateOutput) -> f64| {
