@@ -14,16 +14,16 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use clap::Parser;
 use overdrive::generation::{
     ChatTemplate, ChatTemplateOptions, Engine, EngineConfig, Event, GenerationConfig, Message,
     Request, Tokenizer,
 };
-use overdrive::transformer::{CausalLm, LoadOptions};
+use overdrive::transformer::CausalLm;
+use overdrive_examples::{GenerationFlags, load_model, load_tokenizer};
 use signal_hook::consts::SIGINT;
 use signal_hook::flag;
-use tch::Device;
 
 /// A conversation with a model, in the terminal
 ///
@@ -36,18 +36,8 @@ struct Flags {
     /// What the model is told first
     #[arg(long)]
     system: Option<String>,
-    /// Stop an answer after so many tokens
-    #[arg(long, default_value_t = 1024)]
-    max_new_tokens: usize,
-    /// 0 takes the likeliest token; higher is more varied
-    #[arg(long)]
-    temperature: Option<f64>,
-    /// Sample among the fewest tokens with this probability together
-    #[arg(long)]
-    top_p: Option<f64>,
-    /// The same seed gives the same answers
-    #[arg(long)]
-    seed: Option<u64>,
+    #[command(flatten)]
+    generation: GenerationFlags,
 }
 
 fn main() -> ExitCode {
@@ -56,13 +46,8 @@ fn main() -> ExitCode {
 
 fn run(flags: &Flags) -> Result<()> {
     let template = ChatTemplate::from_dir(&flags.model)?;
-    let tokenizer = Tokenizer::from_file(flags.model.join("tokenizer.json"));
-    let tokenizer = Arc::new(tokenizer.map_err(|error| anyhow!("tokenizer.json: {error}"))?);
-    let load = LoadOptions {
-        device: Device::cuda_if_available(),
-        ..LoadOptions::default()
-    };
-    let model = CausalLm::from_pretrained(&flags.model, &load)?;
+    let tokenizer = Arc::new(load_tokenizer(&flags.model)?);
+    let model = load_model(&flags.model, None)?;
     let mut chat = Chat {
         engine: Engine::new(&model, EngineConfig::default())?
             .with_tokenizer(Arc::clone(&tokenizer)),
@@ -115,15 +100,7 @@ fn generation(
     template: &ChatTemplate,
     tokenizer: &Tokenizer,
 ) -> Result<GenerationConfig> {
-    let folder = GenerationConfig::from_dir(&flags.model)?;
-    let mut config = GenerationConfig {
-        max_new_tokens: Some(flags.max_new_tokens),
-        do_sample: folder.do_sample || flags.temperature.is_some() || flags.top_p.is_some(),
-        temperature: flags.temperature.unwrap_or(folder.temperature),
-        top_p: flags.top_p.unwrap_or(folder.top_p),
-        seed: flags.seed.or(folder.seed),
-        ..folder
-    };
+    let mut config = flags.generation.config(&flags.model, 1024)?;
     if config.eos_token_id.is_empty() {
         let end = template.special_token("eos_token");
         let id = end.and_then(|end| tokenizer.token_to_id(end));

@@ -15,15 +15,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use clap::Parser;
 use overdrive::generation::{
-    Answer, ChatBatchOptions, ChatTemplate, GenerationConfig, Tokenizer, chat_batch,
-    conversation_from_json,
+    Answer, ChatBatchOptions, ChatTemplate, chat_batch, conversation_from_json,
 };
-use overdrive::transformer::{CausalLm, LoadOptions};
+use overdrive_examples::{GenerationFlags, load_model, load_tokenizer};
 use serde_json::{Value, json};
-use tch::Device;
 
 /// Answers a file of conversations
 ///
@@ -42,21 +40,14 @@ struct Flags {
     /// What every conversation without a system message begins with
     #[arg(long)]
     system: Option<String>,
-    /// Stop an answer after so many tokens
-    #[arg(long, default_value_t = 256)]
-    max_new_tokens: usize,
-    /// 0 takes the likeliest token; higher is more varied
-    #[arg(long)]
-    temperature: Option<f64>,
-    /// The same seed gives the same answers
-    #[arg(long)]
-    seed: Option<u64>,
     /// Conversations that are computed at once
     #[arg(long, default_value_t = 64)]
     max_num_seqs: usize,
     /// MiB for keys and values
     #[arg(long, default_value_t = 1024)]
     cache_mib: u64,
+    #[command(flatten)]
+    generation: GenerationFlags,
 }
 
 fn main() -> ExitCode {
@@ -64,17 +55,9 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
-    let folder = GenerationConfig::from_dir(&flags.model)?;
-    let config = GenerationConfig {
-        max_new_tokens: Some(flags.max_new_tokens),
-        do_sample: folder.do_sample || flags.temperature.is_some(),
-        temperature: flags.temperature.unwrap_or(folder.temperature),
-        seed: flags.seed.or(folder.seed),
-        ..folder
-    };
+    let config = flags.generation.config(&flags.model, 256)?;
     let template = ChatTemplate::from_dir(&flags.model)?;
-    let tokenizer = Tokenizer::from_file(flags.model.join("tokenizer.json"));
-    let tokenizer = Arc::new(tokenizer.map_err(|error| anyhow!("tokenizer.json: {error}"))?);
+    let tokenizer = Arc::new(load_tokenizer(&flags.model)?);
     let lines = read(&flags.input)?;
     let mut conversations = Vec::with_capacity(lines.len());
     for (number, line) in lines.iter().enumerate() {
@@ -90,12 +73,7 @@ fn run(flags: &Flags) -> Result<()> {
         conversations.push(messages);
     }
 
-    let device = Device::cuda_if_available();
-    let load = LoadOptions {
-        device,
-        ..LoadOptions::default()
-    };
-    let model = CausalLm::from_pretrained(&flags.model, &load)?;
+    let model = load_model(&flags.model, None)?;
     let mut options = ChatBatchOptions::default();
     options.engine.max_num_seqs = flags.max_num_seqs;
     options.engine.kv_cache_memory_bytes = Some(flags.cache_mib << 20);

@@ -20,9 +20,9 @@ use overdrive::generation::{
     ChoiceConstraint, Constraint, GenerateOptions, GenerateOutput, GenerationConfig,
     GrammarConstraint, GrammarVocabulary, Tokenizer, generate_with_options,
 };
-use overdrive::transformer::{CausalLm, LoadOptions};
-use overdrive_examples::{GenerationFlags, load_tokenizer};
-use tch::{Device, Kind};
+use overdrive::transformer::CausalLm;
+use overdrive_examples::{GenerationFlags, load_model, load_tokenizer};
+use tch::Kind;
 
 /// Continues prompts with a model from a Hugging Face folder
 ///
@@ -98,19 +98,16 @@ fn run(flags: &Flags) -> Result<()> {
     }
     config.cache_config.window_length = flags.window.or(config.cache_config.window_length);
     config.cache_config.num_sink_tokens = flags.sinks;
-    let load = |folder: &PathBuf| {
-        let options = LoadOptions {
-            device: Device::cuda_if_available(),
-            kind: flags.bf16.then_some(Kind::BFloat16),
-            ..LoadOptions::default()
-        };
-        CausalLm::from_pretrained(folder, &options)
-    };
-    let model = load(&flags.model)?;
-    let assistant = flags.assistant_model.as_ref().map(load).transpose()?;
+    let kind = flags.bf16.then_some(Kind::BFloat16);
+    let model = load_model(&flags.model, kind)?;
+    let assistant = flags.assistant_model.as_ref();
+    let assistant = assistant
+        .map(|folder| load_model(folder, kind))
+        .transpose()?;
     let by_ids = flags.prompt_ids.is_some() && flags.print_ids;
+    let hint = |error| anyhow!("{error}; without a tokenizer use --prompt-ids and --print-ids");
     let tokenizer = (!by_ids)
-        .then(|| load_tokenizer(&flags.model))
+        .then(|| load_tokenizer(&flags.model).map_err(hint))
         .transpose()?;
     let prompts = prompts(flags, tokenizer.as_ref())?;
     let constraints = match &tokenizer {
