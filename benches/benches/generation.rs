@@ -1,5 +1,5 @@
-//! Claim: a decode step of one text takes the time to read the weights once, a step of eight little
-//! more, and choosing the tokens next to nothing.
+//! Claim: a decode step of one text takes the time to read the weights once, a step of eight less than
+//! twice that, and choosing the tokens next to nothing.
 //!
 //! The 100M-parameter Llama of the claims, fp32, 128 tokens held by a growing cache. Throughput of
 //! `decode_step` is in bytes of weights: compare it with the bandwidth of the machine
