@@ -5,6 +5,15 @@ use tch::{Device, Kind, Tensor};
 
 use crate::{Alignment, AttentionOptions, Error, Layout, PackedLengths, Result};
 
+/// The slopes (H) of one text of a batch, of slopes (H) or (texts, H).
+pub(crate) fn slopes_of(options: &AttentionOptions<'_>, text: usize) -> Result<Option<Tensor>> {
+    Ok(match options.alibi_slopes {
+        Some(slopes) if slopes.dim() == 2 => Some(slopes.f_select(0, text as i64)?),
+        Some(slopes) => Some(slopes.shallow_clone()),
+        None => None,
+    })
+}
+
 /// Sizes: B, H, H_kv, T, S, D, D_v.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Sizes {

@@ -3,7 +3,7 @@ use tch::Tensor;
 
 use crate::attention::{dense_sequences, function, run};
 use crate::blockwise::blockwise;
-use crate::call::{Call, unresolved_limits};
+use crate::call::{Call, slopes_of, unresolved_limits};
 use crate::selection::select;
 use crate::{AttentionOptions, Backend, Error, Layout, Result};
 
@@ -85,7 +85,8 @@ pub fn attention_decode(
 /// Where the kernel takes no lengths, each row of the batch by itself.
 fn row_by_row(call: &Call<'_>, lengths: &[usize]) -> Result<(Tensor, Tensor)> {
     let (mut outputs, mut lses) = (Vec::new(), Vec::new());
-    for (row, length) in (0..).zip(lengths) {
+    for (index, length) in lengths.iter().enumerate() {
+        let row = index as i64;
         let length = i64::try_from(*length).unwrap_or(i64::MAX);
         let one = |tensor: &Tensor| tensor.f_narrow(0, row, 1);
         let filled = |tensor: &Tensor| one(tensor)?.f_narrow(2, 0, length);
@@ -105,11 +106,7 @@ fn row_by_row(call: &Call<'_>, lengths: &[usize]) -> Result<(Tensor, Tensor)> {
             }
             None => None,
         };
-        let slopes = match call.options.alibi_slopes {
-            Some(slopes) if slopes.dim() == 2 => Some(one(slopes)?.f_squeeze_dim(0)?),
-            Some(slopes) => Some(slopes.shallow_clone()),
-            None => None,
-        };
+        let slopes = slopes_of(call.options, index)?;
         let options = AttentionOptions {
             mask: mask.as_ref(),
             alibi_slopes: slopes.as_ref(),

@@ -3,7 +3,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::attention::attention_with_lse;
 use crate::blockwise::{accumulator, for_kind, workspace};
-use crate::call::{check_kinds, check_options, scale, shape_error, unresolved_limits};
+use crate::call::{check_kinds, check_options, scale, shape_error, slopes_of, unresolved_limits};
 use crate::kernel::{
     self, Element, ForwardOutputs, Fresh, InstructionSet, Pages, Problem, Rules, Sequence, Slopes,
     Strided,
@@ -225,11 +225,7 @@ fn gathered(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
         let (start, count) = (sequence.query_start as i64, sequence.queries as i64);
         let query = call.query.f_narrow(0, start, count)?;
         let query = query.f_transpose(0, 1)?.f_unsqueeze(0)?;
-        let slopes = match call.options.alibi_slopes {
-            Some(slopes) if slopes.dim() == 2 => Some(slopes.f_get(text as i64)?),
-            Some(slopes) => Some(slopes.shallow_clone()),
-            None => None,
-        };
+        let slopes = slopes_of(call.options, text)?;
         let options = AttentionOptions {
             alibi_slopes: slopes.as_ref(),
             layout: Layout::Bhtd,

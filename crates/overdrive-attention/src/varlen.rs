@@ -2,7 +2,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::attention::function;
 use crate::blockwise::blockwise;
-use crate::call::Call;
+use crate::call::{Call, slopes_of};
 use crate::cuda_flash::{CudaFlash, cuda_flash};
 use crate::kernel::Sequence;
 use crate::math::math;
@@ -280,11 +280,7 @@ fn one_by_one(call: &Call<'_>, lengths: &PackedLengths) -> Result<(Tensor, Tenso
         let part = |tensor: &Tensor, start: usize, len: usize| {
             tensor.f_narrow(2, start as i64, len as i64)
         };
-        let slopes = match call.options.alibi_slopes {
-            Some(slopes) if slopes.dim() == 2 => Some(slopes.f_get(index as i64)?),
-            Some(slopes) => Some(slopes.shallow_clone()),
-            None => None,
-        };
+        let slopes = slopes_of(call.options, index)?;
         let options = AttentionOptions {
             alibi_slopes: slopes.as_ref(),
             layout: Layout::Bhtd,

@@ -323,31 +323,25 @@ impl<M: EngineModel> Engine<M> {
     /// `scores` afterwards, a row each. Returns which these are.
     fn forward(&mut self, parts: &[Part]) -> Result<Vec<usize>> {
         let running = self.scheduler.running();
-        let mut texts = Vec::with_capacity(parts.len());
-        let (mut ids, mut positions, mut places) = (Vec::new(), Vec::new(), Vec::new());
-        let mut ends = Vec::new();
-        for part in parts {
+        let text = |part: &Part| {
             let new = &running[part.job].tokens[part.start..part.end];
-            texts.push((self.scheduler.place(part.job)?, new));
-            ids.extend_from_slice(new);
-            positions.extend(part.start as i64..part.end as i64);
+            Ok((self.scheduler.place(part.job)?, new))
+        };
+        let texts = parts.iter().map(text).collect::<Result<Vec<_>>>()?;
+        let mut batch = self.cache.batch(&texts)?;
+        let (ids, positions) = (batch.input_ids()?, batch.position_ids()?);
+        let (mut ends, mut places) = (Vec::new(), Vec::new());
+        for (part, place) in parts.iter().zip(batch.last_places()) {
             if part.end == running[part.job].tokens.len() {
-                places.push(ids.len() as i64 - 1);
                 ends.push(part.job);
+                places.push(place);
             }
         }
         // A step that only reads prompts wants no logits; one row is a shape that every kernel knows.
         if places.is_empty() {
-            places.push(ids.len() as i64 - 1);
+            places.push(ids.size()[1] - 1);
         }
-        let row = |values: &[i64]| -> Result<Tensor> {
-            Ok(Tensor::f_from_slice(values)?
-                .f_unsqueeze(0)?
-                .f_to_device(self.device)?)
-        };
-        let (ids, positions) = (row(&ids)?, row(&positions)?);
         let places = Tensor::f_from_slice(&places)?.f_to_device(self.device)?;
-        let mut batch = self.cache.batch(&texts)?;
         let logits = self.model.forward(RaggedStep {
             input_ids: &ids,
             position_ids: &positions,
