@@ -43,4 +43,10 @@ impl<T> Shared<T> {
     pub fn with<R>(&self, body: impl FnOnce(&T) -> R) -> R {
         body(&self.0.lock())
     }
+
+    /// The layer, to change it: `None` while a graph that has still to be differentiated, or anyone
+    /// else, has a handle to it.
+    pub fn get_mut(&mut self) -> Option<&mut T> {
+        Arc::get_mut(&mut self.0).map(ReentrantMutex::get_mut)
+    }
 }

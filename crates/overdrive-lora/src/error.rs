@@ -1,0 +1,20 @@
+/// What can go wrong with adapters.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An error of a quantized base.
+    #[error(transparent)]
+    Quantization(#[from] overdrive_quantization::Error),
+    /// An error of a fused kernel.
+    #[error(transparent)]
+    Fused(#[from] overdrive_fused::Error),
+    /// An error of a weight file.
+    #[error(transparent)]
+    File(#[from] overdrive_safetensors::Error),
+    /// An error of libtorch, with its message.
+    #[error("libtorch: {0}")]
+    Torch(#[from] tch::TchError),
+}
+
+/// Result of this crate.
+pub type Result<T> = std::result::Result<T, Error>;

@@ -1,0 +1,25 @@
+//! Weights in 8 and 4 bits for tch.
+//!
+//! ```
+//! use overdrive_quantization::{QuantizedWeight, Scheme, linear};
+//! use tch::{Device, Kind, Tensor};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let weight = Tensor::randn([96, 64], (Kind::Float, Device::Cpu));
+//! let packed = QuantizedWeight::quantize(&weight, "int8".parse()?)?;
+//! let x = Tensor::randn([3, 64], (Kind::Float, Device::Cpu));
+//! assert_eq!(linear(&x, &packed, None)?.size(), [3, 96]);
+//! # Ok(())
+//! # }
+//! ```
+#![deny(missing_docs)]
+
+mod error;
+mod linear;
+mod scheme;
+mod weight;
+
+pub use error::{Error, Result};
+pub use linear::{joint_linear, linear};
+pub use scheme::{BlockOptions, GroupOptions, Scheme};
+pub use weight::QuantizedWeight;
