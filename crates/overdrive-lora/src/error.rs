@@ -2,6 +2,11 @@
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
+    /// The layers are part of a graph that has not been differentiated yet.
+    #[error(
+        "the model's layers are still held by a checkpointed graph: call `backward` or drop the loss before changing them"
+    )]
+    InUse,
     /// An error of a quantized base.
     #[error(transparent)]
     Quantization(#[from] overdrive_quantization::Error),

@@ -130,6 +130,24 @@ impl QuantizedWeight {
         }
     }
 
+    /// Rows `ids` (i64, any shape `(…)`) of the weight, dequantized to `kind`: `(…, I)`. What an embedding
+    /// does.
+    ///
+    /// # Errors
+    /// For ids outside of the rows.
+    pub fn rows(&self, ids: &Tensor, kind: Kind) -> Result<Tensor> {
+        let table = self.dequantize(kind)?;
+        Ok(Tensor::f_embedding(&table, ids, -1, false, false)?)
+    }
+
+    /// Another handle to the same memory.
+    pub fn shallow_clone(&self) -> QuantizedWeight {
+        QuantizedWeight {
+            storage: self.storage.shallow_clone(),
+            ..*self
+        }
+    }
+
     /// How it is kept.
     pub fn scheme(&self) -> Scheme {
         self.scheme
@@ -153,6 +171,47 @@ impl QuantizedWeight {
 }
 
 impl Storage {
+    fn shallow_clone(&self) -> Storage {
+        match self {
+            Storage::Int8 { codes, scales } => Storage::Int8 {
+                codes: codes.shallow_clone(),
+                scales: scales.shallow_clone(),
+            },
+            Storage::Grouped {
+                codes,
+                scales,
+                offsets,
+                order,
+            } => Storage::Grouped {
+                codes: codes.shallow_clone(),
+                scales: scales.shallow_clone(),
+                offsets: offsets.as_ref().map(Tensor::shallow_clone),
+                order: order.as_ref().map(Tensor::shallow_clone),
+            },
+            Storage::Blocks { codes, magnitudes } => Storage::Blocks {
+                codes: codes.shallow_clone(),
+                magnitudes: match magnitudes {
+                    Magnitudes::Full(full) => Magnitudes::Full(full.shallow_clone()),
+                    Magnitudes::Quantized {
+                        codes,
+                        code_book,
+                        scales,
+                        offset,
+                    } => Magnitudes::Quantized {
+                        codes: codes.shallow_clone(),
+                        code_book: code_book.shallow_clone(),
+                        scales: scales.shallow_clone(),
+                        offset: *offset,
+                    },
+                },
+            },
+            Storage::Fp8 { codes, scales } => Storage::Fp8 {
+                codes: codes.shallow_clone(),
+                scales: scales.shallow_clone(),
+            },
+        }
+    }
+
     /// All tensors, the codes first.
     pub(crate) fn tensors(&self) -> Vec<&Tensor> {
         match self {
