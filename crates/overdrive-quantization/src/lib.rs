@@ -15,6 +15,7 @@
 #![deny(missing_docs)]
 
 mod error;
+mod kernel;
 mod linear;
 mod scheme;
 mod weight;

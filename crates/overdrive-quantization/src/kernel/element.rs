@@ -1,0 +1,91 @@
+//! Kinds of activations and results.
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+/// A floating-point type that activations and results may have; kernels compute in f32.
+pub(crate) trait Element: overdrive_sys::raw::Element {
+    fn from_f32(x: f32) -> Self;
+    fn to_f32(self) -> f32;
+
+    /// A row as floats: itself where it is that already, otherwise written to `scratch`.
+    fn floats<'a>(row: &'a [Self], scratch: &'a mut Vec<f32>) -> &'a [f32];
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    fn from_f32(x: f32) -> Self {
+        x
+    }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+
+    #[inline(always)]
+    fn floats<'a>(row: &'a [Self], _scratch: &'a mut Vec<f32>) -> &'a [f32] {
+        row
+    }
+}
+
+impl Element for bf16 {
+    #[inline(always)]
+    fn from_f32(x: f32) -> Self {
+        bf16::from_f32(x)
+    }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        // Without the test for signalling NaN that the crate has, which keeps loops from becoming vectors.
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+
+    #[inline(always)]
+    fn floats<'a>(row: &'a [Self], scratch: &'a mut Vec<f32>) -> &'a [f32] {
+        scratch.clear();
+        scratch.extend(row.iter().map(|x| x.to_f32()));
+        scratch
+    }
+}
+
+impl Element for f16 {
+    #[inline(always)]
+    fn from_f32(x: f32) -> Self {
+        f16::from_f32(x)
+    }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f16::to_f32(self)
+    }
+
+    #[inline(always)]
+    fn floats<'a>(row: &'a [Self], scratch: &'a mut Vec<f32>) -> &'a [f32] {
+        scratch.resize(row.len(), 0.0);
+        row.convert_to_f32_slice(scratch);
+        scratch
+    }
+}
+
+/// Evaluates `$body` with `$type` standing for the element type of `$kind`: Float, `BFloat16` or Half.
+macro_rules! with_element {
+    ($kind:expr, $type:ident => $body:expr) => {
+        match $kind {
+            tch::Kind::BFloat16 => {
+                type $type = half::bf16;
+                $body
+            }
+            tch::Kind::Half => {
+                type $type = half::f16;
+                $body
+            }
+            _ => {
+                type $type = f32;
+                $body
+            }
+        }
+    };
+}
+#[allow(unused_imports, reason = "for kernels of every storage")]
+pub(crate) use with_element;

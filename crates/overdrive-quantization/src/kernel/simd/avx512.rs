@@ -1,0 +1,190 @@
+//! AVX-512 with VNNI: one register a vector.
+#![allow(unsafe_code)]
+
+use std::arch::x86_64::*;
+
+use super::{BYTES, Kernel, LANES, Simd};
+
+/// A proof that the machine has AVX-512 F, BW, DQ, VL and VNNI.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Avx512(());
+
+impl Avx512 {
+    pub(crate) fn detect() -> Option<Self> {
+        let has = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512vnni")
+            && is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c");
+        has.then_some(Self(()))
+    }
+
+    #[inline]
+    pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+        fn compiled<K: Kernel>(simd: Avx512, kernel: K) -> K::Output {
+            kernel.run(simd)
+        }
+        // SAFETY: `self` exists only where `detect` found these features.
+        unsafe { compiled(self, kernel) }
+    }
+}
+
+/// Calls an intrinsic.
+macro_rules! avx512 {
+    ($call:expr) => {
+        // SAFETY: a value of `Avx512` proves that the machine has the instruction; loads and stores
+        // go through references to arrays of exactly the size that they access.
+        unsafe { $call }
+    };
+}
+
+impl Simd for Avx512 {
+    type F = __m512;
+    type W = __m512i;
+    type X = __m512i;
+    type A = __m512i;
+
+    const TILE: usize = 4;
+    /// The first factor of `vpdpbusd` is unsigned: codes of weights are, shifted by 128.
+    const OFFSET: i32 = 128;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        avx512!(_mm512_set1_ps(x))
+    }
+
+    #[inline(always)]
+    fn load_f32(self, from: &[f32; LANES]) -> __m512 {
+        avx512!(_mm512_loadu_ps(from.as_ptr()))
+    }
+
+    #[inline(always)]
+    fn store_f32(self, x: __m512, to: &mut [f32; LANES]) {
+        avx512!(_mm512_storeu_ps(to.as_mut_ptr(), x))
+    }
+
+    #[inline(always)]
+    fn load_i8(self, from: &[i8; LANES]) -> __m512 {
+        avx512!({
+            let codes = _mm_loadu_si128(from.as_ptr().cast());
+            _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes))
+        })
+    }
+
+    #[inline(always)]
+    fn load_e4m3(self, from: &[u8; LANES]) -> __m512 {
+        avx512!({
+            let codes = _mm_loadu_si128(from.as_ptr().cast());
+            // Sign to bit 31, exponent and fraction to bits 26..20: the right number but for the bias.
+            let wide = _mm512_cvtepi8_epi32(codes);
+            let magnitude = _mm512_and_si512(wide, _mm512_set1_epi32(0x7f));
+            let sign = _mm512_and_si512(wide, _mm512_set1_epi32(i32::MIN));
+            let bits = _mm512_or_si512(_mm512_slli_epi32::<20>(magnitude), sign);
+            _mm512_castsi512_ps(bits)
+        })
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        avx512!(_mm512_add_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        avx512!(_mm512_mul_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        avx512!(_mm512_fmadd_ps(a, b, c))
+    }
+
+    #[inline(always)]
+    fn reduce_add(self, x: __m512) -> f32 {
+        avx512!(_mm512_reduce_add_ps(x))
+    }
+
+    #[inline(always)]
+    fn reduce_add_each(self, x: [__m512; 4]) -> [f32; 4] {
+        avx512!({
+            let halves = [fold_ps(x[0]), fold_ps(x[1]), fold_ps(x[2]), fold_ps(x[3])];
+            let ab = _mm256_hadd_ps(halves[0], halves[1]);
+            let cd = _mm256_hadd_ps(halves[2], halves[3]);
+            let all = _mm256_hadd_ps(ab, cd);
+            let sums = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps::<1>(all));
+            let mut out = [0.0; 4];
+            _mm_storeu_ps(out.as_mut_ptr(), sums);
+            out
+        })
+    }
+
+    #[inline(always)]
+    fn zero(self) -> __m512i {
+        avx512!(_mm512_setzero_si512())
+    }
+
+    #[inline(always)]
+    fn load_codes(self, from: &[i8; BYTES]) -> __m512i {
+        avx512!(_mm512_xor_si512(
+            _mm512_loadu_si512(from.as_ptr().cast()),
+            _mm512_set1_epi8(i8::MIN)
+        ))
+    }
+
+    #[inline(always)]
+    fn load_activations(self, from: &[i8; BYTES]) -> __m512i {
+        avx512!(_mm512_loadu_si512(from.as_ptr().cast()))
+    }
+
+    #[inline(always)]
+    fn dot(self, sums: __m512i, w: __m512i, x: __m512i) -> __m512i {
+        avx512!(_mm512_dpbusd_epi32(sums, w, x))
+    }
+
+    #[inline(always)]
+    fn add_sums(self, a: __m512i, b: __m512i) -> __m512i {
+        avx512!(_mm512_add_epi32(a, b))
+    }
+
+    #[inline(always)]
+    fn total(self, sums: __m512i) -> i32 {
+        avx512!(_mm512_reduce_add_epi32(sums))
+    }
+
+    #[inline(always)]
+    fn total_each(self, sums: [__m512i; 4]) -> [i32; 4] {
+        avx512!({
+            let halves = [fold_epi32(sums[0]), fold_epi32(sums[1]), fold_epi32(sums[2]), fold_epi32(sums[3])];
+            super::avx2::total_each(halves)
+        })
+    }
+
+    #[inline(always)]
+    fn prefetch<T>(self, address: *const T) {
+        avx512!(_mm_prefetch::<_MM_HINT_T0>(address.cast()));
+    }
+}
+
+/// The sum of both halves.
+///
+/// # Safety
+/// The machine has AVX-512 F and DQ.
+#[inline(always)]
+unsafe fn fold_ps(x: __m512) -> __m256 {
+    // SAFETY: the caller's promise.
+    unsafe { _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps::<1>(x)) }
+}
+
+/// The sum of both halves.
+///
+/// # Safety
+/// The machine has AVX-512 F.
+#[inline(always)]
+unsafe fn fold_epi32(x: __m512i) -> __m256i {
+    // SAFETY: the caller's promise.
+    unsafe { _mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64::<1>(x)) }
+}

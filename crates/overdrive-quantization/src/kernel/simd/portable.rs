@@ -1,0 +1,147 @@
+//! Arrays, in loops that a compiler turns into the vectors of its target (NEON on aarch64).
+
+use super::{BYTES, LANES, Simd};
+
+/// What every machine has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Portable;
+
+type Lanes = [f32; LANES];
+
+#[inline(always)]
+fn map2(a: Lanes, b: Lanes, f: impl Fn(f32, f32) -> f32) -> Lanes {
+    let mut out = a;
+    for lane in 0..LANES {
+        out[lane] = f(a[lane], b[lane]);
+    }
+    out
+}
+
+impl Simd for Portable {
+    type F = Lanes;
+    type W = [i8; BYTES];
+    type X = [i8; BYTES];
+    type A = [i32; 4];
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Lanes {
+        [x; LANES]
+    }
+
+    #[inline(always)]
+    fn load_f32(self, from: &[f32; LANES]) -> Lanes {
+        *from
+    }
+
+    #[inline(always)]
+    fn store_f32(self, x: Lanes, to: &mut [f32; LANES]) {
+        *to = x;
+    }
+
+    #[inline(always)]
+    fn load_i8(self, from: &[i8; LANES]) -> Lanes {
+        from.map(
+            #[inline(always)]
+            |code| f32::from(code),
+        )
+    }
+
+    #[inline(always)]
+    fn load_e4m3(self, from: &[u8; LANES]) -> Lanes {
+        from.map(
+            #[inline(always)]
+            |code| {
+                let code = u32::from(code);
+                f32::from_bits(((code & 0x80) << 24) | ((code & 0x7f) << 20))
+            },
+        )
+    }
+
+    #[inline(always)]
+    fn add(self, a: Lanes, b: Lanes) -> Lanes {
+        map2(
+            a,
+            b,
+            #[inline(always)]
+            |a, b| a + b,
+        )
+    }
+
+    #[inline(always)]
+    fn mul(self, a: Lanes, b: Lanes) -> Lanes {
+        map2(
+            a,
+            b,
+            #[inline(always)]
+            |a, b| a * b,
+        )
+    }
+
+    /// Rounded twice: a fused one is a function call where the target has no instruction for it.
+    #[inline(always)]
+    fn mul_add(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+        let mut out = c;
+        for lane in 0..LANES {
+            if cfg!(target_feature = "fma") || cfg!(target_arch = "aarch64") {
+                out[lane] = a[lane].mul_add(b[lane], c[lane]);
+            } else {
+                out[lane] += a[lane] * b[lane];
+            }
+        }
+        out
+    }
+
+    #[inline(always)]
+    fn reduce_add(self, x: Lanes) -> f32 {
+        let mut width = LANES / 2;
+        let mut x = x;
+        while width > 0 {
+            for lane in 0..width {
+                x[lane] += x[lane + width];
+            }
+            width /= 2;
+        }
+        x[0]
+    }
+
+    #[inline(always)]
+    fn zero(self) -> [i32; 4] {
+        [0; 4]
+    }
+
+    #[inline(always)]
+    fn load_codes(self, from: &[i8; BYTES]) -> [i8; BYTES] {
+        *from
+    }
+
+    #[inline(always)]
+    fn load_activations(self, from: &[i8; BYTES]) -> [i8; BYTES] {
+        *from
+    }
+
+    #[inline(always)]
+    fn dot(self, sums: [i32; 4], w: [i8; BYTES], x: [i8; BYTES]) -> [i32; 4] {
+        // Two products of codes fit 16 bits, and with that eight lanes a register (`smull`, `sadalp`).
+        let mut sums = sums;
+        let mut at = 0;
+        while at < BYTES {
+            for lane in 0..4 {
+                let pair = at + 2 * lane;
+                let product = |at: usize| i32::from(i16::from(w[at]) * i16::from(x[at]));
+                sums[lane] += product(pair) + product(pair + 1);
+            }
+            at += 8;
+        }
+        sums
+    }
+
+    #[inline(always)]
+    fn add_sums(self, a: [i32; 4], b: [i32; 4]) -> [i32; 4] {
+        [a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]]
+    }
+
+    #[inline(always)]
+    fn total(self, sums: [i32; 4]) -> i32 {
+        sums[0] + sums[1] + sums[2] + sums[3]
+    }
+}
