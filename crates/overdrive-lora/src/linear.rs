@@ -38,6 +38,18 @@ impl AdaptedLinear {
         &self.base
     }
 
+    /// The weight `(O, I)`, where it is dense and the map is nothing else: no adapter is active beside
+    /// it.
+    pub fn dense_weight(&self) -> Option<&Tensor> {
+        match &self.base {
+            BaseWeight::Dense {
+                weight,
+                transposed: false,
+            } if self.bias.is_none() => Some(weight),
+            _ => None,
+        }
+    }
+
     /// Exchanges the weight for another of the same map, and returns the old one.
     pub fn replace_base(&mut self, base: BaseWeight) -> BaseWeight {
         std::mem::replace(&mut self.base, base)

@@ -3,7 +3,7 @@ use overdrive_kv_cache::KvCache;
 use tch::Tensor;
 
 use crate::attend::{AttendOptions, attend_with_cache};
-use crate::linear::{JointLinear, Linear};
+use crate::linear::{JointLinear, Linear, Visitor};
 use crate::mask::Mask;
 use crate::parameters::ParameterMap;
 use crate::rms_norm::RmsNorm;
@@ -70,6 +70,11 @@ impl RotaryAttention {
             scale: config.attention_scale(),
             softcap: config.attention_softcap(),
         })
+    }
+
+    pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {
+        self.qkv.visit(visit)?;
+        self.o.visit(visit)
     }
 
     /// `x (B, T, C)` to `(B, T, C)`.

@@ -3,17 +3,20 @@ use std::path::Path;
 use overdrive_fused::{
     CrossEntropyOptions, LinearCrossEntropyOptions, Reduction, linear_cross_entropy,
 };
+use overdrive_lora::AdaptedLinear;
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
 use crate::gpt2::Gpt2;
 use crate::init::initialise;
 use crate::input::Shape;
+use crate::linear::Linear;
 use crate::llama::Llama;
 use crate::loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss, shifted};
-use crate::parameters::{ParameterMap, allocate};
+use crate::parameters::{ParameterMap, Parts, allocate};
 use crate::{
-    Error, Execution, ForwardInput, LoadOptions, ModelConfig, Result, SaveOptions, checkpoint,
+    Error, Execution, ForwardInput, LoadOptions, ModelConfig, ParameterSpec, Result, SaveOptions,
+    checkpoint,
 };
 
 /// How a model is made from scratch.
@@ -46,10 +49,11 @@ impl Default for InitOptions {
 #[derive(Debug)]
 pub struct CausalLm {
     config: ModelConfig,
+    /// The dense ones.
     parameters: Vec<(String, Tensor)>,
-    backbone: Backbone,
-    /// `(V, C)`; the embedding itself where the two are tied.
-    head: Tensor,
+    pub(crate) backbone: Backbone,
+    /// To `(…, V)`; the embedding itself where the two are tied.
+    pub(crate) head: Linear,
     /// Bound of the logits.
     softcap: Option<f64>,
     execution: Execution,
@@ -58,7 +62,7 @@ pub struct CausalLm {
 }
 
 #[derive(Debug)]
-enum Backbone {
+pub(crate) enum Backbone {
     Llama(Box<Llama>),
     Gpt2(Box<Gpt2>),
 }
@@ -79,7 +83,11 @@ impl CausalLm {
         for ((_, parameter), spec) in parameters.iter().zip(&specs) {
             initialise(parameter, spec, options.seed)?;
         }
-        CausalLm::from_parameters(config, parameters)
+        let parts = Parts {
+            parameters,
+            ..Parts::default()
+        };
+        CausalLm::from_parts(config, parts)
     }
 
     /// Reads a Hugging Face folder: `config.json`, `model.safetensors` (or shards with
@@ -95,8 +103,8 @@ impl CausalLm {
     pub fn from_pretrained(dir: impl AsRef<Path>, options: &LoadOptions) -> Result<CausalLm> {
         let dir = dir.as_ref();
         let config = ModelConfig::from_dir(dir)?;
-        let parameters = checkpoint::read(dir, &config, options)?;
-        let mut model = CausalLm::from_parameters(&config, parameters)?;
+        let parts = checkpoint::read(dir, &config, options)?;
+        let mut model = CausalLm::from_parts(&config, parts)?;
         model.generation_config = checkpoint::read_generation_config(dir)?;
         Ok(model)
     }
@@ -115,27 +123,27 @@ impl CausalLm {
         checkpoint::write(dir.as_ref(), self, options)
     }
 
-    fn from_parameters(
-        config: &ModelConfig,
-        parameters: Vec<(String, Tensor)>,
-    ) -> Result<CausalLm> {
-        let mut map = ParameterMap::new(&parameters);
-        let (backbone, embedding) = match config {
+    pub(crate) fn from_parts(config: &ModelConfig, parts: Parts) -> Result<CausalLm> {
+        // A shallow clone is the same tensor: its gradient and its flags are shared.
+        let share = |(name, tensor): &(String, Tensor)| (name.clone(), tensor.shallow_clone());
+        let parameters = parts.parameters.iter().map(share).collect();
+        let mut map = ParameterMap::new(parts);
+        let (backbone, tied) = match config {
             ModelConfig::Llama(config) => {
                 let model = Llama::take(&mut map, config)?;
-                let embedding = model.embedding.shallow_clone();
-                (Backbone::Llama(Box::new(model)), embedding)
+                let tied = model.embedding.as_head();
+                (Backbone::Llama(Box::new(model)), tied)
             }
             ModelConfig::Gpt2(config) => {
                 let model = Gpt2::take(&mut map, config)?;
-                let embedding = model.embedding.shallow_clone();
-                (Backbone::Gpt2(Box::new(model)), embedding)
+                let tied = model.embedding.as_head();
+                (Backbone::Gpt2(Box::new(model)), tied)
             }
         };
         let head = if config.tie_word_embeddings() {
-            embedding
+            Linear::new("lm_head", AdaptedLinear::new(tied, None))
         } else {
-            map.take("lm_head.weight")?
+            Linear::take(&mut map, "lm_head", false)?
         };
         Ok(CausalLm {
             config: config.clone(),
@@ -190,11 +198,7 @@ impl CausalLm {
     /// # Errors
     /// An error of libtorch.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
-        let logits = if self.execution.fused_kernels {
-            overdrive_fused::linear(hidden, &self.head, None)?
-        } else {
-            hidden.f_linear(&self.head, None::<&Tensor>)?
-        };
+        let logits = self.head.forward(hidden, self.execution.fused_kernels)?;
         match self.softcap {
             None => Ok(logits),
             Some(cap) => bounded(logits, cap),
@@ -219,10 +223,11 @@ impl CausalLm {
         shift: LabelShift,
     ) -> Result<LossOutput> {
         let input = ForwardInput::new(input_ids);
-        // The fused loss makes logits of its own, without a bound.
-        if !self.execution.fused_kernels || self.softcap.is_some() {
-            return causal_lm_loss(&self.forward(input)?, labels, shift);
-        }
+        // The fused loss makes logits of its own: of a dense head and without a bound.
+        let head = match self.head.map().dense_weight() {
+            Some(head) if self.execution.fused_kernels && self.softcap.is_none() => head,
+            _ => return causal_lm_loss(&self.forward(input)?, labels, shift),
+        };
         // Checked here: a wrong label should not cost a forward pass.
         let targets = shifted(labels, &input_ids.size(), shift)?;
         let options = LinearCrossEntropyOptions {
@@ -234,16 +239,16 @@ impl CausalLm {
             ..LinearCrossEntropyOptions::default()
         };
         let hidden = self.hidden_states(input)?;
-        let output = linear_cross_entropy(&hidden, &self.head, &targets, &options)?;
+        let output = linear_cross_entropy(&hidden, head, &targets, &options)?;
         Ok(LossOutput {
             sum: output.loss,
             tokens: output.tokens,
         })
     }
 
-    /// All parameters with their Hugging Face names, in the order of transformers'
-    /// `named_parameters`. A tied head is not listed twice. The tensors share the model's storage,
-    /// gradient and flags.
+    /// All dense parameters with their Hugging Face names, in the order of transformers'
+    /// `named_parameters`: not quantized weights, and not adapters. A tied head is not listed twice. The
+    /// tensors share the model's storage, gradient and flags.
     pub fn named_parameters(&self) -> Vec<(String, Tensor)> {
         self.parameters
             .iter()
@@ -251,15 +256,20 @@ impl CausalLm {
             .collect()
     }
 
-    /// How many numbers the parameters are; a tied head counts once.
-    pub fn num_parameters(&self) -> i64 {
-        self.parameters
-            .iter()
-            .map(|(_, tensor)| tensor.numel() as i64)
-            .sum()
+    /// Takes a dense parameter out of the list.
+    pub(crate) fn take_dense(&mut self, name: &str) -> Option<Tensor> {
+        let place = self.parameters.iter().position(|(own, _)| own == name)?;
+        Some(self.parameters.remove(place).1)
     }
 
-    /// Makes every parameter require a gradient, or none.
+    /// How many numbers the parameters are, quantized ones too and adapters not; a tied head counts
+    /// once.
+    pub fn num_parameters(&self) -> i64 {
+        let specs = self.config.parameters();
+        specs.iter().map(ParameterSpec::numel).sum()
+    }
+
+    /// Makes every dense parameter require a gradient, or none.
     ///
     /// # Errors
     /// An error of libtorch.
@@ -318,12 +328,18 @@ impl CausalLm {
 
     /// Where the parameters are.
     pub fn device(&self) -> Device {
-        self.head.device()
+        match &self.backbone {
+            Backbone::Llama(model) => model.embedding.device(),
+            Backbone::Gpt2(model) => model.embedding.device(),
+        }
     }
 
-    /// The kind of the parameters.
+    /// The kind of the dense parameters.
     pub fn kind(&self) -> Kind {
-        self.head.kind()
+        match &self.backbone {
+            Backbone::Llama(model) => model.embedding.kind(),
+            Backbone::Gpt2(model) => model.embedding.kind(),
+        }
     }
 
     /// What `generation_config.json` held, or `None` where there was none.

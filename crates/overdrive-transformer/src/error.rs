@@ -122,6 +122,12 @@ pub enum Error {
     /// An error of attention.
     #[error(transparent)]
     Attention(#[from] overdrive_attention::Error),
+    /// An error of a quantized weight.
+    #[error(transparent)]
+    Quantization(#[from] overdrive_quantization::Error),
+    /// An error of adapters.
+    #[error(transparent)]
+    Lora(#[from] overdrive_lora::Error),
     /// An error of the key/value cache.
     #[error(transparent)]
     Cache(#[from] overdrive_kv_cache::Error),

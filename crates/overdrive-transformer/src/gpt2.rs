@@ -4,16 +4,17 @@ use tch::Tensor;
 
 use crate::activation::{activate, activation_named};
 use crate::attend::{AttendOptions, CachedLayer, attend_with_cache};
+use crate::embedding::Embedding;
 use crate::input::{ForwardInput, Shape};
-use crate::linear::Linear;
+use crate::linear::{Linear, Visitor, visit_shared};
 use crate::mask::Mask;
-use crate::parameters::{ParameterMap, ParameterSpec};
+use crate::parameters::{ParameterMap, ParameterRole, ParameterSpec};
 use crate::{Execution, Gpt2Config, Init, Result};
 
 /// GPT-2 without its head.
 #[derive(Debug)]
 pub(crate) struct Gpt2 {
-    pub(crate) embedding: Tensor,
+    pub(crate) embedding: Embedding,
     positions: Tensor,
     blocks: Vec<Shared<Block>>,
     norm: LayerNorm,
@@ -51,25 +52,30 @@ pub(crate) fn parameters(config: &Gpt2Config) -> Vec<ParameterSpec> {
         std: config.initializer_range / (2.0 * config.n_layer as f64).sqrt(),
     };
     let mut all = Vec::new();
-    let mut add = |name: String, shape: &[i64], init| {
-        all.push(ParameterSpec::new(name, shape, init));
+    let mut add = |name: String, shape: &[i64], init, role| {
+        all.push(ParameterSpec::new(name, shape, init, role));
     };
+    use ParameterRole::{Conv1d, Embedding, Head, Other};
     add(
         "transformer.wte.weight".to_owned(),
         &[config.vocab_size, hidden],
         normal,
+        Embedding,
     );
     add(
         "transformer.wpe.weight".to_owned(),
         &[config.n_positions, hidden],
         normal,
+        Other,
     );
     let mut pair = |name: &str, weight: &[i64], init| {
-        add(format!("transformer.{name}.weight"), weight, init);
+        let role = if weight.len() == 2 { Conv1d } else { Other };
+        add(format!("transformer.{name}.weight"), weight, init, role);
         add(
             format!("transformer.{name}.bias"),
             &weight[weight.len() - 1..],
             Init::Zeros,
+            Other,
         );
     };
     for layer in 0..config.n_layer {
@@ -94,6 +100,7 @@ pub(crate) fn parameters(config: &Gpt2Config) -> Vec<ParameterSpec> {
             "lm_head.weight".to_owned(),
             &[config.vocab_size, hidden],
             normal,
+            Head,
         );
     }
     all
@@ -101,7 +108,7 @@ pub(crate) fn parameters(config: &Gpt2Config) -> Vec<ParameterSpec> {
 
 impl Gpt2 {
     pub(crate) fn take(parameters: &mut ParameterMap, config: &Gpt2Config) -> Result<Gpt2> {
-        let embedding = parameters.take("transformer.wte.weight")?;
+        let embedding = Embedding::take(parameters, "transformer.wte")?;
         let positions = parameters.take("transformer.wpe.weight")?;
         let blocks = (0..config.n_layer)
             .map(|layer| Block::take(parameters, layer, config).map(Shared::new))
@@ -143,7 +150,7 @@ impl Gpt2 {
             },
             residual_dropout: dropout(self.config.resid_pdrop),
         };
-        let tokens = Tensor::f_embedding(&self.embedding, input.input_ids, -1, false, false)?;
+        let tokens = self.embedding.forward(input.input_ids)?;
         let mut x = dropped(tokens.f_add(&positions)?, dropout(self.config.embd_pdrop))?;
         for group in execution.checkpointing.groups(self.blocks.len())? {
             if group.checkpointed && input.cache.is_none() {
@@ -164,6 +171,16 @@ impl Gpt2 {
             }
         }
         self.norm.forward(&input.logits.select(&x)?)
+    }
+
+    /// Shows each linear map of the blocks.
+    pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {
+        visit_shared(&mut self.blocks, |block| {
+            block.qkv.visit(visit)?;
+            block.attention_output.visit(visit)?;
+            block.mlp_input.visit(visit)?;
+            block.mlp_output.visit(visit)
+        })
     }
 
     pub(crate) fn layers(&self) -> usize {

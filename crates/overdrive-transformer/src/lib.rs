@@ -71,11 +71,13 @@
 #![deny(missing_docs)]
 
 mod activation;
+mod adapters;
 mod attend;
 mod attention;
 mod causal_lm;
 mod checkpoint;
 mod config;
+mod embedding;
 mod error;
 mod execution;
 mod gpt2;
@@ -87,6 +89,7 @@ mod loss;
 mod mask;
 mod mlp;
 mod parameters;
+mod quantize;
 mod rms_norm;
 mod rope;
 
@@ -102,4 +105,5 @@ pub use input::{ForwardInput, Logits};
 pub use loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss};
 pub use overdrive_checkpointing::{CheckpointOptions, SavePolicy, Schedule};
 pub use overdrive_fused::Activation;
-pub use parameters::ParameterSpec;
+pub use parameters::{ParameterRole, ParameterSpec};
+pub use quantize::QuantizeOptions;

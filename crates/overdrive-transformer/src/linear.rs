@@ -1,53 +1,87 @@
+use overdrive_checkpointing::Shared;
+use overdrive_lora::{AdaptedLinear, BaseWeight};
 use tch::Tensor;
 
 use crate::parameters::ParameterMap;
 use crate::{Error, Result};
 
-/// An affine map of the last dimension.
+/// A named affine map of the last dimension: its weight may be dense or quantized, and may have
+/// adapters beside it.
 #[derive(Debug)]
 pub(crate) struct Linear {
-    /// `(out, in)`, or `(in, out)` where `transposed`.
-    weight: Tensor,
-    /// `(out,)`.
-    bias: Option<Tensor>,
-    /// The layout of GPT-2's `Conv1D`.
-    transposed: bool,
+    /// As in the checkpoint, without `.weight`.
+    name: String,
+    map: AdaptedLinear,
 }
 
+/// Sees each linear map of a model with its name.
+pub(crate) type Visitor<'v> =
+    &'v mut dyn FnMut(&str, &mut AdaptedLinear) -> overdrive_lora::Result<()>;
+
 impl Linear {
+    pub(crate) fn new(name: &str, map: AdaptedLinear) -> Linear {
+        Linear {
+            name: name.to_owned(),
+            map,
+        }
+    }
+
     /// `{name}.weight (out, in)`, and `{name}.bias` where there is one.
     pub(crate) fn take(parameters: &mut ParameterMap, name: &str, bias: bool) -> Result<Linear> {
-        Ok(Linear {
-            weight: parameters.take(&format!("{name}.weight"))?,
-            bias: bias
-                .then(|| parameters.take(&format!("{name}.bias")))
-                .transpose()?,
-            transposed: false,
-        })
+        Linear::take_with(parameters, name, bias, false)
     }
 
     /// `{name}.weight (in, out)` and `{name}.bias`.
     pub(crate) fn take_conv1d(parameters: &mut ParameterMap, name: &str) -> Result<Linear> {
-        Ok(Linear {
-            transposed: true,
-            ..Linear::take(parameters, name, true)?
-        })
+        Linear::take_with(parameters, name, true, true)
+    }
+
+    fn take_with(
+        parameters: &mut ParameterMap,
+        name: &str,
+        bias: bool,
+        transposed: bool,
+    ) -> Result<Linear> {
+        let base = match parameters.take_quantized(name) {
+            Some(weight) => BaseWeight::Quantized(weight),
+            None => BaseWeight::Dense {
+                weight: parameters.take(&format!("{name}.weight"))?,
+                transposed,
+            },
+        };
+        let bias = bias.then(|| parameters.take(&format!("{name}.bias")));
+        Ok(Linear::new(
+            name,
+            AdaptedLinear::new(base, bias.transpose()?),
+        ))
     }
 
     /// `x (…, in)` to `(…, out)`.
     pub(crate) fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
-        if self.transposed {
-            return Ok(x.f_linear(&self.weight.f_tr()?, self.bias.as_ref())?);
-        }
-        if fused {
-            return Ok(overdrive_fused::linear(
-                x,
-                &self.weight,
-                self.bias.as_ref(),
-            )?);
-        }
-        Ok(x.f_linear(&self.weight, self.bias.as_ref())?)
+        Ok(self.map.forward(x, fused)?)
     }
+
+    pub(crate) fn map(&self) -> &AdaptedLinear {
+        &self.map
+    }
+
+    pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {
+        visit(&self.name, &mut self.map)
+    }
+}
+
+/// Lends each block to `body`, to change it.
+///
+/// # Errors
+/// [`overdrive_lora::Error::InUse`] while a graph with checkpoints holds the blocks.
+pub(crate) fn visit_shared<B>(
+    blocks: &mut [Shared<B>],
+    mut body: impl FnMut(&mut B) -> overdrive_lora::Result<()>,
+) -> overdrive_lora::Result<()> {
+    for block in blocks {
+        body(block.get_mut().ok_or(overdrive_lora::Error::InUse)?)?;
+    }
+    Ok(())
 }
 
 /// Several affine maps of one input.
@@ -68,13 +102,11 @@ impl JointLinear {
 
     /// All results side by side, `(…, Σ out)`, by one product.
     pub(crate) fn forward_joint(&self, x: &Tensor) -> Result<Tensor> {
-        let weights: Vec<&Tensor> = self.0.iter().map(|map| &map.weight).collect();
-        let biases: Vec<&Tensor> = self.0.iter().filter_map(|map| map.bias.as_ref()).collect();
-        let biases = (!biases.is_empty()).then_some(biases.as_slice());
-        Ok(overdrive_fused::joint_linear(x, &weights, biases)?)
+        let maps: Vec<&AdaptedLinear> = self.0.iter().map(|linear| &linear.map).collect();
+        Ok(overdrive_lora::joint_forward(x, &maps)?)
     }
 
-    /// The results one by one, by libtorch's operator.
+    /// The results one by one, dense ones by libtorch's operator.
     pub(crate) fn forward_each<const N: usize>(&self, x: &Tensor) -> Result<[Tensor; N]> {
         let each = self.0.iter().map(|map| map.forward(x, false));
         let each: Vec<Tensor> = each.collect::<Result<_>>()?;
@@ -83,5 +115,9 @@ impl JointLinear {
             found: format!("{} parts", each.len()),
             expected: format!("{N} (please report this)"),
         })
+    }
+
+    pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {
+        self.0.iter_mut().try_for_each(|linear| linear.visit(visit))
     }
 }

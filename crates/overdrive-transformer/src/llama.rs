@@ -5,10 +5,12 @@ use overdrive_kv_cache::KvCache;
 use tch::{Kind, Tensor};
 
 use crate::attention::{AttentionStep, RotaryAttention};
+use crate::embedding::Embedding;
 use crate::input::{ForwardInput, Shape};
+use crate::linear::{Visitor, visit_shared};
 use crate::mask::Mask;
 use crate::mlp::GatedMlp;
-use crate::parameters::{ParameterMap, ParameterSpec};
+use crate::parameters::{ParameterMap, ParameterRole, ParameterSpec};
 use crate::rms_norm::RmsNorm;
 use crate::rope::{Rotary, Rotation};
 use crate::{Execution, Init, LlamaConfig, Logits, Result};
@@ -16,7 +18,7 @@ use crate::{Execution, Init, LlamaConfig, Logits, Result};
 /// A decoder of the Llama family without its head.
 #[derive(Debug)]
 pub(crate) struct Llama {
-    pub(crate) embedding: Tensor,
+    pub(crate) embedding: Embedding,
     /// Gemma: what embeddings are multiplied by.
     embedding_scale: Option<f64>,
     blocks: Vec<Shared<Block>>,
@@ -62,20 +64,22 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
         false => Init::Ones,
     };
     let mut all = Vec::new();
-    let mut add = |name: String, shape: &[i64], init| {
-        all.push(ParameterSpec::new(name, shape, init));
+    let mut add = |name: String, shape: &[i64], init, role| {
+        all.push(ParameterSpec::new(name, shape, init, role));
     };
+    use ParameterRole::{Embedding, Head, Linear, Other};
     add(
         "model.embed_tokens.weight".to_owned(),
         &[config.vocab_size, hidden],
         normal,
+        Embedding,
     );
     for layer in 0..config.num_hidden_layers {
         let mut linear = |name: &str, output, input, bias| {
             let name = format!("model.layers.{layer}.{name}");
-            add(format!("{name}.weight"), &[output, input], normal);
+            add(format!("{name}.weight"), &[output, input], normal, Linear);
             if bias {
-                add(format!("{name}.bias"), &[output], Init::Zeros);
+                add(format!("{name}.bias"), &[output], Init::Zeros, Other);
             }
         };
         linear("self_attn.q_proj", queries, hidden, config.qkv_bias());
@@ -85,14 +89,14 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
         if config.qk_norm() {
             for name in ["q_norm", "k_norm"] {
                 let name = format!("model.layers.{layer}.self_attn.{name}.weight");
-                add(name, &[head], one);
+                add(name, &[head], one, Other);
             }
         }
         let mut linear = |name: &str, output, input| {
             let name = format!("model.layers.{layer}.mlp.{name}");
-            add(format!("{name}.weight"), &[output, input], normal);
+            add(format!("{name}.weight"), &[output, input], normal, Linear);
             if config.mlp_bias {
-                add(format!("{name}.bias"), &[output], Init::Zeros);
+                add(format!("{name}.bias"), &[output], Init::Zeros, Other);
             }
         };
         linear("gate_proj", inner, hidden);
@@ -110,15 +114,17 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
                 format!("model.layers.{layer}.{name}.weight"),
                 &[hidden],
                 one,
+                Other,
             );
         }
     }
-    add("model.norm.weight".to_owned(), &[hidden], one);
+    add("model.norm.weight".to_owned(), &[hidden], one, Other);
     if !config.tie_word_embeddings {
         add(
             "lm_head.weight".to_owned(),
             &[config.vocab_size, hidden],
             normal,
+            Head,
         );
     }
     all
@@ -143,7 +149,7 @@ impl Llama {
     }
 
     pub(crate) fn take(parameters: &mut ParameterMap, config: &LlamaConfig) -> Result<Llama> {
-        let embedding = parameters.take("model.embed_tokens.weight")?;
+        let embedding = Embedding::take(parameters, "model.embed_tokens")?;
         let embedding_scale = config.embedding_scale();
         // As transformers does, in the precision of the model.
         let embedding_scale = embedding_scale
@@ -212,7 +218,7 @@ impl Llama {
             dropout: if training { self.dropout } else { 0.0 },
             execution: execution.clone(),
         };
-        let mut x = Tensor::f_embedding(&self.embedding, input.input_ids, -1, false, false)?;
+        let mut x = self.embedding.forward(input.input_ids)?;
         if let Some(scale) = self.embedding_scale {
             x = x.f_mul_scalar(scale)?;
         }
@@ -266,6 +272,14 @@ impl Llama {
             Ok(stream.sum()?)
         })?;
         Ok(Stream { x, delta: None })
+    }
+
+    /// Shows each linear map of the blocks.
+    pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {
+        visit_shared(&mut self.blocks, |block| {
+            block.attention.visit(visit)?;
+            block.mlp.visit(visit)
+        })
     }
 
     pub(crate) fn layers(&self) -> usize {

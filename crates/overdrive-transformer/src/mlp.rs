@@ -2,7 +2,7 @@ use overdrive_fused::{Activation, glu};
 use tch::Tensor;
 
 use crate::activation::{activate, activation_named};
-use crate::linear::{JointLinear, Linear};
+use crate::linear::{JointLinear, Linear, Visitor};
 use crate::parameters::ParameterMap;
 use crate::{LlamaConfig, Result};
 
@@ -32,6 +32,11 @@ impl GatedMlp {
             down: Linear::take(parameters, &format!("{prefix}.mlp.down_proj"), bias)?,
             activation: activation_named("hidden_act", &config.hidden_act)?,
         })
+    }
+
+    pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {
+        self.gate_up.visit(visit)?;
+        self.down.visit(visit)
     }
 
     pub(crate) fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {

@@ -1,5 +1,6 @@
 use std::collections::HashMap;
 
+use overdrive_quantization::QuantizedWeight;
 use overdrive_sys::engine;
 use tch::{Device, Kind, Tensor};
 
@@ -15,15 +16,41 @@ pub struct ParameterSpec {
     pub shape: Vec<i64>,
     /// How transformers initialises it.
     pub init: Init,
+    /// What it does.
+    pub role: ParameterRole,
+}
+
+/// What a parameter does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ParameterRole {
+    /// A table of token embeddings `(V, C)`.
+    Embedding,
+    /// The weight `(O, I)` of a linear map.
+    Linear,
+    /// The weight `(I, O)` of a linear map: GPT-2's `Conv1D`.
+    Conv1d,
+    /// The weight `(V, C)` of an untied head.
+    Head,
+    /// A norm, a bias, a table of positions.
+    Other,
 }
 
 impl ParameterSpec {
-    pub(crate) fn new(name: String, shape: &[i64], init: Init) -> Self {
+    pub(crate) fn new(name: String, shape: &[i64], init: Init, role: ParameterRole) -> Self {
         ParameterSpec {
             name,
             shape: shape.to_vec(),
             init,
+            role,
         }
+    }
+
+    /// The name of the module that it belongs to.
+    pub(crate) fn module(&self) -> &str {
+        self.name
+            .rsplit_once('.')
+            .map_or(&*self.name, |(module, _)| module)
     }
 
     /// Number of elements.
@@ -83,28 +110,52 @@ pub(crate) fn allocate(
         .collect()
 }
 
+/// What a model is made of.
+#[derive(Debug, Default)]
+pub(crate) struct Parts {
+    /// Dense parameters in the order of the configuration.
+    pub(crate) parameters: Vec<(String, Tensor)>,
+    /// Quantized weights by the names of their maps, without `.weight`.
+    pub(crate) quantized: HashMap<String, QuantizedWeight>,
+}
+
 /// Parameters by name, for the modules to take theirs from.
 #[derive(Debug)]
-pub(crate) struct ParameterMap(HashMap<String, Tensor>);
+pub(crate) struct ParameterMap {
+    dense: HashMap<String, Tensor>,
+    quantized: HashMap<String, QuantizedWeight>,
+    kind: Kind,
+}
 
 impl ParameterMap {
-    pub(crate) fn new(parameters: &[(String, Tensor)]) -> Self {
-        // A shallow clone is the same tensor: its gradient and its flags are shared.
-        ParameterMap(
-            parameters
-                .iter()
-                .map(|(name, t)| (name.clone(), t.shallow_clone()))
-                .collect(),
-        )
+    pub(crate) fn new(parts: Parts) -> Self {
+        let kind = parts.parameters.first().map(|(_, tensor)| tensor.kind());
+        ParameterMap {
+            dense: parts.parameters.into_iter().collect(),
+            quantized: parts.quantized,
+            kind: kind.unwrap_or(Kind::Float),
+        }
+    }
+
+    /// That of dense parameters.
+    pub(crate) fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// The weight of the map `name`, where it is quantized.
+    pub(crate) fn take_quantized(&mut self, name: &str) -> Option<QuantizedWeight> {
+        self.quantized.remove(name)
     }
 
     pub(crate) fn take(&mut self, name: &str) -> Result<Tensor> {
         // The list of parameters and the modules are both derived from one configuration; a test
         // builds each architecture, so this is an error of this crate and not of its user.
-        self.0.remove(name).ok_or_else(|| crate::Error::BadConfig {
-            key: name.to_owned(),
-            found: "not a parameter of this architecture".to_owned(),
-            expected: "a name of `ModelConfig::parameters` (please report this)".to_owned(),
-        })
+        self.dense
+            .remove(name)
+            .ok_or_else(|| crate::Error::BadConfig {
+                key: name.to_owned(),
+                found: "not a parameter of this architecture".to_owned(),
+                expected: "a name of `ModelConfig::parameters` (please report this)".to_owned(),
+            })
     }
 }

@@ -1,15 +1,17 @@
 use std::collections::HashMap;
 use std::path::Path;
 
+use overdrive_quantization::Scheme;
 use overdrive_safetensors::{MappedFile, StoredTensor};
 use serde_json::{Map, Value};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind};
 
 use super::problems::{CheckpointProblems, Misshapen};
 use super::progress::LoadProgress;
 use super::shards::weight_files;
-use crate::parameters::{ParameterSpec, allocate};
-use crate::{Error, ModelConfig, Result};
+use crate::parameters::{ParameterSpec, Parts, allocate};
+use crate::quantize::quantized;
+use crate::{Error, ModelConfig, QuantizeOptions, Result};
 
 /// Where and how a checkpoint's parameters are loaded.
 #[derive(Debug, Clone, PartialEq)]
@@ -18,6 +20,9 @@ pub struct LoadOptions {
     pub device: Device,
     /// Their kind; default `None`: each as it is in the file.
     pub kind: Option<Kind>,
+    /// Which weights are quantized as they are read, one at a time; default `None`: as the checkpoint
+    /// says.
+    pub quantization: Option<QuantizeOptions>,
     /// Is told how far the loading is; default: nobody.
     pub progress: Option<LoadProgress>,
 }
@@ -27,6 +32,7 @@ impl Default for LoadOptions {
         LoadOptions {
             device: Device::Cpu,
             kind: None,
+            quantization: None,
             progress: None,
         }
     }
@@ -36,11 +42,7 @@ impl Default for LoadOptions {
 ///
 /// Each tensor is converted straight from the mapped file into the place where the model keeps it: no
 /// second copy of it exists on the CPU, and at most one tensor's on another device.
-pub(crate) fn read(
-    dir: &Path,
-    config: &ModelConfig,
-    options: &LoadOptions,
-) -> Result<Vec<(String, Tensor)>> {
+pub(crate) fn read(dir: &Path, config: &ModelConfig, options: &LoadOptions) -> Result<Parts> {
     let weights = weight_files(dir)?;
     let files = weights.paths.iter().map(MappedFile::open);
     let files = files.collect::<overdrive_safetensors::Result<Vec<_>>>()?;
@@ -57,29 +59,55 @@ pub(crate) fn read(
     let mut views = with_prefix(views, config);
     let specs = config.parameters();
     let sources = check(dir, config, &specs, &mut views)?;
-    let kinds: Vec<Kind> = sources
+    let tied = config.tie_word_embeddings();
+    let schemes: Vec<Option<Scheme>> = specs
         .iter()
-        .map(|(_, from)| options.kind.unwrap_or(*from))
+        .map(|spec| options.quantization.as_ref()?.scheme_of(spec, tied))
         .collect();
-    let parameters = allocate(specs, &kinds, options.device, &config.adjacent())?;
+    let (mut dense, mut kinds) = (Vec::new(), Vec::new());
+    for ((spec, (_, from)), scheme) in specs.iter().zip(&sources).zip(&schemes) {
+        if scheme.is_none() {
+            dense.push(spec.clone());
+            kinds.push(options.kind.unwrap_or(*from));
+        }
+    }
+    let mut parts = Parts {
+        parameters: allocate(dense, &kinds, options.device, &config.adjacent())?,
+        ..Parts::default()
+    };
+    let total = sources.iter().map(|(stored, _)| stored.data().len() as u64);
+    let total = total.sum();
     let report = |done| {
         if let Some(progress) = &options.progress {
-            let all = sources.iter().map(|(stored, _)| stored.data().len() as u64);
-            progress.report(done, all.sum());
+            progress.report(done, total);
         }
     };
+    let places: HashMap<String, usize> = parts
+        .parameters
+        .iter()
+        .enumerate()
+        .map(|(place, (name, _))| (name.clone(), place))
+        .collect();
     // In the order of the files, which a disk reads fastest.
     let mut order: Vec<usize> = (0..sources.len()).collect();
-    order.sort_by_key(|&place| sources[place].0.data().as_ptr());
+    order.sort_by_key(|&index| sources[index].0.data().as_ptr());
     let mut done = 0;
     report(done);
-    for place in order {
-        let (stored, _) = &sources[place];
-        stored.copy_into(&parameters[place].1)?;
+    for index in order {
+        let (spec, (stored, _)) = (&specs[index], &sources[index]);
+        match (schemes[index], places.get(&spec.name)) {
+            (Some(scheme), _) => {
+                let whole = stored.copy_to_tensor(Some(Kind::Float), options.device)?;
+                let weight = quantized(&whole, spec, scheme)?;
+                parts.quantized.insert(spec.module().to_owned(), weight);
+            }
+            (None, Some(&place)) => stored.copy_into(&parts.parameters[place].1)?,
+            (None, None) => unreachable!("every parameter without a scheme was allocated"),
+        }
         done += stored.data().len() as u64;
         report(done);
     }
-    Ok(parameters)
+    Ok(parts)
 }
 
 /// What `generation_config.json` holds, where there is one.

@@ -1,0 +1,133 @@
+use overdrive_lora::BaseWeight;
+use overdrive_quantization::{QuantizedWeight, Scheme};
+use tch::{Kind, Tensor};
+
+use crate::causal_lm::{Backbone, CausalLm};
+use crate::parameters::ParameterRole;
+use crate::{ParameterSpec, Result};
+
+/// Which weights of a model are quantized, and how.
+///
+/// Norms, biases and tables of positions are always kept.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct QuantizeOptions {
+    /// Of the linear maps in the blocks.
+    pub scheme: Scheme,
+    /// Of the head; default `None`: it is kept as it is. A tied head takes the embedding with it: one
+    /// quantized table, of which rows are dequantized when they are looked up.
+    pub head: Option<Scheme>,
+    /// Maps that are kept as they are: those whose name is one of these or ends with `.` and one of
+    /// these. What transformers calls `llm_int8_skip_modules`.
+    pub skip_modules: Vec<String>,
+}
+
+impl QuantizeOptions {
+    /// All linear maps of the blocks by `scheme`, the head kept.
+    pub fn new(scheme: Scheme) -> Self {
+        QuantizeOptions {
+            scheme,
+            head: None,
+            skip_modules: Vec::new(),
+        }
+    }
+
+    /// The head by `scheme` as well, and the embedding where it is tied to it.
+    pub fn with_head(mut self, scheme: Scheme) -> Self {
+        self.head = Some(scheme);
+        self
+    }
+
+    /// Keeps the maps `names`.
+    pub fn with_skip_modules(mut self, names: &[&str]) -> Self {
+        self.skip_modules = names.iter().map(|name| (*name).to_owned()).collect();
+        self
+    }
+
+    /// The scheme of a parameter, `None` where it is kept; `tied`: whether the model's head is its
+    /// embedding.
+    pub(crate) fn scheme_of(&self, spec: &ParameterSpec, tied: bool) -> Option<Scheme> {
+        let module = spec.module();
+        let skipped = |name: &String| {
+            let rest = module.strip_suffix(name.as_str());
+            rest.is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+        };
+        if self.skip_modules.iter().any(skipped) {
+            return None;
+        }
+        match spec.role {
+            ParameterRole::Linear | ParameterRole::Conv1d => Some(self.scheme),
+            ParameterRole::Head => self.head,
+            ParameterRole::Embedding if tied => self.head,
+            ParameterRole::Embedding | ParameterRole::Other => None,
+        }
+    }
+}
+
+impl CausalLm {
+    /// Quantizes the model in place, map by map: each dense weight is freed when its packed form is
+    /// there. To load a checkpoint without ever holding it whole, see
+    /// [`LoadOptions::quantization`](crate::LoadOptions::quantization).
+    ///
+    /// # Errors
+    /// When a weight does not fit the scheme, is not finite or has a graph that needs it.
+    pub fn quantize(&mut self, options: &QuantizeOptions) -> Result<()> {
+        let tied = self.config().tie_word_embeddings();
+        for spec in self.config().parameters() {
+            let Some(scheme) = options.scheme_of(&spec, tied) else {
+                continue;
+            };
+            let Some(dense) = self.take_dense(&spec.name) else {
+                continue; // Quantized already.
+            };
+            let weight = quantized(&dense, &spec, scheme)?;
+            drop(dense);
+            self.set_quantized(&spec, weight)?;
+        }
+        Ok(())
+    }
+
+    fn set_quantized(&mut self, spec: &ParameterSpec, weight: QuantizedWeight) -> Result<()> {
+        use overdrive_lora::AdapterHost;
+        let mut weight = Some(weight);
+        if spec.role == ParameterRole::Embedding {
+            let kind = self.kind();
+            let embedding = match &mut self.backbone {
+                Backbone::Llama(model) => &mut model.embedding,
+                Backbone::Gpt2(model) => &mut model.embedding,
+            };
+            if let Some(weight) = &weight {
+                embedding.replace(weight.shallow_clone(), kind);
+            }
+        }
+        let wanted = match spec.role {
+            ParameterRole::Embedding => "lm_head",
+            _ => spec.module(),
+        };
+        self.visit_linears(&mut |name, map| {
+            if name == wanted
+                && let Some(weight) = weight.take()
+            {
+                let _dense = map.replace_base(BaseWeight::Quantized(weight));
+            }
+            Ok(())
+        })?;
+        Ok(())
+    }
+}
+
+/// The packed form of the dense weight of `spec`, as rows of outputs whatever its own layout.
+pub(crate) fn quantized(
+    dense: &Tensor,
+    spec: &ParameterSpec,
+    scheme: Scheme,
+) -> Result<QuantizedWeight> {
+    let dense = match spec.role {
+        ParameterRole::Conv1d => dense.f_tr()?.f_contiguous()?,
+        _ => dense.shallow_clone(),
+    };
+    Ok(QuantizedWeight::quantize(
+        &dense.f_to_kind(Kind::Float)?,
+        scheme,
+    )?)
+}

@@ -1,0 +1,186 @@
+//! Models with quantized weights.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use overdrive_lora::AdapterHost;
+use overdrive_quantization::Scheme;
+use overdrive_transformer::{
+    CausalLm, ForwardInput, Gpt2Config, InitOptions, LabelShift, LlamaConfig, LoadOptions,
+    ModelConfig, QuantizeOptions,
+};
+use tch::{Device, Kind, Tensor};
+
+fn llama(tied: bool) -> ModelConfig {
+    LlamaConfig {
+        vocab_size: 128,
+        hidden_size: 64,
+        intermediate_size: 128,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: Some(2),
+        tie_word_embeddings: tied,
+        ..LlamaConfig::default()
+    }
+    .into()
+}
+
+fn gpt2() -> ModelConfig {
+    Gpt2Config {
+        vocab_size: 128,
+        n_embd: 64,
+        n_layer: 2,
+        n_head: 4,
+        n_positions: 64,
+        ..Gpt2Config::default()
+    }
+    .into()
+}
+
+fn models() -> Vec<(&'static str, ModelConfig)> {
+    vec![
+        ("llama", llama(false)),
+        ("tied llama", llama(true)),
+        ("gpt2", gpt2()),
+    ]
+}
+
+fn schemes() -> Vec<Scheme> {
+    ["int8", "int8-weight", "int4-g32", "nf4", "fp4", "fp8"]
+        .map(|name| name.parse().unwrap())
+        .to_vec()
+}
+
+fn logits(model: &CausalLm) -> Tensor {
+    let ids = Tensor::from_slice(&[3i64, 99, 7, 42, 42, 0, 127, 5]).view([2, 4]);
+    tch::no_grad(|| model.forward(ForwardInput::new(&ids)).unwrap())
+}
+
+/// Root mean square of the difference over that of `whole`.
+fn relative(part: &Tensor, whole: &Tensor) -> f64 {
+    let rms = |t: &Tensor| t.square().mean(Kind::Double).double_value(&[]).sqrt();
+    rms(&(part - whole)) / rms(whole)
+}
+
+#[test]
+fn logits_stay_near_those_of_the_dense_model() {
+    for (name, config) in models() {
+        let dense = CausalLm::new(&config, &InitOptions::default()).unwrap();
+        let wanted = logits(&dense);
+        for scheme in schemes() {
+            let mut model = CausalLm::new(&config, &InitOptions::default()).unwrap();
+            let options = QuantizeOptions::new(scheme).with_head(scheme);
+            model.quantize(&options).unwrap();
+            let error = relative(&logits(&model), &wanted);
+            let bound = match scheme {
+                Scheme::Int8Dynamic | Scheme::Int8WeightOnly => 0.03,
+                Scheme::Fp8 => 0.08,
+                _ => 0.35,
+            };
+            assert!(error > 0.0 && error < bound, "{name} {scheme}: {error}");
+        }
+    }
+}
+
+#[test]
+fn quantized_weights_leave_the_list_of_dense_parameters() {
+    let mut model = CausalLm::new(&llama(true), &InitOptions::default()).unwrap();
+    let (all, numbers) = (model.named_parameters().len(), model.num_parameters());
+    model
+        .quantize(&QuantizeOptions::new(Scheme::Int8Dynamic))
+        .unwrap();
+    assert_eq!(model.named_parameters().len(), all - 2 * 7);
+    assert_eq!(model.num_parameters(), numbers);
+    assert!(
+        model
+            .named_parameters()
+            .iter()
+            .all(|(name, _)| !name.contains("_proj"))
+    );
+
+    // Tied, the head takes the embedding with it.
+    let options = QuantizeOptions::new(Scheme::Int8Dynamic).with_head(Scheme::Int8Dynamic);
+    model.quantize(&options).unwrap();
+    let names: Vec<_> = model.named_parameters();
+    assert!(names.iter().all(|(name, _)| name.contains("norm")));
+    assert_eq!(model.kind(), Kind::Float);
+    assert_eq!(model.device(), Device::Cpu);
+}
+
+#[test]
+fn modules_that_are_skipped_stay_dense() {
+    let mut model = CausalLm::new(&llama(false), &InitOptions::default()).unwrap();
+    let options = QuantizeOptions::new(Scheme::Int8Dynamic)
+        .with_skip_modules(&["down_proj", "model.layers.0.self_attn.q_proj"]);
+    model.quantize(&options).unwrap();
+    let kept: Vec<String> = model
+        .named_parameters()
+        .into_iter()
+        .map(|(name, _)| name)
+        .filter(|name| name.contains("_proj"))
+        .collect();
+    let expected = [
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+    ];
+    assert_eq!(kept, expected);
+}
+
+#[test]
+fn quantizing_while_loading_equals_quantizing_what_was_loaded() {
+    for (name, config) in models() {
+        let dir = tempfile::tempdir().unwrap();
+        let model = CausalLm::new(&config, &InitOptions::default()).unwrap();
+        model
+            .save_pretrained(dir.path(), &Default::default())
+            .unwrap();
+        for scheme in schemes() {
+            let quantize = QuantizeOptions::new(scheme).with_head(scheme);
+            let options = LoadOptions {
+                quantization: Some(quantize.clone()),
+                ..LoadOptions::default()
+            };
+            let streamed = CausalLm::from_pretrained(dir.path(), &options).unwrap();
+            let mut loaded =
+                CausalLm::from_pretrained(dir.path(), &LoadOptions::default()).unwrap();
+            loaded.quantize(&quantize).unwrap();
+            assert_eq!(logits(&streamed), logits(&loaded), "{name} {scheme}");
+        }
+    }
+}
+
+#[test]
+fn a_loss_is_differentiated_through_frozen_quantized_maps() {
+    for scheme in schemes() {
+        let mut model = CausalLm::new(&llama(true), &InitOptions::default()).unwrap();
+        model
+            .quantize(&QuantizeOptions::new(scheme).with_head(scheme))
+            .unwrap();
+        model.set_requires_grad(true).unwrap();
+        let ids = Tensor::from_slice(&[3i64, 99, 7, 42]).view([1, 4]);
+        let loss = model.loss(&ids, &ids, LabelShift::HuggingFace).unwrap();
+        loss.mean().unwrap().backward();
+        for (name, parameter) in model.named_parameters() {
+            let gradient = parameter.grad();
+            assert!(gradient.defined(), "{scheme}: {name}");
+            assert!(
+                gradient.abs().max().double_value(&[]) > 0.0,
+                "{scheme}: {name}"
+            );
+        }
+    }
+}
+
+#[test]
+fn linear_maps_are_visited_by_their_names() {
+    let mut model = CausalLm::new(&llama(true), &InitOptions::default()).unwrap();
+    let mut names = Vec::new();
+    model
+        .visit_linears(&mut |name, map| {
+            names.push(format!("{name} {:?}", map.base().size()));
+            Ok(())
+        })
+        .unwrap();
+    assert_eq!(names.len(), 2 * 7 + 1);
+    assert_eq!(names[1], "model.layers.0.self_attn.k_proj [32, 64]");
+    assert_eq!(names[14], "lm_head [128, 64]");
+}
