@@ -1,3 +1,5 @@
+use std::path::PathBuf;
+
 use crate::Scheme;
 
 /// What can go wrong with quantized weights.
@@ -36,6 +38,24 @@ pub enum Error {
         /// Its name.
         name: String,
         /// What is wrong with it, and the way out.
+        reason: String,
+    },
+    /// A file could not be read or written.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        /// What was tried: "read", "map", "write", …
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// A GGUF file is cut short, damaged, or of a form that is not read here.
+    #[error("{} cannot be read as GGUF: {reason}", path.display())]
+    BadGguf {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
         reason: String,
     },
     /// An error of a custom function.

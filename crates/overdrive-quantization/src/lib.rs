@@ -15,12 +15,14 @@
 #![deny(missing_docs)]
 
 mod error;
+mod gguf;
 mod kernel;
 mod linear;
 mod scheme;
 mod weight;
 
 pub use error::{Error, Result};
+pub use gguf::{GgufArray, GgufFile, GgufTensor, GgufType, GgufValue};
 pub use linear::{joint_linear, linear};
 pub use scheme::{BlockOptions, GroupOptions, Scheme};
 pub use weight::QuantizedWeight;

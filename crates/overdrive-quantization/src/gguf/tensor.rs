@@ -1,0 +1,305 @@
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+use overdrive_sys::threads::parallel_for;
+use tch::{Device, Kind, Tensor};
+
+use super::blocks::{Parts, decode};
+use super::tensor_type::GgufType;
+use crate::weight::Storage;
+use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
+
+/// What a header says of a tensor.
+#[derive(Debug)]
+pub(super) struct Info {
+    pub(super) name: String,
+    /// Slowest dimension first, as in libtorch.
+    pub(super) shape: Vec<i64>,
+    pub(super) kind: GgufType,
+    /// From the first tensor.
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+    /// In the file.
+    pub(super) start: usize,
+    pub(super) end: usize,
+}
+
+/// A tensor in a [`GgufFile`](super::GgufFile), whose numbers have not been read yet.
+#[derive(Debug, Clone, Copy)]
+pub struct GgufTensor<'a> {
+    pub(super) path: &'a Path,
+    pub(super) info: &'a Info,
+    pub(super) data: &'a [u8],
+}
+
+impl<'a> GgufTensor<'a> {
+    /// Its name.
+    pub fn name(&self) -> &'a str {
+        &self.info.name
+    }
+
+    /// Its shape in libtorch's order: of a linear map `(O, I)`.
+    pub fn shape(&self) -> &'a [i64] {
+        &self.info.shape
+    }
+
+    /// In what form it is stored.
+    pub fn tensor_type(&self) -> GgufType {
+        self.info.kind
+    }
+
+    /// Its bytes in the file.
+    pub fn data(&self) -> &'a [u8] {
+        self.data
+    }
+
+    /// Its numbers, of `kind` on `device`. What the `gguf` Python package computes, to the bit, where
+    /// `kind` is fp32.
+    ///
+    /// `rows`, where given, says which row (of the first dimension) stands at each place of the result:
+    /// a permutation of them, or some.
+    ///
+    /// # Errors
+    /// [`Error::BadGguf`] for scales that are not finite, [`Error::BadInput`] for rows that are not
+    /// there, and errors of libtorch.
+    pub fn dequantize(&self, rows: Option<&[i64]>, kind: Kind, device: Device) -> Result<Tensor> {
+        if let Some(stored) = self.info.kind.kind() {
+            let whole = Tensor::f_from_data_size(self.data, &self.info.shape, stored)?;
+            let chosen = match rows {
+                Some(rows) => {
+                    self.check_rows(rows)?;
+                    whole.f_index_select(0, &Tensor::f_from_slice(rows)?)?
+                }
+                None => whole,
+            };
+            return Ok(chosen.f_to_device(device)?.f_to_kind(kind)?);
+        }
+        if self.data.is_empty() {
+            // Any number of rows of nothing.
+            return Ok(Tensor::f_empty(&self.info.shape, (kind, device))?);
+        }
+        let order = self.order(rows)?;
+        let Some(groups) = self.info.kind.groups() else {
+            return Err(self.damaged("its type has no numbers".to_owned()));
+        };
+        let width = self.width();
+        let mut numbers = vec![0f32; order.len() * width];
+        let parts = self.parts(&order, groups)?;
+        let group = groups.group_size;
+        each_row(&mut numbers, width, |row, numbers| {
+            let codes = &parts.codes[row * width..][..width];
+            let first = row * (width / group);
+            for (place, (numbers, codes)) in numbers
+                .chunks_exact_mut(group)
+                .zip(codes.chunks_exact(group))
+                .enumerate()
+            {
+                let scale = parts.scales[first + place];
+                let offset = parts.offsets.get(first + place);
+                for (number, &code) in numbers.iter_mut().zip(codes) {
+                    let product = value(code, groups) * scale;
+                    *number = offset.map_or(product, |offset| product + offset);
+                }
+            }
+        });
+        let mut shape = self.info.shape.clone();
+        if let Some(first) = shape.first_mut().filter(|_| self.info.shape.len() > 1) {
+            *first = (order.len() / self.rows_of_one()) as i64;
+        }
+        let tensor = Tensor::f_from_slice(&numbers)?.f_view(&shape[..])?;
+        Ok(tensor.f_to_device(device)?.f_to_kind(kind)?)
+    }
+
+    /// The same numbers, packed; `None` for tensors that are stored one by one or are no matrix. `rows`
+    /// as in [`dequantize`](GgufTensor::dequantize).
+    ///
+    /// # Errors
+    /// As [`dequantize`](GgufTensor::dequantize).
+    pub fn to_quantized(
+        &self,
+        rows: Option<&[i64]>,
+        device: Device,
+    ) -> Result<Option<QuantizedWeight>> {
+        let (Some(groups), &[_, inputs]) = (self.info.kind.groups(), &self.info.shape[..]) else {
+            return Ok(None);
+        };
+        if self.data.is_empty() {
+            return Ok(None);
+        }
+        let order = self.order(rows)?;
+        let outputs = order.len() as i64;
+        let parts = self.parts(&order, groups)?;
+        let per_row = inputs / groups.group_size as i64;
+        let of_groups = |numbers: &[f32]| -> Result<Tensor> {
+            let tensor = Tensor::f_from_slice(numbers)?.f_view([outputs, per_row])?;
+            let kind = match self.info.kind.has_half_scales() {
+                true => Kind::Half,
+                false => Kind::Float,
+            };
+            Ok(tensor.f_to_kind(kind)?.f_to_device(device)?)
+        };
+        let codes = match (groups.bits, groups.symmetric) {
+            (4, _) => {
+                let (pairs, _) = parts.codes.as_chunks::<2>();
+                let packed: Vec<u8> = pairs.iter().map(|[low, high]| low | (high << 4)).collect();
+                Tensor::f_from_slice(&packed)?.f_view([outputs, inputs / 2])?
+            }
+            (_, true) => Tensor::f_from_data_size(&parts.codes, &[outputs, inputs], Kind::Int8)?,
+            (_, false) => Tensor::f_from_slice(&parts.codes)?.f_view([outputs, inputs])?,
+        };
+        let offsets = (!groups.symmetric).then(|| of_groups(&parts.offsets));
+        Ok(Some(QuantizedWeight {
+            scheme: Scheme::Grouped(groups),
+            outputs,
+            inputs,
+            storage: Storage::Grouped {
+                codes: codes.f_to_device(device)?,
+                scales: of_groups(&parts.scales)?,
+                offsets: offsets.transpose()?,
+                order: None,
+            },
+        }))
+    }
+
+    /// Numbers of a row of the last dimension.
+    fn width(&self) -> usize {
+        // Not negative: the reader made them from unsigned numbers.
+        self.info
+            .shape
+            .last()
+            .map_or(1, |&n| n.unsigned_abs() as usize)
+    }
+
+    /// Rows of the last dimension in one of the first.
+    fn rows_of_one(&self) -> usize {
+        let inner = self.info.shape.iter().skip(1).rev().skip(1);
+        inner
+            .map(|&n| n.unsigned_abs() as usize)
+            .product::<usize>()
+            .max(1)
+    }
+
+    /// Which row of the last dimension stands at each place.
+    fn order(&self, rows: Option<&[i64]>) -> Result<Vec<usize>> {
+        let inner = self.rows_of_one();
+        let Some(rows) = rows else {
+            return Ok((0..self.data.len() / self.row_bytes()).collect());
+        };
+        self.check_rows(rows)?;
+        let of_row = |&row: &i64| {
+            let first = row.unsigned_abs() as usize * inner;
+            first..first + inner
+        };
+        Ok(rows.iter().flat_map(of_row).collect())
+    }
+
+    fn check_rows(&self, rows: &[i64]) -> Result<()> {
+        // Blocks lie along the only dimension of a vector: it has no rows that could be chosen.
+        let vector = self.info.kind.groups().is_some() && self.info.shape.len() < 2;
+        let count = match self.info.shape.first() {
+            Some(&first) if !vector => first,
+            _ => 0,
+        };
+        match rows.iter().find(|row| !(0..count).contains(*row)) {
+            None => Ok(()),
+            Some(row) => Err(Error::BadInput {
+                name: "rows",
+                found: format!("partly {row}"),
+                expected: format!("in 0..{count}, the rows of `{}`", self.info.name),
+            }),
+        }
+    }
+
+    /// Bytes of a row of the last dimension of a type with blocks.
+    fn row_bytes(&self) -> usize {
+        self.width() / self.info.kind.block_size() * self.info.kind.block_bytes()
+    }
+
+    /// Codes, scales and offsets of the rows `order`, one after another.
+    fn parts(&self, order: &[usize], groups: GroupOptions) -> Result<Whole> {
+        let (kind, width) = (self.info.kind, self.width());
+        let (block, bytes) = (kind.block_size(), kind.block_bytes());
+        let (row_bytes, per_row) = (self.row_bytes(), width / groups.group_size);
+        let per_block = block / groups.group_size;
+        let offsets_per_row = if groups.symmetric { 0 } else { per_row };
+        let mut whole = Whole {
+            codes: vec![0; order.len() * width],
+            scales: vec![0.0; order.len() * per_row],
+            offsets: vec![0.0; order.len() * offsets_per_row],
+        };
+        let mut rows = Vec::with_capacity(order.len());
+        let (mut codes, mut scales) = (&mut whole.codes[..], &mut whole.scales[..]);
+        let mut offsets = &mut whole.offsets[..];
+        for _ in order {
+            let (own_codes, rest_codes) = codes.split_at_mut(width);
+            let (own_scales, rest_scales) = scales.split_at_mut(per_row);
+            let (own_offsets, rest_offsets) = offsets.split_at_mut(offsets_per_row);
+            rows.push(Mutex::new(Parts {
+                codes: own_codes,
+                scales: own_scales,
+                offsets: own_offsets,
+            }));
+            (codes, scales, offsets) = (rest_codes, rest_scales, rest_offsets);
+        }
+        parallel_for(order.len(), 16, |range| {
+            for place in range {
+                let mut row = rows[place].lock().unwrap_or_else(PoisonError::into_inner);
+                let data = &self.data[order[place] * row_bytes..][..row_bytes];
+                for (at, data) in data.chunks_exact(bytes).enumerate() {
+                    let row = &mut *row;
+                    let mut parts = Parts {
+                        codes: &mut row.codes[at * block..][..block],
+                        scales: &mut row.scales[at * per_block..][..per_block],
+                        offsets: match groups.symmetric {
+                            true => &mut [],
+                            false => &mut row.offsets[at * per_block..][..per_block],
+                        },
+                    };
+                    decode(kind, data, &mut parts);
+                }
+            }
+        });
+        drop(rows);
+        let all = whole.scales.iter().chain(&whole.offsets);
+        if all.into_iter().any(|number| !number.is_finite()) {
+            return Err(self.damaged("it has scales that are not finite".to_owned()));
+        }
+        Ok(whole)
+    }
+
+    fn damaged(&self, reason: String) -> Error {
+        Error::BadGguf {
+            path: self.path.to_path_buf(),
+            reason: format!("the tensor `{}`: {reason}", self.info.name),
+        }
+    }
+}
+
+/// The parts of many rows.
+struct Whole {
+    codes: Vec<u8>,
+    scales: Vec<f32>,
+    offsets: Vec<f32>,
+}
+
+/// What `code` stands for.
+fn value(code: u8, groups: GroupOptions) -> f32 {
+    match (groups.bits, groups.symmetric) {
+        (4, true) => f32::from(code) - 8.0,
+        (_, true) => f32::from(code.cast_signed()),
+        _ => f32::from(code),
+    }
+}
+
+/// Calls `fill` with each row of `width` numbers, on all threads.
+fn each_row(numbers: &mut [f32], width: usize, fill: impl Fn(usize, &mut [f32]) + Sync) {
+    let rows: Vec<_> = numbers.chunks_mut(width.max(1)).map(Mutex::new).collect();
+    parallel_for(rows.len(), 16, |range| {
+        for row in range {
+            fill(
+                row,
+                &mut rows[row].lock().unwrap_or_else(PoisonError::into_inner),
+            );
+        }
+    });
+}
