@@ -2,6 +2,8 @@
 //!
 //! | module | what |
 //! |---|---|
+//! | `joint` | several weights in one parallel region: each kernel is a `Part` |
+//! | `int8` | activations and weights in 8 bits |
 //! | `simd` | vectors, written once and compiled for each instruction set |
 //! | `threads` | parts of the work for each thread, and results that they share |
 //! | `activations` | rows of activations in 8 bits |
@@ -9,5 +11,7 @@
 
 pub(crate) mod activations;
 pub(crate) mod element;
+pub(crate) mod int8;
+pub(crate) mod joint;
 pub(crate) mod simd;
 pub(crate) mod threads;

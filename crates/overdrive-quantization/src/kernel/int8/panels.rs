@@ -1,0 +1,236 @@
+//! Many rows, with AVX-512-VNNI: 32 outputs of the weight are packed, four inputs of each together, so
+//! that a sum is a lane and nothing is added across lanes; the panel stays in the second cache while all
+//! rows pass by, twelve at a time.
+#![allow(unsafe_code)]
+
+use std::arch::x86_64::*;
+use std::cell::RefCell;
+use std::ops::Range;
+
+use super::Int8Part;
+use crate::kernel::element::Element;
+use crate::kernel::simd::avx512::Avx512;
+use crate::kernel::threads::Target;
+
+/// Outputs of a panel: two registers of 16 sums.
+const OUTPUTS: usize = 32;
+
+/// Inputs that one lane of an instruction multiplies and adds.
+const QUAD: usize = 4;
+
+thread_local! {
+    /// The packed panel; a thread makes one after another.
+    static PANEL: RefCell<Vec<i8>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Some outputs of a part, for all rows.
+pub(super) fn panels<T: Element>(
+    simd: Avx512,
+    part: &Int8Part<'_, T>,
+    outputs: Range<usize>,
+    first: usize,
+    y: &Target<'_, T>,
+) {
+    PANEL.with_borrow_mut(|panel| {
+        panel.resize(part.x.padded * OUTPUTS, 0);
+        for from in outputs.clone().step_by(OUTPUTS) {
+            let outputs = from..(from + OUTPUTS).min(outputs.end);
+            // SAFETY: `simd` proves that the machine has the instructions.
+            unsafe {
+                pack(simd, part, outputs.clone(), panel);
+                multiply(simd, part, outputs, first, panel, y);
+            }
+        }
+    });
+}
+
+/// Codes of `outputs`, with 128 added, as `(inputs / 4, 32, 4)`; anything for outputs beyond the range
+/// and for inputs beyond the width.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn pack<T: Element>(_: Avx512, part: &Int8Part<'_, T>, outputs: Range<usize>, panel: &mut [i8]) {
+    let width = part.x.width;
+    for half in 0..OUTPUTS / 16 {
+        let from = outputs.start + half * 16;
+        for at in (0..width).step_by(64) {
+            let count = (width - at).min(64);
+            let mask = u64::MAX >> (64 - count);
+            let mut square = [_mm512_setzero_si512(); 16];
+            for (index, row) in square.iter_mut().enumerate() {
+                let output = from + index;
+                if output < outputs.end {
+                    let codes = &part.weight(output)[at..at + count];
+                    // SAFETY: the mask lets `count` bytes be read, the slice's length.
+                    *row = unsafe { _mm512_maskz_loadu_epi8(mask, codes.as_ptr()) };
+                }
+                *row = _mm512_xor_si512(*row, _mm512_set1_epi8(i8::MIN));
+            }
+            for (index, column) in transposed(square).into_iter().enumerate() {
+                let to = (at / QUAD + index) * OUTPUTS * QUAD + half * 64;
+                let to = &mut panel[to..to + 64];
+                // SAFETY: a store of 64 bytes to a slice of 64.
+                unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), column) };
+            }
+        }
+    }
+}
+
+/// 16 by 16 numbers of 32 bits.
+#[target_feature(enable = "avx512f")]
+fn transposed(rows: [__m512i; 16]) -> [__m512i; 16] {
+    // Within each quarter of the registers: pairs of rows, then fours.
+    let mut pairs = [_mm512_setzero_si512(); 16];
+    for i in 0..8 {
+        pairs[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+        pairs[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+    }
+    // `fours[4 * g + c]` has in its quarter `q` column `4 q + c` of rows `4 g .. 4 g + 4`.
+    let mut fours = [_mm512_setzero_si512(); 16];
+    for g in 0..4 {
+        let p = &pairs[4 * g..4 * g + 4];
+        fours[4 * g] = _mm512_unpacklo_epi64(p[0], p[2]);
+        fours[4 * g + 1] = _mm512_unpackhi_epi64(p[0], p[2]);
+        fours[4 * g + 2] = _mm512_unpacklo_epi64(p[1], p[3]);
+        fours[4 * g + 3] = _mm512_unpackhi_epi64(p[1], p[3]);
+    }
+    // Then the quarters are a 4 by 4 matrix for each `c`.
+    let mut out = [_mm512_setzero_si512(); 16];
+    for c in 0..4 {
+        let (a, b, d, e) = (fours[c], fours[4 + c], fours[8 + c], fours[12 + c]);
+        let ab_even = _mm512_shuffle_i32x4::<0b10_00_10_00>(a, b);
+        let ab_odd = _mm512_shuffle_i32x4::<0b11_01_11_01>(a, b);
+        let de_even = _mm512_shuffle_i32x4::<0b10_00_10_00>(d, e);
+        let de_odd = _mm512_shuffle_i32x4::<0b11_01_11_01>(d, e);
+        out[c] = _mm512_shuffle_i32x4::<0b10_00_10_00>(ab_even, de_even);
+        out[4 + c] = _mm512_shuffle_i32x4::<0b10_00_10_00>(ab_odd, de_odd);
+        out[8 + c] = _mm512_shuffle_i32x4::<0b11_01_11_01>(ab_even, de_even);
+        out[12 + c] = _mm512_shuffle_i32x4::<0b11_01_11_01>(ab_odd, de_odd);
+    }
+    out
+}
+
+/// All rows with one panel.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+fn multiply<T: Element>(
+    _: Avx512,
+    part: &Int8Part<'_, T>,
+    outputs: Range<usize>,
+    first: usize,
+    panel: &[i8],
+    y: &Target<'_, T>,
+) {
+    let finish = Finish::new(part, outputs, first, y);
+    let rows = part.x.rows;
+    let mut row = 0;
+    while row + 12 <= rows {
+        tile::<T, 12>(&finish, panel, row);
+        row += 12;
+    }
+    if row + 8 <= rows {
+        tile::<T, 8>(&finish, panel, row);
+        row += 8;
+    }
+    if row + 4 <= rows {
+        tile::<T, 4>(&finish, panel, row);
+        row += 4;
+    }
+    match rows - row {
+        0 => {}
+        1 => tile::<T, 1>(&finish, panel, row),
+        2 => tile::<T, 2>(&finish, panel, row),
+        _ => tile::<T, 3>(&finish, panel, row),
+    }
+}
+
+/// `N` rows with one panel.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+fn tile<T: Element, const N: usize>(finish: &Finish<'_, '_, T>, panel: &[i8], row: usize) {
+    let x = finish.part.x;
+    let quads = x.width.div_ceil(QUAD);
+    assert!(
+        row + N <= x.rows && quads * QUAD <= x.padded && panel.len() >= quads * QUAD * OUTPUTS,
+        "rows and a panel of that width"
+    );
+    let rows: [*const i8; N] = std::array::from_fn(|n| x.row(row + n).as_ptr());
+    let mut sums = [[_mm512_setzero_si512(); 2]; N];
+    let mut w = panel.as_ptr();
+    for quad in 0..quads {
+        // SAFETY: the panel has two registers for each of `quads`, each row four bytes.
+        unsafe {
+            let left = _mm512_loadu_si512(w.cast());
+            let right = _mm512_loadu_si512(w.add(64).cast());
+            w = w.add(128);
+            for (sums, x) in sums.iter_mut().zip(rows) {
+                let x = x.add(quad * QUAD).cast::<i32>().read_unaligned();
+                let x = _mm512_set1_epi32(x);
+                sums[0] = _mm512_dpbusd_epi32(sums[0], left, x);
+                sums[1] = _mm512_dpbusd_epi32(sums[1], right, x);
+            }
+        }
+    }
+    for (n, sums) in sums.into_iter().enumerate() {
+        finish.row(row + n, sums);
+    }
+}
+
+/// From sums to results.
+struct Finish<'a, 'b, T> {
+    part: &'a Int8Part<'b, T>,
+    outputs: Range<usize>,
+    first: usize,
+    y: &'a Target<'a, T>,
+    scales: [f32; OUTPUTS],
+    bias: [f32; OUTPUTS],
+}
+
+impl<'a, 'b, T: Element> Finish<'a, 'b, T> {
+    fn new(
+        part: &'a Int8Part<'b, T>,
+        outputs: Range<usize>,
+        first: usize,
+        y: &'a Target<'a, T>,
+    ) -> Self {
+        let mut scales = [0.0; OUTPUTS];
+        scales[..outputs.len()].copy_from_slice(&part.scales[outputs.clone()]);
+        let mut bias = [0.0; OUTPUTS];
+        if let Some(values) = part.bias {
+            for (bias, value) in bias.iter_mut().zip(&values[outputs.clone()]) {
+                *bias = value.to_f32();
+            }
+        }
+        Finish {
+            part,
+            outputs,
+            first,
+            y,
+            scales,
+            bias,
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+    fn row(&self, row: usize, sums: [__m512i; 2]) {
+        let x = self.part.x;
+        let excess = _mm512_set1_epi32(x.sums[row].wrapping_mul(128));
+        let scale = _mm512_set1_ps(x.scales[row]);
+        let mut results = [0.0_f32; OUTPUTS];
+        for (index, sums) in sums.into_iter().enumerate() {
+            let at = index * 16;
+            // SAFETY: 16 floats from `at` on, of arrays of 32.
+            unsafe {
+                let sums = _mm512_cvtepi32_ps(_mm512_sub_epi32(sums, excess));
+                let scales = _mm512_loadu_ps(self.scales[at..].as_ptr());
+                let bias = _mm512_loadu_ps(self.bias[at..].as_ptr());
+                let y = _mm512_fmadd_ps(_mm512_mul_ps(sums, scale), scales, bias);
+                _mm512_storeu_ps(results[at..].as_mut_ptr(), y);
+            }
+        }
+        let mut out = [T::from_f32(0.0); OUTPUTS];
+        for (out, result) in out.iter_mut().zip(results) {
+            *out = T::from_f32(result);
+        }
+        let column = self.first + self.outputs.start;
+        self.y.set_all(row, column, &out[..self.outputs.len()]);
+    }
+}
