@@ -14,6 +14,7 @@
 //! ```
 #![deny(missing_docs)]
 
+mod activations;
 mod error;
 mod gguf;
 mod kernel;
@@ -21,8 +22,10 @@ mod linear;
 mod scheme;
 mod weight;
 
+pub use activations::Activations;
 pub use error::{Error, Result};
 pub use gguf::{GgufArray, GgufFile, GgufTensor, GgufType, GgufValue};
+pub use kernel::simd::instruction_set;
 pub use linear::{joint_linear, linear};
 pub use scheme::{BlockOptions, GroupOptions, Scheme};
 pub use weight::QuantizedWeight;

@@ -1,6 +1,6 @@
 use tch::{Device, Kind, Tensor};
 
-use crate::{Error, Result, Scheme};
+use crate::{Activations, Error, Result, Scheme};
 
 /// The weight `(O, I)` of a linear map, quantized and packed.
 #[derive(Debug)]
@@ -9,6 +9,7 @@ pub struct QuantizedWeight {
     pub(crate) outputs: i64,
     pub(crate) inputs: i64,
     pub(crate) storage: Storage,
+    pub(crate) activations: Activations,
 }
 
 /// What a quantized weight is kept in. All tensors are contiguous and on one device.
@@ -106,6 +107,7 @@ impl QuantizedWeight {
             outputs,
             inputs,
             storage,
+            activations: Activations::Auto,
         })
     }
 
