@@ -9,7 +9,6 @@
 //! ```
 
 use std::io::{BufRead, Write, stdin, stdout};
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +20,7 @@ use overdrive::generation::{
     Request, Tokenizer,
 };
 use overdrive::transformer::CausalLm;
-use overdrive_examples::{GenerationFlags, load_model, load_tokenizer};
+use overdrive_examples::{GenerationFlags, ModelFlags};
 use signal_hook::consts::SIGINT;
 use signal_hook::flag;
 
@@ -30,9 +29,8 @@ use signal_hook::flag;
 /// What a flag does not say is as the folder's generation_config.json says.
 #[derive(Parser)]
 struct Flags {
-    /// Folder with config.json, model.safetensors, tokenizer.json and a chat template
-    #[arg(long)]
-    model: PathBuf,
+    #[command(flatten)]
+    model: ModelFlags,
     /// What the model is told first
     #[arg(long)]
     system: Option<String>,
@@ -45,9 +43,9 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
-    let template = ChatTemplate::from_dir(&flags.model)?;
-    let tokenizer = Arc::new(load_tokenizer(&flags.model)?);
-    let model = load_model(&flags.model, None)?;
+    let template = ChatTemplate::from_dir(&flags.model.folder)?;
+    let tokenizer = Arc::new(flags.model.tokenizer()?);
+    let model = flags.model.load()?;
     let mut chat = Chat {
         engine: Engine::new(&model, EngineConfig::default())?
             .with_tokenizer(Arc::clone(&tokenizer)),
@@ -100,7 +98,7 @@ fn generation(
     template: &ChatTemplate,
     tokenizer: &Tokenizer,
 ) -> Result<GenerationConfig> {
-    let mut config = flags.generation.config(&flags.model, 1024)?;
+    let mut config = flags.generation.config(&flags.model.folder, 1024)?;
     if config.eos_token_id.is_empty() {
         let end = template.special_token("eos_token");
         let id = end.and_then(|end| tokenizer.token_to_id(end));

@@ -20,7 +20,7 @@ use clap::Parser;
 use overdrive::generation::{
     Answer, ChatBatchOptions, ChatTemplate, chat_batch, conversation_from_json,
 };
-use overdrive_examples::{GenerationFlags, load_model, load_tokenizer};
+use overdrive_examples::{GenerationFlags, ModelFlags};
 use serde_json::{Value, json};
 
 /// Answers a file of conversations
@@ -28,9 +28,8 @@ use serde_json::{Value, json};
 /// What a flag does not say is as the folder's generation_config.json says, else greedy.
 #[derive(Parser)]
 struct Flags {
-    /// Folder with config.json, model.safetensors, tokenizer.json and a chat template
-    #[arg(long)]
-    model: PathBuf,
+    #[command(flatten)]
+    model: ModelFlags,
     /// JSON Lines, one conversation each; - is stdin
     #[arg(long, default_value = "-")]
     input: PathBuf,
@@ -55,9 +54,9 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
-    let config = flags.generation.config(&flags.model, 256)?;
-    let template = ChatTemplate::from_dir(&flags.model)?;
-    let tokenizer = Arc::new(load_tokenizer(&flags.model)?);
+    let config = flags.generation.config(&flags.model.folder, 256)?;
+    let template = ChatTemplate::from_dir(&flags.model.folder)?;
+    let tokenizer = Arc::new(flags.model.tokenizer()?);
     let lines = read(&flags.input)?;
     let mut conversations = Vec::with_capacity(lines.len());
     for (number, line) in lines.iter().enumerate() {
@@ -73,7 +72,7 @@ fn run(flags: &Flags) -> Result<()> {
         conversations.push(messages);
     }
 
-    let model = load_model(&flags.model, None)?;
+    let model = flags.model.load()?;
     let mut options = ChatBatchOptions::default();
     options.engine.max_num_seqs = flags.max_num_seqs;
     options.engine.kv_cache_memory_bytes = Some(flags.cache_mib << 20);

@@ -5,6 +5,7 @@
 //! cargo xtask example generate --model runs/tiny/model --stream \
 //!     --prompt "fn main() {" --max-new-tokens 200 --temperature 0.8 --top-p 0.95 --seed 1
 //! cargo xtask example generate --model DIR --prompt-ids 1,2,3 --print-ids --temperature 0
+//! cargo xtask example generate --model DIR --prompt "Once" --quantize nf4 --quantize-head int8
 //! cargo xtask example generate --model DIR --batch-file prompts.txt --cache paged
 //! ```
 
@@ -21,17 +22,15 @@ use overdrive::generation::{
     GrammarConstraint, GrammarVocabulary, Tokenizer, generate_with_options,
 };
 use overdrive::transformer::CausalLm;
-use overdrive_examples::{GenerationFlags, load_model, load_tokenizer};
-use tch::Kind;
+use overdrive_examples::{GenerationFlags, ModelFlags};
 
 /// Continues prompts with a model from a Hugging Face folder
 ///
 /// What a flag does not say is as the folder's generation_config.json says, else greedy.
 #[derive(Parser)]
 struct Flags {
-    /// Folder with config.json, model.safetensors and tokenizer.json
-    #[arg(long)]
-    model: PathBuf,
+    #[command(flatten)]
+    model: ModelFlags,
     /// Text to continue
     #[arg(long, group = "input")]
     prompt: Option<String>,
@@ -68,9 +67,6 @@ struct Flags {
     /// The answer is JSON that fits the schema in this file
     #[arg(long, group = "constraint")]
     json_schema: Option<PathBuf>,
-    /// Compute in bf16: half the memory
-    #[arg(long)]
-    bf16: bool,
     #[command(flatten)]
     generation: GenerationFlags,
 }
@@ -91,23 +87,22 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
-    let mut config = flags.generation.config(&flags.model, 128)?;
+    let mut config = flags.generation.config(&flags.model.folder, 128)?;
     config.use_cache = !matches!(flags.cache, Some(Cache::None));
     if let Some(name) = flags.cache.and_then(cache_implementation) {
         config.cache_implementation = Some(name.to_owned());
     }
     config.cache_config.window_length = flags.window.or(config.cache_config.window_length);
     config.cache_config.num_sink_tokens = flags.sinks;
-    let kind = flags.bf16.then_some(Kind::BFloat16);
-    let model = load_model(&flags.model, kind)?;
+    let model = flags.model.load()?;
     let assistant = flags.assistant_model.as_ref();
     let assistant = assistant
-        .map(|folder| load_model(folder, kind))
+        .map(|folder| flags.model.load_from(folder))
         .transpose()?;
     let by_ids = flags.prompt_ids.is_some() && flags.print_ids;
     let hint = |error| anyhow!("{error}; without a tokenizer use --prompt-ids and --print-ids");
     let tokenizer = (!by_ids)
-        .then(|| load_tokenizer(&flags.model).map_err(hint))
+        .then(|| flags.model.tokenizer().map_err(hint))
         .transpose()?;
     let prompts = prompts(flags, tokenizer.as_ref())?;
     let constraints = match &tokenizer {

@@ -6,8 +6,9 @@ use std::path::PathBuf;
 
 use clap::Parser;
 use overdrive::generation::{GenerateOutput, GenerationConfig, generate};
+use overdrive::quantization::Scheme;
 use overdrive::sys::{build_info, threads};
-use overdrive::transformer::{CausalLm, LoadOptions, SaveOptions};
+use overdrive::transformer::{CausalLm, LoadOptions, QuantizeOptions, SaveOptions};
 use overdrive_benches::{StepResult, generation};
 use serde_json::json;
 use tch::{Device, Kind};
@@ -24,6 +25,12 @@ struct Flags {
     /// Weights in bf16 instead of fp32
     #[arg(long)]
     bf16: bool,
+    /// Quantize the linear maps: int8, int4, nf4, …
+    #[arg(long, value_name = "SCHEME")]
+    quantize: Option<Scheme>,
+    /// Quantize the head, and the embedding with it [default: as the maps]
+    #[arg(long, value_name = "SCHEME", requires = "quantize")]
+    quantize_head: Option<Scheme>,
     /// Runs of each case, of which the median counts
     #[arg(long, default_value_t = 3)]
     runs: usize,
@@ -42,7 +49,7 @@ fn main() -> StepResult<()> {
         threads::set_intra_op(count)?;
     }
     let kind = flags.bf16.then_some(Kind::BFloat16);
-    let model = match &flags.model {
+    let mut model = match &flags.model {
         Some(dir) => {
             let mut options = LoadOptions::default();
             (options.device, options.kind) = (Device::Cpu, kind);
@@ -54,6 +61,10 @@ fn main() -> StepResult<()> {
         model.save_pretrained(dir, &SaveOptions::default())?;
         println!("{}", json!({"parameters": model.num_parameters()}));
         return Ok(());
+    }
+    if let Some(scheme) = flags.quantize {
+        let head = flags.quantize_head.unwrap_or(scheme);
+        model.quantize(&QuantizeOptions::new(scheme).with_head(head))?;
     }
     let mut line = json!({
         "side": format!("Overdrive on libtorch {}", build_info::libtorch_version()?),

@@ -14,6 +14,8 @@
 //! | [`optim`] | `optim` | AdamW (fused, 8-bit, paged) and others, clipping, schedules, EMA, early stopping |
 //! | [`transformer`] | `transformer` | Llama, Gemma and GPT-2 families from and to Hugging Face folders |
 //! | [`kv_cache`] | `kv-cache` | growing, static, sliding, quantized and paged key/value caches |
+//! | [`quantization`] | `quantization` | INT8, INT4, NF4, FP4, FP8 weights and their products; GGUF, GPTQ, AWQ |
+//! | [`lora`] | `lora` | LoRA, DoRA and QLoRA adapters in PEFT's format |
 //! | [`generation`] | `generation` | sampling, beams, speculation, constraints; continuous batching; chat |
 //! | [`datasets`] | `datasets` | memory-mapped token stores, tokenization, windows |
 //! | [`profiling`] | `profiling` | step breakdown, metrics, TensorBoard, reports |
@@ -69,12 +71,16 @@ pub use overdrive_fused as fused;
 pub use overdrive_generation as generation;
 #[cfg(feature = "kv-cache")]
 pub use overdrive_kv_cache as kv_cache;
+#[cfg(feature = "lora")]
+pub use overdrive_lora as lora;
 #[cfg(feature = "optim")]
 pub use overdrive_optim as optim;
 #[cfg(feature = "precision")]
 pub use overdrive_precision as precision;
 #[cfg(feature = "profiling")]
 pub use overdrive_profiling as profiling;
+#[cfg(feature = "quantization")]
+pub use overdrive_quantization as quantization;
 #[cfg(feature = "safetensors")]
 pub use overdrive_safetensors as safetensors;
 #[cfg(feature = "trainer")]

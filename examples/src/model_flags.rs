@@ -1,0 +1,82 @@
+//! The flags of the examples that load a model.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, anyhow};
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use overdrive::generation::Tokenizer;
+use overdrive::quantization::Scheme;
+use overdrive::transformer::{CausalLm, LoadOptions, LoadProgress, QuantizeOptions};
+use tch::{Device, Kind};
+
+/// Which model, and in which form it is held.
+#[derive(Debug, Clone, Args)]
+pub struct ModelFlags {
+    /// Folder with config.json, model.safetensors and tokenizer.json
+    #[arg(long = "model", value_name = "DIR")]
+    pub folder: PathBuf,
+    /// Compute in bf16: half the memory
+    #[arg(long)]
+    pub bf16: bool,
+    /// Quantize the weights while they are loaded: int8, int8-weight, llm-int8, int4, nf4, fp4, fp8
+    #[arg(long, value_name = "SCHEME")]
+    pub quantize: Option<Scheme>,
+    /// Quantize the head too, and an embedding that is tied to it
+    #[arg(long, value_name = "SCHEME", requires = "quantize")]
+    pub quantize_head: Option<Scheme>,
+}
+
+impl ModelFlags {
+    /// The model, on a GPU where there is one.
+    pub fn load(&self) -> Result<CausalLm> {
+        self.load_from(&self.folder)
+    }
+
+    /// Another model in the same form.
+    pub fn load_from(&self, folder: &Path) -> Result<CausalLm> {
+        let quantization = self.quantize.map(|scheme| {
+            let options = QuantizeOptions::new(scheme);
+            match self.quantize_head {
+                Some(head) => options.with_head(head),
+                None => options,
+            }
+        });
+        load_model(
+            folder,
+            LoadOptions {
+                device: Device::cuda_if_available(),
+                kind: self.bf16.then_some(Kind::BFloat16),
+                quantization,
+                ..LoadOptions::default()
+            },
+        )
+    }
+
+    /// `tokenizer.json` of the model's folder.
+    pub fn tokenizer(&self) -> Result<Tokenizer> {
+        let path = self.folder.join("tokenizer.json");
+        Tokenizer::from_file(&path).map_err(|error| anyhow!("{}: {error}", path.display()))
+    }
+}
+
+/// The model in `folder`, with a progress bar where somebody watches.
+pub fn load_model(folder: &Path, options: LoadOptions) -> Result<CausalLm> {
+    let bar = ProgressBar::no_length().with_style(ProgressStyle::with_template(
+        "loading {wide_bar} {bytes} of {total_bytes}",
+    )?);
+    let progress = {
+        let bar = bar.clone();
+        LoadProgress::new(move |done, all| {
+            bar.set_length(all);
+            bar.set_position(done);
+        })
+    };
+    let options = LoadOptions {
+        progress: Some(progress),
+        ..options
+    };
+    let model = CausalLm::from_pretrained(folder, &options);
+    bar.finish_and_clear();
+    Ok(model?)
+}
