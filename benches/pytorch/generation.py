@@ -38,17 +38,24 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--case", help="one case instead of all")
+    parser.add_argument("--quantize-dynamic", action="store_true", help="INT8 linear layers, the head too")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     vocabulary = model.config.vocab_size
+    parameters = sum(p.numel() for p in model.parameters())
+    if arguments.quantize_dynamic:
+        torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=True)
     line = {
         "side": f"transformers {transformers.__version__} on PyTorch {torch.__version__}",
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": parameters,
         "threads": torch.get_num_threads(),
     }
     for name, streams, prompt, new, use_cache in CASES:
+        if arguments.case not in (None, name):
+            continue
         ids = torch.tensor(
             [[(row * 7919 + place * 104729 + 13) % vocabulary for place in range(prompt)] for row in range(streams)]
         )

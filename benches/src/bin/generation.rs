@@ -69,6 +69,7 @@ fn main() -> StepResult<()> {
     let mut line = json!({
         "side": format!("Overdrive on libtorch {}", build_info::libtorch_version()?),
         "parameters": model.num_parameters(),
+        "bytes": model.memory_footprint(),
         "threads": threads::intra_op(),
     });
     let wanted =

@@ -1,5 +1,6 @@
 use overdrive_fused::{Layout, QkvShape, RotaryOptions, rotary, split_qkv_rotary};
 use overdrive_kv_cache::KvCache;
+use overdrive_lora::AdaptedLinear;
 use tch::Tensor;
 
 use crate::attend::{AttendOptions, attend_with_cache};
@@ -70,6 +71,10 @@ impl RotaryAttention {
             scale: config.attention_scale(),
             softcap: config.attention_softcap(),
         })
+    }
+
+    pub(crate) fn maps(&self) -> impl Iterator<Item = &AdaptedLinear> {
+        self.qkv.maps().chain([self.o.map()])
     }
 
     pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {

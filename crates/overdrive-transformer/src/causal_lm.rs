@@ -3,7 +3,7 @@ use std::path::Path;
 use overdrive_fused::{
     CrossEntropyOptions, LinearCrossEntropyOptions, Reduction, linear_cross_entropy,
 };
-use overdrive_lora::AdaptedLinear;
+use overdrive_lora::{AdaptedLinear, BaseWeight};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
@@ -267,6 +267,29 @@ impl CausalLm {
     pub fn num_parameters(&self) -> i64 {
         let specs = self.config.parameters();
         specs.iter().map(ParameterSpec::numel).sum()
+    }
+
+    /// Bytes of all parameters, dense and quantized, without adapters; what transformers calls
+    /// `get_memory_footprint`. What is tied counts once.
+    pub fn memory_footprint(&self) -> usize {
+        let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
+        let mut all: usize = self
+            .parameters
+            .iter()
+            .map(|(_, tensor)| bytes(tensor))
+            .sum();
+        let mut add = |map: &AdaptedLinear| {
+            if let BaseWeight::Quantized(weight) = map.base() {
+                all += weight.bytes();
+            }
+        };
+        match &self.backbone {
+            Backbone::Llama(model) => model.for_each_map(&mut add),
+            Backbone::Gpt2(model) => model.for_each_map(&mut add),
+        }
+        // A tied table is the head's weight.
+        add(self.head.map());
+        all
     }
 
     /// Makes every dense parameter require a gradient, or none.

@@ -1,5 +1,6 @@
 use overdrive_checkpointing::{Shared, checkpoint};
 use overdrive_fused::Activation;
+use overdrive_lora::AdaptedLinear;
 use tch::Tensor;
 
 use crate::activation::{activate, activation_named};
@@ -173,7 +174,22 @@ impl Gpt2 {
         self.norm.forward(&input.logits.select(&x)?)
     }
 
-    /// Shows each linear map of the blocks.
+    /// Lends each linear map of the blocks.
+    pub(crate) fn for_each_map(&self, mut see: impl FnMut(&AdaptedLinear)) {
+        for block in &self.blocks {
+            block.with(|block| {
+                let maps = [
+                    &block.qkv,
+                    &block.attention_output,
+                    &block.mlp_input,
+                    &block.mlp_output,
+                ];
+                maps.map(Linear::map).into_iter().for_each(&mut see);
+            });
+        }
+    }
+
+    /// Lends each linear map of the blocks with its name, to change it.
     pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {
         visit_shared(&mut self.blocks, |block| {
             block.qkv.visit(visit)?;

@@ -117,6 +117,10 @@ impl JointLinear {
         })
     }
 
+    pub(crate) fn maps(&self) -> impl Iterator<Item = &AdaptedLinear> {
+        self.0.iter().map(Linear::map)
+    }
+
     pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {
         self.0.iter_mut().try_for_each(|linear| linear.visit(visit))
     }

@@ -2,6 +2,7 @@ use std::ops::Range;
 
 use overdrive_checkpointing::{Shared, checkpoint};
 use overdrive_kv_cache::KvCache;
+use overdrive_lora::AdaptedLinear;
 use tch::{Kind, Tensor};
 
 use crate::attention::{AttentionStep, RotaryAttention};
@@ -274,7 +275,20 @@ impl Llama {
         Ok(Stream { x, delta: None })
     }
 
-    /// Shows each linear map of the blocks.
+    /// Lends each linear map of the blocks.
+    pub(crate) fn for_each_map(&self, mut see: impl FnMut(&AdaptedLinear)) {
+        for block in &self.blocks {
+            block.with(|block| {
+                block
+                    .attention
+                    .maps()
+                    .chain(block.mlp.maps())
+                    .for_each(&mut see)
+            });
+        }
+    }
+
+    /// Lends each linear map of the blocks with its name, to change it.
     pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {
         visit_shared(&mut self.blocks, |block| {
             block.attention.visit(visit)?;

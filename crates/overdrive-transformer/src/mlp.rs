@@ -1,4 +1,5 @@
 use overdrive_fused::{Activation, glu};
+use overdrive_lora::AdaptedLinear;
 use tch::Tensor;
 
 use crate::activation::{activate, activation_named};
@@ -32,6 +33,10 @@ impl GatedMlp {
             down: Linear::take(parameters, &format!("{prefix}.mlp.down_proj"), bias)?,
             activation: activation_named("hidden_act", &config.hidden_act)?,
         })
+    }
+
+    pub(crate) fn maps(&self) -> impl Iterator<Item = &AdaptedLinear> {
+        self.gate_up.maps().chain([self.down.map()])
     }
 
     pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {

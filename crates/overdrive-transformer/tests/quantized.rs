@@ -89,6 +89,10 @@ fn quantized_weights_leave_the_list_of_dense_parameters() {
         .unwrap();
     assert_eq!(model.named_parameters().len(), all - 2 * 7);
     assert_eq!(model.num_parameters(), numbers);
+    let packed = 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128);
+    let scales = 2 * 4 * (64 + 2 * 32 + 64 + 2 * 128 + 64);
+    let dense = 4 * (128 * 64 + 5 * 64);
+    assert_eq!(model.memory_footprint(), packed + scales + dense);
     assert!(
         model
             .named_parameters()
