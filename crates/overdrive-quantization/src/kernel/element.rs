@@ -10,6 +10,12 @@ pub(crate) trait Element: overdrive_sys::raw::Element {
 
     /// A row as floats: itself where it is that already, otherwise written to `scratch`.
     fn floats<'a>(row: &'a [Self], scratch: &'a mut Vec<f32>) -> &'a [f32];
+
+    /// The numbers themselves, where they are floats.
+    fn as_floats(row: &[Self]) -> Option<&[f32]> {
+        let _ = row;
+        None
+    }
 }
 
 impl Element for f32 {
@@ -26,6 +32,10 @@ impl Element for f32 {
     #[inline(always)]
     fn floats<'a>(row: &'a [Self], _scratch: &'a mut Vec<f32>) -> &'a [f32] {
         row
+    }
+
+    fn as_floats(row: &[Self]) -> Option<&[f32]> {
+        Some(row)
     }
 }
 

@@ -20,32 +20,35 @@ pub(crate) trait Part<T>: Sync {
 /// What threads take at a time: a multiple of so many outputs, the tile of most kernels.
 const TILE: usize = 32;
 
-/// Computes all parts, side by side in `y (rows, Σ outputs)`.
-pub(crate) fn product<T: Copy + Send>(parts: &[&dyn Part<T>], rows: usize, y: &mut [T]) {
-    let columns: usize = parts.iter().map(|part| part.outputs()).sum();
+/// Computes the parts, each given with the first of its columns of `y (rows, columns)`.
+pub(crate) fn product<T: Copy + Send>(
+    parts: &[(usize, &dyn Part<T>)],
+    rows: usize,
+    columns: usize,
+    y: &mut [T],
+) {
     if columns == 0 || rows == 0 {
         return;
     }
     assert_eq!(y.len(), rows * columns, "a row of results for each row of activations");
     let y = Target::new(y, columns);
-    let bytes: usize = parts.iter().map(|part| part.outputs() * part.row_bytes()).sum();
+    let bytes = parts.iter().map(|(_, part)| part.outputs() * part.row_bytes());
+    let bytes: usize = bytes.sum();
     let parallel = bytes.saturating_mul(rows) > MIN_PARALLEL_BYTES;
     // At least a few for each thread, so that one that comes late does not hold up the others.
     let chunk_bytes = CHUNK_BYTES.min(bytes / (4 * overdrive_sys::threads::intra_op().max(1)));
     // Each part in chunks of its own, as (part, its first column, outputs).
     let mut work: Vec<(usize, usize, Range<usize>)> = Vec::new();
-    let mut first = 0;
-    for (index, part) in parts.iter().enumerate() {
+    for (index, (first, part)) in parts.iter().enumerate() {
         let outputs = part.outputs();
         let chunk = (chunk_bytes / part.row_bytes().max(1)).max(1);
         let chunk = chunk.next_multiple_of(TILE);
         let starts = (0..outputs).step_by(chunk);
-        work.extend(starts.map(|start| (index, first, start..(start + chunk).min(outputs))));
-        first += outputs;
+        work.extend(starts.map(|start| (index, *first, start..(start + chunk).min(outputs))));
     }
     chunks(work.len(), 1, parallel, |range| {
         for (part, first, outputs) in &work[range] {
-            parts[*part].run(outputs.clone(), *first, &y);
+            parts[*part].1.run(outputs.clone(), *first, &y);
         }
     });
 }

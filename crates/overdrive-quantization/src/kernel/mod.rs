@@ -6,6 +6,8 @@
 //! | `int8` | activations and weights in 8 bits |
 //! | `simd` | vectors, written once and compiled for each instruction set |
 //! | `threads` | parts of the work for each thread, and results that they share |
+//! | `widen` | a few rows in full precision with a weight of 8 bits |
+//! | `rows` | the activations of a product, in each form that a kernel takes |
 //! | `activations` | rows of activations in 8 bits |
 //! | `element` | f32, bf16 and f16 in slices |
 
@@ -13,5 +15,7 @@ pub(crate) mod activations;
 pub(crate) mod element;
 pub(crate) mod int8;
 pub(crate) mod joint;
+pub(crate) mod rows;
 pub(crate) mod simd;
 pub(crate) mod threads;
+pub(crate) mod widen;

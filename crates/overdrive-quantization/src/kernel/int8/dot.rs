@@ -2,27 +2,19 @@
 //! registers once for the first few rows of activations, and for the others come from the first cache.
 #![allow(unsafe_code)]
 
-use std::ops::Range;
-
-use super::Int8Part;
+use super::Job;
 use crate::kernel::element::Element;
 use crate::kernel::simd::{BYTES, Kernel, Simd};
-use crate::kernel::threads::Target;
 
-/// Some outputs of a part.
-pub(super) struct Dots<'a, 'b, T> {
-    pub(super) part: &'a Int8Part<'b, T>,
-    pub(super) outputs: Range<usize>,
-    pub(super) first: usize,
-    pub(super) y: &'a Target<'a, T>,
-}
+/// A job by dot products.
+pub(super) struct Dots<'a, 'b, 'c, T>(pub(super) &'a Job<'b, 'c, T>);
 
-impl<T: Element> Kernel for Dots<'_, '_, T> {
+impl<T: Element> Kernel for Dots<'_, '_, '_, T> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        if self.part.x.rows == 1 {
+        if self.0.part.x.rows == 1 {
             return self.one_row(s);
         }
         match S::TILE {
@@ -32,12 +24,12 @@ impl<T: Element> Kernel for Dots<'_, '_, T> {
     }
 }
 
-impl<T: Element> Dots<'_, '_, T> {
+impl<T: Element> Dots<'_, '_, '_, T> {
     /// One output after another, so that the weight is one stream.
     #[inline(always)]
     fn one_row<S: Simd>(&self, s: S) {
-        let mut output = self.outputs.start;
-        while output + 4 <= self.outputs.end {
+        let mut output = self.0.outputs.start;
+        while output + 4 <= self.0.outputs.end {
             let sums = [
                 self.dot(s, output),
                 self.dot(s, output + 1),
@@ -45,29 +37,23 @@ impl<T: Element> Dots<'_, '_, T> {
                 self.dot(s, output + 3),
             ];
             for (index, sum) in s.total_each(sums).into_iter().enumerate() {
-                self.set(s, 0, output + index, sum);
+                self.0.finish(0, output + index, sum, S::OFFSET);
             }
             output += 4;
         }
-        while output < self.outputs.end {
+        while output < self.0.outputs.end {
             let sum = s.total(self.dot(s, output));
-            self.set(s, 0, output, sum);
+            self.0.finish(0, output, sum, S::OFFSET);
             output += 1;
         }
-    }
-
-    #[inline(always)]
-    fn set<S: Simd>(&self, _: S, row: usize, output: usize, sum: i32) {
-        let result = self.part.result(row, output, sum, S::OFFSET);
-        self.y.set(row, self.first + output, result);
     }
 
     /// The dot product with the one row, in four partial sums: one would wait for itself.
     #[inline(always)]
     fn dot<S: Simd>(&self, s: S, output: usize) -> S::A {
         const PARTS: usize = 4;
-        let weight = self.part.weight(output);
-        let x = self.part.x.row(0);
+        let weight = self.0.part.weight(output);
+        let x = self.0.part.x.row(0);
         assert!(x.len() >= weight.len(), "rows are padded");
         let mut sums = [s.zero(); PARTS];
         let whole = weight.len() - weight.len() % (BYTES * PARTS);
@@ -98,12 +84,12 @@ impl<T: Element> Dots<'_, '_, T> {
     /// first cache while the rows pass by.
     #[inline(always)]
     fn tiles<S: Simd, const R: usize>(&self, s: S) {
-        let mut output = self.outputs.start;
-        while output + R <= self.outputs.end {
+        let mut output = self.0.outputs.start;
+        while output + R <= self.0.outputs.end {
             self.outputs::<S, R>(s, output);
             output += R;
         }
-        while output < self.outputs.end {
+        while output < self.0.outputs.end {
             self.outputs::<S, 1>(s, output);
             output += 1;
         }
@@ -111,7 +97,7 @@ impl<T: Element> Dots<'_, '_, T> {
 
     #[inline(always)]
     fn outputs<S: Simd, const R: usize>(&self, s: S, output: usize) {
-        let rows = self.part.x.rows;
+        let rows = self.0.part.x.rows;
         let mut row = 0;
         while row + 4 <= rows {
             self.tile::<S, R, 4>(s, output, row);
@@ -127,14 +113,14 @@ impl<T: Element> Dots<'_, '_, T> {
 
     #[inline(always)]
     fn tile<S: Simd, const R: usize, const N: usize>(&self, s: S, output: usize, row: usize) {
-        let width = self.part.x.width;
+        let width = self.0.part.x.width;
         let mut weights: [&[i8]; R] = [&[]; R];
         for (r, weight) in weights.iter_mut().enumerate() {
-            *weight = self.part.weight(output + r);
+            *weight = self.0.part.weight(output + r);
         }
         let mut rows: [&[i8]; N] = [&[]; N];
         for (n, slot) in rows.iter_mut().enumerate() {
-            *slot = self.part.x.row(row + n);
+            *slot = self.0.part.x.row(row + n);
         }
         let mut sums = [[s.zero(); N]; R];
         let whole = width - width % BYTES;
@@ -173,7 +159,7 @@ impl<T: Element> Dots<'_, '_, T> {
             let mut four = [s.zero(); 4];
             four[..N].copy_from_slice(&sums);
             for (n, total) in s.total_each(four).into_iter().take(N).enumerate() {
-                self.set(s, row + n, output + r, total);
+                self.0.finish(row + n, output + r, total, S::OFFSET);
             }
         }
     }

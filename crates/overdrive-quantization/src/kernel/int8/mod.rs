@@ -1,16 +1,18 @@
 //! `y = x · codesᵀ · scales + bias` with activations and weights in 8 bits.
 //!
-//! Sums of products of codes are exact, so every instruction set computes the same ones, and results
-//! differ by the rounding of the scales at most.
+//! Sums of products of codes are exact, so every instruction set has the same results to the bit.
 //!
 //! A few rows go through `dot`, which reads the weight as it lies; many through `panels` where the
 //! machine has instructions for that.
 
 mod dot;
+mod outliers;
 #[cfg(target_arch = "x86_64")]
 mod panels;
 
 use std::ops::Range;
+
+pub(crate) use outliers::Split;
 
 use super::activations::Int8Rows;
 use super::element::Element;
@@ -35,7 +37,19 @@ pub(crate) struct Int8Part<'a, T> {
     pub(crate) scales: &'a [f32],
     /// One an output.
     pub(crate) bias: Option<&'a [T]>,
+    /// Where columns were taken apart: those that `x` lacks.
+    pub(crate) split: Option<&'a Split>,
     pub(crate) set: InstructionSet,
+}
+
+/// Outputs of a part that one thread computes.
+struct Job<'a, 'b, T> {
+    part: &'a Int8Part<'b, T>,
+    outputs: Range<usize>,
+    first: usize,
+    /// What is to be added before the scales of the outputs, `(rows, outputs)`.
+    extra: Option<Vec<f32>>,
+    y: &'a Target<'a, T>,
 }
 
 impl<T: Element> Part<T> for Int8Part<'_, T> {
@@ -48,18 +62,21 @@ impl<T: Element> Part<T> for Int8Part<'_, T> {
     }
 
     fn run(&self, outputs: Range<usize>, first: usize, y: &Target<'_, T>) {
+        let extra = self.split.and_then(|split| split.products(self.set, self.codes, outputs.clone()));
+        let job = Job {
+            part: self,
+            outputs,
+            first,
+            extra,
+            y,
+        };
         #[cfg(target_arch = "x86_64")]
         if let InstructionSet::Avx512(simd) = self.set
             && self.x.rows >= PANEL_ROWS
         {
-            return panels::panels(simd, self, outputs, first, y);
+            return panels::panels(simd, &job);
         }
-        self.set.run(dot::Dots {
-            part: self,
-            outputs,
-            first,
-            y,
-        });
+        self.set.run(dot::Dots(&job));
     }
 }
 
@@ -69,14 +86,23 @@ impl<T: Element> Int8Part<'_, T> {
         let width = self.x.width;
         &self.codes[output * width..(output + 1) * width]
     }
+}
 
-    /// The result for the sum of products of codes, of which each weight was too large by `offset`.
+impl<T: Element> Job<'_, '_, T> {
+    /// Writes a result, of which the sum of products of codes is known; each code of the weight was too
+    /// large by `offset`.
     #[inline(always)]
-    fn result(&self, row: usize, output: usize, sum: i32, offset: i32) -> T {
-        let sum = sum.wrapping_sub(self.x.sums[row].wrapping_mul(offset));
+    fn finish(&self, row: usize, output: usize, sum: i32, offset: i32) {
+        let part = self.part;
+        let sum = sum.wrapping_sub(part.x.sums[row].wrapping_mul(offset));
         #[allow(clippy::cast_precision_loss, reason = "within the rounding of the result")]
-        let sum = sum as f32;
-        let bias = self.bias.map_or(0.0, |bias| bias[output].to_f32());
-        T::from_f32((sum * self.x.scales[row]).mul_add(self.scales[output], bias))
+        let mut sum = sum as f32 * part.x.scales[row];
+        if let Some(extra) = &self.extra {
+            sum += extra[row * self.outputs.len() + output - self.outputs.start];
+        }
+        let bias = part.bias.map_or(0.0, |bias| bias[output].to_f32());
+        // Not fused, so that all instruction sets have the same results.
+        let result = T::from_f32(sum * part.scales[output] + bias);
+        self.y.set(row, self.first + output, result);
     }
 }

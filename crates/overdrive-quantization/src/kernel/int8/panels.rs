@@ -7,10 +7,9 @@ use std::arch::x86_64::*;
 use std::cell::RefCell;
 use std::ops::Range;
 
-use super::Int8Part;
+use super::{Int8Part, Job};
 use crate::kernel::element::Element;
 use crate::kernel::simd::avx512::Avx512;
-use crate::kernel::threads::Target;
 
 /// Outputs of a panel: two registers of 16 sums.
 const OUTPUTS: usize = 32;
@@ -23,22 +22,16 @@ thread_local! {
     static PANEL: RefCell<Vec<i8>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Some outputs of a part, for all rows.
-pub(super) fn panels<T: Element>(
-    simd: Avx512,
-    part: &Int8Part<'_, T>,
-    outputs: Range<usize>,
-    first: usize,
-    y: &Target<'_, T>,
-) {
+/// A job by panels.
+pub(super) fn panels<T: Element>(simd: Avx512, job: &Job<'_, '_, T>) {
     PANEL.with_borrow_mut(|panel| {
-        panel.resize(part.x.padded * OUTPUTS, 0);
-        for from in outputs.clone().step_by(OUTPUTS) {
-            let outputs = from..(from + OUTPUTS).min(outputs.end);
+        panel.resize(job.part.x.padded * OUTPUTS, 0);
+        for from in job.outputs.clone().step_by(OUTPUTS) {
+            let outputs = from..(from + OUTPUTS).min(job.outputs.end);
             // SAFETY: `simd` proves that the machine has the instructions.
             unsafe {
-                pack(simd, part, outputs.clone(), panel);
-                multiply(simd, part, outputs, first, panel, y);
+                pack(simd, job.part, outputs.clone(), panel);
+                multiply(simd, job, outputs, panel);
             }
         }
     });
@@ -47,7 +40,12 @@ pub(super) fn panels<T: Element>(
 /// Codes of `outputs`, with 128 added, as `(inputs / 4, 32, 4)`; anything for outputs beyond the range
 /// and for inputs beyond the width.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn pack<T: Element>(_: Avx512, part: &Int8Part<'_, T>, outputs: Range<usize>, panel: &mut [i8]) {
+fn pack<T: Element>(
+    _: Avx512,
+    part: &Int8Part<'_, T>,
+    outputs: Range<usize>,
+    panel: &mut [i8],
+) {
     let width = part.x.width;
     for half in 0..OUTPUTS / 16 {
         let from = outputs.start + half * 16;
@@ -112,14 +110,12 @@ fn transposed(rows: [__m512i; 16]) -> [__m512i; 16] {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 fn multiply<T: Element>(
     _: Avx512,
-    part: &Int8Part<'_, T>,
+    job: &Job<'_, '_, T>,
     outputs: Range<usize>,
-    first: usize,
     panel: &[i8],
-    y: &Target<'_, T>,
 ) {
-    let finish = Finish::new(part, outputs, first, y);
-    let rows = part.x.rows;
+    let finish = Finish::new(job, outputs);
+    let rows = job.part.x.rows;
     let mut row = 0;
     while row + 12 <= rows {
         tile::<T, 12>(&finish, panel, row);
@@ -144,8 +140,8 @@ fn multiply<T: Element>(
 /// `N` rows with one panel.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-fn tile<T: Element, const N: usize>(finish: &Finish<'_, '_, T>, panel: &[i8], row: usize) {
-    let x = finish.part.x;
+fn tile<T: Element, const N: usize>(finish: &Finish<'_, '_, '_, T>, panel: &[i8], row: usize) {
+    let x = finish.job.part.x;
     let quads = x.width.div_ceil(QUAD);
     assert!(
         row + N <= x.rows && quads * QUAD <= x.padded && panel.len() >= quads * QUAD * OUTPUTS,
@@ -174,35 +170,26 @@ fn tile<T: Element, const N: usize>(finish: &Finish<'_, '_, T>, panel: &[i8], ro
 }
 
 /// From sums to results.
-struct Finish<'a, 'b, T> {
-    part: &'a Int8Part<'b, T>,
+struct Finish<'a, 'b, 'c, T> {
+    job: &'a Job<'b, 'c, T>,
     outputs: Range<usize>,
-    first: usize,
-    y: &'a Target<'a, T>,
     scales: [f32; OUTPUTS],
     bias: [f32; OUTPUTS],
 }
 
-impl<'a, 'b, T: Element> Finish<'a, 'b, T> {
-    fn new(
-        part: &'a Int8Part<'b, T>,
-        outputs: Range<usize>,
-        first: usize,
-        y: &'a Target<'a, T>,
-    ) -> Self {
+impl<'a, 'b, 'c, T: Element> Finish<'a, 'b, 'c, T> {
+    fn new(job: &'a Job<'b, 'c, T>, outputs: Range<usize>) -> Self {
         let mut scales = [0.0; OUTPUTS];
-        scales[..outputs.len()].copy_from_slice(&part.scales[outputs.clone()]);
+        scales[..outputs.len()].copy_from_slice(&job.part.scales[outputs.clone()]);
         let mut bias = [0.0; OUTPUTS];
-        if let Some(values) = part.bias {
+        if let Some(values) = job.part.bias {
             for (bias, value) in bias.iter_mut().zip(&values[outputs.clone()]) {
                 *bias = value.to_f32();
             }
         }
         Finish {
-            part,
+            job,
             outputs,
-            first,
-            y,
             scales,
             bias,
         }
@@ -211,26 +198,29 @@ impl<'a, 'b, T: Element> Finish<'a, 'b, T> {
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
     fn row(&self, row: usize, sums: [__m512i; 2]) {
-        let x = self.part.x;
+        let job = self.job;
+        let x = job.part.x;
         let excess = _mm512_set1_epi32(x.sums[row].wrapping_mul(128));
         let scale = _mm512_set1_ps(x.scales[row]);
+        let count = self.outputs.len();
         let mut results = [0.0_f32; OUTPUTS];
-        for (index, sums) in sums.into_iter().enumerate() {
-            let at = index * 16;
-            // SAFETY: 16 floats from `at` on, of arrays of 32.
-            unsafe {
-                let sums = _mm512_cvtepi32_ps(_mm512_sub_epi32(sums, excess));
-                let scales = _mm512_loadu_ps(self.scales[at..].as_ptr());
-                let bias = _mm512_loadu_ps(self.bias[at..].as_ptr());
-                let y = _mm512_fmadd_ps(_mm512_mul_ps(sums, scale), scales, bias);
-                _mm512_storeu_ps(results[at..].as_mut_ptr(), y);
+        for (sums, results) in sums.into_iter().zip(results.as_chunks_mut::<16>().0) {
+            let sums = _mm512_cvtepi32_ps(_mm512_sub_epi32(sums, excess));
+            // SAFETY: 16 floats.
+            unsafe { _mm512_storeu_ps(results.as_mut_ptr(), _mm512_mul_ps(sums, scale)) };
+        }
+        if let Some(extra) = &job.extra {
+            let at = row * job.outputs.len() + self.outputs.start - job.outputs.start;
+            for (result, extra) in results.iter_mut().zip(&extra[at..at + count]) {
+                *result += extra;
             }
         }
         let mut out = [T::from_f32(0.0); OUTPUTS];
-        for (out, result) in out.iter_mut().zip(results) {
-            *out = T::from_f32(result);
+        let factors = self.scales.iter().zip(&self.bias);
+        for ((out, result), (scale, bias)) in out.iter_mut().zip(results).zip(factors) {
+            *out = T::from_f32(result * scale + bias);
         }
-        let column = self.first + self.outputs.start;
-        self.y.set_all(row, column, &out[..self.outputs.len()]);
+        let column = job.first + self.outputs.start;
+        job.y.set_all(row, column, &out[..count]);
     }
 }

@@ -86,19 +86,15 @@ impl Simd for Avx2 {
     fn load_e4m3(self, from: &[u8; LANES]) -> Self::F {
         avx2!({
             let codes = _mm_loadu_si128(from.as_ptr().cast());
-            let wide = [
-                _mm256_cvtepi8_epi32(codes),
-                _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(codes, codes)),
-            ];
-            // Sign to bit 31, exponent and fraction to bits 26..20: the right number but for the bias.
-            wide.map(
-                #[inline(always)]
-                |wide| {
-                    let magnitude = _mm256_and_si256(wide, _mm256_set1_epi32(0x7f));
-                    let sign = _mm256_and_si256(wide, _mm256_set1_epi32(i32::MIN));
-                    _mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32::<20>(magnitude), sign))
-                },
-            )
+            // As in AVX-512: f16 with another bias.
+            let wide = _mm256_cvtepi8_epi16(codes);
+            let magnitude = _mm256_and_si256(_mm256_slli_epi16::<7>(wide), _mm256_set1_epi16(0x3f80));
+            let sign = _mm256_and_si256(wide, _mm256_set1_epi16(i16::MIN));
+            let halves = _mm256_or_si256(magnitude, sign);
+            [
+                _mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+                _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(halves)),
+            ]
         })
     }
 

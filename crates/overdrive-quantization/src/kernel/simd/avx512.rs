@@ -79,12 +79,12 @@ impl Simd for Avx512 {
     fn load_e4m3(self, from: &[u8; LANES]) -> __m512 {
         avx512!({
             let codes = _mm_loadu_si128(from.as_ptr().cast());
-            // Sign to bit 31, exponent and fraction to bits 26..20: the right number but for the bias.
-            let wide = _mm512_cvtepi8_epi32(codes);
-            let magnitude = _mm512_and_si512(wide, _mm512_set1_epi32(0x7f));
-            let sign = _mm512_and_si512(wide, _mm512_set1_epi32(i32::MIN));
-            let bits = _mm512_or_si512(_mm512_slli_epi32::<20>(magnitude), sign);
-            _mm512_castsi512_ps(bits)
+            // As f16 these are the sign, the exponent and the fraction of the number, but for the bias of
+            // the exponent; that conversion is exact for the smallest, too.
+            let wide = _mm256_cvtepi8_epi16(codes);
+            let magnitude = _mm256_and_si256(_mm256_slli_epi16::<7>(wide), _mm256_set1_epi16(0x3f80));
+            let sign = _mm256_and_si256(wide, _mm256_set1_epi16(i16::MIN));
+            _mm512_cvtph_ps(_mm256_or_si256(magnitude, sign))
         })
     }
 

@@ -40,8 +40,8 @@ pub(crate) trait Simd: Copy {
     fn store_f32(self, x: Self::F, to: &mut [f32; LANES]);
     /// 16 codes as floats.
     fn load_i8(self, from: &[i8; LANES]) -> Self::F;
-    /// 16 numbers of 8 bits (e4m3) as floats, divided by 2¹²⁰; the two NaN of the format become ±1.875 · 2⁸
-    /// of that.
+    /// 16 numbers of 8 bits (e4m3), divided by 256, which a scale makes good; the two NaN of the format
+    /// become ±480 of that.
     fn load_e4m3(self, from: &[u8; LANES]) -> Self::F;
     fn add(self, a: Self::F, b: Self::F) -> Self::F;
     fn mul(self, a: Self::F, b: Self::F) -> Self::F;

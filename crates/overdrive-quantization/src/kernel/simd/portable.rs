@@ -52,7 +52,9 @@ impl Simd for Portable {
             #[inline(always)]
             |code| {
                 let code = u32::from(code);
-                f32::from_bits(((code & 0x80) << 24) | ((code & 0x7f) << 20))
+                // The exponent's bias is 7 instead of 127: that and the division by 256.
+                let scale = f32::from_bits((127 + 112) << 23);
+                f32::from_bits(((code & 0x80) << 24) | ((code & 0x7f) << 20)) * scale
             },
         )
     }
