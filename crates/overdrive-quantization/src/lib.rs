@@ -15,11 +15,16 @@
 #![deny(missing_docs)]
 
 mod activations;
+mod codec;
+mod composed;
+mod dequantize;
 mod error;
 mod gguf;
 mod kernel;
 mod linear;
+mod quantize;
 mod scheme;
+mod tensors;
 mod weight;
 
 pub use activations::Activations;

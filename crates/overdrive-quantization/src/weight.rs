@@ -1,6 +1,8 @@
-use tch::{Device, Kind, Tensor};
+use std::convert::Infallible;
 
-use crate::{Activations, Error, Result, Scheme};
+use tch::{Device, Tensor};
+
+use crate::{Activations, Result, Scheme};
 
 /// The weight `(O, I)` of a linear map, quantized and packed.
 #[derive(Debug)]
@@ -18,7 +20,7 @@ pub(crate) enum Storage {
     /// `w = codes · scale` by row: [`Scheme::Int8Dynamic`], [`Scheme::Int8WeightOnly`],
     /// [`Scheme::LlmInt8`].
     Int8 {
-        /// i8 `(O, I)`, in `-127..=127`.
+        /// i8 `(O, I)`, in `-127..=127`; -128 only in weights of other programs' files.
         codes: Tensor,
         /// f32 `(O,)`.
         scales: Tensor,
@@ -39,7 +41,7 @@ pub(crate) enum Storage {
     },
     /// Code books of 16 numbers by block of the flattened weight: [`Scheme::Nf4`], [`Scheme::Fp4`].
     Blocks {
-        /// u8 `(O·I/2,)`, weight `2j` in the high half of byte `j`, as in bitsandbytes.
+        /// u8 `(⌈O·I/2⌉,)`, weight `2j` in the high half of byte `j`, as in bitsandbytes.
         codes: Tensor,
         magnitudes: Magnitudes,
     },
@@ -55,7 +57,7 @@ pub(crate) enum Storage {
 /// The largest magnitude of each block.
 #[derive(Debug)]
 pub(crate) enum Magnitudes {
-    /// f32 `(blocks,)`.
+    /// f32 `(⌈O·I/block⌉,)`; the last block may be shorter.
     Full(Tensor),
     /// `code_book[codes] · scale + offset`, with one scale for 256 blocks.
     Quantized {
@@ -70,78 +72,6 @@ pub(crate) enum Magnitudes {
 }
 
 impl QuantizedWeight {
-    /// Quantizes `weight (O, I)` of any floating kind, on its device.
-    ///
-    /// # Errors
-    /// [`Error::BadInput`] for other shapes and kinds and for numbers that are not finite,
-    /// [`Error::BadOption`] for groups that do not divide the inputs.
-    pub fn quantize(weight: &Tensor, scheme: Scheme) -> Result<QuantizedWeight> {
-        let [outputs, inputs] = weight.size()[..] else {
-            return Err(Error::BadInput {
-                name: "weight",
-                found: format!("of shape {:?}", weight.size()),
-                expected: "(O, I)".to_owned(),
-            });
-        };
-        let weight = weight.f_detach()?.f_to_kind(Kind::Float)?;
-        let storage = match scheme {
-            Scheme::Int8Dynamic | Scheme::Int8WeightOnly | Scheme::LlmInt8 { .. } => {
-                let scales = weight.f_abs()?.f_amax([1], true)?.f_div_scalar(127.0)?;
-                let safe = scales.f_clamp_min(f64::from(f32::MIN_POSITIVE))?;
-                let codes = weight.f_div(&safe)?.f_round()?.f_to_kind(Kind::Int8)?;
-                Storage::Int8 {
-                    codes: codes.f_contiguous()?,
-                    scales: safe.f_flatten(0, 1)?,
-                }
-            }
-            _ => {
-                return Err(Error::BadOption {
-                    option: "scheme",
-                    found: scheme.to_string(),
-                    expected: "int8, int8-weight or llm-int8".to_owned(),
-                });
-            }
-        };
-        Ok(QuantizedWeight {
-            scheme,
-            outputs,
-            inputs,
-            storage,
-            activations: Activations::Auto,
-        })
-    }
-
-    /// The weight `(O, I)` in full, of `kind`.
-    ///
-    /// # Errors
-    /// When memory runs out.
-    pub fn dequantize(&self, kind: Kind) -> Result<Tensor> {
-        match &self.storage {
-            Storage::Int8 { codes, scales } => {
-                let scales = scales.f_unsqueeze(1)?;
-                Ok(codes
-                    .f_to_kind(Kind::Float)?
-                    .f_mul(&scales)?
-                    .f_to_kind(kind)?)
-            }
-            _ => Err(Error::BadOption {
-                option: "scheme",
-                found: self.scheme.to_string(),
-                expected: "int8, int8-weight or llm-int8".to_owned(),
-            }),
-        }
-    }
-
-    /// Rows `ids` (i64, any shape `(…)`) of the weight, dequantized to `kind`: `(…, I)`. What an embedding
-    /// does.
-    ///
-    /// # Errors
-    /// For ids outside of the rows.
-    pub fn rows(&self, ids: &Tensor, kind: Kind) -> Result<Tensor> {
-        let table = self.dequantize(kind)?;
-        Ok(Tensor::f_embedding(&table, ids, -1, false, false)?)
-    }
-
     /// Another handle to the same memory.
     pub fn shallow_clone(&self) -> QuantizedWeight {
         QuantizedWeight {
@@ -165,6 +95,22 @@ impl QuantizedWeight {
         self.storage.tensors()[0].device()
     }
 
+    /// The same weight on `device`; another handle where it is there already.
+    ///
+    /// # Errors
+    /// When memory runs out, or there is no such device.
+    pub fn to_device(&self, device: Device) -> Result<QuantizedWeight> {
+        Ok(QuantizedWeight {
+            storage: self.storage.to_device(device)?,
+            ..*self
+        })
+    }
+
+    /// Bits that a weight takes on average, with its share of scales and offsets.
+    pub fn bits_per_weight(&self) -> f64 {
+        self.bytes() as f64 * 8.0 / (self.outputs * self.inputs) as f64
+    }
+
     /// Bytes of codes, scales and all that belongs to them.
     pub fn bytes(&self) -> usize {
         let bytes = |tensor: &&Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
@@ -174,10 +120,28 @@ impl QuantizedWeight {
 
 impl Storage {
     fn shallow_clone(&self) -> Storage {
-        match self {
+        match self.map(|tensor| Ok::<_, Infallible>(tensor.shallow_clone())) {
+            Ok(storage) => storage,
+        }
+    }
+
+    pub(crate) fn to_device(&self, device: Device) -> Result<Storage> {
+        self.map(|tensor| Ok(tensor.f_to_device(device)?))
+    }
+
+    /// The same storage of other tensors.
+    fn map<E>(
+        &self,
+        of: impl Fn(&Tensor) -> std::result::Result<Tensor, E>,
+    ) -> std::result::Result<Storage, E> {
+        Ok(match self {
             Storage::Int8 { codes, scales } => Storage::Int8 {
-                codes: codes.shallow_clone(),
-                scales: scales.shallow_clone(),
+                codes: of(codes)?,
+                scales: of(scales)?,
+            },
+            Storage::Fp8 { codes, scales } => Storage::Fp8 {
+                codes: of(codes)?,
+                scales: of(scales)?,
             },
             Storage::Grouped {
                 codes,
@@ -185,33 +149,29 @@ impl Storage {
                 offsets,
                 order,
             } => Storage::Grouped {
-                codes: codes.shallow_clone(),
-                scales: scales.shallow_clone(),
-                offsets: offsets.as_ref().map(Tensor::shallow_clone),
-                order: order.as_ref().map(Tensor::shallow_clone),
+                codes: of(codes)?,
+                scales: of(scales)?,
+                offsets: offsets.as_ref().map(&of).transpose()?,
+                order: order.as_ref().map(&of).transpose()?,
             },
             Storage::Blocks { codes, magnitudes } => Storage::Blocks {
-                codes: codes.shallow_clone(),
+                codes: of(codes)?,
                 magnitudes: match magnitudes {
-                    Magnitudes::Full(full) => Magnitudes::Full(full.shallow_clone()),
+                    Magnitudes::Full(full) => Magnitudes::Full(of(full)?),
                     Magnitudes::Quantized {
                         codes,
                         code_book,
                         scales,
                         offset,
                     } => Magnitudes::Quantized {
-                        codes: codes.shallow_clone(),
-                        code_book: code_book.shallow_clone(),
-                        scales: scales.shallow_clone(),
+                        codes: of(codes)?,
+                        code_book: of(code_book)?,
+                        scales: of(scales)?,
                         offset: *offset,
                     },
                 },
             },
-            Storage::Fp8 { codes, scales } => Storage::Fp8 {
-                codes: codes.shallow_clone(),
-                scales: scales.shallow_clone(),
-            },
-        }
+        })
     }
 
     /// All tensors, the codes first.

@@ -1,0 +1,366 @@
+//! Integers of 4 or 8 bits in groups along the input.
+//!
+//! Scales, zero points and codes are those that compressed-tensors computes (`calculate_qparams`,
+//! `quantize`): a symmetric group's scale is its largest magnitude over half the range (7.5, 127.5), and
+//! the others' zero point is an integer, so that 0 has a code of its own.
+
+use super::LEAST_SCALE;
+use super::floats::{extremes, first_not_finite, round_bits};
+use super::jobs::NotFinite;
+use super::vectors::vectorised;
+
+/// Which integers a group's codes are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Levels {
+    /// 4 or 8.
+    pub(crate) bits: u8,
+    /// Whether 0 is the middle of the range.
+    pub(crate) symmetric: bool,
+}
+
+/// `w = (code − zero) · scale`; codes as they are stored, from [`Levels::first`] on.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Fit {
+    pub(crate) scale: f32,
+    pub(crate) zero: f32,
+}
+
+impl Levels {
+    /// The largest code minus the least.
+    #[inline(always)]
+    pub(crate) fn span(self) -> f32 {
+        if self.bits == 4 { 15.0 } else { 255.0 }
+    }
+
+    /// The least stored code: -128 where codes are signed bytes, else 0.
+    #[inline(always)]
+    pub(crate) fn first(self) -> f32 {
+        if self.bits == 8 && self.symmetric {
+            -128.0
+        } else {
+            0.0
+        }
+    }
+
+    /// The stored code of 0 in symmetric groups.
+    #[inline(always)]
+    pub(crate) fn middle(self) -> f32 {
+        self.first() + (self.span() + 1.0) / 2.0
+    }
+
+    /// The scale and zero point with which the codes cover `low..=high` and 0.
+    pub(crate) fn fit(self, [low, high]: [f32; 2]) -> Fit {
+        let (low, high) = (low.min(0.0), high.max(0.0));
+        let span = self.span();
+        let scale = match (high - low) / span {
+            _ if self.symmetric => high.max(-low) / (span / 2.0),
+            scale if scale.is_finite() => scale,
+            _ => high / span - low / span,
+        };
+        if scale < LEAST_SCALE {
+            let zero = self.middle();
+            return Fit {
+                scale: LEAST_SCALE,
+                zero,
+            };
+        }
+        if self.symmetric {
+            let zero = self.middle();
+            return Fit { scale, zero };
+        }
+        // Counted from the middle of the range, as the original does, for the same rounding.
+        let half = (self.span() + 1.0) / 2.0;
+        let zero = (-half - low / scale).clamp(-half, half - 1.0);
+        Fit {
+            scale,
+            zero: zero.round_ties_even() + half,
+        }
+    }
+
+    /// The stored code of `x`, as a byte.
+    #[inline(always)]
+    pub(crate) fn code(self, x: f32, fit: Fit) -> u8 {
+        // About the middle, for the same rounding as the original's.
+        let half = (self.span() + 1.0) / 2.0;
+        let shift = half + self.first();
+        let level = x / fit.scale + (fit.zero - shift);
+        let level = level.clamp(-half, half - 1.0);
+        (round_bits(level).wrapping_add(shift as i32 as u32)) as u8
+    }
+
+    /// The number that a byte stands for.
+    #[inline(always)]
+    pub(crate) fn number(self, code: u8, fit: Fit) -> f32 {
+        let code = if self.first() < 0.0 {
+            f32::from(code as i8)
+        } else {
+            f32::from(code)
+        };
+        (code - fit.zero) * fit.scale
+    }
+}
+
+/// What the groups of a row are made of: scales, and offsets where the levels are not symmetric.
+#[derive(Debug)]
+pub(crate) struct RowMut<'a> {
+    /// Two to a byte at 4 bits, the first in the low half.
+    pub(crate) codes: &'a mut [u8],
+    pub(crate) scales: &'a mut [f32],
+    /// Empty where the levels are symmetric.
+    pub(crate) offsets: &'a mut [f32],
+}
+
+/// The range that a group's codes are to cover, of the group's numbers.
+pub(crate) type RangeOf<'a> = &'a (dyn Fn(&[f32]) -> [f32; 2] + Sync);
+
+/// Quantizes a row of groups of `group` numbers, a divisor of the row's length.
+pub(crate) fn quantize_row(
+    row: &[f32],
+    group: usize,
+    levels: Levels,
+    range_of: Option<RangeOf<'_>>,
+    to: RowMut<'_>,
+) -> Result<(), NotFinite> {
+    let mut bytes = [0u8; 256];
+    let per_byte = if levels.bits == 4 { 2 } else { 1 };
+    let groups = row.chunks_exact(group);
+    let packed = to.codes.chunks_exact_mut(group / per_byte);
+    for (index, ((numbers, packed), scale)) in groups.zip(packed).zip(to.scales).enumerate() {
+        let mut range = extremes(numbers);
+        if !range.iter().all(|x| x.is_finite()) {
+            let index = index * group + first_not_finite(numbers).unwrap_or_default();
+            return Err(NotFinite { index });
+        }
+        if let Some(range_of) = range_of {
+            range = range_of(numbers);
+        }
+        let fit = levels.fit(range);
+        *scale = fit.scale;
+        if let Some(offset) = to.offsets.get_mut(index) {
+            *offset = -fit.zero * fit.scale;
+        }
+        match (levels.bits, levels.symmetric) {
+            (4, _) => {
+                let bytes = &mut bytes[..group];
+                encode(numbers, 4, levels.symmetric, fit.scale, fit.zero, bytes);
+                pack(bytes, packed);
+            }
+            _ => encode(numbers, 8, levels.symmetric, fit.scale, fit.zero, packed),
+        }
+    }
+    Ok(())
+}
+
+vectorised! {
+    fn encode(
+        numbers: &[f32],
+        bits: u8,
+        symmetric: bool,
+        scale: f32,
+        zero: f32,
+        codes: &mut [u8],
+    ) {
+        let levels = Levels { bits, symmetric };
+        let fit = Fit { scale, zero };
+        for (code, x) in codes.iter_mut().zip(numbers) {
+            *code = levels.code(*x, fit);
+        }
+    }
+
+    /// Two codes to a byte, the first in the low half.
+    pub(crate) fn pack(codes: &[u8], packed: &mut [u8]) {
+        for (byte, pair) in packed.iter_mut().zip(codes.chunks_exact(2)) {
+            *byte = pair[0] | pair[1] << 4;
+        }
+    }
+
+    /// The numbers of a row of 4-bit codes: `(code − zero) · scale + offset`, one scale and offset for
+    /// each of the row's groups. No offsets: all 0.
+    pub(crate) fn dequantize_row_4(
+        packed: &[u8],
+        zero: f32,
+        scales: &[f32],
+        offsets: &[f32],
+        row: &mut [f32],
+    ) {
+        let group = row.len() / scales.len().max(1);
+        let groups = row.chunks_exact_mut(group.max(2)).zip(packed.chunks_exact(group.max(2) / 2));
+        for (index, ((numbers, packed), scale)) in groups.zip(scales).enumerate() {
+            let offset = offsets.get(index).copied().unwrap_or_default();
+            for (pair, byte) in numbers.chunks_exact_mut(2).zip(packed) {
+                pair[0] = (f32::from(byte & 15) - zero) * scale + offset;
+                pair[1] = (f32::from(byte >> 4) - zero) * scale + offset;
+            }
+        }
+    }
+
+    /// As [`dequantize_row_4`] with a code a byte, signed if `signed`.
+    pub(crate) fn dequantize_row_8(
+        codes: &[u8],
+        signed: bool,
+        scales: &[f32],
+        offsets: &[f32],
+        row: &mut [f32],
+    ) {
+        let group = (row.len() / scales.len().max(1)).max(1);
+        let groups = row.chunks_exact_mut(group).zip(codes.chunks_exact(group));
+        for (index, ((numbers, codes), scale)) in groups.zip(scales).enumerate() {
+            let offset = offsets.get(index).copied().unwrap_or_default();
+            // A signed byte is the unsigned one with its top bit turned over, less 128.
+            let (flip, zero) = if signed { (0x80, 128.0) } else { (0, 0.0) };
+            for (x, code) in numbers.iter_mut().zip(codes) {
+                *x = (f32::from(code ^ flip) - zero) * scale + offset;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Codes, scales, offsets and the numbers that come back.
+    fn round_trip(row: &[f32], group: usize, levels: Levels) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
+        let groups = row.len() / group;
+        let mut codes = vec![0; row.len() * usize::from(levels.bits) / 8];
+        let mut scales = vec![0.0; groups];
+        let mut offsets = vec![0.0; if levels.symmetric { 0 } else { groups }];
+        let to = RowMut {
+            codes: &mut codes,
+            scales: &mut scales,
+            offsets: &mut offsets,
+        };
+        quantize_row(row, group, levels, None, to).expect("finite");
+        let mut back = vec![0.0; row.len()];
+        match levels.bits {
+            4 => {
+                let zero = if levels.symmetric { 8.0 } else { 0.0 };
+                dequantize_row_4(&codes, zero, &scales, &offsets, &mut back);
+            }
+            _ => dequantize_row_8(&codes, levels.symmetric, &scales, &offsets, &mut back),
+        }
+        (scales, offsets, back)
+    }
+
+    proptest! {
+        #[test]
+        fn numbers_come_back_within_half_a_step_of_their_group(
+            numbers in prop::collection::vec(-1f32..1.0, 256),
+            shift in -2f32..2.0,
+            exponent in -40..40,
+            size in 4u32..=8,
+            eight in any::<bool>(),
+            symmetric in any::<bool>(),
+        ) {
+            let row: Vec<f32> = numbers.iter().map(|x| (x + shift) * 2f32.powi(exponent)).collect();
+            let (group, bits) = (1 << size, if eight { 8 } else { 4 });
+            let levels = Levels { bits, symmetric };
+            let (scales, _, back) = round_trip(&row, group, levels);
+            for (index, (x, y)) in row.iter().zip(&back).enumerate() {
+                let scale = scales[index / group];
+                // Half a step, and roundings of sums and products of up to 255 steps.
+                let bound = scale * (0.5 + 255.0 * 4.0 * f32::EPSILON);
+                prop_assert!((x - y).abs() <= bound, "{} {} {}", x, y, scale);
+            }
+        }
+
+        #[test]
+        fn zero_stays_zero_in_every_group(
+            mut row in prop::collection::vec(-1f32..3.0, 64),
+            eight in any::<bool>(),
+            symmetric in any::<bool>(),
+        ) {
+            row[17] = 0.0;
+            let levels = Levels { bits: if eight { 8 } else { 4 }, symmetric };
+            let (scales, _, back) = round_trip(&row, 64, levels);
+            // The offset is a rounded product, so code and offset cancel up to its rounding.
+            prop_assert!(back[17].abs() <= scales[0] * 255.0 * f32::EPSILON);
+        }
+    }
+
+    #[test]
+    fn the_fit_is_worked_out_by_hand() {
+        let four = |symmetric| Levels { bits: 4, symmetric };
+        assert_eq!(
+            four(true).fit([-1.0, 3.0]),
+            Fit {
+                scale: 0.4,
+                zero: 8.0
+            }
+        );
+        assert_eq!(
+            four(false).fit([-1.0, 2.0]),
+            Fit {
+                scale: 0.2,
+                zero: 5.0
+            }
+        );
+        // 0 is covered although no number is there.
+        assert_eq!(
+            four(false).fit([1.0, 3.0]),
+            Fit {
+                scale: 0.2,
+                zero: 0.0
+            }
+        );
+        assert_eq!(four(true).code(3.0, four(true).fit([-1.0, 3.0])), 15);
+        assert_eq!(four(true).code(-0.4, four(true).fit([-1.0, 3.0])), 7);
+        let eight = Levels {
+            bits: 8,
+            symmetric: true,
+        };
+        let fit = eight.fit([-2.0, 255.0]);
+        assert_eq!(
+            fit,
+            Fit {
+                scale: 2.0,
+                zero: 0.0
+            }
+        );
+        assert_eq!(eight.code(-2.0, fit) as i8, -1);
+        assert_eq!(eight.number(eight.code(-2.0, fit), fit), -2.0);
+    }
+
+    #[test]
+    fn groups_of_zeros_are_zeros() {
+        for bits in [4, 8] {
+            for symmetric in [true, false] {
+                let levels = Levels { bits, symmetric };
+                let (scales, _, back) = round_trip(&[0.0; 32], 16, levels);
+                assert_eq!(scales, [LEAST_SCALE; 2]);
+                assert_eq!(back, [0.0; 32]);
+            }
+        }
+    }
+
+    #[test]
+    fn the_largest_floats_do_not_overflow() {
+        let row: Vec<f32> = (0..32)
+            .map(|i| if i % 2 == 0 { f32::MAX } else { f32::MIN })
+            .collect();
+        for symmetric in [true, false] {
+            let (scales, _, _) = round_trip(&row, 32, Levels { bits: 8, symmetric });
+            assert!(scales[0].is_finite());
+        }
+    }
+
+    #[test]
+    fn the_first_bad_number_is_named() {
+        let mut row = [1.0; 64];
+        row[40] = f32::NAN;
+        let (mut codes, mut scales) = ([0; 32], [0.0; 2]);
+        let to = RowMut {
+            codes: &mut codes,
+            scales: &mut scales,
+            offsets: &mut [],
+        };
+        let levels = Levels {
+            bits: 4,
+            symmetric: true,
+        };
+        let found = quantize_row(&row, 32, levels, None, to);
+        assert_eq!(found, Err(NotFinite { index: 40 }));
+    }
+}

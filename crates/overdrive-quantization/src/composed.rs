@@ -1,0 +1,353 @@
+//! Codes and numbers in libtorch's operators: for devices that the codecs do not run on. On the CPU
+//! they give the same codes as the codecs, which the tests check.
+
+use tch::{Kind, Tensor};
+
+use crate::codec::book::Book;
+use crate::codec::{LEAST_SCALE, fp8};
+use crate::quantize::{double_quantized, not_finite};
+use crate::weight::{Magnitudes, Storage};
+use crate::{BlockOptions, GroupOptions, QuantizedWeight, Result, Scheme};
+
+/// Quantizes a contiguous weight `(O, I)`.
+pub(crate) fn quantize(weight: &Tensor, scheme: Scheme) -> Result<Storage> {
+    let weight = weight.f_to_kind(Kind::Float)?;
+    let finite = weight.f_isfinite()?;
+    if finite.f_all()?.f_int64_value(&[])? == 0 {
+        let first = finite.f_logical_not()?.f_nonzero()?.f_get(0)?;
+        let [row, column] = [first.f_int64_value(&[0])?, first.f_int64_value(&[1])?];
+        let number = weight.f_double_value(&[row, column])? as f32;
+        let place = |index: i64| index.unsigned_abs() as usize;
+        return Err(not_finite(number, place(row), place(column)));
+    }
+    match scheme {
+        Scheme::Int8Dynamic | Scheme::Int8WeightOnly | Scheme::LlmInt8 { .. } => int8(&weight),
+        Scheme::Grouped(options) => grouped(&weight, options),
+        Scheme::Nf4(options) => blocks(&weight, Book::Nf4, options),
+        Scheme::Fp4(options) => blocks(&weight, Book::Fp4, options),
+        Scheme::Fp8 => float8(&weight),
+    }
+}
+
+/// The largest magnitude of each row, and the scale that it gives the largest code `most`; numbers that
+/// are too small for one become 0.
+fn row_scales(weight: &Tensor, most: f32) -> Result<(Tensor, Tensor, Tensor)> {
+    let magnitude = weight.f_abs()?.f_amax([1], true)?;
+    let scale = magnitude.f_div(&Tensor::from(most))?;
+    let tiny = scale.f_lt(f64::from(LEAST_SCALE))?;
+    let weight = weight.f_masked_fill(&tiny, 0.0)?;
+    let magnitude = magnitude.f_masked_fill(&tiny, 1.0)?;
+    let scale = scale.f_masked_fill(&tiny, f64::from(LEAST_SCALE))?;
+    Ok((weight, magnitude, scale))
+}
+
+fn int8(weight: &Tensor) -> Result<Storage> {
+    let (weight, magnitude, scale) = row_scales(weight, 127.0)?;
+    let inverse = Tensor::from(127f32)
+        .f_to_device(weight.device())?
+        .f_div(&magnitude)?;
+    let codes = weight.f_mul(&inverse)?.f_round()?.f_clamp(-127.0, 127.0)?;
+    Ok(Storage::Int8 {
+        codes: codes.f_to_kind(Kind::Int8)?,
+        scales: scale.f_flatten(0, 1)?,
+    })
+}
+
+fn float8(weight: &Tensor) -> Result<Storage> {
+    let (weight, _, scale) = row_scales(weight, fp8::MAX)?;
+    let most = f64::from(fp8::MAX);
+    let codes = weight.f_div(&scale)?.f_clamp(-most, most)?;
+    Ok(Storage::Fp8 {
+        codes: codes
+            .f_to_kind(Kind::Float8e4m3fn)?
+            .f_view_dtype(Kind::Uint8)?,
+        scales: scale.f_flatten(0, 1)?,
+    })
+}
+
+fn grouped(weight: &Tensor, options: GroupOptions) -> Result<Storage> {
+    let [outputs, inputs] = [weight.size()[0], weight.size()[1]];
+    let group = options.group_size as i64;
+    let groups = inputs / group;
+    let half = if options.bits == 4 { 8.0 } else { 128.0 };
+    let span = 2.0 * half - 1.0;
+    let numbers = weight.f_view([outputs, groups, group])?;
+    let low = numbers.f_amin([-1], true)?.f_clamp_max(0.0)?;
+    let high = numbers.f_amax([-1], true)?.f_clamp_min(0.0)?;
+    let scale = match options.symmetric {
+        true => low
+            .f_neg()?
+            .f_maximum(&high)?
+            .f_div(&Tensor::from(span as f32 / 2.0))?,
+        false => high.f_sub(&low)?.f_div(&Tensor::from(span as f32))?,
+    };
+    let tiny = scale.f_lt(f64::from(LEAST_SCALE))?;
+    let scale = scale.f_masked_fill(&tiny, f64::from(LEAST_SCALE))?;
+    // From the middle of the range, in which the originals count.
+    let zero = match options.symmetric {
+        true => scale.f_zeros_like()?,
+        false => {
+            let zero = low.f_div(&scale)?.f_neg()?.f_add_scalar(-half)?;
+            let zero = zero.f_clamp(-half, half - 1.0)?.f_round()?;
+            zero.f_masked_fill(&tiny, 0.0)?
+        }
+    };
+    let levels = numbers.f_div(&scale)?.f_add(&zero)?;
+    let levels = levels.f_clamp(-half, half - 1.0)?.f_round()?;
+    let offsets = zero.f_add_scalar(half)?.f_mul(&scale)?.f_neg()?;
+    let levels = levels.f_view([outputs, inputs])?;
+    let codes = match (options.bits, options.symmetric) {
+        (8, true) => levels.f_to_kind(Kind::Int8)?,
+        (8, false) => levels.f_add_scalar(half)?.f_to_kind(Kind::Uint8)?,
+        _ => packed(&levels.f_add_scalar(half)?.f_to_kind(Kind::Uint8)?, false)?,
+    };
+    Ok(Storage::Grouped {
+        codes,
+        scales: scale.f_view([outputs, groups])?,
+        offsets: match options.symmetric {
+            true => None,
+            false => Some(offsets.f_view([outputs, groups])?),
+        },
+        order: None,
+    })
+}
+
+fn blocks(weight: &Tensor, book: Book, options: BlockOptions) -> Result<Storage> {
+    let flat = weight.f_flatten(0, -1)?;
+    let (len, block) = (flat.numel() as i64, options.block_size as i64);
+    let whole = len / block * block;
+    let blocks = flat.f_narrow(0, 0, whole)?.f_view([-1, block])?;
+    let mut magnitudes = blocks.f_abs()?.f_amax([1], true)?;
+    let inverse = magnitudes.f_clamp_min(1e-38)?.f_reciprocal()?;
+    let mut scaled = blocks.f_mul(&inverse)?.f_flatten(0, -1)?;
+    magnitudes = magnitudes.f_flatten(0, -1)?;
+    if whole < len {
+        let rest = flat.f_narrow(0, whole, len - whole)?;
+        let magnitude = rest.f_abs()?.f_max()?.f_clamp_min(1e-38)?;
+        scaled = Tensor::f_cat(&[scaled, rest.f_div(&magnitude)?], 0)?;
+        magnitudes = Tensor::f_cat(&[magnitudes, magnitude.f_view([1])?], 0)?;
+    }
+    if len % 2 == 1 {
+        scaled = scaled.f_constant_pad_nd([0, 1])?;
+    }
+    let bounds = Tensor::f_from_slice(&book.bounds())?.f_to_device(weight.device())?;
+    let places = scaled.f_bucketize(&bounds, true, false)?;
+    let codes: Vec<u8> = (0..16).map(|place| book.code_at(place)).collect();
+    let codes = Tensor::f_from_slice(&codes)?.f_to_device(weight.device())?;
+    let codes = codes.f_index_select(0, &places)?;
+    Ok(Storage::Blocks {
+        codes: packed(&codes, true)?,
+        magnitudes: match options.double_quant {
+            false => Magnitudes::Full(magnitudes),
+            true => double_quantized(&magnitudes)?,
+        },
+    })
+}
+
+/// Codes of 4 bits `(…, n)` in bytes `(…, n/2)`.
+fn packed(codes: &Tensor, first_high: bool) -> Result<Tensor> {
+    let pairs = codes.f_unflatten(-1, [-1, 2])?;
+    let (first, second) = (pairs.f_select(-1, 0)?, pairs.f_select(-1, 1)?);
+    let (high, low) = if first_high {
+        (first, second)
+    } else {
+        (second, first)
+    };
+    Ok(high.f_mul_scalar(16)?.f_bitwise_or_tensor(&low)?)
+}
+
+/// Bytes `(…, n/2)` as codes of 4 bits `(…, n)`.
+fn unpacked(bytes: &Tensor, first_high: bool) -> Result<Tensor> {
+    let low = bytes.f_bitwise_and(15)?;
+    let high = bytes.f_bitwise_right_shift_tensor_scalar(4)?;
+    let pair = if first_high { [high, low] } else { [low, high] };
+    Ok(Tensor::f_stack(&pair, -1)?.f_flatten(-2, -1)?)
+}
+
+/// The weight in full.
+pub(crate) fn dequantize(weight: &QuantizedWeight, kind: Kind) -> Result<Tensor> {
+    let numbers = match &weight.storage {
+        Storage::Blocks { codes, magnitudes } => {
+            let (book, block) = book_of(weight.scheme);
+            let table = Tensor::f_from_slice(book.numbers())?.f_to_device(codes.device())?;
+            let len = weight.outputs * weight.inputs;
+            let codes = unpacked(codes, true)?.f_narrow(0, 0, len)?;
+            let numbers = table.f_index_select(0, &codes.f_to_kind(Kind::Int)?)?;
+            let magnitudes = magnitudes
+                .tensor()?
+                .f_repeat_interleave_self_int(block, 0, None)?;
+            let numbers = numbers.f_mul(&magnitudes.f_narrow(0, 0, len)?)?;
+            numbers.f_view([weight.outputs, weight.inputs])?
+        }
+        _ => by_row(weight, None)?,
+    };
+    Ok(numbers.f_to_kind(kind)?)
+}
+
+/// Rows `ids (n,)`.
+pub(crate) fn rows(weight: &QuantizedWeight, ids: &Tensor, kind: Kind) -> Result<Tensor> {
+    match &weight.storage {
+        Storage::Blocks { codes, magnitudes } if weight.inputs % 2 == 0 => {
+            let (book, block) = book_of(weight.scheme);
+            let device = codes.device();
+            let table = Tensor::f_from_slice(book.numbers())?.f_to_device(device)?;
+            let codes = codes.f_view([weight.outputs, -1])?.f_index_select(0, ids)?;
+            let codes = unpacked(&codes, true)?;
+            let numbers =
+                table.f_index_select(0, &codes.f_flatten(0, -1)?.f_to_kind(Kind::Int)?)?;
+            let places = Tensor::f_arange(weight.inputs, (Kind::Int64, device))?;
+            let places = ids
+                .f_unsqueeze(1)?
+                .f_mul_scalar(weight.inputs)?
+                .f_add(&places)?;
+            let blocks = places.f_flatten(0, -1)?.f_div_scalar_mode(block, "floor")?;
+            let numbers = numbers.f_mul(&magnitudes.tensor()?.f_index_select(0, &blocks)?)?;
+            Ok(numbers.f_view([-1, weight.inputs])?.f_to_kind(kind)?)
+        }
+        Storage::Blocks { .. } => Ok(dequantize(weight, kind)?.f_index_select(0, ids)?),
+        _ => Ok(by_row(weight, Some(ids))?.f_to_kind(kind)?),
+    }
+}
+
+fn book_of(scheme: Scheme) -> (Book, i64) {
+    match scheme {
+        Scheme::Fp4(options) => (Book::Fp4, options.block_size as i64),
+        Scheme::Nf4(options) => (Book::Nf4, options.block_size as i64),
+        _ => (Book::Nf4, 64),
+    }
+}
+
+/// All rows or those of `ids`, of storages that keep each row by itself.
+fn by_row(weight: &QuantizedWeight, ids: Option<&Tensor>) -> Result<Tensor> {
+    let of = |tensor: &Tensor| match ids {
+        Some(ids) => tensor.f_index_select(0, ids),
+        None => Ok(tensor.shallow_clone()),
+    };
+    Ok(match &weight.storage {
+        Storage::Int8 { codes, scales } => of(codes)?
+            .f_to_kind(Kind::Float)?
+            .f_mul(&of(scales)?.f_unsqueeze(1)?)?,
+        Storage::Fp8 { codes, scales } => {
+            let codes = of(codes)?.f_view_dtype(Kind::Float8e4m3fn)?;
+            codes
+                .f_to_kind(Kind::Float)?
+                .f_mul(&of(scales)?.f_unsqueeze(1)?)?
+        }
+        Storage::Grouped {
+            codes,
+            scales,
+            offsets,
+            order,
+        } => {
+            let four = codes.size()[1] != weight.inputs;
+            let codes = of(codes)?;
+            let codes = if four {
+                unpacked(&codes, false)?
+            } else {
+                codes
+            };
+            let groups = scales.size()[1];
+            let mut numbers = codes.f_to_kind(Kind::Float)?.f_unflatten(1, [groups, -1])?;
+            if four && offsets.is_none() {
+                numbers = numbers.f_add_scalar(-8.0)?;
+            }
+            let each = |tensor: &Tensor| of(tensor)?.f_to_kind(Kind::Float)?.f_unsqueeze(-1);
+            numbers = numbers.f_mul(&each(scales)?)?;
+            if let Some(offsets) = offsets {
+                numbers = numbers.f_add(&each(offsets)?)?;
+            }
+            let numbers = numbers.f_flatten(1, 2)?;
+            match order {
+                None => numbers,
+                // Where each input stands.
+                Some(order) => numbers.f_index_select(1, &order.f_argsort(0, false)?)?,
+            }
+        }
+        // Blocks run across rows; `dequantize` and `rows` have them.
+        Storage::Blocks { .. } => dequantize(weight, Kind::Float)?,
+    })
+}
+
+impl Magnitudes {
+    /// f32 `(blocks,)`, on any device.
+    pub(crate) fn tensor(&self) -> Result<Tensor> {
+        Ok(match self {
+            Magnitudes::Full(magnitudes) => magnitudes.shallow_clone(),
+            Magnitudes::Quantized {
+                codes,
+                code_book,
+                scales,
+                offset,
+            } => {
+                let numbers = code_book.f_index_select(0, &codes.f_to_kind(Kind::Int)?)?;
+                let block = crate::codec::dynamic::BLOCK as i64;
+                let scales = scales.f_repeat_interleave_self_int(block, 0, None)?;
+                let numbers = numbers.f_mul(&scales.f_narrow(0, 0, codes.numel() as i64)?)?;
+                numbers.f_add_scalar(f64::from(*offset))?
+            }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Device;
+
+    use super::*;
+
+    /// On the CPU, where both ways exist.
+    #[test]
+    fn operators_give_the_codes_and_numbers_of_the_codecs() {
+        tch::manual_seed(3);
+        let weight = Tensor::randn([24, 256], (Kind::Float, Device::Cpu));
+        // Rows of zeros, of tiny numbers, and of one sign.
+        let _ = weight.get(1).zero_();
+        let _ = weight.get(2).fill_(1e-39);
+        let _ = weight.get(3).abs_();
+        for name in Scheme::NAMES.iter().chain(&["int8-g32", "int8-g16-asym"]) {
+            let scheme: Scheme = name.parse().expect("a name");
+            let codec = QuantizedWeight::quantize(&weight, scheme).expect("it fits");
+            let composed = quantize(&weight, scheme).expect("it fits");
+            let pairs = codec.storage.tensors().into_iter().zip(composed.tensors());
+            for (codec, composed) in pairs {
+                assert_eq!(codec.kind(), composed.kind(), "{name}");
+                assert_eq!(codec, composed, "{name}");
+            }
+            let numbers = dequantize(&codec, Kind::Float).expect("memory");
+            assert_eq!(
+                codec.dequantize(Kind::Float).expect("memory"),
+                numbers,
+                "{name}"
+            );
+            let ids = Tensor::from_slice(&[5i64, 0, 23, 5]);
+            assert_eq!(
+                rows(&codec, &ids, Kind::Float).expect("memory"),
+                numbers.index_select(0, &ids),
+                "{name}"
+            );
+        }
+    }
+
+    #[test]
+    fn operators_take_a_last_block_that_is_shorter() {
+        let weight = Tensor::randn([3, 43], (Kind::Float, Device::Cpu));
+        for name in ["nf4-single", "fp4"] {
+            let codec = QuantizedWeight::quantize(&weight, name.parse().expect("a name"));
+            let codec = codec.expect("it fits");
+            let composed = quantize(&weight, codec.scheme()).expect("it fits");
+            for (a, b) in codec.storage.tensors().into_iter().zip(composed.tensors()) {
+                assert_eq!(a, b, "{name}");
+            }
+            let numbers = dequantize(&codec, Kind::Float).expect("memory");
+            assert_eq!(codec.dequantize(Kind::Float).expect("memory"), numbers);
+        }
+    }
+
+    #[test]
+    fn operators_name_the_first_bad_number() {
+        let weight = Tensor::ones([3, 64], (Kind::Float, Device::Cpu));
+        let _ = weight.get(1).get(7).fill_(f64::NAN);
+        let error = quantize(&weight, Scheme::Int8Dynamic).expect_err("NaN");
+        assert!(error.to_string().contains("NaN at [1, 7]"), "{error}");
+    }
+}

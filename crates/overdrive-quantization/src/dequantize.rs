@@ -1,0 +1,291 @@
+//! From codes to floats.
+
+use std::borrow::Cow;
+
+use half::f16;
+use half::slice::HalfFloatSliceExt;
+use tch::{Device, Kind, Tensor};
+
+use crate::codec::book::Book;
+use crate::codec::floats::Float;
+use crate::codec::jobs::{run_jobs, units_of_job};
+use crate::codec::{blocks, dynamic, fp8, grouped, int8};
+use crate::tensors::{Fresh, bytes, elements, with_float};
+use crate::weight::{Magnitudes, Storage};
+use crate::{Error, QuantizedWeight, Result, Scheme, composed};
+
+impl QuantizedWeight {
+    /// The weight `(O, I)` in full, of `kind`, on its device. Numbers are computed in `f32` and rounded
+    /// once.
+    ///
+    /// # Errors
+    /// [`Error::BadInput`] for a kind that is not floating-point; when memory runs out.
+    pub fn dequantize(&self, kind: Kind) -> Result<Tensor> {
+        check_kind(kind)?;
+        if self.device() != Device::Cpu {
+            return composed::dequantize(self, kind);
+        }
+        let decoder = Decoder::new(self)?;
+        let (width, rows) = (decoder.width, units_of_job(decoder.width));
+        with_float!(kind, T => {
+            let mut target = Fresh::<T>::new(&self.size())?;
+            let jobs = target.elements_mut()?.chunks_mut(rows * width).enumerate();
+            run_jobs(jobs, |(job, numbers)| {
+                let mut scratch = Scratch::default();
+                for (row, numbers) in numbers.chunks_mut(width).enumerate() {
+                    decoder.row(job * rows + row, numbers, &mut scratch);
+                }
+            });
+            Ok(target.into_tensor().f_to_kind(kind)?)
+        })
+    }
+
+    /// Rows `ids` (i64, any shape `(…)`) of the weight, dequantized to `kind`: `(…, I)`. What an embedding
+    /// does; only those rows are read.
+    ///
+    /// # Errors
+    /// [`Error::BadInput`] for ids outside of the rows or of another kind, and for a kind that is not
+    /// floating-point.
+    pub fn rows(&self, ids: &Tensor, kind: Kind) -> Result<Tensor> {
+        check_kind(kind)?;
+        let bad = |found| Error::BadInput {
+            name: "ids",
+            found,
+            expected: format!("i64 from 0 to {} on {:?}", self.outputs - 1, self.device()),
+        };
+        if ids.f_kind()? != Kind::Int64 || ids.device() != self.device() {
+            return Err(bad(format!("of {:?} on {:?}", ids.kind(), ids.device())));
+        }
+        let mut shape = ids.size();
+        shape.push(self.inputs);
+        if self.device() != Device::Cpu {
+            let rows = composed::rows(self, &ids.f_flatten(0, -1)?, kind)?;
+            return Ok(rows.f_view(&shape[..])?);
+        }
+        let ids = ids.f_contiguous()?;
+        let ids = elements::<i64>(&ids)?;
+        if let Some(id) = ids.iter().find(|id| !(0..self.outputs).contains(id)) {
+            return Err(bad(format!("{id}")));
+        }
+        let decoder = Decoder::new(self)?;
+        let (width, rows) = (decoder.width, units_of_job(decoder.width));
+        with_float!(kind, T => {
+            let mut target = Fresh::<T>::new(&shape)?;
+            let jobs = target.elements_mut()?.chunks_mut(rows * width).zip(ids.chunks(rows));
+            run_jobs(jobs, |(numbers, ids)| {
+                let mut scratch = Scratch::default();
+                for (numbers, id) in numbers.chunks_mut(width).zip(ids) {
+                    decoder.row(id.unsigned_abs() as usize, numbers, &mut scratch);
+                }
+            });
+            Ok(target.into_tensor().f_to_kind(kind)?)
+        })
+    }
+}
+
+fn check_kind(kind: Kind) -> Result<()> {
+    match kind {
+        Kind::Float | Kind::Double | Kind::BFloat16 | Kind::Half => Ok(()),
+        _ => Err(Error::BadInput {
+            name: "kind",
+            found: format!("{kind:?}"),
+            expected: "Float, Double, BFloat16 or Half".to_owned(),
+        }),
+    }
+}
+
+/// Memory that a thread keeps from row to row.
+#[derive(Debug, Default)]
+pub(crate) struct Scratch {
+    floats: Vec<f32>,
+    places: Vec<f32>,
+}
+
+/// A weight on the CPU as slices.
+#[derive(Debug)]
+pub(crate) struct Decoder<'a> {
+    /// Numbers of a row.
+    pub(crate) width: usize,
+    codes: Codes<'a>,
+}
+
+#[derive(Debug)]
+enum Codes<'a> {
+    Int8 {
+        codes: &'a [i8],
+        scales: &'a [f32],
+    },
+    Fp8 {
+        codes: &'a [u8],
+        scales: &'a [f32],
+    },
+    Grouped {
+        bits: u8,
+        symmetric: bool,
+        signed: bool,
+        /// Of a row.
+        groups: usize,
+        codes: &'a [u8],
+        scales: Cow<'a, [f32]>,
+        /// Empty where there are none.
+        offsets: Cow<'a, [f32]>,
+        order: Option<&'a [i32]>,
+    },
+    Blocks {
+        book: Book,
+        block: usize,
+        codes: &'a [u8],
+        magnitudes: Cow<'a, [f32]>,
+    },
+}
+
+impl<'a> Decoder<'a> {
+    /// Of a weight on the CPU.
+    pub(crate) fn new(weight: &'a QuantizedWeight) -> Result<Decoder<'a>> {
+        let codes = match &weight.storage {
+            Storage::Int8 { codes, scales } => Codes::Int8 {
+                codes: elements(codes)?,
+                scales: elements(scales)?,
+            },
+            Storage::Fp8 { codes, scales } => Codes::Fp8 {
+                codes: elements(codes)?,
+                scales: elements(scales)?,
+            },
+            Storage::Grouped {
+                codes,
+                scales,
+                offsets,
+                order,
+            } => Codes::Grouped {
+                bits: match weight.scheme {
+                    Scheme::Grouped(options) => options.bits,
+                    _ => 4,
+                },
+                symmetric: offsets.is_none(),
+                signed: codes.kind() == Kind::Int8,
+                groups: scales.numel() / (weight.outputs.unsigned_abs() as usize).max(1),
+                codes: bytes(codes)?,
+                scales: floats(scales)?,
+                offsets: offsets
+                    .as_ref()
+                    .map(floats)
+                    .transpose()?
+                    .unwrap_or_default(),
+                order: order.as_ref().map(elements).transpose()?,
+            },
+            Storage::Blocks { codes, magnitudes } => {
+                let (book, options) = match weight.scheme {
+                    Scheme::Fp4(options) => (Book::Fp4, options),
+                    Scheme::Nf4(options) => (Book::Nf4, options),
+                    _ => (Book::Nf4, crate::BlockOptions::default()),
+                };
+                Codes::Blocks {
+                    book,
+                    block: options.block_size,
+                    codes: elements(codes)?,
+                    magnitudes: magnitudes.floats()?,
+                }
+            }
+        };
+        // A tensor in memory has as many elements: it fits.
+        let width = weight.inputs.unsigned_abs() as usize;
+        Ok(Decoder { width, codes })
+    }
+
+    /// The numbers of a row.
+    pub(crate) fn row<T: Float>(&self, row: usize, numbers: &mut [T], scratch: &mut Scratch) {
+        let places = &mut scratch.places;
+        T::write(numbers, &mut scratch.floats, |to| {
+            self.floats(row, to, places)
+        });
+    }
+
+    fn floats(&self, row: usize, to: &mut [f32], places: &mut Vec<f32>) {
+        let width = self.width;
+        let of_row = row * width..(row + 1) * width;
+        match &self.codes {
+            Codes::Int8 { codes, scales } => {
+                int8::dequantize_row(&codes[of_row], scales[row], to);
+            }
+            Codes::Fp8 { codes, scales } => fp8::dequantize_row(&codes[of_row], scales[row], to),
+            Codes::Blocks {
+                book,
+                block,
+                codes,
+                magnitudes,
+            } => blocks::dequantize(codes, of_row.start, *block, *book, magnitudes, to),
+            Codes::Grouped { order: None, .. } => self.groups(row, to),
+            Codes::Grouped {
+                order: Some(order), ..
+            } => {
+                places.resize(width, 0.0);
+                self.groups(row, places);
+                for (input, number) in order.iter().zip(places.iter()) {
+                    // Constructors make sure that the order is one of `0..width`.
+                    to[input.unsigned_abs() as usize] = *number;
+                }
+            }
+        }
+    }
+
+    /// The numbers of a row of groups, in the order of the codes.
+    fn groups(&self, row: usize, to: &mut [f32]) {
+        let Codes::Grouped {
+            bits,
+            symmetric,
+            signed,
+            groups,
+            codes,
+            scales,
+            offsets,
+            ..
+        } = &self.codes
+        else {
+            return;
+        };
+        let bytes = self.width * usize::from(*bits) / 8;
+        let codes = &codes[row * bytes..(row + 1) * bytes];
+        let of_row = row * groups..(row + 1) * groups;
+        let offsets = offsets.get(of_row.clone()).unwrap_or_default();
+        let scales = &scales[of_row];
+        match bits {
+            4 => {
+                let zero = if *symmetric { 8.0 } else { 0.0 };
+                grouped::dequantize_row_4(codes, zero, scales, offsets, to);
+            }
+            _ => grouped::dequantize_row_8(codes, *signed, scales, offsets, to),
+        }
+    }
+}
+
+/// Numbers of `f32` or `f16`, as floats.
+fn floats(tensor: &Tensor) -> Result<Cow<'_, [f32]>> {
+    Ok(match tensor.kind() {
+        Kind::Half => Cow::Owned(elements::<f16>(tensor)?.to_f32_vec()),
+        _ => Cow::Borrowed(elements(tensor)?),
+    })
+}
+
+impl Magnitudes {
+    /// The magnitude of each block; on the CPU.
+    pub(crate) fn floats(&self) -> Result<Cow<'_, [f32]>> {
+        Ok(match self {
+            Magnitudes::Full(magnitudes) => Cow::Borrowed(elements(magnitudes)?),
+            Magnitudes::Quantized {
+                codes,
+                code_book,
+                scales,
+                offset,
+            } => {
+                let codes = elements::<u8>(codes)?;
+                let mut book = [0f32; 256];
+                for (to, from) in book.iter_mut().zip(elements::<f32>(code_book)?) {
+                    *to = *from;
+                }
+                let mut magnitudes = vec![0.0; codes.len()];
+                dynamic::dequantize(codes, &book, elements(scales)?, *offset, &mut magnitudes);
+                Cow::Owned(magnitudes)
+            }
+        })
+    }
+}

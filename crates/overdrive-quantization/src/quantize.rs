@@ -1,0 +1,320 @@
+//! From floats to codes.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::codec::book::Book;
+use crate::codec::floats::Float;
+use crate::codec::grouped::{Levels, RangeOf, RowMut};
+use crate::codec::jobs::{FirstBad, NotFinite, run_jobs, units_of_job};
+use crate::codec::{blocks, dynamic, fp8, grouped, int8};
+use crate::tensors::{Fresh, elements, with_float};
+use crate::weight::{Magnitudes, Storage};
+use crate::{
+    Activations, BlockOptions, Error, GroupOptions, QuantizedWeight, Result, Scheme, composed,
+};
+
+impl QuantizedWeight {
+    /// Quantizes `weight (O, I)` of any floating kind, on its device. The weight itself is not changed
+    /// and no gradient flows into it.
+    ///
+    /// Codes are bit for bit those of the originals: bitsandbytes' `quantize_4bit` on the CPU (NF4, FP4)
+    /// and `int8_vectorwise_quant` (8 bits by row), compressed-tensors (groups, FP8).
+    ///
+    /// # Errors
+    /// [`Error::BadInput`] for other shapes and kinds and for numbers that are not finite,
+    /// [`Error::BadOption`] for groups that do not divide the inputs, and blocks of other sizes than
+    /// bitsandbytes has.
+    pub fn quantize(weight: &Tensor, scheme: Scheme) -> Result<QuantizedWeight> {
+        quantize(weight, scheme, None)
+    }
+
+    /// As [`quantize`](QuantizedWeight::quantize), with codes that cover another range than from the
+    /// least to the largest number: `range_of` returns it for the numbers of a group, or of a row where
+    /// the scheme has one scale a row. Numbers outside become the nearest end. Where the codes are about
+    /// zero the range is that of the larger magnitude.
+    ///
+    /// On another device than the CPU the weight is quantized on the CPU and moved back.
+    ///
+    /// ```
+    /// use overdrive_quantization::{QuantizedWeight, Scheme};
+    /// use tch::{Device, Kind, Tensor};
+    ///
+    /// let weight = Tensor::randn([8, 64], (Kind::Float, Device::Cpu));
+    /// let clipped = QuantizedWeight::quantize_with(&weight, "int4-g32".parse()?, &|group| {
+    ///     let most = group.iter().fold(0f32, |most, x| most.max(x.abs()));
+    ///     [-0.9 * most, 0.9 * most]
+    /// })?;
+    /// assert_eq!(clipped.size(), [8, 64]);
+    /// # Ok::<(), overdrive_quantization::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`quantize`](QuantizedWeight::quantize); [`Error::BadOption`] for NF4 and FP4, whose blocks are
+    /// scaled by their largest magnitude.
+    pub fn quantize_with(
+        weight: &Tensor,
+        scheme: Scheme,
+        range_of: &(dyn Fn(&[f32]) -> [f32; 2] + Sync),
+    ) -> Result<QuantizedWeight> {
+        if matches!(scheme, Scheme::Nf4(_) | Scheme::Fp4(_)) {
+            return Err(Error::BadOption {
+                option: "scheme",
+                found: scheme.to_string(),
+                expected: "one with scales that can be chosen: 8 bits by row, groups, or fp8"
+                    .to_owned(),
+            });
+        }
+        quantize(weight, scheme, Some(range_of))
+    }
+}
+
+fn quantize(
+    weight: &Tensor,
+    scheme: Scheme,
+    range_of: Option<RangeOf<'_>>,
+) -> Result<QuantizedWeight> {
+    let found = |found| Error::BadInput {
+        name: "weight",
+        found,
+        expected: "(O, I) floating-point numbers, at least one".to_owned(),
+    };
+    let (outputs, inputs) = match weight.size()[..] {
+        [outputs, inputs] if outputs > 0 && inputs > 0 => (outputs, inputs),
+        _ => return Err(found(format!("of shape {:?}", weight.size()))),
+    };
+    let weight = weight.f_detach()?;
+    let weight = match weight.f_kind()? {
+        Kind::Float | Kind::BFloat16 | Kind::Half => weight.f_contiguous()?,
+        Kind::Double => weight.f_to_kind(Kind::Float)?.f_contiguous()?,
+        kind => return Err(found(format!("of kind {kind:?}"))),
+    };
+    scheme.validate(inputs)?;
+    let device = weight.device();
+    let storage = match (device, range_of) {
+        (Device::Cpu, _) => on_cpu(&weight, [outputs, inputs], scheme, range_of)?,
+        (_, None) => composed::quantize(&weight, scheme)?,
+        (_, Some(_)) => {
+            let there = weight.f_to_device(Device::Cpu)?;
+            on_cpu(&there, [outputs, inputs], scheme, range_of)?.to_device(device)?
+        }
+    };
+    Ok(QuantizedWeight {
+        scheme,
+        outputs,
+        inputs,
+        storage,
+        activations: Activations::Auto,
+    })
+}
+
+fn on_cpu(
+    weight: &Tensor,
+    shape: [i64; 2],
+    scheme: Scheme,
+    range_of: Option<RangeOf<'_>>,
+) -> Result<Storage> {
+    with_float!(weight.kind(), T => {
+        let numbers = elements::<T>(weight)?;
+        let source = Source { numbers, outputs: shape[0], inputs: shape[1], range_of };
+        match scheme {
+            Scheme::Int8Dynamic | Scheme::Int8WeightOnly | Scheme::LlmInt8 { .. } => source.int8(),
+            Scheme::Grouped(options) => source.grouped(options),
+            Scheme::Nf4(options) => source.blocks(Book::Nf4, options),
+            Scheme::Fp4(options) => source.blocks(Book::Fp4, options),
+            Scheme::Fp8 => source.fp8(),
+        }
+    })
+}
+
+/// A weight to be quantized.
+struct Source<'a, T> {
+    numbers: &'a [T],
+    outputs: i64,
+    inputs: i64,
+    range_of: Option<RangeOf<'a>>,
+}
+
+impl<T: Float> Source<'_, T> {
+    fn width(&self) -> usize {
+        // A slice has as many elements: it fits.
+        self.inputs.unsigned_abs() as usize
+    }
+
+    /// The largest magnitude that a row is to have, where that is asked for.
+    fn limit(&self, row: &[f32]) -> Option<f32> {
+        let [low, high] = self.range_of?(row);
+        Some(low.abs().max(high.abs()))
+    }
+
+    /// Says where in the weight the bad number is.
+    fn found(&self, found: std::result::Result<(), NotFinite>) -> Result<()> {
+        found.map_err(|NotFinite { index }| {
+            let mut scratch = Vec::new();
+            let number = T::read(&self.numbers[index..=index], &mut scratch)[0];
+            let (row, column) = (index / self.width(), index % self.width());
+            not_finite(number, row, column)
+        })
+    }
+
+    /// Codes of one byte and one scale for each row.
+    fn by_row<C: overdrive_sys::raw::Element>(
+        &self,
+        quantize: impl Fn(&[f32], Option<f32>, &mut [C]) -> std::result::Result<f32, NotFinite> + Sync,
+    ) -> Result<(Tensor, Tensor)> {
+        let mut codes = Fresh::<C>::new(&[self.outputs, self.inputs])?;
+        let mut scales = Fresh::<f32>::new(&[self.outputs])?;
+        let (width, rows) = (self.width(), units_of_job(self.width()));
+        let bad = FirstBad::none();
+        let jobs = self
+            .numbers
+            .chunks(rows * width)
+            .zip(codes.elements_mut()?.chunks_mut(rows * width))
+            .zip(scales.elements_mut()?.chunks_mut(rows))
+            .enumerate();
+        run_jobs(jobs, |(job, ((numbers, codes), scales))| {
+            let mut scratch = Vec::new();
+            let each = numbers.chunks(width).zip(codes.chunks_mut(width));
+            for (row, ((numbers, codes), scale)) in each.zip(scales).enumerate() {
+                let numbers = T::read(numbers, &mut scratch);
+                match quantize(numbers, self.limit(numbers), codes) {
+                    Ok(found) => *scale = found,
+                    Err(at) => return bad.note((job * rows + row) * width + at.index),
+                }
+            }
+        });
+        self.found(bad.into_result())?;
+        Ok((codes.into_tensor(), scales.into_tensor()))
+    }
+
+    fn int8(&self) -> Result<Storage> {
+        let (codes, scales) = self.by_row(int8::quantize_row)?;
+        Ok(Storage::Int8 { codes, scales })
+    }
+
+    fn fp8(&self) -> Result<Storage> {
+        let (codes, scales) = self.by_row(fp8::quantize_row)?;
+        Ok(Storage::Fp8 { codes, scales })
+    }
+
+    fn grouped(&self, options: GroupOptions) -> Result<Storage> {
+        let levels = Levels {
+            bits: options.bits,
+            symmetric: options.symmetric,
+        };
+        let (width, group) = (self.width(), options.group_size);
+        let bytes = width * usize::from(options.bits) / 8;
+        let groups = width / group;
+        let shape = [self.outputs, groups as i64];
+        let mut codes = Fresh::<u8>::new(&[self.outputs, bytes as i64])?;
+        let mut scales = Fresh::<f32>::new(&shape)?;
+        let mut offsets = Fresh::<f32>::new(if options.symmetric { &[0, 0] } else { &shape })?;
+        let rows = units_of_job(width);
+        let bad = FirstBad::none();
+        let mut offsets_of_jobs = offsets.elements_mut()?.chunks_mut(rows * groups);
+        let jobs = self
+            .numbers
+            .chunks(rows * width)
+            .zip(codes.elements_mut()?.chunks_mut(rows * bytes))
+            .zip(scales.elements_mut()?.chunks_mut(rows * groups))
+            .map(|(pair, scales)| (pair, scales, offsets_of_jobs.next().unwrap_or_default()))
+            .enumerate();
+        run_jobs(jobs, |(job, ((numbers, codes), scales, offsets))| {
+            let mut scratch = Vec::new();
+            let mut offsets = offsets.chunks_mut(groups);
+            let each = numbers.chunks(width).zip(codes.chunks_mut(bytes));
+            for (row, ((numbers, codes), scales)) in each.zip(scales.chunks_mut(groups)).enumerate()
+            {
+                let numbers = T::read(numbers, &mut scratch);
+                let offsets = offsets.next().unwrap_or_default();
+                let to = RowMut {
+                    codes,
+                    scales,
+                    offsets,
+                };
+                if let Err(at) = grouped::quantize_row(numbers, group, levels, self.range_of, to) {
+                    return bad.note((job * rows + row) * width + at.index);
+                }
+            }
+        });
+        self.found(bad.into_result())?;
+        let codes = codes.into_tensor();
+        Ok(Storage::Grouped {
+            codes: match (options.bits, options.symmetric) {
+                (8, true) => codes.f_view_dtype(Kind::Int8)?,
+                _ => codes,
+            },
+            scales: scales.into_tensor(),
+            offsets: (!options.symmetric).then(|| offsets.into_tensor()),
+            order: None,
+        })
+    }
+
+    fn blocks(&self, book: Book, options: BlockOptions) -> Result<Storage> {
+        let (len, block) = (self.numbers.len(), options.block_size);
+        let count = len.div_ceil(block);
+        let mut codes = Fresh::<u8>::new(&[len.div_ceil(2) as i64])?;
+        let mut magnitudes = Fresh::<f32>::new(&[count as i64])?;
+        let of_job = units_of_job(block);
+        let bad = FirstBad::none();
+        let jobs = self
+            .numbers
+            .chunks(of_job * block)
+            .zip(codes.elements_mut()?.chunks_mut(of_job * block / 2))
+            .zip(magnitudes.elements_mut()?.chunks_mut(of_job))
+            .enumerate();
+        run_jobs(jobs, |(job, ((numbers, codes), magnitudes))| {
+            let mut scratch = Vec::new();
+            let numbers = T::read(numbers, &mut scratch);
+            if let Err(at) = blocks::quantize(numbers, block, book, codes, magnitudes) {
+                bad.note(job * of_job * block + at.index);
+            }
+        });
+        self.found(bad.into_result())?;
+        let magnitudes = magnitudes.into_tensor();
+        Ok(Storage::Blocks {
+            codes: codes.into_tensor(),
+            magnitudes: match options.double_quant {
+                false => Magnitudes::Full(magnitudes),
+                true => double_quantized(&magnitudes)?,
+            },
+        })
+    }
+}
+
+/// The magnitudes of blocks (f32, on any device) in 8 bits.
+pub(crate) fn double_quantized(magnitudes: &Tensor) -> Result<Magnitudes> {
+    let device = magnitudes.device();
+    // libtorch's own mean: the sum in its order, as the original has it.
+    let offset = magnitudes.f_mean(Kind::Float)?.f_double_value(&[])? as f32;
+    let magnitudes = magnitudes.f_to_device(Device::Cpu)?;
+    let numbers = elements::<f32>(&magnitudes)?;
+    let mut codes = Fresh::<u8>::new(&[numbers.len() as i64])?;
+    let mut scales = Fresh::<f32>::new(&[numbers.len().div_ceil(dynamic::BLOCK) as i64])?;
+    dynamic::quantize(
+        numbers,
+        offset,
+        codes.elements_mut()?,
+        scales.elements_mut()?,
+    )
+    .map_err(|NotFinite { index }| Error::BadInput {
+        name: "weight",
+        found: format!("so large in block {index} that the mean of magnitudes overflows"),
+        expected: "smaller numbers, or a scheme without double quantization".to_owned(),
+    })?;
+    let code_book = Tensor::f_from_slice(dynamic::code_book())?;
+    Ok(Magnitudes::Quantized {
+        codes: codes.into_tensor().f_to_device(device)?,
+        code_book: code_book.f_to_device(device)?,
+        scales: scales.into_tensor().f_to_device(device)?,
+        offset,
+    })
+}
+
+pub(crate) fn not_finite(number: f32, row: usize, column: usize) -> Error {
+    Error::BadInput {
+        name: "weight",
+        found: format!("{number} at [{row}, {column}]"),
+        expected: "finite numbers; a weight that training has broken cannot be quantized"
+            .to_owned(),
+    }
+}

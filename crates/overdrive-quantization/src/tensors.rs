@@ -1,0 +1,72 @@
+//! Tensors as the slices that codecs take.
+#![allow(unsafe_code)]
+
+use overdrive_sys::raw;
+use tch::{Device, Kind, Tensor};
+
+use crate::Result;
+
+/// Evaluates `$body` with `$type` standing for the Rust type of `$kind`, which is one of `Float`,
+/// `BFloat16` and `Half`.
+macro_rules! with_float {
+    ($kind:expr, $type:ident => $body:expr) => {
+        match $kind {
+            tch::Kind::BFloat16 => {
+                type $type = half::bf16;
+                $body
+            }
+            tch::Kind::Half => {
+                type $type = half::f16;
+                $body
+            }
+            _ => {
+                type $type = f32;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_float;
+
+/// The elements of a contiguous tensor on the CPU.
+pub(crate) fn elements<T: raw::Element>(tensor: &Tensor) -> Result<&[T]> {
+    // SAFETY: codecs read their inputs only while they run, and write none of them; who writes to a
+    // tensor while an operator reads it, from another thread, races with libtorch's own operators too.
+    Ok(unsafe { raw::slice(tensor)? })
+}
+
+/// The elements of a contiguous tensor of signed or unsigned bytes on the CPU, as unsigned ones.
+pub(crate) fn bytes(tensor: &Tensor) -> Result<&[u8]> {
+    if tensor.kind() != Kind::Int8 {
+        return elements::<u8>(tensor);
+    }
+    let codes = elements::<i8>(tensor)?;
+    // SAFETY: the same memory; both types have one byte, of which every value is valid.
+    Ok(unsafe { std::slice::from_raw_parts(codes.as_ptr().cast(), codes.len()) })
+}
+
+/// A tensor on the CPU that nobody else has yet.
+#[derive(Debug)]
+pub(crate) struct Fresh<T> {
+    tensor: Tensor,
+    element: std::marker::PhantomData<T>,
+}
+
+impl<T: raw::Element> Fresh<T> {
+    /// The elements are anything until they are written.
+    pub(crate) fn new(shape: &[i64]) -> Result<Self> {
+        Ok(Self {
+            tensor: Tensor::f_empty(shape, (T::KIND, Device::Cpu))?,
+            element: std::marker::PhantomData,
+        })
+    }
+
+    pub(crate) fn elements_mut(&mut self) -> Result<&mut [T]> {
+        // SAFETY: the tensor was made by `new` and has not left it, and it is borrowed for writing.
+        Ok(unsafe { raw::slice_mut(&self.tensor)? })
+    }
+
+    pub(crate) fn into_tensor(self) -> Tensor {
+        self.tensor
+    }
+}
