@@ -217,6 +217,15 @@ pub enum Error {
         problem: String,
     },
 
+    /// No record of instruction data can be learned from.
+    #[error("nothing to learn from in {searched}: {report}; expected records with an answer")]
+    NoExamples {
+        /// The files.
+        searched: String,
+        /// What became of their records.
+        report: String,
+    },
+
     /// A file is no longer what it was when the corpus was listed.
     #[error("{path} changed while it was read; wait until nothing writes to it and start again")]
     FileChanged {

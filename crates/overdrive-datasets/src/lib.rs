@@ -58,7 +58,9 @@ mod dataset;
 mod digest;
 mod documents;
 mod error;
+mod instruction;
 mod mmap;
+mod packing;
 mod prefetch;
 pub mod random;
 pub mod store_format;
@@ -78,6 +80,14 @@ pub use corpus::{Corpus, CorpusFile, CorpusOptions, Skipped, TextFormat};
 pub use dataset::Dataset;
 pub use digest::Sha256Digest;
 pub use error::{Error, Result};
+pub use instruction::{
+    ChatFormat, ChatMessage, CollateOptions, EncodeOptions, InstructionBatch, InstructionBatches,
+    InstructionDataset, InstructionEncoder, InstructionOptions, InstructionRecord,
+    InstructionReport, Layout, OnBadRecord, PlainChat, RenderedChat, TokenizedExample,
+};
+#[cfg(feature = "tch")]
+pub use instruction::{InstructionTensorBatches, InstructionTensors};
+pub use packing::{PackPlan, PackingStrategy, Segment};
 pub use prefetch::Prefetch;
 pub use random::uniform_below;
 pub use store_format::{FORMAT_VERSION, MAGIC, TokenWidth};

@@ -1,0 +1,8 @@
+//! Sequences of different lengths laid into rows of one length.
+
+mod best_fit;
+mod plan;
+mod strategy;
+
+pub use plan::{PackPlan, Segment};
+pub use strategy::PackingStrategy;

@@ -1,0 +1,574 @@
+//! Instruction data: what becomes tokens, what is learned, and how batches are laid out.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod common;
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use overdrive_datasets::{
+    BatchState, ChatFormat, ChatMessage, CollateOptions, Dataset, EncodeOptions, IGNORE_INDEX,
+    InstructionBatches, InstructionDataset, InstructionEncoder, InstructionOptions,
+    InstructionRecord, Layout, OnBadRecord, PackingStrategy, RenderedChat, TokenizedExample,
+};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+const END: &str = "<|endoftext|>";
+
+fn encoder(options: EncodeOptions) -> InstructionEncoder {
+    let tokenizer = common::tokenizer();
+    let end = tokenizer.token_to_id(END);
+    assert!(end.is_some());
+    InstructionEncoder::new(tokenizer, None, end, options).unwrap()
+}
+
+/// `<role>content</role>` without any mark of what is learned.
+struct Tags {
+    /// Leaves out what the assistant said before the last message, as templates do with thoughts.
+    forgets: bool,
+}
+
+impl ChatFormat for Tags {
+    fn render(
+        &self,
+        messages: &[ChatMessage],
+        _tools: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> Result<RenderedChat, String> {
+        let mut text = String::new();
+        for (index, message) in messages.iter().enumerate() {
+            let role = message["role"].as_str().unwrap();
+            if role == "nobody" {
+                return Err("roles must be user or assistant".to_owned());
+            }
+            let content = message["content"].as_str().unwrap();
+            let forgotten = self.forgets && role == "assistant" && index + 1 < messages.len();
+            let content = if forgotten { "…" } else { content };
+            text += &format!("<{role}>{content}</{role}>");
+        }
+        if add_generation_prompt {
+            text += "<assistant>";
+        }
+        Ok(RenderedChat {
+            text,
+            answers: None,
+        })
+    }
+}
+
+fn with_tags(forgets: bool, options: EncodeOptions) -> InstructionEncoder {
+    let chat: Arc<dyn ChatFormat> = Arc::new(Tags { forgets });
+    InstructionEncoder::new(common::tokenizer(), Some(chat), None, options).unwrap()
+}
+
+fn record(json: &Value) -> InstructionRecord {
+    InstructionRecord::from_json(json.to_string().as_bytes()).unwrap()
+}
+
+/// The text of all tokens, and that of the learned ones.
+fn texts(encoder: &InstructionEncoder, example: &TokenizedExample) -> (String, String) {
+    let decode = |ids: Vec<u32>| encoder.tokenizer().decode(&ids, false).unwrap();
+    let learned = example
+        .labels
+        .iter()
+        .filter(|&&label| label != IGNORE_INDEX);
+    for (id, label) in example.input_ids.iter().zip(&example.labels) {
+        assert!(label == id || *label == IGNORE_INDEX);
+    }
+    (
+        decode(example.input_ids.iter().map(|&id| id as u32).collect()),
+        decode(learned.map(|&id| id as u32).collect()),
+    )
+}
+
+fn encoded(encoder: &InstructionEncoder, json: &Value) -> (String, String) {
+    texts(encoder, &encoder.encode(&record(json)).unwrap())
+}
+
+#[test]
+fn a_prompt_is_not_learned_and_the_end_of_its_answer_is() {
+    let encoder = encoder(EncodeOptions::default());
+    let (all, learned) = encoded(
+        &encoder,
+        &json!({"prompt": "use std", "response": "::fmt;"}),
+    );
+    assert_eq!(all, "use std::fmt;<|endoftext|>");
+    assert_eq!(learned, "::fmt;<|endoftext|>");
+    // An end that is there already is not doubled, and is learned.
+    let given = json!({"prompt": "use std", "response": "::fmt;<|endoftext|>"});
+    assert_eq!(encoded(&encoder, &given), (all, learned));
+}
+
+#[test]
+fn a_token_with_a_byte_of_the_answer_is_learned() {
+    let encoder = encoder(EncodeOptions::default());
+    // Some of these are cut inside a token; whatever the tokens are, no letter of the answer is left
+    // unlearned.
+    for (prompt, response) in [
+        ("x: ", "u64"),
+        ("let x", " = 1;"),
+        ("pub f", "n main() {}"),
+        ("é", "ü🦀"),
+    ] {
+        let json = json!({"prompt": prompt, "response": response});
+        let (_, learned) = encoded(&encoder, &json);
+        let learned = learned.strip_suffix(END).unwrap();
+        assert!(learned.ends_with(response), "{learned:?} {response:?}");
+    }
+}
+
+#[test]
+fn prompts_are_learned_too_where_that_is_asked_for() {
+    let options = EncodeOptions {
+        completion_only_loss: false,
+        assistant_only_loss: false,
+        ..EncodeOptions::default()
+    };
+    let (all, learned) = encoded(
+        &encoder(options.clone()),
+        &json!({"prompt": "a ", "response": "b"}),
+    );
+    assert_eq!(all, learned);
+    let chat = json!({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]});
+    let (all, learned) = encoded(&with_tags(false, options), &chat);
+    assert_eq!(
+        (all.as_str(), &learned),
+        ("<user>a</user><assistant>b</assistant>", &all)
+    );
+}
+
+#[test]
+fn a_text_is_learned_as_a_whole() {
+    let (all, learned) = encoded(
+        &encoder(EncodeOptions::default()),
+        &json!({"text": "fn main() {}"}),
+    );
+    assert_eq!(
+        (all.as_str(), learned.as_str()),
+        ("fn main() {}<|endoftext|>", all.as_str())
+    );
+}
+
+#[test]
+fn alpaca_records_are_written_with_alpacas_prompt() {
+    let encoder = encoder(EncodeOptions::default());
+    let with_input = json!({"instruction": "Add.", "input": "2 and 2", "output": "4"});
+    let (all, learned) = encoded(&encoder, &with_input);
+    assert!(all.starts_with("Below is an instruction that describes a task, paired with an input"));
+    assert!(all.ends_with(
+        "### Instruction:\nAdd.\n\n### Input:\n2 and 2\n\n### Response:\n4<|endoftext|>"
+    ));
+    assert_eq!(learned, "4<|endoftext|>");
+    let (all, _) = encoded(&encoder, &json!({"instruction": "Hi.", "output": "Ho."}));
+    assert!(all.ends_with("request.\n\n### Instruction:\nHi.\n\n### Response:\nHo.<|endoftext|>"));
+}
+
+#[test]
+fn a_prompt_template_and_a_system_text_stand_around_the_prompt() {
+    let encoder = encoder(EncodeOptions {
+        prompt_template: "Q: {prompt}\nA: ".to_owned(),
+        ..EncodeOptions::default()
+    });
+    let (all, learned) = encoded(
+        &encoder,
+        &json!({"system": "Be brief.", "prompt": "2+2?", "response": "4"}),
+    );
+    assert_eq!(all, "Be brief.\n\nQ: 2+2?\nA: 4<|endoftext|>");
+    assert!(learned.ends_with("4<|endoftext|>") && !learned.contains('?'));
+}
+
+#[test]
+fn a_conversation_without_a_template_learns_every_answer_and_its_end() {
+    let encoder = encoder(EncodeOptions::default());
+    let (all, learned) = encoded(
+        &encoder,
+        &json!({"messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"},
+            {"role": "user", "content": "3+3?"}, {"role": "assistant", "content": "6"},
+        ]}),
+    );
+    assert_eq!(
+        all,
+        "### System:\nBe brief.\n\n### User:\n2+2?\n\n### Assistant:\n4<|endoftext|>\n### User:\n3+3?\n\n\
+         ### Assistant:\n6<|endoftext|>"
+    );
+    assert_eq!(learned, "4<|endoftext|>6<|endoftext|>");
+}
+
+#[test]
+fn answers_are_found_by_rendering_prefixes_where_a_template_marks_nothing() {
+    let encoder = with_tags(false, EncodeOptions::default());
+    let turns = json!([
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"},
+    ]);
+    let (_, learned) = encoded(&encoder, &json!({"messages": turns}));
+    assert_eq!(learned, "b</assistant>d</assistant>");
+    // A prompt that is a conversation: only what follows it is learned.
+    let parts = json!({"prompt": turns.as_array().unwrap()[..3], "completion": turns.as_array().unwrap()[3..]});
+    assert_eq!(encoded(&encoder, &parts).1, "d</assistant>");
+    // A prompt and a response become a conversation.
+    let (all, learned) = encoded(
+        &encoder,
+        &json!({"prompt": "q", "response": "r", "system": "s"}),
+    );
+    assert_eq!(
+        all,
+        "<system>s</system><user>q</user><assistant>r</assistant>"
+    );
+    assert_eq!(learned, "r</assistant>");
+    let (all, _) = encoded(
+        &encoder,
+        &json!({"instruction": "i", "input": "m", "output": "o"}),
+    );
+    assert_eq!(all, "<user>i\n\nm</user><assistant>o</assistant>");
+}
+
+#[test]
+fn a_template_that_rewrites_earlier_answers_is_refused_with_ways_out() {
+    let turns = json!([
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"},
+    ]);
+    let encoder = with_tags(true, EncodeOptions::default());
+    let error = encoder
+        .encode(&record(&json!({"messages": turns})))
+        .unwrap_err();
+    assert!(
+        error.contains("message 2") && error.contains("{% generation %}"),
+        "{error}"
+    );
+    let one = json!({"messages": turns.as_array().unwrap()[..2]});
+    assert_eq!(encoded(&encoder, &one).1, "b</assistant>");
+    let refused = json!({"messages": [{"role": "nobody", "content": "a"}]});
+    let error = encoder.encode(&record(&refused)).unwrap_err();
+    assert_eq!(error, "roles must be user or assistant");
+}
+
+#[test]
+fn what_a_model_is_asked_is_the_text_before_the_last_answer() {
+    let encoder = encoder(EncodeOptions {
+        completion_only_loss: false,
+        ..EncodeOptions::default()
+    });
+    let asked = |json: &Value| encoder.prompt(&record(json)).unwrap();
+    let (text, ids) = asked(&json!({"prompt": "use ", "response": "std"})).unwrap();
+    assert_eq!(text, "use ");
+    assert!(!ids.is_empty());
+    assert_eq!(asked(&json!({"text": "abc"})), None);
+}
+
+fn write(dir: &Path, name: &str, lines: &[String]) -> PathBuf {
+    let path = dir.join(name);
+    std::fs::write(&path, lines.join("\n")).unwrap();
+    path
+}
+
+/// Records whose answers have this many letters.
+fn lines(letters: &[usize]) -> Vec<String> {
+    let line = |(index, &count): (usize, &usize)| {
+        let answer: String = (0..count)
+            .map(|at| char::from(b'a' + ((at * 7 + index) % 26) as u8))
+            .collect();
+        json!({"prompt": format!("{index}: "), "response": answer}).to_string()
+    };
+    letters.iter().enumerate().map(line).collect()
+}
+
+fn open(path: &Path, options: EncodeOptions) -> InstructionDataset {
+    InstructionDataset::open([path], encoder(options), InstructionOptions::default()).unwrap()
+}
+
+#[test]
+fn a_broken_record_is_told_with_its_place_or_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let good = lines(&[3, 4]);
+    let all = [
+        good[0].clone(),
+        "{\"prompt\": 1}".to_owned(),
+        "{oops".to_owned(),
+        good[1].clone(),
+    ];
+    let path = write(dir.path(), "data.jsonl", &all);
+    let open = |on_bad_record| {
+        let options = InstructionOptions {
+            on_bad_record,
+            ..InstructionOptions::default()
+        };
+        InstructionDataset::open([&path], encoder(EncodeOptions::default()), options)
+    };
+    let error = open(OnBadRecord::Stop).unwrap_err().to_string();
+    let place = format!("data.jsonl, line 2 (byte {})", good[0].len() + 1);
+    assert!(
+        error.contains(&place) && error.contains("neither `response`"),
+        "{error}"
+    );
+
+    let data = open(OnBadRecord::Skip).unwrap();
+    assert_eq!(
+        (data.len(), data.report().broken, data.report().records),
+        (2, 2, 4)
+    );
+    assert!(data.report().to_string().contains(&place));
+}
+
+#[test]
+fn what_is_too_long_is_cut_and_what_has_no_answer_left_is_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let long_prompt = json!({"prompt": "0123456789 ".repeat(20), "response": "x"}).to_string();
+    let empty = json!({"messages": [{"role": "user", "content": "a"}]}).to_string();
+    let mut all = lines(&[2, 90]);
+    all.extend([long_prompt, empty]);
+    let path = write(dir.path(), "data.jsonl", &all);
+    let data = open(
+        &path,
+        EncodeOptions {
+            max_seq_length: 24,
+            ..EncodeOptions::default()
+        },
+    );
+    let report = data.report();
+    assert_eq!(
+        (
+            report.records,
+            report.kept,
+            report.truncated,
+            report.without_answer
+        ),
+        (4, 2, 1, 2)
+    );
+    assert_eq!((data.lengths()[1], report.longest), (24, 24));
+    let examples: Vec<_> = (0..2).map(|index| data.get(index).unwrap()).collect();
+    let sum =
+        |count: fn(&TokenizedExample) -> usize| examples.iter().map(count).sum::<usize>() as u64;
+    assert_eq!(report.tokens, sum(|example| example.input_ids.len()));
+    assert_eq!(report.learned_tokens, sum(TokenizedExample::learned_tokens));
+    // The end of text is cut off with the rest of the answer, and learned where it is there.
+    assert!(examples[1].labels[23] != IGNORE_INDEX && examples[1].truncated);
+}
+
+#[test]
+fn data_without_an_answer_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = write(dir.path(), "data.jsonl", &[]);
+    let encoder = encoder(EncodeOptions::default());
+    let error = InstructionDataset::open([&path], encoder, InstructionOptions::default())
+        .unwrap_err()
+        .to_string();
+    assert!(error.starts_with("nothing to learn from in"), "{error}");
+}
+
+#[test]
+fn folders_and_arrays_are_read_in_order() {
+    let dir = tempfile::tempdir().unwrap();
+    let all = lines(&[3, 4, 5, 6]);
+    write(dir.path(), "b.jsonl", &all[2..]);
+    std::fs::write(
+        dir.path().join("a.json"),
+        format!("[{},\n {}]", all[0], all[1]),
+    )
+    .unwrap();
+    std::fs::write(dir.path().join("c.txt"), "not data").unwrap();
+    let folder = open(dir.path(), EncodeOptions::default());
+    let path = write(dir.path(), "c.jsonl", &all);
+    let flat = open(&path, EncodeOptions::default());
+    assert_eq!(folder.len(), 4);
+    for index in 0..4 {
+        assert_eq!(folder.get(index).unwrap(), flat.get(index).unwrap());
+    }
+}
+
+#[test]
+fn splits_are_disjoint_complete_and_decided_by_the_seed() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = write(dir.path(), "data.jsonl", &lines(&[3; 40]));
+    let data = open(&path, EncodeOptions::default());
+    let (train, held) = data.split(0.25, 7).unwrap();
+    assert_eq!((train.len(), held.len()), (30, 10));
+    let mut seen: Vec<_> = (0..30).map(|i| train.get(i).unwrap().input_ids).collect();
+    seen.extend((0..10).map(|i| held.get(i).unwrap().input_ids));
+    seen.sort();
+    seen.dedup();
+    assert_eq!(seen.len(), 40);
+    let ids = |part: &InstructionDataset| part.get(0).unwrap().input_ids;
+    assert_eq!(ids(&data.split(0.25, 7).unwrap().1), ids(&held));
+    assert!(data.split(1.0, 7).is_err());
+    let whole = data.split(0.0, 7).unwrap();
+    assert_eq!((whole.0.len(), whole.1.len()), (40, 0));
+}
+
+fn batches(data: &InstructionDataset, options: CollateOptions) -> InstructionBatches {
+    InstructionBatches::new(Arc::new(data.clone()), options).unwrap()
+}
+
+#[test]
+fn padded_rows_are_filled_up_on_the_right_and_masked() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = write(dir.path(), "data.jsonl", &lines(&[2, 9, 4]));
+    let data = open(&path, EncodeOptions::default());
+    let options = CollateOptions {
+        micro_batch_size: 2,
+        shuffle: false,
+        pad_token: 5,
+        pad_to_multiple_of: 8,
+        ..CollateOptions::default()
+    };
+    let batch = batches(&data, options).next().unwrap().unwrap();
+    let long = data.lengths()[1] as usize;
+    assert_eq!((batch.rows, batch.width), (2, long.next_multiple_of(8)));
+    for (row, index) in [(0, 0), (1, 1)] {
+        let example = data.get(index).unwrap();
+        let len = example.input_ids.len();
+        let part = |numbers: &[i64]| numbers[row * batch.width..(row + 1) * batch.width].to_vec();
+        assert_eq!(part(&batch.input_ids)[..len], example.input_ids);
+        assert!(part(&batch.input_ids)[len..].iter().all(|&id| id == 5));
+        assert_eq!(part(&batch.labels)[..len], example.labels);
+        assert!(
+            part(&batch.labels)[len..]
+                .iter()
+                .all(|&label| label == IGNORE_INDEX)
+        );
+        assert_eq!(
+            part(&batch.attention_mask).iter().sum::<i64>() as usize,
+            len
+        );
+        assert!(
+            part(&batch.position_ids)[..len]
+                .iter()
+                .copied()
+                .eq(0..len as i64)
+        );
+    }
+    let learned = |i| data.get(i).unwrap().learned_tokens();
+    assert_eq!(batch.label_count, learned(0) + learned(1));
+    assert!(batch.sequence_lengths.is_empty());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn a_pass_holds_every_example_once_whatever_the_layout(
+        letters in prop::collection::vec(1_usize..40, 1..24),
+        micro_batch_size in 1_usize..5,
+        layout in 0_usize..5,
+        group_by_length in any::<bool>(),
+        seed in any::<u64>(),
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = write(dir.path(), "data.jsonl", &lines(&letters));
+        let data = open(&path, EncodeOptions { max_seq_length: 32, ..EncodeOptions::default() });
+        let layout = [
+            Layout::Padded,
+            Layout::PaddingFree,
+            Layout::Packed(PackingStrategy::Bfd),
+            Layout::Packed(PackingStrategy::BfdSplit),
+            Layout::Packed(PackingStrategy::Wrapped),
+        ][layout];
+        let options = CollateOptions { micro_batch_size, layout, group_by_length, seed, ..CollateOptions::default() };
+        let mut batches = batches(&data, options);
+        let each = batches.batches_per_epoch();
+        for _epoch in 0..2 {
+            let mut tokens: HashMap<i64, i64> = HashMap::new();
+            let mut count = 0;
+            for batch in batches.by_ref().take(each) {
+                let batch = batch.unwrap();
+                prop_assert_eq!(batch.input_ids.len(), batch.rows * batch.width);
+                prop_assert_eq!(batch.labels.len(), batch.rows * batch.width);
+                let counted = batch.labels.iter().filter(|&&label| label != IGNORE_INDEX).count();
+                prop_assert_eq!(batch.label_count, counted);
+                if batch.sequence_lengths.is_empty() {
+                    prop_assert_eq!(batch.attention_mask.iter().sum::<i64>() as usize, batch.tokens);
+                } else {
+                    prop_assert_eq!(batch.rows, 1);
+                    prop_assert_eq!(batch.width, batch.tokens);
+                    prop_assert_eq!(batch.sequence_lengths.iter().sum::<i64>() as usize, batch.tokens);
+                    let mut start = 0;
+                    for &length in &batch.sequence_lengths {
+                        prop_assert!((1..=32).contains(&length));
+                        prop_assert_eq!(batch.labels[start], IGNORE_INDEX);
+                        let positions = &batch.position_ids[start..start + length as usize];
+                        prop_assert!(positions.iter().copied().eq(0..length));
+                        start += length as usize;
+                    }
+                }
+                count += batch.tokens;
+                let real = |at: usize| batch.attention_mask.get(at).is_none_or(|&mask| mask == 1);
+                for (at, id) in batch.input_ids.iter().enumerate() {
+                    if real(at) {
+                        *tokens.entry(*id).or_default() += 1;
+                    }
+                }
+            }
+            for index in 0..data.len() {
+                for id in data.get(index).unwrap().input_ids {
+                    *tokens.get_mut(&id).unwrap() -= 1;
+                }
+            }
+            prop_assert!(tokens.values().all(|&left| left == 0));
+            prop_assert_eq!(count as u64, data.report().tokens);
+        }
+    }
+}
+
+#[test]
+fn orders_change_with_the_pass_and_are_taken_up_where_they_stopped() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = write(dir.path(), "data.jsonl", &lines(&[4; 30]));
+    let data = open(&path, EncodeOptions::default());
+    let options = CollateOptions {
+        micro_batch_size: 4,
+        seed: 3,
+        ..CollateOptions::default()
+    };
+    let all: Vec<_> = batches(&data, options)
+        .take(16)
+        .map(Result::unwrap)
+        .collect();
+    assert_ne!(all[0].input_ids, all[8].input_ids);
+    let state = BatchState {
+        next_window: all[4].state.next_window,
+    };
+    let resumed = InstructionBatches::resume(Arc::new(data.clone()), options, state).unwrap();
+    for (batch, expected) in resumed.take(11).map(Result::unwrap).zip(&all[5..]) {
+        assert_eq!(&batch, expected);
+    }
+    // Without shuffling there is one pass.
+    let once = CollateOptions {
+        shuffle: false,
+        ..options
+    };
+    assert_eq!(batches(&data, once).count(), 8);
+}
+
+#[test]
+fn grouping_by_length_and_packing_leave_less_padding() {
+    let dir = tempfile::tempdir().unwrap();
+    let letters: Vec<usize> = (0..400_usize)
+        .map(|i| 4 + ((i * i * 37 + i) % 20).pow(2))
+        .collect();
+    let path = write(dir.path(), "data.jsonl", &lines(&letters));
+    let data = open(
+        &path,
+        EncodeOptions {
+            max_seq_length: 1024,
+            ..EncodeOptions::default()
+        },
+    );
+    let fill = |group_by_length, layout| {
+        let options = CollateOptions {
+            group_by_length,
+            layout,
+            ..CollateOptions::default()
+        };
+        batches(&data, options).fill()
+    };
+    let (plain, grouped) = (fill(false, Layout::Padded), fill(true, Layout::Padded));
+    let packed = fill(false, Layout::Packed(PackingStrategy::Bfd));
+    assert!(plain < 0.65, "{plain}");
+    assert!(grouped > 0.93, "{grouped}");
+    assert!(packed > 0.95, "{packed}");
+}
