@@ -547,8 +547,8 @@ fn orders_change_with_the_pass_and_are_taken_up_where_they_stopped() {
 #[test]
 fn grouping_by_length_and_packing_leave_less_padding() {
     let dir = tempfile::tempdir().unwrap();
-    let letters: Vec<usize> = (0..400_usize)
-        .map(|i| 4 + ((i * i * 37 + i) % 20).pow(2))
+    let letters: Vec<usize> = (0..2000_usize)
+        .map(|i| 4 + (i * 7919 % 19).pow(2))
         .collect();
     let path = write(dir.path(), "data.jsonl", &lines(&letters));
     let data = open(

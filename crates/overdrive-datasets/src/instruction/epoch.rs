@@ -21,9 +21,8 @@ pub(super) fn grouped_by_length(plan: &PackPlan, batch: usize, seed: u64, epoch:
     let length = |row: u32| plan.row_tokens(row as usize);
     let mut order = shuffled(plan, seed, epoch);
     // No larger than a quarter of the data, or small data would lose its order.
-    let group = (GROUPED_BATCHES * batch)
-        .min((order.len() / 4).max(batch))
-        .max(1);
+    let batch = batch.max(1);
+    let group = batch * (order.len() / (4 * batch)).clamp(1, GROUPED_BATCHES);
     for part in order.chunks_mut(group) {
         part.sort_by_key(|&row| std::cmp::Reverse(length(row)));
     }
