@@ -158,6 +158,7 @@ impl<'a> GgufTensor<'a> {
                 offsets: offsets.transpose()?,
                 order: None,
             },
+            activations: crate::Activations::Auto,
         }))
     }
 
