@@ -1,4 +1,17 @@
-use tch::Tensor;
+//! Products with quantized weights: what is checked, in which kind they are computed, and their
+//! gradients.
+
+mod blocks;
+mod cpu;
+mod operators;
+mod plan;
+
+use overdrive_autograd::{
+    BackwardContext, ForwardContext, Function, FunctionResult, apply, is_grad_enabled,
+};
+use overdrive_sys::autocast;
+use overdrive_sys::named_operator::{self, NamedOperator};
+use tch::{Device, Kind, Tensor};
 
 use crate::{Error, QuantizedWeight, Result};
 
@@ -7,6 +20,26 @@ use crate::{Error, QuantizedWeight, Result};
 /// `x (…, I)`, `bias (O,)`; the result is `(…, O)` of the kind of `x` (under autocast of its kind). It
 /// can be differentiated in `x` and `bias`; the weight is frozen.
 ///
+/// What is computed depends on the weight's [`Scheme`](crate::Scheme) and
+/// [`Activations`](crate::Activations): either activations are quantized to 8 bits, row by row or group
+/// by group, and multiplied in integers, or they stay as they are and codes become floats, in registers
+/// for a few rows and in blocks of some megabytes for many. The dense weight is never made whole on the
+/// CPU. The gradient of `x` is `dy · weight` with the dequantized weight; rounding of activations counts
+/// as the identity.
+///
+/// ```
+/// use overdrive_quantization::{QuantizedWeight, Scheme, linear};
+/// use tch::{Device, Kind, Tensor};
+///
+/// let dense = Tensor::randn([96, 64], (Kind::Float, Device::Cpu));
+/// let weight = QuantizedWeight::quantize(&dense, Scheme::Int8Dynamic)?;
+/// let x = Tensor::randn([3, 64], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+/// let y = linear(&x, &weight, None)?;
+/// y.sum(Kind::Float).backward();
+/// assert_eq!((y.size(), x.grad().size()), (vec![3, 96], vec![3, 64]));
+/// # Ok::<(), overdrive_quantization::Error>(())
+/// ```
+///
 /// # Errors
 /// [`Error::BadInput`] if shapes or kinds do not fit.
 pub fn linear(x: &Tensor, weight: &QuantizedWeight, bias: Option<&Tensor>) -> Result<Tensor> {
@@ -14,7 +47,7 @@ pub fn linear(x: &Tensor, weight: &QuantizedWeight, bias: Option<&Tensor>) -> Re
 }
 
 /// Several maps of the same `x`, their results side by side `(…, ΣO)`: the activations are read and
-/// quantized once.
+/// quantized once, and threads take parts of all maps at once.
 ///
 /// # Errors
 /// As [`linear`]; [`Error::BadInput`] for no weight, or another number of biases.
@@ -23,17 +56,174 @@ pub fn joint_linear(
     weights: &[&QuantizedWeight],
     biases: &[Option<&Tensor>],
 ) -> Result<Tensor> {
-    if weights.is_empty() || weights.len() != biases.len() {
-        return Err(Error::BadInput {
-            name: "weights",
-            found: format!("{} with {} biases", weights.len(), biases.len()),
-            expected: "at least one, and a bias or `None` for each".to_owned(),
-        });
+    check(x, weights, biases)?;
+    let compute = compute_kind(x);
+    let differentiated = is_grad_enabled()
+        && (x.requires_grad() || biases.iter().flatten().any(|bias| bias.requires_grad()));
+    if !differentiated {
+        return forward(x, weights, biases, compute, false);
     }
-    let each = weights.iter().zip(biases).map(|(weight, bias)| {
-        let dense = weight.dequantize(x.kind())?;
-        Ok(x.f_linear(&dense, *bias)?)
-    });
-    let each: Vec<Tensor> = each.collect::<Result<_>>()?;
-    Ok(Tensor::f_cat(&each, -1)?)
+    let function = Linear {
+        weights: weights.iter().map(|weight| weight.shallow_clone()).collect(),
+        biased: biases.iter().map(Option::is_some).collect(),
+        compute,
+    };
+    let inputs: Vec<&Tensor> = std::iter::once(x)
+        .chain(biases.iter().copied().flatten())
+        .collect();
+    Ok(apply(function, &inputs)?.remove(0))
 }
+
+/// The product without gradients; `recording` where it is part of a graph.
+fn forward(
+    x: &Tensor,
+    weights: &[&QuantizedWeight],
+    biases: &[Option<&Tensor>],
+    compute: Kind,
+    recording: bool,
+) -> Result<Tensor> {
+    let has_kernels = x.device() == Device::Cpu
+        && matches!(compute, Kind::Float | Kind::BFloat16 | Kind::Half)
+        && x.numel() > 0;
+    if has_kernels {
+        cpu::forward(x, weights, biases, compute, recording)
+    } else {
+        operators::forward(x, weights, biases, compute, recording)
+    }
+}
+
+/// The kind of the product: autocast's, or that of `x`.
+fn compute_kind(x: &Tensor) -> Kind {
+    match autocast::state(x.device()) {
+        Ok(state) if state.enabled && x.kind() != Kind::Double => state.dtype,
+        _ => x.kind(),
+    }
+}
+
+fn check(x: &Tensor, weights: &[&QuantizedWeight], biases: &[Option<&Tensor>]) -> Result<()> {
+    let wrong = |name, found: String, expected: String| {
+        Err(Error::BadInput {
+            name,
+            found,
+            expected,
+        })
+    };
+    if weights.is_empty() || weights.len() != biases.len() {
+        return wrong(
+            "weights",
+            format!("{} with {} biases", weights.len(), biases.len()),
+            "at least one, and a bias or `None` for each".to_owned(),
+        );
+    }
+    let floating = |kind| {
+        matches!(
+            kind,
+            Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16
+        )
+    };
+    if !floating(x.kind()) {
+        return wrong(
+            "x",
+            format!("of kind {:?}", x.kind()),
+            "Float, Double, Half or BFloat16".to_owned(),
+        );
+    }
+    let size = x.size();
+    for (weight, bias) in weights.iter().zip(biases) {
+        if size.last() != Some(&weight.inputs) {
+            return wrong(
+                "x",
+                format!("of shape {size:?}"),
+                format!("(…, {}), as the weight is {:?}", weight.inputs, weight.size()),
+            );
+        }
+        if weight.device() != x.device() {
+            return wrong(
+                "x",
+                format!("on {:?}", x.device()),
+                format!("{:?}, where the weight is", weight.device()),
+            );
+        }
+        let Some(bias) = bias else { continue };
+        if bias.size() != [weight.outputs] || !floating(bias.kind()) || bias.device() != x.device() {
+            return wrong(
+                "bias",
+                format!("{:?} {:?} on {:?}", bias.kind(), bias.size(), bias.device()),
+                format!("({},) of a floating kind on {:?}", weight.outputs, x.device()),
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Inputs: x, and the biases there are.
+struct Linear {
+    /// Handles: a frozen weight is not among what libtorch saves, so that what moves saved tensors
+    /// elsewhere leaves it where it is.
+    weights: Vec<QuantizedWeight>,
+    biased: Vec<bool>,
+    compute: Kind,
+}
+
+impl Function for Linear {
+    const NAME: &'static str = "quantized_linear";
+
+    fn forward(
+        &mut self,
+        _: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        let x = inputs[0];
+        let mut given = inputs[1..].iter().copied();
+        let biases: Vec<Option<&Tensor>> = self
+            .biased
+            .iter()
+            .map(|biased| if *biased { given.next() } else { None })
+            .collect();
+        let weights: Vec<&QuantizedWeight> = self.weights.iter().collect();
+        let product = || {
+            let y = forward(x, &weights, &biases, self.compute, true)?;
+            Ok(vec![y])
+        };
+        // Under its name selective checkpointing can keep the result.
+        let codes = weights.iter().map(|weight| weight.storage.tensors()[0]);
+        let operands: Vec<&Tensor> = std::iter::once(x).chain(codes).collect();
+        Ok(named_operator::call(NamedOperator::Mm, &operands, product)?)
+    }
+
+    fn backward(
+        &self,
+        context: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        let biases = self.biased.iter().filter(|biased| **biased).count();
+        let mut results: Vec<Option<Tensor>> = Vec::new();
+        results.resize_with(1 + biases, || None);
+        let Some(dy) = &gradients[0] else {
+            return Ok(results);
+        };
+        let outputs: i64 = self.weights.iter().map(|weight| weight.outputs).sum();
+        let dy = dy.f_to_kind(self.compute)?;
+        if context.needs_input_grad(0) {
+            // The engine casts gradients to the kinds of their inputs.
+            results[0] = Some(blocks::backward(&dy, &self.weights)?);
+        }
+        if (1..=biases).any(|input| context.needs_input_grad(input)) {
+            let sums = dy
+                .f_reshape([-1, outputs])?
+                .f_sum_dim_intlist([0i64].as_slice(), false, dy.kind())?;
+            let (mut first, mut input) = (0, 1);
+            for (weight, biased) in self.weights.iter().zip(&self.biased) {
+                if *biased {
+                    results[input] = Some(sums.f_narrow(0, first, weight.outputs)?);
+                    input += 1;
+                }
+                first += weight.outputs;
+            }
+        }
+        Ok(results)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -77,25 +77,3 @@ impl Element for f16 {
         scratch
     }
 }
-
-/// Evaluates `$body` with `$type` standing for the element type of `$kind`: Float, `BFloat16` or Half.
-macro_rules! with_element {
-    ($kind:expr, $type:ident => $body:expr) => {
-        match $kind {
-            tch::Kind::BFloat16 => {
-                type $type = half::bf16;
-                $body
-            }
-            tch::Kind::Half => {
-                type $type = half::f16;
-                $body
-            }
-            _ => {
-                type $type = f32;
-                $body
-            }
-        }
-    };
-}
-#[allow(unused_imports, reason = "for kernels of every storage")]
-pub(crate) use with_element;

@@ -13,9 +13,13 @@
 
 pub(crate) mod activations;
 pub(crate) mod element;
+pub(crate) mod four_bit;
 pub(crate) mod int8;
 pub(crate) mod joint;
 pub(crate) mod rows;
 pub(crate) mod simd;
 pub(crate) mod threads;
 pub(crate) mod widen;
+
+#[cfg(test)]
+mod tests;

@@ -106,3 +106,6 @@ impl<T: Element> Job<'_, '_, T> {
         self.y.set(row, self.first + output, result);
     }
 }
+
+#[cfg(test)]
+mod tests;

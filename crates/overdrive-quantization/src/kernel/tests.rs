@@ -1,0 +1,153 @@
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use half::{bf16, f16};
+use proptest::prelude::*;
+
+use super::activations::Int8Rows;
+use super::element::Element;
+use super::joint::product;
+use super::simd::InstructionSet;
+use super::widen::{E4m3, WidenPart};
+use crate::codec::fp8;
+
+proptest! {
+    #[test]
+    fn quantized_rows_are_within_half_a_step_and_know_their_sums(
+        x in prop::collection::vec(-1e3_f32..1e3, 1..300),
+        rows in 1_usize..4,
+        group in prop::option::of(prop::sample::select(vec![16_usize, 32, 64])),
+    ) {
+        let width = x.len();
+        let all: Vec<f32> = (0..rows).flat_map(|row| x.iter().map(move |x| x * (row + 1) as f32)).collect();
+        let quantized = Int8Rows::quantize(&all, width, group);
+        for row in 0..rows {
+            let codes = quantized.row(row);
+            prop_assert!(codes[width..].iter().all(|code| *code == 0));
+            let step = group.unwrap_or(width);
+            for (index, x) in all[row * width..(row + 1) * width].chunks(step).enumerate() {
+                let at = row * quantized.groups() + index;
+                let scale = quantized.scales[at];
+                let codes = &codes[index * step..][..x.len()];
+                let most = x.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
+                prop_assert_eq!(scale, most / 127.0);
+                prop_assert_eq!(quantized.sums[at], codes.iter().map(|code| i32::from(*code)).sum::<i32>());
+                for (x, code) in x.iter().zip(codes) {
+                    prop_assert!((x - f32::from(*code) * scale).abs() <= scale * 0.50002, "{x} {code} {scale}");
+                    prop_assert!(*code >= -127);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_of_zeros_tiny_and_bad_numbers_quantize() {
+    for (x, scale) in [(0.0_f32, 0.0), (1e-42, 1e-42 / 127.0)] {
+        let rows = Int8Rows::quantize(&[x; 10], 10, None);
+        assert_eq!((rows.scales[0], rows.sums[0]), (scale, 0));
+    }
+    assert!(Int8Rows::quantize(&[1.0, f32::NAN], 2, None).scales[0].is_nan());
+    assert!(Int8Rows::quantize(&[1.0, f32::NEG_INFINITY], 2, None).scales[0].is_infinite());
+    assert_eq!(Int8Rows::quantize::<f32>(&[], 2, None).rows, 0);
+}
+
+#[test]
+fn many_rows_are_quantized_by_several_threads_as_by_one() {
+    let width = 1000;
+    let x: Vec<f32> = (0..97 * width).map(|i| ((i * 37) % 1001) as f32 - 500.0).collect();
+    let all = Int8Rows::quantize(&x, width, Some(32));
+    for (row, x) in x.chunks(width).enumerate() {
+        let one = Int8Rows::quantize(x, width, Some(32));
+        assert_eq!(one.row(0), all.row(row));
+        assert_eq!(one.scales, all.scales[row * 32..(row + 1) * 32]);
+        assert_eq!(one.sums, all.sums[row * 32..(row + 1) * 32]);
+    }
+}
+
+#[test]
+fn kinds_of_activations_quantize_alike() {
+    let x: Vec<f32> = (0..200).map(|i| ((i * 7) % 32) as f32 / 8.0 - 2.0).collect();
+    let of = |codes: Int8Rows| (codes.codes, codes.scales, codes.sums);
+    let floats = of(Int8Rows::quantize(&x, 100, None));
+    let bf16s: Vec<bf16> = x.iter().map(|x| bf16::from_f32(*x)).collect();
+    let f16s: Vec<f16> = x.iter().map(|x| f16::from_f32(*x)).collect();
+    assert_eq!(of(Int8Rows::quantize(&bf16s, 100, None)), floats);
+    assert_eq!(of(Int8Rows::quantize(&f16s, 100, None)), floats);
+}
+
+/// The product in f64 with codes as numbers.
+fn reference(x: &[f32], width: usize, weight: &[f64], scales: &[f32]) -> Vec<f64> {
+    let mut y = Vec::new();
+    for x in x.chunks(width) {
+        for (w, scale) in weight.chunks(width).zip(scales) {
+            let sum: f64 = x.iter().zip(w).map(|(x, w)| f64::from(*x) * w).sum();
+            y.push(sum * f64::from(*scale));
+        }
+    }
+    y
+}
+
+fn close(found: &[f32], expected: &[f64], width: usize, most: f64, what: &str) {
+    // Roundings of `width` products and sums of numbers up to `most`, in chains as long as a sixteenth.
+    let tolerance = most * width as f64 * f64::from(f32::EPSILON) * (1.0 + width as f64 / 16.0).sqrt();
+    for (found, expected) in found.iter().zip(expected) {
+        assert!((f64::from(*found) - expected).abs() <= tolerance, "{what}: {found} {expected}");
+    }
+}
+
+#[test]
+fn widened_products_are_those_of_the_dequantized_weight() {
+    for (rows, width, outputs) in [(1, 1, 1), (1, 64, 33), (1, 203, 9), (2, 77, 70), (7, 130, 34), (33, 48, 5)] {
+        let x: Vec<f32> = (0..rows * width).map(|i| ((i * 29) % 97) as f32 / 48.0 - 1.0).collect();
+        let scales: Vec<f32> = (0..outputs).map(|i| 0.5 + i as f32 / 7.0).collect();
+        let signed: Vec<i8> = (0..outputs * width).map(|i| ((i * 31) % 256) as u8 as i8).collect();
+        let floats: Vec<u8> = (0..outputs * width)
+            .map(|i| ((i * 31) % 256) as u8)
+            .map(|code| if code & 0x7f == fp8::NAN { 0 } else { code })
+            .collect();
+        let signed_numbers: Vec<f64> = signed.iter().map(|code| f64::from(*code)).collect();
+        let float_numbers: Vec<f64> = floats.iter().map(|code| f64::from(fp8::decode(*code))).collect();
+        for set in InstructionSet::available() {
+            let what = format!("{} {rows} rows {outputs} x {width}", set.name());
+            let mut y = vec![0.0_f32; rows * outputs];
+            let part = WidenPart::<i8, f32> { x: &x, width, codes: &signed, scales: &scales, bias: None, set };
+            product(&[(0, &part)], rows, outputs, &mut y);
+            let most = 128.0 * f64::from(scales[outputs - 1]);
+            close(&y, &reference(&x, width, &signed_numbers, &scales), width, most, &what);
+            let codes = E4m3::of(&floats);
+            let part = WidenPart::<E4m3, f32> { x: &x, width, codes, scales: &scales, bias: None, set };
+            product(&[(0, &part)], rows, outputs, &mut y);
+            let most = 448.0 * f64::from(scales[outputs - 1]);
+            close(&y, &reference(&x, width, &float_numbers, &scales), width, most, &what);
+        }
+    }
+}
+
+#[test]
+fn every_number_of_eight_bits_is_read_exactly() {
+    let codes: Vec<u8> = (0..=255).filter(|code| code & 0x7f != fp8::NAN).collect();
+    // Each alone: x is one, and the number of inputs is one.
+    let scales = vec![1.0; codes.len()];
+    for set in InstructionSet::available() {
+        let mut y = vec![0.0_f32; codes.len()];
+        let part = WidenPart::<E4m3, f32> {
+            x: &[1.0],
+            width: 1,
+            codes: E4m3::of(&codes),
+            scales: &scales,
+            bias: None,
+            set,
+        };
+        product(&[(0, &part)], 1, codes.len(), &mut y);
+        let expected: Vec<f32> = codes.iter().map(|code| fp8::decode(*code) + 0.0).collect();
+        assert_eq!(y, expected, "{}", set.name());
+    }
+}
+
+#[test]
+fn bf16_is_widened_and_rounded() {
+    for bits in [0_u16, 0x3f80, 0xbf81, 0x7f80, 0x0001] {
+        let number = bf16::from_bits(bits);
+        assert_eq!(Element::to_f32(number).to_bits(), u32::from(bits) << 16);
+    }
+}

@@ -1,0 +1,140 @@
+//! Products by the kernels of this crate.
+
+use tch::{Kind, Tensor};
+
+use super::blocks;
+use super::plan::{Plan, plan};
+use crate::kernel::element::Element;
+use crate::kernel::int8::{Int8Part, MAX_WIDTH, Split};
+use crate::kernel::joint::{Part, product};
+use crate::kernel::rows::Rows;
+use crate::kernel::simd::InstructionSet;
+use crate::kernel::widen::{E4m3, WidenPart};
+use crate::tensors::{Fresh, elements, with_float};
+use crate::weight::Storage;
+use crate::{QuantizedWeight, Result};
+
+/// Rows up to which codes become floats in registers, not in blocks.
+const FEW_ROWS: usize = 32;
+
+/// `x (…, I)` is on the CPU and not empty; `compute` is Float, `BFloat16` or Half.
+pub(super) fn forward(
+    x: &Tensor,
+    weights: &[&QuantizedWeight],
+    biases: &[Option<&Tensor>],
+    compute: Kind,
+    recording: bool,
+) -> Result<Tensor> {
+    let x = x.f_to_kind(compute)?.f_contiguous()?;
+    let biases: Vec<Option<Tensor>> = biases
+        .iter()
+        .map(|bias| bias.map(|bias| bias.f_to_kind(compute)?.f_contiguous()).transpose())
+        .collect::<std::result::Result<_, _>>()?;
+    with_float!(compute, T => joint::<T>(&x, weights, &biases, recording))
+}
+
+/// All is contiguous and of the kind of `T`.
+fn joint<T: Element>(
+    x: &Tensor,
+    weights: &[&QuantizedWeight],
+    biases: &[Option<Tensor>],
+    recording: bool,
+) -> Result<Tensor> {
+    let mut size = x.size();
+    let columns: i64 = weights.iter().map(|weight| weight.outputs).sum();
+    let width = size.pop().unwrap_or(1);
+    size.push(columns);
+    let mut y = Fresh::<T>::new(&size)?;
+    let rows = Rows::new(elements::<T>(x)?, width.unsigned_abs() as usize);
+    let few = rows.rows <= FEW_ROWS;
+    let plans: Vec<Plan> = weights.iter().map(|weight| plan(weight, few, recording)).collect();
+    let splits = splits(&plans, &rows);
+
+    let mut parts: Vec<(usize, Box<dyn Part<T> + '_>)> = Vec::with_capacity(weights.len());
+    let mut others: Vec<(i64, usize)> = Vec::new();
+    let mut first: i64 = 0;
+    for (index, weight) in weights.iter().enumerate() {
+        let bias = biases[index].as_ref().map(elements::<T>).transpose()?;
+        match part(weight, plans[index], &rows, &splits, bias)? {
+            Some(part) => parts.push((first.unsigned_abs() as usize, part)),
+            None => others.push((first, index)),
+        }
+        first += weight.outputs;
+    }
+    let borrowed: Vec<(usize, &dyn Part<T>)> =
+        parts.iter().map(|(first, part)| (*first, &**part)).collect();
+    product(&borrowed, rows.rows, columns.unsigned_abs() as usize, y.elements_mut()?);
+    let y = y.into_tensor();
+    if !others.is_empty() {
+        let x = x.f_view([-1, width])?;
+        let all = y.f_view([-1, columns])?;
+        for (first, index) in others {
+            let weight = weights[index];
+            let y = all.f_narrow(1, first, weight.outputs)?;
+            blocks::forward(&x, weight, biases[index].as_ref(), &y)?;
+        }
+    }
+    Ok(y)
+}
+
+/// The activations apart from their large columns, once for each threshold.
+fn splits<T: Element>(plans: &[Plan], rows: &Rows<'_, T>) -> Vec<(f64, Split)> {
+    let mut splits: Vec<(f64, Split)> = Vec::new();
+    for plan in plans {
+        let Plan::Split(threshold) = plan else {
+            continue;
+        };
+        if !splits.iter().any(|(known, _)| known == threshold) {
+            #[allow(clippy::cast_possible_truncation, reason = "activations are f32")]
+            let split = Split::new(rows.floats(), rows.width, *threshold as f32);
+            splits.push((*threshold, split));
+        }
+    }
+    splits
+}
+
+/// The kernel for a weight; `None` where it is to be dequantized in blocks.
+fn part<'a, T: Element>(
+    weight: &'a QuantizedWeight,
+    plan: Plan,
+    rows: &'a Rows<'a, T>,
+    splits: &'a [(f64, Split)],
+    bias: Option<&'a [T]>,
+) -> Result<Option<Box<dyn Part<T> + 'a>>> {
+    let set = InstructionSet::best();
+    let few = rows.rows <= FEW_ROWS;
+    let part: Box<dyn Part<T>> = match (&weight.storage, plan) {
+        (Storage::Int8 { codes, scales }, Plan::Int8 | Plan::Split(_))
+            if rows.width <= MAX_WIDTH =>
+        {
+            let split = splits.iter().find(|(known, _)| plan == Plan::Split(*known));
+            let split = split.map(|(_, split)| split);
+            Box::new(Int8Part {
+                x: split.map_or_else(|| rows.int8(), |split| &split.int8),
+                codes: elements::<i8>(codes)?,
+                scales: elements::<f32>(scales)?,
+                bias,
+                split,
+                set,
+            })
+        }
+        (Storage::Int8 { codes, scales }, _) if few => Box::new(WidenPart {
+            x: rows.floats(),
+            width: rows.width,
+            codes: elements::<i8>(codes)?,
+            scales: elements::<f32>(scales)?,
+            bias,
+            set,
+        }),
+        (Storage::Fp8 { codes, scales }, _) if few => Box::new(WidenPart {
+            x: rows.floats(),
+            width: rows.width,
+            codes: E4m3::of(elements::<u8>(codes)?),
+            scales: elements::<f32>(scales)?,
+            bias,
+            set,
+        }),
+        _ => return Ok(None),
+    };
+    Ok(Some(part))
+}

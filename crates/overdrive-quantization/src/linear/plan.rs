@@ -1,0 +1,36 @@
+//! In what activations are multiplied.
+
+use crate::weight::Storage;
+use crate::{Activations, QuantizedWeight, Scheme};
+
+/// How a product is made, apart from the number of rows.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Plan {
+    /// Activations in 8 bits, one scale a row.
+    Int8,
+    /// The same, with the columns beyond a threshold apart.
+    Split(f64),
+    /// Activations in 8 bits, with one scale a group of the weight.
+    Int8ByGroup,
+    /// Activations as they are.
+    Float,
+}
+
+/// The plan for a weight. `few` rows that are not part of a graph may be quantized where it pays.
+pub(super) fn plan(weight: &QuantizedWeight, few: bool, recording: bool) -> Plan {
+    let int8 = match weight.activations {
+        Activations::Float => return Plan::Float,
+        Activations::Int8 => true,
+        Activations::Auto => false,
+    };
+    match (&weight.storage, weight.scheme) {
+        (Storage::Int8 { .. }, Scheme::LlmInt8 { threshold }) => Plan::Split(threshold),
+        (Storage::Int8 { .. }, Scheme::Int8Dynamic) => Plan::Int8,
+        (Storage::Int8 { .. }, _) if int8 => Plan::Int8,
+        (Storage::Int8 { .. } | Storage::Fp8 { .. }, _) => Plan::Float,
+        (Storage::Grouped { .. } | Storage::Blocks { .. }, _) if int8 || (few && !recording) => {
+            Plan::Int8ByGroup
+        }
+        (Storage::Grouped { .. } | Storage::Blocks { .. }, _) => Plan::Float,
+    }
+}
