@@ -15,6 +15,7 @@
 #![deny(missing_docs)]
 
 mod activations;
+mod calibrate;
 mod codec;
 mod composed;
 mod dequantize;
@@ -28,6 +29,11 @@ mod tensors;
 mod weight;
 
 pub use activations::Activations;
+pub use calibrate::{
+    CalibrationOptions, ClipOptions, GptqOptions, InputCollector, InputObserver, InputStatistics,
+    Migration, Moments, fold_into_columns, fold_into_rows, migration_scales, observe_input,
+    observe_inputs, quantize_calibrated,
+};
 pub use error::{Error, Result};
 pub use gguf::{GgufArray, GgufFile, GgufTensor, GgufType, GgufValue};
 pub use kernel::simd::instruction_set;

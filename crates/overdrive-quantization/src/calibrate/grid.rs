@@ -1,0 +1,299 @@
+//! The numbers that a quantized weight can be made of, whatever it is stored in.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::codec::book::Book;
+use crate::codec::{dynamic, fp8};
+use crate::weight::{Magnitudes, Storage};
+use crate::{Error, QuantizedWeight, Result, Scheme};
+
+/// The numbers of each group: `number(code) · step + offset`.
+pub(super) struct Grid {
+    /// Weights of a group, counted along the flattened weight.
+    pub(super) group: usize,
+    /// By group.
+    pub(super) steps: Vec<f32>,
+    /// By group; empty where there are none.
+    pub(super) offsets: Vec<f32>,
+    levels: Levels,
+}
+
+enum Levels {
+    /// `code − zero`, for codes in `low..=high`.
+    Integers {
+        low: f32,
+        high: f32,
+        zero: f32,
+    },
+    /// With the middles between its numbers.
+    Book(Book, [f32; 15]),
+    Fp8,
+}
+
+impl Grid {
+    /// That of `weight`.
+    pub(super) fn of(weight: &QuantizedWeight) -> Result<Grid> {
+        let inputs = weight.inputs.unsigned_abs() as usize;
+        match &weight.storage {
+            Storage::Int8 { scales, .. } => Ok(Grid {
+                group: inputs,
+                steps: floats(scales)?,
+                offsets: Vec::new(),
+                levels: Levels::Integers {
+                    low: -127.0,
+                    high: 127.0,
+                    zero: 0.0,
+                },
+            }),
+            Storage::Grouped { order: Some(_), .. } => Err(Error::BadOption {
+                option: "weight",
+                found: "in GPTQ's order of activations".to_owned(),
+                expected: "groups of neighbouring inputs".to_owned(),
+            }),
+            Storage::Grouped {
+                codes,
+                scales,
+                offsets,
+                ..
+            } => {
+                let groups = scales
+                    .size()
+                    .get(1)
+                    .map_or(1, |n| n.unsigned_abs() as usize);
+                let levels = match (
+                    codes.kind(),
+                    codes.size() == [weight.outputs, weight.inputs],
+                ) {
+                    (Kind::Int8, _) => (-128.0, 127.0, 0.0),
+                    (_, true) => (0.0, 255.0, 0.0),
+                    _ if offsets.is_none() => (0.0, 15.0, 8.0),
+                    _ => (0.0, 15.0, 0.0),
+                };
+                let (low, high, zero) = levels;
+                Ok(Grid {
+                    group: inputs / groups.max(1),
+                    steps: floats(scales)?,
+                    offsets: offsets.as_ref().map_or(Ok(Vec::new()), floats)?,
+                    levels: Levels::Integers { low, high, zero },
+                })
+            }
+            Storage::Blocks { magnitudes, .. } => {
+                let (book, options) = match weight.scheme {
+                    Scheme::Fp4(options) => (Book::Fp4, options),
+                    Scheme::Nf4(options) => (Book::Nf4, options),
+                    other => {
+                        return Err(Error::BadOption {
+                            option: "scheme",
+                            found: other.to_string(),
+                            expected: "nf4 or fp4, of which the weight's blocks are".to_owned(),
+                        });
+                    }
+                };
+                Ok(Grid {
+                    group: options.block_size,
+                    steps: block_steps(magnitudes)?,
+                    offsets: Vec::new(),
+                    levels: Levels::Book(book, book.bounds()),
+                })
+            }
+            Storage::Fp8 { scales, .. } => Ok(Grid {
+                group: inputs,
+                steps: floats(scales)?,
+                offsets: Vec::new(),
+                levels: Levels::Fp8,
+            }),
+        }
+    }
+
+    /// The code and the number nearest to `x` among those of `group`.
+    #[inline]
+    pub(super) fn nearest(&self, group: usize, x: f32) -> (u8, f32) {
+        let offset = self.offsets.get(group).copied().unwrap_or_default();
+        self.nearest_of(self.steps[group], offset, x)
+    }
+
+    /// The same for another step and offset.
+    #[inline]
+    pub(super) fn nearest_of(&self, step: f32, offset: f32, x: f32) -> (u8, f32) {
+        match &self.levels {
+            Levels::Integers { low, high, zero } => {
+                let level = ((x - offset) / step + zero)
+                    .round_ties_even()
+                    .clamp(*low, *high);
+                // In `-128..256`: the byte of either sign.
+                (level as i32 as u8, (level - zero) * step + offset)
+            }
+            Levels::Book(book, bounds) => {
+                let x = x / step;
+                let place = bounds.iter().filter(|&&bound| x > bound).count();
+                let code = book.code_at(place as u32);
+                (code, book.numbers()[usize::from(code)] * step)
+            }
+            Levels::Fp8 => {
+                let code = fp8::encode(x / step);
+                (code, fp8::decode(code) * step)
+            }
+        }
+    }
+
+    /// Writes the steps and offsets into `weight`, whose grid this is but for them, and reads them back
+    /// as they are kept there: blocks' steps may be quantized in their turn.
+    pub(super) fn set_steps(&mut self, weight: &mut QuantizedWeight) -> Result<()> {
+        let device = weight.device();
+        match &mut weight.storage {
+            Storage::Int8 { scales, .. } | Storage::Fp8 { scales, .. } => {
+                *scales = like(&self.steps, scales)?;
+            }
+            Storage::Grouped {
+                scales, offsets, ..
+            } => {
+                *scales = like(&self.steps, scales)?;
+                if let Some(offsets) = offsets {
+                    *offsets = like(&self.offsets, offsets)?;
+                    self.offsets = floats(offsets)?;
+                }
+                self.steps = floats(scales)?;
+            }
+            Storage::Blocks { magnitudes, .. } => {
+                match magnitudes {
+                    Magnitudes::Full(full) => *full = like(&self.steps, full)?,
+                    Magnitudes::Quantized {
+                        codes,
+                        scales,
+                        offset,
+                        ..
+                    } => {
+                        let mut packed = vec![0u8; self.steps.len()];
+                        let mut outer = vec![0f32; self.steps.len().div_ceil(dynamic::BLOCK)];
+                        let mean = self.steps.iter().map(|&x| f64::from(x)).sum::<f64>();
+                        *offset = (mean / self.steps.len().max(1) as f64) as f32;
+                        let quantized =
+                            dynamic::quantize(&self.steps, *offset, &mut packed, &mut outer);
+                        quantized.map_err(|_| Error::BadInput {
+                            name: "weight",
+                            found: "partly infinite or NaN".to_owned(),
+                            expected: "finite numbers".to_owned(),
+                        })?;
+                        *codes = Tensor::f_from_slice(&packed)?.f_to_device(device)?;
+                        *scales = Tensor::f_from_slice(&outer)?.f_to_device(device)?;
+                    }
+                }
+                self.steps = block_steps(magnitudes)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the codes `(O·I,)`, one a byte, into `weight`.
+    pub(super) fn set_codes(codes: &[u8], weight: &mut QuantizedWeight) -> Result<()> {
+        let (slot, high_first) = match &mut weight.storage {
+            Storage::Int8 { codes, .. }
+            | Storage::Fp8 { codes, .. }
+            | Storage::Grouped { codes, .. } => (codes, false),
+            Storage::Blocks { codes, .. } => (codes, true),
+        };
+        let halves = slot.numel() < codes.len();
+        let bytes: Vec<u8> = if halves {
+            let pair = |pair: &[u8]| match (pair, high_first) {
+                (&[first, second], true) => (first << 4) | second,
+                (&[first, second], false) => first | (second << 4),
+                (&[last], true) => last << 4,
+                (other, _) => other.first().copied().unwrap_or_default(),
+            };
+            codes.chunks(2).map(pair).collect()
+        } else {
+            codes.to_vec()
+        };
+        let tensor = Tensor::f_from_data_size(&bytes, &slot.size(), slot.kind())?;
+        *slot = tensor.f_to_device(slot.device())?;
+        Ok(())
+    }
+}
+
+fn floats(tensor: &Tensor) -> Result<Vec<f32>> {
+    let flat = tensor
+        .f_to_kind(Kind::Float)?
+        .f_to_device(Device::Cpu)?
+        .f_reshape([-1])?;
+    Ok(Vec::try_from(&flat)?)
+}
+
+/// `numbers` in the shape, kind and place of `old`.
+fn like(numbers: &[f32], old: &Tensor) -> Result<Tensor> {
+    let tensor = Tensor::f_from_slice(numbers)?.f_view(&old.size()[..])?;
+    Ok(tensor.f_to_kind(old.kind())?.f_to_device(old.device())?)
+}
+
+fn block_steps(magnitudes: &Magnitudes) -> Result<Vec<f32>> {
+    match magnitudes {
+        Magnitudes::Full(full) => floats(full),
+        Magnitudes::Quantized {
+            codes,
+            code_book,
+            scales,
+            offset,
+        } => {
+            let codes = codes.f_to_device(Device::Cpu)?;
+            let codes: Vec<u8> = Vec::try_from(&codes.f_reshape([-1])?)?;
+            let (book, scales) = (floats(code_book)?, floats(scales)?);
+            let number = |(place, &code): (usize, &u8)| {
+                book[usize::from(code)] * scales[place / dynamic::BLOCK] + offset
+            };
+            Ok(codes.iter().enumerate().map(number).collect())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+    use super::*;
+
+    #[test]
+    fn codes_and_steps_put_back_are_the_same_weight() {
+        for name in Scheme::NAMES {
+            let scheme: Scheme = name.parse().unwrap();
+            let weight = Tensor::randn([6, 384], (Kind::Float, Device::Cpu));
+            let mut packed = QuantizedWeight::quantize(&weight, scheme).unwrap();
+            let before = packed.dequantize(Kind::Float).unwrap();
+            let mut grid = Grid::of(&packed).unwrap();
+            grid.set_steps(&mut packed).unwrap();
+            let numbers: Vec<f32> = Vec::try_from(&weight.reshape([-1])).unwrap();
+            let codes: Vec<u8> = numbers
+                .iter()
+                .enumerate()
+                .map(|(place, &x)| grid.nearest(place / grid.group, x).0)
+                .collect();
+            Grid::set_codes(&codes, &mut packed).unwrap();
+            let after = packed.dequantize(Kind::Float).unwrap();
+            // The codecs multiply by inverses and scale by unrounded magnitudes: a number in the middle
+            // between two codes may become either.
+            let error = |approximate: &Tensor| (approximate - &weight).square().sum(Kind::Double);
+            let (found, expected) = (error(&after), error(&before));
+            let ratio = f64::try_from(found / expected).unwrap();
+            assert!((ratio - 1.0).abs() < 1e-3, "{name}: {ratio}");
+            let different = (&after - &before).abs().gt(1e-4).to_kind(Kind::Float);
+            let different = different.mean(Kind::Float).double_value(&[]);
+            assert!(different < 0.01, "{name}: {different}");
+        }
+    }
+
+    #[test]
+    fn the_number_of_a_code_is_what_the_weight_dequantizes_to() {
+        for name in Scheme::NAMES {
+            let scheme: Scheme = name.parse().unwrap();
+            let weight = Tensor::randn([2, 256], (Kind::Float, Device::Cpu));
+            let mut packed = QuantizedWeight::quantize(&weight, scheme).unwrap();
+            let grid = Grid::of(&packed).unwrap();
+            let numbers: Vec<f32> = Vec::try_from(&weight.reshape([-1])).unwrap();
+            let chosen = |(place, &x): (usize, &f32)| grid.nearest(place / grid.group, 1.7 * x);
+            let (codes, expected): (Vec<u8>, Vec<f32>) =
+                numbers.iter().enumerate().map(chosen).unzip();
+            Grid::set_codes(&codes, &mut packed).unwrap();
+            let found = packed.dequantize(Kind::Float).unwrap().reshape([-1]);
+            let difference = (found - Tensor::from_slice(&expected)).abs().max();
+            assert!(difference.double_value(&[]) < 1e-6, "{name}");
+        }
+    }
+}
