@@ -1,0 +1,120 @@
+//! A coded map in a product with others.
+
+use std::ops::Range;
+
+use super::activations::{Layout, WordRows};
+use super::any::any_part;
+use super::map::CodedMap;
+use super::one_row::OneRow;
+use super::tiles::Tiles;
+use super::words::run_on;
+use crate::kernel::element::Element;
+use crate::kernel::joint::Part;
+use crate::kernel::simd::InstructionSet;
+use crate::kernel::threads::Target;
+
+/// Rows of activations as the words that some maps take: once for those that take the same.
+#[derive(Debug)]
+pub(crate) struct WordForms<'a> {
+    forms: Vec<(Layout<'a>, WordRows)>,
+}
+
+impl<'a> WordForms<'a> {
+    /// Of `x (rows, inputs)`, for `maps` of as many inputs.
+    pub(crate) fn new<'m>(
+        set: InstructionSet,
+        x: &[f32],
+        maps: impl IntoIterator<Item = &'m CodedMap<'a>>,
+    ) -> Self
+    where
+        'a: 'm,
+    {
+        let mut forms: Vec<(Layout<'a>, WordRows)> = Vec::new();
+        for layout in maps.into_iter().filter_map(Layout::of) {
+            if forms.iter().all(|(known, _)| *known != layout) {
+                let rows = WordRows::new(set, x, &layout);
+                forms.push((layout, rows));
+            }
+        }
+        WordForms { forms }
+    }
+
+    fn of(&self, map: &CodedMap<'a>) -> Option<&WordRows> {
+        let layout = Layout::of(map)?;
+        let found = self.forms.iter().find(|(known, _)| *known == layout);
+        found.map(|(_, rows)| rows)
+    }
+}
+
+/// One map of a product in integers: activations in words of 13 to 16 bits, weights exactly but for code
+/// books that are no multiples of one number (NF4: words of 14 bits). The packed weights are read once
+/// for all rows of activations.
+#[derive(Debug)]
+pub(crate) struct CodedPart<'a, T> {
+    map: &'a CodedMap<'a>,
+    /// `(rows, inputs)`
+    x: &'a [f32],
+    /// `None` where blocks fit rows so badly that only floats will do.
+    words: Option<&'a WordRows>,
+    /// One number an output.
+    bias: Option<&'a [T]>,
+    set: InstructionSet,
+}
+
+impl<'a, T: Element> CodedPart<'a, T> {
+    /// `forms` were made of `x` for this map, among others.
+    pub(crate) fn new(
+        set: InstructionSet,
+        x: &'a [f32],
+        forms: &'a WordForms<'_>,
+        map: &'a CodedMap<'a>,
+        bias: Option<&'a [T]>,
+    ) -> Self {
+        CodedPart {
+            map,
+            x,
+            words: forms.of(map),
+            bias,
+            set,
+        }
+    }
+}
+
+impl<T: Element> Part<T> for CodedPart<'_, T> {
+    fn outputs(&self) -> usize {
+        self.map.outputs
+    }
+
+    fn row_bytes(&self) -> usize {
+        self.map.inputs.div_ceil(self.map.coding.per_byte())
+    }
+
+    fn run(&self, outputs: Range<usize>, first: usize, y: &Target<'_, T>) {
+        let (map, bias) = (self.map, self.bias);
+        match self.words {
+            None => any_part(self.set, self.x, map, bias, outputs, first, y),
+            Some(x) if x.rows == 1 => run_on(
+                self.set,
+                OneRow {
+                    x,
+                    map,
+                    bias,
+                    outputs,
+                    column: first,
+                    target: y,
+                },
+            ),
+            Some(x) => run_on(
+                self.set,
+                Tiles {
+                    x,
+                    map,
+                    bias,
+                    outputs,
+                    column: first,
+                    target: y,
+                },
+            ),
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! Quantized weights as coded maps.
+
+use tch::{Device, Kind, Tensor};
+
+use super::map::{CodedMap, Coding};
+use super::scales::{Floats, Magnitudes, Scales};
+use crate::codec::book::Book;
+use crate::tensors::{bytes, elements};
+use crate::weight::{self, Storage};
+use crate::{Error, QuantizedWeight, Result, Scheme};
+
+/// `None` for weights that are kept otherwise, or not on the CPU.
+///
+/// # Errors
+/// [`Error::BadWeight`] if tensors are shorter than the sizes say, or an order names inputs that are
+/// not there.
+pub(crate) fn coded_map(weight: &QuantizedWeight) -> Result<Option<CodedMap<'_>>> {
+    if weight.device() != Device::Cpu {
+        return Ok(None);
+    }
+    let size = |n: i64| usize::try_from(n).unwrap_or(0);
+    let (outputs, inputs) = (size(weight.outputs), size(weight.inputs));
+    let map = match &weight.storage {
+        Storage::Int8 { .. } | Storage::Fp8 { .. } => return Ok(None),
+        Storage::Grouped {
+            codes,
+            scales,
+            offsets,
+            order,
+        } => {
+            let nibbles = 2 * codes.numel() == outputs * inputs;
+            let coding = match (nibbles, codes.kind(), offsets) {
+                (true, _, None) => Coding::integers(8),
+                (true, _, Some(_)) => Coding::integers(0),
+                (false, Kind::Int8, _) => Coding::Signed,
+                (false, ..) => Coding::Unsigned,
+            };
+            let groups = scales.size().get(1).map_or(1, |n| size(*n)).max(1);
+            let block = inputs / groups;
+            CodedMap {
+                codes: bytes(codes)?,
+                coding,
+                outputs,
+                inputs,
+                scales: of_groups(scales, block)?,
+                offsets: match offsets {
+                    Some(offsets) => Some(of_groups(offsets, block)?),
+                    None => None,
+                },
+                order: match order {
+                    Some(order) => Some(elements::<i32>(order)?),
+                    None => None,
+                },
+            }
+        }
+        Storage::Blocks { codes, magnitudes } => {
+            let (book, block) = match weight.scheme {
+                Scheme::Fp4(options) => (Book::Fp4, options.block_size),
+                Scheme::Nf4(options) => (Book::Nf4, options.block_size),
+                _ => return Ok(None),
+            };
+            CodedMap {
+                codes: bytes(codes)?,
+                coding: Coding::book(*book.numbers()),
+                outputs,
+                inputs,
+                scales: Scales {
+                    magnitudes: of_blocks(magnitudes)?,
+                    block,
+                },
+                offsets: None,
+                order: None,
+            }
+        }
+    };
+    if !map.is_consistent() {
+        return Err(Error::BadWeight {
+            name: weight.scheme.to_string(),
+            reason: format!(
+                "its codes, scales or order are too short for {:?}, or the order names inputs that are \
+                 not there; quantize it again",
+                weight.size()
+            ),
+        });
+    }
+    Ok(Some(map))
+}
+
+fn floats(tensor: &Tensor) -> Result<Floats<'_>> {
+    Ok(match tensor.kind() {
+        Kind::Half => Floats::F16(elements(tensor)?),
+        _ => Floats::F32(elements(tensor)?),
+    })
+}
+
+fn of_groups(tensor: &Tensor, block: usize) -> Result<Scales<'_>> {
+    Ok(Scales {
+        magnitudes: Magnitudes::Full(floats(tensor)?),
+        block,
+    })
+}
+
+fn of_blocks(magnitudes: &weight::Magnitudes) -> Result<Magnitudes<'_>> {
+    Ok(match magnitudes {
+        weight::Magnitudes::Full(all) => Magnitudes::Full(floats(all)?),
+        weight::Magnitudes::Quantized {
+            codes,
+            code_book,
+            scales,
+            offset,
+        } => Magnitudes::Quantized {
+            codes: elements(codes)?,
+            book: elements::<f32>(code_book)?
+                .first_chunk()
+                .ok_or_else(|| Error::BadWeight {
+                    name: "magnitudes".to_owned(),
+                    reason: format!("a code book of {:?}; expected 256 numbers", code_book.size()),
+                })?,
+            scales: elements(scales)?,
+            offset: *offset,
+        },
+    })
+}

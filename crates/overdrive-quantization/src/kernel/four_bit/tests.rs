@@ -1,0 +1,464 @@
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+#![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss)]
+
+use half::{bf16, f16};
+use proptest::prelude::*;
+
+use super::any::dequantize_on;
+use super::map::{CodedMap, Coding, WordTable, levels};
+use super::part::{CodedPart, WordForms};
+use super::scales::{Floats, Magnitudes, Scales};
+use crate::codec::book::Book;
+use crate::kernel::element::Element;
+use crate::kernel::joint::{Part, product};
+use crate::kernel::simd::InstructionSet;
+
+/// Numbers that only depend on their seed.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u32 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as u32
+    }
+
+    /// In `-1..1`.
+    fn number(&mut self) -> f32 {
+        (f64::from(self.next()) / f64::from(1_u32 << 30) - 1.0) as f32
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Kept {
+    F32,
+    F16,
+    Quantized,
+}
+
+/// What a map borrows.
+#[derive(Debug)]
+struct Owned {
+    codes: Vec<u8>,
+    coding: Coding,
+    outputs: usize,
+    inputs: usize,
+    block: usize,
+    kept: Kept,
+    floats: Vec<f32>,
+    halves: Vec<f16>,
+    small: Vec<u8>,
+    book: [f32; 256],
+    outer: Vec<f32>,
+    offsets: Option<Vec<f32>>,
+    order: Option<Vec<i32>>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    coding: Coding,
+    outputs: usize,
+    inputs: usize,
+    block: usize,
+    kept: Kept,
+    offsets: bool,
+    order: bool,
+    seed: u64,
+}
+
+impl Owned {
+    fn new(case: Case) -> Self {
+        let mut random = Random(case.seed);
+        let weights = case.outputs * case.inputs;
+        let blocks = weights.div_ceil(case.block);
+        let bytes = weights.div_ceil(case.coding.per_byte());
+        let mut order: Vec<i32> = (0..case.inputs as i32).collect();
+        for at in (1..order.len()).rev() {
+            order.swap(at, random.next() as usize % (at + 1));
+        }
+        Owned {
+            codes: (0..bytes).map(|_| random.next() as u8).collect(),
+            coding: case.coding,
+            outputs: case.outputs,
+            inputs: case.inputs,
+            block: case.block,
+            kept: case.kept,
+            floats: (0..blocks).map(|_| random.number()).collect(),
+            halves: (0..blocks).map(|_| f16::from_f32(random.number())).collect(),
+            small: (0..blocks).map(|_| random.next() as u8).collect(),
+            book: std::array::from_fn(|_| random.number()),
+            outer: (0..blocks.div_ceil(256)).map(|_| random.number()).collect(),
+            offsets: case.offsets.then(|| (0..blocks).map(|_| random.number()).collect()),
+            order: case.order.then_some(order),
+        }
+    }
+
+    fn map(&self) -> CodedMap<'_> {
+        let magnitudes = match self.kept {
+            Kept::F32 => Magnitudes::Full(Floats::F32(&self.floats)),
+            Kept::F16 => Magnitudes::Full(Floats::F16(&self.halves)),
+            Kept::Quantized => Magnitudes::Quantized {
+                codes: &self.small,
+                book: &self.book,
+                scales: &self.outer,
+                offset: 0.25,
+            },
+        };
+        let map = CodedMap {
+            codes: &self.codes,
+            coding: self.coding,
+            outputs: self.outputs,
+            inputs: self.inputs,
+            scales: Scales {
+                magnitudes,
+                block: self.block,
+            },
+            offsets: self.offsets.as_ref().map(|offsets| Scales {
+                magnitudes: Magnitudes::Full(Floats::F32(offsets)),
+                block: self.block,
+            }),
+            order: self.order.as_deref(),
+        };
+        assert!(map.is_consistent(), "the case");
+        map
+    }
+
+    /// What the code at a place stands for, with the words of the table where `rounded`.
+    fn value(&self, weight: usize, rounded: bool) -> f64 {
+        match &self.coding {
+            Coding::Signed => f64::from(self.codes[weight] as i8),
+            Coding::Unsigned => f64::from(self.codes[weight]),
+            Coding::Nibbles { values, high_first } => {
+                let byte = self.codes[weight / 2];
+                let first = weight % 2 == 0;
+                let code = usize::from(if first == *high_first { byte >> 4 } else { byte & 15 });
+                if rounded {
+                    let table = WordTable::new(values);
+                    f64::from(table.words[code]) * f64::from(table.unit)
+                } else {
+                    f64::from(values[code])
+                }
+            }
+        }
+    }
+
+    fn scale(&self, weight: usize) -> f64 {
+        let block = weight / self.block;
+        match self.kept {
+            Kept::F32 => f64::from(self.floats[block]),
+            Kept::F16 => f64::from(self.halves[block].to_f32()),
+            Kept::Quantized => {
+                let number = self.book[usize::from(self.small[block])];
+                f64::from(number * self.outer[block / 256] + 0.25)
+            }
+        }
+    }
+
+    fn weight(&self, weight: usize, rounded: bool) -> f64 {
+        let offset = self.offsets.as_ref().map_or(0.0, |all| f64::from(all[weight / self.block]));
+        self.value(weight, rounded) * self.scale(weight) + offset
+    }
+
+    fn input(&self, place: usize) -> usize {
+        self.order.as_ref().map_or(place, |order| order[place] as usize)
+    }
+
+    /// Steps of activations on each side of zero.
+    fn levels(&self) -> f64 {
+        f64::from(match &self.coding {
+            Coding::Nibbles { values, .. } => WordTable::new(values).levels(),
+            Coding::Signed => levels(128),
+            Coding::Unsigned => levels(255),
+        })
+    }
+
+    /// The product, and the sum of the magnitudes of what is added; activations are rounded as the
+    /// kernels round them.
+    fn product(&self, x: &[f32], integers: bool) -> Vec<(f64, f64)> {
+        let levels = self.levels();
+        let mut all = Vec::new();
+        for row in x.chunks(self.inputs) {
+            let mut places: Vec<f64> =
+                (0..self.inputs).map(|place| f64::from(row[self.input(place)])).collect();
+            if integers {
+                for group in places.chunks_mut(64) {
+                    let most = group.iter().fold(0.0_f64, |most, x| most.max(x.abs())) as f32;
+                    let inverse = levels as f32 / most;
+                    let inverse = if inverse.is_finite() { inverse } else { 0.0 };
+                    let scale = f64::from(most / levels as f32);
+                    for x in group {
+                        *x = f64::from((*x as f32 * inverse).round_ties_even()) * scale;
+                    }
+                }
+            }
+            for output in 0..self.outputs {
+                let mut sums = (0.0, 0.0);
+                for (place, x) in places.iter().enumerate() {
+                    let term = self.weight(output * self.inputs + place, integers) * x;
+                    sums.0 += term;
+                    sums.1 += term.abs();
+                }
+                all.push(sums);
+            }
+        }
+        all
+    }
+}
+
+fn run<T: Element>(
+    set: InstructionSet,
+    x: &[f32],
+    maps: &[CodedMap<'_>],
+    biases: &[Option<Vec<T>>],
+) -> Vec<T> {
+    let rows = x.len() / maps[0].inputs;
+    let forms = WordForms::new(set, x, maps);
+    let parts: Vec<CodedPart<'_, T>> = maps
+        .iter()
+        .zip(biases)
+        .map(|(map, bias)| CodedPart::new(set, x, &forms, map, bias.as_deref()))
+        .collect();
+    let mut first = 0;
+    let mut with_columns: Vec<(usize, &dyn Part<T>)> = Vec::new();
+    for (part, map) in parts.iter().zip(maps) {
+        with_columns.push((first, part));
+        first += map.outputs;
+    }
+    let mut y = vec![T::from_f32(f32::NAN); rows * first];
+    product(&with_columns, rows, first, &mut y);
+    y
+}
+
+fn codings() -> [Coding; 6] {
+    [
+        Coding::integers(8),
+        Coding::integers(0),
+        Coding::book(*Book::Nf4.numbers()),
+        Coding::book(*Book::Fp4.numbers()),
+        Coding::Signed,
+        Coding::Unsigned,
+    ]
+}
+
+/// `rows` of activations whose magnitudes differ from place to place.
+fn activations(rows: usize, inputs: usize, seed: u64) -> Vec<f32> {
+    let mut random = Random(seed ^ 0x5eed);
+    (0..rows * inputs)
+        .map(|at| random.number() * if at % 37 == 0 { 20.0 } else { 1.0 })
+        .collect()
+}
+
+fn check(case: Case, rows: usize) {
+    let owned = Owned::new(case);
+    let map = owned.map();
+    let x = activations(rows, case.inputs, case.seed);
+    let in_floats = map.granule().is_none();
+    let expected = owned.product(&x, !in_floats);
+    let exact = owned.product(&x, false);
+    for set in InstructionSet::available() {
+        let y = run::<f32>(set, &x, &[map], &[None]);
+        assert_eq!(y.len(), expected.len());
+        for (at, y) in y.iter().enumerate() {
+            let (sum, terms) = expected[at];
+            // Sums in f32 of a few hundred numbers, each rounded: integers are exact. Offsets add what
+            // the sum of activations is rounded to.
+            let bound = 4e-6 * terms + 1e-6;
+            assert!(
+                (f64::from(*y) - sum).abs() <= bound,
+                "{set:?} {case:?} {rows} rows: {y} at {at}, expected {sum} within {bound}"
+            );
+            // Against activations and code books as they are: half a step of a group's largest
+            // activation, which is at most 80 times the typical one here.
+            let (sum, terms) = exact[at];
+            assert!((f64::from(*y) - sum).abs() <= 6e-3 * terms + 1e-3, "{set:?} {case:?}: {y}, {sum}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn products_agree_with_sums_in_f64_of_the_same_integers(
+        coding in 0..6_usize,
+        outputs in 1..70_usize,
+        lanes in 1..40_usize,
+        block in prop::sample::select(vec![8_usize, 16, 32, 64, 128]),
+        kept in prop::sample::select(vec![Kept::F32, Kept::F16, Kept::Quantized]),
+        (offsets, order) in (any::<bool>(), any::<bool>()),
+        rows in prop::sample::select(vec![1_usize, 1, 2, 3, 5, 8, 9, 17, 23]),
+        seed in any::<u64>(),
+    ) {
+        let inputs = (lanes * 16).next_multiple_of(block);
+        check(Case { coding: codings()[coding], outputs, inputs, block, kept, offsets, order, seed }, rows);
+    }
+
+    #[test]
+    fn blocks_may_cross_rows(
+        nf4 in any::<bool>(),
+        outputs in 1..20_usize,
+        inputs in 1..150_usize,
+        block in prop::sample::select(vec![32_usize, 64, 128, 256, 4096]),
+        double in any::<bool>(),
+        rows in 1..5_usize,
+        seed in any::<u64>(),
+    ) {
+        let coding = codings()[if nf4 { 2 } else { 3 }];
+        let kept = if double { Kept::Quantized } else { Kept::F32 };
+        let case = Case { coding, outputs, inputs, block, kept, offsets: false, order: false, seed };
+        check(case, rows);
+    }
+
+    #[test]
+    fn dequantized_rows_are_the_weights(
+        coding in 0..6_usize,
+        outputs in 1..20_usize,
+        inputs in 1..200_usize,
+        block in prop::sample::select(vec![16_usize, 32, 64, 256]),
+        kept in prop::sample::select(vec![Kept::F32, Kept::F16, Kept::Quantized]),
+        (offsets, order) in (any::<bool>(), any::<bool>()),
+        seed in any::<u64>(),
+    ) {
+        let coding = codings()[coding];
+        let owned = Owned::new(Case { coding, outputs, inputs, block, kept, offsets, order, seed });
+        let map = owned.map();
+        let first = outputs / 3;
+        for set in InstructionSet::available() {
+            let mut out = vec![f32::NAN; (outputs - first) * inputs];
+            dequantize_on(set, &map, first..outputs, &mut out);
+            let mut low = vec![bf16::NAN; out.len()];
+            dequantize_on(set, &map, first..outputs, &mut low);
+            for row in 0..outputs - first {
+                for place in 0..inputs {
+                    let weight = (first + row) * inputs + place;
+                    let at = row * inputs + owned.input(place);
+                    // In the steps of floats, as the operators of the codecs compute it.
+                    let mut expected = owned.value(weight, false) as f32 * owned.scale(weight) as f32;
+                    if let Some(offsets) = &owned.offsets {
+                        expected += offsets[weight / block];
+                    }
+                    prop_assert_eq!(out[at], expected);
+                    prop_assert_eq!(low[at], bf16::from_f32(expected));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_of_real_widths_agree_with_sums_in_f64() {
+    let nf4 = codings()[2];
+    for (inputs, outputs, rows) in [(4096, 9, 1), (768, 33, 1), (2048, 18, 4), (11008, 4, 2)] {
+        for (coding, block, kept) in [
+            (nf4, 64, Kept::Quantized),
+            (Coding::integers(8), 32, Kept::F16),
+            (Coding::Signed, 16, Kept::F32),
+        ] {
+            let case = Case { coding, outputs, inputs, block, kept, offsets: false, order: false, seed: 7 };
+            check(case, rows);
+        }
+    }
+}
+
+#[test]
+fn several_maps_stand_side_by_side_with_their_biases() {
+    let cases = [(2, 64, false, false), (0, 32, false, true), (2, 64, false, false), (5, 16, true, false)];
+    let owned: Vec<Owned> = cases
+        .iter()
+        .enumerate()
+        .map(|(index, &(coding, block, offsets, order))| {
+            Owned::new(Case {
+                coding: codings()[coding],
+                outputs: 20 + 7 * index,
+                inputs: 192,
+                block,
+                kept: Kept::F32,
+                offsets,
+                order,
+                seed: index as u64,
+            })
+        })
+        .collect();
+    let maps: Vec<CodedMap<'_>> = owned.iter().map(Owned::map).collect();
+    for rows in [1, 6] {
+        let x = activations(rows, 192, 3);
+        let bias: Vec<f32> = (0..maps[1].outputs).map(|at| at as f32).collect();
+        let biases = [None, Some(bias.clone()), None, None];
+        for set in InstructionSet::available() {
+            let joint = run::<f32>(set, &x, &maps, &biases);
+            let columns: usize = maps.iter().map(|map| map.outputs).sum();
+            let mut first = 0;
+            for (index, map) in maps.iter().enumerate() {
+                let alone = run::<f32>(set, &x, &[*map], &[None]);
+                for (row, alone) in alone.chunks(map.outputs).enumerate() {
+                    for (output, alone) in alone.iter().enumerate() {
+                        let bias = if index == 1 { bias[output] } else { 0.0 };
+                        assert_eq!(joint[row * columns + first + output], alone + bias);
+                    }
+                }
+                first += map.outputs;
+            }
+        }
+    }
+}
+
+#[test]
+fn results_in_low_precision_are_rounded_once() {
+    let case = Case {
+        coding: codings()[2],
+        outputs: 40,
+        inputs: 256,
+        block: 64,
+        kept: Kept::F32,
+        offsets: false,
+        order: false,
+        seed: 11,
+    };
+    let owned = Owned::new(case);
+    let map = owned.map();
+    for rows in [1, 5] {
+        let x = activations(rows, 256, 5);
+        for set in InstructionSet::available() {
+            let y = run::<f32>(set, &x, &[map], &[None]);
+            let low = run::<bf16>(set, &x, &[map], &[None]);
+            for (y, low) in y.iter().zip(&low) {
+                assert_eq!(bf16::from_f32(*y), *low);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_nan_reaches_all_outputs_of_its_row_and_no_other() {
+    let case = Case {
+        coding: codings()[2],
+        outputs: 17,
+        inputs: 128,
+        block: 64,
+        kept: Kept::F32,
+        offsets: false,
+        order: false,
+        seed: 2,
+    };
+    let owned = Owned::new(case);
+    let mut x = activations(3, 128, 9);
+    x[128 + 70] = f32::NAN;
+    for set in InstructionSet::available() {
+        let y = run::<f32>(set, &x, &[owned.map()], &[None]);
+        assert!(y[17..34].iter().all(|y| y.is_nan()));
+        assert!(y[..17].iter().chain(&y[34..]).all(|y| y.is_finite()));
+    }
+}
+
+#[test]
+fn integers_and_fp4_become_words_exactly() {
+    for coding in [Coding::integers(8), Coding::integers(0), codings()[3]] {
+        let Coding::Nibbles { values, .. } = coding else {
+            panic!("nibbles");
+        };
+        let table = WordTable::new(&values);
+        for (word, value) in table.words.iter().zip(values) {
+            assert!((f32::from(*word) * table.unit - value).abs() <= 1e-7);
+        }
+        assert_eq!(table.levels(), i16::MAX);
+    }
+}

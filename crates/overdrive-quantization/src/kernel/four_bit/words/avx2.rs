@@ -1,0 +1,248 @@
+//! AVX2: two registers a vector.
+#![allow(unsafe_code)]
+
+use std::arch::x86_64::*;
+
+use super::{PACKED, WORDS, Work, Words};
+use crate::kernel::simd::LANES;
+use crate::kernel::simd::avx2::Avx2;
+
+#[inline]
+pub(super) fn run<W: Work>(simd: Avx2, work: W) -> W::Output {
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn compiled<W: Work>(simd: Avx2, work: W) -> W::Output {
+        work.run(simd)
+    }
+    // SAFETY: a value of `Avx2` exists only where all these features were found.
+    unsafe { compiled(simd, work) }
+}
+
+/// Calls an intrinsic.
+macro_rules! avx2 {
+    ($call:expr) => {
+        // SAFETY: a value of `Avx2` proves that the machine has the instruction; loads and stores
+        // stay within the two halves of references to arrays of 64 bytes.
+        unsafe { $call }
+    };
+}
+
+type Pair = [__m256i; 2];
+
+#[inline(always)]
+fn load(from: *const u8) -> Pair {
+    avx2!([
+        _mm256_loadu_si256(from.cast()),
+        _mm256_loadu_si256(from.add(32).cast())
+    ])
+}
+
+/// 8 vectors of 8 lanes.
+#[inline(always)]
+fn transpose8(r: [__m256i; 8]) -> [__m256i; 8] {
+    avx2!({
+        let mut a = r;
+        let mut b = r;
+        for i in 0..4 {
+            b[2 * i] = _mm256_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+            b[2 * i + 1] = _mm256_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+        }
+        for i in 0..2 {
+            let at = 4 * i;
+            a[at] = _mm256_unpacklo_epi64(b[at], b[at + 2]);
+            a[at + 1] = _mm256_unpackhi_epi64(b[at], b[at + 2]);
+            a[at + 2] = _mm256_unpacklo_epi64(b[at + 1], b[at + 3]);
+            a[at + 3] = _mm256_unpackhi_epi64(b[at + 1], b[at + 3]);
+        }
+        for c in 0..4 {
+            b[c] = _mm256_permute2x128_si256::<0x20>(a[c], a[4 + c]);
+            b[4 + c] = _mm256_permute2x128_si256::<0x31>(a[c], a[4 + c]);
+        }
+        b
+    })
+}
+
+impl Words for Avx2 {
+    type Packed = Pair;
+    type I = Pair;
+    /// Lower bytes and higher bytes of the words, in both halves.
+    type Table = Pair;
+    type Sums = Pair;
+    /// For each half of the lanes: where its floats begin, and which of the 8 from there.
+    type Places = ([usize; 2], Pair);
+
+    const ROWS: usize = 4;
+
+    #[inline(always)]
+    fn load_packed(self, from: &[u8; PACKED]) -> Pair {
+        load(from.as_ptr())
+    }
+
+    #[inline(always)]
+    fn table(self, values: &[i16; 16]) -> Pair {
+        let low = values.map(|value| value.to_le_bytes()[0]);
+        let high = values.map(|value| value.to_le_bytes()[1]);
+        avx2!([
+            _mm256_broadcastsi128_si256(_mm_loadu_si128(low.as_ptr().cast())),
+            _mm256_broadcastsi128_si256(_mm_loadu_si128(high.as_ptr().cast())),
+        ])
+    }
+
+    #[inline(always)]
+    fn look_up(self, codes: Pair, table: Pair) -> [Pair; 4] {
+        let mut out = [codes; 4];
+        avx2!({
+            let mask = _mm256_set1_epi8(15);
+            let odd = _mm256_set1_epi16(-256);
+            for half in 0..2 {
+                let code = codes[half];
+                let even_codes = _mm256_and_si256(code, mask);
+                let odd_codes = _mm256_and_si256(_mm256_srli_epi16::<4>(code), mask);
+                for (part, codes) in [even_codes, odd_codes].into_iter().enumerate() {
+                    let low = _mm256_shuffle_epi8(table[0], codes);
+                    let high = _mm256_shuffle_epi8(table[1], codes);
+                    let shifted = _mm256_slli_epi16::<8>(high);
+                    out[part][half] = _mm256_blendv_epi8(low, shifted, odd);
+                    let shifted = _mm256_srli_epi16::<8>(low);
+                    out[part + 2][half] = _mm256_blendv_epi8(shifted, high, odd);
+                }
+            }
+        });
+        out
+    }
+
+    #[inline(always)]
+    fn signed(self, codes: Pair) -> [Pair; 2] {
+        let [a, b] = codes;
+        avx2!([
+            [
+                _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(a)),
+                _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(b)),
+            ],
+            [_mm256_srai_epi16::<8>(a), _mm256_srai_epi16::<8>(b)],
+        ])
+    }
+
+    #[inline(always)]
+    fn unsigned(self, codes: Pair) -> [Pair; 2] {
+        let [a, b] = codes;
+        avx2!({
+            let mask = _mm256_set1_epi16(0xff);
+            [
+                [_mm256_and_si256(a, mask), _mm256_and_si256(b, mask)],
+                [_mm256_srli_epi16::<8>(a), _mm256_srli_epi16::<8>(b)],
+            ]
+        })
+    }
+
+    #[inline(always)]
+    fn transpose(self, rows: [Pair; LANES]) -> [Pair; LANES] {
+        let mut out = rows;
+        for from in 0..2 {
+            for to in 0..2 {
+                let mut block = [rows[0][0]; 8];
+                for i in 0..8 {
+                    block[i] = rows[8 * to + i][from];
+                }
+                for (i, row) in transpose8(block).into_iter().enumerate() {
+                    out[8 * from + i][to] = row;
+                }
+            }
+        }
+        out
+    }
+
+    #[inline(always)]
+    fn load_words(self, from: &[i16; WORDS]) -> Pair {
+        load(from.as_ptr().cast())
+    }
+
+    #[inline(always)]
+    fn store_words(self, words: Pair, to: &mut [i16; WORDS]) {
+        avx2!({
+            let to: *mut __m256i = to.as_mut_ptr().cast();
+            _mm256_storeu_si256(to, words[0]);
+            _mm256_storeu_si256(to.add(1), words[1]);
+        });
+    }
+
+    #[inline(always)]
+    fn pair(self, from: &[i16; 2]) -> Pair {
+        avx2!([_mm256_set1_epi32(from.as_ptr().cast::<i32>().read_unaligned()); 2])
+    }
+
+    #[inline(always)]
+    fn no_sums(self) -> Pair {
+        avx2!([_mm256_setzero_si256(); 2])
+    }
+
+    #[inline(always)]
+    fn multiply(self, sums: Pair, a: Pair, b: Pair) -> Pair {
+        avx2!([
+            _mm256_add_epi32(sums[0], _mm256_madd_epi16(a[0], b[0])),
+            _mm256_add_epi32(sums[1], _mm256_madd_epi16(a[1], b[1])),
+        ])
+    }
+
+    #[inline(always)]
+    fn plus(self, a: Pair, b: Pair) -> Pair {
+        avx2!([_mm256_add_epi32(a[0], b[0]), _mm256_add_epi32(a[1], b[1])])
+    }
+
+    #[inline(always)]
+    fn floats(self, sums: Pair) -> [__m256; 2] {
+        avx2!([_mm256_cvtepi32_ps(sums[0]), _mm256_cvtepi32_ps(sums[1])])
+    }
+
+    #[inline(always)]
+    fn places(self, lanes: &[u32; LANES]) -> ([usize; 2], Pair) {
+        let starts = [0, (lanes[8] as usize).min(8)];
+        let mut from = *lanes;
+        for lane in &mut from[8..] {
+            #[allow(clippy::cast_possible_truncation, reason = "at most 8")]
+            {
+                *lane -= starts[1] as u32;
+            }
+        }
+        (starts, load(from.as_ptr().cast()))
+    }
+
+    #[inline(always)]
+    fn spread(self, from: &[f32; LANES], places: ([usize; 2], Pair)) -> [__m256; 2] {
+        let ([low, high], lanes) = places;
+        // Both begin at 0..=8.
+        avx2!([
+            _mm256_permutevar8x32_ps(_mm256_loadu_ps(from.as_ptr().add(low)), lanes[0]),
+            _mm256_permutevar8x32_ps(_mm256_loadu_ps(from.as_ptr().add(high)), lanes[1]),
+        ])
+    }
+
+    #[inline(always)]
+    fn values(self, codes: &[u8; 8], values: &[f32; 16], high_first: bool) -> [__m256; 2] {
+        avx2!({
+            let packed = _mm_loadl_epi64(codes.as_ptr().cast());
+            let mask = _mm_set1_epi8(15);
+            let low = _mm_and_si128(packed, mask);
+            let high = _mm_and_si128(_mm_srli_epi16::<4>(packed), mask);
+            let each = if high_first {
+                _mm_unpacklo_epi8(high, low)
+            } else {
+                _mm_unpacklo_epi8(low, high)
+            };
+            let first = _mm256_loadu_ps(values.as_ptr());
+            let second = _mm256_loadu_ps(values.as_ptr().add(8));
+            [each, _mm_unpackhi_epi64(each, each)].map(
+                #[inline(always)]
+                |codes| {
+                    let codes = _mm256_cvtepu8_epi32(codes);
+                    // The fourth bit of the code, which chooses the half, as a sign.
+                    let half = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(codes));
+                    _mm256_blendv_ps(
+                        _mm256_permutevar8x32_ps(first, codes),
+                        _mm256_permutevar8x32_ps(second, codes),
+                        half,
+                    )
+                },
+            )
+        })
+    }
+}

@@ -1,0 +1,81 @@
+//! Vectors of packed codes and of 16-bit words, for each instruction set.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod portable;
+
+use crate::kernel::simd::{InstructionSet, LANES, Simd};
+
+/// Bytes of packed codes in a vector.
+pub(crate) const PACKED: usize = 64;
+
+/// Words of 16 bits in a vector.
+pub(crate) const WORDS: usize = 32;
+
+/// What products of packed codes need beside the floats of [`Simd`].
+///
+/// A vector of packed codes has 16 lanes of four bytes. Codes become words of 16 bits, two in each
+/// lane, and stay in their lane: a lane's sum belongs to 8 neighbouring weights of 4 bits, or to 4 of 8.
+pub(crate) trait Words: Simd {
+    /// [`PACKED`] bytes of codes.
+    type Packed: Copy;
+    /// [`WORDS`] words.
+    type I: Copy;
+    /// 16 words, to look up.
+    type Table: Copy;
+    /// 16 sums of 32 bits.
+    type Sums: Copy;
+    /// Which of 16 floats goes to which lane.
+    type Places: Copy;
+
+    /// Rows of activations whose sums fit the registers: 8 or 4.
+    const ROWS: usize;
+
+    fn load_packed(self, from: &[u8; PACKED]) -> Self::Packed;
+    fn table(self, values: &[i16; 16]) -> Self::Table;
+    /// The words that the lowest, second, third and highest 4 bits of each 16 stand for.
+    fn look_up(self, codes: Self::Packed, table: Self::Table) -> [Self::I; 4];
+    /// The lower and the higher byte of each 16 bits, signed.
+    fn signed(self, codes: Self::Packed) -> [Self::I; 2];
+    /// The lower and the higher byte of each 16 bits.
+    fn unsigned(self, codes: Self::Packed) -> [Self::I; 2];
+    /// Lane `j` of vector `i` becomes lane `i` of vector `j`.
+    fn transpose(self, rows: [Self::Packed; LANES]) -> [Self::Packed; LANES];
+
+    fn load_words(self, from: &[i16; WORDS]) -> Self::I;
+    fn store_words(self, words: Self::I, to: &mut [i16; WORDS]);
+    /// Two words in every lane.
+    fn pair(self, from: &[i16; 2]) -> Self::I;
+    fn no_sums(self) -> Self::Sums;
+    /// Adds the two products of each lane. The caller sees to it that sums fit 32 bits.
+    fn multiply(self, sums: Self::Sums, a: Self::I, b: Self::I) -> Self::Sums;
+    fn plus(self, a: Self::Sums, b: Self::Sums) -> Self::Sums;
+    fn floats(self, sums: Self::Sums) -> Self::F;
+
+    /// `lanes` rise, from 0.
+    fn places(self, lanes: &[u32; LANES]) -> Self::Places;
+    fn spread(self, from: &[f32; LANES], places: Self::Places) -> Self::F;
+    /// What 16 codes of 4 bits stand for, in order; the low half of a byte is first unless `high_first`.
+    fn values(self, codes: &[u8; 8], values: &[f32; 16], high_first: bool) -> Self::F;
+}
+
+/// Work that is compiled for each instruction set.
+pub(crate) trait Work {
+    type Output;
+    /// Implementations are `#[inline(always)]`.
+    fn run<S: Words>(self, simd: S) -> Self::Output;
+}
+
+/// Runs `work` compiled for `set`.
+#[inline]
+pub(crate) fn run_on<W: Work>(set: InstructionSet, work: W) -> W::Output {
+    match set {
+        #[cfg(target_arch = "x86_64")]
+        InstructionSet::Avx512(simd) => avx512::run(simd, work),
+        #[cfg(target_arch = "x86_64")]
+        InstructionSet::Avx2(simd) => avx2::run(simd, work),
+        InstructionSet::Portable => work.run(crate::kernel::simd::portable::Portable),
+    }
+}

@@ -1,0 +1,163 @@
+//! Arrays, in loops that a compiler turns into the vectors of its target (NEON on aarch64).
+
+use super::{PACKED, WORDS, Words};
+use crate::kernel::simd::LANES;
+use crate::kernel::simd::portable::Portable;
+
+/// A word made of two bytes of codes.
+#[inline(always)]
+fn each_word(codes: [u8; PACKED], f: impl Fn(u16) -> i16) -> [i16; WORDS] {
+    let mut out = [0; WORDS];
+    for (word, out) in out.iter_mut().enumerate() {
+        *out = f(u16::from_le_bytes([codes[2 * word], codes[2 * word + 1]]));
+    }
+    out
+}
+
+impl Words for Portable {
+    type Packed = [u8; PACKED];
+    type I = [i16; WORDS];
+    type Table = [i16; 16];
+    type Sums = [i32; LANES];
+    type Places = [u32; LANES];
+
+    const ROWS: usize = 4;
+
+    #[inline(always)]
+    fn load_packed(self, from: &[u8; PACKED]) -> [u8; PACKED] {
+        *from
+    }
+
+    #[inline(always)]
+    fn table(self, values: &[i16; 16]) -> [i16; 16] {
+        *values
+    }
+
+    #[inline(always)]
+    fn look_up(self, codes: [u8; PACKED], table: [i16; 16]) -> [[i16; WORDS]; 4] {
+        [0, 4, 8, 12].map(
+            #[inline(always)]
+            |shift| {
+                each_word(
+                    codes,
+                    #[inline(always)]
+                    |word| table[usize::from((word >> shift) & 15)],
+                )
+            },
+        )
+    }
+
+    #[inline(always)]
+    fn signed(self, codes: [u8; PACKED]) -> [[i16; WORDS]; 2] {
+        [0, 1].map(
+            #[inline(always)]
+            |byte| {
+                each_word(
+                    codes,
+                    #[inline(always)]
+                    |word| i16::from(i8::from_le_bytes([word.to_le_bytes()[byte]])),
+                )
+            },
+        )
+    }
+
+    #[inline(always)]
+    fn unsigned(self, codes: [u8; PACKED]) -> [[i16; WORDS]; 2] {
+        [0, 1].map(
+            #[inline(always)]
+            |byte| {
+                each_word(
+                    codes,
+                    #[inline(always)]
+                    |word| i16::from(word.to_le_bytes()[byte]),
+                )
+            },
+        )
+    }
+
+    #[inline(always)]
+    fn transpose(self, rows: [[u8; PACKED]; LANES]) -> [[u8; PACKED]; LANES] {
+        let mut out = rows;
+        for (i, row) in rows.iter().enumerate() {
+            for (j, out) in out.iter_mut().enumerate() {
+                out[4 * i..4 * i + 4].copy_from_slice(&row[4 * j..4 * j + 4]);
+            }
+        }
+        out
+    }
+
+    #[inline(always)]
+    fn load_words(self, from: &[i16; WORDS]) -> [i16; WORDS] {
+        *from
+    }
+
+    #[inline(always)]
+    fn store_words(self, words: [i16; WORDS], to: &mut [i16; WORDS]) {
+        *to = words;
+    }
+
+    #[inline(always)]
+    fn pair(self, from: &[i16; 2]) -> [i16; WORDS] {
+        let mut out = [from[0]; WORDS];
+        for odd in out.iter_mut().skip(1).step_by(2) {
+            *odd = from[1];
+        }
+        out
+    }
+
+    #[inline(always)]
+    fn no_sums(self) -> [i32; LANES] {
+        [0; LANES]
+    }
+
+    #[inline(always)]
+    fn multiply(self, sums: [i32; LANES], a: [i16; WORDS], b: [i16; WORDS]) -> [i32; LANES] {
+        let mut sums = sums;
+        for (lane, sum) in sums.iter_mut().enumerate() {
+            *sum += i32::from(a[2 * lane]) * i32::from(b[2 * lane]);
+            *sum += i32::from(a[2 * lane + 1]) * i32::from(b[2 * lane + 1]);
+        }
+        sums
+    }
+
+    #[inline(always)]
+    fn plus(self, a: [i32; LANES], b: [i32; LANES]) -> [i32; LANES] {
+        let mut out = a;
+        for (out, b) in out.iter_mut().zip(b) {
+            *out += b;
+        }
+        out
+    }
+
+    #[inline(always)]
+    fn floats(self, sums: [i32; LANES]) -> [f32; LANES] {
+        #[allow(clippy::cast_precision_loss, reason = "rounds, as a product of floats does")]
+        sums.map(
+            #[inline(always)]
+            |sum| sum as f32,
+        )
+    }
+
+    #[inline(always)]
+    fn places(self, lanes: &[u32; LANES]) -> [u32; LANES] {
+        *lanes
+    }
+
+    #[inline(always)]
+    fn spread(self, from: &[f32; LANES], places: [u32; LANES]) -> [f32; LANES] {
+        places.map(
+            #[inline(always)]
+            |lane| from[lane as usize % LANES],
+        )
+    }
+
+    #[inline(always)]
+    fn values(self, codes: &[u8; 8], values: &[f32; 16], high_first: bool) -> [f32; LANES] {
+        let mut out = [0.0; LANES];
+        for (pair, &code) in out.chunks_exact_mut(2).zip(codes) {
+            pair[usize::from(high_first)] = values[usize::from(code & 15)];
+            pair[usize::from(!high_first)] = values[usize::from(code >> 4)];
+        }
+        out
+    }
+}
