@@ -5,6 +5,7 @@ use tch::{Kind, Tensor};
 use super::blocks;
 use super::plan::{Plan, plan};
 use crate::kernel::element::Element;
+use crate::kernel::four_bit::{CodedMap, CodedPart, WordForms, coded_map};
 use crate::kernel::int8::{Int8Part, MAX_WIDTH, Split};
 use crate::kernel::joint::{Part, product};
 use crate::kernel::rows::Rows;
@@ -48,14 +49,32 @@ fn joint<T: Element>(
     let rows = Rows::new(elements::<T>(x)?, width.unsigned_abs() as usize);
     let few = rows.rows <= FEW_ROWS;
     let plans: Vec<Plan> = weights.iter().map(|weight| plan(weight, few, recording)).collect();
-    let splits = splits(&plans, &rows);
+    let coded: Vec<Option<CodedMap<'_>>> = weights
+        .iter()
+        .zip(&plans)
+        .map(|(weight, plan)| match plan {
+            Plan::ByGroup => coded_map(weight),
+            _ => Ok(None),
+        })
+        .collect::<Result<_>>()?;
+    // Only kernels that take floats have them made.
+    let floats = match coded.iter().any(Option::is_some) {
+        true => rows.floats(),
+        false => &[],
+    };
+    let forms = Forms {
+        set: InstructionSet::best(),
+        splits: splits(&plans, &rows),
+        words: WordForms::new(InstructionSet::best(), floats, coded.iter().flatten()),
+        rows: &rows,
+    };
 
     let mut parts: Vec<(usize, Box<dyn Part<T> + '_>)> = Vec::with_capacity(weights.len());
     let mut others: Vec<(i64, usize)> = Vec::new();
     let mut first: i64 = 0;
     for (index, weight) in weights.iter().enumerate() {
         let bias = biases[index].as_ref().map(elements::<T>).transpose()?;
-        match part(weight, plans[index], &rows, &splits, bias)? {
+        match part(weight, plans[index], coded[index].as_ref(), &forms, bias)? {
             Some(part) => parts.push((first.unsigned_abs() as usize, part)),
             None => others.push((first, index)),
         }
@@ -93,21 +112,33 @@ fn splits<T: Element>(plans: &[Plan], rows: &Rows<'_, T>) -> Vec<(f64, Split)> {
     splits
 }
 
+/// The activations, in the forms that kernels take.
+struct Forms<'a, T> {
+    set: InstructionSet,
+    rows: &'a Rows<'a, T>,
+    splits: Vec<(f64, Split)>,
+    words: WordForms<'a>,
+}
+
 /// The kernel for a weight; `None` where it is to be dequantized in blocks.
 fn part<'a, T: Element>(
     weight: &'a QuantizedWeight,
     plan: Plan,
-    rows: &'a Rows<'a, T>,
-    splits: &'a [(f64, Split)],
+    coded: Option<&'a CodedMap<'a>>,
+    forms: &'a Forms<'a, T>,
     bias: Option<&'a [T]>,
 ) -> Result<Option<Box<dyn Part<T> + 'a>>> {
-    let set = InstructionSet::best();
+    let (set, rows) = (forms.set, forms.rows);
     let few = rows.rows <= FEW_ROWS;
+    if let Some(map) = coded {
+        let part = CodedPart::new(set, rows.floats(), &forms.words, map, bias);
+        return Ok(Some(Box::new(part)));
+    }
     let part: Box<dyn Part<T>> = match (&weight.storage, plan) {
         (Storage::Int8 { codes, scales }, Plan::Int8 | Plan::Split(_))
             if rows.width <= MAX_WIDTH =>
         {
-            let split = splits.iter().find(|(known, _)| plan == Plan::Split(*known));
+            let split = forms.splits.iter().find(|(known, _)| plan == Plan::Split(*known));
             let split = split.map(|(_, split)| split);
             Box::new(Int8Part {
                 x: split.map_or_else(|| rows.int8(), |split| &split.int8),

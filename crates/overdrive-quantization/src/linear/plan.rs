@@ -10,8 +10,8 @@ pub(super) enum Plan {
     Int8,
     /// The same, with the columns beyond a threshold apart.
     Split(f64),
-    /// Activations in 8 bits, with one scale a group of the weight.
-    Int8ByGroup,
+    /// Activations as integers with a scale for each group of inputs, by the kernels of 4 bits.
+    ByGroup,
     /// Activations as they are.
     Float,
 }
@@ -29,7 +29,7 @@ pub(super) fn plan(weight: &QuantizedWeight, few: bool, recording: bool) -> Plan
         (Storage::Int8 { .. }, _) if int8 => Plan::Int8,
         (Storage::Int8 { .. } | Storage::Fp8 { .. }, _) => Plan::Float,
         (Storage::Grouped { .. } | Storage::Blocks { .. }, _) if int8 || (few && !recording) => {
-            Plan::Int8ByGroup
+            Plan::ByGroup
         }
         (Storage::Grouped { .. } | Storage::Blocks { .. }, _) => Plan::Float,
     }
