@@ -69,6 +69,11 @@ pub fn build_tokens(
 /// # Errors
 /// When the environment names no such folder.
 pub fn default_cache_dir() -> Result<PathBuf> {
+    cache_folder("tokens")
+}
+
+/// The folder `overdrive/<name>` in the user's cache folder.
+pub(crate) fn cache_folder(name: &str) -> Result<PathBuf> {
     let variable = |name| {
         std::env::var_os(name)
             .filter(|value| !value.is_empty())
@@ -87,7 +92,7 @@ pub fn default_cache_dir() -> Result<PathBuf> {
         .filter(|path| path.is_absolute())
         .or(platform);
     let base = chosen.ok_or(Error::NoCacheFolder { tried })?;
-    Ok(base.join("overdrive").join("tokens"))
+    Ok(base.join("overdrive").join(name))
 }
 
 pub(crate) enum Cached<H, B> {

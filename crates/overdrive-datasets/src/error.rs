@@ -226,6 +226,60 @@ pub enum Error {
         report: String,
     },
 
+    /// A record of a lazy dataset that cannot be read or is not what its format says.
+    #[error("{path}, record {record} (byte {offset}): {problem}")]
+    UnreadableRecord {
+        /// The file.
+        path: PathBuf,
+        /// The record in this file, counted from 0.
+        record: usize,
+        /// Where the record starts in the file, in bytes.
+        offset: u64,
+        /// What is wrong with it.
+        problem: String,
+    },
+
+    /// A file whose records cannot be told apart.
+    #[error("{path} is not what it should be: at byte {offset}, {problem}")]
+    MalformedFile {
+        /// The file.
+        path: PathBuf,
+        /// Where it was noticed, in bytes.
+        offset: u64,
+        /// What was found there and what was expected.
+        problem: String,
+    },
+
+    /// An index file that does not hold what was written. Opening builds such an index again.
+    #[error(
+        "the index of {path} is damaged: {problem}; delete it, or open with \
+         IndexOptions {{ rebuild: true, .. }}"
+    )]
+    DamagedIndex {
+        /// The index file, or the file that it belongs to.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+
+    /// A record that there is not.
+    #[error("record {index} was asked for, and there are {len}; they are counted from 0")]
+    NoSuchRecord {
+        /// The record asked for.
+        index: usize,
+        /// How many there are.
+        len: usize,
+    },
+
+    /// No files were found.
+    #[error("no files found in {searched}; {hint}")]
+    NoFiles {
+        /// Where it was looked for.
+        searched: String,
+        /// What to do.
+        hint: &'static str,
+    },
+
     /// A file is no longer what it was when the corpus was listed.
     #[error("{path} changed while it was read; wait until nothing writes to it and start again")]
     FileChanged {
@@ -304,6 +358,22 @@ impl Error {
             path: path.to_owned(),
             source,
         }
+    }
+
+    /// Whether it is about one record, so that a policy may go on without it (see
+    /// [`crate::ErrorPolicy`]): not the disk, not the index, not an option.
+    pub fn is_about_record(&self) -> bool {
+        matches!(
+            self,
+            Self::UnreadableRecord { .. }
+                | Self::BadRecord { .. }
+                | Self::TokenOutOfVocabulary { .. }
+        )
+    }
+
+    /// Whether it is an input/output error of this file.
+    pub(crate) fn is_io_of(&self, file: &Path) -> bool {
+        matches!(self, Self::Io { path, .. } if path == file)
     }
 
     /// For `map_err`: an error of the `tokenizers` crate.

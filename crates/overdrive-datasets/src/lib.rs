@@ -58,11 +58,14 @@ mod dataset;
 mod digest;
 mod documents;
 mod error;
+mod error_policy;
+mod index;
 mod instruction;
 mod mmap;
 mod packing;
 mod prefetch;
 pub mod random;
+mod records;
 pub mod store_format;
 #[cfg(feature = "tch")]
 mod tensor_batches;
@@ -80,6 +83,8 @@ pub use corpus::{Corpus, CorpusFile, CorpusOptions, Skipped, TextFormat};
 pub use dataset::Dataset;
 pub use digest::Sha256Digest;
 pub use error::{Error, Result};
+pub use error_policy::{ErrorLog, ErrorPolicy};
+pub use index::{IndexLocation, IndexOptions, IndexReport};
 pub use instruction::{
     ChatFormat, ChatMessage, CollateOptions, EncodeOptions, InstructionBatch, InstructionBatches,
     InstructionDataset, InstructionEncoder, InstructionOptions, InstructionRecord,
@@ -90,6 +95,10 @@ pub use instruction::{InstructionTensorBatches, InstructionTensors};
 pub use packing::{PackPlan, PackingStrategy, Segment};
 pub use prefetch::Prefetch;
 pub use random::uniform_below;
+pub use records::{
+    CsvColumns, CsvOptions, CsvRecords, CsvRow, JsonLayout, JsonOptions, JsonRecords, Place, RecordFiles,
+    TextLines, TextOptions, find_files,
+};
 pub use store_format::{FORMAT_VERSION, MAGIC, TokenWidth};
 #[cfg(feature = "tch")]
 pub use tensor_batches::{Batch, TokenBatches};

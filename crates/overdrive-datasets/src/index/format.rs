@@ -1,0 +1,209 @@
+//! The layout of an index file, and how it knows its data.
+//!
+//! Everything is little-endian on all machines.
+//!
+//! | bytes | what |
+//! |---|---|
+//! | 0..8 | magic |
+//! | 8..12 | format version |
+//! | 12..16 | CRC-32C of the directory |
+//! | 16..24 | number of offsets: the start of each record, and where the last one ends |
+//! | 24..32 | bytes of the pieces |
+//! | 32..40 | length of the data |
+//! | 40..48 | modification time of the data, seconds |
+//! | 48..52 | the same, nanoseconds |
+//! | 52..56 | zeros |
+//! | 56..88 | SHA-256 of a sample of the data |
+//! | 88..120 | SHA-256 of the data's path and of the format that the records were found in |
+//! | 120..124 | zeros |
+//! | 124..128 | CRC-32C of bytes 0..124 |
+//! | 128.. | pieces (`offsets`), then their directory, which has a CRC-32C of each piece |
+
+use std::fs::Metadata;
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::digest::FieldHasher;
+use crate::store_format::{u32_at, u64_at};
+use crate::{Error, Result, Sha256Digest};
+
+use super::offsets::{FinishedOffsets, OffsetTable};
+
+const MAGIC: [u8; 8] = *b"OVDINDEX";
+const VERSION: u32 = 1;
+pub(crate) const HEADER_BYTES: usize = 128;
+const CHECKED_BYTES: usize = 124;
+
+/// Which data an index belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Identity {
+    bytes: u64,
+    modified_s: i64,
+    modified_ns: u32,
+    sample: Sha256Digest,
+    key: Sha256Digest,
+}
+
+impl Identity {
+    /// Of the file at `path` with this metadata and content, in the format that `scan_key` names.
+    pub(crate) fn of(path: &Path, metadata: &Metadata, data: &[u8], scan_key: &[u8]) -> Self {
+        let (modified_s, modified_ns) = modified(metadata);
+        Self {
+            bytes: metadata.len(),
+            modified_s,
+            modified_ns,
+            sample: sample(data),
+            key: FieldHasher::default()
+                .field(&VERSION.to_le_bytes())
+                .field(path.as_os_str().as_encoded_bytes())
+                .field(scan_key)
+                .finish(),
+        }
+    }
+
+    /// Names the path and the format, not the content: an index of content that is gone is replaced.
+    pub(crate) fn key(&self) -> Sha256Digest {
+        self.key
+    }
+
+    /// Names the content and the format, not the path, as well as a sample can.
+    pub(crate) fn content(&self, scan_key: &[u8]) -> Sha256Digest {
+        FieldHasher::default()
+            .field(&self.bytes.to_le_bytes())
+            .field(&self.modified_s.to_le_bytes())
+            .field(&self.modified_ns.to_le_bytes())
+            .field(&self.sample.0)
+            .field(scan_key)
+            .finish()
+    }
+
+    /// Whether a file with this metadata may still be the one.
+    pub(crate) fn fits(&self, metadata: &Metadata) -> bool {
+        self.bytes == metadata.len() && (self.modified_s, self.modified_ns) == modified(metadata)
+    }
+}
+
+/// Seconds and nanoseconds since 1970, zero where the file system keeps no time.
+fn modified(metadata: &Metadata) -> (i64, u32) {
+    match metadata
+        .modified()
+        .unwrap_or(UNIX_EPOCH)
+        .duration_since(SystemTime::UNIX_EPOCH)
+    {
+        Ok(after) => (after.as_secs() as i64, after.subsec_nanos()),
+        Err(before) => {
+            let before = before.duration();
+            (-(before.as_secs() as i64), before.subsec_nanos())
+        }
+    }
+}
+
+/// The digest of 16 pages spread evenly over the data, the first and the last among them.
+fn sample(data: &[u8]) -> Sha256Digest {
+    const PAGES: usize = 16;
+    const PAGE: usize = 4096;
+    if data.len() <= PAGES * PAGE {
+        return Sha256Digest::of(data);
+    }
+    let mut hasher = FieldHasher::default();
+    for page in 0..PAGES {
+        // In 128 bits the product cannot overflow; the start is at most `len - PAGE`.
+        let start = (data.len() - PAGE) as u128 * page as u128 / (PAGES as u128 - 1);
+        hasher.add(&data[start as usize..][..PAGE]);
+    }
+    hasher.finish()
+}
+
+/// The header of an index file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub(crate) identity: Identity,
+    pub(crate) offsets: FinishedOffsets,
+}
+
+impl Header {
+    pub(crate) fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        let mut put = |at: usize, field: &[u8]| bytes[at..at + field.len()].copy_from_slice(field);
+        let Self { identity, offsets } = self;
+        put(0, &MAGIC);
+        put(8, &VERSION.to_le_bytes());
+        put(12, &offsets.directory_crc.to_le_bytes());
+        put(16, &offsets.count.to_le_bytes());
+        put(24, &offsets.pieces_bytes.to_le_bytes());
+        put(32, &identity.bytes.to_le_bytes());
+        put(40, &identity.modified_s.to_le_bytes());
+        put(48, &identity.modified_ns.to_le_bytes());
+        put(56, &identity.sample.0);
+        put(88, &identity.key.0);
+        let crc = crc32c::crc32c(&bytes[..CHECKED_BYTES]);
+        bytes[CHECKED_BYTES..].copy_from_slice(&crc.to_le_bytes());
+        bytes
+    }
+
+    /// Reads a header and checks everything behind it, so that what opens can be relied on.
+    pub(crate) fn decode(file: &[u8], path: &Path) -> Result<Self> {
+        let damaged = |problem: &str| Error::DamagedIndex {
+            path: path.to_owned(),
+            problem: problem.to_owned(),
+        };
+        let bytes = file
+            .get(..HEADER_BYTES)
+            .ok_or_else(|| damaged("it is shorter than its header"))?;
+        if bytes[..8] != MAGIC {
+            return Err(damaged("it does not start as an index does"));
+        }
+        if u32_at(bytes, 8) != VERSION {
+            return Err(damaged("another version of the format wrote it"));
+        }
+        if crc32c::crc32c(&bytes[..CHECKED_BYTES]) != u32_at(bytes, CHECKED_BYTES) {
+            return Err(damaged("its header does not have its checksum"));
+        }
+        let header = Self {
+            identity: Identity {
+                bytes: u64_at(bytes, 32),
+                modified_s: u64_at(bytes, 40) as i64,
+                modified_ns: u32_at(bytes, 48),
+                sample: digest_at(bytes, 56),
+                key: digest_at(bytes, 88),
+            },
+            offsets: FinishedOffsets {
+                count: u64_at(bytes, 16),
+                pieces_bytes: u64_at(bytes, 24),
+                directory_crc: u32_at(bytes, 12),
+            },
+        };
+        let expected = OffsetTable::directory_bytes(header.offsets.count).and_then(|directory| {
+            directory
+                .checked_add(header.offsets.pieces_bytes)?
+                .checked_add(HEADER_BYTES as u64)
+        });
+        if expected != Some(file.len() as u64) || header.offsets.count == 0 {
+            return Err(damaged("its length is not the one that its header says"));
+        }
+        let (pieces, directory) = header.parts(file);
+        if crc32c::crc32c(directory) != header.offsets.directory_crc {
+            return Err(damaged("its directory does not have its checksum"));
+        }
+        let table = OffsetTable::new(pieces, directory, header.offsets.count as usize);
+        match table.first_damaged_piece(header.identity.bytes) {
+            None => Ok(header),
+            Some(piece) => Err(damaged(&format!(
+                "piece {piece} does not have its checksum"
+            ))),
+        }
+    }
+
+    /// The pieces and the directory in the bytes of the whole file.
+    pub(crate) fn parts<'a>(&self, file: &'a [u8]) -> (&'a [u8], &'a [u8]) {
+        let body = file.get(HEADER_BYTES..).unwrap_or_default();
+        let pieces = usize::try_from(self.offsets.pieces_bytes).unwrap_or(usize::MAX);
+        body.split_at(pieces.min(body.len()))
+    }
+}
+
+fn digest_at(bytes: &[u8], at: usize) -> Sha256Digest {
+    let mut digest = [0; 32];
+    digest.copy_from_slice(&bytes[at..at + 32]);
+    Sha256Digest(digest)
+}

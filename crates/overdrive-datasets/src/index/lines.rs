@@ -1,0 +1,66 @@
+//! Lines: records that end with a line feed.
+
+use std::path::Path;
+
+use memchr::memchr_iter;
+
+use super::scan::{Scan, in_order, is_space, text_start};
+use crate::Result;
+
+/// Large enough that a thread's share is hardly ever waited for, small enough for the second cache.
+const CHUNK: usize = 1 << 20;
+
+/// Lines, ended by `\n` or `\r\n`; the last one may lack its end.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LineScan {
+    /// Lines of nothing but white space are no records (JSON Lines).
+    pub(crate) skip_blank: bool,
+}
+
+impl Scan for LineScan {
+    fn scan(
+        &self,
+        _path: &Path,
+        data: &[u8],
+        threads: usize,
+        sink: &mut dyn FnMut(u64) -> Result<()>,
+    ) -> Result<u64> {
+        let first = text_start(data);
+        let is_record =
+            |start: usize| start < data.len() && !(self.skip_blank && is_blank(&data[start..]));
+        if is_record(first) {
+            sink(first as u64)?;
+        }
+        let chunks = (data.len() - first).div_ceil(CHUNK);
+        // The line behind each line feed of a chunk, counted from the chunk's start: 4 bytes each.
+        let find = |chunk: usize| {
+            let start = first + chunk * CHUNK;
+            let end = data.len().min(start + CHUNK);
+            let mut found = Vec::with_capacity((end - start) / 32);
+            for feed in memchr_iter(b'\n', &data[start..end]) {
+                if is_record(start + feed + 1) {
+                    found.push(feed as u32 + 1);
+                }
+            }
+            (start, found)
+        };
+        in_order(chunks, threads, 4 * threads, find, |(start, found)| {
+            found
+                .iter()
+                .try_for_each(|&line| sink((start + line as usize) as u64))
+        })?;
+        Ok(data.len() as u64)
+    }
+
+    fn key(&self) -> Vec<u8> {
+        format!("lines 1, skip_blank {}", self.skip_blank).into_bytes()
+    }
+}
+
+/// Whether nothing but white space comes before the next line feed.
+fn is_blank(rest: &[u8]) -> bool {
+    // Nearly always the first byte decides.
+    rest.iter()
+        .find(|&&byte| !is_space(byte) || byte == b'\n')
+        .is_none_or(|&byte| byte == b'\n')
+}

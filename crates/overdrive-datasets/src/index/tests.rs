@@ -1,0 +1,323 @@
+//! Offsets come back as they went in, and every scan finds what a slow reference finds.
+
+use std::path::Path;
+
+use proptest::prelude::*;
+
+use super::offsets::PIECE;
+use super::*;
+use crate::{Error, Result};
+
+/// Pieces, directory and count of `values`.
+fn encode(values: &[u64]) -> (Vec<u8>, Vec<u8>, usize) {
+    let mut writer = OffsetsWriter::new(Vec::new());
+    for &value in values {
+        writer.push(value).unwrap();
+    }
+    let (bytes, finished) = writer.finish().unwrap();
+    let (pieces, directory) = bytes.split_at(finished.pieces_bytes as usize);
+    (pieces.to_vec(), directory.to_vec(), finished.count as usize)
+}
+
+fn check(values: &[u64]) {
+    let (pieces, directory, count) = encode(values);
+    let table = OffsetTable::new(&pieces, &directory, count);
+    assert_eq!(count, values.len());
+    for (i, &value) in values.iter().enumerate() {
+        assert_eq!(table.get(i), Some(value), "value {i}");
+    }
+    for (i, pair) in values.windows(2).enumerate() {
+        assert_eq!(table.pair(i), Some(pair[0]..pair[1]), "pair {i}");
+    }
+    assert_eq!(table.get(count), None);
+    assert_eq!(table.pair(count.saturating_sub(1)), None);
+    let last = values.last().copied().unwrap_or(0);
+    assert_eq!(table.first_damaged_piece(last), None);
+}
+
+fn sums(gaps: impl IntoIterator<Item = u64>) -> Vec<u64> {
+    gaps.into_iter()
+        .scan(0_u64, |sum, gap| {
+            *sum = sum.saturating_add(gap);
+            Some(*sum)
+        })
+        .collect()
+}
+
+#[test]
+fn offsets_at_the_edges_of_pieces_and_of_numbers_come_back() {
+    check(&[]);
+    check(&[0]);
+    check(&[u64::MAX]);
+    check(&[0, u64::MAX]);
+    check(&[5; 200]);
+    for count in [63, 64, 65, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE] {
+        check(&sums((0..count as u64).map(|i| i % 7)));
+    }
+    // One record of nearly 2^63 bytes among tiny ones, at each end of a piece.
+    let mut gaps = vec![1; PIECE + 10];
+    gaps[1] = u64::MAX / 2;
+    check(&sums(gaps.clone()));
+    gaps.rotate_left(10);
+    check(&sums(gaps));
+}
+
+#[test]
+fn offsets_of_lines_take_one_byte_and_of_16_kib_records_two() {
+    let bytes_a_value = |gap: u64| {
+        let values = sums((0..100_000).map(|i| gap / 2 + i * 7919 % gap));
+        let (pieces, directory, count) = encode(&values);
+        (pieces.len() + directory.len()) as f64 / count as f64
+    };
+    // 2 + log2 of the mean, a quarter of a bit for samples, a twentieth for the directory.
+    assert!(bytes_a_value(54) < 1.1, "{}", bytes_a_value(54));
+    assert!(
+        bytes_a_value(16 << 10) < 2.06,
+        "{}",
+        bytes_a_value(16 << 10)
+    );
+    assert!(bytes_a_value(8 << 10) < 2.0, "{}", bytes_a_value(8 << 10));
+}
+
+fn scan(scan: &dyn Scan, data: &[u8], threads: usize) -> Result<Vec<u64>> {
+    let mut found = Vec::new();
+    let end = scan.scan(Path::new("data"), data, threads, &mut |at| {
+        found.push(at);
+        Ok(())
+    })?;
+    found.push(end);
+    Ok(found)
+}
+
+/// Rows by a state machine that looks at one byte at a time.
+fn csv_reference(data: &[u8], delimiter: u8, quote: u8) -> Vec<u64> {
+    let first = if data.starts_with(b"\xef\xbb\xbf") {
+        3
+    } else {
+        0
+    };
+    let (mut rows, mut inside, mut at, mut row) = (Vec::new(), false, first, first);
+    let mut end_row = |start: usize, end: usize| {
+        if start < end && !matches!(&data[start..end], b"\n" | b"\r\n") {
+            rows.push(start as u64);
+        }
+    };
+    while at < data.len() {
+        let byte = data[at];
+        let field_starts = at == row || data[at - 1] == delimiter;
+        if inside && byte == quote && data.get(at + 1) == Some(&quote) {
+            at += 1;
+        } else if inside {
+            inside = byte != quote;
+        } else if byte == quote && field_starts {
+            inside = true;
+        } else if byte == b'\n' {
+            end_row(row, at + 1);
+            row = at + 1;
+        }
+        at += 1;
+    }
+    end_row(row, data.len());
+    rows.push(data.len() as u64);
+    rows
+}
+
+/// Data of more than three chunks: `filler` bytes in front, so that `tail` lies across a border.
+fn across_a_border(filler: u8, shift: usize, tail: &[u8]) -> Vec<u8> {
+    let mut data = vec![filler; (1 << 20) - shift];
+    data.extend(tail);
+    data.resize(data.len() + (2 << 20), filler);
+    data.extend(tail);
+    data
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+
+    #[test]
+    fn any_offsets_come_back(gaps in prop::collection::vec(
+        prop_oneof![4 => 0_u64..100, 2 => 0_u64..100_000, 1 => 0_u64..1 << 50], 1..300)) {
+        check(&sums(gaps));
+    }
+
+    #[test]
+    fn damaged_offsets_give_no_panic_and_are_noticed(
+        gaps in prop::collection::vec(0_u64..1000, 1..300),
+        at in any::<prop::sample::Index>(),
+        xor in 1_u8..,
+        cut in any::<prop::sample::Index>(),
+    ) {
+        let values = sums(gaps);
+        let (mut pieces, mut directory, count) = encode(&values);
+        let place = at.index(pieces.len());
+        pieces[place] ^= xor;
+        let last = *values.last().unwrap();
+        let table = OffsetTable::new(&pieces, &directory, count);
+        prop_assert_eq!(table.first_damaged_piece(last), Some(0));
+        let all = |table: OffsetTable<'_>| (0..count + 2).for_each(|i| { table.pair(i); table.get(i); });
+        all(table);
+        all(OffsetTable::new(&pieces[..cut.index(pieces.len())], &directory, count));
+        let place = at.index(directory.len());
+        directory[place] ^= xor;
+        all(OffsetTable::new(&pieces, &directory, count));
+        all(OffsetTable::new(&pieces, &directory[..cut.index(directory.len())], count));
+        all(OffsetTable::new(&directory, &pieces, usize::MAX));
+    }
+
+    #[test]
+    fn lines_are_those_of_a_split_at_line_feeds(data in "[a \n\r\t]{0,60}", mark in any::<bool>()) {
+        let data = if mark { format!("\u{feff}{data}") } else { data };
+        let first = if mark { 3 } else { 0 };
+        for skip_blank in [false, true] {
+            let mut at = first as u64;
+            let mut expected = Vec::new();
+            for line in data[first..].split_inclusive('\n') {
+                let is_blank = line.bytes().all(|byte| b" \t\r\n".contains(&byte));
+                if !(skip_blank && is_blank) {
+                    expected.push(at);
+                }
+                at += line.len() as u64;
+            }
+            expected.push(data.len() as u64);
+            prop_assert_eq!(scan(&LineScan { skip_blank }, data.as_bytes(), 2).unwrap(), expected);
+        }
+    }
+
+    #[test]
+    fn csv_rows_are_those_of_a_machine_of_single_bytes(data in "[a,\"\n\r;]{0,60}", mark in any::<bool>()) {
+        let data = if mark { format!("\u{feff}{data}") } else { data };
+        let found = scan(&CsvScan { delimiter: b',', quote: Some(b'"') }, data.as_bytes(), 2);
+        prop_assert_eq!(found.unwrap(), csv_reference(data.as_bytes(), b',', b'"'));
+    }
+
+    #[test]
+    fn json_arrays_of_any_bytes_give_an_error_or_records(data in prop::collection::vec(
+        prop::sample::select(b"[]{}\",:\\ \n1a".to_vec()), 0..60)) {
+        let _ = scan(&JsonArrayScan { field: None }, &data, 1);
+        let _ = scan(&JsonArrayScan { field: Some("a".to_owned()) }, &data, 1);
+    }
+}
+
+proptest! {
+    // Each case is megabytes.
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    #[test]
+    fn what_lies_across_the_borders_of_chunks_is_found_by_any_number_of_threads(
+        tail in "[a,\"\n\r]{0,24}",
+        shift in 0_usize..30,
+        quoted in any::<bool>(),
+    ) {
+        let mut data = across_a_border(b'x', shift, tail.as_bytes());
+        if quoted {
+            data[0] = b'"';
+        }
+        let lines = LineScan { skip_blank: true };
+        let csv = CsvScan { delimiter: b',', quote: Some(b'"') };
+        let expected = csv_reference(&data, b',', b'"');
+        let all_lines: Vec<u64> = scan(&lines, &data, 1).unwrap();
+        for threads in [1, 2, 5] {
+            prop_assert_eq!(&scan(&csv, &data, threads).unwrap(), &expected);
+            prop_assert_eq!(&scan(&lines, &data, threads).unwrap(), &all_lines);
+        }
+    }
+}
+
+#[test]
+fn elements_of_arrays_are_found_whatever_is_in_them() {
+    let data = br#" [ {"a": [1, {"b": "]},[\"\\"}]} , [], "x,y]" ,null,-1.5e3
+        , {} ] "#;
+    let found = scan(&JsonArrayScan { field: None }, data, 1).unwrap();
+    let text = |at: u64| std::str::from_utf8(&data[at as usize..]).unwrap();
+    let starts = ["{\"a\"", "[], \"x", "\"x,y]", "null", "-1.5", "{} ]", "] "];
+    assert_eq!(found.len(), starts.len());
+    for (at, start) in found.into_iter().zip(starts) {
+        assert!(text(at).starts_with(start), "{start}: {}", text(at));
+    }
+    assert_eq!(
+        scan(&JsonArrayScan { field: None }, b"[ ]", 1).unwrap(),
+        [2]
+    );
+}
+
+#[test]
+fn the_array_in_a_field_is_found_behind_other_fields() {
+    let data = br#"{"version": {"data": [9]}, "s": "\"data\"", "d\u0061ta": [1, 2], "rest": }"#;
+    let scan_field = |field: &str| {
+        scan(
+            &JsonArrayScan {
+                field: Some(field.to_owned()),
+            },
+            data,
+            1,
+        )
+    };
+    assert_eq!(scan_field("data").unwrap().len(), 3);
+    let error = scan_field("other").unwrap_err().to_string();
+    assert!(error.contains("expected a value"), "{error}");
+    let error = scan(
+        &JsonArrayScan {
+            field: Some("x".to_owned()),
+        },
+        br#"{"a": 1}"#,
+        1,
+    );
+    let error = error.unwrap_err().to_string();
+    assert!(
+        error.contains("at byte 7, the object has no field \"x\""),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_broken_array_says_where() {
+    for (data, problem) in [
+        (
+            "",
+            "at byte 0, found the end of the file, expected an array ([)",
+        ),
+        ("{}", "at byte 0, found '{', expected an array ([)"),
+        (
+            "[1 2]",
+            "at byte 3, found '2', expected a comma or the end of the array (])",
+        ),
+        ("[1,]", "at byte 3, found ']', expected a value"),
+        (
+            "[1, {\"a\": [}",
+            "at byte 4, the object or array that begins here does not end",
+        ),
+        (
+            "[\"abc\\\"]",
+            "at byte 1, the string that begins here does not end",
+        ),
+        (
+            "[] x",
+            "at byte 3, found 'x', expected nothing behind the array",
+        ),
+    ] {
+        let error = scan(&JsonArrayScan { field: None }, data.as_bytes(), 1).unwrap_err();
+        assert!(error.to_string().ends_with(problem), "{data}: {error}");
+    }
+}
+
+#[test]
+fn a_panic_of_a_worker_and_an_error_of_the_sink_end_the_search() {
+    let result = std::panic::catch_unwind(|| {
+        scan::in_order(8, 2, 4, |job| assert!(job != 3, "job 3"), |()| Ok(()))
+    });
+    assert!(result.is_err() || matches!(result, Ok(Err(Error::WorkerPanicked))));
+    let stop = || Error::NoSuchRecord { index: 0, len: 0 };
+    let mut taken = Vec::new();
+    let result = scan::in_order(
+        100,
+        3,
+        4,
+        |job| job,
+        |job| {
+            taken.push(job);
+            if job == 5 { Err(stop()) } else { Ok(()) }
+        },
+    );
+    assert!(matches!(result, Err(Error::NoSuchRecord { .. })));
+    assert_eq!(taken, [0, 1, 2, 3, 4, 5]);
+}

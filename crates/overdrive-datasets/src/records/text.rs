@@ -1,0 +1,75 @@
+//! Lines of text.
+
+use std::path::Path;
+
+use super::record_files::{first_line, utf8};
+use super::{RecordFiles, find_files};
+use crate::index::LineScan;
+use crate::{Dataset, IndexOptions, Result};
+
+/// Which lines are records.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TextOptions {
+    /// Lines of nothing but white space are no records. Default: false, as in `datasets`.
+    pub skip_blank: bool,
+    /// How the files are indexed.
+    pub index: IndexOptions,
+}
+
+/// The lines of text files, each a `String` without its line end (`\n` or `\r\n`).
+///
+/// A byte order mark at the start of a file is left out. A carriage return that no line feed follows
+/// is a character of its line.
+///
+/// ```
+/// use overdrive_datasets::{Dataset, TextLines, TextOptions};
+/// # let dir = tempfile::tempdir().unwrap();
+/// # let path = dir.path().join("poem.txt");
+/// std::fs::write(&path, "So much depends\r\nupon\n\na red wheel").unwrap();
+/// let lines = TextLines::open([&path], &TextOptions::default())?;
+/// assert_eq!(lines.len(), 4);
+/// assert_eq!(lines.get(3)?, "a red wheel");
+/// assert!(lines.get(4).is_err());
+/// # Ok::<(), overdrive_datasets::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct TextLines {
+    records: RecordFiles,
+}
+
+impl TextLines {
+    /// Opens files, folders (of `.txt`, `.text` and `.md` files) and patterns (see [`find_files`]).
+    ///
+    /// # Errors
+    /// When no file is found, or one cannot be read.
+    pub fn open<P: AsRef<Path>>(
+        paths: impl IntoIterator<Item = P>,
+        options: &TextOptions,
+    ) -> Result<Self> {
+        let files = find_files(paths, &["txt", "text", "md"])?;
+        let scan = LineScan {
+            skip_blank: options.skip_blank,
+        };
+        Ok(Self {
+            records: RecordFiles::open(&files, &scan, &options.index, 0)?,
+        })
+    }
+
+    /// The records as bytes, and where they are.
+    pub fn records(&self) -> &RecordFiles {
+        &self.records
+    }
+}
+
+impl Dataset for TextLines {
+    type Item = String;
+
+    fn len(&self) -> usize {
+        self.records.len()
+    }
+
+    fn get(&self, index: usize) -> Result<String> {
+        self.records
+            .read(index, |bytes| utf8(first_line(bytes)).map(str::to_owned))
+    }
+}

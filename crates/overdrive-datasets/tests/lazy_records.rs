@@ -1,0 +1,519 @@
+//! Records of text, JSON and CSV files, read by number from disk.
+#![allow(
+    clippy::unwrap_used,
+    reason = "tests and their helpers fail by panicking"
+)]
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use common::{fixture, write_files};
+use overdrive_datasets::{
+    CsvOptions, CsvRecords, Dataset, Error, IndexLocation, IndexOptions, JsonLayout, JsonOptions,
+    JsonRecords, TextLines, TextOptions, find_files,
+};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+fn in_folder(dir: &Path) -> IndexOptions {
+    IndexOptions {
+        location: IndexLocation::Folder(dir.join("index")),
+        ..IndexOptions::default()
+    }
+}
+
+fn all<D: Dataset>(dataset: &D) -> Vec<D::Item> {
+    (0..dataset.len())
+        .map(|i| dataset.get(i).unwrap())
+        .collect()
+}
+
+/// A file that is large enough for an index file of its own.
+fn large_text(dir: &Path) -> (PathBuf, Vec<String>) {
+    let lines: Vec<String> = (0..40_000)
+        .map(|i| format!("line {i} {}", "x".repeat(i % 60)))
+        .collect();
+    let path = dir.join("large.txt");
+    std::fs::write(&path, lines.join("\n")).unwrap();
+    (path, lines)
+}
+
+fn open_text(path: &Path, index: &IndexOptions) -> TextLines {
+    let options = TextOptions {
+        index: index.clone(),
+        ..TextOptions::default()
+    };
+    TextLines::open([path], &options).unwrap()
+}
+
+fn index_file(dir: &Path) -> PathBuf {
+    let files = find_files([dir.join("index")], &["ovidx"]).unwrap();
+    assert_eq!(files.len(), 1);
+    files[0].clone()
+}
+
+#[derive(serde::Deserialize)]
+struct CsvCase {
+    delimiter: char,
+    quote: char,
+    csv: String,
+    rows: Vec<Vec<String>>,
+}
+
+#[test]
+fn csv_rows_are_those_that_python_reads() {
+    let cases: BTreeMap<String, CsvCase> =
+        serde_json::from_slice(&std::fs::read(fixture("csv_rows.json")).unwrap()).unwrap();
+    assert_eq!(cases.len(), 5);
+    let dir = tempfile::tempdir().unwrap();
+    for (name, case) in cases {
+        let path = dir.path().join(&name);
+        std::fs::write(&path, &case.csv).unwrap();
+        let options = CsvOptions {
+            delimiter: Some(case.delimiter),
+            quote: Some(case.quote),
+            has_header: false,
+            ..CsvOptions::default()
+        };
+        let rows = CsvRecords::open([&path], &options).unwrap();
+        let read: Vec<Vec<String>> = all(&rows)
+            .iter()
+            .map(|row| row.fields().map(str::to_owned).collect())
+            .collect();
+        assert_eq!(read, case.rows, "{name}");
+    }
+}
+
+#[test]
+fn columns_have_the_names_of_the_header_and_rows_of_all_files_follow_one_another() {
+    let dir = tempfile::tempdir().unwrap();
+    write_files(
+        dir.path(),
+        &[
+            ("a.tsv", "\u{feff}id\tname\r\n1\tone\r\n\r\n2\ttwo\r\n"),
+            ("b.tsv", ""),
+            ("c.tsv", "id\tname\n3\t\"th\tree\""),
+        ],
+    );
+    let rows = CsvRecords::open([dir.path()], &CsvOptions::default()).unwrap();
+    assert_eq!(rows.columns().names(), ["id", "name"]);
+    let ids: Vec<u32> = all(&rows)
+        .iter()
+        .map(|row| row.parse("id").unwrap())
+        .collect();
+    assert_eq!(ids, [1, 2, 3]);
+    assert_eq!(rows.get(2).unwrap().get("name"), Some("th\tree"));
+    assert_eq!(rows.get(2).unwrap().get("none"), None);
+    let error = rows.get(0).unwrap().parse::<u32>("name").unwrap_err();
+    assert!(
+        error.to_string().contains("name (\"one\" as u32)"),
+        "{error}"
+    );
+    let place = rows.records().place(2).unwrap();
+    assert_eq!((place.path, place.offset), (dir.path().join("c.tsv"), 8));
+}
+
+#[test]
+fn a_row_with_a_field_too_few_says_where_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("rows.csv");
+    std::fs::write(&path, "a,b\n1,2\n3\n4,\"5\n").unwrap();
+    let rows = CsvRecords::open([&path], &CsvOptions::default()).unwrap();
+    assert_eq!(rows.len(), 3);
+    let error = rows.get(1).unwrap_err();
+    assert!(error.is_about_record());
+    let text = error.to_string();
+    assert!(
+        text.contains("rows.csv, record 1 (byte 8): 1 field(s), and the header has 2"),
+        "{text}"
+    );
+    let text = rows.get(2).unwrap_err().to_string();
+    assert!(
+        text.contains("record 2 (byte 10): a quoted field does not end"),
+        "{text}"
+    );
+    let flexible = CsvOptions {
+        flexible: true,
+        ..CsvOptions::default()
+    };
+    let rows = CsvRecords::open([&path], &flexible).unwrap();
+    assert_eq!(rows.get(1).unwrap().len(), 1);
+}
+
+#[test]
+fn files_with_other_columns_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    write_files(
+        dir.path(),
+        &[("a.csv", "a,b\n1,2\n"), ("b.csv", "b,a\n1,2\n")],
+    );
+    let error = CsvRecords::open([dir.path()], &CsvOptions::default())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("b.csv") && error.contains(r#"["b", "a"]"#),
+        "{error}"
+    );
+    let same = CsvOptions {
+        quote: Some(','),
+        ..CsvOptions::default()
+    };
+    let error = CsvRecords::open([dir.path()], &same)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("another character than the delimiter"),
+        "{error}"
+    );
+    let odd = CsvOptions {
+        delimiter: Some('é'),
+        ..CsvOptions::default()
+    };
+    assert!(CsvRecords::open([dir.path()], &odd).is_err());
+}
+
+#[test]
+fn json_lines_and_arrays_hold_the_same_records() {
+    let dir = tempfile::tempdir().unwrap();
+    let values = [
+        json!({"a": [1, {"b": "]}\n\\\""}]}),
+        json!({"text": "ü"}),
+        json!({}),
+    ];
+    let lines: String = values
+        .iter()
+        .map(|value| format!("{value} \r\n \n"))
+        .collect();
+    let array = format!(" [\n{} , {},\n{}\n] ", values[0], values[1], values[2]);
+    let nested = format!("{{\"n\": [1], \"data\": {array}, \"m\": 2}}");
+    write_files(
+        dir.path(),
+        &[("l.jsonl", lines), ("a.json", array), ("n.json", nested)],
+    );
+    for (name, layout) in [
+        ("l.jsonl", JsonLayout::Guess),
+        ("l.jsonl", JsonLayout::Lines),
+        ("a.json", JsonLayout::Guess),
+        ("a.json", JsonLayout::Array),
+        ("n.json", JsonLayout::ArrayIn("data".to_owned())),
+    ] {
+        let options = JsonOptions {
+            layout,
+            ..JsonOptions::default()
+        };
+        let records = JsonRecords::<Value>::open([dir.path().join(name)], &options).unwrap();
+        assert_eq!(all(&records), values, "{name}");
+    }
+}
+
+#[test]
+fn a_line_that_is_no_json_says_where_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("records.jsonl");
+    std::fs::write(&path, "{\"a\": 1}\n{\"a\": \n{\"a\": 3}\n").unwrap();
+    let records = JsonRecords::<Value>::open([&path], &JsonOptions::default()).unwrap();
+    assert_eq!(records.get(2).unwrap(), json!({"a": 3}));
+    let text = records.get(1).unwrap_err().to_string();
+    assert!(
+        text.contains("records.jsonl, record 1 (byte 9): not the JSON expected: EOF"),
+        "{text}"
+    );
+    let error = records.get(3).unwrap_err();
+    assert!(matches!(error, Error::NoSuchRecord { index: 3, len: 3 }));
+}
+
+#[test]
+fn an_index_file_is_written_once_and_used_afterwards() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, lines) = large_text(dir.path());
+    let options = in_folder(dir.path());
+    let built = open_text(&path, &options);
+    assert_eq!(
+        built.records().report().built_bytes,
+        std::fs::metadata(&path).unwrap().len()
+    );
+    let opened = open_text(&path, &options);
+    assert_eq!(opened.records().report().built_bytes, 0);
+    assert_eq!(all(&opened), lines);
+    let bytes = opened.records().report().bytes_per_record();
+    assert!(bytes < 1.1, "{bytes} bytes a record");
+    assert_eq!(
+        built.records().fingerprint(),
+        opened.records().fingerprint()
+    );
+
+    let rebuild = IndexOptions {
+        rebuild: true,
+        ..options
+    };
+    assert!(open_text(&path, &rebuild).records().report().built_bytes > 0);
+}
+
+#[test]
+fn an_index_is_built_again_when_the_data_changes() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, mut lines) = large_text(dir.path());
+    let options = in_folder(dir.path());
+    let before = open_text(&path, &options).records().fingerprint();
+    let modified = std::fs::metadata(&path).unwrap().modified().unwrap();
+
+    // Longer, but of the same time.
+    lines.push("one more".to_owned());
+    std::fs::write(&path, lines.join("\n")).unwrap();
+    std::fs::File::options()
+        .write(true)
+        .open(&path)
+        .unwrap()
+        .set_modified(modified)
+        .unwrap();
+    let changed = open_text(&path, &options);
+    assert_eq!(all(&changed), lines);
+    assert_ne!(changed.records().fingerprint(), before);
+
+    // As long and of the same time, but other bytes at the start.
+    drop(changed);
+    lines[0] = "lin\n 0 ".to_owned();
+    std::fs::write(&path, lines.join("\n")).unwrap();
+    std::fs::File::options()
+        .write(true)
+        .open(&path)
+        .unwrap()
+        .set_modified(modified)
+        .unwrap();
+    assert_eq!(open_text(&path, &options).len(), lines.len() + 1);
+
+    // Cut short.
+    std::fs::write(&path, &lines.join("\n")[..1_200_000]).unwrap();
+    let cut = open_text(&path, &options);
+    assert!(cut.len() < lines.len());
+    assert_eq!(
+        cut.get(cut.len() - 1).unwrap().len(),
+        1_200_000 - cut.records().place(cut.len() - 1).unwrap().offset as usize
+    );
+}
+
+#[test]
+fn a_damaged_index_is_built_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, lines) = large_text(dir.path());
+    let options = in_folder(dir.path());
+    open_text(&path, &options);
+    let index = index_file(dir.path());
+    let sound = std::fs::read(&index).unwrap();
+    let mut damages: Vec<Vec<u8>> = vec![
+        Vec::new(),
+        b"short".to_vec(),
+        sound[..sound.len() - 1].to_vec(),
+    ];
+    // Each byte of the header; then of pieces and directory one in 97.
+    for at in (0..128).chain((128..sound.len()).step_by(97)) {
+        let mut damaged = sound.clone();
+        damaged[at] ^= 0x55;
+        damages.push(damaged);
+    }
+    for damaged in damages {
+        std::fs::write(&index, &damaged).unwrap();
+        let opened = open_text(&path, &options);
+        assert!(opened.records().report().built_bytes > 0);
+        assert_eq!(opened.len(), lines.len());
+        assert_eq!(std::fs::read(&index).unwrap(), sound);
+    }
+}
+
+#[test]
+fn several_that_index_at_once_get_the_same_and_leave_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, lines) = large_text(dir.path());
+    let options = in_folder(dir.path());
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| assert_eq!(open_text(&path, &options).len(), lines.len()));
+        }
+    });
+    let names: Vec<String> = std::fs::read_dir(dir.path().join("index"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
+        .collect();
+    assert!(
+        names
+            .iter()
+            .all(|name| name.ends_with(".ovidx") || name.ends_with(".lock")),
+        "{names:?}"
+    );
+}
+
+#[test]
+fn an_index_lies_beside_the_data_or_in_memory_when_it_is_asked_to_or_must() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, lines) = large_text(dir.path());
+    let at = |location| IndexOptions {
+        location,
+        ..IndexOptions::default()
+    };
+    open_text(&path, &at(IndexLocation::Beside));
+    let hidden = |entry: &std::fs::DirEntry| {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        name.starts_with(".large.txt.") && name.ends_with(".ovidx")
+    };
+    let count = std::fs::read_dir(dir.path())
+        .unwrap()
+        .filter(|entry| hidden(entry.as_ref().unwrap()))
+        .count();
+    assert_eq!(count, 1);
+    assert_eq!(
+        open_text(&path, &at(IndexLocation::Beside))
+            .records()
+            .report()
+            .built_bytes,
+        0
+    );
+    assert!(
+        open_text(&path, &at(IndexLocation::Memory))
+            .records()
+            .report()
+            .built_bytes
+            > 0
+    );
+    // A file is where the folder should be: no index file can be written.
+    let blocked = at(IndexLocation::Folder(path.join("below a file")));
+    assert_eq!(open_text(&path, &blocked).len(), lines.len());
+}
+
+#[test]
+fn paths_that_do_not_exist_and_folders_without_files_are_errors() {
+    let dir = tempfile::tempdir().unwrap();
+    let missing = TextLines::open([dir.path().join("none.txt")], &TextOptions::default());
+    assert!(matches!(missing, Err(Error::Io { action: "open", .. })));
+    let empty = TextLines::open([dir.path()], &TextOptions::default())
+        .unwrap_err()
+        .to_string();
+    assert!(empty.contains("no files found in"), "{empty}");
+    let pattern = find_files([dir.path().join("*.txt")], &[]).unwrap_err();
+    assert!(matches!(pattern, Error::NoFiles { .. }));
+    assert!(matches!(
+        find_files([dir.path().join("[")], &[]),
+        Err(Error::InvalidOption { .. })
+    ));
+    assert!(
+        find_files::<&Path>([], &[])
+            .unwrap_err()
+            .to_string()
+            .contains("an empty list")
+    );
+}
+
+#[test]
+fn blank_lines_are_records_unless_they_are_skipped() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("lines.txt");
+    std::fs::write(&path, "\none \r\n \t\r\n\ntwo\r\n\n").unwrap();
+    let open = |skip_blank| {
+        let options = TextOptions {
+            skip_blank,
+            ..TextOptions::default()
+        };
+        all(&TextLines::open([&path], &options).unwrap())
+    };
+    assert_eq!(open(false), ["", "one ", " \t", "", "two", ""]);
+    assert_eq!(open(true), ["one ", "two"]);
+}
+
+#[test]
+fn empty_files_have_no_records() {
+    let dir = tempfile::tempdir().unwrap();
+    write_files(
+        dir.path(),
+        &[
+            ("a.txt", "one"),
+            ("b.txt", ""),
+            ("c.txt", "\u{feff}"),
+            ("d.txt", "two\n"),
+        ],
+    );
+    let lines = TextLines::open([dir.path()], &TextOptions::default()).unwrap();
+    assert_eq!(all(&lines), ["one", "two"]);
+    let none = TextLines::open([dir.path().join("b.txt")], &TextOptions::default()).unwrap();
+    assert!(none.is_empty());
+    assert!(none.get(0).is_err());
+    let none = CsvRecords::open([dir.path().join("b.txt")], &CsvOptions::default()).unwrap();
+    assert!(none.is_empty() && none.columns().names().is_empty());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn any_lines_come_back(lines in prop::collection::vec("[^\n\r\u{feff}]{0,20}", 1..40), ending in "\r?\n") {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("lines.txt");
+        std::fs::write(&path, lines.iter().map(|line| format!("{line}{ending}")).collect::<String>()).unwrap();
+        let read = TextLines::open([&path], &TextOptions::default()).unwrap();
+        prop_assert_eq!(all(&read), lines);
+    }
+
+    #[test]
+    fn any_rows_come_back(rows in prop::collection::vec(prop::collection::vec("[a,\"\n\r ;]{0,6}", 3), 1..20)) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rows.csv");
+        let quote = |field: &String| format!("\"{}\"", field.replace('"', "\"\""));
+        let line = |row: &Vec<String>| row.iter().map(quote).collect::<Vec<_>>().join(",") + "\r\n";
+        std::fs::write(&path, rows.iter().map(line).collect::<String>()).unwrap();
+        let options = CsvOptions { has_header: false, ..CsvOptions::default() };
+        let read = CsvRecords::open([&path], &options).unwrap();
+        let read: Vec<Vec<String>> =
+            all(&read).iter().map(|row| row.fields().map(str::to_owned).collect()).collect();
+        prop_assert_eq!(read, rows);
+    }
+
+    #[test]
+    fn any_json_texts_come_back(texts in prop::collection::vec("\\PC{0,12}|[\\\\\"\\[\\]{},:\n]{0,8}", 0..20)) {
+        let dir = tempfile::tempdir().unwrap();
+        let values: Vec<Value> = texts.iter().map(|text| json!({text: [text, {"n": {}}]})).collect();
+        let path = dir.path().join("values.json");
+        std::fs::write(&path, serde_json::to_string_pretty(&values).unwrap()).unwrap();
+        let read = JsonRecords::<Value>::open([&path], &JsonOptions::default()).unwrap();
+        prop_assert_eq!(all(&read), values);
+    }
+
+    #[test]
+    fn any_bytes_give_records_or_errors_and_no_panic(
+        bytes in prop::collection::vec(prop_oneof![3 => prop::sample::select(b"[]{}\",:\\ \n\r\t1a\xff\xef\xbb\xbf".to_vec()), 1 => any::<u8>()], 0..80),
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("bytes");
+        std::fs::write(&path, &bytes).unwrap();
+        let read_all = |dataset: &dyn Dataset<Item = ()>| (0..dataset.len() + 1).for_each(|i| { let _ = dataset.get(i); });
+        if let Ok(lines) = TextLines::open([&path], &TextOptions::default()) {
+            read_all(&Discard(lines));
+        }
+        for has_header in [false, true] {
+            let options = CsvOptions { has_header, ..CsvOptions::default() };
+            if let Ok(rows) = CsvRecords::open([&path], &options) {
+                read_all(&Discard(rows));
+            }
+        }
+        for layout in [JsonLayout::Guess, JsonLayout::Lines, JsonLayout::Array, JsonLayout::ArrayIn("a".to_owned())] {
+            let options = JsonOptions { layout, ..JsonOptions::default() };
+            if let Ok(records) = JsonRecords::<Value>::open([&path], &options) {
+                read_all(&Discard(records));
+            }
+        }
+    }
+}
+
+/// A dataset whose records are read and thrown away.
+struct Discard<D>(D);
+
+impl<D: Dataset> Dataset for Discard<D> {
+    type Item = ();
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn get(&self, index: usize) -> overdrive_datasets::Result<()> {
+        self.0.get(index).map(drop)
+    }
+}
