@@ -1,12 +1,128 @@
-//! Low-rank adapters for tch in PEFT's file format.
+//! Low-rank adapters for tch in PEFT's file format: LoRA, rsLoRA, DoRA, and QLoRA over quantized weights.
+//!
+//! A linear map keeps its weight frozen and learns a product of two thin matrices beside it: a
+//! thousandth of the numbers, of the optimizer's state and of the file. Several such adapters can stand
+//! beside one model, be switched at run time, added up, or merged into the weights.
+//!
+//! | item | equals |
+//! |---|---|
+//! | [`LoraConfig`] | PEFT's `LoraConfig`, in `adapter_config.json` |
+//! | [`add_adapter`], [`set_adapter`], [`disable_adapters`], [`delete_adapter`] | `get_peft_model`, `set_adapter`, … |
+//! | [`save_adapter`], [`load_adapter`] | `save_pretrained`, `PeftModel.from_pretrained`, file by file |
+//! | [`merge_adapters`], [`unmerge_adapters`], [`merge_and_unload`], [`unload`] | the same, also over packed weights |
+//! | [`add_weighted_adapter`] | `add_weighted_adapter` |
+//! | [`trainable_parameters`], [`parameter_counts`] | `named_parameters`, `print_trainable_parameters` |
+//! | [`AdaptedLinear`], [`joint_forward`] | `lora.Linear`, for any model |
+//!
+//! Any model takes part by holding [`AdaptedLinear`]s and saying their names:
+//!
+//! ```
+//! use overdrive_lora::{
+//!     AdaptedLinear, AdapterHost, AddOptions, LoadAdapterOptions, LoraConfig, MergeOptions,
+//!     TargetModules, add_adapter, load_adapter, merge_and_unload, parameter_counts, save_adapter,
+//!     trainable_parameters,
+//! };
+//! use tch::{Device, Kind, Tensor};
+//!
+//! struct Mlp {
+//!     up: AdaptedLinear,
+//!     down: AdaptedLinear,
+//! }
+//!
+//! impl Mlp {
+//!     fn new() -> Mlp {
+//!         let weight = |o: i64, i: i64| Tensor::ones([o, i], (Kind::Float, Device::Cpu)) / i;
+//!         Mlp { up: AdaptedLinear::dense(weight(32, 8), None), down: AdaptedLinear::dense(weight(8, 32), None) }
+//!     }
+//!
+//!     fn forward(&self, x: &Tensor) -> overdrive_lora::Result<Tensor> {
+//!         self.down.forward(&self.up.forward(x, true)?.f_gelu("none")?, true)
+//!     }
+//! }
+//!
+//! impl AdapterHost for Mlp {
+//!     fn visit_linears(
+//!         &mut self,
+//!         visit: &mut dyn FnMut(&str, &mut AdaptedLinear) -> overdrive_lora::Result<()>,
+//!     ) -> overdrive_lora::Result<()> {
+//!         visit("mlp.up", &mut self.up)?;
+//!         visit("mlp.down", &mut self.down)
+//!     }
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let mut model = Mlp::new();
+//! let config = LoraConfig { r: 4, target_modules: Some(TargetModules::AllLinear), ..Default::default() };
+//! add_adapter(&mut model, "default", &config, &AddOptions::default())?;
+//! assert_eq!(parameter_counts(&mut model)?.trainable, 2 * 4 * (8 + 32));
+//!
+//! let x = Tensor::randn([16, 8], (Kind::Float, Device::Cpu));
+//! for _ in 0..3 {
+//!     (model.forward(&x)? - &x).square().mean(Kind::Float).f_backward()?;
+//!     for (_, parameter) in trainable_parameters(&mut model)? {
+//!         let step = parameter.grad() * -0.1;
+//!         tch::no_grad(|| parameter.shallow_clone().f_add_(&step))?;
+//!         parameter.grad().f_zero_()?;
+//!     }
+//! }
+//!
+//! let dir = tempfile::tempdir()?;
+//! save_adapter(&mut model, "default", dir.path())?; // what PEFT loads
+//! let mut other = Mlp::new();
+//! load_adapter(&mut other, dir.path(), "default", &LoadAdapterOptions::default())?;
+//! assert_eq!(other.forward(&x)?, model.forward(&x)?);
+//!
+//! merge_and_unload(&mut other, &MergeOptions::default())?; // a plain model again
+//! assert!(other.forward(&x)?.allclose(&model.forward(&x)?, 1e-5, 1e-6, false));
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! LoRA: Hu et al. 2021, [arXiv:2106.09685](https://arxiv.org/abs/2106.09685); QLoRA: Dettmers et al.
+//! 2023, [arXiv:2305.14314](https://arxiv.org/abs/2305.14314); DoRA: Liu et al. 2024,
+//! [arXiv:2402.09353](https://arxiv.org/abs/2402.09353). The original:
+//! [PEFT](https://huggingface.co/docs/peft) 0.21.
+#![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
+mod adapter;
+mod adapters;
 mod base;
+mod config;
+mod copies;
+mod dora;
 mod error;
+mod file;
 mod host;
+mod init;
+mod joint;
 mod linear;
+mod low_rank;
+mod merge;
+mod random;
+mod trainable;
+mod weighted;
 
+pub use adapter::Adapter;
+pub use adapters::{
+    active_adapters, adapter_names, add_adapter, delete_adapter, disable_adapters, enable_adapters,
+    set_adapter, set_requires_grad, set_training,
+};
 pub use base::BaseWeight;
+pub use config::{BiasMode, InitLoraWeights, LayerIndices, LoraConfig, Names, TargetModules};
+pub use copies::ModuleCopies;
 pub use error::{Error, Result};
+pub use file::{LoadAdapterOptions, LoadedAdapter, load_adapter, read_config, save_adapter};
 pub use host::AdapterHost;
-pub use linear::{AdaptedLinear, joint_forward};
+pub use init::AddOptions;
+pub use joint::joint_forward;
+pub use linear::{AdaptedLinear, Observer};
+pub use merge::{
+    MergeOptions, MergeReport, MergedMap, Requantized, merge_adapters, merge_and_unload, unload,
+    unmerge_adapters,
+};
+pub use trainable::{
+    ParameterCounts, freeze_base, mark_only_lora_as_trainable, parameter_counts,
+    trainable_parameters,
+};
+pub use weighted::{Combination, add_weighted_adapter};

@@ -1,14 +1,52 @@
-use overdrive_quantization::QuantizedWeight;
-use tch::Tensor;
+use std::fmt;
+use std::sync::Arc;
 
-use crate::{BaseWeight, Result};
+use overdrive_quantization::QuantizedWeight;
+use overdrive_sys::autocast;
+use tch::{Kind, Tensor};
+
+use crate::low_rank::{Part, add_low_rank};
+use crate::merge::Merged;
+use crate::{Adapter, AddOptions, BaseWeight, BiasMode, Error, LoraConfig, Result, dora, init};
+
+/// Sees the input of a map before the product: calibration.
+pub type Observer = Box<dyn Fn(&Tensor) + Send + Sync>;
 
 /// A linear map of the last dimension, with any number of adapters beside its weight.
-#[derive(Debug)]
+///
+/// `y = x·Wᵀ + b + Σ scale·dropout(x)·Aᵀ·Bᵀ` over the active adapters; with DoRA each row of what
+/// precedes is scaled to its learned length. Without an active adapter it is the base alone, at the
+/// base's cost.
+///
+/// ```
+/// use overdrive_lora::{AdaptedLinear, AddOptions, LoraConfig};
+/// use tch::{Device, Kind, Tensor};
+///
+/// let f32 = (Kind::Float, Device::Cpu);
+/// let mut map = AdaptedLinear::dense(Tensor::randn([5, 8], f32), None);
+/// map.add_adapter("proj", "mine", &LoraConfig { r: 2, ..Default::default() }.into(), &AddOptions::default())?;
+/// map.set_active(&["mine"]);
+///
+/// let x = Tensor::randn([3, 8], f32);
+/// let y = map.forward(&x, true)?;
+/// y.sum(Kind::Float).f_backward()?;
+/// assert!(map.adapter("mine").is_some_and(|adapter| adapter.b().grad().defined()));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct AdaptedLinear {
-    base: BaseWeight,
+    pub(crate) base: BaseWeight,
     /// `(O,)`.
-    bias: Option<Tensor>,
+    pub(crate) bias: Option<Tensor>,
+    pub(crate) adapters: Vec<(String, Adapter)>,
+    /// Full copies of weight and bias that take their place (`modules_to_save`).
+    pub(crate) copies: Vec<(String, BaseWeight, Option<Tensor>)>,
+    /// Places in `adapters`, in the order in which they are added.
+    active: Vec<usize>,
+    active_copy: Option<usize>,
+    enabled: bool,
+    training: bool,
+    pub(crate) merged: Vec<Merged>,
+    observer: Option<Observer>,
 }
 
 impl AdaptedLinear {
@@ -30,7 +68,18 @@ impl AdaptedLinear {
 
     /// Of any weight and `bias (O,)`.
     pub fn new(base: BaseWeight, bias: Option<Tensor>) -> AdaptedLinear {
-        AdaptedLinear { base, bias }
+        AdaptedLinear {
+            base,
+            bias,
+            adapters: Vec::new(),
+            copies: Vec::new(),
+            active: Vec::new(),
+            active_copy: None,
+            enabled: true,
+            training: false,
+            merged: Vec::new(),
+            observer: None,
+        }
     }
 
     /// The weight without its adapters.
@@ -39,19 +88,24 @@ impl AdaptedLinear {
     }
 
     /// The weight `(O, I)`, where it is dense and the map is nothing else: no adapter is active beside
-    /// it.
+    /// it, and nobody looks at its input.
     pub fn dense_weight(&self) -> Option<&Tensor> {
-        match &self.base {
+        let (base, bias) = self.in_use();
+        match base {
             BaseWeight::Dense {
                 weight,
                 transposed: false,
-            } if self.bias.is_none() => Some(weight),
+            } if bias.is_none() && self.working().is_empty() && self.observer.is_none() => {
+                Some(weight)
+            }
             _ => None,
         }
     }
 
-    /// Exchanges the weight for another of the same map, and returns the old one.
+    /// Exchanges the weight for another of the same map, and returns the old one. What was merged into
+    /// the old one is taken for a part of it.
     pub fn replace_base(&mut self, base: BaseWeight) -> BaseWeight {
+        self.merged.clear();
         std::mem::replace(&mut self.base, base)
     }
 
@@ -60,57 +114,337 @@ impl AdaptedLinear {
         self.bias.as_ref()
     }
 
+    /// Makes an adapter for this map, whose `map_name` tells its rank, alpha and random numbers. It is
+    /// not active yet.
+    ///
+    /// Its tensors are fp32 (fp64 beside fp64) unless
+    /// [`AddOptions::autocast_adapter_dtype`] is off, require gradients, and are on the weight's device.
+    ///
+    /// # Errors
+    /// [`Error::BadConfig`], [`Error::BadName`] for a name that is taken or empty or holds a dot,
+    /// [`Error::Merged`], and an initialisation from the weight that its kind does not allow.
+    pub fn add_adapter(
+        &mut self,
+        map_name: &str,
+        adapter: &str,
+        config: &Arc<LoraConfig>,
+        options: &AddOptions,
+    ) -> Result<()> {
+        check_name(adapter)?;
+        if self.adapter(adapter).is_some() {
+            return Err(Error::BadName {
+                name: adapter.to_owned(),
+                reason: "it is taken",
+            });
+        }
+        self.refuse_merged("adding an adapter")?;
+        let made = init::adapter(&mut self.base, map_name, config, options)?;
+        self.adapters.push((adapter.to_owned(), made));
+        Ok(())
+    }
+
+    /// The adapter `name`.
+    pub fn adapter(&self, name: &str) -> Option<&Adapter> {
+        let found = self.adapters.iter().find(|(own, _)| own == name);
+        found.map(|(_, adapter)| adapter)
+    }
+
+    /// All adapters with their names, in the order in which they were added.
+    pub fn adapters(&self) -> impl Iterator<Item = (&str, &Adapter)> {
+        self.adapters
+            .iter()
+            .map(|(name, adapter)| (name.as_str(), adapter))
+    }
+
+    /// Names of the active adapters.
+    pub fn active(&self) -> Vec<&str> {
+        let name = |index: &usize| self.adapters[*index].0.as_str();
+        self.active.iter().map(name).collect()
+    }
+
+    /// The adapter whose full copy takes the map's place.
+    pub(crate) fn active_copy(&self) -> Option<&str> {
+        self.active_copy.map(|index| self.copies[index].0.as_str())
+    }
+
+    /// Makes exactly these adapters active, those of them that this map has. It says nothing about
+    /// gradients: [`set_adapter`](crate::set_adapter) does.
+    pub fn set_active(&mut self, names: &[&str]) {
+        let place = |name: &&str| self.adapters.iter().position(|(own, _)| own == name);
+        self.active = names.iter().filter_map(place).collect();
+        let copy = |name: &&str| self.copies.iter().position(|(own, ..)| own == name);
+        self.active_copy = names.iter().find_map(copy);
+    }
+
+    /// Removes the adapter `name`, and returns whether there was one.
+    ///
+    /// # Errors
+    /// [`Error::Merged`] if it is merged into the weight.
+    pub fn delete_adapter(&mut self, name: &str) -> Result<bool> {
+        if self.merged.iter().any(|merged| merged.adapter == name) {
+            self.refuse_merged("deleting an adapter")?;
+        }
+        let left: Vec<String> = self
+            .active()
+            .into_iter()
+            .filter(|own| *own != name)
+            .map(str::to_owned)
+            .collect();
+        let copy = self.active_copy.map(|index| self.copies[index].0.clone());
+        let before = self.adapters.len() + self.copies.len();
+        self.adapters.retain(|(own, _)| own != name);
+        self.copies.retain(|(own, ..)| own != name);
+        let names: Vec<&str> = left.iter().chain(&copy).map(String::as_str).collect();
+        self.set_active(&names);
+        Ok(self.adapters.len() + self.copies.len() < before)
+    }
+
+    /// Multiplies the adapter's own scale by `factor`: 0 switches it off, 1 is as it was made.
+    ///
+    /// # Errors
+    /// [`Error::UnknownAdapter`].
+    pub fn set_scale(&mut self, name: &str, factor: f64) -> Result<()> {
+        let available = self.adapters.iter().map(|(own, _)| own.clone()).collect();
+        let Some((_, adapter)) = self.adapters.iter_mut().find(|(own, _)| own == name) else {
+            return Err(Error::UnknownAdapter {
+                name: name.to_owned(),
+                available,
+            });
+        };
+        adapter.scale = factor * adapter.config.scale_of(adapter.rank(), adapter.alpha);
+        Ok(())
+    }
+
+    /// Whether adapters and full copies count at all; true at first.
+    pub fn set_enabled(&mut self, enabled: bool) {
+        self.enabled = enabled;
+    }
+
+    /// Whether dropout applies; false at first.
+    pub fn set_training(&mut self, training: bool) {
+        self.training = training;
+    }
+
+    /// Shows each input to `observer` before the product, or to nobody.
+    pub fn set_observer(&mut self, observer: Option<Observer>) {
+        self.observer = observer;
+    }
+
+    /// Names of the adapters that are merged into the weight.
+    pub fn merged(&self) -> Vec<&str> {
+        self.merged
+            .iter()
+            .map(|merged| merged.adapter.as_str())
+            .collect()
+    }
+
     /// `x (…, I)` to `(…, O)`: the base and all active adapters. `fused`: whether products of dense
     /// weights are made by overdrive-fused, or by libtorch's operator.
+    ///
+    /// Adapters are computed in their own kind (under autocast in its kind), and the result has the
+    /// base's.
     ///
     /// # Errors
     /// When shapes do not fit or libtorch fails.
     pub fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
-        let bias = self.bias.as_ref();
-        Ok(match &self.base {
-            BaseWeight::Dense {
-                weight,
-                transposed: true,
-            } => x.f_linear(&weight.f_tr()?, bias)?,
-            BaseWeight::Dense { weight, .. } if fused => overdrive_fused::linear(x, weight, bias)?,
-            BaseWeight::Dense { weight, .. } => x.f_linear(weight, bias)?,
-            BaseWeight::Quantized(weight) => overdrive_quantization::linear(x, weight, bias)?,
+        self.observe(x);
+        let (base, bias) = self.in_use();
+        if self.working().is_empty() {
+            return product(base, x, bias, fused);
+        }
+        let shared = shared_input(x)?;
+        let x = shared.as_ref().unwrap_or(x);
+        self.adapted(x, fused)
+    }
+
+    /// The base and the adapters one after another, as PEFT orders them: DoRA scales what is there when
+    /// its turn comes.
+    fn adapted(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
+        let working = self.working();
+        let first = &self.adapters[working[0]].1;
+        // DoRA wants the product without the bias: where it is first, the bias waits.
+        let mut owed = match (&self.bias, &first.magnitude) {
+            (Some(bias), Some(_)) if self.dropout(first) == 0.0 => Some(bias),
+            _ => None,
+        };
+        let bias = self.bias.as_ref().filter(|_| owed.is_none());
+        let mut y = product(&self.base, x, bias, fused)?;
+        let kind = y.kind();
+        let mut pending = Vec::new();
+        for index in working {
+            let adapter = &self.adapters[*index].1;
+            let part = Part {
+                start: 0,
+                adapter,
+                dropout: self.dropout(adapter),
+            };
+            let Some(magnitude) = &adapter.magnitude else {
+                pending.push(part);
+                continue;
+            };
+            y = add_low_rank(y, x, &std::mem::take(&mut pending))?;
+            let factor = dora::factor(&self.base, adapter, magnitude)?;
+            if part.dropout > 0.0 {
+                y = self.dora_with_dropout(y, x, adapter, &factor, fused)?;
+                continue;
+            }
+            if let (Some(bias), None) = (&self.bias, owed) {
+                y = y.f_sub(bias)?;
+            }
+            let mut scaled = add_low_rank(y, x, &[part])?.f_mul(&factor)?;
+            y = match owed.take().or(self.bias.as_ref()) {
+                Some(bias) => scaled.f_add_(bias)?,
+                None => scaled,
+            };
+            y = y.f_to_kind(kind)?;
+        }
+        add_low_rank(y, x, &pending)
+    }
+
+    /// DoRA whose low-rank part, and only that, sees inputs through dropout.
+    fn dora_with_dropout(
+        &self,
+        y: Tensor,
+        x: &Tensor,
+        adapter: &Adapter,
+        factor: &Tensor,
+        fused: bool,
+    ) -> Result<Tensor> {
+        let none = None::<&Tensor>;
+        let dropped = x.f_dropout(self.dropout(adapter), true)?;
+        let base = product(&self.base, &dropped, None, fused)?;
+        let low = dropped
+            .f_to_kind(adapter.a.kind())?
+            .f_linear(&adapter.a, none)?
+            .f_linear(&adapter.b, none)?
+            .f_mul_scalar(adapter.scale)?;
+        let change = base
+            .f_mul(&factor.f_sub_scalar(1.0)?)?
+            .f_add(&low.f_mul(factor)?)?;
+        let kind = y.kind();
+        Ok(y.f_add(&change)?.f_to_kind(kind)?)
+    }
+
+    pub(crate) fn observe(&self, x: &Tensor) {
+        if let Some(observer) = &self.observer {
+            observer(x);
+        }
+    }
+
+    /// The adapters that count now.
+    pub(crate) fn working(&self) -> &[usize] {
+        if self.enabled && self.merged.is_empty() && self.active_copy.is_none() {
+            &self.active
+        } else {
+            &[]
+        }
+    }
+
+    /// The adapters that count now, as parts of a product that begin at output `start`; `None` if they
+    /// are more than a sum.
+    pub(crate) fn parts(&self, start: i64) -> Option<Vec<Part<'_>>> {
+        let part = |index: &usize| {
+            let adapter = &self.adapters[*index].1;
+            let part = Part {
+                start,
+                adapter,
+                dropout: self.dropout(adapter),
+            };
+            adapter.magnitude.is_none().then_some(part)
+        };
+        self.working().iter().map(part).collect()
+    }
+
+    /// Weight and bias that count now.
+    pub(crate) fn in_use(&self) -> (&BaseWeight, Option<&Tensor>) {
+        match self.active_copy {
+            Some(index) if self.enabled => {
+                let (_, base, bias) = &self.copies[index];
+                (base, bias.as_ref())
+            }
+            _ => (&self.base, self.bias.as_ref()),
+        }
+    }
+
+    /// The bias modes of the active adapters.
+    pub(crate) fn active_modes(&self) -> impl Iterator<Item = BiasMode> {
+        self.active
+            .iter()
+            .map(|index| self.adapters[*index].1.config.bias)
+    }
+
+    fn dropout(&self, adapter: &Adapter) -> f64 {
+        if self.training {
+            adapter.config.lora_dropout
+        } else {
+            0.0
+        }
+    }
+
+    pub(crate) fn refuse_merged(&self, operation: &'static str) -> Result<()> {
+        if self.merged.is_empty() {
+            return Ok(());
+        }
+        Err(Error::Merged {
+            operation,
+            merged: self.merged().into_iter().map(str::to_owned).collect(),
         })
     }
 }
 
-/// The results of several maps of the same `x` side by side, `(…, ΣO)`: one product where all bases are
-/// dense, or all quantized.
-///
-/// # Errors
-/// As [`AdaptedLinear::forward`].
-pub fn joint_forward(x: &Tensor, maps: &[&AdaptedLinear]) -> Result<Tensor> {
-    let dense = |map: &&AdaptedLinear| match &map.base {
+impl fmt::Debug for AdaptedLinear {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AdaptedLinear")
+            .field("base", &self.base)
+            .field("bias", &self.bias)
+            .field("adapters", &self.adapters)
+            .field("active", &self.active())
+            .field("enabled", &self.enabled)
+            .field("merged", &self.merged())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A name that can stand in a parameter's name.
+pub(crate) fn check_name(name: &str) -> Result<()> {
+    let reason = if name.is_empty() {
+        "it is empty"
+    } else if name.contains('.') {
+        "it holds a dot, which separates the parts of parameter names"
+    } else {
+        return Ok(());
+    };
+    Err(Error::BadName {
+        name: name.to_owned(),
+        reason,
+    })
+}
+
+/// `x` in autocast's kind, where it is on: cast once for the base and the adapters, which both keep
+/// it for backward.
+pub(crate) fn shared_input(x: &Tensor) -> Result<Option<Tensor>> {
+    match autocast::state(x.device()) {
+        Ok(state) if state.enabled && x.kind() == Kind::Float => {
+            Ok(Some(x.f_to_kind(state.dtype)?))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// The base's product alone.
+pub(crate) fn product(
+    base: &BaseWeight,
+    x: &Tensor,
+    bias: Option<&Tensor>,
+    fused: bool,
+) -> Result<Tensor> {
+    Ok(match base {
         BaseWeight::Dense {
             weight,
-            transposed: false,
-        } => Some(weight.shallow_clone()),
-        _ => None,
-    };
-    let quantized = maps.iter().map(|map| match &map.base {
-        BaseWeight::Quantized(weight) => Some(weight),
-        BaseWeight::Dense { .. } => None,
-    });
-    if let Some(weights) = quantized.collect::<Option<Vec<_>>>() {
-        let biases: Vec<_> = maps.iter().map(|map| map.bias.as_ref()).collect();
-        return Ok(overdrive_quantization::joint_linear(x, &weights, &biases)?);
-    }
-    let biases: Vec<&Tensor> = maps.iter().filter_map(|map| map.bias.as_ref()).collect();
-    let weights = maps.iter().map(dense).collect::<Option<Vec<_>>>();
-    match weights {
-        Some(weights) if biases.is_empty() || biases.len() == maps.len() => {
-            let weights: Vec<&Tensor> = weights.iter().collect();
-            let biases = (!biases.is_empty()).then_some(biases.as_slice());
-            Ok(overdrive_fused::joint_linear(x, &weights, biases)?)
-        }
-        _ => {
-            let each = maps.iter().map(|map| map.forward(x, true));
-            Ok(Tensor::f_cat(&each.collect::<Result<Vec<_>>>()?, -1)?)
-        }
-    }
+            transposed: true,
+        } => x.f_linear(&weight.f_tr()?, bias)?,
+        BaseWeight::Dense { weight, .. } if fused => overdrive_fused::linear(x, weight, bias)?,
+        BaseWeight::Dense { weight, .. } => x.f_linear(weight, bias)?,
+        BaseWeight::Quantized(weight) => overdrive_quantization::linear(x, weight, bias)?,
+    })
 }

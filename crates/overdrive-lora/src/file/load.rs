@@ -1,0 +1,212 @@
+use std::collections::HashMap;
+use std::path::Path;
+
+use overdrive_autograd::NoGradGuard;
+use overdrive_safetensors::{MappedFile, StoredTensor};
+use tch::Tensor;
+
+use super::keys::{Entry, PREFIX, expected, visit};
+use super::{CONFIG, WEIGHTS};
+use crate::adapters::{modules_to_save, resolve};
+use crate::{
+    AdapterHost, AddOptions, BaseWeight, Error, InitLoraWeights, LoraConfig, Result, add_adapter,
+    delete_adapter, set_requires_grad,
+};
+
+/// How an adapter is loaded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LoadAdapterOptions {
+    /// Whether it learns on; default false: PEFT's `is_trainable`.
+    pub trainable: bool,
+    /// Whether 16-bit tensors of the file become fp32 beside 16-bit weights; default true. See
+    /// [`AddOptions::autocast_adapter_dtype`].
+    pub autocast_adapter_dtype: bool,
+}
+
+impl Default for LoadAdapterOptions {
+    fn default() -> Self {
+        LoadAdapterOptions {
+            trainable: false,
+            autocast_adapter_dtype: true,
+        }
+    }
+}
+
+/// What was loaded.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LoadedAdapter {
+    /// The configuration, its targets resolved.
+    pub config: LoraConfig,
+    /// The maps that have the adapter now.
+    pub maps: Vec<String>,
+}
+
+/// Reads `adapter_config.json` of the folder `dir`.
+///
+/// # Errors
+/// [`Error::Io`], and as [`LoraConfig::from_json`].
+pub fn read_config(dir: impl AsRef<Path>) -> Result<LoraConfig> {
+    let path = dir.as_ref().join(CONFIG);
+    let text = std::fs::read_to_string(&path).map_err(|source| Error::Io {
+        action: "read",
+        path,
+        source,
+    })?;
+    LoraConfig::from_json(&text)
+}
+
+/// Loads a folder that PEFT or [`save_adapter`](crate::save_adapter) wrote as the adapter `name`. It is
+/// active at once if no other is.
+///
+/// Saved biases and full copies come with it. An adapter that starts from the weight (PiSSA, OLoRA) takes
+/// its part from the model's weight once more, as in PEFT.
+///
+/// # Errors
+/// [`Error::Checkpoint`] naming every tensor that is missing, unexpected or misshapen;
+/// [`Error::NoTarget`] and others as [`add_adapter`]. The model is then as it was.
+pub fn load_adapter<H: AdapterHost + ?Sized>(
+    host: &mut H,
+    dir: impl AsRef<Path>,
+    name: &str,
+    options: &LoadAdapterOptions,
+) -> Result<LoadedAdapter> {
+    let dir = dir.as_ref();
+    let config = read_config(dir)?;
+    let (config, maps) = resolve(host, &config)?;
+    let saved = modules_to_save(host, &config)?;
+    let file = open(dir)?;
+    let wanted = expected(host, &config, &maps, &saved)?;
+    let stored = fit(&file, &wanted, host)?;
+    let making = LoraConfig {
+        // Random numbers would be overwritten.
+        init_lora_weights: match config.init_lora_weights {
+            own if own.changes_base() => own,
+            _ => InitLoraWeights::Default,
+        },
+        ..config.clone()
+    };
+    let add = AddOptions {
+        autocast_adapter_dtype: options.autocast_adapter_dtype,
+        ..AddOptions::default()
+    };
+    let maps = add_adapter(host, name, &making, &add)?;
+    let filled = fill(host, name, &config, &stored);
+    if filled.is_err() {
+        let _ = delete_adapter(host, name);
+    }
+    filled?;
+    if !options.trainable {
+        set_requires_grad(host, &[name], false)?;
+    }
+    Ok(LoadedAdapter { config, maps })
+}
+
+fn open(dir: &Path) -> Result<MappedFile> {
+    let path = dir.join(WEIGHTS);
+    let old = dir.join("adapter_model.bin");
+    if !path.exists() && old.exists() {
+        return Err(Error::Checkpoint {
+            path: old,
+            problems: vec![format!(
+                "it is a Python pickle: save the adapter again with PEFT, which writes {WEIGHTS}"
+            )],
+        });
+    }
+    Ok(MappedFile::open(path)?)
+}
+
+/// Where each tensor belongs, and bases that the file holds beside the adapter.
+struct Fitted<'f> {
+    tensors: HashMap<String, StoredTensor<'f>>,
+    bases: HashMap<String, StoredTensor<'f>>,
+}
+
+/// Compares the file with what is wanted.
+fn fit<'f, H: AdapterHost + ?Sized>(
+    file: &'f MappedFile,
+    wanted: &[Entry],
+    host: &mut H,
+) -> Result<Fitted<'f>> {
+    let mut stored: HashMap<String, StoredTensor<'f>> = HashMap::new();
+    for tensor in file.tensors() {
+        let key = tensor.name();
+        let key = key.strip_prefix(PREFIX).unwrap_or(key).to_owned();
+        stored.insert(key, tensor);
+    }
+    let mut problems = Vec::new();
+    let mut tensors = HashMap::new();
+    for entry in wanted {
+        let older = entry.older.as_ref();
+        let found = stored.remove(&entry.key).or_else(|| stored.remove(older?));
+        match found {
+            None => problems.push(format!("`{PREFIX}{}` is missing", entry.key)),
+            Some(found) if found.shape() != entry.shape => problems.push(format!(
+                "`{}` is {:?} where the model has {:?}",
+                found.name(),
+                found.shape(),
+                entry.shape
+            )),
+            Some(found) if found.kind().is_none() => problems.push(format!(
+                "`{}` is stored as {}, which cannot be read",
+                found.name(),
+                found.format()
+            )),
+            Some(found) => {
+                tensors.insert(entry.key.clone(), found);
+            }
+        }
+    }
+    // PEFT saves the weight of a head or an embedding that has an adapter, too.
+    let mut bases = HashMap::new();
+    host.visit_linears(&mut |name, map| {
+        if let BaseWeight::Dense { weight, .. } = map.base() {
+            let key = format!("{name}.base_layer.weight");
+            let fits = stored
+                .get(&key)
+                .is_some_and(|own| own.shape() == weight.size());
+            if let (true, Some(own)) = (fits, stored.remove(&key)) {
+                bases.insert(name.to_owned(), own);
+            }
+        }
+        Ok(())
+    })?;
+    let mut rest: Vec<&str> = stored.values().map(StoredTensor::name).collect();
+    rest.sort_unstable();
+    problems.extend(
+        rest.iter()
+            .map(|name| format!("`{name}` is not of this model and adapter")),
+    );
+    if problems.is_empty() {
+        return Ok(Fitted { tensors, bases });
+    }
+    Err(Error::Checkpoint {
+        path: file.path().to_path_buf(),
+        problems,
+    })
+}
+
+fn fill<H: AdapterHost + ?Sized>(
+    host: &mut H,
+    name: &str,
+    config: &LoraConfig,
+    stored: &Fitted<'_>,
+) -> Result<()> {
+    let _no_grad = NoGradGuard::new();
+    visit(host, name, config.bias, &mut |key, tensor: &Tensor| {
+        if let Some(stored) = stored.tensors.get(&key) {
+            stored.copy_into(tensor)?;
+        }
+        Ok(())
+    })?;
+    host.visit_linears(&mut |map_name, map| {
+        if let (Some(stored), BaseWeight::Dense { weight, .. }) =
+            (stored.bases.get(map_name), map.base())
+        {
+            stored.copy_into(weight)?;
+        }
+        for (_, adapter) in map.adapters.iter_mut().filter(|(own, _)| own == name) {
+            adapter.keep_config(config);
+        }
+        Ok(())
+    })
+}

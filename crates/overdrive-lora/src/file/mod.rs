@@ -1,0 +1,13 @@
+//! PEFT's folders: `adapter_config.json` and `adapter_model.safetensors`.
+
+mod keys;
+mod load;
+mod save;
+
+pub use load::{LoadAdapterOptions, LoadedAdapter, load_adapter, read_config};
+pub use save::save_adapter;
+
+/// The configuration.
+pub(crate) const CONFIG: &str = "adapter_config.json";
+/// The tensors.
+pub(crate) const WEIGHTS: &str = "adapter_model.safetensors";
