@@ -120,6 +120,13 @@ impl PackedLengths {
         self.longest_k
     }
 
+    /// Queries of each sequence.
+    pub fn query_lengths(&self) -> impl Iterator<Item = i64> {
+        self.sequences
+            .iter()
+            .map(|sequence| sequence.queries as i64)
+    }
+
     /// Queries of all sequences together.
     pub fn total_queries(&self) -> i64 {
         self.sequences.iter().map(|s| s.queries as i64).sum()
@@ -134,7 +141,8 @@ impl PackedLengths {
         &self.sequences
     }
 
-    pub(crate) fn is_square(&self) -> bool {
+    /// Whether each sequence has as many queries as keys.
+    pub fn is_square(&self) -> bool {
         self.sequences
             .iter()
             .all(|sequence| sequence.queries == sequence.keys)

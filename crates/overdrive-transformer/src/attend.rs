@@ -1,6 +1,8 @@
 //! Softmax attention by each of the implementations.
 
-use overdrive_attention::{AttentionOptions, Backend, Window, attention};
+use overdrive_attention::{
+    AttentionOptions, Backend, PackedLengths, Window, attention, attention_varlen,
+};
 use overdrive_kv_cache::{KvCache, attend_to_view};
 use tch::Tensor;
 
@@ -88,6 +90,8 @@ fn cached_options<'m>(
     let (window, mask) = match mask {
         Mask::Causal { window } => (*window, None),
         Mask::Marked(marked) => (None, Some(marked)),
+        // `ForwardInput::shape` refuses sequences together with a cache.
+        Mask::Packed { window, .. } => (*window, None),
     };
     overdrive_kv_cache::AttendOptions {
         window,
@@ -116,17 +120,43 @@ fn with_backend(
     let options = match mask {
         Mask::Causal { window } => AttentionOptions {
             causal: true,
-            window: window.map_or_else(Window::default, |size| {
-                Window::sliding(usize::try_from(size).unwrap_or(0))
-            }),
+            window: sliding(*window),
             ..options
         },
+        Mask::Packed { sequences, window } => {
+            let options = AttentionOptions {
+                causal: true,
+                window: sliding(*window),
+                ..options
+            };
+            return packed(query, key, value, sequences, &options);
+        }
         Mask::Marked(marked) => AttentionOptions {
             mask: Some(marked),
             ..options
         },
     };
     Ok(attention(query, key, value, &options)?)
+}
+
+fn sliding(window: Option<i64>) -> Window {
+    window.map_or_else(Window::default, |size| {
+        Window::sliding(usize::try_from(size).unwrap_or(0))
+    })
+}
+
+/// Attention inside each sequence of the one row.
+fn packed(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    sequences: &PackedLengths,
+    options: &AttentionOptions<'_>,
+) -> Result<Tensor> {
+    // (1, H, T, D) to (T, H, D) and back.
+    let rows = |heads: &Tensor| heads.f_squeeze_dim(0)?.f_transpose(0, 1);
+    let mixed = attention_varlen(&rows(query)?, &rows(key)?, &rows(value)?, sequences, options)?;
+    Ok(mixed.f_transpose(0, 1)?.f_unsqueeze(0)?)
 }
 
 /// libtorch's own choice of a kernel: the flash one wherever the mask is none or causal.
@@ -148,6 +178,8 @@ fn sdpa(
     let last = |tensor: &Tensor, n: i64| tensor.f_narrow(2, keys - n, n);
     Ok(match mask {
         Mask::Marked(marked) => run(key, value, Some(marked), false)?,
+        // It knows no sequences.
+        Mask::Packed { .. } => with_backend(Backend::Auto, query, key, value, mask, options)?,
         // One query sees all keys, or the last ones.
         Mask::Causal { window: None } if tokens == 1 => run(key, value, None, false)?,
         Mask::Causal { window: Some(n) } if tokens == 1 => {

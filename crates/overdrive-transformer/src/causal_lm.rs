@@ -175,6 +175,14 @@ impl CausalLm {
     /// As [`CausalLm::forward`].
     pub fn hidden_states(&self, mut input: ForwardInput<'_>) -> Result<Tensor> {
         let shape = input.shape()?;
+        if let Some(positions) = input.restarting_positions()? {
+            // Sequences and a cache are never there at once.
+            return self.hidden_states(ForwardInput {
+                position_ids: Some(&positions),
+                cache: None,
+                ..input
+            });
+        }
         self.check_context(&input, shape)?;
         let hidden = match &self.backbone {
             Backbone::Llama(model) => {
@@ -222,14 +230,28 @@ impl CausalLm {
         labels: &Tensor,
         shift: LabelShift,
     ) -> Result<LossOutput> {
-        let input = ForwardInput::new(input_ids);
+        self.loss_of(ForwardInput::new(input_ids), labels, shift)
+    }
+
+    /// The same for tokens with positions, a mask or [sequences](ForwardInput::sequences) of their own.
+    /// Under [`LabelShift::HuggingFace`] the first label of each sequence should be
+    /// [`IGNORE_INDEX`](crate::IGNORE_INDEX): it would be predicted from the sequence before.
+    ///
+    /// # Errors
+    /// As [`CausalLm::loss`].
+    pub fn loss_of(
+        &self,
+        input: ForwardInput<'_>,
+        labels: &Tensor,
+        shift: LabelShift,
+    ) -> Result<LossOutput> {
         // The fused loss makes logits of its own: of a dense head and without a bound.
         let head = match self.head.map().dense_weight() {
             Some(head) if self.execution.fused_kernels && self.softcap.is_none() => head,
             _ => return causal_lm_loss(&self.forward(input)?, labels, shift),
         };
         // Checked here: a wrong label should not cost a forward pass.
-        let targets = shifted(labels, &input_ids.size(), shift)?;
+        let targets = shifted(labels, &input.input_ids.size(), shift)?;
         let options = LinearCrossEntropyOptions {
             loss: CrossEntropyOptions {
                 ignore_index: IGNORE_INDEX,

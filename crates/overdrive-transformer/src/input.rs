@@ -1,3 +1,4 @@
+use overdrive_attention::PackedLengths;
 use overdrive_kv_cache::KvCache;
 use tch::{Kind, Tensor};
 
@@ -41,6 +42,10 @@ pub struct ForwardInput<'a> {
     /// 1 for a token and 0 for padding, `(B, S)` (past tokens included), any kind; default: no
     /// padding.
     pub attention_mask: Option<&'a Tensor>,
+    /// Sequences that lie one behind the other in the one row of `input_ids (1, T)`, `T` tokens in all:
+    /// none attends to another, and positions count from 0 in each unless `position_ids` says otherwise.
+    /// Not together with a mask or a cache; default: the row is one sequence.
+    pub sequences: Option<&'a PackedLengths>,
     /// Earlier keys and values; the new ones are appended.
     pub cache: Option<&'a mut dyn KvCache>,
     /// For which positions logits are wanted.
@@ -54,6 +59,7 @@ impl<'a> ForwardInput<'a> {
             input_ids,
             position_ids: None,
             attention_mask: None,
+            sequences: None,
             cache: None,
             logits: Logits::All,
         }
@@ -74,6 +80,12 @@ impl<'a> ForwardInput<'a> {
     /// Sets positions; see [`ForwardInput::position_ids`].
     pub fn with_position_ids(mut self, positions: &'a Tensor) -> Self {
         self.position_ids = Some(positions);
+        self
+    }
+
+    /// Says where sequences begin and end in the row; see [`ForwardInput::sequences`].
+    pub fn with_sequences(mut self, sequences: &'a PackedLengths) -> Self {
+        self.sequences = Some(sequences);
         self
     }
 
@@ -113,7 +125,50 @@ impl<'a> ForwardInput<'a> {
             let expected = format!("shape ({batch}, {}), past tokens included", past + tokens);
             return Err(bad("attention_mask", mask, &expected));
         }
+        if let Some(sequences) = self.sequences {
+            self.check_sequences(sequences, batch, tokens)?;
+        }
         Ok(Shape { tokens, past })
+    }
+
+    fn check_sequences(&self, sequences: &PackedLengths, batch: i64, tokens: i64) -> Result<()> {
+        let wrong = |found: String, expected: &str| {
+            Err(Error::BadInput {
+                name: "sequences",
+                found,
+                expected: expected.to_owned(),
+            })
+        };
+        if batch != 1 {
+            return wrong(
+                format!("with input_ids of {batch} rows"),
+                "one row that holds them all",
+            );
+        }
+        if sequences.total_queries() != tokens || !sequences.is_square() {
+            let (queries, keys) = (sequences.total_queries(), sequences.total_keys());
+            return wrong(
+                format!("of {queries} queries and {keys} keys, with {tokens} tokens"),
+                "as many of each as tokens, sequence by sequence",
+            );
+        }
+        if self.cache.is_some() || self.attention_mask.is_some() {
+            return wrong(
+                "together with a cache or an attention_mask".to_owned(),
+                "neither: sequences are told apart by their lengths",
+            );
+        }
+        Ok(())
+    }
+
+    /// Positions that count from 0 in each sequence, `(1, T)`, where none are given.
+    pub(crate) fn restarting_positions(&self) -> Result<Option<Tensor>> {
+        let (Some(sequences), None) = (self.sequences, self.position_ids) else {
+            return Ok(None);
+        };
+        let positions: Vec<i64> = sequences.query_lengths().flat_map(|len| 0..len).collect();
+        let positions = Tensor::f_from_slice(&positions)?.f_unsqueeze(0)?;
+        Ok(Some(positions.f_to_device(self.input_ids.device())?))
     }
 }
 

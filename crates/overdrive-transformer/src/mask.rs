@@ -1,3 +1,4 @@
+use overdrive_attention::PackedLengths;
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
@@ -11,6 +12,11 @@ pub(crate) enum Mask {
     Causal { window: Option<i64> },
     /// Those marked true: `(T, S)` or `(B, 1, T, S)`.
     Marked(Tensor),
+    /// Those of its own sequence up to its own place; the window as in `Causal`.
+    Packed {
+        sequences: PackedLengths,
+        window: Option<i64>,
+    },
 }
 
 impl Mask {
@@ -20,6 +26,12 @@ impl Mask {
         shape: Shape,
         window: Option<i64>,
     ) -> Result<Mask> {
+        if let Some(sequences) = input.sequences {
+            return Ok(Mask::Packed {
+                sequences: sequences.clone(),
+                window: window.filter(|&window| window < sequences.longest_queries()),
+            });
+        }
         let Shape { tokens, past, .. } = shape;
         let keys = past + tokens;
         let window = match window {
@@ -40,6 +52,10 @@ impl Mask {
         match self {
             Mask::Causal { window } => Mask::Causal { window: *window },
             Mask::Marked(marked) => Mask::Marked(marked.shallow_clone()),
+            Mask::Packed { sequences, window } => Mask::Packed {
+                sequences: sequences.clone(),
+                window: *window,
+            },
         }
     }
 }
