@@ -61,11 +61,13 @@ mod error;
 mod error_policy;
 mod index;
 mod instruction;
+mod loader;
 mod mmap;
 mod packing;
 mod prefetch;
 pub mod random;
 mod records;
+mod sampling;
 pub mod store_format;
 #[cfg(feature = "tch")]
 mod tensor_batches;
@@ -92,12 +94,20 @@ pub use instruction::{
 };
 #[cfg(feature = "tch")]
 pub use instruction::{InstructionTensorBatches, InstructionTensors};
+pub use loader::{
+    DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, PadOptions, PadSide, PaddedBatch,
+    pad_sequences,
+};
 pub use packing::{PackPlan, PackingStrategy, Segment};
 pub use prefetch::Prefetch;
 pub use random::uniform_below;
 pub use records::{
     CsvColumns, CsvOptions, CsvRecords, CsvRow, JsonLayout, JsonOptions, JsonRecords, Place, RecordFiles,
     TextLines, TextOptions, find_files,
+};
+pub use sampling::{
+    BatchSampler, LastShare, LengthGroupedBatches, Lengths, Permutation, RandomSampler, SampledBatches, Sampler,
+    SequentialSampler, Shard, TokenBudgetBatches, TokenBudgetOptions,
 };
 pub use store_format::{FORMAT_VERSION, MAGIC, TokenWidth};
 #[cfg(feature = "tch")]

@@ -1,0 +1,10 @@
+//! Batches that are ready before they are asked for.
+
+mod data_loader;
+mod options;
+mod pad;
+mod workers;
+
+pub use data_loader::{DataLoader, Epoch, LoaderState, LoaderStats};
+pub use options::DataLoaderOptions;
+pub use pad::{PadOptions, PadSide, PaddedBatch, pad_sequences};

@@ -1,0 +1,183 @@
+//! Threads that make the batches of a loader, in any order, and hand them over in theirs.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use super::LoaderState;
+use crate::sampling::BatchSampler;
+use crate::{Error, Result};
+
+/// What a loader makes its batches of.
+pub(crate) struct Source<T> {
+    pub(crate) batches: Box<dyn BatchSampler>,
+    /// The batch of these records; `None` when all of them were left out.
+    #[allow(clippy::type_complexity, reason = "one function, named by its field")]
+    pub(crate) make: Box<dyn Fn(&[usize]) -> Result<Option<T>> + Send + Sync>,
+}
+
+/// What comes next in the stream of a loader.
+pub(crate) enum Next<T> {
+    Batch(Result<T>),
+    /// A batch of which nothing is left.
+    Nothing,
+    EndOfEpoch,
+}
+
+impl<T> Source<T> {
+    /// What is at `state`.
+    pub(crate) fn next(&self, state: LoaderState) -> Next<T> {
+        let work = || {
+            if state.next_batch >= self.batches.len(state.epoch) {
+                return Next::EndOfEpoch;
+            }
+            let records = self.batches.batch(state.epoch, state.next_batch);
+            match (self.make)(&records) {
+                Ok(Some(batch)) => Next::Batch(Ok(batch)),
+                Ok(None) => Next::Nothing,
+                Err(error) => Next::Batch(Err(error)),
+            }
+        };
+        // Samplers, datasets and collations are the user's code; a panic there is an error of this
+        // batch.
+        catch_unwind(AssertUnwindSafe(work)).unwrap_or(Next::Batch(Err(Error::WorkerPanicked)))
+    }
+}
+
+/// Running threads. They end when this is dropped.
+pub(crate) struct Workers<T> {
+    shared: Arc<Shared<T>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+struct Shared<T> {
+    source: Arc<Source<T>>,
+    /// How many places of the stream are worked on, or ready, at most.
+    ahead: usize,
+    queue: Mutex<Queue<T>>,
+    /// Something was made, taken or stopped.
+    changed: Condvar,
+}
+
+struct Queue<T> {
+    /// The place that the next worker takes.
+    cursor: LoaderState,
+    /// What was taken by workers and not yet by the loader, in order; `None`: not ready.
+    slots: VecDeque<Option<Next<T>>>,
+    /// How many slots there were before the first one.
+    taken: u64,
+    stopped: bool,
+}
+
+impl<T: Send + 'static> Workers<T> {
+    /// Starts `count` threads that work from `state` on, and are at most `ahead` places ahead.
+    pub(crate) fn start(
+        source: &Arc<Source<T>>,
+        state: LoaderState,
+        count: usize,
+        ahead: usize,
+    ) -> Result<Self> {
+        let shared = Arc::new(Shared {
+            source: Arc::clone(source),
+            ahead: ahead.max(1),
+            queue: Mutex::new(Queue {
+                cursor: state,
+                slots: VecDeque::new(),
+                taken: 0,
+                stopped: false,
+            }),
+            changed: Condvar::new(),
+        });
+        // Dropped on an error, it stops those that have started.
+        let mut workers = Self {
+            shared,
+            threads: Vec::with_capacity(count),
+        };
+        for number in 0..count {
+            let shared = Arc::clone(&workers.shared);
+            let thread = std::thread::Builder::new()
+                .name(format!("overdrive-loader-{number}"))
+                .spawn(move || shared.work())
+                .map_err(|error| Error::Threads {
+                    what: "the workers of a data loader",
+                    problem: error.to_string(),
+                })?;
+            workers.threads.push(thread);
+        }
+        Ok(workers)
+    }
+
+    /// What comes next, once it is ready, and how many places were ready when it was asked for.
+    pub(crate) fn next(&self) -> (Next<T>, usize) {
+        let mut queue = self.shared.lock();
+        let ready = queue.slots.iter().filter(|slot| slot.is_some()).count();
+        loop {
+            if let Some(next) = queue.slots.front_mut().and_then(Option::take) {
+                queue.slots.pop_front();
+                queue.taken += 1;
+                self.shared.changed.notify_all();
+                return (next, ready);
+            }
+            queue = self.shared.wait(queue);
+        }
+    }
+}
+
+impl<T> Shared<T> {
+    fn lock(&self) -> MutexGuard<'_, Queue<T>> {
+        // The queue is whole whenever the lock is given back, and no code of the user runs under it
+        // but that of a sampler, whose panic `take` catches.
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(&self, guard: MutexGuard<'a, Queue<T>>) -> MutexGuard<'a, Queue<T>> {
+        self.changed
+            .wait(guard)
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn work(&self) {
+        while let Some((place, state)) = self.take() {
+            let next = self.source.next(state);
+            let mut queue = self.lock();
+            // A place is taken out of the queue only when it is ready, so it is still there.
+            let slot = (place - queue.taken) as usize;
+            if let Some(slot) = queue.slots.get_mut(slot) {
+                *slot = Some(next);
+            }
+            self.changed.notify_all();
+        }
+    }
+
+    /// The next place of the stream, when there is room for what is there.
+    fn take(&self) -> Option<(u64, LoaderState)> {
+        let mut queue = self.lock();
+        loop {
+            if queue.stopped {
+                return None;
+            }
+            if queue.slots.len() < self.ahead {
+                break;
+            }
+            queue = self.wait(queue);
+        }
+        let state = queue.cursor;
+        let len = catch_unwind(AssertUnwindSafe(|| self.source.batches.len(state.epoch)));
+        // An epoch whose length cannot be told ends at once, after the panic's message.
+        queue.cursor = state.after(state.next_batch >= len.unwrap_or(0));
+        queue.slots.push_back(None);
+        Some((queue.taken + queue.slots.len() as u64 - 1, state))
+    }
+}
+
+impl<T> Drop for Workers<T> {
+    fn drop(&mut self) {
+        self.shared.lock().stopped = true;
+        self.shared.changed.notify_all();
+        for thread in self.threads.drain(..) {
+            // A worker catches the panics of what it runs.
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! Which records make a batch.
+
+use super::{Sampler, Shard};
+use crate::{Error, Result};
+
+/// Which records make the batches of an epoch: PyTorch's `BatchSampler` as a function.
+pub trait BatchSampler: Send + Sync {
+    /// How many batches an epoch has, on this process.
+    fn len(&self, epoch: u64) -> usize;
+
+    /// Whether an epoch has none.
+    fn is_empty(&self, epoch: u64) -> bool {
+        self.len(epoch) == 0
+    }
+
+    /// The records of batch `number` (below [`BatchSampler::len`]) of an epoch.
+    fn batch(&self, epoch: u64, number: usize) -> Vec<usize>;
+}
+
+impl<B: BatchSampler + ?Sized> BatchSampler for Box<B> {
+    fn len(&self, epoch: u64) -> usize {
+        (**self).len(epoch)
+    }
+
+    fn batch(&self, epoch: u64, number: usize) -> Vec<usize> {
+        (**self).batch(epoch, number)
+    }
+}
+
+/// Batches of equally many records in the order of a sampler, sharded over processes.
+///
+/// Process `rank` takes the records at places `rank`, `rank + world_size`, … of the order, as
+/// `DistributedSampler` does, and makes batches of them; all processes have equally many records.
+#[derive(Debug, Clone)]
+pub struct SampledBatches<S> {
+    sampler: S,
+    batch_size: usize,
+    drop_last: bool,
+    shard: Shard,
+}
+
+impl<S: Sampler> SampledBatches<S> {
+    /// Batches of `batch_size` records; with `drop_last`, without a last one of fewer.
+    ///
+    /// # Errors
+    /// When `batch_size` is 0.
+    pub fn new(sampler: S, batch_size: usize, drop_last: bool, shard: Shard) -> Result<Self> {
+        check_batch_size(batch_size)?;
+        Ok(Self {
+            sampler,
+            batch_size,
+            drop_last,
+            shard,
+        })
+    }
+}
+
+impl<S: Sampler> BatchSampler for SampledBatches<S> {
+    fn len(&self, _epoch: u64) -> usize {
+        let records = self.shard.len(self.sampler.len());
+        match self.drop_last {
+            true => records / self.batch_size,
+            false => records.div_ceil(self.batch_size),
+        }
+    }
+
+    fn batch(&self, epoch: u64, number: usize) -> Vec<usize> {
+        let len = self.sampler.len();
+        let records = self.shard.len(len);
+        let start = number.saturating_mul(self.batch_size).min(records);
+        let end = start.saturating_add(self.batch_size).min(records);
+        (start..end)
+            .map(|place| self.sampler.index(epoch, self.shard.global(place, len)))
+            .collect()
+    }
+}
+
+pub(crate) fn check_batch_size(batch_size: usize) -> Result<()> {
+    if batch_size == 0 {
+        return Err(Error::InvalidOption {
+            option: "batch_size",
+            value: "0".to_owned(),
+            expected: "a batch has at least one record",
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,403 @@
+//! A loader gives the same batches in the same order whatever happens around it.
+#![allow(
+    clippy::unwrap_used,
+    reason = "tests and their helpers fail by panicking"
+)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use overdrive_datasets::{
+    DataLoader, DataLoaderOptions, Dataset, Error, ErrorPolicy, LengthGroupedBatches, LoaderState,
+    PadOptions, PadSide, Result, Shard, TextLines, TextOptions, TokenBudgetBatches,
+    TokenBudgetOptions, pad_sequences,
+};
+use proptest::prelude::*;
+
+/// The numbers below `len`; those in `broken` cannot be read. Counts how many were.
+#[derive(Clone, Default)]
+struct Numbers {
+    len: usize,
+    broken: Vec<usize>,
+    reads: Arc<AtomicUsize>,
+    /// Later ones are faster, so that workers finish out of order.
+    uneven: bool,
+}
+
+impl Numbers {
+    fn new(len: usize) -> Self {
+        Self {
+            len,
+            ..Self::default()
+        }
+    }
+}
+
+impl Dataset for Numbers {
+    type Item = usize;
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn get(&self, index: usize) -> Result<usize> {
+        self.reads.fetch_add(1, Ordering::SeqCst);
+        if self.uneven && index.is_multiple_of(7) {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        if self.broken.contains(&index) {
+            return Err(Error::UnreadableRecord {
+                path: "numbers".into(),
+                record: index,
+                offset: 8 * index as u64,
+                problem: "it is broken".to_owned(),
+            });
+        }
+        Ok(index)
+    }
+}
+
+fn options(batch_size: usize, num_workers: usize) -> DataLoaderOptions {
+    DataLoaderOptions {
+        batch_size,
+        num_workers,
+        ..DataLoaderOptions::default()
+    }
+}
+
+fn epochs(loader: &mut DataLoader<Vec<usize>>, count: usize) -> Vec<Vec<Vec<usize>>> {
+    (0..count)
+        .map(|_| loader.epoch().map(Result::unwrap).collect())
+        .collect()
+}
+
+#[test]
+fn defaults_are_those_of_pytorch() {
+    let options = DataLoaderOptions::default();
+    assert_eq!(
+        (
+            options.batch_size,
+            options.num_workers,
+            options.prefetch_factor
+        ),
+        (1, 0, 2)
+    );
+    assert!(!options.shuffle && !options.drop_last);
+    let mut loader = DataLoader::new(Numbers::new(3), options).unwrap();
+    assert_eq!(loader.len(), 3);
+    assert_eq!(epochs(&mut loader, 1), [[vec![0], vec![1], vec![2]]]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn batches_and_their_order_do_not_depend_on_workers(
+        len in 0_usize..120, batch_size in 1_usize..8, prefetch_factor in 1_usize..4, shuffle in any::<bool>(), drop_last in any::<bool>(),
+    ) {
+        let make = |num_workers| {
+            let options = DataLoaderOptions { shuffle, drop_last, prefetch_factor, ..options(batch_size, num_workers) };
+            let numbers = Numbers { uneven: true, ..Numbers::new(len) };
+            epochs(&mut DataLoader::new(numbers, options).unwrap(), 3)
+        };
+        let expected = make(0);
+        prop_assert_eq!(expected[0].concat().len(), if drop_last { len / batch_size * batch_size } else { len });
+        for num_workers in [1, 2, 5] {
+            prop_assert_eq!(&make(num_workers), &expected);
+        }
+    }
+
+    #[test]
+    fn a_loader_that_stops_and_goes_on_gives_what_one_gives_that_does_not(
+        len in 1_usize..80, batch_size in 1_usize..6, stop in 0_usize..60, workers in 0_usize..3, kind in 0_usize..3,
+    ) {
+        let make = |num_workers| {
+            let options = DataLoaderOptions { shuffle: true, seed: 9, ..options(batch_size, num_workers) };
+            let lengths: Vec<u32> = (0..len as u32).map(|i| 1 + i * 31 % 50).collect();
+            let numbers = Numbers::new(len);
+            match kind {
+                0 => DataLoader::new(numbers, options).unwrap(),
+                1 => {
+                    let batches = LengthGroupedBatches::new(lengths, batch_size, false, 9, Shard::default()).unwrap();
+                    DataLoader::with(numbers, batches, Ok, options).unwrap()
+                }
+                _ => {
+                    let budget = TokenBudgetOptions { max_tokens: 100, window: 16, ..TokenBudgetOptions::default() };
+                    let batches = TokenBudgetBatches::new(lengths, budget, Shard::default()).unwrap();
+                    DataLoader::with(numbers, batches, Ok, options).unwrap()
+                }
+            }
+        };
+        // `None` is the end of an epoch.
+        let take = |loader: &mut DataLoader<Vec<usize>>, count| {
+            (0..count).map(|_| loader.next_batch().map(Result::unwrap)).collect::<Vec<_>>()
+        };
+        let expected = take(&mut make(0), 100);
+        let mut first = make(workers);
+        prop_assert_eq!(&take(&mut first, stop)[..], &expected[..stop]);
+        let state = serde_json::to_string(&first.state_dict()).unwrap();
+        drop(first);
+        let mut second = make(2 - workers);
+        second.load_state_dict(serde_json::from_str(&state).unwrap()).unwrap();
+        prop_assert_eq!(&take(&mut second, 100 - stop)[..], &expected[stop..]);
+    }
+}
+
+#[test]
+fn an_iterator_that_is_dropped_goes_on_where_it_was() {
+    let mut loader = DataLoader::new(Numbers::new(10), options(3, 2)).unwrap();
+    assert_eq!(loader.epoch().next().unwrap().unwrap(), [0, 1, 2]);
+    assert_eq!(
+        loader.state_dict(),
+        LoaderState {
+            epoch: 0,
+            next_batch: 1
+        }
+    );
+    assert_eq!(epochs(&mut loader, 1)[0].len(), 3);
+    assert_eq!(
+        loader.state_dict(),
+        LoaderState {
+            epoch: 1,
+            next_batch: 0
+        }
+    );
+    let mut epoch = loader.epoch();
+    assert_eq!(epoch.by_ref().count(), 4);
+    // Ended is ended: the next epoch is another iterator's.
+    assert!(epoch.next().is_none());
+    assert!(
+        loader
+            .load_state_dict(LoaderState {
+                epoch: 5,
+                next_batch: 4
+            })
+            .is_ok()
+    );
+    let error = loader
+        .load_state_dict(LoaderState {
+            epoch: 5,
+            next_batch: 5,
+        })
+        .unwrap_err();
+    assert!(error.to_string().contains("5 of 4 batches"), "{error}");
+}
+
+#[test]
+fn an_error_stands_in_the_place_of_its_batch() {
+    for workers in [0, 1, 3] {
+        let numbers = Numbers {
+            broken: vec![4],
+            ..Numbers::new(8)
+        };
+        let mut loader = DataLoader::new(numbers, options(2, workers)).unwrap();
+        let batches: Vec<_> = loader.epoch().collect();
+        assert_eq!(batches.len(), 4);
+        for (number, batch) in batches.into_iter().enumerate() {
+            match batch {
+                Ok(batch) => assert_eq!(batch, [2 * number, 2 * number + 1]),
+                Err(error) => {
+                    assert_eq!(number, 2);
+                    let text = "numbers, record 4 (byte 32): it is broken";
+                    assert_eq!(error.to_string(), text);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn broken_records_are_skipped_or_replaced_and_counted() {
+    let run = |on_error, num_workers, broken: &[usize]| {
+        let numbers = Numbers {
+            broken: broken.to_vec(),
+            ..Numbers::new(8)
+        };
+        let options = DataLoaderOptions {
+            on_error,
+            ..options(2, num_workers)
+        };
+        let mut loader = DataLoader::new(numbers, options).unwrap();
+        let batches: Vec<Vec<usize>> = loader.epoch().map(Result::unwrap).collect();
+        (batches, loader)
+    };
+    for workers in [0, 2] {
+        let (batches, loader) = run(ErrorPolicy::Skip, workers, &[1, 4, 5]);
+        // The batch of which nothing is left is left out.
+        assert_eq!(batches, [vec![0], vec![2, 3], vec![6, 7]]);
+        assert!(loader.stats().failed_records >= 3);
+        assert!(loader.errors().first()[0].contains("it is broken"));
+        let (batches, loader) = run(ErrorPolicy::Replace, 0, &[1, 4, 5, 7]);
+        assert_eq!(batches, [vec![0, 2], vec![2, 3], vec![6, 6], vec![6, 0]]);
+        // 1, then 4 and 5 for the first of the third batch, 5 for its second, and 7.
+        assert_eq!(loader.stats().failed_records, 5);
+    }
+    // Nothing can take the place of anything.
+    let numbers = Numbers {
+        broken: vec![0, 1],
+        ..Numbers::new(2)
+    };
+    let options = DataLoaderOptions {
+        on_error: ErrorPolicy::Replace,
+        ..options(1, 0)
+    };
+    assert!(
+        DataLoader::new(numbers, options)
+            .unwrap()
+            .next_batch()
+            .unwrap()
+            .is_err()
+    );
+}
+
+#[test]
+fn what_is_not_about_a_record_is_an_error_under_every_policy() {
+    struct Failing;
+    impl Dataset for Failing {
+        type Item = ();
+        fn len(&self) -> usize {
+            2
+        }
+        fn get(&self, index: usize) -> Result<()> {
+            Err(Error::NoSuchRecord { index, len: 0 })
+        }
+    }
+    for on_error in [ErrorPolicy::Stop, ErrorPolicy::Skip, ErrorPolicy::Replace] {
+        let options = DataLoaderOptions {
+            on_error,
+            ..options(1, 1)
+        };
+        let mut loader = DataLoader::new(Failing, options).unwrap();
+        assert!(loader.epoch().all(|batch| batch.is_err()));
+    }
+}
+
+#[test]
+fn workers_wait_when_enough_is_ready() {
+    let numbers = Numbers::new(1000);
+    let reads = Arc::clone(&numbers.reads);
+    let options = DataLoaderOptions {
+        prefetch_factor: 3,
+        ..options(5, 2)
+    };
+    let mut loader = DataLoader::new(numbers, options).unwrap();
+    assert_eq!(reads.load(Ordering::SeqCst), 0);
+    for taken in 1..=20 {
+        loader.next_batch().unwrap().unwrap();
+        std::thread::sleep(Duration::from_millis(2));
+        // Two workers times three batches of five records are ahead.
+        assert!(reads.load(Ordering::SeqCst) <= (taken + 6) * 5);
+    }
+    assert!(loader.stats().mean_queue_depth() <= 6.0);
+    assert_eq!(loader.stats().batches, 20);
+}
+
+#[test]
+fn dropping_ends_the_threads_at_once_wherever_they_are() {
+    for taken in [0, 1, 7] {
+        let numbers = Numbers::new(1_000_000);
+        let reads = Arc::clone(&numbers.reads);
+        let mut loader = DataLoader::new(numbers, options(3, 3)).unwrap();
+        for _ in 0..taken {
+            loader.next_batch().unwrap().unwrap();
+        }
+        drop(loader);
+        let after = reads.load(Ordering::SeqCst);
+        std::thread::sleep(Duration::from_millis(5));
+        assert_eq!(reads.load(Ordering::SeqCst), after);
+        // The last holder of the dataset is this test: nothing leaks.
+        assert_eq!(Arc::strong_count(&reads), 1);
+    }
+}
+
+#[test]
+fn a_panic_in_a_worker_is_an_error_of_its_batch() {
+    let collate = |numbers: Vec<usize>| {
+        assert!(numbers != [2], "no twos");
+        Ok(numbers)
+    };
+    for workers in [0, 2] {
+        let options = options(1, workers);
+        let batches = options.batches(4).unwrap();
+        let mut loader = DataLoader::with(Numbers::new(4), batches, collate, options).unwrap();
+        let outcomes: Vec<bool> = loader.epoch().map(|batch| batch.is_ok()).collect();
+        assert_eq!(outcomes, [true, true, false, true]);
+    }
+}
+
+#[test]
+fn lines_on_disk_come_out_padded() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("lines.txt");
+    std::fs::write(&path, "abc\na\n\nabcd").unwrap();
+    let lines = TextLines::open([&path], &TextOptions::default()).unwrap();
+    let options = options(2, 1);
+    let batches = options.batches(lines.len()).unwrap();
+    let collate = |lines: Vec<String>| {
+        let tokens: Vec<Vec<u32>> = lines
+            .iter()
+            .map(|line| line.bytes().map(u32::from).collect())
+            .collect();
+        pad_sequences(
+            &tokens,
+            &PadOptions {
+                pad_token: 9,
+                pad_to_multiple_of: 4,
+                side: PadSide::Left,
+                ..PadOptions::default()
+            },
+        )
+    };
+    let mut loader = DataLoader::with(lines, batches, collate, options).unwrap();
+    let first = loader.next_batch().unwrap().unwrap();
+    assert_eq!(first.input_ids, [9, 97, 98, 99, 9, 9, 9, 97]);
+    assert_eq!(first.attention_mask, [0, 1, 1, 1, 0, 0, 0, 1]);
+    assert_eq!(first.labels(), [-100, 97, 98, 99, -100, -100, -100, 97]);
+    assert_eq!(
+        (first.rows, first.columns, first.tokens, first.padding()),
+        (2, 4, 4, 0.5)
+    );
+}
+
+#[test]
+fn padding_cuts_what_is_too_long_and_takes_empty_batches() {
+    let cut = PadOptions {
+        max_length: Some(2),
+        ..PadOptions::default()
+    };
+    let batch = pad_sequences(&[vec![1, 2, 3], vec![]], &cut).unwrap();
+    assert_eq!(
+        (batch.input_ids, batch.attention_mask),
+        (vec![1, 2, 0, 0], vec![1, 1, 0, 0])
+    );
+    let empty = pad_sequences::<Vec<u32>>(&[], &PadOptions::default()).unwrap();
+    assert_eq!((empty.rows, empty.columns, empty.padding()), (0, 0, 1.0));
+    assert!(
+        pad_sequences(
+            &[vec![1]],
+            &PadOptions {
+                pad_to_multiple_of: 0,
+                ..cut
+            }
+        )
+        .is_err()
+    );
+}
+
+#[test]
+fn options_are_checked_and_unknown_names_refused() {
+    assert!(DataLoader::new(Numbers::new(1), options(0, 0)).is_err());
+    let none = DataLoaderOptions {
+        prefetch_factor: 0,
+        ..options(1, 1)
+    };
+    assert!(DataLoader::new(Numbers::new(1), none).is_err());
+    let read: DataLoaderOptions =
+        serde_json::from_str(r#"{"num_workers": 4, "on_error": "skip"}"#).unwrap();
+    assert_eq!(
+        (read.num_workers, read.on_error, read.batch_size),
+        (4, ErrorPolicy::Skip, 1)
+    );
+    assert!(serde_json::from_str::<DataLoaderOptions>(r#"{"workers": 4}"#).is_err());
+}
