@@ -152,3 +152,38 @@ fn the_date_of_today_is_in_the_format_asked_for() {
     );
     assert!(parts[2].parse::<u32>().unwrap() >= 2025);
 }
+
+#[test]
+fn what_stands_between_generation_tags_is_told_by_its_bytes() {
+    let template = ChatTemplate::new(
+        "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %} {{ m.content }}\n\
+         {%- endgeneration %};{% else %}U:{{ m.content }};{% endif %}{% endfor %}",
+    )
+    .unwrap();
+    let conversation = [
+        Message::user("é"),
+        Message::assistant("ü🦀"),
+        Message::user("b"),
+        Message::assistant("c"),
+    ];
+    let options = ChatTemplateOptions::default();
+    let (text, answers) = template
+        .render_with_answers(&conversation, &options)
+        .unwrap();
+    assert_eq!(text, "U:é;A: ü🦀;U:b;A: c;");
+    assert_eq!(text, template.render(&conversation, &options).unwrap());
+    let said: Vec<&str> = answers
+        .unwrap()
+        .into_iter()
+        .map(|range| &text[range])
+        .collect();
+    assert_eq!(said, [" ü🦀", " c"]);
+
+    let without = ChatTemplate::new("{{ messages[0].content }}").unwrap();
+    let (text, answers) = without
+        .render_with_answers(&conversation, &options)
+        .unwrap();
+    assert_eq!((text.as_str(), answers), ("é", None));
+    let forged = [Message::assistant("a\u{fdd0}b")];
+    assert!(template.render_with_answers(&forged, &options).is_err());
+}

@@ -155,7 +155,13 @@ fn packed(
 ) -> Result<Tensor> {
     // (1, H, T, D) to (T, H, D) and back.
     let rows = |heads: &Tensor| heads.f_squeeze_dim(0)?.f_transpose(0, 1);
-    let mixed = attention_varlen(&rows(query)?, &rows(key)?, &rows(value)?, sequences, options)?;
+    let mixed = attention_varlen(
+        &rows(query)?,
+        &rows(key)?,
+        &rows(value)?,
+        sequences,
+        options,
+    )?;
     Ok(mixed.f_transpose(0, 1)?.f_unsqueeze(0)?)
 }
 

@@ -1,9 +1,16 @@
 //! Jinja as transformers sets it up for chat templates.
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::{Environment, Error, ErrorKind};
+use minijinja::{Environment, Error, ErrorKind, State};
 
 use super::python_json::tojson;
+
+/// The variable that makes `{% generation %}` leave marks in the text.
+pub(super) const MARKING: &str = "overdrive_marks_generation";
+
+/// Where text begins and ends that the assistant said: characters that are no text (Unicode's
+/// noncharacters), so that no message has them.
+pub(super) const MARKS: (char, char) = ('\u{fdd0}', '\u{fdd1}');
 
 /// The name under which a template is kept.
 pub(super) const NAME: &str = "chat_template";
@@ -20,11 +27,12 @@ pub(super) fn environment(source: &str) -> Result<Environment<'static>, Error> {
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     environment.add_filter("tojson", tojson);
+    environment.add_filter(MARKING, marked);
     environment.add_function("raise_exception", |message: String| -> Result<(), Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
     });
     environment.add_function("strftime_now", strftime_now);
-    environment.add_template_owned(NAME, without_generation_tags(source))?;
+    environment.add_template_owned(NAME, with_filters_for_generation_tags(source))?;
     Ok(environment)
 }
 
@@ -38,9 +46,17 @@ fn strftime_now(format: &str) -> Result<String, Error> {
     })
 }
 
-/// `{% generation %}` marks what the assistant said, for a loss mask. It writes nothing, and opens a
-/// scope: `{% with %}`.
-fn without_generation_tags(source: &str) -> String {
+/// What stands between generation tags, between marks where those are wanted.
+fn marked(state: &State<'_, '_>, text: String) -> String {
+    match state.lookup(MARKING).is_some_and(|wanted| wanted.is_true()) {
+        true => format!("{}{text}{}", MARKS.0, MARKS.1),
+        false => text,
+    }
+}
+
+/// `{% generation %}` marks what the assistant said, for a loss mask: a block whose text goes through
+/// [`marked`].
+fn with_filters_for_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(open) = rest.find("{%") {
@@ -53,13 +69,13 @@ fn without_generation_tags(source: &str) -> String {
         let inner = &tag[2..close];
         let word = inner.trim_matches(|c: char| c.is_whitespace() || c == '-' || c == '+');
         let plain = match word {
-            "generation" => Some("with"),
-            "endgeneration" => Some("endwith"),
+            "generation" => Some(format!("filter {MARKING}")),
+            "endgeneration" => Some("endfilter".to_owned()),
             _ => None,
         };
         out.push_str("{%");
         match plain {
-            Some(plain) => out.push_str(&inner.replacen(word, plain, 1)),
+            Some(plain) => out.push_str(&inner.replacen(word, &plain, 1)),
             None => out.push_str(inner),
         }
         out.push_str("%}");
@@ -71,12 +87,12 @@ fn without_generation_tags(source: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::without_generation_tags;
+    use super::with_filters_for_generation_tags;
 
     #[test]
-    fn generation_tags_become_scopes_and_nothing_else_changes() {
+    fn generation_tags_become_filters_and_nothing_else_changes() {
         let source = "a{%- if x == '%' %}b{% generation -%} c {%- endgeneration %}{% set generation = 1 %}{%";
-        let want = "a{%- if x == '%' %}b{% with -%} c {%- endwith %}{% set generation = 1 %}{%";
-        assert_eq!(without_generation_tags(source), want);
+        let want = "a{%- if x == '%' %}b{% filter overdrive_marks_generation -%} c {%- endfilter %}{% set generation = 1 %}{%";
+        assert_eq!(with_filters_for_generation_tags(source), want);
     }
 }

@@ -3,6 +3,7 @@ mod message;
 mod python_json;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 
 use minijinja::value::Serde;
@@ -160,6 +161,58 @@ impl ChatTemplate {
     /// [`Error::ChatTemplate`] with the template's own words where it refuses the conversation (roles
     /// that do not take turns, say); [`Error::UnknownChatTemplate`].
     pub fn render(&self, messages: &[Message], options: &ChatTemplateOptions) -> Result<String> {
+        self.render_with(messages, options, false)
+    }
+
+    /// The text of a conversation, and which bytes of it the assistant has written: those between the
+    /// template's `{% generation %}` tags, for a loss mask (`return_assistant_tokens_mask`). `None` for a
+    /// template without such tags.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::render`].
+    pub fn render_with_answers(
+        &self,
+        messages: &[Message],
+        options: &ChatTemplateOptions,
+    ) -> Result<(String, Option<Vec<Range<usize>>>)> {
+        if !self.marks_answers(options)? {
+            return Ok((self.render(messages, options)?, None));
+        }
+        let (begin, end) = environment::MARKS;
+        let (mut text, mut answers) = (String::new(), Vec::new());
+        let mut start = None;
+        for letter in self.render_with(messages, options, true)?.chars() {
+            match start {
+                None if letter == begin => start = Some(text.len()),
+                Some(from) if letter == end => {
+                    answers.push(from..text.len());
+                    start = None;
+                }
+                _ if letter == begin || letter == end => {
+                    let problem = "a message has U+FDD0 or U+FDD1 in it, which are no characters";
+                    return Err(Error::Conversation(problem.to_owned()));
+                }
+                _ => text.push(letter),
+            }
+        }
+        Ok((text, Some(answers)))
+    }
+
+    /// Whether the template says what the assistant has written, by `{% generation %}`.
+    fn marks_answers(&self, options: &ChatTemplateOptions) -> Result<bool> {
+        let template = self.choose(options)?.get_template(environment::NAME);
+        Ok(template
+            .map_err(refused)?
+            .source()
+            .contains(environment::MARKING))
+    }
+
+    fn render_with(
+        &self,
+        messages: &[Message],
+        options: &ChatTemplateOptions,
+        marking: bool,
+    ) -> Result<String> {
         if messages.is_empty() {
             let text = "it is empty: give at least one message";
             return Err(Error::Conversation(text.to_owned()));
@@ -177,6 +230,9 @@ impl ChatTemplate {
         };
         let prompt = options.add_generation_prompt && last.is_none();
         let messages = messages.into_iter().map(Value::Object).collect();
+        if marking {
+            variables.insert(environment::MARKING.to_owned(), true.into());
+        }
         variables.insert("messages".to_owned(), Value::Array(messages));
         variables.insert("tools".to_owned(), list(&options.tools));
         variables.insert("documents".to_owned(), list(&options.documents));
