@@ -80,6 +80,7 @@ mod config;
 mod embedding;
 mod error;
 mod execution;
+mod gguf;
 mod gpt2;
 mod init;
 mod input;

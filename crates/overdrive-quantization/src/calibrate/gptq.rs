@@ -80,7 +80,7 @@ pub(super) fn gptq(
         .f_index_select(0, &order)?
         .f_index_select(1, &order)?;
     let upper = inverse_factor(&moments, options.damp_percent)?;
-    let mut rest = weight.f_to_kind(Kind::Float)?.f_index_select(1, &order)?;
+    let rest = weight.f_to_kind(Kind::Float)?.f_index_select(1, &order)?;
     let order: Vec<i64> = Vec::try_from(&order.f_to_device(Device::Cpu)?)?;
     let order: Vec<usize> = order.iter().map(|&i| i.unsigned_abs() as usize).collect();
     let width = order.len();

@@ -27,7 +27,7 @@ pub struct Misshapen {
 }
 
 impl CheckpointProblems {
-    pub(super) fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.missing.is_empty()
             && self.unexpected.is_empty()
             && self.misshapen.is_empty()

@@ -21,7 +21,7 @@ impl LoadProgress {
         LoadProgress(Arc::new(report))
     }
 
-    pub(super) fn report(&self, done: u64, all: u64) {
+    pub(crate) fn report(&self, done: u64, all: u64) {
         (self.0)(done, all);
     }
 }

@@ -1,0 +1,328 @@
+use overdrive_quantization::{GgufFile, GgufValue};
+use tch::{Device, Kind};
+
+use crate::config::{
+    LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig, RopeScaling, Yarn,
+};
+use crate::{Error, Result};
+
+/// What `general.architecture` may be, for messages.
+const SUPPORTED: &str = "llama, qwen2, qwen3, gemma2, gemma3";
+/// The number of layers of the one Gemma 2 and the one Gemma 3 whose queries are not scaled by the width
+/// of a head but by hidden_size / num_attention_heads, which no key says.
+const LARGEST_GEMMAS: [(LlamaFamily, i64); 2] =
+    [(LlamaFamily::Gemma2, 46), (LlamaFamily::Gemma3, 62)];
+
+impl ModelConfig {
+    /// The configuration that the metadata of a GGUF file describe.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for an architecture that this crate does not compute,
+    /// [`Error::BadConfig`] naming the key that is missing or wrong.
+    pub fn from_gguf(file: &GgufFile) -> Result<ModelConfig> {
+        let architecture = file
+            .value("general.architecture")
+            .and_then(GgufValue::as_str);
+        let family = match architecture {
+            Some("llama") => LlamaFamily::Llama,
+            Some("qwen2") => LlamaFamily::Qwen2,
+            Some("qwen3") => LlamaFamily::Qwen3,
+            Some("gemma2") => LlamaFamily::Gemma2,
+            Some("gemma3") => LlamaFamily::Gemma3,
+            other => {
+                return Err(Error::Unsupported {
+                    key: "general.architecture".to_owned(),
+                    found: other.map_or("missing".to_owned(), |name| format!("{name:?}")),
+                    supported: SUPPORTED.to_owned(),
+                });
+            }
+        };
+        let keys = Keys {
+            file,
+            architecture: architecture.unwrap_or_default(),
+        };
+        let config = ModelConfig::Llama(keys.config(family)?);
+        config.validate()?;
+        Ok(config)
+    }
+}
+
+/// The metadata of one architecture.
+struct Keys<'a> {
+    file: &'a GgufFile,
+    architecture: &'a str,
+}
+
+impl Keys<'_> {
+    fn config(&self, family: LlamaFamily) -> Result<LlamaConfig> {
+        if self.integer("expert_count")?.is_some_and(|count| count > 0) {
+            return Err(Error::Unsupported {
+                key: self.key("expert_count"),
+                found: "above 0".to_owned(),
+                supported: "models without experts".to_owned(),
+            });
+        }
+        let defaults = LlamaConfig::of(family);
+        let heads = self.required("attention.head_count")?;
+        let hidden_size = self.required("embedding_length")?;
+        let head_dim = match self.integer("attention.key_length")? {
+            Some(given) => given,
+            None => hidden_size / heads,
+        };
+        let same = |key: &str| -> Result<()> {
+            match self.integer(key)? {
+                Some(other) if other != head_dim => Err(Error::Unsupported {
+                    key: self.key(key),
+                    found: other.to_string(),
+                    supported: format!("that of keys, {head_dim}"),
+                }),
+                _ => Ok(()),
+            }
+        };
+        same("attention.value_length")?;
+        same("rope.dimension_count")?;
+        let layers = self.required("block_count")?;
+        let has = |name: &str| self.file.tensor(name).is_some();
+        let mut config = LlamaConfig {
+            vocab_size: self.vocabulary()?,
+            hidden_size,
+            intermediate_size: self.required("feed_forward_length")?,
+            num_hidden_layers: layers,
+            num_attention_heads: heads,
+            num_key_value_heads: self.integer("attention.head_count_kv")?.or(Some(heads)),
+            head_dim: Some(head_dim),
+            max_position_embeddings: self.required("context_length")?,
+            rms_norm_eps: self.required_number("attention.layer_norm_rms_epsilon")?,
+            tie_word_embeddings: !has("output.weight"),
+            rope_theta: self
+                .number("rope.freq_base")?
+                .unwrap_or(defaults.rope_theta),
+            attention_bias: has("blk.0.attn_output.bias")
+                || family != LlamaFamily::Qwen2 && has("blk.0.attn_q.bias"),
+            mlp_bias: has("blk.0.ffn_down.bias"),
+            sliding_window: self.integer("attention.sliding_window")?,
+            // llama.cpp knows no windows of Qwen's.
+            use_sliding_window: false,
+            bos_token_id: self.token("bos_token_id")?,
+            eos_token_id: self.token("eos_token_id")?.into_iter().collect(),
+            pad_token_id: self.token("padding_token_id")?,
+            ..defaults
+        };
+        // Files that are of Mistral say that they are of Llama; its windows are what differs.
+        if family == LlamaFamily::Llama && config.sliding_window.is_some() {
+            config.family = LlamaFamily::Mistral;
+        }
+        config.rope_scaling = self.rope_scaling(&config)?;
+        if config.family.is_gemma() {
+            self.gemma(&mut config)?;
+        }
+        Ok(config)
+    }
+
+    fn gemma(&self, config: &mut LlamaConfig) -> Result<()> {
+        let bounded = config.family == LlamaFamily::Gemma2;
+        let bound = |key, default: Option<f64>| -> Result<Option<f64>> {
+            Ok(self.number(key)?.or(default).filter(|_| bounded))
+        };
+        config.attn_logit_softcapping =
+            bound("attn_logit_softcapping", config.attn_logit_softcapping)?;
+        config.final_logit_softcapping =
+            bound("final_logit_softcapping", config.final_logit_softcapping)?;
+        let largest = (config.family, config.num_hidden_layers);
+        config.query_pre_attn_scalar = match LARGEST_GEMMAS.contains(&largest) {
+            true => config.hidden_size as f64 / config.num_attention_heads as f64,
+            false => config.head_dim() as f64,
+        };
+        if let Some(local) = self.number("rope.freq_base_swa")? {
+            config.rope_local_base_freq = local;
+        }
+        let key = "attention.sliding_window_pattern";
+        config.layer_types = match self.value(key) {
+            None => None,
+            Some(value) => {
+                let of = |slides: bool| {
+                    if slides {
+                        LayerType::Sliding
+                    } else {
+                        LayerType::Full
+                    }
+                };
+                let every = value.as_i64().filter(|&every| every > 0);
+                match (value.as_bools(), every) {
+                    (Some(slide), _) => Some(slide.iter().map(|&slides| of(slides)).collect()),
+                    (None, Some(every)) => {
+                        let layers = 0..config.num_hidden_layers;
+                        Some(layers.map(|layer| of((layer + 1) % every != 0)).collect())
+                    }
+                    _ => {
+                        return Err(self.wrong(key, "a positive integer or a list of truth values"));
+                    }
+                }
+            }
+        };
+        Ok(())
+    }
+
+    fn rope_scaling(&self, config: &LlamaConfig) -> Result<RopeScaling> {
+        let key = "rope.scaling.type";
+        let factor = || self.number("rope.scaling.factor");
+        let original = || -> Result<i64> {
+            let given = self.integer("rope.scaling.original_context_length")?;
+            Ok(given.unwrap_or(config.max_position_embeddings))
+        };
+        let kind = match self.value(key) {
+            None => "none",
+            Some(value) => value.as_str().ok_or_else(|| self.wrong(key, "a text"))?,
+        };
+        if let Some(factors) = self.factors("rope_freqs.weight")? {
+            return Ok(llama3(config, factors));
+        }
+        Ok(match (kind, factor()?) {
+            ("linear", Some(factor)) => RopeScaling::Linear { factor },
+            ("yarn", Some(factor)) => {
+                let mut yarn = Yarn::new(factor, original()?);
+                let fast = self.number("rope.scaling.yarn_beta_fast")?;
+                let slow = self.number("rope.scaling.yarn_beta_slow")?;
+                yarn.beta_fast = fast.unwrap_or(yarn.beta_fast);
+                yarn.beta_slow = slow.unwrap_or(yarn.beta_slow);
+                RopeScaling::Yarn(yarn)
+            }
+            ("longrope", factor) => {
+                let original = original()?;
+                let ratio = config.max_position_embeddings as f64 / original as f64;
+                let lists = ["rope_factors_short.weight", "rope_factors_long.weight"];
+                let [short, long] = lists.map(|name| self.factors(name));
+                let (Some(short_factor), Some(long_factor)) = (short?, long?) else {
+                    return Err(
+                        self.wrong(key, "another, or rope_factors_short and _long to be there")
+                    );
+                };
+                RopeScaling::LongRope(LongRope {
+                    short_factor,
+                    long_factor,
+                    original_max_position_embeddings: original,
+                    factor: factor.unwrap_or(ratio),
+                    attention_factor: self.number("rope.scaling.attn_factor")?,
+                })
+            }
+            ("none", _) | ("linear" | "yarn", None) => RopeScaling::Default,
+            _ => return Err(self.wrong(key, "none, linear, yarn or longrope")),
+        })
+    }
+
+    /// The numbers of a small tensor.
+    fn factors(&self, name: &str) -> Result<Option<Vec<f64>>> {
+        let Some(tensor) = self.file.tensor(name) else {
+            return Ok(None);
+        };
+        let numbers = tensor
+            .dequantize(None, Kind::Double, Device::Cpu)?
+            .f_reshape([-1])?;
+        Ok(Some(Vec::try_from(&numbers)?))
+    }
+
+    fn vocabulary(&self) -> Result<i64> {
+        let table = self.file.tensor("token_embd.weight");
+        match table.and_then(|table| table.shape().first().copied()) {
+            Some(tokens) => Ok(tokens),
+            None => self.required("vocab_size"),
+        }
+    }
+
+    fn token(&self, name: &str) -> Result<Option<i64>> {
+        let key = format!("tokenizer.ggml.{name}");
+        match self.file.value(&key) {
+            None => Ok(None),
+            Some(value) => value.as_i64().map(Some).ok_or_else(|| Error::BadConfig {
+                key,
+                found: format!("{value:?}"),
+                expected: "a token id".to_owned(),
+            }),
+        }
+    }
+
+    fn key(&self, name: &str) -> String {
+        format!("{}.{name}", self.architecture)
+    }
+
+    fn value(&self, name: &str) -> Option<&GgufValue> {
+        self.file.value(&self.key(name))
+    }
+
+    /// An integer, or the one that a list has for every layer.
+    fn integer(&self, name: &str) -> Result<Option<i64>> {
+        let Some(value) = self.value(name) else {
+            return Ok(None);
+        };
+        let all = value.as_i64s().unwrap_or_default();
+        let common = all.first().filter(|first| all.iter().all(|n| n == *first));
+        value
+            .as_i64()
+            .or(common.copied())
+            .map(Some)
+            .ok_or_else(|| self.wrong(name, "an integer, the same for every layer"))
+    }
+
+    fn number(&self, name: &str) -> Result<Option<f64>> {
+        let Some(value) = self.value(name) else {
+            return Ok(None);
+        };
+        let number = value.as_f64().filter(|number| number.is_finite());
+        number.map(Some).ok_or_else(|| self.wrong(name, "a number"))
+    }
+
+    fn required(&self, name: &str) -> Result<i64> {
+        let value = self.integer(name)?.filter(|&value| value > 0);
+        value.ok_or_else(|| self.wrong(name, "a positive integer"))
+    }
+
+    fn required_number(&self, name: &str) -> Result<f64> {
+        self.number(name)?
+            .ok_or_else(|| self.wrong(name, "a number"))
+    }
+
+    fn wrong(&self, name: &str, expected: &str) -> Error {
+        let found = self.value(name);
+        Error::BadConfig {
+            key: self.key(name),
+            found: found.map_or("missing".to_owned(), |value| format!("{value:?}")),
+            expected: expected.to_owned(),
+        }
+    }
+}
+
+/// What each frequency is divided by: where that is what Llama 3.1 and later divide by, its scaling.
+fn llama3(config: &LlamaConfig, factors: Vec<f64>) -> RopeScaling {
+    let factor = factors.iter().copied().fold(1.0, f64::max);
+    let original = 8192;
+    let (low, high) = (1.0, 4.0);
+    let pairs = factors.len() as f64;
+    let standard = |index: usize| {
+        let wavelength = std::f64::consts::TAU * config.rope_theta.powf(index as f64 / pairs);
+        let turns = original as f64 / wavelength;
+        if turns > high {
+            return 1.0;
+        }
+        if turns < low {
+            return factor;
+        }
+        let smooth = (turns - low) / (high - low);
+        1.0 / ((1.0 - smooth) / factor + smooth)
+    };
+    let is_standard = |(index, found): (usize, &f64)| (found / standard(index) - 1.0).abs() < 1e-4;
+    if factors.iter().enumerate().all(is_standard) {
+        return RopeScaling::Llama3 {
+            factor,
+            low_freq_factor: low,
+            high_freq_factor: high,
+            original_max_position_embeddings: original,
+        };
+    }
+    RopeScaling::LongRope(LongRope {
+        short_factor: factors.clone(),
+        long_factor: factors,
+        original_max_position_embeddings: config.max_position_embeddings,
+        factor: 1.0,
+        attention_factor: Some(1.0),
+    })
+}

@@ -1,0 +1,148 @@
+use std::collections::{BTreeSet, HashMap};
+
+use overdrive_quantization::{GgufFile, GgufTensor};
+use tch::{Kind, Tensor};
+
+use super::names::{gguf_name, row_order};
+use crate::checkpoint::{CheckpointProblems, Misshapen};
+use crate::config::LlamaConfig;
+use crate::parameters::{ParameterRole, ParameterSpec, Parts, allocate};
+use crate::quantize::quantized;
+use crate::{Error, LoadOptions, ModelConfig, Result};
+
+/// A parameter and where its numbers are.
+struct Source<'a> {
+    spec: ParameterSpec,
+    tensor: GgufTensor<'a>,
+    rows: Option<Vec<i64>>,
+}
+
+/// The parameters of `config` from `file`.
+pub(super) fn parts(file: &GgufFile, config: &ModelConfig, options: &LoadOptions) -> Result<Parts> {
+    let ModelConfig::Llama(llama) = config else {
+        return Err(Error::Unsupported {
+            key: "general.architecture".to_owned(),
+            found: "not of the Llama family".to_owned(),
+            supported: "models of the Llama family".to_owned(),
+        });
+    };
+    let sources = sources(file, config, llama)?;
+    let kind = options.kind.unwrap_or(Kind::Float);
+    let (dense, packed): (Vec<Source<'_>>, Vec<Source<'_>>) =
+        sources.into_iter().partition(|source| {
+            let matrix = !matches!(source.spec.role, ParameterRole::Other);
+            !matrix
+                || source.tensor.tensor_type().groups().is_none()
+                    && scheme(source, config, options).is_none()
+        });
+    let all = dense.iter().chain(&packed);
+    let total: u64 = all.map(|source| source.tensor.data().len() as u64).sum();
+    let mut done = 0;
+    let mut report = |bytes: usize| {
+        done += bytes as u64;
+        if let Some(progress) = &options.progress {
+            progress.report(done, total);
+        }
+    };
+    report(0);
+    let mut quantized_maps = HashMap::new();
+    for source in &packed {
+        let weight = match scheme(source, config, options) {
+            None => {
+                let weight = source
+                    .tensor
+                    .to_quantized(source.rows.as_deref(), options.device)?;
+                weight.ok_or_else(|| Error::BadConfig {
+                    key: source.spec.name.clone(),
+                    found: "not in groups".to_owned(),
+                    expected: "a matrix in groups (please report this)".to_owned(),
+                })?
+            }
+            Some(scheme) => quantized(
+                &numbers(source, options, Kind::Float)?,
+                &source.spec,
+                scheme,
+            )?,
+        };
+        quantized_maps.insert(source.spec.module().to_owned(), weight);
+        report(source.tensor.data().len());
+    }
+    let specs: Vec<ParameterSpec> = dense.iter().map(|source| source.spec.clone()).collect();
+    let kinds = vec![kind; specs.len()];
+    let mut parameters = allocate(specs, &kinds, options.device, &config.adjacent())?;
+    for ((_, parameter), source) in parameters.iter_mut().zip(&dense) {
+        let mut numbers = numbers(source, options, Kind::Float)?;
+        let norm = source.spec.name.ends_with("norm.weight");
+        if llama.norm_adds_one() && norm {
+            // llama.cpp stores what these norms multiply by, transformers what they add to one.
+            numbers = numbers.f_sub_scalar(1.0)?;
+        }
+        parameter.f_copy_(&numbers)?;
+        report(source.tensor.data().len());
+    }
+    Ok(Parts {
+        parameters,
+        quantized: quantized_maps,
+    })
+}
+
+/// How the options quantize the parameter.
+fn scheme(
+    source: &Source<'_>,
+    config: &ModelConfig,
+    options: &LoadOptions,
+) -> Option<overdrive_quantization::Scheme> {
+    let chosen = options.quantization.as_ref()?;
+    chosen.scheme_of(&source.spec, config.tie_word_embeddings())
+}
+
+fn numbers(source: &Source<'_>, options: &LoadOptions, kind: Kind) -> Result<Tensor> {
+    Ok(source
+        .tensor
+        .dequantize(source.rows.as_deref(), kind, options.device)?)
+}
+
+/// Finds the tensor of every parameter, or says all that does not fit.
+fn sources<'a>(
+    file: &'a GgufFile,
+    config: &ModelConfig,
+    llama: &LlamaConfig,
+) -> Result<Vec<Source<'a>>> {
+    let mut problems = CheckpointProblems::default();
+    // Taken into the configuration.
+    let mut used: BTreeSet<String> = ["rope_freqs", "rope_factors_long", "rope_factors_short"]
+        .map(|name| format!("{name}.weight"))
+        .into();
+    let mut sources = Vec::new();
+    for spec in config.parameters() {
+        let name = gguf_name(&spec.name, llama.family);
+        let found = name.as_deref().and_then(|name| file.tensor(name));
+        let Some(tensor) = found else {
+            problems.missing.push(name.unwrap_or(spec.name));
+            continue;
+        };
+        used.insert(tensor.name().to_owned());
+        if tensor.shape() != spec.shape {
+            problems.misshapen.push(Misshapen {
+                name: tensor.name().to_owned(),
+                found: tensor.shape().to_vec(),
+                expected: spec.shape,
+            });
+            continue;
+        }
+        sources.push(Source {
+            rows: row_order(&spec.name, llama),
+            spec,
+            tensor,
+        });
+    }
+    let names = file.tensors().map(|tensor| tensor.name().to_owned());
+    problems.unexpected = names.filter(|name| !used.contains(name)).collect();
+    if problems.is_empty() {
+        return Ok(sources);
+    }
+    Err(Error::Checkpoint {
+        path: file.path().to_path_buf(),
+        problems: Box::new(problems),
+    })
+}

@@ -1,0 +1,105 @@
+use crate::config::{LlamaConfig, LlamaFamily};
+
+/// llama.cpp's names of the parts of a block.
+const PARTS: [(&str, &str); 9] = [
+    ("self_attn.q_proj", "attn_q"),
+    ("self_attn.k_proj", "attn_k"),
+    ("self_attn.v_proj", "attn_v"),
+    ("self_attn.o_proj", "attn_output"),
+    ("self_attn.q_norm", "attn_q_norm"),
+    ("self_attn.k_norm", "attn_k_norm"),
+    ("mlp.gate_proj", "ffn_gate"),
+    ("mlp.up_proj", "ffn_up"),
+    ("mlp.down_proj", "ffn_down"),
+];
+
+/// llama.cpp's name of the parameter that transformers calls `name`.
+pub(super) fn gguf_name(name: &str, family: LlamaFamily) -> Option<String> {
+    let (module, end) = name.rsplit_once('.')?;
+    let own = match module {
+        "model.embed_tokens" => "token_embd".to_owned(),
+        "model.norm" => "output_norm".to_owned(),
+        "lm_head" => "output".to_owned(),
+        _ => {
+            let (layer, part) = module.strip_prefix("model.layers.")?.split_once('.')?;
+            let part = match part {
+                "input_layernorm" => "attn_norm",
+                "post_attention_layernorm" if family.is_gemma() => "post_attention_norm",
+                "post_attention_layernorm" | "pre_feedforward_layernorm" => "ffn_norm",
+                "post_feedforward_layernorm" => "post_ffw_norm",
+                other => PARTS.iter().find(|(part, _)| *part == other)?.1,
+            };
+            format!("blk.{layer}.{part}")
+        }
+    };
+    Some(format!("{own}.{end}"))
+}
+
+/// Which row of the stored tensor stands at each row of the parameter `name`, where they differ.
+///
+/// llama.cpp turns neighbouring channels of a query's head together, transformers those half a head
+/// apart; of the architecture `llama` the rows of queries and keys are stored in llama.cpp's order.
+pub(super) fn row_order(name: &str, config: &LlamaConfig) -> Option<Vec<i64>> {
+    if !matches!(config.family, LlamaFamily::Llama | LlamaFamily::Mistral) {
+        return None;
+    }
+    let heads = if name.contains(".q_proj.") {
+        config.num_attention_heads
+    } else if name.contains(".k_proj.") {
+        config.kv_heads()
+    } else {
+        return None;
+    };
+    let (width, half) = (config.head_dim(), config.head_dim() / 2);
+    let of_head =
+        |head: i64| (0..width).map(move |row| head * width + 2 * (row % half) + row / half);
+    Some((0..heads).flat_map(of_head).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+    use super::*;
+
+    #[test]
+    fn every_parameter_of_every_family_has_a_name_of_its_own() {
+        use LlamaFamily as F;
+        for family in [
+            F::Llama,
+            F::Mistral,
+            F::Qwen2,
+            F::Qwen3,
+            F::Gemma2,
+            F::Gemma3,
+        ] {
+            let config = LlamaConfig {
+                num_hidden_layers: 2,
+                tie_word_embeddings: false,
+                ..LlamaConfig::of(family)
+            };
+            let parameters = crate::ModelConfig::Llama(config).parameters();
+            let names = parameters
+                .iter()
+                .map(|spec| gguf_name(&spec.name, family).unwrap());
+            let names: std::collections::BTreeSet<String> = names.collect();
+            assert_eq!(names.len(), parameters.len(), "{family:?}");
+        }
+        assert_eq!(gguf_name("model.layers.0.unknown.weight", F::Llama), None);
+    }
+
+    #[test]
+    fn rows_of_heads_are_taken_from_pairs() {
+        let config = LlamaConfig {
+            hidden_size: 8,
+            num_attention_heads: 2,
+            ..LlamaConfig::default()
+        };
+        let order = row_order("model.layers.0.self_attn.q_proj.weight", &config);
+        assert_eq!(order, Some(vec![0, 2, 1, 3, 4, 6, 5, 7]));
+        assert_eq!(
+            row_order("model.layers.0.self_attn.v_proj.weight", &config),
+            None
+        );
+    }
+}
