@@ -43,9 +43,7 @@ fn row_scales(weight: &Tensor, most: f32) -> Result<(Tensor, Tensor, Tensor)> {
 
 fn int8(weight: &Tensor) -> Result<Storage> {
     let (weight, magnitude, scale) = row_scales(weight, 127.0)?;
-    let inverse = Tensor::from(127f32)
-        .f_to_device(weight.device())?
-        .f_div(&magnitude)?;
+    let inverse = magnitude.f_reciprocal()?.f_mul_scalar(127.0)?;
     let codes = weight.f_mul(&inverse)?.f_round()?.f_clamp(-127.0, 127.0)?;
     Ok(Storage::Int8 {
         codes: codes.f_to_kind(Kind::Int8)?,

@@ -27,7 +27,8 @@ pub(crate) fn quantize_row(
         codes.fill(0);
         return Ok(LEAST_SCALE);
     }
-    encode(row, MAX / most, codes);
+    // Rounded twice, as torch divides a number by a tensor.
+    encode(row, 1.0 / most * MAX, codes);
     Ok(scale)
 }
 

@@ -12,6 +12,8 @@ pub(crate) mod fp8;
 pub(crate) mod grouped;
 pub(crate) mod int8;
 pub(crate) mod jobs;
+#[cfg(test)]
+mod originals;
 mod vectors;
 
 /// The smallest scale that a codec makes: a row, group or block whose numbers need a smaller one (all
