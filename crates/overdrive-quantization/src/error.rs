@@ -58,6 +58,22 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+    /// A folder that is read or written cannot be.
+    #[error("{}: {reason}", path.display())]
+    BadCheckpoint {
+        /// The folder or a file in it.
+        path: PathBuf,
+        /// What is wrong with it, and the way out.
+        reason: String,
+    },
+    /// A tensor of a checkpoint cannot be quantized.
+    #[error("the tensor `{name}`: {source}")]
+    Tensor {
+        /// Its name.
+        name: String,
+        /// Why not.
+        source: Box<Error>,
+    },
     /// An error of a custom function.
     #[error(transparent)]
     Autograd(#[from] overdrive_autograd::Error),

@@ -1,5 +1,6 @@
 use overdrive_checkpointing::Shared;
 use overdrive_lora::{AdaptedLinear, BaseWeight};
+use overdrive_quantization::observe_input;
 use tch::Tensor;
 
 use crate::parameters::ParameterMap;
@@ -58,6 +59,7 @@ impl Linear {
 
     /// `x (…, in)` to `(…, out)`.
     pub(crate) fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
+        observe_input(&self.name, x)?;
         Ok(self.map.forward(x, fused)?)
     }
 
@@ -102,13 +104,16 @@ impl JointLinear {
 
     /// All results side by side, `(…, Σ out)`, by one product.
     pub(crate) fn forward_joint(&self, x: &Tensor) -> Result<Tensor> {
+        for linear in &self.0 {
+            observe_input(&linear.name, x)?;
+        }
         let maps: Vec<&AdaptedLinear> = self.0.iter().map(|linear| &linear.map).collect();
         Ok(overdrive_lora::joint_forward(x, &maps)?)
     }
 
     /// The results one by one, dense ones by libtorch's operator.
     pub(crate) fn forward_each<const N: usize>(&self, x: &Tensor) -> Result<[Tensor; N]> {
-        let each = self.0.iter().map(|map| map.forward(x, false));
+        let each = self.0.iter().map(|linear| linear.forward(x, false));
         let each: Vec<Tensor> = each.collect::<Result<_>>()?;
         each.try_into().map_err(|each: Vec<_>| Error::BadConfig {
             key: "a joint linear map".to_owned(),

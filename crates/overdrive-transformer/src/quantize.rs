@@ -72,6 +72,26 @@ impl CausalLm {
     /// # Errors
     /// When a weight does not fit the scheme, is not finite or has a graph that needs it.
     pub fn quantize(&mut self, options: &QuantizeOptions) -> Result<()> {
+        self.quantize_with(options, &mut |_, weight, scheme| {
+            QuantizedWeight::quantize(weight, scheme)
+        })
+    }
+
+    /// As [`CausalLm::quantize`], with weights that `pack` makes: of the map's name (a tied head's is
+    /// `lm_head`), its weight `(O, I)` in fp32 and its scheme. What calibration needs, see
+    /// [`quantize_calibrated`](overdrive_quantization::quantize_calibrated).
+    ///
+    /// # Errors
+    /// As [`CausalLm::quantize`], and those of `pack`.
+    pub fn quantize_with(
+        &mut self,
+        options: &QuantizeOptions,
+        pack: &mut dyn FnMut(
+            &str,
+            &Tensor,
+            Scheme,
+        ) -> overdrive_quantization::Result<QuantizedWeight>,
+    ) -> Result<()> {
         let tied = self.config().tie_word_embeddings();
         for spec in self.config().parameters() {
             let Some(scheme) = options.scheme_of(&spec, tied) else {
@@ -80,7 +100,11 @@ impl CausalLm {
             let Some(dense) = self.take_dense(&spec.name) else {
                 continue; // Quantized already.
             };
-            let weight = quantized(&dense, &spec, scheme)?;
+            let name = match spec.role {
+                ParameterRole::Embedding => "lm_head",
+                _ => spec.module(),
+            };
+            let weight = pack(name, &as_rows(&dense, &spec)?, scheme)?;
             drop(dense);
             self.set_quantized(&spec, weight)?;
         }
@@ -122,12 +146,14 @@ pub(crate) fn quantized(
     spec: &ParameterSpec,
     scheme: Scheme,
 ) -> Result<QuantizedWeight> {
+    Ok(QuantizedWeight::quantize(&as_rows(dense, spec)?, scheme)?)
+}
+
+/// The weight of `spec` in fp32 with a row for each output, whatever its own layout.
+fn as_rows(dense: &Tensor, spec: &ParameterSpec) -> Result<Tensor> {
     let dense = match spec.role {
         ParameterRole::Conv1d => dense.f_tr()?.f_contiguous()?,
         _ => dense.shallow_clone(),
     };
-    Ok(QuantizedWeight::quantize(
-        &dense.f_to_kind(Kind::Float)?,
-        scheme,
-    )?)
+    Ok(dense.f_to_kind(Kind::Float)?)
 }
