@@ -239,6 +239,17 @@ pub enum Error {
         problem: String,
     },
 
+    /// A file of a sample that is not there, or is not what was asked for.
+    #[error("the file {extension:?} of the sample {key}: {problem}")]
+    BadSample {
+        /// The sample.
+        key: String,
+        /// Which of its files.
+        extension: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+
     /// A file whose records cannot be told apart.
     #[error("{path} is not what it should be: at byte {offset}, {problem}")]
     MalformedFile {
@@ -366,6 +377,7 @@ impl Error {
         matches!(
             self,
             Self::UnreadableRecord { .. }
+                | Self::BadSample { .. }
                 | Self::BadRecord { .. }
                 | Self::TokenOutOfVocabulary { .. }
         )

@@ -75,6 +75,7 @@ mod token_store;
 mod token_store_writer;
 mod token_view;
 mod tokenizer_files;
+mod transform;
 mod windows;
 
 pub use batches::{BatchOptions, BatchState, Batches, WindowBatch};
@@ -103,7 +104,7 @@ pub use prefetch::Prefetch;
 pub use random::uniform_below;
 pub use records::{
     CsvColumns, CsvOptions, CsvRecords, CsvRow, JsonLayout, JsonOptions, JsonRecords, Place, RecordFiles,
-    TextLines, TextOptions, find_files,
+    TextLines, TextOptions, WebDataset, WebSample, find_files,
 };
 pub use sampling::{
     BatchSampler, LastShare, LengthGroupedBatches, Lengths, Permutation, RandomSampler, SampledBatches, Sampler,
@@ -118,4 +119,8 @@ pub use token_view::{SplitBy, SplitOptions, TokenView};
 pub use tokenizer_files::{load_tokenizer, save_tokenizer, tokenizer_digest};
 /// The tokenizer of Hugging Face's `tokenizers`, which this crate's functions take and give.
 pub use tokenizers::Tokenizer;
+pub use transform::{
+    CacheOptions, Concat, DatasetExt, DatasetIter, DeduplicateOptions, Deduplicated, Exhausted, Interleave, Map,
+    MapCache, Selection, Split,
+};
 pub use windows::{IGNORE_INDEX, LastWindow, RandomWindows, SequentialWindows, Window, Windows};

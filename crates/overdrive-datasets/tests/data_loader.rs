@@ -372,7 +372,7 @@ fn padding_cuts_what_is_too_long_and_takes_empty_batches() {
         (vec![1, 2, 0, 0], vec![1, 1, 0, 0])
     );
     let empty = pad_sequences::<Vec<u32>>(&[], &PadOptions::default()).unwrap();
-    assert_eq!((empty.rows, empty.columns, empty.padding()), (0, 0, 1.0));
+    assert_eq!((empty.rows, empty.columns, empty.padding()), (0, 0, 0.0));
     assert!(
         pad_sequences(
             &[vec![1]],

@@ -5,7 +5,7 @@
 //! | `offsets` | Elias-Fano pieces: about one byte a record, each found in constant time |
 //! | `format` | the header of an index file, and which data it belongs to |
 //! | `scan` | the search for records, on all cores |
-//! | `lines`, `csv`, `json_array` | where records start in each format |
+//! | `lines`, `csv`, `json_array`, `tar` | where records start in each format |
 //! | `open` | opening an index, or building it where there is none that fits |
 
 mod csv;
@@ -15,6 +15,7 @@ mod lines;
 mod offsets;
 mod open;
 mod scan;
+mod tar;
 
 pub use open::{IndexLocation, IndexOptions, IndexReport};
 
@@ -24,6 +25,7 @@ pub(crate) use lines::LineScan;
 pub(crate) use offsets::{OffsetTable, OffsetsWriter};
 pub(crate) use open::IndexedFile;
 pub(crate) use scan::Scan;
+pub(crate) use tar::{Members, TarScan, split_name};
 
 #[cfg(test)]
 mod tests;

@@ -62,9 +62,10 @@ impl PaddedBatch {
             .collect()
     }
 
-    /// The share of the block that is padding.
+    /// The share of the block that is padding; 0 of an empty one.
     pub fn padding(&self) -> f64 {
-        1.0 - self.tokens as f64 / (self.input_ids.len() as f64).max(1.0)
+        let padded = self.input_ids.len() - self.tokens;
+        padded as f64 / (self.input_ids.len() as f64).max(1.0)
     }
 }
 

@@ -292,7 +292,7 @@ fn columns(
         return Ok((0..count).map(|place| place.to_string()).collect());
     }
     let mut columns: Option<Vec<String>> = None;
-    for number in 0..files.len() {
+    for (number, path) in files.iter().enumerate() {
         // A file without a byte has no header, and no rows that would need one.
         let Some(names) = fields(number)? else {
             continue;
@@ -302,7 +302,7 @@ fn columns(
             Some(first) if *first == names => {}
             Some(first) => {
                 return Err(Error::UnreadableRecord {
-                    path: files[number].clone(),
+                    path: path.clone(),
                     record: 0,
                     offset: 0,
                     problem: format!(

@@ -4,10 +4,12 @@ mod csv;
 mod files;
 mod json;
 mod record_files;
+mod tar;
 mod text;
 
 pub use csv::{CsvColumns, CsvOptions, CsvRecords, CsvRow};
 pub use files::find_files;
 pub use json::{JsonLayout, JsonOptions, JsonRecords};
 pub use record_files::{Place, RecordFiles};
+pub use tar::{WebDataset, WebSample};
 pub use text::{TextLines, TextOptions};

@@ -1,0 +1,145 @@
+"""Random lines of one file: Overdrive, PyTorch's DataLoader and Hugging Face datasets, in turn.
+
+    python3 benches/pytorch/compare_data.py --rounds 3
+
+Needs torch==2.11.0 and datasets in the Python that runs it, and Rust. Without --file, a file of 10
+million lines (545 MB) is written to the folder for temporary files and removed at the end. All sides read random lines of it
+as text, in batches of 256 by two workers, an epoch's beginning in another order each time, from the page
+cache. PyTorch's side is a Dataset over a list of offsets and a memory map, which is what one writes by
+hand; datasets reads the file into Arrow once (not counted) and is read through a DataLoader with the
+same workers, and directly. "index" is the time to find where all lines are.
+"""
+
+import argparse
+import json
+import mmap
+import os
+import random
+import statistics
+import subprocess
+import tempfile
+import time
+from array import array
+from pathlib import Path
+
+from compare import ROOT, processor
+
+
+class Lines:
+    """Lines of a file, by a list of where they start."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.map = None
+        self.starts = array("Q", [0])
+        at = 0
+        with open(path, "rb") as file:
+            for line in file:
+                at += len(line)
+                self.starts.append(at)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, index: int) -> str:
+        if self.map is None:  # Each worker maps the file for itself.
+            with open(self.path, "rb") as file:
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return self.map[self.starts[index] : self.starts[index + 1] - 1].decode()
+
+
+def write_lines(path: str, count: int) -> None:
+    rng = random.Random(1)
+    words = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=1 << 16))
+    with open(path, "w") as file:
+        for i in range(count):
+            length = rng.randrange(22, 67)
+            start = rng.randrange(len(words) - length)
+            file.write(f"{i:08} {words[start:start + length]}\n")
+
+
+def loader_samples(dataset, workers: int, batch_size: int, samples: int) -> float:
+    """Samples a second, without the time in which the workers start."""
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(dataset, batch_size=batch_size, shuffle=True, num_workers=workers, collate_fn=list)
+    batches = iter(loader)
+    given = len(next(batches))
+    start, given = time.perf_counter(), 0
+    for batch in batches:
+        given += len(batch)
+        if given >= samples:
+            break
+    return given / (time.perf_counter() - start)
+
+
+def pytorch(path: str, workers: int, batch_size: int, samples: int) -> dict:
+    start = time.perf_counter()
+    lines = Lines(path)
+    index = os.path.getsize(path) / 1e9 / (time.perf_counter() - start)
+    return {
+        "side": "PyTorch DataLoader",
+        "index_gb_per_s": index,
+        "index_bytes_per_record": 8.0,
+        "loader_samples_per_s": loader_samples(lines, workers, batch_size, samples),
+    }
+
+
+def hugging_face(path: str, cache: str, workers: int, batch_size: int, samples: int) -> dict:
+    import datasets
+
+    datasets.disable_progress_bars()
+    data = datasets.load_dataset("text", data_files=path, split="train", cache_dir=cache)
+    order = random.Random(2)
+    start, given = time.perf_counter(), 0
+    while given < samples:
+        given += len(data[[order.randrange(len(data)) for _ in range(batch_size)]]["text"])
+    direct = given / (time.perf_counter() - start)
+    return {
+        "side": f"datasets {datasets.__version__}",
+        "reads_per_s": direct,
+        "loader_samples_per_s": loader_samples(data, workers, batch_size, samples),
+    }
+
+
+def overdrive(path: str, workers: int, batch_size: int, samples: int) -> dict:
+    command = ["cargo", "run", "--release", "--quiet", "-p", "overdrive-datasets", "--no-default-features"]
+    command += ["--example", "loader_speed", "--", path, str(workers), str(batch_size), str(samples)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--file", help="a text file instead of a generated one")
+    parser.add_argument("--lines", type=int, default=10_000_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--samples", type=int, default=1_000_000)
+    arguments = parser.parse_args()
+    load = (arguments.workers, arguments.batch_size, arguments.samples)
+    with tempfile.TemporaryDirectory() as folder:
+        path = arguments.file or str(Path(folder) / "lines.txt")
+        if not arguments.file:
+            write_lines(path, arguments.lines)
+        sides = [
+            lambda: overdrive(path, *load),
+            lambda: pytorch(path, *load),
+            lambda: hugging_face(path, str(Path(folder) / "arrow"), *load),
+        ]
+        results = [[side() for side in sides] for _ in range(arguments.rounds)]
+    print(f"{processor()}, {os.cpu_count()} cores; {arguments.workers} workers, batches of {arguments.batch_size}")
+    print(f"{'':24} {'index GB/s':>12} {'B/record':>10} {'reads/s':>12} {'loader/s':>12} {'ratio':>7}")
+    middle = lambda side, key: statistics.median(run[side].get(key) or 0 for run in results)
+    ours = middle(0, "loader_samples_per_s")
+    for side in range(len(sides)):
+        loader = middle(side, "loader_samples_per_s")
+        print(
+            f"{results[0][side]['side']:24} {middle(side, 'index_gb_per_s'):12.2f} "
+            f"{middle(side, 'index_bytes_per_record'):10.2f} {middle(side, 'reads_per_s'):12,.0f} "
+            f"{loader:12,.0f} {ours / loader:6.1f}x"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+//! Members of a tar archive, and the samples that they make.
+//!
+//! The headers of POSIX.1-1988 (ustar) and POSIX.1-2001 (pax), and GNU's long names.
+
+use std::ops::Range;
+use std::path::Path;
+
+use super::scan::Scan;
+use crate::{Error, Result};
+
+const BLOCK: usize = 512;
+
+/// A file in an archive.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Member {
+    pub(crate) name: String,
+    /// Where its bytes are.
+    pub(crate) content: Range<usize>,
+    /// Where its headers start, or those of folders and links in front of it.
+    pub(crate) start: usize,
+}
+
+/// The regular files of an archive, one by one. Ends at the end mark, or at the end of the bytes.
+pub(crate) struct Members<'a> {
+    data: &'a [u8],
+    at: usize,
+}
+
+/// What is wrong with an archive, and where.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct TarError {
+    pub(crate) at: usize,
+    pub(crate) problem: String,
+}
+
+impl<'a> Members<'a> {
+    pub(crate) fn new(data: &'a [u8]) -> Self {
+        Self { data, at: 0 }
+    }
+
+    /// Where it stands: behind the last member, or at the end mark.
+    pub(crate) fn at(&self) -> usize {
+        self.at
+    }
+
+    /// The next regular file; `None` at the end.
+    pub(crate) fn next_file(&mut self) -> std::result::Result<Option<Member>, TarError> {
+        let start = self.at;
+        let (mut long_name, mut long_size) = (None::<String>, None::<u64>);
+        loop {
+            let at = self.at;
+            let error = |problem: &str| TarError {
+                at,
+                problem: problem.to_owned(),
+            };
+            if at == self.data.len() {
+                return match (&long_name, &long_size) {
+                    (None, None) => Ok(None),
+                    _ => Err(error("the archive ends between a header and its file")),
+                };
+            }
+            let header = self
+                .data
+                .get(at..at + BLOCK)
+                .ok_or_else(|| error("the archive ends within a header"))?;
+            if header.iter().all(|&byte| byte == 0) {
+                return Ok(None);
+            }
+            check_sum(header).map_err(|problem| error(&problem))?;
+            let kind = header[156];
+            let is_file = matches!(kind, b'0' | 0 | b'7');
+            let own_size = number(&header[124..136]);
+            let size = long_size.take_if(|_| is_file).or(own_size);
+            let size = size
+                .and_then(|size| usize::try_from(size).ok())
+                .ok_or_else(|| error("the size in a header is no number"))?;
+            let content = at + BLOCK;
+            // Links, folders and devices have no content, whatever their size says.
+            let stored = if matches!(kind, b'1'..=b'6') { 0 } else { size };
+            let end = content
+                .checked_add(stored)
+                .filter(|&end| end <= self.data.len())
+                .ok_or_else(|| error("the archive ends within a file: it was cut short"))?;
+            // The padding behind the last file may be missing.
+            self.at = end.next_multiple_of(BLOCK).min(self.data.len());
+            let bytes = &self.data[content..end];
+            match kind {
+                b'x' => {
+                    for (key, value) in pax_records(bytes) {
+                        match key {
+                            "path" => long_name = Some(value.to_owned()),
+                            "size" => long_size = value.parse().ok(),
+                            _ => {}
+                        }
+                    }
+                }
+                b'L' => long_name = Some(until_zero(bytes)),
+                b'S' => {
+                    return Err(error(
+                        "sparse files are not supported; make the archive anew",
+                    ));
+                }
+                _ if is_file => {
+                    let name = long_name.take().unwrap_or_else(|| short_name(header));
+                    // Before POSIX, a slash at the end said that it is a folder.
+                    if !name.ends_with('/') {
+                        return Ok(Some(Member {
+                            name,
+                            content: content..end,
+                            start,
+                        }));
+                    }
+                }
+                // What was said before is of this one: a folder, a link.
+                b'1'..=b'6' => (long_name, long_size) = (None, None),
+                // Global headers, long names of links and what else there may be.
+                _ => {}
+            }
+        }
+    }
+}
+
+/// The checksum is the sum of all bytes of the header, its own counted as spaces.
+fn check_sum(header: &[u8]) -> std::result::Result<(), String> {
+    let sum: u64 = header
+        .iter()
+        .enumerate()
+        .map(|(at, &byte)| u64::from(if (148..156).contains(&at) { b' ' } else { byte }))
+        .sum();
+    match number(&header[148..156]) {
+        Some(expected) if expected == sum => Ok(()),
+        _ => Err(
+            "the header does not have its checksum: no tar archive, or a damaged one".to_owned(),
+        ),
+    }
+}
+
+/// Octal digits, or GNU's form for large numbers: the first bit set, then big-endian.
+fn number(field: &[u8]) -> Option<u64> {
+    if field.first()? & 0x80 != 0 {
+        let (high, low) = field[1..].split_at(field.len().saturating_sub(9));
+        if field[0] & 0x7f != 0 || high.iter().any(|&byte| byte != 0) {
+            return None;
+        }
+        return Some(
+            low.iter()
+                .fold(0, |number, &byte| number << 8 | u64::from(byte)),
+        );
+    }
+    let digits = until_zero(field);
+    match digits.trim() {
+        "" => Some(0),
+        digits => u64::from_str_radix(digits, 8).ok(),
+    }
+}
+
+fn until_zero(bytes: &[u8]) -> String {
+    let end = memchr::memchr(0, bytes).unwrap_or(bytes.len());
+    String::from_utf8_lossy(&bytes[..end]).into_owned()
+}
+
+fn short_name(header: &[u8]) -> String {
+    let name = until_zero(&header[..100]);
+    let prefix = match header[257..].starts_with(b"ustar\0") {
+        true => until_zero(&header[345..500]),
+        false => String::new(),
+    };
+    match prefix.is_empty() {
+        true => name,
+        false => format!("{prefix}/{name}"),
+    }
+}
+
+/// Records of the form `length key=value\n`; what is none ends the list.
+fn pax_records(mut bytes: &[u8]) -> Vec<(&str, &str)> {
+    let mut records = Vec::new();
+    while let Some((record, rest)) = pax_record(bytes) {
+        records.push(record);
+        bytes = rest;
+    }
+    records
+}
+
+fn pax_record(bytes: &[u8]) -> Option<((&str, &str), &[u8])> {
+    let space = memchr::memchr(b' ', bytes)?;
+    let length: usize = std::str::from_utf8(&bytes[..space]).ok()?.parse().ok()?;
+    let record = bytes.get(space + 1..length)?.strip_suffix(b"\n")?;
+    let record = std::str::from_utf8(record).ok()?.split_once('=')?;
+    Some((record, &bytes[length..]))
+}
+
+/// What a sample is called and what its file is in it: `a/b/0001.seg.png` is `seg.png` of `a/b/0001`.
+pub(crate) fn split_name(name: &str) -> (&str, &str) {
+    let name = name.strip_prefix("./").unwrap_or(name);
+    let base = name.rfind('/').map_or(0, |slash| slash + 1);
+    match name[base..].find('.') {
+        Some(dot) => (&name[..base + dot], &name[base + dot + 1..]),
+        None => (name, ""),
+    }
+}
+
+/// Samples of a WebDataset: files in a row whose names differ behind the first dot only.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct TarScan;
+
+impl Scan for TarScan {
+    fn scan(
+        &self,
+        path: &Path,
+        data: &[u8],
+        _threads: usize,
+        sink: &mut dyn FnMut(u64) -> Result<()>,
+    ) -> Result<u64> {
+        let mut members = Members::new(data);
+        let mut key: Option<String> = None;
+        loop {
+            let member = members.next_file().map_err(|error| Error::MalformedFile {
+                path: path.to_owned(),
+                offset: error.at as u64,
+                problem: error.problem,
+            })?;
+            let Some(member) = member else {
+                return Ok(members.at() as u64);
+            };
+            let (sample, _) = split_name(&member.name);
+            if key.as_deref() != Some(sample) {
+                key = Some(sample.to_owned());
+                sink(member.start as u64)?;
+            }
+        }
+    }
+
+    fn key(&self) -> Vec<u8> {
+        b"tar 1".to_vec()
+    }
+}

@@ -1,0 +1,64 @@
+//! Records changed one by one, and one dataset behind another.
+
+use crate::{Dataset, Error, Result};
+
+/// Records changed by a function when they are read.
+#[derive(Debug, Clone)]
+pub struct Map<D, F> {
+    dataset: D,
+    function: F,
+}
+
+impl<D, F> Map<D, F> {
+    pub(crate) fn new(dataset: D, function: F) -> Self {
+        Self { dataset, function }
+    }
+}
+
+impl<D, F, T> Dataset for Map<D, F>
+where
+    D: Dataset,
+    F: Fn(D::Item) -> Result<T> + Send + Sync,
+{
+    type Item = T;
+
+    fn len(&self) -> usize {
+        self.dataset.len()
+    }
+
+    fn get(&self, index: usize) -> Result<T> {
+        (self.function)(self.dataset.get(index)?)
+    }
+}
+
+/// The records of one dataset, and behind them those of another.
+#[derive(Debug, Clone)]
+pub struct Concat<A, B> {
+    first: A,
+    second: B,
+}
+
+impl<A, B> Concat<A, B> {
+    pub(crate) fn new(first: A, second: B) -> Self {
+        Self { first, second }
+    }
+}
+
+impl<A: Dataset, B: Dataset<Item = A::Item>> Dataset for Concat<A, B> {
+    type Item = A::Item;
+
+    fn len(&self) -> usize {
+        self.first.len() + self.second.len()
+    }
+
+    fn get(&self, index: usize) -> Result<A::Item> {
+        match index.checked_sub(self.first.len()) {
+            None => self.first.get(index),
+            Some(rest) if rest < self.second.len() => self.second.get(rest),
+            Some(_) => Err(Error::NoSuchRecord {
+                index,
+                len: self.len(),
+            }),
+        }
+    }
+}

@@ -1,0 +1,17 @@
+//! Datasets made of other datasets.
+
+mod cached_map;
+mod dataset_ext;
+mod deduplicate;
+mod interleave;
+mod iter;
+mod map;
+mod selection;
+
+pub use cached_map::{CacheOptions, MapCache};
+pub use dataset_ext::DatasetExt;
+pub use deduplicate::{DeduplicateOptions, Deduplicated};
+pub use interleave::{Exhausted, Interleave};
+pub use iter::DatasetIter;
+pub use map::{Concat, Map};
+pub use selection::{Selection, Split};

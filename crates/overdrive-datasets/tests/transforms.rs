@@ -1,0 +1,302 @@
+//! Datasets made of other datasets.
+#![allow(
+    clippy::unwrap_used,
+    reason = "tests and their helpers fail by panicking"
+)]
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use overdrive_datasets::{
+    CacheOptions, Dataset, DatasetExt, Error, ErrorPolicy, Exhausted, Interleave, MapCache, Result,
+    Sha256Digest,
+};
+use proptest::prelude::*;
+
+/// Numbers from `first` on; those divisible by 100 cannot be read if `broken`.
+#[derive(Debug, Clone, Copy)]
+struct Numbers {
+    first: usize,
+    len: usize,
+    broken: bool,
+}
+
+fn numbers(len: usize) -> Numbers {
+    Numbers {
+        first: 0,
+        len,
+        broken: false,
+    }
+}
+
+impl Dataset for Numbers {
+    type Item = usize;
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn get(&self, index: usize) -> Result<usize> {
+        let number = self.first + index;
+        if index >= self.len || self.broken && number.is_multiple_of(100) {
+            return Err(Error::UnreadableRecord {
+                path: "numbers".into(),
+                record: index,
+                offset: 0,
+                problem: "it cannot be read".to_owned(),
+            });
+        }
+        Ok(number)
+    }
+}
+
+fn all<D: Dataset>(dataset: &D) -> Vec<D::Item> {
+    assert!(dataset.get(dataset.len()).is_err());
+    (0..dataset.len())
+        .map(|i| dataset.get(i).unwrap())
+        .collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn parts_of_a_dataset_hold_each_record_once(
+        len in 0_usize..300, count in 1_usize..7, at in 0_usize..400, share in 0.0_f64..=1.0, seed in any::<u64>(),
+    ) {
+        let whole: Vec<usize> = (0..len).collect();
+        let mut records: Vec<usize> =
+            (0..count).flat_map(|part| all(&numbers(len).shard(part, count).unwrap())).collect();
+        records.sort_unstable();
+        prop_assert_eq!(&records, &whole);
+
+        prop_assert_eq!(&[all(&numbers(len).take(at)), all(&numbers(len).skip(at))].concat(), &whole);
+
+        let split = numbers(len).split(share, seed).unwrap();
+        prop_assert_eq!(split.test.len(), (len as f64 * share).round() as usize);
+        let mut records = [all(&split.test), all(&split.train)].concat();
+        records.sort_unstable();
+        prop_assert_eq!(&records, &whole);
+
+        let mut records = all(&numbers(len).shuffle(seed));
+        records.sort_unstable();
+        prop_assert_eq!(&records, &whole);
+    }
+
+    #[test]
+    fn a_filter_keeps_what_a_filter_of_a_list_keeps(len in 0_usize..5000, divisor in 1_usize..9) {
+        let kept = numbers(len).filter(|number| number % divisor == 0).unwrap();
+        prop_assert_eq!(all(&kept), (0..len).filter(|number| number % divisor == 0).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_mixture_has_the_shares_and_the_order_of_its_parts(
+        lens in prop::collection::vec(1_usize..40_000, 1..4), weights in prop::collection::vec(0.1_f64..10.0, 3), seed in any::<u64>(),
+    ) {
+        let datasets: Vec<Numbers> = lens
+            .iter()
+            .enumerate()
+            .map(|(i, &len)| Numbers { first: i * 1_000_000, len, broken: false })
+            .collect();
+        let weights = &weights[..lens.len()];
+        let sum: f64 = weights.iter().sum();
+        for until in [Exhausted::First, Exhausted::All] {
+            let mixture = Interleave::new(datasets.clone(), weights, seed, until).unwrap();
+            let mut given = vec![0; lens.len()];
+            for index in 0..mixture.len().min(50_000) {
+                let record = mixture.get(index).unwrap();
+                let dataset = record / 1_000_000;
+                // In their order, from the first one again at the end.
+                prop_assert_eq!(record % 1_000_000, given[dataset] % lens[dataset]);
+                given[dataset] += 1;
+            }
+            if mixture.len() <= 50_000 {
+                let done = given.iter().zip(&lens).filter(|(given, len)| given >= len).count();
+                let enough = match until {
+                    Exhausted::First => done >= 1,
+                    Exhausted::All => done == lens.len(),
+                };
+                prop_assert!(enough);
+                if until == Exhausted::First {
+                    prop_assert!(given.iter().zip(&lens).all(|(given, len)| given <= len));
+                }
+            }
+            // A whole pattern has the weights to one place in 16,384.
+            if mixture.len() >= 1 << 14 {
+                let mut counts = vec![0; lens.len()];
+                (0..1 << 14).for_each(|place| counts[mixture.source(place).0] += 1);
+                for (count, weight) in counts.iter().zip(weights) {
+                    let share = f64::from(*count) / f64::from(1 << 14);
+                    prop_assert!((share - weight / sum).abs() < 2.0 / f64::from(1 << 14));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn datasets_follow_one_another_and_are_mapped() {
+    let second = Numbers {
+        first: 50,
+        len: 2,
+        broken: false,
+    };
+    let both = numbers(3).concat(second).map(|number| Ok(number * 10));
+    assert_eq!(all(&both), [0, 10, 20, 500, 510]);
+    assert!(numbers(3).shard(3, 3).is_err());
+    assert!(numbers(3).shard(0, 0).is_err());
+    assert!(numbers(3).split(1.5, 0).is_err());
+    assert!(numbers(3).split(f64::NAN, 0).is_err());
+}
+
+#[test]
+fn other_seeds_are_other_splits_and_the_same_seed_the_same() {
+    let test = |seed| all(&numbers(1000).split(0.1, seed).unwrap().test);
+    assert_eq!(test(1), test(1));
+    assert_ne!(test(1), test(2));
+    assert_ne!(all(&numbers(100).shuffle(1)), (0..100).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_record_that_cannot_be_read_stops_a_filter_and_follows_the_policy_elsewhere() {
+    let broken = Numbers {
+        first: 1,
+        len: 250,
+        broken: true,
+    };
+    assert!(broken.filter(|_| true).is_err());
+    let mut iter = broken.iter(ErrorPolicy::Skip);
+    assert_eq!(iter.by_ref().map(Result::unwrap).count(), 248);
+    assert_eq!(iter.errors().count(), 2);
+    let mut iter = broken.iter(ErrorPolicy::Stop);
+    assert_eq!(iter.by_ref().filter(|record| record.is_ok()).count(), 99);
+    assert!(iter.next().is_none());
+    let replaced: Vec<usize> = broken
+        .iter(ErrorPolicy::Replace)
+        .map(Result::unwrap)
+        .collect();
+    assert_eq!(
+        (replaced.len(), replaced[99], replaced[100]),
+        (250, 101, 101)
+    );
+}
+
+#[test]
+fn mixtures_of_nothing_or_with_odd_weights_are_errors() {
+    let mix = |datasets: Vec<Numbers>, weights: &[f64]| {
+        Interleave::new(datasets, weights, 0, Exhausted::First)
+    };
+    assert!(mix(vec![], &[]).is_err());
+    let error = mix(vec![numbers(1), numbers(0)], &[1.0, 1.0])
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("number 1, which is empty"), "{error}");
+    for weights in [
+        &[1.0][..],
+        &[1.0, 0.0],
+        &[1.0, -1.0],
+        &[1.0, f64::NAN],
+        &[f64::INFINITY, 1.0],
+        &[1.0, 1e-6],
+    ] {
+        assert!(
+            mix(vec![numbers(1), numbers(1)], weights).is_err(),
+            "{weights:?}"
+        );
+    }
+    assert!(
+        numbers(5)
+            .interleave([numbers(7)], &[1.0, 1.0], 0, Exhausted::All)
+            .is_ok()
+    );
+}
+
+#[test]
+fn a_cached_map_computes_once_for_each_input_name_and_version() {
+    let dir = tempfile::tempdir().unwrap();
+    let calls = AtomicUsize::new(0);
+    let run = |cache: MapCache<'_>, threads, factor: usize| {
+        let options = CacheOptions {
+            folder: Some(dir.path().to_owned()),
+            threads: Some(threads),
+            ..CacheOptions::default()
+        };
+        let function = |number: usize| {
+            calls.fetch_add(1, Ordering::SeqCst);
+            Ok(vec![number, number * factor])
+        };
+        all(&cache.map(&numbers(10_000), function, &options).unwrap())
+    };
+    let cache = MapCache {
+        input: Sha256Digest::of(b"numbers"),
+        name: "times",
+        version: 1,
+    };
+    let first = run(cache, 3, 2);
+    assert_eq!(first[4321], [4321, 8642]);
+    assert_eq!(calls.load(Ordering::SeqCst), 10_000);
+    assert_eq!(run(cache, 1, 2), first);
+    assert_eq!(calls.load(Ordering::SeqCst), 10_000);
+    assert_eq!(
+        run(
+            MapCache {
+                version: 2,
+                ..cache
+            },
+            1,
+            3
+        )[1],
+        [1, 3]
+    );
+    assert_eq!(
+        run(
+            MapCache {
+                name: "other",
+                ..cache
+            },
+            2,
+            4
+        )[1],
+        [1, 4]
+    );
+    assert_eq!(
+        run(
+            MapCache {
+                input: cache.fingerprint(),
+                ..cache
+            },
+            2,
+            5
+        )[1],
+        [1, 5]
+    );
+    assert_eq!(calls.load(Ordering::SeqCst), 40_000);
+}
+
+#[test]
+fn a_cached_map_that_fails_keeps_nothing_and_one_of_other_data_is_noticed() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = CacheOptions {
+        folder: Some(dir.path().to_owned()),
+        ..CacheOptions::default()
+    };
+    let cache = MapCache {
+        input: Sha256Digest::UNKNOWN,
+        name: "same",
+        version: 1,
+    };
+    let broken = Numbers {
+        first: 1,
+        len: 200,
+        broken: true,
+    };
+    assert!(cache.map(&broken, Ok, &options).is_err());
+    assert_eq!(
+        all(&cache.map(&numbers(5), Ok, &options).unwrap()),
+        [0, 1, 2, 3, 4]
+    );
+    let error = cache
+        .map(&numbers(6), Ok, &options)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("5 results for 6 records"), "{error}");
+}

@@ -1,0 +1,126 @@
+//! Samples of tar archives, as Python's tarfile writes them.
+#![allow(
+    clippy::unwrap_used,
+    reason = "tests and their helpers fail by panicking"
+)]
+
+mod common;
+
+use common::fixture;
+use overdrive_datasets::{Dataset, IndexOptions, WebDataset};
+use proptest::prelude::*;
+
+fn open(bytes: &[u8]) -> overdrive_datasets::Result<WebDataset> {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("shard.tar");
+    std::fs::write(&path, bytes).unwrap();
+    // Linux and macOS let a mapped file go.
+    WebDataset::open([&path], &IndexOptions::default())
+}
+
+#[test]
+fn samples_of_all_formats_of_tar_come_back() {
+    for format in ["ustar", "gnu", "pax"] {
+        let path = fixture(&format!("shard_{format}.tar"));
+        let samples = WebDataset::open([&path], &IndexOptions::default()).unwrap();
+        assert_eq!(samples.len(), 3, "{format}");
+        // In any order.
+        for index in [2, 0, 1] {
+            let sample = samples.get(index).unwrap();
+            assert_eq!(sample.text("txt").unwrap(), format!("caption {index}"));
+            let json: serde_json::Value = sample.json("json").unwrap();
+            assert_eq!(json["id"], index);
+            let all: Vec<u8> = (0..=255).collect();
+            assert_eq!(sample.get("seg.bin").unwrap(), all.repeat(3 * index));
+            assert_eq!(sample.files().count(), 3);
+        }
+        assert_eq!(samples.get(1).unwrap().key(), "train/0001");
+        let long = "deep/".repeat(12) + &"x".repeat(if format == "ustar" { 60 } else { 90 });
+        assert_eq!(samples.get(2).unwrap().key(), long);
+        assert!(samples.get(3).is_err());
+    }
+}
+
+#[test]
+fn what_a_sample_does_not_have_is_an_error_that_names_what_it_has() {
+    let samples = WebDataset::open([fixture("shard_pax.tar")], &IndexOptions::default()).unwrap();
+    let sample = samples.get(1).unwrap();
+    assert_eq!(sample.get("png"), None);
+    let error = sample.text("png").unwrap_err();
+    assert!(error.is_about_record());
+    let text = error.to_string();
+    assert!(
+        text.ends_with("the sample train/0001: there is none; the sample has txt, json, seg.bin"),
+        "{text}"
+    );
+    assert!(
+        sample
+            .text("seg.bin")
+            .unwrap_err()
+            .to_string()
+            .contains("invalid utf-8")
+    );
+    assert!(sample.json::<u32>("txt").is_err());
+}
+
+#[test]
+fn archives_that_are_cut_short_or_damaged_are_refused_with_the_place() {
+    let bytes = std::fs::read(fixture("shard_gnu.tar")).unwrap();
+    let error = open(&bytes[..700]).unwrap_err().to_string();
+    assert!(
+        error.contains("at byte 512, the archive ends within a header"),
+        "{error}"
+    );
+    let error = open(&bytes[..1024 + 5]).unwrap_err().to_string();
+    assert!(
+        error.contains("at byte 512, the archive ends within a file"),
+        "{error}"
+    );
+    let mut damaged = bytes.clone();
+    damaged[512] ^= 1;
+    let error = open(&damaged).unwrap_err().to_string();
+    assert!(
+        error.contains("at byte 512, the header does not have its checksum"),
+        "{error}"
+    );
+    let error = open(b"not a tar archive").unwrap_err().to_string();
+    assert!(error.contains("ends within a header"), "{error}");
+    assert!(open(b"").unwrap().is_empty());
+    // Without the blocks of zeros at the end it is whole all the same.
+    let end = bytes
+        .iter()
+        .rposition(|&byte| byte != 0)
+        .unwrap()
+        .next_multiple_of(512);
+    assert_eq!(open(&bytes[..end]).unwrap().len(), 3);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn no_change_of_the_bytes_makes_it_panic(
+        format in prop::sample::select(vec!["ustar", "gnu", "pax"]),
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
+        cut in any::<prop::sample::Index>(),
+        mend in any::<bool>(),
+    ) {
+        let mut bytes = std::fs::read(fixture(&format!("shard_{format}.tar"))).unwrap();
+        bytes.truncate(1 + cut.index(bytes.len()));
+        for (at, value) in changes {
+            let at = at.index(bytes.len());
+            bytes[at] = value;
+        }
+        if mend {
+            // With right checksums, so that the fields behind them are read.
+            for header in bytes.chunks_exact_mut(512) {
+                header[148..156].fill(b' ');
+                let sum: u32 = header.iter().map(|&byte| u32::from(byte)).sum();
+                header[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+            }
+        }
+        if let Ok(samples) = open(&bytes) {
+            (0..samples.len()).for_each(|index| { let _ = samples.get(index); });
+        }
+    }
+}
