@@ -16,15 +16,19 @@
 
 mod activations;
 mod calibrate;
+mod checkpoint;
 mod codec;
 mod composed;
 mod dequantize;
 mod error;
+mod format;
 mod gguf;
 mod kernel;
 mod linear;
 mod module;
+mod parts;
 mod quantize;
+mod report;
 mod scheme;
 mod tensors;
 mod weight;
@@ -35,10 +39,19 @@ pub use calibrate::{
     Migration, Moments, fold_into_columns, fold_into_rows, migration_scales, observe_input,
     observe_inputs, quantize_calibrated,
 };
+pub use checkpoint::{
+    CheckpointOptions, CheckpointReport, Filter, Progress, TensorReport, quantize_checkpoint,
+};
 pub use error::{Error, Result};
+pub use format::{
+    AwqConfig, BitsAndBytesConfig, CompressedTensorsConfig, ConfigGroup, GptqConfig, QuantizationArgs,
+    QuantizationConfig, TensorSource,
+};
 pub use gguf::{GgufArray, GgufFile, GgufTensor, GgufType, GgufValue};
 pub use kernel::simd::instruction_set;
 pub use linear::{joint_linear, linear};
 pub use module::{Embedding, Linear};
+pub use parts::GroupedParts;
+pub use report::WeightError;
 pub use scheme::{BlockOptions, GroupOptions, Scheme};
-pub use weight::QuantizedWeight;
+pub use weight::{Magnitudes, QuantizedWeight};

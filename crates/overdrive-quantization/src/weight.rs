@@ -56,7 +56,7 @@ pub(crate) enum Storage {
 
 /// The largest magnitude of each block.
 #[derive(Debug)]
-pub(crate) enum Magnitudes {
+pub enum Magnitudes {
     /// f32 `(⌈O·I/block⌉,)`; the last block may be shorter.
     Full(Tensor),
     /// `code_book[codes] · scale + offset`, with one scale for 256 blocks.
@@ -67,6 +67,7 @@ pub(crate) enum Magnitudes {
         code_book: Tensor,
         /// f32 `(⌈blocks/256⌉,)`.
         scales: Tensor,
+        /// What is added, the mean of the magnitudes.
         offset: f32,
     },
 }

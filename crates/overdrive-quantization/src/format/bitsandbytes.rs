@@ -1,0 +1,334 @@
+//! bitsandbytes' layouts, as transformers writes and reads them.
+//!
+//! 4 bits: `weight` (u8, two weights a byte, `(n/2, 1)`), `weight.absmax`, `weight.quant_map`,
+//! `weight.quant_state.bitsandbytes__nf4` (JSON in u8) and, with double quantization,
+//! `weight.nested_absmax` and `weight.nested_quant_map`. 8 bits: `weight` (i8), `SCB` (the largest
+//! magnitude of each row) and `weight_format`.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use tch::{Kind, Tensor};
+
+use super::module::{FLOATS, Module};
+use crate::codec::book::Book;
+use crate::codec::dynamic;
+use crate::tensors::elements;
+use crate::weight::{Magnitudes, Storage};
+use crate::{BlockOptions, Error, QuantizedWeight, Result, Scheme};
+
+/// The `quantization_config` of a model that bitsandbytes has quantized; keys as in transformers'
+/// `BitsAndBytesConfig`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct BitsAndBytesConfig {
+    /// Whether weights are in 4 bits.
+    pub load_in_4bit: bool,
+    /// Whether weights are in 8 bits.
+    pub load_in_8bit: bool,
+    /// `nf4` or `fp4` (the default).
+    pub bnb_4bit_quant_type: String,
+    /// Whether the blocks' magnitudes are quantized in their turn.
+    pub bnb_4bit_use_double_quant: bool,
+    /// In which kind products are made: `float32` (the default), `bfloat16` or `float16`.
+    pub bnb_4bit_compute_dtype: Option<String>,
+    /// The kind of the tensor that the codes are put into; default `uint8`.
+    pub bnb_4bit_quant_storage: Option<String>,
+    /// Magnitude from which on an activation is multiplied in full precision; default 6.
+    pub llm_int8_threshold: f64,
+    /// Modules that are not quantized. None: the head, and what is tied to the embedding.
+    pub llm_int8_skip_modules: Option<Vec<String>>,
+    /// For models split over a GPU and the host; has no effect here.
+    pub llm_int8_enable_fp32_cpu_offload: bool,
+    /// Whether 16-bit weights are kept beside; has no effect here.
+    pub llm_int8_has_fp16_weight: bool,
+    /// What else is in the object.
+    #[serde(flatten)]
+    pub other: Map<String, Value>,
+}
+
+impl Default for BitsAndBytesConfig {
+    fn default() -> Self {
+        BitsAndBytesConfig {
+            load_in_4bit: false,
+            load_in_8bit: false,
+            bnb_4bit_quant_type: "fp4".to_owned(),
+            bnb_4bit_use_double_quant: false,
+            bnb_4bit_compute_dtype: None,
+            bnb_4bit_quant_storage: None,
+            llm_int8_threshold: 6.0,
+            llm_int8_skip_modules: None,
+            llm_int8_enable_fp32_cpu_offload: false,
+            llm_int8_has_fp16_weight: false,
+            other: Map::new(),
+        }
+    }
+}
+
+/// What bitsandbytes' `QuantState.as_dict(packed=True)` puts into JSON.
+#[derive(Debug, Serialize, Deserialize)]
+struct QuantState {
+    quant_type: String,
+    blocksize: usize,
+    dtype: String,
+    shape: Vec<i64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    nested_blocksize: Option<usize>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    nested_dtype: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    nested_offset: Option<f64>,
+}
+
+/// A state has a few hundred bytes.
+const MOST_STATE: usize = 1 << 16;
+
+impl BitsAndBytesConfig {
+    pub(super) const PARTS: &'static [&'static str] = &[
+        "weight",
+        "weight.absmax",
+        "weight.quant_map",
+        "weight.nested_absmax",
+        "weight.nested_quant_map",
+        "weight.quant_state.bitsandbytes__nf4",
+        "weight.quant_state.bitsandbytes__fp4",
+        "SCB",
+        "weight_format",
+    ];
+
+    /// For files with weights of this scheme.
+    pub(super) fn of(scheme: Scheme, not_quantized: Vec<String>) -> Option<Self> {
+        let mut config = BitsAndBytesConfig {
+            llm_int8_skip_modules: Some(not_quantized),
+            ..BitsAndBytesConfig::default()
+        };
+        match scheme {
+            Scheme::Nf4(options) | Scheme::Fp4(options) => {
+                config.load_in_4bit = true;
+                config.bnb_4bit_quant_type = book_of(scheme).name().to_owned();
+                config.bnb_4bit_use_double_quant = options.double_quant;
+                config.bnb_4bit_compute_dtype = Some("float32".to_owned());
+                config.bnb_4bit_quant_storage = Some("uint8".to_owned());
+            }
+            Scheme::LlmInt8 { threshold } => {
+                config.load_in_8bit = true;
+                config.llm_int8_threshold = threshold;
+            }
+            _ => return None,
+        }
+        Some(config)
+    }
+
+    pub(super) fn validate(&self) -> Result<()> {
+        let bad = |option, found: String, expected: &str| {
+            Err(Error::BadOption {
+                option,
+                found,
+                expected: expected.to_owned(),
+            })
+        };
+        if self.load_in_4bit == self.load_in_8bit {
+            let found = format!("{} with load_in_8bit {}", self.load_in_4bit, self.load_in_8bit);
+            return bad("load_in_4bit", found, "one of the two to be true");
+        }
+        if !matches!(self.bnb_4bit_quant_type.as_str(), "nf4" | "fp4") {
+            let found = self.bnb_4bit_quant_type.clone();
+            return bad("bnb_4bit_quant_type", found, "nf4 or fp4");
+        }
+        self.scheme().validate(0)
+    }
+
+    /// What weights are quantized to; files say it weight by weight.
+    pub(super) fn scheme(&self) -> Scheme {
+        let options = BlockOptions {
+            double_quant: self.bnb_4bit_use_double_quant,
+            ..BlockOptions::default()
+        };
+        match (self.load_in_4bit, self.bnb_4bit_quant_type.as_str()) {
+            (true, "nf4") => Scheme::Nf4(options),
+            (true, _) => Scheme::Fp4(options),
+            (false, _) => Scheme::LlmInt8 {
+                threshold: self.llm_int8_threshold,
+            },
+        }
+    }
+
+    pub(super) fn is_stored(module: Module<'_>) -> Result<bool> {
+        for book in [Book::Nf4, Book::Fp4] {
+            if module.optional(&state_part(book))?.is_some() {
+                return Ok(true);
+            }
+        }
+        Ok(module.optional("SCB")?.is_some())
+    }
+
+    pub(super) fn read(&self, module: Module<'_>) -> Result<QuantizedWeight> {
+        for book in [Book::Nf4, Book::Fp4] {
+            if let Some(state) = module.optional(&state_part(book))? {
+                return read_blocks(module, book, state.data());
+            }
+        }
+        if module.optional("SCB")?.is_none() {
+            return Err(module.bad(format!(
+                "the file has neither `{0}.{1}` nor `{0}.SCB`: the weight is not quantized, or not by \
+                 bitsandbytes",
+                module.name,
+                state_part(Book::Nf4)
+            )));
+        }
+        let codes = module.tensor("weight", &[Kind::Int8], &[None, None])?;
+        let largest = module.scales_f32("SCB", &[Some(codes.size()[0])])?;
+        let scales = largest.f_div(&Tensor::from(127f32))?;
+        let threshold = self.llm_int8_threshold;
+        module.built(QuantizedWeight::from_int8(Scheme::LlmInt8 { threshold }, codes, scales))
+    }
+
+    /// The file's tensors of a weight; `kind` is what it was quantized from.
+    pub(super) fn write(
+        &self,
+        weight: &QuantizedWeight,
+        module: &str,
+        kind: Kind,
+    ) -> Result<Vec<(String, Tensor)>> {
+        let named = |part: &str, tensor: Tensor| (format!("{module}.{part}"), tensor);
+        match (&weight.storage, weight.scheme) {
+            (Storage::Int8 { codes, scales }, _) => {
+                let largest = scales.f_mul(&Tensor::from(127f32).f_to_device(scales.device())?)?;
+                // 0: codes row by row.
+                let format = Tensor::f_from_slice(&[0u8])?.f_view([] as [i64; 0])?;
+                Ok(vec![
+                    named("weight", codes.shallow_clone()),
+                    named("SCB", largest),
+                    named("weight_format", format),
+                ])
+            }
+            (
+                Storage::Blocks { codes, magnitudes },
+                Scheme::Nf4(options) | Scheme::Fp4(options),
+            ) => {
+                let book = book_of(weight.scheme);
+                let mut state = QuantState {
+                    quant_type: book.name().to_owned(),
+                    blocksize: options.block_size,
+                    dtype: kind_name(kind).to_owned(),
+                    shape: weight.size().to_vec(),
+                    nested_blocksize: None,
+                    nested_dtype: None,
+                    nested_offset: None,
+                };
+                let map = Tensor::f_from_slice(book.numbers())?;
+                let mut tensors = vec![
+                    named("weight", codes.f_view([-1, 1])?),
+                    named("weight.quant_map", map),
+                ];
+                match magnitudes {
+                    Magnitudes::Full(full) => {
+                        tensors.push(named("weight.absmax", full.shallow_clone()));
+                    }
+                    Magnitudes::Quantized {
+                        codes,
+                        code_book,
+                        scales,
+                        offset,
+                    } => {
+                        state.nested_blocksize = Some(dynamic::BLOCK);
+                        state.nested_dtype = Some("float32".to_owned());
+                        state.nested_offset = Some(f64::from(*offset));
+                        tensors.push(named("weight.absmax", codes.shallow_clone()));
+                        tensors.push(named("weight.nested_absmax", scales.shallow_clone()));
+                        tensors.push(named("weight.nested_quant_map", code_book.shallow_clone()));
+                    }
+                }
+                let state = serde_json::to_vec(&state).map_err(|error| Error::BadWeight {
+                    name: format!("{module}.weight"),
+                    reason: error.to_string(),
+                })?;
+                tensors.push(named(&state_part(book), Tensor::f_from_slice(&state)?));
+                Ok(tensors)
+            }
+            _ => Err(Error::BadOption {
+                option: "scheme",
+                found: weight.scheme.to_string(),
+                expected: "nf4, fp4 or llm-int8, which bitsandbytes has".to_owned(),
+            }),
+        }
+    }
+}
+
+fn state_part(book: Book) -> String {
+    format!("weight.quant_state.bitsandbytes__{}", book.name())
+}
+
+fn book_of(scheme: Scheme) -> Book {
+    match scheme {
+        Scheme::Fp4(_) => Book::Fp4,
+        _ => Book::Nf4,
+    }
+}
+
+/// torch's name of a kind.
+pub(super) fn kind_name(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Half => "float16",
+        Kind::BFloat16 => "bfloat16",
+        _ => "float32",
+    }
+}
+
+fn read_blocks(module: Module<'_>, book: Book, state: &[u8]) -> Result<QuantizedWeight> {
+    if state.len() > MOST_STATE {
+        let found = state.len();
+        return Err(module.bad(format!("its state has {found} bytes, where a few hundred are usual")));
+    }
+    let state: QuantState = serde_json::from_slice(state)
+        .map_err(|error| module.bad(format!("its state is no JSON of bitsandbytes: {error}")))?;
+    if state.quant_type != book.name() {
+        return Err(module.bad(format!(
+            "its state is called {} and says {}",
+            book.name(),
+            state.quant_type
+        )));
+    }
+    let [outputs, inputs] = state.shape[..] else {
+        return Err(module.bad(format!("its shape is {:?}, where (O, I) was expected", state.shape)));
+    };
+    let codes = module.required("weight")?;
+    // Any kind of tensor may hold the bytes (`bnb_4bit_quant_storage`); a lying shape is found out when
+    // the bytes are counted.
+    let codes = Tensor::f_from_slice(codes.data())?;
+    let map = module.scales_f32("weight.quant_map", &[Some(16)])?;
+    let known = elements::<f32>(&map)?.iter().zip(book.numbers());
+    if let Some((found, expected)) = known.into_iter().find(|(a, b)| !((*a - *b).abs() < 1e-6)) {
+        return Err(module.bad(format!(
+            "its book of numbers has {found} where {} has {expected}",
+            book.name()
+        )));
+    }
+    let nested = state.nested_offset.is_some() || state.nested_blocksize.is_some();
+    let options = BlockOptions {
+        block_size: state.blocksize,
+        double_quant: nested,
+    };
+    let magnitudes = match (nested, state.nested_offset) {
+        (false, _) => Magnitudes::Full(module.tensor("weight.absmax", FLOATS, &[None])?.f_to_kind(Kind::Float)?),
+        (true, Some(offset)) if state.nested_blocksize == Some(dynamic::BLOCK) => {
+            Magnitudes::Quantized {
+                codes: module.tensor("weight.absmax", &[Kind::Uint8], &[None])?,
+                code_book: module.scales_f32("weight.nested_quant_map", &[Some(256)])?,
+                scales: module.scales_f32("weight.nested_absmax", &[None])?,
+                offset: offset as f32,
+            }
+        }
+        _ => {
+            return Err(module.bad(format!(
+                "its magnitudes are quantized in blocks of {:?} about {:?}, where blocks of 256 about a \
+                 number were expected",
+                state.nested_blocksize, state.nested_offset
+            )));
+        }
+    };
+    let scheme = match book {
+        Book::Nf4 => Scheme::Nf4(options),
+        Book::Fp4 => Scheme::Fp4(options),
+    };
+    module.built(QuantizedWeight::from_blocks(scheme, [outputs, inputs], codes, magnitudes))
+}

@@ -1,0 +1,143 @@
+//! The tensors of one quantized weight in a file, checked as they are read.
+
+use overdrive_safetensors::{Error as FileError, MappedFile, StoredTensor};
+use tch::{Device, Kind, Tensor};
+
+use crate::{Error, Result};
+
+/// Named tensors in files.
+pub trait TensorSource {
+    /// The tensor of this name; `None` where there is none.
+    ///
+    /// # Errors
+    /// When a file cannot be read.
+    fn stored(&self, name: &str) -> Result<Option<StoredTensor<'_>>>;
+}
+
+impl TensorSource for MappedFile {
+    fn stored(&self, name: &str) -> Result<Option<StoredTensor<'_>>> {
+        match self.tensor(name) {
+            Ok(tensor) => Ok(Some(tensor)),
+            Err(FileError::NoTensor { .. }) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// Shards: the first file that has the tensor.
+impl TensorSource for [MappedFile] {
+    fn stored(&self, name: &str) -> Result<Option<StoredTensor<'_>>> {
+        for file in self {
+            if let Some(tensor) = file.stored(name)? {
+                return Ok(Some(tensor));
+            }
+        }
+        Ok(None)
+    }
+}
+
+impl<T: TensorSource + ?Sized> TensorSource for &T {
+    fn stored(&self, name: &str) -> Result<Option<StoredTensor<'_>>> {
+        (**self).stored(name)
+    }
+}
+
+/// The module whose weight is read.
+#[derive(Clone, Copy)]
+pub(super) struct Module<'a> {
+    pub(super) source: &'a dyn TensorSource,
+    pub(super) name: &'a str,
+}
+
+impl<'a> Module<'a> {
+    /// An error about this weight.
+    pub(super) fn bad(&self, reason: impl Into<String>) -> Error {
+        Error::BadWeight {
+            name: format!("{}.weight", self.name),
+            reason: reason.into(),
+        }
+    }
+
+    /// An error of a constructor as one about this weight.
+    pub(super) fn built<T>(&self, result: Result<T>) -> Result<T> {
+        result.map_err(|error| match error {
+            Error::BadInput { .. } | Error::BadOption { .. } => self.bad(error.to_string()),
+            other => other,
+        })
+    }
+
+    /// The tensor `{module}.{part}`, where there is one.
+    pub(super) fn optional(&self, part: &str) -> Result<Option<StoredTensor<'a>>> {
+        self.source.stored(&format!("{}.{part}", self.name))
+    }
+
+    pub(super) fn required(&self, part: &str) -> Result<StoredTensor<'a>> {
+        self.optional(part)?.ok_or_else(|| {
+            self.bad(format!(
+                "the file has no tensor `{}.{part}`, which belongs to it",
+                self.name
+            ))
+        })
+    }
+
+    /// A tensor of one of `kinds`, on the CPU. `shape`: what it has to be, where `None` stands for any
+    /// positive number.
+    pub(super) fn tensor(
+        &self,
+        part: &str,
+        kinds: &[Kind],
+        shape: &[Option<i64>],
+    ) -> Result<Tensor> {
+        let stored = self.required(part)?;
+        self.check(&stored, part, kinds, shape)?;
+        Ok(stored.copy_to_tensor(None, Device::Cpu)?)
+    }
+
+    pub(super) fn check(
+        &self,
+        stored: &StoredTensor<'_>,
+        part: &str,
+        kinds: &[Kind],
+        shape: &[Option<i64>],
+    ) -> Result<()> {
+        let kind_fits = stored.kind().is_some_and(|kind| kinds.contains(&kind));
+        let found = stored.shape();
+        let shape_fits = found.len() == shape.len()
+            && found.iter().zip(shape).all(|(&n, expected)| match expected {
+                Some(expected) => n == *expected,
+                None => n > 0,
+            });
+        if kind_fits && shape_fits {
+            return Ok(());
+        }
+        let kinds: Vec<String> = kinds.iter().map(|kind| format!("{kind:?}")).collect();
+        let shape: Vec<String> = shape
+            .iter()
+            .map(|n| n.map_or_else(|| "any".to_owned(), |n| n.to_string()))
+            .collect();
+        Err(self.bad(format!(
+            "`{}.{part}` is {found:?} of {}, where [{}] of {} was expected",
+            self.name,
+            stored.format(),
+            shape.join(", "),
+            kinds.join(" or "),
+        )))
+    }
+
+    /// Scales: f32, or f16 where they are that in the file.
+    pub(super) fn scales(&self, part: &str, shape: &[Option<i64>]) -> Result<Tensor> {
+        let scales = self.tensor(part, FLOATS, shape)?;
+        Ok(match scales.kind() {
+            Kind::Half => scales,
+            _ => scales.f_to_kind(Kind::Float)?,
+        })
+    }
+
+    /// Scales as f32.
+    pub(super) fn scales_f32(&self, part: &str, shape: &[Option<i64>]) -> Result<Tensor> {
+        Ok(self.scales(part, shape)?.f_to_kind(Kind::Float)?)
+    }
+}
+
+/// Kinds that scales have in files.
+pub(super) const FLOATS: &[Kind] = &[Kind::Float, Kind::Half, Kind::BFloat16, Kind::Double];
