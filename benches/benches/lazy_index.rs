@@ -16,7 +16,7 @@ fn in_memory(threads: Option<usize>) -> IndexOptions {
     IndexOptions {
         location: IndexLocation::Memory,
         threads,
-        rebuild: false,
+        ..IndexOptions::default()
     }
 }
 

@@ -81,6 +81,7 @@ fn measure(
         location: IndexLocation::Folder(path.with_extension("index")),
         threads,
         rebuild: true,
+        ..IndexOptions::default()
     };
     let mut speeds = Vec::new();
     let mut last = (IndexReport::default(), 0.0);

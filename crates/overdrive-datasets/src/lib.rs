@@ -1,10 +1,37 @@
-//! Lazy datasets for training: text becomes tokens on disk once, and training reads windows of them
-//! through a memory map.
+//! Data that stays on disk, and batches that are ready before they are asked for.
 //!
-//! Use it to turn files of text into a token file ([`build_tokens`]), with a tokenizer of your own or
-//! one trained on the same text ([`train_bpe`]); to open nanoGPT's `.bin` files ([`TokenStore`]); to
-//! split by document ([`TokenView::split`]); and to draw batches, at random for training
-//! ([`RandomWindows`]) or in order for evaluation ([`SequentialWindows`]).
+//! **Records of files.** [`TextLines`], [`JsonRecords`] (lines or arrays), [`CsvRecords`] and
+//! [`WebDataset`] read any record of files of any size: where the records are is found once, on all
+//! cores, and kept in about one byte a record. What every dataset gives is [`Dataset`], what can be
+//! made of one [`DatasetExt`]; [`MapCache`] keeps what is expensive to compute, and
+//! [`Selection::deduplicate`] leaves out what is there already.
+//!
+//! **Batches.** [`DataLoader`] prepares them on threads, in an order that does not depend on them;
+//! [`RandomSampler`], [`LengthGroupedBatches`] and [`TokenBudgetBatches`] say which records they have;
+//! [`pad_sequences`] makes blocks of them.
+//!
+//! ```
+//! use overdrive_datasets::{DataLoader, DataLoaderOptions, JsonOptions, JsonRecords};
+//! # let dir = tempfile::tempdir().unwrap();
+//! # let path = dir.path().join("pairs.jsonl");
+//! # std::fs::write(&path, "{\"prompt\": \"2+2?\", \"response\": \"4\"}\n".repeat(10)).unwrap();
+//! #[derive(serde::Deserialize)]
+//! struct Pair { prompt: String, response: String }
+//!
+//! let pairs = JsonRecords::<Pair>::open([&path], &JsonOptions::default())?;
+//! let options = DataLoaderOptions { batch_size: 4, shuffle: true, num_workers: 2, ..Default::default() };
+//! let mut loader = DataLoader::new(pairs, options)?;
+//! for batch in loader.epoch() {
+//!     let batch: Vec<Pair> = batch?;
+//!     assert!(batch.iter().all(|pair| pair.response == "4" && pair.prompt == "2+2?"));
+//! }
+//! # Ok::<(), overdrive_datasets::Error>(())
+//! ```
+//!
+//! **Tokens.** Files of text become a token file ([`build_tokens`]), with a tokenizer of your own or
+//! one trained on the same text ([`train_bpe`]); nanoGPT's `.bin` files open as they are
+//! ([`TokenStore`]); [`TokenView::split`] splits by document; [`RandomWindows`] draws for training,
+//! [`SequentialWindows`] goes through in order for evaluation.
 //!
 //! Nothing here holds a corpus in memory: building streams, reading maps. Everything that is random
 //! is a pure function of a seed and a number ([`random`]), so a run continues exactly where it
@@ -41,8 +68,9 @@
 //! |---|---|---|
 //! | `tch` | yes | `TokenBatches`: the same batches as tensors on a device |
 //!
-//! Related: nanoGPT's `prepare.py` and `get_batch`, Megatron's indexed dataset, Hugging Face
-//! `tokenizers` (which does the tokenizing here) and `datasets`.
+//! Related: PyTorch's `Dataset`, `Sampler` and `DataLoader`, whose names and defaults are used where
+//! they exist; Hugging Face `datasets` and `tokenizers` (which does the tokenizing here); WebDataset;
+//! nanoGPT's `prepare.py` and `get_batch`; Megatron's indexed dataset.
 
 #![deny(missing_docs)]
 

@@ -141,8 +141,9 @@ impl Header {
         bytes
     }
 
-    /// Reads a header and checks everything behind it, so that what opens can be relied on.
-    pub(crate) fn decode(file: &[u8], path: &Path) -> Result<Self> {
+    /// Reads a header and checks everything behind it, so that what opens can be relied on. No record
+    /// may end behind `data_bytes`.
+    pub(crate) fn decode(file: &[u8], path: &Path, data_bytes: u64) -> Result<Self> {
         let damaged = |problem: &str| Error::DamagedIndex {
             path: path.to_owned(),
             problem: problem.to_owned(),
@@ -186,7 +187,7 @@ impl Header {
             return Err(damaged("its directory does not have its checksum"));
         }
         let table = OffsetTable::new(pieces, directory, header.offsets.count as usize);
-        match table.first_damaged_piece(header.identity.bytes) {
+        match table.first_damaged_piece(data_bytes) {
             None => Ok(header),
             Some(piece) => Err(damaged(&format!(
                 "piece {piece} does not have its checksum"

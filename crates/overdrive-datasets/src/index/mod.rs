@@ -6,6 +6,7 @@
 //! | `format` | the header of an index file, and which data it belongs to |
 //! | `scan` | the search for records, on all cores |
 //! | `lines`, `csv`, `json_array`, `tar` | where records start in each format |
+//! | `packed` | compressed files, block by block |
 //! | `open` | opening an index, or building it where there is none that fits |
 
 mod csv;
@@ -14,6 +15,7 @@ mod json_array;
 mod lines;
 mod offsets;
 mod open;
+mod packed;
 mod scan;
 mod tar;
 
@@ -24,6 +26,7 @@ pub(crate) use json_array::JsonArrayScan;
 pub(crate) use lines::LineScan;
 pub(crate) use offsets::{OffsetTable, OffsetsWriter};
 pub(crate) use open::IndexedFile;
+pub(crate) use packed::read_start;
 pub(crate) use scan::Scan;
 pub(crate) use tar::{Members, TarScan, split_name};
 

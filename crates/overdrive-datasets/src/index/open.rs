@@ -1,7 +1,7 @@
 //! An index is opened where there is one that fits the data, and built where there is none.
 
 use std::borrow::Cow;
-use std::fs::{File, Metadata};
+use std::fs::File;
 use std::io::{BufWriter, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 use memmap2::Mmap;
 
 use super::format::{HEADER_BYTES, Header, Identity};
+use super::packed::{Blocks, Packing, unpack_for_now};
 use super::scan::cores;
 use super::{OffsetTable, OffsetsWriter, Scan};
 use crate::cache::{Cached, cache_folder, cached};
 use crate::mmap::{map_file, map_opened};
-use crate::token_store_writer::{folder_of, temp_file};
+use crate::token_store_writer::{folder_of, persist, temp_file};
 use crate::{Error, Result, Sha256Digest};
 
 /// Smaller files are searched anew each time: that takes less than opening a file would.
@@ -44,6 +45,10 @@ pub struct IndexOptions {
     pub threads: Option<usize>,
     /// Builds anew even where an index fits. Default: false.
     pub rebuild: bool,
+    /// Unpacks compressed files once, into `overdrive/unpacked` of the user's cache folder, and reads
+    /// them from there. Default: false, and they are read where they are, block by block, which takes
+    /// files in blocks: gzip by bgzip, Zstandard in frames of at most 16 MiB.
+    pub unpack: bool,
 }
 
 /// What opening one or many files found and did.
@@ -90,6 +95,7 @@ impl IndexReport {
 pub(crate) struct IndexedFile {
     pub(crate) path: PathBuf,
     data: Data,
+    /// Unpacked, where the file is compressed.
     data_bytes: u64,
     header: Header,
     index: IndexBytes,
@@ -99,6 +105,8 @@ pub(crate) struct IndexedFile {
 #[derive(Debug)]
 enum Data {
     Mapped(Mmap),
+    /// Compressed in blocks.
+    Blocks(Mmap, Blocks),
     /// Of more files than a process may map: opened for each record.
     OnDemand,
 }
@@ -132,22 +140,40 @@ impl IndexedFile {
             let is_folder = std::io::Error::from(std::io::ErrorKind::IsADirectory);
             return Err(Error::io("read", path)(is_folder));
         }
-        let data = map_opened(&file, path)?;
+        let map = map_opened(&file, path)?;
         let scan_key = scan.key();
         // The same file has the same index from wherever it is named; and without a true name, an
         // index of its own.
         let true_path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-        let identity = Identity::of(&true_path, &metadata, &data, &scan_key);
+        let identity = Identity::of(&true_path, &metadata, &map, &scan_key);
+        let data = match Packing::of(path, &map)? {
+            None => Data::Mapped(map),
+            Some(packing) if options.unpack => {
+                let unpacked = unpacked(packing, path, &map, identity)?;
+                let (mut file, report) = Self::open(&unpacked, scan, options, keep_mapped)?;
+                // Messages name the file that the user knows.
+                file.path = path.to_owned();
+                return Ok((file, report));
+            }
+            Some(packing) => {
+                let blocks = Blocks::find(path, packing, &map)?;
+                Data::Blocks(map, blocks)
+            }
+        };
+        let data_bytes = match &data {
+            Data::Blocks(_, blocks) => blocks.plain_bytes(),
+            Data::Mapped(_) | Data::OnDemand => metadata.len(),
+        };
         let builder = Builder {
             path,
             data: &data,
-            metadata: &metadata,
+            data_bytes,
             identity,
             scan,
             threads: options.threads.map_or_else(cores, |threads| threads.max(1)),
         };
         let started = Instant::now();
-        let index_path = if metadata.len() < SMALL_BYTES {
+        let index_path = if data_bytes < SMALL_BYTES {
             None
         } else {
             index_path(path, identity.key(), &options.location)?
@@ -156,20 +182,18 @@ impl IndexedFile {
             None => (builder.build_in_memory()?, true),
             Some(index_path) => builder.open_or_build(&index_path, options.rebuild)?,
         };
-        let build_time = if was_built {
-            started.elapsed()
-        } else {
-            Duration::ZERO
+        let build_time = match was_built {
+            true => started.elapsed(),
+            false => Duration::ZERO,
         };
-        let header = Header::decode(index.as_slice(), path)?;
+        let header = Header::decode(index.as_slice(), path, data_bytes)?;
         let file = Self {
             path: path.to_owned(),
-            data_bytes: metadata.len(),
+            data_bytes,
             fingerprint: identity.content(&scan_key),
-            data: if keep_mapped {
-                Data::Mapped(data)
-            } else {
-                Data::OnDemand
+            data: match data {
+                Data::Mapped(_) if !keep_mapped => Data::OnDemand,
+                data => data,
             },
             header,
             index,
@@ -177,9 +201,9 @@ impl IndexedFile {
         let report = IndexReport {
             records: file.len() as u64,
             files: 1,
-            data_bytes: file.data_bytes,
+            data_bytes,
             index_bytes: file.index.as_slice().len() as u64,
-            built_bytes: if was_built { file.data_bytes } else { 0 },
+            built_bytes: if was_built { data_bytes } else { 0 },
             build_time,
         };
         Ok((file, report))
@@ -215,6 +239,14 @@ impl IndexedFile {
         let bytes = match &self.data {
             // `range` is within the length that the map had when it was made.
             Data::Mapped(map) => Cow::Borrowed(&map[range.start as usize..range.end as usize]),
+            Data::Blocks(map, blocks) => Cow::Owned(blocks.read(map, &range).map_err(
+                |problem| Error::UnreadableRecord {
+                    path: self.path.clone(),
+                    record: index,
+                    offset: range.start,
+                    problem,
+                },
+            )?),
             Data::OnDemand => Cow::Owned(read_range(&self.path, &range)?),
         };
         Ok((range.start, bytes))
@@ -230,6 +262,24 @@ fn read_range(path: &Path, range: &Range<u64>) -> Result<Vec<u8>> {
     file.read_exact(&mut bytes)
         .map_err(Error::io("read", path))?;
     Ok(bytes)
+}
+
+/// The file that holds what is in a compressed one, unpacked where it was not there yet.
+fn unpacked(packing: Packing, path: &Path, data: &[u8], identity: Identity) -> Result<PathBuf> {
+    let name = format!("{}.unpacked", identity.content(b"unpacked 1").short());
+    let unpacked = cache_folder("unpacked")?.join(name);
+    let open = || Ok(unpacked.exists().then_some(()));
+    let build = || {
+        let folder = folder_of(&unpacked);
+        let mut file = temp_file(&unpacked).map_err(Error::io("create a file in", folder))?;
+        packing
+            .unpack(data, &mut file)
+            .map_err(Error::io("unpack", path))?;
+        persist(file, &unpacked)
+    };
+    match cached(&unpacked, open, build)? {
+        Cached::Hit(()) | Cached::Built(()) => Ok(unpacked),
+    }
 }
 
 /// Where the index of the file at `path` is kept; `None`: nowhere.
@@ -250,8 +300,8 @@ fn index_path(path: &Path, key: Sha256Digest, location: &IndexLocation) -> Resul
 
 struct Builder<'a> {
     path: &'a Path,
-    data: &'a [u8],
-    metadata: &'a Metadata,
+    data: &'a Data,
+    data_bytes: u64,
     identity: Identity,
     scan: &'a dyn Scan,
     threads: usize,
@@ -297,7 +347,7 @@ impl Builder<'_> {
             return Ok(None);
         }
         let map = map_file(index_path)?;
-        match Header::decode(&map, index_path) {
+        match Header::decode(&map, index_path, self.data_bytes) {
             Ok(header) if header.identity == self.identity => Ok(Some(map)),
             Ok(_) => {
                 tracing::info!("{} changed; indexing it again", self.path.display());
@@ -334,13 +384,22 @@ impl Builder<'_> {
     fn write<W: Write>(&self, out: W, out_path: &Path) -> Result<(W, Header)> {
         let mut offsets = OffsetsWriter::new(out);
         let mut push = |offset| offsets.push(offset).map_err(Error::io("write", out_path));
-        let end = self
-            .scan
-            .scan(self.path, self.data, self.threads, &mut push)?;
+        let scan = |data: &[u8], push: &mut dyn FnMut(u64) -> Result<()>| {
+            self.scan.scan(self.path, data, self.threads, push)
+        };
+        let end = match self.data {
+            Data::Mapped(map) => scan(map, &mut push),
+            // The search needs all bytes at once, in the map of a file that is gone afterwards.
+            Data::Blocks(map, blocks) => {
+                let file = unpack_for_now(blocks.packing(), self.path, map)?;
+                scan(&map_opened(&file, self.path)?, &mut push)
+            }
+            Data::OnDemand => scan(&map_file(self.path)?, &mut push),
+        }?;
         push(end)?;
         let (out, offsets) = offsets.finish().map_err(Error::io("write", out_path))?;
         let now = std::fs::metadata(self.path).map_err(Error::io("read", self.path))?;
-        if now.len() != self.metadata.len() || !self.identity.fits(&now) {
+        if !self.identity.fits(&now) {
             return Err(Error::FileChanged {
                 path: self.path.to_owned(),
             });

@@ -9,9 +9,9 @@ use crate::{Error, Result};
 /// The files that `paths` name, in a fixed order.
 ///
 /// A path is a file, a folder (all files in it and below it with one of `extensions`, in the order of
-/// their names; hidden ones are left out) or a pattern with `*`, `?`, `[…]` and `**`, whose matches
+/// their names; hidden ones are left out; compressed ones count by what they hold, `a.csv.gz` as `a.csv`) or a pattern with `*`, `?`, `[…]` and `**`, whose matches
 /// are files. What is named more than once is listed more than once. A folder with no `extensions`
-/// gives all its files. An extension here may have several parts, such as `jsonl.gz`.
+/// gives all its files.
 ///
 /// ```
 /// # let dir = tempfile::tempdir().unwrap();
@@ -117,6 +117,10 @@ fn is_hidden(path: &Path) -> bool {
 fn has_extension(path: &Path, extensions: &[&str]) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let name = name.to_ascii_lowercase();
+    let name = [".gz", ".bgz", ".zst"]
+        .iter()
+        .find_map(|packed| name.strip_suffix(packed))
+        .unwrap_or(&name);
     extensions.is_empty()
         || extensions.iter().any(|extension| {
             name.strip_suffix(&extension.to_ascii_lowercase())

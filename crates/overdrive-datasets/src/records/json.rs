@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 
 use super::{RecordFiles, find_files};
-use crate::index::{JsonArrayScan, LineScan, Scan};
-use crate::{Dataset, Error, IndexOptions, Result};
+use crate::index::{JsonArrayScan, LineScan, Scan, read_start};
+use crate::{Dataset, IndexOptions, Result};
 
 /// How a JSON file holds its records.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -129,15 +129,13 @@ fn without_separator(bytes: &[u8]) -> &[u8] {
 
 /// Whether the first of the files that has a character begins an array.
 fn begins_array(files: &[PathBuf]) -> Result<bool> {
-    use std::io::Read;
+    // White space in front of the data is rarely more than a line end.
+    const LOOK: u64 = 4096;
     for path in files {
-        let file = std::fs::File::open(path).map_err(Error::io("open", path))?;
-        for (at, byte) in std::io::BufReader::new(file).bytes().enumerate() {
-            let byte = byte.map_err(Error::io("read", path))?;
-            let is_mark = at < 3 && b"\xef\xbb\xbf"[at] == byte;
-            if !is_mark && !byte.is_ascii_whitespace() {
-                return Ok(byte == b'[');
-            }
+        let start = read_start(path, LOOK)?;
+        let text = start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&start);
+        if let Some(first) = text.trim_ascii_start().first() {
+            return Ok(*first == b'[');
         }
     }
     Ok(false)

@@ -75,8 +75,8 @@ impl WebSample {
 /// are called alike up to the first dot.
 ///
 /// The archives are mapped and indexed as text files are, so any sample is read at once, in any order:
-/// shards need not be streamed, and not be shuffled when they are written. Compressed archives are to be
-/// unpacked (`gunzip`) first.
+/// shards need not be streamed, and not be shuffled when they are written. For compressed ones, see
+/// [`IndexOptions::unpack`].
 ///
 /// ```no_run
 /// // Needs shards on disk.

@@ -1,0 +1,151 @@
+//! Compressed files are read block by block, or unpacked once, or refused with the way out.
+#![allow(
+    clippy::unwrap_used,
+    reason = "tests and their helpers fail by panicking"
+)]
+
+mod common;
+
+use std::path::Path;
+
+use common::fixture;
+use overdrive_datasets::{
+    DataLoader, DataLoaderOptions, Dataset, Error, IndexLocation, IndexOptions, JsonOptions,
+    JsonRecords, TextLines, TextOptions,
+};
+use proptest::prelude::*;
+
+fn open(path: &Path, unpack: bool) -> overdrive_datasets::Result<TextLines> {
+    let index = IndexOptions {
+        unpack,
+        location: IndexLocation::Memory,
+        ..IndexOptions::default()
+    };
+    TextLines::open(
+        [path],
+        &TextOptions {
+            index,
+            ..TextOptions::default()
+        },
+    )
+}
+
+fn lines() -> Vec<String> {
+    (0..3000)
+        .map(|i| format!("line {i} {}", "abc".repeat(i % 11)))
+        .collect()
+}
+
+#[test]
+fn lines_in_blocks_are_read_in_any_order_by_any_number_of_workers() {
+    for name in ["blocks.txt.gz", "frames.txt.zst", "plain_frames.txt.zst"] {
+        let open = || open(&fixture(&format!("packed/{name}")), false).unwrap();
+        let read = open();
+        assert_eq!(read.len(), 3000, "{name}");
+        for (index, line) in lines().iter().enumerate().rev() {
+            assert_eq!(&read.get(index).unwrap(), line, "{name}");
+        }
+        let options = DataLoaderOptions {
+            batch_size: 7,
+            shuffle: true,
+            num_workers: 3,
+            ..DataLoaderOptions::default()
+        };
+        let mut loader = DataLoader::new(open(), options).unwrap();
+        let mut all: Vec<String> = loader.epoch().flat_map(Result::unwrap).collect();
+        all.sort();
+        let mut expected = lines();
+        expected.sort();
+        assert_eq!(all, expected, "{name}");
+    }
+}
+
+#[test]
+fn files_in_one_piece_are_refused_with_the_way_out() {
+    let cases = [
+        (
+            "one_piece.txt.gz",
+            "gzip in one piece is not supported yet; set IndexOptions::unpack",
+        ),
+        (
+            "no_size.txt.zst",
+            "Zstandard in one piece is not supported yet; set IndexOptions::unpack",
+        ),
+        ("lines.txt.bz2", "bzip2 is not supported yet; unpack it"),
+        ("lines.txt.xz", "xz is not supported yet; unpack it"),
+    ];
+    for (name, text) in cases {
+        let error = open(&fixture(&format!("packed/{name}")), false).unwrap_err();
+        assert!(matches!(error, Error::UnsupportedFormat { .. }));
+        assert!(error.to_string().contains(text), "{error}");
+    }
+}
+
+#[test]
+fn damage_is_noticed_when_the_file_is_opened_or_its_record_read() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["blocks.txt.gz", "frames.txt.zst"] {
+        let bytes = std::fs::read(fixture(&format!("packed/{name}"))).unwrap();
+        let path = dir.path().join(name);
+        std::fs::write(&path, &bytes[..bytes.len() - 40]).unwrap();
+        let error = open(&path, false).unwrap_err().to_string();
+        assert!(
+            error.contains("it was cut short") || error.contains("ends within"),
+            "{error}"
+        );
+        // In the middle of what is compressed.
+        let mut damaged = bytes.clone();
+        damaged[300] ^= 0x10;
+        std::fs::write(&path, &damaged).unwrap();
+        assert!(open(&path, false).is_err());
+    }
+}
+
+#[test]
+fn json_in_blocks_is_told_from_lines_by_what_is_in_it() {
+    use std::io::Write;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("values.json.gz");
+    // One block, as bgzip writes a small file: an extra field that says the block's size.
+    let mut packed = Vec::new();
+    let mut encoder = flate2::GzBuilder::new()
+        .extra(*b"BC\x02\x00\x00\x00")
+        .write(&mut packed, flate2::Compression::fast());
+    encoder.write_all(b" [{\"a\": 1}, {\"a\": 2}]").unwrap();
+    encoder.finish().unwrap();
+    let size = (packed.len() as u16 - 1).to_le_bytes();
+    packed[16..18].copy_from_slice(&size);
+    std::fs::write(&path, &packed).unwrap();
+    let records =
+        JsonRecords::<serde_json::Value>::open([dir.path()], &JsonOptions::default()).unwrap();
+    assert_eq!(records.len(), 2);
+    assert_eq!(records.get(1).unwrap()["a"], 2);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+
+    #[test]
+    fn no_change_of_the_bytes_makes_it_panic(
+        name in prop::sample::select(vec!["blocks.txt.gz", "frames.txt.zst", "plain_frames.txt.zst", "one_piece.txt.gz"]),
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
+        cut in any::<prop::sample::Index>(),
+        head in any::<bool>(),
+    ) {
+        let mut bytes = std::fs::read(fixture(&format!("packed/{name}"))).unwrap();
+        let len = if cut.index(4) == 0 { 1 + cut.index(bytes.len()) } else { bytes.len() };
+        bytes.truncate(len);
+        for (at, value) in changes {
+            let at = at.index(if head { bytes.len().min(40) } else { bytes.len() });
+            bytes[at] = value;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(name);
+        std::fs::write(&path, &bytes).unwrap();
+        if let Ok(lines) = open(&path, false) {
+            for index in 0..lines.len().min(100) {
+                let _ = lines.get(index);
+            }
+        }
+    }
+}
