@@ -31,20 +31,12 @@ enum State {
     BehindQuote,
 }
 
-/// What a chunk holds.
+/// What a chunk holds, if it begins in a state.
 struct Found {
+    begin: State,
     /// Line feeds that end a row, counted from the chunk's start.
     feeds: Vec<u32>,
     end: State,
-}
-
-/// What a chunk holds for each state that it may begin in; `None` where that cannot be.
-struct Chunk {
-    start: usize,
-    outside: Found,
-    inside: Option<Found>,
-    /// Only where it differs from `outside`: where the chunk begins with a quote.
-    behind_quote: Option<Found>,
 }
 
 impl Scan for CsvScan {
@@ -63,26 +55,33 @@ impl Scan for CsvScan {
             sink(first as u64)?;
         }
         let chunks = (data.len() - first).div_ceil(CHUNK);
-        // Whether a chunk begins inside of quotes is known when the chunks before it are. So it is
-        // searched for each case at once, and the sink takes the one that came true. Chunks without
-        // a quote, in most files nearly all, need one search.
-        let find = |chunk: usize| {
-            let start = first + chunk * CHUNK;
-            self.find(data, first, start..data.len().min(start + CHUNK))
+        let chunk = |number: usize| {
+            let start = first + number * CHUNK;
+            start..data.len().min(start + CHUNK)
+        };
+        // Whether a chunk begins inside of quotes is known when the chunks before it are. Until then
+        // it is guessed from the chunk's first quotes, which nearly always tell; where the guess was
+        // wrong, the chunk is searched again.
+        let find = |number: usize| {
+            let range = chunk(number);
+            let begin = self.guess(data, first, range.clone());
+            (number, self.find(data, first, range, begin))
         };
         let mut state = State::Outside;
-        in_order(chunks, threads, 4 * threads, find, |chunk| {
-            let found = match state {
-                State::Outside => None,
-                State::Inside => chunk.inside,
-                State::BehindQuote => chunk.behind_quote,
+        in_order(chunks, threads, 4 * threads, find, |(number, found)| {
+            let range = chunk(number);
+            if state == State::BehindQuote && Some(data[range.start]) != self.quote {
+                state = State::Outside;
+            }
+            let found = match found.begin == state {
+                true => found,
+                false => self.find(data, first, range.clone(), state),
             };
-            let found = found.unwrap_or(chunk.outside);
             state = found.end;
             found
                 .feeds
                 .iter()
-                .map(|&feed| chunk.start + feed as usize + 1)
+                .map(|&feed| range.start + feed as usize + 1)
                 .filter(|&row| is_row(row))
                 .try_for_each(|row| sink(row as u64))
         })?;
@@ -96,39 +95,39 @@ impl Scan for CsvScan {
 }
 
 impl CsvScan {
-    fn find(&self, data: &[u8], first: usize, range: Range<usize>) -> Chunk {
-        let start = range.start;
-        let quote = self
-            .quote
-            .filter(|&quote| memchr(quote, &data[range.clone()]).is_some());
-        let Some(quote) = quote else {
-            let feeds = memchr_iter(b'\n', &data[range]);
-            return Chunk {
-                start,
-                outside: Found {
-                    feeds: feeds.map(|feed| feed as u32).collect(),
-                    end: State::Outside,
-                },
-                inside: Some(Found {
-                    feeds: Vec::new(),
-                    end: State::Inside,
-                }),
-                behind_quote: None,
-            };
+    /// The state in which a chunk probably begins: a quote that stands only behind a delimiter or a
+    /// line end opens a field, one that stands only in front of one closes it.
+    fn guess(&self, data: &[u8], first: usize, range: Range<usize>) -> State {
+        let Some(quote) = self.quote else {
+            return State::Outside;
         };
-        let walk = |state| {
-            let mut feeds = Vec::new();
-            let row_end = |feed| feeds.push((feed - start) as u32);
-            let end = self.walk(quote, data, first, range.clone(), state, row_end);
-            Found { feeds, end }
-        };
-        let is_first = start == first;
-        Chunk {
-            start,
-            outside: walk(State::Outside),
-            inside: (!is_first).then(|| walk(State::Inside)),
-            behind_quote: (!is_first && data[start] == quote).then(|| walk(State::BehindQuote)),
+        let is_border = |at: usize| matches!(data[at], b'\n' | b'\r') || data[at] == self.delimiter;
+        for at in memchr_iter(quote, &data[range.clone()]).map(|at| range.start + at) {
+            let opens = at == first || is_border(at - 1);
+            let closes = at + 1 == data.len() || is_border(at + 1);
+            match (opens, closes) {
+                (true, false) => return State::Outside,
+                (false, true) => return State::Inside,
+                // A doubled quote, an empty field, or one between two delimiters that are text.
+                _ => {}
+            }
         }
+        State::Outside
+    }
+
+    fn find(&self, data: &[u8], first: usize, range: Range<usize>, begin: State) -> Found {
+        let start = range.start;
+        let mut feeds = Vec::with_capacity(range.len() / 64);
+        let row_end = |feed| feeds.push((feed - start) as u32);
+        let end = match self.quote {
+            Some(quote) => self.walk(quote, data, first, range, begin, row_end),
+            None => {
+                let found = memchr_iter(b'\n', &data[range]);
+                found.map(|feed| start + feed).for_each(row_end);
+                State::Outside
+            }
+        };
+        Found { begin, feeds, end }
     }
 
     /// Hands the line feeds that end rows to `row_end`; gives the state behind the range.

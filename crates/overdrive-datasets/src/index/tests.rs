@@ -200,15 +200,16 @@ proptest! {
 
 proptest! {
     // Each case is megabytes.
-    #![proptest_config(ProptestConfig::with_cases(12))]
+    #![proptest_config(ProptestConfig::with_cases(16))]
 
     #[test]
     fn what_lies_across_the_borders_of_chunks_is_found_by_any_number_of_threads(
         tail in "[a,\"\n\r]{0,24}",
         shift in 0_usize..30,
         quoted in any::<bool>(),
+        filler in prop::sample::select(b"x\"".to_vec()),
     ) {
-        let mut data = across_a_border(b'x', shift, tail.as_bytes());
+        let mut data = across_a_border(filler, shift, tail.as_bytes());
         if quoted {
             data[0] = b'"';
         }
