@@ -1,0 +1,137 @@
+//! Where the division of a map's inputs is folded: the norm before it, or the map before it.
+
+use std::collections::BTreeMap;
+
+use tch::{Device, Kind, Tensor};
+
+use super::source::Source;
+use crate::calibrate::{
+    InputCollector, Migration, fold_into_columns, fold_into_rows, migration_scales,
+};
+use crate::{InputStatistics, Result, Scheme};
+
+/// What is done to a tensor before it is quantized or copied.
+#[derive(Debug, Default)]
+pub(super) struct Change {
+    columns: Option<Tensor>,
+    rows: Option<Tensor>,
+    adds_one: bool,
+}
+
+/// Changes of tensors and of statistics by name.
+#[derive(Debug, Default)]
+pub(super) struct Migrations {
+    changes: BTreeMap<String, Change>,
+    statistics: BTreeMap<String, InputStatistics>,
+}
+
+impl Change {
+    pub(super) fn apply(&self, tensor: &Tensor) -> Result<Tensor> {
+        let mut changed = tensor.f_to_kind(Kind::Float)?;
+        if let Some(scales) = &self.columns {
+            changed = fold_into_columns(&changed, scales)?;
+        }
+        if let Some(scales) = &self.rows {
+            changed = fold_into_rows(&changed, scales, self.adds_one)?;
+        }
+        Ok(changed.f_to_kind(tensor.kind())?)
+    }
+}
+
+impl Migrations {
+    /// Those of every norm and every gated feed-forward block of a model of the Llama family, of which
+    /// all maps are quantized and were seen.
+    pub(super) fn find(
+        source: &Source,
+        collector: &InputCollector,
+        migration: Migration,
+        scheme: Scheme,
+        is_quantized: impl Fn(&str) -> bool,
+    ) -> Result<Migrations> {
+        let mut found = Migrations::default();
+        let model_type = source.model_type();
+        let adds_one = model_type.starts_with("gemma");
+        let before_mlp = match adds_one {
+            true => "pre_feedforward_layernorm",
+            false => "post_attention_layernorm",
+        };
+        for layer in 0.. {
+            let prefix = format!("model.layers.{layer}");
+            if !source.has(&format!("{prefix}.input_layernorm.weight")) {
+                break;
+            }
+            let groups: [(&str, &[&str]); 3] = [
+                (
+                    "input_layernorm",
+                    &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+                ),
+                (before_mlp, &["mlp.gate_proj", "mlp.up_proj"]),
+                ("mlp.up_proj", &["mlp.down_proj"]),
+            ];
+            for (before, maps) in groups {
+                let maps: Vec<String> = maps.iter().map(|map| format!("{prefix}.{map}")).collect();
+                if !maps
+                    .iter()
+                    .all(|map| is_quantized(map) && source.has(&format!("{map}.weight")))
+                {
+                    continue;
+                }
+                let Some(statistics) = collector.get(&maps[0]) else {
+                    continue;
+                };
+                let read = |map: &String| -> Result<Tensor> {
+                    let stored = source.tensor(&format!("{map}.weight"))?;
+                    Ok(stored.copy_to_tensor(Some(Kind::Float), Device::Cpu)?)
+                };
+                let weights: Vec<Tensor> = maps.iter().map(read).collect::<Result<_>>()?;
+                let weights: Vec<&Tensor> = weights.iter().collect();
+                let scales = migration_scales(&weights, statistics, migration, scheme)?;
+                found.add(
+                    &prefix, before, &maps, &scales, adds_one, statistics, source,
+                )?;
+            }
+        }
+        Ok(found)
+    }
+
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "one caller, which has them all at hand"
+    )]
+    fn add(
+        &mut self,
+        prefix: &str,
+        before: &str,
+        maps: &[String],
+        scales: &Tensor,
+        adds_one: bool,
+        statistics: &InputStatistics,
+        source: &Source,
+    ) -> Result<()> {
+        for map in maps {
+            let change = self.changes.entry(format!("{map}.weight")).or_default();
+            change.columns = Some(scales.shallow_clone());
+            let divided = statistics.divided_by(scales)?;
+            self.statistics.insert(map.clone(), divided);
+        }
+        for end in ["weight", "bias"] {
+            let name = format!("{prefix}.{before}.{end}");
+            if source.has(&name) {
+                let change = self.changes.entry(name).or_default();
+                change.rows = Some(scales.shallow_clone());
+                change.adds_one = adds_one && before.ends_with("norm");
+            }
+        }
+        Ok(())
+    }
+
+    /// What is done to the tensor `name`.
+    pub(super) fn change(&self, name: &str) -> Option<&Change> {
+        self.changes.get(name)
+    }
+
+    /// The statistics of a map whose inputs were divided.
+    pub(super) fn statistics(&self, map: &str) -> Option<&InputStatistics> {
+        self.statistics.get(map)
+    }
+}
