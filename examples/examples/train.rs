@@ -10,20 +10,15 @@
 //! The run folder gets metrics.jsonl, TensorBoard events, report.html and a Hugging Face model.
 
 use std::process::ExitCode;
-use std::time::Instant;
 
 use anyhow::Result;
 use clap::Parser;
-use overdrive::accumulation::{AccumulationConfig, GradientAccumulator, Window};
-use overdrive::datasets::Batch;
 use overdrive::precision::Precision;
-use overdrive::profiling::{
-    JsonLines, Phase, StepMetrics, StepWork, TensorBoard, Tracker, Trackers, TrainingProgress,
-};
+use overdrive::profiling::{JsonLines, TensorBoard, Trackers};
 use overdrive::trainer::{
-    Interrupt, ReportTo, RunFolder, TextData, TrainArgs, TrainingArguments, evaluate,
+    Evaluation, ReportTo, RunFolder, TextData, TrainArgs, TrainingArguments, TrainingLoop, evaluate,
 };
-use overdrive::transformer::{CausalLm, LabelShift};
+use overdrive::transformer::CausalLm;
 
 /// Trains a small Llama on real text
 #[derive(Parser)]
@@ -40,7 +35,7 @@ fn run(flags: &Flags) -> Result<()> {
     let arguments = flags.train.resolve()?;
     let (device, precision) = (arguments.device(), arguments.apply()?);
     let data = TextData::prepare(&arguments, |line| println!("{line}"))?;
-    let model = arguments.new_model(&data, device)?;
+    let mut model = arguments.new_model(&data, device)?;
     println!(
         "model       {:.2}M weights on {device:?}, {precision}",
         model.num_parameters() as f64 / 1e6
@@ -57,7 +52,7 @@ fn run(flags: &Flags) -> Result<()> {
     let run = RunFolder::create(&arguments)?;
     println!("run folder  {}\n", run.root().display());
 
-    train(&arguments, &run, &data, &model, precision)?;
+    train(&arguments, &run, &data, &mut model, precision)?;
     println!("{}", run.write_results(&arguments, &data, &model)?);
     println!(
         "report {}\nmodel  {}",
@@ -67,110 +62,41 @@ fn run(flags: &Flags) -> Result<()> {
     Ok(())
 }
 
-/// The training loop.
+/// Micro-batches into steps; the loop itself is [`TrainingLoop::run`].
 fn train(
     arguments: &TrainingArguments,
     run: &RunFolder,
     data: &TextData,
-    model: &CausalLm,
+    model: &mut CausalLm,
     precision: Precision,
 ) -> Result<()> {
     let device = model.device();
-    let interrupt = Interrupt::install()?;
     let plan = arguments.plan(data.micro_batches_per_epoch(arguments))?;
-    let mut batches = data.train_batches(arguments, device)?;
-    let mut optimizer = arguments.new_optimizer(model)?;
-    let mut scheduler = arguments.new_scheduler(&plan, &mut optimizer)?;
-    let mut scaler = arguments.new_scaler()?;
-    let mut accumulator = GradientAccumulator::new(AccumulationConfig {
-        gradient_accumulation_steps: arguments.gradient_accumulation_steps as usize,
-        max_grad_norm: (arguments.max_grad_norm > 0.0).then_some(arguments.max_grad_norm),
-    })?;
-
     let mut trackers = Trackers::new().with(JsonLines::create(run.metrics())?);
     if arguments.reports_to(ReportTo::TensorBoard) {
         trackers = trackers.with(TensorBoard::create(run.tensorboard())?);
     }
-    let mut progress = TrainingProgress::new(plan.total_steps);
-    let (mut recorder, mut profiler) = (arguments.new_recorder(model)?, arguments.new_profiler()?);
-    let began = Instant::now();
-
-    for step in 1..=plan.total_steps {
-        recorder.begin_step();
-        let window: Vec<Batch> = recorder.phase(Phase::Data, || {
-            let micro_batches = arguments.gradient_accumulation_steps as usize;
-            batches
-                .by_ref()
-                .take(micro_batches)
-                .collect::<Result<_, _>>()
-        })?;
-        accumulator.open(Window::new(
-            window.iter().map(|batch| batch.label_count as u64),
-        ))?;
-        for batch in &window {
-            let loss = recorder.phase(Phase::Forward, || {
-                precision.autocast(device, || {
-                    model.loss(&batch.input_ids, &batch.labels, LabelShift::Shifted)
-                })
-            })??;
-            recorder.phase(Phase::Backward, || {
-                accumulator.backward(&loss.sum, batch.label_count as u64, scaler.as_mut())
-            })?;
-        }
-        let learning_rate = scheduler.last_lr()[0];
-        let outcome = recorder.phase(Phase::Optimizer, || {
-            accumulator.step(&mut optimizer, scaler.as_mut())
-        })?;
-        if outcome.stepped {
-            scheduler.step(&mut optimizer)?;
-        }
-        let (loss, grad_norm) = (outcome.loss()?, outcome.grad_norm()?);
-        let record = recorder.end_step(StepWork {
-            tokens: outcome.tokens,
-            samples: arguments.sequences_per_step(),
-        })?;
-        if let Some(profiler) = &mut profiler {
-            profiler.step()?;
-        }
-
-        let mut metrics = StepMetrics {
-            step,
+    let training = TrainingLoop {
+        arguments,
+        plan,
+        precision,
+        optimizer: arguments.new_optimizer(model)?,
+        trackers,
+        shows_progress: true,
+    };
+    let mut batches = data.train_batches(arguments, device)?;
+    let summary = training.run(model, &mut batches, &mut |model| {
+        let loss = evaluate(
+            model,
+            data.validation_batches(arguments, device)?,
+            precision,
+        )?;
+        Ok(Evaluation {
             loss,
-            learning_rate,
-            grad_norm,
-            epoch: Some(step as f64 / plan.steps_per_epoch as f64),
-            loss_scale: scaler
-                .as_ref()
-                .map(|scaler| scaler.get_scale())
-                .transpose()?,
-            tokens_seen: Some(recorder.tokens_seen()),
-            elapsed_seconds: Some(began.elapsed().as_secs_f64()),
-            ..StepMetrics::default()
-        };
-        record.apply_to(&mut metrics);
-        let stop = interrupt.requested();
-        if plan.eval_due(step) || stop {
-            let eval_loss = evaluate(
-                model,
-                data.validation_batches(arguments, device)?,
-                precision,
-            )?;
-            metrics.eval_loss = Some(eval_loss);
-            metrics.eval_bits_per_byte = data.validation.bits_per_byte(eval_loss);
-        }
-        trackers.log(&metrics)?;
-        progress.update(&metrics);
-        if stop {
-            progress.println("interrupted: the model is saved as it is now");
-            break;
-        }
-    }
-    trackers.finish()?;
-    progress.finish();
-    if let Some(profiler) = profiler {
-        profiler.finish()?;
-    }
-    if let Some(bottleneck) = recorder.bottleneck() {
+            bits_per_byte: data.validation.bits_per_byte(loss),
+        })
+    })?;
+    if let Some(bottleneck) = summary.bottleneck {
         println!("{bottleneck}");
     }
     Ok(())

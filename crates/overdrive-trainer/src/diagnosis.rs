@@ -1,6 +1,7 @@
 //! Serde's errors, said in the words of whoever wrote the file.
 
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 use serde_path_to_error::{Path, Segment};
 
@@ -17,7 +18,7 @@ pub(crate) fn as_value(arguments: &impl Serialize) -> Result<Value> {
 }
 
 /// Reads the arguments, with every error told by key.
-pub(crate) fn read_arguments(values: Value, origin: &str) -> Result<TrainingArguments> {
+pub(crate) fn read_arguments<T: DeserializeOwned>(values: Value, origin: &str) -> Result<T> {
     serde_path_to_error::deserialize(&values).map_err(|error| {
         let path = error.path().clone();
         diagnose(&values, &path, &error.inner().to_string(), origin)
@@ -140,7 +141,10 @@ fn known_keys() -> Vec<String> {
 }
 
 /// The candidate that a typing mistake makes of `name`, if one is near enough to be meant.
-fn nearest<'a>(name: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+pub(crate) fn nearest<'a>(
+    name: &str,
+    candidates: impl Iterator<Item = &'a str>,
+) -> Option<&'a str> {
     let name = name.to_lowercase().replace('-', "_");
     let most = (name.chars().count() / 3).clamp(1, 4);
     candidates

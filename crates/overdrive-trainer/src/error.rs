@@ -162,6 +162,18 @@ pub enum Error {
         message: String,
     },
 
+    /// Gradients could not be accumulated or applied.
+    #[error(transparent)]
+    Accumulation(#[from] overdrive_accumulation::Error),
+
+    /// Adapters could not be added, saved or merged.
+    #[error(transparent)]
+    Adapters(#[from] overdrive_lora::Error),
+
+    /// Lengths of packed sequences do not fit.
+    #[error(transparent)]
+    Attention(#[from] overdrive_attention::Error),
+
     /// The precision could not be set.
     #[error(transparent)]
     Precision(#[from] overdrive_precision::Error),

@@ -179,7 +179,7 @@ const FOREIGN: &[(&str, Harmless, &str)] = &[
     (
         "model_name_or_path",
         Only("null"),
-        "a model is trained from scratch, see `model`",
+        "a model is trained from scratch, see `model`; to go on with one use the example `finetune`",
     ),
     ("use_peft", Only("false"), ""),
     ("use_lora", Only("false"), ""),
@@ -230,6 +230,11 @@ const FOREIGN_OPTIMIZERS: &[&str] = &[
     "schedule_free_sgd",
     "stable_adamw",
 ];
+
+/// Whether it is a key of Hugging Face's that Overdrive's trainer has not.
+pub(crate) fn is_foreign(key: &str) -> bool {
+    FOREIGN.iter().any(|(foreign, ..)| *foreign == key)
+}
 
 /// Removes the foreign keys that ask for nothing.
 ///

@@ -97,6 +97,11 @@ impl Layers {
         Ok(self)
     }
 
+    /// On a configuration that there is already.
+    pub(crate) fn on(arguments: TrainingArguments) -> Self {
+        Self { arguments }
+    }
+
     /// The configuration so far, not validated.
     pub fn arguments(&self) -> &TrainingArguments {
         &self.arguments
@@ -175,7 +180,7 @@ fn push_out(below: &mut Map<String, Value>, values: &Map<String, Value>, default
 }
 
 /// Puts `upper` on `lower`, key by key. `null` stands for the default.
-fn merge(lower: &mut Value, upper: Value, default: &Value) {
+pub(crate) fn merge(lower: &mut Value, upper: Value, default: &Value) {
     match (lower, upper) {
         (lower, Value::Null) => *lower = default.clone(),
         (Value::Object(lower), Value::Object(upper)) => {

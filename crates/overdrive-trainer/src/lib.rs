@@ -1,8 +1,8 @@
 //! What a training program needs around its loop: arguments in Hugging Face's words, presets, run
 //! folders, interrupts.
 //!
-//! The loop itself stays in the program, where it can be read. What transformers'
-//! `TrainingArguments` and `HfArgumentParser` are to a Python user:
+//! What transformers' `TrainingArguments` and `HfArgumentParser` are to a Python user, and for going on
+//! with a model what TRL's `SFTTrainer` is:
 //!
 //! - [`TrainingArguments`] is the configuration, [`Preset`]s are ones that work as they stand;
 //! - [`TrainArgs`] are the flags, [`Layers`] puts flags over a JSON, YAML or TOML file over a preset
@@ -10,6 +10,9 @@
 //! - [`TrainingPlan`] is what that comes to in whole steps;
 //! - [`TextData`] is the text, tokenized and split, [`evaluate`] the loss on the part held back;
 //!   `TrainingArguments` makes the other parts too: model, optimizer, schedule, scaler;
+//! - [`TrainingLoop`] is the loop, for any [`TrainBatch`];
+//! - [`finetune`] goes on with a model that there is, as [`FinetuneArguments`] say: LoRA, QLoRA, or all
+//!   weights, on questions and answers; [`compare`] does each and prints what they cost;
 //! - [`RunFolder`] is where a run writes, [`Interrupt`] lets it end well.
 //!
 //! ```
@@ -47,6 +50,7 @@ mod diagnosis;
 mod error;
 mod evaluate;
 mod execution_arguments;
+mod finetune;
 mod foreign_keys;
 mod interrupt;
 mod layers;
@@ -61,12 +65,18 @@ mod setup;
 mod text_data;
 mod train_args;
 mod training_arguments;
+mod training_loop;
 mod validate;
 
 pub use config_format::ConfigFormat;
 pub use error::{Error, Result};
 pub use evaluate::evaluate;
 pub use execution_arguments::GradientCheckpointingArguments;
+pub use finetune::{
+    Comparison, ComputeDtype, FinetuneArgs, FinetuneArguments, FinetuneLayers, FinetuneModel,
+    FinetuneResults, InstructionData, Method, Quant4Type, TargetModulesArgument, TemplateFormat,
+    TrainingMemory, compare, finetune,
+};
 pub use interrupt::Interrupt;
 pub use layers::Layers;
 pub use model_arguments::ModelArguments;
@@ -78,3 +88,4 @@ pub use samples::write_samples;
 pub use text_data::TextData;
 pub use train_args::TrainArgs;
 pub use training_arguments::{IntervalStrategy, OptimizerName, ReportTo, TrainingArguments};
+pub use training_loop::{Evaluation, TrainBatch, TrainingLoop, TrainingSummary};

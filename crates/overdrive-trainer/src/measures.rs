@@ -6,13 +6,64 @@ use overdrive_profiling::{
     DecoderShape, MemoryAttention, MemoryPlan, MemoryPrecision, ModelFlops, OptimizerMemory,
     PeakFlops, Profiler, ProfilerConfig, Recomputation, Schedule, StepRecorder, StepRecorderConfig,
 };
-use overdrive_transformer::{AttentionImplementation, CausalLm};
+use overdrive_transformer::{AttentionImplementation, CausalLm, ModelConfig};
 use tch::Kind;
 
 use crate::{OptimizerName, Result, TrainingArguments};
 
 /// The trace begins after them: caches are full by then, and kernels made.
 pub(crate) const STEPS_BEFORE_TRACE: u64 = 5;
+
+/// The arithmetic of a token without its attention.
+fn flops_of(model: &CausalLm) -> ModelFlops {
+    let shape = shape_of(model);
+    ModelFlops {
+        parameters: u64::try_from(model.num_parameters()).unwrap_or(0),
+        layers: shape.layers,
+        heads: shape.heads,
+        head_dim: shape.head_dim,
+        sequence_length: 0,
+    }
+}
+
+/// The shape of a model. GPT-2's feed-forward part has two matrices where Llama's has three: its width
+/// is given so that they have as many weights.
+pub(crate) fn shape_of(model: &CausalLm) -> DecoderShape {
+    let count = |number: i64| u64::try_from(number).unwrap_or(0);
+    let config = model.config();
+    let (layers, intermediate, heads, kv_heads, head_dim) = match config {
+        ModelConfig::Llama(llama) => (
+            llama.num_hidden_layers,
+            llama.intermediate_size,
+            llama.num_attention_heads,
+            llama.kv_heads(),
+            llama.head_dim(),
+        ),
+        ModelConfig::Gpt2(gpt2) => (
+            gpt2.n_layer,
+            gpt2.inner() * 2 / 3,
+            gpt2.n_head,
+            gpt2.n_head,
+            gpt2.n_embd / gpt2.n_head.max(1),
+        ),
+        // A family that this crate does not know yet: the usual proportions.
+        _ => {
+            let (hidden, heads) = (config.hidden_size(), (config.hidden_size() / 64).max(1));
+            let layers = i64::try_from(model.num_layers()).unwrap_or(0);
+            (layers, hidden * 8 / 3, heads, heads, 64)
+        }
+    };
+    DecoderShape {
+        layers: count(layers),
+        hidden: count(config.hidden_size()),
+        intermediate: count(intermediate),
+        heads: count(heads),
+        kv_heads: count(kv_heads),
+        head_dim: count(head_dim),
+        vocabulary: count(config.vocab_size()),
+        tied_embeddings: config.tie_word_embeddings(),
+    }
+}
 
 impl TrainingArguments {
     /// The memory that the run will take, for a tokenizer of `vocab_size` tokens; displayed by its
@@ -28,6 +79,11 @@ impl TrainingArguments {
             vocabulary: vocab_size,
             tied_embeddings: self.model.tie_word_embeddings,
         };
+        self.memory_plan_of(shape)
+    }
+
+    /// The same for a model of any shape.
+    pub(crate) fn memory_plan_of(&self, shape: DecoderShape) -> MemoryPlan {
         let how = &self.gradient_checkpointing_kwargs;
         let mut plan =
             MemoryPlan::new(shape, self.per_device_train_batch_size, self.context_length);
@@ -77,11 +133,8 @@ impl TrainingArguments {
         Ok(StepRecorder::new(StepRecorderConfig {
             device: model.device(),
             model: Some(ModelFlops {
-                parameters: u64::try_from(model.num_parameters()).unwrap_or(0),
-                layers: self.model.num_hidden_layers,
-                heads: self.model.num_attention_heads,
-                head_dim: self.model.head_features(),
                 sequence_length: self.context_length,
+                ..flops_of(model)
             }),
             peak_flops: Some(PeakFlops::of(model.device(), kind)?),
             ..StepRecorderConfig::default()

@@ -58,10 +58,7 @@ impl RunFolder {
     /// # Errors
     /// [`Error::RunExists`], [`Error::InTheWay`], [`Error::NotWritable`].
     pub fn create(arguments: &TrainingArguments) -> Result<Self> {
-        let run = match &arguments.output_dir {
-            Some(root) => Self::given(root, arguments.overwrite_output_dir)?,
-            None => Self::numbered(Path::new(DEFAULT_PARENT), arguments.preset.name())?,
-        };
+        let run = Self::make(arguments, arguments.preset.name())?;
         let stored = TrainingArguments {
             output_dir: Some(run.root.clone()),
             ..arguments.clone()
@@ -74,6 +71,14 @@ impl RunFolder {
             other => other,
         })?;
         Ok(run)
+    }
+
+    /// The folder that `output_dir` names, or a new one named after `name`; nothing is in it yet.
+    pub(crate) fn make(arguments: &TrainingArguments, name: &str) -> Result<Self> {
+        match &arguments.output_dir {
+            Some(root) => Self::given(root, arguments.overwrite_output_dir),
+            None => Self::numbered(Path::new(DEFAULT_PARENT), name),
+        }
     }
 
     /// The folder of a run that there is.

@@ -7,7 +7,7 @@ use overdrive_optim::{
 };
 use overdrive_precision::{GradScaler, GradScalerConfig, Precision};
 use overdrive_transformer::{CausalLm, InitOptions, ModelConfig};
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 
 use crate::{OptimizerName, Result, TextData, TrainingArguments, TrainingPlan};
 
@@ -80,7 +80,15 @@ impl TrainingArguments {
     /// # Errors
     /// When an option is out of its range, or a paged state finds no room.
     pub fn new_optimizer(&self, model: &CausalLm) -> Result<Box<dyn Optimizer>> {
-        let groups = decay_groups(model.named_parameters(), self.weight_decay);
+        self.optimizer_over(model.named_parameters())
+    }
+
+    /// The optimizer that `optim` names, over these parameters.
+    ///
+    /// # Errors
+    /// As [`new_optimizer`](Self::new_optimizer).
+    pub fn optimizer_over(&self, parameters: Vec<(String, Tensor)>) -> Result<Box<dyn Optimizer>> {
+        let groups = decay_groups(parameters, self.weight_decay);
         let learning_rate = self.learning_rate;
         let weight_decay = self.weight_decay;
         let betas = (self.adam_beta1, self.adam_beta2);

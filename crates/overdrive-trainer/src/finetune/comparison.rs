@@ -1,0 +1,125 @@
+use std::fmt;
+
+use overdrive_profiling::Trackers;
+
+use super::memory::{TrainingMemory, mebibytes};
+use super::run::train;
+use super::{FinetuneArguments, Quant4Type};
+use crate::{Result, TrainingSummary};
+
+/// A way of fine-tuning.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Method {
+    /// All weights learn.
+    Full,
+    /// Adapters learn beside the weights as they are.
+    Lora,
+    /// Adapters learn beside weights in NF4 with double quantization.
+    Qlora,
+}
+
+impl Method {
+    /// Every method.
+    pub const ALL: [Self; 3] = [Self::Full, Self::Lora, Self::Qlora];
+
+    /// The configuration with this method and everything else as it is.
+    pub fn of(self, arguments: &FinetuneArguments) -> FinetuneArguments {
+        let is_qlora = self == Self::Qlora;
+        FinetuneArguments {
+            use_peft: self != Self::Full,
+            load_in_4bit: is_qlora,
+            load_in_8bit: false,
+            bnb_4bit_quant_type: if is_qlora {
+                Quant4Type::Nf4
+            } else {
+                arguments.bnb_4bit_quant_type
+            },
+            bnb_4bit_use_double_quant: is_qlora,
+            merge: false,
+            ..arguments.clone()
+        }
+    }
+}
+
+impl fmt::Display for Method {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Full => "full fine-tuning",
+            Self::Lora => "LoRA",
+            Self::Qlora => "QLoRA (NF4, double quantization)",
+        })
+    }
+}
+
+/// The methods side by side, on the same data, order and seed. Displayed: as a table.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Comparison {
+    /// What each came to.
+    pub rows: Vec<(Method, TrainingMemory, TrainingSummary)>,
+}
+
+impl Comparison {
+    /// By how much the loss curve of QLoRA differs from LoRA's: the mean of the steps' differences, as a
+    /// part of LoRA's mean loss. `None` without both.
+    pub fn curve_difference(&self) -> Option<f64> {
+        let losses = |wanted: Method| {
+            let row = self.rows.iter().find(|(method, ..)| *method == wanted)?;
+            Some(&row.2.losses)
+        };
+        let (lora, qlora) = (losses(Method::Lora)?, losses(Method::Qlora)?);
+        let sum: f64 = lora.iter().sum();
+        let difference: f64 = lora.iter().zip(qlora).map(|(a, b)| (a - b).abs()).sum();
+        (sum > 0.0).then(|| difference / sum)
+    }
+}
+
+/// Trains by each method in turn, and writes nothing. Each begins with the model as it is stored.
+///
+/// # Errors
+/// The first error of a run.
+pub fn compare(arguments: &FinetuneArguments, mut say: impl FnMut(&str)) -> Result<Comparison> {
+    let mut rows = Vec::new();
+    for method in Method::ALL {
+        say(&format!("{method}"));
+        let arguments = method.of(arguments);
+        let mut silent = |_: &str| {};
+        let trained = train(&arguments, true, &mut silent, &mut |_, _| {
+            Ok(Trackers::new())
+        })?;
+        rows.push((method, trained.memory, trained.summary));
+    }
+    Ok(Comparison { rows })
+}
+
+impl fmt::Display for Comparison {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{:<34} {:>12} {:>12} {:>12} {:>12} {:>9} {:>10}",
+            "", "trainable", "weights", "optimizer", "peak", "loss", "tokens/s"
+        )?;
+        for (method, memory, summary) in &self.rows {
+            // The last quarter: one step's loss is mostly chance.
+            let last = &summary.losses[summary.losses.len() - summary.losses.len().div_ceil(4)..];
+            let loss = last.iter().sum::<f64>() / last.len().max(1) as f64;
+            writeln!(
+                f,
+                "{:<34} {:>12} {:>12} {:>12} {:>12} {loss:>9.3} {:>10.0}",
+                method.to_string(),
+                memory.trainable_parameters,
+                mebibytes(memory.weight_bytes),
+                mebibytes(memory.optimizer_bytes),
+                memory
+                    .peak_bytes
+                    .map_or_else(|| "unknown".to_owned(), mebibytes),
+                summary.tokens_per_second()
+            )?;
+        }
+        match self.curve_difference() {
+            Some(part) => write!(f, "QLoRA's loss curve is {:.2}% from LoRA's", 100.0 * part),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,265 @@
+use std::path::Path;
+use std::sync::Arc;
+
+use overdrive_datasets::{
+    ChatFormat, ChatMessage, CollateOptions, Dataset, EncodeOptions, InstructionBatches,
+    InstructionDataset, InstructionEncoder, InstructionOptions, InstructionTensorBatches, Layout,
+    RenderedChat, Tokenizer, load_tokenizer,
+};
+use overdrive_generation::{ChatTemplate, ChatTemplateOptions, Message};
+use serde_json::Value;
+use tch::Device;
+
+use super::FinetuneArguments;
+use crate::{Error, IntervalStrategy, Result};
+
+/// Batches prepared ahead.
+const PREFETCH: usize = 2;
+
+/// The files that make a tokenizer.
+const TOKENIZER_FILES: [&str; 9] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+];
+
+/// A model's chat template as instruction data wants it.
+#[derive(Debug, Clone)]
+pub struct TemplateFormat(pub ChatTemplate);
+
+impl ChatFormat for TemplateFormat {
+    fn render(
+        &self,
+        messages: &[ChatMessage],
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> std::result::Result<RenderedChat, String> {
+        let messages: Vec<Message> = messages.iter().cloned().map(Message::from).collect();
+        let options = ChatTemplateOptions {
+            add_generation_prompt,
+            tools: tools.and_then(Value::as_array).cloned(),
+            ..ChatTemplateOptions::default()
+        };
+        let rendered = self.0.render_with_answers(&messages, &options);
+        let (text, answers) = rendered.map_err(|error| error.to_string())?;
+        // A template may mark only some of its branches.
+        let answers = answers.filter(|answers| !answers.is_empty());
+        Ok(RenderedChat { text, answers })
+    }
+}
+
+/// The records of a fine-tuning: with the model's tokenizer and chat template, split.
+#[derive(Debug)]
+pub struct InstructionData {
+    /// What is learned.
+    pub train: Arc<InstructionDataset>,
+    /// What is held back; `None` where nothing is evaluated.
+    pub validation: Option<Arc<InstructionDataset>>,
+    tokenizer: Tokenizer,
+    pad_token: u32,
+}
+
+impl InstructionData {
+    /// Reads the files that `data` names with the tokenizer of the model's folder, and tells `say` about
+    /// them. `eos_token_ids`: those of the model's configuration, for a tokenizer that does not say.
+    ///
+    /// # Errors
+    /// When a file cannot be read, a record is broken, or nothing is left to learn.
+    pub fn prepare(
+        arguments: &FinetuneArguments,
+        eos_token_ids: &[i64],
+        mut say: impl FnMut(&str),
+    ) -> Result<Self> {
+        let folder = &arguments.model_name_or_path;
+        let tokenizer = load_tokenizer(folder)?;
+        let chat = chat_template(arguments)?;
+        let named = named_token(folder, "eos_token")?.and_then(|text| tokenizer.token_to_id(&text));
+        let end = named.or_else(|| eos_token_ids.first().and_then(|&id| u32::try_from(id).ok()));
+        let pad = named_token(folder, "pad_token")?.and_then(|text| tokenizer.token_to_id(&text));
+        say(match &chat {
+            Some(_) => "records     written with the model's chat template",
+            None => "records     written plainly: the model has no chat template",
+        });
+        let encoder = InstructionEncoder::new(
+            tokenizer.clone(),
+            chat,
+            end,
+            EncodeOptions {
+                max_seq_length: usize::try_from(arguments.training.context_length)
+                    .unwrap_or(usize::MAX),
+                completion_only_loss: arguments.completion_only_loss,
+                assistant_only_loss: arguments.assistant_only_loss,
+                prompt_template: arguments.prompt_template.clone(),
+            },
+        )?;
+        let options = InstructionOptions {
+            on_bad_record: arguments.on_bad_record,
+            max_records: arguments.max_train_samples,
+        };
+        let all = InstructionDataset::open(&arguments.training.data, encoder, options)?;
+        say(&format!("            {}", all.report()));
+        let seed = arguments.training.seed;
+        let (train, validation) = match arguments.training.eval_strategy {
+            IntervalStrategy::No => (all, None),
+            _ => {
+                let (train, held) = all.split(arguments.training.validation_fraction, seed)?;
+                say(&format!(
+                    "            {} to learn from, {} held back",
+                    train.len(),
+                    held.len()
+                ));
+                (train, Some(Arc::new(held)))
+            }
+        };
+        Ok(Self {
+            train: Arc::new(train),
+            validation,
+            pad_token: pad.or(end).unwrap_or(0),
+            tokenizer,
+        })
+    }
+
+    /// The tokenizer of the model.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// How batches to learn from are made.
+    pub fn collate_options(&self, arguments: &FinetuneArguments) -> CollateOptions {
+        let rows = arguments.training.per_device_train_batch_size;
+        CollateOptions {
+            micro_batch_size: usize::try_from(rows).unwrap_or(usize::MAX),
+            layout: if arguments.packing {
+                Layout::Packed(arguments.packing_strategy)
+            } else if arguments.padding_free {
+                Layout::PaddingFree
+            } else {
+                Layout::Padded
+            },
+            group_by_length: arguments.group_by_length,
+            pad_token: self.pad_token,
+            pad_to_multiple_of: arguments.pad_to_multiple_of,
+            shuffle: true,
+            seed: arguments.training.seed,
+        }
+    }
+
+    /// Batches to learn from, without end.
+    ///
+    /// # Errors
+    /// When an option is out of its range.
+    pub fn train_batches(&self, arguments: &FinetuneArguments) -> Result<InstructionBatches> {
+        let options = self.collate_options(arguments);
+        Ok(InstructionBatches::new(Arc::clone(&self.train), options)?)
+    }
+
+    /// The same as tensors, made ahead by a thread.
+    ///
+    /// # Errors
+    /// When the thread cannot be started.
+    pub fn on_device(
+        &self,
+        batches: InstructionBatches,
+        device: Device,
+    ) -> Result<InstructionTensorBatches> {
+        Ok(InstructionTensorBatches::new(batches, PREFETCH, device)?)
+    }
+
+    /// One pass over what is held back, the examples one behind the other without padding.
+    ///
+    /// # Errors
+    /// As [`train_batches`](Self::train_batches).
+    pub fn validation_batches(
+        &self,
+        arguments: &FinetuneArguments,
+        device: Device,
+    ) -> Result<
+        Option<
+            impl Iterator<Item = overdrive_datasets::Result<overdrive_datasets::InstructionTensors>>,
+        >,
+    > {
+        let Some(validation) = &self.validation else {
+            return Ok(None);
+        };
+        let rows = arguments.training.per_device_eval_batch_size;
+        let options = CollateOptions {
+            micro_batch_size: usize::try_from(rows).unwrap_or(usize::MAX),
+            layout: Layout::PaddingFree,
+            shuffle: false,
+            ..CollateOptions::default()
+        };
+        let batches = InstructionBatches::new(Arc::clone(validation), options)?;
+        let most = arguments.training.max_eval_batches.unwrap_or(u64::MAX);
+        let batches = self.on_device(batches, device)?;
+        Ok(Some(
+            batches.take(usize::try_from(most).unwrap_or(usize::MAX)),
+        ))
+    }
+
+    /// Puts the tokenizer's files and the chat template beside what a run writes.
+    ///
+    /// # Errors
+    /// When a file cannot be copied.
+    pub fn copy_tokenizer(&self, arguments: &FinetuneArguments, to: &Path) -> Result<()> {
+        for name in TOKENIZER_FILES {
+            let from = arguments.model_name_or_path.join(name);
+            if from.is_file() {
+                std::fs::copy(&from, to.join(name)).map_err(Error::io("copy", &from))?;
+            }
+        }
+        if let Some(path) = &arguments.chat_template_path
+            && path.is_file()
+        {
+            let copy = std::fs::copy(path, to.join("chat_template.jinja"));
+            copy.map_err(Error::io("copy", path))?;
+        }
+        Ok(())
+    }
+}
+
+fn chat_template(arguments: &FinetuneArguments) -> Result<Option<Arc<dyn ChatFormat>>> {
+    let folder = &arguments.model_name_or_path;
+    let template = match &arguments.chat_template_path {
+        Some(path) if path.is_dir() => ChatTemplate::from_dir(path)?,
+        Some(path) => {
+            let source = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+            let mut template = ChatTemplate::new(&source)?;
+            for name in ["bos_token", "eos_token", "pad_token", "unk_token"] {
+                if let Some(token) = named_token(folder, name)? {
+                    template = template.with_special_token(name, &token);
+                }
+            }
+            template
+        }
+        None if !arguments.apply_chat_template => return Ok(None),
+        None => match ChatTemplate::from_dir(folder) {
+            Err(overdrive_generation::Error::NoChatTemplate { .. }) => return Ok(None),
+            template => template?,
+        },
+    };
+    Ok(Some(Arc::new(TemplateFormat(template))))
+}
+
+/// A special token that `tokenizer_config.json` names.
+fn named_token(folder: &Path, name: &str) -> Result<Option<String>> {
+    let path = folder.join("tokenizer_config.json");
+    let text = match std::fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(Error::io("read", path)(error)),
+    };
+    let config: Value = serde_json::from_str(&text).map_err(|error| Error::Syntax {
+        path,
+        format: "JSON",
+        message: error.to_string(),
+    })?;
+    let token = &config[name];
+    let text = token.as_str().or_else(|| token["content"].as_str());
+    Ok(text.map(str::to_owned))
+}

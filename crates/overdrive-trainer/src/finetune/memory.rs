@@ -1,0 +1,92 @@
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::{FinetuneArguments, FinetuneModel};
+use crate::measures::shape_of;
+use crate::{Result, TrainingSummary};
+
+/// Where the memory of a fine-tuning goes, in bytes.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct TrainingMemory {
+    /// Numbers that learn.
+    pub trainable_parameters: u64,
+    /// Numbers there are.
+    pub all_parameters: u64,
+    /// Weights and adapters.
+    pub weight_bytes: u64,
+    /// Gradients of what learns.
+    pub gradient_bytes: u64,
+    /// The optimizer's state.
+    pub optimizer_bytes: u64,
+    /// The most bytes of tensors at once, measured; absent where the device does not tell.
+    pub peak_bytes: Option<u64>,
+    /// The same for training all weights, by estimate.
+    pub full_peak_bytes: u64,
+    /// The optimizer's state for training all weights.
+    pub full_optimizer_bytes: u64,
+}
+
+impl TrainingMemory {
+    /// After a run, whose memory statistics began with it. `width`: tokens of a micro-batch's rows, which
+    /// the estimate goes by.
+    ///
+    /// # Errors
+    /// Never for a model that there is.
+    pub fn of(
+        arguments: &FinetuneArguments,
+        model: &FinetuneModel,
+        summary: &TrainingSummary,
+        width: u64,
+        peak_bytes: Option<u64>,
+    ) -> Result<Self> {
+        let mut plan = arguments.training.memory_plan_of(shape_of(&model.model));
+        plan.length = width;
+        let full = plan.estimate()?;
+        let gradients = model.trainable.iter();
+        let gradients = gradients.map(|(_, t)| t.numel() * t.kind().elt_size_in_bytes());
+        Ok(Self {
+            trainable_parameters: model.trainable_parameters(),
+            all_parameters: model.all_parameters(),
+            weight_bytes: model.weight_bytes(),
+            gradient_bytes: gradients.sum::<usize>() as u64,
+            optimizer_bytes: summary.optimizer_bytes,
+            peak_bytes,
+            full_peak_bytes: full.peak,
+            full_optimizer_bytes: full.optimizer,
+        })
+    }
+}
+
+pub(super) fn mebibytes(bytes: u64) -> String {
+    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
+}
+
+impl fmt::Display for TrainingMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let percent =
+            100.0 * self.trainable_parameters as f64 / (self.all_parameters.max(1)) as f64;
+        writeln!(
+            f,
+            "trainable   {} of {} parameters, {percent:.2}%",
+            self.trainable_parameters, self.all_parameters
+        )?;
+        write!(
+            f,
+            "memory      weights {}, gradients {}, optimizer {}",
+            mebibytes(self.weight_bytes),
+            mebibytes(self.gradient_bytes),
+            mebibytes(self.optimizer_bytes),
+        )?;
+        if let Some(peak) = self.peak_bytes {
+            write!(f, ", peak {}", mebibytes(peak))?;
+        }
+        write!(
+            f,
+            "\n            full fine-tuning: optimizer {}, peak about {} by estimate",
+            mebibytes(self.full_optimizer_bytes),
+            mebibytes(self.full_peak_bytes)
+        )
+    }
+}

@@ -1,0 +1,114 @@
+use overdrive_lora::{
+    AddOptions, MergeOptions, add_adapter, merge_and_unload, save_adapter, trainable_parameters,
+};
+use overdrive_transformer::{CausalLm, LoadOptions, SaveOptions};
+use tch::{Device, Kind, Tensor};
+
+use super::FinetuneArguments;
+use crate::{Result, RunFolder};
+
+/// The name of the adapter, PEFT's own.
+const ADAPTER: &str = "default";
+
+/// A model that was loaded to be trained, and what of it is.
+#[derive(Debug)]
+pub struct FinetuneModel {
+    /// The model.
+    pub model: CausalLm,
+    /// What learns, with names.
+    pub trainable: Vec<(String, Tensor)>,
+    has_adapter: bool,
+}
+
+impl FinetuneModel {
+    /// Loads the model, quantized where that is asked for, and adds an adapter or makes all weights
+    /// learn. Weights that learn are fp32; others are as they are stored.
+    ///
+    /// # Errors
+    /// When the folder cannot be read, no linear map is meant, or memory runs out.
+    pub fn load(arguments: &FinetuneArguments, device: Device) -> Result<Self> {
+        let options = LoadOptions {
+            device,
+            kind: (!arguments.use_peft).then_some(Kind::Float),
+            quantization: arguments.quantization(),
+            ..LoadOptions::default()
+        };
+        let mut model = CausalLm::from_pretrained(&arguments.model_name_or_path, &options)?;
+        model.set_execution(arguments.training.execution());
+        let trainable = if arguments.use_peft {
+            model.set_requires_grad(false)?;
+            let options = AddOptions {
+                seed: arguments.training.seed,
+                ..AddOptions::default()
+            };
+            add_adapter(&mut model, ADAPTER, &arguments.lora_config(), &options)?;
+            trainable_parameters(&mut model)?
+        } else {
+            model.set_requires_grad(true)?;
+            model.named_parameters()
+        };
+        Ok(Self {
+            model,
+            trainable,
+            has_adapter: arguments.use_peft,
+        })
+    }
+
+    /// How many numbers learn.
+    pub fn trainable_parameters(&self) -> u64 {
+        let numbers = self.trainable.iter();
+        numbers.map(|(_, tensor)| tensor.numel() as u64).sum()
+    }
+
+    /// How many numbers there are, adapters included.
+    pub fn all_parameters(&self) -> u64 {
+        let own = u64::try_from(self.model.num_parameters()).unwrap_or(0);
+        match self.has_adapter {
+            true => own + self.trainable_parameters(),
+            false => own,
+        }
+    }
+
+    /// Bytes of the weights, quantized or not, and of the adapters.
+    pub fn weight_bytes(&self) -> u64 {
+        let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
+        let adapters = self.trainable.iter().map(|(_, tensor)| bytes(tensor));
+        let adapters: usize = match self.has_adapter {
+            true => adapters.sum(),
+            false => 0,
+        };
+        (self.model.memory_footprint() + adapters) as u64
+    }
+
+    /// Writes the adapter into the run's folder in PEFT's format, or without one the model into
+    /// `model/`.
+    ///
+    /// # Errors
+    /// When a file cannot be written.
+    pub fn save(&mut self, run: &RunFolder) -> Result<()> {
+        if self.has_adapter {
+            return Ok(save_adapter(&mut self.model, ADAPTER, run.root())?);
+        }
+        Ok(self
+            .model
+            .save_pretrained(run.model(), &SaveOptions::default())?)
+    }
+
+    /// Merges the adapter into the model and writes that into `folder`. Where weights are quantized, the
+    /// model is loaded again without, so that the merge is exact.
+    ///
+    /// # Errors
+    /// When the model cannot be loaded or written.
+    pub fn save_merged(
+        arguments: &FinetuneArguments,
+        run: &RunFolder,
+        folder: &std::path::Path,
+    ) -> Result<()> {
+        let mut model =
+            CausalLm::from_pretrained(&arguments.model_name_or_path, &LoadOptions::default())?;
+        let options = overdrive_lora::LoadAdapterOptions::default();
+        overdrive_lora::load_adapter(&mut model, run.root(), ADAPTER, &options)?;
+        merge_and_unload(&mut model, &MergeOptions::default())?;
+        Ok(model.save_pretrained(folder, &SaveOptions::default())?)
+    }
+}

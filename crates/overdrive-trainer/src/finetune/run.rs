@@ -1,0 +1,304 @@
+use std::fmt;
+use std::path::PathBuf;
+
+use overdrive_datasets::{Dataset, InstructionBatches};
+use overdrive_generation::{GenerationConfig, generate};
+use overdrive_profiling::{
+    JsonLines, Machine, MemoryUsage, Report, Sample, TensorBoard, Trackers, read_metrics,
+};
+use overdrive_transformer::CausalLm;
+
+use super::memory::TrainingMemory;
+use super::{FinetuneArguments, FinetuneModel, InstructionData};
+use crate::{
+    Error, Evaluation, ReportTo, Result, RunFolder, TrainBatch, TrainingLoop, TrainingSummary,
+};
+
+/// Tokens of an answer that is shown at the end.
+const ANSWER_TOKENS: usize = 64;
+
+/// What a fine-tuning came to. Displayed: answers, loss, memory and speed.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct FinetuneResults {
+    /// The run's folder.
+    pub folder: RunFolder,
+    /// Where the model is that has the adapter merged into it, if that was asked for.
+    pub merged: Option<PathBuf>,
+    /// The losses, and how fast it was.
+    pub summary: TrainingSummary,
+    /// Where memory went.
+    pub memory: TrainingMemory,
+    /// The part of the batches' places that held tokens.
+    pub fill: f64,
+    /// Answers of the trained model to questions that were held back, or learned where none were.
+    pub samples: Vec<Sample>,
+}
+
+/// A run before its results are written.
+pub(super) struct Trained {
+    pub(super) model: FinetuneModel,
+    pub(super) data: InstructionData,
+    pub(super) summary: TrainingSummary,
+    pub(super) memory: TrainingMemory,
+    pub(super) fill: f64,
+}
+
+/// Fine-tunes as `arguments` say, tells `say` what it does a line at a time, and writes the adapter (or
+/// the model), the tokenizer, metrics and a report into the run's folder.
+///
+/// # Errors
+/// What is wrong with the model, the data or a value; nothing is written then.
+pub fn finetune(
+    arguments: &FinetuneArguments,
+    mut say: impl FnMut(&str),
+) -> Result<FinetuneResults> {
+    let mut folder = None;
+    let mut trained = train(arguments, true, &mut say, &mut |arguments, say| {
+        let run = folder.insert(arguments.create_folder()?);
+        say(&format!("run folder  {}\n", run.root().display()));
+        let mut trackers = Trackers::new().with(JsonLines::create(run.metrics())?);
+        if arguments.training.reports_to(ReportTo::TensorBoard) {
+            trackers = trackers.with(TensorBoard::create(run.tensorboard())?);
+        }
+        Ok(trackers)
+    })?;
+    let Some(folder) = folder else {
+        unreachable!("training asks for trackers before its first step")
+    };
+    trained.model.save(&folder)?;
+    let beside = match arguments.use_peft {
+        true => folder.root().to_owned(),
+        false => folder.model(),
+    };
+    trained.data.copy_tokenizer(arguments, &beside)?;
+    let samples = answers(arguments, &trained)?;
+    write_report(arguments, &folder, &trained, &samples)?;
+    let merged = arguments.merge.then(|| folder.root().join("merged"));
+    if let Some(path) = &merged {
+        FinetuneModel::save_merged(arguments, &folder, path)?;
+        trained.data.copy_tokenizer(arguments, path)?;
+    }
+    Ok(FinetuneResults {
+        folder,
+        merged,
+        summary: trained.summary,
+        memory: trained.memory,
+        fill: trained.fill,
+        samples,
+    })
+}
+
+/// Loads, trains and measures.
+pub(super) fn train(
+    arguments: &FinetuneArguments,
+    shows_progress: bool,
+    say: &mut dyn FnMut(&str),
+    trackers: &mut dyn FnMut(&FinetuneArguments, &mut dyn FnMut(&str)) -> Result<Trackers>,
+) -> Result<Trained> {
+    arguments.validate()?;
+    arguments.training.apply()?;
+    let (device, precision) = (arguments.training.device(), arguments.precision());
+    let mut arguments = arguments.clone();
+    let arguments = &mut arguments;
+
+    // The statistics count what is there already; a fresh peak begins below what follows.
+    overdrive_sys::memory::reset_peak(device).or_else(|error| match device {
+        // A GPU that nothing was put on yet has no statistics.
+        tch::Device::Cuda(_) => Ok(()),
+        _ => Err(error),
+    })?;
+    let before = MemoryUsage::of(device).allocated_bytes.unwrap_or(0);
+    let mut model = FinetuneModel::load(arguments, device)?;
+    let config = model.model.config();
+    let context = u64::try_from(config.max_position_embeddings()).unwrap_or(u64::MAX);
+    if arguments.training.context_length > context {
+        say(&format!(
+            "max_seq_length is {context}, the model's context (asked for: {})",
+            arguments.training.context_length
+        ));
+        arguments.training.context_length = context;
+    }
+    let data = InstructionData::prepare(arguments, config.eos_token_ids(), &mut *say)?;
+    let batches = data.train_batches(arguments)?;
+    let fill = batches.fill();
+    say(&format!(
+        "batches     {} of {} rows a pass, {:.1}% of their places hold tokens",
+        batches.batches_per_epoch(),
+        arguments.training.per_device_train_batch_size,
+        100.0 * fill
+    ));
+    let kept = match arguments.quantization() {
+        Some(options) => format!(", kept in {}", options.scheme),
+        None => String::new(),
+    };
+    say(&format!(
+        "model       {:.2}M weights{kept} on {device:?}, {precision}",
+        model.model.num_parameters() as f64 / 1e6
+    ));
+    say(&format!(
+        "trainable   {:.3}M, {:.2}%",
+        model.trainable_parameters() as f64 / 1e6,
+        100.0 * model.trainable_parameters() as f64 / model.all_parameters().max(1) as f64
+    ));
+
+    let plan = arguments
+        .training
+        .plan(batches.batches_per_epoch() as u64)?;
+    let width = width_of(&batches, arguments);
+    let training = TrainingLoop {
+        arguments: &arguments.training,
+        plan,
+        precision,
+        optimizer: arguments.training.optimizer_over(
+            model
+                .trainable
+                .iter()
+                .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()))
+                .collect(),
+        )?,
+        trackers: trackers(arguments, &mut *say)?,
+        shows_progress,
+    };
+    let mut tensors = data.on_device(batches, device)?;
+    let summary = training.run(&mut model.model, &mut tensors, &mut |model| {
+        evaluate(arguments, &data, model)
+    })?;
+    let peak = MemoryUsage::of(device).peak_allocated_bytes;
+    let peak = peak.map(|peak| peak.saturating_sub(before));
+    let memory = TrainingMemory::of(arguments, &model, &summary, width, peak)?;
+    Ok(Trained {
+        model,
+        data,
+        summary,
+        memory,
+        fill,
+    })
+}
+
+/// About how many tokens a row of a micro-batch has.
+fn width_of(batches: &InstructionBatches, arguments: &FinetuneArguments) -> u64 {
+    let rows = batches.plan();
+    let longest = (0..rows.len()).map(|row| rows.row_tokens(row)).max();
+    let longest = longest.unwrap_or(1).max(1) as u64;
+    longest.min(arguments.training.context_length)
+}
+
+/// The loss on what is held back.
+fn evaluate(
+    arguments: &FinetuneArguments,
+    data: &InstructionData,
+    model: &CausalLm,
+) -> Result<Evaluation> {
+    let _no_grad = tch::no_grad_guard();
+    let device = model.device();
+    let (mut sum, mut tokens) = (0.0, 0);
+    let batches = data.validation_batches(arguments, device)?;
+    for batch in batches.into_iter().flatten() {
+        let batch = batch?;
+        let loss = arguments
+            .precision()
+            .autocast(device, || batch.loss(model))??;
+        sum += f64::try_from(loss.sum)?;
+        tokens += loss.tokens;
+    }
+    Ok(Evaluation {
+        loss: sum / tokens.max(1) as f64,
+        bits_per_byte: None,
+    })
+}
+
+/// What the model answers now.
+fn answers(arguments: &FinetuneArguments, trained: &Trained) -> Result<Vec<Sample>> {
+    let data = trained
+        .data
+        .validation
+        .as_ref()
+        .unwrap_or(&trained.data.train);
+    let encoder = data.encoder();
+    let model = &trained.model.model;
+    let context = usize::try_from(model.config().max_position_embeddings()).unwrap_or(usize::MAX);
+    let mut samples = Vec::new();
+    let wanted = usize::try_from(arguments.training.samples).unwrap_or(usize::MAX);
+    let every = (data.len() / wanted.max(1)).max(1);
+    for index in (0..data.len()).step_by(every) {
+        if samples.len() == wanted {
+            break;
+        }
+        let asked = encoder.prompt(&data.record(index)?);
+        let Some((prompt, ids)) = asked.map_err(|message| Error::Undecodable { message })? else {
+            continue;
+        };
+        if ids.is_empty() || ids.len() >= context {
+            continue;
+        }
+        let end = data.get(index)?.labels.last().copied();
+        let config = GenerationConfig {
+            max_new_tokens: Some(ANSWER_TOKENS.min(context - ids.len())),
+            do_sample: false,
+            eos_token_id: end.filter(|&id| id >= 0).into_iter().collect(),
+            ..GenerationConfig::default()
+        };
+        let output = generate(model, std::slice::from_ref(&ids), &config)?;
+        let answer: Vec<u32> = output
+            .new_tokens(0)
+            .iter()
+            .filter_map(|&id| u32::try_from(id).ok())
+            .collect();
+        let completion = trained.data.tokenizer().decode(&answer, true);
+        samples.push(Sample {
+            prompt,
+            completion: completion.map_err(|error| Error::Undecodable {
+                message: error.to_string(),
+            })?,
+        });
+    }
+    Ok(samples)
+}
+
+fn write_report(
+    arguments: &FinetuneArguments,
+    folder: &RunFolder,
+    trained: &Trained,
+    samples: &[Sample],
+) -> Result<()> {
+    let name = arguments.model_name_or_path.file_name();
+    let name = name.map(|name| name.to_string_lossy().into_owned());
+    let report = Report {
+        title: format!("Fine-tuning of {}", name.unwrap_or_default()),
+        metrics: read_metrics(folder.metrics())?.records,
+        parameters: Some(trained.model.all_parameters()),
+        configuration: arguments.to_values()?,
+        samples: samples.to_vec(),
+        machine: Some(Machine::detect()),
+        ..Report::default()
+    };
+    report.write_html(folder.report())?;
+    report.write_loss_svg(folder.loss())?;
+    Ok(())
+}
+
+impl fmt::Display for FinetuneResults {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for sample in &self.samples {
+            writeln!(f, "\n---\n{}│{}", sample.prompt, sample.completion)?;
+        }
+        let losses = &self.summary.losses;
+        if let (Some(first), Some(last)) = (losses.first(), losses.last()) {
+            write!(
+                f,
+                "\nloss        {first:.3} → {last:.3} in {} steps",
+                losses.len()
+            )?;
+        }
+        if let Some(found) = self.summary.evaluation {
+            write!(f, ", {:.3} on what was held back", found.loss)?;
+        }
+        writeln!(
+            f,
+            "\nspeed       {:.0} tokens/s",
+            self.summary.tokens_per_second()
+        )?;
+        write!(f, "{}", self.memory)
+    }
+}

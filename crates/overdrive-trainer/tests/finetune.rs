@@ -1,0 +1,385 @@
+//! Fine-tuning in small: LoRA, QLoRA and all weights on questions and answers.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use overdrive_lora::{LoadAdapterOptions, load_adapter};
+use overdrive_trainer::{
+    FinetuneArguments, FinetuneLayers, IntervalStrategy, Method, Quant4Type, TargetModulesArgument,
+    TrainBatch, compare, finetune,
+};
+use overdrive_transformer::{
+    CausalLm, ForwardInput, InitOptions, LlamaConfig, LoadOptions, ModelConfig, SaveOptions,
+};
+use tch::{Device, Kind, Tensor};
+
+/// Seeds, memory statistics and threads are the process's.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn alone() -> MutexGuard<'static, ()> {
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn tokenizer() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chat_labels/tokenizer.json")
+}
+
+/// A small model with a tokenizer, and questions to learn.
+fn prepare(folder: &Path, questions: usize) -> FinetuneArguments {
+    let model = folder.join("base");
+    if !model.exists() {
+        let config: ModelConfig = LlamaConfig {
+            vocab_size: 330,
+            hidden_size: 64,
+            intermediate_size: 128,
+            num_hidden_layers: 2,
+            num_attention_heads: 4,
+            num_key_value_heads: Some(2),
+            max_position_embeddings: 64,
+            ..LlamaConfig::default()
+        }
+        .into();
+        let fresh = CausalLm::new(&config, &InitOptions::default()).unwrap();
+        fresh
+            .save_pretrained(&model, &SaveOptions::default())
+            .unwrap();
+        std::fs::copy(tokenizer(), model.join("tokenizer.json")).unwrap();
+        std::fs::write(
+            model.join("tokenizer_config.json"),
+            r#"{"eos_token": "</s>"}"#,
+        )
+        .unwrap();
+    }
+    let data = folder.join(format!("questions{questions}.jsonl"));
+    let mut text = String::new();
+    for number in 0..questions {
+        let (a, b) = (number % 7, number % 5);
+        writeln!(text, r#"{{"prompt": "{a}+{b}=", "response": "{}"}}"#, a + b).unwrap();
+    }
+    std::fs::write(&data, text).unwrap();
+    let mut arguments = FinetuneArguments {
+        model_name_or_path: model,
+        lora_r: 8,
+        lora_alpha: 16.0,
+        lora_dropout: 0.0,
+        target_modules: Some(TargetModulesArgument::Text("all-linear".to_owned())),
+        ..FinetuneArguments::default()
+    };
+    arguments.training.data = vec![data];
+    arguments.training.output_dir = Some(folder.join("run"));
+    arguments.training.max_steps = 20;
+    arguments.training.learning_rate = 5e-3;
+    arguments.training.use_cpu = true;
+    arguments.training.threads = Some(2);
+    arguments.training.samples = 1;
+    arguments
+}
+
+fn quiet(_line: &str) {}
+
+#[test]
+fn the_loss_curve_of_qlora_is_within_two_percent_of_loras() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let mut arguments = prepare(folder.path(), 70);
+    arguments.training.max_steps = 40;
+    let comparison = compare(&arguments, quiet).unwrap();
+    let difference = comparison.curve_difference().unwrap();
+    assert!(difference < 0.02, "{difference}");
+    let losses = |index: usize| &comparison.rows[index].2.losses;
+    for (index, method) in Method::ALL.into_iter().enumerate() {
+        assert_eq!(comparison.rows[index].0, method);
+        assert!(
+            losses(index)[39] < 0.6 * losses(index)[0],
+            "{method}: {:?}",
+            losses(index)
+        );
+    }
+    // Adapters learn a part of the numbers, with the optimizer's state to match, and packed weights are
+    // an eighth of those in the blocks.
+    let memory = |index: usize| &comparison.rows[index].1;
+    let (full, lora, qlora) = (memory(0), memory(1), memory(2));
+    assert_eq!(full.trainable_parameters, full.all_parameters);
+    assert!(lora.trainable_parameters < full.trainable_parameters / 2);
+    assert_eq!(qlora.trainable_parameters, lora.trainable_parameters);
+    // Two moments of 4 bytes, and the steps taken.
+    let state = |parameters: u64| 8 * parameters;
+    assert!(
+        (state(lora.trainable_parameters)..state(lora.trainable_parameters) + 4096)
+            .contains(&lora.optimizer_bytes),
+        "{}",
+        lora.optimizer_bytes
+    );
+    assert!(qlora.weight_bytes < lora.weight_bytes && lora.weight_bytes > full.weight_bytes);
+    let text = comparison.to_string();
+    assert!(
+        text.contains("QLoRA (NF4, double quantization)") && text.contains("from LoRA's"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_run_leaves_an_adapter_that_gives_the_trained_model_again() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let mut arguments = prepare(folder.path(), 40);
+    arguments.merge = true;
+    arguments.training.eval_strategy = IntervalStrategy::Steps;
+    arguments.training.eval_steps = Some(10.0);
+    arguments.training.validation_fraction = 0.2;
+    let mut lines = String::new();
+    let results = finetune(&arguments, |line| lines += &format!("{line}\n")).unwrap();
+    assert!(lines.contains("the model has no chat template"), "{lines}");
+    assert!(lines.contains("max_seq_length is 64"), "{lines}");
+    let run = folder.path().join("run");
+    for file in [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+        "training_args.json",
+        "metrics.jsonl",
+        "report.html",
+        "merged/model.safetensors",
+        "merged/tokenizer.json",
+    ] {
+        assert!(run.join(file).is_file(), "{file}");
+    }
+    let losses = &results.summary.losses;
+    assert!(losses[19] < losses[0], "{losses:?}");
+    let evaluation = results.summary.evaluation.unwrap().loss;
+    assert!(evaluation < losses[0], "{evaluation} {losses:?}");
+    assert!(results.samples[0].prompt.ends_with('='));
+    assert!(
+        results.to_string().contains("full fine-tuning: optimizer"),
+        "{results}"
+    );
+
+    let base = arguments.model_name_or_path.clone();
+    let load = |dir: &Path| CausalLm::from_pretrained(dir, &LoadOptions::default()).unwrap();
+    let mut adapted = load(&base);
+    load_adapter(
+        &mut adapted,
+        &run,
+        "default",
+        &LoadAdapterOptions::default(),
+    )
+    .unwrap();
+    let ids = Tensor::arange(12, (Kind::Int64, Device::Cpu)).unsqueeze(0);
+    let logits = |model: &CausalLm| {
+        let _no_grad = tch::no_grad_guard();
+        model.forward(ForwardInput::new(&ids)).unwrap()
+    };
+    let merged = load(&run.join("merged"));
+    assert!(logits(&merged).allclose(&logits(&adapted), 1e-4, 1e-5, false));
+    assert!(!logits(&load(&base)).allclose(&logits(&adapted), 1e-2, 1e-2, false));
+
+    // The stored configuration is a configuration.
+    let again = FinetuneLayers::new()
+        .file(run.join("training_args.json"))
+        .unwrap()
+        .resolve()
+        .unwrap();
+    let mut expected = arguments.clone();
+    // What has no effect is not written.
+    expected.training.preset = again.training.preset;
+    assert_eq!(again, expected);
+    let error = finetune(&arguments, quiet).unwrap_err().to_string();
+    assert!(error.contains("already holds a run"), "{error}");
+}
+
+#[test]
+fn all_weights_can_be_trained_and_are_saved_as_a_model() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let mut arguments = prepare(folder.path(), 20);
+    arguments.use_peft = false;
+    arguments.training.max_steps = 4;
+    let results = finetune(&arguments, quiet).unwrap();
+    let model = results.folder.model();
+    assert!(model.join("model.safetensors").is_file() && model.join("tokenizer.json").is_file());
+    assert_eq!(
+        results.memory.trainable_parameters,
+        results.memory.all_parameters
+    );
+}
+
+#[test]
+fn packed_padded_and_padding_free_batches_have_one_loss() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    // One step over all examples, whatever the layout.
+    let first_loss = |change: &dyn Fn(&mut FinetuneArguments)| {
+        let mut arguments = prepare(folder.path(), 12);
+        arguments.training.max_steps = 1;
+        arguments.training.per_device_train_batch_size = 12;
+        arguments.training.samples = 0;
+        arguments.training.overwrite_output_dir = true;
+        change(&mut arguments);
+        finetune(&arguments, quiet).unwrap().summary.losses[0]
+    };
+    let padded = first_loss(&|_| {});
+    for loss in [
+        first_loss(&|arguments| arguments.packing = true),
+        first_loss(&|arguments| arguments.padding_free = true),
+        first_loss(&|arguments| {
+            arguments.packing = true;
+            arguments.training.gradient_checkpointing = true;
+        }),
+    ] {
+        assert!((loss - padded).abs() < 1e-5 * padded, "{loss} {padded}");
+    }
+}
+
+#[test]
+fn padding_changes_no_loss_with_a_mask_or_without() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = prepare(folder.path(), 9);
+    let data = overdrive_trainer::InstructionData::prepare(&arguments, &[], quiet).unwrap();
+    let batches = data.train_batches(&arguments).unwrap();
+    let batch = data
+        .on_device(batches, Device::Cpu)
+        .unwrap()
+        .next()
+        .unwrap()
+        .unwrap();
+    let model =
+        CausalLm::from_pretrained(&arguments.model_name_or_path, &LoadOptions::default()).unwrap();
+    let without = f64::try_from(batch.loss(&model).unwrap().sum).unwrap();
+    let mask = batch.attention_mask.as_ref().unwrap();
+    let input = ForwardInput::new(&batch.input_ids).with_attention_mask(mask);
+    let shift = overdrive_transformer::LabelShift::HuggingFace;
+    let with = f64::try_from(model.loss_of(input, &batch.labels, shift).unwrap().sum).unwrap();
+    assert!((with - without).abs() < 1e-5 * without, "{with} {without}");
+}
+
+#[test]
+fn optimizers_compute_types_and_checkpointing_compose_with_quantized_weights() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("qlora.yaml");
+    let base = prepare(folder.path(), 16);
+    for (optim, dtype, bits) in [
+        ("paged_adamw_8bit", "float32", "load_in_4bit"),
+        ("paged_adamw_32bit", "bfloat16", "load_in_4bit"),
+        ("adamw_8bit", "float32", "load_in_8bit"),
+    ] {
+        let text = format!(
+            "model: {}\ndata: {}\noutput_dir: {}\noverwrite_output_dir: true\n{bits}: true\n\
+             bnb_4bit_quant_type: nf4\nbnb_4bit_use_double_quant: true\nbnb_4bit_compute_dtype: {dtype}\n\
+             lora_r: 4\nlora_alpha: 8\nlora_dropout: 0.1\ntarget_modules: [q_proj, v_proj]\noptim: {optim}\n\
+             packing: true\nuse_gradient_checkpointing: true\nmax_steps: 3\nuse_cpu: true\nsamples: 0\n",
+            base.model_name_or_path.display(),
+            base.training.data[0].display(),
+            folder.path().join("run").display(),
+        );
+        std::fs::write(&file, text).unwrap();
+        let arguments = FinetuneLayers::new()
+            .file(&file)
+            .unwrap()
+            .resolve()
+            .unwrap();
+        let results = finetune(&arguments, quiet).unwrap();
+        assert!(
+            results.summary.losses.iter().all(|loss| loss.is_finite()),
+            "{optim}"
+        );
+        assert!(results.fill > 0.5);
+    }
+}
+
+fn error_of(values: serde_json::Value) -> String {
+    let layers = FinetuneLayers::new().layer(values, "run.json");
+    layers
+        .and_then(FinetuneLayers::resolve)
+        .unwrap_err()
+        .to_string()
+}
+
+#[test]
+fn what_is_wrong_with_a_configuration_is_said_by_key() {
+    use serde_json::json;
+    let with = |more: serde_json::Value| {
+        let mut all = json!({"model": "m", "data": "d.jsonl"});
+        all.as_object_mut()
+            .unwrap()
+            .extend(more.as_object().unwrap().clone());
+        error_of(all)
+    };
+    for (more, problem) in [
+        (
+            json!({"lora_alfa": 3}),
+            "unknown key `lora_alfa`; did you mean `lora_alpha`?",
+        ),
+        (
+            json!({"learning_rat": 3}),
+            "unknown key `learning_rat`; did you mean `learning_rate`?",
+        ),
+        (
+            json!({"bnb_4bit_quant_type": "nf5"}),
+            "`bnb_4bit_quant_type` is `nf5`",
+        ),
+        (
+            json!({"lora_r": "many"}),
+            "`lora_r` is the text \"many\", expected a whole number",
+        ),
+        (
+            json!({"load_in_4bit": true, "load_in_8bit": true}),
+            "`load_in_8bit` is true as well",
+        ),
+        (
+            json!({"load_in_4bit": true, "use_peft": false}),
+            "quantized weights cannot be trained",
+        ),
+        (json!({"vocab_size": 5}), "the model has its tokenizer"),
+        (json!({"neftune_noise_alpha": 5}), "neftune_noise_alpha"),
+        (json!({"r": 4, "lora_r": 8}), "two names of one key"),
+        (
+            json!({"packing": true, "group_by_length": true}),
+            "packed rows are full",
+        ),
+        (
+            json!({"prompt_template": "Q:"}),
+            "write {prompt} at its place",
+        ),
+        (json!({"lora_r": 0}), "r"),
+    ] {
+        let error = with(more.clone());
+        assert!(error.contains(problem), "{more}: {error}");
+    }
+    assert!(error_of(json!({"data": "d"})).contains("`--model DIR`"));
+    assert!(error_of(json!({"model": "m"})).contains("`--data FILE`"));
+}
+
+#[test]
+fn sections_and_names_of_other_libraries_are_read() {
+    use serde_json::json;
+    let arguments = FinetuneLayers::new()
+        .layer(
+            json!({
+                "base_model": "m",
+                "train_file": ["a.jsonl", "b.jsonl"],
+                "quantization_config": {"load_in_4bit": true, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "torch.bfloat16"},
+                "peft_config": {"r": 32, "lora_alpha": 64, "task_type": "CAUSAL_LM", "target_modules": "all-linear"},
+                "use_gradient_checkpointing": "unsloth",
+                "max_length": 512,
+                "packing_strategy": "wrapped",
+            }),
+            "run.json",
+        )
+        .unwrap()
+        .resolve()
+        .unwrap();
+    assert_eq!(arguments.training.data.len(), 2);
+    assert_eq!((arguments.lora_r, arguments.lora_alpha), (32, 64.0));
+    assert_eq!(arguments.bnb_4bit_quant_type, Quant4Type::Nf4);
+    assert!(arguments.training.gradient_checkpointing);
+    assert_eq!(arguments.training.context_length, 512);
+    assert_eq!(
+        arguments.quantization().unwrap().scheme.to_string(),
+        "nf4-single"
+    );
+    assert_eq!(arguments.precision(), overdrive_precision::Precision::Bf16);
+}
