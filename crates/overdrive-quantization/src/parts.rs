@@ -40,7 +40,13 @@ impl QuantizedWeight {
             _ => return Err(wrong_scheme(scheme, "int8, int8-weight or llm-int8")),
         }
         let [outputs, inputs] = matrix("codes", &codes, &[Kind::Int8])?;
-        expect("scales", &scales, &[Kind::Float], &[outputs], codes.device())?;
+        expect(
+            "scales",
+            &scales,
+            &[Kind::Float],
+            &[outputs],
+            codes.device(),
+        )?;
         finite("scales", &scales)?;
         Ok(QuantizedWeight {
             scheme,
@@ -61,10 +67,18 @@ impl QuantizedWeight {
     /// [`Error::BadInput`] for tensors that do not fit, scales that are not finite and codes of NaN.
     pub fn from_fp8(codes: Tensor, scales: Tensor) -> Result<QuantizedWeight> {
         let [outputs, inputs] = matrix("codes", &codes, &[Kind::Uint8, Kind::Float8e4m3fn])?;
-        expect("scales", &scales, &[Kind::Float], &[outputs], codes.device())?;
+        expect(
+            "scales",
+            &scales,
+            &[Kind::Float],
+            &[outputs],
+            codes.device(),
+        )?;
         finite("scales", &scales)?;
         let codes = codes.f_contiguous()?.f_view_dtype(Kind::Uint8)?;
-        let nan = codes.f_bitwise_and(i64::from(fp8::NAN))?.f_eq(i64::from(fp8::NAN))?;
+        let nan = codes
+            .f_bitwise_and(i64::from(fp8::NAN))?
+            .f_eq(i64::from(fp8::NAN))?;
         if nan.f_any()?.f_int64_value(&[])? != 0 {
             return Err(bad("codes", "NaN among them", "numbers"));
         }
@@ -118,7 +132,13 @@ impl QuantizedWeight {
         let inputs = if bits == 4 { width * 2 } else { width };
         let device = codes.device();
         let [_, groups] = matrix("scales", &scales, &[Kind::Float, Kind::Half])?;
-        expect("scales", &scales, &[scales.kind()], &[outputs, groups], device)?;
+        expect(
+            "scales",
+            &scales,
+            &[scales.kind()],
+            &[outputs, groups],
+            device,
+        )?;
         finite("scales", &scales)?;
         if inputs % groups != 0 {
             let found = format!("{groups} a row, for {inputs} inputs");
@@ -132,7 +152,13 @@ impl QuantizedWeight {
         };
         Scheme::Grouped(options).validate(inputs)?;
         if let Some(offsets) = &offsets {
-            expect("offsets", offsets, &[scales.kind()], &[outputs, groups], device)?;
+            expect(
+                "offsets",
+                offsets,
+                &[scales.kind()],
+                &[outputs, groups],
+                device,
+            )?;
             finite("offsets", offsets)?;
         }
         if let Some(order) = &order {
@@ -172,19 +198,34 @@ impl QuantizedWeight {
             Scheme::Nf4(options) | Scheme::Fp4(options) => options,
             _ => return Err(wrong_scheme(scheme, "nf4 or fp4")),
         };
-        let len = outputs.checked_mul(inputs).filter(|_| outputs > 0 && inputs > 0);
+        let len = outputs
+            .checked_mul(inputs)
+            .filter(|_| outputs > 0 && inputs > 0);
         let Some(len) = len else {
             let found = format!("({outputs}, {inputs})");
-            return Err(bad("size", &found, "positive numbers of outputs and inputs"));
+            return Err(bad(
+                "size",
+                &found,
+                "positive numbers of outputs and inputs",
+            ));
         };
         let device = codes.device();
         let codes = codes.f_contiguous()?.f_flatten(0, -1)?;
-        expect("codes", &codes, &[Kind::Uint8], &[len / 2 + len % 2], device)?;
+        expect(
+            "codes",
+            &codes,
+            &[Kind::Uint8],
+            &[len / 2 + len % 2],
+            device,
+        )?;
         let block = options.block_size as i64;
         let blocks = len / block + i64::from(len % block != 0);
         let matches = matches!(magnitudes, Magnitudes::Quantized { .. }) == options.double_quant;
         if !matches {
-            return Err(wrong_scheme(scheme, "one with the magnitudes' double quantization"));
+            return Err(wrong_scheme(
+                scheme,
+                "one with the magnitudes' double quantization",
+            ));
         }
         let magnitudes = match magnitudes {
             Magnitudes::Full(full) => {
@@ -200,9 +241,27 @@ impl QuantizedWeight {
             } => {
                 let count = crate::codec::dynamic::BLOCK as i64;
                 let groups = blocks / count + i64::from(blocks % count != 0);
-                expect("magnitudes' codes", &codes, &[Kind::Uint8], &[blocks], device)?;
-                expect("magnitudes' book", &code_book, &[Kind::Float], &[256], device)?;
-                expect("magnitudes' scales", &scales, &[Kind::Float], &[groups], device)?;
+                expect(
+                    "magnitudes' codes",
+                    &codes,
+                    &[Kind::Uint8],
+                    &[blocks],
+                    device,
+                )?;
+                expect(
+                    "magnitudes' book",
+                    &code_book,
+                    &[Kind::Float],
+                    &[256],
+                    device,
+                )?;
+                expect(
+                    "magnitudes' scales",
+                    &scales,
+                    &[Kind::Float],
+                    &[groups],
+                    device,
+                )?;
                 finite("magnitudes' book", &code_book)?;
                 finite("magnitudes' scales", &scales)?;
                 if !offset.is_finite() {
@@ -286,7 +345,11 @@ fn finite(name: &'static str, tensor: &Tensor) -> Result<()> {
             elements::<f16>(tensor)?.iter().position(|x| !x.is_finite())
         }
         _ => {
-            let bad = tensor.f_isfinite()?.f_logical_not()?.f_flatten(0, -1)?.f_nonzero()?;
+            let bad = tensor
+                .f_isfinite()?
+                .f_logical_not()?
+                .f_flatten(0, -1)?
+                .f_nonzero()?;
             match bad.size()[0] {
                 0 => None,
                 _ => Some(bad.f_int64_value(&[0, 0])?.unsigned_abs() as usize),
@@ -309,7 +372,9 @@ fn permutation(order: &Tensor) -> Result<()> {
     let order = elements::<i32>(&order)?;
     let mut seen = vec![false; order.len()];
     for (place, &input) in order.iter().enumerate() {
-        let slot = usize::try_from(input).ok().and_then(|input| seen.get_mut(input));
+        let slot = usize::try_from(input)
+            .ok()
+            .and_then(|input| seen.get_mut(input));
         let twice = slot.is_none_or(|slot| std::mem::replace(slot, true));
         if twice {
             let found = format!("{input} at place {place}");

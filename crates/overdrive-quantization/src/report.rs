@@ -54,8 +54,13 @@ impl QuantizedWeight {
             let ids = Tensor::f_arange_start(start, start + count, (Kind::Int64, self.device()))?;
             let ours = self.rows(&ids, Kind::Float)?.f_to_device(Device::Cpu)?;
             let theirs = original.f_narrow(0, start, count)?.f_detach()?;
-            let theirs = theirs.f_to_device(Device::Cpu)?.f_to_kind(Kind::Float)?.f_contiguous()?;
-            let pairs = elements::<f32>(&ours)?.iter().zip(elements::<f32>(&theirs)?);
+            let theirs = theirs
+                .f_to_device(Device::Cpu)?
+                .f_to_kind(Kind::Float)?
+                .f_contiguous()?;
+            let pairs = elements::<f32>(&ours)?
+                .iter()
+                .zip(elements::<f32>(&theirs)?);
             for (ours, theirs) in pairs {
                 let (ours, theirs) = (f64::from(*ours), f64::from(*theirs));
                 let difference = (ours - theirs).abs();
@@ -68,7 +73,11 @@ impl QuantizedWeight {
         Ok(WeightError {
             max_abs: most,
             rms: (noise / count).sqrt(),
-            relative_rms: if noise == 0.0 { 0.0 } else { (noise / signal).sqrt() },
+            relative_rms: if noise == 0.0 {
+                0.0
+            } else {
+                (noise / signal).sqrt()
+            },
         })
     }
 }

@@ -31,7 +31,9 @@ impl Fixture {
     }
 
     fn get(&self, name: &str) -> &Tensor {
-        self.0.get(name).unwrap_or_else(|| panic!("{name} is in the file"))
+        self.0
+            .get(name)
+            .unwrap_or_else(|| panic!("{name} is in the file"))
     }
 
     fn floats(&self, name: &str) -> &[f32] {
@@ -53,7 +55,11 @@ fn assert_same(found: &Tensor, expected: &Tensor, what: &str) {
         Vec::<u8>::try_from(&bytes).expect("bytes")
     });
     assert_eq!(found.len(), expected.len(), "{what}");
-    let different = found.iter().zip(&expected).enumerate().filter(|(_, (a, b))| a != b);
+    let different = found
+        .iter()
+        .zip(&expected)
+        .enumerate()
+        .filter(|(_, (a, b))| a != b);
     let different: Vec<_> = different.take(8).collect();
     assert!(different.is_empty(), "{what}: bytes {different:?}");
 }
@@ -72,7 +78,10 @@ fn four_bit_blocks_are_those_of_bitsandbytes() {
                     if !fixture.has(&format!("{key}{part}.codes")) {
                         continue;
                     }
-                    let options = BlockOptions { block_size, double_quant };
+                    let options = BlockOptions {
+                        block_size,
+                        double_quant,
+                    };
                     let scheme = match book {
                         "nf4" => Scheme::Nf4(options),
                         _ => Scheme::Fp4(options),
@@ -86,7 +95,12 @@ fn four_bit_blocks_are_those_of_bitsandbytes() {
                         Magnitudes::Full(found) => {
                             assert_same(found, fixture.get(&format!("{key}.absmax")), &key);
                         }
-                        Magnitudes::Quantized { codes, scales, offset, .. } => {
+                        Magnitudes::Quantized {
+                            codes,
+                            scales,
+                            offset,
+                            ..
+                        } => {
                             let nested = |part| fixture.get(&format!("{key}.nested.{part}"));
                             assert_same(codes, nested("codes"), &key);
                             assert_same(scales, nested("absmax"), &key);
@@ -115,7 +129,10 @@ fn books_are_those_of_bitsandbytes() {
         let expected = fixture.floats(&format!("{}.quant_map", book.name()));
         assert_eq!(bits(book.numbers()), bits(expected), "{book:?}");
     }
-    assert_eq!(bits(dynamic::code_book()), bits(fixture.floats("nested.quant_map")));
+    assert_eq!(
+        bits(dynamic::code_book()),
+        bits(fixture.floats("nested.quant_map"))
+    );
 }
 
 #[test]
@@ -145,7 +162,11 @@ fn bytes_by_row_are_those_of_bitsandbytes() {
         assert_same(codes, fixture.get(&format!("{name}.int8.codes")), name);
         let largest = fixture.floats(&format!("{name}.int8.absmax"));
         let expected: Vec<f32> = largest.iter().map(|x| x / 127.0).collect();
-        assert_eq!(bits(elements(scales).expect("floats")), bits(&expected), "{name}");
+        assert_eq!(
+            bits(elements(scales).expect("floats")),
+            bits(&expected),
+            "{name}"
+        );
     }
 }
 
@@ -156,7 +177,11 @@ fn eight_bit_floats_are_those_of_torch() {
     let expected = bytes(fixture.get("fp8.codes")).expect("bytes");
     for (x, code) in numbers.iter().zip(expected) {
         // Beyond 464 torch makes NaN of what is the largest number here.
-        let expected = if x.abs() <= 464.0 { *code } else { 0x7E | code & 0x80 };
+        let expected = if x.abs() <= 464.0 {
+            *code
+        } else {
+            0x7E | code & 0x80
+        };
         assert_eq!(fp8::encode(*x), expected, "{x}");
     }
     // libtorch itself reads every code as this does.
@@ -166,7 +191,10 @@ fn eight_bit_floats_are_those_of_torch() {
         .to_kind(Kind::Float);
     for (code, theirs) in codes.iter().zip(elements::<f32>(&theirs).expect("floats")) {
         let ours = fp8::decode(*code);
-        assert!(ours.to_bits() == theirs.to_bits() || ours.is_nan() && theirs.is_nan(), "{code}");
+        assert!(
+            ours.to_bits() == theirs.to_bits() || ours.is_nan() && theirs.is_nan(),
+            "{code}"
+        );
     }
 }
 
@@ -178,10 +206,20 @@ fn groups_are_those_of_compressed_tensors() {
         for symmetric in [true, false] {
             let name = if symmetric { "sym" } else { "asym" };
             let key = format!("plain.int{bits_of_code}.{group_size}.{name}");
-            let options = GroupOptions { bits: bits_of_code, group_size, symmetric };
+            let options = GroupOptions {
+                bits: bits_of_code,
+                group_size,
+                symmetric,
+            };
             let quantized = QuantizedWeight::quantize(weight, Scheme::Grouped(options));
             let quantized = quantized.expect("it fits");
-            let Storage::Grouped { codes, scales, offsets, .. } = &quantized.storage else {
+            let Storage::Grouped {
+                codes,
+                scales,
+                offsets,
+                ..
+            } = &quantized.storage
+            else {
                 panic!("groups")
             };
             assert_same(scales, fixture.get(&format!("{key}.scale")), &key);
@@ -189,9 +227,15 @@ fn groups_are_those_of_compressed_tensors() {
             let middle = if bits_of_code == 4 { 8 } else { 128i64 };
             let expected = fixture.get(&format!("{key}.codes")).to_kind(Kind::Int64) + middle;
             let found = match bits_of_code {
-                4 => Tensor::stack(&[codes.bitwise_and(15), codes.bitwise_right_shift_tensor_scalar(4)], -1)
-                    .flatten(-2, -1)
-                    .to_kind(Kind::Int64),
+                4 => Tensor::stack(
+                    &[
+                        codes.bitwise_and(15),
+                        codes.bitwise_right_shift_tensor_scalar(4),
+                    ],
+                    -1,
+                )
+                .flatten(-2, -1)
+                .to_kind(Kind::Int64),
                 _ if symmetric => codes.to_kind(Kind::Int64) + 128,
                 _ => codes.to_kind(Kind::Int64),
             };
@@ -202,12 +246,16 @@ fn groups_are_those_of_compressed_tensors() {
             }
             let numbers = format!("{key}.numbers");
             if fixture.has(&numbers) {
-                let (found, expected) =
-                    (quantized.dequantize(Kind::Float).expect("memory"), fixture.get(&numbers));
+                let (found, expected) = (
+                    quantized.dequantize(Kind::Float).expect("memory"),
+                    fixture.get(&numbers),
+                );
                 if symmetric {
                     assert_same(&found, expected, &numbers);
                 } else {
-                    let step = scales.unsqueeze(-1).expand([24, -1, group_size as i64], false);
+                    let step = scales
+                        .unsqueeze(-1)
+                        .expand([24, -1, group_size as i64], false);
                     let bound = step.reshape([24, 128]) * (256.0 * f64::from(f32::EPSILON));
                     let within = (found - expected).abs().le_tensor(&bound);
                     assert!(bool::try_from(within.all()).expect("one"), "{numbers}");
@@ -226,5 +274,9 @@ fn rows_of_8_bit_floats_are_those_of_compressed_tensors() {
         panic!("floats")
     };
     assert_same(codes, fixture.get("plain.fp8.codes"), "codes");
-    assert_same(scales, &fixture.get("plain.fp8.scale").flatten(0, -1), "scales");
+    assert_same(
+        scales,
+        &fixture.get("plain.fp8.scale").flatten(0, -1),
+        "scales",
+    );
 }

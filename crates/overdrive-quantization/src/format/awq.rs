@@ -59,12 +59,20 @@ impl AwqConfig {
         };
         if self.bits != 4 {
             let found = self.bits.to_string();
-            return Err(bad("quantization_config.bits", found, "4, which can be read"));
+            return Err(bad(
+                "quantization_config.bits",
+                found,
+                "4, which can be read",
+            ));
         }
         match &self.version {
             Some(version) if !version.eq_ignore_ascii_case("gemm") => {
                 let found = version.clone();
-                Err(bad("quantization_config.version", found, "gemm, which can be read"))
+                Err(bad(
+                    "quantization_config.version",
+                    found,
+                    "gemm, which can be read",
+                ))
             }
             _ => Ok(()),
         }

@@ -127,7 +127,10 @@ impl BitsAndBytesConfig {
             })
         };
         if self.load_in_4bit == self.load_in_8bit {
-            let found = format!("{} with load_in_8bit {}", self.load_in_4bit, self.load_in_8bit);
+            let found = format!(
+                "{} with load_in_8bit {}",
+                self.load_in_4bit, self.load_in_8bit
+            );
             return bad("load_in_4bit", found, "one of the two to be true");
         }
         if !matches!(self.bnb_4bit_quant_type.as_str(), "nf4" | "fp4") {
@@ -179,7 +182,11 @@ impl BitsAndBytesConfig {
         let largest = module.scales_f32("SCB", &[Some(codes.size()[0])])?;
         let scales = largest.f_div(&Tensor::from(127f32))?;
         let threshold = self.llm_int8_threshold;
-        module.built(QuantizedWeight::from_int8(Scheme::LlmInt8 { threshold }, codes, scales))
+        module.built(QuantizedWeight::from_int8(
+            Scheme::LlmInt8 { threshold },
+            codes,
+            scales,
+        ))
     }
 
     /// The file's tensors of a weight; `kind` is what it was quantized from.
@@ -277,7 +284,9 @@ pub(super) fn kind_name(kind: Kind) -> &'static str {
 fn read_blocks(module: Module<'_>, book: Book, state: &[u8]) -> Result<QuantizedWeight> {
     if state.len() > MOST_STATE {
         let found = state.len();
-        return Err(module.bad(format!("its state has {found} bytes, where a few hundred are usual")));
+        return Err(module.bad(format!(
+            "its state has {found} bytes, where a few hundred are usual"
+        )));
     }
     let state: QuantState = serde_json::from_slice(state)
         .map_err(|error| module.bad(format!("its state is no JSON of bitsandbytes: {error}")))?;
@@ -289,7 +298,10 @@ fn read_blocks(module: Module<'_>, book: Book, state: &[u8]) -> Result<Quantized
         )));
     }
     let [outputs, inputs] = state.shape[..] else {
-        return Err(module.bad(format!("its shape is {:?}, where (O, I) was expected", state.shape)));
+        return Err(module.bad(format!(
+            "its shape is {:?}, where (O, I) was expected",
+            state.shape
+        )));
     };
     let codes = module.required("weight")?;
     // Any kind of tensor may hold the bytes (`bnb_4bit_quant_storage`); a lying shape is found out when
@@ -309,7 +321,11 @@ fn read_blocks(module: Module<'_>, book: Book, state: &[u8]) -> Result<Quantized
         double_quant: nested,
     };
     let magnitudes = match (nested, state.nested_offset) {
-        (false, _) => Magnitudes::Full(module.tensor("weight.absmax", FLOATS, &[None])?.f_to_kind(Kind::Float)?),
+        (false, _) => Magnitudes::Full(
+            module
+                .tensor("weight.absmax", FLOATS, &[None])?
+                .f_to_kind(Kind::Float)?,
+        ),
         (true, Some(offset)) if state.nested_blocksize == Some(dynamic::BLOCK) => {
             Magnitudes::Quantized {
                 codes: module.tensor("weight.absmax", &[Kind::Uint8], &[None])?,
@@ -330,5 +346,10 @@ fn read_blocks(module: Module<'_>, book: Book, state: &[u8]) -> Result<Quantized
         Book::Nf4 => Scheme::Nf4(options),
         Book::Fp4 => Scheme::Fp4(options),
     };
-    module.built(QuantizedWeight::from_blocks(scheme, [outputs, inputs], codes, magnitudes))
+    module.built(QuantizedWeight::from_blocks(
+        scheme,
+        [outputs, inputs],
+        codes,
+        magnitudes,
+    ))
 }

@@ -219,9 +219,10 @@ impl CompressedTensorsConfig {
                         args.kind,
                         args.strategy.as_deref().unwrap_or("tensor")
                     ),
-                    expected: "4 or 8 bits of int by tensor, channel or group, or 8 of float by tensor \
+                    expected:
+                        "4 or 8 bits of int by tensor, channel or group, or 8 of float by tensor \
                                or channel, which can be read"
-                        .to_owned(),
+                            .to_owned(),
                 });
             }
         }
@@ -237,7 +238,9 @@ impl CompressedTensorsConfig {
             }
         }
         let class = |target: &String| !target.starts_with("re:") && !target.contains('.');
-        Ok(groups.into_iter().find(|group| group.targets.iter().any(class)))
+        Ok(groups
+            .into_iter()
+            .find(|group| group.targets.iter().any(class)))
     }
 
     pub(super) fn scheme(&self, module: Option<&str>) -> Result<Option<Scheme>> {
@@ -253,7 +256,11 @@ impl CompressedTensorsConfig {
     }
 
     pub(super) fn is_ignored(&self, module: &str) -> Result<bool> {
-        any(self.ignore.as_deref().unwrap_or_default(), module, names_module)
+        any(
+            self.ignore.as_deref().unwrap_or_default(),
+            module,
+            names_module,
+        )
     }
 
     pub(super) fn is_stored(module: Module<'_>) -> Result<bool> {
@@ -267,7 +274,9 @@ impl CompressedTensorsConfig {
 
     pub(super) fn read(&self, module: Module<'_>) -> Result<QuantizedWeight> {
         let group = self.group_of(module.name)?;
-        let dynamic = group.as_ref().is_some_and(|group| group.input_activations.is_some());
+        let dynamic = group
+            .as_ref()
+            .is_some_and(|group| group.input_activations.is_some());
         let Some(args) = group.and_then(|group| group.weights) else {
             return Err(module.bad("no group of `config_groups` says how it is quantized"));
         };
@@ -337,7 +346,10 @@ impl CompressedTensorsConfig {
         let codes = module.tensor("weight", &[Kind::Int8], &[None, None])?;
         let [outputs, inputs] = [0, 1].map(|axis| codes.size()[axis].unsigned_abs() as usize);
         let middle = 1u8 << (bits - 1);
-        let codes: Vec<u8> = bytes(&codes)?.iter().map(|c| c.wrapping_add(middle)).collect();
+        let codes: Vec<u8> = bytes(&codes)?
+            .iter()
+            .map(|c| c.wrapping_add(middle))
+            .collect();
         if let Some(code) = codes.iter().find(|&&code| bits == 4 && code > 15) {
             let code = i16::from(*code) - 8;
             return Err(module.bad(format!("it has the code {code}, which 4 bits do not hold")));
@@ -362,7 +374,11 @@ impl CompressedTensorsConfig {
             let signed: Vec<u8> = codes.iter().map(|code| code ^ 0x80).collect();
             let shape = [outputs, inputs].map(|n| n as i64);
             let codes = Tensor::f_from_data_size(&signed, &shape, Kind::Int8)?;
-            let scheme = if dynamic { Scheme::Int8Dynamic } else { Scheme::Int8WeightOnly };
+            let scheme = if dynamic {
+                Scheme::Int8Dynamic
+            } else {
+                Scheme::Int8WeightOnly
+            };
             return module.built(QuantizedWeight::from_int8(scheme, codes, scales));
         }
         let (groups, scales) = match strategy {
@@ -389,10 +405,12 @@ impl CompressedTensorsConfig {
             None => codes,
             Some(order) => {
                 let rows = codes.chunks_exact(inputs);
-                let of_row = |row| order.iter().map(move |&input: &i32| {
-                    let row: &[u8] = row;
-                    row[input.unsigned_abs() as usize]
-                });
+                let of_row = |row| {
+                    order.iter().map(move |&input: &i32| {
+                        let row: &[u8] = row;
+                        row[input.unsigned_abs() as usize]
+                    })
+                };
                 rows.flat_map(of_row).collect()
             }
         };
@@ -448,7 +466,10 @@ impl CompressedTensorsConfig {
                 };
                 let width = codes.size()[1];
                 let mut tensors = vec![
-                    named("weight_packed", packed(&code_bytes(codes)?, width, options.bits, flip)?),
+                    named(
+                        "weight_packed",
+                        packed(&code_bytes(codes)?, width, options.bits, flip)?,
+                    ),
                     named("weight_scale", scales.shallow_clone()),
                     named("weight_shape", shape()?),
                 ];
@@ -498,7 +519,11 @@ fn bits_of(module: Module<'_>, args: &QuantizationArgs) -> Result<u8> {
 /// f32 `(outputs,)`, from one a row or one in all.
 fn row_scales(module: Module<'_>, strategy: Strategy, outputs: i64) -> Result<Tensor> {
     let stored = module.required("weight_scale")?;
-    let count = if strategy == Strategy::Tensor { 1 } else { outputs };
+    let count = if strategy == Strategy::Tensor {
+        1
+    } else {
+        outputs
+    };
     let fits = match *stored.shape() {
         [] => count == 1,
         [n] => n == count,
@@ -547,9 +572,14 @@ fn zeros(
         _ => vec![Some(outputs as i64), Some(groups as i64)],
     };
     let tensor = module.tensor(part, &[Kind::Int8], &shape)?;
-    let tensor = tensor.f_reshape([-1, groups as i64])?.f_expand([outputs as i64, -1], false)?;
+    let tensor = tensor
+        .f_reshape([-1, groups as i64])?
+        .f_expand([outputs as i64, -1], false)?;
     let tensor = tensor.f_contiguous()?;
-    let zeros: Vec<u8> = bytes(&tensor)?.iter().map(|zero| zero.wrapping_add(middle)).collect();
+    let zeros: Vec<u8> = bytes(&tensor)?
+        .iter()
+        .map(|zero| zero.wrapping_add(middle))
+        .collect();
     match zeros.iter().find(|&&zero| bits == 4 && zero > 15) {
         Some(zero) => Err(module.bad(format!("its zero point {zero} is none of 4 bits"))),
         None => Ok(zeros),
@@ -565,7 +595,10 @@ fn packed(codes: &[u8], width: i64, bits: u8, flip: u8) -> Result<Tensor> {
     };
     let words = width.div_ceil(4);
     let mut rows = vec![0u8; codes.len() / width * words * 4];
-    for (row, codes) in rows.chunks_exact_mut(words * 4).zip(codes.chunks_exact(width)) {
+    for (row, codes) in rows
+        .chunks_exact_mut(words * 4)
+        .zip(codes.chunks_exact(width))
+    {
         for (to, code) in row.iter_mut().zip(codes) {
             *to = code ^ flip;
         }
@@ -575,7 +608,10 @@ fn packed(codes: &[u8], width: i64, bits: u8, flip: u8) -> Result<Tensor> {
 
 fn words_tensor(bytes: &[u8], shape: &[i64]) -> Result<Tensor> {
     let (chunks, _) = bytes.as_chunks::<4>();
-    let words: Vec<i32> = chunks.iter().map(|bytes| i32::from_le_bytes(*bytes)).collect();
+    let words: Vec<i32> = chunks
+        .iter()
+        .map(|bytes| i32::from_le_bytes(*bytes))
+        .collect();
     Ok(Tensor::f_from_slice(&words)?.f_view(shape)?)
 }
 
@@ -599,7 +635,9 @@ fn packed_zeros(
     let rows = outputs.div_ceil(per_word);
     let mut words = vec![0u32; rows * groups];
     let most = if options.bits == 4 { 15.0 } else { 255.0 };
-    let pairs = elements::<f32>(&scales)?.iter().zip(elements::<f32>(&offsets)?);
+    let pairs = elements::<f32>(&scales)?
+        .iter()
+        .zip(elements::<f32>(&offsets)?);
     for (at, (scale, offset)) in pairs.enumerate() {
         let exact = if *scale == 0.0 { 0.0 } else { -offset / scale } + first;
         let zero = exact.round_ties_even();
@@ -630,8 +668,9 @@ fn cannot(weight: &QuantizedWeight) -> Error {
     Error::BadOption {
         option: "scheme",
         found,
-        expected: "8 bits by row, groups in order or fp8, which compressed-tensors has; dequantize the \
+        expected:
+            "8 bits by row, groups in order or fp8, which compressed-tensors has; dequantize the \
                    weight and quantize it again"
-            .to_owned(),
+                .to_owned(),
     }
 }

@@ -71,7 +71,13 @@ impl QuantizationConfig {
         let method = match value.get("quant_method").and_then(Value::as_str) {
             Some(method) => method,
             // What transformers wrote before there were other methods.
-            None if value.get("load_in_4bit").or(value.get("load_in_8bit")).is_some() => METHODS[0],
+            None if value
+                .get("load_in_4bit")
+                .or(value.get("load_in_8bit"))
+                .is_some() =>
+            {
+                METHODS[0]
+            }
             None => "",
         };
         let mut object = value.clone();
@@ -178,7 +184,10 @@ impl QuantizationConfig {
     /// # Errors
     /// Errors of the source.
     pub fn is_stored(&self, source: &dyn TensorSource, module: &str) -> Result<bool> {
-        let module = Module { source, name: module };
+        let module = Module {
+            source,
+            name: module,
+        };
         match self {
             QuantizationConfig::BitsAndBytes(_) => BitsAndBytesConfig::is_stored(module),
             QuantizationConfig::CompressedTensors(_) => CompressedTensorsConfig::is_stored(module),
@@ -193,7 +202,10 @@ impl QuantizationConfig {
     /// [`Error::BadWeight`] for a weight that is not there, damaged, or not what the configuration or its
     /// own description says.
     pub fn read_weight(&self, source: &dyn TensorSource, module: &str) -> Result<QuantizedWeight> {
-        let module = Module { source, name: module };
+        let module = Module {
+            source,
+            name: module,
+        };
         match self {
             QuantizationConfig::BitsAndBytes(config) => config.read(module),
             QuantizationConfig::CompressedTensors(config) => config.read(module),
@@ -240,7 +252,10 @@ impl QuantizationConfig {
             QuantizationConfig::Gptq(_) => GptqConfig::PARTS,
             QuantizationConfig::Awq(_) => AwqConfig::PARTS,
         };
-        parts.iter().map(|part| format!("{module}.{part}")).collect()
+        parts
+            .iter()
+            .map(|part| format!("{module}.{part}"))
+            .collect()
     }
 }
 

@@ -85,7 +85,10 @@ impl GptqConfig {
         module.check(&stored, "scales", FLOATS, &[None, Some(outputs as i64)])?;
         let groups = stored.shape()[0].unsigned_abs() as usize;
         self.check_groups(module, inputs, groups)?;
-        let scales = module.scales("scales", &[None, Some(outputs as i64)])?.f_tr()?.f_contiguous()?;
+        let scales = module
+            .scales("scales", &[None, Some(outputs as i64)])?
+            .f_tr()?
+            .f_contiguous()?;
         let zeros = self.zeros(module, groups, outputs)?;
         let order = match module.optional("g_idx")? {
             Some(_) => order_of(module, "g_idx", inputs, groups)?,
@@ -161,4 +164,3 @@ impl GptqConfig {
         Ok(module.optional("qweight")?.is_some())
     }
 }
-

@@ -103,10 +103,13 @@ impl<'a> Module<'a> {
         let kind_fits = stored.kind().is_some_and(|kind| kinds.contains(&kind));
         let found = stored.shape();
         let shape_fits = found.len() == shape.len()
-            && found.iter().zip(shape).all(|(&n, expected)| match expected {
-                Some(expected) => n == *expected,
-                None => n > 0,
-            });
+            && found
+                .iter()
+                .zip(shape)
+                .all(|(&n, expected)| match expected {
+                    Some(expected) => n == *expected,
+                    None => n > 0,
+                });
         if kind_fits && shape_fits {
             return Ok(());
         }

@@ -47,12 +47,17 @@ impl Groups {
                 return Err(module.bad(reason));
             }
         };
-        let Some(size) = [256, 128, 64, 32, 16].into_iter().find(|size| group % size == 0) else {
+        let Some(size) = [256, 128, 64, 32, 16]
+            .into_iter()
+            .find(|size| group % size == 0)
+        else {
             return Err(module.bad(format!(
                 "its groups are of {group} inputs, where multiples of 16 can be read"
             )));
         };
-        let zeros = self.zeros.filter(|zeros| zeros.iter().any(|&zero| zero != middle));
+        let zeros = self
+            .zeros
+            .filter(|zeros| zeros.iter().any(|&zero| zero != middle));
         let repeated = |tensor: Tensor| -> Result<Tensor> {
             Ok(match group / size {
                 1 => tensor,
