@@ -3,9 +3,9 @@
     python3 benches/pytorch/compare_data.py --rounds 3
 
 Needs torch==2.11.0 and datasets in the Python that runs it, and Rust. Without --file, a file of 10
-million lines (545 MB) is written to the folder for temporary files and removed at the end. All sides read random lines of it
-as text, in batches of 256 by two workers, an epoch's beginning in another order each time, from the page
-cache. PyTorch's side is a Dataset over a list of offsets and a memory map, which is what one writes by
+million lines (540 MB) is written to the folder for temporary files. All sides read random lines of it
+as text, by two workers, in batches of 32 and of 256 (small ones show what handing over a batch costs),
+from the page cache. PyTorch's side is a Dataset over a list of offsets and a memory map, which is what one writes by
 hand; datasets reads the file into Arrow once (not counted) and is read through a DataLoader with the
 same workers, and directly. "index" is the time to find where all lines are.
 """
@@ -114,31 +114,46 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--samples", type=int, default=1_000_000)
     arguments = parser.parse_args()
-    load = (arguments.workers, arguments.batch_size, arguments.samples)
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.file or str(Path(folder) / "lines.txt")
         if not arguments.file:
             write_lines(path, arguments.lines)
-        sides = [
-            lambda: overdrive(path, *load),
-            lambda: pytorch(path, *load),
-            lambda: hugging_face(path, str(Path(folder) / "arrow"), *load),
-        ]
-        results = [[side() for side in sides] for _ in range(arguments.rounds)]
-    print(f"{processor()}, {os.cpu_count()} cores; {arguments.workers} workers, batches of {arguments.batch_size}")
+        for batch_size in arguments.batch_sizes:
+            load = (arguments.workers, batch_size, arguments.samples)
+            sides = [
+                lambda: overdrive(path, *load),
+                lambda: pytorch(path, *load),
+                lambda: hugging_face(path, str(Path(folder) / "arrow"), *load),
+            ]
+            results = [[side() for side in sides] for _ in range(arguments.rounds)]
+            print(f"{processor()}, {os.cpu_count()} cores; {arguments.workers} workers, batches of {batch_size}")
+            show(results)
+
+
+def show(results: list) -> None:
+    """The middle of the rounds of each side, and how many times as fast the first one's loader is."""
+
+    def middle(side: int, key: str) -> float | None:
+        values = [run[side][key] for run in results if key in run[side]]
+        return statistics.median(values) if values else None
+
+    def cell(value: float | None, form: str) -> str:
+        return format(value, form) if value is not None else "-"
+
     print(f"{'':24} {'index GB/s':>12} {'B/record':>10} {'reads/s':>12} {'loader/s':>12} {'ratio':>7}")
-    middle = lambda side, key: statistics.median(run[side].get(key) or 0 for run in results)
     ours = middle(0, "loader_samples_per_s")
-    for side in range(len(sides)):
+    for side, result in enumerate(results[0]):
         loader = middle(side, "loader_samples_per_s")
-        print(
-            f"{results[0][side]['side']:24} {middle(side, 'index_gb_per_s'):12.2f} "
-            f"{middle(side, 'index_bytes_per_record'):10.2f} {middle(side, 'reads_per_s'):12,.0f} "
-            f"{loader:12,.0f} {ours / loader:6.1f}x"
-        )
+        cells = [
+            f"{cell(middle(side, 'index_gb_per_s'), '.2f'):>12}",
+            f"{cell(middle(side, 'index_bytes_per_record'), '.2f'):>10}",
+            f"{cell(middle(side, 'reads_per_s'), ',.0f'):>12}",
+            f"{loader:12,.0f} {ours / loader:6.1f}x",
+        ]
+        print(f"{result['side']:24}", *cells)
 
 
 if __name__ == "__main__":

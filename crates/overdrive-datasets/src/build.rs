@@ -10,10 +10,11 @@ use tokenizers::Tokenizer;
 
 use crate::byte_level::ByteLevelEncoder;
 use crate::digest::FieldHasher;
-use crate::documents::{Piece, for_each_piece};
+use crate::documents::{Piece, cut_into_pieces, for_each_piece};
+use crate::index::in_order;
 use crate::{
-    Corpus, Error, Result, Sha256Digest, StoreOptions, TokenStore, TokenStoreWriter, TokenWidth,
-    tokenizer_digest,
+    Corpus, Dataset, Error, Result, Sha256Digest, StoreOptions, TokenStore, TokenStoreWriter,
+    TokenWidth, tokenizer_digest,
 };
 
 /// With room for several characters, there is always a place to cut.
@@ -106,9 +107,107 @@ pub fn build_tokens_to(
     )
 }
 
+/// Tokenizes the records of a dataset of texts into a store at `path`: each is a document.
+///
+/// It streams as [`build_tokens_to`] does: memory does not grow with the dataset, and the tokens are
+/// the same for any number of threads. Empty records are no documents. Records of other kinds become
+/// texts by [`crate::DatasetExt::map`]. [`crate::build_dataset_tokens`] does the same with a cache.
+///
+/// # Errors
+/// When a record cannot be read, and as [`build_tokens_to`].
+pub fn build_dataset_tokens_to<D>(
+    path: impl AsRef<Path>,
+    dataset: &D,
+    tokenizer: &Tokenizer,
+    options: &BuildOptions,
+) -> Result<(TokenStore, BuildReport)>
+where
+    D: Dataset<Item = String> + ?Sized,
+{
+    let unknown = Sha256Digest::UNKNOWN;
+    build_with_source(path.as_ref(), &Texts(dataset), tokenizer, options, unknown)
+}
+
+/// Documents in pieces, and how many there are, for the progress bar.
+pub(crate) trait Pieces: Sync {
+    /// Hands all pieces to `sink` in order, until it says `false`.
+    fn for_each(
+        &self,
+        max_bytes: usize,
+        threads: usize,
+        sink: &mut dyn FnMut(Piece) -> bool,
+    ) -> Result<()>;
+
+    fn progress(&self) -> ProgressBar;
+}
+
+impl Pieces for Corpus {
+    fn for_each(
+        &self,
+        max_bytes: usize,
+        _threads: usize,
+        sink: &mut dyn FnMut(Piece) -> bool,
+    ) -> Result<()> {
+        for_each_piece(self, max_bytes, sink)
+    }
+
+    fn progress(&self) -> ProgressBar {
+        // Draws on standard error, and nothing at all where that is no terminal.
+        let template =
+            "tokenizing {wide_bar} {bytes}/{total_bytes} of {msg} · {bytes_per_sec} · {eta} left";
+        let style =
+            ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+        let files = format!("{} files", self.files().len());
+        ProgressBar::new(self.total_bytes())
+            .with_style(style)
+            .with_message(files)
+    }
+}
+
+/// The records of a dataset as documents.
+pub(crate) struct Texts<'a, D: ?Sized>(pub(crate) &'a D);
+
+impl<D: Dataset<Item = String> + ?Sized> Pieces for Texts<'_, D> {
+    fn for_each(
+        &self,
+        max_bytes: usize,
+        threads: usize,
+        sink: &mut dyn FnMut(Piece) -> bool,
+    ) -> Result<()> {
+        // So many records are read at a time. Reading is little beside tokenizing, unless records are
+        // parsed: a quarter of the threads keeps up.
+        const BLOCK: usize = 256;
+        let len = self.0.len();
+        let blocks = len.div_ceil(BLOCK);
+        let readers = threads.div_ceil(4);
+        let read = |block: usize| -> Result<Vec<String>> {
+            let start = block * BLOCK;
+            (start..len.min(start + BLOCK))
+                .map(|index| self.0.get(index))
+                .collect()
+        };
+        in_order(blocks, readers, 2 * readers, read, |texts| {
+            for text in texts?.into_iter().filter(|text| !text.is_empty()) {
+                if !cut_into_pieces(text, max_bytes, 1, sink) {
+                    // Tokenizing has failed with an error of its own, which is the one that counts.
+                    return Err(Error::WorkerPanicked);
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn progress(&self) -> ProgressBar {
+        let template = "tokenizing {wide_bar} {pos}/{len} records · {eta} left";
+        let style =
+            ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+        ProgressBar::new(self.0.len() as u64).with_style(style)
+    }
+}
+
 pub(crate) fn build_with_source(
     path: &Path,
-    corpus: &Corpus,
+    corpus: &(impl Pieces + ?Sized),
     tokenizer: &Tokenizer,
     options: &BuildOptions,
     source: Sha256Digest,
@@ -143,7 +242,10 @@ pub(crate) fn build_with_source(
         end_of_document,
         text_bytes: 0,
         document_bytes: 0,
-        bar: progress_bar(corpus, options),
+        bar: match options.progress {
+            true => corpus.progress(),
+            false => ProgressBar::hidden(),
+        },
     };
     let encoder = Encoder::new(tokenizer)?;
     let threads = options.threads.map_or_else(cores, |threads| threads.max(1));
@@ -160,7 +262,8 @@ pub(crate) fn build_with_source(
     std::thread::scope(|scope| -> Result<()> {
         let (sender, batches) = sync_channel(1);
         let reader = scope.spawn(move || -> Result<()> {
-            read_batches(corpus, options.max_piece_bytes, batch_bytes, |batch| {
+            let max_piece_bytes = options.max_piece_bytes;
+            read_batches(corpus, max_piece_bytes, threads, batch_bytes, |batch| {
                 sender.send(batch).is_ok()
             })
         });
@@ -255,8 +358,9 @@ impl Encoder {
 
 /// Puts pieces together to batches of about `batch_bytes`.
 fn read_batches(
-    corpus: &Corpus,
+    corpus: &(impl Pieces + ?Sized),
     max_piece_bytes: usize,
+    threads: usize,
     batch_bytes: usize,
     mut send: impl FnMut(Vec<Piece>) -> bool,
 ) -> Result<()> {
@@ -264,7 +368,7 @@ fn read_batches(
     const MAX_PIECES: usize = 1 << 14;
     let mut batch = Vec::new();
     let mut bytes = 0;
-    for_each_piece(corpus, max_piece_bytes, |piece| {
+    corpus.for_each(max_piece_bytes, threads, &mut |piece| {
         bytes += piece.text.len();
         batch.push(piece);
         if bytes < batch_bytes && batch.len() < MAX_PIECES {
@@ -322,19 +426,4 @@ impl Sink {
         self.bar.inc(piece.file_bytes);
         Ok(())
     }
-}
-
-fn progress_bar(corpus: &Corpus, options: &BuildOptions) -> ProgressBar {
-    if !options.progress {
-        return ProgressBar::hidden();
-    }
-    // Draws on standard error, and nothing at all where that is no terminal.
-    let template =
-        "tokenizing {wide_bar} {bytes}/{total_bytes} of {msg} · {bytes_per_sec} · {eta} left";
-    let style =
-        ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
-    let files = format!("{} files", corpus.files().len());
-    ProgressBar::new(corpus.total_bytes())
-        .with_style(style)
-        .with_message(files)
 }

@@ -5,10 +5,12 @@ use std::path::{Path, PathBuf};
 
 use tokenizers::Tokenizer;
 
-use crate::build::{BuildOptions, BuildReport, build_with_source};
+use crate::build::{BuildOptions, BuildReport, Pieces, Texts, build_with_source};
 use crate::digest::FieldHasher;
 use crate::token_store_writer::temp_name;
-use crate::{Corpus, Error, FORMAT_VERSION, Result, Sha256Digest, TokenStore, tokenizer_digest};
+use crate::{
+    Corpus, Dataset, Error, FORMAT_VERSION, Result, Sha256Digest, TokenStore, tokenizer_digest,
+};
 
 /// A store out of the cache.
 #[derive(Debug)]
@@ -42,15 +44,83 @@ pub fn build_tokens(
     options: &BuildOptions,
     cache_dir: impl AsRef<Path>,
 ) -> Result<BuiltTokens> {
+    build_cached(
+        corpus,
+        corpus.digest(),
+        tokenizer,
+        options,
+        cache_dir.as_ref(),
+    )
+}
+
+/// Tokenizes a dataset of texts, or opens the tokens that an earlier call made of it.
+///
+/// As [`build_tokens`], with each record a document. What the records are is for the caller to say:
+/// `fingerprint` is that of the files ([`crate::RecordFiles::fingerprint`]), or, where the texts are made
+/// of the records by a function, [`crate::MapCache::fingerprint`] with a version of that function.
+///
+/// ```
+/// use overdrive_datasets::{
+///     BpeOptions, BuildOptions, Corpus, CorpusOptions, DatasetExt, JsonOptions, JsonRecords,
+///     MapCache, build_dataset_tokens, train_bpe,
+/// };
+/// # let dir = tempfile::tempdir().unwrap();
+/// # let path = dir.path().join("pairs.jsonl");
+/// # std::fs::write(&path, "{\"q\": \"2+2 is what?\", \"a\": \"It is 4.\"}\n".repeat(50)).unwrap();
+/// # let cache_dir = &dir.path().join("cache");
+/// # let corpus = Corpus::from_paths([&path], &CorpusOptions { text_field: "q".into(), ..Default::default() })?;
+/// # let tokenizer = train_bpe(&corpus, &BpeOptions { vocab_size: 270, ..Default::default() })?.tokenizer;
+/// let pairs = JsonRecords::<serde_json::Value>::open([&path], &JsonOptions::default())?;
+/// let input = pairs.records().fingerprint();
+/// let key = MapCache { input, name: "question and answer", version: 1 }.fingerprint();
+/// let texts = pairs.map(|pair| Ok(format!("{} {}", pair["q"], pair["a"])));
+/// let built = build_dataset_tokens(&texts, key, &tokenizer, &BuildOptions::default(), cache_dir)?;
+/// assert_eq!(built.store.document_count(), 50);
+/// # Ok::<(), overdrive_datasets::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`crate::build_dataset_tokens_to`], and when the cache folder cannot be written.
+pub fn build_dataset_tokens<D>(
+    dataset: &D,
+    fingerprint: Sha256Digest,
+    tokenizer: &Tokenizer,
+    options: &BuildOptions,
+    cache_dir: impl AsRef<Path>,
+) -> Result<BuiltTokens>
+where
+    D: Dataset<Item = String> + ?Sized,
+{
+    // Another kind of input than a corpus, whose digest means something else.
+    let source = FieldHasher::default()
+        .field(b"dataset")
+        .field(&fingerprint.0)
+        .finish();
+    build_cached(
+        &Texts(dataset),
+        source,
+        tokenizer,
+        options,
+        cache_dir.as_ref(),
+    )
+}
+
+fn build_cached(
+    pieces: &impl Pieces,
+    source: Sha256Digest,
+    tokenizer: &Tokenizer,
+    options: &BuildOptions,
+    cache_dir: &Path,
+) -> Result<BuiltTokens> {
     let mut hasher = FieldHasher::default().field(&FORMAT_VERSION.to_le_bytes());
-    hasher.add(&corpus.digest().0);
+    hasher.add(&source.0);
     let tokenizer_digest = tokenizer_digest(tokenizer)?;
     hasher.add(&tokenizer_digest.0);
     options.add_to(&mut hasher);
     let key = hasher.finish();
-    let path = cache_dir.as_ref().join(format!("{}.tokens", key.short()));
+    let path = cache_dir.join(format!("{}.tokens", key.short()));
     let open = || open_cached(&path, key, tokenizer_digest);
-    let build = || build_with_source(&path, corpus, tokenizer, options, key);
+    let build = || build_with_source(&path, pieces, tokenizer, options, key);
     match cached(&path, open, build)? {
         Cached::Hit(store) => Ok(BuiltTokens {
             store,

@@ -166,11 +166,13 @@ pub(crate) fn json_text(line: &[u8], field: &str) -> std::result::Result<Option<
     }
 }
 
-fn cut_into_pieces(
+/// Hands a document to `sink` in pieces of at most `max_bytes`; `file_bytes` is what it took of the
+/// progress. Says `false` when `sink` does.
+pub(crate) fn cut_into_pieces(
     mut text: String,
     max_bytes: usize,
     file_bytes: u64,
-    sink: &mut impl FnMut(Piece) -> bool,
+    sink: &mut (impl FnMut(Piece) -> bool + ?Sized),
 ) -> bool {
     while text.len() > max_bytes {
         let rest = text.split_off(cut(text.as_bytes(), max_bytes));

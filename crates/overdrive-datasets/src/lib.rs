@@ -66,7 +66,7 @@
 //!
 //! | feature | default | adds |
 //! |---|---|---|
-//! | `tch` | yes | `TokenBatches`: the same batches as tensors on a device |
+//! | `tch` | yes | `DeviceLoader`, `PaddedTensors`, `TokenBatches`: batches as tensors on a device |
 //!
 //! Related: PyTorch's `Dataset`, `Sampler` and `DataLoader`, whose names and defaults are used where
 //! they exist; Hugging Face `datasets` and `tokenizers` (which does the tokenizing here); WebDataset;
@@ -108,8 +108,8 @@ mod windows;
 
 pub use batches::{BatchOptions, BatchState, Batches, WindowBatch};
 pub use bpe::{BpeOptions, TrainedBpe, train_bpe, train_bpe_cached};
-pub use build::{BuildOptions, BuildReport, build_tokens_to};
-pub use cache::{BuiltTokens, build_tokens, default_cache_dir};
+pub use build::{BuildOptions, BuildReport, build_dataset_tokens_to, build_tokens_to};
+pub use cache::{BuiltTokens, build_dataset_tokens, build_tokens, default_cache_dir};
 pub use corpus::{Corpus, CorpusFile, CorpusOptions, Skipped, TextFormat};
 pub use dataset::Dataset;
 pub use digest::Sha256Digest;
@@ -127,6 +127,8 @@ pub use loader::{
     DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, PadOptions, PadSide, PaddedBatch,
     pad_sequences,
 };
+#[cfg(feature = "tch")]
+pub use loader::{DeviceLoader, OnDevice, PaddedTensors};
 pub use packing::{PackPlan, PackingStrategy, Segment};
 pub use prefetch::Prefetch;
 pub use random::uniform_below;

@@ -27,7 +27,7 @@ pub(crate) use lines::LineScan;
 pub(crate) use offsets::{OffsetTable, OffsetsWriter};
 pub(crate) use open::IndexedFile;
 pub(crate) use packed::read_start;
-pub(crate) use scan::Scan;
+pub(crate) use scan::{Scan, in_order};
 pub(crate) use tar::{Members, TarScan, split_name};
 
 #[cfg(test)]

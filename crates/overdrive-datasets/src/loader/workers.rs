@@ -56,8 +56,11 @@ struct Shared<T> {
     /// How many places of the stream are worked on, or ready, at most.
     ahead: usize,
     queue: Mutex<Queue<T>>,
-    /// Something was made, taken or stopped.
-    changed: Condvar,
+    /// The first place is ready: for the loader.
+    ready: Condvar,
+    /// A place was taken, or all is to stop: for the workers. Two conditions, so that handing over a
+    /// small batch wakes one thread and not all of them.
+    room: Condvar,
 }
 
 struct Queue<T> {
@@ -87,7 +90,8 @@ impl<T: Send + 'static> Workers<T> {
                 taken: 0,
                 stopped: false,
             }),
-            changed: Condvar::new(),
+            ready: Condvar::new(),
+            room: Condvar::new(),
         });
         // Dropped on an error, it stops those that have started.
         let mut workers = Self {
@@ -116,10 +120,12 @@ impl<T: Send + 'static> Workers<T> {
             if let Some(next) = queue.slots.front_mut().and_then(Option::take) {
                 queue.slots.pop_front();
                 queue.taken += 1;
-                self.shared.changed.notify_all();
+                drop(queue);
+                // There is room for one place more.
+                self.shared.room.notify_one();
                 return (next, ready);
             }
-            queue = self.shared.wait(queue);
+            queue = wait(&self.shared.ready, queue);
         }
     }
 }
@@ -131,12 +137,6 @@ impl<T> Shared<T> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wait<'a>(&self, guard: MutexGuard<'a, Queue<T>>) -> MutexGuard<'a, Queue<T>> {
-        self.changed
-            .wait(guard)
-            .unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn work(&self) {
         while let Some((place, state)) = self.take() {
             let next = self.source.next(state);
@@ -146,7 +146,10 @@ impl<T> Shared<T> {
             if let Some(slot) = queue.slots.get_mut(slot) {
                 *slot = Some(next);
             }
-            self.changed.notify_all();
+            drop(queue);
+            if slot == 0 {
+                self.ready.notify_one();
+            }
         }
     }
 
@@ -160,7 +163,7 @@ impl<T> Shared<T> {
             if queue.slots.len() < self.ahead {
                 break;
             }
-            queue = self.wait(queue);
+            queue = wait(&self.room, queue);
         }
         let state = queue.cursor;
         let len = catch_unwind(AssertUnwindSafe(|| self.source.batches.len(state.epoch)));
@@ -171,10 +174,16 @@ impl<T> Shared<T> {
     }
 }
 
+fn wait<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+    condition
+        .wait(guard)
+        .unwrap_or_else(PoisonError::into_inner)
+}
+
 impl<T> Drop for Workers<T> {
     fn drop(&mut self) {
         self.shared.lock().stopped = true;
-        self.shared.changed.notify_all();
+        self.shared.room.notify_all();
         for thread in self.threads.drain(..) {
             // A worker catches the panics of what it runs.
             let _ = thread.join();
