@@ -4,6 +4,9 @@
 //! ```text
 //! cargo run --release -p overdrive-quantization --example products -- 4096x4096 int8,int8-weight 1,8,64
 //! ```
+//!
+//! A fourth argument `cpu` gives the processor time of one thread, by Linux's count: what to look at
+//! while others use the machine.
 
 use std::time::Instant;
 
@@ -17,6 +20,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let schemes = arguments.next().unwrap_or_else(|| "int8".to_owned());
     let rows = arguments.next().unwrap_or_else(|| "1,8,64,512".to_owned());
     let rows: Vec<i64> = rows.split(',').map(str::parse).collect::<Result<_, _>>()?;
+    let one_thread = arguments.next().as_deref() == Some("cpu");
+    if one_thread {
+        tch::set_num_threads(1);
+    }
     println!("instructions: {}", overdrive_quantization::instruction_set());
     for size in sizes.split(',') {
         let (outputs, inputs) = size.split_once('x').ok_or("sizes are like 4096x4096")?;
@@ -31,7 +38,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 for kind in [Kind::Float, Kind::BFloat16] {
                     let x = Tensor::f_randn([rows, inputs], (kind, Device::Cpu))?;
                     let dense = dense.f_to_kind(kind)?;
-                    let seconds = fastest(|| match &weight {
+                    let time = if one_thread { processor } else { fastest };
+                    let seconds = time(&|| match &weight {
                         Some(weight) => Ok(linear(&x, weight, None)?),
                         None => Ok(x.f_linear(&dense, None::<&Tensor>)?),
                     })?;
@@ -52,7 +60,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 type Outcome = Result<Tensor, Box<dyn std::error::Error>>;
 
 /// The least of many short runs: others on the machine make some longer.
-fn fastest(run: impl Fn() -> Outcome) -> Result<f64, Box<dyn std::error::Error>> {
+fn fastest(run: &dyn Fn() -> Outcome) -> Result<f64, Box<dyn std::error::Error>> {
     let mut least = f64::INFINITY;
     let begin = Instant::now();
     let mut count = 0;
@@ -63,4 +71,20 @@ fn fastest(run: impl Fn() -> Outcome) -> Result<f64, Box<dyn std::error::Error>>
         count += 1;
     }
     Ok(least)
+}
+
+/// The mean processor time of this thread.
+fn processor(run: &dyn Fn() -> Outcome) -> Result<f64, Box<dyn std::error::Error>> {
+    let used = || -> Result<f64, Box<dyn std::error::Error>> {
+        let line = std::fs::read_to_string("/proc/thread-self/schedstat")?;
+        let nanoseconds = line.split_whitespace().next().ok_or("no schedstat")?;
+        Ok(nanoseconds.parse::<f64>()? * 1e-9)
+    };
+    let _warm = run()?;
+    let (begin, mut count) = (used()?, 0);
+    while count < 5 || (used()? - begin < 0.3 && count < 10_000) {
+        let _y = run()?;
+        count += 1;
+    }
+    Ok((used()? - begin) / f64::from(count))
 }

@@ -62,8 +62,15 @@ impl<T: raw::Element> Fresh<T> {
     }
 
     pub(crate) fn elements_mut(&mut self) -> Result<&mut [T]> {
-        // SAFETY: the tensor was made by `new` and has not left it, and it is borrowed for writing.
+        // SAFETY: the tensor was made by `new` and has not left it but for `rows`, which operators have
+        // read, and it is borrowed for writing.
         Ok(unsafe { raw::slice_mut(&self.tensor)? })
+    }
+
+    /// The first `count` of the outermost dimension, for operators to read until the elements are
+    /// borrowed again.
+    pub(crate) fn rows(&self, count: i64) -> Result<Tensor> {
+        Ok(self.tensor.f_narrow(0, 0, count)?)
     }
 
     pub(crate) fn into_tensor(self) -> Tensor {

@@ -2,80 +2,63 @@
 
 use super::element::Element;
 use super::simd::{Kernel, Simd, dispatch};
-use super::threads::chunks;
+use crate::codec::jobs::run_jobs;
 
 /// Rows are padded with zeros to a multiple of this.
 pub(crate) const PAD: usize = 64;
 
-/// Rows of activations, each quantized symmetrically to `-127..=127`, with a scale of its own for the
-/// whole row or for each group of inputs: `x ≈ codes · scale`.
+/// Rows of activations, each quantized symmetrically to `-127..=127` with a scale of its own:
+/// `x ≈ codes · scale`.
 #[derive(Debug)]
 pub(crate) struct Int8Rows {
     /// i8 `(rows, padded)`; zero beyond `width`.
     pub(crate) codes: Vec<i8>,
-    /// `(rows, groups)`. NaN where the row (or group) holds a NaN.
+    /// One a row; NaN where the row holds a NaN.
     pub(crate) scales: Vec<f32>,
-    /// `Σ codes` by row and group.
+    /// `Σ codes` by row.
     pub(crate) sums: Vec<i32>,
     pub(crate) rows: usize,
     pub(crate) width: usize,
     /// `width` rounded up to a multiple of [`PAD`].
     pub(crate) padded: usize,
-    /// Inputs that share a scale; at least `width` where there is one for the row.
-    pub(crate) group: usize,
 }
 
 impl Int8Rows {
-    /// Quantizes `x (rows, width)`, with a scale for each `group` inputs of a row (the last may be
-    /// shorter), or for the row if there is no group.
-    pub(crate) fn quantize<T: Element>(x: &[T], width: usize, group: Option<usize>) -> Self {
+    /// Quantizes `x (rows, width)`.
+    pub(crate) fn quantize<T: Element>(x: &[T], width: usize) -> Self {
         let rows = x.len().checked_div(width).unwrap_or(0);
         let padded = width.next_multiple_of(PAD);
-        let group = group.unwrap_or(padded).max(1);
-        let groups = width.div_ceil(group);
         let mut all = Int8Rows {
             codes: vec![0; rows * padded],
-            scales: vec![0.0; rows * groups],
-            sums: vec![0; rows * groups],
+            scales: vec![0.0; rows],
+            sums: vec![0; rows],
             rows,
             width,
             padded,
-            group,
         };
-        if rows == 0 || width == 0 {
+        if rows == 0 {
             return all;
         }
-        if rows * width < PARALLEL {
-            quantize_rows(x, &mut all.codes, &mut all.scales, &mut all.sums, width, group);
-            return all;
-        }
-        let parts = Parts {
-            codes: all.codes.as_mut_slice(),
-            scales: all.scales.as_mut_slice(),
-            sums: all.sums.as_mut_slice(),
+        // Each thread its share of rows, or one all.
+        let threads = match rows * width < PARALLEL {
+            true => 1,
+            false => overdrive_sys::threads::intra_op().clamp(1, rows),
         };
-        let count = overdrive_sys::threads::intra_op().clamp(1, rows);
-        let share = rows.div_ceil(count);
-        let parts: Vec<_> = parts
-            .split(share * padded, share * groups)
-            .zip(x.chunks(share * width))
-            .map(std::sync::Mutex::new)
-            .collect();
-        chunks(parts.len(), 1, true, |range| {
-            for part in &parts[range] {
-                // Each part is visited once; a lock that a panic poisoned would have ended the product.
-                if let Ok(mut part) = part.lock() {
-                    let (out, x) = &mut *part;
-                    quantize_rows(x, out.codes, out.scales, out.sums, width, group);
-                }
+        let share = rows.div_ceil(threads);
+        let codes = all.codes.chunks_mut(share * padded);
+        let factors = all.scales.chunks_mut(share).zip(all.sums.chunks_mut(share));
+        let jobs = x.chunks(share * width).zip(codes).zip(factors);
+        run_jobs(jobs, |((x, codes), (scales, sums))| {
+            let mut scratch = Vec::new();
+            let rows = x.chunks_exact(width).zip(codes.chunks_exact_mut(padded));
+            for ((x, codes), (scale, sum)) in rows.zip(scales.iter_mut().zip(sums)) {
+                (*scale, *sum) = dispatch(QuantizeRow {
+                    x: T::floats(x, &mut scratch),
+                    codes: &mut codes[..width],
+                });
             }
         });
         all
-    }
-
-    /// Groups of a row.
-    pub(crate) fn groups(&self) -> usize {
-        self.width.div_ceil(self.group)
     }
 
     /// The codes of a row, padded.
@@ -88,65 +71,24 @@ impl Int8Rows {
 /// Activations that are quantized by one thread.
 const PARALLEL: usize = 64 << 10;
 
-struct Parts<'a> {
-    codes: &'a mut [i8],
-    scales: &'a mut [f32],
-    sums: &'a mut [i32],
-}
-
-impl<'a> Parts<'a> {
-    fn split(self, codes: usize, groups: usize) -> impl Iterator<Item = Parts<'a>> {
-        let codes = self.codes.chunks_mut(codes);
-        let scales = self.scales.chunks_mut(groups);
-        let sums = self.sums.chunks_mut(groups);
-        codes.zip(scales).zip(sums).map(|((codes, scales), sums)| Parts {
-            codes,
-            scales,
-            sums,
-        })
-    }
-}
-
-/// `codes` are padded, with zeros at the ends of rows already.
-fn quantize_rows<T: Element>(
-    x: &[T],
-    codes: &mut [i8],
-    scales: &mut [f32],
-    sums: &mut [i32],
-    width: usize,
-    group: usize,
-) {
-    let padded = width.next_multiple_of(PAD);
-    let groups = width.div_ceil(group);
-    let mut scratch = Vec::new();
-    for (row, x) in x.chunks_exact(width).enumerate() {
-        let x = T::floats(x, &mut scratch);
-        let codes = &mut codes[row * padded..row * padded + width];
-        for (index, (x, codes)) in x.chunks(group).zip(codes.chunks_mut(group)).enumerate() {
-            let at = row * groups + index;
-            (scales[at], sums[at]) = dispatch(QuantizeGroup { x, codes });
-        }
-    }
-}
-
-/// One group of one row: its scale, and the sum of the codes.
-struct QuantizeGroup<'a> {
+/// One row: its scale, and the sum of the codes.
+struct QuantizeRow<'a> {
     x: &'a [f32],
     codes: &'a mut [i8],
 }
 
-impl Kernel for QuantizeGroup<'_> {
+impl Kernel for QuantizeRow<'_> {
     type Output = (f32, i32);
 
     #[inline(always)]
     fn run<S: Simd>(self, _: S) -> (f32, i32) {
-        quantize_group(self.x, self.codes)
+        quantize_row(self.x, self.codes)
     }
 }
 
 /// Plain loops, which become vectors of whatever set they are compiled for.
 #[inline(always)]
-fn quantize_group(x: &[f32], codes: &mut [i8]) -> (f32, i32) {
+fn quantize_row(x: &[f32], codes: &mut [i8]) -> (f32, i32) {
     // Magnitudes of floats compare as their bits do, and NaN is larger than all.
     let bits = x.iter().fold(0, |most, x| (x.to_bits() & !(1 << 31)).max(most));
     let most = f32::from_bits(bits);

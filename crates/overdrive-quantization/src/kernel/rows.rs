@@ -12,9 +12,7 @@ pub(crate) struct Rows<'a, T> {
     pub(crate) rows: usize,
     pub(crate) width: usize,
     floats: OnceCell<Vec<f32>>,
-    by_row: OnceCell<Int8Rows>,
-    /// With groups of 16, 32, 64, 128 and 256.
-    by_group: [OnceCell<Int8Rows>; 5],
+    int8: OnceCell<Int8Rows>,
 }
 
 impl<'a, T: Element> Rows<'a, T> {
@@ -24,13 +22,8 @@ impl<'a, T: Element> Rows<'a, T> {
             rows: x.len().checked_div(width).unwrap_or(0),
             width,
             floats: OnceCell::new(),
-            by_row: OnceCell::new(),
-            by_group: Default::default(),
+            int8: OnceCell::new(),
         }
-    }
-
-    pub(crate) fn x(&self) -> &'a [T] {
-        self.x
     }
 
     /// As floats, `(rows, width)`.
@@ -46,14 +39,7 @@ impl<'a, T: Element> Rows<'a, T> {
 
     /// In 8 bits, with one scale a row.
     pub(crate) fn int8(&self) -> &Int8Rows {
-        self.by_row
-            .get_or_init(|| Int8Rows::quantize(self.x, self.width, None))
-    }
-
-    /// In 8 bits, with one scale for each `group` inputs; a power of two of 16 to 256, `None` otherwise.
-    pub(crate) fn int8_by_group(&self, group: usize) -> Option<&Int8Rows> {
-        let index = [16, 32, 64, 128, 256].iter().position(|g| *g == group)?;
-        let make = || Int8Rows::quantize(self.x, self.width, Some(group));
-        Some(self.by_group[index].get_or_init(make))
+        self.int8
+            .get_or_init(|| Int8Rows::quantize(self.x, self.width))
     }
 }

@@ -4,7 +4,9 @@
 use overdrive_sys::product::mm_into;
 use tch::{Device, Kind, Tensor};
 
-use crate::weight::{Magnitudes, Storage};
+use crate::kernel::four_bit::{coded_map, dequantize_rows};
+use crate::tensors::{Fresh, with_float};
+use crate::weight::Storage;
 use crate::{QuantizedWeight, Result};
 
 /// Numbers of a dequantized block: large enough for a product at full speed, and in the last cache.
@@ -78,58 +80,37 @@ fn each_block(
         Device::Cpu => BLOCK,
         _ => 32 * BLOCK,
     };
-    let unit = unit(weight);
-    let count = (numbers / weight.inputs.max(1)).max(1);
-    let count = ((count + unit - 1) / unit).saturating_mul(unit);
-    let mut first = 0;
-    while first < weight.outputs {
-        let part = count.min(weight.outputs - first);
-        if part == weight.outputs {
-            return body(0, &weight.dequantize(kind)?);
+    let count = (numbers / weight.inputs.max(1)).clamp(1, weight.outputs.max(1));
+    let parts = (0..weight.outputs)
+        .step_by(count.unsigned_abs() as usize)
+        .map(|first| (first, count.min(weight.outputs - first)));
+    let coded = match kind {
+        Kind::Float | Kind::BFloat16 | Kind::Half => coded_map(weight)?,
+        _ => None,
+    };
+    if let Some(map) = coded {
+        return with_float!(kind, T => {
+            let mut scratch = Fresh::<T>::new(&[count, weight.inputs])?;
+            for (first, count) in parts {
+                let rows = first.unsigned_abs() as usize..(first + count).unsigned_abs() as usize;
+                dequantize_rows(&map, rows, scratch.elements_mut()?);
+                body(first, &scratch.rows(count)?)?;
+            }
+            Ok(())
+        });
+    }
+    for (first, count) in parts {
+        match outputs(weight, first, count)? {
+            Some(part) => body(first, &part.dequantize(kind)?)?,
+            None => return body(0, &weight.dequantize(kind)?),
         }
-        body(first, &outputs(weight, first, part)?.dequantize(kind)?)?;
-        first += part;
     }
     Ok(())
 }
 
-/// How many outputs belong together: blocks of magnitudes lie along the flattened weight.
-fn unit(weight: &QuantizedWeight) -> i64 {
-    let Storage::Blocks { codes, magnitudes } = &weight.storage else {
-        return 1;
-    };
-    let (blocks, together) = match magnitudes {
-        Magnitudes::Full(full) => (full.numel(), 1),
-        Magnitudes::Quantized { codes, .. } => (codes.numel(), 256),
-    };
-    let numbers = 2 * codes.numel();
-    let block = numbers.div_ceil(blocks.max(1)) * together;
-    let Ok(block) = i64::try_from(block) else {
-        return weight.outputs;
-    };
-    (block / gcd(block, weight.inputs).max(1)).max(1)
-}
-
-fn gcd(a: i64, b: i64) -> i64 {
-    if b == 0 { a } else { gcd(b, a % b) }
-}
-
-/// Some outputs of a weight, in its memory; `first` is a multiple of the [`unit`].
-fn outputs(weight: &QuantizedWeight, first: i64, count: i64) -> Result<QuantizedWeight> {
+/// Some outputs of a weight, in its memory; `None` where they do not lie apart.
+fn outputs(weight: &QuantizedWeight, first: i64, count: i64) -> Result<Option<QuantizedWeight>> {
     let rows = |tensor: &Tensor| tensor.f_narrow(0, first, count);
-    // The part of a flat tensor that has `whole` numbers for all outputs; the last may be a part.
-    let share = |tensor: &Tensor| {
-        let whole = i64::try_from(tensor.numel()).unwrap_or(i64::MAX);
-        let numbers = weight.outputs * weight.inputs;
-        let of = |outputs: i64| {
-            let numerator = i128::from(outputs * weight.inputs) * i128::from(whole);
-            (numerator, i128::from(numbers))
-        };
-        let (start, end) = (of(first), of(first + count));
-        let start = i64::try_from(start.0 / start.1).unwrap_or(whole);
-        let end = i64::try_from((end.0 + end.1 - 1) / end.1).unwrap_or(whole);
-        tensor.f_narrow(0, start, end.min(whole) - start)
-    };
     let storage = match &weight.storage {
         Storage::Int8 { codes, scales } => Storage::Int8 {
             codes: rows(codes)?,
@@ -150,27 +131,11 @@ fn outputs(weight: &QuantizedWeight, first: i64, count: i64) -> Result<Quantized
             offsets: offsets.as_ref().map(rows).transpose()?,
             order: order.as_ref().map(Tensor::shallow_clone),
         },
-        Storage::Blocks { codes, magnitudes } => Storage::Blocks {
-            codes: share(codes)?,
-            magnitudes: match magnitudes {
-                Magnitudes::Full(full) => Magnitudes::Full(share(full)?),
-                Magnitudes::Quantized {
-                    codes,
-                    code_book,
-                    scales,
-                    offset,
-                } => Magnitudes::Quantized {
-                    codes: share(codes)?,
-                    code_book: code_book.shallow_clone(),
-                    scales: share(scales)?,
-                    offset: *offset,
-                },
-            },
-        },
+        Storage::Blocks { .. } => return Ok(None),
     };
-    Ok(QuantizedWeight {
+    Ok(Some(QuantizedWeight {
         storage,
         outputs: count,
         ..*weight
-    })
+    }))
 }

@@ -36,14 +36,12 @@ impl<T: Element> Dots<'_, '_, '_, T> {
                 self.dot(s, output + 2),
                 self.dot(s, output + 3),
             ];
-            for (index, sum) in s.total_each(sums).into_iter().enumerate() {
-                self.0.finish(0, output + index, sum, S::OFFSET);
-            }
+            self.0.finish(0, output, s.total_each(sums), 4, S::OFFSET);
             output += 4;
         }
         while output < self.0.outputs.end {
             let sum = s.total(self.dot(s, output));
-            self.0.finish(0, output, sum, S::OFFSET);
+            self.0.finish(0, output, [sum, 0, 0, 0], 1, S::OFFSET);
             output += 1;
         }
     }
@@ -155,12 +153,13 @@ impl<T: Element> Dots<'_, '_, '_, T> {
                 }
             }
         }
-        for (r, sums) in sums.into_iter().enumerate() {
+        for n in 0..N {
             let mut four = [s.zero(); 4];
-            four[..N].copy_from_slice(&sums);
-            for (n, total) in s.total_each(four).into_iter().take(N).enumerate() {
-                self.0.finish(row + n, output + r, total, S::OFFSET);
+            for (four, sums) in four.iter_mut().zip(&sums) {
+                *four = sums[n];
             }
+            self.0
+                .finish(row + n, output, s.total_each(four), R, S::OFFSET);
         }
     }
 }

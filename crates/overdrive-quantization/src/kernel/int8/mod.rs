@@ -24,7 +24,7 @@ use super::threads::Target;
 pub(crate) const MAX_WIDTH: usize = 1 << 17;
 
 /// Rows from which on a weight is packed before it is multiplied.
-const PANEL_ROWS: usize = 24;
+const PANEL_ROWS: usize = 16;
 
 /// A weight with one scale an output, and the activations.
 #[derive(Debug, Clone, Copy)]
@@ -89,22 +89,60 @@ impl<T: Element> Int8Part<'_, T> {
 }
 
 impl<T: Element> Job<'_, '_, T> {
-    /// Writes a result, of which the sum of products of codes is known; each code of the weight was too
-    /// large by `offset`.
+    /// Writes the first `count` of four neighbours in a row, of which the sums of products of codes are
+    /// known; each code of the weight was too large by `offset`.
     #[inline(always)]
-    fn finish(&self, row: usize, output: usize, sum: i32, offset: i32) {
-        let part = self.part;
-        let sum = sum.wrapping_sub(part.x.sums[row].wrapping_mul(offset));
-        #[allow(clippy::cast_precision_loss, reason = "within the rounding of the result")]
-        let mut sum = sum as f32 * part.x.scales[row];
-        if let Some(extra) = &self.extra {
-            sum += extra[row * self.outputs.len() + output - self.outputs.start];
+    fn finish(&self, row: usize, output: usize, sums: [i32; 4], count: usize, offset: i32) {
+        if count == 4 {
+            return self.finish_all(row, output, sums, offset);
         }
-        let bias = part.bias.map_or(0.0, |bias| bias[output].to_f32());
-        // Not fused, so that all instruction sets have the same results.
-        let result = T::from_f32(sum * part.scales[output] + bias);
-        self.y.set(row, self.first + output, result);
+        for (index, sum) in sums.into_iter().enumerate().take(count) {
+            self.finish_all(row, output + index, [sum], offset);
+        }
     }
+
+    #[inline(always)]
+    fn finish_all<const N: usize>(&self, row: usize, output: usize, sums: [i32; N], offset: i32) {
+        let part = self.part;
+        let excess = part.x.sums[row].wrapping_mul(offset);
+        let scale = part.x.scales[row];
+        let scales: &[f32; N] = chunk(part.scales, output);
+        let mut results = [0.0; N];
+        for (result, sum) in results.iter_mut().zip(sums) {
+            #[allow(clippy::cast_precision_loss, reason = "within the rounding of the result")]
+            let sum = sum.wrapping_sub(excess) as f32;
+            *result = sum * scale;
+        }
+        if let Some(extra) = &self.extra {
+            let at = row * self.outputs.len() + output - self.outputs.start;
+            for (result, extra) in results.iter_mut().zip(chunk::<_, N>(extra, at)) {
+                *result += extra;
+            }
+        }
+        // Not fused, so that all instruction sets have the same results.
+        for (result, scale) in results.iter_mut().zip(scales) {
+            *result *= scale;
+        }
+        if let Some(bias) = part.bias {
+            for (result, bias) in results.iter_mut().zip(chunk::<_, N>(bias, output)) {
+                *result += bias.to_f32();
+            }
+        }
+        let results = results.map(
+            #[inline(always)]
+            |result| T::from_f32(result),
+        );
+        self.y.set_all(row, self.first + output, &results);
+    }
+}
+
+/// Neighbours from `at` on.
+#[inline(always)]
+fn chunk<E, const N: usize>(all: &[E], at: usize) -> &[E; N] {
+    let Some(chunk) = all[at..].first_chunk() else {
+        unreachable!("the caller counted the outputs");
+    };
+    chunk
 }
 
 #[cfg(test)]

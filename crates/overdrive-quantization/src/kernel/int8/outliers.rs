@@ -35,7 +35,7 @@ impl Split {
             .collect();
         if columns.is_empty() {
             return Split {
-                int8: Int8Rows::quantize(x, width, None),
+                int8: Int8Rows::quantize(x, width),
                 columns,
                 values: Vec::new(),
                 padded: 0,
@@ -51,7 +51,7 @@ impl Split {
             }
         }
         Split {
-            int8: Int8Rows::quantize(&rest, width, None),
+            int8: Int8Rows::quantize(&rest, width),
             columns,
             values,
             padded,

@@ -1,6 +1,8 @@
 //! Many rows, with AVX-512-VNNI: 32 outputs of the weight are packed, four inputs of each together, so
-//! that a sum is a lane and nothing is added across lanes; the panel stays in the second cache while all
-//! rows pass by, twelve at a time.
+//! that a sum is a lane and nothing is added across lanes.
+//!
+//! The panel stays in the second cache while all rows pass by, twelve at a time. With the first of them
+//! the weight of the next panel is asked for.
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::*;
@@ -8,6 +10,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use super::{Int8Part, Job};
+use crate::kernel::activations::Int8Rows;
 use crate::kernel::element::Element;
 use crate::kernel::simd::avx512::Avx512;
 
@@ -37,8 +40,8 @@ pub(super) fn panels<T: Element>(simd: Avx512, job: &Job<'_, '_, T>) {
     });
 }
 
-/// Codes of `outputs`, with 128 added, as `(inputs / 4, 32, 4)`; anything for outputs beyond the range
-/// and for inputs beyond the width.
+/// Codes of `outputs`, with 128 added, as `(inputs / 4, 32, 4)`; anything for outputs beyond the range and
+/// for inputs beyond the width.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn pack<T: Element>(
     _: Avx512,
@@ -51,28 +54,35 @@ fn pack<T: Element>(
         let from = outputs.start + half * 16;
         for at in (0..width).step_by(64) {
             let count = (width - at).min(64);
-            let mask = u64::MAX >> (64 - count);
             let mut square = [_mm512_setzero_si512(); 16];
-            for (index, row) in square.iter_mut().enumerate() {
-                let output = from + index;
-                if output < outputs.end {
+            if count == 64 && from + 16 <= outputs.end {
+                let first = part.weight(from)[at..].as_ptr();
+                assert!(part.codes.len() >= (from + 15) * width + at + 64, "16 rows of 64");
+                for (index, row) in square.iter_mut().enumerate() {
+                    // SAFETY: asserted.
+                    *row = unsafe { _mm512_loadu_si512(first.add(index * width).cast()) };
+                }
+            } else {
+                let mask = u64::MAX >> (64 - count);
+                for (row, output) in square.iter_mut().zip(from..outputs.end) {
                     let codes = &part.weight(output)[at..at + count];
                     // SAFETY: the mask lets `count` bytes be read, the slice's length.
                     *row = unsafe { _mm512_maskz_loadu_epi8(mask, codes.as_ptr()) };
                 }
-                *row = _mm512_xor_si512(*row, _mm512_set1_epi8(i8::MIN));
             }
-            for (index, column) in transposed(square).into_iter().enumerate() {
-                let to = (at / QUAD + index) * OUTPUTS * QUAD + half * 64;
-                let to = &mut panel[to..to + 64];
-                // SAFETY: a store of 64 bytes to a slice of 64.
-                unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), column) };
+            let quad = at / QUAD;
+            let to = &mut panel[quad * OUTPUTS * QUAD..(quad + 16) * OUTPUTS * QUAD];
+            for (column, to) in transposed(square).into_iter().zip(to.as_chunks_mut::<128>().0) {
+                let shifted = _mm512_xor_si512(column, _mm512_set1_epi8(i8::MIN));
+                // SAFETY: a store of 64 bytes at 0 or 64 of 128.
+                unsafe { _mm512_storeu_si512(to.as_mut_ptr().add(half * 64).cast(), shifted) };
             }
         }
     }
 }
 
 /// 16 by 16 numbers of 32 bits.
+#[inline]
 #[target_feature(enable = "avx512f")]
 fn transposed(rows: [__m512i; 16]) -> [__m512i; 16] {
     // Within each quarter of the registers: pairs of rows, then fours.
@@ -114,43 +124,68 @@ fn multiply<T: Element>(
     outputs: Range<usize>,
     panel: &[i8],
 ) {
+    let x = job.part.x;
+    let next = job.part.codes.as_ptr().wrapping_add(outputs.end * x.width);
+    let mut next = Some(next);
     let finish = Finish::new(job, outputs);
-    let rows = job.part.x.rows;
     let mut row = 0;
-    while row + 12 <= rows {
-        tile::<T, 12>(&finish, panel, row);
-        row += 12;
+    macro_rules! rows {
+        ($count:literal) => {{
+            let all = tile::<$count>(x, row, panel, next.take());
+            for (index, sums) in all.into_iter().enumerate() {
+                finish.row(row + index, sums);
+            }
+            row += $count;
+        }};
     }
-    if row + 8 <= rows {
-        tile::<T, 8>(&finish, panel, row);
-        row += 8;
+    while row + 12 <= x.rows {
+        rows!(12);
     }
-    if row + 4 <= rows {
-        tile::<T, 4>(&finish, panel, row);
-        row += 4;
+    if row + 8 <= x.rows {
+        rows!(8);
     }
-    match rows - row {
+    if row + 4 <= x.rows {
+        rows!(4);
+    }
+    match x.rows - row {
         0 => {}
-        1 => tile::<T, 1>(&finish, panel, row),
-        2 => tile::<T, 2>(&finish, panel, row),
-        _ => tile::<T, 3>(&finish, panel, row),
+        1 => rows!(1),
+        2 => rows!(2),
+        _ => rows!(3),
     }
+    debug_assert_eq!(row, x.rows, "all of them");
 }
 
-/// `N` rows with one panel.
+/// Sums of `N` rows with one panel. Asks for 32 rows of the weight at `next` in passing.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-fn tile<T: Element, const N: usize>(finish: &Finish<'_, '_, '_, T>, panel: &[i8], row: usize) {
-    let x = finish.job.part.x;
+fn tile<const N: usize>(
+    x: &Int8Rows,
+    row: usize,
+    panel: &[i8],
+    next: Option<*const i8>,
+) -> [[__m512i; 2]; N] {
     let quads = x.width.div_ceil(QUAD);
     assert!(
-        row + N <= x.rows && quads * QUAD <= x.padded && panel.len() >= quads * QUAD * OUTPUTS,
+        row + N <= x.rows
+            && quads * QUAD <= x.padded
+            && panel.len() >= quads * QUAD * OUTPUTS,
         "rows and a panel of that width"
     );
     let rows: [*const i8; N] = std::array::from_fn(|n| x.row(row + n).as_ptr());
     let mut sums = [[_mm512_setzero_si512(); 2]; N];
     let mut w = panel.as_ptr();
+    let (mut wanted, mut column) = (next, 0);
     for quad in 0..quads {
+        if let Some(place) = wanted {
+            // Two lines for each 128 bytes of the panel.
+            _mm_prefetch::<_MM_HINT_T1>(place.wrapping_add(column));
+            _mm_prefetch::<_MM_HINT_T1>(place.wrapping_add(column + 64));
+            column += 128;
+            if column >= x.width {
+                (wanted, column) = (Some(place.wrapping_add(x.width)), 0);
+            }
+        }
         // SAFETY: the panel has two registers for each of `quads`, each row four bytes.
         unsafe {
             let left = _mm512_loadu_si512(w.cast());
@@ -164,9 +199,7 @@ fn tile<T: Element, const N: usize>(finish: &Finish<'_, '_, '_, T>, panel: &[i8]
             }
         }
     }
-    for (n, sums) in sums.into_iter().enumerate() {
-        finish.row(row + n, sums);
-    }
+    sums
 }
 
 /// From sums to results.
@@ -221,6 +254,9 @@ impl<'a, 'b, 'c, T: Element> Finish<'a, 'b, 'c, T> {
             *out = T::from_f32(result * scale + bias);
         }
         let column = job.first + self.outputs.start;
-        job.y.set_all(row, column, &out[..count]);
+        match count {
+            OUTPUTS => job.y.set_all(row, column, &out),
+            _ => job.y.set_all(row, column, &out[..count]),
+        }
     }
 }

@@ -44,7 +44,7 @@ fn check<T: Element + PartialEq + std::fmt::Debug>(
     outputs: &[usize],
 ) {
     let input: Vec<T> = numbers(seed, rows * width).into_iter().map(T::from_f32).collect();
-    let x = Int8Rows::quantize(&input, width, None);
+    let x = Int8Rows::quantize(&input, width);
     let weights: Vec<_> = outputs
         .iter()
         .zip(seed..)
@@ -108,7 +108,7 @@ proptest! {
 fn sums_beyond_the_unsigned_detour_are_exact() {
     // 127 · 255 · width does not fit 32 bits, 127 · 128 · width does.
     let width = MAX_WIDTH - 64;
-    let x = Int8Rows::quantize(&vec![1.0_f32; width * 25], width, None);
+    let x = Int8Rows::quantize(&vec![1.0_f32; width * 25], width);
     for code in [127, -128] {
         let codes = vec![code; width * 3];
         for set in InstructionSet::available() {
@@ -187,7 +187,7 @@ fn a_row_with_nan_gives_nan_and_others_do_not() {
     let width = 70;
     let mut input = numbers(1, 3 * width);
     input[width + 5] = f32::NAN;
-    let x = Int8Rows::quantize(&input, width, None);
+    let x = Int8Rows::quantize(&input, width);
     let codes = codes(2, 2 * width);
     let part = Int8Part {
         x: &x,

@@ -142,14 +142,14 @@ impl Simd for Avx2 {
         self.load_codes(from)
     }
 
-    /// `vpmaddubsw` saturates at 16 bits, so its unsigned factor is the activation without its sign, at
-    /// most 127, and the sign goes to the weight: two products are at most 2 · 127 · 128 < 2¹⁵.
+    /// `vpmaddubsw` saturates at 16 bits, so its unsigned factor is the weight without its sign, at most
+    /// 128, and the sign goes to the activation: two products are at most 2 · 128 · 127 < 2¹⁵.
     #[inline(always)]
     fn dot(self, sums: __m256i, w: Self::W, x: Self::X) -> __m256i {
         avx2!({
             let ones = _mm256_set1_epi16(1);
-            let low = _mm256_maddubs_epi16(_mm256_abs_epi8(x[0]), _mm256_sign_epi8(w[0], x[0]));
-            let high = _mm256_maddubs_epi16(_mm256_abs_epi8(x[1]), _mm256_sign_epi8(w[1], x[1]));
+            let low = _mm256_maddubs_epi16(_mm256_abs_epi8(w[0]), _mm256_sign_epi8(x[0], w[0]));
+            let high = _mm256_maddubs_epi16(_mm256_abs_epi8(w[1]), _mm256_sign_epi8(x[1], w[1]));
             let low = _mm256_madd_epi16(low, ones);
             let high = _mm256_madd_epi16(high, ones);
             _mm256_add_epi32(sums, _mm256_add_epi32(low, high))

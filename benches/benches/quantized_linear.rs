@@ -1,0 +1,129 @@
+//! Claim: a product with a quantized weight takes at most as long as reading its packed weight, for one
+//! row, and at most as long as fbgemm's (what `torch.ao.quantization.quantize_dynamic` runs), for any
+//! number of rows.
+//!
+//! Analysis: for few rows the weight must be read once, so a row of the table has a roof in bytes: the
+//! weight's bytes over the bandwidth that a plain sum of as many bytes reaches on all threads, which is
+//! printed first. For many rows arithmetic counts: a core does 64 products of bytes a cycle with VNNI, 16
+//! of floats, and the dense product of floats is measured beside. Weights that fit the last cache are read
+//! faster than memory is: each product here walks through several weights that together do not.
+//!
+//! `benches/pytorch/quantized_linear.py` measures PyTorch's own modules; `fbgemm` here is the operator in
+//! libtorch, with activations and weights quantized by tensor.
+
+use std::cell::Cell;
+use std::time::Instant;
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use overdrive_quantization::{QuantizedWeight, Scheme, linear};
+use tch::{Device, Kind, Tensor};
+
+const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
+
+/// Outputs and inputs: the maps of a Llama with 7 B parameters, and of one with 100 M.
+const SIZES: [(i64, i64); 3] = [(4096, 4096), (11008, 4096), (2048, 768)];
+
+const ROWS: [i64; 4] = [1, 8, 64, 512];
+
+const SCHEMES: [&str; 7] = [
+    "int8",
+    "int8-weight",
+    "llm-int8",
+    "int4-g32",
+    "int4-g128",
+    "nf4",
+    "fp8",
+];
+
+/// More than the last cache of most machines.
+const BEYOND_CACHE: usize = 128 << 20;
+
+/// Bytes a second of a plain sum over memory on all threads.
+fn read_bandwidth() -> f64 {
+    let words = vec![1_u64; BEYOND_CACHE / 4];
+    let seconds = (0..10).map(|_| {
+        let start = Instant::now();
+        let total = std::sync::atomic::AtomicU64::new(0);
+        overdrive_sys::threads::parallel_for(words.len(), 1 << 16, |range| {
+            let sum = words[range].iter().fold(0_u64, |sum, word| sum.wrapping_add(*word));
+            total.fetch_add(sum, std::sync::atomic::Ordering::Relaxed);
+        });
+        assert_eq!(total.into_inner(), words.len() as u64);
+        start.elapsed().as_secs_f64()
+    });
+    (words.len() * 8) as f64 / seconds.fold(f64::INFINITY, f64::min)
+}
+
+/// A product with a weight of its own, and the bytes of that.
+type Product = (Box<dyn Fn(&Tensor) -> Tensor>, usize);
+
+fn of_scheme(dense: &Tensor, scheme: &str) -> Product {
+    let scheme: Scheme = scheme.parse().expect("one of the names");
+    let weight = QuantizedWeight::quantize(dense, scheme).expect("finite numbers");
+    let bytes = weight.bytes();
+    let product = move |x: &Tensor| linear(x, &weight, None).expect("the shapes fit");
+    (Box::new(product), bytes)
+}
+
+fn dense(dense: &Tensor) -> Product {
+    let weight = dense.copy();
+    (Box::new(move |x| x.linear(&weight, None::<&Tensor>)), dense.numel() * 4)
+}
+
+fn fbgemm(dense: &Tensor) -> Product {
+    let (codes, offsets, scale, zero) = dense.fbgemm_linear_quantize_weight();
+    let packed = codes.fbgemm_pack_quantized_matrix();
+    let bias = Tensor::zeros([dense.size()[0]], F32);
+    let bytes = codes.numel();
+    let product = move |x: &Tensor| {
+        x.fbgemm_linear_int8_weight_fp32_activation(&codes, &packed, &offsets, scale, zero, &bias)
+    };
+    (Box::new(product), bytes)
+}
+
+fn quantized_linear(criterion: &mut Criterion) {
+    let _no_grad = tch::no_grad_guard();
+    let bandwidth = read_bandwidth();
+    println!(
+        "{} threads, instructions: {}, memory is read at {:.1} GB/s",
+        overdrive_sys::threads::intra_op(),
+        overdrive_quantization::instruction_set(),
+        bandwidth / 1e9
+    );
+    for (outputs, inputs) in SIZES {
+        let mut group = criterion.benchmark_group(format!("quantized_linear/{outputs}x{inputs}"));
+        group.sample_size(10);
+        group.warm_up_time(std::time::Duration::from_millis(200));
+        group.measurement_time(std::time::Duration::from_millis(800));
+        let weight = Tensor::randn([outputs, inputs], F32);
+        let names = ["float", "fbgemm"].into_iter().chain(SCHEMES);
+        for name in names {
+            let make = || match name {
+                "float" => dense(&weight),
+                "fbgemm" => fbgemm(&weight),
+                scheme => of_scheme(&weight, scheme),
+            };
+            let first = make();
+            let bytes = first.1;
+            let count = BEYOND_CACHE.div_ceil(bytes).min(16);
+            let mut products = vec![first];
+            products.resize_with(count, make);
+            println!("{name}: the weight is read in {:.3} ms", bytes as f64 / bandwidth * 1e3);
+            for rows in ROWS {
+                let x = Tensor::randn([rows, inputs], F32);
+                let next = Cell::new(0);
+                group.throughput(Throughput::Bytes(bytes as u64));
+                group.bench_function(BenchmarkId::new(name, rows), |bencher| {
+                    bencher.iter(|| {
+                        next.set((next.get() + 1) % products.len());
+                        (products[next.get()].0)(&x)
+                    });
+                });
+            }
+        }
+        group.finish();
+    }
+}
+
+criterion_group!(benches, quantized_linear);
+criterion_main!(benches);
