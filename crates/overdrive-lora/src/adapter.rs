@@ -1,8 +1,9 @@
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use tch::Tensor;
 
-use crate::LoraConfig;
+use crate::dora::Lengths;
+use crate::{Error, LoraConfig, Result};
 
 /// A low-rank change of one linear map: `scale · B · A`, and with DoRA the magnitudes of its rows.
 ///
@@ -16,9 +17,75 @@ pub struct Adapter {
     pub(crate) b: Tensor,
     pub(crate) bias: Option<Tensor>,
     pub(crate) magnitude: Option<Tensor>,
+    /// With DoRA: what was computed from the tensors as they are now.
+    pub(crate) lengths: Mutex<Option<Lengths>>,
 }
 
 impl Adapter {
+    /// Of tensors from anywhere: `a (r, I)`, `b (O, r)`, `bias (O,)`, `magnitude (O,)`, of one floating kind
+    /// and device. They are shared, not copied. The rank is that of `a`, alpha and scale come from
+    /// `config`.
+    ///
+    /// # Errors
+    /// [`Error::BadInput`] for shapes or kinds that do not fit one another.
+    pub fn new(
+        config: Arc<LoraConfig>,
+        a: Tensor,
+        b: Tensor,
+        bias: Option<Tensor>,
+        magnitude: Option<Tensor>,
+    ) -> Result<Adapter> {
+        let (sizes, expected) = (
+            (a.size(), b.size()),
+            "(r, I) and (O, r) with r of at least 1",
+        );
+        let (&[rank, _], &[outputs, rank_of_b]) = (sizes.0.as_slice(), sizes.1.as_slice()) else {
+            return Err(bad(
+                "A and B",
+                format!("{:?} and {:?}", sizes.0, sizes.1),
+                expected,
+            ));
+        };
+        if rank != rank_of_b || rank < 1 {
+            return Err(bad(
+                "A and B",
+                format!("{:?} and {:?}", sizes.0, sizes.1),
+                expected,
+            ));
+        }
+        for (name, tensor) in [("the bias of B", &bias), ("the magnitude", &magnitude)] {
+            if let Some(tensor) = tensor.as_ref().filter(|tensor| tensor.size() != [outputs]) {
+                return Err(bad(name, format!("{:?}", tensor.size()), "(O,)"));
+            }
+        }
+        let others = [Some(&b), bias.as_ref(), magnitude.as_ref()];
+        let differs = |other: &&Tensor| other.kind() != a.kind() || other.device() != a.device();
+        if !a.is_floating_point() || others.into_iter().flatten().any(|other| differs(&other)) {
+            let found = format!(
+                "A of {:?} on {:?}, B of {:?} on {:?}",
+                a.kind(),
+                a.device(),
+                b.kind(),
+                b.device()
+            );
+            return Err(bad(
+                "the adapter",
+                found,
+                "tensors of one floating kind on one device",
+            ));
+        }
+        Ok(Adapter {
+            alpha: config.lora_alpha,
+            scale: config.scale_of(rank, config.lora_alpha),
+            config,
+            a,
+            b,
+            bias,
+            magnitude,
+            lengths: Mutex::default(),
+        })
+    }
+
     /// `(r, I)`.
     pub fn a(&self) -> &Tensor {
         &self.a
@@ -75,5 +142,13 @@ impl Adapter {
         let magnitude = self.magnitude.as_ref();
         tensors.extend(magnitude.map(|magnitude| ("lora_magnitude_vector", "weight", magnitude)));
         tensors
+    }
+}
+
+fn bad(name: &str, found: String, expected: &str) -> Error {
+    Error::BadInput {
+        name: name.to_owned(),
+        found,
+        expected: expected.to_owned(),
     }
 }

@@ -123,6 +123,9 @@ pub enum Error {
     /// An error of a custom function.
     #[error(transparent)]
     Autograd(#[from] overdrive_autograd::Error),
+    /// An error of an autocast region.
+    #[error(transparent)]
+    Precision(#[from] overdrive_precision::Error),
     /// An error of the shim.
     #[error(transparent)]
     Sys(#[from] overdrive_sys::Error),

@@ -1,6 +1,6 @@
 //! How adapters start.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use overdrive_autograd::NoGradGuard;
 use overdrive_quantization::QuantizedWeight;
@@ -85,6 +85,7 @@ pub(crate) fn adapter(
         b,
         bias,
         magnitude: None,
+        lengths: Mutex::default(),
     };
     if config.use_dora {
         adapter.magnitude = Some(dora::row_lengths(base, &adapter)?);

@@ -1,5 +1,5 @@
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use overdrive_quantization::QuantizedWeight;
 use overdrive_sys::autocast;
@@ -106,6 +106,14 @@ impl AdaptedLinear {
     /// the old one is taken for a part of it.
     pub fn replace_base(&mut self, base: BaseWeight) -> BaseWeight {
         self.merged.clear();
+        self.exchange_base(base)
+    }
+
+    /// Exchanges the weight, and drops what adapters computed from it.
+    pub(crate) fn exchange_base(&mut self, base: BaseWeight) -> BaseWeight {
+        for (_, adapter) in &mut self.adapters {
+            adapter.lengths = Mutex::default();
+        }
         std::mem::replace(&mut self.base, base)
     }
 
@@ -130,17 +138,44 @@ impl AdaptedLinear {
         config: &Arc<LoraConfig>,
         options: &AddOptions,
     ) -> Result<()> {
-        check_name(adapter)?;
-        if self.adapter(adapter).is_some() {
+        self.check_new(adapter)?;
+        let made = init::adapter(&mut self.base, map_name, config, options)?;
+        if config.init_lora_weights.changes_base() {
+            for (_, other) in &mut self.adapters {
+                other.lengths = Mutex::default();
+            }
+        }
+        self.adapters.push((adapter.to_owned(), made));
+        Ok(())
+    }
+
+    /// Puts an adapter of tensors from anywhere beside the weight. It is not active yet.
+    ///
+    /// # Errors
+    /// [`Error::BadInput`] if it is of another width, and as [`AdaptedLinear::add_adapter`].
+    pub fn insert_adapter(&mut self, name: &str, adapter: Adapter) -> Result<()> {
+        self.check_new(name)?;
+        let (found, expected) = ([adapter.b.size()[0], adapter.a.size()[1]], self.base.size());
+        if found != expected {
+            return Err(Error::BadInput {
+                name: format!("the adapter `{name}`"),
+                found: format!("of [outputs, inputs] {found:?}"),
+                expected: format!("{expected:?}, as the weight"),
+            });
+        }
+        self.adapters.push((name.to_owned(), adapter));
+        Ok(())
+    }
+
+    fn check_new(&self, name: &str) -> Result<()> {
+        check_name(name)?;
+        if self.adapter(name).is_some() {
             return Err(Error::BadName {
-                name: adapter.to_owned(),
+                name: name.to_owned(),
                 reason: "it is taken",
             });
         }
-        self.refuse_merged("adding an adapter")?;
-        let made = init::adapter(&mut self.base, map_name, config, options)?;
-        self.adapters.push((adapter.to_owned(), made));
-        Ok(())
+        self.refuse_merged("adding an adapter")
     }
 
     /// The adapter `name`.

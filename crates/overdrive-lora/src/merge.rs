@@ -163,7 +163,7 @@ impl AdaptedLinear {
                     return Err(refuse());
                 }
                 report = Some(error);
-                let old = std::mem::replace(&mut self.base, BaseWeight::Quantized(packed));
+                let old = self.exchange_base(BaseWeight::Quantized(packed));
                 Some((old, keep(&self.bias)?))
             }
             BaseWeight::Dense { weight, transposed } => {
@@ -274,7 +274,9 @@ impl AdaptedLinear {
             (BaseWeight::Dense { weight, .. }, BaseWeight::Dense { weight: old, .. }) => {
                 weight.f_detach()?.f_copy_(old)?;
             }
-            _ => self.base = original,
+            _ => {
+                self.exchange_base(original);
+            }
         }
         Ok(())
     }

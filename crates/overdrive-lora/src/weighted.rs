@@ -1,4 +1,4 @@
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use overdrive_autograd::NoGradGuard;
 use tch::Tensor;
@@ -78,6 +78,7 @@ pub fn add_weighted_adapter<H: AdapterHost + ?Sized>(
             b,
             bias: None,
             magnitude: None,
+            lengths: Mutex::default(),
         };
         map.adapters.push((name.to_owned(), adapter));
         Ok(())

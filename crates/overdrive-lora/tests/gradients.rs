@@ -7,7 +7,9 @@ use std::sync::{Arc, Mutex};
 
 use common::{F64, numbers, transposed};
 use overdrive_autograd::{GradcheckOptions, gradcheck};
-use overdrive_lora::{AdaptedLinear, AddOptions, InitLoraWeights, LoraConfig, joint_forward};
+use overdrive_lora::{
+    AdaptedLinear, Adapter, AddOptions, InitLoraWeights, LoraConfig, joint_forward,
+};
 use tch::Tensor;
 
 /// Dropout draws from libtorch's generator, which all tests of a process share.
@@ -54,6 +56,23 @@ fn inputs(maps: &[&AdaptedLinear]) -> Vec<Tensor> {
     inputs
 }
 
+/// Another map of the same base with these tensors, taken in the order of [`inputs`].
+fn with(map: &AdaptedLinear, tensors: &mut std::slice::Iter<'_, Tensor>) -> AdaptedLinear {
+    let bias = map.bias().map(Tensor::shallow_clone);
+    let mut made = AdaptedLinear::new(map.base().shallow_clone(), bias);
+    for (name, adapter) in map.adapters() {
+        let mut next = || tensors.next().unwrap().shallow_clone();
+        let (a, b) = (next(), next());
+        let bias = adapter.bias().map(|_| next());
+        let magnitude = adapter.magnitude().map(|_| next());
+        let config = Arc::new(adapter.config().clone());
+        made.insert_adapter(name, Adapter::new(config, a, b, bias, magnitude).unwrap())
+            .unwrap();
+    }
+    made.set_active(&map.active());
+    made
+}
+
 fn plain(r: i64) -> LoraConfig {
     LoraConfig {
         r,
@@ -75,7 +94,8 @@ fn one_map_with_one_or_several_adapters() {
     ] {
         for (has_bias, conv1d) in [(false, false), (true, false), (true, true)] {
             let map = map(5, has_bias, conv1d, &configs);
-            let check = |x: &[Tensor]| Ok(vec![map.forward(&x[0], true)?]);
+            let check =
+                |x: &[Tensor]| Ok(vec![with(&map, &mut x[1..].iter()).forward(&x[0], true)?]);
             gradcheck(check, &inputs(&[&map]), &GradcheckOptions::default()).unwrap();
         }
     }
@@ -95,7 +115,7 @@ fn dora_holds_the_length_of_rows_constant_and_the_rest_is_differentiated() {
         for tensor in [adapter.a(), adapter.b()] {
             let _ = tensor.set_requires_grad(false);
         }
-        let check = |x: &[Tensor]| Ok(vec![map.forward(&x[0], true)?]);
+        let check = |x: &[Tensor]| Ok(vec![with(&map, &mut x[1..].iter()).forward(&x[0], true)?]);
         gradcheck(check, &inputs(&[&map]), &GradcheckOptions::default()).unwrap();
     }
 }
@@ -107,7 +127,11 @@ fn joint_maps_of_which_some_have_adapters() {
         map(3, true, false, &[]),
         map(5, true, false, &[plain(2)]),
     );
-    let check = |x: &[Tensor]| Ok(vec![joint_forward(&x[0], &[&q, &k, &v])?]);
+    let check = |x: &[Tensor]| {
+        let mut rest = x[1..].iter();
+        let [q, k, v] = [&q, &k, &v].map(|map| with(map, &mut rest));
+        Ok(vec![joint_forward(&x[0], &[&q, &k, &v])?])
+    };
     gradcheck(check, &inputs(&[&q, &k, &v]), &GradcheckOptions::default()).unwrap();
 }
 
@@ -118,10 +142,11 @@ fn dropout_masks_are_those_of_forward() {
         lora_dropout: 0.4,
         ..plain(2)
     };
-    let mut map = map(5, true, false, &[config.clone(), config]);
-    map.set_training(true);
+    let map = map(5, true, false, &[config.clone(), config]);
     let check = |x: &[Tensor]| {
         tch::manual_seed(5);
+        let mut map = with(&map, &mut x[1..].iter());
+        map.set_training(true);
         Ok(vec![map.forward(&x[0], true)?])
     };
     gradcheck(check, &inputs(&[&map]), &GradcheckOptions::default()).unwrap();

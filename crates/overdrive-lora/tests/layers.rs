@@ -509,3 +509,57 @@ impl DenseCopy for AdaptedLinear {
         self.base().to_dense(Kind::Float).unwrap().copy()
     }
 }
+
+#[test]
+fn dora_follows_every_change_of_its_tensors() {
+    let config = LoraConfig {
+        use_dora: true,
+        ..all(4)
+    };
+    let mut host = host();
+    add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
+    host.randomise("a");
+    let x = numbers(&[7, 16], 2.0, F32);
+    let explicit = |map: &AdaptedLinear| {
+        let adapter = map.adapter("a").unwrap();
+        let weight = map.dense_copy() + adapter.b().matmul(adapter.a()) * adapter.scale();
+        let lengths = weight
+            .square()
+            .sum_dim_intlist([1i64].as_slice(), true, Kind::Float)
+            .sqrt();
+        let weight = weight / lengths * adapter.magnitude().unwrap().unsqueeze(1);
+        x.linear(&weight, map.bias())
+    };
+    let check = |map: &AdaptedLinear| {
+        for _ in 0..2 {
+            let y = map.forward(&x, true).unwrap();
+            assert!(distance(&y, &explicit(map)) < 1e-5);
+        }
+    };
+    let map = host.map("layers.0.q");
+    check(map);
+    let change = |tensor: &Tensor| {
+        tch::no_grad(|| {
+            tensor
+                .shallow_clone()
+                .g_add_(&(numbers(&tensor.size(), 4.0, F32) * 0.1))
+        })
+    };
+    for place in 0..3 {
+        let adapter = map.adapter("a").unwrap();
+        let tensor = [adapter.a(), adapter.b(), adapter.magnitude().unwrap()][place];
+        let _ = change(tensor);
+        check(map);
+    }
+    if let overdrive_lora::BaseWeight::Dense { weight, .. } = map.base() {
+        let _ = change(weight);
+    }
+    check(map);
+    map.set_scale("a", 2.0).unwrap();
+    check(map);
+    map.replace_base(overdrive_lora::BaseWeight::Dense {
+        weight: numbers(&[12, 16], 8.0, F32),
+        transposed: false,
+    });
+    check(map);
+}
