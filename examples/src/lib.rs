@@ -3,11 +3,13 @@
 
 mod generation_flags;
 mod model_flags;
+mod model_text;
 
 use std::process::ExitCode;
 
 pub use generation_flags::GenerationFlags;
 pub use model_flags::{ModelFlags, load_model};
+pub use model_text::ModelText;
 
 /// The end of an example's `main`: an error is told in one line, without a stack backtrace, because
 /// what went wrong is most often in what was asked for.

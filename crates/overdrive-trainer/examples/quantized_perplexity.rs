@@ -3,7 +3,7 @@
 //! and the head with the embedding where they are tied.
 //!
 //! ```text
-//! cargo run --release -p overdrive-trainer --example quantized_perplexity -- runs/tiny-001
+//! cargo run --release -p overdrive-trainer --example quantized_perplexity -- runs/tiny-001 [BATCHES]
 //! ```
 
 use std::error::Error;
@@ -21,7 +21,7 @@ use tch::Device;
 
 /// Windows of the training part that calibration reads.
 const CALIBRATION_BATCHES: usize = 16;
-/// Batches of the validation part.
+/// Batches of the validation part, where no second argument gives another number.
 const EVALUATION_BATCHES: u64 = 40;
 
 type Outcome<T> = Result<T, Box<dyn Error + Send + Sync>>;
@@ -32,7 +32,8 @@ fn main() -> Outcome<()> {
     let text = std::fs::read_to_string(Path::new(&run).join("training_args.json"))?;
     let mut arguments: TrainingArguments = serde_json::from_str(&text)?;
     arguments.tokenizer = Some(folder.join("tokenizer.json"));
-    arguments.max_eval_batches = Some(EVALUATION_BATCHES);
+    let batches = std::env::args().nth(2).map(|count| count.parse());
+    arguments.max_eval_batches = Some(batches.transpose()?.unwrap_or(EVALUATION_BATCHES));
     let data = TextData::prepare(&arguments, |line| println!("{line}"))?;
     let perplexity = |model: &CausalLm| -> Outcome<f64> {
         let batches = data.validation_batches(&arguments, Device::Cpu)?;

@@ -236,23 +236,11 @@ fn check_beside(option: &'static str, other: Option<Scheme>, scheme: Scheme) -> 
     }
 }
 
-/// The squared error and the squares of a weight, summed; a part of the rows at a time.
+/// The squared error and the squares of a weight, summed.
 fn errors(weight: &Tensor, packed: &QuantizedWeight) -> Result<(f64, f64)> {
-    let back = packed.dequantize(Kind::Float)?;
-    let sum = |mut tensor: Tensor| -> Result<f64> {
-        Ok(tensor
-            .f_square_()?
-            .f_sum(Kind::Double)?
-            .f_double_value(&[])?)
-    };
-    let squares = weight.f_norm_scalaropt_dim(2.0, [0i64, 1].as_slice(), false)?;
-    let squares = squares
-        .f_to_kind(Kind::Double)?
-        .f_double_value(&[])?
-        .powi(2);
-    let mut difference = back;
-    let _same = difference.f_sub_(weight)?;
-    Ok((sum(difference)?, squares))
+    let squared_error = packed.error(weight)?.rms.powi(2) * weight.numel() as f64;
+    let norm = weight.f_norm_scalaropt_dim(2.0, [0i64, 1].as_slice(), false)?;
+    Ok((squared_error, norm.f_double_value(&[])?.powi(2)))
 }
 
 /// A folder that is removed again unless it was renamed, on a panic too.

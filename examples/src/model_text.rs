@@ -1,0 +1,57 @@
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use overdrive::precision::Precision;
+use overdrive::quantization::{InputCollector, Moments, observe_inputs};
+use overdrive::trainer::{TextData, TrainingArguments, evaluate};
+use overdrive::transformer::{CausalLm, ForwardInput};
+
+/// Text in windows of a model's context, split into a part to train on and one to measure.
+#[derive(Debug)]
+pub struct ModelText {
+    arguments: TrainingArguments,
+    data: TextData,
+}
+
+impl ModelText {
+    /// Of the files `data`, or where there are none of the Rust source that Cargo keeps on this machine,
+    /// in the tokens of the model in `folder`.
+    pub fn prepare(folder: &Path, model: &CausalLm, data: &[PathBuf]) -> Result<ModelText> {
+        let context = model.config().max_position_embeddings().clamp(2, 512);
+        let arguments = TrainingArguments {
+            data: data.to_vec(),
+            tokenizer: Some(folder.join("tokenizer.json")),
+            context_length: context.unsigned_abs(),
+            max_eval_batches: Some(40),
+            ..TrainingArguments::default()
+        };
+        let data = TextData::prepare(&arguments, |line| println!("{line}"))?;
+        Ok(ModelText { arguments, data })
+    }
+
+    /// The exponential of the mean loss over windows of the part that training does not see.
+    pub fn perplexity(&self, model: &CausalLm) -> Result<f64> {
+        let batches = self
+            .data
+            .validation_batches(&self.arguments, model.device())?;
+        Ok(evaluate(model, batches, Precision::Fp32)?.exp())
+    }
+
+    /// What the linear maps are given while the model reads `windows` of the part to train on.
+    pub fn inputs_of(&self, model: &CausalLm, windows: usize) -> Result<InputCollector> {
+        let _no_grad = tch::no_grad_guard();
+        let batches = self.data.train_batches(&self.arguments, model.device())?;
+        let size = usize::try_from(self.arguments.per_device_train_batch_size)?;
+        let count = windows.div_ceil(size);
+        let collector = InputCollector::new(Moments::Full);
+        let (mut collector, read) = observe_inputs(collector, || -> Result<()> {
+            for batch in batches.take(count) {
+                model.forward(ForwardInput::new(&batch?.input_ids))?;
+            }
+            Ok(())
+        });
+        read?;
+        collector.finish();
+        Ok(collector)
+    }
+}
