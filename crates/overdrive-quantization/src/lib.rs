@@ -1,4 +1,16 @@
-//! Weights in 8 and 4 bits for tch.
+//! Weights in 8 and 4 bits for tch: a quarter to an eighth of the memory and of the bytes that decoding
+//! reads, in the codes and files of the Python world.
+//!
+//! [`QuantizedWeight`] is the weight of a linear map in one of the schemes of [`Scheme`]:
+//!
+//! | name | codes | one scale for | bits a weight | as in |
+//! |---|---|---|---|---|
+//! | `int8`, `int8-weight`, `llm-int8` | bytes | an output | 8.0 | `quantize_dynamic`, LLM.int8 |
+//! | `int4`, `int4-g32`, `int4-asym`, `int8-g32`, … | integers of 4 or 8 bits | a group of inputs | 4.25 to 9 | compressed-tensors, GPTQ, AWQ, GGUF |
+//! | `nf4`, `fp4`, `nf4-single`, … | books of 16 numbers | 64 weights | 4.13, 4.5 | bitsandbytes (QLoRA) |
+//! | `fp8` | e4m3 floats | an output | 8.0 | compressed-tensors, vLLM |
+//!
+//! [`QuantizationConfig`] reads and writes it in a model's files.
 //!
 //! ```
 //! use overdrive_quantization::{QuantizedWeight, Scheme, linear};

@@ -87,17 +87,6 @@ impl Levels {
         let level = level.clamp(-half, half - 1.0);
         (round_bits(level).wrapping_add(shift as i32 as u32)) as u8
     }
-
-    /// The number that a byte stands for.
-    #[inline(always)]
-    pub(crate) fn number(self, code: u8, fit: Fit) -> f32 {
-        let code = if self.first() < 0.0 {
-            f32::from(code as i8)
-        } else {
-            f32::from(code)
-        };
-        (code - fit.zero) * fit.scale
-    }
 }
 
 /// What the groups of a row are made of: scales, and offsets where the levels are not symmetric.
@@ -320,7 +309,6 @@ mod tests {
             }
         );
         assert_eq!(eight.code(-2.0, fit) as i8, -1);
-        assert_eq!(eight.number(eight.code(-2.0, fit), fit), -2.0);
     }
 
     #[test]
