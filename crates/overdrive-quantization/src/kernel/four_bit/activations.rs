@@ -1,5 +1,6 @@
 //! Rows of activations as words of up to 16 bits, in the order in which packed codes come out.
 
+use super::lines::Lines;
 use super::map::{CodedMap, Coding, MAX_GRANULE, WordTable, levels};
 use super::words::{WORDS, Words, Work, run_on};
 use crate::kernel::simd::{InstructionSet, LANES};
@@ -74,21 +75,23 @@ impl<'a> Layout<'a> {
 
 /// Rows of activations, quantized symmetrically with a scale for each 64 inputs.
 ///
-/// Words are `(units, rows, parts, 32)`: word `2 l + h` of part `p` is input `place(p) + h · per_lane / 2`
+/// Words are `(units, held, parts, 32)`: word `2 l + h` of part `p` is input `place(p) + h · per_lane / 2`
 /// of lane `l`. Inputs are padded to whole units with zeros.
 #[derive(Debug)]
 pub(crate) struct WordRows {
-    pub(crate) words: Vec<i16>,
-    /// Scale times the unit of the weight's integers, `(granules, rows)`, and zeros beyond for whole
-    /// vectors.
-    pub(crate) scales: Vec<f32>,
-    /// Sum of the activations `(granules, rows)` as they are quantized, likewise; empty unless wanted.
-    pub(crate) sums: Vec<f32>,
+    pub(crate) words: Lines<i16>,
+    /// Scale times the unit of the weight's integers, `(held, stride)`; zeros beyond the granules.
+    pub(crate) scales: Lines<f32>,
+    /// Sum of the activations as they are quantized, likewise; empty unless wanted.
+    pub(crate) sums: Lines<f32>,
     pub(crate) rows: usize,
+    /// Rows that words and scales have: more than three are made even, with zeros.
+    pub(crate) held: usize,
     pub(crate) granules: usize,
     pub(crate) granule: usize,
+    /// Numbers of a row of scales: the granules, rounded up to whole vectors.
+    pub(crate) stride: usize,
     pub(crate) units: usize,
-    pub(crate) parts: usize,
 }
 
 impl WordRows {
@@ -97,28 +100,43 @@ impl WordRows {
         let rows = x.len().checked_div(layout.inputs).unwrap_or(0);
         let units = layout.inputs.div_ceil(layout.unit_inputs());
         let parts = layout.parts();
+        let held = if rows > 3 {
+            rows.next_multiple_of(2)
+        } else {
+            rows
+        };
         let granules = layout.inputs / layout.granule;
-        let floats = granules * rows + LANES;
+        let stride = granules.next_multiple_of(LANES);
+        let floats = held * stride;
         let mut all = WordRows {
-            words: vec![0; units * rows * parts * WORDS],
-            scales: vec![0.0; floats],
-            sums: vec![0.0; if layout.sums { floats } else { 0 }],
+            words: Lines::new(units * held * parts * WORDS),
+            scales: Lines::new(floats),
+            sums: Lines::new(if layout.sums { floats } else { 0 }),
             rows,
+            held,
             granules,
             granule: layout.granule,
+            stride,
             units,
-            parts,
         };
         let out = Out {
             words: Target::new(&mut all.words, parts * WORDS),
-            scales: Target::new(&mut all.scales, rows.max(1)),
-            sums: (!all.sums.is_empty()).then(|| Target::new(&mut all.sums, rows.max(1))),
-            rows,
+            scales: Target::new(&mut all.scales, stride),
+            sums: (!all.sums.is_empty()).then(|| Target::new(&mut all.sums, stride)),
+            held,
         };
         chunks(rows, 1, x.len() >= PARALLEL, |range| {
             for row in range {
                 let x = &x[row * layout.inputs..(row + 1) * layout.inputs];
-                run_on(set, Quantize { x, layout, row, out: &out });
+                run_on(
+                    set,
+                    Quantize {
+                        x,
+                        layout,
+                        row,
+                        out: &out,
+                    },
+                );
             }
         });
         all
@@ -130,7 +148,7 @@ struct Out<'a> {
     words: Target<'a, i16>,
     scales: Target<'a, f32>,
     sums: Option<Target<'a, f32>>,
-    rows: usize,
+    held: usize,
 }
 
 /// One row.
@@ -176,7 +194,7 @@ impl Quantize<'_> {
                     words[2 * lane + 1] = plain[lane * L + place + L / 2];
                 }
             }
-            let at = unit * self.out.rows + self.row;
+            let at = unit * self.out.held + self.row;
             self.out.words.set_all(at, 0, &words[..unit_inputs]);
         }
     }
@@ -196,7 +214,9 @@ impl Quantize<'_> {
             }
         }
         // Magnitudes of floats compare as their bits do, and NaN is larger than all.
-        let bits = x.iter().fold(0, |most, x| (x.to_bits() & !(1 << 31)).max(most));
+        let bits = x
+            .iter()
+            .fold(0, |most, x| (x.to_bits() & !(1 << 31)).max(most));
         let most = f32::from_bits(bits);
         let levels = f32::from(self.layout.levels);
         let inverse = levels / most;
@@ -219,12 +239,14 @@ impl Quantize<'_> {
         let granule = self.layout.granule;
         for at in (0..count).step_by(granule) {
             let index = (first + at) / granule;
-            self.out.scales.set(index, self.row, scale * self.layout.unit);
+            self.out
+                .scales
+                .set(self.row, index, scale * self.layout.unit);
             if let Some(sums) = &self.out.sums {
                 let of_granule = &rounded[at..at + granule];
                 let sum: i32 = of_granule.iter().map(|&word| i32::from(word)).sum();
                 #[allow(clippy::cast_precision_loss, reason = "at most 2^21")]
-                sums.set(index, self.row, sum as f32 * scale);
+                sums.set(self.row, index, sum as f32 * scale);
             }
         }
     }

@@ -34,7 +34,14 @@ pub(crate) fn dequantize_on<T: Element>(
         let mut ordered = Vec::new();
         let mut out = vec![T::from_f32(0.0); inputs];
         for index in range {
-            run_on(set, Row { map, row: rows.start + index, out: &mut row });
+            run_on(
+                set,
+                Row {
+                    map,
+                    row: rows.start + index,
+                    out: &mut row,
+                },
+            );
             let row = in_order(map, &row, &mut ordered);
             for (out, value) in out.iter_mut().zip(row) {
                 *out = T::from_f32(*value);
@@ -69,7 +76,14 @@ pub(super) fn any_part<T: Element>(
     let mut row = vec![0.0; map.inputs];
     let mut ordered = Vec::new();
     for output in outputs {
-        run_on(set, Row { map, row: output, out: &mut row });
+        run_on(
+            set,
+            Row {
+                map,
+                row: output,
+                out: &mut row,
+            },
+        );
         let weights = in_order(map, &row, &mut ordered);
         let bias = bias.map_or(0.0, |bias| bias[output].to_f32());
         for (index, x) in x.chunks_exact(map.inputs).enumerate() {

@@ -7,10 +7,7 @@ use super::scales::Scales;
 pub(crate) enum Coding {
     /// 4 bits, that choose one of 16 numbers. The first of two is in the high half of a byte where
     /// `high_first`.
-    Nibbles {
-        values: [f32; 16],
-        high_first: bool,
-    },
+    Nibbles { values: [f32; 16], high_first: bool },
     /// 8 bits with a sign.
     Signed,
     /// 8 bits without.
@@ -67,7 +64,9 @@ pub(crate) struct WordTable {
 
 impl WordTable {
     pub(crate) fn new(values: &[f32; 16]) -> WordTable {
-        let most = values.iter().fold(0.0_f32, |most, value| most.max(value.abs()));
+        let most = values
+            .iter()
+            .fold(0.0_f32, |most, value| most.max(value.abs()));
         // The step of integers, and of FP4, whose smallest number is 1/192 of its largest.
         let exact = [1.0, most / 192.0].into_iter().find(|step| {
             values.iter().all(|value| {
@@ -139,13 +138,13 @@ impl CodedMap<'_> {
         };
         self.codes.len() >= weights.div_ceil(self.coding.per_byte())
             && blocks(&self.scales)
-            && self.offsets.as_ref().is_none_or(|offsets| {
-                offsets.block == self.scales.block && blocks(offsets)
-            })
+            && self
+                .offsets
+                .as_ref()
+                .is_none_or(|offsets| offsets.block == self.scales.block && blocks(offsets))
             && self.order.is_none_or(|order| {
-                let there = |input: &i32| {
-                    usize::try_from(*input).is_ok_and(|input| input < self.inputs)
-                };
+                let there =
+                    |input: &i32| usize::try_from(*input).is_ok_and(|input| input < self.inputs);
                 order.len() == self.inputs && order.iter().all(there)
             })
     }

@@ -13,15 +13,19 @@
 //! | `words` | vectors of codes and words, for each instruction set |
 //! | `activations` | rows of activations as words |
 //! | `part` | a map among others of a product |
-//! | `one_row`, `tiles` | one row of activations; several |
+//! | `lines` | memory in whole lines of the cache |
+//! | `prepare` | the scales of several rows of a weight |
+//! | `along`, `tiles` | one to three rows of activations; more |
 //! | `any` | exact weights in floats |
 
 mod activations;
+mod along;
 mod any;
 mod coding;
+mod lines;
 mod map;
-mod one_row;
 mod part;
+mod prepare;
 mod scales;
 mod storage;
 #[cfg(test)]

@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use super::activations::{Layout, WordRows};
+use super::along::{self, Along};
 use super::any::any_part;
 use super::map::CodedMap;
-use super::one_row::OneRow;
 use super::tiles::Tiles;
 use super::words::run_on;
 use crate::kernel::element::Element;
@@ -43,6 +43,31 @@ impl<'a> WordForms<'a> {
         let layout = Layout::of(map)?;
         let found = self.forms.iter().find(|(known, _)| *known == layout);
         found.map(|(_, rows)| rows)
+    }
+}
+
+/// Where kernels put what they compute: they are compiled once, whatever the kind of the results.
+pub(super) trait Results {
+    /// Values of a row of activations, for the outputs from `output` on.
+    fn put(&self, row: usize, output: usize, values: &[f32]);
+}
+
+/// The columns of a map.
+struct Columns<'a, T> {
+    bias: Option<&'a [T]>,
+    /// The column of its first output.
+    first: usize,
+    target: &'a Target<'a, T>,
+}
+
+impl<T: Element> Results for Columns<'_, T> {
+    fn put(&self, row: usize, output: usize, values: &[f32]) {
+        for (index, value) in values.iter().enumerate() {
+            let output = output + index;
+            let bias = self.bias.map_or(0.0, |bias| bias[output].to_f32());
+            self.target
+                .set(row, self.first + output, T::from_f32(value + bias));
+        }
     }
 }
 
@@ -91,17 +116,20 @@ impl<T: Element> Part<T> for CodedPart<'_, T> {
 
     fn run(&self, outputs: Range<usize>, first: usize, y: &Target<'_, T>) {
         let (map, bias) = (self.map, self.bias);
+        let results = Columns {
+            bias,
+            first,
+            target: y,
+        };
         match self.words {
             None => any_part(self.set, self.x, map, bias, outputs, first, y),
-            Some(x) if x.rows == 1 => run_on(
+            Some(x) if x.rows <= along::MOST => run_on(
                 self.set,
-                OneRow {
+                Along {
                     x,
                     map,
-                    bias,
                     outputs,
-                    column: first,
-                    target: y,
+                    results: &results,
                 },
             ),
             Some(x) => run_on(
@@ -109,10 +137,8 @@ impl<T: Element> Part<T> for CodedPart<'_, T> {
                 Tiles {
                     x,
                     map,
-                    bias,
                     outputs,
-                    column: first,
-                    target: y,
+                    results: &results,
                 },
             ),
         }

@@ -25,14 +25,6 @@ impl Floats<'_> {
             Floats::F16(all) => all[index].to_f32(),
         }
     }
-
-    #[inline(always)]
-    fn copy(&self, first: usize, out: &mut [f32]) {
-        match self {
-            Floats::F32(all) => out.copy_from_slice(&all[first..first + out.len()]),
-            Floats::F16(all) => all[first..first + out.len()].convert_to_f32_slice(out),
-        }
-    }
 }
 
 /// The magnitudes of blocks.
@@ -75,34 +67,54 @@ impl Magnitudes<'_> {
         }
     }
 
-    /// Those of blocks `first ..`.
+    /// The bits of floats for blocks `first ..`, which [`finish`](Self::finish) makes magnitudes: apart,
+    /// since a look-up is no vector work, and as integers, of which more are moved at a time.
     #[inline(always)]
-    fn copy(&self, first: usize, out: &mut [f32]) {
+    pub(super) fn begin(&self, first: usize, bits: &mut [u32]) {
         match self {
-            Magnitudes::Full(all) => all.copy(first, out),
-            Magnitudes::Quantized {
-                codes,
-                book,
-                scales,
-                offset,
-            } => {
-                let mut at = first;
-                let mut rest = out;
-                while !rest.is_empty() {
-                    let count = rest.len().min(QUANTIZED_BLOCK - at % QUANTIZED_BLOCK);
-                    let (part, others) = rest.split_at_mut(count);
-                    let scale = scales[at / QUANTIZED_BLOCK];
-                    for (out, &code) in part.iter_mut().zip(&codes[at..at + count]) {
-                        *out = book[usize::from(code)];
-                    }
-                    // Apart from the look-up, which is no vector work.
-                    for out in part {
-                        *out = *out * scale + offset;
-                    }
-                    at += count;
-                    rest = others;
+            Magnitudes::Full(Floats::F32(all)) => {
+                for (bits, number) in bits.iter_mut().zip(&all[first..]) {
+                    *bits = number.to_bits();
                 }
             }
+            Magnitudes::Full(Floats::F16(all)) => {
+                let mut floats = [0.0; QUANTIZED_BLOCK];
+                let len = bits.len();
+                let chunks = all[first..first + len].chunks(QUANTIZED_BLOCK);
+                for (bits, halves) in bits.chunks_mut(QUANTIZED_BLOCK).zip(chunks) {
+                    halves.convert_to_f32_slice(&mut floats[..halves.len()]);
+                    for (bits, number) in bits.iter_mut().zip(&floats) {
+                        *bits = number.to_bits();
+                    }
+                }
+            }
+            Magnitudes::Quantized { codes, book, .. } => {
+                for (bits, &code) in bits.iter_mut().zip(&codes[first..]) {
+                    *bits = book[usize::from(code)].to_bits();
+                }
+            }
+        }
+    }
+
+    /// The magnitudes of blocks `first ..`, of what [`begin`](Self::begin) made.
+    #[inline(always)]
+    pub(super) fn finish(&self, first: usize, bits: &[u32], out: &mut [f32]) {
+        let Magnitudes::Quantized { scales, offset, .. } = self else {
+            for (out, bits) in out.iter_mut().zip(bits) {
+                *out = f32::from_bits(*bits);
+            }
+            return;
+        };
+        let mut done = 0;
+        while done < out.len() {
+            let at = first + done;
+            let count = (out.len() - done).min(QUANTIZED_BLOCK - at % QUANTIZED_BLOCK);
+            let scale = scales[at / QUANTIZED_BLOCK];
+            let bits = &bits[done..done + count];
+            for (out, bits) in out[done..done + count].iter_mut().zip(bits) {
+                *out = f32::from_bits(*bits) * scale + offset;
+            }
+            done += count;
         }
     }
 }
@@ -121,9 +133,6 @@ impl Scales<'_> {
     #[inline(always)]
     pub(crate) fn row(&self, row: usize, inputs: usize, granule: usize, out: &mut [f32]) {
         let first = row * inputs;
-        if self.block == granule {
-            return self.magnitudes.copy(first / granule, out);
-        }
         let mut at = first;
         let mut rest = out;
         while !rest.is_empty() {

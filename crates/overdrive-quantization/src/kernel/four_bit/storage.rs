@@ -114,7 +114,10 @@ fn of_blocks(magnitudes: &weight::Magnitudes) -> Result<Magnitudes<'_>> {
                 .first_chunk()
                 .ok_or_else(|| Error::BadWeight {
                     name: "magnitudes".to_owned(),
-                    reason: format!("a code book of {:?}; expected 256 numbers", code_book.size()),
+                    reason: format!(
+                        "a code book of {:?}; expected 256 numbers",
+                        code_book.size()
+                    ),
                 })?,
             scales: elements(scales)?,
             offset: *offset,

@@ -18,7 +18,10 @@ struct Random(u64);
 
 impl Random {
     fn next(&mut self) -> u32 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as u32
     }
 
@@ -83,11 +86,15 @@ impl Owned {
             block: case.block,
             kept: case.kept,
             floats: (0..blocks).map(|_| random.number()).collect(),
-            halves: (0..blocks).map(|_| f16::from_f32(random.number())).collect(),
+            halves: (0..blocks)
+                .map(|_| f16::from_f32(random.number()))
+                .collect(),
             small: (0..blocks).map(|_| random.next() as u8).collect(),
             book: std::array::from_fn(|_| random.number()),
             outer: (0..blocks.div_ceil(256)).map(|_| random.number()).collect(),
-            offsets: case.offsets.then(|| (0..blocks).map(|_| random.number()).collect()),
+            offsets: case
+                .offsets
+                .then(|| (0..blocks).map(|_| random.number()).collect()),
             order: case.order.then_some(order),
         }
     }
@@ -130,7 +137,11 @@ impl Owned {
             Coding::Nibbles { values, high_first } => {
                 let byte = self.codes[weight / 2];
                 let first = weight % 2 == 0;
-                let code = usize::from(if first == *high_first { byte >> 4 } else { byte & 15 });
+                let code = usize::from(if first == *high_first {
+                    byte >> 4
+                } else {
+                    byte & 15
+                });
                 if rounded {
                     let table = WordTable::new(values);
                     f64::from(table.words[code]) * f64::from(table.unit)
@@ -154,12 +165,17 @@ impl Owned {
     }
 
     fn weight(&self, weight: usize, rounded: bool) -> f64 {
-        let offset = self.offsets.as_ref().map_or(0.0, |all| f64::from(all[weight / self.block]));
+        let offset = self
+            .offsets
+            .as_ref()
+            .map_or(0.0, |all| f64::from(all[weight / self.block]));
         self.value(weight, rounded) * self.scale(weight) + offset
     }
 
     fn input(&self, place: usize) -> usize {
-        self.order.as_ref().map_or(place, |order| order[place] as usize)
+        self.order
+            .as_ref()
+            .map_or(place, |order| order[place] as usize)
     }
 
     /// Steps of activations on each side of zero.
@@ -177,8 +193,9 @@ impl Owned {
         let levels = self.levels();
         let mut all = Vec::new();
         for row in x.chunks(self.inputs) {
-            let mut places: Vec<f64> =
-                (0..self.inputs).map(|place| f64::from(row[self.input(place)])).collect();
+            let mut places: Vec<f64> = (0..self.inputs)
+                .map(|place| f64::from(row[self.input(place)]))
+                .collect();
             if integers {
                 for group in places.chunks_mut(64) {
                     let most = group.iter().fold(0.0_f64, |most, x| most.max(x.abs())) as f32;
@@ -269,7 +286,10 @@ fn check(case: Case, rows: usize) {
             // Against activations and code books as they are: half a step of a group's largest
             // activation, which is at most 80 times the typical one here.
             let (sum, terms) = exact[at];
-            assert!((f64::from(*y) - sum).abs() <= 6e-3 * terms + 1e-3, "{set:?} {case:?}: {y}, {sum}");
+            assert!(
+                (f64::from(*y) - sum).abs() <= 6e-3 * terms + 1e-3,
+                "{set:?} {case:?}: {y}, {sum}"
+            );
         }
     }
 }
@@ -353,7 +373,16 @@ fn rows_of_real_widths_agree_with_sums_in_f64() {
             (Coding::integers(8), 32, Kept::F16),
             (Coding::Signed, 16, Kept::F32),
         ] {
-            let case = Case { coding, outputs, inputs, block, kept, offsets: false, order: false, seed: 7 };
+            let case = Case {
+                coding,
+                outputs,
+                inputs,
+                block,
+                kept,
+                offsets: false,
+                order: false,
+                seed: 7,
+            };
             check(case, rows);
         }
     }
@@ -361,7 +390,12 @@ fn rows_of_real_widths_agree_with_sums_in_f64() {
 
 #[test]
 fn several_maps_stand_side_by_side_with_their_biases() {
-    let cases = [(2, 64, false, false), (0, 32, false, true), (2, 64, false, false), (5, 16, true, false)];
+    let cases = [
+        (2, 64, false, false),
+        (0, 32, false, true),
+        (2, 64, false, false),
+        (5, 16, true, false),
+    ];
     let owned: Vec<Owned> = cases
         .iter()
         .enumerate()

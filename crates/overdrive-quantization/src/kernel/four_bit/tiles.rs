@@ -1,60 +1,56 @@
-//! Several rows of activations: lanes are outputs.
+//! More rows of activations: lanes are outputs.
 //!
-//! 16 rows of the weight at a time are transposed, four bytes a lane, and their codes become words once,
-//! in the first cache, for all rows of activations, whose words are broadcast.
+//! 16 rows of the weight at a time are transposed, four bytes a lane, and words of activations are
+//! broadcast. For a few rows codes become words in registers; for many they do so once, in the first
+//! cache, for a group of tiles that is then multiplied with all rows.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
 use std::ops::Range;
 
 use super::activations::WordRows;
+use super::along::at;
 use super::coding::{ByCoding, Decode, by_coding};
+use super::lines::Lines;
 use super::map::CodedMap;
-use super::one_row::at;
+use super::part::Results;
+use super::prepare::{Raw, ScaleRows};
 use super::scales::Scales;
 use super::words::{PACKED, WORDS, Words, Work};
-use crate::kernel::element::Element;
 use crate::kernel::simd::LANES;
-use crate::kernel::threads::Target;
 
 /// Tiles of 16 outputs whose words are held at once where there are many rows: words of activations
 /// come from the second cache or further, and serve this many tiles at a visit.
-pub(super) const GROUP: usize = 4;
-
-/// Rows whose words stay in the first cache with one tile of weights.
-pub(super) const FEW: usize = 16;
+const GROUP: usize = 4;
 
 /// Some outputs of one map.
-pub(super) struct Tiles<'a, T> {
+pub(super) struct Tiles<'a> {
     pub(super) x: &'a WordRows,
     pub(super) map: &'a CodedMap<'a>,
-    pub(super) bias: Option<&'a [T]>,
     pub(super) outputs: Range<usize>,
-    /// The column of the map's first output.
-    pub(super) column: usize,
-    pub(super) target: &'a Target<'a, T>,
+    pub(super) results: &'a dyn Results,
 }
 
 /// What a thread needs for a group of tiles; kept, since memory that is new costs more than its use.
 #[derive(Default)]
 struct Scratch {
-    /// `(tiles, granules, 16)`
-    scales: Vec<f32>,
-    /// `(tiles, granules, 16)`, where there are offsets.
-    offsets: Vec<f32>,
-    /// `(tiles, rows, 16)`
-    sums: Vec<f32>,
+    /// Scales as they are read.
+    raw: Raw,
+    /// `(tiles, granules, 16)`, the granules in whole vectors.
+    scales: Lines<f32>,
+    /// The same, where there are offsets.
+    offsets: Lines<f32>,
+    /// `(tiles, held rows, 16)`
+    sums: Lines<f32>,
     /// Of one unit, `(tiles, 16 lanes of codes, parts, 32)`.
-    words: Vec<i16>,
-    /// Scales of one row.
-    row: Vec<f32>,
+    words: Lines<i16>,
 }
 
 thread_local! {
     static SCRATCH: Cell<Scratch> = Cell::default();
 }
 
-impl<T: Element> Work for Tiles<'_, T> {
+impl Work for Tiles<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -63,11 +59,12 @@ impl<T: Element> Work for Tiles<'_, T> {
     }
 }
 
-impl<T: Element> ByCoding for &Tiles<'_, T> {
+impl ByCoding for &Tiles<'_> {
     #[inline(always)]
     fn run<S: Words, D: Decode<S>>(self, s: S, decode: D) {
         let mut scratch = SCRATCH.take();
-        let most = if self.x.rows > FEW { GROUP } else { 1 };
+        // Few rows take their words at once.
+        let most = if self.x.held > S::ROWS { GROUP } else { 1 };
         let mut output = self.outputs.start;
         while output < self.outputs.end {
             let tiles = (self.outputs.end - output).div_ceil(LANES).min(most);
@@ -78,7 +75,7 @@ impl<T: Element> ByCoding for &Tiles<'_, T> {
     }
 }
 
-impl<T: Element> Tiles<'_, T> {
+impl Tiles<'_> {
     /// `tiles` tiles from `output` on.
     #[inline(always)]
     fn group<S: Words, D: Decode<S>>(
@@ -90,138 +87,192 @@ impl<T: Element> Tiles<'_, T> {
         scratch: &mut Scratch,
     ) {
         let (x, map) = (self.x, self.map);
-        let each = x.granules * LANES;
+        let each = x.stride * LANES;
         let unit_words = LANES * D::PARTS * WORDS;
-        resize(&mut scratch.row, x.granules);
-        resize(&mut scratch.scales, tiles * each);
-        resize(&mut scratch.words, tiles * unit_words);
-        scratch.sums.clear();
-        scratch.sums.resize(tiles * x.rows * LANES, 0.0);
-        if map.offsets.is_some() {
-            resize(&mut scratch.offsets, tiles * each);
-        }
+        scratch.scales.grow(tiles * each);
+        scratch.sums.grow(tiles * x.held * LANES);
+        scratch.sums[..tiles * x.held * LANES].fill(0.0);
         for tile in 0..tiles {
             let first = output + tile * LANES;
             let of_tile = tile * each..(tile + 1) * each;
-            self.columns(&map.scales, first, &mut scratch.row, &mut scratch.scales[of_tile.clone()]);
+            let raw = &mut scratch.raw;
+            self.columns(
+                s,
+                &map.scales,
+                first,
+                raw,
+                &mut scratch.scales[of_tile.clone()],
+            );
             if let Some(offsets) = &map.offsets {
-                self.columns(offsets, first, &mut scratch.row, &mut scratch.offsets[of_tile]);
+                scratch.offsets.grow(tiles * each);
+                self.columns(s, offsets, first, raw, &mut scratch.offsets[of_tile]);
             }
         }
-        for unit in 0..x.units {
-            for tile in 0..tiles {
-                let words = &mut scratch.words[tile * unit_words..(tile + 1) * unit_words];
-                self.expand(s, decode, output + tile * LANES, unit, words);
+        let offsets = match &map.offsets {
+            Some(_) => &scratch.offsets[..tiles * each],
+            None => &[],
+        };
+        if x.held <= S::ROWS {
+            let mut block = Block {
+                x,
+                unit: 0,
+                row: 0,
+                scales: &scratch.scales[..each],
+                offsets,
+                sums: &mut scratch.sums[..x.held * LANES],
+            };
+            for unit in 0..x.units {
+                block.unit = unit;
+                let columns = self.codes(s, output, unit);
+                block.rows::<S, D, _>(s, x.held, Coded { columns, decode });
             }
-            let mut row = 0;
-            while row < x.rows {
-                let left = x.rows - row;
-                let count = match left {
-                    8.. if S::ROWS == 8 => 8,
-                    4.. => 4,
-                    2.. => 2,
-                    _ => 1,
-                };
+        } else {
+            scratch.words.grow(tiles * unit_words);
+            for unit in 0..x.units {
                 for tile in 0..tiles {
-                    let offsets = match &map.offsets {
-                        Some(_) => &scratch.offsets[tile * each..(tile + 1) * each],
-                        None => &[],
-                    };
-                    let sums = (tile * x.rows + row) * LANES;
-                    let mut block = Block {
-                        x,
-                        unit,
-                        row,
-                        words: &scratch.words[tile * unit_words..(tile + 1) * unit_words],
-                        scales: &scratch.scales[tile * each..(tile + 1) * each],
-                        offsets,
-                        sums: &mut scratch.sums[sums..sums + count * LANES],
-                    };
-                    match count {
-                        8 => block.add::<S, D, 8, 1>(s),
-                        4 if S::ROWS == 8 => block.add::<S, D, 4, 2>(s),
-                        4 => block.add::<S, D, 4, 1>(s),
-                        2 => block.add::<S, D, 2, 2>(s),
-                        _ => block.add::<S, D, 1, 4>(s),
-                    }
+                    let words = &mut scratch.words[tile * unit_words..(tile + 1) * unit_words];
+                    let columns = self.codes(s, output + tile * LANES, unit);
+                    hold(s, decode, &columns, words);
                 }
-                row += count;
+                let mut row = 0;
+                while row < x.held {
+                    let count = S::ROWS.min(x.held - row);
+                    for tile in 0..tiles {
+                        let of_tile = tile * each..(tile + 1) * each;
+                        let sums = (tile * x.held + row) * LANES;
+                        let mut block = Block {
+                            x,
+                            unit,
+                            row,
+                            scales: &scratch.scales[of_tile.clone()],
+                            offsets: offsets.get(of_tile).unwrap_or_default(),
+                            sums: &mut scratch.sums[sums..sums + count * LANES],
+                        };
+                        let words = &scratch.words[tile * unit_words..(tile + 1) * unit_words];
+                        block.rows::<S, D, _>(s, count, Held { words });
+                    }
+                    row += count;
+                }
             }
         }
+        self.finish(output, tiles, &scratch.sums);
+    }
+
+    /// Writes the results.
+    #[inline(always)]
+    fn finish(&self, output: usize, tiles: usize, sums: &[f32]) {
+        let x = self.x;
         for tile in 0..tiles {
             let first = output + tile * LANES;
             let count = LANES.min(self.outputs.end - first);
             for row in 0..x.rows {
-                let sums = &scratch.sums[(tile * x.rows + row) * LANES..][..count];
-                let mut out = [T::from_f32(0.0); LANES];
-                for (lane, (out, sum)) in out.iter_mut().zip(sums).enumerate() {
-                    let bias = self.bias.map_or(0.0, |bias| bias[first + lane].to_f32());
-                    *out = T::from_f32(sum + bias);
-                }
-                self.target.set_all(row, self.column + first, &out[..count]);
+                let sums = &sums[(tile * x.held + row) * LANES..][..count];
+                self.results.put(row, first, sums);
             }
         }
     }
 
-    /// The row of the weight in lane `lane`; lanes beyond the last output repeat it.
+    /// Scales or offsets of 16 outputs, `(granules, 16)`; anything for outputs that are not there.
     #[inline(always)]
-    fn row(&self, output: usize, lane: usize) -> usize {
-        (output + lane).min(self.map.outputs - 1)
-    }
-
-    /// Scales or offsets of 16 outputs, `(granules, 16)`.
-    #[inline(always)]
-    fn columns(&self, scales: &Scales<'_>, output: usize, row: &mut [f32], out: &mut [f32]) {
-        let x = self.x;
-        let row = &mut row[..x.granules];
-        for lane in 0..LANES {
-            scales.row(self.row(output, lane), self.map.inputs, x.granule, row);
-            for (out, scale) in out.chunks_exact_mut(LANES).zip(row.iter()) {
-                out[lane] = *scale;
-            }
-        }
-    }
-
-    /// The words of one unit of 16 outputs.
-    #[inline(always)]
-    fn expand<S: Words, D: Decode<S>>(
+    fn columns<S: Words>(
         &self,
         s: S,
-        decode: D,
+        scales: &Scales<'_>,
         output: usize,
-        unit: usize,
-        out: &mut [i16],
+        raw: &mut Raw,
+        out: &mut [f32],
     ) {
+        let shape = ScaleRows::new(self.map.inputs, self.x.granule);
+        let count = LANES.min(self.map.outputs - output);
+        let made = shape.make(s, scales, output, count, raw);
+        let (out, _) = out.as_chunks_mut::<LANES>();
+        for (vector, out) in out.chunks_exact_mut(LANES).enumerate() {
+            let mut block = [s.splat(0.0); LANES];
+            for (lane, block) in block.iter_mut().enumerate().take(count) {
+                *block = made.vector(s, lane, vector);
+            }
+            for (out, column) in out.iter_mut().zip(s.transpose_floats(block)) {
+                s.store_f32(column, out);
+            }
+        }
+    }
+
+    /// One unit of 16 outputs, with outputs for lanes; lanes beyond the last output repeat it.
+    #[inline(always)]
+    fn codes<S: Words>(&self, s: S, output: usize, unit: usize) -> [S::Packed; LANES] {
         let bytes = self.map.row_bytes();
         let codes = self.map.codes;
         let from = unit * PACKED;
         let count = PACKED.min(bytes - from);
-        let packed = std::array::from_fn(
-            #[inline(always)]
-            |lane| {
-                let first = self.row(output, lane) * bytes + from;
-                // The same place of the next tile: short streams, many at once, are more than the
-                // machine foresees by itself.
-                s.prefetch(codes.as_ptr().wrapping_add(first + LANES * bytes));
-                let row = &codes[first..first + count];
-                match row.first_chunk::<PACKED>() {
-                    Some(whole) => s.load_packed(whole),
-                    None => {
-                        let mut last = [0; PACKED];
-                        last[..count].copy_from_slice(row);
-                        s.load_packed(&last)
-                    }
+        let last = self.map.outputs - 1;
+        let mut packed = [s.load_packed(&[0; PACKED]); LANES];
+        for (lane, packed) in packed.iter_mut().enumerate() {
+            let first = (output + lane).min(last) * bytes + from;
+            // The same place of the next tile: short streams, many at once, are more than the machine
+            // foresees by itself.
+            s.prefetch(codes.as_ptr().wrapping_add(first + LANES * bytes));
+            let row = &codes[first..first + count];
+            *packed = match row.first_chunk::<PACKED>() {
+                Some(whole) => s.load_packed(whole),
+                None => {
+                    let mut last = [0; PACKED];
+                    last[..count].copy_from_slice(row);
+                    s.load_packed(&last)
                 }
-            },
-        );
-        let columns = s.transpose(packed);
-        let (out, _) = out.as_chunks_mut::<WORDS>();
-        for (packed, out) in columns.into_iter().zip(out.chunks_exact_mut(D::PARTS)) {
-            let words = decode.words(s, packed);
-            for (words, out) in words.into_iter().zip(out) {
-                s.store_words(words, out);
-            }
+            };
         }
+        s.transpose(packed)
+    }
+}
+
+/// Writes the words of one unit of 16 outputs, `(16 lanes of codes, parts, 32)`.
+#[inline(always)]
+fn hold<S: Words, D: Decode<S>>(s: S, decode: D, columns: &[S::Packed; LANES], out: &mut [i16]) {
+    let (out, _) = out.as_chunks_mut::<WORDS>();
+    for (packed, out) in columns.iter().zip(out.chunks_exact_mut(D::PARTS)) {
+        let words = decode.words(s, *packed);
+        for (words, out) in words.into_iter().zip(out) {
+            s.store_words(words, out);
+        }
+    }
+}
+
+/// Where the words of a unit of 16 outputs come from.
+trait Source<S: Words, D: Decode<S>>: Copy {
+    /// Those of one lane of codes of each output; the first `PARTS` mean something.
+    fn words(&self, s: S, lane: usize) -> [S::I; 4];
+}
+
+/// Codes, with outputs for lanes.
+#[derive(Clone, Copy)]
+struct Coded<S: Words, D> {
+    columns: [S::Packed; LANES],
+    decode: D,
+}
+
+impl<S: Words, D: Decode<S>> Source<S, D> for Coded<S, D> {
+    #[inline(always)]
+    fn words(&self, s: S, lane: usize) -> [S::I; 4] {
+        self.decode.words(s, self.columns[lane])
+    }
+}
+
+/// Words that [`hold`] has written.
+#[derive(Clone, Copy)]
+struct Held<'a> {
+    words: &'a [i16],
+}
+
+impl<S: Words, D: Decode<S>> Source<S, D> for Held<'_> {
+    #[inline(always)]
+    fn words(&self, s: S, lane: usize) -> [S::I; 4] {
+        let of_lane = &self.words[lane * D::PARTS * WORDS..][..D::PARTS * WORDS];
+        let mut words = [s.load_words(&[0; WORDS]); 4];
+        for (part, words) in words.iter_mut().enumerate().take(D::PARTS) {
+            // SAFETY: `part < PARTS`.
+            *words = s.load_words(unsafe { at(of_lane, part * WORDS) });
+        }
+        words
     }
 }
 
@@ -230,7 +281,6 @@ struct Block<'a> {
     x: &'a WordRows,
     unit: usize,
     row: usize,
-    words: &'a [i16],
     scales: &'a [f32],
     /// Empty where there are none.
     offsets: &'a [f32],
@@ -238,28 +288,43 @@ struct Block<'a> {
 }
 
 impl Block<'_> {
-    /// `N` rows, each with `P` partial sums: one would wait for itself.
+    /// `count` rows, even and at most `S::ROWS`. One sum at a time would wait for itself: fewer rows
+    /// have several.
     #[inline(always)]
-    fn add<S: Words, D: Decode<S>, const N: usize, const P: usize>(&mut self, s: S) {
+    fn rows<S: Words, D: Decode<S>, W: Source<S, D>>(&mut self, s: S, count: usize, source: W) {
+        match count {
+            8 if S::ROWS == 8 => self.add::<S, D, W, 8, 1>(s, source),
+            6 if S::ROWS == 8 => self.add::<S, D, W, 6, 1>(s, source),
+            4 if S::ROWS == 8 => self.add::<S, D, W, 4, 2>(s, source),
+            4 => self.add::<S, D, W, 4, 1>(s, source),
+            _ => self.add::<S, D, W, 2, 2>(s, source),
+        }
+    }
+
+    /// `N` rows, each with `P` partial sums.
+    #[inline(always)]
+    fn add<S: Words, D: Decode<S>, W: Source<S, D>, const N: usize, const P: usize>(
+        &mut self,
+        s: S,
+        source: W,
+    ) {
         let x = self.x;
         let lanes_granule = x.granule / D::PER_LANE;
         let granules_unit = LANES / lanes_granule;
         let row_words = D::PARTS * WORDS;
-        let first = (self.unit * x.rows + self.row) * row_words;
+        let first = (self.unit * x.held + self.row) * row_words;
         assert!(
             first + N * row_words <= x.words.len()
-                && self.words.len() == LANES * row_words
                 && self.sums.len() == N * LANES
-                && self.scales.len() == x.granules * LANES,
+                && self.scales.len() == x.stride * LANES
+                && (self.row + N) * x.stride <= x.scales.len(),
             "the sizes that the caller gave"
         );
-        let mut sums: [S::F; N] = std::array::from_fn(
-            #[inline(always)]
-            |n| {
-                // SAFETY: `sums` has `N` vectors, see above.
-                s.load_f32(unsafe { at(self.sums, n * LANES) })
-            },
-        );
+        let mut sums = [s.splat(0.0); N];
+        for (n, sum) in sums.iter_mut().enumerate() {
+            // SAFETY: `sums` has `N` vectors, see above.
+            *sum = s.load_f32(unsafe { at(self.sums, n * LANES) });
+        }
         for part_of_unit in 0..granules_unit {
             let granule = self.unit * granules_unit + part_of_unit;
             if granule >= x.granules {
@@ -267,35 +332,33 @@ impl Block<'_> {
             }
             let mut totals = [[s.no_sums(); P]; N];
             for lane in part_of_unit * lanes_granule..(part_of_unit + 1) * lanes_granule {
+                let weights = source.words(s, lane);
                 for part in 0..D::PARTS {
-                    // SAFETY: `lane < LANES` and `part < PARTS`: inside of `words`, see above.
-                    let weights =
-                        s.load_words(unsafe { at(self.words, (lane * D::PARTS + part) * WORDS) });
                     for (n, totals) in totals.iter_mut().enumerate() {
                         let from = first + n * row_words + part * WORDS + 2 * lane;
                         // SAFETY: `n < N`, and in its row `part < PARTS` and `lane < LANES`.
                         let pair = s.pair(unsafe { at(&x.words, from) });
-                        totals[part % P] = s.multiply(totals[part % P], weights, pair);
+                        totals[part % P] = s.multiply(totals[part % P], weights[part], pair);
                     }
                 }
             }
-            // SAFETY: `granule < granules`, of which `scales` has a vector each.
+            // SAFETY: `granule < granules <= stride`, of which `scales` has a vector each.
             let scale = s.load_f32(unsafe { at(self.scales, granule * LANES) });
-            let of_rows = &x.scales[granule * x.rows + self.row..][..N];
             for n in 0..N {
-                let total = totals[n][1..].iter().fold(
-                    totals[n][0],
-                    #[inline(always)]
-                    |sum, part| s.plus(sum, *part),
-                );
-                let scale = s.mul(scale, s.splat(of_rows[n]));
+                let mut total = totals[n][0];
+                for part in &totals[n][1..] {
+                    total = s.plus(total, *part);
+                }
+                let of_row = x.scales[(self.row + n) * x.stride + granule];
+                let scale = s.mul(scale, s.splat(of_row));
                 sums[n] = s.mul_add(s.floats(total), scale, sums[n]);
             }
-            if let Some(offset) = self.offsets[..].get(granule * LANES..).and_then(<[f32]>::first_chunk) {
+            let offsets = self.offsets.get(granule * LANES..);
+            if let Some(offset) = offsets.and_then(<[f32]>::first_chunk) {
                 let offset = s.load_f32(offset);
-                let of_rows = &x.sums[granule * x.rows + self.row..][..N];
                 for n in 0..N {
-                    sums[n] = s.mul_add(offset, s.splat(of_rows[n]), sums[n]);
+                    let of_row = x.sums[(self.row + n) * x.stride + granule];
+                    sums[n] = s.mul_add(offset, s.splat(of_row), sums[n]);
                 }
             }
         }
@@ -304,9 +367,4 @@ impl Block<'_> {
             s.store_f32(sum, out);
         }
     }
-}
-
-/// At least `len` elements of whatever.
-fn resize<E: Copy + Default>(all: &mut Vec<E>, len: usize) {
-    all.resize(len.max(all.len()), E::default());
 }

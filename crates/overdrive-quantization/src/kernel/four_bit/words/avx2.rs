@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{PACKED, WORDS, Work, Words};
+use super::{PACKED, WORDS, Words, Work};
 use crate::kernel::simd::LANES;
 use crate::kernel::simd::avx2::Avx2;
 
@@ -152,6 +152,19 @@ impl Words for Avx2 {
     }
 
     #[inline(always)]
+    fn transpose_floats(self, rows: [[__m256; 2]; LANES]) -> [[__m256; 2]; LANES] {
+        let mut bits = [self.no_sums(); LANES];
+        for (bits, [a, b]) in bits.iter_mut().zip(rows) {
+            *bits = avx2!([_mm256_castps_si256(a), _mm256_castps_si256(b)]);
+        }
+        let mut out = rows;
+        for (out, [a, b]) in out.iter_mut().zip(self.transpose(bits)) {
+            *out = avx2!([_mm256_castsi256_ps(a), _mm256_castsi256_ps(b)]);
+        }
+        out
+    }
+
+    #[inline(always)]
     fn load_words(self, from: &[i16; WORDS]) -> Pair {
         load(from.as_ptr().cast())
     }
@@ -214,6 +227,30 @@ impl Words for Avx2 {
             _mm256_permutevar8x32_ps(_mm256_loadu_ps(from.as_ptr().add(low)), lanes[0]),
             _mm256_permutevar8x32_ps(_mm256_loadu_ps(from.as_ptr().add(high)), lanes[1]),
         ])
+    }
+
+    #[inline(always)]
+    fn spread_four(self, from: &[f32; 4], places: ([usize; 2], Pair)) -> [__m256; 2] {
+        let ([_, high], lanes) = places;
+        avx2!({
+            let from = _mm256_castps128_ps256(_mm_loadu_ps(from.as_ptr()));
+            // The second half begins at `high`, of which the first half of its lanes knows nothing.
+            #[allow(
+                clippy::cast_possible_truncation,
+                clippy::cast_possible_wrap,
+                reason = "at most 8"
+            )]
+            let second = _mm256_add_epi32(lanes[1], _mm256_set1_epi32(high as i32));
+            [
+                _mm256_permutevar8x32_ps(from, lanes[0]),
+                _mm256_permutevar8x32_ps(from, second),
+            ]
+        })
+    }
+
+    #[inline(always)]
+    fn prefetch_near(self, address: *const u8) {
+        avx2!(_mm_prefetch::<_MM_HINT_T1>(address.cast()));
     }
 
     #[inline(always)]

@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{PACKED, WORDS, Work, Words};
+use super::{PACKED, WORDS, Words, Work};
 use crate::kernel::simd::LANES;
 use crate::kernel::simd::avx512::Avx512;
 
@@ -108,6 +108,19 @@ impl Words for Avx512 {
     }
 
     #[inline(always)]
+    fn transpose_floats(self, rows: [__m512; LANES]) -> [__m512; LANES] {
+        let mut bits = [self.no_sums(); LANES];
+        for (bits, row) in bits.iter_mut().zip(rows) {
+            *bits = avx512!(_mm512_castps_si512(row));
+        }
+        let mut out = rows;
+        for (out, bits) in out.iter_mut().zip(self.transpose(bits)) {
+            *out = avx512!(_mm512_castsi512_ps(bits));
+        }
+        out
+    }
+
+    #[inline(always)]
     fn load_words(self, from: &[i16; WORDS]) -> __m512i {
         avx512!(_mm512_loadu_si512(from.as_ptr().cast()))
     }
@@ -119,7 +132,9 @@ impl Words for Avx512 {
 
     #[inline(always)]
     fn pair(self, from: &[i16; 2]) -> __m512i {
-        avx512!(_mm512_set1_epi32(from.as_ptr().cast::<i32>().read_unaligned()))
+        avx512!(_mm512_set1_epi32(
+            from.as_ptr().cast::<i32>().read_unaligned()
+        ))
     }
 
     #[inline(always)]
@@ -149,7 +164,23 @@ impl Words for Avx512 {
 
     #[inline(always)]
     fn spread(self, from: &[f32; LANES], places: __m512i) -> __m512 {
-        avx512!(_mm512_permutexvar_ps(places, _mm512_loadu_ps(from.as_ptr())))
+        avx512!(_mm512_permutexvar_ps(
+            places,
+            _mm512_loadu_ps(from.as_ptr())
+        ))
+    }
+
+    #[inline(always)]
+    fn spread_four(self, from: &[f32; 4], places: __m512i) -> __m512 {
+        avx512!({
+            let from = _mm512_castps128_ps512(_mm_loadu_ps(from.as_ptr()));
+            _mm512_permutexvar_ps(places, from)
+        })
+    }
+
+    #[inline(always)]
+    fn prefetch_near(self, address: *const u8) {
+        avx512!(_mm_prefetch::<_MM_HINT_T1>(address.cast()));
     }
 
     #[inline(always)]
@@ -164,10 +195,7 @@ impl Words for Avx512 {
             } else {
                 _mm_unpacklo_epi8(low, high)
             };
-            _mm512_permutexvar_ps(
-                _mm512_cvtepu8_epi32(each),
-                _mm512_loadu_ps(values.as_ptr()),
-            )
+            _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(each), _mm512_loadu_ps(values.as_ptr()))
         })
     }
 }

@@ -44,6 +44,8 @@ pub(crate) trait Words: Simd {
     /// Lane `j` of vector `i` becomes lane `i` of vector `j`.
     fn transpose(self, rows: [Self::Packed; LANES]) -> [Self::Packed; LANES];
 
+    fn transpose_floats(self, rows: [Self::F; LANES]) -> [Self::F; LANES];
+
     fn load_words(self, from: &[i16; WORDS]) -> Self::I;
     fn store_words(self, words: Self::I, to: &mut [i16; WORDS]);
     /// Two words in every lane.
@@ -57,6 +59,13 @@ pub(crate) trait Words: Simd {
     /// `lanes` rise, from 0.
     fn places(self, lanes: &[u32; LANES]) -> Self::Places;
     fn spread(self, from: &[f32; LANES], places: Self::Places) -> Self::F;
+    /// The same, for places within the first four.
+    fn spread_four(self, from: &[f32; 4], places: Self::Places) -> Self::F;
+    /// Asks for the memory at `address` to be brought to the second cache; any address will do.
+    #[inline(always)]
+    fn prefetch_near(self, address: *const u8) {
+        let _ = address;
+    }
     /// What 16 codes of 4 bits stand for, in order; the low half of a byte is first unless `high_first`.
     fn values(self, codes: &[u8; 8], values: &[f32; 16], high_first: bool) -> Self::F;
 }

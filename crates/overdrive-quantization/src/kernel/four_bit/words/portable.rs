@@ -87,6 +87,17 @@ impl Words for Portable {
     }
 
     #[inline(always)]
+    fn transpose_floats(self, rows: [[f32; LANES]; LANES]) -> [[f32; LANES]; LANES] {
+        let mut out = rows;
+        for (i, row) in rows.iter().enumerate() {
+            for (j, out) in out.iter_mut().enumerate() {
+                out[i] = row[j];
+            }
+        }
+        out
+    }
+
+    #[inline(always)]
     fn load_words(self, from: &[i16; WORDS]) -> [i16; WORDS] {
         *from
     }
@@ -131,11 +142,17 @@ impl Words for Portable {
 
     #[inline(always)]
     fn floats(self, sums: [i32; LANES]) -> [f32; LANES] {
-        #[allow(clippy::cast_precision_loss, reason = "rounds, as a product of floats does")]
-        sums.map(
-            #[inline(always)]
-            |sum| sum as f32,
-        )
+        let mut out = [0.0; LANES];
+        for (out, sum) in out.iter_mut().zip(sums) {
+            #[allow(
+                clippy::cast_precision_loss,
+                reason = "rounds, as a product of floats does"
+            )]
+            {
+                *out = sum as f32;
+            }
+        }
+        out
     }
 
     #[inline(always)]
@@ -145,10 +162,20 @@ impl Words for Portable {
 
     #[inline(always)]
     fn spread(self, from: &[f32; LANES], places: [u32; LANES]) -> [f32; LANES] {
-        places.map(
-            #[inline(always)]
-            |lane| from[lane as usize % LANES],
-        )
+        let mut out = [0.0; LANES];
+        for (out, place) in out.iter_mut().zip(places) {
+            *out = from[place as usize % LANES];
+        }
+        out
+    }
+
+    #[inline(always)]
+    fn spread_four(self, from: &[f32; 4], places: [u32; LANES]) -> [f32; LANES] {
+        let mut out = [0.0; LANES];
+        for (out, place) in out.iter_mut().zip(places) {
+            *out = from[place as usize % 4];
+        }
+        out
     }
 
     #[inline(always)]
