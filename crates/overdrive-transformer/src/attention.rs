@@ -1,6 +1,5 @@
 use overdrive_fused::{Layout, QkvShape, RotaryOptions, rotary, split_qkv_rotary};
 use overdrive_kv_cache::KvCache;
-use overdrive_lora::AdaptedLinear;
 use tch::Tensor;
 
 use crate::attend::{AttendOptions, attend_with_cache};
@@ -73,8 +72,8 @@ impl RotaryAttention {
         })
     }
 
-    pub(crate) fn maps(&self) -> impl Iterator<Item = &AdaptedLinear> {
-        self.qkv.maps().chain([self.o.map()])
+    pub(crate) fn maps(&self) -> impl Iterator<Item = &Linear> {
+        self.qkv.maps().chain([&self.o])
     }
 
     pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {

@@ -4,16 +4,18 @@ use overdrive_fused::{
     CrossEntropyOptions, LinearCrossEntropyOptions, Reduction, linear_cross_entropy,
 };
 use overdrive_lora::{AdaptedLinear, BaseWeight};
+use overdrive_quantization::QuantizedWeight;
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
+use crate::embedding::Embedding;
 use crate::gpt2::Gpt2;
 use crate::init::initialise;
 use crate::input::Shape;
 use crate::linear::Linear;
 use crate::llama::Llama;
 use crate::loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss, shifted};
-use crate::parameters::{ParameterMap, Parts, allocate};
+use crate::parameters::{ParameterMap, ParameterRole, Parts, allocate};
 use crate::{
     Error, Execution, ForwardInput, LoadOptions, ModelConfig, ParameterSpec, Result, SaveOptions,
     checkpoint,
@@ -140,10 +142,13 @@ impl CausalLm {
                 (Backbone::Gpt2(Box::new(model)), tied)
             }
         };
-        let head = if config.tie_word_embeddings() {
-            Linear::new("lm_head", AdaptedLinear::new(tied, None))
-        } else {
-            Linear::take(&mut map, "lm_head", false)?
+        let head = match map.take_quantized("lm_head") {
+            // Of its own even where the dense one is tied.
+            Some(packed) => Linear::new("lm_head", AdaptedLinear::quantized(packed, None)),
+            None if config.tie_word_embeddings() => {
+                Linear::new("lm_head", AdaptedLinear::new(tied, None))
+            }
+            None => Linear::take(&mut map, "lm_head", false)?,
         };
         Ok(CausalLm {
             config: config.clone(),
@@ -300,18 +305,54 @@ impl CausalLm {
             .iter()
             .map(|(_, tensor)| bytes(tensor))
             .sum();
-        let mut add = |map: &AdaptedLinear| {
-            if let BaseWeight::Quantized(weight) = map.base() {
-                all += weight.bytes();
+        self.for_each_packed(&mut |_, weight| all += weight.bytes());
+        all
+    }
+
+    /// Lends each quantized weight with the name of its map; a tied table is the head's.
+    pub(crate) fn for_each_packed(&self, see: &mut dyn FnMut(&str, &QuantizedWeight)) {
+        let mut see = |linear: &Linear| {
+            if let BaseWeight::Quantized(weight) = linear.map().base() {
+                see(linear.name(), weight);
             }
         };
         match &self.backbone {
-            Backbone::Llama(model) => model.for_each_map(&mut add),
-            Backbone::Gpt2(model) => model.for_each_map(&mut add),
+            Backbone::Llama(model) => model.for_each_map(&mut see),
+            Backbone::Gpt2(model) => model.for_each_map(&mut see),
         }
-        // A tied table is the head's weight.
-        add(self.head.map());
-        all
+        see(&self.head);
+    }
+
+    /// Whether `spec` is the embedding, and the embedding is quantized.
+    pub(crate) fn packs_embedding(&self, spec: &ParameterSpec) -> bool {
+        spec.role == ParameterRole::Embedding && self.embedding().is_packed()
+    }
+
+    pub(crate) fn embedding(&self) -> &Embedding {
+        match &self.backbone {
+            Backbone::Llama(model) => &model.embedding,
+            Backbone::Gpt2(model) => &model.embedding,
+        }
+    }
+
+    pub(crate) fn embedding_mut(&mut self) -> &mut Embedding {
+        match &mut self.backbone {
+            Backbone::Llama(model) => &mut model.embedding,
+            Backbone::Gpt2(model) => &mut model.embedding,
+        }
+    }
+
+    /// Puts a dense parameter into the list, at its place.
+    pub(crate) fn put_dense(&mut self, name: &str, tensor: Tensor) {
+        let specs = self.config.parameters();
+        let order = |name: &str| specs.iter().position(|spec| spec.name == name);
+        let place = order(name);
+        let at = self
+            .parameters
+            .iter()
+            .position(|(other, _)| order(other) > place);
+        let at = at.unwrap_or(self.parameters.len());
+        self.parameters.insert(at, (name.to_owned(), tensor));
     }
 
     /// Makes every dense parameter require a gradient, or none.
@@ -373,18 +414,12 @@ impl CausalLm {
 
     /// Where the parameters are.
     pub fn device(&self) -> Device {
-        match &self.backbone {
-            Backbone::Llama(model) => model.embedding.device(),
-            Backbone::Gpt2(model) => model.embedding.device(),
-        }
+        self.embedding().device()
     }
 
     /// The kind of the dense parameters.
     pub fn kind(&self) -> Kind {
-        match &self.backbone {
-            Backbone::Llama(model) => model.embedding.kind(),
-            Backbone::Gpt2(model) => model.embedding.kind(),
-        }
+        self.embedding().kind()
     }
 
     /// What `generation_config.json` held, or `None` where there was none.

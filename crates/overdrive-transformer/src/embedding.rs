@@ -48,6 +48,15 @@ impl Embedding {
         }
     }
 
+    pub(crate) fn is_packed(&self) -> bool {
+        matches!(self, Embedding::Quantized(..))
+    }
+
+    /// Exchanges the table for a dense one.
+    pub(crate) fn unpack(&mut self, table: Tensor) {
+        *self = Embedding::Dense(table);
+    }
+
     /// Of what comes out of it.
     pub(crate) fn kind(&self) -> Kind {
         match self {

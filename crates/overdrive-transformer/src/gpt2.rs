@@ -1,6 +1,5 @@
 use overdrive_checkpointing::{Shared, checkpoint};
 use overdrive_fused::Activation;
-use overdrive_lora::AdaptedLinear;
 use tch::Tensor;
 
 use crate::activation::{activate, activation_named};
@@ -175,7 +174,7 @@ impl Gpt2 {
     }
 
     /// Lends each linear map of the blocks.
-    pub(crate) fn for_each_map(&self, mut see: impl FnMut(&AdaptedLinear)) {
+    pub(crate) fn for_each_map(&self, see: &mut dyn FnMut(&Linear)) {
         for block in &self.blocks {
             block.with(|block| {
                 let maps = [
@@ -184,7 +183,7 @@ impl Gpt2 {
                     &block.mlp_input,
                     &block.mlp_output,
                 ];
-                maps.map(Linear::map).into_iter().for_each(&mut see);
+                maps.into_iter().for_each(&mut *see);
             });
         }
     }

@@ -63,6 +63,10 @@ impl Linear {
         Ok(self.map.forward(x, fused)?)
     }
 
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
     pub(crate) fn map(&self) -> &AdaptedLinear {
         &self.map
     }
@@ -122,8 +126,8 @@ impl JointLinear {
         })
     }
 
-    pub(crate) fn maps(&self) -> impl Iterator<Item = &AdaptedLinear> {
-        self.0.iter().map(Linear::map)
+    pub(crate) fn maps(&self) -> impl Iterator<Item = &Linear> {
+        self.0.iter()
     }
 
     pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {

@@ -2,13 +2,12 @@ use std::ops::Range;
 
 use overdrive_checkpointing::{Shared, checkpoint};
 use overdrive_kv_cache::KvCache;
-use overdrive_lora::AdaptedLinear;
 use tch::{Kind, Tensor};
 
 use crate::attention::{AttentionStep, RotaryAttention};
 use crate::embedding::Embedding;
 use crate::input::{ForwardInput, Shape};
-use crate::linear::{Visitor, visit_shared};
+use crate::linear::{Linear, Visitor, visit_shared};
 use crate::mask::Mask;
 use crate::mlp::GatedMlp;
 use crate::parameters::{ParameterMap, ParameterRole, ParameterSpec};
@@ -276,14 +275,14 @@ impl Llama {
     }
 
     /// Lends each linear map of the blocks.
-    pub(crate) fn for_each_map(&self, mut see: impl FnMut(&AdaptedLinear)) {
+    pub(crate) fn for_each_map(&self, see: &mut dyn FnMut(&Linear)) {
         for block in &self.blocks {
             block.with(|block| {
                 block
                     .attention
                     .maps()
                     .chain(block.mlp.maps())
-                    .for_each(&mut see)
+                    .for_each(&mut *see)
             });
         }
     }

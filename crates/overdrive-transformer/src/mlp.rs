@@ -1,5 +1,4 @@
 use overdrive_fused::{Activation, glu};
-use overdrive_lora::AdaptedLinear;
 use tch::Tensor;
 
 use crate::activation::{activate, activation_named};
@@ -35,8 +34,8 @@ impl GatedMlp {
         })
     }
 
-    pub(crate) fn maps(&self) -> impl Iterator<Item = &AdaptedLinear> {
-        self.gate_up.maps().chain([self.down.map()])
+    pub(crate) fn maps(&self) -> impl Iterator<Item = &Linear> {
+        self.gate_up.maps().chain([&self.down])
     }
 
     pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {

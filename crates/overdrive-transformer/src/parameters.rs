@@ -53,6 +53,10 @@ impl ParameterSpec {
             .map_or(&*self.name, |(module, _)| module)
     }
 
+    pub(crate) fn is_bias(&self) -> bool {
+        self.name.ends_with(".bias")
+    }
+
     /// Number of elements.
     pub fn numel(&self) -> i64 {
         self.shape.iter().product()

@@ -1,8 +1,8 @@
-use overdrive_lora::BaseWeight;
+use overdrive_lora::{AdapterHost, BaseWeight};
 use overdrive_quantization::{QuantizedWeight, Scheme};
 use tch::{Kind, Tensor};
 
-use crate::causal_lm::{Backbone, CausalLm};
+use crate::causal_lm::CausalLm;
 use crate::parameters::ParameterRole;
 use crate::{ParameterSpec, Result};
 
@@ -111,23 +111,53 @@ impl CausalLm {
         Ok(())
     }
 
-    fn set_quantized(&mut self, spec: &ParameterSpec, weight: QuantizedWeight) -> Result<()> {
-        use overdrive_lora::AdapterHost;
-        let mut weight = Some(weight);
-        if spec.role == ParameterRole::Embedding {
-            let kind = self.kind();
-            let embedding = match &mut self.backbone {
-                Backbone::Llama(model) => &mut model.embedding,
-                Backbone::Gpt2(model) => &mut model.embedding,
+    /// Makes every quantized weight dense again, in the kind of the other parameters. Maps keep their
+    /// adapters.
+    ///
+    /// # Errors
+    /// When memory runs out or a graph needs the weights.
+    pub fn dequantize(&mut self) -> Result<()> {
+        let kind = self.kind();
+        let specs = self.config().parameters();
+        let table = specs.iter().find(|spec| self.packs_embedding(spec));
+        let mut dense = Vec::new();
+        self.visit_linears(&mut |name, map| {
+            let BaseWeight::Quantized(weight) = map.base() else {
+                return Ok(());
             };
-            if let Some(weight) = &weight {
-                embedding.replace(weight.shallow_clone(), kind);
+            let (weight, transposed) = (weight.dequantize(kind)?, is_conv1d(&specs, name));
+            let weight = match transposed {
+                true => weight.f_tr()?.f_contiguous()?,
+                false => weight,
+            };
+            dense.push((name.to_owned(), weight.shallow_clone()));
+            let _packed = map.replace_base(BaseWeight::Dense { weight, transposed });
+            Ok(())
+        })?;
+        for (name, weight) in dense {
+            match table {
+                Some(spec) if name == "lm_head" => {
+                    self.embedding_mut().unpack(weight.shallow_clone());
+                    self.put_dense(&spec.name, weight);
+                }
+                // Quantized apart from the embedding, it is one with it no more.
+                _ if name == "lm_head" && self.config().tie_word_embeddings() => {}
+                _ => self.put_dense(&format!("{name}.weight"), weight),
             }
         }
+        Ok(())
+    }
+
+    fn set_quantized(&mut self, spec: &ParameterSpec, weight: QuantizedWeight) -> Result<()> {
         let wanted = match spec.role {
-            ParameterRole::Embedding => "lm_head",
+            ParameterRole::Embedding => {
+                let kind = self.kind();
+                self.embedding_mut().replace(weight.shallow_clone(), kind);
+                "lm_head"
+            }
             _ => spec.module(),
         };
+        let mut weight = Some(weight);
         self.visit_linears(&mut |name, map| {
             if name == wanted
                 && let Some(weight) = weight.take()
@@ -138,6 +168,11 @@ impl CausalLm {
         })?;
         Ok(())
     }
+}
+
+fn is_conv1d(specs: &[ParameterSpec], module: &str) -> bool {
+    let own = specs.iter().find(|spec| spec.module() == module);
+    own.is_some_and(|spec| spec.role == ParameterRole::Conv1d)
 }
 
 /// The packed form of the dense weight of `spec`, as rows of outputs whatever its own layout.

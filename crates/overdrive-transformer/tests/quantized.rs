@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_lora::AdapterHost;
-use overdrive_quantization::Scheme;
+use overdrive_quantization::{CheckpointOptions, Scheme, quantize_checkpoint};
 use overdrive_transformer::{
     CausalLm, ForwardInput, Gpt2Config, InitOptions, LabelShift, LlamaConfig, LoadOptions,
     ModelConfig, QuantizeOptions,
@@ -187,4 +187,136 @@ fn linear_maps_are_visited_by_their_names() {
     assert_eq!(names.len(), 2 * 7 + 1);
     assert_eq!(names[1], "model.layers.0.self_attn.k_proj [32, 64]");
     assert_eq!(names[14], "lm_head [128, 64]");
+}
+
+#[test]
+fn a_quantized_model_is_written_and_read_without_a_change() {
+    for (name, config) in models() {
+        for scheme in schemes() {
+            let mut model = CausalLm::new(&config, &InitOptions::default()).unwrap();
+            model.quantize(&QuantizeOptions::new(scheme)).unwrap();
+            let dir = tempfile::tempdir().unwrap();
+            model
+                .save_pretrained(dir.path(), &Default::default())
+                .unwrap();
+            let again = CausalLm::from_pretrained(dir.path(), &Default::default()).unwrap();
+            // Some layouts keep scales in 16 bits.
+            let error = relative(&logits(&again), &logits(&model));
+            let bound = match scheme {
+                Scheme::Nf4(_) | Scheme::Fp4(_) => 0.0,
+                _ => 5e-3,
+            };
+            assert!(error <= bound, "{name} {scheme}: {error}");
+
+            // From then on nothing moves.
+            let copy = tempfile::tempdir().unwrap();
+            again
+                .save_pretrained(copy.path(), &Default::default())
+                .unwrap();
+            let third = CausalLm::from_pretrained(copy.path(), &Default::default()).unwrap();
+            assert_eq!(logits(&third), logits(&again), "{name} {scheme}");
+            assert_eq!(third.memory_footprint(), again.memory_footprint());
+        }
+    }
+}
+
+#[test]
+fn a_folder_made_tensor_by_tensor_loads_as_the_model_quantized_in_memory() {
+    for (name, config) in models() {
+        let folder = tempfile::tempdir().unwrap();
+        let (dense, packed) = (folder.path().join("dense"), folder.path());
+        let model = CausalLm::new(&config, &InitOptions::default()).unwrap();
+        model.save_pretrained(&dense, &Default::default()).unwrap();
+        for scheme in schemes() {
+            let out = packed.join(scheme.to_string());
+            quantize_checkpoint(&dense, &out, scheme, &CheckpointOptions::default()).unwrap();
+            let streamed = CausalLm::from_pretrained(&out, &Default::default()).unwrap();
+            let mut model = CausalLm::new(&config, &InitOptions::default()).unwrap();
+            model.quantize(&QuantizeOptions::new(scheme)).unwrap();
+            let error = relative(&logits(&streamed), &logits(&model));
+            assert!(error < 5e-3, "{name} {scheme}: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_tied_table_is_quantized_in_files_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let (dense, packed) = (folder.path().join("dense"), folder.path().join("packed"));
+    let model = CausalLm::new(&llama(true), &InitOptions::default()).unwrap();
+    model.save_pretrained(&dense, &Default::default()).unwrap();
+    let scheme: Scheme = "nf4".parse().unwrap();
+    let mut options = CheckpointOptions::default();
+    options.head = Some(scheme);
+    quantize_checkpoint(&dense, &packed, scheme, &options).unwrap();
+    let streamed = CausalLm::from_pretrained(&packed, &Default::default()).unwrap();
+    let mut model = model;
+    model
+        .quantize(&QuantizeOptions::new(scheme).with_head(scheme))
+        .unwrap();
+    assert_eq!(logits(&streamed), logits(&model));
+    assert_eq!(streamed.memory_footprint(), model.memory_footprint());
+}
+
+#[test]
+fn what_is_quantized_becomes_dense_again() {
+    for (name, config) in models() {
+        let mut model = CausalLm::new(&config, &InitOptions::default()).unwrap();
+        let names = |model: &CausalLm| -> Vec<String> {
+            let parameters = model.named_parameters().into_iter();
+            parameters.map(|(name, _)| name).collect()
+        };
+        let before = names(&model);
+        let scheme: Scheme = "nf4".parse().unwrap();
+        model
+            .quantize(&QuantizeOptions::new(scheme).with_head(scheme))
+            .unwrap();
+        let wanted = logits(&model);
+        model.dequantize().unwrap();
+        assert_eq!(names(&model), before, "{name}");
+        // The packed product rounds activations to 8 bits.
+        assert!(relative(&logits(&model), &wanted) < 0.03, "{name}");
+        let dir = tempfile::tempdir().unwrap();
+        model
+            .save_pretrained(dir.path(), &Default::default())
+            .unwrap();
+        let again = CausalLm::from_pretrained(dir.path(), &Default::default()).unwrap();
+        assert_eq!(logits(&again), logits(&model), "{name}");
+    }
+}
+
+#[test]
+fn what_cannot_be_is_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut model = CausalLm::new(&llama(false), &InitOptions::default()).unwrap();
+    let (int8, nf4): (Scheme, Scheme) = ("int8".parse().unwrap(), "nf4".parse().unwrap());
+    model
+        .quantize(&QuantizeOptions::new(nf4).with_head(int8))
+        .unwrap();
+    let error = model.save_pretrained(dir.path().join("two"), &Default::default());
+    assert_eq!(
+        error.unwrap_err().to_string(),
+        "config key `quantization_config` is weights of several schemes (int8, nf4), which is not \
+         supported; supported: one scheme a folder, or `CausalLm::dequantize` before"
+    );
+
+    let mut model = CausalLm::new(&llama(false), &InitOptions::default()).unwrap();
+    model.quantize(&QuantizeOptions::new(nf4)).unwrap();
+    let folder = dir.path().join("nf4");
+    model.save_pretrained(&folder, &Default::default()).unwrap();
+    let options = LoadOptions {
+        quantization: Some(QuantizeOptions::new(int8)),
+        ..LoadOptions::default()
+    };
+    let error = CausalLm::from_pretrained(&folder, &options).unwrap_err();
+    assert!(
+        error.to_string().contains("the checkpoint is quantized"),
+        "{error}"
+    );
+
+    let path = folder.join("config.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace("bitsandbytes", "quanto")).unwrap();
+    let error = CausalLm::from_pretrained(&folder, &Default::default()).unwrap_err();
+    assert!(error.to_string().contains("`quanto`"), "{error}");
 }

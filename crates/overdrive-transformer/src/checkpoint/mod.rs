@@ -1,5 +1,6 @@
 //! Hugging Face folders: reading and writing.
 
+mod packed;
 mod problems;
 mod progress;
 mod read;
@@ -11,6 +12,7 @@ pub use progress::LoadProgress;
 pub use read::LoadOptions;
 pub use write::SaveOptions;
 
+pub(crate) use packed::layout;
 pub(crate) use read::{read, read_generation_config};
 pub(crate) use write::write;
 

@@ -1,3 +1,4 @@
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -6,6 +7,7 @@ use overdrive_safetensors::{MappedFile, StoredTensor};
 use serde_json::{Map, Value};
 use tch::{Device, Kind};
 
+use super::packed::{self, Views, layout};
 use super::problems::{CheckpointProblems, Misshapen};
 use super::progress::LoadProgress;
 use super::shards::weight_files;
@@ -57,8 +59,31 @@ pub(crate) fn read(dir: &Path, config: &ModelConfig, options: &LoadOptions) -> R
         }
     }
     let mut views = with_prefix(views, config);
-    let specs = config.parameters();
-    let sources = check(dir, config, &specs, &mut views)?;
+    let total = views.values().map(|stored| stored.data().len() as u64);
+    let progress = Progress::new(options, total.sum());
+    let mut specs = config.parameters();
+    let mut problems = CheckpointProblems::default();
+    let quantized_maps = match layout(config)? {
+        None => HashMap::new(),
+        Some(_) if options.quantization.is_some() => {
+            return Err(Error::BadConfig {
+                key: "quantization_config".to_owned(),
+                found: "there: the checkpoint is quantized".to_owned(),
+                expected: "a checkpoint in full precision to quantize; this one loads as it is"
+                    .to_owned(),
+            });
+        }
+        Some(layout) => packed::take(
+            &layout,
+            &specs,
+            &mut views,
+            options.device,
+            &mut problems,
+            |bytes| progress.add(bytes),
+        )?,
+    };
+    specs.retain(|spec| !quantized_maps.contains_key(spec.module()) || spec.is_bias());
+    let sources = check(dir, config, &specs, &mut views, problems)?;
     let tied = config.tie_word_embeddings();
     let schemes: Vec<Option<Scheme>> = specs
         .iter()
@@ -73,14 +98,7 @@ pub(crate) fn read(dir: &Path, config: &ModelConfig, options: &LoadOptions) -> R
     }
     let mut parts = Parts {
         parameters: allocate(dense, &kinds, options.device, &config.adjacent())?,
-        ..Parts::default()
-    };
-    let total = sources.iter().map(|(stored, _)| stored.data().len() as u64);
-    let total = total.sum();
-    let report = |done| {
-        if let Some(progress) = &options.progress {
-            progress.report(done, total);
-        }
+        quantized: quantized_maps,
     };
     let places: HashMap<String, usize> = parts
         .parameters
@@ -91,8 +109,6 @@ pub(crate) fn read(dir: &Path, config: &ModelConfig, options: &LoadOptions) -> R
     // In the order of the files, which a disk reads fastest.
     let mut order: Vec<usize> = (0..sources.len()).collect();
     order.sort_by_key(|&index| sources[index].0.data().as_ptr());
-    let mut done = 0;
-    report(done);
     for index in order {
         let (spec, (stored, _)) = (&specs[index], &sources[index]);
         match (schemes[index], places.get(&spec.name)) {
@@ -104,10 +120,41 @@ pub(crate) fn read(dir: &Path, config: &ModelConfig, options: &LoadOptions) -> R
             (None, Some(&place)) => stored.copy_into(&parts.parameters[place].1)?,
             (None, None) => unreachable!("every parameter without a scheme was allocated"),
         }
-        done += stored.data().len() as u64;
-        report(done);
+        progress.add(stored.data().len() as u64);
     }
+    progress.finish();
     Ok(parts)
+}
+
+/// How far the reading is, for who wants to know.
+struct Progress<'a> {
+    told: Option<&'a LoadProgress>,
+    done: Cell<u64>,
+    total: u64,
+}
+
+impl<'a> Progress<'a> {
+    fn new(options: &'a LoadOptions, total: u64) -> Self {
+        let progress = Progress {
+            told: options.progress.as_ref(),
+            done: Cell::new(0),
+            total,
+        };
+        progress.add(0);
+        progress
+    }
+
+    /// What is not read, such as buffers that are computed, is done too.
+    fn finish(&self) {
+        self.add(self.total.saturating_sub(self.done.get()));
+    }
+
+    fn add(&self, bytes: u64) {
+        self.done.set(self.done.get() + bytes);
+        if let Some(told) = self.told {
+            told.report(self.done.get(), self.total);
+        }
+    }
 }
 
 /// What `generation_config.json` holds, where there is one.
@@ -130,10 +177,7 @@ pub(crate) fn read_generation_config(dir: &Path) -> Result<Option<Map<String, Va
 }
 
 /// A checkpoint of the bare decoder has names without the prefix; transformers takes both.
-fn with_prefix<'a>(
-    views: HashMap<String, StoredTensor<'a>>,
-    config: &ModelConfig,
-) -> HashMap<String, StoredTensor<'a>> {
+fn with_prefix<'a>(views: Views<'a>, config: &ModelConfig) -> Views<'a> {
     let prefix = match config {
         ModelConfig::Llama(_) => "model.",
         ModelConfig::Gpt2(_) => "transformer.",
@@ -159,7 +203,8 @@ fn check<'a>(
     dir: &Path,
     config: &ModelConfig,
     specs: &[ParameterSpec],
-    views: &mut HashMap<String, StoredTensor<'a>>,
+    views: &mut Views<'a>,
+    mut problems: CheckpointProblems,
 ) -> Result<Vec<(StoredTensor<'a>, Kind)>> {
     if config.tie_word_embeddings() {
         // Tied, the head may have been written, and it may have been written instead of the
@@ -169,7 +214,6 @@ fn check<'a>(
             views.entry(embedding.name.clone()).or_insert(head);
         }
     }
-    let mut problems = CheckpointProblems::default();
     let mut sources = Vec::with_capacity(specs.len());
     for spec in specs {
         let Some(view) = views.remove(&spec.name) else {

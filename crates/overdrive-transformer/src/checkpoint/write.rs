@@ -5,6 +5,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
+use super::packed::{self, Written};
 use super::shards::{IndexMetadata, ShardIndex, shard_name};
 use super::{INDEX, SINGLE};
 use crate::{CausalLm, Error, Result};
@@ -47,7 +48,8 @@ pub(crate) fn write(dir: &Path, model: &CausalLm, options: &SaveOptions) -> Resu
         });
     }
     fs::create_dir_all(dir).map_err(Error::io("create", dir))?;
-    let written = write_weights(dir, model.named_parameters(), options)?;
+    let Written { tensors, layout } = packed::written(model)?;
+    let written = write_weights(dir, tensors, options)?;
     remove_stale(dir, &written)?;
 
     let generation = model.generation_config().cloned();
@@ -55,6 +57,10 @@ pub(crate) fn write(dir: &Path, model: &CausalLm, options: &SaveOptions) -> Resu
     write_json(dir, "generation_config.json", &Value::Object(generation))?;
     let mut config: Map<String, Value> = model.config().to_json();
     config.insert("torch_dtype".to_owned(), kind_name(model.kind()).into());
+    config.remove("quantization_config");
+    if let Some(layout) = layout {
+        config.insert("quantization_config".to_owned(), layout.to_json()?);
+    }
     write_json(dir, "config.json", &Value::Object(config))
 }
 

@@ -133,6 +133,14 @@ impl ModelConfig {
         }
     }
 
+    /// Keys of `config.json` that this crate does not know.
+    pub(crate) fn extra(&self) -> &Map<String, Value> {
+        match self {
+            ModelConfig::Llama(config) => &config.extra,
+            ModelConfig::Gpt2(config) => &config.extra,
+        }
+    }
+
     /// Groups of parameters that are best kept next to one another.
     pub(crate) fn adjacent(&self) -> Vec<Vec<String>> {
         match self {
