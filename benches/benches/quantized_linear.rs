@@ -16,6 +16,7 @@ use std::time::Instant;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use overdrive_quantization::{QuantizedWeight, Scheme, linear};
+use overdrive_sys::op::{self, Output, Value};
 use tch::{Device, Kind, Tensor};
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
@@ -45,7 +46,9 @@ fn read_bandwidth() -> f64 {
         let start = Instant::now();
         let total = std::sync::atomic::AtomicU64::new(0);
         overdrive_sys::threads::parallel_for(words.len(), 1 << 16, |range| {
-            let sum = words[range].iter().fold(0_u64, |sum, word| sum.wrapping_add(*word));
+            let sum = words[range]
+                .iter()
+                .fold(0_u64, |sum, word| sum.wrapping_add(*word));
             total.fetch_add(sum, std::sync::atomic::Ordering::Relaxed);
         });
         assert_eq!(total.into_inner(), words.len() as u64);
@@ -67,16 +70,53 @@ fn of_scheme(dense: &Tensor, scheme: &str) -> Product {
 
 fn dense(dense: &Tensor) -> Product {
     let weight = dense.copy();
-    (Box::new(move |x| x.linear(&weight, None::<&Tensor>)), dense.numel() * 4)
+    (
+        Box::new(move |x| x.linear(&weight, None::<&Tensor>)),
+        dense.numel() * 4,
+    )
 }
 
 fn fbgemm(dense: &Tensor) -> Product {
-    let (codes, offsets, scale, zero) = dense.fbgemm_linear_quantize_weight();
-    let packed = codes.fbgemm_pack_quantized_matrix();
+    let call = |name: &str, arguments: &[Value<'_>]| {
+        op::call(name, "", arguments).expect("an operator of libtorch")
+    };
+    let parts = call(
+        "aten::fbgemm_linear_quantize_weight",
+        &[Value::Tensor(dense)],
+    );
+    let Ok(
+        [
+            Output::Tensor(codes),
+            Output::Tensor(offsets),
+            Output::Float(scale),
+            Output::Int(zero),
+        ],
+    ) = <[Output; 4]>::try_from(parts)
+    else {
+        panic!("codes, their sums, a scale and a zero point");
+    };
+    let packed = call(
+        "aten::fbgemm_pack_quantized_matrix",
+        &[Value::Tensor(&codes)],
+    );
+    let Ok([Output::Tensor(packed)]) = <[Output; 1]>::try_from(packed) else {
+        panic!("one tensor");
+    };
     let bias = Tensor::zeros([dense.size()[0]], F32);
     let bytes = codes.numel();
     let product = move |x: &Tensor| {
-        x.fbgemm_linear_int8_weight_fp32_activation(&codes, &packed, &offsets, scale, zero, &bias)
+        let arguments = [
+            Value::Tensor(x),
+            Value::Tensor(&codes),
+            Value::Tensor(&packed),
+            Value::Tensor(&offsets),
+            Value::Float(scale),
+            Value::Int(zero),
+            Value::Tensor(&bias),
+        ];
+        let name = "aten::fbgemm_linear_int8_weight_fp32_activation";
+        let mut results = op::call(name, "", &arguments).expect("the shapes fit");
+        results.remove(0).into_tensor().expect("one tensor")
     };
     (Box::new(product), bytes)
 }
@@ -108,7 +148,10 @@ fn quantized_linear(criterion: &mut Criterion) {
             let count = BEYOND_CACHE.div_ceil(bytes).min(16);
             let mut products = vec![first];
             products.resize_with(count, make);
-            println!("{name}: the weight is read in {:.3} ms", bytes as f64 / bandwidth * 1e3);
+            println!(
+                "{name}: the weight is read in {:.3} ms",
+                bytes as f64 / bandwidth * 1e3
+            );
             for rows in ROWS {
                 let x = Tensor::randn([rows, inputs], F32);
                 let next = Cell::new(0);

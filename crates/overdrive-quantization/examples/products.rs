@@ -24,7 +24,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     if one_thread {
         tch::set_num_threads(1);
     }
-    println!("instructions: {}", overdrive_quantization::instruction_set());
+    println!(
+        "instructions: {}",
+        overdrive_quantization::instruction_set()
+    );
     for size in sizes.split(',') {
         let (outputs, inputs) = size.split_once('x').ok_or("sizes are like 4096x4096")?;
         let (outputs, inputs): (i64, i64) = (outputs.parse()?, inputs.parse()?);
@@ -47,7 +50,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     println!(
                         "{size} {scheme:>12} {kind:?} {rows:>4} rows {:9.3} ms, {:6.1} GB/s of weights, {:7.1} G products/s",
                         seconds * 1e3,
-                        weight.as_ref().map_or(dense.numel() * kind.elt_size_in_bytes(), QuantizedWeight::bytes) as f64 / seconds / 1e9,
+                        weight.as_ref().map_or(
+                            dense.numel() * kind.elt_size_in_bytes(),
+                            QuantizedWeight::bytes
+                        ) as f64
+                            / seconds
+                            / 1e9,
                         products / seconds / 1e9,
                     );
                 }

@@ -64,7 +64,10 @@ pub fn joint_linear(
         return forward(x, weights, biases, compute, false);
     }
     let function = Linear {
-        weights: weights.iter().map(|weight| weight.shallow_clone()).collect(),
+        weights: weights
+            .iter()
+            .map(|weight| weight.shallow_clone())
+            .collect(),
         biased: biases.iter().map(Option::is_some).collect(),
         compute,
     };
@@ -134,7 +137,11 @@ fn check(x: &Tensor, weights: &[&QuantizedWeight], biases: &[Option<&Tensor>]) -
             return wrong(
                 "x",
                 format!("of shape {size:?}"),
-                format!("(…, {}), as the weight is {:?}", weight.inputs, weight.size()),
+                format!(
+                    "(…, {}), as the weight is {:?}",
+                    weight.inputs,
+                    weight.size()
+                ),
             );
         }
         if weight.device() != x.device() {
@@ -145,11 +152,16 @@ fn check(x: &Tensor, weights: &[&QuantizedWeight], biases: &[Option<&Tensor>]) -
             );
         }
         let Some(bias) = bias else { continue };
-        if bias.size() != [weight.outputs] || !floating(bias.kind()) || bias.device() != x.device() {
+        if bias.size() != [weight.outputs] || !floating(bias.kind()) || bias.device() != x.device()
+        {
             return wrong(
                 "bias",
                 format!("{:?} {:?} on {:?}", bias.kind(), bias.size(), bias.device()),
-                format!("({},) of a floating kind on {:?}", weight.outputs, x.device()),
+                format!(
+                    "({},) of a floating kind on {:?}",
+                    weight.outputs,
+                    x.device()
+                ),
             );
         }
     }
@@ -209,9 +221,11 @@ impl Function for Linear {
             results[0] = Some(blocks::backward(&dy, &self.weights)?);
         }
         if (1..=biases).any(|input| context.needs_input_grad(input)) {
-            let sums = dy
-                .f_reshape([-1, outputs])?
-                .f_sum_dim_intlist([0i64].as_slice(), false, dy.kind())?;
+            let sums = dy.f_reshape([-1, outputs])?.f_sum_dim_intlist(
+                [0i64].as_slice(),
+                false,
+                dy.kind(),
+            )?;
             let (mut first, mut input) = (0, 1);
             for (weight, biased) in self.weights.iter().zip(&self.biased) {
                 if *biased {

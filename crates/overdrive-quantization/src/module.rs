@@ -142,7 +142,10 @@ impl Embedding {
     /// # Errors
     /// [`Error::BadOption`] for a kind that is not a floating one.
     pub fn new(weight: QuantizedWeight, kind: Kind) -> Result<Embedding> {
-        if !matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16) {
+        if !matches!(
+            kind,
+            Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16
+        ) {
             return Err(Error::BadOption {
                 option: "kind",
                 found: format!("{kind:?}"),

@@ -56,7 +56,9 @@ fn every_scheme_multiplies_as_its_dequantized_weight() {
         let bias = numbers(2, &[96]);
         for rows in [1, 2, 7, 33, 70] {
             let x = numbers(3, &[rows, 256]);
-            let exact = x.to_kind(Kind::Double).linear(&dense, Some(&bias.to_kind(Kind::Double)));
+            let exact = x
+                .to_kind(Kind::Double)
+                .linear(&dense, Some(&bias.to_kind(Kind::Double)));
             let y = linear(&x, &weight, Some(&bias)).unwrap();
             let found = error(&y, &exact);
             assert!(found < tolerance(name), "{name}, {rows} rows: {found}");
@@ -66,7 +68,10 @@ fn every_scheme_multiplies_as_its_dequantized_weight() {
                 let y = linear(&x, &weight, None).unwrap();
                 assert_eq!(y.kind(), kind);
                 let found = error(&y, &exact);
-                assert!(found < tolerance(name) + low, "{name}, {rows} rows of {kind:?}: {found}");
+                assert!(
+                    found < tolerance(name) + low,
+                    "{name}, {rows} rows of {kind:?}: {found}"
+                );
             }
         }
     }
@@ -80,8 +85,14 @@ fn integers_are_multiplied_exactly() {
         let x = integers(5, &[rows, width]);
         let quantized = QuantizedWeight::quantize(&weight, Scheme::Int8Dynamic).unwrap();
         let y = linear(&x, &quantized, None).unwrap();
-        let exact = x.to_kind(Kind::Double).matmul(&weight.to_kind(Kind::Double).tr());
-        assert!(error(&y, &exact) < 3e-7, "{rows} {width} {outputs}: {}", error(&y, &exact));
+        let exact = x
+            .to_kind(Kind::Double)
+            .matmul(&weight.to_kind(Kind::Double).tr());
+        assert!(
+            error(&y, &exact) < 3e-7,
+            "{rows} {width} {outputs}: {}",
+            error(&y, &exact)
+        );
     }
 }
 
@@ -150,7 +161,14 @@ fn gradients_are_those_of_the_dequantized_weight() {
 #[test]
 fn gradients_of_large_weights_are_made_of_blocks() {
     // More than 2²⁰ numbers: several blocks, and for `nf4` blocks of whole magnitudes of magnitudes.
-    for name in ["int8", "int8-weight", "int4-g64", "nf4", "nf4-single", "fp8"] {
+    for name in [
+        "int8",
+        "int8-weight",
+        "int4-g64",
+        "nf4",
+        "nf4-single",
+        "fp8",
+    ] {
         let weight = QuantizedWeight::quantize(&numbers(13, &[1500, 1088]), scheme(name)).unwrap();
         let dense = weight.dequantize(Kind::Float).unwrap();
         let x = numbers(14, &[40, 1088]).set_requires_grad(true);
@@ -166,20 +184,26 @@ fn gradients_of_large_weights_are_made_of_blocks() {
 
 #[test]
 fn an_explicit_choice_of_activations_is_kept() {
-    let quantize = |name: &str| QuantizedWeight::quantize(&numbers(16, &[50, 128]), scheme(name)).unwrap();
+    let quantize =
+        |name: &str| QuantizedWeight::quantize(&numbers(16, &[50, 128]), scheme(name)).unwrap();
     let x = numbers(17, &[5, 128]);
     let exact = |weight: &QuantizedWeight| {
-        x.to_kind(Kind::Double).matmul(&weight.dequantize(Kind::Double).unwrap().tr())
+        x.to_kind(Kind::Double)
+            .matmul(&weight.dequantize(Kind::Double).unwrap().tr())
     };
     for name in ["int8", "int4-g32", "nf4", "llm-int8"] {
         let weight = quantize(name).with_activations(Activations::Float).unwrap();
         let found = error(&linear(&x, &weight, None).unwrap(), &exact(&weight));
         assert!(found < 1e-6, "{name}: {found}");
     }
-    let weight = quantize("int8-weight").with_activations(Activations::Int8).unwrap();
+    let weight = quantize("int8-weight")
+        .with_activations(Activations::Int8)
+        .unwrap();
     let same = linear(&x, &quantize("int8"), None).unwrap();
     assert_eq!(linear(&x, &weight, None).unwrap(), same);
-    let found = quantize("fp8").with_activations(Activations::Int8).unwrap_err();
+    let found = quantize("fp8")
+        .with_activations(Activations::Int8)
+        .unwrap_err();
     assert!(found.to_string().contains("8-bit floats"), "{found}");
 }
 
@@ -189,7 +213,8 @@ fn large_activations_are_apart_in_llm_int8() {
     let x = numbers(19, &[4, 192]);
     let _ = x.narrow(1, 77, 1).fill_(3000.0);
     let exact = |weight: &QuantizedWeight| {
-        x.to_kind(Kind::Double).matmul(&weight.dequantize(Kind::Double).unwrap().tr())
+        x.to_kind(Kind::Double)
+            .matmul(&weight.dequantize(Kind::Double).unwrap().tr())
     };
     // Without the threshold all numbers but the large one round to zero or nearly.
     let found = |scheme| {
@@ -254,10 +279,15 @@ fn what_does_not_fit_is_named() {
     let found = text(linear(&x.to_kind(Kind::Int64), &weight, None));
     assert!(found.contains("Int64"), "{found}");
     let found = text(linear(&x, &weight, Some(&numbers(27, &[8]))));
-    assert!(found.contains("`bias`") && found.contains("(9,)"), "{found}");
+    assert!(
+        found.contains("`bias`") && found.contains("(9,)"),
+        "{found}"
+    );
     let found = text(joint_linear(&x, &[], &[]));
     assert!(found.contains("at least one"), "{found}");
-    let found = Linear::new(weight, Some(numbers(27, &[8]))).unwrap_err().to_string();
+    let found = Linear::new(weight, Some(numbers(27, &[8])))
+        .unwrap_err()
+        .to_string();
     assert!(found.contains("`bias`"), "{found}");
 }
 
@@ -282,6 +312,9 @@ fn layers_stand_in_for_those_of_tch() {
     assert!(embedding.forward(&Tensor::from_slice(&[30_i64])).is_err());
     // A tied head reads the same memory.
     let head = Linear::new(embedding.weight().shallow_clone(), None).unwrap();
-    assert_eq!((head.parameters(), embedding.parameters()), (30 * 64, 30 * 64));
+    assert_eq!(
+        (head.parameters(), embedding.parameters()),
+        (30 * 64, 30 * 64)
+    );
     assert_eq!(head.forward(&vectors).unwrap().size(), [2, 2, 30]);
 }

@@ -90,7 +90,9 @@ impl Kernel for QuantizeRow<'_> {
 #[inline(always)]
 fn quantize_row(x: &[f32], codes: &mut [i8]) -> (f32, i32) {
     // Magnitudes of floats compare as their bits do, and NaN is larger than all.
-    let bits = x.iter().fold(0, |most, x| (x.to_bits() & !(1 << 31)).max(most));
+    let bits = x
+        .iter()
+        .fold(0, |most, x| (x.to_bits() & !(1 << 31)).max(most));
     let most = f32::from_bits(bits);
     let inverse = 127.0 / most;
     // 127 over a subnormal number may be too much for a float: such rows are zero.
@@ -99,7 +101,10 @@ fn quantize_row(x: &[f32], codes: &mut [i8]) -> (f32, i32) {
     const TO_INTEGER: f32 = 12_582_912.0;
     let mut sum = 0;
     for (code, x) in codes.iter_mut().zip(x) {
-        #[allow(clippy::cast_possible_truncation, reason = "the low 8 bits are the integer")]
+        #[allow(
+            clippy::cast_possible_truncation,
+            reason = "the low 8 bits are the integer"
+        )]
         let quantized = (x * inverse + TO_INTEGER).to_bits() as i8;
         *code = quantized;
         sum += i32::from(quantized);

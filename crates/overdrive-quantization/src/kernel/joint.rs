@@ -30,9 +30,15 @@ pub(crate) fn product<T: Copy + Send>(
     if columns == 0 || rows == 0 {
         return;
     }
-    assert_eq!(y.len(), rows * columns, "a row of results for each row of activations");
+    assert_eq!(
+        y.len(),
+        rows * columns,
+        "a row of results for each row of activations"
+    );
     let y = Target::new(y, columns);
-    let bytes = parts.iter().map(|(_, part)| part.outputs() * part.row_bytes());
+    let bytes = parts
+        .iter()
+        .map(|(_, part)| part.outputs() * part.row_bytes());
     let bytes: usize = bytes.sum();
     let parallel = bytes.saturating_mul(rows) > MIN_PARALLEL_BYTES;
     // At least a few for each thread, so that one that comes late does not hold up the others.

@@ -50,18 +50,25 @@ fn rows_of_zeros_tiny_and_bad_numbers_quantize() {
 #[test]
 fn many_rows_are_quantized_by_several_threads_as_by_one() {
     let width = 1000;
-    let x: Vec<f32> = (0..97 * width).map(|i| ((i * 37) % 1001) as f32 - 500.0).collect();
+    let x: Vec<f32> = (0..97 * width)
+        .map(|i| ((i * 37) % 1001) as f32 - 500.0)
+        .collect();
     let all = Int8Rows::quantize(&x, width);
     for (row, x) in x.chunks(width).enumerate() {
         let one = Int8Rows::quantize(x, width);
         assert_eq!(one.row(0), all.row(row));
-        assert_eq!((one.scales[0], one.sums[0]), (all.scales[row], all.sums[row]));
+        assert_eq!(
+            (one.scales[0], one.sums[0]),
+            (all.scales[row], all.sums[row])
+        );
     }
 }
 
 #[test]
 fn kinds_of_activations_quantize_alike() {
-    let x: Vec<f32> = (0..200).map(|i| ((i * 7) % 32) as f32 / 8.0 - 2.0).collect();
+    let x: Vec<f32> = (0..200)
+        .map(|i| ((i * 7) % 32) as f32 / 8.0 - 2.0)
+        .collect();
     let of = |codes: Int8Rows| (codes.codes, codes.scales, codes.sums);
     let floats = of(Int8Rows::quantize(&x, 100));
     let bf16s: Vec<bf16> = x.iter().map(|x| bf16::from_f32(*x)).collect();
@@ -84,36 +91,80 @@ fn reference(x: &[f32], width: usize, weight: &[f64], scales: &[f32]) -> Vec<f64
 
 fn close(found: &[f32], expected: &[f64], width: usize, most: f64, what: &str) {
     // Roundings of `width` products and sums of numbers up to `most`, in chains as long as a sixteenth.
-    let tolerance = most * width as f64 * f64::from(f32::EPSILON) * (1.0 + width as f64 / 16.0).sqrt();
+    let tolerance =
+        most * width as f64 * f64::from(f32::EPSILON) * (1.0 + width as f64 / 16.0).sqrt();
     for (found, expected) in found.iter().zip(expected) {
-        assert!((f64::from(*found) - expected).abs() <= tolerance, "{what}: {found} {expected}");
+        assert!(
+            (f64::from(*found) - expected).abs() <= tolerance,
+            "{what}: {found} {expected}"
+        );
     }
 }
 
 #[test]
 fn widened_products_are_those_of_the_dequantized_weight() {
-    for (rows, width, outputs) in [(1, 1, 1), (1, 64, 33), (1, 203, 9), (2, 77, 70), (7, 130, 34), (33, 48, 5)] {
-        let x: Vec<f32> = (0..rows * width).map(|i| ((i * 29) % 97) as f32 / 48.0 - 1.0).collect();
+    for (rows, width, outputs) in [
+        (1, 1, 1),
+        (1, 64, 33),
+        (1, 203, 9),
+        (2, 77, 70),
+        (7, 130, 34),
+        (33, 48, 5),
+    ] {
+        let x: Vec<f32> = (0..rows * width)
+            .map(|i| ((i * 29) % 97) as f32 / 48.0 - 1.0)
+            .collect();
         let scales: Vec<f32> = (0..outputs).map(|i| 0.5 + i as f32 / 7.0).collect();
-        let signed: Vec<i8> = (0..outputs * width).map(|i| ((i * 31) % 256) as u8 as i8).collect();
+        let signed: Vec<i8> = (0..outputs * width)
+            .map(|i| ((i * 31) % 256) as u8 as i8)
+            .collect();
         let floats: Vec<u8> = (0..outputs * width)
             .map(|i| ((i * 31) % 256) as u8)
             .map(|code| if code & 0x7f == fp8::NAN { 0 } else { code })
             .collect();
         let signed_numbers: Vec<f64> = signed.iter().map(|code| f64::from(*code)).collect();
-        let float_numbers: Vec<f64> = floats.iter().map(|code| f64::from(fp8::decode(*code))).collect();
+        let float_numbers: Vec<f64> = floats
+            .iter()
+            .map(|code| f64::from(fp8::decode(*code)))
+            .collect();
         for set in InstructionSet::available() {
             let what = format!("{} {rows} rows {outputs} x {width}", set.name());
             let mut y = vec![0.0_f32; rows * outputs];
-            let part = WidenPart::<i8, f32> { x: &x, width, codes: &signed, scales: &scales, bias: None, set };
+            let part = WidenPart::<i8, f32> {
+                x: &x,
+                width,
+                codes: &signed,
+                scales: &scales,
+                bias: None,
+                set,
+            };
             product(&[(0, &part)], rows, outputs, &mut y);
             let most = 128.0 * f64::from(scales[outputs - 1]);
-            close(&y, &reference(&x, width, &signed_numbers, &scales), width, most, &what);
+            close(
+                &y,
+                &reference(&x, width, &signed_numbers, &scales),
+                width,
+                most,
+                &what,
+            );
             let codes = E4m3::of(&floats);
-            let part = WidenPart::<E4m3, f32> { x: &x, width, codes, scales: &scales, bias: None, set };
+            let part = WidenPart::<E4m3, f32> {
+                x: &x,
+                width,
+                codes,
+                scales: &scales,
+                bias: None,
+                set,
+            };
             product(&[(0, &part)], rows, outputs, &mut y);
             let most = 448.0 * f64::from(scales[outputs - 1]);
-            close(&y, &reference(&x, width, &float_numbers, &scales), width, most, &what);
+            close(
+                &y,
+                &reference(&x, width, &float_numbers, &scales),
+                width,
+                most,
+                &what,
+            );
         }
     }
 }

@@ -26,7 +26,8 @@ pub(super) fn forward(
         let mut columns = y.f_narrow(1, first, count)?;
         let part = Tensor::f_empty([x.size()[0], count], (computed, x.device()))?;
         if let Some(bias) = bias {
-            part.shallow_clone().f_copy_(&bias.f_narrow(0, first, count)?)?;
+            part.shallow_clone()
+                .f_copy_(&bias.f_narrow(0, first, count)?)?;
         }
         mm_into(&part, &x, &block.f_tr()?, bias.is_some())?;
         columns.f_copy_(&part)?;

@@ -29,7 +29,10 @@ pub(super) fn forward(
     let x = x.f_to_kind(compute)?.f_contiguous()?;
     let biases: Vec<Option<Tensor>> = biases
         .iter()
-        .map(|bias| bias.map(|bias| bias.f_to_kind(compute)?.f_contiguous()).transpose())
+        .map(|bias| {
+            bias.map(|bias| bias.f_to_kind(compute)?.f_contiguous())
+                .transpose()
+        })
         .collect::<std::result::Result<_, _>>()?;
     with_float!(compute, T => joint::<T>(&x, weights, &biases, recording))
 }
@@ -48,7 +51,10 @@ fn joint<T: Element>(
     let mut y = Fresh::<T>::new(&size)?;
     let rows = Rows::new(elements::<T>(x)?, width.unsigned_abs() as usize);
     let few = rows.rows <= FEW_ROWS;
-    let plans: Vec<Plan> = weights.iter().map(|weight| plan(weight, few, recording)).collect();
+    let plans: Vec<Plan> = weights
+        .iter()
+        .map(|weight| plan(weight, few, recording))
+        .collect();
     let coded: Vec<Option<CodedMap<'_>>> = weights
         .iter()
         .zip(&plans)
@@ -80,9 +86,16 @@ fn joint<T: Element>(
         }
         first += weight.outputs;
     }
-    let borrowed: Vec<(usize, &dyn Part<T>)> =
-        parts.iter().map(|(first, part)| (*first, &**part)).collect();
-    product(&borrowed, rows.rows, columns.unsigned_abs() as usize, y.elements_mut()?);
+    let borrowed: Vec<(usize, &dyn Part<T>)> = parts
+        .iter()
+        .map(|(first, part)| (*first, &**part))
+        .collect();
+    product(
+        &borrowed,
+        rows.rows,
+        columns.unsigned_abs() as usize,
+        y.elements_mut()?,
+    );
     let y = y.into_tensor();
     if !others.is_empty() {
         let x = x.f_view([-1, width])?;
@@ -138,7 +151,10 @@ fn part<'a, T: Element>(
         (Storage::Int8 { codes, scales }, Plan::Int8 | Plan::Split(_))
             if rows.width <= MAX_WIDTH =>
         {
-            let split = forms.splits.iter().find(|(known, _)| plan == Plan::Split(*known));
+            let split = forms
+                .splits
+                .iter()
+                .find(|(known, _)| plan == Plan::Split(*known));
             let split = split.map(|(_, split)| split);
             Box::new(Int8Part {
                 x: split.map_or_else(|| rows.int8(), |split| &split.int8),

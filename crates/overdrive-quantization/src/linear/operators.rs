@@ -68,7 +68,10 @@ fn int8(x: &Tensor, codes: &Tensor, scales: &Tensor) -> Result<Tensor> {
     let x = x.f_to_kind(Kind::Float)?;
     let most = x.f_abs()?.f_amax([1], true)?;
     // A row of zeros has codes of zero, whatever it is divided by.
-    let inverse = most.f_clamp_min(1e-30)?.f_reciprocal()?.f_mul_scalar(127.0)?;
+    let inverse = most
+        .f_clamp_min(1e-30)?
+        .f_reciprocal()?
+        .f_mul_scalar(127.0)?;
     let quantized = x.f_mul(&inverse)?.f_round()?.f_to_kind(Kind::Int8)?;
     let rows = quantized.size()[0];
     let padded = match x.device() {
@@ -76,8 +79,12 @@ fn int8(x: &Tensor, codes: &Tensor, scales: &Tensor) -> Result<Tensor> {
         _ => ((rows + 7) / 8 * 8).max(LEAST_ROWS),
     };
     let quantized = quantized.f_constant_pad_nd([0, 0, 0, padded - rows])?;
-    let sums = quantized.f_internal_int_mm(&codes.f_tr()?)?.f_narrow(0, 0, rows)?;
-    let y = sums.f_to_kind(Kind::Float)?.f_mul(&most.f_div_scalar(127.0)?)?;
+    let sums = quantized
+        .f_internal_int_mm(&codes.f_tr()?)?
+        .f_narrow(0, 0, rows)?;
+    let y = sums
+        .f_to_kind(Kind::Float)?
+        .f_mul(&most.f_div_scalar(127.0)?)?;
     Ok(y.f_mul(scales)?)
 }
 

@@ -26,8 +26,15 @@ fn operators_have_the_results_of_kernels() {
                 let (weights, biases) = ([&weight, &weight], [Some(&bias), None]);
                 let kernels = cpu::forward(&x, &weights, &biases, kind, false).unwrap();
                 let operators = operators::forward(&x, &weights, &biases, kind, false).unwrap();
-                assert_eq!((kernels.size(), kernels.kind()), (operators.size(), operators.kind()));
-                let error = (kernels - operators).to_kind(Kind::Float).abs().max().double_value(&[]);
+                assert_eq!(
+                    (kernels.size(), kernels.kind()),
+                    (operators.size(), operators.kind())
+                );
+                let error = (kernels - operators)
+                    .to_kind(Kind::Float)
+                    .abs()
+                    .max()
+                    .double_value(&[]);
                 // Sums of 64 products up to 3 · 4, in f32; results in bf16 have 8 bits; codes of
                 // activations that lie between two integers may go either way.
                 let tolerance = if kind == Kind::Float { 0.06 } else { 0.3 };

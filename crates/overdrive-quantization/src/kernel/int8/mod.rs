@@ -62,7 +62,9 @@ impl<T: Element> Part<T> for Int8Part<'_, T> {
     }
 
     fn run(&self, outputs: Range<usize>, first: usize, y: &Target<'_, T>) {
-        let extra = self.split.and_then(|split| split.products(self.set, self.codes, outputs.clone()));
+        let extra = self
+            .split
+            .and_then(|split| split.products(self.set, self.codes, outputs.clone()));
         let job = Job {
             part: self,
             outputs,
@@ -109,7 +111,10 @@ impl<T: Element> Job<'_, '_, T> {
         let scales: &[f32; N] = chunk(part.scales, output);
         let mut results = [0.0; N];
         for (result, sum) in results.iter_mut().zip(sums) {
-            #[allow(clippy::cast_precision_loss, reason = "within the rounding of the result")]
+            #[allow(
+                clippy::cast_precision_loss,
+                reason = "within the rounding of the result"
+            )]
             let sum = sum.wrapping_sub(excess) as f32;
             *result = sum * scale;
         }

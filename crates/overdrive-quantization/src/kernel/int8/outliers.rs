@@ -45,7 +45,10 @@ impl Split {
         let rows = x.len() / width;
         let mut rest = x.to_vec();
         let mut values = vec![0.0; rows * padded];
-        for (row, values) in rest.chunks_exact_mut(width).zip(values.chunks_exact_mut(padded)) {
+        for (row, values) in rest
+            .chunks_exact_mut(width)
+            .zip(values.chunks_exact_mut(padded))
+        {
             for (value, column) in values.iter_mut().zip(&columns) {
                 *value = std::mem::take(&mut row[*column]);
             }
@@ -103,7 +106,11 @@ impl Kernel for Products<'_> {
             }
             for (row, x) in values.chunks_exact(*padded).enumerate() {
                 let mut sum = s.splat(0.0);
-                let vectors = x.as_chunks::<LANES>().0.iter().zip(weight.as_chunks::<LANES>().0);
+                let vectors = x
+                    .as_chunks::<LANES>()
+                    .0
+                    .iter()
+                    .zip(weight.as_chunks::<LANES>().0);
                 for (x, w) in vectors {
                     sum = s.mul_add(s.load_f32(x), s.load_f32(w), sum);
                 }

@@ -43,12 +43,7 @@ pub(super) fn panels<T: Element>(simd: Avx512, job: &Job<'_, '_, T>) {
 /// Codes of `outputs`, with 128 added, as `(inputs / 4, 32, 4)`; anything for outputs beyond the range and
 /// for inputs beyond the width.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn pack<T: Element>(
-    _: Avx512,
-    part: &Int8Part<'_, T>,
-    outputs: Range<usize>,
-    panel: &mut [i8],
-) {
+fn pack<T: Element>(_: Avx512, part: &Int8Part<'_, T>, outputs: Range<usize>, panel: &mut [i8]) {
     let width = part.x.width;
     for half in 0..OUTPUTS / 16 {
         let from = outputs.start + half * 16;
@@ -57,7 +52,10 @@ fn pack<T: Element>(
             let mut square = [_mm512_setzero_si512(); 16];
             if count == 64 && from + 16 <= outputs.end {
                 let first = part.weight(from)[at..].as_ptr();
-                assert!(part.codes.len() >= (from + 15) * width + at + 64, "16 rows of 64");
+                assert!(
+                    part.codes.len() >= (from + 15) * width + at + 64,
+                    "16 rows of 64"
+                );
                 for (index, row) in square.iter_mut().enumerate() {
                     // SAFETY: asserted.
                     *row = unsafe { _mm512_loadu_si512(first.add(index * width).cast()) };
@@ -72,7 +70,10 @@ fn pack<T: Element>(
             }
             let quad = at / QUAD;
             let to = &mut panel[quad * OUTPUTS * QUAD..(quad + 16) * OUTPUTS * QUAD];
-            for (column, to) in transposed(square).into_iter().zip(to.as_chunks_mut::<128>().0) {
+            for (column, to) in transposed(square)
+                .into_iter()
+                .zip(to.as_chunks_mut::<128>().0)
+            {
                 let shifted = _mm512_xor_si512(column, _mm512_set1_epi8(i8::MIN));
                 // SAFETY: a store of 64 bytes at 0 or 64 of 128.
                 unsafe { _mm512_storeu_si512(to.as_mut_ptr().add(half * 64).cast(), shifted) };
@@ -118,12 +119,7 @@ fn transposed(rows: [__m512i; 16]) -> [__m512i; 16] {
 
 /// All rows with one panel.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-fn multiply<T: Element>(
-    _: Avx512,
-    job: &Job<'_, '_, T>,
-    outputs: Range<usize>,
-    panel: &[i8],
-) {
+fn multiply<T: Element>(_: Avx512, job: &Job<'_, '_, T>, outputs: Range<usize>, panel: &[i8]) {
     let x = job.part.x;
     let next = job.part.codes.as_ptr().wrapping_add(outputs.end * x.width);
     let mut next = Some(next);
@@ -167,9 +163,7 @@ fn tile<const N: usize>(
 ) -> [[__m512i; 2]; N] {
     let quads = x.width.div_ceil(QUAD);
     assert!(
-        row + N <= x.rows
-            && quads * QUAD <= x.padded
-            && panel.len() >= quads * QUAD * OUTPUTS,
+        row + N <= x.rows && quads * QUAD <= x.padded && panel.len() >= quads * QUAD * OUTPUTS,
         "rows and a panel of that width"
     );
     let rows: [*const i8; N] = std::array::from_fn(|n| x.row(row + n).as_ptr());

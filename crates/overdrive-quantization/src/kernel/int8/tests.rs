@@ -10,7 +10,9 @@ use crate::kernel::joint::product;
 fn numbers(seed: u64, len: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
         (state >> 40) as f32 / (1 << 23) as f32 - 1.0
     };
     std::iter::repeat_with(next).take(len).collect()
@@ -43,15 +45,25 @@ fn check<T: Element + PartialEq + std::fmt::Debug>(
     width: usize,
     outputs: &[usize],
 ) {
-    let input: Vec<T> = numbers(seed, rows * width).into_iter().map(T::from_f32).collect();
+    let input: Vec<T> = numbers(seed, rows * width)
+        .into_iter()
+        .map(T::from_f32)
+        .collect();
     let x = Int8Rows::quantize(&input, width);
     let weights: Vec<_> = outputs
         .iter()
         .zip(seed..)
         .map(|(outputs, seed)| {
-            let bias = numbers(seed + 1, *outputs).into_iter().map(T::from_f32).collect();
+            let bias = numbers(seed + 1, *outputs)
+                .into_iter()
+                .map(T::from_f32)
+                .collect();
             let bias: Option<Vec<T>> = (seed % 2 == 0).then_some(bias);
-            (codes(seed + 2, outputs * width), numbers(seed + 3, *outputs), bias)
+            (
+                codes(seed + 2, outputs * width),
+                numbers(seed + 3, *outputs),
+                bias,
+            )
         })
         .collect();
     let each: Vec<Vec<T>> = weights
@@ -85,7 +97,12 @@ fn check<T: Element + PartialEq + std::fmt::Debug>(
         }
         let mut y = vec![T::from_f32(f32::NAN); rows * columns];
         product(&placed, rows, columns, &mut y);
-        assert_eq!(y, expected, "{} {rows} rows, {outputs:?} x {width}", set.name());
+        assert_eq!(
+            y,
+            expected,
+            "{} {rows} rows, {outputs:?} x {width}",
+            set.name()
+        );
     }
 }
 
@@ -132,7 +149,11 @@ fn sums_beyond_the_unsigned_detour_are_exact() {
                 product(&[(0, &part)], rows, 3, &mut y);
                 let sum = 127 * i64::from(code) * width as i64;
                 let expected = sum as f32 * (1.0 / 127.0);
-                assert!(y.iter().all(|y| *y == expected), "{} {rows}: {y:?}", set.name());
+                assert!(
+                    y.iter().all(|y| *y == expected),
+                    "{} {rows}: {y:?}",
+                    set.name()
+                );
             }
         }
     }
@@ -150,7 +171,13 @@ fn large_columns_are_multiplied_as_they_are() {
     let scales = numbers(9, outputs);
     let bias = numbers(10, outputs);
     let split = Split::new(&input, width, 6.0);
-    assert!(split.int8.codes.chunks(split.int8.padded).all(|row| row[3] == 0 && row[149] == 0));
+    assert!(
+        split
+            .int8
+            .codes
+            .chunks(split.int8.padded)
+            .all(|row| row[3] == 0 && row[149] == 0)
+    );
     let small = reference::<f32>(&split.int8, &codes, &scales, Some(&bias));
     for set in InstructionSet::available() {
         for rows in [1, 5, 30] {
@@ -175,7 +202,11 @@ fn large_columns_are_multiplied_as_they_are() {
                     let expected = f64::from(small[row * outputs + output]) + large;
                     let found = f64::from(y[row * outputs + output]);
                     // Rounding of sums of numbers up to 1.3e5.
-                    assert!((found - expected).abs() < 0.1, "{} {found} {expected}", set.name());
+                    assert!(
+                        (found - expected).abs() < 0.1,
+                        "{} {found} {expected}",
+                        set.name()
+                    );
                 }
             }
         }

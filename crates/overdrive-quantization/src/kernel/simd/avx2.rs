@@ -88,7 +88,8 @@ impl Simd for Avx2 {
             let codes = _mm_loadu_si128(from.as_ptr().cast());
             // As in AVX-512: f16 with another bias.
             let wide = _mm256_cvtepi8_epi16(codes);
-            let magnitude = _mm256_and_si256(_mm256_slli_epi16::<7>(wide), _mm256_set1_epi16(0x3f80));
+            let magnitude =
+                _mm256_and_si256(_mm256_slli_epi16::<7>(wide), _mm256_set1_epi16(0x3f80));
             let sign = _mm256_and_si256(wide, _mm256_set1_epi16(i16::MIN));
             let halves = _mm256_or_si256(magnitude, sign);
             [

@@ -82,7 +82,8 @@ impl Simd for Avx512 {
             // As f16 these are the sign, the exponent and the fraction of the number, but for the bias of
             // the exponent; that conversion is exact for the smallest, too.
             let wide = _mm256_cvtepi8_epi16(codes);
-            let magnitude = _mm256_and_si256(_mm256_slli_epi16::<7>(wide), _mm256_set1_epi16(0x3f80));
+            let magnitude =
+                _mm256_and_si256(_mm256_slli_epi16::<7>(wide), _mm256_set1_epi16(0x3f80));
             let sign = _mm256_and_si256(wide, _mm256_set1_epi16(i16::MIN));
             _mm512_cvtph_ps(_mm256_or_si256(magnitude, sign))
         })
@@ -158,7 +159,12 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn total_each(self, sums: [__m512i; 4]) -> [i32; 4] {
         avx512!({
-            let halves = [fold_epi32(sums[0]), fold_epi32(sums[1]), fold_epi32(sums[2]), fold_epi32(sums[3])];
+            let halves = [
+                fold_epi32(sums[0]),
+                fold_epi32(sums[1]),
+                fold_epi32(sums[2]),
+                fold_epi32(sums[3]),
+            ];
             super::avx2::total_each(halves)
         })
     }
