@@ -3,7 +3,7 @@ use overdrive_kv_cache::KvCache;
 use tch::Tensor;
 
 use crate::attend::{AttendOptions, attend_with_cache};
-use crate::linear::{JointLinear, Linear, Visitor};
+use crate::linear::{JointLinear, Linear, ParameterVisitor, Visitor};
 use crate::mask::Mask;
 use crate::parameters::ParameterMap;
 use crate::rms_norm::RmsNorm;
@@ -74,6 +74,18 @@ impl RotaryAttention {
 
     pub(crate) fn maps(&self) -> impl Iterator<Item = &Linear> {
         self.qkv.maps().chain([&self.o])
+    }
+
+    pub(crate) fn visit_parameters(
+        &mut self,
+        prefix: &str,
+        visit: ParameterVisitor<'_>,
+    ) -> overdrive_lora::Result<()> {
+        if let Some((q, k)) = &mut self.norms {
+            q.visit_parameters(&format!("{prefix}.self_attn.q_norm"), visit)?;
+            k.visit_parameters(&format!("{prefix}.self_attn.k_norm"), visit)?;
+        }
+        Ok(())
     }
 
     pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {

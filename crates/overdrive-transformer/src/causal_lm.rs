@@ -3,7 +3,7 @@ use std::path::Path;
 use overdrive_fused::{
     CrossEntropyOptions, LinearCrossEntropyOptions, Reduction, linear_cross_entropy,
 };
-use overdrive_lora::{AdaptedLinear, BaseWeight};
+use overdrive_lora::{AdaptedLinear, BaseWeight, ModuleCopies};
 use overdrive_quantization::QuantizedWeight;
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
@@ -60,6 +60,8 @@ pub struct CausalLm {
     softcap: Option<f64>,
     execution: Execution,
     training: bool,
+    /// Parameters that adapters train in full.
+    pub(crate) copies: ModuleCopies,
     generation_config: Option<Map<String, Value>>,
 }
 
@@ -158,6 +160,7 @@ impl CausalLm {
             softcap: config.logit_softcap(),
             execution: Execution::default(),
             training: false,
+            copies: ModuleCopies::new(),
             generation_config: None,
         })
     }
@@ -368,8 +371,16 @@ impl CausalLm {
     }
 
     /// Whether the dropouts of the configuration apply; false at first.
-    pub fn set_training(&mut self, training: bool) {
-        self.training = training;
+    ///
+    /// # Errors
+    /// [`overdrive_lora::Error::InUse`] while a checkpointed graph holds the blocks, whose adapters have
+    /// dropouts of their own.
+    pub fn set_training(&mut self, training: bool) -> Result<()> {
+        if training != self.training {
+            overdrive_lora::set_training(self, training)?;
+            self.training = training;
+        }
+        Ok(())
     }
 
     /// Chooses among equal ways of computing.

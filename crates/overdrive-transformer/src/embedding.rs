@@ -3,6 +3,7 @@ use overdrive_quantization::QuantizedWeight;
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
+use crate::linear::ParameterVisitor;
 use crate::parameters::ParameterMap;
 
 /// The table of token embeddings `(V, C)`.
@@ -45,6 +46,18 @@ impl Embedding {
                 transposed: false,
             },
             Embedding::Quantized(table, _) => BaseWeight::Quantized(table.shallow_clone()),
+        }
+    }
+
+    /// Lends the table `{name}.weight` where it is dense.
+    pub(crate) fn visit_parameters(
+        &mut self,
+        name: &str,
+        visit: ParameterVisitor<'_>,
+    ) -> overdrive_lora::Result<()> {
+        match self {
+            Embedding::Dense(table) => visit(&format!("{name}.weight"), table),
+            Embedding::Quantized(..) => Ok(()),
         }
     }
 

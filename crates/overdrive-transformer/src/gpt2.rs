@@ -6,7 +6,7 @@ use crate::activation::{activate, activation_named};
 use crate::attend::{AttendOptions, CachedLayer, attend_with_cache};
 use crate::embedding::Embedding;
 use crate::input::{ForwardInput, Shape};
-use crate::linear::{Linear, Visitor, visit_shared};
+use crate::linear::{Linear, ParameterVisitor, Visitor, visit_shared};
 use crate::mask::Mask;
 use crate::parameters::{ParameterMap, ParameterRole, ParameterSpec};
 use crate::{Execution, Gpt2Config, Init, Result};
@@ -198,6 +198,26 @@ impl Gpt2 {
         })
     }
 
+    /// Lends what is not a linear map.
+    pub(crate) fn visit_parameters(
+        &mut self,
+        visit: ParameterVisitor<'_>,
+    ) -> overdrive_lora::Result<()> {
+        self.embedding.visit_parameters("transformer.wte", visit)?;
+        visit("transformer.wpe.weight", &mut self.positions)?;
+        let mut layer = 0;
+        visit_shared(&mut self.blocks, |block| {
+            let prefix = format!("transformer.h.{layer}");
+            layer += 1;
+            let norms = [&mut block.attention_norm, &mut block.mlp_norm];
+            for (norm, name) in norms.into_iter().zip(["ln_1", "ln_2"]) {
+                norm.visit_parameters(&format!("{prefix}.{name}"), visit)?;
+            }
+            Ok(())
+        })?;
+        self.norm.visit_parameters("transformer.ln_f", visit)
+    }
+
     pub(crate) fn layers(&self) -> usize {
         self.blocks.len()
     }
@@ -298,6 +318,15 @@ impl Block {
 }
 
 impl LayerNorm {
+    fn visit_parameters(
+        &mut self,
+        name: &str,
+        visit: ParameterVisitor<'_>,
+    ) -> overdrive_lora::Result<()> {
+        visit(&format!("{name}.weight"), &mut self.weight)?;
+        visit(&format!("{name}.bias"), &mut self.bias)
+    }
+
     fn take(parameters: &mut ParameterMap, name: &str, eps: f64) -> Result<LayerNorm> {
         Ok(LayerNorm {
             weight: parameters.take(&format!("{name}.weight"))?,

@@ -15,6 +15,10 @@ pub(crate) struct Linear {
     map: AdaptedLinear,
 }
 
+/// Sees each parameter that is not of a linear map, with its full name.
+pub(crate) type ParameterVisitor<'v> =
+    &'v mut dyn FnMut(&str, &mut Tensor) -> overdrive_lora::Result<()>;
+
 /// Sees each linear map of a model with its name.
 pub(crate) type Visitor<'v> =
     &'v mut dyn FnMut(&str, &mut AdaptedLinear) -> overdrive_lora::Result<()>;

@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 use crate::attention::{AttentionStep, RotaryAttention};
 use crate::embedding::Embedding;
 use crate::input::{ForwardInput, Shape};
-use crate::linear::{Linear, Visitor, visit_shared};
+use crate::linear::{Linear, ParameterVisitor, Visitor, visit_shared};
 use crate::mask::Mask;
 use crate::mlp::GatedMlp;
 use crate::parameters::{ParameterMap, ParameterRole, ParameterSpec};
@@ -293,6 +293,33 @@ impl Llama {
             block.attention.visit(visit)?;
             block.mlp.visit(visit)
         })
+    }
+
+    /// Lends what is not a linear map.
+    pub(crate) fn visit_parameters(
+        &mut self,
+        visit: ParameterVisitor<'_>,
+    ) -> overdrive_lora::Result<()> {
+        self.embedding
+            .visit_parameters("model.embed_tokens", visit)?;
+        let mut layer = 0;
+        visit_shared(&mut self.blocks, |block| {
+            let prefix = format!("model.layers.{layer}");
+            layer += 1;
+            block.attention.visit_parameters(&prefix, visit)?;
+            let name = |name: &str| format!("{prefix}.{name}_layernorm");
+            let (input, mlp) = (&mut block.input_norm, &mut block.mlp_norm);
+            input.visit_parameters(&name("input"), visit)?;
+            match &mut block.output_norms {
+                None => mlp.visit_parameters(&name("post_attention"), visit),
+                Some((attention, output)) => {
+                    attention.visit_parameters(&name("post_attention"), visit)?;
+                    mlp.visit_parameters(&name("pre_feedforward"), visit)?;
+                    output.visit_parameters(&name("post_feedforward"), visit)
+                }
+            }
+        })?;
+        self.norm.visit_parameters("model.norm", visit)
     }
 
     pub(crate) fn layers(&self) -> usize {

@@ -2,6 +2,7 @@ use std::cell::RefCell;
 
 use tch::{Device, Kind, Tensor};
 
+use crate::linear::ParameterVisitor;
 use crate::parameters::ParameterMap;
 use crate::{LlamaConfig, Result};
 
@@ -25,6 +26,17 @@ impl RmsNorm {
             eps: config.rms_norm_eps,
             gain: config.norm_adds_one().then(Gain::default),
         })
+    }
+
+    /// Lends the weight `{name}.weight`, which may be exchanged.
+    pub(crate) fn visit_parameters(
+        &mut self,
+        name: &str,
+        visit: ParameterVisitor<'_>,
+    ) -> overdrive_lora::Result<()> {
+        visit(&format!("{name}.weight"), &mut self.weight)?;
+        self.gain = self.gain.take().map(|_| Gain::default());
+        Ok(())
     }
 
     /// `x` normalised.

@@ -71,7 +71,7 @@ fn gradients_of_a_checkpointed_model_with_dropout_are_those_of_the_plain_one_bit
     for config in [llama(), gpt2()] {
         let mut model = CausalLm::new(&config, &InitOptions::default()).unwrap();
         model.set_requires_grad(true).unwrap();
-        model.set_training(true);
+        model.set_training(true).unwrap();
         for attention in AttentionImplementation::ALL {
             for (fused, low) in [(true, false), (false, false), (true, true), (false, true)] {
                 let mut execution = Execution::default();
@@ -107,7 +107,7 @@ fn dropout_makes_a_difference_in_these_tests() {
     let mut model = CausalLm::new(&llama(), &InitOptions::default()).unwrap();
     model.set_requires_grad(true).unwrap();
     let without = step(&model, false).0;
-    model.set_training(true);
+    model.set_training(true).unwrap();
     assert_ne!(step(&model, false).0, without);
 }
 

@@ -12,7 +12,6 @@ pub use progress::LoadProgress;
 pub use read::LoadOptions;
 pub use write::SaveOptions;
 
-pub(crate) use packed::layout;
 pub(crate) use read::{read, read_generation_config};
 pub(crate) use write::write;
 
