@@ -67,6 +67,8 @@
 //! | feature | default | adds |
 //! |---|---|---|
 //! | `tch` | yes | `DeviceLoader`, `PaddedTensors`, `TokenBatches`: batches as tensors on a device |
+//! | `image` | no | `ImageCaptionDataset`: images decoded and resized when they are asked for |
+//! | `parquet` | no | `TableRecords`: rows of Parquet and Arrow files (arrow takes minutes to compile) |
 //!
 //! Related: PyTorch's `Dataset`, `Sampler` and `DataLoader`, whose names and defaults are used where
 //! they exist; Hugging Face `datasets` and `tokenizers` (which does the tokenizing here); WebDataset;
@@ -104,6 +106,8 @@ mod token_store_writer;
 mod token_view;
 mod tokenizer_files;
 mod transform;
+#[cfg(feature = "image")]
+mod typed;
 mod windows;
 
 pub use batches::{BatchOptions, BatchState, Batches, WindowBatch};
@@ -132,6 +136,8 @@ pub use loader::{DeviceLoader, OnDevice, PaddedTensors};
 pub use packing::{PackPlan, PackingStrategy, Segment};
 pub use prefetch::Prefetch;
 pub use random::uniform_below;
+#[cfg(feature = "parquet")]
+pub use records::TableRecords;
 pub use records::{
     CsvColumns, CsvOptions, CsvRecords, CsvRow, JsonLayout, JsonOptions, JsonRecords, Place, RecordFiles,
     TextLines, TextOptions, WebDataset, WebSample, find_files,
@@ -153,4 +159,6 @@ pub use transform::{
     CacheOptions, Concat, DatasetExt, DatasetIter, DeduplicateOptions, Deduplicated, Exhausted, Interleave, Map,
     MapCache, Selection, Split,
 };
+#[cfg(feature = "image")]
+pub use typed::{ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize};
 pub use windows::{IGNORE_INDEX, LastWindow, RandomWindows, SequentialWindows, Window, Windows};

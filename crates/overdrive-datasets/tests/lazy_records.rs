@@ -9,7 +9,7 @@ mod common;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use common::{fixture, write_files};
+use common::{cases, fixture, write_files};
 use overdrive_datasets::{
     CsvOptions, CsvRecords, Dataset, Error, IndexLocation, IndexOptions, JsonLayout, JsonOptions,
     JsonRecords, TextLines, TextOptions, find_files,
@@ -442,7 +442,7 @@ fn empty_files_have_no_records() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(cases(48))]
 
     #[test]
     fn any_lines_come_back(lines in prop::collection::vec("[^\n\r\u{feff}]{0,20}", 1..40), ending in "\r?\n") {

@@ -8,7 +8,7 @@ mod common;
 
 use std::path::Path;
 
-use common::fixture;
+use common::{cases, fixture};
 use overdrive_datasets::{
     DataLoader, DataLoaderOptions, Dataset, Error, IndexLocation, IndexOptions, JsonOptions,
     JsonRecords, TextLines, TextOptions,
@@ -123,7 +123,7 @@ fn json_in_blocks_is_told_from_lines_by_what_is_in_it() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(128))]
+    #![proptest_config(cases(128))]
 
     #[test]
     fn no_change_of_the_bytes_makes_it_panic(

@@ -6,7 +6,7 @@
 
 mod common;
 
-use common::fixture;
+use common::{cases, fixture};
 use overdrive_datasets::{Dataset, IndexOptions, WebDataset};
 use proptest::prelude::*;
 
@@ -96,7 +96,7 @@ fn archives_that_are_cut_short_or_damaged_are_refused_with_the_place() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(96))]
+    #![proptest_config(cases(96))]
 
     #[test]
     fn no_change_of_the_bytes_makes_it_panic(

@@ -8,6 +8,14 @@ use super::offsets::PIECE;
 use super::*;
 use crate::{Error, Result};
 
+/// So many cases of a property, or as many as `PROPTEST_CASES` says: for a longer search by hand.
+fn cases(count: u32) -> ProptestConfig {
+    match std::env::var_os("PROPTEST_CASES") {
+        Some(_) => ProptestConfig::default(),
+        None => ProptestConfig::with_cases(count),
+    }
+}
+
 /// Pieces, directory and count of `values`.
 fn encode(values: &[u64]) -> (Vec<u8>, Vec<u8>, usize) {
     let mut writer = OffsetsWriter::new(Vec::new());
@@ -132,7 +140,7 @@ fn across_a_border(filler: u8, shift: usize, tail: &[u8]) -> Vec<u8> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(256))]
+    #![proptest_config(cases(256))]
 
     #[test]
     fn any_offsets_come_back(gaps in prop::collection::vec(
@@ -200,7 +208,7 @@ proptest! {
 
 proptest! {
     // Each case is megabytes.
-    #![proptest_config(ProptestConfig::with_cases(16))]
+    #![proptest_config(cases(16))]
 
     #[test]
     fn what_lies_across_the_borders_of_chunks_is_found_by_any_number_of_threads(

@@ -4,6 +4,8 @@ mod csv;
 mod files;
 mod json;
 mod record_files;
+#[cfg(feature = "parquet")]
+mod table;
 mod tar;
 mod text;
 
@@ -11,5 +13,7 @@ pub use csv::{CsvColumns, CsvOptions, CsvRecords, CsvRow};
 pub use files::find_files;
 pub use json::{JsonLayout, JsonOptions, JsonRecords};
 pub use record_files::{Place, RecordFiles};
+#[cfg(feature = "parquet")]
+pub use table::TableRecords;
 pub use tar::{WebDataset, WebSample};
 pub use text::{TextLines, TextOptions};

@@ -4,6 +4,15 @@
 use std::path::{Path, PathBuf};
 
 use overdrive_datasets::{StoreOptions, TokenStore, TokenStoreWriter, Tokenizer, load_tokenizer};
+use proptest::prelude::ProptestConfig;
+
+/// So many cases of a property, or as many as `PROPTEST_CASES` says: for a longer search by hand.
+pub(crate) fn cases(count: u32) -> ProptestConfig {
+    match std::env::var_os("PROPTEST_CASES") {
+        Some(_) => ProptestConfig::default(),
+        None => ProptestConfig::with_cases(count),
+    }
+}
 
 pub(crate) fn fixture(name: &str) -> PathBuf {
     let path = Path::new(env!("CARGO_MANIFEST_DIR"))

@@ -1,0 +1,162 @@
+//! Arrow IPC: messages one behind the other, in files and in streams alike.
+//!
+//! The layout is that of "Arrow Columnar Format, serialization and interprocess communication".
+
+use std::sync::Arc;
+
+use arrow_array::RecordBatch;
+use arrow_buffer::Buffer;
+use arrow_ipc::convert::try_fb_to_schema;
+use arrow_ipc::reader::FileDecoder;
+use arrow_ipc::{Block as Place, MessageHeader, root_as_message};
+use memmap2::Mmap;
+
+use super::{Block, TableFile};
+
+#[derive(Debug)]
+pub(super) struct ArrowFile {
+    map: Arc<Mmap>,
+    decoder: FileDecoder,
+    /// Where each record batch is.
+    places: Vec<Place>,
+    blocks: Vec<Block>,
+}
+
+/// A message: its header, and where it and its body are.
+struct Message<'a> {
+    place: Place,
+    header: arrow_ipc::Message<'a>,
+    end: usize,
+}
+
+const CONTINUATION: [u8; 4] = [0xff; 4];
+
+impl ArrowFile {
+    /// Reads the headers of all messages, and the dictionaries.
+    pub(super) fn open(map: Arc<Mmap>) -> Result<Self, String> {
+        // The file format is the stream format between two marks.
+        let start = if map.starts_with(b"ARROW1") { 8 } else { 0 };
+        let neither = "it is neither Parquet nor Arrow IPC";
+        let first = next_message(&map, start)
+            .map_err(|problem| format!("{neither} ({problem})"))?
+            .ok_or(neither)?;
+        let schema = first
+            .header
+            .header_as_schema()
+            .ok_or("its first message is no schema")?;
+        let schema = Arc::new(try_fb_to_schema(schema).map_err(|error| error.to_string())?);
+        let mut decoder = FileDecoder::new(schema, first.header.version());
+        let (mut places, mut blocks, mut dictionaries) = (Vec::new(), Vec::new(), Vec::new());
+        let mut at = first.end;
+        while let Some(message) = next_message(&map, at)? {
+            let place = message.place;
+            match message.header.header_type() {
+                MessageHeader::RecordBatch => {
+                    let batch = message.header.header_as_record_batch();
+                    let rows = batch.map_or(0, |batch| batch.length());
+                    let rows =
+                        usize::try_from(rows).map_err(|_| format!("a batch of {rows} rows"))?;
+                    if rows > 0 {
+                        blocks.push(Block {
+                            rows,
+                            offset: at as u64,
+                            part: places.len(),
+                            first: 0,
+                        });
+                    }
+                    places.push(place);
+                }
+                MessageHeader::DictionaryBatch => {
+                    let batch = message.header.header_as_dictionary_batch();
+                    let batch = batch.ok_or("a dictionary without a header")?;
+                    // All are read at once, so one that replaces another comes too soon.
+                    if !batch.isDelta() && dictionaries.contains(&batch.id()) {
+                        return Err(
+                            "it replaces a dictionary on the way, which is not supported; \
+                                    write it with unified dictionaries, or as Parquet"
+                                .to_owned(),
+                        );
+                    }
+                    dictionaries.push(batch.id());
+                    decoder
+                        .read_dictionary(&place, &bytes(&map, &place)?)
+                        .map_err(|error| error.to_string())?;
+                }
+                _ => {}
+            }
+            at = message.end;
+        }
+        Ok(Self {
+            map,
+            decoder,
+            places,
+            blocks,
+        })
+    }
+}
+
+impl TableFile for ArrowFile {
+    fn blocks(&self) -> &[Block] {
+        &self.blocks
+    }
+
+    fn read(&self, block: &Block) -> Result<RecordBatch, String> {
+        let place = self.places.get(block.part).ok_or("no such batch")?;
+        let batch = self
+            .decoder
+            .read_record_batch(place, &bytes(&self.map, place)?);
+        batch
+            .map_err(|error| error.to_string())?
+            .ok_or_else(|| "an empty message where a batch should be".to_owned())
+    }
+}
+
+/// The bytes of a message. They are copied: columns that are kept outlive the block they came from.
+fn bytes(map: &[u8], place: &Place) -> Result<Buffer, String> {
+    let start = place.offset() as usize;
+    let length = place.metaDataLength() as usize + place.bodyLength() as usize;
+    let bytes = start
+        .checked_add(length)
+        .and_then(|end| map.get(start..end));
+    bytes
+        .map(Buffer::from)
+        .ok_or_else(|| format!("the file ends within the message at byte {start}"))
+}
+
+/// The message at `at`; `None` at the end of the stream.
+fn next_message(map: &[u8], at: usize) -> Result<Option<Message<'_>>, String> {
+    let cut = || format!("the file ends within the message at byte {at}");
+    let rest = map.get(at..).unwrap_or_default();
+    if rest.is_empty() {
+        return Ok(None);
+    }
+    let number = |bytes: &[u8]| {
+        bytes
+            .first_chunk::<4>()
+            .map(|bytes| u32::from_le_bytes(*bytes))
+    };
+    // Before version 0.15 of Arrow the length stood alone.
+    let prefix = if rest.starts_with(&CONTINUATION) {
+        8
+    } else {
+        4
+    };
+    let length = number(rest.get(prefix - 4..).unwrap_or_default()).ok_or_else(cut)? as usize;
+    if length == 0 {
+        return Ok(None);
+    }
+    let header = rest.get(prefix..prefix + length).ok_or_else(cut)?;
+    let header = root_as_message(header).map_err(|error| format!("at byte {at}: {error}"))?;
+    let metadata = i32::try_from(prefix + length).map_err(|_| cut())?;
+    let body = usize::try_from(header.bodyLength()).map_err(|_| cut())?;
+    let end = at
+        .checked_add(prefix + length)
+        .and_then(|start| start.checked_add(body))
+        .filter(|&end| end <= map.len())
+        .ok_or_else(cut)?;
+    Ok(Some(Message {
+        place: Place::new(at as i64, metadata, body as i64),
+        header,
+        end,
+    }))
+}

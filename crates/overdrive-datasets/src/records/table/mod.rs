@@ -1,0 +1,249 @@
+//! Rows of Parquet and Arrow files.
+
+mod arrow_file;
+mod parquet_file;
+
+use std::collections::VecDeque;
+use std::marker::PhantomData;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use arrow_array::RecordBatch;
+use arrow_json::LineDelimitedWriter;
+use serde::de::DeserializeOwned;
+
+use self::arrow_file::ArrowFile;
+use self::parquet_file::ParquetFile;
+use super::find_files;
+use crate::digest::FieldHasher;
+use crate::mmap::map_file;
+use crate::{Dataset, Error, Result, Sha256Digest};
+
+/// Decoded blocks that are kept for the next row, over all files.
+const KEPT: usize = 8;
+
+/// Rows that are decoded together.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Block {
+    rows: usize,
+    /// Where what they are decoded from starts in the file, in bytes.
+    offset: u64,
+    /// Which part of the file it is: a row group, or a record batch.
+    part: usize,
+    /// The first of the rows in that part.
+    first: usize,
+}
+
+/// A file whose rows are decoded in blocks.
+trait TableFile: Send + Sync + std::fmt::Debug {
+    fn blocks(&self) -> &[Block];
+
+    fn read(&self, block: &Block) -> std::result::Result<RecordBatch, String>;
+}
+
+/// Rows of Parquet files and of Arrow IPC files (the file and the stream format; `datasets` keeps its
+/// caches as streams), each made into a `T` when it is asked for.
+///
+/// `T` is any type that serde reads: a struct with the columns as fields, or [`serde_json::Value`].
+/// Dates and times come as text in ISO 8601, bytes in hexadecimal; [`TableRecords::batch`] gives
+/// columns as they are.
+///
+/// Nothing is read before it is asked for but the footers of Parquet files and the headers of Arrow
+/// batches. Rows are decoded in blocks of one record batch, or of at most 4096 rows of a row group, and
+/// the last eight blocks are kept. So rows in their order cost little, and rows in a random order a
+/// block each: shuffle Parquet once with [`crate::MapCache`], or train from JSON Lines.
+///
+/// ```no_run
+/// // Needs a Parquet file on disk.
+/// use overdrive_datasets::{Dataset, TableRecords};
+/// #[derive(serde::Deserialize)]
+/// struct Row { text: String, id: Option<i64> }
+/// let rows = TableRecords::<Row>::open(["data/train-*.parquet"])?;
+/// println!("{} rows, the last: {}", rows.len(), rows.get(rows.len() - 1)?.text);
+/// # Ok::<(), overdrive_datasets::Error>(())
+/// ```
+pub struct TableRecords<T = serde_json::Value> {
+    files: Vec<(PathBuf, Box<dyn TableFile>)>,
+    /// Which block of which file it is, and how many rows there are up to and with it.
+    blocks: Vec<(u32, u32)>,
+    ends: Vec<usize>,
+    kept: Mutex<VecDeque<(usize, RecordBatch)>>,
+    fingerprint: Sha256Digest,
+    item: PhantomData<fn() -> T>,
+}
+
+impl<T> TableRecords<T> {
+    /// Opens files, folders (of `.parquet`, `.arrow`, `.feather` and `.ipc` files) and patterns (see
+    /// [`find_files`]). What a file is, is told by its first bytes.
+    ///
+    /// # Errors
+    /// When no file is found, one cannot be read, or is neither.
+    pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>) -> Result<Self> {
+        let paths = find_files(paths, &["parquet", "arrow", "feather", "ipc"])?;
+        let mut fingerprint = FieldHasher::default().field(b"table 1");
+        let (mut files, mut blocks, mut ends) = (Vec::new(), Vec::new(), Vec::new());
+        let mut rows = 0;
+        for (number, path) in paths.into_iter().enumerate() {
+            let file = open_file(&path)?;
+            // The footer and the headers name lengths and places of all parts; a change that keeps
+            // all of them keeps the time of modification hardly ever.
+            let metadata = std::fs::metadata(&path).map_err(Error::io("read", &path))?;
+            fingerprint.add(&metadata.len().to_le_bytes());
+            fingerprint.add(format!("{:?}", metadata.modified().ok()).as_bytes());
+            for (at, block) in file.blocks().iter().enumerate() {
+                fingerprint.add(format!("{block:?}").as_bytes());
+                rows += block.rows;
+                blocks.push((number as u32, at as u32));
+                ends.push(rows);
+            }
+            files.push((path, file));
+        }
+        Ok(Self {
+            files,
+            blocks,
+            ends,
+            kept: Mutex::default(),
+            fingerprint: fingerprint.finish(),
+            item: PhantomData,
+        })
+    }
+
+    /// A digest that changes when a file or the order of the files does; see
+    /// [`crate::RecordFiles::fingerprint`].
+    pub fn fingerprint(&self) -> Sha256Digest {
+        self.fingerprint
+    }
+
+    /// The number of rows.
+    fn rows(&self) -> usize {
+        self.ends.last().copied().unwrap_or(0)
+    }
+
+    /// The decoded block that row `index` is in, and which of its rows it is. A batch is cheap to
+    /// clone: its columns are shared.
+    ///
+    /// # Errors
+    /// When there is no such row, and when it cannot be decoded.
+    pub fn batch(&self, index: usize) -> Result<(RecordBatch, usize)> {
+        let number = self.ends.partition_point(|&end| end <= index);
+        let Some(&(file, at)) = self.blocks.get(number) else {
+            return Err(Error::NoSuchRecord {
+                index,
+                len: self.rows(),
+            });
+        };
+        let row =
+            index + self.files[file as usize].1.blocks()[at as usize].rows - self.ends[number];
+        // The list is whole whenever the lock is given back. Nothing is decoded under it.
+        let lock = || self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, batch)) = lock().iter().find(|(other, _)| *other == number) {
+            return Ok((batch.clone(), row));
+        }
+        let batch = self.decode(file as usize, at as usize, index)?;
+        let mut kept = lock();
+        if kept.len() == KEPT {
+            kept.pop_front();
+        }
+        kept.push_back((number, batch.clone()));
+        Ok((batch, row))
+    }
+
+    fn decode(&self, file: usize, at: usize, index: usize) -> Result<RecordBatch> {
+        let (path, file_) = &self.files[file];
+        let block = &file_.blocks()[at];
+        // Decoders of damaged files are code of others; a panic there is an error of these rows.
+        let batch = catch_unwind(AssertUnwindSafe(|| file_.read(block)))
+            .unwrap_or_else(|_| Err("the decoder panicked".to_owned()));
+        let batch = batch.and_then(|batch| match batch.num_rows() == block.rows {
+            true => Ok(batch),
+            false => Err(format!(
+                "{} rows instead of {}",
+                batch.num_rows(),
+                block.rows
+            )),
+        });
+        batch.map_err(|problem| Error::UnreadableRecord {
+            path: path.clone(),
+            record: index - self.rows_before(file),
+            offset: block.offset,
+            problem: format!("its part of the file cannot be decoded: {problem}"),
+        })
+    }
+
+    fn rows_before(&self, file: usize) -> usize {
+        match self
+            .blocks
+            .partition_point(|&(other, _)| (other as usize) < file)
+        {
+            0 => 0,
+            number => self.ends[number - 1],
+        }
+    }
+}
+
+impl<T: DeserializeOwned> Dataset for TableRecords<T> {
+    type Item = T;
+
+    fn len(&self) -> usize {
+        self.rows()
+    }
+
+    fn get(&self, index: usize) -> Result<T> {
+        let (batch, row) = self.batch(index)?;
+        row_as_json(&batch.slice(row, 1))
+            .and_then(|json| serde_json::from_slice(&json).map_err(|error| error.to_string()))
+            .map_err(|problem| {
+                let number = self.ends.partition_point(|&end| end <= index);
+                let (file, at) = self.blocks[number];
+                let (path, table) = &self.files[file as usize];
+                Error::UnreadableRecord {
+                    path: path.clone(),
+                    record: index - self.rows_before(file as usize),
+                    offset: table.blocks()[at as usize].offset,
+                    problem: format!("not the row expected: {problem}"),
+                }
+            })
+    }
+}
+
+impl<T> std::fmt::Debug for TableRecords<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TableRecords")
+            .field("files", &self.files.len())
+            .field("rows", &self.rows())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A batch of one row as a JSON object, with what is missing as null.
+fn row_as_json(row: &RecordBatch) -> std::result::Result<Vec<u8>, String> {
+    let builder = arrow_json::WriterBuilder::new().with_explicit_nulls(true);
+    let mut writer: LineDelimitedWriter<Vec<u8>> = builder.build(Vec::new());
+    writer
+        .write(row)
+        .and_then(|()| writer.finish())
+        .map_err(|error| error.to_string())?;
+    Ok(writer.into_inner())
+}
+
+fn open_file(path: &Path) -> Result<Box<dyn TableFile>> {
+    let map = map_file(path)?;
+    let malformed = |problem: String| Error::MalformedFile {
+        path: path.to_owned(),
+        offset: 0,
+        problem,
+    };
+    // As with rows: what a damaged file does to the library's reader is an error here.
+    let opened = catch_unwind(AssertUnwindSafe(
+        || -> std::result::Result<Box<dyn TableFile>, String> {
+            if map.starts_with(b"PAR1") {
+                return Ok(Box::new(ParquetFile::open(path)?));
+            }
+            Ok(Box::new(ArrowFile::open(Arc::new(map))?))
+        },
+    ));
+    opened
+        .unwrap_or_else(|_| Err("its reader panicked".to_owned()))
+        .map_err(malformed)
+}

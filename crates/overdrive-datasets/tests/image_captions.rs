@@ -1,0 +1,151 @@
+//! Images come out as Pillow makes them.
+#![allow(
+    clippy::unwrap_used,
+    reason = "tests and their helpers fail by panicking"
+)]
+#![cfg(feature = "image")]
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use common::{fixture, write_files};
+use overdrive_datasets::{
+    Dataset, Error, ErrorLog, ErrorPolicy, ImageCaptionDataset, ImageOptions, ImageResize,
+};
+
+fn options(resize: ImageResize) -> ImageOptions {
+    ImageOptions {
+        height: 16,
+        width: 16,
+        resize,
+        mean: [0.0; 3],
+        std: [1.0; 3],
+        ..ImageOptions::default()
+    }
+}
+
+#[test]
+fn images_are_those_of_pillow_within_rounding() {
+    let expected = std::fs::read(fixture("images/expected.json")).unwrap();
+    let expected: BTreeMap<String, BTreeMap<String, Vec<f32>>> =
+        serde_json::from_slice(&expected).unwrap();
+    for (kind, resize) in [
+        ("stretch", ImageResize::Stretch),
+        ("crop", ImageResize::Crop),
+    ] {
+        let images =
+            ImageCaptionDataset::open([fixture("images/captions.jsonl")], options(resize)).unwrap();
+        assert_eq!(images.len(), 5);
+        for index in 0..5 {
+            let image = images.get(index).unwrap();
+            let name = image.path.file_name().unwrap().to_str().unwrap();
+            assert_eq!(image.caption, format!("The image {name}."));
+            let expected = &expected[name][kind];
+            assert_eq!(
+                (image.pixels.len(), image.height, image.width),
+                (expected.len(), 16, 16)
+            );
+            let tolerance = if name.ends_with("jpg") { 6.0 } else { 1.5 } / 255.0;
+            for (found, expected) in image.pixels.iter().zip(expected) {
+                assert!(
+                    (found - expected).abs() <= tolerance,
+                    "{name} {kind}: {found} {expected}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn pixels_are_normalised_channel_by_channel() {
+    let normal = ImageOptions {
+        mean: [0.5, 0.25, 0.0],
+        std: [0.5, 0.25, 2.0],
+        ..options(ImageResize::Crop)
+    };
+    let plain = ImageCaptionDataset::open(
+        [fixture("images/captions.jsonl")],
+        options(ImageResize::Crop),
+    )
+    .unwrap();
+    let normal = ImageCaptionDataset::open([fixture("images/captions.jsonl")], normal).unwrap();
+    let (plain, normal) = (plain.get(0).unwrap().pixels, normal.get(0).unwrap().pixels);
+    for (at, (plain, normal)) in plain.iter().zip(&normal).enumerate() {
+        let (mean, std) = [(0.5, 0.5), (0.25, 0.25), (0.0, 2.0)][at / 256];
+        assert!(((plain - mean) / std - normal).abs() < 1e-6);
+    }
+}
+
+#[test]
+fn images_that_are_missing_or_damaged_are_errors_of_their_records() {
+    let dir = tempfile::tempdir().unwrap();
+    let png = std::fs::read(fixture("images/a.png")).unwrap();
+    write_files(
+        dir.path(),
+        &[
+            ("good.png", &png[..]),
+            ("cut.png", &png[..png.len() / 2]),
+            ("none.png", b"text"),
+        ],
+    );
+    let rows = ["good.png", "missing.png", "cut.png", "none.png"]
+        .map(|name| format!("{{\"image\": \"{name}\", \"text\": \"\"}}\n"));
+    let path = dir.path().join("rows.jsonl");
+    std::fs::write(
+        &path,
+        rows.concat() + "{\"image\": 5, \"text\": \"\"}\n{\"image\": \"good.png\"}\n",
+    )
+    .unwrap();
+    let images = ImageCaptionDataset::open([&path], options(ImageResize::Crop)).unwrap();
+    assert!(images.get(0).is_ok());
+    for (index, problem) in [
+        (1, "missing.png: "),
+        (2, "cut.png: "),
+        (3, "none.png: "),
+        (4, "it has no text in the field \"image\""),
+        (5, "it has no text in the field \"text\""),
+    ] {
+        let error = images.get(index).unwrap_err();
+        assert!(error.is_about_record());
+        let text = error.to_string();
+        assert!(
+            text.contains(&format!("rows.jsonl, record {index} (byte")) && text.contains(problem),
+            "{text}"
+        );
+    }
+    let log = ErrorLog::default();
+    assert!(ErrorPolicy::Skip.get(&images, 1, &log).unwrap().is_none());
+    assert_eq!(
+        ErrorPolicy::Replace
+            .get(&images, 1, &log)
+            .unwrap()
+            .unwrap()
+            .path,
+        dir.path().join("good.png")
+    );
+}
+
+#[test]
+fn sizes_and_deviations_are_checked() {
+    let open = |options| ImageCaptionDataset::open([fixture("images/captions.jsonl")], options);
+    let none = ImageOptions {
+        height: 0,
+        ..ImageOptions::default()
+    };
+    assert!(matches!(
+        open(none),
+        Err(Error::InvalidOption {
+            option: "height, width",
+            ..
+        })
+    ));
+    let zero = ImageOptions {
+        std: [1.0, 0.0, 1.0],
+        ..ImageOptions::default()
+    };
+    assert!(matches!(
+        open(zero),
+        Err(Error::InvalidOption { option: "std", .. })
+    ));
+}

@@ -1,0 +1,178 @@
+//! Rows of Parquet and Arrow files, as pyarrow writes them.
+#![allow(
+    clippy::unwrap_used,
+    reason = "tests and their helpers fail by panicking"
+)]
+#![cfg(feature = "parquet")]
+
+mod common;
+
+use common::{cases, fixture};
+use overdrive_datasets::{
+    DataLoader, DataLoaderOptions, Dataset, Error, TableRecords, random::uniform_below,
+};
+use proptest::prelude::*;
+use serde_json::Value;
+
+const FILES: [&str; 9] = [
+    "none.parquet",
+    "snappy.parquet",
+    "zstd.parquet",
+    "gzip.parquet",
+    "lz4.parquet",
+    "file.arrow",
+    "lz4.feather",
+    "stream.arrow",
+    "zstd_stream.arrow",
+];
+
+fn table(name: &str) -> TableRecords<Value> {
+    TableRecords::open([fixture(&format!("tables/{name}"))]).unwrap()
+}
+
+fn expected() -> Vec<Value> {
+    serde_json::from_slice(&std::fs::read(fixture("tables/rows.json")).unwrap()).unwrap()
+}
+
+#[test]
+fn every_row_of_every_format_is_what_was_written() {
+    let expected = expected();
+    for name in FILES {
+        let rows = table(name);
+        assert_eq!(rows.len(), 1000, "{name}");
+        for (index, row) in expected.iter().enumerate() {
+            assert_eq!(&rows.get(index).unwrap(), row, "{name}, row {index}");
+        }
+        for draw in 0..50 {
+            let index = uniform_below(1000, 1, 0, draw) as usize;
+            assert_eq!(
+                rows.get(index).unwrap(),
+                expected[index],
+                "{name}, row {index}"
+            );
+        }
+        assert!(matches!(
+            rows.get(1000),
+            Err(Error::NoSuchRecord {
+                index: 1000,
+                len: 1000
+            })
+        ));
+    }
+}
+
+#[test]
+fn rows_become_structs_and_what_does_not_fit_says_which_row() {
+    #[derive(serde::Deserialize)]
+    struct Row {
+        id: u32,
+        text: Option<String>,
+        score: f32,
+    }
+    let rows = TableRecords::<Row>::open([fixture("tables/snappy.parquet")]).unwrap();
+    let expected = expected();
+    let row = rows.get(777).unwrap();
+    assert_eq!(
+        (row.id, row.text.as_deref()),
+        (777, expected[777]["text"].as_str())
+    );
+    assert_eq!(
+        f64::from(row.score),
+        expected[777]["score"].as_f64().unwrap()
+    );
+
+    #[derive(Debug, serde::Deserialize)]
+    struct Strict {
+        #[allow(dead_code, reason = "read to see whether it can be")]
+        text: String,
+    }
+    let rows = TableRecords::<Strict>::open([fixture("tables/snappy.parquet")]).unwrap();
+    let missing = expected
+        .iter()
+        .position(|row| row["text"].is_null())
+        .unwrap();
+    let error = rows.get(missing).unwrap_err();
+    assert!(error.is_about_record());
+    let text = error.to_string();
+    assert!(
+        text.contains(&format!("snappy.parquet, record {missing} (byte 4)")),
+        "{text}"
+    );
+    assert!(text.contains("expected a string"), "{text}");
+}
+
+#[test]
+fn files_follow_one_another_and_workers_share_them() {
+    let folder = fixture("tables/none.parquet").parent().unwrap().to_owned();
+    let rows = TableRecords::<Value>::open([&folder]).unwrap();
+    assert_eq!(rows.len(), 9000);
+    let (batch, row) = rows.batch(4123).unwrap();
+    assert!(row < batch.num_rows());
+    let options = DataLoaderOptions {
+        batch_size: 100,
+        num_workers: 3,
+        ..DataLoaderOptions::default()
+    };
+    let ids: Vec<i64> = DataLoader::new(rows, options)
+        .unwrap()
+        .epoch()
+        .flat_map(Result::unwrap)
+        .map(|row| row["id"].as_i64().unwrap())
+        .collect();
+    assert_eq!(ids, (0..9).flat_map(|_| 0..1000).collect::<Vec<_>>());
+}
+
+#[test]
+fn columns_come_as_they_are() {
+    let rows = table("file.arrow");
+    let (batch, row) = rows.batch(200).unwrap();
+    assert_eq!((batch.num_rows(), row), (130, 70));
+    assert_eq!(batch.schema().field(2).name(), "score");
+    assert_ne!(table("stream.arrow").fingerprint(), rows.fingerprint());
+    assert_eq!(table("file.arrow").fingerprint(), rows.fingerprint());
+}
+
+#[test]
+fn other_files_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("rows.parquet");
+    let open = |bytes: &[u8]| {
+        std::fs::write(&path, bytes).unwrap();
+        TableRecords::<Value>::open([&path])
+            .unwrap_err()
+            .to_string()
+    };
+    assert!(open(b"").contains("neither Parquet nor Arrow"));
+    assert!(open(b"id,text\n1,one\n").contains("neither Parquet nor Arrow"));
+    let bytes = std::fs::read(fixture("tables/none.parquet")).unwrap();
+    assert!(open(&bytes[..bytes.len() / 2]).contains("is not what it should be"));
+    let bytes = std::fs::read(fixture("tables/stream.arrow")).unwrap();
+    assert!(open(&bytes[..bytes.len() / 2]).contains("the file ends within the message"));
+}
+
+proptest! {
+    #![proptest_config(cases(64))]
+
+    #[test]
+    fn no_change_of_the_bytes_makes_it_panic(
+        name in prop::sample::select(FILES.to_vec()),
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+        tail in any::<bool>(),
+    ) {
+        let mut bytes = std::fs::read(fixture(&format!("tables/{name}"))).unwrap();
+        for (at, value) in changes {
+            // Half of the time in the footer, where the structure is.
+            let from = if tail { bytes.len().saturating_sub(2000) } else { 0 };
+            let at = from + at.index(bytes.len() - from);
+            bytes[at] = value;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(name);
+        std::fs::write(&path, &bytes).unwrap();
+        if let Ok(rows) = TableRecords::<Value>::open([&path]) {
+            for index in (0..rows.len().min(2000)).step_by(97) {
+                let _ = rows.get(index);
+            }
+        }
+    }
+}
