@@ -128,8 +128,8 @@ pub use instruction::{
 #[cfg(feature = "tch")]
 pub use instruction::{InstructionTensorBatches, InstructionTensors};
 pub use loader::{
-    DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, PadOptions, PadSide, PaddedBatch,
-    pad_sequences,
+    DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, PadOptions, PadSide,
+    PaddedBatch, pad_sequences,
 };
 #[cfg(feature = "tch")]
 pub use loader::{DeviceLoader, OnDevice, PaddedTensors};
@@ -139,12 +139,12 @@ pub use random::uniform_below;
 #[cfg(feature = "parquet")]
 pub use records::TableRecords;
 pub use records::{
-    CsvColumns, CsvOptions, CsvRecords, CsvRow, JsonLayout, JsonOptions, JsonRecords, Place, RecordFiles,
-    TextLines, TextOptions, WebDataset, WebSample, find_files,
+    CsvColumns, CsvOptions, CsvRecords, CsvRow, JsonLayout, JsonOptions, JsonRecords, Place,
+    RecordFiles, TextLines, TextOptions, WebDataset, WebSample, find_files,
 };
 pub use sampling::{
-    BatchSampler, LastShare, LengthGroupedBatches, Lengths, Permutation, RandomSampler, SampledBatches, Sampler,
-    SequentialSampler, Shard, TokenBudgetBatches, TokenBudgetOptions,
+    BatchSampler, LastShare, LengthGroupedBatches, Lengths, Permutation, RandomSampler,
+    SampledBatches, Sampler, SequentialSampler, Shard, TokenBudgetBatches, TokenBudgetOptions,
 };
 pub use store_format::{FORMAT_VERSION, MAGIC, TokenWidth};
 #[cfg(feature = "tch")]
@@ -156,8 +156,8 @@ pub use tokenizer_files::{load_tokenizer, save_tokenizer, tokenizer_digest};
 /// The tokenizer of Hugging Face's `tokenizers`, which this crate's functions take and give.
 pub use tokenizers::Tokenizer;
 pub use transform::{
-    CacheOptions, Concat, DatasetExt, DatasetIter, DeduplicateOptions, Deduplicated, Exhausted, Interleave, Map,
-    MapCache, Selection, Split,
+    CacheOptions, Concat, DatasetExt, DatasetIter, DeduplicateOptions, Deduplicated, Exhausted,
+    Interleave, Map, MapCache, Selection, Split,
 };
 #[cfg(feature = "image")]
 pub use typed::{ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize};
