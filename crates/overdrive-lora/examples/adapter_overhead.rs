@@ -97,7 +97,7 @@ fn main() {
                 let maps: Vec<&AdaptedLinear> = maps.iter().collect();
                 let x = Tensor::randn([rows, WIDTH], F32);
                 let (forward, _) = measure(|| {
-                    tch::no_grad(|| joint_forward(&x, &maps).unwrap());
+                    let _y = tch::no_grad(|| joint_forward(&x, &maps).unwrap());
                 });
                 if config.is_none() {
                     base = forward;

@@ -266,14 +266,14 @@ fn an_observer_sees_every_input_before_the_product() {
         })));
     }
     let x = numbers(&[7, 16], 2.0, F32);
-    host.maps[0].1.forward(&x, true).unwrap();
+    let _y = host.maps[0].1.forward(&x, true).unwrap();
     let maps: Vec<&AdaptedLinear> = host.maps.iter().map(|(_, map)| map).collect();
-    joint_forward(&x, &maps).unwrap();
+    let _y = joint_forward(&x, &maps).unwrap();
     assert_eq!(rows.load(Ordering::Relaxed), 7 * 4);
     for (_, map) in &mut host.maps {
         map.set_observer(None);
     }
-    host.maps[0].1.forward(&x, true).unwrap();
+    let _y = host.maps[0].1.forward(&x, true).unwrap();
     assert_eq!(rows.load(Ordering::Relaxed), 7 * 4);
 }
 

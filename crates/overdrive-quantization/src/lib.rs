@@ -56,8 +56,8 @@ pub use checkpoint::{
 };
 pub use error::{Error, Result};
 pub use format::{
-    AwqConfig, BitsAndBytesConfig, CompressedTensorsConfig, ConfigGroup, GptqConfig, QuantizationArgs,
-    QuantizationConfig, TensorSource,
+    AwqConfig, BitsAndBytesConfig, CompressedTensorsConfig, ConfigGroup, GptqConfig,
+    QuantizationArgs, QuantizationConfig, TensorSource,
 };
 pub use gguf::{GgufArray, GgufFile, GgufTensor, GgufType, GgufValue};
 pub use kernel::simd::instruction_set;

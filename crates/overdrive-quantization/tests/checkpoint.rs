@@ -216,15 +216,13 @@ fn maps_are_kept_by_name_and_by_filter_and_shards_are_told_in_an_index() {
     assert!(names.len() > 2, "{names:?}");
     let mut tensors = 0;
     for name in names {
-        assert!(
-            name.ends_with(&format!(
+        assert!(name.ends_with(&format!(
                 "-of-{:05}.safetensors",
                 map.values()
                     .map(|v| v.as_str().unwrap())
                     .collect::<std::collections::BTreeSet<_>>()
                     .len()
-            ))
-        );
+            )));
         let file = MappedFile::open(out.join(name)).unwrap();
         for stored in file.tensors() {
             assert_eq!(map[stored.name()], name);

@@ -169,7 +169,7 @@ impl TrainingLoop<'_> {
             .then(|| TrainingProgress::new(self.plan.total_steps));
         let mut summary = TrainingSummary::default();
         let began = Instant::now();
-        set_training(model, true)?;
+        model.set_training(true)?;
 
         for step in 1..=self.plan.total_steps {
             recorder.begin_step();
@@ -225,9 +225,9 @@ impl TrainingLoop<'_> {
             record.apply_to(&mut metrics);
             let stop = interrupt.requested();
             if self.plan.eval_due(step) || (stop && self.plan.eval_steps.is_some()) {
-                set_training(model, false)?;
+                model.set_training(false)?;
                 let found = evaluate(model)?;
-                set_training(model, true)?;
+                model.set_training(true)?;
                 metrics.eval_loss = Some(found.loss);
                 metrics.eval_bits_per_byte = found.bits_per_byte;
                 summary.evaluation = Some(found);
@@ -244,7 +244,7 @@ impl TrainingLoop<'_> {
                 break;
             }
         }
-        set_training(model, false)?;
+        model.set_training(false)?;
         self.trackers.finish()?;
         if let Some(mut progress) = progress {
             progress.finish();
@@ -265,12 +265,6 @@ impl std::fmt::Debug for TrainingLoop<'_> {
             .field("precision", &self.precision)
             .finish_non_exhaustive()
     }
-}
-
-/// Switches the dropouts of the model and of its adapters.
-fn set_training(model: &mut CausalLm, training: bool) -> Result<()> {
-    model.set_training(training);
-    Ok(overdrive_lora::set_training(model, training)?)
 }
 
 /// Bytes of what the optimizer keeps, wherever it is; 0 where it does not tell.

@@ -146,7 +146,9 @@ impl<'a> Progress<'a> {
 
     /// What is not read, such as buffers that are computed, is done too.
     fn finish(&self) {
-        self.add(self.total.saturating_sub(self.done.get()));
+        if self.done.get() < self.total {
+            self.add(self.total - self.done.get());
+        }
     }
 
     fn add(&self, bytes: u64) {
