@@ -273,7 +273,13 @@ mod tests {
             let (found, expected) = (error(&after), error(&before));
             let ratio = f64::try_from(found / expected).unwrap();
             assert!((ratio - 1.0).abs() < 1e-3, "{name}: {ratio}");
-            let different = (&after - &before).abs().gt(1e-4).to_kind(Kind::Float);
+            // Magnitudes in 8 bits, quantized again, may move by a step of theirs.
+            let doubled = matches!(
+                scheme,
+                Scheme::Nf4(options) | Scheme::Fp4(options) if options.double_quant
+            );
+            let bound = if doubled { 0.03 } else { 1e-4 };
+            let different = (&after - &before).abs().gt(bound).to_kind(Kind::Float);
             let different = different.mean(Kind::Float).double_value(&[]);
             assert!(different < 0.01, "{name}: {different}");
         }
