@@ -101,11 +101,13 @@ impl Scheme {
         match self {
             Scheme::Grouped(options) => options.validate(inputs),
             Scheme::Nf4(options) | Scheme::Fp4(options) => options.validate(),
-            Scheme::LlmInt8 { threshold } if !(*threshold >= 0.0) => Err(Error::BadOption {
-                option: "threshold",
-                found: threshold.to_string(),
-                expected: "0 or more; 6 is the default".to_owned(),
-            }),
+            Scheme::LlmInt8 { threshold } if threshold.is_nan() || *threshold < 0.0 => {
+                Err(Error::BadOption {
+                    option: "threshold",
+                    found: threshold.to_string(),
+                    expected: "0 or more; 6 is the default".to_owned(),
+                })
+            }
             _ => Ok(()),
         }
     }

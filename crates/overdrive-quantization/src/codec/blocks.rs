@@ -99,7 +99,11 @@ pub(crate) fn dequantize(
 ) {
     let one = |at: usize| {
         let byte = packed[at / 2];
-        let code = if at % 2 == 0 { byte >> 4 } else { byte & 15 };
+        let code = if at.is_multiple_of(2) {
+            byte >> 4
+        } else {
+            byte & 15
+        };
         book.numbers()[usize::from(code)] * magnitudes[at / block]
     };
     let (mut at, end) = (start, start + numbers.len());

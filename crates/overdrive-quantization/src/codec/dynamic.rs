@@ -1,8 +1,8 @@
 //! Magnitudes of blocks in 8 bits: bitsandbytes' double quantization, bit for bit as on its CPU.
 //!
 //! The book is its "dynamic map" (Dettmers 2016, arXiv:1511.04561): seven decades from 1e-6 to 1, each
-//! cut linearly into twice as many cells as the one below it, the cells' middles with both signs, 0 and
-//! 1. The nearest code is looked up in a table of 65536 cells from -1 to 1, so that numbers smaller than
+//! cut linearly into twice as many cells as the one below it, the cells' middles with both signs, zero
+//! and one. The nearest code is looked up in a table of 65536 cells from -1 to 1, so that numbers smaller than
 //! a cell get the code of its middle.
 
 use std::sync::OnceLock;

@@ -309,7 +309,9 @@ fn read_blocks(module: Module<'_>, book: Book, state: &[u8]) -> Result<Quantized
     let codes = Tensor::f_from_slice(codes.data())?;
     let map = module.scales_f32("weight.quant_map", &[Some(16)])?;
     let known = elements::<f32>(&map)?.iter().zip(book.numbers());
-    if let Some((found, expected)) = known.into_iter().find(|(a, b)| !((*a - *b).abs() < 1e-6)) {
+    // Not a number differs from every number.
+    let differs = |(a, b): &(&f32, &f32)| (*a - *b).is_nan() || (*a - *b).abs() >= 1e-6;
+    if let Some((found, expected)) = known.into_iter().find(differs) {
         return Err(module.bad(format!(
             "its book of numbers has {found} where {} has {expected}",
             book.name()

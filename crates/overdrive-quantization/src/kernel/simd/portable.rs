@@ -40,10 +40,7 @@ impl Simd for Portable {
 
     #[inline(always)]
     fn load_i8(self, from: &[i8; LANES]) -> Lanes {
-        from.map(
-            #[inline(always)]
-            |code| f32::from(code),
-        )
+        from.map(f32::from)
     }
 
     #[inline(always)]
@@ -127,10 +124,10 @@ impl Simd for Portable {
         let mut sums = sums;
         let mut at = 0;
         while at < BYTES {
-            for lane in 0..4 {
+            for (lane, sum) in sums.iter_mut().enumerate() {
                 let pair = at + 2 * lane;
                 let product = |at: usize| i32::from(i16::from(w[at]) * i16::from(x[at]));
-                sums[lane] += product(pair) + product(pair + 1);
+                *sum += product(pair) + product(pair + 1);
             }
             at += 8;
         }
