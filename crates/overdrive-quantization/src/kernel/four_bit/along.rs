@@ -1,6 +1,6 @@
 //! One to three rows of activations: lanes are neighbouring weights of a row of the weight.
 //!
-//! Codes become words in registers, for all rows of activations, and are forgotten.
+//! Codes become words in registers and are forgotten.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -61,21 +61,18 @@ impl ByCoding for &Along<'_> {
     fn run<S: Words, D: Decode<S>>(self, s: S, decode: D) {
         // Scales of a unit.
         let step = LANES * D::PER_LANE / self.x.granule;
-        match (self.x.rows, step <= 4) {
-            (1, true) => self.rows::<S, D, true, 1>(s, decode),
-            (1, false) => self.rows::<S, D, false, 1>(s, decode),
-            (2, true) => self.rows::<S, D, true, 2>(s, decode),
-            (2, false) => self.rows::<S, D, false, 2>(s, decode),
-            (_, true) => self.rows::<S, D, true, 3>(s, decode),
-            (_, false) => self.rows::<S, D, false, 3>(s, decode),
+        if step <= 4 {
+            self.rows::<S, D, true>(s, decode);
+        } else {
+            self.rows::<S, D, false>(s, decode);
         }
     }
 }
 
 impl Along<'_> {
-    /// `N` rows of activations. `F` where a unit has at most four scales.
+    /// `F` where a unit has at most four scales.
     #[inline(always)]
-    fn rows<S: Words, D: Decode<S>, const F: bool, const N: usize>(&self, s: S, decode: D) {
+    fn rows<S: Words, D: Decode<S>, const F: bool>(&self, s: S, decode: D) {
         let mut scratch = SCRATCH.take();
         let rows = ScaleRows::new(self.map.inputs, self.x.granule);
         let lanes_granule = self.x.granule / D::PER_LANE;
@@ -87,11 +84,14 @@ impl Along<'_> {
         let mut output = self.outputs.start;
         while output < self.outputs.end {
             let count = BATCH.min(self.outputs.end - output);
-            self.prepare::<S, N>(s, &rows, output, count, &mut scratch);
+            self.prepare(s, &rows, output, count, &mut scratch);
             let mut index = 0;
             while index < count {
                 let held = TILE.min(count - index);
-                self.tile::<S, D, F, N>(s, decode, output, index, held, &shape, &scratch);
+                // The second row of activations finds the codes in the first cache.
+                for n in 0..self.x.rows {
+                    self.tile::<S, D, F>(s, decode, output, (index, held), n, &shape, &scratch);
+                }
                 index += TILE;
             }
             output += count;
@@ -101,7 +101,7 @@ impl Along<'_> {
 
     /// Scales of `count` rows of the weight, times those of the activations; and what offsets add.
     #[inline(always)]
-    fn prepare<S: Words, const N: usize>(
+    fn prepare<S: Words>(
         &self,
         s: S,
         rows: &ScaleRows,
@@ -109,9 +109,9 @@ impl Along<'_> {
         count: usize,
         scratch: &mut Scratch,
     ) {
-        let (x, map) = (self.x, self.map);
-        scratch.products.grow(BATCH * N * rows.stride);
-        scratch.added.resize(BATCH * N, 0.0);
+        let (x, map, rows_of_x) = (self.x, self.map, self.x.rows);
+        scratch.products.grow(BATCH * rows_of_x * rows.stride);
+        scratch.added.resize(BATCH * rows_of_x, 0.0);
         let each = x.stride;
         // Memory works on while scales are made.
         let bytes = map.row_bytes();
@@ -124,7 +124,7 @@ impl Along<'_> {
         if let Some(offsets) = &map.offsets {
             let made = rows.make(s, offsets, output, count, &mut scratch.raw);
             for index in 0..count {
-                for n in 0..N {
+                for n in 0..rows_of_x {
                     let mut sum = s.splat(0.0);
                     for vector in 0..each / LANES {
                         let of_row = &x.sums[n * each + vector * LANES..];
@@ -133,7 +133,7 @@ impl Along<'_> {
                             sum = s.mul_add(offset, s.load_f32(of_row), sum);
                         }
                     }
-                    scratch.added[index * N + n] = s.reduce_add(sum);
+                    scratch.added[index * rows_of_x + n] = s.reduce_add(sum);
                 }
             }
         }
@@ -141,12 +141,12 @@ impl Along<'_> {
         for index in 0..count {
             for vector in 0..each / LANES {
                 let scale = made.vector(s, index, vector);
-                self.store::<S, N>(s, scale, index, vector, rows.stride, &mut scratch.products);
+                self.store(s, scale, index, vector, rows.stride, &mut scratch.products);
             }
             // The last unit may look beyond the granules, where another row's scale times zero need not
             // be zero.
-            for n in 0..N {
-                let of_row = (index * N + n) * rows.stride;
+            for n in 0..rows_of_x {
+                let of_row = (index * rows_of_x + n) * rows.stride;
                 scratch.products[of_row + x.granules..of_row + each].fill(0.0);
             }
         }
@@ -154,7 +154,7 @@ impl Along<'_> {
 
     /// Writes 16 scales of a row of the weight times those of each row of activations.
     #[inline(always)]
-    fn store<S: Words, const N: usize>(
+    fn store<S: Words>(
         &self,
         s: S,
         scale: S::F,
@@ -163,43 +163,47 @@ impl Along<'_> {
         stride: usize,
         products: &mut [f32],
     ) {
-        for n in 0..N {
+        let rows_of_x = self.x.rows;
+        for n in 0..rows_of_x {
             let of_row = &self.x.scales[n * self.x.stride + vector * LANES..];
-            let out = &mut products[(index * N + n) * stride + vector * LANES..];
+            let out = &mut products[(index * rows_of_x + n) * stride + vector * LANES..];
             if let (Some(of_row), Some(out)) = (of_row.first_chunk(), out.first_chunk_mut()) {
                 s.store_f32(s.mul(scale, s.load_f32(of_row)), out);
             }
         }
     }
 
-    /// `held` outputs, at most [`TILE`], from the batch's `index` on; the last stands for those that are
-    /// missing.
+    /// Some outputs, at most [`TILE`], from the batch's `index` on, of row `n` of the activations; the last
+    /// stands for those that are missing.
     #[inline(always)]
     #[allow(clippy::too_many_arguments, reason = "the batch, and the place in it")]
-    fn tile<S: Words, D: Decode<S>, const F: bool, const N: usize>(
+    fn tile<S: Words, D: Decode<S>, const F: bool>(
         &self,
         s: S,
         decode: D,
         batch: usize,
-        index: usize,
-        held: usize,
+        (index, held): (usize, usize),
+        n: usize,
         shape: &Shape<S>,
         scratch: &Scratch,
     ) {
         let (map, x) = (self.map, self.x);
         let output = batch + index;
-        let mut sums = [[s.splat(0.0); N]; TILE];
+        let mut sums = [s.splat(0.0); TILE];
         let bytes = map.row_bytes();
         let codes = &map.codes[output * bytes..(output + held) * bytes];
         let stride = shape.stride;
         let tile = Tile {
             words: &x.words,
-            scales: &scratch.products[index * N * stride..(index + TILE) * N * stride],
+            scales: &scratch.products[index * x.rows * stride..(index + TILE) * x.rows * stride],
             shape: *shape,
+            rows: x.rows,
+            row: n,
         };
         let whole = bytes / PACKED;
         assert!(
-            x.words.len() == x.units * N * D::PARTS * WORDS
+            n < x.rows
+                && x.words.len() == x.units * x.rows * D::PARTS * WORDS
                 && x.units == bytes.div_ceil(PACKED)
                 && x.units * shape.step + LANES <= stride + shape.step,
             "the sizes that `WordRows` and `ScaleRows` have"
@@ -213,7 +217,7 @@ impl Along<'_> {
                 *packed = s.load_packed(unsafe { at(codes, from) });
             }
             // SAFETY: `unit < x.units`; sizes as above.
-            unsafe { tile.add::<D, F, N>(s, decode, &mut sums, unit, packed) };
+            unsafe { tile.add::<D, F>(s, decode, &mut sums, unit, packed) };
         }
         if whole < x.units {
             for (r, packed) in packed.iter_mut().enumerate() {
@@ -224,18 +228,15 @@ impl Along<'_> {
                 *packed = s.load_packed(&last);
             }
             // SAFETY: as above.
-            unsafe { tile.add::<D, F, N>(s, decode, &mut sums, whole, packed) };
+            unsafe { tile.add::<D, F>(s, decode, &mut sums, whole, packed) };
         }
-        for n in 0..N {
-            let [a, b, c, d] = &sums;
-            let mut totals = s.reduce_add_each([a[n], b[n], c[n], d[n]]);
-            if map.offsets.is_some() {
-                for (r, total) in totals.iter_mut().enumerate() {
-                    *total += scratch.added[(index + r) * N + n];
-                }
+        let mut totals = s.reduce_add_each(sums);
+        if map.offsets.is_some() {
+            for (r, total) in totals.iter_mut().enumerate() {
+                *total += scratch.added[(index + r) * x.rows + n];
             }
-            self.results.put(n, output, &totals[..held]);
         }
+        self.results.put(n, output, &totals[..held]);
     }
 }
 
@@ -244,11 +245,14 @@ const AHEAD: usize = 8192;
 
 /// What the units of some rows of the weight have in common.
 struct Tile<'a, S: Words> {
-    /// `(units, N, parts, 32)`
+    /// `(units, rows, parts, 32)`
     words: &'a [i16],
-    /// `(TILE, N, stride)`
+    /// `(TILE, rows, stride)`
     scales: &'a [f32],
     shape: Shape<S>,
+    /// Rows of activations, and the one that is multiplied.
+    rows: usize,
+    row: usize,
 }
 
 /// How the scales of a row lie.
@@ -265,36 +269,34 @@ impl<S: Words> Tile<'_, S> {
     /// Adds the products of unit `unit`.
     ///
     /// # Safety
-    /// `words` has that unit, and `scales` 16 numbers from `unit · step` on in each of `TILE · N` rows.
+    /// `words` has that unit, and `scales` 16 numbers from `unit · step` on in each of `TILE · rows` rows.
     #[inline(always)]
-    unsafe fn add<D: Decode<S>, const F: bool, const N: usize>(
+    unsafe fn add<D: Decode<S>, const F: bool>(
         &self,
         s: S,
         decode: D,
-        sums: &mut [[S::F; N]; TILE],
+        sums: &mut [S::F; TILE],
         unit: usize,
         packed: [S::Packed; TILE],
     ) {
-        for (r, sums) in sums.iter_mut().enumerate() {
+        for (r, sum) in sums.iter_mut().enumerate() {
             let weights = decode.words(s, packed[r]);
-            for (n, sum) in sums.iter_mut().enumerate() {
-                let mut total = s.no_sums();
-                for part in 0..D::PARTS {
-                    let from = ((unit * N + n) * D::PARTS + part) * WORDS;
-                    // SAFETY: `n < N` and `part < PARTS`, and the caller's promise.
-                    let words = s.load_words(unsafe { at(self.words, from) });
-                    total = s.multiply(total, weights[part], words);
-                }
-                let from = (r * N + n) * self.shape.stride + unit * self.shape.step;
-                // Four at once seldom lie in two lines of the cache.
-                // SAFETY: the caller's promise.
-                let scales = if F {
-                    s.spread_four(unsafe { at(self.scales, from) }, self.shape.places)
-                } else {
-                    s.spread(unsafe { at(self.scales, from) }, self.shape.places)
-                };
-                *sum = s.mul_add(s.floats(total), scales, *sum);
+            let mut total = s.no_sums();
+            for part in 0..D::PARTS {
+                let from = ((unit * self.rows + self.row) * D::PARTS + part) * WORDS;
+                // SAFETY: `row < rows` and `part < PARTS`, and the caller's promise.
+                let words = s.load_words(unsafe { at(self.words, from) });
+                total = s.multiply(total, weights[part], words);
             }
+            let from = (r * self.rows + self.row) * self.shape.stride + unit * self.shape.step;
+            // Four at once seldom lie in two lines of the cache.
+            // SAFETY: the caller's promise.
+            let scales = if F {
+                s.spread_four(unsafe { at(self.scales, from) }, self.shape.places)
+            } else {
+                s.spread(unsafe { at(self.scales, from) }, self.shape.places)
+            };
+            *sum = s.mul_add(s.floats(total), scales, *sum);
         }
     }
 }

@@ -35,6 +35,10 @@ impl Coding {
         }
     }
 
+    fn is_table(&self, table: &[f32; 16]) -> bool {
+        matches!(self, Coding::Nibbles { values, .. } if values == table)
+    }
+
     /// Weights in a byte.
     pub(crate) fn per_byte(&self) -> usize {
         match self {
@@ -93,6 +97,46 @@ impl WordTable {
     }
 }
 
+/// The numbers of a code book as bytes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct ByteTable {
+    /// Meaningless where codes are numbers themselves.
+    pub(crate) values: [i8; 16],
+    /// `value ≈ byte · unit`: exact for integers. The numbers of NF4 and FP4 are off by at most 1/254 of
+    /// the largest, where the steps between them are 1/13 of it and more (but for the smallest of FP4,
+    /// which is 1/192 and becomes 1/127).
+    pub(crate) unit: f32,
+    /// The code that stands for zero, where codes are numbers themselves.
+    pub(crate) zero: Option<u8>,
+}
+
+impl ByteTable {
+    pub(crate) fn new(values: &[f32; 16]) -> ByteTable {
+        // The lowest code stands for the least number.
+        #[allow(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "compared with what it was"
+        )]
+        let zero = -values[0] as u8;
+        let zero = Coding::integers(zero).is_table(values).then_some(zero);
+        let most = values
+            .iter()
+            .fold(0.0_f32, |most, value| most.max(value.abs()));
+        let unit = match zero {
+            None if most > 0.0 => most / 127.0,
+            _ => 1.0,
+        };
+        // Half a step away from zero, and cut off: `round` is a call on machines of old.
+        #[allow(clippy::cast_possible_truncation, reason = "at most 127.5")]
+        ByteTable {
+            values: values.map(|value| (value / unit + 0.5_f32.copysign(value)) as i8),
+            unit,
+            zero,
+        }
+    }
+}
+
 /// As [`WordTable::levels`], for codes of up to `most`.
 pub(crate) fn levels(most: u16) -> i16 {
     let fit = i32::MAX / (64 * i32::from(most.max(1)));
@@ -123,6 +167,26 @@ impl CodedMap<'_> {
         let common = self.scales.block | self.inputs;
         let granule = MAX_GRANULE.min(1 << common.trailing_zeros().min(31));
         (granule >= self.coding.per_lane()).then_some(granule)
+    }
+
+    /// The table with which codes of 4 bits are multiplied as bytes, and whether the first of two is in
+    /// the high half; `None` where they have to be words: rows that are not whole vectors of codes,
+    /// blocks that cross rows or have fewer than 32 weights, and orders.
+    pub(crate) fn byte_table(&self) -> Option<(ByteTable, bool)> {
+        let Coding::Nibbles { values, high_first } = &self.coding else {
+            return None;
+        };
+        let block = self.scales.block;
+        let fits = self.inputs > 0
+            && self.inputs.is_multiple_of(128)
+            && self.inputs.is_multiple_of(block)
+            && block.is_power_of_two()
+            && block >= 32
+            && self.order.is_none();
+        let table = ByteTable::new(values);
+        // Code books have no offsets.
+        let known = table.zero.is_some() || self.offsets.is_none();
+        (fits && known).then_some((table, *high_first))
     }
 
     /// Bytes of a row's codes. For maps with a [`granule`](Self::granule) rows are whole bytes.

@@ -21,9 +21,11 @@
 mod activations;
 mod along;
 mod any;
+mod byte_rows;
 mod coding;
 mod lines;
 mod map;
+mod nibbles;
 mod part;
 mod prepare;
 mod scales;

@@ -5,7 +5,9 @@ use std::ops::Range;
 use super::activations::{Layout, WordRows};
 use super::along::{self, Along};
 use super::any::any_part;
+use super::byte_rows::{ByteLayout, ByteRows};
 use super::map::CodedMap;
+use super::nibbles::Nibbles;
 use super::tiles::Tiles;
 use super::words::run_on;
 use crate::kernel::element::Element;
@@ -13,10 +15,11 @@ use crate::kernel::joint::Part;
 use crate::kernel::simd::InstructionSet;
 use crate::kernel::threads::Target;
 
-/// Rows of activations as the words that some maps take: once for those that take the same.
+/// Rows of activations as the words or bytes that some maps take: once for those that take the same.
 #[derive(Debug)]
 pub(crate) struct WordForms<'a> {
-    forms: Vec<(Layout<'a>, WordRows)>,
+    words: Vec<(Layout<'a>, WordRows)>,
+    bytes: Vec<(ByteLayout, ByteRows)>,
 }
 
 impl<'a> WordForms<'a> {
@@ -29,21 +32,50 @@ impl<'a> WordForms<'a> {
     where
         'a: 'm,
     {
-        let mut forms: Vec<(Layout<'a>, WordRows)> = Vec::new();
-        for layout in maps.into_iter().filter_map(Layout::of) {
-            if forms.iter().all(|(known, _)| *known != layout) {
+        let mut forms = WordForms {
+            words: Vec::new(),
+            bytes: Vec::new(),
+        };
+        for map in maps {
+            let few = x.len() <= along::MOST * map.inputs;
+            if let Some(layout) = ByteLayout::of(map).filter(|_| few) {
+                if forms.bytes.iter().all(|(known, _)| *known != layout) {
+                    let rows = ByteRows::new(set, x, &layout);
+                    forms.bytes.push((layout, rows));
+                }
+            } else if let Some(layout) = Layout::of(map)
+                && forms.words.iter().all(|(known, _)| *known != layout)
+            {
                 let rows = WordRows::new(set, x, &layout);
-                forms.push((layout, rows));
+                forms.words.push((layout, rows));
             }
         }
-        WordForms { forms }
+        forms
     }
 
-    fn of(&self, map: &CodedMap<'a>) -> Option<&WordRows> {
-        let layout = Layout::of(map)?;
-        let found = self.forms.iter().find(|(known, _)| *known == layout);
-        found.map(|(_, rows)| rows)
+    fn of(&self, map: &CodedMap<'a>) -> Form<'_> {
+        if let Some(layout) = ByteLayout::of(map)
+            && let Some((_, rows)) = self.bytes.iter().find(|(known, _)| *known == layout)
+        {
+            return Form::Bytes(rows);
+        }
+        if let Some(layout) = Layout::of(map)
+            && let Some((_, rows)) = self.words.iter().find(|(known, _)| *known == layout)
+        {
+            return Form::Words(rows);
+        }
+        Form::Floats
     }
+}
+
+/// What activations are multiplied as.
+#[derive(Debug, Clone, Copy)]
+enum Form<'a> {
+    /// A few rows, with codes of 4 bits in whole vectors.
+    Bytes(&'a ByteRows),
+    Words(&'a WordRows),
+    /// Where blocks fit rows so badly that only floats will do.
+    Floats,
 }
 
 /// Where kernels put what they compute: they are compiled once, whatever the kind of the results.
@@ -72,15 +104,14 @@ impl<T: Element> Results for Columns<'_, T> {
 }
 
 /// One map of a product in integers: activations in words of 13 to 16 bits, weights exactly but for code
-/// books that are no multiples of one number (NF4: words of 14 bits). The packed weights are read once
-/// for all rows of activations.
+/// books that are no multiples of one number (NF4: words of 14 bits); or both in bytes, for a few rows.
+/// The packed weights are read once for all rows of activations.
 #[derive(Debug)]
 pub(crate) struct CodedPart<'a, T> {
     map: &'a CodedMap<'a>,
     /// `(rows, inputs)`
     x: &'a [f32],
-    /// `None` where blocks fit rows so badly that only floats will do.
-    words: Option<&'a WordRows>,
+    form: Form<'a>,
     /// One number an output.
     bias: Option<&'a [T]>,
     set: InstructionSet,
@@ -98,7 +129,7 @@ impl<'a, T: Element> CodedPart<'a, T> {
         CodedPart {
             map,
             x,
-            words: forms.of(map),
+            form: forms.of(map),
             bias,
             set,
         }
@@ -121,9 +152,18 @@ impl<T: Element> Part<T> for CodedPart<'_, T> {
             first,
             target: y,
         };
-        match self.words {
-            None => any_part(self.set, self.x, map, bias, outputs, first, y),
-            Some(x) if x.rows <= along::MOST => run_on(
+        match self.form {
+            Form::Floats => any_part(self.set, self.x, map, bias, outputs, first, y),
+            Form::Bytes(x) => run_on(
+                self.set,
+                Nibbles {
+                    x,
+                    map,
+                    outputs,
+                    results: &results,
+                },
+            ),
+            Form::Words(x) if x.rows <= along::MOST => run_on(
                 self.set,
                 Along {
                     x,
@@ -132,7 +172,7 @@ impl<T: Element> Part<T> for CodedPart<'_, T> {
                     results: &results,
                 },
             ),
-            Some(x) => run_on(
+            Form::Words(x) => run_on(
                 self.set,
                 Tiles {
                     x,

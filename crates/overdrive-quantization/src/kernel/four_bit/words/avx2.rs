@@ -70,7 +70,66 @@ impl Words for Avx2 {
     /// For each half of the lanes: where its floats begin, and which of the 8 from there.
     type Places = ([usize; 2], Pair);
 
+    type Plane = Pair;
+
     const ROWS: usize = 4;
+
+    #[inline(always)]
+    fn load_plane(self, from: &[i8; PACKED]) -> Pair {
+        load(from.as_ptr().cast())
+    }
+
+    #[inline(always)]
+    fn load_sums(self, from: &[i32; LANES]) -> Pair {
+        load(from.as_ptr().cast())
+    }
+
+    #[inline(always)]
+    fn store_sums(self, sums: Pair, to: &mut [i32; LANES]) {
+        avx2!({
+            let to: *mut __m256i = to.as_mut_ptr().cast();
+            _mm256_storeu_si256(to, sums[0]);
+            _mm256_storeu_si256(to.add(1), sums[1]);
+        });
+    }
+
+    #[inline(always)]
+    fn byte_table(self, values: &[i8; 16]) -> Pair {
+        avx2!([_mm256_broadcastsi128_si256(_mm_loadu_si128(values.as_ptr().cast())); 2])
+    }
+
+    /// Two products of `vpmaddubsw`, a number without a sign times one with, must fit 16 bits: the signs
+    /// of numbers of a table go to the activations.
+    #[inline(always)]
+    fn add_nibbles<const BOOK: bool>(
+        self,
+        sums: Pair,
+        codes: Pair,
+        table: Pair,
+        low: Pair,
+        high: Pair,
+    ) -> Pair {
+        let mut out = sums;
+        avx2!({
+            let mask = _mm256_set1_epi8(15);
+            let ones = _mm256_set1_epi16(1);
+            for half in 0..2 {
+                let first = _mm256_and_si256(codes[half], mask);
+                let second = _mm256_and_si256(_mm256_srli_epi16::<4>(codes[half]), mask);
+                for (codes, plane) in [(first, low[half]), (second, high[half])] {
+                    let words = if BOOK {
+                        let numbers = _mm256_shuffle_epi8(table[half], codes);
+                        let signed = _mm256_sign_epi8(plane, numbers);
+                        _mm256_maddubs_epi16(_mm256_abs_epi8(numbers), signed)
+                    } else {
+                        _mm256_maddubs_epi16(codes, plane)
+                    };
+                    out[half] = _mm256_add_epi32(out[half], _mm256_madd_epi16(words, ones));
+                }
+            }
+        });
+        out
+    }
 
     #[inline(always)]
     fn load_packed(self, from: &[u8; PACKED]) -> Pair {

@@ -33,7 +33,57 @@ impl Words for Avx512 {
     type Sums = __m512i;
     type Places = __m512i;
 
+    type Plane = __m512i;
+
     const ROWS: usize = 8;
+
+    /// `vpdpbusd` takes numbers of a weight without a sign.
+    const BOOK_ZERO: i32 = 128;
+
+    #[inline(always)]
+    fn load_plane(self, from: &[i8; PACKED]) -> __m512i {
+        avx512!(_mm512_loadu_si512(from.as_ptr().cast()))
+    }
+
+    #[inline(always)]
+    fn load_sums(self, from: &[i32; LANES]) -> __m512i {
+        avx512!(_mm512_loadu_si512(from.as_ptr().cast()))
+    }
+
+    #[inline(always)]
+    fn store_sums(self, sums: __m512i, to: &mut [i32; LANES]) {
+        avx512!(_mm512_storeu_si512(to.as_mut_ptr().cast(), sums));
+    }
+
+    #[inline(always)]
+    fn byte_table(self, values: &[i8; 16]) -> __m512i {
+        avx512!({
+            let values = _mm_loadu_si128(values.as_ptr().cast());
+            // -128 as an addend of 8 bits is 128.
+            _mm512_broadcast_i32x4(_mm_add_epi8(values, _mm_set1_epi8(-128)))
+        })
+    }
+
+    #[inline(always)]
+    fn add_nibbles<const BOOK: bool>(
+        self,
+        sums: __m512i,
+        codes: __m512i,
+        table: __m512i,
+        low: __m512i,
+        high: __m512i,
+    ) -> __m512i {
+        avx512!({
+            let mask = _mm512_set1_epi8(15);
+            let mut first = _mm512_and_si512(codes, mask);
+            let mut second = _mm512_and_si512(_mm512_srli_epi16::<4>(codes), mask);
+            if BOOK {
+                first = _mm512_shuffle_epi8(table, first);
+                second = _mm512_shuffle_epi8(table, second);
+            }
+            _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sums, first, low), second, high)
+        })
+    }
 
     #[inline(always)]
     fn load_packed(self, from: &[u8; PACKED]) -> __m512i {

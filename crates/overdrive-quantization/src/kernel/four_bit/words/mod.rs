@@ -29,9 +29,32 @@ pub(crate) trait Words: Simd {
     type Sums: Copy;
     /// Which of 16 floats goes to which lane.
     type Places: Copy;
+    /// [`PACKED`] signed bytes.
+    type Plane: Copy;
 
     /// Rows of activations whose sums fit the registers: 8 or 4.
     const ROWS: usize;
+
+    /// What [`add_nibbles`](Self::add_nibbles) adds to each number of a table: its sums are too large by
+    /// this times the sum of the activations.
+    const BOOK_ZERO: i32 = 0;
+
+    fn load_plane(self, from: &[i8; PACKED]) -> Self::Plane;
+    fn load_sums(self, from: &[i32; LANES]) -> Self::Sums;
+    fn store_sums(self, sums: Self::Sums, to: &mut [i32; LANES]);
+    /// 16 numbers in `-127..=127`, to look up.
+    fn byte_table(self, values: &[i8; 16]) -> Self::Plane;
+    /// Adds the products of the low halves of bytes with `low` and of the high halves with `high`, eight
+    /// to a lane: of the codes themselves, or where `BOOK` of the numbers that they choose from `table`,
+    /// plus [`BOOK_ZERO`](Self::BOOK_ZERO).
+    fn add_nibbles<const BOOK: bool>(
+        self,
+        sums: Self::Sums,
+        codes: Self::Packed,
+        table: Self::Plane,
+        low: Self::Plane,
+        high: Self::Plane,
+    ) -> Self::Sums;
 
     fn load_packed(self, from: &[u8; PACKED]) -> Self::Packed;
     fn table(self, values: &[i16; 16]) -> Self::Table;

@@ -21,7 +21,62 @@ impl Words for Portable {
     type Sums = [i32; LANES];
     type Places = [u32; LANES];
 
+    type Plane = [i8; PACKED];
+
     const ROWS: usize = 4;
+
+    #[inline(always)]
+    fn load_plane(self, from: &[i8; PACKED]) -> [i8; PACKED] {
+        *from
+    }
+
+    #[inline(always)]
+    fn load_sums(self, from: &[i32; LANES]) -> [i32; LANES] {
+        *from
+    }
+
+    #[inline(always)]
+    fn store_sums(self, sums: [i32; LANES], to: &mut [i32; LANES]) {
+        *to = sums;
+    }
+
+    #[inline(always)]
+    fn byte_table(self, values: &[i8; 16]) -> [i8; PACKED] {
+        std::array::from_fn(
+            #[inline(always)]
+            |at| values[at % 16],
+        )
+    }
+
+    #[inline(always)]
+    fn add_nibbles<const BOOK: bool>(
+        self,
+        sums: [i32; LANES],
+        codes: [u8; PACKED],
+        table: [i8; PACKED],
+        low: [i8; PACKED],
+        high: [i8; PACKED],
+    ) -> [i32; LANES] {
+        let mut words = [0_i16; PACKED];
+        for (at, word) in words.iter_mut().enumerate() {
+            let (first, second) = (codes[at] & 15, codes[at] >> 4);
+            // Two products of numbers of 8 bits with a sign, the largest 127, fit 16 bits.
+            *word = if BOOK {
+                let first = i16::from(table[usize::from(first)]);
+                let second = i16::from(table[usize::from(second)]);
+                first * i16::from(low[at]) + second * i16::from(high[at])
+            } else {
+                i16::from(first) * i16::from(low[at]) + i16::from(second) * i16::from(high[at])
+            };
+        }
+        let mut out = sums;
+        for (lane, out) in out.iter_mut().enumerate() {
+            for at in 0..4 {
+                *out += i32::from(words[4 * lane + at]);
+            }
+        }
+        out
+    }
 
     #[inline(always)]
     fn load_packed(self, from: &[u8; PACKED]) -> [u8; PACKED] {

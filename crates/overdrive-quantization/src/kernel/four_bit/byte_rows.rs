@@ -1,0 +1,176 @@
+//! Rows of activations as bytes, in the order in which codes of 4 bits come out of a vector of them.
+#![allow(unsafe_code)]
+
+use super::map::CodedMap;
+use super::words::{PACKED, Words, Work, run_on};
+use crate::kernel::simd::{InstructionSet, LANES};
+
+/// Inputs that share a scale. Twice as many would double the error of the rounding where one activation
+/// is large, and save nothing: scales are kept for lanes of 8 inputs.
+pub(super) const GROUP: usize = 32;
+
+/// Inputs of a unit: 64 bytes of codes.
+pub(super) const UNIT: usize = 2 * PACKED;
+
+/// Steps on each side of zero.
+pub(super) const LEVELS: f32 = 127.0;
+
+/// What the bytes of activations depend on. Maps that agree in it share them.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct ByteLayout {
+    /// Codes whose first is in the high half of a byte.
+    high_first: bool,
+    /// The code that stands for zero, where codes are numbers themselves.
+    zero: Option<u8>,
+    /// What the bytes of the weight are multiples of.
+    unit: f32,
+    /// Whether the sums of lanes are wanted.
+    sums: bool,
+    inputs: usize,
+}
+
+impl ByteLayout {
+    /// `None` for maps that have no kernel of bytes.
+    pub(super) fn of(map: &CodedMap<'_>) -> Option<Self> {
+        let (table, high_first) = map.byte_table()?;
+        Some(ByteLayout {
+            high_first,
+            zero: table.zero,
+            unit: table.unit,
+            sums: map.offsets.is_some(),
+            inputs: map.inputs,
+        })
+    }
+}
+
+/// What a vector of codes is multiplied with: 128 inputs, of which lane `l` has `8 l ..`, four in each
+/// plane.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, align(64))]
+pub(super) struct Unit {
+    /// Those that belong to the low halves of bytes.
+    pub(super) low: [i8; PACKED],
+    pub(super) high: [i8; PACKED],
+    /// What sums of products begin with, so that the code that stands for zero adds nothing.
+    pub(super) starts: [i32; LANES],
+    /// Scale times the unit of the weight's bytes.
+    pub(super) scales: [f32; LANES],
+    /// Sum of the activations as they are quantized; zeros unless wanted.
+    pub(super) sums: [f32; LANES],
+}
+
+/// Rows of activations, quantized symmetrically with a scale for each [`GROUP`] inputs.
+#[derive(Debug)]
+pub(super) struct ByteRows {
+    /// `(rows, units of a row)`
+    units: Box<[Unit]>,
+    pub(super) of_row: usize,
+}
+
+impl ByteRows {
+    /// Quantizes `x (rows, inputs)`, a few rows.
+    pub(super) fn new(set: InstructionSet, x: &[f32], layout: &ByteLayout) -> Self {
+        let units = Box::new_zeroed_slice(x.len() / UNIT);
+        // SAFETY: numbers of zero bytes are zero.
+        let mut units: Box<[Unit]> = unsafe { units.assume_init() };
+        let out = &mut *units;
+        run_on(set, Quantize { x, layout, out });
+        ByteRows {
+            units,
+            of_row: layout.inputs / UNIT,
+        }
+    }
+
+    /// The units of each row.
+    pub(super) fn rows(&self) -> impl Iterator<Item = &[Unit]> {
+        self.units.chunks_exact(self.of_row.max(1))
+    }
+}
+
+struct Quantize<'a> {
+    x: &'a [f32],
+    layout: &'a ByteLayout,
+    out: &'a mut [Unit],
+}
+
+impl Work for Quantize<'_> {
+    type Output = ();
+
+    /// Plain loops, which become vectors of whatever set they are compiled for. Two passes, since a
+    /// vector that is loaded right after its parts were written has to wait for them.
+    #[inline(always)]
+    fn run<S: Words>(self, s: S) {
+        let layout = self.layout;
+        let zero = layout.zero.map_or(S::BOOK_ZERO, i32::from);
+        let (all, _) = self.x.as_chunks::<UNIT>();
+        for (x, unit) in all.iter().zip(&mut *self.out) {
+            let (groups, _) = x.as_chunks::<GROUP>();
+            let (low, _) = unit.low.as_chunks_mut::<GROUP>();
+            let (high, _) = unit.high.as_chunks_mut::<GROUP>();
+            let lanes = unit.scales.chunks_exact_mut(GROUP / 8);
+            let out = low.iter_mut().chain(high);
+            for ((x, out), lanes) in groups.iter().zip(out).zip(lanes) {
+                lanes.fill(group(x, out));
+            }
+        }
+        // Both halves of a byte are one: each activation once.
+        let ones = s.load_packed(&[0x11; PACKED]);
+        let none = s.byte_table(&[0; 16]);
+        for unit in self.out {
+            let (mut even, mut odd) = ([0; PACKED], [0; PACKED]);
+            for at in 0..PACKED / 2 {
+                even[at] = unit.low[2 * at];
+                odd[at] = unit.low[2 * at + 1];
+                even[at + PACKED / 2] = unit.high[2 * at];
+                odd[at + PACKED / 2] = unit.high[2 * at + 1];
+            }
+            (unit.low, unit.high) = if layout.high_first {
+                (odd, even)
+            } else {
+                (even, odd)
+            };
+            let (low, high) = (s.load_plane(&unit.low), s.load_plane(&unit.high));
+            let totals = s.add_nibbles::<false>(s.no_sums(), ones, none, low, high);
+            if layout.sums {
+                let sums = s.mul(s.floats(totals), s.load_f32(&unit.scales));
+                s.store_f32(sums, &mut unit.sums);
+            }
+            let mut starts = [0; LANES];
+            s.store_sums(totals, &mut starts);
+            unit.starts = starts.map(
+                #[inline(always)]
+                |total| -zero * total,
+            );
+            let scales = s.mul(s.load_f32(&unit.scales), s.splat(layout.unit));
+            s.store_f32(scales, &mut unit.scales);
+        }
+    }
+}
+
+/// The bytes of inputs that share a scale, and the scale.
+#[inline(always)]
+fn group(x: &[f32; GROUP], out: &mut [i8; GROUP]) -> f32 {
+    // Magnitudes of floats compare as their bits do, and NaN is larger than all.
+    let bits = x
+        .iter()
+        .fold(0, |most, x| (x.to_bits() & !(1 << 31)).max(most));
+    let most = f32::from_bits(bits);
+    let inverse = LEVELS / most;
+    // The quotient by a subnormal number may be too much for a float: such groups are zero.
+    let inverse = if inverse.is_finite() { inverse } else { 0.0 };
+    // Adding 1.5 · 2²³ leaves the nearest integer (ties to even) in the low bits of the sum.
+    const TO_INTEGER: f32 = 12_582_912.0;
+    let mut rounded = [0; GROUP];
+    for (byte, x) in rounded.iter_mut().zip(x) {
+        #[allow(
+            clippy::cast_possible_truncation,
+            reason = "the low 8 bits are the integer"
+        )]
+        {
+            *byte = (x * inverse + TO_INTEGER).to_bits() as i8;
+        }
+    }
+    // All at once, or they are written one by one.
+    *out = rounded;
+    most / LEVELS
+}
