@@ -9,7 +9,7 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
+use std::rc::Rc;
 
 use anyhow::Result;
 use clap::{Parser, ValueEnum};
@@ -109,7 +109,7 @@ fn run(flags: &Flags) -> Result<()> {
         let model = load_model(&flags.model, LoadOptions::default())?;
         let data = ModelText::prepare(&flags.model, &model, &flags.data)?;
         if !flags.calibrate.is_empty() {
-            options.statistics = Some(Arc::new(data.inputs_of(&model, flags.calibration_windows)?));
+            options.statistics = Some(Rc::new(data.inputs_of(&model, flags.calibration_windows)?));
         }
         if !flags.no_eval {
             before = Some((data.perplexity(&model)?, tokens_per_second(&model)?));

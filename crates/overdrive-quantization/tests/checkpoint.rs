@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
+use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 
 use overdrive_quantization::{
@@ -308,7 +309,7 @@ fn migration_divides_what_makes_the_inputs_and_multiplies_what_takes_them() {
     );
     assert!(!out.exists());
 
-    options.statistics = Some(Arc::new(collector(Moments::Full)));
+    options.statistics = Some(Rc::new(collector(Moments::Full)));
     options.calibration = CalibrationOptions {
         gptq: Some(GptqOptions::default()),
         ..CalibrationOptions::default()

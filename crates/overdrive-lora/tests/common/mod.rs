@@ -6,10 +6,10 @@ use overdrive_lora::{AdaptedLinear, AdapterHost, BaseWeight, ModuleCopies, Resul
 use overdrive_safetensors::MappedFile;
 use tch::{Device, Kind, Tensor};
 
-pub const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
-pub const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
+pub(crate) const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
+pub(crate) const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
 
-pub fn fixture(name: &str) -> PathBuf {
+pub(crate) fn fixture(name: &str) -> PathBuf {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
         .join("tests/fixtures")
         .join(name);
@@ -21,7 +21,7 @@ pub fn fixture(name: &str) -> PathBuf {
     path
 }
 
-pub fn read(file: &MappedFile, name: &str) -> Tensor {
+pub(crate) fn read(file: &MappedFile, name: &str) -> Tensor {
     file.tensor(name)
         .unwrap()
         .copy_to_tensor(None, Device::Cpu)
@@ -29,7 +29,7 @@ pub fn read(file: &MappedFile, name: &str) -> Tensor {
 }
 
 /// Numbers that do not depend on libtorch's generator, which tests of one file share.
-pub fn numbers(shape: &[i64], salt: f64, place: (Kind, Device)) -> Tensor {
+pub(crate) fn numbers(shape: &[i64], salt: f64, place: (Kind, Device)) -> Tensor {
     let count: i64 = shape.iter().product();
     let line = Tensor::arange(count, F64) * 12.9898 + salt;
     let wild = line.sin() * 43758.5453;
@@ -39,7 +39,7 @@ pub fn numbers(shape: &[i64], salt: f64, place: (Kind, Device)) -> Tensor {
 }
 
 /// The largest difference, over the largest number that was expected.
-pub fn distance(got: &Tensor, expected: &Tensor) -> f64 {
+pub(crate) fn distance(got: &Tensor, expected: &Tensor) -> f64 {
     assert_eq!(got.size(), expected.size());
     let (got, expected) = (got.to_kind(Kind::Double), expected.to_kind(Kind::Double));
     let scale = expected.abs().max().double_value(&[]).max(1e-30);
@@ -48,15 +48,15 @@ pub fn distance(got: &Tensor, expected: &Tensor) -> f64 {
 
 /// A model of named maps, an embedding and a norm.
 #[derive(Default)]
-pub struct Host {
-    pub maps: Vec<(String, AdaptedLinear)>,
-    pub parameters: Vec<(String, Tensor)>,
-    pub copies: ModuleCopies,
-    pub head: Option<String>,
+pub(crate) struct Host {
+    pub(crate) maps: Vec<(String, AdaptedLinear)>,
+    pub(crate) parameters: Vec<(String, Tensor)>,
+    pub(crate) copies: ModuleCopies,
+    pub(crate) head: Option<String>,
 }
 
 impl Host {
-    pub fn new(names: &[&str], outputs: i64, inputs: i64) -> Host {
+    pub(crate) fn new(names: &[&str], outputs: i64, inputs: i64) -> Host {
         let maps = names.iter().enumerate().map(|(place, name)| {
             let weight = numbers(&[outputs, inputs], place as f64, F32);
             let bias = numbers(&[outputs], 0.5 + place as f64, F32);
@@ -68,13 +68,13 @@ impl Host {
         }
     }
 
-    pub fn map(&mut self, name: &str) -> &mut AdaptedLinear {
+    pub(crate) fn map(&mut self, name: &str) -> &mut AdaptedLinear {
         let found = self.maps.iter_mut().find(|(own, _)| own == name);
         &mut found.unwrap().1
     }
 
     /// Gives the adapter's B's and biases numbers that matter.
-    pub fn randomise(&mut self, adapter: &str) {
+    pub(crate) fn randomise(&mut self, adapter: &str) {
         let _no_grad = tch::no_grad_guard();
         for (place, (_, map)) in self.maps.iter().enumerate() {
             if let Some(adapter) = map.adapter(adapter) {
@@ -122,7 +122,7 @@ impl AdapterHost for Host {
     }
 }
 
-pub fn transposed(weight: Tensor) -> BaseWeight {
+pub(crate) fn transposed(weight: Tensor) -> BaseWeight {
     BaseWeight::Dense {
         weight,
         transposed: true,

@@ -1,4 +1,5 @@
 use std::fmt;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use crate::Scheme;
@@ -22,7 +23,7 @@ pub struct CheckpointOptions {
     /// How codes and scales are chosen; default: by rounding.
     pub calibration: CalibrationOptions,
     /// What was gathered of the maps' inputs; default nothing. Needed by GPTQ and migration.
-    pub statistics: Option<Arc<InputCollector>>,
+    pub statistics: Option<Rc<InputCollector>>,
     /// Whether difficulty is moved between activations and weights; default not.
     pub migration: Option<Migration>,
     /// Is told how far it is; default: nobody.

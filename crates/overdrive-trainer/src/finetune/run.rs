@@ -89,12 +89,16 @@ pub fn finetune(
     })
 }
 
+/// Makes the trackers of a run, once its arguments are known in full.
+pub(super) type MakeTrackers<'m> =
+    &'m mut dyn FnMut(&FinetuneArguments, &mut dyn FnMut(&str)) -> Result<Trackers>;
+
 /// Loads, trains and measures.
 pub(super) fn train(
     arguments: &FinetuneArguments,
     shows_progress: bool,
     say: &mut dyn FnMut(&str),
-    trackers: &mut dyn FnMut(&FinetuneArguments, &mut dyn FnMut(&str)) -> Result<Trackers>,
+    trackers: MakeTrackers<'_>,
 ) -> Result<Trained> {
     arguments.validate()?;
     arguments.training.apply()?;
