@@ -282,18 +282,19 @@ impl<S: Words> Tile<'_, S> {
         for (r, sum) in sums.iter_mut().enumerate() {
             let weights = decode.words(s, packed[r]);
             let mut total = s.no_sums();
-            for part in 0..D::PARTS {
+            for (part, weights) in weights.into_iter().enumerate().take(D::PARTS) {
                 let from = ((unit * self.rows + self.row) * D::PARTS + part) * WORDS;
                 // SAFETY: `row < rows` and `part < PARTS`, and the caller's promise.
                 let words = s.load_words(unsafe { at(self.words, from) });
-                total = s.multiply(total, weights[part], words);
+                total = s.multiply(total, weights, words);
             }
             let from = (r * self.rows + self.row) * self.shape.stride + unit * self.shape.step;
-            // Four at once seldom lie in two lines of the cache.
-            // SAFETY: the caller's promise.
             let scales = if F {
+                // Four at once seldom lie in two lines of the cache.
+                // SAFETY: the caller's promise.
                 s.spread_four(unsafe { at(self.scales, from) }, self.shape.places)
             } else {
+                // SAFETY: the caller's promise.
                 s.spread(unsafe { at(self.scales, from) }, self.shape.places)
             };
             *sum = s.mul_add(s.floats(total), scales, *sum);

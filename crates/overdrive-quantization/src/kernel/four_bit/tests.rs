@@ -144,7 +144,7 @@ impl Owned {
             Coding::Unsigned => f64::from(self.codes[weight]),
             Coding::Nibbles { values, high_first } => {
                 let byte = self.codes[weight / 2];
-                let first = weight % 2 == 0;
+                let first = weight.is_multiple_of(2);
                 let code = usize::from(if first == *high_first {
                     byte >> 4
                 } else {

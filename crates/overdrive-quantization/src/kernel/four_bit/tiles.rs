@@ -356,9 +356,9 @@ impl Block<'_> {
             let offsets = self.offsets.get(granule * LANES..);
             if let Some(offset) = offsets.and_then(<[f32]>::first_chunk) {
                 let offset = s.load_f32(offset);
-                for n in 0..N {
+                for (n, sum) in sums.iter_mut().enumerate() {
                     let of_row = x.sums[(self.row + n) * x.stride + granule];
-                    sums[n] = s.mul_add(offset, s.splat(of_row), sums[n]);
+                    *sum = s.mul_add(offset, s.splat(of_row), *sum);
                 }
             }
         }
