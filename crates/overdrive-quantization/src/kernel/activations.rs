@@ -19,7 +19,7 @@ pub(crate) struct Int8Rows {
     pub(crate) sums: Vec<i32>,
     pub(crate) rows: usize,
     pub(crate) width: usize,
-    /// `width` rounded up to a multiple of [`PAD`].
+    /// `width` rounded up to an odd multiple of [`PAD`].
     pub(crate) padded: usize,
 }
 
@@ -27,7 +27,9 @@ impl Int8Rows {
     /// Quantizes `x (rows, width)`.
     pub(crate) fn quantize<T: Element>(x: &[T], width: usize) -> Self {
         let rows = x.len().checked_div(width).unwrap_or(0);
-        let padded = width.next_multiple_of(PAD);
+        // An odd multiple: at a distance of 4 KiB all rows would want the same places of the first cache,
+        // which the rows of the weight want too.
+        let padded = (width.div_ceil(PAD) | 1) * PAD;
         let mut all = Int8Rows {
             codes: vec![0; rows * padded],
             scales: vec![0.0; rows],
