@@ -6,6 +6,7 @@ use anyhow::{Result, anyhow};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use overdrive::generation::Tokenizer;
+use overdrive::lora::{LoadAdapterOptions, MergeOptions, load_adapter, merge_and_unload};
 use overdrive::quantization::Scheme;
 use overdrive::transformer::{CausalLm, LoadOptions, LoadProgress, QuantizeOptions};
 use tch::{Device, Kind};
@@ -16,6 +17,12 @@ pub struct ModelFlags {
     /// Folder with config.json, model.safetensors and tokenizer.json
     #[arg(long = "model", value_name = "DIR")]
     pub folder: PathBuf,
+    /// A GGUF file of that model, which then needs no more than tokenizer.json in the folder
+    #[arg(long, value_name = "FILE")]
+    pub gguf: Option<PathBuf>,
+    /// Folder with an adapter in PEFT's format; dense weights are merged with it
+    #[arg(long, value_name = "DIR")]
+    pub adapter: Option<PathBuf>,
     /// Compute in bf16: half the memory
     #[arg(long)]
     pub bf16: bool,
@@ -28,13 +35,30 @@ pub struct ModelFlags {
 }
 
 impl ModelFlags {
-    /// The model, on a GPU where there is one.
+    /// The model with its adapter, on a GPU where there is one.
     pub fn load(&self) -> Result<CausalLm> {
-        self.load_from(&self.folder)
+        let mut model = match &self.gguf {
+            Some(file) => CausalLm::from_gguf(file, &self.options())?,
+            None => self.load_from(&self.folder)?,
+        };
+        let Some(adapter) = &self.adapter else {
+            return Ok(model);
+        };
+        load_adapter(&mut model, adapter, "default", &LoadAdapterOptions::default())?;
+        // Beside packed weights it stays: merged, they would be rounded again.
+        if model.is_quantized() {
+            return Ok(model);
+        }
+        merge_and_unload(&mut model, &MergeOptions::default())?;
+        Ok(model)
     }
 
     /// Another model in the same form.
     pub fn load_from(&self, folder: &Path) -> Result<CausalLm> {
+        load_model(folder, self.options())
+    }
+
+    fn options(&self) -> LoadOptions {
         let quantization = self.quantize.map(|scheme| {
             let options = QuantizeOptions::new(scheme);
             match self.quantize_head {
@@ -42,15 +66,12 @@ impl ModelFlags {
                 None => options,
             }
         });
-        load_model(
-            folder,
-            LoadOptions {
-                device: Device::cuda_if_available(),
-                kind: self.bf16.then_some(Kind::BFloat16),
-                quantization,
-                ..LoadOptions::default()
-            },
-        )
+        LoadOptions {
+            device: Device::cuda_if_available(),
+            kind: self.bf16.then_some(Kind::BFloat16),
+            quantization,
+            ..LoadOptions::default()
+        }
     }
 
     /// `tokenizer.json` of the model's folder.

@@ -312,6 +312,13 @@ impl CausalLm {
         all
     }
 
+    /// Whether any weight is quantized.
+    pub fn is_quantized(&self) -> bool {
+        let mut any = false;
+        self.for_each_packed(&mut |_, _| any = true);
+        any
+    }
+
     /// Lends each quantized weight with the name of its map; a tied table is the head's.
     pub(crate) fn for_each_packed(&self, see: &mut dyn FnMut(&str, &QuantizedWeight)) {
         let mut see = |linear: &Linear| {
