@@ -44,7 +44,12 @@ impl ModelFlags {
         let Some(adapter) = &self.adapter else {
             return Ok(model);
         };
-        load_adapter(&mut model, adapter, "default", &LoadAdapterOptions::default())?;
+        load_adapter(
+            &mut model,
+            adapter,
+            "default",
+            &LoadAdapterOptions::default(),
+        )?;
         // Beside packed weights it stays: merged, they would be rounded again.
         if model.is_quantized() {
             return Ok(model);
