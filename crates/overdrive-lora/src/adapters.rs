@@ -2,13 +2,11 @@
 
 use std::sync::Arc;
 
-use crate::config::Matcher;
-use crate::copies::ModuleCopy;
+use crate::copies::{ModuleCopy, check_copies, place_copies};
 use crate::linear::check_name;
+use crate::selection::{SavedModules, modules_to_save, resolve};
 use crate::trainable::mark_only_lora_as_trainable;
-use crate::{
-    AdapterHost, AddOptions, BaseWeight, Error, LoraConfig, ModuleCopies, Result, TargetModules,
-};
+use crate::{AdapterHost, AddOptions, BaseWeight, Error, LoraConfig, ModuleCopies, Result};
 
 /// Adds an adapter to the maps that `config` means, as PEFT's `get_peft_model` and `add_adapter`, and
 /// returns their names.
@@ -98,139 +96,6 @@ fn attach<H: AdapterHost + ?Sized>(
     Ok(())
 }
 
-/// The configuration with targets, and the maps that they are.
-pub(crate) fn resolve<H: AdapterHost + ?Sized>(
-    host: &mut H,
-    config: &LoraConfig,
-) -> Result<(LoraConfig, Vec<String>)> {
-    config.validate()?;
-    let mut names = Vec::new();
-    host.visit_linears(&mut |name, _| {
-        names.push(name.to_owned());
-        Ok(())
-    })?;
-    let mut config = config.clone();
-    if config.target_modules.is_none() {
-        config.target_modules = default_targets(&names);
-    }
-    let matcher = Matcher::new(&config, host.head())?;
-    let mut maps = Vec::new();
-    for name in &names {
-        if matcher.targets(name)? {
-            maps.push(name.clone());
-        }
-    }
-    // Naming none on purpose is how only full copies are trained.
-    let none_wanted = config.target_modules == Some(TargetModules::Names(Vec::new()));
-    if maps.is_empty() && !none_wanted {
-        return Err(Error::NoTarget {
-            target_modules: describe(&config),
-            available: kinds_of(&names),
-        });
-    }
-    drop(matcher);
-    Ok((config, maps))
-}
-
-/// PEFT's choice for the architectures with these maps.
-fn default_targets(names: &[String]) -> Option<TargetModules> {
-    let has = |wanted: &&str| {
-        let suffix = format!(".{wanted}");
-        names.iter().any(|name| name.ends_with(&suffix))
-    };
-    let choices: [&[&str]; 3] = [&["q_proj", "v_proj"], &["c_attn"], &["query_key_value"]];
-    let choice = choices.iter().find(|choice| choice.iter().all(has))?;
-    Some(TargetModules::names(choice.iter().copied()))
-}
-
-fn describe(config: &LoraConfig) -> String {
-    let mut text = match &config.target_modules {
-        None => "`target_modules`, which is not set and has no default for this model".to_owned(),
-        Some(TargetModules::AllLinear) => "`target_modules` \"all-linear\"".to_owned(),
-        Some(TargetModules::Pattern(pattern)) => {
-            format!("the pattern \"{pattern}\" of `target_modules`")
-        }
-        Some(TargetModules::Names(names)) => format!("`target_modules` {names:?}"),
-    };
-    if config.exclude_modules.is_some() || config.layers_to_transform.is_some() {
-        text.push_str(" after `exclude_modules` and `layers_to_transform`");
-    }
-    text
-}
-
-/// The names with `*` for numbers, each once.
-fn kinds_of(names: &[String]) -> Vec<String> {
-    let mut kinds: Vec<String> = Vec::new();
-    for name in names {
-        let parts = name.split('.').map(|part| match part.parse::<u64>() {
-            Ok(_) => "*",
-            Err(_) => part,
-        });
-        let kind = parts.collect::<Vec<_>>().join(".");
-        if !kinds.contains(&kind) {
-            kinds.push(kind);
-        }
-    }
-    kinds
-}
-
-/// What `modules_to_save` means: whole linear maps, and parameters.
-#[derive(Debug, Default)]
-pub(crate) struct SavedModules {
-    pub(crate) maps: Vec<String>,
-    pub(crate) parameters: Vec<String>,
-}
-
-pub(crate) fn modules_to_save<H: AdapterHost + ?Sized>(
-    host: &mut H,
-    config: &LoraConfig,
-) -> Result<SavedModules> {
-    let wanted: Vec<&String> = config.modules_to_save.iter().flatten().collect();
-    let mut saved = SavedModules::default();
-    if wanted.is_empty() {
-        return Ok(saved);
-    }
-    let mut available = Vec::new();
-    let mut used = vec![false; wanted.len()];
-    // As in PEFT, a module is meant by how its name ends, and with it all that is in it.
-    let mut is_meant = |module: &str| {
-        let mut meant = false;
-        for (wanted, used) in wanted.iter().zip(&mut used) {
-            let ends = module.match_indices('.').map(|(end, _)| end);
-            let mut ends = ends.chain([module.len()]);
-            if ends.any(|end| module[..end].ends_with(wanted.as_str())) {
-                (meant, *used) = (true, true);
-            }
-        }
-        meant
-    };
-    host.visit_linears(&mut |name, _| {
-        available.push(name.to_owned());
-        if is_meant(name) {
-            saved.maps.push(name.to_owned());
-        }
-        Ok(())
-    })?;
-    let has_place = host.module_copies().is_some();
-    host.visit_parameters(&mut |name, _| {
-        let module = name.rsplit_once('.').map_or(name, |(module, _)| module);
-        if has_place {
-            available.push(module.to_owned());
-            if is_meant(module) {
-                saved.parameters.push(name.to_owned());
-            }
-        }
-        Ok(())
-    })?;
-    match used.iter().position(|used| !used) {
-        None => Ok(saved),
-        Some(unused) => Err(Error::NoModule {
-            name: wanted[unused].clone(),
-            available: kinds_of(&available),
-        }),
-    }
-}
-
 /// The names of all adapters, in the order in which they were added.
 ///
 /// # Errors
@@ -311,78 +176,6 @@ pub fn set_adapter<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Res
     )?;
     set_requires_grad(host, names, true)?;
     mark_only_lora_as_trainable(host)
-}
-
-/// Only one adapter can be in a module's place.
-fn check_copies<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Result<()> {
-    let several = |owners: Vec<&str>, module: &str| {
-        let meant: Vec<&str> = owners
-            .into_iter()
-            .filter(|own| names.contains(own))
-            .collect();
-        if meant.len() < 2 {
-            return Ok(());
-        }
-        Err(Error::BadConfig {
-            key: "modules_to_save".to_owned(),
-            found: format!("`{module}` in each of {}", meant.join(", ")),
-            expected: "at most one active adapter with a copy of it".to_owned(),
-        })
-    };
-    host.visit_linears(&mut |name, map| {
-        several(
-            map.copies.iter().map(|(own, ..)| own.as_str()).collect(),
-            name,
-        )
-    })?;
-    let Some(copies) = host.module_copies() else {
-        return Ok(());
-    };
-    for entry in &copies.entries {
-        let same = copies
-            .entries
-            .iter()
-            .filter(|other| other.name == entry.name);
-        several(
-            same.map(|other| other.adapter.as_str()).collect(),
-            &entry.name,
-        )?;
-    }
-    Ok(())
-}
-
-/// Puts the copies of the first of `names` that has any in the places of the model's own parameters, and
-/// all others back.
-pub(crate) fn place_copies<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Result<()> {
-    let Some(own) = host.module_copies() else {
-        return Ok(());
-    };
-    let mut copies = std::mem::take(own);
-    let has = |name: &&&str| copies.entries.iter().any(|entry| entry.adapter == **name);
-    let active = names.iter().find(has).map(|name| (*name).to_owned());
-    let visited = host.visit_parameters(&mut |name, tensor| {
-        for entry in copies.entries.iter_mut().filter(|entry| entry.name == name) {
-            if let Some(original) = entry.original.take() {
-                *tensor = original;
-            }
-        }
-        let mut entries = copies.entries.iter_mut();
-        let taken =
-            entries.find(|entry| entry.name == name && Some(&entry.adapter) == active.as_ref());
-        if let Some(entry) = taken {
-            let copy = entry.copy.shallow_clone();
-            entry.original = Some(std::mem::replace(tensor, copy));
-        }
-        Ok(())
-    });
-    if visited.is_ok() {
-        copies.active = active;
-        copies.waiting = None;
-    }
-    if let Some(own) = host.module_copies() {
-        *own = copies;
-    }
-    visited
 }
 
 /// Makes every tensor of the adapters `names` require a gradient, or none (PEFT's `set_requires_grad`).

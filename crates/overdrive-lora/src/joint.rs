@@ -1,6 +1,6 @@
 use tch::Tensor;
 
-use crate::linear::shared_input;
+use crate::forward::{product, shared_input};
 use crate::low_rank::{Part, add_low_rank};
 use crate::{AdaptedLinear, BaseWeight, Result};
 
@@ -11,14 +11,12 @@ use crate::{AdaptedLinear, BaseWeight, Result};
 /// As [`AdaptedLinear::forward`].
 pub fn joint_forward(x: &Tensor, maps: &[&AdaptedLinear]) -> Result<Tensor> {
     if maps.iter().all(|map| map.working().is_empty()) {
-        maps.iter().for_each(|map| map.observe(x));
         return joint_base(x, maps);
     }
     let Some(parts) = parts(maps) else {
         // DoRA scales the results of its map.
         return one_by_one(x, maps);
     };
-    maps.iter().for_each(|map| map.observe(x));
     let shared = shared_input(x)?;
     let x = shared.as_ref().unwrap_or(x);
     add_low_rank(joint_base(x, maps)?, x, &parts)
@@ -68,7 +66,7 @@ fn joint_base(x: &Tensor, maps: &[&AdaptedLinear]) -> Result<Tensor> {
         _ => {
             let each = bases
                 .iter()
-                .map(|(base, bias)| crate::linear::product(base, x, *bias, true));
+                .map(|(base, bias)| product(base, x, *bias, true));
             Ok(Tensor::f_cat(&each.collect::<Result<Vec<_>>>()?, -1)?)
         }
     }

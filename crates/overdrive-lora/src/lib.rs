@@ -93,6 +93,7 @@ mod copies;
 mod dora;
 mod error;
 mod file;
+mod forward;
 mod host;
 mod init;
 mod joint;
@@ -100,6 +101,7 @@ mod linear;
 mod low_rank;
 mod merge;
 mod random;
+mod selection;
 mod trainable;
 mod weighted;
 
@@ -116,7 +118,7 @@ pub use file::{LoadAdapterOptions, LoadedAdapter, load_adapter, read_config, sav
 pub use host::AdapterHost;
 pub use init::AddOptions;
 pub use joint::joint_forward;
-pub use linear::{AdaptedLinear, Observer};
+pub use linear::AdaptedLinear;
 pub use merge::{
     MergeOptions, MergeReport, MergedMap, Requantized, merge_adapters, merge_and_unload, unload,
     unmerge_adapters,

@@ -2,15 +2,10 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use overdrive_quantization::QuantizedWeight;
-use overdrive_sys::autocast;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
-use crate::low_rank::{Part, add_low_rank};
 use crate::merge::Merged;
-use crate::{Adapter, AddOptions, BaseWeight, BiasMode, Error, LoraConfig, Result, dora, init};
-
-/// Sees the input of a map before the product: calibration.
-pub type Observer = Box<dyn Fn(&Tensor) + Send + Sync>;
+use crate::{Adapter, AddOptions, BaseWeight, BiasMode, Error, LoraConfig, Result, init};
 
 /// A linear map of the last dimension, with any number of adapters beside its weight.
 ///
@@ -41,12 +36,11 @@ pub struct AdaptedLinear {
     /// Full copies of weight and bias that take their place (`modules_to_save`).
     pub(crate) copies: Vec<(String, BaseWeight, Option<Tensor>)>,
     /// Places in `adapters`, in the order in which they are added.
-    active: Vec<usize>,
-    active_copy: Option<usize>,
-    enabled: bool,
-    training: bool,
+    pub(crate) active: Vec<usize>,
+    pub(crate) active_copy: Option<usize>,
+    pub(crate) enabled: bool,
+    pub(crate) training: bool,
     pub(crate) merged: Vec<Merged>,
-    observer: Option<Observer>,
 }
 
 impl AdaptedLinear {
@@ -78,7 +72,6 @@ impl AdaptedLinear {
             enabled: true,
             training: false,
             merged: Vec::new(),
-            observer: None,
         }
     }
 
@@ -88,16 +81,14 @@ impl AdaptedLinear {
     }
 
     /// The weight `(O, I)`, where it is dense and the map is nothing else: no adapter is active beside
-    /// it, and nobody looks at its input.
+    /// it.
     pub fn dense_weight(&self) -> Option<&Tensor> {
         let (base, bias) = self.in_use();
         match base {
             BaseWeight::Dense {
                 weight,
                 transposed: false,
-            } if bias.is_none() && self.working().is_empty() && self.observer.is_none() => {
-                Some(weight)
-            }
+            } if bias.is_none() && self.working().is_empty() => Some(weight),
             _ => None,
         }
     }
@@ -260,11 +251,6 @@ impl AdaptedLinear {
         self.training = training;
     }
 
-    /// Shows each input to `observer` before the product, or to nobody.
-    pub fn set_observer(&mut self, observer: Option<Observer>) {
-        self.observer = observer;
-    }
-
     /// Names of the adapters that are merged into the weight.
     pub fn merged(&self) -> Vec<&str> {
         self.merged
@@ -273,147 +259,11 @@ impl AdaptedLinear {
             .collect()
     }
 
-    /// `x (…, I)` to `(…, O)`: the base and all active adapters. `fused`: whether products of dense
-    /// weights are made by overdrive-fused, or by libtorch's operator.
-    ///
-    /// Adapters are computed in their own kind (under autocast in its kind), and the result has the
-    /// base's.
-    ///
-    /// # Errors
-    /// When shapes do not fit or libtorch fails.
-    pub fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
-        self.observe(x);
-        let (base, bias) = self.in_use();
-        if self.working().is_empty() {
-            return product(base, x, bias, fused);
-        }
-        let shared = shared_input(x)?;
-        let x = shared.as_ref().unwrap_or(x);
-        self.adapted(x, fused)
-    }
-
-    /// The base and the adapters one after another, as PEFT orders them: DoRA scales what is there when
-    /// its turn comes.
-    fn adapted(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
-        let working = self.working();
-        let first = &self.adapters[working[0]].1;
-        // DoRA wants the product without the bias: where it is first, the bias waits.
-        let mut owed = match (&self.bias, &first.magnitude) {
-            (Some(bias), Some(_)) if self.dropout(first) == 0.0 => Some(bias),
-            _ => None,
-        };
-        let bias = self.bias.as_ref().filter(|_| owed.is_none());
-        let mut y = product(&self.base, x, bias, fused)?;
-        let kind = y.kind();
-        let mut pending = Vec::new();
-        for index in working {
-            let adapter = &self.adapters[*index].1;
-            let part = Part {
-                start: 0,
-                adapter,
-                dropout: self.dropout(adapter),
-            };
-            let Some(magnitude) = &adapter.magnitude else {
-                pending.push(part);
-                continue;
-            };
-            y = add_low_rank(y, x, &std::mem::take(&mut pending))?;
-            let factor = dora::factor(&self.base, adapter, magnitude)?;
-            if part.dropout > 0.0 {
-                y = self.dora_with_dropout(y, x, adapter, &factor, fused)?;
-                continue;
-            }
-            if let (Some(bias), None) = (&self.bias, owed) {
-                y = y.f_sub(bias)?;
-            }
-            let mut scaled = add_low_rank(y, x, &[part])?.f_mul(&factor)?;
-            y = match owed.take().or(self.bias.as_ref()) {
-                Some(bias) => scaled.f_add_(bias)?,
-                None => scaled,
-            };
-            y = y.f_to_kind(kind)?;
-        }
-        add_low_rank(y, x, &pending)
-    }
-
-    /// DoRA whose low-rank part, and only that, sees inputs through dropout.
-    fn dora_with_dropout(
-        &self,
-        y: Tensor,
-        x: &Tensor,
-        adapter: &Adapter,
-        factor: &Tensor,
-        fused: bool,
-    ) -> Result<Tensor> {
-        let none = None::<&Tensor>;
-        let dropped = x.f_dropout(self.dropout(adapter), true)?;
-        let base = product(&self.base, &dropped, None, fused)?;
-        let low = dropped
-            .f_to_kind(adapter.a.kind())?
-            .f_linear(&adapter.a, none)?
-            .f_linear(&adapter.b, none)?
-            .f_mul_scalar(adapter.scale)?;
-        let change = base
-            .f_mul(&factor.f_sub_scalar(1.0)?)?
-            .f_add(&low.f_mul(factor)?)?;
-        let kind = y.kind();
-        Ok(y.f_add(&change)?.f_to_kind(kind)?)
-    }
-
-    pub(crate) fn observe(&self, x: &Tensor) {
-        if let Some(observer) = &self.observer {
-            observer(x);
-        }
-    }
-
-    /// The adapters that count now.
-    pub(crate) fn working(&self) -> &[usize] {
-        if self.enabled && self.merged.is_empty() && self.active_copy.is_none() {
-            &self.active
-        } else {
-            &[]
-        }
-    }
-
-    /// The adapters that count now, as parts of a product that begin at output `start`; `None` if they
-    /// are more than a sum.
-    pub(crate) fn parts(&self, start: i64) -> Option<Vec<Part<'_>>> {
-        let part = |index: &usize| {
-            let adapter = &self.adapters[*index].1;
-            let part = Part {
-                start,
-                adapter,
-                dropout: self.dropout(adapter),
-            };
-            adapter.magnitude.is_none().then_some(part)
-        };
-        self.working().iter().map(part).collect()
-    }
-
-    /// Weight and bias that count now.
-    pub(crate) fn in_use(&self) -> (&BaseWeight, Option<&Tensor>) {
-        match self.active_copy {
-            Some(index) if self.enabled => {
-                let (_, base, bias) = &self.copies[index];
-                (base, bias.as_ref())
-            }
-            _ => (&self.base, self.bias.as_ref()),
-        }
-    }
-
     /// The bias modes of the active adapters.
     pub(crate) fn active_modes(&self) -> impl Iterator<Item = BiasMode> {
         self.active
             .iter()
             .map(|index| self.adapters[*index].1.config.bias)
-    }
-
-    fn dropout(&self, adapter: &Adapter) -> f64 {
-        if self.training {
-            adapter.config.lora_dropout
-        } else {
-            0.0
-        }
     }
 
     pub(crate) fn refuse_merged(&self, operation: &'static str) -> Result<()> {
@@ -452,34 +302,5 @@ pub(crate) fn check_name(name: &str) -> Result<()> {
     Err(Error::BadName {
         name: name.to_owned(),
         reason,
-    })
-}
-
-/// `x` in autocast's kind, where it is on: cast once for the base and the adapters, which both keep
-/// it for backward.
-pub(crate) fn shared_input(x: &Tensor) -> Result<Option<Tensor>> {
-    match autocast::state(x.device()) {
-        Ok(state) if state.enabled && x.kind() == Kind::Float => {
-            Ok(Some(x.f_to_kind(state.dtype)?))
-        }
-        _ => Ok(None),
-    }
-}
-
-/// The base's product alone.
-pub(crate) fn product(
-    base: &BaseWeight,
-    x: &Tensor,
-    bias: Option<&Tensor>,
-    fused: bool,
-) -> Result<Tensor> {
-    Ok(match base {
-        BaseWeight::Dense {
-            weight,
-            transposed: true,
-        } => x.f_linear(&weight.f_tr()?, bias)?,
-        BaseWeight::Dense { weight, .. } if fused => overdrive_fused::linear(x, weight, bias)?,
-        BaseWeight::Dense { weight, .. } => x.f_linear(weight, bias)?,
-        BaseWeight::Quantized(weight) => overdrive_quantization::linear(x, weight, bias)?,
     })
 }

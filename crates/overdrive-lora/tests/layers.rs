@@ -3,7 +3,6 @@
 
 mod common;
 
-use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use common::{F32, Host, distance, numbers};
@@ -253,28 +252,6 @@ fn without_an_active_adapter_the_map_is_its_base_and_nothing_else() {
     assert!(map.dense_weight().is_some());
     map.set_active(&["a"]);
     assert!(map.dense_weight().is_none());
-}
-
-#[test]
-fn an_observer_sees_every_input_before_the_product() {
-    let rows = Arc::new(AtomicI64::new(0));
-    let mut host = host();
-    for (_, map) in &mut host.maps {
-        let rows = Arc::clone(&rows);
-        map.set_observer(Some(Box::new(move |x: &Tensor| {
-            rows.fetch_add(x.size()[0], Ordering::Relaxed);
-        })));
-    }
-    let x = numbers(&[7, 16], 2.0, F32);
-    let _y = host.maps[0].1.forward(&x, true).unwrap();
-    let maps: Vec<&AdaptedLinear> = host.maps.iter().map(|(_, map)| map).collect();
-    let _y = joint_forward(&x, &maps).unwrap();
-    assert_eq!(rows.load(Ordering::Relaxed), 7 * 4);
-    for (_, map) in &mut host.maps {
-        map.set_observer(None);
-    }
-    let _y = host.maps[0].1.forward(&x, true).unwrap();
-    assert_eq!(rows.load(Ordering::Relaxed), 7 * 4);
 }
 
 #[test]

@@ -1,8 +1,8 @@
 use overdrive_autograd::NoGradGuard;
 use tch::Tensor;
 
-use crate::adapters::SavedModules;
 use crate::config::MapOptions;
+use crate::selection::SavedModules;
 use crate::{AdapterHost, BaseWeight, BiasMode, LoraConfig, Result};
 
 /// A tensor of a file, and where it belongs.

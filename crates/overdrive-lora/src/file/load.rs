@@ -7,7 +7,7 @@ use tch::Tensor;
 
 use super::keys::{Entry, PREFIX, expected, visit};
 use super::{CONFIG, WEIGHTS};
-use crate::adapters::{modules_to_save, resolve};
+use crate::selection::{modules_to_save, resolve};
 use crate::{
     AdapterHost, AddOptions, BaseWeight, Error, InitLoraWeights, LoraConfig, Result, add_adapter,
     delete_adapter, set_requires_grad,

@@ -1,0 +1,101 @@
+//! Weights with and without an adapter's change.
+
+use overdrive_quantization::QuantizedWeight;
+use tch::{Kind, Tensor};
+
+use super::report::Requantized;
+use crate::{Adapter, BaseWeight, Result};
+
+/// The kind in which a weight is merged.
+pub(super) fn wide(base: &BaseWeight) -> Kind {
+    match base.kind() {
+        Some(Kind::Double) => Kind::Double,
+        _ => Kind::Float,
+    }
+}
+
+/// `weight += scale · B · A` in place.
+pub(super) fn add_change(
+    weight: &mut Tensor,
+    adapter: &Adapter,
+    transposed: bool,
+    scale: f64,
+) -> Result<()> {
+    let b = adapter.b.f_detach()?.f_mul_scalar(scale)?;
+    let a = adapter.a.f_detach()?;
+    let _same = if transposed {
+        weight.f_addmm_(&a.f_tr()?, &b.f_tr()?)?
+    } else {
+        weight.f_addmm_(&b, &a)?
+    };
+    Ok(())
+}
+
+/// `scale · B · A`, `(O, I)`.
+pub(crate) fn change(adapter: &Adapter, kind: Kind) -> Result<Tensor> {
+    let b = adapter
+        .b
+        .f_detach()?
+        .f_to_kind(kind)?
+        .f_mul_scalar(adapter.scale)?;
+    Ok(b.f_mm(&adapter.a.f_detach()?.f_to_kind(kind)?)?)
+}
+
+/// `factor · (W + scale · B · A)`, `(O, I)`, in fp32 or fp64.
+pub(super) fn merged_weight(
+    base: &BaseWeight,
+    adapter: &Adapter,
+    factor: Option<&Tensor>,
+) -> Result<Tensor> {
+    let kind = wide(base);
+    let merged = base.to_dense(kind)?.f_add(&change(adapter, kind)?)?;
+    Ok(match factor {
+        None => merged,
+        Some(factor) => merged.f_mul(&factor.f_unsqueeze(1)?)?.f_to_kind(kind)?,
+    })
+}
+
+/// `W / factor − scale · B · A`.
+pub(super) fn without(
+    weight: &Tensor,
+    adapter: &Adapter,
+    factor: Option<&Tensor>,
+) -> Result<Tensor> {
+    let change = change(adapter, weight.kind())?;
+    Ok(match factor {
+        None => weight.f_sub(&change)?,
+        Some(factor) => weight.f_div(&factor.f_unsqueeze(1)?)?.f_sub(&change)?,
+    })
+}
+
+pub(super) fn requantize(
+    weight: &QuantizedWeight,
+    adapter: &Adapter,
+    factor: Option<&Tensor>,
+) -> Result<(QuantizedWeight, Requantized)> {
+    let before = weight.dequantize(Kind::Float)?;
+    let base = BaseWeight::Dense {
+        weight: before.shallow_clone(),
+        transposed: false,
+    };
+    let merged = merged_weight(&base, adapter, factor)?;
+    let packed = QuantizedWeight::quantize(&merged, weight.scheme())?;
+    let lost = norm(&packed.dequantize(Kind::Float)?.f_sub(&merged)?)?;
+    let change = norm(&merged.f_sub(&before)?)?;
+    let ratio = |lost: f64, whole: f64| if lost == 0.0 { 0.0 } else { lost / whole };
+    let error = Requantized {
+        scheme: weight.scheme(),
+        error: ratio(lost, norm(&merged)?),
+        error_of_change: ratio(lost, change),
+    };
+    Ok((packed, error))
+}
+
+fn norm(tensor: &Tensor) -> Result<f64> {
+    Ok(f64::try_from(tensor.f_norm()?)?)
+}
+
+pub(super) fn is_finite(tensor: &Tensor) -> bool {
+    let all = || bool::try_from(tensor.f_isfinite()?.f_all()?);
+    all().unwrap_or(false)
+}
