@@ -129,7 +129,7 @@ pub use instruction::{
 pub use instruction::{InstructionTensorBatches, InstructionTensors};
 pub use loader::{
     DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, PadOptions, PadSide,
-    PaddedBatch, pad_sequences,
+    PaddedBatch, RowLayout, SequenceRows, collate_rows, pad_sequences,
 };
 #[cfg(feature = "tch")]
 pub use loader::{DeviceLoader, OnDevice, PaddedTensors};

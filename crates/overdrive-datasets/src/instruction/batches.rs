@@ -3,9 +3,11 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::dataset::InstructionDataset;
-use super::encoder::TokenizedExample;
 use super::epoch::{grouped_by_length, shuffled};
-use crate::{BatchState, Dataset, Error, IGNORE_INDEX, PackPlan, PackingStrategy, Result};
+use crate::{
+    BatchState, Dataset, Error, PackPlan, PackingStrategy, Result, RowLayout, SequenceRows,
+    collate_rows,
+};
 
 /// How rows become a batch.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -64,7 +66,7 @@ pub struct InstructionBatch {
     /// (rows, width).
     pub input_ids: Vec<i64>,
     /// (rows, width): the token at each place that is learned, predicted from the place before it
-    /// (transformers' convention); [`IGNORE_INDEX`] for what is not: questions, padding, and the first
+    /// (transformers' convention); [`crate::IGNORE_INDEX`] for what is not: questions, padding, and the first
     /// token of each sequence.
     pub labels: Vec<i64>,
     /// (rows, width): 1 for a token, 0 for padding. Empty where there is no padding.
@@ -213,88 +215,23 @@ impl InstructionBatches {
     }
 
     fn batch(&self, rows: &[u32]) -> Result<InstructionBatch> {
-        match self.options.layout {
-            Layout::Padded => self.padded(rows),
-            Layout::PaddingFree | Layout::Packed(_) => self.laid_end_to_end(rows),
-        }
-    }
-
-    fn empty_batch(&self, rows: usize, width: usize) -> InstructionBatch {
-        InstructionBatch {
-            input_ids: Vec::with_capacity(rows * width),
-            labels: Vec::with_capacity(rows * width),
-            attention_mask: Vec::new(),
-            position_ids: Vec::with_capacity(rows * width),
-            sequence_lengths: Vec::new(),
-            rows,
-            width,
-            tokens: 0,
-            sequences: 0,
-            label_count: 0,
+        let sequences = SequenceRows::new(Arc::clone(&self.dataset), Arc::clone(&self.plan));
+        let rows: Result<Vec<_>> = rows
+            .iter()
+            .map(|&row| sequences.get(row as usize))
+            .collect();
+        let layout = match self.options.layout {
+            Layout::Padded => RowLayout::Padded {
+                pad_token: self.options.pad_token,
+                multiple_of: self.options.pad_to_multiple_of,
+            },
+            Layout::PaddingFree | Layout::Packed(_) => RowLayout::EndToEnd,
+        };
+        Ok(InstructionBatch {
             state: self.state,
-        }
+            ..collate_rows(&rows?, layout)?
+        })
     }
-
-    fn padded(&self, rows: &[u32]) -> Result<InstructionBatch> {
-        let width = self.width(rows);
-        let mut batch = self.empty_batch(rows.len(), width);
-        for (number, &row) in rows.iter().enumerate() {
-            self.append(&mut batch, row)?;
-            let end = (number + 1) * width;
-            let real = batch.input_ids.len();
-            batch.attention_mask.resize(real, 1);
-            batch.attention_mask.resize(end, 0);
-            batch
-                .input_ids
-                .resize(end, i64::from(self.options.pad_token));
-            batch.labels.resize(end, IGNORE_INDEX);
-            // Of no meaning; 0 is inside every model's context.
-            batch.position_ids.resize(end, 0);
-        }
-        batch.sequence_lengths.clear();
-        Ok(batch)
-    }
-
-    fn laid_end_to_end(&self, rows: &[u32]) -> Result<InstructionBatch> {
-        let width = rows.iter().map(|&row| self.plan.row_tokens(row as usize));
-        let mut batch = self.empty_batch(1, width.sum());
-        for &row in rows {
-            self.append(&mut batch, row)?;
-        }
-        Ok(batch)
-    }
-
-    /// Adds the sequences of a row.
-    fn append(&self, batch: &mut InstructionBatch, row: u32) -> Result<()> {
-        for part in self.plan.row(row as usize) {
-            let example = self.dataset.get(part.sequence as usize)?;
-            let range = part.start as usize..(part.start + part.len) as usize;
-            let (ids, labels) = cut(&example, range).ok_or_else(|| Error::OutOfRange {
-                start: part.start as usize,
-                end: (part.start + part.len) as usize,
-                tokens: example.input_ids.len(),
-            })?;
-            batch.input_ids.extend_from_slice(ids);
-            // A sequence's first token has nothing to be predicted from.
-            batch.labels.push(IGNORE_INDEX);
-            let learned = &labels[1..];
-            batch.labels.extend_from_slice(learned);
-            let counted = learned.iter().filter(|&&label| label != IGNORE_INDEX);
-            batch.label_count += counted.count();
-            batch.position_ids.extend(0..i64::from(part.len));
-            batch.sequence_lengths.push(i64::from(part.len));
-            batch.tokens += ids.len();
-            batch.sequences += 1;
-        }
-        Ok(())
-    }
-}
-
-/// A part of an example that is not empty; `None` where the file has changed and there is no such part.
-fn cut(example: &TokenizedExample, range: std::ops::Range<usize>) -> Option<(&[i64], &[i64])> {
-    let ids = example.input_ids.get(range.clone())?;
-    let labels = example.labels.get(range)?;
-    (!ids.is_empty()).then_some((ids, labels))
 }
 
 impl Iterator for InstructionBatches {

@@ -276,6 +276,20 @@ impl InstructionDataset {
         Ok((take(&order[held..]), take(&order[..held])))
     }
 
+    /// The examples of these numbers, in this order. Its report is that of the files.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a number that there is not.
+    pub fn subset(&self, indices: &[usize]) -> Result<InstructionDataset> {
+        let places: Result<Vec<Place>> = indices.iter().map(|&index| self.place(index)).collect();
+        Ok(InstructionDataset {
+            places: places?,
+            // `place` found each of them.
+            lengths: indices.iter().map(|&index| self.lengths[index]).collect(),
+            ..self.clone()
+        })
+    }
+
     fn place(&self, index: usize) -> Result<Place> {
         let place = self.places.get(index).copied();
         place.ok_or(Error::OutOfRange {

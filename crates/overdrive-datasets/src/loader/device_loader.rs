@@ -128,6 +128,7 @@ impl OnDevice for PaddedTensors {
 pub struct DeviceLoader<T> {
     loader: DataLoader<T>,
     device: Device,
+    pin_memory: bool,
     /// What is on its way: the next batch, or the end of the epoch, and the state behind it.
     next: Option<(Option<Result<T>>, LoaderState)>,
     state: LoaderState,
@@ -140,8 +141,17 @@ impl<T: OnDevice> DeviceLoader<T> {
             state: loader.state_dict(),
             loader,
             device,
+            pin_memory: true,
             next: None,
         }
+    }
+
+    /// Whether batches for a GPU go through page-locked memory, from where it copies them while it
+    /// computes (`pin_memory` of PyTorch); without, each copy is waited for. Default: true.
+    #[must_use]
+    pub fn with_pin_memory(mut self, pin_memory: bool) -> Self {
+        self.pin_memory = pin_memory;
+        self
     }
 
     /// The next batch of this epoch; `None` at its end, and then the first one of the next epoch.
@@ -161,7 +171,7 @@ impl<T: OnDevice> DeviceLoader<T> {
     fn start_copy(&mut self) -> (Option<Result<T>>, LoaderState) {
         let batch = self.loader.next_batch();
         let device = self.device;
-        let batch = batch.map(|batch| match device.is_cuda() {
+        let batch = batch.map(|batch| match device.is_cuda() && self.pin_memory {
             true => batch?.pinned()?.on_device(device, true),
             false => batch?.on_device(device, false),
         });
