@@ -5,7 +5,8 @@
 //!
 //! - [`StepRecorder`] records a step: the time of each [`Phase`] (on a GPU by marks in the device's own
 //!   work, without waiting), tokens, samples and steps a second, MFU, memory, the GPU through NVML, and
-//!   what holds the step up in a sentence ([`Bottleneck`]); [`StepTimer`] is its clock alone;
+//!   what holds the step up in a sentence ([`Bottleneck`]), what it waited for ([`DataLoading`]);
+//!   [`StepTimer`] is its clock alone;
 //! - [`profile`] and [`Profiler`] run libtorch's own profiler, over a closure or by a [`Schedule`]; the
 //!   [`Trace`] is a table of operators ([`KeyAverages`]) and a file for Chrome and Perfetto;
 //! - [`StepMetrics`] is the record of a step, [`read_metrics`] reads a file of them back;
@@ -67,6 +68,7 @@
 #![forbid(unsafe_code)]
 
 mod bottleneck;
+mod data_loading;
 mod device_timeline;
 mod error;
 mod gpu_monitor;
@@ -93,6 +95,7 @@ mod tracker;
 mod units;
 
 pub use bottleneck::{Bottleneck, BottleneckThresholds, StepProfile};
+pub use data_loading::{DataLoading, LoaderMetrics, LoaderTotals};
 pub use device_timeline::DevicePhases;
 pub use error::{Error, Result};
 pub use gpu_monitor::{GpuMonitor, GpuSample, NoGpuMonitor};

@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
-use crate::{Error, GpuSample, MemoryUsage, PhaseSeconds, Result};
+use crate::{Error, GpuSample, LoaderMetrics, MemoryUsage, PhaseSeconds, Result};
 
 /// What is known about one optimizer step: one line of `metrics.jsonl`.
 ///
@@ -103,6 +103,12 @@ pub struct StepMetrics {
     /// What the GPU says of itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu: Option<GpuSample>,
+    /// What the data loader did for the step.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loader: Option<LoaderMetrics>,
+    /// The part of the batches' places that was padding, 0 to 1, where there was any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub padding: Option<f64>,
     /// Anything else worth a column: `metrics.extra.insert("gpu_utilization".into(), 0.93.into())`.
     /// Numbers among them become TensorBoard scalars.
     #[serde(flatten)]
@@ -179,6 +185,15 @@ impl StepMetrics {
         add("gpu/memory_used_bytes", used);
         add("gpu/temperature_celsius", gpu.temperature_celsius);
         add("gpu/power_watts", gpu.power_watts);
+        add("train/padding", self.padding);
+        add(
+            "data/wait_seconds",
+            self.loader.map(|loader| loader.wait_seconds),
+        );
+        add(
+            "data/queue_depth",
+            self.loader.map(|loader| loader.queue_depth),
+        );
         for (name, value) in &self.extra {
             let tag = match name.strip_prefix("eval_") {
                 Some(rest) => format!("eval/{rest}"),

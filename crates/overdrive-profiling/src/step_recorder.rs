@@ -8,9 +8,9 @@ use tch::Device;
 
 use crate::units;
 use crate::{
-    Bottleneck, BottleneckThresholds, DevicePhases, GpuMonitor, GpuSample, MemoryUsage, ModelFlops,
-    NoGpuMonitor, PeakFlops, PeakSource, Phase, PhaseGuard, PhaseSeconds, Result, StepMetrics,
-    StepProfile, StepTimer, Throughput,
+    Bottleneck, BottleneckThresholds, DataLoading, DevicePhases, GpuMonitor, GpuSample,
+    LoaderMetrics, LoaderTotals, MemoryUsage, ModelFlops, NoGpuMonitor, PeakFlops, PeakSource,
+    Phase, PhaseGuard, PhaseSeconds, Result, StepMetrics, StepProfile, StepTimer, Throughput,
 };
 
 /// By which clock phases are told apart; see [`StepTimer`].
@@ -110,6 +110,8 @@ pub struct StepRecorder {
     latest: Option<DevicePhases>,
     gpu: Option<std::result::Result<GpuMonitor, NoGpuMonitor>>,
     last_gpu: Option<GpuSample>,
+    /// The loader at the end of the last step, and now.
+    loader: [Option<LoaderTotals>; 2],
 }
 
 impl StepRecorder {
@@ -137,6 +139,7 @@ impl StepRecorder {
             latest: None,
             gpu,
             last_gpu: None,
+            loader: [None; 2],
             config,
         })
     }
@@ -161,6 +164,25 @@ impl StepRecorder {
         self.timer.enter(phase)
     }
 
+    /// Tells what the data loader has done so far, for the record of the step that is under way. Of
+    /// one that has worked before the first step, that counts to the first step.
+    pub fn loader(&mut self, totals: LoaderTotals) {
+        self.loader[1] = Some(totals);
+    }
+
+    /// How much of all steps so far was data loading; `None` before the first.
+    pub fn data_loading(&self) -> Option<DataLoading> {
+        let (steps, totals) = (self.timer.steps(), self.timer.totals());
+        if steps == 0 {
+            return None;
+        }
+        Some(DataLoading {
+            share: totals.data / totals.total().max(f64::MIN_POSITIVE),
+            seconds_a_step: totals.data / steps as f64,
+            loader: self.loader[1],
+        })
+    }
+
     /// Ends the step and says what is known about it.
     ///
     /// # Errors
@@ -179,6 +201,9 @@ impl StepRecorder {
         if let Some(Ok(monitor)) = &mut self.gpu {
             self.last_gpu = Some(monitor.sample_at_most(self.config.gpu_interval));
         }
+        let [before, now] = self.loader;
+        let loader = now.map(|now| now.since(&before.unwrap_or_default()));
+        self.loader[0] = now;
         Ok(StepRecord {
             step: self.timer.steps(),
             work,
@@ -191,6 +216,7 @@ impl StepRecorder {
             mfu: self.mfu(tokens_per_second),
             memory: MemoryUsage::of(self.config.device),
             gpu: self.last_gpu,
+            loader,
         })
     }
 
@@ -303,6 +329,8 @@ pub struct StepRecord {
     pub memory: MemoryUsage,
     /// The GPU, as it was up to [`StepRecorderConfig::gpu_interval`] ago.
     pub gpu: Option<GpuSample>,
+    /// What the data loader did for it, where one was told of ([`StepRecorder::loader`]).
+    pub loader: Option<LoaderMetrics>,
 }
 
 impl StepRecord {
@@ -317,6 +345,7 @@ impl StepRecord {
         metrics.peak_memory_bytes = self.memory.peak_allocated_bytes.unwrap_or(0);
         metrics.memory = Some(self.memory);
         metrics.gpu = self.gpu;
+        metrics.loader = self.loader;
     }
 }
 
@@ -355,6 +384,15 @@ impl fmt::Display for StepRecord {
             "in all",
             1e3 * total
         )?;
+        if let Some(loader) = self.loader {
+            writeln!(
+                f,
+                "  loader         {} batches, waited {:.2} ms for them, {:.1} ready",
+                loader.batches,
+                1e3 * loader.wait_seconds,
+                loader.queue_depth
+            )?;
+        }
         let bytes = |bytes: Option<u64>| bytes.map_or_else(|| "–".to_owned(), units::bytes);
         write!(
             f,
@@ -413,6 +451,38 @@ mod tests {
             samples: 10,
         };
         recorder.end_step(work).expect("no device")
+    }
+
+    #[test]
+    fn the_share_of_data_is_told_and_each_step_has_its_part_of_the_loader() {
+        let mut recorder = recorder(StepRecorderConfig::default());
+        assert_eq!(recorder.data_loading(), None);
+        let mut totals = LoaderTotals::default();
+        for step in 1..=2_u64 {
+            totals.batches += 3;
+            totals.ready += 3 * step;
+            totals.wait += Duration::from_millis(step);
+            recorder.loader(totals);
+            let record = slept(&mut recorder, 5, 15);
+            let loader = record.loader.expect("told of");
+            assert_eq!((loader.batches, loader.queue_depth), (3, step as f64));
+            assert!((loader.wait_seconds - 1e-3 * step as f64).abs() < 1e-9);
+            assert!(
+                record
+                    .to_string()
+                    .contains("  loader         3 batches, waited ")
+            );
+            let mut metrics = StepMetrics::default();
+            record.apply_to(&mut metrics);
+            assert_eq!(metrics.loader, Some(loader));
+        }
+        let loading = recorder.data_loading().expect("two steps");
+        assert_eq!(loading.loader, Some(totals));
+        // Sleeps last at least as long as asked for; how much longer is the machine's matter.
+        assert!(
+            loading.seconds_a_step >= 0.005 && loading.share < 0.9,
+            "{loading}"
+        );
     }
 
     #[test]
@@ -537,6 +607,7 @@ mod tests {
                 power_limit_watts: Some(700.0),
                 ..Default::default()
             }),
+            loader: None,
         };
         let text = record.to_string();
         let first = "step 120  400.0 ms  5,120 tok/s  20.0 samples/s  2.50 it/s  mfu 41.2%";

@@ -4,8 +4,8 @@ use std::fs;
 use std::path::PathBuf;
 
 use overdrive_profiling::{
-    Error, GpuSample, JsonLines, MemoryUsage, PhaseSeconds, StepMetrics, TensorBoard, Tracker,
-    Trackers, read_metrics,
+    Error, GpuSample, JsonLines, LoaderMetrics, MemoryUsage, PhaseSeconds, StepMetrics,
+    TensorBoard, Tracker, Trackers, read_metrics,
 };
 use proptest::prelude::*;
 use tempfile::TempDir;
@@ -29,6 +29,15 @@ fn file() -> (TempDir, PathBuf) {
 
 fn memory() -> MemoryUsage {
     serde_json::from_str(r#"{"allocated_bytes":1024,"peak_resident_bytes":4096}"#).expect("memory")
+}
+
+fn loader() -> LoaderMetrics {
+    LoaderMetrics {
+        batches: 4,
+        wait_seconds: 0.5,
+        queue_depth: 1.5,
+        failed_records: 0,
+    }
 }
 
 fn gpu() -> GpuSample {
@@ -88,6 +97,8 @@ fn records_come_back_as_they_were_written() {
         steps_per_second: Some(2.0),
         memory: Some(memory()),
         gpu: Some(gpu()),
+        loader: Some(loader()),
+        padding: Some(0.25),
         extra: [("gpu_utilization".to_owned(), 0.93.into())].into(),
         ..step(2)
     };
@@ -292,6 +303,8 @@ fn measurements_of_the_machine_become_scalars_of_their_own_groups() {
         }),
         memory: Some(memory()),
         gpu: Some(gpu()),
+        loader: Some(loader()),
+        padding: Some(0.25),
         ..step(1)
     };
     let scalars: std::collections::BTreeMap<_, _> = metrics.scalars().into_iter().collect();
@@ -302,6 +315,9 @@ fn measurements_of_the_machine_become_scalars_of_their_own_groups() {
         ("memory/allocated_bytes", 1024.0),
         ("memory/peak_resident_bytes", 4096.0),
         ("gpu/utilization", 0.93),
+        ("data/wait_seconds", 0.5),
+        ("data/queue_depth", 1.5),
+        ("train/padding", 0.25),
         ("gpu/power_watts", 512.5),
     ] {
         assert_eq!(scalars.get(tag), Some(&value), "{tag}");
