@@ -16,6 +16,10 @@ pub enum Activations {
     /// In 8 bits wherever there is a kernel for it, also under gradient recording (the gradient is that of
     /// the product without rounding).
     Int8,
+    /// In 8-bit floats with a scale for each row, for weights of 8-bit floats: on a GPU of compute
+    /// capability 8.9 or more whose libtorch multiplies them, elsewhere as they are. What the `FP8-dynamic`
+    /// checkpoints of compressed-tensors ask for. Activations lose all but four binary digits.
+    Float8,
 }
 
 impl QuantizedWeight {
@@ -34,13 +38,20 @@ impl QuantizedWeight {
     ///
     /// # Errors
     /// [`Error::BadOption`] for [`Activations::Int8`] with a scheme of 8-bit floats, for which there are
-    /// no products in integers.
+    /// no products in integers, and for [`Activations::Float8`] with another.
     pub fn with_activations(mut self, activations: Activations) -> Result<QuantizedWeight> {
         if activations == Activations::Int8 && matches!(self.scheme, crate::Scheme::Fp8) {
             return Err(Error::BadOption {
                 option: "activations",
                 found: "int8 with a weight in 8-bit floats".to_owned(),
                 expected: "auto or float".to_owned(),
+            });
+        }
+        if activations == Activations::Float8 && !matches!(self.scheme, crate::Scheme::Fp8) {
+            return Err(Error::BadOption {
+                option: "activations",
+                found: format!("float8 with a weight in {}", self.scheme),
+                expected: "auto, float or int8".to_owned(),
             });
         }
         self.activations = activations;

@@ -4,13 +4,14 @@
 use tch::{Kind, Tensor};
 
 use crate::codec::book::Book;
+use crate::codec::grouped::{HALF_DIGITS, HALF_STEP, LEAST_DIGITS};
 use crate::codec::{LEAST_SCALE, fp8};
-use crate::quantize::{double_quantized, not_finite};
+use crate::quantize::{double_quantized, in_half, not_finite};
 use crate::weight::{Magnitudes, Storage};
-use crate::{BlockOptions, GroupOptions, QuantizedWeight, Result, Scheme};
+use crate::{BlockOptions, GroupOptions, GroupScales, QuantizedWeight, Result, Scheme};
 
 /// Quantizes a contiguous weight `(O, I)`.
-pub(crate) fn quantize(weight: &Tensor, scheme: Scheme) -> Result<Storage> {
+pub(crate) fn quantize(weight: &Tensor, scheme: Scheme, scales: GroupScales) -> Result<Storage> {
     let weight = weight.f_to_kind(Kind::Float)?;
     let finite = weight.f_isfinite()?;
     if finite.f_all()?.f_int64_value(&[])? == 0 {
@@ -22,7 +23,9 @@ pub(crate) fn quantize(weight: &Tensor, scheme: Scheme) -> Result<Storage> {
     }
     match scheme {
         Scheme::Int8Dynamic | Scheme::Int8WeightOnly | Scheme::LlmInt8 { .. } => int8(&weight),
-        Scheme::Grouped(options) => grouped(&weight, options),
+        Scheme::Grouped(options) => {
+            in_half(options, scales, |half| grouped(&weight, options, half))
+        }
         Scheme::Nf4(options) => blocks(&weight, Book::Nf4, options),
         Scheme::Fp4(options) => blocks(&weight, Book::Fp4, options),
         Scheme::Fp8 => float8(&weight),
@@ -63,7 +66,7 @@ fn float8(weight: &Tensor) -> Result<Storage> {
     })
 }
 
-fn grouped(weight: &Tensor, options: GroupOptions) -> Result<Storage> {
+fn grouped(weight: &Tensor, options: GroupOptions, in_half: bool) -> Result<Storage> {
     let [outputs, inputs] = [weight.size()[0], weight.size()[1]];
     let group = options.group_size as i64;
     let groups = inputs / group;
@@ -79,16 +82,25 @@ fn grouped(weight: &Tensor, options: GroupOptions) -> Result<Storage> {
             .f_div(&Tensor::from(span as f32 / 2.0))?,
         false => high.f_sub(&low)?.f_div(&Tensor::from(span as f32))?,
     };
-    let tiny = scale.f_lt(f64::from(LEAST_SCALE))?;
-    let scale = scale.f_masked_fill(&tiny, f64::from(LEAST_SCALE))?;
     // From the middle of the range, in which the originals count.
-    let zero = match options.symmetric {
-        true => scale.f_zeros_like()?,
-        false => {
-            let zero = low.f_div(&scale)?.f_neg()?.f_add_scalar(-half)?;
-            let zero = zero.f_clamp(-half, half - 1.0)?.f_round()?;
-            zero.f_masked_fill(&tiny, 0.0)?
+    let zero_of = |scale: &Tensor| -> Result<Tensor> {
+        if options.symmetric {
+            return Ok(scale.f_zeros_like()?);
         }
+        let zero = low.f_div(scale)?.f_neg()?.f_add_scalar(-half)?;
+        Ok(zero.f_clamp(-half, half - 1.0)?.f_round()?)
+    };
+    let (scale, zero) = if in_half {
+        let digits = match (options.bits, options.symmetric) {
+            (4, false) => LEAST_DIGITS,
+            _ => HALF_DIGITS,
+        };
+        half_fit(&scale, digits, half, &zero_of)?
+    } else {
+        let tiny = scale.f_lt(f64::from(LEAST_SCALE))?;
+        let scale = scale.f_masked_fill(&tiny, f64::from(LEAST_SCALE))?;
+        let zero = zero_of(&scale)?.f_masked_fill(&tiny, 0.0)?;
+        (scale, zero)
     };
     let levels = numbers.f_div(&scale)?.f_add(&zero)?;
     let levels = levels.f_clamp(-half, half - 1.0)?.f_round()?;
@@ -108,6 +120,39 @@ fn grouped(weight: &Tensor, options: GroupOptions) -> Result<Storage> {
         },
         order: None,
     })
+}
+
+/// The scales and zero points of `Levels::half_fit`, from `least` digits on; zero points are stored with
+/// `shift` added.
+fn half_fit(
+    scale: &Tensor,
+    least: u32,
+    shift: f64,
+    zero_of: &dyn Fn(&Tensor) -> Result<Tensor>,
+) -> Result<(Tensor, Tensor)> {
+    let rounded = |digits: u32| -> Result<Tensor> {
+        let unit = 1i64 << (24 - digits);
+        let bits = scale.f_contiguous()?.f_view_dtype(Kind::Int)?;
+        let bits = bits.f_add_scalar(unit - 1)?.f_bitwise_and(-unit)?;
+        let rounded = bits.f_view_dtype(Kind::Float)?;
+        let steps = rounded.f_mul_scalar(1.0 / f64::from(HALF_STEP))?.f_ceil()?;
+        Ok(steps.f_clamp_min(1.0)?.f_mul_scalar(f64::from(HALF_STEP))?)
+    };
+    let mut chosen = rounded(least)?;
+    let mut zero = zero_of(&chosen)?;
+    // The last that has room for the zero point, the one with the most digits, stays.
+    for digits in least + 1..=HALF_DIGITS {
+        let scale = rounded(digits)?;
+        let its_zero = zero_of(&scale)?;
+        let product = its_zero.f_add_scalar(shift)?.f_mul(&scale)?;
+        let bits = product.f_contiguous()?.f_view_dtype(Kind::Int)?;
+        let exact = bits
+            .f_bitwise_and((1i64 << (24 - HALF_DIGITS)) - 1)?
+            .f_eq(0)?;
+        chosen = scale.f_where_self(&exact, &chosen)?;
+        zero = its_zero.f_where_self(&exact, &zero)?;
+    }
+    Ok((chosen, zero))
 }
 
 fn blocks(weight: &Tensor, book: Book, options: BlockOptions) -> Result<Storage> {
@@ -155,7 +200,7 @@ fn packed(codes: &Tensor, first_high: bool) -> Result<Tensor> {
 }
 
 /// Bytes `(…, n/2)` as codes of 4 bits `(…, n)`.
-fn unpacked(bytes: &Tensor, first_high: bool) -> Result<Tensor> {
+pub(crate) fn unpacked(bytes: &Tensor, first_high: bool) -> Result<Tensor> {
     let low = bytes.f_bitwise_and(15)?;
     let high = bytes.f_bitwise_right_shift_tensor_scalar(4)?;
     let pair = if first_high { [high, low] } else { [low, high] };
@@ -305,7 +350,7 @@ mod tests {
         for name in Scheme::NAMES.iter().chain(&["int8-g32", "int8-g16-asym"]) {
             let scheme: Scheme = name.parse().expect("a name");
             let codec = QuantizedWeight::quantize(&weight, scheme).expect("it fits");
-            let composed = quantize(&weight, scheme).expect("it fits");
+            let composed = quantize(&weight, scheme, GroupScales::Half).expect("it fits");
             let pairs = codec.storage.tensors().into_iter().zip(composed.tensors());
             for (codec, composed) in pairs {
                 assert_eq!(codec.kind(), composed.kind(), "{name}");
@@ -327,12 +372,47 @@ mod tests {
     }
 
     #[test]
+    fn operators_give_scales_of_either_kind() {
+        tch::manual_seed(4);
+        for (exponent, kind) in [(-20, Kind::Float), (0, Kind::Half), (15, Kind::Float)] {
+            let dense = Tensor::randn([24, 256], (Kind::Float, Device::Cpu));
+            let dense = (dense + 0.7) * 2f64.powi(exponent);
+            for bits in [4, 8] {
+                for symmetric in [true, false] {
+                    for scales in [GroupScales::Half, GroupScales::Float] {
+                        let options = GroupOptions {
+                            bits,
+                            group_size: 32,
+                            symmetric,
+                        };
+                        let codec = QuantizedWeight::quantize_groups(&dense, options, scales);
+                        let codec = codec.expect("it fits");
+                        let composed = quantize(&dense, codec.scheme(), scales).expect("it fits");
+                        for (a, b) in codec.storage.tensors().into_iter().zip(composed.tensors()) {
+                            assert_eq!((a, a.kind()), (b, b.kind()), "{options:?} {scales:?}");
+                        }
+                        let expected = if scales == GroupScales::Half {
+                            kind
+                        } else {
+                            Kind::Float
+                        };
+                        // Steps of bytes are 17 times as small, and fit there.
+                        if bits == 4 || exponent != 15 {
+                            assert_eq!(codec.storage.tensors()[1].kind(), expected);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
     fn operators_take_a_last_block_that_is_shorter() {
         let weight = Tensor::randn([3, 43], (Kind::Float, Device::Cpu));
         for name in ["nf4-single", "fp4"] {
             let codec = QuantizedWeight::quantize(&weight, name.parse().expect("a name"));
             let codec = codec.expect("it fits");
-            let composed = quantize(&weight, codec.scheme()).expect("it fits");
+            let composed = quantize(&weight, codec.scheme(), GroupScales::Half).expect("it fits");
             for (a, b) in codec.storage.tensors().into_iter().zip(composed.tensors()) {
                 assert_eq!(a, b, "{name}");
             }
@@ -345,7 +425,7 @@ mod tests {
     fn operators_name_the_first_bad_number() {
         let weight = Tensor::ones([3, 64], (Kind::Float, Device::Cpu));
         let _ = weight.get(1).get(7).fill_(f64::NAN);
-        let error = quantize(&weight, Scheme::Int8Dynamic).expect_err("NaN");
+        let error = quantize(&weight, Scheme::Int8Dynamic, GroupScales::Half).expect_err("NaN");
         assert!(error.to_string().contains("NaN at [1, 7]"), "{error}");
     }
 }

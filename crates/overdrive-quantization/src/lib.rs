@@ -6,7 +6,7 @@
 //! | name | codes | one scale for | bits a weight | as in |
 //! |---|---|---|---|---|
 //! | `int8`, `int8-weight`, `llm-int8` | bytes | an output | 8.0 | `quantize_dynamic`, LLM.int8 |
-//! | `int4`, `int4-g32`, `int4-asym`, `int8-g32`, … | integers of 4 or 8 bits | a group of inputs | 4.25 to 9 | compressed-tensors, GPTQ, AWQ, GGUF |
+//! | `int4`, `int4-g32`, `int4-asym`, `int8-g32`, … | integers of 4 or 8 bits | a group of inputs | 4.13 to 8.5 | compressed-tensors, GPTQ, AWQ, GGUF |
 //! | `nf4`, `fp4`, `nf4-single`, … | books of 16 numbers | 64 weights | 4.13, 4.5 | bitsandbytes (QLoRA) |
 //! | `fp8` | e4m3 floats | an output | 8.0 | compressed-tensors, vLLM |
 //!
@@ -65,5 +65,5 @@ pub use linear::{joint_linear, linear};
 pub use module::{Embedding, Linear};
 pub use parts::GroupedParts;
 pub use report::WeightError;
-pub use scheme::{BlockOptions, GroupOptions, Scheme};
+pub use scheme::{BlockOptions, GroupOptions, GroupScales, Scheme};
 pub use weight::{Magnitudes, QuantizedWeight};

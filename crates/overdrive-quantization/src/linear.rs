@@ -15,6 +15,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::{Error, QuantizedWeight, Result};
 
+pub(crate) use operators::Tiles;
+
 /// `x · weightᵀ + bias` with a quantized weight.
 ///
 /// `x (…, I)`, `bias (O,)`; the result is `(…, O)` of the kind of `x` (under autocast of its kind). It

@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 use crate::codec::fp8;
 use crate::tensors::{bytes, elements};
 use crate::weight::{Magnitudes, Storage};
-use crate::{Activations, Error, GroupOptions, QuantizedWeight, Result, Scheme};
+use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
 
 /// Codes and scales of groups, for [`QuantizedWeight::from_grouped`]: `w = (code − zero) · scale + offset`.
 ///
@@ -20,7 +20,7 @@ pub struct GroupedParts {
     pub codes: Tensor,
     /// f32 or f16 `(O, G)`; `I/G` is the size of the groups: 16, 32, 64, 128 or 256.
     pub scales: Tensor,
-    /// Of the shape and kind of the scales.
+    /// f32 or f16, of the shape of the scales.
     pub offsets: Option<Tensor>,
     /// i32 `(I,)`: which input stands at each place of the codes, where they are not in order; each once.
     pub order: Option<Tensor>,
@@ -48,16 +48,11 @@ impl QuantizedWeight {
             codes.device(),
         )?;
         finite("scales", &scales)?;
-        Ok(QuantizedWeight {
-            scheme,
-            outputs,
-            inputs,
-            storage: Storage::Int8 {
-                codes: codes.f_contiguous()?,
-                scales: scales.f_contiguous()?,
-            },
-            activations: Activations::Auto,
-        })
+        let storage = Storage::Int8 {
+            codes: codes.f_contiguous()?,
+            scales: scales.f_contiguous()?,
+        };
+        Ok(QuantizedWeight::of(scheme, [outputs, inputs], storage))
     }
 
     /// A weight of 8-bit floats with one scale a row: `codes` u8 (or `Float8e4m3fn`) `(O, I)`, `scales` f32
@@ -82,16 +77,9 @@ impl QuantizedWeight {
         if nan.f_any()?.f_int64_value(&[])? != 0 {
             return Err(bad("codes", "NaN among them", "numbers"));
         }
-        Ok(QuantizedWeight {
-            scheme: Scheme::Fp8,
-            outputs,
-            inputs,
-            storage: Storage::Fp8 {
-                codes,
-                scales: scales.f_contiguous()?,
-            },
-            activations: Activations::Auto,
-        })
+        let scales = scales.f_contiguous()?;
+        let storage = Storage::Fp8 { codes, scales };
+        Ok(QuantizedWeight::of(Scheme::Fp8, [outputs, inputs], storage))
     }
 
     /// A weight of integers in groups.
@@ -155,7 +143,7 @@ impl QuantizedWeight {
             expect(
                 "offsets",
                 offsets,
-                &[scales.kind()],
+                &[Kind::Float, Kind::Half],
                 &[outputs, groups],
                 device,
             )?;
@@ -166,18 +154,14 @@ impl QuantizedWeight {
             permutation(order)?;
         }
         let contiguous = |tensor: Option<Tensor>| tensor.map(|t| t.f_contiguous()).transpose();
-        Ok(QuantizedWeight {
-            scheme: Scheme::Grouped(options),
-            outputs,
-            inputs,
-            storage: Storage::Grouped {
-                codes: codes.f_contiguous()?,
-                scales: scales.f_contiguous()?,
-                offsets: contiguous(offsets)?,
-                order: contiguous(order)?,
-            },
-            activations: Activations::Auto,
-        })
+        let storage = Storage::Grouped {
+            codes: codes.f_contiguous()?,
+            scales: scales.f_contiguous()?,
+            offsets: contiguous(offsets)?,
+            order: contiguous(order)?,
+        };
+        let scheme = Scheme::Grouped(options);
+        Ok(QuantizedWeight::of(scheme, [outputs, inputs], storage))
     }
 
     /// A weight `(O, I)` of 4-bit code books in blocks, as bitsandbytes packs them: `codes` u8, two weights
@@ -275,13 +259,8 @@ impl QuantizedWeight {
                 }
             }
         };
-        Ok(QuantizedWeight {
-            scheme,
-            outputs,
-            inputs,
-            storage: Storage::Blocks { codes, magnitudes },
-            activations: Activations::Auto,
-        })
+        let storage = Storage::Blocks { codes, magnitudes };
+        Ok(QuantizedWeight::of(scheme, [outputs, inputs], storage))
     }
 }
 

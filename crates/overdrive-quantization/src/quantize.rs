@@ -4,13 +4,13 @@ use tch::{Device, Kind, Tensor};
 
 use crate::codec::book::Book;
 use crate::codec::floats::Float;
-use crate::codec::grouped::{Levels, RangeOf, RowMut};
+use crate::codec::grouped::{HALF_SCALES, Levels, RangeOf, RowMut};
 use crate::codec::jobs::{FirstBad, NotFinite, run_jobs, units_of_job};
 use crate::codec::{blocks, dynamic, fp8, grouped, int8};
 use crate::tensors::{Fresh, elements, with_float};
 use crate::weight::{Magnitudes, Storage};
 use crate::{
-    Activations, BlockOptions, Error, GroupOptions, QuantizedWeight, Result, Scheme, composed,
+    BlockOptions, Error, GroupOptions, GroupScales, QuantizedWeight, Result, Scheme, composed,
 };
 
 impl QuantizedWeight {
@@ -18,14 +18,41 @@ impl QuantizedWeight {
     /// and no gradient flows into it.
     ///
     /// Codes are bit for bit those of the originals: bitsandbytes' `quantize_4bit` on the CPU (NF4, FP4)
-    /// and `int8_vectorwise_quant` (8 bits by row), compressed-tensors (groups, FP8).
+    /// and `int8_vectorwise_quant` (8 bits by row), compressed-tensors (FP8). Groups have scales in f16 as
+    /// those of GPTQ, AWQ and GGUF; compressed-tensors' codes for a model in fp32 come with
+    /// [`quantize_groups`](QuantizedWeight::quantize_groups) and [`GroupScales::Float`].
     ///
     /// # Errors
     /// [`Error::BadInput`] for other shapes and kinds and for numbers that are not finite,
     /// [`Error::BadOption`] for groups that do not divide the inputs, and blocks of other sizes than
     /// bitsandbytes has.
     pub fn quantize(weight: &Tensor, scheme: Scheme) -> Result<QuantizedWeight> {
-        quantize(weight, scheme, None)
+        quantize(weight, scheme, None, GroupScales::default())
+    }
+
+    /// As [`quantize`](QuantizedWeight::quantize) in groups, with scales of the kind that `scales` says.
+    ///
+    /// ```
+    /// use overdrive_quantization::{GroupOptions, GroupScales, QuantizedWeight};
+    /// use tch::{Device, Kind, Tensor};
+    ///
+    /// let weight = Tensor::randn([8, 64], (Kind::Float, Device::Cpu));
+    /// let options = GroupOptions { group_size: 32, ..GroupOptions::default() };
+    /// let bits = |scales| -> Result<f64, overdrive_quantization::Error> {
+    ///     Ok(QuantizedWeight::quantize_groups(&weight, options, scales)?.bits_per_weight())
+    /// };
+    /// assert_eq!((bits(GroupScales::Half)?, bits(GroupScales::Float)?), (4.5, 5.0));
+    /// # Ok::<(), overdrive_quantization::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`quantize`](QuantizedWeight::quantize).
+    pub fn quantize_groups(
+        weight: &Tensor,
+        options: GroupOptions,
+        scales: GroupScales,
+    ) -> Result<QuantizedWeight> {
+        quantize(weight, Scheme::Grouped(options), None, scales)
     }
 
     /// As [`quantize`](QuantizedWeight::quantize), with codes that cover another range than from the
@@ -64,14 +91,15 @@ impl QuantizedWeight {
                     .to_owned(),
             });
         }
-        quantize(weight, scheme, Some(range_of))
+        quantize(weight, scheme, Some(range_of), GroupScales::default())
     }
 }
 
-fn quantize(
+pub(crate) fn quantize(
     weight: &Tensor,
     scheme: Scheme,
     range_of: Option<RangeOf<'_>>,
+    scales: GroupScales,
 ) -> Result<QuantizedWeight> {
     let found = |found| Error::BadInput {
         name: "weight",
@@ -91,20 +119,14 @@ fn quantize(
     scheme.validate(inputs)?;
     let device = weight.device();
     let storage = match (device, range_of) {
-        (Device::Cpu, _) => on_cpu(&weight, [outputs, inputs], scheme, range_of)?,
-        (_, None) => composed::quantize(&weight, scheme)?,
+        (Device::Cpu, _) => on_cpu(&weight, [outputs, inputs], scheme, range_of, scales)?,
+        (_, None) => composed::quantize(&weight, scheme, scales)?,
         (_, Some(_)) => {
             let there = weight.f_to_device(Device::Cpu)?;
-            on_cpu(&there, [outputs, inputs], scheme, range_of)?.to_device(device)?
+            on_cpu(&there, [outputs, inputs], scheme, range_of, scales)?.to_device(device)?
         }
     };
-    Ok(QuantizedWeight {
-        scheme,
-        outputs,
-        inputs,
-        storage,
-        activations: Activations::Auto,
-    })
+    Ok(QuantizedWeight::of(scheme, [outputs, inputs], storage))
 }
 
 fn on_cpu(
@@ -112,13 +134,14 @@ fn on_cpu(
     shape: [i64; 2],
     scheme: Scheme,
     range_of: Option<RangeOf<'_>>,
+    scales: GroupScales,
 ) -> Result<Storage> {
     with_float!(weight.kind(), T => {
         let numbers = elements::<T>(weight)?;
         let source = Source { numbers, outputs: shape[0], inputs: shape[1], range_of };
         match scheme {
             Scheme::Int8Dynamic | Scheme::Int8WeightOnly | Scheme::LlmInt8 { .. } => source.int8(),
-            Scheme::Grouped(options) => source.grouped(options),
+            Scheme::Grouped(options) => source.grouped(options, scales),
             Scheme::Nf4(options) => source.blocks(Book::Nf4, options),
             Scheme::Fp4(options) => source.blocks(Book::Fp4, options),
             Scheme::Fp8 => source.fp8(),
@@ -196,10 +219,16 @@ impl<T: Float> Source<'_, T> {
         Ok(Storage::Fp8 { codes, scales })
     }
 
-    fn grouped(&self, options: GroupOptions) -> Result<Storage> {
+    fn grouped(&self, options: GroupOptions, scales: GroupScales) -> Result<Storage> {
+        in_half(options, scales, |half| self.groups(options, half))
+    }
+
+    /// With scales and offsets in f32; `half`: they are to be numbers of f16, if they fit.
+    fn groups(&self, options: GroupOptions, half: bool) -> Result<Storage> {
         let levels = Levels {
             bits: options.bits,
             symmetric: options.symmetric,
+            half,
         };
         let (width, group) = (self.width(), options.group_size);
         let bytes = width * usize::from(options.bits) / 8;
@@ -279,6 +308,35 @@ impl<T: Float> Source<'_, T> {
             },
         })
     }
+}
+
+/// The groups that `make` makes, which it is told whether scales are to be numbers of f16, kept in f16
+/// where that is wanted and they fit.
+pub(crate) fn in_half(
+    options: GroupOptions,
+    wanted: GroupScales,
+    make: impl Fn(bool) -> Result<Storage>,
+) -> Result<Storage> {
+    if wanted == GroupScales::Float {
+        return make(false);
+    }
+    let mut made = make(true)?;
+    let Storage::Grouped {
+        scales, offsets, ..
+    } = &mut made
+    else {
+        return Ok(made);
+    };
+    let largest = scales.f_max()?.f_double_value(&[])? as f32;
+    if !HALF_SCALES.contains(&largest) {
+        return make(false);
+    }
+    *scales = scales.f_to_kind(Kind::Half)?;
+    // Multiples of scales by up to 15 are numbers of f16 as well, those by up to 255 are not.
+    if let Some(offsets) = offsets.as_mut().filter(|_| options.bits == 4) {
+        *offsets = offsets.f_to_kind(Kind::Half)?;
+    }
+    Ok(made)
 }
 
 /// The magnitudes of blocks (f32, on any device) in 8 bits.

@@ -53,6 +53,21 @@ impl Default for GroupOptions {
     }
 }
 
+/// In what the scales of groups are kept that are quantized here. Those of files are kept as they are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GroupScales {
+    /// f16, and offsets of 4-bit codes too: 4.5 bits a weight in groups of 32. The codes belong to the
+    /// rounded scales, which are up to 1/1024 larger than others, with offsets up to 1/64, so that 0 has
+    /// a code still. Weights whose scales do not fit (the largest is below 2⁻¹⁴ or above 2048) have them
+    /// in fp32.
+    #[default]
+    Half,
+    /// fp32: 5 bits a weight in groups of 32. Codes are those of compressed-tensors, bit for bit, for a
+    /// model in fp32.
+    Float,
+}
+
 /// Blocks of [`Scheme::Nf4`] and [`Scheme::Fp4`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockOptions {

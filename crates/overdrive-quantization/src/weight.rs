@@ -2,6 +2,7 @@ use std::convert::Infallible;
 
 use tch::{Device, Tensor};
 
+use crate::linear::Tiles;
 use crate::{Activations, Result, Scheme};
 
 /// The weight `(O, I)` of a linear map, quantized and packed.
@@ -12,6 +13,8 @@ pub struct QuantizedWeight {
     pub(crate) inputs: i64,
     pub(crate) storage: Storage,
     pub(crate) activations: Activations,
+    /// Empty until a GPU's product makes them.
+    pub(crate) tiles: Tiles,
 }
 
 /// What a quantized weight is kept in. All tensors are contiguous and on one device.
@@ -33,7 +36,7 @@ pub(crate) enum Storage {
         codes: Tensor,
         /// f32 or f16 `(O, I/group)`.
         scales: Tensor,
-        /// Of the same shape and kind.
+        /// f32 or f16, of the same shape.
         offsets: Option<Tensor>,
         /// i32 `(I,)`: which input stands at each place of the codes, where they were reordered (GPTQ's
         /// `desc_act`).
@@ -73,10 +76,23 @@ pub enum Magnitudes {
 }
 
 impl QuantizedWeight {
+    /// Of parts that fit one another.
+    pub(crate) fn of(scheme: Scheme, [outputs, inputs]: [i64; 2], storage: Storage) -> Self {
+        QuantizedWeight {
+            scheme,
+            outputs,
+            inputs,
+            storage,
+            activations: Activations::Auto,
+            tiles: Tiles::default(),
+        }
+    }
+
     /// Another handle to the same memory.
     pub fn shallow_clone(&self) -> QuantizedWeight {
         QuantizedWeight {
             storage: self.storage.shallow_clone(),
+            tiles: self.tiles.clone(),
             ..*self
         }
     }
@@ -103,6 +119,7 @@ impl QuantizedWeight {
     pub fn to_device(&self, device: Device) -> Result<QuantizedWeight> {
         Ok(QuantizedWeight {
             storage: self.storage.to_device(device)?,
+            tiles: Tiles::default(),
             ..*self
         })
     }
@@ -112,10 +129,11 @@ impl QuantizedWeight {
         self.bytes() as f64 * 8.0 / (self.outputs * self.inputs) as f64
     }
 
-    /// Bytes of codes, scales and all that belongs to them.
+    /// Bytes of codes, scales and all that belongs to them. A GPU keeps codes of 4 bits in groups twice
+    /// from the first product in bf16 on, in the order of its tensor cores as well.
     pub fn bytes(&self) -> usize {
         let bytes = |tensor: &&Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
-        self.storage.tensors().iter().map(bytes).sum()
+        self.storage.tensors().iter().map(bytes).sum::<usize>() + self.tiles.bytes()
     }
 }
 

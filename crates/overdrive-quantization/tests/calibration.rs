@@ -69,7 +69,7 @@ fn gptq() -> CalibrationOptions {
 fn both() -> CalibrationOptions {
     CalibrationOptions {
         clip: clip().clip,
-        gptq: gptq().gptq,
+        ..gptq()
     }
 }
 
@@ -325,6 +325,27 @@ impl InputObserver for Counter {
         self.0 += 1;
         Ok(())
     }
+}
+
+/// Runs a map of its own for each that it sees.
+struct Runs(Vec<String>);
+
+impl InputObserver for Runs {
+    fn observe(&mut self, name: &str, x: &Tensor) -> Result<()> {
+        self.0.push(name.to_owned());
+        observe_input("its_own", x)
+    }
+}
+
+#[test]
+fn observers_may_run_maps_of_their_own() {
+    let x = Tensor::ones([2, 8], (Kind::Float, Device::Cpu));
+    let (runs, seen) = observe_inputs(Runs(Vec::new()), || {
+        observe_input("a", &x)?;
+        observe_input("b", &x)
+    });
+    seen.unwrap();
+    assert_eq!(runs.0, ["a", "b"]);
 }
 
 #[test]

@@ -125,9 +125,12 @@ fn weights_take_the_bits_that_they_promise() {
     let floats = weight.numel() * 4;
     for (name, bits, ratio) in [
         ("int8", 8.0 + 32.0 / 768.0, 3.9),
-        ("int4", 4.25, 7.5),
-        ("int4-g32", 5.0, 6.3),
-        ("int4-asym", 4.5, 7.1),
+        ("int4", 4.125, 7.7),
+        ("int4-g32", 4.5, 7.1),
+        ("int4-asym", 4.25, 7.5),
+        ("int8-g32", 8.5, 3.7),
+        // Offsets of bytes are in fp32.
+        ("int8-g32-asym", 9.5, 3.3),
         // A byte for 64 weights, a float for 256 of those, and the book.
         (
             "nf4",

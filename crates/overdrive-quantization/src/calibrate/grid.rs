@@ -3,6 +3,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::codec::book::Book;
+use crate::codec::grouped::{HALF_DIGITS, half_scale, rounded_up};
 use crate::codec::{dynamic, fp8};
 use crate::weight::{Magnitudes, Storage};
 use crate::{Error, QuantizedWeight, Result, Scheme};
@@ -147,6 +148,9 @@ impl Grid {
             Storage::Grouped {
                 scales, offsets, ..
             } => {
+                if scales.kind() == Kind::Half {
+                    self.fit_half();
+                }
                 *scales = like(&self.steps, scales)?;
                 if let Some(offsets) = offsets {
                     *offsets = like(&self.offsets, offsets)?;
@@ -182,6 +186,23 @@ impl Grid {
             }
         }
         Ok(())
+    }
+
+    /// Makes the steps numbers of f16, and the offsets the same multiples of them as before.
+    fn fit_half(&mut self) {
+        if self.offsets.is_empty() {
+            for step in &mut self.steps {
+                *step = rounded_up(*step, HALF_DIGITS);
+            }
+        }
+        for (step, offset) in self.steps.iter_mut().zip(&mut self.offsets) {
+            let zero = (-*offset / *step).round_ties_even();
+            *step = match zero {
+                0.0..16.0 => half_scale(*step, zero),
+                _ => rounded_up(*step, HALF_DIGITS),
+            };
+            *offset = -zero * *step;
+        }
     }
 
     /// Writes the codes `(O·I,)`, one a byte, into `weight`.

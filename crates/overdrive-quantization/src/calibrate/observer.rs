@@ -61,7 +61,8 @@ pub fn observe_inputs<O: InputObserver + 'static, T>(
     (observer.into_inner(), result)
 }
 
-/// Tells the observer of this thread, where there is one, what goes into the map `name`.
+/// Tells the observer of this thread, where there is one, what goes into the map `name`. What an observer
+/// runs itself while it observes is not observed.
 ///
 /// # Errors
 /// Those of the observer.
@@ -69,7 +70,11 @@ pub fn observe_input(name: &str, x: &Tensor) -> Result<()> {
     let observer = OBSERVER.with(|slot| slot.borrow().clone());
     match observer {
         None => Ok(()),
-        Some(observer) => observer.borrow_mut().observe(name, x),
+        Some(observer) => match observer.try_borrow_mut() {
+            Ok(mut observer) => observer.observe(name, x),
+            // It is observing: this map is one of its own.
+            Err(_) => Ok(()),
+        },
     }
 }
 

@@ -5,7 +5,8 @@ use super::clip::{ClipOptions, clip};
 use super::gptq::{GptqOptions, gptq};
 use super::grid::Grid;
 use super::statistics::InputStatistics;
-use crate::{Error, QuantizedWeight, Result, Scheme};
+use crate::quantize::quantize;
+use crate::{Error, GroupScales, QuantizedWeight, Result, Scheme};
 
 /// How the numbers of a quantized weight are chosen. The default is rounding to the nearest, with scales
 /// that cover the largest weight.
@@ -16,6 +17,8 @@ pub struct CalibrationOptions {
     pub clip: Option<ClipOptions>,
     /// Whether codes are chosen together; default `None`, each by itself.
     pub gptq: Option<GptqOptions>,
+    /// In what scales of groups are kept; default f16.
+    pub scales: GroupScales,
 }
 
 /// Quantizes `weight (O, I)` as `options` say.
@@ -57,7 +60,7 @@ pub fn quantize_calibrated(
     statistics: Option<&InputStatistics>,
     options: &CalibrationOptions,
 ) -> Result<QuantizedWeight> {
-    let mut packed = QuantizedWeight::quantize(weight, scheme)?;
+    let mut packed = quantize(weight, scheme, None, options.scales)?;
     if options.clip.is_none() && options.gptq.is_none() {
         return Ok(packed);
     }

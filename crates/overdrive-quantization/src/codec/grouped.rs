@@ -3,6 +3,10 @@
 //! Scales, zero points and codes are those that compressed-tensors computes (`calculate_qparams`,
 //! `quantize`): a symmetric group's scale is its largest magnitude over half the range (7.5, 127.5), and
 //! the others' zero point is an integer, so that 0 has a code of its own.
+//!
+//! Scales that are kept in f16 are rounded before codes are chosen, up, so that the codes still cover the
+//! range; where there are offsets to so few digits that the offset, a multiple of the scale, is a number
+//! of f16 as well.
 
 use super::LEAST_SCALE;
 use super::floats::{extremes, first_not_finite, round_bits};
@@ -16,6 +20,45 @@ pub(crate) struct Levels {
     pub(crate) bits: u8,
     /// Whether 0 is the middle of the range.
     pub(crate) symmetric: bool,
+    /// Whether scales, and at 4 bits offsets, are to be numbers of f16.
+    pub(crate) half: bool,
+}
+
+/// The scales that groups of a weight may have in f16: the largest is a normal number there, so that what
+/// the smaller ones lose is less than the largest loses, and offsets of 15 times as much, and scales that are
+/// searched a little beyond, are finite.
+pub(crate) const HALF_SCALES: std::ops::RangeInclusive<f32> = 6.103_515_6e-5..=2048.0;
+
+/// The least number of f16, and the distance of its smallest ones.
+pub(crate) const HALF_STEP: f32 = 1.0 / 16_777_216.0;
+
+/// Digits of f16's mantissa, counted in bits with the one that is not stored.
+pub(crate) const HALF_DIGITS: u32 = 11;
+
+/// Digits that leave room for those of a zero point of 4 bits.
+pub(crate) const LEAST_DIGITS: u32 = HALF_DIGITS - 4;
+
+/// The least number of so many binary digits that is not below `scale`, and a multiple of [`HALF_STEP`].
+pub(crate) fn rounded_up(scale: f32, digits: u32) -> f32 {
+    let unit = 1u32 << (24 - digits);
+    let rounded = f32::from_bits(scale.to_bits().saturating_add(unit - 1) & !(unit - 1));
+    // Products with a power of two: exact.
+    (rounded / HALF_STEP).ceil().max(1.0) * HALF_STEP
+}
+
+/// The least scale in f16 that is not below `scale`, of which `zero` (0 to 15) times is a number of f16.
+pub(crate) fn half_scale(scale: f32, zero: f32) -> f32 {
+    let tries = (LEAST_DIGITS..=HALF_DIGITS).rev();
+    let mut scales = tries.map(|digits| rounded_up(scale, digits));
+    // The last has room for all four digits of the zero point.
+    scales
+        .find(|scale| has_half_digits(zero * scale))
+        .unwrap_or_else(|| rounded_up(scale, LEAST_DIGITS))
+}
+
+/// Whether `x` has no more digits than a number of f16.
+fn has_half_digits(x: f32) -> bool {
+    x.to_bits().is_multiple_of(1 << (24 - HALF_DIGITS))
 }
 
 /// `w = (code − zero) · scale`; codes as they are stored, from [`Levels::first`] on.
@@ -57,6 +100,9 @@ impl Levels {
             scale if scale.is_finite() => scale,
             _ => high / span - low / span,
         };
+        if self.half {
+            return self.half_fit(low, scale);
+        }
         if scale < LEAST_SCALE {
             let zero = self.middle();
             return Fit {
@@ -68,12 +114,41 @@ impl Levels {
             let zero = self.middle();
             return Fit { scale, zero };
         }
+        let zero = self.zero(low, scale);
+        Fit { scale, zero }
+    }
+
+    /// The stored code of 0 with which codes cover what is from `low` on.
+    fn zero(self, low: f32, scale: f32) -> f32 {
         // Counted from the middle of the range, as the original does, for the same rounding.
         let half = (self.span() + 1.0) / 2.0;
         let zero = (-half - low / scale).clamp(-half, half - 1.0);
-        Fit {
-            scale,
-            zero: zero.round_ties_even() + half,
+        zero.round_ties_even() + half
+    }
+
+    /// The fit whose scale, at 4 bits with the offset, is a number of f16, if it is among
+    /// [`HALF_SCALES`].
+    fn half_fit(self, low: f32, scale: f32) -> Fit {
+        if self.symmetric {
+            return Fit {
+                scale: rounded_up(scale, HALF_DIGITS),
+                zero: self.middle(),
+            };
+        }
+        // Offsets of 8 bits are in f32.
+        let least = if self.bits == 4 {
+            LEAST_DIGITS
+        } else {
+            HALF_DIGITS
+        };
+        let mut digits = HALF_DIGITS;
+        loop {
+            let scale = rounded_up(scale, digits);
+            let zero = self.zero(low, scale);
+            if has_half_digits(zero * scale) || digits == least {
+                return Fit { scale, zero };
+            }
+            digits -= 1;
         }
     }
 
@@ -149,7 +224,7 @@ vectorised! {
         zero: f32,
         codes: &mut [u8],
     ) {
-        let levels = Levels { bits, symmetric };
+        let levels = Levels { bits, symmetric, half: false };
         let fit = Fit { scale, zero };
         for (code, x) in codes.iter_mut().zip(numbers) {
             *code = levels.code(*x, fit);
@@ -206,6 +281,7 @@ vectorised! {
 
 #[cfg(test)]
 mod tests {
+    use half::f16;
     use proptest::prelude::*;
 
     use super::*;
@@ -242,17 +318,37 @@ mod tests {
             size in 4u32..=8,
             eight in any::<bool>(),
             symmetric in any::<bool>(),
+            half in any::<bool>(),
         ) {
             let row: Vec<f32> = numbers.iter().map(|x| (x + shift) * 2f32.powi(exponent)).collect();
             let (group, bits) = (1 << size, if eight { 8 } else { 4 });
-            let levels = Levels { bits, symmetric };
-            let (scales, _, back) = round_trip(&row, group, levels);
+            let levels = Levels { bits, symmetric, half };
+            let (scales, offsets, back) = round_trip(&row, group, levels);
             for (index, (x, y)) in row.iter().zip(&back).enumerate() {
                 let scale = scales[index / group];
                 // Half a step, and roundings of sums and products of up to 255 steps.
                 let bound = scale * (0.5 + 255.0 * 4.0 * f32::EPSILON);
                 prop_assert!((x - y).abs() <= bound, "{} {} {}", x, y, scale);
             }
+            if half && scales.iter().all(|scale| HALF_SCALES.contains(scale)) {
+                let kept = |x: &f32| f16::from_f32(*x).to_f32() == *x;
+                prop_assert!(scales.iter().all(kept), "{:?}", scales);
+                prop_assert!(bits == 8 || offsets.iter().all(kept), "{:?}", offsets);
+            }
+        }
+
+        #[test]
+        fn scales_in_f16_are_little_larger_than_others(
+            numbers in prop::collection::vec(-1f32..1.0, 64),
+            shift in -2f32..2.0,
+            symmetric in any::<bool>(),
+        ) {
+            let row: Vec<f32> = numbers.iter().map(|x| x + shift).collect();
+            let scale = |half| round_trip(&row, 64, Levels { bits: 4, symmetric, half }).0[0];
+            let ratio = scale(true) / scale(false);
+            // A unit in the last of 11 digits, or of 7 where zero points have to fit in.
+            let most = if symmetric { 1.0 / 1024.0 } else { 1.0 / 64.0 };
+            prop_assert!((1.0..=1.0 + most).contains(&ratio), "{}", ratio);
         }
 
         #[test]
@@ -262,16 +358,42 @@ mod tests {
             symmetric in any::<bool>(),
         ) {
             row[17] = 0.0;
-            let levels = Levels { bits: if eight { 8 } else { 4 }, symmetric };
+            let levels = Levels { bits: if eight { 8 } else { 4 }, symmetric, half: false };
             let (scales, _, back) = round_trip(&row, 64, levels);
             // The offset is a rounded product, so code and offset cancel up to its rounding.
             prop_assert!(back[17].abs() <= scales[0] * 255.0 * f32::EPSILON);
+            // In f16 it is not rounded.
+            if !eight {
+                let (_, _, back) = round_trip(&row, 64, Levels { half: true, ..levels });
+                prop_assert_eq!(back[17], 0.0);
+            }
         }
     }
 
     #[test]
+    fn scales_of_f16_are_worked_out_by_hand() {
+        let unit = 1.0 / 1024.0;
+        assert_eq!(rounded_up(1.0, 11), 1.0);
+        assert_eq!(rounded_up(1.0 + unit / 8.0, 11), 1.0 + unit);
+        assert_eq!(rounded_up(1.0 + unit / 8.0, 7), 1.0 + unit * 16.0);
+        // The next power of two.
+        assert_eq!(rounded_up(1.9999, 11), 2.0);
+        // Numbers without a bit of their own are multiples of the least.
+        assert_eq!(rounded_up(0.0, 11), HALF_STEP);
+        assert_eq!(rounded_up(2.5 * HALF_STEP, 11), 3.0 * HALF_STEP);
+        // 3 times 1 + 1/1024 has 12 digits, and 1 + 2/1024 times 3 has 11.
+        assert_eq!(half_scale(1.0 + unit / 8.0, 2.0), 1.0 + unit);
+        assert_eq!(half_scale(1.0 + unit / 8.0, 3.0), 1.0 + 2.0 * unit);
+        assert_eq!(half_scale(1.0 + unit / 8.0, 15.0), 1.0 + 8.0 * unit);
+    }
+
+    #[test]
     fn the_fit_is_worked_out_by_hand() {
-        let four = |symmetric| Levels { bits: 4, symmetric };
+        let four = |symmetric| Levels {
+            bits: 4,
+            symmetric,
+            half: false,
+        };
         assert_eq!(
             four(true).fit([-1.0, 3.0]),
             Fit {
@@ -299,6 +421,7 @@ mod tests {
         let eight = Levels {
             bits: 8,
             symmetric: true,
+            half: false,
         };
         let fit = eight.fit([-2.0, 255.0]);
         assert_eq!(
@@ -315,10 +438,16 @@ mod tests {
     fn groups_of_zeros_are_zeros() {
         for bits in [4, 8] {
             for symmetric in [true, false] {
-                let levels = Levels { bits, symmetric };
-                let (scales, _, back) = round_trip(&[0.0; 32], 16, levels);
-                assert_eq!(scales, [LEAST_SCALE; 2]);
-                assert_eq!(back, [0.0; 32]);
+                for (half, scale) in [(false, LEAST_SCALE), (true, HALF_STEP)] {
+                    let levels = Levels {
+                        bits,
+                        symmetric,
+                        half,
+                    };
+                    let (scales, _, back) = round_trip(&[0.0; 32], 16, levels);
+                    assert_eq!(scales, [scale; 2]);
+                    assert_eq!(back, [0.0; 32]);
+                }
             }
         }
     }
@@ -329,8 +458,16 @@ mod tests {
             .map(|i| if i % 2 == 0 { f32::MAX } else { f32::MIN })
             .collect();
         for symmetric in [true, false] {
-            let (scales, _, _) = round_trip(&row, 32, Levels { bits: 8, symmetric });
-            assert!(scales[0].is_finite());
+            for half in [false, true] {
+                let levels = Levels {
+                    bits: 8,
+                    symmetric,
+                    half,
+                };
+                let (scales, _, _) = round_trip(&row, 32, levels);
+                // Not NaN; infinite is what no f16 is, and tells that it cannot be kept so.
+                assert!(scales[0].is_finite() || half && scales[0] == f32::INFINITY);
+            }
         }
     }
 
@@ -347,6 +484,7 @@ mod tests {
         let levels = Levels {
             bits: 4,
             symmetric: true,
+            half: false,
         };
         let found = quantize_row(&row, 32, levels, None, to);
         assert_eq!(found, Err(NotFinite { index: 40 }));

@@ -211,7 +211,8 @@ fn groups_are_those_of_compressed_tensors() {
                 group_size,
                 symmetric,
             };
-            let quantized = QuantizedWeight::quantize(weight, Scheme::Grouped(options));
+            let quantized =
+                QuantizedWeight::quantize_groups(weight, options, crate::GroupScales::Float);
             let quantized = quantized.expect("it fits");
             let Storage::Grouped {
                 codes,

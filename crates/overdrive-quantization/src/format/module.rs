@@ -127,19 +127,31 @@ impl<'a> Module<'a> {
         )))
     }
 
-    /// Scales: f32, or f16 where they are that in the file.
+    /// Scales of groups: f32, or f16 where they are that in the file or all numbers of f16, as those of
+    /// bf16 are that are not tiny.
     pub(super) fn scales(&self, part: &str, shape: &[Option<i64>]) -> Result<Tensor> {
-        let scales = self.tensor(part, FLOATS, shape)?;
-        Ok(match scales.kind() {
-            Kind::Half => scales,
-            _ => scales.f_to_kind(Kind::Float)?,
-        })
+        narrowed(self.tensor(part, FLOATS, shape)?)
     }
 
     /// Scales as f32.
     pub(super) fn scales_f32(&self, part: &str, shape: &[Option<i64>]) -> Result<Tensor> {
-        Ok(self.scales(part, shape)?.f_to_kind(Kind::Float)?)
+        let scales = self.tensor(part, FLOATS, shape)?;
+        Ok(scales.f_to_kind(Kind::Float)?)
     }
+}
+
+/// The same numbers in f16 where they are numbers of f16, otherwise in f32.
+pub(super) fn narrowed(numbers: Tensor) -> Result<Tensor> {
+    if numbers.kind() == Kind::Half {
+        return Ok(numbers);
+    }
+    let numbers = numbers.f_to_kind(Kind::Float)?;
+    let half = numbers.f_to_kind(Kind::Half)?;
+    let same = half.f_to_kind(Kind::Float)?.f_eq_tensor(&numbers)?;
+    Ok(match same.f_all()?.f_int64_value(&[])? {
+        0 => numbers,
+        _ => half,
+    })
 }
 
 /// Kinds that scales have in files.

@@ -3,7 +3,7 @@
 use overdrive_safetensors::StoredTensor;
 use tch::{Kind, Tensor};
 
-use super::module::Module;
+use super::module::{Module, narrowed};
 use crate::tensors::elements;
 use crate::{GroupedParts, QuantizedWeight, Result};
 
@@ -67,10 +67,11 @@ impl Groups {
         let (scales, offsets) = match zeros {
             None => (self.scales, None),
             Some(zeros) => {
-                let scales = self.scales.f_to_kind(Kind::Float)?;
                 let zeros = Tensor::f_from_slice(&zeros)?.f_view([outputs, groups])?;
-                let offsets = zeros.f_to_kind(Kind::Float)?.f_mul(&scales)?.f_neg()?;
-                (scales, Some(repeated(offsets)?))
+                let zeros = zeros.f_to_kind(Kind::Float)?;
+                let scales = self.scales.f_to_kind(Kind::Float)?;
+                let offsets = narrowed(zeros.f_mul(&scales)?.f_neg()?)?;
+                (self.scales, Some(repeated(offsets)?))
             }
         };
         let codes = match (bits, &offsets) {

@@ -148,18 +148,18 @@ impl<'a> GgufTensor<'a> {
             (_, false) => Tensor::f_from_slice(&parts.codes)?.f_view([outputs, inputs])?,
         };
         let offsets = (!groups.symmetric).then(|| of_groups(&parts.offsets));
-        Ok(Some(QuantizedWeight {
-            scheme: Scheme::Grouped(groups),
-            outputs,
-            inputs,
-            storage: Storage::Grouped {
-                codes: codes.f_to_device(device)?,
-                scales: of_groups(&parts.scales)?,
-                offsets: offsets.transpose()?,
-                order: None,
-            },
-            activations: crate::Activations::Auto,
-        }))
+        let storage = Storage::Grouped {
+            codes: codes.f_to_device(device)?,
+            scales: of_groups(&parts.scales)?,
+            offsets: offsets.transpose()?,
+            order: None,
+        };
+        let scheme = Scheme::Grouped(groups);
+        Ok(Some(QuantizedWeight::of(
+            scheme,
+            [outputs, inputs],
+            storage,
+        )))
     }
 
     /// Numbers of a row of the last dimension.

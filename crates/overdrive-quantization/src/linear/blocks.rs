@@ -134,9 +134,6 @@ fn outputs(weight: &QuantizedWeight, first: i64, count: i64) -> Result<Option<Qu
         },
         Storage::Blocks { .. } => return Ok(None),
     };
-    Ok(Some(QuantizedWeight {
-        storage,
-        outputs: count,
-        ..*weight
-    }))
+    let size = [count, weight.inputs];
+    Ok(Some(QuantizedWeight::of(weight.scheme, size, storage)))
 }

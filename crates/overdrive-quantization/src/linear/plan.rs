@@ -12,6 +12,8 @@ pub(super) enum Plan {
     Split(f64),
     /// Activations as integers with a scale for each group of inputs, by the kernels of 4 bits.
     ByGroup,
+    /// Activations in 8-bit floats, one scale a row, where the device has products of those.
+    Float8,
     /// Activations as they are.
     Float,
 }
@@ -20,6 +22,7 @@ pub(super) enum Plan {
 pub(super) fn plan(weight: &QuantizedWeight, few: bool, recording: bool) -> Plan {
     let int8 = match weight.activations {
         Activations::Float => return Plan::Float,
+        Activations::Float8 => return Plan::Float8,
         Activations::Int8 => true,
         Activations::Auto => false,
     };

@@ -1,0 +1,14 @@
+//! The layouts of compressed-tensors (vLLM, LLM Compressor): `int-quantized`, `pack-quantized`,
+//! `float-quantized`.
+//!
+//! `int-quantized`: `weight` (i8), `weight_scale` `(O, 1)`. `pack-quantized`: `weight_packed` (codes
+//! counted from 0, the first in the low bits of an i32), `weight_scale` `(O, G)`, `weight_zero_point`
+//! (packed along the outputs), `weight_shape`. `float-quantized`: `weight` (e4m3), `weight_scale`.
+
+mod args;
+mod config;
+mod read;
+mod write;
+
+pub use args::{ConfigGroup, QuantizationArgs};
+pub use config::CompressedTensorsConfig;

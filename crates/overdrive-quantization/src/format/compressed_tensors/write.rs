@@ -1,0 +1,159 @@
+//! From a weight to a file's tensors.
+
+use tch::{Device, Kind, Tensor};
+
+use super::config::CompressedTensorsConfig;
+use crate::parts::code_bytes;
+use crate::tensors::elements;
+use crate::weight::Storage;
+use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
+
+impl CompressedTensorsConfig {
+    /// The file's tensors of a weight.
+    pub(in crate::format) fn write(
+        &self,
+        weight: &QuantizedWeight,
+        module: &str,
+    ) -> Result<Vec<(String, Tensor)>> {
+        let named = |part: &str, tensor: Tensor| (format!("{module}.{part}"), tensor);
+        let shape = || Tensor::f_from_slice(&weight.size());
+        match &weight.storage {
+            Storage::Int8 { codes, scales } => {
+                let scale = named("weight_scale", scales.f_unsqueeze(1)?);
+                if weight.scheme != Scheme::Int8WeightOnly {
+                    return Ok(vec![named("weight", codes.shallow_clone()), scale]);
+                }
+                let packed = packed(&code_bytes(codes)?, weight.inputs, 8, 0x80)?;
+                Ok(vec![
+                    named("weight_packed", packed),
+                    scale,
+                    named("weight_shape", shape()?),
+                ])
+            }
+            Storage::Fp8 { codes, scales } => Ok(vec![
+                named("weight", codes.f_view_dtype(Kind::Float8e4m3fn)?),
+                named("weight_scale", scales.f_unsqueeze(1)?),
+            ]),
+            Storage::Grouped {
+                codes,
+                scales,
+                offsets,
+                order: None,
+            } => {
+                let Scheme::Grouped(options) = weight.scheme else {
+                    return Err(cannot(weight));
+                };
+                let flip = match (options.bits, codes.kind()) {
+                    (8, Kind::Int8) => 0x80,
+                    _ => 0,
+                };
+                let width = codes.size()[1];
+                let mut tensors = vec![
+                    named(
+                        "weight_packed",
+                        packed(&code_bytes(codes)?, width, options.bits, flip)?,
+                    ),
+                    named("weight_scale", scales.shallow_clone()),
+                    named("weight_shape", shape()?),
+                ];
+                if let Some(offsets) = offsets {
+                    // Signed codes count from -128.
+                    let first = if flip == 0 { 0.0 } else { 128.0 };
+                    let zeros = packed_zeros(weight, module, options, scales, offsets, first)?;
+                    tensors.push(named("weight_zero_point", zeros));
+                }
+                Ok(tensors)
+            }
+            _ => Err(cannot(weight)),
+        }
+    }
+}
+
+/// Rows of `width` bytes, each xor `flip`, as words; a row's last word is filled up with 0.
+fn packed(codes: &[u8], width: i64, bits: u8, flip: u8) -> Result<Tensor> {
+    // `width` is a dimension of the codes.
+    let width = match bits {
+        _ if width > 0 => width.unsigned_abs() as usize,
+        _ => 1,
+    };
+    let words = width.div_ceil(4);
+    let mut rows = vec![0u8; codes.len() / width * words * 4];
+    for (row, codes) in rows
+        .chunks_exact_mut(words * 4)
+        .zip(codes.chunks_exact(width))
+    {
+        for (to, code) in row.iter_mut().zip(codes) {
+            *to = code ^ flip;
+        }
+    }
+    words_tensor(&rows, &[(codes.len() / width) as i64, words as i64])
+}
+
+fn words_tensor(bytes: &[u8], shape: &[i64]) -> Result<Tensor> {
+    let (chunks, _) = bytes.as_chunks::<4>();
+    let words: Vec<i32> = chunks
+        .iter()
+        .map(|bytes| i32::from_le_bytes(*bytes))
+        .collect();
+    Ok(Tensor::f_from_slice(&words)?.f_view(shape)?)
+}
+
+/// Zero points packed along the outputs, `(⌈O·bits/32⌉, G)`.
+fn packed_zeros(
+    weight: &QuantizedWeight,
+    module: &str,
+    options: GroupOptions,
+    scales: &Tensor,
+    offsets: &Tensor,
+    first: f32,
+) -> Result<Tensor> {
+    let [scales, offsets] = [scales, offsets].map(|tensor| {
+        let tensor = tensor.f_to_device(Device::Cpu)?.f_to_kind(Kind::Float)?;
+        tensor.f_contiguous()
+    });
+    let (scales, offsets) = (scales?, offsets?);
+    let groups = scales.size()[1].unsigned_abs() as usize;
+    let outputs = weight.outputs.unsigned_abs() as usize;
+    let per_word = 32 / usize::from(options.bits);
+    let rows = outputs.div_ceil(per_word);
+    let mut words = vec![0u32; rows * groups];
+    let most = if options.bits == 4 { 15.0 } else { 255.0 };
+    let pairs = elements::<f32>(&scales)?
+        .iter()
+        .zip(elements::<f32>(&offsets)?);
+    for (at, (scale, offset)) in pairs.enumerate() {
+        let exact = if *scale == 0.0 { 0.0 } else { -offset / scale } + first;
+        let zero = exact.round_ties_even();
+        // Scale and product are rounded: a zero point comes back within 2⁻²² of itself.
+        if !(0.0..=most).contains(&zero) || (exact - zero).abs() > 1e-3 {
+            return Err(Error::BadWeight {
+                name: format!("{module}.weight"),
+                reason: format!(
+                    "its group {} has the zero point {exact}, where compressed-tensors has integers \
+                     from 0 to {most}; dequantize it and quantize it again",
+                    at % groups
+                ),
+            });
+        }
+        let (row, group) = (at / groups, at % groups);
+        let shift = row % per_word * usize::from(options.bits);
+        words[row / per_word * groups + group] |= (zero as u32) << shift;
+    }
+    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    words_tensor(&bytes, &[rows as i64, groups as i64])
+}
+
+fn cannot(weight: &QuantizedWeight) -> Error {
+    let found = match &weight.storage {
+        Storage::Grouped { order: Some(_), .. } => "groups of reordered inputs".to_owned(),
+        _ => weight.scheme.to_string(),
+    };
+    Error::BadOption {
+        option: "scheme",
+        found,
+        expected:
+            "8 bits by row, groups in order or fp8, which compressed-tensors has; dequantize the \
+                   weight and quantize it again"
+                .to_owned(),
+    }
+}

@@ -1,0 +1,31 @@
+//! `_weight_int8pack_mm`: a few rows of floats times codes of 8 bits, which are read packed.
+
+use tch::{Device, Kind, Tensor};
+
+use super::Capability;
+use crate::Result;
+
+/// Rows up to which it is used: each row reads the whole weight, and a dense product of the dequantized
+/// weight has tensor cores.
+const MOST_ROWS: i64 = 8;
+
+/// Any GPU has it.
+pub(super) fn applies(x: &Tensor, capability: Capability) -> bool {
+    capability.is_some() && fits(x)
+}
+
+/// `x (rows, I)`.
+pub(super) fn fits(x: &Tensor) -> bool {
+    (1..=MOST_ROWS).contains(&x.size()[0]) && x.numel() > 0 && x.kind() != Kind::Double
+}
+
+/// `x (rows, I)` times the codes and scales, `(rows, O)`: sums are in f32.
+pub(super) fn product(x: &Tensor, codes: &Tensor, scales: &Tensor) -> Result<Tensor> {
+    let scales = match x.device() {
+        // There scales are of the kind of the activations.
+        Device::Cpu => scales.f_to_kind(x.kind())?,
+        _ => scales.shallow_clone(),
+    };
+    Ok(x.f_contiguous()?
+        .f_internal_weight_int8pack_mm(codes, &scales)?)
+}

@@ -1,0 +1,107 @@
+//! Products by libtorch's operators: on a GPU, in f64, and of nothing.
+//!
+//! | module | operator | weights | activations |
+//! |---|---|---|---|
+//! | `int_mm` | `_int_mm` | 8 bits by row | in 8 bits by row |
+//! | `int8_pack` | `_weight_int8pack_mm` | 8 bits by row | a few rows of floats |
+//! | `int4_pack` | `_weight_int4pack_mm` | 4 bits in groups | a few rows of bf16 |
+//! | `scaled_mm` | `_scaled_mm` | 8-bit floats | in 8-bit floats by row |
+//!
+//! What none of them takes is dequantized and multiplied.
+
+mod int4_pack;
+mod int8_pack;
+mod int_mm;
+mod scaled_mm;
+
+use tch::{Device, Tensor};
+
+use super::plan::{Plan, plan};
+use crate::weight::Storage;
+use crate::{QuantizedWeight, Result};
+
+pub(crate) use int4_pack::Tiles;
+
+/// Rows up to which 4 bits may take activations in 8 bits; operators do not.
+pub(super) fn forward(
+    x: &Tensor,
+    weights: &[&QuantizedWeight],
+    biases: &[Option<&Tensor>],
+    compute: tch::Kind,
+    recording: bool,
+) -> Result<Tensor> {
+    let x = x.f_to_kind(compute)?;
+    let mut results = Vec::with_capacity(weights.len());
+    for (weight, bias) in weights.iter().zip(biases) {
+        let bias = bias.map(|bias| bias.f_to_kind(compute)).transpose()?;
+        results.push(one(&x, weight, bias.as_ref(), recording)?);
+    }
+    match <[Tensor; 1]>::try_from(results) {
+        Ok([only]) => Ok(only),
+        Err(results) => Ok(Tensor::f_cat(&results, -1)?),
+    }
+}
+
+fn one(
+    x: &Tensor,
+    weight: &QuantizedWeight,
+    bias: Option<&Tensor>,
+    recording: bool,
+) -> Result<Tensor> {
+    let mut size = x.size();
+    if let Some(last) = size.last_mut() {
+        *last = weight.outputs;
+    }
+    let rows = x.f_reshape([-1, weight.inputs])?;
+    let Some(y) = packed(&rows, weight, recording)? else {
+        return Ok(x.f_linear(&weight.dequantize(x.kind())?, bias)?);
+    };
+    let y = y.f_view(size.as_slice())?.f_to_kind(x.kind())?;
+    Ok(match bias {
+        Some(bias) => y.f_add(bias)?,
+        None => y,
+    })
+}
+
+/// `x (rows, I)` times the packed weight, `(rows, O)`; `None` where no operator takes it.
+fn packed(x: &Tensor, weight: &QuantizedWeight, recording: bool) -> Result<Option<Tensor>> {
+    let capability = capability(x.device());
+    let plan = plan(weight, false, recording);
+    Ok(Some(match (&weight.storage, plan) {
+        (Storage::Int8 { codes, scales }, Plan::Int8) if int_mm::applies(x, weight) => {
+            int_mm::product(x, codes, scales)?
+        }
+        (Storage::Int8 { codes, scales }, Plan::Split(threshold)) if int_mm::applies(x, weight) => {
+            int_mm::split(x, codes, scales, threshold)?
+        }
+        (Storage::Int8 { codes, scales }, Plan::Float) if int8_pack::applies(x, capability) => {
+            int8_pack::product(x, codes, scales)?
+        }
+        // Its scales become bf16, which the backward pass would not know of.
+        (Storage::Grouped { .. }, Plan::Float)
+            if !recording && int4_pack::applies(x, weight, capability) =>
+        {
+            int4_pack::product(x, weight)?
+        }
+        (Storage::Fp8 { codes, scales }, Plan::Float8)
+            if scaled_mm::applies(x, weight, capability) =>
+        {
+            scaled_mm::product(x, codes, scales, scaled_mm::Scaling::of(capability))?
+        }
+        _ => return Ok(None),
+    }))
+}
+
+/// Major and minor number of a GPU's instructions.
+type Capability = Option<(u32, u32)>;
+
+/// `None` on a CPU, and where the driver does not say: such a GPU's weights are dequantized.
+fn capability(device: Device) -> Capability {
+    match device {
+        Device::Cuda(index) => overdrive_sys::cuda::compute_capability(index).ok(),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,185 @@
+//! Each operator on the CPU, where libtorch has it too, against the dequantized weight. `tests/cuda.rs` has
+//! what a GPU gives.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use super::scaled_mm::Scaling;
+use super::*;
+use crate::{Activations, GroupOptions, GroupScales, GroupedParts, Scheme};
+use tch::Kind;
+
+/// Numbers that need no generator, which other tests share.
+fn numbers(seed: i64, size: [i64; 2], kind: Kind) -> Tensor {
+    let x = Tensor::arange(size[0] * size[1], (Kind::Double, Device::Cpu)) + seed * 1000;
+    let x = (x * 12.9898).sin() * 43_758.545_3;
+    ((&x - x.floor()) * 2 - 1).view(size).to_kind(kind)
+}
+
+/// The largest difference from the product with the dequantized weight, relative to its largest number.
+fn error(y: &Tensor, x: &Tensor, weight: &QuantizedWeight) -> f64 {
+    let dense = weight.dequantize(Kind::Double).unwrap();
+    let exact = x.to_kind(Kind::Double).matmul(&dense.tr());
+    let difference = (y.to_kind(Kind::Double) - &exact).abs().max();
+    difference.double_value(&[]) / exact.abs().max().double_value(&[])
+}
+
+#[test]
+fn rows_of_floats_times_bytes() {
+    let weight =
+        QuantizedWeight::quantize(&numbers(1, [72, 192], Kind::Float), Scheme::Int8WeightOnly);
+    let weight = weight.unwrap();
+    let Storage::Int8 { codes, scales } = &weight.storage else {
+        panic!("bytes")
+    };
+    // Sums of 192 in f32; scales and results in the kind of x, on a CPU.
+    for (kind, tolerance) in [
+        (Kind::Float, 1e-6),
+        (Kind::BFloat16, 8e-3),
+        (Kind::Half, 1e-3),
+    ] {
+        for rows in [1, 3, 8] {
+            let x = numbers(2, [rows, 192], kind);
+            assert!(int8_pack::fits(&x));
+            let y = int8_pack::product(&x, codes, scales).unwrap();
+            let found = error(&y, &x, &weight);
+            assert!(found < tolerance, "{rows} {kind:?}: {found}");
+        }
+    }
+    assert!(!int8_pack::fits(&numbers(2, [9, 192], Kind::Float)));
+    assert!(!int8_pack::fits(&numbers(2, [1, 192], Kind::Double)));
+}
+
+#[test]
+fn rows_of_bf16_times_four_bits_in_groups() {
+    for group_size in [32, 64, 128] {
+        for symmetric in [true, false] {
+            for scales in [GroupScales::Half, GroupScales::Float] {
+                let options = GroupOptions {
+                    bits: 4,
+                    group_size,
+                    symmetric,
+                };
+                let dense = numbers(3, [64, 384], Kind::Float) + 0.2;
+                let weight = QuantizedWeight::quantize_groups(&dense, options, scales).unwrap();
+                let plain = weight.bytes();
+                for rows in [1, 5, 64] {
+                    let x = numbers(4, [rows, 384], Kind::BFloat16);
+                    assert!(int4_pack::fits(&x, &weight));
+                    let y = int4_pack::product(&x, &weight).unwrap();
+                    // Scales, offsets and results in bf16: half of 2⁻⁸ each, the first two averaged.
+                    let found = error(&y, &x, &weight);
+                    assert!(found < 8e-3, "{options:?}, {rows} rows: {found}");
+                }
+                // Made once, for all handles.
+                let tiles = weight.bytes() - plain;
+                assert_eq!(tiles, 64 * 384 / 2 + 64 * (384 / group_size) * 4);
+                assert_eq!(weight.shallow_clone().bytes(), plain + tiles);
+                // Another device has its own.
+                assert_eq!(weight.to_device(Device::Cpu).unwrap().bytes(), plain);
+            }
+        }
+    }
+}
+
+#[test]
+fn reordered_groups_take_activations_in_their_order() {
+    let dense = numbers(5, [16, 64], Kind::Float);
+    let weight = QuantizedWeight::quantize(&dense, "int4-g32".parse().unwrap()).unwrap();
+    let Storage::Grouped { codes, scales, .. } = &weight.storage else {
+        panic!("groups")
+    };
+    let order: Vec<i32> = (0..64).map(|place| (place * 7 + 3) % 64).collect();
+    let weight = QuantizedWeight::from_grouped(GroupedParts {
+        bits: 4,
+        codes: codes.shallow_clone(),
+        scales: scales.shallow_clone(),
+        offsets: None,
+        order: Some(Tensor::from_slice(&order)),
+    });
+    let (weight, x) = (weight.unwrap(), numbers(6, [3, 64], Kind::BFloat16));
+    let y = int4_pack::product(&x, &weight).unwrap();
+    assert!(error(&y, &x, &weight) < 8e-3);
+}
+
+#[test]
+fn what_four_bits_do_not_take_is_known_before() {
+    let fits = |scheme: &str, [outputs, inputs]: [i64; 2], rows, kind| {
+        let dense = numbers(7, [outputs, inputs], Kind::Float);
+        let weight = QuantizedWeight::quantize(&dense, scheme.parse().unwrap()).unwrap();
+        int4_pack::fits(&numbers(8, [rows, inputs], kind), &weight)
+    };
+    assert!(fits("int4-g32", [8, 96], 1, Kind::BFloat16));
+    assert!(!fits("int4-g32", [8, 96], 1, Kind::Float));
+    assert!(!fits("int4-g32", [8, 96], 65, Kind::BFloat16));
+    assert!(!fits("int4-g32", [12, 96], 1, Kind::BFloat16));
+    assert!(!fits("int4-g16", [8, 48], 1, Kind::BFloat16));
+    assert!(!fits("int8-g32", [8, 96], 1, Kind::BFloat16));
+    assert!(!fits("nf4", [8, 128], 1, Kind::BFloat16));
+}
+
+#[test]
+fn rows_of_eight_bit_floats() {
+    let dense = numbers(9, [48, 160], Kind::Float);
+    let weight = QuantizedWeight::quantize(&dense, Scheme::Fp8).unwrap();
+    let Storage::Fp8 { codes, scales } = &weight.storage else {
+        panic!("floats")
+    };
+    for (kind, tolerance) in [(Kind::Float, 1e-6), (Kind::BFloat16, 1e-6)] {
+        for rows in [1, 7, 40] {
+            let x = numbers(10, [rows, 160], kind);
+            let _ = x.get(0).fill_(0.0);
+            let _ = x.get(0).get(1).fill_(1.0);
+            assert!(scaled_mm::fits(&x, &weight));
+            let y = scaled_mm::product(&x, codes, scales, Scaling::After).unwrap();
+            // The activations are rounded as weights are: against those it is a product in f32.
+            let rounded = QuantizedWeight::quantize(&x, Scheme::Fp8).unwrap();
+            let rounded = rounded.dequantize(Kind::Double).unwrap();
+            let found = error(&y, &rounded, &weight);
+            assert!(found < tolerance, "{rows} {kind:?}: {found}");
+            // Half of an eighth of each activation, or of the least step, 1/448/512 of the largest.
+            let dense = weight.dequantize(Kind::Double).unwrap();
+            let x = x.to_kind(Kind::Double);
+            let most = x.abs().amax(1, true);
+            let bound = (x.abs() / 16 + most / (448.0 * 1024.0)).matmul(&dense.abs().tr());
+            let difference = (y.to_kind(Kind::Double) - x.matmul(&dense.tr())).abs();
+            let within = difference.le_tensor(&(bound * 1.0001)).all();
+            assert!(bool::try_from(within).unwrap(), "{rows} {kind:?}");
+        }
+    }
+    let narrow = QuantizedWeight::quantize(&dense.narrow(0, 0, 40), Scheme::Fp8).unwrap();
+    assert!(!scaled_mm::fits(
+        &numbers(11, [2, 160], Kind::Float),
+        &narrow
+    ));
+}
+
+#[test]
+fn operators_wait_for_the_device_that_has_them() {
+    let weight = |name: &str| {
+        let dense = numbers(12, [16, 128], Kind::Float);
+        QuantizedWeight::quantize(&dense, name.parse().unwrap()).unwrap()
+    };
+    let x = numbers(13, [1, 128], Kind::BFloat16);
+    let (four, float8) = (weight("int4-g32"), weight("fp8"));
+    for (capability, expected) in [
+        (None, [false, false, false]),
+        (Some((7, 5)), [true, false, false]),
+        (Some((8, 0)), [true, true, false]),
+        (Some((8, 9)), [true, true, true]),
+        (Some((9, 0)), [true, true, true]),
+        (Some((12, 0)), [true, true, true]),
+    ] {
+        let found = [
+            int8_pack::applies(&x, capability),
+            int4_pack::applies(&x, &four, capability),
+            scaled_mm::applies(&x, &float8, capability),
+        ];
+        assert_eq!(found, expected, "{capability:?}");
+    }
+    assert_eq!(Scaling::of(Some((8, 9))), Scaling::After);
+    assert_eq!(Scaling::of(Some((9, 0))), Scaling::Rows);
+    // Here there is none of them.
+    assert_eq!(capability(Device::Cpu), None);
+    let chosen = float8.with_activations(Activations::Float8).unwrap();
+    let y = forward(&x, &[&chosen], &[None], Kind::BFloat16, false).unwrap();
+    assert!(error(&y, &x, &chosen) < 8e-3);
+}

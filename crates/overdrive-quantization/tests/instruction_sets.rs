@@ -1,0 +1,168 @@
+//! Codes and products with each instruction set that `OVERDRIVE_SIMD` names, against those of the widest:
+//! the test runs itself again with the variable set, as it is read once.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+
+use overdrive_quantization::{
+    Activations, GroupOptions, GroupScales, QuantizationConfig, QuantizedWeight, Scheme,
+    instruction_set, linear,
+};
+use overdrive_safetensors::{MappedFile, write};
+use tch::{Device, Kind, Tensor};
+
+/// Where the second run writes to; the first has no such variable.
+const OUT: &str = "OVERDRIVE_TEST_OUT";
+
+const SCHEMES: [&str; 14] = [
+    "int8",
+    "int8-weight",
+    "llm-int8",
+    "int4",
+    "int4-g32",
+    "int4-g32-asym",
+    "int8-g32",
+    "int8-g16-asym",
+    "nf4",
+    "nf4-single",
+    "nf4-b32-single",
+    "fp4",
+    "fp4-b128-single",
+    "fp8",
+];
+
+/// Numbers that need no generator.
+fn numbers(seed: i64, size: [i64; 2]) -> Tensor {
+    let count = size[0] * size[1];
+    let x = (Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed * 1000) * 12.9898;
+    let x = x.sin() * 43_758.545_3;
+    ((&x - x.floor()) * 2 - 1).view(size).to_kind(Kind::Float)
+}
+
+/// Weights with rows that codecs take another way.
+fn weight(size: [i64; 2]) -> Tensor {
+    let weight = numbers(1, size);
+    let _ = weight.get(0).fill_(0.0);
+    let _ = weight.get(1).fill_(1e-39);
+    let _ = weight.get(2).abs_();
+    let _ = weight.get(3).g_mul_scalar_(1e20);
+    weight
+}
+
+/// All that this process makes: `codes.…` that are to be equal to the bit, `products.…` by the scheme.
+fn made() -> Vec<(String, Tensor)> {
+    let mut made = Vec::new();
+    // Whole vectors, and some that are not; blocks across rows too.
+    for size in [[37, 256], [9, 768]] {
+        for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
+            let dense = weight(size).clamp(-6e4, 6e4).to_kind(kind);
+            for name in SCHEMES {
+                let scheme: Scheme = name.parse().unwrap();
+                let mut weights = vec![QuantizedWeight::quantize(&dense, scheme).unwrap()];
+                if let Scheme::Grouped(options) = scheme {
+                    let groups = |options: GroupOptions| {
+                        QuantizedWeight::quantize_groups(&dense, options, GroupScales::Float)
+                    };
+                    weights.push(groups(options).unwrap());
+                }
+                for (index, weight) in weights.iter().enumerate() {
+                    let key = format!("{size:?}.{kind:?}.{name}.{index}");
+                    let layout = QuantizationConfig::for_scheme(scheme, Vec::new());
+                    for (part, tensor) in layout.write_weight(weight, "w").unwrap() {
+                        let bytes = tensor.contiguous().flatten(0, -1).view_dtype(Kind::Uint8);
+                        made.push((format!("codes.{key}.{part}"), bytes));
+                    }
+                    let back = weight.dequantize(Kind::Float).unwrap();
+                    made.push((format!("codes.{key}"), back));
+                    let back = weight.dequantize(kind).unwrap().view_dtype(match kind {
+                        Kind::Float => Kind::Int,
+                        _ => Kind::Int16,
+                    });
+                    made.push((format!("codes.{key}.rounded"), back));
+                }
+            }
+        }
+        let dense = numbers(2, size);
+        for name in SCHEMES {
+            let weight = QuantizedWeight::quantize(&dense, name.parse().unwrap()).unwrap();
+            for rows in [1, 3, 8, 33] {
+                let x = numbers(3, [rows, size[1]]);
+                let key = format!("{name}.{size:?}.{rows}");
+                let y = linear(&x, &weight, None).unwrap();
+                made.push((format!("products.{key}"), y));
+                let weight = weight.shallow_clone().with_activations(Activations::Float);
+                let y = linear(&x, &weight.unwrap(), None).unwrap();
+                made.push((format!("products.float-{key}"), y));
+            }
+        }
+    }
+    made
+}
+
+/// Does nothing unless the test below runs it.
+#[test]
+fn what_this_instruction_set_makes_is_written_where_the_other_run_wants_it() {
+    let Some(out) = std::env::var_os(OUT) else {
+        return;
+    };
+    let metadata = BTreeMap::from([("set".to_owned(), instruction_set().to_owned())]);
+    write(Path::new(&out), &made(), &metadata).unwrap();
+}
+
+fn made_with(set: &str) -> MappedFile {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("made.safetensors");
+    let run = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "--nocapture"])
+        .arg("what_this_instruction_set_makes_is_written_where_the_other_run_wants_it")
+        .env("OVERDRIVE_SIMD", set)
+        .env(OUT, &path)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&run.stderr);
+    assert!(run.status.success(), "{set}: {said}");
+    // Its memory stays when the folder goes.
+    MappedFile::open(&path).unwrap()
+}
+
+fn largest(tensor: &Tensor) -> f64 {
+    tensor.abs().max().double_value(&[])
+}
+
+/// How far products of two sets may be apart, relative to the largest result.
+fn tolerance(key: &str) -> f64 {
+    match key {
+        // Sums of products of codes are exact, and what is done with them is rounded alike.
+        _ if key.starts_with("int8.") => 0.0,
+        // Sums in f32 of up to 768 products, in another order.
+        _ => 1e-5,
+    }
+}
+
+#[test]
+fn every_instruction_set_makes_the_same_codes_and_nearly_the_same_products() {
+    let expected: BTreeMap<String, Tensor> = made().into_iter().collect();
+    for set in ["avx512", "avx2", "portable"] {
+        let file = made_with(set);
+        let ran_with = &file.metadata()["set"];
+        // A machine that has not got a set runs without.
+        assert!(ran_with == set || ran_with == "portable", "{ran_with}");
+        #[cfg(target_arch = "x86_64")]
+        if set == "avx2" && std::arch::is_x86_feature_detected!("avx2") {
+            assert_eq!(ran_with, "avx2");
+        }
+        assert_eq!(file.tensors().len(), expected.len());
+        for (name, expected) in &expected {
+            let found = file.tensor(name).unwrap();
+            let found = found.copy_to_tensor(None, Device::Cpu).unwrap();
+            if let Some(key) = name.strip_prefix("products.") {
+                let difference = largest(&(&found - expected)) / largest(expected);
+                assert!(difference <= tolerance(key), "{set} {name}: {difference:e}");
+            } else {
+                assert_eq!(&found, expected, "{set} {name}");
+            }
+        }
+    }
+}
