@@ -53,11 +53,19 @@ fn main() -> Outcome<()> {
 
     let clip = Some(ClipOptions::default());
     let gptq = Some(GptqOptions::default());
+    let plain = CalibrationOptions::default();
     let calibrations = [
-        ("", CalibrationOptions::default()),
-        ("clip", CalibrationOptions { clip, gptq: None }),
-        ("gptq", CalibrationOptions { clip: None, gptq }),
-        ("clip, gptq", CalibrationOptions { clip, gptq }),
+        ("", plain),
+        ("clip", CalibrationOptions { clip, ..plain }),
+        ("gptq", CalibrationOptions { gptq, ..plain }),
+        (
+            "clip, gptq",
+            CalibrationOptions {
+                clip,
+                gptq,
+                ..plain
+            },
+        ),
     ];
     let names = ["int8", "int8-weight", "llm-int8", "fp8", "nf4", "fp4"];
     let plain = names.map(|name| name.parse::<Scheme>());
