@@ -18,13 +18,15 @@ pub(crate) fn resolve<H: AdapterHost + ?Sized>(
     if config.target_modules.is_none() {
         config.target_modules = default_targets(&names);
     }
-    let matcher = Matcher::new(&config, host.head())?;
+    let head = host.head().map(str::to_owned);
+    let matcher = Matcher::new(&config, head.as_deref())?;
     let mut maps = Vec::new();
     for name in &names {
         if matcher.targets(name)? {
             maps.push(name.clone());
         }
     }
+    refuse_other_modules(host, &config, &matcher)?;
     // Naming none on purpose is how only full copies are trained.
     let none_wanted = config.target_modules == Some(TargetModules::Names(Vec::new()));
     if maps.is_empty() && !none_wanted {
@@ -33,8 +35,30 @@ pub(crate) fn resolve<H: AdapterHost + ?Sized>(
             available: kinds_of(&names),
         });
     }
-    drop(matcher);
     Ok((config, maps))
+}
+
+/// Embeddings and norms that are named as targets would silently stay without an adapter.
+fn refuse_other_modules<H: AdapterHost + ?Sized>(
+    host: &mut H,
+    config: &LoraConfig,
+    matcher: &Matcher<'_>,
+) -> Result<()> {
+    if config.target_modules == Some(TargetModules::AllLinear) {
+        return Ok(());
+    }
+    host.visit_parameters(&mut |name, _| {
+        let module = name.rsplit_once('.').map_or(name, |(module, _)| module);
+        if !matcher.targets(module)? {
+            return Ok(());
+        }
+        Err(Error::BadConfig {
+            key: "target_modules".to_owned(),
+            found: format!("`{module}`, which is no linear map"),
+            expected: "linear maps; `modules_to_save` trains a full copy of any other module"
+                .to_owned(),
+        })
+    })
 }
 
 /// PEFT's choice for the architectures with these maps.

@@ -239,6 +239,93 @@ fn under_autocast_products_are_in_its_kind_and_gradients_in_the_adapters() {
 }
 
 #[test]
+fn dora_under_autocast_has_the_kinds_and_numbers_of_lora_under_it() {
+    let _lock = SHARED.lock();
+    for lora_dropout in [0.0, 0.25] {
+        let mut host = host();
+        let config = LoraConfig {
+            use_dora: true,
+            lora_dropout,
+            ..all(4)
+        };
+        add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
+        host.randomise("a");
+        let x = numbers(&[7, 16], 2.0, F32).set_requires_grad(true);
+        let map = &mut host.maps[0].1;
+        map.set_training(true);
+        let pass = |autocast: bool| {
+            tch::manual_seed(11);
+            let y = {
+                let _autocast = Autocast::new(Device::Cpu)
+                    .dtype(Kind::BFloat16)
+                    .enabled(autocast)
+                    .enter()
+                    .unwrap();
+                map.forward(&x, true).unwrap()
+            };
+            y.sum(Kind::Float).backward();
+            let adapter = map.adapter("a").unwrap();
+            let learn = [&x, adapter.a(), adapter.b(), adapter.magnitude().unwrap()];
+            let gradients = learn.map(|tensor| {
+                let gradient = tensor.grad().copy();
+                let _ = tensor.grad().zero_();
+                gradient
+            });
+            (y.detach(), gradients)
+        };
+        let (exact, exact_gradients) = pass(false);
+        let (y, gradients) = pass(true);
+        assert_eq!(y.kind(), Kind::BFloat16);
+        // bf16 keeps 8 bits; sums of 16 products, scaled.
+        assert!(distance(&y, &exact) < 0.02, "{lora_dropout}");
+        for (got, expected) in gradients.iter().zip(&exact_gradients) {
+            assert_eq!(got.kind(), Kind::Float);
+            assert!(distance(got, expected) < 0.02, "{lora_dropout}");
+        }
+    }
+}
+
+#[test]
+fn dropout_of_dora_falls_on_the_change_and_not_on_the_base() {
+    // PEFT's: y = W x + b + (m/‖W + s B A‖ - 1) W d(x) + m/‖W + s B A‖ · s B A d(x).
+    let _lock = SHARED.lock();
+    let mut host = host();
+    let config = LoraConfig {
+        use_dora: true,
+        lora_dropout: 0.5,
+        ..all(4)
+    };
+    add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
+    host.randomise("a");
+    let x = numbers(&[7, 16], 2.0, F32);
+    let map = &mut host.maps[0].1;
+    map.set_training(true);
+    tch::manual_seed(3);
+    let y = map.forward(&x, true).unwrap();
+    tch::manual_seed(3);
+    let dropped = x.dropout(0.5, true);
+    let adapter = map.adapter("a").unwrap();
+    let (weight, bias) = (
+        map.base().to_dense(Kind::Float).unwrap(),
+        map.bias().unwrap(),
+    );
+    let change = adapter.b().matmul(adapter.a()) * adapter.scale();
+    let lengths = (&weight + &change)
+        .square()
+        .sum_dim_intlist(1, false, Kind::Float)
+        .sqrt();
+    let factor = adapter.magnitude().unwrap() / lengths;
+    let expected = x.linear(&weight, Some(bias))
+        + (&factor - 1.0) * dropped.linear(&weight, None::<Tensor>)
+        + &factor * dropped.linear(&change, None::<Tensor>);
+    assert!(distance(&y, &expected) < 1e-5);
+    assert!(
+        distance(&map.forward(&x, true).unwrap(), &expected) > 1e-2,
+        "another mask"
+    );
+}
+
+#[test]
 fn without_an_active_adapter_the_map_is_its_base_and_nothing_else() {
     let weight = numbers(&[12, 16], 1.0, F32);
     let mut map = AdaptedLinear::dense(weight.shallow_clone(), None);

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Host, fixture};
+use common::{F32, Host, fixture, numbers};
 use overdrive_lora::{AddOptions, Error, LoraConfig, TargetModules, add_adapter, delete_adapter};
 use serde_json::Value;
 
@@ -109,4 +109,32 @@ fn all_linear_leaves_the_head_out_and_a_target_of_nothing_lists_what_there_is() 
             .to_string()
             .contains("has no default for this model")
     );
+}
+
+#[test]
+fn a_target_that_is_no_linear_map_is_refused_by_name_and_not_left_out() {
+    let with = |targets: TargetModules| {
+        let mut host = Host::new(&["model.layers.0.q_proj"], 4, 4);
+        let embedding = (
+            "model.embed_tokens.weight".to_owned(),
+            numbers(&[8, 4], 1.0, F32),
+        );
+        host.parameters.push(embedding);
+        let config = LoraConfig {
+            target_modules: Some(targets),
+            ..LoraConfig::default()
+        };
+        add_adapter(&mut host, "a", &config, &AddOptions::default())
+    };
+    for targets in [
+        TargetModules::names(["q_proj", "embed_tokens"]),
+        TargetModules::Pattern(".*(q_proj|embed_tokens)".to_owned()),
+    ] {
+        let error = with(targets).unwrap_err().to_string();
+        assert!(
+            error.contains("model.embed_tokens") && error.contains("modules_to_save"),
+            "{error}"
+        );
+    }
+    assert_eq!(with(TargetModules::AllLinear).unwrap().len(), 1);
 }
