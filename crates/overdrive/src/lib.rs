@@ -20,6 +20,7 @@
 //! | [`datasets`] | `datasets` | memory-mapped token stores, tokenization, windows |
 //! | [`profiling`] | `profiling` | step breakdown, metrics, TensorBoard, reports |
 //! | [`safetensors`] | `safetensors` | tensors in files: mapped reads, writes whole or not at all |
+//! | [`snapshot`] | `snapshot` | the state of a run in folders that appear whole or not at all |
 //! | [`trainer`] | `trainer` | training arguments in Hugging Face's words, presets, run folders |
 //! | [`sys`] | always | operators by name, memory statistics, what tch does not bind |
 //!
@@ -83,6 +84,8 @@ pub use overdrive_profiling as profiling;
 pub use overdrive_quantization as quantization;
 #[cfg(feature = "safetensors")]
 pub use overdrive_safetensors as safetensors;
+#[cfg(feature = "snapshot")]
+pub use overdrive_snapshot as snapshot;
 #[cfg(feature = "trainer")]
 pub use overdrive_trainer as trainer;
 #[cfg(feature = "transformer")]

@@ -1,0 +1,73 @@
+//! Snapshots of training runs that no kill and no full disk can spoil.
+//!
+//! A snapshot is a folder of safetensors and JSON, `checkpoint-120`, which appears whole or not at all:
+//! everything is written under another name, flushed to the disk, listed with lengths and SHA-256
+//! checksums in `manifest.json`, and renamed. [`SnapshotManager`]
+//!
+//! * writes them while training goes on: [`save`](SnapshotManager::save) copies the tensors and returns;
+//! * keeps the newest few and the best ([`SnapshotOptions`]);
+//! * finds [`latest`](SnapshotManager::latest) by what is whole, never by a name alone: damaged and
+//!   half-written ones are passed over with a warning;
+//! * writes one folder from many ranks, and lets them agree on where to resume ([`Ranks`]).
+//!
+//! A disk that is full or a folder that cannot be written does not end a run:
+//! [`outcomes`](SnapshotManager::outcomes) tells, and the last good snapshot is as it was.
+//!
+//! ```
+//! use overdrive_optim::{AdamW, AdamWConfig, Optimizer, decay_groups};
+//! use overdrive_snapshot::{RunState, Scope, SnapshotManager, SnapshotOptions};
+//! use tch::{Device, Kind, Tensor};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let dir = tempfile::tempdir()?;
+//! # let folder = dir.path().join("run");
+//! let weight = Tensor::ones([2, 3], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+//! let named = || vec![("weight".to_owned(), weight.shallow_clone())];
+//! let mut optimizer = AdamW::new(decay_groups(named(), 0.1), AdamWConfig::default())?;
+//!
+//! let options = SnapshotOptions { total_limit: Some(2), ..Default::default() };
+//! let mut snapshots = SnapshotManager::open(&folder, options)?;
+//! for step in 1..=3 {
+//!     (&weight * 2.0).sum(Kind::Float).backward();
+//!     optimizer.step()?;
+//!     let mut state = RunState::at(step);
+//!     state.tensors("model", Scope::Run, named())?;
+//!     state.state("optimizer", Scope::Run, optimizer.state_dict()?)?;
+//!     snapshots.save(state)?;
+//! }
+//! for outcome in snapshots.wait()? {
+//!     outcome.result?;
+//! }
+//!
+//! let latest = snapshots.latest()?.expect("three were written");
+//! assert_eq!(latest.step(), 3);
+//! latest.copy_into("model", Scope::Run, 0, named())?;
+//! optimizer.load_state_dict(&latest.state("optimizer", Scope::Run, 0)?)?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Related: transformers' `Trainer` checkpoints, whose names are used where they exist; PyTorch's
+//! `torch.distributed.checkpoint`, which also writes in the background and by rank.
+#![forbid(unsafe_code)]
+#![deny(missing_docs)]
+
+mod error;
+mod folder;
+mod manager;
+mod manifest;
+mod options;
+mod ranks;
+mod run_state;
+mod snapshot;
+mod staging;
+mod write;
+mod writer;
+
+pub use error::{Error, Result};
+pub use manager::SnapshotManager;
+pub use options::{Best, SnapshotOptions};
+pub use ranks::{Alone, Ranks};
+pub use run_state::{RunState, Scope};
+pub use snapshot::Snapshot;
+pub use writer::{SaveOutcome, SaveReport};

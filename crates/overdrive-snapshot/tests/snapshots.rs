@@ -1,0 +1,302 @@
+//! Writing, finding, rotating and refusing snapshots.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod common;
+
+use std::fs;
+
+use common::{check, failures, litter, open, state, steps, weights};
+use overdrive_optim::{AdamW, AdamWConfig, Optimizer, decay_groups};
+use overdrive_snapshot::{
+    Best, Error, RunState, Scope, Snapshot, SnapshotManager, SnapshotOptions,
+};
+use proptest::prelude::*;
+use tch::{Device, Kind, Tensor};
+
+const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
+
+#[test]
+fn what_is_saved_comes_back_bit_for_bit_though_training_goes_on_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut manager = open(dir.path(), None, None);
+    let live = weights(1, 1 << 20);
+    for step in 1..=3u64 {
+        let mut saved = RunState::at(step);
+        let handles = live
+            .iter()
+            .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+        saved.tensors("model", Scope::Run, handles).unwrap();
+        saved.document("trainer_state", Scope::Run, &step).unwrap();
+        manager.save(saved).unwrap();
+        // The next step, while the last one is still being written.
+        for (_, tensor) in &live {
+            let next = &weights(step + 1, 1 << 20);
+            let own = next
+                .iter()
+                .find(|(_, other)| other.kind() == tensor.kind())
+                .unwrap();
+            tensor.shallow_clone().copy_(&own.1);
+        }
+    }
+    assert_eq!(failures(manager.wait().unwrap()).len(), 0);
+    assert_eq!(steps(&manager), [3, 2, 1]);
+    for snapshot in manager.list().unwrap() {
+        check(&Snapshot::open(snapshot.path()).unwrap(), 1 << 20);
+    }
+    assert_eq!(manager.latest().unwrap().unwrap().step(), 3);
+    assert!(litter(dir.path()).is_empty());
+}
+
+#[test]
+fn a_run_that_resumes_is_bit_equal_to_one_that_never_stopped() {
+    let dir = tempfile::tempdir().unwrap();
+    let target = Tensor::arange(12, F32).view([3, 4]);
+    let new_run = || {
+        let weight = Tensor::zeros([3, 4], F32).set_requires_grad(true);
+        let groups = decay_groups([("weight".to_owned(), weight.shallow_clone())], 0.1);
+        (weight, AdamW::new(groups, AdamWConfig::default()).unwrap())
+    };
+    let step = |weight: &Tensor, optimizer: &mut AdamW| {
+        let noise = Tensor::randn([3, 4], F32) * 0.1;
+        let loss = (weight - &target + noise).square().mean(Kind::Float);
+        loss.backward();
+        optimizer.step().unwrap();
+        optimizer.zero_grad().unwrap();
+        loss.double_value(&[])
+    };
+    tch::manual_seed(3);
+    let (weight, mut optimizer) = new_run();
+    let mut manager = open(dir.path(), None, None);
+    let mut losses = Vec::new();
+    for done in 1..=20 {
+        losses.push(step(&weight, &mut optimizer));
+        if done == 12 {
+            let mut saved = RunState::at(done);
+            let named = [("weight".to_owned(), weight.shallow_clone())];
+            saved.tensors("model", Scope::Run, named).unwrap();
+            saved
+                .state("optimizer", Scope::Run, optimizer.state_dict().unwrap())
+                .unwrap();
+            let random = overdrive_autograd::random::state(Device::Cpu).unwrap();
+            saved
+                .tensors("random", Scope::Rank, [("cpu".to_owned(), random)])
+                .unwrap();
+            manager.save(saved).unwrap();
+        }
+    }
+    drop(manager);
+
+    let manager = open(dir.path(), None, None);
+    let snapshot = manager.latest().unwrap().unwrap();
+    let (weight, mut optimizer) = new_run();
+    let named = [("weight".to_owned(), weight.shallow_clone())];
+    snapshot.copy_into("model", Scope::Run, 0, named).unwrap();
+    optimizer
+        .load_state_dict(&snapshot.state("optimizer", Scope::Run, 0).unwrap())
+        .unwrap();
+    let random = snapshot.tensors("random", Scope::Rank, 0).unwrap();
+    let random = random
+        .tensor("cpu")
+        .unwrap()
+        .copy_to_tensor(None, Device::Cpu)
+        .unwrap();
+    overdrive_autograd::random::set_state(Device::Cpu, &random).unwrap();
+    let again: Vec<f64> = (0..8).map(|_| step(&weight, &mut optimizer)).collect();
+    assert_eq!(again, losses[12..]);
+}
+
+#[test]
+fn the_newest_and_the_best_stay() {
+    for (limit, best, kept) in [
+        (1, None, vec![6]),
+        (2, None, vec![6, 5]),
+        (1, Some(Best::Lowest), vec![6, 2]),
+        (3, Some(Best::Lowest), vec![6, 5, 2]),
+        (2, Some(Best::Highest), vec![6, 5]),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut manager = open(dir.path(), Some(limit), best);
+        for (step, metric) in [
+            (1, 3.0),
+            (2, 1.0),
+            (3, f64::NAN),
+            (4, 2.0),
+            (5, 1.5),
+            (6, 9.0),
+        ] {
+            let mut saved = state(step, 8);
+            saved.metric(metric);
+            manager.save(saved).unwrap();
+        }
+        let outcomes = manager.wait().unwrap();
+        assert!(outcomes.iter().all(|outcome| outcome.result.is_ok()));
+        assert_eq!(steps(&manager), kept, "limit {limit}, {best:?}");
+        let expected = best.map(|best| if best == Best::Lowest { 2 } else { 6 });
+        assert_eq!(manager.best().unwrap().map(|own| own.step()), expected);
+        assert!(litter(dir.path()).is_empty());
+    }
+}
+
+#[test]
+fn a_snapshot_of_another_model_is_refused_with_every_difference_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut manager = open(dir.path(), None, None);
+    manager.save(state(1, 8)).unwrap();
+    manager.wait().unwrap();
+    let snapshot = manager.latest().unwrap().unwrap();
+    let weight = Tensor::zeros([2, 5], F32);
+    let targets = [
+        ("layer.weight".to_owned(), weight.shallow_clone()),
+        ("head.weight".to_owned(), Tensor::zeros([3], F32)),
+    ];
+    let error = snapshot
+        .copy_into("model", Scope::Run, 0, targets)
+        .unwrap_err()
+        .to_string();
+    for part in [
+        "`layer.bias` is in the snapshot only",
+        "`layer.weight` is [2, 4] in the snapshot and [2, 5] here",
+        "`head.weight` is missing in the snapshot",
+        "Nothing was loaded",
+    ] {
+        assert!(error.contains(part), "{error}");
+    }
+    assert_eq!(weight, Tensor::zeros([2, 5], F32));
+    let error = snapshot
+        .document::<u64>("other", Scope::Run, 0)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("no part `other.json`") && error.contains("model.safetensors"),
+        "{error}"
+    );
+}
+
+#[test]
+fn names_that_cannot_be_files_are_refused() {
+    let mut state = RunState::at(1);
+    for name in ["", "a/b", "..", "ä", ".hidden"] {
+        let error = state.document(name, Scope::Run, &1).unwrap_err();
+        assert!(matches!(error, Error::BadName { .. }), "{name}");
+    }
+    assert!(state.document("manifest", Scope::Run, &1).is_err());
+    state.document("one", Scope::Run, &1).unwrap();
+    let error = state.file("one.json", Vec::new()).unwrap_err().to_string();
+    assert!(error.contains("another part"), "{error}");
+}
+
+#[test]
+fn two_runs_do_not_write_into_one_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = open(dir.path(), None, None);
+    let error = SnapshotManager::open(dir.path(), SnapshotOptions::default()).unwrap_err();
+    assert!(matches!(error, Error::Locked { .. }), "{error}");
+    drop(first);
+    SnapshotManager::open(dir.path(), SnapshotOptions::default()).unwrap();
+}
+
+#[test]
+fn a_step_that_is_saved_again_takes_the_place_of_what_was_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut manager = open(dir.path(), None, None);
+    manager.save(state(7, 8)).unwrap();
+    manager.save(state(7, 16)).unwrap();
+    assert!(failures(manager.wait().unwrap()).is_empty());
+    check(&manager.latest().unwrap().unwrap(), 16);
+    assert_eq!(steps(&manager), [7]);
+    assert!(litter(dir.path()).is_empty());
+    drop(manager);
+
+    // A process killed between the two renames has left the old one under another name.
+    let whole = dir.path().join("checkpoint-7");
+    fs::rename(&whole, dir.path().join(".checkpoint-7.replaced")).unwrap();
+    let manager = open(dir.path(), None, None);
+    check(&manager.latest().unwrap().unwrap(), 16);
+}
+
+#[test]
+fn what_killed_runs_left_is_removed_and_what_is_not_ours_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in [
+        ".checkpoint-3.0000000000000001.tmp",
+        ".checkpoint-2.deleted",
+        "checkpoint-9",
+        "logs",
+        ".git",
+    ] {
+        fs::create_dir(dir.path().join(name)).unwrap();
+        fs::write(dir.path().join(name).join("model.safetensors"), "half").unwrap();
+    }
+    let mut manager = open(dir.path(), None, None);
+    let mut left = litter(dir.path());
+    left.sort();
+    assert_eq!(left, [".git", "logs"]);
+    assert!(manager.latest().unwrap().is_none());
+    assert!(
+        dir.path().join("checkpoint-9").exists(),
+        "a name is no proof of whose it is"
+    );
+    manager.save(state(9, 8)).unwrap();
+    assert!(failures(manager.wait().unwrap()).is_empty());
+    check(&manager.latest().unwrap().unwrap(), 8);
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_an_outcome_and_the_last_good_snapshot_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("run");
+    let mut manager = open(&folder, Some(1), None);
+    manager.save(state(1, 8)).unwrap();
+    assert!(failures(manager.wait().unwrap()).is_empty());
+    // The name of the next one's temporary folder cannot be made where a file has the folder's name.
+    let aside = dir.path().join("aside");
+    fs::rename(&folder, &aside).unwrap();
+    fs::write(&folder, "not a folder").unwrap();
+    manager.save(state(2, 8)).unwrap();
+    let outcomes = manager.wait().unwrap();
+    assert_eq!(outcomes[0].step, 2);
+    let error = outcomes[0].result.as_ref().unwrap_err().to_string();
+    assert!(
+        error.contains("cannot make the folder") && error.contains(".checkpoint-2"),
+        "{error}"
+    );
+    fs::remove_file(&folder).unwrap();
+    fs::rename(&aside, &folder).unwrap();
+    assert_eq!(manager.latest().unwrap().unwrap().step(), 1);
+    manager.save(state(3, 8)).unwrap();
+    assert!(failures(manager.wait().unwrap()).is_empty());
+    assert_eq!(steps(&manager), [3]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Whatever byte of whatever file is changed, cut off or added, the snapshot is passed over.
+    #[test]
+    fn no_damage_goes_unseen(file in 0usize..4, place in any::<u32>(), change in 1u8.., cut in any::<u8>()) {
+        let dir = tempfile::tempdir().unwrap();
+        let mut manager = open(dir.path(), None, None);
+        for step in [1, 2] {
+            let mut saved = state(step, 64);
+            saved.file("config.json", b"{}".to_vec()).unwrap();
+            manager.save(saved).unwrap();
+        }
+        manager.wait().unwrap();
+        let names = ["model.safetensors", "trainer_state.json", "config.json", "manifest.json"];
+        let path = dir.path().join("checkpoint-2").join(names[file]);
+        let whole = fs::read(&path).unwrap();
+        let mut bytes = whole.clone();
+        let place = place as usize % bytes.len();
+        match cut % 4 {
+            0 => bytes.truncate(place),
+            1 => bytes.push(change),
+            2 => { fs::remove_file(&path).unwrap(); }
+            _ => bytes[place] ^= change,
+        }
+        if cut % 4 != 2 {
+            fs::write(&path, &bytes).unwrap();
+        }
+        // White space of a list may change: it still says the same.
+        check(&manager.latest().unwrap().expect("the first one is whole"), 64);
+    }
+}
