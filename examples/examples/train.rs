@@ -5,6 +5,7 @@
 //! ```text
 //! cargo run --release -p overdrive-examples --example train              # or: cargo xtask train
 //! cargo run --release -p overdrive-examples --example train -- --preset small --data book.txt --bf16
+//! cargo run --release -p overdrive-examples --example train -- --data rows.csv --text-column body --packing
 //! ```
 //!
 //! The run folder gets metrics.jsonl, TensorBoard events, report.html and a Hugging Face model.
@@ -84,18 +85,21 @@ fn train(
         trackers,
         shows_progress: true,
     };
-    let mut batches = data.train_batches(arguments, device)?;
+    let mut batches = data.train_loader(arguments, device)?;
     let summary = training.run(model, &mut batches, &mut |model| {
-        let loss = evaluate(
-            model,
-            data.validation_batches(arguments, device)?,
-            precision,
-        )?;
+        let batches = data.validation_loader(arguments, device)?;
+        let loss = evaluate(model, batches, precision)?;
         Ok(Evaluation {
             loss,
             bits_per_byte: data.validation.bits_per_byte(loss),
         })
     })?;
+    if summary.padding() > 0.0 {
+        println!("{:.1}% of the places were padding", 100.0 * summary.padding());
+    }
+    if let Some(loading) = summary.data_loading {
+        println!("{loading}");
+    }
     if let Some(bottleneck) = summary.bottleneck {
         println!("{bottleneck}");
     }

@@ -135,6 +135,52 @@ pub enum Error {
         way_out: String,
     },
 
+    /// Records have no column of a name.
+    #[error(
+        "{} has no column `{column}`{hint}; name the column with `{flag} NAME` (`{key}`)",
+        path.display()
+    )]
+    NoColumn {
+        /// The first of the files.
+        path: PathBuf,
+        /// The name.
+        column: String,
+        /// `; did you mean …?`, or the columns there are where none is near.
+        hint: String,
+        /// The key that names the column.
+        key: &'static str,
+        /// The flag that does.
+        flag: &'static str,
+    },
+
+    /// A file of records among files of another kind.
+    #[error(
+        "{} is {kind}, and other files of `data` are not; give files of one kind, or convert them to \
+         JSON Lines",
+        path.display()
+    )]
+    MixedData {
+        /// The file.
+        path: PathBuf,
+        /// Its kind.
+        kind: &'static str,
+    },
+
+    /// Files that only another build of this program can read.
+    #[error(
+        "{} cannot be read: this program was built without {format}; build it with \
+         `--features {feature}`, or convert the file to JSON Lines",
+        path.display()
+    )]
+    NotBuilt {
+        /// The file.
+        path: PathBuf,
+        /// What cannot be read.
+        format: &'static str,
+        /// The feature that can.
+        feature: &'static str,
+    },
+
     /// The learning-rate schedule refuses its options.
     #[error(transparent)]
     Schedule(#[from] overdrive_optim::Error),

@@ -58,37 +58,19 @@ const FOREIGN: &[(&str, Harmless, &str)] = &[
     ("average_tokens_across_devices", Any, ""),
     // Data.
     (
-        "packing",
-        Only("false"),
-        "documents are always laid end to end without padding",
+        "train_sampling_strategy",
+        Only("\"random\""),
+        "`random` and `group_by_length` there are",
     ),
-    (
-        "group_by_length",
-        Only("false"),
-        "all sequences have `context_length` tokens",
-    ),
-    ("train_sampling_strategy", Only("\"random\""), ""),
-    ("length_column_name", Any, ""),
     (
         "data_seed",
         Only("null"),
         "`seed` decides the order of the data",
     ),
-    (
-        "dataloader_num_workers",
-        Only("0"),
-        "tokens are mapped from the disk and need no workers",
-    ),
-    ("dataloader_pin_memory", Any, ""),
-    (
-        "dataloader_prefetch_factor",
-        Only("null"),
-        "tokens are mapped from the disk",
-    ),
+    // Threads live as long as the loader, and batches come in order.
     ("dataloader_persistent_workers", Any, ""),
     ("dataloader_multiprocessing_context", Any, ""),
     ("dataloader_in_order", Any, ""),
-    ("dataloader_drop_last", Any, ""),
     ("remove_unused_columns", Any, ""),
     ("label_names", Any, ""),
     ("ignore_data_skip", Only("false"), ""),

@@ -32,7 +32,7 @@ pub struct Layers {
 }
 
 /// Keys that are known under further names: those of TRL, of older transformers, and our flags'.
-const ALIASES: [(&str, &str); 7] = [
+const ALIASES: [(&str, &str); 11] = [
     ("max_seq_length", "context_length"),
     ("max_length", "context_length"),
     ("block_size", "context_length"),
@@ -40,15 +40,21 @@ const ALIASES: [(&str, &str); 7] = [
     ("per_gpu_train_batch_size", "per_device_train_batch_size"),
     ("per_gpu_eval_batch_size", "per_device_eval_batch_size"),
     ("no_cuda", "use_cpu"),
+    ("text_column", "dataset_text_field"),
+    ("text_column_name", "dataset_text_field"),
+    ("text_field", "dataset_text_field"),
+    ("deduplicate", "remove_duplicates"),
 ];
 
 /// A key that is set above nothing (`true`, or more than 0), and what it resets below it.
-const PUSHED_OUT: [(&str, &str); 5] = [
+const PUSHED_OUT: [(&str, &str); 7] = [
     ("num_train_epochs", "max_steps"),
     ("warmup_ratio", "warmup_steps"),
     ("warmup_steps", "warmup_ratio"),
     ("bf16", "fp16"),
     ("fp16", "bf16"),
+    ("packing", "group_by_length"),
+    ("group_by_length", "packing"),
 ];
 
 impl Layers {
@@ -85,6 +91,7 @@ impl Layers {
             });
         };
         rename_aliases(&mut values, origin)?;
+        take_sampling_strategy(&mut values, origin)?;
         foreign_keys::refuse_or_drop(&mut values, origin)?;
         let defaults = diagnosis::as_value(&TrainingArguments::default())?;
         refuse_other_shapes(&values, &defaults, origin)?;
@@ -150,6 +157,28 @@ fn rename_aliases(values: &mut Map<String, Value>, origin: &str) -> Result<()> {
         };
     }
     Ok(())
+}
+
+/// What was `group_by_length` is one of the strategies of transformers 5.
+fn take_sampling_strategy(values: &mut Map<String, Value>, origin: &str) -> Result<()> {
+    let key = "train_sampling_strategy";
+    let grouped = match values.get(key).and_then(Value::as_str) {
+        Some("group_by_length") => true,
+        Some("random") => false,
+        _ => return Ok(()),
+    };
+    match values.get("group_by_length").and_then(Value::as_bool) {
+        Some(other) if other != grouped => Err(Error::GivenTwice {
+            origin: origin.to_owned(),
+            first: key.to_owned(),
+            second: "group_by_length".to_owned(),
+        }),
+        _ => {
+            values.shift_remove(key);
+            values.insert("group_by_length".to_owned(), grouped.into());
+            Ok(())
+        }
+    }
 }
 
 /// Serde would take a list for a struct, value by value.

@@ -8,7 +8,8 @@
 //! - [`TrainArgs`] are the flags, [`Layers`] puts flags over a JSON, YAML or TOML file over a preset
 //!   and names every wrong key, type and choice with the nearest right one;
 //! - [`TrainingPlan`] is what that comes to in whole steps;
-//! - [`TextData`] is the text, tokenized and split, [`evaluate`] the loss on the part held back;
+//! - [`TextData`] is the text of files of any kind, tokenized and split, [`BatchLoader`] its batches,
+//!   prepared by threads; [`evaluate`] the loss on the part held back;
 //!   `TrainingArguments` makes the other parts too: model, optimizer, schedule, scaler;
 //! - [`TrainingLoop`] is the loop, for any [`TrainBatch`];
 //! - [`finetune`] goes on with a model that there is, as [`FinetuneArguments`] say: LoRA, QLoRA, or all
@@ -41,12 +42,19 @@
 //! assert!(run.arguments().is_file());
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
+//!
+//! | feature | default | adds |
+//! |---|---|---|
+//! | `parquet` | no | text out of Parquet and Arrow files (arrow takes minutes to compile) |
 
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+mod batch_loader;
 mod config_format;
+mod data_arguments;
 mod diagnosis;
+mod documents;
 mod error;
 mod evaluate;
 mod execution_arguments;
@@ -63,12 +71,17 @@ mod run_folder;
 mod samples;
 mod setup;
 mod text_data;
+mod text_records;
+mod text_source;
 mod train_args;
+mod train_batch;
 mod training_arguments;
 mod training_loop;
 mod validate;
 
+pub use batch_loader::{BatchLoader, TrainBatches};
 pub use config_format::ConfigFormat;
+pub use data_arguments::{SampleBy, SequenceMode};
 pub use error::{Error, Result};
 pub use evaluate::evaluate;
 pub use execution_arguments::GradientCheckpointingArguments;
@@ -87,5 +100,6 @@ pub use run_folder::RunFolder;
 pub use samples::write_samples;
 pub use text_data::TextData;
 pub use train_args::TrainArgs;
+pub use train_batch::{TextBatch, TrainBatch};
 pub use training_arguments::{IntervalStrategy, OptimizerName, ReportTo, TrainingArguments};
-pub use training_loop::{Evaluation, TrainBatch, TrainingLoop, TrainingSummary};
+pub use training_loop::{Evaluation, TrainingLoop, TrainingSummary};

@@ -49,6 +49,8 @@ impl Preset {
             max_eval_batches: Some(16),
             logging_steps: 10.0,
             report_to: vec![ReportTo::TensorBoard],
+            // Threads cost next to nothing, unlike the processes of PyTorch's loader.
+            dataloader_num_workers: 1,
             ..TrainingArguments::default()
         };
         match self {

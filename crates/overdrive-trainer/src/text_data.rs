@@ -1,18 +1,17 @@
-//! From the arguments to batches: corpus, tokenizer, token store, split.
+//! From the arguments to batches: text, tokenizer, token store, split.
 
 use std::path::Path;
 
 use overdrive_datasets::{
-    BatchOptions, BpeOptions, BuildOptions, Corpus, CorpusOptions, LastWindow, RandomWindows,
-    SequentialWindows, SplitBy, SplitOptions, TokenBatches, TokenView, Tokenizer, build_tokens,
-    default_cache_dir, load_tokenizer, save_tokenizer, train_bpe_cached,
+    BatchOptions, Dataset, LastWindow, RandomWindows, SequentialWindows, SplitBy, SplitOptions,
+    TokenBatches, TokenView, Tokenizer, default_cache_dir, load_tokenizer, save_tokenizer,
 };
 use tch::Device;
 
-use crate::{Result, TrainingArguments};
-
-/// How much of Cargo's registry is read where no data is named.
-const DEFAULT_CORPUS_BYTES: u64 = 24 << 20;
+use crate::batch_loader::Loading;
+use crate::documents::DocumentRows;
+use crate::text_source::TextSource;
+use crate::{BatchLoader, Error, Result, SequenceMode, TextBatch, TrainingArguments};
 
 /// The text of a run: tokenized, kept in the cache, split by document.
 ///
@@ -27,6 +26,8 @@ pub struct TextData {
     pub train: TokenView,
     /// The documents that training never sees.
     pub validation: TokenView,
+    /// Where a sequence is a document.
+    rows: Option<DocumentRows>,
 }
 
 impl TextData {
@@ -49,37 +50,13 @@ impl TextData {
         arguments: &TrainingArguments,
         mut say: impl FnMut(&str),
     ) -> Result<Self> {
-        let corpus = if arguments.data.is_empty() {
-            Corpus::cargo_registry(DEFAULT_CORPUS_BYTES)?
-        } else {
-            Corpus::from_paths(&arguments.data, &CorpusOptions::default())?
-        };
-        // The fingerprint tells two runs apart whose text was not the same: Cargo's registry grows.
-        say(&format!(
-            "corpus      {} files, {:.1} MB, fingerprint {:.12}",
-            corpus.files().len(),
-            megabytes(corpus.total_bytes()),
-            corpus.digest().to_string(),
-        ));
-        if arguments.data.is_empty() {
-            say("            Rust source that Cargo keeps on this machine");
-        }
-        if corpus.skipped().total() > 0 && !arguments.data.is_empty() {
-            say(&format!(
-                "            {} files left out",
-                corpus.skipped().total()
-            ));
-        }
-
+        let source = TextSource::open(arguments)?;
+        source.describe(arguments, &mut say);
         let tokenizer = match &arguments.tokenizer {
             Some(path) => load_tokenizer(path)?,
             None => {
                 let vocab_size = usize::try_from(arguments.vocab_size).unwrap_or(usize::MAX);
-                let options = BpeOptions {
-                    vocab_size,
-                    ..BpeOptions::default()
-                };
-                let bpe = train_bpe_cached(&corpus, &options, cache)?;
+                let bpe = source.train_tokenizer(vocab_size, cache)?;
                 say(&format!(
                     "tokenizer   byte-level BPE, {} tokens{}",
                     bpe.vocab_size,
@@ -89,33 +66,57 @@ impl TextData {
             }
         };
 
-        let options = BuildOptions {
-            progress: true,
-            ..BuildOptions::default()
-        };
-        let built = build_tokens(&corpus, &tokenizer, &options, cache)?;
+        let built = source.build(arguments, &tokenizer, cache)?;
         let cached = if built.was_cached() { " (cached)" } else { "" };
         let all = TokenView::new(built.store);
         let split = SplitOptions {
             validation_fraction: arguments.validation_fraction,
             seed: arguments.seed,
-            // One book is split by position, a folder of files by file.
-            by: SplitBy::Auto,
+            by: match arguments.sequence_mode() {
+                // One book is split by position, a folder of files by file.
+                SequenceMode::Windows => SplitBy::Auto,
+                SequenceMode::Documents => SplitBy::Document,
+            },
         };
+        if split.by == SplitBy::Document && all.document_count().is_some_and(|count| count < 2) {
+            return Err(Error::Invalid {
+                key: "sequences",
+                given: "`documents`".to_owned(),
+                problem: "the text is one document, and some are kept for validation".to_owned(),
+                way_out:
+                    "write `sample_by: line`, give more files or records, or `sequences: windows`"
+                        .to_owned(),
+            });
+        }
         let (train, validation) = all.split(&split)?;
         say(&format!(
             "tokens      {:.2}M to train on, {:.2}M for validation{cached}",
             millions(train.len()),
             millions(validation.len()),
         ));
-        let data = Self {
+        let lengths = source.column_lengths(arguments)?;
+        let mut data = Self {
             tokenizer,
             train,
             validation,
+            rows: None,
         };
+        if arguments.sequence_mode() == SequenceMode::Documents {
+            let pad_token = data.end_of_text().unwrap_or(0);
+            let rows =
+                DocumentRows::to_train(&data.train, lengths.as_deref(), pad_token, arguments)?;
+            rows.describe(loading(arguments, Device::Cpu, true), &mut say)?;
+            if lengths.is_some() {
+                say(&format!(
+                    "            grouped by the column `{}`",
+                    arguments.length_column_name
+                ));
+            }
+            data.rows = Some(rows);
+        }
         // Too short a part is an error now, not at the first evaluation.
-        data.train_batches(arguments, Device::Cpu)?;
-        data.validation_batches(arguments, Device::Cpu)?;
+        data.train_loader(arguments, Device::Cpu)?;
+        data.validation_loader(arguments, Device::Cpu)?;
         Ok(data)
     }
 
@@ -145,6 +146,48 @@ impl TextData {
         self.train.store().end_of_document()
     }
 
+    /// What the configuration makes of the training part, pass after pass: windows or documents,
+    /// prepared by `dataloader_num_workers` threads, in an order that the seed decides.
+    ///
+    /// # Errors
+    /// [`crate::Error::Data`] if the part is shorter than a window; [`crate::Error::Invalid`] if it has
+    /// no whole batch and `dataloader_drop_last` wants one.
+    pub fn train_loader(
+        &self,
+        arguments: &TrainingArguments,
+        device: Device,
+    ) -> Result<BatchLoader<TextBatch>> {
+        let how = loading(arguments, device, true);
+        match &self.rows {
+            Some(rows) => rows.load(how),
+            None => {
+                let windows =
+                    RandomWindows::new(self.train.clone(), context(arguments), arguments.seed)?;
+                BatchLoader::of_windows(windows, self.micro_batches_per_epoch(arguments), how)
+            }
+        }
+    }
+
+    /// One pass over the validation part, `max_eval_batches` at most: windows in order, or documents
+    /// without padding.
+    ///
+    /// # Errors
+    /// [`crate::Error::Data`] if the part is shorter than a window.
+    pub fn validation_loader(
+        &self,
+        arguments: &TrainingArguments,
+        device: Device,
+    ) -> Result<BatchLoader<TextBatch>> {
+        let how = loading(arguments, device, false);
+        if self.rows.is_some() {
+            return DocumentRows::to_evaluate(&self.validation, arguments)?.load(how);
+        }
+        let windows = self.validation_windows(arguments)?;
+        let batches = windows.len() as u64;
+        let batches = batches.div_ceil(arguments.per_device_eval_batch_size.max(1));
+        BatchLoader::of_windows(windows, batches, how)
+    }
+
     /// Random windows of the training part, without end, in an order that the seed decides.
     ///
     /// # Errors
@@ -168,20 +211,31 @@ impl TextData {
         arguments: &TrainingArguments,
         device: Device,
     ) -> Result<TokenBatches> {
-        let mut windows = SequentialWindows::new(
+        let windows = self.validation_windows(arguments)?;
+        let options = batches_of(arguments.per_device_eval_batch_size);
+        Ok(TokenBatches::new(windows, options, device)?)
+    }
+
+    fn validation_windows(&self, arguments: &TrainingArguments) -> Result<SequentialWindows> {
+        let windows = SequentialWindows::new(
             self.validation.clone(),
             context(arguments),
             LastWindow::Drop,
         )?;
-        let batch = arguments.per_device_eval_batch_size;
-        if let Some(batches) = arguments.max_eval_batches {
-            windows = windows.at_most(usize::try_from(batches * batch).unwrap_or(usize::MAX))?;
-        }
-        Ok(TokenBatches::new(windows, batches_of(batch), device)?)
+        Ok(match arguments.max_eval_batches {
+            Some(batches) => {
+                let most = batches * arguments.per_device_eval_batch_size;
+                windows.at_most(usize::try_from(most).unwrap_or(usize::MAX))?
+            }
+            None => windows,
+        })
     }
 
     /// Micro-batches of one pass over the training part.
     pub fn micro_batches_per_epoch(&self, arguments: &TrainingArguments) -> u64 {
+        if let Some(rows) = &self.rows {
+            return rows.micro_batches(arguments);
+        }
         let tokens = arguments.per_device_train_batch_size * arguments.context_length;
         (self.train.len() as u64).div_ceil(tokens.max(1))
     }
@@ -199,8 +253,12 @@ fn batches_of(size: u64) -> BatchOptions {
     }
 }
 
-fn megabytes(bytes: u64) -> f64 {
-    bytes as f64 / 1e6
+fn loading(arguments: &TrainingArguments, device: Device, endless: bool) -> Loading<'_> {
+    Loading {
+        arguments,
+        device,
+        endless,
+    }
 }
 
 fn millions(count: usize) -> f64 {

@@ -58,9 +58,52 @@ pub struct TrainArgs {
     #[allow(missing_docs, reason = "documented by `help`")]
     pub seed: Option<u64>,
 
-    /// Text to train on: files or folders [default: the Rust sources that Cargo keeps]
+    /// Text to train on: files or folders of text, JSON Lines, CSV, Parquet [default: the Rust sources
+    /// that Cargo keeps]
     #[arg(long, value_name = "PATH", num_args = 1.., help_heading = "Data")]
     pub data: Vec<PathBuf>,
+
+    #[arg(long, alias = "dataset-text-field", value_name = "NAME", help_heading = "Data",
+        help = help("Column or field of a record that holds its text", |a| a.dataset_text_field.clone()))]
+    #[allow(missing_docs, reason = "documented by `help`")]
+    pub text_column: Option<String>,
+
+    /// What a document of a text file is: document (the whole file) or line [default: document]
+    #[arg(long, value_name = "WHAT", help_heading = "Data")]
+    pub sample_by: Option<String>,
+
+    /// Leave out documents that are equal to an earlier one
+    #[arg(long, help_heading = "Data")]
+    pub remove_duplicates: bool,
+
+    /// What a sequence is: windows (of documents laid end to end) or documents [default: windows]
+    #[arg(long, value_name = "WHAT", help_heading = "Data")]
+    pub sequences: Option<String>,
+
+    /// Lay as many documents into a row as fit
+    #[arg(long, help_heading = "Data")]
+    pub packing: bool,
+
+    /// How: bfd, bfd_split or wrapped [default: bfd]
+    #[arg(long, value_name = "NAME", help_heading = "Data")]
+    pub packing_strategy: Option<String>,
+
+    /// Put documents of about one length into a batch
+    #[arg(long, help_heading = "Data")]
+    pub group_by_length: bool,
+
+    /// Column of lengths to group by instead of the tokens [default: length, where there is one]
+    #[arg(long, value_name = "NAME", help_heading = "Data")]
+    pub length_column_name: Option<String>,
+
+    #[arg(long, value_name = "N", help_heading = "Data",
+        help = help("Threads that prepare batches", |a| a.dataloader_num_workers.to_string()))]
+    #[allow(missing_docs, reason = "documented by `help`")]
+    pub dataloader_num_workers: Option<usize>,
+
+    /// Batches that each of them is ahead [default: 2]
+    #[arg(long, value_name = "N", help_heading = "Data")]
+    pub dataloader_prefetch_factor: Option<usize>,
 
     /// A tokenizer.json [default: a byte-level BPE trained on the data]
     #[arg(long, value_name = "FILE", help_heading = "Data")]
@@ -259,6 +302,19 @@ impl TrainArgs {
         if !self.data.is_empty() {
             set("data", json!(self.data));
         }
+        set("dataset_text_field", json!(self.text_column));
+        set("sample_by", json!(self.sample_by));
+        set("remove_duplicates", switch(self.remove_duplicates, false));
+        set("sequences", json!(self.sequences));
+        set("packing", switch(self.packing, false));
+        set("packing_strategy", json!(self.packing_strategy));
+        set("group_by_length", switch(self.group_by_length, false));
+        set("length_column_name", json!(self.length_column_name));
+        set("dataloader_num_workers", json!(self.dataloader_num_workers));
+        set(
+            "dataloader_prefetch_factor",
+            json!(self.dataloader_prefetch_factor),
+        );
         set("tokenizer", json!(self.tokenizer));
         set("vocab_size", json!(self.vocab_size));
         set("context_length", json!(self.context_length));

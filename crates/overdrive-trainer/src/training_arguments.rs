@@ -2,11 +2,15 @@
 
 use std::path::PathBuf;
 
+use overdrive_datasets::PackingStrategy;
 use overdrive_optim::{LrSchedulerType, ScheduleOptions};
 use overdrive_transformer::AttentionImplementation;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::{GradientCheckpointingArguments, ModelArguments, Preset};
+use crate::{GradientCheckpointingArguments, ModelArguments, Preset, SampleBy, SequenceMode};
+
+/// `length_column_name` in transformers.
+pub(crate) const DEFAULT_LENGTH_COLUMN: &str = "length";
 
 /// The configuration of a training run, under the keys of Hugging Face's `TrainingArguments`
 /// (transformers 5) and with its defaults; the keys about model and data are ours.
@@ -27,9 +31,16 @@ pub struct TrainingArguments {
     /// Seed of everything that is drawn: weights, order of the data, samples. Default 42.
     pub seed: u64,
 
-    /// The text to train on: files or folders. Default: the Rust sources that Cargo keeps.
+    /// The text to train on: files or folders of text, JSON Lines, JSON arrays, CSV, TSV, and with the
+    /// feature `parquet` Parquet and Arrow. Default: the Rust sources that Cargo keeps.
     #[serde(deserialize_with = "one_or_many")]
     pub data: Vec<PathBuf>,
+    /// The column or field of a record that holds its text (also `text_column`). Default `text`.
+    pub dataset_text_field: String,
+    /// What a document of a text file is: all of it, or each line. Default `document`.
+    pub sample_by: SampleBy,
+    /// Leaves out documents that are equal to an earlier one, before they are tokenized. Default false.
+    pub remove_duplicates: bool,
     /// A `tokenizer.json`. Default: a byte-level BPE of `vocab_size` tokens is trained on the data.
     pub tokenizer: Option<PathBuf>,
     /// Tokens of the tokenizer that is trained where none is given. Default 4096.
@@ -38,6 +49,33 @@ pub struct TrainingArguments {
     pub context_length: u64,
     /// The part of the documents that is kept for validation, above 0 and below 1. Default 0.05.
     pub validation_fraction: f64,
+    /// What a training sequence is: a window of the documents laid end to end, or a document. Default:
+    /// windows, unless `packing`, `padding_free`, `group_by_length` or `pad_to_multiple_of` asks for
+    /// documents.
+    pub sequences: Option<SequenceMode>,
+    /// Lays as many documents into a row as fit. Default false.
+    pub packing: bool,
+    /// How: `bfd`, `bfd_split` or `wrapped`. Default `bfd`.
+    pub packing_strategy: PackingStrategy,
+    /// Lays the documents of a batch one behind the other instead of padding them. Default false.
+    pub padding_free: bool,
+    /// Pads to a multiple of it. Default 1.
+    pub pad_to_multiple_of: usize,
+    /// Puts documents of about one length into a batch (`train_sampling_strategy: group_by_length` in
+    /// transformers 5). Default false.
+    pub group_by_length: bool,
+    /// A column of numbers that `group_by_length` goes by instead of the tokens, where the records have
+    /// it; not used without `group_by_length`. Default `length`.
+    pub length_column_name: String,
+    /// Threads that prepare batches; 0 prepares each when it is asked for. The batches are the same.
+    /// Default 0; 1 in the presets.
+    pub dataloader_num_workers: usize,
+    /// Batches that each of them is ahead. Default: 2.
+    pub dataloader_prefetch_factor: Option<usize>,
+    /// Copies batches to a GPU from page-locked memory, while it computes. Default true.
+    pub dataloader_pin_memory: bool,
+    /// Leaves out the last batch of a pass where it has fewer rows. Windows leave none. Default false.
+    pub dataloader_drop_last: bool,
     /// The shape of the model.
     pub model: ModelArguments,
 
@@ -125,10 +163,24 @@ impl Default for TrainingArguments {
             overwrite_output_dir: false,
             seed: 42,
             data: Vec::new(),
+            dataset_text_field: "text".to_owned(),
+            sample_by: SampleBy::default(),
+            remove_duplicates: false,
             tokenizer: None,
             vocab_size: 4096,
             context_length: 256,
             validation_fraction: 0.05,
+            sequences: None,
+            packing: false,
+            packing_strategy: PackingStrategy::default(),
+            padding_free: false,
+            pad_to_multiple_of: 1,
+            group_by_length: false,
+            length_column_name: DEFAULT_LENGTH_COLUMN.to_owned(),
+            dataloader_num_workers: 0,
+            dataloader_prefetch_factor: None,
+            dataloader_pin_memory: true,
+            dataloader_drop_last: false,
             model: ModelArguments::default(),
             max_steps: -1,
             num_train_epochs: 3.0,

@@ -3,86 +3,16 @@
 use std::time::Instant;
 
 use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, Window};
-use overdrive_datasets::{Batch, InstructionTensors};
+use overdrive_datasets::LoaderStats;
 use overdrive_optim::Optimizer;
 use overdrive_precision::Precision;
 use overdrive_profiling::{
-    Bottleneck, Phase, StepMetrics, StepWork, Tracker, Trackers, TrainingProgress,
+    Bottleneck, DataLoading, LoaderTotals, Phase, StepMetrics, StepWork, Tracker, Trackers,
+    TrainingProgress,
 };
-use overdrive_transformer::{CausalLm, ForwardInput, LabelShift, LossOutput};
+use overdrive_transformer::CausalLm;
 
-use crate::{Interrupt, Result, TrainingArguments, TrainingPlan};
-
-/// What a micro-batch is to a training loop.
-pub trait TrainBatch {
-    /// How many labels count, known without asking the device.
-    fn label_count(&self) -> u64;
-
-    /// Sequences.
-    fn samples(&self) -> u64;
-
-    /// Tokens that the model works through, padding not counted.
-    fn tokens(&self) -> u64;
-
-    /// The summed loss.
-    ///
-    /// # Errors
-    /// When the forward pass fails.
-    fn loss(&self, model: &CausalLm) -> Result<LossOutput>;
-}
-
-impl TrainBatch for Batch {
-    fn label_count(&self) -> u64 {
-        self.label_count as u64
-    }
-
-    fn samples(&self) -> u64 {
-        self.input_ids
-            .size()
-            .first()
-            .copied()
-            .unwrap_or(0)
-            .unsigned_abs()
-    }
-
-    fn tokens(&self) -> u64 {
-        self.input_ids.numel() as u64
-    }
-
-    fn loss(&self, model: &CausalLm) -> Result<LossOutput> {
-        Ok(model.loss(&self.input_ids, &self.labels, LabelShift::Shifted)?)
-    }
-}
-
-impl TrainBatch for InstructionTensors {
-    fn label_count(&self) -> u64 {
-        self.label_count as u64
-    }
-
-    fn samples(&self) -> u64 {
-        self.sequences as u64
-    }
-
-    fn tokens(&self) -> u64 {
-        self.tokens as u64
-    }
-
-    /// Padding is on the right, where a causal model does not look, and its labels do not count: no
-    /// mask is needed, and attention keeps its fastest kernel.
-    fn loss(&self, model: &CausalLm) -> Result<LossOutput> {
-        let input = ForwardInput::new(&self.input_ids);
-        if self.sequence_lengths.is_empty() {
-            return Ok(model.loss_of(input, &self.labels, LabelShift::HuggingFace)?);
-        }
-        let device = self.input_ids.device();
-        let lengths = &self.sequence_lengths;
-        let sequences = overdrive_attention::PackedLengths::from_lengths(lengths, device)?;
-        let input = input
-            .with_position_ids(&self.position_ids)
-            .with_sequences(&sequences);
-        Ok(model.loss_of(input, &self.labels, LabelShift::HuggingFace)?)
-    }
-}
+use crate::{Interrupt, Result, TrainBatch, TrainBatches, TrainingArguments, TrainingPlan};
 
 /// What an evaluation found.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -119,12 +49,16 @@ pub struct TrainingSummary {
     pub evaluation: Option<Evaluation>,
     /// Tokens worked through, padding not counted.
     pub tokens: u64,
+    /// The same with padding.
+    pub places: u64,
     /// Seconds of all steps, evaluations not counted.
     pub step_seconds: f64,
     /// Bytes of the optimizer's state.
     pub optimizer_bytes: u64,
     /// What held the steps up.
     pub bottleneck: Option<Bottleneck>,
+    /// How long the steps waited for their batches.
+    pub data_loading: Option<DataLoading>,
     /// Whether a signal ended it early.
     pub interrupted: bool,
 }
@@ -133,6 +67,11 @@ impl TrainingSummary {
     /// Tokens a second over all steps.
     pub fn tokens_per_second(&self) -> f64 {
         self.tokens as f64 / self.step_seconds.max(f64::MIN_POSITIVE)
+    }
+
+    /// The part of all places that was padding, 0 to 1.
+    pub fn padding(&self) -> f64 {
+        padding(self.tokens, self.places)
     }
 }
 
@@ -148,7 +87,7 @@ impl TrainingLoop<'_> {
     pub fn run<B: TrainBatch>(
         mut self,
         model: &mut CausalLm,
-        mut batches: &mut dyn Iterator<Item = overdrive_datasets::Result<B>>,
+        mut batches: &mut dyn TrainBatches<B>,
         evaluate: &mut dyn FnMut(&CausalLm) -> Result<Evaluation>,
     ) -> Result<TrainingSummary> {
         let arguments = self.arguments;
@@ -197,12 +136,17 @@ impl TrainingLoop<'_> {
             }
             let (loss, grad_norm) = (outcome.loss()?, outcome.grad_norm()?);
             let tokens = window.iter().map(TrainBatch::tokens).sum();
+            let places = window.iter().map(TrainBatch::places).sum();
+            if let Some(stats) = batches.loader_stats() {
+                recorder.loader(totals_of(stats));
+            }
             let record = recorder.end_step(StepWork {
                 tokens,
                 samples: window.iter().map(TrainBatch::samples).sum(),
             })?;
             summary.losses.push(loss);
             summary.tokens += tokens;
+            summary.places += places;
             summary.step_seconds += record.seconds;
             if let Some(profiler) = &mut profiler {
                 profiler.step()?;
@@ -223,6 +167,9 @@ impl TrainingLoop<'_> {
                 ..StepMetrics::default()
             };
             record.apply_to(&mut metrics);
+            if places > tokens {
+                metrics.padding = Some(padding(tokens, places));
+            }
             let stop = interrupt.requested();
             if self.plan.eval_due(step) || (stop && self.plan.eval_steps.is_some()) {
                 model.set_training(false)?;
@@ -253,6 +200,7 @@ impl TrainingLoop<'_> {
             profiler.finish()?;
         }
         summary.bottleneck = recorder.bottleneck();
+        summary.data_loading = recorder.data_loading();
         summary.optimizer_bytes = state_bytes(self.optimizer.as_ref());
         Ok(summary)
     }
@@ -264,6 +212,20 @@ impl std::fmt::Debug for TrainingLoop<'_> {
             .field("plan", &self.plan)
             .field("precision", &self.precision)
             .finish_non_exhaustive()
+    }
+}
+
+fn padding(tokens: u64, places: u64) -> f64 {
+    1.0 - tokens as f64 / places.max(1) as f64
+}
+
+fn totals_of(stats: LoaderStats) -> LoaderTotals {
+    LoaderTotals {
+        batches: stats.batches,
+        wait: stats.wait,
+        longest_wait: stats.longest_wait,
+        ready: stats.ready,
+        failed_records: stats.failed_records,
     }
 }
 

@@ -157,6 +157,7 @@ impl TrainingArguments {
 
     fn validate_data(&self) -> Result<()> {
         at_least_one("context_length", self.context_length)?;
+        self.validate_loading()?;
         if self.tokenizer.is_none() && self.vocab_size < 257 {
             return invalid(
                 "vocab_size",

@@ -226,10 +226,10 @@ fn packed_padded_and_padding_free_batches_have_one_loss() {
     };
     let padded = first_loss(&|_| {});
     for loss in [
-        first_loss(&|arguments| arguments.packing = true),
-        first_loss(&|arguments| arguments.padding_free = true),
+        first_loss(&|arguments| arguments.training.packing = true),
+        first_loss(&|arguments| arguments.training.padding_free = true),
         first_loss(&|arguments| {
-            arguments.packing = true;
+            arguments.training.packing = true;
             arguments.training.gradient_checkpointing = true;
         }),
     ] {
@@ -238,18 +238,54 @@ fn packed_padded_and_padding_free_batches_have_one_loss() {
 }
 
 #[test]
+fn losses_of_fine_tuning_are_equal_for_any_number_of_workers() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    for (grouped, packed) in [(false, false), (true, false), (false, true)] {
+        let losses = |workers| {
+            let mut arguments = prepare(folder.path(), 30);
+            arguments.training.max_steps = 8;
+            arguments.training.samples = 0;
+            arguments.training.overwrite_output_dir = true;
+            arguments.training.group_by_length = grouped;
+            arguments.training.packing = packed;
+            arguments.training.dataloader_num_workers = workers;
+            finetune(&arguments, quiet).unwrap().summary.losses
+        };
+        let without = losses(0);
+        assert_eq!(losses(1), without);
+        assert_eq!(losses(2), without);
+    }
+}
+
+#[test]
+fn equal_records_are_left_out_and_counted() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    // Of 7 by 5 different questions.
+    let mut arguments = prepare(folder.path(), 70);
+    arguments.training.remove_duplicates = true;
+    arguments.training.eval_strategy = IntervalStrategy::Steps;
+    arguments.training.validation_fraction = 0.2;
+    let mut said = String::new();
+    let data = overdrive_trainer::InstructionData::prepare(&arguments, &[], |line| said += line);
+    let data = data.unwrap();
+    assert!(
+        said.contains("35 records equal to an earlier one left out"),
+        "{said}"
+    );
+    let held = data.validation.as_ref().unwrap();
+    assert_eq!((data.train.lengths().len(), held.lengths().len()), (28, 7));
+}
+
+#[test]
 fn padding_changes_no_loss_with_a_mask_or_without() {
     let _alone = alone();
     let folder = tempfile::tempdir().unwrap();
     let arguments = prepare(folder.path(), 9);
     let data = overdrive_trainer::InstructionData::prepare(&arguments, &[], quiet).unwrap();
-    let batches = data.train_batches(&arguments).unwrap();
-    let batch = data
-        .on_device(batches, Device::Cpu)
-        .unwrap()
-        .next()
-        .unwrap()
-        .unwrap();
+    let mut batches = data.train_batches(&arguments, Device::Cpu).unwrap();
+    let batch = batches.next().unwrap().unwrap();
     let model =
         CausalLm::from_pretrained(&arguments.model_name_or_path, &LoadOptions::default()).unwrap();
     let without = f64::try_from(batch.loss(&model).unwrap().sum).unwrap();

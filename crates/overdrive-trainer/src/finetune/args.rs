@@ -66,6 +66,18 @@ pub struct FinetuneArgs {
     #[arg(long)]
     pub packing: bool,
 
+    /// Put examples of about one length into a batch
+    #[arg(long, conflicts_with = "packing")]
+    pub group_by_length: bool,
+
+    /// Leave out records that are equal to an earlier one
+    #[arg(long)]
+    pub remove_duplicates: bool,
+
+    /// Threads that prepare batches [default: 1]
+    #[arg(long, value_name = "N")]
+    pub dataloader_num_workers: Option<usize>,
+
     /// Rows of a micro-batch [default: 8]
     #[arg(long, alias = "per-device-train-batch-size", value_name = "N")]
     pub micro_batch_size: Option<u64>,
@@ -159,6 +171,9 @@ impl FinetuneArgs {
         }
         set("context_length", json!(self.max_seq_length));
         set("packing", json!(on(self.packing)));
+        set("group_by_length", json!(on(self.group_by_length)));
+        set("remove_duplicates", json!(on(self.remove_duplicates)));
+        set("dataloader_num_workers", json!(self.dataloader_num_workers));
         set("per_device_train_batch_size", json!(self.micro_batch_size));
         set(
             "gradient_accumulation_steps",

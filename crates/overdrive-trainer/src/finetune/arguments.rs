@@ -1,13 +1,14 @@
 use std::path::PathBuf;
 
-use overdrive_datasets::{OnBadRecord, PackingStrategy};
+use overdrive_datasets::OnBadRecord;
 use overdrive_lora::{BiasMode, LoraConfig, TargetModules};
 use overdrive_precision::Precision;
 use overdrive_quantization::{BlockOptions, Scheme};
 use overdrive_transformer::QuantizeOptions;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result, TrainingArguments};
+use crate::training_arguments::DEFAULT_LENGTH_COLUMN;
+use crate::{Error, Result, SequenceMode, TrainingArguments};
 
 /// The configuration of a fine-tuning, under the keys of TRL's `SFTConfig` and `ModelConfig`, PEFT's
 /// `LoraConfig` and transformers' `BitsAndBytesConfig`, and those of [`TrainingArguments`] for all that
@@ -21,6 +22,10 @@ use crate::{Error, Result, TrainingArguments};
 /// | `bnb_4bit_quant_type` | `fp4` | transformers' |
 /// | `assistant_only_loss` | true | false |
 /// | `logging_steps` | 10 | TRL's |
+/// | `dataloader_num_workers` | 1 | 0: what is a process in PyTorch is a thread here |
+///
+/// `packing`, `padding_free`, `group_by_length`, `remove_duplicates` and the keys of the loader are
+/// those of [`TrainingArguments`]; a document is an example here.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct FinetuneArguments {
@@ -66,16 +71,6 @@ pub struct FinetuneArguments {
     /// Linear maps that are not quantized. Default: the head.
     pub llm_int8_skip_modules: Option<Vec<String>>,
 
-    /// Lays as many examples into a row as fit. Default false.
-    pub packing: bool,
-    /// How: `bfd`, `bfd_split` or `wrapped`. Default `bfd`.
-    pub packing_strategy: PackingStrategy,
-    /// Lays the examples of a batch one behind the other instead of padding them. Default false.
-    pub padding_free: bool,
-    /// Puts examples of about one length into a batch. Default false.
-    pub group_by_length: bool,
-    /// Pads to a multiple of it. Default 1.
-    pub pad_to_multiple_of: usize,
     /// Of a prompt and its answer, learns the answer alone. Default true.
     pub completion_only_loss: bool,
     /// Of a conversation, learns what the assistant says alone. Default true; false in TRL.
@@ -118,11 +113,6 @@ impl Default for FinetuneArguments {
             bnb_4bit_compute_dtype: ComputeDtype::default(),
             llm_int8_threshold: 6.0,
             llm_int8_skip_modules: None,
-            packing: false,
-            packing_strategy: PackingStrategy::default(),
-            padding_free: false,
-            group_by_length: false,
-            pad_to_multiple_of: 1,
             completion_only_loss: true,
             assistant_only_loss: true,
             chat_template_path: None,
@@ -135,6 +125,7 @@ impl Default for FinetuneArguments {
                 context_length: 1024,
                 learning_rate: 2e-4,
                 logging_steps: 10.0,
+                dataloader_num_workers: 1,
                 ..TrainingArguments::default()
             },
         }
@@ -229,13 +220,33 @@ impl FinetuneArguments {
                 "train adapters, or leave out `load_in_4bit` and `load_in_8bit`",
             );
         }
-        if self.packing && self.group_by_length {
-            let problem = "packed rows are full whatever is in them";
+        let training = &self.training;
+        if training.length_column_name != DEFAULT_LENGTH_COLUMN {
+            let problem =
+                "lengths are those of the tokens, which are counted when the file is opened";
             return invalid(
-                "group_by_length",
-                "true".to_owned(),
+                "length_column_name",
+                format!("`{}`", training.length_column_name),
                 problem,
-                "drop it, or `packing`",
+                "drop it: `group_by_length` needs no column",
+            );
+        }
+        if training.dataset_text_field != TrainingArguments::default().dataset_text_field {
+            let problem = "records are told apart by the names of their fields";
+            return invalid(
+                "dataset_text_field",
+                format!("`{}`", training.dataset_text_field),
+                problem,
+                "call the field `text`",
+            );
+        }
+        if training.sequences == Some(SequenceMode::Windows) {
+            let problem = "examples are learned each by itself";
+            return invalid(
+                "sequences",
+                "`windows`".to_owned(),
+                problem,
+                "drop it, and write `packing: true` for rows without padding",
             );
         }
         if self.merge && !self.use_peft {

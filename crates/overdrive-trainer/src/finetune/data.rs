@@ -2,19 +2,17 @@ use std::path::Path;
 use std::sync::Arc;
 
 use overdrive_datasets::{
-    ChatFormat, ChatMessage, CollateOptions, Dataset, EncodeOptions, InstructionBatches,
-    InstructionDataset, InstructionEncoder, InstructionOptions, InstructionTensorBatches, Layout,
-    RenderedChat, Tokenizer, load_tokenizer,
+    ChatFormat, ChatMessage, Dataset, DeduplicateOptions, EncodeOptions, InstructionDataset,
+    InstructionEncoder, InstructionOptions, InstructionRecord, InstructionTensors, PackPlan,
+    RenderedChat, RowLayout, Selection, SequenceRows, Tokenizer, load_tokenizer,
 };
 use overdrive_generation::{ChatTemplate, ChatTemplateOptions, Message};
 use serde_json::Value;
 use tch::Device;
 
 use super::FinetuneArguments;
-use crate::{Error, IntervalStrategy, Result};
-
-/// Batches prepared ahead.
-const PREFETCH: usize = 2;
+use crate::batch_loader::Loading;
+use crate::{BatchLoader, Error, IntervalStrategy, Result};
 
 /// The files that make a tokenizer.
 const TOKENIZER_FILES: [&str; 9] = [
@@ -104,6 +102,10 @@ impl InstructionData {
         };
         let all = InstructionDataset::open(&arguments.training.data, encoder, options)?;
         say(&format!("            {}", all.report()));
+        let all = match arguments.training.remove_duplicates {
+            true => without_duplicates(all, &mut say)?,
+            false => all,
+        };
         let seed = arguments.training.seed;
         let (train, validation) = match arguments.training.eval_strategy {
             IntervalStrategy::No => (all, None),
@@ -130,45 +132,43 @@ impl InstructionData {
         &self.tokenizer
     }
 
-    /// How batches to learn from are made.
-    pub fn collate_options(&self, arguments: &FinetuneArguments) -> CollateOptions {
-        let rows = arguments.training.per_device_train_batch_size;
-        CollateOptions {
-            micro_batch_size: usize::try_from(rows).unwrap_or(usize::MAX),
-            layout: if arguments.packing {
-                Layout::Packed(arguments.packing_strategy)
-            } else if arguments.padding_free {
-                Layout::PaddingFree
-            } else {
-                Layout::Padded
-            },
-            group_by_length: arguments.group_by_length,
-            pad_token: self.pad_token,
-            pad_to_multiple_of: arguments.pad_to_multiple_of,
-            shuffle: true,
-            seed: arguments.training.seed,
-        }
+    /// Batches to learn from, pass after pass, prepared by `dataloader_num_workers` threads.
+    ///
+    /// # Errors
+    /// When an option is out of its range, or there is no whole batch and `dataloader_drop_last` wants
+    /// one.
+    pub fn train_batches(
+        &self,
+        arguments: &FinetuneArguments,
+        device: Device,
+    ) -> Result<BatchLoader<InstructionTensors>> {
+        let (rows, layout, lengths) = self.rows(arguments)?;
+        let how = loading(arguments, device, true);
+        BatchLoader::of_rows(rows, layout, lengths, std::convert::identity, how)
     }
 
-    /// Batches to learn from, without end.
+    /// The part of a pass's places that holds tokens, 0 to 1; of packed rows, how full they are. And the
+    /// tokens of the longest row.
     ///
     /// # Errors
     /// When an option is out of its range.
-    pub fn train_batches(&self, arguments: &FinetuneArguments) -> Result<InstructionBatches> {
-        let options = self.collate_options(arguments);
-        Ok(InstructionBatches::new(Arc::clone(&self.train), options)?)
+    pub fn fill(&self, arguments: &FinetuneArguments) -> Result<(f64, u64)> {
+        let (rows, layout, lengths) = self.rows(arguments)?;
+        let how = loading(arguments, Device::Cpu, true);
+        let plan = rows.plan();
+        let longest = (0..plan.len()).map(|row| plan.row_tokens(row)).max();
+        let fill = how.fill(plan, layout, lengths)?;
+        Ok((fill, longest.unwrap_or(1).max(1) as u64))
     }
 
-    /// The same as tensors, made ahead by a thread.
-    ///
-    /// # Errors
-    /// When the thread cannot be started.
-    pub fn on_device(
-        &self,
-        batches: InstructionBatches,
-        device: Device,
-    ) -> Result<InstructionTensorBatches> {
-        Ok(InstructionTensorBatches::new(batches, PREFETCH, device)?)
+    fn rows(&self, arguments: &FinetuneArguments) -> Result<TrainRows> {
+        let training = &arguments.training;
+        let plan = training.pack_plan(self.train.lengths())?;
+        let length = |row| u32::try_from(plan.row_tokens(row)).unwrap_or(u32::MAX);
+        let lengths = training.group_by_length;
+        let lengths = lengths.then(|| (0..plan.len()).map(length).collect());
+        let rows = SequenceRows::new(Arc::clone(&self.train), Arc::new(plan));
+        Ok((rows, training.row_layout(self.pad_token), lengths))
     }
 
     /// One pass over what is held back, the examples one behind the other without padding.
@@ -179,24 +179,17 @@ impl InstructionData {
         &self,
         arguments: &FinetuneArguments,
         device: Device,
-    ) -> Result<
-        Option<
-            impl Iterator<Item = overdrive_datasets::Result<overdrive_datasets::InstructionTensors>>,
-        >,
-    > {
+    ) -> Result<Option<impl Iterator<Item = overdrive_datasets::Result<InstructionTensors>>>> {
         let Some(validation) = &self.validation else {
             return Ok(None);
         };
-        let rows = arguments.training.per_device_eval_batch_size;
-        let options = CollateOptions {
-            micro_batch_size: usize::try_from(rows).unwrap_or(usize::MAX),
-            layout: Layout::PaddingFree,
-            shuffle: false,
-            ..CollateOptions::default()
-        };
-        let batches = InstructionBatches::new(Arc::clone(validation), options)?;
+        let capacity = validation.encoder().options().max_seq_length;
+        let plan = Arc::new(PackPlan::one_each(validation.lengths(), capacity)?);
+        let rows = SequenceRows::new(Arc::clone(validation), plan);
+        let how = loading(arguments, device, false);
+        let same = std::convert::identity;
+        let batches = BatchLoader::of_rows(rows, RowLayout::EndToEnd, None, same, how)?;
         let most = arguments.training.max_eval_batches.unwrap_or(u64::MAX);
-        let batches = self.on_device(batches, device)?;
         Ok(Some(
             batches.take(usize::try_from(most).unwrap_or(usize::MAX)),
         ))
@@ -221,6 +214,55 @@ impl InstructionData {
         }
         Ok(())
     }
+}
+
+/// What rows are made of, how they lie in a batch, and what they are grouped by.
+type TrainRows = (
+    SequenceRows<Arc<InstructionDataset>>,
+    RowLayout,
+    Option<Vec<u32>>,
+);
+
+fn loading(arguments: &FinetuneArguments, device: Device, endless: bool) -> Loading<'_> {
+    Loading {
+        arguments: &arguments.training,
+        device,
+        endless,
+    }
+}
+
+/// Records as they stand in their files.
+struct Records(InstructionDataset);
+
+impl Dataset for Records {
+    type Item = InstructionRecord;
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn get(&self, index: usize) -> overdrive_datasets::Result<InstructionRecord> {
+        self.0.record(index)
+    }
+}
+
+/// Each record once, the first of those that are equal.
+fn without_duplicates(
+    all: InstructionDataset,
+    say: &mut impl FnMut(&str),
+) -> Result<InstructionDataset> {
+    // Texts are escaped in it, so different records never look alike.
+    let key = |record: &InstructionRecord| format!("{record:?}").into_bytes();
+    let records = Records(all.clone());
+    let unique = Selection::deduplicate(records, key, &DeduplicateOptions::default())?;
+    let kept: Vec<usize> = (0..unique.records.len())
+        .filter_map(|index| unique.records.place(index))
+        .collect();
+    say(&format!(
+        "            {} records equal to an earlier one left out",
+        unique.duplicates
+    ));
+    Ok(all.subset(&kept)?)
 }
 
 fn chat_template(arguments: &FinetuneArguments) -> Result<Option<Arc<dyn ChatFormat>>> {

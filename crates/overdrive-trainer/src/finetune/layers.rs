@@ -44,22 +44,22 @@ const LORA: &[(&str, &str)] = &[
 ];
 
 /// Keys that say what a file is and ask for nothing here.
-const IDLE: [&str; 8] = [
+const IDLE: [&str; 7] = [
     "task_type",
     "lora_task_type",
     "peft_type",
     "quant_method",
     "bnb_4bit_quant_storage",
-    "dataset_text_field",
     "inference_mode",
     "trust_remote_code",
 ];
 
 /// Keys of training from scratch that mean nothing here.
-const NOT_HERE: [(&str, &str); 3] = [
+const NOT_HERE: [(&str, &str); 4] = [
     ("preset", "the model has its shape"),
     ("vocab_size", "the model has its tokenizer"),
     ("tokenizer", "the model has its tokenizer"),
+    ("sample_by", "files of records have records"),
 ];
 
 /// The configuration of a fine-tuning in layers, as [`Layers`] is that of a training: a file, on it

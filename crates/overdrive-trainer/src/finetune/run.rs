@@ -1,7 +1,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use overdrive_datasets::{Dataset, InstructionBatches};
+use overdrive_datasets::Dataset;
 use overdrive_generation::{GenerationConfig, generate};
 use overdrive_profiling::{
     JsonLines, Machine, MemoryUsage, Report, Sample, TensorBoard, Trackers, read_metrics,
@@ -124,8 +124,8 @@ pub(super) fn train(
         arguments.training.context_length = context;
     }
     let data = InstructionData::prepare(arguments, config.eos_token_ids(), &mut *say)?;
-    let batches = data.train_batches(arguments)?;
-    let fill = batches.fill();
+    let mut batches = data.train_batches(arguments, device)?;
+    let (fill, width) = data.fill(arguments)?;
     say(&format!(
         "batches     {} of {} rows a pass, {:.1}% of their places hold tokens",
         batches.batches_per_epoch(),
@@ -149,7 +149,8 @@ pub(super) fn train(
     let plan = arguments
         .training
         .plan(batches.batches_per_epoch() as u64)?;
-    let width = width_of(&batches, arguments);
+    // About how many tokens a row of a micro-batch has, for the estimate of memory.
+    let width = width.min(arguments.training.context_length);
     let training = TrainingLoop {
         arguments: &arguments.training,
         plan,
@@ -164,8 +165,7 @@ pub(super) fn train(
         trackers: trackers(arguments, &mut *say)?,
         shows_progress,
     };
-    let mut tensors = data.on_device(batches, device)?;
-    let summary = training.run(&mut model.model, &mut tensors, &mut |model| {
+    let summary = training.run(&mut model.model, &mut batches, &mut |model| {
         evaluate(arguments, &data, model)
     })?;
     let peak = MemoryUsage::of(device).peak_allocated_bytes;
@@ -178,14 +178,6 @@ pub(super) fn train(
         memory,
         fill,
     })
-}
-
-/// About how many tokens a row of a micro-batch has.
-fn width_of(batches: &InstructionBatches, arguments: &FinetuneArguments) -> u64 {
-    let rows = batches.plan();
-    let longest = (0..rows.len()).map(|row| rows.row_tokens(row)).max();
-    let longest = longest.unwrap_or(1).max(1) as u64;
-    longest.min(arguments.training.context_length)
 }
 
 /// The loss on what is held back.
@@ -300,9 +292,13 @@ impl fmt::Display for FinetuneResults {
         }
         writeln!(
             f,
-            "\nspeed       {:.0} tokens/s",
-            self.summary.tokens_per_second()
+            "\nspeed       {:.0} real tokens/s, {:.1}% of the places were padding",
+            self.summary.tokens_per_second(),
+            100.0 * self.summary.padding()
         )?;
+        if let Some(loading) = self.summary.data_loading {
+            writeln!(f, "            {loading}")?;
+        }
         write!(f, "{}", self.memory)
     }
 }

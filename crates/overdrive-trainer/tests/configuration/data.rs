@@ -1,0 +1,192 @@
+//! The keys about data and its loader.
+
+use overdrive_datasets::PackingStrategy;
+use overdrive_trainer::{FinetuneLayers, Preset, SampleBy, SequenceMode, TrainingArguments};
+
+use crate::{error, file, resolve};
+
+#[test]
+fn documents_are_sequences_where_a_key_asks_for_what_only_they_have() {
+    assert_eq!(
+        resolve(&[]).expect("valid").sequence_mode(),
+        SequenceMode::Windows
+    );
+    for text in [
+        "packing: true",
+        "padding_free: true",
+        "group_by_length: true",
+        "train_sampling_strategy: group_by_length",
+        "pad_to_multiple_of: 8",
+        "sequences: documents",
+    ] {
+        let (_folder, path) = file("run.yaml", text);
+        let arguments = resolve(&["--config", &path]).expect(text);
+        assert_eq!(arguments.sequence_mode(), SequenceMode::Documents, "{text}");
+    }
+    let (_folder, path) = file("run.yaml", "train_sampling_strategy: random");
+    let arguments = resolve(&["--config", &path]).expect("valid");
+    assert_eq!(arguments, Preset::Tiny.arguments());
+}
+
+#[test]
+fn every_flag_about_data_reaches_its_key() {
+    let arguments = resolve(&[
+        "--text-column",
+        "body",
+        "--sample-by",
+        "line",
+        "--remove-duplicates",
+        "--sequences",
+        "documents",
+        "--packing",
+        "--packing-strategy",
+        "bfd_split",
+        "--dataloader-num-workers",
+        "3",
+        "--dataloader-prefetch-factor",
+        "5",
+    ])
+    .expect("valid");
+    let expected = TrainingArguments {
+        dataset_text_field: "body".to_owned(),
+        sample_by: SampleBy::Line,
+        remove_duplicates: true,
+        sequences: Some(SequenceMode::Documents),
+        packing: true,
+        packing_strategy: PackingStrategy::BfdSplit,
+        dataloader_num_workers: 3,
+        dataloader_prefetch_factor: Some(5),
+        ..Preset::Tiny.arguments()
+    };
+    assert_eq!(arguments, expected);
+    // Of two that exclude one another, the upper one stays.
+    let (_folder, path) = file("run.yaml", "packing: true");
+    let flags = [
+        "--config",
+        &path,
+        "--group-by-length",
+        "--length-column-name",
+        "n",
+    ];
+    let arguments = resolve(&flags).expect("valid");
+    assert!(arguments.group_by_length && !arguments.packing);
+    assert_eq!(arguments.length_column_name, "n");
+}
+
+#[test]
+fn hugging_faces_keys_of_the_loader_load_as_they_stand() {
+    let text = "
+dataloader_num_workers: 4
+dataloader_prefetch_factor: 8
+dataloader_pin_memory: false
+dataloader_persistent_workers: true
+dataloader_drop_last: true
+length_column_name: length
+remove_unused_columns: false
+";
+    let (_folder, path) = file("run.yaml", text);
+    let arguments = resolve(&["--config", &path]).expect("loads");
+    let expected = TrainingArguments {
+        dataloader_num_workers: 4,
+        dataloader_prefetch_factor: Some(8),
+        dataloader_pin_memory: false,
+        dataloader_drop_last: true,
+        ..Preset::Tiny.arguments()
+    };
+    assert_eq!(arguments, expected);
+}
+
+#[test]
+fn what_cannot_apply_is_refused_with_the_reason() {
+    for (text, expected) in [
+        (
+            "sequences: windows\ngroup_by_length: true",
+            "`group_by_length` is true: `sequences` is `windows`, and they are equally long; drop it, or write `sequences: documents`",
+        ),
+        (
+            "sequences: windows\npacking: true",
+            "`packing` is true: `sequences` is `windows`, and they are full already; drop it, or write `sequences: documents`",
+        ),
+        (
+            "sequences: windows\npad_to_multiple_of: 8",
+            "`pad_to_multiple_of` is 8: `sequences` is `windows`, and they have no padding; drop it, or write `sequences: documents`",
+        ),
+        (
+            "packing: true\ngroup_by_length: true",
+            "`group_by_length` is true: packed rows are full whatever is in them; drop it, or `packing`",
+        ),
+        (
+            "pad_to_multiple_of: 0",
+            "`pad_to_multiple_of` is 0: it must be at least 1; give 1 for no rounding",
+        ),
+        (
+            "dataloader_num_workers: 0\ndataloader_prefetch_factor: 2",
+            "`dataloader_prefetch_factor` is 2: `dataloader_num_workers` is 0, and nobody prepares batches ahead; drop it, or give `dataloader_num_workers` 1 or more",
+        ),
+        (
+            "dataloader_prefetch_factor: 0",
+            "`dataloader_prefetch_factor` is 0: a worker is at least one batch ahead; give 1 or more, or leave it out for 2",
+        ),
+        (
+            "train_sampling_strategy: batch_rebalance",
+            "run.yaml: `train_sampling_strategy: batch_rebalance` is not supported by overdrive-trainer; `random` and `group_by_length` there are",
+        ),
+        (
+            "train_sampling_strategy: random\ngroup_by_length: true",
+            "run.yaml: `train_sampling_strategy` and `group_by_length` are two names of one key; keep one of them",
+        ),
+        (
+            "dataloader_num_worker: 2",
+            "run.yaml: unknown key `dataloader_num_worker`; did you mean `dataloader_num_workers`?",
+        ),
+        (
+            "sample_by: lines",
+            "run.yaml: `sample_by` is `lines`, which is not one of `document`, `line`; did you mean `line`?",
+        ),
+    ] {
+        assert_eq!(error(text), expected);
+    }
+}
+
+#[test]
+fn fine_tuning_takes_the_same_keys_but_those_that_mean_nothing_to_it() {
+    let base = "model: base\ndata: a.jsonl\n";
+    let read = |text: &str| {
+        let (_folder, path) = file("run.yaml", &format!("{base}{text}"));
+        FinetuneLayers::new()
+            .file(&path)
+            .and_then(FinetuneLayers::resolve)
+    };
+    let arguments = read(
+        "group_by_length: true\ndataloader_num_workers: 2\ndataloader_drop_last: true\n\
+         remove_duplicates: true\npad_to_multiple_of: 8\n",
+    )
+    .expect("loads");
+    let training = arguments.training;
+    assert!(training.group_by_length && training.dataloader_drop_last);
+    assert!(training.remove_duplicates);
+    assert_eq!(
+        (training.dataloader_num_workers, training.pad_to_multiple_of),
+        (2, 8)
+    );
+    for (text, expected) in [
+        (
+            "group_by_length: true\nlength_column_name: chars\n",
+            "`length_column_name` is `chars`: lengths are those of the tokens, which are counted when the file is opened; drop it: `group_by_length` needs no column",
+        ),
+        (
+            "dataset_text_field: body\n",
+            "`dataset_text_field` is `body`: records are told apart by the names of their fields; call the field `text`",
+        ),
+        (
+            "sequences: windows\n",
+            "`sequences` is `windows`: examples are learned each by itself; drop it, and write `packing: true` for rows without padding",
+        ),
+        (
+            "packing: true\ngroup_by_length: true\n",
+            "`group_by_length` is true: packed rows are full whatever is in them; drop it, or `packing`",
+        ),
+    ] {
+        assert_eq!(read(text).expect_err(text).to_string(), expected);
+    }
+}

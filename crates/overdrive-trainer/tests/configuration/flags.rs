@@ -1,0 +1,140 @@
+//! The command line.
+
+use overdrive_optim::LrSchedulerType;
+use overdrive_trainer::{IntervalStrategy, Preset, TrainingArguments};
+
+use crate::{Flags, file, resolve};
+
+#[test]
+fn every_flag_reaches_its_key() {
+    let arguments = resolve(&[
+        "--preset",
+        "small",
+        "--out",
+        "o",
+        "--overwrite",
+        "--seed",
+        "1",
+        "--data",
+        "a",
+        "b",
+        "--tokenizer",
+        "t.json",
+        "--vocab-size",
+        "300",
+        "--context-length",
+        "64",
+        "--validation-fraction",
+        "0.1",
+        "--steps",
+        "9",
+        "--micro-batch-size",
+        "2",
+        "--gradient-accumulation-steps",
+        "3",
+        "--learning-rate",
+        "0.5",
+        "--lr-scheduler-type",
+        "linear",
+        "--warmup-ratio",
+        "0.2",
+        "--weight-decay",
+        "0.3",
+        "--max-grad-norm",
+        "0",
+        "--eval-steps",
+        "4",
+        "--samples",
+        "0",
+        "--bf16",
+        "--tf32",
+        "--cpu",
+        "--threads",
+        "2",
+    ])
+    .expect("valid");
+    let expected = TrainingArguments {
+        output_dir: Some("o".into()),
+        overwrite_output_dir: true,
+        seed: 1,
+        data: vec!["a".into(), "b".into()],
+        tokenizer: Some("t.json".into()),
+        vocab_size: 300,
+        context_length: 64,
+        validation_fraction: 0.1,
+        max_steps: 9,
+        per_device_train_batch_size: 2,
+        gradient_accumulation_steps: 3,
+        learning_rate: 0.5,
+        lr_scheduler_type: LrSchedulerType::Linear,
+        warmup_ratio: 0.2,
+        weight_decay: 0.3,
+        max_grad_norm: 0.0,
+        eval_steps: Some(4.0),
+        samples: 0,
+        bf16: true,
+        tf32: Some(true),
+        use_cpu: true,
+        threads: Some(2),
+        ..Preset::Small.arguments()
+    };
+    assert_eq!(arguments, expected);
+}
+
+#[test]
+fn hugging_faces_names_of_flags_work_too() {
+    let ours = [
+        "--out",
+        "o",
+        "--steps",
+        "5",
+        "--micro-batch-size",
+        "2",
+        "--cpu",
+    ];
+    let theirs = [
+        "--output-dir",
+        "o",
+        "--max-steps",
+        "5",
+        "--per-device-train-batch-size",
+        "2",
+        "--use-cpu",
+    ];
+    assert_eq!(
+        resolve(&ours).expect("valid"),
+        resolve(&theirs).expect("valid")
+    );
+}
+
+#[test]
+fn a_no_flag_takes_back_what_the_file_says_and_the_last_of_two_wins() {
+    let (_folder, path) = file("c.yaml", "bf16: true\ntf32: true\n");
+    let arguments = resolve(&["--config", &path, "--no-bf16", "--no-tf32"]).expect("valid");
+    assert!(!arguments.bf16);
+    assert_eq!(arguments.tf32, Some(false));
+    assert!(resolve(&["--no-bf16", "--bf16"]).expect("valid").bf16);
+    assert!(!resolve(&["--bf16", "--no-bf16"]).expect("valid").bf16);
+}
+
+#[test]
+fn no_evaluation_by_flag() {
+    let arguments = resolve(&["--eval-steps", "0"]).expect("valid");
+    assert_eq!(arguments.eval_strategy, IntervalStrategy::No);
+}
+
+#[test]
+fn the_help_shows_every_presets_value() {
+    use clap::CommandFactory;
+    let help = Flags::command().render_long_help().to_string();
+    for part in [
+        "--preset <PRESET>",
+        "Optimizer steps [default: tiny 600, small 1000]",
+        "Seed of weights, order of the data and samples [default: 42]",
+        "Tokens of the tokenizer that is trained [default: tiny 4096, small 8192]",
+        "--no-fp16",
+        "--gradient-accumulation-steps <N>",
+    ] {
+        assert!(help.contains(part), "{part} is missing in {help}");
+    }
+}

@@ -1,0 +1,155 @@
+//! Files that were written for transformers.
+
+use overdrive_optim::Optimizer;
+use overdrive_trainer::OptimizerName;
+use overdrive_transformer::{
+    AttentionImplementation, CausalLm, CheckpointOptions, InitOptions, LabelShift, LlamaConfig,
+    SavePolicy, Schedule,
+};
+use tch::{Device, Kind, Tensor};
+
+use crate::{error, file, resolve};
+
+#[test]
+fn what_hugging_face_can_and_we_cannot_is_refused_by_name() {
+    for (text, expected) in [
+        (
+            "optim: galore_adamw",
+            "run.yaml: `optim: galore_adamw` is not supported by overdrive-trainer; the optimizers there are: adamw_torch_fused, adamw_8bit, paged_adamw_32bit, paged_adamw_8bit, lion_32bit, adafactor, sgd",
+        ),
+        (
+            "torch_compile: true",
+            "run.yaml: `torch_compile: true` is not supported by overdrive-trainer; leave it out",
+        ),
+        (
+            "save_steps: 500",
+            "run.yaml: `save_steps: 500` is not supported by overdrive-trainer; the model is saved once, at the end",
+        ),
+    ] {
+        assert_eq!(error(text), expected);
+    }
+}
+
+#[test]
+fn kernels_attention_checkpointing_and_optimizers_go_by_hugging_faces_names() {
+    let text = "
+optim: adamw_bnb_8bit
+attn_implementation: sdpa
+use_liger_kernel: true
+gradient_checkpointing: true
+gradient_checkpointing_kwargs:
+  use_reentrant: false
+  preserve_rng_state: false
+  schedule:
+    every_nth: 2
+  policy: matmuls_and_attention
+";
+    let (_folder, path) = file("run.yaml", text);
+    let arguments = resolve(&["--config", &path]).expect("loads");
+    assert_eq!(arguments.optim, OptimizerName::Adamw8bit);
+    let execution = arguments.execution();
+    assert_eq!(execution.attention, AttentionImplementation::Sdpa);
+    assert!(execution.fused_kernels);
+    assert_eq!(execution.checkpointing, Schedule::EveryNth(2));
+    assert_eq!(
+        execution.checkpoint_options,
+        CheckpointOptions {
+            preserve_rng_state: false,
+            ..CheckpointOptions::keeping(SavePolicy::MatmulsAndAttention)
+        }
+    );
+
+    let flags = [
+        "--config",
+        &path,
+        "--no-gradient-checkpointing",
+        "--no-fused-kernels",
+        "--optim",
+        "lion",
+    ];
+    let arguments = resolve(&flags).expect("loads");
+    assert_eq!(arguments.optim, OptimizerName::Lion32bit);
+    assert_eq!(arguments.execution().checkpointing, Schedule::Never);
+    assert!(!arguments.execution().fused_kernels);
+
+    let text = error("attn_implementation: flash_atention_2");
+    assert!(text.contains("did you mean `flash_attention_2`?"), "{text}");
+    let text = error("optim: adamw_8bits");
+    assert!(text.contains("did you mean `adamw_8bit`?"), "{text}");
+    let text = error("gradient_checkpointing_kwargs:\n  use_rentrant: true");
+    assert!(text.contains("use_reentrant"), "{text}");
+}
+
+#[test]
+fn every_optimizer_that_can_be_named_trains() {
+    for name in [
+        "adamw_torch",
+        "adamw_8bit",
+        "paged_adamw",
+        "paged_adamw_8bit",
+        "lion",
+        "adafactor",
+        "sgd",
+    ] {
+        let arguments = resolve(&["--optim", name, "--learning-rate", "1e-3"]).expect(name);
+        let config = LlamaConfig {
+            vocab_size: 300,
+            hidden_size: 64,
+            intermediate_size: 96,
+            num_hidden_layers: 1,
+            num_attention_heads: 2,
+            ..LlamaConfig::default()
+        };
+        let model = CausalLm::new(&config.into(), &InitOptions::default()).expect("a model");
+        model.set_requires_grad(true).expect("leaves");
+        let mut optimizer = arguments.new_optimizer(&model).expect(name);
+        let ids = Tensor::arange(32, (Kind::Int64, Device::Cpu)).view([1, 32]);
+        let mut losses = Vec::new();
+        for _ in 0..5 {
+            let loss = model
+                .loss(&ids, &ids, LabelShift::HuggingFace)
+                .expect("a loss");
+            let loss = loss.mean().expect("a mean");
+            loss.backward();
+            optimizer.step().expect(name);
+            optimizer.zero_grad().expect(name);
+            losses.push(loss.double_value(&[]));
+        }
+        assert!(losses[4] < losses[0], "{name}: {losses:?}");
+    }
+}
+
+#[test]
+fn a_hugging_face_file_that_asks_for_nothing_more_loads_as_it_stands() {
+    let text = "
+output_dir: out
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 8
+num_train_epochs: 1
+learning_rate: 2.0e-4
+lr_scheduler_type: cosine
+warmup_ratio: 0.03
+weight_decay: 0.001
+max_grad_norm: 0.3
+max_seq_length: 256
+optim: adamw_torch_fused
+bf16: false
+fp16: false
+gradient_checkpointing: false
+group_by_length: false
+packing: false
+dataloader_num_workers: 0
+dataloader_pin_memory: true
+save_strategy: 'no'
+logging_steps: 25
+report_to: tensorboard
+push_to_hub: false
+load_in_4bit: false
+bnb_4bit_quant_type: nf4
+label_smoothing_factor: 0.0
+";
+    let (_folder, path) = file("run.yaml", text);
+    let arguments = resolve(&["--config", &path]).expect("loads");
+    assert_eq!(arguments.sequences_per_step(), 32);
+    assert_eq!(arguments.plan(100).expect("valid").total_steps, 13);
+}

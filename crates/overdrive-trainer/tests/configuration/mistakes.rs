@@ -1,0 +1,213 @@
+//! What is said about wrong keys, types, choices, values and files.
+
+use crate::{error, file, resolve};
+
+#[test]
+fn an_unknown_key_is_told_with_the_nearest_one() {
+    for (text, expected) in [
+        (
+            "learning_rat: 1",
+            "run.yaml: unknown key `learning_rat`; did you mean `learning_rate`?",
+        ),
+        (
+            "lr_schedular_type: x",
+            "run.yaml: unknown key `lr_schedular_type`; did you mean `lr_scheduler_type`?",
+        ),
+        (
+            "max_seq_lenght: 5",
+            "run.yaml: unknown key `max_seq_lenght`; did you mean `max_seq_length`?",
+        ),
+        (
+            "model: {hiden_size: 5}",
+            "run.yaml: unknown key `model.hiden_size`; did you mean `model.hidden_size`?",
+        ),
+        (
+            "hidden_size: 5",
+            "run.yaml: unknown key `hidden_size`; did you mean `model.hidden_size`?",
+        ),
+        (
+            "model: {vocab_size: 5}",
+            "run.yaml: unknown key `model.vocab_size`; did you mean `vocab_size`?",
+        ),
+        (
+            "lr_scheduler_kwargs: {num_cycle: 2}",
+            "run.yaml: unknown key `lr_scheduler_kwargs.num_cycle`; did you mean `lr_scheduler_kwargs.num_cycles`?",
+        ),
+        (
+            "temperature: 1",
+            "run.yaml: unknown key `temperature`; no known key is near it, see `--help` and Hugging Face's TrainingArguments",
+        ),
+    ] {
+        assert_eq!(error(text), expected);
+    }
+    let keys = error("model: {experts: 8}");
+    assert!(
+        keys.contains("; the keys here are `model_type`, `hidden_size`, "),
+        "{keys}"
+    );
+}
+
+#[test]
+fn a_wrong_type_is_told_with_what_was_given_and_what_is_expected() {
+    for (text, expected) in [
+        (
+            "learning_rate: fast",
+            "run.yaml: `learning_rate` is the text \"fast\", expected a number",
+        ),
+        (
+            "seed: -1",
+            "run.yaml: `seed` is the number -1, expected a whole number from 0",
+        ),
+        (
+            "seed: 1.5",
+            "run.yaml: `seed` is the number 1.5, expected a whole number from 0",
+        ),
+        (
+            "bf16: 1",
+            "run.yaml: `bf16` is the number 1, expected true or false",
+        ),
+        (
+            "data: 5",
+            "run.yaml: `data` is the number 5, expected text or a list of texts",
+        ),
+        (
+            "model: [1]",
+            "run.yaml: `model` is a list, expected keys with values",
+        ),
+        (
+            "model: {hidden_size: wide}",
+            "run.yaml: `model.hidden_size` is the text \"wide\", expected a whole number from 0",
+        ),
+        (
+            "- 1",
+            "run.yaml: `(the whole file)` is a list, expected keys with values",
+        ),
+    ] {
+        assert_eq!(error(text), expected);
+    }
+}
+
+#[test]
+fn a_wrong_choice_is_told_with_the_choices() {
+    assert_eq!(
+        error("eval_strategy: step"),
+        "run.yaml: `eval_strategy` is `step`, which is not one of `no`, `steps`, `epoch`; did you mean `steps`?"
+    );
+    let text = error("lr_scheduler_type: cosin");
+    assert!(
+        text.contains("is `cosin`, which is not one of `linear`, `cosine`, "),
+        "{text}"
+    );
+    assert!(text.ends_with("; did you mean `cosine`?"), "{text}");
+    assert_eq!(
+        error("report_to: wandb"),
+        "run.yaml: `report_to` is `wandb`, which is not one of `tensorboard`, `all`, `none`"
+    );
+    assert_eq!(
+        error("preset: large"),
+        "run.yaml: `preset` is `large`, which is not one of `tiny`, `small`"
+    );
+}
+
+#[test]
+fn values_that_make_no_sense_are_refused_with_the_way_out() {
+    for (text, expected) in [
+        (
+            "bf16: true\nfp16: true",
+            "`bf16` is true: `fp16` is true as well, and a run has one of them; drop one, or add `--no-fp16` or `--no-bf16`",
+        ),
+        (
+            "trace: steps.json\nmax_steps: 5",
+            "`max_steps` is 5: `trace` records from step 6 on; give more steps, or leave `trace` out",
+        ),
+        (
+            "per_device_train_batch_size: 0",
+            "`per_device_train_batch_size` is 0: it must be at least 1; give 1 or more",
+        ),
+        (
+            "max_steps: 0",
+            "`max_steps` is 0: a run has at least one step; give 1 or more, or -1 to train for `num_train_epochs`",
+        ),
+        (
+            "learning_rate: -1",
+            "`learning_rate` is -1: it must be a number above 0; give such a number, or leave the key out for the default",
+        ),
+        (
+            "adam_beta2: 1",
+            "`adam_beta2` is 1: it must be at least 0 and below 1; Hugging Face's default is a good one",
+        ),
+        (
+            "eval_steps: 2.5",
+            "`eval_steps` is 2.5: from 1 on it is a number of steps and must be whole; give a whole number, or a part of the run below 1",
+        ),
+        (
+            "warmup_ratio: 100",
+            "`warmup_ratio` is 100: it is a part, from 0 to 1; for a number of steps use `warmup_steps`",
+        ),
+        (
+            "vocab_size: 100",
+            "`vocab_size` is 100: a byte-level tokenizer has a token for each of the 256 bytes and one between documents; give 257 or more, or a `tokenizer`",
+        ),
+        (
+            "validation_fraction: 1",
+            "`validation_fraction` is 1: it is the part of the documents kept for validation, above 0 and below 1; 0.05 is a good start",
+        ),
+        (
+            "threads: 0",
+            "`threads` is 0: an operator needs a thread; give 1 or more, or leave it out",
+        ),
+        (
+            "model: {num_attention_heads: 3}",
+            "`model.hidden_size` is 256: it does not split into 3 heads; give a multiple of `num_attention_heads`, or `head_dim`",
+        ),
+        (
+            "model: {num_key_value_heads: 3}",
+            "`model.num_key_value_heads` is 3: 4 query heads cannot share them evenly; give a divisor of `num_attention_heads`",
+        ),
+        (
+            "model: {head_dim: 7}",
+            "`model.head_dim` is 7: rotary positions turn pairs of features; give an even number, or change `hidden_size` or `num_attention_heads`",
+        ),
+        (
+            "model: {max_position_embeddings: 100}",
+            "`model.max_position_embeddings` is 100: the context has 256 tokens; raise it to `context_length` or leave it out",
+        ),
+        (
+            "model: {num_hidden_layers: 0}",
+            "`model.num_hidden_layers` is 0: a model has at least one; give 1 or more",
+        ),
+        (
+            "model: {model_type: gpt2}",
+            "`model.model_type` is `gpt2`: only a Llama is trained from scratch; write `llama` or leave the key out",
+        ),
+    ] {
+        assert_eq!(error(text), expected);
+    }
+}
+
+#[test]
+fn files_that_cannot_be_read_are_told_apart() {
+    let error = |path: &str| resolve(&["--config", path]).expect_err("wrong").to_string();
+    let text = error("/nowhere/run.yaml");
+    assert!(
+        text.starts_with("cannot read /nowhere/run.yaml: "),
+        "{text}"
+    );
+    let text = error("run.ini");
+    assert_eq!(
+        text,
+        "cannot tell the format of run.ini from its name; it must end in .json, .yaml, .yml or .toml"
+    );
+    for (name, format, content) in [
+        ("c.json", "JSON", "{"),
+        ("c.yaml", "YAML", "a: [1"),
+        ("c.toml", "TOML", "a = "),
+    ] {
+        let (_folder, path) = file(name, content);
+        let text = error(&path);
+        assert!(
+            text.starts_with(&format!("{path} is not valid {format}: ")),
+            "{text}"
+        );
+    }
+}
