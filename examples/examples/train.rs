@@ -95,7 +95,10 @@ fn train(
         })
     })?;
     if summary.padding() > 0.0 {
-        println!("{:.1}% of the places were padding", 100.0 * summary.padding());
+        println!(
+            "{:.1}% of the places were padding",
+            100.0 * summary.padding()
+        );
     }
     if let Some(loading) = summary.data_loading {
         println!("{loading}");

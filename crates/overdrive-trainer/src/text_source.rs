@@ -37,7 +37,7 @@ impl TextSource {
         if arguments.data.is_empty() {
             return Ok(Self::Files(Corpus::cargo_registry(DEFAULT_CORPUS_BYTES)?));
         }
-        let files = find_files(&arguments.data, &[])?;
+        let files = files_of(&arguments.data)?;
         let Some(kind) = kind_of(&files, arguments)? else {
             return Self::of_files(files, arguments);
         };
@@ -207,6 +207,37 @@ fn unusable(column: &str, problem: &str) -> Error {
         problem: problem.to_owned(),
         way_out: "drop it: the tokens themselves are counted".to_owned(),
     }
+}
+
+/// The files that are named, and those in the folders among them, without hidden ones and links.
+fn files_of(data: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for path in data {
+        match path.is_dir() {
+            true => add_folder(path, &mut files)?,
+            false => files.extend(find_files([path], &[])?),
+        }
+    }
+    Ok(files)
+}
+
+fn add_folder(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
+    let entries = std::fs::read_dir(folder).and_then(Iterator::collect::<std::io::Result<Vec<_>>>);
+    let mut entries = entries.map_err(Error::io("read the folder", folder))?;
+    entries.sort_by_key(std::fs::DirEntry::file_name);
+    for entry in entries {
+        let path = entry.path();
+        let kind = entry.file_type().map_err(Error::io("read", &path))?;
+        if entry.file_name().as_encoded_bytes().starts_with(b".") {
+            continue;
+        }
+        if kind.is_dir() {
+            add_folder(&path, files)?;
+        } else if kind.is_file() {
+            files.push(path);
+        }
+    }
+    Ok(())
 }
 
 /// What the files are together; `None` for text of which each file is a document.

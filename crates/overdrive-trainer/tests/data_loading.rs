@@ -416,3 +416,26 @@ fn a_batch_that_is_never_full_cannot_be_the_only_one() {
     let text = error(folder.path(), &arguments);
     assert!(text.contains("`sample_by: line`"), "{text}");
 }
+
+#[test]
+fn folders_of_one_kind_are_records_and_others_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut arguments = arguments(folder.path(), "alone.txt", "");
+    let parts = folder.path().join("parts");
+    fs::create_dir_all(parts.join("more")).unwrap();
+    fs::write(parts.join("a.jsonl"), jsonl(30)).unwrap();
+    fs::write(parts.join("more/b.jsonl"), jsonl(10)).unwrap();
+    fs::write(parts.join(".hidden.txt"), "nothing").unwrap();
+    arguments.data = vec![parts.clone()];
+    let (_, said) = prepare(folder.path(), &arguments).unwrap();
+    assert!(said.contains("40 records of 2 files"), "{said}");
+    // A pattern is as good as a folder.
+    arguments.data = vec![parts.join("*.jsonl")];
+    let (_, said) = prepare(folder.path(), &arguments).unwrap();
+    assert!(said.contains("30 records of 1 files"), "{said}");
+    fs::write(parts.join("notes.md"), lines(9)).unwrap();
+    arguments.data = vec![parts];
+    let (data, said) = prepare(folder.path(), &arguments).unwrap();
+    assert!(said.contains("3 files, "), "{said}");
+    assert_eq!(data.train.store().document_count(), 41);
+}
