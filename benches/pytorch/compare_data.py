@@ -1,6 +1,7 @@
 """Random lines of one file: Overdrive, PyTorch's DataLoader and Hugging Face datasets, in turn.
 
     python3 benches/pytorch/compare_data.py --rounds 3
+    python3 benches/pytorch/compare_data.py --tokenize --rounds 3
 
 Needs torch==2.11.0 and datasets in the Python that runs it, and Rust. Without --file, a file of 10
 million lines (540 MB) is written to the folder for temporary files. All sides read random lines of it
@@ -8,6 +9,10 @@ as text, by two workers, in batches of 32 and of 256 (small ones show what handi
 from the page cache. PyTorch's side is a Dataset over a list of offsets and a memory map, which is what one writes by
 hand; datasets reads the file into Arrow once (not counted) and is read through a DataLoader with the
 same workers, and directly. "index" is the time to find where all lines are.
+
+With --tokenize, the lines of a file (by default the Rust source in Cargo's registry, at most 60 MB) become
+tokens instead: Overdrive's token store on all cores beside datasets.map(num_proc), both with one byte-level BPE
+of 8192 tokens that `tokenizers` trains on the file before. Writing the result counts on both sides.
 """
 
 import argparse
@@ -108,6 +113,75 @@ def overdrive(path: str, workers: int, batch_size: int, samples: int) -> dict:
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
 
 
+def write_source(path: str, limit: int) -> None:
+    """The Rust files of Cargo's registry, one behind the other."""
+    registry = Path(os.environ.get("CARGO_HOME", Path.home() / ".cargo")) / "registry" / "src"
+    left = limit
+    with open(path, "w") as out:
+        for file in sorted(registry.glob("*/*/src/**/*.rs")):
+            text = file.read_text(errors="ignore").replace("\r", "")
+            left -= len(text)
+            if left < 0:
+                break
+            out.write(text if text.endswith("\n") else text + "\n")
+
+
+def train_tokenizer(path: str, out: str) -> None:
+    from tokenizers import ByteLevelBPETokenizer
+
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train(path, vocab_size=8192, show_progress=False)
+    tokenizer.save(out)
+
+
+def overdrive_tokens(path: str, tokenizer: str, workers: int) -> dict:
+    command = ["cargo", "run", "--release", "--quiet", "-p", "overdrive-datasets", "--no-default-features"]
+    command += ["--example", "tokenize_speed", "--", path, tokenizer, str(workers)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
+
+
+def mapped_tokens(path: str, tokenizer_path: str, workers: int, cache: str) -> dict:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # num_proc processes are the threads.
+    import datasets
+    from tokenizers import Tokenizer
+
+    datasets.disable_progress_bars()
+    tokenizer = Tokenizer.from_file(tokenizer_path)
+
+    def encode(batch: dict) -> dict:
+        encodings = tokenizer.encode_batch_fast(batch["text"])
+        return {"ids": [encoding.ids for encoding in encodings]}
+
+    data = datasets.load_dataset("text", data_files=path, split="train", cache_dir=cache)
+    start = time.perf_counter()
+    ids = data.map(
+        encode, batched=True, num_proc=workers, remove_columns=["text"], load_from_cache_file=False
+    )
+    seconds = time.perf_counter() - start
+    size = os.path.getsize(path) / 1e6
+    tokens = sum(len(row) for batch in ids.iter(10_000) for row in batch["ids"])
+    side = f"datasets {datasets.__version__}, num_proc={workers}"
+    return {"side": side, "tokens": tokens, "text_mb": size, "mb_per_s": size / seconds}
+
+
+def compare_tokens(arguments, folder: str) -> None:
+    path = arguments.file or str(Path(folder) / "source.txt")
+    if not arguments.file:
+        write_source(path, 60_000_000)
+    tokenizer = str(Path(folder) / "tokenizer.json")
+    train_tokenizer(path, tokenizer)
+    rounds = []
+    for _ in range(arguments.rounds):
+        ours = overdrive_tokens(path, tokenizer, arguments.workers)
+        theirs = mapped_tokens(path, tokenizer, arguments.workers, str(Path(folder) / "arrow"))
+        rounds.append([ours, theirs])
+    print(f"{processor()}, {os.cpu_count()} cores; {arguments.workers} workers, {os.path.getsize(path) / 1e6:.1f} MB")
+    ours = statistics.median(sides[0]["mb_per_s"] for sides in rounds)
+    for number, side in enumerate(rounds[0]):
+        speed = statistics.median(sides[number]["mb_per_s"] for sides in rounds)
+        print(f"{side['side']:32} {side['tokens']:12,} tokens {speed:8.2f} MB/s {ours / speed:6.1f}x")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--file", help="a text file instead of a generated one")
@@ -116,8 +190,12 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--samples", type=int, default=1_000_000)
+    parser.add_argument("--tokenize", action="store_true", help="tokens a second instead of lines a second")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.tokenize:
+            compare_tokens(arguments, folder)
+            return
         path = arguments.file or str(Path(folder) / "lines.txt")
         if not arguments.file:
             write_lines(path, arguments.lines)

@@ -5,10 +5,12 @@
 //! cargo run --release -p overdrive-datasets --no-default-features --example index_speed
 //! ```
 //!
-//! The files are generated in the folder for temporary files (about 0.8 GB) and removed at the end.
-//! Each is searched from the page cache: by `memchr` alone on one thread, which only counts line
-//! feeds; then indexed by one thread and by one a core. Resident bytes a record are those of the
-//! index, all of it; beside them stand those of a list of offsets (8 bytes) and of ranges (16).
+//! The files are generated in the folder for temporary files (about 0.9 GB) and removed at the end.
+//! Each is read past the page cache, as the disk gives it, where the system has `O_DIRECT`; then, from the
+//! page cache, by `memchr` alone on one thread, which only counts line feeds; then indexed by one thread and
+//! by one a core. `B/record` is the index file, which is mapped: at most so much of it is resident, and the
+//! system can take it back at any time. `private` is what opening it takes besides, in memory of this process.
+//! `guide` is what the lists of offsets (8 bytes) and of ranges (16) take that others keep.
 
 use std::fs::File;
 use std::hint::black_box;
@@ -28,8 +30,18 @@ type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 fn main() -> Outcome<()> {
     let dir = tempfile::tempdir()?;
     println!(
-        "{:<16} {:>10} {:>8} {:>10} {:>10} {:>10} {:>9} {:>7} {:>12}",
-        "", "records", "MB", "memchr", "1 thread", "all cores", "B/record", "list", "reads/s"
+        "{:<16} {:>10} {:>8} {:>10} {:>10} {:>10} {:>10} {:>9} {:>8} {:>6} {:>10}",
+        "",
+        "records",
+        "MB",
+        "disk",
+        "memchr",
+        "1 thread",
+        "all cores",
+        "B/record",
+        "private",
+        "guide",
+        "reads/s"
     );
     let path = dir.path().join("lines.txt");
     write_lines(&path, 10_000_000)?;
@@ -41,6 +53,18 @@ fn main() -> Outcome<()> {
         let lines = TextLines::open([&path], &options)?;
         Ok((lines.records().report(), reads_a_second(&lines)?))
     })?;
+    // Records so long that more than two bytes are needed for each; a file with holes.
+    let path = dir.path().join("long.txt");
+    write_long_lines(&path, 20_000)?;
+    measure("lines of 64 KiB", &path, 8, |index| {
+        let options = TextOptions {
+            index,
+            ..TextOptions::default()
+        };
+        let lines = TextLines::open([&path], &options)?;
+        Ok((lines.records().report(), reads_a_second(&lines)?))
+    })?;
+    std::fs::remove_file(&path)?;
     let path = dir.path().join("rows.csv");
     write_rows(&path, 1_000_000)?;
     measure("CSV rows", &path, 8, |index| {
@@ -76,11 +100,13 @@ fn measure(
     open: impl Fn(IndexOptions) -> Outcome<(IndexReport, f64)>,
 ) -> Outcome<()> {
     let bytes = std::fs::metadata(path)?.len();
+    let speed = |time: Duration| format!("{:.2} GB/s", bytes as f64 / 1e9 / time.as_secs_f64());
+    let disk = disk_alone(path).map_or("-".to_owned(), speed);
     let alone = memchr_alone(path)?;
-    let index = |threads| IndexOptions {
+    let index = |threads, rebuild| IndexOptions {
         location: IndexLocation::Folder(path.with_extension("index")),
         threads,
-        rebuild: true,
+        rebuild,
         ..IndexOptions::default()
     };
     let mut speeds = Vec::new();
@@ -89,17 +115,27 @@ fn measure(
         // The best of three: the first one also waits for the disk to write what was generated.
         let mut best = 0_f64;
         for _ in 0..3 {
-            last = open(index(threads))?;
+            last = open(index(threads, true))?;
             best = best.max(last.0.build_gb_per_s().unwrap_or(0.0));
         }
         speeds.push(best);
     }
     let (report, reads) = last;
+    let before = private_bytes();
+    open(index(None, false))?;
+    let private = before
+        .zip(private_bytes())
+        .map_or("-".to_owned(), |(before, now)| {
+            format!(
+                "{:.3}",
+                now.saturating_sub(before) as f64 / report.records as f64
+            )
+        });
     println!(
-        "{name:<16} {:>10} {:>8.1} {:>5.2} GB/s {:>5.2} GB/s {:>5.2} GB/s {:>9.3} {:>7} {:>12.0}",
+        "{name:<16} {:>10} {:>8.1} {disk:>10} {:>10} {:>5.2} GB/s {:>5.2} GB/s {:>9.3} {private:>8} {:>6} {:>10.0}",
         report.records,
         bytes as f64 / 1e6,
-        bytes as f64 / 1e9 / alone.as_secs_f64(),
+        speed(alone),
         speeds[0],
         speeds[1],
         report.bytes_per_record(),
@@ -107,6 +143,54 @@ fn measure(
         reads,
     );
     Ok(())
+}
+
+/// Memory of this process that no file backs; `None` where the system does not say.
+fn private_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("RssAnon:"))?;
+    let kib: u64 = line.trim().strip_suffix(" kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
+/// The time in which the disk gives the file; `None` where it cannot be asked past the page cache.
+#[cfg(all(
+    target_os = "linux",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
+fn disk_alone(path: &Path) -> Option<Duration> {
+    use std::io::Read;
+    use std::os::unix::fs::OpenOptionsExt;
+    const O_DIRECT: i32 = if cfg!(target_arch = "x86_64") {
+        0o40_000
+    } else {
+        0o200_000
+    };
+    const BLOCK: usize = 4 << 20;
+    const PAGE: usize = 4096;
+    File::open(path).ok()?.sync_all().ok()?;
+    let mut file = File::options()
+        .read(true)
+        .custom_flags(O_DIRECT)
+        .open(path)
+        .ok()?;
+    // It wants a buffer that begins at a page.
+    let mut buffer = vec![0_u8; BLOCK + PAGE];
+    let start = buffer.as_ptr().align_offset(PAGE);
+    let block = &mut buffer[start..start + BLOCK];
+    let started = Instant::now();
+    while file.read(block).ok()? > 0 {}
+    Some(started.elapsed())
+}
+
+#[cfg(not(all(
+    target_os = "linux",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+)))]
+fn disk_alone(_path: &Path) -> Option<Duration> {
+    None
 }
 
 /// The time that `memchr` takes to count the line feeds of a file, read in blocks of a megabyte.
@@ -152,6 +236,20 @@ fn write_lines(path: &Path, count: u64) -> Outcome<()> {
         writeln!(out, "{i:08} {}", words(i, 44))?;
     }
     Ok(out.flush()?)
+}
+
+/// Lines of 48 to 80 KiB, most of which is a hole in the file.
+fn write_long_lines(path: &Path, count: u64) -> Outcome<()> {
+    use std::io::{Seek, SeekFrom};
+    let mut file = File::create(path)?;
+    let mut end = 0;
+    for i in 0..count {
+        end += (48 << 10) + uniform_below(32 << 10, 5, 0, i);
+        file.seek(SeekFrom::Start(end))?;
+        file.write_all(b"\n")?;
+        end += 1;
+    }
+    Ok(())
 }
 
 /// Rows of which one in eight has a quoted field with a line end and quotes in it.

@@ -2,7 +2,8 @@
 //!
 //! **Records of files.** [`TextLines`], [`JsonRecords`] (lines or arrays), [`CsvRecords`] and
 //! [`WebDataset`] read any record of files of any size: where the records are is found once, on all
-//! cores, and kept in about one byte a record. What every dataset gives is [`Dataset`], what can be
+//! cores, and kept in about one byte a record. [`TextDataset`] makes tokens of them; with features,
+//! there are datasets of images, speech and tables. What every dataset gives is [`Dataset`], what can be
 //! made of one [`DatasetExt`]; [`MapCache`] keeps what is expensive to compute, and
 //! [`Selection::deduplicate`] leaves out what is there already.
 //!
@@ -68,6 +69,7 @@
 //! |---|---|---|
 //! | `tch` | yes | `DeviceLoader`, `PaddedTensors`, `TokenBatches`: batches as tensors on a device |
 //! | `image` | no | `ImageCaptionDataset`: images decoded and resized when they are asked for |
+//! | `speech` | no | `SpeechDataset`: WAV, FLAC, MP3 and Ogg Vorbis decoded and resampled when asked for (symphonia, MPL-2.0) |
 //! | `parquet` | no | `TableRecords`: rows of Parquet and Arrow files (arrow takes minutes to compile) |
 //!
 //! Related: PyTorch's `Dataset`, `Sampler` and `DataLoader`, whose names and defaults are used where
@@ -106,7 +108,6 @@ mod token_store_writer;
 mod token_view;
 mod tokenizer_files;
 mod transform;
-#[cfg(feature = "image")]
 mod typed;
 mod windows;
 
@@ -140,7 +141,7 @@ pub use random::uniform_below;
 pub use records::TableRecords;
 pub use records::{
     CsvColumns, CsvOptions, CsvRecords, CsvRow, JsonLayout, JsonOptions, JsonRecords, Place,
-    RecordFiles, TextLines, TextOptions, WebDataset, WebSample, find_files,
+    RecordFiles, SampleBy, TextLines, TextOptions, WebDataset, WebSample, find_files,
 };
 pub use sampling::{
     BatchSampler, LastShare, LengthGroupedBatches, Lengths, Permutation, RandomSampler,
@@ -161,4 +162,7 @@ pub use transform::{
 };
 #[cfg(feature = "image")]
 pub use typed::{ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize};
+#[cfg(feature = "speech")]
+pub use typed::{Resampling, Speech, SpeechDataset, SpeechOptions};
+pub use typed::{TextDataset, TextDatasetOptions, TruncationSide};
 pub use windows::{IGNORE_INDEX, LastWindow, RandomWindows, SequentialWindows, Window, Windows};

@@ -25,36 +25,105 @@ impl Scan for LineScan {
         threads: usize,
         sink: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<u64> {
-        let first = text_start(data);
         let is_record =
             |start: usize| start < data.len() && !(self.skip_blank && is_blank(&data[start..]));
-        if is_record(first) {
-            sink(first as u64)?;
-        }
-        let chunks = (data.len() - first).div_ceil(CHUNK);
-        // The line behind each line feed of a chunk, counted from the chunk's start: 4 bytes each.
-        let find = |chunk: usize| {
-            let start = first + chunk * CHUNK;
-            let end = data.len().min(start + CHUNK);
-            let mut found = Vec::with_capacity((end - start) / 32);
-            for feed in memchr_iter(b'\n', &data[start..end]) {
-                if is_record(start + feed + 1) {
-                    found.push(feed as u32 + 1);
-                }
-            }
-            (start, found)
-        };
-        in_order(chunks, threads, 4 * threads, find, |(start, found)| {
-            found
-                .iter()
-                .try_for_each(|&line| sink((start + line as usize) as u64))
-        })?;
-        Ok(data.len() as u64)
+        scan_lines(data, threads, &is_record, sink)
     }
 
     fn key(&self) -> Vec<u8> {
         format!("lines 1, skip_blank {}", self.skip_blank).into_bytes()
     }
+}
+
+/// Lines up to the next one of nothing but white space.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ParagraphScan;
+
+impl Scan for ParagraphScan {
+    fn scan(
+        &self,
+        _path: &Path,
+        data: &[u8],
+        threads: usize,
+        sink: &mut dyn FnMut(u64) -> Result<()>,
+    ) -> Result<u64> {
+        let first = text_start(data);
+        let is_record = |start: usize| {
+            start < data.len()
+                && !is_blank(&data[start..])
+                && (start == first || is_behind_blank(&data[first..start]))
+        };
+        scan_lines(data, threads, &is_record, sink)
+    }
+
+    fn key(&self) -> Vec<u8> {
+        b"paragraphs 1".to_vec()
+    }
+}
+
+/// The whole file, unless it is empty.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct DocumentScan;
+
+impl Scan for DocumentScan {
+    fn scan(
+        &self,
+        _path: &Path,
+        data: &[u8],
+        _threads: usize,
+        sink: &mut dyn FnMut(u64) -> Result<()>,
+    ) -> Result<u64> {
+        let first = text_start(data);
+        if first < data.len() {
+            sink(first as u64)?;
+        }
+        Ok(data.len() as u64)
+    }
+
+    fn key(&self) -> Vec<u8> {
+        b"document 1".to_vec()
+    }
+}
+
+/// Hands the starts of the lines that are records to `sink`.
+fn scan_lines(
+    data: &[u8],
+    threads: usize,
+    is_record: &(impl Fn(usize) -> bool + Sync),
+    sink: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<u64> {
+    let first = text_start(data);
+    if is_record(first) {
+        sink(first as u64)?;
+    }
+    let chunks = (data.len() - first).div_ceil(CHUNK);
+    // The line behind each line feed of a chunk, counted from the chunk's start: 4 bytes each.
+    let find = |chunk: usize| {
+        let start = first + chunk * CHUNK;
+        let end = data.len().min(start + CHUNK);
+        let mut found = Vec::with_capacity((end - start) / 32);
+        for feed in memchr_iter(b'\n', &data[start..end]) {
+            if is_record(start + feed + 1) {
+                found.push(feed as u32 + 1);
+            }
+        }
+        (start, found)
+    };
+    in_order(chunks, threads, 4 * threads, find, |(start, found)| {
+        found
+            .iter()
+            .try_for_each(|&line| sink((start + line as usize) as u64))
+    })?;
+    Ok(data.len() as u64)
+}
+
+/// Whether the last line of `before`, which ends with a line feed, is blank.
+fn is_behind_blank(before: &[u8]) -> bool {
+    let line = before.strip_suffix(b"\n").unwrap_or(before);
+    line.iter()
+        .rev()
+        .find(|&&byte| !is_space(byte) || byte == b'\n')
+        .is_none_or(|&byte| byte == b'\n')
 }
 
 /// Whether nothing but white space comes before the next line feed.

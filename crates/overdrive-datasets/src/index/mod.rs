@@ -23,7 +23,7 @@ pub use open::{IndexLocation, IndexOptions, IndexReport};
 
 pub(crate) use csv::CsvScan;
 pub(crate) use json_array::JsonArrayScan;
-pub(crate) use lines::LineScan;
+pub(crate) use lines::{DocumentScan, LineScan, ParagraphScan};
 pub(crate) use offsets::{OffsetTable, OffsetsWriter};
 pub(crate) use open::IndexedFile;
 pub(crate) use packed::read_start;

@@ -233,13 +233,33 @@ impl IndexedFile {
             })
     }
 
+    /// How many line feeds come before a place, which is within the data: for messages about records. It
+    /// reads what is in front of it.
+    pub(crate) fn line_feeds_before(&self, offset: u64) -> Result<u64> {
+        const BLOCK: u64 = 1 << 20;
+        let mut feeds = 0;
+        let mut start = 0;
+        while start < offset {
+            let end = offset.min(start + BLOCK);
+            let bytes = self.read(&(start..end), 0)?;
+            feeds += memchr::memchr_iter(b'\n', &bytes).count() as u64;
+            start = end;
+        }
+        Ok(feeds)
+    }
+
     /// The bytes of record `index` and where they start.
     pub(crate) fn bytes(&self, index: usize) -> Result<(u64, Cow<'_, [u8]>)> {
         let range = self.range(index)?;
-        let bytes = match &self.data {
+        Ok((range.start, self.read(&range, index)?))
+    }
+
+    /// A range within the data, for record `index`.
+    fn read(&self, range: &Range<u64>, index: usize) -> Result<Cow<'_, [u8]>> {
+        Ok(match &self.data {
             // `range` is within the length that the map had when it was made.
             Data::Mapped(map) => Cow::Borrowed(&map[range.start as usize..range.end as usize]),
-            Data::Blocks(map, blocks) => Cow::Owned(blocks.read(map, &range).map_err(
+            Data::Blocks(map, blocks) => Cow::Owned(blocks.read(map, range).map_err(
                 |problem| Error::UnreadableRecord {
                     path: self.path.clone(),
                     record: index,
@@ -247,9 +267,8 @@ impl IndexedFile {
                     problem,
                 },
             )?),
-            Data::OnDemand => Cow::Owned(read_range(&self.path, &range)?),
-        };
-        Ok((range.start, bytes))
+            Data::OnDemand => Cow::Owned(read_range(&self.path, range)?),
+        })
     }
 }
 

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::encoder::{InstructionEncoder, TokenizedExample};
 use super::record::InstructionRecord;
 use super::record_file::RecordFile;
+use crate::transform::{Rising, RisingWriter};
 use crate::{Dataset, Error, Result, uniform_below};
 
 /// The stream of random numbers that splits use (see [`crate::random::random_u64`]).
@@ -62,8 +63,9 @@ pub struct InstructionReport {
 /// Instruction data in files: JSON Lines, or JSON arrays of objects.
 ///
 /// The files are mapped, and parsed record by record when a record is asked for. Opening them reads
-/// each once, on all cores, to know lengths and what is broken: resident afterwards are 20 bytes a
-/// record, whatever its text. They must not change while this is in use.
+/// each once, on all cores, to know lengths and what is broken. Afterwards a record takes four bytes for
+/// its length and a byte or two for its number, whatever its text; where it lies is in the index of the
+/// file ([`crate::IndexOptions`]), which is mapped. The files must not change while this is in use.
 ///
 /// ```
 /// use overdrive_datasets::{
@@ -92,16 +94,44 @@ pub struct InstructionReport {
 #[derive(Debug, Clone)]
 pub struct InstructionDataset {
     files: Arc<Vec<RecordFile>>,
+    /// How many records there are up to and with each file.
+    ends: Arc<Vec<usize>>,
     encoder: Arc<InstructionEncoder>,
-    places: Vec<Place>,
+    /// The records of the examples, counted through all files.
+    places: Places,
     lengths: Vec<u32>,
     report: InstructionReport,
 }
 
+/// Numbers of records.
+#[derive(Debug, Clone)]
+enum Places {
+    /// In the order of the files, a byte or two each.
+    Rising(Rising),
+    /// In any other order.
+    Listed(Vec<usize>),
+}
+
+impl Places {
+    fn new(places: Vec<usize>) -> Self {
+        match places.is_sorted() {
+            true => Self::Rising(Rising::new(places)),
+            false => Self::Listed(places),
+        }
+    }
+
+    fn get(&self, index: usize) -> Option<usize> {
+        match self {
+            Self::Rising(places) => places.get(index),
+            Self::Listed(places) => places.get(index).copied(),
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy)]
 struct Place {
-    file: u32,
-    record: u32,
+    file: usize,
+    record: usize,
 }
 
 /// What one record is, found in parallel.
@@ -135,15 +165,20 @@ impl InstructionDataset {
                 files.push(RecordFile::open(&file)?);
             }
         }
+        let ends = files.iter().scan(0, |end, file| {
+            *end += file.len();
+            Some(*end)
+        });
         let mut dataset = InstructionDataset {
+            ends: Arc::new(ends.collect()),
             files: Arc::new(files),
             encoder: Arc::new(encoder),
-            places: Vec::new(),
+            places: Places::Listed(Vec::new()),
             lengths: Vec::new(),
             report: InstructionReport::default(),
         };
         dataset.scan(options)?;
-        if dataset.places.is_empty() {
+        if dataset.is_empty() {
             return Err(Error::NoExamples {
                 searched: names.join(", "),
                 report: dataset.report.to_string(),
@@ -154,11 +189,13 @@ impl InstructionDataset {
 
     fn scan(&mut self, options: InstructionOptions) -> Result<()> {
         let mut left = options.max_records.unwrap_or(usize::MAX);
+        let mut places = RisingWriter::default();
         for number in 0..self.files.len() {
             let records = self.files[number].len().min(left);
             left -= records;
-            self.scan_file(number, 0..records, options.on_bad_record)?;
+            self.scan_file(number, 0..records, options.on_bad_record, &mut places)?;
         }
+        self.places = Places::Rising(places.finish());
         Ok(())
     }
 
@@ -167,11 +204,13 @@ impl InstructionDataset {
         number: usize,
         records: Range<usize>,
         on_bad: OnBadRecord,
+        places: &mut RisingWriter,
     ) -> Result<()> {
         // In pieces, so that a long file with an early error stops early.
         const PIECE: usize = 1 << 14;
         let (files, encoder) = (Arc::clone(&self.files), Arc::clone(&self.encoder));
         let file = &files[number];
+        let before = self.ends[number] - file.len();
         for start in records.clone().step_by(PIECE) {
             let end = (start + PIECE).min(records.end);
             let found: Vec<Found> = (start..end)
@@ -202,10 +241,7 @@ impl InstructionDataset {
                         self.report.truncated += u64::from(truncated);
                         self.report.longest = self.report.longest.max(u64::from(length));
                         self.lengths.push(length);
-                        self.places.push(Place {
-                            file: number as u32,
-                            record: record as u32,
-                        });
+                        places.push(before + record);
                     }
                 }
             }
@@ -234,10 +270,9 @@ impl InstructionDataset {
     /// When `index` is not below [`Dataset::len`], or the file has changed.
     pub fn record(&self, index: usize) -> Result<InstructionRecord> {
         let place = self.place(index)?;
-        let file = &self.files[place.file as usize];
-        let record = place.record as usize;
-        InstructionRecord::from_json(file.record(record))
-            .map_err(|problem| file.bad_record(record, problem))
+        let file = &self.files[place.file];
+        InstructionRecord::from_json(&file.record(place.record)?)
+            .map_err(|problem| file.bad_record(place.record, problem))
     }
 
     /// Two parts: one to train on, and `part` of the examples (0 to 1, rounded down, at least one if
@@ -254,7 +289,7 @@ impl InstructionDataset {
                 expected: "it is a part of the examples, from 0 and below 1",
             });
         }
-        let len = self.places.len();
+        let len = self.len();
         let held = match part > 0.0 {
             true => ((len as f64 * part) as usize).max(1),
             false => 0,
@@ -264,16 +299,11 @@ impl InstructionDataset {
         }
         let order = permutation(len, seed, SPLIT_STREAM, 0);
         let take = |chosen: &[u32]| {
-            let mut chosen = chosen.to_vec();
+            let mut chosen: Vec<usize> = chosen.iter().map(|&index| index as usize).collect();
             chosen.sort_unstable();
-            let pick = |index: &u32| *index as usize;
-            InstructionDataset {
-                places: chosen.iter().map(|i| self.places[pick(i)]).collect(),
-                lengths: chosen.iter().map(|i| self.lengths[pick(i)]).collect(),
-                ..self.clone()
-            }
+            self.subset(&chosen)
         };
-        Ok((take(&order[held..]), take(&order[..held])))
+        Ok((take(&order[held..])?, take(&order[..held])?))
     }
 
     /// The examples of these numbers, in this order. Its report is that of the files.
@@ -281,21 +311,34 @@ impl InstructionDataset {
     /// # Errors
     /// [`Error::OutOfRange`] for a number that there is not.
     pub fn subset(&self, indices: &[usize]) -> Result<InstructionDataset> {
-        let places: Result<Vec<Place>> = indices.iter().map(|&index| self.place(index)).collect();
+        let places: Result<Vec<usize>> = indices.iter().map(|&index| self.number(index)).collect();
         Ok(InstructionDataset {
-            places: places?,
-            // `place` found each of them.
+            files: Arc::clone(&self.files),
+            ends: Arc::clone(&self.ends),
+            encoder: Arc::clone(&self.encoder),
+            places: Places::new(places?),
+            // `number` found each of them.
             lengths: indices.iter().map(|&index| self.lengths[index]).collect(),
-            ..self.clone()
+            report: self.report.clone(),
+        })
+    }
+
+    /// The record of an example, counted through all files.
+    fn number(&self, index: usize) -> Result<usize> {
+        self.places.get(index).ok_or(Error::OutOfRange {
+            start: index,
+            end: index + 1,
+            tokens: self.len(),
         })
     }
 
     fn place(&self, index: usize) -> Result<Place> {
-        let place = self.places.get(index).copied();
-        place.ok_or(Error::OutOfRange {
-            start: index,
-            end: index + 1,
-            tokens: self.places.len(),
+        let number = self.number(index)?;
+        // Numbers are those of records that there are.
+        let file = self.ends.partition_point(|&end| end <= number);
+        Ok(Place {
+            file,
+            record: number - (self.ends[file] - self.files[file].len()),
         })
     }
 }
@@ -304,20 +347,23 @@ impl Dataset for InstructionDataset {
     type Item = TokenizedExample;
 
     fn len(&self) -> usize {
-        self.places.len()
+        self.lengths.len()
     }
 
     fn get(&self, index: usize) -> Result<TokenizedExample> {
         let record = self.record(index)?;
         let place = self.place(index)?;
-        self.encoder.encode(&record).map_err(|problem| {
-            self.files[place.file as usize].bad_record(place.record as usize, problem)
-        })
+        self.encoder
+            .encode(&record)
+            .map_err(|problem| self.files[place.file].bad_record(place.record, problem))
     }
 }
 
 fn look_at(file: &RecordFile, record: usize, encoder: &InstructionEncoder) -> Found {
-    let example = InstructionRecord::from_json(file.record(record))
+    let example = file
+        .record(record)
+        .map_err(|error| error.to_string())
+        .and_then(|bytes| InstructionRecord::from_json(&bytes))
         .and_then(|record| encoder.encode(&record));
     match example {
         Err(problem) => Found::Broken(problem),

@@ -1,124 +1,71 @@
 //! Where the records of a file lie.
 
-use std::path::{Path, PathBuf};
+use std::borrow::Cow;
+use std::path::Path;
 
-use memmap2::Mmap;
+use crate::index::{IndexedFile, JsonArrayScan, LineScan, Scan, read_start};
+use crate::{Error, IndexOptions, Result};
 
-use crate::mmap::map_file;
-use crate::{Error, Result};
-
-/// A file of records, mapped: JSON Lines, or one JSON array of objects. In memory are the places of the
-/// records alone, 8 bytes each.
+/// A file of records, mapped: JSON Lines, or one JSON array of objects.
 #[derive(Debug)]
-pub(super) struct RecordFile {
-    path: PathBuf,
-    /// `None` for an empty file, which cannot be mapped.
-    map: Option<Mmap>,
-    /// Where each record begins; it ends where the next one begins, or the file.
-    starts: Vec<u64>,
-    /// Where the last record ends.
-    end: u64,
-}
+pub(super) struct RecordFile(IndexedFile);
 
 impl RecordFile {
-    /// Finds the records of a file; nothing is parsed yet.
+    /// Finds the records of a file, or opens the index that an earlier call made; nothing is parsed yet.
     pub(super) fn open(path: &Path) -> Result<RecordFile> {
-        let length = std::fs::metadata(path)
-            .map_err(Error::io("open", path))?
-            .len();
-        let map = (length > 0).then(|| map_file(path)).transpose()?;
-        let bytes = map.as_deref().unwrap_or_default();
-        let first = bytes.iter().position(|byte| !byte.is_ascii_whitespace());
-        let (starts, end) = match first {
-            Some(first) if bytes[first] == b'[' => elements(bytes, first),
-            _ => (lines(bytes), length),
+        let array = JsonArrayScan { field: None };
+        let lines = LineScan { skip_blank: true };
+        let scan: &dyn Scan = match begins_array(path)? {
+            true => &array,
+            false => &lines,
         };
-        Ok(RecordFile {
-            path: path.to_owned(),
-            map,
-            starts,
-            end,
-        })
+        let (file, _) = IndexedFile::open(path, scan, &IndexOptions::default(), true)?;
+        Ok(RecordFile(file))
     }
 
     pub(super) fn len(&self) -> usize {
-        self.starts.len()
+        self.0.len()
     }
 
-    /// The bytes of a record.
-    pub(super) fn record(&self, index: usize) -> &[u8] {
-        let bytes = self.map.as_deref().unwrap_or_default();
-        let place = |index: usize| self.starts.get(index).map(|&start| start as usize);
-        let end = (self.end as usize).min(bytes.len());
-        let start = place(index).unwrap_or(end);
-        let record = bytes[start..place(index + 1).unwrap_or(end)].trim_ascii();
-        // That behind an element of an array.
-        record
-            .strip_suffix(b",")
-            .map_or(record, <[u8]>::trim_ascii_end)
+    /// The bytes of a record, without the comma behind an element of an array.
+    pub(super) fn record(&self, index: usize) -> Result<Cow<'_, [u8]>> {
+        let trim = |bytes: &[u8]| {
+            let bytes = bytes.trim_ascii_end();
+            let element = bytes.strip_suffix(b",");
+            element.map_or(bytes, <[u8]>::trim_ascii_end).len()
+        };
+        Ok(match self.0.bytes(index)?.1 {
+            Cow::Borrowed(bytes) => Cow::Borrowed(&bytes[..trim(bytes)]),
+            Cow::Owned(mut bytes) => {
+                bytes.truncate(trim(&bytes));
+                Cow::Owned(bytes)
+            }
+        })
     }
 
     /// An error about a record, with its line.
     pub(super) fn bad_record(&self, index: usize, problem: String) -> Error {
-        let bytes = self.map.as_deref().unwrap_or_default();
-        let offset = self.starts.get(index).copied().unwrap_or(0);
-        let before = &bytes[..(offset as usize).min(bytes.len())];
-        let line = before.iter().filter(|&&byte| byte == b'\n').count() as u64 + 1;
-        Error::BadRecord {
-            path: self.path.clone(),
-            line,
-            offset,
-            problem,
+        let place = self.0.range(index).map(|range| range.start);
+        let place = place.and_then(|offset| Ok((offset, self.0.line_feeds_before(offset)?)));
+        match place {
+            Ok((offset, feeds)) => Error::BadRecord {
+                path: self.0.path.clone(),
+                line: feeds + 1,
+                offset,
+                problem,
+            },
+            // That is worse than a bad record.
+            Err(error) => error,
         }
     }
 }
 
-/// Where the lines that are not blank begin.
-fn lines(bytes: &[u8]) -> Vec<u64> {
-    let mut starts = Vec::new();
-    let mut start = 0;
-    for line in bytes.split_inclusive(|&byte| byte == b'\n') {
-        if !line.trim_ascii().is_empty() {
-            starts.push(start as u64);
-        }
-        start += line.len();
-    }
-    starts
-}
-
-/// Where the elements of the array begin that begins at `open`, and where the last one ends. What is no
-/// JSON is cut somewhere, and is an error when it is read.
-fn elements(bytes: &[u8], open: usize) -> (Vec<u64>, u64) {
-    let mut starts = Vec::new();
-    let (mut depth, mut in_text, mut escaped) = (0_u64, false, false);
-    let mut between = false;
-    for (at, &byte) in bytes.iter().enumerate().skip(open) {
-        if in_text {
-            match byte {
-                _ if escaped => escaped = false,
-                b'\\' => escaped = true,
-                b'"' => in_text = false,
-                _ => {}
-            }
-            continue;
-        }
-        if between && !byte.is_ascii_whitespace() && byte != b']' {
-            starts.push(at as u64);
-            between = false;
-        }
-        match byte {
-            b'"' => in_text = true,
-            b'[' | b'{' => {
-                depth += 1;
-                between |= depth == 1;
-            }
-            b']' if depth == 1 => return (starts, at as u64),
-            b']' | b'}' => depth = depth.saturating_sub(1),
-            b',' if depth == 1 => between = true,
-            _ => {}
-        }
-    }
-    (starts, bytes.len() as u64)
+fn begins_array(path: &Path) -> Result<bool> {
+    // White space in front of the data is rarely more than a line end.
+    const LOOK: u64 = 4096;
+    let start = read_start(path, LOOK)?;
+    let text = start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&start);
+    Ok(text.trim_ascii_start().first() == Some(&b'['))
 }
 
 #[cfg(test)]
@@ -131,7 +78,7 @@ mod tests {
         std::fs::write(&path, text).unwrap();
         let file = RecordFile::open(&path).unwrap();
         (0..file.len())
-            .map(|index| String::from_utf8(file.record(index).to_vec()).unwrap())
+            .map(|index| String::from_utf8(file.record(index).unwrap().to_vec()).unwrap())
             .collect()
     }
 

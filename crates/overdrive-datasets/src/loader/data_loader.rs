@@ -114,8 +114,9 @@ impl<T: Send + 'static> DataLoader<T> {
     /// Batches of the records that `batches` says, put together by `collate`.
     ///
     /// Of the options, those that say which records make a batch (`batch_size`, `shuffle`, `seed`,
-    /// `drop_last`, `rank`, `world_size`) are those of `batches` then. `collate` runs on the workers;
-    /// it is handed the records in their order, never none.
+    /// `drop_last`, `rank`, `world_size`) are those of `batches` then. `collate` runs on the workers, and on
+    /// the thread that asks for batches where they are made in microseconds and none is ready; it is handed
+    /// the records in their order, never none.
     ///
     /// # Errors
     /// When `prefetch_factor` is 0 and there are workers.

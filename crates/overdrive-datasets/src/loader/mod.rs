@@ -14,6 +14,5 @@ pub use data_loader::{DataLoader, Epoch, LoaderState, LoaderStats};
 #[cfg(feature = "tch")]
 pub use device_loader::{DeviceLoader, OnDevice, PaddedTensors};
 pub use options::DataLoaderOptions;
-
 pub use pad::{PadOptions, PadSide, PaddedBatch, pad_sequences};
 pub use rows::{RowLayout, SequenceRows, collate_rows};

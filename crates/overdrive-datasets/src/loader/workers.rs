@@ -1,13 +1,21 @@
 //! Threads that make the batches of a loader, in any order, and hand them over in theirs.
+//!
+//! To put a thread to sleep and wake it takes tens of microseconds, in which dozens of small records are read.
+//! So where batches are made in less than [`CHEAP`], the loader makes the next one itself rather than sleep until
+//! a worker has it, and workers that wait for room are woken when half of it is free, not for each batch.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use super::LoaderState;
 use crate::sampling::BatchSampler;
 use crate::{Error, Result};
+
+/// A batch that is made in less time is not worth waiting for.
+const CHEAP: Duration = Duration::from_micros(100);
 
 /// What a loader makes its batches of.
 pub(crate) struct Source<T> {
@@ -58,7 +66,7 @@ struct Shared<T> {
     queue: Mutex<Queue<T>>,
     /// The first place is ready: for the loader.
     ready: Condvar,
-    /// A place was taken, or all is to stop: for the workers. Two conditions, so that handing over a
+    /// Places were taken, or all is to stop: for the workers. Two conditions, so that handing over a
     /// small batch wakes one thread and not all of them.
     room: Condvar,
 }
@@ -70,7 +78,18 @@ struct Queue<T> {
     slots: VecDeque<Option<Next<T>>>,
     /// How many slots there were before the first one.
     taken: u64,
+    /// How long it took to make a batch, the last ones counting most; `None`: none has been made.
+    time: Option<Duration>,
+    /// Workers that sleep, and whether the loader does: to wake nobody is a system call too.
+    sleeping_workers: usize,
+    loader_sleeps: bool,
     stopped: bool,
+}
+
+impl<T> Queue<T> {
+    fn is_cheap(&self) -> bool {
+        self.time.is_some_and(|time| time < CHEAP)
+    }
 }
 
 impl<T: Send + 'static> Workers<T> {
@@ -88,6 +107,9 @@ impl<T: Send + 'static> Workers<T> {
                 cursor: state,
                 slots: VecDeque::new(),
                 taken: 0,
+                time: None,
+                sleeping_workers: 0,
+                loader_sleeps: false,
                 stopped: false,
             }),
             ready: Condvar::new(),
@@ -114,18 +136,30 @@ impl<T: Send + 'static> Workers<T> {
 
     /// What comes next, once it is ready, and how many places were ready when it was asked for.
     pub(crate) fn next(&self) -> (Next<T>, usize) {
-        let mut queue = self.shared.lock();
+        let shared = &*self.shared;
+        let mut queue = shared.lock();
         let ready = queue.slots.iter().filter(|slot| slot.is_some()).count();
         loop {
             if let Some(next) = queue.slots.front_mut().and_then(Option::take) {
                 queue.slots.pop_front();
                 queue.taken += 1;
+                let is_time = !queue.is_cheap() || queue.slots.len() <= shared.ahead / 2;
+                let wakes = is_time && queue.sleeping_workers > 0;
                 drop(queue);
-                // There is room for one place more.
-                self.shared.room.notify_one();
+                if wakes {
+                    shared.room.notify_one();
+                }
                 return (next, ready);
             }
-            queue = wait(&self.shared.ready, queue);
+            if queue.is_cheap() && queue.slots.len() < shared.ahead {
+                let job = shared.take(&mut queue);
+                drop(queue);
+                queue = shared.make(job);
+                continue;
+            }
+            queue.loader_sleeps = true;
+            queue = wait(&shared.ready, queue);
+            queue.loader_sleeps = false;
         }
     }
 }
@@ -138,39 +172,50 @@ impl<T> Shared<T> {
     }
 
     fn work(&self) {
-        while let Some((place, state)) = self.take() {
-            let next = self.source.next(state);
-            let mut queue = self.lock();
-            // A place is taken out of the queue only when it is ready, so it is still there.
-            let slot = (place - queue.taken) as usize;
-            if let Some(slot) = queue.slots.get_mut(slot) {
-                *slot = Some(next);
+        let mut queue = self.lock();
+        loop {
+            if queue.stopped {
+                return;
             }
+            if queue.slots.len() >= self.ahead {
+                queue.sleeping_workers += 1;
+                queue = wait(&self.room, queue);
+                queue.sleeping_workers -= 1;
+                continue;
+            }
+            let job = self.take(&mut queue);
             drop(queue);
-            if slot == 0 {
+            queue = self.make(job);
+            if queue.loader_sleeps && queue.slots.front().is_some_and(Option::is_some) {
                 self.ready.notify_one();
             }
         }
     }
 
-    /// The next place of the stream, when there is room for what is there.
-    fn take(&self) -> Option<(u64, LoaderState)> {
-        let mut queue = self.lock();
-        loop {
-            if queue.stopped {
-                return None;
-            }
-            if queue.slots.len() < self.ahead {
-                break;
-            }
-            queue = wait(&self.room, queue);
-        }
+    /// The next place of the stream, for which there is room.
+    fn take(&self, queue: &mut Queue<T>) -> (u64, LoaderState) {
         let state = queue.cursor;
         let len = catch_unwind(AssertUnwindSafe(|| self.source.batches.len(state.epoch)));
         // An epoch whose length cannot be told ends at once, after the panic's message.
         queue.cursor = state.after(state.next_batch >= len.unwrap_or(0));
         queue.slots.push_back(None);
-        Some((queue.taken + queue.slots.len() as u64 - 1, state))
+        (queue.taken + queue.slots.len() as u64 - 1, state)
+    }
+
+    /// Makes what is at a place, and puts it there.
+    fn make(&self, (place, state): (u64, LoaderState)) -> MutexGuard<'_, Queue<T>> {
+        let started = Instant::now();
+        let next = self.source.next(state);
+        let time = started.elapsed();
+        let mut queue = self.lock();
+        let before = queue.time.unwrap_or(time);
+        queue.time = Some((3 * before + time) / 4);
+        // A place is taken out of the queue only when it is ready, so it is still there.
+        let slot = (place - queue.taken) as usize;
+        if let Some(slot) = queue.slots.get_mut(slot) {
+            *slot = Some(next);
+        }
+        queue
     }
 }
 

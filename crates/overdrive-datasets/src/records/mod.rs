@@ -16,4 +16,4 @@ pub use record_files::{Place, RecordFiles};
 #[cfg(feature = "parquet")]
 pub use table::TableRecords;
 pub use tar::{WebDataset, WebSample};
-pub use text::{TextLines, TextOptions};
+pub use text::{SampleBy, TextLines, TextOptions};

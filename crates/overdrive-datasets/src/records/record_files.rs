@@ -106,9 +106,20 @@ impl RecordFiles {
         let (file, record) = self.find(index)?;
         Ok(Place {
             path: file.path.clone(),
-            record,
+            // As `read` counts: without the header.
+            record: record - self.skip,
             offset: file.range(record)?.start,
         })
+    }
+
+    /// How many bytes record `index` has, with what separates it from the next one: told by the index alone.
+    ///
+    /// # Errors
+    /// When there is no such record, or the index is damaged.
+    pub fn byte_length(&self, index: usize) -> Result<u64> {
+        let (file, record) = self.find(index)?;
+        let range = file.range(record)?;
+        Ok(range.end - range.start)
     }
 
     /// The bytes of record `index`, with what separates it from the next one.

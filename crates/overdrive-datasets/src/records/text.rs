@@ -4,19 +4,35 @@ use std::path::Path;
 
 use super::record_files::{first_line, utf8};
 use super::{RecordFiles, find_files};
-use crate::index::LineScan;
+use crate::index::{DocumentScan, LineScan, ParagraphScan, Scan};
 use crate::{Dataset, IndexOptions, Result};
 
-/// Which lines are records.
+/// What one record of a text file is: `sample_by` of `datasets`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SampleBy {
+    /// A line. The default.
+    #[default]
+    Line,
+    /// Lines up to the next that has nothing but white space, which is left out.
+    Paragraph,
+    /// All of a file.
+    Document,
+}
+
+/// Which parts of a text file are records.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TextOptions {
+    /// What one record is. Default: a line.
+    pub sample_by: SampleBy,
     /// Lines of nothing but white space are no records. Default: false, as in `datasets`.
     pub skip_blank: bool,
     /// How the files are indexed.
     pub index: IndexOptions,
 }
 
-/// The lines of text files, each a `String` without its line end (`\n` or `\r\n`).
+/// The lines of text files, each a `String` without its line end (`\n` or `\r\n`); or their paragraphs, or
+/// the files as they are ([`TextOptions::sample_by`]).
 ///
 /// A byte order mark at the start of a file is left out. A carriage return that no line feed follows
 /// is a character of its line.
@@ -35,6 +51,7 @@ pub struct TextOptions {
 #[derive(Debug)]
 pub struct TextLines {
     records: RecordFiles,
+    sample_by: SampleBy,
 }
 
 impl TextLines {
@@ -47,11 +64,16 @@ impl TextLines {
         options: &TextOptions,
     ) -> Result<Self> {
         let files = find_files(paths, &["txt", "text", "md"])?;
-        let scan = LineScan {
-            skip_blank: options.skip_blank,
+        let scan: &dyn Scan = match options.sample_by {
+            SampleBy::Line => &LineScan {
+                skip_blank: options.skip_blank,
+            },
+            SampleBy::Paragraph => &ParagraphScan,
+            SampleBy::Document => &DocumentScan,
         };
         Ok(Self {
-            records: RecordFiles::open(&files, &scan, &options.index, 0)?,
+            records: RecordFiles::open(&files, scan, &options.index, 0)?,
+            sample_by: options.sample_by,
         })
     }
 
@@ -69,7 +91,13 @@ impl Dataset for TextLines {
     }
 
     fn get(&self, index: usize) -> Result<String> {
-        self.records
-            .read(index, |bytes| utf8(first_line(bytes)).map(str::to_owned))
+        self.records.read(index, |bytes| {
+            let text = match self.sample_by {
+                SampleBy::Line => first_line(bytes),
+                SampleBy::Paragraph => bytes.trim_ascii_end(),
+                SampleBy::Document => bytes,
+            };
+            utf8(text).map(str::to_owned)
+        })
     }
 }

@@ -13,6 +13,8 @@ mod token_budget;
 
 pub use batches::{BatchSampler, SampledBatches};
 pub use length_grouped::LengthGroupedBatches;
+#[cfg(feature = "speech")]
+pub(crate) use lengths::LastFew;
 pub use lengths::Lengths;
 pub use permutation::Permutation;
 pub use sampler::{RandomSampler, Sampler, SequentialSampler};

@@ -14,4 +14,5 @@ pub use deduplicate::{DeduplicateOptions, Deduplicated};
 pub use interleave::{Exhausted, Interleave};
 pub use iter::DatasetIter;
 pub use map::{Concat, Map};
+pub(crate) use selection::{Rising, RisingWriter};
 pub use selection::{Selection, Split};

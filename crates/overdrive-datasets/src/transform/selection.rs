@@ -44,21 +44,42 @@ pub(crate) struct Rising {
     len: usize,
 }
 
-impl Rising {
-    pub(crate) fn new(numbers: impl IntoIterator<Item = usize>) -> Self {
-        let mut writer = OffsetsWriter::new(Vec::new());
-        let written = numbers
-            .into_iter()
-            .try_for_each(|number| writer.push(number as u64))
-            .and_then(|()| writer.finish());
-        let (mut bytes, finished) = written.expect("writing to a vector does not fail");
+/// Makes a [`Rising`] of numbers one by one.
+pub(crate) struct RisingWriter(OffsetsWriter<Vec<u8>>);
+
+impl Default for RisingWriter {
+    fn default() -> Self {
+        Self(OffsetsWriter::new(Vec::new()))
+    }
+}
+
+impl RisingWriter {
+    /// Adds a number, which must not be smaller than the one before.
+    pub(crate) fn push(&mut self, number: usize) {
+        self.0.push(number as u64).expect(VECTORS_TAKE_ALL);
+    }
+
+    pub(crate) fn finish(self) -> Rising {
+        let (mut bytes, finished) = self.0.finish().expect(VECTORS_TAKE_ALL);
         let directory = bytes.split_off(finished.pieces_bytes as usize);
         bytes.shrink_to_fit();
-        Self {
+        Rising {
             pieces: bytes,
             directory,
             len: finished.count as usize,
         }
+    }
+}
+
+const VECTORS_TAKE_ALL: &str = "writing to a vector does not fail";
+
+impl Rising {
+    pub(crate) fn new(numbers: impl IntoIterator<Item = usize>) -> Self {
+        let mut writer = RisingWriter::default();
+        for number in numbers {
+            writer.push(number);
+        }
+        writer.finish()
     }
 
     pub(crate) fn len(&self) -> usize {

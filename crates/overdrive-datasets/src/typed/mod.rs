@@ -1,5 +1,19 @@
 //! Datasets of one kind of thing, decoded when it is asked for.
 
+#[cfg(feature = "speech")]
+mod audio;
+#[cfg(feature = "image")]
 mod image_caption;
+#[cfg(feature = "speech")]
+mod resample;
+#[cfg(feature = "speech")]
+mod speech;
+mod text;
 
+#[cfg(feature = "image")]
 pub use image_caption::{ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize};
+#[cfg(feature = "speech")]
+pub use resample::Resampling;
+#[cfg(feature = "speech")]
+pub use speech::{Speech, SpeechDataset, SpeechOptions};
+pub use text::{TextDataset, TextDatasetOptions, TruncationSide};

@@ -1,0 +1,257 @@
+//! Sound from one rate to another.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result};
+
+/// The filter that keeps what lies above half the lower rate out of resampled sound: a windowed sinc, as in
+/// `torchaudio.functional.resample`, whose names and defaults these are.
+///
+/// A wider filter is steeper and costs in proportion; 64 with a `rolloff` of 0.9475937167399596 is what
+/// torchaudio's documentation gives for librosa's `kaiser_best`.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Resampling {
+    /// Zero crossings of the sinc on each side. Default: 6.
+    pub lowpass_filter_width: u32,
+    /// Where the filter begins to cut, as a part of half the lower rate: above 0, at most 1. Default: 0.99.
+    pub rolloff: f64,
+}
+
+impl Default for Resampling {
+    fn default() -> Self {
+        Self {
+            lowpass_filter_width: 6,
+            rolloff: 0.99,
+        }
+    }
+}
+
+impl Resampling {
+    pub(super) fn check(&self) -> Result<()> {
+        let invalid = |option, value: String, expected| {
+            Err(Error::InvalidOption {
+                option,
+                value,
+                expected,
+            })
+        };
+        if !(1..=1024).contains(&self.lowpass_filter_width) {
+            let value = self.lowpass_filter_width.to_string();
+            return invalid("lowpass_filter_width", value, "from 1 to 1024");
+        }
+        if !(self.rolloff > 0.0 && self.rolloff <= 1.0) {
+            return invalid("rolloff", self.rolloff.to_string(), "above 0 and at most 1");
+        }
+        Ok(())
+    }
+}
+
+/// Brings sound from one rate to another.
+///
+/// The value between samples is `sum_i x[i] * sinc(t) * cos^2(pi t / 2w) * base / from` with
+/// `t = (i / from - time) * base` for `|t| < w`: a sum over `2 w` zero crossings. Places of the output repeat
+/// their weights every `to` samples, the rates divided by what they have in common, so the weights are a table.
+#[derive(Debug)]
+pub(super) struct Resampler {
+    /// The rates without their common divisor.
+    from: usize,
+    to: usize,
+    filter: Filter,
+    /// The weights of each of `to` places. None where that would be too many: rates that have no divisor in
+    /// common are rare enough to compute them again and again.
+    table: Vec<Weights>,
+}
+
+/// The sinc and its window.
+#[derive(Debug)]
+struct Filter {
+    from: f64,
+    to: f64,
+    width: f64,
+    base: f64,
+}
+
+#[derive(Debug)]
+struct Weights {
+    /// The sample that the first one is for, counted from the start of the turn.
+    first: isize,
+    weights: Vec<f32>,
+}
+
+/// At most so many weights are kept: 16 MiB.
+const MAX_WEIGHTS: f64 = (4 << 20) as f64;
+
+impl Filter {
+    /// How many samples on each side have a weight.
+    fn reach(&self) -> f64 {
+        self.width * self.from / self.base
+    }
+
+    fn weights(&self, place: usize) -> Weights {
+        let middle = place as f64 * self.from / self.to;
+        let first = (middle - self.reach()).ceil() as isize;
+        let last = (middle + self.reach()).floor() as isize;
+        let weight = |sample: isize| {
+            let t = (sample as f64 - middle) / self.from * self.base;
+            let window = (t * std::f64::consts::FRAC_PI_2 / self.width).cos().powi(2);
+            (sinc(t) * window * self.base / self.from) as f32
+        };
+        Weights {
+            first,
+            weights: (first..=last).map(weight).collect(),
+        }
+    }
+}
+
+impl Resampler {
+    pub(super) fn new(from_hz: u32, to_hz: u32, options: &Resampling) -> Self {
+        let common = greatest_common_divisor(from_hz, to_hz).max(1);
+        let (from, to) = ((from_hz / common).max(1), (to_hz / common).max(1));
+        let filter = Filter {
+            from: f64::from(from),
+            to: f64::from(to),
+            width: f64::from(options.lowpass_filter_width),
+            base: f64::from(from.min(to)) * options.rolloff,
+        };
+        let weights = 2.0 * filter.reach() * filter.to;
+        let kept = if weights <= MAX_WEIGHTS {
+            to as usize
+        } else {
+            0
+        };
+        Self {
+            from: from as usize,
+            to: to as usize,
+            table: (0..kept).map(|place| filter.weights(place)).collect(),
+            filter,
+        }
+    }
+
+    /// `len * to / from` samples, rounded up. Outside of the sound is silence.
+    pub(super) fn apply(&self, samples: &[f32]) -> Vec<f32> {
+        if self.from == self.to {
+            return samples.to_vec();
+        }
+        let len = (samples.len() as u128 * self.to as u128).div_ceil(self.from as u128) as usize;
+        let at = |place: usize| {
+            let start = (place / self.to * self.from) as isize;
+            let sum =
+                |weights: &Weights| weighted_sum(samples, start + weights.first, &weights.weights);
+            match self.table.get(place % self.to) {
+                Some(weights) => sum(weights),
+                None => sum(&self.filter.weights(place % self.to)),
+            }
+        };
+        (0..len).map(at).collect()
+    }
+}
+
+/// The sum of the samples from `start` on, which may lie outside, times the weights.
+fn weighted_sum(samples: &[f32], start: isize, weights: &[f32]) -> f32 {
+    let inside = |place: isize| place.clamp(0, samples.len() as isize) as usize;
+    let begin = inside(start);
+    let end = inside(start + weights.len() as isize).max(begin);
+    let skipped = (begin as isize - start) as usize;
+    // Where nothing is inside, `skipped` may be past the weights.
+    let weights = weights.get(skipped..).unwrap_or_default();
+    // Eight sums side by side, for the compiler to keep in one register.
+    let mut sums = [0.0_f32; 8];
+    let samples = &samples[begin..end];
+    let (blocks, weight_blocks) = (samples.chunks_exact(8), weights.chunks_exact(8));
+    let rest = blocks.remainder();
+    let rest_weights = &weights[(samples.len() - rest.len()).min(weights.len())..];
+    for (block, weights) in blocks.zip(weight_blocks) {
+        for (sum, (sample, weight)) in sums.iter_mut().zip(block.iter().zip(weights)) {
+            *sum += sample * weight;
+        }
+    }
+    let rest: f32 = rest.iter().zip(rest_weights).map(|(a, b)| a * b).sum();
+    sums.iter().sum::<f32>() + rest
+}
+
+fn sinc(t: f64) -> f64 {
+    let x = t * std::f64::consts::PI;
+    if x == 0.0 { 1.0 } else { x.sin() / x }
+}
+
+fn greatest_common_divisor(a: u32, b: u32) -> u32 {
+    match b {
+        0 => a,
+        _ => greatest_common_divisor(b, a % b),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tone_below_both_limits_stays_what_it_is() {
+        let tone = |rate: u32| -> Vec<f32> {
+            (0..rate / 5)
+                .map(|i| {
+                    (f64::from(i) / f64::from(rate) * 440.0 * std::f64::consts::TAU).sin() as f32
+                })
+                .collect()
+        };
+        let steep = Resampling {
+            lowpass_filter_width: 64,
+            rolloff: 0.95,
+        };
+        for (from, to) in [
+            (44_100, 16_000),
+            (8_000, 16_000),
+            (48_000, 16_000),
+            (22_050, 44_100),
+        ] {
+            let made = Resampler::new(from, to, &steep).apply(&tone(from));
+            let expected = tone(to);
+            assert_eq!(made.len(), expected.len());
+            // The filter reaches beyond the ends, where there is silence.
+            let inner = expected.len() / 5..expected.len() * 4 / 5;
+            for at in inner {
+                assert!(
+                    (made[at] - expected[at]).abs() < 2e-4,
+                    "{from} {to} {at}: {} {}",
+                    made[at],
+                    expected[at]
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn rates_with_nothing_in_common_need_no_large_table() {
+        let wide = Resampling {
+            lowpass_filter_width: 64,
+            ..Resampling::default()
+        };
+        let samples: Vec<f32> = (0..300_u32).map(|i| (i % 17) as f32).collect();
+        let resampler = Resampler::new(96_001, 16_000, &wide);
+        assert!(resampler.table.is_empty());
+        let table = (0..resampler.to)
+            .map(|place| resampler.filter.weights(place))
+            .collect();
+        let expected = Resampler { table, ..resampler }.apply(&samples);
+        assert_eq!(
+            Resampler::new(96_001, 16_000, &wide).apply(&samples),
+            expected
+        );
+        assert_eq!(expected.len(), 50);
+    }
+
+    #[test]
+    fn sound_of_any_length_has_the_length_of_its_time() {
+        let resampler = Resampler::new(44_100, 16_000, &Resampling::default());
+        for len in [0, 1, 2, 3, 5, 100, 441, 442, 44_100] {
+            let made = resampler.apply(&vec![1.0; len]);
+            assert_eq!(made.len(), (len * 160).div_ceil(441), "{len}");
+            assert!(made.iter().all(|value| value.is_finite()));
+        }
+        assert_eq!(
+            Resampler::new(16_000, 16_000, &Resampling::default()).apply(&[0.5, 1.0]),
+            [0.5, 1.0]
+        );
+    }
+}
