@@ -14,6 +14,12 @@ pub(crate) fn workspace() -> PathBuf {
     manifest.parent().map(Path::to_path_buf).unwrap_or(manifest)
 }
 
+/// What is off by default since it compiles long or has another licence, and checked all the same.
+const ALL_FEATURES: [&str; 2] = [
+    "--features",
+    "overdrive-datasets/image,overdrive-datasets/parquet,overdrive-datasets/speech",
+];
+
 /// One cargo command.
 #[derive(Debug)]
 pub(crate) struct Cargo {
@@ -53,7 +59,7 @@ pub(crate) fn test(further: &[OsString]) -> Cargo {
     if chosen {
         base.and(further)
     } else {
-        base.and(&["--workspace".into()]).and(further)
+        base.workspace().and(further)
     }
 }
 
@@ -81,7 +87,9 @@ pub(crate) fn fmt(further: &[OsString]) -> Cargo {
 
 /// `-D warnings` goes last, after the user's own `-- …` if there is one.
 pub(crate) fn lint(further: &[OsString]) -> Cargo {
-    let cargo = Cargo::new(["clippy", "--workspace", "--all-targets"]).and(further);
+    let cargo = Cargo::new(["clippy", "--all-targets"])
+        .workspace()
+        .and(further);
     let cargo = if further.iter().any(|a| a == "--") {
         cargo
     } else {
@@ -92,7 +100,7 @@ pub(crate) fn lint(further: &[OsString]) -> Cargo {
 
 /// The run path in Cargo's `rustdocflags` is for doctests; here the variable takes its place.
 pub(crate) fn docs(further: &[OsString]) -> Cargo {
-    let mut cargo = Cargo::new(["doc", "--workspace", "--no-deps"]).and(further);
+    let mut cargo = Cargo::new(["doc", "--no-deps"]).workspace().and(further);
     cargo.variables.push(("RUSTDOCFLAGS", "-D warnings"));
     cargo
 }
@@ -108,6 +116,12 @@ impl Cargo {
     fn and(mut self, further: &[OsString]) -> Self {
         self.arguments.extend(further.iter().cloned());
         self
+    }
+
+    /// Every package with all that it can do.
+    fn workspace(self) -> Self {
+        let [flag, features] = ALL_FEATURES;
+        self.and(&["--workspace".into(), flag.into(), features.into()])
     }
 
     /// The command as one would type it.
@@ -257,7 +271,10 @@ mod tests {
         );
         assert_eq!(
             docs(&[]).line(),
-            "RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps"
+            format!(
+                "RUSTDOCFLAGS='-D warnings' cargo doc --no-deps --workspace {}",
+                ALL_FEATURES.join(" ")
+            )
         );
         assert_eq!(
             example("train", &words(&["--", "--steps", "3"])).line(),
@@ -269,7 +286,8 @@ mod tests {
 
     #[test]
     fn a_package_named_by_the_user_takes_the_place_of_the_workspace() {
-        assert_eq!(test(&[]).line(), "cargo test --no-fail-fast --workspace");
+        let all = test(&[]).line();
+        assert!(all.starts_with("cargo test --no-fail-fast --workspace --features "));
         for package in [&["-p", "xtask"][..], &["-pxtask"], &["--package", "xtask"]] {
             assert!(
                 !test(&words(package)).line().contains("--workspace"),
@@ -282,11 +300,11 @@ mod tests {
 
     #[test]
     fn lints_are_errors_also_with_arguments_of_the_users_own() {
-        assert!(lint(&[]).line().ends_with("--all-targets -- -D warnings"));
+        assert!(lint(&[]).line().ends_with("speech -- -D warnings"));
         assert!(
             lint(&words(&["--", "-W", "clippy::pedantic"]))
                 .line()
-                .ends_with("--all-targets -- -W clippy::pedantic -D warnings")
+                .ends_with("speech -- -W clippy::pedantic -D warnings")
         );
     }
 

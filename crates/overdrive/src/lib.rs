@@ -17,11 +17,12 @@
 //! | [`quantization`] | `quantization` | INT8, INT4, NF4, FP4, FP8 weights and their products; GGUF, GPTQ, AWQ |
 //! | [`lora`] | `lora` | LoRA, DoRA and QLoRA adapters in PEFT's format |
 //! | [`generation`] | `generation` | sampling, beams, speculation, constraints; continuous batching; chat |
-//! | [`datasets`] | `datasets` | memory-mapped token stores, tokenization, windows |
+//! | [`datasets`] | `datasets` | records of files of any size, loaders, samplers, packing, token stores |
 //! | [`profiling`] | `profiling` | step breakdown, metrics, TensorBoard, reports |
 //! | [`safetensors`] | `safetensors` | tensors in files: mapped reads, writes whole or not at all |
 //! | [`snapshot`] | `snapshot` | the state of a run in folders that appear whole or not at all |
 //! | [`trainer`] | `trainer` | training arguments in Hugging Face's words, presets, run folders |
+//! | [`datasets`] with | `image`, `parquet`, `speech` (off) | images with captions, Parquet and Arrow files, speech |
 //! | [`sys`] | always | operators by name, memory statistics, what tch does not bind |
 //!
 //! ```
