@@ -17,7 +17,7 @@ pub(crate) fn workspace() -> PathBuf {
 /// What is off by default since it compiles long or has another licence, and checked all the same.
 const ALL_FEATURES: [&str; 2] = [
     "--features",
-    "overdrive-datasets/image,overdrive-datasets/parquet,overdrive-datasets/speech",
+    "overdrive/image,overdrive/parquet,overdrive/speech",
 ];
 
 /// One cargo command.
