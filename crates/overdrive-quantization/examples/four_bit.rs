@@ -2,16 +2,18 @@
 //! weights.
 //!
 //! ```text
-//! cargo run --release -p overdrive-quantization --example four_bit -- [OUTPUTSxINPUTS…] [SCHEME…] [ROWS…] [hot]
+//! cargo run --release -p overdrive-quantization --example four_bit -- [OUTPUTSxINPUTS…] [SCHEME…] [ROWS…] [hot] [fp32-scales]
 //! ```
 //!
 //! Each size is timed over several weights in turn, more than the caches hold together, as the layers of
-//! a model are; with `hot` over one, which stays in the last cache if it fits. The smallest of many times is printed: other work on the machine only adds to it.
+//! a model are; with `hot` over one, which stays in the last cache if it fits. With `fp32-scales` groups are
+//! timed with those as well. The smallest of many times is printed: other work on the machine only adds to
+//! it.
 
 use std::hint::black_box;
 use std::time::Instant;
 
-use overdrive_quantization::{QuantizedWeight, Scheme, linear};
+use overdrive_quantization::{GroupScales, QuantizedWeight, Scheme, linear};
 use tch::{Device, Kind, Tensor};
 
 /// Bytes that no cache holds.
@@ -20,6 +22,7 @@ const COLD: usize = 160 << 20;
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (mut sizes, mut schemes, mut rows) = (Vec::new(), Vec::new(), Vec::new());
     let mut cold = COLD;
+    let mut kinds = vec![GroupScales::Half];
     for argument in std::env::args().skip(1) {
         if let Ok(number) = argument.parse::<i64>() {
             rows.push(number);
@@ -27,6 +30,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             sizes.push((outputs.parse::<i64>()?, inputs.parse::<i64>()?));
         } else if argument == "hot" {
             cold = 0;
+        } else if argument == "fp32-scales" {
+            kinds.push(GroupScales::Float);
         } else {
             schemes.push(argument.parse::<Scheme>()?);
         }
@@ -60,14 +65,27 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for (outputs, inputs) in sizes {
         println!("{outputs} x {inputs}: µs, GB/s of codes and scales, share of the roof");
         let dense = Tensor::randn([outputs, inputs], (Kind::Float, Device::Cpu));
-        for &scheme in &schemes {
-            let first = QuantizedWeight::quantize(&dense, scheme)?;
+        let all = schemes
+            .iter()
+            .flat_map(|scheme| kinds.iter().map(move |kind| (*scheme, *kind)));
+        for (scheme, scales) in all {
+            let make = || match scheme {
+                Scheme::Grouped(options) => {
+                    QuantizedWeight::quantize_groups(&dense, options, scales)
+                }
+                _ => QuantizedWeight::quantize(&dense, scheme),
+            };
+            if scales == GroupScales::Float && !matches!(scheme, Scheme::Grouped(_)) {
+                continue;
+            }
+            let first = make()?;
             let bytes = first.bytes();
             let mut weights = vec![first];
             while weights.len() * bytes < cold {
-                weights.push(QuantizedWeight::quantize(&dense, scheme)?);
+                weights.push(make()?);
             }
-            print!("  {:10}", scheme.to_string());
+            let bits = weights[0].bits_per_weight();
+            print!("  {:13} {bits:5.2} bits", scheme.to_string());
             for &rows in &rows {
                 let x = Tensor::randn([rows, inputs], (Kind::Float, Device::Cpu));
                 let seconds = shortest(&x, &weights)?;

@@ -40,14 +40,7 @@ impl QuantizedWeight {
             _ => return Err(wrong_scheme(scheme, "int8, int8-weight or llm-int8")),
         }
         let [outputs, inputs] = matrix("codes", &codes, &[Kind::Int8])?;
-        expect(
-            "scales",
-            &scales,
-            &[Kind::Float],
-            &[outputs],
-            codes.device(),
-        )?;
-        finite("scales", &scales)?;
+        check_row_scales(&scales, outputs, codes.device())?;
         let storage = Storage::Int8 {
             codes: codes.f_contiguous()?,
             scales: scales.f_contiguous()?,
@@ -62,14 +55,7 @@ impl QuantizedWeight {
     /// [`Error::BadInput`] for tensors that do not fit, scales that are not finite and codes of NaN.
     pub fn from_fp8(codes: Tensor, scales: Tensor) -> Result<QuantizedWeight> {
         let [outputs, inputs] = matrix("codes", &codes, &[Kind::Uint8, Kind::Float8e4m3fn])?;
-        expect(
-            "scales",
-            &scales,
-            &[Kind::Float],
-            &[outputs],
-            codes.device(),
-        )?;
-        finite("scales", &scales)?;
+        check_row_scales(&scales, outputs, codes.device())?;
         let codes = codes.f_contiguous()?.f_view_dtype(Kind::Uint8)?;
         let nan = codes
             .f_bitwise_and(i64::from(fp8::NAN))?
@@ -307,6 +293,12 @@ fn expect(
     let found = format!("{size:?} of {kind:?} on {there:?}");
     let expected = format!("{shape:?} of {} on {device:?}", listed(kinds));
     Err(bad(name, &found, &expected))
+}
+
+/// f32, one for each of `outputs` rows.
+fn check_row_scales(scales: &Tensor, outputs: i64, device: Device) -> Result<()> {
+    expect("scales", scales, &[Kind::Float], &[outputs], device)?;
+    finite("scales", scales)
 }
 
 fn listed(kinds: &[Kind]) -> String {

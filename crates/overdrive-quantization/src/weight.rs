@@ -149,7 +149,7 @@ impl Storage {
     }
 
     /// The same storage of other tensors.
-    fn map<E>(
+    pub(crate) fn map<E>(
         &self,
         of: impl Fn(&Tensor) -> std::result::Result<Tensor, E>,
     ) -> std::result::Result<Storage, E> {

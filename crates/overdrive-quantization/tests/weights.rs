@@ -1,7 +1,9 @@
 //! Weights in every scheme: what they take, what they refuse, what they cost.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-use overdrive_quantization::{GroupedParts, Magnitudes, QuantizedWeight, Scheme};
+use overdrive_quantization::{
+    GroupOptions, GroupScales, GroupedParts, Magnitudes, QuantizedWeight, Scheme,
+};
 use tch::{Device, Kind, Tensor};
 
 fn waves(shape: [i64; 2]) -> Tensor {
@@ -177,6 +179,44 @@ fn finer_schemes_have_smaller_errors() {
     assert!(error("fp8") < error("int4-g32"));
     assert!(error("int4-g32") < error("int4"));
     assert!(error("nf4-single") < error("fp4-single"));
+}
+
+#[test]
+fn scales_in_f16_cost_next_to_no_precision() {
+    // Numbers as those of weights are distributed: sums of twelve uniform ones.
+    let uniform = waves_without_order(12 * 512 * 1024).view([12, 512, 1024]);
+    let weight = (uniform.sum_dim_intlist([0i64].as_slice(), false, Kind::Float) - 6.0) * 0.02;
+    for (group_size, symmetric, most) in [
+        (32, true, 1.001),
+        (64, true, 1.001),
+        (128, true, 1.001),
+        // Scales have 7 to 11 digits.
+        (32, false, 1.006),
+        (64, false, 1.006),
+    ] {
+        let options = GroupOptions {
+            group_size,
+            symmetric,
+            ..GroupOptions::default()
+        };
+        let error = |scales| {
+            let packed = QuantizedWeight::quantize_groups(&weight, options, scales).unwrap();
+            let error = packed.error(&weight).unwrap().relative_rms;
+            println!(
+                "{options:?} {scales:?}: {:.3} bits, {error:.6}",
+                packed.bits_per_weight()
+            );
+            error
+        };
+        let ratio = error(GroupScales::Half) / error(GroupScales::Float);
+        assert!((0.99..most).contains(&ratio), "{options:?}: {ratio}");
+    }
+}
+
+/// Numbers in 0..1 that need no generator, which tests would share.
+fn waves_without_order(count: i64) -> Tensor {
+    let x = (Tensor::arange(count, (Kind::Double, Device::Cpu)) * 12.9898).sin() * 43_758.545_3;
+    (&x - x.floor()).to_kind(Kind::Float)
 }
 
 #[test]

@@ -2,9 +2,8 @@
 //! where all bits but the sign are set. `torch.float8_e4m3fn` (Micikevicius et al. 2022,
 //! arXiv:2209.05433).
 
-use super::LEAST_SCALE;
-use super::floats::{first_not_finite, max_magnitude};
 use super::jobs::NotFinite;
+use super::row;
 use super::vectors::vectorised;
 
 /// The largest number.
@@ -52,19 +51,9 @@ pub(crate) fn quantize_row(
     limit: Option<f32>,
     codes: &mut [u8],
 ) -> Result<f32, NotFinite> {
-    let most = max_magnitude(row);
-    if !most.is_finite() {
-        let index = first_not_finite(row).unwrap_or_default();
-        return Err(NotFinite { index });
-    }
-    let most = limit.map_or(most, |limit| most.min(limit));
-    let scale = most / MAX;
-    if scale < LEAST_SCALE {
-        codes.fill(0);
-        return Ok(LEAST_SCALE);
-    }
-    encode_row(row, scale, codes);
-    Ok(scale)
+    row::quantize_row(row, limit, MAX, codes, |fit, codes| {
+        encode_row(row, fit.scale, codes);
+    })
 }
 
 vectorised! {

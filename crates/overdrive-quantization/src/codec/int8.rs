@@ -2,9 +2,9 @@
 //!
 //! Codes are those of bitsandbytes' `int8_vectorwise_quant`.
 
-use super::LEAST_SCALE;
-use super::floats::{first_not_finite, max_magnitude, round_bits};
+use super::floats::round_bits;
 use super::jobs::NotFinite;
+use super::row;
 use super::vectors::vectorised;
 
 /// The largest code.
@@ -16,20 +16,10 @@ pub(crate) fn quantize_row(
     limit: Option<f32>,
     codes: &mut [i8],
 ) -> Result<f32, NotFinite> {
-    let most = max_magnitude(row);
-    if !most.is_finite() {
-        let index = first_not_finite(row).unwrap_or_default();
-        return Err(NotFinite { index });
-    }
-    let most = limit.map_or(most, |limit| most.min(limit));
-    let scale = most / MAX;
-    if scale < LEAST_SCALE {
-        codes.fill(0);
-        return Ok(LEAST_SCALE);
-    }
-    // Rounded twice, as torch divides a number by a tensor.
-    encode(row, 1.0 / most * MAX, codes);
-    Ok(scale)
+    row::quantize_row(row, limit, MAX, codes, |fit, codes| {
+        // Rounded twice, as torch divides a number by a tensor.
+        encode(row, 1.0 / fit.most * MAX, codes);
+    })
 }
 
 vectorised! {
@@ -51,6 +41,7 @@ vectorised! {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::LEAST_SCALE;
     use super::*;
 
     proptest! {

@@ -14,6 +14,7 @@ pub(crate) mod int8;
 pub(crate) mod jobs;
 #[cfg(test)]
 mod originals;
+mod row;
 mod vectors;
 
 /// The smallest scale that a codec makes: a row, group or block whose numbers need a smaller one (all

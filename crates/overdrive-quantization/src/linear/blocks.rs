@@ -111,29 +111,14 @@ fn each_block(
 
 /// Some outputs of a weight, in its memory; `None` where they do not lie apart.
 fn outputs(weight: &QuantizedWeight, first: i64, count: i64) -> Result<Option<QuantizedWeight>> {
-    let rows = |tensor: &Tensor| tensor.f_narrow(0, first, count);
-    let storage = match &weight.storage {
-        Storage::Int8 { codes, scales } => Storage::Int8 {
-            codes: rows(codes)?,
-            scales: rows(scales)?,
-        },
-        Storage::Fp8 { codes, scales } => Storage::Fp8 {
-            codes: rows(codes)?,
-            scales: rows(scales)?,
-        },
-        Storage::Grouped {
-            codes,
-            scales,
-            offsets,
-            order,
-        } => Storage::Grouped {
-            codes: rows(codes)?,
-            scales: rows(scales)?,
-            offsets: offsets.as_ref().map(rows).transpose()?,
-            order: order.as_ref().map(Tensor::shallow_clone),
-        },
-        Storage::Blocks { .. } => return Ok(None),
-    };
+    if matches!(weight.storage, Storage::Blocks { .. }) {
+        return Ok(None);
+    }
+    let storage = weight.storage.map(|tensor| match tensor.kind() {
+        // An order, of the inputs; everything else has a row for each output.
+        Kind::Int => Ok(tensor.shallow_clone()),
+        _ => tensor.f_narrow(0, first, count),
+    })?;
     let size = [count, weight.inputs];
     Ok(Some(QuantizedWeight::of(weight.scheme, size, storage)))
 }
