@@ -16,6 +16,7 @@ of 8192 tokens that `tokenizers` trains on the file before. Writing the result c
 """
 
 import argparse
+import functools
 import json
 import mmap
 import os
@@ -107,10 +108,22 @@ def hugging_face(path: str, cache: str, workers: int, batch_size: int, samples: 
     }
 
 
+@functools.cache
+def example(name: str) -> str:
+    """The program of this name, built now."""
+    command = ["cargo", "build", "--release", "--quiet", "-p", "overdrive-datasets", "--no-default-features"]
+    subprocess.run([*command, "--example", name], check=True, cwd=ROOT)
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+    return str(target / "release" / "examples" / name)
+
+
+def run(name: str, *arguments: object) -> dict:
+    command = [example(name), *map(str, arguments)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
 def overdrive(path: str, workers: int, batch_size: int, samples: int) -> dict:
-    command = ["cargo", "run", "--release", "--quiet", "-p", "overdrive-datasets", "--no-default-features"]
-    command += ["--example", "loader_speed", "--", path, str(workers), str(batch_size), str(samples)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
+    return run("loader_speed", path, workers, batch_size, samples)
 
 
 def write_source(path: str, limit: int) -> None:
@@ -135,9 +148,7 @@ def train_tokenizer(path: str, out: str) -> None:
 
 
 def overdrive_tokens(path: str, tokenizer: str, workers: int) -> dict:
-    command = ["cargo", "run", "--release", "--quiet", "-p", "overdrive-datasets", "--no-default-features"]
-    command += ["--example", "tokenize_speed", "--", path, tokenizer, str(workers)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
+    return run("tokenize_speed", path, tokenizer, workers)
 
 
 def mapped_tokens(path: str, tokenizer_path: str, workers: int, cache: str) -> dict:

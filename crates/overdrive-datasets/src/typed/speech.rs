@@ -82,7 +82,7 @@ impl SpeechOptions {
             ("min_duration", self.min_duration),
             ("max_duration", self.max_duration),
         ] {
-            if let Some(seconds) = bound.filter(|seconds| !(*seconds >= 0.0)) {
+            if let Some(seconds) = bound.filter(|seconds| !(0.0..f64::INFINITY).contains(seconds)) {
                 return invalid(
                     option,
                     seconds.to_string(),

@@ -304,7 +304,7 @@ fn index(number: u64) -> IndexOptions {
 fn read_text(path: &Path, number: u64) -> Result<()> {
     let options = TextOptions {
         sample_by: [SampleBy::Line, SampleBy::Paragraph, SampleBy::Document][number as usize % 3],
-        skip_blank: number % 2 == 0,
+        skip_blank: number.is_multiple_of(2),
         index: index(number),
     };
     read_all(&TextLines::open([path], &options)?)
@@ -339,8 +339,8 @@ fn read_csv(path: &Path, number: u64) -> Result<()> {
     let options = CsvOptions {
         delimiter: [None, Some(';'), Some('\t')][number as usize % 3],
         quote: [Some('"'), Some('"'), None, Some('\'')][number as usize % 4],
-        has_header: number % 5 != 0,
-        flexible: number % 7 == 0,
+        has_header: !number.is_multiple_of(5),
+        flexible: number.is_multiple_of(7),
         index: index(number),
     };
     read_all(&CsvRecords::open([path], &options)?)
