@@ -1,5 +1,8 @@
 //! Rows of activations in 8 bits.
 
+use std::ops::Range;
+use std::sync::OnceLock;
+
 use super::element::Element;
 use super::simd::{Kernel, Simd, dispatch};
 use crate::codec::jobs::run_jobs;
@@ -21,6 +24,8 @@ pub(crate) struct Int8Rows {
     pub(crate) width: usize,
     /// `width` rounded up to an odd multiple of [`PAD`].
     pub(crate) padded: usize,
+    /// The same codes in groups of rows, for kernels that want them.
+    pub(crate) groups: OnceLock<RowGroups>,
 }
 
 impl Int8Rows {
@@ -37,6 +42,7 @@ impl Int8Rows {
             rows,
             width,
             padded,
+            groups: OnceLock::new(),
         };
         if rows == 0 {
             return all;
@@ -63,10 +69,80 @@ impl Int8Rows {
         all
     }
 
+    /// The codes in groups of rows, made at the first call.
+    pub(crate) fn groups(&self) -> &RowGroups {
+        self.groups.get_or_init(|| RowGroups::new(self))
+    }
+
     /// The codes of a row, padded.
     #[inline(always)]
     pub(crate) fn row(&self, row: usize) -> &[i8] {
         &self.codes[row * self.padded..(row + 1) * self.padded]
+    }
+}
+
+/// Most rows of a group.
+pub(crate) const GROUP_ROWS: usize = 8;
+
+/// Codes that fill a line of the cache and a vector.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, align(64))]
+pub(crate) struct Line(pub(crate) [i8; PAD]);
+
+/// Rows of codes in groups of up to [`GROUP_ROWS`], of which no two differ by more than one row: in a group
+/// the vectors of its rows that have the same inputs are neighbours. A kernel that walks along the inputs
+/// of a group reads one stream, and no two lines of that want the same place of the cache.
+#[derive(Debug)]
+pub(crate) struct RowGroups {
+    /// Of one group after another, `(vectors, rows of the group)`.
+    lines: Vec<Line>,
+    rows: usize,
+    vectors: usize,
+}
+
+impl RowGroups {
+    fn new(x: &Int8Rows) -> Self {
+        let mut groups = RowGroups {
+            lines: Vec::new(),
+            rows: x.rows,
+            vectors: x.width.div_ceil(PAD),
+        };
+        let mut lines = Vec::with_capacity(x.rows * groups.vectors);
+        for group in 0..groups.count() {
+            let rows = groups.rows(group);
+            for vector in 0..groups.vectors {
+                lines.extend(rows.clone().map(|row| {
+                    let (codes, _) = x.row(row).as_chunks::<PAD>();
+                    Line(codes[vector])
+                }));
+            }
+        }
+        groups.lines = lines;
+        groups
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.rows.div_ceil(GROUP_ROWS)
+    }
+
+    /// Vectors of a row.
+    pub(crate) fn vectors(&self) -> usize {
+        self.vectors
+    }
+
+    /// The rows of a group.
+    #[inline(always)]
+    pub(crate) fn rows(&self, group: usize) -> Range<usize> {
+        let begin = |group: usize| group * self.rows / self.count();
+        begin(group)..begin(group + 1)
+    }
+
+    /// Some vectors of all rows of a group.
+    #[inline(always)]
+    pub(crate) fn vectors_of(&self, group: usize, vectors: Range<usize>) -> &[Line] {
+        let rows = self.rows(group);
+        let first = rows.start * self.vectors;
+        &self.lines[first + vectors.start * rows.len()..first + vectors.end * rows.len()]
     }
 }
 

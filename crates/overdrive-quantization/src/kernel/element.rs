@@ -16,6 +16,12 @@ pub(crate) trait Element: overdrive_sys::raw::Element {
         let _ = row;
         None
     }
+
+    /// The same, to be written.
+    fn as_floats_mut(row: &mut [Self]) -> Option<&mut [f32]> {
+        let _ = row;
+        None
+    }
 }
 
 impl Element for f32 {
@@ -35,6 +41,10 @@ impl Element for f32 {
     }
 
     fn as_floats(row: &[Self]) -> Option<&[f32]> {
+        Some(row)
+    }
+
+    fn as_floats_mut(row: &mut [Self]) -> Option<&mut [f32]> {
         Some(row)
     }
 }

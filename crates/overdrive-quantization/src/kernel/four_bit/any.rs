@@ -5,9 +5,10 @@ use std::ops::Range;
 
 use super::map::{CodedMap, Coding};
 use super::words::{Words, Work, run_on};
+use crate::codec::jobs::run_jobs;
 use crate::kernel::element::Element;
 use crate::kernel::simd::{InstructionSet, LANES};
-use crate::kernel::threads::{Target, chunks};
+use crate::kernel::threads::Target;
 
 /// Weights of a chunk that a thread makes at a time.
 const CHUNK: usize = 64 << 10;
@@ -26,27 +27,36 @@ pub(crate) fn dequantize_on<T: Element>(
     out: &mut [T],
 ) {
     let inputs = map.inputs;
+    if inputs == 0 {
+        return;
+    }
     let out = &mut out[..rows.len() * inputs];
-    let target = Target::new(out, inputs);
-    let chunk = (CHUNK / inputs.max(1)).max(1);
-    chunks(rows.len(), chunk, rows.len() > chunk, |range| {
+    // Rows of their own for each job, so that floats are written once.
+    let chunk = (CHUNK / inputs).max(1);
+    let jobs = out.chunks_mut(chunk * inputs).zip(rows.step_by(chunk));
+    run_jobs(jobs, |(out, first)| {
         let mut row = vec![0.0; inputs];
         let mut ordered = Vec::new();
-        let mut out = vec![T::from_f32(0.0); inputs];
-        for index in range {
-            run_on(
-                set,
-                Row {
-                    map,
-                    row: rows.start + index,
-                    out: &mut row,
-                },
-            );
+        for (row_index, out) in (first..).zip(out.chunks_exact_mut(inputs)) {
+            let written = match map.order {
+                None => T::as_floats_mut(out),
+                Some(_) => None,
+            };
+            if let Some(out) = written {
+                let row = row_index;
+                run_on(set, Row { map, row, out });
+                continue;
+            }
+            let work = Row {
+                map,
+                row: row_index,
+                out: &mut row,
+            };
+            run_on(set, work);
             let row = in_order(map, &row, &mut ordered);
             for (out, value) in out.iter_mut().zip(row) {
                 *out = T::from_f32(*value);
             }
-            target.set_all(index, 0, &out);
         }
     });
 }

@@ -41,6 +41,11 @@ impl ByteLayout {
             inputs: map.inputs,
         })
     }
+
+    /// Numbers of a row.
+    pub(super) fn inputs(&self) -> usize {
+        self.inputs
+    }
 }
 
 /// What a vector of codes is multiplied with: 128 inputs, of which lane `l` has `8 l ..`, four in each

@@ -15,6 +15,7 @@ struct Line([u8; LINE]);
 pub(super) trait Number: Copy + Default {}
 impl Number for f32 {}
 impl Number for i16 {}
+impl Number for i8 {}
 
 /// A slice of numbers in whole lines.
 #[derive(Debug)]

@@ -155,6 +155,8 @@ pub(crate) struct CodedMap<'a> {
     pub(crate) offsets: Option<Scales<'a>>,
     /// Which input stands at each place of the codes.
     pub(crate) order: Option<&'a [i32]>,
+    /// Whether activations may be bytes for any number of rows, not only for a few.
+    pub(crate) bytes: bool,
 }
 
 /// Most weights for which a product is summed in integers.

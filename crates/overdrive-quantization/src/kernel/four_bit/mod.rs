@@ -16,12 +16,16 @@
 //! | `lines` | memory in whole lines of the cache |
 //! | `prepare` | the scales of several rows of a weight |
 //! | `along`, `tiles` | one to three rows of activations; more |
+//! | `byte_rows`, `nibbles` | codes of 4 bits with one to three rows in bytes |
+//! | `byte_units`, `byte_tiles` | the same with more rows, where bytes are asked for |
 //! | `any` | exact weights in floats |
 
 mod activations;
 mod along;
 mod any;
 mod byte_rows;
+mod byte_tiles;
+mod byte_units;
 mod coding;
 mod lines;
 mod map;

@@ -6,6 +6,8 @@ use super::activations::{Layout, WordRows};
 use super::along::{self, Along};
 use super::any::any_part;
 use super::byte_rows::{ByteLayout, ByteRows};
+use super::byte_tiles::ByteTiles;
+use super::byte_units::ByteUnits;
 use super::map::CodedMap;
 use super::nibbles::Nibbles;
 use super::tiles::Tiles;
@@ -19,7 +21,10 @@ use crate::kernel::threads::Target;
 #[derive(Debug)]
 pub(crate) struct WordForms<'a> {
     words: Vec<(Layout<'a>, WordRows)>,
+    /// For a few rows.
     bytes: Vec<(ByteLayout, ByteRows)>,
+    /// For more.
+    units: Vec<(ByteLayout, ByteUnits)>,
 }
 
 impl<'a> WordForms<'a> {
@@ -35,13 +40,17 @@ impl<'a> WordForms<'a> {
         let mut forms = WordForms {
             words: Vec::new(),
             bytes: Vec::new(),
+            units: Vec::new(),
         };
         for map in maps {
             let few = x.len() <= along::MOST * map.inputs;
-            if let Some(layout) = ByteLayout::of(map).filter(|_| few) {
-                if forms.bytes.iter().all(|(known, _)| *known != layout) {
+            if let Some(layout) = ByteLayout::of(map).filter(|_| few || map.bytes) {
+                if few && self::is_new(&forms.bytes, &layout) {
                     let rows = ByteRows::new(set, x, &layout);
                     forms.bytes.push((layout, rows));
+                } else if !few && self::is_new(&forms.units, &layout) {
+                    let rows = ByteUnits::new(set, x, &layout);
+                    forms.units.push((layout, rows));
                 }
             } else if let Some(layout) = Layout::of(map)
                 && forms.words.iter().all(|(known, _)| *known != layout)
@@ -54,10 +63,15 @@ impl<'a> WordForms<'a> {
     }
 
     fn of(&self, map: &CodedMap<'a>) -> Form<'_> {
-        if let Some(layout) = ByteLayout::of(map)
-            && let Some((_, rows)) = self.bytes.iter().find(|(known, _)| *known == layout)
-        {
-            return Form::Bytes(rows);
+        if let Some(layout) = ByteLayout::of(map) {
+            if let Some((_, rows)) = self.bytes.iter().find(|(known, _)| *known == layout) {
+                return Form::Bytes(rows);
+            }
+            let units = self.units.iter().find(|(known, _)| *known == layout);
+            // Another map's, if this one is to have words.
+            if let Some((_, rows)) = units.filter(|_| map.bytes) {
+                return Form::Units(rows);
+            }
         }
         if let Some(layout) = Layout::of(map)
             && let Some((_, rows)) = self.words.iter().find(|(known, _)| *known == layout)
@@ -68,11 +82,17 @@ impl<'a> WordForms<'a> {
     }
 }
 
+fn is_new<R>(forms: &[(ByteLayout, R)], layout: &ByteLayout) -> bool {
+    forms.iter().all(|(known, _)| known != layout)
+}
+
 /// What activations are multiplied as.
 #[derive(Debug, Clone, Copy)]
 enum Form<'a> {
     /// A few rows, with codes of 4 bits in whole vectors.
     Bytes(&'a ByteRows),
+    /// More rows of the same.
+    Units(&'a ByteUnits),
     Words(&'a WordRows),
     /// Where blocks fit rows so badly that only floats will do.
     Floats,
@@ -104,7 +124,8 @@ impl<T: Element> Results for Columns<'_, T> {
 }
 
 /// One map of a product in integers: activations in words of 13 to 16 bits, weights exactly but for code
-/// books that are no multiples of one number (NF4: words of 14 bits); or both in bytes, for a few rows.
+/// books that are no multiples of one number (NF4: words of 14 bits); or both in bytes, for a few rows and
+/// where that is asked for.
 /// The packed weights are read once for all rows of activations.
 #[derive(Debug)]
 pub(crate) struct CodedPart<'a, T> {
@@ -157,6 +178,15 @@ impl<T: Element> Part<T> for CodedPart<'_, T> {
             Form::Bytes(x) => run_on(
                 self.set,
                 Nibbles {
+                    x,
+                    map,
+                    outputs,
+                    results: &results,
+                },
+            ),
+            Form::Units(x) => run_on(
+                self.set,
+                ByteTiles {
                     x,
                     map,
                     outputs,

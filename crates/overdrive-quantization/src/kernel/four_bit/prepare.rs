@@ -75,6 +75,33 @@ impl ScaleRows {
     }
 }
 
+impl ScaleRows {
+    /// Scales or offsets of `count` outputs, at most 16, from `first` on, as `(granules, 16)`; anything for
+    /// outputs that are not there.
+    #[inline(always)]
+    pub(super) fn columns<S: Words>(
+        &self,
+        s: S,
+        scales: &Scales<'_>,
+        first: usize,
+        count: usize,
+        raw: &mut Raw,
+        out: &mut [f32],
+    ) {
+        let made = self.make(s, scales, first, count, raw);
+        let (out, _) = out.as_chunks_mut::<LANES>();
+        for (vector, out) in out.chunks_exact_mut(LANES).enumerate() {
+            let mut block = [s.splat(0.0); LANES];
+            for (lane, block) in block.iter_mut().enumerate().take(count) {
+                *block = made.vector(s, lane, vector);
+            }
+            for (out, column) in out.iter_mut().zip(s.transpose_floats(block)) {
+                s.store_f32(column, out);
+            }
+        }
+    }
+}
+
 /// Scales on their way.
 #[derive(Debug, Default)]
 pub(super) struct Raw {

@@ -7,7 +7,7 @@ use super::scales::{Floats, Magnitudes, Scales};
 use crate::codec::book::Book;
 use crate::tensors::{bytes, elements};
 use crate::weight::{self, Storage};
-use crate::{Error, QuantizedWeight, Result, Scheme};
+use crate::{Activations, Error, QuantizedWeight, Result, Scheme};
 
 /// `None` for weights that are kept otherwise, or not on the CPU.
 ///
@@ -18,6 +18,7 @@ pub(crate) fn coded_map(weight: &QuantizedWeight) -> Result<Option<CodedMap<'_>>
     if weight.device() != Device::Cpu {
         return Ok(None);
     }
+    let bytes_wanted = weight.activations == Activations::Int8;
     let size = |n: i64| usize::try_from(n).unwrap_or(0);
     let (outputs, inputs) = (size(weight.outputs), size(weight.inputs));
     let map = match &weight.storage {
@@ -51,6 +52,7 @@ pub(crate) fn coded_map(weight: &QuantizedWeight) -> Result<Option<CodedMap<'_>>
                     Some(order) => Some(elements::<i32>(order)?),
                     None => None,
                 },
+                bytes: bytes_wanted,
             }
         }
         Storage::Blocks { codes, magnitudes } => {
@@ -70,6 +72,7 @@ pub(crate) fn coded_map(weight: &QuantizedWeight) -> Result<Option<CodedMap<'_>>
                 },
                 offsets: None,
                 order: None,
+                bytes: bytes_wanted,
             }
         }
     };

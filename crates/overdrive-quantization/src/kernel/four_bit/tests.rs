@@ -62,6 +62,8 @@ struct Owned {
     outer: Vec<f32>,
     offsets: Option<Vec<f32>>,
     order: Option<Vec<i32>>,
+    /// Whether activations are bytes for any number of rows.
+    bytes: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -104,6 +106,7 @@ impl Owned {
                 .offsets
                 .then(|| (0..blocks).map(|_| random.number()).collect()),
             order: case.order.then_some(order),
+            bytes: false,
         }
     }
 
@@ -132,6 +135,7 @@ impl Owned {
                 block: self.block,
             }),
             order: self.order.as_deref(),
+            bytes: self.bytes,
         };
         assert!(map.is_consistent(), "the case");
         map
@@ -194,7 +198,7 @@ impl Owned {
     /// In what `rows` of activations are multiplied.
     fn numbers(&self, rows: usize) -> Numbers {
         let map = self.map();
-        if rows <= 3 && map.byte_table().is_some() {
+        if (rows <= 3 || self.bytes) && map.byte_table().is_some() {
             Numbers::Bytes
         } else if map.granule().is_some() {
             Numbers::Words
@@ -294,7 +298,12 @@ fn activations(rows: usize, inputs: usize, seed: u64) -> Vec<f32> {
 }
 
 fn check(case: Case, rows: usize) {
-    let owned = Owned::new(case);
+    check_with(case, rows, false);
+}
+
+fn check_with(case: Case, rows: usize, bytes: bool) {
+    let mut owned = Owned::new(case);
+    owned.bytes = bytes;
     let map = owned.map();
     let x = activations(rows, case.inputs, case.seed);
     let numbers = owned.numbers(rows);
@@ -359,6 +368,23 @@ proptest! {
         let case = Case { coding: codings()[coding], outputs, inputs, block, kept, offsets, order: false, seed };
         prop_assert_eq!(Owned::new(case).numbers(rows), Numbers::Bytes);
         check(case, rows);
+    }
+
+    #[test]
+    fn bytes_of_more_rows_agree_with_sums_in_f64_of_the_same_integers(
+        coding in 0..4_usize,
+        outputs in 1..100_usize,
+        units in 1..9_usize,
+        block in prop::sample::select(vec![32_usize, 64, 128, 256, 512]),
+        kept in prop::sample::select(vec![Kept::F32, Kept::F16, Kept::Quantized]),
+        offsets in any::<bool>(),
+        rows in 4..30_usize,
+        seed in any::<u64>(),
+    ) {
+        let inputs = (units * 128).next_multiple_of(block);
+        let offsets = offsets && coding < 2;
+        let case = Case { coding: codings()[coding], outputs, inputs, block, kept, offsets, order: false, seed };
+        check_with(case, rows, true);
     }
 
     #[test]

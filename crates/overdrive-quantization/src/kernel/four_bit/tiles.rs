@@ -15,7 +15,6 @@ use super::lines::Lines;
 use super::map::CodedMap;
 use super::part::Results;
 use super::prepare::{Raw, ScaleRows};
-use super::scales::Scales;
 use super::words::{PACKED, WORDS, Words, Work};
 use crate::kernel::simd::LANES;
 
@@ -92,20 +91,18 @@ impl Tiles<'_> {
         scratch.scales.grow(tiles * each);
         scratch.sums.grow(tiles * x.held * LANES);
         scratch.sums[..tiles * x.held * LANES].fill(0.0);
+        let shape = ScaleRows::new(map.inputs, x.granule);
         for tile in 0..tiles {
             let first = output + tile * LANES;
+            let count = LANES.min(map.outputs - first);
             let of_tile = tile * each..(tile + 1) * each;
             let raw = &mut scratch.raw;
-            self.columns(
-                s,
-                &map.scales,
-                first,
-                raw,
-                &mut scratch.scales[of_tile.clone()],
-            );
+            let out = &mut scratch.scales[of_tile.clone()];
+            shape.columns(s, &map.scales, first, count, raw, out);
             if let Some(offsets) = &map.offsets {
                 scratch.offsets.grow(tiles * each);
-                self.columns(s, offsets, first, raw, &mut scratch.offsets[of_tile]);
+                let out = &mut scratch.offsets[of_tile];
+                shape.columns(s, offsets, first, count, raw, out);
             }
         }
         let offsets = match &map.offsets {
@@ -123,7 +120,7 @@ impl Tiles<'_> {
             };
             for unit in 0..x.units {
                 block.unit = unit;
-                let columns = self.codes(s, output, unit);
+                let columns = codes(s, map, output, unit);
                 block.rows::<S, D, _>(s, x.held, Coded { columns, decode });
             }
         } else {
@@ -131,7 +128,7 @@ impl Tiles<'_> {
             for unit in 0..x.units {
                 for tile in 0..tiles {
                     let words = &mut scratch.words[tile * unit_words..(tile + 1) * unit_words];
-                    let columns = self.codes(s, output + tile * LANES, unit);
+                    let columns = codes(s, map, output + tile * LANES, unit);
                     hold(s, decode, &columns, words);
                 }
                 let mut row = 0;
@@ -171,58 +168,38 @@ impl Tiles<'_> {
             }
         }
     }
+}
 
-    /// Scales or offsets of 16 outputs, `(granules, 16)`; anything for outputs that are not there.
-    #[inline(always)]
-    fn columns<S: Words>(
-        &self,
-        s: S,
-        scales: &Scales<'_>,
-        output: usize,
-        raw: &mut Raw,
-        out: &mut [f32],
-    ) {
-        let shape = ScaleRows::new(self.map.inputs, self.x.granule);
-        let count = LANES.min(self.map.outputs - output);
-        let made = shape.make(s, scales, output, count, raw);
-        let (out, _) = out.as_chunks_mut::<LANES>();
-        for (vector, out) in out.chunks_exact_mut(LANES).enumerate() {
-            let mut block = [s.splat(0.0); LANES];
-            for (lane, block) in block.iter_mut().enumerate().take(count) {
-                *block = made.vector(s, lane, vector);
+/// One unit of 16 outputs, with outputs for lanes; lanes beyond the last output repeat it.
+#[inline(always)]
+pub(super) fn codes<S: Words>(
+    s: S,
+    map: &CodedMap<'_>,
+    output: usize,
+    unit: usize,
+) -> [S::Packed; LANES] {
+    let bytes = map.row_bytes();
+    let codes = map.codes;
+    let from = unit * PACKED;
+    let count = PACKED.min(bytes - from);
+    let last = map.outputs - 1;
+    let mut packed = [s.load_packed(&[0; PACKED]); LANES];
+    for (lane, packed) in packed.iter_mut().enumerate() {
+        let first = (output + lane).min(last) * bytes + from;
+        // The same place of the next tile: short streams, many at once, are more than the machine
+        // foresees by itself.
+        s.prefetch(codes.as_ptr().wrapping_add(first + LANES * bytes));
+        let row = &codes[first..first + count];
+        *packed = match row.first_chunk::<PACKED>() {
+            Some(whole) => s.load_packed(whole),
+            None => {
+                let mut last = [0; PACKED];
+                last[..count].copy_from_slice(row);
+                s.load_packed(&last)
             }
-            for (out, column) in out.iter_mut().zip(s.transpose_floats(block)) {
-                s.store_f32(column, out);
-            }
-        }
+        };
     }
-
-    /// One unit of 16 outputs, with outputs for lanes; lanes beyond the last output repeat it.
-    #[inline(always)]
-    fn codes<S: Words>(&self, s: S, output: usize, unit: usize) -> [S::Packed; LANES] {
-        let bytes = self.map.row_bytes();
-        let codes = self.map.codes;
-        let from = unit * PACKED;
-        let count = PACKED.min(bytes - from);
-        let last = self.map.outputs - 1;
-        let mut packed = [s.load_packed(&[0; PACKED]); LANES];
-        for (lane, packed) in packed.iter_mut().enumerate() {
-            let first = (output + lane).min(last) * bytes + from;
-            // The same place of the next tile: short streams, many at once, are more than the machine
-            // foresees by itself.
-            s.prefetch(codes.as_ptr().wrapping_add(first + LANES * bytes));
-            let row = &codes[first..first + count];
-            *packed = match row.first_chunk::<PACKED>() {
-                Some(whole) => s.load_packed(whole),
-                None => {
-                    let mut last = [0; PACKED];
-                    last[..count].copy_from_slice(row);
-                    s.load_packed(&last)
-                }
-            };
-        }
-        s.transpose(packed)
-    }
+    s.transpose(packed)
 }
 
 /// Writes the words of one unit of 16 outputs, `(16 lanes of codes, parts, 32)`.

@@ -2,13 +2,15 @@
 //!
 //! Sums of products of codes are exact, so every instruction set has the same results to the bit.
 //!
-//! A few rows go through `dot`, which reads the weight as it lies; many through `panels` where the
-//! machine has instructions for that.
+//! The weight is read as it lies: by `dot` for one row and on machines without AVX-512-VNNI, otherwise by
+//! `tiles`.
 
 mod dot;
 mod outliers;
 #[cfg(target_arch = "x86_64")]
-mod panels;
+mod tiles;
+#[cfg(target_arch = "x86_64")]
+mod turn;
 
 use std::ops::Range;
 
@@ -22,9 +24,6 @@ use super::threads::Target;
 
 /// Inputs up to which the sums fit 32 bits: 127 · 128 each.
 pub(crate) const MAX_WIDTH: usize = 1 << 17;
-
-/// Rows from which on a weight is packed before it is multiplied.
-const PANEL_ROWS: usize = 16;
 
 /// A weight with one scale an output, and the activations.
 #[derive(Debug, Clone, Copy)]
@@ -74,9 +73,10 @@ impl<T: Element> Part<T> for Int8Part<'_, T> {
         };
         #[cfg(target_arch = "x86_64")]
         if let InstructionSet::Avx512(simd) = self.set
-            && self.x.rows >= PANEL_ROWS
+            && self.x.rows > 1
+            && self.x.width > 0
         {
-            return panels::panels(simd, &job);
+            return tiles::tiles(simd, &job);
         }
         self.set.run(dot::Dots(&job));
     }

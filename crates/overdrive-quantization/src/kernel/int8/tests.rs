@@ -1,5 +1,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+use std::sync::OnceLock;
+
 use half::bf16;
 use proptest::prelude::*;
 
@@ -122,6 +124,13 @@ proptest! {
 }
 
 #[test]
+fn inputs_of_several_blocks_are_summed_exactly() {
+    for (rows, width) in [(2, 2048), (3, 4099), (8, 4096), (13, 2113), (20, 6200)] {
+        check::<f32>(rows as u64, rows, width, &[37, 2]);
+    }
+}
+
+#[test]
 fn sums_beyond_the_unsigned_detour_are_exact() {
     // 127 · 255 · width does not fit 32 bits, 127 · 128 · width does.
     let width = MAX_WIDTH - 64;
@@ -135,7 +144,9 @@ fn sums_beyond_the_unsigned_detour_are_exact() {
                     scales: x.scales[..rows].to_vec(),
                     sums: x.sums[..rows].to_vec(),
                     rows,
-                    ..x
+                    width: x.width,
+                    padded: x.padded,
+                    groups: OnceLock::new(),
                 };
                 let part = Int8Part {
                     x: &x,

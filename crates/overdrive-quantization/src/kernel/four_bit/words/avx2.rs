@@ -75,6 +75,57 @@ impl Words for Avx2 {
     const ROWS: usize = 4;
 
     #[inline(always)]
+    fn nibbles<const BOOK: bool>(self, codes: Pair, table: Pair) -> [Pair; 2] {
+        let mut out = [codes; 2];
+        avx2!({
+            let mask = _mm256_set1_epi8(15);
+            for half in 0..2 {
+                out[0][half] = _mm256_and_si256(codes[half], mask);
+                out[1][half] = _mm256_and_si256(_mm256_srli_epi16::<4>(codes[half]), mask);
+                if BOOK {
+                    out[0][half] = _mm256_shuffle_epi8(table[half], out[0][half]);
+                    out[1][half] = _mm256_shuffle_epi8(table[half], out[1][half]);
+                }
+            }
+        });
+        out
+    }
+
+    /// The signs of numbers go to the bytes, as in `add_nibbles`.
+    #[inline(always)]
+    fn add_bytes(self, sums: Pair, numbers: Pair, bytes: Pair) -> Pair {
+        let mut out = sums;
+        avx2!({
+            let ones = _mm256_set1_epi16(1);
+            for half in 0..2 {
+                let signed = _mm256_sign_epi8(bytes[half], numbers[half]);
+                let words = _mm256_maddubs_epi16(_mm256_abs_epi8(numbers[half]), signed);
+                out[half] = _mm256_add_epi32(out[half], _mm256_madd_epi16(words, ones));
+            }
+        });
+        out
+    }
+
+    #[inline(always)]
+    fn quad(self, from: &[i8; 4]) -> Pair {
+        avx2!([_mm256_set1_epi32(i32::from_ne_bytes(from.map(i8::cast_unsigned))); 2])
+    }
+
+    #[inline(always)]
+    fn store_plane(self, plane: Pair, to: &mut [i8; PACKED]) {
+        avx2!({
+            let to: *mut __m256i = to.as_mut_ptr().cast();
+            _mm256_storeu_si256(to, plane[0]);
+            _mm256_storeu_si256(to.add(1), plane[1]);
+        });
+    }
+
+    #[inline(always)]
+    fn splat_sums(self, sum: i32) -> Pair {
+        avx2!([_mm256_set1_epi32(sum); 2])
+    }
+
+    #[inline(always)]
     fn load_plane(self, from: &[i8; PACKED]) -> Pair {
         load(from.as_ptr().cast())
     }

@@ -40,6 +40,48 @@ impl Words for Avx512 {
     /// `vpdpbusd` takes numbers of a weight without a sign.
     const BOOK_ZERO: i32 = 128;
 
+    const BYTE_ROWS: usize = 6;
+    const BYTE_VECTORS: usize = 2;
+
+    #[inline(always)]
+    fn nibbles<const BOOK: bool>(self, codes: __m512i, table: __m512i) -> [__m512i; 2] {
+        avx512!({
+            let mask = _mm512_set1_epi8(15);
+            let low = _mm512_and_si512(codes, mask);
+            let high = _mm512_and_si512(_mm512_srli_epi16::<4>(codes), mask);
+            if BOOK {
+                [
+                    _mm512_shuffle_epi8(table, low),
+                    _mm512_shuffle_epi8(table, high),
+                ]
+            } else {
+                [low, high]
+            }
+        })
+    }
+
+    #[inline(always)]
+    fn add_bytes(self, sums: __m512i, numbers: __m512i, bytes: __m512i) -> __m512i {
+        avx512!(_mm512_dpbusd_epi32(sums, numbers, bytes))
+    }
+
+    #[inline(always)]
+    fn quad(self, from: &[i8; 4]) -> __m512i {
+        avx512!(_mm512_set1_epi32(i32::from_ne_bytes(
+            from.map(i8::cast_unsigned)
+        )))
+    }
+
+    #[inline(always)]
+    fn store_plane(self, plane: __m512i, to: &mut [i8; PACKED]) {
+        avx512!(_mm512_storeu_si512(to.as_mut_ptr().cast(), plane));
+    }
+
+    #[inline(always)]
+    fn splat_sums(self, sum: i32) -> __m512i {
+        avx512!(_mm512_set1_epi32(sum))
+    }
+
     #[inline(always)]
     fn load_plane(self, from: &[i8; PACKED]) -> __m512i {
         avx512!(_mm512_loadu_si512(from.as_ptr().cast()))

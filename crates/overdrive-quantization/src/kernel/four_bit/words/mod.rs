@@ -39,6 +39,25 @@ pub(crate) trait Words: Simd {
     /// this times the sum of the activations.
     const BOOK_ZERO: i32 = 0;
 
+    /// Rows of activations whose sums of bytes fit the registers, for each of [`BYTE_VECTORS`].
+    ///
+    /// [`BYTE_VECTORS`]: Self::BYTE_VECTORS
+    const BYTE_ROWS: usize = 4;
+
+    /// Vectors of outputs whose sums of bytes fit the registers: 1 or 2.
+    const BYTE_VECTORS: usize = 1;
+
+    /// Low and high halves of bytes as [`add_nibbles`](Self::add_nibbles) multiplies them.
+    fn nibbles<const BOOK: bool>(self, codes: Self::Packed, table: Self::Plane)
+    -> [Self::Plane; 2];
+    /// Adds the four products of each lane, of numbers that [`nibbles`](Self::nibbles) made and of bytes in
+    /// `-127..=127`.
+    fn add_bytes(self, sums: Self::Sums, numbers: Self::Plane, bytes: Self::Plane) -> Self::Sums;
+    /// Four bytes in every lane.
+    fn quad(self, from: &[i8; 4]) -> Self::Plane;
+    fn store_plane(self, plane: Self::Plane, to: &mut [i8; PACKED]);
+    fn splat_sums(self, sum: i32) -> Self::Sums;
+
     fn load_plane(self, from: &[i8; PACKED]) -> Self::Plane;
     fn load_sums(self, from: &[i32; LANES]) -> Self::Sums;
     fn store_sums(self, sums: Self::Sums, to: &mut [i32; LANES]);

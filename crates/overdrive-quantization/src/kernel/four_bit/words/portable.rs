@@ -26,6 +26,64 @@ impl Words for Portable {
     const ROWS: usize = 4;
 
     #[inline(always)]
+    fn nibbles<const BOOK: bool>(
+        self,
+        codes: [u8; PACKED],
+        table: [i8; PACKED],
+    ) -> [[i8; PACKED]; 2] {
+        let mut out = [[0; PACKED]; 2];
+        for at in 0..PACKED {
+            for (half, code) in [codes[at] & 15, codes[at] >> 4].into_iter().enumerate() {
+                out[half][at] = if BOOK {
+                    table[usize::from(code)]
+                } else {
+                    code.cast_signed()
+                };
+            }
+        }
+        out
+    }
+
+    #[inline(always)]
+    fn add_bytes(
+        self,
+        sums: [i32; LANES],
+        numbers: [i8; PACKED],
+        bytes: [i8; PACKED],
+    ) -> [i32; LANES] {
+        let mut words = [0_i16; PACKED / 2];
+        for (at, word) in words.iter_mut().enumerate() {
+            let product = |at: usize| i16::from(numbers[at]) * i16::from(bytes[at]);
+            // Two products of numbers of at most 127 fit 16 bits.
+            *word = product(2 * at) + product(2 * at + 1);
+        }
+        let mut out = sums;
+        for (lane, out) in out.iter_mut().enumerate() {
+            *out += i32::from(words[2 * lane]) + i32::from(words[2 * lane + 1]);
+        }
+        out
+    }
+
+    #[inline(always)]
+    fn quad(self, from: &[i8; 4]) -> [i8; PACKED] {
+        let mut out = [0; PACKED];
+        for at in 0..PACKED {
+            out[at] = from[at % 4];
+        }
+        out
+    }
+
+    #[inline(always)]
+    fn store_plane(self, plane: [i8; PACKED], to: &mut [i8; PACKED]) {
+        *to = plane;
+    }
+
+    #[inline(always)]
+    fn splat_sums(self, sum: i32) -> [i32; LANES] {
+        [sum; LANES]
+    }
+
+    #[inline(always)]
     fn load_plane(self, from: &[i8; PACKED]) -> [i8; PACKED] {
         *from
     }
