@@ -42,7 +42,13 @@ pub(crate) fn product<T: Copy + Send>(
     let bytes: usize = bytes.sum();
     let parallel = bytes.saturating_mul(rows) > MIN_PARALLEL_BYTES;
     // At least a few for each thread, so that one that comes late does not hold up the others.
-    let chunk_bytes = CHUNK_BYTES.min(bytes / (4 * overdrive_sys::threads::intra_op().max(1)));
+    // What several rows of activations are multiplied with stays in a second cache meanwhile.
+    let most = if rows > 1 {
+        2 * CHUNK_BYTES
+    } else {
+        CHUNK_BYTES
+    };
+    let chunk_bytes = most.min(bytes / (4 * overdrive_sys::threads::intra_op().max(1)));
     // Each part in chunks of its own, as (part, its first column, outputs).
     let mut work: Vec<(usize, usize, Range<usize>)> = Vec::new();
     for (index, (first, part)) in parts.iter().enumerate() {

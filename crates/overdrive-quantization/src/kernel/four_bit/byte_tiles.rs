@@ -120,6 +120,9 @@ impl ByteTiles<'_> {
                     unit,
                     row: 0,
                     each,
+                    // Hidden: a loop whose length is known is unrolled, and then has all its operands
+                    // loaded first, for which there are no registers.
+                    steps: std::hint::black_box(HELD_GROUP),
                     bytes: &scratch.bytes[vector * HELD * PACKED..],
                     scales: &scratch.scales[vector * each..vectors * each],
                     offsets: match &map.offsets {
@@ -169,6 +172,8 @@ struct Block<'a> {
     row: usize,
     /// Numbers of the scales of a vector.
     each: usize,
+    /// [`HELD_GROUP`].
+    steps: usize,
     bytes: &'a [i8],
     scales: &'a [f32],
     /// Empty where there are none.
@@ -203,7 +208,8 @@ impl Block<'_> {
         let units = &self.x.of_unit(self.unit)[self.row..self.row + N];
         let group = self.unit * GROUPS;
         assert!(
-            self.bytes.len() >= V * HELD * PACKED
+            self.steps <= HELD_GROUP
+                && self.bytes.len() >= V * HELD * PACKED
                 && self.sums.len() >= V * rows * LANES
                 && self.scales.len() >= V * self.each
                 && (group + GROUPS) * LANES <= self.each,
@@ -221,14 +227,16 @@ impl Block<'_> {
             for (totals, unit) in totals.iter_mut().zip(units) {
                 *totals = [s.splat_sums(unit.starts[g]); V];
             }
-            for held in g * HELD_GROUP..(g + 1) * HELD_GROUP {
+            for step in 0..self.steps {
+                let held = g * HELD_GROUP + step;
                 let mut w = [s.load_plane(&[0; PACKED]); V];
                 for (v, w) in w.iter_mut().enumerate() {
                     // SAFETY: asserted: `held < HELD`, of each of `V` vectors.
                     *w = s.load_plane(unsafe { at(self.bytes, (v * HELD + held) * PACKED) });
                 }
                 for (totals, unit) in totals.iter_mut().zip(units) {
-                    let x = s.quad(&unit.quads[held]);
+                    // SAFETY: `held < HELD`, of which there are as many quads.
+                    let x = s.quad(unsafe { unit.quads.get_unchecked(held) });
                     for (total, w) in totals.iter_mut().zip(w) {
                         *total = s.add_bytes(*total, w, x);
                     }

@@ -184,6 +184,11 @@ impl Simd for Avx2 {
     fn prefetch<T>(self, address: *const T) {
         avx2!(_mm_prefetch::<_MM_HINT_T0>(address.cast()));
     }
+
+    #[inline(always)]
+    fn prefetch_near(self, address: *const u8) {
+        avx2!(_mm_prefetch::<_MM_HINT_T1>(address.cast()));
+    }
 }
 
 /// The totals of four registers.

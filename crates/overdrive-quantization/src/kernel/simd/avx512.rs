@@ -173,6 +173,11 @@ impl Simd for Avx512 {
     fn prefetch<T>(self, address: *const T) {
         avx512!(_mm_prefetch::<_MM_HINT_T0>(address.cast()));
     }
+
+    #[inline(always)]
+    fn prefetch_near(self, address: *const u8) {
+        avx512!(_mm_prefetch::<_MM_HINT_T1>(address.cast()));
+    }
 }
 
 /// The sum of both halves.

@@ -82,6 +82,12 @@ pub(crate) trait Simd: Copy {
     fn prefetch<T>(self, address: *const T) {
         let _ = address;
     }
+
+    /// The same, no closer than the second cache.
+    #[inline(always)]
+    fn prefetch_near(self, address: *const u8) {
+        let _ = address;
+    }
 }
 
 /// Work that is compiled for each instruction set.

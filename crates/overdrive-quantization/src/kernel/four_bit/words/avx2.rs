@@ -359,11 +359,6 @@ impl Words for Avx2 {
     }
 
     #[inline(always)]
-    fn prefetch_near(self, address: *const u8) {
-        avx2!(_mm_prefetch::<_MM_HINT_T1>(address.cast()));
-    }
-
-    #[inline(always)]
     fn values(self, codes: &[u8; 8], values: &[f32; 16], high_first: bool) -> [__m256; 2] {
         avx2!({
             let packed = _mm_loadl_epi64(codes.as_ptr().cast());

@@ -103,11 +103,6 @@ pub(crate) trait Words: Simd {
     fn spread(self, from: &[f32; LANES], places: Self::Places) -> Self::F;
     /// The same, for places within the first four.
     fn spread_four(self, from: &[f32; 4], places: Self::Places) -> Self::F;
-    /// Asks for the memory at `address` to be brought to the second cache; any address will do.
-    #[inline(always)]
-    fn prefetch_near(self, address: *const u8) {
-        let _ = address;
-    }
     /// What 16 codes of 4 bits stand for, in order; the low half of a byte is first unless `high_first`.
     fn values(self, codes: &[u8; 8], values: &[f32; 16], high_first: bool) -> Self::F;
 }
