@@ -70,6 +70,10 @@ impl Int8Rows {
     }
 
     /// The codes in groups of rows, made at the first call.
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        allow(dead_code, reason = "for tiles, which only AVX-512 has")
+    )]
     pub(crate) fn groups(&self) -> &RowGroups {
         self.groups.get_or_init(|| RowGroups::new(self))
     }
@@ -82,17 +86,29 @@ impl Int8Rows {
 }
 
 /// Most rows of a group.
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    allow(dead_code, reason = "for tiles, which only AVX-512 has")
+)]
 pub(crate) const GROUP_ROWS: usize = 8;
 
 /// Codes that fill a line of the cache and a vector.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    allow(dead_code, reason = "for tiles, which only AVX-512 has")
+)]
 pub(crate) struct Line(pub(crate) [i8; PAD]);
 
 /// Rows of codes in groups of up to [`GROUP_ROWS`], of which no two differ by more than one row: in a group
 /// the vectors of its rows that have the same inputs are neighbours. A kernel that walks along the inputs
 /// of a group reads one stream, and no two lines of that want the same place of the cache.
 #[derive(Debug)]
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    allow(dead_code, reason = "for tiles, which only AVX-512 has")
+)]
 pub(crate) struct RowGroups {
     /// Of one group after another, `(vectors, rows of the group)`.
     lines: Vec<Line>,
@@ -100,6 +116,10 @@ pub(crate) struct RowGroups {
     vectors: usize,
 }
 
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    allow(dead_code, reason = "for tiles, which only AVX-512 has")
+)]
 impl RowGroups {
     fn new(x: &Int8Rows) -> Self {
         let mut groups = RowGroups {
