@@ -1,7 +1,7 @@
 //! Reads damaged inputs with every reader of this crate for as long as one likes.
 //!
 //! ```text
-//! cargo run --release -p overdrive-datasets --no-default-features --features speech,parquet \
+//! cargo run --release -p overdrive-datasets --no-default-features --features speech \
 //!     --example fuzz_parsers -- [SECONDS [SEED [TARGET]]]
 //! ```
 //!

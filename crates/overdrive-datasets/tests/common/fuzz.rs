@@ -1,4 +1,5 @@
-//! Inputs by mutation for everything that reads bytes from outside: shared by the bounded run in the tests and
+//! Inputs by mutation for everything here that reads bytes from outside (Parquet and Arrow are left to their
+//! crates): shared by the bounded run in the tests and
 //! the one by command (`examples/fuzz_parsers.rs`).
 //!
 //! An input is made of a sound one by a few changes, drawn from a seed and the number of the case, so that a case
@@ -181,14 +182,6 @@ pub(crate) fn targets() -> Vec<Target> {
         ],
         read: read_sound,
         extension: "wav",
-    });
-    #[cfg(feature = "parquet")]
-    targets.push(Target {
-        name: "tables",
-        seeds: tables(),
-        words: &["PAR1", "ARROW1", "\0\0\0\0"],
-        read: read_table,
-        extension: "parquet",
     });
     targets
 }
@@ -436,23 +429,6 @@ fn read_sound(path: &Path, _number: u64) -> Result<()> {
         ..SpeechOptions::default()
     };
     read_all(&SpeechDataset::open([manifest], options)?)
-}
-
-#[cfg(feature = "parquet")]
-fn read_table(path: &Path, _number: u64) -> Result<()> {
-    read_all(&overdrive_datasets::TableRecords::<Value>::open([path])?)
-}
-
-#[cfg(feature = "parquet")]
-fn tables() -> Vec<Vec<u8>> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tables");
-    let mut files =
-        find_files([folder], &["parquet", "arrow"]).expect("tables, made by gen_tables.py");
-    files.sort();
-    files
-        .iter()
-        .map(|path| std::fs::read(path).expect("a table"))
-        .collect()
 }
 
 fn write(path: &Path, bytes: &[u8]) {
