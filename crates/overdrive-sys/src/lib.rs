@@ -17,6 +17,8 @@
 //! * [`saved_tensors`], [`dispatch_mode`] – what [overdrive-checkpointing] is made of;
 //! * [`threads`] – thread counts, and loops of our own on libtorch's threads; [`raw`] – the elements of
 //!   CPU tensors for such loops;
+//! * `c10d`, with the feature of that name – stores, process groups and the gradient reducer that
+//!   [overdrive-distributed] is made of;
 //! * [`build_info`] – libtorch's version and CPU capability.
 //!
 //! Three things happen when a program that uses this crate starts, before `main`:
@@ -41,6 +43,7 @@
 //!
 //! [overdrive-autograd]: ../overdrive_autograd/index.html
 //! [overdrive-checkpointing]: ../overdrive_checkpointing/index.html
+//! [overdrive-distributed]: ../overdrive_distributed/index.html
 //! [overdrive-precision]: ../overdrive_precision/index.html
 #![allow(unsafe_code)]
 #![deny(missing_docs)]
@@ -48,6 +51,8 @@
 pub mod amp;
 pub mod autocast;
 pub mod build_info;
+#[cfg(feature = "c10d")]
+pub mod c10d;
 mod callback;
 pub mod cuda;
 mod device;

@@ -1,0 +1,84 @@
+//! A test starts copies of its own binary as the ranks of a group.
+//!
+//! A copy runs the test `worker` alone, which does nothing unless `OD_SCENARIO` names what to do; what it
+//! finds it writes to a file that the test reads.
+#![allow(dead_code, reason = "not every test file uses all of it")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use overdrive_distributed::{Error, GroupConfig, Launch, ProcessGroup, Result, init_process_group};
+
+/// What the ranks of a scenario wrote, in their order; nothing where one wrote nothing.
+pub struct Outcome {
+    pub written: Vec<Option<String>>,
+    pub launched: Result<()>,
+}
+
+impl Outcome {
+    pub fn rank(&self, rank: usize) -> &str {
+        let written = self.written[rank].as_deref();
+        written.unwrap_or_else(|| panic!("rank {rank} wrote nothing; {:?}", self.launched))
+    }
+
+    pub fn numbers(&self, rank: usize) -> Vec<f64> {
+        serde_json::from_str(self.rank(rank)).unwrap()
+    }
+}
+
+pub fn launch(scenario: &str, ranks: usize) -> Outcome {
+    launch_with(scenario, ranks, &[])
+}
+
+pub fn launch_with(scenario: &str, ranks: usize, env: &[(&str, &str)]) -> Outcome {
+    static NUMBER: AtomicUsize = AtomicUsize::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::SeqCst);
+    let folder = std::env::temp_dir().join(format!("od-{}-{number}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let mut launch = Launch::new(std::env::current_exe().unwrap())
+        .args(["worker", "--exact", "--nocapture", "--test-threads=1"])
+        .nproc(ranks)
+        .grace(Duration::from_secs(60))
+        .env("OMP_NUM_THREADS", "1")
+        .env("OD_SCENARIO", scenario)
+        .env("OD_FOLDER", &folder);
+    for (name, value) in env {
+        launch = launch.env(name, value);
+    }
+    let launched = launch.run();
+    let written = (0..ranks)
+        .map(|rank| std::fs::read_to_string(folder.join(rank.to_string())).ok())
+        .collect();
+    std::fs::remove_dir_all(&folder).unwrap();
+    Outcome { written, launched }
+}
+
+/// The scenario that this process is to run, if it is a rank.
+pub fn scenario() -> Option<String> {
+    std::env::var("OD_SCENARIO").ok()
+}
+
+pub fn write(group: &ProcessGroup, text: &str) {
+    write_as(group.rank(), text);
+}
+
+pub fn write_as(rank: usize, text: &str) {
+    let folder = PathBuf::from(std::env::var_os("OD_FOLDER").unwrap());
+    std::fs::write(folder.join(rank.to_string()), text).unwrap();
+}
+
+pub fn write_numbers(group: &ProcessGroup, numbers: &[f64]) {
+    write(group, &serde_json::to_string(numbers).unwrap());
+}
+
+pub fn group(seconds: f64) -> ProcessGroup {
+    let timeout = Duration::from_secs_f64(seconds);
+    init_process_group(GroupConfig::default().with_timeout(timeout)).unwrap()
+}
+
+/// The words of an error that must have come, and how long it took.
+pub fn expect_error<T: std::fmt::Debug>(result: Result<T>) -> Error {
+    result.unwrap_err()
+}

@@ -1,0 +1,121 @@
+// The C ABI of libtorch's c10d: stores, process groups, the gradient reducer. Rules as in shim.h.
+#pragma once
+
+#include "../shim.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// --- store.cpp ------------------------------------------------------------------------------------
+typedef struct od_store od_store;
+// A server listens on `port` (0: a free one) and is a client of itself; else connects within the time.
+od_status* od_store_tcp(const char* host, uint16_t port, int32_t is_server, int64_t timeout_ms,
+                        od_store** out, uint16_t* out_port) OD_NOEXCEPT;
+// The same store with `prefix` before every key.
+od_status* od_store_prefix(const od_store* store, const char* prefix, od_store** out) OD_NOEXCEPT;
+// A connection of its own to the same server: a wait on one does not block the other.
+od_status* od_store_clone(const od_store* store, od_store** out) OD_NOEXCEPT;
+od_status* od_store_set_timeout(od_store* store, int64_t timeout_ms) OD_NOEXCEPT;
+od_status* od_store_set(od_store* store, const char* key, const uint8_t* value,
+                        size_t len) OD_NOEXCEPT;
+// Waits until the key is there. The bytes are freed with `od_string_free`.
+od_status* od_store_get(od_store* store, const char* key, char** out, size_t* out_len) OD_NOEXCEPT;
+// Sets the key to `desired` if it holds `expected` (or is absent and that is empty); what it holds then.
+od_status* od_store_compare_set(od_store* store, const char* key, const uint8_t* expected,
+                                size_t expected_len, const uint8_t* desired, size_t desired_len,
+                                char** out, size_t* out_len) OD_NOEXCEPT;
+od_status* od_store_add(od_store* store, const char* key, int64_t amount, int64_t* out) OD_NOEXCEPT;
+od_status* od_store_check(od_store* store, const char* const* keys, size_t n,
+                          int32_t* out) OD_NOEXCEPT;
+od_status* od_store_wait(od_store* store, const char* const* keys, size_t n,
+                         int64_t timeout_ms) OD_NOEXCEPT;
+od_status* od_store_delete(od_store* store, const char* key, int32_t* out) OD_NOEXCEPT;
+void od_store_free(od_store* store) OD_NOEXCEPT;
+
+// --- group.cpp ------------------------------------------------------------------------------------
+typedef struct od_group od_group;
+typedef struct od_work od_work;
+// `interface` or `address` may be null: which network device to use; both null: the host name's.
+od_status* od_group_gloo(const od_store* store, int32_t rank, int32_t size, int64_t timeout_ms,
+                         const char* interface, const char* address, od_group** out) OD_NOEXCEPT;
+// Fails where the shim was built without NCCL.
+od_status* od_group_nccl(const od_store* store, int32_t rank, int32_t size, int64_t timeout_ms,
+                         int32_t device, od_group** out) OD_NOEXCEPT;
+void od_group_free(od_group* group) OD_NOEXCEPT;
+
+enum od_collective_kind {
+  OD_ALL_REDUCE = 0,       // inputs, in place
+  OD_BROADCAST = 1,        // inputs, in place, from `root`
+  OD_REDUCE = 2,           // inputs, in place, to `root`
+  OD_ALL_GATHER = 3,       // one input, `size` outputs
+  OD_ALL_GATHER_INTO = 4,  // one input, one output
+  OD_REDUCE_SCATTER = 5,   // `size` inputs, one output
+  OD_REDUCE_SCATTER_INTO = 6,  // one input, one output
+  OD_GATHER = 7,           // one input; `size` outputs at `root`
+  OD_SCATTER = 8,          // one output; `size` inputs at `root`
+  OD_ALL_TO_ALL = 9,       // one input, one output, equal parts of the first dimension
+  OD_SEND = 10,            // inputs to `root`
+  OD_RECV = 11,            // inputs, in place, from `root`
+  OD_BARRIER = 12,
+};
+typedef struct od_collective {
+  int32_t kind;
+  int32_t reduce_op;  // c10d::ReduceOp::RedOpType
+  const od_tensor* inputs;
+  size_t n_inputs;
+  const od_tensor* outputs;
+  size_t n_outputs;
+  int64_t root;
+  int32_t tag;
+  int64_t timeout_ms;  // 0: the group's
+} od_collective;
+od_status* od_group_start(od_group* group, const od_collective* collective,
+                          od_work** out) OD_NOEXCEPT;
+od_status* od_work_wait(od_work* work, int64_t timeout_ms) OD_NOEXCEPT;  // 0: as long as it takes
+int32_t od_work_is_completed(od_work* work) OD_NOEXCEPT;
+void od_work_free(od_work* work) OD_NOEXCEPT;
+
+// --- watch.h: what the collectives of a group do, for a thread that looks after them ----------------
+typedef struct od_watch_state {
+  uint64_t started;   // collectives begun
+  uint64_t finished;  // and ended
+  int32_t failed;     // one ended with an error, on which nobody has decided yet
+  int32_t decided;
+  uint64_t failed_number;
+  char* last;         // what the last one begun was; strings are freed with `od_string_free`
+  char* failed_what;
+  char* failed_text;
+} od_watch_state;
+// From here on a failed collective ends only when `od_watch_decide` is called, with its words.
+void od_watch_begin(od_group* group) OD_NOEXCEPT;
+// Waits until a collective fails, `od_watch_wake` is called or the time is over.
+od_status* od_watch_poll(od_group* group, int64_t wait_ms, od_watch_state* out) OD_NOEXCEPT;
+void od_watch_wake(od_group* group) OD_NOEXCEPT;
+// Ends every collective that is under way, and every later one, with an error of these words, and closes
+// the connections, so that peers do not wait for this process.
+od_status* od_watch_decide(od_group* group, const char* words) OD_NOEXCEPT;
+
+// --- reducer.cpp ------------------------------------------------------------------------------------
+typedef struct od_reducer od_reducer;
+typedef struct od_reducer_options {
+  int64_t bucket_bytes;
+  int64_t first_bucket_bytes;
+  int32_t find_unused_parameters;
+  int32_t gradient_as_bucket_view;
+  int32_t compression;  // 0 none, else the `at::ScalarType` that gradients travel in
+} od_reducer_options;
+od_status* od_reducer_new(od_group* group, const od_tensor* parameters, const char* const* names,
+                          size_t n, const od_reducer_options* options,
+                          od_reducer** out) OD_NOEXCEPT;
+od_status* od_reducer_prepare_for_forward(od_reducer* reducer) OD_NOEXCEPT;
+od_status* od_reducer_rebuild_buckets(od_reducer* reducer, int32_t* out_rebuilt) OD_NOEXCEPT;
+od_status* od_reducer_prepare_for_backward(od_reducer* reducer, const od_tensor* outputs,
+                                           size_t n) OD_NOEXCEPT;
+// The bytes of each bucket, in the order in which they are reduced; `out` has room for `n` of them.
+od_status* od_reducer_buckets(od_reducer* reducer, int64_t* out, size_t n, size_t* out_n) OD_NOEXCEPT;
+void od_reducer_free(od_reducer* reducer) OD_NOEXCEPT;
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif

@@ -1,0 +1,21 @@
+// Stands in for Gloo's header, which the wheels of libtorch leave out: the interface that
+// ProcessGroupGloo::GlooStore overrides. No store of that type is made here, so no table of these
+// functions is either.
+#pragma once
+#include <chrono>
+#include <string>
+#include <vector>
+
+namespace gloo {
+namespace rendezvous {
+class Store {
+ public:
+  virtual ~Store();
+  virtual void set(const std::string& key, const std::vector<char>& data) = 0;
+  virtual std::vector<char> get(const std::string& key) = 0;
+  virtual void wait(const std::vector<std::string>& keys) = 0;
+  virtual void wait(const std::vector<std::string>& keys,
+                    const std::chrono::milliseconds& timeout) = 0;
+};
+}  // namespace rendezvous
+}  // namespace gloo

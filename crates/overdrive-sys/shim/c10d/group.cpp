@@ -1,0 +1,393 @@
+// Process groups: collectives over Gloo, and over NCCL where it is built in, under a watch.
+#include "group.h"
+
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#ifdef OVERDRIVE_NCCL
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#endif
+
+#include <ATen/core/Tensor.h>
+
+using overdrive::guard;
+using overdrive::Watch;
+using overdrive::WatchedBackend;
+using overdrive::WatchedWork;
+
+// --- Watch ------------------------------------------------------------------------------------------
+
+namespace overdrive {
+
+std::string Watch::describe(uint64_t number, const std::string& what) const {
+  auto text = what;
+  if (number != 0) text += " #" + std::to_string(number);
+  return text + " on rank " + std::to_string(rank_) + " of " + std::to_string(size_);
+}
+
+std::exception_ptr Watch::error(uint64_t number, const std::string& what) const {
+  std::lock_guard<std::mutex> held(lock_);
+  return std::make_exception_ptr(std::runtime_error(describe(number, what) + ": " + words_));
+}
+
+uint64_t Watch::start(const std::string& what) {
+  std::lock_guard<std::mutex> held(lock_);
+  if (decided_) {
+    throw std::runtime_error(describe(0, what) + " cannot start: the group has failed: " + words_);
+  }
+  last_ = what;
+  return ++started_;
+}
+
+void Watch::check() const {
+  std::lock_guard<std::mutex> held(lock_);
+  if (decided_) throw std::runtime_error("the group has failed: " + words_);
+}
+
+void Watch::enlist(uint64_t number, const c10::intrusive_ptr<WatchedWork>& work) {
+  std::lock_guard<std::mutex> held(lock_);
+  pending_.emplace(number, work);
+}
+
+void Watch::finish(uint64_t number) {
+  c10::intrusive_ptr<WatchedWork> last;  // freed after the lock
+  std::lock_guard<std::mutex> held(lock_);
+  ++finished_;
+  auto at = pending_.find(number);
+  if (at == pending_.end()) return;
+  last = std::move(at->second);
+  pending_.erase(at);
+}
+
+void Watch::fail(uint64_t number, const std::string& what, const std::string& text) {
+  bool alone = false;
+  {
+    std::lock_guard<std::mutex> held(lock_);
+    if (decided_) return;
+    if (!failed_) {
+      failed_ = true;
+      failed_number_ = number;
+      failed_what_ = what;
+      failed_text_ = text;
+    }
+    alone = !watched_;
+  }
+  changed_.notify_all();
+  if (alone) decide(text);
+}
+
+void Watch::wait_for_decision() {
+  std::unique_lock<std::mutex> held(lock_);
+  changed_.wait(held, [&] { return decided_; });
+}
+
+void Watch::decide(const std::string& words) {
+  std::map<uint64_t, c10::intrusive_ptr<WatchedWork>> pending;
+  {
+    std::lock_guard<std::mutex> held(lock_);
+    if (decided_) return;
+    decided_ = true;
+    words_ = words;
+    pending.swap(pending_);
+  }
+  changed_.notify_all();
+  for (auto& entry : pending) entry.second->give_up();
+}
+
+void Watch::begin() {
+  std::lock_guard<std::mutex> held(lock_);
+  watched_ = true;
+}
+
+void Watch::wake() {
+  {
+    std::lock_guard<std::mutex> held(lock_);
+    woken_ = true;
+  }
+  changed_.notify_all();
+}
+
+void Watch::poll(std::chrono::milliseconds wait, od_watch_state* out) {
+  std::unique_lock<std::mutex> held(lock_);
+  changed_.wait_for(held, wait, [&] { return woken_ || (failed_ && !decided_); });
+  woken_ = false;
+  std::unique_ptr<char[]> last(copy_string(last_));
+  std::unique_ptr<char[]> what(copy_string(failed_what_));
+  std::unique_ptr<char[]> text(copy_string(failed_text_));
+  *out = {started_, finished_,  failed_ && !decided_ ? 1 : 0, decided_ ? 1 : 0, failed_number_,
+          last.release(), what.release(), text.release()};
+}
+
+// --- WatchedWork ----------------------------------------------------------------------------------
+
+WatchedWork::WatchedWork(std::shared_ptr<Watch> watch, uint64_t number, std::string what,
+                         c10::intrusive_ptr<c10d::Work> inner)
+    : Work(-1, c10d::OpType::UNKNOWN),
+      watch_(std::move(watch)),
+      number_(number),
+      what_(std::move(what)),
+      inner_(std::move(inner)) {
+  if (number_ == 0) return;  // of a send or receive there is no future
+  try {
+    inner_future_ = inner_->getFuture();
+  } catch (const std::exception&) {
+    return;  // waited for in `wait`
+  }
+  if (inner_future_) {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(inner_future_->elementType());
+  }
+}
+
+void WatchedWork::follow() {
+  if (!future_) return;
+  auto self = c10::intrusive_ptr<WatchedWork>::reclaim_copy(this);
+  inner_future_->addCallback([self](c10::ivalue::Future& inner) {
+    if (inner.hasError()) {
+      self->watch_->fail(self->number_, self->what_, inner.tryRetrieveErrorMessage());
+      return;  // `decide` ends it
+    }
+    auto value = inner.value();
+    self->end(nullptr, &value);
+  });
+}
+
+void WatchedWork::end(std::exception_ptr error, const c10::IValue* value) {
+  {
+    std::lock_guard<std::mutex> held(once_);
+    if (ended_) return;
+    ended_ = true;
+  }
+  watch_->finish(number_);
+  finish(error);
+  if (!future_) return;
+  if (error) {
+    future_->setError(error);
+  } else {
+    future_->markCompleted(*value);
+  }
+}
+
+void WatchedWork::give_up() { end(watch_->error(number_, what_), nullptr); }
+
+bool WatchedWork::isCompleted() { return future_ ? Work::isCompleted() : inner_->isCompleted(); }
+
+bool WatchedWork::wait(std::chrono::milliseconds timeout) {
+  if (future_) return Work::wait(timeout);
+  std::string text;
+  try {
+    const bool done = inner_->wait(timeout);
+    if (number_ != 0) {
+      const c10::IValue none;
+      end(nullptr, &none);
+    }
+    return done;
+  } catch (const c10::Error& e) {
+    text = e.what_without_backtrace();
+  } catch (const std::exception& e) {
+    text = e.what();
+  }
+  watch_->fail(number_, what_, text);
+  watch_->wait_for_decision();
+  std::rethrow_exception(watch_->error(number_, what_));
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> WatchedWork::getFuture() {
+  return future_ ? future_ : inner_->getFuture();
+}
+
+}  // namespace overdrive
+
+// --- Groups ---------------------------------------------------------------------------------------
+
+namespace {
+
+// To close its connections, which are protected.
+class Gloo : public c10d::ProcessGroupGloo {
+ public:
+  using c10d::ProcessGroupGloo::ProcessGroupGloo;
+  void close() {
+    for (auto& context : contexts_) context->closeConnections();
+  }
+};
+
+std::vector<at::Tensor> tensors(const od_tensor* handles, size_t n) {
+  std::vector<at::Tensor> out;
+  out.reserve(n);
+  for (size_t i = 0; i < n; ++i) out.push_back(*static_cast<at::Tensor*>(handles[i]));
+  return out;
+}
+
+template <class Options>
+Options timed(int64_t timeout_ms) {
+  Options options;
+  if (timeout_ms > 0) options.timeout = std::chrono::milliseconds(timeout_ms);
+  return options;
+}
+
+}  // namespace
+
+extern "C" od_status* od_group_gloo(const od_store* store, int32_t rank, int32_t size,
+                                    int64_t timeout_ms, const char* interface, const char* address,
+                                    od_group** out) noexcept {
+  return guard([&] {
+    auto options = c10d::ProcessGroupGloo::Options::create(std::chrono::milliseconds(timeout_ms));
+    options->devices.push_back(
+        interface ? c10d::ProcessGroupGloo::createDeviceForInterface(interface)
+        : address ? c10d::ProcessGroupGloo::createDeviceForHostname(address)
+                  : c10d::ProcessGroupGloo::createDefaultDevice());
+    auto gloo = c10::make_intrusive<Gloo>(store->store, rank, size, options);
+    auto watch = std::make_shared<Watch>(rank, size);
+    auto close = [gloo] { overdrive::discard([&] { gloo->close(); }); };
+    auto group = c10::make_intrusive<c10d::ProcessGroup>(store->store, rank, size);
+    group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
+    const auto watched = c10::make_intrusive<WatchedBackend>(std::move(gloo), watch);
+    for (const auto type : {c10::DeviceType::CPU, c10::DeviceType::CUDA}) {
+      group->setBackend(type, c10d::ProcessGroup::BackendType::GLOO, watched);
+    }
+    *out = new od_group{std::move(group), std::move(watch), std::move(close)};
+  });
+}
+
+extern "C" od_status* od_group_nccl(const od_store* store, int32_t rank, int32_t size,
+                                    int64_t timeout_ms, int32_t device, od_group** out) noexcept {
+  return guard([&] {
+#ifdef OVERDRIVE_NCCL
+    auto options = c10d::ProcessGroupNCCL::Options::create();
+    options->timeout = std::chrono::milliseconds(timeout_ms);
+    auto nccl = c10::make_intrusive<c10d::ProcessGroupNCCL>(store->store, rank, size, options);
+    nccl->setBoundDeviceId(at::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)));
+    auto group = c10::make_intrusive<c10d::ProcessGroup>(store->store, rank, size);
+    group->setDefaultBackend(c10d::ProcessGroup::BackendType::NCCL);
+    // Its works are events on streams, watched by a thread of NCCL's backend: not wrapped.
+    group->setBackend(c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL, std::move(nccl));
+    *out = new od_group{std::move(group), std::make_shared<Watch>(rank, size), [] {}};
+#else
+    throw overdrive::BadArgument(
+        "this build has no NCCL: build with the feature `nccl` where nccl.h, the CUDA headers and "
+        "libtorch_cuda are, or use the backend gloo");
+#endif
+  });
+}
+
+extern "C" void od_group_free(od_group* group) noexcept {
+  overdrive::discard([&] { delete group; });
+}
+
+extern "C" od_status* od_group_start(od_group* group, const od_collective* call,
+                                     od_work** out) noexcept {
+  return guard([&] {
+    using namespace c10d;
+    auto& on = *group->group;
+    auto inputs = tensors(call->inputs, call->n_inputs);
+    auto outputs = tensors(call->outputs, call->n_outputs);
+    const ReduceOp reduce(static_cast<ReduceOp::RedOpType>(call->reduce_op));
+    const auto timeout = call->timeout_ms;
+    const auto root = static_cast<int>(call->root);
+    std::vector<std::vector<at::Tensor>> lists;
+    c10::intrusive_ptr<Work> work;
+    switch (call->kind) {
+      case OD_ALL_REDUCE: {
+        auto options = timed<AllreduceOptions>(timeout);
+        options.reduceOp = reduce;
+        work = on.allreduce(inputs, options);
+        break;
+      }
+      case OD_BROADCAST: {
+        auto options = timed<BroadcastOptions>(timeout);
+        options.rootRank = root;
+        work = on.broadcast(inputs, options);
+        break;
+      }
+      case OD_REDUCE: {
+        auto options = timed<ReduceOptions>(timeout);
+        options.reduceOp = reduce;
+        options.rootRank = root;
+        work = on.reduce(inputs, options);
+        break;
+      }
+      case OD_ALL_GATHER:
+        lists.push_back(outputs);
+        work = on.allgather(lists, inputs, timed<AllgatherOptions>(timeout));
+        break;
+      case OD_ALL_GATHER_INTO:
+        work = on._allgather_base(outputs.at(0), inputs.at(0), timed<AllgatherOptions>(timeout));
+        break;
+      case OD_REDUCE_SCATTER: {
+        auto options = timed<ReduceScatterOptions>(timeout);
+        options.reduceOp = reduce;
+        lists.push_back(inputs);
+        work = on.reduce_scatter(outputs, lists, options);
+        break;
+      }
+      case OD_REDUCE_SCATTER_INTO: {
+        auto options = timed<ReduceScatterOptions>(timeout);
+        options.reduceOp = reduce;
+        work = on._reduce_scatter_base(outputs.at(0), inputs.at(0), options);
+        break;
+      }
+      case OD_GATHER: {
+        auto options = timed<GatherOptions>(timeout);
+        options.rootRank = root;
+        if (on.getRank() == root) lists.push_back(outputs);
+        work = on.gather(lists, inputs, options);
+        break;
+      }
+      case OD_SCATTER: {
+        auto options = timed<ScatterOptions>(timeout);
+        options.rootRank = root;
+        if (on.getRank() == root) lists.push_back(inputs);
+        work = on.scatter(outputs, lists, options);
+        break;
+      }
+      case OD_ALL_TO_ALL: {
+        std::vector<int64_t> equal_in, equal_out;
+        work = on.alltoall_base(outputs.at(0), inputs.at(0), equal_out, equal_in,
+                                timed<AllToAllOptions>(timeout));
+        break;
+      }
+      case OD_SEND:
+        work = on.send(inputs, root, call->tag);
+        break;
+      case OD_RECV:
+        work = on.recv(inputs, root, call->tag);
+        break;
+      case OD_BARRIER:
+        work = on.barrier(timed<BarrierOptions>(timeout));
+        break;
+      default:
+        throw overdrive::BadArgument("an unknown collective");
+    }
+    *out = new od_work{std::move(work)};
+  });
+}
+
+extern "C" od_status* od_work_wait(od_work* work, int64_t timeout_ms) noexcept {
+  return guard([&] { work->work->wait(std::chrono::milliseconds(timeout_ms)); });
+}
+
+extern "C" int32_t od_work_is_completed(od_work* work) noexcept {
+  int32_t done = 0;
+  overdrive::discard([&] { done = work->work->isCompleted() ? 1 : 0; });
+  return done;
+}
+
+extern "C" void od_work_free(od_work* work) noexcept {
+  overdrive::discard([&] { delete work; });
+}
+
+extern "C" void od_watch_begin(od_group* group) noexcept {
+  overdrive::discard([&] { group->watch->begin(); });
+}
+
+extern "C" od_status* od_watch_poll(od_group* group, int64_t wait_ms, od_watch_state* out) noexcept {
+  return guard([&] { group->watch->poll(std::chrono::milliseconds(wait_ms), out); });
+}
+
+extern "C" void od_watch_wake(od_group* group) noexcept {
+  overdrive::discard([&] { group->watch->wake(); });
+}
+
+extern "C" od_status* od_watch_decide(od_group* group, const char* words) noexcept {
+  return guard([&] {
+    group->watch->decide(words);
+    group->close_connections();
+  });
+}

@@ -1,0 +1,115 @@
+// Gradients reduced bucket by bucket while backward runs: c10d::Reducer.
+#include "group.h"
+
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+
+#include <algorithm>
+#include <limits>
+
+using overdrive::guard;
+
+namespace {
+
+// Gradients travel in fewer bits: divided by the number of ranks first, so that the sum cannot overflow
+// where the average does not (torch's fp16_compress_hook and bf16_compress_hook).
+class Compress : public c10d::CppCommHookInterface<c10::intrusive_ptr<c10d::ProcessGroup>> {
+ public:
+  Compress(c10::intrusive_ptr<c10d::ProcessGroup> group, at::ScalarType type)
+      : CppCommHookInterface(std::move(group)), type_(type) {}
+
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
+    auto buffer = bucket.getBufferRef();
+    std::vector<at::Tensor> small{buffer.to(type_).div_(state_->getSize())};
+    auto reduced = state_->allreduce(small)->getFuture();
+    // Back into the bucket's own memory: gradients are views of it.
+    auto widen = [buffer](c10::ivalue::Future& done) {
+      buffer.copy_(done.value().toTensorVector().at(0));
+      return c10::IValue(buffer);
+    };
+    return reduced->then(std::move(widen), c10::TensorType::get());
+  }
+
+ private:
+  const at::ScalarType type_;
+};
+
+}  // namespace
+
+struct od_reducer {
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  std::unique_ptr<c10d::Reducer> reducer;
+};
+
+extern "C" od_status* od_reducer_new(od_group* group, const od_tensor* parameters,
+                                     const char* const* names, size_t n,
+                                     const od_reducer_options* options,
+                                     od_reducer** out) noexcept {
+  return guard([&] {
+    std::vector<at::Tensor> params;
+    std::unordered_map<size_t, std::string> named;
+    for (size_t i = 0; i < n; ++i) {
+      params.push_back(*static_cast<at::Tensor*>(parameters[i]));
+      named.emplace(i, names[i]);
+    }
+    const std::vector<bool> sparse(n, false);
+    // As torch does: where every parameter is used, the order in which gradients come is learnt in the
+    // first backward, which has one bucket; the buckets proper are built after it.
+    std::vector<size_t> limits{std::numeric_limits<size_t>::max() / 2};
+    if (options->find_unused_parameters) {
+      limits = {static_cast<size_t>(options->first_bucket_bytes),
+                static_cast<size_t>(options->bucket_bytes)};
+    }
+    auto assignment = c10d::compute_bucket_assignment_by_size(params, limits, sparse);
+    auto& buckets = std::get<0>(assignment);
+    std::reverse(buckets.begin(), buckets.end());
+    auto reducer = std::make_unique<c10d::Reducer>(
+        std::move(params), std::move(buckets), group->group, sparse, options->bucket_bytes,
+        options->find_unused_parameters != 0, options->gradient_as_bucket_view != 0,
+        std::move(named), options->first_bucket_bytes,
+        /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
+        /*bucket_bytes_cap_list=*/std::vector<int64_t>());
+    if (options->compression) {
+      reducer->register_comm_hook(std::make_unique<Compress>(
+          group->group, static_cast<at::ScalarType>(options->compression)));
+    }
+    *out = new od_reducer{group->group, std::move(reducer)};
+  });
+}
+
+extern "C" od_status* od_reducer_prepare_for_forward(od_reducer* reducer) noexcept {
+  return guard([&] { reducer->reducer->prepare_for_forward(); });
+}
+
+extern "C" od_status* od_reducer_rebuild_buckets(od_reducer* reducer,
+                                                 int32_t* out_rebuilt) noexcept {
+  return guard([&] { *out_rebuilt = reducer->reducer->rebuild_buckets() ? 1 : 0; });
+}
+
+extern "C" od_status* od_reducer_prepare_for_backward(od_reducer* reducer, const od_tensor* outputs,
+                                                      size_t n) noexcept {
+  return guard([&] {
+    std::vector<at::Tensor> list;
+    for (size_t i = 0; i < n; ++i) list.push_back(*static_cast<at::Tensor*>(outputs[i]));
+    reducer->reducer->prepare_for_backward(list);
+  });
+}
+
+extern "C" od_status* od_reducer_buckets(od_reducer* reducer, int64_t* out, size_t n,
+                                         size_t* out_n) noexcept {
+  return guard([&] {
+    const auto buckets = reducer->reducer->get_grad_buckets(/*return_zero_tensors=*/false);
+    for (size_t i = 0; i < std::min(n, buckets.size()); ++i) {
+      const auto& buffer = buckets[i].getBuffer();
+      out[i] = buffer.numel() * static_cast<int64_t>(buffer.element_size());
+    }
+    *out_n = buckets.size();
+  });
+}
+
+extern "C" void od_reducer_free(od_reducer* reducer) noexcept {
+  // Its hooks go from the parameters before it does.
+  overdrive::discard([&] {
+    std::unique_ptr<od_reducer> owned(reducer);
+    owned->reducer->remove_autograd_hooks();
+  });
+}

@@ -1,0 +1,48 @@
+//! libtorch's c10d: the store that processes meet at, process groups, and the reducer of gradients.
+//!
+//! These are handles with errors for exceptions; what makes them convenient (ranks from the
+//! environment, names in errors, a watch over the peers) is in [overdrive-distributed].
+//!
+//! [overdrive-distributed]: ../../overdrive_distributed/index.html
+
+mod ffi;
+mod group;
+mod reducer;
+mod store;
+
+pub use group::{Collective, Group, NetworkDevice, ReduceOp, WatchState, Work};
+pub use reducer::{Reducer, ReducerOptions};
+pub use store::{Store, StoreRole};
+
+use std::ffi::{CString, c_char};
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+use crate::ffi::RawTensor;
+
+/// Milliseconds for the shim: at least one, because nought stands for "no limit" there.
+fn millis(time: Duration) -> i64 {
+    i64::try_from(time.as_millis()).unwrap_or(i64::MAX).max(1)
+}
+
+fn c_string(text: &str, operation: &str) -> Result<CString> {
+    CString::new(text).map_err(|_| Error::BadArgument {
+        operation: operation.to_owned(),
+        message: format!("{text:?} holds a zero byte"),
+    })
+}
+
+fn c_strings<S: AsRef<str>>(texts: &[S], operation: &str) -> Result<Vec<CString>> {
+    texts
+        .iter()
+        .map(|text| c_string(text.as_ref(), operation))
+        .collect()
+}
+
+fn pointers(texts: &[CString]) -> Vec<*const c_char> {
+    texts.iter().map(|text| text.as_ptr()).collect()
+}
+
+fn handles(tensors: &[tch::Tensor]) -> Vec<RawTensor> {
+    tensors.iter().map(crate::function::handle).collect()
+}

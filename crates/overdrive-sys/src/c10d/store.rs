@@ -1,0 +1,233 @@
+//! A key-value store on one of the machines, over TCP.
+
+use std::ffi::c_char;
+use std::ptr;
+use std::time::Duration;
+
+use super::{c_string, c_strings, ffi, millis, pointers};
+use crate::error::{Result, check};
+
+/// Whether a process keeps the store or only asks it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StoreRole {
+    /// Listens, keeps the values, and is a client of itself.
+    Server,
+    /// Connects to the server.
+    Client,
+}
+
+/// A key-value store shared by processes (`torch.distributed.TCPStore`).
+///
+/// A handle is one connection, used by one call at a time: a call waits for another that waits.
+/// [`reconnected`](Self::reconnected) gives a second one.
+#[derive(Debug)]
+pub struct Store {
+    pub(super) raw: *mut ffi::RawStore,
+}
+
+// SAFETY: libtorch's store locks around each operation on its connection.
+unsafe impl Send for Store {}
+// SAFETY: as above; the handle itself is never changed after construction.
+unsafe impl Sync for Store {}
+
+impl Store {
+    /// Listens at or connects to `host:port`; a server may ask for port 0 and be given a free one.
+    /// Returns the store and its port. `timeout` bounds connecting and, until it is set otherwise, each
+    /// call that waits for a key.
+    ///
+    /// # Errors
+    /// [`crate::Error::Torch`] if the port is taken or nobody answers in time.
+    pub fn tcp(host: &str, port: u16, role: StoreRole, timeout: Duration) -> Result<(Self, u16)> {
+        let operation = "opening a TCP store";
+        let host = c_string(host, operation)?;
+        let (mut raw, mut bound) = (ptr::null_mut(), 0);
+        // SAFETY: the host is a C string that outlives the call; the places are ours.
+        let status = unsafe {
+            ffi::od_store_tcp(
+                host.as_ptr(),
+                port,
+                i32::from(role == StoreRole::Server),
+                millis(timeout),
+                &raw mut raw,
+                &raw mut bound,
+            )
+        };
+        check(status, operation)?;
+        Ok((Self { raw }, bound))
+    }
+
+    /// The same connection, with `prefix/` before every key.
+    ///
+    /// # Errors
+    /// [`crate::Error::BadArgument`] for a zero byte.
+    pub fn prefixed(&self, prefix: &str) -> Result<Self> {
+        let operation = "prefixing a store";
+        let prefix = c_string(prefix, operation)?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: the store is alive, the prefix a C string that outlives the call.
+        let status = unsafe { ffi::od_store_prefix(self.raw, prefix.as_ptr(), &raw mut raw) };
+        check(status, operation)?;
+        Ok(Self { raw })
+    }
+
+    /// A connection of its own to the same server, with the same prefix.
+    ///
+    /// # Errors
+    /// [`crate::Error::Torch`] if the server does not answer.
+    pub fn reconnected(&self) -> Result<Self> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: the store is alive.
+        let status = unsafe { ffi::od_store_clone(self.raw, &raw mut raw) };
+        check(status, "connecting to a store again")?;
+        Ok(Self { raw })
+    }
+
+    /// Bounds each later call that waits.
+    ///
+    /// # Errors
+    /// [`crate::Error::Torch`] if libtorch refuses.
+    pub fn set_timeout(&self, timeout: Duration) -> Result<()> {
+        // SAFETY: the store is alive.
+        let status = unsafe { ffi::od_store_set_timeout(self.raw, millis(timeout)) };
+        check(status, "setting the timeout of a store")
+    }
+
+    /// Sets `key`.
+    ///
+    /// # Errors
+    /// [`crate::Error::Torch`] if the server is gone.
+    pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        let operation = format!("setting {key:?} in the store");
+        let key = c_string(key, &operation)?;
+        // SAFETY: the store is alive; key and value outlive the call.
+        let status =
+            unsafe { ffi::od_store_set(self.raw, key.as_ptr(), value.as_ptr(), value.len()) };
+        check(status, &operation)
+    }
+
+    /// The value of `key`, as soon as it has one.
+    ///
+    /// # Errors
+    /// [`crate::Error::Torch`] if that takes longer than the timeout or the server is gone.
+    pub fn get(&self, key: &str) -> Result<Vec<u8>> {
+        let operation = format!("getting {key:?} from the store");
+        let key = c_string(key, &operation)?;
+        let (mut out, mut len) = (ptr::null_mut(), 0);
+        // SAFETY: the store is alive; the key outlives the call; the places are ours.
+        let status =
+            unsafe { ffi::od_store_get(self.raw, key.as_ptr(), &raw mut out, &raw mut len) };
+        check(status, &operation)?;
+        // SAFETY: the call succeeded and gave `len` bytes.
+        Ok(unsafe { take_bytes(out, len) })
+    }
+
+    /// Sets `key` to `desired` if it holds `expected`, or if it is absent and `expected` is empty.
+    /// Returns what it holds afterwards.
+    ///
+    /// # Errors
+    /// [`crate::Error::Torch`] if the server is gone.
+    pub fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+        let operation = format!("setting {key:?} in the store");
+        let key = c_string(key, &operation)?;
+        let (mut out, mut len) = (ptr::null_mut(), 0);
+        // SAFETY: as in `get`; both values outlive the call.
+        let status = unsafe {
+            ffi::od_store_compare_set(
+                self.raw,
+                key.as_ptr(),
+                expected.as_ptr(),
+                expected.len(),
+                desired.as_ptr(),
+                desired.len(),
+                &raw mut out,
+                &raw mut len,
+            )
+        };
+        check(status, &operation)?;
+        // SAFETY: the call succeeded and gave `len` bytes.
+        Ok(unsafe { take_bytes(out, len) })
+    }
+
+    /// Adds to the number at `key`, which starts at 0; returns the sum.
+    ///
+    /// # Errors
+    /// [`crate::Error::Torch`] if the server is gone.
+    pub fn add(&self, key: &str, amount: i64) -> Result<i64> {
+        let operation = format!("adding to {key:?} in the store");
+        let key = c_string(key, &operation)?;
+        let mut out = 0;
+        // SAFETY: the store is alive; the key outlives the call.
+        let status = unsafe { ffi::od_store_add(self.raw, key.as_ptr(), amount, &raw mut out) };
+        check(status, &operation)?;
+        Ok(out)
+    }
+
+    /// Whether all `keys` have values.
+    ///
+    /// # Errors
+    /// [`crate::Error::Torch`] if the server is gone.
+    pub fn check<S: AsRef<str>>(&self, keys: &[S]) -> Result<bool> {
+        let operation = "looking for keys in the store";
+        let keys = c_strings(keys, operation)?;
+        let pointers = pointers(&keys);
+        let mut out = 0;
+        // SAFETY: the store is alive; the keys outlive the call.
+        let status = unsafe {
+            ffi::od_store_check(self.raw, pointers.as_ptr(), pointers.len(), &raw mut out)
+        };
+        check(status, operation)?;
+        Ok(out != 0)
+    }
+
+    /// Waits until all `keys` have values.
+    ///
+    /// # Errors
+    /// [`crate::Error::Torch`] if that takes longer than `timeout` or the server is gone.
+    pub fn wait<S: AsRef<str>>(&self, keys: &[S], timeout: Duration) -> Result<()> {
+        let operation = "waiting for keys in the store";
+        let keys = c_strings(keys, operation)?;
+        let pointers = pointers(&keys);
+        // SAFETY: the store is alive; the keys outlive the call.
+        let status = unsafe {
+            ffi::od_store_wait(
+                self.raw,
+                pointers.as_ptr(),
+                pointers.len(),
+                millis(timeout),
+            )
+        };
+        check(status, operation)
+    }
+
+    /// Removes `key`; whether it was there.
+    ///
+    /// # Errors
+    /// [`crate::Error::Torch`] if the server is gone.
+    pub fn delete(&self, key: &str) -> Result<bool> {
+        let operation = format!("deleting {key:?} from the store");
+        let key = c_string(key, &operation)?;
+        let mut out = 0;
+        // SAFETY: the store is alive; the key outlives the call.
+        let status = unsafe { ffi::od_store_delete(self.raw, key.as_ptr(), &raw mut out) };
+        check(status, &operation)?;
+        Ok(out != 0)
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        // SAFETY: owned by `self`, freed once.
+        unsafe { ffi::od_store_free(self.raw) }
+    }
+}
+
+/// # Safety
+/// `text` points to `len` bytes that the shim allocated, and is not used again.
+unsafe fn take_bytes(text: *mut c_char, len: usize) -> Vec<u8> {
+    // SAFETY: the caller's promise; freed here, once.
+    unsafe {
+        let bytes = std::slice::from_raw_parts(text.cast::<u8>(), len).to_vec();
+        crate::ffi::od_string_free(text);
+        bytes
+    }
+}
