@@ -26,11 +26,15 @@ fn main() {
         if libtorch.cxx11_abi { "1" } else { "0" },
     );
     if cfg!(feature = "c10d") {
-        build.files(sources("shim/c10d")).define("USE_C10D_GLOO", None);
+        build
+            .files(sources("shim/c10d"))
+            .define("USE_C10D_GLOO", None);
         build.flag("-isystem").flag("shim/c10d/gloo");
     }
     if cfg!(feature = "nccl") {
-        build.define("OVERDRIVE_NCCL", None).define("USE_C10D_NCCL", None);
+        build
+            .define("OVERDRIVE_NCCL", None)
+            .define("USE_C10D_NCCL", None);
         for folder in nccl_folders() {
             build.flag("-isystem").flag(folder);
         }

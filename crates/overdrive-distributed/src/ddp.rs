@@ -1,8 +1,8 @@
 //! Data parallel: each rank trains a copy of the model on its part of the batch.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use overdrive_sys::c10d::{Reducer, ReducerOptions};
 use serde::{Deserialize, Serialize};
@@ -197,8 +197,8 @@ impl DistributedDataParallel {
     /// buckets in the order in which gradients come. [`forward`](Self::forward) calls it.
     ///
     /// # Errors
-    /// [`Error::Collective`]; [`Error::Sys`] naming the parameters that got no gradient in the last
-    /// backward on this or another rank, if unused parameters are not looked for.
+    /// [`Error::Collective`]; [`Error::UnusedParameters`] if some got no gradient in the last backward and
+    /// unused ones are not looked for.
     pub fn before_forward(&self) -> Result<()> {
         let Some(reducer) = &self.reducer else {
             return Ok(());
@@ -243,13 +243,14 @@ impl DistributedDataParallel {
     /// # Errors
     /// [`Error::Collective`]; what libtorch says of the graph.
     pub fn backward(&self, loss: &Tensor) -> Result<()> {
-        loss.f_backward().map_err(|error| match self.group.failure() {
-            Some(failure) => Error::Collective {
-                ranks: failure.ranks,
-                message: first_line(&error),
-            },
-            None => error.into(),
-        })
+        loss.f_backward()
+            .map_err(|error| match self.group.failure() {
+                Some(failure) => Error::Collective {
+                    ranks: failure.ranks,
+                    message: first_line(&error),
+                },
+                None => error.into(),
+            })
     }
 
     /// Until the guard is dropped, gradients are summed up on each rank and not reduced: for all
@@ -306,8 +307,44 @@ impl DistributedDataParallel {
     }
 
     fn told<T>(&self, result: overdrive_sys::Result<T>) -> Result<T> {
-        result.map_err(|error| self.group.error(error))
+        result.map_err(|error| match without_gradient(&error.to_string()) {
+            Some(indices) if self.group.failure().is_none() => Error::UnusedParameters {
+                rank: self.group.rank(),
+                names: self.names(&indices),
+            },
+            _ => self.group.error(error),
+        })
     }
+
+    fn names(&self, indices: &[usize]) -> String {
+        let names = indices
+            .iter()
+            .filter_map(|index| self.parameters.get(*index));
+        let mut names: Vec<&str> = names.map(|(name, _)| name.as_str()).collect();
+        let more = names.len().saturating_sub(MAX_LISTED);
+        names.truncate(MAX_LISTED);
+        match (names.is_empty(), more) {
+            (true, _) => "none here: another rank left some out".to_owned(),
+            (_, 0) => names.join(", "),
+            _ => format!("{} and {more} more", names.join(", ")),
+        }
+    }
+}
+
+/// The parameters that libtorch's reducer still waits for, if that is what it says.
+fn without_gradient(text: &str) -> Option<Vec<usize>> {
+    text.contains("Expected to have finished reduction")
+        .then(|| {
+            let list = text
+                .split("did not receive grad for rank")
+                .nth(1)
+                .unwrap_or_default();
+            let list = list.split(':').nth(1).unwrap_or_default();
+            let list = list.lines().next().unwrap_or_default();
+            list.split_whitespace()
+                .map_while(|word| word.parse().ok())
+                .collect()
+        })
 }
 
 /// tch keeps this state to itself.
@@ -321,7 +358,11 @@ fn first_line(error: &tch::TchError) -> String {
         other => other.to_string(),
     };
     // libtorch appends a C++ stack.
-    text.split("\nException raised from").next().unwrap_or(&text).trim().to_owned()
+    text.split("\nException raised from")
+        .next()
+        .unwrap_or(&text)
+        .trim()
+        .to_owned()
 }
 
 fn reducer_options(config: &DdpConfig) -> ReducerOptions {
@@ -346,9 +387,7 @@ fn reducer_options(config: &DdpConfig) -> ReducerOptions {
 }
 
 /// The same order on every rank: stores hand their variables out in any.
-fn by_name(
-    tensors: impl IntoIterator<Item = (String, Tensor)>,
-) -> Result<Vec<(String, Tensor)>> {
+fn by_name(tensors: impl IntoIterator<Item = (String, Tensor)>) -> Result<Vec<(String, Tensor)>> {
     let mut sorted: Vec<_> = tensors.into_iter().collect();
     sorted.sort_by(|(a, _), (b, _)| a.cmp(b));
     if let Some(pair) = sorted.windows(2).find(|pair| pair[0].0 == pair[1].0) {

@@ -27,7 +27,9 @@ pub enum Error {
         expected: &'static str,
     },
     /// Variables that cannot all be right.
-    #[error("{problem}; the launcher sets these variables, so look at how the processes are started")]
+    #[error(
+        "{problem}; the launcher sets these variables, so look at how the processes are started"
+    )]
     ContradictoryVariables {
         /// The variables, their values and what is wrong about them.
         problem: String,
@@ -90,6 +92,18 @@ pub enum Error {
         rank: usize,
         /// Parameters and buffers with the shapes that they have here and there.
         differences: String,
+    },
+    /// The last backward left parameters without a gradient, so that their reduction never began.
+    #[error(
+        "rank {rank}: the last backward gave no gradient to these parameters: {names}; set \
+         find_unused_parameters, or let every parameter take part in the loss; if a backward failed \
+         before, make the DistributedDataParallel anew"
+    )]
+    UnusedParameters {
+        /// This process.
+        rank: usize,
+        /// The parameters.
+        names: String,
     },
     /// Tensors that do not fit the collective.
     #[error("{operation}: {problem}")]

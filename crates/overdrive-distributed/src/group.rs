@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration};
+use std::time::Duration;
 
 use overdrive_sys::c10d::{Group, NetworkDevice, Store, StoreRole};
 use tch::Device;
@@ -166,7 +166,10 @@ impl ProcessGroup {
         }
         let keeps_store = rank == 0 && !rendezvous.launcher_keeps_store;
         let root = open_store(&rendezvous, keeps_store, config.timeout)?;
-        let prefix = format!("overdrive/{}/{}", rendezvous.run_id, rendezvous.restart_count);
+        let prefix = format!(
+            "overdrive/{}/{}",
+            rendezvous.run_id, rendezvous.restart_count
+        );
         let generation = root.prefixed(&prefix)?;
         // The same process may make one group after another: each has names of its own.
         static GROUPS: AtomicU64 = AtomicU64::new(0);
@@ -273,7 +276,10 @@ impl ProcessGroup {
     /// The group's store, for values of one's own; none in a world of one.
     #[must_use]
     pub fn store(&self) -> Option<&Store> {
-        self.shared.connected.as_ref().map(|connected| &connected.store)
+        self.shared
+            .connected
+            .as_ref()
+            .map(|connected| &connected.store)
     }
 
     /// The error of a call that used the group: the group's own words if it has failed.
@@ -303,7 +309,11 @@ fn open_store(place: &Rendezvous, keeps: bool, timeout: Duration) -> Result<Stor
             StoreRole::Server,
         )
     } else if place.launcher_keeps_store {
-        ("reach", "the launcher keeps it: see whether it runs", StoreRole::Client)
+        (
+            "reach",
+            "the launcher keeps it: see whether it runs",
+            StoreRole::Client,
+        )
     } else {
         (
             "reach",
@@ -373,11 +383,7 @@ fn meet(store: &Store, place: &Rendezvous, timeout: Duration) -> Result<()> {
     })
 }
 
-fn connect(
-    store: &Store,
-    place: &Rendezvous,
-    config: &GroupConfig,
-) -> Result<Group> {
+fn connect(store: &Store, place: &Rendezvous, config: &GroupConfig) -> Result<Group> {
     let (rank, world_size) = (place.rank, place.world_size);
     let group = match config.backend {
         Backend::Nccl => Group::nccl(store, rank, world_size, config.timeout, place.local_rank)?,

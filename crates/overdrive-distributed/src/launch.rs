@@ -201,12 +201,18 @@ impl Launch {
             .env("TORCHELASTIC_USE_AGENT_STORE", "True")
             .env("TORCHELASTIC_RESTART_COUNT", restart.to_string())
             .env("TORCHELASTIC_MAX_RESTARTS", self.max_restarts.to_string())
-            .env("TORCHELASTIC_RUN_ID", format!("launch-{}", std::process::id()))
+            .env(
+                "TORCHELASTIC_RUN_ID",
+                format!("launch-{}", std::process::id()),
+            )
             .envs(self.env.iter().map(|(name, value)| (name, value)))
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
         let mut child = command.spawn().map_err(|source| Error::Io {
-            what: format!("starting {} for rank {rank}", self.program.to_string_lossy()),
+            what: format!(
+                "starting {} for rank {rank}",
+                self.program.to_string_lossy()
+            ),
             source,
         })?;
         let prefix = if self.prefix {
@@ -307,7 +313,10 @@ impl Running {
     }
 
     fn last_lines(&self, rank: usize) -> String {
-        let last = self.0[rank].last.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = self.0[rank]
+            .last
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         last.iter().map(|line| format!("\n  {line}")).collect()
     }
 }
@@ -333,7 +342,10 @@ fn copy_lines<W: Write>(
 ) {
     let mut reader = BufReader::new(from);
     let mut line = Vec::new();
-    while reader.read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
+    while reader
+        .read_until(b'\n', &mut line)
+        .is_ok_and(|read| read > 0)
+    {
         if line.last() != Some(&b'\n') {
             line.push(b'\n');
         }

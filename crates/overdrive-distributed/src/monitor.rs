@@ -232,12 +232,12 @@ impl Watcher {
     }
 
     fn verdict(&self) -> Option<Failure> {
-        let bytes = self.requests.ask(self.patience(), |store| {
-            match store.check(&[VERDICT])? {
+        let bytes = self
+            .requests
+            .ask(self.patience(), |store| match store.check(&[VERDICT])? {
                 true => store.get(VERDICT).map(Some),
                 false => Ok(None),
-            }
-        });
+            });
         serde_json::from_slice(&bytes.flatten()?).ok()
     }
 
@@ -269,15 +269,13 @@ impl Watcher {
             return self.store_is_gone(text);
         };
         let mut now = before.clone();
-        let fresh = |now: &BTreeMap<usize, Beat>, rank: usize| match (
-            before.get(&rank),
-            now.get(&rank),
-        ) {
-            (_, Some(beat)) if beat.state == State::Left => true,
-            (Some(old), Some(new)) => new.count > old.count,
-            (None, Some(_)) => true,
-            (_, None) => false,
-        };
+        let fresh =
+            |now: &BTreeMap<usize, Beat>, rank: usize| match (before.get(&rank), now.get(&rank)) {
+                (_, Some(beat)) if beat.state == State::Left => true,
+                (Some(old), Some(new)) => new.count > old.count,
+                (None, Some(_)) => true,
+                (_, None) => false,
+            };
         let others: Vec<usize> = (0..self.options.world_size)
             .filter(|rank| *rank != self.options.rank)
             .collect();
@@ -318,7 +316,11 @@ impl Watcher {
     fn store_is_gone(&self, text: &str) -> Failure {
         let keeper = &self.options.keeper;
         Failure {
-            ranks: if keeper.starts_with("rank 0") { vec![0] } else { vec![] },
+            ranks: if keeper.starts_with("rank 0") {
+                vec![0]
+            } else {
+                vec![]
+            },
             text: format!(
                 "{keeper} is lost: the store that it keeps does not answer (its process ended or \
                  hangs, or its machine or network is down) [libtorch: {}]",
@@ -365,8 +367,7 @@ impl Watcher {
             self.beat(&idle(), State::Failed);
         }
     }
-
-    }
+}
 
 fn unknown(text: &str) -> Failure {
     Failure {
@@ -387,9 +388,12 @@ fn judge(
 ) -> Failure {
     let place = |rank: &usize| match beats.get(rank) {
         Some(beat) if beat.started > 0 => {
-            format!("the last collective it began was {} #{}", beat.last, beat.started)
+            format!(
+                "when last heard of it had begun {} #{}",
+                beat.last, beat.started
+            )
         }
-        _ => "it began no collective".to_owned(),
+        _ => "when last heard of it had begun no collective".to_owned(),
     };
     let having = |wanted: &dyn Fn(&Beat) -> bool| -> Vec<usize> {
         let matching = beats.iter().filter(|(_, beat)| wanted(beat));
@@ -398,9 +402,8 @@ fn judge(
     let left = having(&|beat| beat.state == State::Left);
     let running = |beat: &Beat| beat.state == State::Running;
     let behind = having(&|beat| running(beat) && number > 0 && beat.started < number);
-    let elsewhere = having(&|beat| {
-        running(beat) && number > 0 && beat.started == number && beat.last != what
-    });
+    let elsewhere =
+        having(&|beat| running(beat) && number > 0 && beat.started == number && beat.last != what);
     let collective = if number > 0 {
         format!("{what} #{number}")
     } else {

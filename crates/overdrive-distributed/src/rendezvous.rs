@@ -190,7 +190,8 @@ impl Rendezvous {
             _ => optional(names.local_world_size)?,
         };
         let address = get("MASTER_ADDR");
-        let here = address.as_deref().is_some_and(is_loopback) || local_world_size == Some(world_size);
+        let here =
+            address.as_deref().is_some_and(is_loopback) || local_world_size == Some(world_size);
         let local_world_size = local_world_size.unwrap_or(if here { world_size } else { 1 });
         let local_rank = local_rank.unwrap_or(rank % local_world_size.max(1));
         if local_rank >= local_world_size && get(names.local_world_size).is_some()

@@ -158,7 +158,9 @@ fn share_out(groups: &[ParamGroup], ranks: usize) -> Vec<Vec<usize>> {
     largest.sort_by_key(|(size, number, index)| (std::cmp::Reverse(*size), *number, *index));
     let mut load = vec![0usize; ranks];
     for (size, number, index) in largest {
-        let least = (0..ranks).min_by_key(|rank| (load[*rank], *rank)).unwrap_or(0);
+        let least = (0..ranks)
+            .min_by_key(|rank| (load[*rank], *rank))
+            .unwrap_or(0);
         load[least] += size;
         owners[number][index] = least;
     }
@@ -186,7 +188,12 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
     fn parameters_by_group(&self) -> Vec<Vec<Tensor>> {
         let groups = self.owned.iter();
         groups
-            .map(|group| group.iter().map(|(_, tensor)| tensor.shallow_clone()).collect())
+            .map(|group| {
+                group
+                    .iter()
+                    .map(|(_, tensor)| tensor.shallow_clone())
+                    .collect()
+            })
             .collect()
     }
 
@@ -199,7 +206,9 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
 
     fn supports_step_scaled(&self) -> bool {
         // A rank without a part steps nothing, whatever the scale.
-        self.inner.as_ref().is_none_or(Optimizer::supports_step_scaled)
+        self.inner
+            .as_ref()
+            .is_none_or(Optimizer::supports_step_scaled)
     }
 
     /// Skips on all ranks what one of them would skip.

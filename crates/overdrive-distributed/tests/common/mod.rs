@@ -9,44 +9,42 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use overdrive_distributed::{Error, GroupConfig, Launch, ProcessGroup, Result, init_process_group};
+use overdrive_distributed::{GroupConfig, Launch, ProcessGroup, Result, init_process_group};
 
 /// What the ranks of a scenario wrote, in their order; nothing where one wrote nothing.
-pub struct Outcome {
-    pub written: Vec<Option<String>>,
-    pub launched: Result<()>,
+pub(crate) struct Outcome {
+    pub(crate) written: Vec<Option<String>>,
+    pub(crate) launched: Result<()>,
 }
 
 impl Outcome {
-    pub fn rank(&self, rank: usize) -> &str {
+    pub(crate) fn rank(&self, rank: usize) -> &str {
         let written = self.written[rank].as_deref();
         written.unwrap_or_else(|| panic!("rank {rank} wrote nothing; {:?}", self.launched))
     }
 
-    pub fn numbers(&self, rank: usize) -> Vec<f64> {
+    pub(crate) fn numbers(&self, rank: usize) -> Vec<f64> {
         serde_json::from_str(self.rank(rank)).unwrap()
     }
 }
 
-pub fn launch(scenario: &str, ranks: usize) -> Outcome {
-    launch_with(scenario, ranks, &[])
+pub(crate) fn launch(scenario: &str, ranks: usize) -> Outcome {
+    launch_within(scenario, ranks, Duration::from_secs(60))
 }
 
-pub fn launch_with(scenario: &str, ranks: usize, env: &[(&str, &str)]) -> Outcome {
+/// `grace`: how long the others may go on after one has failed.
+pub(crate) fn launch_within(scenario: &str, ranks: usize, grace: Duration) -> Outcome {
     static NUMBER: AtomicUsize = AtomicUsize::new(0);
     let number = NUMBER.fetch_add(1, Ordering::SeqCst);
     let folder = std::env::temp_dir().join(format!("od-{}-{number}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
-    let mut launch = Launch::new(std::env::current_exe().unwrap())
+    let launch = Launch::new(std::env::current_exe().unwrap())
         .args(["worker", "--exact", "--nocapture", "--test-threads=1"])
         .nproc(ranks)
-        .grace(Duration::from_secs(60))
+        .grace(grace)
         .env("OMP_NUM_THREADS", "1")
         .env("OD_SCENARIO", scenario)
         .env("OD_FOLDER", &folder);
-    for (name, value) in env {
-        launch = launch.env(name, value);
-    }
     let launched = launch.run();
     let written = (0..ranks)
         .map(|rank| std::fs::read_to_string(folder.join(rank.to_string())).ok())
@@ -56,29 +54,24 @@ pub fn launch_with(scenario: &str, ranks: usize, env: &[(&str, &str)]) -> Outcom
 }
 
 /// The scenario that this process is to run, if it is a rank.
-pub fn scenario() -> Option<String> {
+pub(crate) fn scenario() -> Option<String> {
     std::env::var("OD_SCENARIO").ok()
 }
 
-pub fn write(group: &ProcessGroup, text: &str) {
+pub(crate) fn write(group: &ProcessGroup, text: &str) {
     write_as(group.rank(), text);
 }
 
-pub fn write_as(rank: usize, text: &str) {
+pub(crate) fn write_as(rank: usize, text: &str) {
     let folder = PathBuf::from(std::env::var_os("OD_FOLDER").unwrap());
     std::fs::write(folder.join(rank.to_string()), text).unwrap();
 }
 
-pub fn write_numbers(group: &ProcessGroup, numbers: &[f64]) {
+pub(crate) fn write_numbers(group: &ProcessGroup, numbers: &[f64]) {
     write(group, &serde_json::to_string(numbers).unwrap());
 }
 
-pub fn group(seconds: f64) -> ProcessGroup {
+pub(crate) fn group(seconds: f64) -> ProcessGroup {
     let timeout = Duration::from_secs_f64(seconds);
     init_process_group(GroupConfig::default().with_timeout(timeout)).unwrap()
-}
-
-/// The words of an error that must have come, and how long it took.
-pub fn expect_error<T: std::fmt::Debug>(result: Result<T>) -> Error {
-    result.unwrap_err()
 }

@@ -1,6 +1,7 @@
 // Gradients reduced bucket by bucket while backward runs: c10d::Reducer.
 #include "group.h"
 
+#include <torch/csrc/distributed/c10d/logger.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <algorithm>
@@ -37,7 +38,9 @@ class Compress : public c10d::CppCommHookInterface<c10::intrusive_ptr<c10d::Proc
 
 struct od_reducer {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
-  std::unique_ptr<c10d::Reducer> reducer;
+  std::shared_ptr<c10d::Reducer> reducer;
+  // The reducer notes there that the unused parameters changed, and does not look whether there is one.
+  std::shared_ptr<c10d::Logger> logger;
 };
 
 extern "C" od_status* od_reducer_new(od_group* group, const od_tensor* parameters,
@@ -62,7 +65,7 @@ extern "C" od_status* od_reducer_new(od_group* group, const od_tensor* parameter
     auto assignment = c10d::compute_bucket_assignment_by_size(params, limits, sparse);
     auto& buckets = std::get<0>(assignment);
     std::reverse(buckets.begin(), buckets.end());
-    auto reducer = std::make_unique<c10d::Reducer>(
+    auto reducer = std::make_shared<c10d::Reducer>(
         std::move(params), std::move(buckets), group->group, sparse, options->bucket_bytes,
         options->find_unused_parameters != 0, options->gradient_as_bucket_view != 0,
         std::move(named), options->first_bucket_bytes,
@@ -72,7 +75,9 @@ extern "C" od_status* od_reducer_new(od_group* group, const od_tensor* parameter
       reducer->register_comm_hook(std::make_unique<Compress>(
           group->group, static_cast<at::ScalarType>(options->compression)));
     }
-    *out = new od_reducer{group->group, std::move(reducer)};
+    auto logger = std::make_shared<c10d::Logger>(reducer);
+    reducer->set_logger(logger);
+    *out = new od_reducer{group->group, std::move(reducer), std::move(logger)};
   });
 }
 

@@ -189,12 +189,7 @@ impl Store {
         let pointers = pointers(&keys);
         // SAFETY: the store is alive; the keys outlive the call.
         let status = unsafe {
-            ffi::od_store_wait(
-                self.raw,
-                pointers.as_ptr(),
-                pointers.len(),
-                millis(timeout),
-            )
+            ffi::od_store_wait(self.raw, pointers.as_ptr(), pointers.len(), millis(timeout))
         };
         check(status, operation)
     }

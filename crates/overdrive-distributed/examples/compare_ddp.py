@@ -1,0 +1,79 @@
+"""Samples a second of data parallel training at 1 and 2 processes: Overdrive and PyTorch's DDP.
+
+    python3 compare_ddp.py FOLDER_OF_THE_EXAMPLES
+
+Needs torch 2.11.0 and the built examples `launch` and `scaling`. Both train the same perceptron with the same
+libtorch, SGD, 32 samples and one thread a process over Gloo on loopback; runs alternate, the best of three is
+printed.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+SIZES = [512, 1024, 1024, 1024, 10]
+BATCH = 32
+
+
+def worker():
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    world = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    layers = []
+    for inputs, outputs in zip(SIZES, SIZES[1:]):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    model = nn.Sequential(*layers[:-1])
+    if world > 1:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
+    x, y = torch.randn(BATCH, SIZES[0]), torch.randint(10, (BATCH,))
+    times = []
+    for step in range(35):
+        dist.barrier()
+        start = time.perf_counter()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step >= 5:
+            times.append(time.perf_counter() - start)
+    if dist.get_rank() == 0:
+        print(f"samples_per_second {BATCH * world / statistics.median(times):.1f}")
+    dist.destroy_process_group()
+
+
+def measure(command):
+    env = dict(os.environ, OMP_NUM_THREADS="1")
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    for line in run.stdout.splitlines():
+        if "samples_per_second" in line:
+            return float(line.split()[-1])
+    raise SystemExit(f"{command} printed no result\n{run.stdout}{run.stderr}")
+
+
+def main(folder):
+    best = {}
+    for _ in range(3):
+        for nproc in (1, 2):
+            launch = [f"{folder}/launch", "--nproc", str(nproc)]
+            commands = {
+                "overdrive": launch + [f"{folder}/scaling"],
+                "pytorch": launch + [sys.executable, os.path.abspath(__file__), "worker"],
+            }
+            for name, command in commands.items():
+                key = (name, nproc)
+                best[key] = max(best.get(key, 0.0), measure(command))
+    for name in ("overdrive", "pytorch"):
+        one, two = best[name, 1], best[name, 2]
+        print(f"{name:9}  1 process {one:8.1f}/s  2 processes {two:8.1f}/s  scaling {two / one:.2f}")
+
+
+if __name__ == "__main__":
+    worker() if sys.argv[1:] == ["worker"] else main(sys.argv[1])

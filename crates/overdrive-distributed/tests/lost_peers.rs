@@ -1,0 +1,249 @@
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+//! A peer that is killed, stopped, asleep or gone another way: every survivor ends with an error that names
+//! it and the collective, in time.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::{Outcome, group, launch, launch_within, scenario, write, write_as};
+use overdrive_distributed::{
+    DdpConfig, DistributedDataParallel, Error, GroupConfig, ProcessGroup, ReduceOp, Rendezvous,
+};
+use tch::{Device, Kind, Tensor, nn};
+
+/// Of every collective.
+const TIMEOUT_S: f64 = 3.0;
+/// A timeout, four heartbeats of an eighth of it, half a second, and room for a busy machine.
+const SLACK_S: f64 = 12.0;
+
+#[test]
+fn worker() {
+    let Some(scenario) = scenario() else { return };
+    if scenario == "absent" {
+        return absent();
+    }
+    let group = group(TIMEOUT_S);
+    let culprit = usize::from(!scenario.ends_with("main"));
+    let tensor = Tensor::ones([1000], (Kind::Float, Device::Cpu));
+    group.all_reduce(&tensor, ReduceOp::Sum).unwrap();
+    group.barrier().unwrap();
+    if group.rank() == culprit {
+        match scenario.trim_end_matches("_main") {
+            "killed" | "killed_backward" => signal(rustix::process::Signal::KILL),
+            "stopped" => signal(rustix::process::Signal::STOP),
+            "asleep" => std::thread::sleep(Duration::from_secs(20)),
+            "left" => return drop(group),
+            "astray" => {
+                let _ = group.broadcast(&tensor, 0);
+                return;
+            }
+            "shape" => {
+                let _ = group.all_reduce(&tensor.narrow(0, 0, 10), ReduceOp::Sum);
+                return;
+            }
+            other => panic!("no scenario {other}"),
+        }
+        return;
+    }
+    let start = Instant::now();
+    let stopped = scenario.starts_with("stopped");
+    let error = if scenario.starts_with("killed_backward") {
+        backward(&group)
+    } else {
+        group.all_reduce(&tensor, ReduceOp::Sum).unwrap_err()
+    };
+    let took = start.elapsed().as_secs_f64();
+    let Error::Collective { ranks, message } = &error else {
+        panic!("another error: {error}");
+    };
+    // Later calls fail at once, with the same words.
+    let again = Instant::now();
+    let later = group.barrier().unwrap_err().to_string();
+    assert!(again.elapsed() < Duration::from_millis(200));
+    assert!(later.contains("the group has failed"), "{later}");
+    write(&group, &format!("{took}\n{ranks:?}\n{message}"));
+    // The launcher ends a process that is stopped only after another has failed.
+    assert!(!stopped, "{message}");
+}
+
+fn signal(signal: rustix::process::Signal) {
+    rustix::process::kill_process(rustix::process::getpid(), signal).unwrap();
+    std::thread::sleep(Duration::from_secs(30));
+}
+
+/// The peer is lost while this rank waits for it in the middle of backward.
+fn backward(group: &ProcessGroup) -> Error {
+    let store = nn::VarStore::new(Device::Cpu);
+    let weight = store.root().ones("weight", &[8]);
+    let made = DistributedDataParallel::from_var_store(group, &store, DdpConfig::default());
+    match made {
+        // Rank 1 was killed before it could describe its model.
+        Err(error) => error,
+        Ok(ddp) => {
+            let loss = ddp
+                .forward(|| Ok::<_, Error>(weight.sum(Kind::Float)))
+                .unwrap();
+            ddp.backward(&loss).unwrap_err()
+        }
+    }
+}
+
+/// Every survivor's words, after the checks that hold for all.
+fn survivors(outcome: &Outcome, culprit: usize, ranks: usize) -> Vec<String> {
+    let survivors = (0..ranks).filter(|rank| *rank != culprit);
+    let words = survivors.map(|rank| {
+        let mut lines = outcome.rank(rank).splitn(3, '\n');
+        let took: f64 = lines.next().unwrap().parse().unwrap();
+        assert!(took < TIMEOUT_S + SLACK_S, "rank {rank} took {took} s");
+        assert_eq!(
+            lines.next().unwrap(),
+            format!("[{culprit}]"),
+            "{}",
+            outcome.rank(rank)
+        );
+        let message = lines.next().unwrap().to_owned();
+        assert!(
+            message.contains(&format!(" on rank {rank} of {ranks}: ")),
+            "{message}"
+        );
+        message
+    });
+    words.collect()
+}
+
+#[test]
+fn a_killed_rank_is_named_as_lost_by_every_survivor() {
+    let outcome = launch("killed", 3);
+    for message in survivors(&outcome, 1, 3) {
+        assert!(message.starts_with("all_reduce #4 on rank"), "{message}");
+        assert!(
+            message.contains("rank 1 is lost: no heartbeat"),
+            "{message}"
+        );
+        assert!(
+            message.contains("when last heard of it had begun "),
+            "{message}"
+        );
+    }
+    let error = outcome.launched.unwrap_err().to_string();
+    assert!(
+        error.starts_with("rank 1 failed first: signal: 9"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_killed_rank_0_is_named_too() {
+    for message in survivors(&launch("killed_main", 3), 0, 3) {
+        assert!(
+            message.contains("rank 0 is lost: no heartbeat"),
+            "{message}"
+        );
+    }
+}
+
+#[test]
+fn a_rank_that_is_killed_before_backward_is_named() {
+    let outcome = launch("killed_backward", 2);
+    assert!(survivors(&outcome, 1, 2)[0].contains("rank 1 is lost"));
+}
+
+#[test]
+fn a_stopped_rank_is_named_as_lost() {
+    // It never ends by itself: the launcher ends it after the survivors have.
+    let started = Instant::now();
+    let outcome = launch_within("stopped", 2, Duration::from_secs(1));
+    assert!(survivors(&outcome, 1, 2)[0].contains("rank 1 is lost"));
+    assert!(started.elapsed() < Duration::from_secs(100));
+}
+
+#[test]
+fn a_sleeping_rank_is_named_as_stuck_before_the_collective() {
+    for message in survivors(&launch("asleep", 3), 1, 3) {
+        assert!(
+            message.contains("rank 1 is stuck: it did not begin all_reduce #4"),
+            "{message}"
+        );
+    }
+}
+
+#[test]
+fn a_rank_that_has_left_is_named() {
+    for message in survivors(&launch("left", 3), 1, 3) {
+        assert!(message.contains("rank 1 has left the group"), "{message}");
+    }
+}
+
+#[test]
+fn a_rank_in_another_collective_is_named() {
+    let outcome = launch("astray", 2);
+    let message = &survivors(&outcome, 1, 2)[0];
+    assert!(message.contains("rank 1 has gone another way"), "{message}");
+    assert!(
+        message.contains("broadcast #4, while rank 0 is in all_reduce #4"),
+        "{message}"
+    );
+}
+
+/// Rank 2 never comes.
+fn absent() {
+    let place = Rendezvous::from_env().unwrap();
+    let rank = place.rank;
+    let claimed = Rendezvous {
+        world_size: 3,
+        ..place
+    };
+    let config = GroupConfig::default().with_timeout(Duration::from_secs(2));
+    write_as(
+        rank,
+        &ProcessGroup::new(claimed, config).unwrap_err().to_string(),
+    );
+}
+
+#[test]
+fn ranks_that_never_come_are_named() {
+    let outcome = launch("absent", 2);
+    outcome.launched.as_ref().unwrap();
+    for rank in 0..2 {
+        let error = outcome.rank(rank);
+        assert!(
+            error.starts_with(&format!("rank {rank} waited 2s for the group of 3")),
+            "{error}"
+        );
+        assert!(error.contains("missing: rank 2;"), "{error}");
+    }
+}
+
+#[test]
+fn a_store_that_nobody_keeps_is_an_error_with_its_address() {
+    let place = Rendezvous {
+        rank: 1,
+        world_size: 2,
+        master_port: 1,
+        ..Rendezvous::default()
+    };
+    let config = GroupConfig::default().with_timeout(Duration::from_secs(1));
+    let error = ProcessGroup::new(place, config).unwrap_err().to_string();
+    assert!(
+        error.starts_with("rank 1 could not reach the store at 127.0.0.1:1 within 1s"),
+        "{error}"
+    );
+    assert!(
+        error.contains("rank 0 keeps it: see whether it was started"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_launch_that_cannot_start_says_what() {
+    let error = overdrive_distributed::Launch::new("/nowhere/program")
+        .run()
+        .unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .starts_with("starting /nowhere/program for rank 0"),
+        "{error}"
+    );
+}
