@@ -291,7 +291,6 @@ impl DistributedDataParallel {
     }
 
     /// The parameters that are trained, by name.
-    #[must_use]
     pub fn parameters(&self) -> &[(String, Tensor)] {
         &self.parameters
     }

@@ -50,7 +50,7 @@ pub enum Error {
         /// What to look at.
         way_out: &'static str,
         /// libtorch's words.
-        source: overdrive_sys::Error,
+        source: Box<overdrive_sys::Error>,
     },
     /// Not every rank came.
     #[error(

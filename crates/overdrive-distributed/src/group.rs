@@ -330,7 +330,7 @@ fn open_store(place: &Rendezvous, keeps: bool, timeout: Duration) -> Result<Stor
             address: format!("{}:{}", place.master_addr, place.master_port),
             timeout,
             way_out,
-            source,
+            source: Box::new(source),
         }),
     }
 }

@@ -409,7 +409,8 @@ fn judge(
     } else {
         what.to_owned()
     };
-    let (ranks, verdict): (Vec<usize>, &dyn Fn(&usize) -> String) = if !silent.is_empty() {
+    type Verdict<'a> = &'a dyn Fn(&usize) -> String;
+    let (ranks, verdict): (Vec<usize>, Verdict<'_>) = if !silent.is_empty() {
         (silent.to_vec(), &|rank| {
             format!(
                 "rank {rank} is lost: no heartbeat for {waited:.1} s (its process was killed or \
