@@ -6,9 +6,9 @@ pub struct MergeOptions {
     /// Computes each merged weight beside the old one and takes it only where all its numbers are
     /// finite (PEFT's `safe_merge`); default false.
     pub safe: bool,
-    /// Keeps the dense weights as they were, so that [`unmerge_adapters`] gives them back bit for bit, at
-    /// their memory's price; default false. Without it the change is subtracted again, which is exact to
-    /// rounding only. Packed weights are always kept.
+    /// Keeps the dense weights as they were, so that [`unmerge_adapters`](crate::unmerge_adapters) gives
+    /// them back bit for bit, at their memory's price; default false. Without it the change is subtracted
+    /// again, which is exact to rounding only. Packed weights are always kept.
     pub keep_original: bool,
 }
 
