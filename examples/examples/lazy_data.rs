@@ -16,11 +16,11 @@ use anyhow::{Context, Result, bail};
 use clap::{Parser, ValueEnum};
 use overdrive::datasets::{
     CsvOptions, CsvRecords, Dataset, IndexOptions, JsonLayout, JsonOptions, JsonRecords,
-    RecordFiles, TextLines, TextOptions,
+    RecordFiles, SampleBy, TextLines, TextOptions, WebDataset,
 };
 use serde_json::Value;
 
-/// Shows records of text, JSON and CSV files of any size
+/// Shows records of text, JSON, CSV, tar and Parquet files of any size
 #[derive(Parser)]
 struct Flags {
     /// Files, folders or patterns
@@ -32,6 +32,9 @@ struct Flags {
     /// How the files hold their records; by default as their names end
     #[arg(long)]
     format: Option<Format>,
+    /// Unpacks compressed files into the cache where their blocks cannot be read alone
+    #[arg(long)]
+    unpack: bool,
     /// Finds the records again even where an index is there
     #[arg(long)]
     rebuild: bool,
@@ -44,6 +47,8 @@ struct Flags {
 enum Format {
     /// Lines of text
     Text,
+    /// Texts between empty lines
+    Paragraphs,
     /// One JSON value a line
     Jsonl,
     /// An array of JSON values
@@ -52,6 +57,11 @@ enum Format {
     Csv,
     /// The same, with tabs
     Tsv,
+    /// Samples of WebDataset's shards
+    Tar,
+    /// Rows of Parquet and Arrow files
+    #[cfg(feature = "parquet")]
+    Parquet,
 }
 
 fn main() -> ExitCode {
@@ -65,14 +75,20 @@ fn run(flags: &Flags) -> Result<()> {
         .context("the paths do not say of what format the files are; pass --format")?;
     let index = IndexOptions {
         rebuild: flags.rebuild,
+        unpack: flags.unpack,
         threads: flags.threads,
         ..IndexOptions::default()
     };
     let started = Instant::now();
     match format {
-        Format::Text => {
+        Format::Text | Format::Paragraphs => {
+            let sample_by = match format {
+                Format::Paragraphs => SampleBy::Paragraph,
+                _ => SampleBy::Line,
+            };
             let options = TextOptions {
                 index,
+                sample_by,
                 ..TextOptions::default()
             };
             let lines = TextLines::open(&flags.paths, &options)?;
@@ -103,17 +119,43 @@ fn run(flags: &Flags) -> Result<()> {
                 }
             })
         }
+        Format::Tar => {
+            let samples = WebDataset::open(&flags.paths, &index)?;
+            report(samples.records(), started);
+            show(flags, &samples, |sample| {
+                println!("{}", sample.key());
+                for (extension, bytes) in sample.files() {
+                    println!("  .{extension}: {} bytes", bytes.len());
+                }
+            })
+        }
+        #[cfg(feature = "parquet")]
+        Format::Parquet => {
+            let rows = overdrive::datasets::TableRecords::<Value>::open(&flags.paths)?;
+            let milliseconds = started.elapsed().as_secs_f64() * 1e3;
+            println!("{} records, open after {milliseconds:.1} ms", rows.len());
+            show(flags, &rows, |row| println!("{row:#}"))
+        }
     }
 }
 
-/// By the end of the first path's name, which a pattern has too.
+/// By the end of the first path's name, which a pattern has too; that of a compressed file is under its
+/// compression.
 fn format_of(paths: &[PathBuf]) -> Option<Format> {
-    match paths.first()?.extension()?.to_str()? {
+    let path = paths.first()?;
+    let path = match path.extension()?.to_str()? {
+        "gz" | "bgz" | "zst" => path.with_extension(""),
+        _ => path.clone(),
+    };
+    match path.extension()?.to_str()? {
         "txt" | "text" | "md" | "log" => Some(Format::Text),
         "jsonl" | "ndjson" => Some(Format::Jsonl),
         "json" => Some(Format::Json),
         "csv" => Some(Format::Csv),
         "tsv" | "tab" => Some(Format::Tsv),
+        "tar" => Some(Format::Tar),
+        #[cfg(feature = "parquet")]
+        "parquet" | "arrow" | "feather" => Some(Format::Parquet),
         _ => None,
     }
 }

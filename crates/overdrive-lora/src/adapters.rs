@@ -118,6 +118,21 @@ pub fn adapter_names<H: AdapterHost + ?Sized>(host: &mut H) -> Result<Vec<String
     Ok(names)
 }
 
+/// The names of all adapters, if these are among them.
+pub(crate) fn known<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Result<Vec<String>> {
+    let available = adapter_names(host)?;
+    let unknown = names
+        .iter()
+        .find(|name| !available.iter().any(|own| own == *name));
+    match unknown {
+        None => Ok(available),
+        Some(unknown) => Err(Error::UnknownAdapter {
+            name: (*unknown).to_owned(),
+            available,
+        }),
+    }
+}
+
 /// The names of the active adapters.
 ///
 /// # Errors
@@ -151,16 +166,7 @@ pub fn active_adapters<H: AdapterHost + ?Sized>(host: &mut H) -> Result<Vec<Stri
 /// [`Error::UnknownAdapter`]; [`Error::BadConfig`] where several have copies of modules
 /// (`modules_to_save`), which cannot add up; [`Error::Merged`].
 pub fn set_adapter<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Result<()> {
-    let available = adapter_names(host)?;
-    if let Some(unknown) = names
-        .iter()
-        .find(|name| !available.iter().any(|own| own == *name))
-    {
-        return Err(Error::UnknownAdapter {
-            name: (*unknown).to_owned(),
-            available,
-        });
-    }
+    let available = known(host, names)?;
     check_copies(host, names)?;
     host.visit_linears(&mut |_, map| map.refuse_merged("changing the active adapters"))?;
     host.visit_linears(&mut |_, map| {
@@ -264,13 +270,7 @@ pub fn enable_adapters<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
 /// # Errors
 /// [`Error::UnknownAdapter`], [`Error::Merged`].
 pub fn delete_adapter<H: AdapterHost + ?Sized>(host: &mut H, name: &str) -> Result<()> {
-    let available = adapter_names(host)?;
-    if !available.iter().any(|own| own == name) {
-        return Err(Error::UnknownAdapter {
-            name: name.to_owned(),
-            available,
-        });
-    }
+    known(host, &[name])?;
     host.visit_linears(&mut |_, map| map.refuse_merged("deleting an adapter"))?;
     host.visit_linears(&mut |_, map| {
         map.delete_adapter(name)?;

@@ -31,7 +31,8 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let store = nn::VarStore::new(Device::Cpu);
-//! let model = nn::linear(store.root() / "proj", 4, 1, Default::default());
+//! let zeros = nn::LinearConfig { ws_init: nn::Init::Const(0.0), bs_init: Some(nn::Init::Const(0.0)), bias: true };
+//! let model = nn::linear(store.root() / "proj", 4, 1, zeros);
 //! let config = AdamWConfig { learning_rate: 0.1, ..Default::default() };
 //! let mut optimizer = AdamW::new(decay_groups(store.variables(), 0.01), config)?;
 //!

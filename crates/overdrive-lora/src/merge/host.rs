@@ -4,6 +4,7 @@ use overdrive_autograd::NoGradGuard;
 use tch::Tensor;
 
 use super::report::{MergeOptions, MergeReport};
+use crate::adapters::known;
 use crate::copies::place_copies;
 use crate::{AdaptedLinear, AdapterHost, BaseWeight, Error, Result};
 
@@ -24,16 +25,7 @@ pub fn merge_adapters<H: AdapterHost + ?Sized>(
     let active = crate::active_adapters(host)?;
     let active: Vec<&str> = active.iter().map(String::as_str).collect();
     let names = adapters.unwrap_or(&active);
-    let available = crate::adapter_names(host)?;
-    if let Some(unknown) = names
-        .iter()
-        .find(|name| !available.iter().any(|own| own == *name))
-    {
-        return Err(Error::UnknownAdapter {
-            name: (*unknown).to_owned(),
-            available,
-        });
-    }
+    known(host, names)?;
     let mut report = MergeReport::default();
     let merged = host.visit_linears(&mut |name, map| {
         report.maps.extend(map.merge(name, names, options)?);
