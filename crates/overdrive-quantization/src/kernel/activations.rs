@@ -1,7 +1,8 @@
 //! Rows of activations in 8 bits.
 
+use std::cell::Cell;
 use std::ops::Range;
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use super::element::Element;
 use super::simd::{Kernel, Simd, dispatch};
@@ -9,6 +10,15 @@ use crate::codec::jobs::run_jobs;
 
 /// Rows are padded with zeros to a multiple of this.
 pub(crate) const PAD: usize = 64;
+
+/// Most bytes of each buffer that a thread keeps for its next product.
+const KEPT: usize = 8 << 20;
+
+thread_local! {
+    /// Buffers of products that are done. The system clears memory that is new, page by page: that took a
+    /// tenth of a product of 64 rows.
+    static BUFFERS: Cell<(Vec<i8>, Vec<Line>)> = const { Cell::new((Vec::new(), Vec::new())) };
+}
 
 /// Rows of activations, each quantized symmetrically to `-127..=127` with a scale of its own:
 /// `x ≈ codes · scale`.
@@ -26,6 +36,21 @@ pub(crate) struct Int8Rows {
     pub(crate) padded: usize,
     /// The same codes in groups of rows, for kernels that want them.
     pub(crate) groups: OnceLock<RowGroups>,
+    /// Room for them.
+    pub(crate) spare: Mutex<Vec<Line>>,
+}
+
+impl Drop for Int8Rows {
+    fn drop(&mut self) {
+        let groups = self.groups.take().map(|groups| groups.lines);
+        let spare = self.spare.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let lines = groups.unwrap_or_else(|| std::mem::take(spare));
+        let codes = std::mem::take(&mut self.codes);
+        if codes.capacity() <= KEPT && lines.capacity() * size_of::<Line>() <= KEPT {
+            // A thread that ends keeps nothing.
+            let _ = BUFFERS.try_with(|buffers| buffers.set((codes, lines)));
+        }
+    }
 }
 
 impl Int8Rows {
@@ -35,14 +60,18 @@ impl Int8Rows {
         // An odd multiple: at a distance of 4 KiB all rows would want the same places of the first cache,
         // which the rows of the weight want too.
         let padded = (width.div_ceil(PAD) | 1) * PAD;
+        let (mut codes, spare) = BUFFERS.take();
+        codes.clear();
+        codes.resize(rows * padded, 0);
         let mut all = Int8Rows {
-            codes: vec![0; rows * padded],
+            codes,
             scales: vec![0.0; rows],
             sums: vec![0; rows],
             rows,
             width,
             padded,
             groups: OnceLock::new(),
+            spare: Mutex::new(spare),
         };
         if rows == 0 {
             return all;
@@ -75,7 +104,10 @@ impl Int8Rows {
         allow(dead_code, reason = "for tiles, which only AVX-512 has")
     )]
     pub(crate) fn groups(&self) -> &RowGroups {
-        self.groups.get_or_init(|| RowGroups::new(self))
+        self.groups.get_or_init(|| {
+            let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
+            RowGroups::new(self, std::mem::take(&mut spare))
+        })
     }
 
     /// The codes of a row, padded.
@@ -121,13 +153,15 @@ pub(crate) struct RowGroups {
     allow(dead_code, reason = "for tiles, which only AVX-512 has")
 )]
 impl RowGroups {
-    fn new(x: &Int8Rows) -> Self {
+    /// In the memory of `lines`.
+    fn new(x: &Int8Rows, mut lines: Vec<Line>) -> Self {
         let mut groups = RowGroups {
             lines: Vec::new(),
             rows: x.rows,
             vectors: x.width.div_ceil(PAD),
         };
-        let mut lines = Vec::with_capacity(x.rows * groups.vectors);
+        lines.clear();
+        lines.reserve_exact(x.rows * groups.vectors);
         for group in 0..groups.count() {
             let rows = groups.rows(group);
             for vector in 0..groups.vectors {

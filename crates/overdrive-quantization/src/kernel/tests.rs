@@ -69,7 +69,7 @@ fn kinds_of_activations_quantize_alike() {
     let x: Vec<f32> = (0..200)
         .map(|i| ((i * 7) % 32) as f32 / 8.0 - 2.0)
         .collect();
-    let of = |codes: Int8Rows| (codes.codes, codes.scales, codes.sums);
+    let of = |all: Int8Rows| (all.codes.clone(), all.scales.clone(), all.sums.clone());
     let floats = of(Int8Rows::quantize(&x, 100));
     let bf16s: Vec<bf16> = x.iter().map(|x| bf16::from_f32(*x)).collect();
     let f16s: Vec<f16> = x.iter().map(|x| f16::from_f32(*x)).collect();

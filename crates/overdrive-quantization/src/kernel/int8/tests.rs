@@ -147,6 +147,7 @@ fn sums_beyond_the_unsigned_detour_are_exact() {
                     width: x.width,
                     padded: x.padded,
                     groups: OnceLock::new(),
+                    spare: std::sync::Mutex::default(),
                 };
                 let part = Int8Part {
                     x: &x,
