@@ -45,25 +45,11 @@ fn main() -> Outcome<()> {
     );
     let path = dir.path().join("lines.txt");
     write_lines(&path, 10_000_000)?;
-    measure("lines", &path, 8, |index| {
-        let options = TextOptions {
-            index,
-            ..TextOptions::default()
-        };
-        let lines = TextLines::open([&path], &options)?;
-        Ok((lines.records().report(), reads_a_second(&lines)?))
-    })?;
+    measure_lines("lines", &path)?;
     // Records so long that more than two bytes are needed for each; a file with holes.
     let path = dir.path().join("long.txt");
     write_long_lines(&path, 20_000)?;
-    measure("lines of 64 KiB", &path, 8, |index| {
-        let options = TextOptions {
-            index,
-            ..TextOptions::default()
-        };
-        let lines = TextLines::open([&path], &options)?;
-        Ok((lines.records().report(), reads_a_second(&lines)?))
-    })?;
+    measure_lines("lines of 64 KiB", &path)?;
     std::fs::remove_file(&path)?;
     let path = dir.path().join("rows.csv");
     write_rows(&path, 1_000_000)?;
@@ -91,6 +77,17 @@ fn main() -> Outcome<()> {
         })?;
     }
     Ok(())
+}
+
+fn measure_lines(name: &str, path: &Path) -> Outcome<()> {
+    measure(name, path, 8, |index| {
+        let options = TextOptions {
+            index,
+            ..TextOptions::default()
+        };
+        let lines = TextLines::open([path], &options)?;
+        Ok((lines.records().report(), reads_a_second(&lines)?))
+    })
 }
 
 fn measure(

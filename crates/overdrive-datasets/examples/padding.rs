@@ -63,7 +63,7 @@ fn main() -> Outcome<()> {
     );
     println!(
         "{:<44} {:>8} {:>9} {:>14} {:>11}",
-        "", "batches", "padding", "real tokens/s", "batches/s"
+        "", "batches", "padding", "tokens a place", "batches/s"
     );
 
     let shard = Shard::default();

@@ -16,7 +16,8 @@
 //!
 //! A rank that is killed, hangs or goes another way does not leave the others waiting: within the timeout
 //! of the collective plus a few heartbeats each of them ends with an [`Error::Collective`] that names the
-//! collective, the rank at fault and what is known of it, in the middle of backward too.
+//! collective, the rank at fault and what is known of it. The collectives that the reducer waits for in the
+//! middle of backward are ended the same way; a death at that very point has no test yet.
 //!
 //! ```
 //! use overdrive_distributed::{

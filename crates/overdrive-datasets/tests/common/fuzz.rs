@@ -54,6 +54,10 @@ pub(crate) fn targets() -> Vec<Target> {
 {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
 {"instruction": "a", "input": null, "output": "b"}
 {"text": "a"}"#;
+    #[cfg_attr(
+        not(feature = "speech"),
+        allow(unused_mut, reason = "speech adds its own")
+    )]
     let mut targets = vec![
         Target {
             name: "text",
