@@ -4,8 +4,9 @@
 
 Needs torch==2.11.0 in the Python that runs it, and `cargo xtask setup` before. Both sides: the same
 shapes, the same threads, random tokens, forward, backward, clipping to norm 1, fused AdamW with
-decay groups, in fp32. PyTorch runs eagerly and through torch.compile (Inductor needs a C++ compiler).
-The sides take turns, so that a machine whose speed drifts drifts for all; quote the median ratio.
+decay groups, in fp32. Overdrive runs by its fused kernels and operator by operator, PyTorch eagerly and
+through torch.compile (Inductor needs a C++ compiler). The sides take turns, so that a machine whose speed
+drifts drifts for all; quote the median ratio.
 """
 
 import argparse
@@ -55,7 +56,8 @@ def main() -> None:
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     ours_command = [str(target / "release" / "train_step"), *flags]
     theirs_command = [sys.executable, "train_step.py", *flags]
-    sides = {"Overdrive": (ours_command, ROOT), "eager": (theirs_command, HERE)}
+    unfused = ([*ours_command, "--unfused"], ROOT)
+    sides = {"Overdrive": (ours_command, ROOT), "unfused": unfused, "eager": (theirs_command, HERE)}
     if not arguments.no_compile:
         sides["compiled"] = ([*theirs_command, "--compile", "--warmup", "3"], HERE)
     others = [name for name in sides if name != "Overdrive"]

@@ -3,7 +3,7 @@
 use std::error::Error;
 
 use overdrive::optim::{AdamW, AdamWConfig, ClipOptions, Optimizer, clip_grad_norm, decay_groups};
-use overdrive::transformer::{CausalLm, InitOptions, LabelShift, LlamaConfig};
+use overdrive::transformer::{CausalLm, Execution, InitOptions, LabelShift, LlamaConfig};
 use tch::{Device, Kind, Tensor};
 
 /// The shape of a model and of its batches.
@@ -97,6 +97,15 @@ impl Step {
             optimizer,
             shape,
         })
+    }
+
+    /// The same step, operator by operator: no fused kernels, joint products or loss in chunks.
+    #[must_use]
+    pub fn unfused(mut self) -> Self {
+        let mut execution = Execution::default();
+        execution.fused_kernels = false;
+        self.model.set_execution(execution);
+        self
     }
 
     /// Weights of the model.

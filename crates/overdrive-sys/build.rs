@@ -35,7 +35,17 @@ fn main() {
         build
             .define("OVERDRIVE_NCCL", None)
             .define("USE_C10D_NCCL", None);
-        for folder in nccl_folders() {
+        for folder in header_folders("nccl", "nccl.h") {
+            build.flag("-isystem").flag(folder);
+        }
+    }
+    if cfg!(feature = "compiled") {
+        build.files(sources("shim/compiled"));
+        compile_libtorch_name();
+    }
+    if cfg!(feature = "cuda") {
+        build.files(sources("shim/compiled/cuda"));
+        for folder in header_folders("cuda", "cuda_runtime_api.h") {
             build.flag("-isystem").flag(folder);
         }
     }
@@ -57,36 +67,56 @@ fn main() {
     }
 }
 
-/// Where `nccl.h` and the CUDA runtime's headers are: the folders of `OVERDRIVE_NCCL_INCLUDE` (separated
-/// as in `PATH`), then those of an installed CUDA.
-fn nccl_folders() -> Vec<PathBuf> {
+/// An empty library that is called `libtorch.so`. Compiled packages name one; PyTorch's own is empty too,
+/// and a program that is linked against `libtorch_cpu` has not loaded it.
+fn compile_libtorch_name() {
+    if std::env::var("CARGO_CFG_TARGET_OS").as_deref() != Ok("linux") {
+        return;
+    }
+    let out = PathBuf::from(std::env::var("OUT_DIR").unwrap_or_default());
+    let source = out.join("libtorch_name.c");
+    std::fs::write(&source, "").expect("OUT_DIR is Cargo's to write to");
+    let mut command = cc::Build::new().get_compiler().to_command();
+    command.args(["-shared", "-nostdlib", "-Wl,-soname,libtorch.so", "-o"]);
+    command.arg(out.join("libtorch_name.so")).arg(&source);
+    let status = command.status();
+    assert!(
+        status.as_ref().is_ok_and(|status| status.success()),
+        "the C compiler could not make an empty shared library ({command:?}: {status:?})"
+    );
+}
+
+/// Where `header` and the CUDA runtime's headers are: the folders of `OVERDRIVE_CUDA_INCLUDE` and
+/// `OVERDRIVE_NCCL_INCLUDE` (separated as in `PATH`), then those of an installed CUDA.
+fn header_folders(feature: &str, header: &str) -> Vec<PathBuf> {
     let variables = [
-        "OVERDRIVE_NCCL_INCLUDE",
-        "NCCL_HOME",
-        "CUDA_HOME",
-        "CUDA_PATH",
+        ("OVERDRIVE_CUDA_INCLUDE", ""),
+        ("OVERDRIVE_NCCL_INCLUDE", ""),
+        ("NCCL_HOME", "include"),
+        ("CUDA_HOME", "include"),
+        ("CUDA_PATH", "include"),
     ];
     let mut folders = Vec::new();
-    for variable in variables {
+    for (variable, below) in variables {
         println!("cargo:rerun-if-env-changed={variable}");
         let value = std::env::var_os(variable).unwrap_or_default();
         for folder in std::env::split_paths(&value) {
-            folders.push(if variable == "OVERDRIVE_NCCL_INCLUDE" {
-                folder
-            } else {
-                folder.join("include")
-            });
+            folders.push(folder.join(below));
         }
     }
     folders.push(PathBuf::from("/usr/local/cuda/include"));
     folders.retain(|folder| folder.is_dir());
-    if !folders.iter().any(|folder| folder.join("nccl.h").is_file())
-        && !PathBuf::from("/usr/include/nccl.h").is_file()
+    if !folders.iter().any(|folder| folder.join(header).is_file())
+        && !PathBuf::from("/usr/include").join(header).is_file()
     {
+        let variable = match feature {
+            "nccl" => "OVERDRIVE_NCCL_INCLUDE",
+            _ => "OVERDRIVE_CUDA_INCLUDE",
+        };
         panic!(
-            "the feature `nccl` needs nccl.h and the CUDA runtime's headers: set \
-             OVERDRIVE_NCCL_INCLUDE to the folders that hold them (in the wheels of PyTorch \
-             nvidia/nccl/include and nvidia/cu13/include)"
+            "the feature `{feature}` needs {header} and the CUDA runtime's headers: set {variable} \
+             to the folders that hold them (in the wheels of PyTorch nvidia/nccl/include and \
+             nvidia/cu13/include)"
         );
     }
     folders

@@ -16,7 +16,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Parser;
-use overdrive::trainer::{FinetuneArgs, compare, finetune};
+use overdrive::trainer::{FinetuneArgs, compare, finetune_in};
 
 /// Fine-tunes a model on questions and answers
 #[derive(Parser)]
@@ -29,21 +29,26 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit(run(&Flags::parse()))
+    overdrive_examples::exit_or_go_on(run(&Flags::parse()))
 }
 
-fn run(flags: &Flags) -> Result<()> {
-    let arguments = flags.finetune.resolve()?;
+/// Whether it was interrupted.
+fn run(flags: &Flags) -> Result<bool> {
     let say = |line: &str| println!("{line}");
+    let arguments = flags.finetune.resolve_telling(say)?;
     if flags.compare {
         println!("\n{}", compare(&arguments, say)?);
-        return Ok(());
+        return Ok(false);
     }
-    let results = finetune(&arguments, say)?;
+    // The processes that torchrun or the example `launch` has started; most often one.
+    let group = arguments.training.init_process_group()?;
+    let Some(results) = finetune_in(&group, &arguments, say)? else {
+        return Ok(false);
+    };
     println!("{results}");
     println!("written     {}", results.folder.root().display());
     if let Some(merged) = &results.merged {
         println!("merged      {}", merged.display());
     }
-    Ok(())
+    Ok(results.summary.interrupted)
 }

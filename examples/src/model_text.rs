@@ -33,20 +33,20 @@ impl ModelText {
     pub fn perplexity(&self, model: &CausalLm) -> Result<f64> {
         let batches = self
             .data
-            .validation_batches(&self.arguments, model.device())?;
+            .validation_loader(&self.arguments, model.device())?;
         Ok(evaluate(model, batches, Precision::Fp32)?.exp())
     }
 
     /// What the linear maps are given while the model reads `windows` of the part to train on.
     pub fn inputs_of(&self, model: &CausalLm, windows: usize) -> Result<InputCollector> {
         let _no_grad = tch::no_grad_guard();
-        let batches = self.data.train_batches(&self.arguments, model.device())?;
+        let batches = self.data.train_loader(&self.arguments, model.device())?;
         let size = usize::try_from(self.arguments.per_device_train_batch_size)?;
         let count = windows.div_ceil(size);
         let collector = InputCollector::new(Moments::Full);
         let (mut collector, read) = observe_inputs(collector, || -> Result<()> {
             for batch in batches.take(count) {
-                let _logits = model.forward(ForwardInput::new(&batch?.input_ids))?;
+                let _logits = model.forward(ForwardInput::new(batch?.input_ids()))?;
             }
             Ok(())
         });

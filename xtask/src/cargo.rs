@@ -2,7 +2,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus};
+use std::process::{Command, ExitStatus, Stdio};
 
 use crate::failure::{Failure, Result};
 use crate::record::Record;
@@ -43,6 +43,74 @@ pub(crate) fn example(name: &str, further: &[OsString]) -> Cargo {
         "--",
     ])
     .and(further)
+}
+
+/// The main job; with `--nproc N` among its flags, by that many processes.
+pub(crate) fn train(further: &[OsString]) -> Vec<Cargo> {
+    let (launcher, trainer) = launchers_flags(further);
+    if launcher.is_empty() {
+        return vec![example("train", further)];
+    }
+    let build = [
+        "build",
+        "--release",
+        "-p",
+        "overdrive-examples",
+        "--example",
+        "train",
+    ];
+    let launch = example("launch", &launcher);
+    vec![
+        Cargo::new(build),
+        launch.and(&["train".into()]).and(&trainer),
+    ]
+}
+
+/// Parts the flags of the example `launch` from those of the program that it starts.
+fn launchers_flags(further: &[OsString]) -> (Vec<OsString>, Vec<OsString>) {
+    let (mut launcher, mut program) = (Vec::new(), Vec::new());
+    let mut words = further.iter();
+    while let Some(word) = words.next() {
+        let text = word.to_string_lossy();
+        let (name, value) = text.split_once('=').unzip();
+        match name.unwrap_or(&text) {
+            "--nproc" | "--nproc-per-node" | "--max-restarts" | "--stop-grace" => {
+                launcher.push(word.clone());
+                if value.is_none() {
+                    launcher.extend(words.next().cloned());
+                }
+            }
+            _ => program.push(word.clone()),
+        }
+    }
+    (launcher, program)
+}
+
+/// Builds every example; its output is Cargo's messages about what it has built.
+pub(crate) fn examples(features: Option<&str>) -> Cargo {
+    Cargo::new([
+        "build",
+        "--release",
+        "-p",
+        "overdrive-examples",
+        "--examples",
+        "--message-format=json-render-diagnostics",
+    ])
+    .features(features)
+}
+
+/// The packages that the examples are built of on the system `host`.
+pub(crate) fn metadata(host: &str, features: Option<&str>) -> Cargo {
+    let examples = workspace().join("examples/Cargo.toml");
+    Cargo::new([
+        "metadata",
+        "--format-version=1",
+        "--filter-platform",
+        host,
+        "--manifest-path",
+    ])
+    .and(&[examples.into_os_string()])
+    .features(features)
 }
 
 /// All tests of all packages: one failing package must not hide the others. A package named by
@@ -118,6 +186,13 @@ impl Cargo {
         self
     }
 
+    fn features(self, features: Option<&str>) -> Self {
+        match features {
+            Some(features) => self.and(&["--features".into(), features.into()]),
+            None => self,
+        }
+    }
+
     /// Every package with all that it can do.
     fn workspace(self) -> Self {
         let [flag, features] = ALL_FEATURES;
@@ -176,6 +251,20 @@ impl Cargo {
     pub(crate) fn run(&self) -> Result<()> {
         eprintln!("$ {}", self.line());
         self.run_quietly()
+    }
+
+    /// Prints the command, runs it, and returns what it writes to standard output.
+    pub(crate) fn output(&self) -> Result<String> {
+        eprintln!("$ {}", self.line());
+        let output = self
+            .command()
+            .stderr(Stdio::inherit())
+            .output()
+            .map_err(|error| Failure::new(format!("could not start cargo: {error}")))?;
+        if !output.status.success() {
+            return Err(Failure::silent(code_of(output.status)));
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
     fn run_quietly(&self) -> Result<()> {
@@ -282,6 +371,23 @@ mod tests {
         );
         assert_eq!(quoted("it's"), r"'it'\''s'");
         assert_eq!(quoted(""), "''");
+    }
+
+    #[test]
+    fn several_processes_are_started_by_the_example_that_does_it() {
+        let lines = |given: &[&str]| -> Vec<String> {
+            train(&words(given)).iter().map(Cargo::line).collect()
+        };
+        let plain = "cargo run --release -p overdrive-examples --example train -- --steps 3";
+        assert_eq!(lines(&["--steps", "3"]), [plain]);
+        let build = "cargo build --release -p overdrive-examples --example train";
+        let launch = "cargo run --release -p overdrive-examples --example launch -- --nproc 2 train --steps 3";
+        assert_eq!(lines(&["--nproc", "2", "--steps", "3"]), [build, launch]);
+        let restarts = launch.replace("--nproc 2", "--nproc=2 --max-restarts 1");
+        assert_eq!(
+            lines(&["--steps", "3", "--nproc=2", "--max-restarts", "1"]),
+            [build, &restarts]
+        );
     }
 
     #[test]

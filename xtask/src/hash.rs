@@ -26,11 +26,17 @@ pub(crate) fn sha256(path: &Path) -> Result<String> {
         bar.inc(read as u64);
     }
     bar.finish_and_clear();
-    Ok(hash
-        .finalize()
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect())
+    Ok(hexadecimal(hash))
+}
+
+/// The SHA-256 of bytes in memory, in hexadecimal.
+pub(crate) fn of_bytes(bytes: &[u8]) -> String {
+    hexadecimal(Sha256::new_with_prefix(bytes))
+}
+
+fn hexadecimal(hash: Sha256) -> String {
+    let digest = hash.finalize();
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Refuses a file whose hash is not `expected`, and removes it: the next run fetches it again.

@@ -1,4 +1,4 @@
-//! One setup at a time on one cache.
+//! One at a time: setups on one cache, makings of one folder.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, Write};
@@ -13,8 +13,8 @@ pub(crate) struct Lock {
 }
 
 impl Lock {
-    /// Takes the lock at `path`; where another process has it, says so and waits.
-    pub(crate) fn take(path: &Path, say: impl FnOnce(&str)) -> Result<Self> {
+    /// Takes the lock at `path`; where another process has it, says what that one is `doing` and waits.
+    pub(crate) fn take(path: &Path, doing: &str, say: impl FnOnce(&str)) -> Result<Self> {
         let fail = |error: std::io::Error| Failure::io("could not lock", path, &error);
         if let Some(parent) = path.parent() {
             fs::create_dir_all(parent)
@@ -38,8 +38,7 @@ impl Lock {
                     pid => format!("process {pid}"),
                 };
                 say(&format!(
-                    "{holder} is fetching libtorch into the same cache; waiting until it is done \
-                     ({})",
+                    "{holder} is {doing}; waiting until it is done ({})",
                     path.display()
                 ));
                 file.lock().map_err(fail)?;
@@ -67,18 +66,18 @@ mod tests {
     fn the_second_waits_says_for_whom_and_gets_it_when_the_first_is_done() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("sub/folder.lock");
-        let first = Lock::take(&path, |_| panic!("nobody else holds it")).unwrap();
+        let first = Lock::take(&path, "at it", |_| panic!("nobody else holds it")).unwrap();
         let done = AtomicBool::new(false);
         let (said, hears) = mpsc::channel();
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| {
-                let lock = Lock::take(&path, |text| said.send(text.to_owned()).unwrap());
+                let lock = Lock::take(&path, "at it", |text| said.send(text.to_owned()).unwrap());
                 assert!(done.load(Ordering::SeqCst), "it did not wait");
                 lock.unwrap()
             });
             let text = hears.recv_timeout(Duration::from_secs(10)).unwrap();
             assert!(
-                text.contains(&format!("process {}", std::process::id())),
+                text.contains(&format!("process {} is at it", std::process::id())),
                 "{text}"
             );
             assert!(text.contains("waiting"), "{text}");
@@ -86,6 +85,6 @@ mod tests {
             drop(first);
             drop(waiter.join().unwrap());
         });
-        drop(Lock::take(&path, |_| panic!("it was freed")).unwrap());
+        drop(Lock::take(&path, "at it", |_| panic!("it was freed")).unwrap());
     }
 }

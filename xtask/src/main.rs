@@ -7,6 +7,7 @@
 
 mod cargo;
 mod check;
+mod dist;
 mod doctor;
 mod failure;
 mod hash;
@@ -19,6 +20,7 @@ mod space;
 mod unpack;
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
@@ -51,7 +53,8 @@ enum Command {
         #[arg(long)]
         force: bool,
     },
-    /// Train a language model on real text: cargo run --release … --example train
+    /// Train a language model on real text: cargo run --release … --example train; `--nproc N`: by so many
+    /// processes
     Train(Further),
     /// Run an example by name: cargo run --release … --example NAME
     Example {
@@ -67,6 +70,17 @@ enum Command {
     /// Measure what each technique is worth on this machine: default, + mixed precision, + flash
     /// attention, + checkpointing, + fused kernels, all
     Ablation(Further),
+    /// Put all examples and the libraries that they need into a folder that runs on another machine without
+    /// Rust
+    Dist {
+        /// The folder to make; one that this command has made before is replaced [default:
+        /// target/dist/overdrive]
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+        /// Features of the examples, as in `--features parquet`
+        #[arg(long, value_name = "FEATURES")]
+        features: Option<String>,
+    },
     /// Look at this machine: libtorch, devices, compiler, memory, and which precision suits it
     Doctor,
     /// Format the sources: cargo fmt --all
@@ -117,11 +131,12 @@ fn run(command: Command) -> Result<()> {
             };
             setup::setup(wish, force).map(|found| found.report())
         }
-        Command::Train(_) => after_setup(cargo::example("train", &further(2))),
+        Command::Train(_) => all_after_setup(cargo::train(&further(2))),
         Command::Example { name, .. } => after_setup(cargo::example(&name, &further(3))),
         Command::Test(_) => after_setup(cargo::test(&further(2))),
         Command::Bench(_) => after_setup(cargo::bench(&further(2))),
         Command::Ablation(_) => after_setup(cargo::ablation(&further(2))),
+        Command::Dist { out, features } => dist::dist(out.as_deref(), features.as_deref()),
         Command::Doctor => doctor::doctor(),
         Command::Fmt(_) => cargo::fmt(&further(2)).replace_this_process(),
         Command::Lint(_) => after_setup(cargo::lint(&further(2))),
@@ -138,6 +153,13 @@ fn further(words: usize) -> Vec<OsString> {
 
 /// Makes sure that libtorch is there, then becomes `cargo`.
 fn after_setup(cargo: Cargo) -> Result<()> {
+    all_after_setup(vec![cargo])
+}
+
+/// The same with commands before the last one.
+fn all_after_setup(mut commands: Vec<Cargo>) -> Result<()> {
     setup::setup(Wish::Any, false)?;
-    cargo.replace_this_process()
+    let last = commands.pop();
+    commands.iter().try_for_each(Cargo::run)?;
+    last.map_or(Ok(()), |cargo| cargo.replace_this_process())
 }

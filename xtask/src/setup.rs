@@ -232,7 +232,8 @@ fn fetched(environment: &Environment, variant: Variant, force: bool) -> Result<F
     let plan = wheels::plan(platform, variant)?;
     let downloads = cache.join("downloads");
     let mut waited = false;
-    let _lock = Lock::take(&cache.join("setup.lock"), |text| {
+    let doing = "fetching libtorch into the same cache";
+    let _lock = Lock::take(&cache.join("setup.lock"), doing, |text| {
         waited = true;
         eprintln!("{text}");
     })

@@ -61,6 +61,9 @@ pub(crate) fn destination(name: &str, variant: Variant, platform: Platform) -> O
     if name.ends_with('/') || name.split('/').any(|part| part.is_empty() || part == "..") {
         return None;
     }
+    if let Some(licence) = licence(name) {
+        return Some(licence);
+    }
     for root in ["torch/", "libtorch/"] {
         let Some(rest) = name.strip_prefix(root) else {
             continue;
@@ -86,8 +89,25 @@ pub(crate) fn destination(name: &str, variant: Variant, platform: Platform) -> O
     (library && wanted).then(|| PathBuf::from("lib").join(file))
 }
 
+/// `torch-2.11.0.dist-info/licenses/LICENSE` of a wheel: whoever gives the libraries on (`cargo xtask dist`)
+/// has to give these texts with them.
+fn licence(name: &str) -> Option<PathBuf> {
+    let (package, file) = name.split_once(".dist-info/")?;
+    let file = file.rsplit('/').next()?;
+    let lower = file.to_lowercase();
+    let is_text = ["license", "notice", "copying"]
+        .iter()
+        .any(|start| lower.starts_with(start));
+    (is_text && !package.contains('/')).then(|| ["licences", package, file].iter().collect())
+}
+
 /// `own_torch`: the archive's own `libtorch.so` asks for nothing that is left out.
-fn wanted_of_torch(file: &str, variant: Variant, platform: Platform, own_torch: bool) -> bool {
+pub(crate) fn wanted_of_torch(
+    file: &str,
+    variant: Variant,
+    platform: Platform,
+    own_torch: bool,
+) -> bool {
     if !is_library(file) {
         return false;
     }
@@ -187,6 +207,27 @@ mod tests {
         );
         assert_eq!(cpu("libtorch/lib/libdnnl.a"), None);
         assert_eq!(cpu("libtorch/share/cmake/Torch/TorchConfig.cmake"), None);
+    }
+
+    #[test]
+    fn the_licences_of_wheels_are_kept_by_package() {
+        for (name, to) in [
+            (
+                "torch-2.11.0.dist-info/licenses/LICENSE",
+                "licences/torch-2.11.0/LICENSE",
+            ),
+            (
+                "torch-2.11.0.dist-info/licenses/NOTICE",
+                "licences/torch-2.11.0/NOTICE",
+            ),
+            (
+                "nvidia_cuda_cupti-13.0.85.dist-info/licenses/License.txt",
+                "licences/nvidia_cuda_cupti-13.0.85/License.txt",
+            ),
+        ] {
+            assert_eq!(cpu(name).as_deref(), Some(to));
+        }
+        assert_eq!(cpu("torch-2.11.0.dist-info/RECORD"), None);
     }
 
     #[test]

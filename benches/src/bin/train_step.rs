@@ -27,6 +27,9 @@ struct Flags {
     /// Threads inside one operator [default: libtorch's choice]
     #[arg(long)]
     threads: Option<usize>,
+    /// Operator by operator instead of by fused kernels
+    #[arg(long)]
+    unfused: bool,
 }
 
 fn main() -> StepResult<()> {
@@ -40,6 +43,9 @@ fn main() -> StepResult<()> {
         Preset::Small => Shape::SMALL,
     };
     let mut step = Step::new(shape, Device::Cpu)?;
+    if flags.unfused {
+        step = step.unfused();
+    }
     let (mut seconds, mut losses) = (Vec::new(), Vec::new());
     for index in 0..flags.warmup + flags.steps.max(1) {
         let batch = step.batch()?;

@@ -191,7 +191,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
             None => loss,
         };
         self.sync
-            .before_backward(self.sync_gradients())
+            .before_backward(&loss, self.sync_gradients())
             .map_err(sync_error)?;
         loss.f_backward()?;
         self.scaled = scaled;

@@ -19,16 +19,16 @@ pub trait GradientSync {
     /// When the processes cannot be reached.
     fn sum_count(&mut self, count: u64) -> Result<u64, SyncError>;
 
-    /// Called before every backward. `last` says that it is the window's last one, after which
-    /// [`synchronize`](Self::synchronize) follows: where communication can overlap with backward,
-    /// arm it then, and leave it out before (`no_sync` of DistributedDataParallel).
+    /// Called before every backward, which starts from `loss`. `last` says that it is the window's last
+    /// one, after which [`synchronize`](Self::synchronize) follows: where communication can overlap with
+    /// backward, arm it then, and leave it out before (`no_sync` of DistributedDataParallel).
     ///
     /// A window that ends early (the data ran out without notice) has no last one.
     ///
     /// # Errors
     /// When communication cannot be prepared.
-    fn before_backward(&mut self, last: bool) -> Result<(), SyncError> {
-        let _ = last;
+    fn before_backward(&mut self, loss: &Tensor, last: bool) -> Result<(), SyncError> {
+        let _ = (loss, last);
         Ok(())
     }
 

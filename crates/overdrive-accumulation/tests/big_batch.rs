@@ -396,7 +396,7 @@ impl GradientSync for Pair {
     fn sum_count(&mut self, _count: u64) -> Result<u64, SyncError> {
         Ok(self.tokens_of_both)
     }
-    fn before_backward(&mut self, last: bool) -> Result<(), SyncError> {
+    fn before_backward(&mut self, _loss: &Tensor, last: bool) -> Result<(), SyncError> {
         self.lasts.push(last);
         Ok(())
     }

@@ -7,6 +7,11 @@ use crate::{Environment, Libtorch, Result};
 /// Makes the binaries, tests, examples and benchmarks of the calling package start without
 /// `LD_LIBRARY_PATH`, and links CUDA where this libtorch has it. For build scripts.
 ///
+/// They look for libtorch in the folder `lib` beside themselves first, then where it was when they were
+/// linked: a binary that is copied to another machine together with such a folder starts there, as
+/// `cargo xtask dist` makes it. `LD_LIBRARY_PATH` stands over both, so that the same binary can run on
+/// the libraries of a PyTorch with CUDA.
+///
 /// Where no libtorch is found it prints a warning with the remedy and goes on: the build then
 /// stops in `torch-sys`, or succeeds because the user passes linker flags of their own.
 ///
@@ -43,11 +48,8 @@ fn directives(os: &str, torch: &Libtorch) -> Vec<String> {
     }
     // Windows has no run path: there the folder belongs into PATH.
     if os != "windows" {
-        lines.extend(
-            run_path(dir)
-                .into_iter()
-                .map(|arg| format!("cargo:rustc-link-arg={arg}")),
-        );
+        let args = beside_the_binary(os).into_iter().chain(run_path(dir));
+        lines.extend(args.map(|arg| format!("cargo:rustc-link-arg={arg}")));
     }
     if os == "linux" && torch.cuda {
         // No symbol of libtorch_cuda is called by name, it registers itself when loaded: under
@@ -63,6 +65,19 @@ fn directives(os: &str, torch: &Libtorch) -> Vec<String> {
         );
     }
     lines
+}
+
+/// The arguments that put the folder `lib` beside the binary into the run path, in the dynamic loader's
+/// words for "where this binary is".
+fn beside_the_binary(os: &str) -> Vec<String> {
+    if os == "macos" {
+        return vec!["-Wl,-rpath,@executable_path/lib".to_owned()];
+    }
+    // New tags: a DT_RUNPATH, which LD_LIBRARY_PATH stands over, and not a DT_RPATH, which would stand
+    // over it. Linkers differ in what they write unasked.
+    ["-Wl,--enable-new-dtags", "-Wl,-rpath,$ORIGIN/lib"]
+        .map(str::to_owned)
+        .to_vec()
 }
 
 /// The arguments for the compiler driver that put `dir` into the run path.
@@ -98,6 +113,22 @@ mod tests {
             !windows.iter().any(|line| line.contains("rpath")),
             "{windows:?}"
         );
+    }
+
+    #[test]
+    fn the_folder_beside_the_binary_comes_before_the_one_of_the_build() {
+        for (os, beside) in [("linux", "$ORIGIN/lib"), ("macos", "@executable_path/lib")] {
+            let lines = directives(os, &torch(false));
+            let run_paths: Vec<&str> = lines
+                .iter()
+                .filter_map(|line| line.split_once("-rpath,").map(|(_, path)| path))
+                .collect();
+            assert_eq!(run_paths, [beside, "/opt/libtorch/lib"], "{os}");
+        }
+        let runpath = "cargo:rustc-link-arg=-Wl,--enable-new-dtags".to_owned();
+        assert!(directives("linux", &torch(false)).contains(&runpath));
+        // Apple's linker does not know it.
+        assert!(!directives("macos", &torch(false)).contains(&runpath));
     }
 
     #[test]

@@ -145,7 +145,8 @@ pub use records::{
 };
 pub use sampling::{
     BatchSampler, LastShare, LengthGroupedBatches, Lengths, Permutation, RandomSampler,
-    SampledBatches, Sampler, SequentialSampler, Shard, TokenBudgetBatches, TokenBudgetOptions,
+    SampledBatches, Sampler, SequentialSampler, Shard, ShardedBatches, TokenBudgetBatches,
+    TokenBudgetOptions,
 };
 pub use store_format::{FORMAT_VERSION, MAGIC, TokenWidth};
 #[cfg(feature = "tch")]

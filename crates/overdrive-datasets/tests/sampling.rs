@@ -6,7 +6,8 @@
 
 use overdrive_datasets::{
     BatchSampler, Error, LastShare, LengthGroupedBatches, RandomSampler, SampledBatches, Sampler,
-    SequentialSampler, Shard, TokenBudgetBatches, TokenBudgetOptions, random::uniform_below,
+    SequentialSampler, Shard, ShardedBatches, TokenBudgetBatches, TokenBudgetOptions,
+    random::uniform_below,
 };
 use proptest::prelude::*;
 
@@ -141,6 +142,43 @@ fn processes_take_the_records_that_distributed_sampler_gives_them() {
     };
     assert_eq!(of(0), [0, 2, 4]);
     assert_eq!(of(1), [1, 3, 0]);
+}
+
+#[test]
+fn an_evaluation_is_shared_out_with_every_batch_once() {
+    for (batches, world_size) in [(7, 3), (2, 4), (8, 2), (0, 2)] {
+        let ranks = all_ranks(world_size, LastShare::Uneven, 0, |shard| {
+            let all = SampledBatches::new(
+                SequentialSampler::new(batches * 5),
+                5,
+                false,
+                Shard::default(),
+            );
+            ShardedBatches::new(all.unwrap(), shard)
+        });
+        let mut records = ranks.concat().concat();
+        records.sort_unstable();
+        assert_eq!(records, (0..batches * 5).collect::<Vec<_>>());
+        let counts: Vec<_> = ranks.iter().map(Vec::len).collect();
+        assert!(
+            counts.iter().max().unwrap() - counts.iter().min().unwrap() <= 1,
+            "{counts:?}"
+        );
+    }
+}
+
+#[test]
+fn batches_of_all_processes_are_those_of_one_in_turn() {
+    let all = || {
+        let sampler = RandomSampler::new(36, 3);
+        SampledBatches::new(sampler, 4, false, Shard::default()).unwrap()
+    };
+    let ranks = all_ranks(3, LastShare::Repeat, 1, |shard| {
+        ShardedBatches::new(all(), shard)
+    });
+    for (number, batch) in epoch(&all(), 1).into_iter().enumerate() {
+        assert_eq!(ranks[number % 3][number / 3], batch);
+    }
 }
 
 #[test]

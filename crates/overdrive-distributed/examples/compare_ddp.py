@@ -3,8 +3,8 @@
     python3 compare_ddp.py FOLDER_OF_THE_EXAMPLES
 
 Needs torch 2.11.0 and the built examples `launch` and `scaling`. Both train the same perceptron with the same
-libtorch, SGD, 32 samples and one thread a process over Gloo on loopback; runs alternate, the best of three is
-printed.
+libtorch by SGD, with one thread a process, over Gloo on loopback, with few samples a step (reducing is most of
+it) and with many; runs alternate, the best of three is printed.
 """
 
 import os
@@ -14,10 +14,10 @@ import sys
 import time
 
 SIZES = [512, 1024, 1024, 1024, 10]
-BATCH = 32
+BATCHES = [32, 256]
 
 
-def worker():
+def worker(batch):
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -34,7 +34,7 @@ def worker():
     if world > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
-    x, y = torch.randn(BATCH, SIZES[0]), torch.randint(10, (BATCH,))
+    x, y = torch.randn(batch, SIZES[0]), torch.randint(10, (batch,))
     times = []
     for step in range(35):
         dist.barrier()
@@ -45,7 +45,7 @@ def worker():
         if step >= 5:
             times.append(time.perf_counter() - start)
     if dist.get_rank() == 0:
-        print(f"samples_per_second {BATCH * world / statistics.median(times):.1f}")
+        print(f"samples_per_second {batch * world / statistics.median(times):.1f}")
     dist.destroy_process_group()
 
 
@@ -61,19 +61,25 @@ def measure(command):
 def main(folder):
     best = {}
     for _ in range(3):
-        for nproc in (1, 2):
-            launch = [f"{folder}/launch", "--nproc", str(nproc)]
-            commands = {
-                "overdrive": launch + [f"{folder}/scaling"],
-                "pytorch": launch + [sys.executable, os.path.abspath(__file__), "worker"],
-            }
-            for name, command in commands.items():
-                key = (name, nproc)
-                best[key] = max(best.get(key, 0.0), measure(command))
-    for name in ("overdrive", "pytorch"):
-        one, two = best[name, 1], best[name, 2]
-        print(f"{name:9}  1 process {one:8.1f}/s  2 processes {two:8.1f}/s  scaling {two / one:.2f}")
+        for batch in BATCHES:
+            for nproc in (1, 2):
+                launch = [f"{folder}/launch", "--nproc", str(nproc)]
+                commands = {
+                    "overdrive": launch + [f"{folder}/scaling", str(batch)],
+                    "pytorch": launch + [sys.executable, os.path.abspath(__file__), "worker", str(batch)],
+                }
+                for name, command in commands.items():
+                    key = (batch, name, nproc)
+                    best[key] = max(best.get(key, 0.0), measure(command))
+    for batch in BATCHES:
+        for name in ("overdrive", "pytorch"):
+            one, two = best[batch, name, 1], best[batch, name, 2]
+            reducing = 1e3 * batch * (2 / two - 1 / one)
+            print(
+                f"{batch:3} samples a rank  {name:9}  1 process {one:8.1f}/s  2 processes {two:8.1f}/s"
+                f"  scaling {two / one:.2f}  the second costs {reducing:5.1f} ms a step"
+            )
 
 
 if __name__ == "__main__":
-    worker() if sys.argv[1:] == ["worker"] else main(sys.argv[1])
+    worker(int(sys.argv[2])) if sys.argv[1] == "worker" else main(sys.argv[1])

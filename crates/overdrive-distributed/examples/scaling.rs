@@ -5,8 +5,8 @@
 //! python3 crates/overdrive-distributed/examples/compare_ddp.py target/release/examples
 //! ```
 //!
-//! A perceptron of 512–1024–1024–1024–10 (2.6 million parameters, 10.6 MB of gradients), 32 samples a rank,
-//! SGD, one thread a process; the median of 30 steps after 5.
+//! A perceptron of 512–1024–1024–1024–10 (2.6 million parameters, 10.6 MB of gradients), SGD, one thread a
+//! process; the median of 30 steps after 5. Its argument is the number of samples a rank (32).
 
 use std::time::Instant;
 
@@ -18,9 +18,11 @@ use tch::nn::Module;
 use tch::{Kind, Tensor, nn};
 
 const SIZES: [i64; 5] = [512, 1024, 1024, 1024, 10];
-const BATCH: i64 = 32;
 
 fn main() -> anyhow::Result<()> {
+    let batch: i64 = std::env::args()
+        .nth(1)
+        .map_or(Ok(32), |text| text.parse())?;
     tch::set_num_threads(1);
     tch::manual_seed(0);
     let group = init_process_group(GroupConfig::default())?;
@@ -43,8 +45,8 @@ fn main() -> anyhow::Result<()> {
         ..SgdConfig::default()
     };
     let mut optimizer = Sgd::new(groups, config)?;
-    let input = Tensor::randn([BATCH, SIZES[0]], (Kind::Float, group.device()));
-    let target = Tensor::randint(10, [BATCH], (Kind::Int64, group.device()));
+    let input = Tensor::randn([batch, SIZES[0]], (Kind::Float, group.device()));
+    let target = Tensor::randint(10, [batch], (Kind::Int64, group.device()));
     let mut times = Vec::new();
     for step in 0..35 {
         group.barrier()?;
@@ -60,7 +62,7 @@ fn main() -> anyhow::Result<()> {
     }
     times.sort_by(f64::total_cmp);
     if group.is_main() {
-        let samples = BATCH as f64 * group.world_size() as f64;
+        let samples = batch as f64 * group.world_size() as f64;
         println!("samples_per_second {:.1}", samples / times[times.len() / 2]);
     }
     Ok(())

@@ -14,6 +14,44 @@ impl ProcessGroup {
         self.reduced(value, ReduceOp::Sum)
     }
 
+    /// The sums of several numbers over the ranks, in one collective: loss, tokens and whether to stop, once
+    /// a step.
+    ///
+    /// # Errors
+    /// As [`sum`](Self::sum).
+    ///
+    /// ```
+    /// let group = overdrive_distributed::ProcessGroup::single();
+    /// let (loss_sum, tokens, stop) = (30.0, 12.0, false);
+    /// let sums = group.sums([loss_sum, tokens, f64::from(u8::from(stop))])?;
+    /// let (loss, stop) = (sums[0] / sums[1], sums[2] > 0.0);
+    /// assert_eq!((loss, stop), (2.5, false));
+    /// # Ok::<(), overdrive_distributed::Error>(())
+    /// ```
+    pub fn sums<const N: usize>(&self, values: [f64; N]) -> Result<[f64; N]> {
+        let sums = self.reduce_numbers(&values, ReduceOp::Sum)?;
+        let mut out = values;
+        out.copy_from_slice(&sums);
+        Ok(out)
+    }
+
+    /// What to multiply the **sum** of this rank's losses with, so that the mean of the gradients over the
+    /// ranks is that of the mean loss of all tokens: `world_size / tokens of all ranks`, the same on every
+    /// rank. `tokens` are this rank's in the whole step; none anywhere gives 0.
+    ///
+    /// [`GradientAccumulator`](overdrive_accumulation::GradientAccumulator) does this by itself.
+    ///
+    /// # Errors
+    /// As [`sum`](Self::sum).
+    pub fn token_weight(&self, tokens: u64) -> Result<f64> {
+        let total = self.sum(tokens as f64)?;
+        Ok(if total > 0.0 {
+            self.world_size() as f64 / total
+        } else {
+            0.0
+        })
+    }
+
     /// The mean of a number over the ranks: of losses that are means over as many tokens each.
     ///
     /// # Errors
@@ -96,7 +134,11 @@ impl ProcessGroup {
         Ok(self.reduce_numbers(&[value], op)?[0])
     }
 
-    fn reduce_numbers(&self, values: &[f64], op: ReduceOp) -> Result<Vec<f64>> {
+    /// Several numbers over the ranks, in one collective. All ranks pass as many.
+    ///
+    /// # Errors
+    /// As [`sum`](Self::sum).
+    pub fn reduce_numbers(&self, values: &[f64], op: ReduceOp) -> Result<Vec<f64>> {
         let mut values = values.to_vec();
         if self.shared.connected.is_none() {
             return Ok(values);

@@ -1,63 +1,13 @@
 //! Data parallel: each rank trains a copy of the model on its part of the batch.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use overdrive_sys::c10d::{Reducer, ReducerOptions};
-use serde::{Deserialize, Serialize};
-use tch::{Kind, Tensor, nn};
+use overdrive_sys::c10d::Reducer;
+use tch::{Tensor, nn};
 
-use crate::{Error, ProcessGroup, Result};
-
-const MIB: f64 = 1024.0 * 1024.0;
-/// Differences listed in an error before it says how many more there are.
-const MAX_LISTED: usize = 6;
-
-/// The dtype that gradients travel in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum GradientCompression {
-    /// Their own.
-    #[default]
-    None,
-    /// bfloat16 (`bf16_compress_hook`): half the bytes, 8 bits of precision.
-    Bf16,
-    /// float16 (`fp16_compress_hook`): half the bytes, 11 bits of precision, overflow from 65504.
-    Fp16,
-}
-
-/// How [`DistributedDataParallel`] works. The names and defaults are torch's, except for
-/// `gradient_as_bucket_view`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct DdpConfig {
-    /// MiB of gradients that are reduced together. Default 25; the bucket that is reduced first has at
-    /// most 1 MiB, so that reducing begins early.
-    pub bucket_cap_mb: f64,
-    /// Looks through the graph before each backward for parameters that it will not reach. Without, one
-    /// that gets no gradient is an error in the next forward. Default false: it costs a walk of the graph.
-    pub find_unused_parameters: bool,
-    /// Gradients are views of the buckets: no second copy of them. Default true (torch: false, because
-    /// Python code may detach gradients in place).
-    pub gradient_as_bucket_view: bool,
-    /// Copies the buffers of rank 0 to all before each forward. Default true.
-    pub broadcast_buffers: bool,
-    /// The dtype that gradients travel in.
-    pub compression: GradientCompression,
-}
-
-impl Default for DdpConfig {
-    fn default() -> Self {
-        Self {
-            bucket_cap_mb: 25.0,
-            find_unused_parameters: false,
-            gradient_as_bucket_view: true,
-            broadcast_buffers: true,
-            compression: GradientCompression::None,
-        }
-    }
-}
+use crate::same_model::{MAX_LISTED, by_name, check_same_model, copy_from_main};
+use crate::{DdpConfig, Error, ProcessGroup, Result};
 
 /// Averages gradients over the ranks, bucket by bucket, while backward runs
 /// (`torch.nn.parallel.DistributedDataParallel`).
@@ -94,6 +44,8 @@ pub struct DistributedDataParallel {
     quiet: AtomicUsize,
     /// Whether the last forward was one whose gradients were reduced.
     buffers_due: AtomicBool,
+    /// Whether the next backward reduces gradients, or the last one did.
+    armed: AtomicBool,
 }
 
 /// While this lives, gradients are summed up on each rank and not reduced.
@@ -137,13 +89,7 @@ impl DistributedDataParallel {
         buffers: impl IntoIterator<Item = (String, Tensor)>,
         config: DdpConfig,
     ) -> Result<Self> {
-        if !(config.bucket_cap_mb > 0.0 && config.bucket_cap_mb.is_finite()) {
-            return Err(Error::InvalidArgument {
-                argument: "bucket_cap_mb",
-                value: config.bucket_cap_mb.to_string(),
-                expected: "a number above 0".to_owned(),
-            });
-        }
+        config.validate()?;
         let parameters = by_name(parameters)?;
         let buffers = by_name(buffers)?;
         let (trained, frozen): (Vec<_>, Vec<_>) = parameters
@@ -158,7 +104,7 @@ impl DistributedDataParallel {
                     .iter()
                     .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()))
                     .unzip();
-                let options = reducer_options(&config);
+                let options = config.reducer_options();
                 reducer = Some(Reducer::new(
                     Arc::clone(&connected.group),
                     &names,
@@ -175,6 +121,7 @@ impl DistributedDataParallel {
             reducer,
             quiet: AtomicUsize::new(0),
             buffers_due: AtomicBool::new(true),
+            armed: AtomicBool::new(false),
         })
     }
 
@@ -227,9 +174,14 @@ impl DistributedDataParallel {
         };
         let syncs = tch_grad_enabled() && self.syncs();
         self.buffers_due.store(syncs, Ordering::SeqCst);
+        self.armed.store(syncs, Ordering::SeqCst);
         if !syncs {
             return Ok(());
         }
+        self.prepare_for_backward(reducer, outputs)
+    }
+
+    fn prepare_for_backward(&self, reducer: &Reducer, outputs: &[Tensor]) -> Result<()> {
         let outputs = if self.config.find_unused_parameters {
             outputs
         } else {
@@ -301,6 +253,36 @@ impl DistributedDataParallel {
         &self.group
     }
 
+    /// Prepares a backward whose forward did not run inside [`forward`](Self::forward).
+    pub(crate) fn arm_after_forward(&self, loss: &Tensor) -> Result<()> {
+        let Some(reducer) = &self.reducer else {
+            return Ok(());
+        };
+        self.told(reducer.prepare_for_forward())?;
+        self.told(reducer.rebuild_buckets())?;
+        self.prepare_for_backward(reducer, std::slice::from_ref(loss))?;
+        self.armed.store(true, Ordering::SeqCst);
+        Ok(())
+    }
+
+    pub(crate) fn is_armed(&self) -> bool {
+        self.armed.load(Ordering::SeqCst)
+    }
+
+    /// Whether the last backward reduced gradients; that is noted once.
+    pub(crate) fn disarm(&self) -> bool {
+        self.armed.swap(false, Ordering::SeqCst)
+    }
+
+    /// Buffers of rank 0 for all, before the next forward does so.
+    pub(crate) fn copy_buffers(&self) -> Result<()> {
+        if self.reducer.is_some() && self.config.broadcast_buffers {
+            copy_from_main(&self.group, self.buffers.iter())?;
+        }
+        self.buffers_due.store(false, Ordering::SeqCst);
+        Ok(())
+    }
+
     fn syncs(&self) -> bool {
         self.quiet.load(Ordering::SeqCst) == 0
     }
@@ -362,131 +344,4 @@ fn first_line(error: &tch::TchError) -> String {
         .unwrap_or(&text)
         .trim()
         .to_owned()
-}
-
-fn reducer_options(config: &DdpConfig) -> ReducerOptions {
-    #[allow(
-        clippy::cast_possible_truncation,
-        clippy::cast_sign_loss,
-        reason = "above 0 and finite, and saturating"
-    )]
-    let bucket_bytes = (config.bucket_cap_mb * MIB).max(1.0) as usize;
-    ReducerOptions {
-        bucket_bytes,
-        // torch does this for its default size only; a smaller first bucket than the others is never bad.
-        first_bucket_bytes: bucket_bytes.min(1024 * 1024),
-        find_unused_parameters: config.find_unused_parameters,
-        gradient_as_bucket_view: config.gradient_as_bucket_view,
-        compression: match config.compression {
-            GradientCompression::None => None,
-            GradientCompression::Bf16 => Some(Kind::BFloat16),
-            GradientCompression::Fp16 => Some(Kind::Half),
-        },
-    }
-}
-
-/// The same order on every rank: stores hand their variables out in any.
-fn by_name(tensors: impl IntoIterator<Item = (String, Tensor)>) -> Result<Vec<(String, Tensor)>> {
-    let mut sorted: Vec<_> = tensors.into_iter().collect();
-    sorted.sort_by(|(a, _), (b, _)| a.cmp(b));
-    if let Some(pair) = sorted.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-        return Err(Error::InvalidArgument {
-            argument: "parameters",
-            value: pair[0].0.clone(),
-            expected: "a name of its own for every parameter and buffer".to_owned(),
-        });
-    }
-    Ok(sorted)
-}
-
-/// What a rank says about one of its tensors.
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Described {
-    role: String,
-    shape: Vec<i64>,
-    kind: String,
-}
-
-type Description = BTreeMap<String, Described>;
-
-fn describe(tensors: &[(String, Tensor)], role: &str, into: &mut Description) {
-    for (name, tensor) in tensors {
-        let described = Described {
-            role: role.to_owned(),
-            shape: tensor.size(),
-            kind: format!("{:?}", tensor.kind()),
-        };
-        into.insert(format!("{role} {name}"), described);
-    }
-}
-
-fn check_same_model(
-    group: &ProcessGroup,
-    trained: &[(String, Tensor)],
-    frozen: &[(String, Tensor)],
-    buffers: &[(String, Tensor)],
-) -> Result<()> {
-    let mut own = Description::new();
-    describe(trained, "parameter", &mut own);
-    describe(frozen, "frozen parameter", &mut own);
-    describe(buffers, "buffer", &mut own);
-    let unreadable = |error: serde_json::Error| Error::Monitor {
-        problem: format!("the description of a model: {error}"),
-    };
-    let bytes = serde_json::to_vec(&own).map_err(unreadable)?;
-    let all = group.all_gather_bytes(&bytes)?;
-    // Every rank sees every description, so all of them end with the same error.
-    let Some(rank) = all.iter().position(|other| *other != all[0]) else {
-        return Ok(());
-    };
-    let main: Description = serde_json::from_slice(&all[0]).map_err(unreadable)?;
-    let other: Description = serde_json::from_slice(&all[rank]).map_err(unreadable)?;
-    Err(Error::ModelMismatch {
-        rank,
-        differences: differences(&main, &other, rank),
-    })
-}
-
-fn differences(main: &Description, other: &Description, rank: usize) -> String {
-    let mut found = Vec::new();
-    for (name, there) in main {
-        match other.get(name) {
-            None => found.push(format!(
-                "{name} (shape {:?}) is missing on rank {rank}",
-                there.shape
-            )),
-            Some(here) if here != there => found.push(format!(
-                "{name} has shape {:?} and dtype {} on rank {rank}, {:?} and {} on rank 0",
-                here.shape, here.kind, there.shape, there.kind
-            )),
-            Some(_) => {}
-        }
-    }
-    for (name, here) in other {
-        if !main.contains_key(name) {
-            found.push(format!(
-                "{name} (shape {:?}) of rank {rank} is missing on rank 0",
-                here.shape
-            ));
-        }
-    }
-    let more = found.len().saturating_sub(MAX_LISTED);
-    found.truncate(MAX_LISTED);
-    let mut text = found.join("; ");
-    if more > 0 {
-        text.push_str(&format!("; and {more} more"));
-    }
-    text
-}
-
-/// Copies tensors of rank 0 to all, many at a time.
-pub(crate) fn copy_from_main<'a>(
-    group: &ProcessGroup,
-    tensors: impl Iterator<Item = &'a (String, Tensor)>,
-) -> Result<()> {
-    let pending = tensors
-        .filter(|(_, tensor)| tensor.numel() > 0)
-        .map(|(_, tensor)| group.broadcast_async(tensor, 0))
-        .collect::<Result<Vec<_>>>()?;
-    pending.into_iter().try_for_each(crate::Pending::wait)
 }

@@ -105,6 +105,44 @@ pub enum Error {
         /// The parameters.
         names: String,
     },
+    /// A micro-batch before its window's last ran where gradients are reduced.
+    #[error(
+        "rank {rank}: the forward of a micro-batch that is not the last of its window ran outside \
+         no_sync, so its gradients would be reduced; hold ddp.no_sync() while \
+         !accumulator.sync_gradients(), or run forward passes outside ddp.forward"
+    )]
+    ReducedTooEarly {
+        /// This process.
+        rank: usize,
+    },
+    /// What rank 0 did for all did not succeed there.
+    #[error("rank 0 could not {what}: {message}")]
+    OnMain {
+        /// What was being done.
+        what: String,
+        /// The error of rank 0.
+        message: String,
+    },
+    /// A value could not be written as JSON, or one of another rank is of another type.
+    #[error("a value for other ranks: {source}")]
+    Value {
+        /// serde's words.
+        #[from]
+        source: serde_json::Error,
+    },
+    /// Ranks that are in different collectives, or bring different tensors to one.
+    #[error(
+        "rank {rank} brings other tensors than rank 0: {there}, and rank 0 {on_main}; all ranks call the same \
+         collectives, with tensors of one dtype and shape, in the same order"
+    )]
+    TensorMismatch {
+        /// The first rank that differs from rank 0.
+        rank: usize,
+        /// Its collective and tensors.
+        there: String,
+        /// Those of rank 0.
+        on_main: String,
+    },
     /// Tensors that do not fit the collective.
     #[error("{operation}: {problem}")]
     InvalidTensor {

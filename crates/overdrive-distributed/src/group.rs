@@ -5,70 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use overdrive_sys::c10d::{Group, NetworkDevice, Store, StoreRole};
+use overdrive_sys::c10d::{Group, Store};
 use tch::Device;
 
-use crate::monitor::{Failure, Monitor, MonitorOptions};
-use crate::{Error, Rendezvous, Result};
-
-/// What carries the tensors.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Backend {
-    /// Gloo, over TCP: tensors on the CPU.
-    Gloo,
-    /// NCCL: tensors on CUDA devices, one for each process. Needs the feature `nccl`.
-    Nccl,
-}
-
-/// How a group is made.
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct GroupConfig {
-    /// What carries the tensors. Default [`Backend::Gloo`].
-    pub backend: Backend,
-    /// How long a collective, and the meeting of the group, may take. Default 30 minutes, torch's.
-    pub timeout: Duration,
-    /// How often a process tells that it is alive. Default a second, or an eighth of the timeout if that
-    /// is less. A rank is taken for lost after three of them and half a second.
-    pub heartbeat: Option<Duration>,
-    /// The network interface that Gloo uses, such as `eth0`. Default: that of the variable
-    /// `GLOO_SOCKET_IFNAME`; else loopback if the store is reached over it; else that of the host name.
-    pub interface: Option<String>,
-}
-
-impl Default for GroupConfig {
-    fn default() -> Self {
-        Self {
-            backend: Backend::Gloo,
-            timeout: Duration::from_secs(30 * 60),
-            heartbeat: None,
-            interface: None,
-        }
-    }
-}
-
-impl GroupConfig {
-    /// Sets the timeout.
-    #[must_use]
-    pub fn with_timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
-        self
-    }
-
-    /// Sets the backend.
-    #[must_use]
-    pub fn with_backend(mut self, backend: Backend) -> Self {
-        self.backend = backend;
-        self
-    }
-
-    fn heartbeat(&self) -> Duration {
-        self.heartbeat
-            .unwrap_or((self.timeout / 8).min(Duration::from_secs(1)))
-            .max(Duration::from_millis(20))
-    }
-}
+use crate::meeting::{connect, meet, open_store};
+use crate::monitor::{Keeper, Monitor, MonitorOptions};
+use crate::verdict::Failure;
+use crate::{Backend, Error, GroupConfig, Rendezvous, Result};
 
 /// A group of processes that train together (`torch.distributed`'s process group).
 ///
@@ -83,15 +26,43 @@ pub(crate) struct Shared {
     pub(crate) rendezvous: Rendezvous,
     pub(crate) config: GroupConfig,
     pub(crate) connected: Option<Connected>,
+    /// For each rank its number in the group of all processes.
+    pub(crate) global_ranks: Vec<usize>,
+    /// How many parts were made of it.
+    pub(crate) parts: AtomicU64,
+    /// What this is a part of: it keeps the store.
+    pub(crate) _whole: Option<ProcessGroup>,
 }
 
 pub(crate) struct Connected {
     /// Present until the drop.
     monitor: Option<Monitor>,
     pub(crate) group: Arc<Group>,
-    store: Store,
+    pub(crate) store: Store,
+    pub(crate) keeper: Keeper,
     /// Connections through which keys without the prefix are reached; the server's end if it is here.
-    _root: Store,
+    _root: Option<Store>,
+}
+
+/// How far a rank is in the collectives of a group.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Progress {
+    /// How many it has begun.
+    pub begun: u64,
+    /// How many of them have not ended.
+    pub under_way: u64,
+    /// The name of the last one begun.
+    pub last: Option<String>,
+}
+
+/// Where a group meets.
+pub(crate) struct Meeting {
+    pub(crate) store: Store,
+    pub(crate) root: Option<Store>,
+    pub(crate) keeper: Keeper,
+    pub(crate) global_ranks: Vec<usize>,
+    pub(crate) whole: Option<ProcessGroup>,
 }
 
 impl Drop for Connected {
@@ -132,11 +103,22 @@ impl ProcessGroup {
     /// A world of one.
     #[must_use]
     pub fn single() -> Self {
+        Self::alone(Rendezvous::default(), GroupConfig::default(), vec![0])
+    }
+
+    pub(crate) fn alone(
+        rendezvous: Rendezvous,
+        config: GroupConfig,
+        global_ranks: Vec<usize>,
+    ) -> Self {
         Self {
             shared: Arc::new(Shared {
-                rendezvous: Rendezvous::default(),
-                config: GroupConfig::default(),
+                global_ranks,
+                rendezvous,
+                config,
                 connected: None,
+                parts: AtomicU64::new(0),
+                _whole: None,
             }),
         }
     }
@@ -156,13 +138,7 @@ impl ProcessGroup {
             });
         }
         if world_size == 1 {
-            return Ok(Self {
-                shared: Arc::new(Shared {
-                    rendezvous,
-                    config,
-                    connected: None,
-                }),
-            });
+            return Ok(Self::alone(rendezvous, config, vec![0]));
         }
         let keeps_store = rank == 0 && !rendezvous.launcher_keeps_store;
         let root = open_store(&rendezvous, keeps_store, config.timeout)?;
@@ -175,25 +151,55 @@ impl ProcessGroup {
         static GROUPS: AtomicU64 = AtomicU64::new(0);
         let number = GROUPS.fetch_add(1, Ordering::SeqCst);
         let store = generation.prefixed(&format!("group{number}"))?;
-        meet(&store, &rendezvous, config.timeout)?;
-
-        let group = Arc::new(connect(&store, &rendezvous, &config)?);
-        let keeper = match (rendezvous.launcher_keeps_store, keeps_store) {
-            (true, _) => "the launcher".to_owned(),
-            (false, true) => format!("rank 0 (this process, at {})", rendezvous.master_addr),
-            (false, false) => format!("rank 0 (at {})", rendezvous.master_addr),
-        };
-        let monitor = Monitor::start(
-            Arc::clone(&group),
-            store.reconnected()?,
-            MonitorOptions {
-                rank,
-                world_size,
-                interval: config.heartbeat(),
-                keeper,
-                keeps_store,
+        let keeper = Keeper {
+            rank: (!rendezvous.launcher_keeps_store).then_some(0),
+            is_here: keeps_store,
+            name: match (rendezvous.launcher_keeps_store, keeps_store) {
+                (true, _) => "the launcher".to_owned(),
+                (false, true) => format!("rank 0 (this process, at {})", rendezvous.master_addr),
+                (false, false) => format!("rank 0 (at {})", rendezvous.master_addr),
             },
-        )?;
+        };
+        let meeting = Meeting {
+            store,
+            root: Some(root),
+            keeper,
+            global_ranks: (0..world_size).collect(),
+            whole: None,
+        };
+        Self::join(rendezvous, config, meeting)
+    }
+
+    /// Meets the others at a store that is there, and connects to them.
+    pub(crate) fn join(
+        rendezvous: Rendezvous,
+        config: GroupConfig,
+        meeting: Meeting,
+    ) -> Result<Self> {
+        let (rank, world_size) = (rendezvous.rank, rendezvous.world_size);
+        let Meeting {
+            store,
+            root,
+            keeper,
+            global_ranks,
+            whole,
+        } = meeting;
+        meet(&store, &rendezvous, config.timeout)?;
+        let group = Arc::new(connect(&store, &rendezvous, &config)?);
+        if whole.is_some() {
+            group.label(&format!(" (rank {} of all)", global_ranks[rank]))?;
+        }
+        let names = (0..world_size).map(|rank| match whole {
+            Some(_) => format!("rank {rank} (rank {} of all)", global_ranks[rank]),
+            None => format!("rank {rank}"),
+        });
+        let options = MonitorOptions {
+            rank,
+            names: names.collect(),
+            interval: config.heartbeat(),
+            keeper: keeper.clone(),
+        };
+        let monitor = Monitor::start(Arc::clone(&group), store.reconnected()?, options)?;
         let joined = Self {
             shared: Arc::new(Shared {
                 rendezvous,
@@ -202,8 +208,12 @@ impl ProcessGroup {
                     monitor: Some(monitor),
                     group,
                     store,
+                    keeper,
                     _root: root,
                 }),
+                global_ranks,
+                parts: AtomicU64::new(0),
+                _whole: whole,
             }),
         };
         // From here on every rank's heartbeat is there.
@@ -233,6 +243,13 @@ impl ProcessGroup {
     #[must_use]
     pub fn local_world_size(&self) -> usize {
         self.shared.rendezvous.local_world_size
+    }
+
+    /// For each rank of this group its number in the group of all processes: of a part of a group
+    /// ([`new_group`](Self::new_group)) those that it was made of.
+    #[must_use]
+    pub fn global_ranks(&self) -> &[usize] {
+        &self.shared.global_ranks
     }
 
     /// Whether this is rank 0, the one that logs and saves.
@@ -273,6 +290,49 @@ impl ProcessGroup {
         connected.monitor.as_ref()?.failure()
     }
 
+    /// What this rank has begun and not ended: collectives, those of backward included. Nothing in a world of
+    /// one.
+    ///
+    /// # Errors
+    /// [`Error::Sys`] if memory runs out.
+    pub fn under_way(&self) -> Result<Progress> {
+        let Some(connected) = &self.shared.connected else {
+            return Ok(Progress::default());
+        };
+        let state = connected.group.poll(Duration::ZERO)?;
+        Ok(Progress {
+            begun: state.started,
+            under_way: state.started.saturating_sub(state.finished),
+            last: state.recent.last().map(|begun| begun.what.clone()),
+        })
+    }
+
+    /// The error that names the rank at fault, if the group has failed: for errors that came another way, such
+    /// as that of a plain `backward`. `error` is what was seen of it.
+    #[must_use]
+    pub fn explain(&self, error: &dyn std::error::Error) -> Option<Error> {
+        let failure = self.failure()?;
+        let seen = error.to_string();
+        let seen = seen
+            .split("\nException raised from")
+            .next()
+            .unwrap_or(&seen);
+        Some(Error::Collective {
+            ranks: failure.ranks,
+            message: if seen.contains(&failure.text) {
+                seen.trim().to_owned()
+            } else {
+                format!("{} [seen here as: {}]", failure.text, seen.trim())
+            },
+        })
+    }
+
+    /// What carries the tensors.
+    #[must_use]
+    pub fn backend(&self) -> Backend {
+        self.shared.config.backend
+    }
+
     /// The group's store, for values of one's own; none in a world of one.
     #[must_use]
     pub fn store(&self) -> Option<&Store> {
@@ -299,111 +359,4 @@ fn without_operation(error: overdrive_sys::Error) -> String {
         overdrive_sys::Error::Torch { message, .. } => message,
         other => other.to_string(),
     }
-}
-
-fn open_store(place: &Rendezvous, keeps: bool, timeout: Duration) -> Result<Store> {
-    let (what, way_out, role) = if keeps {
-        (
-            "open",
-            "choose a port that is free on this machine (MASTER_PORT)",
-            StoreRole::Server,
-        )
-    } else if place.launcher_keeps_store {
-        (
-            "reach",
-            "the launcher keeps it: see whether it runs",
-            StoreRole::Client,
-        )
-    } else {
-        (
-            "reach",
-            "rank 0 keeps it: see whether it was started, and whether MASTER_ADDR and MASTER_PORT are \
-             the same for all",
-            StoreRole::Client,
-        )
-    };
-    match Store::tcp(&place.master_addr, place.master_port, role, timeout) {
-        Ok((store, _)) => Ok(store),
-        Err(source) => Err(Error::Store {
-            rank: place.rank,
-            what,
-            address: format!("{}:{}", place.master_addr, place.master_port),
-            timeout,
-            way_out,
-            source: Box::new(source),
-        }),
-    }
-}
-
-/// Waits until every rank is there, once, with the same size in mind.
-fn meet(store: &Store, place: &Rendezvous, timeout: Duration) -> Result<()> {
-    let (rank, world_size) = (place.rank, place.world_size);
-    let here = format!("{} process {}", host(), std::process::id());
-    let disagreement = |problem: String| Error::Disagreement {
-        rank,
-        here: here.clone(),
-        problem,
-    };
-    let own = format!("join/{rank}");
-    let first = store.compare_set(&own, b"", here.as_bytes())?;
-    if first != here.as_bytes() {
-        let other = String::from_utf8_lossy(&first);
-        return Err(disagreement(format!(
-            "is not the only one: {other} has the same rank; every process needs a RANK of its own"
-        )));
-    }
-    let size = world_size.to_string();
-    let agreed = store.compare_set("size", b"", size.as_bytes())?;
-    if agreed != size.as_bytes() {
-        let other = String::from_utf8_lossy(&agreed);
-        return Err(disagreement(format!(
-            "expects {world_size} processes, others expect {other}; WORLD_SIZE is the same for all"
-        )));
-    }
-    let keys: Vec<String> = (0..world_size).map(|rank| format!("join/{rank}")).collect();
-    let Err(error) = store.wait(&keys, timeout) else {
-        return Ok(());
-    };
-    let mut missing = Vec::new();
-    for (rank, key) in keys.iter().enumerate() {
-        match store.check(&[key]) {
-            Ok(true) => {}
-            Ok(false) => missing.push(format!("rank {rank}")),
-            Err(_) => return Err(error.into()),
-        }
-    }
-    if missing.is_empty() {
-        return Ok(()); // they came as the time ran out
-    }
-    Err(Error::Incomplete {
-        rank,
-        world_size,
-        missing: missing.join(", "),
-        timeout,
-    })
-}
-
-fn connect(store: &Store, place: &Rendezvous, config: &GroupConfig) -> Result<Group> {
-    let (rank, world_size) = (place.rank, place.world_size);
-    let group = match config.backend {
-        Backend::Nccl => Group::nccl(store, rank, world_size, config.timeout, place.local_rank)?,
-        Backend::Gloo => {
-            let variable = std::env::var("GLOO_SOCKET_IFNAME").ok();
-            let named = config.interface.as_ref().or(variable.as_ref());
-            let device = match named {
-                Some(name) => NetworkDevice::Interface(name),
-                None if place.is_loopback() => NetworkDevice::Address("127.0.0.1"),
-                None => NetworkDevice::HostName,
-            };
-            Group::gloo(store, rank, world_size, config.timeout, device)?
-        }
-    };
-    Ok(group)
-}
-
-fn host() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/hostname")
-        .map(|name| name.trim().to_owned())
-        .or_else(|_| std::env::var("HOSTNAME"))
-        .unwrap_or_else(|_| "this machine's".to_owned())
 }

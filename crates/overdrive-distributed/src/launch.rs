@@ -17,8 +17,25 @@ use crate::{Error, Result};
 const LAST_LINES: usize = 8;
 /// How often the processes are looked at.
 const LOOK: Duration = Duration::from_millis(20);
-/// Between asking a process to end and ending it.
-const TERM_TO_KILL: Duration = Duration::from_secs(5);
+/// What a process ends with that was interrupted and has saved what it takes to go on: `EX_TEMPFAIL` of
+/// sysexits.h, "try again later".
+const SAVED: i32 = 75;
+
+/// How a launch ended that did not fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ended {
+    /// Every process ended well.
+    Finished,
+    /// Processes were interrupted and ended with [`Ended::SAVED_EXIT_CODE`]: what they saved goes on when
+    /// they are started again.
+    Saved,
+}
+
+impl Ended {
+    /// What a process ends with that was interrupted and has saved what it takes to go on: 75, "try again
+    /// later" (`EX_TEMPFAIL` of sysexits.h). A launcher ends with it too.
+    pub const SAVED_EXIT_CODE: u8 = SAVED as u8;
+}
 
 /// Starts `nproc` processes of a program with the variables of torchrun, prefixes their output with their
 /// rank, ends all when one fails, and returns the first error.
@@ -40,8 +57,10 @@ pub struct Launch {
     env: Vec<(OsString, OsString)>,
     nproc: usize,
     grace: Duration,
+    stop_grace: Duration,
     max_restarts: usize,
     stop: Option<Arc<AtomicBool>>,
+    kill: Option<Arc<AtomicBool>>,
     prefix: bool,
 }
 
@@ -54,8 +73,10 @@ impl Launch {
             env: Vec::new(),
             nproc: 1,
             grace: Duration::from_secs(10),
+            stop_grace: Duration::from_secs(30),
             max_restarts: 0,
             stop: None,
+            kill: None,
             prefix: true,
         }
     }
@@ -84,7 +105,7 @@ impl Launch {
     }
 
     /// How long the others may go on after one has failed, to say what they saw of it. Default 10 s; then
-    /// they are asked to end (SIGTERM), and 5 s later ended.
+    /// they are asked to end (SIGTERM), and after [`stop_grace`](Self::stop_grace) ended.
     #[must_use]
     pub fn grace(mut self, grace: Duration) -> Self {
         self.grace = grace;
@@ -105,19 +126,37 @@ impl Launch {
         self
     }
 
-    /// Ends all processes when the flag becomes true, as a handler of SIGTERM sets it.
+    /// Asks all processes to end (SIGTERM) when the flag becomes true, as a handler of SIGTERM and SIGINT
+    /// sets it. They may save then, for as long as [`stop_grace`](Self::stop_grace).
+    ///
+    /// The processes have a process group of their own, so that Ctrl-C reaches them once, through here.
     #[must_use]
     pub fn stop_when(mut self, flag: Arc<AtomicBool>) -> Self {
         self.stop = Some(flag);
         self
     }
 
-    /// Runs until all have ended.
+    /// Ends all processes at once when the flag becomes true, as a second signal does.
+    #[must_use]
+    pub fn kill_when(mut self, flag: Arc<AtomicBool>) -> Self {
+        self.kill = Some(flag);
+        self
+    }
+
+    /// How long processes may take to end that were asked to. Default 30 s, torchrun's and Kubernetes'; then
+    /// they are ended.
+    #[must_use]
+    pub fn stop_grace(mut self, grace: Duration) -> Self {
+        self.stop_grace = grace;
+        self
+    }
+
+    /// Runs until all have ended. A process that ends with [`Ended::SAVED_EXIT_CODE`] has not failed.
     ///
     /// # Errors
     /// [`Error::Launched`] with the first process that failed and what it printed last; [`Error::Io`] if
     /// one cannot be started.
-    pub fn run(&self) -> Result<()> {
+    pub fn run(&self) -> Result<Ended> {
         if self.nproc == 0 {
             return Err(Error::InvalidArgument {
                 argument: "nproc",
@@ -148,11 +187,10 @@ impl Launch {
     }
 
     fn stopped(&self) -> bool {
-        let flag = self.stop.as_ref();
-        flag.is_some_and(|flag| flag.load(Ordering::SeqCst))
+        is_up(self.stop.as_ref()) || is_up(self.kill.as_ref())
     }
 
-    fn run_once(&self, port: u16, restart: usize) -> Result<()> {
+    fn run_once(&self, port: u16, restart: usize) -> Result<Ended> {
         let mut running = Running(Vec::new());
         for rank in 0..self.nproc {
             running.0.push(self.spawn(rank, port, restart)?);
@@ -166,14 +204,18 @@ impl Launch {
                     running.terminate();
                     asked = Some(Instant::now());
                 }
-                Some(when) if when.elapsed() > TERM_TO_KILL => running.kill(),
+                Some(when) if when.elapsed() > self.stop_grace => running.kill(),
                 _ => {}
+            }
+            if is_up(self.kill.as_ref()) {
+                running.kill();
             }
             thread::sleep(LOOK);
         }
         running.drain_output();
         match first {
-            None => Ok(()),
+            None if running.0.iter().any(Process::saved) => Ok(Ended::Saved),
+            None => Ok(Ended::Finished),
             Some((rank, status, _)) => Err(Error::Launched {
                 rank,
                 status: status.to_string(),
@@ -208,6 +250,9 @@ impl Launch {
             .envs(self.env.iter().map(|(name, value)| (name, value)))
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
+        // A terminal's Ctrl-C comes through the launcher, as any other signal does, and so only once.
+        #[cfg(unix)]
+        std::os::unix::process::CommandExt::process_group(&mut command, 0);
         let mut child = command.spawn().map_err(|source| Error::Io {
             what: format!(
                 "starting {} for rank {rank}",
@@ -250,6 +295,20 @@ struct Process {
     last: Arc<Mutex<VecDeque<String>>>,
 }
 
+impl Process {
+    fn saved(&self) -> bool {
+        self.status.is_some_and(saved)
+    }
+}
+
+fn saved(status: ExitStatus) -> bool {
+    status.code() == Some(SAVED)
+}
+
+fn is_up(flag: Option<&Arc<AtomicBool>>) -> bool {
+    flag.is_some_and(|flag| flag.load(Ordering::SeqCst))
+}
+
 /// The processes; what is left of them goes when this does.
 struct Running(Vec<Process>);
 
@@ -264,7 +323,9 @@ impl Running {
                 what: format!("waiting for rank {rank}"),
                 source,
             })?;
-            if let Some(status) = process.status.filter(|status| !status.success())
+            if let Some(status) = process
+                .status
+                .filter(|status| !status.success() && !saved(*status))
                 && first.is_none()
             {
                 *first = Some((rank, status, Instant::now()));

@@ -11,13 +11,15 @@
 //! | [`ProcessGroup`], [`ReduceOp`] | `torch.distributed`'s collectives, over Gloo and NCCL |
 //! | [`DistributedDataParallel`] | `torch.nn.parallel.DistributedDataParallel`, over the same `c10d::Reducer` |
 //! | [`ZeroRedundancyOptimizer`] | `torch.distributed.optim.ZeroRedundancyOptimizer` (ZeRO stage 1) |
+//! | [`ProcessGroup::new_group`], [`split`](ProcessGroup::split) | `new_group`, `new_subgroups`: groups of some of the ranks |
 //! | [`ProcessGroup::mean`], [`any`](ProcessGroup::any), … | what all ranks must see alike |
+//! | `&DistributedDataParallel` as [`GradientSync`](overdrive_accumulation::GradientSync) | `no_sync` in Accelerate's `accumulate`, weighted by tokens |
+//! | [`ProcessGroup`] as [`Ranks`](overdrive_snapshot::Ranks) | a snapshot written by all ranks, resumed at one step |
 //! | [`Launch`] | `torchrun` on one machine |
 //!
 //! A rank that is killed, hangs or goes another way does not leave the others waiting: within the timeout
 //! of the collective plus a few heartbeats each of them ends with an [`Error::Collective`] that names the
-//! collective, the rank at fault and what is known of it. The collectives that the reducer waits for in the
-//! middle of backward are ended the same way; a death at that very point has no test yet.
+//! collective, the rank at fault and what is known of it, also in the middle of backward.
 //!
 //! ```
 //! use overdrive_distributed::{
@@ -56,19 +58,34 @@
 mod agreement;
 mod collectives;
 mod ddp;
+mod ddp_config;
 mod error;
+mod gradient_sync;
 mod group;
+mod group_config;
 mod launch;
+mod meeting;
 mod monitor;
+mod objects;
+mod pending;
+mod ranks;
 mod rendezvous;
+mod same_model;
+mod subgroup;
+mod verdict;
+mod within;
 mod zero;
 
 pub use agreement::RankLog;
-pub use collectives::{Pending, ReduceOp, Within};
-pub use ddp::{DdpConfig, DistributedDataParallel, GradientCompression, NoSync};
+pub use collectives::ReduceOp;
+pub use ddp::{DistributedDataParallel, NoSync};
+pub use ddp_config::{DdpConfig, GradientCompression};
 pub use error::{Error, Result};
-pub use group::{Backend, GroupConfig, ProcessGroup, init_process_group};
-pub use launch::Launch;
-pub use monitor::Failure;
+pub use group::{ProcessGroup, Progress, init_process_group};
+pub use group_config::{Backend, GroupConfig};
+pub use launch::{Ended, Launch};
+pub use pending::Pending;
 pub use rendezvous::{Launcher, Rendezvous};
+pub use verdict::Failure;
+pub use within::Within;
 pub use zero::ZeroRedundancyOptimizer;

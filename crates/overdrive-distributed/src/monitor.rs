@@ -16,34 +16,9 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use overdrive_sys::c10d::{Group, Store, WatchState};
-use serde::{Deserialize, Serialize};
 
+use crate::verdict::{Beat, Evidence, Failed, Failure, State};
 use crate::{Error, Result};
-
-/// A heartbeat.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-struct Beat {
-    count: u64,
-    started: u64,
-    last: String,
-    state: State,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-enum State {
-    Running,
-    Failed,
-    Left,
-}
-
-/// What a group has failed of.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Failure {
-    /// The ranks at fault, as far as is known.
-    pub ranks: Vec<usize>,
-    /// What is known of them.
-    pub text: String,
-}
 
 pub(crate) struct Monitor {
     group: Arc<Group>,
@@ -54,12 +29,21 @@ pub(crate) struct Monitor {
 
 pub(crate) struct MonitorOptions {
     pub(crate) rank: usize,
-    pub(crate) world_size: usize,
+    /// What each rank is called.
+    pub(crate) names: Vec<String>,
     pub(crate) interval: Duration,
-    /// Who keeps the store, for messages.
-    pub(crate) keeper: String,
-    /// Whether this process keeps it: then it waits, when the group fails, until the others have read why.
-    pub(crate) keeps_store: bool,
+    pub(crate) keeper: Keeper,
+}
+
+/// Who keeps the store.
+#[derive(Debug, Clone)]
+pub(crate) struct Keeper {
+    /// The rank that does, if one of the group.
+    pub(crate) rank: Option<usize>,
+    /// Whether it is this process: then it waits, when the group fails, until the others have read why.
+    pub(crate) is_here: bool,
+    /// What it is called.
+    pub(crate) name: String,
 }
 
 impl Monitor {
@@ -116,7 +100,7 @@ fn idle() -> WatchState {
     WatchState {
         started: 0,
         finished: 0,
-        last: String::new(),
+        recent: Vec::new(),
         failure: None,
         decided: false,
     }
@@ -181,7 +165,7 @@ impl Watcher {
         while !self.stop.load(Ordering::SeqCst) {
             match self.group.poll(self.options.interval) {
                 Ok(state) => known = state,
-                Err(error) => return self.decide(unknown(&error.to_string())),
+                Err(error) => return self.decide(Failure::unknown(&error.to_string())),
             }
             if let Some((number, what, text)) = known.failure.clone() {
                 let failure = self.diagnose(&known, number, &what, &text);
@@ -219,7 +203,11 @@ impl Watcher {
         let beat = Beat {
             count: self.count,
             started: known.started,
-            last: known.last.clone(),
+            recent: known
+                .recent
+                .iter()
+                .map(|begun| (begun.number, begun.what.clone(), begun.tensors.clone()))
+                .collect(),
             state,
         };
         let Ok(bytes) = serde_json::to_vec(&beat) else {
@@ -243,7 +231,7 @@ impl Watcher {
 
     /// The heartbeats of the other ranks; nothing if the store is gone.
     fn beats(&self) -> Option<BTreeMap<usize, Beat>> {
-        let (own, world_size) = (self.options.rank, self.options.world_size);
+        let (own, world_size) = (self.options.rank, self.options.names.len());
         let found = self.requests.ask(self.patience(), move |store| {
             let mut found = Vec::new();
             for rank in (0..world_size).filter(|rank| *rank != own) {
@@ -276,7 +264,7 @@ impl Watcher {
                 (None, Some(_)) => true,
                 (_, None) => false,
             };
-        let others: Vec<usize> = (0..self.options.world_size)
+        let others: Vec<usize> = (0..self.options.names.len())
             .filter(|rank| *rank != self.options.rank)
             .collect();
         while start.elapsed() < self.patience() && !others.iter().all(|rank| fresh(&now, *rank)) {
@@ -296,8 +284,21 @@ impl Watcher {
             .filter(|rank| !fresh(&now, *rank))
             .collect();
         let waited = start.elapsed().as_secs_f64();
-        let failure = judge(self.options.rank, &now, &silent, number, what, text, waited);
-        self.write_down(failure)
+        let begun = known.recent.iter().find(|begun| begun.number == number);
+        let failed = Failed {
+            number,
+            what,
+            tensors: begun.map_or("", |begun| &begun.tensors),
+            text,
+        };
+        let evidence = Evidence {
+            rank: self.options.rank,
+            names: &self.options.names,
+            beats: &now,
+            silent: &silent,
+            waited,
+        };
+        self.write_down(evidence.judge(&failed))
     }
 
     /// The first verdict counts for all.
@@ -314,16 +315,12 @@ impl Watcher {
     }
 
     fn store_is_gone(&self, text: &str) -> Failure {
-        let keeper = &self.options.keeper;
         Failure {
-            ranks: if keeper.starts_with("rank 0") {
-                vec![0]
-            } else {
-                vec![]
-            },
+            ranks: self.options.keeper.rank.into_iter().collect(),
             text: format!(
-                "{keeper} is lost: the store that it keeps does not answer (its process ended or \
-                 hangs, or its machine or network is down) [libtorch: {}]",
+                "{} is lost: the store that it keeps does not answer (its process ended or hangs, or \
+                 its machine or network is down) [libtorch: {}]",
+                self.options.keeper.name,
                 text.trim()
             ),
         }
@@ -331,7 +328,7 @@ impl Watcher {
 
     fn decide(&mut self, failure: Failure) {
         *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(failure.clone());
-        if self.options.keeps_store {
+        if self.options.keeper.is_here {
             // Whoever gets the error may end the process, and the store with it.
             self.beat(&idle(), State::Failed);
             self.wait_for_readers();
@@ -357,7 +354,7 @@ impl Watcher {
                         .get(rank)
                         .is_some_and(|beat| beat.state != State::Running)
             };
-            if (0..self.options.world_size)
+            if (0..self.options.names.len())
                 .filter(|rank| *rank != self.options.rank)
                 .all(|rank| told(&rank))
             {
@@ -366,89 +363,5 @@ impl Watcher {
             thread::sleep(self.options.interval / 4);
             self.beat(&idle(), State::Failed);
         }
-    }
-}
-
-fn unknown(text: &str) -> Failure {
-    Failure {
-        ranks: Vec::new(),
-        text: text.to_owned(),
-    }
-}
-
-/// What the heartbeats say about a collective that failed here.
-fn judge(
-    own: usize,
-    beats: &BTreeMap<usize, Beat>,
-    silent: &[usize],
-    number: u64,
-    what: &str,
-    text: &str,
-    waited: f64,
-) -> Failure {
-    let place = |rank: &usize| match beats.get(rank) {
-        Some(beat) if beat.started > 0 => {
-            format!(
-                "when last heard of it had begun {} #{}",
-                beat.last, beat.started
-            )
-        }
-        _ => "when last heard of it had begun no collective".to_owned(),
-    };
-    let having = |wanted: &dyn Fn(&Beat) -> bool| -> Vec<usize> {
-        let matching = beats.iter().filter(|(_, beat)| wanted(beat));
-        matching.map(|(rank, _)| *rank).collect()
-    };
-    let left = having(&|beat| beat.state == State::Left);
-    let running = |beat: &Beat| beat.state == State::Running;
-    let behind = having(&|beat| running(beat) && number > 0 && beat.started < number);
-    let elsewhere =
-        having(&|beat| running(beat) && number > 0 && beat.started == number && beat.last != what);
-    let collective = if number > 0 {
-        format!("{what} #{number}")
-    } else {
-        what.to_owned()
-    };
-    type Verdict<'a> = &'a dyn Fn(&usize) -> String;
-    let (ranks, verdict): (Vec<usize>, Verdict<'_>) = if !silent.is_empty() {
-        (silent.to_vec(), &|rank| {
-            format!(
-                "rank {rank} is lost: no heartbeat for {waited:.1} s (its process was killed or \
-                 stopped, or its machine or network is down); {}",
-                place(rank)
-            )
-        })
-    } else if !left.is_empty() {
-        (left, &|rank| {
-            format!("rank {rank} has left the group; {}", place(rank))
-        })
-    } else if !behind.is_empty() {
-        (behind, &|rank| {
-            format!(
-                "rank {rank} is stuck: it did not begin {collective} in time, though its process is \
-                 alive; {}",
-                place(rank)
-            )
-        })
-    } else if !elsewhere.is_empty() {
-        (elsewhere, &|rank| {
-            format!(
-                "rank {rank} has gone another way: {}, while rank {own} is in {collective}",
-                place(rank)
-            )
-        })
-    } else {
-        (Vec::new(), &|_| String::new())
-    };
-    let found = if ranks.is_empty() {
-        "every rank is alive and has begun it, so the tensors may differ in shape or dtype, or the \
-         network may be slower than the timeout"
-            .to_owned()
-    } else {
-        ranks.iter().map(verdict).collect::<Vec<_>>().join("; ")
-    };
-    Failure {
-        ranks,
-        text: format!("{found} [libtorch: {}]", text.trim()),
     }
 }

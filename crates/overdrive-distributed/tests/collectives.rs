@@ -3,13 +3,19 @@
 
 mod common;
 
+use std::time::Duration;
+
 use common::{group, launch, scenario, write, write_numbers};
-use overdrive_distributed::{ProcessGroup, ReduceOp};
-use tch::{Kind, Tensor};
+use overdrive_distributed::{GroupConfig, ProcessGroup, ReduceOp, init_process_group};
+use tch::{Device, Kind, Tensor};
 
 #[test]
 fn worker() {
     let Some(scenario) = scenario() else { return };
+    if scenario == "differ" {
+        let config = GroupConfig::default().with_timeout(Duration::from_secs(60));
+        return differ(&init_process_group(config.with_check_tensors(true)).unwrap());
+    }
     let group = group(60.0);
     match scenario.as_str() {
         "reduce" => reduce(&group),
@@ -224,4 +230,48 @@ fn a_world_of_one_computes_the_same_without_a_group() {
     assert_eq!(group.sum(2.5).unwrap(), 2.5);
     group.barrier().unwrap();
     assert!(group.store().is_none() && group.failure().is_none());
+}
+
+/// Rank 1 brings another shape, then rank 2 is in another collective.
+fn differ(group: &ProcessGroup) {
+    let tensor = |elements: i64| Tensor::ones([elements], (Kind::Float, Device::Cpu));
+    let elements = if group.rank() == 1 { 10 } else { 1000 };
+    let shape = group.all_reduce(&tensor(elements), ReduceOp::Sum);
+    let way = if group.rank() == 2 {
+        group.broadcast(&tensor(5), 1)
+    } else {
+        group.all_reduce(&tensor(5), ReduceOp::Max)
+    };
+    let errors = [shape.unwrap_err().to_string(), way.unwrap_err().to_string()];
+    write(group, &errors.join("\n"));
+    // The group itself is whole.
+    let same = tensor(5);
+    group.all_reduce(&same, ReduceOp::Sum).unwrap();
+    assert_eq!(same.double_value(&[0]), 3.0);
+    assert_eq!(group.all_gather_object(&group.rank()).unwrap(), [0, 1, 2]);
+    group.barrier().unwrap();
+}
+
+#[test]
+fn tensors_that_differ_between_ranks_are_named_before_they_are_sent() {
+    let outcome = launch("differ", 3);
+    outcome.launched.as_ref().unwrap();
+    for rank in 0..3 {
+        let errors: Vec<&str> = outcome.rank(rank).lines().collect();
+        let rest = "all ranks call the same collectives, with tensors of one dtype and shape, in the same order";
+        assert_eq!(
+            errors[0],
+            format!(
+                "rank 1 brings other tensors than rank 0: all_reduce of Sum, Float [10], and rank 0 \
+                 all_reduce of Sum, Float [1000]; {rest}"
+            )
+        );
+        assert_eq!(
+            errors[1],
+            format!(
+                "rank 2 brings other tensors than rank 0: broadcast from 1, Float [5], and rank 0 \
+                 all_reduce of Max, Float [5]; {rest}"
+            )
+        );
+    }
 }

@@ -4,12 +4,16 @@
 
 mod common;
 
+use std::ffi::OsStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{Outcome, group, launch, launch_within, scenario, write, write_as};
+use common::{Outcome, group, launch, launch_with_grace, launch_within, scenario, write, write_as};
 use overdrive_distributed::{
     DdpConfig, DistributedDataParallel, Error, GroupConfig, ProcessGroup, ReduceOp, Rendezvous,
 };
+use overdrive_sys::hook;
 use tch::{Device, Kind, Tensor, nn};
 
 /// Of every collective.
@@ -24,6 +28,9 @@ fn worker() {
         return absent();
     }
     let group = group(TIMEOUT_S);
+    if scenario.starts_with("inside_backward") {
+        return inside_backward(&group, &scenario);
+    }
     let culprit = usize::from(!scenario.ends_with("main"));
     let tensor = Tensor::ones([1000], (Kind::Float, Device::Cpu));
     group.all_reduce(&tensor, ReduceOp::Sum).unwrap();
@@ -36,10 +43,6 @@ fn worker() {
             "left" => return drop(group),
             "astray" => {
                 let _ = group.broadcast(&tensor, 0);
-                return;
-            }
-            "shape" => {
-                let _ = group.all_reduce(&tensor.narrow(0, 0, 10), ReduceOp::Sum);
                 return;
             }
             other => panic!("no scenario {other}"),
@@ -57,6 +60,8 @@ fn worker() {
     let Error::Collective { ranks, message } = &error else {
         panic!("another error: {error}");
     };
+    let explained = group.explain(&error).unwrap().to_string();
+    assert_eq!(explained, *message);
     // Later calls fail at once, with the same words.
     let again = Instant::now();
     let later = group.barrier().unwrap_err().to_string();
@@ -184,6 +189,94 @@ fn a_rank_in_another_collective_is_named() {
         message.contains("broadcast #4, while rank 0 is in all_reduce #4"),
         "{message}"
     );
+}
+
+/// Rank 0 keeps the store, because no launcher does.
+#[test]
+fn a_killed_rank_0_that_keeps_the_store_is_named() {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = free.local_addr().unwrap().port().to_string();
+    drop(free);
+    let env = [
+        ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+        ("MASTER_PORT", &port),
+    ];
+    let env = env.map(|(name, value)| (name, OsStr::new(value)));
+    let outcome = launch_with_grace("killed_main", 3, Duration::from_secs(60), &env);
+    for message in survivors(&outcome, 0, 3) {
+        assert!(
+            message
+                .contains("rank 0 (at 127.0.0.1) is lost: the store that it keeps does not answer"),
+            "{message}"
+        );
+    }
+}
+
+/// In backward, when the reducing of a large bucket has begun on every rank, rank 1 (or 0) is killed.
+fn inside_backward(group: &ProcessGroup, scenario: &str) {
+    let culprit = usize::from(!scenario.ends_with("main"));
+    let store = nn::VarStore::new(Device::Cpu);
+    let small = store.root().ones("small", &[4]);
+    // 64 MB: some hundredths of a second on loopback.
+    let large = store.root().ones("large", &[16_000_000]);
+    let config = DdpConfig {
+        bucket_cap_mb: 1.0,
+        ..DdpConfig::default()
+    };
+    let ddp = DistributedDataParallel::from_var_store(group, &store, config).unwrap();
+    let dies = Arc::new(AtomicBool::new(false));
+    let backward = || {
+        let loss = ddp
+            .forward(|| {
+                let early = &small * 2.0;
+                let (dies, group) = (Arc::clone(&dies), group.clone());
+                // The gradient comes here after that of `large` and before that of `small`.
+                hook::register(&early, move |_| {
+                    if dies.load(Ordering::SeqCst) {
+                        let progress = group.under_way().unwrap();
+                        write(&group, &format!("{progress:?}"));
+                        signal(rustix::process::Signal::KILL);
+                    }
+                    Ok(None)
+                })
+                .unwrap();
+                Ok::<_, Error>((early.sum(Kind::Float) * &large).sum(Kind::Float))
+            })
+            .unwrap();
+        ddp.backward(&loss)
+    };
+    // The first backward has one bucket; after it there are two, in the order of the gradients.
+    backward().unwrap();
+    dies.store(group.rank() == culprit, Ordering::SeqCst);
+    let start = Instant::now();
+    let error = backward().unwrap_err();
+    let took = start.elapsed().as_secs_f64();
+    let Error::Collective { ranks, message } = &error else {
+        panic!("another error: {error}");
+    };
+    let later = group.barrier().unwrap_err().to_string();
+    assert!(later.contains("the group has failed"), "{later}");
+    write(group, &format!("{took}\n{ranks:?}\n{message}"));
+}
+
+#[test]
+fn a_rank_that_dies_inside_a_buckets_all_reduce_is_named_by_every_survivor() {
+    for (scenario, culprit) in [("inside_backward", 1), ("inside_backward_main", 0)] {
+        let outcome = launch(scenario, 3);
+        let last = outcome.rank(culprit);
+        assert!(
+            last.contains("last: Some(\"all_reduce\")") && !last.contains("under_way: 0"),
+            "it dies while a bucket is reduced: {last}"
+        );
+        for message in survivors(&outcome, culprit, 3) {
+            assert!(message.starts_with("all_reduce #"), "{message}");
+            let lost = format!("rank {culprit} is lost: no heartbeat");
+            assert!(message.contains(&lost), "{message}");
+        }
+        let error = outcome.launched.unwrap_err().to_string();
+        let first = format!("rank {culprit} failed first: signal: 9");
+        assert!(error.starts_with(&first), "{error}");
+    }
 }
 
 /// Rank 2 never comes.

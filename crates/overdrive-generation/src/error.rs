@@ -185,11 +185,6 @@ pub enum Error {
     /// An engine has lost count; a fault of this crate or of the cache.
     #[error("fault in the scheduler: {0}")]
     Scheduler(&'static str),
-    /// A model whose cache an engine cannot lay out.
-    #[error(
-        "the engine does not know how many key and value heads this kind of model has: implement EngineModel for it"
-    )]
-    UnknownCacheShape,
     /// A model that gave something else than a row of logits for each place.
     #[error("the model gave logits of shape {found:?} where ({rows}, {vocab_size}) was expected")]
     LogitsShape {

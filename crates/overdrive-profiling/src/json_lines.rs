@@ -39,6 +39,31 @@ impl JsonLines {
         Ok(tracker)
     }
 
+    /// Goes on after `step`: what the file says of later steps, and a last line that was cut off, is
+    /// removed. A file that is not there is started.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; the file is then as it was.
+    pub fn resume(path: impl AsRef<Path>, step: u64) -> Result<Self> {
+        let path = path.as_ref();
+        let text = match fs::read_to_string(path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+            read => read.map_err(Error::io("read", path))?,
+        };
+        let done = |line: &&str| {
+            let metrics = serde_json::from_str::<StepMetrics>(line);
+            metrics.is_ok_and(|metrics| metrics.step <= step)
+        };
+        let kept: String = text.split_inclusive('\n').filter(done).collect();
+        if kept != text {
+            // Under another name first: a kill in between must not cost the lines that stay.
+            let beside = path.with_extension("jsonl.tmp");
+            fs::write(&beside, &kept).map_err(Error::io("write", &beside))?;
+            fs::rename(&beside, path).map_err(Error::io("write", path))?;
+        }
+        Self::append(path)
+    }
+
     fn open(path: &Path, empty: bool) -> Result<Self> {
         if let Some(folder) = path.parent() {
             fs::create_dir_all(folder).map_err(Error::io("create the folder", folder))?;

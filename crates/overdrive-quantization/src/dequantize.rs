@@ -1,17 +1,14 @@
 //! From codes to floats.
 
-use std::borrow::Cow;
-
-use half::f16;
-use half::slice::HalfFloatSliceExt;
 use tch::{Device, Kind, Tensor};
 
 use crate::codec::book::Book;
 use crate::codec::floats::Float;
 use crate::codec::jobs::{run_jobs, units_of_job};
-use crate::codec::{blocks, dynamic, fp8, grouped, int8};
+use crate::codec::{blocks, fp8, grouped, int8};
+use crate::kernel::four_bit::{Magnitudes, floats, of_blocks};
 use crate::tensors::{Fresh, bytes, elements, with_float};
-use crate::weight::{Magnitudes, Storage};
+use crate::weight::Storage;
 use crate::{Error, QuantizedWeight, Result, Scheme, composed};
 
 impl QuantizedWeight {
@@ -98,7 +95,15 @@ fn check_kind(kind: Kind) -> Result<()> {
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
     floats: Vec<f32>,
+    row: RowScratch,
+}
+
+#[derive(Debug, Default)]
+struct RowScratch {
+    /// Numbers in the order of the codes.
     places: Vec<f32>,
+    scales: Vec<f32>,
+    offsets: Vec<f32>,
 }
 
 /// A weight on the CPU as slices.
@@ -126,16 +131,15 @@ enum Codes<'a> {
         /// Of a row.
         groups: usize,
         codes: &'a [u8],
-        scales: Cow<'a, [f32]>,
-        /// Empty where there are none.
-        offsets: Cow<'a, [f32]>,
+        scales: Magnitudes<'a>,
+        offsets: Option<Magnitudes<'a>>,
         order: Option<&'a [i32]>,
     },
     Blocks {
         book: Book,
         block: usize,
         codes: &'a [u8],
-        magnitudes: Cow<'a, [f32]>,
+        magnitudes: Magnitudes<'a>,
     },
 }
 
@@ -165,12 +169,11 @@ impl<'a> Decoder<'a> {
                 signed: codes.kind() == Kind::Int8,
                 groups: scales.numel() / (weight.outputs.unsigned_abs() as usize).max(1),
                 codes: bytes(codes)?,
-                scales: floats(scales)?,
-                offsets: offsets
-                    .as_ref()
-                    .map(floats)
-                    .transpose()?
-                    .unwrap_or_default(),
+                scales: Magnitudes::Full(floats(scales)?),
+                offsets: match offsets {
+                    Some(offsets) => Some(Magnitudes::Full(floats(offsets)?)),
+                    None => None,
+                },
                 order: order.as_ref().map(elements).transpose()?,
             },
             Storage::Blocks { codes, magnitudes } => {
@@ -183,7 +186,7 @@ impl<'a> Decoder<'a> {
                     book,
                     block: options.block_size,
                     codes: elements(codes)?,
-                    magnitudes: magnitudes.floats()?,
+                    magnitudes: of_blocks(magnitudes)?,
                 }
             }
         };
@@ -194,13 +197,13 @@ impl<'a> Decoder<'a> {
 
     /// The numbers of a row.
     pub(crate) fn row<T: Float>(&self, row: usize, numbers: &mut [T], scratch: &mut Scratch) {
-        let places = &mut scratch.places;
+        let of_row = &mut scratch.row;
         T::write(numbers, &mut scratch.floats, |to| {
-            self.floats(row, to, places)
+            self.floats(row, to, of_row)
         });
     }
 
-    fn floats(&self, row: usize, to: &mut [f32], places: &mut Vec<f32>) {
+    fn floats(&self, row: usize, to: &mut [f32], scratch: &mut RowScratch) {
         let width = self.width;
         let of_row = row * width..(row + 1) * width;
         match &self.codes {
@@ -213,23 +216,29 @@ impl<'a> Decoder<'a> {
                 block,
                 codes,
                 magnitudes,
-            } => blocks::dequantize(codes, of_row.start, *block, *book, magnitudes, to),
-            Codes::Grouped { order: None, .. } => self.groups(row, to),
+            } => {
+                let of_row_blocks = of_row.start / block..of_row.end.div_ceil(*block);
+                let magnitudes = magnitudes.range(of_row_blocks, &mut scratch.scales);
+                blocks::dequantize(codes, of_row.start, *block, *book, magnitudes, to);
+            }
+            Codes::Grouped { order: None, .. } => self.groups(row, to, scratch),
             Codes::Grouped {
                 order: Some(order), ..
             } => {
+                let mut places = std::mem::take(&mut scratch.places);
                 places.resize(width, 0.0);
-                self.groups(row, places);
-                for (input, number) in order.iter().zip(places.iter()) {
+                self.groups(row, &mut places, scratch);
+                for (input, number) in order.iter().zip(&places) {
                     // Constructors make sure that the order is one of `0..width`.
                     to[input.unsigned_abs() as usize] = *number;
                 }
+                scratch.places = places;
             }
         }
     }
 
     /// The numbers of a row of groups, in the order of the codes.
-    fn groups(&self, row: usize, to: &mut [f32]) {
+    fn groups(&self, row: usize, to: &mut [f32], scratch: &mut RowScratch) {
         let Codes::Grouped {
             bits,
             symmetric,
@@ -246,8 +255,10 @@ impl<'a> Decoder<'a> {
         let bytes = self.width * usize::from(*bits) / 8;
         let codes = &codes[row * bytes..(row + 1) * bytes];
         let of_row = row * groups..(row + 1) * groups;
-        let offsets = offsets.get(of_row.clone()).unwrap_or_default();
-        let scales = &scales[of_row];
+        let offsets = offsets.as_ref().map_or(&[][..], |offsets| {
+            offsets.range(of_row.clone(), &mut scratch.offsets)
+        });
+        let scales = scales.range(of_row, &mut scratch.scales);
         match bits {
             4 => {
                 let zero = if *symmetric { 8.0 } else { 0.0 };
@@ -255,37 +266,5 @@ impl<'a> Decoder<'a> {
             }
             _ => grouped::dequantize_row_8(codes, *signed, scales, offsets, to),
         }
-    }
-}
-
-/// Numbers of `f32` or `f16`, as floats.
-fn floats(tensor: &Tensor) -> Result<Cow<'_, [f32]>> {
-    Ok(match tensor.kind() {
-        Kind::Half => Cow::Owned(elements::<f16>(tensor)?.to_f32_vec()),
-        _ => Cow::Borrowed(elements(tensor)?),
-    })
-}
-
-impl Magnitudes {
-    /// The magnitude of each block; on the CPU.
-    pub(crate) fn floats(&self) -> Result<Cow<'_, [f32]>> {
-        Ok(match self {
-            Magnitudes::Full(magnitudes) => Cow::Borrowed(elements(magnitudes)?),
-            Magnitudes::Quantized {
-                codes,
-                code_book,
-                scales,
-                offset,
-            } => {
-                let codes = elements::<u8>(codes)?;
-                let mut book = [0f32; 256];
-                for (to, from) in book.iter_mut().zip(elements::<f32>(code_book)?) {
-                    *to = *from;
-                }
-                let mut magnitudes = vec![0.0; codes.len()];
-                dynamic::dequantize(codes, &book, elements(scales)?, *offset, &mut magnitudes);
-                Cow::Owned(magnitudes)
-            }
-        })
     }
 }

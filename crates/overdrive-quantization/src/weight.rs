@@ -97,6 +97,16 @@ impl QuantizedWeight {
         }
     }
 
+    /// Whether both are handles of the same memory, as a [shallow clone](Self::shallow_clone) is.
+    pub fn shares_storage_with(&self, other: &QuantizedWeight) -> bool {
+        let (own, others) = (self.storage.tensors(), other.storage.tensors());
+        own.len() == others.len()
+            && own
+                .iter()
+                .zip(others)
+                .all(|(own, other)| own.data_ptr() == other.data_ptr())
+    }
+
     /// How it is kept.
     pub fn scheme(&self) -> Scheme {
         self.scheme

@@ -19,6 +19,8 @@
 //!   CPU tensors for such loops;
 //! * `c10d`, with the feature of that name – stores, process groups and the gradient reducer that
 //!   [overdrive-distributed] is made of;
+//! * `compiled`, with the feature of that name – packages of AOTInductor and CUDA graphs, which
+//!   [overdrive-compiled] is made of;
 //! * [`build_info`] – libtorch's version and CPU capability.
 //!
 //! Three things happen when a program that uses this crate starts, before `main`:
@@ -43,6 +45,7 @@
 //!
 //! [overdrive-autograd]: ../overdrive_autograd/index.html
 //! [overdrive-checkpointing]: ../overdrive_checkpointing/index.html
+//! [overdrive-compiled]: ../overdrive_compiled/index.html
 //! [overdrive-distributed]: ../overdrive_distributed/index.html
 //! [overdrive-precision]: ../overdrive_precision/index.html
 #![allow(unsafe_code)]
@@ -54,6 +57,8 @@ pub mod build_info;
 #[cfg(feature = "c10d")]
 pub mod c10d;
 mod callback;
+#[cfg(feature = "compiled")]
+pub mod compiled;
 pub mod cuda;
 mod device;
 pub mod dispatch_mode;

@@ -36,7 +36,7 @@ fn main() -> Outcome<()> {
     arguments.max_eval_batches = Some(batches.transpose()?.unwrap_or(EVALUATION_BATCHES));
     let data = TextData::prepare(&arguments, |line| println!("{line}"))?;
     let perplexity = |model: &CausalLm| -> Outcome<f64> {
-        let batches = data.validation_batches(&arguments, Device::Cpu)?;
+        let batches = data.validation_loader(&arguments, Device::Cpu)?;
         Ok(evaluate(model, batches, Precision::Fp32)?.exp())
     };
 
@@ -123,11 +123,11 @@ fn collect(
     arguments: &TrainingArguments,
 ) -> Outcome<InputCollector> {
     let _no_grad = tch::no_grad_guard();
-    let batches = data.train_batches(arguments, Device::Cpu)?;
+    let batches = data.train_loader(arguments, Device::Cpu)?;
     let collector = InputCollector::new(Moments::Full);
     let (mut collector, seen) = observe_inputs(collector, || -> Outcome<()> {
         for batch in batches.take(CALIBRATION_BATCHES) {
-            let _logits = model.forward(ForwardInput::new(&batch?.input_ids))?;
+            let _logits = model.forward(ForwardInput::new(batch?.input_ids()))?;
         }
         Ok(())
     });

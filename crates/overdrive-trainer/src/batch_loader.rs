@@ -2,18 +2,36 @@
 
 use overdrive_datasets::{
     Batch, BatchSampler, DataLoader, DataLoaderOptions, Dataset, DeviceLoader, IGNORE_INDEX,
-    InstructionTensors, LengthGroupedBatches, LoaderStats, OnDevice, PackPlan, RowLayout,
-    SequenceRows, TokenizedExample, Window, WindowBatch, Windows, collate_rows,
+    InstructionTensors, LastShare, LengthGroupedBatches, LoaderState, LoaderStats, OnDevice,
+    PackPlan, RowLayout, SequenceRows, Shard, ShardedBatches, TokenizedExample, Window,
+    WindowBatch, Windows, collate_rows,
 };
-use tch::Device;
 
-use crate::{Error, Result, TextBatch, TrainingArguments};
+use crate::{Error, Part, Result, TextBatch, TrainingArguments};
 
 /// Batches as a training loop takes them: an iterator that may know how long it was waited for.
 pub trait TrainBatches<B>: Iterator<Item = overdrive_datasets::Result<B>> {
     /// What the loader behind it has done so far; `None` where there is none.
     fn loader_stats(&self) -> Option<LoaderStats> {
         None
+    }
+
+    /// How far the loader behind it has come; `None` where there is none.
+    fn state_dict(&self) -> Option<LoaderState> {
+        None
+    }
+
+    /// Goes on where a run stopped that had taken `taken` batches and whose loader was at `state`. Without
+    /// a loader the batches are taken again, and left.
+    ///
+    /// # Errors
+    /// When the state is of other data, or a batch cannot be made.
+    fn resume(&mut self, state: Option<LoaderState>, taken: u64) -> overdrive_datasets::Result<()> {
+        let _ = state;
+        for _ in 0..taken {
+            self.next().transpose()?;
+        }
+        Ok(())
     }
 }
 
@@ -59,20 +77,22 @@ impl<B: OnDevice> BatchLoader<B> {
         }
         let pin_memory = how.arguments.dataloader_pin_memory;
         // On the worker's time; what is pinned already is not copied again.
-        let pins = pin_memory && how.device.is_cuda();
+        let device = how.part.device();
+        let pins = pin_memory && device.is_cuda();
         let collate = move |items| match collate(items) {
             Ok(batch) if pins => batch.pinned(),
             batch => batch,
         };
+        let batches = ShardedBatches::new(batches, how.shard(&options)?);
         let loader = DataLoader::with(dataset, batches, collate, options)?;
         Ok(Self {
-            loader: DeviceLoader::new(loader, how.device).with_pin_memory(pin_memory),
+            loader: DeviceLoader::new(loader, device).with_pin_memory(pin_memory),
             endless: how.endless,
             ended: false,
         })
     }
 
-    /// Batches of a pass.
+    /// Batches of a pass, on this process.
     pub fn batches_per_epoch(&self) -> usize {
         self.loader.loader().len()
     }
@@ -82,7 +102,7 @@ impl<B: OnDevice> BatchLoader<B> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Loading<'a> {
     pub(crate) arguments: &'a TrainingArguments,
-    pub(crate) device: Device,
+    pub(crate) part: Part,
     /// Pass after pass in orders of their own, or one in the order of the data.
     pub(crate) endless: bool,
 }
@@ -104,6 +124,15 @@ impl Loading<'_> {
 }
 
 impl Loading<'_> {
+    /// Of whole batches: the joint batch of all processes is that of one with as many times the rows.
+    fn shard(&self, options: &DataLoaderOptions) -> Result<Shard> {
+        self.part.shard(match (self.endless, options.drop_last) {
+            (false, _) => LastShare::Uneven,
+            (true, true) => LastShare::Drop,
+            (true, false) => LastShare::Repeat,
+        })
+    }
+
     fn batches_of_rows(
         &self,
         rows: usize,
@@ -116,7 +145,7 @@ impl Loading<'_> {
                 options.batch_size,
                 options.drop_last,
                 options.seed,
-                options.shard()?,
+                Shard::default(),
             )?),
             None => Box::new(options.batches(rows)?),
         })
@@ -209,6 +238,22 @@ impl<B: OnDevice> Iterator for BatchLoader<B> {
 impl<B: OnDevice> TrainBatches<B> for BatchLoader<B> {
     fn loader_stats(&self) -> Option<LoaderStats> {
         Some(self.loader.stats())
+    }
+
+    fn state_dict(&self) -> Option<LoaderState> {
+        Some(self.loader.state_dict())
+    }
+
+    fn resume(&mut self, state: Option<LoaderState>, taken: u64) -> overdrive_datasets::Result<()> {
+        match state {
+            Some(state) => self.loader.load_state_dict(state),
+            None => {
+                for _ in 0..taken {
+                    self.next().transpose()?;
+                }
+                Ok(())
+            }
+        }
     }
 }
 

@@ -262,6 +262,33 @@ pub enum Error {
         missing: &'static str,
     },
 
+    /// A run cannot go on after a snapshot, or save one.
+    #[error(transparent)]
+    Snapshot(#[from] overdrive_snapshot::Error),
+
+    /// The processes could not meet, or one of them was lost.
+    #[error(transparent)]
+    Distributed(#[from] overdrive_distributed::Error),
+
+    /// A run goes on with another number of processes than it was saved by.
+    #[error(
+        "{} was saved by {saved} processes, and {now} train now: their places in the data and random states \
+         are not those of {now}; start {saved} (`--nproc {saved}`)",
+        path.display()
+    )]
+    WorldSize {
+        /// The snapshot.
+        path: PathBuf,
+        /// The processes that it was saved by.
+        saved: usize,
+        /// Those that there are.
+        now: usize,
+    },
+
+    /// A random state cannot be read or set.
+    #[error(transparent)]
+    Random(#[from] overdrive_autograd::Error),
+
     /// Ctrl-C and the termination signal cannot be caught.
     #[error("cannot catch Ctrl-C and the termination signal: {source}")]
     Signals {

@@ -1,5 +1,6 @@
 //! The validation loss.
 
+use overdrive_distributed::ProcessGroup;
 use overdrive_precision::Precision;
 use overdrive_transformer::CausalLm;
 
@@ -15,6 +16,20 @@ pub fn evaluate<B: TrainBatch>(
     batches: impl Iterator<Item = overdrive_datasets::Result<B>>,
     precision: Precision,
 ) -> Result<f64> {
+    evaluate_in(&ProcessGroup::single(), model, batches, precision)
+}
+
+/// The same over the labels of all processes: each brings its part of the batches, however many, and
+/// gets the same mean.
+///
+/// # Errors
+/// As [`evaluate`], and when a process is lost.
+pub fn evaluate_in<B: TrainBatch>(
+    group: &ProcessGroup,
+    model: &CausalLm,
+    batches: impl Iterator<Item = overdrive_datasets::Result<B>>,
+    precision: Precision,
+) -> Result<f64> {
     let _no_grad = tch::no_grad_guard();
     let device = model.device();
     let (mut sum, mut tokens) = (0.0, 0);
@@ -24,5 +39,6 @@ pub fn evaluate<B: TrainBatch>(
         sum += f64::try_from(loss.sum)?;
         tokens += loss.tokens;
     }
-    Ok(sum / tokens.max(1) as f64)
+    let [sum, tokens] = group.sums([sum, tokens as f64])?;
+    Ok(sum / tokens.max(1.0))
 }

@@ -19,16 +19,18 @@ enum Harmless {
 
 use Harmless::{Any, Value as Only};
 
+const QUANTIZED: &str = "weights that learn are not quantized; adapters over quantized ones are trained by the example `finetune`";
+
 /// The keys, with what to do instead where there is something better than leaving them out.
 const FOREIGN: &[(&str, Harmless, &str)] = &[
     // Memory and speed.
-    (
-        "activation_checkpointing",
-        Only("false"),
-        "it is `gradient_checkpointing`",
-    ),
     ("activation_checkpointing_kwargs", Any, ""),
-    ("torch_compile", Only("false"), ""),
+    (
+        "torch_compile",
+        Only("false"),
+        "leave it out: the fused kernels (`fused_kernels`, on) are what it would make in training, and \
+         overdrive-compiled runs packages of torch's compiler",
+    ),
     ("torch_compile_backend", Any, ""),
     ("torch_compile_mode", Any, ""),
     // What Liger does is done anyway, unless `fused_kernels` is false.
@@ -100,17 +102,10 @@ const FOREIGN: &[(&str, Harmless, &str)] = &[
     ("debug", Only("\"\""), ""),
     // Saving and going on.
     (
-        "save_strategy",
-        Only("\"no\""),
-        "the model is saved once, at the end; write `no`",
+        "save_only_model",
+        Only("false"),
+        "a snapshot is what a run goes on from; the model alone is in `model/` at the end",
     ),
-    (
-        "save_steps",
-        Only("null"),
-        "the model is saved once, at the end",
-    ),
-    ("save_total_limit", Any, ""),
-    ("save_only_model", Any, ""),
     ("save_on_each_node", Any, ""),
     (
         "save_safetensors",
@@ -120,28 +115,27 @@ const FOREIGN: &[(&str, Harmless, &str)] = &[
     (
         "enable_jit_checkpoint",
         Only("false"),
-        "Ctrl-C and SIGTERM save the model as it is",
+        "Ctrl-C and SIGTERM save a snapshot and the model as it is",
     ),
-    ("resume_from_checkpoint", Only("null"), ""),
     ("restore_callback_states_from_checkpoint", Any, ""),
-    ("load_best_model_at_end", Only("false"), ""),
-    ("metric_for_best_model", Any, ""),
-    ("greater_is_better", Any, ""),
     (
         "full_determinism",
         Only("false"),
         "on a CPU the same seed gives the same losses already",
     ),
     // Several devices.
-    ("ddp_backend", Only("null"), ""),
-    ("ddp_find_unused_parameters", Any, ""),
-    ("ddp_bucket_cap_mb", Any, ""),
-    ("ddp_broadcast_buffers", Any, ""),
     ("ddp_static_graph", Any, ""),
-    ("ddp_timeout", Any, ""),
-    ("fsdp", Only("\"\""), ""),
+    (
+        "fsdp",
+        Only("\"\""),
+        "start several processes with `--nproc N` or torchrun; weights are not shared out between them",
+    ),
     ("fsdp_config", Any, ""),
-    ("deepspeed", Only("null"), ""),
+    (
+        "deepspeed",
+        Only("null"),
+        "start several processes with `--nproc N` or torchrun",
+    ),
     ("accelerator_config", Any, ""),
     ("parallelism_config", Only("null"), ""),
     ("local_rank", Only("-1"), ""),
@@ -169,8 +163,8 @@ const FOREIGN: &[(&str, Harmless, &str)] = &[
     ("lora_alpha", Any, ""),
     ("lora_dropout", Any, ""),
     ("lora_target_modules", Any, ""),
-    ("load_in_8bit", Only("false"), ""),
-    ("load_in_4bit", Only("false"), ""),
+    ("load_in_8bit", Only("false"), QUANTIZED),
+    ("load_in_4bit", Only("false"), QUANTIZED),
     ("bnb_4bit_quant_type", Any, ""),
     ("bnb_4bit_compute_dtype", Any, ""),
     ("bnb_4bit_use_double_quant", Any, ""),

@@ -39,6 +39,10 @@ static INSTALLED: Mutex<Option<Interrupt>> = Mutex::new(None);
 const EXIT_CODE: i32 = 130;
 
 impl Interrupt {
+    /// What a program ends with that was interrupted, and has saved all that it takes to go on: 75, "try
+    /// again later" (`EX_TEMPFAIL` of sysexits.h). Schedulers can tell it from success and from failure.
+    pub const SAVED_EXIT_CODE: u8 = 75;
+
     /// Catches both signals from now on. Further calls give the same flag.
     ///
     /// # Errors

@@ -4,7 +4,9 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use crate::{Error, Preset, Result, TrainingArguments, config_format, diagnosis, foreign_keys};
+use crate::{
+    Error, Preset, Result, TrainingArguments, config_format, diagnosis, foreign_keys, guide_keys,
+};
 
 /// A configuration in layers: a preset, on it a file, on it flags. Each layer changes only what it
 /// names.
@@ -29,6 +31,7 @@ use crate::{Error, Preset, Result, TrainingArguments, config_format, diagnosis, 
 #[derive(Debug, Clone)]
 pub struct Layers {
     arguments: TrainingArguments,
+    notes: Vec<String>,
 }
 
 /// Keys that are known under further names: those of TRL, of older transformers, and our flags'.
@@ -62,6 +65,7 @@ impl Layers {
     pub fn new(preset: Preset) -> Self {
         Self {
             arguments: preset.arguments(),
+            notes: Vec::new(),
         }
     }
 
@@ -82,7 +86,7 @@ impl Layers {
     /// # Errors
     /// As [`Layers::file`].
     pub fn layer(mut self, values: Value, origin: &str) -> Result<Self> {
-        let Value::Object(mut values) = values else {
+        let Value::Object(values) = values else {
             return Err(Error::WrongType {
                 origin: origin.to_owned(),
                 key: "(the whole file)".to_owned(),
@@ -90,6 +94,7 @@ impl Layers {
                 expected: "keys with values".to_owned(),
             });
         };
+        let mut values = guide_keys::translate(values, origin, &mut self.notes)?;
         rename_aliases(&mut values, origin)?;
         take_sampling_strategy(&mut values, origin)?;
         foreign_keys::refuse_or_drop(&mut values, origin)?;
@@ -106,7 +111,15 @@ impl Layers {
 
     /// On a configuration that there is already.
     pub(crate) fn on(arguments: TrainingArguments) -> Self {
-        Self { arguments }
+        Self {
+            arguments,
+            notes: Vec::new(),
+        }
+    }
+
+    /// What keys in other spellings than Hugging Face's were taken for, a line each.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     /// The configuration so far, not validated.
@@ -137,7 +150,8 @@ pub(crate) fn preset_of(path: &Path) -> Result<Option<Preset>> {
 
 /// The known key that a further name stands for.
 pub(crate) fn aliases() -> impl Iterator<Item = &'static str> {
-    ALIASES.iter().map(|(alias, _)| *alias)
+    let aliases = ALIASES.iter().map(|(alias, _)| *alias);
+    aliases.chain(guide_keys::spellings())
 }
 
 fn rename_aliases(values: &mut Map<String, Value>, origin: &str) -> Result<()> {

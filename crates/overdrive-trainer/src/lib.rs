@@ -14,7 +14,8 @@
 //! - [`TrainingLoop`] is the loop, for any [`TrainBatch`];
 //! - [`finetune`] goes on with a model that there is, as [`FinetuneArguments`] say: LoRA, QLoRA, or all
 //!   weights, on questions and answers; [`compare`] does each and prints what they cost;
-//! - [`RunFolder`] is where a run writes, [`Interrupt`] lets it end well.
+//! - [`RunFolder`] is where a run writes, [`Saving`] are its snapshots, from which it goes on bit for bit,
+//!   [`Interrupt`] lets it end well.
 //!
 //! ```
 //! use clap::Parser;
@@ -51,6 +52,7 @@
 #![forbid(unsafe_code)]
 
 mod batch_loader;
+mod best_so_far;
 mod config_format;
 mod data_arguments;
 mod diagnosis;
@@ -60,15 +62,21 @@ mod evaluate;
 mod execution_arguments;
 mod finetune;
 mod foreign_keys;
+mod guide_keys;
 mod interrupt;
+mod joint_step;
 mod layers;
 mod measures;
 mod model_arguments;
+mod parallel;
 mod plan;
 mod preset;
+mod recording;
 mod results;
 mod run_folder;
 mod samples;
+mod save_arguments;
+mod saving;
 mod setup;
 mod text_data;
 mod text_records;
@@ -77,29 +85,35 @@ mod train_args;
 mod train_batch;
 mod training_arguments;
 mod training_loop;
+mod training_summary;
+mod under_way;
 mod validate;
 
 pub use batch_loader::{BatchLoader, TrainBatches};
 pub use config_format::ConfigFormat;
 pub use data_arguments::{SampleBy, SequenceMode};
 pub use error::{Error, Result};
-pub use evaluate::evaluate;
+pub use evaluate::{evaluate, evaluate_in};
 pub use execution_arguments::GradientCheckpointingArguments;
 pub use finetune::{
     Comparison, ComputeDtype, FinetuneArgs, FinetuneArguments, FinetuneLayers, FinetuneModel,
     FinetuneResults, InstructionData, Method, Quant4Type, TargetModulesArgument, TemplateFormat,
-    TrainingMemory, compare, finetune,
+    TrainingMemory, compare, finetune, finetune_in,
 };
 pub use interrupt::Interrupt;
 pub use layers::Layers;
 pub use model_arguments::ModelArguments;
+pub use parallel::{DdpBackend, Part};
 pub use plan::TrainingPlan;
 pub use preset::Preset;
 pub use results::Results;
 pub use run_folder::RunFolder;
 pub use samples::write_samples;
+pub use save_arguments::{ResumeFromCheckpoint, SaveStrategy};
+pub use saving::Saving;
 pub use text_data::TextData;
 pub use train_args::TrainArgs;
 pub use train_batch::{TextBatch, TrainBatch};
 pub use training_arguments::{IntervalStrategy, OptimizerName, ReportTo, TrainingArguments};
-pub use training_loop::{Evaluation, TrainingLoop, TrainingSummary};
+pub use training_loop::TrainingLoop;
+pub use training_summary::{Evaluation, TrainingSummary};

@@ -31,35 +31,19 @@ fn flops_of(model: &CausalLm) -> ModelFlops {
 pub(crate) fn shape_of(model: &CausalLm) -> DecoderShape {
     let count = |number: i64| u64::try_from(number).unwrap_or(0);
     let config = model.config();
-    let (layers, intermediate, heads, kv_heads, head_dim) = match config {
-        ModelConfig::Llama(llama) => (
-            llama.num_hidden_layers,
-            llama.intermediate_size,
-            llama.num_attention_heads,
-            llama.kv_heads(),
-            llama.head_dim(),
-        ),
-        ModelConfig::Gpt2(gpt2) => (
-            gpt2.n_layer,
-            gpt2.inner() * 2 / 3,
-            gpt2.n_head,
-            gpt2.n_head,
-            gpt2.n_embd / gpt2.n_head.max(1),
-        ),
-        // A family that this crate does not know yet: the usual proportions.
-        _ => {
-            let (hidden, heads) = (config.hidden_size(), (config.hidden_size() / 64).max(1));
-            let layers = i64::try_from(model.num_layers()).unwrap_or(0);
-            (layers, hidden * 8 / 3, heads, heads, 64)
-        }
+    let intermediate = match config {
+        ModelConfig::Llama(llama) => llama.intermediate_size,
+        ModelConfig::Gpt2(gpt2) => gpt2.inner() * 2 / 3,
+        // A family that this crate does not know yet: the usual proportion.
+        _ => config.hidden_size() * 8 / 3,
     };
     DecoderShape {
-        layers: count(layers),
+        layers: model.num_layers() as u64,
         hidden: count(config.hidden_size()),
         intermediate: count(intermediate),
-        heads: count(heads),
-        kv_heads: count(kv_heads),
-        head_dim: count(head_dim),
+        heads: count(config.num_attention_heads()),
+        kv_heads: count(config.num_key_value_heads()),
+        head_dim: count(config.head_dim()),
         vocabulary: count(config.vocab_size()),
         tied_embeddings: config.tie_word_embeddings(),
     }

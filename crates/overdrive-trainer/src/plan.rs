@@ -2,7 +2,7 @@
 
 use overdrive_optim::{ScheduleLength, Warmup};
 
-use crate::{IntervalStrategy, Result, TrainingArguments};
+use crate::{IntervalStrategy, Result, SaveStrategy, TrainingArguments};
 
 /// What a configuration comes to in whole steps, once the size of the data is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,6 +17,8 @@ pub struct TrainingPlan {
     pub logging_steps: u64,
     /// Steps between evaluations; `None` for no evaluation.
     pub eval_steps: Option<u64>,
+    /// Steps between snapshots; `None` for none by their number.
+    pub save_steps: Option<u64>,
 }
 
 impl TrainingPlan {
@@ -24,6 +26,12 @@ impl TrainingPlan {
     /// and after the last step.
     pub fn eval_due(&self, step: u64) -> bool {
         self.eval_steps
+            .is_some_and(|every| step.is_multiple_of(every) || step == self.total_steps)
+    }
+
+    /// Whether a snapshot is saved after this step (counted from 1): at every interval and after the last.
+    pub fn save_due(&self, step: u64) -> bool {
+        self.save_steps
             .is_some_and(|every| step.is_multiple_of(every) || step == self.total_steps)
     }
 
@@ -74,12 +82,18 @@ impl TrainingArguments {
             IntervalStrategy::Steps => Some(self.eval_steps.map_or(logging_steps, steps)),
             IntervalStrategy::Epoch => Some(steps_per_epoch),
         };
+        let save_steps = match self.save_strategy {
+            SaveStrategy::No | SaveStrategy::Best => None,
+            SaveStrategy::Steps => Some(steps(self.save_steps)),
+            SaveStrategy::Epoch => Some(steps_per_epoch),
+        };
         Ok(TrainingPlan {
             total_steps,
             steps_per_epoch,
             warmup_steps,
             logging_steps,
             eval_steps,
+            save_steps,
         })
     }
 }

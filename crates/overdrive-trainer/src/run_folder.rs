@@ -4,7 +4,9 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use crate::{Error, Result, TrainingArguments};
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result, ResumeFromCheckpoint, TrainingArguments};
 
 /// Where runs go that are given no folder.
 const DEFAULT_PARENT: &str = "runs";
@@ -42,7 +44,7 @@ const MODEL: &str = "model";
 /// assert!(RunFolder::create(&arguments).is_err());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunFolder {
     root: PathBuf,
 }
@@ -59,18 +61,58 @@ impl RunFolder {
     /// [`Error::RunExists`], [`Error::InTheWay`], [`Error::NotWritable`].
     pub fn create(arguments: &TrainingArguments) -> Result<Self> {
         let run = Self::make(arguments, arguments.preset.name())?;
+        run.write_arguments(arguments)?;
+        Ok(run)
+    }
+
+    fn write_arguments(&self, arguments: &TrainingArguments) -> Result<()> {
         let stored = TrainingArguments {
-            output_dir: Some(run.root.clone()),
+            output_dir: Some(self.root.clone()),
             ..arguments.clone()
         };
-        stored.write(run.arguments()).map_err(|error| match error {
+        stored.write(self.arguments()).map_err(|error| match error {
             Error::Io { source, .. } => Error::NotWritable {
-                path: run.root.clone(),
+                path: self.root.clone(),
                 source,
             },
             other => other,
-        })?;
+        })
+    }
+
+    /// The folder of the run that `resume_from_checkpoint` goes on with, where there is one; else as
+    /// [`create`](RunFolder::create).
+    ///
+    /// # Errors
+    /// As for [`create`](RunFolder::create), and [`Error::Invalid`] if nothing says where the run is.
+    pub fn open_or_create(arguments: &TrainingArguments) -> Result<Self> {
+        let Some(run) = Self::to_resume(arguments)? else {
+            return Self::create(arguments);
+        };
+        run.write_arguments(arguments)?;
         Ok(run)
+    }
+
+    /// The folder of the run that `resume_from_checkpoint` goes on with, where there is one.
+    pub(crate) fn to_resume(arguments: &TrainingArguments) -> Result<Option<Self>> {
+        let root = match &arguments.resume_from_checkpoint {
+            None | Some(ResumeFromCheckpoint::Latest(false)) => None,
+            Some(ResumeFromCheckpoint::Latest(true)) => match &arguments.output_dir {
+                Some(root) => Some(root.clone()),
+                None => {
+                    return Err(Error::Invalid {
+                        key: "resume_from_checkpoint",
+                        given: "true".to_owned(),
+                        problem: "nothing says which run goes on".to_owned(),
+                        way_out: "name its folder with `--out DIR` (`output_dir`)".to_owned(),
+                    });
+                }
+            },
+            Some(ResumeFromCheckpoint::Folder(snapshot)) => {
+                let parent = || snapshot.parent().map(Path::to_path_buf);
+                arguments.output_dir.clone().or_else(parent)
+            }
+        };
+        Ok(root.map(Self::open).and_then(Result::ok))
     }
 
     /// The folder that `output_dir` names, or a new one named after `name`; nothing is in it yet.
@@ -165,13 +207,29 @@ impl RunFolder {
     /// Removes what a run writes, the configuration last: what an interruption leaves is still
     /// known as a run.
     fn clear(&self) -> Result<()> {
-        for folder in [self.tensorboard(), self.model()] {
+        for folder in self
+            .snapshots()?
+            .into_iter()
+            .chain([self.tensorboard(), self.model()])
+        {
             gone(fs::remove_dir_all(&folder)).map_err(Error::io("remove", folder))?;
         }
         for file in [self.metrics(), self.report(), self.loss(), self.arguments()] {
             gone(fs::remove_file(&file)).map_err(Error::io("remove", file))?;
         }
         Ok(())
+    }
+
+    /// The folders of its snapshots, whole or not.
+    fn snapshots(&self) -> Result<Vec<PathBuf>> {
+        let entries = fs::read_dir(&self.root).map_err(Error::io("list", &self.root))?;
+        let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
+        let is_one = |path: &PathBuf| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let number = name.strip_prefix("checkpoint-").map(str::parse::<u64>);
+            path.is_dir() && matches!(number, Some(Ok(_)))
+        };
+        Ok(paths.filter(is_one).collect())
     }
 
     fn numbered(parent: &Path, name: &str) -> Result<Self> {

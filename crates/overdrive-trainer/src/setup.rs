@@ -12,15 +12,6 @@ use tch::{Device, Kind, Tensor};
 use crate::{OptimizerName, Result, TextData, TrainingArguments, TrainingPlan};
 
 impl TrainingArguments {
-    /// The first GPU, or the CPU where there is none or `use_cpu` says so.
-    pub fn device(&self) -> Device {
-        if self.use_cpu {
-            Device::Cpu
-        } else {
-            Device::cuda_if_available()
-        }
-    }
-
     /// What `bf16`, `fp16` and `tf32` come to.
     pub fn precision(&self) -> Precision {
         if self.bf16 {

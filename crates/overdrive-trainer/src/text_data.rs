@@ -3,15 +3,15 @@
 use std::path::Path;
 
 use overdrive_datasets::{
-    BatchOptions, Dataset, LastWindow, RandomWindows, SequentialWindows, SplitBy, SplitOptions,
-    TokenBatches, TokenView, Tokenizer, default_cache_dir, load_tokenizer, save_tokenizer,
+    Dataset, LastWindow, RandomWindows, SequentialWindows, SplitBy, SplitOptions, TokenView,
+    Tokenizer, default_cache_dir, load_tokenizer, save_tokenizer,
 };
 use tch::Device;
 
 use crate::batch_loader::Loading;
 use crate::documents::DocumentRows;
 use crate::text_source::TextSource;
-use crate::{BatchLoader, Error, Result, SequenceMode, TextBatch, TrainingArguments};
+use crate::{BatchLoader, Error, Part, Result, SequenceMode, TextBatch, TrainingArguments};
 
 /// The text of a run: tokenized, kept in the cache, split by document.
 ///
@@ -147,7 +147,8 @@ impl TextData {
     }
 
     /// What the configuration makes of the training part, pass after pass: windows or documents,
-    /// prepared by `dataloader_num_workers` threads, in an order that the seed decides.
+    /// prepared by `dataloader_num_workers` threads, in an order that the seed decides. `part`: a device
+    /// for all of it, or the [`Part`] of one process among several.
     ///
     /// # Errors
     /// [`crate::Error::Data`] if the part is shorter than a window; [`crate::Error::Invalid`] if it has
@@ -155,9 +156,9 @@ impl TextData {
     pub fn train_loader(
         &self,
         arguments: &TrainingArguments,
-        device: Device,
+        part: impl Into<Part>,
     ) -> Result<BatchLoader<TextBatch>> {
-        let how = loading(arguments, device, true);
+        let how = loading(arguments, part, true);
         match &self.rows {
             Some(rows) => rows.load(how),
             None => {
@@ -168,17 +169,17 @@ impl TextData {
         }
     }
 
-    /// One pass over the validation part, `max_eval_batches` at most: windows in order, or documents
-    /// without padding.
+    /// One pass over the validation part, `max_eval_batches` at most over all processes: windows in order,
+    /// or documents without padding.
     ///
     /// # Errors
     /// [`crate::Error::Data`] if the part is shorter than a window.
     pub fn validation_loader(
         &self,
         arguments: &TrainingArguments,
-        device: Device,
+        part: impl Into<Part>,
     ) -> Result<BatchLoader<TextBatch>> {
-        let how = loading(arguments, device, false);
+        let how = loading(arguments, part, false);
         if self.rows.is_some() {
             return DocumentRows::to_evaluate(&self.validation, arguments)?.load(how);
         }
@@ -186,34 +187,6 @@ impl TextData {
         let batches = windows.len() as u64;
         let batches = batches.div_ceil(arguments.per_device_eval_batch_size.max(1));
         BatchLoader::of_windows(windows, batches, how)
-    }
-
-    /// Random windows of the training part, without end, in an order that the seed decides.
-    ///
-    /// # Errors
-    /// [`crate::Error::Data`] if the part is shorter than a window.
-    pub fn train_batches(
-        &self,
-        arguments: &TrainingArguments,
-        device: Device,
-    ) -> Result<TokenBatches> {
-        let windows = RandomWindows::new(self.train.clone(), context(arguments), arguments.seed)?;
-        let options = batches_of(arguments.per_device_train_batch_size);
-        Ok(TokenBatches::new(windows, options, device)?)
-    }
-
-    /// The windows of the validation part in order, `max_eval_batches` of them at most.
-    ///
-    /// # Errors
-    /// [`crate::Error::Data`] if the part is shorter than a window.
-    pub fn validation_batches(
-        &self,
-        arguments: &TrainingArguments,
-        device: Device,
-    ) -> Result<TokenBatches> {
-        let windows = self.validation_windows(arguments)?;
-        let options = batches_of(arguments.per_device_eval_batch_size);
-        Ok(TokenBatches::new(windows, options, device)?)
     }
 
     fn validation_windows(&self, arguments: &TrainingArguments) -> Result<SequentialWindows> {
@@ -231,7 +204,7 @@ impl TextData {
         })
     }
 
-    /// Micro-batches of one pass over the training part.
+    /// Micro-batches of one pass over the training part, of all processes.
     pub fn micro_batches_per_epoch(&self, arguments: &TrainingArguments) -> u64 {
         if let Some(rows) = &self.rows {
             return rows.micro_batches(arguments);
@@ -245,18 +218,10 @@ fn context(arguments: &TrainingArguments) -> usize {
     usize::try_from(arguments.context_length).unwrap_or(usize::MAX)
 }
 
-fn batches_of(size: u64) -> BatchOptions {
-    let micro_batch_size = usize::try_from(size).unwrap_or(usize::MAX);
-    BatchOptions {
-        micro_batch_size,
-        ..BatchOptions::default()
-    }
-}
-
-fn loading(arguments: &TrainingArguments, device: Device, endless: bool) -> Loading<'_> {
+fn loading(arguments: &TrainingArguments, part: impl Into<Part>, endless: bool) -> Loading<'_> {
     Loading {
         arguments,
-        device,
+        part: part.into(),
         endless,
     }
 }

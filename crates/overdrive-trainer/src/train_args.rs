@@ -180,6 +180,27 @@ pub struct TrainArgs {
     pub eval_steps: Option<f64>,
 
     #[arg(long, value_name = "N", help_heading = "Training",
+        help = help("Steps between snapshots, 0 for none", |a| a.save_steps.to_string()))]
+    #[allow(missing_docs, reason = "documented by `help`")]
+    pub save_steps: Option<f64>,
+
+    /// Snapshots that are kept [default: all]
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub save_total_limit: Option<usize>,
+
+    /// Go on after the newest snapshot in `--out` (true), or after the one in this folder
+    #[arg(long, value_name = "true|DIR", help_heading = "Training")]
+    pub resume_from_checkpoint: Option<String>,
+
+    /// Take the weights of the best snapshot at the end
+    #[arg(long, help_heading = "Training")]
+    pub load_best_model_at_end: bool,
+
+    /// End after so many evaluations without improvement
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub early_stopping_patience: Option<u32>,
+
+    #[arg(long, value_name = "N", help_heading = "Training",
         help = help("Texts that the trained model writes", |a| a.samples.to_string()))]
     #[allow(missing_docs, reason = "documented by `help`")]
     pub samples: Option<u64>,
@@ -240,6 +261,14 @@ pub struct TrainArgs {
     #[arg(long, overrides_with = "tf32", help_heading = "Machine")]
     pub no_tf32: bool,
 
+    /// MiB of gradients that several processes send together [default: 25]
+    #[arg(long, value_name = "N", help_heading = "Machine")]
+    pub ddp_bucket_cap_mb: Option<f64>,
+
+    /// Seconds after which a process that does not answer is given up [default: 1800]
+    #[arg(long, value_name = "S", help_heading = "Machine")]
+    pub ddp_timeout: Option<f64>,
+
     /// Train on the CPU even where there is a GPU
     #[arg(long, alias = "use-cpu", help_heading = "Machine")]
     pub cpu: bool,
@@ -274,6 +303,14 @@ impl TrainArgs {
     /// What is wrong with the file ([`Layers::file`]) or with the values
     /// ([`TrainingArguments::validate`]).
     pub fn resolve(&self) -> Result<TrainingArguments> {
+        self.resolve_telling(|_| {})
+    }
+
+    /// The same, and tells what keys in other spellings than Hugging Face's were taken for, a line each.
+    ///
+    /// # Errors
+    /// As [`resolve`](Self::resolve).
+    pub fn resolve_telling(&self, mut say: impl FnMut(&str)) -> Result<TrainingArguments> {
         let in_file = match &self.config {
             Some(path) => preset_of(path)?,
             None => None,
@@ -282,9 +319,11 @@ impl TrainArgs {
         if let Some(path) = &self.config {
             layers = layers.file(path)?;
         }
-        layers
-            .layer(Value::Object(self.overrides()), "the command line")?
-            .resolve()
+        let layers = layers.layer(Value::Object(self.overrides()), "the command line")?;
+        for note in layers.notes() {
+            say(&format!("configured  {note}"));
+        }
+        layers.resolve()
     }
 
     /// The keys that the flags set.
@@ -331,14 +370,18 @@ impl TrainArgs {
         set("warmup_ratio", json!(self.warmup_ratio));
         set("weight_decay", json!(self.weight_decay));
         set("max_grad_norm", json!(self.max_grad_norm));
-        match self.eval_steps {
-            Some(0.0) => set("eval_strategy", json!("no")),
-            Some(steps) => {
-                set("eval_strategy", json!("steps"));
-                set("eval_steps", json!(steps));
-            }
-            None => {}
-        }
+        every(&mut set, "eval", self.eval_steps);
+        every(&mut set, "save", self.save_steps);
+        set("save_total_limit", json!(self.save_total_limit));
+        set("resume_from_checkpoint", json!(self.resume_from_checkpoint));
+        set(
+            "load_best_model_at_end",
+            switch(self.load_best_model_at_end, false),
+        );
+        set(
+            "early_stopping_patience",
+            json!(self.early_stopping_patience),
+        );
         set("samples", json!(self.samples));
         set("trace", json!(self.trace));
         set("optim", json!(self.optim));
@@ -351,9 +394,21 @@ impl TrainArgs {
         set("bf16", switch(self.bf16, self.no_bf16));
         set("fp16", switch(self.fp16, self.no_fp16));
         set("tf32", switch(self.tf32, self.no_tf32));
+        set("ddp_bucket_cap_mb", json!(self.ddp_bucket_cap_mb));
+        set("ddp_timeout", json!(self.ddp_timeout));
         set("use_cpu", switch(self.cpu, false));
         set("threads", json!(self.threads));
         keys
+    }
+}
+
+/// The keys of something that comes every so many steps; 0 is never.
+pub(crate) fn every(set: &mut impl FnMut(&str, Value), what: &str, steps: Option<f64>) {
+    let Some(steps) = steps else { return };
+    let strategy = if steps == 0.0 { "no" } else { "steps" };
+    set(&format!("{what}_strategy"), json!(strategy));
+    if steps != 0.0 {
+        set(&format!("{what}_steps"), json!(steps));
     }
 }
 

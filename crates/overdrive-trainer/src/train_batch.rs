@@ -2,7 +2,7 @@
 
 use overdrive_datasets::{Batch, InstructionTensors, OnDevice};
 use overdrive_transformer::{CausalLm, ForwardInput, LabelShift, LossOutput};
-use tch::Device;
+use tch::{Device, Tensor};
 
 use crate::Result;
 
@@ -93,6 +93,14 @@ pub enum TextBatch {
 }
 
 impl TextBatch {
+    /// The token ids, `[rows, columns]`.
+    pub fn input_ids(&self) -> &Tensor {
+        match self {
+            Self::Windows(batch) => &batch.input_ids,
+            Self::Sequences(batch) => &batch.input_ids,
+        }
+    }
+
     fn as_batch(&self) -> &dyn TrainBatch {
         match self {
             Self::Windows(batch) => batch,

@@ -7,7 +7,10 @@ use overdrive_optim::{LrSchedulerType, ScheduleOptions};
 use overdrive_transformer::AttentionImplementation;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::{GradientCheckpointingArguments, ModelArguments, Preset, SampleBy, SequenceMode};
+use crate::{
+    DdpBackend, GradientCheckpointingArguments, ModelArguments, Preset, ResumeFromCheckpoint,
+    SampleBy, SaveStrategy, SequenceMode,
+};
 
 /// `length_column_name` in transformers.
 pub(crate) const DEFAULT_LENGTH_COLUMN: &str = "length";
@@ -130,6 +133,17 @@ pub struct TrainingArguments {
     pub fp16: bool,
     /// TensorFloat-32 matrix products on CUDA. Default: as libtorch has it.
     pub tf32: Option<bool>,
+    /// Between several processes: `gloo` (CPUs) or `nccl` (GPUs). Default: `nccl` where there are GPUs and it
+    /// was built in.
+    pub ddp_backend: Option<DdpBackend>,
+    /// MiB of gradients that are sent together. Default 25.
+    pub ddp_bucket_cap_mb: Option<f64>,
+    /// Looks for parameters that a backward pass does not reach. Default false.
+    pub ddp_find_unused_parameters: Option<bool>,
+    /// Copies the buffers of rank 0 to all before each forward. Default true.
+    pub ddp_broadcast_buffers: Option<bool>,
+    /// Seconds after which a process that does not answer is given up. Default 1800.
+    pub ddp_timeout: f64,
     /// Trains on the CPU even where there is a GPU. Default false.
     pub use_cpu: bool,
     /// Threads inside one operator. Default: as libtorch chooses.
@@ -143,6 +157,28 @@ pub struct TrainingArguments {
     pub eval_on_start: bool,
     /// At most so many batches an evaluation. Default: the whole validation part.
     pub max_eval_batches: Option<u64>,
+    /// When a snapshot is saved, from which a run goes on: `no`, `steps`, `epoch`, or `best`, whenever
+    /// `metric_for_best_model` improves. Default `steps`.
+    pub save_strategy: SaveStrategy,
+    /// Steps between snapshots; below 1 a part of all steps. The last step has one too. Default 500.
+    pub save_steps: f64,
+    /// How many snapshots are kept; the newest, and with `load_best_model_at_end` the best, always are.
+    /// Default: all.
+    pub save_total_limit: Option<usize>,
+    /// Goes on after a snapshot: `true` for the newest whole one in `output_dir` (a fresh start where
+    /// there is none), or its folder. Default: a new run.
+    pub resume_from_checkpoint: Option<ResumeFromCheckpoint>,
+    /// Takes the weights of the best snapshot at the end. Default false.
+    pub load_best_model_at_end: bool,
+    /// What is best: `loss` or `bits_per_byte` of the evaluations (`eval_` before it is the same).
+    /// Default `loss`.
+    pub metric_for_best_model: Option<String>,
+    /// Whether more of it is better. Default false: both are the better the smaller they are.
+    pub greater_is_better: Option<bool>,
+    /// Ends the run after so many evaluations in a row without improvement. Default: never.
+    pub early_stopping_patience: Option<u32>,
+    /// How much counts as an improvement. Default 0.
+    pub early_stopping_threshold: f64,
     /// Steps between lines on the terminal; below 1 a part of all steps. Default 500.
     pub logging_steps: f64,
     /// Where metrics go beside `metrics.jsonl`: `tensorboard`, `all` or `none`. Default none.
@@ -205,12 +241,26 @@ impl Default for TrainingArguments {
             bf16: false,
             fp16: false,
             tf32: None,
+            ddp_backend: None,
+            ddp_bucket_cap_mb: None,
+            ddp_find_unused_parameters: None,
+            ddp_broadcast_buffers: None,
+            ddp_timeout: 1800.0,
             use_cpu: false,
             threads: None,
             eval_strategy: IntervalStrategy::default(),
             eval_steps: None,
             eval_on_start: false,
             max_eval_batches: None,
+            save_strategy: SaveStrategy::default(),
+            save_steps: 500.0,
+            save_total_limit: None,
+            resume_from_checkpoint: None,
+            load_best_model_at_end: false,
+            metric_for_best_model: None,
+            greater_is_better: None,
+            early_stopping_patience: None,
+            early_stopping_threshold: 0.0,
             logging_steps: 500.0,
             report_to: Vec::new(),
             trace: None,

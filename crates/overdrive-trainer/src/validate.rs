@@ -76,6 +76,7 @@ impl TrainingArguments {
         self.validate_steps()?;
         self.validate_optimizer()?;
         self.validate_data()?;
+        self.validate_saving()?;
         if self.bf16 && self.fp16 {
             return invalid(
                 "bf16",
@@ -83,6 +84,10 @@ impl TrainingArguments {
                 "`fp16` is true as well, and a run has one of them",
                 "drop one, or add `--no-fp16` or `--no-bf16`",
             );
+        }
+        above("ddp_timeout", self.ddp_timeout, 0.0, false)?;
+        if let Some(size) = self.ddp_bucket_cap_mb {
+            above("ddp_bucket_cap_mb", size, 0.0, false)?;
         }
         if self.threads == Some(0) {
             return invalid(
@@ -128,6 +133,7 @@ impl TrainingArguments {
             );
         }
         interval("logging_steps", self.logging_steps)?;
+        interval("save_steps", self.save_steps)?;
         if let Some(steps) = self.eval_steps {
             interval("eval_steps", steps)?;
         }

@@ -6,6 +6,8 @@ use std::fs;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use overdrive_datasets::{BatchOptions, RandomWindows, TokenBatches};
+use overdrive_distributed::ProcessGroup;
 use overdrive_precision::Precision;
 use overdrive_profiling::{JsonLines, Trackers, read_metrics};
 use overdrive_trainer::{
@@ -99,7 +101,11 @@ fn train(folder: &Path, arguments: &TrainingArguments) -> TrainingSummary {
             .unwrap(),
         precision: Precision::Fp32,
         optimizer: arguments.new_optimizer(&model).unwrap(),
+        data_parallel: arguments
+            .data_parallel(&ProcessGroup::single(), model.named_parameters())
+            .unwrap(),
         trackers: Trackers::new().with(JsonLines::create(folder.join("metrics.jsonl")).unwrap()),
+        saving: None,
         shows_progress: false,
     };
     let mut batches = data.train_loader(arguments, Device::Cpu).unwrap();
@@ -153,11 +159,16 @@ fn losses_are_equal_for_any_number_of_workers() {
 }
 
 #[test]
-fn the_loader_gives_the_windows_that_batches_gave_before() {
+fn the_loader_gives_the_windows_of_the_datasets_crate() {
     let folder = tempfile::tempdir().unwrap();
     let arguments = arguments(folder.path(), "a.jsonl", &jsonl(40));
     let (data, _) = prepare(folder.path(), &arguments).unwrap();
-    let old = data.train_batches(&arguments, Device::Cpu).unwrap();
+    let windows = RandomWindows::new(data.train.clone(), 32, arguments.seed).unwrap();
+    let options = BatchOptions {
+        micro_batch_size: 4,
+        ..BatchOptions::default()
+    };
+    let old = TokenBatches::new(windows, options, Device::Cpu).unwrap();
     let new = data.train_loader(&arguments, Device::Cpu).unwrap();
     let most = 3 * usize::try_from(data.micro_batches_per_epoch(&arguments)).unwrap();
     for (old, new) in old.zip(new).take(most) {

@@ -6,8 +6,10 @@ use std::path::Path;
 
 use overdrive_optim::Optimizer;
 use overdrive_profiling::{JsonLines, StepMetrics, Tracker};
-use overdrive_trainer::{ModelArguments, RunFolder, TextData, TrainingArguments, evaluate};
-use overdrive_transformer::{CausalLm, LabelShift};
+use overdrive_trainer::{
+    ModelArguments, RunFolder, TextData, TrainBatch, TrainingArguments, evaluate,
+};
+use overdrive_transformer::CausalLm;
 use tch::Device;
 
 fn arguments(folder: &Path) -> TrainingArguments {
@@ -56,7 +58,7 @@ fn run(folder: &Path) -> (f64, f64, Vec<f64>) {
         arguments.model.parameters(data.vocab_size())
     );
     let loss_now = || {
-        let batches = data.validation_batches(&arguments, Device::Cpu).unwrap();
+        let batches = data.validation_loader(&arguments, Device::Cpu).unwrap();
         evaluate(&model, batches, precision).unwrap()
     };
     let before = loss_now();
@@ -69,13 +71,10 @@ fn run(folder: &Path) -> (f64, f64, Vec<f64>) {
     let mut scheduler = arguments.new_scheduler(&plan, &mut optimizer).unwrap();
     let mut metrics = JsonLines::create(run.metrics()).unwrap();
     let mut losses = Vec::new();
-    let batches = data.train_batches(&arguments, Device::Cpu).unwrap();
+    let batches = data.train_loader(&arguments, Device::Cpu).unwrap();
     for (step, batch) in (1..=plan.total_steps).zip(batches) {
         let batch = batch.unwrap();
-        let loss = model
-            .loss(&batch.input_ids, &batch.labels, LabelShift::Shifted)
-            .unwrap();
-        let loss = loss.mean().unwrap();
+        let loss = batch.loss(&model).unwrap().mean().unwrap();
         loss.backward();
         optimizer.step().unwrap();
         optimizer.zero_grad().unwrap();
@@ -104,7 +103,7 @@ fn run(folder: &Path) -> (f64, f64, Vec<f64>) {
     );
     assert!(run.loss().is_file() && run.model().join("tokenizer.json").is_file());
     let again = CausalLm::from_pretrained(run.model(), &Default::default()).unwrap();
-    let batches = data.validation_batches(&arguments, Device::Cpu).unwrap();
+    let batches = data.validation_loader(&arguments, Device::Cpu).unwrap();
     assert_eq!(evaluate(&again, batches, precision).unwrap(), after);
     (before, after, losses)
 }

@@ -333,6 +333,15 @@ impl CausalLm {
         see(&self.head);
     }
 
+    /// The table of token embeddings `(V, C)` where it is quantized; `AdapterHost::visit_parameters` shows
+    /// a dense one.
+    pub fn quantized_embedding(&self) -> Option<&QuantizedWeight> {
+        match self.embedding() {
+            Embedding::Dense(_) => None,
+            Embedding::Quantized(table, _) => Some(table),
+        }
+    }
+
     /// Whether `spec` is the embedding, and the embedding is quantized.
     pub(crate) fn packs_embedding(&self, spec: &ParameterSpec) -> bool {
         spec.role == ParameterRole::Embedding && self.embedding().is_packed()

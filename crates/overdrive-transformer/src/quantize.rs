@@ -120,29 +120,41 @@ impl CausalLm {
         let kind = self.kind();
         let specs = self.config().parameters();
         let table = specs.iter().find(|spec| self.packs_embedding(spec));
-        let mut dense = Vec::new();
+        let packed = self
+            .quantized_embedding()
+            .map(QuantizedWeight::shallow_clone);
+        let (mut dense, mut shared) = (Vec::new(), None);
         self.visit_linears(&mut |name, map| {
             let BaseWeight::Quantized(weight) = map.base() else {
                 return Ok(());
             };
+            let is_table = packed
+                .as_ref()
+                .is_some_and(|table| table.shares_storage_with(weight));
             let (weight, transposed) = (weight.dequantize(kind)?, is_conv1d(&specs, name));
             let weight = match transposed {
                 true => weight.f_tr()?.f_contiguous()?,
                 false => weight,
             };
-            dense.push((name.to_owned(), weight.shallow_clone()));
+            match is_table {
+                true => shared = Some(weight.shallow_clone()),
+                false => dense.push((name.to_owned(), weight.shallow_clone())),
+            }
             let _packed = map.replace_base(BaseWeight::Dense { weight, transposed });
             Ok(())
         })?;
+        if let (Some(spec), Some(packed)) = (table, packed) {
+            let weight = match shared {
+                Some(weight) => weight,
+                None => packed.dequantize(kind)?,
+            };
+            self.embedding_mut().unpack(weight.shallow_clone());
+            self.put_dense(&spec.name, weight);
+        }
         for (name, weight) in dense {
-            match table {
-                Some(spec) if name == "lm_head" => {
-                    self.embedding_mut().unpack(weight.shallow_clone());
-                    self.put_dense(&spec.name, weight);
-                }
-                // Quantized apart from the embedding, it is one with it no more.
-                _ if name == "lm_head" && self.config().tie_word_embeddings() => {}
-                _ => self.put_dense(&format!("{name}.weight"), weight),
+            // Quantized apart from the embedding, a tied head is one with it no more.
+            if name != "lm_head" || !self.config().tie_word_embeddings() {
+                self.put_dense(&format!("{name}.weight"), weight);
             }
         }
         Ok(())

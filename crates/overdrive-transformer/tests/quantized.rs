@@ -320,3 +320,43 @@ fn what_cannot_be_is_said() {
     let error = CausalLm::from_pretrained(&folder, &Default::default()).unwrap_err();
     assert!(error.to_string().contains("`quanto`"), "{error}");
 }
+
+/// The table is not the head's: each becomes dense as it is.
+#[test]
+fn a_table_and_a_head_of_their_own_become_dense_apart() {
+    let dir = tempfile::tempdir().unwrap();
+    for tied in [false, true] {
+        let dense = CausalLm::new(&llama(tied), &InitOptions::default()).unwrap();
+        let scheme: Scheme = "int8-weight".parse().unwrap();
+        let mut options = CheckpointOptions::default();
+        options.embedding = Some(scheme);
+        options.head = Some(scheme);
+        let folder = |part: &str| dir.path().join(format!("{part}-{tied}"));
+        dense
+            .save_pretrained(folder("dense"), &Default::default())
+            .unwrap();
+        quantize_checkpoint(folder("dense"), folder("packed"), scheme, &options).unwrap();
+        let mut model =
+            CausalLm::from_pretrained(folder("packed"), &LoadOptions::default()).unwrap();
+        // What is merged into the head stays out of the table.
+        let lora = overdrive_lora::LoraConfig {
+            r: 4,
+            target_modules: Some(overdrive_lora::TargetModules::names(["lm_head"])),
+            init_lora_weights: overdrive_lora::InitLoraWeights::Random,
+            ..Default::default()
+        };
+        overdrive_lora::add_adapter(&mut model, "taught", &lora, &Default::default()).unwrap();
+        let table = model.quantized_embedding().unwrap().dequantize(Kind::Float);
+        overdrive_lora::merge_and_unload(&mut model, &Default::default()).unwrap();
+        let before = logits(&model);
+        model.dequantize().unwrap();
+        assert!(model.quantized_embedding().is_none());
+        let after = logits(&model);
+        assert!(after.allclose(&before, 1e-4, 1e-4, false), "tied: {tied}");
+        let parameters = model.named_parameters();
+        let found = parameters
+            .iter()
+            .find(|(name, _)| name == "model.embed_tokens.weight");
+        assert!(found.unwrap().1.equal(&table.unwrap()), "tied: {tied}");
+    }
+}

@@ -9,6 +9,7 @@
 //! | [`accumulation`] | `accumulation` | token-weighted micro-batches, batch plans, batch-size search |
 //! | [`checkpointing`] | `checkpointing` | activation checkpointing: by block, by segment, by operator, offloaded |
 //! | [`attention`] | `attention` | flash attention: masks, windows, sinks, ALiBi, packed sequences, decode |
+//! | [`distributed`] | `distributed` | several processes: DistributedDataParallel over Gloo and NCCL, a launcher |
 //! | [`fused`] | `fused` | norms, rotary positions, gates and the loss in one pass each |
 //! | [`autograd`] | `autograd` | functions with a backward in Rust, hooks, gradients with all options |
 //! | [`optim`] | `optim` | AdamW (fused, 8-bit, paged) and others, clipping, schedules, EMA, early stopping |
@@ -17,11 +18,13 @@
 //! | [`quantization`] | `quantization` | INT8, INT4, NF4, FP4, FP8 weights and their products; GGUF, GPTQ, AWQ |
 //! | [`lora`] | `lora` | LoRA, DoRA and QLoRA adapters in PEFT's format |
 //! | [`generation`] | `generation` | sampling, beams, speculation, constraints; continuous batching; chat |
+//! | [`onnx`] | `onnx` | models written as ONNX, with a key/value cache and quantized weights |
 //! | [`datasets`] | `datasets` | records of files of any size, loaders, samplers, packing, token stores |
 //! | [`profiling`] | `profiling` | step breakdown, metrics, TensorBoard, reports |
 //! | [`safetensors`] | `safetensors` | tensors in files: mapped reads, writes whole or not at all |
 //! | [`snapshot`] | `snapshot` | the state of a run in folders that appear whole or not at all |
 //! | [`trainer`] | `trainer` | training arguments in Hugging Face's words, presets, run folders |
+//! | `compiled` | `compiled` (off) | packages of AOTInductor, CUDA graphs |
 //! | [`datasets`] with | `image`, `parquet`, `speech` (off) | images with captions, Parquet and Arrow files, speech |
 //! | [`sys`] | always | operators by name, memory statistics, what tch does not bind |
 //!
@@ -53,6 +56,8 @@
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
+#[cfg(all(doctest, feature = "full"))]
+mod book;
 pub mod prelude;
 
 pub use overdrive_sys as sys;
@@ -65,8 +70,12 @@ pub use overdrive_attention as attention;
 pub use overdrive_autograd as autograd;
 #[cfg(feature = "checkpointing")]
 pub use overdrive_checkpointing as checkpointing;
+#[cfg(feature = "compiled")]
+pub use overdrive_compiled as compiled;
 #[cfg(feature = "datasets")]
 pub use overdrive_datasets as datasets;
+#[cfg(feature = "distributed")]
+pub use overdrive_distributed as distributed;
 #[cfg(feature = "fused")]
 pub use overdrive_fused as fused;
 #[cfg(feature = "generation")]
@@ -75,6 +84,8 @@ pub use overdrive_generation as generation;
 pub use overdrive_kv_cache as kv_cache;
 #[cfg(feature = "lora")]
 pub use overdrive_lora as lora;
+#[cfg(feature = "onnx")]
+pub use overdrive_onnx as onnx;
 #[cfg(feature = "optim")]
 pub use overdrive_optim as optim;
 #[cfg(feature = "precision")]

@@ -75,6 +75,45 @@ impl<S: Sampler> BatchSampler for SampledBatches<S> {
     }
 }
 
+/// Of each `world_size` batches of another sampler in a row, the one of this process: Accelerate's
+/// `BatchSamplerShard`. The joint batch of all processes is that of one process with `world_size` times
+/// the records.
+///
+/// ```
+/// use overdrive_datasets::{
+///     BatchSampler, LastShare, SampledBatches, SequentialSampler, Shard, ShardedBatches,
+/// };
+///
+/// let all = SampledBatches::new(SequentialSampler::new(8), 2, false, Shard::default())?;
+/// let second = ShardedBatches::new(all, Shard::new(1, 2, LastShare::Repeat)?);
+/// assert_eq!(second.len(0), 2);
+/// assert_eq!((second.batch(0, 0), second.batch(0, 1)), (vec![2, 3], vec![6, 7]));
+/// # Ok::<(), overdrive_datasets::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct ShardedBatches<S> {
+    batches: S,
+    shard: Shard,
+}
+
+impl<S: BatchSampler> ShardedBatches<S> {
+    /// The part of the process that `shard` names.
+    pub fn new(batches: S, shard: Shard) -> Self {
+        Self { batches, shard }
+    }
+}
+
+impl<S: BatchSampler> BatchSampler for ShardedBatches<S> {
+    fn len(&self, epoch: u64) -> usize {
+        self.shard.len(self.batches.len(epoch))
+    }
+
+    fn batch(&self, epoch: u64, number: usize) -> Vec<usize> {
+        let all = self.batches.len(epoch);
+        self.batches.batch(epoch, self.shard.global(number, all))
+    }
+}
+
 pub(crate) fn check_batch_size(batch_size: usize) -> Result<()> {
     if batch_size == 0 {
         return Err(Error::InvalidOption {

@@ -11,10 +11,13 @@ pub enum LastShare {
     Repeat,
     /// They are left out.
     Drop,
+    /// The first processes take them, and have one more than the others: for evaluations, where every
+    /// record counts once and nobody waits for the others at each of them.
+    Uneven,
 }
 
 /// The part of one process: of each `world_size` things in a row it takes number `rank`. All
-/// processes get equally many.
+/// processes get equally many, unless [`LastShare::Uneven`] says otherwise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shard {
     rank: usize,
@@ -58,6 +61,7 @@ impl Shard {
         match self.last {
             LastShare::Repeat => len.div_ceil(self.world_size),
             LastShare::Drop => len / self.world_size,
+            LastShare::Uneven => (len + self.world_size - 1 - self.rank) / self.world_size,
         }
     }
 

@@ -5,16 +5,17 @@
 #![allow(dead_code, reason = "not every test file uses all of it")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use overdrive_distributed::{GroupConfig, Launch, ProcessGroup, Result, init_process_group};
+use overdrive_distributed::{Ended, GroupConfig, Launch, ProcessGroup, Result, init_process_group};
 
 /// What the ranks of a scenario wrote, in their order; nothing where one wrote nothing.
 pub(crate) struct Outcome {
     pub(crate) written: Vec<Option<String>>,
-    pub(crate) launched: Result<()>,
+    pub(crate) launched: Result<Ended>,
 }
 
 impl Outcome {
@@ -32,19 +33,36 @@ pub(crate) fn launch(scenario: &str, ranks: usize) -> Outcome {
     launch_within(scenario, ranks, Duration::from_secs(60))
 }
 
+/// With variables for all ranks; the others may go on for a second after one has failed.
+pub(crate) fn launch_with(scenario: &str, ranks: usize, env: &[(&str, &OsStr)]) -> Outcome {
+    launch_with_grace(scenario, ranks, Duration::from_secs(1), env)
+}
+
 /// `grace`: how long the others may go on after one has failed.
 pub(crate) fn launch_within(scenario: &str, ranks: usize, grace: Duration) -> Outcome {
+    launch_with_grace(scenario, ranks, grace, &[])
+}
+
+pub(crate) fn launch_with_grace(
+    scenario: &str,
+    ranks: usize,
+    grace: Duration,
+    env: &[(&str, &OsStr)],
+) -> Outcome {
     static NUMBER: AtomicUsize = AtomicUsize::new(0);
     let number = NUMBER.fetch_add(1, Ordering::SeqCst);
     let folder = std::env::temp_dir().join(format!("od-{}-{number}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
-    let launch = Launch::new(std::env::current_exe().unwrap())
+    let mut launch = Launch::new(std::env::current_exe().unwrap())
         .args(["worker", "--exact", "--nocapture", "--test-threads=1"])
         .nproc(ranks)
         .grace(grace)
         .env("OMP_NUM_THREADS", "1")
         .env("OD_SCENARIO", scenario)
         .env("OD_FOLDER", &folder);
+    for (name, value) in env {
+        launch = launch.env(name, value);
+    }
     let launched = launch.run();
     let written = (0..ranks)
         .map(|rank| std::fs::read_to_string(folder.join(rank.to_string())).ok())

@@ -2,7 +2,7 @@ use overdrive_kv_cache::KvCache;
 use overdrive_transformer::{CausalLm, ForwardInput, Logits, ModelConfig, RopeScaling};
 use tch::{Device, Kind, Tensor};
 
-use crate::{Error, Result};
+use crate::Result;
 
 /// What an [`Engine`](crate::Engine) asks of a model: [`CausalLm`] gives it, and so can any decoder
 /// whose attention goes through [`KvCache::attend`].
@@ -57,22 +57,10 @@ pub struct RaggedStep<'a, 'c> {
 
 impl EngineModel for CausalLm {
     fn cache_shape(&self) -> Result<CacheShape> {
-        let (kv_heads, head_dim) = match self.config() {
-            ModelConfig::Llama(config) => (
-                config
-                    .num_key_value_heads
-                    .unwrap_or(config.num_attention_heads),
-                config
-                    .head_dim
-                    .unwrap_or(config.hidden_size / config.num_attention_heads.max(1)),
-            ),
-            ModelConfig::Gpt2(config) => (config.n_head, config.n_embd / config.n_head.max(1)),
-            _ => return Err(Error::UnknownCacheShape),
-        };
         Ok(CacheShape {
             layers: self.num_layers(),
-            kv_heads,
-            head_dim,
+            kv_heads: self.config().num_key_value_heads(),
+            head_dim: self.config().head_dim(),
             kind: self.kind(),
             device: self.device(),
         })

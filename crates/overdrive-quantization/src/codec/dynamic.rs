@@ -104,20 +104,17 @@ pub(crate) fn quantize(
     Ok(())
 }
 
-/// The magnitudes: `book[code] · scale + offset`.
-pub(crate) fn dequantize(
-    codes: &[u8],
-    book: &[f32; 256],
-    scales: &[f32],
-    offset: f32,
-    magnitudes: &mut [f32],
-) {
-    let blocks = magnitudes.chunks_mut(BLOCK).zip(codes.chunks(BLOCK));
-    for ((magnitudes, codes), scale) in blocks.zip(scales) {
-        for (magnitude, code) in magnitudes.iter_mut().zip(codes) {
-            *magnitude = book[usize::from(*code)] * scale + offset;
-        }
-    }
+/// What magnitudes come back as.
+#[cfg(test)]
+pub(crate) fn dequantized(codes: &[u8], scales: &[f32], offset: f32) -> Vec<f32> {
+    let magnitudes = crate::kernel::four_bit::Magnitudes::Quantized {
+        codes,
+        book: code_book(),
+        planes: None,
+        scales,
+        offset,
+    };
+    magnitudes.range(0..codes.len(), &mut Vec::new()).to_vec()
 }
 
 #[cfg(test)]
@@ -135,10 +132,10 @@ mod tests {
 
     #[test]
     fn equal_magnitudes_come_back_exactly() {
-        let (mut codes, mut scales, mut back) = ([1; 300], [1.0; 2], [0.0; 300]);
+        let (mut codes, mut scales) = ([1; 300], [1.0; 2]);
         quantize(&[0.5; 300], 0.5, &mut codes, &mut scales).expect("finite");
-        dequantize(&codes, code_book(), &scales, 0.5, &mut back);
-        assert_eq!((scales, back), ([0.0; 2], [0.5; 300]));
+        let back = dequantized(&codes, &scales, 0.5);
+        assert_eq!((scales, back), ([0.0; 2], vec![0.5; 300]));
     }
 
     proptest! {
@@ -150,8 +147,7 @@ mod tests {
             let mut codes = vec![0; magnitudes.len()];
             let mut scales = vec![0.0; magnitudes.len().div_ceil(BLOCK)];
             quantize(&magnitudes, offset, &mut codes, &mut scales).expect("finite");
-            let mut back = vec![0.0; magnitudes.len()];
-            dequantize(&codes, code_book(), &scales, offset, &mut back);
+            let back = dequantized(&codes, &scales, offset);
             for (index, (x, y)) in magnitudes.iter().zip(&back).enumerate() {
                 // The widest cells, those of the last decade, are 0.9/64 of the largest; below
                 // -0.993, the least number, there is none at all.

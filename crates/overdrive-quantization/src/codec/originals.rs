@@ -145,8 +145,7 @@ fn magnitudes_in_8_bits_are_those_of_bitsandbytes() {
     dynamic::quantize(magnitudes, offset, &mut codes, &mut scales).expect("finite");
     assert_eq!(codes, bytes(fixture.get("dynamic.codes")).expect("bytes"));
     assert_eq!(bits(&scales), bits(fixture.floats("dynamic.absmax")));
-    let mut numbers = vec![0.0; magnitudes.len()];
-    dynamic::dequantize(&codes, dynamic::code_book(), &scales, offset, &mut numbers);
+    let numbers = dynamic::dequantized(&codes, &scales, offset);
     assert_eq!(bits(&numbers), bits(fixture.floats("dynamic.numbers")));
 }
 

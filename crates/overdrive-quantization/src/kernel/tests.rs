@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use super::activations::Int8Rows;
 use super::element::Element;
 use super::joint::product;
-use super::simd::InstructionSet;
+use super::simd::{Book256, InstructionSet, Kernel, Simd};
 use super::widen::{E4m3, WidenPart};
 use crate::codec::fp8;
 
@@ -195,5 +195,39 @@ fn bf16_is_widened_and_rounded() {
     for bits in [0_u16, 0x3f80, 0xbf81, 0x7f80, 0x0001] {
         let number = bf16::from_bits(bits);
         assert_eq!(Element::to_f32(number).to_bits(), u32::from(bits) << 16);
+    }
+}
+
+/// A look-up of bytes, of a length.
+struct LookUp<'a>(&'a Book256, &'a [u8], &'a mut [u32]);
+
+impl Kernel for LookUp<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        simd.look_up_256(self.0, self.1, self.2);
+    }
+}
+
+#[test]
+fn numbers_of_a_book_are_looked_up_bit_by_bit() {
+    // No two bytes of a number, and no two numbers, are alike.
+    let numbers =
+        std::array::from_fn(|code| f32::from_bits((code as u32).wrapping_mul(0x9E37_79B9)));
+    let book = Book256::new(&numbers);
+    let codes: Vec<u8> = (0..300_u32).map(|at| (at * 167 + 13) as u8).collect();
+    for set in InstructionSet::available() {
+        for count in 0..codes.len() {
+            let mut bits = vec![7; codes.len()];
+            set.run(LookUp(&book, &codes[..count], &mut bits[..count]));
+            for (at, bits) in bits.iter().enumerate() {
+                let expected = match at < count {
+                    true => numbers[usize::from(codes[at])].to_bits(),
+                    false => 7,
+                };
+                assert_eq!(*bits, expected, "{} {count} {at}", set.name());
+            }
+        }
     }
 }

@@ -83,10 +83,14 @@ typedef struct od_watch_state {
   int32_t failed;     // one ended with an error, on which nobody has decided yet
   int32_t decided;
   uint64_t failed_number;
-  char* last;         // what the last one begun was; strings are freed with `od_string_free`
+  // The last ones begun, a line each: number, name and tensors with a tab between them. Strings are freed
+  // with `od_string_free`.
+  char* recent;
   char* failed_what;
   char* failed_text;
 } od_watch_state;
+// What a group is called in messages, after its ranks.
+od_status* od_watch_label(od_group* group, const char* label) OD_NOEXCEPT;
 // From here on a failed collective ends only when `od_watch_decide` is called, with its words.
 void od_watch_begin(od_group* group) OD_NOEXCEPT;
 // Waits until a collective fails, `od_watch_wake` is called or the time is over.

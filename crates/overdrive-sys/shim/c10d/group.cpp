@@ -20,7 +20,12 @@ namespace overdrive {
 std::string Watch::describe(uint64_t number, const std::string& what) const {
   auto text = what;
   if (number != 0) text += " #" + std::to_string(number);
-  return text + " on rank " + std::to_string(rank_) + " of " + std::to_string(size_);
+  return text + " on rank " + std::to_string(rank_) + " of " + std::to_string(size_) + label_;
+}
+
+void Watch::label(const std::string& label) {
+  std::lock_guard<std::mutex> held(lock_);
+  label_ = label;
 }
 
 std::exception_ptr Watch::error(uint64_t number, const std::string& what) const {
@@ -28,13 +33,14 @@ std::exception_ptr Watch::error(uint64_t number, const std::string& what) const 
   return std::make_exception_ptr(std::runtime_error(describe(number, what) + ": " + words_));
 }
 
-uint64_t Watch::start(const std::string& what) {
+uint64_t Watch::start(const std::string& what, std::string tensors) {
   std::lock_guard<std::mutex> held(lock_);
   if (decided_) {
     throw std::runtime_error(describe(0, what) + " cannot start: the group has failed: " + words_);
   }
-  last_ = what;
-  return ++started_;
+  recent_.push_back({++started_, what, std::move(tensors)});
+  if (recent_.size() > kRecent) recent_.pop_front();
+  return started_;
 }
 
 void Watch::check() const {
@@ -109,11 +115,32 @@ void Watch::poll(std::chrono::milliseconds wait, od_watch_state* out) {
   std::unique_lock<std::mutex> held(lock_);
   changed_.wait_for(held, wait, [&] { return woken_ || (failed_ && !decided_); });
   woken_ = false;
-  std::unique_ptr<char[]> last(copy_string(last_));
+  std::string lines;
+  for (const auto& begun : recent_) {
+    lines += std::to_string(begun.number) + "\t" + begun.what + "\t" + begun.tensors + "\n";
+  }
+  std::unique_ptr<char[]> recent(copy_string(lines));
   std::unique_ptr<char[]> what(copy_string(failed_what_));
   std::unique_ptr<char[]> text(copy_string(failed_text_));
   *out = {started_, finished_,  failed_ && !decided_ ? 1 : 0, decided_ ? 1 : 0, failed_number_,
-          last.release(), what.release(), text.release()};
+          recent.release(), what.release(), text.release()};
+}
+
+std::string describe_tensors(at::ArrayRef<at::Tensor> tensors) {
+  if (tensors.empty()) return {};
+  const auto& first = tensors[0];
+  std::string text = c10::toString(first.scalar_type());
+  if (tensors.size() == 1) {
+    text += " [";
+    for (int64_t k = 0; k < first.dim(); ++k) {
+      text += (k ? ", " : "") + std::to_string(first.size(k));
+    }
+    return text + "]";
+  }
+  int64_t elements = 0;
+  for (const auto& tensor : tensors) elements += tensor.numel();
+  return text + ", " + std::to_string(tensors.size()) + " tensors of " + std::to_string(elements) +
+         " elements";
 }
 
 // --- WatchedWork ----------------------------------------------------------------------------------
@@ -371,6 +398,10 @@ extern "C" int32_t od_work_is_completed(od_work* work) noexcept {
 
 extern "C" void od_work_free(od_work* work) noexcept {
   overdrive::discard([&] { delete work; });
+}
+
+extern "C" od_status* od_watch_label(od_group* group, const char* label) noexcept {
+  return guard([&] { group->watch->label(label); });
 }
 
 extern "C" void od_watch_begin(od_group* group) noexcept {

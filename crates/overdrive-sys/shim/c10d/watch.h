@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <condition_variable>
+#include <deque>
 #include <map>
 #include <mutex>
 
@@ -24,8 +25,10 @@ class Watch {
  public:
   Watch(int rank, int size) : rank_(rank), size_(size) {}
 
-  // Throws if the group has failed before.
-  uint64_t start(const std::string& what);
+  // Throws if the group has failed before. `tensors` says what takes part: it is the same on all ranks.
+  uint64_t start(const std::string& what, std::string tensors);
+  // What follows "on rank 0 of 2" in messages.
+  void label(const std::string& label);
   void enlist(uint64_t number, const c10::intrusive_ptr<WatchedWork>& work);
   void finish(uint64_t number);
   // A point-to-point call has no number: only two ranks take part.
@@ -42,6 +45,14 @@ class Watch {
   void poll(std::chrono::milliseconds wait, od_watch_state* out);
 
  private:
+  struct Begun {
+    uint64_t number;
+    std::string what;
+    std::string tensors;
+  };
+  // As many as a rank may be ahead of another that looks for the difference between them.
+  static constexpr size_t kRecent = 8;
+
   std::string describe(uint64_t number, const std::string& what) const;
 
   const int rank_;
@@ -56,7 +67,8 @@ class Watch {
   bool failed_ = false;
   bool decided_ = false;
   uint64_t failed_number_ = 0;
-  std::string last_;
+  std::deque<Begun> recent_;
+  std::string label_;
   std::string failed_what_;
   std::string failed_text_;
   std::string words_;
@@ -108,50 +120,52 @@ class WatchedBackend : public c10d::Backend {
   using Pointer = c10::intrusive_ptr<c10d::Work>;
 
   Pointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
-    return numbered("broadcast", [&] { return inner_->broadcast(tensors, opts); });
+    return numbered("broadcast", tensors, [&] { return inner_->broadcast(tensors, opts); });
   }
   Pointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
-    return numbered("all_reduce", [&] { return inner_->allreduce(tensors, opts); });
+    return numbered("all_reduce", tensors, [&] { return inner_->allreduce(tensors, opts); });
   }
   Pointer allreduce_coalesced(Tensors& tensors,
                               const c10d::AllreduceCoalescedOptions& opts) override {
-    return numbered("all_reduce", [&] { return inner_->allreduce_coalesced(tensors, opts); });
+    return numbered("all_reduce", tensors,
+                    [&] { return inner_->allreduce_coalesced(tensors, opts); });
   }
   Pointer reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
-    return numbered("reduce", [&] { return inner_->reduce(tensors, opts); });
+    return numbered("reduce", tensors, [&] { return inner_->reduce(tensors, opts); });
   }
   Pointer allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
-    return numbered("all_gather", [&] { return inner_->allgather(outputs, inputs, opts); });
+    return numbered("all_gather", inputs, [&] { return inner_->allgather(outputs, inputs, opts); });
   }
   Pointer _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& opts) override {
-    return numbered("all_gather_into_tensor",
+    return numbered("all_gather_into_tensor", {input},
                     [&] { return inner_->_allgather_base(output, input, opts); });
   }
   Pointer gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
-    return numbered("gather", [&] { return inner_->gather(outputs, inputs, opts); });
+    return numbered("gather", inputs, [&] { return inner_->gather(outputs, inputs, opts); });
   }
   Pointer scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& opts) override {
-    return numbered("scatter", [&] { return inner_->scatter(outputs, inputs, opts); });
+    return numbered("scatter", outputs, [&] { return inner_->scatter(outputs, inputs, opts); });
   }
   Pointer reduce_scatter(Tensors& outputs, Lists& inputs,
                          const c10d::ReduceScatterOptions& opts) override {
-    return numbered("reduce_scatter", [&] { return inner_->reduce_scatter(outputs, inputs, opts); });
+    return numbered("reduce_scatter", outputs,
+                    [&] { return inner_->reduce_scatter(outputs, inputs, opts); });
   }
   Pointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& opts) override {
-    return numbered("reduce_scatter_tensor",
+    return numbered("reduce_scatter_tensor", {output},
                     [&] { return inner_->_reduce_scatter_base(output, input, opts); });
   }
   Pointer alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_counts,
                         std::vector<int64_t>& input_counts,
                         const c10d::AllToAllOptions& opts) override {
-    return numbered("all_to_all", [&] {
+    return numbered("all_to_all", {input}, [&] {
       return inner_->alltoall_base(output, input, output_counts, input_counts, opts);
     });
   }
   Pointer barrier(const c10d::BarrierOptions& opts) override {
-    return numbered("barrier", [&] { return inner_->barrier(opts); });
+    return numbered("barrier", {}, [&] { return inner_->barrier(opts); });
   }
   Pointer send(Tensors& tensors, int peer, int tag) override {
     return direct("send to rank " + std::to_string(peer),
@@ -164,7 +178,7 @@ class WatchedBackend : public c10d::Backend {
 
  private:
   template <class Call>
-  Pointer numbered(const char* what, Call&& call);
+  Pointer numbered(const char* what, at::ArrayRef<at::Tensor> tensors, Call&& call);
   template <class Call>
   Pointer direct(std::string what, Call&& call);
 
@@ -173,11 +187,16 @@ class WatchedBackend : public c10d::Backend {
   std::mutex order_;
 };
 
+// "float [10, 3]"; of several tensors their number and elements in all.
+std::string describe_tensors(at::ArrayRef<at::Tensor> tensors);
+
 template <class Call>
-c10::intrusive_ptr<c10d::Work> WatchedBackend::numbered(const char* what, Call&& call) {
+c10::intrusive_ptr<c10d::Work> WatchedBackend::numbered(const char* what,
+                                                        at::ArrayRef<at::Tensor> tensors,
+                                                        Call&& call) {
   // Numbers are given in the order in which the backend, which has no lock of its own, is called.
   std::unique_lock<std::mutex> order(order_);
-  const auto number = watch_->start(what);
+  const auto number = watch_->start(what, describe_tensors(tensors));
   c10::intrusive_ptr<c10d::Work> inner;
   try {
     inner = call();

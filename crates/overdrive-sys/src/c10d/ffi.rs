@@ -44,7 +44,7 @@ pub(super) struct RawWatchState {
     pub(super) failed: i32,
     pub(super) decided: i32,
     pub(super) failed_number: u64,
-    pub(super) last: *mut c_char,
+    pub(super) recent: *mut c_char,
     pub(super) failed_what: *mut c_char,
     pub(super) failed_text: *mut c_char,
 }
@@ -148,6 +148,7 @@ unsafe extern "C" {
     pub(super) fn od_work_is_completed(work: *mut RawWork) -> i32;
     pub(super) fn od_work_free(work: *mut RawWork);
 
+    pub(super) fn od_watch_label(group: *mut RawGroup, label: *const c_char) -> *mut Status;
     pub(super) fn od_watch_begin(group: *mut RawGroup);
     pub(super) fn od_watch_poll(
         group: *mut RawGroup,

@@ -202,6 +202,20 @@ impl Group {
         Ok(Work { raw })
     }
 
+    /// What follows the ranks in messages, such as the name of a part of a group.
+    ///
+    /// # Errors
+    /// [`crate::Error::BadArgument`] for a zero byte.
+    pub fn label(&self, label: &str) -> Result<()> {
+        let operation = "naming a group";
+        let label = c_string(label, operation)?;
+        // SAFETY: the group is alive; the label outlives the call.
+        check(
+            unsafe { ffi::od_watch_label(self.raw, label.as_ptr()) },
+            operation,
+        )
+    }
+
     /// From here on a collective that fails ends only when [`decide`](Self::decide) says with which
     /// words: the caller polls, and finds out.
     pub fn begin_watch(&self) {
@@ -220,7 +234,7 @@ impl Group {
             failed: 0,
             decided: 0,
             failed_number: 0,
-            last: ptr::null_mut(),
+            recent: ptr::null_mut(),
             failed_what: ptr::null_mut(),
             failed_text: ptr::null_mut(),
         };
@@ -228,9 +242,9 @@ impl Group {
         let status = unsafe { ffi::od_watch_poll(self.raw, millis(wait), &raw mut state) };
         check(status, "watching a group")?;
         // SAFETY: the call succeeded; each string is taken once.
-        let (last, what, text) = unsafe {
+        let (recent, what, text) = unsafe {
             (
-                take_string(state.last),
+                take_string(state.recent),
                 take_string(state.failed_what),
                 take_string(state.failed_text),
             )
@@ -238,7 +252,7 @@ impl Group {
         Ok(WatchState {
             started: state.started,
             finished: state.finished,
-            last,
+            recent: recent.lines().filter_map(Begun::read).collect(),
             failure: (state.failed != 0).then_some((state.failed_number, what, text)),
             decided: state.decided != 0,
         })
@@ -279,13 +293,35 @@ pub struct WatchState {
     pub started: u64,
     /// How many of them have ended.
     pub finished: u64,
-    /// What the last one started was.
-    pub last: String,
+    /// The last ones started, the newest at the end.
+    pub recent: Vec<Begun>,
     /// Number, name and libtorch's words of the first that failed, until it is decided on. The number is
     /// 0 for a send or a receive.
     pub failure: Option<(u64, String, String)>,
     /// Whether the group has been ended.
     pub decided: bool,
+}
+
+/// A collective that a rank has begun.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Begun {
+    /// Its number in the group, from 1.
+    pub number: u64,
+    /// Its name.
+    pub what: String,
+    /// Dtype and shape of what takes part; empty for a barrier.
+    pub tensors: String,
+}
+
+impl Begun {
+    fn read(line: &str) -> Option<Self> {
+        let mut fields = line.splitn(3, '\t');
+        Some(Self {
+            number: fields.next()?.parse().ok()?,
+            what: fields.next()?.to_owned(),
+            tensors: fields.next()?.to_owned(),
+        })
+    }
 }
 
 /// A collective that was started.

@@ -10,7 +10,7 @@ mod group;
 mod reducer;
 mod store;
 
-pub use group::{Collective, Group, NetworkDevice, ReduceOp, WatchState, Work};
+pub use group::{Begun, Collective, Group, NetworkDevice, ReduceOp, WatchState, Work};
 pub use reducer::{Reducer, ReducerOptions};
 pub use store::{Store, StoreRole};
 

@@ -5,6 +5,7 @@ use serde_json::{Map, Value, json};
 
 use super::{FinetuneArguments, FinetuneLayers};
 use crate::Result;
+use crate::train_args::every;
 
 /// The flags of a fine-tuning program, to be flattened into its own. They stand over the file.
 #[derive(Debug, Clone, Default, Args)]
@@ -98,9 +99,21 @@ pub struct FinetuneArgs {
     #[arg(long)]
     pub gradient_checkpointing: bool,
 
-    /// Steps between evaluations on a part that is held back [default: none]
+    /// Steps between evaluations on a part that is held back, 0 for none [default: none]
     #[arg(long, value_name = "N")]
     pub eval_steps: Option<f64>,
+
+    /// Steps between snapshots, 0 for none [default: 500]
+    #[arg(long, value_name = "N")]
+    pub save_steps: Option<f64>,
+
+    /// Snapshots that are kept [default: all]
+    #[arg(long, value_name = "N")]
+    pub save_total_limit: Option<usize>,
+
+    /// Go on after the newest snapshot in `--out` (true), or after the one in this folder
+    #[arg(long, value_name = "true|DIR")]
+    pub resume_from_checkpoint: Option<String>,
 
     /// Train in bfloat16 with autocast
     #[arg(long)]
@@ -125,12 +138,24 @@ impl FinetuneArgs {
     /// # Errors
     /// What is wrong with the file or with the values.
     pub fn resolve(&self) -> Result<FinetuneArguments> {
+        self.resolve_telling(|_| {})
+    }
+
+    /// The same, and tells what keys in other spellings were taken for, a line each.
+    ///
+    /// # Errors
+    /// As [`resolve`](Self::resolve).
+    pub fn resolve_telling(&self, mut say: impl FnMut(&str)) -> Result<FinetuneArguments> {
         let mut layers = FinetuneLayers::new();
         if let Some(path) = &self.config {
             layers = layers.file(path)?;
         }
         let overrides = Value::Object(self.overrides());
-        layers.layer(overrides, "the command line")?.resolve()
+        let layers = layers.layer(overrides, "the command line")?;
+        for note in layers.notes() {
+            say(&format!("configured  {note}"));
+        }
+        layers.resolve()
     }
 
     /// The keys that the flags set.
@@ -185,10 +210,10 @@ impl FinetuneArgs {
             "gradient_checkpointing",
             json!(on(self.gradient_checkpointing)),
         );
-        if let Some(steps) = self.eval_steps {
-            set("eval_strategy", json!("steps"));
-            set("eval_steps", json!(steps));
-        }
+        every(&mut set, "eval", self.eval_steps);
+        every(&mut set, "save", self.save_steps);
+        set("save_total_limit", json!(self.save_total_limit));
+        set("resume_from_checkpoint", json!(self.resume_from_checkpoint));
         set("bf16", json!(on(self.bf16)));
         set("merge", json!(on(self.merge)));
         set("seed", json!(self.seed));

@@ -1,5 +1,6 @@
 use std::fmt;
 
+use overdrive_distributed::ProcessGroup;
 use overdrive_profiling::Trackers;
 
 use super::memory::{TrainingMemory, mebibytes};
@@ -85,9 +86,13 @@ pub fn compare(arguments: &FinetuneArguments, mut say: impl FnMut(&str)) -> Resu
         say(&format!("{method}"));
         let arguments = method.of(arguments);
         let mut silent = |_: &str| {};
-        let trained = train(&arguments, true, &mut silent, &mut |_, _| {
-            Ok(Trackers::new())
-        })?;
+        let trained = train(
+            &ProcessGroup::single(),
+            &arguments,
+            true,
+            &mut silent,
+            &mut |_, _, _| Ok((Trackers::new(), None)),
+        )?;
         rows.push((method, trained.memory, trained.summary));
     }
     Ok(Comparison { rows })

@@ -12,7 +12,7 @@ use tch::Device;
 
 use super::FinetuneArguments;
 use crate::batch_loader::Loading;
-use crate::{BatchLoader, Error, IntervalStrategy, Result};
+use crate::{BatchLoader, Error, IntervalStrategy, Part, Result};
 
 /// The files that make a tokenizer.
 const TOKENIZER_FILES: [&str; 9] = [
@@ -140,10 +140,10 @@ impl InstructionData {
     pub fn train_batches(
         &self,
         arguments: &FinetuneArguments,
-        device: Device,
+        part: impl Into<Part>,
     ) -> Result<BatchLoader<InstructionTensors>> {
         let (rows, layout, lengths) = self.rows(arguments)?;
-        let how = loading(arguments, device, true);
+        let how = loading(arguments, part, true);
         BatchLoader::of_rows(rows, layout, lengths, std::convert::identity, how)
     }
 
@@ -178,7 +178,7 @@ impl InstructionData {
     pub fn validation_batches(
         &self,
         arguments: &FinetuneArguments,
-        device: Device,
+        part: impl Into<Part>,
     ) -> Result<Option<impl Iterator<Item = overdrive_datasets::Result<InstructionTensors>>>> {
         let Some(validation) = &self.validation else {
             return Ok(None);
@@ -186,13 +186,16 @@ impl InstructionData {
         let capacity = validation.encoder().options().max_seq_length;
         let plan = Arc::new(PackPlan::one_each(validation.lengths(), capacity)?);
         let rows = SequenceRows::new(Arc::clone(validation), plan);
-        let how = loading(arguments, device, false);
+        let how = loading(arguments, part, false);
         let same = std::convert::identity;
         let batches = BatchLoader::of_rows(rows, RowLayout::EndToEnd, None, same, how)?;
-        let most = arguments.training.max_eval_batches.unwrap_or(u64::MAX);
-        Ok(Some(
-            batches.take(usize::try_from(most).unwrap_or(usize::MAX)),
-        ))
+        let most = match arguments.training.max_eval_batches {
+            Some(most) => how
+                .part
+                .share(usize::try_from(most).unwrap_or(usize::MAX))?,
+            None => usize::MAX,
+        };
+        Ok(Some(batches.take(most)))
     }
 
     /// Puts the tokenizer's files and the chat template beside what a run writes.
@@ -223,10 +226,10 @@ type TrainRows = (
     Option<Vec<u32>>,
 );
 
-fn loading(arguments: &FinetuneArguments, device: Device, endless: bool) -> Loading<'_> {
+fn loading(arguments: &FinetuneArguments, part: impl Into<Part>, endless: bool) -> Loading<'_> {
     Loading {
         arguments: &arguments.training,
-        device,
+        part: part.into(),
         endless,
     }
 }

@@ -4,10 +4,12 @@ use serde_json::{Map, Value};
 
 use super::FinetuneArguments;
 use crate::layers::{self, Layers};
-use crate::{ConfigFormat, Error, Result, RunFolder, config_format, diagnosis, foreign_keys};
+use crate::{
+    ConfigFormat, Error, Result, RunFolder, config_format, diagnosis, foreign_keys, guide_keys,
+};
 
 /// Keys that are known under further names: those of TRL, PEFT, axolotl and Unsloth.
-const ALIASES: [(&str, &str); 15] = [
+const ALIASES: [(&str, &str); 14] = [
     ("model", "model_name_or_path"),
     ("base_model", "model_name_or_path"),
     ("model_name", "model_name_or_path"),
@@ -21,7 +23,6 @@ const ALIASES: [(&str, &str); 15] = [
     ("lora_target_modules", "target_modules"),
     ("lora_modules_to_save", "modules_to_save"),
     ("use_bnb_nested_quant", "bnb_4bit_use_double_quant"),
-    ("use_gradient_checkpointing", "gradient_checkpointing"),
     ("max_samples", "max_train_samples"),
 ];
 
@@ -86,6 +87,7 @@ const NOT_HERE: [(&str, &str); 4] = [
 #[derive(Debug, Clone, Default)]
 pub struct FinetuneLayers {
     arguments: FinetuneArguments,
+    notes: Vec<String>,
 }
 
 impl FinetuneLayers {
@@ -117,20 +119,15 @@ impl FinetuneLayers {
             });
         };
         let mut values = flattened(values, origin)?;
+        values = guide_keys::translate(values, origin, &mut self.notes)?;
         for (alias, key) in ALIASES {
             if let Some(value) = values.shift_remove(alias) {
-                insert_once(&mut values, alias, key, value, origin)?;
+                guide_keys::put(&mut values, alias, key, value, origin)?;
             }
         }
         IDLE.iter().for_each(|key| {
             values.shift_remove(*key);
         });
-        // Unsloth's own way of it.
-        if let Some(value) = values.get_mut("gradient_checkpointing")
-            && value.as_str() == Some("unsloth")
-        {
-            *value = true.into();
-        }
         let defaults = diagnosis::as_value(&FinetuneArguments::default())?;
         let training_defaults = diagnosis::as_value(&FinetuneArguments::default().training)?;
         let (mut own, mut training) = (Map::new(), Map::new());
@@ -161,6 +158,11 @@ impl FinetuneLayers {
         let layers = Layers::on(below).layer(Value::Object(training), origin)?;
         self.arguments.training = layers.arguments().clone();
         Ok(self)
+    }
+
+    /// What keys in other spellings were taken for, a line each.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     /// The configuration, validated.
@@ -195,7 +197,22 @@ impl FinetuneArguments {
     /// # Errors
     /// As [`RunFolder::create`].
     pub fn create_folder(&self) -> Result<RunFolder> {
-        let run = RunFolder::make(&self.training, "finetune")?;
+        self.write_into(RunFolder::make(&self.training, "finetune")?)
+    }
+
+    /// The folder of the run that `resume_from_checkpoint` goes on with, where there is one; else as
+    /// [`create_folder`](FinetuneArguments::create_folder).
+    ///
+    /// # Errors
+    /// As [`RunFolder::open_or_create`].
+    pub fn open_or_create_folder(&self) -> Result<RunFolder> {
+        match RunFolder::to_resume(&self.training)? {
+            Some(run) => self.write_into(run),
+            None => self.create_folder(),
+        }
+    }
+
+    fn write_into(&self, run: RunFolder) -> Result<RunFolder> {
         let mut stored = self.clone();
         stored.training.output_dir = Some(run.root().to_owned());
         let text = format!("{:#}\n", stored.to_values()?);
@@ -218,7 +235,7 @@ fn flattened(mut values: Map<String, Value>, origin: &str) -> Result<Map<String,
         for (key, value) in inner {
             let name = names.iter().find(|(name, _)| *name == key);
             let outside = name.map_or(key.as_str(), |(_, outside)| outside).to_owned();
-            insert_once(
+            guide_keys::put(
                 &mut values,
                 &format!("{section}.{key}"),
                 &outside,
@@ -228,26 +245,6 @@ fn flattened(mut values: Map<String, Value>, origin: &str) -> Result<Map<String,
         }
     }
     Ok(values)
-}
-
-fn insert_once(
-    values: &mut Map<String, Value>,
-    from: &str,
-    key: &str,
-    value: Value,
-    origin: &str,
-) -> Result<()> {
-    match values.get(key) {
-        Some(other) if *other != value => Err(Error::GivenTwice {
-            origin: origin.to_owned(),
-            first: from.to_owned(),
-            second: key.to_owned(),
-        }),
-        _ => {
-            values.insert(key.to_owned(), value);
-            Ok(())
-        }
-    }
 }
 
 fn unknown(key: &str, own: &Value, training: &Value, origin: &str) -> Error {

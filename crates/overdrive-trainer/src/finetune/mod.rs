@@ -16,4 +16,4 @@ pub use data::{InstructionData, TemplateFormat};
 pub use layers::FinetuneLayers;
 pub use memory::TrainingMemory;
 pub use model::FinetuneModel;
-pub use run::{FinetuneResults, finetune};
+pub use run::{FinetuneResults, finetune, finetune_in};

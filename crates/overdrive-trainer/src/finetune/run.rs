@@ -2,16 +2,16 @@ use std::fmt;
 use std::path::PathBuf;
 
 use overdrive_datasets::Dataset;
+use overdrive_distributed::ProcessGroup;
 use overdrive_generation::{GenerationConfig, generate};
-use overdrive_profiling::{
-    JsonLines, Machine, MemoryUsage, Report, Sample, TensorBoard, Trackers, read_metrics,
-};
-use overdrive_transformer::CausalLm;
+use overdrive_profiling::{Machine, MemoryUsage, Report, Sample, Trackers, read_metrics};
+use tch::Tensor;
 
 use super::memory::TrainingMemory;
 use super::{FinetuneArguments, FinetuneModel, InstructionData};
+use crate::parallel::made_on_main;
 use crate::{
-    Error, Evaluation, ReportTo, Result, RunFolder, TrainBatch, TrainingLoop, TrainingSummary,
+    Error, Evaluation, Part, Result, RunFolder, Saving, TrainingLoop, TrainingSummary, evaluate_in,
 };
 
 /// Tokens of an answer that is shown at the end.
@@ -49,23 +49,46 @@ pub(super) struct Trained {
 ///
 /// # Errors
 /// What is wrong with the model, the data or a value; nothing is written then.
-pub fn finetune(
+pub fn finetune(arguments: &FinetuneArguments, say: impl FnMut(&str)) -> Result<FinetuneResults> {
+    let results = finetune_in(&ProcessGroup::single(), arguments, say)?;
+    let Some(results) = results else {
+        unreachable!("a world of one has a rank 0")
+    };
+    Ok(results)
+}
+
+/// As [`finetune`], by all processes of `group` together; what it came to is told and written on rank 0,
+/// and the others get `None`.
+///
+/// # Errors
+/// As [`finetune`], and when the processes differ or one is lost.
+pub fn finetune_in(
+    group: &ProcessGroup,
     arguments: &FinetuneArguments,
     mut say: impl FnMut(&str),
-) -> Result<FinetuneResults> {
-    let mut folder = None;
-    let mut trained = train(arguments, true, &mut say, &mut |arguments, say| {
-        let run = folder.insert(arguments.create_folder()?);
-        say(&format!("run folder  {}\n", run.root().display()));
-        let mut trackers = Trackers::new().with(JsonLines::create(run.metrics())?);
-        if arguments.training.reports_to(ReportTo::TensorBoard) {
-            trackers = trackers.with(TensorBoard::create(run.tensorboard())?);
+) -> Result<Option<FinetuneResults>> {
+    let mut say = |line: &str| {
+        if group.is_main() {
+            say(line);
         }
-        Ok(trackers)
-    })?;
+    };
+    let mut folder = None;
+    let mut make = |arguments: &FinetuneArguments, weights, say: &mut dyn FnMut(&str)| {
+        let opened = || arguments.open_or_create_folder();
+        let run = folder.insert(made_on_main(group, "open the run's folder", opened)?);
+        say(&format!("run folder  {}", run.root().display()));
+        let saving = Saving::open(&arguments.training, group, run, weights)?;
+        say(&saving.goes_on());
+        let trackers = run.trackers_in(group, &arguments.training, saving.resumed_step())?;
+        Ok((trackers, Some(saving)))
+    };
+    let mut trained = train(group, arguments, true, &mut say, &mut make)?;
     let Some(folder) = folder else {
         unreachable!("training asks for trackers before its first step")
     };
+    if !group.is_main() {
+        return Ok(None);
+    }
     trained.model.save(&folder)?;
     let beside = match arguments.use_peft {
         true => folder.root().to_owned(),
@@ -79,22 +102,26 @@ pub fn finetune(
         FinetuneModel::save_merged(arguments, &folder, path)?;
         trained.data.copy_tokenizer(arguments, path)?;
     }
-    Ok(FinetuneResults {
+    Ok(Some(FinetuneResults {
         folder,
         merged,
         summary: trained.summary,
         memory: trained.memory,
         fill: trained.fill,
         samples,
-    })
+    }))
 }
 
-/// Makes the trackers of a run, once its arguments are known in full.
-pub(super) type MakeTrackers<'m> =
-    &'m mut dyn FnMut(&FinetuneArguments, &mut dyn FnMut(&str)) -> Result<Trackers>;
+/// Makes the trackers and snapshots of a run, once its arguments and what learns are known.
+pub(super) type MakeTrackers<'m> = &'m mut dyn FnMut(
+    &FinetuneArguments,
+    Vec<(String, Tensor)>,
+    &mut dyn FnMut(&str),
+) -> Result<(Trackers, Option<Saving>)>;
 
 /// Loads, trains and measures.
 pub(super) fn train(
+    group: &ProcessGroup,
     arguments: &FinetuneArguments,
     shows_progress: bool,
     say: &mut dyn FnMut(&str),
@@ -102,7 +129,7 @@ pub(super) fn train(
 ) -> Result<Trained> {
     arguments.validate()?;
     arguments.training.apply()?;
-    let (device, precision) = (arguments.training.device(), arguments.precision());
+    let (device, precision) = (arguments.training.device_in(group), arguments.precision());
     let mut arguments = arguments.clone();
     let arguments = &mut arguments;
 
@@ -124,7 +151,8 @@ pub(super) fn train(
         arguments.training.context_length = context;
     }
     let data = InstructionData::prepare(arguments, config.eos_token_ids(), &mut *say)?;
-    let mut batches = data.train_batches(arguments, device)?;
+    let part = Part::of(group, device);
+    let mut batches = data.train_batches(arguments, part)?;
     let (fill, width) = data.fill(arguments)?;
     say(&format!(
         "batches     {} of {} rows a pass, {:.1}% of their places hold tokens",
@@ -151,22 +179,29 @@ pub(super) fn train(
         .plan(batches.batches_per_epoch() as u64)?;
     // About how many tokens a row of a micro-batch has, for the estimate of memory.
     let width = width.min(arguments.training.context_length);
+    let weights = || {
+        let trainable = model.trainable.iter();
+        let shared = trainable.map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+        shared.collect::<Vec<_>>()
+    };
+    let (trackers, saving) = trackers(arguments, weights(), &mut *say)?;
     let training = TrainingLoop {
         arguments: &arguments.training,
         plan,
         precision,
-        optimizer: arguments.training.optimizer_over(
-            model
-                .trainable
-                .iter()
-                .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()))
-                .collect(),
-        )?,
-        trackers: trackers(arguments, &mut *say)?,
-        shows_progress,
+        optimizer: arguments.training.optimizer_over(weights())?,
+        data_parallel: arguments.training.data_parallel(group, weights())?,
+        trackers,
+        saving,
+        shows_progress: shows_progress && group.is_main(),
     };
     let summary = training.run(&mut model.model, &mut batches, &mut |model| {
-        evaluate(arguments, &data, model)
+        let batches = data.validation_batches(arguments, part)?;
+        let batches = batches.into_iter().flatten();
+        Ok(Evaluation {
+            loss: evaluate_in(group, model, batches, precision)?,
+            bits_per_byte: None,
+        })
     })?;
     let peak = MemoryUsage::of(device).peak_allocated_bytes;
     let peak = peak.map(|peak| peak.saturating_sub(before));
@@ -177,30 +212,6 @@ pub(super) fn train(
         summary,
         memory,
         fill,
-    })
-}
-
-/// The loss on what is held back.
-fn evaluate(
-    arguments: &FinetuneArguments,
-    data: &InstructionData,
-    model: &CausalLm,
-) -> Result<Evaluation> {
-    let _no_grad = tch::no_grad_guard();
-    let device = model.device();
-    let (mut sum, mut tokens) = (0.0, 0);
-    let batches = data.validation_batches(arguments, device)?;
-    for batch in batches.into_iter().flatten() {
-        let batch = batch?;
-        let loss = arguments
-            .precision()
-            .autocast(device, || batch.loss(model))??;
-        sum += f64::try_from(loss.sum)?;
-        tokens += loss.tokens;
-    }
-    Ok(Evaluation {
-        loss: sum / tokens.max(1) as f64,
-        bits_per_byte: None,
     })
 }
 

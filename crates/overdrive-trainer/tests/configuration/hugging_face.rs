@@ -19,11 +19,11 @@ fn what_hugging_face_can_and_we_cannot_is_refused_by_name() {
         ),
         (
             "torch_compile: true",
-            "run.yaml: `torch_compile: true` is not supported by overdrive-trainer; leave it out",
+            "run.yaml: `torch_compile: true` is not supported by overdrive-trainer; leave it out: the fused kernels (`fused_kernels`, on) are what it would make in training, and overdrive-compiled runs packages of torch's compiler",
         ),
         (
-            "save_steps: 500",
-            "run.yaml: `save_steps: 500` is not supported by overdrive-trainer; the model is saved once, at the end",
+            "save_only_model: true",
+            "run.yaml: `save_only_model: true` is not supported by overdrive-trainer; a snapshot is what a run goes on from; the model alone is in `model/` at the end",
         ),
     ] {
         assert_eq!(error(text), expected);

@@ -9,6 +9,7 @@ use overdrive_trainer::{TrainArgs, TrainingArguments};
 mod data;
 mod files;
 mod flags;
+mod guides;
 mod hugging_face;
 mod mistakes;
 mod written;

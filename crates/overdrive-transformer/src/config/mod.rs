@@ -170,6 +170,30 @@ impl ModelConfig {
         }
     }
 
+    /// Heads of the queries, of each layer.
+    pub fn num_attention_heads(&self) -> i64 {
+        match self {
+            ModelConfig::Llama(config) => config.num_attention_heads,
+            ModelConfig::Gpt2(config) => config.n_head,
+        }
+    }
+
+    /// Heads of keys and values, of each layer.
+    pub fn num_key_value_heads(&self) -> i64 {
+        match self {
+            ModelConfig::Llama(config) => config.kv_heads(),
+            ModelConfig::Gpt2(config) => config.n_head,
+        }
+    }
+
+    /// Channels of a head.
+    pub fn head_dim(&self) -> i64 {
+        match self {
+            ModelConfig::Llama(config) => config.head_dim(),
+            ModelConfig::Gpt2(config) => config.n_embd / config.n_head.max(1),
+        }
+    }
+
     /// Whether the head is the embedding.
     pub fn tie_word_embeddings(&self) -> bool {
         match self {

@@ -1,12 +1,13 @@
 //! Rows of activations as bytes, in the order in which codes of 4 bits come out of a vector of them.
 #![allow(unsafe_code)]
 
+use super::lines::Lines;
 use super::map::CodedMap;
 use super::words::{PACKED, Words, Work, run_on};
 use crate::kernel::simd::{InstructionSet, LANES};
 
 /// Inputs that share a scale. Twice as many would double the error of the rounding where one activation
-/// is large, and save nothing: scales are kept for lanes of 8 inputs.
+/// is large, and save little: scales are multiplied in 16 at a time, and spread over lanes in any case.
 pub(super) const GROUP: usize = 32;
 
 /// Inputs of a unit: 64 bytes of codes.
@@ -58,10 +59,6 @@ pub(super) struct Unit {
     pub(super) high: [i8; PACKED],
     /// What sums of products begin with, so that the code that stands for zero adds nothing.
     pub(super) starts: [i32; LANES],
-    /// Scale times the unit of the weight's bytes.
-    pub(super) scales: [f32; LANES],
-    /// Sum of the activations as they are quantized; zeros unless wanted.
-    pub(super) sums: [f32; LANES],
 }
 
 /// Rows of activations, quantized symmetrically with a scale for each [`GROUP`] inputs.
@@ -70,6 +67,13 @@ pub(super) struct ByteRows {
     /// `(rows, units of a row)`
     units: Box<[Unit]>,
     pub(super) of_row: usize,
+    pub(super) rows: usize,
+    /// Scale of each group times the unit of the weight's bytes, `(rows, stride)`; zeros beyond the groups.
+    pub(super) scales: Lines<f32>,
+    /// Sum of the activations of a group as they are quantized, likewise; empty unless wanted.
+    pub(super) sums: Lines<f32>,
+    /// Groups of a row, rounded up to whole vectors.
+    pub(super) stride: usize,
 }
 
 impl ByteRows {
@@ -77,25 +81,33 @@ impl ByteRows {
     pub(super) fn new(set: InstructionSet, x: &[f32], layout: &ByteLayout) -> Self {
         let units = Box::new_zeroed_slice(x.len() / UNIT);
         // SAFETY: numbers of zero bytes are zero.
-        let mut units: Box<[Unit]> = unsafe { units.assume_init() };
-        let out = &mut *units;
-        run_on(set, Quantize { x, layout, out });
-        ByteRows {
+        let units: Box<[Unit]> = unsafe { units.assume_init() };
+        let rows = x.len() / layout.inputs;
+        let stride = (layout.inputs / GROUP).next_multiple_of(LANES);
+        let mut all = ByteRows {
             units,
             of_row: layout.inputs / UNIT,
-        }
+            rows,
+            scales: Lines::new(rows * stride),
+            sums: Lines::new(if layout.sums { rows * stride } else { 0 }),
+            stride,
+        };
+        let out = &mut all;
+        run_on(set, Quantize { x, layout, out });
+        all
     }
 
-    /// The units of each row.
-    pub(super) fn rows(&self) -> impl Iterator<Item = &[Unit]> {
-        self.units.chunks_exact(self.of_row.max(1))
+    /// The units of a row.
+    #[inline(always)]
+    pub(super) fn units(&self, row: usize) -> &[Unit] {
+        &self.units[row * self.of_row..(row + 1) * self.of_row]
     }
 }
 
 struct Quantize<'a> {
     x: &'a [f32],
     layout: &'a ByteLayout,
-    out: &'a mut [Unit],
+    out: &'a mut ByteRows,
 }
 
 impl Work for Quantize<'_> {
@@ -105,49 +117,61 @@ impl Work for Quantize<'_> {
     /// vector that is loaded right after its parts were written has to wait for them.
     #[inline(always)]
     fn run<S: Words>(self, s: S) {
-        let layout = self.layout;
+        let (layout, out) = (self.layout, self.out);
         let zero = layout.zero.map_or(S::BOOK_ZERO, i32::from);
-        let (all, _) = self.x.as_chunks::<UNIT>();
-        for (x, unit) in all.iter().zip(&mut *self.out) {
-            let (groups, _) = x.as_chunks::<GROUP>();
-            let (low, _) = unit.low.as_chunks_mut::<GROUP>();
-            let (high, _) = unit.high.as_chunks_mut::<GROUP>();
-            let lanes = unit.scales.chunks_exact_mut(GROUP / 8);
-            let out = low.iter_mut().chain(high);
-            for ((x, out), lanes) in groups.iter().zip(out).zip(lanes) {
-                lanes.fill(group(x, out));
-            }
-        }
         // Both halves of a byte are one: each activation once.
         let ones = s.load_packed(&[0x11; PACKED]);
         let none = s.byte_table(&[0; 16]);
-        for unit in self.out {
-            let (mut even, mut odd) = ([0; PACKED], [0; PACKED]);
-            for at in 0..PACKED / 2 {
-                even[at] = unit.low[2 * at];
-                odd[at] = unit.low[2 * at + 1];
-                even[at + PACKED / 2] = unit.high[2 * at];
-                odd[at + PACKED / 2] = unit.high[2 * at + 1];
+        let each = GROUP / 8;
+        let rows = self.x.chunks_exact(layout.inputs);
+        for (row, x) in rows.enumerate() {
+            let (all, _) = x.as_chunks::<UNIT>();
+            let units = &mut out.units[row * out.of_row..(row + 1) * out.of_row];
+            let scales = &mut out.scales[row * out.stride..(row + 1) * out.stride];
+            let of_units = scales.chunks_exact_mut(UNIT / GROUP);
+            for ((x, unit), scales) in all.iter().zip(&mut *units).zip(of_units) {
+                let (groups, _) = x.as_chunks::<GROUP>();
+                let (low, _) = unit.low.as_chunks_mut::<GROUP>();
+                let (high, _) = unit.high.as_chunks_mut::<GROUP>();
+                let out = low.iter_mut().chain(high);
+                for ((x, out), scale) in groups.iter().zip(out).zip(scales) {
+                    *scale = group(x, out);
+                }
             }
-            (unit.low, unit.high) = if layout.high_first {
-                (odd, even)
-            } else {
-                (even, odd)
-            };
-            let (low, high) = (s.load_plane(&unit.low), s.load_plane(&unit.high));
-            let totals = s.add_nibbles::<false>(s.no_sums(), ones, none, low, high);
-            if layout.sums {
-                let sums = s.mul(s.floats(totals), s.load_f32(&unit.scales));
-                s.store_f32(sums, &mut unit.sums);
+            for (index, unit) in units.iter_mut().enumerate() {
+                let (mut even, mut odd) = ([0; PACKED], [0; PACKED]);
+                for at in 0..PACKED / 2 {
+                    even[at] = unit.low[2 * at];
+                    odd[at] = unit.low[2 * at + 1];
+                    even[at + PACKED / 2] = unit.high[2 * at];
+                    odd[at + PACKED / 2] = unit.high[2 * at + 1];
+                }
+                (unit.low, unit.high) = if layout.high_first {
+                    (odd, even)
+                } else {
+                    (even, odd)
+                };
+                let (low, high) = (s.load_plane(&unit.low), s.load_plane(&unit.high));
+                let totals = s.add_nibbles::<false>(s.no_sums(), ones, none, low, high);
+                let mut starts = [0; LANES];
+                s.store_sums(totals, &mut starts);
+                if layout.sums {
+                    for (g, totals) in starts.chunks_exact(each).enumerate() {
+                        let at = index * LANES / each + g;
+                        let total: i32 = totals.iter().sum();
+                        #[allow(clippy::cast_precision_loss, reason = "at most 2^12")]
+                        let total = total as f32;
+                        out.sums[row * out.stride + at] = total * scales[at];
+                    }
+                }
+                unit.starts = starts.map(
+                    #[inline(always)]
+                    |total| -zero * total,
+                );
             }
-            let mut starts = [0; LANES];
-            s.store_sums(totals, &mut starts);
-            unit.starts = starts.map(
-                #[inline(always)]
-                |total| -zero * total,
-            );
-            let scales = s.mul(s.load_f32(&unit.scales), s.splat(layout.unit));
-            s.store_f32(scales, &mut unit.scales);
+            for scale in scales {
+                *scale *= layout.unit;
+            }
         }
     }
 }

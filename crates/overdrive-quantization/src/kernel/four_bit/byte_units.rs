@@ -51,7 +51,7 @@ impl ByteUnits {
         chunks(rows, 1, x.len() >= PARALLEL, |range| {
             for row in range {
                 let of_row = ByteRows::new(set, &x[row * inputs..(row + 1) * inputs], layout);
-                for (at, unit) in of_row.rows().flatten().enumerate() {
+                for (at, unit) in of_row.units(0).iter().enumerate() {
                     let mut made = none;
                     let (low, _) = unit.low.as_chunks::<4>();
                     let (high, _) = unit.high.as_chunks::<4>();
@@ -59,12 +59,15 @@ impl ByteUnits {
                     for (quads, (low, high)) in made.quads.chunks_exact_mut(2).zip(halves) {
                         quads.copy_from_slice(&[*low, *high]);
                     }
-                    // Numbers of lanes of 8 inputs: scales are those of the group, the others add up.
-                    for group in 0..GROUPS {
-                        let lanes = group * GROUP / 8..(group + 1) * GROUP / 8;
-                        made.scales[group] = unit.scales[lanes.start];
-                        made.starts[group] = unit.starts[lanes.clone()].iter().sum();
-                        made.sums[group] = unit.sums[lanes].iter().sum();
+                    let groups = at * GROUPS..(at + 1) * GROUPS;
+                    made.scales.copy_from_slice(&of_row.scales[groups.clone()]);
+                    if !of_row.sums.is_empty() {
+                        made.sums.copy_from_slice(&of_row.sums[groups]);
+                    }
+                    // Of lanes of 8 inputs.
+                    let lanes = unit.starts.chunks_exact(GROUP / 8);
+                    for (start, lanes) in made.starts.iter_mut().zip(lanes) {
+                        *start = lanes.iter().sum();
                     }
                     out.set(at, row, made);
                 }

@@ -42,4 +42,5 @@ mod words;
 pub(crate) use any::dequantize_rows;
 pub(crate) use map::CodedMap;
 pub(crate) use part::{CodedPart, WordForms};
-pub(crate) use storage::coded_map;
+pub(crate) use scales::Magnitudes;
+pub(crate) use storage::{coded_map, floats, of_blocks};

@@ -1,6 +1,8 @@
 //! The scales of several rows of a weight at once, a number for each granule.
 
-use super::scales::Scales;
+use half::f16;
+
+use super::scales::{Floats, Magnitudes, Scales};
 use super::words::Words;
 use crate::kernel::simd::LANES;
 
@@ -31,46 +33,66 @@ impl ScaleRows {
     pub(super) fn make<'r, S: Words>(
         &self,
         s: S,
-        scales: &Scales<'_>,
+        scales: &Scales<'r>,
         first: usize,
         count: usize,
         raw: &'r mut Raw,
     ) -> Made<'r, S> {
-        let granules = self.inputs / self.granule;
+        let (per_row, repeat) = self.of_row(scales);
+        let all = count * per_row;
+        let from = first * per_row;
+        let there = from..from + all + LANES;
+        let there = match (&scales.magnitudes, repeat) {
+            (Magnitudes::Full(Floats::F32(all)), Some(_)) => all.get(there).map(Numbers::Floats),
+            (Magnitudes::Full(Floats::F16(all)), Some(1)) => all.get(there).map(Numbers::Halves),
+            _ => None,
+        };
+        let numbers = match there {
+            Some(numbers) => numbers,
+            None => {
+                if raw.floats.len() < all + LANES {
+                    raw.floats.resize(all + LANES, 0.0);
+                }
+                if repeat.is_some() {
+                    let out = &mut raw.floats[..all];
+                    scales.magnitudes.write(s, from, &mut raw.bits, out);
+                } else {
+                    let rows = raw.floats[..all].chunks_exact_mut(per_row);
+                    for (index, row) in rows.enumerate() {
+                        scales.row(first + index, self.inputs, self.granule, row);
+                    }
+                }
+                Numbers::Floats(&raw.floats)
+            }
+        };
+        let repeat = repeat.unwrap_or(1);
+        Made {
+            numbers,
+            per_row,
+            shift: repeat.trailing_zeros(),
+            places: s.places(&groups_of(repeat)),
+        }
+    }
+
+    /// Where the scales of row `row` begin, if blocks do not cross rows, whether it is there or not.
+    #[inline(always)]
+    pub(super) fn place(&self, scales: &Scales<'_>, row: usize) -> *const u8 {
+        scales.magnitudes.place(row * (self.inputs / scales.block))
+    }
+
+    /// Numbers of a row, and how many granules share one; `None` where rows and blocks do not fit and a
+    /// number is made for each granule.
+    #[inline(always)]
+    fn of_row(&self, scales: &Scales<'_>) -> (usize, Option<usize>) {
         let block = scales.block;
         let repeat = block / self.granule;
         let contiguous = self.inputs.is_multiple_of(block)
             && block.is_multiple_of(self.granule)
             && repeat.is_power_of_two();
-        let per_row = if contiguous {
-            self.inputs / block
-        } else {
-            granules
-        };
-        let all = count * per_row;
-        if raw.floats.len() < all + LANES {
-            raw.bits.resize(all, 0);
-            raw.floats.resize(all + LANES, 0.0);
-        }
         if contiguous {
-            scales
-                .magnitudes
-                .begin(first * per_row, &mut raw.bits[..all]);
-            scales
-                .magnitudes
-                .finish(first * per_row, &raw.bits[..all], &mut raw.floats[..all]);
+            (self.inputs / block, Some(repeat))
         } else {
-            let rows = raw.floats[..all].chunks_exact_mut(per_row);
-            for (index, row) in rows.enumerate() {
-                scales.row(first + index, self.inputs, self.granule, row);
-            }
-        }
-        let repeat = if contiguous { repeat } else { 1 };
-        Made {
-            floats: &raw.floats,
-            per_row,
-            repeat,
-            places: s.places(&groups_of(repeat)),
+            (self.inputs / self.granule, None)
         }
     }
 }
@@ -111,23 +133,75 @@ pub(super) struct Raw {
 
 /// Scales of some rows.
 pub(super) struct Made<'r, S: Words> {
-    floats: &'r [f32],
+    numbers: Numbers<'r>,
     per_row: usize,
-    /// Granules that share one.
-    repeat: usize,
+    /// The logarithm of how many granules share one.
+    shift: u32,
     places: S::Places,
+}
+
+/// Where scales are, with a vector to spare after them.
+#[derive(Clone, Copy)]
+enum Numbers<'r> {
+    Floats(&'r [f32]),
+    /// One for each granule.
+    Halves(&'r [f16]),
 }
 
 impl<S: Words> Made<'_, S> {
     /// 16 scales of a row; those beyond its granules are of others.
     #[inline(always)]
     pub(super) fn vector(&self, s: S, index: usize, vector: usize) -> S::F {
-        let from = index * self.per_row + vector * LANES / self.repeat;
-        match self.floats[from..].first_chunk() {
-            Some(window) if self.repeat == 1 => s.load_f32(window),
-            Some(window) => s.spread(window, self.places),
-            // Not reached: there is a vector beyond the last row.
-            None => s.splat(0.0),
+        let from = index * self.per_row + ((vector * LANES) >> self.shift);
+        let made = match self.numbers {
+            Numbers::Floats(all) => all[from..].first_chunk().map(
+                #[inline(always)]
+                |window| match self.shift {
+                    0 => s.load_f32(window),
+                    _ => s.spread(window, self.places),
+                },
+            ),
+            Numbers::Halves(all) => all[from..].first_chunk().map(
+                #[inline(always)]
+                |window| s.load_f16(window),
+            ),
+        };
+        // Always some: there is a vector beyond the last row.
+        made.unwrap_or(s.splat(0.0))
+    }
+
+    /// Calls `take` with 16 scales of a row after another, and with what `with` gives: as
+    /// [`vector`](Self::vector), but what is the same for all is asked once.
+    #[inline(always)]
+    pub(super) fn each<T>(
+        &self,
+        s: S,
+        index: usize,
+        with: impl Iterator<Item = T>,
+        mut take: impl FnMut(S::F, T),
+    ) {
+        let from = index * self.per_row;
+        match (self.numbers, self.shift) {
+            (Numbers::Halves(all), _) => {
+                let (vectors, _) = all[from..].as_chunks();
+                for (vector, with) in vectors.iter().zip(with) {
+                    take(s.load_f16(vector), with);
+                }
+            }
+            (Numbers::Floats(all), 0) => {
+                let (vectors, _) = all[from..].as_chunks();
+                for (vector, with) in vectors.iter().zip(with) {
+                    take(s.load_f32(vector), with);
+                }
+            }
+            (Numbers::Floats(all), shift) => {
+                let all = &all[from..];
+                for (vector, with) in with.enumerate() {
+                    if let Some(window) = all[(vector * LANES) >> shift..].first_chunk() {
+                        take(s.spread(window, self.places), with);
+                    }
+                }
+            }
         }
     }
 }

@@ -1,6 +1,11 @@
 //! The scales of the groups of one row, wherever they are kept, as floats.
 
+use std::ops::Range;
+
 use half::f16;
+use half::slice::HalfFloatSliceExt;
+
+use crate::kernel::simd::{Book256, LANES, Simd, look_up};
 
 /// Numbers in f32 or f16.
 #[derive(Debug, Clone, Copy)]
@@ -34,6 +39,8 @@ pub(crate) enum Magnitudes<'a> {
     Quantized {
         codes: &'a [u8],
         book: &'a [f32; 256],
+        /// The same, for faster look-ups; of the usual book.
+        planes: Option<&'a Book256>,
         scales: &'a [f32],
         offset: f32,
     },
@@ -62,66 +69,90 @@ impl Magnitudes<'_> {
                 book,
                 scales,
                 offset,
+                ..
             } => book[usize::from(codes[index])] * scales[index / QUANTIZED_BLOCK] + offset,
         }
     }
 
-    /// The bits of floats for blocks `first ..`, which [`finish`](Self::finish) makes magnitudes: apart,
-    /// since a look-up is no vector work, and as integers, of which more are moved at a time.
+    /// The magnitudes of blocks `blocks`: as they lie, or made in `memory`.
+    pub(crate) fn range<'s>(&'s self, blocks: Range<usize>, memory: &'s mut Vec<f32>) -> &'s [f32] {
+        match self {
+            Magnitudes::Full(Floats::F32(all)) => return &all[blocks],
+            Magnitudes::Full(Floats::F16(all)) => {
+                memory.resize(blocks.len(), 0.0);
+                all[blocks].convert_to_f32_slice(memory);
+            }
+            Magnitudes::Quantized { .. } => {
+                memory.clear();
+                memory.extend(blocks.map(|block| self.at(block)));
+            }
+        }
+        memory
+    }
+
+    /// Writes the magnitudes of blocks `first ..`. Those that are looked up come by `bits`: a look-up is no
+    /// vector work, and as integers more of them are moved at a time.
     #[inline(always)]
-    pub(super) fn begin(&self, first: usize, bits: &mut [u32]) {
+    pub(super) fn write<S: Simd>(&self, s: S, first: usize, bits: &mut Vec<u32>, out: &mut [f32]) {
         match self {
             Magnitudes::Full(Floats::F32(all)) => {
-                for (bits, number) in bits.iter_mut().zip(&all[first..]) {
-                    *bits = number.to_bits();
-                }
+                out.copy_from_slice(&all[first..first + out.len()]);
             }
             Magnitudes::Full(Floats::F16(all)) => {
-                for (bits, half) in bits.iter_mut().zip(&all[first..]) {
-                    *bits = widened(half.to_bits());
+                let all = &all[first..first + out.len()];
+                let (vectors, rest) = all.as_chunks();
+                let (out, rest_of_out) = out.as_chunks_mut();
+                for (out, halves) in out.iter_mut().zip(vectors) {
+                    s.store_f32(s.load_f16(halves), out);
+                }
+                if !rest.is_empty() {
+                    let mut halves = [f16::ZERO; LANES];
+                    let mut floats = [0.0; LANES];
+                    halves[..rest.len()].copy_from_slice(rest);
+                    s.store_f32(s.load_f16(&halves), &mut floats);
+                    rest_of_out.copy_from_slice(&floats[..rest.len()]);
                 }
             }
-            Magnitudes::Quantized { codes, book, .. } => {
-                for (bits, &code) in bits.iter_mut().zip(&codes[first..]) {
-                    *bits = book[usize::from(code)].to_bits();
+            Magnitudes::Quantized {
+                codes,
+                book,
+                planes,
+                scales,
+                offset,
+            } => {
+                if bits.len() < out.len() {
+                    bits.resize(out.len(), 0);
+                }
+                let (codes, bits) = (&codes[first..first + out.len()], &mut bits[..out.len()]);
+                match planes {
+                    Some(planes) => s.look_up_256(planes, codes, bits),
+                    None => look_up(book, codes, bits),
+                }
+                let mut done = 0;
+                while done < out.len() {
+                    let at = first + done;
+                    let count = (out.len() - done).min(QUANTIZED_BLOCK - at % QUANTIZED_BLOCK);
+                    let scale = scales[at / QUANTIZED_BLOCK];
+                    let bits = &bits[done..done + count];
+                    for (out, bits) in out[done..done + count].iter_mut().zip(bits) {
+                        *out = f32::from_bits(*bits) * scale + offset;
+                    }
+                    done += count;
                 }
             }
         }
     }
 
-    /// The magnitudes of blocks `first ..`, of what [`begin`](Self::begin) made.
+    /// Where what belongs to block `block` is, or would be: to ask memory for it.
     #[inline(always)]
-    pub(super) fn finish(&self, first: usize, bits: &[u32], out: &mut [f32]) {
-        let Magnitudes::Quantized { scales, offset, .. } = self else {
-            for (out, bits) in out.iter_mut().zip(bits) {
-                *out = f32::from_bits(*bits);
-            }
-            return;
+    pub(super) fn place(&self, block: usize) -> *const u8 {
+        let (first, size): (*const u8, _) = match self {
+            Magnitudes::Full(Floats::F32(all)) => (all.as_ptr().cast(), size_of::<f32>()),
+            Magnitudes::Full(Floats::F16(all)) => (all.as_ptr().cast(), size_of::<f16>()),
+            Magnitudes::Quantized { codes, .. } => (codes.as_ptr(), 1),
         };
-        let mut done = 0;
-        while done < out.len() {
-            let at = first + done;
-            let count = (out.len() - done).min(QUANTIZED_BLOCK - at % QUANTIZED_BLOCK);
-            let scale = scales[at / QUANTIZED_BLOCK];
-            let bits = &bits[done..done + count];
-            for (out, bits) in out[done..done + count].iter_mut().zip(bits) {
-                *out = f32::from_bits(*bits) * scale + offset;
-            }
-            done += count;
-        }
+        first.wrapping_add(block * size)
     }
-}
-
-/// The bits of the f32 of a finite f16: without a call or a branch, so that loops become vectors.
-#[inline(always)]
-fn widened(half: u16) -> u32 {
-    let magnitude = u32::from(half & 0x7FFF) << 13;
-    // From bias 15 to 127.
-    let normal = magnitude + (112 << 23);
-    // Without an exponent of its own: as one more than 2⁻¹⁴, which is taken off.
-    let tiny = (f32::from_bits(normal + (1 << 23)) - 6.103_515_6e-5).to_bits();
-    let bits = if magnitude < 1 << 23 { tiny } else { normal };
-    bits | u32::from(half & 0x8000) << 16
 }
 
 /// Which scale belongs to which weight.
@@ -154,20 +185,5 @@ impl Scales<'_> {
     /// The scale of one weight of the flattened weight.
     pub(crate) fn of(&self, weight: usize) -> f32 {
         self.magnitudes.at(weight / self.block)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_finite_f16_is_widened_exactly() {
-        for half in (0..=u16::MAX)
-            .map(f16::from_bits)
-            .filter(|half| half.is_finite())
-        {
-            assert_eq!(widened(half.to_bits()), half.to_f32().to_bits(), "{half}");
-        }
     }
 }

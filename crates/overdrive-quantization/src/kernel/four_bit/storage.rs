@@ -1,10 +1,14 @@
 //! Quantized weights as coded maps.
 
+use std::sync::OnceLock;
+
 use tch::{Device, Kind, Tensor};
 
 use super::map::{CodedMap, Coding};
 use super::scales::{Floats, Magnitudes, Scales};
 use crate::codec::book::Book;
+use crate::codec::dynamic;
+use crate::kernel::simd::Book256;
 use crate::tensors::{bytes, elements};
 use crate::weight::{self, Storage};
 use crate::{Activations, Error, QuantizedWeight, Result, Scheme};
@@ -89,7 +93,7 @@ pub(crate) fn coded_map(weight: &QuantizedWeight) -> Result<Option<CodedMap<'_>>
     Ok(Some(map))
 }
 
-fn floats(tensor: &Tensor) -> Result<Floats<'_>> {
+pub(crate) fn floats(tensor: &Tensor) -> Result<Floats<'_>> {
     Ok(match tensor.kind() {
         Kind::Half => Floats::F16(elements(tensor)?),
         _ => Floats::F32(elements(tensor)?),
@@ -103,7 +107,7 @@ fn of_groups(tensor: &Tensor, block: usize) -> Result<Scales<'_>> {
     })
 }
 
-fn of_blocks(magnitudes: &weight::Magnitudes) -> Result<Magnitudes<'_>> {
+pub(crate) fn of_blocks(magnitudes: &weight::Magnitudes) -> Result<Magnitudes<'_>> {
     Ok(match magnitudes {
         weight::Magnitudes::Full(all) => Magnitudes::Full(floats(all)?),
         weight::Magnitudes::Quantized {
@@ -111,19 +115,27 @@ fn of_blocks(magnitudes: &weight::Magnitudes) -> Result<Magnitudes<'_>> {
             code_book,
             scales,
             offset,
-        } => Magnitudes::Quantized {
-            codes: elements(codes)?,
-            book: elements::<f32>(code_book)?
-                .first_chunk()
-                .ok_or_else(|| Error::BadWeight {
-                    name: "magnitudes".to_owned(),
-                    reason: format!(
-                        "a code book of {:?}; expected 256 numbers",
-                        code_book.size()
-                    ),
-                })?,
-            scales: elements(scales)?,
-            offset: *offset,
-        },
+        } => {
+            let book = elements::<f32>(code_book)?;
+            let book = book.first_chunk().ok_or_else(|| Error::BadWeight {
+                name: "magnitudes".to_owned(),
+                reason: format!(
+                    "a code book of {:?}; expected 256 numbers",
+                    code_book.size()
+                ),
+            })?;
+            Magnitudes::Quantized {
+                codes: elements(codes)?,
+                book,
+                planes: (book == dynamic::code_book()).then(usual_book),
+                scales: elements(scales)?,
+                offset: *offset,
+            }
+        }
     })
+}
+
+fn usual_book() -> &'static Book256 {
+    static BOOK: OnceLock<Book256> = OnceLock::new();
+    BOOK.get_or_init(|| Book256::new(dynamic::code_book()))
 }

@@ -11,7 +11,7 @@ use super::scales::{Floats, Magnitudes, Scales};
 use crate::codec::book::Book;
 use crate::kernel::element::Element;
 use crate::kernel::joint::{Part, product};
-use crate::kernel::simd::InstructionSet;
+use crate::kernel::simd::{Book256, InstructionSet};
 
 /// Numbers that only depend on their seed.
 struct Random(u64);
@@ -59,6 +59,7 @@ struct Owned {
     halves: Vec<f16>,
     small: Vec<u8>,
     book: [f32; 256],
+    planes: Option<Book256>,
     outer: Vec<f32>,
     offsets: Option<Vec<f32>>,
     order: Option<Vec<i32>>,
@@ -88,6 +89,7 @@ impl Owned {
         for at in (1..order.len()).rev() {
             order.swap(at, random.next() as usize % (at + 1));
         }
+        let book = std::array::from_fn(|_| random.number());
         Owned {
             codes: (0..bytes).map(|_| random.next() as u8).collect(),
             coding: case.coding,
@@ -100,7 +102,8 @@ impl Owned {
                 .map(|_| f16::from_f32(random.number()))
                 .collect(),
             small: (0..blocks).map(|_| random.next() as u8).collect(),
-            book: std::array::from_fn(|_| random.number()),
+            book,
+            planes: case.seed.is_multiple_of(2).then(|| Book256::new(&book)),
             outer: (0..blocks.div_ceil(256)).map(|_| random.number()).collect(),
             offsets: case
                 .offsets
@@ -117,6 +120,7 @@ impl Owned {
             Kept::Quantized => Magnitudes::Quantized {
                 codes: &self.small,
                 book: &self.book,
+                planes: self.planes.as_ref(),
                 scales: &self.outer,
                 offset: 0.25,
             },

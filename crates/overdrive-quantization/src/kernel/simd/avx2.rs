@@ -3,6 +3,8 @@
 
 use std::arch::x86_64::*;
 
+use half::f16;
+
 use super::{BYTES, Kernel, LANES, Simd};
 
 /// A proof that the machine has AVX2, FMA and F16C.
@@ -95,6 +97,17 @@ impl Simd for Avx2 {
             [
                 _mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
                 _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(halves)),
+            ]
+        })
+    }
+
+    #[inline(always)]
+    fn load_f16(self, from: &[f16; LANES]) -> Self::F {
+        avx2!({
+            let from: *const __m128i = from.as_ptr().cast();
+            [
+                _mm256_cvtph_ps(_mm_loadu_si128(from)),
+                _mm256_cvtph_ps(_mm_loadu_si128(from.add(1))),
             ]
         })
     }

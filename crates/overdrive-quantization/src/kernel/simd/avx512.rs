@@ -3,7 +3,9 @@
 
 use std::arch::x86_64::*;
 
-use super::{BYTES, Kernel, LANES, Simd};
+use half::f16;
+
+use super::{BYTES, Book256, Kernel, LANES, Simd, look_up};
 
 /// A proof that the machine has AVX-512 F, BW, DQ, VL and VNNI.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,6 +89,21 @@ impl Simd for Avx512 {
             let sign = _mm256_and_si256(wide, _mm256_set1_epi16(i16::MIN));
             _mm512_cvtph_ps(_mm256_or_si256(magnitude, sign))
         })
+    }
+
+    #[inline(always)]
+    fn look_up_256(self, book: &Book256, codes: &[u8], bits: &mut [u32]) {
+        if is_x86_feature_detected!("avx512vbmi") {
+            // SAFETY: just asked, and a value of `Avx512` proves the others.
+            unsafe { look_up_256(book, codes, bits) }
+        } else {
+            look_up(&book.numbers, codes, bits);
+        }
+    }
+
+    #[inline(always)]
+    fn load_f16(self, from: &[f16; LANES]) -> __m512 {
+        avx512!(_mm512_cvtph_ps(_mm256_loadu_si256(from.as_ptr().cast())))
     }
 
     #[inline(always)]
@@ -198,4 +215,50 @@ unsafe fn fold_ps(x: __m512) -> __m256 {
 unsafe fn fold_epi32(x: __m512i) -> __m256i {
     // SAFETY: the caller's promise.
     unsafe { _mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64::<1>(x)) }
+}
+
+/// 64 codes at a time, byte by byte of their numbers.
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+fn look_up_256(book: &Book256, codes: &[u8], bits: &mut [u32]) {
+    const EACH: usize = 64;
+    // What unpacking makes neighbours comes from the quarters of a vector.
+    let quarters = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    let count = codes.len().min(bits.len());
+    for from in (0..count).step_by(EACH) {
+        let there = EACH.min(count - from);
+        let mask = u64::MAX >> (EACH - there);
+        // SAFETY: the first `there` bytes are in `codes`, and no others are read.
+        let codes = unsafe { _mm512_maskz_loadu_epi8(mask, codes.as_ptr().add(from).cast()) };
+        let codes = _mm512_permutexvar_epi32(quarters, codes);
+        let upper = _mm512_movepi8_mask(codes);
+        let [a, b, c, d] = book.planes.each_ref().map(|plane| {
+            let part = |at: usize| {
+                // SAFETY: `at` is 0 to 3, and a plane has four times 64 bytes.
+                unsafe { _mm512_loadu_si512(plane.as_ptr().add(at * EACH).cast()) }
+            };
+            // The codes' lower seven bits choose among 128 bytes.
+            let low = _mm512_permutex2var_epi8(part(0), codes, part(1));
+            let high = _mm512_permutex2var_epi8(part(2), codes, part(3));
+            _mm512_mask_blend_epi8(upper, low, high)
+        });
+        let (ab_low, ab_high) = (_mm512_unpacklo_epi8(a, b), _mm512_unpackhi_epi8(a, b));
+        let (cd_low, cd_high) = (_mm512_unpacklo_epi8(c, d), _mm512_unpackhi_epi8(c, d));
+        let numbers = [
+            _mm512_unpacklo_epi16(ab_low, cd_low),
+            _mm512_unpackhi_epi16(ab_low, cd_low),
+            _mm512_unpacklo_epi16(ab_high, cd_high),
+            _mm512_unpackhi_epi16(ab_high, cd_high),
+        ];
+        for (index, numbers) in numbers.into_iter().enumerate() {
+            let Some(left) = there.checked_sub(index * LANES).filter(|left| *left > 0) else {
+                break;
+            };
+            let mask = u16::MAX >> (LANES - left.min(LANES));
+            // SAFETY: the first `left` numbers from there on are in `bits`, and no others are written.
+            unsafe {
+                let to = bits.as_mut_ptr().add(from + index * LANES);
+                _mm512_mask_storeu_epi32(to.cast(), mask, numbers);
+            }
+        }
+    }
 }

@@ -8,7 +8,12 @@
 pub(crate) mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx512;
+mod bytes_256;
 pub(crate) mod portable;
+
+pub(crate) use bytes_256::{Book256, look_up};
+
+use half::f16;
 
 /// Floats in a vector.
 pub(crate) const LANES: usize = 16;
@@ -43,6 +48,8 @@ pub(crate) trait Simd: Copy {
     /// 16 numbers of 8 bits (e4m3), divided by 256, which a scale makes good; the two NaN of the format
     /// become ±480 of that.
     fn load_e4m3(self, from: &[u8; LANES]) -> Self::F;
+    /// 16 finite numbers of f16, exactly.
+    fn load_f16(self, from: &[f16; LANES]) -> Self::F;
     fn add(self, a: Self::F, b: Self::F) -> Self::F;
     fn mul(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a · b + c`; rounded once where the machine can.
@@ -75,6 +82,12 @@ pub(crate) trait Simd: Copy {
             #[inline(always)]
             |sums| self.total(sums),
         )
+    }
+
+    /// Writes the bits of the number of each code.
+    #[inline(always)]
+    fn look_up_256(self, book: &Book256, codes: &[u8], bits: &mut [u32]) {
+        look_up(&book.numbers, codes, bits);
     }
 
     /// Asks for the memory at `address` to be brought close; any address will do.

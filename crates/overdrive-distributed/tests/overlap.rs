@@ -1,0 +1,152 @@
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+//! Buckets are reduced while backward goes on: in the profiler's trace, by the order of events.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::{group, launch, scenario, write};
+use overdrive_distributed::{DdpConfig, DistributedDataParallel, Error, ProcessGroup};
+use overdrive_profiling::{ProfilerConfig, profile, record_function};
+use overdrive_sys::hook;
+use serde_json::Value;
+use tch::nn::Module;
+use tch::{Device, Kind, Tensor, nn};
+
+#[test]
+fn worker() {
+    let Some(scenario) = scenario() else { return };
+    traced(&group(60.0), scenario == "quiet");
+}
+
+/// Gloo's thread says that a bucket is reduced, and ends its event after that: on a busy machine a while after.
+const EVENT_ENDS: Duration = Duration::from_millis(300);
+
+/// Backward does not go on to the first layer before a bucket has been reduced: it never would, were buckets
+/// reduced after it.
+fn wait_for_a_bucket(group: &ProcessGroup, hidden: &Tensor) {
+    let ended = |group: &ProcessGroup| {
+        let progress = group.under_way().unwrap();
+        progress.begun - progress.under_way
+    };
+    let (before, group) = (ended(group), group.clone());
+    let wait = move |_: &Tensor| {
+        let start = Instant::now();
+        while ended(&group) == before {
+            assert!(
+                start.elapsed() < Duration::from_secs(30),
+                "no bucket is reduced"
+            );
+        }
+        std::thread::sleep(EVENT_ENDS);
+        Ok(None)
+    };
+    hook::register(hidden, wait).unwrap();
+}
+
+/// Writes name, begin and end of what happened in the third step, in nanoseconds.
+fn traced(group: &ProcessGroup, quiet: bool) {
+    let store = nn::VarStore::new(Device::Cpu);
+    let layer = |number| nn::linear(store.root() / number, 256, 256, Default::default());
+    let layers: Vec<nn::Linear> = (0..6).map(layer).collect();
+    let config = DdpConfig {
+        // A weight fills a bucket.
+        bucket_cap_mb: 0.25,
+        ..DdpConfig::default()
+    };
+    let ddp = DistributedDataParallel::from_var_store(group, &store, config).unwrap();
+    let input = Tensor::ones([32, 256], (Kind::Float, Device::Cpu));
+    let step = |waits: bool| {
+        let loss = ddp
+            .forward(|| {
+                let mut hidden = layers[0].forward(&input).tanh();
+                if waits {
+                    wait_for_a_bucket(group, &hidden);
+                }
+                for layer in &layers[1..] {
+                    hidden = layer.forward(&hidden).tanh();
+                }
+                Ok::<_, Error>(hidden.square().mean(Kind::Float))
+            })
+            .unwrap();
+        let _range = record_function("backward");
+        ddp.backward(&loss).unwrap();
+        let progress = group.under_way().unwrap();
+        assert_eq!(progress.under_way, 0, "backward ends when all are reduced");
+    };
+    // The buckets are made after the first backward, in the order of its gradients.
+    for _ in 0..2 {
+        step(false);
+    }
+    let (_, mut trace) = profile(ProfilerConfig::default(), || {
+        let _quiet = quiet.then(|| ddp.no_sync());
+        step(!quiet);
+        std::thread::sleep(EVENT_ENDS);
+    })
+    .unwrap();
+    let events: Vec<(String, u64, u64)> = trace
+        .events()
+        .iter()
+        .map(|event| (event.name.clone(), event.start_ns, event.end_ns))
+        .collect();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.json");
+    trace.save_chrome_trace(&path).unwrap();
+    let chrome = std::fs::read_to_string(path).unwrap();
+    let chrome: Value = serde_json::from_str(&chrome).unwrap();
+    let drawn = chrome["traceEvents"].as_array().unwrap().iter();
+    let drawn = drawn.filter(|event| event["name"] == "gloo:all_reduce");
+    let buckets = ddp.bucket_bytes().unwrap().len();
+    let found = (events, drawn.count(), buckets);
+    write(group, &serde_json::to_string(&found).unwrap());
+    group.barrier().unwrap();
+}
+
+type Found = (Vec<(String, u64, u64)>, usize, usize);
+
+fn found(scenario: &str) -> Vec<Found> {
+    let outcome = launch(scenario, 2);
+    outcome.launched.as_ref().unwrap();
+    let ranks = 0..2;
+    ranks
+        .map(|rank| serde_json::from_str(outcome.rank(rank)).unwrap())
+        .collect()
+}
+
+#[test]
+fn reducing_the_first_bucket_begins_before_backward_has_computed_the_last_gradients() {
+    for (events, drawn, buckets) in found("traced") {
+        let named = |name: &'static str| events.iter().filter(move |event| event.0 == name);
+        let (_, begin, end) = named("backward").next().unwrap();
+        let inside = |event: &&(String, u64, u64)| event.1 >= *begin && event.2 <= *end;
+        let reduced: Vec<_> = named("gloo:all_reduce").collect();
+        // Whether a layer's bias comes before its weight or after it, in the next bucket.
+        assert!(buckets == 6 || buckets == 7, "{buckets}");
+        assert_eq!(
+            (reduced.len(), drawn),
+            (buckets, buckets),
+            "one for each, in the file too"
+        );
+        let begins_inside = |event: &&(String, u64, u64)| event.1 >= *begin && event.1 <= *end;
+        assert!(reduced.iter().all(begins_inside));
+        // The products of backward: two a layer, and the first layer has one.
+        let products: Vec<_> = named("aten::mm").filter(inside).collect();
+        assert_eq!(products.len(), 11);
+        let last_product = products.iter().map(|event| event.1).max().unwrap();
+        // Each bucket is handed over as soon as its weight's gradient is there: only that of the first layer
+        // after the last product.
+        let begun = named("c10d::allreduce_").filter(inside);
+        assert_eq!(begun.filter(|event| event.1 < last_product).count(), 5);
+        // And it is under way beside backward, not only queued.
+        assert!(reduced.iter().any(|event| event.2 < last_product));
+    }
+}
+
+#[test]
+fn under_no_sync_nothing_is_reduced() {
+    for (events, drawn, _) in found("quiet") {
+        assert!(events.iter().any(|event| event.0 == "backward"));
+        let reduced = events.iter().filter(|event| event.0 == "gloo:all_reduce");
+        assert_eq!((reduced.count(), drawn), (0, 0));
+    }
+}

@@ -1,0 +1,299 @@
+//! Attention over a cache, in each of the three forms.
+
+use overdrive_transformer::ModelConfig;
+
+use crate::graph::{Attribute, Graph, MICROSOFT, Value};
+use crate::initializer::Element;
+use crate::layers::bounded;
+use crate::proto::data_type;
+use crate::{Attention, Error, ExportOptions, Result};
+
+/// The heads of a layer.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Heads {
+    pub(crate) queries: i64,
+    pub(crate) keys: i64,
+    pub(crate) dim: i64,
+}
+
+impl Heads {
+    pub(crate) fn of(config: &ModelConfig) -> Heads {
+        Heads {
+            queries: config.num_attention_heads(),
+            keys: config.num_key_value_heads(),
+            dim: config.head_dim(),
+        }
+    }
+}
+
+/// How a layer attends.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Layer {
+    pub(crate) number: usize,
+    pub(crate) heads: Heads,
+    pub(crate) scale: f64,
+    pub(crate) softcap: Option<f64>,
+    pub(crate) window: Option<i64>,
+}
+
+/// What all layers share: masks and the lengths that shapes need.
+#[derive(Debug)]
+pub(crate) struct Context {
+    form: Attention,
+    use_cache: bool,
+    /// Five dimensions for queries in groups, `(B, 1, 1, T, S)`; otherwise `(B, 1, T, S)`.
+    full: Option<Value>,
+    /// The same for layers with a window.
+    sliding: Option<Value>,
+    /// For `GroupQueryAttention`: `S − 1` for each row, and `S`.
+    lengths: Option<(Value, Value)>,
+    /// The shapes that scores are seen in.
+    grouped_shape: Option<(Value, Value)>,
+}
+
+/// The numbers of `new` heads at the places before them, as input and output.
+fn past_name(layer: usize, part: &str) -> String {
+    format!("past_key_values.{layer}.{part}")
+}
+
+fn present_name(layer: usize, part: &str) -> String {
+    format!("present.{layer}.{part}")
+}
+
+impl Context {
+    /// `windows`: of each layer.
+    pub(crate) fn new(
+        graph: &mut Graph,
+        options: &ExportOptions,
+        heads: Heads,
+        windows: &[Option<i64>],
+        softcap: bool,
+    ) -> Result<Context> {
+        let form = match options.attention {
+            // ONNX's operator bounds scores after it has masked them.
+            Attention::Standard if softcap => Attention::Composed,
+            form => form,
+        };
+        if form == Attention::GroupQuery && heads.dim % 8 != 0 {
+            return Err(Error::unsupported(
+                "the width of a head",
+                format!(
+                    "{}, of which `GroupQueryAttention` takes multiples of 8",
+                    heads.dim
+                ),
+                "choose another `attention`",
+            ));
+        }
+        graph.enter("/attention_mask");
+        let tokens = graph.dimension("input_ids", 1);
+        let (past, total) = if options.use_cache {
+            let past = graph.dimension(&past_name(0, "key"), 2);
+            let total = graph.op("Add", &[&past, &tokens], &[]);
+            (past, total)
+        } else {
+            (graph.ints(&[0]), tokens.clone())
+        };
+        let grouped = form == Attention::Composed && heads.queries != heads.keys;
+        let mut mask = |window| mask(graph, &past, &total, window, grouped);
+        let full = windows.contains(&None).then(|| mask(None)).transpose()?;
+        let window = windows.iter().flatten().next().copied();
+        let sliding = window.map(|window| mask(Some(window))).transpose()?;
+        let grouped_shape = grouped.then(|| {
+            let rows = graph.ints(&[0, heads.keys, heads.queries / heads.keys]);
+            let apart = graph.concat(&[&rows, &tokens, &total], 0);
+            let rows = graph.ints(&[0, heads.keys, -1]);
+            (apart, graph.concat(&[&rows, &total], 0))
+        });
+        let lengths = (form == Attention::GroupQuery).then(|| lengths(graph, &total));
+        Ok(Context {
+            form,
+            use_cache: options.use_cache,
+            full,
+            sliding,
+            lengths,
+            grouped_shape,
+        })
+    }
+
+    pub(crate) fn form(&self) -> Attention {
+        self.form
+    }
+
+    fn mask(&self, window: Option<i64>) -> Value {
+        let mask = match window {
+            Some(_) => &self.sliding,
+            None => &self.full,
+        };
+        mask.clone().unwrap_or_default()
+    }
+
+    /// Attention of heads `(B, H, T, D)`, or `(B, T, H·D)` for `GroupQueryAttention`; the result is
+    /// `(B, T, H·D)`.
+    pub(crate) fn attend(
+        &self,
+        graph: &mut Graph,
+        layer: Layer,
+        [query, key, value]: [&str; 3],
+    ) -> Result<Value> {
+        match self.form {
+            Attention::Composed => self.composed(graph, layer, [query, key, value]),
+            Attention::Standard => Ok(self.standard(graph, layer, [query, key, value])),
+            Attention::GroupQuery => Ok(self.group_query(graph, layer, [query, key, value])),
+        }
+    }
+
+    /// New keys or values behind those of the cache.
+    fn extended(&self, graph: &mut Graph, layer: usize, part: &str, new: &str) -> Value {
+        if !self.use_cache {
+            return new.to_owned();
+        }
+        let (past, present) = (past_name(layer, part), present_name(layer, part));
+        let axis = [("axis", Attribute::Int(2))];
+        graph.named("", "Concat", &[&past, new], &[&present], &axis);
+        present
+    }
+
+    fn composed(
+        &self,
+        graph: &mut Graph,
+        layer: Layer,
+        [query, key, value]: [&str; 3],
+    ) -> Result<Value> {
+        let Heads { queries, keys, dim } = layer.heads;
+        let key = self.extended(graph, layer.number, "key", key);
+        let value = self.extended(graph, layer.number, "value", value);
+        let scale = graph.number(layer.scale)?;
+        let mut query = graph.op("Mul", &[query, &scale], &[]);
+        if self.grouped_shape.is_some() {
+            // The queries of a group are rows of one product: keys need not be repeated.
+            query = graph.reshape(&query, &[0, keys, -1, dim]);
+        }
+        let key = graph.transpose(&key, &[0, 1, 3, 2]);
+        let mut scores = graph.op("MatMul", &[&query, &key], &[]);
+        if let Some(cap) = layer.softcap {
+            scores = bounded(graph, &scores, cap)?;
+        }
+        if let Some((apart, _)) = &self.grouped_shape {
+            scores = graph.op("Reshape", &[&scores, apart], &[]);
+        }
+        let mask = self.mask(layer.window);
+        let scores = graph.op("Add", &[&scores, &mask], &[]);
+        let scores = graph.widened(&scores);
+        let axis = [("axis", Attribute::Int(-1))];
+        let weights = graph.op("Softmax", &[&scores], &axis);
+        let mut weights = graph.narrowed(&weights);
+        if let Some((_, together)) = &self.grouped_shape {
+            weights = graph.op("Reshape", &[&weights, together], &[]);
+        }
+        let mut mixed = graph.op("MatMul", &[&weights, &value], &[]);
+        if self.grouped_shape.is_some() {
+            mixed = graph.reshape(&mixed, &[0, queries, -1, dim]);
+        }
+        Ok(joined(graph, &mixed, queries * dim))
+    }
+
+    fn standard(&self, graph: &mut Graph, layer: Layer, [query, key, value]: [&str; 3]) -> Value {
+        let mask = self.mask(layer.window);
+        let attributes = [("scale", Attribute::Float(layer.scale as f32))];
+        let width = layer.heads.queries * layer.heads.dim;
+        if !self.use_cache {
+            let mixed = graph.op("Attention", &[query, key, value, &mask], &attributes);
+            return joined(graph, &mixed, width);
+        }
+        let past = ["key", "value"].map(|part| past_name(layer.number, part));
+        let present = ["key", "value"].map(|part| present_name(layer.number, part));
+        let inputs = [query, key, value, &mask, &past[0], &past[1]];
+        let mixed = format!("/layers.{}/Attention_output_0", layer.number);
+        let outputs = [mixed.as_str(), &present[0], &present[1]];
+        graph.named("", "Attention", &inputs, &outputs, &attributes);
+        joined(graph, &mixed, width)
+    }
+
+    fn group_query(
+        &self,
+        graph: &mut Graph,
+        layer: Layer,
+        [query, key, value]: [&str; 3],
+    ) -> Value {
+        let (last, total) = self.lengths.clone().unwrap_or_default();
+        let mask = self.mask(layer.window);
+        let past = ["key", "value"].map(|part| past_name(layer.number, part));
+        let present = ["key", "value"].map(|part| present_name(layer.number, part));
+        let inputs = [
+            query, key, value, &past[0], &past[1], &last, &total, "", "", "", &mask,
+        ];
+        let mixed = format!("/layers.{}/GroupQueryAttention_output_0", layer.number);
+        let outputs = [mixed.as_str(), &present[0], &present[1]];
+        // The mask holds the window too.
+        let mut attributes = vec![
+            ("num_heads", Attribute::Int(layer.heads.queries)),
+            ("kv_num_heads", Attribute::Int(layer.heads.keys)),
+            ("scale", Attribute::Float(layer.scale as f32)),
+        ];
+        if let Some(cap) = layer.softcap {
+            attributes.push(("softcap", Attribute::Float(cap as f32)));
+        }
+        graph.named(
+            MICROSOFT,
+            "GroupQueryAttention",
+            &inputs,
+            &outputs,
+            &attributes,
+        );
+        mixed
+    }
+}
+
+/// `(B, H, T, D)` to `(B, T, H·D)`.
+fn joined(graph: &mut Graph, heads: &str, width: i64) -> Value {
+    let rows = graph.transpose(heads, &[0, 2, 1, 3]);
+    graph.reshape(&rows, &[0, 0, width])
+}
+
+/// What is added to scores: 0 where a query sees the key, the least number otherwise. Not minus
+/// infinity: the queries of padding see nothing, and a row of infinities has no softmax.
+fn mask(
+    graph: &mut Graph,
+    past: &str,
+    total: &str,
+    window: Option<i64>,
+    grouped: bool,
+) -> Result<Value> {
+    let (zero, one) = (graph.int(0), graph.int(1));
+    let axes = graph.ints(&[0]);
+    let past = graph.op("Squeeze", &[past, &axes], &[]);
+    let end = graph.op("Squeeze", &[total, &axes], &[]);
+    let keys = graph.op("Range", &[&zero, &end, &one], &[]);
+    let queries = graph.op("Range", &[&past, &end, &one], &[]);
+    let queries = graph.unsqueeze(&queries, &[1]);
+    let mut seen = graph.op("LessOrEqual", &[&keys, &queries], &[]);
+    if let Some(window) = window {
+        let window = graph.int(window);
+        let first = graph.op("Sub", &[&queries, &window], &[]);
+        let inside = graph.op("Greater", &[&keys, &first], &[]);
+        seen = graph.op("And", &[&seen, &inside], &[]);
+    }
+    let real = graph.cast("attention_mask", data_type::BOOL);
+    let axes: &[i64] = if grouped { &[1, 2, 3] } else { &[1, 2] };
+    let real = graph.unsqueeze(&real, axes);
+    let seen = graph.op("And", &[&seen, &real], &[]);
+    let least = match graph.float {
+        Element::F16 => -65504.0,
+        _ => f64::from(f32::MIN),
+    };
+    let (least, zero) = (graph.number(least)?, graph.number(0.0)?);
+    Ok(graph.op("Where", &[&seen, &zero, &least], &[]))
+}
+
+/// `S − 1` for each row and `S`, both int32: every row is as long as the others, and the mask says what of
+/// it is padding.
+fn lengths(graph: &mut Graph, total: &str) -> (Value, Value) {
+    let one = graph.ints(&[1]);
+    let last = graph.op("Sub", &[total, &one], &[]);
+    let batch = graph.dimension("input_ids", 0);
+    let last = graph.op("Expand", &[&last, &batch], &[]);
+    let last = graph.cast(&last, data_type::INT32);
+    let axes = graph.ints(&[0]);
+    let total = graph.op("Squeeze", &[total, &axes], &[]);
+    (last, graph.cast(&total, data_type::INT32))
+}

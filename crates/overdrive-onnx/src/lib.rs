@@ -1,0 +1,80 @@
+//! Writes language models of `overdrive-transformer` as ONNX, for runtimes without libtorch.
+//!
+//! [`export`] writes any [`CausalLm`](overdrive_transformer::CausalLm) as a graph of ONNX operators with a
+//! key/value cache as inputs and outputs, in the names that Hugging Face's exporter uses, of any batch and
+//! length; [`export_pretrained`] adds the configuration, as `optimum` wants it.
+//!
+//! ```
+//! use overdrive_onnx::{ExportOptions, export};
+//! use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig, QuantizeOptions};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let config = LlamaConfig {
+//!     vocab_size: 100,
+//!     hidden_size: 32,
+//!     intermediate_size: 64,
+//!     num_hidden_layers: 2,
+//!     num_attention_heads: 4,
+//!     ..LlamaConfig::default()
+//! };
+//! let mut model = CausalLm::new(&config.into(), &InitOptions::default())?;
+//! model.quantize(&QuantizeOptions::new("int4-g32".parse()?))?;
+//!
+//! let path = std::env::temp_dir().join(format!("overdrive-doc-{}.onnx", std::process::id()));
+//! let report = export(&mut model, &path, &ExportOptions::default())?;
+//! assert_eq!(report.inputs[3].name, "past_key_values.0.key");
+//! assert_eq!(report.domains, ["com.microsoft"]); // MatMulNBits
+//! # std::fs::remove_file(path)?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # What is written
+//! Every architecture and every stretching of rotary positions that `overdrive-transformer` computes;
+//! weights of any kind as fp32 or fp16 ([`Precision`]); quantized weights in the operator that multiplies
+//! them as they are:
+//!
+//! | scheme | operators | in ONNX itself |
+//! |---|---|---|
+//! | `int8` | codes of activations by token, `MatMulInteger` | yes |
+//! | `int8-weight`, `llm-int8` | `DequantizeLinear`, `MatMul` | yes |
+//! | `int4-…`, `int8-g…` | `MatMulNBits` | ONNX Runtime |
+//! | `nf4`, `fp4` | `MatMulBnb4` | ONNX Runtime |
+//! | `fp8` | `DequantizeLinear` of `float8e4m3fn`, `MatMul` | yes, opset 19 |
+//!
+//! Adapters are merged before (`overdrive_lora::merge_and_unload`): a graph holds plain weights.
+//!
+//! # How it is tested
+//! `onnx.checker` accepts each graph, and ONNX Runtime's logits equal this workspace's within 1e-4 in fp32
+//! for each architecture, at opsets 18 to 26, with padding on either side and with the cache; greedy texts
+//! are the same. `tests/python/check_onnx.py` does it where Python has `onnx` and `onnxruntime`.
+//!
+//! # Sources
+//! The format and its operators: <https://onnx.ai/onnx/>; ONNX Runtime's own:
+//! <https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md>; names of inputs and
+//! outputs: <https://huggingface.co/docs/optimum>.
+#![forbid(unsafe_code)]
+#![deny(missing_docs)]
+
+mod attention;
+mod embedding;
+mod error;
+mod export;
+mod gpt2;
+mod graph;
+mod initializer;
+mod layers;
+mod linear;
+mod llama;
+mod options;
+mod packed;
+pub mod proto;
+mod report;
+mod rope;
+mod source;
+mod write;
+
+pub use error::{Error, Result};
+pub use export::{export, export_pretrained};
+pub use options::{Activations, Attention, ExportOptions, ExternalData, LogitsFor, Precision};
+pub use report::{ExportReport, ValueReport};

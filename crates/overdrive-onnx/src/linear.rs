@@ -1,0 +1,346 @@
+//! Linear maps: dense ones, and each form of quantized ones in the operator that reads it.
+
+use overdrive_lora::BaseWeight;
+use overdrive_quantization::{QuantizedWeight, Scheme};
+use tch::Tensor;
+
+use crate::graph::{Attribute, Graph, MICROSOFT, Value};
+use crate::initializer::Element;
+use crate::packed::{self, Blocks, Groups};
+use crate::source::{Map, Source};
+use crate::{Activations, Error, ExportOptions, Result};
+
+/// `x (…, I)` to `(…, O)` by the map `name` of the model.
+pub(crate) fn linear(
+    graph: &mut Graph,
+    source: &Source,
+    options: &ExportOptions,
+    name: &str,
+    x: &str,
+) -> Result<Value> {
+    let map = source.map(name)?;
+    let product = match &map.weight {
+        BaseWeight::Dense { weight, transposed } => dense(graph, name, x, weight, *transposed),
+        BaseWeight::Quantized(weight) => quantized(graph, options, name, x, weight)?,
+    };
+    Ok(with_bias(graph, name, map, &product))
+}
+
+fn with_bias(graph: &mut Graph, name: &str, map: &Map, product: &str) -> Value {
+    let Some(bias) = &map.bias else {
+        return product.to_owned();
+    };
+    let bias = vector(graph, &format!("{name}.bias"), bias);
+    graph.op("Add", &[product, &bias], &[])
+}
+
+/// A parameter as it is, in the format of activations.
+pub(crate) fn vector(graph: &mut Graph, name: &str, tensor: &Tensor) -> Value {
+    let (float, shape) = (graph.float, tensor.size());
+    let tensor = tensor.shallow_clone();
+    graph.weight(name, &shape, float, move || {
+        Ok(tensor.f_detach()?.f_to_kind(float.kind())?)
+    })
+}
+
+/// The weight is written as `(I, O)`, as the operator takes it.
+fn dense(graph: &mut Graph, name: &str, x: &str, weight: &Tensor, transposed: bool) -> Value {
+    let float = graph.float;
+    let mut shape = weight.size();
+    if !transposed {
+        shape.reverse();
+    }
+    let weight = weight.shallow_clone();
+    let weight = graph.weight(format!("{name}.weight"), &shape, float, move || {
+        let weight = weight.f_detach()?;
+        let weight = if transposed { weight } else { weight.f_tr()? };
+        Ok(weight.f_to_kind(float.kind())?)
+    });
+    graph.op("MatMul", &[x, &weight], &[])
+}
+
+fn quantized(
+    graph: &mut Graph,
+    options: &ExportOptions,
+    name: &str,
+    x: &str,
+    weight: &QuantizedWeight,
+) -> Result<Value> {
+    match weight.scheme() {
+        Scheme::Int8Dynamic if options.activations != Activations::Float => {
+            bytes_by_bytes(graph, name, x, weight)
+        }
+        Scheme::Int8WeightOnly | Scheme::LlmInt8 { .. }
+            if options.activations == Activations::Int8 =>
+        {
+            bytes_by_bytes(graph, name, x, weight)
+        }
+        Scheme::Int8Dynamic | Scheme::Int8WeightOnly | Scheme::LlmInt8 { .. } => {
+            rows(graph, name, x, weight, Element::I8)
+        }
+        Scheme::Fp8 => {
+            if graph.opset < 19 {
+                return Err(Error::unsupported(
+                    format!("`{name}.weight`"),
+                    "of 8-bit floats, for opset 18",
+                    "set `opset` to 19 or more",
+                ));
+            }
+            rows(graph, name, x, weight, Element::F8)
+        }
+        Scheme::Grouped(_) => match packed::groups(weight, name) {
+            Ok(groups) => Ok(groups_by_groups(graph, options, name, x, weight, &groups)),
+            Err(_) if options.dense_fallback => Ok(dequantized(graph, name, x, weight)),
+            Err(error) => Err(error),
+        },
+        Scheme::Nf4(_) | Scheme::Fp4(_) => blocks(graph, name, x, weight),
+        other => Err(Error::unsupported(
+            format!("`{name}.weight`"),
+            format!("quantized by {other}"),
+            "make the model dense before (`CausalLm::dequantize`)",
+        )),
+    }
+}
+
+/// A weight in full.
+fn dequantized(graph: &mut Graph, name: &str, x: &str, weight: &QuantizedWeight) -> Value {
+    let (float, [outputs, inputs]) = (graph.float, weight.size());
+    let weight = weight.shallow_clone();
+    let full = graph.weight(
+        format!("{name}.weight"),
+        &[inputs, outputs],
+        float,
+        move || Ok(weight.dequantize(float.kind())?.f_tr()?),
+    );
+    graph.op("MatMul", &[x, &full], &[])
+}
+
+/// Codes `(I, O)` with one scale an output, before the product: ONNX Runtime makes the two nodes one.
+fn rows(
+    graph: &mut Graph,
+    name: &str,
+    x: &str,
+    weight: &QuantizedWeight,
+    element: Element,
+) -> Result<Value> {
+    let codes = codes(graph, name, weight, element);
+    let scales = scales(graph, name, weight);
+    let axis = [("axis", Attribute::Int(1))];
+    let full = graph.op("DequantizeLinear", &[&codes, &scales], &axis);
+    Ok(graph.op("MatMul", &[x, &full], &[]))
+}
+
+/// Codes by row as `(I, O)`.
+fn codes(graph: &mut Graph, name: &str, weight: &QuantizedWeight, element: Element) -> Value {
+    let [outputs, inputs] = weight.size();
+    let weight = weight.shallow_clone();
+    graph.weight(
+        format!("{name}.weight_quantized"),
+        &[inputs, outputs],
+        element,
+        move || Ok(packed::rows(&weight)?.codes.f_tr()?),
+    )
+}
+
+/// One scale an output, in the format of activations.
+fn scales(graph: &mut Graph, name: &str, weight: &QuantizedWeight) -> Value {
+    let (float, [outputs, _]) = (graph.float, weight.size());
+    let weight = weight.shallow_clone();
+    graph.weight(
+        format!("{name}.weight_scale"),
+        &[outputs],
+        float,
+        move || Ok(packed::rows(&weight)?.scales.f_to_kind(float.kind())?),
+    )
+}
+
+/// Activations are quantized to 8 bits token by token, `x ≈ (code − 128) · most / 127`, and multiplied in
+/// integers: the arithmetic of [`overdrive_quantization::linear`]. Unsigned codes, for which CPUs have
+/// faster instructions.
+fn bytes_by_bytes(
+    graph: &mut Graph,
+    name: &str,
+    x: &str,
+    weight: &QuantizedWeight,
+) -> Result<Value> {
+    let codes = codes(graph, name, weight, Element::I8);
+    let [outputs, _] = weight.size();
+    let scale_weight = weight.shallow_clone();
+    // Products of scales are fp32 in every precision: a sum of integers may be beyond fp16.
+    let scales = graph.weight(
+        format!("{name}.weight_scale"),
+        &[outputs],
+        Element::F32,
+        move || Ok(packed::rows(&scale_weight)?.scales),
+    );
+    let (xs, scale) = token_codes(graph, x);
+    let middle = graph.bytes(&[128], &[]);
+    let sums = graph.op("MatMulInteger", &[&xs, &codes, &middle], &[]);
+    let sums = graph.cast(&sums, crate::proto::data_type::FLOAT);
+    let by_token = graph.op("Mul", &[&sums, &scale], &[]);
+    let y = graph.op("Mul", &[&by_token, &scales], &[]);
+    Ok(graph.narrowed(&y))
+}
+
+/// Codes of `x` and the scale of each token. They are made once for all maps of one `x`.
+fn token_codes(graph: &mut Graph, x: &str) -> (Value, Value) {
+    if let Some((codes, scale)) = graph.quantized.get(x) {
+        return (codes.clone(), scale.clone());
+    }
+    let wide = graph.widened(x);
+    let magnitudes = graph.op("Abs", &[&wide], &[]);
+    let axes = graph.ints(&[-1]);
+    let keep = [("keepdims", Attribute::Int(1))];
+    let most = graph.op("ReduceMax", &[&magnitudes, &axes], &keep);
+    let span = graph.f32(127.0);
+    let scale = graph.op("Div", &[&most, &span], &[]);
+    // A token of zeros has codes of zeros.
+    let least = graph.f32(f32::MIN_POSITIVE);
+    let scale = graph.op("Max", &[&scale, &least], &[]);
+    let steps = graph.op("Div", &[&wide, &scale], &[]);
+    let (one, middle) = (graph.f32(1.0), graph.bytes(&[128], &[]));
+    let codes = graph.op("QuantizeLinear", &[&steps, &one, &middle], &[]);
+    let made = (codes.clone(), scale.clone());
+    graph.quantized.insert(x.to_owned(), made);
+    (codes, scale)
+}
+
+/// The constants of a weight in groups.
+#[derive(Debug)]
+pub(crate) struct GroupValues {
+    pub(crate) bits: u8,
+    /// Groups of a row, and inputs of a group.
+    pub(crate) count: i64,
+    pub(crate) size: i64,
+    /// u8 `(O, G, S·bits/8)`.
+    pub(crate) codes: Value,
+    /// `(O, G)`.
+    pub(crate) scales: Value,
+    /// u8 `(O, ⌈G·bits/8⌉)`.
+    pub(crate) zeros: Option<Value>,
+}
+
+pub(crate) fn group_values(
+    graph: &mut Graph,
+    name: &str,
+    weight: &QuantizedWeight,
+    groups: &Groups,
+) -> GroupValues {
+    let (float, [outputs, inputs]) = (graph.float, weight.size());
+    let size = groups.group_size as i64;
+    let count = inputs / size;
+    let of = |part: &str| format!("{name}.weight_{part}");
+    let shape = [outputs, count, size * i64::from(groups.bits) / 8];
+    let own = weight.shallow_clone();
+    let codes = graph.weight(of("quantized"), &shape, Element::U8, move || {
+        Ok(packed::group_codes(&own)?.f_view(shape)?)
+    });
+    let own = weight.shallow_clone();
+    let scales = graph.weight(of("scale"), &[outputs, count], float, move || {
+        Ok(packed::group_scales(&own)?.f_to_kind(float.kind())?)
+    });
+    let zeros = groups.zeros.as_ref().map(|zeros| {
+        let (shape, zeros) = (zeros.size(), zeros.shallow_clone());
+        graph.weight(of("zero_point"), &shape, Element::U8, move || {
+            Ok(zeros.shallow_clone())
+        })
+    });
+    GroupValues {
+        bits: groups.bits,
+        count,
+        size,
+        codes,
+        scales,
+        zeros,
+    }
+}
+
+/// `MatMulNBits`.
+fn groups_by_groups(
+    graph: &mut Graph,
+    options: &ExportOptions,
+    name: &str,
+    x: &str,
+    weight: &QuantizedWeight,
+    groups: &Groups,
+) -> Value {
+    let [outputs, inputs] = weight.size();
+    let values = group_values(graph, name, weight, groups);
+    let mut attributes = vec![
+        ("K", Attribute::Int(inputs)),
+        ("N", Attribute::Int(outputs)),
+        ("bits", Attribute::Int(i64::from(values.bits))),
+        ("block_size", Attribute::Int(values.size)),
+    ];
+    let integers = match options.activations {
+        Activations::Float => false,
+        Activations::Scheme => values.bits == 8,
+        Activations::Int8 => true,
+    };
+    if integers {
+        attributes.push(("accuracy_level", Attribute::Int(4)));
+    }
+    let mut inputs = vec![x, &values.codes, &values.scales];
+    inputs.extend(values.zeros.as_deref());
+    let [y] = graph.ops(MICROSOFT, "MatMulNBits", &inputs, &attributes);
+    y
+}
+
+/// The constants of a weight of code books.
+#[derive(Debug)]
+pub(crate) struct BlockValues {
+    /// Weights of a block.
+    pub(crate) size: i64,
+    /// NF4's or FP4's numbers.
+    pub(crate) book: Vec<f32>,
+    /// NF4; otherwise FP4.
+    normal: bool,
+    /// u8 `(⌈O·I/2⌉,)`.
+    pub(crate) codes: Value,
+    /// `(blocks,)`.
+    pub(crate) magnitudes: Value,
+}
+
+pub(crate) fn block_values(
+    graph: &mut Graph,
+    name: &str,
+    weight: &QuantizedWeight,
+) -> Result<BlockValues> {
+    let float = graph.float;
+    let Blocks {
+        normal,
+        block_size,
+        book,
+        codes,
+        magnitudes,
+    } = packed::blocks(weight)?;
+    let of = |part: &str| format!("{name}.weight_{part}");
+    let codes = graph.weight(of("quantized"), &codes.size(), Element::U8, move || {
+        Ok(codes.shallow_clone())
+    });
+    let magnitudes = graph.weight(of("absmax"), &magnitudes.size(), float, move || {
+        Ok(magnitudes.f_to_kind(float.kind())?)
+    });
+    Ok(BlockValues {
+        size: block_size as i64,
+        book,
+        normal,
+        codes,
+        magnitudes,
+    })
+}
+
+/// `MatMulBnb4`, whose layout is bitsandbytes'.
+fn blocks(graph: &mut Graph, name: &str, x: &str, weight: &QuantizedWeight) -> Result<Value> {
+    let [outputs, inputs] = weight.size();
+    let values = block_values(graph, name, weight)?;
+    let attributes = [
+        ("K", Attribute::Int(inputs)),
+        ("N", Attribute::Int(outputs)),
+        ("block_size", Attribute::Int(values.size)),
+        ("quant_type", Attribute::Int(i64::from(values.normal))),
+    ];
+    let inputs = [x, &values.codes, &values.magnitudes];
+    let [y] = graph.ops(MICROSOFT, "MatMulBnb4", &inputs, &attributes);
+    Ok(y)
+}

@@ -1,0 +1,285 @@
+//! The graph of a Llama, Mistral, Qwen or Gemma.
+
+use overdrive_transformer::{CausalLm, LayerType, LlamaConfig, LlamaFamily};
+
+use crate::attention::{Context, Heads, Layer};
+use crate::embedding::embedding;
+use crate::graph::{Graph, Value};
+use crate::layers::{activate, norm_weight, rms_norm};
+use crate::linear::linear;
+use crate::rope::{Frequencies, Rotation, rotation};
+use crate::source::Source;
+use crate::{Attention, Error, ExportOptions, Result};
+
+/// What sets the members of the family apart, as far as the parameters do not say it.
+#[derive(Debug)]
+struct Traits {
+    gemma: bool,
+    /// Gemma 2: the bound of scores.
+    softcap: Option<f64>,
+    /// Gemma 3: sliding layers turn by frequencies of their own.
+    local_rotary: bool,
+}
+
+impl Traits {
+    fn of(config: &LlamaConfig) -> Result<Traits> {
+        let (gemma, softcap, local_rotary) = match config.family {
+            LlamaFamily::Llama | LlamaFamily::Mistral | LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => {
+                (false, None, false)
+            }
+            LlamaFamily::Gemma2 => (true, config.attn_logit_softcapping, false),
+            LlamaFamily::Gemma3 => (true, None, true),
+            other => {
+                return Err(Error::unsupported(
+                    "config key `model_type`",
+                    format!("{:?}", other.model_type()),
+                    "llama, mistral, qwen2, qwen3, gemma2, gemma3_text and gpt2 can be",
+                ));
+            }
+        };
+        Ok(Traits {
+            gemma,
+            softcap,
+            local_rotary,
+        })
+    }
+}
+
+/// The bound of the logits.
+pub(crate) fn logit_softcap(config: &LlamaConfig) -> Option<f64> {
+    let gemma = matches!(config.family, LlamaFamily::Gemma2 | LlamaFamily::Gemma3);
+    config.final_logit_softcapping.filter(|_| gemma)
+}
+
+/// A graph that is being built of a model.
+struct Builder<'a> {
+    graph: &'a mut Graph,
+    source: &'a Source,
+    options: &'a ExportOptions,
+    config: &'a LlamaConfig,
+    heads: Heads,
+    traits: Traits,
+}
+
+/// The normalised hidden states `(B, T, C)`.
+pub(crate) fn hidden_states(
+    graph: &mut Graph,
+    source: &Source,
+    options: &ExportOptions,
+    model: &CausalLm,
+    config: &LlamaConfig,
+) -> Result<Value> {
+    let traits = Traits::of(config)?;
+    let windows = model.layer_windows();
+    let softcap = traits.softcap.is_some();
+    let heads = Heads::of(model.config());
+    let context = Context::new(graph, options, heads, &windows, softcap)?;
+    graph.enter("/model/rotary_emb");
+    let of_layer = |layer: usize| local(config, &traits, layer);
+    let rotations = rotations(graph, model, config, &of_layer, context.form())?;
+
+    let mut builder = Builder {
+        graph,
+        source,
+        options,
+        config,
+        heads,
+        traits,
+    };
+    let mut x = builder.embedded()?;
+    for (number, window) in windows.into_iter().enumerate() {
+        let rotation = &rotations[usize::from(local(config, &builder.traits, number))];
+        let Some(rotation) = rotation else {
+            continue; // `rotations` has one for each layer's kind.
+        };
+        x = builder.block(number, window, &x, rotation, &context)?;
+    }
+    builder.graph.enter("/model/norm");
+    builder.norm("model.norm", &x)
+}
+
+/// Whether layer `layer` turns by the frequencies of sliding layers.
+fn local(config: &LlamaConfig, traits: &Traits, layer: usize) -> bool {
+    let listed = config.layer_types.as_ref();
+    let sliding = match listed.and_then(|types| types.get(layer)) {
+        Some(kind) => *kind == LayerType::Sliding,
+        None => !(layer + 1).is_multiple_of(6),
+    };
+    traits.local_rotary && sliding
+}
+
+/// The rotations of full and of sliding layers, where there are such.
+fn rotations(
+    graph: &mut Graph,
+    model: &CausalLm,
+    config: &LlamaConfig,
+    local: &dyn Fn(usize) -> bool,
+    form: Attention,
+) -> Result<[Option<Rotation>; 2]> {
+    let kinds = [
+        (config.rope_theta, &config.rope_scaling),
+        (config.rope_local_base_freq, &config.rope_local_scaling),
+    ];
+    let mut rotations = [None, None];
+    for (kind, (theta, scaling)) in kinds.into_iter().enumerate() {
+        let layer = (0..model.num_layers()).find(|&layer| usize::from(local(layer)) == kind);
+        let short = layer.and_then(|layer| model.rotary_inverse_frequencies(layer));
+        let Some(short) = short else {
+            continue;
+        };
+        let frequencies = Frequencies {
+            short,
+            scaling,
+            theta,
+            context: config.max_position_embeddings,
+        };
+        rotations[kind] = Some(rotation(graph, &frequencies, form)?);
+    }
+    Ok(rotations)
+}
+
+impl Builder<'_> {
+    fn embedded(&mut self) -> Result<Value> {
+        self.graph.enter("/model/embed_tokens");
+        let name = "model.embed_tokens";
+        let table = self.source.table(name)?;
+        let x = embedding(self.graph, name, &table, "input_ids")?;
+        if !self.traits.gemma {
+            return Ok(x);
+        }
+        let scale = self.graph.number((self.config.hidden_size as f64).sqrt())?;
+        Ok(self.graph.op("Mul", &[&x, &scale], &[]))
+    }
+
+    fn norm(&mut self, name: &str, x: &str) -> Result<Value> {
+        let name = format!("{name}.weight");
+        let weight = self.source.parameter(&name)?;
+        let weight = norm_weight(self.graph, &name, weight, self.traits.gemma);
+        Ok(rms_norm(self.graph, x, &weight, self.config.rms_norm_eps))
+    }
+
+    fn map(&mut self, name: &str, x: &str) -> Result<Value> {
+        linear(self.graph, self.source, self.options, name, x)
+    }
+
+    fn enter(&mut self, number: usize, part: &str) -> String {
+        self.graph.enter(&format!("/model/layers.{number}/{part}"));
+        format!("model.layers.{number}.{part}")
+    }
+
+    fn block(
+        &mut self,
+        number: usize,
+        window: Option<i64>,
+        x: &str,
+        rotation: &Rotation,
+        context: &Context,
+    ) -> Result<Value> {
+        let norm = self.enter(number, "input_layernorm");
+        let normal = self.norm(&norm, x)?;
+        let mut mixed = self.attend(number, window, &normal, rotation, context)?;
+        // Gemma has norms after both halves as well.
+        let before_mlp = format!("model.layers.{number}.pre_feedforward_layernorm");
+        let doubled = self.source.has(&format!("{before_mlp}.weight"));
+        let after = self.enter(number, "post_attention_layernorm");
+        if doubled {
+            mixed = self.norm(&after, &mixed)?;
+        }
+        let x = self.graph.op("Add", &[x, &mixed], &[]);
+        let normal = match doubled {
+            true => {
+                let norm = self.enter(number, "pre_feedforward_layernorm");
+                self.norm(&norm, &x)?
+            }
+            false => self.norm(&after, &x)?,
+        };
+        let mut fed = self.feed(number, &normal)?;
+        if doubled {
+            let norm = self.enter(number, "post_feedforward_layernorm");
+            fed = self.norm(&norm, &fed)?;
+        }
+        Ok(self.graph.op("Add", &[&x, &fed], &[]))
+    }
+
+    fn attend(
+        &mut self,
+        number: usize,
+        window: Option<i64>,
+        x: &str,
+        rotation: &Rotation,
+        context: &Context,
+    ) -> Result<Value> {
+        let module = self.enter(number, "self_attn");
+        let heads = self.heads;
+        let scale = match self.traits.gemma {
+            true => self.config.query_pre_attn_scalar.sqrt().recip(),
+            false => (heads.dim as f64).sqrt().recip(),
+        };
+        let layer = Layer {
+            number,
+            heads,
+            scale,
+            softcap: self.traits.softcap,
+            window,
+        };
+        let [query, key, value] = ["q", "k", "v"].map(|part| format!("{module}.{part}_proj"));
+        let (query, key) = (self.map(&query, x)?, self.map(&key, x)?);
+        let value = self.map(&value, x)?;
+        let query = self.normalised(&module, "q_norm", &query, heads)?;
+        let key = self.normalised(&module, "k_norm", &key, heads)?;
+        let parts = match context.form() {
+            Attention::GroupQuery => [
+                rotation.apply_joined(self.graph, &query),
+                rotation.apply_joined(self.graph, &key),
+                value,
+            ],
+            _ => {
+                let query = self.by_head(&query, heads.dim);
+                let key = self.by_head(&key, heads.dim);
+                let value = self.by_head(&value, heads.dim);
+                [
+                    rotation.apply(self.graph, &query),
+                    rotation.apply(self.graph, &key),
+                    value,
+                ]
+            }
+        };
+        let [query, key, value] = &parts;
+        let mixed = context.attend(self.graph, layer, [query, key, value])?;
+        self.map(&format!("{module}.o_proj"), &mixed)
+    }
+
+    /// `(B, T, H·D)` to `(B, H, T, D)`.
+    fn by_head(&mut self, x: &str, dim: i64) -> Value {
+        let apart = self.graph.reshape(x, &[0, 0, -1, dim]);
+        self.graph.transpose(&apart, &[0, 2, 1, 3])
+    }
+
+    /// Heads normalised one by one, where the model does so.
+    fn normalised(&mut self, module: &str, norm: &str, x: &str, heads: Heads) -> Result<Value> {
+        let name = format!("{module}.{norm}");
+        if !self.source.has(&format!("{name}.weight")) {
+            return Ok(x.to_owned());
+        }
+        let apart = self.graph.reshape(x, &[0, 0, -1, heads.dim]);
+        let normal = self.norm(&name, &apart)?;
+        let width = match norm {
+            "q_norm" => heads.queries * heads.dim,
+            _ => heads.keys * heads.dim,
+        };
+        Ok(self.graph.reshape(&normal, &[0, 0, width]))
+    }
+
+    fn feed(&mut self, number: usize, x: &str) -> Result<Value> {
+        let module = self.enter(number, "mlp");
+        let gate = self.map(&format!("{module}.gate_proj"), x)?;
+        let up = self.map(&format!("{module}.up_proj"), x)?;
+        let key = match self.traits.gemma {
+            true => "hidden_activation",
+            false => "hidden_act",
+        };
+        let gate = activate(self.graph, key, &self.config.hidden_act, &gate)?;
+        let inner = self.graph.op("Mul", &[&gate, &up], &[]);
+        self.map(&format!("{module}.down_proj"), &inner)
+    }
+}

@@ -1,0 +1,206 @@
+//! Rotary positions: the cosines and sines of a forward pass, from `position_ids`.
+//!
+//! Angles are `position · frequency`, computed in the graph, so that it knows no longest text and every
+//! scaling of positions is what it is in the model.
+
+use overdrive_transformer::{LongRope, RopeScaling, Yarn};
+use tch::{Device, Kind, Tensor};
+
+use crate::graph::{Attribute, Graph, Value};
+use crate::proto::data_type;
+use crate::{Attention, Error, Result};
+
+/// The rotation of a forward pass.
+#[derive(Debug, Clone)]
+pub(crate) struct Rotation {
+    cos: Value,
+    sin: Value,
+    /// For ONNX Runtime's operator: the place of each token's row in the tables.
+    places: Option<Value>,
+}
+
+/// The frequencies of layers of one type.
+#[derive(Debug)]
+pub(crate) struct Frequencies<'a> {
+    /// `(D/2,)`, within the original context.
+    pub(crate) short: &'a [f32],
+    pub(crate) scaling: &'a RopeScaling,
+    pub(crate) theta: f64,
+    pub(crate) context: i64,
+}
+
+/// The operator that turns.
+const MICROSOFT_OP: &str = "RotaryEmbedding";
+
+/// Cosines and sines for `position_ids (B, T)`.
+pub(crate) fn rotation(
+    graph: &mut Graph,
+    frequencies: &Frequencies<'_>,
+    attention: Attention,
+) -> Result<Rotation> {
+    let (inverse, scale) = inverse(graph, frequencies)?;
+    let positions = graph.cast("position_ids", data_type::FLOAT);
+    let positions = graph.unsqueeze(&positions, &[-1]);
+    let angles = graph.op("Mul", &[&positions, &inverse], &[]);
+    let mut parts = ["Cos", "Sin"].map(|op| graph.op(op, &[&angles], &[]));
+    for part in &mut parts {
+        if scale != 1.0 {
+            let scale = graph.f32(scale as f32);
+            *part = graph.op("Mul", &[part, &scale], &[]);
+        }
+        *part = graph.narrowed(part);
+        let half = frequencies.short.len() as i64;
+        *part = match attention {
+            Attention::GroupQuery => graph.reshape(part, &[-1, half]),
+            _ if graph.opset >= 23 => part.clone(),
+            _ => graph.unsqueeze(part, &[1]),
+        };
+    }
+    let [cos, sin] = parts;
+    let places = (attention == Attention::GroupQuery).then(|| places(graph));
+    Ok(Rotation { cos, sin, places })
+}
+
+/// `0..B·T` as `(B, T)`.
+fn places(graph: &mut Graph) -> Value {
+    let size = graph.op("Size", &["position_ids"], &[]);
+    let (zero, one) = (graph.int(0), graph.int(1));
+    let range = graph.op("Range", &[&zero, &size, &one], &[]);
+    let shape = graph.op("Shape", &["position_ids"], &[]);
+    graph.op("Reshape", &[&range, &shape], &[])
+}
+
+impl Rotation {
+    /// Turns heads `(B, H, T, D)`: the pair `(i, i + D/2)` by its angle.
+    pub(crate) fn apply(&self, graph: &mut Graph, x: &str) -> Value {
+        let (cos, sin) = (self.cos.as_str(), self.sin.as_str());
+        if graph.opset >= 23 {
+            return graph.op("RotaryEmbedding", &[x, cos, sin], &[]);
+        }
+        let halves = [
+            ("axis", Attribute::Int(-1)),
+            ("num_outputs", Attribute::Int(2)),
+        ];
+        let [first, second] = graph.ops("", "Split", &[x], &halves);
+        let mut product = |a: &str, b: &str| graph.op("Mul", &[a, b], &[]);
+        let (first_cos, second_sin) = (product(&first, cos), product(&second, sin));
+        let (second_cos, first_sin) = (product(&second, cos), product(&first, sin));
+        let first = graph.op("Sub", &[&first_cos, &second_sin], &[]);
+        let second = graph.op("Add", &[&second_cos, &first_sin], &[]);
+        graph.concat(&[&first, &second], -1)
+    }
+
+    /// Turns heads side by side, `(B, T, H·D)`, by ONNX Runtime's operator.
+    pub(crate) fn apply_joined(&self, graph: &mut Graph, x: &str) -> Value {
+        let places = self.places.clone().unwrap_or_default();
+        let inputs = [x, &places, &self.cos, &self.sin];
+        let [y] = graph.ops(crate::graph::MICROSOFT, MICROSOFT_OP, &inputs, &[]);
+        y
+    }
+}
+
+/// Inverse frequencies `(D/2,)`, and what cosines and sines are multiplied by.
+fn inverse(graph: &mut Graph, frequencies: &Frequencies<'_>) -> Result<(Value, f64)> {
+    let short = graph.f32s(frequencies.short);
+    let dim = frequencies.short.len() as i64 * 2;
+    Ok(match frequencies.scaling {
+        RopeScaling::Default | RopeScaling::Linear { .. } | RopeScaling::Llama3 { .. } => {
+            (short, 1.0)
+        }
+        RopeScaling::Yarn(yarn) => (short, yarn_scale(yarn)),
+        RopeScaling::LongRope(long) => {
+            let powers = Tensor::f_pow_scalar(frequencies.theta, &exponents(dim)?)?;
+            let factors = Tensor::f_from_slice(&long.long_factor)?.f_to_kind(Kind::Float)?;
+            let beyond = Vec::<f32>::try_from(factors.f_mul(&powers)?.f_reciprocal()?)?;
+            let beyond = graph.f32s(&beyond);
+            let len = length(graph);
+            let is_beyond = exceeds(graph, &len, long.original_max_position_embeddings);
+            let chosen = graph.op("Where", &[&is_beyond, &beyond, &short], &[]);
+            (chosen, long_scale(long))
+        }
+        RopeScaling::Dynamic { factor } => {
+            let len = length(graph);
+            let beyond = dynamic(graph, frequencies, &len, *factor)?;
+            let is_beyond = exceeds(graph, &len, frequencies.context);
+            (graph.op("Where", &[&is_beyond, &beyond, &short], &[]), 1.0)
+        }
+        other => {
+            return Err(Error::unsupported(
+                "config key `rope_scaling`",
+                format!("{other:?}"),
+                "default, linear, dynamic, yarn, longrope and llama3 can be",
+            ));
+        }
+    })
+}
+
+/// The longest position of the step, and one.
+fn length(graph: &mut Graph) -> Value {
+    let keep = [("keepdims", Attribute::Int(0))];
+    let last = graph.op("ReduceMax", &["position_ids"], &keep);
+    let one = graph.int(1);
+    graph.op("Add", &[&last, &one], &[])
+}
+
+/// Whether the length is more than `context`.
+fn exceeds(graph: &mut Graph, len: &str, context: i64) -> Value {
+    let context = graph.int(context);
+    graph.op("Greater", &[len, &context], &[])
+}
+
+/// Frequencies whose base grows with the length, each step in fp32 as the model has it.
+fn dynamic(
+    graph: &mut Graph,
+    frequencies: &Frequencies<'_>,
+    len: &str,
+    factor: f64,
+) -> Result<Value> {
+    let dim = frequencies.short.len() as i64 * 2;
+    let len = graph.cast(len, data_type::FLOAT);
+    let mut step = |op: &str, x: &str, number: f64| {
+        let number = graph.f32(number as f32);
+        graph.op(op, &[x, &number], &[])
+    };
+    let stretched = step("Mul", &len, factor);
+    let stretched = step("Div", &stretched, frequencies.context as f64);
+    let stretched = step("Sub", &stretched, factor - 1.0);
+    // Within the context, where the result is not used, it may be negative.
+    let stretched = step("Max", &stretched, 0.0);
+    let grown = step("Pow", &stretched, dim as f64 / (dim as f64 - 2.0));
+    let base = step("Mul", &grown, frequencies.theta);
+    let exponents = graph.f32s(&Vec::<f32>::try_from(exponents(dim)?)?);
+    let powers = graph.op("Pow", &[&base, &exponents], &[]);
+    Ok(graph.op("Reciprocal", &[&powers], &[]))
+}
+
+/// `2i / D`.
+fn exponents(dim: i64) -> Result<Tensor> {
+    let even = Tensor::f_arange_start_step(0, dim, 2, (Kind::Float, Device::Cpu))?;
+    Ok(even.f_div_scalar(dim)?)
+}
+
+fn yarn_scale(yarn: &Yarn) -> f64 {
+    let scale = |weight: f64| match yarn.factor {
+        factor if factor <= 1.0 => 1.0,
+        factor => 0.1 * weight * factor.ln() + 1.0,
+    };
+    let given = |weight: Option<f64>| weight.filter(|&weight| weight != 0.0);
+    match (
+        yarn.attention_factor,
+        given(yarn.mscale),
+        given(yarn.mscale_all_dim),
+    ) {
+        (Some(factor), ..) => factor,
+        (None, Some(over), Some(under)) => scale(over) / scale(under),
+        _ => scale(1.0),
+    }
+}
+
+fn long_scale(long: &LongRope) -> f64 {
+    let context = long.original_max_position_embeddings as f64;
+    match long.attention_factor {
+        Some(given) => given,
+        None if long.factor <= 1.0 => 1.0,
+        None => (1.0 + long.factor.ln() / context.ln()).sqrt(),
+    }
+}

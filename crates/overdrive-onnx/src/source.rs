@@ -1,0 +1,138 @@
+//! The weights of a model, taken out of its modules by name.
+
+use std::collections::HashMap;
+
+use overdrive_lora::{AdapterHost, BaseWeight};
+use overdrive_quantization::QuantizedWeight;
+use overdrive_transformer::CausalLm;
+use tch::Tensor;
+
+use crate::{Error, Result};
+
+/// Handles of all weights; nothing is copied.
+#[derive(Debug)]
+pub(crate) struct Source {
+    maps: HashMap<String, Map>,
+    parameters: HashMap<String, Tensor>,
+    /// The table of token embeddings, if it is quantized.
+    quantized_table: Option<QuantizedWeight>,
+}
+
+/// The module of the head.
+const HEAD: &str = "lm_head";
+
+/// A linear map.
+#[derive(Debug)]
+pub(crate) struct Map {
+    pub(crate) weight: BaseWeight,
+    pub(crate) bias: Option<Tensor>,
+}
+
+/// The table of token embeddings.
+#[derive(Debug)]
+pub(crate) enum Table<'s> {
+    Dense(&'s Tensor),
+    Quantized {
+        weight: &'s QuantizedWeight,
+        /// The module whose codes the graph holds: the head's, if it shares the table.
+        module: &'s str,
+    },
+}
+
+impl Source {
+    /// # Errors
+    /// [`Error::Adapters`] where one computes beside the weights.
+    pub(crate) fn of(model: &mut CausalLm) -> Result<Source> {
+        let mut maps = HashMap::new();
+        let mut beside: Option<Error> = None;
+        model.visit_linears(&mut |name, map| {
+            let merged = map.merged();
+            let mut active = map.active();
+            active.retain(|name| !merged.contains(name));
+            if let [_, ..] = active[..]
+                && beside.is_none()
+            {
+                beside = Some(Error::Adapters {
+                    map: name.to_owned(),
+                    names: active.into_iter().map(str::to_owned).collect(),
+                });
+            }
+            let bias = map.bias().map(Tensor::shallow_clone);
+            let weight = map.base().shallow_clone();
+            maps.insert(name.to_owned(), Map { weight, bias });
+            Ok(())
+        })?;
+        if let Some(error) = beside {
+            return Err(error);
+        }
+        let mut parameters = HashMap::new();
+        model.visit_parameters(&mut |name, tensor| {
+            parameters.insert(name.to_owned(), tensor.shallow_clone());
+            Ok(())
+        })?;
+        let table = model.quantized_embedding();
+        Ok(Source {
+            maps,
+            parameters,
+            quantized_table: table.map(QuantizedWeight::shallow_clone),
+        })
+    }
+
+    pub(crate) fn map(&self, name: &str) -> Result<&Map> {
+        self.maps.get(name).ok_or_else(|| missing(name))
+    }
+
+    /// A parameter that is not of a linear map.
+    pub(crate) fn parameter(&self, name: &str) -> Result<&Tensor> {
+        self.parameters.get(name).ok_or_else(|| missing(name))
+    }
+
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.parameters.contains_key(name)
+    }
+
+    /// Whether the head is the dense table `{name}.weight` itself.
+    pub(crate) fn ties_head(&self, name: &str) -> bool {
+        let table = self.parameters.get(&format!("{name}.weight"));
+        match (table, self.maps.get(HEAD).map(|head| &head.weight)) {
+            (Some(table), Some(BaseWeight::Dense { weight, .. })) => {
+                table.data_ptr() == weight.data_ptr() && table.size() == weight.size()
+            }
+            _ => false,
+        }
+    }
+
+    /// The names of the schemes of quantized weights, each once.
+    pub(crate) fn schemes(&self) -> Vec<String> {
+        let mut names: Vec<String> = self
+            .maps
+            .values()
+            .filter_map(|map| match &map.weight {
+                BaseWeight::Quantized(weight) => Some(weight.scheme().to_string()),
+                BaseWeight::Dense { .. } => None,
+            })
+            .collect();
+        names.sort();
+        names.dedup();
+        names
+    }
+
+    /// The table `{name}.weight`.
+    pub(crate) fn table<'s>(&'s self, name: &'s str) -> Result<Table<'s>> {
+        let Some(weight) = &self.quantized_table else {
+            return Ok(Table::Dense(self.parameter(&format!("{name}.weight"))?));
+        };
+        // Not by the configuration: an adapter that was merged leaves a tied head with codes of its own.
+        let module = match self.maps.get(HEAD).map(|head| &head.weight) {
+            Some(BaseWeight::Quantized(head)) if head.shares_storage_with(weight) => HEAD,
+            _ => name,
+        };
+        Ok(Table::Quantized { weight, module })
+    }
+}
+
+fn missing(name: &str) -> Error {
+    Error::MissingParameter {
+        name: name.to_owned(),
+    }
+}

@@ -1,0 +1,278 @@
+//! The files: the graph with its small constants, and the weights in it or beside it.
+//!
+//! Protobuf wants the length of a message before its contents. All lengths are known before any weight is
+//! made, so that the file is written from front to back with one weight in memory at a time.
+
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use prost::Message;
+use prost::encoding::{encode_varint, encoded_len_varint};
+use tch::Tensor;
+
+use crate::initializer::{Data, Initializer};
+use crate::proto::{GraphProto, ModelProto};
+use crate::{Error, ExternalData, Result};
+
+/// Tensors of fewer bytes stay in the graph.
+const SMALL: u64 = 1 << 10;
+/// Where tensors in a file of their own begin: at a page, so that they can be mapped.
+const PAGE: u64 = 4 << 10;
+/// Where large ones begin: what Windows maps at.
+const GRANULE: u64 = 64 << 10;
+/// What is large.
+const LARGE: u64 = 1 << 20;
+/// Protobuf's messages end below 2 GiB; what else is in the graph has room too.
+const MOST_BYTES: u64 = 2_000_000_000;
+/// How many bytes of a tensor are copied at a time.
+const PART: usize = 16 << 20;
+
+/// Fields as they begin in a file: number and kind (a length and contents).
+const GRAPH_OF_MODEL: u8 = 7 << 3 | 2;
+const INITIALIZER_OF_GRAPH: u8 = 5 << 3 | 2;
+const RAW_DATA_OF_TENSOR: u8 = 9 << 3 | 2;
+
+/// What was written.
+#[derive(Debug)]
+pub(crate) struct Written {
+    pub(crate) bytes: u64,
+    /// The file beside it and its size.
+    pub(crate) data: Option<(PathBuf, u64)>,
+}
+
+/// Writes `model`, whose graph has no initializers, and the initializers.
+pub(crate) fn write(
+    path: &Path,
+    mut model: ModelProto,
+    initializers: &[Initializer],
+    external: ExternalData,
+) -> Result<Written> {
+    let total: u64 = initializers.iter().map(Initializer::bytes).sum();
+    let apart = external == ExternalData::Always || total >= MOST_BYTES;
+    let data_path = with_suffix(path, "_data")?;
+    let graph = model.graph.take().unwrap_or_default();
+    if !apart {
+        let mut file = Temporary::beside(path)?;
+        let bytes = file.fill(|out| put_model(out, path, &model, &graph, initializers, None))?;
+        file.rename(path)?;
+        flush_folder(path)?;
+        return Ok(Written { bytes, data: None });
+    }
+    let name = data_path.file_name().unwrap_or_default();
+    let name = name.to_string_lossy();
+    let offsets = offsets(initializers);
+    let mut data = Temporary::beside(&data_path)?;
+    let data_bytes = data.fill(|out| put_data(out, &data_path, initializers, &offsets))?;
+    let mut file = Temporary::beside(path)?;
+    let places = Some((&*name, offsets.as_slice()));
+    let bytes = file.fill(|out| put_model(out, path, &model, &graph, initializers, places))?;
+    // An older graph must not be found beside newer weights, should the machine stop here.
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            return Err(Error::io("replace", path)(error));
+        }
+        _ => {}
+    }
+    data.rename(&data_path)?;
+    file.rename(path)?;
+    flush_folder(path)?;
+    Ok(Written {
+        bytes,
+        data: Some((data_path, data_bytes)),
+    })
+}
+
+/// Where each tensor begins in the file of weights, `None` where it stays in the graph.
+fn offsets(initializers: &[Initializer]) -> Vec<Option<u64>> {
+    let mut end = 0u64;
+    let place = |initializer: &Initializer| {
+        let bytes = initializer.bytes();
+        if bytes < SMALL {
+            return None;
+        }
+        let start = end.next_multiple_of(if bytes >= LARGE { GRANULE } else { PAGE });
+        end = start + bytes;
+        Some(start)
+    };
+    initializers.iter().map(place).collect()
+}
+
+/// The weights in their places.
+fn put_data(
+    out: &mut Counter<'_>,
+    path: &Path,
+    initializers: &[Initializer],
+    offsets: &[Option<u64>],
+) -> Result<()> {
+    for (initializer, offset) in initializers.iter().zip(offsets) {
+        let Some(offset) = offset else {
+            continue;
+        };
+        // Places differ by less than the granule.
+        let gap = offset.saturating_sub(out.bytes) as usize;
+        out.put(path, &vec![0; gap])?;
+        put_numbers(out, path, initializer)?;
+    }
+    Ok(())
+}
+
+/// The model with its graph and constants; those with a place elsewhere say where.
+fn put_model(
+    out: &mut Counter<'_>,
+    path: &Path,
+    model: &ModelProto,
+    graph: &GraphProto,
+    initializers: &[Initializer],
+    places: Option<(&str, &[Option<u64>])>,
+) -> Result<()> {
+    let graph = graph.encode_to_vec();
+    let mut headers = Vec::new();
+    let mut graph_len = graph.len() as u64;
+    for (at, initializer) in initializers.iter().enumerate() {
+        let elsewhere = places.and_then(|(name, offsets)| Some((name, offsets[at]?)));
+        let header = match elsewhere {
+            Some((name, offset)) => initializer.external(name, offset),
+            None => initializer.header(),
+        };
+        let header = header.encode_to_vec();
+        let raw = elsewhere.is_none().then(|| initializer.bytes());
+        let raw_len = raw.map_or(0, |len| 1 + encoded_len_varint(len) as u64 + len);
+        let len = header.len() as u64 + raw_len;
+        graph_len += 1 + encoded_len_varint(len) as u64 + len;
+        headers.push((header, raw, len));
+    }
+    let field = |out: &mut Counter<'_>, tag: u8, len: u64| {
+        let mut bytes = vec![tag];
+        encode_varint(len, &mut bytes);
+        out.put(path, &bytes)
+    };
+    out.put(path, &model.encode_to_vec())?;
+    field(out, GRAPH_OF_MODEL, graph_len)?;
+    out.put(path, &graph)?;
+    for ((header, raw, len), initializer) in headers.iter().zip(initializers) {
+        field(out, INITIALIZER_OF_GRAPH, *len)?;
+        out.put(path, header)?;
+        if let Some(raw) = raw {
+            field(out, RAW_DATA_OF_TENSOR, *raw)?;
+            put_numbers(out, path, initializer)?;
+        }
+    }
+    Ok(())
+}
+
+/// The numbers of a tensor, in little-endian order.
+fn put_numbers(out: &mut Counter<'_>, path: &Path, initializer: &Initializer) -> Result<()> {
+    match &initializer.data {
+        Data::Bytes(bytes) => out.put(path, bytes),
+        Data::Made(make) => put_tensor(out, path, &initializer.make(make)?),
+    }
+}
+
+/// A contiguous tensor on the CPU, a part at a time.
+fn put_tensor(out: &mut Counter<'_>, path: &Path, tensor: &Tensor) -> Result<()> {
+    let size = tensor.kind().elt_size_in_bytes();
+    let flat = tensor.f_view([-1])?;
+    let (elements, step) = (tensor.numel(), PART / size);
+    let mut buffer = Vec::new();
+    for start in (0..elements).step_by(step) {
+        let count = step.min(elements - start);
+        let part = flat.f_narrow(0, start as i64, count as i64)?;
+        buffer.resize(count * size, 0);
+        part.f_copy_data_u8(&mut buffer, count)?;
+        out.put(path, &buffer)?;
+    }
+    Ok(())
+}
+
+/// A file that knows how much has been written to it.
+struct Counter<'a> {
+    file: BufWriter<&'a File>,
+    bytes: u64,
+}
+
+impl Counter<'_> {
+    /// `path` is that of the file that it will be, for messages.
+    fn put(&mut self, path: &Path, bytes: &[u8]) -> Result<()> {
+        self.bytes += bytes.len() as u64;
+        self.file.write_all(bytes).map_err(Error::io("write", path))
+    }
+}
+
+/// A file that is removed again unless it gets its name.
+struct Temporary {
+    path: PathBuf,
+    file: File,
+    renamed: bool,
+}
+
+impl Temporary {
+    /// In the folder of `path`, so that the rename stays in one file system.
+    fn beside(path: &Path) -> Result<Temporary> {
+        // Two exports of one process must not share a name.
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let hidden = with_suffix(path, &format!(".{}-{count}.tmp", std::process::id()))?;
+        let mut options = OpenOptions::new();
+        let options = options.write(true).create(true).truncate(true);
+        let file = options.open(&hidden).map_err(Error::io("create", path))?;
+        Ok(Temporary {
+            path: hidden,
+            file,
+            renamed: false,
+        })
+    }
+
+    /// Writes the contents to the disk, and returns how many bytes they are.
+    fn fill(&mut self, fill: impl FnOnce(&mut Counter<'_>) -> Result<()>) -> Result<u64> {
+        let mut out = Counter {
+            file: BufWriter::new(&self.file),
+            bytes: 0,
+        };
+        fill(&mut out)?;
+        let failed = Error::io("write", &self.path);
+        let flushed = out.file.flush().and_then(|()| self.file.sync_all());
+        flushed.map_err(failed)?;
+        Ok(out.bytes)
+    }
+
+    fn rename(&mut self, path: &Path) -> Result<()> {
+        fs::rename(&self.path, path).map_err(Error::io("write", path))?;
+        self.renamed = true;
+        Ok(())
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        if !self.renamed {
+            // The error to tell is the one that came first.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// `path` with something behind its name.
+fn with_suffix(path: &Path, suffix: &str) -> Result<PathBuf> {
+    let name = path.file_name().ok_or_else(|| Error::BadOption {
+        option: "path",
+        found: path.display().to_string(),
+        expected: "the name of a file".to_owned(),
+    })?;
+    let mut name = OsString::from(name);
+    name.push(suffix);
+    Ok(path.with_file_name(name))
+}
+
+/// Makes the renames last through a crash of the machine.
+fn flush_folder(path: &Path) -> Result<()> {
+    if !cfg!(unix) {
+        return Ok(());
+    }
+    let parent = path.parent();
+    let folder = parent.filter(|folder| !folder.as_os_str().is_empty());
+    let flushed = File::open(folder.unwrap_or(Path::new("."))).and_then(|file| file.sync_all());
+    flushed.map_err(Error::io("flush the folder of", path))
+}

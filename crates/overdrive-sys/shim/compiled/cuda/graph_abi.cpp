@@ -1,0 +1,30 @@
+// Compiled with the feature `cuda`, against the CUDA headers: the assumptions of graph.cpp, as far as a
+// compiler can see them. A name of the Itanium ABI follows from the class, the function and the kinds of
+// its arguments, so where these hold, the names do.
+#include "../graph_abi.h"
+
+#include <ATen/cuda/CUDAGraph.h>
+
+#include <type_traits>
+#include <utility>
+
+namespace {
+
+using Graph = at::cuda::CUDAGraph;
+using Pool = std::pair<unsigned long long, unsigned long long>;
+
+static_assert(sizeof(Graph) <= sizeof(overdrive::GraphStorage), "CUDAGraph has grown");
+static_assert(alignof(Graph) <= alignof(overdrive::GraphStorage), "CUDAGraph is aligned otherwise");
+static_assert(std::is_same_v<c10::MempoolId_t, Pool>);
+static_assert(sizeof(cudaStreamCaptureMode) == sizeof(int));
+static_assert(cudaStreamCaptureModeGlobal == overdrive::CAPTURE_MODE_GLOBAL);
+static_assert(std::is_constructible_v<Graph, bool>);
+static_assert(!std::is_polymorphic_v<Graph>);
+static_assert(std::is_same_v<decltype(&Graph::capture_begin),
+                             void (Graph::*)(Pool, cudaStreamCaptureMode)>);
+static_assert(std::is_same_v<decltype(&Graph::capture_end), void (Graph::*)()>);
+static_assert(std::is_same_v<decltype(&Graph::replay), void (Graph::*)()>);
+static_assert(std::is_same_v<decltype(&Graph::reset), void (Graph::*)()>);
+static_assert(std::is_same_v<decltype(&Graph::pool), Pool (Graph::*)()>);
+
+}  // namespace

@@ -1,0 +1,189 @@
+//! What the keys about snapshots can say.
+
+use std::path::PathBuf;
+
+use overdrive_optim::{EarlyStopping, EarlyStoppingConfig};
+use overdrive_snapshot::{Best, SnapshotOptions};
+use serde::{Deserialize, Deserializer, Serialize};
+
+use crate::{Error, Evaluation, IntervalStrategy, Result, TrainingArguments};
+
+/// When a snapshot is saved: `SaveStrategy` of transformers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SaveStrategy {
+    /// Never. The model is saved at the end all the same.
+    No,
+    /// Every `save_steps` steps, and at the end.
+    #[default]
+    Steps,
+    /// At the end of each pass over the data, and at the end.
+    Epoch,
+    /// Whenever `metric_for_best_model` improves.
+    Best,
+}
+
+/// Where a run goes on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+pub enum ResumeFromCheckpoint {
+    /// True: after the newest whole snapshot of the run. False: nowhere, it is a new run.
+    Latest(bool),
+    /// After the snapshot in this folder.
+    Folder(PathBuf),
+}
+
+impl<'de> Deserialize<'de> for ResumeFromCheckpoint {
+    /// `true` and `false` may also be texts, as flags are.
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged, expecting = "true, or the folder of a snapshot")]
+        enum Given {
+            Truth(bool),
+            Text(String),
+        }
+        Ok(match Given::deserialize(deserializer)? {
+            Given::Truth(latest) => Self::Latest(latest),
+            Given::Text(text) => match text.to_lowercase().as_str() {
+                "true" => Self::Latest(true),
+                "false" => Self::Latest(false),
+                _ => Self::Folder(text.into()),
+            },
+        })
+    }
+}
+
+/// A metric that one model can be better in than another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Metric {
+    Loss,
+    BitsPerByte,
+}
+
+impl Metric {
+    pub(crate) fn of(self, evaluation: &Evaluation) -> Option<f64> {
+        match self {
+            Self::Loss => Some(evaluation.loss),
+            Self::BitsPerByte => evaluation.bits_per_byte,
+        }
+    }
+}
+
+impl TrainingArguments {
+    /// What `metric_for_best_model` names.
+    pub(crate) fn metric(&self) -> Result<Metric> {
+        let name = self.metric_for_best_model.as_deref().unwrap_or("loss");
+        match name.strip_prefix("eval_").unwrap_or(name) {
+            "loss" => Ok(Metric::Loss),
+            "bits_per_byte" => Ok(Metric::BitsPerByte),
+            _ => Err(Error::Invalid {
+                key: "metric_for_best_model",
+                given: format!("`{name}`"),
+                problem: "evaluations have `loss` and `bits_per_byte`".to_owned(),
+                way_out: "name one of them".to_owned(),
+            }),
+        }
+    }
+
+    /// Whether anything depends on which evaluation was best.
+    fn looks_for_best(&self) -> bool {
+        self.load_best_model_at_end
+            || self.save_strategy == SaveStrategy::Best
+            || self.early_stopping_patience.is_some()
+    }
+
+    /// How snapshots are kept.
+    pub(crate) fn snapshot_options(&self) -> SnapshotOptions {
+        let best = match self.greater_is_better {
+            Some(true) => Best::Highest,
+            _ => Best::Lowest,
+        };
+        SnapshotOptions {
+            total_limit: self.save_total_limit,
+            best: self.load_best_model_at_end.then_some(best),
+            ..SnapshotOptions::default()
+        }
+    }
+
+    /// What finds the best evaluation, and ends the run when none is any more.
+    pub(crate) fn early_stopping(&self) -> Result<EarlyStopping> {
+        Ok(EarlyStopping::new(EarlyStoppingConfig {
+            early_stopping_patience: self.early_stopping_patience.unwrap_or(u32::MAX),
+            early_stopping_threshold: self.early_stopping_threshold,
+            greater_is_better: self.greater_is_better.unwrap_or(false),
+        })?)
+    }
+
+    pub(crate) fn validate_saving(&self) -> Result<()> {
+        let invalid = |key, given: String, problem: String, way_out: &str| {
+            Err(Error::Invalid {
+                key,
+                given,
+                problem,
+                way_out: way_out.to_owned(),
+            })
+        };
+        self.metric()?;
+        if self.save_total_limit == Some(0) {
+            let problem = "the newest snapshot is always kept".to_owned();
+            let way_out = "give 1 or more, or `save_strategy: \"no\"` for none";
+            return invalid("save_total_limit", "0".to_owned(), problem, way_out);
+        }
+        if self.looks_for_best() && self.eval_strategy == IntervalStrategy::No {
+            let (key, given) = if self.load_best_model_at_end {
+                ("load_best_model_at_end", "true".to_owned())
+            } else if let Some(patience) = self.early_stopping_patience {
+                ("early_stopping_patience", patience.to_string())
+            } else {
+                ("save_strategy", "best".to_owned())
+            };
+            let problem =
+                "`eval_strategy` is `no`, and what is best shows in evaluations".to_owned();
+            return invalid(
+                key,
+                given,
+                problem,
+                "set `eval_strategy` (`--eval-steps N`)",
+            );
+        }
+        if self.load_best_model_at_end && !self.saves_what_it_evaluates() {
+            let problem = format!(
+                "snapshots (`save_strategy`, `save_steps`: {}) are not at evaluations (`eval_strategy`, `eval_steps`: {})",
+                self.save_steps,
+                self.eval_steps.unwrap_or(self.logging_steps)
+            );
+            let way_out =
+                "make `save_steps` a multiple of `eval_steps`, or write `save_strategy: best`";
+            return invalid(
+                "load_best_model_at_end",
+                "true".to_owned(),
+                problem,
+                way_out,
+            );
+        }
+        match self.early_stopping_patience {
+            Some(_) => self.early_stopping().map(drop),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether each snapshot has an evaluation of its own.
+    fn saves_what_it_evaluates(&self) -> bool {
+        match (self.save_strategy, self.eval_strategy) {
+            (SaveStrategy::Best, _) | (SaveStrategy::Epoch, IntervalStrategy::Epoch) => true,
+            (SaveStrategy::Steps, IntervalStrategy::Steps) => {
+                let every = self.eval_steps.unwrap_or(self.logging_steps);
+                // Parts of the run cannot be compared with steps before its length is known.
+                match (self.save_steps < 1.0, every < 1.0) {
+                    (false, false) => self.save_steps % every == 0.0,
+                    (true, true) => {
+                        let times = self.save_steps / every;
+                        (times - times.round()).abs() < 1e-9
+                    }
+                    _ => false,
+                }
+            }
+            _ => false,
+        }
+    }
+}

@@ -1,0 +1,360 @@
+//! Runs that stop at any step and go on after a snapshot.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::fs;
+use std::path::Path;
+use std::sync::Mutex;
+
+use overdrive_datasets::LoaderState;
+use overdrive_distributed::ProcessGroup;
+use overdrive_profiling::{StepMetrics, read_metrics};
+use overdrive_trainer::{
+    BatchLoader, Error, Evaluation, IntervalStrategy, ModelArguments, OptimizerName, Result,
+    ResumeFromCheckpoint, RunFolder, SaveStrategy, Saving, TextBatch, TextData, TrainBatches,
+    TrainingArguments, TrainingLoop, TrainingSummary,
+};
+use overdrive_transformer::CausalLm;
+use tch::Device;
+
+/// libtorch's generator belongs to the process.
+static GENERATOR: Mutex<()> = Mutex::new(());
+
+fn arguments(folder: &Path) -> TrainingArguments {
+    let text = folder.join("text");
+    if !text.exists() {
+        fs::create_dir_all(&text).unwrap();
+        for number in 0..60 {
+            let line = format!("Document {number} says that the quick brown fox jumps.\n");
+            fs::write(
+                text.join(format!("{number:02}.txt")),
+                line.repeat(1 + number % 7),
+            )
+            .unwrap();
+        }
+    }
+    TrainingArguments {
+        data: vec![text],
+        use_cpu: true,
+        vocab_size: 300,
+        context_length: 32,
+        validation_fraction: 0.2,
+        max_steps: 12,
+        save_steps: 5.0,
+        learning_rate: 1e-2,
+        max_eval_batches: Some(2),
+        per_device_train_batch_size: 2,
+        gradient_accumulation_steps: 2,
+        logging_steps: 1.0,
+        samples: 0,
+        model: ModelArguments {
+            hidden_size: 32,
+            intermediate_size: 64,
+            num_hidden_layers: 1,
+            num_attention_heads: 2,
+            ..ModelArguments::default()
+        },
+        ..TrainingArguments::default()
+    }
+}
+
+/// Batches that end with an error, as a run does whose process is killed.
+struct Killed<'b> {
+    batches: &'b mut BatchLoader<TextBatch>,
+    left: u64,
+}
+
+impl Iterator for Killed<'_> {
+    type Item = overdrive_datasets::Result<TextBatch>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.left == 0 {
+            return Some(Err(overdrive_datasets::Error::WorkerPanicked));
+        }
+        self.left -= 1;
+        self.batches.next()
+    }
+}
+
+impl TrainBatches<TextBatch> for Killed<'_> {
+    fn state_dict(&self) -> Option<LoaderState> {
+        self.batches.state_dict()
+    }
+
+    fn resume(&mut self, state: Option<LoaderState>, taken: u64) -> overdrive_datasets::Result<()> {
+        self.batches.resume(state, taken)
+    }
+}
+
+/// Trains in `run` as the example does, and is killed after `steps` steps. `evaluation`: what an
+/// evaluation after so many of them finds.
+fn train(
+    folder: &Path,
+    arguments: &TrainingArguments,
+    run: &str,
+    steps: u64,
+    evaluation: &dyn Fn(u64) -> f64,
+) -> (Result<TrainingSummary>, CausalLm) {
+    let arguments = TrainingArguments {
+        output_dir: Some(folder.join(run)),
+        ..arguments.clone()
+    };
+    let precision = arguments.apply().unwrap();
+    let data = TextData::prepare_in(&folder.join("cache"), &arguments, |_| {}).unwrap();
+    let mut model = arguments.new_model(&data, Device::Cpu).unwrap();
+    let group = ProcessGroup::single();
+    let summary = RunFolder::open_or_create(&arguments).and_then(|run| {
+        let saving = Saving::of_model(&arguments, &group, &run, &model, &data)?;
+        let training = TrainingLoop {
+            arguments: &arguments,
+            plan: arguments.plan(data.micro_batches_per_epoch(&arguments))?,
+            precision,
+            optimizer: arguments.new_optimizer(&model)?,
+            data_parallel: arguments.data_parallel(&group, model.named_parameters())?,
+            trackers: run.trackers(&arguments, saving.resumed_step())?,
+            saving: Some(saving),
+            shows_progress: false,
+        };
+        let mut batches = data.train_loader(&arguments, Device::Cpu)?;
+        let mut batches = Killed {
+            batches: &mut batches,
+            left: steps * arguments.gradient_accumulation_steps,
+        };
+        let mut evaluations = 0;
+        training.run(&mut model, &mut batches, &mut |_| {
+            evaluations += 1;
+            Ok(Evaluation {
+                loss: evaluation(evaluations),
+                bits_per_byte: None,
+            })
+        })
+    });
+    (summary, model)
+}
+
+fn losses(folder: &Path, run: &str) -> Vec<(u64, f64, f64)> {
+    let metrics = read_metrics(folder.join(run).join("metrics.jsonl")).unwrap();
+    let numbers = |step: &StepMetrics| (step.step, step.loss, step.learning_rate);
+    metrics.records.iter().map(numbers).collect()
+}
+
+fn latest() -> Option<ResumeFromCheckpoint> {
+    Some(ResumeFromCheckpoint::Latest(true))
+}
+
+#[test]
+fn losses_after_a_kill_are_those_of_a_run_that_was_never_killed() {
+    let _lock = GENERATOR.lock();
+    let plain = |folder: &Path| arguments(folder);
+    type Change = fn(TrainingArguments) -> TrainingArguments;
+    let changes: [Change; 5] = [
+        |plain| plain,
+        |plain| TrainingArguments {
+            group_by_length: true,
+            dataloader_num_workers: 2,
+            optim: OptimizerName::Adamw8bit,
+            ..plain
+        },
+        |plain| TrainingArguments {
+            packing: true,
+            optim: OptimizerName::Lion32bit,
+            ..plain
+        },
+        |plain| TrainingArguments {
+            bf16: true,
+            optim: OptimizerName::PagedAdamw32bit,
+            ..plain
+        },
+        |plain| TrainingArguments {
+            optim: OptimizerName::Adafactor,
+            gradient_checkpointing: true,
+            ..plain
+        },
+    ];
+    for (number, change) in changes.into_iter().enumerate() {
+        let dir = tempfile::tempdir().unwrap();
+        let whole = change(plain(dir.path()));
+        let (summary, uninterrupted) = train(dir.path(), &whole, "whole", u64::MAX / 8, &|_| 0.0);
+        assert_eq!(summary.unwrap().losses.len(), 12);
+
+        // Killed in step 8, and again before it has saved anything new.
+        let resumed = TrainingArguments {
+            resume_from_checkpoint: latest(),
+            ..whole
+        };
+        for steps in [7, 2] {
+            let (killed, _) = train(dir.path(), &resumed, "killed", steps, &|_| 0.0);
+            assert!(matches!(killed, Err(Error::Data(_))), "{killed:?}");
+        }
+        let (summary, model) = train(dir.path(), &resumed, "killed", u64::MAX / 8, &|_| 0.0);
+        let summary = summary.unwrap();
+        assert_eq!((summary.resumed_step, summary.losses.len()), (5, 7));
+        assert_eq!(
+            losses(dir.path(), "killed"),
+            losses(dir.path(), "whole"),
+            "{number}"
+        );
+        let pairs = uninterrupted.named_parameters().into_iter();
+        for ((name, one), (_, other)) in pairs.zip(model.named_parameters()) {
+            assert_eq!(one, other, "{number}: {name}");
+        }
+    }
+}
+
+#[test]
+fn a_snapshot_is_the_folder_of_a_model() {
+    let _lock = GENERATOR.lock();
+    let dir = tempfile::tempdir().unwrap();
+    let (summary, model) = train(
+        dir.path(),
+        &arguments(dir.path()),
+        "run",
+        u64::MAX / 8,
+        &|_| 0.0,
+    );
+    summary.unwrap();
+    let snapshot = dir.path().join("run/checkpoint-12");
+    let loaded = CausalLm::from_pretrained(&snapshot, &Default::default()).unwrap();
+    for ((name, one), (_, other)) in model
+        .named_parameters()
+        .into_iter()
+        .zip(loaded.named_parameters())
+    {
+        assert_eq!(one, other, "{name}");
+    }
+    assert!(snapshot.join("tokenizer.json").is_file());
+}
+
+#[test]
+fn a_fresh_run_begins_where_there_is_nothing_to_go_on_from() {
+    let _lock = GENERATOR.lock();
+    let dir = tempfile::tempdir().unwrap();
+    let resumed = TrainingArguments {
+        resume_from_checkpoint: latest(),
+        max_steps: 3,
+        ..arguments(dir.path())
+    };
+    let (summary, _) = train(dir.path(), &resumed, "run", u64::MAX / 8, &|_| 0.0);
+    assert_eq!(summary.unwrap().resumed_step, 0);
+    // Killed before the first snapshot: the lines of its steps are not told twice.
+    let (killed, _) = train(dir.path(), &resumed, "other", 2, &|_| 0.0);
+    assert!(killed.is_err());
+    train(dir.path(), &resumed, "other", u64::MAX / 8, &|_| 0.0)
+        .0
+        .unwrap();
+    assert_eq!(losses(dir.path(), "other"), losses(dir.path(), "run"));
+
+    let nowhere = TrainingArguments {
+        output_dir: None,
+        ..resumed
+    };
+    let error = RunFolder::open_or_create(&nowhere).unwrap_err().to_string();
+    assert!(error.contains("--out DIR"), "{error}");
+}
+
+#[test]
+fn a_snapshot_of_another_model_is_refused_with_the_differences_named() {
+    let _lock = GENERATOR.lock();
+    let dir = tempfile::tempdir().unwrap();
+    let mut other = arguments(dir.path());
+    train(dir.path(), &other, "run", u64::MAX / 8, &|_| 0.0)
+        .0
+        .unwrap();
+    other.model.intermediate_size = 48;
+    other.resume_from_checkpoint = latest();
+    let error = train(dir.path(), &other, "run", u64::MAX / 8, &|_| 0.0)
+        .0
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("mlp.up_proj.weight` is [64, 32] in the snapshot and [48, 32] here"),
+        "{error}"
+    );
+}
+
+#[test]
+fn the_best_is_kept_and_patience_ends_the_run() {
+    let _lock = GENERATOR.lock();
+    let dir = tempfile::tempdir().unwrap();
+    let best = TrainingArguments {
+        eval_strategy: IntervalStrategy::Steps,
+        eval_steps: Some(2.0),
+        save_steps: 2.0,
+        save_total_limit: Some(1),
+        load_best_model_at_end: true,
+        early_stopping_patience: Some(3),
+        ..arguments(dir.path())
+    };
+    // The second evaluation, after step 4, is the best; three worse ones follow.
+    let found = |evaluation: u64| [3.0, 1.0, 2.0, 2.5, 2.2, 0.5][evaluation as usize - 1];
+    let (summary, model) = train(dir.path(), &best, "run", u64::MAX / 8, &found);
+    let summary = summary.unwrap();
+    assert_eq!((summary.losses.len(), summary.best_step), (10, Some(4)));
+    let run = dir.path().join("run");
+    let kept = |step: u64| run.join(format!("checkpoint-{step}")).exists();
+    assert!(kept(4) && kept(10) && !kept(2) && !kept(6) && !kept(8));
+    let stored = CausalLm::from_pretrained(run.join("checkpoint-4"), &Default::default()).unwrap();
+    for ((name, one), (_, other)) in model
+        .named_parameters()
+        .into_iter()
+        .zip(stored.named_parameters())
+    {
+        assert_eq!(one, other, "{name}");
+    }
+    // It is over: going on does no step, and gives the best weights again.
+    let again = TrainingArguments {
+        resume_from_checkpoint: latest(),
+        ..best.clone()
+    };
+    let (summary, _) = train(dir.path(), &again, "run", u64::MAX / 8, &found);
+    let summary = summary.unwrap();
+    assert_eq!((summary.losses.len(), summary.best_step), (0, Some(4)));
+    let only_best = TrainingArguments {
+        save_strategy: SaveStrategy::Best,
+        early_stopping_patience: None,
+        save_total_limit: None,
+        ..best
+    };
+    train(dir.path(), &only_best, "only", u64::MAX / 8, &found)
+        .0
+        .unwrap();
+    let exists = |step: u64| dir.path().join(format!("only/checkpoint-{step}")).exists();
+    assert!(exists(2) && exists(4) && exists(12) && !exists(6) && !exists(8) && !exists(10));
+}
+
+#[test]
+fn what_cannot_be_meant_is_refused_before_anything_is_loaded() {
+    let refused = |change: fn(&mut TrainingArguments)| {
+        let mut arguments = TrainingArguments::default();
+        change(&mut arguments);
+        arguments.validate().unwrap_err().to_string()
+    };
+    for (error, word) in [
+        (
+            refused(|a| a.save_total_limit = Some(0)),
+            "save_total_limit",
+        ),
+        (refused(|a| a.save_steps = 0.0), "save_steps"),
+        (
+            refused(|a| a.load_best_model_at_end = true),
+            "eval_strategy",
+        ),
+        (
+            refused(|a| a.early_stopping_patience = Some(2)),
+            "eval_strategy",
+        ),
+        (
+            refused(|a| a.metric_for_best_model = Some("accuracy".into())),
+            "bits_per_byte",
+        ),
+        (
+            refused(|a| {
+                a.load_best_model_at_end = true;
+                a.eval_strategy = IntervalStrategy::Steps;
+                a.eval_steps = Some(300.0);
+            }),
+            "multiple",
+        ),
+    ] {
+        assert!(error.contains(word), "{error}");
+    }
+}

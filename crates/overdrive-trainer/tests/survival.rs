@@ -1,0 +1,540 @@
+//! Runs of several processes, and runs that are killed. The other processes are this test program, told by
+//! a variable to train.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use overdrive_distributed::Launch;
+use overdrive_profiling::{StepMetrics, read_metrics};
+use overdrive_trainer::{
+    Evaluation, FinetuneLayers, Interrupt, IntervalStrategy, ModelArguments, Part,
+    ResumeFromCheckpoint, RunFolder, Saving, TextData, TrainingArguments, TrainingLoop,
+    evaluate_in, finetune_in,
+};
+use overdrive_transformer::CausalLm;
+
+const CONFIG: &str = "OVERDRIVE_TRAINER_TEST_CONFIG";
+/// The rank that has another model than the others.
+const OTHER_MODEL: &str = "OVERDRIVE_TRAINER_TEST_OTHER_MODEL";
+const TRAIN: [&str; 4] = ["--exact", "trains", "--ignored", "--nocapture"];
+
+/// The program that the tests start, stop and kill: what the example `train` does.
+#[test]
+#[ignore = "the other process of the tests here"]
+fn trains() {
+    let Some(config) = std::env::var_os(CONFIG).map(PathBuf::from) else {
+        return;
+    };
+    if config
+        .file_stem()
+        .is_some_and(|stem| stem.to_string_lossy().starts_with("tune"))
+    {
+        return tunes(&config);
+    }
+    let mut arguments: TrainingArguments =
+        serde_json::from_slice(&fs::read(&config).unwrap()).unwrap();
+    let group = arguments.init_process_group().unwrap();
+    let rank = group.rank().to_string();
+    fs::write(
+        config.with_file_name(format!("pid-{rank}")),
+        std::process::id().to_string(),
+    )
+    .unwrap();
+    if std::env::var(OTHER_MODEL).is_ok_and(|other| other == rank) {
+        arguments.model.intermediate_size += 8;
+    }
+    let precision = arguments.apply().unwrap();
+    let cache = config.with_file_name("cache");
+    let data = TextData::prepare_in(&cache, &arguments, |_| {}).unwrap();
+    let device = arguments.device_in(&group);
+    let mut model = arguments.new_model(&data, device).unwrap();
+    let trained = RunFolder::open_or_create_in(&group, &arguments).and_then(|run| {
+        let saving = Saving::of_model(&arguments, &group, &run, &model, &data)?;
+        let part = Part::of(&group, device);
+        let mut batches = data.train_loader(&arguments, part)?;
+        let training = TrainingLoop {
+            plan: arguments.plan(batches.batches_per_epoch() as u64)?,
+            precision,
+            optimizer: arguments.new_optimizer(&model)?,
+            data_parallel: arguments.data_parallel(&group, model.named_parameters())?,
+            trackers: run.trackers_in(&group, &arguments, saving.resumed_step())?,
+            saving: Some(saving),
+            shows_progress: false,
+            arguments: &arguments,
+        };
+        training.run(&mut model, &mut batches, &mut |model| {
+            let batches = data.validation_loader(&arguments, part)?;
+            Ok(Evaluation {
+                loss: evaluate_in(&group, model, batches, precision)?,
+                bits_per_byte: None,
+            })
+        })
+    });
+    // Without the harness, whose words would hide the code.
+    std::process::exit(match trained {
+        Ok(summary) if summary.interrupted => i32::from(Interrupt::SAVED_EXIT_CODE),
+        Ok(_) => 0,
+        Err(error) => {
+            eprintln!("error: {error}");
+            1
+        }
+    });
+}
+
+/// What the example `finetune` does.
+fn tunes(config: &Path) {
+    let arguments = FinetuneLayers::new()
+        .file(config)
+        .unwrap()
+        .resolve()
+        .unwrap();
+    let group = arguments.training.init_process_group().unwrap();
+    let results = finetune_in(&group, &arguments, |_| {}).unwrap();
+    assert_eq!(results.is_some(), group.is_main());
+    std::process::exit(0);
+}
+
+/// A folder with a text, runs and their configurations.
+struct Workshop(tempfile::TempDir);
+
+impl Workshop {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let text = dir.path().join("text");
+        fs::create_dir_all(&text).unwrap();
+        for number in 0..60 {
+            let line = format!("Document {number} says that the quick brown fox jumps.\n");
+            let file = text.join(format!("{number:02}.txt"));
+            fs::write(file, line.repeat(1 + number % 7)).unwrap();
+        }
+        Self(dir)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn arguments(&self) -> TrainingArguments {
+        TrainingArguments {
+            data: vec![self.path("text")],
+            use_cpu: true,
+            threads: Some(1),
+            vocab_size: 300,
+            context_length: 32,
+            validation_fraction: 0.2,
+            max_steps: 12,
+            save_steps: 3.0,
+            learning_rate: 1e-2,
+            max_eval_batches: Some(3),
+            per_device_train_batch_size: 2,
+            samples: 0,
+            ddp_timeout: 30.0,
+            resume_from_checkpoint: Some(ResumeFromCheckpoint::Latest(true)),
+            model: ModelArguments {
+                hidden_size: 32,
+                intermediate_size: 64,
+                num_hidden_layers: 1,
+                num_attention_heads: 2,
+                ..ModelArguments::default()
+            },
+            ..TrainingArguments::default()
+        }
+    }
+
+    fn configured(&self, run: &str, arguments: &TrainingArguments) -> PathBuf {
+        let config = self.path(&format!("{run}.json"));
+        let arguments = TrainingArguments {
+            output_dir: Some(self.path(run)),
+            ..arguments.clone()
+        };
+        fs::write(&config, serde_json::to_vec(&arguments).unwrap()).unwrap();
+        config
+    }
+
+    fn start(&self, run: &str, arguments: &TrainingArguments) -> Child {
+        Command::new(std::env::current_exe().unwrap())
+            .args(TRAIN)
+            .env(CONFIG, self.configured(run, arguments))
+            .stdout(Stdio::null())
+            .stderr(Stdio::inherit())
+            .spawn()
+            .unwrap()
+    }
+
+    fn launch(&self, run: &str, arguments: &TrainingArguments, processes: usize) -> Launch {
+        Launch::new(std::env::current_exe().unwrap())
+            .args(TRAIN)
+            .env(CONFIG, self.configured(run, arguments))
+            .nproc(processes)
+    }
+
+    /// Step, loss, gradient norm and evaluation of each line; a line for each step, in their order.
+    fn lines(&self, run: &str) -> Vec<(u64, f64, Option<f64>, Option<f64>)> {
+        let metrics = read_metrics(self.path(run).join("metrics.jsonl")).unwrap();
+        let numbers = |step: &StepMetrics| (step.step, step.loss, step.grad_norm, step.eval_loss);
+        let lines: Vec<_> = metrics.records.iter().map(numbers).collect();
+        let steps: Vec<u64> = lines.iter().map(|line| line.0).collect();
+        assert_eq!(steps, (1..=steps.len() as u64).collect::<Vec<_>>());
+        lines
+    }
+
+    fn model(&self, run: &str, step: u64) -> CausalLm {
+        let snapshot = self.path(run).join(format!("checkpoint-{step}"));
+        CausalLm::from_pretrained(snapshot, &Default::default()).unwrap()
+    }
+
+    fn lines_so_far(&self, run: &str) -> usize {
+        fs::read(self.path(run).join("metrics.jsonl"))
+            .map_or(0, |text| text.iter().filter(|&&byte| byte == b'\n').count())
+    }
+
+    fn is_saving(&self, run: &str) -> bool {
+        let entries = fs::read_dir(self.path(run)).into_iter().flatten().flatten();
+        entries
+            .into_iter()
+            .any(|entry| entry.file_name().to_string_lossy().ends_with(".tmp"))
+    }
+}
+
+fn equal(one: &CausalLm, other: &CausalLm) {
+    let pairs = one.named_parameters().into_iter();
+    for ((name, one), (_, other)) in pairs.zip(other.named_parameters()) {
+        assert_eq!(one, other, "{name}");
+    }
+}
+
+fn wait(child: &mut Child) -> ExitStatus {
+    let begun = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(120), "it hangs");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Numbers that differ from call to call and not from run to run (Steele and Vigna's SplitMix64).
+fn draw(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+#[test]
+fn fifty_kills_at_any_moment_change_no_loss() {
+    const KILLS: usize = 50;
+    let shop = Workshop::new();
+    let arguments = TrainingArguments {
+        max_steps: 300,
+        save_steps: 2.0,
+        save_total_limit: Some(2),
+        ..shop.arguments()
+    };
+    let mut whole = shop.start("whole", &arguments);
+    assert!(wait(&mut whole).success());
+
+    let mut random = 7;
+    let (mut kills, mut in_saves, mut lives) = (0, 0, 0);
+    while kills < KILLS {
+        lives += 1;
+        assert!(
+            lives < 3 * KILLS,
+            "the run ends before it can be killed: {kills} kills"
+        );
+        let before = shop.lines_so_far("killed");
+        let mut child = shop.start("killed", &arguments);
+        let begun = Instant::now();
+        let (moment, steps, delay) = (draw(&mut random) % 4, draw(&mut random), draw(&mut random));
+        let wanted = || match moment {
+            // While it starts, reads its snapshot, or takes its first steps.
+            0 => begun.elapsed() > Duration::from_millis(steps % 700),
+            // In the middle of a save.
+            1 | 2 => {
+                shop.is_saving("killed") && begun.elapsed() > Duration::from_millis(steps % 800)
+            }
+            // After some steps, and somewhere in the next.
+            _ => shop.lines_so_far("killed") > before + (steps % 6) as usize,
+        };
+        while child.try_wait().unwrap().is_none() && !wanted() {
+            assert!(begun.elapsed() < Duration::from_secs(120), "it hangs");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        std::thread::sleep(Duration::from_micros(delay % 3000));
+        let saving = shop.is_saving("killed");
+        child.kill().unwrap();
+        let status = child.wait().unwrap();
+        // It never ends by itself with an error: whatever it found, it could go on.
+        assert!(status.success() || status.code().is_none(), "{status}");
+        if status.code().is_none() {
+            kills += 1;
+            in_saves += usize::from(saving);
+        } else {
+            // It was done before it was killed: another one in its place, from a step before.
+            let newest = shop.path("killed").join("checkpoint-300");
+            fs::remove_dir_all(newest).unwrap();
+        }
+    }
+    assert!(in_saves > 0, "no kill fell into a save");
+    let mut last = shop.start("killed", &arguments);
+    assert!(wait(&mut last).success());
+    assert_eq!(shop.lines("killed"), shop.lines("whole"));
+    equal(&shop.model("killed", 300), &shop.model("whole", 300));
+}
+
+#[cfg(unix)]
+#[test]
+fn a_signal_ends_a_run_with_its_own_code_and_it_goes_on() {
+    let shop = Workshop::new();
+    let arguments = TrainingArguments {
+        max_steps: 400,
+        save_steps: 1000.0,
+        ..shop.arguments()
+    };
+    let mut whole = shop.start("whole", &arguments);
+    assert!(wait(&mut whole).success());
+    for signal in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
+        let before = shop.lines_so_far("stopped");
+        let mut child = shop.start("stopped", &arguments);
+        while shop.lines_so_far("stopped") < before + 5 {
+            assert!(child.try_wait().unwrap().is_none(), "it ended by itself");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let asked = Instant::now();
+        rustix::process::kill_process(rustix::process::Pid::from_child(&child), signal).unwrap();
+        let status = wait(&mut child);
+        assert_eq!(status.code(), Some(i32::from(Interrupt::SAVED_EXIT_CODE)));
+        // Kubernetes gives 30 seconds; of a model as small as this one it takes none of them.
+        assert!(asked.elapsed() < Duration::from_secs(20));
+        let saved = shop
+            .path("stopped")
+            .join(format!("checkpoint-{}", shop.lines_so_far("stopped")));
+        assert!(saved.is_dir(), "{saved:?}");
+    }
+    let mut last = shop.start("stopped", &arguments);
+    assert!(wait(&mut last).success());
+    assert_eq!(shop.lines("stopped"), shop.lines("whole"));
+}
+
+#[cfg(unix)]
+#[test]
+fn snapshots_that_find_no_room_cost_no_step_and_no_other_snapshot() {
+    let shop = Workshop::new();
+    let arguments = TrainingArguments {
+        lr_scheduler_type: overdrive_optim::LrSchedulerType::Constant,
+        ..shop.arguments()
+    };
+    assert!(wait(&mut shop.start("whole", &arguments)).success());
+    let half = TrainingArguments {
+        max_steps: 6,
+        ..arguments.clone()
+    };
+    assert!(wait(&mut shop.start("full", &half)).success());
+
+    // Files of 20 KiB at most, which the weights are not; the signal that would end the process is
+    // ignored, so that writing fails as it does on a full disk.
+    let script = "trap '' XFSZ; ulimit -f 40; exec \"$@\"";
+    let program = std::env::current_exe().unwrap();
+    let mut limited = Command::new("sh");
+    limited.args(["-c", script, "sh"]).arg(program).args(TRAIN);
+    limited.env(CONFIG, shop.configured("full", &arguments));
+    let output = limited.output().unwrap();
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    assert_eq!(shop.lines("full"), shop.lines("whole"));
+    let exists = |step: u64| {
+        shop.path("full")
+            .join(format!("checkpoint-{step}"))
+            .exists()
+    };
+    assert!(exists(6) && !exists(9) && !exists(12) && !shop.is_saving("full"));
+
+    // With room again it goes on after the last one that there is.
+    assert!(wait(&mut shop.start("full", &arguments)).success());
+    assert_eq!(shop.lines("full"), shop.lines("whole"));
+    equal(&shop.model("full", 12), &shop.model("whole", 12));
+}
+
+/// Losses, norms and evaluations of two runs, within 1e-5 of each other.
+fn close(
+    one: &[(u64, f64, Option<f64>, Option<f64>)],
+    other: &[(u64, f64, Option<f64>, Option<f64>)],
+) {
+    assert_eq!(one.len(), other.len());
+    let near = |a: f64, b: f64| (a - b).abs() <= 1e-5 * a.abs().max(1.0);
+    for (a, b) in one.iter().zip(other) {
+        assert!(near(a.1, b.1), "loss: {a:?} {b:?}");
+        assert!(near(a.2.unwrap(), b.2.unwrap()), "norm: {a:?} {b:?}");
+        assert_eq!(a.3.is_some(), b.3.is_some());
+        assert!(
+            near(a.3.unwrap_or(0.0), b.3.unwrap_or(0.0)),
+            "evaluation: {a:?} {b:?}"
+        );
+    }
+}
+
+#[test]
+fn several_processes_train_as_one_with_the_joint_batch() {
+    let shop = Workshop::new();
+    type Change = fn(TrainingArguments) -> TrainingArguments;
+    let changes: [(&str, Change); 4] = [
+        ("windows", |plain| plain),
+        ("accumulation", |plain| TrainingArguments {
+            gradient_accumulation_steps: 2,
+            gradient_checkpointing: true,
+            ..plain
+        }),
+        ("packing", |plain| TrainingArguments {
+            packing: true,
+            dataloader_num_workers: 1,
+            ..plain
+        }),
+        ("padding", |plain| TrainingArguments {
+            group_by_length: true,
+            ..plain
+        }),
+    ];
+    for (name, change) in changes {
+        let plain = TrainingArguments {
+            // One pass: at its end the processes fill the round up, and one process does not.
+            max_steps: 4,
+            save_steps: 1000.0,
+            eval_strategy: IntervalStrategy::Steps,
+            eval_steps: Some(2.0),
+            ..shop.arguments()
+        };
+        let one = TrainingArguments {
+            gradient_accumulation_steps: 2 * change(plain.clone()).gradient_accumulation_steps,
+            ..change(plain.clone())
+        };
+        let mut alone = shop.start(&format!("{name}-1"), &one);
+        assert!(wait(&mut alone).success());
+        let two = format!("{name}-2");
+        shop.launch(&two, &change(plain), 2).run().unwrap();
+        close(&shop.lines(&format!("{name}-1")), &shop.lines(&two));
+    }
+}
+
+#[test]
+fn adapters_over_four_bits_are_trained_by_two_processes_as_by_one() {
+    let shop = Workshop::new();
+    assert!(wait(&mut shop.start("base", &shop.arguments())).success());
+    let records = (0..40).map(|number| {
+        let answer = "na".repeat(1 + number % 5);
+        format!("{{\"prompt\": \"Document {number} says\", \"response\": \"{answer}\"}}\n")
+    });
+    fs::write(shop.path("data.jsonl"), records.collect::<String>()).unwrap();
+    for (name, processes, accumulated) in [("tune-1", 1, 4), ("tune-2", 2, 2)] {
+        let values = serde_json::json!({
+            "model": shop.path("base/checkpoint-12"),
+            "data": shop.path("data.jsonl"),
+            "output_dir": shop.path(name),
+            "load_in_4bit": true,
+            "lora_r": 4,
+            "lora_dropout": 0.0,
+            "target_modules": "all-linear",
+            "max_steps": 4,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": accumulated,
+            "use_cpu": true,
+            "threads": 1,
+            "samples": 0,
+        });
+        let config = shop.path(&format!("{name}.json"));
+        fs::write(&config, values.to_string()).unwrap();
+        let launch = Launch::new(std::env::current_exe().unwrap()).args(TRAIN);
+        launch.env(CONFIG, &config).nproc(processes).run().unwrap();
+        assert!(shop.path(name).join("adapter_model.safetensors").is_file());
+    }
+    let (one, two) = (shop.lines("tune-1"), shop.lines("tune-2"));
+    assert_eq!(one.len(), 4);
+    close(&one, &two);
+}
+
+#[cfg(unix)]
+#[test]
+fn processes_that_are_killed_at_different_moments_agree_on_where_to_go_on() {
+    let shop = Workshop::new();
+    let arguments = TrainingArguments {
+        max_steps: 200,
+        save_steps: 2.0,
+        save_total_limit: Some(3),
+        ddp_timeout: 10.0,
+        ..shop.arguments()
+    };
+    shop.launch("whole", &arguments, 2).run().unwrap();
+
+    let mut random = 11;
+    for life in 0..6 {
+        let steps = shop.lines_so_far("killed") + 3 + (draw(&mut random) % 5) as usize;
+        let pause = Duration::from_micros(draw(&mut random) % 4000);
+        let first = life % 2;
+        let _ = fs::remove_file(shop.path("pid-0"));
+        let _ = fs::remove_file(shop.path("pid-1"));
+        let launch = shop.launch("killed", &arguments, 2);
+        std::thread::scope(|scope| {
+            let killer = scope.spawn(|| {
+                let begun = Instant::now();
+                while shop.lines_so_far("killed") < steps {
+                    assert!(begun.elapsed() < Duration::from_secs(60), "it hangs");
+                    std::thread::sleep(Duration::from_micros(200));
+                }
+                for rank in [first, 1 - first] {
+                    let pid = fs::read_to_string(shop.path(&format!("pid-{rank}"))).unwrap();
+                    let pid = rustix::process::Pid::from_raw(pid.parse().unwrap()).unwrap();
+                    // The second may have noticed already, and ended.
+                    let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+                    std::thread::sleep(pause);
+                }
+            });
+            let ended = launch.grace(Duration::from_millis(500)).run();
+            assert!(ended.is_err(), "it was killed");
+            killer.join().unwrap();
+        });
+    }
+    shop.launch("killed", &arguments, 2).run().unwrap();
+    assert_eq!(shop.lines("killed"), shop.lines("whole"));
+    equal(&shop.model("killed", 200), &shop.model("whole", 200));
+}
+
+#[test]
+fn what_the_processes_cannot_do_together_is_said_before_the_first_step() {
+    let shop = Workshop::new();
+    let arguments = shop.arguments();
+    let other = shop.launch("other", &arguments, 2).env(OTHER_MODEL, "1");
+    let error = other.run().unwrap_err().to_string();
+    assert!(
+        error.contains("mlp.up_proj.weight") && error.contains("rank 1"),
+        "{error}"
+    );
+
+    // Where the folder cannot be: all ranks end with the words of the one that tried.
+    fs::write(shop.path("taken"), "a file").unwrap();
+    let error = shop
+        .launch("taken", &arguments, 2)
+        .run()
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("could not open the run's folder") && error.contains("--out DIR"),
+        "{error}"
+    );
+
+    shop.launch("two", &arguments, 2).run().unwrap();
+    let more = TrainingArguments {
+        max_steps: 20,
+        ..arguments
+    };
+    let error = shop.launch("two", &more, 3).run().unwrap_err().to_string();
+    assert!(
+        error.contains("was saved by 2 processes, and 3 train now"),
+        "{error}"
+    );
+}

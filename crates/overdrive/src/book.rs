@@ -1,0 +1,47 @@
+//! The guide's Rust, compiled and run: each page of `docs/src` is the documentation of an item here, and so each
+//! ```` ```rust ```` block in it a doctest.
+//!
+//! `cargo test -p overdrive --doc book` runs them. A page that is added to the guide and holds Rust gets a line.
+
+/// One item a page, named as the page is.
+macro_rules! pages {
+    ($($name:ident = $path:literal;)*) => {
+        $(
+            #[doc = include_str!(concat!("../../../docs/src/", $path))]
+            mod $name {}
+        )*
+    };
+}
+
+pages! {
+    setup = "setup.md";
+    training = "training.md";
+    finetuning = "finetuning.md";
+    symptoms = "symptoms.md";
+    migration = "migration.md";
+    architecture = "architecture.md";
+    extending = "extending.md";
+
+    accumulation = "crates/accumulation.md";
+    attention = "crates/attention.md";
+    autograd = "crates/autograd.md";
+    build = "crates/build.md";
+    checkpointing = "crates/checkpointing.md";
+    compiled = "crates/compiled.md";
+    datasets = "crates/datasets.md";
+    distributed = "crates/distributed.md";
+    fused = "crates/fused.md";
+    generation = "crates/generation.md";
+    kv_cache = "crates/kv-cache.md";
+    lora = "crates/lora.md";
+    onnx = "crates/onnx.md";
+    optim = "crates/optim.md";
+    precision = "crates/precision.md";
+    profiling = "crates/profiling.md";
+    quantization = "crates/quantization.md";
+    safetensors = "crates/safetensors.md";
+    snapshot = "crates/snapshot.md";
+    sys = "crates/sys.md";
+    trainer = "crates/trainer.md";
+    transformer = "crates/transformer.md";
+}

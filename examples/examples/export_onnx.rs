@@ -1,0 +1,136 @@
+//! Writes a model's folder as ONNX, with a merged adapter and quantized weights, and compares the speed of
+//! ONNX Runtime with ours.
+//!
+//! ```text
+//! cargo xtask example export_onnx --model runs/tiny-001/model --out runs/tiny-onnx
+//! cargo xtask example export_onnx --model DIR --out OUT --quantize int4-g32 --activations int8
+//! cargo xtask example export_onnx --model DIR --adapter runs/finetune-001/adapter --out OUT --compare
+//! ```
+//!
+//! `--compare` needs Python with onnxruntime: `python3`, or the one that OVERDRIVE_PYTHON names.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use clap::{Parser, ValueEnum};
+use overdrive::onnx::{
+    Activations, Attention, ExportOptions, ExternalData, Precision, export_pretrained,
+};
+use overdrive::transformer::{CausalLm, QuantizeOptions};
+use overdrive_examples::{ModelFlags, OnnxComparison};
+
+/// Writes a model's folder as ONNX
+#[derive(Parser)]
+struct Flags {
+    #[command(flatten)]
+    model: ModelFlags,
+    /// The new folder: model.onnx, config.json, the tokenizer's files
+    #[arg(long)]
+    out: PathBuf,
+    /// Version of ONNX's operators, 18 to 26 [default: 21, and 23 for --attention standard]
+    #[arg(long)]
+    opset: Option<i64>,
+    /// Activations, caches and dense weights in fp16
+    #[arg(long)]
+    fp16: bool,
+    /// Which operators attention is made of; standard needs opset 23, group-query ONNX Runtime
+    #[arg(long, value_enum, default_value = "composed")]
+    attention: AttentionFlag,
+    /// In what quantized weights are multiplied
+    #[arg(long, value_enum, default_value = "scheme")]
+    activations: ActivationsFlag,
+    /// Weights in a file of their own, whatever their size
+    #[arg(long)]
+    external_data: bool,
+    /// Run the same prompt here and in ONNX Runtime, and print both speeds
+    #[arg(long)]
+    compare: bool,
+    /// Tokens of the prompt of the comparison
+    #[arg(long, default_value_t = 128)]
+    prompt: usize,
+    /// Tokens that are generated in it
+    #[arg(long, default_value_t = 64)]
+    new: usize,
+    /// Rounds of it, of which the medians are printed
+    #[arg(long, default_value_t = 3)]
+    rounds: usize,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum AttentionFlag {
+    Composed,
+    Standard,
+    GroupQuery,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum ActivationsFlag {
+    Scheme,
+    Float,
+    Int8,
+}
+
+fn main() -> ExitCode {
+    overdrive_examples::exit(run(&Flags::parse()))
+}
+
+fn run(flags: &Flags) -> Result<()> {
+    let mut options = ExportOptions::default();
+    if flags.fp16 {
+        options.precision = Precision::Float16;
+    }
+    options.attention = match flags.attention {
+        AttentionFlag::Composed => Attention::Composed,
+        AttentionFlag::Standard => Attention::Standard,
+        AttentionFlag::GroupQuery => Attention::GroupQuery,
+    };
+    let standard = options.attention == Attention::Standard;
+    options.opset = flags
+        .opset
+        .unwrap_or(if standard { 23 } else { options.opset });
+    options.activations = match flags.activations {
+        ActivationsFlag::Scheme => Activations::Scheme,
+        ActivationsFlag::Float => Activations::Float,
+        ActivationsFlag::Int8 => Activations::Int8,
+    };
+    if flags.external_data {
+        options.external_data = ExternalData::Always;
+    }
+    let mut model = load(&flags.model)?;
+    print!("{}", export_pretrained(&mut model, &flags.out, &options)?);
+    for name in ["tokenizer.json", "tokenizer_config.json"] {
+        let from = flags.model.folder.join(name);
+        if from.is_file() {
+            fs::copy(&from, flags.out.join(name)).with_context(|| from.display().to_string())?;
+        }
+    }
+    if flags.compare {
+        let comparison = OnnxComparison {
+            prompt: flags.prompt,
+            new: flags.new,
+            rounds: flags.rounds,
+        };
+        print!(
+            "\n{}",
+            comparison.run(&model, &flags.out.join("model.onnx"))?
+        );
+    }
+    Ok(())
+}
+
+/// The model, quantized after its adapter is merged: merged into packed weights it would be rounded twice.
+fn load(flags: &ModelFlags) -> Result<CausalLm> {
+    let mut dense = flags.clone();
+    (dense.quantize, dense.quantize_head) = (None, None);
+    let mut model = dense.load()?;
+    if let Some(scheme) = flags.quantize {
+        let options = QuantizeOptions::new(scheme);
+        model.quantize(&match flags.quantize_head {
+            Some(head) => options.with_head(head),
+            None => options,
+        })?;
+    }
+    Ok(model)
+}

@@ -1,0 +1,87 @@
+//! Starts a program on this machine as several processes that train together, as torchrun does.
+//!
+//! ```text
+//! cargo xtask train --nproc 2                                            # builds both, and does this:
+//! cargo run --release -p overdrive-examples --example launch -- --nproc 2 train --steps 100
+//! ```
+//!
+//! Each line of output has its rank before it. When a process fails the others are ended, and its error is
+//! the one that is shown; `--max-restarts N` starts all again, so that a run with
+//! `--resume-from-checkpoint true` goes on. Ctrl-C and SIGTERM let all of them save, and end it with code 75.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::Result;
+use clap::Parser;
+use overdrive::distributed::{Ended, Launch};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+/// Starts a program as several processes that train together
+#[derive(Parser)]
+struct Flags {
+    /// Processes
+    #[arg(
+        long,
+        visible_alias = "nproc-per-node",
+        value_name = "N",
+        default_value_t = 1
+    )]
+    nproc: usize,
+
+    /// How often all are started again after a failure
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    max_restarts: usize,
+
+    /// Seconds that they have to save after Ctrl-C or SIGTERM
+    #[arg(long, value_name = "S", default_value_t = 30)]
+    stop_grace: u64,
+
+    /// An example that was built beside this one (`train`), or any program
+    program: PathBuf,
+
+    /// Its arguments
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    arguments: Vec<OsString>,
+}
+
+fn main() -> ExitCode {
+    overdrive_examples::exit_or_go_on(run(&Flags::parse()))
+}
+
+/// Whether it was interrupted.
+fn run(flags: &Flags) -> Result<bool> {
+    // The first signal lets the processes save, the second ends them at once.
+    let [stop, kill] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
+    let raised = [Arc::clone(&stop), Arc::clone(&kill)];
+    let mut signals = Signals::new([SIGTERM, SIGINT])?;
+    std::thread::spawn(move || {
+        for (_, flag) in signals.forever().zip(raised) {
+            flag.store(true, Ordering::SeqCst);
+        }
+    });
+    let ended = Launch::new(beside_this_one(&flags.program))
+        .args(&flags.arguments)
+        .nproc(flags.nproc)
+        .max_restarts(flags.max_restarts)
+        .stop_grace(Duration::from_secs(flags.stop_grace))
+        .stop_when(stop)
+        .kill_when(kill)
+        .run()?;
+    Ok(ended == Ended::Saved)
+}
+
+/// The program of that name in the folder of this one, if there is one.
+fn beside_this_one(program: &Path) -> PathBuf {
+    let is_name = program.components().count() == 1;
+    let own = std::env::current_exe().ok().filter(|_| is_name);
+    let beside = own.and_then(|own| Some(own.parent()?.join(program)));
+    beside
+        .filter(|path| path.is_file())
+        .unwrap_or_else(|| program.to_owned())
+}

@@ -1,0 +1,221 @@
+//! `cargo xtask dist`: the examples with the libraries that they need, in a folder that runs on another
+//! machine without Rust.
+
+mod libraries;
+mod licences;
+mod manifest;
+mod program;
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::failure::{Failure, Result};
+use crate::lock::Lock;
+use crate::setup::{self, Wish};
+use crate::{cargo, space, unpack};
+
+use manifest::Manifest;
+use program::Program;
+
+/// What a folder of ours can be told by.
+pub(crate) const MANIFEST: &str = "manifest.json";
+
+/// Builds, gathers and checks; the folder appears whole or not at all.
+pub(crate) fn dist(out: Option<&Path>, features: Option<&str>) -> Result<()> {
+    let target = match out {
+        Some(out) => std::path::absolute(out)
+            .map_err(|error| Failure::new(format!("{}: {error}", out.display())))?,
+        None => cargo::workspace().join("target/dist/overdrive"),
+    };
+    replaceable(&target)?;
+    let found = setup::setup(Wish::Any, false)?;
+    let programs = program::of_messages(&cargo::examples(features).output()?)?;
+    let libraries = libraries::of(&found.libtorch)?;
+
+    let parent = target.parent().unwrap_or(&target);
+    fs::create_dir_all(parent).map_err(|error| failed("could not create", parent, &error))?;
+    let lock = parent.join(format!(".{}.lock", name(&target)));
+    let _lock = Lock::take(&lock, "making the same folder", |text| eprintln!("{text}"))?;
+    for left in unpack::sweep(&target) {
+        eprintln!("removed what an earlier run left: {left}");
+    }
+    room(parent, &programs, &libraries)?;
+
+    let made = Made(unpack::unfinished(&target));
+    gather(&made.0, &programs, &libraries)?;
+    licences::gather(&made.0.join("licences"), &found.root, features)?;
+    libraries::check(&made.0, &programs, &found.libtorch)?;
+    let manifest = Manifest::of(&made.0, &found.libtorch)?;
+    manifest.write(&made.0, &programs)?;
+    unpack::sync(&made.0)?;
+    unpack::publish(&made.0, &target)?;
+    println!(
+        "{} programs with libtorch {} ({}), {}, are in {}",
+        programs.len(),
+        found
+            .libtorch
+            .version
+            .as_deref()
+            .unwrap_or("of unknown version"),
+        if found.libtorch.cuda { "CUDA" } else { "CPU" },
+        space::megabytes(manifest.bytes()),
+        target.display()
+    );
+    println!(
+        "copy the folder anywhere, and run {}/train --help",
+        name(&target)
+    );
+    Ok(())
+}
+
+/// The folder in the making: goes when the making fails. After it was renamed there is nothing to remove.
+struct Made(PathBuf);
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Refuses to put the folder in the place of one that this command has not made: whoever writes
+/// `--out ~` wants it in there, not instead of it.
+fn replaceable(target: &Path) -> Result<()> {
+    let refuse = |what: &str| {
+        Err(Failure::new(format!("{} {what}", target.display()))
+            .way_out("Name a folder that is not there yet: `--out DIR/overdrive`."))
+    };
+    match fs::read_dir(target) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::NotADirectory => refuse("is no folder"),
+        Err(error) => Err(failed("could not read", target, &error)),
+        Ok(mut entries) => match entries.next() {
+            Some(_) if !Manifest::is_in(target) => {
+                refuse("holds something that `cargo xtask dist` has not made; it is left as it is")
+            }
+            _ => Ok(()),
+        },
+    }
+}
+
+/// Copies programs, libraries and our own licences.
+fn gather(made: &Path, programs: &[Program], libraries: &[PathBuf]) -> Result<()> {
+    let lib = made.join("lib");
+    fs::create_dir_all(&lib).map_err(|error| failed("could not create", &lib, &error))?;
+    for program in programs {
+        program.copy_stripped(&made.join(&program.file))?;
+    }
+    for library in libraries {
+        copy(library, &lib.join(library.file_name().unwrap_or_default()))?;
+    }
+    let workspace = cargo::workspace();
+    for licence in ["LICENSE", "LICENSE-APACHE", "LICENSE-MIT"] {
+        copy(&workspace.join(licence), &made.join(licence))?;
+    }
+    Ok(())
+}
+
+/// An error where the folder does not fit beside the one that it may replace.
+fn room(parent: &Path, programs: &[Program], libraries: &[PathBuf]) -> Result<()> {
+    let files = programs.iter().map(|program| &program.built);
+    let bytes = files
+        .chain(libraries)
+        .filter_map(|path| fs::metadata(path).ok())
+        .map(|metadata| metadata.len())
+        .sum::<u64>();
+    match space::free(parent) {
+        Some(free) if free < bytes => Err(Failure::new(format!(
+            "the disk of {} has {} free, and the folder takes up to {}",
+            parent.display(),
+            space::megabytes(free),
+            space::megabytes(bytes)
+        ))
+        .way_out(OTHER_DISK)),
+        _ => Ok(()),
+    }
+}
+
+const OTHER_DISK: &str = "Make room, or name a folder on another disk: `--out DIR`.";
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    let copied = fs::copy(from, to);
+    copied
+        .map(drop)
+        .map_err(|error| failed("could not copy to", to, &error))
+}
+
+fn failed(what: &str, path: &Path, error: &io::Error) -> Failure {
+    Failure::new(format!("{what} {}: {error}", path.display())).way_out(OTHER_DISK)
+}
+
+fn name(target: &Path) -> String {
+    let name = target.file_name().unwrap_or_default();
+    name.to_string_lossy().into_owned()
+}
+
+/// What a command prints; an error where it cannot be started or fails.
+fn output_of(command: &mut Command) -> Result<String> {
+    let line = format!("{command:?}");
+    let output = command
+        .output()
+        .map_err(|error| Failure::new(format!("could not start {line}: {error}")))?;
+    if !output.status.success() {
+        return Err(Failure::new(format!(
+            "{line} ended with {}\n{}",
+            output.status,
+            String::from_utf8_lossy(&output.stderr).trim_end()
+        )));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_of_the_users_is_never_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let home = folder.path().join("home");
+        assert!(replaceable(&home).is_ok(), "it is not there yet");
+        fs::create_dir(&home).unwrap();
+        assert!(replaceable(&home).is_ok(), "it is empty");
+        fs::write(home.join("thesis.tex"), "years").unwrap();
+        let text = replaceable(&home).unwrap_err().to_string();
+        assert!(
+            text.contains("has not made") && text.contains("--out"),
+            "{text}"
+        );
+        // A manifest of something else, as browsers' extensions have.
+        fs::write(
+            home.join(MANIFEST),
+            r#"{"manifest_version": 3, "name": "x"}"#,
+        )
+        .unwrap();
+        assert!(replaceable(&home).is_err());
+        fs::write(
+            home.join(MANIFEST),
+            r#"{"format": "overdrive-dist", "format_version": 1}"#,
+        )
+        .unwrap();
+        assert!(replaceable(&home).is_ok());
+        let file = folder.path().join("file");
+        fs::write(&file, "").unwrap();
+        assert!(
+            replaceable(&file)
+                .unwrap_err()
+                .to_string()
+                .contains("no folder")
+        );
+    }
+
+    #[test]
+    fn what_is_in_the_making_goes_when_the_making_fails() {
+        let folder = tempfile::tempdir().unwrap();
+        let made = Made(folder.path().join(".overdrive.unfinished-1"));
+        fs::create_dir_all(made.0.join("lib")).unwrap();
+        drop(made);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+}

@@ -1,0 +1,308 @@
+//! The licences of what is in the folder, as they ask for it: their texts go along.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+
+use super::{copy, failed, output_of};
+use crate::cargo;
+use crate::failure::{Failure, Result};
+
+/// The libraries beside the programs, for a libtorch whose set-up has kept no licence texts.
+const LIBRARIES: &str = "\
+libtorch, libc10 (and libtorch_cuda, libc10_cuda): PyTorch, BSD-3-Clause, and what it contains
+    https://github.com/pytorch/pytorch/blob/v2.11.0/LICENSE
+    https://github.com/pytorch/pytorch/blob/v2.11.0/NOTICE
+libcudart, libcupti (and further libraries of CUDA): NVIDIA, CUDA Toolkit End User License Agreement
+    https://docs.nvidia.com/cuda/eula/
+libgomp: GCC, GPL-3.0-or-later with the GCC Runtime Library Exception
+    https://www.gnu.org/licenses/gcc-exception-3.1.html
+";
+
+/// A crate that is linked in.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct Crate {
+    name: String,
+    version: String,
+    licence: String,
+    repository: String,
+    folder: PathBuf,
+}
+
+/// Writes `crates.txt` and `libraries.txt` into `folder`, and the texts that the set-up of libtorch has kept.
+pub(crate) fn gather(folder: &Path, libtorch: &Path, features: Option<&str>) -> Result<()> {
+    fs::create_dir_all(folder).map_err(|error| failed("could not create", folder, &error))?;
+    let crates = linked(&metadata(features)?)?;
+    let mut texts = Vec::new();
+    for one in &crates {
+        texts.push(texts_in(&one.folder)?);
+    }
+    let put = |name: &str, text: &str| {
+        let path = folder.join(name);
+        fs::write(&path, text).map_err(|error| failed("could not write", &path, &error))
+    };
+    put("crates.txt", &written(&crates, &texts))?;
+    put("libraries.txt", LIBRARIES)?;
+    let kept = libtorch.join("licences");
+    if kept.is_dir() {
+        copy_tree(&kept, folder)?;
+    }
+    Ok(())
+}
+
+fn metadata(features: Option<&str>) -> Result<Value> {
+    let host = host(&output_of(Command::new("rustc").arg("-vV"))?)?;
+    let text = cargo::metadata(&host, features).output()?;
+    serde_json::from_str(&text)
+        .map_err(|error| Failure::new(format!("cargo metadata printed no JSON: {error}")))
+}
+
+/// The triple in what `rustc -vV` prints.
+fn host(version: &str) -> Result<String> {
+    let line = version.lines().find_map(|line| line.strip_prefix("host: "));
+    line.map(str::to_owned)
+        .ok_or_else(|| Failure::new("rustc -vV names no host"))
+}
+
+/// The crates of others that the examples are linked with, by name: what they depend on, without what only
+/// builds them (build scripts, procedural macros) or tests them.
+fn linked(metadata: &Value) -> Result<BTreeSet<Crate>> {
+    let missing = || Failure::new("cargo metadata has another form than is known here");
+    let by_id = |list: &Value| -> Option<BTreeMap<String, Value>> {
+        let entries = list.as_array()?.iter();
+        entries
+            .map(|entry| Some((entry["id"].as_str()?.to_owned(), entry.clone())))
+            .collect()
+    };
+    let packages = by_id(&metadata["packages"]).ok_or_else(missing)?;
+    let nodes = by_id(&metadata["resolve"]["nodes"]).ok_or_else(missing)?;
+    let root = packages
+        .iter()
+        .find(|(_, package)| package["name"] == "overdrive-examples")
+        .map(|(id, _)| id.clone())
+        .ok_or_else(missing)?;
+    let mut seen = BTreeSet::new();
+    let mut open = vec![root.clone()];
+    let mut crates = BTreeSet::new();
+    while let Some(id) = open.pop() {
+        let (Some(package), Some(node)) = (packages.get(&id), nodes.get(&id)) else {
+            return Err(missing());
+        };
+        if !seen.insert(id.clone()) || is_macro(package) {
+            continue;
+        }
+        // Those of this workspace have no source; their licence lies beside the programs.
+        if !package["source"].is_null() {
+            crates.insert(Crate::of(package));
+        }
+        for dependency in node["deps"].as_array().into_iter().flatten() {
+            let kinds = dependency["dep_kinds"].as_array();
+            let is_linked = kinds.into_iter().flatten().any(|kind| {
+                // The examples are linked with what their package's tests need, too.
+                kind["kind"].is_null() || (kind["kind"] == "dev" && id == root)
+            });
+            if let Some(other) = dependency["pkg"].as_str().filter(|_| is_linked) {
+                open.push(other.to_owned());
+            }
+        }
+    }
+    Ok(crates)
+}
+
+fn is_macro(package: &Value) -> bool {
+    let targets = package["targets"].as_array().into_iter().flatten();
+    let mut kinds = targets.flat_map(|target| target["kind"].as_array().into_iter().flatten());
+    kinds.any(|kind| kind == "proc-macro")
+}
+
+impl Crate {
+    fn of(package: &Value) -> Self {
+        let text = |key: &str| package[key].as_str().unwrap_or_default().to_owned();
+        let manifest = PathBuf::from(text("manifest_path"));
+        Self {
+            name: text("name"),
+            version: text("version"),
+            licence: text("license"),
+            repository: text("repository"),
+            folder: manifest.parent().map(Path::to_path_buf).unwrap_or_default(),
+        }
+    }
+}
+
+/// The texts of a crate's files that are called as licences are, in the order of their names.
+fn texts_in(folder: &Path) -> Result<Vec<String>> {
+    let fail = |error: std::io::Error| failed("could not read", folder, &error);
+    let mut paths = Vec::new();
+    for entry in fs::read_dir(folder).map_err(fail)? {
+        let path = entry.map_err(fail)?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let name = name.to_uppercase();
+        let starts = [
+            "LICENSE",
+            "LICENCE",
+            "COPYING",
+            "NOTICE",
+            "UNLICENSE",
+            "COPYRIGHT",
+        ];
+        if path.is_file() && starts.iter().any(|start| name.starts_with(start)) {
+            paths.push(path);
+        }
+    }
+    paths.sort();
+    let read = |path: &PathBuf| {
+        let bytes = fs::read(path).map_err(|error| failed("could not read", path, &error))?;
+        Ok(String::from_utf8_lossy(&bytes)
+            .replace("\r\n", "\n")
+            .trim()
+            .to_owned())
+    };
+    paths.iter().map(read).collect()
+}
+
+/// A list of the crates, then each text once, with the crates that it is of.
+fn written(crates: &BTreeSet<Crate>, texts: &[Vec<String>]) -> String {
+    let mut out = String::from("The programs are linked with these crates.\n\n");
+    // In the order of the first crate that has the text.
+    let mut order: Vec<&String> = Vec::new();
+    let mut of: BTreeMap<&String, Vec<String>> = BTreeMap::new();
+    for (one, texts) in crates.iter().zip(texts) {
+        // Writing to a string does not fail.
+        let _ = writeln!(
+            out,
+            "{} {}: {}{}",
+            one.name,
+            one.version,
+            one.licence,
+            if texts.is_empty() {
+                format!(" (the crate holds no text; {})", one.repository)
+            } else {
+                String::new()
+            }
+        );
+        for text in texts {
+            let names = of.entry(text).or_insert_with(|| {
+                order.push(text);
+                Vec::new()
+            });
+            names.push(format!("{} {}", one.name, one.version));
+        }
+    }
+    for text in order {
+        let line = "=".repeat(100);
+        let _ = write!(out, "\n{line}\n{}\n{line}\n\n{text}\n", of[text].join(", "));
+    }
+    out
+}
+
+fn copy_tree(from: &Path, to: &Path) -> Result<()> {
+    let fail = |error: std::io::Error| failed("could not copy", from, &error);
+    fs::create_dir_all(to).map_err(fail)?;
+    for entry in fs::read_dir(from).map_err(fail)? {
+        let path = entry.map_err(fail)?.path();
+        let to = to.join(path.file_name().unwrap_or_default());
+        if path.is_dir() {
+            copy_tree(&path, &to)?;
+        } else {
+            copy(&path, &to)?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn what_is_linked_is_listed_and_what_only_builds_or_tests_is_not() {
+        let package = |name: &str, source: Value, kind: &str| {
+            json!({"id": name, "name": name, "version": "1.0.0", "license": "MIT", "source": source,
+                   "manifest_path": format!("/registry/{name}/Cargo.toml"), "targets": [{"kind": [kind]}]})
+        };
+        let registry = json!("registry+https://example.org");
+        let node = |id: &str, deps: &[(&str, Value)]| {
+            let deps: Vec<Value> = deps
+                .iter()
+                .map(|(pkg, kind)| json!({"pkg": pkg, "dep_kinds": [{"kind": kind}]}))
+                .collect();
+            json!({"id": id, "deps": deps})
+        };
+        let null = Value::Null;
+        let metadata = json!({
+            "packages": [
+                package("overdrive-examples", null.clone(), "lib"),
+                package("overdrive", null.clone(), "lib"),
+                package("tch", registry.clone(), "lib"),
+                package("half", registry.clone(), "lib"),
+                package("signal-hook", registry.clone(), "lib"),
+                package("cc", registry.clone(), "lib"),
+                package("serde_derive", registry.clone(), "proc-macro"),
+                package("syn", registry.clone(), "lib"),
+                package("proptest", registry, "lib"),
+            ],
+            "resolve": {"nodes": [
+                node("overdrive-examples", &[("overdrive", null.clone()), ("signal-hook", json!("dev"))]),
+                node("overdrive", &[("tch", null.clone()), ("proptest", json!("dev")),
+                                    ("serde_derive", null.clone())]),
+                node("tch", &[("half", null.clone()), ("cc", json!("build"))]),
+                node("serde_derive", &[("syn", null)]),
+                node("half", &[]), node("signal-hook", &[]), node("cc", &[]), node("syn", &[]),
+                node("proptest", &[]),
+            ]},
+        });
+        let names: Vec<String> = linked(&metadata)
+            .unwrap()
+            .into_iter()
+            .map(|one| one.name)
+            .collect();
+        assert_eq!(names, ["half", "signal-hook", "tch"]);
+        assert!(linked(&json!({})).is_err());
+    }
+
+    #[test]
+    fn a_text_of_several_crates_is_written_once_with_their_names() {
+        let one = |name: &str| Crate {
+            name: name.to_owned(),
+            version: "1.0.0".to_owned(),
+            licence: "MIT".to_owned(),
+            repository: "https://example.org".to_owned(),
+            folder: PathBuf::new(),
+        };
+        let crates = BTreeSet::from([one("a"), one("b"), one("c")]);
+        let text = |text: &str| vec![text.to_owned()];
+        let out = written(&crates, &[text("SAME"), text("SAME"), vec![]]);
+        assert_eq!(out.matches("SAME").count(), 1);
+        assert!(out.contains("\na 1.0.0, b 1.0.0\n"), "{out}");
+        assert!(
+            out.contains("c 1.0.0: MIT (the crate holds no text; https://example.org)"),
+            "{out}"
+        );
+    }
+
+    #[test]
+    fn the_licence_files_of_a_crate_are_read_and_its_sources_are_not() {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, text) in [
+            ("LICENSE-MIT", "mit\r\nline\n"),
+            ("license", "own"),
+            ("README.md", "no"),
+        ] {
+            fs::write(folder.path().join(name), text).unwrap();
+        }
+        assert_eq!(texts_in(folder.path()).unwrap(), ["mit\nline", "own"]);
+    }
+
+    #[test]
+    fn the_host_is_read_from_what_rustc_prints() {
+        let version = "rustc 1.95.0\nbinary: rustc\nhost: x86_64-unknown-linux-gnu\n";
+        assert_eq!(host(version).unwrap(), "x86_64-unknown-linux-gnu");
+        assert!(host("").is_err());
+    }
+}
