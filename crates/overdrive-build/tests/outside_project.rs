@@ -2,8 +2,8 @@
 //! one Overdrive crate by path and has a build script of three lines. It must build, and start
 //! without `LD_LIBRARY_PATH`.
 //!
-//! The first run compiles torch-sys once more (minutes), because the project is not of this
-//! workspace; its target folder is kept in ours, so later runs take seconds.
+//! It is built into the workspace's own target folder and with the workspace's profile, so that cargo finds
+//! torch-sys compiled: that alone would take minutes.
 
 // Helpers of tests are not "in tests" to clippy's allow-unwrap-in-tests.
 #![allow(clippy::unwrap_used)]
@@ -27,10 +27,7 @@ tch = { version = "=0.24.0", default-features = false }
 [build-dependencies]
 overdrive-build = { path = "CRATES/overdrive-build" }
 
-[profile.dev]
-opt-level = 0
-debug = false
-incremental = false
+PROFILE
 "#;
 
 const BUILD: &str = "fn main() {
@@ -84,18 +81,33 @@ impl Project {
         let crates = workspace.join("crates").display().to_string();
         fs::write(
             folder.join("Cargo.toml"),
-            MANIFEST.replace("CRATES", &crates),
+            MANIFEST
+                .replace("CRATES", &crates)
+                .replace("PROFILE", &profile(workspace)),
         )
         .unwrap();
         fs::write(folder.join("build.rs"), BUILD).unwrap();
         fs::write(folder.join("src/main.rs"), MAIN).unwrap();
         // The same versions as here, which are on this machine already: no network is needed.
         fs::copy(workspace.join("Cargo.lock"), folder.join("Cargo.lock")).unwrap();
-        // Cargo gives each package's tests a folder in its target folder; ours goes beside it.
-        let tmp = Path::new(env!("CARGO_TARGET_TMPDIR"));
-        let target = tmp.parent().unwrap().join("outside-project");
+        // Cargo gives each package's tests a folder in its target folder.
+        let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap();
+        let target = target.to_path_buf();
         Self { folder, target }
     }
+}
+
+/// The workspace's tables `[profile.dev…]`.
+fn profile(workspace: &Path) -> String {
+    let manifest = fs::read_to_string(workspace.join("Cargo.toml")).unwrap();
+    let mut inside = false;
+    let lines = manifest.lines().filter(|line| {
+        if line.starts_with('[') {
+            inside = line.starts_with("[profile.dev");
+        }
+        inside
+    });
+    lines.collect::<Vec<_>>().join("\n")
 }
 
 /// A command in the environment of a user: without what Cargo set for this test.

@@ -2,9 +2,9 @@
 
     python3 compare_ddp.py FOLDER_OF_THE_EXAMPLES
 
-Needs torch 2.11.0 and the built examples `launch` and `scaling`. Both train the same perceptron with the same
-libtorch by SGD, with one thread a process, over Gloo on loopback, with few samples a step (reducing is most of
-it) and with many; runs alternate, the best of three is printed.
+Needs torch 2.11.0 and the built examples `launch` (of overdrive-examples) and `scaling`. Both train the same
+perceptron with the same libtorch by SGD, with one thread a process, over Gloo on loopback, with few samples a
+step (reducing is most of it) and with many; runs alternate, the best of three is printed.
 """
 
 import os

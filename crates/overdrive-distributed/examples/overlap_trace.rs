@@ -2,8 +2,8 @@
 //! backward: open `overlap-rank-0.json` at <https://ui.perfetto.dev>.
 //!
 //! ```text
-//! cargo run --release -p overdrive-distributed --example launch -- --nproc 2 \
-//!     target/release/examples/overlap_trace FOLDER
+//! cargo build --release -p overdrive-distributed --example overlap_trace
+//! cargo run --release -p overdrive-examples --example launch -- --nproc 2 overlap_trace FOLDER
 //! ```
 
 use std::path::PathBuf;

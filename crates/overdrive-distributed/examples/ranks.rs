@@ -3,7 +3,7 @@
 //! ```text
 //! torchrun --no-python --nproc-per-node 2 target/release/examples/ranks
 //! mpirun -n 2 target/release/examples/ranks
-//! target/release/examples/launch --nproc 2 target/release/examples/ranks
+//! target/release/examples/launch --nproc 2 ranks
 //! ```
 
 use std::time::Duration;

@@ -218,6 +218,11 @@ od_status* od_named_call(const char* name, const od_tensor* inputs, size_t n_inp
                          const od_named_body* body, void* into,
                          void (*push)(void* into, od_tensor owned)) OD_NOEXCEPT;
 
+// --- elements.cpp --------------------------------------------------------------------------------
+// The elements of a contiguous CPU tensor of `dtype` (at::ScalarType); of any other null and -1,
+// or -2 where it has no strides (sparse).
+od_status* od_cpu_elements(od_tensor tensor, int64_t dtype, void** data, int64_t* count) OD_NOEXCEPT;
+
 // --- product.cpp --------------------------------------------------------------------------------
 int32_t od_onednn_available(void) OD_NOEXCEPT;
 // out = beta·out + alpha·left·right, for fp32 or bf16 matrices on the CPU, `out` contiguous.

@@ -397,6 +397,13 @@ unsafe extern "C" {
         self_: *mut c_void,
     );
 
+    pub(crate) fn od_cpu_elements(
+        tensor: RawTensor,
+        dtype: i64,
+        data: *mut *mut c_void,
+        count: *mut i64,
+    ) -> *mut Status;
+
     pub(crate) fn od_onednn_available() -> i32;
     pub(crate) fn od_onednn_matmul(
         left: RawTensor,

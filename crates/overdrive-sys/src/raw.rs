@@ -3,7 +3,12 @@
 use half::{bf16, f16};
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::device::scalar_code;
+use crate::error::{Error, Result, check};
+use crate::ffi;
+use crate::function::handle;
+
+const OPERATION: &str = "reading the elements of a tensor";
 
 mod sealed {
     pub trait Sealed {}
@@ -69,24 +74,35 @@ pub unsafe fn slice_mut<T: Element>(tensor: &Tensor) -> Result<&mut [T]> {
 }
 
 fn elements<T: Element>(tensor: &Tensor) -> Result<(*mut T, usize)> {
-    let problem = if tensor.device() != Device::Cpu {
-        Some(format!("it is on {:?}", tensor.device()))
-    } else if tensor.kind() != T::KIND {
-        Some(format!("its dtype is {:?}", tensor.kind()))
-    } else if !tensor.is_contiguous() {
-        Some(format!("it has strides {:?}", tensor.stride()))
-    } else {
-        None
+    let (mut data, mut count) = (std::ptr::null_mut(), -1);
+    // SAFETY: a valid handle; the shim writes the two results.
+    let status = unsafe {
+        ffi::od_cpu_elements(
+            handle(tensor),
+            scalar_code(T::KIND),
+            &raw mut data,
+            &raw mut count,
+        )
     };
-    if let Some(problem) = problem {
-        return Err(Error::BadArgument {
-            operation: "reading the elements of a tensor".to_owned(),
-            message: format!(
-                "expected a contiguous {:?} tensor on the CPU; {problem}, its shape is {:?}",
-                T::KIND,
-                tensor.size()
-            ),
-        });
+    check(status, OPERATION)?;
+    if let Ok(count) = usize::try_from(count) {
+        return Ok((data.cast(), count));
     }
-    Ok((tensor.data_ptr().cast(), tensor.numel()))
+    let problem = if tensor.device() != Device::Cpu {
+        format!("it is on {:?}", tensor.device())
+    } else if tensor.kind() != T::KIND {
+        format!("its dtype is {:?}", tensor.kind())
+    } else if count == -1 {
+        format!("it has strides {:?}", tensor.stride())
+    } else {
+        "it is sparse".to_owned()
+    };
+    Err(Error::BadArgument {
+        operation: OPERATION.to_owned(),
+        message: format!(
+            "expected a contiguous {:?} tensor on the CPU; {problem}, its shape is {:?}",
+            T::KIND,
+            tensor.size()
+        ),
+    })
 }

@@ -82,5 +82,10 @@ fn slices_are_the_elements_of_contiguous_cpu_tensors_only() {
         let strides = raw::slice::<f32>(&x.tr()).unwrap_err().to_string();
         assert!(strides.contains("strides [1, 3]"), "{strides}");
         assert!(raw::slice::<f32>(&x.narrow(0, 0, 0)).unwrap().is_empty());
+        let sparse = x.to_sparse(None, None::<i64>, None);
+        let sparse = raw::slice::<f32>(&sparse).unwrap_err().to_string();
+        assert!(sparse.contains("it is sparse"), "{sparse}");
+        let undefined = raw::slice::<f32>(&Tensor::new()).unwrap_err().to_string();
+        assert!(undefined.contains("reading the elements"), "{undefined}");
     }
 }

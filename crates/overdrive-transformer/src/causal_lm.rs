@@ -319,10 +319,19 @@ impl CausalLm {
         any
     }
 
-    /// Lends each quantized weight with the name of its map; a tied table is the head's.
+    /// Lends each quantized weight with the name of its module; a table that the head shares once, as the
+    /// embedding's.
     pub(crate) fn for_each_packed(&self, see: &mut dyn FnMut(&str, &QuantizedWeight)) {
+        let table = self.quantized_embedding();
+        if let Some(table) = table {
+            let specs = self.config.parameters();
+            let embedding = specs.iter().find(|spec| self.packs_embedding(spec));
+            see(embedding.map_or("", ParameterSpec::module), table);
+        }
         let mut see = |linear: &Linear| {
-            if let BaseWeight::Quantized(weight) = linear.map().base() {
+            if let BaseWeight::Quantized(weight) = linear.map().base()
+                && !table.is_some_and(|table| table.shares_storage_with(weight))
+            {
                 see(linear.name(), weight);
             }
         };
@@ -358,6 +367,14 @@ impl CausalLm {
         match &mut self.backbone {
             Backbone::Llama(model) => &mut model.embedding,
             Backbone::Gpt2(model) => &mut model.embedding,
+        }
+    }
+
+    /// Makes the head a parameter of its own to the configuration.
+    pub(crate) fn untie(&mut self) {
+        match &mut self.config {
+            ModelConfig::Llama(config) => config.tie_word_embeddings = false,
+            ModelConfig::Gpt2(config) => config.tie_word_embeddings = false,
         }
     }
 

@@ -112,7 +112,9 @@ impl CausalLm {
     }
 
     /// Makes every quantized weight dense again, in the kind of the other parameters. Maps keep their
-    /// adapters.
+    /// adapters. A head that is tied by the configuration but was quantized apart from the embedding, or
+    /// had an adapter merged into it, is a parameter `lm_head.weight` afterwards, and
+    /// `tie_word_embeddings` is false.
     ///
     /// # Errors
     /// When memory runs out or a graph needs the weights.
@@ -152,10 +154,11 @@ impl CausalLm {
             self.put_dense(&spec.name, weight);
         }
         for (name, weight) in dense {
-            // Quantized apart from the embedding, a tied head is one with it no more.
-            if name != "lm_head" || !self.config().tie_word_embeddings() {
-                self.put_dense(&format!("{name}.weight"), weight);
+            if name == "lm_head" {
+                // Of its own: one with the embedding no more, if it ever was.
+                self.untie();
             }
+            self.put_dense(&format!("{name}.weight"), weight);
         }
         Ok(())
     }

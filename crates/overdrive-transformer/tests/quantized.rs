@@ -349,10 +349,20 @@ fn a_table_and_a_head_of_their_own_become_dense_apart() {
         let table = model.quantized_embedding().unwrap().dequantize(Kind::Float);
         overdrive_lora::merge_and_unload(&mut model, &Default::default()).unwrap();
         let before = logits(&model);
+        let saved = |model: &CausalLm, part: &str| {
+            let folder = folder(part);
+            model.save_pretrained(&folder, &Default::default()).unwrap();
+            let again = CausalLm::from_pretrained(&folder, &Default::default()).unwrap();
+            assert_eq!(again.memory_footprint(), model.memory_footprint());
+            logits(&again)
+        };
+        assert_eq!(saved(&model, "merged"), before, "tied: {tied}");
         model.dequantize().unwrap();
         assert!(model.quantized_embedding().is_none());
+        assert!(!model.config().tie_word_embeddings());
         let after = logits(&model);
         assert!(after.allclose(&before, 1e-4, 1e-4, false), "tied: {tied}");
+        assert_eq!(saved(&model, "again"), after, "tied: {tied}");
         let parameters = model.named_parameters();
         let found = parameters
             .iter()

@@ -94,13 +94,7 @@ pub(super) struct Written {
 pub(super) fn written(model: &CausalLm) -> Result<Written> {
     let specs = model.config().parameters();
     let mut packed = HashMap::new();
-    let embedding = specs.iter().find(|spec| model.packs_embedding(spec));
     model.for_each_packed(&mut |name, weight| {
-        // A table that the head shares is the embedding's.
-        let name = match embedding {
-            Some(spec) if name == "lm_head" => spec.module(),
-            _ => name,
-        };
         packed.insert(name.to_owned(), weight.shallow_clone());
     });
     let mut dense: HashMap<String, Tensor> = model.named_parameters().into_iter().collect();
@@ -113,7 +107,7 @@ pub(super) fn written(model: &CausalLm) -> Result<Written> {
             tensors.extend(layout.write_weight(&weight, spec.module())?);
         }
     }
-    // A quantized head beside the embedding that it is tied to in full precision.
+    // A head that is tied by the configuration and has a weight of its own.
     for (name, weight) in packed {
         if let Some(layout) = &layout {
             tensors.extend(layout.write_weight(&weight, &name)?);
