@@ -87,10 +87,7 @@ const WIDTHS: [i64; 6] = [128, 256, 512, 1024, 2048, 4096];
 
 fn measure(device: Device, dtype: Kind) -> Result<PeakFlops> {
     let began = Instant::now();
-    let mut best = PeakFlops {
-        flops_per_second: 0.0,
-        source: PeakSource::Measured { width: 0 },
-    };
+    let mut shortest_of = Vec::with_capacity(WIDTHS.len());
     for width in WIDTHS {
         let (a, b) = (matrix(width, device, dtype)?, matrix(width, device, dtype)?);
         // The first one pays for packing, threads and kernels that are chosen.
@@ -100,19 +97,27 @@ fn measure(device: Device, dtype: Kind) -> Result<PeakFlops> {
         for _ in 0..rounds {
             shortest = shortest.min(timed(device, &a, &b)?);
         }
-        let flops_per_second = 2.0 * (width as f64).powi(3) / shortest.as_secs_f64().max(1e-9);
-        if flops_per_second > best.flops_per_second {
-            best = PeakFlops {
-                flops_per_second,
-                source: PeakSource::Measured { width },
-            };
-        }
+        shortest_of.push((width, shortest));
         // The next one takes eight times as long.
         if shortest > LONG || began.elapsed() > BUDGET {
             break;
         }
     }
-    Ok(best)
+    Ok(best(&shortest_of))
+}
+
+/// Of widths and what a product of them takes.
+fn best(shortest_of: &[(i64, Duration)]) -> PeakFlops {
+    let rate = |&(width, shortest): &(i64, Duration)| {
+        let flops_per_second = 2.0 * (width as f64).powi(3) / shortest.as_secs_f64().max(1e-9);
+        (flops_per_second, width)
+    };
+    let rates = shortest_of.iter().map(rate);
+    let (flops_per_second, width) = rates.max_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or_default();
+    PeakFlops {
+        flops_per_second,
+        source: PeakSource::Measured { width },
+    }
 }
 
 fn matrix(width: i64, device: Device, dtype: Kind) -> Result<Tensor> {
@@ -141,11 +146,33 @@ mod tests {
     fn a_cpu_is_measured_and_named_as_measured() {
         let peak = PeakFlops::of(Device::Cpu, Kind::Float).expect("a CPU multiplies fp32");
         assert!(
-            matches!(peak.source, PeakSource::Measured { width } if width >= 256),
+            matches!(peak.source, PeakSource::Measured { width } if WIDTHS.contains(&width)),
             "{peak:?}"
         );
         // From a slow emulator to a large server.
         assert!((1e8..1e15).contains(&peak.flops_per_second), "{peak:?}");
+    }
+
+    #[test]
+    fn the_width_of_the_highest_rate_is_taken() {
+        let took = |milliseconds: &[u64]| {
+            let durations = milliseconds.iter().map(|&ms| Duration::from_millis(ms));
+            best(&WIDTHS.into_iter().zip(durations).collect::<Vec<_>>())
+        };
+        // Each eight times the work of the one before it.
+        for (milliseconds, width) in [
+            (&[1, 4, 16][..], 512),
+            (&[1, 4, 33], 256),
+            (&[1, 9, 80], 128),
+            (&[1], 128),
+        ] {
+            let peak = took(milliseconds);
+            assert_eq!(peak.source, PeakSource::Measured { width });
+            let place = WIDTHS.iter().position(|other| *other == width).unwrap();
+            let seconds = milliseconds[place] as f64 / 1e3;
+            let rate = 2.0 * (width as f64).powi(3) / seconds;
+            assert!((peak.flops_per_second / rate - 1.0).abs() < 1e-9);
+        }
     }
 
     #[test]
