@@ -34,9 +34,16 @@ if [ -n "${LIBTORCH_DIR:-}" ]; then
     export LD_LIBRARY_PATH="$LIBTORCH_DIR${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 fi
 
+# The container's CPU limit, in microseconds of each period; `max` or -1 where there is none.
+cpu_limit() {
+    read -r quota period </sys/fs/cgroup/cpu.max && return
+    # Of the first version of control groups.
+    read -r quota </sys/fs/cgroup/cpu/cpu.cfs_quota_us && read -r period </sys/fs/cgroup/cpu/cpu.cfs_period_us
+}
+
 # libtorch takes one thread a core of the machine, also where the container may use four of its ninety-six.
-if [ -z "${OMP_NUM_THREADS:-}" ] && read -r quota period 2>/dev/null </sys/fs/cgroup/cpu.max; then
-    if [ "$quota" != max ]; then
+if [ -z "${OMP_NUM_THREADS:-}" ] && cpu_limit 2>/dev/null; then
+    if [ "$quota" != max ] && [ "$quota" != -1 ]; then
         cores=$(((quota + period - 1) / period))
         export OMP_NUM_THREADS=$((cores / ${NPROC:-1} > 0 ? cores / ${NPROC:-1} : 1))
     fi
