@@ -59,7 +59,7 @@ impl Drop for Project {
         let _ = fs::remove_dir_all(&self.folder);
         // Cargo names what it builds of the project after the project's path, which is another
         // one each time: without this the target folder would grow.
-        for part in ["deps", "build", ".fingerprint"] {
+        for part in ["deps", "build", ".fingerprint", "incremental"] {
             for entry in fs::read_dir(self.target.join("debug").join(part))
                 .into_iter()
                 .flatten()
