@@ -343,7 +343,7 @@ mod tests {
             );
             // The codecs choose by the magnitudes before those are kept in 8 bits; otherwise only numbers
             // in the middle between two may differ.
-            let bound = if is_double(scheme) { 5e-3 } else { 1e-4 };
+            let bound = if is_double(scheme) { 1e-3 } else { 1e-4 };
             assert!(
                 codecs <= nearest * (1.0 + bound),
                 "{name}: {codecs}, {nearest}"
