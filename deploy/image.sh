@@ -68,17 +68,18 @@ fi
 mkdir "$work/source"
 git -C "$repository" ls-files -z | (cd "$repository" && xargs -0 cp --parents --target-directory "$work/source")
 cd "$work/source"
-build() { # NAME
-    buildah bud --pull-never --layers --file deploy/Containerfile --tag "$image" . >"$work/$1.log" 2>&1 || {
+build() { # NAME TAG
+    buildah bud --pull-never --layers --file deploy/Containerfile --tag "$2" . >"$work/$1.log" 2>&1 || {
         tail -n 30 "$work/$1.log"
         exit 1
     }
 }
 echo "the image"
-build first
+build first "$image"
 pass "built: $(buildah images --format '{{.Size}}' "$image")"
-echo '// Another comment.' >>examples/examples/train.rs
-build again
+# Another one at each run, or the layers of the last run would serve.
+echo "// $(date)" >>examples/examples/train.rs
+build again "$image:changed"
 # Steps of the stage that compiles which no cache had.
 anew=$(awk '/ STEP / { step = $0 } /^\[3\/4\] STEP .*(RUN|COPY|FROM|ARG|ENV)/ { open[step] = 1 }
     /Using cache/ { delete open[step] } END { for (step in open) print step }' "$work/again.log" |

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{group, launch, scenario, write, write_as, write_numbers};
+use common::{group, launch, pattern, scenario, write, write_as, write_numbers};
 use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, Window};
 use overdrive_distributed::{DdpConfig, DistributedDataParallel, Error, ProcessGroup};
 use overdrive_optim::{AdamW, AdamWConfig, decay_groups};
@@ -21,15 +21,6 @@ struct Model {
     first: Tensor,
     second: Tensor,
     shift: Tensor,
-}
-
-fn pattern(shape: &[i64], seed: f64) -> Tensor {
-    let count: i64 = shape.iter().product();
-    let index = Tensor::arange(count, (Kind::Double, Device::Cpu));
-    ((index * 12.9898 + seed * 78.233).sin() * 43.7585)
-        .sin()
-        .to_kind(Kind::Float)
-        .reshape(shape)
 }
 
 impl Model {

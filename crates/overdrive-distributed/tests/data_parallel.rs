@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{group, launch, scenario, write, write_numbers};
+use common::{group, launch, pattern, scenario, write, write_numbers};
 use overdrive_distributed::{
     DdpConfig, DistributedDataParallel, Error, GradientCompression, ProcessGroup,
     ZeroRedundancyOptimizer,
@@ -14,16 +14,6 @@ use tch::{Device, Kind, Tensor, nn};
 
 const BATCH: i64 = 24;
 const STEPS: usize = 6;
-
-/// Values that look random and are the same everywhere.
-fn pattern(shape: &[i64], seed: f64) -> Tensor {
-    let count: i64 = shape.iter().product();
-    let index = Tensor::arange(count, (Kind::Double, Device::Cpu));
-    ((index * 12.9898 + seed * 78.233).sin() * 43.7585)
-        .sin()
-        .to_kind(Kind::Float)
-        .reshape(shape)
-}
 
 /// Three layers, an optional one that not every step uses, and a buffer.
 struct Model {

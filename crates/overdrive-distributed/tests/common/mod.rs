@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use overdrive_distributed::{Ended, GroupConfig, Launch, ProcessGroup, Result, init_process_group};
+use tch::{Device, Kind, Tensor};
 
 /// What the ranks of a scenario wrote, in their order; nothing where one wrote nothing.
 pub(crate) struct Outcome {
@@ -92,4 +93,14 @@ pub(crate) fn write_numbers(group: &ProcessGroup, numbers: &[f64]) {
 pub(crate) fn group(seconds: f64) -> ProcessGroup {
     let timeout = Duration::from_secs_f64(seconds);
     init_process_group(GroupConfig::default().with_timeout(timeout)).unwrap()
+}
+
+/// Values that look random and are the same everywhere.
+pub(crate) fn pattern(shape: &[i64], seed: f64) -> Tensor {
+    let count: i64 = shape.iter().product();
+    let index = Tensor::arange(count, (Kind::Double, Device::Cpu));
+    ((index * 12.9898 + seed * 78.233).sin() * 43.7585)
+        .sin()
+        .to_kind(Kind::Float)
+        .reshape(shape)
 }
