@@ -5,7 +5,7 @@ use overdrive_precision::{GradScaler, StepOutcome};
 use tch::{Kind, Tensor};
 
 use crate::sync::SyncError;
-use crate::{AccumulationConfig, Error, GradientSync, Result, SingleProcess, Window};
+use crate::{AccumulationConfig, Error, GradientSync, LossTerm, Result, SingleProcess, Window};
 
 /// Accumulates the gradients of micro-batches so that they equal those of one large batch: the
 /// loss of a step is the sum over all its tokens divided by their count.
@@ -56,12 +56,11 @@ use crate::{AccumulationConfig, Error, GradientSync, Result, SingleProcess, Wind
 pub struct GradientAccumulator<S = SingleProcess> {
     config: AccumulationConfig,
     sync: S,
-    /// The announced window, and the tokens of all processes in it.
-    window: Option<(Window, u64)>,
+    /// The announced window, and the counts of all processes in it, term by term.
+    window: Option<(Window, Vec<u64>)>,
     micro_batches: usize,
-    tokens: u64,
-    /// Sum of the loss sums, on their device.
-    loss_sum: Option<Tensor>,
+    /// The sums of the loss's terms, on their device, with their counts.
+    terms: Vec<(Tensor, u64)>,
     /// Whether the window's gradients carry a scaler's factor.
     scaled: bool,
     /// The caller said that the next backward is the last.
@@ -75,16 +74,17 @@ pub struct AccumulatedStep {
     /// Whether parameters were updated: not if the scaler found an infinity or NaN, and not if no
     /// token of the window entered the loss. Leave the schedule where it is then.
     pub stepped: bool,
-    /// This process's tokens in the window.
+    /// This process's tokens in the window: the count of the loss's first term.
     pub tokens: u64,
-    /// The window's tokens over all processes: the divisor.
+    /// The same over all processes: the divisor.
     pub total_tokens: u64,
     /// Backward passes in the window.
     pub micro_batches: usize,
     /// Total norm of the gradients before clipping, a scalar on their device; `None` if clipping
     /// is off.
     pub grad_norm: Option<Tensor>,
-    /// Mean loss over this process's tokens, a scalar on its device; 0 without tokens.
+    /// Mean loss over this process's tokens, a scalar on its device; 0 without tokens. Of several terms the
+    /// sum of their means.
     pub mean_loss: Tensor,
 }
 
@@ -132,8 +132,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
             sync,
             window: None,
             micro_batches: 0,
-            tokens: 0,
-            loss_sum: None,
+            terms: Vec::new(),
             scaled: false,
             next_is_last: false,
         })
@@ -150,11 +149,19 @@ impl<S: GradientSync> GradientAccumulator<S> {
                 seen: self.micro_batches,
             });
         }
-        let total = self
-            .sync
-            .sum_count(window.total_tokens())
-            .map_err(sync_error)?;
-        self.window = Some((window, total));
+        let expected = window.terms();
+        let uneven = window.counts().iter().map(Vec::len).enumerate();
+        if let Some((position, given)) = uneven.into_iter().find(|(_, given)| *given != expected) {
+            return Err(Error::Terms {
+                position,
+                expected,
+                given,
+            });
+        }
+        let totals = window.totals().into_iter();
+        let totals = totals.map(|count| self.sync.sum_count(count));
+        let totals = totals.collect::<std::result::Result<_, _>>();
+        self.window = Some((window, totals.map_err(sync_error)?));
         Ok(())
     }
 
@@ -173,19 +180,64 @@ impl<S: GradientSync> GradientAccumulator<S> {
         tokens: u64,
         scaler: Option<&mut GradScaler>,
     ) -> Result<()> {
-        if loss_sum.numel() != 1 {
+        self.backward_terms(&[LossTerm::sum(loss_sum, tokens)], scaler)
+    }
+
+    /// Adds the gradients of one micro-batch whose loss is a mean already: every micro-batch of the window,
+    /// on every process, has the same weight. Announce the window by [`Window::of_means`].
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward).
+    pub fn backward_mean(
+        &mut self,
+        mean_loss: &Tensor,
+        scaler: Option<&mut GradScaler>,
+    ) -> Result<()> {
+        self.backward_terms(&[LossTerm::mean(mean_loss)], scaler)
+    }
+
+    /// Adds the gradients of one micro-batch whose loss has several terms, each divided by its own count
+    /// over the whole window and all processes: the tokens of a language loss beside the pairs of a
+    /// contrastive one. Announce the window by [`Window::of_terms`]. Give a term its weight by multiplying
+    /// its sum.
+    ///
+    /// ```
+    /// use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, LossTerm, Window};
+    /// use tch::{Kind, Tensor};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let weight = Tensor::from_slice(&[1.0f32]).set_requires_grad(true);
+    /// let mut accumulator = GradientAccumulator::new(AccumulationConfig::default())?;
+    /// accumulator.open(Window::of_terms([[4, 1], [2, 1]]))?; // tokens, and one penalty a micro-batch
+    /// for tokens in [4, 2] {
+    ///     let language = (&weight * 6.0 * tokens).sum(Kind::Float);
+    ///     let penalty = (&weight * 0.5).sum(Kind::Float);
+    ///     let terms = [LossTerm::sum(&language, tokens as u64), LossTerm::mean(&penalty)];
+    ///     accumulator.backward_terms(&terms, None)?;
+    /// }
+    /// assert_eq!(weight.grad().double_value(&[0]), 6.5); // 36 over 6 tokens, and the mean penalty
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward); [`Error::Terms`] for another number of terms than before, and
+    /// [`Error::TermsNotAnnounced`] without a window.
+    pub fn backward_terms(
+        &mut self,
+        terms: &[LossTerm<'_>],
+        scaler: Option<&mut GradScaler>,
+    ) -> Result<()> {
+        if let Some(term) = terms.iter().find(|term| term.sum.numel() != 1) {
             return Err(Error::LossShape {
-                shape: loss_sum.size(),
+                shape: term.sum.size(),
             });
         }
         let scaled = is_scaling(scaler.as_deref());
         if self.micro_batches > 0 {
             self.check_scaler("backward", scaled)?;
         }
-        let loss = match self.weight_of_next(tokens)? {
-            Some(weight) => loss_sum.f_mul_scalar(weight)?,
-            None => loss_sum.shallow_clone(),
-        };
+        let loss = self.weighted(terms)?;
         let loss = match scaler {
             Some(scaler) => scaler.scale(&loss)?,
             None => loss,
@@ -195,7 +247,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
             .map_err(sync_error)?;
         loss.f_backward()?;
         self.scaled = scaled;
-        self.record(loss_sum, tokens)
+        self.record(terms)
     }
 
     /// Applies the gradients of the window and drops them.
@@ -215,8 +267,8 @@ impl<S: GradientSync> GradientAccumulator<S> {
         }
         self.check_scaler("step", is_scaling(scaler.as_deref()))?;
         let parameters = optimizer.parameters();
-        let total_tokens = self.synchronize(&parameters)?;
-        let (grad_norm, stepped) = if total_tokens == 0 {
+        let totals = self.synchronize(&parameters)?;
+        let (grad_norm, stepped) = if totals.iter().all(|&total| total == 0) {
             (None, false)
         } else {
             self.clip_and_step(&parameters, optimizer, scaler)?
@@ -224,8 +276,8 @@ impl<S: GradientSync> GradientAccumulator<S> {
         optimizer.zero_grad()?;
         let report = AccumulatedStep {
             stepped,
-            tokens: self.tokens,
-            total_tokens,
+            tokens: self.terms.first().map_or(0, |(_, count)| *count),
+            total_tokens: totals.first().copied().unwrap_or_default(),
             micro_batches: self.micro_batches,
             grad_norm,
             mean_loss: self.mean_loss()?,
@@ -293,74 +345,101 @@ impl<S: GradientSync> GradientAccumulator<S> {
 
     fn window_len(&self) -> usize {
         match &self.window {
-            Some((window, _)) => window.token_counts().len(),
+            Some((window, _)) => window.counts().len(),
             None => self.config.gradient_accumulation_steps,
         }
     }
 
-    /// The factor on the next loss sum, `None` if it is applied to the gradients in the end.
-    fn weight_of_next(&self, tokens: u64) -> Result<Option<f64>> {
-        let Some((window, total)) = &self.window else {
-            return Ok(None);
-        };
-        let counts = window.token_counts();
+    /// The loss that backward starts from: of an announced window divided already, else the sum, whose
+    /// gradients are divided in the end.
+    fn weighted(&self, terms: &[LossTerm<'_>]) -> Result<Tensor> {
         let position = self.micro_batches;
-        let &announced = counts.get(position).ok_or(Error::WindowFull {
-            announced: counts.len(),
+        let Some((window, totals)) = &self.window else {
+            let [term] = terms else {
+                return Err(Error::TermsNotAnnounced);
+            };
+            return Ok(term.sum.shallow_clone());
+        };
+        let announced = window.counts();
+        let counts = announced.get(position).ok_or(Error::WindowFull {
+            announced: announced.len(),
         })?;
-        if announced != tokens {
-            return Err(Error::TokenCount {
+        if counts.len() != terms.len() {
+            return Err(Error::Terms {
                 position,
-                announced,
-                given: tokens,
+                expected: counts.len(),
+                given: terms.len(),
             });
         }
-        Ok(Some(self.weight(*total)))
+        let mut loss: Option<Tensor> = None;
+        for ((term, &announced), &total) in terms.iter().zip(counts).zip(totals) {
+            if announced != term.count {
+                return Err(Error::TokenCount {
+                    position,
+                    announced,
+                    given: term.count,
+                });
+            }
+            let weighted = term.sum.f_mul_scalar(self.weight(total))?;
+            loss = Some(match loss {
+                Some(loss) => loss.f_add(&weighted)?,
+                None => weighted,
+            });
+        }
+        loss.ok_or(Error::Terms {
+            position,
+            expected: 1,
+            given: 0,
+        })
     }
 
-    /// One over the tokens of all processes, with the division by their number undone that
+    /// One over the count of all processes, with the division by their number undone that
     /// synchronizing brings.
-    fn weight(&self, total_tokens: u64) -> f64 {
-        self.sync.world_size() as f64 / total_tokens.max(1) as f64
+    fn weight(&self, total: u64) -> f64 {
+        self.sync.world_size() as f64 / total.max(1) as f64
     }
 
-    fn record(&mut self, loss_sum: &Tensor, tokens: u64) -> Result<()> {
-        let loss = loss_sum.f_detach()?.f_reshape([0i64; 0])?;
-        // Sums of many half-precision losses would stop growing.
-        let loss = match loss.f_kind()? {
-            Kind::Double => loss,
-            _ => loss.f_to_kind(Kind::Float)?,
-        };
-        self.loss_sum = Some(match self.loss_sum.take() {
-            Some(sum) => sum.f_add(&loss)?,
-            None => loss,
-        });
-        self.tokens += tokens;
+    fn record(&mut self, terms: &[LossTerm<'_>]) -> Result<()> {
+        for (index, term) in terms.iter().enumerate() {
+            let sum = term.sum.f_detach()?.f_reshape([0i64; 0])?;
+            let sum = match sum.f_kind()? {
+                Kind::Double => sum,
+                _ => sum.f_to_kind(Kind::Float)?,
+            };
+            match self.terms.get_mut(index) {
+                Some((so_far, count)) => {
+                    *so_far = so_far.f_add(&sum)?;
+                    *count += term.count;
+                }
+                None => self.terms.push((sum, term.count)),
+            }
+        }
         self.micro_batches += 1;
         Ok(())
     }
 
     /// Leaves the gradients of the mean loss of all processes, still times the scaler's scale, and
-    /// returns the tokens of all processes.
-    fn synchronize(&mut self, parameters: &[Tensor]) -> Result<u64> {
+    /// returns the counts of all processes, term by term.
+    fn synchronize(&mut self, parameters: &[Tensor]) -> Result<Vec<u64>> {
         match &self.window {
-            Some((window, total)) => {
-                let announced = window.token_counts().len();
+            Some((window, totals)) => {
+                let announced = window.counts().len();
                 if self.micro_batches < announced {
                     return Err(Error::WindowIncomplete {
                         announced,
                         seen: self.micro_batches,
                     });
                 }
-                let total = *total;
+                let totals = totals.clone();
                 self.sync.synchronize(parameters).map_err(sync_error)?;
-                Ok(total)
+                Ok(totals)
             }
             None => {
-                let total = self.sync.sum_count(self.tokens).map_err(sync_error)?;
+                let own = self.terms.first().map_or(0, |(_, count)| *count);
+                let total = self.sync.sum_count(own).map_err(sync_error)?;
                 self.sync.synchronize(parameters).map_err(sync_error)?;
                 scale_grads(parameters, &Tensor::from(self.weight(total)))?;
-                Ok(total)
+                Ok(vec![total])
             }
         }
     }
@@ -398,18 +477,18 @@ impl<S: GradientSync> GradientAccumulator<S> {
         Ok((grad_norm, stepped))
     }
 
+    /// Each term over its own count.
     fn mean_loss(&self) -> Result<Tensor> {
-        match &self.loss_sum {
-            Some(sum) => Ok(sum.f_div_scalar(self.tokens.max(1) as f64)?),
-            None => Err(Error::NothingAccumulated),
-        }
+        let means = self.terms.iter();
+        let mut means = means.map(|(sum, count)| sum.f_div_scalar((*count).max(1) as f64));
+        let first = means.next().ok_or(Error::NothingAccumulated)??;
+        means.try_fold(first, |loss, mean| Ok(loss.f_add(&mean?)?))
     }
 
     fn forget(&mut self) {
         self.window = None;
         self.micro_batches = 0;
-        self.tokens = 0;
-        self.loss_sum = None;
+        self.terms.clear();
         self.scaled = false;
         self.next_is_last = false;
     }

@@ -11,7 +11,8 @@ use crate::{Error, Result};
 pub struct AccumulationConfig {
     /// Micro-batches of one optimizer step. Default 1.
     pub gradient_accumulation_steps: usize,
-    /// Largest total norm of the gradients of a step; `None` clips nothing. Default 1.
+    /// Largest total norm of the gradients of a step; `None` clips nothing, as in Accelerate. Default
+    /// `None`.
     pub max_grad_norm: Option<f64>,
 }
 
@@ -19,7 +20,7 @@ impl Default for AccumulationConfig {
     fn default() -> Self {
         Self {
             gradient_accumulation_steps: 1,
-            max_grad_norm: Some(1.0),
+            max_grad_norm: None,
         }
     }
 }

@@ -65,9 +65,9 @@ pub enum Error {
         seen: usize,
     },
 
-    /// A micro-batch has another token count than the window announced.
+    /// A micro-batch has another count than the window announced.
     #[error(
-        "micro-batch {position} of the window has {given} tokens, but the window announced {announced}; the weights of its predecessors rest on that number"
+        "micro-batch {position} of the window has a count of {given}, but the window announced {announced}; the weights of its predecessors rest on that number"
     )]
     TokenCount {
         /// Position in the window, from 0.
@@ -77,6 +77,25 @@ pub enum Error {
         /// What backward was given.
         given: u64,
     },
+
+    /// The loss of a micro-batch has another number of terms than the window's first.
+    #[error(
+        "micro-batch {position} has a loss of {given} terms, expected {expected}; every micro-batch of a window has the same terms (with a count of 0 where a term has nothing)"
+    )]
+    Terms {
+        /// Position in the window, from 0.
+        position: usize,
+        /// The number of terms expected.
+        expected: usize,
+        /// The number of terms given.
+        given: usize,
+    },
+
+    /// A loss of several terms came without an announced window.
+    #[error(
+        "a loss of several terms needs their counts ahead, since gradients that are added up cannot be divided term by term; open a window by Window::of_terms first"
+    )]
+    TermsNotAnnounced,
 
     /// A step was asked for without any backward before it.
     #[error(

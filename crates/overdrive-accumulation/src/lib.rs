@@ -9,6 +9,7 @@
 //! | item | equals |
 //! |---|---|
 //! | [`GradientAccumulator`], [`Window`] | Accelerate's `accumulate` with the token normalisation of transformers' Trainer |
+//! | [`LossTerm`] | a loss of several terms, each with its own divisor |
 //! | [`GradientSync`] | the seam for DistributedDataParallel's `no_sync` |
 //! | [`windows`] | `Trainer.get_batch_samples`, `sync_with_dataloader` |
 //! | [`find_executable_batch_size`] | Accelerate's function of that name |
@@ -69,4 +70,4 @@ pub use batch_size_search::{
 pub use config::AccumulationConfig;
 pub use error::{Error, Result};
 pub use sync::{GradientSync, SingleProcess, SyncError};
-pub use window::{Window, Windows, count_tokens, windows};
+pub use window::{LossTerm, Window, Windows, count_tokens, windows};

@@ -7,33 +7,71 @@ use tch::Tensor;
 
 use crate::Result;
 
-/// The token counts of the micro-batches of one optimizer step, known before the first of them is
-/// run.
+/// The counts of the micro-batches of one optimizer step, known before the first of them is run: what the
+/// sums of their losses are divided by.
 ///
-/// A token is a target that enters the loss; see [`count_tokens`].
+/// For a language model a count is the number of tokens that enter the loss; see [`count_tokens`]. A loss of
+/// several terms has a count for each term.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Window {
-    token_counts: Vec<u64>,
+    counts: Vec<Vec<u64>>,
 }
 
 impl Window {
     /// A window of micro-batches with these token counts.
     pub fn new(token_counts: impl IntoIterator<Item = u64>) -> Self {
+        Self::of_terms(token_counts.into_iter().map(|count| [count]))
+    }
+
+    /// A window of so many micro-batches that hand over means, each with the same weight.
+    pub fn of_means(micro_batches: usize) -> Self {
+        Self::new(std::iter::repeat_n(1, micro_batches))
+    }
+
+    /// A window of micro-batches whose losses have several terms: for each micro-batch the count of each
+    /// term, in the order in which [`backward_terms`](crate::GradientAccumulator::backward_terms) gets them.
+    pub fn of_terms<C: Into<Vec<u64>>>(counts: impl IntoIterator<Item = C>) -> Self {
         Self {
-            token_counts: token_counts.into_iter().collect(),
+            counts: counts.into_iter().map(Into::into).collect(),
         }
     }
 
-    /// The tokens of all its micro-batches.
+    /// The counts of each micro-batch, term by term.
     #[must_use]
-    pub fn total_tokens(&self) -> u64 {
-        self.token_counts.iter().sum()
+    pub fn counts(&self) -> &[Vec<u64>] {
+        &self.counts
     }
 
-    /// The tokens of each micro-batch.
-    #[must_use]
-    pub fn token_counts(&self) -> &[u64] {
-        &self.token_counts
+    /// The number of terms of its losses.
+    pub(crate) fn terms(&self) -> usize {
+        self.counts.first().map_or(1, Vec::len)
+    }
+
+    /// The count of each term over all micro-batches.
+    pub(crate) fn totals(&self) -> Vec<u64> {
+        let total = |term: usize| self.counts.iter().filter_map(|c| c.get(term)).sum();
+        (0..self.terms()).map(total).collect()
+    }
+}
+
+/// One term of the loss of a micro-batch.
+#[derive(Debug, Clone, Copy)]
+pub struct LossTerm<'a> {
+    /// The sum of the term over the micro-batch, one number.
+    pub sum: &'a Tensor,
+    /// What the sums of the window are divided by, together: tokens, pairs, experts.
+    pub count: u64,
+}
+
+impl<'a> LossTerm<'a> {
+    /// A sum over `count` things.
+    pub fn sum(sum: &'a Tensor, count: u64) -> Self {
+        Self { sum, count }
+    }
+
+    /// A mean: each micro-batch of the window has the same weight.
+    pub fn mean(mean: &'a Tensor) -> Self {
+        Self::sum(mean, 1)
     }
 }
 

@@ -19,7 +19,9 @@
 //! | [`clip_grad_norm`], [`clip_grad_value`] | `torch.nn.utils.clip_grad_norm_`, `clip_grad_value_` |
 //! | [`clip_grad_norm_by_group`] | the same, a bound for each group |
 //! | [`Schedule`], [`LrScheduler`], [`Warmup`] | `transformers.get_scheduler`, `lr_scheduler_type` |
-//! | [`EarlyStopping`] | transformers' `EarlyStoppingCallback` |
+//! | [`CombinedOptimizer`] | several of them behind one step: Muon beside AdamW |
+//! | [`EarlyStopping`] | transformers' `EarlyStoppingCallback`, and the step of the best evaluation |
+//! | [`Stateful`] | `torch.distributed.checkpoint.stateful.Stateful` |
 //! | [`TchOptimizer`] | tch's own optimizers, behind the [`Optimizer`] trait |
 //!
 //! ```
@@ -68,6 +70,7 @@ mod adamw8bit;
 mod checks;
 mod clip;
 mod code_book;
+mod combined;
 mod early_stopping;
 mod ema;
 mod engine;
@@ -85,6 +88,7 @@ mod schedule;
 mod sgd;
 mod state_dict;
 mod state_file;
+mod stateful;
 mod stored;
 mod tch_optimizer;
 
@@ -94,7 +98,8 @@ pub use adamw8bit::{AdamW8bit, AdamW8bitConfig};
 pub use clip::{
     ClipOptions, clip_grad_norm, clip_grad_norm_by_group, clip_grad_value, grad_norm, scale_grads,
 };
-pub use early_stopping::{EarlyStopping, EarlyStoppingConfig, Verdict};
+pub use combined::CombinedOptimizer;
+pub use early_stopping::{EarlyStopping, EarlyStoppingConfig, EarlyStoppingState, Verdict};
 pub use ema::{Ema, EmaConfig, EmaGuard, EmaWarmup};
 pub use error::{Error, Result};
 pub use lion::{Lion, LionConfig};
@@ -109,4 +114,5 @@ pub use schedule::{
 };
 pub use sgd::{Sgd, SgdConfig};
 pub use state_dict::StateDict;
+pub use stateful::{StateError, Stateful};
 pub use tch_optimizer::TchOptimizer;

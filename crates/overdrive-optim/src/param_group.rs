@@ -7,7 +7,8 @@ use tch::Tensor;
 pub struct ParamGroup {
     /// Name of the group, unique in its optimizer; stored with the state.
     pub name: String,
-    /// The parameters with their names. The handles share memory with the model's.
+    /// The parameters with their names, in the order of the names. The handles share memory with the
+    /// model's.
     pub parameters: Vec<(String, Tensor)>,
     /// Learning rate of this group; `None` takes the optimizer's.
     pub learning_rate: Option<f64>,
@@ -17,7 +18,11 @@ pub struct ParamGroup {
 
 impl ParamGroup {
     /// A group that takes its learning rate and weight decay from the optimizer's configuration.
-    pub fn new(name: impl Into<String>, parameters: Vec<(String, Tensor)>) -> Self {
+    ///
+    /// The parameters are sorted by name. A `VarStore` lists its variables in another order in each
+    /// process, and sums over them (the norm that clipping divides by) round differently in another order.
+    pub fn new(name: impl Into<String>, mut parameters: Vec<(String, Tensor)>) -> Self {
+        parameters.sort_by(|(a, _), (b, _)| a.cmp(b));
         Self {
             name: name.into(),
             parameters,

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use overdrive_optim::{GradScaling, Optimizer, OptimizerId};
+use overdrive_optim::{GradScaling, Optimizer, OptimizerId, StateDict, StateError, Stateful};
 use overdrive_sys::amp;
 use tch::{Device, Kind, Tensor};
 
@@ -486,5 +486,20 @@ impl GradScaler {
         flags.try_fold(on(first, device)?, |sum, (_, flag)| {
             Ok(sum.f_add(&on(flag, device)?)?)
         })
+    }
+}
+
+/// A disabled scaler has an empty state, and takes only that.
+impl Stateful for GradScaler {
+    fn state_dict(&self) -> std::result::Result<StateDict, StateError> {
+        StateDict::of_value(&GradScaler::state_dict(self)?)
+    }
+
+    fn load_state_dict(&mut self, state: &StateDict) -> std::result::Result<(), StateError> {
+        match state.value::<Option<GradScalerState>>()? {
+            Some(state) => Ok(GradScaler::load_state_dict(self, &state)?),
+            None if self.is_enabled() => Err("it is of a scaler that was disabled".into()),
+            None => Ok(()),
+        }
     }
 }

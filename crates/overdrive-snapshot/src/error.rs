@@ -66,6 +66,55 @@ pub enum Error {
         /// What is missing, unexpected, or of another shape, by name.
         differences: Vec<String>,
     },
+    /// What was registered at saving is not what is registered at restoring.
+    #[error(
+        "the snapshot {} is of another kind of run: {}. Nothing was loaded; give the configuration that the \
+         snapshot was made with, or begin a new run in another folder",
+        path.display(),
+        differences.join("; ")
+    )]
+    OtherParts {
+        /// Its folder.
+        path: PathBuf,
+        /// What is registered on one side only, by name.
+        differences: Vec<String>,
+    },
+    /// A part of a run did not give its state.
+    #[error("`{part}` cannot be saved: {source}")]
+    NotSaved {
+        /// The name under which it is registered.
+        part: String,
+        /// Its own error.
+        source: overdrive_optim::StateError,
+    },
+    /// A part of a run did not take the state of a snapshot.
+    #[error(
+        "`{part}` cannot be restored from {}: {source}; give the configuration that the snapshot was made \
+         with, or begin a new run in another folder",
+        path.display()
+    )]
+    NotRestored {
+        /// The snapshot's folder.
+        path: PathBuf,
+        /// The name under which it is registered.
+        part: String,
+        /// Its own error.
+        source: overdrive_optim::StateError,
+    },
+    /// A run resumes with another number of processes than it was saved by.
+    #[error(
+        "{} was saved by {saved} processes, and {now} train now: their places in the data and random states \
+         are not those of {now}; start {saved} (`--nproc {saved}`)",
+        path.display()
+    )]
+    WorldSize {
+        /// The snapshot.
+        path: PathBuf,
+        /// The number of processes that it was saved by.
+        saved: usize,
+        /// The number of processes now.
+        now: usize,
+    },
     /// Another process writes snapshots into the folder.
     #[error(
         "another run writes its snapshots into {}: wait for it to end, or choose another folder",
@@ -91,6 +140,9 @@ pub enum Error {
     /// The state of an optimizer or of averages.
     #[error(transparent)]
     State(#[from] overdrive_optim::Error),
+    /// libtorch refused to read or set a random state.
+    #[error(transparent)]
+    Sys(#[from] overdrive_sys::Error),
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),

@@ -4,7 +4,8 @@
 //! everything is written under another name, flushed to the disk, listed with lengths and SHA-256
 //! checksums in `manifest.json`, and renamed. [`SnapshotManager`]
 //!
-//! * writes them while training goes on: [`save`](SnapshotManager::save) copies the tensors and returns;
+//! * writes all that a [`RunState`] registers while training goes on:
+//!   [`save_state`](SnapshotManager::save_state) copies the tensors and returns;
 //! * keeps the newest few and the best ([`SnapshotOptions`]);
 //! * finds [`latest`](SnapshotManager::latest) by what is whole, never by a name alone: damaged and
 //!   half-written ones are passed over with a warning;
@@ -15,7 +16,7 @@
 //!
 //! ```
 //! use overdrive_optim::{AdamW, AdamWConfig, Optimizer, decay_groups};
-//! use overdrive_snapshot::{RunState, Scope, SnapshotManager, SnapshotOptions};
+//! use overdrive_snapshot::{RunState, SnapshotManager, SnapshotOptions};
 //! use tch::{Device, Kind, Tensor};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -30,10 +31,8 @@
 //! for step in 1..=3 {
 //!     (&weight * 2.0).sum(Kind::Float).backward();
 //!     optimizer.step()?;
-//!     let mut state = RunState::at(step);
-//!     state.tensors("model", Scope::Run, named())?;
-//!     state.state("optimizer", Scope::Run, optimizer.state_dict()?)?;
-//!     snapshots.save(state)?;
+//!     let state = RunState::new().tensors("model", named()).register("optimizer", &mut optimizer);
+//!     snapshots.save_state(step, None, state)?;
 //! }
 //! for outcome in snapshots.wait()? {
 //!     outcome.result?;
@@ -41,8 +40,8 @@
 //!
 //! let latest = snapshots.latest()?.expect("three were written");
 //! assert_eq!(latest.step(), 3);
-//! latest.copy_into("model", Scope::Run, 0, named())?;
-//! optimizer.load_state_dict(&latest.state("optimizer", Scope::Run, 0)?)?;
+//! let state = RunState::new().tensors("model", named()).register("optimizer", &mut optimizer);
+//! snapshots.load_state(&latest, state)?;
 //! # Ok(())
 //! # }
 //! ```
@@ -52,6 +51,7 @@
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
+mod contents;
 mod error;
 mod folder;
 mod manager;
@@ -64,10 +64,11 @@ mod staging;
 mod write;
 mod writer;
 
+pub use contents::{Contents, Scope};
 pub use error::{Error, Result};
 pub use manager::SnapshotManager;
 pub use options::{Best, SnapshotOptions};
 pub use ranks::{Alone, Ranks};
-pub use run_state::{RunState, Scope};
+pub use run_state::RunState;
 pub use snapshot::Snapshot;
 pub use writer::{SaveOutcome, SaveReport};

@@ -10,7 +10,7 @@ use crate::ranks::{Alone, Ranks};
 use crate::staging::Staging;
 use crate::write::Job;
 use crate::writer::{Rotation, SaveOutcome, Writer, save};
-use crate::{Error, Result, RunState, Snapshot};
+use crate::{Contents, Error, Result, RunState, Snapshot};
 
 /// The name of the file that a running process has locked.
 const LOCK: &str = ".lock";
@@ -96,19 +96,19 @@ impl SnapshotManager {
     ///
     /// # Errors
     /// An error of libtorch while copying; [`Error::WriterEnded`].
-    pub fn save(&mut self, state: RunState) -> Result<()> {
+    pub fn save(&mut self, contents: Contents) -> Result<()> {
         let began = Instant::now();
         self.settle()?;
         let rank = self.ranks.rank();
-        let parts = self.staging.copy(state.parts)?;
+        let parts = self.staging.copy(contents.parts)?;
         let (rank, world_size) = match self.options.shared_folder {
             true => (rank, self.ranks.world_size()),
             false => (0, 1),
         };
         let job = Job {
             folder: self.folder.clone(),
-            step: state.step,
-            metric: state.metric,
+            step: contents.step,
+            metric: contents.metric,
             parts,
             rank,
             world_size,
@@ -139,6 +139,40 @@ impl SnapshotManager {
         writer.send(job, rotation, began.elapsed().as_secs_f64())
     }
 
+    /// Saves all that `state` registers, after `step` steps. `metric`: what the model is worth at this step,
+    /// such as its loss on the evaluation data; the best snapshot is kept by it.
+    ///
+    /// # Errors
+    /// As [`save`](SnapshotManager::save), and [`Error::NotSaved`], [`Error::BadName`].
+    pub fn save_state(
+        &mut self,
+        step: u64,
+        metric: Option<f64>,
+        state: RunState<'_>,
+    ) -> Result<()> {
+        self.save(state.contents(step, metric)?)
+    }
+
+    /// Restores all that `state` registers from a snapshot of this run. Each rank calls it.
+    ///
+    /// # Errors
+    /// [`Error::WorldSize`] and [`Error::OtherParts`] before anything is changed; [`Error::NotRestored`] or
+    /// [`Error::Differs`] for the first part that does not fit: the parts before it have been restored.
+    pub fn load_state(&self, snapshot: &Snapshot, state: RunState<'_>) -> Result<()> {
+        let (rank, now) = match self.options.shared_folder {
+            true => (self.ranks.rank(), self.ranks.world_size()),
+            false => (0, 1),
+        };
+        if snapshot.world_size() != now {
+            return Err(Error::WorldSize {
+                path: snapshot.path().to_owned(),
+                saved: snapshot.world_size(),
+                now,
+            });
+        }
+        state.restore(snapshot, rank)
+    }
+
     /// How the snapshots ended that have ended since this was last asked. It does not wait.
     ///
     /// # Errors
@@ -166,7 +200,7 @@ impl SnapshotManager {
         Ok(())
     }
 
-    fn took(&mut self, (outcome, parts): (SaveOutcome, Vec<crate::run_state::Part>)) {
+    fn took(&mut self, (outcome, parts): (SaveOutcome, Vec<crate::contents::Part>)) {
         self.staging.reuse(parts);
         self.outcomes.push(outcome);
     }

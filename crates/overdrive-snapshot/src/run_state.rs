@@ -1,155 +1,382 @@
-use overdrive_optim::StateDict;
-use serde::Serialize;
-use tch::Tensor;
+//! The registry of what must survive a restart.
 
-use crate::manifest::MANIFEST;
-use crate::{Error, Result};
+use std::collections::BTreeMap;
+use std::fmt;
 
-/// Whose a part of a snapshot is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Scope {
-    /// The same on all ranks: rank 0 writes it, as `<name>.<format>`.
-    Run,
-    /// Each rank has its own, `<name>.rank-<n>.<format>`: random states, sharded optimizer states.
-    Rank,
-}
+use overdrive_optim::{StateDict, StateError, Stateful};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tch::{Device, Tensor};
 
-/// What a run is after one step: what [`SnapshotManager::save`](crate::SnapshotManager::save) takes.
+use crate::{Contents, Error, Result, Scope, Snapshot};
+
+/// The part of a snapshot that lists what was registered.
+const REGISTRY: &str = "run_state";
+/// The part with the states of the random generators.
+const RANDOM: &str = "random";
+const FORMAT_VERSION: u32 = 1;
+
+/// What a run consists of, each part under a name, in the spirit of Accelerate's
+/// `register_for_checkpointing`, `save_state` and `load_state`: modules or `VarStore`s, optimizers,
+/// schedules, scalers, averages, loaders, random states, early stopping, anything with a state dict.
 ///
-/// Tensors are handles: they are copied when the state is saved, and the caller may change them after.
-#[derive(Debug)]
-pub struct RunState {
-    pub(crate) step: u64,
-    pub(crate) metric: Option<f64>,
-    pub(crate) parts: Vec<Part>,
+/// A run builds it in one place and hands it to
+/// [`SnapshotManager::save_state`](crate::SnapshotManager::save_state) and
+/// [`SnapshotManager::load_state`](crate::SnapshotManager::load_state). What was registered at saving and
+/// is missing at restoring, or the reverse, is an error that names it.
+///
+/// ```
+/// use overdrive_optim::{AdamW, AdamWConfig, Optimizer, decay_groups};
+/// use overdrive_snapshot::{RunState, SnapshotManager};
+/// use tch::{Device, Kind, nn};
+///
+/// struct Run { store: nn::VarStore, optimizer: AdamW, tokens_seen: u64 }
+///
+/// impl Run {
+///     fn new() -> Result<Self, Box<dyn std::error::Error>> {
+///         let store = nn::VarStore::new(Device::Cpu);
+///         store.root().ones("weight", &[2]);
+///         let optimizer = AdamW::new(decay_groups(store.variables(), 0.1), AdamWConfig::default())?;
+///         Ok(Self { store, optimizer, tokens_seen: 0 })
+///     }
+///
+///     fn state(&mut self) -> RunState<'_> {
+///         RunState::new()
+///             .tensors("model", self.store.variables())
+///             .register("optimizer", &mut self.optimizer)
+///             .value("tokens_seen", &mut self.tokens_seen)
+///             .random_states()
+///     }
+/// }
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let dir = tempfile::tempdir()?;
+/// # let folder = dir.path();
+/// let mut snapshots = SnapshotManager::open(folder, Default::default())?;
+/// let mut run = Run::new()?;
+/// run.store.variables()["weight"].sum(Kind::Float).backward();
+/// run.optimizer.step()?;
+/// run.tokens_seen = 2048;
+/// snapshots.save_state(1, None, run.state())?;
+/// snapshots.wait()?;
+///
+/// let mut resumed = Run::new()?;
+/// let latest = snapshots.latest()?.expect("one was written");
+/// snapshots.load_state(&latest, resumed.state())?;
+/// assert_eq!(resumed.tokens_seen, 2048);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Default)]
+#[must_use = "a registry does nothing until it is saved or loaded"]
+pub struct RunState<'a> {
+    entries: Vec<Entry<'a>>,
+    files: Vec<(String, Vec<u8>)>,
 }
 
-#[derive(Debug)]
-pub(crate) struct Part {
-    pub(crate) name: String,
-    pub(crate) scope: Scope,
-    pub(crate) content: Content,
+struct Entry<'a> {
+    name: String,
+    scope: Scope,
+    value: Value<'a>,
 }
 
-#[derive(Debug)]
-pub(crate) enum Content {
-    /// `<name>.safetensors`.
+enum Value<'a> {
     Tensors(Vec<(String, Tensor)>),
-    /// `<name>.safetensors`, in the layout of overdrive-optim.
-    State(StateDict),
-    /// `<name>.json`.
-    Document(Vec<u8>),
-    /// A file of this very name.
-    File(Vec<u8>),
+    Stateful(&'a mut dyn Stateful),
+    Owned(Box<dyn Stateful + 'a>),
+    Random,
 }
 
-impl RunState {
-    /// The state after `step` steps, as yet empty.
-    pub fn at(step: u64) -> RunState {
-        RunState {
-            step,
-            metric: None,
-            parts: Vec::new(),
+/// The names that were registered, and whose they are.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Registry {
+    format_version: u32,
+    registered: BTreeMap<String, Scope>,
+}
+
+/// A value that is written as JSON.
+struct Json<'a, T>(&'a mut T);
+
+impl<T: Serialize + DeserializeOwned> Stateful for Json<'_, T> {
+    fn state_dict(&self) -> std::result::Result<StateDict, StateError> {
+        StateDict::of_value(&*self.0)
+    }
+
+    fn load_state_dict(&mut self, state: &StateDict) -> std::result::Result<(), StateError> {
+        *self.0 = state.value()?;
+        Ok(())
+    }
+}
+
+/// A state that was read already, and what takes it back.
+struct WithLoad<T, F> {
+    state: T,
+    load: Option<F>,
+}
+
+impl<T, E, F> Stateful for WithLoad<T, F>
+where
+    T: Serialize + DeserializeOwned,
+    E: Into<StateError>,
+    F: FnOnce(T) -> std::result::Result<(), E>,
+{
+    fn state_dict(&self) -> std::result::Result<StateDict, StateError> {
+        StateDict::of_value(&self.state)
+    }
+
+    fn load_state_dict(&mut self, state: &StateDict) -> std::result::Result<(), StateError> {
+        match self.load.take() {
+            Some(load) => load(state.value()?).map_err(Into::into),
+            None => Ok(()),
+        }
+    }
+}
+
+impl<'a> RunState<'a> {
+    /// Nothing registered yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Registers named tensors, the same on all ranks: the parameters and buffers of a module, the
+    /// variables of a `VarStore`. Restoring copies into them.
+    pub fn tensors(self, name: &str, tensors: impl IntoIterator<Item = (String, Tensor)>) -> Self {
+        let mut tensors: Vec<_> = tensors.into_iter().collect();
+        tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
+        self.entry(name, Scope::Run, Value::Tensors(tensors))
+    }
+
+    /// Registers a value with a state dict that is the same on all ranks: an optimizer, a schedule, an
+    /// average of weights, a scaler, early stopping.
+    pub fn register(self, name: &str, value: &'a mut dyn Stateful) -> Self {
+        self.entry(name, Scope::Run, Value::Stateful(value))
+    }
+
+    /// Registers a value that a run may do without: nothing for `None`.
+    pub fn register_optional<T: Stateful>(self, name: &str, value: Option<&'a mut T>) -> Self {
+        match value {
+            Some(value) => self.register(name, value),
+            None => self,
         }
     }
 
-    /// Notes what the model is worth at this step, such as its loss on the evaluation data: the best
-    /// snapshot is kept by it ([`SnapshotOptions::best`](crate::SnapshotOptions::best)).
-    pub fn metric(&mut self, value: f64) -> &mut RunState {
-        self.metric = Some(value);
+    /// Registers a value of which each rank has its own: sharded optimizer states.
+    pub fn register_per_rank(self, name: &str, value: &'a mut dyn Stateful) -> Self {
+        self.entry(name, Scope::Rank, Value::Stateful(value))
+    }
+
+    /// Registers a plain value, written as JSON: counters, options.
+    pub fn value<T: Serialize + DeserializeOwned>(self, name: &str, value: &'a mut T) -> Self {
+        self.entry(name, Scope::Run, Value::Owned(Box::new(Json(value))))
+    }
+
+    /// Registers a value by its state and by what takes a state back, for types that do not implement
+    /// [`Stateful`]: `.with_load("loader", loader.state_dict(), |state| loader.load_state_dict(state))`.
+    pub fn with_load<T, E>(
+        self,
+        name: &str,
+        state: T,
+        load: impl FnOnce(T) -> std::result::Result<(), E> + 'a,
+    ) -> Self
+    where
+        T: Serialize + DeserializeOwned + 'a,
+        E: Into<StateError> + 'a,
+    {
+        let load = Some(load);
+        self.entry(
+            name,
+            Scope::Run,
+            Value::Owned(Box::new(WithLoad { state, load })),
+        )
+    }
+
+    /// Registers the random generators of the CPU and of every GPU that this process sees, for each rank.
+    /// At restoring, a generator that was not there at saving keeps its state.
+    pub fn random_states(self) -> Self {
+        self.entry(RANDOM, Scope::Rank, Value::Random)
+    }
+
+    /// Adds a file that every snapshot holds beside the state, under its own name: `config.json`,
+    /// `tokenizer.json`. Restoring does not read it.
+    pub fn file(mut self, name: impl Into<String>, bytes: impl Into<Vec<u8>>) -> Self {
+        self.files.push((name.into(), bytes.into()));
         self
     }
 
-    /// Adds tensors, as `<name>.safetensors`.
-    ///
-    /// # Errors
-    /// [`Error::BadName`] for a name that is taken or cannot be a file's.
-    pub fn tensors(
-        &mut self,
-        name: &str,
-        scope: Scope,
-        tensors: impl IntoIterator<Item = (String, Tensor)>,
-    ) -> Result<&mut RunState> {
-        let tensors = tensors.into_iter().collect();
-        self.part(name, scope, Content::Tensors(tensors))
+    fn entry(mut self, name: &str, scope: Scope, value: Value<'a>) -> Self {
+        let name = name.to_owned();
+        self.entries.push(Entry { name, scope, value });
+        self
     }
 
-    /// Adds the state of an optimizer or of averages of weights, as `<name>.safetensors`.
-    ///
-    /// # Errors
-    /// As for [`RunState::tensors`].
-    pub fn state(&mut self, name: &str, scope: Scope, state: StateDict) -> Result<&mut RunState> {
-        self.part(name, scope, Content::State(state))
-    }
-
-    /// Adds a small value, as `<name>.json`.
-    ///
-    /// # Errors
-    /// As for [`RunState::tensors`], and [`Error::BadName`] for a value that JSON cannot hold.
-    pub fn document(
-        &mut self,
-        name: &str,
-        scope: Scope,
-        value: &impl Serialize,
-    ) -> Result<&mut RunState> {
-        let bytes = serde_json::to_vec_pretty(value).map_err(|_| Error::BadName {
-            name: name.to_owned(),
-            reason: "its value cannot be written as JSON",
-        })?;
-        self.part(name, scope, Content::Document(bytes))
-    }
-
-    /// Adds a file as it is, under its own name: `config.json`, `tokenizer.json`. One for all ranks.
-    ///
-    /// # Errors
-    /// As for [`RunState::tensors`].
-    pub fn file(&mut self, name: &str, bytes: Vec<u8>) -> Result<&mut RunState> {
-        self.part(name, Scope::Run, Content::File(bytes))
-    }
-
-    fn part(&mut self, name: &str, scope: Scope, content: Content) -> Result<&mut RunState> {
-        let refuse = |reason| {
-            let name = name.to_owned();
-            Err(Error::BadName { name, reason })
-        };
-        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-        if name.is_empty() || name.starts_with('.') || !name.chars().all(plain) {
-            return refuse("letters, digits, `-`, `_` and dots make a file's name");
+    fn registry(&self) -> Registry {
+        let names = self.entries.iter();
+        Registry {
+            format_version: FORMAT_VERSION,
+            registered: names
+                .map(|entry| (entry.name.clone(), entry.scope))
+                .collect(),
         }
-        let part = Part {
-            name: name.to_owned(),
-            scope,
-            content,
-        };
-        let file = part.file_name(0);
-        if file == MANIFEST {
-            return refuse("the list of files has this name");
-        }
-        if self.parts.iter().any(|other| other.file_name(0) == file) {
-            return refuse("another part has this name");
-        }
-        self.parts.push(part);
-        Ok(self)
     }
-}
 
-impl Part {
-    /// The file that this rank's part is in.
-    pub(crate) fn file_name(&self, rank: usize) -> String {
-        match &self.content {
-            Content::Tensors(_) | Content::State(_) => {
-                file_name(&self.name, self.scope, rank, "safetensors")
+    /// The files of a snapshot after `step`.
+    pub(crate) fn contents(self, step: u64, metric: Option<f64>) -> Result<Contents> {
+        let mut contents = Contents::at(step);
+        if let Some(metric) = metric {
+            contents.metric(metric);
+        }
+        contents.document(REGISTRY, Scope::Run, &self.registry())?;
+        for Entry { name, scope, value } in self.entries {
+            let state = match value {
+                Value::Tensors(tensors) => {
+                    contents.tensors(&name, scope, tensors)?;
+                    continue;
+                }
+                Value::Random => {
+                    contents.tensors(&name, scope, random_states()?)?;
+                    continue;
+                }
+                Value::Stateful(value) => value.state_dict(),
+                Value::Owned(value) => value.state_dict(),
+            };
+            let state = state.map_err(|source| Error::NotSaved {
+                part: name.clone(),
+                source,
+            })?;
+            match state.tensors.is_empty() {
+                true => contents.document(&name, scope, &state.metadata)?,
+                false => contents.state(&name, scope, state)?,
+            };
+        }
+        for (name, bytes) in self.files {
+            contents.file(&name, bytes)?;
+        }
+        Ok(contents)
+    }
+
+    /// Takes over what `snapshot` holds for `rank`.
+    pub(crate) fn restore(self, snapshot: &Snapshot, rank: usize) -> Result<()> {
+        self.check(snapshot)?;
+        for Entry { name, scope, value } in self.entries {
+            let mut load: Box<dyn Stateful + '_> = match value {
+                Value::Tensors(targets) => {
+                    snapshot.copy_into(&name, scope, rank, targets)?;
+                    continue;
+                }
+                Value::Random => {
+                    set_random_states(snapshot, &name, rank)?;
+                    continue;
+                }
+                Value::Stateful(value) => Box::new(Borrowed(value)),
+                Value::Owned(value) => value,
+            };
+            let state = match snapshot.has_tensors(&name, scope, rank) {
+                true => snapshot.state(&name, scope, rank)?,
+                false => StateDict {
+                    tensors: BTreeMap::new(),
+                    metadata: snapshot.document(&name, scope, rank)?,
+                },
+            };
+            load.load_state_dict(&state)
+                .map_err(|source| Error::NotRestored {
+                    path: snapshot.path().to_owned(),
+                    part: name,
+                    source,
+                })?;
+        }
+        Ok(())
+    }
+
+    /// Compares the names here with those at saving.
+    fn check(&self, snapshot: &Snapshot) -> Result<()> {
+        let stored: Registry = snapshot.document(REGISTRY, Scope::Run, 0)?;
+        if stored.format_version != FORMAT_VERSION {
+            let found = stored.format_version;
+            let reason =
+                format!("its registry has format {found}, this program reads {FORMAT_VERSION}");
+            return Err(Error::damaged(snapshot.path(), reason));
+        }
+        let (own, stored) = (self.registry().registered, stored.registered);
+        let mut differences = Vec::new();
+        for (name, scope) in &stored {
+            match own.get(name) {
+                None => differences.push(format!(
+                    "`{name}` is in the snapshot and not registered here"
+                )),
+                Some(here) if here != scope => differences.push(format!(
+                    "`{name}` is stored {} and registered {}",
+                    scope.words(),
+                    here.words()
+                )),
+                Some(_) => {}
             }
-            Content::Document(_) => file_name(&self.name, self.scope, rank, "json"),
-            Content::File(_) => self.name.clone(),
         }
+        let new = own.keys().filter(|name| !stored.contains_key(*name));
+        differences
+            .extend(new.map(|name| format!("`{name}` is registered and not in the snapshot")));
+        if differences.is_empty() {
+            return Ok(());
+        }
+        Err(Error::OtherParts {
+            path: snapshot.path().to_owned(),
+            differences,
+        })
     }
 }
 
-/// `model.safetensors`, `random.rank-2.safetensors`.
-pub(crate) fn file_name(name: &str, scope: Scope, rank: usize, format: &str) -> String {
-    match scope {
-        Scope::Run => format!("{name}.{format}"),
-        Scope::Rank => format!("{name}.rank-{rank}.{format}"),
+/// A borrowed value as a boxed one.
+struct Borrowed<'a>(&'a mut dyn Stateful);
+
+impl Stateful for Borrowed<'_> {
+    fn state_dict(&self) -> std::result::Result<StateDict, StateError> {
+        self.0.state_dict()
+    }
+
+    fn load_state_dict(&mut self, state: &StateDict) -> std::result::Result<(), StateError> {
+        self.0.load_state_dict(state)
+    }
+}
+
+fn random_states() -> Result<Vec<(String, Tensor)>> {
+    let state = |device| {
+        Ok((
+            generator_name(device),
+            overdrive_sys::random::state(device)?,
+        ))
+    };
+    devices().into_iter().map(state).collect()
+}
+
+fn set_random_states(snapshot: &Snapshot, name: &str, rank: usize) -> Result<()> {
+    let stored = snapshot.tensors(name, Scope::Rank, rank)?;
+    for device in devices() {
+        if let Ok(state) = stored.tensor(&generator_name(device)) {
+            let state = state.copy_to_tensor(None, Device::Cpu)?;
+            overdrive_sys::random::set_state(device, &state)?;
+        }
+    }
+    Ok(())
+}
+
+fn devices() -> Vec<Device> {
+    let gpus = usize::try_from(tch::Cuda::device_count()).unwrap_or(0);
+    std::iter::once(Device::Cpu)
+        .chain((0..gpus).map(Device::Cuda))
+        .collect()
+}
+
+fn generator_name(device: Device) -> String {
+    match device {
+        Device::Cuda(index) => format!("cuda:{index}"),
+        _ => "cpu".to_owned(),
+    }
+}
+
+impl fmt::Debug for RunState<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RunState")
+            .field("registered", &self.registry().registered)
+            .finish_non_exhaustive()
     }
 }

@@ -6,8 +6,8 @@ use overdrive_safetensors::MappedFile;
 use serde::de::DeserializeOwned;
 use tch::Tensor;
 
+use crate::contents::file_name;
 use crate::manifest::Manifest;
-use crate::run_state::file_name;
 use crate::{Error, Result, Scope};
 
 /// How many differences an error names.
@@ -59,7 +59,7 @@ impl Snapshot {
         self.manifest.world_size
     }
 
-    /// What the model was worth ([`RunState::metric`](crate::RunState::metric)).
+    /// What the model was worth ([`Contents::metric`](crate::Contents::metric)).
     pub fn metric(&self) -> Option<f64> {
         self.manifest.metric
     }
@@ -80,6 +80,11 @@ impl Snapshot {
             self.files()
                 .any(|own| own == file_name(name, scope, rank, format))
         })
+    }
+
+    pub(crate) fn has_tensors(&self, name: &str, scope: Scope, rank: usize) -> bool {
+        let file = file_name(name, scope, rank, "safetensors");
+        self.files().any(|own| own == file)
     }
 
     /// The file of tensors `name`, mapped.

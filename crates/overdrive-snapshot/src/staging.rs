@@ -6,7 +6,7 @@ use overdrive_optim::StateDict;
 use tch::{Device, Tensor};
 
 use crate::Result;
-use crate::run_state::{Content, Part};
+use crate::contents::{Content, Part};
 
 /// Host tensors of the last snapshot, to be filled again: taking new memory from the system costs more
 /// than the copy.

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::contents::{Content, Part, Scope};
 use crate::folder::{flush, path_of, publish, unfinished};
 use crate::manifest::{FileEntry, MANIFEST, Manifest};
-use crate::run_state::{Content, Part, Scope};
 use crate::{Error, Result};
 
 /// How often a rank looks for what another has written.

@@ -5,9 +5,9 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
+use crate::contents::Part;
 use crate::folder;
 use crate::options::Best;
-use crate::run_state::Part;
 use crate::write::Job;
 use crate::{Error, Result};
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use common::{check, failures, litter, open, state, weights};
 use overdrive_snapshot::{
-    Error, Ranks, RunState, Scope, Snapshot, SnapshotManager, SnapshotOptions,
+    Contents, Error, Ranks, Scope, Snapshot, SnapshotManager, SnapshotOptions,
 };
 
 /// A rank of a run whose ranks are threads.
@@ -72,7 +72,7 @@ fn manager(folder: &Path, options: SnapshotOptions, rank: Thread) -> SnapshotMan
     SnapshotManager::with_ranks(folder, options, Box::new(rank)).unwrap()
 }
 
-fn sharded(step: u64, rank: usize) -> RunState {
+fn sharded(step: u64, rank: usize) -> Contents {
     let mut saved = state(step, 64);
     saved
         .tensors(

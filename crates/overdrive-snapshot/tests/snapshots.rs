@@ -8,7 +8,7 @@ use std::fs;
 use common::{check, failures, litter, open, state, steps, weights};
 use overdrive_optim::{AdamW, AdamWConfig, Optimizer, decay_groups};
 use overdrive_snapshot::{
-    Best, Error, RunState, Scope, Snapshot, SnapshotManager, SnapshotOptions,
+    Best, Contents, Error, RunState, Scope, Snapshot, SnapshotManager, SnapshotOptions,
 };
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
@@ -21,7 +21,7 @@ fn what_is_saved_comes_back_bit_for_bit_though_training_goes_on_at_once() {
     let mut manager = open(dir.path(), None, None);
     let live = weights(1, 1 << 20);
     for step in 1..=3u64 {
-        let mut saved = RunState::at(step);
+        let mut saved = Contents::at(step);
         let handles = live
             .iter()
             .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
@@ -71,7 +71,7 @@ fn a_run_that_resumes_is_bit_equal_to_one_that_never_stopped() {
     for done in 1..=20 {
         losses.push(step(&weight, &mut optimizer));
         if done == 12 {
-            let mut saved = RunState::at(done);
+            let mut saved = Contents::at(done);
             let named = [("weight".to_owned(), weight.shallow_clone())];
             saved.tensors("model", Scope::Run, named).unwrap();
             saved
@@ -174,7 +174,7 @@ fn a_snapshot_of_another_model_is_refused_with_every_difference_named() {
 
 #[test]
 fn names_that_cannot_be_files_are_refused() {
-    let mut state = RunState::at(1);
+    let mut state = Contents::at(1);
     for name in ["", "a/b", "..", "ä", ".hidden"] {
         let error = state.document(name, Scope::Run, &1).unwrap_err();
         assert!(matches!(error, Error::BadName { .. }), "{name}");
@@ -299,4 +299,104 @@ proptest! {
         // White space of a list may change: it still says the same.
         check(&manager.latest().unwrap().expect("the first one is whole"), 64);
     }
+}
+
+/// Parts of a run, by name, in an order of its own.
+fn registered<'a>(weight: &Tensor, parts: &[&str], counters: &'a mut [u64]) -> RunState<'a> {
+    let named = [("weight".to_owned(), weight.shallow_clone())];
+    let state = RunState::new().tensors("model", named);
+    parts
+        .iter()
+        .zip(counters)
+        .fold(state, |state, (part, counter)| state.value(part, counter))
+}
+
+#[test]
+fn what_is_registered_on_one_side_only_is_named_and_nothing_is_loaded() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut manager = open(dir.path(), None, None);
+    let weight = Tensor::ones([2], F32);
+    let mut saved = [1, 2];
+    let state = registered(&weight, &["scaler", "loader"], &mut saved).random_states();
+    manager.save_state(3, Some(0.5), state).unwrap();
+    assert!(failures(manager.wait().unwrap()).is_empty());
+    let snapshot = manager.latest().unwrap().unwrap();
+    assert_eq!((snapshot.step(), snapshot.metric()), (3, Some(0.5)));
+
+    let other = Tensor::zeros([2], F32);
+    let mut counters = [0, 0];
+    let state = registered(&other, &["loader", "ema"], &mut counters).random_states();
+    let error = manager.load_state(&snapshot, state).unwrap_err();
+    assert!(matches!(error, Error::OtherParts { .. }), "{error}");
+    let error = error.to_string();
+    for part in [
+        "`scaler` is in the snapshot and not registered here",
+        "`ema` is registered and not in the snapshot",
+        "Nothing was loaded",
+    ] {
+        assert!(error.contains(part), "{error}");
+    }
+    assert_eq!((counters, &other), ([0, 0], &Tensor::zeros([2], F32)));
+
+    let state = registered(&other, &["loader", "scaler"], &mut counters).random_states();
+    manager.load_state(&snapshot, state).unwrap();
+    assert_eq!((counters, other), ([2, 1], weight));
+}
+
+#[test]
+fn a_registered_run_comes_back_with_optimizer_schedule_and_random_numbers() {
+    use overdrive_optim::{LrScheduler, LrSchedulerType, Schedule, ScheduleLength};
+    let dir = tempfile::tempdir().unwrap();
+    let new_run = || {
+        let weight = Tensor::zeros([3, 4], F32).set_requires_grad(true);
+        let groups = decay_groups([("weight".to_owned(), weight.shallow_clone())], 0.1);
+        let mut optimizer = AdamW::new(groups, AdamWConfig::default()).unwrap();
+        let length = ScheduleLength {
+            warmup_steps: 2,
+            total_steps: 12,
+        };
+        let linear = Schedule::new(LrSchedulerType::Linear, length, 1e-3, &Default::default());
+        let schedule = LrScheduler::new(linear.unwrap(), &mut optimizer).unwrap();
+        (weight, optimizer, schedule)
+    };
+    let step = |weight: &Tensor, optimizer: &mut AdamW, schedule: &mut LrScheduler| {
+        let noise = Tensor::randn([3, 4], F32);
+        (weight - noise).square().mean(Kind::Float).backward();
+        optimizer.step().unwrap();
+        schedule.step(optimizer).unwrap();
+        optimizer.zero_grad().unwrap();
+        (
+            Vec::<f32>::try_from(weight.detach().view([-1])).unwrap(),
+            optimizer.learning_rates(),
+        )
+    };
+    fn state<'a>(
+        (weight, optimizer, schedule): &'a mut (Tensor, AdamW, LrScheduler),
+    ) -> RunState<'a> {
+        RunState::new()
+            .tensors("model", [("weight".to_owned(), weight.shallow_clone())])
+            .register("optimizer", optimizer)
+            .register("lr_scheduler", schedule)
+            .random_states()
+            .file("config.json", "{}")
+    }
+    let mut manager = open(dir.path(), None, None);
+    let mut run = new_run();
+    for _ in 0..4 {
+        step(&run.0, &mut run.1, &mut run.2);
+    }
+    manager.save_state(4, None, state(&mut run)).unwrap();
+    let expected: Vec<_> = (0..6)
+        .map(|_| step(&run.0, &mut run.1, &mut run.2))
+        .collect();
+    assert!(failures(manager.wait().unwrap()).is_empty());
+
+    let mut resumed = new_run();
+    let snapshot = manager.latest().unwrap().unwrap();
+    manager.load_state(&snapshot, state(&mut resumed)).unwrap();
+    let again: Vec<_> = (0..6)
+        .map(|_| step(&resumed.0, &mut resumed.1, &mut resumed.2))
+        .collect();
+    assert_eq!(again, expected);
+    assert!(snapshot.path().join("config.json").is_file());
 }

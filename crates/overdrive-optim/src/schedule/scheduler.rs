@@ -130,6 +130,15 @@ impl LrScheduler {
         state: &LrSchedulerState,
         optimizer: &mut O,
     ) -> Result<()> {
+        let mut loaded = self.clone();
+        loaded.restore(state)?;
+        loaded.set_step(state.last_step, optimizer)?;
+        *self = loaded;
+        Ok(())
+    }
+
+    /// Takes over a stored state; the optimizer has the learning rates that go with it.
+    pub(crate) fn restore(&mut self, state: &LrSchedulerState) -> Result<()> {
         if state.format_version != FORMAT_VERSION {
             let found = state.format_version;
             let problem = format!("scheduler format {found}, expected {FORMAT_VERSION}");
@@ -140,12 +149,12 @@ impl LrScheduler {
         if given != groups {
             return Err(Error::LearningRateCount { given, groups });
         }
-        let mut loaded = self.clone();
-        loaded
-            .base_learning_rates
+        let factor = self.schedule.multiplier(state.last_step);
+        let rates = state.base_learning_rates.iter().map(|base| base * factor);
+        self.last_learning_rates = rates.collect();
+        self.base_learning_rates
             .clone_from(&state.base_learning_rates);
-        loaded.set_step(state.last_step, optimizer)?;
-        *self = loaded;
+        self.last_step = state.last_step;
         Ok(())
     }
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use overdrive_snapshot::{
-    Best, Error, RunState, SaveOutcome, Scope, Snapshot, SnapshotManager, SnapshotOptions,
+    Best, Contents, Error, SaveOutcome, Scope, Snapshot, SnapshotManager, SnapshotOptions,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -16,8 +16,8 @@ pub(crate) fn weights(step: u64, elements: i64) -> Vec<(String, Tensor)> {
     ]
 }
 
-pub(crate) fn state(step: u64, elements: i64) -> RunState {
-    let mut state = RunState::at(step);
+pub(crate) fn state(step: u64, elements: i64) -> Contents {
+    let mut state = Contents::at(step);
     state
         .tensors("model", Scope::Run, weights(step, elements))
         .unwrap();

@@ -1,0 +1,179 @@
+//! Several optimizers behind one step.
+
+use std::collections::BTreeMap;
+
+use tch::Tensor;
+
+use crate::stored::mismatch;
+use crate::{Error, GradScaling, Optimizer, OptimizerId, Result, StateDict};
+
+/// Several optimizers that step together, each over its own parameters: [`Muon`](crate::Muon) for the
+/// matrices of the hidden layers beside [`AdamW`](crate::AdamW) for everything else.
+///
+/// Groups, learning rates and parameters are those of the first optimizer, then those of the second, and
+/// so on. The state stores each optimizer under its name.
+///
+/// ```
+/// use overdrive_optim::{
+///     AdamW, AdamWConfig, CombinedOptimizer, Muon, MuonConfig, Optimizer, ParamGroup,
+/// };
+/// use tch::{Device, Kind, Tensor};
+///
+/// let weight = |size: &[i64]| Tensor::ones(size, (Kind::Float, Device::Cpu)).set_requires_grad(true);
+/// let (matrix, bias) = (weight(&[4, 4]), weight(&[4]));
+/// let group = |name: &str, tensor: &Tensor| {
+///     vec![ParamGroup::new(name, vec![(name.to_owned(), tensor.shallow_clone())])]
+/// };
+/// let muon = Muon::new(group("matrix", &matrix), MuonConfig::default())?;
+/// let adamw = AdamW::new(group("bias", &bias), AdamWConfig::default())?;
+/// let mut optimizer = CombinedOptimizer::new([
+///     ("muon".to_owned(), Box::new(muon) as Box<dyn Optimizer>),
+///     ("adamw".to_owned(), Box::new(adamw)),
+/// ])?;
+/// (matrix.matmul(&bias)).sum(Kind::Float).backward();
+/// optimizer.step()?;
+/// assert_eq!(optimizer.learning_rates().len(), 2);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct CombinedOptimizer {
+    id: OptimizerId,
+    parts: Vec<(String, Box<dyn Optimizer>)>,
+}
+
+impl CombinedOptimizer {
+    /// Combines optimizers under names of letters, digits and underscores.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOption`] for a name that is empty, comes twice or has other characters.
+    pub fn new(parts: impl IntoIterator<Item = (String, Box<dyn Optimizer>)>) -> Result<Self> {
+        let parts: Vec<_> = parts.into_iter().collect();
+        for (index, (name, _)) in parts.iter().enumerate() {
+            let plain = |c: char| c.is_ascii_alphanumeric() || c == '_';
+            let twice = parts[..index].iter().any(|(other, _)| other == name);
+            if name.is_empty() || !name.chars().all(plain) || twice {
+                return Err(Error::InvalidOption {
+                    option: "name",
+                    value: format!("`{name}`"),
+                    expected: "letters, digits and underscores, another name for each optimizer",
+                });
+            }
+        }
+        Ok(Self {
+            id: OptimizerId::unique(),
+            parts,
+        })
+    }
+
+    fn each(&self) -> impl Iterator<Item = &dyn Optimizer> {
+        self.parts.iter().map(|(_, optimizer)| optimizer.as_ref())
+    }
+}
+
+impl Optimizer for CombinedOptimizer {
+    fn id(&self) -> OptimizerId {
+        self.id
+    }
+
+    fn parameters(&self) -> Vec<Tensor> {
+        self.each().flat_map(Optimizer::parameters).collect()
+    }
+
+    fn parameters_by_group(&self) -> Vec<Vec<Tensor>> {
+        self.each()
+            .flat_map(Optimizer::parameters_by_group)
+            .collect()
+    }
+
+    fn step(&mut self) -> Result<()> {
+        self.parts
+            .iter_mut()
+            .try_for_each(|(_, optimizer)| optimizer.step())
+    }
+
+    fn supports_step_scaled(&self) -> bool {
+        self.each().all(Optimizer::supports_step_scaled)
+    }
+
+    /// All of them or none: an optimizer that cannot must not leave the others stepped.
+    fn step_scaled(&mut self, scaling: &GradScaling<'_>) -> Result<bool> {
+        if !self.supports_step_scaled() {
+            return Ok(false);
+        }
+        for (_, optimizer) in &mut self.parts {
+            optimizer.step_scaled(scaling)?;
+        }
+        Ok(true)
+    }
+
+    fn zero_grad(&mut self) -> Result<()> {
+        self.parts
+            .iter_mut()
+            .try_for_each(|(_, optimizer)| optimizer.zero_grad())
+    }
+
+    fn learning_rates(&self) -> Vec<f64> {
+        self.each().flat_map(Optimizer::learning_rates).collect()
+    }
+
+    fn set_learning_rates(&mut self, learning_rates: &[f64]) -> Result<()> {
+        let groups = self.learning_rates().len();
+        if learning_rates.len() != groups {
+            let given = learning_rates.len();
+            return Err(Error::LearningRateCount { given, groups });
+        }
+        let mut rest = learning_rates;
+        for (_, optimizer) in &mut self.parts {
+            let (own, others) = rest.split_at(optimizer.learning_rates().len());
+            optimizer.set_learning_rates(own)?;
+            rest = others;
+        }
+        Ok(())
+    }
+
+    fn state_dict(&self) -> Result<StateDict> {
+        let mut tensors = BTreeMap::new();
+        let mut metadata = serde_json::Map::new();
+        for (name, optimizer) in &self.parts {
+            let state = optimizer.state_dict()?;
+            let named = state.tensors.into_iter();
+            tensors.extend(named.map(|(key, tensor)| (format!("{name}/{key}"), tensor)));
+            metadata.insert(name.clone(), state.metadata);
+        }
+        Ok(StateDict {
+            tensors,
+            metadata: metadata.into(),
+        })
+    }
+
+    fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
+        let stored = state.metadata.as_object();
+        let stored: Vec<&String> = stored.into_iter().flat_map(|parts| parts.keys()).collect();
+        let own: Vec<&String> = self.parts.iter().map(|(name, _)| name).collect();
+        if own.len() != stored.len() || own.iter().any(|name| !stored.contains(name)) {
+            return Err(mismatch(format!(
+                "it has the optimizers {stored:?}, expected {own:?}"
+            )));
+        }
+        for (name, optimizer) in &mut self.parts {
+            let prefix = format!("{name}/");
+            let own = state.tensors.iter().filter_map(|(key, tensor)| {
+                let key = key.strip_prefix(&prefix)?.to_owned();
+                Some((key, tensor.shallow_clone()))
+            });
+            optimizer.load_state_dict(&StateDict {
+                tensors: own.collect(),
+                metadata: state.metadata[name.as_str()].clone(),
+            })?;
+        }
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for CombinedOptimizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let names: Vec<_> = self.parts.iter().map(|(name, _)| name).collect();
+        f.debug_struct("CombinedOptimizer")
+            .field("optimizers", &names)
+            .finish_non_exhaustive()
+    }
+}
