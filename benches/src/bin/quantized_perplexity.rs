@@ -3,20 +3,20 @@
 //! and the head with the embedding where they are tied.
 //!
 //! ```text
-//! cargo run --release -p overdrive-trainer --example quantized_perplexity -- runs/tiny-001 [BATCHES]
+//! cargo run --release -p overdrive-benches --bin quantized_perplexity -- runs/tiny-001 [BATCHES]
 //! ```
 
 use std::error::Error;
 use std::path::Path;
 use std::time::Instant;
 
-use overdrive_precision::Precision;
-use overdrive_quantization::{
+use overdrive::precision::Precision;
+use overdrive::quantization::{
     CalibrationOptions, ClipOptions, GptqOptions, InputCollector, Moments, Scheme, observe_inputs,
     quantize_calibrated,
 };
-use overdrive_trainer::{TextData, TrainingArguments, evaluate};
-use overdrive_transformer::{CausalLm, ForwardInput, LoadOptions, QuantizeOptions};
+use overdrive::trainer::{TextData, TrainingArguments, evaluate};
+use overdrive::transformer::{CausalLm, ForwardInput, LoadOptions, QuantizeOptions};
 use tch::Device;
 
 /// Windows of the training part that calibration reads.
@@ -102,9 +102,9 @@ fn line(scheme: &str, calibration: &str, perplexity: f64, change: f64, bytes: f6
 }
 
 /// Groups that divide the widths of the small presets.
-fn grouped() -> impl Iterator<Item = overdrive_quantization::Result<Scheme>> {
+fn grouped() -> impl Iterator<Item = overdrive::quantization::Result<Scheme>> {
     [true, false].into_iter().map(|symmetric| {
-        Ok(Scheme::Grouped(overdrive_quantization::GroupOptions {
+        Ok(Scheme::Grouped(overdrive::quantization::GroupOptions {
             bits: 4,
             group_size: 16,
             symmetric,

@@ -1,17 +1,17 @@
 //! Times one AdamW step over the tensors of a 14M-parameter Llama against the memory it moves.
 //!
-//! `cargo run --release -p overdrive-optim --example adamw_step_time`
+//! `cargo run --release -p overdrive-benches --bin adamw_step_time`
 //!
 //! Prints the fused and the plain implementation beside tch's own AdamW, clipping, and the roof: the
 //! rate at which this machine copies a tensor.
 
 use std::time::Instant;
 
-use overdrive_optim::{
+use overdrive::optim::{
     AdamW, AdamWConfig, ClipOptions, Implementation, Optimizer, Result, TchOptimizer,
     clip_grad_norm, decay_groups,
 };
-use overdrive_sys::grad;
+use overdrive::sys::grad;
 use tch::nn::{self, OptimizerConfig};
 use tch::{Device, Kind, Tensor};
 

@@ -1,13 +1,13 @@
 //! How long a checkpoint of 100 million parameters takes to load, once the system has it in memory.
 //!
-//!     cargo run --release -p overdrive-transformer --example time_load
+//!     cargo run --release -p overdrive-benches --bin load_time
 //!
 //! Prints the time and the bytes of the file a second, for each kind and number of threads, beside a
 //! plain read of the file into one buffer.
 
 use std::time::Instant;
 
-use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig, LoadOptions};
+use overdrive::transformer::{CausalLm, InitOptions, LlamaConfig, LoadOptions};
 use tch::Kind;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

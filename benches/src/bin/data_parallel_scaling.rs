@@ -1,8 +1,7 @@
 //! Samples a second of data parallel training, for `compare_ddp.py` to print beside PyTorch's.
 //!
 //! ```text
-//! cargo build --release -p overdrive-distributed --examples
-//! python3 crates/overdrive-distributed/examples/compare_ddp.py target/release/examples
+//! python3 benches/pytorch/compare_ddp.py
 //! ```
 //!
 //! A perceptron of 512–1024–1024–1024–10 (2.6 million parameters, 10.6 MB of gradients), SGD, one thread a
@@ -10,10 +9,10 @@
 
 use std::time::Instant;
 
-use overdrive_distributed::{
+use overdrive::distributed::{
     DdpConfig, DistributedDataParallel, Error, GroupConfig, init_process_group,
 };
-use overdrive_optim::{Optimizer, ParamGroup, Sgd, SgdConfig};
+use overdrive::optim::{Optimizer, ParamGroup, Sgd, SgdConfig};
 use tch::nn::Module;
 use tch::{Kind, Tensor, nn};
 

@@ -1,14 +1,14 @@
 //! What adapters cost: forward and backward of q, k, v and of one 4x wider map, against their bases.
 //!
-//! `cargo run --release -p overdrive-lora --example adapter_overhead`
+//! `cargo run --release -p overdrive-benches --bin adapter_overhead`
 #![allow(clippy::unwrap_used, reason = "a benchmark may panic")]
 
 use std::sync::Arc;
 use std::time::Instant;
 
-use overdrive_lora::{AdaptedLinear, AddOptions, LoraConfig, joint_forward};
-use overdrive_quantization::QuantizedWeight;
-use overdrive_sys::memory;
+use overdrive::lora::{AdaptedLinear, AddOptions, LoraConfig, joint_forward};
+use overdrive::quantization::QuantizedWeight;
+use overdrive::sys::memory;
 use tch::{Device, Kind, Tensor};
 
 const WIDTH: i64 = 768;

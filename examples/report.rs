@@ -1,13 +1,13 @@
 //! Makes the report of a run from its metrics file, also while the run goes on.
 //!
 //! ```text
-//! cargo run --release -p overdrive-profiling --example report -- runs/tiny-001/metrics.jsonl
+//! cargo run --release -p overdrive-examples --example report -- runs/tiny-001/metrics.jsonl
 //! ```
 //! writes `report.html` and `loss.svg` beside it.
 
 use std::path::PathBuf;
 
-use overdrive_profiling::{Report, read_metrics};
+use overdrive::profiling::{Report, read_metrics};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let Some(path) = std::env::args_os().nth(1).map(PathBuf::from) else {

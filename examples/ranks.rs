@@ -8,7 +8,7 @@
 
 use std::time::Duration;
 
-use overdrive_distributed::{GroupConfig, RankLog, init_process_group};
+use overdrive::distributed::{GroupConfig, RankLog, init_process_group};
 
 fn main() -> anyhow::Result<()> {
     let config = GroupConfig::default().with_timeout(Duration::from_secs(60));

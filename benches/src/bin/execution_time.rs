@@ -3,7 +3,7 @@
 //! machine disturbs all of them alike; medians are printed, the best round, and the ratio of the
 //! best rounds to the defaults'.
 //!
-//!     cargo run --release -p overdrive-transformer --example time_step -- [rounds] [threads]
+//!     cargo run --release -p overdrive-benches --bin execution_time -- [rounds] [threads]
 //!
 //! With glibc, run it a second time with
 //! `MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184` to see what page faults
@@ -11,7 +11,7 @@
 
 use std::time::Instant;
 
-use overdrive_transformer::{
+use overdrive::transformer::{
     AttentionImplementation, CausalLm, Execution, InitOptions, LabelShift, LlamaConfig,
 };
 use tch::{Device, Kind, Tensor};

@@ -1,14 +1,14 @@
 //! The time of a fused head, forward and backward, for several sizes of its chunks, beside libtorch's
 //! `linear` and `cross_entropy_loss`: where the default of `chunk_rows` comes from.
 //!
-//! `cargo run --release -p overdrive-fused --example head_chunks`
+//! `cargo run --release -p overdrive-benches --bin head_chunks`
 #![allow(clippy::print_stdout, reason = "the output is the point")]
 
 use std::error::Error;
 use std::num::NonZeroUsize;
 use std::time::Instant;
 
-use overdrive_fused::{LinearCrossEntropyOptions, linear_cross_entropy};
+use overdrive::fused::{LinearCrossEntropyOptions, linear_cross_entropy};
 use tch::{Device, Kind, Reduction, Tensor};
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
@@ -58,8 +58,8 @@ fn main() -> Result<(), Box<dyn Error>> {
                 if round > 0 {
                     times.push(start.elapsed().as_secs_f64() * 1e3);
                 }
-                overdrive_sys::grad::clear(&hidden)?;
-                overdrive_sys::grad::clear(&weight)?;
+                overdrive::sys::grad::clear(&hidden)?;
+                overdrive::sys::grad::clear(&weight)?;
             }
         }
         let mebibytes = (rows * classes * 4) >> 20;

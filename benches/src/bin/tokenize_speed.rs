@@ -1,13 +1,13 @@
 //! Tokenizes the lines of a text file into a token store, and prints how fast that is as one line of JSON.
 //!
 //! ```text
-//! cargo run --release -p overdrive-datasets --no-default-features --example tokenize_speed -- \
+//! cargo run --release -p overdrive-benches --bin tokenize_speed -- \
 //!     FILE TOKENIZER.json [THREADS]
 //! ```
 //!
 //! `benches/pytorch/compare_data.py --tokenize` runs it beside `datasets.map(num_proc)` with the same tokenizer.
 
-use overdrive_datasets::{
+use overdrive::datasets::{
     BuildOptions, TextLines, TextOptions, build_dataset_tokens_to, load_tokenizer,
 };
 

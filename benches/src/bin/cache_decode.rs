@@ -1,11 +1,11 @@
 //! Microseconds of one layer's share of a decode step, by kind of cache: 12 query heads over 4 key
 //! heads of 64 channels, f32, one row.
 //!
-//! `cargo run --release -p overdrive-kv-cache --example decode [tokens of the past …]`
+//! `cargo run --release -p overdrive-benches --bin cache_decode [tokens of the past …]`
 
 use std::time::Instant;
 
-use overdrive_kv_cache::{
+use overdrive::kv_cache::{
     AttendOptions, CacheImplementation, CacheShape, GrowingCache, KvCache, attend_to_view,
 };
 use tch::{Device, Kind, Tensor};

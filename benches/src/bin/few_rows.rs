@@ -2,7 +2,7 @@
 //! `src/linear.rs` comes from.
 //!
 //! ```text
-//! cargo run --release -p overdrive-fused --example few_rows
+//! cargo run --release -p overdrive-benches --bin few_rows
 //! ```
 
 use std::time::Instant;
@@ -35,7 +35,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     seconds.sort_by(f64::total_cmp);
                     (bytes * count) as f64 / seconds[2] / 1e9
                 };
-                let ours = rate(&|w| overdrive_fused::linear(&x, w, None).unwrap_or_default());
+                let ours = rate(&|w| overdrive::fused::linear(&x, w, None).unwrap_or_default());
                 let theirs = rate(&|w| x.f_linear(w, None::<&Tensor>).unwrap_or_default());
                 println!("{rows:>4} rows {ours:6.1} ({theirs:5.1})");
             }

@@ -1,10 +1,10 @@
 //! Prints the speed of fp32 products by libtorch's default library and by oneDNN, in GFLOP/s, for the
-//! three products of a linear layer: `cargo run --release -p overdrive-sys --example product_speed`.
+//! three products of a linear layer: `cargo run --release -p overdrive-benches --bin matmul_libraries`.
 
 use std::time::Instant;
 
-use overdrive_sys::Result;
-use overdrive_sys::product::{ProductLibrary, mm_into, set_library};
+use overdrive::sys::Result;
+use overdrive::sys::product::{ProductLibrary, mm_into, set_library};
 use tch::{Device, Kind, Tensor};
 
 fn main() -> Result<()> {

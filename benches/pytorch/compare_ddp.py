@@ -1,8 +1,9 @@
 """Samples a second of data parallel training at 1 and 2 processes: Overdrive and PyTorch's DDP.
 
-    python3 compare_ddp.py FOLDER_OF_THE_EXAMPLES
+    python3 benches/pytorch/compare_ddp.py
 
-Needs torch 2.11.0 and the built examples `launch` (of overdrive-examples) and `scaling`. Both train the same
+Needs torch 2.11.0 in the Python that runs it, and Rust: it builds the example `launch`, which starts
+the processes of both sides, and the benchmark `data_parallel_scaling`, which is our side. Both train the same
 perceptron with the same libtorch by SGD, with one thread a process, over Gloo on loopback, with few samples a
 step (reducing is most of it) and with many; runs alternate, the best of three is printed.
 """
@@ -12,6 +13,8 @@ import statistics
 import subprocess
 import sys
 import time
+
+from compare import ROOT
 
 SIZES = [512, 1024, 1024, 1024, 10]
 BATCHES = [32, 256]
@@ -58,14 +61,21 @@ def measure(command):
     raise SystemExit(f"{command} printed no result\n{run.stdout}{run.stderr}")
 
 
-def main(folder):
+def build(*arguments):
+    subprocess.run(["cargo", "build", "--release", *arguments], cwd=ROOT, check=True)
+
+
+def main():
+    build("-p", "overdrive-examples", "--example", "launch")
+    build("-p", "overdrive-benches", "--bin", "data_parallel_scaling")
+    folder = os.path.join(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"), "release")
     best = {}
     for _ in range(3):
         for batch in BATCHES:
             for nproc in (1, 2):
-                launch = [f"{folder}/launch", "--nproc", str(nproc)]
+                launch = [f"{folder}/examples/launch", "--nproc", str(nproc)]
                 commands = {
-                    "overdrive": launch + [f"{folder}/scaling", str(batch)],
+                    "overdrive": launch + [f"{folder}/data_parallel_scaling", str(batch)],
                     "pytorch": launch + [sys.executable, os.path.abspath(__file__), "worker", str(batch)],
                 }
                 for name, command in commands.items():
@@ -82,4 +92,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[2])) if sys.argv[1] == "worker" else main(sys.argv[1])
+    worker(int(sys.argv[2])) if sys.argv[1:2] == ["worker"] else main()

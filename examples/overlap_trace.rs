@@ -2,16 +2,16 @@
 //! backward: open `overlap-rank-0.json` at <https://ui.perfetto.dev>.
 //!
 //! ```text
-//! cargo build --release -p overdrive-distributed --example overlap_trace
+//! cargo build --release -p overdrive-examples --example overlap_trace
 //! cargo run --release -p overdrive-examples --example launch -- --nproc 2 overlap_trace FOLDER
 //! ```
 
 use std::path::PathBuf;
 
-use overdrive_distributed::{
+use overdrive::distributed::{
     DdpConfig, DistributedDataParallel, Error, GroupConfig, RankLog, init_process_group,
 };
-use overdrive_profiling::{ProfilerConfig, TraceEvent, profile, record_function};
+use overdrive::profiling::{ProfilerConfig, TraceEvent, profile, record_function};
 use tch::nn::Module;
 use tch::{Kind, Tensor, nn};
 

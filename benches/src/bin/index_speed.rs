@@ -2,7 +2,7 @@
 //! and how much memory a record takes.
 //!
 //! ```text
-//! cargo run --release -p overdrive-datasets --no-default-features --example index_speed
+//! cargo run --release -p overdrive-benches --bin index_speed
 //! ```
 //!
 //! The files are generated in the folder for temporary files (about 0.9 GB) and removed at the end.
@@ -19,8 +19,8 @@ use std::path::Path;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-use overdrive_datasets::random::{random_u64, uniform_below};
-use overdrive_datasets::{
+use overdrive::datasets::random::{random_u64, uniform_below};
+use overdrive::datasets::{
     CsvOptions, CsvRecords, Dataset, IndexLocation, IndexOptions, IndexReport, JsonOptions,
     JsonRecords, TextLines, TextOptions,
 };
@@ -291,7 +291,7 @@ fn write_objects(path: &Path, count: u64, is_array: bool) -> Outcome<()> {
 /// ASCII words, half to one and a half times `bytes` long.
 fn words(seed: u64, bytes: u64) -> &'static str {
     static TEXT: LazyLock<String> = LazyLock::new(|| {
-        let source = include_str!("../src/index/offsets.rs");
+        let source = include_str!("index_speed.rs");
         let is_plain = |c: &char| c.is_ascii_alphanumeric() || *c == ' ';
         source.chars().filter(is_plain).collect()
     });

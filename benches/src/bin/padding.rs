@@ -2,7 +2,7 @@
 //! grouped by length, by a budget of tokens, and packed.
 //!
 //! ```text
-//! cargo run --release -p overdrive-datasets --no-default-features --example padding -- [FILE…]
+//! cargo run --release -p overdrive-benches --bin padding -- [FILE…]
 //! ```
 //!
 //! Without files the documentation comments of the Rust source in Cargo's registry are the records: natural
@@ -13,7 +13,7 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use overdrive_datasets::{
+use overdrive::datasets::{
     BatchSampler, BpeOptions, Corpus, CorpusOptions, Dataset, LengthGroupedBatches, PackPlan,
     PackingStrategy, PadOptions, RandomSampler, SampleBy, SampledBatches, Shard, TextDataset,
     TextDatasetOptions, TextOptions, TokenBudgetBatches, TokenBudgetOptions, pad_sequences,

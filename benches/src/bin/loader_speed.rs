@@ -1,7 +1,7 @@
 //! Random lines a second out of a text file, through the loader and without it. Prints one JSON line.
 //!
 //! ```text
-//! cargo run --release -p overdrive-datasets --no-default-features --example loader_speed -- \
+//! cargo run --release -p overdrive-benches --bin loader_speed -- \
 //!     FILE [WORKERS [BATCH_SIZE [SAMPLES]]]
 //! ```
 //!
@@ -10,7 +10,7 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use overdrive_datasets::{
+use overdrive::datasets::{
     DataLoader, DataLoaderOptions, Dataset, IndexLocation, IndexOptions, RandomSampler, Sampler,
     TextLines, TextOptions,
 };

@@ -2,7 +2,7 @@
 //! limits in `src/linear` come from.
 //!
 //! ```text
-//! cargo run --release -p overdrive-quantization --example products -- 4096x4096 int8,int8-weight 1,8,64
+//! cargo run --release -p overdrive-benches --bin quantized_matmul -- 4096x4096 int8,int8-weight 1,8,64
 //! ```
 //!
 //! A fourth argument `cpu` gives the processor time of one thread, by Linux's count: what to look at
@@ -10,7 +10,7 @@
 
 use std::time::Instant;
 
-use overdrive_quantization::{QuantizedWeight, Scheme, linear};
+use overdrive::quantization::{QuantizedWeight, Scheme, linear};
 use tch::{Device, Kind, Tensor};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -26,7 +26,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     println!(
         "instructions: {}",
-        overdrive_quantization::instruction_set()
+        overdrive::quantization::instruction_set()
     );
     for size in sizes.split(',') {
         let (outputs, inputs) = size.split_once('x').ok_or("sizes are like 4096x4096")?;

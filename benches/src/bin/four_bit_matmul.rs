@@ -2,7 +2,7 @@
 //! weights.
 //!
 //! ```text
-//! cargo run --release -p overdrive-quantization --example four_bit -- [OUTPUTSxINPUTS…] [SCHEME…] [ROWS…] [hot] [fp32-scales]
+//! cargo run --release -p overdrive-benches --bin four_bit_matmul -- [OUTPUTSxINPUTS…] [SCHEME…] [ROWS…] [hot] [fp32-scales]
 //! ```
 //!
 //! Each size is timed over several weights in turn, more than the caches hold together, as the layers of
@@ -13,7 +13,7 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use overdrive_quantization::{GroupScales, QuantizedWeight, Scheme, linear};
+use overdrive::quantization::{GroupScales, QuantizedWeight, Scheme, linear};
 use tch::{Device, Kind, Tensor};
 
 /// Bytes that no cache holds.

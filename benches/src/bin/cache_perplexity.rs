@@ -2,12 +2,12 @@
 //! bytes that a token takes in it.
 //!
 //! ```text
-//! cargo run --release -p overdrive-generation --example cache_perplexity -- runs/tiny-001/model FILE
+//! cargo run --release -p overdrive-benches --bin cache_perplexity -- runs/tiny-001/model FILE
 //! ```
 
-use overdrive_generation::Tokenizer;
-use overdrive_kv_cache::{CacheImplementation, CacheShape, KvCache};
-use overdrive_transformer::{CausalLm, ForwardInput, LoadOptions};
+use overdrive::generation::Tokenizer;
+use overdrive::kv_cache::{CacheImplementation, CacheShape, KvCache};
+use overdrive::transformer::{CausalLm, ForwardInput, LoadOptions};
 use tch::{Kind, Tensor};
 
 /// Tokens read at once: what the cache holds of them is read by all later ones.
