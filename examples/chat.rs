@@ -8,7 +8,7 @@
 //! cargo run --release -p overdrive-examples --example chat -- --model DIR --system "Be brief."
 //! ```
 
-use std::io::{BufRead, Write, stdin, stdout};
+use std::io::{BufRead, stdin};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,7 +20,7 @@ use overdrive::generation::{
     Request, Tokenizer,
 };
 use overdrive::transformer::CausalLm;
-use overdrive_examples::{GenerationFlags, ModelFlags};
+use overdrive_examples::{GenerationFlags, ModelFlags, print_now};
 use signal_hook::consts::SIGINT;
 use signal_hook::flag;
 
@@ -66,10 +66,10 @@ fn run(flags: &Flags) -> Result<()> {
         .collect();
     let mut messages = opening.clone();
     loop {
-        say("> ")?;
+        print_now("> ")?;
         let mut line = String::new();
         if stdin().lock().read_line(&mut line)? == 0 {
-            return Ok(say("\n")?);
+            return Ok(print_now("\n")?);
         }
         match line.trim() {
             "" => continue,
@@ -131,7 +131,7 @@ impl Chat<'_> {
             }
             for event in self.engine.step()? {
                 match event {
-                    Event::Token { text, .. } => say(&text)?,
+                    Event::Token { text, .. } => print_now(&text)?,
                     Event::Finished { completion, .. } => {
                         answer = completion.text.unwrap_or_default();
                     }
@@ -140,13 +140,7 @@ impl Chat<'_> {
                 }
             }
         }
-        say("\n")?;
+        print_now("\n")?;
         Ok(answer)
     }
-}
-
-/// Writes to stdout at once, for a reader who watches.
-fn say(text: &str) -> std::io::Result<()> {
-    stdout().write_all(text.as_bytes())?;
-    stdout().flush()
 }

@@ -9,7 +9,6 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use clap::Parser;
@@ -19,6 +18,7 @@ use overdrive::sys::threads;
 use overdrive::transformer::{
     AttentionImplementation, CausalLm, Execution, ForwardInput, LoadOptions as ModelOptions, Logits,
 };
+use overdrive_examples::GreedySpeed;
 use tch::{Device, Kind, Tensor};
 
 /// Runs a compiled package
@@ -75,7 +75,11 @@ fn run(flags: &Flags) -> Result<()> {
     for compiled in decoder.models() {
         compiled.replace_constants(&model.named_parameters(), share)?;
     }
-    let expected = measure("package", flags, &prompt, |tokens, first| {
+    let greedy = GreedySpeed {
+        new_tokens: flags.new_tokens,
+        rounds: flags.rounds,
+    };
+    let expected = greedy.measure("package", &prompt, |tokens, first| {
         if first {
             decoder.reset();
         }
@@ -92,7 +96,7 @@ fn run(flags: &Flags) -> Result<()> {
         }
         model.set_execution(execution);
         let mut cache = GrowingCache::new(model.num_layers());
-        let found = measure(side, flags, &prompt, |tokens, first| {
+        let found = greedy.measure(side, &prompt, |tokens, first| {
             if first {
                 cache = GrowingCache::new(model.num_layers());
             }
@@ -110,40 +114,4 @@ fn run(flags: &Flags) -> Result<()> {
         );
     }
     Ok(())
-}
-
-/// Greedy decoding by `step`, which is told where a text begins; prints the speeds, returns the tokens.
-fn measure(
-    side: &str,
-    flags: &Flags,
-    prompt: &Tensor,
-    mut step: impl FnMut(&Tensor, bool) -> Result<Tensor>,
-) -> Result<Vec<Vec<i64>>> {
-    let (mut prefills, mut decodes, mut found) = (Vec::new(), Vec::new(), Vec::new());
-    // The first round warms up.
-    for _ in 0..=flags.rounds {
-        found.clear();
-        let start = Instant::now();
-        let mut logits = step(prompt, true)?;
-        prefills.push((flags.batch * flags.prompt) as f64 / start.elapsed().as_secs_f64());
-        let start = Instant::now();
-        for _ in 0..flags.new_tokens {
-            let next = logits.f_argmax(-1, false)?;
-            logits = step(&next, false)?;
-            found.push(Vec::<i64>::try_from(next.f_view(-1)?)?);
-        }
-        let decoded = flags.batch * i64::try_from(flags.new_tokens)?;
-        decodes.push(decoded as f64 / start.elapsed().as_secs_f64());
-    }
-    let median = |speeds: &mut Vec<f64>| {
-        speeds.remove(0);
-        speeds.sort_by(f64::total_cmp);
-        speeds.get(speeds.len() / 2).copied().unwrap_or_default()
-    };
-    let line = serde_json::json!({
-        "side": side, "threads": threads::intra_op(),
-        "prefill": median(&mut prefills), "decode": median(&mut decodes),
-    });
-    println!("{line}");
-    Ok(found)
 }

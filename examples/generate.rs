@@ -10,19 +10,14 @@
 //! ```
 
 use std::fs::read_to_string;
-use std::io::{Write, stdout};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, anyhow};
-use clap::{Parser, ValueEnum};
-use overdrive::generation::{
-    ChoiceConstraint, Constraint, GenerateOptions, GenerateOutput, GenerationConfig,
-    GrammarConstraint, GrammarVocabulary, Tokenizer, generate_with_options,
-};
-use overdrive::transformer::CausalLm;
-use overdrive_examples::{GenerationFlags, ModelFlags};
+use clap::Parser;
+use overdrive::generation::{GenerateOptions, GenerateOutput, Tokenizer, generate_with_options};
+use overdrive_examples::{CacheFlags, ConstraintFlags, GenerationFlags, ModelFlags, print_now};
 
 /// Continues prompts with a model from a Hugging Face folder
 ///
@@ -46,40 +41,15 @@ struct Flags {
     /// Print text as it comes
     #[arg(long, conflicts_with = "batch_file")]
     stream: bool,
-    /// How keys and values are kept [default: growing; paged for prompts of different lengths]
-    #[arg(long, value_enum)]
-    cache: Option<Cache>,
-    /// Tokens that a sliding cache keeps, of a model without windows of its own
-    #[arg(long)]
-    window: Option<i64>,
-    /// First tokens that a sliding cache keeps besides; with a few of them text goes on without end
-    #[arg(long, default_value_t = 0)]
-    sinks: i64,
+    #[command(flatten)]
+    cache: CacheFlags,
     /// A smaller model of the same vocabulary, whose guesses the model checks
     #[arg(long)]
     assistant_model: Option<PathBuf>,
-    /// The answer is one of these texts; give it for each
-    #[arg(long, group = "constraint")]
-    choice: Vec<String>,
-    /// The answer matches this regular expression
-    #[arg(long, group = "constraint")]
-    regex: Option<String>,
-    /// The answer is JSON that fits the schema in this file
-    #[arg(long, group = "constraint")]
-    json_schema: Option<PathBuf>,
+    #[command(flatten)]
+    constraint: ConstraintFlags,
     #[command(flatten)]
     generation: GenerationFlags,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum Cache {
-    Growing,
-    Static,
-    Sliding,
-    Int8,
-    Int4,
-    Paged,
-    None,
 }
 
 fn main() -> ExitCode {
@@ -88,12 +58,7 @@ fn main() -> ExitCode {
 
 fn run(flags: &Flags) -> Result<()> {
     let mut config = flags.generation.config(&flags.model.folder, 128)?;
-    config.use_cache = !matches!(flags.cache, Some(Cache::None));
-    if let Some(name) = flags.cache.and_then(cache_implementation) {
-        config.cache_implementation = Some(name.to_owned());
-    }
-    config.cache_config.window_length = flags.window.or(config.cache_config.window_length);
-    config.cache_config.num_sink_tokens = flags.sinks;
+    flags.cache.apply(&mut config);
     let model = flags.model.load()?;
     let assistant = flags.assistant_model.as_ref();
     let assistant = assistant
@@ -105,10 +70,12 @@ fn run(flags: &Flags) -> Result<()> {
         .then(|| flags.model.tokenizer().map_err(hint))
         .transpose()?;
     let prompts = prompts(flags, tokenizer.as_ref())?;
-    let constraints = match &tokenizer {
-        Some(tokenizer) => constraints(flags, tokenizer, &model, &config, prompts.len())?,
-        None => Vec::new(),
-    };
+    let mut constraints = Vec::new();
+    if let Some(tokenizer) = &tokenizer
+        && let Some(constraint) = flags.constraint.build(tokenizer, &model, &config)?
+    {
+        constraints.extend(prompts.iter().map(|_| constraint.fork()));
+    }
     let options = GenerateOptions {
         tokenizer: tokenizer.as_ref(),
         assistant_model: assistant.as_ref(),
@@ -116,10 +83,10 @@ fn run(flags: &Flags) -> Result<()> {
         ..GenerateOptions::default()
     };
     if flags.stream {
-        say(flags.prompt.as_deref().unwrap_or_default())?;
+        print_now(flags.prompt.as_deref().unwrap_or_default())?;
     }
     let output = generate_with_options(&model, &prompts, &config, &options, |token| {
-        match flags.stream.then(|| say(token.text)) {
+        match flags.stream.then(|| print_now(token.text)) {
             Some(Err(_)) => ControlFlow::Break(()), // the pipe is closed
             _ => ControlFlow::Continue(()),
         }
@@ -131,18 +98,6 @@ fn run(flags: &Flags) -> Result<()> {
         eprintln!("{accepted} of {proposed} guessed tokens were right");
     }
     Ok(())
-}
-
-fn cache_implementation(cache: Cache) -> Option<&'static str> {
-    match cache {
-        Cache::Growing => Some("dynamic"),
-        Cache::Static => Some("static"),
-        Cache::Sliding => Some("sliding_window"),
-        Cache::Int8 => Some("int8"),
-        Cache::Int4 => Some("int4"),
-        Cache::Paged => Some("paged"),
-        Cache::None => None,
-    }
 }
 
 fn prompts(flags: &Flags, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<i64>>> {
@@ -167,57 +122,21 @@ fn prompts(flags: &Flags, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<i64>>
     texts.into_iter().map(encode).collect()
 }
 
-/// What each answer may be, one for each prompt; none where anything may.
-fn constraints(
-    flags: &Flags,
-    tokenizer: &Tokenizer,
-    model: &CausalLm,
-    config: &GenerationConfig,
-    count: usize,
-) -> Result<Vec<Box<dyn Constraint>>> {
-    let ends = &config.eos_token_id;
-    let vocabulary = || {
-        let size = usize::try_from(model.config().vocab_size())?;
-        anyhow::Ok(GrammarVocabulary::new(tokenizer, size, ends)?)
-    };
-    let one: Box<dyn Constraint> = if !flags.choice.is_empty() {
-        Box::new(ChoiceConstraint::from_texts(
-            tokenizer,
-            &flags.choice,
-            ends,
-        )?)
-    } else if let Some(pattern) = &flags.regex {
-        Box::new(GrammarConstraint::regex(&vocabulary()?, pattern)?)
-    } else if let Some(path) = &flags.json_schema {
-        let schema = serde_json::from_str(&read_to_string(path)?)?;
-        Box::new(GrammarConstraint::json_schema(&vocabulary()?, &schema)?)
-    } else {
-        return Ok(Vec::new());
-    };
-    Ok((0..count).map(|_| one.fork()).collect())
-}
-
-/// What was not streamed.
+/// Prints what was not streamed: texts or token ids, and the log-probabilities.
 fn print(flags: &Flags, output: &GenerateOutput) -> Result<()> {
     for row in 0..output.sequences.len() {
         if flags.print_ids {
             let ids: Vec<String> = output.new_tokens(row).iter().map(i64::to_string).collect();
-            say(&ids.join(","))?;
+            print_now(&ids.join(","))?;
         } else if !flags.stream {
-            say(&output.texts[row])?;
+            print_now(&output.texts[row])?;
         }
-        say("\n")?;
+        print_now("\n")?;
         if let Some(rows) = &output.logprobs {
             for (id, token) in output.new_tokens(row).iter().zip(&rows[row]) {
-                say(&format!("{id}\t{:.4}\t{:?}\n", token.logprob, token.top))?;
+                print_now(&format!("{id}\t{:.4}\t{:?}\n", token.logprob, token.top))?;
             }
         }
     }
     Ok(())
-}
-
-/// Writes to stdout at once, for a reader who watches.
-fn say(text: &str) -> std::io::Result<()> {
-    stdout().write_all(text.as_bytes())?;
-    stdout().flush()
 }

@@ -8,12 +8,12 @@
 //! cargo run --release -p overdrive-examples --example lazy_data -- PATH --get 123456
 //! ```
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use overdrive::datasets::{
     CsvOptions, CsvRecords, Dataset, IndexOptions, JsonLayout, JsonOptions, JsonRecords,
     RecordFiles, SampleBy, TextLines, TextOptions, WebDataset,
@@ -29,9 +29,9 @@ struct Flags {
     /// Prints this record, counted from 0; more than once for several
     #[arg(long)]
     get: Vec<usize>,
-    /// How the files hold their records; by default as their names end
+    /// text, paragraphs, jsonl, json (an array), csv, tsv, tar, parquet [default: as the names end]
     #[arg(long)]
-    format: Option<Format>,
+    format: Option<String>,
     /// Unpacks compressed files into the cache where their blocks cannot be read alone
     #[arg(long)]
     unpack: bool,
@@ -43,27 +43,6 @@ struct Flags {
     threads: Option<usize>,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum Format {
-    /// Lines of text
-    Text,
-    /// Texts between empty lines
-    Paragraphs,
-    /// One JSON value a line
-    Jsonl,
-    /// An array of JSON values
-    Json,
-    /// Rows with a header, by RFC 4180
-    Csv,
-    /// The same, with tabs
-    Tsv,
-    /// Samples of WebDataset's shards
-    Tar,
-    /// Rows of Parquet and Arrow files
-    #[cfg(feature = "parquet")]
-    Parquet,
-}
-
 fn main() -> ExitCode {
     overdrive_examples::exit(run(&Flags::parse()))
 }
@@ -71,8 +50,9 @@ fn main() -> ExitCode {
 fn run(flags: &Flags) -> Result<()> {
     let format = flags
         .format
-        .or_else(|| format_of(&flags.paths))
-        .context("the paths do not say of what format the files are; pass --format")?;
+        .as_deref()
+        .or_else(|| ending(flags.paths.first()?))
+        .context("the names of the files do not say their format; pass --format")?;
     let index = IndexOptions {
         rebuild: flags.rebuild,
         unpack: flags.unpack,
@@ -81,9 +61,9 @@ fn run(flags: &Flags) -> Result<()> {
     };
     let started = Instant::now();
     match format {
-        Format::Text | Format::Paragraphs => {
+        "txt" | "text" | "md" | "log" | "paragraphs" => {
             let sample_by = match format {
-                Format::Paragraphs => SampleBy::Paragraph,
+                "paragraphs" => SampleBy::Paragraph,
                 _ => SampleBy::Line,
             };
             let options = TextOptions {
@@ -91,24 +71,23 @@ fn run(flags: &Flags) -> Result<()> {
                 sample_by,
                 ..TextOptions::default()
             };
-            let lines = TextLines::open(&flags.paths, &options)?;
-            report(lines.records(), started);
-            show(flags, &lines, |line| println!("{line}"))
+            let texts = TextLines::open(&flags.paths, &options)?;
+            report(texts.records(), started);
+            show(flags, &texts, |text| println!("{text}"))
         }
-        Format::Jsonl | Format::Json => {
+        "jsonl" | "ndjson" | "json" => {
             let layout = match format {
-                Format::Json => JsonLayout::Array,
+                "json" => JsonLayout::Array,
                 _ => JsonLayout::Lines,
             };
             let records = JsonRecords::<Value>::open(&flags.paths, &JsonOptions { layout, index })?;
             report(records.records(), started);
             show(flags, &records, |record| println!("{record:#}"))
         }
-        Format::Csv | Format::Tsv => {
-            let delimiter = matches!(format, Format::Tsv).then_some('\t');
+        "csv" | "tsv" | "tab" => {
             let options = CsvOptions {
-                delimiter,
                 index,
+                delimiter: (format != "csv").then_some('\t'),
                 ..CsvOptions::default()
             };
             let rows = CsvRecords::open(&flags.paths, &options)?;
@@ -119,7 +98,7 @@ fn run(flags: &Flags) -> Result<()> {
                 }
             })
         }
-        Format::Tar => {
+        "tar" => {
             let samples = WebDataset::open(&flags.paths, &index)?;
             report(samples.records(), started);
             show(flags, &samples, |sample| {
@@ -130,50 +109,35 @@ fn run(flags: &Flags) -> Result<()> {
             })
         }
         #[cfg(feature = "parquet")]
-        Format::Parquet => {
+        "parquet" | "arrow" | "feather" => {
             let rows = overdrive::datasets::TableRecords::<Value>::open(&flags.paths)?;
-            let milliseconds = started.elapsed().as_secs_f64() * 1e3;
-            println!("{} records, open after {milliseconds:.1} ms", rows.len());
+            println!(
+                "{} records, open after {:.1?}",
+                rows.len(),
+                started.elapsed()
+            );
             show(flags, &rows, |row| println!("{row:#}"))
         }
+        other => bail!("`--format {other}` is not known; `--help` lists the formats"),
     }
 }
 
-/// By the end of the first path's name, which a pattern has too; that of a compressed file is under its
-/// compression.
-fn format_of(paths: &[PathBuf]) -> Option<Format> {
-    let path = paths.first()?;
-    let path = match path.extension()?.to_str()? {
-        "gz" | "bgz" | "zst" => path.with_extension(""),
-        _ => path.clone(),
-    };
-    match path.extension()?.to_str()? {
-        "txt" | "text" | "md" | "log" => Some(Format::Text),
-        "jsonl" | "ndjson" => Some(Format::Jsonl),
-        "json" => Some(Format::Json),
-        "csv" => Some(Format::Csv),
-        "tsv" | "tab" => Some(Format::Tsv),
-        "tar" => Some(Format::Tar),
-        #[cfg(feature = "parquet")]
-        "parquet" | "arrow" | "feather" => Some(Format::Parquet),
-        _ => None,
+/// Returns what the name of a path or pattern ends in; the ending of a compression is left out.
+fn ending(path: &Path) -> Option<&str> {
+    let name = path.file_name()?.to_str()?;
+    match name.rsplit_once('.')? {
+        (name, "gz" | "bgz" | "zst") => Some(name.rsplit_once('.')?.1),
+        (_, ending) => Some(ending),
     }
 }
 
 fn report(records: &RecordFiles, started: Instant) {
     let report = records.report();
-    println!(
-        "{} records in {} file(s) of {:.1} MB, open after {:.1} ms",
-        report.records,
-        report.files,
-        report.data_bytes as f64 / 1e6,
-        started.elapsed().as_secs_f64() * 1e3,
-    );
+    let megabytes = report.data_bytes as f64 / 1e6;
+    let (records, files, time) = (report.records, report.files, started.elapsed());
+    println!("{records} records in {files} file(s) of {megabytes:.1} MB, open after {time:.1?}");
     match report.build_gb_per_s() {
-        Some(speed) => println!(
-            "index built in {:.1} ms, {speed:.2} GB/s",
-            report.build_time.as_secs_f64() * 1e3
-        ),
+        Some(speed) => println!("index built in {:.1?}, {speed:.2} GB/s", report.build_time),
         None => println!("index found in the cache"),
     }
     println!("{:.2} bytes of index a record", report.bytes_per_record());
@@ -183,14 +147,8 @@ fn show<D: Dataset>(flags: &Flags, dataset: &D, print: impl Fn(D::Item)) -> Resu
     for &index in &flags.get {
         let started = Instant::now();
         let record = dataset.get(index)?;
-        println!(
-            "\nrecord {index}, read in {:.1} us:",
-            started.elapsed().as_secs_f64() * 1e6
-        );
+        println!("\nrecord {index}, read in {:.1?}:", started.elapsed());
         print(record);
-    }
-    if dataset.is_empty() && !flags.get.is_empty() {
-        bail!("there are no records");
     }
     Ok(())
 }

@@ -1,13 +1,16 @@
-//! Writes a Chrome trace of one step of data parallel training, in which the buckets' all-reduces run beside
-//! backward: open `overlap-rank-0.json` at <https://ui.perfetto.dev>.
+//! Writes a Chrome trace of one step of data parallel training, in which the buckets' all-reduces overlap
+//! with backward. Open `overlap-rank-0.json` at <https://ui.perfetto.dev>.
 //!
 //! ```text
-//! cargo build --release -p overdrive-examples --example overlap_trace
-//! cargo run --release -p overdrive-examples --example launch -- --nproc 2 overlap_trace FOLDER
+//! cargo build --release -p overdrive-examples --examples
+//! target/release/examples/launch --nproc 2 overlap_trace --out FOLDER
 //! ```
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 
+use anyhow::Result;
+use clap::Parser;
 use overdrive::distributed::{
     DdpConfig, DistributedDataParallel, Error, GroupConfig, RankLog, init_process_group,
 };
@@ -18,8 +21,19 @@ use tch::{Kind, Tensor, nn};
 const WIDTH: i64 = 1024;
 const LAYERS: usize = 8;
 
-fn main() -> anyhow::Result<()> {
-    let folder = PathBuf::from(std::env::args_os().nth(1).unwrap_or_else(|| ".".into()));
+/// Writes a Chrome trace of one step of data parallel training
+#[derive(Parser)]
+struct Flags {
+    /// Folder of the traces, one file a rank
+    #[arg(long, default_value = ".")]
+    out: PathBuf,
+}
+
+fn main() -> ExitCode {
+    overdrive_examples::exit(run(&Flags::parse()))
+}
+
+fn run(flags: &Flags) -> Result<()> {
     let group = init_process_group(GroupConfig::default())?;
     let store = nn::VarStore::new(group.device());
     let mut model = nn::seq();
@@ -63,7 +77,9 @@ fn main() -> anyhow::Result<()> {
             ));
         }
     }
-    let path = folder.join(format!("overlap-rank-{}.json", group.rank()));
+    let path = flags
+        .out
+        .join(format!("overlap-rank-{}.json", group.rank()));
     trace.save_chrome_trace(&path)?;
     log.main(format!("written: {}", path.display()));
     group.barrier()?;

@@ -13,13 +13,11 @@ use std::rc::Rc;
 
 use anyhow::Result;
 use clap::{Parser, ValueEnum};
-use indicatif::{ProgressBar, ProgressStyle};
-use overdrive::generation::{GenerationConfig, generate};
 use overdrive::quantization::{
     CheckpointOptions, ClipOptions, GptqOptions, Migration, Progress, Scheme, quantize_checkpoint,
 };
-use overdrive::transformer::{CausalLm, LoadOptions};
-use overdrive_examples::{ModelText, load_model};
+use overdrive::transformer::LoadOptions;
+use overdrive_examples::{ByteProgress, ModelText, decode_tokens_per_second, load_model};
 
 /// Quantizes a model's folder into another
 #[derive(Parser)]
@@ -112,20 +110,16 @@ fn run(flags: &Flags) -> Result<()> {
             options.statistics = Some(Rc::new(data.inputs_of(&model, flags.calibration_windows)?));
         }
         if !flags.no_eval {
-            before = Some((data.perplexity(&model)?, tokens_per_second(&model)?));
+            before = Some((data.perplexity(&model)?, decode_tokens_per_second(&model)?));
         }
         text = Some(data);
     }
 
-    let style = "quantizing {wide_bar} {bytes} of {total_bytes}";
-    let bar = ProgressBar::no_length().with_style(ProgressStyle::with_template(style)?);
+    let bar = ByteProgress::new("quantizing")?;
     let shown = bar.clone();
-    options.progress = Some(Progress::new(move |done, all| {
-        shown.set_length(all);
-        shown.set_position(done);
-    }));
+    options.progress = Some(Progress::new(move |done, all| shown.set(done, all)));
     let report = quantize_checkpoint(&flags.model, &flags.out, scheme, &options);
-    bar.finish_and_clear();
+    bar.clear();
     println!("{}\n", report?);
 
     if let (Some(text), Some((perplexity, speed))) = (&text, before) {
@@ -133,20 +127,9 @@ fn run(flags: &Flags) -> Result<()> {
         let after = text.perplexity(&model)?;
         let change = 100.0 * (after / perplexity - 1.0);
         println!("perplexity  {perplexity:.3} before, {after:.3} after ({change:+.2} %)");
-        let faster = tokens_per_second(&model)?;
+        let faster = decode_tokens_per_second(&model)?;
         println!("decoding    {speed:.0} tokens/s before, {faster:.0} after");
     }
     println!("model       {}", flags.out.display());
     Ok(())
-}
-
-/// Of one text, token by token.
-fn tokens_per_second(model: &CausalLm) -> Result<f64> {
-    let config = GenerationConfig {
-        max_new_tokens: Some(64),
-        min_new_tokens: 64,
-        ..GenerationConfig::default()
-    };
-    let output = generate(model, &[vec![1, 2, 3, 4]], &config)?;
-    Ok(output.timings.decode_tokens_per_second())
 }

@@ -1,16 +1,34 @@
-//! Every rank says who it is and what the sum of all ranks is: to see that a launcher's variables work.
+//! Prints each process's rank and the sum of all ranks: checks that a launcher sets the variables of a
+//! process group.
 //!
 //! ```text
+//! cargo build --release -p overdrive-examples --examples
+//! target/release/examples/launch --nproc 2 ranks
+//! target/release/examples/launch --nproc 2 --max-restarts 1 ranks --fail
 //! torchrun --no-python --nproc-per-node 2 target/release/examples/ranks
 //! mpirun -n 2 target/release/examples/ranks
-//! target/release/examples/launch --nproc 2 ranks
 //! ```
 
+use std::process::ExitCode;
 use std::time::Duration;
 
+use anyhow::{Result, bail};
+use clap::Parser;
 use overdrive::distributed::{GroupConfig, RankLog, init_process_group};
 
-fn main() -> anyhow::Result<()> {
+/// Prints each process's rank and the sum of all ranks
+#[derive(Parser)]
+struct Flags {
+    /// Rank 1 fails in the first start, to show what the launcher does about it
+    #[arg(long)]
+    fail: bool,
+}
+
+fn main() -> ExitCode {
+    overdrive_examples::exit(run(&Flags::parse()))
+}
+
+fn run(flags: &Flags) -> Result<()> {
     let config = GroupConfig::default().with_timeout(Duration::from_secs(60));
     let group = init_process_group(config)?;
     let sum = group.sum(group.rank() as f64)?;
@@ -23,10 +41,8 @@ fn main() -> anyhow::Result<()> {
         place.restart_count,
         place.launcher
     ));
-    // `ranks fail` shows what a launcher does about it: rank 1 fails in the first start.
-    let fails = std::env::args().nth(1).as_deref() == Some("fail");
-    if fails && group.rank() == 1 && place.restart_count == 0 {
-        anyhow::bail!("rank 1 fails, as asked");
+    if flags.fail && group.rank() == 1 && place.restart_count == 0 {
+        bail!("rank 1 fails, as asked");
     }
     group.barrier()?;
     Ok(())

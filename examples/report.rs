@@ -1,19 +1,32 @@
-//! Makes the report of a run from its metrics file, also while the run goes on.
+//! Writes the report of a run from its metrics file; the run may still be going.
 //!
 //! ```text
 //! cargo run --release -p overdrive-examples --example report -- runs/tiny-001/metrics.jsonl
 //! ```
-//! writes `report.html` and `loss.svg` beside it.
+//!
+//! `report.html` and `loss.svg` are written to the folder of the metrics file.
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 
+use anyhow::Result;
+use clap::Parser;
 use overdrive::profiling::{Report, read_metrics};
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let Some(path) = std::env::args_os().nth(1).map(PathBuf::from) else {
-        return Err("usage: report METRICS.jsonl".into());
-    };
-    let file = read_metrics(&path)?;
+/// Writes the report of a run from its metrics file
+#[derive(Parser)]
+struct Flags {
+    /// The run's metrics.jsonl
+    metrics: PathBuf,
+}
+
+fn main() -> ExitCode {
+    overdrive_examples::exit(run(&Flags::parse()))
+}
+
+fn run(flags: &Flags) -> Result<()> {
+    let path = &flags.metrics;
+    let file = read_metrics(path)?;
     let mut report = Report {
         title: path.display().to_string(),
         metrics: file.records,
