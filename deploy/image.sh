@@ -78,7 +78,7 @@ echo "the image"
 build first "$image"
 pass "built: $(buildah images --format '{{.Size}}' "$image")"
 # Another one at each run, or the layers of the last run would serve.
-echo "// $(date)" >>examples/examples/train.rs
+echo "// $(date)" >>examples/train.rs
 build again "$image:changed"
 # Steps of the stage that compiles which no cache had.
 anew=$(awk '/ STEP / { step = $0 } /^\[3\/4\] STEP .*(RUN|COPY|FROM|ARG|ENV)/ { open[step] = 1 }

@@ -109,16 +109,16 @@ def hugging_face(path: str, cache: str, workers: int, batch_size: int, samples: 
 
 
 @functools.cache
-def example(name: str) -> str:
+def program(name: str) -> str:
     """The program of this name, built now."""
-    command = ["cargo", "build", "--release", "--quiet", "-p", "overdrive-datasets", "--no-default-features"]
-    subprocess.run([*command, "--example", name], check=True, cwd=ROOT)
+    command = ["cargo", "build", "--release", "--quiet", "-p", "overdrive-benches", "--bin", name]
+    subprocess.run(command, check=True, cwd=ROOT)
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    return str(target / "release" / "examples" / name)
+    return str(target / "release" / name)
 
 
 def run(name: str, *arguments: object) -> dict:
-    command = [example(name), *map(str, arguments)]
+    command = [program(name), *map(str, arguments)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 

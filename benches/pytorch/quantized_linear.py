@@ -1,5 +1,5 @@
 """Times PyTorch's dynamic INT8 linear map (fbgemm) and the dense one. Prints one JSON line a product; the
-Rust side is benches/benches/quantized_linear.rs.
+Rust side is benches/quantized_linear.rs.
 
 python3 quantized_linear.py --sizes 4096x4096,11008x4096 --rows 1,8,64,512 --threads 2
 """

@@ -11,7 +11,7 @@ fn main() {
     build
         .cpp(true)
         .std("c++17")
-        .files(sources("shim"))
+        .file(unit("shim"))
         // Its allocator is in every operator's path, also in a debug build.
         .opt_level(2)
         .debug(false)
@@ -27,7 +27,7 @@ fn main() {
     );
     if cfg!(feature = "c10d") {
         build
-            .files(sources("shim/c10d"))
+            .file(unit("shim/c10d"))
             .define("USE_C10D_GLOO", None);
         build.flag("-isystem").flag("shim/c10d/gloo");
     }
@@ -40,11 +40,11 @@ fn main() {
         }
     }
     if cfg!(feature = "compiled") {
-        build.files(sources("shim/compiled"));
+        build.file(unit("shim/compiled"));
         compile_libtorch_name();
     }
     if cfg!(feature = "cuda") {
-        build.files(sources("shim/compiled/cuda"));
+        build.file(unit("shim/compiled/cuda"));
         for folder in header_folders("cuda", "cuda_runtime_api.h") {
             build.flag("-isystem").flag(folder);
         }
@@ -122,13 +122,21 @@ fn header_folders(feature: &str, header: &str) -> Vec<PathBuf> {
     folders
 }
 
-/// Every C++ file of a folder, in a fixed order.
-fn sources(folder: &str) -> Vec<PathBuf> {
-    let folder = std::fs::read_dir(folder).expect("the shim is part of this crate");
-    let mut files: Vec<PathBuf> = folder
+/// Writes a C++ file that includes every C++ file of `folder`, in a fixed order, and returns its path.
+///
+/// Most of the time goes into libtorch's headers: 14 MB after the preprocessor for the largest file. One
+/// translation unit a folder reads them once; the files share a global namespace in return.
+fn unit(folder: &str) -> PathBuf {
+    let here = PathBuf::from(std::env::var("CARGO_MANIFEST_DIR").unwrap_or_default());
+    let entries = std::fs::read_dir(here.join(folder)).expect("the shim is part of this crate");
+    let mut files: Vec<PathBuf> = entries
         .filter_map(|entry| Some(entry.ok()?.path()))
         .filter(|path| path.extension().is_some_and(|extension| extension == "cpp"))
         .collect();
     files.sort();
-    files
+    let lines = files.iter().map(|file| format!("#include {file:?}\n"));
+    let out = PathBuf::from(std::env::var("OUT_DIR").unwrap_or_default());
+    let unit = out.join(format!("{}.cpp", folder.replace('/', "_")));
+    std::fs::write(&unit, lines.collect::<String>()).expect("OUT_DIR is Cargo's to write to");
+    unit
 }

@@ -1,17 +1,26 @@
-//! The examples of Overdrive: one file each under `examples/`, run with
-//! `cargo run --release -p overdrive-examples --example NAME` or `cargo xtask example NAME`.
+//! What several examples share: their flags and the end of their `main`. Each example is one file beside
+//! `src`, run with `cargo xtask example NAME`; `README.md` says which to read first.
 
+mod cache_flags;
+mod constraint_flags;
 mod generation_flags;
 mod model_flags;
 mod model_text;
 mod onnx_comparison;
+mod progress;
+mod speed;
 
+use std::io::{Write, stdout};
 use std::process::ExitCode;
 
+pub use cache_flags::{Cache, CacheFlags};
+pub use constraint_flags::ConstraintFlags;
 pub use generation_flags::GenerationFlags;
 pub use model_flags::{ModelFlags, load_model};
 pub use model_text::ModelText;
 pub use onnx_comparison::OnnxComparison;
+pub use progress::ByteProgress;
+pub use speed::{GreedySpeed, decode_tokens_per_second};
 
 /// The end of the `main` of an example that may be interrupted: whether it was, and can go on from what it
 /// saved.
@@ -32,4 +41,11 @@ pub fn exit(result: anyhow::Result<()>) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Writes `text` to stdout and flushes it, so that a reader sees each token as it comes.
+pub fn print_now(text: &str) -> std::io::Result<()> {
+    let mut out = stdout().lock();
+    out.write_all(text.as_bytes())?;
+    out.flush()
 }

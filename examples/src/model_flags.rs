@@ -4,12 +4,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow};
 use clap::Args;
-use indicatif::{ProgressBar, ProgressStyle};
 use overdrive::generation::Tokenizer;
 use overdrive::lora::{LoadAdapterOptions, MergeOptions, load_adapter, merge_and_unload};
 use overdrive::quantization::Scheme;
 use overdrive::transformer::{CausalLm, LoadOptions, LoadProgress, QuantizeOptions};
 use tch::{Device, Kind};
+
+use crate::ByteProgress;
 
 /// Which model, and in which form it is held.
 #[derive(Debug, Clone, Args)]
@@ -88,21 +89,13 @@ impl ModelFlags {
 
 /// The model in `folder`, with a progress bar where somebody watches.
 pub fn load_model(folder: &Path, options: LoadOptions) -> Result<CausalLm> {
-    let bar = ProgressBar::no_length().with_style(ProgressStyle::with_template(
-        "loading {wide_bar} {bytes} of {total_bytes}",
-    )?);
-    let progress = {
-        let bar = bar.clone();
-        LoadProgress::new(move |done, all| {
-            bar.set_length(all);
-            bar.set_position(done);
-        })
-    };
+    let bar = ByteProgress::new("loading")?;
+    let shown = bar.clone();
     let options = LoadOptions {
-        progress: Some(progress),
+        progress: Some(LoadProgress::new(move |done, all| shown.set(done, all))),
         ..options
     };
     let model = CausalLm::from_pretrained(folder, &options);
-    bar.finish_and_clear();
+    bar.clear();
     Ok(model?)
 }

@@ -13,7 +13,7 @@ use crate::tensors::{Replaceable, elements, has_kernel, with_element};
 use crate::{CrossEntropyOptions, Result, composed};
 
 /// Each chunk packs the weight anew for its products and reads and writes the gradient of the weight,
-/// so small chunks are slow: 16 MiB took 6 % longer than 32, and 8 MiB 34 % (`examples/head_chunks.rs`,
+/// so small chunks are slow: 16 MiB took 6 % longer than 32, and 8 MiB 34 % (the benchmark `head_chunks`,
 /// 2048 rows of 384, 8192 classes).
 const CHUNK_BYTES: usize = 32 << 20;
 

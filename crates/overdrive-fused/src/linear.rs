@@ -80,7 +80,7 @@ pub fn adjacent(tensors: &[&Tensor]) -> Result<Vec<Tensor>> {
 }
 
 /// Rows of `x` up to which reading the weights once, by a kernel of ours, beats libtorch's packed
-/// product (`examples/few_rows.rs`, Zen 4): by 2.3x at one row, 2x at 8 and 1.4x at 32 in fp32. For bf16
+/// product (the benchmark `few_rows`, Zen 4): by 2.3x at one row, 2x at 8 and 1.4x at 32 in fp32. For bf16
 /// the instructions of AVX-512-BF16, which libtorch uses, win from about 8 rows on.
 fn few_rows_limit(kind: Kind) -> usize {
     #[cfg(target_arch = "x86_64")]

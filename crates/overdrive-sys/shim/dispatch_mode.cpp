@@ -30,7 +30,7 @@ struct od_results {
 
 namespace {
 
-std::atomic<const od_dispatch_callbacks*> callbacks{nullptr};
+std::atomic<const od_dispatch_callbacks*> dispatch_callbacks{nullptr};
 thread_local bool listening = false;
 thread_local std::vector<const c10::OperatorName*> under_way;
 
@@ -38,7 +38,7 @@ void below_autograd(const c10::OperatorHandle& op, DispatchKeySet keys, torch::j
   const auto below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, DispatchKey::Fake);
   // Operators that a kernel calls are its own affair.
   c10::impl::ExcludeDispatchKeyGuard once(DispatchKey::Fake);
-  const auto* calls = callbacks.load(std::memory_order_acquire);
+  const auto* calls = dispatch_callbacks.load(std::memory_order_acquire);
   // An engine thread inherits the key from the thread that called backward, but not who listens.
   if (!listening || !calls) {
     op.redispatchBoxed(below, stack);
@@ -101,7 +101,7 @@ TORCH_LIBRARY_IMPL(_, DeferredInit, m) {
 }
 
 extern "C" void od_dispatch_mode_install(const od_dispatch_callbacks* to) noexcept {
-  callbacks.store(to, std::memory_order_release);
+  dispatch_callbacks.store(to, std::memory_order_release);
 }
 
 extern "C" void od_dispatch_mode_listen(int32_t enabled) noexcept {

@@ -1,5 +1,6 @@
 // Running the graph backwards, and the thread's modes: grad, inference, random states.
 #include "callback.h"
+#include "tensors.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -9,15 +10,7 @@
 
 namespace {
 
-// A null handle is an undefined tensor: "ones, if scalar".
-std::vector<at::Tensor> list(const od_tensor* handles, size_t len) {
-  std::vector<at::Tensor> out;
-  out.reserve(len);
-  for (size_t k = 0; k < len; ++k) {
-    out.push_back(handles[k] ? *static_cast<const at::Tensor*>(handles[k]) : at::Tensor());
-  }
-  return out;
-}
+using overdrive::as_tensors;
 
 const at::Generator& generator(int32_t device_type, int32_t index) {
   const at::Device device(static_cast<c10::DeviceType>(device_type),
@@ -28,12 +21,13 @@ const at::Generator& generator(int32_t device_type, int32_t index) {
 
 }  // namespace
 
+// An undefined gradient is "ones, if scalar".
 extern "C" od_status* od_backward(const od_tensor* outputs, const od_tensor* gradients, size_t n,
                                   const od_tensor* inputs, size_t n_inputs, int32_t retain_graph,
                                   int32_t create_graph) noexcept {
   return overdrive::guard([&] {
-    torch::autograd::backward(list(outputs, n), list(gradients, n), retain_graph != 0,
-                              create_graph != 0, list(inputs, n_inputs));
+    torch::autograd::backward(as_tensors(outputs, n), as_tensors(gradients, n), retain_graph != 0,
+                              create_graph != 0, as_tensors(inputs, n_inputs));
   });
 }
 
@@ -41,8 +35,9 @@ extern "C" od_status* od_grad(const od_tensor* outputs, const od_tensor* gradien
                               const od_tensor* inputs, size_t n_inputs, int32_t retain_graph,
                               int32_t create_graph, int32_t allow_unused, od_tensor* out) noexcept {
   return overdrive::guard([&] {
-    auto found = torch::autograd::grad(list(outputs, n), list(inputs, n_inputs), list(gradients, n),
-                                       retain_graph != 0, create_graph != 0, allow_unused != 0);
+    auto found = torch::autograd::grad(as_tensors(outputs, n), as_tensors(inputs, n_inputs),
+                                       as_tensors(gradients, n), retain_graph != 0, create_graph != 0,
+                                       allow_unused != 0);
     for (size_t k = 0; k < found.size(); ++k) {
       out[k] = found[k].defined() ? new at::Tensor(std::move(found[k])) : nullptr;
     }

@@ -1,5 +1,6 @@
 // A node of the autograd graph whose backward is a Rust closure: what `torch.autograd.Function` is.
 #include "callback.h"
+#include "tensors.h"
 
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
@@ -8,12 +9,12 @@
 
 namespace {
 
+using overdrive::as_tensor;
+using overdrive::as_tensors;
 using torch::autograd::SavedVariable;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 using torch::autograd::VariableInfo;
-
-const at::Tensor& as_tensor(od_tensor ptr) { return *static_cast<const at::Tensor*>(ptr); }
 
 struct RustNode : torch::autograd::Node {
   std::string name_;
@@ -99,13 +100,6 @@ struct RustNode : torch::autograd::Node {
   }
 };
 
-variable_list list(const od_tensor* handles, size_t len) {
-  variable_list out;
-  out.reserve(len);
-  for (size_t k = 0; k < len; ++k) out.push_back(as_tensor(handles[k]));
-  return out;
-}
-
 }  // namespace
 
 extern "C" od_status* od_function_record(const od_function* f, od_closure closure,
@@ -113,8 +107,8 @@ extern "C" od_status* od_function_record(const od_function* f, od_closure closur
   // Owned from the first line on: a failure below drops it.
   auto self = overdrive::own(closure);
   return overdrive::guard([&] {
-    const variable_list inputs = list(f->inputs, f->n_inputs);
-    const variable_list outputs = list(f->outputs, f->n_outputs);
+    const variable_list inputs = as_tensors(f->inputs, f->n_inputs);
+    const variable_list outputs = as_tensors(f->outputs, f->n_outputs);
     const bool recorded =
         at::GradMode::is_enabled() && torch::autograd::any_variable_requires_grad(inputs);
 

@@ -1,6 +1,7 @@
 // Calls any operator that the dispatcher knows, boxed, by schema name: the one door to what tch
 // does not generate (`_foreach_*`, `_fused_*`, `_amp_*`, the forward halves of fused attention).
 #include "guard.h"
+#include "tensors.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
@@ -16,9 +17,8 @@ struct od_outputs {
 namespace {
 
 using c10::IValue;
+using overdrive::as_tensor;
 using overdrive::BadArgument;
-
-const at::Tensor& as_tensor(const void* ptr) { return *static_cast<const at::Tensor*>(ptr); }
 
 std::string where(const c10::FunctionSchema& schema, const c10::Argument& argument) {
   std::ostringstream text;

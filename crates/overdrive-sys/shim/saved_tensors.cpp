@@ -25,7 +25,7 @@ using torch::autograd::Engine;
 using torch::autograd::SavedVariable;
 using torch::autograd::SavedVariableHooks;
 
-std::atomic<const od_saved_tensor_callbacks*> callbacks{nullptr};
+std::atomic<const od_saved_tensor_callbacks*> saved_tensor_callbacks{nullptr};
 // How many pairs of hooks Rust has pushed on this thread.
 thread_local int32_t depth = 0;
 
@@ -66,7 +66,7 @@ struct HookedEngine final : Engine {
   ~HookedEngine() override { stop(); }
 
   std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
-    const auto* calls = callbacks.load(std::memory_order_acquire);
+    const auto* calls = saved_tensor_callbacks.load(std::memory_order_acquire);
     if (depth == 0 || !calls) return nullptr;
     return std::make_unique<RustHooks>(calls);
   }
@@ -88,7 +88,7 @@ struct od_saved_variable {
 };
 
 extern "C" void od_saved_tensors_install(const od_saved_tensor_callbacks* to) noexcept {
-  callbacks.store(to, std::memory_order_release);
+  saved_tensor_callbacks.store(to, std::memory_order_release);
 }
 
 extern "C" od_status* od_saved_tensors_set_depth(int32_t to) noexcept {

@@ -59,7 +59,7 @@
 //!
 //! # Speed
 //! [`Execution`] says which of several equal ways of computing are used; its defaults are the fastest
-//! ones measured by `examples/time_step.rs`. On Linux most of what a CPU step spends outside matrix
+//! ones measured by the benchmark `execution_time`. On Linux most of what a CPU step spends outside matrix
 //! products is page faults of large buffers that glibc hands back to the system after each use;
 //! `MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_` (see `mallopt(3)`) keep them.
 //!

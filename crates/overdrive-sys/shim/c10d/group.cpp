@@ -1,12 +1,11 @@
 // Process groups: collectives over Gloo, and over NCCL where it is built in, under a watch.
+#include "../tensors.h"
 #include "group.h"
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #ifdef OVERDRIVE_NCCL
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #endif
-
-#include <ATen/core/Tensor.h>
 
 using overdrive::guard;
 using overdrive::Watch;
@@ -235,13 +234,6 @@ class Gloo : public c10d::ProcessGroupGloo {
   }
 };
 
-std::vector<at::Tensor> tensors(const od_tensor* handles, size_t n) {
-  std::vector<at::Tensor> out;
-  out.reserve(n);
-  for (size_t i = 0; i < n; ++i) out.push_back(*static_cast<at::Tensor*>(handles[i]));
-  return out;
-}
-
 template <class Options>
 Options timed(int64_t timeout_ms) {
   Options options;
@@ -303,8 +295,8 @@ extern "C" od_status* od_group_start(od_group* group, const od_collective* call,
   return guard([&] {
     using namespace c10d;
     auto& on = *group->group;
-    auto inputs = tensors(call->inputs, call->n_inputs);
-    auto outputs = tensors(call->outputs, call->n_outputs);
+    auto inputs = overdrive::as_tensors(call->inputs, call->n_inputs);
+    auto outputs = overdrive::as_tensors(call->outputs, call->n_outputs);
     const ReduceOp reduce(static_cast<ReduceOp::RedOpType>(call->reduce_op));
     const auto timeout = call->timeout_ms;
     const auto root = static_cast<int>(call->root);

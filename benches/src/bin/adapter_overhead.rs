@@ -1,0 +1,121 @@
+//! What adapters cost: forward and backward of q, k, v and of one 4x wider map, against their bases.
+//!
+//! `cargo run --release -p overdrive-benches --bin adapter_overhead`
+#![allow(clippy::unwrap_used, reason = "a benchmark may panic")]
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use overdrive::lora::{AdaptedLinear, AddOptions, LoraConfig, joint_forward};
+use overdrive::quantization::QuantizedWeight;
+use overdrive::sys::memory;
+use tch::{Device, Kind, Tensor};
+
+const WIDTH: i64 = 768;
+const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
+
+/// What is measured: milliseconds of the best pass, and the largest extra memory in MiB.
+fn measure(mut pass: impl FnMut()) -> (f64, f64) {
+    pass();
+    let before = memory::stats(Device::Cpu).unwrap().allocated_bytes;
+    memory::reset_peak(Device::Cpu).unwrap();
+    let mut best = f64::INFINITY;
+    let begin = Instant::now();
+    while begin.elapsed().as_secs_f64() < 1.0 {
+        let start = Instant::now();
+        pass();
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    let peak = memory::stats(Device::Cpu).unwrap().peak_allocated_bytes;
+    (
+        best * 1e3,
+        (peak.saturating_sub(before)) as f64 / f64::from(1 << 20),
+    )
+}
+
+fn maps(scheme: Option<&str>, config: Option<&LoraConfig>, outputs: &[i64]) -> Vec<AdaptedLinear> {
+    let make = |outputs: &i64| {
+        let weight = Tensor::randn([*outputs, WIDTH], F32) * 0.02;
+        let mut map = match scheme {
+            None => AdaptedLinear::dense(weight, None),
+            Some(scheme) => {
+                let packed = QuantizedWeight::quantize(&weight, scheme.parse().unwrap()).unwrap();
+                AdaptedLinear::quantized(packed, None)
+            }
+        };
+        if let Some(config) = config {
+            let config = Arc::new(config.clone());
+            map.add_adapter("map", "a", &config, &AddOptions::default())
+                .unwrap();
+            map.set_active(&["a"]);
+            map.set_training(true);
+        }
+        map
+    };
+    outputs.iter().map(make).collect()
+}
+
+fn main() {
+    let lora = LoraConfig {
+        r: 16,
+        ..LoraConfig::default()
+    };
+    let dora = LoraConfig {
+        use_dora: true,
+        ..lora.clone()
+    };
+    let dropout = LoraConfig {
+        lora_dropout: 0.05,
+        ..lora.clone()
+    };
+    let kinds = [
+        ("base", None),
+        ("LoRA", Some(&lora)),
+        ("dropout", Some(&dropout)),
+        ("DoRA", Some(&dora)),
+    ];
+    println!(
+        "{:6} {:>5} {:>8} {:8} {:>11} {:>8} {:>13} {:>10}",
+        "weight",
+        "rows",
+        "outputs",
+        "adapter",
+        "forward ms",
+        "of base",
+        "with backward",
+        "peak MiB"
+    );
+    for scheme in [None, Some("nf4")] {
+        for (rows, outputs) in [
+            (1, vec![768, 256, 256]),
+            (512, vec![768, 256, 256]),
+            (512, vec![3072]),
+        ] {
+            let mut base = 1.0;
+            for (name, config) in kinds {
+                let maps = maps(scheme, config, &outputs);
+                let maps: Vec<&AdaptedLinear> = maps.iter().collect();
+                let x = Tensor::randn([rows, WIDTH], F32);
+                let (forward, _) = measure(|| {
+                    let _y = tch::no_grad(|| joint_forward(&x, &maps).unwrap());
+                });
+                if config.is_none() {
+                    base = forward;
+                }
+                let x = x.set_requires_grad(true);
+                let (both, peak) = measure(|| {
+                    joint_forward(&x, &maps)
+                        .unwrap()
+                        .sum(Kind::Float)
+                        .backward()
+                });
+                println!(
+                    "{:6} {rows:5} {:8} {name:8} {forward:11.3} {:7.2}x {both:13.3} {peak:10.1}",
+                    scheme.unwrap_or("fp32"),
+                    outputs.iter().sum::<i64>(),
+                    forward / base
+                );
+            }
+        }
+    }
+}

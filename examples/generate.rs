@@ -1,0 +1,142 @@
+//! Continues prompts with a model from a Hugging Face folder, such as the one that `train` writes.
+//! The text goes to stdout, the speed to stderr.
+//!
+//! ```text
+//! cargo xtask example generate --model runs/tiny/model --stream \
+//!     --prompt "fn main() {" --max-new-tokens 200 --temperature 0.8 --top-p 0.95 --seed 1
+//! cargo xtask example generate --model DIR --prompt-ids 1,2,3 --print-ids --temperature 0
+//! cargo xtask example generate --model DIR --prompt "Once" --quantize nf4 --quantize-head int8
+//! cargo xtask example generate --model DIR --batch-file prompts.txt --cache paged
+//! ```
+
+use std::fs::read_to_string;
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, anyhow};
+use clap::Parser;
+use overdrive::generation::{GenerateOptions, GenerateOutput, Tokenizer, generate_with_options};
+use overdrive_examples::{CacheFlags, ConstraintFlags, GenerationFlags, ModelFlags, print_now};
+
+/// Continues prompts with a model from a Hugging Face folder
+///
+/// What a flag does not say is as the folder's generation_config.json says, else greedy.
+#[derive(Parser)]
+struct Flags {
+    #[command(flatten)]
+    model: ModelFlags,
+    /// Text to continue
+    #[arg(long, group = "input")]
+    prompt: Option<String>,
+    /// Token ids to continue, separated by commas
+    #[arg(long, group = "input", value_delimiter = ',')]
+    prompt_ids: Option<Vec<i64>>,
+    /// Prompts, one a line, continued together
+    #[arg(long, group = "input")]
+    batch_file: Option<PathBuf>,
+    /// Print the new token ids, separated by commas, instead of text
+    #[arg(long, conflicts_with = "stream")]
+    print_ids: bool,
+    /// Print text as it comes
+    #[arg(long, conflicts_with = "batch_file")]
+    stream: bool,
+    #[command(flatten)]
+    cache: CacheFlags,
+    /// A smaller model of the same vocabulary, whose guesses the model checks
+    #[arg(long)]
+    assistant_model: Option<PathBuf>,
+    #[command(flatten)]
+    constraint: ConstraintFlags,
+    #[command(flatten)]
+    generation: GenerationFlags,
+}
+
+fn main() -> ExitCode {
+    overdrive_examples::exit(run(&Flags::parse()))
+}
+
+fn run(flags: &Flags) -> Result<()> {
+    let mut config = flags.generation.config(&flags.model.folder, 128)?;
+    flags.cache.apply(&mut config);
+    let model = flags.model.load()?;
+    let assistant = flags.assistant_model.as_ref();
+    let assistant = assistant
+        .map(|folder| flags.model.load_from(folder))
+        .transpose()?;
+    let by_ids = flags.prompt_ids.is_some() && flags.print_ids;
+    let hint = |error| anyhow!("{error}; without a tokenizer use --prompt-ids and --print-ids");
+    let tokenizer = (!by_ids)
+        .then(|| flags.model.tokenizer().map_err(hint))
+        .transpose()?;
+    let prompts = prompts(flags, tokenizer.as_ref())?;
+    let mut constraints = Vec::new();
+    if let Some(tokenizer) = &tokenizer
+        && let Some(constraint) = flags.constraint.build(tokenizer, &model, &config)?
+    {
+        constraints.extend(prompts.iter().map(|_| constraint.fork()));
+    }
+    let options = GenerateOptions {
+        tokenizer: tokenizer.as_ref(),
+        assistant_model: assistant.as_ref(),
+        constraints,
+        ..GenerateOptions::default()
+    };
+    if flags.stream {
+        print_now(flags.prompt.as_deref().unwrap_or_default())?;
+    }
+    let output = generate_with_options(&model, &prompts, &config, &options, |token| {
+        match flags.stream.then(|| print_now(token.text)) {
+            Some(Err(_)) => ControlFlow::Break(()), // the pipe is closed
+            _ => ControlFlow::Continue(()),
+        }
+    })?;
+    print(flags, &output)?;
+    eprintln!("{}", output.timings);
+    if let Some(guesses) = output.speculation {
+        let (accepted, proposed) = (guesses.accepted, guesses.proposed);
+        eprintln!("{accepted} of {proposed} guessed tokens were right");
+    }
+    Ok(())
+}
+
+fn prompts(flags: &Flags, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<i64>>> {
+    if let Some(ids) = &flags.prompt_ids {
+        return Ok(vec![ids.clone()]);
+    }
+    let texts = match (&flags.prompt, &flags.batch_file) {
+        (Some(text), _) => vec![text.clone()],
+        (None, Some(path)) => {
+            let text = read_to_string(path).with_context(|| path.display().to_string())?;
+            text.lines().map(str::to_owned).collect()
+        }
+        (None, None) => return Err(anyhow!("give --prompt, --prompt-ids or --batch-file")),
+    };
+    let tokenizer = tokenizer.context("text needs a tokenizer")?;
+    let encode = |text: String| -> Result<Vec<i64>> {
+        let ids = tokenizer
+            .encode(text, true)
+            .map_err(|error| anyhow!(error))?;
+        Ok(ids.get_ids().iter().map(|&id| id.into()).collect())
+    };
+    texts.into_iter().map(encode).collect()
+}
+
+/// Prints what was not streamed: texts or token ids, and the log-probabilities.
+fn print(flags: &Flags, output: &GenerateOutput) -> Result<()> {
+    for row in 0..output.sequences.len() {
+        if flags.print_ids {
+            let ids: Vec<String> = output.new_tokens(row).iter().map(i64::to_string).collect();
+            print_now(&ids.join(","))?;
+        } else if !flags.stream {
+            print_now(&output.texts[row])?;
+        }
+        print_now("\n")?;
+        if let Some(rows) = &output.logprobs {
+            for (id, token) in output.new_tokens(row).iter().zip(&rows[row]) {
+                print_now(&format!("{id}\t{:.4}\t{:?}\n", token.logprob, token.top))?;
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,154 @@
+//! Opens data of any size and shows a record of it, reading nothing else.
+//!
+//! A path is a file, a folder or a pattern such as 'data/*.jsonl'. The first time a file is opened, its
+//! records are found in one pass (about a second a gigabyte and core, or less); after that the index in
+//! the cache folder is used.
+//!
+//! ```text
+//! cargo run --release -p overdrive-examples --example lazy_data -- PATH --get 123456
+//! ```
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use clap::Parser;
+use overdrive::datasets::{
+    CsvOptions, CsvRecords, Dataset, IndexOptions, JsonLayout, JsonOptions, JsonRecords,
+    RecordFiles, SampleBy, TextLines, TextOptions, WebDataset,
+};
+use serde_json::Value;
+
+/// Shows records of text, JSON, CSV, tar and Parquet files of any size
+#[derive(Parser)]
+struct Flags {
+    /// Files, folders or patterns
+    #[arg(required = true)]
+    paths: Vec<PathBuf>,
+    /// Prints this record, counted from 0; more than once for several
+    #[arg(long)]
+    get: Vec<usize>,
+    /// text, paragraphs, jsonl, json (an array), csv, tsv, tar, parquet [default: as the names end]
+    #[arg(long)]
+    format: Option<String>,
+    /// Unpacks compressed files into the cache where their blocks cannot be read alone
+    #[arg(long)]
+    unpack: bool,
+    /// Finds the records again even where an index is there
+    #[arg(long)]
+    rebuild: bool,
+    /// Threads that search; one a core by default
+    #[arg(long)]
+    threads: Option<usize>,
+}
+
+fn main() -> ExitCode {
+    overdrive_examples::exit(run(&Flags::parse()))
+}
+
+fn run(flags: &Flags) -> Result<()> {
+    let format = flags
+        .format
+        .as_deref()
+        .or_else(|| ending(flags.paths.first()?))
+        .context("the names of the files do not say their format; pass --format")?;
+    let index = IndexOptions {
+        rebuild: flags.rebuild,
+        unpack: flags.unpack,
+        threads: flags.threads,
+        ..IndexOptions::default()
+    };
+    let started = Instant::now();
+    match format {
+        "txt" | "text" | "md" | "log" | "paragraphs" => {
+            let sample_by = match format {
+                "paragraphs" => SampleBy::Paragraph,
+                _ => SampleBy::Line,
+            };
+            let options = TextOptions {
+                index,
+                sample_by,
+                ..TextOptions::default()
+            };
+            let texts = TextLines::open(&flags.paths, &options)?;
+            report(texts.records(), started);
+            show(flags, &texts, |text| println!("{text}"))
+        }
+        "jsonl" | "ndjson" | "json" => {
+            let layout = match format {
+                "json" => JsonLayout::Array,
+                _ => JsonLayout::Lines,
+            };
+            let records = JsonRecords::<Value>::open(&flags.paths, &JsonOptions { layout, index })?;
+            report(records.records(), started);
+            show(flags, &records, |record| println!("{record:#}"))
+        }
+        "csv" | "tsv" | "tab" => {
+            let options = CsvOptions {
+                index,
+                delimiter: (format != "csv").then_some('\t'),
+                ..CsvOptions::default()
+            };
+            let rows = CsvRecords::open(&flags.paths, &options)?;
+            report(rows.records(), started);
+            show(flags, &rows, |row| {
+                for (name, field) in row.columns().names().iter().zip(row.fields()) {
+                    println!("{name}: {field}");
+                }
+            })
+        }
+        "tar" => {
+            let samples = WebDataset::open(&flags.paths, &index)?;
+            report(samples.records(), started);
+            show(flags, &samples, |sample| {
+                println!("{}", sample.key());
+                for (extension, bytes) in sample.files() {
+                    println!("  .{extension}: {} bytes", bytes.len());
+                }
+            })
+        }
+        #[cfg(feature = "parquet")]
+        "parquet" | "arrow" | "feather" => {
+            let rows = overdrive::datasets::TableRecords::<Value>::open(&flags.paths)?;
+            println!(
+                "{} records, open after {:.1?}",
+                rows.len(),
+                started.elapsed()
+            );
+            show(flags, &rows, |row| println!("{row:#}"))
+        }
+        other => bail!("`--format {other}` is not known; `--help` lists the formats"),
+    }
+}
+
+/// Returns what the name of a path or pattern ends in; the ending of a compression is left out.
+fn ending(path: &Path) -> Option<&str> {
+    let name = path.file_name()?.to_str()?;
+    match name.rsplit_once('.')? {
+        (name, "gz" | "bgz" | "zst") => Some(name.rsplit_once('.')?.1),
+        (_, ending) => Some(ending),
+    }
+}
+
+fn report(records: &RecordFiles, started: Instant) {
+    let report = records.report();
+    let megabytes = report.data_bytes as f64 / 1e6;
+    let (records, files, time) = (report.records, report.files, started.elapsed());
+    println!("{records} records in {files} file(s) of {megabytes:.1} MB, open after {time:.1?}");
+    match report.build_gb_per_s() {
+        Some(speed) => println!("index built in {:.1?}, {speed:.2} GB/s", report.build_time),
+        None => println!("index found in the cache"),
+    }
+    println!("{:.2} bytes of index a record", report.bytes_per_record());
+}
+
+fn show<D: Dataset>(flags: &Flags, dataset: &D, print: impl Fn(D::Item)) -> Result<()> {
+    for &index in &flags.get {
+        let started = Instant::now();
+        let record = dataset.get(index)?;
+        println!("\nrecord {index}, read in {:.1?}:", started.elapsed());
+        print(record);
+    }
+    Ok(())
+}

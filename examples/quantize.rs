@@ -1,0 +1,135 @@
+//! Quantizes a model's folder into another and says what that has cost: bytes and error of each weight,
+//! perplexity and decoding speed before and after.
+//!
+//! ```text
+//! cargo xtask example quantize --model runs/tiny-001/model --scheme nf4 --head nf4 --out runs/tiny-nf4
+//! cargo xtask example quantize --model DIR --scheme int4 --group-size 32 --calibrate clip,gptq \
+//!     --data book.txt --out OUT
+//! ```
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::rc::Rc;
+
+use anyhow::Result;
+use clap::{Parser, ValueEnum};
+use overdrive::quantization::{
+    CheckpointOptions, ClipOptions, GptqOptions, Migration, Progress, Scheme, quantize_checkpoint,
+};
+use overdrive::transformer::LoadOptions;
+use overdrive_examples::{ByteProgress, ModelText, decode_tokens_per_second, load_model};
+
+/// Quantizes a model's folder into another
+#[derive(Parser)]
+struct Flags {
+    /// Folder with config.json, model.safetensors and tokenizer.json
+    #[arg(long)]
+    model: PathBuf,
+    /// int8, int8-weight, llm-int8, int4, int4-asym, nf4, nf4-single, fp4, fp8
+    #[arg(long)]
+    scheme: Scheme,
+    /// The new folder
+    #[arg(long)]
+    out: PathBuf,
+    /// Scheme of the head, and with it of an embedding that it is tied to [default: kept]
+    #[arg(long, value_parser = scheme_or_keep)]
+    head: Option<Part>,
+    /// Scheme of the embedding [default: kept]
+    #[arg(long, value_parser = scheme_or_keep)]
+    embedding: Option<Part>,
+    /// Linear maps to keep, by the end of their names; separated by commas
+    #[arg(long, value_delimiter = ',')]
+    skip: Vec<String>,
+    /// Inputs of a group of int4: 16, 32, 64, 128 or 256
+    #[arg(long)]
+    group_size: Option<usize>,
+    /// How scales and codes are chosen, from the training part of the data
+    #[arg(long, value_enum, value_delimiter = ',')]
+    calibrate: Vec<Calibrate>,
+    /// Windows of text that calibration reads
+    #[arg(long, default_value_t = 128)]
+    calibration_windows: usize,
+    /// Text files or folders, split into parts to calibrate on and to measure [default: the Rust source
+    /// that Cargo keeps on this machine, split as `train` splits it]
+    #[arg(long)]
+    data: Vec<PathBuf>,
+    /// Do not measure perplexity and speed
+    #[arg(long)]
+    no_eval: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum Calibrate {
+    /// Ranges with the least squared error
+    Clip,
+    /// Codes that make good one another's errors
+    Gptq,
+    /// Large activations divided, their weights multiplied
+    Smoothquant,
+    /// The same, as far as it helps the weights
+    Awq,
+}
+
+/// What becomes of head or embedding.
+type Part = Option<Scheme>;
+
+fn scheme_or_keep(text: &str) -> Result<Part, overdrive::quantization::Error> {
+    match text {
+        "keep" => Ok(None),
+        scheme => scheme.parse().map(Some),
+    }
+}
+
+fn main() -> ExitCode {
+    overdrive_examples::exit(run(&Flags::parse()))
+}
+
+fn run(flags: &Flags) -> Result<()> {
+    let mut scheme = flags.scheme;
+    if let (Scheme::Grouped(options), Some(size)) = (&mut scheme, flags.group_size) {
+        options.group_size = size;
+    }
+    let mut options = CheckpointOptions::default();
+    options.head = flags.head.flatten();
+    options.embedding = flags.embedding.flatten();
+    options.skip_modules = flags.skip.clone();
+    let wants = |method| flags.calibrate.contains(&method);
+    options.calibration.clip = wants(Calibrate::Clip).then(ClipOptions::default);
+    options.calibration.gptq = wants(Calibrate::Gptq).then(GptqOptions::default);
+    options.migration = match (wants(Calibrate::Smoothquant), wants(Calibrate::Awq)) {
+        (true, _) => Some(Migration::Strength(0.5)),
+        (_, true) => Some(Migration::Search { steps: 20 }),
+        _ => None,
+    };
+
+    let (mut text, mut before) = (None, None);
+    if !flags.no_eval || !flags.calibrate.is_empty() {
+        let model = load_model(&flags.model, LoadOptions::default())?;
+        let data = ModelText::prepare(&flags.model, &model, &flags.data)?;
+        if !flags.calibrate.is_empty() {
+            options.statistics = Some(Rc::new(data.inputs_of(&model, flags.calibration_windows)?));
+        }
+        if !flags.no_eval {
+            before = Some((data.perplexity(&model)?, decode_tokens_per_second(&model)?));
+        }
+        text = Some(data);
+    }
+
+    let bar = ByteProgress::new("quantizing")?;
+    let shown = bar.clone();
+    options.progress = Some(Progress::new(move |done, all| shown.set(done, all)));
+    let report = quantize_checkpoint(&flags.model, &flags.out, scheme, &options);
+    bar.clear();
+    println!("{}\n", report?);
+
+    if let (Some(text), Some((perplexity, speed))) = (&text, before) {
+        let model = load_model(&flags.out, LoadOptions::default())?;
+        let after = text.perplexity(&model)?;
+        let change = 100.0 * (after / perplexity - 1.0);
+        println!("perplexity  {perplexity:.3} before, {after:.3} after ({change:+.2} %)");
+        let faster = decode_tokens_per_second(&model)?;
+        println!("decoding    {speed:.0} tokens/s before, {faster:.0} after");
+    }
+    println!("model       {}", flags.out.display());
+    Ok(())
+}

@@ -1,0 +1,52 @@
+//! Writes the report of a run from its metrics file; the run may still be going.
+//!
+//! ```text
+//! cargo run --release -p overdrive-examples --example report -- runs/tiny-001/metrics.jsonl
+//! ```
+//!
+//! `report.html` and `loss.svg` are written to the folder of the metrics file.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::Parser;
+use overdrive::profiling::{Report, read_metrics};
+
+/// Writes the report of a run from its metrics file
+#[derive(Parser)]
+struct Flags {
+    /// The run's metrics.jsonl
+    metrics: PathBuf,
+}
+
+fn main() -> ExitCode {
+    overdrive_examples::exit(run(&Flags::parse()))
+}
+
+fn run(flags: &Flags) -> Result<()> {
+    let path = &flags.metrics;
+    let file = read_metrics(path)?;
+    let mut report = Report {
+        title: path.display().to_string(),
+        metrics: file.records,
+        ..Default::default()
+    };
+    if file.truncated.is_some() {
+        report
+            .notes
+            .push("The last line of the metrics file is cut off and left out.".into());
+    }
+    for (name, write) in [
+        (
+            "report.html",
+            Report::write_html as fn(&Report, PathBuf) -> _,
+        ),
+        ("loss.svg", Report::write_loss_svg),
+    ] {
+        let to = path.with_file_name(name);
+        write(&report, to.clone())?;
+        println!("wrote {}", to.display());
+    }
+    Ok(())
+}

@@ -1,0 +1,53 @@
+//! The flags of the example that shows every key/value cache.
+
+use clap::{Args, ValueEnum};
+use overdrive::generation::GenerationConfig;
+
+/// The kind of key/value cache, and the size of a sliding one.
+#[derive(Debug, Clone, Args)]
+pub struct CacheFlags {
+    /// How keys and values are kept [default: growing; paged for prompts of different lengths]
+    #[arg(long, value_enum)]
+    pub cache: Option<Cache>,
+    /// Tokens that a sliding cache keeps, of a model without windows of its own
+    #[arg(long)]
+    pub window: Option<i64>,
+    /// First tokens that a sliding cache keeps besides; with a few of them text goes on without end
+    #[arg(long, default_value_t = 0)]
+    pub sinks: i64,
+}
+
+/// The kinds of key/value cache; `none` computes all keys and values again for each token.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+#[allow(missing_docs, reason = "the names are those of overdrive-kv-cache")]
+pub enum Cache {
+    Growing,
+    Static,
+    Sliding,
+    Int8,
+    Int4,
+    Paged,
+    None,
+}
+
+impl CacheFlags {
+    /// Writes the flags into `config`.
+    pub fn apply(&self, config: &mut GenerationConfig) {
+        config.use_cache = !matches!(self.cache, Some(Cache::None));
+        let name = match self.cache {
+            Some(Cache::Growing) => Some("dynamic"),
+            Some(Cache::Static) => Some("static"),
+            Some(Cache::Sliding) => Some("sliding_window"),
+            Some(Cache::Int8) => Some("int8"),
+            Some(Cache::Int4) => Some("int4"),
+            Some(Cache::Paged) => Some("paged"),
+            Some(Cache::None) | None => None,
+        };
+        if let Some(name) = name {
+            config.cache_implementation = Some(name.to_owned());
+        }
+        let cache = &mut config.cache_config;
+        cache.window_length = self.window.or(cache.window_length);
+        cache.num_sink_tokens = self.sinks;
+    }
+}
