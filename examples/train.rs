@@ -9,21 +9,33 @@
 //! cargo xtask train --nproc 2                                            # or: torchrun --no-python …
 //! ```
 //!
-//! The run folder gets snapshots (`--save-steps N`), from which `--resume-from-checkpoint true` goes on bit for
-//! bit after a Ctrl-C, a SIGTERM (both end it with code 75) or a kill; metrics.jsonl, TensorBoard events,
-//! report.html and a Hugging Face model.
+//! The run folder gets snapshots (`--save-steps N`), from which `--resume-from-checkpoint true` resumes bit
+//! for bit after a Ctrl-C, a SIGTERM (both end it with code 75) or a kill; metrics.jsonl, TensorBoard events,
+//! report.html and a Hugging Face model. The example `own_model` trains another model by the same parts.
 
 use std::process::ExitCode;
+use std::time::Instant;
 
 use anyhow::Result;
 use clap::Parser;
+use overdrive::accumulation::{GradientAccumulator, Window};
+use overdrive::datasets::{Batch, DeviceLoader};
 use overdrive::distributed::ProcessGroup;
-use overdrive::precision::Precision;
+use overdrive::optim::{EarlyStopping, Ema, LrScheduler, Optimizer};
+use overdrive::precision::{GradScaler, Precision};
+use overdrive::profiling::{Phase, StepMetrics, StepWork, Tracker, Trackers, TrainingProgress};
+use overdrive::snapshot::RunState;
 use overdrive::trainer::{
-    Evaluation, Part, RunFolder, Saving, TextData, TrainArgs, TrainingArguments, TrainingLoop,
-    TrainingSummary, evaluate_in,
+    Evaluation, Interrupt, RunFolder, TextData, TrainArgs, TrainingArguments, load_best,
+    loader_totals,
 };
 use overdrive::transformer::CausalLm;
+use overdrive_examples::{
+    Summary, batch_loss, describe_model, evaluate, exit_or_resume, model_flops, name_lost_ranks,
+    new_model, shared, snapshot_files, write_results,
+};
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
 
 /// Trains a small Llama on real text
 #[derive(Parser)]
@@ -33,15 +45,14 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit_or_go_on(run(&Flags::parse()))
+    exit_or_resume(run(&Flags::parse()))
 }
 
-/// Whether it was interrupted.
+/// Returns whether the run was interrupted.
 fn run(flags: &Flags) -> Result<bool> {
     let mut notes = Vec::new();
-    let arguments = flags
-        .train
-        .resolve_telling(|note| notes.push(note.to_owned()))?;
+    let resolved = flags.train.resolve_telling(|note| notes.push(note.into()));
+    let arguments = resolved?;
     // The processes that torchrun or `cargo xtask train --nproc N` has started; most often one.
     let group = arguments.init_process_group()?;
     let say = |line: &str| {
@@ -49,92 +60,306 @@ fn run(flags: &Flags) -> Result<bool> {
             println!("{line}");
         }
     };
-    notes.iter().for_each(|note| say(note));
-    let (device, precision) = (arguments.device_in(&group), arguments.apply()?);
+    notes.iter().for_each(|note: &String| say(note));
+    let (device, precision) = (arguments.device(&group), arguments.apply()?);
     let data = TextData::prepare(&arguments, say)?;
-    let mut model = arguments.new_model(&data, device)?;
-    say(&format!(
-        "model       {:.2}M weights on {}, {precision}",
-        model.num_parameters() as f64 / 1e6,
-        match group.world_size() {
-            1 => format!("{device:?}"),
-            processes => format!("{device:?}, {processes} processes"),
-        }
-    ));
-    if let Some(warning) = precision.warning(device) {
-        say(&format!("            warning: {warning}"));
-    }
-    let memory = arguments.memory_plan(data.vocab_size()).estimate()?;
-    say(&format!(
-        "memory      about {} MiB of tensors at most, by estimate",
-        memory.peak >> 20
-    ));
+    let mut model = new_model(&arguments, &data, device)?;
+    describe_model(&model, &arguments, precision, &group, say)?;
     // Made when nothing can be wrong with data and model any more: no empty run is left behind.
-    let run = RunFolder::open_or_create_in(&group, &arguments)?;
-    say(&format!("run folder  {}", run.root().display()));
+    let folder = RunFolder::open_or_create(&group, &arguments)?;
+    say(&format!("run folder  {}", folder.root().display()));
 
     let training = Training {
         arguments: &arguments,
         group: &group,
-        run: &run,
-        data: &data,
         precision,
+        folder: Some(&folder),
+        files: snapshot_files(&model, &data, &arguments)?,
+        parameters: model.named_parameters(),
+        trackers: Trackers::new(),
     };
-    let summary = training.run(&mut model)?;
-    if !group.is_main() {
-        return Ok(summary.interrupted);
-    }
-    println!("{summary}{}", run.write_results(&arguments, &data, &model)?);
-    println!(
-        "report {}\nmodel  {}",
-        run.report().display(),
-        run.model().display()
-    );
-    if summary.interrupted {
-        let folder = run.root().display();
-        println!("go on with `--out {folder} --resume-from-checkpoint true`");
+    let loader = data.train_loader(&arguments, &group, device)?;
+    let (summary, ema) = training.fit(&mut model, loader, &mut |model| {
+        let batches = data.validation_loader(&arguments, &group, device)?;
+        let loss = evaluate(model, batches, precision, &group)?;
+        let bits_per_byte = data.validation.bits_per_byte(loss);
+        Ok(Evaluation {
+            loss,
+            bits_per_byte,
+        })
+    })?;
+    if group.is_main() {
+        let results = write_results(&folder, &arguments, &data, &model, ema)?;
+        println!("{summary}{results}");
+        println!(
+            "report {}\nmodel  {}",
+            folder.report().display(),
+            folder.model().display()
+        );
+        if summary.interrupted {
+            let root = folder.root().display();
+            println!("resume it with `--out {root} --resume-from-checkpoint true`");
+        }
     }
     Ok(summary.interrupted)
 }
 
-/// What a run is made of beside its model.
-struct Training<'a> {
-    arguments: &'a TrainingArguments,
-    group: &'a ProcessGroup,
-    run: &'a RunFolder,
-    data: &'a TextData,
-    precision: Precision,
+/// What a run consists of beside its model and its data. The example `finetune` trains by it too.
+pub struct Training<'a> {
+    pub arguments: &'a TrainingArguments,
+    pub group: &'a ProcessGroup,
+    pub precision: Precision,
+    /// Where snapshots and metrics go; `None` writes nothing.
+    pub folder: Option<&'a RunFolder>,
+    /// Files that make a snapshot the folder of a model: its configuration, its tokenizer.
+    pub files: Vec<(String, Vec<u8>)>,
+    /// The trainable parameters; these handles share storage with the model.
+    pub parameters: Vec<(String, Tensor)>,
+    /// Where metrics go beside the folder.
+    pub trackers: Trackers,
+}
+
+/// What changes from step to step beside the parameters and the loader.
+struct State {
+    optimizer: Box<dyn Optimizer>,
+    scheduler: LrScheduler,
+    scaler: Option<GradScaler>,
+    ema: Option<Ema>,
+    best: EarlyStopping,
+    done: Done,
+}
+
+#[derive(Default, Serialize, Deserialize)]
+struct Done {
+    steps: u64,
+    tokens: u64,
+    seconds: f64,
 }
 
 impl Training<'_> {
-    /// Micro-batches into steps; the loop itself is [`TrainingLoop::run`].
-    fn run(&self, model: &mut CausalLm) -> Result<TrainingSummary> {
-        let (arguments, group, run) = (self.arguments, self.group, self.run);
-        let part = Part::of(group, model.device());
-        let saving = Saving::of_model(arguments, group, run, model, self.data)?;
-        if group.is_main() {
-            println!("{}", saving.goes_on());
+    /// Trains until the last step, an interrupt, or the end of patience. All processes of the group run it
+    /// together, each on its share of the batches; losses, norms and the decision to stop are the same on
+    /// all of them.
+    pub fn fit(
+        self,
+        model: &mut CausalLm,
+        loader: DeviceLoader<Batch>,
+        evaluate: &mut dyn FnMut(&CausalLm) -> Result<Evaluation>,
+    ) -> Result<(Summary, Option<Ema>)> {
+        let group = self.group;
+        let trained = self.steps(model, loader, evaluate);
+        trained.map_err(|error| name_lost_ranks(group, error))
+    }
+
+    fn steps(
+        mut self,
+        model: &mut CausalLm,
+        mut loader: DeviceLoader<Batch>,
+        evaluate: &mut dyn FnMut(&CausalLm) -> Result<Evaluation>,
+    ) -> Result<(Summary, Option<Ema>)> {
+        let (arguments, group, precision) = (self.arguments, self.group, self.precision);
+        let (device, world) = (model.device(), group.world_size());
+        let plan = arguments.plan(loader.batches_per_epoch() as u64)?;
+        let ddp = arguments.data_parallel(group, shared(&self.parameters))?;
+        let mut accumulator = GradientAccumulator::with_sync(arguments.accumulation(), &ddp)?;
+        let mut optimizer = arguments.new_optimizer(group, shared(&self.parameters))?;
+        let mut state = State {
+            scheduler: arguments.new_scheduler(&plan, &mut optimizer)?,
+            optimizer,
+            scaler: precision.new_scaler()?,
+            ema: arguments.new_ema(shared(&self.parameters))?,
+            best: arguments.early_stopping()?,
+            done: Done::default(),
+        };
+        let mut recorder = arguments.new_recorder(model_flops(model), precision, device, world)?;
+        let mut profiler = arguments.new_profiler()?;
+        let mut progress = match group.is_main() {
+            true => TrainingProgress::new(plan.total_steps).with_logging_steps(plan.logging_steps),
+            false => TrainingProgress::silent(),
+        };
+        let interrupt = Interrupt::install()?;
+
+        let mut snapshots = None;
+        if let Some(folder) = self.folder {
+            let manager = folder.snapshots(group, arguments)?;
+            if let Some(snapshot) = arguments.snapshot_to_resume(&manager)? {
+                manager.load_state(&snapshot, self.registered(&mut state, &mut loader))?;
+                progress.println(&format!("resumed     from {}", snapshot.path().display()));
+            }
+            let metrics = folder.trackers(group, arguments, state.done.steps)?;
+            self.trackers = self.trackers.with(metrics);
+            snapshots = Some(manager);
         }
-        let mut batches = self.data.train_loader(arguments, part)?;
-        let weights = model.named_parameters();
-        let training = TrainingLoop {
-            arguments,
-            plan: arguments.plan(batches.batches_per_epoch() as u64)?,
-            precision: self.precision,
-            optimizer: arguments.new_optimizer(model)?,
-            data_parallel: arguments.data_parallel(group, weights)?,
-            trackers: run.trackers_in(group, arguments, saving.resumed_step())?,
-            saving: Some(saving),
-            shows_progress: group.is_main(),
+        let mut summary = Summary::resumed_after(state.done.steps);
+        let (began, seconds_before) = (Instant::now(), state.done.seconds);
+        let mut measure = |model: &mut CausalLm, ema: &mut Option<Ema>| -> Result<Evaluation> {
+            let _averaged = ema.as_mut().map(Ema::apply).transpose()?;
+            model.set_training(false)?;
+            let found = evaluate(model)?;
+            model.set_training(true)?;
+            Ok(found)
         };
-        let evaluate = |model: &CausalLm| {
-            let batches = self.data.validation_loader(arguments, part)?;
-            let loss = evaluate_in(group, model, batches, self.precision)?;
-            Ok(Evaluation {
-                loss,
-                bits_per_byte: self.data.validation.bits_per_byte(loss),
+        if arguments.eval_on_start && state.done.steps == 0 {
+            let found = measure(model, &mut state.ema)?;
+            let metrics = found.metrics(0);
+            self.trackers.log(&metrics)?;
+            progress.update(&metrics);
+        }
+
+        model.set_training(true)?;
+        // A run that patience has ended does not begin again.
+        let last_step = if state.best.should_stop() {
+            0
+        } else {
+            plan.total_steps
+        };
+        for step in state.done.steps + 1..=last_step {
+            recorder.begin_step();
+            let window = recorder.phase(Phase::Data, || {
+                let micro_batches = loader.by_ref().take(plan.micro_batches);
+                micro_batches.collect::<std::result::Result<Vec<_>, _>>()
+            })?;
+            accumulator.open(Window::new(
+                window.iter().map(|batch| batch.label_count as u64),
+            ))?;
+            for batch in &window {
+                let loss = recorder.phase(Phase::Forward, || {
+                    precision.autocast(device, || batch_loss(model, batch))
+                })??;
+                recorder.phase(Phase::Backward, || {
+                    let labels = batch.label_count as u64;
+                    accumulator.backward(&loss.sum, labels, state.scaler.as_mut())
+                })?;
+            }
+            let learning_rate = state.scheduler.last_lr().first().copied();
+            let stepped = recorder.phase(Phase::Optimizer, || {
+                accumulator.step(&mut state.optimizer, state.scaler.as_mut())
+            })?;
+            if stepped.stepped {
+                state.scheduler.step(&mut state.optimizer)?;
+                state.ema.as_mut().map(Ema::update).transpose()?;
+            }
+
+            let sum = |count: fn(&Batch) -> usize| window.iter().map(count).sum::<usize>() as f64;
+            let [loss, labels, tokens, padded, sequences, stop] = group.sums([
+                stepped.loss()? * stepped.tokens as f64,
+                stepped.tokens as f64,
+                sum(|batch| batch.tokens),
+                sum(Batch::padded_tokens),
+                sum(|batch| batch.sequences),
+                f64::from(u8::from(interrupt.requested())),
+            ])?;
+            state.done = Done {
+                steps: step,
+                tokens: state.done.tokens + tokens as u64,
+                seconds: seconds_before + began.elapsed().as_secs_f64(),
+            };
+            recorder.loader(loader_totals(&loader));
+            let record = recorder.end_step(StepWork {
+                tokens: tokens as u64,
+                samples: sequences as u64,
+            })?;
+            let mut metrics = StepMetrics {
+                step,
+                loss: loss / labels.max(1.0),
+                learning_rate: learning_rate.unwrap_or_default(),
+                grad_norm: stepped.grad_norm()?,
+                epoch: Some(step as f64 / plan.steps_per_epoch as f64),
+                loss_scale: state
+                    .scaler
+                    .as_ref()
+                    .map(GradScaler::get_scale)
+                    .transpose()?,
+                tokens_seen: Some(state.done.tokens),
+                elapsed_seconds: Some(state.done.seconds),
+                padding: (padded > tokens).then(|| 1.0 - tokens / padded),
+                ..StepMetrics::default()
+            };
+            record.apply_to(&mut metrics);
+            summary.add(&metrics, tokens as u64, padded as u64, record.seconds);
+            profiler
+                .as_mut()
+                .map(|profiler| profiler.step())
+                .transpose()?;
+
+            let (mut metric, mut improved) = (None, false);
+            if plan.eval_due(step) {
+                let found = measure(model, &mut state.ema)?;
+                found.apply_to(&mut metrics);
+                summary.evaluation = Some(found);
+                metric = arguments.best_model_metric(&found)?;
+                improved = metric.is_some_and(|value| state.best.observe(step, value).improved);
+            }
+            self.trackers.log(&metrics)?;
+            progress.update(&metrics);
+
+            summary.interrupted = stop > 0.0;
+            let ends = summary.interrupted || state.best.should_stop();
+            if let Some(snapshots) = &mut snapshots {
+                if plan.save_due(step, improved, ends) {
+                    let registered = self.registered(&mut state, &mut loader);
+                    snapshots.save_state(step, metric, registered)?;
+                }
+                let ended = snapshots.outcomes()?;
+                snapshots
+                    .warnings(&ended)
+                    .iter()
+                    .for_each(|line| progress.println(line));
+            }
+            if ends {
+                progress.println(match summary.interrupted {
+                    true => "interrupted: the model is saved as it is now",
+                    false => {
+                        "no improvement for `early_stopping_patience` evaluations: the run ends"
+                    }
+                });
+                break;
+            }
+        }
+
+        if let Some(mut snapshots) = snapshots {
+            let ended = snapshots.wait()?;
+            snapshots
+                .warnings(&ended)
+                .iter()
+                .for_each(|line| progress.println(line));
+            // Nobody leaves before all have written.
+            group.barrier()?;
+            if arguments.load_best_model_at_end && !summary.interrupted {
+                summary.best_step = load_best(&snapshots, group, &self.parameters)?;
+            }
+        }
+        model.set_training(false)?;
+        self.trackers.finish()?;
+        progress.finish();
+        profiler.map(|profiler| profiler.finish()).transpose()?;
+        summary.finish(&recorder, &state.optimizer);
+        Ok((summary, state.ema))
+    }
+
+    /// Registers all that a snapshot holds.
+    fn registered<'s>(
+        &self,
+        state: &'s mut State,
+        loader: &'s mut DeviceLoader<Batch>,
+    ) -> RunState<'s> {
+        let registered = RunState::new()
+            .tensors("model", shared(&self.parameters))
+            .register("lr_scheduler", &mut state.scheduler)
+            .register_optional("scaler", state.scaler.as_mut())
+            .register_optional("ema", state.ema.as_mut())
+            .register("early_stopping", &mut state.best)
+            .value("progress", &mut state.done)
+            .with_load("loader", loader.state_dict(), |state| {
+                loader.load_state_dict(state)
             })
+            .random_states();
+        let registered = match self.arguments.shards_optimizer() {
+            // Each process has the states of its own parameters.
+            true => registered.register_per_rank("optimizer", &mut state.optimizer),
+            false => registered.register("optimizer", &mut state.optimizer),
         };
-        Ok(training.run(model, &mut batches, &mut { evaluate })?)
+        let files = self.files.iter().cloned();
+        files.fold(registered, |state, (name, bytes)| state.file(name, bytes))
     }
 }

@@ -7,7 +7,7 @@ use overdrive_build::cpu::CpuFeatures;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
-use crate::{Autocast, CpuClass, GpuGeneration, Result, tf32};
+use crate::{Autocast, CpuClass, GpuGeneration, GradScaler, GradScalerConfig, Result, tf32};
 
 /// How matrix products are computed while the parameters stay in fp32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -74,6 +74,17 @@ impl Precision {
             Self::Fp16 => Some(Kind::Half),
             Self::Bf16 => Some(Kind::BFloat16),
         }
+    }
+
+    /// Makes the gradient scaler that training in this precision needs, with the defaults of
+    /// `torch.amp.GradScaler`; `None` where it needs none.
+    ///
+    /// # Errors
+    /// Never with these defaults.
+    pub fn new_scaler(self) -> Result<Option<GradScaler>> {
+        self.needs_grad_scaler()
+            .then(|| GradScaler::new(GradScalerConfig::default()))
+            .transpose()
     }
 
     /// Whether losses must be scaled.

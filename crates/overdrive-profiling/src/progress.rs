@@ -9,18 +9,19 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use crate::StepMetrics;
 use crate::units;
 
-/// A plain line appears at the latest after this time.
+/// Without an interval of the caller's, a plain line appears at the latest after this time.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
 
-/// A plain line appears at the latest after this part of the run.
+/// Without an interval of the caller's, a plain line appears at the latest after this part of the run.
 const PLAIN_PARTS: u64 = 10;
 
 /// A progress bar with loss, learning rate, tokens a second, peak memory and the time left, on
 /// standard error.
 ///
 /// Where standard error is no terminal (a log of a CI job, a file) it prints a plain line instead at
-/// the first step, the last one, and every tenth of the run or ten seconds between them. Output that
-/// cannot be written is dropped: progress is no reason to stop a training run.
+/// the first step, the last one, and every tenth of the run or ten seconds between them, or at the steps
+/// that [`with_logging_steps`](Self::with_logging_steps) gives. Output that cannot be written is dropped:
+/// progress is no reason to stop a training run.
 ///
 /// ```
 /// use overdrive_profiling::{StepMetrics, TrainingProgress};
@@ -34,6 +35,7 @@ const PLAIN_PARTS: u64 = 10;
 pub struct TrainingProgress {
     output: Output,
     total_steps: u64,
+    logging_steps: Option<u64>,
     first_step: Option<(u64, Instant)>,
     last_printed: Option<(u64, Instant)>,
 }
@@ -65,10 +67,18 @@ impl TrainingProgress {
         Self::with_output(total_steps, Output::Plain(Box::new(writer)))
     }
 
+    /// Prints a plain line at the first step, the last one, and every `steps` steps (`logging_steps`).
+    #[must_use]
+    pub fn with_logging_steps(mut self, steps: u64) -> Self {
+        self.logging_steps = Some(steps.max(1));
+        self
+    }
+
     fn with_output(total_steps: u64, output: Output) -> Self {
         Self {
             output,
             total_steps,
+            logging_steps: None,
             first_step: None,
             last_printed: None,
         }
@@ -132,6 +142,9 @@ impl TrainingProgress {
         let Some((last_step, last_time)) = self.last_printed else {
             return true;
         };
+        if let Some(every) = self.logging_steps {
+            return step.is_multiple_of(every) || step >= self.total_steps;
+        }
         let tenth = |step: u64| step * PLAIN_PARTS / self.total_steps.max(1);
         step >= self.total_steps
             || tenth(step) > tenth(last_step)
@@ -208,6 +221,21 @@ mod tests {
             peak_memory_bytes: 812 << 20,
             ..Default::default()
         }
+    }
+
+    #[test]
+    fn lines_come_every_logging_steps_and_at_the_first_and_last_step() {
+        let log = Log::default();
+        let mut progress = TrainingProgress::plain(10, log.clone()).with_logging_steps(4);
+        for step in 1..=10 {
+            progress.update(&StepMetrics {
+                step,
+                ..StepMetrics::default()
+            });
+        }
+        let text = log.text();
+        let steps: Vec<&str> = text.lines().map(|line| &line[5..7]).collect();
+        assert_eq!(steps, [" 1", " 4", " 8", "10"]);
     }
 
     #[test]

@@ -39,6 +39,8 @@ pub struct StepRecorderConfig {
     pub model: Option<ModelFlops>,
     /// What the device can do, for MFU ([`PeakFlops::of`]); default: unknown, no MFU.
     pub peak_flops: Option<PeakFlops>,
+    /// Devices that share the work of a step, each with this peak: MFU is over all of them. Default: 1.
+    pub devices: usize,
     /// The least time between two questions to the GPU's driver; default: 1 s.
     pub gpu_interval: Duration,
     /// From where on something counts as a bottleneck.
@@ -53,6 +55,7 @@ impl Default for StepRecorderConfig {
             window: 20,
             model: None,
             peak_flops: None,
+            devices: 1,
             gpu_interval: Duration::from_secs(1),
             thresholds: BottleneckThresholds::default(),
         }
@@ -270,7 +273,7 @@ impl StepRecorder {
         let Some(model) = self.config.model else {
             return;
         };
-        let reached = model.per_token() * tokens_per_second;
+        let reached = model.per_token() * tokens_per_second / self.config.devices.max(1) as f64;
         if let Some(peak) = &mut self.config.peak_flops
             && matches!(peak.source, PeakSource::Measured { .. })
             && reached > peak.flops_per_second
@@ -281,6 +284,7 @@ impl StepRecorder {
 
     fn mfu(&self, tokens_per_second: f64) -> Option<f64> {
         let peak = self.config.peak_flops.as_ref()?.flops_per_second;
+        let peak = peak * self.config.devices.max(1) as f64;
         let model = self.config.model.as_ref()?;
         Some(model.utilization(tokens_per_second, peak))
     }
@@ -518,6 +522,27 @@ mod tests {
             model.per_token() * record.tokens_per_second / 1e9
         ));
         assert_eq!(recorder.tokens_seen(), 2000);
+    }
+
+    #[test]
+    fn mfu_is_over_the_peak_of_all_devices_that_share_the_work() {
+        let model = ModelFlops {
+            parameters: 1000,
+            layers: 1,
+            heads: 1,
+            head_dim: 8,
+            sequence_length: 16,
+        };
+        let mut recorder = recorder(StepRecorderConfig {
+            model: Some(model),
+            peak_flops: Some(PeakFlops::given(1e9)),
+            devices: 4,
+            ..Default::default()
+        });
+        let record = slept(&mut recorder, 0, 2);
+        let mfu = record.mfu.expect("model and peak are known");
+        let expected = model.per_token() * record.tokens_per_second / 4e9;
+        assert!((mfu / expected - 1.0).abs() < 1e-6, "{mfu} {expected}");
     }
 
     #[test]

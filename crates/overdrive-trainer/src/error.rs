@@ -270,25 +270,6 @@ pub enum Error {
     #[error(transparent)]
     Distributed(#[from] overdrive_distributed::Error),
 
-    /// A run goes on with another number of processes than it was saved by.
-    #[error(
-        "{} was saved by {saved} processes, and {now} train now: their places in the data and random states \
-         are not those of {now}; start {saved} (`--nproc {saved}`)",
-        path.display()
-    )]
-    WorldSize {
-        /// The snapshot.
-        path: PathBuf,
-        /// The processes that it was saved by.
-        saved: usize,
-        /// Those that there are.
-        now: usize,
-    },
-
-    /// A random state cannot be read or set.
-    #[error(transparent)]
-    Random(#[from] overdrive_autograd::Error),
-
     /// Ctrl-C and the termination signal cannot be caught.
     #[error("cannot catch Ctrl-C and the termination signal: {source}")]
     Signals {

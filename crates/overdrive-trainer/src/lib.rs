@@ -1,21 +1,19 @@
-//! What a training program needs around its loop: arguments in Hugging Face's words, presets, run
-//! folders, interrupts.
+//! Everything that a training program needs around its loop: arguments under Hugging Face's names, presets,
+//! data, run folders, interrupts.
 //!
-//! What transformers' `TrainingArguments` and `HfArgumentParser` are to a Python user, and for going on
-//! with a model what TRL's `SFTTrainer` is:
+//! A Python user has transformers' `TrainingArguments` and `HfArgumentParser`, and TRL's data preparation:
 //!
 //! - [`TrainingArguments`] is the configuration, [`Preset`]s are ones that work as they stand;
 //! - [`TrainArgs`] are the flags, [`Layers`] puts flags over a JSON, YAML or TOML file over a preset
 //!   and names every wrong key, type and choice with the nearest right one;
-//! - [`TrainingPlan`] is what that comes to in whole steps;
-//! - [`TextData`] is the text of files of any kind, tokenized and split, [`BatchLoader`] its batches,
-//!   prepared by threads; [`evaluate`] the loss on the part held back;
-//!   `TrainingArguments` makes the other parts too: model, optimizer, schedule, scaler;
-//! - [`TrainingLoop`] is the loop, for any [`TrainBatch`];
-//! - [`finetune`] goes on with a model that there is, as [`FinetuneArguments`] say: LoRA, QLoRA, or all
-//!   weights, on questions and answers; [`compare`] does each and prints what they cost;
-//! - [`RunFolder`] is where a run writes, [`Saving`] are its snapshots, from which it goes on bit for bit,
-//!   [`Interrupt`] lets it end well.
+//! - [`TrainingPlan`] is the configuration in whole steps;
+//! - [`TextData`] is the text of files of any kind, tokenized and split, [`InstructionData`] are questions
+//!   and answers; both make loaders of batches, prepared by threads;
+//! - `TrainingArguments` makes the other parts of a run: process group, optimizer, schedule, data parallel,
+//!   the recorder of its steps;
+//! - [`RunFolder`] is where a run writes, with its snapshots and metrics; [`Interrupt`] lets it end well.
+//!
+//! The loop itself is in the example `train`, about 150 lines: copy it and change it.
 //!
 //! ```
 //! use clap::Parser;
@@ -52,53 +50,44 @@
 #![forbid(unsafe_code)]
 
 mod batch_loader;
-mod best_so_far;
 mod config_format;
 mod data_arguments;
 mod diagnosis;
 mod documents;
 mod error;
-mod evaluate;
+mod evaluation;
 mod execution_arguments;
 mod finetune;
 mod foreign_keys;
 mod guide_keys;
 mod interrupt;
-mod joint_step;
 mod layers;
 mod measures;
 mod model_arguments;
 mod parallel;
 mod plan;
 mod preset;
-mod recording;
-mod results;
 mod run_folder;
-mod samples;
 mod save_arguments;
-mod saving;
 mod setup;
+mod snapshots;
 mod text_data;
 mod text_records;
 mod text_source;
 mod train_args;
 mod train_batch;
 mod training_arguments;
-mod training_loop;
-mod training_summary;
-mod under_way;
 mod validate;
 
 pub use batch_loader::{BatchLoader, TrainBatches};
 pub use config_format::ConfigFormat;
 pub use data_arguments::{SampleBy, SequenceMode};
 pub use error::{Error, Result};
-pub use evaluate::{evaluate, evaluate_in};
+pub use evaluation::Evaluation;
 pub use execution_arguments::GradientCheckpointingArguments;
 pub use finetune::{
-    Comparison, ComputeDtype, FinetuneArgs, FinetuneArguments, FinetuneLayers, FinetuneModel,
-    FinetuneResults, InstructionData, Method, Quant4Type, TargetModulesArgument, TemplateFormat,
-    TrainingMemory, compare, finetune, finetune_in,
+    ComputeDtype, FinetuneArgs, FinetuneArguments, FinetuneLayers, InstructionData, Quant4Type,
+    TargetModulesArgument, TemplateFormat,
 };
 pub use interrupt::Interrupt;
 pub use layers::Layers;
@@ -106,14 +95,9 @@ pub use model_arguments::ModelArguments;
 pub use parallel::{DdpBackend, Part};
 pub use plan::TrainingPlan;
 pub use preset::Preset;
-pub use results::Results;
 pub use run_folder::RunFolder;
-pub use samples::write_samples;
 pub use save_arguments::{ResumeFromCheckpoint, SaveStrategy};
-pub use saving::Saving;
 pub use text_data::TextData;
 pub use train_args::TrainArgs;
 pub use train_batch::{TextBatch, TrainBatch};
 pub use training_arguments::{IntervalStrategy, OptimizerName, ReportTo, TrainingArguments};
-pub use training_loop::TrainingLoop;
-pub use training_summary::{Evaluation, TrainingSummary};

@@ -6,48 +6,13 @@ use overdrive_profiling::{
     DecoderShape, MemoryAttention, MemoryPlan, MemoryPrecision, ModelFlops, OptimizerMemory,
     PeakFlops, Profiler, ProfilerConfig, Recomputation, Schedule, StepRecorder, StepRecorderConfig,
 };
-use overdrive_transformer::{AttentionImplementation, CausalLm, ModelConfig};
-use tch::Kind;
+use overdrive_transformer::AttentionImplementation;
+use tch::{Device, Kind};
 
 use crate::{OptimizerName, Result, TrainingArguments};
 
 /// The trace begins after them: caches are full by then, and kernels made.
 pub(crate) const STEPS_BEFORE_TRACE: u64 = 5;
-
-/// The arithmetic of a token without its attention.
-fn flops_of(model: &CausalLm) -> ModelFlops {
-    let shape = shape_of(model);
-    ModelFlops {
-        parameters: u64::try_from(model.num_parameters()).unwrap_or(0),
-        layers: shape.layers,
-        heads: shape.heads,
-        head_dim: shape.head_dim,
-        sequence_length: 0,
-    }
-}
-
-/// The shape of a model. GPT-2's feed-forward part has two matrices where Llama's has three: its width
-/// is given so that they have as many weights.
-pub(crate) fn shape_of(model: &CausalLm) -> DecoderShape {
-    let count = |number: i64| u64::try_from(number).unwrap_or(0);
-    let config = model.config();
-    let intermediate = match config {
-        ModelConfig::Llama(llama) => llama.intermediate_size,
-        ModelConfig::Gpt2(gpt2) => gpt2.inner() * 2 / 3,
-        // A family that this crate does not know yet: the usual proportion.
-        _ => config.hidden_size() * 8 / 3,
-    };
-    DecoderShape {
-        layers: model.num_layers() as u64,
-        hidden: count(config.hidden_size()),
-        intermediate: count(intermediate),
-        heads: count(config.num_attention_heads()),
-        kv_heads: count(config.num_key_value_heads()),
-        head_dim: count(config.head_dim()),
-        vocabulary: count(config.vocab_size()),
-        tied_embeddings: config.tie_word_embeddings(),
-    }
-}
 
 impl TrainingArguments {
     /// The memory that the run will take, for a tokenizer of `vocab_size` tokens; displayed by its
@@ -67,7 +32,7 @@ impl TrainingArguments {
     }
 
     /// The same for a model of any shape.
-    pub(crate) fn memory_plan_of(&self, shape: DecoderShape) -> MemoryPlan {
+    pub fn memory_plan_of(&self, shape: DecoderShape) -> MemoryPlan {
         let how = &self.gradient_checkpointing_kwargs;
         let mut plan =
             MemoryPlan::new(shape, self.per_device_train_batch_size, self.context_length);
@@ -103,24 +68,32 @@ impl TrainingArguments {
         plan
     }
 
-    /// A recorder of this run's steps, which knows the model's arithmetic and the device's peak. On a
-    /// CPU the peak is measured, which takes a fraction of a second.
+    /// Makes a recorder of the steps of `devices` devices such as `device`, which knows the model's arithmetic
+    /// and the device's peak in `precision`. On a CPU the peak is measured, which takes a fraction of a
+    /// second.
     ///
     /// # Errors
     /// When the device cannot be measured.
-    pub fn new_recorder(&self, model: &CausalLm) -> Result<StepRecorder> {
-        let kind = match self.precision() {
+    pub fn new_recorder(
+        &self,
+        model: ModelFlops,
+        precision: Precision,
+        device: Device,
+        devices: usize,
+    ) -> Result<StepRecorder> {
+        let kind = match precision {
             Precision::Fp16 => Kind::Half,
             Precision::Bf16 => Kind::BFloat16,
             _ => Kind::Float,
         };
         Ok(StepRecorder::new(StepRecorderConfig {
-            device: model.device(),
+            device,
             model: Some(ModelFlops {
                 sequence_length: self.context_length,
-                ..flops_of(model)
+                ..model
             }),
-            peak_flops: Some(PeakFlops::of(model.device(), kind)?),
+            peak_flops: Some(PeakFlops::of(device, kind)?),
+            devices,
             ..StepRecorderConfig::default()
         })?)
     }

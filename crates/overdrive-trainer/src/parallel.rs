@@ -6,11 +6,10 @@ use overdrive_datasets::{LastShare, Shard};
 use overdrive_distributed::{
     Backend, DdpConfig, DistributedDataParallel, GroupConfig, ProcessGroup, init_process_group,
 };
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Tensor};
 
-use crate::{Error, Result, RunFolder, TrainingArguments};
+use crate::{Result, TrainingArguments};
 
 /// What carries gradients between processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -67,42 +66,6 @@ impl Part {
     }
 }
 
-impl RunFolder {
-    /// As [`open_or_create`](Self::open_or_create), on rank 0; the others learn from it which folder it is,
-    /// or what went wrong.
-    ///
-    /// # Errors
-    /// As [`open_or_create`](Self::open_or_create).
-    pub fn open_or_create_in(group: &ProcessGroup, arguments: &TrainingArguments) -> Result<Self> {
-        made_on_main(group, "open the run's folder", || {
-            Self::open_or_create(arguments)
-        })
-    }
-}
-
-/// What `make` makes on rank 0, for all; its own error in a world of one.
-pub(crate) fn made_on_main<T: Serialize + DeserializeOwned>(
-    group: &ProcessGroup,
-    what: &str,
-    make: impl FnOnce() -> Result<T>,
-) -> Result<T> {
-    match group.world_size() {
-        1 => make(),
-        _ => Ok(group.on_main(what, make)?),
-    }
-}
-
-/// The error of a run in which a process was lost names that process, wherever this one noticed.
-pub(crate) fn naming_the_lost(group: &ProcessGroup, error: Error) -> Error {
-    match error {
-        Error::Distributed(_) => error,
-        other => match group.explain(&other) {
-            Some(explained) => explained.into(),
-            None => other,
-        },
-    }
-}
-
 impl TrainingArguments {
     /// Meets the other processes that torchrun, a Kubernetes job, mpirun, srun or
     /// [`overdrive_distributed::Launch`] has started; without any of them it is a world of one.
@@ -116,15 +79,15 @@ impl TrainingArguments {
         Ok(init_process_group(config)?)
     }
 
-    /// Wraps what learns, so that gradients are averaged over the processes while backward runs. In a
-    /// world of one it does nothing.
+    /// Wraps the trainable parameters, so that gradients are averaged over the processes while backward runs.
+    /// In a world of one it does nothing.
     ///
     /// # Errors
     /// Where the processes have other models.
     pub fn data_parallel(
         &self,
         group: &ProcessGroup,
-        weights: Vec<(String, Tensor)>,
+        parameters: Vec<(String, Tensor)>,
     ) -> Result<DistributedDataParallel> {
         let defaults = DdpConfig::default();
         let config = DdpConfig {
@@ -134,24 +97,18 @@ impl TrainingArguments {
             ..defaults
         };
         let none: [(String, Tensor); 0] = [];
-        Ok(DistributedDataParallel::new(group, weights, none, config)?)
+        Ok(DistributedDataParallel::new(
+            group, parameters, none, config,
+        )?)
     }
 
-    /// The first GPU, or the CPU where there is none or `use_cpu` says so.
-    pub fn device(&self) -> Device {
-        if self.use_cpu {
-            Device::Cpu
-        } else {
-            Device::cuda_if_available()
-        }
-    }
-
-    /// The device of this process among those of `group`: the GPU of its local rank over NCCL, and the CPU
-    /// over Gloo. In a world of one, [`device`](Self::device).
-    pub fn device_in(&self, group: &ProcessGroup) -> Device {
+    /// Returns the device of this process. In a world of one it is the first GPU, or the CPU where there is
+    /// none or `use_cpu` says so; among several the GPU of its local rank over NCCL, and the CPU over Gloo.
+    pub fn device(&self, group: &ProcessGroup) -> Device {
         match (group.world_size(), self.backend()) {
-            (1, _) => self.device(),
-            (_, Backend::Nccl) if !self.use_cpu => group.device(),
+            _ if self.use_cpu => Device::Cpu,
+            (1, _) => Device::cuda_if_available(),
+            (_, Backend::Nccl) => group.device(),
             _ => Device::Cpu,
         }
     }

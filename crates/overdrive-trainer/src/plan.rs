@@ -19,6 +19,10 @@ pub struct TrainingPlan {
     pub eval_steps: Option<u64>,
     /// Steps between snapshots; `None` for none by their number.
     pub save_steps: Option<u64>,
+    /// When a snapshot is saved.
+    pub save_strategy: SaveStrategy,
+    /// Micro-batches of an optimizer step.
+    pub micro_batches: usize,
 }
 
 impl TrainingPlan {
@@ -29,15 +33,17 @@ impl TrainingPlan {
             .is_some_and(|every| step.is_multiple_of(every) || step == self.total_steps)
     }
 
-    /// Whether a snapshot is saved after this step (counted from 1): at every interval and after the last.
-    pub fn save_due(&self, step: u64) -> bool {
-        self.save_steps
-            .is_some_and(|every| step.is_multiple_of(every) || step == self.total_steps)
-    }
-
-    /// Whether this step (counted from 1) gets a line: at every interval, the first and the last.
-    pub fn log_due(&self, step: u64) -> bool {
-        step.is_multiple_of(self.logging_steps) || step == 1 || step == self.total_steps
+    /// Whether a snapshot is saved after this step (counted from 1): at every interval and after the last,
+    /// where the run `ends` early, and with `save_strategy: best` where the evaluation `improved`.
+    pub fn save_due(&self, step: u64, improved: bool, ends: bool) -> bool {
+        match self.save_strategy {
+            SaveStrategy::No => false,
+            SaveStrategy::Best => improved || ends,
+            SaveStrategy::Steps | SaveStrategy::Epoch => {
+                let every = self.save_steps.unwrap_or(self.total_steps);
+                step.is_multiple_of(every) || step == self.total_steps || ends
+            }
+        }
     }
 
     /// The lengths that a learning-rate schedule needs.
@@ -94,6 +100,8 @@ impl TrainingArguments {
             logging_steps,
             eval_steps,
             save_steps,
+            save_strategy: self.save_strategy,
+            micro_batches: usize::try_from(self.gradient_accumulation_steps).unwrap_or(usize::MAX),
         })
     }
 }

@@ -4,6 +4,7 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
+use overdrive_distributed::ProcessGroup;
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result, ResumeFromCheckpoint, TrainingArguments};
@@ -79,17 +80,20 @@ impl RunFolder {
         })
     }
 
-    /// The folder of the run that `resume_from_checkpoint` goes on with, where there is one; else as
-    /// [`create`](RunFolder::create).
+    /// Opens the folder of the run that `resume_from_checkpoint` resumes, where there is one; else as
+    /// [`create`](RunFolder::create). Rank 0 does it; the other processes of `group` learn from it which
+    /// folder it is, or what went wrong.
     ///
     /// # Errors
     /// As for [`create`](RunFolder::create), and [`Error::Invalid`] if nothing says where the run is.
-    pub fn open_or_create(arguments: &TrainingArguments) -> Result<Self> {
-        let Some(run) = Self::to_resume(arguments)? else {
-            return Self::create(arguments);
-        };
-        run.write_arguments(arguments)?;
-        Ok(run)
+    pub fn open_or_create(group: &ProcessGroup, arguments: &TrainingArguments) -> Result<Self> {
+        on_main(group, || {
+            let Some(run) = Self::to_resume(arguments)? else {
+                return Self::create(arguments);
+            };
+            run.write_arguments(arguments)?;
+            Ok(run)
+        })
     }
 
     /// The folder of the run that `resume_from_checkpoint` goes on with, where there is one.
@@ -208,7 +212,7 @@ impl RunFolder {
     /// known as a run.
     fn clear(&self) -> Result<()> {
         for folder in self
-            .snapshots()?
+            .snapshot_folders()?
             .into_iter()
             .chain([self.tensorboard(), self.model()])
         {
@@ -221,7 +225,7 @@ impl RunFolder {
     }
 
     /// The folders of its snapshots, whole or not.
-    fn snapshots(&self) -> Result<Vec<PathBuf>> {
+    fn snapshot_folders(&self) -> Result<Vec<PathBuf>> {
         let entries = fs::read_dir(&self.root).map_err(Error::io("list", &self.root))?;
         let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
         let is_one = |path: &PathBuf| {
@@ -244,6 +248,17 @@ impl RunFolder {
                 Err(source) => return Err(not_writable(parent, source)),
             }
         }
+    }
+}
+
+/// The folder that rank 0 opens, for all; its own error in a world of one.
+pub(crate) fn on_main(
+    group: &ProcessGroup,
+    open: impl FnOnce() -> Result<RunFolder>,
+) -> Result<RunFolder> {
+    match group.world_size() {
+        1 => open(),
+        _ => Ok(group.on_main("open the run's folder", open)?),
     }
 }
 

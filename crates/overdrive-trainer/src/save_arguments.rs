@@ -6,7 +6,7 @@ use overdrive_optim::{EarlyStopping, EarlyStoppingConfig};
 use overdrive_snapshot::{Best, SnapshotOptions};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::{Error, Evaluation, IntervalStrategy, Result, TrainingArguments};
+use crate::{Error, IntervalStrategy, Result, TrainingArguments};
 
 /// When a snapshot is saved: `SaveStrategy` of transformers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,38 +53,7 @@ impl<'de> Deserialize<'de> for ResumeFromCheckpoint {
     }
 }
 
-/// A metric that one model can be better in than another.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Metric {
-    Loss,
-    BitsPerByte,
-}
-
-impl Metric {
-    pub(crate) fn of(self, evaluation: &Evaluation) -> Option<f64> {
-        match self {
-            Self::Loss => Some(evaluation.loss),
-            Self::BitsPerByte => evaluation.bits_per_byte,
-        }
-    }
-}
-
 impl TrainingArguments {
-    /// What `metric_for_best_model` names.
-    pub(crate) fn metric(&self) -> Result<Metric> {
-        let name = self.metric_for_best_model.as_deref().unwrap_or("loss");
-        match name.strip_prefix("eval_").unwrap_or(name) {
-            "loss" => Ok(Metric::Loss),
-            "bits_per_byte" => Ok(Metric::BitsPerByte),
-            _ => Err(Error::Invalid {
-                key: "metric_for_best_model",
-                given: format!("`{name}`"),
-                problem: "evaluations have `loss` and `bits_per_byte`".to_owned(),
-                way_out: "name one of them".to_owned(),
-            }),
-        }
-    }
-
     /// Whether anything depends on which evaluation was best.
     fn looks_for_best(&self) -> bool {
         self.load_best_model_at_end
@@ -105,10 +74,14 @@ impl TrainingArguments {
         }
     }
 
-    /// What finds the best evaluation, and ends the run when none is any more.
-    pub(crate) fn early_stopping(&self) -> Result<EarlyStopping> {
+    /// Makes what keeps track of the best evaluation, and ends the run where `early_stopping_patience` says
+    /// so.
+    ///
+    /// # Errors
+    /// When the patience or the threshold is out of its range.
+    pub fn early_stopping(&self) -> Result<EarlyStopping> {
         Ok(EarlyStopping::new(EarlyStoppingConfig {
-            early_stopping_patience: self.early_stopping_patience.unwrap_or(u32::MAX),
+            early_stopping_patience: self.early_stopping_patience,
             early_stopping_threshold: self.early_stopping_threshold,
             greater_is_better: self.greater_is_better.unwrap_or(false),
         })?)

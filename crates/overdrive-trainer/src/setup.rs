@@ -1,13 +1,14 @@
-//! From the arguments to the parts of a run: device, precision, model, optimizer, schedule.
+//! From the arguments to the parts of a run: precision, accumulation, optimizer, schedule.
 
 use overdrive_optim::{
     Adafactor, AdafactorConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, Lion, LionConfig,
-    LrScheduler, Optimizer, PagedAdamW, PagedAdamWConfig, Schedule, Sgd, SgdConfig, StateBits,
+    LrScheduler, Optimizer, ParamGroup, PagedAdamW, PagedAdamWConfig, Schedule, Sgd, SgdConfig, StateBits,
     decay_groups,
 };
-use overdrive_precision::{GradScaler, GradScalerConfig, Precision};
-use overdrive_transformer::{CausalLm, InitOptions, ModelConfig};
-use tch::{Device, Kind, Tensor};
+use overdrive_accumulation::AccumulationConfig;
+use overdrive_precision::Precision;
+use serde_json::Value;
+use tch::Tensor;
 
 use crate::{OptimizerName, Result, TextData, TrainingArguments, TrainingPlan};
 
@@ -40,12 +41,8 @@ impl TrainingArguments {
         Ok(self.precision())
     }
 
-    /// A fresh model of the shape that `model` describes, for the tokenizer of `data`, its weights
-    /// drawn from `seed`.
-    ///
-    /// # Errors
-    /// When the shape is none that can be built.
-    pub fn new_model(&self, data: &TextData, device: Device) -> Result<CausalLm> {
+    /// The `config.json` of a fresh model of the shape that `model` describes, for the tokenizer of `data`.
+    pub fn model_config(&self, data: &TextData) -> Value {
         let mut json = self
             .model
             .to_hugging_face(data.vocab_size(), self.context_length);
@@ -53,33 +50,28 @@ impl TrainingArguments {
             json["eos_token_id"] = end.into();
             json["bos_token_id"] = end.into();
         }
-        let config = ModelConfig::try_from(json)?;
-        let init = InitOptions {
-            device,
-            kind: Kind::Float,
-            seed: self.seed,
-        };
-        let mut model = CausalLm::new(&config, &init)?;
-        model.set_requires_grad(true)?;
-        model.set_execution(self.execution());
-        Ok(model)
+        json
     }
 
-    /// The optimizer that `optim` names, over the model's parameters, without decay for norms, biases
-    /// and embeddings.
+    /// How gradients are accumulated and clipped.
+    pub fn accumulation(&self) -> AccumulationConfig {
+        AccumulationConfig {
+            gradient_accumulation_steps: usize::try_from(self.gradient_accumulation_steps)
+                .unwrap_or(usize::MAX),
+            max_grad_norm: (self.max_grad_norm > 0.0).then_some(self.max_grad_norm),
+        }
+    }
+
+    /// Makes the optimizer that `optim` names, over these parameters, without decay for norms, biases and
+    /// embeddings.
     ///
     /// # Errors
     /// When an option is out of its range, or a paged state finds no room.
-    pub fn new_optimizer(&self, model: &CausalLm) -> Result<Box<dyn Optimizer>> {
-        self.optimizer_over(model.named_parameters())
+    pub fn new_optimizer(&self, parameters: Vec<(String, Tensor)>) -> Result<Box<dyn Optimizer>> {
+        Ok(self.optimizer_of(decay_groups(parameters, self.weight_decay))?)
     }
 
-    /// The optimizer that `optim` names, over these parameters.
-    ///
-    /// # Errors
-    /// As [`new_optimizer`](Self::new_optimizer).
-    pub fn optimizer_over(&self, parameters: Vec<(String, Tensor)>) -> Result<Box<dyn Optimizer>> {
-        let groups = decay_groups(parameters, self.weight_decay);
+    fn optimizer_of(&self, groups: Vec<ParamGroup>) -> overdrive_optim::Result<Box<dyn Optimizer>> {
         let learning_rate = self.learning_rate;
         let weight_decay = self.weight_decay;
         let betas = (self.adam_beta1, self.adam_beta2);
@@ -152,7 +144,7 @@ impl TrainingArguments {
     pub fn new_scheduler(
         &self,
         plan: &TrainingPlan,
-        optimizer: &mut impl Optimizer,
+        optimizer: &mut dyn Optimizer,
     ) -> Result<LrScheduler> {
         let schedule = Schedule::new(
             self.lr_scheduler_type,
@@ -161,16 +153,5 @@ impl TrainingArguments {
             &self.lr_scheduler_kwargs,
         )?;
         Ok(LrScheduler::new(schedule, optimizer)?)
-    }
-
-    /// The gradient scaler, where the precision needs one.
-    ///
-    /// # Errors
-    /// Never with these defaults.
-    pub fn new_scaler(&self) -> Result<Option<GradScaler>> {
-        if !self.precision().needs_grad_scaler() {
-            return Ok(None);
-        }
-        Ok(Some(GradScaler::new(GradScalerConfig::default())?))
     }
 }

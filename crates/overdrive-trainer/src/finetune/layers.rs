@@ -1,9 +1,11 @@
 use std::path::Path;
 
+use overdrive_distributed::ProcessGroup;
 use serde_json::{Map, Value};
 
 use super::FinetuneArguments;
 use crate::layers::{self, Layers};
+use crate::run_folder::on_main;
 use crate::{
     ConfigFormat, Error, Result, RunFolder, config_format, diagnosis, foreign_keys, guide_keys,
 };
@@ -200,16 +202,15 @@ impl FinetuneArguments {
         self.write_into(RunFolder::make(&self.training, "finetune")?)
     }
 
-    /// The folder of the run that `resume_from_checkpoint` goes on with, where there is one; else as
-    /// [`create_folder`](FinetuneArguments::create_folder).
+    /// As [`RunFolder::open_or_create`], with the configuration of a fine-tuning.
     ///
     /// # Errors
     /// As [`RunFolder::open_or_create`].
-    pub fn open_or_create_folder(&self) -> Result<RunFolder> {
-        match RunFolder::to_resume(&self.training)? {
+    pub fn open_or_create_folder(&self, group: &ProcessGroup) -> Result<RunFolder> {
+        on_main(group, || match RunFolder::to_resume(&self.training)? {
             Some(run) => self.write_into(run),
             None => self.create_folder(),
-        }
+        })
     }
 
     fn write_into(&self, run: RunFolder) -> Result<RunFolder> {

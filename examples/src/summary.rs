@@ -1,39 +1,28 @@
-//! What a run came to.
-
 use std::fmt;
 
-use overdrive_profiling::{Bottleneck, DataLoading};
-
-/// What an evaluation found.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Evaluation {
-    /// The mean loss in nats a token.
-    pub loss: f64,
-    /// The same in bits a byte of text, where the bytes are known.
-    pub bits_per_byte: Option<f64>,
-}
+use overdrive::profiling::{Bottleneck, DataLoading};
+use overdrive::trainer::Evaluation;
 
 /// What a run came to.
 #[derive(Debug, Clone, Default)]
-#[non_exhaustive]
-pub struct TrainingSummary {
+pub struct Summary {
     /// The loss of each step since this process began, over all processes, in nats a token.
     pub losses: Vec<f64>,
     /// The last evaluation.
     pub evaluation: Option<Evaluation>,
-    /// Tokens worked through by all processes, padding not counted.
+    /// Tokens of all processes, padding not counted.
     pub tokens: u64,
-    /// The same with padding.
-    pub places: u64,
+    /// Tokens of all processes with padding.
+    pub padded_tokens: u64,
     /// Seconds of all steps, evaluations not counted.
     pub step_seconds: f64,
     /// Bytes of the optimizer's state.
     pub optimizer_bytes: u64,
-    /// What held the steps up.
+    /// What slowed the steps down.
     pub bottleneck: Option<Bottleneck>,
     /// How long the steps waited for their batches.
     pub data_loading: Option<DataLoading>,
-    /// The step after which it went on; 0 for a new run.
+    /// The step after which the run resumed; 0 for a new run.
     pub resumed_step: u64,
     /// The step whose weights the model has at the end, where it has those of the best snapshot.
     pub best_step: Option<u64>,
@@ -41,24 +30,23 @@ pub struct TrainingSummary {
     pub interrupted: bool,
 }
 
-impl TrainingSummary {
-    /// Tokens a second over all steps.
+impl Summary {
+    /// Returns the tokens a second over all steps.
     pub fn tokens_per_second(&self) -> f64 {
         self.tokens as f64 / self.step_seconds.max(f64::MIN_POSITIVE)
     }
 
-    /// The part of all places that was padding, 0 to 1.
+    /// Returns the share of padding among all tokens, 0 to 1.
     pub fn padding(&self) -> f64 {
-        padding(self.tokens, self.places)
+        1.0 - self.tokens as f64 / self.padded_tokens.max(1) as f64
     }
 }
 
-/// What is worth a line at the end: padding, waiting for data, what held the steps up.
-impl fmt::Display for TrainingSummary {
+/// What is worth a line at the end: padding, waiting for data, the bottleneck.
+impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.padding() > 0.0 {
-            let padding = 100.0 * self.padding();
-            writeln!(f, "{padding:.1}% of the places were padding")?;
+            writeln!(f, "{:.1}% of the tokens were padding", 100.0 * self.padding())?;
         }
         if let Some(loading) = self.data_loading {
             writeln!(f, "{loading}")?;
@@ -71,9 +59,4 @@ impl fmt::Display for TrainingSummary {
         }
         Ok(())
     }
-}
-
-/// The part of all places that holds no token, 0 to 1.
-pub(crate) fn padding(tokens: u64, places: u64) -> f64 {
-    1.0 - tokens as f64 / places.max(1) as f64
 }

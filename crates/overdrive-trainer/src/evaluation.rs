@@ -1,0 +1,49 @@
+//! What an evaluation finds, and which metric of it decides.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result, TrainingArguments};
+
+/// What an evaluation found.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Evaluation {
+    /// The mean loss in nats a token.
+    pub loss: f64,
+    /// The same in bits a byte of text, where the bytes are known.
+    pub bits_per_byte: Option<f64>,
+}
+
+/// A metric that one model can be better in than another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Metric {
+    Loss,
+    BitsPerByte,
+}
+
+impl TrainingArguments {
+    /// Returns the metric of an evaluation that `metric_for_best_model` names, where it was measured.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the key names no metric.
+    pub fn best_model_metric(&self, evaluation: &Evaluation) -> Result<Option<f64>> {
+        Ok(match self.metric()? {
+            Metric::Loss => Some(evaluation.loss),
+            Metric::BitsPerByte => evaluation.bits_per_byte,
+        })
+    }
+
+    /// The metric that `metric_for_best_model` names.
+    pub(crate) fn metric(&self) -> Result<Metric> {
+        let name = self.metric_for_best_model.as_deref().unwrap_or("loss");
+        match name.strip_prefix("eval_").unwrap_or(name) {
+            "loss" => Ok(Metric::Loss),
+            "bits_per_byte" => Ok(Metric::BitsPerByte),
+            _ => Err(Error::Invalid {
+                key: "metric_for_best_model",
+                given: format!("`{name}`"),
+                problem: "evaluations have `loss` and `bits_per_byte`".to_owned(),
+                way_out: "name one of them".to_owned(),
+            }),
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! The snapshots and metrics of a run folder.
+
+use overdrive_distributed::ProcessGroup;
+use overdrive_profiling::{JsonLines, TensorBoard, Trackers};
+use overdrive_snapshot::{Snapshot, SnapshotManager};
+
+use crate::{ReportTo, Result, ResumeFromCheckpoint, RunFolder, TrainingArguments};
+
+impl RunFolder {
+    /// Opens the folder's snapshots, `checkpoint-<step>`. Each process of `group` calls it.
+    ///
+    /// # Errors
+    /// [`overdrive_snapshot::Error::Locked`] while another run writes there.
+    pub fn snapshots(
+        &self,
+        group: &ProcessGroup,
+        arguments: &TrainingArguments,
+    ) -> Result<SnapshotManager> {
+        let (ranks, options) = (Box::new(group.clone()), arguments.snapshot_options());
+        Ok(SnapshotManager::with_ranks(self.root(), options, ranks)?)
+    }
+
+    /// Opens `metrics.jsonl`, and what `report_to` names, on rank 0; the other ranks track nothing. A run
+    /// that resumes after `resumed_step` keeps the lines up to it; a new one (0) begins the file anew.
+    ///
+    /// # Errors
+    /// When a file cannot be made.
+    pub fn trackers(
+        &self,
+        group: &ProcessGroup,
+        arguments: &TrainingArguments,
+        resumed_step: u64,
+    ) -> Result<Trackers> {
+        if !group.is_main() {
+            return Ok(Trackers::new());
+        }
+        let mut trackers = Trackers::new().with(JsonLines::resume(self.metrics(), resumed_step)?);
+        if arguments.reports_to(ReportTo::TensorBoard) {
+            trackers = trackers.with(TensorBoard::create(self.tensorboard())?);
+        }
+        Ok(trackers)
+    }
+}
+
+impl TrainingArguments {
+    /// Finds the snapshot that `resume_from_checkpoint` means; `None` for a new run, and where there is no
+    /// snapshot yet. Each process of the run calls it.
+    ///
+    /// # Errors
+    /// When the snapshot that is named is damaged, or the folder cannot be read.
+    pub fn snapshot_to_resume(&self, snapshots: &SnapshotManager) -> Result<Option<Snapshot>> {
+        Ok(match &self.resume_from_checkpoint {
+            None | Some(ResumeFromCheckpoint::Latest(false)) => None,
+            Some(ResumeFromCheckpoint::Latest(true)) => snapshots.latest()?,
+            Some(ResumeFromCheckpoint::Folder(folder)) => Some(Snapshot::open(folder)?),
+        })
+    }
+}

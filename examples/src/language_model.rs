@@ -1,0 +1,105 @@
+//! What the loops of `train` and `finetune` need to know of a language model.
+
+use anyhow::Result;
+use overdrive::attention::PackedLengths;
+use overdrive::datasets::{Batch, DeviceLoader};
+use overdrive::distributed::ProcessGroup;
+use overdrive::precision::Precision;
+use overdrive::profiling::{DecoderShape, ModelFlops};
+use overdrive::trainer::{TextData, TrainingArguments};
+use overdrive::transformer::{
+    CausalLm, ForwardInput, InitOptions, LabelShift, LossOutput, ModelConfig,
+};
+use tch::{Device, Kind};
+
+/// Makes a model of the shape that the configuration describes, for the tokenizer of `data`. Its weights
+/// are drawn from the seed.
+pub fn new_model(
+    arguments: &TrainingArguments,
+    data: &TextData,
+    device: Device,
+) -> Result<CausalLm> {
+    let config = ModelConfig::try_from(arguments.model_config(data))?;
+    let init = InitOptions {
+        device,
+        kind: Kind::Float,
+        seed: arguments.seed,
+    };
+    let mut model = CausalLm::new(&config, &init)?;
+    model.set_requires_grad(true)?;
+    model.set_execution(arguments.execution());
+    Ok(model)
+}
+
+/// Computes the summed loss of a batch.
+///
+/// Padding is on the right, where a causal model does not look, and its labels do not count: no mask is
+/// needed, and attention keeps its fastest kernel.
+pub fn batch_loss(model: &CausalLm, batch: &Batch) -> Result<LossOutput> {
+    let mut input = ForwardInput::new(&batch.input_ids);
+    if let Some(positions) = &batch.position_ids {
+        input = input.with_position_ids(positions);
+    }
+    let packed = (!batch.sequence_lengths.is_empty())
+        .then(|| PackedLengths::from_lengths(&batch.sequence_lengths, batch.input_ids.device()))
+        .transpose()?;
+    if let Some(sequences) = &packed {
+        input = input.with_sequences(sequences);
+    }
+    Ok(model.loss_of(input, &batch.labels, LabelShift::HuggingFace)?)
+}
+
+/// Computes the mean negative log-likelihood, in nats a token, over all labels of `batches`, those of all
+/// processes, without gradients.
+pub fn evaluate(
+    model: &CausalLm,
+    batches: DeviceLoader<Batch>,
+    precision: Precision,
+    group: &ProcessGroup,
+) -> Result<f64> {
+    let _no_grad = tch::no_grad_guard();
+    let device = model.device();
+    let (mut sum, mut tokens) = (0.0, 0);
+    for batch in batches {
+        let batch = batch?;
+        let loss = precision.autocast(device, || batch_loss(model, &batch))??;
+        sum += f64::try_from(loss.sum)?;
+        tokens += loss.tokens;
+    }
+    Ok(group.weighted_mean(sum, tokens as f64)?)
+}
+
+/// Returns the shape of a model, for estimates of its memory. GPT-2's feed-forward part has two matrices
+/// where Llama's has three: its width is given so that they have as many weights.
+pub fn decoder_shape(model: &CausalLm) -> DecoderShape {
+    let count = |number: i64| u64::try_from(number).unwrap_or(0);
+    let config = model.config();
+    let intermediate = match config {
+        ModelConfig::Llama(llama) => llama.intermediate_size,
+        ModelConfig::Gpt2(gpt2) => gpt2.inner() * 2 / 3,
+        // A family that this program does not know: the usual proportion.
+        _ => config.hidden_size() * 8 / 3,
+    };
+    DecoderShape {
+        layers: model.num_layers() as u64,
+        hidden: count(config.hidden_size()),
+        intermediate: count(intermediate),
+        heads: count(config.num_attention_heads()),
+        kv_heads: count(config.num_key_value_heads()),
+        head_dim: count(config.head_dim()),
+        vocabulary: count(config.vocab_size()),
+        tied_embeddings: config.tie_word_embeddings(),
+    }
+}
+
+/// Returns the arithmetic of a token in `model`.
+pub fn model_flops(model: &CausalLm) -> ModelFlops {
+    let shape = decoder_shape(model);
+    ModelFlops {
+        parameters: u64::try_from(model.num_parameters()).unwrap_or(0),
+        layers: shape.layers,
+        heads: shape.heads,
+        head_dim: shape.head_dim,
+        sequence_length: 0,
+    }
+}
