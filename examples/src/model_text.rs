@@ -46,7 +46,7 @@ impl ModelText {
         let collector = InputCollector::new(Moments::Full);
         let (mut collector, read) = observe_inputs(collector, || -> Result<()> {
             for batch in batches.take(count) {
-                let _logits = model.forward(ForwardInput::new(batch?.input_ids()))?;
+                let _logits = model.forward(ForwardInput::new(&batch?.input_ids))?;
             }
             Ok(())
         });

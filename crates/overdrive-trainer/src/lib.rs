@@ -8,10 +8,10 @@
 //! - [`TrainArgs`] are the flags, [`Layers`] puts flags over a JSON, YAML or TOML file over a preset
 //!   and names every wrong key, type and choice with the nearest right one;
 //! - [`TrainingPlan`] is what that comes to in whole steps;
-//! - [`TextData`] is the text of files of any kind, tokenized and split, [`BatchLoader`] its batches,
+//! - [`TextData`] is the text of files of any kind, tokenized and split, and makes loaders of its batches,
 //!   prepared by threads; [`evaluate`] the loss on the part held back;
 //!   `TrainingArguments` makes the other parts too: model, optimizer, schedule, scaler;
-//! - [`TrainingLoop`] is the loop, for any [`TrainBatch`];
+//! - [`TrainingLoop`] is the loop;
 //! - [`finetune`] goes on with a model that there is, as [`FinetuneArguments`] say: LoRA, QLoRA, or all
 //!   weights, on questions and answers; [`compare`] does each and prints what they cost;
 //! - [`RunFolder`] is where a run writes, [`Saving`] are its snapshots, from which it goes on bit for bit,
@@ -51,7 +51,6 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
-mod batch_loader;
 mod best_so_far;
 mod config_format;
 mod data_arguments;
@@ -66,6 +65,7 @@ mod guide_keys;
 mod interrupt;
 mod joint_step;
 mod layers;
+mod loading;
 mod measures;
 mod model_arguments;
 mod parallel;
@@ -82,14 +82,12 @@ mod text_data;
 mod text_records;
 mod text_source;
 mod train_args;
-mod train_batch;
 mod training_arguments;
 mod training_loop;
 mod training_summary;
 mod under_way;
 mod validate;
 
-pub use batch_loader::{BatchLoader, TrainBatches};
 pub use config_format::ConfigFormat;
 pub use data_arguments::{SampleBy, SequenceMode};
 pub use error::{Error, Result};
@@ -113,7 +111,6 @@ pub use save_arguments::{ResumeFromCheckpoint, SaveStrategy};
 pub use saving::Saving;
 pub use text_data::TextData;
 pub use train_args::TrainArgs;
-pub use train_batch::{TextBatch, TrainBatch};
 pub use training_arguments::{IntervalStrategy, OptimizerName, ReportTo, TrainingArguments};
 pub use training_loop::TrainingLoop;
 pub use training_summary::{Evaluation, TrainingSummary};

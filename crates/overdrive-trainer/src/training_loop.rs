@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use overdrive_datasets::{Batch, DeviceLoader};
 use overdrive_distributed::DistributedDataParallel;
 use overdrive_optim::Optimizer;
 use overdrive_precision::Precision;
@@ -10,10 +11,7 @@ use overdrive_transformer::CausalLm;
 
 use crate::parallel::naming_the_lost;
 use crate::under_way::UnderWay;
-use crate::{
-    Evaluation, Result, Saving, TrainBatch, TrainBatches, TrainingArguments, TrainingPlan,
-    TrainingSummary,
-};
+use crate::{Evaluation, Result, Saving, TrainingArguments, TrainingPlan, TrainingSummary};
 
 /// What a run is made of beside its model and its data.
 pub struct TrainingLoop<'a> {
@@ -50,10 +48,10 @@ impl TrainingLoop<'_> {
     ///
     /// # Errors
     /// The first of a batch, a step, an evaluation or a tracker.
-    pub fn run<B: TrainBatch>(
+    pub fn run(
         self,
         model: &mut CausalLm,
-        batches: &mut dyn TrainBatches<B>,
+        batches: &mut DeviceLoader<Batch>,
         evaluate: &mut dyn FnMut(&CausalLm) -> Result<Evaluation>,
     ) -> Result<TrainingSummary> {
         let group = self.data_parallel.group().clone();
@@ -61,10 +59,10 @@ impl TrainingLoop<'_> {
             .map_err(|error| naming_the_lost(&group, error))
     }
 
-    fn train<B: TrainBatch>(
+    fn train(
         mut self,
         model: &mut CausalLm,
-        batches: &mut dyn TrainBatches<B>,
+        batches: &mut DeviceLoader<Batch>,
         evaluate: &mut dyn FnMut(&CausalLm) -> Result<Evaluation>,
     ) -> Result<TrainingSummary> {
         let mut run = UnderWay::begin(&mut self, model, batches)?;
@@ -72,7 +70,7 @@ impl TrainingLoop<'_> {
         for step in run.steps() {
             let window = run.window(batches)?;
             let stepped = run.optimize(model, &window)?;
-            let mut metrics = run.measure(step, &stepped, batches.loader_stats())?;
+            let mut metrics = run.measure(step, &stepped, batches.stats())?;
             let mut value = None;
             if run.eval_due(step) {
                 model.set_training(false)?;

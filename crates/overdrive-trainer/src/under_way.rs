@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, Window};
-use overdrive_datasets::LoaderStats;
+use overdrive_datasets::{Batch, DeviceLoader, LoaderStats};
 use overdrive_distributed::DistributedDataParallel;
 use overdrive_optim::{LrScheduler, Optimizer};
 use overdrive_precision::{GradScaler, Precision};
@@ -14,11 +14,12 @@ use overdrive_profiling::{
 use overdrive_transformer::CausalLm;
 
 use crate::best_so_far::BestSoFar;
+use crate::evaluate::loss_of;
 use crate::joint_step::JointStep;
 use crate::saving::TrainerState;
 use crate::{
-    Evaluation, Interrupt, Result, SaveStrategy, Saving, TrainBatch, TrainBatches,
-    TrainingArguments, TrainingLoop, TrainingPlan, TrainingSummary,
+    Evaluation, Interrupt, Result, SaveStrategy, Saving, TrainingArguments, TrainingLoop,
+    TrainingPlan, TrainingSummary,
 };
 
 /// What the steps of a run change.
@@ -63,10 +64,10 @@ impl Stepped {
 
 impl<'r> UnderWay<'r> {
     /// Makes what the steps need, and goes on after the snapshot if there is one.
-    pub(crate) fn begin<B: TrainBatch>(
+    pub(crate) fn begin(
         parts: &'r mut TrainingLoop<'_>,
         model: &CausalLm,
-        batches: &mut dyn TrainBatches<B>,
+        batches: &mut DeviceLoader<Batch>,
     ) -> Result<Self> {
         let TrainingLoop {
             arguments,
@@ -97,10 +98,15 @@ impl<'r> UnderWay<'r> {
         };
         let mut before = restored.unwrap_or_default();
         if before.global_step > 0 {
-            batches.resume(
-                before.loader.take(),
-                before.global_step * before.gradient_accumulation_steps,
-            )?;
+            match before.loader.take() {
+                Some(state) => batches.load_state_dict(state)?,
+                // A snapshot of a release whose loaders had no state: the batches are taken again.
+                None => {
+                    for _ in 0..before.global_step * before.gradient_accumulation_steps {
+                        batches.next().transpose()?;
+                    }
+                }
+            }
             best.go_on(before.early_stopping.take(), before.best_global_step);
         }
         let summary = TrainingSummary {
@@ -147,38 +153,28 @@ impl<'r> UnderWay<'r> {
     }
 
     /// Begins a step: its micro-batches.
-    pub(crate) fn window<B: TrainBatch>(
-        &mut self,
-        mut batches: &mut dyn TrainBatches<B>,
-    ) -> Result<Vec<B>> {
+    pub(crate) fn window(&mut self, batches: &mut DeviceLoader<Batch>) -> Result<Vec<Batch>> {
         self.recorder.begin_step();
         let count = micro_batches(self.arguments);
         let window = self.recorder.phase(Phase::Data, || {
-            // By reference to the reference: a trait object cannot be taken from.
-            (&mut batches)
-                .take(count)
-                .collect::<std::result::Result<_, _>>()
+            batches.take(count).collect::<std::result::Result<_, _>>()
         })?;
         Ok(window)
     }
 
     /// Forward and backward over the window, the optimizer's step, and what all processes know of it.
-    pub(crate) fn optimize<B: TrainBatch>(
-        &mut self,
-        model: &CausalLm,
-        window: &[B],
-    ) -> Result<Stepped> {
+    pub(crate) fn optimize(&mut self, model: &CausalLm, window: &[Batch]) -> Result<Stepped> {
         let device = model.device();
-        let labels = window.iter().map(TrainBatch::label_count);
+        let labels = window.iter().map(|batch| batch.label_count as u64);
         self.accumulator.open(Window::new(labels))?;
         for batch in window {
             let loss = self.recorder.phase(Phase::Forward, || {
-                self.precision.autocast(device, || batch.loss(model))
+                self.precision.autocast(device, || loss_of(model, batch))
             })??;
             self.recorder.phase(Phase::Backward, || {
                 let scaler = self.scaler.as_mut();
                 self.accumulator
-                    .backward(&loss.sum, batch.label_count(), scaler)
+                    .backward(&loss.sum, batch.label_count as u64, scaler)
             })?;
         }
         let learning_rate = self.scheduler.last_lr().first().copied().unwrap_or(0.0);
@@ -193,9 +189,12 @@ impl<'r> UnderWay<'r> {
         let own = JointStep {
             loss: outcome.loss()?,
             labels: outcome.tokens,
-            tokens: window.iter().map(TrainBatch::tokens).sum(),
-            places: window.iter().map(TrainBatch::places).sum(),
-            samples: window.iter().map(TrainBatch::samples).sum(),
+            tokens: window.iter().map(|batch| batch.tokens as u64).sum(),
+            places: window
+                .iter()
+                .map(|batch| batch.padded_tokens() as u64)
+                .sum(),
+            samples: window.iter().map(|batch| batch.sequences as u64).sum(),
             stop: self.interrupt.requested(),
         };
         Ok(Stepped {
@@ -211,12 +210,10 @@ impl<'r> UnderWay<'r> {
         &mut self,
         step: u64,
         stepped: &Stepped,
-        loader: Option<LoaderStats>,
+        loader: LoaderStats,
     ) -> Result<StepMetrics> {
         let Stepped { own, joint, .. } = stepped;
-        if let Some(stats) = loader {
-            self.recorder.loader(totals_of(stats));
-        }
+        self.recorder.loader(totals_of(loader));
         let record = self.recorder.end_step(StepWork {
             tokens: own.tokens,
             samples: own.samples,
@@ -274,11 +271,11 @@ impl<'r> UnderWay<'r> {
     }
 
     /// A snapshot, if one is due; tells of those that could not be written, and why the run ends.
-    pub(crate) fn save<B: TrainBatch>(
+    pub(crate) fn save(
         &mut self,
         metrics: &StepMetrics,
         value: Option<f64>,
-        batches: &dyn TrainBatches<B>,
+        batches: &DeviceLoader<Batch>,
         stop: bool,
     ) -> Result<()> {
         let (step, strategy) = (metrics.step, self.arguments.save_strategy);
@@ -303,7 +300,7 @@ impl<'r> UnderWay<'r> {
                         Some(scaler) => scaler.state_dict()?,
                         None => None,
                     },
-                    loader: batches.state_dict(),
+                    loader: Some(batches.state_dict()),
                 };
                 saving.save(self.optimizer.as_ref(), &state, value)?;
             }

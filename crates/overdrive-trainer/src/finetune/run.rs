@@ -152,7 +152,7 @@ pub(super) fn train(
     }
     let data = InstructionData::prepare(arguments, config.eos_token_ids(), &mut *say)?;
     let part = Part::of(group, device);
-    let mut batches = data.train_batches(arguments, part)?;
+    let mut batches = data.train_loader(arguments, part)?;
     let (fill, width) = data.fill(arguments)?;
     say(&format!(
         "batches     {} of {} rows a pass, {:.1}% of their places hold tokens",
@@ -196,7 +196,7 @@ pub(super) fn train(
         shows_progress: shows_progress && group.is_main(),
     };
     let summary = training.run(&mut model.model, &mut batches, &mut |model| {
-        let batches = data.validation_batches(arguments, part)?;
+        let batches = data.validation_loader(arguments, part)?;
         let batches = batches.into_iter().flatten();
         Ok(Evaluation {
             loss: evaluate_in(group, model, batches, precision)?,
