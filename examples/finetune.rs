@@ -10,13 +10,27 @@
 //!
 //! The folder gets `adapter_config.json` and `adapter_model.safetensors`, which PEFT loads and
 //! `generate --adapter DIR` too, the tokenizer, metrics.jsonl and report.html. `--compare` trains by
-//! each method in turn and prints what they cost, side by side.
+//! each method in turn and prints what they cost, side by side. The loop is that of `train`.
 
 use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Parser;
-use overdrive::trainer::{FinetuneArgs, compare, finetune_in};
+use overdrive::distributed::ProcessGroup;
+use overdrive::profiling::{MemoryUsage, Trackers};
+use overdrive::sys::memory;
+use overdrive::trainer::{
+    Evaluation, FinetuneArgs, FinetuneArguments, InstructionData, Part, RunFolder,
+};
+use overdrive_examples::exit_or_resume;
+use overdrive_examples::finetuning::{
+    Comparison, FinetuneModel, FinetuneResults, Method, TrainingMemory,
+};
+use overdrive_examples::training::{Summary, evaluate, shared};
+use tch::Device;
+
+#[allow(dead_code, reason = "its `main` is another program's")]
+mod train;
 
 /// Fine-tunes a model on questions and answers
 #[derive(Parser)]
@@ -29,10 +43,10 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit_or_go_on(run(&Flags::parse()))
+    exit_or_resume(run(&Flags::parse()))
 }
 
-/// Whether it was interrupted.
+/// Returns whether the run was interrupted.
 fn run(flags: &Flags) -> Result<bool> {
     let say = |line: &str| println!("{line}");
     let arguments = flags.finetune.resolve_telling(say)?;
@@ -42,13 +56,142 @@ fn run(flags: &Flags) -> Result<bool> {
     }
     // The processes that torchrun or the example `launch` has started; most often one.
     let group = arguments.training.init_process_group()?;
-    let Some(results) = finetune_in(&group, &arguments, say)? else {
-        return Ok(false);
-    };
-    println!("{results}");
-    println!("written     {}", results.folder.root().display());
-    if let Some(merged) = &results.merged {
-        println!("merged      {}", merged.display());
+    let tuned = finetune(&arguments, &group, true, |line| {
+        if group.is_main() {
+            say(line);
+        }
+    })?;
+    let interrupted = tuned.summary.interrupted;
+    if group.is_main() {
+        let results = tuned.write()?;
+        println!("{results}");
+        println!("written     {}", results.folder.root().display());
+        if let Some(merged) = &results.merged {
+            println!("merged      {}", merged.display());
+        }
     }
-    Ok(results.summary.interrupted)
+    Ok(interrupted)
+}
+
+/// Trains by each method in turn, each from the model as it is stored, and writes nothing.
+pub(crate) fn compare(arguments: &FinetuneArguments, mut say: impl FnMut(&str)) -> Result<Comparison> {
+    let mut rows = Vec::new();
+    for method in Method::ALL {
+        say(&format!("{method}"));
+        let arguments = method.of(arguments);
+        let tuned = finetune(&arguments, &ProcessGroup::single(), false, |_| {})?;
+        rows.push((method, tuned.memory, tuned.summary));
+    }
+    Ok(Comparison { rows })
+}
+
+/// A model that was fine-tuned, before its results are written.
+pub(crate) struct Finetuned {
+    pub(crate) arguments: FinetuneArguments,
+    pub(crate) folder: Option<RunFolder>,
+    pub(crate) model: FinetuneModel,
+    pub(crate) data: InstructionData,
+    pub(crate) summary: Summary,
+    pub(crate) memory: TrainingMemory,
+    /// The share of tokens that were no padding, 0 to 1.
+    pub(crate) fill: f64,
+}
+
+/// Fine-tunes by all processes of `group` together; `writes`: snapshots and metrics into the run's folder.
+pub(crate) fn finetune(
+    arguments: &FinetuneArguments,
+    group: &ProcessGroup,
+    writes: bool,
+    mut say: impl FnMut(&str),
+) -> Result<Finetuned> {
+    arguments.validate()?;
+    let mut arguments = arguments.clone();
+    arguments.training.apply()?;
+    let (device, precision) = (arguments.training.device(group), arguments.precision());
+    // The peak counts from here. A GPU that nothing was put on yet has no statistics.
+    memory::reset_peak(device).or_else(|error| match device {
+        Device::Cuda(_) => Ok(()),
+        _ => Err(error),
+    })?;
+    let before = MemoryUsage::of(device).allocated_bytes.unwrap_or(0);
+
+    let mut model = FinetuneModel::load(&arguments, device)?;
+    let config = model.model.config();
+    let context = u64::try_from(config.max_position_embeddings())?;
+    if arguments.training.context_length > context {
+        let asked = arguments.training.context_length;
+        say(&format!(
+            "max_seq_length is {context}, the model's context (asked for: {asked})"
+        ));
+        arguments.training.context_length = context;
+    }
+    let data = InstructionData::prepare(&arguments, config.eos_token_ids(), &mut say)?;
+    let part = Part::of(group, device);
+    let loader = data.train_loader(&arguments, part)?;
+    let (fill, width) = data.fill(&arguments)?;
+    say(&format!(
+        "batches     {} of {} rows a pass, {:.1}% of their tokens are no padding",
+        loader.batches_per_epoch(),
+        arguments.training.per_device_train_batch_size,
+        100.0 * fill
+    ));
+    model.describe(&arguments, precision, &mut say);
+
+    let folder = match writes {
+        true => Some(arguments.open_or_create_folder(group)?),
+        false => None,
+    };
+    if let Some(folder) = &folder {
+        say(&format!("run folder  {}", folder.root().display()));
+    }
+    let training = train::Training {
+        arguments: &arguments.training,
+        group,
+        precision,
+        folder: folder.as_ref(),
+        files: Vec::new(),
+        parameters: shared(&model.trainable),
+        trackers: Trackers::new(),
+    };
+    let (summary, _) = training.fit(&mut model.model, loader, &mut |model| {
+        let loss = match data.validation_loader(&arguments, part)? {
+            Some(batches) => evaluate(model, batches, precision, group)?,
+            None => f64::NAN,
+        };
+        Ok(Evaluation {
+            loss,
+            bits_per_byte: None,
+        })
+    })?;
+    let peak = MemoryUsage::of(device).peak_allocated_bytes;
+    let peak = peak.map(|peak| peak.saturating_sub(before));
+    let width = width.min(arguments.training.context_length);
+    let memory = TrainingMemory::of(&arguments, &model, &summary, width, peak)?;
+    Ok(Finetuned {
+        arguments,
+        folder,
+        model,
+        data,
+        summary,
+        memory,
+        fill,
+    })
+}
+
+impl Finetuned {
+    /// Writes the adapter (or the model), the tokenizer, answers and the report into the run's folder.
+    pub(crate) fn write(self) -> Result<FinetuneResults> {
+        let folder = self
+            .folder
+            .ok_or_else(|| anyhow::anyhow!("this run has no folder"))?;
+        FinetuneResults::write(
+            &self.arguments,
+            folder,
+            self.model,
+            &self.data,
+            self.summary,
+            self.memory,
+            self.fill,
+        )
+    }
 }

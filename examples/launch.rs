@@ -51,7 +51,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit_or_go_on(run(&Flags::parse()))
+    overdrive_examples::exit_or_resume(run(&Flags::parse()))
 }
 
 /// Whether it was interrupted.

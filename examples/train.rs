@@ -23,15 +23,16 @@ use overdrive::datasets::{Batch, DeviceLoader};
 use overdrive::distributed::ProcessGroup;
 use overdrive::optim::{EarlyStopping, Ema, LrScheduler, Optimizer};
 use overdrive::precision::{GradScaler, Precision};
-use overdrive::profiling::{Phase, StepMetrics, StepWork, Tracker, Trackers, TrainingProgress};
+use overdrive::profiling::{Phase, StepMetrics, Tracker, Trackers, TrainingProgress};
 use overdrive::snapshot::RunState;
 use overdrive::trainer::{
-    Evaluation, Interrupt, RunFolder, TextData, TrainArgs, TrainingArguments, load_best,
+    Evaluation, Interrupt, Part, RunFolder, TextData, TrainArgs, TrainingArguments, load_best,
     loader_totals,
 };
 use overdrive::transformer::CausalLm;
-use overdrive_examples::{
-    Summary, batch_loss, describe_model, evaluate, exit_or_resume, model_flops, name_lost_ranks,
+use overdrive_examples::exit_or_resume;
+use overdrive_examples::training::{
+    StepTotals, Summary, batch_loss, describe_model, evaluate, model_flops, name_lost_ranks,
     new_model, shared, snapshot_files, write_results,
 };
 use serde::{Deserialize, Serialize};
@@ -78,9 +79,10 @@ fn run(flags: &Flags) -> Result<bool> {
         parameters: model.named_parameters(),
         trackers: Trackers::new(),
     };
-    let loader = data.train_loader(&arguments, &group, device)?;
+    let part = Part::of(&group, device);
+    let loader = data.train_loader(&arguments, part)?;
     let (summary, ema) = training.fit(&mut model, loader, &mut |model| {
-        let batches = data.validation_loader(&arguments, &group, device)?;
+        let batches = data.validation_loader(&arguments, part)?;
         let loss = evaluate(model, batches, precision, &group)?;
         let bits_per_byte = data.validation.bits_per_byte(loss);
         Ok(Evaluation {
@@ -105,18 +107,18 @@ fn run(flags: &Flags) -> Result<bool> {
 }
 
 /// What a run consists of beside its model and its data. The example `finetune` trains by it too.
-pub struct Training<'a> {
-    pub arguments: &'a TrainingArguments,
-    pub group: &'a ProcessGroup,
-    pub precision: Precision,
+pub(crate) struct Training<'a> {
+    pub(crate) arguments: &'a TrainingArguments,
+    pub(crate) group: &'a ProcessGroup,
+    pub(crate) precision: Precision,
     /// Where snapshots and metrics go; `None` writes nothing.
-    pub folder: Option<&'a RunFolder>,
+    pub(crate) folder: Option<&'a RunFolder>,
     /// Files that make a snapshot the folder of a model: its configuration, its tokenizer.
-    pub files: Vec<(String, Vec<u8>)>,
+    pub(crate) files: Vec<(String, Vec<u8>)>,
     /// The trainable parameters; these handles share storage with the model.
-    pub parameters: Vec<(String, Tensor)>,
+    pub(crate) parameters: Vec<(String, Tensor)>,
     /// Where metrics go beside the folder.
-    pub trackers: Trackers,
+    pub(crate) trackers: Trackers,
 }
 
 /// What changes from step to step beside the parameters and the loader.
@@ -140,7 +142,7 @@ impl Training<'_> {
     /// Trains until the last step, an interrupt, or the end of patience. All processes of the group run it
     /// together, each on its share of the batches; losses, norms and the decision to stop are the same on
     /// all of them.
-    pub fn fit(
+    pub(crate) fn fit(
         self,
         model: &mut CausalLm,
         loader: DeviceLoader<Batch>,
@@ -190,7 +192,7 @@ impl Training<'_> {
             self.trackers = self.trackers.with(metrics);
             snapshots = Some(manager);
         }
-        let mut summary = Summary::resumed_after(state.done.steps);
+        let mut summary = Summary::after(state.done.steps);
         let (began, seconds_before) = (Instant::now(), state.done.seconds);
         let mut measure = |model: &mut CausalLm, ema: &mut Option<Ema>| -> Result<Evaluation> {
             let _averaged = ema.as_mut().map(Ema::apply).transpose()?;
@@ -201,7 +203,11 @@ impl Training<'_> {
         };
         if arguments.eval_on_start && state.done.steps == 0 {
             let found = measure(model, &mut state.ema)?;
-            let metrics = found.metrics(0);
+            let mut metrics = StepMetrics {
+                loss: f64::NAN,
+                ..StepMetrics::default()
+            };
+            found.apply_to(&mut metrics);
             self.trackers.log(&metrics)?;
             progress.update(&metrics);
         }
@@ -240,28 +246,16 @@ impl Training<'_> {
                 state.ema.as_mut().map(Ema::update).transpose()?;
             }
 
-            let sum = |count: fn(&Batch) -> usize| window.iter().map(count).sum::<usize>() as f64;
-            let [loss, labels, tokens, padded, sequences, stop] = group.sums([
-                stepped.loss()? * stepped.tokens as f64,
-                stepped.tokens as f64,
-                sum(|batch| batch.tokens),
-                sum(Batch::padded_tokens),
-                sum(|batch| batch.sequences),
-                f64::from(u8::from(interrupt.requested())),
-            ])?;
+            let totals = StepTotals::over(group, &window, &stepped, interrupt.requested())?;
+            recorder.loader(loader_totals(&loader));
+            let record = recorder.end_step(totals.work())?;
             state.done = Done {
                 steps: step,
-                tokens: state.done.tokens + tokens as u64,
+                tokens: state.done.tokens + totals.tokens,
                 seconds: seconds_before + began.elapsed().as_secs_f64(),
             };
-            recorder.loader(loader_totals(&loader));
-            let record = recorder.end_step(StepWork {
-                tokens: tokens as u64,
-                samples: sequences as u64,
-            })?;
             let mut metrics = StepMetrics {
                 step,
-                loss: loss / labels.max(1.0),
                 learning_rate: learning_rate.unwrap_or_default(),
                 grad_norm: stepped.grad_norm()?,
                 epoch: Some(step as f64 / plan.steps_per_epoch as f64),
@@ -272,15 +266,14 @@ impl Training<'_> {
                     .transpose()?,
                 tokens_seen: Some(state.done.tokens),
                 elapsed_seconds: Some(state.done.seconds),
-                padding: (padded > tokens).then(|| 1.0 - tokens / padded),
                 ..StepMetrics::default()
             };
+            totals.apply_to(&mut metrics);
             record.apply_to(&mut metrics);
-            summary.add(&metrics, tokens as u64, padded as u64, record.seconds);
-            profiler
-                .as_mut()
-                .map(|profiler| profiler.step())
-                .transpose()?;
+            summary.add(&totals, record.seconds);
+            if let Some(profiler) = &mut profiler {
+                profiler.step()?;
+            }
 
             let (mut metric, mut improved) = (None, false);
             if plan.eval_due(step) {
@@ -293,7 +286,6 @@ impl Training<'_> {
             self.trackers.log(&metrics)?;
             progress.update(&metrics);
 
-            summary.interrupted = stop > 0.0;
             let ends = summary.interrupted || state.best.should_stop();
             if let Some(snapshots) = &mut snapshots {
                 if plan.save_due(step, improved, ends) {
@@ -332,7 +324,9 @@ impl Training<'_> {
         model.set_training(false)?;
         self.trackers.finish()?;
         progress.finish();
-        profiler.map(|profiler| profiler.finish()).transpose()?;
+        if let Some(profiler) = profiler {
+            profiler.finish()?;
+        }
         summary.finish(&recorder, &state.optimizer);
         Ok((summary, state.ema))
     }

@@ -3,12 +3,14 @@
 
 mod cache_flags;
 mod constraint_flags;
+pub mod finetuning;
 mod generation_flags;
 mod model_flags;
 mod model_text;
 mod onnx_comparison;
 mod progress;
 mod speed;
+pub mod training;
 
 use std::io::{Write, stdout};
 use std::process::ExitCode;
@@ -22,9 +24,9 @@ pub use onnx_comparison::OnnxComparison;
 pub use progress::ByteProgress;
 pub use speed::{GreedySpeed, decode_tokens_per_second};
 
-/// The end of the `main` of an example that may be interrupted: whether it was, and can go on from what it
-/// saved.
-pub fn exit_or_go_on(result: anyhow::Result<bool>) -> ExitCode {
+/// The end of the `main` of an example that may be interrupted: code 75 says that it was, and that it resumes
+/// from what it saved.
+pub fn exit_or_resume(result: anyhow::Result<bool>) -> ExitCode {
     match result {
         Ok(true) => ExitCode::from(overdrive::trainer::Interrupt::SAVED_EXIT_CODE),
         other => exit(other.map(drop)),

@@ -1,10 +1,13 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
+use overdrive::distributed::ProcessGroup;
 use overdrive::precision::Precision;
 use overdrive::quantization::{InputCollector, Moments, observe_inputs};
-use overdrive::trainer::{TextData, TrainingArguments, evaluate};
+use overdrive::trainer::{TextData, TrainingArguments};
 use overdrive::transformer::{CausalLm, ForwardInput};
+
+use crate::training::evaluate;
 
 /// Text in windows of a model's context, split into a part to train on and one to measure.
 #[derive(Debug)]
@@ -34,7 +37,8 @@ impl ModelText {
         let batches = self
             .data
             .validation_loader(&self.arguments, model.device())?;
-        Ok(evaluate(model, batches, Precision::Fp32)?.exp())
+        let group = ProcessGroup::single();
+        Ok(evaluate(model, batches, Precision::Fp32, &group)?.exp())
     }
 
     /// What the linear maps are given while the model reads `windows` of the part to train on.
@@ -46,7 +50,7 @@ impl ModelText {
         let collector = InputCollector::new(Moments::Full);
         let (mut collector, read) = observe_inputs(collector, || -> Result<()> {
             for batch in batches.take(count) {
-                let _logits = model.forward(ForwardInput::new(batch?.input_ids()))?;
+                let _logits = model.forward(ForwardInput::new(&batch?.input_ids))?;
             }
             Ok(())
         });

@@ -15,9 +15,9 @@ use std::time::Instant;
 
 use overdrive::datasets::{
     BatchSampler, BpeOptions, Corpus, CorpusOptions, Dataset, LengthGroupedBatches, PackPlan,
-    PackingStrategy, PadOptions, RandomSampler, SampleBy, SampledBatches, Shard, TextDataset,
-    TextDatasetOptions, TextOptions, TokenBudgetBatches, TokenBudgetOptions, pad_sequences,
-    train_bpe,
+    PackingStrategy, RandomSampler, RowLayout, SampleBy, SampledBatches, Shard, TextDataset,
+    TextDatasetOptions, TextOptions, TokenBudgetBatches, TokenBudgetOptions, TokenizedExample,
+    collate, train_bpe,
 };
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
@@ -132,12 +132,12 @@ fn measure(
     let started = Instant::now();
     let mut made = 0;
     while made < batches.len(0) && started.elapsed().as_secs_f64() < 1.0 {
-        let sequences: Result<Vec<_>, _> = batches
+        let rows: Result<Vec<_>, _> = batches
             .batch(0, made)
             .iter()
-            .map(|&record| texts.get(record))
+            .map(|&record| texts.get(record).map(TokenizedExample::from))
             .collect();
-        black_box(pad_sequences(&sequences?, &PadOptions::default())?);
+        black_box(collate(&rows?, RowLayout::default())?);
         made += 1;
     }
     println!(

@@ -127,7 +127,7 @@ fn collect(
     let collector = InputCollector::new(Moments::Full);
     let (mut collector, seen) = observe_inputs(collector, || -> Outcome<()> {
         for batch in batches.take(CALIBRATION_BATCHES) {
-            let _logits = model.forward(ForwardInput::new(batch?.input_ids()))?;
+            let _logits = model.forward(ForwardInput::new(&batch?.input_ids))?;
         }
         Ok(())
     });

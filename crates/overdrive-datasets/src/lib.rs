@@ -8,8 +8,9 @@
 //! [`Selection::deduplicate`] leaves out what is there already.
 //!
 //! **Batches.** [`DataLoader`] prepares them on threads, in an order that does not depend on them;
-//! [`RandomSampler`], [`LengthGroupedBatches`] and [`TokenBudgetBatches`] say which records they have;
-//! [`pad_sequences`] makes blocks of them.
+//! [`RandomSampler`], [`LengthGroupedBatches`] and [`TokenBudgetBatches`] say which records they have.
+//! Rows of tokens ([`TokenizedExample`]: windows, documents, instruction data, packed rows) all become
+//! a `Batch` by `collate`, and `DeviceLoader` brings it to a device.
 //!
 //! ```
 //! use overdrive_datasets::{DataLoader, DataLoaderOptions, JsonOptions, JsonRecords};
@@ -40,8 +41,8 @@
 //!
 //! ```
 //! use overdrive_datasets::{
-//!     BatchOptions, Batches, BpeOptions, BuildOptions, Corpus, CorpusOptions, RandomWindows,
-//!     SplitOptions, TokenView, build_tokens, train_bpe,
+//!     BpeOptions, BuildOptions, Corpus, CorpusOptions, DataLoader, DataLoaderOptions,
+//!     RandomWindows, SplitOptions, TokenView, build_tokens, train_bpe,
 //! };
 //! # fn main() -> overdrive_datasets::Result<()> {
 //! # let dir = tempfile::tempdir().unwrap();
@@ -57,9 +58,9 @@
 //! let all = TokenView::new(built.store);
 //! let (train, validation) = all.split(&SplitOptions { validation_fraction: 0.1, ..Default::default() })?;
 //! let windows = RandomWindows::new(train, 32, 1337)?;
-//! let mut batches = Batches::new(windows, BatchOptions { micro_batch_size: 4, ..Default::default() })?;
-//! let batch = batches.next().expect("random windows never end")?;
-//! assert_eq!(batch.input_ids[1..32], batch.labels[..31]);
+//! let mut loader = DataLoader::new(windows, DataLoaderOptions { batch_size: 4, ..Default::default() })?;
+//! let batch = loader.next_batch().expect("random windows never end")?;
+//! assert_eq!((batch.len(), batch[0].input_ids.len(), batch[0].learned_tokens()), (4, 32, 31));
 //! # assert!(!validation.is_empty());
 //! # Ok(())
 //! # }
@@ -67,7 +68,7 @@
 //!
 //! | feature | default | adds |
 //! |---|---|---|
-//! | `tch` | yes | `DeviceLoader`, `PaddedTensors`, `TokenBatches`: batches as tensors on a device |
+//! | `tch` | yes | `Batch`, `collate`, `DeviceLoader`: batches as tensors on a device |
 //! | `image` | no | `ImageCaptionDataset`: images decoded and resized when they are asked for |
 //! | `speech` | no | `SpeechDataset`: WAV, FLAC, MP3 and Ogg Vorbis decoded and resampled when asked for (symphonia, MPL-2.0) |
 //! | `parquet` | no | `TableRecords`: rows of Parquet and Arrow files (arrow takes minutes to compile) |
@@ -78,7 +79,6 @@
 
 #![deny(missing_docs)]
 
-mod batches;
 mod bpe;
 mod bpe_sample;
 mod build;
@@ -96,22 +96,20 @@ mod instruction;
 mod loader;
 mod mmap;
 mod packing;
-mod prefetch;
 pub mod random;
 mod records;
 mod sampling;
 pub mod store_format;
-#[cfg(feature = "tch")]
-mod tensor_batches;
+mod token_documents;
 mod token_store;
 mod token_store_writer;
 mod token_view;
+mod tokenized_example;
 mod tokenizer_files;
 mod transform;
 mod typed;
 mod windows;
 
-pub use batches::{BatchOptions, BatchState, Batches, WindowBatch};
 pub use bpe::{BpeOptions, TrainedBpe, train_bpe, train_bpe_cached};
 pub use build::{BuildOptions, BuildReport, build_dataset_tokens_to, build_tokens_to};
 pub use cache::{BuiltTokens, build_dataset_tokens, build_tokens, default_cache_dir};
@@ -122,20 +120,13 @@ pub use error::{Error, Result};
 pub use error_policy::{ErrorLog, ErrorPolicy};
 pub use index::{IndexLocation, IndexOptions, IndexReport};
 pub use instruction::{
-    ChatFormat, ChatMessage, CollateOptions, EncodeOptions, InstructionBatch, InstructionBatches,
-    InstructionDataset, InstructionEncoder, InstructionOptions, InstructionRecord,
-    InstructionReport, Layout, OnBadRecord, PlainChat, RenderedChat, TokenizedExample,
+    ChatFormat, ChatMessage, EncodeOptions, InstructionDataset, InstructionEncoder,
+    InstructionOptions, InstructionRecord, InstructionReport, OnBadRecord, PlainChat, RenderedChat,
 };
 #[cfg(feature = "tch")]
-pub use instruction::{InstructionTensorBatches, InstructionTensors};
-pub use loader::{
-    DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, PadOptions, PadSide,
-    PaddedBatch, RowLayout, SequenceRows, collate_rows, pad_sequences,
-};
-#[cfg(feature = "tch")]
-pub use loader::{DeviceLoader, OnDevice, PaddedTensors};
+pub use loader::{Batch, DeviceLoader, OnDevice, RowLayout, collate};
+pub use loader::{DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, SequenceRows};
 pub use packing::{PackPlan, PackingStrategy, Segment};
-pub use prefetch::Prefetch;
 pub use random::uniform_below;
 #[cfg(feature = "parquet")]
 pub use records::TableRecords;
@@ -144,16 +135,16 @@ pub use records::{
     RecordFiles, SampleBy, TextLines, TextOptions, WebDataset, WebSample, find_files,
 };
 pub use sampling::{
-    BatchSampler, LastShare, LengthGroupedBatches, Lengths, Permutation, RandomSampler,
-    SampledBatches, Sampler, SequentialSampler, Shard, ShardedBatches, TokenBudgetBatches,
-    TokenBudgetOptions,
+    BatchSampler, ConsecutiveBatches, LastShare, LengthGroupedBatches, Lengths, Permutation,
+    RandomSampler, SampledBatches, Sampler, SequentialSampler, Shard, ShardedBatches,
+    TokenBudgetBatches, TokenBudgetOptions,
 };
 pub use store_format::{FORMAT_VERSION, MAGIC, TokenWidth};
-#[cfg(feature = "tch")]
-pub use tensor_batches::{Batch, TokenBatches};
+pub use token_documents::TokenDocuments;
 pub use token_store::{Document, RawOptions, TokenStore};
 pub use token_store_writer::{StoreOptions, TokenStoreWriter};
 pub use token_view::{SplitBy, SplitOptions, TokenView};
+pub use tokenized_example::{IGNORE_INDEX, TokenizedExample};
 pub use tokenizer_files::{load_tokenizer, save_tokenizer, tokenizer_digest};
 /// The tokenizer of Hugging Face's `tokenizers`, which this crate's functions take and give.
 pub use tokenizers::Tokenizer;
@@ -166,4 +157,4 @@ pub use typed::{ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize};
 #[cfg(feature = "speech")]
 pub use typed::{Resampling, Speech, SpeechDataset, SpeechOptions};
 pub use typed::{TextDataset, TextDatasetOptions, TruncationSide};
-pub use windows::{IGNORE_INDEX, LastWindow, RandomWindows, SequentialWindows, Window, Windows};
+pub use windows::{LastWindow, RandomWindows, SequentialWindows};

@@ -10,8 +10,7 @@ use std::time::Duration;
 
 use overdrive_datasets::{
     DataLoader, DataLoaderOptions, Dataset, Error, ErrorPolicy, LengthGroupedBatches, LoaderState,
-    PadOptions, PadSide, Result, Shard, TextLines, TextOptions, TokenBudgetBatches,
-    TokenBudgetOptions, pad_sequences,
+    Result, Shard, TokenBudgetBatches, TokenBudgetOptions,
 };
 use proptest::prelude::*;
 
@@ -324,65 +323,6 @@ fn a_panic_in_a_worker_is_an_error_of_its_batch() {
         let outcomes: Vec<bool> = loader.epoch().map(|batch| batch.is_ok()).collect();
         assert_eq!(outcomes, [true, true, false, true]);
     }
-}
-
-#[test]
-fn lines_on_disk_come_out_padded() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("lines.txt");
-    std::fs::write(&path, "abc\na\n\nabcd").unwrap();
-    let lines = TextLines::open([&path], &TextOptions::default()).unwrap();
-    let options = options(2, 1);
-    let batches = options.batches(lines.len()).unwrap();
-    let collate = |lines: Vec<String>| {
-        let tokens: Vec<Vec<u32>> = lines
-            .iter()
-            .map(|line| line.bytes().map(u32::from).collect())
-            .collect();
-        pad_sequences(
-            &tokens,
-            &PadOptions {
-                pad_token: 9,
-                pad_to_multiple_of: 4,
-                side: PadSide::Left,
-                ..PadOptions::default()
-            },
-        )
-    };
-    let mut loader = DataLoader::with(lines, batches, collate, options).unwrap();
-    let first = loader.next_batch().unwrap().unwrap();
-    assert_eq!(first.input_ids, [9, 97, 98, 99, 9, 9, 9, 97]);
-    assert_eq!(first.attention_mask, [0, 1, 1, 1, 0, 0, 0, 1]);
-    assert_eq!(first.labels(), [-100, 97, 98, 99, -100, -100, -100, 97]);
-    assert_eq!(
-        (first.rows, first.columns, first.tokens, first.padding()),
-        (2, 4, 4, 0.5)
-    );
-}
-
-#[test]
-fn padding_cuts_what_is_too_long_and_takes_empty_batches() {
-    let cut = PadOptions {
-        max_length: Some(2),
-        ..PadOptions::default()
-    };
-    let batch = pad_sequences(&[vec![1, 2, 3], vec![]], &cut).unwrap();
-    assert_eq!(
-        (batch.input_ids, batch.attention_mask),
-        (vec![1, 2, 0, 0], vec![1, 1, 0, 0])
-    );
-    let empty = pad_sequences::<Vec<u32>>(&[], &PadOptions::default()).unwrap();
-    assert_eq!((empty.rows, empty.columns, empty.padding()), (0, 0, 0.0));
-    assert!(
-        pad_sequences(
-            &[vec![1]],
-            &PadOptions {
-                pad_to_multiple_of: 0,
-                ..cut
-            }
-        )
-        .is_err()
-    );
 }
 
 #[test]

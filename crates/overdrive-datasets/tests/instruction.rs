@@ -3,16 +3,14 @@
 
 mod common;
 
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use overdrive_datasets::{
-    BatchState, ChatFormat, ChatMessage, CollateOptions, Dataset, EncodeOptions, IGNORE_INDEX,
-    InstructionBatches, InstructionDataset, InstructionEncoder, InstructionOptions,
-    InstructionRecord, Layout, OnBadRecord, PackingStrategy, RenderedChat, TokenizedExample,
+    ChatFormat, ChatMessage, Dataset, EncodeOptions, IGNORE_INDEX, InstructionDataset,
+    InstructionEncoder, InstructionOptions, InstructionRecord, OnBadRecord, RenderedChat,
+    TokenizedExample,
 };
-use proptest::prelude::*;
 use serde_json::{Value, json};
 
 const END: &str = "<|endoftext|>";
@@ -398,177 +396,4 @@ fn splits_are_disjoint_complete_and_decided_by_the_seed() {
     assert!(data.split(1.0, 7).is_err());
     let whole = data.split(0.0, 7).unwrap();
     assert_eq!((whole.0.len(), whole.1.len()), (40, 0));
-}
-
-fn batches(data: &InstructionDataset, options: CollateOptions) -> InstructionBatches {
-    InstructionBatches::new(Arc::new(data.clone()), options).unwrap()
-}
-
-#[test]
-fn padded_rows_are_filled_up_on_the_right_and_masked() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = write(dir.path(), "data.jsonl", &lines(&[2, 9, 4]));
-    let data = open(&path, EncodeOptions::default());
-    let options = CollateOptions {
-        micro_batch_size: 2,
-        shuffle: false,
-        pad_token: 5,
-        pad_to_multiple_of: 8,
-        ..CollateOptions::default()
-    };
-    let batch = batches(&data, options).next().unwrap().unwrap();
-    let long = data.lengths()[1] as usize;
-    assert_eq!((batch.rows, batch.width), (2, long.next_multiple_of(8)));
-    for (row, index) in [(0, 0), (1, 1)] {
-        let example = data.get(index).unwrap();
-        let len = example.input_ids.len();
-        let part = |numbers: &[i64]| numbers[row * batch.width..(row + 1) * batch.width].to_vec();
-        assert_eq!(part(&batch.input_ids)[..len], example.input_ids);
-        assert!(part(&batch.input_ids)[len..].iter().all(|&id| id == 5));
-        assert_eq!(part(&batch.labels)[..len], example.labels);
-        assert!(
-            part(&batch.labels)[len..]
-                .iter()
-                .all(|&label| label == IGNORE_INDEX)
-        );
-        assert_eq!(
-            part(&batch.attention_mask).iter().sum::<i64>() as usize,
-            len
-        );
-        assert!(
-            part(&batch.position_ids)[..len]
-                .iter()
-                .copied()
-                .eq(0..len as i64)
-        );
-    }
-    let learned = |i| data.get(i).unwrap().learned_tokens();
-    assert_eq!(batch.label_count, learned(0) + learned(1));
-    assert!(batch.sequence_lengths.is_empty());
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(24))]
-
-    #[test]
-    fn a_pass_holds_every_example_once_whatever_the_layout(
-        letters in prop::collection::vec(1_usize..40, 1..24),
-        micro_batch_size in 1_usize..5,
-        layout in 0_usize..5,
-        group_by_length in any::<bool>(),
-        seed in any::<u64>(),
-    ) {
-        let dir = tempfile::tempdir().unwrap();
-        let path = write(dir.path(), "data.jsonl", &lines(&letters));
-        let data = open(&path, EncodeOptions { max_seq_length: 32, ..EncodeOptions::default() });
-        let layout = [
-            Layout::Padded,
-            Layout::PaddingFree,
-            Layout::Packed(PackingStrategy::Bfd),
-            Layout::Packed(PackingStrategy::BfdSplit),
-            Layout::Packed(PackingStrategy::Wrapped),
-        ][layout];
-        let options = CollateOptions { micro_batch_size, layout, group_by_length, seed, ..CollateOptions::default() };
-        let mut batches = batches(&data, options);
-        let each = batches.batches_per_epoch();
-        for _epoch in 0..2 {
-            let mut tokens: HashMap<i64, i64> = HashMap::new();
-            let mut count = 0;
-            for batch in batches.by_ref().take(each) {
-                let batch = batch.unwrap();
-                prop_assert_eq!(batch.input_ids.len(), batch.rows * batch.width);
-                prop_assert_eq!(batch.labels.len(), batch.rows * batch.width);
-                let counted = batch.labels.iter().filter(|&&label| label != IGNORE_INDEX).count();
-                prop_assert_eq!(batch.label_count, counted);
-                if batch.sequence_lengths.is_empty() {
-                    prop_assert_eq!(batch.attention_mask.iter().sum::<i64>() as usize, batch.tokens);
-                } else {
-                    prop_assert_eq!(batch.rows, 1);
-                    prop_assert_eq!(batch.width, batch.tokens);
-                    prop_assert_eq!(batch.sequence_lengths.iter().sum::<i64>() as usize, batch.tokens);
-                    let mut start = 0;
-                    for &length in &batch.sequence_lengths {
-                        prop_assert!((1..=32).contains(&length));
-                        prop_assert_eq!(batch.labels[start], IGNORE_INDEX);
-                        let positions = &batch.position_ids[start..start + length as usize];
-                        prop_assert!(positions.iter().copied().eq(0..length));
-                        start += length as usize;
-                    }
-                }
-                count += batch.tokens;
-                let real = |at: usize| batch.attention_mask.get(at).is_none_or(|&mask| mask == 1);
-                for (at, id) in batch.input_ids.iter().enumerate() {
-                    if real(at) {
-                        *tokens.entry(*id).or_default() += 1;
-                    }
-                }
-            }
-            for index in 0..data.len() {
-                for id in data.get(index).unwrap().input_ids {
-                    *tokens.get_mut(&id).unwrap() -= 1;
-                }
-            }
-            prop_assert!(tokens.values().all(|&left| left == 0));
-            prop_assert_eq!(count as u64, data.report().tokens);
-        }
-    }
-}
-
-#[test]
-fn orders_change_with_the_pass_and_are_taken_up_where_they_stopped() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = write(dir.path(), "data.jsonl", &lines(&[4; 30]));
-    let data = open(&path, EncodeOptions::default());
-    let options = CollateOptions {
-        micro_batch_size: 4,
-        seed: 3,
-        ..CollateOptions::default()
-    };
-    let all: Vec<_> = batches(&data, options)
-        .take(16)
-        .map(Result::unwrap)
-        .collect();
-    assert_ne!(all[0].input_ids, all[8].input_ids);
-    let state = BatchState {
-        next_window: all[4].state.next_window,
-    };
-    let resumed = InstructionBatches::resume(Arc::new(data.clone()), options, state).unwrap();
-    for (batch, expected) in resumed.take(11).map(Result::unwrap).zip(&all[5..]) {
-        assert_eq!(&batch, expected);
-    }
-    // Without shuffling there is one pass.
-    let once = CollateOptions {
-        shuffle: false,
-        ..options
-    };
-    assert_eq!(batches(&data, once).count(), 8);
-}
-
-#[test]
-fn grouping_by_length_and_packing_leave_less_padding() {
-    let dir = tempfile::tempdir().unwrap();
-    let letters: Vec<usize> = (0..2000_usize)
-        .map(|i| 4 + (i * 7919 % 19).pow(2))
-        .collect();
-    let path = write(dir.path(), "data.jsonl", &lines(&letters));
-    let data = open(
-        &path,
-        EncodeOptions {
-            max_seq_length: 1024,
-            ..EncodeOptions::default()
-        },
-    );
-    let fill = |group_by_length, layout| {
-        let options = CollateOptions {
-            group_by_length,
-            layout,
-            ..CollateOptions::default()
-        };
-        batches(&data, options).fill()
-    };
-    let (plain, grouped) = (fill(false, Layout::Padded), fill(true, Layout::Padded));
-    let packed = fill(false, Layout::Packed(PackingStrategy::Bfd));
-    assert!(plain < 0.65, "{plain}");
-    assert!(grouped > 0.93, "{grouped}");
-    assert!(packed > 0.95, "{packed}");
 }

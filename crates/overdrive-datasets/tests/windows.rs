@@ -10,8 +10,9 @@ use std::collections::HashSet;
 
 use common::{counting_store, store};
 use overdrive_datasets::{
-    BatchOptions, BatchState, Batches, Dataset, Error, IGNORE_INDEX, LastWindow, Prefetch,
-    RandomWindows, SequentialWindows, SplitBy, SplitOptions, TokenView, Windows,
+    ConsecutiveBatches, DataLoader, DataLoaderOptions, Dataset, Error, LastShare, LastWindow,
+    RandomWindows, SequentialWindows, Shard, ShardedBatches, SplitBy, SplitOptions, TokenDocuments,
+    TokenView, TokenizedExample,
 };
 use proptest::prelude::*;
 
@@ -19,15 +20,39 @@ fn counting_view(dir: &std::path::Path, tokens: u32) -> TokenView {
     TokenView::new(counting_store(dir, tokens))
 }
 
+/// Batches of windows pass after pass, of which one has `batches`.
+fn loader(
+    windows: &RandomWindows,
+    batch_size: usize,
+    batches: usize,
+    (rank, world_size): (usize, usize),
+) -> DataLoader<Vec<TokenizedExample>> {
+    let shard = Shard::new(rank, world_size, LastShare::Repeat).unwrap();
+    let batches = ConsecutiveBatches::new(batch_size, batches).unwrap();
+    let batches = ShardedBatches::new(batches, shard);
+    DataLoader::with(windows.clone(), batches, Ok, DataLoaderOptions::default()).unwrap()
+}
+
+/// The next batches, over the ends of passes; their tokens.
+fn take(loader: &mut DataLoader<Vec<TokenizedExample>>, count: usize) -> Vec<Vec<i64>> {
+    let batches = std::iter::repeat_with(|| loader.next_batch()).flatten();
+    let tokens = |rows: Vec<TokenizedExample>| rows.into_iter().flat_map(|row| row.input_ids);
+    batches
+        .take(count)
+        .map(|batch| tokens(batch.unwrap()).collect())
+        .collect()
+}
+
 #[test]
-fn labels_are_the_next_tokens() {
+fn the_labels_of_a_window_are_its_tokens() {
     let dir = tempfile::tempdir().unwrap();
     let windows = RandomWindows::new(counting_view(dir.path(), 1000), 8, 3).unwrap();
     for number in 0..100 {
-        let window = windows.window(number).unwrap();
-        let start = windows.start(number) as i64;
+        let window = windows.get(number).unwrap();
+        let start = windows.start(number as u64) as i64;
         assert_eq!(window.input_ids, (start..start + 8).collect::<Vec<_>>());
-        assert_eq!(window.labels, (start + 1..start + 9).collect::<Vec<_>>());
+        assert_eq!(window.labels, window.input_ids);
+        assert_eq!(window.learned_tokens(), 7);
     }
 }
 
@@ -35,7 +60,7 @@ fn labels_are_the_next_tokens() {
 fn random_windows_start_everywhere_equally_often() {
     let dir = tempfile::tempdir().unwrap();
     let windows = RandomWindows::new(counting_view(dir.path(), 120), 20, 1337).unwrap();
-    // 100 starts: 0..=99, so that the last label is the last token.
+    // 100 starts: 0..=99.
     let (starts, draws) = (100, 100_000);
     let mut counts = vec![0_u32; starts];
     for number in 0..draws {
@@ -58,116 +83,75 @@ fn all_ranks_together_draw_the_windows_of_one_process_with_a_larger_batch() {
     let dir = tempfile::tempdir().unwrap();
     let view = counting_view(dir.path(), 500);
     let windows = RandomWindows::new(view, 4, 9).unwrap();
-    let batches = |micro_batch_size, rank, world_size| {
-        let options = BatchOptions {
-            micro_batch_size,
-            rank,
-            world_size,
-            ..BatchOptions::default()
-        };
-        Batches::new(windows.clone(), options).unwrap()
-    };
-    let whole: Vec<_> = batches(12, 0, 1)
-        .take(5)
-        .map(|batch| batch.unwrap().input_ids)
+    // A pass of several processes ends for all of them after the same windows.
+    let whole = take(&mut loader(&windows, 12, 2, (0, 1)), 5);
+    let ranks: Vec<_> = (0..3)
+        .map(|rank| take(&mut loader(&windows, 4, 6, (rank, 3)), 5))
         .collect();
-    let mut ranks: Vec<_> = (0..3).map(|rank| batches(4, rank, 3)).collect();
-    for expected in &whole {
-        let parts: Vec<i64> = ranks
-            .iter_mut()
-            .flat_map(|rank| rank.next().unwrap().unwrap().input_ids)
-            .collect();
+    for (number, expected) in whole.iter().enumerate() {
+        let parts: Vec<i64> = ranks.iter().flat_map(|rank| rank[number].clone()).collect();
         assert_eq!(&parts, expected);
     }
     // And as three accumulated batches of one process.
-    let accumulated: Vec<i64> = batches(4, 0, 1)
-        .take(15)
-        .flat_map(|batch| batch.unwrap().input_ids)
-        .collect();
-    assert_eq!(accumulated, whole.concat());
+    let accumulated = take(&mut loader(&windows, 4, 6, (0, 1)), 15);
+    assert_eq!(accumulated.concat(), whole.concat());
 }
 
 #[test]
 fn a_resumed_run_sees_the_windows_of_one_that_did_not_stop() {
     let dir = tempfile::tempdir().unwrap();
     let windows = RandomWindows::new(counting_view(dir.path(), 500), 4, 9).unwrap();
-    let options = BatchOptions {
-        micro_batch_size: 3,
-        ..BatchOptions::default()
-    };
-    let straight: Vec<_> = Batches::new(windows.clone(), options)
-        .unwrap()
-        .take(10)
-        .map(Result::unwrap)
-        .collect();
+    let straight = take(&mut loader(&windows, 3, 4, (0, 1)), 12);
 
-    let mut first = Batches::new(windows.clone(), options).unwrap();
-    let stopped = first.by_ref().take(4).last().unwrap().unwrap().state;
-    assert_eq!(stopped, first.state());
+    let mut first = loader(&windows, 3, 4, (0, 1));
+    assert_eq!(take(&mut first, 6), straight[..6]);
     // Through JSON, as a snapshot keeps it.
-    let json = serde_json::to_string(&stopped).unwrap();
-    assert_eq!(json, r#"{"next_window":12}"#);
-    let state: BatchState = serde_json::from_str(&json).unwrap();
-    let rest: Vec<_> = Batches::resume(windows.clone(), options, state)
-        .unwrap()
-        .take(6)
-        .map(Result::unwrap)
-        .collect();
-    assert_eq!(rest, straight[4..]);
-
-    // With another micro-batch size too: the windows count, not the batches.
-    let larger = BatchOptions {
-        micro_batch_size: 9,
-        ..options
-    };
-    let next = Batches::resume(windows, larger, state)
-        .unwrap()
-        .next()
-        .unwrap()
+    let json = serde_json::to_string(&first.state_dict()).unwrap();
+    assert_eq!(json, r#"{"epoch":1,"next_batch":2}"#);
+    let mut resumed = loader(&windows, 3, 4, (0, 1));
+    resumed
+        .load_state_dict(serde_json::from_str(&json).unwrap())
         .unwrap();
-    let expected: Vec<i64> = straight[4..7]
-        .iter()
-        .flat_map(|b| b.input_ids.clone())
-        .collect();
-    assert_eq!(next.input_ids, expected);
+    assert_eq!(take(&mut resumed, 6), straight[6..]);
+
+    // The windows have numbers, whatever the batch size: two batches of nine are the first six of three.
+    let larger = take(&mut loader(&windows, 9, 4, (0, 1)), 3);
+    assert_eq!(larger[2], straight[6..9].concat());
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn kept_sequential_windows_predict_each_token_but_the_first_once(
-        tokens in 2_u32..300, context in 1_usize..40, rows in 1_usize..6, world_size in 1_usize..4,
+    fn kept_sequential_windows_predict_each_token_but_their_first_once(
+        tokens in 2_u32..300, context in 2_usize..40, rows in 1_usize..6, world_size in 1_usize..4,
     ) {
         let dir = tempfile::tempdir().unwrap();
         let view = counting_view(dir.path(), tokens);
-        let last = LastWindow::Keep { pad_token: 1 };
-        let windows = SequentialWindows::new(view, context, last).unwrap();
+        let windows = SequentialWindows::new(view, context, LastWindow::Keep).unwrap();
         let mut labels = Vec::new();
         for rank in 0..world_size {
-            let options = BatchOptions {
-                micro_batch_size: rows, rank, world_size, ..BatchOptions::default()
-            };
-            for batch in Batches::new(windows.clone(), options).unwrap() {
-                let batch = batch.unwrap();
-                let predicted = batch.labels.iter().filter(|&&label| label != IGNORE_INDEX);
-                prop_assert_eq!(predicted.count(), batch.label_count);
-                for (input, label) in batch.input_ids.iter().zip(&batch.labels) {
-                    if *label == IGNORE_INDEX {
-                        prop_assert_eq!(*input, 1);
-                    } else {
-                        prop_assert_eq!(*label, input + 1);
-                        labels.push(*label);
-                    }
+            let options = DataLoaderOptions { batch_size: rows, ..DataLoaderOptions::default() };
+            let batches = options.batches(windows.len()).unwrap();
+            let shard = Shard::new(rank, world_size, LastShare::Uneven).unwrap();
+            let batches = ShardedBatches::new(batches, shard);
+            let mut loader = DataLoader::with(windows.clone(), batches, Ok, options).unwrap();
+            for batch in loader.epoch() {
+                for row in batch.unwrap() {
+                    prop_assert_eq!(&row.labels, &row.input_ids);
+                    prop_assert_eq!(row.learned_tokens(), row.labels.len() - 1);
+                    labels.extend_from_slice(&row.labels[1..]);
                 }
             }
         }
         labels.sort_unstable();
-        prop_assert_eq!(labels, (1..i64::from(tokens)).collect::<Vec<_>>());
+        let first_of_a_window = |token: &i64| token % context as i64 == 0;
+        let expected: Vec<_> = (0..i64::from(tokens)).filter(|token| !first_of_a_window(token)).collect();
+        prop_assert_eq!(labels, expected);
     }
 
     #[test]
-    fn dropped_sequential_windows_are_all_full(tokens in 2_u32..300, context in 1_usize..40) {
+    fn dropped_sequential_windows_are_all_full(tokens in 2_u32..300, context in 2_usize..40) {
         let dir = tempfile::tempdir().unwrap();
         let view = counting_view(dir.path(), tokens);
         match SequentialWindows::new(view, context, LastWindow::Drop) {
@@ -176,7 +160,7 @@ proptest! {
                 for index in 0..windows.len() {
                     let window = windows.get(index).unwrap();
                     prop_assert_eq!(window.input_ids[0] as usize, index * context);
-                    prop_assert!(window.labels.iter().all(|&label| label != IGNORE_INDEX));
+                    prop_assert_eq!(window.learned_tokens(), context - 1);
                 }
                 prop_assert!(windows.get(windows.len()).is_err());
             }
@@ -215,12 +199,14 @@ proptest! {
                 sorted.iter().flat_map(|&d| documents[d].iter().map(|&t| t.into())).collect();
             prop_assert_eq!(view.tokens(0..view.len()).unwrap(), expected);
             prop_assert_eq!(view.text_bytes(), Some(3 * view.len() as u64));
+            let rows = TokenDocuments::new(view);
+            let ids: Vec<i64> = (0..rows.len()).flat_map(|row| rows.get(row).unwrap().input_ids).collect();
+            prop_assert_eq!(ids, view.tokens(0..view.len()).unwrap());
             if view.len() > 5 {
                 let windows = RandomWindows::new(view.clone(), 5, seed).unwrap();
                 for number in 0..20 {
-                    let window = windows.window(number).unwrap();
-                    let tokens = window.input_ids.iter().chain(&window.labels);
-                    prop_assert!(tokens.clone().all(|&d| numbers.contains(&(d as usize))));
+                    let window = windows.get(number).unwrap();
+                    prop_assert!(window.input_ids.iter().all(|&d| numbers.contains(&(d as usize))));
                 }
             }
         }
@@ -259,7 +245,7 @@ fn evenly_spread_windows_reach_from_the_start_to_the_end() {
         .map(|i| windows.get(i).unwrap().input_ids[0])
         .collect();
     assert_eq!(starts, [0, 250, 500, 750]);
-    assert_eq!(windows.count(), Some(4));
+    assert_eq!(windows.len(), 4);
     assert!(windows.at_most(0).is_err());
 }
 
@@ -269,13 +255,14 @@ fn drop_last_leaves_out_the_short_batch() {
     let windows =
         SequentialWindows::new(counting_view(dir.path(), 71), 10, LastWindow::Drop).unwrap();
     let rows = |drop_last| {
-        let options = BatchOptions {
-            micro_batch_size: 3,
+        let options = DataLoaderOptions {
+            batch_size: 3,
             drop_last,
-            ..BatchOptions::default()
+            ..DataLoaderOptions::default()
         };
-        let batches = Batches::new(windows.clone(), options).unwrap();
-        batches.map(|batch| batch.unwrap().rows).collect::<Vec<_>>()
+        let mut loader = DataLoader::new(windows.clone(), options).unwrap();
+        let rows = loader.epoch().map(|batch| batch.unwrap().len());
+        rows.collect::<Vec<_>>()
     };
     assert_eq!(rows(false), [3, 3, 1]);
     assert_eq!(rows(true), [3, 3]);
@@ -343,24 +330,30 @@ fn options_outside_their_range_are_refused_by_name() {
         "10 tokens are too few for a window of 10 and its next-token labels (11 needed); give more \
          text or a shorter context"
     );
-    assert!(text(RandomWindows::new(view.clone(), 0, 0).unwrap_err()).starts_with("context = 0"));
+    for context in [0, 1] {
+        let error = text(RandomWindows::new(view.clone(), context, 0).unwrap_err());
+        assert!(
+            error.starts_with(&format!("context = {context}")),
+            "{error}"
+        );
+    }
     for (options, name) in [
         (
-            BatchOptions {
-                micro_batch_size: 0,
+            DataLoaderOptions {
+                batch_size: 0,
                 ..Default::default()
             },
-            "micro_batch_size = 0",
+            "batch_size = 0",
         ),
         (
-            BatchOptions {
+            DataLoaderOptions {
                 world_size: 0,
                 ..Default::default()
             },
-            "world_size = 0",
+            "rank = 0 of world_size 0",
         ),
         (
-            BatchOptions {
+            DataLoaderOptions {
                 rank: 2,
                 world_size: 2,
                 ..Default::default()
@@ -368,9 +361,10 @@ fn options_outside_their_range_are_refused_by_name() {
             "rank = 2",
         ),
     ] {
-        let error = text(Batches::new(windows.clone(), options).unwrap_err());
+        let error = text(DataLoader::new(windows.clone(), options).unwrap_err());
         assert!(error.starts_with(name), "{error}");
     }
+    assert!(text(ConsecutiveBatches::new(0, 1).unwrap_err()).starts_with("batch_size = 0"));
     for fraction in [0.0, 1.0, -0.1, f64::NAN] {
         let options = SplitOptions {
             validation_fraction: fraction,
@@ -381,67 +375,55 @@ fn options_outside_their_range_are_refused_by_name() {
 }
 
 #[test]
-fn prefetched_items_are_the_same_in_the_same_order() {
+fn an_endless_dataset_is_read_ahead_by_threads_that_end_with_the_loader() {
     let dir = tempfile::tempdir().unwrap();
     let windows = RandomWindows::new(counting_view(dir.path(), 500), 4, 9).unwrap();
-    let batches = Batches::new(windows, BatchOptions::default()).unwrap();
-    let direct: Vec<_> = batches.clone().take(50).map(Result::unwrap).collect();
-    for depth in [0, 1, 7] {
-        let prefetch = Prefetch::new(batches.clone().take(50), depth).unwrap();
-        assert_eq!(prefetch.map(Result::unwrap).collect::<Vec<_>>(), direct);
-    }
+    let batches = |num_workers| {
+        let options = DataLoaderOptions {
+            batch_size: 8,
+            num_workers,
+            ..DataLoaderOptions::default()
+        };
+        let mut loader = DataLoader::new(windows.clone(), options).unwrap();
+        let batches = loader.epoch().take(50).map(Result::unwrap);
+        batches.collect::<Vec<_>>()
+    };
+    let direct = batches(0);
+    assert_eq!(direct[49][7], windows.get(399).unwrap());
+    assert_eq!(batches(1), direct);
+    assert_eq!(batches(3), direct);
 }
 
 #[test]
-fn a_dropped_prefetch_ends_its_thread_and_an_endless_iterator_with_it() {
-    struct SetOnDrop(std::sync::mpsc::Sender<()>);
-    impl Drop for SetOnDrop {
-        fn drop(&mut self) {
-            self.0.send(()).unwrap();
-        }
-    }
-    let (sender, dropped) = std::sync::mpsc::channel();
-    let guard = SetOnDrop(sender);
-    let endless = std::iter::from_fn(move || {
-        let _keep = &guard;
-        Some(Ok(1))
-    });
-    let mut prefetch = Prefetch::new(endless, 3).unwrap();
-    assert_eq!(prefetch.next().unwrap().unwrap(), 1);
-    drop(prefetch);
-    // Dropping joins the thread, so the iterator is gone already.
-    dropped.try_recv().unwrap();
-}
-
-#[test]
-fn a_panic_in_a_prefetched_iterator_is_an_error_and_then_the_end() {
-    let items = (0..3).map(|i| if i < 2 { Ok(i) } else { panic!("on purpose") });
-    let mut prefetch = Prefetch::new(items, 1).unwrap();
-    assert_eq!(prefetch.next().unwrap().unwrap(), 0);
-    assert_eq!(prefetch.next().unwrap().unwrap(), 1);
-    assert!(matches!(prefetch.next(), Some(Err(Error::WorkerPanicked))));
-    assert!(prefetch.next().is_none());
-}
-
-#[test]
-fn windows_of_any_kind_make_batches_behind_a_pointer() {
+fn rows_of_any_kind_make_batches_behind_a_pointer() {
     let dir = tempfile::tempdir().unwrap();
     let view = counting_view(dir.path(), 50);
-    let kinds: [Box<dyn Windows>; 2] = [
+    let kinds: [Box<dyn Dataset<Item = TokenizedExample>>; 3] = [
         Box::new(RandomWindows::new(view.clone(), 7, 0).unwrap()),
-        Box::new(SequentialWindows::new(view, 7, LastWindow::Drop).unwrap()),
+        Box::new(SequentialWindows::new(view.clone(), 7, LastWindow::Drop).unwrap()),
+        Box::new(TokenDocuments::new(&view)),
     ];
-    for windows in kinds {
-        let expected = windows.window(0).unwrap();
-        let options = BatchOptions {
-            micro_batch_size: 1,
-            ..BatchOptions::default()
-        };
-        let mut batches = Batches::new(std::sync::Arc::new(windows), options).unwrap();
-        let batch = batches.next().unwrap().unwrap();
-        assert_eq!(
-            (batch.input_ids, batch.labels),
-            (expected.input_ids, expected.labels)
-        );
+    for rows in kinds {
+        let expected = rows.get(0).unwrap();
+        let options = DataLoaderOptions::default();
+        let mut loader = DataLoader::new(std::sync::Arc::new(rows), options).unwrap();
+        assert_eq!(loader.next_batch().unwrap().unwrap(), [expected]);
     }
+}
+
+#[test]
+fn a_sample_of_documents_is_spread_over_all() {
+    let dir = tempfile::tempdir().unwrap();
+    let documents: Vec<Vec<u32>> = (0..10).map(|document| vec![document; 3]).collect();
+    let all = TokenDocuments::new(&TokenView::new(store(dir.path(), 10, &documents)));
+    assert_eq!((all.len(), all.lengths()), (10, vec![3; 10]));
+    let some = all.clone().at_most(4);
+    let numbers: Vec<_> = (0..some.len()).map(|index| some.number(index)).collect();
+    assert_eq!(numbers, [Some(0), Some(2), Some(5), Some(7)]);
+    assert_eq!(some.get(2).unwrap().labels, [5, 5, 5]);
+    assert!(matches!(
+        some.get(4),
+        Err(Error::NoSuchRecord { index: 4, len: 4 })
+    ));
+    assert_eq!(all.at_most(99).len(), 10);
 }

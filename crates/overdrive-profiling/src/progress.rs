@@ -67,6 +67,11 @@ impl TrainingProgress {
         Self::with_output(total_steps, Output::Plain(Box::new(writer)))
     }
 
+    /// Progress that nobody sees, for all processes of a run but the first.
+    pub fn silent() -> Self {
+        Self::plain(0, std::io::sink())
+    }
+
     /// Prints a plain line at the first step, the last one, and every `steps` steps (`logging_steps`).
     #[must_use]
     pub fn with_logging_steps(mut self, steps: u64) -> Self {

@@ -193,6 +193,31 @@ impl SnapshotManager {
         Ok(std::mem::take(&mut self.outcomes))
     }
 
+    /// What is worth a warning among `outcomes`, a line each: snapshots that could not be written, with the
+    /// newest one that there is, and old ones that could not be deleted.
+    pub fn warnings(&self, outcomes: &[SaveOutcome]) -> Vec<String> {
+        let mut lines = Vec::new();
+        for outcome in outcomes {
+            match &outcome.result {
+                Err(error) => {
+                    let newest = self.list().unwrap_or_default();
+                    let newest = match newest.first() {
+                        Some(snapshot) => format!("the last one is {}", snapshot.path().display()),
+                        None => "there is none yet".to_owned(),
+                    };
+                    lines.push(format!(
+                        "warning: no snapshot of step {}: {error}; training goes on, {newest}",
+                        outcome.step
+                    ));
+                }
+                Ok(report) => lines.extend(report.rotation_error.as_ref().map(|error| {
+                    format!("warning: an old snapshot could not be deleted: {error}")
+                })),
+            }
+        }
+        lines
+    }
+
     fn settle(&mut self) -> Result<()> {
         while let Some(done) = self.writer.as_mut().map_or(Ok(None), Writer::next)? {
             self.took(done);

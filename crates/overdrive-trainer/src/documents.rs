@@ -2,59 +2,17 @@
 
 use std::sync::Arc;
 
-use overdrive_datasets::{Dataset, PackPlan, RowLayout, SequenceRows, TokenView, TokenizedExample};
+use overdrive_datasets::{
+    Batch, Dataset, DeviceLoader, PackPlan, RowLayout, SequenceRows, TokenDocuments, TokenView,
+};
 
-use crate::batch_loader::Loading;
-use crate::{BatchLoader, Result, TextBatch, TrainingArguments};
-
-/// The documents of a part of a token store, each as a sequence.
-#[derive(Debug, Clone)]
-struct Documents {
-    view: TokenView,
-    /// Their numbers in the store.
-    numbers: Arc<[u32]>,
-}
-
-impl Documents {
-    fn lengths(&self) -> Vec<u32> {
-        let length = |&number: &u32| {
-            let document = self.view.store().document(number as usize);
-            let tokens = document.map_or(0, |document| document.tokens.len());
-            u32::try_from(tokens).unwrap_or(u32::MAX)
-        };
-        self.numbers.iter().map(length).collect()
-    }
-}
-
-impl Dataset for Documents {
-    type Item = TokenizedExample;
-
-    fn len(&self) -> usize {
-        self.numbers.len()
-    }
-
-    fn get(&self, index: usize) -> overdrive_datasets::Result<TokenizedExample> {
-        let store = self.view.store();
-        let number = self.numbers.get(index);
-        let document = number.and_then(|&number| store.document(number as usize));
-        let document = document.ok_or(overdrive_datasets::Error::NoSuchRecord {
-            index,
-            len: self.numbers.len(),
-        })?;
-        let mut input_ids = vec![0; document.tokens.len()];
-        store.copy_to(document.tokens.start, &mut input_ids)?;
-        Ok(TokenizedExample {
-            labels: input_ids.clone(),
-            input_ids,
-            truncated: false,
-        })
-    }
-}
+use crate::loading::Loading;
+use crate::{Result, TrainingArguments};
 
 /// Documents in rows.
 #[derive(Debug)]
 pub(crate) struct DocumentRows {
-    documents: Documents,
+    documents: TokenDocuments,
     plan: Arc<PackPlan>,
     /// One a row, where rows of about one length belong together.
     lengths: Option<Vec<u32>>,
@@ -70,14 +28,14 @@ impl DocumentRows {
         pad_token: u32,
         arguments: &TrainingArguments,
     ) -> Result<Self> {
-        let documents = of_view(view);
+        let documents = TokenDocuments::new(view);
         let plan = arguments.pack_plan(&documents.lengths())?;
         let length = |row| {
             let tokens = || u32::try_from(plan.row_tokens(row)).unwrap_or(u32::MAX);
             let in_column = || {
                 let sequence = plan.row(row).first()?.sequence;
-                let number = documents.numbers.get(sequence as usize)?;
-                column_lengths?.get(*number as usize).copied()
+                let number = documents.number(sequence as usize)?;
+                column_lengths?.get(number).copied()
             };
             in_column().unwrap_or_else(tokens)
         };
@@ -95,16 +53,10 @@ impl DocumentRows {
     /// Rows to evaluate on, one a document, without padding; as many as `max_eval_batches` allows, from
     /// all over the documents.
     pub(crate) fn to_evaluate(view: &TokenView, arguments: &TrainingArguments) -> Result<Self> {
-        let all = of_view(view);
         let most = arguments.max_eval_batches.map_or(usize::MAX, |batches| {
             usize::try_from(batches * arguments.per_device_eval_batch_size).unwrap_or(usize::MAX)
         });
-        let count = all.numbers.len().min(most);
-        let spread = (0..count).map(|index| all.numbers[index * all.numbers.len() / count]);
-        let documents = Documents {
-            numbers: spread.collect(),
-            ..all
-        };
+        let documents = TokenDocuments::new(view).at_most(most);
         let capacity = usize::try_from(arguments.context_length).unwrap_or(usize::MAX);
         let plan = PackPlan::one_each(&documents.lengths(), capacity)?;
         Ok(Self {
@@ -116,10 +68,9 @@ impl DocumentRows {
     }
 
     /// Batches of the rows.
-    pub(crate) fn load(&self, how: Loading<'_>) -> Result<BatchLoader<TextBatch>> {
+    pub(crate) fn load(&self, how: Loading<'_>) -> Result<DeviceLoader<Batch>> {
         let rows = SequenceRows::new(self.documents.clone(), Arc::clone(&self.plan));
-        let made = TextBatch::Sequences;
-        BatchLoader::of_rows(rows, self.layout, self.lengths.clone(), made, how)
+        how.of_rows(rows, self.layout, self.lengths.clone())
     }
 
     /// Batches of a pass.
@@ -158,15 +109,5 @@ impl DocumentRows {
             ));
         }
         Ok(())
-    }
-}
-
-fn of_view(view: &TokenView) -> Documents {
-    let numbers = view
-        .document_numbers()
-        .filter_map(|number| u32::try_from(number).ok());
-    Documents {
-        view: view.clone(),
-        numbers: numbers.collect(),
     }
 }

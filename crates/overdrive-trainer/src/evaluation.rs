@@ -1,5 +1,6 @@
 //! What an evaluation finds, and which metric of it decides.
 
+use overdrive_profiling::StepMetrics;
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result, TrainingArguments};
@@ -11,6 +12,14 @@ pub struct Evaluation {
     pub loss: f64,
     /// The same in bits a byte of text, where the bytes are known.
     pub bits_per_byte: Option<f64>,
+}
+
+impl Evaluation {
+    /// Adds the evaluation to the metrics of the step before it.
+    pub fn apply_to(&self, metrics: &mut StepMetrics) {
+        metrics.eval_loss = Some(self.loss);
+        metrics.eval_bits_per_byte = self.bits_per_byte;
+    }
 }
 
 /// A metric that one model can be better in than another.

@@ -49,7 +49,6 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
-mod batch_loader;
 mod config_format;
 mod data_arguments;
 mod diagnosis;
@@ -62,6 +61,7 @@ mod foreign_keys;
 mod guide_keys;
 mod interrupt;
 mod layers;
+mod loading;
 mod measures;
 mod model_arguments;
 mod parallel;
@@ -75,11 +75,9 @@ mod text_data;
 mod text_records;
 mod text_source;
 mod train_args;
-mod train_batch;
 mod training_arguments;
 mod validate;
 
-pub use batch_loader::{BatchLoader, TrainBatches};
 pub use config_format::ConfigFormat;
 pub use data_arguments::{SampleBy, SequenceMode};
 pub use error::{Error, Result};
@@ -97,7 +95,7 @@ pub use plan::TrainingPlan;
 pub use preset::Preset;
 pub use run_folder::RunFolder;
 pub use save_arguments::{ResumeFromCheckpoint, SaveStrategy};
+pub use snapshots::{load_best, loader_totals};
 pub use text_data::TextData;
 pub use train_args::TrainArgs;
-pub use train_batch::{TextBatch, TrainBatch};
 pub use training_arguments::{IntervalStrategy, OptimizerName, ReportTo, TrainingArguments};

@@ -56,11 +56,6 @@ impl Part {
         self.device
     }
 
-    /// How many of `count` things of an evaluation are its own.
-    pub(crate) fn share(&self, count: usize) -> Result<usize> {
-        Ok(self.shard(LastShare::Uneven)?.len(count))
-    }
-
     pub(crate) fn shard(&self, last: LastShare) -> Result<Shard> {
         Ok(Shard::new(self.rank, self.world_size, last)?)
     }

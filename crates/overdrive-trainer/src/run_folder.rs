@@ -18,6 +18,7 @@ const REPORT: &str = "report.html";
 const LOSS: &str = "loss.svg";
 const TENSORBOARD: &str = "tensorboard";
 const MODEL: &str = "model";
+const AVERAGED_MODEL: &str = "model_ema";
 
 /// The folder of a run and what is in it:
 ///
@@ -29,6 +30,7 @@ const MODEL: &str = "model";
 ///     report.html          the report
 ///     loss.svg             its loss curve
 ///     model/               config.json, model.safetensors, tokenizer.json
+///     model_ema/           the same with averaged weights, where `ema_decay` is given
 /// ```
 ///
 /// ```
@@ -178,6 +180,11 @@ impl RunFolder {
         self.root.join(MODEL)
     }
 
+    /// The folder of the model with averaged weights (`ema_decay`).
+    pub fn averaged_model(&self) -> PathBuf {
+        self.root.join(AVERAGED_MODEL)
+    }
+
     fn given(root: &Path, overwrite: bool) -> Result<Self> {
         let run = Self {
             root: root.to_owned(),
@@ -201,6 +208,7 @@ impl RunFolder {
             run.loss(),
             run.tensorboard(),
             run.model(),
+            run.averaged_model(),
         ];
         match names.into_iter().find(|path| path.exists()) {
             Some(path) => Err(Error::InTheWay { path }),
@@ -214,7 +222,7 @@ impl RunFolder {
         for folder in self
             .snapshot_folders()?
             .into_iter()
-            .chain([self.tensorboard(), self.model()])
+            .chain([self.tensorboard(), self.model(), self.averaged_model()])
         {
             gone(fs::remove_dir_all(&folder)).map_err(Error::io("remove", folder))?;
         }

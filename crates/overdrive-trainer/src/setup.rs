@@ -1,11 +1,12 @@
 //! From the arguments to the parts of a run: precision, accumulation, optimizer, schedule.
 
+use overdrive_accumulation::AccumulationConfig;
+use overdrive_distributed::{ProcessGroup, ZeroRedundancyOptimizer};
 use overdrive_optim::{
-    Adafactor, AdafactorConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, Lion, LionConfig,
+    Adafactor, AdafactorConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, Ema, Lion, LionConfig,
     LrScheduler, Optimizer, ParamGroup, PagedAdamW, PagedAdamWConfig, Schedule, Sgd, SgdConfig, StateBits,
     decay_groups,
 };
-use overdrive_accumulation::AccumulationConfig;
 use overdrive_precision::Precision;
 use serde_json::Value;
 use tch::Tensor;
@@ -67,8 +68,30 @@ impl TrainingArguments {
     ///
     /// # Errors
     /// When an option is out of its range, or a paged state finds no room.
-    pub fn new_optimizer(&self, parameters: Vec<(String, Tensor)>) -> Result<Box<dyn Optimizer>> {
-        Ok(self.optimizer_of(decay_groups(parameters, self.weight_decay))?)
+    pub fn new_optimizer(
+        &self,
+        group: &ProcessGroup,
+        parameters: Vec<(String, Tensor)>,
+    ) -> Result<Box<dyn Optimizer>> {
+        let groups = decay_groups(parameters, self.weight_decay);
+        if self.shards_optimizer() {
+            let build = |own| self.optimizer_of(own);
+            return Ok(Box::new(ZeroRedundancyOptimizer::new(group, groups, build)?));
+        }
+        Ok(self.optimizer_of(groups)?)
+    }
+
+    /// Whether each process keeps the optimizer's states of its own parameters only (`zero_stage`).
+    pub fn shards_optimizer(&self) -> bool {
+        false
+    }
+
+    /// Makes the moving average of the trainable parameters that `ema_decay` asks for.
+    ///
+    /// # Errors
+    /// When the decay is out of its range.
+    pub fn new_ema(&self, _parameters: Vec<(String, Tensor)>) -> Result<Option<Ema>> {
+        Ok(None)
     }
 
     fn optimizer_of(&self, groups: Vec<ParamGroup>) -> overdrive_optim::Result<Box<dyn Optimizer>> {

@@ -1,8 +1,10 @@
 //! The snapshots and metrics of a run folder.
 
+use overdrive_datasets::{DeviceLoader, OnDevice};
 use overdrive_distributed::ProcessGroup;
-use overdrive_profiling::{JsonLines, TensorBoard, Trackers};
-use overdrive_snapshot::{Snapshot, SnapshotManager};
+use overdrive_profiling::{JsonLines, LoaderTotals, TensorBoard, Trackers};
+use overdrive_snapshot::{Scope, Snapshot, SnapshotManager};
+use tch::Tensor;
 
 use crate::{ReportTo, Result, ResumeFromCheckpoint, RunFolder, TrainingArguments};
 
@@ -54,5 +56,42 @@ impl TrainingArguments {
             Some(ResumeFromCheckpoint::Latest(true)) => snapshots.latest()?,
             Some(ResumeFromCheckpoint::Folder(folder)) => Some(Snapshot::open(folder)?),
         })
+    }
+}
+
+/// Copies the weights of the best snapshot into `parameters`, which were registered under the name `model`,
+/// and returns its step; `None` where no snapshot has a metric. Each process of `group` calls it.
+///
+/// # Errors
+/// When the snapshot is damaged or of another model, or a process is lost.
+pub fn load_best(
+    snapshots: &SnapshotManager,
+    group: &ProcessGroup,
+    parameters: &[(String, Tensor)],
+) -> Result<Option<u64>> {
+    let handles = parameters.iter();
+    let targets = handles.map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+    let step = group.on_main("load the best snapshot", || -> Result<_> {
+        let Some(best) = snapshots.best()? else {
+            return Ok(None);
+        };
+        best.copy_into("model", Scope::Run, 0, targets)?;
+        Ok(Some(best.step()))
+    })?;
+    for (_, parameter) in parameters {
+        group.broadcast(parameter, 0)?;
+    }
+    Ok(step)
+}
+
+/// Returns what a loader has done so far, for [`overdrive_profiling::StepRecorder::loader`].
+pub fn loader_totals<B: OnDevice>(loader: &DeviceLoader<B>) -> LoaderTotals {
+    let stats = loader.stats();
+    LoaderTotals {
+        batches: stats.batches,
+        wait: stats.wait,
+        longest_wait: stats.longest_wait,
+        ready: stats.ready,
+        failed_records: stats.failed_records,
     }
 }

@@ -3,15 +3,15 @@
 use std::path::Path;
 
 use overdrive_datasets::{
-    Dataset, LastWindow, RandomWindows, SequentialWindows, SplitBy, SplitOptions, TokenView,
-    Tokenizer, default_cache_dir, load_tokenizer, save_tokenizer,
+    Batch, DeviceLoader, LastWindow, RandomWindows, RowLayout, SequentialWindows, SplitBy,
+    SplitOptions, TokenView, Tokenizer, default_cache_dir, load_tokenizer, save_tokenizer,
 };
 use tch::Device;
 
-use crate::batch_loader::Loading;
 use crate::documents::DocumentRows;
+use crate::loading::Loading;
 use crate::text_source::TextSource;
-use crate::{BatchLoader, Error, Part, Result, SequenceMode, TextBatch, TrainingArguments};
+use crate::{Error, Part, Result, SequenceMode, TrainingArguments};
 
 /// The text of a run: tokenized, kept in the cache, split by document.
 ///
@@ -146,8 +146,8 @@ impl TextData {
         self.train.store().end_of_document()
     }
 
-    /// What the configuration makes of the training part, pass after pass: windows or documents,
-    /// prepared by `dataloader_num_workers` threads, in an order that the seed decides. `part`: a device
+    /// What the configuration makes of the training part, pass after pass without end: windows or
+    /// documents, prepared by `dataloader_num_workers` threads, in an order that the seed decides. `part`: a device
     /// for all of it, or the [`Part`] of one process among several.
     ///
     /// # Errors
@@ -157,14 +157,14 @@ impl TextData {
         &self,
         arguments: &TrainingArguments,
         part: impl Into<Part>,
-    ) -> Result<BatchLoader<TextBatch>> {
+    ) -> Result<DeviceLoader<Batch>> {
         let how = loading(arguments, part, true);
         match &self.rows {
             Some(rows) => rows.load(how),
             None => {
                 let windows =
                     RandomWindows::new(self.train.clone(), context(arguments), arguments.seed)?;
-                BatchLoader::of_windows(windows, self.micro_batches_per_epoch(arguments), how)
+                how.of_windows(windows, self.micro_batches_per_epoch(arguments))
             }
         }
     }
@@ -178,30 +178,18 @@ impl TextData {
         &self,
         arguments: &TrainingArguments,
         part: impl Into<Part>,
-    ) -> Result<BatchLoader<TextBatch>> {
+    ) -> Result<DeviceLoader<Batch>> {
         let how = loading(arguments, part, false);
         if self.rows.is_some() {
             return DocumentRows::to_evaluate(&self.validation, arguments)?.load(how);
         }
-        let windows = self.validation_windows(arguments)?;
-        let batches = windows.len() as u64;
-        let batches = batches.div_ceil(arguments.per_device_eval_batch_size.max(1));
-        BatchLoader::of_windows(windows, batches, how)
-    }
-
-    fn validation_windows(&self, arguments: &TrainingArguments) -> Result<SequentialWindows> {
-        let windows = SequentialWindows::new(
-            self.validation.clone(),
-            context(arguments),
-            LastWindow::Drop,
-        )?;
-        Ok(match arguments.max_eval_batches {
-            Some(batches) => {
-                let most = batches * arguments.per_device_eval_batch_size;
-                windows.at_most(usize::try_from(most).unwrap_or(usize::MAX))?
-            }
-            None => windows,
-        })
+        let part = self.validation.clone();
+        let mut windows = SequentialWindows::new(part, context(arguments), LastWindow::Drop)?;
+        if let Some(batches) = arguments.max_eval_batches {
+            let most = batches * arguments.per_device_eval_batch_size;
+            windows = windows.at_most(usize::try_from(most).unwrap_or(usize::MAX))?;
+        }
+        how.of_rows(windows, RowLayout::default(), None)
     }
 
     /// Micro-batches of one pass over the training part, of all processes.

@@ -6,15 +6,15 @@ use std::fs;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use overdrive_datasets::{BatchOptions, RandomWindows, TokenBatches};
+use overdrive_datasets::{Dataset, IGNORE_INDEX, RandomWindows};
 use overdrive_distributed::ProcessGroup;
 use overdrive_precision::Precision;
 use overdrive_profiling::{JsonLines, Trackers, read_metrics};
 use overdrive_trainer::{
-    Evaluation, ModelArguments, SampleBy, SequenceMode, TextData, TrainBatch, TrainingArguments,
-    TrainingLoop, TrainingSummary, evaluate,
+    Evaluation, ModelArguments, SampleBy, SequenceMode, TextData, TrainingArguments, TrainingLoop,
+    TrainingSummary, evaluate,
 };
-use tch::Device;
+use tch::{Device, Tensor};
 
 /// Seeds are the process's.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -164,21 +164,25 @@ fn the_loader_gives_the_windows_of_the_datasets_crate() {
     let arguments = arguments(folder.path(), "a.jsonl", &jsonl(40));
     let (data, _) = prepare(folder.path(), &arguments).unwrap();
     let windows = RandomWindows::new(data.train.clone(), 32, arguments.seed).unwrap();
-    let options = BatchOptions {
-        micro_batch_size: 4,
-        ..BatchOptions::default()
-    };
-    let old = TokenBatches::new(windows, options, Device::Cpu).unwrap();
-    let new = data.train_loader(&arguments, Device::Cpu).unwrap();
-    let most = 3 * usize::try_from(data.micro_batches_per_epoch(&arguments)).unwrap();
-    for (old, new) in old.zip(new).take(most) {
-        let overdrive_trainer::TextBatch::Windows(new) = new.unwrap() else {
-            panic!("windows were asked for");
-        };
-        let old = old.unwrap();
-        assert_eq!((old.input_ids, old.labels), (new.input_ids, new.labels));
-        assert_eq!(old.label_count, new.label_count);
+    let batches = data.train_loader(&arguments, Device::Cpu).unwrap();
+    let passes = 3 * batches.batches_per_epoch();
+    let mut seen = 0;
+    for batch in batches.take(passes) {
+        let batch = batch.unwrap();
+        let tokens: Vec<i64> = (seen..seen + 4)
+            .flat_map(|number| windows.get(number).unwrap().input_ids)
+            .collect();
+        let mut labels = tokens.clone();
+        labels
+            .iter_mut()
+            .step_by(32)
+            .for_each(|first| *first = IGNORE_INDEX);
+        assert_eq!(batch.input_ids, Tensor::from_slice(&tokens).view([4, 32]));
+        assert_eq!(batch.labels, Tensor::from_slice(&labels).view([4, 32]));
+        assert_eq!((batch.label_count, batch.tokens), (4 * 31, 4 * 32));
+        seen += 4;
     }
+    assert_eq!(seen, 4 * passes);
 }
 
 #[test]
@@ -370,11 +374,9 @@ fn lengths_come_from_a_column_where_there_is_one() {
         .tokens(document.start..document.start + 1)
         .unwrap();
     let mut batches = data.train_loader(&arguments, Device::Cpu).unwrap();
-    let overdrive_trainer::TextBatch::Sequences(batch) = batches.next().unwrap().unwrap() else {
-        panic!("documents were asked for");
-    };
+    let batch = batches.next().unwrap().unwrap();
     assert_eq!(batch.input_ids.int64_value(&[0, 0]), i64::from(start[0]));
-    assert!(batch.places() >= batch.tokens() && batch.sequences == 4);
+    assert!(batch.padded_tokens() >= batch.tokens && batch.sequences == 4);
 
     arguments.length_column_name = "lenght".to_owned();
     assert_eq!(

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use overdrive_lora::{LoadAdapterOptions, load_adapter};
 use overdrive_trainer::{
     FinetuneArguments, FinetuneLayers, IntervalStrategy, Method, Quant4Type, TargetModulesArgument,
-    TrainBatch, compare, finetune,
+    compare, finetune,
 };
 use overdrive_transformer::{
     CausalLm, ForwardInput, InitOptions, LlamaConfig, LoadOptions, ModelConfig, SaveOptions,
@@ -284,15 +284,17 @@ fn padding_changes_no_loss_with_a_mask_or_without() {
     let folder = tempfile::tempdir().unwrap();
     let arguments = prepare(folder.path(), 9);
     let data = overdrive_trainer::InstructionData::prepare(&arguments, &[], quiet).unwrap();
-    let mut batches = data.train_batches(&arguments, Device::Cpu).unwrap();
+    let mut batches = data.train_loader(&arguments, Device::Cpu).unwrap();
     let batch = batches.next().unwrap().unwrap();
     let model =
         CausalLm::from_pretrained(&arguments.model_name_or_path, &LoadOptions::default()).unwrap();
-    let without = f64::try_from(batch.loss(&model).unwrap().sum).unwrap();
+    let loss = |input| {
+        let shift = overdrive_transformer::LabelShift::HuggingFace;
+        f64::try_from(model.loss_of(input, &batch.labels, shift).unwrap().sum).unwrap()
+    };
+    let without = loss(ForwardInput::new(&batch.input_ids));
     let mask = batch.attention_mask.as_ref().unwrap();
-    let input = ForwardInput::new(&batch.input_ids).with_attention_mask(mask);
-    let shift = overdrive_transformer::LabelShift::HuggingFace;
-    let with = f64::try_from(model.loss_of(input, &batch.labels, shift).unwrap().sum).unwrap();
+    let with = loss(ForwardInput::new(&batch.input_ids).with_attention_mask(mask));
     assert!((with - without).abs() < 1e-5 * without, "{with} {without}");
 }
 

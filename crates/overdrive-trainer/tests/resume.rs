@@ -5,13 +5,12 @@ use std::fs;
 use std::path::Path;
 use std::sync::Mutex;
 
-use overdrive_datasets::LoaderState;
 use overdrive_distributed::ProcessGroup;
-use overdrive_profiling::{StepMetrics, read_metrics};
+use overdrive_profiling::{StepMetrics, Tracker, read_metrics};
 use overdrive_trainer::{
-    BatchLoader, Error, Evaluation, IntervalStrategy, ModelArguments, OptimizerName, Result,
-    ResumeFromCheckpoint, RunFolder, SaveStrategy, Saving, TextBatch, TextData, TrainBatches,
-    TrainingArguments, TrainingLoop, TrainingSummary,
+    Error, Evaluation, IntervalStrategy, ModelArguments, OptimizerName, Result,
+    ResumeFromCheckpoint, RunFolder, SaveStrategy, Saving, TextData, TrainingArguments,
+    TrainingLoop, TrainingSummary,
 };
 use overdrive_transformer::CausalLm;
 use tch::Device;
@@ -57,31 +56,25 @@ fn arguments(folder: &Path) -> TrainingArguments {
     }
 }
 
-/// Batches that end with an error, as a run does whose process is killed.
-struct Killed<'b> {
-    batches: &'b mut BatchLoader<TextBatch>,
+/// Ends the run with an error in the step after `left` steps, before a snapshot of it, as a kill does.
+struct Killed {
     left: u64,
 }
 
-impl Iterator for Killed<'_> {
-    type Item = overdrive_datasets::Result<TextBatch>;
-
-    fn next(&mut self) -> Option<Self::Item> {
+impl Tracker for Killed {
+    fn log(&mut self, _metrics: &StepMetrics) -> overdrive_profiling::Result<()> {
         if self.left == 0 {
-            return Some(Err(overdrive_datasets::Error::WorkerPanicked));
+            return Err(overdrive_profiling::Error::Trace {
+                path: "nowhere".into(),
+                message: "killed".to_owned(),
+            });
         }
         self.left -= 1;
-        self.batches.next()
-    }
-}
-
-impl TrainBatches<TextBatch> for Killed<'_> {
-    fn state_dict(&self) -> Option<LoaderState> {
-        self.batches.state_dict()
+        Ok(())
     }
 
-    fn resume(&mut self, state: Option<LoaderState>, taken: u64) -> overdrive_datasets::Result<()> {
-        self.batches.resume(state, taken)
+    fn finish(&mut self) -> overdrive_profiling::Result<()> {
+        Ok(())
     }
 }
 
@@ -110,15 +103,13 @@ fn train(
             precision,
             optimizer: arguments.new_optimizer(&model)?,
             data_parallel: arguments.data_parallel(&group, model.named_parameters())?,
-            trackers: run.trackers(&arguments, saving.resumed_step())?,
+            trackers: run
+                .trackers(&arguments, saving.resumed_step())?
+                .with(Killed { left: steps }),
             saving: Some(saving),
             shows_progress: false,
         };
         let mut batches = data.train_loader(&arguments, Device::Cpu)?;
-        let mut batches = Killed {
-            batches: &mut batches,
-            left: steps * arguments.gradient_accumulation_steps,
-        };
         let mut evaluations = 0;
         training.run(&mut model, &mut batches, &mut |_| {
             evaluations += 1;
@@ -183,7 +174,7 @@ fn losses_after_a_kill_are_those_of_a_run_that_was_never_killed() {
         };
         for steps in [7, 2] {
             let (killed, _) = train(dir.path(), &resumed, "killed", steps, &|_| 0.0);
-            assert!(matches!(killed, Err(Error::Data(_))), "{killed:?}");
+            assert!(matches!(killed, Err(Error::Profiling(_))), "{killed:?}");
         }
         let (summary, model) = train(dir.path(), &resumed, "killed", u64::MAX / 8, &|_| 0.0);
         let summary = summary.unwrap();

@@ -6,10 +6,8 @@ use std::path::Path;
 
 use overdrive_optim::Optimizer;
 use overdrive_profiling::{JsonLines, StepMetrics, Tracker};
-use overdrive_trainer::{
-    ModelArguments, RunFolder, TextData, TrainBatch, TrainingArguments, evaluate,
-};
-use overdrive_transformer::CausalLm;
+use overdrive_trainer::{ModelArguments, RunFolder, TextData, TrainingArguments, evaluate};
+use overdrive_transformer::{CausalLm, LabelShift};
 use tch::Device;
 
 fn arguments(folder: &Path) -> TrainingArguments {
@@ -74,7 +72,8 @@ fn run(folder: &Path) -> (f64, f64, Vec<f64>) {
     let batches = data.train_loader(&arguments, Device::Cpu).unwrap();
     for (step, batch) in (1..=plan.total_steps).zip(batches) {
         let batch = batch.unwrap();
-        let loss = batch.loss(&model).unwrap().mean().unwrap();
+        let loss = model.loss(&batch.input_ids, &batch.labels, LabelShift::HuggingFace);
+        let loss = loss.unwrap().mean().unwrap();
         loss.backward();
         optimizer.step().unwrap();
         optimizer.zero_grad().unwrap();

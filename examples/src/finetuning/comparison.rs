@@ -1,16 +1,12 @@
 use std::fmt;
 
-use overdrive_distributed::ProcessGroup;
-use overdrive_profiling::Trackers;
+use overdrive::trainer::{FinetuneArguments, Quant4Type};
 
 use super::memory::{TrainingMemory, mebibytes};
-use super::run::train;
-use super::{FinetuneArguments, Quant4Type};
-use crate::{Result, TrainingSummary};
+use crate::training::Summary;
 
 /// A way of fine-tuning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
 pub enum Method {
     /// All weights learn.
     Full,
@@ -55,10 +51,9 @@ impl fmt::Display for Method {
 
 /// The methods side by side, on the same data, order and seed. Displayed: as a table.
 #[derive(Debug)]
-#[non_exhaustive]
 pub struct Comparison {
     /// What each came to.
-    pub rows: Vec<(Method, TrainingMemory, TrainingSummary)>,
+    pub rows: Vec<(Method, TrainingMemory, Summary)>,
 }
 
 impl Comparison {
@@ -74,28 +69,6 @@ impl Comparison {
         let difference: f64 = lora.iter().zip(qlora).map(|(a, b)| (a - b).abs()).sum();
         (sum > 0.0).then(|| difference / sum)
     }
-}
-
-/// Trains by each method in turn, and writes nothing. Each begins with the model as it is stored.
-///
-/// # Errors
-/// The first error of a run.
-pub fn compare(arguments: &FinetuneArguments, mut say: impl FnMut(&str)) -> Result<Comparison> {
-    let mut rows = Vec::new();
-    for method in Method::ALL {
-        say(&format!("{method}"));
-        let arguments = method.of(arguments);
-        let mut silent = |_: &str| {};
-        let trained = train(
-            &ProcessGroup::single(),
-            &arguments,
-            true,
-            &mut silent,
-            &mut |_, _, _| Ok((Trackers::new(), None)),
-        )?;
-        rows.push((method, trained.memory, trained.summary));
-    }
-    Ok(Comparison { rows })
 }
 
 impl fmt::Display for Comparison {

@@ -2,13 +2,14 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::{FinetuneArguments, FinetuneModel};
-use crate::measures::shape_of;
-use crate::{Result, TrainingSummary};
+use anyhow::Result;
+use overdrive::trainer::FinetuneArguments;
+
+use super::FinetuneModel;
+use crate::training::{Summary, decoder_shape};
 
 /// Where the memory of a fine-tuning goes, in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[non_exhaustive]
 pub struct TrainingMemory {
     /// Numbers that learn.
     pub trainable_parameters: u64,
@@ -31,17 +32,16 @@ pub struct TrainingMemory {
 impl TrainingMemory {
     /// After a run, whose memory statistics began with it. `width`: tokens of a micro-batch's rows, which
     /// the estimate goes by.
-    ///
-    /// # Errors
-    /// Never for a model that there is.
     pub fn of(
         arguments: &FinetuneArguments,
         model: &FinetuneModel,
-        summary: &TrainingSummary,
+        summary: &Summary,
         width: u64,
         peak_bytes: Option<u64>,
     ) -> Result<Self> {
-        let mut plan = arguments.training.memory_plan_of(shape_of(&model.model));
+        let mut plan = arguments
+            .training
+            .memory_plan_of(decoder_shape(&model.model));
         plan.length = width;
         let full = plan.estimate()?;
         let gradients = model.trainable.iter();

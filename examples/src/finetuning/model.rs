@@ -1,11 +1,12 @@
-use overdrive_lora::{
-    AddOptions, MergeOptions, add_adapter, merge_and_unload, save_adapter, trainable_parameters,
+use anyhow::Result;
+use overdrive::lora::{
+    AddOptions, LoadAdapterOptions, MergeOptions, add_adapter, load_adapter, merge_and_unload,
+    save_adapter, trainable_parameters,
 };
-use overdrive_transformer::{CausalLm, LoadOptions, SaveOptions};
+use overdrive::precision::Precision;
+use overdrive::trainer::{FinetuneArguments, RunFolder};
+use overdrive::transformer::{CausalLm, LoadOptions, SaveOptions};
 use tch::{Device, Kind, Tensor};
-
-use super::FinetuneArguments;
-use crate::{Result, RunFolder};
 
 /// The name of the adapter, PEFT's own.
 const ADAPTER: &str = "default";
@@ -23,9 +24,6 @@ pub struct FinetuneModel {
 impl FinetuneModel {
     /// Loads the model, quantized where that is asked for, and adds an adapter or makes all weights
     /// learn. Weights that learn are fp32; others are as they are stored.
-    ///
-    /// # Errors
-    /// When the folder cannot be read, no linear map is meant, or memory runs out.
     pub fn load(arguments: &FinetuneArguments, device: Device) -> Result<Self> {
         let options = LoadOptions {
             device,
@@ -52,6 +50,30 @@ impl FinetuneModel {
             trainable,
             has_adapter: arguments.use_peft,
         })
+    }
+
+    /// Describes the model and its trainable parameters, a line each.
+    pub fn describe(
+        &self,
+        arguments: &FinetuneArguments,
+        precision: Precision,
+        say: &mut impl FnMut(&str),
+    ) {
+        let kept = match arguments.quantization() {
+            Some(options) => format!(", kept in {}", options.scheme),
+            None => String::new(),
+        };
+        let device = self.model.device();
+        say(&format!(
+            "model       {:.2}M parameters{kept} on {device:?}, {precision}",
+            self.model.num_parameters() as f64 / 1e6
+        ));
+        let trainable = self.trainable_parameters() as f64;
+        say(&format!(
+            "trainable   {:.3}M, {:.2}%",
+            trainable / 1e6,
+            100.0 * trainable / self.all_parameters().max(1) as f64
+        ));
     }
 
     /// How many numbers learn.
@@ -82,9 +104,6 @@ impl FinetuneModel {
 
     /// Writes the adapter into the run's folder in PEFT's format, or without one the model into
     /// `model/`.
-    ///
-    /// # Errors
-    /// When a file cannot be written.
     pub fn save(&mut self, run: &RunFolder) -> Result<()> {
         if self.has_adapter {
             return Ok(save_adapter(&mut self.model, ADAPTER, run.root())?);
@@ -96,9 +115,6 @@ impl FinetuneModel {
 
     /// Merges the adapter into the model and writes that into `folder`. Where weights are quantized, the
     /// model is loaded again without, so that the merge is exact.
-    ///
-    /// # Errors
-    /// When the model cannot be loaded or written.
     pub fn save_merged(
         arguments: &FinetuneArguments,
         run: &RunFolder,
@@ -106,8 +122,8 @@ impl FinetuneModel {
     ) -> Result<()> {
         let mut model =
             CausalLm::from_pretrained(&arguments.model_name_or_path, &LoadOptions::default())?;
-        let options = overdrive_lora::LoadAdapterOptions::default();
-        overdrive_lora::load_adapter(&mut model, run.root(), ADAPTER, &options)?;
+        let options = LoadAdapterOptions::default();
+        load_adapter(&mut model, run.root(), ADAPTER, &options)?;
         merge_and_unload(&mut model, &MergeOptions::default())?;
         Ok(model.save_pretrained(folder, &SaveOptions::default())?)
     }

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::encoder::{InstructionEncoder, TokenizedExample};
+use super::encoder::InstructionEncoder;
 use super::record::InstructionRecord;
 use super::record_file::RecordFile;
 use crate::transform::{Rising, RisingWriter};
-use crate::{Dataset, Error, Result, uniform_below};
+use crate::{Dataset, Error, Result, TokenizedExample, uniform_below};
 
 /// The stream of random numbers that splits use (see [`crate::random::random_u64`]).
 const SPLIT_STREAM: u32 = 0x5117;
@@ -297,7 +297,7 @@ impl InstructionDataset {
         if held >= len {
             return Err(Error::TooFewDocuments { documents: len });
         }
-        let order = permutation(len, seed, SPLIT_STREAM, 0);
+        let order = permutation(len, seed);
         let take = |chosen: &[u32]| {
             let mut chosen: Vec<usize> = chosen.iter().map(|&index| index as usize).collect();
             chosen.sort_unstable();
@@ -394,12 +394,12 @@ fn files_of(path: PathBuf) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The numbers below `len` in an order that seed, stream and round decide (Fisher and Yates).
-pub(super) fn permutation(len: usize, seed: u64, stream: u32, round: u64) -> Vec<u32> {
+/// The numbers below `len` in an order that the seed decides (Fisher and Yates).
+fn permutation(len: usize, seed: u64) -> Vec<u32> {
     let mut order: Vec<u32> = (0..u32::try_from(len).unwrap_or(u32::MAX)).collect();
     for last in (1..order.len()).rev() {
-        let draw = round << 32 | last as u64;
-        let other = uniform_below(last as u64 + 1, seed, stream, draw) as usize;
+        let draw = last as u64;
+        let other = uniform_below(draw + 1, seed, SPLIT_STREAM, draw) as usize;
         order.swap(last, other);
     }
     order

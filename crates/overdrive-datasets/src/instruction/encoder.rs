@@ -8,7 +8,7 @@ use tokenizers::Tokenizer;
 
 use super::chat::{ChatFormat, ChatMessage, PlainChat, answers_by_prefix, prompt_length};
 use super::record::InstructionRecord;
-use crate::{Error, IGNORE_INDEX, Result};
+use crate::{Error, IGNORE_INDEX, Result, TokenizedExample};
 
 /// What of a record is learned, and how a record without a chat template is written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -34,25 +34,6 @@ impl Default for EncodeOptions {
             assistant_only_loss: true,
             prompt_template: "{prompt}".to_owned(),
         }
-    }
-}
-
-/// The tokens of a record and what is learned of them.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TokenizedExample {
-    /// The tokens.
-    pub input_ids: Vec<i64>,
-    /// The tokens that are learned, each at its own place; [`IGNORE_INDEX`] for all others.
-    pub labels: Vec<i64>,
-    /// Whether tokens were cut off.
-    pub truncated: bool,
-}
-
-impl TokenizedExample {
-    /// How many tokens a loss counts: learned ones that have a token before them.
-    pub fn learned_tokens(&self) -> usize {
-        let counted = self.labels.iter().skip(1);
-        counted.filter(|&&label| label != IGNORE_INDEX).count()
     }
 }
 

@@ -2,7 +2,7 @@
 
 use tch::{Device, Tensor};
 
-use super::{DataLoader, LoaderState, LoaderStats, PaddedBatch};
+use super::{DataLoader, LoaderState, LoaderStats};
 use crate::Result;
 
 /// A batch made of tensors, which can go to a device.
@@ -44,56 +44,6 @@ impl<T: OnDevice> OnDevice for Vec<T> {
     }
 }
 
-/// A [`PaddedBatch`] as tensors. B: sequences, T: the length of the longest.
-#[derive(Debug)]
-pub struct PaddedTensors {
-    /// (B, T), Int64.
-    pub input_ids: Tensor,
-    /// (B, T), Int64: 1 where a token is, 0 where there is none.
-    pub attention_mask: Tensor,
-    /// (B, T), Int64: the tokens, [`crate::IGNORE_INDEX`] where there is none. Not shifted.
-    pub labels: Tensor,
-    /// How many tokens are no padding, counted on the host.
-    pub tokens: usize,
-}
-
-impl PaddedTensors {
-    /// The batch as tensors in host memory.
-    ///
-    /// # Errors
-    /// When libtorch has no memory for them.
-    pub fn from_padded(batch: &PaddedBatch) -> Result<Self> {
-        let shape = [batch.rows as i64, batch.columns as i64];
-        let block = |numbers: &[i64]| Tensor::f_from_slice(numbers)?.f_view(shape);
-        Ok(Self {
-            input_ids: block(&batch.input_ids)?,
-            attention_mask: block(&batch.attention_mask)?,
-            labels: block(&batch.labels())?,
-            tokens: batch.tokens,
-        })
-    }
-}
-
-impl OnDevice for PaddedTensors {
-    fn pinned(self) -> Result<Self> {
-        Ok(Self {
-            input_ids: self.input_ids.pinned()?,
-            attention_mask: self.attention_mask.pinned()?,
-            labels: self.labels.pinned()?,
-            tokens: self.tokens,
-        })
-    }
-
-    fn on_device(self, device: Device, non_blocking: bool) -> Result<Self> {
-        Ok(Self {
-            input_ids: self.input_ids.on_device(device, non_blocking)?,
-            attention_mask: self.attention_mask.on_device(device, non_blocking)?,
-            labels: self.labels.on_device(device, non_blocking)?,
-            tokens: self.tokens,
-        })
-    }
-}
-
 /// A loader whose batches come on a device.
 ///
 /// On a GPU, the copy of the next batch is queued before this one is handed out, from page-locked
@@ -101,27 +51,35 @@ impl OnDevice for PaddedTensors {
 /// [`DeviceLoader::state_dict`] counts what has been handed out: the batch whose copy is under way
 /// comes again after a stop.
 ///
+/// As an iterator it gives the batches of a pass, then `None`, and then those of the next pass; made
+/// [`DeviceLoader::endless`], it goes from pass to pass without a `None` between.
+///
 /// ```
 /// use overdrive_datasets::{
-///     DataLoader, DataLoaderOptions, DeviceLoader, PadOptions, PaddedTensors, TextLines,
-///     TextOptions, pad_sequences,
+///     DataLoader, DataLoaderOptions, DatasetExt, DeviceLoader, RowLayout, TextLines, TextOptions,
+///     TokenizedExample, collate,
 /// };
 /// # use overdrive_datasets::Dataset;
 /// # let dir = tempfile::tempdir().unwrap();
 /// # let path = dir.path().join("lines.txt");
 /// # std::fs::write(&path, "some\nlines\n").unwrap();
 /// let lines = TextLines::open([&path], &TextOptions::default())?;
+/// // A byte is a token here.
+/// let rows = lines.map(|line| {
+///     let tokens: Vec<u32> = line.bytes().map(u32::from).collect();
+///     Ok(TokenizedExample::from(tokens))
+/// });
 /// let options = DataLoaderOptions { batch_size: 2, num_workers: 1, ..Default::default() };
-/// let collate = |lines: Vec<String>| {
-///     let tokens: Vec<Vec<u32>> = lines.iter().map(|line| line.bytes().map(u32::from).collect()).collect();
-///     PaddedTensors::from_padded(&pad_sequences(&tokens, &PadOptions::default())?)
-/// };
-/// let batches = options.batches(lines.len())?;
-/// let loader = DataLoader::with(lines, batches, collate, options)?;
-/// let mut loader = DeviceLoader::new(loader, tch::Device::Cpu);
-/// let batch = loader.next_batch().expect("an epoch of one batch")?;
-/// assert_eq!(batch.input_ids.size(), [2, 5]);
-/// assert_eq!(batch.tokens, 9);
+/// let batches = options.batches(rows.len())?;
+/// let padded = |rows: Vec<_>| collate(&rows, RowLayout::default());
+/// let loader = DataLoader::with(rows, batches, padded, options)?;
+/// let mut loader = DeviceLoader::new(loader, tch::Device::Cpu).endless();
+/// for batch in loader.by_ref().take(3) {
+///     let batch = batch?;
+///     assert_eq!(batch.input_ids.size(), [2, 5]);
+///     assert_eq!(batch.tokens, 9);
+/// }
+/// assert_eq!(loader.state_dict().epoch, 2); // one batch a pass
 /// # Ok::<(), overdrive_datasets::Error>(())
 /// ```
 #[derive(Debug)]
@@ -129,6 +87,7 @@ pub struct DeviceLoader<T> {
     loader: DataLoader<T>,
     device: Device,
     pin_memory: bool,
+    endless: bool,
     /// What is on its way: the next batch, or the end of the epoch, and the state behind it.
     next: Option<(Option<Result<T>>, LoaderState)>,
     state: LoaderState,
@@ -142,6 +101,7 @@ impl<T: OnDevice> DeviceLoader<T> {
             loader,
             device,
             pin_memory: true,
+            endless: false,
             next: None,
         }
     }
@@ -151,6 +111,14 @@ impl<T: OnDevice> DeviceLoader<T> {
     #[must_use]
     pub fn with_pin_memory(mut self, pin_memory: bool) -> Self {
         self.pin_memory = pin_memory;
+        self
+    }
+
+    /// Makes the iterator go on with the next pass, in an order of its own, where one ends: for a
+    /// training loop that counts steps. [`DeviceLoader::next_batch`] still tells where a pass ends.
+    #[must_use]
+    pub fn endless(mut self) -> Self {
+        self.endless = true;
         self
     }
 
@@ -199,8 +167,25 @@ impl<T: OnDevice> DeviceLoader<T> {
         self.loader.stats()
     }
 
+    /// Returns the number of batches of the current pass, on this process.
+    pub fn batches_per_epoch(&self) -> usize {
+        self.loader.len()
+    }
+
     /// The loader in host memory.
     pub fn loader(&self) -> &DataLoader<T> {
         &self.loader
+    }
+}
+
+impl<T: OnDevice> Iterator for DeviceLoader<T> {
+    type Item = Result<T>;
+
+    fn next(&mut self) -> Option<Result<T>> {
+        match self.next_batch() {
+            // The first batch of the next pass; `None` again where a pass has no batch at all.
+            None if self.endless => self.next_batch(),
+            batch => batch,
+        }
     }
 }

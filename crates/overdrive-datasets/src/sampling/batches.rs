@@ -114,6 +114,52 @@ impl<S: BatchSampler> BatchSampler for ShardedBatches<S> {
     }
 }
 
+/// Batches of consecutive records, of which an epoch takes `batches_per_epoch` and begins behind the
+/// last one of the epoch before: for datasets without an end, such as [`crate::RandomWindows`].
+///
+/// ```
+/// use overdrive_datasets::{BatchSampler, ConsecutiveBatches};
+///
+/// let batches = ConsecutiveBatches::new(2, 3)?;
+/// assert_eq!((batches.len(0), batches.batch(0, 2)), (3, vec![4, 5]));
+/// assert_eq!(batches.batch(1, 0), [6, 7]);
+/// # Ok::<(), overdrive_datasets::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ConsecutiveBatches {
+    batch_size: usize,
+    batches_per_epoch: usize,
+}
+
+impl ConsecutiveBatches {
+    /// Batches of `batch_size` records.
+    ///
+    /// # Errors
+    /// When `batch_size` is 0.
+    pub fn new(batch_size: usize, batches_per_epoch: usize) -> Result<Self> {
+        check_batch_size(batch_size)?;
+        Ok(Self {
+            batch_size,
+            batches_per_epoch,
+        })
+    }
+}
+
+impl BatchSampler for ConsecutiveBatches {
+    fn len(&self, _epoch: u64) -> usize {
+        self.batches_per_epoch
+    }
+
+    fn batch(&self, epoch: u64, number: usize) -> Vec<usize> {
+        let epoch = usize::try_from(epoch).unwrap_or(usize::MAX);
+        let batch = epoch
+            .saturating_mul(self.batches_per_epoch)
+            .saturating_add(number);
+        let start = batch.saturating_mul(self.batch_size);
+        (start..start.saturating_add(self.batch_size)).collect()
+    }
+}
+
 pub(crate) fn check_batch_size(batch_size: usize) -> Result<()> {
     if batch_size == 0 {
         return Err(Error::InvalidOption {

@@ -11,7 +11,7 @@ mod sampler;
 mod shard;
 mod token_budget;
 
-pub use batches::{BatchSampler, SampledBatches, ShardedBatches};
+pub use batches::{BatchSampler, ConsecutiveBatches, SampledBatches, ShardedBatches};
 pub use length_grouped::LengthGroupedBatches;
 #[cfg(feature = "speech")]
 pub(crate) use lengths::LastFew;

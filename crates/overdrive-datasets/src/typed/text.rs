@@ -43,7 +43,7 @@ impl Default for TextDatasetOptions {
     }
 }
 
-/// Texts, tokenized when they are asked for: what `pad_sequences` makes batches of.
+/// Texts, tokenized when they are asked for; a [`crate::TokenizedExample`] is made `from` each.
 ///
 /// It is made of lines, paragraphs or whole files ([`TextDataset::open`], [`TextOptions::sample_by`]), or of any
 /// dataset of texts ([`TextDataset::new`]): a field of JSON by [`crate::DatasetExt::map`]. What is tokenized once

@@ -2,8 +2,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use overdrive_datasets::{
-    ChatFormat, ChatMessage, Dataset, DeduplicateOptions, EncodeOptions, InstructionDataset,
-    InstructionEncoder, InstructionOptions, InstructionRecord, InstructionTensors, PackPlan,
+    Batch, ChatFormat, ChatMessage, Dataset, DeduplicateOptions, DeviceLoader, EncodeOptions,
+    InstructionDataset, InstructionEncoder, InstructionOptions, InstructionRecord, PackPlan,
     RenderedChat, RowLayout, Selection, SequenceRows, Tokenizer, load_tokenizer,
 };
 use overdrive_generation::{ChatTemplate, ChatTemplateOptions, Message};
@@ -11,8 +11,8 @@ use serde_json::Value;
 use tch::Device;
 
 use super::FinetuneArguments;
-use crate::batch_loader::Loading;
-use crate::{BatchLoader, Error, IntervalStrategy, Part, Result};
+use crate::loading::Loading;
+use crate::{Error, IntervalStrategy, Part, Result};
 
 /// The files that make a tokenizer.
 const TOKENIZER_FILES: [&str; 9] = [
@@ -132,19 +132,18 @@ impl InstructionData {
         &self.tokenizer
     }
 
-    /// Batches to learn from, pass after pass, prepared by `dataloader_num_workers` threads.
+    /// Batches to learn from, pass after pass without end, prepared by `dataloader_num_workers` threads.
     ///
     /// # Errors
     /// When an option is out of its range, or there is no whole batch and `dataloader_drop_last` wants
     /// one.
-    pub fn train_batches(
+    pub fn train_loader(
         &self,
         arguments: &FinetuneArguments,
         part: impl Into<Part>,
-    ) -> Result<BatchLoader<InstructionTensors>> {
+    ) -> Result<DeviceLoader<Batch>> {
         let (rows, layout, lengths) = self.rows(arguments)?;
-        let how = loading(arguments, part, true);
-        BatchLoader::of_rows(rows, layout, lengths, std::convert::identity, how)
+        loading(arguments, part, true).of_rows(rows, layout, lengths)
     }
 
     /// The part of a pass's places that holds tokens, 0 to 1; of packed rows, how full they are. And the
@@ -171,31 +170,29 @@ impl InstructionData {
         Ok((rows, training.row_layout(self.pad_token), lengths))
     }
 
-    /// One pass over what is held back, the examples one behind the other without padding.
+    /// One pass over what is held back, `max_eval_batches` at most over all processes: the examples one
+    /// behind the other without padding. `None` where nothing is held back.
     ///
     /// # Errors
-    /// As [`train_batches`](Self::train_batches).
-    pub fn validation_batches(
+    /// As [`train_loader`](Self::train_loader).
+    pub fn validation_loader(
         &self,
         arguments: &FinetuneArguments,
         part: impl Into<Part>,
-    ) -> Result<Option<impl Iterator<Item = overdrive_datasets::Result<InstructionTensors>>>> {
+    ) -> Result<Option<DeviceLoader<Batch>>> {
         let Some(validation) = &self.validation else {
             return Ok(None);
         };
+        let training = &arguments.training;
+        let most = training.max_eval_batches.map_or(usize::MAX, |batches| {
+            usize::try_from(batches * training.per_device_eval_batch_size).unwrap_or(usize::MAX)
+        });
+        let lengths = &validation.lengths()[..validation.len().min(most)];
         let capacity = validation.encoder().options().max_seq_length;
-        let plan = Arc::new(PackPlan::one_each(validation.lengths(), capacity)?);
+        let plan = Arc::new(PackPlan::one_each(lengths, capacity)?);
         let rows = SequenceRows::new(Arc::clone(validation), plan);
         let how = loading(arguments, part, false);
-        let same = std::convert::identity;
-        let batches = BatchLoader::of_rows(rows, RowLayout::EndToEnd, None, same, how)?;
-        let most = match arguments.training.max_eval_batches {
-            Some(most) => how
-                .part
-                .share(usize::try_from(most).unwrap_or(usize::MAX))?,
-            None => usize::MAX,
-        };
-        Ok(Some(batches.take(most)))
+        how.of_rows(rows, RowLayout::EndToEnd, None).map(Some)
     }
 
     /// Puts the tokenizer's files and the chat template beside what a run writes.

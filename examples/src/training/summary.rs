@@ -1,7 +1,11 @@
 use std::fmt;
 
-use overdrive::profiling::{Bottleneck, DataLoading};
+use overdrive::optim::Optimizer;
+use overdrive::profiling::{Bottleneck, DataLoading, StepRecorder};
 use overdrive::trainer::Evaluation;
+use tch::Tensor;
+
+use super::StepTotals;
 
 /// What a run came to.
 #[derive(Debug, Clone, Default)]
@@ -31,6 +35,34 @@ pub struct Summary {
 }
 
 impl Summary {
+    /// The summary of a run that begins after `step`.
+    pub fn after(step: u64) -> Self {
+        Self {
+            resumed_step: step,
+            ..Self::default()
+        }
+    }
+
+    /// Adds a step that took `seconds`.
+    pub fn add(&mut self, totals: &StepTotals, seconds: f64) {
+        self.losses.push(totals.loss);
+        self.tokens += totals.tokens;
+        self.padded_tokens += totals.padded_tokens;
+        self.step_seconds += seconds;
+        self.interrupted = totals.stop;
+    }
+
+    /// Adds what is known at the end of the run.
+    pub fn finish(&mut self, recorder: &StepRecorder, optimizer: &dyn Optimizer) {
+        self.bottleneck = recorder.bottleneck();
+        self.data_loading = recorder.data_loading();
+        // 0 where the optimizer has no state to store.
+        self.optimizer_bytes = optimizer.state_dict().map_or(0, |state| {
+            let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
+            state.tensors.values().map(bytes).sum::<usize>() as u64
+        });
+    }
+
     /// Returns the tokens a second over all steps.
     pub fn tokens_per_second(&self) -> f64 {
         self.tokens as f64 / self.step_seconds.max(f64::MIN_POSITIVE)
@@ -46,7 +78,11 @@ impl Summary {
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.padding() > 0.0 {
-            writeln!(f, "{:.1}% of the tokens were padding", 100.0 * self.padding())?;
+            writeln!(
+                f,
+                "{:.1}% of the tokens were padding",
+                100.0 * self.padding()
+            )?;
         }
         if let Some(loading) = self.data_loading {
             writeln!(f, "{loading}")?;

@@ -1,10 +1,8 @@
-//! What the trained model writes.
-
-use overdrive_generation::{GenerationConfig, generate};
-use overdrive_profiling::Sample;
-use overdrive_transformer::CausalLm;
-
-use crate::{Error, Result, TextData, TrainingArguments};
+use anyhow::{Result, anyhow};
+use overdrive::generation::{GenerationConfig, generate};
+use overdrive::profiling::Sample;
+use overdrive::trainer::{TextData, TrainingArguments};
+use overdrive::transformer::CausalLm;
 
 /// Tokens of a prompt at most.
 const PROMPT_TOKENS: usize = 24;
@@ -13,10 +11,7 @@ const NEW_TOKENS: usize = 120;
 
 /// Continues the beginnings of `arguments.samples` validation documents, which the model has never
 /// seen, at temperature 0.8 and top-p 0.95. The same seed gives the same samples.
-///
-/// # Errors
-/// When a document cannot be read or generation fails.
-pub fn write_samples(
+pub(super) fn write_samples(
     model: &CausalLm,
     data: &TextData,
     arguments: &TrainingArguments,
@@ -76,7 +71,5 @@ fn text(data: &TextData, tokens: &[i64]) -> Result<String> {
         .collect();
     data.tokenizer
         .decode(&ids, true)
-        .map_err(|error| Error::Undecodable {
-            message: error.to_string(),
-        })
+        .map_err(|error| anyhow!("the tokenizer cannot decode what the model wrote: {error}"))
 }

@@ -1,5 +1,3 @@
-//! What the loops of `train` and `finetune` need to know of a language model.
-
 use anyhow::Result;
 use overdrive::attention::PackedLengths;
 use overdrive::datasets::{Batch, DeviceLoader};
@@ -29,6 +27,34 @@ pub fn new_model(
     model.set_requires_grad(true)?;
     model.set_execution(arguments.execution());
     Ok(model)
+}
+
+/// Describes the model and the memory that training it takes, a line each.
+pub fn describe_model(
+    model: &CausalLm,
+    arguments: &TrainingArguments,
+    precision: Precision,
+    group: &ProcessGroup,
+    say: impl Fn(&str),
+) -> Result<()> {
+    let device = model.device();
+    say(&format!(
+        "model       {:.2}M parameters on {device:?}, {precision}{}",
+        model.num_parameters() as f64 / 1e6,
+        match group.world_size() {
+            1 => String::new(),
+            processes => format!(", {processes} processes"),
+        }
+    ));
+    if let Some(warning) = precision.warning(device) {
+        say(&format!("            warning: {warning}"));
+    }
+    let memory = arguments.memory_plan_of(decoder_shape(model)).estimate()?;
+    say(&format!(
+        "memory      about {} MiB of tensors at most, by estimate",
+        memory.peak >> 20
+    ));
+    Ok(())
 }
 
 /// Computes the summed loss of a batch.

@@ -1,0 +1,265 @@
+//! From rows of tokens to a batch.
+
+use tch::Tensor;
+
+use crate::{Batch, Error, IGNORE_INDEX, Result, TokenizedExample};
+
+/// How rows are laid out in a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RowLayout {
+    /// Row by row, padded on the right to the longest. Each row must be one sequence.
+    Padded {
+        /// The token that stands where a row has none; it is never learned.
+        pad_token: u32,
+        /// The width is a multiple of it; at least 1.
+        multiple_of: usize,
+    },
+    /// End to end as a single row, without padding.
+    EndToEnd,
+}
+
+impl Default for RowLayout {
+    /// Padded with token 0 to the longest row. Rows of one length, such as windows, get no padding.
+    fn default() -> Self {
+        Self::Padded {
+            pad_token: 0,
+            multiple_of: 1,
+        }
+    }
+}
+
+/// Makes a batch of rows of tokens: windows, documents, instruction examples (one
+/// [`TokenizedExample`] a row) or packed rows (a `Vec` of them a row).
+///
+/// Each row is copied once into each tensor. The first label of every sequence becomes
+/// [`IGNORE_INDEX`], since no token stands before it to predict it from.
+///
+/// ```
+/// use overdrive_datasets::{RowLayout, TokenizedExample, collate};
+///
+/// let rows = [vec![5_u32, 6, 7], vec![8, 9]].map(TokenizedExample::from);
+/// let padded = collate(&rows, RowLayout::default())?;
+/// assert_eq!(padded.input_ids, tch::Tensor::from_slice2(&[[5_i64, 6, 7], [8, 9, 0]]));
+/// assert_eq!(padded.labels, tch::Tensor::from_slice2(&[[-100_i64, 6, 7], [-100, 9, -100]]));
+/// assert_eq!((padded.tokens, padded.padded_tokens(), padded.label_count), (5, 6, 3));
+///
+/// let packed = collate(&rows, RowLayout::EndToEnd)?;
+/// assert_eq!(packed.input_ids.size(), [1, 5]);
+/// assert_eq!(packed.sequence_lengths, [3, 2]);
+/// # Ok::<(), overdrive_datasets::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::InvalidOption`] where a row of several sequences is to be padded, a sequence has not one
+/// label for each token, or `multiple_of` is 0; when libtorch has no memory for the tensors.
+pub fn collate<R: AsRef<[TokenizedExample]>>(rows: &[R], layout: RowLayout) -> Result<Batch> {
+    let tokens = |row: &R| {
+        row.as_ref()
+            .iter()
+            .map(|s| s.input_ids.len())
+            .sum::<usize>()
+    };
+    let row_tokens: Vec<usize> = rows.iter().map(tokens).collect();
+    let (count, width) = match layout {
+        RowLayout::EndToEnd => (1, row_tokens.iter().sum()),
+        RowLayout::Padded { multiple_of, .. } => {
+            if multiple_of == 0 {
+                return invalid(
+                    "pad_to_multiple_of",
+                    "0".to_owned(),
+                    "at least 1, which rounds to nothing",
+                );
+            }
+            let longest = row_tokens.iter().copied().max().unwrap_or(0);
+            (rows.len(), longest.next_multiple_of(multiple_of))
+        }
+    };
+    let mut numbers = Numbers::with_capacity(count * width);
+    for (number, row) in rows.iter().enumerate() {
+        let row = row.as_ref();
+        row.iter()
+            .try_for_each(|sequence| numbers.append(sequence))?;
+        if let RowLayout::Padded { pad_token, .. } = layout {
+            if row.len() > 1 {
+                return invalid(
+                    "layout",
+                    "Padded".to_owned(),
+                    "RowLayout::EndToEnd for rows of several sequences, which padding cannot separate",
+                );
+            }
+            let end = (number + 1) * width;
+            numbers.input_ids.resize(end, i64::from(pad_token));
+            numbers.labels.resize(end, IGNORE_INDEX);
+        }
+    }
+    numbers.into_batch(&row_tokens, count, width, layout)
+}
+
+fn invalid<T>(option: &'static str, value: String, expected: &'static str) -> Result<T> {
+    Err(Error::InvalidOption {
+        option,
+        value,
+        expected,
+    })
+}
+
+/// A batch in host memory, row by row.
+struct Numbers {
+    input_ids: Vec<i64>,
+    labels: Vec<i64>,
+    label_count: usize,
+    /// Of the sequences that have a token.
+    sequence_lengths: Vec<i64>,
+}
+
+impl Numbers {
+    fn with_capacity(tokens: usize) -> Self {
+        Self {
+            input_ids: Vec::with_capacity(tokens),
+            labels: Vec::with_capacity(tokens),
+            label_count: 0,
+            sequence_lengths: Vec::new(),
+        }
+    }
+
+    fn append(&mut self, sequence: &TokenizedExample) -> Result<()> {
+        let (tokens, labels) = (&sequence.input_ids, &sequence.labels);
+        if tokens.len() != labels.len() {
+            return invalid(
+                "labels",
+                format!("{} labels for {} tokens", labels.len(), tokens.len()),
+                "one label for each token, IGNORE_INDEX where nothing is learned",
+            );
+        }
+        let Some((_, learned)) = labels.split_first() else {
+            return Ok(());
+        };
+        self.input_ids.extend_from_slice(tokens);
+        self.labels.push(IGNORE_INDEX);
+        self.labels.extend_from_slice(learned);
+        let counted = learned.iter().filter(|&&label| label != IGNORE_INDEX);
+        self.label_count += counted.count();
+        self.sequence_lengths.push(tokens.len() as i64);
+        Ok(())
+    }
+
+    fn into_batch(
+        self,
+        row_tokens: &[usize],
+        count: usize,
+        width: usize,
+        layout: RowLayout,
+    ) -> Result<Batch> {
+        let tensor = |numbers: &[i64]| -> Result<Tensor> {
+            Ok(Tensor::f_from_slice(numbers)?.f_view([count as i64, width as i64])?)
+        };
+        let is_one_row = layout == RowLayout::EndToEnd;
+        let positions = || -> Vec<i64> {
+            let lengths = self.sequence_lengths.iter();
+            lengths.flat_map(|&length| 0..length).collect()
+        };
+        let tokens = row_tokens.iter().sum();
+        let mask = || {
+            let mut mask = vec![0; count * width];
+            for (row, &tokens) in mask.chunks_mut(width).zip(row_tokens) {
+                row[..tokens].fill(1);
+            }
+            mask
+        };
+        Ok(Batch {
+            input_ids: tensor(&self.input_ids)?,
+            labels: tensor(&self.labels)?,
+            attention_mask: (tokens < count * width)
+                .then(|| tensor(&mask()))
+                .transpose()?,
+            position_ids: is_one_row.then(|| tensor(&positions())).transpose()?,
+            tokens,
+            sequences: self.sequence_lengths.len(),
+            label_count: self.label_count,
+            sequence_lengths: match is_one_row {
+                true => self.sequence_lengths,
+                false => Vec::new(),
+            },
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(lengths: &[usize]) -> Vec<TokenizedExample> {
+        let row = |(row, &length): (i64, &usize)| {
+            TokenizedExample::from((100 * row..).take(length).collect::<Vec<i64>>())
+        };
+        (0..).zip(lengths).map(row).collect()
+    }
+
+    fn numbers(tensor: &Tensor) -> Vec<i64> {
+        Vec::try_from(tensor.view([-1])).unwrap()
+    }
+
+    #[test]
+    fn padding_is_rounded_up_masked_and_has_no_labels() {
+        let layout = RowLayout::Padded {
+            pad_token: 7,
+            multiple_of: 3,
+        };
+        let batch = collate(&rows(&[3, 4, 0]), layout).unwrap();
+        assert_eq!(batch.input_ids.size(), [3, 6]);
+        let mask = numbers(batch.attention_mask.as_ref().unwrap());
+        assert_eq!(mask[..12], [1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 0, 0]);
+        assert_eq!(numbers(&batch.input_ids)[12..], [7; 6]);
+        assert_eq!(numbers(&batch.labels)[12..], [IGNORE_INDEX; 6]);
+        assert_eq!(
+            (batch.tokens, batch.sequences, batch.label_count),
+            (7, 2, 5)
+        );
+        assert_eq!(batch.padded_tokens(), 18);
+        assert!(batch.sequence_lengths.is_empty() && batch.position_ids.is_none());
+        // Rows that are all full have neither padding nor a mask.
+        let full = collate(&rows(&[3, 3]), layout).unwrap();
+        assert!(full.attention_mask.is_none());
+    }
+
+    #[test]
+    fn a_label_that_is_ignored_and_the_first_one_do_not_count() {
+        let mut rows = rows(&[4, 1]);
+        rows[0].labels[2] = IGNORE_INDEX;
+        for layout in [RowLayout::default(), RowLayout::EndToEnd] {
+            let batch = collate(&rows, layout).unwrap();
+            assert_eq!(numbers(&batch.labels)[..4], [-100, 1, -100, 3]);
+            let counted = numbers(&batch.labels);
+            let counted = counted.iter().filter(|&&label| label != IGNORE_INDEX);
+            assert_eq!((batch.label_count, counted.count()), (2, 2));
+        }
+    }
+
+    #[test]
+    fn no_rows_are_an_empty_batch() {
+        let none: [TokenizedExample; 0] = [];
+        let padded = collate(&none, RowLayout::default()).unwrap();
+        assert_eq!((padded.input_ids.size(), padded.tokens), (vec![0, 0], 0));
+        let packed = collate(&none, RowLayout::EndToEnd).unwrap();
+        assert_eq!((packed.input_ids.size(), packed.tokens), (vec![1, 0], 0));
+    }
+
+    #[test]
+    fn what_makes_no_batch_is_refused_by_name() {
+        let refused = |outcome: Result<Batch>| outcome.unwrap_err().to_string();
+        let layout = RowLayout::Padded {
+            pad_token: 0,
+            multiple_of: 0,
+        };
+        assert!(refused(collate(&rows(&[1]), layout)).starts_with("pad_to_multiple_of = 0"));
+        let mut short = rows(&[3]);
+        short[0].labels.pop();
+        let error = refused(collate(&short, RowLayout::EndToEnd));
+        assert!(
+            error.starts_with("labels = 2 labels for 3 tokens"),
+            "{error}"
+        );
+        let error = refused(collate(&[rows(&[1, 2])], RowLayout::default()));
+        assert!(error.contains("RowLayout::EndToEnd"), "{error}");
+    }
+}

@@ -1,0 +1,86 @@
+//! The documents of a token store.
+
+use std::sync::Arc;
+
+use crate::{Dataset, Error, Result, TokenStore, TokenView, TokenizedExample};
+
+/// The documents of a view of a token store, each as a sequence of which every token is learned.
+///
+/// ```
+/// use overdrive_datasets::{Dataset, StoreOptions, TokenDocuments, TokenStoreWriter, TokenView};
+/// # let dir = tempfile::tempdir().unwrap();
+/// # let path = dir.path().join("text.tokens");
+/// let mut writer = TokenStoreWriter::create(path, StoreOptions::new(100))?;
+/// writer.push_document(&[1, 2, 3], 9)?; // 9 bytes of text
+/// writer.push_document(&[4, 5], 4)?;
+/// let documents = TokenDocuments::new(&TokenView::new(writer.finish()?));
+/// assert_eq!(documents.lengths(), [3, 2]);
+/// assert_eq!(documents.get(1)?.input_ids, [4, 5]);
+/// # Ok::<(), overdrive_datasets::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct TokenDocuments {
+    store: Arc<TokenStore>,
+    /// Their numbers in the store.
+    numbers: Arc<[u32]>,
+}
+
+impl TokenDocuments {
+    /// All documents of `view`; none where it was cut by position.
+    pub fn new(view: &TokenView) -> Self {
+        let numbers = view
+            .document_numbers()
+            .filter_map(|number| u32::try_from(number).ok());
+        Self {
+            store: Arc::clone(view.store()),
+            numbers: numbers.collect(),
+        }
+    }
+
+    /// At most this many documents, spread evenly over all: a fair sample for a quick evaluation.
+    #[must_use]
+    pub fn at_most(self, documents: usize) -> Self {
+        let all = self.numbers.len();
+        let count = all.min(documents);
+        let spread = (0..count).map(|index| self.numbers[index * all / count]);
+        Self {
+            numbers: spread.collect(),
+            store: self.store,
+        }
+    }
+
+    /// Returns the number of tokens of each document, without reading one.
+    pub fn lengths(&self) -> Vec<u32> {
+        let length = |&number: &u32| {
+            let document = self.store.document(number as usize);
+            let tokens = document.map_or(0, |document| document.tokens.len());
+            u32::try_from(tokens).unwrap_or(u32::MAX)
+        };
+        self.numbers.iter().map(length).collect()
+    }
+
+    /// Returns the number in the store of document `index`; `None` where there is no such document.
+    pub fn number(&self, index: usize) -> Option<usize> {
+        self.numbers.get(index).map(|&number| number as usize)
+    }
+}
+
+impl Dataset for TokenDocuments {
+    type Item = TokenizedExample;
+
+    fn len(&self) -> usize {
+        self.numbers.len()
+    }
+
+    fn get(&self, index: usize) -> Result<TokenizedExample> {
+        let number = self.number(index);
+        let document = number.and_then(|number| self.store.document(number));
+        let document = document.ok_or(Error::NoSuchRecord {
+            index,
+            len: self.numbers.len(),
+        })?;
+        let mut input_ids = vec![0; document.tokens.len()];
+        self.store.copy_to(document.tokens.start, &mut input_ids)?;
+        Ok(input_ids.into())
+    }
+}

@@ -1,0 +1,157 @@
+use std::fmt;
+use std::path::PathBuf;
+
+use anyhow::{Result, anyhow};
+use overdrive::datasets::Dataset;
+use overdrive::generation::{GenerationConfig, generate};
+use overdrive::profiling::{Machine, Report, Sample, read_metrics};
+use overdrive::trainer::{FinetuneArguments, InstructionData, RunFolder};
+use overdrive::transformer::CausalLm;
+
+use super::{FinetuneModel, TrainingMemory};
+use crate::training::Summary;
+
+/// Tokens of an answer that is shown at the end.
+const ANSWER_TOKENS: usize = 64;
+
+/// What a fine-tuning came to. Displayed: answers, loss, memory and speed.
+#[derive(Debug)]
+pub struct FinetuneResults {
+    /// The run's folder.
+    pub folder: RunFolder,
+    /// The folder of the model that has the adapter merged into it, if that was asked for.
+    pub merged: Option<PathBuf>,
+    /// The losses and the speed.
+    pub summary: Summary,
+    /// Where memory went.
+    pub memory: TrainingMemory,
+    /// The share of tokens that were no padding, 0 to 1.
+    pub fill: f64,
+    /// Answers of the trained model to questions that were held back, or learned where none were.
+    pub samples: Vec<Sample>,
+}
+
+impl FinetuneResults {
+    /// Writes the adapter (or the model), the tokenizer, answers and the report into the run's folder.
+    pub fn write(
+        arguments: &FinetuneArguments,
+        folder: RunFolder,
+        mut model: FinetuneModel,
+        data: &InstructionData,
+        summary: Summary,
+        memory: TrainingMemory,
+        fill: f64,
+    ) -> Result<Self> {
+        model.save(&folder)?;
+        let beside = match arguments.use_peft {
+            true => folder.root().to_owned(),
+            false => folder.model(),
+        };
+        data.copy_tokenizer(arguments, &beside)?;
+        let samples = answers(arguments, &model.model, data)?;
+        write_report(arguments, &folder, &model, &samples)?;
+        let merged = arguments.merge.then(|| folder.root().join("merged"));
+        if let Some(path) = &merged {
+            FinetuneModel::save_merged(arguments, &folder, path)?;
+            data.copy_tokenizer(arguments, path)?;
+        }
+        Ok(Self {
+            folder,
+            merged,
+            summary,
+            memory,
+            fill,
+            samples,
+        })
+    }
+}
+
+/// Lets the model answer some of the questions.
+fn answers(
+    arguments: &FinetuneArguments,
+    model: &CausalLm,
+    data: &InstructionData,
+) -> Result<Vec<Sample>> {
+    let undecodable = |error| anyhow!("the tokenizer cannot decode what the model wrote: {error}");
+    let records = data.validation.as_ref().unwrap_or(&data.train);
+    let context = usize::try_from(model.config().max_position_embeddings()).unwrap_or(usize::MAX);
+    let mut samples = Vec::new();
+    let wanted = usize::try_from(arguments.training.samples).unwrap_or(usize::MAX);
+    let every = (records.len() / wanted.max(1)).max(1);
+    for index in (0..records.len()).step_by(every) {
+        if samples.len() == wanted {
+            break;
+        }
+        let asked = records.encoder().prompt(&records.record(index)?);
+        let Some((prompt, ids)) = asked.map_err(|message| anyhow!(message))? else {
+            continue;
+        };
+        if ids.is_empty() || ids.len() >= context {
+            continue;
+        }
+        let end = records.get(index)?.labels.last().copied();
+        let config = GenerationConfig {
+            max_new_tokens: Some(ANSWER_TOKENS.min(context - ids.len())),
+            do_sample: false,
+            eos_token_id: end.filter(|&id| id >= 0).into_iter().collect(),
+            ..GenerationConfig::default()
+        };
+        let output = generate(model, std::slice::from_ref(&ids), &config)?;
+        let answer = output.new_tokens(0).iter();
+        let answer: Vec<u32> = answer.filter_map(|&id| u32::try_from(id).ok()).collect();
+        let completion = data.tokenizer().decode(&answer, true);
+        samples.push(Sample {
+            prompt,
+            completion: completion.map_err(undecodable)?,
+        });
+    }
+    Ok(samples)
+}
+
+fn write_report(
+    arguments: &FinetuneArguments,
+    folder: &RunFolder,
+    model: &FinetuneModel,
+    samples: &[Sample],
+) -> Result<()> {
+    let name = arguments.model_name_or_path.file_name();
+    let name = name.map(|name| name.to_string_lossy().into_owned());
+    let report = Report {
+        title: format!("Fine-tuning of {}", name.unwrap_or_default()),
+        metrics: read_metrics(folder.metrics())?.records,
+        parameters: Some(model.all_parameters()),
+        configuration: arguments.to_values()?,
+        samples: samples.to_vec(),
+        machine: Some(Machine::detect()),
+        ..Report::default()
+    };
+    report.write_html(folder.report())?;
+    report.write_loss_svg(folder.loss())?;
+    Ok(())
+}
+
+impl fmt::Display for FinetuneResults {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for sample in &self.samples {
+            writeln!(f, "\n---\n{}│{}", sample.prompt, sample.completion)?;
+        }
+        let losses = &self.summary.losses;
+        if let (Some(first), Some(last)) = (losses.first(), losses.last()) {
+            let steps = losses.len();
+            write!(f, "\nloss        {first:.3} → {last:.3} in {steps} steps")?;
+        }
+        if let Some(found) = self.summary.evaluation {
+            write!(f, ", {:.3} on what was held back", found.loss)?;
+        }
+        writeln!(
+            f,
+            "\nspeed       {:.0} tokens/s without padding, of which there was {:.1}%",
+            self.summary.tokens_per_second(),
+            100.0 * self.summary.padding()
+        )?;
+        if let Some(loading) = self.summary.data_loading {
+            writeln!(f, "            {loading}")?;
+        }
+        write!(f, "{}", self.memory)
+    }
+}

@@ -1,0 +1,63 @@
+//! What the loops of `train`, `finetune` and `own_model` share beside the crates.
+
+mod language_model;
+mod results;
+mod samples;
+mod step_totals;
+mod summary;
+
+use anyhow::{Error, Result};
+use overdrive::distributed::ProcessGroup;
+use overdrive::trainer::{TextData, TrainingArguments};
+use overdrive::transformer::CausalLm;
+use serde_json::Value;
+use tch::Tensor;
+
+pub use language_model::{
+    batch_loss, decoder_shape, describe_model, evaluate, model_flops, new_model,
+};
+pub use results::{Results, write_results};
+pub use step_totals::StepTotals;
+pub use summary::Summary;
+
+/// Returns handles that share storage with `parameters`.
+pub fn shared(parameters: &[(String, Tensor)]) -> Vec<(String, Tensor)> {
+    let handles = parameters.iter();
+    handles
+        .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()))
+        .collect()
+}
+
+/// Returns the error that names the processes that were lost, if that is what `error` comes from.
+pub fn name_lost_ranks(group: &ProcessGroup, error: Error) -> Error {
+    let named = error
+        .downcast_ref::<overdrive::distributed::Error>()
+        .is_some()
+        || matches!(
+            error.downcast_ref::<overdrive::trainer::Error>(),
+            Some(overdrive::trainer::Error::Distributed(_))
+        );
+    match group.explain(&*error) {
+        Some(explained) if !named => explained.into(),
+        _ => error,
+    }
+}
+
+/// Reads the files that make a snapshot of `model` a folder that transformers and
+/// [`CausalLm::from_pretrained`] load: its configuration and its tokenizer.
+pub fn snapshot_files(
+    model: &CausalLm,
+    data: &TextData,
+    arguments: &TrainingArguments,
+) -> Result<Vec<(String, Vec<u8>)>> {
+    let config = format!("{:#}\n", Value::Object(model.config().to_json()));
+    let mut files = vec![("config.json".to_owned(), config.into_bytes())];
+    let folder = tempfile::tempdir()?;
+    data.save_tokenizer(folder.path(), arguments)?;
+    for entry in std::fs::read_dir(folder.path())? {
+        let path = entry?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        files.push((name.into_owned(), std::fs::read(&path)?));
+    }
+    Ok(files)
+}

@@ -1,0 +1,81 @@
+use std::fmt;
+
+use anyhow::Result;
+use overdrive::optim::Ema;
+use overdrive::profiling::{Machine, Report, Sample, read_metrics};
+use overdrive::trainer::{RunFolder, TextData, TrainingArguments};
+use overdrive::transformer::{CausalLm, SaveOptions};
+
+use super::samples::write_samples;
+
+/// What a finished run came to. Displayed: the samples and the last validation loss.
+#[derive(Debug)]
+pub struct Results {
+    /// Texts that the model wrote.
+    pub samples: Vec<Sample>,
+    /// The last validation loss in nats a token, if there was an evaluation.
+    pub eval_loss: Option<f64>,
+    /// The same in bits a byte of text.
+    pub eval_bits_per_byte: Option<f64>,
+    /// The number of steps.
+    pub steps: u64,
+}
+
+/// Writes the model and its tokenizer as a Hugging Face folder, and the model with averaged weights where
+/// there are any; lets the model write samples, and makes the report from the metrics file.
+///
+/// # Errors
+/// When a file cannot be written, the metrics cannot be read, or generation fails. The model is written
+/// first.
+pub fn write_results(
+    run: &RunFolder,
+    arguments: &TrainingArguments,
+    data: &TextData,
+    model: &CausalLm,
+    ema: Option<Ema>,
+) -> Result<Results> {
+    model.save_pretrained(run.model(), &SaveOptions::default())?;
+    data.save_tokenizer(run.model(), arguments)?;
+    if let Some(mut ema) = ema {
+        let _averaged = ema.apply()?;
+        model.save_pretrained(run.averaged_model(), &SaveOptions::default())?;
+        data.save_tokenizer(run.averaged_model(), arguments)?;
+    }
+    let samples = write_samples(model, data, arguments)?;
+    let metrics = read_metrics(run.metrics())?.records;
+    let evaluated = metrics.iter().rfind(|step| step.eval_loss.is_some());
+    let results = Results {
+        samples: samples.clone(),
+        eval_loss: evaluated.and_then(|step| step.eval_loss),
+        eval_bits_per_byte: evaluated.and_then(|step| step.eval_bits_per_byte),
+        steps: metrics.last().map_or(0, |step| step.step),
+    };
+    let report = Report {
+        title: format!("Llama, preset {}", arguments.preset),
+        metrics,
+        parameters: u64::try_from(model.num_parameters()).ok(),
+        configuration: serde_json::to_value(arguments).unwrap_or_default(),
+        samples,
+        machine: Some(Machine::detect()),
+        ..Report::default()
+    };
+    report.write_html(run.report())?;
+    report.write_loss_svg(run.loss())?;
+    Ok(results)
+}
+
+impl fmt::Display for Results {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for sample in &self.samples {
+            writeln!(f, "\n---\n{}│{}", sample.prompt, sample.completion)?;
+        }
+        if let Some(loss) = self.eval_loss {
+            write!(f, "\nvalidation loss {loss:.3} nats a token")?;
+            if let Some(bits) = self.eval_bits_per_byte {
+                write!(f, ", {bits:.3} bits a byte")?;
+            }
+            write!(f, ", after {} steps", self.steps)?;
+        }
+        Ok(())
+    }
+}

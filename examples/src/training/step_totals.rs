@@ -1,0 +1,64 @@
+use anyhow::Result;
+use overdrive::accumulation::AccumulatedStep;
+use overdrive::datasets::Batch;
+use overdrive::distributed::ProcessGroup;
+use overdrive::profiling::{StepMetrics, StepWork};
+
+/// What one step came to over all processes.
+#[derive(Debug, Clone, Copy)]
+pub struct StepTotals {
+    /// The mean loss over the labels, in nats a token.
+    pub loss: f64,
+    /// Tokens without padding.
+    pub tokens: u64,
+    /// Tokens with padding.
+    pub padded_tokens: u64,
+    /// Sequences.
+    pub sequences: u64,
+    /// Whether a process was asked to stop.
+    pub stop: bool,
+}
+
+impl StepTotals {
+    /// Adds up the step of all processes by one collective; in a world of one there is none.
+    pub fn over(
+        group: &ProcessGroup,
+        window: &[Batch],
+        step: &AccumulatedStep,
+        stop: bool,
+    ) -> Result<Self> {
+        let sum = |count: fn(&Batch) -> usize| window.iter().map(count).sum::<usize>() as f64;
+        let labels = step.tokens as f64;
+        // Counts come back exactly: they are far below 2^53.
+        let [loss, labels, tokens, padded, sequences, stop] = group.sums([
+            step.loss()? * labels,
+            labels,
+            sum(|batch| batch.tokens),
+            sum(Batch::padded_tokens),
+            sum(|batch| batch.sequences),
+            f64::from(u8::from(stop)),
+        ])?;
+        Ok(Self {
+            loss: loss / labels.max(1.0),
+            tokens: tokens as u64,
+            padded_tokens: padded as u64,
+            sequences: sequences as u64,
+            stop: stop > 0.0,
+        })
+    }
+
+    /// Returns what a recorder of steps needs to know.
+    pub fn work(&self) -> StepWork {
+        StepWork {
+            tokens: self.tokens,
+            samples: self.sequences,
+        }
+    }
+
+    /// Adds loss and padding to the metrics of the step.
+    pub fn apply_to(&self, metrics: &mut StepMetrics) {
+        metrics.loss = self.loss;
+        metrics.padding = (self.padded_tokens > self.tokens)
+            .then(|| 1.0 - self.tokens as f64 / self.padded_tokens as f64);
+    }
+}
