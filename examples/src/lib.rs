@@ -8,6 +8,7 @@ mod generation_flags;
 mod model_flags;
 mod model_text;
 mod onnx_comparison;
+pub mod pictures;
 mod progress;
 mod speed;
 pub mod training;
