@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 //! What a launcher does about signals, and how it ends.
 
+#[path = "it/common.rs"]
 mod common;
 
 use std::path::PathBuf;
@@ -9,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::scenario;
+use common::{scenario, worker_arguments};
 use overdrive_distributed::{Ended, Error, Launch};
 
 /// What a rank does; its folder tells the test that it has begun, and what it saw.
@@ -55,13 +56,11 @@ struct Started {
     kill: Arc<AtomicBool>,
 }
 
-const WORKER: [&str; 4] = ["worker", "--exact", "--nocapture", "--test-threads=1"];
-
 fn start(scenario: &str) -> Started {
     let folder = tempfile::tempdir().unwrap();
     let (stop, kill) = (Arc::default(), Arc::default());
     let launch = Launch::new(std::env::current_exe().unwrap())
-        .args(WORKER)
+        .args(worker_arguments(module_path!()))
         .nproc(2)
         .stop_when(Arc::clone(&stop))
         .kill_when(Arc::clone(&kill))
@@ -167,7 +166,7 @@ fn the_launcher_passes_sigterm_and_ctrl_c_on_and_ends_with_75() {
         let mut child = Command::new(launcher())
             .args(["--nproc", "2"])
             .arg(std::env::current_exe().unwrap())
-            .args(WORKER)
+            .args(worker_arguments(module_path!()))
             .env("OD_SCENARIO", "saves")
             .env("OD_FOLDER", folder.path())
             .stdout(Stdio::null())

@@ -2,6 +2,7 @@
 //! A peer that is killed, stopped, asleep or gone another way: every survivor ends with an error that names
 //! it and the collective, in time.
 
+#[path = "it/common.rs"]
 mod common;
 
 use std::ffi::OsStr;
@@ -121,7 +122,7 @@ fn survivors(outcome: &Outcome, culprit: usize, ranks: usize) -> Vec<String> {
 
 #[test]
 fn a_killed_rank_is_named_as_lost_by_every_survivor() {
-    let outcome = launch("killed", 3);
+    let outcome = launch(module_path!(), "killed", 3);
     for message in survivors(&outcome, 1, 3) {
         assert!(message.starts_with("all_reduce #4 on rank"), "{message}");
         assert!(
@@ -142,7 +143,7 @@ fn a_killed_rank_is_named_as_lost_by_every_survivor() {
 
 #[test]
 fn a_killed_rank_0_is_named_too() {
-    for message in survivors(&launch("killed_main", 3), 0, 3) {
+    for message in survivors(&launch(module_path!(), "killed_main", 3), 0, 3) {
         assert!(
             message.contains("rank 0 is lost: no heartbeat"),
             "{message}"
@@ -152,7 +153,7 @@ fn a_killed_rank_0_is_named_too() {
 
 #[test]
 fn a_rank_that_is_killed_before_backward_is_named() {
-    let outcome = launch("killed_backward", 2);
+    let outcome = launch(module_path!(), "killed_backward", 2);
     assert!(survivors(&outcome, 1, 2)[0].contains("rank 1 is lost"));
 }
 
@@ -160,14 +161,14 @@ fn a_rank_that_is_killed_before_backward_is_named() {
 fn a_stopped_rank_is_named_as_lost() {
     // It never ends by itself: the launcher ends it after the survivors have.
     let started = Instant::now();
-    let outcome = launch_within("stopped", 2, Duration::from_secs(1));
+    let outcome = launch_within(module_path!(), "stopped", 2, Duration::from_secs(1));
     assert!(survivors(&outcome, 1, 2)[0].contains("rank 1 is lost"));
     assert!(started.elapsed() < Duration::from_secs(100));
 }
 
 #[test]
 fn a_sleeping_rank_is_named_as_stuck_before_the_collective() {
-    for message in survivors(&launch("asleep", 3), 1, 3) {
+    for message in survivors(&launch(module_path!(), "asleep", 3), 1, 3) {
         assert!(
             message.contains("rank 1 is stuck: it did not begin all_reduce #4"),
             "{message}"
@@ -177,14 +178,14 @@ fn a_sleeping_rank_is_named_as_stuck_before_the_collective() {
 
 #[test]
 fn a_rank_that_has_left_is_named() {
-    for message in survivors(&launch("left", 3), 1, 3) {
+    for message in survivors(&launch(module_path!(), "left", 3), 1, 3) {
         assert!(message.contains("rank 1 has left the group"), "{message}");
     }
 }
 
 #[test]
 fn a_rank_in_another_collective_is_named() {
-    let outcome = launch("astray", 2);
+    let outcome = launch(module_path!(), "astray", 2);
     let message = &survivors(&outcome, 1, 2)[0];
     assert!(message.contains("rank 1 has gone another way"), "{message}");
     assert!(
@@ -204,7 +205,13 @@ fn a_killed_rank_0_that_keeps_the_store_is_named() {
         ("MASTER_PORT", &port),
     ];
     let env = env.map(|(name, value)| (name, OsStr::new(value)));
-    let outcome = launch_with_grace("killed_main", 3, Duration::from_secs(60), &env);
+    let outcome = launch_with_grace(
+        module_path!(),
+        "killed_main",
+        3,
+        Duration::from_secs(60),
+        &env,
+    );
     for message in survivors(&outcome, 0, 3) {
         assert!(
             message
@@ -264,7 +271,7 @@ fn inside_backward(group: &ProcessGroup, scenario: &str) {
 #[test]
 fn a_rank_that_dies_inside_a_buckets_all_reduce_is_named_by_every_survivor() {
     for (scenario, culprit) in [("inside_backward", 1), ("inside_backward_main", 0)] {
-        let outcome = launch(scenario, 3);
+        let outcome = launch(module_path!(), scenario, 3);
         let last = outcome.rank(culprit);
         assert!(
             last.contains("last: Some(\"all_reduce\")") && !last.contains("under_way: 0"),
@@ -298,7 +305,7 @@ fn absent() {
 
 #[test]
 fn ranks_that_never_come_are_named() {
-    let outcome = launch("absent", 2);
+    let outcome = launch(module_path!(), "absent", 2);
     outcome.launched.as_ref().unwrap();
     for rank in 0..2 {
         let error = outcome.rank(rank);

@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 //! Buckets are reduced while backward goes on: in the profiler's trace, by the order of events.
 
+#[path = "it/common.rs"]
 mod common;
 
 use std::time::{Duration, Instant};
@@ -105,7 +106,7 @@ fn traced(group: &ProcessGroup, quiet: bool) {
 type Found = (Vec<(String, u64, u64)>, usize, usize);
 
 fn found(scenario: &str) -> Vec<Found> {
-    let outcome = launch(scenario, 2);
+    let outcome = launch(module_path!(), scenario, 2);
     outcome.launched.as_ref().unwrap();
     let ranks = 0..2;
     ranks

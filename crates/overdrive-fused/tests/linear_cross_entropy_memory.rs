@@ -2,6 +2,7 @@
 //! file has one test.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+#[path = "it/common.rs"]
 mod common;
 
 use std::num::NonZeroUsize;

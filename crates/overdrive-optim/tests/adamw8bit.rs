@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+#[path = "it/common.rs"]
 mod common;
 
 use common::{Run, Tensors, cpu, difference, fixture, one_group, with_gradient};

@@ -1,5 +1,6 @@
 //! Gradients of checkpointed models: those of the plain run, bit for bit, with dropout, in fp32 and
-//! under autocast, whatever is recomputed.
+//! under autocast, whatever is recomputed. A target of its own, since seeds belong to the process and every
+//! checkpoint saves and sets their state.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::Mutex;

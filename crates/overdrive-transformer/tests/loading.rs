@@ -2,6 +2,7 @@
 //! statistics, so all of this file take turns.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+#[path = "it/common.rs"]
 mod common;
 
 use std::fs;

@@ -1,0 +1,418 @@
+//! Functions with a backward in Rust: several inputs and outputs, in-place, saved tensors, errors, panics.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use overdrive_autograd::{
+    BackwardContext, BackwardOptions, Error, ForwardContext, Function, FunctionResult, GradOptions,
+    GradcheckOptions, apply, backward, grad, gradcheck, gradgradcheck, no_grad,
+};
+use proptest::prelude::*;
+use tch::{Device, Kind, Tensor};
+
+const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
+
+fn leaf(shape: &[i64]) -> Tensor {
+    Tensor::randn(shape, F64).set_requires_grad(true)
+}
+
+/// a·b and a + b, with one saved pair and a gradient for each input.
+struct ProductAndSum;
+
+impl Function for ProductAndSum {
+    const NAME: &'static str = "ProductAndSum";
+    const TWICE_DIFFERENTIABLE: bool = true;
+
+    fn forward(
+        &mut self,
+        context: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        context.save_for_backward(inputs);
+        Ok(vec![
+            inputs[0].f_mul(inputs[1])?,
+            inputs[0].f_add(inputs[1])?,
+        ])
+    }
+
+    fn backward(
+        &self,
+        context: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        let [a, b] = context.saved() else {
+            return Err("two tensors were saved".into());
+        };
+        let [Some(product), Some(sum)] = gradients else {
+            return Err("gradients are materialized".into());
+        };
+        Ok(vec![
+            Some(product.f_mul(b)?.f_add(sum)?),
+            Some(product.f_mul(a)?.f_add(sum)?),
+        ])
+    }
+}
+
+#[test]
+fn a_function_with_two_inputs_and_outputs_passes_gradcheck_and_gradgradcheck() {
+    let inputs = [leaf(&[2, 3]), leaf(&[2, 3])];
+    let run = |inputs: &[Tensor]| Ok(apply(ProductAndSum, &[&inputs[0], &inputs[1]])?);
+    gradcheck(run, &inputs, &GradcheckOptions::default()).unwrap();
+    gradgradcheck(run, &inputs, &GradcheckOptions::default()).unwrap();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn gradients_equal_those_of_the_composed_operators(rows in 1i64..5, columns in 1i64..7, used in 0usize..3) {
+        let (a, b) = (leaf(&[rows, columns]), leaf(&[rows, columns]));
+        let ours = apply(ProductAndSum, &[&a, &b]).unwrap();
+        let theirs = [&a * &b, &a + &b];
+        // Also where one output is not used: its gradient arrives as zeros.
+        let loss = |o: &[Tensor]| match used {
+            0 => o[0].sin().sum(None),
+            1 => o[1].sin().sum(None),
+            _ => (&o[0] * &o[1]).sum(None),
+        };
+        let options = GradOptions { allow_unused: true, ..GradOptions::default() };
+        let ours = grad(&[&loss(&ours)], &[&a, &b], &options).unwrap();
+        let theirs = grad(&[&loss(&theirs)], &[&a, &b], &options).unwrap();
+        for (ours, theirs) in ours.iter().zip(&theirs) {
+            prop_assert_eq!(ours.as_ref().unwrap(), theirs.as_ref().unwrap());
+        }
+    }
+}
+
+#[test]
+fn outputs_are_plain_tensors_where_nothing_requires_a_gradient() {
+    let a = Tensor::ones([2], F64);
+    assert!(!apply(ProductAndSum, &[&a, &a]).unwrap()[0].requires_grad());
+    let x = leaf(&[2]);
+    let outputs = no_grad(|| apply(ProductAndSum, &[&x, &x]).unwrap());
+    assert!(!outputs[0].requires_grad() && outputs[0].is_leaf());
+}
+
+/// Doubles its input in place.
+struct DoubleInPlace;
+
+impl Function for DoubleInPlace {
+    const NAME: &'static str = "DoubleInPlace";
+
+    fn forward(
+        &mut self,
+        context: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        let mut input = inputs[0].shallow_clone();
+        let _ = input.f_mul_scalar_(2.0)?;
+        context.mark_dirty(0);
+        Ok(vec![input])
+    }
+
+    fn backward(
+        &self,
+        _: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        Ok(vec![gradients[0].as_ref().map(|g| g * 2.0)])
+    }
+}
+
+#[test]
+fn an_in_place_function_rewrites_the_history_of_its_input() {
+    let x = leaf(&[3]);
+    let y = &x * 3.0;
+    let z = apply(DoubleInPlace, &[&y]).unwrap().remove(0);
+    assert_eq!(z.data_ptr(), y.data_ptr());
+    backward(&[&y.sum(None)], &BackwardOptions::default()).unwrap();
+    assert_eq!(x.grad(), Tensor::full([3], 6.0, F64));
+}
+
+#[test]
+fn an_in_place_function_on_a_leaf_is_refused() {
+    let x = leaf(&[3]);
+    let error = apply(DoubleInPlace, &[&x]).unwrap_err().to_string();
+    assert!(
+        error.contains("leaf Variable that requires grad"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_saved_tensor_that_was_changed_in_place_is_an_error_of_backward() {
+    let (a, b) = (leaf(&[2]), leaf(&[2]));
+    let doubled = &b * 2.0;
+    let outputs = apply(ProductAndSum, &[&a, &doubled]).unwrap();
+    let _ = no_grad(|| doubled.shallow_clone().fill_(7.0));
+    let error = backward(&[&outputs[0].sum(None)], &BackwardOptions::default())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("modified by an inplace operation"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_second_backward_needs_retain_graph() {
+    let a = leaf(&[2]);
+    let loss = apply(ProductAndSum, &[&a, &a]).unwrap()[0].sum(None);
+    let keep = BackwardOptions {
+        retain_graph: Some(true),
+        ..BackwardOptions::default()
+    };
+    backward(&[&loss], &keep).unwrap();
+    backward(&[&loss], &BackwardOptions::default()).unwrap();
+    assert_eq!(a.grad(), &a.detach() * 4.0);
+    let error = backward(&[&loss], &BackwardOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("second time"), "{error}");
+}
+
+/// sin, without double backward.
+struct SinOnce;
+
+impl Function for SinOnce {
+    const NAME: &'static str = "SinOnce";
+
+    fn forward(
+        &mut self,
+        context: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        context.save_for_backward(&[inputs[0]]);
+        Ok(vec![inputs[0].f_sin()?])
+    }
+
+    fn backward(
+        &self,
+        context: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        let cos = context.saved()[0].f_cos()?;
+        Ok(vec![gradients[0].as_ref().map(|g| g * &cos)])
+    }
+}
+
+#[test]
+fn double_backward_through_a_function_that_offers_none_is_refused_by_name() {
+    let x = leaf(&[2]);
+    let y = apply(SinOnce, &[&x]).unwrap().remove(0);
+    let options = GradOptions {
+        create_graph: true,
+        ..GradOptions::default()
+    };
+    let first = grad(&[&y.sum(None)], &[&x], &options)
+        .unwrap()
+        .remove(0)
+        .unwrap();
+    let error = backward(&[&first.sum(None)], &BackwardOptions::default()).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        text.contains("SinOnce") && text.contains("does not offer double backward"),
+        "{text}"
+    );
+}
+
+/// The larger of each row and where it was.
+struct MaxOfRows;
+
+impl Function for MaxOfRows {
+    const NAME: &'static str = "MaxOfRows";
+
+    fn forward(
+        &mut self,
+        context: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        let (values, indices) = inputs[0].f_max_dim(1, true)?;
+        context.save_for_backward(&[inputs[0], &indices]);
+        context.mark_non_differentiable(1);
+        context.set_materialize_grads(false);
+        Ok(vec![values, indices])
+    }
+
+    fn backward(
+        &self,
+        context: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        let [x, indices] = context.saved() else {
+            return Err("two tensors were saved".into());
+        };
+        if gradients[1].is_some() {
+            return Err("an index has no gradient".into());
+        }
+        let zeros = x.f_zeros_like()?;
+        Ok(vec![match &gradients[0] {
+            Some(gradient) => Some(zeros.f_scatter(1, indices, gradient)?),
+            None => None,
+        }])
+    }
+}
+
+#[test]
+fn an_output_marked_non_differentiable_has_no_gradient() {
+    let x = leaf(&[3, 4]);
+    let outputs = apply(MaxOfRows, &[&x]).unwrap();
+    assert!(outputs[0].requires_grad() && !outputs[1].requires_grad());
+    gradcheck(
+        |inputs| Ok(apply(MaxOfRows, &[&inputs[0]])?),
+        &[x],
+        &GradcheckOptions::default(),
+    )
+    .unwrap();
+}
+
+/// Fails in one of the four ways there are.
+struct Failing {
+    how: &'static str,
+}
+
+#[derive(Debug, thiserror::Error, PartialEq)]
+#[error("no weights for layer {layer}")]
+struct NoWeights {
+    layer: usize,
+}
+
+impl Function for Failing {
+    const NAME: &'static str = "Failing";
+
+    fn forward(
+        &mut self,
+        _: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        match self.how {
+            "forward" => Err(NoWeights { layer: 3 }.into()),
+            _ => Ok(vec![inputs[0].f_mul_scalar(2.0)?]),
+        }
+    }
+
+    fn backward(
+        &self,
+        _: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        match self.how {
+            "error" => Err(NoWeights { layer: 5 }.into()),
+            "panic" => panic!("layer {} is on fire", 6),
+            "count" => Ok(vec![]),
+            "shape" => Ok(vec![Some(Tensor::ones([17], F64))]),
+            _ => Ok(vec![gradients[0].as_ref().map(Tensor::shallow_clone)]),
+        }
+    }
+}
+
+fn failing(how: &'static str) -> overdrive_autograd::Result<Tensor> {
+    let x = leaf(&[2]);
+    let y = apply(Failing { how }, &[&x])?.remove(0);
+    backward(&[&y.sum(None)], &BackwardOptions::default())?;
+    Ok(x.grad())
+}
+
+#[test]
+fn an_error_of_forward_comes_back_as_it_was() {
+    let Err(Error::Forward { function, source }) = failing("forward") else {
+        panic!("an error of forward");
+    };
+    assert_eq!(function, "Failing");
+    assert_eq!(source.downcast_ref(), Some(&NoWeights { layer: 3 }));
+}
+
+#[test]
+fn an_error_of_backward_comes_back_as_it_was() {
+    let Err(Error::Sys(overdrive_sys::Error::Callback { source, .. })) = failing("error") else {
+        panic!("an error of a callback");
+    };
+    assert_eq!(source.downcast_ref(), Some(&NoWeights { layer: 5 }));
+}
+
+#[test]
+fn a_panic_in_backward_goes_on_as_a_panic_and_leaves_the_engine_usable() {
+    let payload = catch_unwind(AssertUnwindSafe(|| failing("panic"))).unwrap_err();
+    assert_eq!(overdrive_sys::panic_text(&*payload), "layer 6 is on fire");
+    assert_eq!(failing("none").unwrap(), Tensor::ones([2], F64));
+}
+
+#[test]
+fn through_tch_a_failing_backward_is_an_error_with_its_message() {
+    let x = leaf(&[2]);
+    let y = apply(Failing { how: "panic" }, &[&x]).unwrap().remove(0);
+    let error = y.sum(None).f_backward().unwrap_err().to_string();
+    assert!(error.contains("panicked: layer 6 is on fire"), "{error}");
+}
+
+#[test]
+fn a_wrong_number_or_shape_of_gradients_is_said() {
+    let count = failing("count").unwrap_err().to_string();
+    assert!(
+        count.contains("returned 0 gradients for 1 inputs"),
+        "{count}"
+    );
+    let shape = failing("shape").unwrap_err().to_string();
+    assert!(
+        shape.contains("Failing") && shape.contains("invalid gradient"),
+        "{shape}"
+    );
+}
+
+/// Knows what was asked of it, and when it is freed.
+struct Counting {
+    asked: Arc<AtomicUsize>,
+    alive: Arc<()>,
+}
+
+impl Function for Counting {
+    const NAME: &'static str = "Counting";
+
+    fn forward(
+        &mut self,
+        context: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        assert!(context.needs_input_grad(0) && !context.needs_input_grad(1));
+        assert_eq!(Arc::strong_count(&self.alive), 2);
+        Ok(vec![inputs[0].f_add(inputs[1])?])
+    }
+
+    fn backward(
+        &self,
+        context: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        let asked =
+            usize::from(context.needs_input_grad(0)) + 2 * usize::from(context.needs_input_grad(1));
+        self.asked.store(asked, Ordering::Relaxed);
+        Ok(vec![gradients[0].as_ref().map(Tensor::shallow_clone), None])
+    }
+}
+
+#[test]
+fn a_function_is_told_which_gradients_are_wanted_and_is_freed_with_its_graph() {
+    let (asked, alive) = (Arc::new(AtomicUsize::new(0)), Arc::new(()));
+    let function = Counting {
+        asked: Arc::clone(&asked),
+        alive: Arc::clone(&alive),
+    };
+    let x = leaf(&[2]);
+    let y = apply(function, &[&x, &Tensor::ones([2], F64)])
+        .unwrap()
+        .remove(0);
+    backward(&[&y.sum(None)], &BackwardOptions::default()).unwrap();
+    assert_eq!(asked.load(Ordering::Relaxed), 1);
+    assert_eq!(Arc::strong_count(&alive), 2);
+    drop(y);
+    assert_eq!(Arc::strong_count(&alive), 1);
+}
+
+#[test]
+fn a_chain_of_a_hundred_thousand_functions_is_freed_without_deep_recursion() {
+    let x = leaf(&[1]);
+    let mut y = x.shallow_clone();
+    for _ in 0..100_000 {
+        y = apply(Failing { how: "none" }, &[&y]).unwrap().remove(0);
+    }
+    drop(y);
+    assert!(!x.grad().defined());
+}

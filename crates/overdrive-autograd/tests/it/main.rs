@@ -1,0 +1,6 @@
+//! Functions with a backward in Rust, gradients with all options, several threads.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod functions;
+mod gradients;
+mod threads;

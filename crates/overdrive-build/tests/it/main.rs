@@ -1,0 +1,5 @@
+//! Where libtorch is found, and a project outside the workspace.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod location;
+mod outside_project;

@@ -1,0 +1,274 @@
+//! Collectives between real processes on loopback, by their numbers.
+
+use std::time::Duration;
+
+use crate::common::{group, launch, scenario, write, write_numbers};
+use overdrive_distributed::{GroupConfig, ProcessGroup, ReduceOp, init_process_group};
+use tch::{Device, Kind, Tensor};
+
+#[test]
+fn worker() {
+    let Some(scenario) = scenario() else { return };
+    if scenario == "differ" {
+        let config = GroupConfig::default().with_timeout(Duration::from_secs(60));
+        return differ(&init_process_group(config.with_check_tensors(true)).unwrap());
+    }
+    let group = group(60.0);
+    match scenario.as_str() {
+        "reduce" => reduce(&group),
+        "move" => move_tensors(&group),
+        "agree" => agree(&group),
+        "refuse" => refuse(&group),
+        other => panic!("no scenario {other}"),
+    }
+}
+
+fn values(tensor: &Tensor) -> Vec<f64> {
+    Vec::<f64>::try_from(tensor.to_kind(Kind::Double).flatten(0, -1)).unwrap()
+}
+
+fn own(group: &ProcessGroup) -> Tensor {
+    Tensor::from_slice(&[1.0f32, 2.0, 3.0]) * (group.rank() as f64 + 1.0)
+}
+
+fn reduce(group: &ProcessGroup) {
+    let mut numbers = Vec::new();
+    use ReduceOp::{Avg, Max, Min, Product, Sum};
+    for op in [Sum, Avg, Min, Max, Product] {
+        let tensor = own(group);
+        group.all_reduce(&tensor, op).unwrap();
+        numbers.extend(values(&tensor));
+    }
+    // Whole numbers: the mean of 2, 3 and 4 and of -1, -2, -3 (towards nought).
+    let whole = Tensor::from_slice(&[group.rank() as i64 + 2, -(group.rank() as i64) - 1]);
+    group.all_reduce(&whole, Avg).unwrap();
+    numbers.extend(values(&whole));
+    // Memory that is not contiguous is written too.
+    let wide = Tensor::zeros([2, 3], (Kind::Float, tch::Device::Cpu));
+    let mut column = wide.select(1, 1);
+    let _ = column.fill_(group.rank() as f64 + 1.0);
+    group.all_reduce(&column, Sum).unwrap();
+    numbers.extend(values(&wide));
+    let first = own(group);
+    let second = own(group);
+    let pending = [
+        group.all_reduce_async(&first, Sum).unwrap(),
+        group.all_reduce_async(&second, Max).unwrap(),
+    ];
+    for pending in pending {
+        pending.wait().unwrap();
+    }
+    numbers.extend(values(&first));
+    numbers.extend(values(&second));
+    write_numbers(group, &numbers);
+}
+
+#[test]
+fn all_reduce_gives_sum_mean_least_greatest_and_product_on_every_rank() {
+    let outcome = launch(module_path!(), "reduce", 3);
+    outcome.launched.as_ref().unwrap();
+    #[rustfmt::skip]
+    let expected = [
+        6.0, 12.0, 18.0,
+        2.0, 4.0, 6.0,
+        1.0, 2.0, 3.0,
+        3.0, 6.0, 9.0,
+        6.0, 48.0, 162.0,
+        3.0, -2.0,
+        0.0, 6.0, 0.0, 0.0, 6.0, 0.0,
+        6.0, 12.0, 18.0,
+        3.0, 6.0, 9.0,
+    ];
+    for rank in 0..3 {
+        assert_eq!(outcome.numbers(rank), expected, "rank {rank}");
+    }
+}
+
+fn move_tensors(group: &ProcessGroup) {
+    let rank = group.rank();
+    let mut numbers = Vec::new();
+    let tensor = own(group);
+    group.broadcast(&tensor, 1).unwrap();
+    numbers.extend(values(&tensor)); // 2 4 6
+    for part in group.all_gather(&own(group)).unwrap() {
+        numbers.extend(values(&part)); // 1 2 3 2 4 6
+    }
+    let scattered = group
+        .reduce_scatter(
+            &(Tensor::arange(4, (Kind::Float, tch::Device::Cpu)) * (rank as f64 + 1.0)),
+            ReduceOp::Sum,
+        )
+        .unwrap();
+    numbers.extend(values(&scattered)); // rank 0: 0 3, rank 1: 6 9
+    let gathered = group.gather(&own(group), 0).unwrap();
+    assert_eq!(gathered.is_some(), rank == 0);
+    for part in gathered.unwrap_or_default() {
+        numbers.extend(values(&part));
+    }
+    let parts = [Tensor::from_slice(&[7.0f32]), Tensor::from_slice(&[8.0f32])];
+    let output = Tensor::from_slice(&[0.0f32]);
+    group
+        .scatter(if rank == 1 { &parts } else { &[] }, &output, 1)
+        .unwrap();
+    numbers.extend(values(&output));
+    let exchanged = group
+        .all_to_all(&(Tensor::from_slice(&[10.0f32, 20.0]) + rank as f64))
+        .unwrap();
+    numbers.extend(values(&exchanged));
+    let message = Tensor::from_slice(&[42.0f32 * (1.0 - rank as f32)]);
+    if rank == 0 {
+        group.send(&message, 1, 5).unwrap();
+    } else {
+        group.recv(&message, 0, 5).unwrap();
+    }
+    numbers.extend(values(&message));
+    let bytes = group
+        .all_gather_bytes(&vec![rank as u8 + 1; rank * 3])
+        .unwrap();
+    assert_eq!(bytes, [vec![], vec![2, 2, 2]]);
+    assert_eq!(
+        group
+            .broadcast_bytes(if rank == 0 { b"from 0" } else { b"" }, 0)
+            .unwrap(),
+        b"from 0"
+    );
+    group.barrier().unwrap();
+    write_numbers(group, &numbers);
+}
+
+#[test]
+fn tensors_move_between_ranks_as_torch_distributed_moves_them() {
+    let outcome = launch(module_path!(), "move", 2);
+    outcome.launched.as_ref().unwrap();
+    let common = [2.0, 4.0, 6.0, 1.0, 2.0, 3.0, 2.0, 4.0, 6.0];
+    let first = [
+        0.0, 3.0, 1.0, 2.0, 3.0, 2.0, 4.0, 6.0, 7.0, 10.0, 11.0, 42.0,
+    ];
+    let second = [6.0, 9.0, 8.0, 20.0, 21.0, 42.0];
+    assert_eq!(outcome.numbers(0), [&common[..], &first[..]].concat());
+    assert_eq!(outcome.numbers(1), [&common[..], &second[..]].concat());
+}
+
+fn agree(group: &ProcessGroup) {
+    let rank = group.rank() as f64;
+    let found_inf = Tensor::from_slice(&[rank as f32]);
+    group.agree_on_found_inf(&found_inf).unwrap();
+    let gradient = Tensor::from_slice(&[3.0f32 + rank as f32]).set_requires_grad(true);
+    (&gradient * &gradient).sum(Kind::Float).backward();
+    let numbers = [
+        group.sum(rank + 1.0).unwrap(),
+        group.mean(rank + 1.0).unwrap(),
+        group
+            .weighted_mean(10.0 * (rank + 1.0), rank * 2.0 + 1.0)
+            .unwrap(),
+        group.min(rank).unwrap(),
+        group.max(rank).unwrap(),
+        f64::from(u8::from(group.any(rank == 1.0).unwrap())),
+        f64::from(u8::from(group.all(rank == 1.0).unwrap())),
+        f64::from(u8::from(group.all(true).unwrap())),
+        found_inf.double_value(&[0]),
+        group
+            .sharded_grad_norm(&[gradient.shallow_clone()])
+            .unwrap(),
+    ];
+    write_numbers(group, &numbers);
+}
+
+#[test]
+fn ranks_agree_on_losses_norms_and_decisions() {
+    let outcome = launch(module_path!(), "agree", 2);
+    outcome.launched.as_ref().unwrap();
+    for rank in 0..2 {
+        let expected = [3.0, 1.5, 7.5, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 10.0];
+        assert_eq!(outcome.numbers(rank), expected);
+    }
+}
+
+fn refuse(group: &ProcessGroup) {
+    let three = Tensor::from_slice(&[1.0f32, 2.0, 3.0]);
+    let errors = [
+        group.broadcast(&three, 2).unwrap_err(),
+        group.send(&three, group.rank(), 0).unwrap_err(),
+        group.reduce_scatter(&three, ReduceOp::Sum).unwrap_err(),
+        group.scatter(&[], &three, group.rank()).unwrap_err(),
+    ];
+    // None of these reached the others: the group goes on.
+    group.barrier().unwrap();
+    let lines: Vec<String> = errors.iter().map(ToString::to_string).collect();
+    write(group, &lines.join("\n"));
+}
+
+#[test]
+fn arguments_that_cannot_be_are_refused_before_anything_is_sent() {
+    let outcome = launch(module_path!(), "refuse", 2);
+    outcome.launched.as_ref().unwrap();
+    let lines: Vec<&str> = outcome.rank(1).lines().collect();
+    assert_eq!(lines[0], "root = 2: expected a rank, less than 2");
+    assert_eq!(lines[1], "to = 1: expected another rank than this one");
+    assert!(
+        lines[2]
+            .contains("shape [3], expected a first dimension that is a multiple of the 2 ranks")
+    );
+    assert!(lines[3].contains("0 tensors at rank 1, expected 2"));
+}
+
+#[test]
+fn a_world_of_one_computes_the_same_without_a_group() {
+    let group = ProcessGroup::single();
+    let tensor = Tensor::from_slice(&[1.0f32, 2.0]);
+    group.all_reduce(&tensor, ReduceOp::Avg).unwrap();
+    assert_eq!(values(&group.all_gather(&tensor).unwrap()[0]), [1.0, 2.0]);
+    assert_eq!(
+        values(&group.reduce_scatter(&tensor, ReduceOp::Sum).unwrap()),
+        [1.0, 2.0]
+    );
+    assert_eq!(values(&group.all_to_all(&tensor).unwrap()), [1.0, 2.0]);
+    assert_eq!(group.gather(&tensor, 0).unwrap().unwrap().len(), 1);
+    assert_eq!(group.sum(2.5).unwrap(), 2.5);
+    group.barrier().unwrap();
+    assert!(group.store().is_none() && group.failure().is_none());
+}
+
+/// Rank 1 brings another shape, then rank 2 is in another collective.
+fn differ(group: &ProcessGroup) {
+    let tensor = |elements: i64| Tensor::ones([elements], (Kind::Float, Device::Cpu));
+    let elements = if group.rank() == 1 { 10 } else { 1000 };
+    let shape = group.all_reduce(&tensor(elements), ReduceOp::Sum);
+    let way = if group.rank() == 2 {
+        group.broadcast(&tensor(5), 1)
+    } else {
+        group.all_reduce(&tensor(5), ReduceOp::Max)
+    };
+    let errors = [shape.unwrap_err().to_string(), way.unwrap_err().to_string()];
+    write(group, &errors.join("\n"));
+    // The group itself is whole.
+    let same = tensor(5);
+    group.all_reduce(&same, ReduceOp::Sum).unwrap();
+    assert_eq!(same.double_value(&[0]), 3.0);
+    assert_eq!(group.all_gather_object(&group.rank()).unwrap(), [0, 1, 2]);
+    group.barrier().unwrap();
+}
+
+#[test]
+fn tensors_that_differ_between_ranks_are_named_before_they_are_sent() {
+    let outcome = launch(module_path!(), "differ", 3);
+    outcome.launched.as_ref().unwrap();
+    for rank in 0..3 {
+        let errors: Vec<&str> = outcome.rank(rank).lines().collect();
+        let rest = "all ranks call the same collectives, with tensors of one dtype and shape, in the same order";
+        assert_eq!(
+            errors[0],
+            format!(
+                "rank 1 brings other tensors than rank 0: all_reduce of Sum, Float [10], and rank 0 \
+                 all_reduce of Sum, Float [1000]; {rest}"
+            )
+        );
+        assert_eq!(
+            errors[1],
+            format!(
+                "rank 2 brings other tensors than rank 0: broadcast from 1, Float [5], and rank 0 \
+                 all_reduce of Max, Float [5]; {rest}"
+            )
+        );
+    }
+}

@@ -1,0 +1,10 @@
+//! Groups of real processes on loopback.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod accumulator;
+mod collectives;
+mod common;
+mod data_parallel;
+mod joint_batch;
+mod rendezvous;
+mod subgroups;

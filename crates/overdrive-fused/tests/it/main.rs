@@ -1,0 +1,9 @@
+//! Fused kernels against libtorch's operators in f64.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod activation;
+mod common;
+mod cross_entropy;
+mod few_rows;
+mod rms_norm;
+mod rotary;

@@ -1,0 +1,157 @@
+//! Lists of conversations in, lists of answers out.
+
+use std::sync::Arc;
+
+use overdrive_generation::{
+    ChatBatchOptions, ChatTemplate, EngineConfig, Error, FinishReason, GenerateOptions,
+    GenerationConfig, Message, Tokenizer, chat_batch, conversation_from_json,
+    generate_with_options,
+};
+use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
+use serde_json::json;
+
+fn tokenizer() -> Arc<Tokenizer> {
+    Arc::new(crate::support::byte_tokenizer())
+}
+
+fn model() -> CausalLm {
+    // Tests run beside one another, and their models are too small for threads of their own.
+    tch::set_num_threads(1);
+    let config = LlamaConfig {
+        vocab_size: 257,
+        hidden_size: 32,
+        intermediate_size: 64,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        max_position_embeddings: 256,
+        ..LlamaConfig::default()
+    };
+    CausalLm::new(&config.into(), &InitOptions::default()).unwrap()
+}
+
+fn template() -> ChatTemplate {
+    let source = "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('who?') }}\
+                  {% endif %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}\
+                  {% if add_generation_prompt %}assistant:{% endif %}";
+    ChatTemplate::new(source)
+        .unwrap()
+        .with_special_token("eos_token", "<end>")
+}
+
+#[test]
+fn answers_come_in_order_each_as_if_alone_and_errors_stay_with_their_conversation() {
+    let (model, tokenizer, template) = (model(), tokenizer(), template());
+    let system = Message::system("You are a long system prompt that all of them share.");
+    let mut conversations: Vec<Vec<Message>> = (0..6)
+        .map(|n| vec![system.clone(), Message::user(format!("question {n}"))])
+        .collect();
+    conversations.insert(2, vec![]);
+    conversations.insert(4, vec![Message::new("nobody", "hello")]);
+    conversations.insert(5, vec![Message::user("x".repeat(300))]);
+    let config = GenerationConfig {
+        max_new_tokens: Some(24),
+        do_sample: true,
+        seed: Some(11),
+        stop_strings: vec!["\n".to_owned()],
+        ..GenerationConfig::default()
+    };
+    let mut engine = EngineConfig::default();
+    engine.max_num_seqs = 2;
+    engine.num_blocks = Some(32);
+    let options = ChatBatchOptions {
+        engine,
+        ..ChatBatchOptions::default()
+    };
+    let answers = chat_batch(
+        &model,
+        &tokenizer,
+        &template,
+        &conversations,
+        &config,
+        &options,
+    )
+    .unwrap();
+    assert_eq!(answers.len(), 9);
+    assert!(matches!(answers[2], Err(Error::Conversation(_))));
+    assert_eq!(
+        answers[4].as_ref().unwrap_err().to_string(),
+        "chat template: who?"
+    );
+    assert!(matches!(answers[5], Err(Error::PromptTooLong { .. })));
+    let alone_config = GenerationConfig {
+        eos_token_id: vec![256],
+        ..config
+    };
+    let options = GenerateOptions {
+        tokenizer: Some(&tokenizer),
+        ..GenerateOptions::default()
+    };
+    for (messages, answer) in conversations.iter().zip(&answers) {
+        let Ok(answer) = answer else { continue };
+        let prompt = template
+            .encode(&tokenizer, messages, &Default::default())
+            .unwrap();
+        assert_eq!(answer.prompt_tokens, prompt.len());
+        assert!(
+            prompt.contains(&256),
+            "the template's end of text is one token"
+        );
+        let alone = generate_with_options(&model, &[prompt], &alone_config, &options, |_| {
+            std::ops::ControlFlow::Continue(())
+        })
+        .unwrap();
+        assert_eq!(answer.completions[0].tokens, alone.new_tokens(0));
+        assert_eq!(answer.text, alone.texts[0]);
+        assert_eq!(answer.message().role(), "assistant");
+        assert_eq!(answer.message().content(), Some(answer.text.as_str()));
+    }
+}
+
+#[test]
+fn the_end_of_text_of_the_template_ends_an_answer() {
+    let (model, tokenizer, template) = (model(), tokenizer(), template());
+    let config = GenerationConfig {
+        max_new_tokens: Some(24),
+        logit_bias: [(256, 100.0)].into_iter().collect(),
+        ..GenerationConfig::default()
+    };
+    let conversations = [vec![Message::user("hello")]];
+    let answers = chat_batch(
+        &model,
+        &tokenizer,
+        &template,
+        &conversations,
+        &config,
+        &ChatBatchOptions::default(),
+    )
+    .unwrap();
+    let answer = answers[0].as_ref().unwrap();
+    assert_eq!(answer.text, "");
+    assert_eq!(answer.completions[0].tokens, [256]);
+    assert_eq!(answer.completions[0].finish_reason, FinishReason::EndOfText);
+}
+
+#[test]
+fn conversations_are_read_from_the_usual_shapes_of_json() {
+    let list = json!([{"role": "user", "content": "hi", "name": "x"}]);
+    for value in [
+        list.clone(),
+        json!({"messages": list}),
+        json!({"id": 3, "conversations": list}),
+    ] {
+        let messages = conversation_from_json(&value).unwrap();
+        assert_eq!(
+            (messages[0].role(), messages[0].content()),
+            ("user", Some("hi"))
+        );
+        assert_eq!(messages[0].get("name"), Some(&json!("x")));
+    }
+    for (value, want) in [
+        (json!("hi"), "neither a list of messages"),
+        (json!({"text": "hi"}), "no list under `messages`"),
+        (json!([{"content": "hi"}]), "no object with a `role`"),
+    ] {
+        let error = conversation_from_json(&value).unwrap_err().to_string();
+        assert!(error.contains(want), "{error}");
+    }
+}

@@ -1,0 +1,9 @@
+//! The engine of continuous batching. A target of its own, since these tests set the number of libtorch's
+//! threads, which belongs to the process, to one: their models are too small for more.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod chat;
+mod requests;
+mod soak;
+#[path = "../it/support.rs"]
+mod support;

@@ -1,0 +1,82 @@
+//! An engine behind a handle, used by many threads.
+
+use super::*;
+
+#[test]
+fn a_handle_serves_many_threads() {
+    let model = tiny(128);
+    let want: Vec<_> = (0..24)
+        .map(|n| generate(&model, &[vec![n, 5, 9]], &greedy(10)).unwrap())
+        .collect();
+    let engine = EngineHandle::spawn(Engine::new(model, config(|_| {})).unwrap()).unwrap();
+    let engine = &engine;
+    std::thread::scope(|scope| {
+        for thread in 0..4i64 {
+            let want = &want;
+            scope.spawn(move || {
+                for n in (thread..24).step_by(4) {
+                    let events = engine.submit(Request::new([n, 5, 9], greedy(10))).unwrap();
+                    if n % 3 == 0 {
+                        continue; // The client goes away, and its request with it.
+                    }
+                    let completions = events.wait().unwrap();
+                    assert_eq!(completions[0].tokens, want[n as usize].new_tokens(0));
+                }
+            });
+        }
+    });
+    assert!(
+        engine.submit(Request::new([500], greedy(1))).is_err(),
+        "checked before it is sent"
+    );
+    let mut events = engine.submit(Request::new([1], greedy(200))).unwrap();
+    let first = events.next().unwrap();
+    assert!(matches!(first, Event::Token { .. }));
+    events.cancel();
+    let last = events.by_ref().last().unwrap();
+    assert!(last.is_last());
+    let Event::Finished { completion, .. } = last else {
+        panic!("{last:?}");
+    };
+    assert_eq!(completion.finish_reason, FinishReason::Stopped);
+}
+
+#[test]
+fn a_handle_gives_up_what_cannot_be_computed_and_serves_what_comes_after() {
+    // The first call is left alone; the four after it fail.
+    let engine = Engine::new(Faulty::new(5), config(|_| {})).unwrap();
+    let engine = EngineHandle::spawn(engine).unwrap();
+    let error = engine
+        .submit(Request::new([1, 2], greedy(8)))
+        .unwrap()
+        .wait()
+        .unwrap_err();
+    assert!(matches!(error, Error::EngineFailed { .. }), "{error}");
+    assert!(error.to_string().contains("out of memory"));
+    let completions = engine
+        .submit(Request::new([1, 2], greedy(8)))
+        .unwrap()
+        .wait()
+        .unwrap();
+    let alone = generate(&tiny(128), &[vec![1, 2]], &greedy(8)).unwrap();
+    assert_eq!(completions[0].tokens, alone.new_tokens(0));
+    let statistics = engine.finish().unwrap();
+    assert_eq!(
+        (
+            statistics.failed,
+            statistics.finished,
+            statistics.blocks_used
+        ),
+        (1, 1, 0)
+    );
+    assert!(statistics.tokens_per_second() > 0.0);
+    assert!(statistics.time_to_first_token.max > Duration::ZERO);
+}
+
+#[test]
+fn a_handle_that_goes_away_ends_what_it_serves() {
+    let engine = EngineHandle::spawn(Engine::new(tiny(128), config(|_| {})).unwrap()).unwrap();
+    let events = engine.submit(Request::new([1], greedy(250))).unwrap();
+    drop(engine);
+    assert!(matches!(events.wait(), Err(Error::EngineStopped)));
+}

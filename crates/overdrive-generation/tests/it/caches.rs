@@ -1,0 +1,203 @@
+//! Every exact cache gives the tokens of the run without one.
+
+use crate::support::{greedy, load};
+use overdrive_generation::{CacheConfig, FinishReason, GenerationConfig, generate};
+use overdrive_transformer::{AttentionImplementation, Execution};
+
+const CASES: [&str; 7] = [
+    "llama_gqa",
+    "llama_tied_biases",
+    "llama3_rope",
+    "mistral",
+    "qwen2_sliding",
+    "qwen3",
+    "gpt2",
+];
+
+fn with_cache(name: &str, config: GenerationConfig) -> GenerationConfig {
+    GenerationConfig {
+        cache_implementation: Some(name.to_owned()),
+        ..config
+    }
+}
+
+fn without_cache(config: GenerationConfig) -> GenerationConfig {
+    GenerationConfig {
+        use_cache: false,
+        ..config
+    }
+}
+
+#[test]
+fn exact_caches_equal_the_uncached_run_token_for_token() {
+    let batches = [
+        vec![vec![5, 9, 3, 7, 11, 2, 40]],
+        vec![vec![5, 9, 3, 7, 11, 2, 40], vec![100], vec![8, 8, 60]],
+        vec![vec![5, 9, 3], vec![100, 4, 1]],
+    ];
+    for case in CASES {
+        let model = load(case);
+        for prompts in &batches {
+            let want = generate(&model, prompts, &without_cache(greedy(20))).unwrap();
+            let mut names = vec!["dynamic", "static", "paged"];
+            if model.layer_windows().iter().any(Option::is_some) {
+                names.push("sliding_window");
+            }
+            for name in names {
+                for chunk in [None, Some(3)] {
+                    let config = GenerationConfig {
+                        prefill_chunk_size: chunk,
+                        ..with_cache(name, greedy(20))
+                    };
+                    let got = generate(&model, prompts, &config).unwrap();
+                    assert_eq!(got.sequences, want.sequences, "{case}, {name}, {chunk:?}");
+                }
+            }
+            let ragged = generate(&model, prompts, &greedy(20)).unwrap();
+            assert_eq!(
+                ragged.sequences, want.sequences,
+                "{case}, no particular cache"
+            );
+        }
+    }
+}
+
+#[test]
+fn beams_and_several_samples_are_the_same_over_every_exact_cache() {
+    let prompts = [vec![5, 9, 3, 7, 11], vec![100], vec![8, 8, 60]];
+    let beams = GenerationConfig {
+        num_beams: 4,
+        num_return_sequences: 4,
+        eos_token_id: vec![17, 30],
+        ..greedy(40)
+    };
+    let samples = GenerationConfig {
+        num_return_sequences: 3,
+        eos_token_id: vec![17, 30, 50, 70, 90],
+        ..crate::support::sampled(40, 3)
+    };
+    for case in ["llama_gqa", "gpt2"] {
+        let model = load(case);
+        for config in [&beams, &samples] {
+            let want = generate(&model, &prompts, &without_cache(config.clone())).unwrap();
+            for name in ["dynamic", "static", "paged"] {
+                let config = with_cache(name, config.clone());
+                let got = generate(&model, &prompts, &config).unwrap();
+                assert_eq!(got.sequences, want.sequences, "{case}, {name}");
+                assert_eq!(got.finish_reasons, want.finish_reasons, "{case}, {name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn speculation_takes_back_what_was_wrong_in_every_cache() {
+    let prompts = [vec![5, 9, 3, 7, 5, 9], vec![8, 8, 60, 8]];
+    for case in ["llama_gqa", "qwen2_sliding", "gpt2"] {
+        let model = load(case);
+        let want = generate(&model, &prompts, &without_cache(greedy(40))).unwrap();
+        let mut names = vec!["dynamic", "static", "paged"];
+        if model.layer_windows().iter().any(Option::is_some) {
+            names.push("sliding_window");
+        }
+        for name in names {
+            let config = GenerationConfig {
+                prompt_lookup_num_tokens: Some(6),
+                max_matching_ngram_size: 1,
+                ..with_cache(name, greedy(40))
+            };
+            let got = generate(&model, &prompts, &config).unwrap();
+            assert_eq!(got.sequences, want.sequences, "{case}, {name}");
+            let statistics = got.speculation.unwrap();
+            assert!(
+                statistics.accepted < statistics.proposed,
+                "{case}: some were wrong"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_batch_ends_where_the_context_does_in_every_cache() {
+    let model = load("llama_gqa");
+    let prompts = [(2..62).collect::<Vec<i64>>(), vec![2]];
+    let want = generate(&model, &prompts, &without_cache(greedy(50))).unwrap();
+    assert_eq!(
+        want.finish_reasons,
+        [FinishReason::ContextFull, FinishReason::Length]
+    );
+    for name in ["dynamic", "static", "paged"] {
+        let got = generate(&model, &prompts, &with_cache(name, greedy(50))).unwrap();
+        assert_eq!(got.sequences, want.sequences, "{name}");
+        assert_eq!(got.finish_reasons, want.finish_reasons, "{name}");
+    }
+}
+
+#[test]
+fn a_model_whose_attention_needs_one_tensor_pads_its_batch() {
+    let mut model = load("llama_gqa");
+    let prompts = [vec![5, 9, 3, 7, 11], vec![100]];
+    let want = generate(&model, &prompts, &greedy(20)).unwrap();
+    let mut execution = Execution::default();
+    execution.attention = AttentionImplementation::Sdpa;
+    model.set_execution(execution);
+    let got = generate(&model, &prompts, &greedy(20)).unwrap();
+    assert_eq!(got.sequences, want.sequences);
+    let error = generate(&model, &prompts, &with_cache("paged", greedy(20))).unwrap_err();
+    assert!(
+        error.to_string().contains("cannot show them as one tensor"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_window_cache_needs_a_model_with_windows() {
+    let model = load("llama_gqa");
+    let config = with_cache("sliding_window", greedy(5));
+    let error = generate(&model, &[vec![5]], &config)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("no layer of this model has a window"),
+        "{error}"
+    );
+}
+
+#[test]
+fn over_a_window_with_sinks_a_text_goes_on_beyond_the_context() {
+    let model = load("llama_gqa");
+    let context = model.config().max_position_embeddings() as usize;
+    let wanted = 2 * context;
+    let windowed = |window_length, num_sink_tokens| GenerationConfig {
+        cache_config: CacheConfig {
+            window_length: Some(window_length),
+            num_sink_tokens,
+            ..CacheConfig::default()
+        },
+        ..with_cache("sliding_window", greedy(wanted))
+    };
+    let prompt = [vec![5, 9, 3, 7, 11, 2, 40]];
+    let exact = generate(&model, &prompt, &with_cache("dynamic", greedy(wanted))).unwrap();
+    assert_eq!(exact.finish_reasons, [FinishReason::ContextFull]);
+    // Nothing has been dropped while the window is not full.
+    let window = context as i64 / 2;
+    let endless = generate(&model, &prompt, &windowed(window, 4)).unwrap();
+    assert_eq!(endless.finish_reasons, [FinishReason::Length]);
+    assert_eq!(endless.new_tokens(0).len(), wanted);
+    let same = window as usize;
+    assert_eq!(endless.sequences[0][..same], exact.sequences[0][..same]);
+    // A window and sinks wider than the context can promise nothing.
+    let wide = generate(&model, &prompt, &windowed(context as i64, 4)).unwrap();
+    assert_eq!(wide.finish_reasons, [FinishReason::ContextFull]);
+}
+
+#[test]
+fn a_quantized_cache_is_exact_until_its_tail_is_full() {
+    let model = load("llama_gqa");
+    let prompts = [vec![5, 9, 3, 7, 11, 2, 40], vec![100, 1, 2, 3, 4, 5, 6]];
+    let exact = generate(&model, &prompts, &with_cache("dynamic", greedy(20))).unwrap();
+    for name in ["int8", "int4", "quantized"] {
+        let rounded = generate(&model, &prompts, &with_cache(name, greedy(20))).unwrap();
+        assert_eq!(rounded.sequences, exact.sequences, "{name}");
+    }
+}

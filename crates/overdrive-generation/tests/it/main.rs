@@ -1,0 +1,14 @@
+//! Generation: against transformers, options, caches, constraints, speculation.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod beams;
+mod caches;
+mod chat_template;
+#[cfg(feature = "constrained")]
+mod constraints;
+mod generate;
+mod options;
+mod quantized_cache;
+mod speculation;
+mod support;
+mod text_stream;

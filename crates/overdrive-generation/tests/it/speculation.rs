@@ -1,0 +1,257 @@
+//! Speculation changes how fast a text comes, and nothing else.
+
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+
+use crate::support::{chi_squared, greedy, load, once_in_a_thousand, random_model, sampled};
+use overdrive_generation::{
+    ChoiceConstraint, GenerateOptions, GenerateOutput, GenerationConfig,
+    NumAssistantTokensSchedule, generate, generate_with_options,
+};
+use overdrive_transformer::CausalLm;
+
+fn with_assistant(
+    model: &CausalLm,
+    assistant: &CausalLm,
+    prompts: &[Vec<i64>],
+    config: &GenerationConfig,
+) -> GenerateOutput {
+    let options = GenerateOptions {
+        assistant_model: Some(assistant),
+        ..GenerateOptions::default()
+    };
+    let go_on = |_: overdrive_generation::GeneratedToken<'_>| ControlFlow::Continue(());
+    generate_with_options(model, prompts, config, &options, go_on).unwrap()
+}
+
+fn lookup(config: GenerationConfig) -> GenerationConfig {
+    GenerationConfig {
+        prompt_lookup_num_tokens: Some(5),
+        ..config
+    }
+}
+
+#[test]
+fn greedy_speculation_gives_the_same_tokens_whatever_is_proposed() {
+    let prompts = [vec![5, 9, 3, 7, 5, 9], vec![100], vec![8, 8, 8, 8]];
+    for case in ["llama_gqa", "gpt2", "qwen3"] {
+        let model = load(case);
+        let vocabulary = model.config().vocab_size();
+        // One that is always right, and one that is hardly ever.
+        let assistants = [load(case), random_model(vocabulary, 1, 9)];
+        for config in [
+            greedy(30),
+            GenerationConfig {
+                repetition_penalty: 1.3,
+                no_repeat_ngram_size: 3,
+                eos_token_id: vec![17],
+                ..greedy(30)
+            },
+        ] {
+            let want = generate(&model, &prompts, &config).unwrap();
+            let check = |got: &GenerateOutput, how: &str| {
+                assert_eq!(got.sequences, want.sequences, "{case}, {how}");
+                assert_eq!(got.finish_reasons, want.finish_reasons, "{case}, {how}");
+            };
+            check(
+                &generate(&model, &prompts, &lookup(config.clone())).unwrap(),
+                "lookup",
+            );
+            for (assistant, schedule) in assistants.iter().zip([
+                NumAssistantTokensSchedule::Constant,
+                NumAssistantTokensSchedule::Heuristic,
+            ]) {
+                let config = GenerationConfig {
+                    num_assistant_tokens: 4,
+                    num_assistant_tokens_schedule: schedule,
+                    assistant_confidence_threshold: 0.0,
+                    ..config.clone()
+                };
+                let got = with_assistant(&model, assistant, &prompts, &config);
+                check(&got, "assistant");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_model_that_assists_itself_is_always_right_and_needs_few_rounds() {
+    let (model, prompt) = (load("llama_gqa"), [vec![5, 9, 3]]);
+    let config = GenerationConfig {
+        num_assistant_tokens: 5,
+        assistant_confidence_threshold: 0.0,
+        ..greedy(31)
+    };
+    let output = with_assistant(&model, &model, &prompt, &config);
+    let statistics = output.speculation.unwrap();
+    // One token by the prompt, then 6 a round.
+    assert_eq!(
+        (statistics.rounds, statistics.proposed, statistics.accepted),
+        (5, 25, 25)
+    );
+    // A text that repeats itself is found in itself.
+    let repeated: Vec<i64> = [11, 12, 13, 14].repeat(5);
+    let output = generate(&model, &[repeated], &lookup(greedy(40))).unwrap();
+    let statistics = output.speculation.unwrap();
+    assert!(statistics.proposed > 0 && statistics.rounds <= 39);
+}
+
+#[test]
+fn an_unsure_assistant_stops_early() {
+    let (model, prompt) = (load("llama_gqa"), [vec![5, 9, 3]]);
+    let config = |threshold| GenerationConfig {
+        num_assistant_tokens: 5,
+        assistant_confidence_threshold: threshold,
+        ..greedy(30)
+    };
+    let unsure = with_assistant(&model, &model, &prompt, &config(1.0));
+    let statistics = unsure.speculation.unwrap();
+    // One token a round, which gives two; the last round has room for one alone.
+    assert_eq!((statistics.rounds, statistics.proposed), (15, 14));
+    let sure = with_assistant(&model, &model, &prompt, &config(0.0));
+    assert_eq!(unsure.sequences, sure.sequences);
+}
+
+/// The frequencies of the first `tokens` new tokens over many seeds.
+fn frequencies(runs: u64, mut run: impl FnMut(u64) -> Vec<i64>) -> HashMap<Vec<i64>, f64> {
+    let mut counts = HashMap::new();
+    for seed in 0..runs {
+        *counts.entry(run(seed)).or_insert(0.0) += 1.0;
+    }
+    counts
+}
+
+/// The probabilities of all continuations of two tokens, by the model itself.
+fn exact(model: &CausalLm, prompt: &[i64], config: &GenerationConfig) -> HashMap<Vec<i64>, f64> {
+    let next = |ids: &[i64]| -> Vec<(i64, f64)> {
+        let config = GenerationConfig {
+            logprobs: Some(8),
+            logprobs_mode: overdrive_generation::LogprobsMode::ProcessedLogprobs,
+            ..GenerationConfig {
+                max_new_tokens: Some(1),
+                ..config.clone()
+            }
+        };
+        let output = generate(model, &[ids.to_vec()], &config).unwrap();
+        let top = output.logprobs.unwrap()[0][0].top.clone();
+        top.into_iter()
+            .map(|(id, logprob)| (id, f64::from(logprob).exp()))
+            .collect()
+    };
+    let mut all = HashMap::new();
+    for (first, p) in next(prompt) {
+        let longer = [prompt, &[first]].concat();
+        for (second, q) in next(&longer) {
+            all.insert(vec![first, second], p * q);
+        }
+    }
+    all
+}
+
+#[test]
+fn speculative_samples_have_the_distribution_of_plain_ones() {
+    // 6 tokens: 36 pairs, counted over 500 seeds. The thresholds are what a right sampler exceeds
+    // once in a thousand sets of seeds, and these seeds are fixed.
+    let (model, assistant) = (random_model(6, 2, 1), random_model(6, 1, 2));
+    // Its last tokens have stood before: there is something to look up.
+    let prompt = vec![1, 2, 3, 1, 2];
+    for cut in [
+        sampled(2, 0),
+        GenerationConfig {
+            top_k: 4,
+            temperature: 1.3,
+            ..sampled(2, 0)
+        },
+    ] {
+        let probabilities = exact(&model, &prompt, &cut);
+        let pairs: Vec<&Vec<i64>> = probabilities.keys().collect();
+        let total: f64 = probabilities.values().sum();
+        assert!((total - 1.0).abs() < 1e-5, "{total}");
+        for how in ["assistant", "lookup"] {
+            let counts = frequencies(500, |seed| {
+                // Three tokens: the second comes out of a round.
+                let config = GenerationConfig {
+                    max_new_tokens: Some(3),
+                    seed: Some(seed),
+                    num_assistant_tokens: 2,
+                    assistant_confidence_threshold: 0.0,
+                    ..cut.clone()
+                };
+                let prompts = std::slice::from_ref(&prompt);
+                let output = match how {
+                    "assistant" => with_assistant(&model, &assistant, prompts, &config),
+                    _ => generate(&model, prompts, &lookup(config)).unwrap(),
+                };
+                output.new_tokens(0)[..2].to_vec()
+            });
+            let seen: f64 = pairs
+                .iter()
+                .map(|pair| counts.get(*pair).unwrap_or(&0.0))
+                .sum();
+            assert_eq!(seen, 500.0, "{how}: a pair that cannot be");
+            let counted: Vec<f64> = pairs
+                .iter()
+                .map(|pair| *counts.get(*pair).unwrap_or(&0.0))
+                .collect();
+            let expected: Vec<f64> = pairs.iter().map(|pair| probabilities[*pair]).collect();
+            let (statistic, freedom) = chi_squared(&counted, &expected);
+            let threshold = once_in_a_thousand(freedom);
+            assert!(
+                statistic < threshold,
+                "{how}: {statistic} of {threshold} at {freedom}"
+            );
+        }
+    }
+}
+
+#[test]
+fn speculation_keeps_to_a_constraint_and_reports_the_same_log_probabilities() {
+    let (model, assistant) = (random_model(40, 2, 1), random_model(40, 1, 2));
+    let choices = [vec![4, 5, 6, 7, 8, 9], vec![4, 5, 6, 10]];
+    let config = GenerationConfig {
+        logprobs: Some(2),
+        num_assistant_tokens: 3,
+        assistant_confidence_threshold: 0.0,
+        ..greedy(12)
+    };
+    let run = |assistant_model| {
+        let constraint = ChoiceConstraint::new(&choices, &[]).unwrap();
+        let options = GenerateOptions {
+            assistant_model,
+            constraints: vec![Box::new(constraint)],
+            ..GenerateOptions::default()
+        };
+        let go_on = |_: overdrive_generation::GeneratedToken<'_>| ControlFlow::Continue(());
+        generate_with_options(&model, &[vec![1, 2]], &config, &options, go_on).unwrap()
+    };
+    let (plain, speculative) = (run(None), run(Some(&assistant)));
+    assert_eq!(plain.sequences, speculative.sequences);
+    assert_eq!(plain.finish_reasons, speculative.finish_reasons);
+    let (want, got) = (
+        plain.logprobs.clone().unwrap(),
+        speculative.logprobs.unwrap(),
+    );
+    for (want, got) in want[0].iter().zip(&got[0]) {
+        assert!((want.logprob - got.logprob).abs() < 1e-4);
+        assert_eq!(want.rank, got.rank);
+    }
+    assert!(choices.iter().any(|choice| choice == plain.new_tokens(0)));
+}
+
+#[test]
+fn an_assistant_of_another_vocabulary_is_refused() {
+    let (model, assistant) = (random_model(40, 1, 1), random_model(41, 1, 2));
+    let options = GenerateOptions {
+        assistant_model: Some(&assistant),
+        ..GenerateOptions::default()
+    };
+    let error = generate_with_options(&model, &[vec![1]], &greedy(2), &options, |_| {
+        ControlFlow::Continue(())
+    })
+    .unwrap_err()
+    .to_string();
+    assert!(
+        error.contains("vocabulary of 41 and the model one of 40"),
+        "{error}"
+    );
+}

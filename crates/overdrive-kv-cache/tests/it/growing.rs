@@ -1,0 +1,149 @@
+//! The growing cache against plain concatenation.
+
+use overdrive_kv_cache::{Error, GrowingCache, KvCache};
+use proptest::prelude::*;
+use tch::{Device, Kind, Tensor};
+
+fn random(shape: &[i64]) -> Tensor {
+    Tensor::randn(shape, (Kind::Float, Device::Cpu))
+}
+
+/// What a user may do between steps.
+#[derive(Debug, Clone)]
+enum Action {
+    Append(i64),
+    Truncate(i64),
+    Reorder(Vec<i64>),
+    Reset,
+}
+
+fn action() -> impl Strategy<Value = Action> {
+    prop_oneof![
+        6 => (1i64..9).prop_map(Action::Append),
+        2 => (0i64..100).prop_map(Action::Truncate),
+        1 => proptest::collection::vec(0i64..2, 2).prop_map(Action::Reorder),
+        1 => Just(Action::Reset),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn any_sequence_of_actions_equals_concatenation(
+        actions in proptest::collection::vec(action(), 1..30),
+        capacity in 1i64..8,
+    ) {
+        let (layers, shape) = (2, |tokens| [2, 3, tokens, 4]);
+        let mut cache = GrowingCache::with_capacity(layers, capacity);
+        let mut expected: Vec<[Tensor; 2]> =
+            (0..layers).map(|_| [random(&shape(0)), random(&shape(0))]).collect();
+        for action in actions {
+            match action {
+                Action::Append(tokens) => for (layer, held) in expected.iter_mut().enumerate() {
+                    let new = [random(&shape(tokens)), random(&shape(tokens))];
+                    for (old, new) in held.iter_mut().zip(&new) {
+                        *old = Tensor::cat(&[&*old, new], 2);
+                    }
+                    let view = cache.append(layer, &new[0], &new[1]).unwrap();
+                    prop_assert_eq!(&view.keys, &held[0]);
+                    prop_assert_eq!(&view.values, &held[1]);
+                },
+                Action::Truncate(at) => {
+                    let len = at % (cache.len() + 1);
+                    cache.truncate(len).unwrap();
+                    expected.iter_mut().flatten().for_each(|old| *old = old.narrow(2, 0, len));
+                }
+                Action::Reorder(rows) => {
+                    let rows = Tensor::from_slice(&rows);
+                    cache.reorder(&rows).unwrap();
+                    expected.iter_mut().flatten().for_each(|old| *old = old.index_select(0, &rows));
+                }
+                Action::Reset => {
+                    cache.reset();
+                    expected.iter_mut().flatten().for_each(|old| *old = old.narrow(2, 0, 0));
+                }
+            }
+            prop_assert_eq!(cache.len(), expected[0][0].size()[2]);
+            prop_assert_eq!(cache.is_empty(), cache.len() == 0);
+        }
+    }
+}
+
+#[test]
+fn appending_moves_the_buffer_only_when_the_capacity_doubles() {
+    let mut cache = GrowingCache::with_capacity(1, 4);
+    let mut moves = 0;
+    let mut address = None;
+    for _ in 0..1000 {
+        let token = random(&[1, 1, 1, 8]);
+        let now = cache.append(0, &token, &token).unwrap().keys.data_ptr();
+        moves += i32::from(address.is_some_and(|before| before != now));
+        address = Some(now);
+    }
+    assert_eq!(moves, 8, "4 → 1024 is eight doublings");
+    assert_eq!(cache.capacity(), 1024);
+    assert_eq!(cache.bytes(), 2 * 1024 * 8 * 4);
+    cache.reset();
+    assert_eq!((cache.bytes(), cache.len()), (0, 0));
+}
+
+#[test]
+fn the_length_counts_only_tokens_that_every_layer_holds() {
+    let mut cache = GrowingCache::new(2);
+    let token = random(&[1, 1, 3, 8]);
+    cache.append(0, &token, &token).unwrap();
+    assert_eq!(cache.len(), 0, "the second layer has not been called");
+    cache.append(1, &token, &token).unwrap();
+    assert_eq!(cache.len(), 3);
+    cache.append(0, &token, &token).unwrap();
+    cache.truncate(cache.len()).unwrap(); // undo a step that stopped half-way
+    assert_eq!(cache.append(0, &token, &token).unwrap().keys.size()[2], 6);
+}
+
+#[test]
+fn values_may_be_wider_than_keys() {
+    let mut cache = GrowingCache::new(1);
+    let view = cache
+        .append(0, &random(&[1, 2, 3, 8]), &random(&[1, 2, 3, 16]))
+        .unwrap();
+    assert_eq!(
+        (view.keys.size(), view.values.size()),
+        (vec![1, 2, 3, 8], vec![1, 2, 3, 16])
+    );
+}
+
+#[test]
+fn what_does_not_fit_is_refused_and_leaves_the_cache_as_it_was() {
+    let mut cache = GrowingCache::new(1);
+    let token = random(&[2, 1, 1, 8]);
+    cache.append(0, &token, &token).unwrap();
+
+    let text = |result: Result<_, Error>| {
+        let error: Error = match result {
+            Err(error) => error,
+            Ok(()) => panic!("must be refused"),
+        };
+        error.to_string()
+    };
+    assert!(
+        text(cache.append(3, &token, &token).map(drop))
+            .contains("layer 3 does not exist in a cache of 1")
+    );
+    assert!(
+        text(cache.append(0, &token, &random(&[2, 1, 2, 8])).map(drop))
+            .contains("do not fit together")
+    );
+    assert!(
+        text(cache.append(0, &random(&[2, 8]), &token).map(drop)).contains("expected (B, H, T, D)")
+    );
+    let other = random(&[1, 1, 1, 8]);
+    assert!(text(cache.append(0, &other, &other).map(drop)).contains("reset the cache"));
+    let half = token.to_kind(Kind::Half);
+    assert!(text(cache.append(0, &half, &half).map(drop)).contains("Half"));
+    let tracked = token.copy().set_requires_grad(true);
+    assert!(text(cache.append(0, &tracked, &token).map(drop)).contains("no_grad"));
+    assert!(text(cache.truncate(2)).contains("the cache holds 1"));
+    assert!(text(cache.truncate(-1)).contains("negative"));
+    assert!(text(cache.reorder(&Tensor::from_slice(&[5i64]))).contains("libtorch"));
+    assert_eq!(cache.len(), 1);
+}

@@ -1,0 +1,136 @@
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use overdrive_lora::{AdaptedLinear, AdapterHost, BaseWeight, ModuleCopies, Result};
+use overdrive_safetensors::MappedFile;
+use tch::{Device, Kind, Tensor};
+
+pub(crate) const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
+pub(crate) const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
+
+/// Takes libtorch's generator, which belongs to the process: tests that draw from it or compare its state
+/// run one at a time. `gradcheck` and dropout draw from it.
+pub(crate) fn generator() -> MutexGuard<'static, ()> {
+    static LOCK: Mutex<()> = Mutex::new(());
+    LOCK.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+pub(crate) fn fixture(name: &str) -> PathBuf {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fixtures")
+        .join(name);
+    assert!(
+        path.exists(),
+        "{} is missing: run `python3 gen_peft.py` in its folder",
+        path.display()
+    );
+    path
+}
+
+pub(crate) fn read(file: &MappedFile, name: &str) -> Tensor {
+    file.tensor(name)
+        .unwrap()
+        .copy_to_tensor(None, Device::Cpu)
+        .unwrap()
+}
+
+/// Numbers that do not depend on libtorch's generator, which tests of one file share.
+pub(crate) fn numbers(shape: &[i64], salt: f64, place: (Kind, Device)) -> Tensor {
+    let count: i64 = shape.iter().product();
+    let line = Tensor::arange(count, F64) * 12.9898 + salt;
+    let wild = line.sin() * 43758.5453;
+    ((&wild - wild.floor()) * 2.0 - 1.0)
+        .reshape(shape)
+        .to_kind(place.0)
+}
+
+/// The largest difference, over the largest number that was expected.
+pub(crate) fn distance(got: &Tensor, expected: &Tensor) -> f64 {
+    assert_eq!(got.size(), expected.size());
+    let (got, expected) = (got.to_kind(Kind::Double), expected.to_kind(Kind::Double));
+    let scale = expected.abs().max().double_value(&[]).max(1e-30);
+    (got - expected).abs().max().double_value(&[]) / scale
+}
+
+/// A model of named maps, an embedding and a norm.
+#[derive(Default)]
+pub(crate) struct Host {
+    pub(crate) maps: Vec<(String, AdaptedLinear)>,
+    pub(crate) parameters: Vec<(String, Tensor)>,
+    pub(crate) copies: ModuleCopies,
+    pub(crate) head: Option<String>,
+}
+
+impl Host {
+    pub(crate) fn new(names: &[&str], outputs: i64, inputs: i64) -> Host {
+        let maps = names.iter().enumerate().map(|(place, name)| {
+            let weight = numbers(&[outputs, inputs], place as f64, F32);
+            let bias = numbers(&[outputs], 0.5 + place as f64, F32);
+            ((*name).to_owned(), AdaptedLinear::dense(weight, Some(bias)))
+        });
+        Host {
+            maps: maps.collect(),
+            ..Host::default()
+        }
+    }
+
+    pub(crate) fn map(&mut self, name: &str) -> &mut AdaptedLinear {
+        let found = self.maps.iter_mut().find(|(own, _)| own == name);
+        &mut found.unwrap().1
+    }
+
+    /// Gives the adapter's B's and biases numbers that matter.
+    pub(crate) fn randomise(&mut self, adapter: &str) {
+        let _no_grad = tch::no_grad_guard();
+        for (place, (_, map)) in self.maps.iter().enumerate() {
+            if let Some(adapter) = map.adapter(adapter) {
+                let (b, salt) = (adapter.b(), 3.0 + place as f64);
+                b.shallow_clone()
+                    .copy_(&(numbers(&b.size(), salt, F32) * 0.3));
+                if let Some(bias) = adapter.bias() {
+                    bias.shallow_clone()
+                        .copy_(&(numbers(&bias.size(), salt, F32) * 0.3));
+                }
+                if let Some(magnitude) = adapter.magnitude() {
+                    let factor = numbers(&magnitude.size(), salt, F32) * 0.2 + 1.0;
+                    magnitude.shallow_clone().copy_(&(magnitude * factor));
+                }
+            }
+        }
+    }
+}
+
+impl AdapterHost for Host {
+    fn visit_linears(
+        &mut self,
+        visit: &mut dyn FnMut(&str, &mut AdaptedLinear) -> Result<()>,
+    ) -> Result<()> {
+        self.maps
+            .iter_mut()
+            .try_for_each(|(name, map)| visit(name, map))
+    }
+
+    fn visit_parameters(
+        &mut self,
+        visit: &mut dyn FnMut(&str, &mut Tensor) -> Result<()>,
+    ) -> Result<()> {
+        self.parameters
+            .iter_mut()
+            .try_for_each(|(name, tensor)| visit(name, tensor))
+    }
+
+    fn module_copies(&mut self) -> Option<&mut ModuleCopies> {
+        Some(&mut self.copies)
+    }
+
+    fn head(&self) -> Option<&str> {
+        self.head.as_deref()
+    }
+}
+
+pub(crate) fn transposed(weight: Tensor) -> BaseWeight {
+    BaseWeight::Dense {
+        weight,
+        transposed: true,
+    }
+}

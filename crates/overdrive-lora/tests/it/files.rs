@@ -1,0 +1,253 @@
+//! Folders of adapters.
+
+use std::path::Path;
+
+use crate::common::{F32, Host, numbers};
+use overdrive_lora::{
+    AddOptions, BiasMode, Error, LoadAdapterOptions, LoraConfig, TargetModules, adapter_names,
+    add_adapter, load_adapter, save_adapter, trainable_parameters,
+};
+use overdrive_safetensors::MappedFile;
+use tch::Tensor;
+
+fn host() -> Host {
+    let mut host = Host::new(&["model.q_proj", "model.v_proj", "lm_head"], 12, 16);
+    host.parameters.push((
+        "model.embed_tokens.weight".to_owned(),
+        numbers(&[20, 16], 5.0, F32),
+    ));
+    host.parameters
+        .push(("model.norm.bias".to_owned(), numbers(&[16], 6.0, F32)));
+    host
+}
+
+fn saved(config: &LoraConfig, dir: &Path) -> Host {
+    let mut host = host();
+    add_adapter(&mut host, "mine", config, &AddOptions::default()).unwrap();
+    host.randomise("mine");
+    tch::no_grad(|| {
+        for (_, parameter) in trainable_parameters(&mut host).unwrap() {
+            let _ = parameter
+                .shallow_clone()
+                .g_add_(&(numbers(&parameter.size(), 8.0, F32) * 0.1));
+        }
+    });
+    save_adapter(&mut host, "mine", dir).unwrap();
+    host
+}
+
+fn forward(host: &Host) -> Vec<Tensor> {
+    let x = numbers(&[7, 16], 2.0, F32);
+    let mut all: Vec<Tensor> = tch::no_grad(|| {
+        host.maps
+            .iter()
+            .map(|(_, map)| map.forward(&x, true).unwrap())
+            .collect()
+    });
+    all.extend(host.parameters.iter().map(|(_, tensor)| tensor.detach()));
+    all
+}
+
+#[test]
+fn a_saved_adapter_loads_into_another_model_bit_for_bit() {
+    let plain = LoraConfig {
+        r: 4,
+        target_modules: Some(TargetModules::names(["q_proj", "v_proj"])),
+        ..LoraConfig::default()
+    };
+    let configs = [
+        plain.clone(),
+        LoraConfig {
+            use_dora: true,
+            ..plain.clone()
+        },
+        LoraConfig {
+            lora_bias: true,
+            use_rslora: true,
+            ..plain.clone()
+        },
+        LoraConfig {
+            bias: BiasMode::All,
+            ..plain.clone()
+        },
+        LoraConfig {
+            bias: BiasMode::LoraOnly,
+            ..plain.clone()
+        },
+        LoraConfig {
+            rank_pattern: vec![("v_proj".to_owned(), 2)],
+            ..plain.clone()
+        },
+        LoraConfig {
+            modules_to_save: Some(vec!["embed_tokens".to_owned(), "lm_head".to_owned()]),
+            ..plain.clone()
+        },
+        LoraConfig {
+            target_modules: Some(TargetModules::names(Vec::<String>::new())),
+            modules_to_save: Some(vec!["embed_tokens".to_owned()]),
+            ..plain
+        },
+    ];
+    for config in configs {
+        let dir = tempfile::tempdir().unwrap();
+        let host = saved(&config, dir.path());
+        let mut other = self::host();
+        let loaded = load_adapter(
+            &mut other,
+            dir.path(),
+            "theirs",
+            &LoadAdapterOptions::default(),
+        )
+        .unwrap();
+        assert!(loaded.config.inference_mode);
+        assert_eq!(forward(&other), forward(&host), "{config:?}");
+        // Loaded to compute, not to learn, but for the biases of its mode.
+        let learning = trainable_parameters(&mut other).unwrap();
+        assert!(
+            learning.iter().all(|(name, _)| name.ends_with(".bias")),
+            "{learning:?}"
+        );
+        let mut other = self::host();
+        let options = LoadAdapterOptions {
+            trainable: true,
+            ..LoadAdapterOptions::default()
+        };
+        load_adapter(&mut other, dir.path(), "theirs", &options).unwrap();
+        let own = trainable_parameters(&mut other).unwrap().len();
+        assert!(own > 0);
+        // Saved again, it is the same file.
+        let again = tempfile::tempdir().unwrap();
+        save_adapter(&mut other, "theirs", again.path()).unwrap();
+        let bytes = |dir: &Path| std::fs::read(dir.join("adapter_model.safetensors")).unwrap();
+        assert_eq!(bytes(again.path()), bytes(dir.path()));
+    }
+}
+
+#[test]
+fn files_have_the_keys_and_shapes_of_peft() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = LoraConfig {
+        r: 4,
+        use_dora: true,
+        bias: BiasMode::LoraOnly,
+        target_modules: Some(TargetModules::names(["q_proj"])),
+        modules_to_save: Some(vec!["embed_tokens".to_owned()]),
+        ..LoraConfig::default()
+    };
+    saved(&config, dir.path());
+    let file = MappedFile::open(dir.path().join("adapter_model.safetensors")).unwrap();
+    assert_eq!(file.metadata()["format"], "pt");
+    let mut found: Vec<(String, Vec<i64>)> = file
+        .tensors()
+        .iter()
+        .map(|tensor| (tensor.name().to_owned(), tensor.shape().to_vec()))
+        .collect();
+    found.sort();
+    let key = |name: &str| format!("base_model.model.{name}");
+    assert_eq!(
+        found,
+        [
+            (key("model.embed_tokens.weight"), vec![20, 16]),
+            (key("model.q_proj.base_layer.bias"), vec![12]),
+            (key("model.q_proj.lora_A.weight"), vec![4, 16]),
+            (key("model.q_proj.lora_B.weight"), vec![12, 4]),
+            (key("model.q_proj.lora_magnitude_vector"), vec![12]),
+        ]
+    );
+}
+
+/// Writes the file again after `change`.
+fn rewrite(dir: &Path, change: impl FnOnce(&mut Vec<(String, Tensor)>)) {
+    let path = dir.join("adapter_model.safetensors");
+    let mut tensors: Vec<(String, Tensor)> = {
+        let file = MappedFile::open(&path).unwrap();
+        let read = |tensor: &overdrive_safetensors::StoredTensor<'_>| {
+            (
+                tensor.name().to_owned(),
+                tensor.copy_to_tensor(None, tch::Device::Cpu).unwrap(),
+            )
+        };
+        file.tensors().iter().map(read).collect()
+    };
+    change(&mut tensors);
+    overdrive_safetensors::write(&path, &tensors, &Default::default()).unwrap();
+}
+
+#[test]
+fn everything_that_does_not_fit_is_named_and_the_model_stays_as_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = LoraConfig {
+        r: 4,
+        target_modules: Some(TargetModules::names(["q_proj", "v_proj"])),
+        ..LoraConfig::default()
+    };
+    saved(&config, dir.path());
+    rewrite(dir.path(), |tensors| {
+        tensors.retain(|(name, _)| name != "base_model.model.model.q_proj.lora_A.weight");
+        for (name, tensor) in tensors.iter_mut() {
+            if name == "base_model.model.model.v_proj.lora_B.weight" {
+                *tensor = Tensor::zeros([12, 3], F32);
+            }
+        }
+        tensors.push((
+            "base_model.model.model.k_proj.lora_A.weight".to_owned(),
+            Tensor::zeros([4, 16], F32),
+        ));
+    });
+    let mut other = host();
+    let before = forward(&other);
+    let error =
+        load_adapter(&mut other, dir.path(), "a", &LoadAdapterOptions::default()).unwrap_err();
+    let Error::Checkpoint { problems, .. } = &error else {
+        panic!("{error}");
+    };
+    assert_eq!(
+        problems[..],
+        [
+            "`base_model.model.model.q_proj.lora_A.weight` is missing".to_owned(),
+            "`base_model.model.model.v_proj.lora_B.weight` is [12, 3] where the model has [12, 4]"
+                .to_owned(),
+            "`base_model.model.model.k_proj.lora_A.weight` is not of this model and adapter"
+                .to_owned(),
+        ]
+    );
+    assert!(adapter_names(&mut other).unwrap().is_empty());
+    assert_eq!(forward(&other), before);
+}
+
+#[test]
+fn damaged_and_missing_files_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let load = |dir: &Path| {
+        let options = LoadAdapterOptions::default();
+        load_adapter(&mut host(), dir, "a", &options)
+            .unwrap_err()
+            .to_string()
+    };
+    assert!(load(dir.path()).contains("adapter_config.json"));
+    saved(
+        &LoraConfig {
+            target_modules: Some(TargetModules::names(["q_proj"])),
+            ..LoraConfig::default()
+        },
+        dir.path(),
+    );
+    let path = dir.path().join("adapter_model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    for length in [0, 7, bytes.len() / 2, bytes.len() - 1] {
+        std::fs::write(&path, &bytes[..length]).unwrap();
+        assert!(
+            load(dir.path()).contains("not a complete safetensors file"),
+            "{length}"
+        );
+    }
+    std::fs::remove_file(&path).unwrap();
+    std::fs::write(dir.path().join("adapter_model.bin"), b"pickle").unwrap();
+    assert!(load(dir.path()).contains("save the adapter again with PEFT"));
+    assert!(
+        save_adapter(&mut host(), "none", dir.path())
+            .unwrap_err()
+            .to_string()
+            .contains("there is no adapter `none`")
+    );
+}

@@ -1,0 +1,144 @@
+//! DoRA: dropout, autocast, and the magnitude after changes.
+
+use super::*;
+
+#[test]
+fn dora_under_autocast_has_the_kinds_and_numbers_of_lora_under_it() {
+    let _generator = crate::common::generator();
+    for lora_dropout in [0.0, 0.25] {
+        let mut host = host();
+        let config = LoraConfig {
+            use_dora: true,
+            lora_dropout,
+            ..all(4)
+        };
+        add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
+        host.randomise("a");
+        let x = numbers(&[7, 16], 2.0, F32).set_requires_grad(true);
+        let map = &mut host.maps[0].1;
+        map.set_training(true);
+        let pass = |autocast: bool| {
+            tch::manual_seed(11);
+            let y = {
+                let _autocast = Autocast::new(Device::Cpu)
+                    .dtype(Kind::BFloat16)
+                    .enabled(autocast)
+                    .enter()
+                    .unwrap();
+                map.forward(&x, true).unwrap()
+            };
+            y.sum(Kind::Float).backward();
+            let adapter = map.adapter("a").unwrap();
+            let learn = [&x, adapter.a(), adapter.b(), adapter.magnitude().unwrap()];
+            let gradients = learn.map(|tensor| {
+                let gradient = tensor.grad().copy();
+                let _ = tensor.grad().zero_();
+                gradient
+            });
+            (y.detach(), gradients)
+        };
+        let (exact, exact_gradients) = pass(false);
+        let (y, gradients) = pass(true);
+        assert_eq!(y.kind(), Kind::BFloat16);
+        // bf16 keeps 8 bits; sums of 16 products, scaled.
+        assert!(distance(&y, &exact) < 0.02, "{lora_dropout}");
+        for (got, expected) in gradients.iter().zip(&exact_gradients) {
+            assert_eq!(got.kind(), Kind::Float);
+            assert!(distance(got, expected) < 0.02, "{lora_dropout}");
+        }
+    }
+}
+
+#[test]
+fn dropout_of_dora_falls_on_the_change_and_not_on_the_base() {
+    // PEFT's: y = W x + b + (m/‖W + s B A‖ - 1) W d(x) + m/‖W + s B A‖ · s B A d(x).
+    let _generator = crate::common::generator();
+    let mut host = host();
+    let config = LoraConfig {
+        use_dora: true,
+        lora_dropout: 0.5,
+        ..all(4)
+    };
+    add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
+    host.randomise("a");
+    let x = numbers(&[7, 16], 2.0, F32);
+    let map = &mut host.maps[0].1;
+    map.set_training(true);
+    tch::manual_seed(3);
+    let y = map.forward(&x, true).unwrap();
+    tch::manual_seed(3);
+    let dropped = x.dropout(0.5, true);
+    let adapter = map.adapter("a").unwrap();
+    let (weight, bias) = (
+        map.base().to_dense(Kind::Float).unwrap(),
+        map.bias().unwrap(),
+    );
+    let change = adapter.b().matmul(adapter.a()) * adapter.scale();
+    let lengths = (&weight + &change)
+        .square()
+        .sum_dim_intlist(1, false, Kind::Float)
+        .sqrt();
+    let factor = adapter.magnitude().unwrap() / lengths;
+    let expected = x.linear(&weight, Some(bias))
+        + (&factor - 1.0) * dropped.linear(&weight, None::<Tensor>)
+        + &factor * dropped.linear(&change, None::<Tensor>);
+    assert!(distance(&y, &expected) < 1e-5);
+    assert!(
+        distance(&map.forward(&x, true).unwrap(), &expected) > 1e-2,
+        "another mask"
+    );
+}
+
+#[test]
+fn dora_follows_every_change_of_its_tensors() {
+    let config = LoraConfig {
+        use_dora: true,
+        ..all(4)
+    };
+    let mut host = host();
+    add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
+    host.randomise("a");
+    let x = numbers(&[7, 16], 2.0, F32);
+    let explicit = |map: &AdaptedLinear| {
+        let adapter = map.adapter("a").unwrap();
+        let weight = map.dense_copy() + adapter.b().matmul(adapter.a()) * adapter.scale();
+        let lengths = weight
+            .square()
+            .sum_dim_intlist([1i64].as_slice(), true, Kind::Float)
+            .sqrt();
+        let weight = weight / lengths * adapter.magnitude().unwrap().unsqueeze(1);
+        x.linear(&weight, map.bias())
+    };
+    let check = |map: &AdaptedLinear| {
+        for _ in 0..2 {
+            let y = map.forward(&x, true).unwrap();
+            assert!(distance(&y, &explicit(map)) < 1e-5);
+        }
+    };
+    let map = host.map("layers.0.q");
+    check(map);
+    let change = |tensor: &Tensor| {
+        tch::no_grad(|| {
+            tensor
+                .shallow_clone()
+                .g_add_(&(numbers(&tensor.size(), 4.0, F32) * 0.1))
+        })
+    };
+    for place in 0..3 {
+        let adapter = map.adapter("a").unwrap();
+        let tensor = [adapter.a(), adapter.b(), adapter.magnitude().unwrap()][place];
+        let _ = change(tensor);
+        check(map);
+    }
+    if let overdrive_lora::BaseWeight::Dense { weight, .. } = map.base() {
+        let _ = change(weight);
+    }
+    check(map);
+    map.set_scale("a", 2.0).unwrap();
+    check(map);
+    map.replace_base(overdrive_lora::BaseWeight::Dense {
+        weight: numbers(&[12, 16], 8.0, F32),
+        transposed: false,
+    });
+    check(map);
+}

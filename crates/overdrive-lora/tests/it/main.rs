@@ -1,0 +1,12 @@
+//! Adapters: against PEFT, gradients, merging, files, training.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod common;
+mod config;
+mod files;
+mod gradients;
+mod layers;
+mod matching;
+mod merging;
+mod parity;
+mod training;

@@ -1,0 +1,137 @@
+//! PEFT's rules of names (fixtures/gen_peft.py).
+
+use crate::common::{F32, Host, fixture, numbers};
+use overdrive_lora::{AddOptions, Error, LoraConfig, TargetModules, add_adapter, delete_adapter};
+use serde_json::Value;
+
+fn cases() -> Value {
+    serde_json::from_str(&std::fs::read_to_string(fixture("matching.json")).unwrap()).unwrap()
+}
+
+fn host(cases: &Value) -> Host {
+    let names: Vec<&str> = cases["names"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|name| name.as_str().unwrap())
+        .collect();
+    Host::new(&names, 16, 16)
+}
+
+#[test]
+fn maps_are_matched_as_peft_matches_them() {
+    let cases = cases();
+    let mut host = host(&cases);
+    let targets = cases["targets"].as_array().unwrap();
+    assert!(targets.len() >= 15);
+    for case in targets {
+        let config = LoraConfig::from_json(&case["config"].to_string()).unwrap();
+        let config = LoraConfig {
+            // What these exclude, and not whether they are there.
+            modules_to_save: config.modules_to_save.clone(),
+            ..config
+        };
+        let expected: Vec<String> = case["matched"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|name| name.as_str().unwrap().to_owned())
+            .collect();
+        match add_adapter(&mut host, "a", &config, &AddOptions::default()) {
+            Ok(mut maps) => {
+                maps.sort();
+                let mut expected = expected;
+                expected.sort();
+                assert_eq!(maps, expected, "{case}");
+                delete_adapter(&mut host, "a").unwrap();
+            }
+            Err(Error::NoTarget { .. }) => assert!(expected.is_empty(), "{case}"),
+            Err(error) => panic!("{case}: {error}"),
+        }
+    }
+}
+
+#[test]
+fn ranks_by_pattern_are_those_of_peft() {
+    let cases = cases();
+    let mut host = host(&cases);
+    for case in cases["ranks"].as_array().unwrap() {
+        let mut config =
+            LoraConfig::from_json(&format!("{{\"rank_pattern\": {}}}", case["rank_pattern"]))
+                .unwrap();
+        config.target_modules = Some(TargetModules::AllLinear);
+        add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
+        for (name, map) in &host.maps {
+            let rank = map.adapter("a").unwrap().rank();
+            assert_eq!(Some(rank), case["ranks"][name].as_i64(), "{name}: {case}");
+        }
+        delete_adapter(&mut host, "a").unwrap();
+    }
+}
+
+#[test]
+fn all_linear_leaves_the_head_out_and_a_target_of_nothing_lists_what_there_is() {
+    let mut host = Host::new(
+        &["model.layers.0.q_proj", "model.layers.1.q_proj", "lm_head"],
+        8,
+        8,
+    );
+    host.head = Some("lm_head".to_owned());
+    let config = LoraConfig {
+        target_modules: Some(TargetModules::from("All-Linear")),
+        ..LoraConfig::default()
+    };
+    let maps = add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
+    assert_eq!(maps, ["model.layers.0.q_proj", "model.layers.1.q_proj"]);
+
+    let config = LoraConfig {
+        target_modules: Some(TargetModules::names(["query"])),
+        ..LoraConfig::default()
+    };
+    let error = add_adapter(&mut host, "b", &config, &AddOptions::default()).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "no linear map fits `target_modules` [\"query\"]; there are: model.layers.*.q_proj, lm_head"
+    );
+    // The default is the choice for the architecture, which this one is not.
+    let error = add_adapter(
+        &mut host,
+        "b",
+        &LoraConfig::default(),
+        &AddOptions::default(),
+    );
+    assert!(
+        error
+            .unwrap_err()
+            .to_string()
+            .contains("has no default for this model")
+    );
+}
+
+#[test]
+fn a_target_that_is_no_linear_map_is_refused_by_name_and_not_left_out() {
+    let with = |targets: TargetModules| {
+        let mut host = Host::new(&["model.layers.0.q_proj"], 4, 4);
+        let embedding = (
+            "model.embed_tokens.weight".to_owned(),
+            numbers(&[8, 4], 1.0, F32),
+        );
+        host.parameters.push(embedding);
+        let config = LoraConfig {
+            target_modules: Some(targets),
+            ..LoraConfig::default()
+        };
+        add_adapter(&mut host, "a", &config, &AddOptions::default())
+    };
+    for targets in [
+        TargetModules::names(["q_proj", "embed_tokens"]),
+        TargetModules::Pattern(".*(q_proj|embed_tokens)".to_owned()),
+    ] {
+        let error = with(targets).unwrap_err().to_string();
+        assert!(
+            error.contains("model.embed_tokens") && error.contains("modules_to_save"),
+            "{error}"
+        );
+    }
+    assert_eq!(with(TargetModules::AllLinear).unwrap().len(), 1);
+}

@@ -1,0 +1,248 @@
+//! Adapters merged into weights and taken out again.
+
+use crate::common::{F32, Host, distance, numbers};
+use overdrive_lora::{
+    AdaptedLinear, AddOptions, Error, LoraConfig, MergeOptions, TargetModules, add_adapter,
+    disable_adapters, merge_adapters, merge_and_unload, set_adapter, unload, unmerge_adapters,
+};
+use overdrive_quantization::QuantizedWeight;
+use proptest::prelude::*;
+use tch::{Device, Kind, Tensor};
+
+fn config(use_dora: bool) -> LoraConfig {
+    LoraConfig {
+        r: 4,
+        use_dora,
+        target_modules: Some(TargetModules::AllLinear),
+        ..LoraConfig::default()
+    }
+}
+
+fn adapted(configs: &[LoraConfig]) -> Host {
+    let mut host = Host::new(&["q", "v"], 12, 16);
+    let names = ["a", "b"];
+    for (name, config) in names.iter().zip(configs) {
+        add_adapter(&mut host, name, config, &AddOptions::default()).unwrap();
+        host.randomise(name);
+    }
+    set_adapter(&mut host, &names[..configs.len()]).unwrap();
+    host
+}
+
+fn weight(host: &Host) -> Tensor {
+    host.maps[0].1.base().to_dense(Kind::Float).unwrap().copy()
+}
+
+fn forward(host: &Host) -> Tensor {
+    tch::no_grad(|| {
+        host.maps[0]
+            .1
+            .forward(&numbers(&[7, 16], 2.0, F32), true)
+            .unwrap()
+    })
+}
+
+#[test]
+fn merged_maps_compute_the_same_and_unmerged_ones_are_what_they_were() {
+    for configs in [
+        vec![config(false)],
+        vec![config(true)],
+        vec![config(false), config(false)],
+        vec![config(false), config(true)],
+        vec![config(true), config(true)],
+    ] {
+        for keep_original in [false, true] {
+            let mut host = adapted(&configs);
+            let (before, y) = (weight(&host), forward(&host));
+            let options = MergeOptions {
+                keep_original,
+                safe: keep_original,
+            };
+            let report = merge_adapters(&mut host, None, &options).unwrap();
+            assert_eq!(report.maps.len(), 2);
+            assert_eq!(report.maps[0].adapters.len(), configs.len());
+            assert!(report.maps[0].requantized.is_none());
+            // Merged twice is merged once.
+            assert!(
+                merge_adapters(&mut host, None, &options)
+                    .unwrap()
+                    .maps
+                    .is_empty()
+            );
+            assert!(distance(&forward(&host), &y) < 1e-5);
+            assert!(distance(&weight(&host), &before) > 0.01);
+            unmerge_adapters(&mut host).unwrap();
+            if keep_original {
+                assert_eq!(weight(&host), before);
+            } else {
+                // One addition and one subtraction; DoRA divides, too.
+                assert!(distance(&weight(&host), &before) < 1e-6);
+            }
+            assert!(distance(&forward(&host), &y) < 1e-5);
+        }
+    }
+}
+
+#[test]
+fn weights_of_16_bits_are_merged_in_fp32_and_rounded_once() {
+    let bf16 = (Kind::BFloat16, Device::Cpu);
+    let mut host = adapted(&[config(false)]);
+    host.maps[0]
+        .1
+        .replace_base(overdrive_lora::BaseWeight::Dense {
+            weight: numbers(&[12, 16], 1.0, bf16),
+            transposed: false,
+        });
+    let before = weight(&host);
+    let (a, b, scale) = {
+        let adapter = host.maps[0].1.adapter("a").unwrap();
+        (adapter.a().detach(), adapter.b().detach(), adapter.scale())
+    };
+    let expected = (&before + b.matmul(&a) * scale)
+        .to_kind(Kind::BFloat16)
+        .to_kind(Kind::Float);
+    merge_adapters(
+        &mut host,
+        None,
+        &MergeOptions {
+            keep_original: true,
+            safe: false,
+        },
+    )
+    .unwrap();
+    // Products of rank 4 may round to the other side.
+    assert!(distance(&weight(&host), &expected) < 1.0 / 128.0);
+    unmerge_adapters(&mut host).unwrap();
+    assert_eq!(weight(&host), before);
+}
+
+#[test]
+fn packed_weights_are_packed_anew_with_the_error_reported() {
+    for (use_dora, scheme) in [
+        (false, "int8-weight"),
+        (true, "int8-weight"),
+        (false, "nf4"),
+    ] {
+        let mut host = adapted(&[config(use_dora)]);
+        let dense = numbers(&[12, 64], 1.0, F32);
+        let packed = QuantizedWeight::quantize(&dense, scheme.parse().unwrap()).unwrap();
+        let map = AdaptedLinear::quantized(packed, None);
+        host.maps = vec![("q".to_owned(), map)];
+        add_adapter(&mut host, "a", &config(use_dora), &AddOptions::default()).unwrap();
+        host.randomise("a");
+        let x = numbers(&[7, 64], 2.0, F32);
+        let y = |host: &Host| tch::no_grad(|| host.maps[0].1.forward(&x, true).unwrap());
+        let (before, with) = (weight(&host), y(&host));
+        let report = merge_adapters(&mut host, None, &MergeOptions::default()).unwrap();
+        let error = report.maps[0].requantized.unwrap();
+        // Half a step of 8 bits, of 4 bits, against rows of uniform numbers.
+        let bound = if scheme == "nf4" { 0.15 } else { 0.01 };
+        assert!(error.error > 0.0 && error.error < bound, "{error:?}");
+        assert!(error.error_of_change > error.error, "{error:?}");
+        assert_eq!(report.worst_error(), error.error);
+        assert!(distance(&y(&host), &with) < 3.0 * bound);
+        unmerge_adapters(&mut host).unwrap();
+        assert_eq!(weight(&host), before);
+        assert_eq!(y(&host), with);
+    }
+}
+
+#[test]
+fn biases_of_b_are_merged_into_the_maps_bias_or_refused_where_there_is_none() {
+    let config = LoraConfig {
+        lora_bias: true,
+        ..config(false)
+    };
+    let mut host = adapted(std::slice::from_ref(&config));
+    let y = forward(&host);
+    merge_adapters(&mut host, None, &MergeOptions::default()).unwrap();
+    assert!(distance(&forward(&host), &y) < 1e-5);
+    unmerge_adapters(&mut host).unwrap();
+    assert!(distance(&forward(&host), &y) < 1e-5);
+
+    let map = AdaptedLinear::dense(numbers(&[12, 16], 1.0, F32), None);
+    let mut host = Host {
+        maps: vec![("q".to_owned(), map)],
+        ..Host::default()
+    };
+    add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
+    let error = merge_adapters(&mut host, None, &MergeOptions::default()).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains("the map has no bias to merge it into"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_safe_merge_of_numbers_that_are_not_finite_changes_nothing() {
+    let mut host = adapted(&[config(false)]);
+    let before = weight(&host);
+    tch::no_grad(|| {
+        let b = host.maps[1].1.adapter("a").unwrap().b();
+        let _ = b.narrow(0, 0, 1).fill_(f64::NAN);
+    });
+    let options = MergeOptions {
+        safe: true,
+        keep_original: true,
+    };
+    let error = merge_adapters(&mut host, None, &options).unwrap_err();
+    assert!(
+        matches!(&error, Error::NotFinite { map, adapter } if map == "v" && adapter == "a"),
+        "{error}"
+    );
+    assert_eq!(weight(&host), before);
+    assert!(host.maps.iter().all(|(_, map)| map.merged().is_empty()));
+}
+
+#[test]
+fn what_would_disturb_merged_adapters_is_refused() {
+    let mut host = adapted(&[config(false)]);
+    merge_adapters(&mut host, None, &MergeOptions::default()).unwrap();
+    let error = disable_adapters(&mut host).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "disabling adapters while adapters are merged into the weights (a): unmerge them first"
+    );
+    assert!(set_adapter(&mut host, &[]).is_err());
+    assert!(add_adapter(&mut host, "c", &config(false), &AddOptions::default()).is_err());
+    assert!(host.map("q").delete_adapter("a").is_err());
+}
+
+#[test]
+fn unloading_gives_the_model_back_with_or_without_its_adapters() {
+    let mut host = adapted(&[config(false)]);
+    let (before, y) = (weight(&host), forward(&host));
+    unload(&mut host).unwrap();
+    assert_eq!(weight(&host), before);
+    assert_eq!(host.maps[0].1.adapters().count(), 0);
+    let mut host = adapted(&[config(false)]);
+    merge_and_unload(&mut host, &MergeOptions::default()).unwrap();
+    assert!(distance(&forward(&host), &y) < 1e-5);
+    assert!(host.maps[0].1.merged().is_empty() && host.maps[0].1.adapters().count() == 0);
+    // A plain model takes a new adapter.
+    add_adapter(&mut host, "a", &config(false), &AddOptions::default()).unwrap();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    /// For any shape, rank and scale.
+    #[test]
+    fn merging_is_exact_to_rounding(
+        outputs in 1i64..40, inputs in 1i64..40, r in 1i64..6, alpha in 0.1f64..32.0, dora: bool,
+    ) {
+        let mut host = Host::new(&["q"], outputs, inputs);
+        let config = LoraConfig { r, lora_alpha: alpha, ..config(dora) };
+        add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
+        host.randomise("a");
+        let x = numbers(&[3, inputs], 2.0, F32);
+        let y = |host: &Host| tch::no_grad(|| host.maps[0].1.forward(&x, true).unwrap());
+        let before = y(&host);
+        merge_adapters(&mut host, None, &MergeOptions::default()).unwrap();
+        prop_assert!(distance(&y(&host), &before) < 1e-4);
+        unmerge_adapters(&mut host).unwrap();
+        prop_assert!(distance(&y(&host), &before) < 1e-4);
+    }
+}

@@ -1,0 +1,6 @@
+//! Written ONNX models: their structure, and their numbers in ONNX Runtime.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod common;
+mod onnx_runtime;
+mod structure;

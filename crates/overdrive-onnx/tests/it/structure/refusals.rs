@@ -1,0 +1,88 @@
+//! What an export refuses.
+
+use super::*;
+
+#[test]
+fn an_adapter_that_is_not_merged_is_refused_by_name() {
+    let mut model = model();
+    let lora = LoraConfig {
+        r: 2,
+        target_modules: Some(TargetModules::AllLinear),
+        ..LoraConfig::default()
+    };
+    overdrive_lora::add_adapter(&mut model, "taught", &lora, &AddOptions::default()).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("m.onnx");
+    let error = export(&mut model, &path, &ExportOptions::default()).unwrap_err();
+    assert!(matches!(error, Error::Adapters { .. }));
+    assert_eq!(
+        error.to_string(),
+        "the adapters taught stand beside the weights of `model.layers.0.self_attn.q_proj`, and a graph \
+         holds plain weights: merge them with `overdrive_lora::merge_and_unload`, or take them out with \
+         `unload`"
+    );
+    assert!(names(dir.path()).is_empty());
+    // Merged but not taken out, it is a part of the weights.
+    overdrive_lora::merge_adapters(&mut model, None, &Default::default()).unwrap();
+    export(&mut model, &path, &ExportOptions::default()).unwrap();
+}
+
+#[test]
+fn options_that_do_not_fit_are_refused_with_what_would() {
+    let dir = tempfile::tempdir().unwrap();
+    let refused = |options: ExportOptions| {
+        let error = export(&mut model(), dir.path().join("m.onnx"), &options).unwrap_err();
+        assert!(names(dir.path()).is_empty());
+        error.to_string()
+    };
+    let default = ExportOptions::default;
+    assert_eq!(
+        refused(ExportOptions {
+            opset: 17,
+            ..default()
+        }),
+        "option `opset` is 17: expected 18 to 26"
+    );
+    let standard = ExportOptions {
+        attention: Attention::Standard,
+        ..default()
+    };
+    assert_eq!(
+        refused(standard),
+        "option `attention` is Standard with opset 21: expected opset 23 or later, or Composed"
+    );
+    let metadata = vec![("overdrive.x".to_owned(), String::new())];
+    assert_eq!(
+        refused(ExportOptions {
+            metadata,
+            ..default()
+        }),
+        "option `metadata` is `overdrive.x`: expected keys that do not begin with `overdrive.`"
+    );
+    let old = ExportOptions {
+        opset: 18,
+        ..default()
+    };
+    let error = export(&mut quantized("fp8"), dir.path().join("m.onnx"), &old).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "`model.layers.0.self_attn.q_proj.weight` is of 8-bit floats, for opset 18, which cannot be \
+         written as ONNX: set `opset` to 19 or more"
+    );
+}
+
+#[test]
+fn heads_that_group_query_attention_does_not_take_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = ExportOptions {
+        attention: Attention::GroupQuery,
+        ..ExportOptions::default()
+    };
+    let path = dir.path().join("m.onnx");
+    let error = export(&mut fixture("mistral"), &path, &options).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "the width of a head is 12, of which `GroupQueryAttention` takes multiples of 8, which cannot be \
+         written as ONNX: choose another `attention`"
+    );
+}

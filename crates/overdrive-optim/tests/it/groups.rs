@@ -1,0 +1,78 @@
+//! Which parameters are decayed, and tch's optimizers behind the trait.
+
+use overdrive_optim::{DecayRule, Optimizer, TchOptimizer, decay_groups};
+use tch::nn::{self, OptimizerConfig};
+use tch::{Device, Kind, Tensor};
+
+#[test]
+fn biases_norms_and_embeddings_are_not_decayed() {
+    let rule = DecayRule::default();
+    for (name, dim) in [
+        ("model.layers.0.self_attn.q_proj.weight", 2),
+        ("lm_head.weight", 2),
+        ("h.0.attn.c_attn.weight", 2),
+    ] {
+        assert!(rule.decays(name, dim), "{name}");
+    }
+    for (name, dim) in [
+        ("model.layers.0.self_attn.q_proj.bias", 1),
+        ("model.layers.0.input_layernorm.weight", 1),
+        ("model.layers.0.self_attn.q_norm.weight", 1),
+        ("model.embed_tokens.weight", 2),
+        ("transformer.wte.weight", 2),
+        ("transformer.wpe.weight", 2),
+        ("transformer.ln_f.weight", 1),
+        ("anything", 1),
+        ("experts.bias", 2),
+    ] {
+        assert!(!rule.decays(name, dim), "{name}");
+    }
+    assert!(DecayRule::by_dimension().decays("transformer.wte.weight", 2));
+}
+
+#[test]
+fn frozen_parameters_and_empty_groups_are_left_out() {
+    let weight =
+        |trainable| Tensor::zeros([2, 2], (Kind::Float, Device::Cpu)).set_requires_grad(trainable);
+    let groups = decay_groups(
+        [
+            ("a.weight".into(), weight(true)),
+            ("b.weight".into(), weight(false)),
+        ],
+        0.1,
+    );
+    assert_eq!(groups.len(), 1);
+    assert_eq!(groups[0].name, "decay");
+    assert_eq!(groups[0].parameters.len(), 1);
+}
+
+#[test]
+fn tch_optimizers_follow_the_trait() {
+    let store = nn::VarStore::new(Device::Cpu);
+    let weight = store.root().ones("weight", &[2]);
+    let inner = nn::Sgd::default().build(&store, 1.0).unwrap();
+    let mut optimizer = TchOptimizer::new(inner, 0.25).unwrap();
+    assert_eq!(optimizer.learning_rates(), [0.25]);
+    weight.sum(Kind::Float).backward();
+    optimizer.step().unwrap();
+    assert_eq!(Vec::<f32>::try_from(&weight).unwrap(), [0.75, 0.75]);
+    optimizer.zero_grad().unwrap();
+    assert!(!weight.grad().defined());
+    optimizer.set_learning_rate(0.5).unwrap();
+    weight.sum(Kind::Float).backward();
+    optimizer.step().unwrap();
+    assert_eq!(Vec::<f32>::try_from(&weight).unwrap(), [0.25, 0.25]);
+    assert!(optimizer.set_learning_rates(&[0.1, 0.2]).is_err());
+    let error = optimizer.state_dict().unwrap_err().to_string();
+    assert!(error.contains("use overdrive_optim::AdamW"), "{error}");
+}
+
+#[test]
+fn every_optimizer_has_its_own_id() {
+    let store = nn::VarStore::new(Device::Cpu);
+    let _weight = store.root().ones("weight", &[2]);
+    let make = || TchOptimizer::new(nn::Sgd::default().build(&store, 1.0).unwrap(), 0.1).unwrap();
+    let (first, second) = (make(), make());
+    assert_ne!(first.id(), second.id());
+    assert_eq!(first.id(), first.id());
+}

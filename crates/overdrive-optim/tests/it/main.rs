@@ -1,0 +1,11 @@
+//! Optimizers, clipping, schedules and their states.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod adamw;
+mod clip;
+mod common;
+mod early_stopping;
+mod groups;
+mod optimizers;
+mod schedules;
+mod states;

@@ -1,0 +1,190 @@
+//! Autocast regions: what they cast, and what they leave behind.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use overdrive_precision::{Autocast, Error, Precision, autocast, is_autocast_enabled};
+use overdrive_sys::autocast as raw;
+use tch::{Device, Kind, Tensor};
+
+const CPU: Device = Device::Cpu;
+
+fn square() -> Tensor {
+    Tensor::ones([4, 4], (Kind::Float, CPU))
+}
+
+fn product_kind() -> Kind {
+    let a = square();
+    a.matmul(&a).kind()
+}
+
+#[test]
+fn products_run_in_the_chosen_dtype_and_losses_in_fp32() {
+    for dtype in [Kind::BFloat16, Kind::Half] {
+        let (product, loss) = autocast(CPU, dtype, || {
+            let product = square().matmul(&square());
+            let target = Tensor::zeros([4], (Kind::Int64, CPU));
+            let loss = product.cross_entropy_for_logits(&target);
+            (product, loss)
+        })
+        .unwrap();
+        assert_eq!(product.kind(), dtype);
+        assert_eq!(product.double_value(&[0, 0]), 4.0);
+        assert_eq!(loss.kind(), Kind::Float);
+    }
+    assert_eq!(product_kind(), Kind::Float);
+}
+
+#[test]
+fn regions_nest_and_can_be_switched_off_inside() {
+    autocast(CPU, Kind::BFloat16, || {
+        assert_eq!(product_kind(), Kind::BFloat16);
+        autocast(CPU, Kind::Half, || assert_eq!(product_kind(), Kind::Half)).unwrap();
+        assert_eq!(product_kind(), Kind::BFloat16);
+        Autocast::new(CPU)
+            .enabled(false)
+            .run(|| {
+                assert_eq!(product_kind(), Kind::Float);
+                assert!(!is_autocast_enabled(CPU).unwrap());
+            })
+            .unwrap();
+        assert_eq!(product_kind(), Kind::BFloat16);
+    })
+    .unwrap();
+    assert!(!is_autocast_enabled(CPU).unwrap());
+}
+
+#[test]
+fn a_panic_leaves_no_trace() {
+    let before = raw::state(CPU).unwrap();
+    let unwound = catch_unwind(AssertUnwindSafe(|| {
+        autocast(CPU, Kind::Half, || {
+            let _inner = Autocast::new(CPU).cache_enabled(false).enter().unwrap();
+            panic!("inside")
+        })
+        .unwrap()
+    }));
+    assert!(unwound.is_err());
+    assert_eq!(raw::state(CPU).unwrap(), before);
+    assert!(raw::cache_enabled().unwrap());
+    // The depth is back at 0: the next region is the outermost again.
+    assert_eq!(raw::increment_nesting().unwrap(), 1);
+    assert_eq!(raw::decrement_nesting().unwrap(), 0);
+}
+
+#[test]
+fn a_dtype_that_cannot_be_cast_to_is_refused_and_changes_nothing() {
+    let before = raw::state(CPU).unwrap();
+    for dtype in [Kind::Int64, Kind::Float, Kind::Double] {
+        let error = Autocast::new(CPU).dtype(dtype).enter().unwrap_err();
+        assert!(matches!(error, Error::UnsupportedDtype { .. }));
+        assert!(error.to_string().contains(&format!("{dtype:?}")), "{error}");
+    }
+    assert_eq!(raw::state(CPU).unwrap(), before);
+    assert_eq!(raw::increment_nesting().unwrap(), 1);
+    assert_eq!(raw::decrement_nesting().unwrap(), 0);
+}
+
+#[test]
+fn the_default_dtype_is_that_of_the_device_type() {
+    Autocast::new(CPU)
+        .run(|| assert_eq!(product_kind(), Kind::BFloat16))
+        .unwrap();
+}
+
+#[test]
+fn a_weight_is_cast_once_in_a_region_and_the_copy_goes_with_it() {
+    let weight = Tensor::ones([512, 512], (Kind::Float, CPU)).set_requires_grad(true);
+    let x = Tensor::ones([1, 512], (Kind::Float, CPU));
+    let allocations = || overdrive_sys::memory::stats(CPU).unwrap().allocations;
+    let count = |cache: bool| {
+        let region = Autocast::new(CPU)
+            .dtype(Kind::BFloat16)
+            .cache_enabled(cache);
+        region
+            .run(|| {
+                let _first = x.matmul(&weight);
+                // Tests beside this one allocate too: the fewest of many tries is ours alone.
+                (0..50)
+                    .map(|_| {
+                        let before = allocations();
+                        let _again = x.matmul(&weight);
+                        allocations() - before
+                    })
+                    .min()
+                    .unwrap()
+            })
+            .unwrap()
+    };
+    assert!(
+        count(true) < count(false),
+        "a cached weight must not be cast again"
+    );
+
+    // The weight changes between two regions: a copy that outlived the first would be stale.
+    let product = || {
+        autocast(CPU, Kind::BFloat16, || {
+            x.matmul(&weight).double_value(&[0, 0])
+        })
+        .unwrap()
+    };
+    assert_eq!(product(), 512.0);
+    tch::no_grad(|| {
+        let _ = weight.shallow_clone().fill_(2.0);
+    });
+    assert_eq!(product(), 1024.0);
+}
+
+#[test]
+fn another_thread_is_not_in_the_region() {
+    autocast(CPU, Kind::BFloat16, || {
+        let outside = std::thread::spawn(product_kind).join().unwrap();
+        assert_eq!(outside, Kind::Float);
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_precision_brings_its_region() {
+    assert_eq!(
+        Precision::Bf16.autocast(CPU, product_kind).unwrap(),
+        Kind::BFloat16
+    );
+    assert_eq!(
+        Precision::Fp32.autocast(CPU, product_kind).unwrap(),
+        Kind::Float
+    );
+    autocast(CPU, Kind::BFloat16, || {
+        assert_eq!(
+            Precision::Fp32.autocast(CPU, product_kind).unwrap(),
+            Kind::Float
+        );
+    })
+    .unwrap();
+}
+
+#[test]
+fn gradients_of_a_bf16_forward_are_fp32_for_fp32_weights() {
+    let weight = Tensor::ones([4, 4], (Kind::Float, CPU)).set_requires_grad(true);
+    let loss = autocast(CPU, Kind::BFloat16, || {
+        square().matmul(&weight).sum(Kind::Float)
+    })
+    .unwrap();
+    loss.backward();
+    assert_eq!(weight.grad().kind(), Kind::Float);
+    assert_eq!(weight.grad().double_value(&[3, 3]), 4.0);
+}
+
+#[test]
+fn cuda_regions_cast_on_the_gpu() {
+    if !tch::Cuda::is_available() {
+        println!("not run: no CUDA device here");
+        return;
+    }
+    let a = Tensor::ones([16, 16], (Kind::Float, Device::Cuda(0)));
+    for dtype in [Kind::BFloat16, Kind::Half] {
+        assert_eq!(
+            autocast(a.device(), dtype, || a.matmul(&a)).unwrap().kind(),
+            dtype
+        );
+    }
+}

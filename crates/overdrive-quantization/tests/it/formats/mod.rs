@@ -1,0 +1,337 @@
+//! Quantized weights in files: those of the Python libraries, our own, and damaged ones.
+//! `fixtures/gen_formats.py` makes the fixture; `fixtures/check_written.py` is the other direction.
+
+mod damaged;
+
+use std::collections::BTreeMap;
+
+use overdrive_quantization::{
+    CalibrationOptions, ClipOptions, GroupOptions, GroupScales, QuantizationConfig,
+    QuantizedWeight, Scheme, quantize_calibrated,
+};
+use overdrive_safetensors::{MappedFile, write};
+use serde_json::json;
+use tch::{Device, Kind, Tensor};
+
+fn fixture() -> MappedFile {
+    let path = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/tests/fixtures/formats.safetensors"
+    );
+    MappedFile::open(path).expect("gen_formats.py makes it")
+}
+
+fn config_of(file: &MappedFile, module: &str) -> QuantizationConfig {
+    let text = &file.metadata()[&format!("config.{module}")];
+    QuantizationConfig::from_json(&serde_json::from_str(text).unwrap()).unwrap()
+}
+
+fn modules(file: &MappedFile) -> Vec<String> {
+    let names = file.metadata().keys();
+    names
+        .filter_map(|key| key.strip_prefix("config.").map(str::to_owned))
+        .collect()
+}
+
+fn largest(tensor: &Tensor) -> f64 {
+    tensor.abs().max().double_value(&[])
+}
+
+#[test]
+fn every_layout_of_the_python_world_is_read_as_it_reads_it() {
+    let file = fixture();
+    let modules = modules(&file);
+    assert_eq!(modules.len(), 22);
+    for module in modules {
+        let config = config_of(&file, &module);
+        assert!(config.is_stored(&file, &module).unwrap(), "{module}");
+        let weight = config.read_weight(&file, &module).unwrap();
+        let expected = file.tensor(&format!("expected.{module}")).unwrap();
+        let expected = expected.copy_to_tensor(None, Device::Cpu).unwrap();
+        // In the kind that the library dequantizes to.
+        let kind = match module.as_str() {
+            "bnb_nf4_single" => Kind::BFloat16,
+            "bnb_fp4" => Kind::Half,
+            _ => Kind::Float,
+        };
+        let found = weight.dequantize(kind).unwrap().to_kind(Kind::Float);
+        let zero_points = ["asym", "act", "v2", "group", "row", "awq"];
+        if zero_points.iter().any(|part| module.contains(part)) {
+            let difference = largest(&(&found - &expected));
+            assert!(
+                difference <= 1e-7 * largest(&expected).max(1.0),
+                "{module}: {difference:e}"
+            );
+        } else {
+            assert_eq!(found, expected, "{module}");
+        }
+        // All tensors of the file are accounted for.
+        let names = config.tensor_names(&module);
+        for tensor in file.tensors() {
+            if tensor.name().starts_with(&format!("{module}.")) {
+                assert!(
+                    names.iter().any(|name| name == tensor.name()),
+                    "{}",
+                    tensor.name()
+                );
+            }
+        }
+        // Rows one by one are the rows of the whole.
+        let ids = Tensor::from_slice(&[3i64, 0, 20]);
+        assert_eq!(weight.rows(&ids, Kind::Float).unwrap(), {
+            weight
+                .dequantize(Kind::Float)
+                .unwrap()
+                .index_select(0, &ids)
+        });
+    }
+}
+
+#[test]
+fn schemes_of_files_are_the_schemes_of_their_configurations() {
+    let file = fixture();
+    for (module, scheme) in [
+        ("bnb_nf4", "nf4"),
+        ("bnb_nf4_single", "nf4-single"),
+        ("bnb_fp4", "fp4"),
+        ("bnb_int8", "llm-int8"),
+        ("ct_int8", "int8"),
+        ("ct_int8_packed", "int8-weight"),
+        ("ct_int4", "int4-g32"),
+        ("ct_int4_asym", "int4-g32-asym"),
+        ("ct_fp8", "fp8"),
+        ("gptq_4", "int4-g32"),
+        ("gptq_8", "int8-g32"),
+        ("awq_4", "int4-g32-asym"),
+    ] {
+        let config = config_of(&file, module);
+        let weight = config.read_weight(&file, module).unwrap();
+        assert_eq!(weight.scheme().to_string(), scheme, "{module}");
+        assert_eq!(
+            config.scheme().unwrap().unwrap().to_string(),
+            scheme,
+            "{module}"
+        );
+    }
+    let config = config_of(&file, "bnb_int8");
+    let weight = config.read_weight(&file, "bnb_int8").unwrap();
+    assert_eq!(weight.scheme(), Scheme::LlmInt8 { threshold: 5.0 });
+}
+
+const SCHEMES: [&str; 16] = [
+    "int8",
+    "int8-weight",
+    "llm-int8",
+    "int4",
+    "int4-g16",
+    "int4-g32",
+    "int4-g64-asym",
+    "int8-g32",
+    "int8-g128-asym",
+    "nf4",
+    "nf4-single",
+    "nf4-b128",
+    "fp4",
+    "fp4-b32-single",
+    "fp8",
+    "int4-asym",
+];
+
+fn random(shape: [i64; 2], seed: i64) -> Tensor {
+    // A generator of its own: tests run at once.
+    let count = shape[0] * shape[1];
+    let phase = Tensor::arange(count, (Kind::Double, Device::Cpu)) * 12.9898 + seed as f64;
+    let noise = (phase.sin() * 43758.5453).frac();
+    (noise * 0.1).to_kind(Kind::Float).view(shape)
+}
+
+fn written(
+    config: &QuantizationConfig,
+    weight: &QuantizedWeight,
+) -> (tempfile::TempDir, MappedFile) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("weights.safetensors");
+    let tensors = config.write_weight(weight, "a.b").unwrap();
+    write(&path, &tensors, &BTreeMap::new()).unwrap();
+    (folder, MappedFile::open(&path).unwrap())
+}
+
+#[test]
+fn weights_come_back_from_files_as_they_were() {
+    for name in SCHEMES {
+        let scheme: Scheme = name.parse().unwrap();
+        for shape in [[24, 256], [13, 128]] {
+            let weight = QuantizedWeight::quantize(&random(shape, 1), scheme).unwrap();
+            let config = QuantizationConfig::for_scheme(scheme, vec!["lm_head".to_owned()]);
+            // As it would be read from config.json.
+            let text = config.to_json().unwrap().to_string();
+            let config: QuantizationConfig = serde_json::from_str(&text).unwrap();
+            let (_folder, file) = written(&config, &weight);
+            let back = config.read_weight(&file, "a.b").unwrap();
+            assert_eq!(back.size(), shape);
+            assert_eq!(back.scheme(), scheme, "{name}");
+            assert_eq!(back.bytes(), weight.bytes(), "{name}");
+            let [found, expected] = [&back, &weight].map(|w| w.dequantize(Kind::Float).unwrap());
+            if name == "llm-int8" || name == "int8-g128-asym" {
+                // The largest magnitude is written and divided by 127 again; zero points are written, and
+                // multiplied with the scale again.
+                assert!(largest(&(found - expected)) <= 1e-7, "{name}");
+            } else {
+                assert_eq!(found, expected, "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn scales_in_files_are_of_the_kind_they_were_made_in() {
+    for symmetric in [true, false] {
+        for (scales, bits) in [(GroupScales::Half, 4.5), (GroupScales::Float, 5.0)] {
+            let options = GroupOptions {
+                group_size: 32,
+                symmetric,
+                ..GroupOptions::default()
+            };
+            let dense = random([24, 256], 2);
+            let weight = QuantizedWeight::quantize_groups(&dense, options, scales).unwrap();
+            let config = QuantizationConfig::for_scheme(Scheme::Grouped(options), Vec::new());
+            let (_folder, file) = written(&config, &weight);
+            let stored = file.tensor("a.b.weight_scale").unwrap();
+            let kind = match scales {
+                GroupScales::Half => Kind::Half,
+                GroupScales::Float => Kind::Float,
+            };
+            assert_eq!(stored.kind(), Some(kind));
+            let back = config.read_weight(&file, "a.b").unwrap();
+            let of_offsets = if symmetric { 0.0 } else { bits - 4.0 };
+            assert_eq!(back.bits_per_weight(), bits + of_offsets);
+        }
+    }
+}
+
+/// bf16 has fewer digits than f16.
+#[test]
+fn scales_of_bf16_are_kept_in_f16_where_they_are_not_tiny() {
+    let config = QuantizationConfig::for_scheme("int4-g32".parse().unwrap(), Vec::new());
+    let weight = QuantizedWeight::quantize(&random([24, 256], 3), "int4-g32".parse().unwrap());
+    let mut tensors = config.write_weight(&weight.unwrap(), "a.b").unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    for (factor, bits) in [(1.0, 4.5), (1e-9, 5.0)] {
+        for (name, tensor) in &mut tensors {
+            if name == "a.b.weight_scale" {
+                *tensor = (tensor.to_kind(Kind::Float) * factor).to_kind(Kind::BFloat16);
+            }
+        }
+        let path = folder.path().join(format!("{factor}.safetensors"));
+        write(&path, &tensors, &BTreeMap::new()).unwrap();
+        let file = MappedFile::open(&path).unwrap();
+        let back = config.read_weight(&file, "a.b").unwrap();
+        assert_eq!(back.bits_per_weight(), bits);
+        // Of ±8, 7 and so on steps: the largest tells the scale.
+        let stored = file.tensor("a.b.weight_scale").unwrap();
+        let scales = stored
+            .copy_to_tensor(Some(Kind::Float), Device::Cpu)
+            .unwrap();
+        let steps = back.dequantize(Kind::Float).unwrap().view([24, 8, 32]) / scales.unsqueeze(-1);
+        assert_eq!(steps, steps.round());
+    }
+}
+
+#[test]
+fn searched_ranges_leave_zero_points_that_files_hold() {
+    let scheme: Scheme = "int4-g32-asym".parse().unwrap();
+    let options = CalibrationOptions {
+        clip: Some(ClipOptions::default()),
+        ..CalibrationOptions::default()
+    };
+    let dense = random([24, 256], 4) + 0.03;
+    let weight = quantize_calibrated(&dense, scheme, None, &options).unwrap();
+    assert_eq!(weight.bits_per_weight(), 5.0);
+    let config = QuantizationConfig::for_scheme(scheme, Vec::new());
+    let (_folder, file) = written(&config, &weight);
+    let back = config.read_weight(&file, "a.b").unwrap();
+    assert_eq!(
+        back.dequantize(Kind::Float).unwrap(),
+        weight.dequantize(Kind::Float).unwrap()
+    );
+}
+
+#[test]
+fn names_of_schemes_are_read_back() {
+    for name in SCHEMES.iter().chain(Scheme::NAMES.iter()) {
+        let scheme: Scheme = name.parse().unwrap();
+        assert_eq!(
+            scheme.to_string().parse::<Scheme>().unwrap(),
+            scheme,
+            "{name}"
+        );
+    }
+    for name in [
+        "int5", "int4-g7", "int4-g12", "nf4-b48", "int4-g", "fp4-x", "",
+    ] {
+        assert!(name.parse::<Scheme>().is_err(), "{name}");
+    }
+}
+
+#[test]
+fn exceptions_are_those_of_the_lists() {
+    let config = QuantizationConfig::for_scheme("nf4".parse().unwrap(), vec!["lm_head".into()]);
+    assert!(!config.is_quantized("lm_head").unwrap());
+    assert!(config.is_quantized("model.layers.0.mlp.up_proj").unwrap());
+    let config = QuantizationConfig::for_scheme(Scheme::Int8Dynamic, vec!["re:.*head".into()]);
+    assert!(!config.is_quantized("lm_head").unwrap());
+    assert!(config.is_quantized("model.layers.0.mlp.up_proj").unwrap());
+    let config =
+        QuantizationConfig::from_json(&json!({"quant_method": "gptq", "bits": 4})).unwrap();
+    assert!(!config.is_quantized("lm_head").unwrap());
+}
+
+#[test]
+fn configurations_that_cannot_be_read_are_refused_by_name() {
+    for (config, expected) in [
+        (
+            json!({"quant_method": "aqlm"}),
+            "one of bitsandbytes, compressed-tensors, gptq, awq",
+        ),
+        (json!({"bits": 4}), "is absent"),
+        (json!({"quant_method": "gptq", "bits": 3}), "4 or 8"),
+        (
+            json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}),
+            "gptq_v2",
+        ),
+        (json!({"quant_method": "gptq"}), "missing field `bits`"),
+        (json!({"quant_method": "awq", "version": "gemv"}), "gemm"),
+        (
+            json!({"quant_method": "bitsandbytes"}),
+            "one of the two to be true",
+        ),
+        (
+            json!({"quant_method": "bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": "af4"}),
+            "nf4 or fp4",
+        ),
+        (
+            json!({"quant_method": "compressed-tensors", "config_groups": {}}),
+            "at least one",
+        ),
+        (
+            json!({"quant_method": "compressed-tensors", "config_groups": {"g": {
+                "targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "strategy": "group",
+                "group_size": 16}}}}),
+            "4 bits of float by group",
+        ),
+        (
+            json!({"quant_method": "compressed-tensors", "config_groups": {"W8A8": ["Linear"]}}),
+            "W8A8",
+        ),
+        (json!(3), "is absent"),
+    ] {
+        let error = QuantizationConfig::from_json(&config)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+    // Before there were other methods, transformers wrote no name.
+    let config = json!({"load_in_4bit": true, "bnb_4bit_quant_type": "nf4"});
+    let config = QuantizationConfig::from_json(&config).unwrap();
+    assert_eq!(config.method(), "bitsandbytes");
+}

@@ -1,0 +1,418 @@
+//! GGUF files against what the `gguf` Python package writes and reads.
+
+use std::path::PathBuf;
+
+use overdrive_quantization::{Error, GgufArray, GgufFile, GgufType, GgufValue, Scheme};
+use overdrive_safetensors::MappedFile;
+use proptest::prelude::*;
+use tch::{Device, Kind, Tensor};
+
+fn fixture(name: &str) -> PathBuf {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fixtures")
+        .join(name);
+    assert!(path.exists(), "run tests/fixtures/gen_gguf.py");
+    path
+}
+
+fn expected(name: &str) -> Tensor {
+    let file = MappedFile::open(fixture("types.safetensors")).unwrap();
+    let tensor = file.tensor(name).unwrap();
+    tensor.copy_to_tensor(None, Device::Cpu).unwrap()
+}
+
+/// Whether two tensors are equal to the bit, but for the sign of zero.
+fn same(a: &Tensor, b: &Tensor) -> bool {
+    a.size() == b.size() && a.kind() == b.kind() && a.equal(b)
+}
+
+#[test]
+fn numbers_of_every_type_equal_those_of_the_gguf_package() {
+    let file = GgufFile::open(fixture("types.gguf")).unwrap();
+    let mut names = 0;
+    for tensor in file.tensors() {
+        let expected = expected(tensor.name());
+        assert_eq!(tensor.shape(), expected.size());
+        let found = tensor
+            .dequantize(None, expected.kind(), Device::Cpu)
+            .unwrap();
+        assert!(same(&found, &expected), "{}", tensor.name());
+        names += 1;
+    }
+    assert_eq!(names, 19);
+}
+
+#[test]
+fn every_matrix_of_groups_is_packed_without_changing_a_number() {
+    let file = GgufFile::open(fixture("types.gguf")).unwrap();
+    let mut packed = 0;
+    for tensor in file.tensors() {
+        let Some(weight) = tensor.to_quantized(None, Device::Cpu).unwrap() else {
+            let groups = tensor.tensor_type().groups();
+            assert!(
+                groups.is_none() || tensor.shape().len() != 2,
+                "{}",
+                tensor.name()
+            );
+            continue;
+        };
+        let groups = tensor.tensor_type().groups().unwrap();
+        assert_eq!(weight.scheme(), Scheme::Grouped(groups));
+        assert_eq!(weight.size(), *tensor.shape());
+        let found = weight.dequantize(Kind::Float).unwrap();
+        assert!(same(&found, &expected(tensor.name())), "{}", tensor.name());
+        packed += 1;
+    }
+    assert_eq!(packed, 10);
+    // 16 bits of scale for 32 weights, as in the file.
+    for name in ["Q4_0", "Q4_1", "Q8_0"] {
+        let tensor = file.tensor(name).unwrap();
+        let weight = tensor.to_quantized(None, Device::Cpu).unwrap().unwrap();
+        assert_eq!(weight.bytes(), tensor.data().len(), "{name}");
+    }
+}
+
+#[test]
+fn rows_can_be_permuted_while_they_are_read() {
+    let file = GgufFile::open(fixture("types.gguf")).unwrap();
+    let rows = [4i64, 0, 3, 3];
+    let index = Tensor::from_slice(&rows);
+    for name in ["Q4_K", "Q6_K", "Q5_1", "Q4_0", "BF16"] {
+        let tensor = file.tensor(name).unwrap();
+        let expected = expected(name).index_select(0, &index);
+        let found = tensor
+            .dequantize(Some(&rows), Kind::Float, Device::Cpu)
+            .unwrap();
+        assert!(same(&found, &expected), "{name}");
+        if let Some(weight) = tensor.to_quantized(Some(&rows), Device::Cpu).unwrap() {
+            assert!(
+                same(&weight.dequantize(Kind::Float).unwrap(), &expected),
+                "{name}"
+            );
+        }
+    }
+    let stacked = file.tensor("stacked").unwrap();
+    let found = stacked
+        .dequantize(Some(&[1, 0]), Kind::Float, Device::Cpu)
+        .unwrap();
+    assert!(same(&found, &expected("stacked").flip([0])));
+    let error = file
+        .tensor("Q4_0")
+        .unwrap()
+        .to_quantized(Some(&[7]), Device::Cpu);
+    assert_eq!(
+        error.unwrap_err().to_string(),
+        "`rows` is partly 7: expected in 0..7, the rows of `Q4_0`"
+    );
+}
+
+#[test]
+fn metadata_of_every_type_is_read() {
+    let file = GgufFile::open(fixture("types.gguf")).unwrap();
+    let value = |key| file.value(key).unwrap().clone();
+    assert_eq!(value("u8"), GgufValue::U8(200));
+    assert_eq!(value("i8"), GgufValue::I8(-100));
+    assert_eq!(value("u16"), GgufValue::U16(60000));
+    assert_eq!(value("i16"), GgufValue::I16(-30000));
+    assert_eq!(value("u32"), GgufValue::U32(4_000_000_000));
+    assert_eq!(value("i32"), GgufValue::I32(-2_000_000_000));
+    assert_eq!(value("f32"), GgufValue::F32(1.5));
+    assert_eq!(value("truth"), GgufValue::Bool(true));
+    assert_eq!(value("text"), GgufValue::String("größe".to_owned()));
+    assert_eq!(value("u64"), GgufValue::U64(1 << 40));
+    assert_eq!(value("i64"), GgufValue::I64(-(1 << 40)));
+    assert_eq!(value("f64"), GgufValue::F64(0.1));
+    assert_eq!(value("texts").as_strings().unwrap(), ["a", "", "ß"]);
+    assert_eq!(value("numbers").as_i64s().unwrap(), [1, -2, 3]);
+    assert_eq!(
+        value("floats"),
+        GgufValue::Array(GgufArray::F32(vec![0.5, -0.25]))
+    );
+    assert_eq!(
+        file.value("general.architecture").unwrap().as_str(),
+        Some("fixture")
+    );
+    assert_eq!(value("u32").as_i64(), Some(4_000_000_000));
+    assert_eq!(value("i32").as_f64(), Some(-2e9));
+    assert!(file.value("nothing").is_none() && file.tensor("nothing").is_none());
+}
+
+/// A file of its own, from parts.
+struct Bytes(Vec<u8>);
+
+impl Bytes {
+    fn header(version: u32, tensors: u64, values: u64) -> Bytes {
+        let mut bytes = b"GGUF".to_vec();
+        bytes.extend(version.to_le_bytes());
+        bytes.extend(tensors.to_le_bytes());
+        bytes.extend(values.to_le_bytes());
+        Bytes(bytes)
+    }
+
+    fn u32(mut self, number: u32) -> Bytes {
+        self.0.extend(number.to_le_bytes());
+        self
+    }
+
+    fn u64(mut self, number: u64) -> Bytes {
+        self.0.extend(number.to_le_bytes());
+        self
+    }
+
+    fn text(self, text: &str) -> Bytes {
+        let mut longer = self.u64(text.len() as u64);
+        longer.0.extend(text.as_bytes());
+        longer
+    }
+
+    fn tensor(self, name: &str, shape: &[u64], kind: u32, offset: u64) -> Bytes {
+        let named = self.text(name).u32(shape.len() as u32);
+        let shaped = shape.iter().fold(named, |bytes, &n| bytes.u64(n));
+        shaped.u32(kind).u64(offset)
+    }
+
+    fn zeros(mut self, count: usize) -> Bytes {
+        self.0.resize(self.0.len().next_multiple_of(32) + count, 0);
+        self
+    }
+
+    fn open(&self) -> Result<GgufFile, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        std::fs::write(&path, &self.0).unwrap();
+        GgufFile::open(path).map_err(|error| match error {
+            Error::BadGguf { reason, .. } => reason,
+            other => panic!("{other}"),
+        })
+    }
+}
+
+#[test]
+fn versions_2_and_3_are_read_and_others_refused() {
+    for version in [2, 3] {
+        let file = Bytes::header(version, 1, 0)
+            .tensor("w", &[32, 2], 8, 0)
+            .zeros(68);
+        let file = file.open().unwrap();
+        let tensor = file.tensor("w").unwrap();
+        assert_eq!(
+            (tensor.shape(), tensor.tensor_type()),
+            (&[2, 32][..], GgufType::Q8_0)
+        );
+        let numbers = tensor.dequantize(None, Kind::Float, Device::Cpu).unwrap();
+        assert!(same(
+            &numbers,
+            &Tensor::zeros([2, 32], (Kind::Float, Device::Cpu))
+        ));
+    }
+    let refused = Bytes::header(1, 0, 0).open().unwrap_err();
+    assert!(
+        refused.starts_with("its version is 1: expected 2 or 3"),
+        "{refused}"
+    );
+    let big = Bytes::header(3u32.swap_bytes(), 0, 0).open().unwrap_err();
+    assert!(big.starts_with("it is big-endian"), "{big}");
+    let other = Bytes(b"PK\x03\x04....".to_vec()).open().unwrap_err();
+    assert_eq!(other, "it does not begin with `GGUF`");
+}
+
+#[test]
+fn the_alignment_of_the_file_places_its_tensors() {
+    let header = Bytes::header(3, 2, 1)
+        .text("general.alignment")
+        .u32(4)
+        .u32(64);
+    let header = header.tensor("a", &[1], 0, 0).tensor("b", &[1], 0, 64);
+    let mut bytes = header.0.clone();
+    bytes.resize(bytes.len().next_multiple_of(64), 0);
+    bytes.extend(1.5f32.to_le_bytes());
+    bytes.resize(bytes.len().next_multiple_of(64), 0);
+    bytes.extend(2.5f32.to_le_bytes());
+    let file = Bytes(bytes).open().unwrap();
+    for (name, number) in [("a", 1.5), ("b", 2.5)] {
+        let tensor = file.tensor(name).unwrap();
+        let found = tensor.dequantize(None, Kind::Float, Device::Cpu).unwrap();
+        assert_eq!(found.double_value(&[0]), number);
+    }
+}
+
+#[test]
+fn lying_files_are_refused_with_a_reason() {
+    let one = |shape: &[u64], kind, offset| {
+        let file = Bytes::header(3, 1, 0)
+            .tensor("w", shape, kind, offset)
+            .zeros(68);
+        file.open().unwrap_err()
+    };
+    let cases = [
+        (one(&[32, 3], 8, 0), "it is cut short"),
+        (one(&[32, 2], 8, 32), "it is cut short"),
+        (one(&[32, 2], 8, 7), "the tensor `w` begins at 7"),
+        (one(&[32, 2], 8, u64::MAX - 31), "it is cut short"),
+        (
+            one(&[33, 2], 8, 0),
+            "the tensor `w` has rows of 33 numbers, and blocks of Q8_0 have 32",
+        ),
+        (
+            one(&[u64::MAX, u64::MAX], 0, 0),
+            "the tensor `w` has the impossible shape",
+        ),
+        (
+            one(&[1 << 62, 2], 28, 0),
+            "the tensor `w` has the impossible shape",
+        ),
+        (
+            one(&[0, u64::MAX], 0, 0),
+            "the tensor `w` has the impossible shape",
+        ),
+        (one(&[1; 5], 0, 0), "the tensor `w` has 5 dimensions"),
+        (
+            one(&[32], 20, 0),
+            "the tensor `w` is of IQ4_NL, which is not read here",
+        ),
+        (one(&[32], 77, 0), "the tensor `w` is of type 77"),
+        (
+            Bytes::header(3, u64::MAX, 0).open().unwrap_err(),
+            "it ends at byte 24, within its header",
+        ),
+        (
+            Bytes::header(3, 0, u64::MAX).open().unwrap_err(),
+            "it ends at byte 24, within its header",
+        ),
+        (
+            Bytes::header(3, 0, 1)
+                .text("k")
+                .u32(9)
+                .u32(8)
+                .u64(1 << 60)
+                .open()
+                .unwrap_err(),
+            "in the value of `k`: an array of 1152921504606846976 items",
+        ),
+        (
+            Bytes::header(3, 0, 1)
+                .text("k")
+                .u32(8)
+                .u64(u64::MAX)
+                .open()
+                .unwrap_err(),
+            "in the value of `k`: it ends at byte",
+        ),
+        (
+            Bytes::header(3, 0, 1)
+                .text("k")
+                .u32(13)
+                .u64(0)
+                .open()
+                .unwrap_err(),
+            "in the value of `k`: it has a value of the unknown type 13",
+        ),
+        (
+            (0..9)
+                .fold(Bytes::header(3, 0, 1).text("k").u32(9), |b, _| {
+                    b.u32(9).u64(1)
+                })
+                .open()
+                .unwrap_err(),
+            "in the value of `k`: its arrays are nested more than 4 deep",
+        ),
+        (
+            Bytes::header(3, 0, 2)
+                .text("k")
+                .u32(4)
+                .u32(1)
+                .text("k")
+                .u32(4)
+                .u32(2)
+                .open()
+                .unwrap_err(),
+            "it has two values of `k`",
+        ),
+        (
+            Bytes::header(3, 2, 0)
+                .tensor("w", &[1], 0, 0)
+                .tensor("w", &[1], 0, 32)
+                .zeros(68)
+                .open()
+                .unwrap_err(),
+            "it has two tensors `w`",
+        ),
+        (
+            Bytes::header(3, 0, 1)
+                .text("general.alignment")
+                .u32(4)
+                .u32(48)
+                .open()
+                .unwrap_err(),
+            "its `general.alignment` is not a power of two",
+        ),
+    ];
+    for (found, expected) in cases {
+        assert!(
+            found.starts_with(expected),
+            "{found:?}, expected {expected:?}"
+        );
+    }
+}
+
+#[test]
+fn scales_that_are_not_finite_are_refused() {
+    let mut file = Bytes::header(3, 1, 0).tensor("w", &[32, 2], 8, 0).zeros(68);
+    let start = file.0.len() - 34;
+    file.0[start..start + 2].copy_from_slice(&0x7e00u16.to_le_bytes());
+    let file = file.open().unwrap();
+    let tensor = file.tensor("w").unwrap();
+    for error in [
+        tensor
+            .dequantize(None, Kind::Float, Device::Cpu)
+            .unwrap_err(),
+        tensor.to_quantized(None, Device::Cpu).unwrap_err(),
+    ] {
+        let text = error.to_string();
+        assert!(
+            text.ends_with("the tensor `w`: it has scales that are not finite"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn a_tensor_of_no_numbers_is_empty() {
+    let file = Bytes::header(3, 1, 0)
+        .tensor("w", &[0, 1 << 40], 8, 0)
+        .zeros(0)
+        .open()
+        .unwrap();
+    let tensor = file.tensor("w").unwrap();
+    let numbers = tensor.dequantize(None, Kind::Float, Device::Cpu).unwrap();
+    assert_eq!(numbers.size(), [1 << 40, 0]);
+    assert!(tensor.to_quantized(None, Device::Cpu).unwrap().is_none());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(512))]
+
+    /// Whatever happens to a file, the reader reads it or says why not.
+    #[test]
+    fn damaged_files_are_read_or_refused(
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8),
+        end in any::<Option<prop::sample::Index>>(),
+    ) {
+        let mut bytes = std::fs::read(fixture("types.gguf")).unwrap();
+        for (place, byte) in changes {
+            // The header is what the reader believes; the rest are numbers.
+            let place = place.index(2000);
+            bytes[place] = byte;
+        }
+        if let Some(end) = end {
+            bytes.truncate(end.index(bytes.len()));
+        }
+        if let Ok(file) = Bytes(bytes).open() {
+            for tensor in file.tensors() {
+                // Either outcome is right; a panic or an endless allocation is not.
+                let numbers = tensor.dequantize(None, Kind::Float, Device::Cpu);
+                prop_assert!(numbers.is_err() || numbers.unwrap().size() == tensor.shape());
+            }
+        }
+    }
+}

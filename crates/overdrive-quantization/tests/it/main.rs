@@ -1,0 +1,10 @@
+//! Quantized weights: formats, files, matrix products, calibration.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod calibration;
+mod checkpoint;
+mod cuda;
+mod formats;
+mod gguf;
+mod linear;
+mod weights;

@@ -1,0 +1,6 @@
+//! Operators, threads and saved tensors.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod operators;
+mod parallel;
+mod saved_tensors;

@@ -1,0 +1,90 @@
+//! Loops of ours on libtorch's threads, and the elements of tensors for them.
+
+use std::collections::HashSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use overdrive_sys::threads::{intra_op, parallel_for};
+use overdrive_sys::{panic_text, raw};
+use tch::{Device, Kind, Tensor};
+
+#[test]
+fn every_index_is_visited_once_whatever_the_length_and_grain() {
+    for len in [0, 1, 2, 7, 64, 1000, 1001] {
+        for grain in [0, 1, 3, 100, 5000] {
+            let seen: Vec<AtomicUsize> = (0..len).map(|_| AtomicUsize::new(0)).collect();
+            parallel_for(len, grain, |range| {
+                for index in range {
+                    seen[index].fetch_add(1, Ordering::Relaxed);
+                }
+            });
+            assert!(seen.iter().all(|n| n.load(Ordering::Relaxed) == 1));
+        }
+    }
+}
+
+#[test]
+fn work_is_spread_over_the_threads_that_libtorch_has_and_short_work_is_not() {
+    let threads = |len, grain| {
+        let ids = Mutex::new(HashSet::new());
+        parallel_for(len, grain, |_| {
+            ids.lock().unwrap().insert(std::thread::current().id());
+        });
+        ids.into_inner().unwrap()
+    };
+    assert_eq!(threads(1 << 20, 1).len(), intra_op());
+    assert_eq!(threads(100, 100).len(), 1);
+}
+
+#[test]
+fn inside_a_parallel_region_work_stays_on_its_thread() {
+    parallel_for(1 << 10, 1, |_| {
+        let outer = std::thread::current().id();
+        parallel_for(1 << 10, 1, |range| {
+            assert_eq!(range, 0..1 << 10);
+            assert_eq!(std::thread::current().id(), outer);
+        });
+    });
+}
+
+#[test]
+fn a_panic_on_any_thread_reaches_the_caller() {
+    for bad in [0, 999] {
+        let payload = catch_unwind(AssertUnwindSafe(|| {
+            parallel_for(1000, 1, |range| {
+                assert!(!range.contains(&bad), "index {bad} is bad")
+            });
+        }))
+        .unwrap_err();
+        assert_eq!(panic_text(&*payload), format!("index {bad} is bad"));
+    }
+}
+
+#[test]
+#[allow(unsafe_code, reason = "the functions under test are unsafe")]
+fn slices_are_the_elements_of_contiguous_cpu_tensors_only() {
+    let x = Tensor::arange(6, (Kind::Float, Device::Cpu)).view([2, 3]);
+    // SAFETY: this thread alone has the tensor.
+    unsafe {
+        assert_eq!(
+            raw::slice::<f32>(&x).unwrap(),
+            [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+        );
+        raw::slice_mut::<f32>(&x).unwrap()[5] = -1.0;
+        assert_eq!(x.double_value(&[1, 2]), -1.0);
+        let dtype = raw::slice::<f64>(&x).unwrap_err().to_string();
+        assert!(
+            dtype.contains("expected a contiguous Double") && dtype.contains("Float"),
+            "{dtype}"
+        );
+        let strides = raw::slice::<f32>(&x.tr()).unwrap_err().to_string();
+        assert!(strides.contains("strides [1, 3]"), "{strides}");
+        assert!(raw::slice::<f32>(&x.narrow(0, 0, 0)).unwrap().is_empty());
+        let sparse = x.to_sparse(None, None::<i64>, None);
+        let sparse = raw::slice::<f32>(&sparse).unwrap_err().to_string();
+        assert!(sparse.contains("it is sparse"), "{sparse}");
+        let undefined = raw::slice::<f32>(&Tensor::new()).unwrap_err().to_string();
+        assert!(undefined.contains("reading the elements"), "{undefined}");
+    }
+}

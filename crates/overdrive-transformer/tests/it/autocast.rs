@@ -1,0 +1,48 @@
+//! The decoders under autocast, against transformers' fp32 logits.
+
+use crate::common::{CASES, expected, load, max_difference, max_magnitude};
+use overdrive_precision::autocast;
+use overdrive_transformer::{Execution, ForwardInput, LabelShift};
+use tch::{Device, Kind};
+
+#[test]
+fn autocast_computes_products_in_bf16_and_the_loss_and_gradients_in_fp32() {
+    for case in CASES {
+        let (mut model, want) = (load(case), expected(case));
+        model.set_requires_grad(true).unwrap();
+        for fused in [true, false] {
+            let mut execution = Execution::default();
+            execution.fused_kernels = fused;
+            model.set_execution(execution);
+            let (logits, loss) = autocast(Device::Cpu, Kind::BFloat16, || {
+                let logits = model
+                    .forward(ForwardInput::new(&want["input_ids"]))
+                    .unwrap();
+                let (ids, labels) = (&want["input_ids"], &want["labels"]);
+                (
+                    logits,
+                    model.loss(ids, labels, LabelShift::HuggingFace).unwrap(),
+                )
+            })
+            .unwrap();
+            assert_eq!(
+                (logits.kind(), loss.sum.kind()),
+                (Kind::BFloat16, Kind::Float),
+                "{case}"
+            );
+            // bf16 has 8 bits: some ten roundings of 2^-9 in a row of values up to 3.
+            let difference = max_difference(&logits, &want["logits"]);
+            assert!(difference < 0.1, "{case}: {difference}");
+            let mean = loss.mean().unwrap();
+            assert!(max_difference(&mean, &want["loss"]) < 0.01, "{case}");
+            mean.backward();
+            for (name, mut parameter) in model.named_parameters() {
+                let (gradient, want) = (parameter.grad(), &want[&format!("grad.{name}")]);
+                assert_eq!(gradient.kind(), Kind::Float, "{case} {name}");
+                let relative = max_difference(&gradient, want) / max_magnitude(want);
+                assert!(relative < 0.1, "{case} {name}: {relative}");
+                parameter.zero_grad();
+            }
+        }
+    }
+}

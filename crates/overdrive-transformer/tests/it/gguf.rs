@@ -1,0 +1,184 @@
+//! Models from GGUF files against transformers with the same numbers.
+
+use std::path::PathBuf;
+
+use overdrive_lora::{AdapterHost, BaseWeight};
+use overdrive_quantization::{Activations, GgufFile, Scheme};
+use overdrive_safetensors::MappedFile;
+use overdrive_transformer::{
+    CausalLm, Error, ForwardInput, LlamaFamily, LoadOptions, ModelConfig, QuantizeOptions,
+    RopeScaling,
+};
+use tch::{Device, Kind, Tensor};
+
+fn fixture(name: &str) -> PathBuf {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fixtures/gguf")
+        .join(name);
+    assert!(path.exists(), "run tests/fixtures/gguf/gen_models.py");
+    path
+}
+
+fn expected(name: &str) -> (Tensor, Tensor) {
+    let file = MappedFile::open(fixture(&format!("{name}.safetensors"))).unwrap();
+    let tensor = |name| {
+        file.tensor(name)
+            .unwrap()
+            .copy_to_tensor(None, Device::Cpu)
+            .unwrap()
+    };
+    (tensor("input_ids"), tensor("logits"))
+}
+
+fn config(name: &str) -> ModelConfig {
+    let file = GgufFile::open(fixture(&format!("{name}.gguf"))).unwrap();
+    ModelConfig::from_gguf(&file).unwrap()
+}
+
+/// The largest difference of logits, relative to the largest logit.
+fn difference(model: &CausalLm, name: &str) -> f64 {
+    let (ids, logits) = expected(name);
+    let _no_grad = tch::no_grad_guard();
+    let found = model.forward(ForwardInput::new(&ids)).unwrap();
+    let largest = logits.abs().max().double_value(&[]);
+    (found - logits).abs().max().double_value(&[]) / largest
+}
+
+#[test]
+fn logits_of_every_architecture_equal_those_of_transformers() {
+    for name in ["qwen3", "gemma2"] {
+        let path = fixture(&format!("{name}.gguf"));
+        let model = CausalLm::from_gguf(path, &LoadOptions::default()).unwrap();
+        let difference = difference(&model, name);
+        assert!(difference < 1e-4, "{name}: {difference:.1e}");
+    }
+}
+
+#[test]
+fn packed_models_compute_with_the_numbers_of_their_file() {
+    for name in ["llama", "qwen2", "gemma3"] {
+        let path = fixture(&format!("{name}.gguf"));
+        let mut model = CausalLm::from_gguf(path, &LoadOptions::default()).unwrap();
+        exactly(&mut model);
+        // Norms and biases are all that is dense.
+        let dense = model.named_parameters();
+        assert!(dense.iter().all(|(_, tensor)| tensor.dim() == 1), "{name}");
+        let difference = difference(&model, name);
+        assert!(difference < 1e-4, "{name}: {difference:.1e}");
+    }
+}
+
+/// Products for a few rows may round activations to 8 bits: not here.
+fn exactly(model: &mut CausalLm) {
+    let visited = model.visit_linears(&mut |_, map| {
+        if let BaseWeight::Quantized(weight) = map.base() {
+            let weight = weight.shallow_clone().with_activations(Activations::Float);
+            map.replace_base(BaseWeight::Quantized(weight.unwrap()));
+        }
+        Ok(())
+    });
+    visited.unwrap();
+}
+
+#[test]
+fn metadata_become_the_configuration() {
+    let ModelConfig::Llama(llama) = config("llama") else {
+        panic!("a Llama");
+    };
+    assert_eq!(llama.family, LlamaFamily::Llama);
+    assert_eq!((llama.vocab_size, llama.hidden_size), (96, 64));
+    assert_eq!(
+        (
+            llama.num_attention_heads,
+            llama.kv_heads(),
+            llama.head_dim()
+        ),
+        (4, 2, 16)
+    );
+    assert_eq!(
+        (llama.bos_token_id, &*llama.eos_token_id),
+        (Some(1), &[2][..])
+    );
+    assert!(!llama.tie_word_embeddings);
+    assert!((llama.rms_norm_eps - 1e-5).abs() < 1e-10);
+    assert_eq!(
+        llama.rope_scaling,
+        RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings: 8192
+        }
+    );
+    let ModelConfig::Llama(qwen) = config("qwen2") else {
+        panic!("a Qwen");
+    };
+    assert_eq!(qwen.family, LlamaFamily::Qwen2);
+    assert!(qwen.tie_word_embeddings);
+    let RopeScaling::Yarn(yarn) = &qwen.rope_scaling else {
+        panic!("{:?}", qwen.rope_scaling);
+    };
+    assert_eq!(
+        (yarn.factor, yarn.original_max_position_embeddings),
+        (4.0, 16)
+    );
+    let ModelConfig::Llama(gemma) = config("gemma2") else {
+        panic!("a Gemma");
+    };
+    assert_eq!(
+        (gemma.attn_logit_softcapping, gemma.final_logit_softcapping),
+        (Some(20.0), Some(10.0))
+    );
+    assert_eq!(
+        (gemma.sliding_window, gemma.query_pre_attn_scalar),
+        (Some(8), 16.0)
+    );
+}
+
+#[test]
+fn a_file_can_be_quantized_anew_and_in_another_kind() {
+    let options = LoadOptions {
+        kind: Some(Kind::BFloat16),
+        quantization: Some(QuantizeOptions::new(Scheme::Int8WeightOnly)),
+        ..LoadOptions::default()
+    };
+    let model = CausalLm::from_gguf(fixture("gemma2.gguf"), &options).unwrap();
+    assert_eq!(model.kind(), Kind::BFloat16);
+    let difference = difference(&model, "gemma2");
+    assert!(difference < 0.05, "{difference}");
+}
+
+#[test]
+fn what_a_file_lacks_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let bytes = std::fs::read(fixture("llama.gguf")).unwrap();
+    let replaced = |from: &str, to: &str| {
+        let place = bytes
+            .windows(from.len())
+            .position(|part| part == from.as_bytes())
+            .unwrap();
+        let mut bytes = bytes.clone();
+        bytes[place..place + to.len()].copy_from_slice(to.as_bytes());
+        std::fs::write(&path, bytes).unwrap();
+        CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap_err()
+    };
+    let error = replaced("blk.1.attn_v.weight", "blk.1.attn_x.weight");
+    let Error::Checkpoint { problems, .. } = &error else {
+        panic!("{error}");
+    };
+    assert_eq!(problems.missing, ["blk.1.attn_v.weight"]);
+    assert_eq!(problems.unexpected, ["blk.1.attn_x.weight"]);
+    let error = replaced("llama.block_count", "llama.block_xount");
+    assert_eq!(
+        error.to_string(),
+        "config key `llama.block_count` is missing: expected a positive integer"
+    );
+    // The architecture's name is the first text of that length.
+    let error = replaced("llama", "lamma").to_string();
+    assert_eq!(
+        error,
+        "config key `general.architecture` is \"lamma\", which is not supported; supported: llama, qwen2, \
+         qwen3, gemma2, gemma3"
+    );
+}

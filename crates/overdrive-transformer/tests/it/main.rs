@@ -1,0 +1,14 @@
+//! Models: against transformers, loading formats, adapters, caches.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod adapters_peft;
+mod autocast;
+mod checkpoint;
+mod common;
+mod gguf;
+mod long_positions;
+mod model;
+mod packed;
+mod paged;
+mod parity;
+mod quantized;

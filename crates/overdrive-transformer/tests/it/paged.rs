@@ -1,0 +1,191 @@
+//! Many texts of different lengths in one row, over a paged cache: each equals its own run without one.
+
+use crate::common::{CASES, load, max_difference};
+use overdrive_kv_cache::{Error, PagedCache, PagedCacheConfig, SequenceId};
+use overdrive_transformer::{CausalLm, ForwardInput, Logits, ModelConfig};
+use tch::Tensor;
+
+/// Ids that all fixtures know, the same for each `seed`.
+fn ids(count: usize, seed: i64) -> Vec<i64> {
+    (0..count as i64)
+        .map(|at| (at * 37 + at * at * 11 + seed * 53 + 5) % 120)
+        .collect()
+}
+
+fn cache(model: &CausalLm, blocks: usize) -> PagedCache {
+    let (kv_heads, head_dim) = match model.config() {
+        ModelConfig::Llama(config) => (config.kv_heads(), config.head_dim()),
+        ModelConfig::Gpt2(config) => (config.n_head, config.n_embd / config.n_head),
+        other => panic!("{other:?}"),
+    };
+    PagedCache::new(PagedCacheConfig {
+        layers: model.num_layers(),
+        kv_heads,
+        head_dim,
+        block_size: 4,
+        num_blocks: blocks,
+        ..PagedCacheConfig::default()
+    })
+    .unwrap()
+}
+
+/// The logits after each of these texts, `(texts, V)`, in one step.
+fn step(model: &CausalLm, cache: &mut PagedCache, parts: &[(SequenceId, &[i64])]) -> Tensor {
+    let mut batch = cache.batch(parts).unwrap();
+    let (ids, positions) = (batch.input_ids().unwrap(), batch.position_ids().unwrap());
+    let places = Tensor::from_slice(&batch.last_places());
+    let input = ForwardInput::new(&ids)
+        .with_position_ids(&positions)
+        .with_logits(Logits::At(&places))
+        .with_cache(&mut batch);
+    let logits = tch::no_grad(|| model.forward(input)).unwrap();
+    batch.commit().unwrap();
+    logits.squeeze_dim(0)
+}
+
+fn uncached(model: &CausalLm, text: &[i64]) -> Tensor {
+    let ids = Tensor::from_slice(text).unsqueeze(0);
+    let input = ForwardInput::new(&ids).with_logits(Logits::Last);
+    tch::no_grad(|| model.forward(input)).unwrap().reshape([-1])
+}
+
+fn most_likely(logits: &Tensor) -> i64 {
+    logits.argmax(-1, false).int64_value(&[])
+}
+
+/// Their rotation depends on how long the longest text is at the moment, so that keys of a cache, of
+/// whatever kind, are not those of a run without one.
+const LENGTH_DEPENDENT: [&str; 2] = ["llama_dynamic_rope", "llama_longrope"];
+
+/// A text on its way: `fed` of its tokens are in the cache.
+struct Running {
+    id: SequenceId,
+    text: Vec<i64>,
+    fed: usize,
+}
+
+/// Texts join one after another, prompts go in by chunks while others decode, all in the same row.
+#[test]
+fn texts_in_one_row_equal_each_text_alone_token_for_token() {
+    const NEW: usize = 10;
+    let cases = CASES.into_iter();
+    for case in cases.filter(|case| !LENGTH_DEPENDENT.contains(case)) {
+        let model = load(case);
+        let mut cache = cache(&model, 64);
+        // The last begins like the first, whose blocks are there by then.
+        let mut last = ids(13, 0);
+        last.extend(ids(3, 9));
+        let prompts = [ids(13, 0), ids(1, 1), ids(22, 2), ids(6, 3), last];
+        let mut running: Vec<Running> = Vec::new();
+        let mut waiting = prompts.iter();
+        let mut chunk = (3..7).cycle();
+        loop {
+            if let Some(prompt) = waiting.next() {
+                let (id, fed) = cache.add(prompt).unwrap();
+                running.push(Running {
+                    id,
+                    text: prompt.clone(),
+                    fed,
+                });
+            }
+            let mut parts = Vec::new();
+            for (place, text) in running.iter().enumerate() {
+                if text.text.len() < prompts[place].len() + NEW {
+                    let rest = &text.text[text.fed..];
+                    let most = chunk.next().unwrap();
+                    parts.push((place, rest[..rest.len().min(most)].to_vec()));
+                }
+            }
+            if parts.is_empty() {
+                break;
+            }
+            let named: Vec<(SequenceId, &[i64])> = parts
+                .iter()
+                .map(|(place, tokens)| (running[*place].id, tokens.as_slice()))
+                .collect();
+            let logits = step(&model, &mut cache, &named);
+            cache.audit().unwrap();
+            for (row, (place, tokens)) in (0..).zip(&parts) {
+                let text = &mut running[*place];
+                text.fed += tokens.len();
+                if text.fed == text.text.len() {
+                    let (got, want) = (logits.get(row), uncached(&model, &text.text));
+                    let off = max_difference(&got, &want);
+                    assert!(off < 2e-4, "{case}, text {place}: logits off by {off}");
+                    assert_eq!(
+                        most_likely(&got),
+                        most_likely(&want),
+                        "{case}, text {place}"
+                    );
+                    text.text.push(most_likely(&got));
+                }
+            }
+        }
+        assert_eq!(cache.statistics().hits, 12, "{case}: three blocks of four");
+        for text in running {
+            cache.release(text.id).unwrap();
+        }
+        assert_eq!(cache.used_blocks(), 0);
+    }
+}
+
+/// Parallel samples: forks share the prompt, and each goes its own way.
+#[test]
+fn forks_and_cut_texts_equal_texts_that_were_never_shared() {
+    let model = load("llama_gqa");
+    let mut cache = cache(&model, 64);
+    let prompt = ids(10, 4);
+    let (first, _) = cache.add(&prompt).unwrap();
+    let _ = step(&model, &mut cache, &[(first, &prompt)]);
+    let forks = [
+        first,
+        cache.fork(first).unwrap(),
+        cache.fork(first).unwrap(),
+    ];
+    assert_eq!(cache.used_blocks(), 3);
+    let tails = [ids(5, 5), ids(5, 6), ids(5, 7)];
+    let parts: Vec<(SequenceId, &[i64])> = forks
+        .into_iter()
+        .zip(&tails)
+        .map(|(id, tail)| (id, tail.as_slice()))
+        .collect();
+    let logits = step(&model, &mut cache, &parts);
+    let expect = |got: Tensor, text: &[&[i64]]| {
+        let off = max_difference(&got, &uncached(&model, &text.concat()));
+        assert!(off < 2e-4, "off by {off}");
+    };
+    for (row, tail) in (0..).zip(&tails) {
+        expect(logits.get(row), &[&prompt, tail]);
+    }
+    // Speculation: the last three tokens were wrong.
+    cache.truncate(forks[1], 12).unwrap();
+    let logits = step(&model, &mut cache, &[(forks[1], &[1, 2]), (forks[0], &[3])]);
+    expect(logits.get(0), &[&prompt, &tails[1][..2], &[1, 2]]);
+    expect(logits.get(1), &[&prompt, &tails[0], &[3]]);
+    cache.audit().unwrap();
+}
+
+#[test]
+fn a_step_that_failed_has_not_happened() {
+    let model = load("llama_gqa");
+    let mut cache = cache(&model, 8);
+    let prompt = ids(9, 1);
+    let (id, _) = cache.add(&prompt).unwrap();
+    let _ = step(&model, &mut cache, &[(id, &prompt)]);
+
+    // A token that the model does not know.
+    let mut batch = cache.batch(&[(id, &[1_000_000])]).unwrap();
+    let (ids, positions) = (batch.input_ids().unwrap(), batch.position_ids().unwrap());
+    let input = ForwardInput::new(&ids)
+        .with_position_ids(&positions)
+        .with_cache(&mut batch);
+    assert!(tch::no_grad(|| model.forward(input)).is_err());
+    let refused = batch.commit().unwrap_err();
+    assert!(matches!(refused, Error::StepNotRun { layer: 0 }));
+
+    cache.audit().unwrap();
+    assert_eq!((cache.len(id).unwrap(), cache.used_blocks()), (9, 3));
+    let logits = step(&model, &mut cache, &[(id, &[7])]);
+    let text = [prompt, vec![7]].concat();
+    assert!(max_difference(&logits.get(0), &uncached(&model, &text)) < 2e-4);
+}

@@ -1,0 +1,371 @@
+//! Models with quantized weights.
+
+use overdrive_lora::AdapterHost;
+use overdrive_quantization::{CheckpointOptions, Scheme, quantize_checkpoint};
+use overdrive_transformer::{
+    CausalLm, ForwardInput, Gpt2Config, InitOptions, LabelShift, LlamaConfig, LoadOptions,
+    ModelConfig, QuantizeOptions,
+};
+use tch::{Device, Kind, Tensor};
+
+fn llama(tied: bool) -> ModelConfig {
+    LlamaConfig {
+        vocab_size: 128,
+        hidden_size: 64,
+        intermediate_size: 128,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: Some(2),
+        tie_word_embeddings: tied,
+        ..LlamaConfig::default()
+    }
+    .into()
+}
+
+fn gpt2() -> ModelConfig {
+    Gpt2Config {
+        vocab_size: 128,
+        n_embd: 64,
+        n_layer: 2,
+        n_head: 4,
+        n_positions: 64,
+        ..Gpt2Config::default()
+    }
+    .into()
+}
+
+fn models() -> Vec<(&'static str, ModelConfig)> {
+    vec![
+        ("llama", llama(false)),
+        ("tied llama", llama(true)),
+        ("gpt2", gpt2()),
+    ]
+}
+
+fn schemes() -> Vec<Scheme> {
+    ["int8", "int8-weight", "int4-g32", "nf4", "fp4", "fp8"]
+        .map(|name| name.parse().unwrap())
+        .to_vec()
+}
+
+fn logits(model: &CausalLm) -> Tensor {
+    let ids = Tensor::from_slice(&[3i64, 99, 7, 42, 42, 0, 127, 5]).view([2, 4]);
+    tch::no_grad(|| model.forward(ForwardInput::new(&ids)).unwrap())
+}
+
+/// Root mean square of the difference over that of `whole`.
+fn relative(part: &Tensor, whole: &Tensor) -> f64 {
+    let rms = |t: &Tensor| t.square().mean(Kind::Double).double_value(&[]).sqrt();
+    rms(&(part - whole)) / rms(whole)
+}
+
+#[test]
+fn logits_stay_near_those_of_the_dense_model() {
+    for (name, config) in models() {
+        let dense = CausalLm::new(&config, &InitOptions::default()).unwrap();
+        let wanted = logits(&dense);
+        for scheme in schemes() {
+            let mut model = CausalLm::new(&config, &InitOptions::default()).unwrap();
+            let options = QuantizeOptions::new(scheme).with_head(scheme);
+            model.quantize(&options).unwrap();
+            let error = relative(&logits(&model), &wanted);
+            let bound = match scheme {
+                Scheme::Int8Dynamic | Scheme::Int8WeightOnly => 0.03,
+                Scheme::Fp8 => 0.08,
+                _ => 0.35,
+            };
+            assert!(error > 0.0 && error < bound, "{name} {scheme}: {error}");
+        }
+    }
+}
+
+#[test]
+fn quantized_weights_leave_the_list_of_dense_parameters() {
+    let mut model = CausalLm::new(&llama(true), &InitOptions::default()).unwrap();
+    let (all, numbers) = (model.named_parameters().len(), model.num_parameters());
+    model
+        .quantize(&QuantizeOptions::new(Scheme::Int8Dynamic))
+        .unwrap();
+    assert_eq!(model.named_parameters().len(), all - 2 * 7);
+    assert_eq!(model.num_parameters(), numbers);
+    let packed = 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128);
+    let scales = 2 * 4 * (64 + 2 * 32 + 64 + 2 * 128 + 64);
+    let dense = 4 * (128 * 64 + 5 * 64);
+    assert_eq!(model.memory_footprint(), packed + scales + dense);
+    assert!(
+        model
+            .named_parameters()
+            .iter()
+            .all(|(name, _)| !name.contains("_proj"))
+    );
+
+    // Tied, the head takes the embedding with it.
+    let options = QuantizeOptions::new(Scheme::Int8Dynamic).with_head(Scheme::Int8Dynamic);
+    model.quantize(&options).unwrap();
+    let names: Vec<_> = model.named_parameters();
+    assert!(names.iter().all(|(name, _)| name.contains("norm")));
+    assert_eq!(model.kind(), Kind::Float);
+    assert_eq!(model.device(), Device::Cpu);
+}
+
+#[test]
+fn modules_that_are_skipped_stay_dense() {
+    let mut model = CausalLm::new(&llama(false), &InitOptions::default()).unwrap();
+    let options = QuantizeOptions::new(Scheme::Int8Dynamic)
+        .with_skip_modules(&["down_proj", "model.layers.0.self_attn.q_proj"]);
+    model.quantize(&options).unwrap();
+    let kept: Vec<String> = model
+        .named_parameters()
+        .into_iter()
+        .map(|(name, _)| name)
+        .filter(|name| name.contains("_proj"))
+        .collect();
+    let expected = [
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+    ];
+    assert_eq!(kept, expected);
+}
+
+#[test]
+fn quantizing_while_loading_equals_quantizing_what_was_loaded() {
+    for (name, config) in models() {
+        let dir = tempfile::tempdir().unwrap();
+        let model = CausalLm::new(&config, &InitOptions::default()).unwrap();
+        model
+            .save_pretrained(dir.path(), &Default::default())
+            .unwrap();
+        for scheme in schemes() {
+            let quantize = QuantizeOptions::new(scheme).with_head(scheme);
+            let options = LoadOptions {
+                quantization: Some(quantize.clone()),
+                ..LoadOptions::default()
+            };
+            let streamed = CausalLm::from_pretrained(dir.path(), &options).unwrap();
+            let mut loaded =
+                CausalLm::from_pretrained(dir.path(), &LoadOptions::default()).unwrap();
+            loaded.quantize(&quantize).unwrap();
+            assert_eq!(logits(&streamed), logits(&loaded), "{name} {scheme}");
+        }
+    }
+}
+
+#[test]
+fn a_loss_is_differentiated_through_frozen_quantized_maps() {
+    for scheme in schemes() {
+        let mut model = CausalLm::new(&llama(true), &InitOptions::default()).unwrap();
+        model
+            .quantize(&QuantizeOptions::new(scheme).with_head(scheme))
+            .unwrap();
+        model.set_requires_grad(true).unwrap();
+        let ids = Tensor::from_slice(&[3i64, 99, 7, 42]).view([1, 4]);
+        let loss = model.loss(&ids, &ids, LabelShift::HuggingFace).unwrap();
+        loss.mean().unwrap().backward();
+        for (name, parameter) in model.named_parameters() {
+            let gradient = parameter.grad();
+            assert!(gradient.defined(), "{scheme}: {name}");
+            assert!(
+                gradient.abs().max().double_value(&[]) > 0.0,
+                "{scheme}: {name}"
+            );
+        }
+    }
+}
+
+#[test]
+fn linear_maps_are_visited_by_their_names() {
+    let mut model = CausalLm::new(&llama(true), &InitOptions::default()).unwrap();
+    let mut names = Vec::new();
+    model
+        .visit_linears(&mut |name, map| {
+            names.push(format!("{name} {:?}", map.base().size()));
+            Ok(())
+        })
+        .unwrap();
+    assert_eq!(names.len(), 2 * 7 + 1);
+    assert_eq!(names[1], "model.layers.0.self_attn.k_proj [32, 64]");
+    assert_eq!(names[14], "lm_head [128, 64]");
+}
+
+#[test]
+fn a_quantized_model_is_written_and_read_without_a_change() {
+    for (name, config) in models() {
+        for scheme in schemes() {
+            let mut model = CausalLm::new(&config, &InitOptions::default()).unwrap();
+            model.quantize(&QuantizeOptions::new(scheme)).unwrap();
+            let dir = tempfile::tempdir().unwrap();
+            model
+                .save_pretrained(dir.path(), &Default::default())
+                .unwrap();
+            let again = CausalLm::from_pretrained(dir.path(), &Default::default()).unwrap();
+            // Some layouts keep scales in 16 bits.
+            let error = relative(&logits(&again), &logits(&model));
+            let bound = match scheme {
+                Scheme::Nf4(_) | Scheme::Fp4(_) => 0.0,
+                _ => 5e-3,
+            };
+            assert!(error <= bound, "{name} {scheme}: {error}");
+
+            // From then on nothing moves.
+            let copy = tempfile::tempdir().unwrap();
+            again
+                .save_pretrained(copy.path(), &Default::default())
+                .unwrap();
+            let third = CausalLm::from_pretrained(copy.path(), &Default::default()).unwrap();
+            assert_eq!(logits(&third), logits(&again), "{name} {scheme}");
+            assert_eq!(third.memory_footprint(), again.memory_footprint());
+        }
+    }
+}
+
+#[test]
+fn a_folder_made_tensor_by_tensor_loads_as_the_model_quantized_in_memory() {
+    for (name, config) in models() {
+        let folder = tempfile::tempdir().unwrap();
+        let (dense, packed) = (folder.path().join("dense"), folder.path());
+        let model = CausalLm::new(&config, &InitOptions::default()).unwrap();
+        model.save_pretrained(&dense, &Default::default()).unwrap();
+        for scheme in schemes() {
+            let out = packed.join(scheme.to_string());
+            quantize_checkpoint(&dense, &out, scheme, &CheckpointOptions::default()).unwrap();
+            let streamed = CausalLm::from_pretrained(&out, &Default::default()).unwrap();
+            let mut model = CausalLm::new(&config, &InitOptions::default()).unwrap();
+            model.quantize(&QuantizeOptions::new(scheme)).unwrap();
+            let error = relative(&logits(&streamed), &logits(&model));
+            assert!(error < 5e-3, "{name} {scheme}: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_tied_table_is_quantized_in_files_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let (dense, packed) = (folder.path().join("dense"), folder.path().join("packed"));
+    let model = CausalLm::new(&llama(true), &InitOptions::default()).unwrap();
+    model.save_pretrained(&dense, &Default::default()).unwrap();
+    let scheme: Scheme = "nf4".parse().unwrap();
+    let mut options = CheckpointOptions::default();
+    options.head = Some(scheme);
+    quantize_checkpoint(&dense, &packed, scheme, &options).unwrap();
+    let streamed = CausalLm::from_pretrained(&packed, &Default::default()).unwrap();
+    let mut model = model;
+    model
+        .quantize(&QuantizeOptions::new(scheme).with_head(scheme))
+        .unwrap();
+    assert_eq!(logits(&streamed), logits(&model));
+    assert_eq!(streamed.memory_footprint(), model.memory_footprint());
+}
+
+#[test]
+fn what_is_quantized_becomes_dense_again() {
+    for (name, config) in models() {
+        let mut model = CausalLm::new(&config, &InitOptions::default()).unwrap();
+        let names = |model: &CausalLm| -> Vec<String> {
+            let parameters = model.named_parameters().into_iter();
+            parameters.map(|(name, _)| name).collect()
+        };
+        let before = names(&model);
+        let scheme: Scheme = "nf4".parse().unwrap();
+        model
+            .quantize(&QuantizeOptions::new(scheme).with_head(scheme))
+            .unwrap();
+        let wanted = logits(&model);
+        model.dequantize().unwrap();
+        assert_eq!(names(&model), before, "{name}");
+        // The packed product rounds activations to 8 bits.
+        assert!(relative(&logits(&model), &wanted) < 0.03, "{name}");
+        let dir = tempfile::tempdir().unwrap();
+        model
+            .save_pretrained(dir.path(), &Default::default())
+            .unwrap();
+        let again = CausalLm::from_pretrained(dir.path(), &Default::default()).unwrap();
+        assert_eq!(logits(&again), logits(&model), "{name}");
+    }
+}
+
+#[test]
+fn what_cannot_be_is_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut model = CausalLm::new(&llama(false), &InitOptions::default()).unwrap();
+    let (int8, nf4): (Scheme, Scheme) = ("int8".parse().unwrap(), "nf4".parse().unwrap());
+    model
+        .quantize(&QuantizeOptions::new(nf4).with_head(int8))
+        .unwrap();
+    let error = model.save_pretrained(dir.path().join("two"), &Default::default());
+    assert_eq!(
+        error.unwrap_err().to_string(),
+        "config key `quantization_config` is weights of several schemes (int8, nf4), which is not \
+         supported; supported: one scheme a folder, or `CausalLm::dequantize` before"
+    );
+
+    let mut model = CausalLm::new(&llama(false), &InitOptions::default()).unwrap();
+    model.quantize(&QuantizeOptions::new(nf4)).unwrap();
+    let folder = dir.path().join("nf4");
+    model.save_pretrained(&folder, &Default::default()).unwrap();
+    let options = LoadOptions {
+        quantization: Some(QuantizeOptions::new(int8)),
+        ..LoadOptions::default()
+    };
+    let error = CausalLm::from_pretrained(&folder, &options).unwrap_err();
+    assert!(
+        error.to_string().contains("the checkpoint is quantized"),
+        "{error}"
+    );
+
+    let path = folder.join("config.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace("bitsandbytes", "quanto")).unwrap();
+    let error = CausalLm::from_pretrained(&folder, &Default::default()).unwrap_err();
+    assert!(error.to_string().contains("`quanto`"), "{error}");
+}
+
+/// The table is not the head's: each becomes dense as it is.
+#[test]
+fn a_table_and_a_head_of_their_own_become_dense_apart() {
+    let dir = tempfile::tempdir().unwrap();
+    for tied in [false, true] {
+        let dense = CausalLm::new(&llama(tied), &InitOptions::default()).unwrap();
+        let scheme: Scheme = "int8-weight".parse().unwrap();
+        let mut options = CheckpointOptions::default();
+        options.embedding = Some(scheme);
+        options.head = Some(scheme);
+        let folder = |part: &str| dir.path().join(format!("{part}-{tied}"));
+        dense
+            .save_pretrained(folder("dense"), &Default::default())
+            .unwrap();
+        quantize_checkpoint(folder("dense"), folder("packed"), scheme, &options).unwrap();
+        let mut model =
+            CausalLm::from_pretrained(folder("packed"), &LoadOptions::default()).unwrap();
+        // What is merged into the head stays out of the table.
+        let lora = overdrive_lora::LoraConfig {
+            r: 4,
+            target_modules: Some(overdrive_lora::TargetModules::names(["lm_head"])),
+            init_lora_weights: overdrive_lora::InitLoraWeights::Random,
+            ..Default::default()
+        };
+        overdrive_lora::add_adapter(&mut model, "taught", &lora, &Default::default()).unwrap();
+        let table = model.quantized_embedding().unwrap().dequantize(Kind::Float);
+        overdrive_lora::merge_and_unload(&mut model, &Default::default()).unwrap();
+        let before = logits(&model);
+        let saved = |model: &CausalLm, part: &str| {
+            let folder = folder(part);
+            model.save_pretrained(&folder, &Default::default()).unwrap();
+            let again = CausalLm::from_pretrained(&folder, &Default::default()).unwrap();
+            assert_eq!(again.memory_footprint(), model.memory_footprint());
+            logits(&again)
+        };
+        assert_eq!(saved(&model, "merged"), before, "tied: {tied}");
+        model.dequantize().unwrap();
+        assert!(model.quantized_embedding().is_none());
+        assert!(!model.config().tie_word_embeddings());
+        let after = logits(&model);
+        assert!(after.allclose(&before, 1e-4, 1e-4, false), "tied: {tied}");
+        assert_eq!(saved(&model, "again"), after, "tied: {tied}");
+        let parameters = model.named_parameters();
+        let found = parameters
+            .iter()
+            .find(|(name, _)| name == "model.embed_tokens.weight");
+        assert!(found.unwrap().1.equal(&table.unwrap()), "tied: {tied}");
+    }
+}
