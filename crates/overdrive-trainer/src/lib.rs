@@ -5,8 +5,8 @@
 //! with a model what TRL's `SFTTrainer` is:
 //!
 //! - [`TrainingArguments`] is the configuration, [`Preset`]s are ones that work as they stand;
-//! - [`TrainArgs`] are the flags, [`Layers`] puts flags over a JSON, YAML or TOML file over a preset
-//!   and names every wrong key, type and choice with the nearest right one;
+//! - [`TrainArgs`] and [`FinetuneArgs`] are the flags, [`Layers`] puts flags over a JSON, YAML or TOML file
+//!   over a preset and names every wrong key, type and choice with the nearest right one;
 //! - [`TrainingPlan`] is what that comes to in whole steps;
 //! - [`TextData`] is the text of files of any kind, tokenized and split, [`BatchLoader`] its batches,
 //!   prepared by threads; [`evaluate`] the loss on the part held back;
@@ -61,10 +61,9 @@ mod error;
 mod evaluate;
 mod execution_arguments;
 mod finetune;
-mod foreign_keys;
-mod guide_keys;
 mod interrupt;
 mod joint_step;
+mod keys;
 mod layers;
 mod measures;
 mod model_arguments;
@@ -81,7 +80,6 @@ mod setup;
 mod text_data;
 mod text_records;
 mod text_source;
-mod train_args;
 mod train_batch;
 mod training_arguments;
 mod training_loop;
@@ -96,12 +94,13 @@ pub use error::{Error, Result};
 pub use evaluate::{evaluate, evaluate_in};
 pub use execution_arguments::GradientCheckpointingArguments;
 pub use finetune::{
-    Comparison, ComputeDtype, FinetuneArgs, FinetuneArguments, FinetuneLayers, FinetuneModel,
+    Comparison, ComputeDtype, FinetuneArguments, FinetuneModel,
     FinetuneResults, InstructionData, Method, Quant4Type, TargetModulesArgument, TemplateFormat,
     TrainingMemory, compare, finetune, finetune_in,
 };
 pub use interrupt::Interrupt;
-pub use layers::Layers;
+pub use keys::ConfigArgs;
+pub use layers::{Configuration, Layers};
 pub use model_arguments::ModelArguments;
 pub use parallel::{DdpBackend, Part};
 pub use plan::TrainingPlan;
@@ -112,8 +111,13 @@ pub use samples::write_samples;
 pub use save_arguments::{ResumeFromCheckpoint, SaveStrategy};
 pub use saving::Saving;
 pub use text_data::TextData;
-pub use train_args::TrainArgs;
 pub use train_batch::{TextBatch, TrainBatch};
 pub use training_arguments::{IntervalStrategy, OptimizerName, ReportTo, TrainingArguments};
 pub use training_loop::TrainingLoop;
 pub use training_summary::{Evaluation, TrainingSummary};
+
+/// The flags of a training program: `--config` and one for each key of [`TrainingArguments`].
+pub type TrainArgs = ConfigArgs<TrainingArguments>;
+
+/// The flags of a fine-tuning program: `--config` and one for each key of [`FinetuneArguments`].
+pub type FinetuneArgs = ConfigArgs<FinetuneArguments>;

@@ -1,4 +1,4 @@
-//! What the keys about snapshots can say.
+//! The arguments about snapshots.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,8 @@ use overdrive_optim::{EarlyStopping, EarlyStoppingConfig};
 use overdrive_snapshot::{Best, SnapshotOptions};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::{Error, Evaluation, IntervalStrategy, Result, TrainingArguments};
+use crate::validate::invalid;
+use crate::{Evaluation, IntervalStrategy, Result, TrainingArguments};
 
 /// When a snapshot is saved: `SaveStrategy` of transformers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,13 +24,13 @@ pub enum SaveStrategy {
     Best,
 }
 
-/// Where a run goes on.
+/// The snapshot that a run resumes from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum ResumeFromCheckpoint {
-    /// True: after the newest whole snapshot of the run. False: nowhere, it is a new run.
+    /// True: the newest whole snapshot of the run. False: none, it is a new run.
     Latest(bool),
-    /// After the snapshot in this folder.
+    /// The snapshot in this folder.
     Folder(PathBuf),
 }
 
@@ -53,7 +54,7 @@ impl<'de> Deserialize<'de> for ResumeFromCheckpoint {
     }
 }
 
-/// A metric that one model can be better in than another.
+/// A metric by which models are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Metric {
     Loss,
@@ -70,18 +71,18 @@ impl Metric {
 }
 
 impl TrainingArguments {
-    /// What `metric_for_best_model` names.
+    /// Returns the metric that `metric_for_best_model` names.
     pub(crate) fn metric(&self) -> Result<Metric> {
         let name = self.metric_for_best_model.as_deref().unwrap_or("loss");
         match name.strip_prefix("eval_").unwrap_or(name) {
             "loss" => Ok(Metric::Loss),
             "bits_per_byte" => Ok(Metric::BitsPerByte),
-            _ => Err(Error::Invalid {
-                key: "metric_for_best_model",
-                given: format!("`{name}`"),
-                problem: "evaluations have `loss` and `bits_per_byte`".to_owned(),
-                way_out: "name one of them".to_owned(),
-            }),
+            _ => invalid(
+                "metric_for_best_model",
+                format!("`{name}`"),
+                "evaluations have `loss` and `bits_per_byte`",
+                "name one of them",
+            ),
         }
     }
 
@@ -92,7 +93,7 @@ impl TrainingArguments {
             || self.early_stopping_patience.is_some()
     }
 
-    /// How snapshots are kept.
+    /// Returns how snapshots are kept.
     pub(crate) fn snapshot_options(&self) -> SnapshotOptions {
         let best = match self.greater_is_better {
             Some(true) => Best::Highest,
@@ -105,7 +106,7 @@ impl TrainingArguments {
         }
     }
 
-    /// What finds the best evaluation, and ends the run when none is any more.
+    /// Returns what finds the best evaluation, and ends the run when there has been none for long enough.
     pub(crate) fn early_stopping(&self) -> Result<EarlyStopping> {
         Ok(EarlyStopping::new(EarlyStoppingConfig {
             early_stopping_patience: self.early_stopping_patience.unwrap_or(u32::MAX),
@@ -114,21 +115,9 @@ impl TrainingArguments {
         })?)
     }
 
+    /// Checks the keys about snapshots together.
     pub(crate) fn validate_saving(&self) -> Result<()> {
-        let invalid = |key, given: String, problem: String, way_out: &str| {
-            Err(Error::Invalid {
-                key,
-                given,
-                problem,
-                way_out: way_out.to_owned(),
-            })
-        };
         self.metric()?;
-        if self.save_total_limit == Some(0) {
-            let problem = "the newest snapshot is always kept".to_owned();
-            let way_out = "give 1 or more, or `save_strategy: \"no\"` for none";
-            return invalid("save_total_limit", "0".to_owned(), problem, way_out);
-        }
         if self.looks_for_best() && self.eval_strategy == IntervalStrategy::No {
             let (key, given) = if self.load_best_model_at_end {
                 ("load_best_model_at_end", "true".to_owned())
@@ -137,8 +126,7 @@ impl TrainingArguments {
             } else {
                 ("save_strategy", "best".to_owned())
             };
-            let problem =
-                "`eval_strategy` is `no`, and what is best shows in evaluations".to_owned();
+            let problem = "`eval_strategy` is `no`, and only evaluations find what is best";
             return invalid(
                 key,
                 given,
@@ -154,12 +142,7 @@ impl TrainingArguments {
             );
             let way_out =
                 "make `save_steps` a multiple of `eval_steps`, or write `save_strategy: best`";
-            return invalid(
-                "load_best_model_at_end",
-                "true".to_owned(),
-                problem,
-                way_out,
-            );
+            return invalid("load_best_model_at_end", true, problem, way_out);
         }
         match self.early_stopping_patience {
             Some(_) => self.early_stopping().map(drop),

@@ -134,6 +134,14 @@ impl TrainingArguments {
                 };
                 Box::new(Adafactor::new(groups, config)?)
             }
+            OptimizerName::Muon => {
+                return crate::validate::invalid(
+                    "optim",
+                    "`muon`",
+                    "this loop cannot train by it yet",
+                    "choose another optimizer",
+                );
+            }
             OptimizerName::Sgd => {
                 let config = SgdConfig {
                     learning_rate,
