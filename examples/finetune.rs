@@ -17,6 +17,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::Parser;
 use overdrive::distributed::ProcessGroup;
+use overdrive::optim::Ema;
 use overdrive::profiling::{MemoryUsage, Trackers};
 use overdrive::sys::memory;
 use overdrive::trainer::{
@@ -74,7 +75,10 @@ fn run(flags: &Flags) -> Result<bool> {
 }
 
 /// Trains by each method in turn, each from the model as it is stored, and writes nothing.
-pub(crate) fn compare(arguments: &FinetuneArguments, mut say: impl FnMut(&str)) -> Result<Comparison> {
+pub(crate) fn compare(
+    arguments: &FinetuneArguments,
+    mut say: impl FnMut(&str),
+) -> Result<Comparison> {
     let mut rows = Vec::new();
     for method in Method::ALL {
         say(&format!("{method}"));
@@ -95,6 +99,8 @@ pub(crate) struct Finetuned {
     pub(crate) memory: TrainingMemory,
     /// The share of tokens that were no padding, 0 to 1.
     pub(crate) fill: f64,
+    /// The average of the trainable parameters (`ema_decay`).
+    pub(crate) ema: Option<Ema>,
 }
 
 /// Fine-tunes by all processes of `group` together; `writes`: snapshots and metrics into the run's folder.
@@ -153,7 +159,7 @@ pub(crate) fn finetune(
         parameters: shared(&model.trainable),
         trackers: Trackers::new(),
     };
-    let (summary, _) = training.fit(&mut model.model, loader, &mut |model| {
+    let (summary, ema) = training.fit(&mut model.model, loader, &mut |model| {
         let loss = match data.validation_loader(&arguments, part)? {
             Some(batches) => evaluate(model, batches, precision, group)?,
             None => f64::NAN,
@@ -175,6 +181,7 @@ pub(crate) fn finetune(
         summary,
         memory,
         fill,
+        ema,
     })
 }
 
@@ -192,6 +199,7 @@ impl Finetuned {
             self.summary,
             self.memory,
             self.fill,
+            self.ema,
         )
     }
 }

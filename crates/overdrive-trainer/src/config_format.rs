@@ -1,4 +1,4 @@
-//! Configuration files in three formats.
+//! Configuration files in JSON, YAML and TOML.
 
 use std::fs;
 use std::path::Path;
@@ -19,7 +19,7 @@ pub enum ConfigFormat {
 }
 
 impl ConfigFormat {
-    /// The format that a file's name says.
+    /// Returns the format that a file's name says.
     ///
     /// # Errors
     /// [`Error::UnknownFormat`].
@@ -35,7 +35,7 @@ impl ConfigFormat {
         }
     }
 
-    /// The name as people write it.
+    /// Returns the name as people write it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Json => "JSON",
@@ -79,7 +79,7 @@ pub(crate) fn read(path: &Path) -> Result<Value> {
 }
 
 impl TrainingArguments {
-    /// The configuration as a file of this format would hold it.
+    /// Returns the configuration as the text of a file.
     ///
     /// # Errors
     /// [`Error::Unwritable`]: TOML has no whole numbers from 2⁶³ on, and no `null` to say that a key

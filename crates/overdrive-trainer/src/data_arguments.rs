@@ -1,22 +1,23 @@
-//! What the keys about data come to.
+//! The arguments about data: sequences, loading, packing.
 
 use overdrive_datasets::{DataLoaderOptions, PackPlan, RowLayout};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result, TrainingArguments};
+use crate::validate::invalid;
+use crate::{Result, TrainingArguments};
 
-/// What a training sequence is.
+/// The kind of a training sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SequenceMode {
-    /// `context_length` tokens from anywhere in the documents laid end to end: nanoGPT's way, which
-    /// needs no padding.
+    /// `context_length` tokens from anywhere in the documents laid end to end, as nanoGPT samples them; no
+    /// padding is needed.
     Windows,
     /// A document, cut off at `context_length`.
     Documents,
 }
 
-/// What a document of a text file is: `sample_by` of Hugging Face's `datasets`.
+/// The documents of a text file: `sample_by` of Hugging Face's `datasets`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SampleBy {
@@ -28,8 +29,8 @@ pub enum SampleBy {
 }
 
 impl TrainingArguments {
-    /// What a training sequence is: what `sequences` says, else documents where a key asks for what only
-    /// they can have.
+    /// Returns the kind of a training sequence: that of `sequences`, else documents where a key asks for what
+    /// only they can have.
     pub fn sequence_mode(&self) -> SequenceMode {
         self.sequences.unwrap_or(match self.asks_for_documents() {
             Some(_) => SequenceMode::Documents,
@@ -37,7 +38,7 @@ impl TrainingArguments {
         })
     }
 
-    /// The first key that means nothing to windows, with its value and what it would do.
+    /// Returns the first key that has no effect on windows, with its value and the reason.
     fn asks_for_documents(&self) -> Option<(&'static str, String, &'static str)> {
         let is_true = "true".to_owned();
         if self.packing {
@@ -54,68 +55,36 @@ impl TrainingArguments {
         }
     }
 
+    /// Checks the keys about data together.
     pub(crate) fn validate_loading(&self) -> Result<()> {
-        let invalid = |key, given: String, problem: &str, way_out: &str| {
-            Err(Error::Invalid {
-                key,
-                given,
-                problem: problem.to_owned(),
-                way_out: way_out.to_owned(),
-            })
-        };
         if self.sequences == Some(SequenceMode::Windows)
             && let Some((key, given, why)) = self.asks_for_documents()
         {
-            return invalid(
-                key,
-                given,
-                &format!("`sequences` is `windows`, and {why}"),
-                "drop it, or write `sequences: documents`",
-            );
+            let problem = format!("`sequences` is `windows`, and {why}");
+            let way_out = "drop it, or write `sequences: documents`";
+            return invalid(key, given, problem, way_out);
         }
         if self.packing && self.group_by_length {
             let problem = "packed rows are full whatever is in them";
-            return invalid(
-                "group_by_length",
-                "true".to_owned(),
-                problem,
-                "drop it, or `packing`",
-            );
-        }
-        if self.pad_to_multiple_of == 0 {
-            return invalid(
-                "pad_to_multiple_of",
-                "0".to_owned(),
-                "it must be at least 1",
-                "give 1 for no rounding",
-            );
+            return invalid("group_by_length", true, problem, "drop it, or `packing`");
         }
         if self.dataset_text_field.is_empty() {
-            return invalid(
-                "dataset_text_field",
-                "empty".to_owned(),
-                "it is the name of the column that holds the text",
-                "name one, with `--text-column NAME`",
-            );
+            let problem = "it is the name of the column that holds the text";
+            let way_out = "name one, with `--text-column NAME`";
+            return invalid("dataset_text_field", "empty", problem, way_out);
         }
         match self.dataloader_prefetch_factor {
-            Some(0) => invalid(
-                "dataloader_prefetch_factor",
-                "0".to_owned(),
-                "a worker is at least one batch ahead",
-                "give 1 or more, or leave it out for 2",
-            ),
             Some(factor) if self.dataloader_num_workers == 0 => invalid(
                 "dataloader_prefetch_factor",
-                factor.to_string(),
-                "`dataloader_num_workers` is 0, and nobody prepares batches ahead",
+                factor,
+                "`dataloader_num_workers` is 0, and no worker prepares batches ahead",
                 "drop it, or give `dataloader_num_workers` 1 or more",
             ),
             _ => Ok(()),
         }
     }
 
-    /// How a loader of batches of `batch_size` rows works.
+    /// Returns the options of a loader of batches of `batch_size` rows.
     pub(crate) fn loader_options(&self, batch_size: u64) -> DataLoaderOptions {
         let defaults = DataLoaderOptions::default();
         DataLoaderOptions {
@@ -130,7 +99,7 @@ impl TrainingArguments {
         }
     }
 
-    /// How rows lie in a batch to learn from.
+    /// Returns the layout of the rows of a training batch.
     pub(crate) fn row_layout(&self, pad_token: u32) -> RowLayout {
         if self.packing || self.padding_free {
             return RowLayout::EndToEnd;
@@ -141,7 +110,7 @@ impl TrainingArguments {
         }
     }
 
-    /// The rows to learn from that sequences of these lengths make.
+    /// Returns the training rows that sequences of these lengths make.
     pub(crate) fn pack_plan(&self, lengths: &[u32]) -> Result<PackPlan> {
         let capacity = usize::try_from(self.context_length).unwrap_or(usize::MAX);
         Ok(match self.packing {

@@ -1,13 +1,14 @@
-//! Serde's errors, said in the words of whoever wrote the file.
+//! Serde's errors in the words of the file: the key, what was given and what is expected.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use serde_path_to_error::{Path, Segment};
 
-use crate::{Error, Result, TrainingArguments, layers};
+use crate::keys::{self, Program};
+use crate::{Error, GradientCheckpointingArguments, Result};
 
-/// A list of keys longer than this helps nobody.
+/// A longer list of keys is left out of an error.
 const MOST_KEYS_LISTED: usize = 16;
 
 pub(crate) fn as_value(arguments: &impl Serialize) -> Result<Value> {
@@ -17,15 +18,19 @@ pub(crate) fn as_value(arguments: &impl Serialize) -> Result<Value> {
     })
 }
 
-/// Reads the arguments, with every error told by key.
-pub(crate) fn read_arguments<T: DeserializeOwned>(values: Value, origin: &str) -> Result<T> {
+/// Reads the arguments of `program`; every error names its key.
+pub(crate) fn read_arguments<T: DeserializeOwned>(
+    values: Value,
+    origin: &str,
+    program: Program,
+) -> Result<T> {
     serde_path_to_error::deserialize(&values).map_err(|error| {
         let path = error.path().clone();
-        diagnose(&values, &path, &error.inner().to_string(), origin)
+        diagnose(&values, &path, &error.inner().to_string(), origin, program)
     })
 }
 
-fn diagnose(values: &Value, path: &Path, message: &str, origin: &str) -> Error {
+fn diagnose(values: &Value, path: &Path, message: &str, origin: &str, program: Program) -> Error {
     let origin = origin.to_owned();
     let names = quoted(message);
     let (key, value) = follow(values, path);
@@ -36,7 +41,7 @@ fn diagnose(values: &Value, path: &Path, message: &str, origin: &str) -> Error {
             None if key == unknown => String::new(),
             _ => key,
         };
-        let hint = nearest_key(&parent, unknown, siblings);
+        let hint = nearest_key(&parent, unknown, siblings, program);
         return Error::UnknownKey {
             origin,
             key: joined(&parent, unknown),
@@ -67,7 +72,7 @@ fn diagnose(values: &Value, path: &Path, message: &str, origin: &str) -> Error {
     }
 }
 
-/// The dotted name of the place, and what stands there.
+/// The dotted name of a key, and its value.
 fn follow<'a>(values: &'a Value, path: &Path) -> (String, &'a Value) {
     let mut key = String::new();
     let mut value = values;
@@ -108,12 +113,23 @@ fn listed(names: &[&str]) -> String {
         .join(", ")
 }
 
-/// A hint about a key that is not known: the nearest one anywhere, best in the same place.
-fn nearest_key(parent: &str, unknown: &str, siblings: &[&str]) -> String {
-    if let Some(name) = nearest(unknown, siblings.iter().copied()) {
+/// The names in the choices of an [`Error::UnknownChoice`].
+pub(crate) fn choices_in(listed: &str) -> Vec<String> {
+    quoted(listed).into_iter().map(str::to_owned).collect()
+}
+
+/// A hint about an unknown key: the nearest one in the same section, else the nearest one anywhere.
+fn nearest_key(parent: &str, unknown: &str, siblings: &[&str], program: Program) -> String {
+    if !parent.is_empty()
+        && let Some(name) = nearest(unknown, siblings.iter().copied())
+    {
         return format!("; did you mean `{}`?", joined(parent, name));
     }
-    let everywhere = known_keys();
+    let mut everywhere: Vec<String> = keys::names(program).map(str::to_owned).collect();
+    if let Ok(Value::Object(inner)) = as_value(&GradientCheckpointingArguments::default()) {
+        let inner = inner.keys();
+        everywhere.extend(inner.map(|name| joined("gradient_checkpointing_kwargs", name)));
+    }
     let leaf = |key: &str| key.rsplit('.').next().unwrap_or_default().to_owned();
     let leaves: Vec<String> = everywhere.iter().map(|key| leaf(key)).collect();
     if let Some(name) = nearest(unknown, leaves.iter().map(String::as_str)) {
@@ -123,24 +139,10 @@ fn nearest_key(parent: &str, unknown: &str, siblings: &[&str]) -> String {
     if siblings.len() <= MOST_KEYS_LISTED {
         return format!("; the keys here are {}", listed(siblings));
     }
-    "; no known key is near it, see `--help` and Hugging Face's TrainingArguments".to_owned()
+    "; no known key is near it, `--help` lists all of them".to_owned()
 }
 
-/// Every key with its dotted name, and the further names of some.
-fn known_keys() -> Vec<String> {
-    let mut keys: Vec<String> = layers::aliases().map(str::to_owned).collect();
-    if let Ok(Value::Object(entries)) = as_value(&TrainingArguments::default()) {
-        for (key, value) in entries {
-            if let Value::Object(inner) = &value {
-                keys.extend(inner.keys().map(|name| joined(&key, name)));
-            }
-            keys.push(key);
-        }
-    }
-    keys
-}
-
-/// The candidate that a typing mistake makes of `name`, if one is near enough to be meant.
+/// Returns the candidate nearest to `name`, if `name` can be a typing mistake for it.
 pub(crate) fn nearest<'a>(
     name: &str,
     candidates: impl Iterator<Item = &'a str>,
@@ -154,7 +156,7 @@ pub(crate) fn nearest<'a>(
         .map(|(_, candidate)| candidate)
 }
 
-/// A value with its type, short enough for an error.
+/// Describes a value with its type, short enough for an error.
 pub(crate) fn describe(value: &Value) -> String {
     match value {
         Value::Null => "empty".to_owned(),
@@ -172,11 +174,11 @@ pub(crate) fn describe(value: &Value) -> String {
     }
 }
 
-/// Rust's names of types in words.
+/// Puts Rust's names of types into words.
 fn in_words(expected: &str) -> String {
     match expected {
         "f64" => "a number",
-        "u64" | "usize" => "a whole number from 0",
+        "u64" | "usize" | "u32" | "u8" => "a whole number from 0",
         "i64" => "a whole number",
         "a boolean" => "true or false",
         "a string" | "path string" => "a text",

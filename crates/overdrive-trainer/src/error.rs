@@ -109,8 +109,8 @@ pub enum Error {
         hint: String,
     },
 
-    /// A key or value of Hugging Face's that Overdrive cannot do.
-    #[error("{origin}: `{key}: {given}` is not supported by overdrive-trainer; {way_out}")]
+    /// A key whose effect Overdrive does not have, or only in the other program.
+    #[error("{origin}: `{key}: {given}` is not supported {by}; {way_out}")]
     Unsupported {
         /// The file.
         origin: String,
@@ -118,6 +118,8 @@ pub enum Error {
         key: String,
         /// What was given.
         given: String,
+        /// `by overdrive-trainer`, `in training from scratch` or `in fine-tuning`.
+        by: &'static str,
         /// What to do instead.
         way_out: String,
     },

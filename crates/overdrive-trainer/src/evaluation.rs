@@ -3,7 +3,8 @@
 use overdrive_profiling::StepMetrics;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result, TrainingArguments};
+use crate::validate::invalid;
+use crate::{Result, TrainingArguments};
 
 /// What an evaluation found.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
@@ -33,7 +34,7 @@ impl TrainingArguments {
     /// Returns the metric of an evaluation that `metric_for_best_model` names, where it was measured.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the key names no metric.
+    /// [`crate::Error::Invalid`] if the key names no metric.
     pub fn best_model_metric(&self, evaluation: &Evaluation) -> Result<Option<f64>> {
         Ok(match self.metric()? {
             Metric::Loss => Some(evaluation.loss),
@@ -47,12 +48,12 @@ impl TrainingArguments {
         match name.strip_prefix("eval_").unwrap_or(name) {
             "loss" => Ok(Metric::Loss),
             "bits_per_byte" => Ok(Metric::BitsPerByte),
-            _ => Err(Error::Invalid {
-                key: "metric_for_best_model",
-                given: format!("`{name}`"),
-                problem: "evaluations have `loss` and `bits_per_byte`".to_owned(),
-                way_out: "name one of them".to_owned(),
-            }),
+            _ => invalid(
+                "metric_for_best_model",
+                format!("`{name}`"),
+                "evaluations have `loss` and `bits_per_byte`",
+                "name one of them",
+            ),
         }
     }
 }

@@ -1,19 +1,50 @@
-//! Preset, file and flags on top of one another.
+//! A configuration out of layers: preset, file and flags on top of one another.
 
+use std::fmt;
 use std::path::Path;
 
 use serde_json::{Map, Value};
 
+use crate::keys::{self, Program, Source};
 use crate::{
-    Error, Preset, Result, TrainingArguments, config_format, diagnosis, foreign_keys, guide_keys,
+    Error, FinetuneArguments, Preset, Result, TrainingArguments, config_format, diagnosis,
 };
 
-/// A configuration in layers: a preset, on it a file, on it flags. Each layer changes only what it
-/// names.
+/// A configuration that is read from keys and flags: [`TrainingArguments`] or [`FinetuneArguments`].
+pub trait Configuration: sealed::Keyed {}
+
+impl Configuration for TrainingArguments {}
+impl Configuration for FinetuneArguments {}
+
+pub(crate) mod sealed {
+    use super::{Map, Program, Result, Value, fmt};
+
+    pub trait Keyed: Clone + Default + fmt::Debug + 'static {
+        const PROGRAM: Program;
+
+        /// The configuration below all layers, with the preset of this name.
+        fn base(preset: Option<&Value>) -> Self;
+
+        /// The keys and values of each preset, with its name.
+        fn defaults() -> Vec<(&'static str, Value)>;
+
+        /// All keys with their values, as a file has them.
+        fn values(&self) -> Result<Value>;
+
+        /// Reads keys and values; a key that is missing has its default.
+        fn read(values: Map<String, Value>, origin: &str) -> Result<Self>;
+
+        /// Checks the values, alone and together.
+        fn check(&self) -> Result<()>;
+    }
+}
+
+/// A configuration in layers: a preset, a file over it, flags over the file. Each layer changes only what
+/// it names.
 ///
-/// Some keys push out a key of the layers below that would otherwise win over them or contradict
-/// them, because whoever writes one means it: `num_train_epochs` pushes out `max_steps`,
-/// `warmup_ratio` pushes out `warmup_steps`, and of `bf16` and `fp16` the upper one stays.
+/// Some keys reset a key of the layers below that would otherwise win over them or contradict them:
+/// `num_train_epochs` resets `max_steps`, `warmup_ratio` resets `warmup_steps`, and of `bf16` and `fp16`
+/// the upper one stays.
 ///
 /// ```
 /// use overdrive_trainer::{Layers, Preset};
@@ -26,45 +57,42 @@ use crate::{
 /// assert_eq!(arguments.learning_rate, 1e-3);
 /// assert_eq!(arguments.model.num_hidden_layers, 4);
 /// assert_eq!(arguments.model.hidden_size, 256); // the preset's
+///
+/// // The keys of fine-tuning are those of TRL, PEFT and bitsandbytes beside them.
+/// std::fs::write(&file, "model: models/small\ndata: train.jsonl\nload_in_4bit: true\nlora_r: 8\n")?;
+/// let arguments = Layers::finetune().file(&file)?.resolve()?;
+/// assert_eq!((arguments.lora_r, arguments.load_in_4bit), (8, true));
+///
+/// std::fs::write(&file, "lora_rang: 8\n")?;
+/// let error = Layers::finetune().file(&file).unwrap_err().to_string();
+/// assert!(error.ends_with("unknown key `lora_rang`; did you mean `lora_rank`?"), "{error}");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone)]
-pub struct Layers {
-    arguments: TrainingArguments,
+pub struct Layers<A = TrainingArguments> {
+    arguments: A,
     notes: Vec<String>,
 }
 
-/// Keys that are known under further names: those of TRL, of older transformers, and our flags'.
-const ALIASES: [(&str, &str); 11] = [
-    ("max_seq_length", "context_length"),
-    ("max_length", "context_length"),
-    ("block_size", "context_length"),
-    ("evaluation_strategy", "eval_strategy"),
-    ("per_gpu_train_batch_size", "per_device_train_batch_size"),
-    ("per_gpu_eval_batch_size", "per_device_eval_batch_size"),
-    ("no_cuda", "use_cpu"),
-    ("text_column", "dataset_text_field"),
-    ("text_column_name", "dataset_text_field"),
-    ("text_field", "dataset_text_field"),
-    ("deduplicate", "remove_duplicates"),
-];
-
-/// A key that is set above nothing (`true`, or more than 0), and what it resets below it.
-const PUSHED_OUT: [(&str, &str); 7] = [
-    ("num_train_epochs", "max_steps"),
-    ("warmup_ratio", "warmup_steps"),
-    ("warmup_steps", "warmup_ratio"),
-    ("bf16", "fp16"),
-    ("fp16", "bf16"),
-    ("packing", "group_by_length"),
-    ("group_by_length", "packing"),
-];
-
-impl Layers {
-    /// The lowest layer.
+impl Layers<TrainingArguments> {
+    /// Begins with a preset of training.
     pub fn new(preset: Preset) -> Self {
+        Self::on(preset.arguments())
+    }
+}
+
+impl Layers<FinetuneArguments> {
+    /// Begins with the defaults of fine-tuning.
+    pub fn finetune() -> Self {
+        Self::on(FinetuneArguments::default())
+    }
+}
+
+impl<A: Configuration> Layers<A> {
+    /// Begins with a configuration.
+    pub fn on(arguments: A) -> Self {
         Self {
-            arguments: preset.arguments(),
+            arguments,
             notes: Vec::new(),
         }
     }
@@ -78,152 +106,148 @@ impl Layers {
     /// [`Error::GivenTwice`].
     pub fn file(self, path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        self.layer(config_format::read(path)?, &path.display().to_string())
+        self.add(
+            config_format::read(path)?,
+            &path.display().to_string(),
+            Some(path),
+        )
     }
 
-    /// Adds a layer of keys and values; `origin` names it in errors.
+    /// Adds keys and values; `origin` names them in errors.
     ///
     /// # Errors
     /// As [`Layers::file`].
-    pub fn layer(mut self, values: Value, origin: &str) -> Result<Self> {
+    pub fn layer(self, values: Value, origin: &str) -> Result<Self> {
+        self.add(values, origin, None)
+    }
+
+    fn add(mut self, values: Value, origin: &str, file: Option<&Path>) -> Result<Self> {
         let Value::Object(values) = values else {
-            return Err(Error::WrongType {
-                origin: origin.to_owned(),
-                key: "(the whole file)".to_owned(),
-                given: diagnosis::describe(&values),
-                expected: "keys with values".to_owned(),
-            });
+            return Err(wrong_shape("(the whole file)", &values, origin));
         };
-        let mut values = guide_keys::translate(values, origin, &mut self.notes)?;
-        rename_aliases(&mut values, origin)?;
-        take_sampling_strategy(&mut values, origin)?;
-        foreign_keys::refuse_or_drop(&mut values, origin)?;
-        let defaults = diagnosis::as_value(&TrainingArguments::default())?;
-        refuse_other_shapes(&values, &defaults, origin)?;
-        let mut merged = diagnosis::as_value(&self.arguments)?;
+        let source = Source {
+            origin,
+            file,
+            program: A::PROGRAM,
+        };
+        let values = keys::translate(values, source, &mut self.notes)?;
+        let defaults = A::default().values()?;
+        // Serde would take a list for a struct, value by value.
+        let other_shape = values.iter().find(|(key, value)| {
+            defaults[key.as_str()].is_object() && !value.is_object() && !value.is_null()
+        });
+        if let Some((key, value)) = other_shape {
+            return Err(wrong_shape(key, value, origin));
+        }
+        let mut merged = self.arguments.values()?;
         if let Value::Object(below) = &mut merged {
-            push_out(below, &values, &defaults);
+            keys::push_out(below, &values, &defaults);
         }
         merge(&mut merged, Value::Object(values), &defaults);
-        self.arguments = diagnosis::read_arguments(merged, origin)?;
+        if let Value::Object(merged) = merged {
+            self.arguments = A::read(merged, origin)?;
+        }
         Ok(self)
     }
 
-    /// On a configuration that there is already.
-    pub(crate) fn on(arguments: TrainingArguments) -> Self {
-        Self {
-            arguments,
-            notes: Vec::new(),
-        }
-    }
-
-    /// What keys in other spellings than Hugging Face's were taken for, a line each.
+    /// Returns a line for each key that was written in another spelling than ours.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// The configuration so far, not validated.
-    pub fn arguments(&self) -> &TrainingArguments {
+    /// Returns the configuration so far, not validated.
+    pub fn arguments(&self) -> &A {
         &self.arguments
     }
 
-    /// The configuration, validated.
+    /// Returns the configuration, validated.
     ///
     /// # Errors
     /// [`Error::Invalid`].
-    pub fn resolve(self) -> Result<TrainingArguments> {
-        self.arguments.validate()?;
+    pub fn resolve(self) -> Result<A> {
+        self.arguments.check()?;
         Ok(self.arguments)
     }
 }
 
-/// The preset that a file names, if it names one that there is.
-pub(crate) fn preset_of(path: &Path) -> Result<Option<Preset>> {
-    let values = config_format::read(path)?;
-    let named = values
-        .get("preset")
-        .filter(|value| !value.is_null())
-        .cloned();
-    // A name that is wrong gets its error when the file is read as a layer.
-    Ok(named.and_then(|name| serde_json::from_value(name).ok()))
-}
+impl sealed::Keyed for TrainingArguments {
+    const PROGRAM: Program = Program::Train;
 
-/// The known key that a further name stands for.
-pub(crate) fn aliases() -> impl Iterator<Item = &'static str> {
-    let aliases = ALIASES.iter().map(|(alias, _)| *alias);
-    aliases.chain(guide_keys::spellings())
-}
-
-fn rename_aliases(values: &mut Map<String, Value>, origin: &str) -> Result<()> {
-    for (alias, key) in ALIASES {
-        let Some(value) = values.remove(alias) else {
-            continue;
-        };
-        match values.get(key) {
-            Some(other) if *other != value => {
-                return Err(Error::GivenTwice {
-                    origin: origin.to_owned(),
-                    first: alias.to_owned(),
-                    second: key.to_owned(),
-                });
-            }
-            _ => values.insert(key.to_owned(), value),
-        };
+    fn base(preset: Option<&Value>) -> Self {
+        // A name that is wrong gets its error when its layer is read.
+        let preset = preset.and_then(|name| serde_json::from_value(name.clone()).ok());
+        preset.unwrap_or_else(Preset::default).arguments()
     }
-    Ok(())
-}
 
-/// What was `group_by_length` is one of the strategies of transformers 5.
-fn take_sampling_strategy(values: &mut Map<String, Value>, origin: &str) -> Result<()> {
-    let key = "train_sampling_strategy";
-    let grouped = match values.get(key).and_then(Value::as_str) {
-        Some("group_by_length") => true,
-        Some("random") => false,
-        _ => return Ok(()),
-    };
-    match values.get("group_by_length").and_then(Value::as_bool) {
-        Some(other) if other != grouped => Err(Error::GivenTwice {
-            origin: origin.to_owned(),
-            first: key.to_owned(),
-            second: "group_by_length".to_owned(),
-        }),
-        _ => {
-            values.shift_remove(key);
-            values.insert("group_by_length".to_owned(), grouped.into());
-            Ok(())
-        }
+    fn defaults() -> Vec<(&'static str, Value)> {
+        let presets = Preset::ALL.into_iter();
+        let values = presets.map(|preset| (preset.name(), preset.arguments().values()));
+        values
+            .filter_map(|(name, values)| Some((name, values.ok()?)))
+            .collect()
+    }
+
+    fn values(&self) -> Result<Value> {
+        diagnosis::as_value(self)
+    }
+
+    fn read(values: Map<String, Value>, origin: &str) -> Result<Self> {
+        diagnosis::read_arguments(Value::Object(values), origin, Self::PROGRAM)
+    }
+
+    fn check(&self) -> Result<()> {
+        self.validate()
     }
 }
 
-/// Serde would take a list for a struct, value by value.
-fn refuse_other_shapes(values: &Map<String, Value>, defaults: &Value, origin: &str) -> Result<()> {
-    let other = values.iter().find(|(key, value)| {
-        defaults[key.as_str()].is_object() && !value.is_object() && !value.is_null()
-    });
-    let Some((key, value)) = other else {
-        return Ok(());
-    };
-    Err(Error::WrongType {
+impl sealed::Keyed for FinetuneArguments {
+    const PROGRAM: Program = Program::Finetune;
+
+    fn base(_: Option<&Value>) -> Self {
+        Self::default()
+    }
+
+    fn defaults() -> Vec<(&'static str, Value)> {
+        Self::default()
+            .to_values()
+            .map(|values| ("", values))
+            .into_iter()
+            .collect()
+    }
+
+    fn values(&self) -> Result<Value> {
+        self.to_values()
+    }
+
+    /// The keys of fine-tuning are this struct's own, all others those of its `training`.
+    fn read(values: Map<String, Value>, origin: &str) -> Result<Self> {
+        let own = diagnosis::as_value(&Self::default())?;
+        let (own, training): (Map<_, _>, Map<_, _>) = values
+            .into_iter()
+            .partition(|(key, _)| own.get(key).is_some());
+        let read = |values| diagnosis::read_arguments(values, origin, Self::PROGRAM);
+        Ok(Self {
+            training: diagnosis::read_arguments(Value::Object(training), origin, Self::PROGRAM)?,
+            ..read(Value::Object(own))?
+        })
+    }
+
+    fn check(&self) -> Result<()> {
+        self.validate()
+    }
+}
+
+fn wrong_shape(key: &str, value: &Value, origin: &str) -> Error {
+    Error::WrongType {
         origin: origin.to_owned(),
-        key: key.clone(),
+        key: key.to_owned(),
         given: diagnosis::describe(value),
         expected: "keys with values".to_owned(),
-    })
-}
-
-fn push_out(below: &mut Map<String, Value>, values: &Map<String, Value>, defaults: &Value) {
-    for (key, loser) in PUSHED_OUT {
-        let set = values.get(key).is_some_and(|value| {
-            value.as_bool().unwrap_or(false) || value.as_f64().is_some_and(|number| number > 0.0)
-        });
-        if set && !values.contains_key(loser) {
-            below.insert(loser.to_owned(), defaults[loser].clone());
-        }
     }
 }
 
 /// Puts `upper` on `lower`, key by key. `null` stands for the default.
-pub(crate) fn merge(lower: &mut Value, upper: Value, default: &Value) {
+fn merge(lower: &mut Value, upper: Value, default: &Value) {
     match (lower, upper) {
         (lower, Value::Null) => *lower = default.clone(),
         (Value::Object(lower), Value::Object(upper)) => {

@@ -4,8 +4,8 @@
 //! A Python user has transformers' `TrainingArguments` and `HfArgumentParser`, and TRL's data preparation:
 //!
 //! - [`TrainingArguments`] is the configuration, [`Preset`]s are ones that work as they stand;
-//! - [`TrainArgs`] are the flags, [`Layers`] puts flags over a JSON, YAML or TOML file over a preset
-//!   and names every wrong key, type and choice with the nearest right one;
+//! - [`TrainArgs`] and [`FinetuneArgs`] are the flags, [`Layers`] puts flags over a JSON, YAML or TOML file
+//!   over a preset and names every wrong key, type and choice with the nearest right one;
 //! - [`TrainingPlan`] is the configuration in whole steps;
 //! - [`TextData`] is the text of files of any kind, tokenized and split, [`InstructionData`] are questions
 //!   and answers; both make loaders of batches, prepared by threads;
@@ -57,9 +57,8 @@ mod error;
 mod evaluation;
 mod execution_arguments;
 mod finetune;
-mod foreign_keys;
-mod guide_keys;
 mod interrupt;
+mod keys;
 mod layers;
 mod loading;
 mod measures;
@@ -74,7 +73,6 @@ mod snapshots;
 mod text_data;
 mod text_records;
 mod text_source;
-mod train_args;
 mod training_arguments;
 mod validate;
 
@@ -84,11 +82,12 @@ pub use error::{Error, Result};
 pub use evaluation::Evaluation;
 pub use execution_arguments::GradientCheckpointingArguments;
 pub use finetune::{
-    ComputeDtype, FinetuneArgs, FinetuneArguments, FinetuneLayers, InstructionData, Quant4Type,
-    TargetModulesArgument, TemplateFormat,
+    ComputeDtype, FinetuneArguments, InstructionData, Quant4Type, TargetModulesArgument,
+    TemplateFormat,
 };
 pub use interrupt::Interrupt;
-pub use layers::Layers;
+pub use keys::ConfigArgs;
+pub use layers::{Configuration, Layers};
 pub use model_arguments::ModelArguments;
 pub use parallel::{DdpBackend, Part};
 pub use plan::TrainingPlan;
@@ -97,5 +96,10 @@ pub use run_folder::RunFolder;
 pub use save_arguments::{ResumeFromCheckpoint, SaveStrategy};
 pub use snapshots::{load_best, loader_totals};
 pub use text_data::TextData;
-pub use train_args::TrainArgs;
 pub use training_arguments::{IntervalStrategy, OptimizerName, ReportTo, TrainingArguments};
+
+/// The flags of a training program: `--config` and one for each key of [`TrainingArguments`].
+pub type TrainArgs = ConfigArgs<TrainingArguments>;
+
+/// The flags of a fine-tuning program: `--config` and one for each key of [`FinetuneArguments`].
+pub type FinetuneArgs = ConfigArgs<FinetuneArguments>;

@@ -63,6 +63,7 @@ impl TrainingArguments {
             OptimizerName::Lion32bit => OptimizerMemory::Lion,
             OptimizerName::Adafactor => OptimizerMemory::Adafactor,
             OptimizerName::Sgd => OptimizerMemory::Sgd,
+            OptimizerName::Muon => OptimizerMemory::Muon,
         };
         plan.accumulates = self.gradient_accumulation_steps > 1;
         plan

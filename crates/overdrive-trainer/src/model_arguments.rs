@@ -3,7 +3,8 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::{Error, Result};
+use crate::Result;
+use crate::validate::invalid;
 
 /// The shape of a Llama to train from scratch, under the keys of Hugging Face's `LlamaConfig`.
 ///
@@ -127,66 +128,42 @@ impl ModelArguments {
         })
     }
 
-    /// Whether a model of this shape can be built.
+    /// Checks that a model of this shape can be built. The ranges of the single numbers are checked by
+    /// [`TrainingArguments::validate`](crate::TrainingArguments::validate).
     ///
     /// # Errors
-    /// [`Error::Invalid`] with the key.
-    pub fn validate(&self, context_length: u64) -> Result<()> {
-        let invalid = |key, given: &dyn ToString, problem: &str, way_out: &str| {
-            Err(Error::Invalid {
-                key,
-                given: given.to_string(),
-                problem: problem.to_owned(),
-                way_out: way_out.to_owned(),
-            })
-        };
+    /// [`Error::Invalid`](crate::Error::Invalid) with the key.
+    pub(crate) fn validate(&self, context_length: u64) -> Result<()> {
         if self.model_type != "llama" {
             return invalid(
                 "model.model_type",
-                &format!("`{}`", self.model_type),
+                format!("`{}`", self.model_type),
                 "only a Llama is trained from scratch",
                 "write `llama` or leave the key out",
             );
         }
-        let sizes = [
-            ("model.hidden_size", self.hidden_size),
-            ("model.intermediate_size", self.intermediate_size),
-            ("model.num_hidden_layers", self.num_hidden_layers),
-            ("model.num_attention_heads", self.num_attention_heads),
-            ("model.num_key_value_heads", self.key_value_heads()),
-        ];
-        for (key, size) in sizes {
-            if size == 0 {
-                return invalid(key, &size, "a model has at least one", "give 1 or more");
-            }
-        }
-        if self.head_dim.is_none() && !self.hidden_size.is_multiple_of(self.num_attention_heads) {
+        let heads = self.num_attention_heads;
+        if self.head_dim.is_none() && !self.hidden_size.is_multiple_of(heads) {
             return invalid(
                 "model.hidden_size",
-                &self.hidden_size,
-                &format!("it does not split into {} heads", self.num_attention_heads),
+                self.hidden_size,
+                format!("it does not split into {heads} heads"),
                 "give a multiple of `num_attention_heads`, or `head_dim`",
             );
         }
         if !self.head_features().is_multiple_of(2) || self.head_features() == 0 {
             return invalid(
                 "model.head_dim",
-                &self.head_features(),
-                "rotary positions turn pairs of features",
+                self.head_features(),
+                "rotary positions rotate pairs of features",
                 "give an even number, or change `hidden_size` or `num_attention_heads`",
             );
         }
-        if !self
-            .num_attention_heads
-            .is_multiple_of(self.key_value_heads())
-        {
+        if !heads.is_multiple_of(self.key_value_heads()) {
             return invalid(
                 "model.num_key_value_heads",
-                &self.key_value_heads(),
-                &format!(
-                    "{} query heads cannot share them evenly",
-                    self.num_attention_heads
-                ),
+                self.key_value_heads(),
+                format!("{heads} query heads cannot share them evenly"),
                 "give a divisor of `num_attention_heads`",
             );
         }
@@ -194,25 +171,10 @@ impl ModelArguments {
         if positions < context_length {
             return invalid(
                 "model.max_position_embeddings",
-                &positions,
-                &format!("the context has {context_length} tokens"),
+                positions,
+                format!("the context has {context_length} tokens"),
                 "raise it to `context_length` or leave it out",
             );
-        }
-        let positive = [
-            ("model.rope_theta", self.rope_theta),
-            ("model.rms_norm_eps", self.rms_norm_eps),
-            ("model.initializer_range", self.initializer_range),
-        ];
-        for (key, value) in positive {
-            if !(value.is_finite() && value > 0.0) {
-                return invalid(
-                    key,
-                    &value,
-                    "it must be above 0",
-                    "leave it out for the default",
-                );
-            }
         }
         Ok(())
     }

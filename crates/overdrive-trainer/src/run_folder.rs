@@ -219,11 +219,11 @@ impl RunFolder {
     /// Removes what a run writes, the configuration last: what an interruption leaves is still
     /// known as a run.
     fn clear(&self) -> Result<()> {
-        for folder in self
-            .snapshot_folders()?
-            .into_iter()
-            .chain([self.tensorboard(), self.model(), self.averaged_model()])
-        {
+        for folder in self.snapshot_folders()?.into_iter().chain([
+            self.tensorboard(),
+            self.model(),
+            self.averaged_model(),
+        ]) {
             gone(fs::remove_dir_all(&folder)).map_err(Error::io("remove", folder))?;
         }
         for file in [self.metrics(), self.report(), self.loss(), self.arguments()] {

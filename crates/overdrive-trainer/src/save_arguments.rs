@@ -1,4 +1,4 @@
-//! What the keys about snapshots can say.
+//! The arguments about snapshots.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,8 @@ use overdrive_optim::{EarlyStopping, EarlyStoppingConfig};
 use overdrive_snapshot::{Best, SnapshotOptions};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::{Error, IntervalStrategy, Result, TrainingArguments};
+use crate::validate::invalid;
+use crate::{IntervalStrategy, Result, TrainingArguments};
 
 /// When a snapshot is saved: `SaveStrategy` of transformers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,13 +24,13 @@ pub enum SaveStrategy {
     Best,
 }
 
-/// Where a run goes on.
+/// The snapshot that a run resumes from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum ResumeFromCheckpoint {
-    /// True: after the newest whole snapshot of the run. False: nowhere, it is a new run.
+    /// True: the newest whole snapshot of the run. False: none, it is a new run.
     Latest(bool),
-    /// After the snapshot in this folder.
+    /// The snapshot in this folder.
     Folder(PathBuf),
 }
 
@@ -61,7 +62,7 @@ impl TrainingArguments {
             || self.early_stopping_patience.is_some()
     }
 
-    /// How snapshots are kept.
+    /// Returns how snapshots are kept.
     pub(crate) fn snapshot_options(&self) -> SnapshotOptions {
         let best = match self.greater_is_better {
             Some(true) => Best::Highest,
@@ -87,21 +88,9 @@ impl TrainingArguments {
         })?)
     }
 
+    /// Checks the keys about snapshots together.
     pub(crate) fn validate_saving(&self) -> Result<()> {
-        let invalid = |key, given: String, problem: String, way_out: &str| {
-            Err(Error::Invalid {
-                key,
-                given,
-                problem,
-                way_out: way_out.to_owned(),
-            })
-        };
         self.metric()?;
-        if self.save_total_limit == Some(0) {
-            let problem = "the newest snapshot is always kept".to_owned();
-            let way_out = "give 1 or more, or `save_strategy: \"no\"` for none";
-            return invalid("save_total_limit", "0".to_owned(), problem, way_out);
-        }
         if self.looks_for_best() && self.eval_strategy == IntervalStrategy::No {
             let (key, given) = if self.load_best_model_at_end {
                 ("load_best_model_at_end", "true".to_owned())
@@ -110,8 +99,7 @@ impl TrainingArguments {
             } else {
                 ("save_strategy", "best".to_owned())
             };
-            let problem =
-                "`eval_strategy` is `no`, and what is best shows in evaluations".to_owned();
+            let problem = "`eval_strategy` is `no`, and only evaluations find what is best";
             return invalid(
                 key,
                 given,
@@ -127,12 +115,7 @@ impl TrainingArguments {
             );
             let way_out =
                 "make `save_steps` a multiple of `eval_steps`, or write `save_strategy: best`";
-            return invalid(
-                "load_best_model_at_end",
-                "true".to_owned(),
-                problem,
-                way_out,
-            );
+            return invalid("load_best_model_at_end", true, problem, way_out);
         }
         match self.early_stopping_patience {
             Some(_) => self.early_stopping().map(drop),

@@ -3,15 +3,18 @@
 use overdrive_accumulation::AccumulationConfig;
 use overdrive_distributed::{ProcessGroup, ZeroRedundancyOptimizer};
 use overdrive_optim::{
-    Adafactor, AdafactorConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, Ema, Lion, LionConfig,
-    LrScheduler, Optimizer, ParamGroup, PagedAdamW, PagedAdamWConfig, Schedule, Sgd, SgdConfig, StateBits,
-    decay_groups,
+    Adafactor, AdafactorConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, CombinedOptimizer,
+    Ema, EmaConfig, Lion, LionConfig, LrScheduler, Muon, MuonConfig, MuonRate, Optimizer,
+    PagedAdamW, PagedAdamWConfig, ParamGroup, Schedule, Sgd, SgdConfig, StateBits, decay_groups,
 };
 use overdrive_precision::Precision;
 use serde_json::Value;
 use tch::Tensor;
 
 use crate::{OptimizerName, Result, TextData, TrainingArguments, TrainingPlan};
+
+/// The group of the matrices that Muon trains.
+const MUON: &str = "muon";
 
 impl TrainingArguments {
     /// What `bf16`, `fp16` and `tf32` come to.
@@ -73,25 +76,37 @@ impl TrainingArguments {
         group: &ProcessGroup,
         parameters: Vec<(String, Tensor)>,
     ) -> Result<Box<dyn Optimizer>> {
-        let groups = decay_groups(parameters, self.weight_decay);
+        let mut groups = decay_groups(parameters, self.weight_decay);
+        if self.optim == OptimizerName::Muon {
+            groups = with_muon_group(groups);
+        }
         if self.shards_optimizer() {
             let build = |own| self.optimizer_of(own);
-            return Ok(Box::new(ZeroRedundancyOptimizer::new(group, groups, build)?));
+            return Ok(Box::new(ZeroRedundancyOptimizer::new(
+                group, groups, build,
+            )?));
         }
         Ok(self.optimizer_of(groups)?)
     }
 
     /// Whether each process keeps the optimizer's states of its own parameters only (`zero_stage`).
     pub fn shards_optimizer(&self) -> bool {
-        false
+        self.zero_stage > 0
     }
 
     /// Makes the moving average of the trainable parameters that `ema_decay` asks for.
     ///
     /// # Errors
     /// When the decay is out of its range.
-    pub fn new_ema(&self, _parameters: Vec<(String, Tensor)>) -> Result<Option<Ema>> {
-        Ok(None)
+    pub fn new_ema(&self, parameters: Vec<(String, Tensor)>) -> Result<Option<Ema>> {
+        let Some(decay) = self.ema_decay else {
+            return Ok(None);
+        };
+        let config = EmaConfig {
+            decay,
+            ..EmaConfig::default()
+        };
+        Ok(Some(Ema::new(parameters, config)?))
     }
 
     fn optimizer_of(&self, groups: Vec<ParamGroup>) -> overdrive_optim::Result<Box<dyn Optimizer>> {
@@ -99,6 +114,13 @@ impl TrainingArguments {
         let weight_decay = self.weight_decay;
         let betas = (self.adam_beta1, self.adam_beta2);
         let eps = self.adam_epsilon;
+        let adamw = AdamWConfig {
+            learning_rate,
+            betas,
+            eps,
+            weight_decay,
+            ..AdamWConfig::default()
+        };
         let paged = |state_bits| PagedAdamWConfig {
             learning_rate,
             betas,
@@ -108,16 +130,7 @@ impl TrainingArguments {
             ..PagedAdamWConfig::default()
         };
         Ok(match self.optim {
-            OptimizerName::AdamwTorchFused => {
-                let config = AdamWConfig {
-                    learning_rate,
-                    betas,
-                    eps,
-                    weight_decay,
-                    ..AdamWConfig::default()
-                };
-                Box::new(AdamW::new(groups, config)?)
-            }
+            OptimizerName::AdamwTorchFused => Box::new(AdamW::new(groups, adamw)?),
             OptimizerName::Adamw8bit => {
                 let config = AdamW8bitConfig {
                     learning_rate,
@@ -149,6 +162,26 @@ impl TrainingArguments {
                 };
                 Box::new(Adafactor::new(groups, config)?)
             }
+            OptimizerName::Muon => {
+                let (matrices, others): (Vec<_>, Vec<_>) =
+                    groups.into_iter().partition(|group| group.name == MUON);
+                let muon = MuonConfig {
+                    learning_rate,
+                    weight_decay,
+                    // One learning rate serves both.
+                    adjust_lr_fn: MuonRate::MatchRmsAdamw,
+                    ..MuonConfig::default()
+                };
+                let mut parts: Vec<(String, Box<dyn Optimizer>)> = Vec::new();
+                // A process that shards the states may have parameters of one kind only.
+                if !matrices.is_empty() {
+                    parts.push((MUON.to_owned(), Box::new(Muon::new(matrices, muon)?)));
+                }
+                if !others.is_empty() {
+                    parts.push(("adamw".to_owned(), Box::new(AdamW::new(others, adamw)?)));
+                }
+                Box::new(CombinedOptimizer::new(parts)?)
+            }
             OptimizerName::Sgd => {
                 let config = SgdConfig {
                     learning_rate,
@@ -177,4 +210,26 @@ impl TrainingArguments {
         )?;
         Ok(LrScheduler::new(schedule, optimizer)?)
     }
+}
+
+/// Puts the matrices of the blocks, which Muon is for, into a group of their own before the others: not
+/// embeddings, which have no decay either, and not the head.
+fn with_muon_group(groups: Vec<ParamGroup>) -> Vec<ParamGroup> {
+    let mut all = Vec::new();
+    for mut group in groups {
+        let is_matrix =
+            |name: &str, tensor: &Tensor| tensor.dim() == 2 && !name.contains("lm_head");
+        if group.name == "decay" {
+            let (matrices, others): (Vec<_>, Vec<_>) = std::mem::take(&mut group.parameters)
+                .into_iter()
+                .partition(|(name, tensor)| is_matrix(name, tensor));
+            group.parameters = others;
+            let mut muon = ParamGroup::new(MUON, matrices);
+            muon.weight_decay = group.weight_decay;
+            all.insert(0, muon);
+        }
+        all.push(group);
+    }
+    all.retain(|group| !group.parameters.is_empty());
+    all
 }

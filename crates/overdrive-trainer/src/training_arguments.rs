@@ -12,7 +12,7 @@ use crate::{
     SampleBy, SaveStrategy, SequenceMode,
 };
 
-/// `length_column_name` in transformers.
+/// The default of `length_column_name`, as in transformers.
 pub(crate) const DEFAULT_LENGTH_COLUMN: &str = "length";
 
 /// The configuration of a training run, under the keys of Hugging Face's `TrainingArguments`
@@ -31,7 +31,7 @@ pub struct TrainingArguments {
     pub output_dir: Option<PathBuf>,
     /// Replaces a run that `output_dir` holds. Default false.
     pub overwrite_output_dir: bool,
-    /// Seed of everything that is drawn: weights, order of the data, samples. Default 42.
+    /// Seed of all random numbers: weights, order of the data, samples. Default 42.
     pub seed: u64,
 
     /// The text to train on: files or folders of text, JSON Lines, JSON arrays, CSV, TSV, and with the
@@ -40,7 +40,7 @@ pub struct TrainingArguments {
     pub data: Vec<PathBuf>,
     /// The column or field of a record that holds its text (also `text_column`). Default `text`.
     pub dataset_text_field: String,
-    /// What a document of a text file is: all of it, or each line. Default `document`.
+    /// The documents of a text file: all of it, or each line. Default `document`.
     pub sample_by: SampleBy,
     /// Leaves out documents that are equal to an earlier one, before they are tokenized. Default false.
     pub remove_duplicates: bool,
@@ -52,17 +52,17 @@ pub struct TrainingArguments {
     pub context_length: u64,
     /// The part of the documents that is kept for validation, above 0 and below 1. Default 0.05.
     pub validation_fraction: f64,
-    /// What a training sequence is: a window of the documents laid end to end, or a document. Default:
+    /// The kind of a training sequence: a window of the documents laid end to end, or a document. Default:
     /// windows, unless `packing`, `padding_free`, `group_by_length` or `pad_to_multiple_of` asks for
     /// documents.
     pub sequences: Option<SequenceMode>,
-    /// Lays as many documents into a row as fit. Default false.
+    /// Puts as many documents into a row as fit. Default false.
     pub packing: bool,
-    /// How: `bfd`, `bfd_split` or `wrapped`. Default `bfd`.
+    /// How documents are assigned to rows: `bfd`, `bfd_split` or `wrapped`. Default `bfd`.
     pub packing_strategy: PackingStrategy,
-    /// Lays the documents of a batch one behind the other instead of padding them. Default false.
+    /// Puts the documents of a batch one after the other instead of padding them. Default false.
     pub padding_free: bool,
-    /// Pads to a multiple of it. Default 1.
+    /// Rounds the padded length of a batch up to a multiple of this. Default 1.
     pub pad_to_multiple_of: usize,
     /// Puts documents of about one length into a batch (`train_sampling_strategy: group_by_length` in
     /// transformers 5). Default false.
@@ -73,7 +73,7 @@ pub struct TrainingArguments {
     /// Threads that prepare batches; 0 prepares each when it is asked for. The batches are the same.
     /// Default 0; 1 in the presets.
     pub dataloader_num_workers: usize,
-    /// Batches that each of them is ahead. Default: 2.
+    /// Batches that each worker prepares ahead. Default: 2.
     pub dataloader_prefetch_factor: Option<usize>,
     /// Copies batches to a GPU from page-locked memory, while it computes. Default true.
     pub dataloader_pin_memory: bool,
@@ -105,6 +105,9 @@ pub struct TrainingArguments {
     pub adam_beta2: f64,
     /// AdamW's ε. Default 1e-8.
     pub adam_epsilon: f64,
+    /// The decay of an exponential moving average of the weights, from 0 and below 1; the average is
+    /// evaluated, and saved as `model_ema`. Default: no average.
+    pub ema_decay: Option<f64>,
     /// Gradients are scaled down to this global norm; 0 for never. Default 1.
     pub max_grad_norm: f64,
     /// The schedule of the learning rate. Default `linear`.
@@ -124,7 +127,7 @@ pub struct TrainingArguments {
     pub fused_kernels: bool,
     /// Computes the blocks again in backward instead of keeping their activations. Default false.
     pub gradient_checkpointing: bool,
-    /// How it does.
+    /// The options of `gradient_checkpointing`.
     pub gradient_checkpointing_kwargs: GradientCheckpointingArguments,
 
     /// Autocast to bfloat16. Default false.
@@ -144,6 +147,9 @@ pub struct TrainingArguments {
     pub ddp_broadcast_buffers: Option<bool>,
     /// Seconds after which a process that does not answer is given up. Default 1800.
     pub ddp_timeout: f64,
+    /// How much of the training state is sharded over the processes, as in DeepSpeed: 0 for nothing, 1 for
+    /// the optimizer states (ZeRO-1). Default 0.
+    pub zero_stage: u8,
     /// Trains on the CPU even where there is a GPU. Default false.
     pub use_cpu: bool,
     /// Threads inside one operator. Default: as libtorch chooses.
@@ -157,7 +163,7 @@ pub struct TrainingArguments {
     pub eval_on_start: bool,
     /// At most so many batches an evaluation. Default: the whole validation part.
     pub max_eval_batches: Option<u64>,
-    /// When a snapshot is saved, from which a run goes on: `no`, `steps`, `epoch`, or `best`, whenever
+    /// When a snapshot is saved, from which a run can be resumed: `no`, `steps`, `epoch`, or `best`, whenever
     /// `metric_for_best_model` improves. Default `steps`.
     pub save_strategy: SaveStrategy,
     /// Steps between snapshots; below 1 a part of all steps. The last step has one too. Default 500.
@@ -165,15 +171,15 @@ pub struct TrainingArguments {
     /// How many snapshots are kept; the newest, and with `load_best_model_at_end` the best, always are.
     /// Default: all.
     pub save_total_limit: Option<usize>,
-    /// Goes on after a snapshot: `true` for the newest whole one in `output_dir` (a fresh start where
+    /// Resumes from a snapshot: `true` for the newest whole one in `output_dir` (a fresh start where
     /// there is none), or its folder. Default: a new run.
     pub resume_from_checkpoint: Option<ResumeFromCheckpoint>,
     /// Takes the weights of the best snapshot at the end. Default false.
     pub load_best_model_at_end: bool,
-    /// What is best: `loss` or `bits_per_byte` of the evaluations (`eval_` before it is the same).
+    /// The metric that decides which snapshot is best: `loss` or `bits_per_byte` of the evaluations (`eval_` before it is the same).
     /// Default `loss`.
     pub metric_for_best_model: Option<String>,
-    /// Whether more of it is better. Default false: both are the better the smaller they are.
+    /// Whether a greater value of that metric is better. Default false.
     pub greater_is_better: Option<bool>,
     /// Ends the run after so many evaluations in a row without improvement. Default: never.
     pub early_stopping_patience: Option<u32>,
@@ -187,7 +193,7 @@ pub struct TrainingArguments {
     /// A file for a Chrome trace (chrome://tracing, Perfetto) of the sixth to eighth step, by libtorch's
     /// profiler. Default: none.
     pub trace: Option<PathBuf>,
-    /// Texts that the trained model writes at the end. Default 3.
+    /// Samples that the trained model generates at the end. Default 3.
     pub samples: u64,
 }
 
@@ -229,6 +235,7 @@ impl Default for TrainingArguments {
             adam_beta1: 0.9,
             adam_beta2: 0.999,
             adam_epsilon: 1e-8,
+            ema_decay: None,
             max_grad_norm: 1.0,
             lr_scheduler_type: LrSchedulerType::default(),
             lr_scheduler_kwargs: ScheduleOptions::default(),
@@ -246,6 +253,7 @@ impl Default for TrainingArguments {
             ddp_find_unused_parameters: None,
             ddp_broadcast_buffers: None,
             ddp_timeout: 1800.0,
+            zero_stage: 0,
             use_cpu: false,
             threads: None,
             eval_strategy: IntervalStrategy::default(),
@@ -296,9 +304,11 @@ pub enum OptimizerName {
     Adafactor,
     /// Stochastic gradient descent without momentum.
     Sgd,
+    /// Muon for the matrices of the blocks, AdamW for embeddings, head, norms and biases.
+    Muon,
 }
 
-/// When something happens during a run.
+/// The times at which something happens during a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum IntervalStrategy {
@@ -326,17 +336,17 @@ impl ReportTo {
 }
 
 impl TrainingArguments {
-    /// Sequences of an optimizer step on one device.
+    /// Returns the sequences of an optimizer step on one device.
     pub fn sequences_per_step(&self) -> u64 {
         self.per_device_train_batch_size * self.gradient_accumulation_steps
     }
 
-    /// Tokens of an optimizer step on one device.
+    /// Returns the tokens of an optimizer step on one device.
     pub fn tokens_per_step(&self) -> u64 {
         self.sequences_per_step() * self.context_length
     }
 
-    /// Whether metrics go to `place`.
+    /// Returns whether metrics go to `place`.
     pub fn reports_to(&self, place: ReportTo) -> bool {
         self.report_to.contains(&place)
     }

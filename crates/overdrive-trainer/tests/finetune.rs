@@ -7,8 +7,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use overdrive_lora::{LoadAdapterOptions, load_adapter};
 use overdrive_trainer::{
-    FinetuneArguments, FinetuneLayers, IntervalStrategy, Method, Quant4Type, TargetModulesArgument,
-    compare, finetune,
+    FinetuneArguments, IntervalStrategy, Layers, Method, Quant4Type, TargetModulesArgument,
+    TrainBatch, compare, finetune,
 };
 use overdrive_transformer::{
     CausalLm, ForwardInput, InitOptions, LlamaConfig, LoadOptions, ModelConfig, SaveOptions,
@@ -181,7 +181,7 @@ fn a_run_leaves_an_adapter_that_gives_the_trained_model_again() {
     assert!(!logits(&load(&base)).allclose(&logits(&adapted), 1e-2, 1e-2, false));
 
     // The stored configuration is a configuration.
-    let again = FinetuneLayers::new()
+    let again = Layers::finetune()
         .file(run.join("training_args.json"))
         .unwrap()
         .resolve()
@@ -319,11 +319,7 @@ fn optimizers_compute_types_and_checkpointing_compose_with_quantized_weights() {
             folder.path().join("run").display(),
         );
         std::fs::write(&file, text).unwrap();
-        let arguments = FinetuneLayers::new()
-            .file(&file)
-            .unwrap()
-            .resolve()
-            .unwrap();
+        let arguments = Layers::finetune().file(&file).unwrap().resolve().unwrap();
         let results = finetune(&arguments, quiet).unwrap();
         assert!(
             results.summary.losses.iter().all(|loss| loss.is_finite()),
@@ -334,11 +330,8 @@ fn optimizers_compute_types_and_checkpointing_compose_with_quantized_weights() {
 }
 
 fn error_of(values: serde_json::Value) -> String {
-    let layers = FinetuneLayers::new().layer(values, "run.json");
-    layers
-        .and_then(FinetuneLayers::resolve)
-        .unwrap_err()
-        .to_string()
+    let layers = Layers::finetune().layer(values, "run.json");
+    layers.and_then(Layers::resolve).unwrap_err().to_string()
 }
 
 #[test]
@@ -399,7 +392,7 @@ fn what_is_wrong_with_a_configuration_is_said_by_key() {
 #[test]
 fn sections_and_names_of_other_libraries_are_read() {
     use serde_json::json;
-    let arguments = FinetuneLayers::new()
+    let arguments = Layers::finetune()
         .layer(
             json!({
                 "base_model": "m",

@@ -10,9 +10,8 @@ use std::time::{Duration, Instant};
 use overdrive_distributed::Launch;
 use overdrive_profiling::{StepMetrics, read_metrics};
 use overdrive_trainer::{
-    Evaluation, FinetuneLayers, Interrupt, IntervalStrategy, ModelArguments, Part,
-    ResumeFromCheckpoint, RunFolder, Saving, TextData, TrainingArguments, TrainingLoop,
-    evaluate_in, finetune_in,
+    Evaluation, Interrupt, IntervalStrategy, Layers, ModelArguments, Part, ResumeFromCheckpoint,
+    RunFolder, Saving, TextData, TrainingArguments, TrainingLoop, evaluate_in, finetune_in,
 };
 use overdrive_transformer::CausalLm;
 
@@ -86,11 +85,7 @@ fn trains() {
 
 /// What the example `finetune` does.
 fn tunes(config: &Path) {
-    let arguments = FinetuneLayers::new()
-        .file(config)
-        .unwrap()
-        .resolve()
-        .unwrap();
+    let arguments = Layers::finetune().file(config).unwrap().resolve().unwrap();
     let group = arguments.training.init_process_group().unwrap();
     let results = finetune_in(&group, &arguments, |_| {}).unwrap();
     assert_eq!(results.is_some(), group.is_main());

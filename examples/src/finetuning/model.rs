@@ -3,6 +3,7 @@ use overdrive::lora::{
     AddOptions, LoadAdapterOptions, MergeOptions, add_adapter, load_adapter, merge_and_unload,
     save_adapter, trainable_parameters,
 };
+use overdrive::optim::Ema;
 use overdrive::precision::Precision;
 use overdrive::trainer::{FinetuneArguments, RunFolder};
 use overdrive::transformer::{CausalLm, LoadOptions, SaveOptions};
@@ -103,14 +104,24 @@ impl FinetuneModel {
     }
 
     /// Writes the adapter into the run's folder in PEFT's format, or without one the model into
-    /// `model/`.
-    pub fn save(&mut self, run: &RunFolder) -> Result<()> {
-        if self.has_adapter {
-            return Ok(save_adapter(&mut self.model, ADAPTER, run.root())?);
+    /// `model/`; averages of them into `model_ema/`.
+    pub fn save(&mut self, run: &RunFolder, ema: Option<&mut Ema>) -> Result<()> {
+        match self.has_adapter {
+            true => save_adapter(&mut self.model, ADAPTER, run.root())?,
+            false => self
+                .model
+                .save_pretrained(run.model(), &SaveOptions::default())?,
         }
-        Ok(self
-            .model
-            .save_pretrained(run.model(), &SaveOptions::default())?)
+        if let Some(ema) = ema {
+            let _averaged = ema.apply()?;
+            match self.has_adapter {
+                true => save_adapter(&mut self.model, ADAPTER, run.averaged_model())?,
+                false => self
+                    .model
+                    .save_pretrained(run.averaged_model(), &SaveOptions::default())?,
+            }
+        }
+        Ok(())
     }
 
     /// Merges the adapter into the model and writes that into `folder`. Where weights are quantized, the

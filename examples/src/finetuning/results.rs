@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use anyhow::{Result, anyhow};
 use overdrive::datasets::Dataset;
 use overdrive::generation::{GenerationConfig, generate};
+use overdrive::optim::Ema;
 use overdrive::profiling::{Machine, Report, Sample, read_metrics};
 use overdrive::trainer::{FinetuneArguments, InstructionData, RunFolder};
 use overdrive::transformer::CausalLm;
@@ -41,8 +42,9 @@ impl FinetuneResults {
         summary: Summary,
         memory: TrainingMemory,
         fill: f64,
+        mut ema: Option<Ema>,
     ) -> Result<Self> {
-        model.save(&folder)?;
+        model.save(&folder, ema.as_mut())?;
         let beside = match arguments.use_peft {
             true => folder.root().to_owned(),
             false => folder.model(),

@@ -1,18 +1,23 @@
 use std::path::PathBuf;
 
 use overdrive_datasets::OnBadRecord;
+use overdrive_distributed::ProcessGroup;
 use overdrive_lora::{BiasMode, LoraConfig, TargetModules};
 use overdrive_precision::Precision;
 use overdrive_quantization::{BlockOptions, Scheme};
 use overdrive_transformer::QuantizeOptions;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
-use crate::training_arguments::DEFAULT_LENGTH_COLUMN;
-use crate::{Error, Result, SequenceMode, TrainingArguments};
+use crate::diagnosis::as_value;
+use crate::keys::{Program, Source, check_ranges, refuse_unread};
+use crate::run_folder::on_main;
+use crate::validate::invalid;
+use crate::{Error, Result, RunFolder, TrainingArguments};
 
 /// The configuration of a fine-tuning, under the keys of TRL's `SFTConfig` and `ModelConfig`, PEFT's
-/// `LoraConfig` and transformers' `BitsAndBytesConfig`, and those of [`TrainingArguments`] for all that
-/// training is. Files have all keys side by side.
+/// `LoraConfig` and transformers' `BitsAndBytesConfig`, and those of [`TrainingArguments`] for the
+/// training itself. Files have all keys side by side.
 ///
 /// | key | default | TRL's, PEFT's or transformers' |
 /// |---|---|---|
@@ -36,20 +41,20 @@ pub struct FinetuneArguments {
     pub use_peft: bool,
     /// The rank of the adapters (also `r`). Default 16.
     pub lora_r: i64,
-    /// Their product is scaled by `lora_alpha / lora_r`. Default 32.
+    /// The adapter's output is scaled by `lora_alpha / lora_r`. Default 32.
     pub lora_alpha: f64,
     /// The probability that an input of an adapter is dropped. Default 0.05.
     pub lora_dropout: f64,
-    /// The linear maps that get one (also `lora_target_modules`): names, a regular expression, or
+    /// The linear layers that get one (also `lora_target_modules`): names, a regular expression, or
     /// `all-linear`. Default: PEFT's choice for the architecture, `q_proj` and `v_proj`, or `c_attn`.
     pub target_modules: Option<TargetModulesArgument>,
     /// Which biases are trained too: `none`, `all`, `lora_only`. Default `none`.
     pub bias: BiasMode,
     /// Scales by `lora_alpha / √lora_r` instead. Default false.
     pub use_rslora: bool,
-    /// Learns the lengths of the weights' rows as well. Default false.
+    /// Trains the norms of the weights' rows as well (DoRA). Default false.
     pub use_dora: bool,
-    /// Linear maps that are trained as full copies and saved with the adapter (also
+    /// Linear layers that are trained as full copies and saved with the adapter (also
     /// `lora_modules_to_save`).
     pub modules_to_save: Option<Vec<String>>,
 
@@ -57,18 +62,18 @@ pub struct FinetuneArguments {
     pub load_in_4bit: bool,
     /// Keeps them in 8 bits. Default false.
     pub load_in_8bit: bool,
-    /// The 4 bits: `fp4` or `nf4`. Default `fp4`, as in transformers; QLoRA's is `nf4`.
+    /// The 4-bit type: `fp4` or `nf4`. Default `fp4`, as in transformers; QLoRA's is `nf4`.
     pub bnb_4bit_quant_type: Quant4Type,
     /// Quantizes the scales of the blocks as well (also `use_bnb_nested_quant`). Default false.
     pub bnb_4bit_use_double_quant: bool,
-    /// What products with 4-bit weights are computed in: `float32`, `bfloat16` or `float16`. The half
+    /// The type of matrix products with 4-bit weights: `float32`, `bfloat16` or `float16`. The half
     /// kinds turn autocast on for the whole run, unless `bf16` or `fp16` says otherwise. Default
     /// `float32`.
     pub bnb_4bit_compute_dtype: ComputeDtype,
     /// From which magnitude on a column of activations is multiplied in full precision, with
     /// `load_in_8bit`. Default 6.
     pub llm_int8_threshold: f64,
-    /// Linear maps that are not quantized. Default: the head.
+    /// Linear layers that are not quantized. Default: the head.
     pub llm_int8_skip_modules: Option<Vec<String>>,
 
     /// Of a prompt and its answer, learns the answer alone. Default true.
@@ -81,14 +86,14 @@ pub struct FinetuneArguments {
     pub apply_chat_template: bool,
     /// How a prompt is written without a chat template. Default `{prompt}`.
     pub prompt_template: String,
-    /// What becomes of broken records: `stop` or `skip`. Default `stop`.
+    /// What happens at a broken record: `stop` or `skip`. Default `stop`.
     pub on_bad_record: OnBadRecord,
-    /// At most so many records. Default: all.
+    /// The number of records that are read at most. Default: all.
     pub max_train_samples: Option<usize>,
 
     /// Writes the model with the adapter merged into it as well, into `merged/`. Default false.
     pub merge: bool,
-    /// All that training is besides. Not used: `preset`, `model`, `tokenizer`, `vocab_size`.
+    /// The arguments of the training itself. `preset`, `model`, `tokenizer` and `vocab_size` are not used.
     #[serde(skip)]
     pub training: TrainingArguments,
 }
@@ -143,7 +148,7 @@ pub enum Quant4Type {
     Nf4,
 }
 
-/// What products are computed in.
+/// The type that matrix products with 4-bit weights are computed in.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ComputeDtype {
@@ -159,7 +164,7 @@ pub enum ComputeDtype {
     Float16,
 }
 
-/// Which linear maps are meant, as PEFT's files have it.
+/// A choice of linear layers, as PEFT's files have it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged, expecting = "a text or a list of texts")]
 pub enum TargetModulesArgument {
@@ -170,108 +175,132 @@ pub enum TargetModulesArgument {
 }
 
 impl FinetuneArguments {
-    /// Whether the values make sense, alone and together. Nothing is read from the disk.
+    /// Checks the values, alone and together. Nothing is read from the disk.
     ///
     /// # Errors
-    /// [`Error::Invalid`], and those of [`TrainingArguments::validate`] and [`LoraConfig::validate`].
+    /// [`Error::Invalid`] and [`Error::Unsupported`](crate::Error::Unsupported), and those of
+    /// [`TrainingArguments::validate`] and [`LoraConfig::validate`].
     pub fn validate(&self) -> Result<()> {
-        let invalid = |key, given: String, problem: &str, way_out: &str| {
-            Err(Error::Invalid {
-                key,
-                given,
-                problem: problem.to_owned(),
-                way_out: way_out.to_owned(),
-            })
-        };
         self.training.validate()?;
+        check_ranges(&as_value(self)?, &as_value(&Self::default())?)?;
         if self.model_name_or_path.as_os_str().is_empty() {
-            let problem = "fine-tuning goes on with a model that there is";
             return invalid(
                 "model_name_or_path",
-                "not set".to_owned(),
-                problem,
+                "not set",
+                "there is no model to fine-tune",
                 "give its folder, with `--model DIR`",
             );
         }
         if self.training.data.is_empty() {
-            let problem = "there is nothing to learn from";
             return invalid(
                 "data",
-                "not set".to_owned(),
-                problem,
+                "not set",
+                "there are no records to learn from",
                 "give a file of records, with `--data FILE`",
             );
         }
         if self.load_in_4bit && self.load_in_8bit {
-            let problem = "`load_in_8bit` is true as well, and weights are kept in one way";
             return invalid(
                 "load_in_4bit",
-                "true".to_owned(),
-                problem,
+                true,
+                "`load_in_8bit` is true as well, and weights are kept in one way",
                 "drop one of them",
             );
         }
         if !self.use_peft && (self.load_in_4bit || self.load_in_8bit) {
-            let problem = "quantized weights cannot be trained themselves";
             return invalid(
                 "use_peft",
-                "false".to_owned(),
-                problem,
+                false,
+                "quantized weights cannot be trained themselves",
                 "train adapters, or leave out `load_in_4bit` and `load_in_8bit`",
             );
         }
-        let training = &self.training;
-        if training.length_column_name != DEFAULT_LENGTH_COLUMN {
-            let problem =
-                "lengths are those of the tokens, which are counted when the file is opened";
-            return invalid(
-                "length_column_name",
-                format!("`{}`", training.length_column_name),
-                problem,
-                "drop it: `group_by_length` needs no column",
-            );
-        }
-        if training.dataset_text_field != TrainingArguments::default().dataset_text_field {
-            let problem = "records are told apart by the names of their fields";
-            return invalid(
-                "dataset_text_field",
-                format!("`{}`", training.dataset_text_field),
-                problem,
-                "call the field `text`",
-            );
-        }
-        if training.sequences == Some(SequenceMode::Windows) {
-            let problem = "examples are learned each by itself";
-            return invalid(
-                "sequences",
-                "`windows`".to_owned(),
-                problem,
-                "drop it, and write `packing: true` for rows without padding",
-            );
-        }
         if self.merge && !self.use_peft {
-            let problem = "there is no adapter without `use_peft`";
             return invalid(
                 "merge",
-                "true".to_owned(),
-                problem,
+                true,
+                "there is no adapter without `use_peft`",
                 "drop it: the whole model is saved",
             );
         }
         if !self.prompt_template.contains("{prompt}") {
-            let problem = "it says where the prompt stands";
             return invalid(
                 "prompt_template",
                 format!("{:?}", self.prompt_template),
-                problem,
+                "it has no place for the prompt",
                 "write {prompt} at its place",
             );
         }
+        self.refuse_unread()?;
         self.lora_config().validate()?;
         Ok(())
     }
 
-    /// What the adapters are.
+    /// Refuses keys of training from scratch that would change nothing here.
+    fn refuse_unread(&self) -> Result<()> {
+        let defaults = TrainingArguments::default();
+        let source = Source {
+            origin: "the configuration",
+            file: None,
+            program: Program::Finetune,
+        };
+        let mut unread = Map::new();
+        if let Value::Object(values) = as_value(&self.training)? {
+            let defaults = as_value(&defaults)?;
+            // The shape and the tokenizer are those of the model, whatever a preset of training says.
+            let of_model = ["preset", "model", "tokenizer", "vocab_size"];
+            unread.extend(values.into_iter().filter(|(key, value)| {
+                defaults[key.as_str()] != *value && !of_model.contains(&key.as_str())
+            }));
+        }
+        refuse_unread(&mut unread, source)
+    }
+
+    /// Returns all keys side by side, as a file has them.
+    ///
+    /// # Errors
+    /// [`Error::Unwritable`].
+    pub fn to_values(&self) -> Result<Value> {
+        let mut values = as_value(self)?;
+        if let (Value::Object(values), Value::Object(training)) =
+            (&mut values, as_value(&self.training)?)
+        {
+            let read = training.into_iter();
+            values.extend(read.filter(|(key, _)| Program::Finetune.reads(key)));
+        }
+        Ok(values)
+    }
+
+    /// Makes the folder of the run, `output_dir` or a new one under `runs/`, and writes the
+    /// configuration into it.
+    ///
+    /// # Errors
+    /// As [`RunFolder::create`].
+    pub fn create_folder(&self) -> Result<RunFolder> {
+        self.write_into(RunFolder::make(&self.training, "finetune")?)
+    }
+
+    /// As [`RunFolder::open_or_create`], with the configuration of a fine-tuning.
+    ///
+    /// # Errors
+    /// As [`RunFolder::open_or_create`].
+    pub fn open_or_create_folder(&self, group: &ProcessGroup) -> Result<RunFolder> {
+        on_main(group, || match RunFolder::to_resume(&self.training)? {
+            Some(run) => self.write_into(run),
+            None => self.create_folder(),
+        })
+    }
+
+    fn write_into(&self, run: RunFolder) -> Result<RunFolder> {
+        let mut stored = self.clone();
+        stored.training.output_dir = Some(run.root().to_owned());
+        let text = format!("{:#}\n", stored.to_values()?);
+        let path = run.arguments();
+        std::fs::write(&path, text).map_err(Error::io("write", path))?;
+        Ok(run)
+    }
+
+    /// Returns the configuration of the adapters.
     pub fn lora_config(&self) -> LoraConfig {
         LoraConfig {
             r: self.lora_r,
@@ -279,7 +308,13 @@ impl FinetuneArguments {
             lora_dropout: self.lora_dropout,
             target_modules: self.target_modules.as_ref().map(|targets| match targets {
                 TargetModulesArgument::Text(text) => TargetModules::from(text.as_str()),
-                TargetModulesArgument::Names(names) => TargetModules::Names(names.clone()),
+                // A flag gives a list.
+                TargetModulesArgument::Names(names) => match names.as_slice() {
+                    [all] if all.eq_ignore_ascii_case("all-linear") => {
+                        TargetModules::from(all.as_str())
+                    }
+                    names => TargetModules::Names(names.to_vec()),
+                },
             }),
             bias: self.bias,
             use_rslora: self.use_rslora,
@@ -291,7 +326,7 @@ impl FinetuneArguments {
         }
     }
 
-    /// How the weights are kept, if not as they are.
+    /// Returns how the weights are quantized while they are loaded, if they are.
     pub fn quantization(&self) -> Option<QuantizeOptions> {
         let scheme = if self.load_in_4bit {
             let options = BlockOptions {
@@ -315,8 +350,8 @@ impl FinetuneArguments {
         Some(options)
     }
 
-    /// What the forward pass computes in: `bf16`, `fp16` and `tf32`, and where they say nothing the
-    /// compute type of 4-bit weights.
+    /// Returns the precision of the forward pass: that of `bf16`, `fp16` and `tf32`, and where they are not
+    /// set the compute type of 4-bit weights.
     pub fn precision(&self) -> Precision {
         let training = &self.training;
         match self.bnb_4bit_compute_dtype {

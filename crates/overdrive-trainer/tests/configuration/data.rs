@@ -1,7 +1,7 @@
 //! The keys about data and its loader.
 
 use overdrive_datasets::PackingStrategy;
-use overdrive_trainer::{FinetuneLayers, Preset, SampleBy, SequenceMode, TrainingArguments};
+use overdrive_trainer::{Layers, Preset, SampleBy, SequenceMode, TrainingArguments};
 
 use crate::{error, file, resolve};
 
@@ -117,19 +117,19 @@ fn what_cannot_apply_is_refused_with_the_reason() {
         ),
         (
             "pad_to_multiple_of: 0",
-            "`pad_to_multiple_of` is 0: it must be at least 1; give 1 for no rounding",
+            "`pad_to_multiple_of` is 0: it must be at least 1; give 1 or more",
         ),
         (
             "dataloader_num_workers: 0\ndataloader_prefetch_factor: 2",
-            "`dataloader_prefetch_factor` is 2: `dataloader_num_workers` is 0, and nobody prepares batches ahead; drop it, or give `dataloader_num_workers` 1 or more",
+            "`dataloader_prefetch_factor` is 2: `dataloader_num_workers` is 0, and no worker prepares batches ahead; drop it, or give `dataloader_num_workers` 1 or more",
         ),
         (
             "dataloader_prefetch_factor: 0",
-            "`dataloader_prefetch_factor` is 0: a worker is at least one batch ahead; give 1 or more, or leave it out for 2",
+            "`dataloader_prefetch_factor` is 0: it must be at least 1; give 1 or more",
         ),
         (
             "train_sampling_strategy: batch_rebalance",
-            "run.yaml: `train_sampling_strategy: batch_rebalance` is not supported by overdrive-trainer; `random` and `group_by_length` there are",
+            "run.yaml: `train_sampling_strategy` is `batch_rebalance`, which is not one of `random`, `group_by_length`",
         ),
         (
             "train_sampling_strategy: random\ngroup_by_length: true",
@@ -153,9 +153,7 @@ fn fine_tuning_takes_the_same_keys_but_those_that_mean_nothing_to_it() {
     let base = "model: base\ndata: a.jsonl\n";
     let read = |text: &str| {
         let (_folder, path) = file("run.yaml", &format!("{base}{text}"));
-        FinetuneLayers::new()
-            .file(&path)
-            .and_then(FinetuneLayers::resolve)
+        Layers::finetune().file(&path).and_then(Layers::resolve)
     };
     let arguments = read(
         "group_by_length: true\ndataloader_num_workers: 2\ndataloader_drop_last: true\n\
@@ -172,21 +170,37 @@ fn fine_tuning_takes_the_same_keys_but_those_that_mean_nothing_to_it() {
     for (text, expected) in [
         (
             "group_by_length: true\nlength_column_name: chars\n",
-            "`length_column_name` is `chars`: lengths are those of the tokens, which are counted when the file is opened; drop it: `group_by_length` needs no column",
+            "run.yaml: `length_column_name: chars` is not supported in fine-tuning; lengths are those of the tokens, which are counted when the file is opened: drop the key, `group_by_length` needs no column; to train from scratch, run: cargo run --release -p overdrive-examples --example train -- --config run.yaml",
         ),
         (
             "dataset_text_field: body\n",
-            "`dataset_text_field` is `body`: records are told apart by the names of their fields; call the field `text`",
+            "run.yaml: `dataset_text_field: body` is not supported in fine-tuning; records are told apart by the names of their fields: call the field `text`; to train from scratch, run: cargo run --release -p overdrive-examples --example train -- --config run.yaml",
         ),
         (
             "sequences: windows\n",
-            "`sequences` is `windows`: examples are learned each by itself; drop it, and write `packing: true` for rows without padding",
+            "run.yaml: `sequences: windows` is not supported in fine-tuning; each example is a sequence: drop the key, and write `packing: true` for rows without padding; to train from scratch, run: cargo run --release -p overdrive-examples --example train -- --config run.yaml",
         ),
         (
             "packing: true\ngroup_by_length: true\n",
             "`group_by_length` is true: packed rows are full whatever is in them; drop it, or `packing`",
         ),
     ] {
-        assert_eq!(read(text).expect_err(text).to_string(), expected);
+        let found = read(text).expect_err(text).to_string();
+        // Without the temporary folder of the file.
+        let found: Vec<&str> = found
+            .split(' ')
+            .map(
+                |word| match word.ends_with("run.yaml") || word.ends_with("run.yaml:") {
+                    true => word.rsplit('/').next().unwrap_or(word),
+                    false => word,
+                },
+            )
+            .collect();
+        assert_eq!(found.join(" "), expected);
     }
+    // The same holds for a configuration that was not read from a file.
+    let mut arguments = read("").expect("loads");
+    arguments.training.dataset_text_field = "body".to_owned();
+    let error = arguments.validate().expect_err("refused").to_string();
+    assert!(error.contains("call the field `text`"), "{error}");
 }

@@ -1,7 +1,7 @@
 //! The files of the page docs/src/configs.md, and what its tables say.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-use overdrive_trainer::{FinetuneArguments, FinetuneLayers, Layers, Preset, TrainingArguments};
+use overdrive_trainer::{FinetuneArguments, Layers, Preset, TrainingArguments};
 use serde_json::Value;
 
 use crate::{error, file, resolve};
@@ -24,7 +24,7 @@ fn trained(text: &str) -> (TrainingArguments, Vec<String>) {
 
 fn tuned(name: &str, text: &str) -> (FinetuneArguments, Vec<String>) {
     let (_folder, path) = file(name, text);
-    let layers = FinetuneLayers::new().file(path).unwrap();
+    let layers = Layers::finetune().file(path).unwrap();
     let notes = layers.notes().to_vec();
     (layers.resolve().unwrap(), notes)
 }
@@ -88,7 +88,7 @@ fn the_five_files_load_as_they_stand() {
     assert!(
         notes
             .iter()
-            .any(|note| note.starts_with("`provider: unsloth` is not had here: ")),
+            .any(|note| note.starts_with("`provider: unsloth` is not needed: its fused kernels")),
         "{notes:?}"
     );
 
@@ -136,6 +136,7 @@ fn every_spelling_of_the_table_is_read() {
                 Value::Bool(_) => Value::Bool(true),
                 Value::Number(_) => Value::from(7),
                 Value::String(name) => Value::from(name.as_str()),
+                Value::Array(_) => serde_json::json!(["a.txt"]),
                 // Those that have no default.
                 _ => match key {
                     "output_dir" => Value::from("somewhere"),
@@ -180,11 +181,67 @@ fn contradictions_and_unknown_names_are_errors() {
         ),
         (
             "use_4bit: true",
-            "run.yaml: `load_in_4bit: true` is not supported by overdrive-trainer; weights that learn",
+            "run.yaml: `load_in_4bit: true` is not supported in training from scratch; weights that are trained are not quantized; fine-tuning trains adapters over quantized weights; to fine-tune, run: cargo run --release -p overdrive-examples --example finetune -- --config ",
         ),
     ] {
         let found = error(text);
         assert!(found.starts_with(expected), "{found}");
     }
     assert!(resolve(&["--steps", "3"]).is_ok());
+}
+
+/// The error of a file of keys that the other program reads has the command that runs it.
+#[test]
+fn a_file_for_the_other_program_is_answered_by_its_command() {
+    let run = "cargo run --release -p overdrive-examples --example";
+    let text = "model_name_or_path: models/base\ndata: train.jsonl\nload_in_8bit: true\n";
+    for (name, quoted) in [("qlora.yaml", ""), ("my qlora.yaml", "'")] {
+        let (_folder, path) = file(name, text);
+        let found = resolve(&["--config", &path]).unwrap_err().to_string();
+        assert!(
+            found.ends_with(&format!(
+                "; to fine-tune, run: {run} finetune -- --config {quoted}{path}{quoted}"
+            )),
+            "{found}"
+        );
+    }
+    // What the file lacks is a flag of the command.
+    let found = error("lora: {r: 8, alpha: 16}");
+    assert!(
+        found.starts_with("run.yaml: `lora: {\"r\":8,\"alpha\":16}` is not supported in training from scratch; to fine-tune, run: "),
+        "{found}"
+    );
+    assert!(found.ends_with(" --model DIR --data FILE"), "{found}");
+
+    let (_folder, path) = file("run.yaml", "model: models/base\ntokenizer: t.json\n");
+    let found = Layers::finetune().file(&path).unwrap_err().to_string();
+    assert!(
+        found.ends_with(&format!(
+            "`tokenizer: t.json` is not supported in fine-tuning; leave it out: the model has its tokenizer; to train from scratch, run: {run} train -- --config {path}"
+        )),
+        "{found}"
+    );
+}
+
+#[test]
+fn zero_steps_are_never_and_a_section_that_is_not_enabled_is_left_out() {
+    use overdrive_trainer::{IntervalStrategy, SaveStrategy};
+    let (never, notes) = trained("eval_steps: 0\nsave_steps: 0\n");
+    assert_eq!(never.eval_strategy, IntervalStrategy::No);
+    assert_eq!(never.save_strategy, SaveStrategy::No);
+    assert!(
+        notes.contains(&"`eval_steps: 0` is `eval_strategy: no`".to_owned()),
+        "{notes:?}"
+    );
+    let flags = resolve(&["--eval-steps", "0", "--save-steps", "0"]).unwrap();
+    assert_eq!(flags, never);
+
+    let (arguments, _) = trained("early_stopping: {enabled: false, patience: 3}\n");
+    assert_eq!(arguments.early_stopping_patience, None);
+    let (arguments, _) = trained("early_stopping: true\n");
+    assert_eq!(arguments.early_stopping_patience, Some(3));
+    let (arguments, _) = trained("use_early_stopping: true\npatience: 5\n");
+    assert_eq!(arguments.early_stopping_patience, Some(5));
+    let (arguments, _) = trained("early_stopping: 4\n");
+    assert_eq!(arguments.early_stopping_patience, Some(4));
 }

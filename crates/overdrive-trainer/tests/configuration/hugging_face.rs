@@ -15,15 +15,15 @@ fn what_hugging_face_can_and_we_cannot_is_refused_by_name() {
     for (text, expected) in [
         (
             "optim: galore_adamw",
-            "run.yaml: `optim: galore_adamw` is not supported by overdrive-trainer; the optimizers there are: adamw_torch_fused, adamw_8bit, paged_adamw_32bit, paged_adamw_8bit, lion_32bit, adafactor, sgd",
+            "run.yaml: `optim` is `galore_adamw`, which is not one of `adamw_torch`, `adamw_torch_fused`, `adamw_8bit`, `adamw_bnb_8bit`, `paged_adamw`, `paged_adamw_32bit`, `paged_adamw_8bit`, `lion`, `lion_32bit`, `adafactor`, `sgd`, `muon`",
         ),
         (
             "torch_compile: true",
-            "run.yaml: `torch_compile: true` is not supported by overdrive-trainer; leave it out: the fused kernels (`fused_kernels`, on) are what it would make in training, and overdrive-compiled runs packages of torch's compiler",
+            "run.yaml: `torch_compile: true` is not supported by overdrive-trainer; leave it out: `fused_kernels` (on) has the kernels that it would make in training, and overdrive-compiled runs packages of torch's compiler",
         ),
         (
             "save_only_model: true",
-            "run.yaml: `save_only_model: true` is not supported by overdrive-trainer; a snapshot is what a run goes on from; the model alone is in `model/` at the end",
+            "run.yaml: `save_only_model: true` is not supported by overdrive-trainer; a snapshot is what a run resumes from; the model alone is in `model/` at the end",
         ),
     ] {
         assert_eq!(error(text), expected);

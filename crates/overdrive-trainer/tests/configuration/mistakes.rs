@@ -35,7 +35,7 @@ fn an_unknown_key_is_told_with_the_nearest_one() {
         ),
         (
             "temperature: 1",
-            "run.yaml: unknown key `temperature`; no known key is near it, see `--help` and Hugging Face's TrainingArguments",
+            "run.yaml: unknown key `temperature`; no known key is near it, `--help` lists all of them",
         ),
     ] {
         assert_eq!(error(text), expected);
@@ -134,7 +134,7 @@ fn values_that_make_no_sense_are_refused_with_the_way_out() {
         ),
         (
             "adam_beta2: 1",
-            "`adam_beta2` is 1: it must be at least 0 and below 1; Hugging Face's default is a good one",
+            "`adam_beta2` is 1: it must be at least 0 and below 1; give such a number, or leave the key out for the default",
         ),
         (
             "eval_steps: 2.5",
@@ -142,7 +142,7 @@ fn values_that_make_no_sense_are_refused_with_the_way_out() {
         ),
         (
             "warmup_ratio: 100",
-            "`warmup_ratio` is 100: it is a part, from 0 to 1; for a number of steps use `warmup_steps`",
+            "`warmup_ratio` is 100: it must be a part, from 0 to 1; for a number of steps use `warmup_steps`",
         ),
         (
             "vocab_size: 100",
@@ -150,11 +150,19 @@ fn values_that_make_no_sense_are_refused_with_the_way_out() {
         ),
         (
             "validation_fraction: 1",
-            "`validation_fraction` is 1: it is the part of the documents kept for validation, above 0 and below 1; 0.05 is a good start",
+            "`validation_fraction` is 1: it must be above 0 and below 1; 0.05 is a good start",
+        ),
+        (
+            "ema_decay: 1",
+            "`ema_decay` is 1: it must be at least 0 and below 1; give such a number, or leave the key out for the default",
+        ),
+        (
+            "zero_stage: 2",
+            "`zero_stage` is 2: it must be at most 1; give such a number, or leave the key out for the default",
         ),
         (
             "threads: 0",
-            "`threads` is 0: an operator needs a thread; give 1 or more, or leave it out",
+            "`threads` is 0: it must be at least 1; give 1 or more",
         ),
         (
             "model: {num_attention_heads: 3}",
@@ -166,7 +174,7 @@ fn values_that_make_no_sense_are_refused_with_the_way_out() {
         ),
         (
             "model: {head_dim: 7}",
-            "`model.head_dim` is 7: rotary positions turn pairs of features; give an even number, or change `hidden_size` or `num_attention_heads`",
+            "`model.head_dim` is 7: rotary positions rotate pairs of features; give an even number, or change `hidden_size` or `num_attention_heads`",
         ),
         (
             "model: {max_position_embeddings: 100}",
@@ -174,7 +182,7 @@ fn values_that_make_no_sense_are_refused_with_the_way_out() {
         ),
         (
             "model: {num_hidden_layers: 0}",
-            "`model.num_hidden_layers` is 0: a model has at least one; give 1 or more",
+            "`model.num_hidden_layers` is 0: it must be at least 1; give 1 or more",
         ),
         (
             "model: {model_type: gpt2}",

@@ -1,0 +1,376 @@
+//! The flags of a program, made from the table.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::marker::PhantomData;
+use std::path::PathBuf;
+
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, value_parser};
+use serde_json::{Map, Value, json};
+
+use super::{Key, Program, at, plain, rows_of};
+use crate::diagnosis::choices_in;
+use crate::{Configuration, Error, Layers, Result, config_format};
+
+/// A flag that sets several keys.
+struct Shortcut {
+    name: &'static str,
+    program: Program,
+    help: &'static str,
+    sets: &'static [(&'static str, &'static str)],
+    conflicts: &'static str,
+}
+
+// A row stays on a line or two, so that the table can be read as one.
+#[rustfmt::skip]
+static SHORTCUTS: [Shortcut; 2] = [
+    Shortcut { name: "full", program: Program::Finetune, conflicts: "qlora", help: "Train all weights, without adapters",
+        sets: &[("use_peft", "false"), ("load_in_4bit", "false"), ("load_in_8bit", "false")] },
+    Shortcut { name: "qlora", program: Program::Finetune, conflicts: "full", help: "Keep the weights in NF4 with double quantization, and train adapters",
+        sets: &[("use_peft", "true"), ("load_in_4bit", "true"), ("load_in_8bit", "false"), ("bnb_4bit_quant_type", "\"nf4\""), ("bnb_4bit_use_double_quant", "true")] },
+];
+
+/// The flags of a program: `--config FILE`, and one for each key of its configuration. They are flattened
+/// into the program's own; [`TrainArgs`](crate::TrainArgs) and [`FinetuneArgs`](crate::FinetuneArgs) name
+/// the two kinds.
+///
+/// ```
+/// use clap::Parser;
+/// use overdrive_trainer::TrainArgs;
+///
+/// #[derive(Parser)]
+/// struct Flags {
+///     #[command(flatten)]
+///     train: TrainArgs,
+/// }
+///
+/// let flags = Flags::parse_from(["train", "--preset", "small", "--steps", "20", "--bf16"]);
+/// let arguments = flags.train.resolve()?;
+/// assert_eq!(arguments.max_steps, 20);
+/// assert!(arguments.bf16);
+/// assert_eq!(arguments.model.hidden_size, 384); // the preset's
+/// # Ok::<(), overdrive_trainer::Error>(())
+/// ```
+///
+/// Flags are laid over the file, and the file over the preset. A flag has the name of its key with dashes
+/// (`--learning-rate`); a few have a shorter one as well (`--steps` for `max_steps`), and every spelling
+/// that files may use is understood (`--lr`).
+#[derive(Debug, Clone, Default)]
+pub struct ConfigArgs<A> {
+    /// The configuration file.
+    pub config: Option<PathBuf>,
+    /// The keys that the flags set.
+    values: Map<String, Value>,
+    of: PhantomData<A>,
+}
+
+impl<A: Configuration> ConfigArgs<A> {
+    /// Returns the configuration: flags over the file over the preset, validated.
+    ///
+    /// # Errors
+    /// What is wrong with the file ([`Layers::file`]) or with the values ([`Layers::resolve`]).
+    pub fn resolve(&self) -> Result<A> {
+        self.resolve_telling(|_| {})
+    }
+
+    /// Returns the configuration as [`resolve`](Self::resolve) does, and passes `say` a line for each key
+    /// that was written in another spelling than ours.
+    ///
+    /// # Errors
+    /// As [`resolve`](Self::resolve).
+    pub fn resolve_telling(&self, mut say: impl FnMut(&str)) -> Result<A> {
+        let in_file = match &self.config {
+            Some(path) => config_format::read(path)?,
+            None => Value::Null,
+        };
+        let named = self.values.get("preset").or(in_file.get("preset"));
+        let mut layers = Layers::on(A::base(named));
+        if let Some(path) = &self.config {
+            layers = layers.file(path)?;
+        }
+        let flags = Value::Object(self.values.clone());
+        let layers = layers.layer(flags, "the command line")?;
+        for note in layers.notes() {
+            say(&format!("configured  {note}"));
+        }
+        layers.resolve()
+    }
+}
+
+impl<A: Configuration> Args for ConfigArgs<A> {
+    fn augment_args(command: Command) -> Command {
+        let config = Arg::new("config")
+            .long("config")
+            .value_name("FILE")
+            .value_parser(value_parser!(PathBuf))
+            .help_heading("Configuration")
+            .help("JSON, YAML or TOML file with the keys of Hugging Face's TrainingArguments, TRL, PEFT and BitsAndBytesConfig");
+        let defaults = A::defaults();
+        let mut command = command.arg(config);
+        for shortcut in shortcuts::<A>() {
+            let switch = Arg::new(shortcut.name).long(shortcut.name);
+            let switch = switch.action(ArgAction::SetTrue).help(shortcut.help);
+            command = command.arg(switch.conflicts_with(shortcut.conflicts));
+        }
+        for (heading, key) in rows_of(A::PROGRAM) {
+            for arg in key.args::<A>(&defaults) {
+                command = command.arg(arg.help_heading(heading));
+            }
+        }
+        command
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl<A: Configuration> FromArgMatches for ConfigArgs<A> {
+    fn from_arg_matches(matches: &ArgMatches) -> std::result::Result<Self, clap::Error> {
+        let mut args = Self::default();
+        args.update_from_arg_matches(matches)?;
+        Ok(args)
+    }
+
+    fn update_from_arg_matches(
+        &mut self,
+        matches: &ArgMatches,
+    ) -> std::result::Result<(), clap::Error> {
+        if let Some(config) = matches.get_one::<PathBuf>("config") {
+            self.config = Some(config.clone());
+        }
+        let mut given = Map::new();
+        for shortcut in shortcuts::<A>().filter(|shortcut| matches.get_flag(shortcut.name)) {
+            for (key, json) in shortcut.sets {
+                let value = serde_json::from_str(json).map_err(clap_error)?;
+                given.insert((*key).to_owned(), value);
+            }
+        }
+        for (_, key) in rows_of(A::PROGRAM) {
+            if let Some(value) = key.given(matches) {
+                insert(&mut given, key.name, value);
+            }
+        }
+        for (steps, strategy) in [
+            ("eval_steps", "eval_strategy"),
+            ("save_steps", "save_strategy"),
+        ] {
+            let number = given.get(steps).and_then(Value::as_f64);
+            // 0 is left to the translation, which makes `no` of it.
+            if number.is_some_and(|number| number != 0.0) && !given.contains_key(strategy) {
+                given.insert(strategy.to_owned(), json!("steps"));
+            }
+        }
+        self.values.extend(given);
+        Ok(())
+    }
+}
+
+fn shortcuts<A: Configuration>() -> impl Iterator<Item = &'static Shortcut> {
+    let of_program = |shortcut: &&Shortcut| shortcut.program == A::PROGRAM;
+    SHORTCUTS.iter().filter(of_program)
+}
+
+fn clap_error(error: impl fmt::Display) -> clap::Error {
+    clap::Error::raw(clap::error::ErrorKind::InvalidValue, error)
+}
+
+/// Puts a value under a dotted name.
+fn insert(values: &mut Map<String, Value>, name: &str, value: Value) {
+    match name.split_once('.') {
+        None => {
+            values.insert(name.to_owned(), value);
+        }
+        Some((section, inner)) => {
+            let section = values.entry(section).or_insert_with(|| json!({}));
+            if let Value::Object(section) = section {
+                section.insert(inner.to_owned(), value);
+            }
+        }
+    }
+}
+
+impl Key {
+    /// Returns the name of the flag without its dashes, if the key has one.
+    pub(super) fn long(&self) -> Option<String> {
+        match self.flag {
+            Some("") => None,
+            Some(flag) => Some(flag.to_owned()),
+            None => Some(self.leaf().replace('_', "-")),
+        }
+    }
+
+    fn leaf(&self) -> &'static str {
+        self.name.rsplit('.').next().unwrap_or(self.name)
+    }
+
+    /// Returns the other names of the flag: the key and its spellings, with dashes and with underscores.
+    fn aliases(&self, long: &str) -> BTreeSet<String> {
+        let names = self.spellings.iter().copied().chain([self.leaf()]);
+        let mut all: BTreeSet<String> = names
+            .flat_map(|name| [name.to_owned(), name.replace('_', "-")])
+            .collect();
+        all.insert(long.replace('-', "_"));
+        all.remove(long);
+        all
+    }
+
+    /// Returns clap's arguments: one, or two for a switch, the second of which turns it off.
+    fn args<A: Configuration>(&'static self, defaults: &[(&str, Value)]) -> Vec<Arg> {
+        let Some(long) = self.long() else {
+            return Vec::new();
+        };
+        let help = self.help::<A>(&long, defaults);
+        let arg = Arg::new(self.name).long(&long).help(help);
+        let arg = arg.aliases(self.aliases(&long)).conflicts_with_all(
+            rows_of(A::PROGRAM)
+                .filter(|(_, other)| other.name == self.excludes)
+                .map(|(_, other)| other.name),
+        );
+        if self.value.is_empty() {
+            let off = format!("no-{long}");
+            let no = Arg::new(off_id(self.name)).long(&off).hide(true);
+            let no = no.alias(off.replace('-', "_")).action(ArgAction::SetTrue);
+            return vec![
+                arg.action(ArgAction::SetTrue)
+                    .overrides_with(off_id(self.name)),
+                no.overrides_with(self.name),
+            ];
+        }
+        let arg = arg.value_name(self.value);
+        vec![match self.list {
+            Some(commas) => {
+                let arg = arg.num_args(1..).value_parser(value_parser!(String));
+                if commas {
+                    arg.value_delimiter(',')
+                } else {
+                    arg
+                }
+            }
+            None => arg
+                .allow_negative_numbers(true)
+                .value_parser(move |text: &str| self.parse::<A>(text)),
+        }]
+    }
+
+    /// Returns the value that the flags give the key.
+    fn given(&self, matches: &ArgMatches) -> Option<Value> {
+        self.long()?;
+        if self.value.is_empty() {
+            let (on, off) = (
+                matches.get_flag(self.name),
+                matches.get_flag(&off_id(self.name)),
+            );
+            return (on || off).then_some(Value::Bool(on));
+        }
+        match self.list {
+            Some(_) => matches
+                .get_many::<String>(self.name)
+                .map(|texts| texts.cloned().collect()),
+            None => matches.get_one::<Value>(self.name).cloned(),
+        }
+    }
+
+    /// Reads the value of a flag by the type of its key: the text itself, a number, or JSON.
+    fn parse<A: Configuration>(&self, text: &str) -> std::result::Result<Value, String> {
+        let whole = text.parse::<i64>().ok().map(Value::from);
+        let whole = whole.or_else(|| text.parse::<u64>().ok().map(Value::from));
+        let number = text.parse::<f64>().ok().map(Value::from);
+        let json = serde_json::from_str(text).ok();
+        let candidates = [Some(Value::from(text)), whole, number, json];
+        let mut error = None;
+        for candidate in candidates.into_iter().flatten() {
+            match self.try_value::<A>(candidate.clone()) {
+                Ok(()) => return Ok(candidate),
+                Err(wrong) => error = error.or(Some(wrong)),
+            }
+        }
+        Err(match error {
+            Some(Error::WrongType { expected, .. }) => format!("expected {expected}"),
+            Some(Error::UnknownChoice { choices, hint, .. }) => {
+                format!("it is not one of {choices}{hint}")
+            }
+            other => other.map_or_else(String::new, |error| error.to_string()),
+        })
+    }
+
+    fn try_value<A: Configuration>(&self, value: Value) -> Result<()> {
+        let mut values = Map::new();
+        insert(&mut values, self.name, value);
+        A::read(values, "the command line").map(drop)
+    }
+
+    /// Returns the names that the key can be set to, where it is set to a name. They are those of serde's
+    /// error, so that no list of them is written twice.
+    pub(super) fn choices<A: Configuration>(&self) -> Vec<String> {
+        match self.try_value::<A>(json!("?")) {
+            Err(Error::UnknownChoice { choices, .. }) => choices_in(&choices),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Returns the help with the choices and with the value that each preset gives the key, so that help
+    /// and behaviour cannot differ.
+    fn help<A: Configuration>(&self, long: &str, defaults: &[(&str, Value)]) -> String {
+        let help = match A::PROGRAM {
+            Program::Train => self.help,
+            Program::Finetune => self.help_of_finetune.unwrap_or(self.help),
+        };
+        let (help, written) = match help.split_once(" [default: ") {
+            Some((help, default)) => (help, Some(default.trim_end_matches(']'))),
+            None => (help, None),
+        };
+        let mut help = help.to_owned();
+        let choices = self.choices::<A>();
+        if !choices.is_empty() {
+            help += &format!(": {}", choices.join(", "));
+        }
+        let default = self.default_text(defaults);
+        let default = default.or(written.map(str::to_owned));
+        if self.value.is_empty() {
+            return match default.as_deref() {
+                Some("true") => format!("{help} [default: on; off: --no-{long}]"),
+                _ => format!("{help} [off: --no-{long}]"),
+            };
+        }
+        match default {
+            Some(default) => format!("{help} [default: {default}]"),
+            None => help,
+        }
+    }
+
+    /// Returns the value that each preset gives the key, in words; `None` where it has none.
+    pub(super) fn default_text(&self, defaults: &[(&str, Value)]) -> Option<String> {
+        let says_nothing = |value: &Value| match value {
+            Value::Null => true,
+            Value::Number(number) => number.as_f64().is_some_and(|number| number < 0.0),
+            Value::String(text) => text.is_empty(),
+            Value::Array(list) => list.is_empty(),
+            Value::Object(keys) => keys.is_empty() || self.value == "JSON",
+            Value::Bool(_) => false,
+        };
+        let values: Vec<_> = defaults
+            .iter()
+            .map(|(preset, values)| (*preset, at(values, self.name)))
+            .collect();
+        let (_, first) = values.first()?;
+        if self.name == "preset" || values.iter().all(|(_, value)| says_nothing(value)) {
+            return None;
+        }
+        let in_words = |value: &Value| match value {
+            Value::Array(list) => list.iter().map(plain).collect::<Vec<_>>().join(", "),
+            value => plain(value),
+        };
+        if values.iter().all(|(_, value)| value == first) {
+            return Some(in_words(first));
+        }
+        let each = values.iter();
+        let each = each.map(|(preset, value)| format!("{preset} {}", in_words(value)));
+        Some(each.collect::<Vec<_>>().join(", "))
+    }
+}
+
+/// Returns clap's id of the switch that turns another one off.
+fn off_id(name: &str) -> String {
+    format!("no_{name}")
+}

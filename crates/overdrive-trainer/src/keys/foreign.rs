@@ -1,0 +1,96 @@
+//! The keys of transformers, TRL, PEFT and bitsandbytes that Overdrive does not read.
+//!
+//! A configuration that was written for them loads as it stands, or its error names what cannot be done. So
+//! each of their keys has a row with the value that asks for nothing: with that value it is dropped, with any
+//! other it is an error. Nothing that would change the run is ignored silently.
+
+use super::Harmless::{Any, Null, Only};
+use super::{Key, foreign};
+
+const SAME_PRECISION: &str = "evaluation runs in the precision of training";
+const PROCESSES: &str = "start several processes with `--nproc N` or torchrun; `zero_stage: 1` shards the optimizer states over them";
+
+// A row stays on a line, so that the table can be read as one.
+#[rustfmt::skip]
+pub(super) static KEYS: &[Key] = &[
+    // Memory and speed.
+    foreign("activation_checkpointing_kwargs", Any, ""),
+    foreign("torch_compile", Only("false"), "leave it out: `fused_kernels` (on) has the kernels that it would make in training, and overdrive-compiled runs packages of torch's compiler"),
+    foreign("torch_compile_backend", Any, ""),
+    foreign("torch_compile_mode", Any, ""),
+    // `fused_kernels` is on by default and has Liger's kernels.
+    foreign("use_liger_kernel", Any, ""),
+    foreign("liger_kernel_config", Any, ""),
+    foreign("auto_find_batch_size", Only("false"), "set `per_device_train_batch_size`"),
+    foreign("bf16_full_eval", Only("false"), SAME_PRECISION),
+    foreign("fp16_full_eval", Only("false"), SAME_PRECISION),
+    foreign("torch_empty_cache_steps", Null, ""),
+    // Optimization.
+    foreign("optim_args", Null, ""),
+    foreign("optim_target_modules", Null, ""),
+    foreign("label_smoothing_factor", Only("0"), ""),
+    foreign("neftune_noise_alpha", Null, ""),
+    foreign("average_tokens_across_devices", Any, ""),
+    // Data. Worker threads live as long as the loader, and batches come in order.
+    foreign("data_seed", Null, "`seed` decides the order of the data"),
+    foreign("dataloader_persistent_workers", Any, "").also(&["persistent_workers"]),
+    foreign("dataloader_multiprocessing_context", Any, ""),
+    foreign("dataloader_in_order", Any, ""),
+    foreign("remove_unused_columns", Any, ""),
+    foreign("label_names", Any, ""),
+    foreign("ignore_data_skip", Only("false"), ""),
+    // Logging and evaluation.
+    foreign("logging_dir", Null, "the events go to `tensorboard/` in `output_dir`"),
+    foreign("logging_strategy", Only("\"steps\""), "set `logging_steps`"),
+    foreign("logging_first_step", Any, ""),
+    foreign("logging_nan_inf_filter", Any, ""),
+    foreign("include_num_input_tokens_seen", Any, ""),
+    foreign("log_level", Any, ""),
+    foreign("log_level_replica", Any, ""),
+    foreign("log_on_each_node", Any, ""),
+    foreign("disable_tqdm", Any, ""),
+    foreign("run_name", Any, ""),
+    foreign("eval_delay", Only("0"), ""),
+    foreign("eval_accumulation_steps", Any, ""),
+    foreign("prediction_loss_only", Any, ""),
+    foreign("eval_do_concat_batches", Any, ""),
+    foreign("eval_use_gather_object", Any, ""),
+    foreign("batch_eval_metrics", Any, ""),
+    foreign("include_for_metrics", Only("[]"), ""),
+    foreign("skip_memory_metrics", Any, ""),
+    foreign("debug", Only("\"\""), ""),
+    // Snapshots.
+    foreign("save_only_model", Only("false"), "a snapshot is what a run resumes from; the model alone is in `model/` at the end"),
+    foreign("save_on_each_node", Any, ""),
+    foreign("save_safetensors", Only("true"), "weights are always saved as safetensors"),
+    foreign("enable_jit_checkpoint", Only("false"), "Ctrl-C and SIGTERM save a snapshot and the model as it is"),
+    foreign("restore_callback_states_from_checkpoint", Any, ""),
+    foreign("full_determinism", Only("false"), "on a CPU the same seed gives the same losses already"),
+    // Several devices.
+    foreign("ddp_static_graph", Any, ""),
+    foreign("fsdp", Only("\"\""), "start several processes with `--nproc N` or torchrun; weights are not sharded over them, optimizer states are with `zero_stage: 1`"),
+    foreign("fsdp_config", Any, ""),
+    foreign("deepspeed", Null, PROCESSES),
+    foreign("accelerator_config", Any, ""),
+    foreign("parallelism_config", Null, ""),
+    foreign("local_rank", Only("-1"), ""),
+    // The Hub.
+    foreign("push_to_hub", Only("false"), "upload the folder `model/` of the run"),
+    foreign("hub_model_id", Any, ""),
+    foreign("hub_token", Any, ""),
+    foreign("hub_private_repo", Any, ""),
+    foreign("hub_strategy", Any, ""),
+    foreign("hub_always_push", Any, ""),
+    foreign("hub_revision", Any, ""),
+    // What a file of PEFT or bitsandbytes says of itself.
+    foreign("task_type", Any, "").also(&["lora_task_type"]),
+    foreign("peft_type", Any, ""),
+    foreign("inference_mode", Any, ""),
+    foreign("trust_remote_code", Any, ""),
+    foreign("quant_method", Any, ""),
+    foreign("bnb_4bit_quant_storage", Any, ""),
+    // The steps of a script.
+    foreign("do_train", Any, ""),
+    foreign("do_eval", Any, ""),
+    foreign("do_predict", Only("false"), ""),
+];

@@ -1,0 +1,104 @@
+//! What configurations of other projects write that is more than another name of a key: sections, and keys
+//! whose values are keys of ours.
+
+use super::Program;
+
+/// Sections whose keys count as if they stood outside.
+pub(super) struct Section {
+    pub(super) names: &'static [&'static str],
+    /// Keys that have another name inside.
+    pub(super) inside: &'static [(&'static str, &'static str)],
+    /// The only program that has them; the other one refuses the section.
+    pub(super) only: Option<Program>,
+}
+
+#[rustfmt::skip]
+pub(super) static SECTIONS: &[Section] = &[
+    Section { only: None, inside: &[], names: &[
+        "training", "training_args", "dataloader", "optimization", "performance", "memory", "logging",
+        "quantization_config", "bnb_config", "quantization",
+    ] },
+    Section { only: Some(Program::Finetune), names: &["peft_config", "lora_config", "lora"], inside: &[
+        ("r", "lora_r"), ("rank", "lora_r"), ("alpha", "lora_alpha"), ("dropout", "lora_dropout"),
+    ] },
+    Section { only: None, names: &["early_stopping", "use_early_stopping"], inside: &[
+        ("patience", "early_stopping_patience"),
+        ("min_delta", "early_stopping_threshold"), ("delta", "early_stopping_threshold"), ("threshold", "early_stopping_threshold"),
+        ("metric", "metric_for_best_model"), ("monitor", "metric_for_best_model"),
+    ] },
+];
+
+/// A key whose values are keys of ours. Where its name is a key of ours itself, values without a rule are
+/// left as they are; else they are errors.
+pub(super) struct Translation {
+    pub(super) names: &'static [&'static str],
+    pub(super) rules: &'static [Rule],
+    /// A key that makes the rules set nothing where it is given (and not false).
+    pub(super) unless: &'static str,
+}
+
+/// What some values of a key mean.
+pub(super) struct Rule {
+    /// The values, in lower case and without `torch.`; `N` is any number.
+    pub(super) given: &'static [&'static str],
+    /// The key and its value, as JSON; `N` is the given number. `None` sets nothing.
+    pub(super) sets: Option<(&'static str, &'static str)>,
+    /// What the note says after it.
+    pub(super) note: &'static str,
+}
+
+const fn sets(
+    given: &'static [&'static str],
+    key: &'static str,
+    json: &'static str,
+    note: &'static str,
+) -> Rule {
+    let sets = Some((key, json));
+    Rule { given, sets, note }
+}
+
+const fn nothing(given: &'static [&'static str], note: &'static str) -> Rule {
+    let sets = None;
+    Rule { given, sets, note }
+}
+
+// A rule stays on a line, so that the table can be read as one.
+#[rustfmt::skip]
+pub(super) static TRANSLATIONS: &[Translation] = &[
+    Translation { names: &["dtype", "torch_dtype", "mixed_precision", "precision"], unless: "", rules: &[
+        sets(&["bf16", "bfloat16", "bf16-mixed"], "bf16", "true", " (autocast)"),
+        sets(&["fp16", "float16", "half", "16-mixed"], "fp16", "true", " (autocast)"),
+        nothing(&["fp32", "float32", "32", "32-true", "no", "auto"], "is training without autocast"),
+    ] },
+    Translation { names: &["use_amp"], unless: "bf16", rules: &[
+        sets(&["true"], "fp16", "true", ", torch.amp's own choice"),
+        nothing(&["false"], "is training without autocast"),
+    ] },
+    Translation { names: &["use_flash_attention", "use_flash_attention_2", "use_flash_attn", "flash_attention"], unless: "", rules: &[
+        sets(&["true"], "attn_implementation", "\"flash_attention_2\"", ""),
+        sets(&["false"], "attn_implementation", "\"sdpa\"", ""),
+    ] },
+    Translation { names: &["gradient_checkpointing"], unless: "", rules: &[
+        sets(&["unsloth"], "gradient_checkpointing", "true", ""),
+    ] },
+    Translation { names: &["train_sampling_strategy"], unless: "", rules: &[
+        sets(&["random"], "group_by_length", "false", ""),
+        sets(&["group_by_length"], "group_by_length", "true", ""),
+    ] },
+    Translation { names: &["early_stopping", "use_early_stopping"], unless: "early_stopping_patience", rules: &[
+        sets(&["true"], "early_stopping_patience", "3", ""),
+        sets(&["N"], "early_stopping_patience", "N", ""),
+        nothing(&["false"], "sets nothing"),
+    ] },
+    Translation { names: &["device"], unless: "", rules: &[
+        nothing(&["cuda", "gpu", "auto"], "is a GPU where there is one"),
+        sets(&["cpu"], "use_cpu", "true", ""),
+    ] },
+    Translation { names: &["provider"], unless: "", rules: &[
+        nothing(&["unsloth"], "is not needed: its fused kernels and its checkpointing are `fused_kernels` and `gradient_checkpointing`, and QLoRA is `load_in_4bit`"),
+        nothing(&["liger"], "is not needed: its fused kernels are `fused_kernels`, on by default"),
+        nothing(&["deepspeed"], "is not needed: several processes are started by `--nproc N` or torchrun, and `zero_stage: 1` shards the optimizer states over them"),
+        nothing(&["axolotl"], "is not needed: its keys are read where they are PEFT's and TRL's"),
+        nothing(&["huggingface", "hf", "transformers", "trl", "peft", "pytorch", "torch", "accelerate"], "is not needed: Overdrive takes its place"),
+    ] },
+];

@@ -1,0 +1,276 @@
+//! Translation of what a file says into the keys of the table.
+
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+
+use super::spellings::{Rule, SECTIONS, TRANSLATIONS, Translation};
+use super::{Key, Program, Reader, plain, rows, rows_of};
+use crate::{Error, Result};
+
+/// Where a layer of keys and values comes from.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Source<'a> {
+    /// Its name in errors.
+    pub(crate) origin: &'a str,
+    /// The file, where it is one.
+    pub(crate) file: Option<&'a Path>,
+    /// The program that reads it.
+    pub(crate) program: Program,
+}
+
+/// Puts every value under the key of the table that it means, and drops keys that ask for nothing. Each
+/// translation adds a line to `notes`.
+///
+/// # Errors
+/// [`Error::GivenTwice`] for two spellings of one key with different values, [`Error::UnknownChoice`], and
+/// [`Error::Unsupported`] for a key whose effect the program does not have.
+pub(crate) fn translate(
+    mut values: Map<String, Value>,
+    source: Source<'_>,
+    notes: &mut Vec<String>,
+) -> Result<Map<String, Value>> {
+    open_sections(&mut values, source, notes)?;
+    let renamed = rename_spellings(&mut values, source, notes)?;
+    for translation in TRANSLATIONS {
+        for name in translation.names {
+            apply(translation, name, &mut values, source, notes)?;
+        }
+    }
+    for (steps, strategy) in [
+        ("eval_steps", "eval_strategy"),
+        ("save_steps", "save_strategy"),
+    ] {
+        if values.contains_key(strategy) {
+            continue;
+        }
+        if values.get(steps).and_then(Value::as_f64) == Some(0.0) {
+            notes.push(format!("`{steps}: 0` is `{strategy}: no`"));
+            values.shift_remove(steps);
+            values.insert(strategy.to_owned(), json!("no"));
+        } else if renamed.contains(&steps) {
+            // Projects with `eval_interval` have no second key that turns evaluation on.
+            values.insert(strategy.to_owned(), json!("steps"));
+        }
+    }
+    refuse_unread(&mut values, source)?;
+    Ok(values)
+}
+
+fn open_sections(
+    values: &mut Map<String, Value>,
+    source: Source<'_>,
+    notes: &mut Vec<String>,
+) -> Result<()> {
+    for section in SECTIONS {
+        for name in section.names {
+            let Some(Value::Object(mut inner)) = take_if(values, name, Value::is_object) else {
+                continue;
+            };
+            if inner.shift_remove("enabled") == Some(Value::Bool(false)) {
+                notes.push(format!("`{name}` is not enabled and is left out"));
+                continue;
+            }
+            if section.only.is_some_and(|only| only != source.program) {
+                let given = Value::Object(inner);
+                return Err(other_program(name, &given, "", values, source));
+            }
+            notes.push(format!(
+                "the keys of `{name}` are read as if they stood outside"
+            ));
+            for (key, value) in inner {
+                let renamed = section.inside.iter().find(|(inside, _)| *inside == key);
+                let outside = renamed.map_or(key.as_str(), |(_, outside)| outside);
+                put(values, &format!("{name}.{key}"), outside, value, source)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Renames spellings, and returns the keys that stood under one.
+fn rename_spellings(
+    values: &mut Map<String, Value>,
+    source: Source<'_>,
+    notes: &mut Vec<String>,
+) -> Result<Vec<&'static str>> {
+    let mut renamed = Vec::new();
+    for (_, key) in rows() {
+        for spelling in key.spellings {
+            // `model` is a folder to fine-tuning and a section to training.
+            if rows_of(source.program).any(|(_, own)| own.name == *spelling) {
+                continue;
+            }
+            if let Some(value) = values.shift_remove(*spelling) {
+                notes.push(format!("`{spelling}` is `{}`", key.name));
+                put(values, spelling, key.name, value, source)?;
+                renamed.push(key.name);
+            }
+        }
+    }
+    Ok(renamed)
+}
+
+fn apply(
+    translation: &Translation,
+    name: &str,
+    values: &mut Map<String, Value>,
+    source: Source<'_>,
+    notes: &mut Vec<String>,
+) -> Result<()> {
+    let Some(value) = values.get(name).cloned() else {
+        return Ok(());
+    };
+    let given = plain(&value);
+    let short = given.to_lowercase();
+    let short = short.trim_start_matches("torch.");
+    // `cuda:0` is `cuda`.
+    let short = short.split(':').next().unwrap_or_default();
+    let meant =
+        |rule: &&Rule| rule.given.contains(&short) || (rule.given == ["N"] && value.is_number());
+    let Some(rule) = translation.rules.iter().find(meant) else {
+        if value.is_null() {
+            values.shift_remove(name);
+        }
+        if value.is_null() || rows().any(|(_, key)| key.name == name) {
+            return Ok(());
+        }
+        let choices = translation
+            .rules
+            .iter()
+            .filter_map(|rule| rule.given.first());
+        let choices: Vec<_> = choices.map(|choice| format!("`{choice}`")).collect();
+        return Err(Error::UnknownChoice {
+            origin: source.origin.to_owned(),
+            key: name.to_owned(),
+            given,
+            choices: choices.join(", "),
+            hint: String::new(),
+        });
+    };
+    values.shift_remove(name);
+    let Some((key, new)) = rule.sets else {
+        notes.push(format!("`{name}: {given}` {}", rule.note));
+        return Ok(());
+    };
+    let other = values.get(translation.unless);
+    if other.is_some_and(|other| !other.is_null() && *other != Value::Bool(false)) {
+        return Ok(());
+    }
+    // The rules of the table are JSON, which a test reads.
+    let new = serde_json::from_str(new).unwrap_or(value);
+    notes.push(format!(
+        "`{name}: {given}` is `{key}: {}`{}",
+        plain(&new),
+        rule.note
+    ));
+    put(values, name, key, new, source)
+}
+
+/// Drops the keys that `source.program` does not read and that ask for nothing.
+///
+/// # Errors
+/// [`Error::Unsupported`] for one that asks for something, with the way out.
+pub(crate) fn refuse_unread(values: &mut Map<String, Value>, source: Source<'_>) -> Result<()> {
+    for (_, key) in rows().filter(|(_, key)| !key.is_read_by(source.program)) {
+        let Some(value) = values.shift_remove(key.name) else {
+            continue;
+        };
+        if !key.accepts(&value) {
+            return Err(refusal(key, &value, values, source));
+        }
+    }
+    Ok(())
+}
+
+fn refusal(key: &Key, value: &Value, others: &Map<String, Value>, source: Source<'_>) -> Error {
+    if key.reader != Reader::Neither {
+        return other_program(key.name, value, key.instead, others, source);
+    }
+    Error::Unsupported {
+        origin: source.origin.to_owned(),
+        key: key.name.to_owned(),
+        given: plain(value),
+        by: "by overdrive-trainer",
+        way_out: match key.instead {
+            "" => "leave it out".to_owned(),
+            instead => instead.to_owned(),
+        },
+    }
+}
+
+/// Returns the error of a key that the other program reads, with the command that runs it.
+fn other_program(
+    key: &str,
+    value: &Value,
+    instead: &str,
+    others: &Map<String, Value>,
+    source: Source<'_>,
+) -> Error {
+    let file = source.file.map_or_else(|| "FILE".to_owned(), shell_word);
+    let (by, program, aim) = match source.program {
+        Program::Train => ("in training from scratch", "finetune", "to fine-tune"),
+        Program::Finetune => ("in fine-tuning", "train", "to train from scratch"),
+    };
+    let mut command =
+        format!("cargo run --release -p overdrive-examples --example {program} -- --config {file}");
+    if source.program == Program::Train {
+        let given = [
+            ("model_name_or_path", " --model DIR"),
+            ("data", " --data FILE"),
+        ];
+        for (needed, flag) in given {
+            if needed != key && !others.contains_key(needed) {
+                command += flag;
+            }
+        }
+    }
+    let between = if instead.is_empty() { "" } else { "; " };
+    Error::Unsupported {
+        origin: source.origin.to_owned(),
+        key: key.to_owned(),
+        given: plain(value),
+        by,
+        way_out: format!("{instead}{between}{aim}, run: {command}"),
+    }
+}
+
+/// Quotes a path for a shell, where it needs quotes.
+fn shell_word(path: &Path) -> String {
+    let text = path.display().to_string();
+    let is_plain = |c: char| c.is_alphanumeric() || "/._-+,:=@%".contains(c);
+    match text.chars().all(is_plain) {
+        true => text,
+        false => format!("'{}'", text.replace('\'', r"'\''")),
+    }
+}
+
+fn take_if(
+    values: &mut Map<String, Value>,
+    name: &str,
+    wanted: impl Fn(&Value) -> bool,
+) -> Option<Value> {
+    let found = values.get(name).is_some_and(wanted);
+    found.then(|| values.shift_remove(name)).flatten()
+}
+
+/// Puts a value under `key`, unless another one is there already.
+fn put(
+    values: &mut Map<String, Value>,
+    from: &str,
+    key: &str,
+    value: Value,
+    source: Source<'_>,
+) -> Result<()> {
+    match values.get(key) {
+        Some(other) if *other != value => Err(Error::GivenTwice {
+            origin: source.origin.to_owned(),
+            first: from.to_owned(),
+            second: key.to_owned(),
+        }),
+        _ => {
+            values.insert(key.to_owned(), value);
+            Ok(())
+        }
+    }
+}
