@@ -100,7 +100,7 @@ impl Loading<'_> {
         }
     }
 
-    /// Of whole batches: the joint batch of all processes is that of one with as many times the rows.
+    /// The part of this process, of whole batches: the joint batch of all processes is that of one with as many times the rows.
     fn shard(&self, options: &DataLoaderOptions) -> Result<Shard> {
         self.part.shard(match (self.endless, options.drop_last) {
             (false, _) => LastShare::Uneven,

@@ -146,8 +146,8 @@ impl TextData {
         self.train.store().end_of_document()
     }
 
-    /// What the configuration makes of the training part, pass after pass without end: windows or
-    /// documents, prepared by `dataloader_num_workers` threads, in an order that the seed decides. `part`: a device
+    /// Returns an endless loader of the training part, pass after pass: windows or documents, as the
+    /// configuration says, prepared by `dataloader_num_workers` threads, in an order that the seed decides. `part`: a device
     /// for all of it, or the [`Part`] of one process among several.
     ///
     /// # Errors
@@ -169,8 +169,8 @@ impl TextData {
         }
     }
 
-    /// One pass over the validation part, `max_eval_batches` at most over all processes: windows in order,
-    /// or documents without padding.
+    /// Returns a loader of the validation part, of `max_eval_batches` batches at most over all processes:
+    /// windows in order, or documents without padding.
     ///
     /// # Errors
     /// [`crate::Error::Data`] if the part is shorter than a window.

@@ -282,10 +282,13 @@ fn equal_records_are_left_out_and_counted() {
 fn padding_changes_no_loss_with_a_mask_or_without() {
     let _alone = alone();
     let folder = tempfile::tempdir().unwrap();
-    let arguments = prepare(folder.path(), 9);
+    let mut arguments = prepare(folder.path(), 9);
+    // The questions are about equally long; this pads each of them.
+    arguments.training.pad_to_multiple_of = 64;
     let data = overdrive_trainer::InstructionData::prepare(&arguments, &[], quiet).unwrap();
     let mut batches = data.train_loader(&arguments, Device::Cpu).unwrap();
     let batch = batches.next().unwrap().unwrap();
+    assert!(batch.padded_tokens() > batch.tokens);
     let model =
         CausalLm::from_pretrained(&arguments.model_name_or_path, &LoadOptions::default()).unwrap();
     let loss = |input| {

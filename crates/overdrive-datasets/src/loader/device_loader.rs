@@ -51,8 +51,8 @@ impl<T: OnDevice> OnDevice for Vec<T> {
 /// [`DeviceLoader::state_dict`] counts what has been handed out: the batch whose copy is under way
 /// comes again after a stop.
 ///
-/// As an iterator it gives the batches of a pass, then `None`, and then those of the next pass; made
-/// [`DeviceLoader::endless`], it goes from pass to pass without a `None` between.
+/// The iterator yields the batches of one pass and then `None`; iterating again yields those of the next
+/// pass. An [`DeviceLoader::endless`] loader yields pass after pass without a `None` between them.
 ///
 /// ```
 /// use overdrive_datasets::{
@@ -94,7 +94,7 @@ pub struct DeviceLoader<T> {
 }
 
 impl<T: OnDevice> DeviceLoader<T> {
-    /// Batches of `loader` on `device`.
+    /// Brings the batches of `loader` to `device`.
     pub fn new(loader: DataLoader<T>, device: Device) -> Self {
         Self {
             state: loader.state_dict(),
@@ -106,23 +106,23 @@ impl<T: OnDevice> DeviceLoader<T> {
         }
     }
 
-    /// Whether batches for a GPU go through page-locked memory, from where it copies them while it
-    /// computes (`pin_memory` of PyTorch); without, each copy is waited for. Default: true.
+    /// Sets whether batches for a GPU go through page-locked memory (`pin_memory` of PyTorch), from
+    /// which they are copied while the GPU computes; without it, each copy is waited for. Default: true.
     #[must_use]
     pub fn with_pin_memory(mut self, pin_memory: bool) -> Self {
         self.pin_memory = pin_memory;
         self
     }
 
-    /// Makes the iterator go on with the next pass, in an order of its own, where one ends: for a
-    /// training loop that counts steps. [`DeviceLoader::next_batch`] still tells where a pass ends.
+    /// Lets the iterator continue with the next pass where one ends, for a training loop that counts
+    /// steps. [`DeviceLoader::next_batch`] still returns `None` at the end of each pass.
     #[must_use]
     pub fn endless(mut self) -> Self {
         self.endless = true;
         self
     }
 
-    /// The next batch of this epoch; `None` at its end, and then the first one of the next epoch.
+    /// Returns the next batch of this epoch; `None` at its end, and then the first one of the next epoch.
     pub fn next_batch(&mut self) -> Option<Result<T>> {
         let (batch, state) = match self.next.take() {
             Some(next) => next,
@@ -146,12 +146,12 @@ impl<T: OnDevice> DeviceLoader<T> {
         (batch, self.loader.state_dict())
     }
 
-    /// How far it has come.
+    /// Returns the position in the data: only batches that were handed out count.
     pub fn state_dict(&self) -> LoaderState {
         self.state
     }
 
-    /// Goes on at `state`, with exactly the batches that came after it.
+    /// Resumes from `state`, with exactly the batches that came after it.
     ///
     /// # Errors
     /// As [`DataLoader::load_state_dict`].
@@ -162,7 +162,7 @@ impl<T: OnDevice> DeviceLoader<T> {
         Ok(())
     }
 
-    /// What the loader has done so far; on a GPU it is one batch ahead.
+    /// Returns what the loader has done so far; on a GPU it is one batch ahead.
     pub fn stats(&self) -> LoaderStats {
         self.loader.stats()
     }
@@ -172,7 +172,7 @@ impl<T: OnDevice> DeviceLoader<T> {
         self.loader.len()
     }
 
-    /// The loader in host memory.
+    /// Returns the loader in host memory.
     pub fn loader(&self) -> &DataLoader<T> {
         &self.loader
     }

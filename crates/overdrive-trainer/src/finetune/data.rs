@@ -132,7 +132,7 @@ impl InstructionData {
         &self.tokenizer
     }
 
-    /// Batches to learn from, pass after pass without end, prepared by `dataloader_num_workers` threads.
+    /// Returns an endless loader of the batches to learn from, pass after pass, prepared by `dataloader_num_workers` threads.
     ///
     /// # Errors
     /// When an option is out of its range, or there is no whole batch and `dataloader_drop_last` wants
@@ -170,8 +170,8 @@ impl InstructionData {
         Ok((rows, training.row_layout(self.pad_token), lengths))
     }
 
-    /// One pass over what is held back, `max_eval_batches` at most over all processes: the examples one
-    /// behind the other without padding. `None` where nothing is held back.
+    /// Returns a loader of the examples that are held back, end to end without padding; of
+    /// `max_eval_batches` batches at most over all processes. `None` where nothing is held back.
     ///
     /// # Errors
     /// As [`train_loader`](Self::train_loader).
