@@ -31,7 +31,7 @@ use overdrive_examples::training::{Summary, evaluate, shared};
 use tch::Device;
 
 #[allow(dead_code, reason = "its `main` is another program's")]
-mod train;
+pub(crate) mod train;
 
 /// Fine-tunes a model on questions and answers
 #[derive(Parser)]

@@ -15,7 +15,9 @@ use overdrive::quantization::{
     CalibrationOptions, ClipOptions, GptqOptions, InputCollector, Moments, Scheme, observe_inputs,
     quantize_calibrated,
 };
-use overdrive::trainer::{TextData, TrainingArguments, evaluate};
+use overdrive::distributed::ProcessGroup;
+use overdrive::trainer::{TextData, TrainingArguments};
+use overdrive_examples::training::evaluate;
 use overdrive::transformer::{CausalLm, ForwardInput, LoadOptions, QuantizeOptions};
 use tch::Device;
 
@@ -37,7 +39,8 @@ fn main() -> Outcome<()> {
     let data = TextData::prepare(&arguments, |line| println!("{line}"))?;
     let perplexity = |model: &CausalLm| -> Outcome<f64> {
         let batches = data.validation_loader(&arguments, Device::Cpu)?;
-        Ok(evaluate(model, batches, Precision::Fp32)?.exp())
+        let group = ProcessGroup::single();
+        Ok(evaluate(model, batches, Precision::Fp32, &group)?.exp())
     };
 
     let model = load(&folder)?;

@@ -1,5 +1,5 @@
 //! Runs of several processes, and runs that are killed. The other processes are this test program, told by
-//! a variable to train.
+//! a variable to train as the examples do.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::fs;
@@ -7,13 +7,20 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use overdrive_distributed::Launch;
-use overdrive_profiling::{StepMetrics, read_metrics};
-use overdrive_trainer::{
-    Evaluation, Interrupt, IntervalStrategy, Layers, ModelArguments, Part, ResumeFromCheckpoint,
-    RunFolder, Saving, TextData, TrainingArguments, TrainingLoop, evaluate_in, finetune_in,
+use anyhow::Result;
+use overdrive::distributed::{Launch, ProcessGroup};
+use overdrive::profiling::{StepMetrics, Trackers, read_metrics};
+use overdrive::trainer::{
+    Evaluation, Interrupt, IntervalStrategy, Layers, ModelArguments, OptimizerName, Part,
+    ResumeFromCheckpoint, RunFolder, TextData, TrainingArguments,
 };
-use overdrive_transformer::CausalLm;
+use overdrive::transformer::CausalLm;
+use overdrive_examples::training::{Summary, evaluate, new_model, snapshot_files};
+
+/// The example `finetune`, and in it the example `train`.
+#[allow(dead_code, reason = "its `main` is another program's")]
+#[path = "../finetune.rs"]
+mod finetune_example;
 
 const CONFIG: &str = "OVERDRIVE_TRAINER_TEST_CONFIG";
 /// The rank that has another model than the others.
@@ -45,35 +52,8 @@ fn trains() {
     if std::env::var(OTHER_MODEL).is_ok_and(|other| other == rank) {
         arguments.model.intermediate_size += 8;
     }
-    let precision = arguments.apply().unwrap();
-    let cache = config.with_file_name("cache");
-    let data = TextData::prepare_in(&cache, &arguments, |_| {}).unwrap();
-    let device = arguments.device_in(&group);
-    let mut model = arguments.new_model(&data, device).unwrap();
-    let trained = RunFolder::open_or_create_in(&group, &arguments).and_then(|run| {
-        let saving = Saving::of_model(&arguments, &group, &run, &model, &data)?;
-        let part = Part::of(&group, device);
-        let mut batches = data.train_loader(&arguments, part)?;
-        let training = TrainingLoop {
-            plan: arguments.plan(batches.batches_per_epoch() as u64)?,
-            precision,
-            optimizer: arguments.new_optimizer(&model)?,
-            data_parallel: arguments.data_parallel(&group, model.named_parameters())?,
-            trackers: run.trackers_in(&group, &arguments, saving.resumed_step())?,
-            saving: Some(saving),
-            shows_progress: false,
-            arguments: &arguments,
-        };
-        training.run(&mut model, &mut batches, &mut |model| {
-            let batches = data.validation_loader(&arguments, part)?;
-            Ok(Evaluation {
-                loss: evaluate_in(&group, model, batches, precision)?,
-                bits_per_byte: None,
-            })
-        })
-    });
     // Without the harness, whose words would hide the code.
-    std::process::exit(match trained {
+    std::process::exit(match train(&config, &arguments, &group) {
         Ok(summary) if summary.interrupted => i32::from(Interrupt::SAVED_EXIT_CODE),
         Ok(_) => 0,
         Err(error) => {
@@ -83,12 +63,42 @@ fn trains() {
     });
 }
 
+/// What the example `train` does, but for the results at its end.
+fn train(config: &Path, arguments: &TrainingArguments, group: &ProcessGroup) -> Result<Summary> {
+    let precision = arguments.apply()?;
+    let data = TextData::prepare_in(&config.with_file_name("cache"), arguments, |_| {})?;
+    let device = arguments.device(group);
+    let mut model = new_model(arguments, &data, device)?;
+    let folder = RunFolder::open_or_create(group, arguments)?;
+    let training = finetune_example::train::Training {
+        arguments,
+        group,
+        precision,
+        folder: Some(&folder),
+        files: snapshot_files(&model, &data, arguments)?,
+        parameters: model.named_parameters(),
+        trackers: Trackers::new(),
+    };
+    let part = Part::of(group, device);
+    let loader = data.train_loader(arguments, part)?;
+    let (summary, _) = training.fit(&mut model, loader, &mut |model| {
+        let batches = data.validation_loader(arguments, part)?;
+        Ok(Evaluation {
+            loss: evaluate(model, batches, precision, group)?,
+            bits_per_byte: None,
+        })
+    })?;
+    Ok(summary)
+}
+
 /// What the example `finetune` does.
 fn tunes(config: &Path) {
     let arguments = Layers::finetune().file(config).unwrap().resolve().unwrap();
     let group = arguments.training.init_process_group().unwrap();
-    let results = finetune_in(&group, &arguments, |_| {}).unwrap();
-    assert_eq!(results.is_some(), group.is_main());
+    let tuned = finetune_example::finetune(&arguments, &group, true, |_| {}).unwrap();
+    if group.is_main() {
+        tuned.write().unwrap();
+    }
     std::process::exit(0);
 }
 
@@ -320,7 +330,7 @@ fn a_signal_ends_a_run_with_its_own_code_and_it_goes_on() {
 fn snapshots_that_find_no_room_cost_no_step_and_no_other_snapshot() {
     let shop = Workshop::new();
     let arguments = TrainingArguments {
-        lr_scheduler_type: overdrive_optim::LrSchedulerType::Constant,
+        lr_scheduler_type: overdrive::optim::LrSchedulerType::Constant,
         ..shop.arguments()
     };
     assert!(wait(&mut shop.start("whole", &arguments)).success());
@@ -379,7 +389,7 @@ fn close(
 fn several_processes_train_as_one_with_the_joint_batch() {
     let shop = Workshop::new();
     type Change = fn(TrainingArguments) -> TrainingArguments;
-    let changes: [(&str, Change); 4] = [
+    let changes: [(&str, Change); 5] = [
         ("windows", |plain| plain),
         ("accumulation", |plain| TrainingArguments {
             gradient_accumulation_steps: 2,
@@ -389,6 +399,12 @@ fn several_processes_train_as_one_with_the_joint_batch() {
         ("packing", |plain| TrainingArguments {
             packing: true,
             dataloader_num_workers: 1,
+            ..plain
+        }),
+        ("sharded", |plain| TrainingArguments {
+            optim: OptimizerName::Muon,
+            zero_stage: 1,
+            ema_decay: Some(0.5),
             ..plain
         }),
         ("padding", |plain| TrainingArguments {

@@ -1,14 +1,19 @@
 //! A whole run in small: text, tokenizer, model, steps, evaluation, results.
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::fs;
 use std::path::Path;
 
-use overdrive_optim::Optimizer;
-use overdrive_profiling::{JsonLines, StepMetrics, Tracker};
-use overdrive_trainer::{ModelArguments, RunFolder, TextData, TrainingArguments, evaluate};
-use overdrive_transformer::{CausalLm, LabelShift};
+use overdrive::optim::Optimizer;
+use overdrive::profiling::{JsonLines, StepMetrics, Tracker};
+use overdrive::datasets::{Batch, DeviceLoader};
+use overdrive::distributed::ProcessGroup;
+use overdrive::precision::Precision;
+use overdrive::trainer::{ModelArguments, RunFolder, TextData, TrainingArguments};
+use overdrive::transformer::{CausalLm, LabelShift};
+use overdrive_examples::training::{new_model, write_results};
 use tch::Device;
+
+use crate::alone;
 
 fn arguments(folder: &Path) -> TrainingArguments {
     let text = folder.join("text");
@@ -39,6 +44,11 @@ fn arguments(folder: &Path) -> TrainingArguments {
     }
 }
 
+fn evaluate(model: &CausalLm, batches: DeviceLoader<Batch>, precision: Precision) -> f64 {
+    let group = ProcessGroup::single();
+    overdrive_examples::training::evaluate(model, batches, precision, &group).unwrap()
+}
+
 /// Trains on the text of `folder`; the losses of the validation part before and after.
 fn run(folder: &Path) -> (f64, f64, Vec<f64>) {
     let arguments = arguments(folder);
@@ -50,14 +60,14 @@ fn run(folder: &Path) -> (f64, f64, Vec<f64>) {
     assert!(lines[0].contains("40 files"), "{lines:?}");
 
     let precision = arguments.apply().unwrap();
-    let model = arguments.new_model(&data, Device::Cpu).unwrap();
+    let model = new_model(&arguments, &data, Device::Cpu).unwrap();
     assert_eq!(
         u64::try_from(model.num_parameters()).unwrap(),
         arguments.model.parameters(data.vocab_size())
     );
     let loss_now = || {
         let batches = data.validation_loader(&arguments, Device::Cpu).unwrap();
-        evaluate(&model, batches, precision).unwrap()
+        evaluate(&model, batches, precision)
     };
     let before = loss_now();
 
@@ -65,7 +75,8 @@ fn run(folder: &Path) -> (f64, f64, Vec<f64>) {
     let plan = arguments
         .plan(data.micro_batches_per_epoch(&arguments))
         .unwrap();
-    let mut optimizer = arguments.new_optimizer(&model).unwrap();
+    let mut optimizer = arguments
+        .new_optimizer(&ProcessGroup::single(), model.named_parameters()).unwrap();
     let mut scheduler = arguments.new_scheduler(&plan, &mut optimizer).unwrap();
     let mut metrics = JsonLines::create(run.metrics()).unwrap();
     let mut losses = Vec::new();
@@ -89,7 +100,7 @@ fn run(folder: &Path) -> (f64, f64, Vec<f64>) {
     metrics.finish().unwrap();
     let after = loss_now();
 
-    let results = run.write_results(&arguments, &data, &model).unwrap();
+    let results = write_results(&run, &arguments, &data, &model, None).unwrap();
     assert_eq!((results.steps, results.samples.len()), (30, 2));
     assert!(
         results.samples[0].prompt.starts_with("Document"),
@@ -103,12 +114,13 @@ fn run(folder: &Path) -> (f64, f64, Vec<f64>) {
     assert!(run.loss().is_file() && run.model().join("tokenizer.json").is_file());
     let again = CausalLm::from_pretrained(run.model(), &Default::default()).unwrap();
     let batches = data.validation_loader(&arguments, Device::Cpu).unwrap();
-    assert_eq!(evaluate(&again, batches, precision).unwrap(), after);
+    assert_eq!(evaluate(&again, batches, precision), after);
     (before, after, losses)
 }
 
 #[test]
 fn a_small_run_learns_and_a_second_one_with_its_seed_is_equal() {
+    let _alone = alone();
     let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let (before, after, losses) = run(first.path());
     assert!(

@@ -1,29 +1,37 @@
 //! Fine-tuning in small: LoRA, QLoRA and all weights on questions and answers.
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use overdrive_lora::{LoadAdapterOptions, load_adapter};
-use overdrive_trainer::{
-    FinetuneArguments, IntervalStrategy, Layers, Method, Quant4Type, TargetModulesArgument,
-    TrainBatch, compare, finetune,
+use anyhow::Result;
+use overdrive::distributed::ProcessGroup;
+use overdrive::lora::{LoadAdapterOptions, load_adapter};
+use overdrive::trainer::{
+    FinetuneArguments, InstructionData, IntervalStrategy, Layers, Quant4Type,
+    TargetModulesArgument,
 };
-use overdrive_transformer::{
-    CausalLm, ForwardInput, InitOptions, LlamaConfig, LoadOptions, ModelConfig, SaveOptions,
+use overdrive::transformer::{
+    CausalLm, ForwardInput, InitOptions, LabelShift, LlamaConfig, LoadOptions, ModelConfig,
+    SaveOptions,
 };
+use overdrive_examples::finetuning::{FinetuneResults, Method};
 use tch::{Device, Kind, Tensor};
 
-/// Seeds, memory statistics and threads are the process's.
-static ALONE: Mutex<()> = Mutex::new(());
+use crate::alone;
+use crate::finetune_example::compare;
 
-fn alone() -> MutexGuard<'static, ()> {
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+/// As the example does.
+fn finetune(
+    arguments: &FinetuneArguments,
+    say: impl FnMut(&str),
+) -> Result<FinetuneResults> {
+    let group = ProcessGroup::single();
+    crate::finetune_example::finetune(arguments, &group, true, say)?.write()
 }
 
 fn tokenizer() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chat_labels/tokenizer.json")
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../crates/overdrive-trainer/tests/fixtures/chat_labels/tokenizer.json")
 }
 
 /// A small model with a tokenizer, and questions to learn.
@@ -268,7 +276,7 @@ fn equal_records_are_left_out_and_counted() {
     arguments.training.eval_strategy = IntervalStrategy::Steps;
     arguments.training.validation_fraction = 0.2;
     let mut said = String::new();
-    let data = overdrive_trainer::InstructionData::prepare(&arguments, &[], |line| said += line);
+    let data = InstructionData::prepare(&arguments, &[], |line| said += line);
     let data = data.unwrap();
     assert!(
         said.contains("35 records equal to an earlier one left out"),
@@ -285,14 +293,14 @@ fn padding_changes_no_loss_with_a_mask_or_without() {
     let mut arguments = prepare(folder.path(), 9);
     // The questions are about equally long; this pads each of them.
     arguments.training.pad_to_multiple_of = 64;
-    let data = overdrive_trainer::InstructionData::prepare(&arguments, &[], quiet).unwrap();
+    let data = InstructionData::prepare(&arguments, &[], quiet).unwrap();
     let mut batches = data.train_loader(&arguments, Device::Cpu).unwrap();
     let batch = batches.next().unwrap().unwrap();
     assert!(batch.padded_tokens() > batch.tokens);
     let model =
         CausalLm::from_pretrained(&arguments.model_name_or_path, &LoadOptions::default()).unwrap();
     let loss = |input| {
-        let shift = overdrive_transformer::LabelShift::HuggingFace;
+        let shift = LabelShift::HuggingFace;
         f64::try_from(model.loss_of(input, &batch.labels, shift).unwrap().sum).unwrap()
     };
     let without = loss(ForwardInput::new(&batch.input_ids));
@@ -420,5 +428,5 @@ fn sections_and_names_of_other_libraries_are_read() {
         arguments.quantization().unwrap().scheme.to_string(),
         "nf4-single"
     );
-    assert_eq!(arguments.precision(), overdrive_precision::Precision::Bf16);
+    assert_eq!(arguments.precision(), overdrive::precision::Precision::Bf16);
 }

@@ -1,0 +1,19 @@
+//! What the example programs do, in small and in this process.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+mod finetune;
+mod resume;
+mod whole_run;
+
+/// The example `finetune`, and in it the example `train`.
+#[allow(dead_code, reason = "its `main` is another program's")]
+#[path = "../../finetune.rs"]
+mod finetune_example;
+
+/// libtorch's generator, memory statistics and threads are the process's: one test uses them at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}

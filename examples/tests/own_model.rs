@@ -1,0 +1,108 @@
+//! The example `own_model`: a run that was killed and resumed is the run that never was, with one process and
+//! with two.
+#![cfg(unix)]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use overdrive::distributed::Launch;
+use overdrive::profiling::read_metrics;
+use overdrive::safetensors::MappedFile;
+use overdrive::snapshot::Snapshot;
+use rustix::process::{Pid, Signal, kill_process};
+
+const STEPS: &str = "30";
+
+/// The program, which Cargo builds with the tests of this package.
+fn program() -> PathBuf {
+    let here = std::env::current_exe().unwrap();
+    let target = here.parent().and_then(Path::parent).unwrap();
+    let program = target.join("examples/own_model");
+    assert!(
+        program.is_file(),
+        "build it: cargo build -p overdrive-examples --examples"
+    );
+    program
+}
+
+/// Starts the program in `out` by so many processes, each of which leaves its number in a file.
+fn launch(out: &Path, processes: usize) -> Launch {
+    let script = "echo $$ > \"$0-pid-$RANK\"; exec \"$@\"";
+    Launch::new("sh")
+        .args(["-c", script])
+        .args([out, &program(), Path::new("--out"), out])
+        .args(["--steps", STEPS, "--save-steps", "7"])
+        .args(["--resume-from-checkpoint", "true"])
+        .env("OMP_NUM_THREADS", "1")
+        .nproc(processes)
+}
+
+fn losses(out: &Path) -> Vec<(u64, f64)> {
+    let records = read_metrics(out.join("metrics.jsonl")).unwrap().records;
+    records.iter().map(|step| (step.step, step.loss)).collect()
+}
+
+fn lines(out: &Path) -> usize {
+    let text = fs::read(out.join("metrics.jsonl")).unwrap_or_default();
+    text.iter().filter(|&&byte| byte == b'\n').count()
+}
+
+fn pid(out: &Path, rank: usize) -> Pid {
+    let file = format!("{}-pid-{rank}", out.display());
+    let number = fs::read_to_string(file).unwrap();
+    Pid::from_raw(number.trim().parse().unwrap()).unwrap()
+}
+
+/// Kills all processes of a run once it has so many lines of metrics.
+fn run_and_kill(out: &Path, processes: usize, at: usize) {
+    std::thread::scope(|scope| {
+        let killer = scope.spawn(|| {
+            let begun = Instant::now();
+            while lines(out) < at {
+                assert!(begun.elapsed() < Duration::from_secs(120), "it hangs");
+                std::thread::sleep(Duration::from_micros(200));
+            }
+            for rank in 0..processes {
+                // The others may have ended already, for want of the first.
+                let _ = kill_process(pid(out, rank), Signal::KILL);
+            }
+        });
+        let ended = launch(out, processes)
+            .grace(Duration::from_millis(500))
+            .run();
+        killer.join().unwrap();
+        assert!(ended.is_err(), "it was killed");
+    });
+}
+
+fn equal_snapshots(one: &Path, other: &Path) {
+    let tensors = |out: &Path, part: &str| {
+        let snapshot = Snapshot::open(out.join(format!("checkpoint-{STEPS}"))).unwrap();
+        MappedFile::open(snapshot.path().join(format!("{part}.safetensors"))).unwrap()
+    };
+    for part in ["model", "ema", "optimizer"] {
+        let (one, other) = (tensors(one, part), tensors(other, part));
+        for tensor in one.tensors() {
+            let other = other.tensor(tensor.name()).unwrap();
+            assert_eq!(tensor.data(), other.data(), "{part}: {}", tensor.name());
+        }
+    }
+}
+
+#[test]
+fn a_run_that_is_killed_and_resumed_is_bit_equal_to_one_that_never_stopped() {
+    for processes in [1, 2] {
+        let dir = tempfile::tempdir().unwrap();
+        let (whole, killed) = (dir.path().join("whole"), dir.path().join("killed"));
+        launch(&whole, processes).run().unwrap();
+        assert_eq!(losses(&whole).len(), 30);
+        for at in [9, 17] {
+            run_and_kill(&killed, processes, at);
+        }
+        launch(&killed, processes).run().unwrap();
+        assert_eq!(losses(&killed), losses(&whole), "{processes} processes");
+        equal_snapshots(&killed, &whole);
+    }
+}
