@@ -1,5 +1,5 @@
 //! Steps that can be captured: their numbers on any device, captures where there is a GPU, and errors
-//! where there is none.
+//! where there is none. A target of its own: while a graph is captured, no other test may use the GPU.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_compiled::{

@@ -138,7 +138,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// As [`sum`](Self::sum).
-    pub fn reduce_numbers(&self, values: &[f64], op: ReduceOp) -> Result<Vec<f64>> {
+    fn reduce_numbers(&self, values: &[f64], op: ReduceOp) -> Result<Vec<f64>> {
         let mut values = values.to_vec();
         if self.shared.connected.is_none() {
             return Ok(values);

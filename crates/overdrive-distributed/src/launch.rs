@@ -61,7 +61,6 @@ pub struct Launch {
     max_restarts: usize,
     stop: Option<Arc<AtomicBool>>,
     kill: Option<Arc<AtomicBool>>,
-    prefix: bool,
 }
 
 impl Launch {
@@ -77,7 +76,6 @@ impl Launch {
             max_restarts: 0,
             stop: None,
             kill: None,
-            prefix: true,
         }
     }
 
@@ -116,13 +114,6 @@ impl Launch {
     #[must_use]
     pub fn max_restarts(mut self, max_restarts: usize) -> Self {
         self.max_restarts = max_restarts;
-        self
-    }
-
-    /// Whether each line is prefixed with `[rank N] `. Default true.
-    #[must_use]
-    pub fn prefix_output(mut self, prefix: bool) -> Self {
-        self.prefix = prefix;
         self
     }
 
@@ -260,11 +251,7 @@ impl Launch {
             ),
             source,
         })?;
-        let prefix = if self.prefix {
-            format!("[rank {rank}] ")
-        } else {
-            String::new()
-        };
+        let prefix = format!("[rank {rank}] ");
         let last = Arc::new(Mutex::new(VecDeque::new()));
         let mut readers = Vec::new();
         if let Some(out) = child.stdout.take() {

@@ -270,8 +270,7 @@ impl Rendezvous {
     }
 
     /// Whether the store is reached over the loopback device, so that all processes are on one machine.
-    #[must_use]
-    pub fn is_loopback(&self) -> bool {
+    pub(crate) fn is_loopback(&self) -> bool {
         is_loopback(&self.master_addr)
     }
 }

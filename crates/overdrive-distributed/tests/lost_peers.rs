@@ -1,6 +1,6 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 //! A peer that is killed, stopped, asleep or gone another way: every survivor ends with an error that names
-//! it and the collective, in time.
+//! it and the collective, in time. A target of its own: the time is measured, and no other groups run beside.
 
 #[path = "it/common.rs"]
 mod common;

@@ -1,5 +1,6 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 //! Buckets are reduced while backward goes on: in the profiler's trace, by the order of events.
+//! A target of its own: other groups beside it would delay the reductions.
 
 #[path = "it/common.rs"]
 mod common;

@@ -1,4 +1,5 @@
 //! Linear maps by the picked product library: results and gradients of libtorch's own operator.
+//! A target of its own: the library is a setting of the process.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_fused::{Error, adjacent, joint_linear, linear};

@@ -60,7 +60,7 @@ impl TokenMask {
     }
 
     /// Sets the scores of all other ids to -∞.
-    pub fn exclude_others(&self, scores: &mut [f32]) {
+    pub(crate) fn exclude_others(&self, scores: &mut [f32]) {
         let beyond = self.vocabulary.min(scores.len());
         scores[beyond..].fill(f32::NEG_INFINITY);
         for (word, scores) in self.words.iter().zip(scores.chunks_mut(32)) {

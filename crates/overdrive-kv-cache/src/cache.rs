@@ -55,7 +55,7 @@ impl KvView {
     ///
     /// # Errors
     /// When the mask has not `S` columns.
-    pub fn columns_of(&self, mask: &Tensor) -> Result<Tensor> {
+    pub(crate) fn columns_of(&self, mask: &Tensor) -> Result<Tensor> {
         let (held, all) = (self.keys.size()[2], *mask.size().last().unwrap_or(&0));
         if self.first - self.sinks + held != all {
             return Err(Error::BadMask {

@@ -172,7 +172,7 @@ impl StaticCache {
     ///
     /// # Errors
     /// An error of libtorch.
-    pub fn mask_at(&self, positions: &Tensor, window: Option<i64>) -> Result<Tensor> {
+    pub(crate) fn mask_at(&self, positions: &Tensor, window: Option<i64>) -> Result<Tensor> {
         let places = match positions.dim() {
             2 => positions.f_unsqueeze(1)?.f_unsqueeze(-1)?,
             _ => positions.f_unsqueeze(-1)?,

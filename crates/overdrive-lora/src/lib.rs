@@ -124,7 +124,6 @@ pub use merge::{
     unmerge_adapters,
 };
 pub use trainable::{
-    ParameterCounts, freeze_base, mark_only_lora_as_trainable, parameter_counts,
-    trainable_parameters,
+    ParameterCounts, mark_only_lora_as_trainable, parameter_counts, trainable_parameters,
 };
 pub use weighted::{Combination, add_weighted_adapter};

@@ -93,7 +93,7 @@ fn visit_all<H: AdapterHost + ?Sized>(
 ///
 /// # Errors
 /// An error of libtorch.
-pub fn freeze_base<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
+fn freeze_base<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
     let mut copied = HashSet::new();
     if let Some(copies) = host.module_copies() {
         let placed = copies

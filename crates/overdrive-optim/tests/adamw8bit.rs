@@ -1,4 +1,5 @@
-//! 8-bit and paged AdamW against bitsandbytes and AdamW.
+//! 8-bit and paged AdamW against bitsandbytes and AdamW. A target of its own: one test counts memory, and one
+//! starts this binary again by its name, with a limit on the size of files.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 

@@ -109,7 +109,7 @@ impl GpuMonitor {
     }
 
     /// The last sample, or a new one where it is older than `age`.
-    pub fn sample_at_most(&mut self, age: Duration) -> GpuSample {
+    pub(crate) fn sample_at_most(&mut self, age: Duration) -> GpuSample {
         match self.last {
             Some((when, sample)) if when.elapsed() < age => sample,
             _ => self.sample(),

@@ -1,4 +1,5 @@
 //! Products by each library: the same numbers up to rounding, transposed views, sums, errors.
+//! A target of its own: the library is a setting of the process.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_sys::product::{ProductLibrary, library, mm_into, set_library};

@@ -164,11 +164,6 @@ impl Events {
         let _stopped = self.cancel.send(Command::Cancel(self.ticket));
     }
 
-    /// The event that is there, if one is.
-    pub fn try_next(&mut self) -> Option<Event> {
-        self.receiver.try_recv().ok()
-    }
-
     /// Waits for the end: the completions in the order of their numbers.
     ///
     /// # Errors

@@ -30,7 +30,7 @@ pub enum InitLoraWeights {
 
 impl InitLoraWeights {
     /// Whether the weight under the adapter is changed.
-    pub fn changes_base(self) -> bool {
+    pub(crate) fn changes_base(self) -> bool {
         matches!(
             self,
             InitLoraWeights::Olora | InitLoraWeights::Pissa | InitLoraWeights::PissaFast(_)

@@ -82,7 +82,7 @@ impl MemoryAdvice {
     }
 
     /// Whether it fits with the changes.
-    pub fn fits_changed(&self) -> bool {
+    fn fits_changed(&self) -> bool {
         self.changed_peak_bytes <= self.limit_bytes
     }
 }

@@ -113,7 +113,7 @@ impl InputStatistics {
     ///
     /// # Errors
     /// An error of libtorch.
-    pub fn mean_squares(&self) -> Result<Tensor> {
+    pub(crate) fn mean_squares(&self) -> Result<Tensor> {
         if self.rows == 0 {
             return Ok(self.largest.f_ones_like()?);
         }

@@ -136,12 +136,4 @@ impl GgufValue {
             _ => None,
         }
     }
-
-    /// The numbers of an array of floats of 32 bits.
-    pub fn as_f32s(&self) -> Option<&[f32]> {
-        match self {
-            GgufValue::Array(GgufArray::F32(numbers)) => Some(numbers),
-            _ => None,
-        }
-    }
 }
