@@ -191,7 +191,7 @@ fn other_value<A: Configuration>(key: &Key) -> Value {
     let mut candidates: Vec<Value> = choices.into_iter().map(Value::from).collect();
     candidates.extend([json!(!now.as_bool().unwrap_or(false)), json!(2), json!(0.5)]);
     candidates.extend([
-        json!("text"),
+        json!("other"),
         json!({"power": 2.0}),
         json!({"policy": "matmuls"}),
     ]);
@@ -332,8 +332,7 @@ mod guide {
         }
     }
 
-    #[test]
-    fn the_table_of_all_keys_is_that_of_the_guide() {
+    fn all_keys() {
         let mut table =
             "| key | flag | default | read by | what it is |\n|---|---|---|---|---|\n".to_owned();
         for (_, key) in rows().filter(|(_, key)| key.reader != Reader::Neither) {
@@ -355,8 +354,7 @@ mod guide {
         check("configs.md", "all keys", &table);
     }
 
-    #[test]
-    fn the_table_of_spellings_is_that_of_the_guide() {
+    fn spellings() {
         let mut table = "| in the file | what it means |\n|---|---|\n".to_owned();
         for (_, key) in rows().filter(|(_, key)| !key.spellings.is_empty()) {
             let spellings = code(key.spellings.iter().copied());
@@ -384,8 +382,7 @@ mod guide {
         check("configs.md", "spellings", &table);
     }
 
-    #[test]
-    fn the_table_of_refused_keys_is_that_of_the_guide() {
+    fn keys_without_effect() {
         let mut table = "| key | accepted | instead |\n|---|---|---|\n".to_owned();
         for (_, key) in rows().filter(|(_, key)| key.reader == Reader::Neither) {
             let accepted = match key.harmless {
@@ -396,6 +393,14 @@ mod guide {
             table += &format!("| `{}` | {accepted} | {} |\n", key.name, key.instead);
         }
         check("configs.md", "keys without effect", &table);
+    }
+
+    /// One test, since the tables are written to one page.
+    #[test]
+    fn the_tables_of_the_page_on_configurations_are_those_of_the_keys() {
+        all_keys();
+        spellings();
+        keys_without_effect();
     }
 
     /// The names between backticks, each without what follows a colon or a space.
