@@ -192,6 +192,7 @@ fn other_value<A: Configuration>(key: &Key) -> Value {
     candidates.extend([json!(!now.as_bool().unwrap_or(false)), json!(2), json!(0.5)]);
     candidates.extend([
         json!("other"),
+        json!(["other"]),
         json!({"power": 2.0}),
         json!({"policy": "matmuls"}),
     ]);
@@ -207,6 +208,10 @@ fn flags_reach_their_keys<A: Configuration>() {
         match (&value, key.value) {
             (Value::Bool(true), "") => words.push(format!("--{long}")),
             (Value::Bool(false), "") => words.push(format!("--no-{long}")),
+            (Value::Array(list), _) => {
+                words.push(format!("--{long}"));
+                words.extend(list.iter().map(plain));
+            }
             (value, _) => words.extend([format!("--{long}"), plain(value)]),
         }
         let matches = command::<A>().try_get_matches_from(&words).expect(key.name);
