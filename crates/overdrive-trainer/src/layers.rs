@@ -176,7 +176,8 @@ impl sealed::Keyed for TrainingArguments {
     fn base(preset: Option<&Value>) -> Self {
         // A name that is wrong gets its error when its layer is read.
         let preset = preset.and_then(|name| serde_json::from_value(name.clone()).ok());
-        preset.unwrap_or_else(Preset::default).arguments()
+        let preset: Preset = preset.unwrap_or_default();
+        preset.arguments()
     }
 
     fn defaults() -> Vec<(&'static str, Value)> {

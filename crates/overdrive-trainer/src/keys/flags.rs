@@ -60,7 +60,7 @@ pub struct ConfigArgs<A> {
     /// The configuration file.
     pub config: Option<PathBuf>,
     /// The keys that the flags set.
-    values: Map<String, Value>,
+    pub(super) values: Map<String, Value>,
     of: PhantomData<A>,
 }
 
@@ -200,7 +200,7 @@ impl Key {
         }
     }
 
-    fn leaf(&self) -> &'static str {
+    pub(super) fn leaf(&self) -> &'static str {
         self.name.rsplit('.').next().unwrap_or(self.name)
     }
 
@@ -240,7 +240,7 @@ impl Key {
         let arg = arg.value_name(self.value);
         vec![match self.list {
             Some(commas) => {
-                let arg = arg.num_args(1..).value_parser(value_parser!(String));
+                let arg = arg.num_args(1..).action(ArgAction::Append);
                 if commas {
                     arg.value_delimiter(',')
                 } else {
@@ -294,7 +294,7 @@ impl Key {
         })
     }
 
-    fn try_value<A: Configuration>(&self, value: Value) -> Result<()> {
+    pub(super) fn try_value<A: Configuration>(&self, value: Value) -> Result<()> {
         let mut values = Map::new();
         insert(&mut values, self.name, value);
         A::read(values, "the command line").map(drop)

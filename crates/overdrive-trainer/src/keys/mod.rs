@@ -228,6 +228,9 @@ fn plain(value: &Value) -> String {
         Value::String(text) => text.clone(),
         // 100.0 is written as people write it: 100.
         Value::Number(number) => match number.as_f64() {
+            Some(float) if number.is_f64() && float != 0.0 && float.abs() < 1e-4 => {
+                format!("{float:e}")
+            }
             Some(float) if number.is_f64() => float.to_string(),
             _ => number.to_string(),
         },

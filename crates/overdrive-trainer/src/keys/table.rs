@@ -18,7 +18,7 @@ const TRAINED: &str = "weights that are trained are not quantized; fine-tuning t
 #[rustfmt::skip]
 pub(super) static KEYS: &[(&str, &[Key])] = &[
     ("Configuration", &[
-        key(Train, "preset", "NAME", FREE, "Configuration to start from [default: the file's, else tiny]")
+        key(Train, "preset", "PRESET", FREE, "Configuration to start from [default: the file's, else tiny]")
             .instead("leave it out: the model has its shape"),
         key(Finetune, "model_name_or_path", "DIR", FREE, "Folder of the model to fine-tune: config.json, model.safetensors, tokenizer.json")
             .flag("model").also(&["model", "base_model", "model_name"])

@@ -191,7 +191,8 @@ fn other_value<A: Configuration>(key: &Key) -> Value {
     let mut candidates: Vec<Value> = choices.into_iter().map(Value::from).collect();
     candidates.extend([json!(!now.as_bool().unwrap_or(false)), json!(2), json!(0.5)]);
     candidates.extend([
-        json!("text"),
+        json!("other"),
+        json!(["other"]),
         json!({"power": 2.0}),
         json!({"policy": "matmuls"}),
     ]);
@@ -207,6 +208,10 @@ fn flags_reach_their_keys<A: Configuration>() {
         match (&value, key.value) {
             (Value::Bool(true), "") => words.push(format!("--{long}")),
             (Value::Bool(false), "") => words.push(format!("--no-{long}")),
+            (Value::Array(list), _) => {
+                words.push(format!("--{long}"));
+                words.extend(list.iter().map(plain));
+            }
             (value, _) => words.extend([format!("--{long}"), plain(value)]),
         }
         let matches = command::<A>().try_get_matches_from(&words).expect(key.name);
@@ -332,8 +337,7 @@ mod guide {
         }
     }
 
-    #[test]
-    fn the_table_of_all_keys_is_that_of_the_guide() {
+    fn all_keys() {
         let mut table =
             "| key | flag | default | read by | what it is |\n|---|---|---|---|---|\n".to_owned();
         for (_, key) in rows().filter(|(_, key)| key.reader != Reader::Neither) {
@@ -355,8 +359,7 @@ mod guide {
         check("configs.md", "all keys", &table);
     }
 
-    #[test]
-    fn the_table_of_spellings_is_that_of_the_guide() {
+    fn spellings() {
         let mut table = "| in the file | what it means |\n|---|---|\n".to_owned();
         for (_, key) in rows().filter(|(_, key)| !key.spellings.is_empty()) {
             let spellings = code(key.spellings.iter().copied());
@@ -384,8 +387,7 @@ mod guide {
         check("configs.md", "spellings", &table);
     }
 
-    #[test]
-    fn the_table_of_refused_keys_is_that_of_the_guide() {
+    fn keys_without_effect() {
         let mut table = "| key | accepted | instead |\n|---|---|---|\n".to_owned();
         for (_, key) in rows().filter(|(_, key)| key.reader == Reader::Neither) {
             let accepted = match key.harmless {
@@ -396,6 +398,14 @@ mod guide {
             table += &format!("| `{}` | {accepted} | {} |\n", key.name, key.instead);
         }
         check("configs.md", "keys without effect", &table);
+    }
+
+    /// One test, since the tables are written to one page.
+    #[test]
+    fn the_tables_of_the_page_on_configurations_are_those_of_the_keys() {
+        all_keys();
+        spellings();
+        keys_without_effect();
     }
 
     /// The names between backticks, each without what follows a colon or a space.

@@ -138,3 +138,43 @@ fn the_help_shows_every_presets_value() {
         assert!(help.contains(part), "{part} is missing in {help}");
     }
 }
+
+#[test]
+fn every_key_has_a_flag_under_each_of_its_names() {
+    let (_folder, path) = file("c.yaml", "packing: true\nmax_steps: 5\n");
+    let config = ["--config", path.as_str()];
+    let ours = [
+        "--steps",
+        "7",
+        "--lr",
+        "0.5",
+        "--hidden-size",
+        "128",
+        "--no-packing",
+    ];
+    let theirs = [
+        "--max_steps",
+        "7",
+        "--learning_rate",
+        "0.5",
+        "--hidden_size",
+        "128",
+        "--no-packing",
+    ];
+    let arguments = resolve(&[&config[..], &ours[..]].concat()).expect("valid");
+    assert_eq!(
+        arguments,
+        resolve(&[&config[..], &theirs[..]].concat()).expect("valid")
+    );
+    assert_eq!((arguments.max_steps, arguments.model.hidden_size), (7, 128));
+    assert!(!arguments.packing);
+    // A list may be given at once or value by value.
+    let at_once = resolve(&["--data", "a", "b"]).expect("valid");
+    assert_eq!(
+        at_once,
+        resolve(&["--data", "a", "--data", "b"]).expect("valid")
+    );
+    let schedule = ["--lr-scheduler-kwargs", "{\"num_cycles\": 2}"];
+    let arguments = resolve(&schedule).expect("valid");
+    assert_eq!(arguments.lr_scheduler_kwargs.num_cycles, Some(2.0));
+}

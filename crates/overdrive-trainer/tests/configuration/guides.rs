@@ -140,7 +140,7 @@ fn every_spelling_of_the_table_is_read() {
                 // Those that have no default.
                 _ => match key {
                     "output_dir" => Value::from("somewhere"),
-                    "resume_from_checkpoint" => Value::Bool(true),
+                    "resume_from_checkpoint" | "tf32" => Value::Bool(true),
                     _ => Value::from(7),
                 },
             };
