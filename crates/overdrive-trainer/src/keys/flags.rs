@@ -275,7 +275,9 @@ impl Key {
     fn parse<A: Configuration>(&self, text: &str) -> std::result::Result<Value, String> {
         let whole = text.parse::<i64>().ok().map(Value::from);
         let whole = whole.or_else(|| text.parse::<u64>().ok().map(Value::from));
-        let number = text.parse::<f64>().ok().map(Value::from);
+        // JSON has no NaN and no infinities: they would be read as `null`.
+        let number = text.parse::<f64>().ok().filter(|number| number.is_finite());
+        let number = number.map(Value::from);
         let json = serde_json::from_str(text).ok();
         let candidates = [Some(Value::from(text)), whole, number, json];
         let mut error = None;
