@@ -65,7 +65,8 @@ impl<D: Dataset<Item = TokenizedExample>> Dataset for SequenceRows<D> {
     }
 }
 
-#[cfg(all(test, feature = "tch"))]
+#[cfg(test)]
+#[cfg(feature = "tch")]
 mod tests {
     use tch::Tensor;
 
