@@ -17,9 +17,10 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, anyhow};
 use clap::{Parser, ValueEnum};
+use overdrive::constraints::{GrammarConstraint, GrammarVocabulary};
 use overdrive::generation::{
-    ChoiceConstraint, Constraint, GenerateOptions, GenerateOutput, GenerationConfig,
-    GrammarConstraint, GrammarVocabulary, Tokenizer, generate_with_options,
+    ChoiceConstraint, Constraint, GenerateOptions, GenerateOutput, GenerationConfig, Tokenizer,
+    generate_with_options,
 };
 use overdrive::transformer::CausalLm;
 use overdrive_examples::{GenerationFlags, ModelFlags};

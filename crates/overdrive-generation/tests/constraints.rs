@@ -1,14 +1,14 @@
 //! Texts that must have a form.
 #![allow(clippy::unwrap_used, reason = "a failed step of a test should panic")]
-#![cfg(feature = "constrained")]
 
 mod support;
 
 use std::ops::ControlFlow;
 
+use overdrive_constraints::{GrammarConstraint, GrammarVocabulary};
 use overdrive_generation::{
     ChoiceConstraint, Constraint, FinishReason, GenerateOptions, GenerateOutput, GeneratedToken,
-    GenerationConfig, GrammarConstraint, GrammarVocabulary, TokenMask, generate_with_options,
+    GenerationConfig, TokenMask, generate_with_options,
 };
 use serde_json::{Value, json};
 use support::{byte_tokenizer, encode, random_model, sampled};
