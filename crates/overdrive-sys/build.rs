@@ -26,9 +26,7 @@ fn main() {
         if libtorch.cxx11_abi { "1" } else { "0" },
     );
     if cfg!(feature = "c10d") {
-        build
-            .file(unit("shim/c10d"))
-            .define("USE_C10D_GLOO", None);
+        build.file(unit("shim/c10d")).define("USE_C10D_GLOO", None);
         build.flag("-isystem").flag("shim/c10d/gloo");
     }
     if cfg!(feature = "nccl") {

@@ -5,9 +5,8 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use clap::Args;
-use overdrive::generation::{
-    ChoiceConstraint, Constraint, GenerationConfig, GrammarConstraint, GrammarVocabulary, Tokenizer,
-};
+use overdrive::constraints::{GrammarConstraint, GrammarVocabulary};
+use overdrive::generation::{ChoiceConstraint, Constraint, GenerationConfig, Tokenizer};
 use overdrive::transformer::CausalLm;
 
 /// What an answer may be; at most one of them is given.

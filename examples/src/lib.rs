@@ -2,6 +2,7 @@
 //! `src`, run with `cargo xtask example NAME`; `README.md` says which to read first.
 
 mod cache_flags;
+#[cfg(feature = "constraints")]
 mod constraint_flags;
 pub mod finetuning;
 mod generation_flags;
@@ -17,6 +18,7 @@ use std::io::{Write, stdout};
 use std::process::ExitCode;
 
 pub use cache_flags::{Cache, CacheFlags};
+#[cfg(feature = "constraints")]
 pub use constraint_flags::ConstraintFlags;
 pub use generation_flags::GenerationFlags;
 pub use model_flags::{ModelFlags, load_model};

@@ -3,10 +3,12 @@
 use std::ffi::OsString;
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 use serde_json::Value;
 
 use crate::cargo;
+use crate::dist::program;
 use crate::failure::{Failure, Result};
 use crate::setup::{self, Wish};
 
@@ -49,7 +51,19 @@ fn training() -> Result<()> {
         .map(OsString::from)
         .to_vec();
     arguments.push(out.clone().into_os_string());
-    cargo::example("train", &arguments).run()?;
+    let built = program::of_messages(&cargo::training_for_check().output()?)?;
+    let train = built
+        .iter()
+        .find(|program| program.file == "train")
+        .ok_or_else(|| Failure::new("cargo has not built the example `train`"))?;
+    let status = Command::new(&train.built)
+        .args(&arguments)
+        .current_dir(cargo::workspace())
+        .status()
+        .map_err(|error| Failure::io("could not start", &train.built, &error))?;
+    if !status.success() {
+        return Err(Failure::new(format!("the training failed: {status}")));
+    }
     let path = out.join("metrics.jsonl");
     let metrics = fs::read_to_string(&path)
         .map_err(|error| Failure::io("the training left no metrics in", &path, &error))?;
@@ -101,6 +115,8 @@ fn judge(metrics: &str, path: &Path) -> Result<(f64, f64)> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
 
     fn metrics(loss: impl Fn(usize) -> String) -> String {
@@ -149,6 +165,45 @@ mod tests {
                 .unwrap_err()
                 .contains("60 steps were asked for, 30 are there")
         );
+    }
+
+    /// Cargo would leave such a test out without a word.
+    #[test]
+    fn a_library_whose_tests_are_off_has_none() {
+        let root = cargo::workspace();
+        let folders = fs::read_dir(root.join("crates")).unwrap();
+        let mut packages: Vec<PathBuf> = folders.map(|entry| entry.unwrap().path()).collect();
+        packages.extend(["examples", "benches", "xtask"].map(|name| root.join(name)));
+        let mut off = 0;
+        for package in packages {
+            let manifest = fs::read_to_string(package.join("Cargo.toml")).unwrap();
+            if !manifest.contains("[lib]\ntest = false") {
+                continue;
+            }
+            off += 1;
+            for source in sources(&package.join("src")) {
+                let text = fs::read_to_string(&source).unwrap();
+                assert!(
+                    !text.contains("#[test]"),
+                    "{} has a test; its package's Cargo.toml says `[lib] test = false`",
+                    source.display()
+                );
+            }
+        }
+        assert!(off > 0, "some package turns the tests of its library off");
+    }
+
+    fn sources(folder: &Path) -> Vec<PathBuf> {
+        let mut found = Vec::new();
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                found.extend(sources(&path));
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                found.push(path);
+            }
+        }
+        found
     }
 
     #[test]

@@ -4,7 +4,7 @@
 mod libraries;
 mod licences;
 mod manifest;
-mod program;
+pub(crate) mod program;
 
 use std::fs;
 use std::io;

@@ -14,8 +14,7 @@
 //! Greedy output, processed scores and beams equal those of transformers on the fixtures in `tests/`;
 //! speculation changes no greedy token and no distribution.
 //!
-//! Feature `constrained` (on by default): regular expressions and JSON schemas as constraints, by
-//! `llguidance`.
+//! Regular expressions and JSON schemas as constraints are in `overdrive-constraints`.
 //!
 //! ```
 //! use overdrive_generation::{GenerationConfig, generate};
@@ -78,8 +77,6 @@ pub use config::{
     CacheConfig, EarlyStopping, GenerationConfig, LogprobsMode, NumAssistantTokensSchedule,
 };
 pub use constraint::{ChoiceConstraint, Constraint};
-#[cfg(feature = "constrained")]
-pub use constraint::{GrammarConstraint, GrammarVocabulary};
 pub use engine::{
     CacheShape, Completion, Engine, EngineConfig, EngineHandle, EngineModel, EngineStatistics,
     Event, Events, Latency, Outcome, RaggedStep, Request, RequestId,

@@ -19,6 +19,7 @@
 //! | [`lora`] | `lora` | LoRA, DoRA and QLoRA adapters in PEFT's format |
 //! | [`generation`] | `generation` | sampling, beams, speculation, constraints; continuous batching; chat |
 //! | [`onnx`] | `onnx` | models written as ONNX, with a key/value cache and quantized weights |
+//! | [`constraints`] | `constraints` | regular expressions and JSON schemas as constraints of generated text |
 //! | [`datasets`] | `datasets` | records of files of any size, loaders, samplers, packing, token stores |
 //! | [`profiling`] | `profiling` | step breakdown, metrics, TensorBoard, reports |
 //! | [`safetensors`] | `safetensors` | tensors in files: mapped reads, writes whole or not at all |
@@ -72,6 +73,8 @@ pub use overdrive_autograd as autograd;
 pub use overdrive_checkpointing as checkpointing;
 #[cfg(feature = "compiled")]
 pub use overdrive_compiled as compiled;
+#[cfg(feature = "constraints")]
+pub use overdrive_constraints as constraints;
 #[cfg(feature = "datasets")]
 pub use overdrive_datasets as datasets;
 #[cfg(feature = "distributed")]

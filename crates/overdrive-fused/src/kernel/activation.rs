@@ -25,9 +25,22 @@ pub(crate) enum GatedMut<'a, T> {
 pub(crate) fn gated<T: Element>(activation: Activation, x: Gated<'_, T>, y: &mut [T]) {
     let step = step::<T>(x.width(), y.len(), 3);
     let blocks = y.chunks_mut(step).enumerate();
-    run_jobs(blocks, |(block, y)| {
-        let x = x.part(block * step, y.len());
-        dispatch(Forward { activation, x, y });
+    let run = |gate: &[T], up: &[T], y: &mut [T]| {
+        dispatch(Forward {
+            activation,
+            gate,
+            up,
+            y,
+        });
+    };
+    run_jobs(blocks, |(block, y)| match x.part(block * step, y.len()) {
+        Gated::Pair(gate, up) => run(gate, up, y),
+        Gated::Joint(x, width) => {
+            for (x, y) in x.chunks_exact(2 * width).zip(y.chunks_exact_mut(width)) {
+                let (gate, up) = x.split_at(width);
+                run(gate, up, y);
+            }
+        }
     });
 }
 
@@ -40,13 +53,33 @@ pub(crate) fn gated_backward<T: Element>(
 ) {
     let step = step::<T>(x.width(), dy.len(), 5);
     let run = |(block, (dy, dx)): (usize, (&[T], GatedMut<'_, T>))| {
-        let x = x.part(block * step, dy.len());
-        dispatch(Backward {
-            activation,
-            x,
-            dy,
-            dx,
-        });
+        let run = |[gate, up, dy]: [&[T]; 3], d_gate: &mut [T], d_up: &mut [T]| {
+            dispatch(Backward {
+                activation,
+                gate,
+                up,
+                dy,
+                d_gate,
+                d_up,
+            });
+        };
+        match (x.part(block * step, dy.len()), dx) {
+            (Gated::Joint(x, width), GatedMut::Joint(dx, _)) => {
+                let rows = x
+                    .chunks_exact(2 * width)
+                    .zip(dx.chunks_exact_mut(2 * width));
+                for ((x, dx), dy) in rows.zip(dy.chunks_exact(width)) {
+                    let (gate, up) = x.split_at(width);
+                    let (d_gate, d_up) = dx.split_at_mut(width);
+                    run([gate, up, dy], d_gate, d_up);
+                }
+            }
+            (Gated::Pair(gate, up), GatedMut::Pair(d_gate, d_up)) => {
+                run([gate, up, dy], d_gate, d_up);
+            }
+            // Gradients have the form of what they belong to.
+            _ => {}
+        }
     };
     let dy = dy.chunks(step);
     match dx {
@@ -249,9 +282,11 @@ macro_rules! with_function {
     };
 }
 
+/// One row, or all values where gates and gated values lie apart: one loop serves both layouts.
 struct Forward<'a, T> {
     activation: Activation,
-    x: Gated<'a, T>,
+    gate: &'a [T],
+    up: &'a [T],
     y: &'a mut [T],
 }
 
@@ -260,15 +295,8 @@ impl<T: Element> Kernel for Forward<'_, T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Forward { activation, x, y } = self;
-        with_function!(activation, function => match x {
-            Gated::Pair(gate, up) => multiply(s, function, gate, up, y),
-            Gated::Joint(x, width) => {
-                for (x, y) in x.chunks_exact(2 * width).zip(y.chunks_exact_mut(width)) {
-                    let (gate, up) = x.split_at(width);
-                    multiply(s, function, gate, up, y);
-                }
-            }
+        with_function!(self.activation, function => {
+            multiply(s, function, self.gate, self.up, self.y);
         });
     }
 }
@@ -285,11 +313,14 @@ fn multiply<S: Simd, T: Element>(s: S, function: impl Function, gate: &[T], up: 
     );
 }
 
+/// As [`Forward`].
 struct Backward<'a, T> {
     activation: Activation,
-    x: Gated<'a, T>,
+    gate: &'a [T],
+    up: &'a [T],
     dy: &'a [T],
-    dx: GatedMut<'a, T>,
+    d_gate: &'a mut [T],
+    d_up: &'a mut [T],
 }
 
 impl<T: Element> Kernel for Backward<'_, T> {
@@ -297,20 +328,8 @@ impl<T: Element> Kernel for Backward<'_, T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        with_function!(self.activation, function => match (self.x, self.dx) {
-            (Gated::Joint(x, width), GatedMut::Joint(dx, _)) => {
-                let rows = x.chunks_exact(2 * width).zip(dx.chunks_exact_mut(2 * width));
-                for ((x, dx), dy) in rows.zip(self.dy.chunks_exact(width)) {
-                    let (gate, up) = x.split_at(width);
-                    let (d_gate, d_up) = dx.split_at_mut(width);
-                    multiply_backward(s, function, [gate, up, dy], d_gate, d_up);
-                }
-            }
-            (Gated::Pair(gate, up), GatedMut::Pair(d_gate, d_up)) => {
-                multiply_backward(s, function, [gate, up, self.dy], d_gate, d_up);
-            }
-            // Gradients have the form of what they belong to.
-            _ => {}
+        with_function!(self.activation, function => {
+            multiply_backward(s, function, [self.gate, self.up, self.dy], self.d_gate, self.d_up);
         });
     }
 }

@@ -1,14 +1,8 @@
 use crate::{Result, TokenMask};
 
 mod choice;
-#[cfg(feature = "constrained")]
-mod grammar;
-#[cfg(feature = "constrained")]
-mod vocabulary;
 
 pub use choice::ChoiceConstraint;
-#[cfg(feature = "constrained")]
-pub use grammar::{GrammarConstraint, GrammarVocabulary};
 
 /// What the continuation of one row may be, token by token.
 ///

@@ -2,9 +2,10 @@
 use std::ops::ControlFlow;
 
 use crate::support::{byte_tokenizer, encode, random_model, sampled};
+use overdrive_constraints::{GrammarConstraint, GrammarVocabulary};
 use overdrive_generation::{
     ChoiceConstraint, Constraint, FinishReason, GenerateOptions, GenerateOutput, GeneratedToken,
-    GenerationConfig, GrammarConstraint, GrammarVocabulary, TokenMask, generate_with_options,
+    GenerationConfig, TokenMask, generate_with_options,
 };
 use serde_json::{Value, json};
 use tokenizers::Tokenizer;

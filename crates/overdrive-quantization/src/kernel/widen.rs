@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use super::element::Element;
 use super::joint::Part;
+use super::results::{Columns, Results};
 use super::simd::{InstructionSet, Kernel, LANES, Simd};
 use super::threads::Target;
 
@@ -74,32 +75,48 @@ impl<C: Code, T: Element> Part<T> for WidenPart<'_, C, T> {
     }
 
     fn run(&self, outputs: Range<usize>, first: usize, y: &Target<'_, T>) {
-        self.set.run(Widen {
-            part: self,
-            outputs,
+        let results = Columns {
+            bias: self.bias,
             first,
-            y,
+            target: y,
+        };
+        self.set.run(Widen {
+            x: self.x,
+            width: self.width,
+            codes: self.codes,
+            scales: self.scales,
+            outputs,
+            results: &results,
         });
     }
 }
 
 /// Some outputs of a part.
-struct Widen<'a, 'b, C, T> {
-    part: &'a WidenPart<'b, C, T>,
+struct Widen<'a, C> {
+    x: &'a [f32],
+    width: usize,
+    codes: &'a [C],
+    scales: &'a [f32],
     outputs: Range<usize>,
-    first: usize,
-    y: &'a Target<'a, T>,
+    results: &'a dyn Results,
 }
 
-impl<C: Code, T: Element> Kernel for Widen<'_, '_, C, T> {
+impl<C: Code> Kernel for Widen<'_, C> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        if self.part.x.len() == self.part.width {
-            for output in self.outputs.clone() {
-                let sum = dot(s, self.part.x, self.weight(output));
-                self.set(0, output, sum);
+        if self.x.len() == self.width {
+            let mut values = [0.0; LANES];
+            let mut first = self.outputs.start;
+            while first < self.outputs.end {
+                let count = LANES.min(self.outputs.end - first);
+                for (index, value) in values[..count].iter_mut().enumerate() {
+                    let output = first + index;
+                    *value = self.scaled(output, dot(s, self.x, self.weight(output)));
+                }
+                self.results.put(0, first, &values[..count]);
+                first += count;
             }
             return;
         }
@@ -110,18 +127,16 @@ impl<C: Code, T: Element> Kernel for Widen<'_, '_, C, T> {
     }
 }
 
-impl<C: Code, T: Element> Widen<'_, '_, C, T> {
+impl<C: Code> Widen<'_, C> {
     #[inline(always)]
     fn weight(&self, output: usize) -> &[C] {
-        let width = self.part.width;
-        &self.part.codes[output * width..(output + 1) * width]
+        let width = self.width;
+        &self.codes[output * width..(output + 1) * width]
     }
 
     #[inline(always)]
-    fn set(&self, row: usize, output: usize, sum: f32) {
-        let bias = self.part.bias.map_or(0.0, |bias| bias[output].to_f32());
-        let y = sum * C::FACTOR * self.part.scales[output] + bias;
-        self.y.set(row, self.first + output, T::from_f32(y));
+    fn scaled(&self, output: usize, sum: f32) -> f32 {
+        sum * C::FACTOR * self.scales[output]
     }
 
     /// All outputs, `N` at a time, with all rows, `N` at a time.
@@ -140,7 +155,7 @@ impl<C: Code, T: Element> Widen<'_, '_, C, T> {
 
     #[inline(always)]
     fn outputs<S: Simd, const R: usize, const N: usize>(&self, s: S, output: usize) {
-        let rows = self.part.x.len() / self.part.width;
+        let rows = self.x.len() / self.width;
         let mut row = 0;
         while row + N <= rows {
             self.tile::<S, R, N>(s, output, row);
@@ -157,14 +172,14 @@ impl<C: Code, T: Element> Widen<'_, '_, C, T> {
     /// `R` outputs of `N` rows.
     #[inline(always)]
     fn tile<S: Simd, const R: usize, const N: usize>(&self, s: S, output: usize, row: usize) {
-        let width = self.part.width;
+        let width = self.width;
         let mut weights: [&[C]; R] = [&[]; R];
         for (r, weight) in weights.iter_mut().enumerate() {
             *weight = self.weight(output + r);
         }
         let mut rows: [&[f32]; N] = [&[]; N];
         for (n, slot) in rows.iter_mut().enumerate() {
-            *slot = &self.part.x[(row + n) * width..(row + n + 1) * width];
+            *slot = &self.x[(row + n) * width..(row + n + 1) * width];
         }
         let mut sums = [[s.splat(0.0); N]; R];
         let whole = width - width % LANES;
@@ -197,12 +212,16 @@ impl<C: Code, T: Element> Widen<'_, '_, C, T> {
                 }
             }
         }
+        let mut values = [[0.0; R]; N];
         for (r, sums) in sums.into_iter().enumerate() {
             let mut four = [s.splat(0.0); 4];
             four[..N].copy_from_slice(&sums);
-            for (n, total) in s.reduce_add_each(four).into_iter().take(N).enumerate() {
-                self.set(row + n, output + r, total);
+            for (values, total) in values.iter_mut().zip(s.reduce_add_each(four)) {
+                values[r] = self.scaled(output + r, total);
             }
+        }
+        for (n, values) in values.iter().enumerate() {
+            self.results.put(row + n, output, values);
         }
     }
 }

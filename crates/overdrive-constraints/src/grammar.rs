@@ -4,12 +4,11 @@ use std::sync::Arc;
 use llguidance::api::TopLevelGrammar;
 use llguidance::toktrie::{ApproximateTokEnv, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
+use overdrive_generation::{Constraint, Error, Result, TokenMask};
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
-use super::Constraint;
-use super::vocabulary::token_bytes;
-use crate::{Error, Result, TokenMask};
+use crate::token_bytes::token_bytes;
 
 /// A tokenizer's tokens as a trie of bytes, made once for all grammars.
 #[derive(Clone)]

@@ -1,8 +1,7 @@
 //! The bytes of every token.
 
+use overdrive_generation::{Error, Result};
 use tokenizers::Tokenizer;
-
-use crate::{Error, Result};
 
 /// How a tokenizer writes bytes in its tokens.
 struct Decoding {
@@ -15,7 +14,7 @@ struct Decoding {
 }
 
 /// The bytes of each id in `0..vocabulary`; special tokens, `None`, leave no text.
-pub(super) fn token_bytes(
+pub(crate) fn token_bytes(
     tokenizer: &Tokenizer,
     vocabulary: usize,
 ) -> Result<Vec<Option<Vec<u8>>>> {

@@ -1,0 +1,28 @@
+//! Regular expressions and JSON schemas as constraints of generated text, by `llguidance`.
+//!
+//! A crate of its own, so that programs that need no grammar do not compile one:
+//! `overdrive-generation` has the trait [`Constraint`](overdrive_generation::Constraint) and choices
+//! among given texts.
+//!
+//! ```
+//! use overdrive_constraints::{GrammarConstraint, GrammarVocabulary};
+//! use overdrive_generation::Tokenizer;
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let json = r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,
+//! #   "pre_tokenizer":null,"post_processor":null,"decoder":null,
+//! #   "model":{"type":"WordLevel","vocab":{"a":0,"b":1,"<eos>":2},"unk_token":"<eos>"}}"#;
+//! let tokenizer: Tokenizer = json.parse()?;
+//! let vocabulary = GrammarVocabulary::new(&tokenizer, 3, &[2])?;
+//! let constraint = GrammarConstraint::regex(&vocabulary, "a+b")?;
+//! // `GenerateOptions::constraints` takes one for each prompt.
+//! # drop(constraint);
+//! # Ok(())
+//! # }
+//! ```
+#![forbid(unsafe_code)]
+#![deny(missing_docs)]
+
+mod grammar;
+mod token_bytes;
+
+pub use grammar::{GrammarConstraint, GrammarVocabulary};
