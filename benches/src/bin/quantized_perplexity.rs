@@ -10,15 +10,15 @@ use std::error::Error;
 use std::path::Path;
 use std::time::Instant;
 
+use overdrive::distributed::ProcessGroup;
 use overdrive::precision::Precision;
 use overdrive::quantization::{
     CalibrationOptions, ClipOptions, GptqOptions, InputCollector, Moments, Scheme, observe_inputs,
     quantize_calibrated,
 };
-use overdrive::distributed::ProcessGroup;
 use overdrive::trainer::{TextData, TrainingArguments};
-use overdrive_examples::training::evaluate;
 use overdrive::transformer::{CausalLm, ForwardInput, LoadOptions, QuantizeOptions};
+use overdrive_examples::training::evaluate;
 use tch::Device;
 
 /// Windows of the training part that calibration reads.

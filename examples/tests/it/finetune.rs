@@ -7,8 +7,7 @@ use anyhow::Result;
 use overdrive::distributed::ProcessGroup;
 use overdrive::lora::{LoadAdapterOptions, load_adapter};
 use overdrive::trainer::{
-    FinetuneArguments, InstructionData, IntervalStrategy, Layers, Quant4Type,
-    TargetModulesArgument,
+    FinetuneArguments, InstructionData, IntervalStrategy, Layers, Quant4Type, TargetModulesArgument,
 };
 use overdrive::transformer::{
     CausalLm, ForwardInput, InitOptions, LabelShift, LlamaConfig, LoadOptions, ModelConfig,
@@ -21,10 +20,7 @@ use crate::alone;
 use crate::finetune_example::compare;
 
 /// As the example does.
-fn finetune(
-    arguments: &FinetuneArguments,
-    say: impl FnMut(&str),
-) -> Result<FinetuneResults> {
+fn finetune(arguments: &FinetuneArguments, say: impl FnMut(&str)) -> Result<FinetuneResults> {
     let group = ProcessGroup::single();
     crate::finetune_example::finetune(arguments, &group, true, say)?.write()
 }

@@ -242,7 +242,9 @@ fn a_fresh_run_begins_where_there_is_nothing_to_go_on_from() {
         output_dir: None,
         ..resumed
     };
-    let error = RunFolder::open_or_create(&ProcessGroup::single(), &nowhere).unwrap_err().to_string();
+    let error = RunFolder::open_or_create(&ProcessGroup::single(), &nowhere)
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("--out DIR"), "{error}");
 }
 

@@ -3,11 +3,11 @@
 use std::fs;
 use std::path::Path;
 
-use overdrive::optim::Optimizer;
-use overdrive::profiling::{JsonLines, StepMetrics, Tracker};
 use overdrive::datasets::{Batch, DeviceLoader};
 use overdrive::distributed::ProcessGroup;
+use overdrive::optim::Optimizer;
 use overdrive::precision::Precision;
+use overdrive::profiling::{JsonLines, StepMetrics, Tracker};
 use overdrive::trainer::{ModelArguments, RunFolder, TextData, TrainingArguments};
 use overdrive::transformer::{CausalLm, LabelShift};
 use overdrive_examples::training::{new_model, write_results};
@@ -76,7 +76,8 @@ fn run(folder: &Path) -> (f64, f64, Vec<f64>) {
         .plan(data.micro_batches_per_epoch(&arguments))
         .unwrap();
     let mut optimizer = arguments
-        .new_optimizer(&ProcessGroup::single(), model.named_parameters()).unwrap();
+        .new_optimizer(&ProcessGroup::single(), model.named_parameters())
+        .unwrap();
     let mut scheduler = arguments.new_scheduler(&plan, &mut optimizer).unwrap();
     let mut metrics = JsonLines::create(run.metrics()).unwrap();
     let mut losses = Vec::new();
