@@ -17,7 +17,6 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::Parser;
 use overdrive::distributed::ProcessGroup;
-use overdrive::optim::Ema;
 use overdrive::profiling::{MemoryUsage, Trackers};
 use overdrive::sys::memory;
 use overdrive::trainer::{
@@ -25,9 +24,9 @@ use overdrive::trainer::{
 };
 use overdrive_examples::exit_or_resume;
 use overdrive_examples::finetuning::{
-    Comparison, FinetuneModel, FinetuneResults, Method, TrainingMemory,
+    Comparison, FinetuneModel, Finetuned, Method, TrainingMemory,
 };
-use overdrive_examples::training::{Summary, evaluate, shared};
+use overdrive_examples::training::{evaluate, name_lost_ranks, shared};
 use tch::Device;
 
 #[allow(dead_code, reason = "its `main` is another program's")]
@@ -89,20 +88,6 @@ pub(crate) fn compare(
     Ok(Comparison { rows })
 }
 
-/// A model that was fine-tuned, before its results are written.
-pub(crate) struct Finetuned {
-    pub(crate) arguments: FinetuneArguments,
-    pub(crate) folder: Option<RunFolder>,
-    pub(crate) model: FinetuneModel,
-    pub(crate) data: InstructionData,
-    pub(crate) summary: Summary,
-    pub(crate) memory: TrainingMemory,
-    /// The share of tokens that were no padding, 0 to 1.
-    pub(crate) fill: f64,
-    /// The average of the trainable parameters (`ema_decay`).
-    pub(crate) ema: Option<Ema>,
-}
-
 /// Fine-tunes by all processes of `group` together; `writes`: snapshots and metrics into the run's folder.
 pub(crate) fn finetune(
     arguments: &FinetuneArguments,
@@ -159,16 +144,14 @@ pub(crate) fn finetune(
         parameters: shared(&model.trainable),
         trackers: Trackers::new(),
     };
-    let (summary, ema) = training.fit(&mut model.model, loader, &mut |model| {
+    let trained = training.fit(&mut model.model, loader, &mut |model| {
         let loss = match data.validation_loader(&arguments, part)? {
             Some(batches) => evaluate(model, batches, precision, group)?,
             None => f64::NAN,
         };
-        Ok(Evaluation {
-            loss,
-            bits_per_byte: None,
-        })
-    })?;
+        Ok(Evaluation::new(loss, None))
+    });
+    let (summary, ema) = trained.map_err(|error| name_lost_ranks(group, error))?;
     let peak = MemoryUsage::of(device).peak_allocated_bytes;
     let peak = peak.map(|peak| peak.saturating_sub(before));
     let width = width.min(arguments.training.context_length);
@@ -183,23 +166,4 @@ pub(crate) fn finetune(
         fill,
         ema,
     })
-}
-
-impl Finetuned {
-    /// Writes the adapter (or the model), the tokenizer, answers and the report into the run's folder.
-    pub(crate) fn write(self) -> Result<FinetuneResults> {
-        let folder = self
-            .folder
-            .ok_or_else(|| anyhow::anyhow!("this run has no folder"))?;
-        FinetuneResults::write(
-            &self.arguments,
-            folder,
-            self.model,
-            &self.data,
-            self.summary,
-            self.memory,
-            self.fill,
-            self.ema,
-        )
-    }
 }

@@ -81,15 +81,12 @@ fn run(flags: &Flags) -> Result<bool> {
     };
     let part = Part::of(&group, device);
     let loader = data.train_loader(&arguments, part)?;
-    let (summary, ema) = training.fit(&mut model, loader, &mut |model| {
+    let trained = training.fit(&mut model, loader, &mut |model| {
         let batches = data.validation_loader(&arguments, part)?;
         let loss = evaluate(model, batches, precision, &group)?;
-        let bits_per_byte = data.validation.bits_per_byte(loss);
-        Ok(Evaluation {
-            loss,
-            bits_per_byte,
-        })
-    })?;
+        Ok(Evaluation::new(loss, data.validation.bits_per_byte(loss)))
+    });
+    let (summary, ema) = trained.map_err(|error| name_lost_ranks(&group, error))?;
     if group.is_main() {
         let results = write_results(&folder, &arguments, &data, &model, ema)?;
         println!("{summary}{results}");
@@ -143,17 +140,6 @@ impl Training<'_> {
     /// together, each on its share of the batches; losses, norms and the decision to stop are the same on
     /// all of them.
     pub(crate) fn fit(
-        self,
-        model: &mut CausalLm,
-        loader: DeviceLoader<Batch>,
-        evaluate: &mut dyn FnMut(&CausalLm) -> Result<Evaluation>,
-    ) -> Result<(Summary, Option<Ema>)> {
-        let group = self.group;
-        let trained = self.steps(model, loader, evaluate);
-        trained.map_err(|error| name_lost_ranks(group, error))
-    }
-
-    fn steps(
         mut self,
         model: &mut CausalLm,
         mut loader: DeviceLoader<Batch>,

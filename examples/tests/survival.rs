@@ -15,7 +15,7 @@ use overdrive::trainer::{
     ResumeFromCheckpoint, RunFolder, TextData, TrainingArguments,
 };
 use overdrive::transformer::CausalLm;
-use overdrive_examples::training::{Summary, evaluate, new_model, snapshot_files};
+use overdrive_examples::training::{Summary, evaluate, name_lost_ranks, new_model, snapshot_files};
 
 /// The example `finetune`, and in it the example `train`.
 #[allow(dead_code, reason = "its `main` is another program's")]
@@ -81,13 +81,14 @@ fn train(config: &Path, arguments: &TrainingArguments, group: &ProcessGroup) -> 
     };
     let part = Part::of(group, device);
     let loader = data.train_loader(arguments, part)?;
-    let (summary, _) = training.fit(&mut model, loader, &mut |model| {
+    let trained = training.fit(&mut model, loader, &mut |model| {
         let batches = data.validation_loader(arguments, part)?;
-        Ok(Evaluation {
-            loss: evaluate(model, batches, precision, group)?,
-            bits_per_byte: None,
-        })
-    })?;
+        Ok(Evaluation::new(
+            evaluate(model, batches, precision, group)?,
+            None,
+        ))
+    });
+    let (summary, _) = trained.map_err(|error| name_lost_ranks(group, error))?;
     Ok(summary)
 }
 

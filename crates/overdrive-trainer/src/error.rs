@@ -2,7 +2,7 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
-/// What can go wrong before and around a training loop.
+/// An error of the arguments, the data or the run folder.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -191,36 +191,17 @@ pub enum Error {
     #[error(transparent)]
     Data(#[from] overdrive_datasets::Error),
 
-    /// Metrics could not be read or a report not be written.
+    /// A metrics file could not be opened, or the device not be measured.
     #[error(transparent)]
     Profiling(#[from] overdrive_profiling::Error),
 
-    /// The model could not be built or run.
-    #[error(transparent)]
-    Model(#[from] overdrive_transformer::Error),
-
-    /// The model could not write.
+    /// A chat template could not be read.
     #[error(transparent)]
     Generation(#[from] overdrive_generation::Error),
 
-    /// The tokenizer does not know its own tokens.
-    #[error("the tokenizer cannot decode what the model wrote: {message}")]
-    Undecodable {
-        /// The tokenizer's words.
-        message: String,
-    },
-
-    /// Gradients could not be accumulated or applied.
-    #[error(transparent)]
-    Accumulation(#[from] overdrive_accumulation::Error),
-
-    /// Adapters could not be added, saved or merged.
+    /// The adapters' options do not fit together.
     #[error(transparent)]
     Adapters(#[from] overdrive_lora::Error),
-
-    /// Lengths of packed sequences do not fit.
-    #[error(transparent)]
-    Attention(#[from] overdrive_attention::Error),
 
     /// The precision could not be set.
     #[error(transparent)]

@@ -16,6 +16,14 @@ pub struct Evaluation {
 }
 
 impl Evaluation {
+    /// An evaluation that found a mean loss, and where the bytes are known the bits a byte.
+    pub fn new(loss: f64, bits_per_byte: Option<f64>) -> Self {
+        Self {
+            loss,
+            bits_per_byte,
+        }
+    }
+
     /// Adds the evaluation to the metrics of the step before it.
     pub fn apply_to(&self, metrics: &mut StepMetrics) {
         metrics.eval_loss = Some(self.loss);

@@ -8,4 +8,4 @@ mod results;
 pub use comparison::{Comparison, Method};
 pub use memory::TrainingMemory;
 pub use model::FinetuneModel;
-pub use results::FinetuneResults;
+pub use results::{FinetuneResults, Finetuned};

@@ -15,6 +15,27 @@ use crate::training::Summary;
 /// Tokens of an answer that is shown at the end.
 const ANSWER_TOKENS: usize = 64;
 
+/// A model that was fine-tuned, before its results are written.
+#[derive(Debug)]
+pub struct Finetuned {
+    /// The arguments, with the context that the model has.
+    pub arguments: FinetuneArguments,
+    /// The run's folder; `None` for a run that writes nothing.
+    pub folder: Option<RunFolder>,
+    /// The trained model.
+    pub model: FinetuneModel,
+    /// The questions and answers.
+    pub data: InstructionData,
+    /// The losses and the speed.
+    pub summary: Summary,
+    /// The average of the trainable parameters (`ema_decay`).
+    pub ema: Option<Ema>,
+    /// Where memory went.
+    pub memory: TrainingMemory,
+    /// The share of tokens that were no padding, 0 to 1.
+    pub fill: f64,
+}
+
 /// What a fine-tuning came to. Displayed: answers, loss, memory and speed.
 #[derive(Debug)]
 pub struct FinetuneResults {
@@ -32,37 +53,32 @@ pub struct FinetuneResults {
     pub samples: Vec<Sample>,
 }
 
-impl FinetuneResults {
+impl Finetuned {
     /// Writes the adapter (or the model), the tokenizer, answers and the report into the run's folder.
-    pub fn write(
-        arguments: &FinetuneArguments,
-        folder: RunFolder,
-        mut model: FinetuneModel,
-        data: &InstructionData,
-        summary: Summary,
-        memory: TrainingMemory,
-        fill: f64,
-        mut ema: Option<Ema>,
-    ) -> Result<Self> {
-        model.save(&folder, ema.as_mut())?;
+    pub fn write(mut self) -> Result<FinetuneResults> {
+        let folder = self
+            .folder
+            .ok_or_else(|| anyhow!("this run has no folder"))?;
+        let arguments = &self.arguments;
+        self.model.save(&folder, self.ema.as_mut())?;
         let beside = match arguments.use_peft {
             true => folder.root().to_owned(),
             false => folder.model(),
         };
-        data.copy_tokenizer(arguments, &beside)?;
-        let samples = answers(arguments, &model.model, data)?;
-        write_report(arguments, &folder, &model, &samples)?;
+        self.data.copy_tokenizer(arguments, &beside)?;
+        let samples = answers(arguments, &self.model.model, &self.data)?;
+        write_report(arguments, &folder, &self.model, &samples)?;
         let merged = arguments.merge.then(|| folder.root().join("merged"));
         if let Some(path) = &merged {
             FinetuneModel::save_merged(arguments, &folder, path)?;
-            data.copy_tokenizer(arguments, path)?;
+            self.data.copy_tokenizer(arguments, path)?;
         }
-        Ok(Self {
+        Ok(FinetuneResults {
             folder,
             merged,
-            summary,
-            memory,
-            fill,
+            summary: self.summary,
+            memory: self.memory,
+            fill: self.fill,
             samples,
         })
     }

@@ -109,10 +109,7 @@ fn train(
         let mut evaluations = 0;
         let (summary, _) = training.fit(model, loader, &mut |_| {
             evaluations += 1;
-            Ok(Evaluation {
-                loss: evaluation(evaluations),
-                bits_per_byte: None,
-            })
+            Ok(Evaluation::new(evaluation(evaluations), None))
         })?;
         Ok(summary)
     };

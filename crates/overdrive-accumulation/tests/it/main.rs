@@ -4,3 +4,4 @@
 mod batch_plan;
 mod batch_size_search;
 mod big_batch;
+mod terms;

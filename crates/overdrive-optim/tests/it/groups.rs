@@ -1,6 +1,9 @@
 //! Which parameters are decayed, and tch's optimizers behind the trait.
 
-use overdrive_optim::{DecayRule, Optimizer, TchOptimizer, decay_groups};
+use overdrive_optim::{
+    ClipOptions, DecayRule, Optimizer, ParamGroup, Sgd, SgdConfig, TchOptimizer, decay_groups,
+    grad_norm,
+};
 use tch::nn::{self, OptimizerConfig};
 use tch::{Device, Kind, Tensor};
 
@@ -75,4 +78,34 @@ fn every_optimizer_has_its_own_id() {
     let (first, second) = (make(), make());
     assert_ne!(first.id(), second.id());
     assert_eq!(first.id(), first.id());
+}
+
+#[test]
+fn the_order_in_which_parameters_are_listed_changes_no_bit_of_their_norm() {
+    // As `VarStore::variables` lists them: in another order in each process.
+    let named = |order: &[i64]| {
+        let tensor = |&number: &i64| {
+            let values = Tensor::arange(37, (Kind::Float, Device::Cpu)) * 0.37 + number * number;
+            let weight = Tensor::zeros([37], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+            (&weight * values.sin()).sum(Kind::Float).backward();
+            (format!("layer{number}.weight"), weight)
+        };
+        order.iter().map(tensor).collect::<Vec<_>>()
+    };
+    let norm = |order: &[i64]| {
+        let optimizer = Sgd::new(decay_groups(named(order), 0.1), SgdConfig::default()).unwrap();
+        let norm = grad_norm(&optimizer.parameters(), ClipOptions::default()).unwrap();
+        norm.double_value(&[]).to_bits()
+    };
+    let sorted: Vec<i64> = (0..9).collect();
+    for order in [[8, 7, 6, 5, 4, 3, 2, 1, 0], [3, 1, 4, 8, 5, 2, 6, 0, 7]] {
+        assert_eq!(norm(&order), norm(&sorted));
+    }
+    let group = ParamGroup::new("all", named(&[2, 0, 1]));
+    let names: Vec<&str> = group
+        .parameters
+        .iter()
+        .map(|(name, _)| name.as_str())
+        .collect();
+    assert_eq!(names, ["layer0.weight", "layer1.weight", "layer2.weight"]);
 }

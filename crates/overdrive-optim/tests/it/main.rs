@@ -3,6 +3,7 @@
 
 mod adamw;
 mod clip;
+mod combined;
 mod common;
 mod early_stopping;
 mod groups;

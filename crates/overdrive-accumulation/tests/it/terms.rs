@@ -1,5 +1,4 @@
 //! Losses that are means, and losses of several terms.
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_accumulation::{AccumulationConfig, Error, GradientAccumulator, LossTerm, Window};
 use overdrive_optim::{ParamGroup, Sgd, SgdConfig};
