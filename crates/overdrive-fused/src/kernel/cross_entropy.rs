@@ -35,13 +35,13 @@ pub(crate) fn loss<T: Element>(
         .zip(labels.chunks(rows))
         .zip(losses.chunks_mut(rows).zip(lse.chunks_mut(rows)));
     run_jobs(blocks, |((logits, labels), (losses, lse))| {
-        let rows = logits.chunks_exact(classes.max(1)).zip(labels);
-        for ((row, &label), (loss, lse)) in rows.zip(losses.iter_mut().zip(lse)) {
-            (*loss, *lse) = match terms.class(label) {
-                Some(class) => dispatch(RowLoss { terms, row, class }),
-                None => (0.0, 0.0),
-            };
-        }
+        dispatch(Loss {
+            terms,
+            logits,
+            labels,
+            losses,
+            lse,
+        });
     });
 }
 
@@ -60,19 +60,13 @@ pub(crate) fn gradient<T: Element>(
         .zip(labels.chunks(rows))
         .zip(lse.chunks(rows));
     run_jobs(blocks, |((logits, labels), lse)| {
-        let rows = logits.chunks_exact_mut(classes.max(1)).zip(labels);
-        for ((row, &label), &lse) in rows.zip(lse) {
-            match terms.class(label) {
-                Some(class) => dispatch(RowGradient {
-                    terms,
-                    row,
-                    class,
-                    lse,
-                    scale,
-                }),
-                None => row.fill(T::ZERO),
-            }
-        }
+        dispatch(Gradient {
+            terms,
+            logits,
+            labels,
+            lse,
+            scale,
+        });
     });
 }
 
@@ -91,58 +85,91 @@ pub(crate) fn loss_and_gradient<T: Element>(
         .zip(labels.chunks(rows))
         .zip(losses.chunks_mut(rows));
     run_jobs(blocks, |((logits, labels), losses)| {
-        let rows = logits.chunks_exact_mut(classes.max(1)).zip(labels);
-        for ((row, &label), loss) in rows.zip(losses) {
-            *loss = 0.0;
-            let Some(class) = terms.class(label) else {
-                row.fill(T::ZERO);
-                continue;
-            };
-            let lse;
-            (*loss, lse) = dispatch(RowLoss { terms, row, class });
-            dispatch(RowGradient {
-                terms,
-                row,
-                class,
-                lse,
-                scale,
-            });
-        }
+        dispatch(LossAndGradient {
+            terms,
+            logits,
+            labels,
+            losses,
+            scale,
+        });
     });
 }
 
-/// The loss of one row and its `lse`. Rows are dispatched one by one: they are long, and [`loss`] and
-/// [`loss_and_gradient`] share what is compiled.
-struct RowLoss<'a, T> {
+struct Loss<'a, T> {
     terms: Terms,
-    row: &'a [T],
-    class: usize,
+    logits: &'a [T],
+    labels: &'a [i64],
+    losses: &'a mut [f32],
+    lse: &'a mut [f32],
 }
 
-impl<T: Element> Kernel for RowLoss<'_, T> {
-    type Output = (f32, f32);
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) -> (f32, f32) {
-        row_loss(s, self.terms, self.row, self.class)
-    }
-}
-
-/// Puts the gradient of one row in its place.
-struct RowGradient<'a, T> {
-    terms: Terms,
-    row: &'a mut [T],
-    class: usize,
-    lse: f32,
-    scale: f32,
-}
-
-impl<T: Element> Kernel for RowGradient<'_, T> {
+impl<T: Element> Kernel for Loss<'_, T> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        row_gradient(s, self.terms, self.row, self.class, self.lse, self.scale);
+        let rows = rows(self.logits, self.labels).zip(self.losses.iter_mut().zip(self.lse));
+        for ((row, label), (loss, lse)) in rows {
+            (*loss, *lse) = match self.terms.class(label) {
+                Some(class) => row_loss(s, self.terms, row, class),
+                None => (0.0, 0.0),
+            };
+        }
+    }
+}
+
+struct Gradient<'a, T> {
+    terms: Terms,
+    logits: &'a mut [T],
+    labels: &'a [i64],
+    lse: &'a [f32],
+    scale: f32,
+}
+
+impl<T: Element> Kernel for Gradient<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let classes = self.logits.len() / self.labels.len().max(1);
+        let rows = self.logits.chunks_exact_mut(classes.max(1));
+        for ((row, &label), &lse) in rows.zip(self.labels).zip(self.lse) {
+            match self.terms.class(label) {
+                Some(class) => row_gradient(s, self.terms, row, class, lse, self.scale),
+                None => row.fill(T::ZERO),
+            }
+        }
+    }
+}
+
+struct LossAndGradient<'a, T> {
+    terms: Terms,
+    logits: &'a mut [T],
+    labels: &'a [i64],
+    losses: &'a mut [f32],
+    scale: f32,
+}
+
+impl<T: Element> Kernel for LossAndGradient<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let classes = self.logits.len() / self.labels.len().max(1);
+        let rows = self.logits.chunks_exact_mut(classes.max(1));
+        for ((row, &label), loss) in rows.zip(self.labels).zip(self.losses) {
+            match self.terms.class(label) {
+                Some(class) => {
+                    let lse;
+                    (*loss, lse) = row_loss(s, self.terms, row, class);
+                    row_gradient(s, self.terms, row, class, lse, self.scale);
+                }
+                None => {
+                    *loss = 0.0;
+                    row.fill(T::ZERO);
+                }
+            }
+        }
     }
 }
 
@@ -150,6 +177,14 @@ impl Terms {
     fn class(&self, label: i64) -> Option<usize> {
         (label != self.ignore_index).then_some(label as usize)
     }
+}
+
+#[inline(always)]
+fn rows<'a, T>(logits: &'a [T], labels: &'a [i64]) -> impl Iterator<Item = (&'a [T], i64)> {
+    let classes = logits.len() / labels.len().max(1);
+    logits
+        .chunks_exact(classes.max(1))
+        .zip(labels.iter().copied())
 }
 
 /// `c·tanh(x/c)`

@@ -7,7 +7,6 @@
 //! | `simd` | vectors, written once and compiled for each instruction set |
 //! | `threads` | parts of the work for each thread, and results that they share |
 //! | `widen` | a few rows in full precision with a weight of 8 bits |
-//! | `results` | where kernels put what they compute, whatever its type |
 //! | `rows` | the activations of a product, in each form that a kernel takes |
 //! | `activations` | rows of activations in 8 bits |
 //! | `element` | f32, bf16 and f16 in slices |
@@ -17,7 +16,6 @@ pub(crate) mod element;
 pub(crate) mod four_bit;
 pub(crate) mod int8;
 pub(crate) mod joint;
-mod results;
 pub(crate) mod rows;
 pub(crate) mod simd;
 pub(crate) mod threads;

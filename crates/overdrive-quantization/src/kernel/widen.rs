@@ -6,7 +6,6 @@ use std::ops::Range;
 
 use super::element::Element;
 use super::joint::Part;
-use super::results::{Columns, Results};
 use super::simd::{InstructionSet, Kernel, LANES, Simd};
 use super::threads::Target;
 
@@ -75,48 +74,32 @@ impl<C: Code, T: Element> Part<T> for WidenPart<'_, C, T> {
     }
 
     fn run(&self, outputs: Range<usize>, first: usize, y: &Target<'_, T>) {
-        let results = Columns {
-            bias: self.bias,
-            first,
-            target: y,
-        };
         self.set.run(Widen {
-            x: self.x,
-            width: self.width,
-            codes: self.codes,
-            scales: self.scales,
+            part: self,
             outputs,
-            results: &results,
+            first,
+            y,
         });
     }
 }
 
 /// Some outputs of a part.
-struct Widen<'a, C> {
-    x: &'a [f32],
-    width: usize,
-    codes: &'a [C],
-    scales: &'a [f32],
+struct Widen<'a, 'b, C, T> {
+    part: &'a WidenPart<'b, C, T>,
     outputs: Range<usize>,
-    results: &'a dyn Results,
+    first: usize,
+    y: &'a Target<'a, T>,
 }
 
-impl<C: Code> Kernel for Widen<'_, C> {
+impl<C: Code, T: Element> Kernel for Widen<'_, '_, C, T> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        if self.x.len() == self.width {
-            let mut values = [0.0; LANES];
-            let mut first = self.outputs.start;
-            while first < self.outputs.end {
-                let count = LANES.min(self.outputs.end - first);
-                for (index, value) in values[..count].iter_mut().enumerate() {
-                    let output = first + index;
-                    *value = self.scaled(output, dot(s, self.x, self.weight(output)));
-                }
-                self.results.put(0, first, &values[..count]);
-                first += count;
+        if self.part.x.len() == self.part.width {
+            for output in self.outputs.clone() {
+                let sum = dot(s, self.part.x, self.weight(output));
+                self.set(0, output, sum);
             }
             return;
         }
@@ -127,16 +110,18 @@ impl<C: Code> Kernel for Widen<'_, C> {
     }
 }
 
-impl<C: Code> Widen<'_, C> {
+impl<C: Code, T: Element> Widen<'_, '_, C, T> {
     #[inline(always)]
     fn weight(&self, output: usize) -> &[C] {
-        let width = self.width;
-        &self.codes[output * width..(output + 1) * width]
+        let width = self.part.width;
+        &self.part.codes[output * width..(output + 1) * width]
     }
 
     #[inline(always)]
-    fn scaled(&self, output: usize, sum: f32) -> f32 {
-        sum * C::FACTOR * self.scales[output]
+    fn set(&self, row: usize, output: usize, sum: f32) {
+        let bias = self.part.bias.map_or(0.0, |bias| bias[output].to_f32());
+        let y = sum * C::FACTOR * self.part.scales[output] + bias;
+        self.y.set(row, self.first + output, T::from_f32(y));
     }
 
     /// All outputs, `N` at a time, with all rows, `N` at a time.
@@ -155,7 +140,7 @@ impl<C: Code> Widen<'_, C> {
 
     #[inline(always)]
     fn outputs<S: Simd, const R: usize, const N: usize>(&self, s: S, output: usize) {
-        let rows = self.x.len() / self.width;
+        let rows = self.part.x.len() / self.part.width;
         let mut row = 0;
         while row + N <= rows {
             self.tile::<S, R, N>(s, output, row);
@@ -172,14 +157,14 @@ impl<C: Code> Widen<'_, C> {
     /// `R` outputs of `N` rows.
     #[inline(always)]
     fn tile<S: Simd, const R: usize, const N: usize>(&self, s: S, output: usize, row: usize) {
-        let width = self.width;
+        let width = self.part.width;
         let mut weights: [&[C]; R] = [&[]; R];
         for (r, weight) in weights.iter_mut().enumerate() {
             *weight = self.weight(output + r);
         }
         let mut rows: [&[f32]; N] = [&[]; N];
         for (n, slot) in rows.iter_mut().enumerate() {
-            *slot = &self.x[(row + n) * width..(row + n + 1) * width];
+            *slot = &self.part.x[(row + n) * width..(row + n + 1) * width];
         }
         let mut sums = [[s.splat(0.0); N]; R];
         let whole = width - width % LANES;
@@ -212,16 +197,12 @@ impl<C: Code> Widen<'_, C> {
                 }
             }
         }
-        let mut values = [[0.0; R]; N];
         for (r, sums) in sums.into_iter().enumerate() {
             let mut four = [s.splat(0.0); 4];
             four[..N].copy_from_slice(&sums);
-            for (values, total) in values.iter_mut().zip(s.reduce_add_each(four)) {
-                values[r] = self.scaled(output + r, total);
+            for (n, total) in s.reduce_add_each(four).into_iter().take(N).enumerate() {
+                self.set(row + n, output + r, total);
             }
-        }
-        for (n, values) in values.iter().enumerate() {
-            self.results.put(row + n, output, values);
         }
     }
 }

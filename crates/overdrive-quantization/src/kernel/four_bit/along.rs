@@ -10,9 +10,9 @@ use super::activations::WordRows;
 use super::coding::{ByCoding, Decode, by_coding};
 use super::lines::Lines;
 use super::map::CodedMap;
+use super::part::Results;
 use super::prepare::{Raw, ScaleRows, groups_of};
 use super::words::{PACKED, WORDS, Words, Work};
-use crate::kernel::results::Results;
 use crate::kernel::simd::LANES;
 
 /// Most rows of activations.

@@ -12,10 +12,10 @@ use super::byte_rows::GROUP;
 use super::byte_units::{ByteUnits, GROUPS};
 use super::lines::Lines;
 use super::map::{ByteTable, CodedMap};
+use super::part::Results;
 use super::prepare::{Raw, ScaleRows};
 use super::tiles::codes;
 use super::words::{PACKED, Words, Work};
-use crate::kernel::results::Results;
 use crate::kernel::simd::LANES;
 
 /// Vectors of bytes that a unit of 16 outputs becomes: low and high halves of each lane of codes.

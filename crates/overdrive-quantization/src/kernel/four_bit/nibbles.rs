@@ -11,10 +11,10 @@ use super::along::at;
 use super::byte_rows::{ByteRows, GROUP, UNIT};
 use super::lines::Lines;
 use super::map::{ByteTable, CodedMap};
+use super::part::Results;
 use super::prepare::{Raw, ScaleRows, groups_of};
 use super::scales::Scales;
 use super::words::{PACKED, Words, Work};
-use crate::kernel::results::Results;
 use crate::kernel::simd::LANES;
 
 /// Rows of the weight at a time: their sums are reduced together.

@@ -14,7 +14,6 @@ use super::tiles::Tiles;
 use super::words::run_on;
 use crate::kernel::element::Element;
 use crate::kernel::joint::Part;
-use crate::kernel::results::Columns;
 use crate::kernel::simd::InstructionSet;
 use crate::kernel::threads::Target;
 
@@ -97,6 +96,31 @@ enum Form<'a> {
     Words(&'a WordRows),
     /// Where blocks fit rows so badly that only floats will do.
     Floats,
+}
+
+/// Where kernels put what they compute: they are compiled once, whatever the kind of the results.
+pub(super) trait Results {
+    /// Values of a row of activations, for the outputs from `output` on.
+    fn put(&self, row: usize, output: usize, values: &[f32]);
+}
+
+/// The columns of a map.
+struct Columns<'a, T> {
+    bias: Option<&'a [T]>,
+    /// The column of its first output.
+    first: usize,
+    target: &'a Target<'a, T>,
+}
+
+impl<T: Element> Results for Columns<'_, T> {
+    fn put(&self, row: usize, output: usize, values: &[f32]) {
+        for (index, value) in values.iter().enumerate() {
+            let output = output + index;
+            let bias = self.bias.map_or(0.0, |bias| bias[output].to_f32());
+            self.target
+                .set(row, self.first + output, T::from_f32(value + bias));
+        }
+    }
 }
 
 /// One map of a product in integers: activations in words of 13 to 16 bits, weights exactly but for code

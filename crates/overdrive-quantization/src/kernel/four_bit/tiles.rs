@@ -13,9 +13,9 @@ use super::along::at;
 use super::coding::{ByCoding, Decode, by_coding};
 use super::lines::Lines;
 use super::map::CodedMap;
+use super::part::Results;
 use super::prepare::{Raw, ScaleRows};
 use super::words::{PACKED, WORDS, Words, Work};
-use crate::kernel::results::Results;
 use crate::kernel::simd::LANES;
 
 /// Tiles of 16 outputs whose words are held at once where there are many rows: words of activations

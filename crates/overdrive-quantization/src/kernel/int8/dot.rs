@@ -2,31 +2,22 @@
 //! registers once for the first few rows of activations, and for the others come from the first cache.
 #![allow(unsafe_code)]
 
-use std::ops::Range;
-
-use super::Finish;
-use crate::kernel::activations::Int8Rows;
+use super::Job;
+use crate::kernel::element::Element;
 use crate::kernel::simd::{BYTES, Kernel, Simd};
 
 /// Bytes of the weight that are asked for before they are needed, by a single row.
 const AHEAD: usize = 8192;
 
 /// A job by dot products.
-pub(super) struct Dots<'a> {
-    pub(super) x: &'a Int8Rows,
-    /// i8 `(all outputs, x.width)`.
-    pub(super) codes: &'a [i8],
-    pub(super) outputs: Range<usize>,
-    /// Compiled once, whatever the type of the results.
-    pub(super) job: &'a dyn Finish,
-}
+pub(super) struct Dots<'a, 'b, 'c, T>(pub(super) &'a Job<'b, 'c, T>);
 
-impl Kernel for Dots<'_> {
+impl<T: Element> Kernel for Dots<'_, '_, '_, T> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        if self.x.rows == 1 {
+        if self.0.part.x.rows == 1 {
             return self.one_row(s);
         }
         match S::TILE {
@@ -36,30 +27,24 @@ impl Kernel for Dots<'_> {
     }
 }
 
-impl Dots<'_> {
-    #[inline(always)]
-    fn weight(&self, output: usize) -> &[i8] {
-        let width = self.x.width;
-        &self.codes[output * width..(output + 1) * width]
-    }
-
+impl<T: Element> Dots<'_, '_, '_, T> {
     /// One output after another, so that the weight is one stream.
     #[inline(always)]
     fn one_row<S: Simd>(&self, s: S) {
-        let mut output = self.outputs.start;
-        while output + 4 <= self.outputs.end {
+        let mut output = self.0.outputs.start;
+        while output + 4 <= self.0.outputs.end {
             let sums = [
                 self.dot(s, output),
                 self.dot(s, output + 1),
                 self.dot(s, output + 2),
                 self.dot(s, output + 3),
             ];
-            self.job.finish(0, output, s.total_each(sums), 4, S::OFFSET);
+            self.0.finish(0, output, s.total_each(sums), 4, S::OFFSET);
             output += 4;
         }
-        while output < self.outputs.end {
+        while output < self.0.outputs.end {
             let sum = s.total(self.dot(s, output));
-            self.job.finish(0, output, [sum, 0, 0, 0], 1, S::OFFSET);
+            self.0.finish(0, output, [sum, 0, 0, 0], 1, S::OFFSET);
             output += 1;
         }
     }
@@ -68,8 +53,8 @@ impl Dots<'_> {
     #[inline(always)]
     fn dot<S: Simd>(&self, s: S, output: usize) -> S::A {
         const PARTS: usize = 4;
-        let weight = self.weight(output);
-        let x = self.x.row(0);
+        let weight = self.0.part.weight(output);
+        let x = self.0.part.x.row(0);
         assert!(x.len() >= weight.len(), "rows are padded");
         let mut sums = [s.zero(); PARTS];
         let whole = weight.len() - weight.len() % (BYTES * PARTS);
@@ -102,12 +87,12 @@ impl Dots<'_> {
     /// first cache while the rows pass by.
     #[inline(always)]
     fn tiles<S: Simd, const R: usize>(&self, s: S) {
-        let mut output = self.outputs.start;
-        while output + R <= self.outputs.end {
+        let mut output = self.0.outputs.start;
+        while output + R <= self.0.outputs.end {
             self.outputs::<S, R>(s, output);
             output += R;
         }
-        while output < self.outputs.end {
+        while output < self.0.outputs.end {
             self.outputs::<S, 1>(s, output);
             output += 1;
         }
@@ -115,7 +100,7 @@ impl Dots<'_> {
 
     #[inline(always)]
     fn outputs<S: Simd, const R: usize>(&self, s: S, output: usize) {
-        let rows = self.x.rows;
+        let rows = self.0.part.x.rows;
         let mut row = 0;
         while row + 4 <= rows {
             self.tile::<S, R, 4>(s, output, row);
@@ -131,14 +116,14 @@ impl Dots<'_> {
 
     #[inline(always)]
     fn tile<S: Simd, const R: usize, const N: usize>(&self, s: S, output: usize, row: usize) {
-        let width = self.x.width;
+        let width = self.0.part.x.width;
         let mut weights: [&[i8]; R] = [&[]; R];
         for (r, weight) in weights.iter_mut().enumerate() {
-            *weight = self.weight(output + r);
+            *weight = self.0.part.weight(output + r);
         }
         let mut rows: [&[i8]; N] = [&[]; N];
         for (n, slot) in rows.iter_mut().enumerate() {
-            *slot = self.x.row(row + n);
+            *slot = self.0.part.x.row(row + n);
         }
         let mut sums = [[s.zero(); N]; R];
         let whole = width - width % BYTES;
@@ -178,7 +163,7 @@ impl Dots<'_> {
             for (four, sums) in four.iter_mut().zip(&sums) {
                 *four = sums[n];
             }
-            self.job
+            self.0
                 .finish(row + n, output, s.total_each(four), R, S::OFFSET);
         }
     }

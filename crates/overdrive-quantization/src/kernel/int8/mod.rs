@@ -78,23 +78,22 @@ impl<T: Element> Part<T> for Int8Part<'_, T> {
         {
             return tiles::tiles(simd, &job);
         }
-        self.set.run(dot::Dots {
-            x: self.x,
-            codes: self.codes,
-            outputs: job.outputs.clone(),
-            job: &job,
-        });
+        self.set.run(dot::Dots(&job));
     }
 }
 
-/// From sums of products of codes to results.
-trait Finish {
-    /// Writes the first `count` of four neighbours in a row, of which the sums of products of codes are
-    /// known; each code of the weight was too large by `offset`.
-    fn finish(&self, row: usize, output: usize, sums: [i32; 4], count: usize, offset: i32);
+impl<T: Element> Int8Part<'_, T> {
+    #[inline(always)]
+    fn weight(&self, output: usize) -> &[i8] {
+        let width = self.x.width;
+        &self.codes[output * width..(output + 1) * width]
+    }
 }
 
-impl<T: Element> Finish for Job<'_, '_, T> {
+impl<T: Element> Job<'_, '_, T> {
+    /// Writes the first `count` of four neighbours in a row, of which the sums of products of codes are
+    /// known; each code of the weight was too large by `offset`.
+    #[inline(always)]
     fn finish(&self, row: usize, output: usize, sums: [i32; 4], count: usize, offset: i32) {
         if count == 4 {
             return self.finish_all(row, output, sums, offset);
@@ -103,9 +102,7 @@ impl<T: Element> Finish for Job<'_, '_, T> {
             self.finish_all(row, output + index, [sum], offset);
         }
     }
-}
 
-impl<T: Element> Job<'_, '_, T> {
     #[inline(always)]
     fn finish_all<const N: usize>(&self, row: usize, output: usize, sums: [i32; N], offset: i32) {
         let part = self.part;
