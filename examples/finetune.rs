@@ -19,9 +19,7 @@ use clap::Parser;
 use overdrive::distributed::ProcessGroup;
 use overdrive::profiling::{MemoryUsage, Trackers};
 use overdrive::sys::memory;
-use overdrive::trainer::{
-    Evaluation, FinetuneArgs, FinetuneArguments, InstructionData, Part, RunFolder,
-};
+use overdrive::trainer::{Evaluation, FinetuneArgs, FinetuneArguments, InstructionData, Part};
 use overdrive_examples::exit_or_resume;
 use overdrive_examples::finetuning::{
     Comparison, FinetuneModel, Finetuned, Method, TrainingMemory,

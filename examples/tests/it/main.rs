@@ -3,6 +3,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+mod data_loading;
 mod finetune;
 mod resume;
 mod whole_run;

@@ -6,7 +6,7 @@ use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, Window};
 use overdrive_distributed::{DdpConfig, DistributedDataParallel, Error, ProcessGroup};
 use overdrive_optim::{AdamW, AdamWConfig, decay_groups};
 use overdrive_precision::{GradScaler, GradScalerConfig};
-use overdrive_snapshot::{RunState, Scope, SnapshotManager, SnapshotOptions};
+use overdrive_snapshot::{Contents, Scope, SnapshotManager, SnapshotOptions};
 use tch::{Device, Kind, Tensor, nn};
 
 const STEPS: usize = 8;
@@ -319,7 +319,7 @@ fn save(group: &ProcessGroup) {
         if step == 3 && group.rank() == 1 {
             std::process::exit(7);
         }
-        let mut state = RunState::at(step);
+        let mut state = Contents::at(step);
         let shared = vec![("weight".to_owned(), own(0, step))];
         state.tensors("model", Scope::Run, shared).unwrap();
         let sharded = vec![("state".to_owned(), own(group.rank(), step))];

@@ -4,7 +4,6 @@
 mod beams;
 mod caches;
 mod chat_template;
-#[cfg(feature = "constrained")]
 mod constraints;
 mod generate;
 mod options;

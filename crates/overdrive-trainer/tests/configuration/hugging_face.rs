@@ -1,5 +1,6 @@
 //! Files that were written for transformers.
 
+use overdrive_distributed::ProcessGroup;
 use overdrive_optim::Optimizer;
 use overdrive_trainer::OptimizerName;
 use overdrive_transformer::{
@@ -90,6 +91,7 @@ fn every_optimizer_that_can_be_named_trains() {
         "lion",
         "adafactor",
         "sgd",
+        "muon",
     ] {
         let arguments = resolve(&["--optim", name, "--learning-rate", "1e-3"]).expect(name);
         let config = LlamaConfig {
@@ -102,7 +104,9 @@ fn every_optimizer_that_can_be_named_trains() {
         };
         let model = CausalLm::new(&config.into(), &InitOptions::default()).expect("a model");
         model.set_requires_grad(true).expect("leaves");
-        let mut optimizer = arguments.new_optimizer(&model).expect(name);
+        let group = ProcessGroup::single();
+        let parameters = model.named_parameters();
+        let mut optimizer = arguments.new_optimizer(&group, parameters).expect(name);
         let ids = Tensor::arange(32, (Kind::Int64, Device::Cpu)).view([1, 32]);
         let mut losses = Vec::new();
         for _ in 0..5 {

@@ -1,27 +1,21 @@
 //! Files of every kind, documents as sequences, and loaders with any number of threads.
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use overdrive_datasets::{Dataset, IGNORE_INDEX, RandomWindows};
-use overdrive_distributed::ProcessGroup;
-use overdrive_precision::Precision;
-use overdrive_profiling::{JsonLines, Trackers, read_metrics};
-use overdrive_trainer::{
-    Evaluation, ModelArguments, SampleBy, SequenceMode, TextData, TrainingArguments, TrainingLoop,
-    TrainingSummary, evaluate,
+use overdrive::datasets::{Dataset, IGNORE_INDEX, RandomWindows};
+use overdrive::distributed::ProcessGroup;
+use overdrive::precision::Precision;
+use overdrive::profiling::{JsonLines, Trackers, read_metrics};
+use overdrive::trainer::{
+    Evaluation, ModelArguments, SampleBy, SequenceMode, TextData, TrainingArguments,
 };
+use overdrive_examples::training::{Summary, evaluate, new_model};
 use tch::{Device, Tensor};
 
-/// Seeds are the process's.
-static ALONE: Mutex<()> = Mutex::new(());
-
-fn alone() -> MutexGuard<'static, ()> {
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
+use crate::alone;
+use crate::finetune_example::train::Training;
 
 fn text(number: usize) -> String {
     let words = "the quick brown fox jumps over the lazy dog, says document ";
@@ -76,7 +70,7 @@ fn arguments(folder: &Path, name: &str, content: &str) -> TrainingArguments {
 fn prepare(
     folder: &Path,
     arguments: &TrainingArguments,
-) -> overdrive_trainer::Result<(TextData, String)> {
+) -> overdrive::trainer::Result<(TextData, String)> {
     let mut said = String::new();
     let data = TextData::prepare_in(&folder.join("cache"), arguments, |line| {
         said.push_str(line);
@@ -90,36 +84,27 @@ fn error(folder: &Path, arguments: &TrainingArguments) -> String {
     error.replace(&format!("{}/", folder.display()), "")
 }
 
-fn train(folder: &Path, arguments: &TrainingArguments) -> TrainingSummary {
+fn train(folder: &Path, arguments: &TrainingArguments) -> Summary {
     let (data, _) = prepare(folder, arguments).unwrap();
     arguments.apply().unwrap();
-    let mut model = arguments.new_model(&data, Device::Cpu).unwrap();
-    let training = TrainingLoop {
+    let mut model = new_model(arguments, &data, Device::Cpu).unwrap();
+    let group = ProcessGroup::single();
+    let training = Training {
         arguments,
-        plan: arguments
-            .plan(data.micro_batches_per_epoch(arguments))
-            .unwrap(),
+        group: &group,
         precision: Precision::Fp32,
-        optimizer: arguments.new_optimizer(&model).unwrap(),
-        data_parallel: arguments
-            .data_parallel(&ProcessGroup::single(), model.named_parameters())
-            .unwrap(),
+        folder: None,
+        files: Vec::new(),
+        parameters: model.named_parameters(),
         trackers: Trackers::new().with(JsonLines::create(folder.join("metrics.jsonl")).unwrap()),
-        saving: None,
-        shows_progress: false,
     };
-    let mut batches = data.train_loader(arguments, Device::Cpu).unwrap();
-    let evaluation = |model: &overdrive_transformer::CausalLm| {
+    let loader = data.train_loader(arguments, Device::Cpu).unwrap();
+    let trained = training.fit(&mut model, loader, &mut |model| {
         let batches = data.validation_loader(arguments, Device::Cpu)?;
-        Ok(Evaluation {
-            loss: evaluate(model, batches, Precision::Fp32)?,
-            bits_per_byte: None,
-        })
-    };
-    let mut evaluation = evaluation;
-    training
-        .run(&mut model, &mut batches, &mut evaluation)
-        .unwrap()
+        let loss = evaluate(model, batches, Precision::Fp32, &group)?;
+        Ok(Evaluation::new(loss, None))
+    });
+    trained.unwrap().0
 }
 
 #[test]
