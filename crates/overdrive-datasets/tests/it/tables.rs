@@ -1,13 +1,6 @@
 //! Rows of Parquet and Arrow files, as pyarrow writes them.
-#![allow(
-    clippy::unwrap_used,
-    reason = "tests and their helpers fail by panicking"
-)]
-#![cfg(feature = "parquet")]
 
-mod common;
-
-use common::{cases, fixture};
+use crate::common::{cases, fixture};
 use overdrive_datasets::{
     DataLoader, DataLoaderOptions, Dataset, Error, TableRecords, random::uniform_below,
 };

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use overdrive_optim::{LrSchedulerType, ScheduleOptions};
 use overdrive_trainer::{IntervalStrategy, ModelArguments, Preset, ReportTo, TrainingArguments};
 
-use crate::{error, file, resolve};
+use crate::configuration::{error, file, resolve};
 
 const JSON: &str = r#"{
     "preset": "small",

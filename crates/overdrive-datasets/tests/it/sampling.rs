@@ -1,8 +1,4 @@
 //! Every record once an epoch, sharding is a partition, and batches keep their promises.
-#![allow(
-    clippy::unwrap_used,
-    reason = "tests and their helpers fail by panicking"
-)]
 
 use overdrive_datasets::{
     BatchSampler, Error, LastShare, LengthGroupedBatches, RandomSampler, SampledBatches, Sampler,

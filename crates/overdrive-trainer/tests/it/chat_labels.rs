@@ -1,5 +1,4 @@
 //! What is learned of a conversation, against transformers' assistant masks and TRL's completions.
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -1,12 +1,6 @@
 //! Training byte-level BPE, and tokenizers as files.
-#![allow(
-    clippy::unwrap_used,
-    reason = "tests and their helpers fail by panicking"
-)]
 
-mod common;
-
-use common::{fixture, text, tokenizer, write_files};
+use crate::common::{fixture, text, tokenizer, write_files};
 use overdrive_datasets::{
     BpeOptions, Corpus, CorpusOptions, Error, load_tokenizer, save_tokenizer, tokenizer_digest,
     train_bpe, train_bpe_cached,

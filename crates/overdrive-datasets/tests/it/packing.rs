@@ -1,12 +1,6 @@
 //! Rows are those that TRL packs (`fixtures/gen_packing.py`).
-#![allow(
-    clippy::unwrap_used,
-    reason = "tests and their helpers fail by panicking"
-)]
 
-mod common;
-
-use common::fixture;
+use crate::common::fixture;
 use overdrive_datasets::{PackPlan, PackingStrategy};
 
 #[derive(serde::Deserialize)]

@@ -1,12 +1,6 @@
 //! Samples of tar archives, as Python's tarfile writes them.
-#![allow(
-    clippy::unwrap_used,
-    reason = "tests and their helpers fail by panicking"
-)]
 
-mod common;
-
-use common::{cases, fixture};
+use crate::common::{cases, fixture};
 use overdrive_datasets::{Dataset, IndexOptions, WebDataset};
 use proptest::prelude::*;
 

@@ -1,6 +1,6 @@
 //! What is said about wrong keys, types, choices, values and files.
 
-use crate::{error, file, resolve};
+use crate::configuration::{error, file, resolve};
 
 #[test]
 fn an_unknown_key_is_told_with_the_nearest_one() {

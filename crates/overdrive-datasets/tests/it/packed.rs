@@ -1,14 +1,8 @@
 //! Compressed files are read block by block, or unpacked once, or refused with the way out.
-#![allow(
-    clippy::unwrap_used,
-    reason = "tests and their helpers fail by panicking"
-)]
-
-mod common;
 
 use std::path::Path;
 
-use common::{cases, fixture};
+use crate::common::{cases, fixture};
 use overdrive_datasets::{
     DataLoader, DataLoaderOptions, Dataset, Error, IndexLocation, IndexOptions, JsonOptions,
     JsonRecords, TextLines, TextOptions,

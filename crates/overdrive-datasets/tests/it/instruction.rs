@@ -1,7 +1,4 @@
 //! Instruction data: what becomes tokens, what is learned, and how batches are laid out.
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
-
-mod common;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,7 +13,7 @@ use serde_json::{Value, json};
 const END: &str = "<|endoftext|>";
 
 fn encoder(options: EncodeOptions) -> InstructionEncoder {
-    let tokenizer = common::tokenizer();
+    let tokenizer = crate::common::tokenizer();
     let end = tokenizer.token_to_id(END);
     assert!(end.is_some());
     InstructionEncoder::new(tokenizer, None, end, options).unwrap()
@@ -58,7 +55,7 @@ impl ChatFormat for Tags {
 
 fn with_tags(forgets: bool, options: EncodeOptions) -> InstructionEncoder {
     let chat: Arc<dyn ChatFormat> = Arc::new(Tags { forgets });
-    InstructionEncoder::new(common::tokenizer(), Some(chat), None, options).unwrap()
+    InstructionEncoder::new(crate::common::tokenizer(), Some(chat), None, options).unwrap()
 }
 
 fn record(json: &Value) -> InstructionRecord {

@@ -1,8 +1,4 @@
 //! Datasets made of other datasets.
-#![allow(
-    clippy::unwrap_used,
-    reason = "tests and their helpers fail by panicking"
-)]
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 

@@ -1,7 +1,4 @@
 //! Many ranks and one folder. The ranks are threads here: only the folder and `all_gather` connect them.
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
-
-mod common;
 
 use std::io;
 use std::path::Path;
@@ -9,7 +6,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use common::{check, failures, litter, open, state, weights};
+use crate::common::{check, failures, litter, open, state, weights};
 use overdrive_snapshot::{
     Contents, Error, Ranks, Scope, Snapshot, SnapshotManager, SnapshotOptions,
 };
@@ -110,7 +107,7 @@ fn each_rank_writes_its_part_of_one_snapshot_and_all_agree_on_the_newest() {
     assert_eq!(newest, [4, 4, 4]);
     assert!(litter(dir.path()).is_empty());
     let reader = open(dir.path(), None, None);
-    assert_eq!(common::steps(&reader), [4, 3]);
+    assert_eq!(crate::common::steps(&reader), [4, 3]);
     let snapshot = reader.latest().unwrap().unwrap();
     assert_eq!(snapshot.world_size(), 3);
     check(&snapshot, 64);

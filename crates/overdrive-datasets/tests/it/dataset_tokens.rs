@@ -1,12 +1,6 @@
 //! Tokens of a dataset are those of a corpus of the same texts.
-#![allow(
-    clippy::unwrap_used,
-    reason = "tests and their helpers fail by panicking"
-)]
 
-mod common;
-
-use common::{text, tokenizer};
+use crate::common::{text, tokenizer};
 use overdrive_datasets::{
     BuildOptions, Corpus, CorpusOptions, DatasetExt, Error, JsonOptions, JsonRecords,
     build_dataset_tokens, build_dataset_tokens_to, build_tokens_to,

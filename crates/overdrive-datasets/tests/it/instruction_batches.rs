@@ -1,8 +1,4 @@
 //! Batches of instruction data: padded, end to end and packed.
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
-#![cfg(feature = "tch")]
-
-mod common;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -32,7 +28,7 @@ fn write(dir: &Path, letters: &[usize]) -> PathBuf {
 }
 
 fn open(dir: &Path, letters: &[usize], max_seq_length: usize) -> Arc<InstructionDataset> {
-    let tokenizer = common::tokenizer();
+    let tokenizer = crate::common::tokenizer();
     let end = tokenizer.token_to_id("<|endoftext|>");
     let options = EncodeOptions {
         max_seq_length,

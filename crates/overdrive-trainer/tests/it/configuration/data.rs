@@ -3,7 +3,7 @@
 use overdrive_datasets::PackingStrategy;
 use overdrive_trainer::{Layers, Preset, SampleBy, SequenceMode, TrainingArguments};
 
-use crate::{error, file, resolve};
+use crate::configuration::{error, file, resolve};
 
 #[test]
 fn documents_are_sequences_where_a_key_asks_for_what_only_they_have() {

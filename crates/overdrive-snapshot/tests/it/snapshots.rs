@@ -1,11 +1,8 @@
 //! Writing, finding, rotating and refusing snapshots.
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
-
-mod common;
 
 use std::fs;
 
-use common::{check, failures, litter, open, state, steps, weights};
+use crate::common::{check, failures, litter, open, state, steps, weights};
 use overdrive_optim::{AdamW, AdamWConfig, Optimizer, decay_groups};
 use overdrive_snapshot::{
     Best, Contents, Error, RunState, Scope, Snapshot, SnapshotManager, SnapshotOptions,
@@ -49,6 +46,7 @@ fn what_is_saved_comes_back_bit_for_bit_though_training_goes_on_at_once() {
 
 #[test]
 fn a_run_that_resumes_is_bit_equal_to_one_that_never_stopped() {
+    let _generator = crate::generator();
     let dir = tempfile::tempdir().unwrap();
     let target = Tensor::arange(12, F32).view([3, 4]);
     let new_run = || {
@@ -313,6 +311,7 @@ fn registered<'a>(weight: &Tensor, parts: &[&str], counters: &'a mut [u64]) -> R
 
 #[test]
 fn what_is_registered_on_one_side_only_is_named_and_nothing_is_loaded() {
+    let _generator = crate::generator();
     let dir = tempfile::tempdir().unwrap();
     let mut manager = open(dir.path(), None, None);
     let weight = Tensor::ones([2], F32);
@@ -345,6 +344,7 @@ fn what_is_registered_on_one_side_only_is_named_and_nothing_is_loaded() {
 
 #[test]
 fn a_registered_run_comes_back_with_optimizer_schedule_and_random_numbers() {
+    let _generator = crate::generator();
     use overdrive_optim::{LrScheduler, LrSchedulerType, Schedule, ScheduleLength};
     let dir = tempfile::tempdir().unwrap();
     let new_run = || {

@@ -1,15 +1,8 @@
 //! Speech comes out as soundfile and torchaudio make it (`fixtures/gen_speech.py`).
-#![allow(
-    clippy::unwrap_used,
-    reason = "tests and their helpers fail by panicking"
-)]
-#![cfg(feature = "speech")]
-
-mod common;
 
 use std::path::Path;
 
-use common::{fixture, write_files};
+use crate::common::{fixture, write_files};
 use overdrive_datasets::{
     CsvOptions, Dataset, Error, ErrorLog, ErrorPolicy, Resampling, SpeechDataset, SpeechOptions,
 };

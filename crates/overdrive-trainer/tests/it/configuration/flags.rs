@@ -3,7 +3,7 @@
 use overdrive_optim::LrSchedulerType;
 use overdrive_trainer::{IntervalStrategy, Preset, TrainingArguments};
 
-use crate::{Flags, file, resolve};
+use crate::configuration::{Flags, file, resolve};
 
 #[test]
 fn every_flag_reaches_its_key() {

@@ -1,15 +1,9 @@
 //! Records of text, JSON and CSV files, read by number from disk.
-#![allow(
-    clippy::unwrap_used,
-    reason = "tests and their helpers fail by panicking"
-)]
-
-mod common;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use common::{cases, fixture, write_files};
+use crate::common::{cases, fixture, write_files};
 use overdrive_datasets::{
     CsvOptions, CsvRecords, Dataset, Error, IndexLocation, IndexOptions, JsonLayout, JsonOptions,
     JsonRecords, TextLines, TextOptions, find_files,

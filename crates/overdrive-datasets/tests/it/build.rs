@@ -1,14 +1,8 @@
 //! Corpora, building token stores, and the cache.
-#![allow(
-    clippy::unwrap_used,
-    reason = "tests and their helpers fail by panicking"
-)]
-
-mod common;
 
 use std::path::Path;
 
-use common::{text, tokenizer, write_files};
+use crate::common::{text, tokenizer, write_files};
 use overdrive_datasets::{
     BuildOptions, Corpus, CorpusOptions, Error, TextFormat, TokenStore, TokenWidth, Tokenizer,
     build_tokens, build_tokens_to,

@@ -9,7 +9,7 @@ use overdrive_transformer::{
 };
 use tch::{Device, Kind, Tensor};
 
-use crate::{error, file, resolve};
+use crate::configuration::{error, file, resolve};
 
 #[test]
 fn what_hugging_face_can_and_we_cannot_is_refused_by_name() {

@@ -4,9 +4,9 @@
 use overdrive_trainer::{FinetuneArguments, Layers, Preset, TrainingArguments};
 use serde_json::Value;
 
-use crate::{error, file, resolve};
+use crate::configuration::{error, file, resolve};
 
-const PAGE: &str = include_str!("../../../../docs/src/configs.md");
+const PAGE: &str = include_str!("../../../../../docs/src/configs.md");
 
 /// The blocks of code of the page that begin with this line.
 fn blocks(language: &str, program: &str) -> Vec<&'static str> {

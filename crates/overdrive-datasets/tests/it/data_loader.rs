@@ -1,8 +1,4 @@
 //! A loader gives the same batches in the same order whatever happens around it.
-#![allow(
-    clippy::unwrap_used,
-    reason = "tests and their helpers fail by panicking"
-)]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

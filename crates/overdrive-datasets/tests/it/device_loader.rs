@@ -1,13 +1,6 @@
 //! Batches on a device.
-#![allow(
-    clippy::unwrap_used,
-    reason = "tests and their helpers fail by panicking"
-)]
-#![cfg(feature = "tch")]
 
-mod common;
-
-use common::counting_store;
+use crate::common::counting_store;
 use overdrive_datasets::{
     Batch, DataLoader, DataLoaderOptions, Dataset, DatasetExt, DeviceLoader, Error, IGNORE_INDEX,
     LastWindow, LoaderState, OnDevice, RandomWindows, Result, RowLayout, SequentialWindows,

@@ -1,12 +1,6 @@
 //! Texts as tokens, and records of text files that are no lines.
-#![allow(
-    clippy::unwrap_used,
-    reason = "tests and their helpers fail by panicking"
-)]
 
-mod common;
-
-use common::{tokenizer, write_files};
+use crate::common::{tokenizer, write_files};
 use overdrive_datasets::{
     Dataset, DatasetExt, Error, JsonOptions, JsonRecords, SampleBy, TextDataset,
     TextDatasetOptions, TextLines, TextOptions, Tokenizer, TruncationSide,
@@ -159,7 +153,7 @@ fn documents_are_whole_files_and_empty_ones_are_none() {
 }
 
 proptest! {
-    #![proptest_config(common::cases(256))]
+    #![proptest_config(crate::common::cases(256))]
 
     #[test]
     fn paragraphs_are_runs_of_lines_that_are_not_blank(text in "[ab \r\t\n]{0,60}") {

@@ -1,14 +1,8 @@
 //! Windows, splits and batches.
-#![allow(
-    clippy::unwrap_used,
-    reason = "tests and their helpers fail by panicking"
-)]
-
-mod common;
 
 use std::collections::HashSet;
 
-use common::{counting_store, store};
+use crate::common::{counting_store, store};
 use overdrive_datasets::{
     ConsecutiveBatches, DataLoader, DataLoaderOptions, Dataset, Error, LastShare, LastWindow,
     RandomWindows, SequentialWindows, Shard, ShardedBatches, SplitBy, SplitOptions, TokenDocuments,

@@ -1,15 +1,8 @@
 //! Images come out as Pillow makes them.
-#![allow(
-    clippy::unwrap_used,
-    reason = "tests and their helpers fail by panicking"
-)]
-#![cfg(feature = "image")]
-
-mod common;
 
 use std::collections::BTreeMap;
 
-use common::{fixture, write_files};
+use crate::common::{fixture, write_files};
 use overdrive_datasets::{
     Dataset, Error, ErrorLog, ErrorPolicy, ImageCaptionDataset, ImageOptions, ImageResize,
 };

@@ -1,0 +1,33 @@
+//! Files, indexes, tokens, batches and loaders. Tests that change the environment, start processes or measure
+//! the memory of the process are targets of their own.
+#![allow(
+    clippy::unwrap_used,
+    reason = "tests and their helpers fail by panicking"
+)]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod bpe;
+mod build;
+mod data_loader;
+mod dataset_tokens;
+#[cfg(feature = "tch")]
+mod device_loader;
+#[cfg(feature = "image")]
+mod image_captions;
+mod instruction;
+#[cfg(feature = "tch")]
+mod instruction_batches;
+mod lazy_records;
+mod packed;
+mod packing;
+mod sampling;
+#[cfg(feature = "speech")]
+mod speech;
+#[cfg(feature = "parquet")]
+mod tables;
+mod text_dataset;
+mod transforms;
+mod web_dataset;
+mod windows;

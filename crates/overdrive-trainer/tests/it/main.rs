@@ -1,0 +1,7 @@
+//! Configurations, run folders and labels of conversations. Tests of signals, of libtorch's profiler and of the
+//! memory of the process are targets of their own.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod chat_labels;
+mod configuration;
+mod run_folders;
