@@ -14,7 +14,6 @@
 //! report.html and a Hugging Face model. The example `own_model` trains another model by the same parts.
 
 use std::process::ExitCode;
-use std::time::Instant;
 
 use anyhow::Result;
 use clap::Parser;
@@ -23,19 +22,17 @@ use overdrive::datasets::{Batch, DeviceLoader};
 use overdrive::distributed::ProcessGroup;
 use overdrive::optim::{EarlyStopping, Ema, LrScheduler, Optimizer};
 use overdrive::precision::{GradScaler, Precision};
-use overdrive::profiling::{Phase, StepMetrics, Tracker, Trackers, TrainingProgress};
+use overdrive::profiling::{Phase, StepMetrics, Trackers};
 use overdrive::snapshot::RunState;
 use overdrive::trainer::{
     Evaluation, Interrupt, Part, RunFolder, TextData, TrainArgs, TrainingArguments, load_best,
-    loader_totals,
 };
 use overdrive::transformer::CausalLm;
 use overdrive_examples::exit_or_resume;
 use overdrive_examples::training::{
-    StepTotals, Summary, batch_loss, describe_model, evaluate, model_flops, name_lost_ranks,
+    Done, RunLog, StepTotals, Summary, batch_loss, describe_model, evaluate, name_lost_ranks,
     new_model, shared, snapshot_files, write_results,
 };
-use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
 /// Trains a small Llama on real text
@@ -128,13 +125,6 @@ struct State {
     done: Done,
 }
 
-#[derive(Default, Serialize, Deserialize)]
-struct Done {
-    steps: u64,
-    tokens: u64,
-    seconds: f64,
-}
-
 impl Training<'_> {
     /// Trains until the last step, an interrupt, or the end of patience. All processes of the group run it
     /// together, each on its share of the batches; losses, norms and the decision to stop are the same on
@@ -146,7 +136,7 @@ impl Training<'_> {
         evaluate: &mut dyn FnMut(&CausalLm) -> Result<Evaluation>,
     ) -> Result<(Summary, Option<Ema>)> {
         let (arguments, group, precision) = (self.arguments, self.group, self.precision);
-        let (device, world) = (model.device(), group.world_size());
+        let device = model.device();
         let plan = arguments.plan(loader.batches_per_epoch() as u64)?;
         let ddp = arguments.data_parallel(group, shared(&self.parameters))?;
         let mut accumulator = GradientAccumulator::with_sync(arguments.accumulation(), &ddp)?;
@@ -159,12 +149,7 @@ impl Training<'_> {
             best: arguments.early_stopping()?,
             done: Done::default(),
         };
-        let mut recorder = arguments.new_recorder(model_flops(model), precision, device, world)?;
-        let mut profiler = arguments.new_profiler()?;
-        let mut progress = match group.is_main() {
-            true => TrainingProgress::new(plan.total_steps).with_logging_steps(plan.logging_steps),
-            false => TrainingProgress::silent(),
-        };
+        let mut log = RunLog::begin(arguments, &plan, precision, group, model)?;
         let interrupt = Interrupt::install()?;
 
         let mut snapshots = None;
@@ -172,14 +157,13 @@ impl Training<'_> {
             let manager = folder.snapshots(group, arguments)?;
             if let Some(snapshot) = arguments.snapshot_to_resume(&manager)? {
                 manager.load_state(&snapshot, self.registered(&mut state, &mut loader))?;
-                progress.println(&format!("resumed     from {}", snapshot.path().display()));
+                log.say(&format!("resumed     from {}", snapshot.path().display()));
+                log.resume(&state.done);
             }
-            let metrics = folder.trackers(group, arguments, state.done.steps)?;
-            self.trackers = self.trackers.with(metrics);
+            log.track(folder.trackers(group, arguments, state.done.steps)?);
             snapshots = Some(manager);
         }
-        let mut summary = Summary::after(state.done.steps);
-        let (began, seconds_before) = (Instant::now(), state.done.seconds);
+        log.track(std::mem::take(&mut self.trackers));
         let mut measure = |model: &mut CausalLm, ema: &mut Option<Ema>| -> Result<Evaluation> {
             let _averaged = ema.as_mut().map(Ema::apply).transpose()?;
             model.set_training(false)?;
@@ -194,20 +178,16 @@ impl Training<'_> {
                 ..StepMetrics::default()
             };
             found.apply_to(&mut metrics);
-            self.trackers.log(&metrics)?;
-            progress.update(&metrics);
+            log.log(&metrics)?;
         }
 
         model.set_training(true)?;
         // A run that patience has ended does not begin again.
-        let last_step = if state.best.should_stop() {
-            0
-        } else {
-            plan.total_steps
-        };
+        let is_over = state.best.should_stop();
+        let last_step = if is_over { 0 } else { plan.total_steps };
         for step in state.done.steps + 1..=last_step {
-            recorder.begin_step();
-            let window = recorder.phase(Phase::Data, || {
+            log.begin_step();
+            let window = log.phase(Phase::Data, || {
                 let micro_batches = loader.by_ref().take(plan.micro_batches);
                 micro_batches.collect::<std::result::Result<Vec<_>, _>>()
             })?;
@@ -215,16 +195,16 @@ impl Training<'_> {
                 window.iter().map(|batch| batch.label_count as u64),
             ))?;
             for batch in &window {
-                let loss = recorder.phase(Phase::Forward, || {
+                let loss = log.phase(Phase::Forward, || {
                     precision.autocast(device, || batch_loss(model, batch))
                 })??;
-                recorder.phase(Phase::Backward, || {
+                log.phase(Phase::Backward, || {
                     let labels = batch.label_count as u64;
                     accumulator.backward(&loss.sum, labels, state.scaler.as_mut())
                 })?;
             }
             let learning_rate = state.scheduler.last_lr().first().copied();
-            let stepped = recorder.phase(Phase::Optimizer, || {
+            let stepped = log.phase(Phase::Optimizer, || {
                 accumulator.step(&mut state.optimizer, state.scaler.as_mut())
             })?;
             if stepped.stepped {
@@ -233,88 +213,51 @@ impl Training<'_> {
             }
 
             let totals = StepTotals::over(group, &window, &stepped, interrupt.requested())?;
-            recorder.loader(loader_totals(&loader));
-            let record = recorder.end_step(totals.work())?;
-            state.done = Done {
-                steps: step,
-                tokens: state.done.tokens + totals.tokens,
-                seconds: seconds_before + began.elapsed().as_secs_f64(),
-            };
-            let mut metrics = StepMetrics {
-                step,
-                learning_rate: learning_rate.unwrap_or_default(),
-                grad_norm: stepped.grad_norm()?,
-                epoch: Some(step as f64 / plan.steps_per_epoch as f64),
-                loss_scale: state
-                    .scaler
-                    .as_ref()
-                    .map(GradScaler::get_scale)
-                    .transpose()?,
-                tokens_seen: Some(state.done.tokens),
-                elapsed_seconds: Some(state.done.seconds),
-                ..StepMetrics::default()
-            };
-            totals.apply_to(&mut metrics);
-            record.apply_to(&mut metrics);
-            summary.add(&totals, record.seconds);
-            if let Some(profiler) = &mut profiler {
-                profiler.step()?;
-            }
+            let (done, mut metrics) = log.end_step(step, &totals, &loader)?;
+            state.done = done;
+            metrics.learning_rate = learning_rate.unwrap_or_default();
+            metrics.grad_norm = stepped.grad_norm()?;
+            let scale = state.scaler.as_ref().map(GradScaler::get_scale);
+            metrics.loss_scale = scale.transpose()?;
 
             let (mut metric, mut improved) = (None, false);
             if plan.eval_due(step) {
                 let found = measure(model, &mut state.ema)?;
                 found.apply_to(&mut metrics);
-                summary.evaluation = Some(found);
+                log.summary.evaluation = Some(found);
                 metric = arguments.best_model_metric(&found)?;
                 improved = metric.is_some_and(|value| state.best.observe(step, value).improved);
             }
-            self.trackers.log(&metrics)?;
-            progress.update(&metrics);
+            log.log(&metrics)?;
 
-            let ends = summary.interrupted || state.best.should_stop();
+            let ends = totals.stop || state.best.should_stop();
             if let Some(snapshots) = &mut snapshots {
                 if plan.save_due(step, improved, ends) {
                     let registered = self.registered(&mut state, &mut loader);
                     snapshots.save_state(step, metric, registered)?;
                 }
-                let ended = snapshots.outcomes()?;
-                snapshots
-                    .warnings(&ended)
-                    .iter()
-                    .for_each(|line| progress.println(line));
+                log.warn_of(snapshots)?;
             }
             if ends {
-                progress.println(match summary.interrupted {
+                log.say(match totals.stop {
                     true => "interrupted: the model is saved as it is now",
-                    false => {
-                        "no improvement for `early_stopping_patience` evaluations: the run ends"
-                    }
+                    false => "no improvement within `early_stopping_patience`: the run ends",
                 });
                 break;
             }
         }
 
         if let Some(mut snapshots) = snapshots {
-            let ended = snapshots.wait()?;
-            snapshots
-                .warnings(&ended)
-                .iter()
-                .for_each(|line| progress.println(line));
+            snapshots.settle()?;
+            log.warn_of(&mut snapshots)?;
             // Nobody leaves before all have written.
             group.barrier()?;
-            if arguments.load_best_model_at_end && !summary.interrupted {
-                summary.best_step = load_best(&snapshots, group, &self.parameters)?;
+            if arguments.load_best_model_at_end && !log.summary.interrupted {
+                log.summary.best_step = load_best(&snapshots, group, &self.parameters)?;
             }
         }
         model.set_training(false)?;
-        self.trackers.finish()?;
-        progress.finish();
-        if let Some(profiler) = profiler {
-            profiler.finish()?;
-        }
-        summary.finish(&recorder, &state.optimizer);
-        Ok((summary, state.ema))
+        Ok((log.finish(&state.optimizer)?, state.ema))
     }
 
     /// Registers all that a snapshot holds.

@@ -89,8 +89,15 @@ impl TrainingProgress {
         }
     }
 
-    /// Shows a step. A step with an evaluation gets a line of its own that stays.
+    /// Shows a step. A step with an evaluation gets a line of its own that stays; of step 0, an evaluation
+    /// before training, there is nothing else.
     pub fn update(&mut self, metrics: &StepMetrics) {
+        if metrics.step == 0 {
+            if let Some(text) = evaluation(metrics) {
+                self.println(&text);
+            }
+            return;
+        }
         let now = Instant::now();
         let (first_step, first_seen) = *self.first_step.get_or_insert((metrics.step, now));
         let done_since = metrics.step.saturating_sub(first_step);

@@ -218,7 +218,11 @@ impl SnapshotManager {
         lines
     }
 
-    fn settle(&mut self) -> Result<()> {
+    /// Waits until nothing is under way; [`outcomes`](SnapshotManager::outcomes) then has all.
+    ///
+    /// # Errors
+    /// [`Error::WriterEnded`].
+    pub fn settle(&mut self) -> Result<()> {
         while let Some(done) = self.writer.as_mut().map_or(Ok(None), Writer::next)? {
             self.took(done);
         }

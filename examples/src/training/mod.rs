@@ -2,6 +2,7 @@
 
 mod language_model;
 mod results;
+mod run_log;
 mod samples;
 mod step_totals;
 mod summary;
@@ -17,6 +18,7 @@ pub use language_model::{
     batch_loss, decoder_shape, describe_model, evaluate, model_flops, new_model,
 };
 pub use results::{Results, write_results};
+pub use run_log::{Done, RunLog};
 pub use step_totals::StepTotals;
 pub use summary::Summary;
 

@@ -316,6 +316,35 @@ fn the_best_is_kept_and_patience_ends_the_run() {
 }
 
 #[test]
+fn a_run_is_evaluated_before_its_first_step_where_that_is_asked_for() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let plain = TrainingArguments {
+        eval_on_start: true,
+        max_steps: 2,
+        ..arguments(dir.path())
+    };
+    let longer = TrainingArguments {
+        max_steps: 3,
+        resume_from_checkpoint: latest(),
+        ..plain.clone()
+    };
+    // The second run resumes, and is not evaluated again.
+    for arguments in [plain, longer] {
+        let (summary, _) = train(dir.path(), &arguments, "run", u64::MAX / 8, &|_| 5.5);
+        summary.unwrap();
+    }
+    let records = read_metrics(dir.path().join("run/metrics.jsonl"))
+        .unwrap()
+        .records;
+    let steps: Vec<u64> = records.iter().map(|record| record.step).collect();
+    assert_eq!(steps, [0, 1, 2, 3]);
+    assert!(records[0].loss.is_nan() && records[1].loss.is_finite());
+    let evaluations: Vec<_> = records.iter().map(|record| record.eval_loss).collect();
+    assert_eq!(evaluations, [Some(5.5), None, None, None]);
+}
+
+#[test]
 fn what_cannot_be_meant_is_refused_before_anything_is_loaded() {
     let refused = |change: fn(&mut TrainingArguments)| {
         let mut arguments = TrainingArguments::default();

@@ -1,0 +1,160 @@
+use std::fmt;
+use std::time::Instant;
+
+use anyhow::Result;
+use overdrive::datasets::{Batch, DeviceLoader};
+use overdrive::distributed::ProcessGroup;
+use overdrive::optim::Optimizer;
+use overdrive::precision::Precision;
+use overdrive::profiling::{
+    Phase, Profiler, StepMetrics, StepRecorder, Tracker, Trackers, TrainingProgress,
+};
+use overdrive::snapshot::SnapshotManager;
+use overdrive::trainer::{TrainingArguments, TrainingPlan, loader_totals};
+use overdrive::transformer::CausalLm;
+use serde::{Deserialize, Serialize};
+
+use super::{StepTotals, Summary, model_flops};
+
+/// How far a run has come, over all its processes and restarts.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Done {
+    /// Optimizer steps.
+    pub steps: u64,
+    /// Tokens without padding.
+    pub tokens: u64,
+    /// Seconds of wall time.
+    pub seconds: f64,
+}
+
+/// Measures the steps of a run and reports them: on the terminal, to trackers, as a trace, in a summary.
+pub struct RunLog {
+    recorder: StepRecorder,
+    profiler: Option<Profiler<'static>>,
+    trackers: Trackers,
+    progress: TrainingProgress,
+    steps_per_epoch: u64,
+    before: Done,
+    began: Instant,
+    /// What the run has come to so far.
+    pub summary: Summary,
+}
+
+impl RunLog {
+    /// Begins to measure a run that has done `done` before. Lines come on rank 0 only.
+    pub fn begin(
+        arguments: &TrainingArguments,
+        plan: &TrainingPlan,
+        precision: Precision,
+        group: &ProcessGroup,
+        model: &CausalLm,
+    ) -> Result<Self> {
+        let (device, devices) = (model.device(), group.world_size());
+        let progress = match group.is_main() {
+            true => TrainingProgress::new(plan.total_steps).with_logging_steps(plan.logging_steps),
+            false => TrainingProgress::silent(),
+        };
+        Ok(Self {
+            recorder: arguments.new_recorder(model_flops(model), precision, device, devices)?,
+            profiler: arguments.new_profiler()?,
+            trackers: Trackers::new(),
+            progress,
+            steps_per_epoch: plan.steps_per_epoch,
+            before: Done::default(),
+            began: Instant::now(),
+            summary: Summary::default(),
+        })
+    }
+
+    /// Goes on from what was `done` before this process began.
+    pub fn resume(&mut self, done: &Done) {
+        self.before = done.clone();
+        self.summary = Summary::after(done.steps);
+    }
+
+    /// Sends the metrics of each step to `trackers` too.
+    pub fn track(&mut self, trackers: Trackers) {
+        self.trackers = std::mem::take(&mut self.trackers).with(trackers);
+    }
+
+    /// Shows a line between those of the steps.
+    pub fn say(&mut self, line: &str) {
+        self.progress.println(line);
+    }
+
+    /// Starts the clock of a step.
+    pub fn begin_step(&self) {
+        self.recorder.begin_step();
+    }
+
+    /// Counts the time that `work` takes as that of `phase`.
+    pub fn phase<T>(&self, phase: Phase, work: impl FnOnce() -> T) -> T {
+        self.recorder.phase(phase, work)
+    }
+
+    /// Stops the clock of a step that came to `totals`; returns how far the run has come and the metrics of
+    /// the step.
+    pub fn end_step(
+        &mut self,
+        step: u64,
+        totals: &StepTotals,
+        loader: &DeviceLoader<Batch>,
+    ) -> Result<(Done, StepMetrics)> {
+        self.recorder.loader(loader_totals(loader));
+        let record = self.recorder.end_step(totals.work())?;
+        self.summary.add(totals, record.seconds);
+        if let Some(profiler) = &mut self.profiler {
+            profiler.step()?;
+        }
+        let done = Done {
+            steps: step,
+            tokens: self.before.tokens + self.summary.tokens,
+            seconds: self.before.seconds + self.began.elapsed().as_secs_f64(),
+        };
+        let mut metrics = StepMetrics {
+            step,
+            epoch: Some(step as f64 / self.steps_per_epoch as f64),
+            tokens_seen: Some(done.tokens),
+            elapsed_seconds: Some(done.seconds),
+            ..StepMetrics::default()
+        };
+        totals.apply_to(&mut metrics);
+        record.apply_to(&mut metrics);
+        Ok((done, metrics))
+    }
+
+    /// Shows the metrics of a step and sends them to the trackers.
+    pub fn log(&mut self, metrics: &StepMetrics) -> Result<()> {
+        self.trackers.log(metrics)?;
+        self.progress.update(metrics);
+        Ok(())
+    }
+
+    /// Warns of snapshots that could not be written, if any ended so since this was last called.
+    pub fn warn_of(&mut self, snapshots: &mut SnapshotManager) -> Result<()> {
+        let ended = snapshots.outcomes()?;
+        for line in snapshots.warnings(&ended) {
+            self.say(&line);
+        }
+        Ok(())
+    }
+
+    /// Closes everything; returns what the run came to.
+    pub fn finish(mut self, optimizer: &dyn Optimizer) -> Result<Summary> {
+        self.trackers.finish()?;
+        self.progress.finish();
+        if let Some(profiler) = self.profiler {
+            profiler.finish()?;
+        }
+        self.summary.finish(&self.recorder, optimizer);
+        Ok(self.summary)
+    }
+}
+
+impl fmt::Debug for RunLog {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RunLog")
+            .field("summary", &self.summary)
+            .finish_non_exhaustive()
+    }
+}
