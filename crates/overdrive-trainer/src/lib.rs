@@ -13,7 +13,7 @@
 //!   the recorder of its steps;
 //! - [`RunFolder`] is where a run writes, with its snapshots and metrics; [`Interrupt`] lets it end well.
 //!
-//! The loop itself is in the example `train`, about 150 lines: copy it and change it.
+//! The loop itself is in the example `train`: copy it and change it.
 //!
 //! ```
 //! use clap::Parser;
