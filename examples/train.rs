@@ -100,22 +100,22 @@ fn run(flags: &Flags) -> Result<bool> {
     Ok(summary.interrupted)
 }
 
-/// What a run consists of beside its model and its data. The example `finetune` trains by it too.
+/// The parts of a run beside its model and its data. The example `finetune` trains by it too.
 pub(crate) struct Training<'a> {
     pub(crate) arguments: &'a TrainingArguments,
     pub(crate) group: &'a ProcessGroup,
     pub(crate) precision: Precision,
-    /// Where snapshots and metrics go; `None` writes nothing.
+    /// The folder for snapshots and metrics; `None` writes nothing.
     pub(crate) folder: Option<&'a RunFolder>,
     /// Files that make a snapshot the folder of a model: its configuration, its tokenizer.
     pub(crate) files: Vec<(String, Vec<u8>)>,
     /// The trainable parameters; these handles share storage with the model.
     pub(crate) parameters: Vec<(String, Tensor)>,
-    /// Where metrics go beside the folder.
+    /// Further places for metrics.
     pub(crate) trackers: Trackers,
 }
 
-/// What changes from step to step beside the parameters and the loader.
+/// The state that changes from step to step, beside the parameters and the loader.
 struct State {
     optimizer: Box<dyn Optimizer>,
     scheduler: LrScheduler,
@@ -260,7 +260,7 @@ impl Training<'_> {
         Ok((log.finish(&state.optimizer)?, state.ema))
     }
 
-    /// Registers all that a snapshot holds.
+    /// Registers the parts that a snapshot holds.
     fn registered<'s>(
         &self,
         state: &'s mut State,

@@ -63,7 +63,7 @@ fn trains() {
     });
 }
 
-/// What the example `train` does, but for the results at its end.
+/// Trains as the example `train` does, without the results at its end.
 fn train(config: &Path, arguments: &TrainingArguments, group: &ProcessGroup) -> Result<Summary> {
     let precision = arguments.apply()?;
     let data = TextData::prepare_in(&config.with_file_name("cache"), arguments, |_| {})?;
@@ -92,7 +92,7 @@ fn train(config: &Path, arguments: &TrainingArguments, group: &ProcessGroup) -> 
     Ok(summary)
 }
 
-/// What the example `finetune` does.
+/// Fine-tunes as the example `finetune` does.
 fn tunes(config: &Path) {
     let arguments = Layers::finetune().file(config).unwrap().resolve().unwrap();
     let group = arguments.training.init_process_group().unwrap();

@@ -7,8 +7,8 @@ use tch::Tensor;
 
 use crate::Result;
 
-/// The counts of the micro-batches of one optimizer step, known before the first of them is run: what the
-/// sums of their losses are divided by.
+/// The counts by which the losses of one optimizer step are divided, known before its first micro-batch is
+/// run.
 ///
 /// For a language model a count is the number of tokens that enter the loss; see [`count_tokens`]. A loss of
 /// several terms has a count for each term.
@@ -59,7 +59,7 @@ impl Window {
 pub struct LossTerm<'a> {
     /// The sum of the term over the micro-batch, one number.
     pub sum: &'a Tensor,
-    /// What the sums of the window are divided by, together: tokens, pairs, experts.
+    /// The count that the sums of the window are divided by, all together: tokens, pairs, experts.
     pub count: u64,
 }
 

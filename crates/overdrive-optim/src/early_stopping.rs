@@ -51,8 +51,8 @@ pub struct EarlyStopping {
     state: EarlyStoppingState,
 }
 
-/// What a resumed run needs of an [`EarlyStopping`]. The options are not part of it: a resumed run stops by
-/// the patience that it is given, not by that of the run before.
+/// The state of an [`EarlyStopping`] that a resumed run needs. The options are not part of it: a resumed run
+/// stops by the patience that it is given, not by that of the run before.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EarlyStoppingState {
@@ -66,7 +66,7 @@ pub struct EarlyStoppingState {
     pub patience_counter: u32,
 }
 
-/// What an evaluation means for the run.
+/// The consequences of an evaluation for the run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Verdict {
     /// The metric is the best so far: keep these weights.
@@ -76,7 +76,7 @@ pub struct Verdict {
 }
 
 impl EarlyStopping {
-    /// Nothing observed yet.
+    /// Makes one that has observed nothing yet.
     ///
     /// # Errors
     /// [`Error::InvalidOption`] for a patience of 0 or a threshold that is negative or NaN.
@@ -127,32 +127,32 @@ impl EarlyStopping {
         }
     }
 
-    /// Whether patience is used up.
+    /// Returns whether patience is used up.
     #[must_use]
     pub fn should_stop(&self) -> bool {
         let patience = self.config.early_stopping_patience;
         patience.is_some_and(|patience| self.state.patience_counter >= patience)
     }
 
-    /// The best metric so far.
+    /// Returns the best metric so far.
     #[must_use]
     pub fn best_metric(&self) -> Option<f64> {
         self.state.best_metric
     }
 
-    /// The step of the best metric so far.
+    /// Returns the step of the best metric so far.
     #[must_use]
     pub fn best_step(&self) -> Option<u64> {
         self.state.best_step
     }
 
-    /// Evaluations in a row that did not renew the patience.
+    /// Returns the number of evaluations in a row that did not renew the patience.
     #[must_use]
     pub fn patience_counter(&self) -> u32 {
         self.state.patience_counter
     }
 
-    /// The counters and the best metric.
+    /// Returns the counters and the best metric.
     #[must_use]
     pub fn state_dict(&self) -> EarlyStoppingState {
         self.state

@@ -66,7 +66,7 @@ pub enum Error {
         /// What is missing, unexpected, or of another shape, by name.
         differences: Vec<String>,
     },
-    /// What was registered at saving is not what is registered at restoring.
+    /// Other parts are registered at restoring than were at saving.
     #[error(
         "the snapshot {} is of another kind of run: {}. Nothing was loaded; give the configuration that the \
          snapshot was made with, or begin a new run in another folder",
@@ -76,7 +76,7 @@ pub enum Error {
     OtherParts {
         /// Its folder.
         path: PathBuf,
-        /// What is registered on one side only, by name.
+        /// The parts that are registered on one side only, by name.
         differences: Vec<String>,
     },
     /// A part of a run did not give its state.

@@ -139,8 +139,8 @@ impl SnapshotManager {
         writer.send(job, rotation, began.elapsed().as_secs_f64())
     }
 
-    /// Saves all that `state` registers, after `step` steps. `metric`: what the model is worth at this step,
-    /// such as its loss on the evaluation data; the best snapshot is kept by it.
+    /// Saves all that `state` registers, after `step` steps. The best snapshot is kept by `metric`, such as the
+    /// loss on the evaluation data.
     ///
     /// # Errors
     /// As [`save`](SnapshotManager::save), and [`Error::NotSaved`], [`Error::BadName`].
@@ -193,7 +193,7 @@ impl SnapshotManager {
         Ok(std::mem::take(&mut self.outcomes))
     }
 
-    /// What is worth a warning among `outcomes`, a line each: snapshots that could not be written, with the
+    /// Returns a warning for each of `outcomes` that needs one: snapshots that could not be written, with the
     /// newest one that there is, and old ones that could not be deleted.
     pub fn warnings(&self, outcomes: &[SaveOutcome]) -> Vec<String> {
         let mut lines = Vec::new();

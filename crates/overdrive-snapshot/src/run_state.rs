@@ -16,7 +16,7 @@ const REGISTRY: &str = "run_state";
 const RANDOM: &str = "random";
 const FORMAT_VERSION: u32 = 1;
 
-/// What a run consists of, each part under a name, in the spirit of Accelerate's
+/// A registry of all that must survive a restart, each part under a name, in the spirit of Accelerate's
 /// `register_for_checkpointing`, `save_state` and `load_state`: modules or `VarStore`s, optimizers,
 /// schedules, scalers, averages, loaders, random states, early stopping, anything with a state dict.
 ///
@@ -134,7 +134,7 @@ where
 }
 
 impl<'a> RunState<'a> {
-    /// Nothing registered yet.
+    /// Makes a registry without parts.
     pub fn new() -> Self {
         Self::default()
     }

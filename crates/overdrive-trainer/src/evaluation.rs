@@ -1,4 +1,4 @@
-//! What an evaluation finds, and which metric of it decides.
+//! Evaluations, and the metric by which they are compared.
 
 use overdrive_profiling::StepMetrics;
 use serde::{Deserialize, Serialize};
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use crate::validate::invalid;
 use crate::{Result, TrainingArguments};
 
-/// What an evaluation found.
+/// The result of an evaluation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
     /// The mean loss in nats a token.
@@ -16,7 +16,7 @@ pub struct Evaluation {
 }
 
 impl Evaluation {
-    /// An evaluation that found a mean loss, and where the bytes are known the bits a byte.
+    /// Makes an evaluation of a mean loss and, where the bytes are known, of bits a byte.
     pub fn new(loss: f64, bits_per_byte: Option<f64>) -> Self {
         Self {
             loss,

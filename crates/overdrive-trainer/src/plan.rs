@@ -33,7 +33,7 @@ impl TrainingPlan {
             .is_some_and(|every| step.is_multiple_of(every) || step == self.total_steps)
     }
 
-    /// Whether a snapshot is saved after this step (counted from 1): at every interval and after the last,
+    /// Returns whether a snapshot is saved after this step (counted from 1): at every interval and after the last,
     /// where the run `ends` early, and with `save_strategy: best` where the evaluation `improved`.
     pub fn save_due(&self, step: u64, improved: bool, ends: bool) -> bool {
         match self.save_strategy {

@@ -17,7 +17,7 @@ use crate::{OptimizerName, Result, TextData, TrainingArguments, TrainingPlan};
 const MUON: &str = "muon";
 
 impl TrainingArguments {
-    /// What `bf16`, `fp16` and `tf32` come to.
+    /// Returns the precision that `bf16`, `fp16` and `tf32` ask for.
     pub fn precision(&self) -> Precision {
         if self.bf16 {
             Precision::Bf16
@@ -30,7 +30,7 @@ impl TrainingArguments {
         }
     }
 
-    /// Sets the process's threads, TF32 and libtorch's seed; the precision to train in.
+    /// Sets the process's threads, TF32 and libtorch's seed; returns the precision to train in.
     ///
     /// # Errors
     /// When libtorch refuses.
@@ -45,7 +45,8 @@ impl TrainingArguments {
         Ok(self.precision())
     }
 
-    /// The `config.json` of a fresh model of the shape that `model` describes, for the tokenizer of `data`.
+    /// Returns the `config.json` of a fresh model of the shape that `model` describes, for the tokenizer of
+    /// `data`.
     pub fn model_config(&self, data: &TextData) -> Value {
         let mut json = self
             .model
@@ -57,7 +58,7 @@ impl TrainingArguments {
         json
     }
 
-    /// How gradients are accumulated and clipped.
+    /// Returns the options of gradient accumulation and clipping.
     pub fn accumulation(&self) -> AccumulationConfig {
         AccumulationConfig {
             gradient_accumulation_steps: usize::try_from(self.gradient_accumulation_steps)
@@ -89,7 +90,7 @@ impl TrainingArguments {
         Ok(self.optimizer_of(groups)?)
     }
 
-    /// Whether each process keeps the optimizer's states of its own parameters only (`zero_stage`).
+    /// Returns whether each process keeps the optimizer states of its own parameters only (`zero_stage`).
     pub fn shards_optimizer(&self) -> bool {
         self.zero_stage > 0
     }
@@ -193,7 +194,7 @@ impl TrainingArguments {
         })
     }
 
-    /// The schedule that `lr_scheduler_type` names, over the steps of `plan`.
+    /// Makes the schedule that `lr_scheduler_type` names, over the steps of `plan`.
     ///
     /// # Errors
     /// When an option of the schedule is out of its range.

@@ -1,4 +1,4 @@
-//! What fine-tuning needs beside the loop: the model with its adapters, and what it costs.
+//! The parts of fine-tuning beside the loop: the model with its adapters, the memory it takes, its results.
 
 mod comparison;
 mod memory;

@@ -30,13 +30,13 @@ pub struct Finetuned {
     pub summary: Summary,
     /// The average of the trainable parameters (`ema_decay`).
     pub ema: Option<Ema>,
-    /// Where memory went.
+    /// The memory that training took.
     pub memory: TrainingMemory,
     /// The share of tokens that were no padding, 0 to 1.
     pub fill: f64,
 }
 
-/// What a fine-tuning came to. Displayed: answers, loss, memory and speed.
+/// The results of a fine-tuning. Displayed: answers, loss, memory and speed.
 #[derive(Debug)]
 pub struct FinetuneResults {
     /// The run's folder.
@@ -45,7 +45,7 @@ pub struct FinetuneResults {
     pub merged: Option<PathBuf>,
     /// The losses and the speed.
     pub summary: Summary,
-    /// Where memory went.
+    /// The memory that training took.
     pub memory: TrainingMemory,
     /// The share of tokens that were no padding, 0 to 1.
     pub fill: f64,

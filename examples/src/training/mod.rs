@@ -1,4 +1,5 @@
-//! What the loops of `train`, `finetune` and `own_model` share beside the crates.
+//! Helpers of the loops of `train` and `finetune`: a language model's loss and evaluation, totals of a step, the
+//! log of a run and its results.
 
 mod language_model;
 mod results;

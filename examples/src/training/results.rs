@@ -8,7 +8,7 @@ use overdrive::transformer::{CausalLm, SaveOptions};
 
 use super::samples::write_samples;
 
-/// What a finished run came to. Displayed: the samples and the last validation loss.
+/// The results of a finished run. Displayed: the samples and the last validation loss.
 #[derive(Debug)]
 pub struct Results {
     /// Texts that the model wrote.

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{StepTotals, Summary, model_flops};
 
-/// How far a run has come, over all its processes and restarts.
+/// The progress of a run over all its processes and restarts.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Done {
     /// Optimizer steps.
@@ -36,12 +36,12 @@ pub struct RunLog {
     steps_per_epoch: u64,
     before: Done,
     began: Instant,
-    /// What the run has come to so far.
+    /// The losses, counts and times so far.
     pub summary: Summary,
 }
 
 impl RunLog {
-    /// Begins to measure a run that has done `done` before. Lines come on rank 0 only.
+    /// Begins to measure a run. Lines come on rank 0 only.
     pub fn begin(
         arguments: &TrainingArguments,
         plan: &TrainingPlan,
@@ -66,7 +66,7 @@ impl RunLog {
         })
     }
 
-    /// Goes on from what was `done` before this process began.
+    /// Continues from the progress that the run had before this process began.
     pub fn resume(&mut self, done: &Done) {
         self.before = done.clone();
         self.summary = Summary::after(done.steps);
@@ -92,8 +92,7 @@ impl RunLog {
         self.recorder.phase(phase, work)
     }
 
-    /// Stops the clock of a step that came to `totals`; returns how far the run has come and the metrics of
-    /// the step.
+    /// Stops the clock of a step; returns the progress of the run and the metrics of the step.
     pub fn end_step(
         &mut self,
         step: u64,

@@ -4,7 +4,7 @@ use overdrive::datasets::Batch;
 use overdrive::distributed::ProcessGroup;
 use overdrive::profiling::{StepMetrics, StepWork};
 
-/// What one step came to over all processes.
+/// The totals of one optimizer step over all processes.
 #[derive(Debug, Clone, Copy)]
 pub struct StepTotals {
     /// The mean loss over the labels, in nats a token.
@@ -15,7 +15,7 @@ pub struct StepTotals {
     pub padded_tokens: u64,
     /// Sequences.
     pub sequences: u64,
-    /// Whether a process was asked to stop.
+    /// True where a process was asked to stop.
     pub stop: bool,
 }
 
@@ -47,7 +47,7 @@ impl StepTotals {
         })
     }
 
-    /// Returns what a recorder of steps needs to know.
+    /// Returns the totals that a recorder of steps needs.
     pub fn work(&self) -> StepWork {
         StepWork {
             tokens: self.tokens,

@@ -7,7 +7,7 @@ use tch::Tensor;
 
 use super::StepTotals;
 
-/// What a run came to.
+/// The summary of a run.
 #[derive(Debug, Clone, Default)]
 pub struct Summary {
     /// The loss of each step since this process began, over all processes, in nats a token.
@@ -22,15 +22,15 @@ pub struct Summary {
     pub step_seconds: f64,
     /// Bytes of the optimizer's state.
     pub optimizer_bytes: u64,
-    /// What slowed the steps down.
+    /// The phase that slowed the steps down.
     pub bottleneck: Option<Bottleneck>,
-    /// How long the steps waited for their batches.
+    /// The time that steps waited for their batches.
     pub data_loading: Option<DataLoading>,
     /// The step after which the run resumed; 0 for a new run.
     pub resumed_step: u64,
     /// The step whose weights the model has at the end, where it has those of the best snapshot.
     pub best_step: Option<u64>,
-    /// Whether a signal ended it early.
+    /// True where a signal ended the run early.
     pub interrupted: bool,
 }
 
@@ -52,7 +52,7 @@ impl Summary {
         self.interrupted = totals.stop;
     }
 
-    /// Adds what is known at the end of the run.
+    /// Adds the figures that are known at the end of the run.
     pub fn finish(&mut self, recorder: &StepRecorder, optimizer: &dyn Optimizer) {
         self.bottleneck = recorder.bottleneck();
         self.data_loading = recorder.data_loading();
@@ -74,7 +74,7 @@ impl Summary {
     }
 }
 
-/// What is worth a line at the end: padding, waiting for data, the bottleneck.
+/// A line each for padding, waiting for data, the bottleneck and the best step.
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.padding() > 0.0 {

@@ -1,4 +1,4 @@
-//! What the example programs do, in small and in this process.
+//! The example programs in small and in this process.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
