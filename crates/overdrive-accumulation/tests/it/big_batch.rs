@@ -1,8 +1,6 @@
 //! Accumulated micro-batches against the one big batch.
 
-use overdrive_accumulation::{
-    AccumulationConfig, Error, GradientAccumulator, GradientSync, SyncError, Window, count_tokens,
-};
+use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, Window, count_tokens};
 use overdrive_optim::{
     AdamW, AdamWConfig, ClipOptions, Optimizer, TchOptimizer, clip_grad_norm, decay_groups,
 };
@@ -11,22 +9,22 @@ use proptest::prelude::*;
 use tch::nn::{self, Module, OptimizerConfig};
 use tch::{Device, Kind, Reduction, Tensor};
 
-const FEATURES: i64 = 6;
-const CLASSES: i64 = 7;
+pub(crate) const FEATURES: i64 = 6;
+pub(crate) const CLASSES: i64 = 7;
 
 /// Two layers and a cross entropy over targets of which some are ignored.
-struct Model {
+pub(crate) struct Model {
     store: nn::VarStore,
     layers: nn::Sequential,
     kind: Kind,
 }
 
 impl Model {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self::of_kind(Kind::Float)
     }
 
-    fn of_kind(kind: Kind) -> Self {
+    pub(crate) fn of_kind(kind: Kind) -> Self {
         let store = nn::VarStore::new(Device::Cpu);
         let root = store.root();
         let layers = nn::seq()
@@ -55,22 +53,22 @@ impl Model {
     }
 
     /// By name, so that two models agree.
-    fn parameters(&self) -> Vec<Tensor> {
+    pub(crate) fn parameters(&self) -> Vec<Tensor> {
         let mut named: Vec<_> = self.store.variables().into_iter().collect();
         named.sort_by(|a, b| a.0.cmp(&b.0));
         named.into_iter().map(|(_, tensor)| tensor).collect()
     }
 
-    fn loss_sum(&self, batch: &Batch) -> Tensor {
+    pub(crate) fn loss_sum(&self, batch: &Batch) -> Tensor {
         let logits = self.layers.forward(&batch.inputs.to_kind(self.kind));
         logits.cross_entropy_loss::<Tensor>(&batch.labels, None, Reduction::Sum, -100, 0.0)
     }
 
-    fn gradients(&self) -> Vec<Tensor> {
+    pub(crate) fn gradients(&self) -> Vec<Tensor> {
         self.parameters().iter().map(|p| p.grad().copy()).collect()
     }
 
-    fn adamw(&self) -> AdamW {
+    pub(crate) fn adamw(&self) -> AdamW {
         let config = AdamWConfig {
             learning_rate: 0.01,
             ..Default::default()
@@ -79,14 +77,14 @@ impl Model {
     }
 }
 
-struct Batch {
+pub(crate) struct Batch {
     inputs: Tensor,
     labels: Tensor,
 }
 
 impl Batch {
     /// `tokens` rows in the loss and `ignored` rows that are not, different for each `seed`.
-    fn new(seed: usize, tokens: usize, ignored: usize) -> Self {
+    pub(crate) fn new(seed: usize, tokens: usize, ignored: usize) -> Self {
         let rows = (tokens + ignored) as i64;
         let inputs = Tensor::arange(rows * FEATURES, (Kind::Float, Device::Cpu));
         let inputs = ((inputs + seed as f64 * 11.0) * 0.73)
@@ -108,11 +106,11 @@ impl Batch {
         }
     }
 
-    fn tokens(&self) -> u64 {
+    pub(crate) fn tokens(&self) -> u64 {
         count_tokens(&self.labels, -100).unwrap()
     }
 
-    fn joined(batches: &[Batch]) -> Self {
+    pub(crate) fn joined(batches: &[Batch]) -> Self {
         let join = |pick: fn(&Batch) -> &Tensor| {
             Tensor::cat(&batches.iter().map(pick).collect::<Vec<_>>(), 0)
         };
@@ -123,7 +121,7 @@ impl Batch {
     }
 }
 
-fn no_clipping(steps: usize) -> AccumulationConfig {
+pub(crate) fn no_clipping(steps: usize) -> AccumulationConfig {
     AccumulationConfig {
         gradient_accumulation_steps: steps,
         max_grad_norm: None,
@@ -131,7 +129,7 @@ fn no_clipping(steps: usize) -> AccumulationConfig {
 }
 
 /// Gradients of the mean loss of one big batch.
-fn big_batch_gradients(batches: &[Batch], kind: Kind) -> (Vec<Tensor>, f64) {
+pub(crate) fn big_batch_gradients(batches: &[Batch], kind: Kind) -> (Vec<Tensor>, f64) {
     let model = Model::of_kind(kind);
     let big = Batch::joined(batches);
     let loss = model.loss_sum(&big) / big.tokens() as f64;
@@ -140,7 +138,7 @@ fn big_batch_gradients(batches: &[Batch], kind: Kind) -> (Vec<Tensor>, f64) {
 }
 
 /// Largest difference relative to the largest value of all tensors.
-fn difference(a: &[Tensor], b: &[Tensor]) -> f64 {
+pub(crate) fn difference(a: &[Tensor], b: &[Tensor]) -> f64 {
     assert_eq!(a.len(), b.len());
     let largest_of = |t: &Tensor| t.abs().max().double_value(&[]);
     let difference = a
@@ -152,14 +150,14 @@ fn difference(a: &[Tensor], b: &[Tensor]) -> f64 {
 }
 
 /// Keeps the gradients that a step would apply.
-struct Recorder {
+pub(crate) struct Recorder {
     inner: TchOptimizer,
-    seen: Vec<Tensor>,
+    pub(crate) seen: Vec<Tensor>,
     parameters: Vec<Tensor>,
 }
 
 impl Recorder {
-    fn new(model: &Model) -> Self {
+    pub(crate) fn new(model: &Model) -> Self {
         let sgd = nn::Sgd::default().build(&model.store, 0.0).unwrap();
         Self {
             inner: TchOptimizer::new(sgd, 0.0).unwrap(),
@@ -192,7 +190,12 @@ impl Optimizer for Recorder {
 }
 
 /// Gradients that the accumulator would step with, and its report of the loss.
-fn accumulated(batches: &[Batch], announced: bool, steps: usize, kind: Kind) -> (Vec<Tensor>, f64) {
+pub(crate) fn accumulated(
+    batches: &[Batch],
+    announced: bool,
+    steps: usize,
+    kind: Kind,
+) -> (Vec<Tensor>, f64) {
     let model = Model::of_kind(kind);
     let mut optimizer = Recorder::new(&model);
     let mut accumulator = GradientAccumulator::new(no_clipping(steps)).unwrap();
@@ -377,263 +380,5 @@ fn a_window_without_tokens_steps_nothing() {
             .iter()
             .zip(model.parameters())
             .all(|(a, b)| a.equal(&b))
-    );
-}
-
-/// Two processes played one after the other: the second averages with what the first left.
-struct Pair {
-    tokens_of_both: u64,
-    of_first: Option<Vec<Tensor>>,
-    lasts: Vec<bool>,
-}
-
-impl GradientSync for Pair {
-    fn world_size(&self) -> u64 {
-        2
-    }
-    fn sum_count(&mut self, _count: u64) -> Result<u64, SyncError> {
-        Ok(self.tokens_of_both)
-    }
-    fn before_backward(&mut self, _loss: &Tensor, last: bool) -> Result<(), SyncError> {
-        self.lasts.push(last);
-        Ok(())
-    }
-    fn synchronize(&mut self, parameters: &[Tensor]) -> Result<(), SyncError> {
-        let Some(of_first) = &self.of_first else {
-            self.of_first = Some(parameters.iter().map(|p| p.grad().copy()).collect());
-            return Ok(());
-        };
-        for (parameter, first) in parameters.iter().zip(of_first) {
-            let mean = (parameter.grad() + first) / 2.0;
-            parameter.grad().copy_(&mean);
-        }
-        Ok(())
-    }
-}
-
-#[test]
-fn two_processes_with_uneven_tokens_equal_the_big_batch() {
-    for announced in [true, false] {
-        let of_process = [
-            [Batch::new(0, 2, 1), Batch::new(1, 5, 0)],
-            [Batch::new(2, 8, 0), Batch::new(3, 1, 3)],
-        ];
-        let all: Vec<Batch> = (0..4)
-            .map(|i| Batch::new(i, [2, 5, 8, 1][i], [1, 0, 0, 3][i]))
-            .collect();
-        let (expected, _) = big_batch_gradients(&all, Kind::Float);
-        let mut pair = Some(Pair {
-            tokens_of_both: 16,
-            of_first: None,
-            lasts: Vec::new(),
-        });
-        let mut gradients = Vec::new();
-        for batches in &of_process {
-            let model = Model::new();
-            let mut optimizer = Recorder::new(&model);
-            // The order of the optimizer's parameters is that of the store; fix it for the pair.
-            let mut accumulator =
-                GradientAccumulator::with_sync(no_clipping(2), pair.take().unwrap()).unwrap();
-            if announced {
-                accumulator
-                    .open(Window::new(batches.iter().map(Batch::tokens)))
-                    .unwrap();
-            }
-            for batch in batches {
-                accumulator
-                    .backward(&model.loss_sum(batch), batch.tokens(), None)
-                    .unwrap();
-            }
-            let report = accumulator.step(&mut optimizer, None).unwrap();
-            assert_eq!(report.total_tokens, 16);
-            gradients = std::mem::take(&mut optimizer.seen);
-            let sync = accumulator.sync_mut();
-            let of_first = sync.of_first.take();
-            let lasts = std::mem::take(&mut sync.lasts);
-            assert_eq!(lasts, [false, true]);
-            pair = Some(Pair {
-                tokens_of_both: 16,
-                of_first,
-                lasts: Vec::new(),
-            });
-        }
-        let relative = difference(&gradients, &expected);
-        assert!(relative <= 1e-6, "{relative:e}");
-    }
-}
-
-#[test]
-fn a_failing_hook_is_an_error_with_its_cause() {
-    struct Broken;
-    impl GradientSync for Broken {
-        fn world_size(&self) -> u64 {
-            2
-        }
-        fn sum_count(&mut self, _count: u64) -> Result<u64, SyncError> {
-            Err("rank 1 is gone".into())
-        }
-        fn synchronize(&mut self, _parameters: &[Tensor]) -> Result<(), SyncError> {
-            Ok(())
-        }
-    }
-    let mut accumulator = GradientAccumulator::with_sync(no_clipping(1), Broken).unwrap();
-    let error = accumulator.open(Window::new([4])).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "synchronizing over processes failed: rank 1 is gone"
-    );
-}
-
-#[test]
-fn sync_gradients_tells_the_last_micro_batch() {
-    let model = Model::new();
-    let mut optimizer = model.adamw();
-    let mut accumulator = GradientAccumulator::new(no_clipping(3)).unwrap();
-    let backward = |accumulator: &mut GradientAccumulator| {
-        let batch = Batch::new(0, 2, 0);
-        accumulator
-            .backward(&model.loss_sum(&batch), 2, None)
-            .unwrap();
-    };
-    let mut flags = Vec::new();
-    for _ in 0..3 {
-        flags.push((accumulator.sync_gradients(), accumulator.is_complete()));
-        backward(&mut accumulator);
-    }
-    assert_eq!(flags, [(false, false), (false, false), (true, false)]);
-    assert!(accumulator.is_complete());
-    accumulator.step(&mut optimizer, None).unwrap();
-
-    // The data ends after one more.
-    assert!(!accumulator.sync_gradients());
-    accumulator.mark_last();
-    assert!(accumulator.sync_gradients());
-    backward(&mut accumulator);
-    assert!(accumulator.is_complete());
-    assert_eq!(accumulator.pending(), 1);
-    accumulator.step(&mut optimizer, None).unwrap();
-    assert_eq!(accumulator.pending(), 0);
-
-    // An announced window rules over the configuration.
-    accumulator.open(Window::new([2])).unwrap();
-    assert!(accumulator.sync_gradients());
-}
-
-#[test]
-fn a_scaler_must_be_given_to_all_calls_of_a_window_or_none() {
-    let model = Model::new();
-    let mut optimizer = model.adamw();
-    let mut scaler = GradScaler::new(GradScalerConfig::default()).unwrap();
-    let mut accumulator = GradientAccumulator::new(no_clipping(2)).unwrap();
-    let batch = Batch::new(0, 3, 0);
-    accumulator
-        .backward(&model.loss_sum(&batch), 3, Some(&mut scaler))
-        .unwrap();
-    let error = accumulator
-        .backward(&model.loss_sum(&batch), 3, None)
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.starts_with(
-            "backward was called without a gradient scaler, but the window's earlier ones had one;"
-        ),
-        "{error}"
-    );
-    let error = accumulator
-        .step(&mut optimizer, None)
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.starts_with("step was called without a gradient scaler"),
-        "{error}"
-    );
-    accumulator.step(&mut optimizer, Some(&mut scaler)).unwrap();
-
-    // A disabled one is none.
-    let config = GradScalerConfig {
-        enabled: false,
-        ..Default::default()
-    };
-    let mut disabled = GradScaler::new(config).unwrap();
-    accumulator
-        .backward(&model.loss_sum(&batch), 3, Some(&mut disabled))
-        .unwrap();
-    assert!(accumulator.step(&mut optimizer, None).unwrap().stepped);
-}
-
-#[test]
-fn misuse_is_refused_with_the_way_out() {
-    let model = Model::new();
-    let mut optimizer = model.adamw();
-    let mut accumulator = GradientAccumulator::new(no_clipping(2)).unwrap();
-    assert!(matches!(
-        accumulator.step(&mut optimizer, None),
-        Err(Error::NothingAccumulated)
-    ));
-
-    let batch = Batch::new(0, 3, 0);
-    let per_token = Tensor::ones([3], (Kind::Float, Device::Cpu));
-    let error = accumulator
-        .backward(&per_token, 3, None)
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("shape [3], expected one number: the sum"),
-        "{error}"
-    );
-
-    accumulator.open(Window::new([3, 5])).unwrap();
-    accumulator
-        .backward(&model.loss_sum(&batch), 3, None)
-        .unwrap();
-    let error = accumulator.open(Window::new([1])).unwrap_err().to_string();
-    assert!(error.contains("under way with 1 micro-batches"), "{error}");
-    let error = accumulator
-        .backward(&model.loss_sum(&batch), 3, None)
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("micro-batch 1 of the window has 3 tokens, but the window announced 5"),
-        "{error}"
-    );
-    let error = accumulator
-        .step(&mut optimizer, None)
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("announced 2 micro-batches and 1 have come"),
-        "{error}"
-    );
-    accumulator.abandon(&mut optimizer).unwrap();
-    assert!(model.parameters().iter().all(|p| !p.grad().defined()));
-
-    accumulator.open(Window::new([3])).unwrap();
-    accumulator
-        .backward(&model.loss_sum(&batch), 3, None)
-        .unwrap();
-    let error = accumulator
-        .backward(&model.loss_sum(&batch), 3, None)
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("announced 1 micro-batches and all have come"),
-        "{error}"
-    );
-
-    let error = GradientAccumulator::new(no_clipping(0))
-        .unwrap_err()
-        .to_string();
-    assert_eq!(
-        error,
-        "gradient_accumulation_steps is 0, expected at least 1 micro-batch a step"
-    );
-    let negative = AccumulationConfig {
-        max_grad_norm: Some(-1.0),
-        ..Default::default()
-    };
-    let error = GradientAccumulator::new(negative).unwrap_err().to_string();
-    assert_eq!(
-        error,
-        "max_grad_norm is -1, expected a number above 0, or none to clip nothing"
     );
 }

@@ -4,4 +4,6 @@
 mod batch_plan;
 mod batch_size_search;
 mod big_batch;
+mod misuse;
+mod sync;
 mod terms;

@@ -1,0 +1,126 @@
+//! Calls that do not fit together.
+
+use overdrive_accumulation::{AccumulationConfig, Error, GradientAccumulator, Window};
+use overdrive_precision::{GradScaler, GradScalerConfig};
+use tch::{Device, Kind, Tensor};
+
+use super::big_batch::{Batch, Model, no_clipping};
+
+#[test]
+fn a_scaler_must_be_given_to_all_calls_of_a_window_or_none() {
+    let model = Model::new();
+    let mut optimizer = model.adamw();
+    let mut scaler = GradScaler::new(GradScalerConfig::default()).unwrap();
+    let mut accumulator = GradientAccumulator::new(no_clipping(2)).unwrap();
+    let batch = Batch::new(0, 3, 0);
+    accumulator
+        .backward(&model.loss_sum(&batch), 3, Some(&mut scaler))
+        .unwrap();
+    let error = accumulator
+        .backward(&model.loss_sum(&batch), 3, None)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.starts_with(
+            "backward was called without a gradient scaler, but the window's earlier ones had one;"
+        ),
+        "{error}"
+    );
+    let error = accumulator
+        .step(&mut optimizer, None)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.starts_with("step was called without a gradient scaler"),
+        "{error}"
+    );
+    accumulator.step(&mut optimizer, Some(&mut scaler)).unwrap();
+
+    // A disabled one is none.
+    let config = GradScalerConfig {
+        enabled: false,
+        ..Default::default()
+    };
+    let mut disabled = GradScaler::new(config).unwrap();
+    accumulator
+        .backward(&model.loss_sum(&batch), 3, Some(&mut disabled))
+        .unwrap();
+    assert!(accumulator.step(&mut optimizer, None).unwrap().stepped);
+}
+
+#[test]
+fn misuse_is_refused_with_the_way_out() {
+    let model = Model::new();
+    let mut optimizer = model.adamw();
+    let mut accumulator = GradientAccumulator::new(no_clipping(2)).unwrap();
+    assert!(matches!(
+        accumulator.step(&mut optimizer, None),
+        Err(Error::NothingAccumulated)
+    ));
+
+    let batch = Batch::new(0, 3, 0);
+    let per_token = Tensor::ones([3], (Kind::Float, Device::Cpu));
+    let error = accumulator
+        .backward(&per_token, 3, None)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("shape [3], expected one number: the sum"),
+        "{error}"
+    );
+
+    accumulator.open(Window::new([3, 5])).unwrap();
+    accumulator
+        .backward(&model.loss_sum(&batch), 3, None)
+        .unwrap();
+    let error = accumulator.open(Window::new([1])).unwrap_err().to_string();
+    assert!(error.contains("under way with 1 micro-batches"), "{error}");
+    let error = accumulator
+        .backward(&model.loss_sum(&batch), 3, None)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("micro-batch 1 of the window has 3 tokens, but the window announced 5"),
+        "{error}"
+    );
+    let error = accumulator
+        .step(&mut optimizer, None)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("announced 2 micro-batches and 1 have come"),
+        "{error}"
+    );
+    accumulator.abandon(&mut optimizer).unwrap();
+    assert!(model.parameters().iter().all(|p| !p.grad().defined()));
+
+    accumulator.open(Window::new([3])).unwrap();
+    accumulator
+        .backward(&model.loss_sum(&batch), 3, None)
+        .unwrap();
+    let error = accumulator
+        .backward(&model.loss_sum(&batch), 3, None)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("announced 1 micro-batches and all have come"),
+        "{error}"
+    );
+
+    let error = GradientAccumulator::new(no_clipping(0))
+        .unwrap_err()
+        .to_string();
+    assert_eq!(
+        error,
+        "gradient_accumulation_steps is 0, expected at least 1 micro-batch a step"
+    );
+    let negative = AccumulationConfig {
+        max_grad_norm: Some(-1.0),
+        ..Default::default()
+    };
+    let error = GradientAccumulator::new(negative).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "max_grad_norm is -1, expected a number above 0, or none to clip nothing"
+    );
+}
