@@ -65,9 +65,9 @@ pub enum Error {
         seen: usize,
     },
 
-    /// A micro-batch has another count than the window announced.
+    /// A micro-batch has another token count than the window announced.
     #[error(
-        "micro-batch {position} of the window has a count of {given}, but the window announced {announced}; the weights of its predecessors rest on that number"
+        "micro-batch {position} of the window has {given} tokens, but the window announced {announced}; the weights of its predecessors rest on that number"
     )]
     TokenCount {
         /// Position in the window, from 0.

@@ -7,7 +7,7 @@
 //! ```
 //! use overdrive_constraints::{GrammarConstraint, GrammarVocabulary};
 //! use overdrive_generation::Tokenizer;
-//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
 //! # let json = r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,
 //! #   "pre_tokenizer":null,"post_processor":null,"decoder":null,
 //! #   "model":{"type":"WordLevel","vocab":{"a":0,"b":1,"<eos>":2},"unk_token":"<eos>"}}"#;

@@ -234,7 +234,7 @@ fn a_column_that_is_not_there_is_told_with_the_nearest_one() {
 }
 
 #[test]
-fn files_of_several_kinds_are_refused_and_parquet_says_what_it_takes() {
+fn files_of_several_kinds_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let mut arguments = arguments(folder.path(), "a.csv", &csv(9));
     let other = folder.path().join("b.jsonl");
@@ -244,11 +244,6 @@ fn files_of_several_kinds_are_refused_and_parquet_says_what_it_takes() {
         error(folder.path(), &arguments),
         "a.csv is CSV, and other files of `data` are not; give files of one kind, or convert them to JSON Lines"
     );
-    if cfg!(not(feature = "parquet")) {
-        let arguments = self::arguments(folder.path(), "a.parquet", "PAR1");
-        let text = error(folder.path(), &arguments);
-        assert!(text.contains("`--features parquet`"), "{text}");
-    }
     let mut arguments = arguments.clone();
     arguments.data = vec![folder.path().join("nowhere.csv")];
     let text = error(folder.path(), &arguments);

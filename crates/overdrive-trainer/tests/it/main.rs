@@ -5,3 +5,4 @@
 mod chat_labels;
 mod configuration;
 mod run_folders;
+mod text_data;
