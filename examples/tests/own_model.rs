@@ -13,8 +13,6 @@ use overdrive::safetensors::MappedFile;
 use overdrive::snapshot::Snapshot;
 use rustix::process::{Pid, Signal, kill_process};
 
-const STEPS: &str = "30";
-
 /// The program, which Cargo builds with the tests of this package.
 fn program() -> PathBuf {
     let here = std::env::current_exe().unwrap();
@@ -28,12 +26,12 @@ fn program() -> PathBuf {
 }
 
 /// Starts the program in `out` by so many processes, each of which leaves its number in a file.
-fn launch(out: &Path, processes: usize) -> Launch {
+fn launch(out: &Path, processes: usize, steps: usize) -> Launch {
     let script = "echo $$ > \"$0-pid-$RANK\"; exec \"$@\"";
     Launch::new("sh")
         .args(["-c", script])
         .args([out, &program(), Path::new("--out"), out])
-        .args(["--steps", STEPS, "--save-steps", "7"])
+        .args(["--steps", &steps.to_string(), "--save-steps", "7"])
         .args(["--resume-from-checkpoint", "true"])
         .env("OMP_NUM_THREADS", "1")
         .nproc(processes)
@@ -69,7 +67,8 @@ fn run_and_kill(out: &Path, processes: usize, at: usize) {
                 let _ = kill_process(pid(out, rank), Signal::KILL);
             }
         });
-        let ended = launch(out, processes)
+        // It would never end by itself, however late the kill comes.
+        let ended = launch(out, processes, 1_000_000)
             .grace(Duration::from_millis(500))
             .run();
         killer.join().unwrap();
@@ -77,9 +76,9 @@ fn run_and_kill(out: &Path, processes: usize, at: usize) {
     });
 }
 
-fn equal_snapshots(one: &Path, other: &Path) {
+fn equal_snapshots(one: &Path, other: &Path, steps: usize) {
     let tensors = |out: &Path, part: &str| {
-        let snapshot = Snapshot::open(out.join(format!("checkpoint-{STEPS}"))).unwrap();
+        let snapshot = Snapshot::open(out.join(format!("checkpoint-{steps}"))).unwrap();
         MappedFile::open(snapshot.path().join(format!("{part}.safetensors"))).unwrap()
     };
     for part in ["model", "ema", "optimizer"] {
@@ -96,13 +95,15 @@ fn a_run_that_is_killed_and_resumed_is_bit_equal_to_one_that_never_stopped() {
     for processes in [1, 2] {
         let dir = tempfile::tempdir().unwrap();
         let (whole, killed) = (dir.path().join("whole"), dir.path().join("killed"));
-        launch(&whole, processes).run().unwrap();
-        assert_eq!(losses(&whole).len(), 30);
-        for at in [9, 17] {
-            run_and_kill(&killed, processes, at);
+        for further in [9, 8] {
+            run_and_kill(&killed, processes, lines(&killed) + further);
         }
-        launch(&killed, processes).run().unwrap();
+        // The learning rate is constant, so the number of steps need not be known before.
+        let steps = lines(&killed) + 10;
+        launch(&killed, processes, steps).run().unwrap();
+        launch(&whole, processes, steps).run().unwrap();
+        assert_eq!(losses(&whole).len(), steps);
         assert_eq!(losses(&killed), losses(&whole), "{processes} processes");
-        equal_snapshots(&killed, &whole);
+        equal_snapshots(&killed, &whole, steps);
     }
 }
