@@ -1,4 +1,4 @@
-//! What is logged under `tracing`. A target of its own: a back end is logged once in a process.
+//! The log lines under `tracing`. A target of its own: a back end is logged once in a process.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::fmt::{Debug, Write};

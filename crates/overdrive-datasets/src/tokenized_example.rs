@@ -22,7 +22,7 @@ pub struct TokenizedExample {
     pub input_ids: Vec<i64>,
     /// One label for each token: the token where it is learned, [`IGNORE_INDEX`] where it is not.
     pub labels: Vec<i64>,
-    /// Whether tokens were cut off.
+    /// True where tokens were cut off.
     pub truncated: bool,
 }
 

@@ -45,7 +45,7 @@ fn writes_until_it_is_killed() {
     }
 }
 
-/// Whether a snapshot of a later step than `step` is there; rotation may have deleted the next one already.
+/// Returns whether a snapshot of a later step than `step` is there; rotation may have deleted the next one.
 fn has_snapshot_after(folder: &Path, step: u64) -> bool {
     let entries = std::fs::read_dir(folder).unwrap().flatten();
     let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());

@@ -1,4 +1,4 @@
-//! Where libtorch is found, and a project outside the workspace.
+//! The search for libtorch, and a project outside the workspace.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod location;

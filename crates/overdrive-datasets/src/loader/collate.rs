@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use crate::{Batch, Error, IGNORE_INDEX, Result, TokenizedExample};
 
-/// How rows are laid out in a batch.
+/// The layout of rows in a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowLayout {
     /// Row by row, padded on the right to the longest. Each row must be one sequence.

@@ -40,7 +40,7 @@ fn open(dir: &Path, letters: &[usize], max_seq_length: usize) -> Arc<Instruction
     Arc::new(data.unwrap())
 }
 
-/// How examples become batches.
+/// The way in which examples become batches.
 #[derive(Debug, Clone, Copy)]
 struct Kind {
     /// `None`: an example a row.

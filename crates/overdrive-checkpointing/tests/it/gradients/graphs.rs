@@ -1,4 +1,4 @@
-//! What autograd allows around a checkpoint: graphs that are used twice, kept, or differentiated again.
+//! Checkpoints in graphs that are used twice, kept, or differentiated again.
 
 use super::*;
 
