@@ -1,5 +1,5 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
-//! What a launcher does about signals, and how it ends. A target of its own: it waits for processes by the
+//! Signals to a launcher, and its end. A target of its own: it waits for processes by the
 //! clock, and its ranks register handlers of signals.
 
 #[path = "it/common.rs"]

@@ -59,7 +59,7 @@ impl Snapshot {
         self.manifest.world_size
     }
 
-    /// What the model was worth ([`Contents::metric`](crate::Contents::metric)).
+    /// The metric of the model at this step ([`Contents::metric`](crate::Contents::metric)).
     pub fn metric(&self) -> Option<f64> {
         self.manifest.metric
     }

@@ -86,7 +86,7 @@ pub struct FinetuneArguments {
     pub apply_chat_template: bool,
     /// How a prompt is written without a chat template. Default `{prompt}`.
     pub prompt_template: String,
-    /// What happens at a broken record: `stop` or `skip`. Default `stop`.
+    /// The way to treat a broken record: `stop` or `skip`. Default `stop`.
     pub on_bad_record: OnBadRecord,
     /// The number of records that are read at most. Default: all.
     pub max_train_samples: Option<usize>,

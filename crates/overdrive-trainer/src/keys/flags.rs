@@ -68,7 +68,7 @@ impl<A: Configuration> ConfigArgs<A> {
     /// Returns the configuration: flags over the file over the preset, validated.
     ///
     /// # Errors
-    /// What is wrong with the file ([`Layers::file`]) or with the values ([`Layers::resolve`]).
+    /// As [`Layers::file`] for the file and [`Layers::resolve`] for the values.
     pub fn resolve(&self) -> Result<A> {
         self.resolve_telling(|_| {})
     }

@@ -1,4 +1,4 @@
-//! What a paged cache refuses.
+//! Calls that a paged cache refuses.
 
 use super::*;
 

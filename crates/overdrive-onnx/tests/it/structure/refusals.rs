@@ -1,4 +1,4 @@
-//! What an export refuses.
+//! Models and options that an export refuses.
 
 use super::*;
 
