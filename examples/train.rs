@@ -253,7 +253,8 @@ impl Training<'_> {
             // Nobody leaves before all have written.
             group.barrier()?;
             if arguments.load_best_model_at_end && !log.summary.interrupted {
-                log.summary.best_step = load_best(&snapshots, group, &self.parameters)?;
+                log.summary.best_step =
+                    load_best(&snapshots, group, &self.parameters, state.ema.as_mut())?;
             }
         }
         model.set_training(false)?;

@@ -2,6 +2,7 @@
 
 use overdrive_datasets::{DeviceLoader, OnDevice};
 use overdrive_distributed::ProcessGroup;
+use overdrive_optim::Ema;
 use overdrive_profiling::{JsonLines, LoaderTotals, TensorBoard, Trackers};
 use overdrive_snapshot::{Scope, Snapshot, SnapshotManager};
 use tch::Tensor;
@@ -60,7 +61,8 @@ impl TrainingArguments {
 }
 
 /// Copies the weights of the best snapshot into `parameters`, which were registered under the name `model`,
-/// and returns its step; `None` where no snapshot has a metric. Each process of `group` calls it.
+/// and on rank 0 its averages into `ema`, registered under that name. Returns its step; `None` where no
+/// snapshot has a metric. Each process of `group` calls it.
 ///
 /// # Errors
 /// When the snapshot is damaged or of another model, or a process is lost.
@@ -68,6 +70,7 @@ pub fn load_best(
     snapshots: &SnapshotManager,
     group: &ProcessGroup,
     parameters: &[(String, Tensor)],
+    ema: Option<&mut Ema>,
 ) -> Result<Option<u64>> {
     let handles = parameters.iter();
     let targets = handles.map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
@@ -76,6 +79,9 @@ pub fn load_best(
             return Ok(None);
         };
         best.copy_into("model", Scope::Run, 0, targets)?;
+        if let Some(ema) = ema {
+            ema.load_state_dict(&best.state("ema", Scope::Run, 0)?)?;
+        }
         Ok(Some(best.step()))
     })?;
     for (_, parameter) in parameters {

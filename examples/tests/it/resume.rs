@@ -5,7 +5,9 @@ use std::path::Path;
 
 use anyhow::Result;
 use overdrive::distributed::ProcessGroup;
+use overdrive::optim::Ema;
 use overdrive::profiling::{StepMetrics, Tracker, Trackers, read_metrics};
+use overdrive::snapshot::{Scope, Snapshot};
 use overdrive::trainer::{
     Evaluation, IntervalStrategy, ModelArguments, OptimizerName, ResumeFromCheckpoint, RunFolder,
     SaveStrategy, TextData, TrainingArguments,
@@ -86,6 +88,18 @@ fn train(
     steps: u64,
     evaluation: &dyn Fn(u64) -> f64,
 ) -> (Result<Summary>, CausalLm) {
+    let (trained, model) = fit(folder, arguments, run, steps, evaluation);
+    (trained.map(|(summary, _)| summary), model)
+}
+
+/// As [`train`], with the averages of the weights at the end.
+fn fit(
+    folder: &Path,
+    arguments: &TrainingArguments,
+    run: &str,
+    steps: u64,
+    evaluation: &dyn Fn(u64) -> f64,
+) -> (Result<(Summary, Option<Ema>)>, CausalLm) {
     let arguments = TrainingArguments {
         output_dir: Some(folder.join(run)),
         ..arguments.clone()
@@ -94,7 +108,7 @@ fn train(
     let data = TextData::prepare_in(&folder.join("cache"), &arguments, |_| {}).unwrap();
     let mut model = new_model(&arguments, &data, Device::Cpu).unwrap();
     let group = ProcessGroup::single();
-    let fit = |model: &mut CausalLm| -> Result<Summary> {
+    let run_once = |model: &mut CausalLm| -> Result<(Summary, Option<Ema>)> {
         let folder = RunFolder::open_or_create(&group, &arguments)?;
         let training = Training {
             arguments: &arguments,
@@ -107,13 +121,12 @@ fn train(
         };
         let loader = data.train_loader(&arguments, Device::Cpu)?;
         let mut evaluations = 0;
-        let (summary, _) = training.fit(model, loader, &mut |_| {
+        training.fit(model, loader, &mut |_| {
             evaluations += 1;
             Ok(Evaluation::new(evaluation(evaluations), None))
-        })?;
-        Ok(summary)
+        })
     };
-    (fit(&mut model), model)
+    (run_once(&mut model), model)
 }
 
 fn losses(folder: &Path, run: &str) -> Vec<(u64, f64, f64)> {
@@ -313,6 +326,30 @@ fn the_best_is_kept_and_patience_ends_the_run() {
         .unwrap();
     let exists = |step: u64| dir.path().join(format!("only/checkpoint-{step}")).exists();
     assert!(exists(2) && exists(4) && exists(12) && !exists(6) && !exists(8) && !exists(10));
+}
+
+#[test]
+fn the_averages_at_the_end_are_those_of_the_best_snapshot() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let averaged = TrainingArguments {
+        eval_strategy: IntervalStrategy::Steps,
+        eval_steps: Some(2.0),
+        save_steps: 2.0,
+        max_steps: 6,
+        load_best_model_at_end: true,
+        ema_decay: Some(0.5),
+        ..arguments(dir.path())
+    };
+    let found = |evaluation: u64| [3.0, 1.0, 2.0][evaluation as usize - 1];
+    let (trained, _) = fit(dir.path(), &averaged, "run", u64::MAX / 8, &found);
+    let (summary, ema) = trained.unwrap();
+    assert_eq!(summary.best_step, Some(4));
+    let best = Snapshot::open(dir.path().join("run/checkpoint-4")).unwrap();
+    let stored = best.state("ema", Scope::Run, 0).unwrap();
+    for (name, average) in ema.unwrap().averages() {
+        assert_eq!(average, stored.tensors[name], "{name}");
+    }
 }
 
 #[test]
