@@ -6,7 +6,7 @@
 //! or four cache lines of the index and one or two of the text: a few hundred nanoseconds of misses.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use overdrive::datasets::random::uniform_below;
+use overdrive::core::random::uniform_below;
 use overdrive::datasets::{
     CsvOptions, CsvRecords, Dataset, IndexLocation, IndexOptions, JsonLayout, JsonOptions,
     JsonRecords, TextLines, TextOptions,

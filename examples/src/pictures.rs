@@ -1,6 +1,6 @@
 //! Pictures of four shapes, drawn at random places, sizes and contrasts, with noise.
 
-use overdrive::datasets::random::{random_u64, uniform_below};
+use overdrive::core::random::{random_u64, uniform_below};
 use overdrive::datasets::{DataLoader, DataLoaderOptions, Dataset, OnDevice, Result};
 use tch::{Device, Tensor};
 

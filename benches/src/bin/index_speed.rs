@@ -19,7 +19,7 @@ use std::path::Path;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-use overdrive::datasets::random::{random_u64, uniform_below};
+use overdrive::core::random::{random_u64, uniform_below};
 use overdrive::datasets::{
     CsvOptions, CsvRecords, Dataset, IndexLocation, IndexOptions, IndexReport, JsonOptions,
     JsonRecords, TextLines, TextOptions,

@@ -4,11 +4,11 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 
 use crate::documents::json_text;
-use crate::random::random_u64;
 use crate::{Corpus, CorpusFile, Error, Result, Sha256Digest, TextFormat};
+use overdrive_core::random::random_u64;
 
 const BLOCK_BYTES: u64 = 128 << 10;
-/// The stream of random numbers that choose blocks (see [`crate::random::random_u64`]).
+/// The stream of random numbers that choose blocks (see [`overdrive_core::random::random_u64`]).
 const SAMPLE_STREAM: u32 = 0xB9E5;
 
 /// A part of a file.

@@ -36,7 +36,7 @@
 //! [`SequentialWindows`] goes through in order for evaluation.
 //!
 //! Nothing here holds a corpus in memory: building streams, reading maps. Everything that is random
-//! is a pure function of a seed and a number ([`random`]), so a run continues exactly where it
+//! is a pure function of a seed and a number ([`overdrive_core::random`]), so a run continues exactly where it
 //! stopped, with any number of threads or processes.
 //!
 //! ```
@@ -96,7 +96,6 @@ mod instruction;
 mod loader;
 mod mmap;
 mod packing;
-pub mod random;
 mod records;
 mod sampling;
 pub mod store_format;
@@ -127,7 +126,6 @@ pub use instruction::{
 pub use loader::{Batch, DeviceLoader, OnDevice, RowLayout, collate};
 pub use loader::{DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, SequenceRows};
 pub use packing::{PackPlan, PackingStrategy, Segment};
-pub use random::uniform_below;
 #[cfg(feature = "parquet")]
 pub use records::TableRecords;
 pub use records::{

@@ -3,10 +3,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::random::random_u64;
 use crate::{Error, Result, TokenStore};
+use overdrive_core::random::random_u64;
 
-/// The stream of random numbers that splits use (see [`crate::random::random_u64`]).
+/// The stream of random numbers that splits use (see [`overdrive_core::random::random_u64`]).
 const SPLIT_STREAM: u32 = 0x5917;
 
 /// Along what a split is cut.

@@ -1,9 +1,9 @@
 //! Windows of a token store.
 
-use crate::random::uniform_below;
 use crate::{Dataset, Error, Result, TokenView, TokenizedExample};
+use overdrive_core::random::uniform_below;
 
-/// The stream of random numbers that random windows use (see [`crate::random::random_u64`]).
+/// The stream of random numbers that random windows use (see [`overdrive_core::random::random_u64`]).
 const WINDOW_STREAM: u32 = 0x717D;
 
 /// Windows that start anywhere, each start equally likely: nanoGPT's `get_batch`.

@@ -27,6 +27,7 @@
 //! | [`trainer`] | `trainer` | training arguments in Hugging Face's words, presets, run folders |
 //! | `compiled` | `compiled` (off) | packages of AOTInductor, CUDA graphs |
 //! | [`datasets`] with | `image`, `parquet`, `speech` (off) | images with captions, Parquet and Arrow files, speech |
+//! | [`core`](overdrive_core) | always | the errors, checks and random numbers that all crates share |
 //! | [`sys`] | always | operators by name, memory statistics, what tch does not bind |
 //!
 //! ```
@@ -61,6 +62,7 @@
 mod book;
 pub mod prelude;
 
+pub use overdrive_core as core;
 pub use overdrive_sys as sys;
 
 #[cfg(feature = "accumulation")]

@@ -10,9 +10,10 @@ use super::encoder::InstructionEncoder;
 use super::record::InstructionRecord;
 use super::record_file::RecordFile;
 use crate::transform::{Rising, RisingWriter};
-use crate::{Dataset, Error, Result, TokenizedExample, uniform_below};
+use crate::{Dataset, Error, Result, TokenizedExample};
+use overdrive_core::random::uniform_below;
 
-/// The stream of random numbers that splits use (see [`crate::random::random_u64`]).
+/// The stream of random numbers that splits use (see [`overdrive_core::random::random_u64`]).
 const SPLIT_STREAM: u32 = 0x5117;
 
 /// What becomes of a record that is broken.

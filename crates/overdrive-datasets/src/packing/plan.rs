@@ -280,7 +280,9 @@ mod tests {
         // beyond the row, which is cut.
         let normal = |index: u64| {
             let sum: f64 = (0..12)
-                .map(|draw| crate::random::random_u64(5, draw, index) as f64 / u64::MAX as f64)
+                .map(|draw| {
+                    overdrive_core::random::random_u64(5, draw, index) as f64 / u64::MAX as f64
+                })
                 .sum();
             sum - 6.0
         };

@@ -1,6 +1,6 @@
 //! A random order of any number of records, of which no list is kept.
 
-use crate::random::random_u64;
+use overdrive_core::random::random_u64;
 
 /// So many rounds of the network below pass for a random function; four are the proven minimum for an
 /// ideal round function (Luby and Rackoff 1988), and each costs about two nanoseconds.

@@ -1,7 +1,7 @@
 //! Orders of records.
 
 use super::Permutation;
-use crate::random::uniform_below;
+use overdrive_core::random::uniform_below;
 
 /// In which order the records of a dataset are read.
 ///

@@ -234,7 +234,7 @@ impl Files {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::random::uniform_below;
+    use overdrive_core::random::uniform_below;
 
     struct Numbers(Vec<u64>);
 

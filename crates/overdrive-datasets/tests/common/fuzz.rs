@@ -10,7 +10,7 @@ use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
-use overdrive_datasets::random::random_u64;
+use overdrive_core::random::random_u64;
 use overdrive_datasets::{
     CsvOptions, CsvRecords, Dataset, IndexLocation, IndexOptions, InstructionRecord, JsonLayout,
     JsonOptions, JsonRecords, Result, SampleBy, StoreOptions, TextLines, TextOptions, TokenStore,

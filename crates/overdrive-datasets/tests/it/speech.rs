@@ -249,7 +249,8 @@ fn damaged_sound_gives_errors_and_no_panics_and_no_end_of_memory() {
         let sound = std::fs::read(fixture(&format!("speech/{name}"))).unwrap();
         for round in 0..60_u64 {
             let draw = |index, bound: usize| {
-                overdrive_datasets::uniform_below(bound as u64, 11, round as u32, index) as usize
+                overdrive_core::random::uniform_below(bound as u64, 11, round as u32, index)
+                    as usize
             };
             let mut sound = sound.clone();
             for change in 0..1 + draw(0, 8) as u64 {

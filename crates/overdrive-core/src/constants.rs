@@ -1,0 +1,8 @@
+//! Constants that several crates have to agree on.
+
+/// The label of a position that has no loss: -100, as in PyTorch's `cross_entropy` and in transformers.
+pub const IGNORE_INDEX: i64 = -100;
+
+/// The exit code of a run that saved a snapshot after a signal and can be started again: 75, `EX_TEMPFAIL`
+/// of `sysexits.h`.
+pub const SAVED_EXIT_CODE: u8 = 75;

@@ -1,0 +1,47 @@
+//! The errors, checks, constants and random numbers that all crates of Overdrive share.
+//!
+//! Every crate has an error enum of its own for what only it can get wrong. What all of them can get wrong
+//! (an option out of its range, a tensor of another shape, dtype or device, a file that cannot be read,
+//! written or parsed) is [`Error`], which the enums of the crates wrap in one transparent variant. So the
+//! same mistake has the same message everywhere, and a program can match on it in one place.
+//!
+//! ```
+//! use overdrive_core::{Error, check_positive};
+//!
+//! # fn main() {
+//! let error = check_positive("learning_rate", -0.1).unwrap_err();
+//! assert_eq!(error.to_string(), "`learning_rate` is -0.1; it must be positive");
+//! assert!(matches!(error, Error::InvalidOption { option, .. } if option == "learning_rate"));
+//! # }
+//! ```
+//!
+//! A crate's own enum:
+//!
+//! ```
+//! #[derive(Debug, thiserror::Error)]
+//! pub enum CacheError {
+//!     #[error(transparent)]
+//!     Common(#[from] overdrive_core::Error),
+//!     #[error("the cache holds {held} tokens; it cannot be truncated to {len}")]
+//!     TruncateBeyondEnd { len: usize, held: usize },
+//! }
+//!
+//! fn set_window(window: usize) -> Result<(), CacheError> {
+//!     overdrive_core::check_at_least("window", window, 1)?;
+//!     Ok(())
+//! }
+//! assert!(set_window(0).is_err());
+//! ```
+#![deny(missing_docs)]
+#![forbid(unsafe_code)]
+
+mod check;
+mod constants;
+mod error;
+pub mod random;
+
+pub use check::{
+    Number, check_at_least, check_fraction, check_non_negative, check_option, check_positive,
+};
+pub use constants::{IGNORE_INDEX, SAVED_EXIT_CODE};
+pub use error::{Error, Result};
