@@ -1,9 +1,9 @@
 //! Every record once an epoch, sharding is a partition, and batches keep their promises.
 
+use overdrive_core::random::uniform_below;
 use overdrive_datasets::{
     BatchSampler, Error, LastShare, LengthGroupedBatches, RandomSampler, SampledBatches, Sampler,
     SequentialSampler, Shard, ShardedBatches, TokenBudgetBatches, TokenBudgetOptions,
-    random::uniform_below,
 };
 use proptest::prelude::*;
 

@@ -1,9 +1,8 @@
 //! Rows of Parquet and Arrow files, as pyarrow writes them.
 
 use crate::common::{cases, fixture};
-use overdrive_datasets::{
-    DataLoader, DataLoaderOptions, Dataset, Error, TableRecords, random::uniform_below,
-};
+use overdrive_core::random::uniform_below;
+use overdrive_datasets::{DataLoader, DataLoaderOptions, Dataset, Error, TableRecords};
 use proptest::prelude::*;
 use serde_json::Value;
 
