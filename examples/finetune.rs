@@ -17,8 +17,9 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::Parser;
 use overdrive::distributed::ProcessGroup;
-use overdrive::profiling::{MemoryUsage, Trackers};
+use overdrive::profiling::MemoryUsage;
 use overdrive::sys::memory;
+use overdrive::tracking::Trackers;
 use overdrive::trainer::{Evaluation, FinetuneArgs, FinetuneArguments, InstructionData, Part};
 use overdrive_examples::exit_or_resume;
 use overdrive_examples::finetuning::{

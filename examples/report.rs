@@ -11,7 +11,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Parser;
-use overdrive::profiling::{Report, read_metrics};
+use overdrive::tracking::{Report, read_metrics};
 
 /// Writes the report of a run from its metrics file
 #[derive(Parser)]

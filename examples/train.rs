@@ -22,8 +22,9 @@ use overdrive::datasets::{Batch, DeviceLoader};
 use overdrive::distributed::ProcessGroup;
 use overdrive::optim::{EarlyStopping, Ema, LrScheduler, Optimizer};
 use overdrive::precision::{GradScaler, Precision};
-use overdrive::profiling::{Phase, StepMetrics, Trackers};
+use overdrive::profiling::Phase;
 use overdrive::snapshot::RunState;
+use overdrive::tracking::{StepMetrics, Trackers};
 use overdrive::trainer::{
     Evaluation, Interrupt, Part, RunFolder, TextData, TrainArgs, TrainingArguments, load_best,
 };

@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--no-build", action="store_true", help="the example is built already")
     arguments = parser.parse_args()
 
-    build = "cargo build --release -p overdrive-examples --features compiled --example compiled"
+    build = "cargo build --release -p overdrive-examples --features packages --example packages"
     if not arguments.no_build and subprocess.run(build.split(), cwd=ROOT).returncode != 0:
         sys.exit("the build failed; is libtorch there? run `cargo xtask setup` first")
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
@@ -48,12 +48,12 @@ def main() -> None:
         package = arguments.package
         if package is None:
             package = Path(folder) / "model.pt2"
-            script = ROOT / "crates/overdrive-compiled/python/compile_package.py"
+            script = ROOT / "crates/overdrive-packages/python/compile_package.py"
             flags = ["--model", arguments.model, "--output", package, "--models", "prefill,decode"]
             subprocess.run([sys.executable, script, *flags], check=True)
         model = str(arguments.model.resolve())
         same = ["--model", model, "--threads", str(arguments.threads), "--batch", str(arguments.batch)]
-        ours = [str(target / "release/examples/compiled"), "--package", str(package.resolve()), "--compare", *same]
+        ours = [str(target / "release/examples/packages"), "--package", str(package.resolve()), "--compare", *same]
         theirs = [sys.executable, "compiled.py", *same]
         rounds = [lines(ours, ROOT) | lines(theirs, HERE) for _ in range(arguments.rounds)]
 

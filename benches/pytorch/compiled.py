@@ -4,7 +4,7 @@ see compare_compiled.py, which runs all sides.
 python3 compiled.py --model DIR --threads 2
 
 Eager is transformers as it is called most: `forward` with its DynamicCache. Compiled is the very graph
-of the package (crates/overdrive-compiled/python/compile_package.py): the model over a static cache that
+of the package (crates/overdrive-packages/python/compile_package.py): the model over a static cache that
 is written in place, so that torch.compile makes no graph anew as the text grows.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "crates/overdrive-compiled/python"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "crates/overdrive-packages/python"))
 from compile_package import step, with_forward  # noqa: E402
 
 

@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use overdrive::distributed::Launch;
-use overdrive::profiling::read_metrics;
 use overdrive::safetensors::MappedFile;
 use overdrive::snapshot::Snapshot;
+use overdrive::tracking::read_metrics;
 use rustix::process::{Pid, Signal, kill_process};
 
 /// The program, which Cargo builds with the tests of this package.

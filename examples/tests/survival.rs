@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use overdrive::distributed::{Launch, ProcessGroup};
-use overdrive::profiling::{StepMetrics, Trackers, read_metrics};
+use overdrive::tracking::{StepMetrics, Trackers, read_metrics};
 use overdrive::trainer::{
     Evaluation, Interrupt, IntervalStrategy, Layers, ModelArguments, OptimizerName, Part,
     ResumeFromCheckpoint, RunFolder, TextData, TrainingArguments,

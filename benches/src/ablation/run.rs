@@ -2,7 +2,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::Command;
 
-use overdrive::profiling::read_metrics;
+use overdrive::tracking::read_metrics;
 use serde::{Deserialize, Serialize};
 
 use crate::StepResult;

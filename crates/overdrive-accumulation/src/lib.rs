@@ -10,6 +10,7 @@
 //! |---|---|
 //! | [`GradientAccumulator`], [`Window`] | Accelerate's `accumulate` with the token normalisation of transformers' Trainer |
 //! | [`LossTerm`] | a loss of several terms, each with its own divisor |
+//! | [`DeviceAccumulator`] | the same with counts on the device, for CUDA graphs |
 //! | [`GradientSync`] | the seam for DistributedDataParallel's `no_sync` |
 //! | [`windows`] | `Trainer.get_batch_samples`, `sync_with_dataloader` |
 //! | [`find_executable_batch_size`] | Accelerate's function of that name |
@@ -57,6 +58,7 @@ mod accumulator;
 mod batch_plan;
 mod batch_size_search;
 mod config;
+mod device_accumulator;
 mod error;
 mod sync;
 mod window;
@@ -68,6 +70,7 @@ pub use batch_size_search::{
     find_executable_batch_size_with,
 };
 pub use config::AccumulationConfig;
+pub use device_accumulator::{DeviceAccumulator, DeviceLoss, DeviceStep};
 pub use error::{Error, Result};
 pub use sync::{GradientSync, SingleProcess, SyncError};
 pub use window::{LossTerm, Window, Windows, count_tokens, windows};

@@ -46,9 +46,9 @@
 #![deny(missing_docs)]
 
 mod autocast;
+mod cpu_class;
 mod error;
 mod grad_scaler;
-mod hardware;
 mod precision;
 mod scale_monitor;
 mod scaler_config;
@@ -57,9 +57,10 @@ pub mod tf32;
 mod unscale;
 
 pub use autocast::{Autocast, AutocastGuard, autocast, is_autocast_enabled};
+pub use cpu_class::CpuClass;
 pub use error::{Error, Result};
 pub use grad_scaler::{GradScaler, StepOutcome};
-pub use hardware::{CpuClass, GPU_GENERATIONS, GpuGeneration};
+pub use overdrive_core::gpu::{GPU_GENERATIONS, GpuGeneration};
 pub use precision::{ParsePrecisionError, Precision, Recommendation};
 pub use scaler_config::{GradScalerConfig, GradScalerState};
 pub use scaler_statistics::{

@@ -4,10 +4,11 @@ use std::fmt;
 use std::str::FromStr;
 
 use overdrive_build::cpu::CpuFeatures;
+use overdrive_core::gpu::GpuGeneration;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
-use crate::{Autocast, CpuClass, GpuGeneration, GradScaler, GradScalerConfig, Result, tf32};
+use crate::{Autocast, CpuClass, GradScaler, GradScalerConfig, Result, tf32};
 
 /// How matrix products are computed while the parameters stay in fp32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -67,7 +68,24 @@ impl Precision {
         }
     }
 
-    /// The dtype that autocast casts to, if it is on.
+    /// Returns the best precision for training on GPUs of a generation: the half precision that its tensor
+    /// cores multiply, else fp32.
+    ///
+    /// ```
+    /// use overdrive_precision::{GpuGeneration, Precision};
+    ///
+    /// assert_eq!(Precision::of_generation(&GpuGeneration::of((7, 5))), Precision::Fp16); // Turing
+    /// ```
+    pub fn of_generation(generation: &GpuGeneration) -> Self {
+        match (generation.bf16_tensor_cores, generation.fp16_tensor_cores) {
+            // bf16 before fp16: as fast, and its range needs no loss scaling.
+            (true, _) => Self::Bf16,
+            (false, true) => Self::Fp16,
+            (false, false) => Self::Fp32,
+        }
+    }
+
+    /// Returns the dtype that autocast casts to; `None` for fp32 and TF32, which need no autocast.
     pub fn autocast_dtype(self) -> Option<Kind> {
         match self {
             Self::Fp32 | Self::Tf32 => None,
@@ -149,7 +167,8 @@ impl Precision {
         };
         Some(format!(
             "this GPU ({}, compute capability {major}.{minor}) has {lacks}; use {}",
-            row.name, row.precision
+            row.name,
+            Self::of_generation(&row)
         ))
     }
 }
@@ -166,7 +185,7 @@ fn recommend_for_cpu(features: CpuFeatures) -> Recommendation {
 fn recommend_for_cuda((major, minor): (u32, u32)) -> Recommendation {
     let row = GpuGeneration::of((major, minor));
     Recommendation {
-        precision: row.precision,
+        precision: Precision::of_generation(&row),
         hardware: row.name.to_owned(),
         reason: format!(
             "this GPU ({}, compute capability {major}.{minor}) {}",
@@ -226,6 +245,38 @@ mod tests {
             (amx.precision, amx.hardware.as_str()),
             (Precision::Bf16, "AMX")
         );
+    }
+
+    #[test]
+    fn gpus_belong_to_the_generation_that_nvidia_names() {
+        for (capability, name, precision) in [
+            ((3, 7), "Maxwell or older", Precision::Fp32), // K80
+            ((5, 2), "Maxwell or older", Precision::Fp32), // GTX 980
+            ((6, 0), "Pascal", Precision::Fp32),           // P100
+            ((6, 1), "Pascal", Precision::Fp32),           // GTX 1080 Ti
+            ((6, 2), "Pascal", Precision::Fp32),           // TX2
+            ((7, 0), "Volta", Precision::Fp16),            // V100
+            ((7, 2), "Volta", Precision::Fp16),            // Xavier
+            ((7, 5), "Turing", Precision::Fp16),           // T4
+            ((8, 0), "Ampere", Precision::Bf16),           // A100
+            ((8, 6), "Ampere", Precision::Bf16),           // RTX 3090
+            ((8, 7), "Ampere", Precision::Bf16),           // Orin
+            ((8, 9), "Ada", Precision::Bf16),              // RTX 4090
+            ((9, 0), "Hopper", Precision::Bf16),           // H100
+            ((10, 0), "Blackwell", Precision::Bf16),       // B200
+            ((10, 3), "Blackwell", Precision::Bf16),       // B300
+            ((11, 0), "Blackwell", Precision::Bf16),       // Thor
+            ((12, 0), "Blackwell", Precision::Bf16),       // RTX 5090
+            ((12, 1), "Blackwell", Precision::Bf16),       // GB10
+            ((13, 0), "a generation after Blackwell", Precision::Bf16),
+        ] {
+            let choice = recommend_for_cuda(capability);
+            assert_eq!(
+                (choice.hardware.as_str(), choice.precision),
+                (name, precision),
+                "{capability:?}"
+            );
+        }
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What holds a step up, in plain words.
+//! The bottleneck of a step, with its remedy.
 
 use std::fmt;
 
@@ -6,34 +6,34 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Phase, PhaseSeconds};
 
-/// What is known about some steps, for [`Bottleneck::find`].
+/// The measurements of some steps, for [`Bottleneck::find`].
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StepProfile {
-    /// Seconds by phase: in device time where the device has its own clock, of one step or of many.
+    /// Seconds by phase, of one step or of many; in device time where the device has its own clock.
     pub phases: PhaseSeconds,
     /// Model FLOPs utilisation, 0 to 1.
     pub mfu: Option<f64>,
-    /// The part of the time in which the GPU ran any kernel, 0 to 1.
+    /// The fraction of the time in which the GPU ran any kernel, 0 to 1.
     pub gpu_utilization: Option<f64>,
 }
 
-/// From which part of a step on something counts as holding it up, each 0 to 1.
+/// The fractions of a step from which on a phase counts as a bottleneck, each 0 to 1.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct BottleneckThresholds {
-    /// Loading data: 0.1. Prefetched data costs next to nothing.
+    /// Loading data. Default 0.1; prefetched data costs next to nothing.
     pub data: f64,
-    /// Copies to the device: 0.05. They can run behind the step.
+    /// Copies to the device. Default 0.05; they can overlap with the step.
     pub host_to_device: f64,
-    /// Adding up gradients: 0.2.
+    /// Gradient accumulation. Default 0.2.
     pub accumulate: f64,
-    /// The optimizer: 0.25. A fused one takes a few percent of a step of 2000 tokens.
+    /// The optimizer. Default 0.25; a fused one takes a few percent of a step of 2000 tokens.
     pub optimizer: f64,
-    /// Everything that belongs to no phase: 0.1.
+    /// Everything that belongs to no phase. Default 0.1.
     pub other: f64,
-    /// A GPU that is idle more than this has nothing to do: 0.3.
+    /// The idle fraction of the GPU. Default 0.3.
     pub idle_gpu: f64,
-    /// An MFU below this with a busy device: 0.2. Most of the time is not in products.
+    /// The MFU below which a busy device spends most of its time outside matrix products. Default 0.2.
     pub low_mfu: f64,
 }
 
@@ -51,49 +51,49 @@ impl Default for BottleneckThresholds {
     }
 }
 
-/// What holds a step up; [`Display`](fmt::Display) is a sentence with the remedy.
+/// The bottleneck of a step. [`Display`](fmt::Display) is a sentence with the remedy.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Bottleneck {
     /// The step waits for its batch.
     Data {
-        /// The part of the step, 0 to 1.
+        /// The fraction of the step, 0 to 1.
         share: f64,
     },
     /// The step waits for copies to the device.
     HostToDevice {
-        /// The part of the step, 0 to 1.
+        /// The fraction of the step, 0 to 1.
         share: f64,
     },
-    /// Adding up gradients takes long.
+    /// Gradient accumulation takes long.
     Accumulate {
-        /// The part of the step, 0 to 1.
+        /// The fraction of the step, 0 to 1.
         share: f64,
     },
     /// The update takes long.
     Optimizer {
-        /// The part of the step, 0 to 1.
+        /// The fraction of the step, 0 to 1.
         share: f64,
     },
     /// The loop around the model takes long.
     Loop {
-        /// The part of the step, 0 to 1.
+        /// The fraction of the step, 0 to 1.
         share: f64,
     },
-    /// The GPU waits for the host to ask for work.
+    /// The GPU waits for the host to launch kernels.
     Launches {
-        /// The part of the time in which no kernel ran, 0 to 1.
+        /// The fraction of the time in which no kernel ran, 0 to 1.
         idle: f64,
     },
-    /// The device is busy, and not with the products of the model.
+    /// The device is busy with other work than the matrix products of the model.
     SmallKernels {
         /// Model FLOPs utilisation, 0 to 1.
         mfu: f64,
     },
-    /// The model's own arithmetic: what is left is a faster device, less precision, or fewer FLOPs.
+    /// The model's own arithmetic: only a faster device, a lower precision or fewer FLOPs would help.
     Compute {
-        /// The part of the step in forward and backward, 0 to 1.
+        /// The fraction of the step in forward and backward, 0 to 1.
         share: f64,
     },
 }
@@ -101,8 +101,8 @@ pub enum Bottleneck {
 type FromShare = fn(f64) -> Bottleneck;
 
 impl Bottleneck {
-    /// What holds the step up most: of the phases above their threshold the one that is furthest
-    /// above it, else what the device says, else the model's own arithmetic. `None` where no time was
+    /// Returns the largest bottleneck: of the phases above their threshold the one that is furthest
+    /// above it, else an idle or a badly used device, else the model's own arithmetic. `None` where no time was
     /// measured.
     pub fn find(step: &StepProfile, thresholds: &BottleneckThresholds) -> Option<Self> {
         let total = step.phases.total();
@@ -123,6 +123,8 @@ impl Bottleneck {
             }),
             (Phase::Other, thresholds.other, |share| Self::Loop { share }),
         ];
+        // By the distance to the threshold, not by the share: a quarter of the step is usual for one phase and
+        // far too much for another.
         let worst = phases
             .into_iter()
             .map(|(phase, threshold, make)| (share(phase) - threshold, make(share(phase))))
@@ -131,6 +133,7 @@ impl Bottleneck {
         if let Some((_, bottleneck)) = worst {
             return Some(bottleneck);
         }
+        // Before MFU: an idle GPU has a low MFU too, and launches are the cause.
         let idle = step.gpu_utilization.map(|busy| 1.0 - busy);
         if let Some(idle) = idle.filter(|&idle| idle >= thresholds.idle_gpu) {
             return Some(Self::Launches { idle });
@@ -144,8 +147,8 @@ impl Bottleneck {
     }
 }
 
-fn percent(part: f64) -> f64 {
-    100.0 * part
+fn percent(share: f64) -> f64 {
+    100.0 * share
 }
 
 impl fmt::Display for Bottleneck {
@@ -165,7 +168,7 @@ impl fmt::Display for Bottleneck {
             ),
             Self::Accumulate { share } => write!(
                 f,
-                "adding up gradients takes {:.0}% of the step: use fewer and larger micro-batches",
+                "gradient accumulation takes {:.0}% of the step: use fewer and larger micro-batches",
                 percent(share)
             ),
             Self::Optimizer { share } => write!(
@@ -182,7 +185,7 @@ impl fmt::Display for Bottleneck {
             ),
             Self::Launches { idle } => write!(
                 f,
-                "the GPU is idle {:.0}% of the time though data is there: it waits to be asked; raise \
+                "the GPU is idle {:.0}% of the time though data is ready: it waits for kernel launches; raise \
                  the batch size, read no value back inside the step, use fused kernels",
                 percent(idle)
             ),
@@ -194,8 +197,8 @@ impl fmt::Display for Bottleneck {
             ),
             Self::Compute { share } => write!(
                 f,
-                "the model's own arithmetic takes {:.0}% of the step: nothing holds it up; a lower \
-                 precision or a smaller model is what would make it faster",
+                "the model's own arithmetic takes {:.0}% of the step, so there is no bottleneck; only a lower \
+                 precision or a smaller model would make it faster",
                 percent(share)
             ),
         }
@@ -225,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn slow_data_is_said_in_plain_words_with_the_remedy() {
+    fn the_sentence_of_slow_data_names_the_remedy() {
         let text = find(step(&[(Phase::Data, 31.0)])).to_string();
         assert!(
             text.starts_with("data loading takes 31% of the step: raise num_workers"),
@@ -266,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_slow_phase_the_device_is_looked_at() {
+    fn without_a_slow_phase_the_device_is_the_bottleneck() {
         let idle = StepProfile {
             gpu_utilization: Some(0.6),
             mfu: Some(0.1),

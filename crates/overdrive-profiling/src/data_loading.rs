@@ -1,43 +1,42 @@
-//! What the steps waited for.
+//! The time that steps wait for data.
 
 use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// What a data loader has done since it began, as [`StepRecorder::loader`](crate::StepRecorder::loader)
-/// takes it.
+/// The totals of a data loader since it began, for [`StepRecorder::loader`](crate::StepRecorder::loader).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LoaderTotals {
-    /// Batches handed out.
+    /// The number of batches delivered.
     pub batches: u64,
-    /// How long the loop waited for them.
+    /// The time that the loop waited for them.
     pub wait: Duration,
     /// The longest of these waits.
     pub longest_wait: Duration,
-    /// How many batches were ready when one was asked for, summed over the batches.
+    /// The number of batches that were ready when one was requested, summed over the requests.
     pub ready: u64,
-    /// Records that could not be read and were left out or replaced.
+    /// The number of records that could not be read and were left out or replaced.
     pub failed_records: u64,
 }
 
-/// What the loader did for one step.
+/// The data loading of one step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct LoaderMetrics {
-    /// Batches handed out.
+    /// The number of batches delivered.
     pub batches: u64,
-    /// Seconds that the step waited for them.
+    /// The seconds that the step waited for them.
     pub wait_seconds: f64,
-    /// How many batches were ready, on average, when one was asked for: near 0, its threads are too
-    /// slow (or there are none).
+    /// The mean number of batches that were ready when one was requested. Near 0 the loader's threads are too
+    /// slow (or it has none).
     pub queue_depth: f64,
-    /// Records left out or replaced since the run began, because they could not be read.
+    /// The number of records since the run began that could not be read and were left out or replaced.
     pub failed_records: u64,
 }
 
 impl LoaderTotals {
-    /// What was done since `before`, of which this is a later state.
+    /// Returns the difference to `before`, an earlier state of the same totals.
     pub fn since(&self, before: &Self) -> LoaderMetrics {
         let batches = self.batches.saturating_sub(before.batches);
         let ready = self.ready.saturating_sub(before.ready);
@@ -50,15 +49,15 @@ impl LoaderTotals {
     }
 }
 
-/// How much of the steps of a run was data loading. Displayed: in one line.
+/// The share of data loading in the steps of a run. [`Display`](fmt::Display) is one line.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct DataLoading {
-    /// The part of the steps' time that [`Phase::Data`](crate::Phase::Data) took, 0 to 1.
+    /// The fraction of the steps' time that [`Phase::Data`](crate::Phase::Data) took, 0 to 1.
     pub share: f64,
-    /// Seconds of it a step.
+    /// The seconds of it a step.
     pub seconds_a_step: f64,
-    /// What the loader did, where there is one that tells.
+    /// The totals of the loader, if they were given.
     pub loader: Option<LoaderTotals>,
 }
 
@@ -74,8 +73,8 @@ impl fmt::Display for DataLoading {
             let waited = loader.since(&LoaderTotals::default());
             write!(
                 f,
-                ": {} batches, waited {:.1} ms for them in all, {:.2} ms at most; {:.1} were ready when \
-                 one was asked for",
+                ": {} batches, waited {:.1} ms for them in total, {:.2} ms at most; {:.1} were ready when \
+                 one was requested",
                 waited.batches,
                 1e3 * waited.wait_seconds,
                 1e3 * loader.longest_wait.as_secs_f64(),
@@ -114,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn the_share_is_told_in_a_line() {
+    fn the_share_is_displayed_in_one_line() {
         let mut loading = DataLoading {
             share: 0.0123,
             seconds_a_step: 0.002,
@@ -133,8 +132,8 @@ mod tests {
         });
         assert!(
             loading.to_string().ends_with(
-                "2.000 ms: 10 batches, waited 20.0 ms for them in all, 5.00 ms at most; 1.5 were ready \
-                 when one was asked for"
+                "2.000 ms: 10 batches, waited 20.0 ms for them in total, 5.00 ms at most; 1.5 were ready \
+                 when one was requested"
             ),
             "{loading}"
         );

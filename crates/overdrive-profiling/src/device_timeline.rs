@@ -1,4 +1,4 @@
-//! A step's phases as the device went through them.
+//! The phases of a step in device time.
 
 use std::collections::VecDeque;
 
@@ -8,26 +8,26 @@ use crate::{Phase, PhaseSeconds, Result};
 
 /// The phases of one step in device time.
 ///
-/// The time between two borders counts for the phase that the host was in when it asked for the
+/// The time between two events counts for the phase in which the host launched the
 /// work between them. Where the device runs behind the host, loading data costs nothing here; where
-/// the device has to wait for a batch, the wait is in [`Phase::Data`]. So this is the split to act on.
+/// the device has to wait for a batch, the wait is in [`Phase::Data`]. So this is the split to optimize.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DevicePhases {
-    /// The step of the timer, counted from 1.
+    /// The number of the step, counted from 1 by the timer.
     pub step: u64,
     /// The seconds of each phase.
     pub seconds: PhaseSeconds,
 }
 
-/// What a timeline marks its borders with: an event of the device, or a test's.
-pub(crate) trait Mark: Sized {
+/// An event in the work of a device, or a test's stand-in for one.
+pub(crate) trait Event: Sized {
     fn record(&mut self) -> Result<()>;
     fn is_done(&self) -> Result<bool>;
     fn wait(&self) -> Result<()>;
     fn seconds_since(&self, start: &Self) -> Result<f64>;
 }
 
-impl Mark for DeviceEvent {
+impl Event for DeviceEvent {
     fn record(&mut self) -> Result<()> {
         Ok(DeviceEvent::record(self)?)
     }
@@ -45,81 +45,84 @@ impl Mark for DeviceEvent {
     }
 }
 
-/// Marks on a device between the phases of its steps, read when the device has passed them.
+/// Events on a device between the phases of its steps, read when the device has passed them.
 #[derive(Debug)]
-pub(crate) struct Timeline<M> {
-    make: fn(tch::Device) -> Result<M>,
+pub(crate) struct Timeline<E> {
+    make: fn(tch::Device) -> Result<E>,
     device: tch::Device,
-    /// The borders of the step that is under way: each ends a piece of the phase beside it.
-    borders: Vec<(Phase, M)>,
-    ended: VecDeque<(u64, Vec<(Phase, M)>)>,
-    /// Marks that were read, to be used again.
-    free: Vec<M>,
+    /// The events of the current step: each ends a section of the phase beside it.
+    boundaries: Vec<(Phase, E)>,
+    /// The steps that ended on the host and were not read yet, oldest first.
+    ended: VecDeque<(u64, Vec<(Phase, E)>)>,
+    /// Events that were read. They are reused, since creating one costs the driver more than recording it.
+    free: Vec<E>,
 }
 
 impl Timeline<DeviceEvent> {
     pub(crate) fn new(device: tch::Device) -> Self {
-        Self::with_marks(device, |device| Ok(DeviceEvent::new(device)?))
+        Self::with_events(device, |device| Ok(DeviceEvent::new(device)?))
     }
 }
 
-impl<M: Mark> Timeline<M> {
-    pub(crate) fn with_marks(device: tch::Device, make: fn(tch::Device) -> Result<M>) -> Self {
+impl<E: Event> Timeline<E> {
+    pub(crate) fn with_events(device: tch::Device, make: fn(tch::Device) -> Result<E>) -> Self {
         Self {
             make,
             device,
-            borders: Vec::new(),
+            boundaries: Vec::new(),
             ended: VecDeque::new(),
             free: Vec::new(),
         }
     }
 
-    /// Begins a step here; what was marked since the last one is dropped.
+    /// Begins a step here, and drops the events since the last one.
     pub(crate) fn begin(&mut self) -> Result<()> {
         self.free
-            .extend(self.borders.drain(..).map(|(_, mark)| mark));
-        self.border(Phase::Other)
+            .extend(self.boundaries.drain(..).map(|(_, event)| event));
+        self.boundary(Phase::Other)
     }
 
-    /// Ends a piece of `phase` here.
-    pub(crate) fn border(&mut self, phase: Phase) -> Result<()> {
-        let mut mark = match self.free.pop() {
-            Some(mark) => mark,
+    /// Ends a section of `phase` here.
+    pub(crate) fn boundary(&mut self, phase: Phase) -> Result<()> {
+        let mut event = match self.free.pop() {
+            Some(event) => event,
             None => (self.make)(self.device)?,
         };
-        mark.record()?;
-        self.borders.push((phase, mark));
+        event.record()?;
+        self.boundaries.push((phase, event));
         Ok(())
     }
 
-    /// Ends the step here; the next one begins here too.
+    /// Ends the step here, where the next one begins.
     pub(crate) fn end(&mut self, step: u64) -> Result<()> {
         self.ended
-            .push_back((step, std::mem::take(&mut self.borders)));
+            .push_back((step, std::mem::take(&mut self.boundaries)));
         self.begin()
     }
 
-    /// The ended steps that the device is through with; with `wait`, all of them.
+    /// Takes the ended steps that the device has finished; with `wait` all of them.
     pub(crate) fn take(&mut self, wait: bool) -> Result<Vec<DevicePhases>> {
         let mut taken = Vec::new();
-        while let Some((step, borders)) = self.ended.pop_front() {
-            if let Some((_, last)) = borders.last() {
+        while let Some((step, boundaries)) = self.ended.pop_front() {
+            // Events of a stream complete in order: the last one stands for all of the step.
+            if let Some((_, last)) = boundaries.last() {
                 if wait {
                     last.wait()?;
                 }
                 if !last.is_done()? {
-                    self.ended.push_front((step, borders));
+                    self.ended.push_front((step, boundaries));
                     break;
                 }
             }
             let mut seconds = PhaseSeconds::default();
-            for pair in borders.windows(2) {
+            for pair in boundaries.windows(2) {
                 let [(_, start), (phase, end)] = pair else {
-                    continue; // windows of two have two
+                    continue; // `windows(2)` gives slices of two.
                 };
                 seconds.add(*phase, end.seconds_since(start)?);
             }
-            self.free.extend(borders.into_iter().map(|(_, mark)| mark));
+            self.free
+                .extend(boundaries.into_iter().map(|(_, event)| event));
             taken.push(DevicePhases { step, seconds });
         }
         Ok(taken)
@@ -133,16 +136,16 @@ mod tests {
     use super::*;
 
     thread_local! {
-        /// The time of the pretended device's last mark, and how far it has got.
+        /// The time of the simulated device's last event, the time that it has reached, and the events made.
         static QUEUED: Cell<f64> = const { Cell::new(0.0) };
         static REACHED: Cell<f64> = const { Cell::new(0.0) };
         static MADE: Cell<usize> = const { Cell::new(0) };
     }
 
-    /// A mark on a device whose every piece of work between two marks takes a second.
+    /// An event of a device whose work between two events takes a second.
     struct Tick(Cell<f64>);
 
-    impl Mark for Tick {
+    impl Event for Tick {
         fn record(&mut self) -> Result<()> {
             QUEUED.set(QUEUED.get() + 1.0);
             self.0.set(QUEUED.get());
@@ -161,7 +164,7 @@ mod tests {
     }
 
     fn timeline() -> Timeline<Tick> {
-        Timeline::with_marks(tch::Device::Cpu, |_| {
+        Timeline::with_events(tch::Device::Cpu, |_| {
             MADE.set(MADE.get() + 1);
             Ok(Tick(Cell::new(0.0)))
         })
@@ -176,13 +179,13 @@ mod tests {
             Phase::Backward,
             Phase::Forward,
         ] {
-            timeline.border(phase).expect("border");
+            timeline.boundary(phase).expect("boundary");
         }
         timeline.end(number).expect("end");
     }
 
     #[test]
-    fn a_step_is_read_once_the_device_has_passed_its_last_border() {
+    fn a_step_is_read_once_the_device_has_passed_its_last_event() {
         let mut timeline = timeline();
         step(&mut timeline, 1);
         assert!(
@@ -198,7 +201,7 @@ mod tests {
             (seconds.data, seconds.forward, seconds.backward),
             (1.0, 2.0, 1.0)
         );
-        assert_eq!(seconds.total(), 5.0, "the borders lie a second apart");
+        assert_eq!(seconds.total(), 5.0, "the events are a second apart");
         assert!(
             timeline.take(false).expect("take").is_empty(),
             "each step once"
@@ -215,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn marks_are_used_again() {
+    fn events_are_reused() {
         let mut timeline = timeline();
         step(&mut timeline, 1);
         timeline.take(true).expect("take");
@@ -224,6 +227,6 @@ mod tests {
             step(&mut timeline, number);
             timeline.take(true).expect("take");
         }
-        assert!(MADE.get() <= made + 1, "{} marks for {made}", MADE.get());
+        assert!(MADE.get() <= made + 1, "{} events for {made}", MADE.get());
     }
 }

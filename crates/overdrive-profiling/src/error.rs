@@ -1,76 +1,27 @@
+//! Errors of measuring.
+
 use std::path::PathBuf;
 
 use thiserror::Error;
 
-/// What can go wrong while measuring, logging and reporting.
+/// An error of measuring a step, a device or a run.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A file or folder could not be read or written.
-    #[error("cannot {action} {}: {source}", path.display())]
-    Io {
-        /// What was tried, in words: `create`, `append to`, `read`.
-        action: &'static str,
-        /// The file or folder.
-        path: PathBuf,
-        /// The operating system's answer.
-        source: std::io::Error,
-    },
-
-    /// A line of a metrics file is no metrics record.
-    #[error(
-        "{}:{line} is not a metrics record: {source}; each line must be one JSON object with at \
-         least `step`, `loss`, `learning_rate`, `tokens_per_second` and `peak_memory_bytes`",
-        path.display()
-    )]
-    BadRecord {
-        /// The metrics file.
-        path: PathBuf,
-        /// The line, counted from 1.
-        line: usize,
-        /// What the JSON parser says.
-        source: serde_json::Error,
-    },
-
-    /// A record could not be written as JSON: one of its extra values cannot be.
-    #[error("the metrics of step {step} cannot be written as JSON: {source}")]
-    Unwritable {
-        /// The step of the record.
-        step: u64,
-        /// What the JSON writer says.
-        source: serde_json::Error,
-    },
-
-    /// A chart could not be drawn.
-    #[error("cannot draw the chart `{chart}`: {message}")]
-    Chart {
-        /// The chart's title.
-        chart: String,
-        /// What the drawing library says.
-        message: String,
-    },
+    /// An option is outside its range, or a file could not be read or written.
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
 
     /// A profile's trace could not be written.
     #[error("cannot write the trace {}: {message}", path.display())]
     Trace {
         /// The file.
         path: PathBuf,
-        /// What went wrong.
+        /// The reason.
         message: String,
     },
 
-    /// A schedule, a window or a size makes no sense.
-    #[error("{name} is {value}, but must be {expected}")]
-    InvalidConfig {
-        /// The field.
-        name: &'static str,
-        /// What it was.
-        value: String,
-        /// What it must be.
-        expected: &'static str,
-    },
-
-    /// The peak of a device is neither known nor could be measured.
+    /// The peak of a device is neither known nor could it be measured.
     #[error(
         "the peak of {device} in {dtype} is not known and could not be measured ({message}); give it \
          with `PeakFlops::given`"
@@ -78,47 +29,32 @@ pub enum Error {
     UnknownPeak {
         /// The device.
         device: String,
-        /// The dtype of the products.
+        /// The dtype of the matrix products.
         dtype: String,
-        /// What went wrong while measuring.
+        /// The error of the measurement.
         message: String,
     },
 
-    /// The shim or libtorch failed.
+    /// The timer should wait for a device that does not exist.
+    #[error(
+        "cannot wait for {device}: this process sees {available} CUDA device(s); use another device, or time \
+         without waiting (`StepTimer::new`)"
+    )]
+    NoSuchDevice {
+        /// The device.
+        device: String,
+        /// The number of CUDA devices that libtorch sees.
+        available: i64,
+    },
+
+    /// An error of the shim or of libtorch.
     #[error(transparent)]
     Sys(#[from] overdrive_sys::Error),
 
-    /// A tensor operation failed.
+    /// An error of tch.
     #[error(transparent)]
     Tch(#[from] tch::TchError),
-
-    /// The timer was asked to wait for a device that is not there.
-    #[error(
-        "cannot wait for {device}: this process sees {available} CUDA device(s); time without \
-         waiting (`StepTimer::new`) or choose a device that is there"
-    )]
-    NoSuchDevice {
-        /// The device asked for.
-        device: String,
-        /// How many CUDA devices libtorch sees.
-        available: i64,
-    },
 }
 
-/// A result of this crate.
+/// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
-
-impl Error {
-    /// For `map_err`: names the action and the path beside the operating system's answer.
-    pub(crate) fn io(
-        action: &'static str,
-        path: impl Into<PathBuf>,
-    ) -> impl FnOnce(std::io::Error) -> Self {
-        let path = path.into();
-        move |source| Self::Io {
-            action,
-            path,
-            source,
-        }
-    }
-}

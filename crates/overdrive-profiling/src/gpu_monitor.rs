@@ -1,4 +1,4 @@
-//! How busy, how full, how warm a GPU is, through NVIDIA's management library.
+//! Utilization, memory, temperature and power of a GPU, through NVIDIA's management library (NVML).
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -8,67 +8,66 @@ use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
 use nvml_wrapper::error::NvmlError;
 use serde::{Deserialize, Serialize};
 
-/// What a GPU says of itself. What it does not tell (a virtual GPU, a passively cooled one) is
-/// absent.
+/// The state of a GPU at one moment. Values that the GPU does not report (as many virtual GPUs) are absent.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 #[non_exhaustive]
 pub struct GpuSample {
-    /// The part of the last moments (a sixth of a second to a second) in which any kernel ran, 0 to
-    /// 1. High is not fast: one small kernel after the other makes 1 too.
+    /// The fraction of the last sampling period (a sixth of a second to a second) in which any kernel ran, 0 to
+    /// 1. A high value does not mean fast: small kernels one after the other make 1 too.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub utilization: Option<f64>,
-    /// The part of that time in which memory was read or written, 0 to 1.
+    /// The fraction of that period in which memory was read or written, 0 to 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_utilization: Option<f64>,
-    /// Bytes of its memory in use, by every process.
+    /// The bytes of its memory that all processes use.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_used_bytes: Option<u64>,
-    /// Bytes of its memory.
+    /// The bytes of its memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_total_bytes: Option<u64>,
-    /// Degrees Celsius of the chip.
+    /// The temperature of the chip in degrees Celsius.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub temperature_celsius: Option<f64>,
-    /// Watts it draws.
+    /// The power that it draws, in watts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub power_watts: Option<f64>,
-    /// Watts it may draw.
+    /// The power limit, in watts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub power_limit_watts: Option<f64>,
 }
 
-/// A look at one GPU through NVML (`libnvidia-ml`, which comes with the driver). The library is loaded
-/// when this is opened; without it there is a reason instead of a monitor, and training goes on.
+/// A monitor of one GPU through NVML (`libnvidia-ml`, which comes with the driver). The library is loaded
+/// at run time; without it [`GpuMonitor::open`] returns the reason, and training continues.
 pub struct GpuMonitor {
     nvml: Nvml,
-    /// Where the GPU sits: NVML numbers them otherwise than CUDA does.
+    // NVML numbers GPUs by PCI bus, CUDA by speed and `CUDA_VISIBLE_DEVICES`: the bus id is what both know.
     pci_bus_id: String,
     name: String,
     last: Option<(Instant, GpuSample)>,
 }
 
-/// Why there is no monitor.
+/// The reason why a GPU has no monitor.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("GPU {index} cannot be watched: {reason}")]
+#[error("GPU {index} cannot be monitored: {reason}")]
 pub struct NoGpuMonitor {
     index: usize,
     reason: String,
 }
 
 impl GpuMonitor {
-    /// Watches the GPU that CUDA calls `index`.
+    /// Opens a monitor of the GPU with this CUDA index.
     ///
     /// # Errors
     /// [`NoGpuMonitor`] with the reason: no driver, no library, no such GPU.
     pub fn open(index: usize) -> Result<Self, NoGpuMonitor> {
-        let no = |reason: String| NoGpuMonitor { index, reason };
-        let identity =
-            overdrive_sys::profiler::cuda_identity(index).map_err(|error| no(error.to_string()))?;
-        let nvml = Nvml::init().map_err(|error| no(in_words(&error)))?;
-        // CUDA writes a domain of four digits, NVML takes that too.
+        let unavailable = |reason: String| NoGpuMonitor { index, reason };
+        let identity = overdrive_sys::profiler::cuda_identity(index)
+            .map_err(|error| unavailable(error.to_string()))?;
+        let nvml = Nvml::init().map_err(|error| unavailable(message(&error)))?;
+        // CUDA writes the PCI domain with four digits, NVML with eight; it accepts both.
         nvml.device_by_pci_bus_id(identity.pci_bus_id.as_str())
-            .map_err(|error| no(in_words(&error)))?;
+            .map_err(|error| unavailable(message(&error)))?;
         Ok(Self {
             nvml,
             pci_bus_id: identity.pci_bus_id,
@@ -77,16 +76,16 @@ impl GpuMonitor {
         })
     }
 
-    /// The GPU's name.
+    /// Returns the GPU's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Asks the driver now: some tens of microseconds to a millisecond of host time. The device does
-    /// not notice.
+    /// Queries the driver, which takes some tens of microseconds to a millisecond on the host and nothing on the
+    /// device.
     pub fn sample(&mut self) -> GpuSample {
         let Ok(device) = self.nvml.device_by_pci_bus_id(self.pci_bus_id.as_str()) else {
-            // It was there when this was opened: it fell off the bus.
+            // The GPU has failed since `open` found it ("fell off the bus").
             return GpuSample::default();
         };
         let rates = device.utilization_rates().ok();
@@ -108,7 +107,7 @@ impl GpuMonitor {
         sample
     }
 
-    /// The last sample, or a new one where it is older than `age`.
+    /// Returns the last sample, or a new one if that is older than `age`.
     pub(crate) fn sample_at_most(&mut self, age: Duration) -> GpuSample {
         match self.last {
             Some((when, sample)) if when.elapsed() < age => sample,
@@ -126,7 +125,7 @@ impl fmt::Debug for GpuMonitor {
     }
 }
 
-fn in_words(error: &NvmlError) -> String {
+fn message(error: &NvmlError) -> String {
     match error {
         NvmlError::LibloadingError(source) => {
             format!("NVIDIA's management library cannot be loaded ({source})")
@@ -142,15 +141,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_gpu_that_is_not_there_gives_a_reason_and_no_panic() {
+    fn a_gpu_that_does_not_exist_gives_a_reason_and_no_panic() {
         let error = GpuMonitor::open(4711).expect_err("no machine has that many");
         let text = error.to_string();
-        assert!(text.starts_with("GPU 4711 cannot be watched: "), "{text}");
-        assert!(text.len() > "GPU 4711 cannot be watched: ".len(), "{text}");
+        assert!(text.starts_with("GPU 4711 cannot be monitored: "), "{text}");
+        assert!(
+            text.len() > "GPU 4711 cannot be monitored: ".len(),
+            "{text}"
+        );
     }
 
     #[test]
-    fn a_gpu_that_is_there_tells_its_memory() {
+    fn a_gpu_reports_its_memory() {
         if !tch::Cuda::is_available() {
             eprintln!("not run: no GPU");
             return;
@@ -161,7 +163,7 @@ mod tests {
         assert!(
             sample
                 .utilization
-                .is_none_or(|part| (0.0..=1.0).contains(&part))
+                .is_none_or(|fraction| (0.0..=1.0).contains(&fraction))
         );
         assert_eq!(monitor.sample_at_most(Duration::from_secs(60)), sample);
     }

@@ -28,10 +28,10 @@ pub use optimizer::OptimizerMemory;
 
 use std::fmt;
 
+use overdrive_core::{check_at_least, units};
 use serde::{Deserialize, Serialize};
 
-use crate::units;
-use crate::{Error, Result};
+use crate::Result;
 
 /// The shape of a decoder of the Llama family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -243,7 +243,7 @@ impl MemoryPlan {
     /// The estimate.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] for a shape, a batch or a length of 0.
+    /// [`overdrive_core::Error::InvalidOption`] for a shape, a batch or a length of 0.
     ///
     /// ```
     /// use overdrive_profiling::{DecoderShape, MemoryPlan, Recomputation};
@@ -324,13 +324,7 @@ impl MemoryPlan {
             ("batch", self.batch),
             ("length", self.length),
         ] {
-            if value == 0 {
-                return Err(Error::InvalidConfig {
-                    name,
-                    value: "0".to_owned(),
-                    expected: "at least 1",
-                });
-            }
+            check_at_least(name, value, 1)?;
         }
         Ok(())
     }

@@ -1,27 +1,27 @@
-//! How much memory a run takes: of tensors on its device, and of the process.
+//! The memory of a run: tensors on its device, and the process.
 
 use serde::{Deserialize, Serialize};
 use tch::Device;
 
 use overdrive_sys::{memory, profiler};
 
-/// Bytes now and at most. What a system does not tell is absent.
+/// Current and peak bytes. Values that the system does not report are absent.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 #[non_exhaustive]
 pub struct MemoryUsage {
-    /// Tensors on the device that are alive.
+    /// The bytes of live tensors on the device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub allocated_bytes: Option<u64>,
-    /// The most of them at once since the start or the last
+    /// Their peak since the start or the last
     /// [`overdrive_sys::memory::reset_peak`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_allocated_bytes: Option<u64>,
-    /// What the allocator holds of the device, blocks kept for reuse included.
+    /// The bytes that the allocator holds, including blocks kept for reuse.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reserved_bytes: Option<u64>,
-    /// The resident set of the process: everything it has in main memory, libraries and caches
-    /// included.
+    /// The resident set of the process: everything that it has in main memory, including libraries and
+    /// caches.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resident_bytes: Option<u64>,
     /// The largest resident set since the process began.
@@ -30,9 +30,9 @@ pub struct MemoryUsage {
 }
 
 impl MemoryUsage {
-    /// Looks now. Costs some microseconds and does not wait for the device.
+    /// Returns the current memory usage. Takes some microseconds and does not wait for the device.
     pub fn of(device: Device) -> Self {
-        // Absent means that the device is not in use yet, or the system does not tell.
+        // An error means that the device is not in use yet, or that the system does not report it.
         let tensors = memory::stats(device).ok();
         let process = profiler::process_memory().ok();
         Self {
@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_is_not_there_leaves_its_fields_out() {
+    fn a_device_that_does_not_exist_has_no_fields() {
         let usage = MemoryUsage::of(Device::Cuda(4711));
         assert_eq!(usage.allocated_bytes, None);
         let json = serde_json::to_string(&usage).expect("JSON");

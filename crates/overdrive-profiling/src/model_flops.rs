@@ -1,9 +1,9 @@
-//! How much arithmetic a token costs, and how much of the machine that uses.
+//! The arithmetic of a model a token, and its model FLOPs utilization (MFU).
 
-/// The shape of a decoder, as far as its arithmetic goes.
+/// The shape of a decoder that determines its arithmetic.
 ///
 /// Training costs `6·N + 12·L·H·Q·T` floating-point operations a token: two for each weight forward
-/// and four backward, and the same for the products of attention, which have no weights (PaLM,
+/// and four backward, and the same for the matrix products of attention, which have no weights (PaLM,
 /// Chowdhery et al. 2022, appendix B; nanoGPT's `estimate_mfu`). Recomputed activations do not
 /// count: they are work of the method, not of the model.
 ///
@@ -20,28 +20,28 @@
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ModelFlops {
-    /// Weights that take part in a matrix product (N): all of them, less the position embeddings.
+    /// The number of weights in matrix products (N): all parameters except position embeddings.
     pub parameters: u64,
-    /// Decoder layers (L).
+    /// The number of decoder layers (L).
     pub layers: u64,
-    /// Query heads (H).
+    /// The number of query heads (H).
     pub heads: u64,
-    /// Features a head (Q).
+    /// The number of features a head (Q).
     pub head_dim: u64,
-    /// Tokens a sequence (T).
+    /// The number of tokens a sequence (T).
     pub sequence_length: u64,
 }
 
 impl ModelFlops {
-    /// Floating-point operations of training, forward and backward, a token.
+    /// Returns the floating-point operations of forward and backward a token.
     pub fn per_token(&self) -> f64 {
         let weights = 6.0 * self.parameters as f64;
         let width = self.heads as f64 * self.head_dim as f64;
         weights + 12.0 * self.layers as f64 * width * self.sequence_length as f64
     }
 
-    /// Model FLOPs utilisation (MFU), 0 to 1: what `tokens_per_second` makes of a device that can do
-    /// `peak_flops` floating-point operations a second. NaN where the peak is not above 0.
+    /// Returns the model FLOPs utilization (MFU), 0 to 1, of `tokens_per_second` on a device with a peak of
+    /// `peak_flops` floating-point operations a second. NaN if the peak is not positive.
     pub fn utilization(&self, tokens_per_second: f64, peak_flops: f64) -> f64 {
         if peak_flops > 0.0 {
             self.per_token() * tokens_per_second / peak_flops

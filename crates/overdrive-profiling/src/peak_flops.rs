@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
+use overdrive_core::gpu::GpuModel;
 use serde::{Deserialize, Serialize};
 use tch::{Cuda, Device, Kind, Tensor};
 
-use crate::gpu_table;
 use crate::{Error, Result};
 
 /// The most floating-point operations a second of a device in matrix products, and how that is
@@ -55,7 +55,7 @@ impl PeakFlops {
             && let Ok(identity) = overdrive_sys::profiler::cuda_identity(index)
         {
             let tf32 = overdrive_sys::matmul::tf32()?.matmul;
-            if let Some(flops_per_second) = gpu_table::peak(&identity.name, dtype, tf32) {
+            if let Some(flops_per_second) = data_sheet(&identity.name, dtype, tf32) {
                 return Ok(Self {
                     flops_per_second,
                     source: PeakSource::DataSheet(identity.name),
@@ -78,6 +78,20 @@ impl PeakFlops {
             message: error.to_string(),
         })
     }
+}
+
+/// Returns the peak of the GPU that calls itself `name` in products of `dtype` (fp32 ones in TF32 if `tf32`), in
+/// floating-point operations a second; `None` where the table of GPUs does not have it.
+fn data_sheet(name: &str, dtype: Kind, tf32: bool) -> Option<f64> {
+    let (generation, model) = GpuModel::find(name)?;
+    let tflops = match dtype {
+        Kind::Float if tf32 => model.tf32_tflops,
+        Kind::Float => model.fp32_tflops,
+        Kind::BFloat16 if !generation.bf16_tensor_cores => return None,
+        Kind::Half | Kind::BFloat16 => model.half_tflops,
+        _ => return None,
+    };
+    Some(tflops * 1e12)
 }
 
 const BUDGET: Duration = Duration::from_millis(300);
@@ -195,6 +209,28 @@ mod tests {
             text.contains("Bool") && text.contains("PeakFlops::given"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn a_data_sheet_has_the_dtypes_that_the_tensor_cores_multiply() {
+        assert_eq!(data_sheet("Tesla T4", Kind::Half, false), Some(65e12));
+        assert_eq!(data_sheet("Tesla T4", Kind::BFloat16, false), None);
+        assert_eq!(
+            data_sheet("NVIDIA H200", Kind::BFloat16, false),
+            Some(989.4e12)
+        );
+        assert_eq!(data_sheet("NVIDIA H200", Kind::Int8, false), None);
+    }
+
+    #[test]
+    fn products_of_fp32_are_faster_in_tf32_where_there_is_one() {
+        for (name, tf32, peak) in [
+            ("NVIDIA A100-SXM4-80GB", false, 19.5e12),
+            ("NVIDIA A100-SXM4-80GB", true, 156e12),
+            ("Tesla V100-SXM2-16GB", true, 15.7e12),
+        ] {
+            assert_eq!(data_sheet(name, Kind::Float, tf32), Some(peak), "{name}");
+        }
     }
 
     #[test]

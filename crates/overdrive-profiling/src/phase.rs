@@ -1,31 +1,31 @@
-//! The parts of a training step.
+//! The phases of a training step.
 
 use std::ops::AddAssign;
 
 use serde::{Deserialize, Serialize};
 
-/// A named part of a training step.
+/// A phase of a training step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
     /// Reading, tokenizing and collating the batch.
     Data,
-    /// Moving the batch to the device. Part of [`Phase::Data`] where a loop does not time it apart.
+    /// Copying the batch to the device. Included in [`Phase::Data`] if a loop does not time it separately.
     HostToDevice,
-    /// The model and its loss.
+    /// Forward passes of the model and its loss.
     Forward,
-    /// The gradients.
+    /// Backward passes.
     Backward,
-    /// Adding up the gradients of micro-batches and of processes, where a loop times it apart.
+    /// Summing the gradients of micro-batches and of processes, if a loop times it separately.
     Accumulate,
-    /// Unscaling, clipping, the update and zeroing the gradients.
+    /// Unscaling, clipping, the update and clearing the gradients.
     Optimizer,
-    /// Whatever no other phase claims: logging, evaluation, the loop itself.
+    /// Everything outside the other phases: logging, evaluation, the loop itself.
     Other,
 }
 
 impl Phase {
-    /// Every phase, in the order of a step.
+    /// All phases, in the order of a step.
     pub const ALL: [Self; 7] = [
         Self::Data,
         Self::HostToDevice,
@@ -36,7 +36,7 @@ impl Phase {
         Self::Other,
     ];
 
-    /// The name used in metrics files and traces: `data`, `host_to_device`, `forward`, `backward`,
+    /// Returns the name in metrics files and traces: `data`, `host_to_device`, `forward`, `backward`,
     /// `accumulate`, `optimizer` or `other`.
     pub fn name(self) -> &'static str {
         match self {
@@ -50,31 +50,31 @@ impl Phase {
         }
     }
 
-    /// Whether loops may leave it out: then nothing is shown of it.
+    /// Returns `true` if loops may leave the phase out, which then is not displayed.
     pub(crate) fn is_optional(self) -> bool {
         matches!(self, Self::HostToDevice | Self::Accumulate)
     }
 }
 
-/// Seconds a phase. The phases never overlap: their sum is the time of the step.
+/// The seconds of each phase. Phases never overlap: their sum is the time of the step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PhaseSeconds {
-    /// Seconds in [`Phase::Data`].
+    /// The seconds in [`Phase::Data`].
     pub data: f64,
-    /// Seconds in [`Phase::HostToDevice`].
+    /// The seconds in [`Phase::HostToDevice`].
     #[serde(skip_serializing_if = "is_zero")]
     pub host_to_device: f64,
-    /// Seconds in [`Phase::Forward`].
+    /// The seconds in [`Phase::Forward`].
     pub forward: f64,
-    /// Seconds in [`Phase::Backward`].
+    /// The seconds in [`Phase::Backward`].
     pub backward: f64,
-    /// Seconds in [`Phase::Accumulate`].
+    /// The seconds in [`Phase::Accumulate`].
     #[serde(skip_serializing_if = "is_zero")]
     pub accumulate: f64,
-    /// Seconds in [`Phase::Optimizer`].
+    /// The seconds in [`Phase::Optimizer`].
     pub optimizer: f64,
-    /// Seconds in [`Phase::Other`].
+    /// The seconds in [`Phase::Other`].
     pub other: f64,
 }
 
@@ -83,7 +83,7 @@ fn is_zero(seconds: &f64) -> bool {
 }
 
 impl PhaseSeconds {
-    /// The seconds of one phase.
+    /// Returns the seconds of one phase.
     pub fn get(&self, phase: Phase) -> f64 {
         match phase {
             Phase::Data => self.data,
@@ -96,7 +96,7 @@ impl PhaseSeconds {
         }
     }
 
-    /// The sum over all phases, in seconds.
+    /// Returns the sum over all phases, in seconds.
     pub fn total(&self) -> f64 {
         Phase::ALL.iter().map(|&phase| self.get(phase)).sum()
     }
@@ -118,8 +118,8 @@ impl PhaseSeconds {
         }
     }
 
-    /// The phases to show: all but the optional ones that no code opened.
-    pub(crate) fn shown(&self) -> impl Iterator<Item = (Phase, f64)> {
+    /// Returns the phases to display with their seconds: all but the optional ones without any time.
+    pub fn shown(&self) -> impl Iterator<Item = (Phase, f64)> {
         let seconds = *self;
         Phase::ALL
             .into_iter()
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn files_of_before_the_optional_phases_read_back() {
+    fn records_without_the_optional_phases_are_read() {
         let line = r#"{"data":1.0,"forward":2.0,"backward":3.0,"optimizer":4.0,"other":5.0}"#;
         let seconds: PhaseSeconds = serde_json::from_str(line).expect("an older record");
         assert_eq!(seconds.total(), 15.0);

@@ -8,19 +8,19 @@ use tch::Cuda;
 use crate::trace::Trace;
 use crate::{Result, Schedule, ScheduledAction};
 
-/// What a profiler records (`torch.profiler.profile`'s arguments).
+/// Options of a profiler: the arguments of `torch.profiler.profile`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProfilerConfig {
-    /// Operators and ranges on the CPU; default: true.
+    /// If `true`, records operators and ranges on the CPU. Default `true`.
     pub cpu: bool,
-    /// Kernels and copies of GPUs; `None`, the default: where there is a GPU.
+    /// If `true`, records kernels and copies of GPUs. Default `None`: if there is a GPU.
     pub cuda: Option<bool>,
-    /// The shapes of operators' inputs; default: false. It keeps the inputs' descriptions alive and
-    /// costs time.
+    /// If `true`, records the shapes of operators' inputs, which takes time and memory. Default `false`.
     pub record_shapes: bool,
-    /// Allocations and releases; default: false.
+    /// If `true`, records allocations and releases. Default `false`.
     pub profile_memory: bool,
-    /// Floating-point operations of products and convolutions; default: false. Records shapes too.
+    /// If `true`, records the floating-point operations of matrix products and convolutions, and shapes. Default
+    /// `false`.
     pub with_flops: bool,
 }
 
@@ -48,7 +48,7 @@ impl ProfilerConfig {
     }
 }
 
-/// Runs `work` under the profiler; its value and the trace. One profile at a time in a process.
+/// Runs `work` under the profiler. Returns its value and the trace. A process takes one profile at a time.
 ///
 /// ```
 /// use overdrive_profiling::{GroupBy, ProfilerConfig, profile, record_function};
@@ -71,26 +71,26 @@ impl ProfilerConfig {
 /// ```
 ///
 /// # Errors
-/// While another profile is being taken, `work` is not run then; what libtorch refuses.
+/// While another profile is being taken, in which case `work` does not run; errors of libtorch.
 pub fn profile<T>(config: ProfilerConfig, work: impl FnOnce() -> T) -> Result<(T, Trace)> {
     let session = config.session()?;
     let value = work();
     Ok((value, Trace::new(session.stop()?)?))
 }
 
-/// A named range of this thread's time in the trace, until the guard is dropped
+/// Opens a named range of this thread's time in the trace, until the guard is dropped
 /// (`torch.profiler.record_function`). The phases of a [`StepTimer`](crate::StepTimer) are such ranges
-/// already. Where no profiler records it costs some ten nanoseconds.
+/// already. While no profiler records it costs some ten nanoseconds.
 #[must_use = "the range ends when the guard is dropped; bind it to a name such as `_range`"]
 pub fn record_function(name: &str) -> Option<Range> {
-    // It fails only for want of memory, and then a trace lacks a label.
+    // It fails only when memory is exhausted; a trace without a label is better than a step that fails.
     Range::begin(name).ok()
 }
 
 type OnTrace<'a> = Box<dyn FnMut(Trace) -> Result<()> + 'a>;
 
-/// libtorch's profiler by a schedule: call [`step`](Self::step) at the end of each step, and each
-/// cycle's trace is handed to a closure.
+/// libtorch's profiler by a schedule. The loop calls [`step`](Self::step) at the end of each step, and a closure gets
+/// the trace of each cycle.
 ///
 /// ```
 /// use overdrive_profiling::{Phase, Profiler, ProfilerConfig, Schedule, StepTimer};
@@ -112,22 +112,22 @@ type OnTrace<'a> = Box<dyn FnMut(Trace) -> Result<()> + 'a>;
 /// assert!(std::fs::read_to_string(&path)?.contains("ProfilerStep#3"));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[must_use = "nothing is recorded once it is dropped; call `step` in the loop and `finish` after it"]
+#[must_use = "a dropped profiler records nothing; call `step` in the loop and `finish` after it"]
 pub struct Profiler<'a> {
     config: ProfilerConfig,
     schedule: Schedule,
     on_trace: OnTrace<'a>,
     step: u64,
-    // Before the session: a range ends before its profile does.
+    // Fields are dropped in order: a range must end before its profile does.
     range: Option<Range>,
     session: Option<ProfilerSession>,
 }
 
 impl<'a> Profiler<'a> {
-    /// Begins with step 0 of the schedule.
+    /// Starts with step 0 of the schedule.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig); while another profile is being taken.
+    /// [`overdrive_core::Error::InvalidOption`] for an option of the schedule; while another profile is being taken.
     pub fn start(
         config: ProfilerConfig,
         schedule: Schedule,
@@ -146,34 +146,34 @@ impl<'a> Profiler<'a> {
         Ok(profiler)
     }
 
-    /// Ends a step of the loop and begins the next one. After the last step of a cycle the trace is
-    /// handed over, which takes time that belongs to no step.
+    /// Ends a step of the loop and begins the next one. After the last step of a cycle the closure gets the
+    /// trace; that time belongs to no step.
     ///
     /// # Errors
-    /// The closure's; what libtorch refuses.
+    /// Errors of the closure and of libtorch.
     pub fn step(&mut self) -> Result<()> {
         let ended = self.schedule.action(self.step);
         self.range = None;
         self.step += 1;
         if ended == ScheduledAction::RecordAndSave {
-            self.hand_over()?;
+            self.deliver_trace()?;
         }
         self.enter(ended)
     }
 
-    /// Ends the profiler; a cycle that is recording is handed over as far as it got.
+    /// Ends the profiler. The closure gets the trace of an unfinished cycle too.
     ///
     /// # Errors
-    /// As [`step`](Self::step).
+    /// As for [`step`](Self::step).
     pub fn finish(mut self) -> Result<()> {
         self.range = None;
         match self.schedule.action(self.step) {
-            ScheduledAction::Record | ScheduledAction::RecordAndSave => self.hand_over(),
+            ScheduledAction::Record | ScheduledAction::RecordAndSave => self.deliver_trace(),
             ScheduledAction::Idle | ScheduledAction::WarmUp => Ok(()),
         }
     }
 
-    /// Steps that have ended.
+    /// Returns the number of ended steps.
     pub fn steps(&self) -> u64 {
         self.step
     }
@@ -181,7 +181,7 @@ impl<'a> Profiler<'a> {
     fn enter(&mut self, before: ScheduledAction) -> Result<()> {
         let now = self.schedule.action(self.step);
         if before == ScheduledAction::WarmUp && now != ScheduledAction::WarmUp {
-            // What warmed up is thrown away.
+            // The warm-up pays for the profiler's own setup; its trace is discarded.
             self.session = None;
         }
         if now == ScheduledAction::Idle {
@@ -190,12 +190,12 @@ impl<'a> Profiler<'a> {
         if self.session.is_none() {
             self.session = Some(self.config.session()?);
         }
-        // torch's name for it, which its viewers know.
+        // PyTorch's name, by which TensorBoard's plugin and HTA find the steps.
         self.range = record_function(&format!("ProfilerStep#{}", self.step));
         Ok(())
     }
 
-    fn hand_over(&mut self) -> Result<()> {
+    fn deliver_trace(&mut self) -> Result<()> {
         match self.session.take() {
             Some(session) => (self.on_trace)(Trace::new(session.stop()?)?),
             None => Ok(()),

@@ -1,12 +1,13 @@
-//! Which steps a profiler records.
+//! The schedule of a profiler.
 
+use overdrive_core::check_option;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+use crate::Result;
 
-/// Which steps a [`Profiler`](crate::Profiler) records: after `skip_first` steps come cycles of `wait`
-/// steps without it, `warmup` steps that are recorded and thrown away (the first recorded steps pay for
-/// starting up), and `active` steps whose trace is kept (`torch.profiler.schedule`).
+/// The steps that a [`Profiler`](crate::Profiler) records (`torch.profiler.schedule`): after `skip_first` steps
+/// follow cycles of `wait` steps without recording, `warmup` steps whose recording is discarded (the first recorded
+/// steps pay for the profiler's setup), and `active` steps whose trace is kept.
 ///
 /// ```
 /// use overdrive_profiling::{Schedule, ScheduledAction};
@@ -19,15 +20,15 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Schedule {
-    /// Steps of a cycle without the profiler: 0.
+    /// The number of steps of a cycle without recording. Default 0.
     pub wait: u64,
-    /// Steps recorded and thrown away: 0.
+    /// The number of steps whose recording is discarded. Default 0.
     pub warmup: u64,
-    /// Steps recorded and kept, at least 1: the default, with no end, is all of them.
+    /// The number of steps whose trace is kept, at least 1. Default: all.
     pub active: u64,
-    /// Cycles; 0, the default, goes on until the end.
+    /// The number of cycles. Default 0: until the end of the run.
     pub repeat: u64,
-    /// Steps before the first cycle: 0.
+    /// The number of steps before the first cycle. Default 0.
     pub skip_first: u64,
 }
 
@@ -43,25 +44,26 @@ impl Default for Schedule {
     }
 }
 
-/// What a profiler does in a step.
+/// The action of a profiler in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScheduledAction {
-    /// Nothing: the step runs at its own speed.
+    /// Does not record.
     Idle,
-    /// Records what is thrown away.
+    /// Records, and discards the recording.
     WarmUp,
     /// Records.
     Record,
-    /// Records, and hands the trace over at the end of the step.
+    /// Records, and delivers the trace at the end of the step.
     RecordAndSave,
 }
 
 impl Schedule {
-    /// What is done in a step, counted from 0.
+    /// Returns the action in a step, counted from 0.
     pub fn action(&self, step: u64) -> ScheduledAction {
         let Some(step) = step.checked_sub(self.skip_first) else {
             return ScheduledAction::Idle;
         };
+        // Saturating: `active` is u64::MAX by default.
         let cycle = self
             .wait
             .saturating_add(self.warmup)
@@ -70,26 +72,24 @@ impl Schedule {
             return ScheduledAction::Idle;
         }
         match step % cycle {
-            within if within < self.wait => ScheduledAction::Idle,
-            within if within < self.wait + self.warmup => ScheduledAction::WarmUp,
-            within if within + 1 < cycle => ScheduledAction::Record,
+            position if position < self.wait => ScheduledAction::Idle,
+            position if position < self.wait + self.warmup => ScheduledAction::WarmUp,
+            position if position + 1 < cycle => ScheduledAction::Record,
             _ => ScheduledAction::RecordAndSave,
         }
     }
 
-    /// Whether it makes sense.
+    /// Checks that the schedule records something.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] where no step is active.
+    /// [`overdrive_core::Error::InvalidOption`] where no step is active.
     pub fn validate(&self) -> Result<()> {
-        if self.active == 0 {
-            return Err(Error::InvalidConfig {
-                name: "active",
-                value: self.active.to_string(),
-                expected: "at least 1: a schedule without active steps records nothing",
-            });
-        }
-        Ok(())
+        Ok(check_option(
+            self.active > 0,
+            "active",
+            self.active,
+            "at least 1: a schedule without active steps records nothing",
+        )?)
     }
 }
 
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn without_repeat_cycles_go_on() {
+    fn without_repeat_cycles_continue_to_the_end() {
         let schedule = Schedule {
             wait: 1,
             active: 1,
@@ -147,7 +147,7 @@ mod tests {
             .expect_err("nothing to record")
             .to_string();
         assert!(
-            text.starts_with("active is 0, but must be at least 1"),
+            text.starts_with("`active` is 0; it must be at least 1"),
             "{text}"
         );
     }

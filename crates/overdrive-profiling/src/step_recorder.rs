@@ -4,13 +4,13 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::time::Duration;
 
+use overdrive_core::units;
 use tch::Device;
 
-use crate::units;
 use crate::{
     Bottleneck, BottleneckThresholds, DataLoading, DevicePhases, GpuMonitor, GpuSample,
     LoaderMetrics, LoaderTotals, MemoryUsage, ModelFlops, NoGpuMonitor, PeakFlops, PeakSource,
-    Phase, PhaseGuard, PhaseSeconds, Result, StepMetrics, StepProfile, StepTimer, Throughput,
+    Phase, PhaseGuard, PhaseSeconds, Result, StepProfile, StepTimer, Throughput,
 };
 
 /// By which clock phases are told apart; see [`StepTimer`].
@@ -78,7 +78,7 @@ pub struct StepWork {
 ///
 /// ```
 /// use overdrive_profiling::{
-///     ModelFlops, PeakFlops, Phase, StepMetrics, StepRecorder, StepRecorderConfig, StepWork,
+///     ModelFlops, PeakFlops, Phase, StepRecorder, StepRecorderConfig, StepWork,
 /// };
 ///
 /// let mut recorder = StepRecorder::new(StepRecorderConfig {
@@ -93,10 +93,7 @@ pub struct StepWork {
 ///     let batch = recorder.phase(Phase::Data, || [1.0_f64; 64]);
 ///     recorder.phase(Phase::Forward, || batch.iter().sum::<f64>());
 ///     let record = recorder.end_step(StepWork { tokens: 2048, samples: 8 })?;
-///
-///     let mut metrics = StepMetrics { step, loss: 5.0, ..Default::default() };
-///     record.apply_to(&mut metrics); // and to a tracker with it
-///     assert!(metrics.steps_per_second.is_some() && metrics.mfu.is_some());
+///     assert!(record.step == step && record.steps_per_second > 0.0 && record.mfu.is_some());
 ///     println!("{record}");
 /// }
 /// println!("{}", recorder.bottleneck().expect("three steps were measured"));
@@ -337,22 +334,6 @@ pub struct StepRecord {
     pub loader: Option<LoaderMetrics>,
 }
 
-impl StepRecord {
-    /// Fills in what the recorder knows; step, loss, learning rate and the rest stay.
-    pub fn apply_to(&self, metrics: &mut StepMetrics) {
-        metrics.tokens_per_second = self.tokens_per_second;
-        metrics.samples_per_second = (self.work.samples > 0).then_some(self.samples_per_second);
-        metrics.steps_per_second = Some(self.steps_per_second);
-        metrics.mfu = self.mfu;
-        metrics.phase_seconds = Some(self.phases);
-        metrics.device_phase_seconds = self.device_phases.map(|phases| phases.seconds);
-        metrics.peak_memory_bytes = self.memory.peak_allocated_bytes.unwrap_or(0);
-        metrics.memory = Some(self.memory);
-        metrics.gpu = self.gpu;
-        metrics.loader = self.loader;
-    }
-}
-
 impl fmt::Display for StepRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
@@ -476,9 +457,6 @@ mod tests {
                     .to_string()
                     .contains("  loader         3 batches, waited ")
             );
-            let mut metrics = StepMetrics::default();
-            record.apply_to(&mut metrics);
-            assert_eq!(metrics.loader, Some(loader));
         }
         let loading = recorder.data_loading().expect("two steps");
         assert_eq!(loading.loader, Some(totals));
@@ -583,27 +561,6 @@ mod tests {
             "{bottleneck}"
         );
         assert!(bottleneck.to_string().contains("raise num_workers"));
-    }
-
-    #[test]
-    fn a_record_fills_the_metrics_of_its_step_and_leaves_the_rest() {
-        let mut recorder = recorder(StepRecorderConfig::default());
-        let record = slept(&mut recorder, 0, 1);
-        let mut metrics = StepMetrics {
-            step: 7,
-            loss: 2.5,
-            ..Default::default()
-        };
-        record.apply_to(&mut metrics);
-        assert_eq!((metrics.step, metrics.loss), (7, 2.5));
-        assert_eq!(metrics.phase_seconds, Some(record.phases));
-        assert_eq!(metrics.memory, Some(record.memory));
-        assert_eq!((metrics.mfu, metrics.gpu), (None, None));
-        assert!(metrics.samples_per_second.is_some());
-        assert!(
-            recorder.gpu_unavailable().is_none(),
-            "a CPU has no GPU to miss"
-        );
     }
 
     #[test]

@@ -3,17 +3,17 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Tokens a second over the last few steps.
+/// A meter of the tokens a second over the last few steps.
 ///
-/// The rate is the tokens of the window over its time, not a mean of rates, so that a slow step
-/// weighs what it costs.
+/// The rate is the tokens of the window divided by its time, not a mean of rates, so that a slow step
+/// weighs as much as it costs.
 ///
 /// ```
 /// use std::time::Duration;
 /// use overdrive_profiling::Throughput;
 ///
 /// let mut meter = Throughput::new(2);
-/// meter.record(1000, Duration::from_secs(100)); // leaves the window again
+/// meter.record(1000, Duration::from_secs(100)); // outside the window of the last two
 /// meter.record(1000, Duration::from_secs(1));
 /// meter.record(1000, Duration::from_secs(3));
 /// assert_eq!(meter.tokens_per_second(), 500.0);
@@ -27,7 +27,7 @@ pub struct Throughput {
 }
 
 impl Throughput {
-    /// A meter over the last `window` steps; 0 counts as 1.
+    /// Creates a meter over the last `window` steps; 0 counts as 1.
     pub fn new(window: usize) -> Self {
         Self {
             window: window.max(1),
@@ -45,7 +45,7 @@ impl Throughput {
         self.tokens_seen += tokens;
     }
 
-    /// Tokens a second over the window; 0 before the first step.
+    /// Returns the tokens a second over the window; 0 before the first step.
     pub fn tokens_per_second(&self) -> f64 {
         let tokens: u64 = self.steps.iter().map(|(tokens, _)| tokens).sum();
         let time: Duration = self.steps.iter().map(|(_, time)| time).sum();
@@ -56,7 +56,7 @@ impl Throughput {
         }
     }
 
-    /// Tokens since the meter was made.
+    /// Returns the number of tokens since the meter was created.
     pub fn tokens_seen(&self) -> u64 {
         self.tokens_seen
     }
@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_of_nothing_is_a_window_of_one_step() {
+    fn a_window_of_zero_steps_is_one_of_one_step() {
         let mut meter = Throughput::new(0);
         meter.record(10, Duration::from_secs(1));
         meter.record(60, Duration::from_secs(2));

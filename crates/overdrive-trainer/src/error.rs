@@ -191,9 +191,13 @@ pub enum Error {
     #[error(transparent)]
     Data(#[from] overdrive_datasets::Error),
 
-    /// A metrics file could not be opened, or the device not be measured.
+    /// The device could not be measured.
     #[error(transparent)]
     Profiling(#[from] overdrive_profiling::Error),
+
+    /// A metrics file could not be opened.
+    #[error(transparent)]
+    Tracking(#[from] overdrive_tracking::Error),
 
     /// A chat template could not be read.
     #[error(transparent)]

@@ -1,6 +1,6 @@
 //! Evaluations, and the metric by which they are compared.
 
-use overdrive_profiling::StepMetrics;
+use overdrive_tracking::StepMetrics;
 use serde::{Deserialize, Serialize};
 
 use crate::validate::invalid;

@@ -3,8 +3,9 @@
 use overdrive_datasets::{DeviceLoader, OnDevice};
 use overdrive_distributed::ProcessGroup;
 use overdrive_optim::Ema;
-use overdrive_profiling::{JsonLines, LoaderTotals, TensorBoard, Trackers};
+use overdrive_profiling::LoaderTotals;
 use overdrive_snapshot::{Scope, Snapshot, SnapshotManager};
+use overdrive_tracking::{JsonLines, TensorBoard, Trackers};
 use tch::Tensor;
 
 use crate::{ReportTo, Result, ResumeFromCheckpoint, RunFolder, TrainingArguments};

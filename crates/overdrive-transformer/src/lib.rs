@@ -103,7 +103,7 @@ pub use error::{Error, Result};
 pub use execution::{AttentionImplementation, Execution};
 pub use init::Init;
 pub use input::{ForwardInput, Logits};
-pub use loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss};
+pub use loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss, causal_lm_loss_on_device};
 pub use overdrive_checkpointing::{CheckpointOptions, SavePolicy, Schedule};
 pub use overdrive_fused::Activation;
 pub use parameters::{ParameterRole, ParameterSpec};

@@ -45,6 +45,23 @@ impl LossOutput {
 /// # Errors
 /// When the shapes do not fit, or a label is outside `0..V` and not [`IGNORE_INDEX`].
 pub fn causal_lm_loss(logits: &Tensor, labels: &Tensor, shift: LabelShift) -> Result<LossOutput> {
+    let (sum, tokens) = causal_lm_loss_on_device(logits, labels, shift)?;
+    Ok(LossOutput {
+        sum,
+        tokens: i64::try_from(tokens)?,
+    })
+}
+
+/// Returns the sum of [`causal_lm_loss`] and the number of counted tokens, an i64 scalar on the device of the
+/// labels. Reads nothing back to the host, so that a CUDA graph can capture it.
+///
+/// # Errors
+/// As for [`causal_lm_loss`].
+pub fn causal_lm_loss_on_device(
+    logits: &Tensor,
+    labels: &Tensor,
+    shift: LabelShift,
+) -> Result<(Tensor, Tensor)> {
     let size = logits.size();
     let &[batch, tokens, classes] = size.as_slice() else {
         return Err(Error::BadInput {
@@ -54,7 +71,7 @@ pub fn causal_lm_loss(logits: &Tensor, labels: &Tensor, shift: LabelShift) -> Re
         });
     };
     let targets = shifted(labels, &[batch, tokens], shift)?.f_reshape([-1])?;
-    let tokens = i64::try_from(targets.f_ne(IGNORE_INDEX)?.f_sum(Kind::Int64)?)?;
+    let tokens = targets.f_ne(IGNORE_INDEX)?.f_sum(Kind::Int64)?;
     let flat = logits.f_reshape([-1, classes])?;
     let flat = match flat.kind() {
         Kind::Half | Kind::BFloat16 => flat.f_to_kind(Kind::Float)?,
@@ -62,7 +79,7 @@ pub fn causal_lm_loss(logits: &Tensor, labels: &Tensor, shift: LabelShift) -> Re
     };
     let sum =
         flat.f_cross_entropy_loss(&targets, None::<&Tensor>, Reduction::Sum, IGNORE_INDEX, 0.0)?;
-    Ok(LossOutput { sum, tokens })
+    Ok((sum, tokens))
 }
 
 /// The target of each position `(B, T)`, where `size` is that of the tokens.

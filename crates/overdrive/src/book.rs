@@ -27,21 +27,23 @@ pages! {
     autograd = "crates/autograd.md";
     build = "crates/build.md";
     checkpointing = "crates/checkpointing.md";
-    compiled = "crates/compiled.md";
     datasets = "crates/datasets.md";
     distributed = "crates/distributed.md";
     fused = "crates/fused.md";
     generation = "crates/generation.md";
+    graphs = "crates/graphs.md";
     kv_cache = "crates/kv-cache.md";
     lora = "crates/lora.md";
     onnx = "crates/onnx.md";
     optim = "crates/optim.md";
+    packages = "crates/packages.md";
     precision = "crates/precision.md";
     profiling = "crates/profiling.md";
     quantization = "crates/quantization.md";
     safetensors = "crates/safetensors.md";
     snapshot = "crates/snapshot.md";
     sys = "crates/sys.md";
+    tracking = "crates/tracking.md";
     trainer = "crates/trainer.md";
     transformer = "crates/transformer.md";
 }

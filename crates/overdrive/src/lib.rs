@@ -21,11 +21,13 @@
 //! | [`onnx`] | `onnx` | models written as ONNX, with a key/value cache and quantized weights |
 //! | [`constraints`] | `constraints` | regular expressions and JSON schemas as constraints of generated text |
 //! | [`datasets`] | `datasets` | records of files of any size, loaders, samplers, packing, token stores |
-//! | [`profiling`] | `profiling` | step breakdown, metrics, TensorBoard, reports |
+//! | [`profiling`] | `profiling` | step breakdown, traces, MFU, memory estimate |
+//! | [`tracking`] | `tracking` | metrics as JSON Lines and TensorBoard events, progress, reports |
 //! | [`safetensors`] | `safetensors` | tensors in files: mapped reads, writes whole or not at all |
 //! | [`snapshot`] | `snapshot` | the state of a run in folders that appear whole or not at all |
 //! | [`trainer`] | `trainer` | training arguments in Hugging Face's words, presets, run folders |
-//! | `compiled` | `compiled` (off) | packages of AOTInductor, CUDA graphs |
+//! | `packages` | `packages` (off) | packages of AOTInductor |
+//! | `graphs` | `graphs` (off) | CUDA graphs of decoding and training steps |
 //! | [`datasets`] with | `image`, `parquet`, `speech` (off) | images with captions, Parquet and Arrow files, speech |
 //! | [`core`](overdrive_core) | always | the errors, checks and random numbers that all crates share |
 //! | [`sys`] | always | operators by name, memory statistics, what tch does not bind |
@@ -73,8 +75,6 @@ pub use overdrive_attention as attention;
 pub use overdrive_autograd as autograd;
 #[cfg(feature = "checkpointing")]
 pub use overdrive_checkpointing as checkpointing;
-#[cfg(feature = "compiled")]
-pub use overdrive_compiled as compiled;
 #[cfg(feature = "constraints")]
 pub use overdrive_constraints as constraints;
 #[cfg(feature = "datasets")]
@@ -85,6 +85,8 @@ pub use overdrive_distributed as distributed;
 pub use overdrive_fused as fused;
 #[cfg(feature = "generation")]
 pub use overdrive_generation as generation;
+#[cfg(feature = "graphs")]
+pub use overdrive_graphs as graphs;
 #[cfg(feature = "kv-cache")]
 pub use overdrive_kv_cache as kv_cache;
 #[cfg(feature = "lora")]
@@ -93,6 +95,8 @@ pub use overdrive_lora as lora;
 pub use overdrive_onnx as onnx;
 #[cfg(feature = "optim")]
 pub use overdrive_optim as optim;
+#[cfg(feature = "packages")]
+pub use overdrive_packages as packages;
 #[cfg(feature = "precision")]
 pub use overdrive_precision as precision;
 #[cfg(feature = "profiling")]
@@ -103,6 +107,8 @@ pub use overdrive_quantization as quantization;
 pub use overdrive_safetensors as safetensors;
 #[cfg(feature = "snapshot")]
 pub use overdrive_snapshot as snapshot;
+#[cfg(feature = "tracking")]
+pub use overdrive_tracking as tracking;
 #[cfg(feature = "trainer")]
 pub use overdrive_trainer as trainer;
 #[cfg(feature = "transformer")]

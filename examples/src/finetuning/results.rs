@@ -5,7 +5,8 @@ use anyhow::{Result, anyhow};
 use overdrive::datasets::Dataset;
 use overdrive::generation::{GenerationConfig, generate};
 use overdrive::optim::Ema;
-use overdrive::profiling::{Machine, Report, Sample, read_metrics};
+use overdrive::profiling::Machine;
+use overdrive::tracking::{Report, Sample, read_metrics};
 use overdrive::trainer::{FinetuneArguments, InstructionData, RunFolder};
 use overdrive::transformer::CausalLm;
 

@@ -2,7 +2,8 @@ use std::fmt;
 
 use anyhow::Result;
 use overdrive::optim::Ema;
-use overdrive::profiling::{Machine, Report, Sample, read_metrics};
+use overdrive::profiling::Machine;
+use overdrive::tracking::{Report, Sample, read_metrics};
 use overdrive::trainer::{RunFolder, TextData, TrainingArguments};
 use overdrive::transformer::{CausalLm, SaveOptions};
 

@@ -6,10 +6,9 @@ use overdrive::datasets::{Batch, DeviceLoader};
 use overdrive::distributed::ProcessGroup;
 use overdrive::optim::Optimizer;
 use overdrive::precision::Precision;
-use overdrive::profiling::{
-    Phase, Profiler, StepMetrics, StepRecorder, Tracker, Trackers, TrainingProgress,
-};
+use overdrive::profiling::{Phase, Profiler, StepRecorder};
 use overdrive::snapshot::SnapshotManager;
+use overdrive::tracking::{StepMetrics, Tracker, Trackers, TrainingProgress};
 use overdrive::trainer::{TrainingArguments, TrainingPlan, loader_totals};
 use overdrive::transformer::CausalLm;
 use serde::{Deserialize, Serialize};
@@ -118,7 +117,7 @@ impl RunLog {
             ..StepMetrics::default()
         };
         totals.apply_to(&mut metrics);
-        record.apply_to(&mut metrics);
+        metrics.apply(&record);
         Ok((done, metrics))
     }
 

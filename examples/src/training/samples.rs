@@ -1,6 +1,6 @@
 use anyhow::{Result, anyhow};
 use overdrive::generation::{GenerationConfig, generate};
-use overdrive::profiling::Sample;
+use overdrive::tracking::Sample;
 use overdrive::trainer::{TextData, TrainingArguments};
 use overdrive::transformer::CausalLm;
 

@@ -2,7 +2,8 @@ use anyhow::Result;
 use overdrive::accumulation::AccumulatedStep;
 use overdrive::datasets::Batch;
 use overdrive::distributed::ProcessGroup;
-use overdrive::profiling::{StepMetrics, StepWork};
+use overdrive::profiling::StepWork;
+use overdrive::tracking::StepMetrics;
 
 /// The totals of one optimizer step over all processes.
 #[derive(Debug, Clone, Copy)]

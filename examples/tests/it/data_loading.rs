@@ -7,7 +7,7 @@ use std::path::Path;
 use overdrive::datasets::{Dataset, IGNORE_INDEX, RandomWindows};
 use overdrive::distributed::ProcessGroup;
 use overdrive::precision::Precision;
-use overdrive::profiling::{JsonLines, Trackers, read_metrics};
+use overdrive::tracking::{JsonLines, Trackers, read_metrics};
 use overdrive::trainer::{
     Evaluation, ModelArguments, SampleBy, SequenceMode, TextData, TrainingArguments,
 };

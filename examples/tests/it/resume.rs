@@ -6,8 +6,8 @@ use std::path::Path;
 use anyhow::Result;
 use overdrive::distributed::ProcessGroup;
 use overdrive::optim::Ema;
-use overdrive::profiling::{StepMetrics, Tracker, Trackers, read_metrics};
 use overdrive::snapshot::{Scope, Snapshot};
+use overdrive::tracking::{StepMetrics, Tracker, Trackers, read_metrics};
 use overdrive::trainer::{
     Evaluation, IntervalStrategy, ModelArguments, OptimizerName, ResumeFromCheckpoint, RunFolder,
     SaveStrategy, TextData, TrainingArguments,
@@ -63,18 +63,18 @@ struct Killed {
 }
 
 impl Tracker for Killed {
-    fn log(&mut self, _metrics: &StepMetrics) -> overdrive::profiling::Result<()> {
+    fn log(&mut self, _metrics: &StepMetrics) -> overdrive::tracking::Result<()> {
         if self.left == 0 {
-            return Err(overdrive::profiling::Error::Trace {
-                path: "nowhere".into(),
-                message: "killed".to_owned(),
+            return Err(overdrive::tracking::Error::Tracker {
+                tracker: "killed".to_owned(),
+                source: "the run was killed".into(),
             });
         }
         self.left -= 1;
         Ok(())
     }
 
-    fn finish(&mut self) -> overdrive::profiling::Result<()> {
+    fn finish(&mut self) -> overdrive::tracking::Result<()> {
         Ok(())
     }
 }

@@ -7,7 +7,7 @@ use overdrive::datasets::{Batch, DeviceLoader};
 use overdrive::distributed::ProcessGroup;
 use overdrive::optim::Optimizer;
 use overdrive::precision::Precision;
-use overdrive::profiling::{JsonLines, StepMetrics, Tracker};
+use overdrive::tracking::{JsonLines, StepMetrics, Tracker};
 use overdrive::trainer::{ModelArguments, RunFolder, TextData, TrainingArguments};
 use overdrive::transformer::{CausalLm, LabelShift};
 use overdrive_examples::training::{new_model, write_results};

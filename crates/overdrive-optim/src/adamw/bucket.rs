@@ -20,11 +20,38 @@ pub(super) struct Moments {
     pub(super) master: Option<Tensor>,
 }
 
+impl Moments {
+    /// Returns handles that share memory.
+    pub(super) fn shallow_clone(&self) -> Self {
+        Self {
+            step: self.step.shallow_clone(),
+            exp_avg: self.exp_avg.shallow_clone(),
+            exp_avg_sq: self.exp_avg_sq.shallow_clone(),
+            max_exp_avg_sq: self.max_exp_avg_sq.as_ref().map(Tensor::shallow_clone),
+            master: self.master.as_ref().map(Tensor::shallow_clone),
+        }
+    }
+
+    /// Sets everything in place to the state before the first step. The caller has switched gradient recording off.
+    pub(super) fn reset(&mut self, parameter: &Tensor) -> Result<()> {
+        let averages = [&mut self.step, &mut self.exp_avg, &mut self.exp_avg_sq];
+        for tensor in averages.into_iter().chain(&mut self.max_exp_avg_sq) {
+            let _ = tensor.f_zero_()?;
+        }
+        if let Some(master) = &mut self.master {
+            master.f_copy_(parameter)?;
+        }
+        Ok(())
+    }
+}
+
 /// Numbers of one update.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Update<'a> {
     pub(super) config: &'a AdamWConfig,
     pub(super) learning_rate: f64,
+    /// The learning rate on the bucket's device, of a capturable optimizer.
+    pub(super) rate_on_device: Option<&'a Tensor>,
     pub(super) weight_decay: f64,
 }
 
@@ -156,6 +183,11 @@ impl Bucket {
             .transpose()?;
 
         let config = update.config;
+        // A number would become a constant of a captured graph; a tensor is read by each replay.
+        let (overload, learning_rate) = match update.rate_on_device {
+            Some(rate) => ("tensor_lr", Value::Tensor(rate)),
+            None => ("", Value::Float(update.learning_rate)),
+        };
         call(
             "aten::_foreach_add_",
             "Scalar",
@@ -163,7 +195,7 @@ impl Bucket {
         )?;
         call(
             "aten::_fused_adamw_",
-            "",
+            overload,
             &[
                 Value::Tensors(&self.parameters),
                 Value::Tensors(&gradients),
@@ -171,7 +203,7 @@ impl Bucket {
                 Value::Tensors(&self.exp_avg_sqs),
                 Value::Tensors(&self.max_exp_avg_sqs),
                 Value::Tensors(&self.steps),
-                Value::Float(update.learning_rate),
+                learning_rate,
                 Value::Float(config.betas.0),
                 Value::Float(config.betas.1),
                 Value::Float(update.weight_decay),
@@ -204,6 +236,7 @@ impl Bucket {
             config,
             learning_rate,
             weight_decay,
+            ..
         } = update;
         let (beta1, beta2) = config.betas;
         for (i, gradient) in gradients.iter().enumerate() {

@@ -43,6 +43,10 @@ pub struct AdamWConfig {
     /// half a unit in a bfloat16's last place (a 512th of the value) is lost. Costs 12 bytes a
     /// parameter instead of 4. Default false.
     pub master_weights: bool,
+    /// If `true`, a step can be captured in a CUDA graph (`capturable=True` of torch): states are made at once
+    /// and keep their memory when a state is loaded, and learning rates are tensors on the parameters' device, so
+    /// that a schedule can set them between replays. Needs the fused kernel. Default `false`.
+    pub capturable: bool,
     /// Which code applies the update. Default [`Implementation::Auto`].
     pub implementation: Implementation,
 }
@@ -57,6 +61,7 @@ impl Default for AdamWConfig {
             amsgrad: false,
             maximize: false,
             master_weights: false,
+            capturable: false,
             implementation: Implementation::Auto,
         }
     }

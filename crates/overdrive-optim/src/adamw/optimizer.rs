@@ -66,6 +66,18 @@ pub(super) struct Group {
     pub(super) name: String,
     pub(super) learning_rate: f64,
     pub(super) weight_decay: f64,
+    /// The learning rate as a float32 scalar on each device of the parameters, if the optimizer is capturable.
+    rates: Vec<(Device, Tensor)>,
+}
+
+impl Group {
+    pub(super) fn set_learning_rate(&mut self, learning_rate: f64) -> Result<()> {
+        self.learning_rate = learning_rate;
+        for (_, rate) in &mut self.rates {
+            let _ = rate.f_fill_(learning_rate)?;
+        }
+        Ok(())
+    }
 }
 
 #[derive(Debug)]
@@ -124,17 +136,31 @@ impl AdamW {
                 group: index,
                 moments: None,
             });
-        let added: Vec<Parameter> = added.collect();
+        let mut added: Vec<Parameter> = added.collect();
         for parameter in &added {
             self.check_parameter(parameter)?;
         }
         let named = self.parameters.iter().chain(&added);
         check_distinct(named.map(|p| (p.name.as_str(), &p.tensor)))?;
+        let mut rates: Vec<(Device, Tensor)> = Vec::new();
+        if self.config.capturable {
+            // A capture must find the tensors that it writes to: made while it runs, they would lie in the
+            // graph's pool, zeroed by every replay.
+            for parameter in &mut added {
+                parameter.moments = Some(self.new_moments(parameter)?);
+                let device = parameter.tensor.device();
+                if rates.iter().all(|(other, _)| *other != device) {
+                    let options = (Kind::Float, device);
+                    rates.push((device, Tensor::f_full([0i64; 0], learning_rate, options)?));
+                }
+            }
+        }
         self.parameters.extend(added);
         self.groups.push(Group {
             name: group.name,
             learning_rate,
             weight_decay,
+            rates,
         });
         Ok(())
     }
@@ -181,14 +207,21 @@ impl AdamW {
     fn uses_fused(&self, parameter: &Parameter) -> Result<bool> {
         let device = parameter.tensor.device();
         let has_kernel = matches!(device, Device::Cpu | Device::Cuda(_));
+        let refused = |reason| Error::NoFusedKernel {
+            name: parameter.name.clone(),
+            reason,
+        };
         match self.config.implementation {
+            // The plain update reads the step count on the host, which a captured step cannot.
+            Implementation::Plain if self.config.capturable => Err(refused(
+                "`capturable` needs the fused kernel, and `implementation` is plain".to_owned(),
+            )),
             Implementation::Plain => Ok(false),
-            Implementation::Auto => Ok(has_kernel),
-            Implementation::Fused if has_kernel => Ok(true),
-            Implementation::Fused => Err(Error::NoFusedKernel {
-                name: parameter.name.clone(),
-                reason: format!("it lives on {device:?}, and only Cpu and Cuda have the kernel"),
-            }),
+            Implementation::Auto | Implementation::Fused if has_kernel => Ok(true),
+            Implementation::Auto if !self.config.capturable => Ok(false),
+            Implementation::Auto | Implementation::Fused => Err(refused(format!(
+                "it lives on {device:?}, and only Cpu and Cuda have the kernel"
+            ))),
         }
     }
 
@@ -263,7 +296,7 @@ impl AdamW {
             let mut fused = self.uses_fused(parameter)?;
             // zeros_like makes dense tensors; a parameter with holes cannot be walked as one.
             if fused && !same_layout(tensor, &moments.exp_avg) {
-                if self.config.implementation == Implementation::Fused {
+                if self.config.implementation == Implementation::Fused || self.config.capturable {
                     return Err(Error::NoFusedKernel {
                         name: parameter.name.clone(),
                         reason: "its memory has holes or overlaps (it is a view with strides)"
@@ -307,6 +340,10 @@ impl AdamW {
             let update = Update {
                 config: &self.config,
                 learning_rate: group.learning_rate,
+                rate_on_device: group
+                    .rates
+                    .iter()
+                    .find_map(|(device, rate)| (*device == bucket.device).then_some(rate)),
                 weight_decay: group.weight_decay,
             };
             let members = bucket.members.iter();
@@ -376,7 +413,7 @@ impl Optimizer for AdamW {
             .iter()
             .try_for_each(|&rate| check_finite_from_zero("learning_rate", rate))?;
         for (group, &learning_rate) in self.groups.iter_mut().zip(learning_rates) {
-            group.learning_rate = learning_rate;
+            group.set_learning_rate(learning_rate)?;
         }
         Ok(())
     }

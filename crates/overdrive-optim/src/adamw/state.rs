@@ -94,15 +94,27 @@ impl AdamW {
         };
         config.validate()?;
         let previous = std::mem::replace(&mut self.config, config);
+        // With other options there are other tensors, for which the step is captured anew.
+        let in_place = self.config.capturable
+            && previous.amsgrad == self.config.amsgrad
+            && previous.master_weights == self.config.master_weights;
         let restored: Result<Vec<_>> = self
             .parameters
             .iter()
             .map(|parameter| {
-                if metadata.without_state.contains(&parameter.name) {
-                    return Ok(None);
+                let stored = !metadata.without_state.contains(&parameter.name);
+                let mut moments = match &parameter.moments {
+                    // A captured step reads and writes this memory.
+                    Some(moments) if in_place => moments.shallow_clone(),
+                    _ if stored || self.config.capturable => self.new_moments(parameter)?,
+                    _ => return Ok(None),
+                };
+                if stored {
+                    fill(&moments, &parameter.name, &state.tensors)?;
+                } else {
+                    let _no_grad = tch::no_grad_guard();
+                    moments.reset(&parameter.tensor)?;
                 }
-                let moments = self.new_moments(parameter)?;
-                fill(&moments, &parameter.name, &state.tensors)?;
                 Ok(Some(moments))
             })
             .collect();
@@ -118,7 +130,7 @@ impl AdamW {
         }
         for group in &mut self.groups {
             if let Some(stored) = metadata.groups.iter().find(|g| g.name == group.name) {
-                group.learning_rate = stored.learning_rate;
+                group.set_learning_rate(stored.learning_rate)?;
                 group.weight_decay = stored.weight_decay;
             }
         }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{MemoryAttention, MemoryPlan, OptimizerMemory, Recomputation};
 use crate::Result;
-use crate::units;
+use overdrive_core::units;
 
 /// A change to a plan that takes less memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

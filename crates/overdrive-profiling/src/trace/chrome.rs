@@ -1,4 +1,4 @@
-//! A Chrome trace from the list of events.
+//! The events of a profile as a Chrome trace.
 //!
 //! The format: "Trace Event Format", <https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU>.
 
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::TraceEvent;
 use super::key_averages::{CPU, MEMORY, USER_SCOPE};
 
-/// The events as a JSON object with `traceEvents`, in microseconds since `start_ns`.
+/// Returns the events as a JSON object with `traceEvents`, in microseconds since `start_ns`.
 pub(super) fn json(events: &[TraceEvent], start_ns: u64) -> String {
     let process = std::process::id();
     let microseconds = |ns: u64| ns.saturating_sub(start_ns) as f64 * 1e-3;
@@ -34,6 +34,7 @@ pub(super) fn json(events: &[TraceEvent], start_ns: u64) -> String {
                 "dur": event.end_ns.saturating_sub(event.start_ns) as f64 * 1e-3,
                 "args": { "External id": event.correlation },
             });
+            // The same id on the kernel and on the operator that launched it draws an arrow between them.
             if event.device_type != CPU {
                 traced["tid"] = format!("device {}", event.device_index).into();
                 traced["args"]["External id"] = event.linked_correlation.into();

@@ -1,12 +1,12 @@
-//! What each operator took in all.
+//! The time and memory of each operator over all its calls.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 
+use overdrive_core::units;
 use serde::Serialize;
 
 use super::TraceEvent;
-use crate::units;
 
 /// libtorch's name for an allocation or release among the events.
 pub(super) const MEMORY: &str = "[memory]";
@@ -15,72 +15,72 @@ pub(super) const CPU: i32 = 0;
 /// `at::RecordScope::USER_SCOPE`.
 pub(super) const USER_SCOPE: i32 = 7;
 
-/// What counts as one row.
+/// The grouping of events into rows.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum GroupBy {
-    /// Operators of one name.
+    /// Groups operators by name.
     #[default]
     Name,
-    /// Operators of one name with inputs of the same shapes; needs a profile with shapes.
+    /// Groups operators by name and input shapes; needs a profile with shapes.
     NameAndShapes,
 }
 
-/// What rows are ordered by, the largest first.
+/// The order of rows, the largest value first.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SortBy {
-    /// CPU time without the operators inside it.
+    /// By CPU time without the operators inside.
     #[default]
     SelfCpuTime,
-    /// CPU time.
+    /// By CPU time.
     TotalCpuTime,
-    /// Device time of its own kernels.
+    /// By device time of the operator's own kernels.
     SelfDeviceTime,
-    /// Bytes that it allocated and did not release, without the operators inside it.
+    /// By bytes allocated and not released, without the operators inside.
     SelfCpuMemory,
-    /// Floating-point operations.
+    /// By floating-point operations.
     Flops,
-    /// Calls.
+    /// By the number of calls.
     Calls,
 }
 
-/// What an operator, range or kernel took over all its calls.
+/// The time and memory of an operator, range or kernel over all its calls.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct OperatorStats {
-    /// Its name.
+    /// The name.
     pub name: String,
-    /// The shapes of its inputs, where rows are told apart by them.
+    /// The shapes of its inputs, if rows are grouped by them.
     pub shapes: String,
-    /// How often it ran.
+    /// The number of calls.
     pub calls: u64,
-    /// Nanoseconds on the CPU without the operators it called.
+    /// The nanoseconds on the CPU without the operators that it called.
     pub self_cpu_ns: u64,
-    /// Nanoseconds on the CPU from begin to end. A call inside another of the same row counts once.
+    /// The nanoseconds on the CPU from begin to end. A call inside another of the same row counts once.
     pub total_cpu_ns: u64,
-    /// Nanoseconds of the kernels it started itself; of the kernel, for a kernel.
+    /// The nanoseconds of the kernels that it launched itself; for a kernel its own.
     pub self_device_ns: u64,
-    /// Nanoseconds of the kernels it and the operators inside it started.
+    /// The nanoseconds of the kernels that it and the operators inside it launched.
     pub total_device_ns: u64,
-    /// Bytes of main memory that it allocated less what it released, itself.
+    /// The bytes of main memory that it allocated itself, less those that it released.
     pub self_cpu_bytes: i64,
-    /// The same with the operators inside it.
+    /// The same including the operators inside it.
     pub total_cpu_bytes: i64,
-    /// Bytes of device memory that it allocated less what it released, itself.
+    /// The bytes of device memory that it allocated itself, less those that it released.
     pub self_device_bytes: i64,
-    /// Floating-point operations, where the profiler was asked for them and knows a formula.
+    /// The floating-point operations, if the profile has them and libtorch knows a formula.
     pub flops: u64,
-    /// Whether it ran on the device: a kernel or copy.
+    /// If `true`, it ran on the device: a kernel or copy.
     pub on_device: bool,
 }
 
-/// What each operator took: the table of `torch.profiler`'s `key_averages()`.
+/// The time and memory of each operator: the table of `torch.profiler`'s `key_averages()`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct KeyAverages {
     rows: Vec<OperatorStats>,
 }
 
-/// An event with its place among the others of its thread.
+/// An event in the tree of its thread.
 struct Node {
     event: usize,
     parent: Option<usize>,
@@ -96,7 +96,7 @@ impl KeyAverages {
     pub(super) fn of(events: &[TraceEvent], group_by: GroupBy) -> Self {
         let nodes = nest(events);
         let mut rows: BTreeMap<(String, String, bool), OperatorStats> = BTreeMap::new();
-        // Children come after their parents: in reverse each sum is whole when it is passed on.
+        // Children come after their parents: in reverse order each sum is complete when it is added to the parent.
         let mut device_ns: Vec<u64> = nodes.iter().map(|node| node.kernel_ns).collect();
         let mut bytes: Vec<i64> = nodes.iter().map(|node| node.own_bytes).collect();
         for index in (0..nodes.len()).rev() {
@@ -123,7 +123,8 @@ impl KeyAverages {
                 .map(|&c| length(&events[nodes[c].event]))
                 .sum();
             let row = rows.entry(own_key).or_default();
-            // libtorch calls some operators once more under the same name, and nothing else: one call.
+            // libtorch dispatches some operators a second time under the same name with nothing else inside;
+            // that is one call.
             let repeats_its_parent = node.parent.is_some_and(|parent| {
                 nodes[parent].children.len() == 1 && events[nodes[parent].event].name == event.name
             });
@@ -160,17 +161,17 @@ impl KeyAverages {
         averages
     }
 
-    /// The rows; at first ordered by CPU time of their own, the largest first.
+    /// Returns the rows, by default in the order of their own CPU time, the largest first.
     pub fn rows(&self) -> &[OperatorStats] {
         &self.rows
     }
 
-    /// The first row of a name.
+    /// Returns the first row of a name.
     pub fn get(&self, name: &str) -> Option<&OperatorStats> {
         self.rows.iter().find(|row| row.name == name)
     }
 
-    /// Orders the rows.
+    /// Sorts the rows.
     pub fn sort_by(&mut self, by: SortBy) {
         self.rows.sort_by_key(|row| {
             let size: i128 = match by {
@@ -185,18 +186,18 @@ impl KeyAverages {
         });
     }
 
-    /// Nanoseconds of CPU time in all operators.
+    /// Returns the nanoseconds of CPU time of all operators.
     pub fn cpu_ns(&self) -> u64 {
         self.rows.iter().map(|row| row.self_cpu_ns).sum()
     }
 
-    /// Nanoseconds of device time in all kernels and copies.
+    /// Returns the nanoseconds of device time of all kernels and copies.
     pub fn device_ns(&self) -> u64 {
         let kernels = self.rows.iter().filter(|row| row.on_device);
         kernels.map(|row| row.self_device_ns).sum()
     }
 
-    /// The first `limit` rows as a table, columns without any value left out.
+    /// Returns the first `limit` rows as a table, without empty columns.
     pub fn table(&self, limit: usize) -> String {
         let cpu = self.cpu_ns().max(1) as f64;
         let columns: [(&str, Cell); 9] = [
@@ -242,9 +243,12 @@ impl KeyAverages {
             }
             text.push('\n');
         }
-        text.push_str(&format!("CPU time in all: {}", time(self.cpu_ns())));
+        text.push_str(&format!("CPU time in total: {}", time(self.cpu_ns())));
         if self.device_ns() > 0 {
-            text.push_str(&format!("; device time in all: {}", time(self.device_ns())));
+            text.push_str(&format!(
+                "; device time in total: {}",
+                time(self.device_ns())
+            ));
         }
         text.push('\n');
         text
@@ -252,7 +256,7 @@ impl KeyAverages {
 }
 
 impl fmt::Display for KeyAverages {
-    /// The first 30 rows.
+    /// Writes the first 30 rows.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.table(30))
     }
@@ -279,7 +283,7 @@ fn signed_bytes(bytes: i64) -> Option<String> {
     some(bytes.unsigned_abs()).map(|size| format!("{sign}{}", units::bytes(size)))
 }
 
-/// Kernels and copies. A range of the user's appears on the device too, over the kernels inside it.
+/// Returns the kernels and copies, without the ranges of the user, which Kineto also lists on the device.
 fn device_work(events: &[TraceEvent]) -> impl Iterator<Item = &TraceEvent> {
     let ranges: HashSet<&str> = events
         .iter()
@@ -294,8 +298,8 @@ fn device_work(events: &[TraceEvent]) -> impl Iterator<Item = &TraceEvent> {
     })
 }
 
-/// The operators and ranges of each thread, parents before children, with the allocations and kernels
-/// that are their own.
+/// Returns the operators and ranges of each thread as a tree, parents before children, with their own allocations
+/// and kernels.
 fn nest(events: &[TraceEvent]) -> Vec<Node> {
     let is_operator = |event: &TraceEvent| {
         event.device_type == CPU
@@ -304,8 +308,8 @@ fn nest(events: &[TraceEvent]) -> Vec<Node> {
             && !event.is_async
             && event.thread == event.end_thread
     };
-    // What the CUDA runtime reports has the system's number of its thread, and the operator it belongs
-    // to; libtorch's own events have libtorch's numbers.
+    // Events of the CUDA runtime have the system's thread id and a link to their operator; libtorch's own
+    // events have libtorch's thread numbers.
     let threads: HashMap<u64, u64> = events
         .iter()
         .filter(|event| is_operator(event) && event.linked_correlation == 0)
@@ -336,8 +340,8 @@ fn nest(events: &[TraceEvent]) -> Vec<Node> {
             open.clear();
         }
         while let Some(&top) = open.last() {
-            let holder = &events[nodes[top].event];
-            if event.end_ns <= holder.end_ns && event.start_ns < holder.end_ns.max(1) {
+            let enclosing = &events[nodes[top].event];
+            if event.end_ns <= enclosing.end_ns && event.start_ns < enclosing.end_ns.max(1) {
                 break;
             }
             open.pop();
@@ -539,6 +543,6 @@ mod tests {
             !text.contains("device") && !text.contains("GFLOP"),
             "{text}"
         );
-        assert!(text.ends_with("CPU time in all: 2.50 ms\n"), "{text}");
+        assert!(text.ends_with("CPU time in total: 2.50 ms\n"), "{text}");
     }
 }

@@ -15,7 +15,7 @@ const PROCESSES: &str = "start several processes with `--nproc N` or torchrun; `
 pub(super) static KEYS: &[Key] = &[
     // Memory and speed.
     foreign("activation_checkpointing_kwargs", Any, ""),
-    foreign("torch_compile", Only("false"), "leave it out: `fused_kernels` (on) has the kernels that it would make in training, and overdrive-compiled runs packages of torch's compiler"),
+    foreign("torch_compile", Only("false"), "leave it out: `fused_kernels` (on) has the kernels that it would make in training, and overdrive-packages runs packages of torch's compiler"),
     foreign("torch_compile_backend", Any, ""),
     foreign("torch_compile_mode", Any, ""),
     // `fused_kernels` is on by default and has Liger's kernels.

@@ -20,7 +20,7 @@ fn what_hugging_face_can_and_we_cannot_is_refused_by_name() {
         ),
         (
             "torch_compile: true",
-            "run.yaml: `torch_compile: true` is not supported by overdrive-trainer; leave it out: `fused_kernels` (on) has the kernels that it would make in training, and overdrive-compiled runs packages of torch's compiler",
+            "run.yaml: `torch_compile: true` is not supported by overdrive-trainer; leave it out: `fused_kernels` (on) has the kernels that it would make in training, and overdrive-packages runs packages of torch's compiler",
         ),
         (
             "save_only_model: true",

@@ -1,0 +1,193 @@
+//! The replacement of weights without a new compilation.
+
+use std::path::Path;
+
+use overdrive_core::Error as CommonError;
+use overdrive_safetensors::MappedFile;
+use overdrive_sys::compiled::Constant;
+use tch::{Device, Tensor};
+
+use crate::{CompiledModel, Error, Result};
+
+/// Options of [`CompiledModel::replace_constants`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ReplaceOptions {
+    /// If `true`, weights may be left out, which then keep their values. Buffers and constants of the code itself
+    /// (rotary frequencies) may always be left out. Default `false`: every weight of the model must be given.
+    pub partial: bool,
+    /// If `true`, the model uses the memory of the given tensors instead of a copy, and keeps it alive: a change of
+    /// a tensor in place changes the model. Default `false`.
+    pub share: bool,
+    /// If `true`, tensors that the model does not know are ignored. Default `false`: they are an error.
+    pub ignore_unknown: bool,
+}
+
+impl CompiledModel {
+    /// Returns its constants, the weights and buffers of the Python module.
+    ///
+    /// # Errors
+    /// Errors of libtorch, for constants that were packed for the processor.
+    pub fn constants(&self) -> Result<Vec<Constant>> {
+        Ok(self.package.constants()?)
+    }
+
+    /// Returns a copy of a constant, by its name or that of a weight that is tied to it; `None` where there is
+    /// none.
+    ///
+    /// # Errors
+    /// Errors of libtorch.
+    pub fn constant(&self, name: &str) -> Result<Option<Tensor>> {
+        for name in std::iter::once(name).chain(self.names_tied_to(name)) {
+            if let Some(found) = self.package.constant(name)? {
+                return Ok(Some(found));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Replaces weights by tensors of the same names, shapes and dtypes: those of another checkpoint of
+    /// the model, or of this one after more training. Of tied weights one name is enough.
+    ///
+    /// Everything is checked before anything is changed. The new weights are loaded beside the old ones while
+    /// other threads run, and replace them between two runs, so that no run sees a mixture. Until then both
+    /// occupy memory.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConstants`] with every problem; else errors of libtorch. Nothing is changed then.
+    pub fn replace_constants(
+        &self,
+        tensors: &[(String, Tensor)],
+        options: ReplaceOptions,
+    ) -> Result<()> {
+        if self.info.manifest.as_ref().is_some_and(|m| !m.swappable) {
+            return Err(Error::InvalidConstants {
+                problems: vec![
+                    "the weights of this package were packed for the processor; make it without --freeze"
+                        .to_owned(),
+                ],
+            });
+        }
+        let held = self.constants()?;
+        let mut problems = Vec::new();
+        let mut given: Vec<Option<(&str, &Tensor)>> = vec![None; held.len()];
+        for (name, tensor) in tensors {
+            let Some(index) = self.index_of(&held, name) else {
+                if !options.ignore_unknown {
+                    problems.push(format!("there is no constant {name:?}"));
+                }
+                continue;
+            };
+            match given[index] {
+                Some((before, other)) if before == name || !same(other, tensor)? => {
+                    problems.push(format!(
+                        "{name:?} and {before:?} stand for one constant and differ"
+                    ));
+                }
+                _ => given[index] = Some((name, tensor)),
+            }
+            let constant = &held[index];
+            let kind = tensor.f_kind()?;
+            if kind != constant.kind || tensor.size() != constant.shape {
+                problems.push(format!(
+                    "{name:?} is {kind:?} of shape {:?} and not {:?} of shape {:?}",
+                    tensor.size(),
+                    constant.kind,
+                    constant.shape
+                ));
+            }
+        }
+        for (constant, given) in held.iter().zip(&given) {
+            if given.is_none() && !options.partial && is_weight(&constant.name) {
+                problems.push(format!("{:?} is missing", constant.name));
+            }
+        }
+        if !problems.is_empty() {
+            return Err(Error::InvalidConstants { problems });
+        }
+        let pairs = held.iter().zip(&given);
+        let (names, tensors): (Vec<&str>, Vec<&Tensor>) = pairs
+            .filter_map(|(constant, given)| Some((constant.name.as_str(), given.as_ref()?.1)))
+            .unzip();
+        Ok(self
+            .package
+            .replace_constants(&names, &tensors, options.share)?)
+    }
+
+    /// Replaces the weights by those of a Hugging Face folder (`model.safetensors`, or the shards that
+    /// `model.safetensors.index.json` names) or of one safetensors file, converted to the dtypes that the model was
+    /// compiled for.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConstants`], [`Error::Weights`], and [`Error::Common`] for the index; nothing is changed then.
+    pub fn replace_constants_from(&self, path: impl AsRef<Path>) -> Result<()> {
+        let held = self.constants()?;
+        let mut tensors = Vec::new();
+        for file in weight_files(path.as_ref())? {
+            let file = MappedFile::open(&file)?;
+            for stored in file.tensors() {
+                let index = self.index_of(&held, stored.name());
+                let kind = index.map(|index| held[index].kind);
+                let tensor = stored.copy_to_tensor(kind, Device::Cpu)?;
+                tensors.push((stored.name().to_owned(), tensor));
+            }
+        }
+        self.replace_constants(&tensors, ReplaceOptions::default())
+    }
+
+    /// Returns the index of a constant by its name or that of a weight that is tied to it.
+    fn index_of(&self, held: &[Constant], name: &str) -> Option<usize> {
+        let direct = held.iter().position(|constant| constant.name == name);
+        direct.or_else(|| {
+            let tied: Vec<&str> = self.names_tied_to(name).collect();
+            held.iter()
+                .position(|constant| tied.contains(&constant.name.as_str()))
+        })
+    }
+
+    fn names_tied_to<'a>(&'a self, name: &str) -> impl Iterator<Item = &'a str> {
+        let groups = self
+            .info
+            .manifest
+            .as_ref()
+            .map_or(&[][..], |manifest| &manifest.tied);
+        let name = name.to_owned();
+        groups
+            .iter()
+            .filter(move |group| group.contains(&name))
+            .flatten()
+            .map(String::as_str)
+    }
+}
+
+/// Returns `true` for the name of a parameter.
+fn is_weight(name: &str) -> bool {
+    // PyTorch's modules call their parameters so; buffers and lifted constants have other names, and the package
+    // does not say which is which.
+    name.ends_with("weight") || name.ends_with("bias")
+}
+
+/// Returns `true` if two tensors have the same dtype, shape and elements.
+fn same(a: &Tensor, b: &Tensor) -> Result<bool> {
+    Ok(a.f_kind()? == b.f_kind()? && a.size() == b.size() && a.f_equal(b)?)
+}
+
+/// Returns the safetensors files of a Hugging Face folder; a path that is no folder is the only file.
+fn weight_files(path: &Path) -> Result<Vec<std::path::PathBuf>> {
+    if !path.is_dir() {
+        return Ok(vec![path.to_owned()]);
+    }
+    let index = path.join("model.safetensors.index.json");
+    if !index.is_file() {
+        return Ok(vec![path.join("model.safetensors")]);
+    }
+    #[derive(serde::Deserialize)]
+    struct Index {
+        weight_map: std::collections::BTreeMap<String, String>,
+    }
+    let text = std::fs::read(&index).map_err(CommonError::io("read", &index))?;
+    let parsed: Index =
+        serde_json::from_slice(&text).map_err(CommonError::parse("JSON", &index))?;
+    // Many tensors name the same shard.
+    let names: std::collections::BTreeSet<String> = parsed.weight_map.into_values().collect();
+    Ok(names.into_iter().map(|name| path.join(name)).collect())
+}

@@ -1,0 +1,59 @@
+//! Errors of tracking.
+
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+/// An error of tracking a run.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A file or folder could not be read or written.
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
+
+    /// A line of a metrics file is not a metrics record.
+    #[error(
+        "{}:{line} is not a metrics record: {source}; each line must be one JSON object with at \
+         least `step`, `loss`, `learning_rate`, `tokens_per_second` and `peak_memory_bytes`",
+        path.display()
+    )]
+    InvalidRecord {
+        /// The metrics file.
+        path: PathBuf,
+        /// The number of the line, counted from 1.
+        line: usize,
+        /// The error of the JSON parser.
+        source: serde_json::Error,
+    },
+
+    /// A record has an extra value that has no JSON form.
+    #[error("the metrics of step {step} cannot be written as JSON: {source}")]
+    NotJson {
+        /// The step of the record.
+        step: u64,
+        /// The error of the JSON writer.
+        source: serde_json::Error,
+    },
+
+    /// A chart could not be drawn.
+    #[error("cannot draw the chart `{chart}`: {message}")]
+    Chart {
+        /// The title of the chart.
+        chart: String,
+        /// The error of the drawing library.
+        message: String,
+    },
+
+    /// An error of a [`Tracker`](crate::Tracker) outside this crate.
+    #[error("the tracker `{tracker}` failed: {source}")]
+    Tracker {
+        /// The name of the tracker.
+        tracker: String,
+        /// Its error.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+/// The result of this crate's functions.
+pub type Result<T> = std::result::Result<T, Error>;

@@ -1,0 +1,79 @@
+//! Where the metrics of a run go: JSON Lines, TensorBoard, the terminal, a report.
+//!
+//! For any training loop in Rust, with or without the rest of Overdrive: what Lightning's loggers and Hugging
+//! Face's `TensorBoardCallback` are to a Python user. [overdrive-profiling](overdrive_profiling) measures, this crate
+//! records:
+//!
+//! - [`StepMetrics`] is the record of a step; [`StepMetrics::apply`] copies the measurements of a step into it, and
+//!   [`read_metrics`] reads a file of records back;
+//! - [`Tracker`]s take the records: [`JsonLines`], [`TensorBoard`], [`TerminalTable`], several at once with
+//!   [`Trackers`], or your own;
+//! - [`TrainingProgress`] shows the run at the terminal and in logs;
+//! - [`Report`] makes an HTML page of it.
+//!
+//! ```
+//! use std::time::Duration;
+//! use overdrive_profiling::{Machine, Phase, StepTimer, Throughput};
+//! use overdrive_tracking::{
+//!     JsonLines, Report, StepMetrics, TensorBoard, Tracker, Trackers, TrainingProgress, read_metrics,
+//! };
+//!
+//! let folder = tempfile::tempdir()?;
+//! let metrics_file = folder.path().join("metrics.jsonl");
+//! let mut trackers = Trackers::new()
+//!     .with(JsonLines::create(&metrics_file)?)
+//!     .with(TensorBoard::create(folder.path().join("tensorboard"))?);
+//! let mut progress = TrainingProgress::new(3);
+//! let mut throughput = Throughput::new(20);
+//! let timer = StepTimer::new();
+//!
+//! for step in 1..=3 {
+//!     timer.begin_step();
+//!     let loss = timer.phase(Phase::Forward, || 8.3 / step as f64);
+//!     timer.phase(Phase::Backward, || { /* the gradients */ });
+//!     let phases = timer.end_step();
+//!     throughput.record(2048, Duration::from_secs_f64(phases.total()));
+//!     let metrics = StepMetrics {
+//!         step,
+//!         loss,
+//!         learning_rate: 1e-3,
+//!         tokens_per_second: throughput.tokens_per_second(),
+//!         phase_seconds: Some(phases),
+//!         ..Default::default()
+//!     };
+//!     trackers.log(&metrics)?;
+//!     progress.update(&metrics);
+//! }
+//! trackers.finish()?;
+//! progress.finish();
+//!
+//! let report = Report {
+//!     title: "Three steps".into(),
+//!     metrics: read_metrics(&metrics_file)?.records,
+//!     machine: Some(Machine::detect()),
+//!     ..Default::default()
+//! };
+//! report.write_html(folder.path().join("report.html"))?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+#![deny(missing_docs)]
+#![forbid(unsafe_code)]
+
+mod error;
+mod json_lines;
+mod progress;
+mod report;
+mod step_metrics;
+mod tensor_board;
+mod terminal_table;
+mod tracker;
+
+pub use error::{Error, Result};
+pub use json_lines::JsonLines;
+pub use progress::TrainingProgress;
+pub use report::{Report, Sample};
+pub use step_metrics::{MetricsFile, StepMetrics, read_metrics};
+pub use tensor_board::TensorBoard;
+pub use terminal_table::TerminalTable;
+pub use tracker::{Tracker, Trackers};

@@ -1,0 +1,109 @@
+//! One page about a run.
+
+mod chart;
+mod curves;
+mod page;
+mod summary;
+
+use std::fs;
+use std::path::Path;
+
+use overdrive_core::Error as CommonError;
+use overdrive_profiling::Machine;
+use serde_json::Value;
+
+use crate::{Result, StepMetrics};
+
+/// A text that the model wrote.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Sample {
+    /// What the model was given.
+    pub prompt: String,
+    /// What it wrote after it.
+    pub completion: String,
+}
+
+/// A report about one training run: headline figures, curves, where the time went, samples, the
+/// configuration and the machine, as one HTML file that needs nothing beside it (no scripts, no
+/// fonts, nothing from the network) and follows the reader's light or dark setting.
+///
+/// Fields that are left empty leave their section out. All text is escaped: a sample that contains
+/// `<script>` is shown, not run.
+///
+/// ```
+/// use overdrive_tracking::{Report, StepMetrics};
+///
+/// let metrics = (1..=100)
+///     .map(|step| StepMetrics {
+///         step,
+///         loss: 3.0 + 5.0 * (-0.05 * step as f64).exp(),
+///         learning_rate: 1e-3,
+///         tokens_per_second: 2300.0,
+///         peak_memory_bytes: 800 << 20,
+///         ..Default::default()
+///     })
+///     .collect();
+/// let report = Report { title: "Tiny Llama".into(), metrics, ..Default::default() };
+///
+/// let folder = tempfile::tempdir()?;
+/// report.write_html(folder.path().join("report.html"))?;
+/// report.write_loss_svg(folder.path().join("loss.svg"))?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct Report {
+    /// What the run is called.
+    pub title: String,
+    /// One or two sentences under the title: model, data.
+    pub description: String,
+    /// The records of the run, in order: what was logged, or [`read_metrics`](crate::read_metrics).
+    pub metrics: Vec<StepMetrics>,
+    /// Number of trained weights.
+    pub parameters: Option<u64>,
+    /// The configuration: any JSON object; objects inside it are shown as `outer.inner`.
+    pub configuration: Value,
+    /// Texts of the trained model.
+    pub samples: Vec<Sample>,
+    /// The machine the run was on.
+    pub machine: Option<Machine>,
+    /// Sentences that a reader of the numbers should know: an interrupted run, skipped steps.
+    pub notes: Vec<String>,
+}
+
+impl Report {
+    /// The report as one HTML page.
+    ///
+    /// # Errors
+    /// [`crate::Error::Chart`].
+    pub fn to_html(&self) -> Result<String> {
+        page::html(self)
+    }
+
+    /// The loss curve as an SVG file of its own.
+    ///
+    /// # Errors
+    /// [`crate::Error::Chart`].
+    pub fn loss_svg(&self) -> Result<String> {
+        curves::loss(&self.metrics).standalone()
+    }
+
+    /// Writes [`to_html`](Self::to_html) to a file.
+    ///
+    /// # Errors
+    /// [`crate::Error::Chart`], [`overdrive_core::Error::Io`].
+    pub fn write_html(&self, path: impl AsRef<Path>) -> Result<()> {
+        write(path.as_ref(), &self.to_html()?)
+    }
+
+    /// Writes [`loss_svg`](Self::loss_svg) to a file.
+    ///
+    /// # Errors
+    /// [`crate::Error::Chart`], [`overdrive_core::Error::Io`].
+    pub fn write_loss_svg(&self, path: impl AsRef<Path>) -> Result<()> {
+        write(path.as_ref(), &self.loss_svg()?)
+    }
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
+    Ok(fs::write(path, text).map_err(CommonError::io("write", path))?)
+}

@@ -1,0 +1,162 @@
+//! Which curves a report shows.
+
+use super::chart::{Chart, Role, Series};
+use crate::StepMetrics;
+use overdrive_core::units;
+
+/// The smoothed line is a mean over this part of the run's steps: one in so many.
+const SMOOTHED_PART: usize = 40;
+
+const LARGE: (u32, u32) = (920, 340);
+const SMALL: (u32, u32) = (460, 240);
+
+/// Training loss, raw and smoothed, and the validation points.
+pub(super) fn loss(metrics: &[StepMetrics]) -> Chart {
+    let raw = points(metrics, |step| Some(step.loss));
+    let evaluated = points(metrics, |step| step.eval_loss);
+    let mut series = Vec::new();
+    let span = raw.len() / SMOOTHED_PART;
+    if span > 1 {
+        let smooth = smoothed(&raw, span);
+        series.push(line("training, each step", Role::Faint, raw));
+        series.push(line("training, smoothed", Role::Main, smooth));
+    } else {
+        series.push(line("training", Role::Main, raw));
+    }
+    if !evaluated.is_empty() {
+        series.push(Series {
+            dots: true,
+            ..line("validation", Role::Second, evaluated)
+        });
+    }
+    Chart {
+        title: "Loss",
+        y_label: "nats a token",
+        y_format: units::compact,
+        from_zero: false,
+        size: LARGE,
+        series,
+    }
+}
+
+/// The smaller curves, those that have points.
+pub(super) fn others(metrics: &[StepMetrics]) -> Vec<Chart> {
+    let small = |title, y_label, y_format, value: fn(&StepMetrics) -> Option<f64>| Chart {
+        title,
+        y_label,
+        y_format,
+        from_zero: true,
+        size: SMALL,
+        series: vec![line(title, Role::Main, points(metrics, value))],
+    };
+    let mebibytes = |step: &StepMetrics| {
+        (step.peak_memory_bytes > 0).then(|| step.peak_memory_bytes as f64 / f64::from(1 << 20))
+    };
+    [
+        small("Learning rate", "", units::compact, |step| {
+            Some(step.learning_rate)
+        }),
+        small("Throughput", "tokens a second", units::rounded, |step| {
+            Some(step.tokens_per_second)
+        }),
+        small("Peak memory", "MiB", units::rounded, mebibytes),
+        small("Gradient norm", "before clipping", units::compact, |step| {
+            step.grad_norm
+        }),
+        small("Loss scale", "", units::compact, |step| step.loss_scale),
+    ]
+    .into_iter()
+    .filter(|chart| !chart.is_empty())
+    .collect()
+}
+
+fn line(name: &'static str, role: Role, points: Vec<(f64, f64)>) -> Series {
+    Series {
+        name,
+        role,
+        dots: false,
+        points,
+    }
+}
+
+fn points(metrics: &[StepMetrics], value: impl Fn(&StepMetrics) -> Option<f64>) -> Vec<(f64, f64)> {
+    metrics
+        .iter()
+        .filter_map(|step| Some((step.step as f64, value(step)?)))
+        .collect()
+}
+
+/// The mean over `span` points around each one. At the ends the window shrinks on both sides alike,
+/// so that the line neither lags nor bends. Points that are not finite are passed over.
+fn smoothed(points: &[(f64, f64)], span: usize) -> Vec<(f64, f64)> {
+    let reach = span / 2;
+    (0..points.len())
+        .map(|middle| {
+            let (x, y) = points[middle];
+            let reach = reach.min(middle).min(points.len() - 1 - middle);
+            let window = &points[middle - reach..=middle + reach];
+            let finite = window.iter().map(|point| point.1).filter(|y| y.is_finite());
+            let (sum, count) = finite.fold((0.0, 0), |(sum, count), y| (sum + y, count + 1));
+            // A point that is not finite breaks the line here too.
+            (
+                x,
+                if y.is_finite() {
+                    sum / f64::from(count)
+                } else {
+                    y
+                },
+            )
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_constant_stays_what_it_is_when_smoothed() {
+        let points: Vec<_> = (0..20).map(|x| (f64::from(x), 3.0)).collect();
+        for (_, y) in smoothed(&points, 5) {
+            assert!((y - 3.0).abs() < 1e-12, "{y}");
+        }
+    }
+
+    #[test]
+    fn a_straight_line_is_not_bent_or_moved_by_smoothing() {
+        let points: Vec<_> = (0..20)
+            .map(|x| (f64::from(x), 2.0 * f64::from(x)))
+            .collect();
+        for (x, y) in smoothed(&points, 7) {
+            assert!((y - 2.0 * x).abs() < 1e-12, "{y} at {x}");
+        }
+    }
+
+    #[test]
+    fn smoothing_passes_over_a_step_that_blew_up() {
+        let points = [
+            (1.0, 2.0),
+            (2.0, f64::NAN),
+            (3.0, 4.0),
+            (4.0, 6.0),
+            (5.0, 8.0),
+        ];
+        let smooth = smoothed(&points, 5);
+        assert!(smooth[1].1.is_nan());
+        assert_eq!(smooth[2].1, 5.0);
+    }
+
+    #[test]
+    fn short_runs_are_not_smoothed_and_curves_without_points_are_left_out() {
+        let metrics: Vec<_> = (1..=10)
+            .map(|step| StepMetrics {
+                step,
+                loss: 1.0,
+                ..Default::default()
+            })
+            .collect();
+        assert_eq!(loss(&metrics).series.len(), 1);
+        let titles: Vec<_> = others(&metrics).iter().map(|chart| chart.title).collect();
+        assert_eq!(titles, ["Learning rate", "Throughput"]);
+    }
+}
