@@ -30,7 +30,7 @@ use overdrive::generation::{
     CacheShape, Engine, EngineConfig, EngineModel, GenerationConfig, RaggedStep, Request,
     generate_with,
 };
-use overdrive::kv_cache::{GrowingCache, KvCache};
+use overdrive::kv_cache::{DynamicCache, KvCache};
 use overdrive::transformer::{CausalLm, ForwardInput, Logits};
 use overdrive_benches::{StepResult, generation};
 use tch::{Kind, Tensor};
@@ -122,7 +122,7 @@ fn static_batch(model: &CausalLm, batch: &[Wanted]) -> StepResult<()> {
     let mut ids = Tensor::f_from_slice(&ids)?.f_view(shape)?;
     let mut mask = Tensor::f_from_slice(&mask)?.f_view(shape)?;
     let mut positions = (mask.f_cumsum(1, Kind::Int64)? - 1).f_clamp_min(0)?;
-    let mut cache = GrowingCache::with_capacity(model.num_layers(), (width + steps) as i64);
+    let mut cache = DynamicCache::with_capacity(model.num_layers(), (width + steps) as i64);
     for _ in 0..steps {
         let input = ForwardInput::new(&ids)
             .with_attention_mask(&mask)

@@ -13,7 +13,7 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use overdrive::generation::{
     CacheShape, Engine, EngineConfig, EngineModel, GenerationConfig, RaggedStep, Request, Sampler,
 };
-use overdrive::kv_cache::{AttendOptions, GrowingCache, KvCache};
+use overdrive::kv_cache::{AttendOptions, DynamicCache, KvCache};
 use overdrive::transformer::{ForwardInput, Logits};
 use overdrive_benches::generation;
 use tch::{Device, Kind, Tensor};
@@ -33,7 +33,7 @@ fn decode_step(criterion: &mut Criterion) {
         let bytes = model.num_parameters() as u64 * kind.elt_size_in_bytes() as u64;
         group.throughput(Throughput::Bytes(bytes));
         for rows in [1, 8] {
-            let mut cache = GrowingCache::with_capacity(model.num_layers(), PAST as i64 + 1);
+            let mut cache = DynamicCache::with_capacity(model.num_layers(), PAST as i64 + 1);
             let prompts = generation::prompts(rows, PAST, 32_000);
             let input = ids(&prompts);
             let input = ForwardInput::new(&input).with_cache(&mut cache);
@@ -64,7 +64,7 @@ fn prefill(criterion: &mut Criterion) {
         let input = ids(&generation::prompts(1, tokens, 32_000));
         group.bench_function(BenchmarkId::from_parameter(tokens), |bench| {
             bench.iter(|| {
-                let mut cache = GrowingCache::with_capacity(model.num_layers(), tokens as i64);
+                let mut cache = DynamicCache::with_capacity(model.num_layers(), tokens as i64);
                 let input = ForwardInput::new(&input).with_cache(&mut cache);
                 model
                     .forward(input.with_logits(Logits::Last))

@@ -1,7 +1,7 @@
 //! The caches by the names of `cache_implementation`.
 
 use overdrive_kv_cache::{
-    GrowingCache, KvCache, QuantizedCache, QuantizedCacheConfig, SlidingCache, SlidingCacheConfig,
+    DynamicCache, KvCache, QuantizedCache, QuantizedCacheConfig, SlidingCache, SlidingCacheConfig,
     StaticCache, StaticCacheConfig,
 };
 use overdrive_transformer::{CausalLm, ModelConfig, RopeScaling};
@@ -71,7 +71,7 @@ pub(crate) fn of(
                 ..bits
             })?)
         }
-        _ => Box::new(GrowingCache::with_capacity(layers, places)),
+        _ => Box::new(DynamicCache::with_capacity(layers, places)),
     })
 }
 

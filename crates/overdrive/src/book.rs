@@ -27,6 +27,7 @@ pages! {
     autograd = "crates/autograd.md";
     build = "crates/build.md";
     checkpointing = "crates/checkpointing.md";
+    core = "crates/core.md";
     datasets = "crates/datasets.md";
     distributed = "crates/distributed.md";
     fused = "crates/fused.md";

@@ -120,7 +120,7 @@ impl<'a> Ragged<'a> {
     fn forward(&mut self, parts: &[(SequenceId, &[i64])], all: bool) -> Result<Tensor> {
         let mut batch = self.cache.batch(parts)?;
         let (ids, positions) = (batch.input_ids()?, batch.position_ids()?);
-        let places = Tensor::f_from_slice(&batch.last_places())?.f_to_device(ids.device())?;
+        let places = Tensor::f_from_slice(&batch.last_indices())?.f_to_device(ids.device())?;
         let wanted = if all {
             Logits::All
         } else {

@@ -331,7 +331,7 @@ impl<M: EngineModel> Engine<M> {
         let mut batch = self.cache.batch(&texts)?;
         let (ids, positions) = (batch.input_ids()?, batch.position_ids()?);
         let (mut ends, mut places) = (Vec::new(), Vec::new());
-        for (part, place) in parts.iter().zip(batch.last_places()) {
+        for (part, place) in parts.iter().zip(batch.last_indices()) {
             if part.end == running[part.job].tokens.len() {
                 ends.push(part.job);
                 places.push(place);

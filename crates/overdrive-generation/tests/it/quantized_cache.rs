@@ -1,6 +1,6 @@
 //! What rounding keys and values does to a model's logits and to its loss.
 
-use overdrive_kv_cache::{GrowingCache, KvCache, QuantizedCache, QuantizedCacheConfig};
+use overdrive_kv_cache::{DynamicCache, KvCache, QuantizedCache, QuantizedCacheConfig};
 use overdrive_transformer::{CausalLm, ForwardInput, InitOptions, LlamaConfig};
 use tch::{Device, Kind, Tensor};
 
@@ -41,7 +41,7 @@ fn cost(config: QuantizedCacheConfig) -> (f64, f64) {
         .map(|i| (i * i * 31 + i * 7 + 3) % 256)
         .collect();
     let ids = Tensor::from_slice(&ids).unsqueeze(0);
-    let exact = logits(&model, &ids, &mut GrowingCache::new(4));
+    let exact = logits(&model, &ids, &mut DynamicCache::new(4));
     let mut cache = QuantizedCache::new(config).unwrap();
     let rounded = logits(&model, &ids, &mut cache);
     assert!(

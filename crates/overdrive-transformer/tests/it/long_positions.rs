@@ -2,7 +2,7 @@
 //! `fixtures/gen_checkpoints.py` makes.
 
 use crate::common::{CASES, copy_of, edit_config, expected, load, max_difference, max_magnitude};
-use overdrive_kv_cache::{GrowingCache, KvCache, KvView};
+use overdrive_kv_cache::{DynamicCache, KvCache, KvView};
 use overdrive_transformer::{
     AttentionImplementation, CausalLm, Execution, ForwardInput, InitOptions, LlamaConfig,
     LlamaFamily, Logits, ModelConfig,
@@ -48,7 +48,7 @@ fn greedy_text_over_a_cache_equals_that_of_transformers_past_the_original_contex
     for case in CASES {
         let (model, want) = (load(case), expected(case));
         let greedy = &want["greedy"];
-        let mut cache = GrowingCache::new(model.num_layers());
+        let mut cache = DynamicCache::new(model.num_layers());
         let mut next = greedy.narrow(1, 0, 8);
         for place in 8..greedy.size()[1] {
             let input = ForwardInput::new(&next)
@@ -276,7 +276,7 @@ fn a_norm_of_one_plus_weight_follows_its_weight() {
 /// A cache that says its attention never reaches further back than `span`.
 #[derive(Debug)]
 struct Bounded {
-    inner: GrowingCache,
+    inner: DynamicCache,
     past: i64,
     span: Option<i64>,
 }
@@ -341,7 +341,7 @@ fn a_rotary_model_goes_beyond_its_context_over_a_cache_that_forgets() {
     let ids = Tensor::full([1, 1], 5, (Kind::Int64, Device::Cpu));
     let step = |case: &str, past: i64, span: Option<i64>| {
         let model = load(case);
-        let inner = GrowingCache::new(model.num_layers());
+        let inner = DynamicCache::new(model.num_layers());
         let mut cache = Bounded { inner, past, span };
         let input = ForwardInput::new(&ids).with_cache(&mut cache);
         model.forward(input).map(|logits| logits.size())

@@ -1,7 +1,7 @@
 //! Models from scratch: initialisation, flags, and inputs that are refused.
 
 use crate::common::{expected, load};
-use overdrive_kv_cache::{GrowingCache, KvCache};
+use overdrive_kv_cache::{DynamicCache, KvCache};
 use overdrive_transformer::{
     CausalLm, ForwardInput, Gpt2Config, Init, InitOptions, LabelShift, LlamaConfig, ModelConfig,
 };
@@ -195,9 +195,9 @@ fn inputs_that_do_not_fit_are_refused_and_a_failed_step_is_undone() {
             .is_err()
     );
 
-    let mut cache = GrowingCache::new(3);
+    let mut cache = DynamicCache::new(3);
     assert!(refused(ForwardInput::new(&ids).with_cache(&mut cache)).contains("3 layers"));
-    let mut cache = GrowingCache::new(2);
+    let mut cache = DynamicCache::new(2);
     let _ = model
         .forward(ForwardInput::new(&ids).with_cache(&mut cache))
         .unwrap();
