@@ -48,10 +48,7 @@ fn main() -> Result<()> {
                 }
                 Ok(2.0 * (rows * input * output) as f64 / best / 1e9)
             };
-            let (default, one_dnn) = (
-                speed(GemmLibrary::Torch)?,
-                speed(GemmLibrary::OneDnn)?,
-            );
+            let (default, one_dnn) = (speed(GemmLibrary::Torch)?, speed(GemmLibrary::OneDnn)?);
             println!(
                 "{:>16} {name:>8} {default:>10.0} {one_dnn:>10.0} {:>5.2}x",
                 format!("{input} x {output}"),

@@ -1,4 +1,4 @@
-//! Regions in which operators choose their precision.
+//! Autocast: regions in which operators choose their precision.
 
 use std::marker::PhantomData;
 
@@ -7,12 +7,12 @@ use tch::{Device, Kind};
 
 use crate::{Error, Result};
 
-/// Runs `body` with autocast to `dtype` on the type of `device`, and returns its value.
+/// Runs `body` with autocast to `dtype` on the device type of `device`. Returns its value.
 ///
 /// Inside, operators that gain from it (matrix products, convolutions, attention) run in `dtype`,
 /// those that need range (softmax, losses, norms) in fp32, and the rest in the dtype of their
-/// inputs, as in `torch.autocast`. Backward belongs outside: it runs in the dtypes of the forward.
-/// Regions nest; the state before is restored at the end, also when `body` panics.
+/// inputs, as in `torch.autocast`. Call backward outside the region: it runs in the dtypes of the forward.
+/// Regions nest; the previous state is restored at the end, also when `body` panics.
 ///
 /// # Errors
 /// [`Error::UnsupportedDtype`] unless `dtype` is `Half` or `BFloat16`; `body` is not run then.
@@ -30,7 +30,7 @@ pub fn autocast<T>(device: Device, dtype: Kind, body: impl FnOnce() -> T) -> Res
     Autocast::new(device).dtype(dtype).run(body)
 }
 
-/// Whether autocast is on for the type of `device`, on this thread.
+/// Returns `true` if autocast is on for the device type of `device`, on this thread.
 ///
 /// # Errors
 /// When the device type has no autocast.
@@ -38,7 +38,7 @@ pub fn is_autocast_enabled(device: Device) -> Result<bool> {
     Ok(raw::state(device)?.enabled)
 }
 
-/// An autocast region that is yet to be entered (`torch.autocast`'s arguments).
+/// The options of an autocast region: the arguments of `torch.autocast`.
 ///
 /// ```
 /// use overdrive_precision::{autocast, Autocast};
@@ -47,13 +47,13 @@ pub fn is_autocast_enabled(device: Device) -> Result<bool> {
 /// let a = Tensor::ones([2, 2], (Kind::Float, Device::Cpu));
 /// autocast(Device::Cpu, Kind::BFloat16, || -> overdrive_precision::Result<()> {
 ///     let _full = Autocast::new(Device::Cpu).enabled(false).enter()?;
-///     assert_eq!(a.matmul(&a).kind(), Kind::Float); // full precision, until `_full` goes
+///     assert_eq!(a.matmul(&a).kind(), Kind::Float); // full precision until `_full` is dropped
 ///     Ok(())
 /// })??;
 /// # Ok::<(), overdrive_precision::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy)]
-#[must_use = "nothing is cast until it is entered with `enter` or `run`"]
+#[must_use = "nothing is cast until the region is entered with `enter` or `run`"]
 pub struct Autocast {
     device: Device,
     dtype: Option<Kind>,
@@ -62,8 +62,8 @@ pub struct Autocast {
 }
 
 impl Autocast {
-    /// A region for the type of `device`, enabled, with that type's present dtype (at first fp16 on
-    /// CUDA and bf16 on a CPU) and the present setting of the weight cache (at first on).
+    /// Creates a region for the device type of `device`, enabled, with the current dtype of that type (initially fp16
+    /// on CUDA and bf16 on a CPU) and the current setting of the weight cache (initially on).
     pub fn new(device: Device) -> Self {
         Self {
             device,
@@ -73,30 +73,30 @@ impl Autocast {
         }
     }
 
-    /// Casts to `dtype`, `Half` or `BFloat16`.
+    /// Sets the dtype to cast to, `Half` or `BFloat16`.
     pub fn dtype(mut self, dtype: Kind) -> Self {
         self.dtype = Some(dtype);
         self
     }
 
-    /// Whether to cast at all; `false` makes a region of full precision inside another.
+    /// Switches casting on or off; `false` makes a region of full precision inside another one.
     pub fn enabled(mut self, enabled: bool) -> Self {
         self.enabled = enabled;
         self
     }
 
-    /// Whether a weight that was cast stays so until the outermost region ends, so that it is cast
-    /// once however often it is used. It costs the memory of the copy.
+    /// Switches the weight cache on or off. It keeps the copy of a cast weight until the outermost region ends, so that
+    /// a weight that is used several times is cast once.
     pub fn cache_enabled(mut self, cache_enabled: bool) -> Self {
         self.cache_enabled = Some(cache_enabled);
         self
     }
 
-    /// Enters the region; it lasts as long as the guard. Guards end in the reverse order of their
-    /// beginning, as Rust drops them.
+    /// Enters the region, which ends when the guard is dropped. Guards must be dropped in the reverse order of their
+    /// creation, as Rust does.
     ///
     /// # Errors
-    /// [`Error::UnsupportedDtype`]; nothing has changed then.
+    /// [`Error::UnsupportedDtype`]; nothing is changed then.
     pub fn enter(self) -> Result<AutocastGuard> {
         let before = raw::state(self.device)?;
         let cache_before = raw::cache_enabled()?;
@@ -107,7 +107,7 @@ impl Autocast {
                 dtype,
             });
         }
-        // From here on the guard undoes what was done, whatever fails in between.
+        // The guard comes first: if a later call fails, dropping it undoes the earlier ones.
         raw::increment_nesting()?;
         let guard = AutocastGuard {
             device: self.device,
@@ -129,16 +129,16 @@ impl Autocast {
     /// Runs `body` in the region.
     ///
     /// # Errors
-    /// As [`enter`](Self::enter); `body` is not run then.
+    /// As for [`enter`](Self::enter); `body` is not run then.
     pub fn run<T>(self, body: impl FnOnce() -> T) -> Result<T> {
         let _region = self.enter()?;
         Ok(body())
     }
 }
 
-/// An autocast region that was entered; dropping it restores the state before, also in a panic.
+/// An active autocast region. Dropping it restores the previous state, also in a panic.
 ///
-/// Autocast belongs to the thread, and so does the guard:
+/// Autocast is a state of the thread, so the guard cannot be sent to another one:
 ///
 /// ```compile_fail
 /// let guard = overdrive_precision::Autocast::new(tch::Device::Cpu).enter().unwrap();
@@ -155,8 +155,8 @@ pub struct AutocastGuard {
 
 impl Drop for AutocastGuard {
     fn drop(&mut self) {
-        // A destructor has nobody to report to, and none of these fails for a state that was read
-        // from libtorch itself; each is tried whatever the others did.
+        // A destructor cannot return an error, and none of these calls fails for a state that was read
+        // from libtorch itself.
         if raw::decrement_nesting().is_ok_and(|depth| depth == 0) {
             let _ = raw::clear_cache();
         }

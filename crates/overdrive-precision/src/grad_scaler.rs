@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use overdrive_core::check_option;
 use overdrive_optim::{GradScaling, Optimizer, OptimizerId, StateDict, StateError, Stateful};
 use overdrive_sys::amp;
 use tch::{Device, Kind, Tensor};
@@ -13,21 +14,21 @@ use crate::{
     ScalerStatistics,
 };
 
-/// Multiplies the loss so that small fp16 gradients do not vanish, and skips the steps whose
-/// gradients overflowed (`torch.amp.GradScaler`).
+/// A gradient scaler (`torch.amp.GradScaler`). It multiplies the loss so that small fp16 gradients do not underflow,
+/// and skips the steps whose gradients overflowed.
 ///
 /// A step is `scaler.scale(&loss)?.backward()`, then [`step`](Self::step) for each optimizer, then
-/// one [`update`](Self::update). To look at or clip gradients, call [`unscale_`](Self::unscale_)
+/// one [`update`](Self::update). To read or clip gradients, call [`unscale_`](Self::unscale_)
 /// first. With several backward passes a step, scale each loss and unscale once, at the end.
 ///
-/// The scale lives on the device of the first loss. Nothing here waits for the device except
+/// The scale is a tensor on the device of the first loss. No function waits for the device except
 /// [`step`](Self::step) with an optimizer that cannot skip by itself, and the getters that say so.
-/// The overflows are counted without waiting either ([`statistics`](Self::statistics)): flag and scale
-/// of each step are copied to the host behind the work, and read when they have arrived.
+/// Overflows are counted without waiting too ([`statistics`](Self::statistics)): flag and scale
+/// of each step are copied to the host asynchronously, and read when they have arrived.
 #[derive(Debug)]
 pub struct GradScaler {
     config: GradScalerConfig,
-    /// Where the next scale and tracker start: from the configuration, or from a loaded state.
+    /// The scale and growth tracker to create on the device: of the configuration, or of a loaded state.
     initial: (f64, i64),
     on_device: Option<OnDevice>,
     optimizers: HashMap<OptimizerId, Progress>,
@@ -41,11 +42,11 @@ struct OnDevice {
     growth_tracker: Tensor,
 }
 
-/// How far one optimizer is in the present step.
+/// The progress of one optimizer in the current step.
 #[derive(Debug)]
 struct Progress {
     stage: Stage,
-    /// A flag a device: 1 where a gradient holds an infinity or a NaN.
+    /// A flag for each device: 1 where a gradient contains an infinity or a NaN.
     found_inf: Vec<(Device, Tensor)>,
 }
 
@@ -56,23 +57,23 @@ enum Stage {
     Stepped,
 }
 
-/// What [`GradScaler::step`] did.
+/// The result of [`GradScaler::step`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StepOutcome {
     /// The parameters were updated.
     Stepped,
-    /// A gradient held an infinity or a NaN: nothing was changed.
+    /// A gradient contained an infinity or a NaN, and nothing was changed.
     SkippedNonFinite,
-    /// The optimizer decides on the device, without the host knowing; to know,
-    /// ask [`GradScaler::found_inf`], which waits.
+    /// The optimizer decides on the device, and the host does not know the result. [`GradScaler::found_inf`] returns
+    /// it, and waits for the device.
     DecidedOnDevice,
 }
 
 impl GradScaler {
-    /// A scaler; its tensors are made when the first loss is scaled.
+    /// Creates a scaler. Its tensors are created when the first loss is scaled.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`].
+    /// [`overdrive_core::Error::InvalidOption`].
     pub fn new(config: GradScalerConfig) -> Result<Self> {
         config.validate()?;
         Ok(Self {
@@ -84,11 +85,11 @@ impl GradScaler {
         })
     }
 
-    /// The loss times the scale, on which to call backward. Any tensor may be scaled so, several a
-    /// step too. Disabled: the loss itself.
+    /// Returns the loss times the scale, on which to call backward. Several losses a step may be scaled. A disabled
+    /// scaler returns the loss itself.
     ///
     /// # Errors
-    /// What libtorch refuses.
+    /// Errors of libtorch.
     pub fn scale(&mut self, outputs: &Tensor) -> Result<Tensor> {
         if !self.config.enabled {
             return Ok(outputs.shallow_clone());
@@ -97,9 +98,9 @@ impl GradScaler {
         Ok(outputs.f_mul(&on(scale, outputs.device())?)?)
     }
 
-    /// Divides the gradients of `optimizer`'s parameters by the scale, in place, and notes whether
-    /// any holds an infinity or a NaN. Once a step, after the last backward; `step` does it if it
-    /// was not called. Disabled: nothing.
+    /// Divides the gradients of `optimizer`'s parameters by the scale, in place, and records if
+    /// any contains an infinity or a NaN. Call it at most once a step, after the last backward; otherwise `step`
+    /// does it. A disabled scaler does nothing.
     ///
     /// # Errors
     /// [`Error::AlreadyUnscaled`], [`Error::UnscaleAfterStep`], [`Error::NotScaled`], and
@@ -114,8 +115,8 @@ impl GradScaler {
             Stage::Stepped => return Err(Error::UnscaleAfterStep),
             Stage::Ready => {}
         }
-        // In f64, as PyTorch does: the reciprocal is then the nearest float of the exact one.
-        // MPS has no f64.
+        // In fp64, as PyTorch does: the reciprocal is then the fp32 number nearest to the exact one.
+        // MPS has no fp64.
         let inverse = match scale.device() {
             Device::Mps => scale.f_reciprocal()?,
             _ => scale
@@ -134,16 +135,16 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Unscales if that was not done, and lets `optimizer` step unless a gradient overflowed.
-    /// Disabled: steps.
+    /// Unscales the gradients unless [`unscale_`](Self::unscale_) did, and steps `optimizer` unless a gradient
+    /// overflowed. A disabled scaler steps the optimizer.
     ///
-    /// An optimizer with [`Optimizer::step_scaled`] (Overdrive's fused AdamW) skips on the device,
-    /// and its gradients stay scaled unless `unscale_` was called; for others the host waits for the
+    /// An optimizer with [`Optimizer::step_scaled`] (the fused AdamW) skips on the device,
+    /// and its gradients stay scaled unless `unscale_` was called. For other optimizers the host waits for the
     /// flag.
     ///
     /// # Errors
     /// [`Error::AlreadyStepped`], [`Error::NotScaled`], [`Error::NoInfChecks`] if no parameter has a
-    /// gradient, [`Error::HalfGradients`], and the optimizer's own.
+    /// gradient, [`Error::HalfGradients`], and errors of the optimizer.
     pub fn step(&mut self, optimizer: &mut (impl Optimizer + ?Sized)) -> Result<StepOutcome> {
         if !self.config.enabled {
             optimizer.step()?;
@@ -174,7 +175,7 @@ impl GradScaler {
         Ok(outcome)
     }
 
-    /// Hands scale and flag to an optimizer that skips by itself; `false` if it cannot.
+    /// Steps an optimizer that skips on the device. Returns `false`, having done nothing, if it cannot.
     fn step_on_device(
         &mut self,
         optimizer: &mut (impl Optimizer + ?Sized),
@@ -186,7 +187,8 @@ impl GradScaler {
         let id = optimizer.id();
         let unscaled = self.stage(id) == Stage::Unscaled;
         if !unscaled {
-            // Looks for infinities and leaves the gradients as they are: the kernel unscales them.
+            // A factor of 1 only checks for infinities: the optimizer's kernel unscales in the same pass as it
+            // updates, which saves one pass over the gradients.
             let one = Tensor::f_ones([] as [i64; 0], (Kind::Float, scale.device()))?;
             let found_inf = unscale_gradients(optimizer, &one, HalfGradients::Allow)?;
             self.optimizers.insert(
@@ -205,8 +207,8 @@ impl GradScaler {
         })?)
     }
 
-    /// Moves the scale: down if any optimizer found an infinity, up after `growth_interval` steps
-    /// without one. Once a step, after `step` was called for every optimizer. Disabled: nothing.
+    /// Updates the scale: it shrinks if any optimizer found an infinity, and grows after `growth_interval` steps
+    /// without one. Call it once a step, after `step` for every optimizer. A disabled scaler does nothing.
     ///
     /// # Errors
     /// [`Error::NotScaled`]; [`Error::NoInfChecks`] if no optimizer was unscaled or stepped.
@@ -232,25 +234,19 @@ impl GradScaler {
         self.monitor.observe(&found_inf, &scale)
     }
 
-    /// Ends the step with a scale of the caller's choice instead.
+    /// Ends the step like [`update`](Self::update), and sets the scale to a given value.
     ///
     /// # Errors
-    /// [`Error::NotScaled`]; [`Error::InvalidConfig`] for a scale that is not positive and finite.
+    /// [`Error::NotScaled`]; [`overdrive_core::Error::InvalidOption`] for a scale that is not positive and finite.
     pub fn update_to(&mut self, new_scale: f64) -> Result<()> {
         if !self.config.enabled {
             return Ok(());
         }
-        if !(new_scale > 0.0 && new_scale.is_finite()) {
-            let expected = "positive and finite";
-            return Err(Error::InvalidConfig {
-                name: "new_scale",
-                value: new_scale,
-                expected,
-            });
-        }
+        let valid = new_scale > 0.0 && new_scale.is_finite();
+        check_option(valid, "new_scale", new_scale, "positive and finite")?;
         let scale = self.scaled("update_to")?.scale.shallow_clone();
         let scale = scale.shallow_clone().f_fill_(new_scale)?;
-        // Without a check nobody knows of an overflow; the step counts as one without.
+        // If no gradient was checked, the step counts as one without an overflow.
         let found_inf = match self.any_found_inf(&scale)? {
             Some(found_inf) => found_inf,
             None => scale.f_zeros_like()?,
@@ -259,11 +255,11 @@ impl GradScaler {
         self.monitor.observe(&found_inf, &scale)
     }
 
-    /// Whether `optimizer`'s gradients, when they were unscaled this step, held an infinity or a NaN.
-    /// Waits for the device.
+    /// Returns `true` if the gradients of `optimizer` contained an infinity or a NaN when they were unscaled in this
+    /// step. Waits for the device.
     ///
     /// # Errors
-    /// [`Error::NoInfChecks`] if they were not unscaled, or none exists.
+    /// [`Error::NoInfChecks`] if they were not unscaled, or there are none.
     pub fn found_inf(&self, optimizer: &(impl Optimizer + ?Sized)) -> Result<bool> {
         let mut any = false;
         for (_, found_inf) in &self.recorded(optimizer.id())?.found_inf {
@@ -272,40 +268,40 @@ impl GradScaler {
         Ok(any)
     }
 
-    /// The overflows counted so far; nothing is counted while disabled. Does not wait: on a GPU the
-    /// last one or two steps may still be on their way ([`settle_statistics`](Self::settle_statistics)).
+    /// Returns the overflows counted so far; a disabled scaler counts none. Does not wait: on a GPU the
+    /// last one or two steps may be missing ([`settle_statistics`](Self::settle_statistics)).
     pub fn statistics(&self) -> &ScalerStatistics {
         self.monitor.statistics()
     }
 
-    /// Waits until [`statistics`](Self::statistics) covers every update. Waits for the device.
+    /// Waits for the device until [`statistics`](Self::statistics) covers every update.
     ///
     /// # Errors
-    /// What libtorch refuses.
+    /// Errors of libtorch.
     pub fn settle_statistics(&mut self) -> Result<()> {
         self.monitor.settle()
     }
 
-    /// Goes on counting from saved statistics.
+    /// Resumes counting from saved statistics.
     pub fn resume_statistics(&mut self, statistics: ScalerStatistics) {
         self.monitor.resume(statistics);
     }
 
-    /// Whether the scale has collapsed, by the statistics so far, and what to do about it. It is also
-    /// logged, once for a scaler, as a `tracing` warning. Does not wait.
-    pub fn trouble(&self) -> Option<ScaleWarning> {
-        self.monitor.trouble()
+    /// Returns a warning with the remedy if the scale has collapsed by the statistics so far. The first one is also
+    /// logged by `tracing`. Does not wait.
+    pub fn collapse_warning(&self) -> Option<ScaleWarning> {
+        self.monitor.collapse_warning()
     }
 
-    /// Sets from where on the scale counts as collapsed.
+    /// Sets the thresholds of a collapsed scale.
     pub fn set_collapse_thresholds(&mut self, thresholds: CollapseThresholds) {
         self.monitor.thresholds = thresholds;
     }
 
-    /// The present scale; 1 if disabled. Waits for the device.
+    /// Returns the current scale; 1 if disabled. Waits for the device.
     ///
     /// # Errors
-    /// What libtorch refuses.
+    /// Errors of libtorch.
     pub fn get_scale(&self) -> Result<f64> {
         if !self.config.enabled {
             return Ok(1.0);
@@ -316,10 +312,10 @@ impl GradScaler {
         }
     }
 
-    /// Steps without an infinity since the scale last changed. Waits for the device.
+    /// Returns the number of steps without an infinity since the scale last changed. Waits for the device.
     ///
     /// # Errors
-    /// What libtorch refuses.
+    /// Errors of libtorch.
     pub fn get_growth_tracker(&self) -> Result<i64> {
         match &self.on_device {
             Some(state) => Ok(state.growth_tracker.f_int64_value(&[])?),
@@ -327,12 +323,12 @@ impl GradScaler {
         }
     }
 
-    /// The parameters as they are now.
+    /// Returns the current options.
     pub fn config(&self) -> &GradScalerConfig {
         &self.config
     }
 
-    /// Whether it scales.
+    /// Returns `true` unless the scaler is disabled.
     pub fn is_enabled(&self) -> bool {
         self.config.enabled
     }
@@ -340,7 +336,7 @@ impl GradScaler {
     /// Sets the growth factor.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] unless it is greater than 1.
+    /// [`overdrive_core::Error::InvalidOption`] unless it is greater than 1.
     pub fn set_growth_factor(&mut self, growth_factor: f64) -> Result<()> {
         self.reconfigure(GradScalerConfig {
             growth_factor,
@@ -351,7 +347,7 @@ impl GradScaler {
     /// Sets the backoff factor.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] unless it is between 0 and 1.
+    /// [`overdrive_core::Error::InvalidOption`] unless it is between 0 and 1.
     pub fn set_backoff_factor(&mut self, backoff_factor: f64) -> Result<()> {
         self.reconfigure(GradScalerConfig {
             backoff_factor,
@@ -362,7 +358,7 @@ impl GradScaler {
     /// Sets the growth interval.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] unless it is at least 1.
+    /// [`overdrive_core::Error::InvalidOption`] unless it is at least 1.
     pub fn set_growth_interval(&mut self, growth_interval: i64) -> Result<()> {
         self.reconfigure(GradScalerConfig {
             growth_interval,
@@ -370,10 +366,10 @@ impl GradScaler {
         })
     }
 
-    /// The state to save, between [`update`](Self::update) and the next step; `None` if disabled.
+    /// Returns the state to save, between [`update`](Self::update) and the next step; `None` if disabled.
     ///
     /// # Errors
-    /// What libtorch refuses.
+    /// Errors of libtorch.
     pub fn state_dict(&self) -> Result<Option<GradScalerState>> {
         if !self.config.enabled {
             return Ok(None);
@@ -387,11 +383,11 @@ impl GradScaler {
         }))
     }
 
-    /// Takes over a saved state.
+    /// Loads a saved state.
     ///
     /// # Errors
-    /// [`Error::Disabled`] if this scaler is; [`Error::InvalidConfig`] if a value is out of range.
-    /// Nothing has changed then.
+    /// [`Error::Disabled`] for a disabled scaler; [`overdrive_core::Error::InvalidOption`] if a value is out of range.
+    /// Nothing is changed then.
     pub fn load_state_dict(&mut self, state: &GradScalerState) -> Result<()> {
         if !self.config.enabled {
             return Err(Error::Disabled);
@@ -460,8 +456,8 @@ impl GradScaler {
             })
     }
 
-    /// A number above 0 where any optimizer found an infinity, on the device of `scale`; `None`
-    /// where nothing was checked.
+    /// Returns a scalar above 0 if any optimizer found an infinity, on the device of `scale`; `None`
+    /// if no gradient was checked.
     fn any_found_inf(&self, scale: &Tensor) -> Result<Option<Tensor>> {
         let flags = self
             .optimizers
@@ -489,7 +485,7 @@ impl GradScaler {
     }
 }
 
-/// A disabled scaler has an empty state, and takes only that.
+/// A disabled scaler has an empty state, and loads only an empty state.
 impl Stateful for GradScaler {
     fn state_dict(&self) -> std::result::Result<StateDict, StateError> {
         StateDict::of_value(&GradScaler::state_dict(self)?)
@@ -498,7 +494,7 @@ impl Stateful for GradScaler {
     fn load_state_dict(&mut self, state: &StateDict) -> std::result::Result<(), StateError> {
         match state.value::<Option<GradScalerState>>()? {
             Some(state) => Ok(GradScaler::load_state_dict(self, &state)?),
-            None if self.is_enabled() => Err("it is of a scaler that was disabled".into()),
+            None if self.is_enabled() => Err("the state is that of a disabled scaler".into()),
             None => Ok(()),
         }
     }

@@ -1,10 +1,10 @@
 //! Automatic mixed precision for `tch`: what `torch.amp` is to PyTorch.
 //!
 //! * [`autocast`] and [`Autocast`] – regions in which operators run in fp16 or bf16, on any device,
-//!   with a chosen dtype, nested, switched off inside, and left correctly by a panic;
+//!   with a chosen dtype, nested, switched off inside, and restored after a panic;
 //! * [`GradScaler`] – dynamic loss scaling for fp16, equal to PyTorch's step for step, with overflow
 //!   statistics and a warning when the scale collapses;
-//! * [`Precision`] – fp32, TF32, fp16 or bf16, and which of them this device does well, and why
+//! * [`Precision`] – fp32, TF32, fp16 or bf16, and the recommendation for a device, with its reason
 //!   ([`GPU_GENERATIONS`], [`CpuClass`]);
 //! * [`tf32`] – the switches for TF32 and for the precision of fp32 matrix products.
 //!
@@ -64,5 +64,5 @@ pub use overdrive_core::gpu::{GPU_GENERATIONS, GpuGeneration};
 pub use precision::{ParsePrecisionError, Precision, Recommendation};
 pub use scaler_config::{GradScalerConfig, GradScalerState};
 pub use scaler_statistics::{
-    CollapseThresholds, ScaleChange, ScaleTrouble, ScaleWarning, ScalerStatistics,
+    CollapseKind, CollapseThresholds, ScaleChange, ScaleWarning, ScalerStatistics,
 };

@@ -1,4 +1,4 @@
-//! Which precision to train in, and why.
+//! The precision to train in, and its recommendation for a device.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,18 +10,18 @@ use tch::{Device, Kind};
 
 use crate::{Autocast, CpuClass, GradScaler, GradScalerConfig, Result, tf32};
 
-/// How matrix products are computed while the parameters stay in fp32.
+/// The precision of matrix products, with parameters in fp32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
     /// Everything in fp32.
     #[default]
     Fp32,
-    /// fp32 with products in TF32: fp32's range, 10 bits of mantissa.
+    /// fp32 with matrix products in TF32: the range of fp32, 10 bits of mantissa.
     Tf32,
     /// Autocast to fp16: 5 bits of exponent, so losses must be scaled ([`crate::GradScaler`]).
     Fp16,
-    /// Autocast to bf16: fp32's range, 7 bits of mantissa; no scaling.
+    /// Autocast to bf16: the range of fp32, 7 bits of mantissa; no scaling.
     Bf16,
 }
 
@@ -29,24 +29,24 @@ pub enum Precision {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Recommendation {
-    /// What to use.
+    /// The precision.
     pub precision: Precision,
-    /// What the device is: a GPU's generation (`Hopper`), a CPU's class (`AMX`).
+    /// The GPU's generation (`Hopper`) or the CPU's class (`AMX`).
     pub hardware: String,
-    /// Why, in one sentence for a user.
+    /// The reason, in one sentence for a user.
     pub reason: String,
 }
 
 impl Precision {
-    /// All of them.
+    /// All precisions.
     pub const ALL: [Self; 4] = [Self::Fp32, Self::Tf32, Self::Fp16, Self::Bf16];
 
-    /// The best precision for training on `device`, by what the device multiplies fast:
+    /// Returns the best precision for training on `device`, by the dtypes that it multiplies fast:
     /// [`GPU_GENERATIONS`](crate::GPU_GENERATIONS) by compute capability, [`CpuClass`] by
     /// instructions.
     ///
     /// A GPU gets bf16 from Ampere (8.0) on, fp16 with loss scaling on Volta and Turing (7.x), whose
-    /// tensor cores know no bf16, and fp32 on Pascal and before. A CPU gets bf16 only if it has
+    /// tensor cores have no bf16, and fp32 on Pascal and before. A CPU gets bf16 only if it has
     /// instructions for it: without them libtorch emulates each product, and a 2048 × 2048 one takes
     /// seconds.
     pub fn recommend(device: Device) -> Recommendation {
@@ -57,13 +57,15 @@ impl Precision {
                 Err(error) => Recommendation {
                     precision: Self::Fp32,
                     hardware: "an unknown GPU".to_owned(),
-                    reason: format!("the GPU could not be asked what it can do ({error})"),
+                    reason: format!(
+                        "the compute capability of the GPU could not be read ({error})"
+                    ),
                 },
             },
             Device::Mps | Device::Vulkan => Recommendation {
                 precision: Self::Fp32,
                 hardware: format!("{device:?}"),
-                reason: format!("mixed precision is not proven on {device:?} yet"),
+                reason: format!("mixed precision is not tested on {device:?} yet"),
             },
         }
     }
@@ -94,7 +96,7 @@ impl Precision {
         }
     }
 
-    /// Makes the gradient scaler that training in this precision needs, with the defaults of
+    /// Creates the gradient scaler that training in this precision needs, with the defaults of
     /// `torch.amp.GradScaler`; `None` where it needs none.
     ///
     /// # Errors
@@ -105,12 +107,12 @@ impl Precision {
             .transpose()
     }
 
-    /// Whether losses must be scaled.
+    /// Returns `true` if losses must be scaled.
     pub fn needs_grad_scaler(self) -> bool {
         self == Self::Fp16
     }
 
-    /// The autocast region of this precision; switched off for fp32 and TF32.
+    /// Returns the autocast region of this precision, switched off for fp32 and TF32.
     pub fn region(self, device: Device) -> Autocast {
         match self.autocast_dtype() {
             Some(dtype) => Autocast::new(device).dtype(dtype),
@@ -126,16 +128,16 @@ impl Precision {
         self.region(device).run(body)
     }
 
-    /// Sets the process's switches for it: TF32 on for [`Precision::Tf32`] and the two
-    /// half-precisions (their remaining fp32 products gain too), off for [`Precision::Fp32`].
+    /// Allows TF32 in the whole process for [`Precision::Tf32`] and the two half precisions (whose remaining fp32
+    /// matrix products gain too), and forbids it for [`Precision::Fp32`].
     ///
     /// # Errors
-    /// Only if libtorch throws.
+    /// Errors of libtorch.
     pub fn apply(self) -> Result<()> {
         tf32::allow(self != Self::Fp32)
     }
 
-    /// A warning if this precision is slow or unsafe on `device`, with what to use instead.
+    /// Returns a warning if this precision is slow or unsafe on `device`, with the one to use instead.
     pub fn warning(self, device: Device) -> Option<String> {
         match device {
             Device::Cpu => self.warning_on_cpu(CpuFeatures::detect()),
@@ -151,9 +153,9 @@ impl Precision {
             Self::Fp32 => None,
             Self::Bf16 => CpuClass::of(&features).bf16_cost.map(str::to_owned),
             Self::Fp16 => Some(
-                "fp16 on a CPU is there to try loss scaling, not for speed; use fp32".to_owned(),
+                "fp16 on a CPU is for testing loss scaling, not for speed; use fp32".to_owned(),
             ),
-            Self::Tf32 => Some("a CPU has no TF32: products run in fp32".to_owned()),
+            Self::Tf32 => Some("a CPU has no TF32: matrix products run in fp32".to_owned()),
         }
     }
 
@@ -205,9 +207,9 @@ impl fmt::Display for Precision {
     }
 }
 
-/// A name that is no precision.
+/// The error of a name that is not a precision.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{name:?} is no precision: use fp32, tf32, fp16 or bf16")]
+#[error("{name:?} is not a precision; use fp32, tf32, fp16 or bf16")]
 pub struct ParsePrecisionError {
     name: String,
 }
@@ -350,6 +352,6 @@ mod tests {
         assert!(Precision::Fp32.warning(Device::Cpu).is_none());
         let gpu = Precision::recommend(Device::Cuda(4096));
         assert_eq!(gpu.precision, Precision::Fp32);
-        assert!(gpu.reason.contains("could not be asked"), "{}", gpu.reason);
+        assert!(gpu.reason.contains("could not be read"), "{}", gpu.reason);
     }
 }

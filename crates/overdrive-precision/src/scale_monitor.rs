@@ -1,4 +1,4 @@
-//! Brings each step's overflow flag and scale to the host without making the host wait.
+//! Asynchronous copies of each step's overflow flag and scale to the host.
 
 use std::collections::VecDeque;
 
@@ -8,26 +8,27 @@ use tch::{Device, Kind, Tensor};
 
 use crate::{CollapseThresholds, Result, ScaleWarning, ScalerStatistics};
 
-/// Samples that may wait on a device without events before the host reads them, and waits.
-const MOST_UNREAD: usize = 64;
+// Samples on a device without events (MPS). Reading one waits for the device, so it happens once in 64 steps, when
+// the oldest has surely been computed.
+const MAX_UNREAD: usize = 64;
 
-/// The statistics of a scaler and the samples on their way into them.
+/// The statistics of a scaler and the samples that have not been counted yet.
 #[derive(Debug)]
 pub(crate) struct ScaleMonitor {
     statistics: ScalerStatistics,
     pub(crate) thresholds: CollapseThresholds,
     warned: bool,
-    arriving: VecDeque<Sample>,
-    /// Host buffers and events that were read, for the next samples.
+    pending: VecDeque<Sample>,
+    /// Host buffers and events that were read. They are reused: pinning memory stops the device.
     free: Vec<(Tensor, DeviceEvent)>,
 }
 
-/// Flag and scale of one step, two floats.
+/// The flag and the scale of one step, two fp32 elements.
 #[derive(Debug)]
 enum Sample {
-    /// Copied to pinned memory behind the event.
-    Arriving(Tensor, DeviceEvent),
-    /// Left where it is: the device has no events.
+    /// A copy in pinned memory, complete when the device has passed the event.
+    Copying(Tensor, DeviceEvent),
+    /// A tensor on a device without events.
     OnDevice(Tensor),
 }
 
@@ -37,7 +38,7 @@ impl ScaleMonitor {
             statistics: ScalerStatistics::new(scale),
             thresholds: CollapseThresholds::default(),
             warned: false,
-            arriving: VecDeque::new(),
+            pending: VecDeque::new(),
             free: Vec::new(),
         }
     }
@@ -46,37 +47,38 @@ impl ScaleMonitor {
         &self.statistics
     }
 
-    pub(crate) fn trouble(&self) -> Option<ScaleWarning> {
-        self.statistics.trouble(&self.thresholds)
+    pub(crate) fn collapse_warning(&self) -> Option<ScaleWarning> {
+        self.statistics.collapse_warning(&self.thresholds)
     }
 
-    /// Forgets what is on its way and notes the scale of a loaded state.
+    /// Drops the pending samples and records the scale of a loaded state.
     pub(crate) fn restart_at(&mut self, scale: f64) {
-        self.arriving.clear();
+        self.pending.clear();
         self.statistics.set_scale(scale);
     }
 
-    /// Puts other statistics in the place of these.
+    /// Replaces the statistics.
     pub(crate) fn resume(&mut self, statistics: ScalerStatistics) {
-        self.arriving.clear();
+        self.pending.clear();
         self.statistics = statistics;
     }
 
-    /// Takes a step's flag and the scale after it, tensors of one element, and counts the steps
-    /// before it whose samples have arrived. On a CPU there is nothing to wait for.
+    /// Records a step's flag and the scale after it, tensors of one element, and counts the previous steps whose
+    /// samples have arrived.
     pub(crate) fn observe(&mut self, found_inf: &Tensor, scale: &Tensor) -> Result<()> {
+        // On a CPU a value can be read without waiting.
         if scale.device() == Device::Cpu {
             let overflowed = found_inf.f_double_value(&[])? != 0.0;
             self.count(overflowed, scale.f_double_value(&[])?);
             return Ok(());
         }
-        // The scale changes in place: the stack is a copy of this step's.
+        // The scale changes in place in the next step: the stack is a copy.
         let sample = Tensor::f_stack(&[found_inf, scale], 0)?;
         let sample = match scale.device() {
             Device::Cuda(_) => self.send(&sample)?,
             _ => Sample::OnDevice(sample),
         };
-        self.arriving.push_back(sample);
+        self.pending.push_back(sample);
         self.receive(false)
     }
 
@@ -98,32 +100,32 @@ impl ScaleMonitor {
                 (pinned, DeviceEvent::new(sample.device())?)
             }
         };
-        let without_waiting = Value::Bool(true);
-        let arguments = [Value::Tensor(&host), Value::Tensor(sample), without_waiting];
+        let non_blocking = Value::Bool(true);
+        let arguments = [Value::Tensor(&host), Value::Tensor(sample), non_blocking];
         op::call("aten::copy_", "", &arguments)?;
         event.record()?;
-        Ok(Sample::Arriving(host, event))
+        Ok(Sample::Copying(host, event))
     }
 
     fn receive(&mut self, wait: bool) -> Result<()> {
-        while let Some(sample) = self.arriving.pop_front() {
+        while let Some(sample) = self.pending.pop_front() {
             let ready = match &sample {
-                Sample::Arriving(_, event) => {
+                Sample::Copying(_, event) => {
                     if wait {
                         event.wait()?;
                     }
                     wait || event.is_done()?
                 }
-                Sample::OnDevice(_) => wait || self.arriving.len() >= MOST_UNREAD,
+                Sample::OnDevice(_) => wait || self.pending.len() >= MAX_UNREAD,
             };
             if !ready {
-                self.arriving.push_front(sample);
+                self.pending.push_front(sample);
                 break;
             }
-            let (Sample::Arriving(values, _) | Sample::OnDevice(values)) = &sample;
+            let (Sample::Copying(values, _) | Sample::OnDevice(values)) = &sample;
             let (found_inf, scale) = (values.f_double_value(&[0])?, values.f_double_value(&[1])?);
             self.count(found_inf != 0.0, scale);
-            if let Sample::Arriving(host, event) = sample {
+            if let Sample::Copying(host, event) = sample {
                 self.free.push((host, event));
             }
         }
@@ -133,7 +135,7 @@ impl ScaleMonitor {
     fn count(&mut self, overflowed: bool, scale: f64) {
         self.statistics.record(overflowed, scale);
         if !self.warned
-            && let Some(warning) = self.trouble()
+            && let Some(warning) = self.collapse_warning()
         {
             self.warned = true;
             tracing::warn!(

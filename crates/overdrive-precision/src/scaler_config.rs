@@ -1,24 +1,25 @@
-//! The parameters and the saved state of a gradient scaler.
+//! The options and the saved state of a gradient scaler.
 
+use overdrive_core::{check_at_least, check_option};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+use crate::Result;
 
-/// Parameters of [`GradScaler`](crate::GradScaler), with the names and defaults of
+/// Options of [`GradScaler`](crate::GradScaler), with the names and defaults of
 /// `torch.amp.GradScaler`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GradScalerConfig {
-    /// The scale at first: 65536.
+    /// The initial scale. Default 65536.
     pub init_scale: f64,
-    /// The factor by which the scale grows after `growth_interval` steps without an infinity: 2.
+    /// The factor by which the scale grows after `growth_interval` steps without an infinity. Default 2.
     pub growth_factor: f64,
-    /// The factor by which it shrinks after a step with one: 0.5.
+    /// The factor by which the scale shrinks after a step with an infinity. Default 0.5.
     pub backoff_factor: f64,
-    /// Steps without an infinity in a row until the scale grows: 2000.
+    /// The number of consecutive steps without an infinity after which the scale grows. Default 2000.
     pub growth_interval: i64,
-    /// Whether it scales at all. Disabled, every function passes through: `scale` returns the loss,
-    /// `step` steps, the rest does nothing. Default: true.
+    /// If `false`, nothing is scaled: `scale` returns the loss, `step` steps the optimizer, the other functions do
+    /// nothing. Default `true`.
     pub enabled: bool,
 }
 
@@ -35,35 +36,23 @@ impl Default for GradScalerConfig {
 }
 
 impl GradScalerConfig {
-    /// Whether the parameters make sense; a disabled scaler's are not looked at.
+    /// Checks every option against its range; those of a disabled scaler are not checked.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] naming the first that does not.
+    /// [`overdrive_core::Error::InvalidOption`] naming the first option outside its range.
     pub fn validate(&self) -> Result<()> {
         if !self.enabled {
             return Ok(());
         }
-        let invalid = |name, value, expected| {
-            Err(Error::InvalidConfig {
-                name,
-                value,
-                expected,
-            })
-        };
-        if !(self.init_scale > 0.0 && self.init_scale.is_finite()) {
-            return invalid("init_scale", self.init_scale, "positive and finite");
-        }
-        if !(self.growth_factor > 1.0 && self.growth_factor.is_finite()) {
-            return invalid("growth_factor", self.growth_factor, "greater than 1");
-        }
-        if !(self.backoff_factor > 0.0 && self.backoff_factor < 1.0) {
-            return invalid("backoff_factor", self.backoff_factor, "between 0 and 1");
-        }
-        if self.growth_interval < 1 {
-            #[expect(clippy::cast_precision_loss, reason = "for a message")]
-            let value = self.growth_interval as f64;
-            return invalid("growth_interval", value, "at least 1");
-        }
+        let (scale, growth) = (self.init_scale, self.growth_factor);
+        let valid = scale > 0.0 && scale.is_finite();
+        check_option(valid, "init_scale", scale, "positive and finite")?;
+        let valid = growth > 1.0 && growth.is_finite();
+        check_option(valid, "growth_factor", growth, "greater than 1")?;
+        let backoff = self.backoff_factor;
+        let valid = backoff > 0.0 && backoff < 1.0;
+        check_option(valid, "backoff_factor", backoff, "between 0 and 1")?;
+        check_at_least("growth_interval", self.growth_interval, 1)?;
         Ok(())
     }
 }
@@ -72,15 +61,15 @@ impl GradScalerConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GradScalerState {
-    /// The present scale.
+    /// The current scale.
     pub scale: f64,
-    /// As in [`GradScalerConfig`].
+    /// The `growth_factor` of the [`GradScalerConfig`].
     pub growth_factor: f64,
-    /// As in [`GradScalerConfig`].
+    /// The `backoff_factor` of the [`GradScalerConfig`].
     pub backoff_factor: f64,
-    /// As in [`GradScalerConfig`].
+    /// The `growth_interval` of the [`GradScalerConfig`].
     pub growth_interval: i64,
-    /// Steps without an infinity since the scale last changed.
+    /// The number of steps without an infinity since the scale last changed.
     #[serde(rename = "_growth_tracker")]
     pub growth_tracker: i64,
 }

@@ -1,20 +1,21 @@
-//! What a gradient scaler went through, and when to worry.
+//! The overflows of a gradient scaler, and the warning of a collapsed scale.
 
 use std::collections::VecDeque;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Steps that [`ScalerStatistics::overflow_rate`] looks back on.
+// The steps of `ScalerStatistics::overflow_rate`: enough for a rate in percent, few enough to see a change soon.
 const WINDOW: usize = 200;
 
-/// Changes of the scale that [`ScalerStatistics::scale_changes`] keeps.
+// The changes that `ScalerStatistics::scale_changes` keeps. A sound run has one in 2000 steps; a run whose scale
+// oscillates must not fill the memory.
 const CHANGES_KEPT: usize = 256;
 
 /// The loss scale from a step on.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ScaleChange {
-    /// The step after which the scale was this, counted from 1; 0 for the scale at the start.
+    /// The step after which the scale had this value, counted from 1; 0 for the initial scale.
     pub step: u64,
     /// The scale.
     pub scale: f64,
@@ -22,8 +23,8 @@ pub struct ScaleChange {
 
 /// The overflows of a run, counted by [`GradScaler`](crate::GradScaler).
 ///
-/// A step counts as skipped when any gradient held an infinity or a NaN: an optimizer that was given
-/// such a gradient left its parameters alone.
+/// A step counts as skipped if any gradient contained an infinity or a NaN: the optimizer of that gradient changed
+/// no parameter.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScalerStatistics {
@@ -40,7 +41,7 @@ pub struct ScalerStatistics {
 }
 
 impl ScalerStatistics {
-    /// No step yet, at this scale.
+    /// Creates statistics without steps, at this scale.
     pub(crate) fn new(scale: f64) -> Self {
         Self {
             steps: 0,
@@ -56,7 +57,7 @@ impl ScalerStatistics {
         }
     }
 
-    /// Counts a step: whether a gradient overflowed, and the scale after it.
+    /// Counts a step, with `true` if a gradient overflowed, and the scale after it.
     pub(crate) fn record(&mut self, overflowed: bool, scale: f64) {
         self.steps += 1;
         if overflowed {
@@ -74,7 +75,7 @@ impl ScalerStatistics {
         self.set_scale(scale);
     }
 
-    /// Notes a scale that did not come from a step: a loaded state.
+    /// Records a scale, that of a step or of a loaded state.
     pub(crate) fn set_scale(&mut self, scale: f64) {
         #[expect(clippy::float_cmp, reason = "a scale is the same or another one")]
         if scale == self.scale {
@@ -90,54 +91,54 @@ impl ScalerStatistics {
         self.changes.push_back(ScaleChange { step, scale });
     }
 
-    /// Steps counted: updates of the scaler.
+    /// Returns the number of counted steps, the updates of the scaler.
     pub fn steps(&self) -> u64 {
         self.steps
     }
 
-    /// Steps in which a gradient overflowed.
+    /// Returns the number of steps in which a gradient overflowed.
     pub fn skipped(&self) -> u64 {
         self.skipped
     }
 
-    /// Steps skipped in a row up to the last counted one.
+    /// Returns the number of consecutive skipped steps up to the last counted one.
     pub fn consecutive_skips(&self) -> u64 {
         self.consecutive_skips
     }
 
-    /// The most steps that were ever skipped in a row.
+    /// Returns the largest number of consecutive skipped steps so far.
     pub fn longest_skip_run(&self) -> u64 {
         self.longest_skip_run
     }
 
-    /// The last step that was skipped, counted from 1.
+    /// Returns the last skipped step, counted from 1.
     pub fn last_overflow_step(&self) -> Option<u64> {
         self.last_overflow_step
     }
 
-    /// The scale after the last counted step.
+    /// Returns the scale after the last counted step.
     pub fn scale(&self) -> f64 {
         self.scale
     }
 
-    /// The lowest scale so far.
+    /// Returns the lowest scale so far.
     pub fn min_scale(&self) -> f64 {
         self.min_scale
     }
 
-    /// The highest scale so far.
+    /// Returns the highest scale so far.
     pub fn max_scale(&self) -> f64 {
         self.max_scale
     }
 
-    /// The scale at the start and after each step that changed it, oldest first; of more than 256
+    /// Returns the initial scale and the scale after each step that changed it, oldest first; of more than 256
     /// the last ones.
     pub fn scale_changes(&self) -> impl ExactSizeIterator<Item = ScaleChange> + '_ {
         self.changes.iter().copied()
     }
 
-    /// The part of the last 200 steps (of all, while there are fewer) that was skipped, 0 to 1. A
-    /// sound run with the default configuration has about 0.0005: one in `growth_interval`.
+    /// Returns the fraction of the last 200 steps (of all, while there are fewer) that was skipped, 0 to 1. A
+    /// healthy run with the default configuration has about 0.0005: one in `growth_interval`.
     pub fn overflow_rate(&self) -> f64 {
         if self.window.is_empty() {
             return 0.0;
@@ -146,14 +147,14 @@ impl ScalerStatistics {
         skipped as f64 / self.window.len() as f64
     }
 
-    /// What is wrong by these thresholds, or `None`.
-    pub fn trouble(&self, thresholds: &CollapseThresholds) -> Option<ScaleWarning> {
+    /// Returns a warning if the scale has collapsed by these thresholds.
+    pub fn collapse_warning(&self, thresholds: &CollapseThresholds) -> Option<ScaleWarning> {
         let kind = if self.scale < thresholds.min_scale {
-            ScaleTrouble::ScaleTooLow
+            CollapseKind::ScaleTooLow
         } else if self.consecutive_skips >= thresholds.consecutive_skips {
-            ScaleTrouble::SkippingOnAndOn
+            CollapseKind::ConsecutiveSkips
         } else if self.window.len() == WINDOW && self.overflow_rate() >= thresholds.overflow_rate {
-            ScaleTrouble::SkippingOften
+            CollapseKind::FrequentSkips
         } else {
             return None;
         };
@@ -167,15 +168,15 @@ impl ScalerStatistics {
     }
 }
 
-/// From where on the loss scale counts as collapsed.
+/// The thresholds from which on the loss scale counts as collapsed.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CollapseThresholds {
-    /// A scale below this: 1. There, scaling no longer helps small gradients, it hurts them.
+    /// The smallest healthy scale. Default 1; below it, scaling makes small gradients smaller.
     pub min_scale: f64,
-    /// This many steps skipped in a row: 20. From 65536 the default scaler reaches 1 in 16.
+    /// The number of consecutive skipped steps. Default 20; from 65536 the default scaler reaches 1 in 16.
     pub consecutive_skips: u64,
-    /// This part of the last 200 steps skipped, 0 to 1: 0.2.
+    /// The skipped fraction of the last 200 steps, 0 to 1. Default 0.2.
     pub overflow_rate: f64,
 }
 
@@ -189,56 +190,56 @@ impl Default for CollapseThresholds {
     }
 }
 
-/// What is wrong with a loss scale.
+/// The kind of a collapse of the loss scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum ScaleTrouble {
-    /// It fell below [`CollapseThresholds::min_scale`].
+pub enum CollapseKind {
+    /// The scale fell below [`CollapseThresholds::min_scale`].
     ScaleTooLow,
-    /// Step after step is skipped.
-    SkippingOnAndOn,
-    /// A large part of the steps is skipped.
-    SkippingOften,
+    /// Too many consecutive steps are skipped.
+    ConsecutiveSkips,
+    /// A large fraction of the steps is skipped.
+    FrequentSkips,
 }
 
-/// A loss scale that collapsed; [`Display`](fmt::Display) says so in a sentence, with the remedy.
+/// A warning of a collapsed loss scale. [`Display`](fmt::Display) is a sentence with the remedy.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ScaleWarning {
-    /// What is wrong.
-    pub kind: ScaleTrouble,
-    /// After which step, counted from 1.
+    /// The kind of the collapse.
+    pub kind: CollapseKind,
+    /// The step after which it was found, counted from 1.
     pub step: u64,
-    /// The scale then.
+    /// The scale after that step.
     pub scale: f64,
-    /// Steps skipped in a row then.
+    /// The number of consecutive skipped steps.
     pub consecutive_skips: u64,
-    /// The part of the last 200 steps that was skipped then, 0 to 1.
+    /// The skipped fraction of the last 200 steps, 0 to 1.
     pub overflow_rate: f64,
 }
 
 impl fmt::Display for ScaleWarning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (step, scale, row) = (self.step, self.scale, self.consecutive_skips);
+        let (step, scale, skips) = (self.step, self.scale, self.consecutive_skips);
         match self.kind {
-            ScaleTrouble::ScaleTooLow => write!(
+            CollapseKind::ScaleTooLow => write!(
                 f,
-                "the loss scale fell to {scale} at step {step} ({row} steps skipped in a row)"
+                "the loss scale fell to {scale} at step {step} ({skips} steps skipped in a row)"
             )?,
-            ScaleTrouble::SkippingOnAndOn => write!(
+            CollapseKind::ConsecutiveSkips => write!(
                 f,
-                "{row} steps were skipped in a row up to step {step} (loss scale {scale})"
+                "{skips} steps were skipped in a row up to step {step} (loss scale {scale})"
             )?,
-            ScaleTrouble::SkippingOften => write!(
+            CollapseKind::FrequentSkips => write!(
                 f,
                 "{:.0}% of the last {WINDOW} steps up to step {step} were skipped (loss scale {scale})",
                 100.0 * self.overflow_rate
             )?,
         }
         f.write_str(
-            ": fp16 gradients overflow again and again. Look whether the loss itself is NaN or \
-             infinite; lower the learning rate or warm up longer; train in bf16 where the device has \
+            ": fp16 gradients overflow repeatedly. Check that the loss itself is not NaN or \
+             infinite; lower the learning rate or warm up longer; train in bf16 if the device has \
              it (Precision::recommend), which needs no scaling",
         )
     }
@@ -270,7 +271,10 @@ mod tests {
         let statistics = ScalerStatistics::new(65536.0);
         assert_eq!(statistics.overflow_rate(), 0.0);
         assert_eq!(statistics.last_overflow_step(), None);
-        assert_eq!(statistics.trouble(&CollapseThresholds::default()), None);
+        assert_eq!(
+            statistics.collapse_warning(&CollapseThresholds::default()),
+            None
+        );
         let start = ScaleChange {
             step: 0,
             scale: 65536.0,
@@ -315,13 +319,17 @@ mod tests {
         for _ in 0..16 {
             scale *= 0.5;
             statistics.record(true, scale);
-            assert_eq!(statistics.trouble(&thresholds), None, "scale {scale}");
+            assert_eq!(
+                statistics.collapse_warning(&thresholds),
+                None,
+                "scale {scale}"
+            );
         }
         statistics.record(true, 0.5);
-        let warning = statistics.trouble(&thresholds).expect("below 1");
+        let warning = statistics.collapse_warning(&thresholds).expect("below 1");
         assert_eq!(
             (warning.kind, warning.step),
-            (ScaleTrouble::ScaleTooLow, 17)
+            (CollapseKind::ScaleTooLow, 17)
         );
         let text = warning.to_string();
         assert!(
@@ -336,11 +344,11 @@ mod tests {
     #[test]
     fn many_skips_in_a_row_are_a_collapse_at_any_scale() {
         let thresholds = CollapseThresholds::default();
-        assert_eq!(after(&[true; 19], 1e9).trouble(&thresholds), None);
+        assert_eq!(after(&[true; 19], 1e9).collapse_warning(&thresholds), None);
         let warning = after(&[true; 20], 1e9)
-            .trouble(&thresholds)
+            .collapse_warning(&thresholds)
             .expect("20 in a row");
-        assert_eq!(warning.kind, ScaleTrouble::SkippingOnAndOn);
+        assert_eq!(warning.kind, CollapseKind::ConsecutiveSkips);
         assert!(
             warning
                 .to_string()
@@ -352,11 +360,14 @@ mod tests {
     fn skipping_every_fourth_step_is_a_collapse_once_the_window_is_full() {
         let thresholds = CollapseThresholds::default();
         let every_fourth: Vec<bool> = (1..=WINDOW).map(|step| step % 4 == 0).collect();
-        assert_eq!(after(&every_fourth[1..], 64.0).trouble(&thresholds), None);
+        assert_eq!(
+            after(&every_fourth[1..], 64.0).collapse_warning(&thresholds),
+            None
+        );
         let warning = after(&every_fourth, 64.0)
-            .trouble(&thresholds)
+            .collapse_warning(&thresholds)
             .expect("25%");
-        assert_eq!(warning.kind, ScaleTrouble::SkippingOften);
+        assert_eq!(warning.kind, CollapseKind::FrequentSkips);
         assert!(
             warning.to_string().starts_with("25% of the last 200 steps"),
             "{warning}"
@@ -367,7 +378,10 @@ mod tests {
     fn a_run_that_recovers_is_no_longer_in_trouble() {
         let mut statistics = after(&[true; 20], 64.0);
         statistics.record(false, 64.0);
-        assert_eq!(statistics.trouble(&CollapseThresholds::default()), None);
+        assert_eq!(
+            statistics.collapse_warning(&CollapseThresholds::default()),
+            None
+        );
         assert_eq!(statistics.longest_skip_run(), 20);
     }
 

@@ -1,7 +1,7 @@
 //! TF32 and the precision of fp32 matrix products.
 //!
-//! TF32 keeps fp32's range and rounds the factors of a product to 10 bits of mantissa; tensor cores
-//! from Ampere on multiply it several times faster than fp32. These are settings of the process.
+//! TF32 has the range of fp32 and rounds the factors of a matrix product to 10 bits of mantissa. Tensor cores
+//! from Ampere on multiply it several times faster than fp32. These are settings of the whole process.
 
 pub use overdrive_sys::matmul::MatmulPrecision;
 
@@ -9,11 +9,11 @@ use overdrive_sys::matmul::{self, Tf32};
 
 use crate::Result;
 
-/// Allows or forbids TF32 in matrix products and convolutions alike
+/// Allows or forbids TF32 in matrix products and convolutions
 /// (`torch.backends.cuda.matmul.allow_tf32` and `torch.backends.cudnn.allow_tf32`).
 ///
 /// # Errors
-/// Only if libtorch throws.
+/// Errors of libtorch.
 pub fn allow(allowed: bool) -> Result<()> {
     Ok(matmul::set_tf32(Tf32 {
         matmul: allowed,
@@ -21,26 +21,26 @@ pub fn allow(allowed: bool) -> Result<()> {
     })?)
 }
 
-/// Whether matrix products may use TF32.
+/// Returns `true` if matrix products may use TF32.
 ///
 /// # Errors
-/// Only if libtorch throws.
+/// Errors of libtorch.
 pub fn is_allowed() -> Result<bool> {
     Ok(matmul::tf32()?.matmul)
 }
 
-/// Sets how exactly fp32 products are computed (`torch.set_float32_matmul_precision`).
+/// Sets the precision of fp32 matrix products (`torch.set_float32_matmul_precision`).
 ///
 /// # Errors
-/// Only if libtorch throws.
+/// Errors of libtorch.
 pub fn set_float32_matmul_precision(precision: MatmulPrecision) -> Result<()> {
     Ok(matmul::set_precision(precision)?)
 }
 
-/// How exactly they are computed (`torch.get_float32_matmul_precision`).
+/// Returns the precision of fp32 matrix products (`torch.get_float32_matmul_precision`).
 ///
 /// # Errors
-/// Only if libtorch throws.
+/// Errors of libtorch.
 pub fn float32_matmul_precision() -> Result<MatmulPrecision> {
     Ok(matmul::precision()?)
 }

@@ -1,4 +1,4 @@
-//! Unscaling the gradients of one optimizer, and looking for infinities in them.
+//! Unscaling the gradients of one optimizer, and checking them for infinities.
 
 use std::collections::HashMap;
 
@@ -8,21 +8,22 @@ use tch::{Device, Kind, Tensor};
 
 use crate::{Error, Result};
 
-/// Whether fp16 gradients may be touched: unscaling in fp16 would lose what scaling saved.
+/// The handling of fp16 gradients, in which unscaled values would underflow again.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum HalfGradients {
     Allow,
     Refuse,
 }
 
-/// Multiplies the gradients of `optimizer` by `inverse`, a kernel a device and dtype, and returns a
-/// flag a device.
+/// Multiplies the gradients of `optimizer` by `inverse`, with one kernel for each device and dtype. Returns a
+/// flag for each device: 1 if a gradient contained an infinity or a NaN.
 pub(crate) fn unscale_gradients(
     optimizer: &(impl Optimizer + ?Sized),
     inverse: &Tensor,
     half: HalfGradients,
 ) -> Result<Vec<(Device, Tensor)>> {
     let mut groups: HashMap<(Device, Kind), Vec<Tensor>> = HashMap::new();
+    // All are checked before any is changed.
     let mut gradients = Vec::new();
     for parameter in optimizer.parameters() {
         let gradient = parameter.f_grad()?;
@@ -57,8 +58,8 @@ pub(crate) fn unscale_gradients(
     Ok(flags)
 }
 
-/// The numbers of a gradient: itself, or the values of a sparse one. Entries of a sparse fp16
-/// gradient are first added up, since their sum may overflow where they do not.
+/// Returns the elements of a gradient: itself, or the values of a sparse one. Duplicate entries of a sparse fp16
+/// gradient are summed first, since their sum may overflow where they do not.
 fn values_of(parameter: &Tensor, gradient: Tensor) -> Result<Tensor> {
     if !gradient.is_sparse() {
         return Ok(gradient);
@@ -73,7 +74,7 @@ fn values_of(parameter: &Tensor, gradient: Tensor) -> Result<Tensor> {
     Ok(gradient.f_internal_values()?)
 }
 
-/// `tensor` on `device`; itself if it is there already. Does not wait.
+/// Returns `tensor` on `device`, itself if it is there already. Does not wait for the device.
 pub(crate) fn on(tensor: &Tensor, device: Device) -> Result<Tensor> {
     if tensor.device() == device {
         return Ok(tensor.shallow_clone());

@@ -59,7 +59,7 @@ pub use gpu_monitor::{GpuMonitor, GpuSample, NoGpuMonitor};
 pub use machine::Machine;
 pub use memory_estimate::{
     Change, DecoderShape, MemoryAdvice, MemoryAttention, MemoryEstimate, MemoryPlan,
-    MemoryPrecision, Moment, OptimizerMemory, Recomputation,
+    MemoryPrecision, OptimizerMemory, PeakPoint, Recomputation,
 };
 pub use memory_usage::MemoryUsage;
 pub use model_flops::ModelFlops;

@@ -1,4 +1,4 @@
-//! The machine that numbers come from.
+//! The machine of a measurement.
 
 use std::fs;
 
@@ -6,31 +6,31 @@ use overdrive_sys::build_info::{cpu_capability, libtorch_version};
 use overdrive_sys::threads;
 use serde::{Deserialize, Serialize};
 
-/// What a reader of a number must know about the machine behind it.
+/// The machine of a measurement, for readers of its numbers.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
-    /// The processor as it names itself.
+    /// The name of the processor.
     pub cpu: String,
-    /// Processors that this process may run on.
+    /// The number of processors that this process may run on.
     pub logical_cores: usize,
-    /// Threads that libtorch uses inside one operator.
+    /// The number of threads that libtorch uses inside one operator.
     pub threads: usize,
-    /// Bytes of main memory, where the system tells.
+    /// The bytes of main memory; `None` if the system does not report them.
     pub memory_bytes: Option<u64>,
-    /// Operating system and architecture, as `linux x86_64`.
+    /// The operating system and architecture, as `linux x86_64`.
     pub system: String,
     /// The version of libtorch.
     pub libtorch: String,
-    /// The vector instructions that libtorch's CPU kernels use, as it names them: `AVX2`.
+    /// The vector instructions of libtorch's CPU kernels, by its name: `AVX2`.
     pub cpu_capability: String,
-    /// CUDA devices that libtorch sees.
+    /// The number of CUDA devices that libtorch sees.
     pub cuda_devices: usize,
-    /// The name of the device trained on, where the caller knows one.
+    /// The name of the device trained on; `None` unless the caller sets it.
     pub accelerator: Option<String>,
 }
 
 impl Machine {
-    /// Looks at the machine that the program runs on.
+    /// Returns the machine that the program runs on.
     pub fn detect() -> Self {
         Self {
             cpu: cpu_name().unwrap_or_else(|| "unknown".to_owned()),
@@ -38,7 +38,7 @@ impl Machine {
             threads: threads::intra_op(),
             memory_bytes: memory_bytes(),
             system: format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
-            // Where libtorch cannot tell, a reader should see why and not a guess.
+            // The error takes the place of the version: a reader sees the reason and not a guess.
             libtorch: libtorch_version().unwrap_or_else(|error| error.to_string()),
             cpu_capability: cpu_capability().unwrap_or_else(|error| error.to_string()),
             cuda_devices: usize::try_from(tch::Cuda::device_count()).unwrap_or(0),
@@ -47,8 +47,8 @@ impl Machine {
     }
 }
 
-/// The value of a `key : value` line of one of Linux' description files.
-fn described(file: &str, key: &str) -> Option<String> {
+/// Returns the value of a `key : value` line of a file in Linux' `/proc`.
+fn proc_value(file: &str, key: &str) -> Option<String> {
     let text = fs::read_to_string(file).ok()?;
     let line = text.lines().find(|line| line.starts_with(key))?;
     Some(line.split_once(':')?.1.trim().to_owned())
@@ -58,10 +58,10 @@ fn cpu_name() -> Option<String> {
     if cfg!(target_os = "macos") {
         return sysctl("machdep.cpu.brand_string");
     }
-    // ARM kernels give no model name, only numbers of implementer and part.
-    described("/proc/cpuinfo", "model name").or_else(|| {
-        let implementer = described("/proc/cpuinfo", "CPU implementer")?;
-        let part = described("/proc/cpuinfo", "CPU part")?;
+    // Linux on ARM has no model name, only the numbers of implementer and part.
+    proc_value("/proc/cpuinfo", "model name").or_else(|| {
+        let implementer = proc_value("/proc/cpuinfo", "CPU implementer")?;
+        let part = proc_value("/proc/cpuinfo", "CPU part")?;
         Some(format!(
             "{} implementer {implementer} part {part}",
             std::env::consts::ARCH
@@ -73,7 +73,7 @@ fn memory_bytes() -> Option<u64> {
     if cfg!(target_os = "macos") {
         return sysctl("hw.memsize")?.parse().ok();
     }
-    let kibibytes = described("/proc/meminfo", "MemTotal")?;
+    let kibibytes = proc_value("/proc/meminfo", "MemTotal")?;
     Some(kibibytes.split_whitespace().next()?.parse::<u64>().ok()? * 1024)
 }
 

@@ -1,22 +1,22 @@
-//! How much memory a training run will take, before it runs.
+//! An estimate of the memory of a training run, before it runs.
 //!
-//! The estimate is arithmetic on the shape of a decoder, with nothing measured: it says which part of
-//! the step is the largest and what to change so that it fits. For `N = batch · length` tokens and the
+//! The estimate is arithmetic on the shape of a decoder, without measurements. It names the largest consumers
+//! of a step and the changes that make it fit. For `N = batch · length` tokens and the
 //! widths `C` (hidden), `Q` (query heads together), `K` (key heads together), `I` (intermediate), `H`
-//! (query heads), `T` (length) and `V` (vocabulary), a block keeps for its backward, in elements a
+//! (query heads), `T` (length) and `V` (vocabulary), a block keeps for its backward pass, in elements a
 //! token:
 //!
 //! | kept by | libtorch's operators | fused kernels |
 //! |---|---|---|
-//! | each of two norms: the stream, the normalised stream | 2 C, fp32 | C, fp32 |
-//! | the input of the joint projections under a norm | C; under autocast a half copy for each map | C; under autocast one half copy |
+//! | each of two norms: the residual stream, the normalized stream | 2 C, fp32 | C, fp32 |
+//! | the input of the joint projections under a norm | C; under autocast a half copy for each projection | C; under autocast one half copy |
 //! | flash attention: query, key, value, output; log-sum-exp | 2 Q + 2 K; H fp32 | the same |
 //! | eager attention: query, key, value, exponentials and probabilities, all fp32; output | Q + 2 K + 2 H T; Q | the same |
-//! | the feed-forward part: gate, its activation, up, their product | 4 I | 3 I |
+//! | the feed-forward layer: gate, its activation, up, their product | 4 I | 3 I |
 //!
-//! Elements that are not fp32 throughout are half precision under autocast. A checkpointed block keeps
-//! its input alone (C, fp32) and is whole once more while it is recomputed. Backward holds gradients of
-//! activations too: those of the loss at its start, those of one block later; the larger moment counts.
+//! Elements without "fp32" are half precision under autocast. A checkpointed block keeps
+//! only its input (C, fp32), and all of the above while it is recomputed. Backward also holds gradients of
+//! activations: those of the loss at its start, those of one block later; the larger of both counts.
 
 mod advice;
 mod block;
@@ -37,33 +37,32 @@ use crate::Result;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DecoderShape {
-    /// Decoder blocks.
+    /// The number of decoder blocks.
     pub layers: u64,
-    /// Features of a token between the blocks (C).
+    /// The hidden size: features of a token between the blocks (C).
     pub hidden: u64,
-    /// Features inside the feed-forward part (I).
+    /// The intermediate size: features inside the feed-forward layer (I).
     pub intermediate: u64,
-    /// Query heads (H).
+    /// The number of query heads (H).
     pub heads: u64,
-    /// Key and value heads.
+    /// The number of key and value heads.
     pub kv_heads: u64,
-    /// Features a head.
+    /// The features a head.
     pub head_dim: u64,
-    /// Entries of the vocabulary (V).
+    /// The size of the vocabulary (V).
     pub vocabulary: u64,
-    /// Whether the head uses the embeddings' weights.
+    /// If `true`, the head uses the weights of the embeddings.
     pub tied_embeddings: bool,
 }
 
 impl DecoderShape {
-    /// Weights of all matrix products and the embeddings; norms are too small to count. Biases are left
-    /// out.
+    /// Returns the number of weights of embeddings, linear layers and norms, without biases.
     pub fn parameters(&self) -> u64 {
         let heads = if self.tied_embeddings { 1 } else { 2 };
         heads * self.embedding() + self.layers * self.block_weights() + self.norms()
     }
 
-    /// Weights of the embeddings.
+    /// Returns the number of weights of the embeddings.
     fn embedding(&self) -> u64 {
         self.vocabulary * self.hidden
     }
@@ -72,7 +71,7 @@ impl DecoderShape {
         (2 * self.layers + 1) * self.hidden
     }
 
-    /// Weights of the products in a block.
+    /// Returns the number of weights of the linear layers of a block.
     fn block_weights(&self) -> u64 {
         let (queries, keys) = (self.queries(), self.keys());
         self.hidden * (2 * queries + 2 * keys + 3 * self.intermediate)
@@ -87,7 +86,7 @@ impl DecoderShape {
     }
 }
 
-/// In what precision a run computes.
+/// The precision of a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -95,54 +94,54 @@ pub enum MemoryPrecision {
     /// Weights and arithmetic in fp32 (or TF32).
     #[default]
     Fp32,
-    /// fp32 weights, products in fp16 or bf16 under autocast.
+    /// fp32 weights, matrix products in fp16 or bf16 under autocast.
     Autocast,
-    /// bf16 weights and arithmetic; fp32 master weights belong to the optimizer's state then.
+    /// bf16 weights and arithmetic; fp32 master weights count as state of the optimizer.
     Bf16,
 }
 
-/// Which attention.
+/// The implementation of attention.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum MemoryAttention {
-    /// A kernel that never holds the probabilities.
+    /// A kernel that never stores the probabilities.
     #[default]
     Flash,
-    /// Products and a softmax: the probabilities of all heads are kept.
+    /// Matrix products and a softmax, which keep the probabilities of all heads.
     Eager,
 }
 
-/// Which blocks are computed again in backward.
+/// The blocks that backward recomputes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Recomputation {
-    /// None.
+    /// No block.
     #[default]
     Never,
-    /// Each alone.
+    /// Each block by itself.
     EveryBlock,
-    /// Each n-th alone, from the first on.
+    /// Every n-th block by itself, from the first on.
     EveryNth(u64),
-    /// Groups, each recomputed as one, the last one not at all.
+    /// This many segments, each recomputed as a whole, except the last one.
     Segments(u64),
-    /// As many groups as the square root of the blocks.
+    /// As many segments as the square root of the number of blocks.
     SqrtSegments,
-    /// Each, keeping the results of its matrix products and attention.
+    /// Each block, except the results of its matrix products and attention, which are kept.
     Selective,
 }
 
 impl Recomputation {
-    /// The sizes of the groups in order, and whether each is recomputed.
+    /// Returns the sizes of the groups of blocks in order, each with `true` if it is recomputed.
     fn groups(self, layers: u64) -> Vec<(u64, bool)> {
-        let alone = |checkpointed: &dyn Fn(u64) -> bool| {
+        let single = |checkpointed: &dyn Fn(u64) -> bool| {
             (0..layers).map(|layer| (1, checkpointed(layer))).collect()
         };
         match self {
-            Self::Never => alone(&|_| false),
-            Self::EveryBlock | Self::Selective => alone(&|_| true),
-            Self::EveryNth(n) => alone(&|layer| layer % n.max(1) == 0),
+            Self::Never => single(&|_| false),
+            Self::EveryBlock | Self::Selective => single(&|_| true),
+            Self::EveryNth(n) => single(&|layer| layer % n.max(1) == 0),
             Self::Segments(count) => segments(layers, count.clamp(1, layers.max(1))),
             Self::SqrtSegments => {
                 let root = (layers as f64).sqrt().round() as u64;
@@ -157,6 +156,8 @@ fn segments(layers: u64, count: u64) -> Vec<(u64, bool)> {
     (1..=count)
         .map(|index| {
             let last = index == count;
+            // The last segment is kept: its backward begins at once, so recomputing it would save nothing. It also
+            // takes the remainder, as torch's `checkpoint_sequential` does.
             let length = if last {
                 layers - size * (count - 1)
             } else {
@@ -167,15 +168,15 @@ fn segments(layers: u64, count: u64) -> Vec<(u64, bool)> {
         .collect()
 }
 
-/// What to estimate.
+/// The run to estimate.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MemoryPlan {
     /// The model.
     pub shape: DecoderShape,
-    /// Sequences of a micro-batch.
+    /// The number of sequences of a micro-batch.
     pub batch: u64,
-    /// Tokens a sequence.
+    /// The number of tokens a sequence.
     pub length: u64,
     /// The precision.
     #[serde(default)]
@@ -183,23 +184,23 @@ pub struct MemoryPlan {
     /// The attention.
     #[serde(default)]
     pub attention: MemoryAttention,
-    /// What is recomputed.
+    /// The blocks that are recomputed.
     #[serde(default)]
     pub recomputation: Recomputation,
-    /// Whether norms, rotary positions, gates and the loss are fused; the loss then never holds all
+    /// If `true`, norms, rotary positions, gates and the loss are fused; the loss then never holds all
     /// logits.
     #[serde(default)]
     pub fused_kernels: bool,
-    /// What the optimizer keeps.
+    /// The state of the optimizer.
     #[serde(default)]
     pub optimizer: OptimizerMemory,
-    /// Whether gradients of several micro-batches are added up: then they are there during forward.
+    /// If `true`, gradients of several micro-batches are accumulated, and so exist during forward.
     #[serde(default)]
     pub accumulates: bool,
 }
 
 impl MemoryPlan {
-    /// A plan with everything else at its default: fp32, flash attention, no recomputation, libtorch's
+    /// Creates a plan with defaults: fp32, flash attention, no recomputation, libtorch's
     /// operators, AdamW, one micro-batch a step.
     pub fn new(shape: DecoderShape, batch: u64, length: u64) -> Self {
         Self {
@@ -219,7 +220,7 @@ impl MemoryPlan {
         self.batch * self.length
     }
 
-    /// Bytes of an element of the weights.
+    /// Returns the bytes of an element of the weights.
     fn weight_bytes(&self) -> u64 {
         match self.precision {
             MemoryPrecision::Fp32 | MemoryPrecision::Autocast => 4,
@@ -227,12 +228,12 @@ impl MemoryPlan {
         }
     }
 
-    /// Bytes of an element of the residual stream.
+    /// Returns the bytes of an element of the residual stream.
     fn stream_bytes(&self) -> u64 {
         self.weight_bytes()
     }
 
-    /// Bytes of an element between products.
+    /// Returns the bytes of an element between matrix products.
     fn inner_bytes(&self) -> u64 {
         match self.precision {
             MemoryPrecision::Fp32 => 4,
@@ -240,7 +241,7 @@ impl MemoryPlan {
         }
     }
 
-    /// The estimate.
+    /// Returns the estimate.
     ///
     /// # Errors
     /// [`overdrive_core::Error::InvalidOption`] for a shape, a batch or a length of 0.
@@ -266,7 +267,7 @@ impl MemoryPlan {
         let parameters = self.weight_bytes() * shape.parameters();
         let gradients = parameters;
         let optimizer = self.optimizer.bytes(shape);
-        // Autocast keeps the weights of the products in half precision until backward is through.
+        // Autocast caches the half-precision weights until its outermost region ends, and backward keeps them.
         let casts = match self.precision {
             MemoryPrecision::Autocast => {
                 2 * (shape.layers * shape.block_weights() + shape.embedding())
@@ -275,29 +276,29 @@ impl MemoryPlan {
         };
         let during_forward = if self.accumulates { gradients } else { 0 };
         let tail = block::tail(self);
-        let (kept, in_blocks) = block::moments(self);
+        let (kept, in_blocks) = block::kept_and_peak(self);
         let loss = loss::peak(self);
         let head_gradient = self.weight_bytes() * shape.embedding();
-        // The moments at which memory can be fullest, over what is always there.
-        let moments = [
-            (Moment::Loss, during_forward + casts + kept + tail + loss),
+        // The points of a step at which memory can peak, in addition to weights and optimizer state.
+        let points = [
+            (PeakPoint::Loss, during_forward + casts + kept + tail + loss),
             (
-                Moment::Blocks,
+                PeakPoint::Blocks,
                 during_forward.max(head_gradient) + casts + in_blocks,
             ),
             (
-                Moment::EndOfBackward,
+                PeakPoint::EndOfBackward,
                 gradients + head_gradient + casts + block::one_block_backward(self),
             ),
             (
-                Moment::Optimizer,
+                PeakPoint::Optimizer,
                 gradients + self.optimizer.working_bytes(shape),
             ),
         ];
-        let (moment, extra) = moments
+        let (peak_point, extra) = points
             .into_iter()
             .max_by_key(|&(_, bytes)| bytes)
-            .unwrap_or((Moment::Loss, 0));
+            .unwrap_or((PeakPoint::Loss, 0));
         Ok(MemoryEstimate {
             parameters,
             gradients,
@@ -307,7 +308,7 @@ impl MemoryPlan {
             recomputed: in_blocks.saturating_sub(kept),
             logits: loss,
             peak: parameters + optimizer + extra,
-            moment,
+            peak_point,
         })
     }
 
@@ -330,11 +331,11 @@ impl MemoryPlan {
     }
 }
 
-/// When in a step memory is fullest.
+/// The point of a step at which memory peaks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum Moment {
+pub enum PeakPoint {
     /// Between forward and backward: all activations and the logits.
     Loss,
     /// In backward through the blocks.
@@ -345,8 +346,8 @@ pub enum Moment {
     Optimizer,
 }
 
-impl Moment {
-    fn in_words(self) -> &'static str {
+impl PeakPoint {
+    fn description(self) -> &'static str {
         match self {
             Self::Loss => "at the loss, with all activations alive",
             Self::Blocks => "in backward through the blocks",
@@ -356,9 +357,9 @@ impl Moment {
     }
 }
 
-/// What a run will take, in bytes. [`Display`](fmt::Display) is a table.
+/// The estimated memory of a run, in bytes. [`Display`](fmt::Display) is a table.
 ///
-/// The parts are not all alive at once, so they add up to more than [`peak`](Self::peak).
+/// Not everything is alive at once, so the sum is more than [`peak`](Self::peak).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct MemoryEstimate {
@@ -366,21 +367,20 @@ pub struct MemoryEstimate {
     pub parameters: u64,
     /// Their gradients.
     pub gradients: u64,
-    /// The optimizer's state, as far as it is resident.
+    /// The resident state of the optimizer.
     pub optimizer: u64,
-    /// Copies of the weights in half precision under autocast.
+    /// The copies of the weights in half precision under autocast.
     pub cast_weights: u64,
-    /// What forward keeps for backward, the logits apart.
+    /// The activations that forward keeps for backward, without the logits.
     pub activations: u64,
-    /// What backward through the blocks has beyond that: recomputed blocks, gradients of activations.
+    /// The additional memory of backward through the blocks: recomputed blocks, gradients of activations.
     pub recomputed: u64,
-    /// The logits, their softmax and its gradient; of a fused loss a chunk and the gradients it
-    /// prepares.
+    /// The logits, their softmax and its gradient; of a fused loss a chunk of them and the gradients of the head.
     pub logits: u64,
-    /// The most bytes of tensors alive at once.
+    /// The peak of live tensors.
     pub peak: u64,
-    /// When that is.
-    pub moment: Moment,
+    /// The point of the step at which memory peaks.
+    pub peak_point: PeakPoint,
 }
 
 impl fmt::Display for MemoryEstimate {
@@ -399,7 +399,12 @@ impl fmt::Display for MemoryEstimate {
             }
         }
         let peak = units::bytes(self.peak);
-        write!(f, "{:<28} {peak:>10}  {}", "peak", self.moment.in_words())
+        write!(
+            f,
+            "{:<28} {peak:>10}  {}",
+            "peak",
+            self.peak_point.description()
+        )
     }
 }
 
@@ -443,11 +448,11 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_of_nothing_is_an_error_that_names_the_field() {
+    fn a_plan_without_a_batch_is_an_error_that_names_the_field() {
         let error = MemoryPlan::new(tiny(), 0, 256)
             .estimate()
             .expect_err("no batch");
-        assert_eq!(error.to_string(), "batch is 0, but must be at least 1");
+        assert_eq!(error.to_string(), "`batch` is 0; it must be at least 1");
     }
 
     #[test]
@@ -472,7 +477,7 @@ mod tests {
                 recomputation,
                 ..MemoryPlan::new(shape, 8, 256)
             };
-            block::moments(&plan).1 as f64
+            block::kept_and_peak(&plan).1 as f64
         };
         let growth = |recomputation| kept(256, recomputation) / kept(64, recomputation);
         assert!((growth(Recomputation::Never) - 4.0).abs() < 0.05);
@@ -497,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_names_the_parts_and_the_moment() {
+    fn the_table_names_the_consumers_and_the_peak_point() {
         let estimate = MemoryPlan::new(tiny(), 8, 256).estimate().expect("a plan");
         let text = estimate.to_string();
         assert!(

@@ -1,4 +1,4 @@
-//! What a device can do at most: the denominator of MFU.
+//! The peak FLOP/s of a device: the denominator of MFU.
 
 use std::time::{Duration, Instant};
 
@@ -8,36 +8,35 @@ use tch::{Cuda, Device, Kind, Tensor};
 
 use crate::{Error, Result};
 
-/// The most floating-point operations a second of a device in matrix products, and how that is
-/// known.
+/// The peak of a device in matrix products, and its source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct PeakFlops {
-    /// Floating-point operations a second.
+    /// The floating-point operations a second.
     pub flops_per_second: f64,
-    /// Where the number comes from.
+    /// The source of the number.
     pub source: PeakSource,
 }
 
-/// How a peak is known.
+/// The source of a peak.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum PeakSource {
-    /// NVIDIA's data sheet of the GPU with this name: dense products at boost clock.
+    /// NVIDIA's data sheet of the GPU with this name: dense matrix products at boost clock.
     DataSheet(String),
-    /// The best of some products of this width measured on this machine, now. It is what libtorch
-    /// reaches, somewhat below what the hardware could.
+    /// The fastest of some matrix products that were measured on this machine. It is the peak of libtorch, somewhat
+    /// below that of the hardware.
     Measured {
-        /// The matrices were this wide and high.
+        /// The rows and columns of the matrices.
         width: i64,
     },
-    /// The caller said so.
+    /// A number of the caller.
     Given,
 }
 
 impl PeakFlops {
-    /// A peak that the caller knows, in floating-point operations a second.
+    /// Returns a peak that the caller knows, in floating-point operations a second.
     pub fn given(flops_per_second: f64) -> Self {
         Self {
             flops_per_second,
@@ -45,11 +44,11 @@ impl PeakFlops {
         }
     }
 
-    /// The peak of `device` in products of `dtype`: from the data sheet of a GPU that is known, else
+    /// Returns the peak of `device` in matrix products of `dtype`: from the data sheet of a known GPU, else
     /// measured ([`PeakFlops::measure`]). For fp32 on a GPU it follows the process's TF32 switch.
     ///
     /// # Errors
-    /// [`Error::UnknownPeak`] where it can neither be looked up nor measured.
+    /// [`Error::UnknownPeak`] if it can neither be looked up nor measured.
     pub fn of(device: Device, dtype: Kind) -> Result<Self> {
         if let Device::Cuda(index) = device
             && let Ok(identity) = overdrive_sys::profiler::cuda_identity(index)
@@ -65,12 +64,12 @@ impl PeakFlops {
         Self::measure(device, dtype)
     }
 
-    /// Measures products of square matrices, ever larger ones, for about a third of a second, and
-    /// takes the best. Other work on the machine makes it too low; a [`StepRecorder`](crate::StepRecorder)
-    /// raises it to what the model reaches.
+    /// Measures products of square matrices of increasing size for about a third of a second, and
+    /// returns the best. Other work on the machine makes it too low; a [`StepRecorder`](crate::StepRecorder)
+    /// raises it to the rate that the model reaches.
     ///
     /// # Errors
-    /// [`Error::UnknownPeak`] where the device cannot multiply `dtype`.
+    /// [`Error::UnknownPeak`] if the device cannot multiply `dtype`.
     pub fn measure(device: Device, dtype: Kind) -> Result<Self> {
         measure(device, dtype).map_err(|error| Error::UnknownPeak {
             device: format!("{device:?}"),
@@ -80,7 +79,7 @@ impl PeakFlops {
     }
 }
 
-/// Returns the peak of the GPU that calls itself `name` in products of `dtype` (fp32 ones in TF32 if `tf32`), in
+/// Returns the peak of the GPU that calls itself `name` in matrix products of `dtype` (fp32 ones in TF32 if `tf32`), in
 /// floating-point operations a second; `None` where the table of GPUs does not have it.
 fn data_sheet(name: &str, dtype: Kind, tf32: bool) -> Option<f64> {
     let (generation, model) = GpuModel::find(name)?;
@@ -94,8 +93,9 @@ fn data_sheet(name: &str, dtype: Kind, tf32: bool) -> Option<f64> {
     Some(tflops * 1e12)
 }
 
+// Long enough for the clock to rise from idle, short enough not to delay the start of a run.
 const BUDGET: Duration = Duration::from_millis(300);
-/// A product that takes this long is large enough to be at the peak.
+// A product that takes this long is large enough to reach the peak.
 const LONG: Duration = Duration::from_millis(20);
 const WIDTHS: [i64; 6] = [128, 256, 512, 1024, 2048, 4096];
 
@@ -104,7 +104,7 @@ fn measure(device: Device, dtype: Kind) -> Result<PeakFlops> {
     let mut shortest_of = Vec::with_capacity(WIDTHS.len());
     for width in WIDTHS {
         let (a, b) = (matrix(width, device, dtype)?, matrix(width, device, dtype)?);
-        // The first one pays for packing, threads and kernels that are chosen.
+        // The first product pays for starting threads and choosing kernels.
         timed(device, &a, &b)?;
         let mut shortest = timed(device, &a, &b)?;
         let rounds = if shortest > LONG { 3 } else { 8 };
@@ -112,7 +112,7 @@ fn measure(device: Device, dtype: Kind) -> Result<PeakFlops> {
             shortest = shortest.min(timed(device, &a, &b)?);
         }
         shortest_of.push((width, shortest));
-        // The next one takes eight times as long.
+        // The next width takes eight times as long.
         if shortest > LONG || began.elapsed() > BUDGET {
             break;
         }
@@ -120,7 +120,7 @@ fn measure(device: Device, dtype: Kind) -> Result<PeakFlops> {
     Ok(best(&shortest_of))
 }
 
-/// Of widths and what a product of them takes.
+/// Returns the highest rate of widths and the times of their products.
 fn best(shortest_of: &[(i64, Duration)]) -> PeakFlops {
     let rate = |&(width, shortest): &(i64, Duration)| {
         let flops_per_second = 2.0 * (width as f64).powi(3) / shortest.as_secs_f64().max(1e-9);
@@ -135,7 +135,7 @@ fn best(shortest_of: &[(i64, Duration)]) -> PeakFlops {
 }
 
 fn matrix(width: i64, device: Device, dtype: Kind) -> Result<Tensor> {
-    // Not zeros, which some devices multiply in less power and so faster.
+    // Not zeros: switching fewer bits takes less power, and GPUs multiply zeros at a higher clock.
     Ok(Tensor::f_full([width, width], 0.37, (Kind::Float, device))?.f_to_kind(dtype)?)
 }
 
@@ -146,7 +146,7 @@ fn timed(device: Device, a: &Tensor, b: &Tensor) -> Result<Duration> {
     match device {
         Device::Cuda(index) => Cuda::synchronize(i64::try_from(index).unwrap_or(0)),
         Device::Cpu => {}
-        // Reading a value waits for it.
+        // Reading an element waits for the device.
         _ => drop(product.f_double_value(&[0, 0])?),
     }
     Ok(began.elapsed())
@@ -182,8 +182,8 @@ mod tests {
         ] {
             let peak = took(milliseconds);
             assert_eq!(peak.source, PeakSource::Measured { width });
-            let place = WIDTHS.iter().position(|other| *other == width).unwrap();
-            let seconds = milliseconds[place] as f64 / 1e3;
+            let index = WIDTHS.iter().position(|other| *other == width).unwrap();
+            let seconds = milliseconds[index] as f64 / 1e3;
             let rate = 2.0 * (width as f64).powi(3) / seconds;
             assert!((peak.flops_per_second / rate - 1.0).abs() < 1e-9);
         }

@@ -1,4 +1,4 @@
-//! Everything about a step in one record.
+//! All measurements of a step in one record.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -13,37 +13,37 @@ use crate::{
     Phase, PhaseGuard, PhaseSeconds, Result, StepProfile, StepTimer, Throughput,
 };
 
-/// By which clock phases are told apart; see [`StepTimer`].
+/// The clock of the phases; see [`StepTimer`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Timing {
-    /// The host's alone.
+    /// The clock of the host.
     Host,
-    /// The host's, and marks in the device's work: nothing waits. The default.
+    /// The clock of the host, and events in the device's work: nothing waits. The default.
     #[default]
     Events,
-    /// Waits for the device at every border.
+    /// The clock of the host, waiting for the device at every phase boundary.
     Synchronized,
 }
 
-/// What a [`StepRecorder`] measures.
+/// Options of a [`StepRecorder`].
 #[derive(Debug, Clone)]
 pub struct StepRecorderConfig {
-    /// The device that trains; default: the CPU.
+    /// The device that trains. Default: the CPU.
     pub device: Device,
-    /// How phases are timed; default: [`Timing::Events`].
+    /// The clock of the phases. Default [`Timing::Events`].
     pub timing: Timing,
-    /// Steps that rates and the bottleneck look back on; default: 20.
+    /// The number of steps of the rates and the bottleneck. Default 20.
     pub window: usize,
-    /// The model's arithmetic, for MFU; default: unknown, no MFU.
+    /// The model's arithmetic, for MFU. Default `None`: no MFU.
     pub model: Option<ModelFlops>,
-    /// What the device can do, for MFU ([`PeakFlops::of`]); default: unknown, no MFU.
+    /// The device's peak, for MFU ([`PeakFlops::of`]). Default `None`: no MFU.
     pub peak_flops: Option<PeakFlops>,
-    /// Devices that share the work of a step, each with this peak: MFU is over all of them. Default: 1.
+    /// The number of devices that share the work of a step, each with this peak; MFU is over all of them. Default 1.
     pub devices: usize,
-    /// The least time between two questions to the GPU's driver; default: 1 s.
+    /// The least time between two queries of the GPU's driver. Default 1 s.
     pub gpu_interval: Duration,
-    /// From where on something counts as a bottleneck.
+    /// The thresholds of a bottleneck.
     pub thresholds: BottleneckThresholds,
 }
 
@@ -56,24 +56,25 @@ impl Default for StepRecorderConfig {
             model: None,
             peak_flops: None,
             devices: 1,
+            // NVML itself updates its values at most a few times a second.
             gpu_interval: Duration::from_secs(1),
             thresholds: BottleneckThresholds::default(),
         }
     }
 }
 
-/// What a step worked through.
+/// The work of a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StepWork {
-    /// Tokens trained on.
+    /// The number of tokens trained on.
     pub tokens: u64,
-    /// Samples trained on: sequences, images.
+    /// The number of samples trained on: sequences, images.
     pub samples: u64,
 }
 
-/// Records steps: the time of each phase, rates, MFU, memory, the GPU, and what holds the step up.
+/// A recorder of steps: the time of each phase, rates, MFU, memory, the GPU, and the bottleneck.
 ///
-/// It waits for nothing (unless [`Timing::Synchronized`] says so) and costs some tens of microseconds
+/// It does not wait for the device, except with [`Timing::Synchronized`], and costs some tens of microseconds
 /// a step.
 ///
 /// ```
@@ -110,16 +111,16 @@ pub struct StepRecorder {
     latest: Option<DevicePhases>,
     gpu: Option<std::result::Result<GpuMonitor, NoGpuMonitor>>,
     last_gpu: Option<GpuSample>,
-    /// The loader at the end of the last step, and now.
+    /// The totals of the loader at the end of the last step, and now.
     loader: [Option<LoaderTotals>; 2],
 }
 
 impl StepRecorder {
-    /// A recorder. A GPU without a management library is no error:
-    /// [`gpu_unavailable`](Self::gpu_unavailable) says why nothing is known of it.
+    /// Creates a recorder. A GPU without NVIDIA's management library is not an error:
+    /// [`gpu_unavailable`](Self::gpu_unavailable) returns the reason.
     ///
     /// # Errors
-    /// [`crate::Error::NoSuchDevice`]; what libtorch refuses.
+    /// [`crate::Error::NoSuchDevice`]; errors of libtorch.
     pub fn new(config: StepRecorderConfig) -> Result<Self> {
         let timer = match config.timing {
             Timing::Host => StepTimer::new(),
@@ -144,33 +145,33 @@ impl StepRecorder {
         })
     }
 
-    /// The timer, for code that times itself.
+    /// Returns the timer, for code that times itself.
     pub fn timer(&self) -> &StepTimer {
         &self.timer
     }
 
-    /// As [`StepTimer::begin_step`].
+    /// Begins a step now; see [`StepTimer::begin_step`].
     pub fn begin_step(&self) {
         self.timer.begin_step();
     }
 
-    /// As [`StepTimer::phase`].
+    /// Runs `work` as part of `phase`; see [`StepTimer::phase`].
     pub fn phase<T>(&self, phase: Phase, work: impl FnOnce() -> T) -> T {
         self.timer.phase(phase, work)
     }
 
-    /// As [`StepTimer::enter`].
+    /// Opens `phase` until the guard is dropped; see [`StepTimer::enter`].
     pub fn enter(&self, phase: Phase) -> PhaseGuard<'_> {
         self.timer.enter(phase)
     }
 
-    /// Tells what the data loader has done so far, for the record of the step that is under way. Of
-    /// one that has worked before the first step, that counts to the first step.
+    /// Sets the totals of the data loader, for the record of the current step. The work of a loader before the first
+    /// step counts for the first step.
     pub fn loader(&mut self, totals: LoaderTotals) {
         self.loader[1] = Some(totals);
     }
 
-    /// How much of all steps so far was data loading; `None` before the first.
+    /// Returns the share of data loading in all steps so far; `None` before the first.
     pub fn data_loading(&self) -> Option<DataLoading> {
         let (steps, totals) = (self.timer.steps(), self.timer.totals());
         if steps == 0 {
@@ -183,10 +184,10 @@ impl StepRecorder {
         })
     }
 
-    /// Ends the step and says what is known about it.
+    /// Ends the step and returns its measurements.
     ///
     /// # Errors
-    /// What the device's work failed with.
+    /// Errors of the work on the device.
     pub fn end_step(&mut self, work: StepWork) -> Result<StepRecord> {
         let phases = self.timer.end_step();
         let seconds = phases.total();
@@ -195,7 +196,7 @@ impl StepRecorder {
         self.samples.record(work.samples, time);
         push(&mut self.host, phases, self.config.window);
         let device_phases = self.timer.take_device_phases()?;
-        self.note(&device_phases);
+        self.keep(&device_phases);
         let tokens_per_second = self.throughput.tokens_per_second();
         self.raise_measured_peak(tokens_per_second);
         if let Some(Ok(monitor)) = &mut self.gpu {
@@ -221,17 +222,17 @@ impl StepRecorder {
     }
 
     /// Waits for the steps that the device has not finished, so that the totals and
-    /// [`bottleneck`](Self::bottleneck) have them: for the end of a run. What it returns is new.
+    /// [`bottleneck`](Self::bottleneck) include them. Returns their phases. For the end of a run.
     ///
     /// # Errors
-    /// What the device's work failed with.
+    /// Errors of the work on the device.
     pub fn finish(&mut self) -> Result<Vec<DevicePhases>> {
         let phases = self.timer.wait_device_phases()?;
-        self.note(&phases);
+        self.keep(&phases);
         Ok(phases)
     }
 
-    /// What holds the last steps up, in device time where there is one; `None` before the first step.
+    /// Returns the bottleneck of the last steps, by device time if it is measured; `None` before the first step.
     pub fn bottleneck(&self) -> Option<Bottleneck> {
         let steps = if self.on_device.is_empty() {
             &self.host
@@ -248,24 +249,25 @@ impl StepRecorder {
         Bottleneck::find(&profile, &self.config.thresholds)
     }
 
-    /// Why nothing is known of the GPU; `None` on a CPU, and where it is watched.
+    /// Returns the reason why the GPU is not monitored; `None` on a CPU, and if it is.
     pub fn gpu_unavailable(&self) -> Option<&NoGpuMonitor> {
         self.gpu.as_ref()?.as_ref().err()
     }
 
-    /// Tokens since the recorder was made.
+    /// Returns the number of tokens since the recorder was created.
     pub fn tokens_seen(&self) -> u64 {
         self.throughput.tokens_seen()
     }
 
-    fn note(&mut self, device_phases: &[DevicePhases]) {
+    fn keep(&mut self, device_phases: &[DevicePhases]) {
         for &phases in device_phases {
             push(&mut self.on_device, phases.seconds, self.config.window);
             self.latest = Some(phases);
         }
     }
 
-    /// A peak that was measured on a busy machine is too low: what the model itself reaches corrects it.
+    /// Raises a measured peak to the rate that the model reaches. On a busy machine the measurement is too low, and
+    /// the MFU would exceed 1.
     fn raise_measured_peak(&mut self, tokens_per_second: f64) {
         let Some(model) = self.config.model else {
             return;
@@ -303,34 +305,34 @@ fn rate(window: &VecDeque<PhaseSeconds>) -> f64 {
     }
 }
 
-/// What is known about a step. [`Display`](fmt::Display) is a table of some lines for a terminal.
+/// The measurements of a step. [`Display`](fmt::Display) is a table of some lines for a terminal.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct StepRecord {
-    /// The step, counted from 1 by the recorder.
+    /// The number of the step, counted from 1 by the recorder.
     pub step: u64,
-    /// What it worked through.
+    /// The work of the step.
     pub work: StepWork,
-    /// Seconds of wall time.
+    /// The seconds of wall time.
     pub seconds: f64,
-    /// Wall time by phase.
+    /// The wall time by phase.
     pub phases: PhaseSeconds,
-    /// Device time by phase of the last step that the device has finished; `None` on a CPU, where the
-    /// wall time is it.
+    /// The device time by phase of the last step that the device has finished; `None` on a CPU, where it is the
+    /// wall time.
     pub device_phases: Option<DevicePhases>,
-    /// Tokens a second over the window.
+    /// The tokens a second over the window.
     pub tokens_per_second: f64,
-    /// Samples a second over the window.
+    /// The samples a second over the window.
     pub samples_per_second: f64,
-    /// Steps a second over the window.
+    /// The steps a second over the window.
     pub steps_per_second: f64,
-    /// Model FLOPs utilisation over the window, 0 to 1.
+    /// The model FLOPs utilization over the window, 0 to 1; `None` if model or peak are unknown.
     pub mfu: Option<f64>,
-    /// Memory at the end of the step.
+    /// The memory at the end of the step.
     pub memory: MemoryUsage,
-    /// The GPU, as it was up to [`StepRecorderConfig::gpu_interval`] ago.
+    /// The state of the GPU, at most [`StepRecorderConfig::gpu_interval`] old.
     pub gpu: Option<GpuSample>,
-    /// What the data loader did for it, where one was told of ([`StepRecorder::loader`]).
+    /// The data loading of the step, if the totals were set ([`StepRecorder::loader`]).
     pub loader: Option<LoaderMetrics>,
 }
 
@@ -366,7 +368,7 @@ impl fmt::Display for StepRecord {
         writeln!(
             f,
             "  {:<14} {:>9.2} ms ({clock} time)",
-            "in all",
+            "total",
             1e3 * total
         )?;
         if let Some(loader) = self.loader {
@@ -388,13 +390,13 @@ impl fmt::Display for StepRecord {
             bytes(self.memory.peak_resident_bytes),
         )?;
         if let Some(gpu) = self.gpu {
-            write!(f, "\n  GPU            {}", in_words(&gpu))?;
+            write!(f, "\n  GPU            {}", gpu_line(&gpu))?;
         }
         Ok(())
     }
 }
 
-fn in_words(gpu: &GpuSample) -> String {
+fn gpu_line(gpu: &GpuSample) -> String {
     let mut parts = Vec::new();
     if let Some(busy) = gpu.utilization {
         parts.push(format!("{:.0}% busy", 100.0 * busy));
@@ -439,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn the_share_of_data_is_told_and_each_step_has_its_part_of_the_loader() {
+    fn each_step_has_its_difference_of_the_loader_totals() {
         let mut recorder = recorder(StepRecorderConfig::default());
         assert_eq!(recorder.data_loading(), None);
         let mut totals = LoaderTotals::default();

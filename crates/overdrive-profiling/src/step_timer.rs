@@ -1,4 +1,4 @@
-//! Where the time of a step goes.
+//! A timer of the phases of a step.
 
 use std::cell::{Cell, RefCell};
 use std::time::Instant;
@@ -9,23 +9,23 @@ use tch::{Cuda, Device};
 use crate::device_timeline::Timeline;
 use crate::{DevicePhases, Error, Phase, PhaseSeconds, Result};
 
-/// Splits the time of each step into phases.
+/// A timer that splits the time of each step into phases.
 ///
-/// At every moment exactly one phase is charged: the innermost open one, or [`Phase::Other`] where
-/// none is open. So the phases of a step add up to its wall time, and a phase opened inside another
-/// one is not counted twice. The methods take `&self`, so that closures which a step hands to other
+/// At every moment exactly one phase is charged: the innermost open one, or [`Phase::Other`] if
+/// none is open. So the phases of a step add up to its wall time, and a phase inside another
+/// one is not counted twice. The methods take `&self`, so that closures which a step passes to other
 /// crates can time themselves. While a [`Profiler`](crate::Profiler) records, each phase is a range of
 /// its trace.
 ///
-/// CUDA kernels run behind the CPU's back: by the host's clock, the time of a forward pass shows up in
-/// whatever asks for a result first. There are three clocks for that, which on a CPU are one:
+/// CUDA kernels run asynchronously: by the host's clock, the time of a forward pass counts for the first operation
+/// that waits for a result. There are three kinds of timers, which are the same on a CPU:
 ///
-/// - [`StepTimer::new`]: the host's. The sum is right, the split is not.
-/// - [`StepTimer::with_events`]: the host's, and the device's beside it by marks in its work. Nothing
-///   waits; the split of a step is there a step or two later
-///   ([`take_device_phases`](Self::take_device_phases)). For runs.
-/// - [`StepTimer::synchronized`]: waits for the device at every border between phases. The split is
-///   right at once and the overlap of host and device is gone. For looking.
+/// - [`StepTimer::new`] uses the host's clock. The sum is right, the split is not.
+/// - [`StepTimer::with_events`] also records events in the device's work. Nothing
+///   waits; the device time of a step is available a step or two later
+///   ([`take_device_phases`](Self::take_device_phases)). For training.
+/// - [`StepTimer::synchronized`] waits for the device at every phase boundary. The split is
+///   right at once, but host and device no longer overlap. For measurements.
 ///
 /// ```
 /// use overdrive_profiling::{Phase, StepTimer};
@@ -52,8 +52,8 @@ pub struct StepTimer {
     steps: Cell<u64>,
 }
 
-/// The marks on the device, and the first thing that went wrong with them: a border is often the end
-/// of a scope, which cannot return an error.
+/// The events on the device, and the first error of one. It is kept because a phase boundary is often the drop of a
+/// guard, which cannot return an error.
 #[derive(Debug)]
 struct DeviceClock {
     timeline: Timeline<DeviceEvent>,
@@ -61,9 +61,9 @@ struct DeviceClock {
 }
 
 impl DeviceClock {
-    fn mark(&mut self, mark: impl FnOnce(&mut Timeline<DeviceEvent>) -> Result<()>) {
+    fn record(&mut self, record: impl FnOnce(&mut Timeline<DeviceEvent>) -> Result<()>) {
         if self.failure.is_none() {
-            self.failure = mark(&mut self.timeline).err();
+            self.failure = record(&mut self.timeline).err();
         }
     }
 }
@@ -75,7 +75,7 @@ impl Default for StepTimer {
 }
 
 impl StepTimer {
-    /// A timer by the host's clock. The first step begins now.
+    /// Creates a timer by the host's clock. The first step begins now.
     pub fn new() -> Self {
         Self {
             wait_for: None,
@@ -88,11 +88,11 @@ impl StepTimer {
         }
     }
 
-    /// A timer that also puts marks into the work of `device`, one a border, at a few microseconds of
-    /// host time each. For a CPU, and for devices without such marks, it is [`StepTimer::new`].
+    /// Creates a timer that also records an event in the work of `device` at each phase boundary, which takes a few
+    /// microseconds on the host. For a CPU, and for devices without events, it is [`StepTimer::new`].
     ///
     /// # Errors
-    /// [`Error::NoSuchDevice`] where libtorch does not see this CUDA device; what libtorch refuses.
+    /// [`Error::NoSuchDevice`] if libtorch does not see this CUDA device; errors of libtorch.
     pub fn with_events(device: Device) -> Result<Self> {
         let mut timer = Self::new();
         if cuda_index(device)?.is_some() {
@@ -106,44 +106,44 @@ impl StepTimer {
         Ok(timer)
     }
 
-    /// A timer that waits for `device` at every border between phases (a device synchronisation
+    /// Creates a timer that waits for `device` at every phase boundary (a device synchronization
     /// each). For a CPU, and for devices that libtorch cannot wait for, it is [`StepTimer::new`].
     ///
     /// # Errors
-    /// [`Error::NoSuchDevice`] where libtorch does not see this CUDA device.
+    /// [`Error::NoSuchDevice`] if libtorch does not see this CUDA device.
     pub fn synchronized(device: Device) -> Result<Self> {
         let mut timer = Self::new();
         timer.wait_for = cuda_index(device)?;
         Ok(timer)
     }
 
-    /// Begins a step now. What passed since the last [`end_step`](Self::end_step) (an evaluation, a
-    /// saved snapshot) belongs to no step; without this call it is [`Phase::Other`] of the next.
+    /// Begins a step now. The time since the last [`end_step`](Self::end_step) (an evaluation, a
+    /// snapshot) belongs to no step; without this call it is [`Phase::Other`] of the next step.
     pub fn begin_step(&self) {
         self.wait();
         self.step.set(PhaseSeconds::default());
         self.charged_until.set(Instant::now());
-        self.mark(Timeline::begin);
+        self.record(Timeline::begin);
     }
 
-    /// Runs `work` as part of `phase` and returns what it returns. A panic inside closes the phase.
+    /// Runs `work` as part of `phase` and returns its result. A panic inside closes the phase.
     pub fn phase<T>(&self, phase: Phase, work: impl FnOnce() -> T) -> T {
         let _open = self.enter(phase);
         work()
     }
 
-    /// Opens `phase` until the guard is dropped: the form for code that a closure cannot hold.
+    /// Opens `phase` until the guard is dropped, for code that does not fit into a closure.
     pub fn enter(&self, phase: Phase) -> PhaseGuard<'_> {
         self.charge();
         PhaseGuard {
             timer: self,
             before: self.current.replace(phase),
-            // It fails only for want of memory; then a trace lacks a label, and the step goes on.
+            // It fails only when memory is exhausted; a trace without a label is better than a step that fails.
             _range: Range::begin(phase.name()).ok(),
         }
     }
 
-    /// Ends the step, adds it to the totals and returns its phases by the host's clock. The next one
+    /// Ends the step, adds it to the totals and returns its phases by the host's clock. The next step
     /// begins now.
     pub fn end_step(&self) -> PhaseSeconds {
         self.charge();
@@ -153,24 +153,24 @@ impl StepTimer {
         self.totals.set(totals);
         let number = self.steps.get() + 1;
         self.steps.set(number);
-        self.mark(|timeline| timeline.end(number));
+        self.record(|timeline| timeline.end(number));
         step
     }
 
-    /// The phases in device time of the steps that the device has finished since the last call, each
-    /// once, oldest first. Does not wait. Empty without [`StepTimer::with_events`] on a GPU.
+    /// Returns the phases in device time of the steps that the device has finished since the last call,
+    /// oldest first. Does not wait. Empty without [`StepTimer::with_events`] on a GPU.
     ///
     /// # Errors
-    /// What the device's work failed with; then nothing is measured any more.
+    /// Errors of the work on the device, after which nothing is measured.
     pub fn take_device_phases(&self) -> Result<Vec<DevicePhases>> {
         self.device_phases(false)
     }
 
-    /// As [`take_device_phases`](Self::take_device_phases), and waits for the steps that the device
-    /// has not finished: for the end of a run.
+    /// Returns the same as [`take_device_phases`](Self::take_device_phases), after waiting for the steps that the device
+    /// has not finished. For the end of a run.
     ///
     /// # Errors
-    /// As there.
+    /// As for [`take_device_phases`](Self::take_device_phases).
     pub fn wait_device_phases(&self) -> Result<Vec<DevicePhases>> {
         self.device_phases(true)
     }
@@ -186,17 +186,17 @@ impl StepTimer {
         }
     }
 
-    /// The phases of all ended steps together, by the host's clock.
+    /// Returns the sum of all ended steps by phase, by the host's clock.
     pub fn totals(&self) -> PhaseSeconds {
         self.totals.get()
     }
 
-    /// How many steps have ended.
+    /// Returns the number of ended steps.
     pub fn steps(&self) -> u64 {
         self.steps.get()
     }
 
-    /// Gives the time since the last border to the open phase.
+    /// Charges the time since the last boundary to the open phase.
     fn charge(&self) {
         self.wait();
         let now = Instant::now();
@@ -205,12 +205,12 @@ impl StepTimer {
         step.add(self.current.get(), passed.as_secs_f64());
         self.step.set(step);
         let phase = self.current.get();
-        self.mark(|timeline| timeline.border(phase));
+        self.record(|timeline| timeline.boundary(phase));
     }
 
-    fn mark(&self, mark: impl FnOnce(&mut Timeline<DeviceEvent>) -> Result<()>) {
+    fn record(&self, record: impl FnOnce(&mut Timeline<DeviceEvent>) -> Result<()>) {
         if let Some(events) = &self.events {
-            events.borrow_mut().mark(mark);
+            events.borrow_mut().record(record);
         }
     }
 
@@ -222,14 +222,14 @@ impl StepTimer {
 
     #[cfg(test)]
     fn advance(&self, by: std::time::Duration) {
-        // Tests move the clock instead of sleeping: the border moves into the past.
-        let border = self.charged_until.get();
+        // Tests move the last boundary into the past instead of sleeping.
+        let boundary = self.charged_until.get();
         self.charged_until
-            .set(border.checked_sub(by).unwrap_or(border));
+            .set(boundary.checked_sub(by).unwrap_or(boundary));
     }
 }
 
-/// The index of a CUDA device that is there; `None` for other devices.
+/// Returns the index of a CUDA device, which must exist; `None` for other devices.
 fn cuda_index(device: Device) -> Result<Option<usize>> {
     let Device::Cuda(index) = device else {
         return Ok(None);
@@ -242,7 +242,7 @@ fn cuda_index(device: Device) -> Result<Option<usize>> {
     Ok(Some(index))
 }
 
-/// Keeps a phase open; see [`StepTimer::enter`].
+/// A guard that keeps a phase open; see [`StepTimer::enter`].
 #[derive(Debug)]
 #[must_use = "the phase closes when the guard is dropped"]
 pub struct PhaseGuard<'a> {

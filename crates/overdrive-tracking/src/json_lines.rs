@@ -1,4 +1,4 @@
-//! Metrics as JSON Lines.
+//! A tracker that writes JSON Lines.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -8,11 +8,11 @@ use overdrive_core::Error as CommonError;
 
 use crate::{Result, StepMetrics, Tracker};
 
-/// Appends each record to a file as one line of JSON.
+/// A tracker that appends each record to a file as one line of JSON.
 ///
 /// Every line reaches the operating system in one write before [`Tracker::log`] returns, so a
-/// program that is killed leaves whole lines. (Only a machine that loses power can cut one off: the
-/// file is not synced to the disk a line at a time. [`Tracker::finish`] syncs it.)
+/// program that is killed leaves complete lines. Only a power failure can truncate one: the
+/// file is synced to the disk by [`Tracker::finish`], not after each line.
 #[derive(Debug)]
 pub struct JsonLines {
     file: File,
@@ -20,7 +20,7 @@ pub struct JsonLines {
 }
 
 impl JsonLines {
-    /// Starts a new file; one that is there is emptied. Missing folders are made.
+    /// Creates a file, or empties an existing one. Missing folders are created.
     ///
     /// # Errors
     /// [`overdrive_core::Error::Io`].
@@ -28,40 +28,40 @@ impl JsonLines {
         Self::open(path.as_ref(), true)
     }
 
-    /// Goes on with a file, or starts it. A last line that was cut off is removed, so that the next
-    /// record stands on its own line.
+    /// Opens a file to append to, or creates it. A truncated last line is removed, so that the next
+    /// record has its own line.
     ///
     /// # Errors
     /// [`overdrive_core::Error::Io`].
     pub fn append(path: impl AsRef<Path>) -> Result<Self> {
         let mut tracker = Self::open(path.as_ref(), false)?;
         tracker
-            .mend_last_line()
+            .repair_last_line()
             .map_err(CommonError::io("append to", &tracker.path))?;
         Ok(tracker)
     }
 
-    /// Goes on after `step`: what the file says of later steps, and a last line that was cut off, is
-    /// removed. A file that is not there is started.
+    /// Opens the file of a run that resumes from `step`: lines of later steps and a truncated last line are
+    /// removed. A missing file is created.
     ///
     /// # Errors
-    /// [`overdrive_core::Error::Io`]; the file is then as it was.
+    /// [`overdrive_core::Error::Io`]; the file is unchanged then.
     pub fn resume(path: impl AsRef<Path>, step: u64) -> Result<Self> {
         let path = path.as_ref();
         let text = match fs::read_to_string(path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
             read => read.map_err(CommonError::io("read", path))?,
         };
-        let done = |line: &&str| {
+        let is_kept = |line: &&str| {
             let metrics = serde_json::from_str::<StepMetrics>(line);
             metrics.is_ok_and(|metrics| metrics.step <= step)
         };
-        let kept: String = text.split_inclusive('\n').filter(done).collect();
+        let kept: String = text.split_inclusive('\n').filter(is_kept).collect();
         if kept != text {
-            // Under another name first: a kill in between must not cost the lines that stay.
-            let beside = path.with_extension("jsonl.tmp");
-            fs::write(&beside, &kept).map_err(CommonError::io("write", &beside))?;
-            fs::rename(&beside, path).map_err(CommonError::io("write", path))?;
+            // To another file first: a kill during the write must not lose the lines that are kept.
+            let temporary = path.with_extension("jsonl.tmp");
+            fs::write(&temporary, &kept).map_err(CommonError::io("write", &temporary))?;
+            fs::rename(&temporary, path).map_err(CommonError::io("write", path))?;
         }
         Self::append(path)
     }
@@ -85,22 +85,23 @@ impl JsonLines {
         })
     }
 
-    fn mend_last_line(&mut self) -> std::io::Result<()> {
+    fn repair_last_line(&mut self) -> std::io::Result<()> {
         let mut bytes = Vec::new();
         self.file.seek(SeekFrom::Start(0))?;
         self.file.read_to_end(&mut bytes)?;
-        let whole = bytes
+        let complete = bytes
             .iter()
             .rposition(|&byte| byte == b'\n')
             .map_or(0, |last| last + 1);
-        let rest = &bytes[whole..];
+        let rest = &bytes[complete..];
         if rest.is_empty() {
             return Ok(());
         }
         if serde_json::from_slice::<StepMetrics>(rest).is_ok() {
+            // Only its line break was lost.
             return self.file.write_all(b"\n");
         }
-        self.file.set_len(whole as u64)
+        self.file.set_len(complete as u64)
     }
 }
 

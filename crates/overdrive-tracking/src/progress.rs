@@ -1,30 +1,30 @@
-//! What the person at the terminal sees.
+//! The progress of a run at the terminal.
 
 use std::fmt;
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-
-use crate::StepMetrics;
 use overdrive_core::units;
 
-/// Without an interval of the caller's, a plain line appears at the latest after this time.
+use crate::StepMetrics;
+
+// By default a plain line appears at the latest after this time: CI jobs that are silent for long are stopped.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Without an interval of the caller's, a plain line appears at the latest after this part of the run.
-const PLAIN_PARTS: u64 = 10;
+// By default a plain line appears at the latest after this fraction of the run: a short log shows all of it.
+const PLAIN_LINES: u64 = 10;
 
-/// A progress bar with loss, learning rate, tokens a second, peak memory and the time left, on
+/// A progress bar with loss, learning rate, tokens a second, peak memory and the remaining time, on
 /// standard error.
 ///
-/// Where standard error is no terminal (a log of a CI job, a file) it prints a plain line instead at
-/// the first step, the last one, and every tenth of the run or ten seconds between them, or at the steps
-/// that [`with_logging_steps`](Self::with_logging_steps) gives. Output that cannot be written is dropped:
-/// progress is no reason to stop a training run.
+/// If standard error is not a terminal (a log of a CI job, a file), it prints a plain line instead at
+/// the first step, the last one, and after every tenth of the run or ten seconds, or at the steps
+/// of [`with_logging_steps`](Self::with_logging_steps). Output that cannot be written is dropped, since
+/// it is no reason to stop a training run.
 ///
 /// ```
-/// use overdrive_profiling::{StepMetrics, TrainingProgress};
+/// use overdrive_tracking::{StepMetrics, TrainingProgress};
 ///
 /// let mut progress = TrainingProgress::new(2);
 /// for step in 1..=2 {
@@ -46,13 +46,13 @@ enum Output {
 }
 
 impl TrainingProgress {
-    /// Progress towards `total_steps` optimizer steps: a bar on a terminal, else plain lines.
+    /// Creates the progress of `total_steps` optimizer steps: a bar on a terminal, else plain lines.
     pub fn new(total_steps: u64) -> Self {
         if !std::io::stderr().is_terminal() {
             return Self::plain(total_steps, std::io::stderr());
         }
         let bar = ProgressBar::with_draw_target(Some(total_steps), ProgressDrawTarget::stderr());
-        // The time left comes first: a narrow terminal cuts the message off on the right.
+        // The remaining time comes first: a narrow terminal truncates the message on the right.
         let template = "{bar:16.cyan/dim} {pos}/{len}  {prefix}{wide_msg}";
         // The default style stands in for a template that does not parse.
         let style = ProgressStyle::with_template(template)
@@ -62,12 +62,12 @@ impl TrainingProgress {
         Self::with_output(total_steps, Output::Bar(bar))
     }
 
-    /// Progress as plain lines on any writer.
+    /// Creates progress as plain lines on any writer.
     pub fn plain(total_steps: u64, writer: impl Write + Send + 'static) -> Self {
         Self::with_output(total_steps, Output::Plain(Box::new(writer)))
     }
 
-    /// Progress that nobody sees, for all processes of a run but the first.
+    /// Creates progress without output, for all processes of a run except the first.
     pub fn silent() -> Self {
         Self::plain(0, std::io::sink())
     }
@@ -89,8 +89,8 @@ impl TrainingProgress {
         }
     }
 
-    /// Shows a step. A step with an evaluation gets a line of its own that stays; of step 0, an evaluation
-    /// before training, there is nothing else.
+    /// Shows a step. An evaluation gets a permanent line of its own. Step 0, an evaluation
+    /// before training, has nothing else.
     pub fn update(&mut self, metrics: &StepMetrics) {
         if metrics.step == 0 {
             if let Some(text) = evaluation(metrics) {
@@ -99,10 +99,12 @@ impl TrainingProgress {
             return;
         }
         let now = Instant::now();
+        // The rate counts from the first step that is shown: before it lies the compilation of kernels, and in a
+        // resumed run the work of other processes.
         let (first_step, first_seen) = *self.first_step.get_or_insert((metrics.step, now));
         let done_since = metrics.step.saturating_sub(first_step);
         let steps_left = self.total_steps.saturating_sub(metrics.step);
-        let left = (done_since > 0 && steps_left > 0).then(|| {
+        let remaining = (done_since > 0 && steps_left > 0).then(|| {
             let per_step = now.duration_since(first_seen).as_secs_f64() / done_since as f64;
             units::seconds(per_step * steps_left as f64)
         });
@@ -110,7 +112,7 @@ impl TrainingProgress {
         match &self.output {
             Output::Bar(bar) => {
                 bar.set_position(metrics.step);
-                bar.set_prefix(left.map_or_else(String::new, |left| format!("left {left}  ")));
+                bar.set_prefix(remaining.map_or_else(String::new, |time| format!("left {time}  ")));
                 bar.set_message(figures);
             }
             Output::Plain(_) => {
@@ -120,7 +122,7 @@ impl TrainingProgress {
                     let percent = metrics.step * 100 / total.max(1);
                     let width = total.to_string().len();
                     let step = metrics.step;
-                    let left = left.map_or_else(String::new, |left| format!("  left {left}"));
+                    let left = remaining.map_or_else(String::new, |time| format!("  left {time}"));
                     self.println(&format!(
                         "step {step:>width$}/{total} {percent:>3}%  {figures}{left}"
                     ));
@@ -132,18 +134,18 @@ impl TrainingProgress {
         }
     }
 
-    /// Prints a line: above the bar on a terminal, in order among the plain lines.
+    /// Prints a line, on a terminal above the bar.
     pub fn println(&mut self, text: &str) {
         match &mut self.output {
             Output::Bar(bar) => bar.println(text),
             Output::Plain(writer) => {
-                // Dropped on purpose where it cannot be written, as the type's documentation says.
+                // Errors are dropped on purpose, as the documentation of the type says.
                 let _ = writeln!(writer, "{text}").and_then(|()| writer.flush());
             }
         }
     }
 
-    /// Ends the bar and leaves its last state on the screen.
+    /// Ends the bar, and leaves its last state on the screen.
     pub fn finish(&mut self) {
         if let Output::Bar(bar) = &self.output {
             bar.abandon();
@@ -157,7 +159,7 @@ impl TrainingProgress {
         if let Some(every) = self.logging_steps {
             return step.is_multiple_of(every) || step >= self.total_steps;
         }
-        let tenth = |step: u64| step * PLAIN_PARTS / self.total_steps.max(1);
+        let tenth = |step: u64| step * PLAIN_LINES / self.total_steps.max(1);
         step >= self.total_steps
             || tenth(step) > tenth(last_step)
             || now.duration_since(last_time) >= PLAIN_INTERVAL
@@ -280,12 +282,11 @@ mod tests {
     fn utilisation_is_shown_where_it_is_known() {
         let log = Log::default();
         let mut progress = TrainingProgress::plain(10, log.clone());
+        let mut gpu = overdrive_profiling::GpuSample::default();
+        gpu.utilization = Some(0.97);
         progress.update(&StepMetrics {
             mfu: Some(0.412),
-            gpu: Some(overdrive_profiling::GpuSample {
-                utilization: Some(0.97),
-                ..Default::default()
-            }),
+            gpu: Some(gpu),
             ..step(1)
         });
         assert!(

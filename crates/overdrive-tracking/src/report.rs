@@ -1,4 +1,4 @@
-//! One page about a run.
+//! A report about a run, as an HTML page.
 
 mod chart;
 mod curves;
@@ -14,20 +14,20 @@ use serde_json::Value;
 
 use crate::{Result, StepMetrics};
 
-/// A text that the model wrote.
+/// A text that the model generated.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Sample {
-    /// What the model was given.
+    /// The prompt.
     pub prompt: String,
-    /// What it wrote after it.
+    /// The generated text after it.
     pub completion: String,
 }
 
 /// A report about one training run: headline figures, curves, where the time went, samples, the
-/// configuration and the machine, as one HTML file that needs nothing beside it (no scripts, no
-/// fonts, nothing from the network) and follows the reader's light or dark setting.
+/// configuration and the machine, as one self-contained HTML file (no scripts, no
+/// fonts, no network) that follows the reader's light or dark setting.
 ///
-/// Fields that are left empty leave their section out. All text is escaped: a sample that contains
+/// Sections of empty fields are left out. All text is escaped: a sample that contains
 /// `<script>` is shown, not run.
 ///
 /// ```
@@ -52,13 +52,13 @@ pub struct Sample {
 /// ```
 #[derive(Debug, Clone, Default)]
 pub struct Report {
-    /// What the run is called.
+    /// The name of the run.
     pub title: String,
     /// One or two sentences under the title: model, data.
     pub description: String,
-    /// The records of the run, in order: what was logged, or [`read_metrics`](crate::read_metrics).
+    /// The records of the run, in order: as they were logged, or from [`read_metrics`](crate::read_metrics).
     pub metrics: Vec<StepMetrics>,
-    /// Number of trained weights.
+    /// The number of trained parameters.
     pub parameters: Option<u64>,
     /// The configuration: any JSON object; objects inside it are shown as `outer.inner`.
     pub configuration: Value,
@@ -66,12 +66,12 @@ pub struct Report {
     pub samples: Vec<Sample>,
     /// The machine the run was on.
     pub machine: Option<Machine>,
-    /// Sentences that a reader of the numbers should know: an interrupted run, skipped steps.
+    /// Notes for readers of the numbers: an interrupted run, skipped steps.
     pub notes: Vec<String>,
 }
 
 impl Report {
-    /// The report as one HTML page.
+    /// Returns the report as one HTML page.
     ///
     /// # Errors
     /// [`crate::Error::Chart`].
@@ -79,7 +79,7 @@ impl Report {
         page::html(self)
     }
 
-    /// The loss curve as an SVG file of its own.
+    /// Returns the loss curve as a standalone SVG file.
     ///
     /// # Errors
     /// [`crate::Error::Chart`].

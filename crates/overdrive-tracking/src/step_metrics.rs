@@ -11,11 +11,11 @@ use serde_json::Value;
 
 use crate::{Error, Result};
 
-/// What is known about one optimizer step: one line of `metrics.jsonl`.
+/// The metrics of one optimizer step: one line of `metrics.jsonl`.
 ///
 /// Absent optional fields are left out of the line. A number that is not finite (the loss of a run
-/// that blew up) is written as `null`, because JSON has no NaN and a line that other tools refuse
-/// would be worse; `null` reads back as NaN, so infinity does not survive the file.
+/// that diverged) is written as `null`, because JSON has no NaN and other tools could not read the line.
+/// `null` reads back as NaN, so infinity becomes NaN.
 ///
 /// ```
 /// use overdrive_tracking::StepMetrics;
@@ -27,43 +27,43 @@ use crate::{Error, Result};
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
-    /// Optimizer steps done, this one included: the first step is 1.
+    /// The number of optimizer steps, including this one: the first step is 1.
     pub step: u64,
-    /// Mean training loss of the step, in nats a token; NaN where the step had none.
+    /// The mean training loss of the step, in nats a token; NaN if the step had none.
     #[serde(deserialize_with = "null_is_nan")]
     pub loss: f64,
-    /// The learning rate that this step used (of the first parameter group).
+    /// The learning rate of the step (of the first parameter group).
     #[serde(deserialize_with = "null_is_nan")]
     pub learning_rate: f64,
-    /// Training tokens a second, of this step or smoothed as the caller chooses.
+    /// The training tokens a second, of this step or smoothed, as the caller chooses.
     #[serde(deserialize_with = "null_is_nan")]
     pub tokens_per_second: f64,
-    /// The most bytes of tensors that were alive at once since the run began, on the training device.
+    /// The peak bytes of live tensors on the training device since the run began.
     pub peak_memory_bytes: u64,
-    /// Passes over the training data, as a fraction: 1.5 is the middle of the second one.
+    /// The number of passes over the training data, as a fraction: 1.5 is the middle of the second one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub epoch: Option<f64>,
-    /// Global norm of the gradients before clipping.
+    /// The global norm of the gradients before clipping.
     #[serde(
         default,
         skip_serializing_if = "Option::is_none",
         deserialize_with = "null_is_some_nan"
     )]
     pub grad_norm: Option<f64>,
-    /// The gradient scaler's factor, where one is used.
+    /// The scale of the gradient scaler, if one is used.
     #[serde(
         default,
         skip_serializing_if = "Option::is_none",
         deserialize_with = "null_is_some_nan"
     )]
     pub loss_scale: Option<f64>,
-    /// Training tokens since the run began.
+    /// The number of training tokens since the run began.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokens_seen: Option<u64>,
-    /// Seconds of wall time since the run began.
+    /// The seconds of wall time since the run began.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub elapsed_seconds: Option<f64>,
-    /// Model FLOPs utilisation: the part of the device's peak that the model's own arithmetic used,
+    /// The model FLOPs utilization: the fraction of the device's peak that the model's own arithmetic used,
     /// 0 to 1. See [`ModelFlops`](overdrive_profiling::ModelFlops).
     #[serde(
         default,
@@ -71,48 +71,48 @@ pub struct StepMetrics {
         deserialize_with = "null_is_some_nan"
     )]
     pub mfu: Option<f64>,
-    /// Mean validation loss in nats a token, where this step was followed by an evaluation.
+    /// The mean validation loss in nats a token, if an evaluation followed the step.
     #[serde(
         default,
         skip_serializing_if = "Option::is_none",
         deserialize_with = "null_is_some_nan"
     )]
     pub eval_loss: Option<f64>,
-    /// Validation loss in bits a byte of the original text, which compares across tokenizers.
+    /// The validation loss in bits a byte of the original text, which is comparable across tokenizers.
     #[serde(
         default,
         skip_serializing_if = "Option::is_none",
         deserialize_with = "null_is_some_nan"
     )]
     pub eval_bits_per_byte: Option<f64>,
-    /// Wall time by phase.
+    /// The wall time by phase.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub phase_seconds: Option<PhaseSeconds>,
-    /// Device time by phase, where the device has its own clock
-    /// ([`StepTimer::with_events`](overdrive_profiling::StepTimer::with_events)): of the step before, or one before
-    /// that, because nothing waits for it.
+    /// The device time by phase, if the device has its own clock
+    /// ([`StepTimer::with_events`](overdrive_profiling::StepTimer::with_events)): of one of the
+    /// previous steps, because nothing waits for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_phase_seconds: Option<PhaseSeconds>,
-    /// Training samples (sequences, images) a second.
+    /// The training samples (sequences, images) a second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub samples_per_second: Option<f64>,
-    /// Optimizer steps a second.
+    /// The optimizer steps a second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub steps_per_second: Option<f64>,
-    /// Memory of the device and of the process.
+    /// The memory of the device and of the process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<MemoryUsage>,
-    /// What the GPU says of itself.
+    /// The state of the GPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu: Option<GpuSample>,
-    /// What the data loader did for the step.
+    /// The data loading of the step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loader: Option<LoaderMetrics>,
-    /// The part of the batches' places that was padding, 0 to 1, where there was any.
+    /// The fraction of the batches' positions that was padding, 0 to 1, if there was any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub padding: Option<f64>,
-    /// Anything else worth a column: `metrics.extra.insert("gpu_utilization".into(), 0.93.into())`.
-    /// Numbers among them become TensorBoard scalars.
+    /// Other values: `metrics.extra.insert("gpu_utilization".into(), 0.93.into())`.
+    /// The numbers among them become TensorBoard scalars.
     #[serde(flatten)]
     pub extra: BTreeMap<String, Value>,
 }
@@ -133,10 +133,10 @@ impl StepMetrics {
         self.loader = record.loader;
     }
 
-    /// The record as one line of JSON, without the line break.
+    /// Returns the record as one line of JSON, without the line break.
     ///
     /// # Errors
-    /// [`Error::NotJson`] where an extra value has no JSON form.
+    /// [`Error::NotJson`] if an extra value has no JSON form.
     pub fn to_json_line(&self) -> Result<String> {
         serde_json::to_string(self).map_err(|source| Error::NotJson {
             step: self.step,
@@ -144,9 +144,9 @@ impl StepMetrics {
         })
     }
 
-    /// The finite numbers of the record by their TensorBoard tag, named as Hugging Face's trainer
-    /// names them: `train/loss`, `train/learning_rate`, …, `eval/loss`. Not-finite numbers are left
-    /// out: TensorBoard's charts cannot show them.
+    /// Returns the finite numbers of the record by their TensorBoard tag, with the names of Hugging Face's
+    /// trainer: `train/loss`, `train/learning_rate`, …, `eval/loss`. TensorBoard's charts cannot show
+    /// other numbers.
     pub fn scalars(&self) -> Vec<(String, f64)> {
         let mut scalars = Vec::new();
         let mut add = |tag: &str, value: Option<f64>| {
@@ -227,22 +227,22 @@ impl StepMetrics {
 pub struct MetricsFile {
     /// The records, in the order of the file.
     pub records: Vec<StepMetrics>,
-    /// The last line, where it is cut off: what a machine that lost power leaves behind. It is in
+    /// The last line, if it is truncated, as a power failure can leave it. It is in
     /// none of the records.
     pub truncated: Option<String>,
 }
 
-/// Reads a metrics file back. Empty lines are passed over; a last line without its line break that
-/// is not a whole record is handed back as [`MetricsFile::truncated`] instead of failing.
+/// Reads a metrics file. Empty lines are ignored. A last line without a line break that
+/// is not a complete record is returned as [`MetricsFile::truncated`] instead of failing.
 ///
 /// # Errors
-/// [`overdrive_core::Error::Io`] where the file cannot be read, [`Error::InvalidRecord`] with the line number where any
-/// other line is no record.
+/// [`overdrive_core::Error::Io`] if the file cannot be read, [`Error::InvalidRecord`] with the line number if any
+/// other line is not a record.
 pub fn read_metrics(path: impl AsRef<Path>) -> Result<MetricsFile> {
     let path = path.as_ref();
     let bytes = fs::read(path).map_err(CommonError::io("read", path))?;
     let mut file = MetricsFile::default();
-    let ends_whole = bytes.last().is_none_or(|&byte| byte == b'\n');
+    let is_complete = bytes.last().is_none_or(|&byte| byte == b'\n');
     let mut lines = bytes.split(|&byte| byte == b'\n').enumerate().peekable();
     while let Some((index, line)) = lines.next() {
         if line.trim_ascii().is_empty() {
@@ -250,7 +250,7 @@ pub fn read_metrics(path: impl AsRef<Path>) -> Result<MetricsFile> {
         }
         match serde_json::from_slice(line) {
             Ok(record) => file.records.push(record),
-            Err(_) if lines.peek().is_none() && !ends_whole => {
+            Err(_) if lines.peek().is_none() && !is_complete => {
                 file.truncated = Some(String::from_utf8_lossy(line).into_owned());
             }
             Err(source) => {
@@ -272,6 +272,6 @@ fn null_is_nan<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Resul
 fn null_is_some_nan<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> std::result::Result<Option<f64>, D::Error> {
-    // An absent key is `None` by `default`; a key that is there holds a number or stood for one.
+    // An absent key is `None` by `default`; a key that exists has a number, or `null` for NaN.
     null_is_nan(deserializer).map(Some)
 }

@@ -1,9 +1,9 @@
-//! TensorBoard event files.
+//! A tracker that writes TensorBoard event files.
 //!
-//! An event file is a row of TFRecords, each holding one `tensorflow.Event` protocol buffer. The
-//! messages below are the part of `event.proto` and `summary.proto` that scalars and texts need,
-//! with TensorFlow's field numbers. They are written out here because the crates that would do it
-//! either panic when the disk is full or need the protobuf compiler on the user's machine.
+//! An event file is a sequence of TFRecords, each of one `tensorflow.Event` protocol buffer. The
+//! messages below are the subset of `event.proto` and `summary.proto` that scalars and texts need,
+//! with TensorFlow's field numbers. They are defined here because existing crates either panic when the disk is
+//! full or need the protobuf compiler on the user's machine.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
@@ -16,11 +16,11 @@ use prost::Message;
 
 use crate::{Result, StepMetrics, Tracker};
 
-/// Writes scalars and texts as TensorBoard events.
+/// A tracker that writes scalars and texts as TensorBoard events.
 ///
 /// The tags are those of Hugging Face's trainer (`train/loss`, `train/learning_rate`, `eval/loss`;
-/// see [`StepMetrics::scalars`]). Look at them with `tensorboard --logdir DIR`. Values are stored as
-/// 32-bit floats, which is what TensorBoard's scalar plugin holds. The events of each call reach the
+/// see [`StepMetrics::scalars`]). `tensorboard --logdir DIR` shows them. Values are stored as
+/// fp32, the precision of TensorBoard's scalar plugin. The events of each call reach the
 /// operating system before it returns.
 #[derive(Debug)]
 pub struct TensorBoard {
@@ -28,12 +28,12 @@ pub struct TensorBoard {
     path: PathBuf,
 }
 
-/// Tells apart writers that one process opens within one second.
+// Two writers that a process opens within one second need different file names.
 static WRITERS: AtomicU64 = AtomicU64::new(0);
 
 impl TensorBoard {
-    /// Starts a new event file in `folder`, which is made where it is missing. Files of earlier runs
-    /// stay; TensorBoard shows them together.
+    /// Creates an event file in `folder`, which is created if it is missing. Files of earlier runs
+    /// are kept; TensorBoard shows them together.
     ///
     /// # Errors
     /// [`overdrive_core::Error::Io`].
@@ -57,7 +57,7 @@ impl TensorBoard {
         Ok(writer)
     }
 
-    /// The event file.
+    /// Returns the path of the event file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -77,7 +77,8 @@ impl TensorBoard {
         };
         write_record(&mut self.file, &event.encode_to_vec())
             .and_then(|()| self.file.flush())
-            .map_err(CommonError::io("append to", &self.path))
+            .map_err(CommonError::io("append to", &self.path))?;
+        Ok(())
     }
 }
 
@@ -97,7 +98,7 @@ impl Tracker for TensorBoard {
 
     fn log_text(&mut self, step: u64, tag: &str, text: &str) -> Result<()> {
         let value = SummaryValue {
-            // The text plugin reads the series that TensorFlow 2 calls by this suffix.
+            // TensorFlow 2's suffix, by which the text plugin finds its series.
             tag: format!("{tag}/text_summary"),
             metadata: Some(SummaryMetadata {
                 plugin_data: Some(PluginData {
@@ -120,18 +121,19 @@ impl Tracker for TensorBoard {
         self.file
             .flush()
             .and_then(|()| self.file.get_ref().sync_data())
-            .map_err(CommonError::io("sync", &self.path))
+            .map_err(CommonError::io("sync", &self.path))?;
+        Ok(())
     }
 }
 
-/// Seconds since 1970.
+/// Returns the seconds since 1970.
 fn wall_time() -> f64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .map_or(0.0, |since| since.as_secs_f64())
 }
 
-/// One TFRecord: length, its checksum, data, its checksum; all little-endian.
+/// Writes one TFRecord: length, its checksum, data, its checksum; all little-endian.
 fn write_record(out: &mut impl Write, data: &[u8]) -> std::io::Result<()> {
     let length = (data.len() as u64).to_le_bytes();
     out.write_all(&length)?;
@@ -140,7 +142,7 @@ fn write_record(out: &mut impl Write, data: &[u8]) -> std::io::Result<()> {
     out.write_all(&masked_crc(data).to_le_bytes())
 }
 
-/// CRC-32C, rotated and offset so that a checksum of data that holds checksums stays good
+/// Returns the CRC-32C, rotated and offset so that it stays a good checksum of data that contains checksums
 /// (TensorFlow's `tsl/lib/hash/crc32c.h`).
 fn masked_crc(data: &[u8]) -> u32 {
     crc32c::crc32c(data)

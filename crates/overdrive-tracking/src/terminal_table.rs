@@ -1,4 +1,4 @@
-//! Metrics as a table on the terminal.
+//! A tracker that prints a table.
 
 use std::fmt;
 use std::io::Write;
@@ -6,23 +6,22 @@ use std::io::Write;
 use crate::{Result, StepMetrics, Tracker};
 use overdrive_core::units;
 
-/// Rows between two headings.
+// A terminal shows about 40 rows: one heading is always visible.
 const HEADING_EVERY: u64 = 40;
 
-/// Prints a row for every few steps, for a terminal or a log file: what
-/// [`TrainingProgress`](crate::TrainingProgress) shows one line of, kept.
+/// A tracker that prints a row for every few steps, on a terminal or into a log file.
 ///
-/// Columns whose value the first row does not have (MFU, GPU) are left out. Output that cannot be
-/// written is dropped: a table is no reason to stop a training run.
+/// Columns without a value in the first row (MFU, GPU) are left out. Output that cannot be
+/// written is dropped, since it is no reason to stop a training run.
 ///
 /// ```
-/// use overdrive_profiling::{StepMetrics, TerminalTable, Tracker, Trackers};
+/// use overdrive_tracking::{StepMetrics, TerminalTable, Tracker, Trackers};
 ///
 /// let mut trackers = Trackers::new().with(TerminalTable::new(10));
 /// for step in 1..=30 {
 ///     trackers.log(&StepMetrics { step, loss: 8.0, ..Default::default() })?; // rows 1, 10, 20, 30
 /// }
-/// # Ok::<(), overdrive_profiling::Error>(())
+/// # Ok::<(), overdrive_tracking::Error>(())
 /// ```
 pub struct TerminalTable {
     writer: Box<dyn Write + Send>,
@@ -103,12 +102,12 @@ const COLUMNS: [Column; 11] = [
 ];
 
 impl TerminalTable {
-    /// A row on standard output for the first step and every `every`-th; 0 counts as 1.
+    /// Creates a table on standard output with a row for the first step and every `every`-th; 0 counts as 1.
     pub fn new(every: u64) -> Self {
         Self::on(std::io::stdout(), every)
     }
 
-    /// The same on any writer.
+    /// Creates a table on any writer.
     pub fn on(writer: impl Write + Send + 'static, every: u64) -> Self {
         Self {
             writer: Box::new(writer),
@@ -122,7 +121,7 @@ impl TerminalTable {
         let cells: Vec<String> = cells
             .map(|(width, text)| format!("{text:>width$}"))
             .collect();
-        // Dropped on purpose where it cannot be written, as the type's documentation says.
+        // Errors are dropped on purpose, as the documentation of the type says.
         let _ = writeln!(self.writer, "{}", cells.join(" ")).and_then(|()| self.writer.flush());
     }
 }
@@ -133,8 +132,8 @@ impl Tracker for TerminalTable {
             return Ok(());
         }
         if self.rows == 0 {
-            let there = COLUMNS.into_iter();
-            self.columns = there.filter(|c| (c.value)(metrics).is_some()).collect();
+            let columns = COLUMNS.into_iter();
+            self.columns = columns.filter(|c| (c.value)(metrics).is_some()).collect();
         }
         let widths: Vec<usize> = self.columns.iter().map(|column| column.width).collect();
         if self.rows.is_multiple_of(HEADING_EVERY) {

@@ -1,34 +1,36 @@
-//! Where metrics go.
+//! The trait of trackers, and several trackers as one.
 
 use std::fmt;
 
 use crate::{Result, StepMetrics};
 
-/// A place that metrics are sent to: a file, TensorBoard, a service of your own.
+/// A destination of metrics: a file, TensorBoard, an experiment-tracking service.
+///
+/// Implement it for your own destination; its errors go into [`Error::Tracker`](crate::Error::Tracker).
 pub trait Tracker {
     /// Records one step.
     ///
     /// # Errors
-    /// Whatever stops the place from taking the record. Training can go on after it.
+    /// When the record cannot be stored. Training can continue after it.
     fn log(&mut self, metrics: &StepMetrics) -> Result<()>;
 
-    /// Records a text (the configuration, a sample of the model) under a tag. Places that hold only
-    /// numbers pass over it, which is the default.
+    /// Records a text (the configuration, a sample of the model) under a tag. The default ignores it, for trackers of
+    /// numbers only.
     ///
     /// # Errors
-    /// As [`Tracker::log`].
+    /// As for [`Tracker::log`].
     fn log_text(&mut self, _step: u64, _tag: &str, _text: &str) -> Result<()> {
         Ok(())
     }
 
-    /// Writes out what is still held back. Logging may go on afterwards.
+    /// Writes buffered records. Logging may continue afterwards.
     ///
     /// # Errors
-    /// As [`Tracker::log`].
+    /// As for [`Tracker::log`].
     fn finish(&mut self) -> Result<()>;
 }
 
-/// Sends every record to several trackers.
+/// A tracker that sends every record to several others.
 ///
 /// Each tracker gets every record, also when one before it fails; the first failure is returned.
 ///
@@ -49,7 +51,7 @@ pub struct Trackers {
 }
 
 impl Trackers {
-    /// No tracker yet: logging does nothing.
+    /// Creates an empty list, which logs nothing.
     pub fn new() -> Self {
         Self::default()
     }
@@ -61,17 +63,18 @@ impl Trackers {
         self
     }
 
-    /// How many trackers there are.
+    /// Returns the number of trackers.
     pub fn len(&self) -> usize {
         self.trackers.len()
     }
 
-    /// Whether nothing is tracked.
+    /// Returns `true` if there are no trackers.
     pub fn is_empty(&self) -> bool {
         self.trackers.is_empty()
     }
 
     fn each(&mut self, mut send: impl FnMut(&mut dyn Tracker) -> Result<()>) -> Result<()> {
+        // Every tracker gets the record: a service that is down must not cost the lines of the file.
         let mut outcome = Ok(());
         for tracker in &mut self.trackers {
             let sent = send(tracker.as_mut());

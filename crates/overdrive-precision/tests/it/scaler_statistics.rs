@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use overdrive_optim::{AdamW, AdamWConfig, ParamGroup};
 use overdrive_precision::{
-    CollapseThresholds, GradScaler, GradScalerConfig, ScaleTrouble, ScalerStatistics,
+    CollapseKind, CollapseThresholds, GradScaler, GradScalerConfig, ScalerStatistics,
 };
 use tch::{Device, Kind, Tensor};
 use tracing::field::{Field, Visit};
@@ -65,7 +65,7 @@ fn the_statistics_follow_the_scaler() {
         (256.0, 1024.0)
     );
     assert_eq!(statistics.scale(), run.scaler.get_scale().unwrap());
-    assert_eq!(run.scaler.trouble(), None);
+    assert_eq!(run.scaler.collapse_warning(), None);
 }
 
 #[test]
@@ -89,7 +89,7 @@ fn a_disabled_scaler_counts_nothing() {
     });
     run.step(1.0);
     assert_eq!(run.scaler.statistics().steps(), 0);
-    assert_eq!(run.scaler.trouble(), None);
+    assert_eq!(run.scaler.collapse_warning(), None);
 }
 
 #[test]
@@ -151,20 +151,20 @@ fn a_collapse_is_logged_once_and_can_be_read_while_it_lasts() {
         });
         for _ in 0..2 {
             run.step(f64::INFINITY);
-            assert_eq!(run.scaler.trouble(), None);
+            assert_eq!(run.scaler.collapse_warning(), None);
         }
         for _ in 0..3 {
             run.step(f64::INFINITY);
         }
-        let warning = run.scaler.trouble().unwrap();
-        assert_eq!(warning.kind, ScaleTrouble::ScaleTooLow);
+        let warning = run.scaler.collapse_warning().unwrap();
+        assert_eq!(warning.kind, CollapseKind::ScaleTooLow);
         assert_eq!((warning.step, warning.scale), (5, 0.125));
 
         run.scaler.set_collapse_thresholds(CollapseThresholds {
             min_scale: 0.01,
             ..CollapseThresholds::default()
         });
-        assert_eq!(run.scaler.trouble(), None);
+        assert_eq!(run.scaler.collapse_warning(), None);
     });
     let warnings = log.0.lock().unwrap();
     assert_eq!(warnings.len(), 1, "{warnings:?}");

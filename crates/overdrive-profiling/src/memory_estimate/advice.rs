@@ -1,29 +1,29 @@
-//! What would make a run fit.
+//! Advice on the changes that make a run fit.
 
 use std::fmt;
 
+use overdrive_core::units;
 use serde::{Deserialize, Serialize};
 
 use super::{MemoryAttention, MemoryPlan, OptimizerMemory, Recomputation};
 use crate::Result;
-use overdrive_core::units;
 
-/// A change to a plan that takes less memory.
+/// A change of a plan that saves memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Change {
     /// Flash attention instead of eager.
     FlashAttention,
-    /// Fused kernels, and a loss that never holds the logits.
+    /// Fused kernels, and a loss that never holds all logits.
     FusedKernels,
     /// An optimizer with 8-bit states.
     Optimizer8bit,
-    /// Every block recomputed in backward.
+    /// Recomputation of every block in backward.
     CheckpointEveryBlock,
-    /// This many sequences a micro-batch, with more gradient accumulation for the same step.
+    /// A micro-batch of this many sequences, with more gradient accumulation for the same step.
     Batch(u64),
-    /// An optimizer whose states live elsewhere.
+    /// An optimizer whose states are in host memory or a file.
     PagedOptimizer,
 }
 
@@ -59,42 +59,42 @@ impl Change {
     }
 }
 
-/// Whether a plan fits into so much memory, and what would. [`Display`](fmt::Display) says it.
+/// Advice on fitting a plan into a memory limit. [`Display`](fmt::Display) is a sentence.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct MemoryAdvice {
-    /// The memory there is.
+    /// The memory limit.
     pub limit_bytes: u64,
-    /// The peak of the plan as it is.
+    /// The peak of the unchanged plan.
     pub peak_bytes: u64,
-    /// What to change, the cheapest in time first; empty where it fits as it is.
+    /// The changes, the cheapest in time first; empty if the unchanged plan fits.
     pub changes: Vec<Change>,
     /// The peak with these changes.
     pub changed_peak_bytes: u64,
-    /// The largest micro-batch that fits with the plan as it is otherwise; 0 where not even 1 does.
+    /// The largest micro-batch that fits without other changes; 0 if not even 1 fits.
     pub largest_batch: u64,
 }
 
 impl MemoryAdvice {
-    /// Whether the plan fits as it is.
+    /// Returns `true` if the unchanged plan fits.
     pub fn fits(&self) -> bool {
         self.peak_bytes <= self.limit_bytes
     }
 
-    /// Whether it fits with the changes.
+    /// Returns `true` if the plan fits with the changes.
     fn fits_changed(&self) -> bool {
         self.changed_peak_bytes <= self.limit_bytes
     }
 }
 
 impl MemoryPlan {
-    /// What would make it fit into `limit_bytes` of tensors: free changes first (flash attention, fused
-    /// kernels), then those that cost little time (an 8-bit optimizer), then recomputation, then
-    /// smaller micro-batches, and a paged optimizer last. Only changes that help are named. Leave
-    /// room below the size of the device: libraries and fragments take some of it.
+    /// Returns the changes that make the plan fit into `limit_bytes` of tensors: first those that cost no time (flash
+    /// attention, fused kernels), then those that cost little (an 8-bit optimizer), then recomputation, then
+    /// smaller micro-batches, and last a paged optimizer. Only changes that help are listed. Choose a limit
+    /// below the size of the device: libraries and fragmentation take some of it.
     ///
     /// # Errors
-    /// As [`estimate`](Self::estimate).
+    /// As for [`estimate`](Self::estimate).
     pub fn advice(&self, limit_bytes: u64) -> Result<MemoryAdvice> {
         let peak_bytes = self.estimate()?.peak;
         let mut plan = *self;
@@ -117,7 +117,7 @@ impl MemoryPlan {
             change.apply(&mut changed);
             let peak = changed.estimate()?.peak;
             if peak < changed_peak_bytes {
-                // The last of several batch sizes is the one to use.
+                // A smaller batch replaces the larger one before it.
                 if let (Change::Batch(_), Some(Change::Batch(_))) = (change, changes.last()) {
                     changes.pop();
                 }
@@ -134,10 +134,10 @@ impl MemoryPlan {
         })
     }
 
-    /// The largest micro-batch whose peak is at most `limit_bytes`; 0 where not even 1 is.
+    /// Returns the largest micro-batch whose peak is at most `limit_bytes`; 0 if not even 1 fits.
     ///
     /// # Errors
-    /// As [`estimate`](Self::estimate).
+    /// As for [`estimate`](Self::estimate).
     pub fn largest_batch(&self, limit_bytes: u64) -> Result<u64> {
         let fits = |batch| -> Result<bool> {
             Ok(MemoryPlan { batch, ..*self }.estimate()?.peak <= limit_bytes)
@@ -145,7 +145,7 @@ impl MemoryPlan {
         if !fits(1)? {
             return Ok(0);
         }
-        // A sequence takes at least some bytes, so this ends long before the numbers do.
+        // Each sequence takes some bytes, so doubling ends long before u64 overflows.
         let (mut fitting, mut too_large) = (1, 2);
         while fits(too_large)? {
             (fitting, too_large) = (too_large, 2 * too_large);
@@ -171,7 +171,7 @@ impl fmt::Display for MemoryAdvice {
         if self.fits() {
             return write!(
                 f,
-                "{peak} of {limit}: it fits; micro-batches up to {} would",
+                "{peak} of {limit}: it fits, as do micro-batches of up to {}",
                 self.largest_batch
             );
         }
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fits_needs_no_change() {
+    fn a_plan_that_fits_needs_no_change() {
         let advice = plan().advice(64 << 30).expect("a plan");
         assert!(advice.fits() && advice.changes.is_empty());
         assert!(advice.largest_batch > 8);
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_never_fit_is_said_to_be_too_much() {
+    fn a_plan_that_can_never_fit_is_reported_as_too_large() {
         let advice = plan().advice(MIB).expect("a plan");
         assert!(!advice.fits_changed());
         assert_eq!(advice.largest_batch, 0);

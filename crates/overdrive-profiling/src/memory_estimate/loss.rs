@@ -1,20 +1,21 @@
-//! What the head and the loss hold at most.
+//! The peak memory of the head and the loss.
 
 use super::{MemoryPlan, MemoryPrecision};
 
-/// What overdrive-fused's loss aims at for a chunk of logits, and its least number of rows.
+// The chunks of overdrive-fused's loss, which this crate does not depend on: the size that it aims at, and its
+// least number of rows.
 const CHUNK_BYTES: u64 = 32 << 20;
 const CHUNK_ROWS: u64 = 256;
 
-/// Bytes at the fullest moment around the loss, beyond what the head keeps of its input.
+/// Returns the peak of the bytes around the loss, without the head's input.
 pub(super) fn peak(plan: &MemoryPlan) -> u64 {
     let shape = &plan.shape;
     let (tokens, inner) = (plan.tokens(), plan.inner_bytes());
     if plan.fused_kernels {
         let row = shape.vocabulary * inner;
         let rows = (CHUNK_BYTES / row).max(CHUNK_ROWS).min(tokens);
-        // The gradients of the head's input and weight are made chunk by chunk; in half precision the
-        // weight's is summed in fp32.
+        // The fused loss computes the gradients of the head's input and weight chunk by chunk in forward; that of a
+        // half-precision weight is summed in fp32.
         let input_gradient = tokens * shape.hidden * inner;
         return rows * row + input_gradient + 4 * shape.embedding();
     }

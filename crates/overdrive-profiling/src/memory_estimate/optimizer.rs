@@ -1,10 +1,10 @@
-//! What optimizers keep.
+//! The memory of optimizers.
 
 use serde::{Deserialize, Serialize};
 
 use super::DecoderShape;
 
-/// What an optimizer keeps beside the weights, in bytes a weight.
+/// The state of an optimizer, in bytes a weight.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -14,9 +14,9 @@ pub enum OptimizerMemory {
     AdamW,
     /// Two moments of 8 bits and a scale for every 256: 2.03.
     AdamW8bit,
-    /// AdamW whose moments live elsewhere (in host memory or a file): 0 on the device.
+    /// AdamW with moments in host memory or a file: 0 on the device.
     PagedAdamW,
-    /// None: 0.
+    /// Plain SGD without state: 0.
     Sgd,
     /// One fp32 buffer: 4.
     SgdMomentum,
@@ -32,7 +32,7 @@ pub enum OptimizerMemory {
 }
 
 impl OptimizerMemory {
-    /// Bytes of its state for a model.
+    /// Returns the bytes of its state for a model.
     pub fn bytes(self, shape: &DecoderShape) -> u64 {
         let weights = shape.parameters();
         match self {
@@ -49,10 +49,10 @@ impl OptimizerMemory {
         }
     }
 
-    /// Bytes that the update holds beside weights, gradients and states.
+    /// Returns the bytes that the update needs in addition to weights, gradients and states.
     pub(super) fn working_bytes(self, shape: &DecoderShape) -> u64 {
         match self {
-            // The update of one matrix, and the products of its orthogonalisation.
+            // The update of one matrix, and the matrix products of its Newton-Schulz iteration.
             Self::Muon => 4 * 4 * shape.hidden * shape.intermediate.max(shape.hidden),
             Self::Adafactor => 4 * shape.embedding(),
             _ => 0,
@@ -60,7 +60,7 @@ impl OptimizerMemory {
     }
 }
 
-/// Rows and columns of every matrix together.
+/// Returns the sum of rows and columns of all matrices.
 fn rows_and_columns(shape: &DecoderShape) -> u64 {
     let (hidden, queries, keys) = (shape.hidden, shape.queries(), shape.keys());
     let attention = 2 * (queries + hidden) + 2 * (keys + hidden);

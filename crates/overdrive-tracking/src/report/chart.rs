@@ -1,23 +1,23 @@
-//! Line charts as SVG that follow the reader's colours.
+//! Line charts as SVG in the colors of the reader's color scheme.
 
 use plotters::coord::ranged1d::ValueFormatter;
 use plotters::prelude::*;
 
 use crate::{Error, Result};
 
-/// What a mark means; decides its colour in both colour schemes.
+/// The role of a line, which determines its color in both color schemes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Role {
-    /// The thin line of the raw values behind a smoothed one.
+    /// The thin line of the raw values behind a smoothed line.
     Faint,
-    /// The line that the chart is about.
+    /// The main line of the chart.
     Main,
-    /// What is compared with it.
+    /// A line to compare with the main one.
     Second,
 }
 
 impl Role {
-    /// The name of the role in style sheets and legends.
+    /// Returns the class of the role in style sheets and legends.
     pub(super) fn class(self) -> &'static str {
         match self {
             Self::Faint => "faint",
@@ -26,7 +26,7 @@ impl Role {
         }
     }
 
-    /// The colour that plotters draws with. [`themed`] turns it into the class, so the values only
+    /// Returns the color that plotters draws with. [`themed`] replaces it by the class, so the values only
     /// have to differ from one another.
     fn stand_in(self) -> RGBColor {
         match self {
@@ -37,17 +37,17 @@ impl Role {
     }
 }
 
-/// Stands in for text.
+// Placeholder of text, which `themed` replaces by a class.
 const INK: RGBColor = RGBColor(4, 0, 4);
-/// Stands in for the lines behind the curves.
+// Placeholder of the grid lines.
 const GRID: RGBColor = RGBColor(5, 0, 5);
-/// Stands in for the axes.
+// Placeholder of the axes.
 const AXIS: RGBColor = RGBColor(6, 0, 6);
 
-/// More points than a chart has pixels make the file large and the line no better.
+// More points than a chart has pixels would make the file larger and the line no better.
 const MOST_POINTS: usize = 700;
 
-/// Colours of a chart that stands alone; the page has the same in its own style sheet.
+// The colors of a standalone chart; the page has the same in its own style sheet.
 const STANDALONE_STYLE: &str = "<style>\
     .bg{fill:#fff}.f-ink{fill:#52525b}.s-grid{stroke:#e7e7ea}.s-axis{stroke:#a1a1aa}\
     .s-faint{stroke:#0072b2;stroke-opacity:.4}.s-main{stroke:#0072b2}.f-main{fill:#0072b2}\
@@ -62,9 +62,9 @@ const STANDALONE_STYLE: &str = "<style>\
 pub(super) struct Series {
     pub(super) name: &'static str,
     pub(super) role: Role,
-    /// Whether each point gets a dot: for few, measured points.
+    /// If `true`, each point gets a dot: for few, measured points.
     pub(super) dots: bool,
-    /// Points by x. A y that is not finite breaks the line.
+    /// The points by x. A y that is not finite breaks the line.
     pub(super) points: Vec<(f64, f64)>,
 }
 
@@ -72,23 +72,23 @@ pub(super) struct Series {
 #[derive(Debug, Clone)]
 pub(super) struct Chart {
     pub(super) title: &'static str,
-    /// What the y axis shows, with its unit.
+    /// The label of the y axis, with its unit.
     pub(super) y_label: &'static str,
-    /// How the labels of the y axis are written.
+    /// The format of the tick labels of the y axis.
     pub(super) y_format: fn(f64) -> String,
-    /// Whether the y axis begins at zero.
+    /// If `true`, the y axis begins at zero.
     pub(super) from_zero: bool,
     pub(super) size: (u32, u32),
     pub(super) series: Vec<Series>,
 }
 
 impl Chart {
-    /// Whether there is a point to draw.
+    /// Returns `true` if there is no point to draw.
     pub(super) fn is_empty(&self) -> bool {
         !self.finite().any(|_| true)
     }
 
-    /// The chart for a page that has the colours in its style sheet.
+    /// Returns the chart for a page that has the colors in its style sheet.
     pub(super) fn inline(&self) -> Result<String> {
         let (width, height) = self.size;
         let open = format!(
@@ -98,11 +98,11 @@ impl Chart {
         Ok(format!("{open}{}</svg>", self.body()?))
     }
 
-    /// The chart as a file of its own, with title, legend and background.
+    /// Returns the chart as a standalone file, with title, legend and background.
     pub(super) fn standalone(&self) -> Result<String> {
         let (width, height) = self.size;
         let top = 44;
-        // The page has padding around the chart; a file of its own needs some too.
+        // The page has padding around the chart; a standalone file needs some too.
         let (left, width) = (8, width + 16);
         let mut legend = String::new();
         let mut x = width.saturating_sub(16);
@@ -143,7 +143,7 @@ impl Chart {
         points.filter(|(x, y)| x.is_finite() && y.is_finite())
     }
 
-    /// The elements inside the `svg` element.
+    /// Draws the elements inside the `svg` element.
     fn body(&self) -> Result<String> {
         let mut svg = String::new();
         self.draw(&mut svg).map_err(|message| Error::Chart {
@@ -206,7 +206,7 @@ impl Chart {
     }
 }
 
-/// A linear axis that writes its labels in its own way.
+/// A linear axis with a label format of its own.
 struct Axis {
     range: std::ops::Range<f64>,
     inner: plotters::coord::types::RangedCoordf64,
@@ -254,7 +254,7 @@ fn step_label(step: f64) -> String {
     }
 }
 
-/// The range of the values with some air around it; never empty, as an axis must have a length.
+/// Returns the range of the values with some margin; never empty, as an axis must have a length.
 fn padded(values: impl Iterator<Item = f64>, air: f64, from_zero: bool) -> std::ops::Range<f64> {
     let (low, high) = values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| {
         (low.min(value), high.max(value))
@@ -277,8 +277,8 @@ fn padded(values: impl Iterator<Item = f64>, air: f64, from_zero: bool) -> std::
     low - below..high + above
 }
 
-/// The runs of finite points, each thinned to the lowest and highest value of every pixel or so:
-/// spikes stay.
+/// Returns the consecutive finite points, each sequence thinned to the lowest and highest value of about every pixel,
+/// so that spikes are kept.
 fn thinned(points: &[(f64, f64)]) -> Vec<Vec<(f64, f64)>> {
     let bucket = points.len().div_ceil(MOST_POINTS / 2).max(1);
     points
@@ -293,7 +293,7 @@ fn thinned(points: &[(f64, f64)]) -> Vec<Vec<(f64, f64)>> {
         .collect()
 }
 
-/// The lowest and the highest point of a chunk, in their order.
+/// Returns the lowest and the highest point of a chunk, in their order.
 fn extremes(chunk: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let by_value = |a: &&(f64, f64), b: &&(f64, f64)| a.1.total_cmp(&b.1);
     let low = chunk.iter().min_by(by_value);
@@ -304,7 +304,7 @@ fn extremes(chunk: &[(f64, f64)]) -> Vec<(f64, f64)> {
     both
 }
 
-/// Turns the stand-in colours into classes, so that a style sheet decides.
+/// Replaces the placeholder colors by classes, so that a style sheet sets the colors.
 fn themed(svg: &str) -> String {
     let mut svg = svg.replace(" font-family=\"sans-serif\"", "");
     let classes = [

@@ -1,21 +1,22 @@
-//! Which curves a report shows.
+//! The curves of a report.
+
+use overdrive_core::units;
 
 use super::chart::{Chart, Role, Series};
 use crate::StepMetrics;
-use overdrive_core::units;
 
-/// The smoothed line is a mean over this part of the run's steps: one in so many.
-const SMOOTHED_PART: usize = 40;
+// The smoothed line is a mean over one 40th of the steps: wide enough against noise, narrow enough for the warm-up.
+const SMOOTHING_WINDOWS: usize = 40;
 
 const LARGE: (u32, u32) = (920, 340);
 const SMALL: (u32, u32) = (460, 240);
 
-/// Training loss, raw and smoothed, and the validation points.
+/// Returns the chart of the training loss, raw and smoothed, with the validation points.
 pub(super) fn loss(metrics: &[StepMetrics]) -> Chart {
     let raw = points(metrics, |step| Some(step.loss));
     let evaluated = points(metrics, |step| step.eval_loss);
     let mut series = Vec::new();
-    let span = raw.len() / SMOOTHED_PART;
+    let span = raw.len() / SMOOTHING_WINDOWS;
     if span > 1 {
         let smooth = smoothed(&raw, span);
         series.push(line("training, each step", Role::Faint, raw));
@@ -39,7 +40,7 @@ pub(super) fn loss(metrics: &[StepMetrics]) -> Chart {
     }
 }
 
-/// The smaller curves, those that have points.
+/// Returns the small charts that have points.
 pub(super) fn others(metrics: &[StepMetrics]) -> Vec<Chart> {
     let small = |title, y_label, y_format, value: fn(&StepMetrics) -> Option<f64>| Chart {
         title,
@@ -86,8 +87,8 @@ fn points(metrics: &[StepMetrics], value: impl Fn(&StepMetrics) -> Option<f64>) 
         .collect()
 }
 
-/// The mean over `span` points around each one. At the ends the window shrinks on both sides alike,
-/// so that the line neither lags nor bends. Points that are not finite are passed over.
+/// Returns the mean over `span` points around each one. At the ends the window shrinks on both sides equally,
+/// so that the line neither lags nor bends. Points that are not finite are ignored.
 fn smoothed(points: &[(f64, f64)], span: usize) -> Vec<(f64, f64)> {
     let reach = span / 2;
     (0..points.len())
@@ -97,7 +98,7 @@ fn smoothed(points: &[(f64, f64)], span: usize) -> Vec<(f64, f64)> {
             let window = &points[middle - reach..=middle + reach];
             let finite = window.iter().map(|point| point.1).filter(|y| y.is_finite());
             let (sum, count) = finite.fold((0.0, 0), |(sum, count), y| (sum + y, count + 1));
-            // A point that is not finite breaks the line here too.
+            // A point that is not finite breaks the smoothed line too.
             (
                 x,
                 if y.is_finite() {
@@ -115,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_constant_stays_what_it_is_when_smoothed() {
+    fn smoothing_keeps_a_constant() {
         let points: Vec<_> = (0..20).map(|x| (f64::from(x), 3.0)).collect();
         for (_, y) in smoothed(&points, 5) {
             assert!((y - 3.0).abs() < 1e-12, "{y}");
@@ -133,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn smoothing_passes_over_a_step_that_blew_up() {
+    fn smoothing_ignores_a_step_whose_loss_is_not_finite() {
         let points = [
             (1.0, 2.0),
             (2.0, f64::NAN),

@@ -1,14 +1,13 @@
-//! The page itself.
+//! The HTML page of a report.
 
 use std::fmt::Write;
 
+use overdrive_core::units;
+use overdrive_profiling::{Machine, Phase};
 use serde_json::Value;
 
 use super::chart::Chart;
 use super::{curves, summary};
-use overdrive_core::units;
-use overdrive_profiling::{Machine, Phase};
-
 use crate::{Report, Result, Sample};
 
 const STYLE: &str = include_str!("page.css");
@@ -51,7 +50,7 @@ pub(super) fn html(report: &Report) -> Result<String> {
     ))
 }
 
-/// Text that stays text inside elements and quoted attributes.
+/// Escapes a text for elements and quoted attributes.
 fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for letter in text.chars() {
@@ -61,7 +60,7 @@ fn escape(text: &str) -> String {
             '>' => escaped.push_str("&gt;"),
             '"' => escaped.push_str("&quot;"),
             '\'' => escaped.push_str("&#39;"),
-            // HTML has no way to write these; a model can.
+            // HTML cannot represent control characters, which a model can generate.
             letter if letter.is_control() && !matches!(letter, '\n' | '\t') => {
                 escaped.push(char::REPLACEMENT_CHARACTER);
             }
@@ -85,19 +84,19 @@ fn header(report: &Report, title: &str) -> String {
 }
 
 fn notes(report: &Report) -> String {
-    let blown = report
+    let not_finite = report
         .metrics
         .iter()
         .filter(|step| !step.loss.is_finite())
         .count();
-    let blown = (blown > 0).then(|| match blown {
+    let not_finite = (not_finite > 0).then(|| match not_finite {
         1 => "The loss of 1 step is not finite; the curve has a gap there.".to_owned(),
         steps => format!("The loss of {steps} steps is not finite; the curve has gaps there."),
     });
     report
         .notes
         .iter()
-        .chain(&blown)
+        .chain(&not_finite)
         .map(|note| format!("<p class=\"note\">{}</p>\n", escape(note)))
         .collect()
 }
@@ -234,7 +233,7 @@ fn configuration(configuration: &Value) -> String {
     table("Configuration", &rows)
 }
 
-/// Every leaf of nested objects by its dotted name.
+/// Adds every leaf of nested objects by its dotted name.
 fn flatten(prefix: &str, value: &Value, rows: &mut Vec<(String, String)>) {
     match value {
         Value::Object(entries) => {
@@ -286,7 +285,7 @@ fn table(title: &str, rows: &[(String, String)]) -> String {
             escape(value)
         )
     };
-    // Two halves, which stand side by side where there is room.
+    // Two halves, which a wide window shows side by side.
     let half = if rows.len() > 3 {
         rows.len().div_ceil(2)
     } else {

@@ -1,11 +1,11 @@
-//! The figures at the head of a report.
+//! The headline figures of a report.
 
 use overdrive_core::units;
 use overdrive_profiling::{Phase, PhaseSeconds};
 
 use crate::{Report, StepMetrics};
 
-/// A figure with its name and what it is measured in.
+/// A figure with its name and a detail such as its unit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Figure {
     pub(super) name: &'static str,
@@ -13,7 +13,7 @@ pub(super) struct Figure {
     pub(super) detail: String,
 }
 
-/// The headline figures that the records allow.
+/// Returns the headline figures that can be computed from the records.
 pub(super) fn figures(report: &Report) -> Vec<Figure> {
     let metrics = &report.metrics;
     let mut figures = Vec::new();
@@ -26,7 +26,8 @@ pub(super) fn figures(report: &Report) -> Vec<Figure> {
     };
 
     let evaluated = metrics.iter().rev().find(|step| step.eval_loss.is_some());
-    let detail = evaluated.map(|step| format!("nats a token, step {}", thousands(step.step)));
+    let detail =
+        evaluated.map(|step| format!("nats a token, step {}", units::thousands(step.step)));
     let value = evaluated.and_then(|step| step.eval_loss).map(loss_text);
     add("Validation loss", value, detail.unwrap_or_default());
     let bits = evaluated
@@ -57,20 +58,21 @@ pub(super) fn figures(report: &Report) -> Vec<Figure> {
     let time = last
         .and_then(|step| step.elapsed_seconds)
         .map(units::seconds);
-    let steps = last.map(|step| format!("{} steps", thousands(step.step)));
+    let steps = last.map(|step| format!("{} steps", units::thousands(step.step)));
     let details: Vec<_> = steps.into_iter().chain(detail).collect();
     add("Training time", time, details.join(", "));
     let parameters = report.parameters.map(units::short_count);
     add(
         "Parameters",
         parameters,
-        report.parameters.map(thousands).unwrap_or_default(),
+        report.parameters.map(units::thousands).unwrap_or_default(),
     );
     figures
 }
 
-/// The mean loss of the last steps, since a single one says little.
+/// Returns the mean loss of the last steps, with their number.
 fn final_loss(metrics: &[StepMetrics]) -> (Option<String>, String) {
+    // The loss of a single step depends on its batch: a mean over the last 5 % of the run, at most 20 steps.
     let last = metrics.len().div_ceil(20).clamp(1, 20);
     let losses: Vec<f64> = metrics
         .iter()
@@ -93,7 +95,7 @@ fn final_loss(metrics: &[StepMetrics]) -> (Option<String>, String) {
     (Some(loss_text(mean)), detail)
 }
 
-/// The median of the finite values.
+/// Returns the median of the finite values.
 pub(super) fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
     let mut values: Vec<f64> = values.filter(|value| value.is_finite()).collect();
     values.sort_by(f64::total_cmp);
@@ -107,7 +109,7 @@ pub(super) fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
     }
 }
 
-/// The time by phase over all steps that recorded it, with the number of those steps.
+/// Returns the time by phase over all steps that recorded it, with their number.
 pub(super) fn phases(metrics: &[StepMetrics]) -> Option<(PhaseSeconds, u64)> {
     let mut total = PhaseSeconds::default();
     let mut steps = 0;
@@ -118,16 +120,12 @@ pub(super) fn phases(metrics: &[StepMetrics]) -> Option<(PhaseSeconds, u64)> {
     (total.total() > 0.0).then_some((total, steps))
 }
 
-/// The part of each phase, in the order of a step; they add up to 1.
+/// Returns the fraction of each phase, in the order of a step; the sum is 1.
 pub(super) fn shares(seconds: &PhaseSeconds) -> impl Iterator<Item = (Phase, f64)> {
     let total = seconds.total();
     seconds
         .shown()
         .map(move |(phase, seconds)| (phase, seconds / total))
-}
-
-pub(super) fn thousands(number: u64) -> String {
-    units::thousands(number)
 }
 
 fn loss_text(loss: f64) -> String {
@@ -151,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn the_median_passes_over_values_that_are_not_finite() {
+    fn the_median_ignores_values_that_are_not_finite() {
         assert_eq!(median([3.0, f64::NAN, 1.0, 2.0].into_iter()), Some(2.0));
         assert_eq!(median([1.0, 2.0].into_iter()), Some(1.5));
         assert_eq!(median(std::iter::empty()), None);
@@ -168,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_blew_up_says_so() {
+    fn a_loss_that_is_not_finite_is_shown_as_such() {
         let report = Report {
             metrics: vec![step(1, f64::NAN)],
             ..Default::default()
