@@ -65,6 +65,7 @@ impl KvView {
         let kept = if held == all {
             mask.shallow_clone()
         } else {
+            // The columns of dropped tokens lie between the sinks and `first`.
             let sinks = mask.f_narrow(-1, 0, self.sinks)?;
             let rest = mask.f_narrow(-1, self.first, all - self.first)?;
             Tensor::f_cat(&[sinks, rest], -1)?

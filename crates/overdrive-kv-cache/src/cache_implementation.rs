@@ -107,6 +107,7 @@ impl CacheImplementation {
         let layers = shape.windows.len();
         Ok(match self {
             CacheImplementation::Dynamic => match shape.max_len {
+                // The final length is known: one allocation, and no copy later.
                 Some(tokens) => Box::new(DynamicCache::with_capacity(layers, tokens)),
                 None => Box::new(DynamicCache::new(layers)),
             },

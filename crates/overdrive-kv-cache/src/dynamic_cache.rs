@@ -89,6 +89,7 @@ impl KvCache for DynamicCache {
                 held
             }
             empty => {
+                // At least 1: doubling an empty buffer would never grow it.
                 let capacity = new.tokens.max(self.config.initial_capacity).max(1);
                 empty.insert(Layer {
                     buffer: Buffer::new(new.spec, capacity)?,

@@ -45,7 +45,7 @@ pub enum Error {
         /// The window of the layer.
         window: i64,
     },
-    /// More tokens than a cache of fixed size can take.
+    /// The new tokens do not fit a cache of fixed size.
     #[error(
         "the cache takes {capacity} tokens a row: {held} are held and {new} more do not fit; make the cache larger, or generate fewer tokens"
     )]

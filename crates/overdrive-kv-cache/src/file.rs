@@ -8,6 +8,7 @@ use tch::Device;
 
 use crate::{Error, KvCache, Result};
 
+// Raised when the names or the meaning of the stored tensors change.
 const VERSION: &str = "1";
 
 /// Writes the tokens that `cache` holds to a safetensors file, atomically, with the kind of cache and

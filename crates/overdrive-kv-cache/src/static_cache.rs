@@ -85,7 +85,7 @@ impl Default for StaticCacheConfig {
 pub struct StaticCache {
     config: StaticCacheConfig,
     layers: Vec<Layer>,
-    /// Rows in use; `None` before the first append, which sets it.
+    /// The number of rows in use; `None` before the first append, which sets it.
     batch: Option<i64>,
     /// The positions `0..max_len`, i64, for masks.
     columns: Tensor,

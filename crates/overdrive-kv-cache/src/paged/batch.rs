@@ -57,9 +57,11 @@ impl<'a> PagedBatch<'a> {
     /// [`Error::StepNotRun`] if a layer has not been given them; the step is then undone.
     pub fn commit(mut self) -> Result<()> {
         if let Some(layer) = self.written.iter().position(|written| !written) {
+            // `drop` runs on return and cancels the step.
             return Err(Error::StepNotRun { layer });
         }
         let prepared = std::mem::take(&mut self.prepared);
+        // Emptied above, so that `drop` has nothing left to cancel.
         self.cache.block_tables().commit(prepared);
         Ok(())
     }
@@ -193,6 +195,7 @@ impl KvCache for PagedBatch<'_> {
             query_lengths: &self.query_lengths,
             key_lengths: &self.key_lengths,
         };
+        // The paged kernel reads tokens as rows, `(N, H, D)`.
         let rows = query.f_squeeze_dim(0)?.f_transpose(0, 1)?;
         let (output, _) = attention_paged(&rows, &pool.keys, &pool.values, &layout, &options)?;
         Ok(output.f_transpose(0, 1)?.f_unsqueeze(0)?)

@@ -26,6 +26,7 @@ impl BlockPool {
         let count = blocks as usize;
         BlockPool {
             references: vec![0; count],
+            // `take` pops from the end.
             free: (0..blocks).rev().collect(),
             evictable: BTreeMap::new(),
             released_at: vec![None; count],

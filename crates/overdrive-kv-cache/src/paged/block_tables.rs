@@ -36,7 +36,7 @@ pub struct PagedStatistics {
 /// A sequence and the blocks that hold it.
 #[derive(Debug, Clone, Default)]
 struct Sequence {
-    /// As many blocks as the tokens need.
+    /// The blocks, as many as the tokens need.
     table: Vec<BlockId>,
     /// The tokens whose keys and values are in the blocks.
     tokens: Vec<i64>,
@@ -200,6 +200,7 @@ impl BlockTables {
         let mut taken = Vec::with_capacity(needed);
         for _ in 0..needed {
             let (index, statistics) = (&mut self.index, &mut self.statistics);
+            // The content of an evicted block is gone, so the index must forget it first.
             let block = self.pool.take(|evicted| {
                 index.remove(evicted);
                 statistics.evictions += 1;
@@ -247,6 +248,7 @@ impl BlockTables {
     pub(super) fn commit(&mut self, prepared: Vec<PreparedSequence>) {
         for new in prepared {
             let Some(sequence) = self.sequences.get_mut(&new.id) else {
+                // The batch borrows the cache, so that no sequence can be released during a step.
                 debug_assert!(false, "a sequence went away during a step");
                 continue;
             };
@@ -282,6 +284,8 @@ impl BlockTables {
                         self.pool.retain(known);
                         self.pool.release(*block, false);
                         *block = known;
+                        // Two sequences with equal prefixes in one step compute the same block twice;
+                        // one copy is enough.
                         self.statistics.merged += 1;
                     }
                     before = prefix;

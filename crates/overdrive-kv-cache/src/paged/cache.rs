@@ -80,6 +80,7 @@ impl PagedCache {
     pub fn new(config: PagedCacheConfig) -> Result<PagedCache> {
         config.validate()?;
         let (blocks, block_size) = (to_i64(config.num_blocks), config.block_size);
+        // Not initialized: a block is read only up to the tokens that were written to it.
         let pool = |dim: i64| {
             let shape = [blocks, config.kv_heads, block_size, dim];
             Tensor::f_empty(shape, (config.kind, config.device))
@@ -210,6 +211,7 @@ impl PagedCache {
             layers: self.layers.len(),
         })?;
         let table: Vec<i64> = table.iter().map(|block| i64::from(*block)).collect();
+        // `index_select` takes i64 indices on the device of the pool.
         let table = Tensor::f_from_slice(&table)?.f_to_device(self.config.device)?;
         let dense = |blocks: &Tensor| -> Result<Tensor> {
             let rows = blocks.f_index_select(0, &table)?;

@@ -130,6 +130,7 @@ impl Layer {
             self.tail_len = len - self.quantized;
             return Ok(());
         }
+        // Scales cover whole blocks, so that a cut block cannot keep its codes.
         let whole = len / self.block * self.block;
         let rest = len - whole;
         if rest > 0 {

@@ -203,12 +203,14 @@ impl KvCache for QuantizedCache {
     ) -> Result<Tensor> {
         let new = KeyValues::new(layer, keys, values)?;
         let recent = self.push(layer, &new)?;
+        // Nothing is quantized yet: attention reads the tail, in full precision.
         if recent.quantized == 0 {
             return attend_to_view(query, &KvView::new(recent.keys, recent.values), options);
         }
         let tokens = recent.quantized + recent.keys.size()[2];
         if let Some(held) = &self.layers[layer]
             && fits_kernel(query, held, options, tokens)
+            // The kernel takes the queries to be the last tokens; other shapes take the general path.
             && query.size()[2] == new.tokens
         {
             return attend_to_codes(query, held, &recent, options);

@@ -13,7 +13,7 @@ use crate::Result;
 use crate::buffer::copied;
 use crate::key_values::Spec;
 
-/// Codes `(B, H, capacity, row_bytes)`, u8, and their scales and minima `(B, H, capacity /
+/// The codes `(B, H, capacity, row_bytes)`, u8, and their scales and minima `(B, H, capacity /
 /// rows_per_line, line_len)`, f32, contiguous.
 #[derive(Debug)]
 pub(super) struct Store {

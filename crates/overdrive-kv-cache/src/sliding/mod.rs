@@ -183,6 +183,8 @@ impl SlidingCache {
             (Some(cache), _) => cache,
             (None, _) => return Ok(None),
         };
+        // Slots of the slack, and of a model window narrower than the cache's, hold tokens that this
+        // query must not see.
         let seen = ring.seen_slots(window)?;
         let mask = match (options.mask, seen) {
             (None, seen) => seen,
@@ -235,6 +237,8 @@ impl SlidingCache {
                     Rotation::new(frequencies.unwrap_or(&[]), &back, &new.spec)?
                 }
             };
+        // Only distances matter to rotary positions: moving the query back equals moving the sinks
+        // forward, and one copy of the sinks serves every query.
         let query_at_sinks = rotate(query, &rotation)?;
         self.query_rotation = Some((key, rotation));
 
@@ -292,6 +296,8 @@ impl SlidingCache {
         };
         let (second, second_lse) =
             attention_with_lse(query, &recent.keys, &recent.values, &at_rest)?;
+        // Each part is normalized by its own log-sum-exp; `merge` weights them so that the result is
+        // one softmax.
         let (merged, _) = merge(&[first, second], &[first_lse, second_lse], Layout::Bhtd)?;
         Ok(merged)
     }
@@ -328,6 +334,7 @@ impl KvCache for SlidingCache {
             });
         }
         let ring = self.ring(layer, &new)?;
+        // Nothing is dropped by this step: the filled part of the buffer is the view, without a copy.
         if ring.stays_linear(new.tokens) {
             ring.push(&new)?;
             self.rotate_sinks(layer, past + new.tokens - 1)?;
@@ -341,6 +348,8 @@ impl KvCache for SlidingCache {
             return in_order(self.ring(layer, &new)?, past);
         }
         let from = ring.limits.first_seen(past);
+        // The view is built before the append, which overwrites tokens that the first of several
+        // queries still sees.
         let (keys, values) = ring.ordered(true, from, Some(&new))?;
         ring.push(&new)?;
         Ok(view(ring, keys, values, from))
@@ -358,6 +367,8 @@ impl KvCache for SlidingCache {
         let new = KeyValues::new(layer, keys, values)?;
         let ring = self.ring(layer, &new)?;
         let (past, in_place) = (ring.total, !ring.stays_linear(new.tokens));
+        // A single query attends to keys in any order: the ring is read as it is, and nothing is
+        // sorted.
         if new.tokens == 1 && in_place {
             if let Some(output) = self.attend_to_ring(layer, query, &new, options)? {
                 return Ok(output);
@@ -384,6 +395,7 @@ impl KvCache for SlidingCache {
 
     fn span(&self) -> Option<i64> {
         let windows = self.config.windows.iter().copied();
+        // One layer without a window sees everything, and then there is no bound.
         let widest = windows.reduce(|a, b| Some(a?.max(b?))).flatten()?;
         match self.config.sinks {
             0 => Some(widest),
