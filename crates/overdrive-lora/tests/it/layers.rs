@@ -136,7 +136,7 @@ fn adapters_are_switched_summed_disabled_and_deleted() {
     let error = set_adapter(&mut host, &["c"]).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "there is no adapter `c`; there are: none"
+        "there is no adapter `c`; the model has none"
     );
     let error = add_adapter(&mut host, "a.b", &all(2), &AddOptions::default()).unwrap_err();
     assert!(error.to_string().contains("it holds a dot"), "{error}");
@@ -144,7 +144,7 @@ fn adapters_are_switched_summed_disabled_and_deleted() {
     let error = add_adapter(&mut host, "a", &all(2), &AddOptions::default()).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "`a` cannot be a new adapter's name: it is taken"
+        "`a` cannot be the name of a new adapter: it is taken"
     );
 }
 
@@ -349,7 +349,7 @@ fn weighted_sums_of_adapters() {
     assert!(
         error
             .to_string()
-            .contains("of several ranks: expected of one rank"),
+            .contains("they have different ranks; use `Combination::Cat` or `Svd`"),
         "{error}"
     );
     let error = add_weighted_adapter(&mut host, "l", &[], Combination::Cat).unwrap_err();
@@ -457,7 +457,7 @@ fn full_copies_take_the_place_of_modules_while_their_adapter_is_active() {
     let error = add_adapter(&mut host, "b", &config, &AddOptions::default()).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "no module to save fits `score`; there are: layers.*.q, layers.*.k, layers.*.v, embed_tokens"
+        "no module matches `score` of `modules_to_save`; the model has layers.*.q, layers.*.k, layers.*.v, embed_tokens"
     );
 }
 

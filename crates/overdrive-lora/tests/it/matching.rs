@@ -93,7 +93,7 @@ fn all_linear_leaves_the_head_out_and_a_target_of_nothing_lists_what_there_is() 
     let error = add_adapter(&mut host, "b", &config, &AddOptions::default()).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "no linear layer fits `target_modules` [\"query\"]; there are: model.layers.*.q_proj, lm_head"
+        "no linear layer matches `target_modules` [\"query\"]; the model has model.layers.*.q_proj, lm_head"
     );
     // The default is the choice for the architecture, which this one is not.
     let error = add_adapter(

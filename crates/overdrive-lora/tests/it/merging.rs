@@ -176,7 +176,7 @@ fn biases_of_b_are_merged_into_the_layers_bias_or_refused_where_there_is_none() 
     assert!(
         error
             .to_string()
-            .contains("the layer has no bias to merge it into"),
+            .contains("as the layer has no bias that could take it"),
         "{error}"
     );
 }
@@ -213,7 +213,7 @@ fn what_would_disturb_merged_adapters_is_refused() {
     let error = disable_adapters(&mut host).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "disabling adapters while adapters are merged into the weights (a): unmerge them first"
+        "disabling adapters is not possible while adapters are merged into the weights (a); unmerge them first"
     );
     assert!(set_adapter(&mut host, &[]).is_err());
     assert!(add_adapter(&mut host, "c", &config(false), &AddOptions::default()).is_err());
