@@ -6,8 +6,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use overdrive::lora::{AdaptedLinear, AddOptions, LoraConfig, joint_forward};
-use overdrive::quantization::QuantizedWeight;
+use overdrive::lora::{AddOptions, LoraConfig, LoraLinear};
+use overdrive::nn::{Linear, joint_forward};
 use overdrive::sys::memory;
 use tch::{Device, Kind, Tensor};
 
@@ -33,24 +33,22 @@ fn measure(mut pass: impl FnMut()) -> (f64, f64) {
     )
 }
 
-fn maps(scheme: Option<&str>, config: Option<&LoraConfig>, outputs: &[i64]) -> Vec<AdaptedLinear> {
+fn layers(scheme: Option<&str>, config: Option<&LoraConfig>, outputs: &[i64]) -> Vec<Linear> {
     let make = |outputs: &i64| {
         let weight = Tensor::randn([*outputs, WIDTH], F32) * 0.02;
-        let mut map = match scheme {
-            None => AdaptedLinear::dense(weight, None),
-            Some(scheme) => {
-                let packed = QuantizedWeight::quantize(&weight, scheme.parse().unwrap()).unwrap();
-                AdaptedLinear::quantized(packed, None)
-            }
+        let mut layer = match scheme {
+            None => Linear::dense(weight, None).unwrap(),
+            Some(scheme) => Linear::quantize(&weight, None, scheme.parse().unwrap()).unwrap(),
         };
         if let Some(config) = config {
             let config = Arc::new(config.clone());
-            map.add_adapter("map", "a", &config, &AddOptions::default())
+            layer
+                .add_adapter("layer", "a", &config, &AddOptions::default())
                 .unwrap();
-            map.set_active(&["a"]);
-            map.set_training(true);
+            layer.set_active_adapters(&["a"]);
+            layer.set_training(true);
         }
-        map
+        layer
     };
     outputs.iter().map(make).collect()
 }
@@ -93,18 +91,18 @@ fn main() {
         ] {
             let mut base = 1.0;
             for (name, config) in kinds {
-                let maps = maps(scheme, config, &outputs);
-                let maps: Vec<&AdaptedLinear> = maps.iter().collect();
+                let layers = layers(scheme, config, &outputs);
+                let layers: Vec<&Linear> = layers.iter().collect();
                 let x = Tensor::randn([rows, WIDTH], F32);
                 let (forward, _) = measure(|| {
-                    let _y = tch::no_grad(|| joint_forward(&x, &maps).unwrap());
+                    let _y = tch::no_grad(|| joint_forward(&x, &layers).unwrap());
                 });
                 if config.is_none() {
                     base = forward;
                 }
                 let x = x.set_requires_grad(true);
                 let (both, peak) = measure(|| {
-                    joint_forward(&x, &maps)
+                    joint_forward(&x, &layers)
                         .unwrap()
                         .sum(Kind::Float)
                         .backward()

@@ -1,15 +1,16 @@
 use std::sync::{Arc, Mutex};
 
+use overdrive_core::Error;
 use tch::Tensor;
 
-use crate::dora::Lengths;
-use crate::{Error, LoraConfig, Result};
+use crate::dora::RowNorms;
+use crate::{LoraConfig, Result};
 
-/// A low-rank change of one linear map: `scale · B · A`, and with DoRA the magnitudes of its rows.
+/// A low-rank change of one linear layer's weight: `scale · B · A`, and with DoRA the magnitudes of its rows.
 ///
 /// The tensors are the trained parameters themselves: an optimizer updates them in place.
 #[derive(Debug)]
-pub struct Adapter {
+pub struct LoraAdapter {
     pub(crate) config: Arc<LoraConfig>,
     pub(crate) alpha: f64,
     pub(crate) scale: f64,
@@ -17,64 +18,64 @@ pub struct Adapter {
     pub(crate) b: Tensor,
     pub(crate) bias: Option<Tensor>,
     pub(crate) magnitude: Option<Tensor>,
-    /// With DoRA: what was computed from the tensors as they are now.
-    pub(crate) lengths: Mutex<Option<Lengths>>,
+    /// With DoRA: the norms of the changed weight's rows, from the tensors as they were.
+    pub(crate) row_norms: Mutex<Option<RowNorms>>,
 }
 
-impl Adapter {
-    /// Of tensors from anywhere: `a (r, I)`, `b (O, r)`, `bias (O,)`, `magnitude (O,)`, of one floating kind
-    /// and device. They are shared, not copied. The rank is that of `a`, alpha and scale come from
-    /// `config`.
+impl LoraAdapter {
+    /// Makes an adapter of existing tensors: `a (r, I)`, `b (O, r)`, `bias (O,)`, `magnitude (O,)`, of one
+    /// floating dtype and device. They are shared, not copied. The rank is that of `a`, alpha and scale come
+    /// from `config`.
     ///
     /// # Errors
-    /// [`Error::BadInput`] for shapes or kinds that do not fit one another.
+    /// [`Error::Common`](crate::Error::Common) for shapes, dtypes or devices that do not fit one another.
     pub fn new(
         config: Arc<LoraConfig>,
         a: Tensor,
         b: Tensor,
         bias: Option<Tensor>,
         magnitude: Option<Tensor>,
-    ) -> Result<Adapter> {
-        let (sizes, expected) = (
-            (a.size(), b.size()),
-            "(r, I) and (O, r) with r of at least 1",
-        );
-        let (&[rank, _], &[outputs, rank_of_b]) = (sizes.0.as_slice(), sizes.1.as_slice()) else {
-            return Err(bad(
-                "A and B",
-                format!("{:?} and {:?}", sizes.0, sizes.1),
-                expected,
-            ));
+    ) -> Result<LoraAdapter> {
+        let (&[rank, _], &[outputs, rank_of_b]) = (a.size().as_slice(), b.size().as_slice()) else {
+            let wrong = if a.dim() == 2 {
+                ("B", b, "(O, r)")
+            } else {
+                ("A", a, "(r, I)")
+            };
+            return Err(Error::shape(wrong.0, wrong.1.size(), wrong.2).into());
         };
-        if rank != rank_of_b || rank < 1 {
-            return Err(bad(
-                "A and B",
-                format!("{:?} and {:?}", sizes.0, sizes.1),
-                expected,
-            ));
+        if rank < 1 {
+            return Err(Error::shape("A", a.size(), "(r, I) with r at least 1").into());
+        }
+        if rank != rank_of_b {
+            let expected = format!("(O, {rank}), with the rank of A");
+            return Err(Error::shape("B", b.size(), expected).into());
         }
         for (name, tensor) in [("the bias of B", &bias), ("the magnitude", &magnitude)] {
             if let Some(tensor) = tensor.as_ref().filter(|tensor| tensor.size() != [outputs]) {
-                return Err(bad(name, format!("{:?}", tensor.size()), "(O,)"));
+                return Err(Error::shape(name, tensor.size(), format!("({outputs},)")).into());
             }
         }
-        let others = [Some(&b), bias.as_ref(), magnitude.as_ref()];
-        let differs = |other: &&Tensor| other.kind() != a.kind() || other.device() != a.device();
-        if !a.is_floating_point() || others.into_iter().flatten().any(|other| differs(&other)) {
-            let found = format!(
-                "A of {:?} on {:?}, B of {:?} on {:?}",
-                a.kind(),
-                a.device(),
-                b.kind(),
-                b.device()
-            );
-            return Err(bad(
-                "the adapter",
-                found,
-                "tensors of one floating kind on one device",
-            ));
+        if !a.is_floating_point() {
+            return Err(Error::dtype("A", a.kind(), "floating").into());
         }
-        Ok(Adapter {
+        let others = [
+            ("B", Some(&b)),
+            ("the bias of B", bias.as_ref()),
+            ("the magnitude", magnitude.as_ref()),
+        ];
+        for (name, tensor) in others {
+            let Some(tensor) = tensor else { continue };
+            if tensor.kind() != a.kind() {
+                let expected = format!("{:?}, as A", a.kind());
+                return Err(Error::dtype(name, tensor.kind(), expected).into());
+            }
+            if tensor.device() != a.device() {
+                let expected = format!("on {:?}, as A", a.device());
+                return Err(Error::device(name, tensor.device(), expected).into());
+            }
+        }
+        Ok(LoraAdapter {
             alpha: config.lora_alpha,
             scale: config.scale_of(rank, config.lora_alpha),
             config,
@@ -82,73 +83,65 @@ impl Adapter {
             b,
             bias,
             magnitude,
-            lengths: Mutex::default(),
+            row_norms: Mutex::default(),
         })
     }
 
-    /// `(r, I)`.
+    /// Returns A, `(r, I)`.
     pub fn a(&self) -> &Tensor {
         &self.a
     }
 
-    /// `(O, r)`.
+    /// Returns B, `(O, r)`.
     pub fn b(&self) -> &Tensor {
         &self.b
     }
 
-    /// `(O,)`, with `lora_bias`: added after B, before the scale.
+    /// Returns the bias `(O,)` of B, which `lora_bias` adds before the scale.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
 
-    /// `(O,)`, with `use_dora`: the length of each row of the changed weight.
+    /// Returns the magnitude `(O,)` of `use_dora`: the learned norm of each row of the changed weight.
     pub fn magnitude(&self) -> Option<&Tensor> {
         self.magnitude.as_ref()
     }
 
-    /// r.
+    /// Returns the rank r.
     pub fn rank(&self) -> i64 {
         self.a.size().first().copied().unwrap_or(0)
     }
 
-    /// Alpha of this map: the configuration's, or that of its pattern.
+    /// Returns the alpha of this layer: the configuration's, or that of its `alpha_pattern`.
     pub fn alpha(&self) -> f64 {
         self.alpha
     }
 
-    /// What the product is multiplied by: `alpha / r`, with `use_rslora` `alpha / √r`, times what
-    /// [`AdaptedLinear::set_scale`](crate::AdaptedLinear::set_scale) was given.
+    /// Returns the factor of `B · A`: `alpha / r`, with `use_rslora` `alpha / √r`, times the factor given to
+    /// [`set_adapter_scale`](crate::LoraLinear::set_adapter_scale).
     pub fn scale(&self) -> f64 {
         self.scale
     }
 
-    /// The configuration that it was made from.
+    /// Returns the configuration that it was made from.
     pub fn config(&self) -> &LoraConfig {
         &self.config
     }
 
-    /// Goes by another configuration of the same shape: that of the file it was loaded from.
+    /// Replaces the configuration by another one of the same shape: that of the file it was loaded from.
     pub(crate) fn keep_config(&mut self, config: &LoraConfig) {
         if *self.config != *config {
             self.config = Arc::new(config.clone());
         }
     }
 
-    /// Its tensors with PEFT's names for them: `lora_A`, `lora_B`, `lora_magnitude_vector`, and what
-    /// follows the adapter's name (`weight`, `bias`).
+    /// Returns its tensors with PEFT's names for them: `lora_A`, `lora_B`, `lora_magnitude_vector`, and the
+    /// suffix after the adapter's name (`weight`, `bias`).
     pub(crate) fn tensors(&self) -> Vec<(&'static str, &'static str, &Tensor)> {
         let mut tensors = vec![("lora_A", "weight", &self.a), ("lora_B", "weight", &self.b)];
         tensors.extend(self.bias.as_ref().map(|bias| ("lora_B", "bias", bias)));
         let magnitude = self.magnitude.as_ref();
         tensors.extend(magnitude.map(|magnitude| ("lora_magnitude_vector", "weight", magnitude)));
         tensors
-    }
-}
-
-fn bad(name: &str, found: String, expected: &str) -> Error {
-    Error::BadInput {
-        name: name.to_owned(),
-        found,
-        expected: expected.to_owned(),
     }
 }

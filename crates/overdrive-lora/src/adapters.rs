@@ -2,21 +2,27 @@
 
 use std::sync::Arc;
 
-use crate::copies::{ModuleCopy, check_copies, place_copies};
-use crate::linear::check_name;
+use overdrive_nn::{AdapterHost, LinearWeight};
+
+use crate::copies::{ModuleCopies, ModuleCopy, check_copies, place_copies};
+use crate::host::{module_copies, visit_linears, visit_parameters};
+use crate::layer_adapters::{
+    LayerAdapters, LayerCopy, adapters_mut, adapters_of, check_name, split_or_insert, taken,
+};
 use crate::selection::{SavedModules, modules_to_save, resolve};
 use crate::trainable::mark_only_lora_as_trainable;
-use crate::{AdapterHost, AddOptions, BaseWeight, Error, LoraConfig, ModuleCopies, Result};
+use crate::{AddOptions, Error, LoraConfig, LoraLinear, Result};
 
-/// Adds an adapter to the maps that `config` means, as PEFT's `get_peft_model` and `add_adapter`, and
-/// returns their names.
+/// Adds an adapter to the linear layers that `config` selects, as PEFT's `get_peft_model` and `add_adapter`,
+/// and returns their names.
 ///
-/// The model's own parameters are frozen, but for the biases that `config.bias` names. The first adapter
-/// is active at once; a later one waits for [`set_adapter`], and learns nothing until then.
+/// The model's own parameters are frozen, except for the biases that `config.bias` names. The first adapter
+/// is active at once; a later one is neither computed nor trained before [`set_adapter`] makes it active.
 ///
 /// # Errors
-/// [`Error::BadConfig`], [`Error::BadName`], [`Error::NoTarget`] listing the maps there are,
-/// [`Error::NoModule`], [`Error::Merged`]. The model is then as it was.
+/// [`Error::Common`] for a configuration that does not fit, [`Error::BadName`], [`Error::NoTarget`] with the
+/// layers of the model, [`Error::NoModule`], [`Error::Merged`], [`Error::OtherAdapter`]. The model is then
+/// unchanged.
 pub fn add_adapter<H: AdapterHost + ?Sized>(
     host: &mut H,
     name: &str,
@@ -25,17 +31,14 @@ pub fn add_adapter<H: AdapterHost + ?Sized>(
 ) -> Result<Vec<String>> {
     check_name(name)?;
     if adapter_names(host)?.iter().any(|own| own == name) {
-        return Err(Error::BadName {
-            name: name.to_owned(),
-            reason: "it is taken",
-        });
+        return Err(taken(name));
     }
-    let (config, maps) = resolve(host, config)?;
+    let (config, layers) = resolve(host, config)?;
     let saved = modules_to_save(host, &config)?;
     let config = Arc::new(config);
-    let added = attach(host, name, &config, options, &maps, &saved);
+    let added = attach(host, name, &config, options, &layers, &saved);
     if added.is_err() {
-        // What was attached before the failure; the first error is the one to tell.
+        // Removes what was attached before the failure; the first error is the one to report.
         let _ = delete_adapter(host, name);
     }
     added?;
@@ -45,7 +48,7 @@ pub fn add_adapter<H: AdapterHost + ?Sized>(
         set_requires_grad(host, &[name], false)?;
         mark_only_lora_as_trainable(host)?;
     }
-    Ok(maps)
+    Ok(layers)
 }
 
 fn attach<H: AdapterHost + ?Sized>(
@@ -53,33 +56,38 @@ fn attach<H: AdapterHost + ?Sized>(
     name: &str,
     config: &Arc<LoraConfig>,
     options: &AddOptions,
-    maps: &[String],
+    layers: &[String],
     saved: &SavedModules,
 ) -> Result<()> {
-    host.visit_linears(&mut |map_name, map| {
-        map.refuse_merged("adding an adapter")?;
-        if maps.iter().any(|own| own == map_name) {
-            map.add_adapter(map_name, name, config, options)?;
+    visit_linears(host, |layer, linear| {
+        if let Some(own) = adapters_of(linear) {
+            own.refuse_merged("adding an adapter")?;
         }
-        if saved.maps.iter().any(|own| own == map_name) {
-            let BaseWeight::Dense { weight, transposed } = map.base() else {
-                return Err(Error::BadConfig {
-                    key: "modules_to_save".to_owned(),
-                    found: format!("`{map_name}`, which is quantized"),
-                    expected: "modules with dense weights".to_owned(),
-                });
+        if layers.iter().any(|own| own == layer) {
+            linear.add_adapter(layer, name, config, options)?;
+        }
+        if saved.layers.iter().any(|own| own == layer) {
+            let (weight, bias, own) = split_or_insert(linear)?;
+            let LinearWeight::Dense { weight, transposed } = weight else {
+                let value = format!("`{layer}`, which is quantized");
+                let expected = "modules with dense weights";
+                return Err(
+                    overdrive_core::Error::option("modules_to_save", value, expected).into(),
+                );
             };
-            let copy = BaseWeight::Dense {
-                weight: weight.f_detach_copy()?,
-                transposed: *transposed,
-            };
-            let bias = map.bias().map(|bias| bias.f_detach_copy()).transpose()?;
-            map.copies.push((name.to_owned(), copy, bias));
+            own.copies.push(LayerCopy {
+                adapter: name.to_owned(),
+                weight: LinearWeight::Dense {
+                    weight: weight.f_detach_copy()?,
+                    transposed: *transposed,
+                },
+                bias: bias.map(|bias| bias.f_detach_copy()).transpose()?,
+            });
         }
         Ok(())
     })?;
     let mut copies = Vec::new();
-    host.visit_parameters(&mut |parameter, tensor| {
+    visit_parameters(host, |parameter, tensor| {
         if saved.parameters.iter().any(|own| own == parameter) {
             copies.push(ModuleCopy {
                 adapter: name.to_owned(),
@@ -90,35 +98,41 @@ fn attach<H: AdapterHost + ?Sized>(
         }
         Ok(())
     })?;
-    if let Some(own) = host.module_copies() {
+    if let Some(own) = module_copies(host) {
         own.entries.extend(copies);
     }
     Ok(())
 }
 
-/// The names of all adapters, in the order in which they were added.
+/// Returns the names of all adapters, in the order in which they were added.
 ///
 /// # Errors
-/// Why the maps cannot be visited now.
+/// The error of a model whose layers cannot be visited now.
 pub fn adapter_names<H: AdapterHost + ?Sized>(host: &mut H) -> Result<Vec<String>> {
     let mut names: Vec<String> = Vec::new();
-    let mut note = |name: &str| {
-        if !names.iter().any(|own| own == name) {
-            names.push(name.to_owned());
+    visit_linears(host, |_, linear| {
+        if let Some(own) = adapters_of(linear) {
+            let copies = own.copies.iter().map(|copy| &copy.adapter);
+            let all = own.adapters.iter().map(|(name, _)| name).chain(copies);
+            all.for_each(|name| push_new(&mut names, name));
         }
-    };
-    host.visit_linears(&mut |_, map| {
-        map.adapters.iter().for_each(|(name, _)| note(name));
-        map.copies.iter().for_each(|(name, ..)| note(name));
         Ok(())
     })?;
-    if let Some(copies) = host.module_copies() {
-        copies.entries.iter().for_each(|entry| note(&entry.adapter));
+    if let Some(copies) = module_copies(host) {
+        let all = copies.entries.iter().map(|entry| &entry.adapter);
+        all.for_each(|name| push_new(&mut names, name));
     }
     Ok(names)
 }
 
-/// The names of all adapters, if these are among them.
+/// Appends `name` unless it is there already.
+fn push_new(names: &mut Vec<String>, name: &str) {
+    if !names.iter().any(|own| own == name) {
+        names.push(name.to_owned());
+    }
+}
+
+/// Returns the names of all adapters, if all of `names` are among them.
 pub(crate) fn known<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Result<Vec<String>> {
     let available = adapter_names(host)?;
     let unknown = names
@@ -133,46 +147,39 @@ pub(crate) fn known<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Re
     }
 }
 
-/// The names of the active adapters.
+/// Returns the names of the active adapters.
 ///
 /// # Errors
-/// Why the maps cannot be visited now.
+/// The error of a model whose layers cannot be visited now.
 pub fn active_adapters<H: AdapterHost + ?Sized>(host: &mut H) -> Result<Vec<String>> {
     let mut names: Vec<String> = Vec::new();
-    let mut note = |name: &str| {
-        if !names.iter().any(|own| own == name) {
-            names.push(name.to_owned());
+    visit_linears(host, |_, linear| {
+        if let Some(own) = adapters_of(linear) {
+            let all = own.active().into_iter().chain(own.active_copy());
+            all.for_each(|name| push_new(&mut names, name));
         }
-    };
-    host.visit_linears(&mut |_, map| {
-        map.active().into_iter().for_each(&mut note);
-        map.active_copy().into_iter().for_each(&mut note);
         Ok(())
     })?;
-    if let Some(copies) = host.module_copies() {
-        copies
-            .active
-            .iter()
-            .chain(&copies.waiting)
-            .for_each(|name| note(name));
+    if let Some(copies) = module_copies(host) {
+        let all = copies.active.iter().chain(&copies.waiting);
+        all.for_each(|name| push_new(&mut names, name));
     }
     Ok(names)
 }
 
-/// Makes exactly these adapters active, and lets exactly them learn. Several add up, in this order. No
-/// name at all leaves the model alone.
+/// Makes exactly these adapters active and trainable. Several are added up, in this order. With no name the
+/// model computes its weights alone.
 ///
 /// # Errors
-/// [`Error::UnknownAdapter`]; [`Error::BadConfig`] where several have copies of modules
-/// (`modules_to_save`), which cannot add up; [`Error::Merged`].
+/// [`Error::UnknownAdapter`]; [`Error::Common`] if several have copies of one module (`modules_to_save`),
+/// which cannot be added up; [`Error::Merged`].
 pub fn set_adapter<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Result<()> {
     let available = known(host, names)?;
     check_copies(host, names)?;
-    host.visit_linears(&mut |_, map| map.refuse_merged("changing the active adapters"))?;
-    host.visit_linears(&mut |_, map| {
-        map.set_active(names);
-        map.set_enabled(true);
-        Ok(())
+    refuse_merged(host, "changing the active adapters")?;
+    each_layer(host, |own| {
+        own.set_active(names);
+        own.enabled = true;
     })?;
     place_copies(host, names)?;
     set_requires_grad(
@@ -184,7 +191,7 @@ pub fn set_adapter<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Res
     mark_only_lora_as_trainable(host)
 }
 
-/// Makes every tensor of the adapters `names` require a gradient, or none (PEFT's `set_requires_grad`).
+/// Makes the tensors of the adapters `names` require gradients, or not (PEFT's `set_requires_grad`).
 ///
 /// # Errors
 /// An error of libtorch.
@@ -193,55 +200,45 @@ pub fn set_requires_grad<H: AdapterHost + ?Sized>(
     names: &[&str],
     requires_grad: bool,
 ) -> Result<()> {
-    host.visit_linears(&mut |_, map| {
-        for (_, adapter) in map
-            .adapters
-            .iter()
-            .filter(|(own, _)| names.contains(&own.as_str()))
-        {
+    let wanted = |name: &String| names.contains(&name.as_str());
+    visit_linears(host, |_, linear| {
+        let Some(own) = adapters_of(linear) else {
+            return Ok(());
+        };
+        for (_, adapter) in own.adapters.iter().filter(|(name, _)| wanted(name)) {
             for (_, _, tensor) in adapter.tensors() {
                 let _same = tensor.f_set_requires_grad(requires_grad)?;
             }
         }
-        for (_, base, bias) in map
-            .copies
-            .iter()
-            .filter(|(own, ..)| names.contains(&own.as_str()))
-        {
-            if let BaseWeight::Dense { weight, .. } = base {
+        for copy in own.copies.iter().filter(|copy| wanted(&copy.adapter)) {
+            if let LinearWeight::Dense { weight, .. } = &copy.weight {
                 let _same = weight.f_set_requires_grad(requires_grad)?;
             }
-            if let Some(bias) = bias {
+            if let Some(bias) = &copy.bias {
                 let _same = bias.f_set_requires_grad(requires_grad)?;
             }
         }
         Ok(())
     })?;
-    if let Some(copies) = host.module_copies() {
-        for entry in copies
-            .entries
-            .iter()
-            .filter(|entry| names.contains(&entry.adapter.as_str()))
-        {
+    if let Some(copies) = module_copies(host) {
+        for entry in copies.entries.iter().filter(|entry| wanted(&entry.adapter)) {
             let _same = entry.copy.f_set_requires_grad(requires_grad)?;
         }
     }
     Ok(())
 }
 
-/// Computes without adapters and full copies until [`enable_adapters`]. Trained biases stay, as in PEFT.
+/// Makes the model compute without adapters and full copies until [`enable_adapters`]. Trained biases stay, as
+/// in PEFT.
 ///
 /// # Errors
 /// [`Error::Merged`].
 pub fn disable_adapters<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
-    host.visit_linears(&mut |_, map| map.refuse_merged("disabling adapters"))?;
-    host.visit_linears(&mut |_, map| {
-        map.set_enabled(false);
-        Ok(())
-    })?;
-    let placed = host.module_copies().and_then(|copies| copies.active.take());
+    refuse_merged(host, "disabling adapters")?;
+    each_layer(host, |own| own.enabled = false)?;
+    let placed = module_copies(host).and_then(|copies| copies.active.take());
     place_copies(host, &[])?;
-    if let Some(copies) = host.module_copies() {
+    if let Some(copies) = module_copies(host) {
         copies.waiting = placed;
     }
     Ok(())
@@ -250,49 +247,62 @@ pub fn disable_adapters<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
 /// Undoes [`disable_adapters`].
 ///
 /// # Errors
-/// Why the maps cannot be visited now.
+/// The error of a model whose layers cannot be visited now.
 pub fn enable_adapters<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
-    host.visit_linears(&mut |_, map| {
-        map.set_enabled(true);
-        Ok(())
-    })?;
-    let waiting = host
-        .module_copies()
-        .and_then(|copies| copies.waiting.take());
+    each_layer(host, |own| own.enabled = true)?;
+    let waiting = module_copies(host).and_then(|copies| copies.waiting.take());
     match waiting {
         Some(name) => place_copies(host, &[&name]),
         None => Ok(()),
     }
 }
 
-/// Removes an adapter from all maps. Where it was the only active one, none is active then.
+/// Removes an adapter from all layers. If it was the only active one, none is active then.
 ///
 /// # Errors
 /// [`Error::UnknownAdapter`], [`Error::Merged`].
 pub fn delete_adapter<H: AdapterHost + ?Sized>(host: &mut H, name: &str) -> Result<()> {
     known(host, &[name])?;
-    host.visit_linears(&mut |_, map| map.refuse_merged("deleting an adapter"))?;
-    host.visit_linears(&mut |_, map| {
-        map.delete_adapter(name)?;
+    refuse_merged(host, "deleting an adapter")?;
+    visit_linears(host, |_, linear| {
+        linear.delete_adapter(name)?;
         Ok(())
     })?;
     let is_placed = |copies: &mut ModuleCopies| copies.active.as_deref() == Some(name);
-    if host.module_copies().is_some_and(is_placed) {
+    if module_copies(host).is_some_and(is_placed) {
         place_copies(host, &[])?;
     }
-    if let Some(copies) = host.module_copies() {
+    if let Some(copies) = module_copies(host) {
         copies.entries.retain(|entry| entry.adapter != name);
     }
     Ok(())
 }
 
-/// Switches the dropout of all maps.
+/// Switches training mode, and with it the dropout of all adapters, on or off.
 ///
 /// # Errors
-/// Why the maps cannot be visited now.
+/// The error of a model whose layers cannot be visited now.
 pub fn set_training<H: AdapterHost + ?Sized>(host: &mut H, training: bool) -> Result<()> {
-    host.visit_linears(&mut |_, map| {
-        map.set_training(training);
+    visit_linears(host, |_, linear| {
+        linear.set_training(training);
+        Ok(())
+    })
+}
+
+/// Checks that no layer has a merged adapter, before anything is changed.
+fn refuse_merged<H: AdapterHost + ?Sized>(host: &mut H, operation: &'static str) -> Result<()> {
+    visit_linears(host, |_, linear| {
+        adapters_of(linear).map_or(Ok(()), |own| own.refuse_merged(operation))
+    })
+}
+
+/// Calls `change` with the adapters of each layer that has any.
+fn each_layer<H: AdapterHost + ?Sized>(
+    host: &mut H,
+    mut change: impl FnMut(&mut LayerAdapters),
+) -> Result<()> {
+    visit_linears(host, |_, linear| {
+        adapters_mut(linear).into_iter().for_each(&mut change);
         Ok(())
     })
 }

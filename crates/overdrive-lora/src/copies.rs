@@ -1,67 +1,64 @@
-//! Full copies of modules, and which of them the model computes with.
+//! Full copies of parameters, and which of them the model computes with.
 
+use overdrive_core::Error;
+use overdrive_nn::AdapterHost;
 use tch::Tensor;
 
-use crate::{AdapterHost, Error, Result};
+use crate::Result;
+use crate::host::{module_copies, visit_linears, visit_parameters};
+use crate::layer_adapters::adapters_of;
 
-/// Full copies of parameters that are trained and saved with an adapter (`modules_to_save`). A model that
-/// offers its parameters ([`AdapterHost::visit_parameters`](crate::AdapterHost::visit_parameters)) owns
-/// one.
+/// The full copies of parameters that are trained and saved with an adapter (`modules_to_save`). They lie in
+/// the model's [`AdapterState`](overdrive_nn::AdapterState).
 #[derive(Debug, Default)]
-pub struct ModuleCopies {
+pub(crate) struct ModuleCopies {
     pub(crate) entries: Vec<ModuleCopy>,
     /// The adapter whose copies the model computes with.
     pub(crate) active: Option<String>,
-    /// The one that it will compute with again when adapters are enabled.
+    /// While adapters are disabled: the one that the model will compute with when they are enabled again.
     pub(crate) waiting: Option<String>,
 }
 
 #[derive(Debug)]
 pub(crate) struct ModuleCopy {
     pub(crate) adapter: String,
-    /// Of the parameter.
+    /// The name of the parameter.
     pub(crate) name: String,
     pub(crate) copy: Tensor,
-    /// The model's own, while the copy is in its place.
+    /// The model's own tensor, while the copy is in its place.
     pub(crate) original: Option<Tensor>,
 }
 
 impl ModuleCopies {
-    /// No copies.
-    pub fn new() -> ModuleCopies {
-        ModuleCopies::default()
-    }
-
-    /// Names of the parameters that `adapter` has copies of.
-    pub fn names(&self, adapter: &str) -> Vec<&str> {
+    /// Returns the names of the parameters that `adapter` has copies of.
+    pub(crate) fn names(&self, adapter: &str) -> Vec<&str> {
         let own = self.entries.iter().filter(|entry| entry.adapter == adapter);
         own.map(|entry| entry.name.as_str()).collect()
     }
 }
 
-/// Only one adapter can be in a module's place.
+/// Checks that no two of the adapters `names` have a copy of the same module: only one can be in its place.
 pub(crate) fn check_copies<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Result<()> {
     let several = |owners: Vec<&str>, module: &str| {
-        let meant: Vec<&str> = owners
+        let wanted: Vec<&str> = owners
             .into_iter()
             .filter(|own| names.contains(own))
             .collect();
-        if meant.len() < 2 {
+        if wanted.len() < 2 {
             return Ok(());
         }
-        Err(Error::BadConfig {
-            key: "modules_to_save".to_owned(),
-            found: format!("`{module}` in each of {}", meant.join(", ")),
-            expected: "at most one active adapter with a copy of it".to_owned(),
-        })
+        let value = format!("`{module}` in each of {}", wanted.join(", "));
+        let expected = "such that only one active adapter has a copy of a module";
+        Err(Error::option("modules_to_save", value, expected))
     };
-    host.visit_linears(&mut |name, map| {
-        several(
-            map.copies.iter().map(|(own, ..)| own.as_str()).collect(),
-            name,
-        )
+    visit_linears(host, |name, linear| {
+        let Some(own) = adapters_of(linear) else {
+            return Ok(());
+        };
+        let owners = own.copies.iter().map(|copy| copy.adapter.as_str());
+        Ok(several(owners.collect(), name)?)
     })?;
-    let Some(copies) = host.module_copies() else {
+    let Some(copies) = module_copies(host) else {
         return Ok(());
     };
     for entry in &copies.entries {
@@ -77,16 +74,17 @@ pub(crate) fn check_copies<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]
     Ok(())
 }
 
-/// Puts the copies of the first of `names` that has any in the places of the model's own parameters, and
-/// all others back.
+/// Makes the model compute with the copies of the first of `names` that has any, and with its own parameters
+/// elsewhere.
 pub(crate) fn place_copies<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Result<()> {
-    let Some(own) = host.module_copies() else {
+    let Some(own) = module_copies(host) else {
         return Ok(());
     };
+    // Taken out for the visit, which borrows the model.
     let mut copies = std::mem::take(own);
     let has = |name: &&&str| copies.entries.iter().any(|entry| entry.adapter == **name);
     let active = names.iter().find(has).map(|name| (*name).to_owned());
-    let visited = host.visit_parameters(&mut |name, tensor| {
+    let visited = visit_parameters(host, |name, tensor| {
         for entry in copies.entries.iter_mut().filter(|entry| entry.name == name) {
             if let Some(original) = entry.original.take() {
                 *tensor = original;
@@ -105,7 +103,7 @@ pub(crate) fn place_copies<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]
         copies.active = active;
         copies.waiting = None;
     }
-    if let Some(own) = host.module_copies() {
+    if let Some(own) = module_copies(host) {
         *own = copies;
     }
     visited

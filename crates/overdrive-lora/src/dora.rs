@@ -3,20 +3,24 @@
 use std::sync::PoisonError;
 
 use overdrive_autograd::NoGradGuard;
+use overdrive_nn::LinearWeight;
 use overdrive_precision::Autocast;
 use tch::{Device, Kind, Tensor};
 
-use crate::{Adapter, BaseWeight, Result};
+use crate::{LoraAdapter, Result};
 
-/// `‖W + scale · B · A‖` of each row, `(O,)`, in the kind of A: a constant, as in section 4.3 of the paper.
+/// Returns `‖W + scale · B · A‖` of each row, `(O,)`, in the dtype of A. It is a constant to autograd, as in
+/// section 4.3 of the paper.
 ///
-/// From `‖W‖² + 2·scale·⟨W Aᵀ, B⟩ + scale²·⟨B A Aᵀ, B⟩`, without ever making `B · A`: that costs the base a
-/// product with r rows, and no memory of its size.
-pub(crate) fn row_lengths(base: &BaseWeight, adapter: &Adapter) -> Result<Tensor> {
+/// It is computed as `‖W‖² + 2·scale·⟨W Aᵀ, B⟩ + scale²·⟨B A Aᵀ, B⟩`, so `B · A` is never made: that costs a
+/// matmul of the weight with r rows, and no memory of the weight's size.
+pub(crate) fn row_norms(weight: &LinearWeight, adapter: &LoraAdapter) -> Result<Tensor> {
     let _no_grad = NoGradGuard::new();
-    // Its kinds have too few digits for a length.
-    let _exact = match base.device() {
-        Device::Cpu | Device::Cuda(_) => Some(Autocast::new(base.device()).enabled(false).enter()?),
+    // The dtypes of autocast have too few digits for a norm.
+    let _exact = match weight.device() {
+        Device::Cpu | Device::Cuda(_) => {
+            Some(Autocast::new(weight.device()).enabled(false).enter()?)
+        }
         _ => None,
     };
     let (a, b, scale) = (&adapter.a, &adapter.b, adapter.scale);
@@ -26,51 +30,95 @@ pub(crate) fn row_lengths(base: &BaseWeight, adapter: &Adapter) -> Result<Tensor
         _ => Kind::Float,
     };
     let (a, b) = (a.f_to_kind(wide)?, b.f_to_kind(wide)?);
-    let (squares, product) = base.rows_by(&a)?;
+    let (squares, product) = squares_and_product(weight, &a)?;
     let gram = b.f_mm(&a.f_mm(&a.f_tr()?)?)?;
     let mixed = product
         .f_mul_scalar(2.0 * scale)?
         .f_add(&gram.f_mul_scalar(scale * scale)?)?
         .f_mul(&b)?
         .f_sum_dim_intlist([1i64].as_slice(), true, wide)?;
-    let lengths = squares.f_add(&mixed)?.f_clamp_min(0.0)?.f_sqrt()?;
-    Ok(lengths.f_flatten(0, -1)?.f_to_kind(adapter.a.kind())?)
+    // Rounding may leave a negative number where the sum is zero.
+    let norms = squares.f_add(&mixed)?.f_clamp_min(0.0)?.f_sqrt()?;
+    Ok(norms.f_flatten(0, -1)?.f_to_kind(adapter.a.kind())?)
 }
 
-/// Lengths, and what they were computed from.
+/// Returns the squared norm of each row of the weight, `(O, 1)`, and the weight times `aᵀ`, `(O, r)`, in the
+/// dtype of `a (r, I)`.
+fn squares_and_product(weight: &LinearWeight, a: &Tensor) -> Result<(Tensor, Tensor)> {
+    let rows = match weight {
+        LinearWeight::Quantized(weight) => weight.dequantize(a.kind())?,
+        LinearWeight::Dense { .. } => {
+            let rows = weight.to_dense(weight.kind().unwrap_or(a.kind()))?;
+            if rows.kind() != a.kind() {
+                return by_blocks(&rows, a);
+            }
+            rows
+        }
+    };
+    of_rows(&rows, a)
+}
+
+fn of_rows(rows: &Tensor, a: &Tensor) -> Result<(Tensor, Tensor)> {
+    let norms = rows.f_norm_scalaropt_dim(2, [1i64].as_slice(), true)?;
+    Ok((norms.f_square()?, rows.f_mm(&a.f_tr()?)?))
+}
+
+/// Casts the rows a block at a time, so that a weight in 16 bits is never whole in 32.
+fn by_blocks(weight: &Tensor, a: &Tensor) -> Result<(Tensor, Tensor)> {
+    let [outputs, inputs] = weight.size()[..] else {
+        return of_rows(weight, a);
+    };
+    let step = ((1 << 20) / inputs.max(1)).max(1);
+    let (mut squares, mut products) = (Vec::new(), Vec::new());
+    let mut start = 0;
+    while start < outputs {
+        let len = step.min(outputs - start);
+        let rows = weight.f_narrow(0, start, len)?.f_to_kind(a.kind())?;
+        let (square, product) = of_rows(&rows, a)?;
+        squares.push(square);
+        products.push(product);
+        start += len;
+    }
+    Ok((Tensor::f_cat(&squares, 0)?, Tensor::f_cat(&products, 0)?))
+}
+
+/// Row norms, and the key of the tensors that they were computed from.
 #[derive(Debug)]
-pub(crate) struct Lengths {
-    /// The scale's bits, and address and version of A, B and a dense weight. Packed weights never change;
-    /// whoever exchanges one drops the lengths.
-    key: (u64, Vec<(usize, i64)>),
+pub(crate) struct RowNorms {
+    key: Key,
     value: Tensor,
 }
 
-/// [`row_lengths`], computed anew only after an optimizer or anybody else has changed a tensor: passes of
-/// one accumulated step and of decoding share them.
-fn kept_row_lengths(base: &BaseWeight, adapter: &Adapter) -> Result<Tensor> {
-    let Some(key) = key(base, adapter) else {
-        return row_lengths(base, adapter);
+/// The scale's bits, and address and version of A, B and a dense weight. Quantized weights never change, and
+/// [`Adapter::weight_replaced`](overdrive_nn::Adapter::weight_replaced) drops the norms of one that was
+/// replaced.
+type Key = (u64, Vec<(usize, i64)>);
+
+/// Returns [`row_norms`], computed anew only after an optimizer or anybody else has changed a tensor: the
+/// micro-batches of a step and the tokens of a generation share them.
+fn cached_row_norms(weight: &LinearWeight, adapter: &LoraAdapter) -> Result<Tensor> {
+    let Some(key) = key(weight, adapter) else {
+        return row_norms(weight, adapter);
     };
-    // A thread that panicked in between has left nothing half done.
-    let mut kept = adapter
-        .lengths
+    // The cache is written in one assignment: a thread that panicked has left nothing half done.
+    let mut cache = adapter
+        .row_norms
         .lock()
         .unwrap_or_else(PoisonError::into_inner);
-    if let Some(kept) = kept.as_ref().filter(|kept| kept.key == key) {
-        return Ok(kept.value.shallow_clone());
+    if let Some(cached) = cache.as_ref().filter(|cached| cached.key == key) {
+        return Ok(cached.value.shallow_clone());
     }
-    let value = row_lengths(base, adapter)?;
+    let value = row_norms(weight, adapter)?;
     let copy = value.shallow_clone();
-    *kept = Some(Lengths { key, value });
+    *cache = Some(RowNorms { key, value });
     Ok(copy)
 }
 
-/// `None` for tensors of inference mode, which have no versions.
-fn key(base: &BaseWeight, adapter: &Adapter) -> Option<(u64, Vec<(usize, i64)>)> {
-    let dense = match base {
-        BaseWeight::Dense { weight, .. } => Some(weight),
-        BaseWeight::Quantized(_) => None,
+/// Returns `None` for tensors of inference mode, which have no versions.
+fn key(weight: &LinearWeight, adapter: &LoraAdapter) -> Option<Key> {
+    let dense = match weight {
+        LinearWeight::Dense { weight, .. } => Some(weight),
+        LinearWeight::Quantized(_) => None,
     };
     let tensors = [&adapter.a, &adapter.b].into_iter().chain(dense);
     let stamp = |tensor: &Tensor| {
@@ -83,7 +131,11 @@ fn key(base: &BaseWeight, adapter: &Adapter) -> Option<(u64, Vec<(usize, i64)>)>
     ))
 }
 
-/// What each output is multiplied by, `(O,)`: the learned magnitude over the length there is.
-pub(crate) fn factor(base: &BaseWeight, adapter: &Adapter, magnitude: &Tensor) -> Result<Tensor> {
-    Ok(magnitude.f_div(&kept_row_lengths(base, adapter)?)?)
+/// Returns the factor of each output, `(O,)`: the learned magnitude over the current norm of the row.
+pub(crate) fn factor(
+    weight: &LinearWeight,
+    adapter: &LoraAdapter,
+    magnitude: &Tensor,
+) -> Result<Tensor> {
+    Ok(magnitude.f_div(&cached_row_norms(weight, adapter)?)?)
 }

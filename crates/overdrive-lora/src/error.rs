@@ -1,126 +1,117 @@
 use std::path::PathBuf;
 
-/// What can go wrong with adapters.
+/// The errors of adapters.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The layers are part of a graph that has not been differentiated yet.
+    /// A key of an adapter's configuration or an option outside its range, a tensor of the wrong shape,
+    /// dtype or device, or a file that cannot be read or written.
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
+    /// A key of an adapter's configuration asks for something that this crate does not implement.
     #[error(
-        "the model's layers are still held by a checkpointed graph: call `backward` or drop the loss before changing them"
-    )]
-    InUse,
-    /// A key of an adapter's configuration has a value that cannot be used.
-    #[error("`{key}` is {found}: expected {expected}")]
-    BadConfig {
-        /// Which key.
-        key: String,
-        /// Its value.
-        found: String,
-        /// What fits.
-        expected: String,
-    },
-    /// A key of an adapter's configuration asks for what is not computed here.
-    #[error(
-        "`{key}` is set to {value}, which is not supported here: unset it, or use the adapter with PEFT"
+        "`{key}` is {value}, which is not supported here; unset it, or use the adapter with PEFT"
     )]
     UnsupportedKey {
-        /// Which key.
+        /// The key.
         key: String,
         /// Its value.
         value: String,
     },
-    /// A configuration means no map of the model.
+    /// A configuration matches no linear layer of the model.
     #[error(
-        "no linear map fits {}; there are: {}",
-        target_modules,
+        "no linear layer matches {target_modules}; the model has {}",
         available.join(", ")
     )]
     NoTarget {
-        /// What was asked for.
+        /// The rule that was to match.
         target_modules: String,
-        /// The names of the maps, without their layers' numbers.
+        /// The names of the linear layers, with `*` for their numbers.
         available: Vec<String>,
     },
     /// A configuration names a module to train in full that the model does not offer.
     #[error(
-        "no module to save fits `{name}`; there are: {}",
-        if available.is_empty() { "none".to_owned() } else { available.join(", ") }
+        "no module matches `{name}` of `modules_to_save`; the model has {}",
+        list(available)
     )]
     NoModule {
-        /// What was asked for.
+        /// The name in the configuration.
         name: String,
-        /// The modules there are.
+        /// The modules of the model.
         available: Vec<String>,
     },
     /// There is no adapter of this name.
-    #[error(
-        "there is no adapter `{name}`; there are: {}",
-        if available.is_empty() { "none".to_owned() } else { available.join(", ") }
-    )]
+    #[error("there is no adapter `{name}`; the model has {}", list(available))]
     UnknownAdapter {
-        /// What was asked for.
+        /// The name that was asked for.
         name: String,
-        /// The adapters there are.
+        /// The adapters of the model.
         available: Vec<String>,
     },
-    /// An adapter of this name is there already, or the name cannot be one.
-    #[error("`{name}` cannot be a new adapter's name: {reason}")]
+    /// An adapter of this name exists already, or the name cannot be one.
+    #[error("`{name}` cannot be the name of a new adapter: {reason}")]
     BadName {
         /// The name.
         name: String,
-        /// What is wrong with it.
+        /// The reason.
         reason: &'static str,
     },
-    /// A tensor of an adapter has the wrong shape or kind, or options do not fit one another.
-    #[error("{name} is {found}: expected {expected}")]
-    BadInput {
-        /// What.
-        name: String,
-        /// What it is.
-        found: String,
-        /// What fits.
-        expected: String,
+    /// Adapters cannot be combined.
+    #[error("{adapters} cannot be combined: {reason}")]
+    NotCombinable {
+        /// The adapters.
+        adapters: String,
+        /// The reason, and the remedy where there is one.
+        reason: String,
     },
-    /// Adapters are merged into the weight.
+    /// Adapters are merged into the weights.
     #[error(
-        "{operation} while adapters are merged into the weights ({}): unmerge them first",
+        "{operation} is not possible while adapters are merged into the weights ({}); unmerge them first",
         merged.join(", ")
     )]
     Merged {
-        /// What was tried.
+        /// The operation that failed.
         operation: &'static str,
         /// The adapters that are merged.
         merged: Vec<String>,
     },
-    /// A merged weight would hold numbers that are not finite.
+    /// A merged weight would hold elements that are not finite.
     #[error(
-        "merging `{adapter}` into `{map}` gives numbers that are not finite: nothing was changed there"
+        "merging `{adapter}` into `{layer}` gives elements that are not finite; the layer is unchanged"
     )]
     NotFinite {
         /// The adapter.
         adapter: String,
-        /// The map.
-        map: String,
+        /// The linear layer.
+        layer: String,
     },
+    /// A full copy cannot be merged because its parameter is tied to another one.
+    #[error(
+        "the full copy of `{name}` cannot be merged, as the parameter is tied to `{other}`; untie them, or call `unload` and keep the adapter"
+    )]
+    TiedCopy {
+        /// The parameter with a copy.
+        name: String,
+        /// The parameter that it is tied to.
+        other: String,
+    },
+    /// A linear layer has an adapter of another crate.
+    #[error(
+        "a linear layer has an adapter that is not LoRA's; remove it with `Linear::take_adapter` first"
+    )]
+    OtherAdapter,
     /// An adapter's file does not fit the model and the configuration beside it.
     #[error("{} does not fit: {}", path.display(), problems.join("; "))]
     Checkpoint {
         /// The file.
         path: PathBuf,
-        /// Every tensor that is missing, unexpected or misshapen.
+        /// Every tensor that is missing, unexpected or of another shape.
         problems: Vec<String>,
     },
-    /// A file could not be read or written.
-    #[error("cannot {action} {}: {source}", path.display())]
-    Io {
-        /// What was tried.
-        action: &'static str,
-        /// The file or folder.
-        path: PathBuf,
-        /// Why not.
-        source: std::io::Error,
-    },
-    /// An error of a custom function.
+    /// An error of a layer, or of the model that lends its layers.
+    #[error(transparent)]
+    Nn(overdrive_nn::Error),
+    /// An error of a custom autograd function.
     #[error(transparent)]
     Autograd(#[from] overdrive_autograd::Error),
     /// An error of an autocast region.
@@ -129,13 +120,10 @@ pub enum Error {
     /// An error of the shim.
     #[error(transparent)]
     Sys(#[from] overdrive_sys::Error),
-    /// An error of a quantized base.
+    /// An error of a quantized weight.
     #[error(transparent)]
     Quantization(#[from] overdrive_quantization::Error),
-    /// An error of a fused kernel.
-    #[error(transparent)]
-    Fused(#[from] overdrive_fused::Error),
-    /// An error of a weight file.
+    /// An error of a safetensors file.
     #[error(transparent)]
     File(#[from] overdrive_safetensors::Error),
     /// An error of libtorch, with its message.
@@ -143,5 +131,42 @@ pub enum Error {
     Torch(#[from] tch::TchError),
 }
 
-/// Result of this crate.
+/// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
+
+fn list(names: &[String]) -> String {
+    if names.is_empty() {
+        "none".to_owned()
+    } else {
+        names.join(", ")
+    }
+}
+
+impl From<overdrive_nn::Error> for Error {
+    /// Takes an error of this crate out of its wrapping again: a visitor's error passes through the model,
+    /// which knows only overdrive-nn.
+    fn from(error: overdrive_nn::Error) -> Error {
+        match error {
+            overdrive_nn::Error::Common(error) => Error::Common(error),
+            overdrive_nn::Error::Quantization(error) => Error::Quantization(error),
+            overdrive_nn::Error::Torch(error) => Error::Torch(error),
+            overdrive_nn::Error::Adapter(error) => match error.downcast::<Error>() {
+                Ok(own) => *own,
+                Err(other) => Error::Nn(overdrive_nn::Error::Adapter(other)),
+            },
+            other => Error::Nn(other),
+        }
+    }
+}
+
+impl From<Error> for overdrive_nn::Error {
+    fn from(error: Error) -> overdrive_nn::Error {
+        match error {
+            Error::Common(error) => overdrive_nn::Error::Common(error),
+            Error::Nn(error) => error,
+            Error::Quantization(error) => overdrive_nn::Error::Quantization(error),
+            Error::Torch(error) => overdrive_nn::Error::Torch(error),
+            other => overdrive_nn::Error::Adapter(Box::new(other)),
+        }
+    }
+}

@@ -1,100 +1,64 @@
-//! What a map computes: the base's product, and what its adapters add.
+//! The output of a layer with adapters: the matmul of its weight, and what each active adapter adds.
 
+use overdrive_nn::{Adapter, Linear, LinearWeight, joint_base};
 use overdrive_sys::autocast;
 use tch::{Kind, Tensor};
 
-use crate::low_rank::{Part, add_low_rank};
-use crate::{AdaptedLinear, Adapter, BaseWeight, Result, dora};
+use crate::layer_adapters::{LayerAdapters, adapters_of};
+use crate::low_rank::{Addend, add_low_rank};
+use crate::{LoraAdapter, Result, dora};
 
-impl AdaptedLinear {
-    /// `x (…, I)` to `(…, O)`: the base and all active adapters. `fused`: whether products of dense
-    /// weights are made by overdrive-fused, or by libtorch's operator.
-    ///
-    /// Adapters are computed in their own kind (under autocast in its kind), and the result has the
-    /// base's.
-    ///
-    /// # Errors
-    /// When shapes do not fit or libtorch fails.
-    pub fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
-        let (base, bias) = self.in_use();
-        if self.working().is_empty() {
-            return product(base, x, bias, fused);
+impl Adapter for LayerAdapters {
+    fn is_active(&self) -> bool {
+        !self.working().is_empty()
+    }
+
+    fn active_names(&self) -> Vec<&str> {
+        if !self.enabled {
+            return Vec::new();
         }
+        // With a full copy in its place the layer's weight does not count, nor what is merged into it.
+        let merged = self.merged();
+        let mut names = self.active();
+        names.retain(|name| !merged.contains(name));
+        names.extend(self.active_copy());
+        names
+    }
+
+    /// Computes adapters in their own dtype (under autocast in its dtype); the result has the weight's.
+    fn forward(&self, layer: &Linear, x: &Tensor, fused: bool) -> overdrive_nn::Result<Tensor> {
+        let shared = shared_input(x)?;
+        Ok(self.adapted(layer, shared.as_ref().unwrap_or(x), fused)?)
+    }
+
+    fn forward_joint(
+        &self,
+        layers: &[&Linear],
+        x: &Tensor,
+    ) -> overdrive_nn::Result<Option<Tensor>> {
+        let Some(addends) = joint_addends(layers) else {
+            return Ok(None);
+        };
         let shared = shared_input(x)?;
         let x = shared.as_ref().unwrap_or(x);
-        self.adapted(x, fused)
+        Ok(Some(add_low_rank(joint_base(x, layers)?, x, &addends)?))
     }
 
-    /// The base and the adapters one after another, as PEFT orders them: DoRA scales what is there when
-    /// its turn comes.
-    fn adapted(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
-        let working = self.working();
-        let first = &self.adapters[working[0]].1;
-        // DoRA wants the product without the bias: where it is first, the bias waits.
-        let mut owed = match (&self.bias, &first.magnitude) {
-            (Some(bias), Some(_)) if self.dropout(first) == 0.0 => Some(bias),
-            _ => None,
-        };
-        let bias = self.bias.as_ref().filter(|_| owed.is_none());
-        let mut y = product(&self.base, x, bias, fused)?;
-        let kind = y.kind();
-        let mut pending = Vec::new();
-        for index in working {
-            let adapter = &self.adapters[*index].1;
-            let part = Part {
-                start: 0,
-                adapter,
-                dropout: self.dropout(adapter),
-            };
-            let Some(magnitude) = &adapter.magnitude else {
-                pending.push(part);
-                continue;
-            };
-            y = add_low_rank(y, x, &std::mem::take(&mut pending))?;
-            let factor = dora::factor(&self.base, adapter, magnitude)?;
-            if part.dropout > 0.0 {
-                y = self.dora_with_dropout(y, x, adapter, &factor, fused)?;
-                continue;
-            }
-            if let (Some(bias), None) = (&self.bias, owed) {
-                y = y.f_sub(bias)?;
-            }
-            let mut scaled = add_low_rank(y, x, &[part])?.f_mul(&factor)?;
-            y = match owed.take().or(self.bias.as_ref()) {
-                Some(bias) => scaled.f_add_(bias)?,
-                None => scaled,
-            };
-            y = y.f_to_kind(kind)?;
-        }
-        add_low_rank(y, x, &pending)
+    fn replacement(&self) -> Option<(&LinearWeight, Option<&Tensor>)> {
+        let copy = &self.copies[self.active_copy.filter(|_| self.enabled)?];
+        Some((&copy.weight, copy.bias.as_ref()))
     }
 
-    /// DoRA whose low-rank part, and only that, sees inputs through dropout.
-    fn dora_with_dropout(
-        &self,
-        y: Tensor,
-        x: &Tensor,
-        adapter: &Adapter,
-        factor: &Tensor,
-        fused: bool,
-    ) -> Result<Tensor> {
-        let none = None::<&Tensor>;
-        let dropped = x.f_dropout(self.dropout(adapter), true)?;
-        let base = product(&self.base, &dropped, None, fused)?;
-        let low = dropped
-            .f_to_kind(adapter.a.kind())?
-            .f_linear(&adapter.a, none)?
-            .f_linear(&adapter.b, none)?
-            .f_mul_scalar(adapter.scale)?;
-        let change = base
-            .f_mul(&factor.f_sub_scalar(1.0)?)?
-            .f_add(&low.f_mul(factor)?)?;
-        let kind = y.kind();
-        Ok(y.f_add(&change)?.f_to_kind(kind)?)
+    fn weight_replaced(&mut self) {
+        // What was merged is part of the new weight, by the word of whoever replaced it.
+        self.merged.clear();
+        self.forget_row_norms();
     }
+}
 
-    /// The adapters that count now.
-    pub(crate) fn working(&self) -> &[usize] {
+impl LayerAdapters {
+    /// Returns the indices of the adapters that are computed beside the weight now.
+    fn working(&self) -> &[usize] {
         if self.enabled && self.merged.is_empty() && self.active_copy.is_none() {
             &self.active
         } else {
@@ -102,66 +66,119 @@ impl AdaptedLinear {
         }
     }
 
-    /// The adapters that count now, as parts of a product that begin at output `start`; `None` if they
-    /// are more than a sum.
-    pub(crate) fn parts(&self, start: i64) -> Option<Vec<Part<'_>>> {
-        let part = |index: &usize| {
-            let adapter = &self.adapters[*index].1;
-            let part = Part {
-                start,
-                adapter,
-                dropout: self.dropout(adapter),
-            };
-            adapter.magnitude.is_none().then_some(part)
+    /// Computes the weight and the adapters one after another, in PEFT's order: DoRA scales the sum that it
+    /// finds.
+    fn adapted(&self, layer: &Linear, x: &Tensor, fused: bool) -> Result<Tensor> {
+        let (weight, bias) = (layer.weight(), layer.bias());
+        let working = self.working();
+        let first = &self.adapters[working[0]].1;
+        // DoRA needs the output without the bias. Where it is the first adapter, the bias is added after it
+        // instead of being added and subtracted.
+        let mut postponed = match (bias, &first.magnitude) {
+            (Some(bias), Some(_)) if dropout(layer, first) == 0.0 => Some(bias),
+            _ => None,
         };
-        self.working().iter().map(part).collect()
-    }
-
-    /// Weight and bias that count now.
-    pub(crate) fn in_use(&self) -> (&BaseWeight, Option<&Tensor>) {
-        match self.active_copy {
-            Some(index) if self.enabled => {
-                let (_, base, bias) = &self.copies[index];
-                (base, bias.as_ref())
+        let mut y = weight.forward(x, bias.filter(|_| postponed.is_none()), fused)?;
+        let kind = y.kind();
+        let mut pending = Vec::new();
+        for index in working {
+            let adapter = &self.adapters[*index].1;
+            let addend = Addend {
+                start: 0,
+                adapter,
+                dropout: dropout(layer, adapter),
+            };
+            let Some(magnitude) = &adapter.magnitude else {
+                pending.push(addend);
+                continue;
+            };
+            y = add_low_rank(y, x, &std::mem::take(&mut pending))?;
+            let factor = dora::factor(weight, adapter, magnitude)?;
+            if addend.dropout > 0.0 {
+                y = dora_with_dropout(y, x, &addend, weight, &factor, fused)?;
+                continue;
             }
-            _ => (&self.base, self.bias.as_ref()),
+            if let (Some(bias), None) = (bias, postponed) {
+                y = y.f_sub(bias)?;
+            }
+            let mut scaled = add_low_rank(y, x, &[addend])?.f_mul(&factor)?;
+            y = match postponed.take().or(bias) {
+                Some(bias) => scaled.f_add_(bias)?,
+                None => scaled,
+            };
+            y = y.f_to_kind(kind)?;
         }
-    }
-
-    fn dropout(&self, adapter: &Adapter) -> f64 {
-        if self.training {
-            adapter.config.lora_dropout
-        } else {
-            0.0
-        }
+        add_low_rank(y, x, &pending)
     }
 }
 
-/// `x` in autocast's kind, where it is on: cast once for the base and the adapters, which both keep
+/// Adds DoRA's change to `y`, where only the change sees inputs through dropout.
+fn dora_with_dropout(
+    y: Tensor,
+    x: &Tensor,
+    addend: &Addend<'_>,
+    weight: &LinearWeight,
+    factor: &Tensor,
+    fused: bool,
+) -> Result<Tensor> {
+    let none = None::<&Tensor>;
+    let adapter = addend.adapter;
+    let dropped = x.f_dropout(addend.dropout, true)?;
+    let base = weight.forward(&dropped, None, fused)?;
+    let low_rank = dropped
+        .f_to_kind(adapter.a.kind())?
+        .f_linear(&adapter.a, none)?
+        .f_linear(&adapter.b, none)?
+        .f_mul_scalar(adapter.scale)?;
+    let change = base
+        .f_mul(&factor.f_sub_scalar(1.0)?)?
+        .f_add(&low_rank.f_mul(factor)?)?;
+    let kind = y.kind();
+    Ok(y.f_add(&change)?.f_to_kind(kind)?)
+}
+
+/// Returns the active adapters of all layers with the first output of their layer, or `None` if one is more
+/// than an addend: DoRA scales the outputs of its layer, and another crate's adapter is unknown here.
+fn joint_addends<'m>(layers: &[&'m Linear]) -> Option<Vec<Addend<'m>>> {
+    let mut addends = Vec::new();
+    let mut start = 0;
+    for layer in layers {
+        if let Some(own) = adapters_of(layer) {
+            for index in own.working() {
+                let adapter = &own.adapters[*index].1;
+                if adapter.magnitude.is_some() {
+                    return None;
+                }
+                addends.push(Addend {
+                    start,
+                    adapter,
+                    dropout: dropout(layer, adapter),
+                });
+            }
+        } else if layer.adapter().is_some_and(Adapter::is_active) {
+            return None;
+        }
+        start += layer.weight().size()[0];
+    }
+    Some(addends)
+}
+
+/// Returns the probability that an input is dropped for `adapter`.
+fn dropout(layer: &Linear, adapter: &LoraAdapter) -> f64 {
+    if layer.is_training() {
+        adapter.config.lora_dropout
+    } else {
+        0.0
+    }
+}
+
+/// Casts `x` to autocast's dtype where autocast is on: once for the weight and the adapters, which both keep
 /// it for backward.
-pub(crate) fn shared_input(x: &Tensor) -> Result<Option<Tensor>> {
+fn shared_input(x: &Tensor) -> Result<Option<Tensor>> {
     match autocast::state(x.device()) {
         Ok(state) if state.enabled && x.kind() == Kind::Float => {
             Ok(Some(x.f_to_kind(state.dtype)?))
         }
         _ => Ok(None),
     }
-}
-
-/// The base's product alone.
-pub(crate) fn product(
-    base: &BaseWeight,
-    x: &Tensor,
-    bias: Option<&Tensor>,
-    fused: bool,
-) -> Result<Tensor> {
-    Ok(match base {
-        BaseWeight::Dense {
-            weight,
-            transposed: true,
-        } => x.f_linear(&weight.f_tr()?, bias)?,
-        BaseWeight::Dense { weight, .. } if fused => overdrive_fused::linear(x, weight, bias)?,
-        BaseWeight::Dense { weight, .. } => x.f_linear(weight, bias)?,
-        BaseWeight::Quantized(weight) => overdrive_quantization::linear(x, weight, bias)?,
-    })
 }

@@ -1,23 +1,26 @@
-//! How adapters start.
+//! The initial values of adapters.
 
 use std::sync::{Arc, Mutex};
 
 use overdrive_autograd::NoGradGuard;
+use overdrive_core::Error;
+use overdrive_core::random::Generator;
+use overdrive_nn::LinearWeight;
 use overdrive_quantization::QuantizedWeight;
 use tch::{Device, Kind, Tensor};
 
-use crate::config::MapOptions;
-use crate::random::Stream;
-use crate::{Adapter, BaseWeight, Error, InitLoraWeights, LoraConfig, Result, dora};
+use crate::config::LayerOptions;
+use crate::random::{normal_tensor, uniform_tensor};
+use crate::{InitLoraWeights, LoraAdapter, LoraConfig, Result, dora};
 
-/// How adapters are made.
+/// The options of a new adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AddOptions {
-    /// The seed of A's random numbers; default 0. They depend on it and on the map's name alone, and
-    /// libtorch's generators are left as they are.
+    /// The seed of A's random values; default 0. They depend on it and on the layer's name alone; libtorch's
+    /// generators are not used.
     pub seed: u64,
-    /// Whether adapters beside bf16 and fp16 weights are fp32 (PEFT's `autocast_adapter_dtype`); default
-    /// true. Beside quantized weights they are fp32 in any case.
+    /// If `true`, adapters beside bf16 and fp16 weights are fp32 (PEFT's `autocast_adapter_dtype`); default
+    /// `true`. Beside quantized weights they are always fp32.
     pub autocast_adapter_dtype: bool,
 }
 
@@ -30,8 +33,8 @@ impl Default for AddOptions {
     }
 }
 
-/// The kind of an adapter's numbers beside `base`.
-pub(crate) fn adapter_kind(base: &BaseWeight, autocast: bool) -> Kind {
+/// Returns the dtype of an adapter beside `base`.
+pub(crate) fn adapter_kind(base: &LinearWeight, autocast: bool) -> Kind {
     match base.kind() {
         Some(Kind::Double) => Kind::Double,
         Some(kind @ (Kind::BFloat16 | Kind::Half)) if !autocast => kind,
@@ -39,15 +42,15 @@ pub(crate) fn adapter_kind(base: &BaseWeight, autocast: bool) -> Kind {
     }
 }
 
-/// A new adapter of the map `name`. Changes `base` where the initialisation takes its part from it.
+/// Makes a new adapter of the layer `name`. PiSSA and OLoRA subtract it from `base`.
 pub(crate) fn adapter(
-    base: &mut BaseWeight,
+    base: &mut LinearWeight,
     name: &str,
     config: &Arc<LoraConfig>,
     options: &AddOptions,
-) -> Result<Adapter> {
+) -> Result<LoraAdapter> {
     let _no_grad = NoGradGuard::new();
-    let MapOptions { rank, alpha, scale } = config.map_options(name)?;
+    let LayerOptions { rank, alpha, scale } = config.layer_options(name)?;
     let place = (
         adapter_kind(base, options.autocast_adapter_dtype),
         base.device(),
@@ -77,7 +80,7 @@ pub(crate) fn adapter(
         (true, InitLoraWeights::Random) => Some(draw.linear_bias()?),
         (true, _) => Some(Tensor::f_zeros([draw.size[0]], place)?),
     };
-    let mut adapter = Adapter {
+    let mut adapter = LoraAdapter {
         config: Arc::clone(config),
         alpha,
         scale,
@@ -85,10 +88,10 @@ pub(crate) fn adapter(
         b,
         bias,
         magnitude: None,
-        lengths: Mutex::default(),
+        row_norms: Mutex::default(),
     };
     if config.use_dora {
-        adapter.magnitude = Some(dora::row_lengths(base, &adapter)?);
+        adapter.magnitude = Some(dora::row_norms(base, &adapter)?);
     }
     for (_, _, tensor) in adapter.tensors() {
         let _same = tensor.f_set_requires_grad(true)?;
@@ -96,6 +99,7 @@ pub(crate) fn adapter(
     Ok(adapter)
 }
 
+/// The shape, seed and dtype of the tensors of a new adapter.
 struct Draw<'n> {
     name: &'n str,
     seed: u64,
@@ -105,22 +109,36 @@ struct Draw<'n> {
 }
 
 impl Draw<'_> {
-    fn stream(&self, tensor: &str) -> Stream {
-        Stream::new(self.seed, &format!("{}.{tensor}", self.name))
+    /// Returns the random numbers of one tensor of the layer.
+    fn generator(&self, tensor: &str) -> Generator {
+        Generator::named(self.seed, &format!("{}.{tensor}", self.name))
+    }
+
+    fn uniform(&self, tensor: &str, shape: [i64; 2], bound: f64) -> Result<Tensor> {
+        uniform_tensor(&mut self.generator(tensor), shape, bound, self.place)
+    }
+
+    fn normal(
+        &self,
+        tensor: &str,
+        shape: [i64; 2],
+        std: f64,
+        place: (Kind, Device),
+    ) -> Result<Tensor> {
+        normal_tensor(&mut self.generator(tensor), shape, std, place)
     }
 
     fn kaiming_a(&self) -> Result<Tensor> {
         // kaiming_uniform with a = √5: gain² = 1/3, and a uniform's bound is √3 deviations.
         let bound = 1.0 / (self.size[1] as f64).sqrt();
         let shape = [self.rank, self.size[1]];
-        self.stream("lora_A")
-            .uniform_tensor(shape, bound, self.place)
+        self.uniform("lora_A", shape, bound)
     }
 
     fn gaussian_a(&self) -> Result<Tensor> {
         let shape = [self.rank, self.size[1]];
         let std = 1.0 / self.rank as f64;
-        self.stream("lora_A").normal_tensor(shape, std, self.place)
+        self.normal("lora_A", shape, std, self.place)
     }
 
     fn zero_b(&self) -> Result<Tensor> {
@@ -130,42 +148,31 @@ impl Draw<'_> {
     fn linear_b(&self) -> Result<Tensor> {
         let shape = [self.size[0], self.rank];
         let bound = 1.0 / (self.rank as f64).sqrt();
-        self.stream("lora_B")
-            .uniform_tensor(shape, bound, self.place)
+        self.uniform("lora_B", shape, bound)
     }
 
     fn linear_bias(&self) -> Result<Tensor> {
         let bound = 1.0 / (self.rank as f64).sqrt();
-        let mut stream = self.stream("lora_B.bias");
-        let row = stream.uniform_tensor([1, self.size[0]], bound, self.place)?;
+        let row = self.uniform("lora_B.bias", [1, self.size[0]], bound)?;
         Ok(row.f_flatten(0, -1)?)
     }
 
-    /// Of the odd and the even rows of one orthogonal matrix, so that `A·B` starts at zero on average
-    /// and the two learn in different directions.
+    /// Makes A and B from the odd and the even rows of one orthogonal matrix, so that `A·B` is zero and the
+    /// two learn in different directions.
     fn orthogonal(&self) -> Result<(Tensor, Tensor)> {
         if self.rank % 2 != 0 {
-            return Err(Error::BadConfig {
-                key: "r".to_owned(),
-                found: self.rank.to_string(),
-                expected: "an even rank: `init_lora_weights` is \"orthogonal\"".to_owned(),
-            });
+            let expected = "even where `init_lora_weights` is \"orthogonal\"";
+            return Err(Error::option("r", self.rank, expected).into());
         }
         let (kind, device) = self.place;
         let half = self.rank / 2;
         let cpu = (Kind::Float, Device::Cpu);
-        let square = self
-            .stream("q")
-            .normal_tensor([self.rank, self.rank], 1.0, cpu)?;
+        let square = self.normal("q", [self.rank, self.rank], 1.0, cpu)?;
         let (q, _) = Tensor::f_linalg_qr(&square, "reduced")?;
         let odd = q.f_slice(0, 0, self.rank, 2)?;
         let even = q.f_slice(0, 1, self.rank, 2)?;
-        let left = self
-            .stream("lora_A")
-            .normal_tensor([self.size[1], half], 0.1, cpu)?;
-        let right = self
-            .stream("lora_B")
-            .normal_tensor([self.size[0], half], 0.1, cpu)?;
+        let left = self.normal("lora_A", [self.size[1], half], 0.1, cpu)?;
+        let right = self.normal("lora_B", [self.size[0], half], 0.1, cpu)?;
         let place = |tensor: Tensor| -> Result<Tensor> {
             Ok(tensor
                 .f_contiguous()?
@@ -176,9 +183,9 @@ impl Draw<'_> {
     }
 }
 
-/// A and B from the weight, which is left with the rest: `W − scale · B · A`.
+/// Makes A and B from the weight, and subtracts them from it: `W − scale · B · A`.
 fn from_weight(
-    base: &mut BaseWeight,
+    base: &mut LinearWeight,
     draw: &Draw<'_>,
     scale: f64,
     quantized: bool,
@@ -186,20 +193,17 @@ fn from_weight(
 ) -> Result<(Tensor, Tensor)> {
     let largest = draw.size[0].min(draw.size[1]);
     if draw.rank > largest {
-        return Err(Error::BadConfig {
-            key: "r".to_owned(),
-            found: format!("{} for `{}`", draw.rank, draw.name),
-            expected: format!("at most {largest}: `init_lora_weights` decomposes its weight"),
-        });
+        let found = format!("{} for `{}`", draw.rank, draw.name);
+        let expected = format!("at most {largest}, as `init_lora_weights` decomposes the weight");
+        return Err(Error::option("r", found, expected).into());
     }
-    if matches!(base, BaseWeight::Quantized(_)) && !quantized {
-        return Err(Error::BadConfig {
-            key: "init_lora_weights".to_owned(),
-            found: format!("\"pissa\" over the quantized `{}`", draw.name),
-            expected: "a dense weight: initialise first and quantize what is left".to_owned(),
-        });
+    if matches!(base, LinearWeight::Quantized(_)) && !quantized {
+        let found = format!("\"pissa\" for the quantized `{}`", draw.name);
+        let expected = "another one for a quantized weight; or add the adapter first and quantize the \
+                        weight after it";
+        return Err(Error::option("init_lora_weights", found, expected).into());
     }
-    // A decomposition in half precision would be worth nothing.
+    // libtorch has no decompositions in half precision, and their digits would not suffice.
     let wide = match draw.place.0 {
         Kind::Double => Kind::Double,
         _ => Kind::Float,
@@ -208,11 +212,11 @@ fn from_weight(
     let (a, b) = split(&weight, draw, scale)?;
     let rest = weight.f_sub(&b.f_mm(&a)?.f_mul_scalar(scale)?)?;
     match base {
-        BaseWeight::Dense { weight, transposed } => {
+        LinearWeight::Dense { weight, transposed } => {
             let rest = if *transposed { rest.f_tr()? } else { rest };
             weight.f_detach()?.f_copy_(&rest)?;
         }
-        BaseWeight::Quantized(weight) => {
+        LinearWeight::Quantized(weight) => {
             *weight = QuantizedWeight::quantize(&rest, weight.scheme())?;
         }
     }
@@ -235,8 +239,8 @@ fn pissa(weight: &Tensor, draw: &Draw<'_>, scale: f64) -> Result<(Tensor, Tensor
     Ok((a, u.f_narrow(1, 0, draw.rank)?.f_mul(&roots)?))
 }
 
-/// Halko et al. 2009, arXiv:0909.4061, algorithm 5.1 over a basis from `rounds` power iterations, as
-/// `torch.svd_lowrank`.
+/// Computes PiSSA by a randomised decomposition (Halko et al. 2009, arXiv:0909.4061, algorithm 5.1) over a
+/// basis from `rounds` power iterations, as `torch.svd_lowrank`.
 fn pissa_fast(
     weight: &Tensor,
     draw: &Draw<'_>,
@@ -244,9 +248,7 @@ fn pissa_fast(
     rounds: u32,
 ) -> Result<(Tensor, Tensor)> {
     let place = (weight.kind(), weight.device());
-    let probe = draw
-        .stream("svd")
-        .normal_tensor([draw.size[1], draw.rank], 1.0, place)?;
+    let probe = draw.normal("svd", [draw.size[1], draw.rank], 1.0, place)?;
     let (mut q, _) = Tensor::f_linalg_qr(&weight.f_mm(&probe)?, "reduced")?;
     for _ in 0..rounds {
         (q, _) = Tensor::f_linalg_qr(&weight.f_tr()?.f_mm(&q)?, "reduced")?;
@@ -260,7 +262,7 @@ fn pissa_fast(
     ))
 }
 
-/// The reduced decomposition.
+/// Computes the reduced singular value decomposition: U, S and Vᵀ.
 pub(crate) fn svd(matrix: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
     let (u, s, v) = matrix.f_svd(true, true)?;
     Ok((u, s, v.f_tr()?))

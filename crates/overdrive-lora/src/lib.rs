@@ -1,57 +1,58 @@
 //! Low-rank adapters for tch in PEFT's file format: LoRA, rsLoRA, DoRA, and QLoRA over quantized weights.
 //!
-//! A linear map keeps its weight frozen and learns a product of two thin matrices beside it: a
-//! thousandth of the numbers, of the optimizer's state and of the file. Several such adapters can stand
-//! beside one model, be switched at run time, added up, or merged into the weights.
+//! A linear layer keeps its weight frozen and learns the product of two thin matrices that is added to it: a
+//! thousandth of the parameters, of the optimizer's state and of the file. A model can have several such
+//! adapters, which are switched at run time, added up, or merged into the weights.
 //!
 //! | item | equals |
 //! |---|---|
 //! | [`LoraConfig`] | PEFT's `LoraConfig`, in `adapter_config.json` |
 //! | [`add_adapter`], [`set_adapter`], [`disable_adapters`], [`delete_adapter`] | `get_peft_model`, `set_adapter`, … |
 //! | [`save_adapter`], [`load_adapter`] | `save_pretrained`, `PeftModel.from_pretrained`, file by file |
-//! | [`merge_adapters`], [`unmerge_adapters`], [`merge_and_unload`], [`unload`] | the same, also over packed weights |
+//! | [`merge_adapters`], [`unmerge_adapters`], [`merge_and_unload`], [`unload`] | the same, also for quantized weights |
 //! | [`add_weighted_adapter`] | `add_weighted_adapter` |
 //! | [`trainable_parameters`], [`parameter_counts`] | `named_parameters`, `print_trainable_parameters` |
-//! | [`AdaptedLinear`], [`joint_forward`] | `lora.Linear`, for any model |
+//! | [`LoraLinear`], [`LoraAdapter`] | `lora.Linear`: the adapters of one [`Linear`](overdrive_nn::Linear) layer |
 //!
-//! Any model takes part by holding [`AdaptedLinear`]s and saying their names:
+//! It works with any model that implements [`AdapterHost`](overdrive_nn::AdapterHost), which lends its linear
+//! layers with their names; `CausalLm` of overdrive-transformer does:
 //!
 //! ```
 //! use overdrive_lora::{
-//!     AdaptedLinear, AdapterHost, AddOptions, LoadAdapterOptions, LoraConfig, MergeOptions,
-//!     TargetModules, add_adapter, load_adapter, merge_and_unload, parameter_counts, save_adapter,
-//!     trainable_parameters,
+//!     AddOptions, LoadAdapterOptions, LoraConfig, MergeOptions, TargetModules, add_adapter, load_adapter,
+//!     merge_and_unload, parameter_counts, save_adapter, trainable_parameters,
 //! };
+//! use overdrive_nn::{AdapterHost, Linear, Result};
 //! use tch::{Device, Kind, Tensor};
 //!
 //! struct Mlp {
-//!     up: AdaptedLinear,
-//!     down: AdaptedLinear,
+//!     up: Linear,
+//!     down: Linear,
 //! }
 //!
 //! impl Mlp {
-//!     fn new() -> Mlp {
+//!     fn new() -> Result<Mlp> {
 //!         let weight = |o: i64, i: i64| Tensor::ones([o, i], (Kind::Float, Device::Cpu)) / i;
-//!         Mlp { up: AdaptedLinear::dense(weight(32, 8), None), down: AdaptedLinear::dense(weight(8, 32), None) }
+//!         Ok(Mlp { up: Linear::dense(weight(32, 8), None)?, down: Linear::dense(weight(8, 32), None)? })
 //!     }
 //!
-//!     fn forward(&self, x: &Tensor) -> overdrive_lora::Result<Tensor> {
-//!         self.down.forward(&self.up.forward(x, true)?.f_gelu("none")?, true)
+//!     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+//!         self.down.forward(&self.up.forward(x)?.f_gelu("none")?)
 //!     }
 //! }
 //!
 //! impl AdapterHost for Mlp {
 //!     fn visit_linears(
 //!         &mut self,
-//!         visit: &mut dyn FnMut(&str, &mut AdaptedLinear) -> overdrive_lora::Result<()>,
-//!     ) -> overdrive_lora::Result<()> {
+//!         visit: &mut dyn FnMut(&str, &mut Linear) -> Result<()>,
+//!     ) -> Result<()> {
 //!         visit("mlp.up", &mut self.up)?;
 //!         visit("mlp.down", &mut self.down)
 //!     }
 //! }
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let mut model = Mlp::new();
+//! let mut model = Mlp::new()?;
 //! let config = LoraConfig { r: 4, target_modules: Some(TargetModules::AllLinear), ..Default::default() };
 //! add_adapter(&mut model, "default", &config, &AddOptions::default())?;
 //! assert_eq!(parameter_counts(&mut model)?.trainable, 2 * 4 * (8 + 32));
@@ -68,7 +69,7 @@
 //!
 //! let dir = tempfile::tempdir()?;
 //! save_adapter(&mut model, "default", dir.path())?; // what PEFT loads
-//! let mut other = Mlp::new();
+//! let mut other = Mlp::new()?;
 //! load_adapter(&mut other, dir.path(), "default", &LoadAdapterOptions::default())?;
 //! assert!(other.forward(&x)?.allclose(&model.forward(&x)?, 1e-5, 1e-6, false));
 //!
@@ -87,7 +88,6 @@
 
 mod adapter;
 mod adapters;
-mod base;
 mod config;
 mod copies;
 mod dora;
@@ -96,7 +96,7 @@ mod file;
 mod forward;
 mod host;
 mod init;
-mod joint;
+mod layer_adapters;
 mod linear;
 mod low_rank;
 mod merge;
@@ -105,22 +105,18 @@ mod selection;
 mod trainable;
 mod weighted;
 
-pub use adapter::Adapter;
+pub use adapter::LoraAdapter;
 pub use adapters::{
     active_adapters, adapter_names, add_adapter, delete_adapter, disable_adapters, enable_adapters,
     set_adapter, set_requires_grad, set_training,
 };
-pub use base::BaseWeight;
 pub use config::{BiasMode, InitLoraWeights, LayerIndices, LoraConfig, Names, TargetModules};
-pub use copies::ModuleCopies;
 pub use error::{Error, Result};
 pub use file::{LoadAdapterOptions, LoadedAdapter, load_adapter, read_config, save_adapter};
-pub use host::AdapterHost;
 pub use init::AddOptions;
-pub use joint::joint_forward;
-pub use linear::AdaptedLinear;
+pub use linear::LoraLinear;
 pub use merge::{
-    MergeOptions, MergeReport, MergedMap, Requantized, merge_adapters, merge_and_unload, unload,
+    MergeOptions, MergeReport, MergedLayer, Requantized, merge_adapters, merge_and_unload, unload,
     unmerge_adapters,
 };
 pub use trainable::{

@@ -3,31 +3,31 @@ use overdrive_sys::autocast;
 use overdrive_sys::gemm::mm_into;
 use tch::{Kind, Tensor};
 
-use crate::{Adapter, Result};
+use crate::{LoraAdapter, Result};
 
-/// Elements of a temporary where kinds differ: 4 MiB in fp32.
+/// The number of elements of a temporary where dtypes differ: 4 MiB in fp32, which stays in a CPU's cache.
 const BLOCK: i64 = 1 << 20;
 
-/// One adapter's share of a product.
+/// One adapter, and where its output is added.
 #[derive(Debug)]
-pub(crate) struct Part<'a> {
-    /// The first output that it adds to.
+pub(crate) struct Addend<'a> {
+    /// The first output column that it adds to.
     pub(crate) start: i64,
-    pub(crate) adapter: &'a Adapter,
+    pub(crate) adapter: &'a LoraAdapter,
     /// The probability that an input is dropped for it.
     pub(crate) dropout: f64,
 }
 
-/// Adds `scale · dropout(x) · Aᵀ · Bᵀ + scale · bias` of each part to its columns of `base (…, ΣO)`, in
+/// Adds `scale · dropout(x) · Aᵀ · Bᵀ + scale · bias` of each addend to its columns of `base (…, ΣO)`, in
 /// place, and returns it. `x (…, I)`.
 ///
-/// What stays for backward is `x` itself, the projections of rank `r`, and a byte an input where
-/// there is dropout; nothing of the size of `base`. Parts that add to the same columns stand together.
+/// Saved for backward are `x` itself, the projections of rank `r`, and a byte an input where there is
+/// dropout; nothing of the size of `base`. Addends of the same columns must follow one another.
 ///
 /// # Errors
 /// An error of libtorch if the shapes do not fit.
-pub(crate) fn add_low_rank(base: Tensor, x: &Tensor, parts: &[Part<'_>]) -> Result<Tensor> {
-    let Some(first) = parts.first() else {
+pub(crate) fn add_low_rank(base: Tensor, x: &Tensor, addends: &[Addend<'_>]) -> Result<Tensor> {
+    let Some(first) = addends.first() else {
         return Ok(base);
     };
     let state = autocast::state(x.device());
@@ -36,20 +36,20 @@ pub(crate) fn add_low_rank(base: Tensor, x: &Tensor, parts: &[Part<'_>]) -> Resu
         _ => first.adapter.a().kind(),
     };
     let mut inputs = vec![&base, x];
-    for part in parts {
-        inputs.extend([part.adapter.a(), part.adapter.b()]);
-        inputs.extend(part.adapter.bias());
+    for addend in addends {
+        inputs.extend([addend.adapter.a(), addend.adapter.b()]);
+        inputs.extend(addend.adapter.bias());
     }
     let function = LowRank {
         compute,
-        parts: parts.iter().map(Share::of).collect(),
+        addends: addends.iter().map(AddendShape::of).collect(),
     };
     Ok(apply(function, &inputs)?.remove(0))
 }
 
-/// What a [`Part`] is without its tensors.
+/// An [`Addend`] without its tensors.
 #[derive(Debug, Clone, Copy)]
-struct Share {
+struct AddendShape {
     start: i64,
     width: i64,
     rank: i64,
@@ -58,27 +58,27 @@ struct Share {
     biased: bool,
 }
 
-impl Share {
-    fn of(part: &Part<'_>) -> Share {
-        Share {
-            start: part.start,
-            width: part.adapter.b().size()[0],
-            rank: part.adapter.rank(),
-            scale: part.adapter.scale(),
-            dropout: part.dropout,
-            biased: part.adapter.bias().is_some(),
+impl AddendShape {
+    fn of(addend: &Addend<'_>) -> AddendShape {
+        AddendShape {
+            start: addend.start,
+            width: addend.adapter.b().size()[0],
+            rank: addend.adapter.rank(),
+            scale: addend.adapter.scale(),
+            dropout: addend.dropout,
+            biased: addend.adapter.bias().is_some(),
         }
     }
 }
 
-/// Inputs: the base's result, x, and of each part A, B and its bias. Saved: the scaled projections,
-/// x where an A learns, each A and B, and the masks of dropout.
+/// The autograd function. Its inputs are the base's output, x, and of each addend A, B and its bias; it saves
+/// the scaled projections, x, each A and B, and the masks of dropout.
 struct LowRank {
     compute: Kind,
-    parts: Vec<Share>,
+    addends: Vec<AddendShape>,
 }
 
-/// The tensors of one part.
+/// The tensors of one addend.
 struct Weights<'t> {
     a: &'t Tensor,
     b: &'t Tensor,
@@ -88,24 +88,24 @@ struct Weights<'t> {
 impl LowRank {
     fn weights<'t>(&self, inputs: &[&'t Tensor]) -> Vec<Weights<'t>> {
         let mut index = 2;
-        let mut weights = Vec::with_capacity(self.parts.len());
-        for part in &self.parts {
-            let bias = part.biased.then(|| inputs[index + 2]);
+        let mut weights = Vec::with_capacity(self.addends.len());
+        for addend in &self.addends {
+            let bias = addend.biased.then(|| inputs[index + 2]);
             weights.push(Weights {
                 a: inputs[index],
                 b: inputs[index + 1],
                 bias,
             });
-            index += 2 + usize::from(part.biased);
+            index += 2 + usize::from(addend.biased);
         }
         weights
     }
 
     fn drops(&self) -> bool {
-        self.parts.iter().any(|part| part.dropout > 0.0)
+        self.addends.iter().any(|addend| addend.dropout > 0.0)
     }
 
-    /// One matrix of all A's, in the kind of the products.
+    /// Concatenates all A's, `(Σr, I)`, in the dtype of the matmuls.
     fn joint_a(&self, a: &[&Tensor]) -> FunctionResult<Tensor> {
         let joint = match a {
             [only] => only.shallow_clone(),
@@ -114,36 +114,39 @@ impl LowRank {
         Ok(joint.f_to_kind(self.compute)?)
     }
 
-    /// The columns of the projections that belong to each part.
+    /// Returns the first column of the projections of each addend.
     fn offsets(&self) -> Vec<i64> {
         let mut next = 0;
-        let place = |part: &Share| {
-            let place = next;
-            next += part.rank;
-            place
+        let offset = |addend: &AddendShape| {
+            let offset = next;
+            next += addend.rank;
+            offset
         };
-        self.parts.iter().map(place).collect()
+        self.addends.iter().map(offset).collect()
     }
 
-    /// `x` as a part sees it: with its mask, scaled so that the mean stays.
-    fn dropped(&self, x: &Tensor, part: &Share, mask: &Tensor) -> FunctionResult<Tensor> {
+    /// Applies the dropout of one addend to `x`: its mask, scaled so that the mean stays.
+    fn dropped(&self, x: &Tensor, addend: &AddendShape, mask: &Tensor) -> FunctionResult<Tensor> {
         let x = x.f_to_kind(self.compute)?;
-        // A dropout of 1 leaves nothing, as in PyTorch.
-        let keep = (1.0 - part.dropout).max(f64::MIN_POSITIVE);
+        // A dropout of 1 leaves zeros, as in PyTorch, not a division by zero.
+        let keep = (1.0 - addend.dropout).max(f64::MIN_POSITIVE);
         let mut kept = x.f_mul(mask)?;
-        if part.dropout < 1.0 {
+        if addend.dropout < 1.0 {
             let _same = kept.f_div_scalar_(keep)?;
         }
         Ok(kept)
     }
 
-    /// `h (N, Σr)`, scaled, and the masks.
+    /// Computes the scaled projections `h (N, Σr)` and the masks of dropout.
     fn project(
         &self,
         x: &Tensor,
         weights: &[Weights<'_>],
     ) -> FunctionResult<(Tensor, Vec<Tensor>)> {
-        let (rows, ranks) = (x.size()[0], self.parts.iter().map(|part| part.rank).sum());
+        let (rows, ranks) = (
+            x.size()[0],
+            self.addends.iter().map(|addend| addend.rank).sum(),
+        );
         let h = Tensor::f_empty([rows, ranks], (self.compute, x.device()))?;
         let mut masks = Vec::new();
         if !self.drops() {
@@ -154,39 +157,40 @@ impl LowRank {
                 mm_into(&h.f_narrow(0, start, len)?, &x, &a, false)?;
             }
         } else {
-            for ((part, weights), offset) in self.parts.iter().zip(weights).zip(self.offsets()) {
+            for ((addend, weights), offset) in self.addends.iter().zip(weights).zip(self.offsets())
+            {
                 let mut mask = Tensor::f_empty(x.size(), (Kind::Bool, x.device()))?;
-                let _same = mask.f_bernoulli_float_(1.0 - part.dropout)?;
+                let _same = mask.f_bernoulli_float_(1.0 - addend.dropout)?;
                 let a = weights.a.f_to_kind(self.compute)?;
-                let projected = self.dropped(x, part, &mask)?.f_mm(&a.f_tr()?)?;
-                h.f_narrow(1, offset, part.rank)?.f_copy_(&projected)?;
+                let projected = self.dropped(x, addend, &mask)?.f_mm(&a.f_tr()?)?;
+                h.f_narrow(1, offset, addend.rank)?.f_copy_(&projected)?;
                 masks.push(mask);
             }
         }
-        let scale = self.parts[0].scale;
-        if self.parts.iter().all(|part| part.scale == scale) {
+        let scale = self.addends[0].scale;
+        if self.addends.iter().all(|addend| addend.scale == scale) {
             if scale != 1.0 {
                 let _same = h.shallow_clone().f_mul_scalar_(scale)?;
             }
         } else {
-            for (part, offset) in self.parts.iter().zip(self.offsets()) {
-                let mut own = h.f_narrow(1, offset, part.rank)?;
-                let _same = own.f_mul_scalar_(part.scale)?;
+            for (addend, offset) in self.addends.iter().zip(self.offsets()) {
+                let mut own = h.f_narrow(1, offset, addend.rank)?;
+                let _same = own.f_mul_scalar_(addend.scale)?;
             }
         }
         Ok((h, masks))
     }
 
-    /// `y += h · Bᵀ + bias` by columns.
+    /// Adds `h · Bᵀ + bias` to the columns of each addend.
     fn expand(&self, y: &Tensor, h: &Tensor, weights: &[Weights<'_>]) -> FunctionResult<()> {
         let mut offset = 0;
-        // Parts of the same columns are one product.
-        let groups = self.parts.chunk_by(|one, next| one.start == next.start);
+        // Addends of the same columns are one matmul: their ranks are concatenated.
+        let groups = self.addends.chunk_by(|one, next| one.start == next.start);
         let mut first = 0;
         for group in groups {
             let own = &weights[first..first + group.len()];
             first += group.len();
-            let rank = group.iter().map(|part| part.rank).sum();
+            let rank = group.iter().map(|addend| addend.rank).sum();
             let h = h.f_narrow(1, offset, rank)?;
             offset += rank;
             let columns = y.f_narrow(1, group[0].start, group[0].width)?;
@@ -196,18 +200,18 @@ impl LowRank {
                 _ => Tensor::f_cat(&b, 1)?,
             };
             self.accumulate(&columns, &h, &b.f_to_kind(self.compute)?.f_tr()?)?;
-            for (part, weights) in group.iter().zip(own) {
+            for (addend, weights) in group.iter().zip(own) {
                 if let Some(bias) = weights.bias {
                     let _same = columns
                         .shallow_clone()
-                        .f_add_(&bias.f_mul_scalar(part.scale)?)?;
+                        .f_add_(&bias.f_mul_scalar(addend.scale)?)?;
                 }
             }
         }
         Ok(())
     }
 
-    /// `out += left · right`, where `out` may be columns of a wider matrix and of another kind.
+    /// Computes `out += left · right`, where `out` may be columns of a wider matrix and of another dtype.
     fn accumulate(&self, out: &Tensor, left: &Tensor, right: &Tensor) -> FunctionResult<()> {
         if out.kind() == self.compute {
             if out.is_contiguous() {
@@ -217,7 +221,7 @@ impl LowRank {
             }
             return Ok(());
         }
-        // Rounded once, after the addition, and never held as a whole.
+        // Each element is rounded once, after the addition, and the product is never held as a whole.
         for (start, len) in blocks(out.size()[0], out.size()[1], false) {
             let product = left.f_narrow(0, start, len)?.f_mm(right)?;
             let _same = out.f_narrow(0, start, len)?.f_add_(&product)?;
@@ -242,7 +246,7 @@ impl Function for LowRank {
         context.mark_dirty(0);
         if context.needs_any_grad() {
             let mut saved = vec![&h];
-            // The shape of x is wanted in any case; its elements are x's own.
+            // Backward needs the shape of x in any case; saving x keeps a handle, not a copy.
             saved.push(x);
             for weights in &weights {
                 saved.extend([weights.a, weights.b]);
@@ -258,8 +262,8 @@ impl Function for LowRank {
         context: &BackwardContext,
         gradients: &[Option<Tensor>],
     ) -> FunctionResult<Vec<Option<Tensor>>> {
-        let count = self.parts.len();
-        let extra = self.parts.iter().filter(|part| part.biased).count();
+        let count = self.addends.len();
+        let extra = self.addends.iter().filter(|addend| addend.biased).count();
         let mut results: Vec<Option<Tensor>> = Vec::new();
         results.resize_with(2 + 2 * count + extra, || None);
         let (Some(dy), [h, x, rest @ ..]) = (&gradients[0], context.saved()) else {
@@ -271,35 +275,36 @@ impl Function for LowRank {
         let rows = rows_of(x)?;
         let learns = |index| context.needs_input_grad(index);
         let offsets = self.offsets();
-        // Of the projections, by columns.
+        // The gradient of the projections, by columns as they are.
         let dh = Tensor::f_empty_like(h)?;
         let mut index = 2;
-        for ((part, weights), offset) in self.parts.iter().zip(weights.chunks(2)).zip(&offsets) {
+        for ((addend, weights), offset) in self.addends.iter().zip(weights.chunks(2)).zip(&offsets)
+        {
             let dy = dy
-                .f_narrow(1, part.start, part.width)?
+                .f_narrow(1, addend.start, addend.width)?
                 .f_to_kind(self.compute)?;
             let b = weights[1].f_to_kind(self.compute)?;
-            let mut own = dh.f_narrow(1, *offset, part.rank)?;
+            let mut own = dh.f_narrow(1, *offset, addend.rank)?;
             own.f_copy_(&dy.f_mm(&b)?)?;
-            let _same = own.f_mul_scalar_(part.scale)?;
+            let _same = own.f_mul_scalar_(addend.scale)?;
             if learns(index + 1) {
-                let h = h.f_narrow(1, *offset, part.rank)?;
+                let h = h.f_narrow(1, *offset, addend.rank)?;
                 results[index + 1] = Some(dy.f_tr()?.f_mm(&h)?);
             }
-            if part.biased && learns(index + 2) {
+            if addend.biased && learns(index + 2) {
                 let sum = dy.f_sum_dim_intlist([0i64].as_slice(), false, self.compute)?;
-                results[index + 2] = Some(sum.f_mul_scalar(part.scale)?);
+                results[index + 2] = Some(sum.f_mul_scalar(addend.scale)?);
             }
-            index += 2 + usize::from(part.biased);
+            index += 2 + usize::from(addend.biased);
         }
         let a: Vec<&Tensor> = weights.chunks(2).map(|pair| &pair[0]).collect();
-        let places = self.places();
+        let inputs_of_a = self.inputs_of_a();
         if masks.is_empty() {
-            if places.iter().any(|place| learns(*place)) {
-                let da = self.product_over_rows(&dh, &rows)?;
-                let ranks: Vec<i64> = self.parts.iter().map(|part| part.rank).collect();
-                for (place, da) in places.iter().zip(da.f_split_with_sizes(&ranks, 0)?) {
-                    results[*place] = Some(da);
+            if inputs_of_a.iter().any(|input| learns(*input)) {
+                let da = self.gradient_of_a(&dh, &rows)?;
+                let ranks: Vec<i64> = self.addends.iter().map(|addend| addend.rank).collect();
+                for (input, da) in inputs_of_a.iter().zip(da.f_split_with_sizes(&ranks, 0)?) {
+                    results[*input] = Some(da);
                 }
             }
             if learns(1) {
@@ -310,15 +315,15 @@ impl Function for LowRank {
             return Ok(results);
         }
         let mut dx: Option<Tensor> = None;
-        for (position, (part, mask)) in self.parts.iter().zip(masks).enumerate() {
-            let dh = dh.f_narrow(1, offsets[position], part.rank)?;
-            if learns(places[position]) {
-                let dropped = self.dropped(&rows, part, mask)?;
-                results[places[position]] = Some(dh.f_tr()?.f_mm(&dropped)?);
+        for (position, (addend, mask)) in self.addends.iter().zip(masks).enumerate() {
+            let dh = dh.f_narrow(1, offsets[position], addend.rank)?;
+            if learns(inputs_of_a[position]) {
+                let dropped = self.dropped(&rows, addend, mask)?;
+                results[inputs_of_a[position]] = Some(dh.f_tr()?.f_mm(&dropped)?);
             }
             if learns(1) {
                 let own = dh.f_mm(&a[position].f_to_kind(self.compute)?)?;
-                let own = self.dropped(&own, part, mask)?;
+                let own = self.dropped(&own, addend, mask)?;
                 dx = Some(match dx {
                     None => own,
                     Some(mut sum) => sum.f_add_(&own)?,
@@ -331,19 +336,19 @@ impl Function for LowRank {
 }
 
 impl LowRank {
-    /// The places of the A's among the inputs.
-    fn places(&self) -> Vec<usize> {
+    /// Returns the indices of the A's among the inputs.
+    fn inputs_of_a(&self) -> Vec<usize> {
         let mut index = 2;
-        let place = |part: &Share| {
-            let place = index;
-            index += 2 + usize::from(part.biased);
-            place
+        let input = |addend: &AddendShape| {
+            let input = index;
+            index += 2 + usize::from(addend.biased);
+            input
         };
-        self.parts.iter().map(place).collect()
+        self.addends.iter().map(input).collect()
     }
 
-    /// `dhᵀ · x`, `(Σr, I)`, with `x` cast a block at a time.
-    fn product_over_rows(&self, dh: &Tensor, x: &Tensor) -> FunctionResult<Tensor> {
+    /// Computes `dhᵀ · x`, `(Σr, I)`, with `x` cast a block at a time.
+    fn gradient_of_a(&self, dh: &Tensor, x: &Tensor) -> FunctionResult<Tensor> {
         let size = [dh.size()[1], x.size()[1]];
         if x.kind() == self.compute {
             let out = Tensor::f_empty(size, (self.compute, x.device()))?;
@@ -359,7 +364,8 @@ impl LowRank {
     }
 }
 
-/// Ranges of rows: one where nothing is converted, else such that a block of `width` columns stays small.
+/// Returns ranges of rows: one if `whole` (nothing is cast), else such that a block of `width` columns has
+/// [`BLOCK`] elements.
 fn blocks(rows: i64, width: i64, whole: bool) -> Vec<(i64, i64)> {
     let step = if whole { rows } else { BLOCK / width.max(1) }.max(1);
     (0..rows)
@@ -372,7 +378,7 @@ fn last(tensor: &Tensor) -> i64 {
     tensor.size().last().copied().unwrap_or(1)
 }
 
-/// `(…, I)` as a matrix.
+/// Views `(…, I)` as a matrix.
 fn rows_of(x: &Tensor) -> FunctionResult<Tensor> {
     Ok(x.f_reshape([-1, last(x)])?.f_contiguous()?)
 }

@@ -1,16 +1,19 @@
-//! Which maps and modules of a model a configuration means.
+//! The linear layers and modules of a model that a configuration selects.
+
+use overdrive_nn::AdapterHost;
 
 use crate::config::Matcher;
-use crate::{AdapterHost, Error, LoraConfig, Result, TargetModules};
+use crate::host::{module_copies, visit_linears, visit_parameters};
+use crate::{Error, LoraConfig, Result, TargetModules};
 
-/// The configuration with targets, and the maps that they are.
+/// Returns the configuration with its targets filled in, and the layers that they select.
 pub(crate) fn resolve<H: AdapterHost + ?Sized>(
     host: &mut H,
     config: &LoraConfig,
 ) -> Result<(LoraConfig, Vec<String>)> {
     config.validate()?;
     let mut names = Vec::new();
-    host.visit_linears(&mut |name, _| {
+    visit_linears(host, |name, _| {
         names.push(name.to_owned());
         Ok(())
     })?;
@@ -20,25 +23,25 @@ pub(crate) fn resolve<H: AdapterHost + ?Sized>(
     }
     let head = host.head().map(str::to_owned);
     let matcher = Matcher::new(&config, head.as_deref())?;
-    let mut maps = Vec::new();
+    let mut layers = Vec::new();
     for name in &names {
         if matcher.targets(name)? {
-            maps.push(name.clone());
+            layers.push(name.clone());
         }
     }
     refuse_other_modules(host, &config, &matcher)?;
-    // Naming none on purpose is how only full copies are trained.
+    // An empty list is how a configuration trains full copies only.
     let none_wanted = config.target_modules == Some(TargetModules::Names(Vec::new()));
-    if maps.is_empty() && !none_wanted {
+    if layers.is_empty() && !none_wanted {
         return Err(Error::NoTarget {
             target_modules: describe(&config),
             available: kinds_of(&names),
         });
     }
-    Ok((config, maps))
+    Ok((config, layers))
 }
 
-/// Embeddings and norms that are named as targets would silently stay without an adapter.
+/// Refuses embeddings and norms as targets: they would silently stay without an adapter.
 fn refuse_other_modules<H: AdapterHost + ?Sized>(
     host: &mut H,
     config: &LoraConfig,
@@ -47,21 +50,18 @@ fn refuse_other_modules<H: AdapterHost + ?Sized>(
     if config.target_modules == Some(TargetModules::AllLinear) {
         return Ok(());
     }
-    host.visit_parameters(&mut |name, _| {
+    visit_parameters(host, |name, _| {
         let module = name.rsplit_once('.').map_or(name, |(module, _)| module);
         if !matcher.targets(module)? {
             return Ok(());
         }
-        Err(Error::BadConfig {
-            key: "target_modules".to_owned(),
-            found: format!("`{module}`, which is no linear map"),
-            expected: "linear maps; `modules_to_save` trains a full copy of any other module"
-                .to_owned(),
-        })
+        let value = format!("`{module}`, which is no linear layer");
+        let expected = "linear layers; `modules_to_save` trains a full copy of any other module";
+        Err(overdrive_core::Error::option("target_modules", value, expected).into())
     })
 }
 
-/// PEFT's choice for the architectures with these maps.
+/// Returns PEFT's default targets for the architectures with these layers.
 fn default_targets(names: &[String]) -> Option<TargetModules> {
     let has = |wanted: &&str| {
         let suffix = format!(".{wanted}");
@@ -72,6 +72,7 @@ fn default_targets(names: &[String]) -> Option<TargetModules> {
     Some(TargetModules::names(choice.iter().copied()))
 }
 
+/// Describes the rule for an error message.
 fn describe(config: &LoraConfig) -> String {
     let mut text = match &config.target_modules {
         None => "`target_modules`, which is not set and has no default for this model".to_owned(),
@@ -87,7 +88,7 @@ fn describe(config: &LoraConfig) -> String {
     text
 }
 
-/// The names with `*` for numbers, each once.
+/// Returns the names with `*` for numbers, each once.
 fn kinds_of(names: &[String]) -> Vec<String> {
     let mut kinds: Vec<String> = Vec::new();
     for name in names {
@@ -103,13 +104,14 @@ fn kinds_of(names: &[String]) -> Vec<String> {
     kinds
 }
 
-/// What `modules_to_save` means: whole linear maps, and parameters.
+/// The modules of `modules_to_save`: linear layers, and other parameters.
 #[derive(Debug, Default)]
 pub(crate) struct SavedModules {
-    pub(crate) maps: Vec<String>,
+    pub(crate) layers: Vec<String>,
     pub(crate) parameters: Vec<String>,
 }
 
+/// Finds the modules of `modules_to_save`.
 pub(crate) fn modules_to_save<H: AdapterHost + ?Sized>(
     host: &mut H,
     config: &LoraConfig,
@@ -121,31 +123,31 @@ pub(crate) fn modules_to_save<H: AdapterHost + ?Sized>(
     }
     let mut available = Vec::new();
     let mut used = vec![false; wanted.len()];
-    // As in PEFT, a module is meant by how its name ends, and with it all that is in it.
-    let mut is_meant = |module: &str| {
-        let mut meant = false;
+    // As in PEFT, a name selects the modules that end with it, and everything inside of them.
+    let mut is_selected = |module: &str| {
+        let mut selected = false;
         for (wanted, used) in wanted.iter().zip(&mut used) {
             let ends = module.match_indices('.').map(|(end, _)| end);
             let mut ends = ends.chain([module.len()]);
             if ends.any(|end| module[..end].ends_with(wanted.as_str())) {
-                (meant, *used) = (true, true);
+                (selected, *used) = (true, true);
             }
         }
-        meant
+        selected
     };
-    host.visit_linears(&mut |name, _| {
+    visit_linears(host, |name, _| {
         available.push(name.to_owned());
-        if is_meant(name) {
-            saved.maps.push(name.to_owned());
+        if is_selected(name) {
+            saved.layers.push(name.to_owned());
         }
         Ok(())
     })?;
-    let has_place = host.module_copies().is_some();
-    host.visit_parameters(&mut |name, _| {
+    let can_copy = module_copies(host).is_some();
+    visit_parameters(host, |name, _| {
         let module = name.rsplit_once('.').map_or(name, |(module, _)| module);
-        if has_place {
+        if can_copy {
             available.push(module.to_owned());
-            if is_meant(module) {
+            if is_selected(module) {
                 saved.parameters.push(name.to_owned());
             }
         }

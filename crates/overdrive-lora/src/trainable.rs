@@ -1,18 +1,21 @@
-//! What learns.
+//! The trainable parameters.
 
 use std::collections::HashSet;
 use std::fmt;
 
+use overdrive_nn::{AdapterHost, LinearWeight};
 use tch::Tensor;
 
-use crate::{AdapterHost, BaseWeight, BiasMode, Result};
+use crate::host::{module_copies, visit_linears, visit_parameters};
+use crate::layer_adapters::adapters_of;
+use crate::{BiasMode, Result};
 
-/// Everything that requires a gradient, with the names that PEFT gives it:
+/// Returns every tensor that requires a gradient with the name that PEFT gives it:
 /// `base_model.model.….q_proj.lora_A.{adapter}.weight`, `….base_layer.bias`,
-/// `….modules_to_save.{adapter}.weight`. The tensors are the model's own: what an optimizer is given.
+/// `….modules_to_save.{adapter}.weight`. The tensors are handles of the model's own, for an optimizer.
 ///
 /// # Errors
-/// Why the maps cannot be visited now.
+/// The error of a model whose layers cannot be visited now.
 pub fn trainable_parameters<H: AdapterHost + ?Sized>(
     host: &mut H,
 ) -> Result<Vec<(String, Tensor)>> {
@@ -25,13 +28,13 @@ pub fn trainable_parameters<H: AdapterHost + ?Sized>(
     Ok(parameters)
 }
 
-/// Calls `see` with every dense parameter there is and PEFT's name for it. Tied ones come twice.
+/// Calls `see` with every dense parameter and PEFT's name for it. Tied ones come twice.
 fn visit_all<H: AdapterHost + ?Sized>(
     host: &mut H,
     see: &mut dyn FnMut(String, &Tensor),
 ) -> Result<()> {
     let mut replaced: Vec<(String, String)> = Vec::new();
-    if let Some(copies) = host.module_copies() {
+    if let Some(copies) = module_copies(host) {
         for entry in &copies.entries {
             let (module, last) = entry
                 .name
@@ -48,39 +51,40 @@ fn visit_all<H: AdapterHost + ?Sized>(
             }
         }
     }
-    host.visit_parameters(&mut |name, tensor| {
-        // A copy in the parameter's place was seen under its own name.
+    visit_parameters(host, |name, tensor| {
+        // A copy in the parameter's place was seen above, under its own name.
         if !replaced.iter().any(|(own, _)| own == name) {
             see(format!("base_model.model.{name}"), tensor);
         }
         Ok(())
     })?;
-    host.visit_linears(&mut |name, map| {
+    visit_linears(host, |name, linear| {
         let stem = format!("base_model.model.{name}");
-        let own = if !map.adapters.is_empty() {
-            format!("{stem}.base_layer")
-        } else if !map.copies.is_empty() {
-            format!("{stem}.original_module")
-        } else {
-            stem.clone()
+        let own = match adapters_of(linear) {
+            Some(own) if !own.adapters.is_empty() => format!("{stem}.base_layer"),
+            Some(own) if !own.copies.is_empty() => format!("{stem}.original_module"),
+            _ => stem.clone(),
         };
-        if let BaseWeight::Dense { weight, .. } = map.base() {
+        if let LinearWeight::Dense { weight, .. } = linear.weight() {
             see(format!("{own}.weight"), weight);
         }
-        if let Some(bias) = map.bias() {
+        if let Some(bias) = linear.bias() {
             see(format!("{own}.bias"), bias);
         }
-        for (adapter_name, adapter) in map.adapters() {
+        let Some(own) = adapters_of(linear) else {
+            return Ok(());
+        };
+        for (adapter_name, adapter) in &own.adapters {
             for (kind, last, tensor) in adapter.tensors() {
                 see(format!("{stem}.{kind}.{adapter_name}.{last}"), tensor);
             }
         }
-        for (adapter_name, base, bias) in &map.copies {
-            let stem = format!("{stem}.modules_to_save.{adapter_name}");
-            if let BaseWeight::Dense { weight, .. } = base {
+        for copy in &own.copies {
+            let stem = format!("{stem}.modules_to_save.{}", copy.adapter);
+            if let LinearWeight::Dense { weight, .. } = &copy.weight {
                 see(format!("{stem}.weight"), weight);
             }
-            if let Some(bias) = bias {
+            if let Some(bias) = &copy.bias {
                 see(format!("{stem}.bias"), bias);
             }
         }
@@ -88,14 +92,14 @@ fn visit_all<H: AdapterHost + ?Sized>(
     })
 }
 
-/// Freezes all parameters of the model itself: weights and biases of linear maps, and what
-/// [`AdapterHost::visit_parameters`] shows.
+/// Freezes all parameters of the model itself: weights and biases of linear layers, and what
+/// [`AdapterHost::visit_parameters`] visits.
 ///
 /// # Errors
 /// An error of libtorch.
 fn freeze_base<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
     let mut copied = HashSet::new();
-    if let Some(copies) = host.module_copies() {
+    if let Some(copies) = module_copies(host) {
         let placed = copies
             .entries
             .iter()
@@ -107,35 +111,38 @@ fn freeze_base<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
             }
         }
     }
-    host.visit_parameters(&mut |name, tensor| {
+    visit_parameters(host, |name, tensor| {
         if !copied.contains(name) && tensor.requires_grad() {
             let _same = tensor.f_set_requires_grad(false)?;
         }
         Ok(())
     })?;
-    host.visit_linears(&mut |_, map| {
-        if let BaseWeight::Dense { weight, .. } = map.base() {
+    visit_linears(host, |_, linear| {
+        if let LinearWeight::Dense { weight, .. } = linear.weight() {
             let _same = weight.f_set_requires_grad(false)?;
         }
-        if let Some(bias) = map.bias() {
+        if let Some(bias) = linear.bias() {
             let _same = bias.f_set_requires_grad(false)?;
         }
         Ok(())
     })
 }
 
-/// Freezes the model, but for the biases that the active adapters train ([`BiasMode`]), as PEFT does when
-/// an adapter is added or chosen.
+/// Freezes the model except for the biases that the active adapters train ([`BiasMode`]), as PEFT does when
+/// an adapter is added or made active.
 ///
 /// # Errors
 /// An error of libtorch.
 pub fn mark_only_lora_as_trainable<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
     freeze_base(host)?;
     let mut all = false;
-    host.visit_linears(&mut |_, map| {
-        let modes: Vec<BiasMode> = map.active_modes().collect();
+    visit_linears(host, |_, linear| {
+        let Some(own) = adapters_of(linear) else {
+            return Ok(());
+        };
+        let modes: Vec<BiasMode> = own.active_modes().collect();
         all |= modes.contains(&BiasMode::All);
-        if let (true, Some(bias)) = (modes.contains(&BiasMode::LoraOnly), map.bias()) {
+        if let (true, Some(bias)) = (modes.contains(&BiasMode::LoraOnly), linear.bias()) {
             let _same = bias.f_set_requires_grad(true)?;
         }
         Ok(())
@@ -143,13 +150,13 @@ pub fn mark_only_lora_as_trainable<H: AdapterHost + ?Sized>(host: &mut H) -> Res
     if !all {
         return Ok(());
     }
-    host.visit_linears(&mut |_, map| {
-        if let Some(bias) = map.bias() {
+    visit_linears(host, |_, linear| {
+        if let Some(bias) = linear.bias() {
             let _same = bias.f_set_requires_grad(true)?;
         }
         Ok(())
     })?;
-    host.visit_parameters(&mut |name, tensor| {
+    visit_parameters(host, |name, tensor| {
         if name == "bias" || name.ends_with(".bias") {
             let _same = tensor.f_set_requires_grad(true)?;
         }
@@ -157,24 +164,25 @@ pub fn mark_only_lora_as_trainable<H: AdapterHost + ?Sized>(host: &mut H) -> Res
     })
 }
 
-/// How many numbers learn, of how many there are.
+/// The number of trainable parameters, and of all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ParameterCounts {
-    /// Those that require a gradient.
+    /// The number of elements that require a gradient.
     pub trainable: u64,
-    /// All: quantized weights by the numbers they stand for, tied ones once, adapters too.
+    /// The number of all elements, adapters included: quantized weights count the elements that they stand
+    /// for, tied parameters count once.
     pub all: u64,
 }
 
 impl ParameterCounts {
-    /// `100 · trainable / all`.
+    /// Returns `100 · trainable / all`.
     pub fn percent(&self) -> f64 {
         100.0 * self.trainable as f64 / (self.all as f64).max(1.0)
     }
 }
 
 impl fmt::Display for ParameterCounts {
-    /// The line of PEFT's `print_trainable_parameters`.
+    /// Writes the line of PEFT's `print_trainable_parameters`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
@@ -186,12 +194,12 @@ impl fmt::Display for ParameterCounts {
     }
 }
 
-/// With commas between thousands.
+/// Formats a number with commas between thousands.
 fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();
-    for (place, digit) in digits.chars().enumerate() {
-        if place > 0 && (digits.len() - place).is_multiple_of(3) {
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
             text.push(',');
         }
         text.push(digit);
@@ -199,11 +207,11 @@ fn grouped(number: u64) -> String {
     text
 }
 
-/// Counts parameters (PEFT's `get_nb_trainable_parameters`): those of linear maps, of adapters, and what
-/// [`AdapterHost::visit_parameters`] shows.
+/// Counts parameters (PEFT's `get_nb_trainable_parameters`): those of linear layers, of adapters, and what
+/// [`AdapterHost::visit_parameters`] visits.
 ///
 /// # Errors
-/// Why the maps cannot be visited now.
+/// The error of a model whose layers cannot be visited now.
 pub fn parameter_counts<H: AdapterHost + ?Sized>(host: &mut H) -> Result<ParameterCounts> {
     let mut counts = ParameterCounts {
         trainable: 0,
@@ -212,13 +220,13 @@ pub fn parameter_counts<H: AdapterHost + ?Sized>(host: &mut H) -> Result<Paramet
     let mut seen = HashSet::new();
     visit_all(host, &mut |_, tensor| {
         if seen.insert((tensor.data_ptr() as usize, tensor.numel())) {
-            let numbers = tensor.numel() as u64;
-            counts.all += numbers;
-            counts.trainable += if tensor.requires_grad() { numbers } else { 0 };
+            let elements = tensor.numel() as u64;
+            counts.all += elements;
+            counts.trainable += if tensor.requires_grad() { elements } else { 0 };
         }
     })?;
-    host.visit_linears(&mut |_, map| {
-        if let BaseWeight::Quantized(weight) = map.base() {
+    visit_linears(host, |_, linear| {
+        if let LinearWeight::Quantized(weight) = linear.weight() {
             let [outputs, inputs] = weight.size();
             counts.all += outputs.unsigned_abs() * inputs.unsigned_abs();
         }

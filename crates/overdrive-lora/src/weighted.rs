@@ -1,40 +1,43 @@
 use std::sync::{Arc, Mutex};
 
 use overdrive_autograd::NoGradGuard;
+use overdrive_nn::AdapterHost;
 use tch::Tensor;
 
 use crate::adapters::{adapter_names, set_requires_grad};
+use crate::host::{module_copies, visit_linears};
 use crate::init::svd;
-use crate::linear::check_name;
+use crate::layer_adapters::{adapters_mut, adapters_of, check_name, taken};
 use crate::merge::change;
-use crate::{AdaptedLinear, Adapter, AdapterHost, Error, LoraConfig, Result, TargetModules};
+use crate::{Error, LoraAdapter, LoraConfig, Result, TargetModules};
 
-/// How adapters are combined (PEFT's `combination_type`).
+/// The way in which adapters are combined (PEFT's `combination_type`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Combination {
-    /// The best approximation of the weighted sum of products of this rank (`None`: the largest rank
-    /// of the adapters), by singular values.
+    /// The best approximation of the weighted sum of all `B · A` by one of this rank (`None`: the largest
+    /// rank of the adapters), by singular value decomposition.
     Svd {
         /// The new rank.
         rank: Option<i64>,
     },
-    /// A's and B's side by side: exact; the ranks add up.
+    /// The concatenation of all A's and of all B's: exact, with the sum of the ranks.
     #[default]
     Cat,
-    /// Weighted sums of A's and of B's: adapters of one rank only, and rough, as products of
-    /// different adapters come in.
+    /// Weighted sums of A's and of B's. It needs adapters of one rank, and is a rough approximation, as it
+    /// contains products of the A of one adapter with the B of another.
     Linear,
 }
 
-/// Adds the adapter `name`, a weighted sum of others (PEFT's `add_weighted_adapter`). It is not active, and
-/// does not learn.
+/// Adds the adapter `name`, a weighted sum of others (PEFT's `add_weighted_adapter`). It is neither active nor
+/// trainable.
 ///
-/// Its scale is 1: `lora_alpha` is its rank. Its configuration is otherwise that of the first.
+/// Its scale is 1, as `lora_alpha` is its rank. Its configuration is otherwise that of the first adapter.
 ///
 /// # Errors
-/// [`Error::UnknownAdapter`], [`Error::BadName`], and [`Error::BadInput`] for no adapter, other ranks with
-/// [`Combination::Linear`], DoRA, and biases of B or full copies, which have no sum.
+/// [`Error::UnknownAdapter`], [`Error::BadName`], [`Error::NotCombinable`] for no adapter, for different ranks
+/// with [`Combination::Linear`], for DoRA, and for biases of B or full copies, which have no sum, and
+/// [`Error::Common`] for a rank out of range.
 pub fn add_weighted_adapter<H: AdapterHost + ?Sized>(
     host: &mut H,
     name: &str,
@@ -45,10 +48,7 @@ pub fn add_weighted_adapter<H: AdapterHost + ?Sized>(
     check_name(name)?;
     let available = adapter_names(host)?;
     if available.iter().any(|own| own == name) {
-        return Err(Error::BadName {
-            name: name.to_owned(),
-            reason: "it is taken",
-        });
+        return Err(taken(name));
     }
     if let Some((unknown, _)) = adapters
         .iter()
@@ -60,17 +60,21 @@ pub fn add_weighted_adapter<H: AdapterHost + ?Sized>(
         });
     }
     let config = Arc::new(plan(host, adapters, combination)?);
-    host.visit_linears(&mut |map_name, map| {
-        map.refuse_merged("adding an adapter")?;
-        let own: Vec<(&Adapter, f64)> = adapters
+    visit_linears(host, |layer, linear| {
+        let size = linear.weight().size();
+        let Some(own) = adapters_mut(linear) else {
+            return Ok(());
+        };
+        own.refuse_merged("adding an adapter")?;
+        let found: Vec<(&LoraAdapter, f64)> = adapters
             .iter()
-            .filter_map(|(name, weight)| Some((map.adapter(name)?, *weight)))
+            .filter_map(|(name, weight)| Some((own.get(name)?, *weight)))
             .collect();
-        if own.is_empty() {
+        if found.is_empty() {
             return Ok(());
         }
-        let (a, b) = combine(map, map_name, &own, config.r, combination)?;
-        let adapter = Adapter {
+        let (a, b) = combine(size, layer, &found, config.r, combination)?;
+        let adapter = LoraAdapter {
             config: Arc::clone(&config),
             alpha: config.r as f64,
             scale: 1.0,
@@ -78,15 +82,16 @@ pub fn add_weighted_adapter<H: AdapterHost + ?Sized>(
             b,
             bias: None,
             magnitude: None,
-            lengths: Mutex::default(),
+            row_norms: Mutex::default(),
         };
-        map.adapters.push((name.to_owned(), adapter));
+        own.adapters.push((name.to_owned(), adapter));
         Ok(())
     })?;
     set_requires_grad(host, &[name], false)
 }
 
-/// The new configuration, after looking at all maps: nothing is changed before it is known to fit.
+/// Returns the new configuration after a look at all layers, so that nothing is changed before everything is
+/// known to fit.
 fn plan<H: AdapterHost + ?Sized>(
     host: &mut H,
     adapters: &[(&str, f64)],
@@ -95,24 +100,26 @@ fn plan<H: AdapterHost + ?Sized>(
     let mut first: Option<LoraConfig> = None;
     let mut targets: Vec<String> = Vec::new();
     let mut rank = 0;
-    let bad = |what: String, found: &str, expected: &str| Error::BadInput {
-        name: what,
-        found: found.to_owned(),
-        expected: expected.to_owned(),
+    let refused = |adapters: String, reason: &str| Error::NotCombinable {
+        adapters,
+        reason: reason.to_owned(),
     };
-    host.visit_linears(&mut |map_name, map| {
+    visit_linears(host, |layer, linear| {
+        let Some(own) = adapters_of(linear) else {
+            return Ok(());
+        };
         let mut ranks = Vec::new();
         for (name, _) in adapters {
-            if map.copies.iter().any(|(own, ..)| own == name) {
-                let what = format!("the adapter `{name}`");
-                return Err(bad(what, "one with full copies of modules", "one without"));
+            if own.copy(name).is_some() {
+                let reason = "it has full copies of modules (`modules_to_save`), which have no sum";
+                return Err(refused(format!("the adapter `{name}`"), reason));
             }
-            let Some(adapter) = map.adapter(name) else {
+            let Some(adapter) = own.get(name) else {
                 continue;
             };
             if adapter.magnitude.is_some() || adapter.bias.is_some() {
-                let what = format!("the adapter `{name}`");
-                return Err(bad(what, "one with DoRA or a bias of B", "a plain one"));
+                let reason = "it has DoRA's magnitudes or a bias of B, which have no sum";
+                return Err(refused(format!("the adapter `{name}`"), reason));
             }
             if first.is_none() {
                 first = Some(adapter.config.as_ref().clone());
@@ -122,47 +129,32 @@ fn plan<H: AdapterHost + ?Sized>(
         if ranks.is_empty() {
             return Ok(());
         }
-        targets.push(map_name.to_owned());
-        let own = match combination {
+        targets.push(layer.to_owned());
+        let needed = match combination {
             Combination::Cat => ranks.iter().sum(),
             Combination::Svd { rank: Some(rank) } => rank,
             _ => ranks.iter().copied().max().unwrap_or(1),
         };
-        let differ = ranks.iter().any(|rank| *rank != ranks[0]) || (rank != 0 && rank != own);
+        let differ = ranks.iter().any(|rank| *rank != ranks[0]) || (rank != 0 && rank != needed);
         if combination == Combination::Linear && differ {
-            let what = format!("the adapters of `{map_name}`");
-            return Err(bad(
-                what,
-                "of several ranks",
-                "of one rank: use `Cat` or `Svd`",
-            ));
+            let reason = "they have different ranks; use `Combination::Cat` or `Svd`";
+            return Err(refused(format!("the adapters of `{layer}`"), reason));
         }
-        rank = rank.max(own);
+        rank = rank.max(needed);
         Ok(())
     })?;
-    let has_copies = host.module_copies().is_some_and(|copies| {
-        let is_meant = |own: &str| adapters.iter().any(|(name, _)| *name == own);
-        copies.entries.iter().any(|entry| is_meant(&entry.adapter))
-    });
-    let (Some(first), false) = (first, has_copies) else {
-        let found = if has_copies {
-            "some with full copies of modules"
-        } else {
-            "none"
-        };
-        return Err(bad(
-            "the adapters to combine".to_owned(),
-            found,
-            "plain ones, at least one",
-        ));
-    };
-    if rank < 1 {
-        return Err(bad(
-            "the rank".to_owned(),
-            &rank.to_string(),
-            "a positive number",
-        ));
+    if let Some(copies) = module_copies(host) {
+        let copied = |(name, _): &&(&str, f64)| !copies.names(name).is_empty();
+        if let Some((name, _)) = adapters.iter().find(copied) {
+            let reason = "it has full copies of modules (`modules_to_save`), which have no sum";
+            return Err(refused(format!("the adapter `{name}`"), reason));
+        }
     }
+    let Some(first) = first else {
+        let reason = "at least one must have weights in a linear layer";
+        return Err(refused("no adapters".to_owned(), reason));
+    };
+    overdrive_core::check_positive("rank", rank)?;
     Ok(LoraConfig {
         r: rank,
         lora_alpha: rank as f64,
@@ -177,15 +169,14 @@ fn plan<H: AdapterHost + ?Sized>(
     })
 }
 
-/// A and B of the sum, of `rank`: what is left over is zero.
+/// Returns A and B of the sum, filled up with zeros to `rank`. `layer` is for an error message.
 fn combine(
-    map: &AdaptedLinear,
-    map_name: &str,
-    adapters: &[(&Adapter, f64)],
+    [outputs, inputs]: [i64; 2],
+    layer: &str,
+    adapters: &[(&LoraAdapter, f64)],
     rank: i64,
     combination: Combination,
 ) -> Result<(Tensor, Tensor)> {
-    let [outputs, inputs] = map.base().size();
     let kind = adapters[0].0.a.kind();
     let place = (kind, adapters[0].0.a.device());
     let (a, b) = match combination {
@@ -210,7 +201,8 @@ fn combine(
             let mut a = Tensor::f_zeros([rank, inputs], place)?;
             let mut b = Tensor::f_zeros([outputs, rank], place)?;
             for (adapter, weight) in adapters {
-                // Each factor has the root; one of them the sign.
+                // A and B have the root of the weight each, so that their product has the weight; the sign
+                // can only be in one of them.
                 let weight = weight * adapter.scale;
                 let root = weight.abs().sqrt();
                 let _same =
@@ -221,11 +213,8 @@ fn combine(
         }
         Combination::Svd { .. } => {
             if rank > outputs.min(inputs) {
-                return Err(Error::BadInput {
-                    name: format!("the rank for `{map_name}`"),
-                    found: rank.to_string(),
-                    expected: format!("at most {}", outputs.min(inputs)),
-                });
+                let expected = format!("at most {} for `{layer}`", outputs.min(inputs));
+                return Err(overdrive_core::Error::option("rank", rank, expected).into());
             }
             let mut sum = Tensor::f_zeros([outputs, inputs], place)?;
             for (adapter, weight) in adapters {
@@ -239,7 +228,7 @@ fn combine(
     if a.size()[0] == rank {
         return Ok((a, b));
     }
-    // A map with fewer of the adapters than others.
+    // A layer with fewer of the adapters than others has a smaller sum of ranks.
     let own = a.size()[0];
     let whole = (
         Tensor::f_zeros([rank, inputs], place)?,

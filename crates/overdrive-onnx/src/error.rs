@@ -14,15 +14,15 @@ pub enum Error {
         /// What can be done.
         way_out: String,
     },
-    /// An adapter stands beside the weights.
+    /// The output of a layer depends on adapters, which a graph cannot hold.
     #[error(
-        "the adapters {} stand beside the weights of `{map}`, and a graph holds plain weights: merge them with `overdrive_lora::merge_and_unload`, or take them out with `unload`",
+        "the layer `{layer}` has the adapters {}, and a graph holds plain weights; merge them with `overdrive_lora::merge_and_unload`, or remove them with `unload`",
         names.join(", ")
     )]
     Adapters {
-        /// Of the map.
-        map: String,
-        /// Of the adapters.
+        /// The name of the layer.
+        layer: String,
+        /// The names of the adapters.
         names: Vec<String>,
     },
     /// An option has a value that there is not.
@@ -57,9 +57,9 @@ pub enum Error {
     /// An error of the model.
     #[error(transparent)]
     Transformer(#[from] overdrive_transformer::Error),
-    /// An error of adapters.
+    /// An error of the layers.
     #[error(transparent)]
-    Lora(#[from] overdrive_lora::Error),
+    Nn(#[from] overdrive_nn::Error),
     /// An error of a quantized weight.
     #[error(transparent)]
     Quantization(#[from] overdrive_quantization::Error),

@@ -73,7 +73,7 @@ impl Builder<'_> {
             .op("LayerNormalization", &[x, &weight, &bias], &attributes))
     }
 
-    fn map(&mut self, name: &str, x: &str) -> Result<Value> {
+    fn linear(&mut self, name: &str, x: &str) -> Result<Value> {
         linear(self.graph, self.source, self.options, name, x)
     }
 
@@ -90,10 +90,10 @@ impl Builder<'_> {
         let norm = self.enter(number, "ln_2");
         let normal = self.norm(&norm, &x)?;
         let module = self.enter(number, "mlp");
-        let inner = self.map(&format!("{module}.c_fc"), &normal)?;
+        let inner = self.linear(&format!("{module}.c_fc"), &normal)?;
         let activation = &self.config.activation_function;
         let inner = activate(self.graph, "activation_function", activation, &inner)?;
-        let fed = self.map(&format!("{module}.c_proj"), &inner)?;
+        let fed = self.linear(&format!("{module}.c_proj"), &inner)?;
         Ok(self.graph.op("Add", &[&x, &fed], &[]))
     }
 
@@ -107,7 +107,7 @@ impl Builder<'_> {
             softcap: None,
             window: None,
         };
-        let qkv = self.map(&format!("{module}.c_attn"), x)?;
+        let qkv = self.linear(&format!("{module}.c_attn"), x)?;
         let thirds = [
             ("axis", Attribute::Int(-1)),
             ("num_outputs", Attribute::Int(3)),
@@ -121,7 +121,7 @@ impl Builder<'_> {
         }
         let [query, key, value] = &parts;
         let mixed = context.attend(self.graph, layer, [query, key, value])?;
-        self.map(&format!("{module}.c_proj"), &mixed)
+        self.linear(&format!("{module}.c_proj"), &mixed)
     }
 
     /// What scores of the layer are multiplied by.

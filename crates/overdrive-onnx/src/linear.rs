@@ -1,16 +1,16 @@
-//! Linear maps: dense ones, and each form of quantized ones in the operator that reads it.
+//! Linear layers: dense ones, and each form of quantized ones by the operator that reads it.
 
-use overdrive_lora::BaseWeight;
+use overdrive_nn::LinearWeight;
 use overdrive_quantization::{QuantizedWeight, Scheme};
 use tch::Tensor;
 
 use crate::graph::{Attribute, Graph, MICROSOFT, Value};
 use crate::initializer::Element;
 use crate::packed::{self, Blocks, Groups};
-use crate::source::{Map, Source};
+use crate::source::{LinearSource, Source};
 use crate::{Activations, Error, ExportOptions, Result};
 
-/// `x (…, I)` to `(…, O)` by the map `name` of the model.
+/// Writes the linear layer `name` of the model, `x (…, I)` to `(…, O)`.
 pub(crate) fn linear(
     graph: &mut Graph,
     source: &Source,
@@ -18,16 +18,16 @@ pub(crate) fn linear(
     name: &str,
     x: &str,
 ) -> Result<Value> {
-    let map = source.map(name)?;
-    let product = match &map.weight {
-        BaseWeight::Dense { weight, transposed } => dense(graph, name, x, weight, *transposed),
-        BaseWeight::Quantized(weight) => quantized(graph, options, name, x, weight)?,
+    let layer = source.linear(name)?;
+    let product = match &layer.weight {
+        LinearWeight::Dense { weight, transposed } => dense(graph, name, x, weight, *transposed),
+        LinearWeight::Quantized(weight) => quantized(graph, options, name, x, weight)?,
     };
-    Ok(with_bias(graph, name, map, &product))
+    Ok(with_bias(graph, name, layer, &product))
 }
 
-fn with_bias(graph: &mut Graph, name: &str, map: &Map, product: &str) -> Value {
-    let Some(bias) = &map.bias else {
+fn with_bias(graph: &mut Graph, name: &str, layer: &LinearSource, product: &str) -> Value {
+    let Some(bias) = &layer.bias else {
         return product.to_owned();
     };
     let bias = vector(graph, &format!("{name}.bias"), bias);
@@ -182,7 +182,7 @@ fn bytes_by_bytes(
     Ok(graph.narrowed(&y))
 }
 
-/// Codes of `x` and the scale of each token. They are made once for all maps of one `x`.
+/// Codes of `x` and the scale of each token. They are written once for all layers of one `x`.
 fn token_codes(graph: &mut Graph, x: &str) -> (Value, Value) {
     if let Some((codes, scale)) = graph.quantized.get(x) {
         return (codes.clone(), scale.clone());

@@ -158,7 +158,7 @@ impl Builder<'_> {
         Ok(rms_norm(self.graph, x, &weight, self.config.rms_norm_eps))
     }
 
-    fn map(&mut self, name: &str, x: &str) -> Result<Value> {
+    fn linear(&mut self, name: &str, x: &str) -> Result<Value> {
         linear(self.graph, self.source, self.options, name, x)
     }
 
@@ -223,8 +223,8 @@ impl Builder<'_> {
             window,
         };
         let [query, key, value] = ["q", "k", "v"].map(|part| format!("{module}.{part}_proj"));
-        let (query, key) = (self.map(&query, x)?, self.map(&key, x)?);
-        let value = self.map(&value, x)?;
+        let (query, key) = (self.linear(&query, x)?, self.linear(&key, x)?);
+        let value = self.linear(&value, x)?;
         let query = self.normalised(&module, "q_norm", &query, heads)?;
         let key = self.normalised(&module, "k_norm", &key, heads)?;
         let parts = match context.form() {
@@ -246,7 +246,7 @@ impl Builder<'_> {
         };
         let [query, key, value] = &parts;
         let mixed = context.attend(self.graph, layer, [query, key, value])?;
-        self.map(&format!("{module}.o_proj"), &mixed)
+        self.linear(&format!("{module}.o_proj"), &mixed)
     }
 
     /// `(B, T, H·D)` to `(B, H, T, D)`.
@@ -272,14 +272,14 @@ impl Builder<'_> {
 
     fn feed(&mut self, number: usize, x: &str) -> Result<Value> {
         let module = self.enter(number, "mlp");
-        let gate = self.map(&format!("{module}.gate_proj"), x)?;
-        let up = self.map(&format!("{module}.up_proj"), x)?;
+        let gate = self.linear(&format!("{module}.gate_proj"), x)?;
+        let up = self.linear(&format!("{module}.up_proj"), x)?;
         let key = match self.traits.gemma {
             true => "hidden_activation",
             false => "hidden_act",
         };
         let gate = activate(self.graph, key, &self.config.hidden_act, &gate)?;
         let inner = self.graph.op("Mul", &[&gate, &up], &[]);
-        self.map(&format!("{module}.down_proj"), &inner)
+        self.linear(&format!("{module}.down_proj"), &inner)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use overdrive_lora::{AdapterHost, BaseWeight};
+use overdrive_nn::{AdapterHost, LinearWeight};
 use overdrive_quantization::QuantizedWeight;
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
@@ -12,7 +12,7 @@ use crate::{Error, Result};
 /// Handles of all weights; nothing is copied.
 #[derive(Debug)]
 pub(crate) struct Source {
-    maps: HashMap<String, Map>,
+    linears: HashMap<String, LinearSource>,
     parameters: HashMap<String, Tensor>,
     /// The table of token embeddings, if it is quantized.
     quantized_table: Option<QuantizedWeight>,
@@ -21,10 +21,10 @@ pub(crate) struct Source {
 /// The module of the head.
 const HEAD: &str = "lm_head";
 
-/// A linear map.
+/// The weights of a linear layer.
 #[derive(Debug)]
-pub(crate) struct Map {
-    pub(crate) weight: BaseWeight,
+pub(crate) struct LinearSource {
+    pub(crate) weight: LinearWeight,
     pub(crate) bias: Option<Tensor>,
 }
 
@@ -43,26 +43,24 @@ impl Source {
     /// # Errors
     /// [`Error::Adapters`] where one computes beside the weights.
     pub(crate) fn of(model: &mut CausalLm) -> Result<Source> {
-        let mut maps = HashMap::new();
-        let mut beside: Option<Error> = None;
-        model.visit_linears(&mut |name, map| {
-            let merged = map.merged();
-            let mut active = map.active();
-            active.retain(|name| !merged.contains(name));
-            if let [_, ..] = active[..]
-                && beside.is_none()
+        let mut linears = HashMap::new();
+        let mut adapted: Option<Error> = None;
+        model.visit_linears(&mut |name, linear| {
+            let active = linear.adapter().map(|adapter| adapter.active_names());
+            if let Some(names @ [_, ..]) = active.as_deref()
+                && adapted.is_none()
             {
-                beside = Some(Error::Adapters {
-                    map: name.to_owned(),
-                    names: active.into_iter().map(str::to_owned).collect(),
+                adapted = Some(Error::Adapters {
+                    layer: name.to_owned(),
+                    names: names.iter().map(|name| (*name).to_owned()).collect(),
                 });
             }
-            let bias = map.bias().map(Tensor::shallow_clone);
-            let weight = map.base().shallow_clone();
-            maps.insert(name.to_owned(), Map { weight, bias });
+            let weight = linear.weight().shallow_clone();
+            let bias = linear.bias().map(Tensor::shallow_clone);
+            linears.insert(name.to_owned(), LinearSource { weight, bias });
             Ok(())
         })?;
-        if let Some(error) = beside {
+        if let Some(error) = adapted {
             return Err(error);
         }
         let mut parameters = HashMap::new();
@@ -72,17 +70,17 @@ impl Source {
         })?;
         let table = model.quantized_embedding();
         Ok(Source {
-            maps,
+            linears,
             parameters,
             quantized_table: table.map(QuantizedWeight::shallow_clone),
         })
     }
 
-    pub(crate) fn map(&self, name: &str) -> Result<&Map> {
-        self.maps.get(name).ok_or_else(|| missing(name))
+    pub(crate) fn linear(&self, name: &str) -> Result<&LinearSource> {
+        self.linears.get(name).ok_or_else(|| missing(name))
     }
 
-    /// A parameter that is not of a linear map.
+    /// Returns a parameter that is not of a linear layer.
     pub(crate) fn parameter(&self, name: &str) -> Result<&Tensor> {
         self.parameters.get(name).ok_or_else(|| missing(name))
     }
@@ -94,8 +92,8 @@ impl Source {
     /// Whether the head is the dense table `{name}.weight` itself.
     pub(crate) fn ties_head(&self, name: &str) -> bool {
         let table = self.parameters.get(&format!("{name}.weight"));
-        match (table, self.maps.get(HEAD).map(|head| &head.weight)) {
-            (Some(table), Some(BaseWeight::Dense { weight, .. })) => {
+        match (table, self.linears.get(HEAD).map(|head| &head.weight)) {
+            (Some(table), Some(LinearWeight::Dense { weight, .. })) => {
                 table.data_ptr() == weight.data_ptr() && table.size() == weight.size()
             }
             _ => false,
@@ -105,11 +103,11 @@ impl Source {
     /// The names of the schemes of quantized weights, each once.
     pub(crate) fn schemes(&self) -> Vec<String> {
         let mut names: Vec<String> = self
-            .maps
+            .linears
             .values()
-            .filter_map(|map| match &map.weight {
-                BaseWeight::Quantized(weight) => Some(weight.scheme().to_string()),
-                BaseWeight::Dense { .. } => None,
+            .filter_map(|linear| match &linear.weight {
+                LinearWeight::Quantized(weight) => Some(weight.scheme().to_string()),
+                LinearWeight::Dense { .. } => None,
             })
             .collect();
         names.sort();
@@ -123,8 +121,8 @@ impl Source {
             return Ok(Table::Dense(self.parameter(&format!("{name}.weight"))?));
         };
         // Not by the configuration: an adapter that was merged leaves a tied head with codes of its own.
-        let module = match self.maps.get(HEAD).map(|head| &head.weight) {
-            Some(BaseWeight::Quantized(head)) if head.shares_storage_with(weight) => HEAD,
+        let module = match self.linears.get(HEAD).map(|head| &head.weight) {
+            Some(LinearWeight::Quantized(head)) if head.shares_storage_with(weight) => HEAD,
             _ => name,
         };
         Ok(Table::Quantized { weight, module })

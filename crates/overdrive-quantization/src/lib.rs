@@ -37,7 +37,6 @@ mod format;
 mod gguf;
 mod kernel;
 mod linear;
-mod module;
 mod parts;
 mod quantize;
 mod report;
@@ -62,7 +61,6 @@ pub use format::{
 pub use gguf::{GgufArray, GgufFile, GgufTensor, GgufType, GgufValue};
 pub use kernel::simd::instruction_set;
 pub use linear::{joint_linear, linear};
-pub use module::{Embedding, Linear};
 pub use parts::GroupedParts;
 pub use report::WeightError;
 pub use scheme::{BlockOptions, GroupOptions, GroupScales, Scheme};

@@ -1,11 +1,12 @@
 use overdrive_fused::{Layout, QkvShape, RotaryOptions, rotary, split_qkv_rotary};
 use overdrive_kv_cache::KvCache;
+use overdrive_nn::Linear;
 use tch::Tensor;
 
 use crate::attend::{AttendOptions, attend_with_cache};
-use crate::linear::{JointLinear, Linear, ParameterVisitor, Visitor};
 use crate::mask::Mask;
 use crate::parameters::ParameterMap;
+use crate::projections::{JointLinear, LinearVisitor, ParameterVisitor, visit_linear};
 use crate::rms_norm::RmsNorm;
 use crate::rope::Rotation;
 use crate::{Execution, LlamaConfig, Result};
@@ -35,7 +36,7 @@ pub(crate) struct RotaryAttention {
 }
 
 impl RotaryAttention {
-    /// The names of the maps that are kept together, without `.weight`.
+    /// Returns the names of the layers whose weights lie together, without `.weight`.
     pub(crate) fn joint_names(prefix: &str) -> Vec<String> {
         let name = |part: &str| format!("{prefix}.self_attn.{part}_proj");
         ["q", "k", "v"].map(name).to_vec()
@@ -48,11 +49,7 @@ impl RotaryAttention {
     ) -> Result<RotaryAttention> {
         let qkv = JointLinear::take(parameters, &Self::joint_names(prefix), config.qkv_bias())?;
         let prefix = format!("{prefix}.self_attn");
-        let o = Linear::take(
-            parameters,
-            &format!("{prefix}.o_proj"),
-            config.output_bias(),
-        )?;
+        let o = parameters.take_linear(&format!("{prefix}.o_proj"), config.output_bias())?;
         let mut norm =
             |name: &str| RmsNorm::take(parameters, &format!("{prefix}.{name}_norm"), config);
         let norms = config
@@ -72,15 +69,15 @@ impl RotaryAttention {
         })
     }
 
-    pub(crate) fn maps(&self) -> impl Iterator<Item = &Linear> {
-        self.qkv.maps().chain([&self.o])
+    pub(crate) fn layers(&self) -> impl Iterator<Item = &Linear> {
+        self.qkv.layers().chain([&self.o])
     }
 
     pub(crate) fn visit_parameters(
         &mut self,
         prefix: &str,
         visit: ParameterVisitor<'_>,
-    ) -> overdrive_lora::Result<()> {
+    ) -> overdrive_nn::Result<()> {
         if let Some((q, k)) = &mut self.norms {
             q.visit_parameters(&format!("{prefix}.self_attn.q_norm"), visit)?;
             k.visit_parameters(&format!("{prefix}.self_attn.k_norm"), visit)?;
@@ -88,9 +85,9 @@ impl RotaryAttention {
         Ok(())
     }
 
-    pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {
+    pub(crate) fn visit(&mut self, visit: LinearVisitor<'_>) -> overdrive_nn::Result<()> {
         self.qkv.visit(visit)?;
-        self.o.visit(visit)
+        visit_linear(&mut self.o, visit)
     }
 
     /// `x (B, T, C)` to `(B, T, C)`.
@@ -108,7 +105,7 @@ impl RotaryAttention {
         };
         let cache = step.cache.map(|cache| (step.layer, cache));
         let mixed = attend_with_cache(&query, &key, &value, step.mask, &options, cache)?;
-        self.o.forward(&mixed, fused)
+        Ok(self.o.forward_with(&mixed, fused)?)
     }
 
     /// Turned query and key, and value: `(B, H, T, D)`, straight out of one product.

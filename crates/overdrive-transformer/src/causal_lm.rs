@@ -3,16 +3,14 @@ use std::path::Path;
 use overdrive_fused::{
     CrossEntropyOptions, LinearCrossEntropyOptions, Reduction, linear_cross_entropy,
 };
-use overdrive_lora::{AdaptedLinear, BaseWeight, ModuleCopies};
+use overdrive_nn::{AdapterHost, AdapterState, Embedding, Linear, LinearWeight};
 use overdrive_quantization::QuantizedWeight;
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
-use crate::embedding::Embedding;
 use crate::gpt2::Gpt2;
 use crate::init::initialise;
 use crate::input::Shape;
-use crate::linear::Linear;
 use crate::llama::Llama;
 use crate::loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss, shifted};
 use crate::parameters::{ParameterMap, ParameterRole, Parts, allocate};
@@ -60,8 +58,8 @@ pub struct CausalLm {
     softcap: Option<f64>,
     execution: Execution,
     training: bool,
-    /// Parameters that adapters train in full.
-    pub(crate) copies: ModuleCopies,
+    /// What adapters keep for the model as a whole.
+    pub(crate) adapter_state: AdapterState,
     generation_config: Option<Map<String, Value>>,
 }
 
@@ -131,26 +129,24 @@ impl CausalLm {
         // A shallow clone is the same tensor: its gradient and its flags are shared.
         let share = |(name, tensor): &(String, Tensor)| (name.clone(), tensor.shallow_clone());
         let parameters = parts.parameters.iter().map(share).collect();
-        let mut map = ParameterMap::new(parts);
+        let mut parameter_map = ParameterMap::new(parts);
         let (backbone, tied) = match config {
             ModelConfig::Llama(config) => {
-                let model = Llama::take(&mut map, config)?;
-                let tied = model.embedding.as_head();
+                let model = Llama::take(&mut parameter_map, config)?;
+                let tied = model.embedding.as_linear_weight();
                 (Backbone::Llama(Box::new(model)), tied)
             }
             ModelConfig::Gpt2(config) => {
-                let model = Gpt2::take(&mut map, config)?;
-                let tied = model.embedding.as_head();
+                let model = Gpt2::take(&mut parameter_map, config)?;
+                let tied = model.embedding.as_linear_weight();
                 (Backbone::Gpt2(Box::new(model)), tied)
             }
         };
-        let head = match map.take_quantized("lm_head") {
-            // Of its own even where the dense one is tied.
-            Some(packed) => Linear::new("lm_head", AdaptedLinear::quantized(packed, None)),
-            None if config.tie_word_embeddings() => {
-                Linear::new("lm_head", AdaptedLinear::new(tied, None))
-            }
-            None => Linear::take(&mut map, "lm_head", false)?,
+        let head = match parameter_map.take_quantized("lm_head") {
+            // A quantized head has a weight of its own even where the dense one is tied.
+            Some(quantized) => Linear::quantized(quantized, None)?.with_name("lm_head"),
+            None if config.tie_word_embeddings() => Linear::new(tied, None)?.with_name("lm_head"),
+            None => parameter_map.take_linear("lm_head", false)?,
         };
         Ok(CausalLm {
             config: config.clone(),
@@ -160,7 +156,7 @@ impl CausalLm {
             softcap: config.logit_softcap(),
             execution: Execution::default(),
             training: false,
-            copies: ModuleCopies::new(),
+            adapter_state: AdapterState::default(),
             generation_config: None,
         })
     }
@@ -214,7 +210,9 @@ impl CausalLm {
     /// # Errors
     /// An error of libtorch.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
-        let logits = self.head.forward(hidden, self.execution.fused_kernels)?;
+        let logits = self
+            .head
+            .forward_with(hidden, self.execution.fused_kernels)?;
         match self.softcap {
             None => Ok(logits),
             Some(cap) => bounded(logits, cap),
@@ -254,7 +252,7 @@ impl CausalLm {
         shift: LabelShift,
     ) -> Result<LossOutput> {
         // The fused loss makes logits of its own: of a dense head and without a bound.
-        let head = match self.head.map().dense_weight() {
+        let head = match self.head.dense_weight() {
             Some(head) if self.execution.fused_kernels && self.softcap.is_none() => head,
             _ => return causal_lm_loss(&self.forward(input)?, labels, shift),
         };
@@ -329,15 +327,15 @@ impl CausalLm {
             see(embedding.map_or("", ParameterSpec::module), table);
         }
         let mut see = |linear: &Linear| {
-            if let BaseWeight::Quantized(weight) = linear.map().base()
+            if let LinearWeight::Quantized(weight) = linear.weight()
                 && !table.is_some_and(|table| table.shares_storage_with(weight))
             {
                 see(linear.name(), weight);
             }
         };
         match &self.backbone {
-            Backbone::Llama(model) => model.for_each_map(&mut see),
-            Backbone::Gpt2(model) => model.for_each_map(&mut see),
+            Backbone::Llama(model) => model.for_each_linear(&mut see),
+            Backbone::Gpt2(model) => model.for_each_linear(&mut see),
         }
         see(&self.head);
     }
@@ -345,15 +343,12 @@ impl CausalLm {
     /// The table of token embeddings `(V, C)` where it is quantized; `AdapterHost::visit_parameters` shows
     /// a dense one.
     pub fn quantized_embedding(&self) -> Option<&QuantizedWeight> {
-        match self.embedding() {
-            Embedding::Dense(_) => None,
-            Embedding::Quantized(table, _) => Some(table),
-        }
+        self.embedding().quantized_table()
     }
 
     /// Whether `spec` is the embedding, and the embedding is quantized.
     pub(crate) fn packs_embedding(&self, spec: &ParameterSpec) -> bool {
-        spec.role == ParameterRole::Embedding && self.embedding().is_packed()
+        spec.role == ParameterRole::Embedding && self.quantized_embedding().is_some()
     }
 
     pub(crate) fn embedding(&self) -> &Embedding {
@@ -403,14 +398,17 @@ impl CausalLm {
         Ok(())
     }
 
-    /// Whether the dropouts of the configuration apply; false at first.
+    /// Switches training mode, in which the dropouts of the configuration and of adapters apply, on or off. It
+    /// is off at first.
     ///
     /// # Errors
-    /// [`overdrive_lora::Error::InUse`] while a checkpointed graph holds the blocks, whose adapters have
-    /// dropouts of their own.
+    /// [`overdrive_nn::Error::InUse`] while a checkpointed graph holds the blocks.
     pub fn set_training(&mut self, training: bool) -> Result<()> {
         if training != self.training {
-            overdrive_lora::set_training(self, training)?;
+            self.visit_linears(&mut |_, linear| {
+                linear.set_training(training);
+                Ok(())
+            })?;
             self.training = training;
         }
         Ok(())
@@ -429,8 +427,8 @@ impl CausalLm {
     /// How many layers a cache for this model has.
     pub fn num_layers(&self) -> usize {
         match &self.backbone {
-            Backbone::Llama(model) => model.layers(),
-            Backbone::Gpt2(model) => model.layers(),
+            Backbone::Llama(model) => model.num_layers(),
+            Backbone::Gpt2(model) => model.num_layers(),
         }
     }
 
@@ -439,7 +437,7 @@ impl CausalLm {
     pub fn layer_windows(&self) -> Vec<Option<i64>> {
         match &self.backbone {
             Backbone::Llama(model) => model.windows(),
-            Backbone::Gpt2(model) => vec![None; model.layers()],
+            Backbone::Gpt2(model) => vec![None; model.num_layers()],
         }
     }
 

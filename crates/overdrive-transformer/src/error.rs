@@ -125,9 +125,9 @@ pub enum Error {
     /// An error of a quantized weight.
     #[error(transparent)]
     Quantization(#[from] overdrive_quantization::Error),
-    /// An error of adapters.
+    /// An error of a layer.
     #[error(transparent)]
-    Lora(#[from] overdrive_lora::Error),
+    Nn(#[from] overdrive_nn::Error),
     /// An error of the key/value cache.
     #[error(transparent)]
     Cache(#[from] overdrive_kv_cache::Error),

@@ -1,14 +1,14 @@
 use overdrive_checkpointing::{Shared, checkpoint};
 use overdrive_fused::Activation;
+use overdrive_nn::{Embedding, Linear};
 use tch::Tensor;
 
 use crate::activation::{activate, activation_named};
 use crate::attend::{AttendOptions, CachedLayer, attend_with_cache};
-use crate::embedding::Embedding;
 use crate::input::{ForwardInput, Shape};
-use crate::linear::{Linear, ParameterVisitor, Visitor, visit_shared};
 use crate::mask::Mask;
 use crate::parameters::{ParameterMap, ParameterRole, ParameterSpec};
+use crate::projections::{LinearVisitor, ParameterVisitor, visit_linear, visit_shared};
 use crate::{Execution, Gpt2Config, Init, Result};
 
 /// GPT-2 without its head.
@@ -108,7 +108,7 @@ pub(crate) fn parameters(config: &Gpt2Config) -> Vec<ParameterSpec> {
 
 impl Gpt2 {
     pub(crate) fn take(parameters: &mut ParameterMap, config: &Gpt2Config) -> Result<Gpt2> {
-        let embedding = Embedding::take(parameters, "transformer.wte")?;
+        let embedding = parameters.take_embedding("transformer.wte")?;
         let positions = parameters.take("transformer.wpe.weight")?;
         let blocks = (0..config.n_layer)
             .map(|layer| Block::take(parameters, layer, config).map(Shared::new))
@@ -173,37 +173,39 @@ impl Gpt2 {
         self.norm.forward(&input.logits.select(&x)?)
     }
 
-    /// Lends each linear map of the blocks.
-    pub(crate) fn for_each_map(&self, see: &mut dyn FnMut(&Linear)) {
+    /// Lends each linear layer of the blocks.
+    pub(crate) fn for_each_linear(&self, see: &mut dyn FnMut(&Linear)) {
         for block in &self.blocks {
             block.with(|block| {
-                let maps = [
+                let layers = [
                     &block.qkv,
                     &block.attention_output,
                     &block.mlp_input,
                     &block.mlp_output,
                 ];
-                maps.into_iter().for_each(&mut *see);
+                layers.into_iter().for_each(&mut *see);
             });
         }
     }
 
-    /// Lends each linear map of the blocks with its name, to change it.
-    pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {
+    /// Lends each linear layer of the blocks with its name, to change it.
+    pub(crate) fn visit(&mut self, visit: LinearVisitor<'_>) -> overdrive_nn::Result<()> {
         visit_shared(&mut self.blocks, |block| {
-            block.qkv.visit(visit)?;
-            block.attention_output.visit(visit)?;
-            block.mlp_input.visit(visit)?;
-            block.mlp_output.visit(visit)
+            visit_linear(&mut block.qkv, visit)?;
+            visit_linear(&mut block.attention_output, visit)?;
+            visit_linear(&mut block.mlp_input, visit)?;
+            visit_linear(&mut block.mlp_output, visit)
         })
     }
 
-    /// Lends what is not a linear map.
+    /// Lends the parameters that are not of a linear layer.
     pub(crate) fn visit_parameters(
         &mut self,
         visit: ParameterVisitor<'_>,
-    ) -> overdrive_lora::Result<()> {
-        self.embedding.visit_parameters("transformer.wte", visit)?;
+    ) -> overdrive_nn::Result<()> {
+        if let Some(table) = self.embedding.dense_table_mut() {
+            visit("transformer.wte.weight", table)?;
+        }
         visit("transformer.wpe.weight", &mut self.positions)?;
         let mut layer = 0;
         visit_shared(&mut self.blocks, |block| {
@@ -218,7 +220,7 @@ impl Gpt2 {
         self.norm.visit_parameters("transformer.ln_f", visit)
     }
 
-    pub(crate) fn layers(&self) -> usize {
+    pub(crate) fn num_layers(&self) -> usize {
         self.blocks.len()
     }
 }
@@ -262,11 +264,11 @@ impl Block {
         let default_scale = config.scale_attn_weights && !config.scale_attn_by_inverse_layer_idx;
         Ok(Block {
             attention_norm: LayerNorm::take(parameters, &format!("{prefix}.ln_1"), eps)?,
-            qkv: Linear::take_conv1d(parameters, &format!("{prefix}.attn.c_attn"))?,
-            attention_output: Linear::take_conv1d(parameters, &format!("{prefix}.attn.c_proj"))?,
+            qkv: parameters.take_conv1d(&format!("{prefix}.attn.c_attn"))?,
+            attention_output: parameters.take_conv1d(&format!("{prefix}.attn.c_proj"))?,
             mlp_norm: LayerNorm::take(parameters, &format!("{prefix}.ln_2"), eps)?,
-            mlp_input: Linear::take_conv1d(parameters, &format!("{prefix}.mlp.c_fc"))?,
-            mlp_output: Linear::take_conv1d(parameters, &format!("{prefix}.mlp.c_proj"))?,
+            mlp_input: parameters.take_conv1d(&format!("{prefix}.mlp.c_fc"))?,
+            mlp_output: parameters.take_conv1d(&format!("{prefix}.mlp.c_proj"))?,
             activation: activation_named("activation_function", &config.activation_function)?,
             scale: (!default_scale).then_some(base / depth),
         })
@@ -293,7 +295,9 @@ impl Block {
             scale: self.scale,
             ..context.attention
         };
-        let qkv = self.qkv.forward(&self.attention_norm.forward(x)?, false)?;
+        let qkv = self
+            .qkv
+            .forward_with(&self.attention_norm.forward(x)?, false)?;
         let head_dim = x.size()[2] / context.heads;
         let parts = qkv
             .f_split(x.size()[2], 2)?
@@ -307,13 +311,14 @@ impl Block {
             unreachable!("a width of 3C splits into three parts of C")
         };
         let mixed = attend_with_cache(query, key, value, &context.mask, &options, cache)?;
-        self.attention_output.forward(&mixed, false)
+        Ok(self.attention_output.forward_with(&mixed, false)?)
     }
 
     fn feed(&self, x: &Tensor) -> Result<Tensor> {
-        let inner = self.mlp_input.forward(&self.mlp_norm.forward(x)?, false)?;
-        self.mlp_output
-            .forward(&activate(self.activation, &inner)?, false)
+        let normalised = self.mlp_norm.forward(x)?;
+        let inner = self.mlp_input.forward_with(&normalised, false)?;
+        let activated = activate(self.activation, &inner)?;
+        Ok(self.mlp_output.forward_with(&activated, false)?)
     }
 }
 
@@ -322,7 +327,7 @@ impl LayerNorm {
         &mut self,
         name: &str,
         visit: ParameterVisitor<'_>,
-    ) -> overdrive_lora::Result<()> {
+    ) -> overdrive_nn::Result<()> {
         visit(&format!("{name}.weight"), &mut self.weight)?;
         visit(&format!("{name}.bias"), &mut self.bias)
     }

@@ -71,25 +71,24 @@
 #![deny(missing_docs)]
 
 mod activation;
-mod adapters;
+mod adapter_host;
 mod attend;
 mod attention;
 mod causal_lm;
 mod checkpoint;
 mod config;
-mod embedding;
 mod error;
 mod execution;
 mod gguf;
 mod gpt2;
 mod init;
 mod input;
-mod linear;
 mod llama;
 mod loss;
 mod mask;
 mod mlp;
 mod parameters;
+mod projections;
 mod quantize;
 mod rms_norm;
 mod rope;

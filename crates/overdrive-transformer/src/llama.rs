@@ -2,15 +2,15 @@ use std::ops::Range;
 
 use overdrive_checkpointing::{Shared, checkpoint};
 use overdrive_kv_cache::KvCache;
+use overdrive_nn::{Embedding, Linear};
 use tch::{Kind, Tensor};
 
 use crate::attention::{AttentionStep, RotaryAttention};
-use crate::embedding::Embedding;
 use crate::input::{ForwardInput, Shape};
-use crate::linear::{Linear, ParameterVisitor, Visitor, visit_shared};
 use crate::mask::Mask;
 use crate::mlp::GatedMlp;
 use crate::parameters::{ParameterMap, ParameterRole, ParameterSpec};
+use crate::projections::{LinearVisitor, ParameterVisitor, visit_shared};
 use crate::rms_norm::RmsNorm;
 use crate::rope::{Rotary, Rotation};
 use crate::{Execution, Init, LlamaConfig, Logits, Result};
@@ -131,7 +131,8 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
 }
 
 impl Llama {
-    /// The parameters that are best kept next to one another: those of maps that one product computes.
+    /// Returns the groups of parameters that should lie next to one another: those of layers that one matmul
+    /// computes.
     pub(crate) fn adjacent(config: &LlamaConfig) -> Vec<Vec<String>> {
         let mut groups = Vec::new();
         for layer in 0..config.num_hidden_layers {
@@ -149,7 +150,7 @@ impl Llama {
     }
 
     pub(crate) fn take(parameters: &mut ParameterMap, config: &LlamaConfig) -> Result<Llama> {
-        let embedding = Embedding::take(parameters, "model.embed_tokens")?;
+        let embedding = parameters.take_embedding("model.embed_tokens")?;
         let embedding_scale = config.embedding_scale();
         // As transformers does, in the precision of the model.
         let embedding_scale = embedding_scale
@@ -274,34 +275,35 @@ impl Llama {
         Ok(Stream { x, delta: None })
     }
 
-    /// Lends each linear map of the blocks.
-    pub(crate) fn for_each_map(&self, see: &mut dyn FnMut(&Linear)) {
+    /// Lends each linear layer of the blocks.
+    pub(crate) fn for_each_linear(&self, see: &mut dyn FnMut(&Linear)) {
         for block in &self.blocks {
             block.with(|block| {
                 block
                     .attention
-                    .maps()
-                    .chain(block.mlp.maps())
+                    .layers()
+                    .chain(block.mlp.layers())
                     .for_each(&mut *see)
             });
         }
     }
 
-    /// Lends each linear map of the blocks with its name, to change it.
-    pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {
+    /// Lends each linear layer of the blocks with its name, to change it.
+    pub(crate) fn visit(&mut self, visit: LinearVisitor<'_>) -> overdrive_nn::Result<()> {
         visit_shared(&mut self.blocks, |block| {
             block.attention.visit(visit)?;
             block.mlp.visit(visit)
         })
     }
 
-    /// Lends what is not a linear map.
+    /// Lends the parameters that are not of a linear layer.
     pub(crate) fn visit_parameters(
         &mut self,
         visit: ParameterVisitor<'_>,
-    ) -> overdrive_lora::Result<()> {
-        self.embedding
-            .visit_parameters("model.embed_tokens", visit)?;
+    ) -> overdrive_nn::Result<()> {
+        if let Some(table) = self.embedding.dense_table_mut() {
+            visit("model.embed_tokens.weight", table)?;
+        }
         let mut layer = 0;
         visit_shared(&mut self.blocks, |block| {
             let prefix = format!("model.layers.{layer}");
@@ -322,7 +324,7 @@ impl Llama {
         self.norm.visit_parameters("model.norm", visit)
     }
 
-    pub(crate) fn layers(&self) -> usize {
+    pub(crate) fn num_layers(&self) -> usize {
         self.blocks.len()
     }
 

@@ -1,9 +1,10 @@
 use overdrive_fused::{Activation, glu};
+use overdrive_nn::Linear;
 use tch::Tensor;
 
 use crate::activation::{activate, activation_named};
-use crate::linear::{JointLinear, Linear, Visitor};
 use crate::parameters::ParameterMap;
+use crate::projections::{JointLinear, LinearVisitor, visit_linear};
 use crate::{LlamaConfig, Result};
 
 /// The gated feed-forward block: `down(act(gate(x)) · up(x))`.
@@ -15,7 +16,7 @@ pub(crate) struct GatedMlp {
 }
 
 impl GatedMlp {
-    /// The names of the maps that are kept together, without `.weight`.
+    /// Returns the names of the layers whose weights lie together, without `.weight`.
     pub(crate) fn joint_names(prefix: &str) -> Vec<String> {
         let name = |part: &str| format!("{prefix}.mlp.{part}_proj");
         vec![name("gate"), name("up")]
@@ -29,18 +30,18 @@ impl GatedMlp {
         let (joint, bias) = (Self::joint_names(prefix), config.mlp_bias);
         Ok(GatedMlp {
             gate_up: JointLinear::take(parameters, &joint, bias)?,
-            down: Linear::take(parameters, &format!("{prefix}.mlp.down_proj"), bias)?,
+            down: parameters.take_linear(&format!("{prefix}.mlp.down_proj"), bias)?,
             activation: activation_named("hidden_act", &config.hidden_act)?,
         })
     }
 
-    pub(crate) fn maps(&self) -> impl Iterator<Item = &Linear> {
-        self.gate_up.maps().chain([&self.down])
+    pub(crate) fn layers(&self) -> impl Iterator<Item = &Linear> {
+        self.gate_up.layers().chain([&self.down])
     }
 
-    pub(crate) fn visit(&mut self, visit: Visitor<'_>) -> overdrive_lora::Result<()> {
+    pub(crate) fn visit(&mut self, visit: LinearVisitor<'_>) -> overdrive_nn::Result<()> {
         self.gate_up.visit(visit)?;
-        self.down.visit(visit)
+        visit_linear(&mut self.down, visit)
     }
 
     pub(crate) fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
@@ -50,6 +51,6 @@ impl GatedMlp {
             let [gate, up] = self.gate_up.forward_each(x)?;
             activate(self.activation, &gate)?.f_mul(&up)?
         };
-        self.down.forward(&inner, fused)
+        Ok(self.down.forward_with(&inner, fused)?)
     }
 }

@@ -1,5 +1,6 @@
 use std::collections::HashMap;
 
+use overdrive_nn::{Embedding, Linear, LinearWeight};
 use overdrive_quantization::QuantizedWeight;
 use overdrive_sys::engine;
 use tch::{Device, Kind, Tensor};
@@ -141,12 +142,38 @@ impl ParameterMap {
         }
     }
 
-    /// That of dense parameters.
-    pub(crate) fn kind(&self) -> Kind {
-        self.kind
+    /// Takes the layer of `{name}.weight (out, in)`, and of `{name}.bias` if `bias`.
+    pub(crate) fn take_linear(&mut self, name: &str, bias: bool) -> Result<Linear> {
+        self.take_layer(name, bias, false)
     }
 
-    /// The weight of the map `name`, where it is quantized.
+    /// Takes the layer of `{name}.weight (in, out)` and `{name}.bias`.
+    pub(crate) fn take_conv1d(&mut self, name: &str) -> Result<Linear> {
+        self.take_layer(name, true, true)
+    }
+
+    fn take_layer(&mut self, name: &str, bias: bool, transposed: bool) -> Result<Linear> {
+        let weight = match self.take_quantized(name) {
+            Some(weight) => LinearWeight::Quantized(weight),
+            None => LinearWeight::Dense {
+                weight: self.take(&format!("{name}.weight"))?,
+                transposed,
+            },
+        };
+        let bias = bias.then(|| self.take(&format!("{name}.bias")));
+        Ok(Linear::new(weight, bias.transpose()?)?.with_name(name))
+    }
+
+    /// Takes the embedding of `{name}.weight`. Vectors of a quantized table have the dtype of the other
+    /// parameters.
+    pub(crate) fn take_embedding(&mut self, name: &str) -> Result<Embedding> {
+        match self.take_quantized(name) {
+            Some(table) => Ok(Embedding::quantized(table, self.kind)?),
+            None => Ok(Embedding::dense(self.take(&format!("{name}.weight"))?)),
+        }
+    }
+
+    /// Takes the weight of the layer `name` if it is quantized.
     pub(crate) fn take_quantized(&mut self, name: &str) -> Option<QuantizedWeight> {
         self.quantized.remove(name)
     }

@@ -1,4 +1,4 @@
-use overdrive_lora::{AdapterHost, BaseWeight};
+use overdrive_nn::{AdapterHost, Embedding, LinearWeight};
 use overdrive_quantization::{QuantizedWeight, Scheme};
 use tch::{Kind, Tensor};
 
@@ -126,8 +126,8 @@ impl CausalLm {
             .quantized_embedding()
             .map(QuantizedWeight::shallow_clone);
         let (mut dense, mut shared) = (Vec::new(), None);
-        self.visit_linears(&mut |name, map| {
-            let BaseWeight::Quantized(weight) = map.base() else {
+        self.visit_linears(&mut |name, linear| {
+            let LinearWeight::Quantized(weight) = linear.weight() else {
                 return Ok(());
             };
             let is_table = packed
@@ -142,7 +142,7 @@ impl CausalLm {
                 true => shared = Some(weight.shallow_clone()),
                 false => dense.push((name.to_owned(), weight.shallow_clone())),
             }
-            let _packed = map.replace_base(BaseWeight::Dense { weight, transposed });
+            let _quantized = linear.replace_weight(LinearWeight::Dense { weight, transposed });
             Ok(())
         })?;
         if let (Some(spec), Some(packed)) = (table, packed) {
@@ -150,7 +150,7 @@ impl CausalLm {
                 Some(weight) => weight,
                 None => packed.dequantize(kind)?,
             };
-            self.embedding_mut().unpack(weight.shallow_clone());
+            *self.embedding_mut() = Embedding::dense(weight.shallow_clone());
             self.put_dense(&spec.name, weight);
         }
         for (name, weight) in dense {
@@ -167,17 +167,17 @@ impl CausalLm {
         let wanted = match spec.role {
             ParameterRole::Embedding => {
                 let kind = self.kind();
-                self.embedding_mut().replace(weight.shallow_clone(), kind);
+                *self.embedding_mut() = Embedding::quantized(weight.shallow_clone(), kind)?;
                 "lm_head"
             }
             _ => spec.module(),
         };
         let mut weight = Some(weight);
-        self.visit_linears(&mut |name, map| {
+        self.visit_linears(&mut |name, linear| {
             if name == wanted
                 && let Some(weight) = weight.take()
             {
-                let _dense = map.replace_base(BaseWeight::Quantized(weight));
+                let _dense = linear.replace_weight(LinearWeight::Quantized(weight));
             }
             Ok(())
         })?;

@@ -2,8 +2,8 @@ use std::cell::RefCell;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::linear::ParameterVisitor;
 use crate::parameters::ParameterMap;
+use crate::projections::ParameterVisitor;
 use crate::{LlamaConfig, Result};
 
 /// Root-mean-square normalisation of the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
@@ -33,7 +33,7 @@ impl RmsNorm {
         &mut self,
         name: &str,
         visit: ParameterVisitor<'_>,
-    ) -> overdrive_lora::Result<()> {
+    ) -> overdrive_nn::Result<()> {
         visit(&format!("{name}.weight"), &mut self.weight)?;
         self.gain = self.gain.take().map(|_| Gain::default());
         Ok(())

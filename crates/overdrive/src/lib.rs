@@ -13,6 +13,7 @@
 //! | [`fused`] | `fused` | norms, rotary positions, gates and the loss in one pass each |
 //! | [`autograd`] | `autograd` | functions with a backward in Rust, hooks, gradients with all options |
 //! | [`optim`] | `optim` | AdamW (fused, 8-bit, paged) and others, clipping, schedules, EMA, early stopping |
+//! | [`nn`] | `nn` | the linear layer, dense or quantized, with a slot for adapters; embeddings |
 //! | [`transformer`] | `transformer` | Llama, Gemma and GPT-2 families from and to Hugging Face folders |
 //! | [`kv_cache`] | `kv-cache` | growing, static, sliding, quantized and paged key/value caches |
 //! | [`quantization`] | `quantization` | INT8, INT4, NF4, FP4, FP8 weights and their products; GGUF, GPTQ, AWQ |
@@ -91,6 +92,8 @@ pub use overdrive_graphs as graphs;
 pub use overdrive_kv_cache as kv_cache;
 #[cfg(feature = "lora")]
 pub use overdrive_lora as lora;
+#[cfg(feature = "nn")]
+pub use overdrive_nn as nn;
 #[cfg(feature = "onnx")]
 pub use overdrive_onnx as onnx;
 #[cfg(feature = "optim")]

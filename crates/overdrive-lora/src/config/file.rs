@@ -1,14 +1,16 @@
 //! `adapter_config.json`.
 
+use overdrive_core::Error as Common;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
 use super::{InitLoraWeights, LayerIndices, LoraConfig, TargetModules};
+use crate::file::CONFIG;
 use crate::{Error, Result};
 
-/// Keys whose value does not matter here: they say who wrote the file, or belong to a key that is not
-/// set. Every other key that is not read must say nothing: null, false, or empty.
+/// Keys whose value does not matter here: they name the writer of the file, or belong to a key that is not
+/// set. Every other key that is not read must be at its default: null, false, or empty.
 const INDIFFERENT: [&str; 5] = [
     "auto_mapping",
     "megatron_core",
@@ -21,20 +23,12 @@ impl LoraConfig {
     /// Reads the text of an `adapter_config.json`. Keys that are absent or null have their defaults.
     ///
     /// # Errors
-    /// [`Error::BadConfig`] naming the key and what it should be, [`Error::UnsupportedKey`] for one
-    /// that is set and not computed here.
+    /// [`Error::Common`] with the key and what it must be, [`Error::UnsupportedKey`] for a key that is set and
+    /// not implemented here.
     pub fn from_json(text: &str) -> Result<LoraConfig> {
-        let value: Value = serde_json::from_str(text).map_err(|source| Error::BadConfig {
-            key: "adapter_config.json".to_owned(),
-            found: source.to_string(),
-            expected: "JSON".to_owned(),
-        })?;
-        let Value::Object(keys) = value else {
-            return Err(Error::BadConfig {
-                key: "adapter_config.json".to_owned(),
-                found: "no object".to_owned(),
-                expected: "an object of keys".to_owned(),
-            });
+        let keys = serde_json::from_str(text).map_err(Common::parse("JSON", CONFIG))?;
+        let Value::Object(keys) = keys else {
+            return Err(Common::option(CONFIG, "no object", "a JSON object").into());
         };
         let config = LoraConfig::from_keys(keys)?;
         config.validate()?;
@@ -45,11 +39,8 @@ impl LoraConfig {
         let default = LoraConfig::default();
         let peft_type: Option<String> = take(&mut keys, "peft_type", None)?;
         if let Some(kind) = peft_type.filter(|kind| kind != "LORA") {
-            return Err(Error::BadConfig {
-                key: "peft_type".to_owned(),
-                found: format!("\"{kind}\""),
-                expected: "\"LORA\": other methods are not computed here".to_owned(),
-            });
+            let expected = "\"LORA\", the one method that is implemented here";
+            return Err(Common::option("peft_type", format!("\"{kind}\""), expected).into());
         }
         let init = match keys.shift_remove("init_lora_weights") {
             None | Some(Value::Null) => default.init_lora_weights,
@@ -90,7 +81,7 @@ impl LoraConfig {
         }
     }
 
-    /// The text of an `adapter_config.json` that PEFT reads, with its keys in the order of its files.
+    /// Returns the text of an `adapter_config.json` that PEFT reads, with its keys in the order of PEFT's files.
     pub fn to_json(&self) -> String {
         let targets = match &self.target_modules {
             None => Value::Null,
@@ -135,12 +126,12 @@ impl LoraConfig {
             .into_iter()
             .map(|(key, value)| (key.to_owned(), value))
             .collect();
-        // The alternate form of a value is indented JSON.
+        // The alternate form of a `Value` is indented JSON, and cannot fail as `to_string_pretty` can.
         format!("{:#}", Value::Object(object))
     }
 }
 
-/// What a JSON list or string means.
+/// The JSON forms of `target_modules`.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum RawTargets {
@@ -155,26 +146,22 @@ fn targets(raw: RawTargets) -> TargetModules {
     }
 }
 
-/// Whether a key that is not read says nothing.
+/// Returns `true` if a key that is not read is at its default.
 fn is_idle(key: &str, value: &Value) -> bool {
-    let says_nothing = match value {
+    let is_default = match value {
         Value::Null | Value::Bool(false) => true,
         Value::Array(list) => list.is_empty(),
-        Value::Object(map) => map.is_empty(),
+        Value::Object(object) => object.is_empty(),
         _ => false,
     };
-    says_nothing || INDIFFERENT.contains(&key)
+    is_default || INDIFFERENT.contains(&key)
 }
 
-/// Takes a key out; its default where it is absent or null.
+/// Takes a key out, or returns its default where it is absent or null.
 fn take<T: DeserializeOwned>(keys: &mut Map<String, Value>, key: &str, default: T) -> Result<T> {
     match keys.shift_remove(key) {
         None | Some(Value::Null) => Ok(default),
-        Some(value) => T::deserialize(&value).map_err(|source| Error::BadConfig {
-            key: key.to_owned(),
-            found: value.to_string(),
-            expected: source.to_string(),
-        }),
+        Some(value) => T::deserialize(&value).map_err(|source| wrong_type(key, &value, &source)),
     }
 }
 
@@ -182,16 +169,21 @@ fn patterns<V: DeserializeOwned>(
     keys: &mut Map<String, Value>,
     key: &str,
 ) -> Result<Vec<(String, V)>> {
-    let map: Map<String, Value> = take(keys, key, Map::new())?;
+    let patterns: Map<String, Value> = take(keys, key, Map::new())?;
     let read = |(pattern, value): (String, Value)| match V::deserialize(&value) {
         Ok(value) => Ok((pattern, value)),
-        Err(source) => Err(Error::BadConfig {
-            key: format!("{key}[\"{pattern}\"]"),
-            found: value.to_string(),
-            expected: source.to_string(),
-        }),
+        Err(source) => {
+            let key = format!("{key}[\"{pattern}\"]");
+            Err(wrong_type(&key, &value, &source))
+        }
     };
-    map.into_iter().map(read).collect()
+    patterns.into_iter().map(read).collect()
+}
+
+/// Returns the error of a value of the wrong type.
+fn wrong_type(key: &str, value: &Value, source: &serde_json::Error) -> Error {
+    let expected = format!("of the type of PEFT's configuration ({source})");
+    Common::option(key.to_owned(), value, expected).into()
 }
 
 fn object<V>(pattern: &[(String, V)], value: impl Fn(&V) -> Value) -> Value {
@@ -199,7 +191,7 @@ fn object<V>(pattern: &[(String, V)], value: impl Fn(&V) -> Value) -> Value {
     Value::Object(entries.collect())
 }
 
-/// A whole number without a point, as Python's integers are written.
+/// Writes a whole number without a point, as Python writes integers.
 fn number(value: f64) -> Value {
     if value.fract() == 0.0 && value.abs() < 2f64.powi(53) {
         json!(value as i64)

@@ -2,34 +2,33 @@ use std::fmt;
 
 use serde_json::Value;
 
-use crate::{Error, Result};
+use crate::Result;
 
-/// How the matrices of an adapter start (`init_lora_weights`).
+/// The initial values of A and B (`init_lora_weights`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum InitLoraWeights {
-    /// `true`: A uniform within `±1/√I` (`kaiming_uniform(a=√5)`), B zero. The adapter changes nothing at
-    /// first.
+    /// `true`: A uniform in `±1/√I` (`kaiming_uniform(a=√5)`), B zero. The adapter changes nothing at first.
     #[default]
     Default,
-    /// `false`: A and B both as `nn.Linear` draws them. For tests.
+    /// `false`: A and B both as `nn.Linear` initialises them; for tests.
     Random,
     /// `"gaussian"`: A normal with deviation `1/r`, B zero.
     Gaussian,
-    /// `"orthogonal"`: A and B of orthogonal subspaces, the weight as it is. Even ranks only.
+    /// `"orthogonal"`: A and B of orthogonal subspaces; the weight is unchanged. Even ranks only.
     Orthogonal,
-    /// `"olora"`: from the QR decomposition of the weight, which keeps the rest (Büyükakyüz 2024,
+    /// `"olora"`: the QR decomposition of the weight, from which the adapter is subtracted (Büyükakyüz 2024,
     /// arXiv:2406.01775).
     Olora,
-    /// `"pissa"`: the largest singular values of the weight, which keeps the rest (Meng et al. 2024,
-    /// arXiv:2404.02948).
+    /// `"pissa"`: the largest singular values of the weight, from which the adapter is subtracted (Meng et
+    /// al. 2024, arXiv:2404.02948).
     Pissa,
-    /// `"pissa_niter_N"`: the same by N rounds of subspace iteration.
+    /// `"pissa_niter_N"`: PiSSA by N rounds of subspace iteration.
     PissaFast(u32),
 }
 
 impl InitLoraWeights {
-    /// Whether the weight under the adapter is changed.
+    /// Returns `true` if the initialisation changes the layer's weight.
     pub(crate) fn changes_base(self) -> bool {
         matches!(
             self,
@@ -46,12 +45,10 @@ impl InitLoraWeights {
     }
 
     pub(super) fn from_json(value: &Value) -> Result<InitLoraWeights> {
-        let refused = || Error::BadConfig {
-            key: "init_lora_weights".to_owned(),
-            found: value.to_string(),
-            expected: "true, false, \"gaussian\", \"orthogonal\", \"olora\", \"pissa\" or \
-                       \"pissa_niter_N\""
-                .to_owned(),
+        let refused = || {
+            let expected = "true, false, \"gaussian\", \"orthogonal\", \"olora\", \"pissa\" or \
+                            \"pissa_niter_N\"";
+            overdrive_core::Error::option("init_lora_weights", value, expected)
         };
         match value {
             Value::Bool(true) => Ok(InitLoraWeights::Default),
@@ -66,10 +63,10 @@ impl InitLoraWeights {
                         let rounds = rounds.parse().map_err(|_| refused())?;
                         Ok(InitLoraWeights::PissaFast(rounds))
                     }
-                    None => Err(refused()),
+                    None => Err(refused().into()),
                 },
             },
-            _ => Err(refused()),
+            _ => Err(refused().into()),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Which modules a configuration means: the rules of PEFT's `check_target_module_exists` and
+//! The modules that a configuration selects, by the rules of PEFT's `check_target_module_exists` and
 //! `get_pattern_key`.
 
 use fancy_regex::Regex;
@@ -22,7 +22,7 @@ fn pattern_of_key(pattern: &str) -> String {
     format!(r"\A(?:.*\.)?(?:{pattern})\z")
 }
 
-/// The value of the first pattern that `name`, or its last parts, match.
+/// Returns the value of the first pattern that matches `name` or its last components.
 pub(super) fn pattern_value<V: Copy>(
     key: &'static str,
     patterns: &[(String, V)],
@@ -58,8 +58,8 @@ enum Rule<'c> {
 }
 
 impl Rule<'_> {
-    /// Whether the whole name is listed, whether its last parts are, or the pattern fits.
-    fn fits(&self, key: &'static str, name: &str) -> Result<(bool, bool)> {
+    /// Returns whether the rule selects the whole name, and whether it selects the name's last components.
+    fn matches(&self, key: &'static str, name: &str) -> Result<(bool, bool)> {
         Ok(match self {
             Rule::Names(names) => (
                 names.iter().any(|own| own == name),
@@ -74,7 +74,7 @@ impl Rule<'_> {
 }
 
 impl<'c> Matcher<'c> {
-    /// `head`: the name of the output layer, which `all-linear` leaves out.
+    /// Compiles the rules of `config`. `head` is the name of the output layer, which `all-linear` leaves out.
     pub(crate) fn new(config: &'c LoraConfig, head: Option<&'c str>) -> Result<Matcher<'c>> {
         let targets = match &config.target_modules {
             None => Targets::Listed(Rule::Names(&[])),
@@ -101,10 +101,10 @@ impl<'c> Matcher<'c> {
         })
     }
 
-    /// Whether the linear map `name` gets an adapter.
+    /// Returns `true` if the linear layer `name` gets an adapter.
     pub(crate) fn targets(&self, name: &str) -> Result<bool> {
-        let (whole, part) = self.excluded.fits("exclude_modules", name)?;
-        if whole || part {
+        let (whole, suffix) = self.excluded.matches("exclude_modules", name)?;
+        if whole || suffix {
             return Ok(false);
         }
         for saved in &self.saved {
@@ -112,12 +112,12 @@ impl<'c> Matcher<'c> {
                 return Ok(false);
             }
         }
-        let (whole, part) = match &self.targets {
+        let (whole, suffix) = match &self.targets {
             Targets::AllBut(head) => (*head != Some(name), false),
-            Targets::Listed(rule) => rule.fits("target_modules", name)?,
+            Targets::Listed(rule) => rule.matches("target_modules", name)?,
         };
-        // A module that is named in full is not asked for its layer.
-        if whole || !part {
+        // As in PEFT, `layers_to_transform` does not restrict a module that is named in full.
+        if whole || !suffix {
             return Ok(whole);
         }
         match &self.layers {
@@ -157,9 +157,9 @@ fn layer_of(patterns: &[Regex], name: &str) -> Result<Option<u64>> {
     for pattern in patterns {
         let captures = pattern
             .captures(name)
-            .map_err(|source| bad("layers_pattern", pattern, &source))?;
+            .map_err(|source| too_complex("layers_pattern", pattern, &source))?;
         if let Some(index) = captures.as_ref().and_then(|captures| captures.name("idx")) {
-            // A number beyond u64 is no layer.
+            // An index beyond u64 is no layer's.
             return Ok(index.as_str().parse().ok());
         }
     }
@@ -172,24 +172,20 @@ fn whole<'c>(key: &'static str, pattern: &str) -> Result<Rule<'c>> {
 }
 
 fn compile(key: &'static str, pattern: &str) -> Result<Regex> {
-    Regex::new(pattern).map_err(|source| Error::BadConfig {
-        key: key.to_owned(),
-        found: format!("`{pattern}`"),
-        expected: format!("a regular expression ({source})"),
+    Regex::new(pattern).map_err(|source| {
+        let expected = format!("a valid regular expression ({source})");
+        overdrive_core::Error::option(key, format!("`{pattern}`"), expected).into()
     })
 }
 
 fn matches(key: &'static str, pattern: &Regex, name: &str) -> Result<bool> {
     pattern
         .is_match(name)
-        .map_err(|source| bad(key, pattern, &source))
+        .map_err(|source| too_complex(key, pattern, &source))
 }
 
-/// A pattern that goes astray (too much backtracking).
-fn bad(key: &'static str, pattern: &Regex, source: &fancy_regex::Error) -> Error {
-    Error::BadConfig {
-        key: key.to_owned(),
-        found: format!("`{}`", pattern.as_str()),
-        expected: format!("a regular expression that can be matched ({source})"),
-    }
+/// Returns the error of a pattern that gives up on a name, by too much backtracking.
+fn too_complex(key: &'static str, pattern: &Regex, source: &fancy_regex::Error) -> Error {
+    let expected = format!("a simpler regular expression ({source})");
+    overdrive_core::Error::option(key, format!("`{}`", pattern.as_str()), expected).into()
 }

@@ -1,25 +1,26 @@
 use serde::{Deserialize, Serialize};
 
-/// Which modules an adapter is for.
+/// The modules that get an adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TargetModules {
-    /// Names, each of a whole module or of its last parts: `q_proj` is `model.layers.0.self_attn.q_proj`.
+    /// Names of modules, whole or by their last components: `q_proj` selects
+    /// `model.layers.0.self_attn.q_proj`.
     Names(Vec<String>),
-    /// A regular expression (Python's syntax) of the whole name.
+    /// A regular expression in Python's syntax that matches the whole name.
     Pattern(String),
-    /// Every linear map but the head.
+    /// Every linear layer except the head.
     AllLinear,
 }
 
 impl TargetModules {
-    /// Names.
+    /// Makes a list of names.
     pub fn names<S: Into<String>>(names: impl IntoIterator<Item = S>) -> TargetModules {
         TargetModules::Names(names.into_iter().map(Into::into).collect())
     }
 }
 
 impl From<&str> for TargetModules {
-    /// `all-linear` in any case, or a pattern: as PEFT takes a string.
+    /// Reads a string as PEFT does: `all-linear` in upper or lower case, or else a pattern.
     fn from(text: &str) -> TargetModules {
         if text.to_lowercase() == "all-linear" {
             TargetModules::AllLinear
@@ -33,14 +34,14 @@ impl From<&str> for TargetModules {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Names {
-    /// One, which PEFT takes as a regular expression.
+    /// One name, which PEFT reads as a regular expression.
     One(String),
-    /// Several.
+    /// Several names.
     Many(Vec<String>),
 }
 
 impl Names {
-    /// Whether there is none.
+    /// Returns `true` if there is none.
     pub fn is_empty(&self) -> bool {
         match self {
             Names::One(name) => name.is_empty(),
@@ -49,12 +50,12 @@ impl Names {
     }
 }
 
-/// One layer, or several.
+/// The index of one layer, or several indices.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum LayerIndices {
-    /// One.
+    /// One index.
     One(u64),
-    /// Several; an empty list means all.
+    /// Several indices; an empty list stands for all.
     Many(Vec<u64>),
 }

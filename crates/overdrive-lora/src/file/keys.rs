@@ -1,27 +1,30 @@
 use overdrive_autograd::NoGradGuard;
+use overdrive_nn::{AdapterHost, LinearWeight};
 use tch::Tensor;
 
-use crate::config::MapOptions;
+use crate::config::LayerOptions;
+use crate::host::{module_copies, visit_linears, visit_parameters};
+use crate::layer_adapters::adapters_of;
 use crate::selection::SavedModules;
-use crate::{AdapterHost, BaseWeight, BiasMode, LoraConfig, Result};
+use crate::{BiasMode, LoraConfig, Result};
 
-/// A tensor of a file, and where it belongs.
+/// A tensor that a file should hold.
 #[derive(Debug)]
 pub(super) struct Entry {
-    /// Its key, without `base_model.model.`.
+    /// The key, without `base_model.model.`.
     pub(super) key: String,
-    /// Another key under which older files have it.
+    /// The key under which files of older versions of PEFT have it.
     pub(super) older: Option<String>,
     pub(super) shape: Vec<i64>,
 }
 
 pub(super) const PREFIX: &str = "base_model.model.";
 
-/// What a file of this configuration holds, in the order of the model.
+/// Returns the tensors that a file of this configuration holds, in the order of the model.
 pub(super) fn expected<H: AdapterHost + ?Sized>(
     host: &mut H,
     config: &LoraConfig,
-    maps: &[String],
+    layers: &[String],
     saved: &SavedModules,
 ) -> Result<Vec<Entry>> {
     let mut entries = Vec::new();
@@ -32,11 +35,11 @@ pub(super) fn expected<H: AdapterHost + ?Sized>(
             shape: shape.to_vec(),
         });
     };
-    host.visit_linears(&mut |name, map| {
-        let [outputs, inputs] = map.base().size();
-        let targeted = maps.iter().any(|own| own == name);
+    visit_linears(host, |name, linear| {
+        let [outputs, inputs] = linear.weight().size();
+        let targeted = layers.iter().any(|own| own == name);
         if targeted {
-            let MapOptions { rank, .. } = config.map_options(name)?;
+            let LayerOptions { rank, .. } = config.layer_options(name)?;
             push(format!("{name}.lora_A.weight"), None, &[rank, inputs]);
             push(format!("{name}.lora_B.weight"), None, &[outputs, rank]);
             if config.lora_bias {
@@ -48,11 +51,11 @@ pub(super) fn expected<H: AdapterHost + ?Sized>(
                 push(key, Some(older), &[outputs]);
             }
         }
-        if saved.maps.iter().any(|own| own == name) {
-            if let BaseWeight::Dense { weight, .. } = map.base() {
+        if saved.layers.iter().any(|own| own == name) {
+            if let LinearWeight::Dense { weight, .. } = linear.weight() {
                 push(format!("{name}.weight"), None, &weight.size());
             }
-            if map.bias().is_some() {
+            if linear.bias().is_some() {
                 push(format!("{name}.bias"), None, &[outputs]);
             }
             return Ok(());
@@ -62,7 +65,7 @@ pub(super) fn expected<H: AdapterHost + ?Sized>(
             BiasMode::All => true,
             BiasMode::LoraOnly => targeted,
         };
-        if trained && map.bias().is_some() {
+        if trained && linear.bias().is_some() {
             let plain = format!("{name}.bias");
             if targeted {
                 push(format!("{name}.base_layer.bias"), Some(plain), &[outputs]);
@@ -72,7 +75,7 @@ pub(super) fn expected<H: AdapterHost + ?Sized>(
         }
         Ok(())
     })?;
-    host.visit_parameters(&mut |name, tensor| {
+    visit_parameters(host, |name, tensor| {
         let is_copied = saved.parameters.iter().any(|own| own == name);
         let is_bias = name == "bias" || name.ends_with(".bias");
         if is_copied || (config.bias == BiasMode::All && is_bias) {
@@ -91,8 +94,9 @@ pub(super) fn visit<H: AdapterHost + ?Sized>(
     see: &mut dyn FnMut(String, &Tensor) -> Result<()>,
 ) -> Result<()> {
     let _no_grad = NoGradGuard::new();
-    host.visit_linears(&mut |name, map| {
-        let own = map.adapter(adapter);
+    visit_linears(host, |name, linear| {
+        let adapters = adapters_of(linear);
+        let own = adapters.and_then(|adapters| adapters.get(adapter));
         if let Some(own) = own {
             for (kind, last, tensor) in own.tensors() {
                 let key = match kind {
@@ -102,11 +106,11 @@ pub(super) fn visit<H: AdapterHost + ?Sized>(
                 see(key, tensor)?;
             }
         }
-        if let Some((_, base, bias)) = map.copies.iter().find(|(own, ..)| own == adapter) {
-            if let BaseWeight::Dense { weight, .. } = base {
+        if let Some(copy) = adapters.and_then(|adapters| adapters.copy(adapter)) {
+            if let LinearWeight::Dense { weight, .. } = &copy.weight {
                 see(format!("{name}.weight"), weight)?;
             }
-            if let Some(bias) = bias {
+            if let Some(bias) = &copy.bias {
                 see(format!("{name}.bias"), bias)?;
             }
             return Ok(());
@@ -116,13 +120,13 @@ pub(super) fn visit<H: AdapterHost + ?Sized>(
             (_, true) => format!("{name}.base_layer.bias"),
             (BiasMode::All, false) => format!("{name}.bias"),
         };
-        match map.bias() {
+        match linear.bias() {
             Some(bias) => see(key, bias),
             None => Ok(()),
         }
     })?;
     let mut copied = Vec::new();
-    if let Some(copies) = host.module_copies() {
+    if let Some(copies) = module_copies(host) {
         for entry in copies
             .entries
             .iter()
@@ -133,7 +137,7 @@ pub(super) fn visit<H: AdapterHost + ?Sized>(
         }
     }
     if mode == BiasMode::All {
-        host.visit_parameters(&mut |name, tensor| {
+        visit_parameters(host, |name, tensor| {
             let is_bias = name == "bias" || name.ends_with(".bias");
             if is_bias && !copied.iter().any(|own| own == name) {
                 see(name.to_owned(), tensor)?;

@@ -2,23 +2,26 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use overdrive_autograd::NoGradGuard;
+use overdrive_nn::{AdapterHost, LinearWeight};
 use overdrive_safetensors::{MappedFile, StoredTensor};
 use tch::Tensor;
 
 use super::keys::{Entry, PREFIX, expected, visit};
 use super::{CONFIG, WEIGHTS};
+use crate::host::visit_linears;
+use crate::layer_adapters::adapters_mut;
 use crate::selection::{modules_to_save, resolve};
 use crate::{
-    AdapterHost, AddOptions, BaseWeight, Error, InitLoraWeights, LoraConfig, Result, add_adapter,
-    delete_adapter, set_requires_grad,
+    AddOptions, Error, InitLoraWeights, LoraConfig, Result, add_adapter, delete_adapter,
+    set_requires_grad,
 };
 
-/// How an adapter is loaded.
+/// The options of loading an adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoadAdapterOptions {
-    /// Whether it learns on; default false: PEFT's `is_trainable`.
+    /// If `true`, the adapter is trainable (PEFT's `is_trainable`). Default: `false`.
     pub trainable: bool,
-    /// Whether 16-bit tensors of the file become fp32 beside 16-bit weights; default true. See
+    /// If `true`, 16-bit tensors of the file become fp32 beside 16-bit weights. Default: `true`. See
     /// [`AddOptions::autocast_adapter_dtype`].
     pub autocast_adapter_dtype: bool,
 }
@@ -32,38 +35,34 @@ impl Default for LoadAdapterOptions {
     }
 }
 
-/// What was loaded.
+/// The result of loading an adapter.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoadedAdapter {
-    /// The configuration, its targets resolved.
+    /// The configuration, with its targets filled in.
     pub config: LoraConfig,
-    /// The maps that have the adapter now.
-    pub maps: Vec<String>,
+    /// The names of the linear layers that have the adapter.
+    pub layers: Vec<String>,
 }
 
 /// Reads `adapter_config.json` of the folder `dir`.
 ///
 /// # Errors
-/// [`Error::Io`], and as [`LoraConfig::from_json`].
+/// [`Error::Common`] if the file cannot be read, and as [`LoraConfig::from_json`].
 pub fn read_config(dir: impl AsRef<Path>) -> Result<LoraConfig> {
     let path = dir.as_ref().join(CONFIG);
-    let text = std::fs::read_to_string(&path).map_err(|source| Error::Io {
-        action: "read",
-        path,
-        source,
-    })?;
+    let text = std::fs::read_to_string(&path).map_err(overdrive_core::Error::io("read", &path))?;
     LoraConfig::from_json(&text)
 }
 
-/// Loads a folder that PEFT or [`save_adapter`](crate::save_adapter) wrote as the adapter `name`. It is
-/// active at once if no other is.
+/// Loads a folder that PEFT or [`save_adapter`](crate::save_adapter) wrote as the adapter `name`. It is active
+/// at once if no other is.
 ///
-/// Saved biases and full copies come with it. An adapter that starts from the weight (PiSSA, OLoRA) takes
-/// its part from the model's weight once more, as in PEFT.
+/// Saved biases and full copies are loaded with it. An adapter that was initialised from the weight (PiSSA,
+/// OLoRA) is subtracted from the model's weight again, as in PEFT.
 ///
 /// # Errors
 /// [`Error::Checkpoint`] naming every tensor that is missing, unexpected or misshapen;
-/// [`Error::NoTarget`] and others as [`add_adapter`]. The model is then as it was.
+/// [`Error::NoTarget`] and others as [`add_adapter`]. The model is then unchanged.
 pub fn load_adapter<H: AdapterHost + ?Sized>(
     host: &mut H,
     dir: impl AsRef<Path>,
@@ -72,13 +71,13 @@ pub fn load_adapter<H: AdapterHost + ?Sized>(
 ) -> Result<LoadedAdapter> {
     let dir = dir.as_ref();
     let config = read_config(dir)?;
-    let (config, maps) = resolve(host, &config)?;
+    let (config, layers) = resolve(host, &config)?;
     let saved = modules_to_save(host, &config)?;
     let file = open(dir)?;
-    let wanted = expected(host, &config, &maps, &saved)?;
+    let wanted = expected(host, &config, &layers, &saved)?;
     let stored = fit(&file, &wanted, host)?;
     let making = LoraConfig {
-        // Random numbers would be overwritten.
+        // Random values would be overwritten by the file's; the default draws the fewest.
         init_lora_weights: match config.init_lora_weights {
             own if own.changes_base() => own,
             _ => InitLoraWeights::Default,
@@ -89,7 +88,7 @@ pub fn load_adapter<H: AdapterHost + ?Sized>(
         autocast_adapter_dtype: options.autocast_adapter_dtype,
         ..AddOptions::default()
     };
-    let maps = add_adapter(host, name, &making, &add)?;
+    let layers = add_adapter(host, name, &making, &add)?;
     let filled = fill(host, name, &config, &stored);
     if filled.is_err() {
         let _ = delete_adapter(host, name);
@@ -98,7 +97,7 @@ pub fn load_adapter<H: AdapterHost + ?Sized>(
     if !options.trainable {
         set_requires_grad(host, &[name], false)?;
     }
-    Ok(LoadedAdapter { config, maps })
+    Ok(LoadedAdapter { config, layers })
 }
 
 fn open(dir: &Path) -> Result<MappedFile> {
@@ -115,13 +114,13 @@ fn open(dir: &Path) -> Result<MappedFile> {
     Ok(MappedFile::open(path)?)
 }
 
-/// Where each tensor belongs, and bases that the file holds beside the adapter.
+/// The tensors of a file by their keys, and the weights of layers that it holds beside the adapter.
 struct Fitted<'f> {
     tensors: HashMap<String, StoredTensor<'f>>,
     bases: HashMap<String, StoredTensor<'f>>,
 }
 
-/// Compares the file with what is wanted.
+/// Compares the file with the tensors that it should hold.
 fn fit<'f, H: AdapterHost + ?Sized>(
     file: &'f MappedFile,
     wanted: &[Entry],
@@ -156,10 +155,10 @@ fn fit<'f, H: AdapterHost + ?Sized>(
             }
         }
     }
-    // PEFT saves the weight of a head or an embedding that has an adapter, too.
+    // PEFT also saves the weight of a head or an embedding that has an adapter.
     let mut bases = HashMap::new();
-    host.visit_linears(&mut |name, map| {
-        if let BaseWeight::Dense { weight, .. } = map.base() {
+    visit_linears(host, |name, linear| {
+        if let LinearWeight::Dense { weight, .. } = linear.weight() {
             let key = format!("{name}.base_layer.weight");
             let fits = stored
                 .get(&key)
@@ -198,14 +197,17 @@ fn fill<H: AdapterHost + ?Sized>(
         }
         Ok(())
     })?;
-    host.visit_linears(&mut |map_name, map| {
-        if let (Some(stored), BaseWeight::Dense { weight, .. }) =
-            (stored.bases.get(map_name), map.base())
+    visit_linears(host, |layer, linear| {
+        if let (Some(stored), LinearWeight::Dense { weight, .. }) =
+            (stored.bases.get(layer), linear.weight())
         {
             stored.copy_into(weight)?;
         }
-        for (_, adapter) in map.adapters.iter_mut().filter(|(own, _)| own == name) {
-            adapter.keep_config(config);
+        let adapters = adapters_mut(linear).into_iter();
+        for (own, adapter) in adapters.flat_map(|own| &mut own.adapters) {
+            if own == name {
+                adapter.keep_config(config);
+            }
         }
         Ok(())
     })

@@ -7,7 +7,7 @@ mod save;
 pub use load::{LoadAdapterOptions, LoadedAdapter, load_adapter, read_config};
 pub use save::save_adapter;
 
-/// The configuration.
+/// The name of the file with the configuration.
 pub(crate) const CONFIG: &str = "adapter_config.json";
-/// The tensors.
+/// The name of the file with the tensors.
 pub(crate) const WEIGHTS: &str = "adapter_model.safetensors";

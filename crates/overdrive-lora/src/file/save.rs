@@ -1,19 +1,23 @@
 use std::path::Path;
 
+use overdrive_nn::AdapterHost;
+
 use super::keys::{PREFIX, visit};
 use super::{CONFIG, WEIGHTS};
 use crate::adapters::adapter_names;
-use crate::{AdapterHost, Error, LoraConfig, Result};
+use crate::host::{module_copies, visit_linears};
+use crate::layer_adapters::adapters_of;
+use crate::{Error, LoraConfig, Result};
 
 /// Writes the adapter `name` as PEFT's `save_pretrained` does: `adapter_model.safetensors` and then
-/// `adapter_config.json`, each whole or not at all. PEFT's `PeftModel.from_pretrained` and
-/// [`load_adapter`](crate::load_adapter) read them. The folder is made where there is none.
+/// `adapter_config.json`, each atomically. PEFT's `PeftModel.from_pretrained` and
+/// [`load_adapter`](crate::load_adapter) read them. The folder is created if it does not exist.
 ///
-/// The file says `inference_mode: true`, as PEFT's does. What was merged is no part of it: files hold
-/// the adapter, merged or not.
+/// The file has `inference_mode: true`, as PEFT's does. It holds the adapter alone, whether that is merged or
+/// not.
 ///
 /// # Errors
-/// [`Error::UnknownAdapter`], [`Error::Io`] and [`Error::File`].
+/// [`Error::UnknownAdapter`], [`Error::Common`] and [`Error::File`] if a file cannot be written.
 pub fn save_adapter<H: AdapterHost + ?Sized>(
     host: &mut H,
     name: &str,
@@ -31,11 +35,7 @@ pub fn save_adapter<H: AdapterHost + ?Sized>(
         tensors.push((format!("{PREFIX}{key}"), tensor.f_detach()?));
         Ok(())
     })?;
-    std::fs::create_dir_all(dir).map_err(|source| Error::Io {
-        action: "make",
-        path: dir.to_path_buf(),
-        source,
-    })?;
+    std::fs::create_dir_all(dir).map_err(overdrive_core::Error::io("create", dir))?;
     let metadata = [("format".to_owned(), "pt".to_owned())].into();
     overdrive_safetensors::write(dir.join(WEIGHTS), &tensors, &metadata)?;
     let config = LoraConfig {
@@ -47,11 +47,12 @@ pub fn save_adapter<H: AdapterHost + ?Sized>(
     Ok(())
 }
 
-/// The configuration that the adapter was made from.
+/// Returns the configuration that the adapter was made from.
 fn config_of<H: AdapterHost + ?Sized>(host: &mut H, name: &str) -> Result<Option<LoraConfig>> {
     let mut config = None;
-    host.visit_linears(&mut |_, map| {
-        if let (None, Some(adapter)) = (&config, map.adapter(name)) {
+    visit_linears(host, |_, linear| {
+        let adapter = adapters_of(linear).and_then(|own| own.get(name));
+        if let (None, Some(adapter)) = (&config, adapter) {
             config = Some(adapter.config().clone());
         }
         Ok(())
@@ -59,15 +60,15 @@ fn config_of<H: AdapterHost + ?Sized>(host: &mut H, name: &str) -> Result<Option
     if config.is_some() {
         return Ok(config);
     }
-    // Only full copies: the configuration says no more than their names.
+    // An adapter of full copies alone: its configuration is their names.
     let mut modules: Vec<String> = Vec::new();
-    host.visit_linears(&mut |map_name, map| {
-        if map.copies.iter().any(|(own, ..)| own == name) {
-            modules.push(map_name.to_owned());
+    visit_linears(host, |layer, linear| {
+        if adapters_of(linear).is_some_and(|own| own.copy(name).is_some()) {
+            modules.push(layer.to_owned());
         }
         Ok(())
     })?;
-    if let Some(copies) = host.module_copies() {
+    if let Some(copies) = module_copies(host) {
         for parameter in copies.names(name) {
             let module = parameter
                 .rsplit_once('.')

@@ -1,23 +1,24 @@
 //! Weights with and without an adapter's change.
 
+use overdrive_nn::LinearWeight;
 use overdrive_quantization::QuantizedWeight;
 use tch::{Kind, Tensor};
 
 use super::report::Requantized;
-use crate::{Adapter, BaseWeight, Result};
+use crate::{LoraAdapter, Result};
 
-/// The kind in which a weight is merged.
-pub(super) fn wide(base: &BaseWeight) -> Kind {
+/// Returns the dtype in which a weight is merged.
+pub(super) fn wide(base: &LinearWeight) -> Kind {
     match base.kind() {
         Some(Kind::Double) => Kind::Double,
         _ => Kind::Float,
     }
 }
 
-/// `weight += scale · B · A` in place.
+/// Adds `scale · B · A` to the weight in place.
 pub(super) fn add_change(
     weight: &mut Tensor,
-    adapter: &Adapter,
+    adapter: &LoraAdapter,
     transposed: bool,
     scale: f64,
 ) -> Result<()> {
@@ -31,8 +32,8 @@ pub(super) fn add_change(
     Ok(())
 }
 
-/// `scale · B · A`, `(O, I)`.
-pub(crate) fn change(adapter: &Adapter, kind: Kind) -> Result<Tensor> {
+/// Computes `scale · B · A`, `(O, I)`.
+pub(crate) fn change(adapter: &LoraAdapter, kind: Kind) -> Result<Tensor> {
     let b = adapter
         .b
         .f_detach()?
@@ -41,10 +42,10 @@ pub(crate) fn change(adapter: &Adapter, kind: Kind) -> Result<Tensor> {
     Ok(b.f_mm(&adapter.a.f_detach()?.f_to_kind(kind)?)?)
 }
 
-/// `factor · (W + scale · B · A)`, `(O, I)`, in fp32 or fp64.
+/// Computes `factor · (W + scale · B · A)`, `(O, I)`, in fp32 or fp64.
 pub(super) fn merged_weight(
-    base: &BaseWeight,
-    adapter: &Adapter,
+    base: &LinearWeight,
+    adapter: &LoraAdapter,
     factor: Option<&Tensor>,
 ) -> Result<Tensor> {
     let kind = wide(base);
@@ -55,10 +56,10 @@ pub(super) fn merged_weight(
     })
 }
 
-/// `W / factor − scale · B · A`.
+/// Computes `W / factor − scale · B · A`, which undoes [`merged_weight`].
 pub(super) fn without(
     weight: &Tensor,
-    adapter: &Adapter,
+    adapter: &LoraAdapter,
     factor: Option<&Tensor>,
 ) -> Result<Tensor> {
     let change = change(adapter, weight.kind())?;
@@ -68,13 +69,14 @@ pub(super) fn without(
     })
 }
 
+/// Merges into a quantized weight: dequantizes it, changes it, and quantizes it again by its scheme.
 pub(super) fn requantize(
     weight: &QuantizedWeight,
-    adapter: &Adapter,
+    adapter: &LoraAdapter,
     factor: Option<&Tensor>,
 ) -> Result<(QuantizedWeight, Requantized)> {
     let before = weight.dequantize(Kind::Float)?;
-    let base = BaseWeight::Dense {
+    let base = LinearWeight::Dense {
         weight: before.shallow_clone(),
         transposed: false,
     };

@@ -1,50 +1,50 @@
 use overdrive_quantization::Scheme;
 
-/// How adapters are merged.
+/// The options of merging.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MergeOptions {
-    /// Computes each merged weight beside the old one and takes it only where all its numbers are
-    /// finite (PEFT's `safe_merge`); default false.
+    /// If `true`, each merged weight is computed beside the old one and taken only if all its elements are
+    /// finite (PEFT's `safe_merge`). Default: `false`.
     pub safe: bool,
-    /// Keeps the dense weights as they were, so that [`unmerge_adapters`](crate::unmerge_adapters) gives
-    /// them back bit for bit, at their memory's price; default false. Without it the change is subtracted
-    /// again, which is exact to rounding only. Packed weights are always kept.
+    /// If `true`, a copy of each dense weight is kept, so that [`unmerge_adapters`](crate::unmerge_adapters)
+    /// restores it bit for bit; it costs the memory of the weights. Default: `false`: the change is
+    /// subtracted again, which is exact up to rounding. Quantized weights are always kept.
     pub keep_original: bool,
 }
 
-/// What merging did.
+/// The result of merging.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct MergeReport {
-    /// Every map with a merged adapter, in the order of the model.
-    pub maps: Vec<MergedMap>,
+    /// The layers with a merged adapter, in the order of the model.
+    pub layers: Vec<MergedLayer>,
 }
 
-/// What merging did to one map.
+/// The result of merging into one layer.
 #[derive(Debug, Clone, PartialEq)]
-pub struct MergedMap {
-    /// The map's name.
+pub struct MergedLayer {
+    /// The layer's name.
     pub name: String,
     /// The adapters, in the order in which they were merged.
     pub adapters: Vec<String>,
-    /// What quantizing anew cost, where the weight is packed.
+    /// The error of quantizing again, if the weight is quantized.
     pub requantized: Option<Requantized>,
 }
 
-/// The error of a packed weight that was merged into.
+/// The error of a quantized weight after merging.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Requantized {
-    /// How it is packed.
+    /// The scheme that the weight has kept.
     pub scheme: Scheme,
-    /// `‖Q − W‖ / ‖W‖` (Frobenius) of the new packed weight against the merged one in full.
+    /// `‖Q − W‖ / ‖W‖` (Frobenius) of the quantized weight against the merged one in fp32.
     pub error: f64,
-    /// `‖Q − W‖ / ‖change‖`: near or above 1 the adapter is lost in rounding.
+    /// `‖Q − W‖ / ‖change‖`; near or above 1 the adapter is lost in rounding.
     pub error_of_change: f64,
 }
 
 impl MergeReport {
-    /// The largest [`Requantized::error`], or 0.
+    /// Returns the largest [`Requantized::error`], or 0.
     pub fn worst_error(&self) -> f64 {
-        let errors = self.maps.iter().filter_map(|map| map.requantized);
+        let errors = self.layers.iter().filter_map(|layer| layer.requantized);
         errors
             .map(|requantized| requantized.error)
             .fold(0.0, f64::max)

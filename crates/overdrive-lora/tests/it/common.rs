@@ -1,7 +1,8 @@
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use overdrive_lora::{AdaptedLinear, AdapterHost, BaseWeight, ModuleCopies, Result};
+use overdrive_lora::LoraLinear;
+use overdrive_nn::{AdapterHost, AdapterState, Linear, LinearWeight, Result};
 use overdrive_safetensors::MappedFile;
 use tch::{Device, Kind, Tensor};
 
@@ -52,38 +53,41 @@ pub(crate) fn distance(got: &Tensor, expected: &Tensor) -> f64 {
     (got - expected).abs().max().double_value(&[]) / scale
 }
 
-/// A model of named maps, an embedding and a norm.
+/// A model of named linear layers, an embedding and a norm.
 #[derive(Default)]
 pub(crate) struct Host {
-    pub(crate) maps: Vec<(String, AdaptedLinear)>,
+    pub(crate) layers: Vec<(String, Linear)>,
     pub(crate) parameters: Vec<(String, Tensor)>,
-    pub(crate) copies: ModuleCopies,
+    pub(crate) state: AdapterState,
     pub(crate) head: Option<String>,
 }
 
 impl Host {
     pub(crate) fn new(names: &[&str], outputs: i64, inputs: i64) -> Host {
-        let maps = names.iter().enumerate().map(|(place, name)| {
+        let layers = names.iter().enumerate().map(|(place, name)| {
             let weight = numbers(&[outputs, inputs], place as f64, F32);
             let bias = numbers(&[outputs], 0.5 + place as f64, F32);
-            ((*name).to_owned(), AdaptedLinear::dense(weight, Some(bias)))
+            (
+                (*name).to_owned(),
+                Linear::dense(weight, Some(bias)).unwrap(),
+            )
         });
         Host {
-            maps: maps.collect(),
+            layers: layers.collect(),
             ..Host::default()
         }
     }
 
-    pub(crate) fn map(&mut self, name: &str) -> &mut AdaptedLinear {
-        let found = self.maps.iter_mut().find(|(own, _)| own == name);
+    pub(crate) fn layer(&mut self, name: &str) -> &mut Linear {
+        let found = self.layers.iter_mut().find(|(own, _)| own == name);
         &mut found.unwrap().1
     }
 
     /// Gives the adapter's B's and biases numbers that matter.
     pub(crate) fn randomise(&mut self, adapter: &str) {
         let _no_grad = tch::no_grad_guard();
-        for (place, (_, map)) in self.maps.iter().enumerate() {
-            if let Some(adapter) = map.adapter(adapter) {
+        for (place, (_, layer)) in self.layers.iter().enumerate() {
+            if let Some(adapter) = layer.lora_adapter(adapter) {
                 let (b, salt) = (adapter.b(), 3.0 + place as f64);
                 b.shallow_clone()
                     .copy_(&(numbers(&b.size(), salt, F32) * 0.3));
@@ -103,11 +107,11 @@ impl Host {
 impl AdapterHost for Host {
     fn visit_linears(
         &mut self,
-        visit: &mut dyn FnMut(&str, &mut AdaptedLinear) -> Result<()>,
+        visit: &mut dyn FnMut(&str, &mut Linear) -> Result<()>,
     ) -> Result<()> {
-        self.maps
+        self.layers
             .iter_mut()
-            .try_for_each(|(name, map)| visit(name, map))
+            .try_for_each(|(name, layer)| visit(name, layer))
     }
 
     fn visit_parameters(
@@ -119,8 +123,8 @@ impl AdapterHost for Host {
             .try_for_each(|(name, tensor)| visit(name, tensor))
     }
 
-    fn module_copies(&mut self) -> Option<&mut ModuleCopies> {
-        Some(&mut self.copies)
+    fn adapter_state(&mut self) -> Option<&mut AdapterState> {
+        Some(&mut self.state)
     }
 
     fn head(&self) -> Option<&str> {
@@ -128,8 +132,8 @@ impl AdapterHost for Host {
     }
 }
 
-pub(crate) fn transposed(weight: Tensor) -> BaseWeight {
-    BaseWeight::Dense {
+pub(crate) fn transposed(weight: Tensor) -> LinearWeight {
+    LinearWeight::Dense {
         weight,
         transposed: true,
     }

@@ -39,9 +39,9 @@ fn saved(config: &LoraConfig, dir: &Path) -> Host {
 fn forward(host: &Host) -> Vec<Tensor> {
     let x = numbers(&[7, 16], 2.0, F32);
     let mut all: Vec<Tensor> = tch::no_grad(|| {
-        host.maps
+        host.layers
             .iter()
-            .map(|(_, map)| map.forward(&x, true).unwrap())
+            .map(|(_, layer)| layer.forward(&x).unwrap())
             .collect()
     });
     all.extend(host.parameters.iter().map(|(_, tensor)| tensor.detach()));

@@ -1,21 +1,20 @@
-//! Gradients of maps with adapters against finite differences, in fp64.
+//! Gradients of layers with adapters against finite differences, in fp64.
 
 use std::sync::Arc;
 
 use crate::common::{F64, numbers, transposed};
 use overdrive_autograd::{GradcheckOptions, gradcheck};
-use overdrive_lora::{
-    AdaptedLinear, Adapter, AddOptions, InitLoraWeights, LoraConfig, joint_forward,
-};
+use overdrive_lora::{AddOptions, InitLoraWeights, LoraAdapter, LoraConfig, LoraLinear};
+use overdrive_nn::{Linear, joint_forward};
 use tch::Tensor;
 
-fn map(outputs: i64, biased: bool, conv1d: bool, configs: &[LoraConfig]) -> AdaptedLinear {
+fn layer(outputs: i64, biased: bool, conv1d: bool, configs: &[LoraConfig]) -> Linear {
     let salt = outputs as f64;
     let bias = biased.then(|| numbers(&[outputs], salt, F64));
-    let mut map = if conv1d {
-        AdaptedLinear::new(transposed(numbers(&[6, outputs], salt, F64)), bias)
+    let mut layer = if conv1d {
+        Linear::new(transposed(numbers(&[6, outputs], salt, F64)), bias).unwrap()
     } else {
-        AdaptedLinear::dense(numbers(&[outputs, 6], salt, F64), bias)
+        Linear::dense(numbers(&[outputs, 6], salt, F64), bias).unwrap()
     };
     let names: Vec<String> = (0..configs.len())
         .map(|index| format!("a{index}"))
@@ -25,23 +24,24 @@ fn map(outputs: i64, biased: bool, conv1d: bool, configs: &[LoraConfig]) -> Adap
             init_lora_weights: InitLoraWeights::Random,
             ..config.clone()
         });
-        map.add_adapter(
-            &format!("map{outputs}"),
-            name,
-            &config,
-            &AddOptions::default(),
-        )
-        .unwrap();
+        layer
+            .add_adapter(
+                &format!("layer{outputs}"),
+                name,
+                &config,
+                &AddOptions::default(),
+            )
+            .unwrap();
     }
-    map.set_active(&names.iter().map(String::as_str).collect::<Vec<_>>());
-    map
+    layer.set_active_adapters(&names.iter().map(String::as_str).collect::<Vec<_>>());
+    layer
 }
 
 /// All tensors that learn, after x.
-fn inputs(maps: &[&AdaptedLinear]) -> Vec<Tensor> {
+fn inputs(layers: &[&Linear]) -> Vec<Tensor> {
     let mut inputs = vec![numbers(&[2, 3, 6], 0.3, F64).set_requires_grad(true)];
-    for map in maps {
-        for (_, adapter) in map.adapters() {
+    for layer in layers {
+        for (_, adapter) in layer.lora_adapters() {
             inputs.extend([adapter.a().shallow_clone(), adapter.b().shallow_clone()]);
             inputs.extend(adapter.bias().map(Tensor::shallow_clone));
             inputs.extend(adapter.magnitude().map(Tensor::shallow_clone));
@@ -50,20 +50,23 @@ fn inputs(maps: &[&AdaptedLinear]) -> Vec<Tensor> {
     inputs
 }
 
-/// Another map of the same base with these tensors, taken in the order of [`inputs`].
-fn with(map: &AdaptedLinear, tensors: &mut std::slice::Iter<'_, Tensor>) -> AdaptedLinear {
-    let bias = map.bias().map(Tensor::shallow_clone);
-    let mut made = AdaptedLinear::new(map.base().shallow_clone(), bias);
-    for (name, adapter) in map.adapters() {
+/// Another layer of the same base with these tensors, taken in the order of [`inputs`].
+fn with(layer: &Linear, tensors: &mut std::slice::Iter<'_, Tensor>) -> Linear {
+    let bias = layer.bias().map(Tensor::shallow_clone);
+    let mut made = Linear::new(layer.weight().shallow_clone(), bias).unwrap();
+    for (name, adapter) in layer.lora_adapters() {
         let mut next = || tensors.next().unwrap().shallow_clone();
         let (a, b) = (next(), next());
         let bias = adapter.bias().map(|_| next());
         let magnitude = adapter.magnitude().map(|_| next());
         let config = Arc::new(adapter.config().clone());
-        made.insert_adapter(name, Adapter::new(config, a, b, bias, magnitude).unwrap())
-            .unwrap();
+        made.insert_adapter(
+            name,
+            LoraAdapter::new(config, a, b, bias, magnitude).unwrap(),
+        )
+        .unwrap();
     }
-    made.set_active(&map.active());
+    made.set_active_adapters(&layer.active_adapters());
     made
 }
 
@@ -76,7 +79,7 @@ fn plain(r: i64) -> LoraConfig {
 }
 
 #[test]
-fn one_map_with_one_or_several_adapters() {
+fn one_layer_with_one_or_several_adapters() {
     let _generator = crate::common::generator();
     let biased = LoraConfig {
         lora_bias: true,
@@ -88,10 +91,9 @@ fn one_map_with_one_or_several_adapters() {
         vec![biased, plain(2)],
     ] {
         for (has_bias, conv1d) in [(false, false), (true, false), (true, true)] {
-            let map = map(5, has_bias, conv1d, &configs);
-            let check =
-                |x: &[Tensor]| Ok(vec![with(&map, &mut x[1..].iter()).forward(&x[0], true)?]);
-            gradcheck(check, &inputs(&[&map]), &GradcheckOptions::default()).unwrap();
+            let layer = layer(5, has_bias, conv1d, &configs);
+            let check = |x: &[Tensor]| Ok(vec![with(&layer, &mut x[1..].iter()).forward(&x[0])?]);
+            gradcheck(check, &inputs(&[&layer]), &GradcheckOptions::default()).unwrap();
         }
     }
 }
@@ -106,27 +108,27 @@ fn dora_holds_the_length_of_rows_constant_and_the_rest_is_differentiated() {
         ..plain(2)
     };
     for has_bias in [false, true] {
-        let map = map(5, has_bias, false, std::slice::from_ref(&config));
-        let adapter = map.adapter("a0").unwrap();
+        let layer = layer(5, has_bias, false, std::slice::from_ref(&config));
+        let adapter = layer.lora_adapter("a0").unwrap();
         for tensor in [adapter.a(), adapter.b()] {
             let _ = tensor.set_requires_grad(false);
         }
-        let check = |x: &[Tensor]| Ok(vec![with(&map, &mut x[1..].iter()).forward(&x[0], true)?]);
-        gradcheck(check, &inputs(&[&map]), &GradcheckOptions::default()).unwrap();
+        let check = |x: &[Tensor]| Ok(vec![with(&layer, &mut x[1..].iter()).forward(&x[0])?]);
+        gradcheck(check, &inputs(&[&layer]), &GradcheckOptions::default()).unwrap();
     }
 }
 
 #[test]
-fn joint_maps_of_which_some_have_adapters() {
+fn joint_layers_of_which_some_have_adapters() {
     let _generator = crate::common::generator();
     let (q, k, v) = (
-        map(4, true, false, &[plain(2), plain(1)]),
-        map(3, true, false, &[]),
-        map(5, true, false, &[plain(2)]),
+        layer(4, true, false, &[plain(2), plain(1)]),
+        layer(3, true, false, &[]),
+        layer(5, true, false, &[plain(2)]),
     );
     let check = |x: &[Tensor]| {
         let mut rest = x[1..].iter();
-        let [q, k, v] = [&q, &k, &v].map(|map| with(map, &mut rest));
+        let [q, k, v] = [&q, &k, &v].map(|layer| with(layer, &mut rest));
         Ok(vec![joint_forward(&x[0], &[&q, &k, &v])?])
     };
     gradcheck(check, &inputs(&[&q, &k, &v]), &GradcheckOptions::default()).unwrap();
@@ -139,14 +141,14 @@ fn dropout_masks_are_those_of_forward() {
         lora_dropout: 0.4,
         ..plain(2)
     };
-    let map = map(5, true, false, &[config.clone(), config]);
+    let layer = layer(5, true, false, &[config.clone(), config]);
     let check = |x: &[Tensor]| {
         tch::manual_seed(5);
-        let mut map = with(&map, &mut x[1..].iter());
-        map.set_training(true);
-        Ok(vec![map.forward(&x[0], true)?])
+        let mut layer = with(&layer, &mut x[1..].iter());
+        layer.set_training(true);
+        Ok(vec![layer.forward(&x[0])?])
     };
-    gradcheck(check, &inputs(&[&map]), &GradcheckOptions::default()).unwrap();
+    gradcheck(check, &inputs(&[&layer]), &GradcheckOptions::default()).unwrap();
 }
 
 #[test]
@@ -159,17 +161,18 @@ fn dropout_keeps_the_mean_and_drops_the_share_it_is_told_to() {
         lora_dropout: 0.25,
         ..LoraConfig::default()
     });
-    let mut map = AdaptedLinear::dense(Tensor::zeros([1, 1], F64), None);
-    map.add_adapter("map", "a", &config, &AddOptions::default())
+    let mut layer = Linear::dense(Tensor::zeros([1, 1], F64), None).unwrap();
+    layer
+        .add_adapter("layer", "a", &config, &AddOptions::default())
         .unwrap();
-    map.set_active(&["a"]);
-    map.set_training(true);
-    let adapter = map.adapter("a").unwrap();
+    layer.set_active_adapters(&["a"]);
+    layer.set_training(true);
+    let adapter = layer.lora_adapter("a").unwrap();
     tch::no_grad(|| {
         let _ = adapter.a().shallow_clone().fill_(1.0);
         let _ = adapter.b().shallow_clone().fill_(1.0);
     });
-    let y = tch::no_grad(|| map.forward(&Tensor::ones([40_000, 1], F64), true).unwrap());
+    let y = tch::no_grad(|| layer.forward(&Tensor::ones([40_000, 1], F64)).unwrap());
     let kept = y
         .ne(0.0)
         .to_kind(tch::Kind::Double)
@@ -179,7 +182,7 @@ fn dropout_keeps_the_mean_and_drops_the_share_it_is_told_to() {
     assert!((kept - 0.75).abs() < 0.011, "{kept}");
     assert_eq!(y.max().double_value(&[]), 1.0 / 0.75);
     // Without training there is none.
-    map.set_training(false);
-    let y = tch::no_grad(|| map.forward(&Tensor::ones([4, 1], F64), true).unwrap());
+    layer.set_training(false);
+    let y = tch::no_grad(|| layer.forward(&Tensor::ones([4, 1], F64)).unwrap());
     assert_eq!(y, Tensor::ones([4, 1], F64));
 }

@@ -1,4 +1,4 @@
-//! Adapters beside maps: switched, combined, in several kinds.
+//! Adapters beside layers: switched, combined, in several kinds.
 
 mod dora;
 
@@ -6,11 +6,12 @@ use std::sync::Arc;
 
 use crate::common::{F32, Host, distance, numbers};
 use overdrive_lora::{
-    AdaptedLinear, AddOptions, BiasMode, Combination, Error, InitLoraWeights, LoraConfig,
+    AddOptions, BiasMode, Combination, Error, InitLoraWeights, LoraConfig, LoraLinear,
     TargetModules, active_adapters, adapter_names, add_adapter, add_weighted_adapter,
-    delete_adapter, disable_adapters, enable_adapters, joint_forward, parameter_counts,
-    set_adapter, trainable_parameters,
+    delete_adapter, disable_adapters, enable_adapters, parameter_counts, set_adapter,
+    trainable_parameters,
 };
+use overdrive_nn::{Linear, joint_forward};
 use overdrive_precision::Autocast;
 use overdrive_quantization::QuantizedWeight;
 use tch::{Device, Kind, Tensor};
@@ -31,22 +32,30 @@ fn host() -> Host {
 fn a_new_adapter_changes_nothing_and_draws_within_the_bounds_of_kaiming() {
     let mut host = host();
     let x = numbers(&[5, 16], 9.0, F32);
-    let before = host.maps[0].1.forward(&x, true).unwrap();
+    let before = host.layers[0].1.forward(&x).unwrap();
     add_adapter(&mut host, "a", &all(4), &AddOptions::default()).unwrap();
-    assert_eq!(host.maps[0].1.forward(&x, true).unwrap(), before);
+    assert_eq!(host.layers[0].1.forward(&x).unwrap(), before);
     let (a, b) = {
-        let adapter = host.maps[0].1.adapter("a").unwrap();
+        let adapter = host.layers[0].1.lora_adapter("a").unwrap();
         (adapter.a().detach(), adapter.b().detach())
     };
     assert_eq!((a.size(), b.size()), (vec![4, 16], vec![12, 4]));
     assert_eq!(b.abs().max().double_value(&[]), 0.0);
     let largest = a.abs().max().double_value(&[]);
     assert!(largest <= 0.25 && largest > 0.2, "{largest}");
-    // The same seed gives the same numbers, another map or seed others.
-    assert_ne!(a, host.maps[1].1.adapter("a").unwrap().a().detach());
+    // The same seed gives the same numbers, another layer or seed others.
+    assert_ne!(a, host.layers[1].1.lora_adapter("a").unwrap().a().detach());
     let mut again = self::host();
     add_adapter(&mut again, "other", &all(4), &AddOptions::default()).unwrap();
-    assert_eq!(a, again.maps[0].1.adapter("other").unwrap().a().detach());
+    assert_eq!(
+        a,
+        again.layers[0]
+            .1
+            .lora_adapter("other")
+            .unwrap()
+            .a()
+            .detach()
+    );
 }
 
 #[test]
@@ -68,7 +77,7 @@ fn libtorchs_generator_is_left_as_it_is() {
 fn adapters_are_switched_summed_disabled_and_deleted() {
     let mut host = host();
     let x = numbers(&[5, 16], 9.0, F32);
-    let plain = host.maps[0].1.forward(&x, true).unwrap();
+    let plain = host.layers[0].1.forward(&x).unwrap();
     for (name, r) in [("a", 2), ("b", 3)] {
         add_adapter(
             &mut host,
@@ -85,7 +94,7 @@ fn adapters_are_switched_summed_disabled_and_deleted() {
     // The first one is active at once, the second waits.
     assert_eq!(active_adapters(&mut host).unwrap(), ["a"]);
     assert_eq!(adapter_names(&mut host).unwrap(), ["a", "b"]);
-    let y = |host: &Host| tch::no_grad(|| host.maps[0].1.forward(&x, true).unwrap());
+    let y = |host: &Host| tch::no_grad(|| host.layers[0].1.forward(&x).unwrap());
     let with_a = y(&host);
     assert!(distance(&with_a, &plain) > 0.01);
     let learning = |host: &mut Host| -> Vec<String> {
@@ -117,7 +126,9 @@ fn adapters_are_switched_summed_disabled_and_deleted() {
     delete_adapter(&mut host, "a").unwrap();
     assert_eq!(active_adapters(&mut host).unwrap(), ["b"]);
     assert_eq!(y(&host), with_b);
-    host.map("layers.0.q").set_scale("b", 0.0).unwrap();
+    host.layer("layers.0.q")
+        .set_adapter_scale("b", 0.0)
+        .unwrap();
     assert!(distance(&y(&host), &plain) < 1e-6);
     delete_adapter(&mut host, "b").unwrap();
     assert_eq!(y(&host), plain);
@@ -125,7 +136,7 @@ fn adapters_are_switched_summed_disabled_and_deleted() {
     let error = set_adapter(&mut host, &["c"]).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "there is no adapter `c`; there are: none"
+        "there is no adapter `c`; the model has none"
     );
     let error = add_adapter(&mut host, "a.b", &all(2), &AddOptions::default()).unwrap_err();
     assert!(error.to_string().contains("it holds a dot"), "{error}");
@@ -133,12 +144,12 @@ fn adapters_are_switched_summed_disabled_and_deleted() {
     let error = add_adapter(&mut host, "a", &all(2), &AddOptions::default()).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "`a` cannot be a new adapter's name: it is taken"
+        "`a` cannot be the name of a new adapter: it is taken"
     );
 }
 
 #[test]
-fn joint_maps_equal_the_maps_one_by_one() {
+fn joint_layers_equal_the_layers_one_by_one() {
     let x = numbers(&[2, 5, 16], 9.0, F32);
     let dora = LoraConfig {
         use_dora: true,
@@ -152,11 +163,11 @@ fn joint_maps_equal_the_maps_one_by_one() {
         };
         add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
         host.randomise("a");
-        let maps: Vec<&AdaptedLinear> = host.maps.iter().map(|(_, map)| map).collect();
-        let joint = joint_forward(&x, &maps).unwrap();
-        let each: Vec<Tensor> = maps
+        let layers: Vec<&Linear> = host.layers.iter().map(|(_, layer)| layer).collect();
+        let joint = joint_forward(&x, &layers).unwrap();
+        let each: Vec<Tensor> = layers
             .iter()
-            .map(|map| map.forward(&x, true).unwrap())
+            .map(|layer| layer.forward(&x).unwrap())
             .collect();
         assert!(distance(&joint, &Tensor::cat(&each, -1)) < 1e-6);
     }
@@ -171,13 +182,14 @@ fn beside_16_bit_weights_adapters_are_fp32_and_results_are_rounded_once() {
         init_lora_weights: InitLoraWeights::Random,
         ..LoraConfig::default()
     });
-    let mut map = AdaptedLinear::dense(weight.shallow_clone(), None);
-    map.add_adapter("map", "a", &config, &AddOptions::default())
+    let mut layer = Linear::dense(weight.shallow_clone(), None).unwrap();
+    layer
+        .add_adapter("layer", "a", &config, &AddOptions::default())
         .unwrap();
-    map.set_active(&["a"]);
-    let adapter = map.adapter("a").unwrap();
+    layer.set_active_adapters(&["a"]);
+    let adapter = layer.lora_adapter("a").unwrap();
     assert_eq!(adapter.a().kind(), Kind::Float);
-    let y = map.forward(&x, true).unwrap();
+    let y = layer.forward(&x).unwrap();
     assert_eq!(y.kind(), Kind::BFloat16);
     // PEFT: the base in bf16, plus the change in fp32, rounded.
     let change = x
@@ -192,13 +204,13 @@ fn beside_16_bit_weights_adapters_are_fp32_and_results_are_rounded_once() {
     y.to_kind(Kind::Float).sum(Kind::Float).backward();
     assert_eq!(adapter.a().grad().kind(), Kind::Float);
 
-    let mut map = AdaptedLinear::dense(weight, None);
+    let mut layer = Linear::dense(weight, None).unwrap();
     let options = AddOptions {
         autocast_adapter_dtype: false,
         ..AddOptions::default()
     };
-    map.add_adapter("map", "a", &config, &options).unwrap();
-    assert_eq!(map.adapter("a").unwrap().a().kind(), Kind::BFloat16);
+    layer.add_adapter("layer", "a", &config, &options).unwrap();
+    assert_eq!(layer.lora_adapter("a").unwrap().a().kind(), Kind::BFloat16);
 }
 
 #[test]
@@ -208,10 +220,10 @@ fn under_autocast_products_are_in_its_kind_and_gradients_in_the_adapters() {
     add_adapter(&mut host, "a", &all(4), &AddOptions::default()).unwrap();
     host.randomise("a");
     let x = numbers(&[7, 16], 2.0, F32).set_requires_grad(true);
-    let map = &host.maps[0].1;
-    let exact = map.forward(&x, true).unwrap();
+    let layer = &host.layers[0].1;
+    let exact = layer.forward(&x).unwrap();
     exact.sum(Kind::Float).backward();
-    let adapter = map.adapter("a").unwrap();
+    let adapter = layer.lora_adapter("a").unwrap();
     let (dx, da) = (x.grad().copy(), adapter.a().grad().copy());
     let _ = x.grad().zero_();
     let _ = adapter.a().grad().zero_();
@@ -220,7 +232,7 @@ fn under_autocast_products_are_in_its_kind_and_gradients_in_the_adapters() {
             .dtype(Kind::BFloat16)
             .enter()
             .unwrap();
-        map.forward(&x, true).unwrap()
+        layer.forward(&x).unwrap()
     };
     assert_eq!(y.kind(), Kind::BFloat16);
     y.sum(Kind::Float).backward();
@@ -235,23 +247,24 @@ fn under_autocast_products_are_in_its_kind_and_gradients_in_the_adapters() {
 }
 
 #[test]
-fn without_an_active_adapter_the_map_is_its_base_and_nothing_else() {
+fn without_an_active_adapter_the_layer_is_its_base_and_nothing_else() {
     let weight = numbers(&[12, 16], 1.0, F32);
-    let mut map = AdaptedLinear::dense(weight.shallow_clone(), None);
+    let mut layer = Linear::dense(weight.shallow_clone(), None).unwrap();
     let x = numbers(&[7, 16], 2.0, F32);
     let expected = overdrive_fused::linear(&x, &weight, None).unwrap();
-    assert_eq!(map.dense_weight().unwrap().data_ptr(), weight.data_ptr());
+    assert_eq!(layer.dense_weight().unwrap().data_ptr(), weight.data_ptr());
     let config = Arc::new(LoraConfig::default());
-    map.add_adapter("map", "a", &config, &AddOptions::default())
+    layer
+        .add_adapter("layer", "a", &config, &AddOptions::default())
         .unwrap();
-    assert_eq!(map.forward(&x, true).unwrap(), expected);
-    assert!(map.dense_weight().is_some());
-    map.set_active(&["a"]);
-    assert!(map.dense_weight().is_none());
+    assert_eq!(layer.forward(&x).unwrap(), expected);
+    assert!(layer.dense_weight().is_some());
+    layer.set_active_adapters(&["a"]);
+    assert!(layer.dense_weight().is_none());
 }
 
 #[test]
-fn starts_from_the_weight_leave_the_map_as_it_was() {
+fn starts_from_the_weight_leave_the_layer_as_it_was() {
     let x = numbers(&[7, 16], 2.0, F32);
     for init in [
         InitLoraWeights::Pissa,
@@ -259,21 +272,21 @@ fn starts_from_the_weight_leave_the_map_as_it_was() {
         InitLoraWeights::Olora,
     ] {
         let mut host = host();
-        let before = host.maps[0].1.forward(&x, true).unwrap();
-        let weight = host.maps[0].1.dense_copy();
+        let before = host.layers[0].1.forward(&x).unwrap();
+        let weight = host.layers[0].1.dense_copy();
         let config = LoraConfig {
             init_lora_weights: init,
             ..all(4)
         };
         add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
-        let y = tch::no_grad(|| host.maps[0].1.forward(&x, true).unwrap());
+        let y = tch::no_grad(|| host.layers[0].1.forward(&x).unwrap());
         assert!(distance(&y, &before) < 1e-5, "{init}");
         if init == InitLoraWeights::Olora {
             continue;
         }
         // What PiSSA takes is the largest part: what is left has the other singular values.
         let (_, all, _) = weight.svd(true, true);
-        let (_, rest, _) = host.maps[0].1.dense_copy().svd(true, true);
+        let (_, rest, _) = host.layers[0].1.dense_copy().svd(true, true);
         let tail = all.narrow(0, 4, 8);
         // Subspace iteration is an approximation; the exact one is not.
         let bound = if init == InitLoraWeights::Pissa {
@@ -293,7 +306,7 @@ fn orthogonal_starts_have_a_product_of_zero() {
         ..all(4)
     };
     add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
-    let adapter = host.maps[0].1.adapter("a").unwrap();
+    let adapter = host.layers[0].1.lora_adapter("a").unwrap();
     let product = adapter.b().matmul(adapter.a()).detach();
     assert!(product.abs().max().double_value(&[]) < 1e-6);
     assert!(adapter.b().abs().max().double_value(&[]) > 0.01);
@@ -318,7 +331,7 @@ fn weighted_sums_of_adapters() {
     }
     let y = |host: &mut Host, names: &[&str]| {
         set_adapter(host, names).unwrap();
-        tch::no_grad(|| host.maps[0].1.forward(&x, true).unwrap())
+        tch::no_grad(|| host.layers[0].1.forward(&x).unwrap())
     };
     let plain = y(&mut host, &[]);
     let (a, b) = (y(&mut host, &["a"]) - &plain, y(&mut host, &["b"]) - &plain);
@@ -336,12 +349,12 @@ fn weighted_sums_of_adapters() {
     assert!(
         error
             .to_string()
-            .contains("of several ranks: expected of one rank"),
+            .contains("they have different ranks; use `Combination::Cat` or `Svd`"),
         "{error}"
     );
     let error = add_weighted_adapter(&mut host, "l", &[], Combination::Cat).unwrap_err();
-    assert!(matches!(error, Error::BadInput { .. }), "{error}");
-    let a = host.maps[0].1.adapter("cat").unwrap();
+    assert!(matches!(error, Error::NotCombinable { .. }), "{error}");
+    let a = host.layers[0].1.lora_adapter("cat").unwrap();
     assert_eq!(
         (a.rank(), a.scale(), a.a().requires_grad()),
         (5, 1.0, false)
@@ -427,10 +440,10 @@ fn full_copies_take_the_place_of_modules_while_their_adapter_is_active() {
         let _ = host.parameters[0].1.fill_(3.0);
     });
     let x = numbers(&[7, 16], 2.0, F32);
-    let with_copy = host.maps[2].1.forward(&x, true).unwrap();
+    let with_copy = host.layers[2].1.forward(&x).unwrap();
     assert!(with_copy.requires_grad());
     disable_adapters(&mut host).unwrap();
-    assert!(!placed(&host) && !host.maps[2].1.forward(&x, true).unwrap().requires_grad());
+    assert!(!placed(&host) && !host.layers[2].1.forward(&x).unwrap().requires_grad());
     enable_adapters(&mut host).unwrap();
     assert!(placed(&host));
     overdrive_lora::merge_and_unload(&mut host, &Default::default()).unwrap();
@@ -444,7 +457,7 @@ fn full_copies_take_the_place_of_modules_while_their_adapter_is_active() {
     let error = add_adapter(&mut host, "b", &config, &AddOptions::default()).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "no module to save fits `score`; there are: layers.*.q, layers.*.k, layers.*.v, embed_tokens"
+        "no module matches `score` of `modules_to_save`; the model has layers.*.q, layers.*.k, layers.*.v, embed_tokens"
     );
 }
 
@@ -457,18 +470,19 @@ fn packed_weights_take_adapters_too() {
         init_lora_weights: InitLoraWeights::Random,
         ..LoraConfig::default()
     });
-    let maps = [
-        AdaptedLinear::quantized(packed, None),
-        AdaptedLinear::dense(dense, None),
+    let layers = [
+        Linear::quantized(packed, None).unwrap(),
+        Linear::dense(dense, None).unwrap(),
     ]
-    .map(|mut map| {
-        map.add_adapter("map", "a", &config, &AddOptions::default())
+    .map(|mut layer| {
+        layer
+            .add_adapter("layer", "a", &config, &AddOptions::default())
             .unwrap();
-        map.set_active(&["a"]);
-        map
+        layer.set_active_adapters(&["a"]);
+        layer
     });
     let x = numbers(&[7, 64], 2.0, F32);
-    let [y, expected] = maps.each_ref().map(|map| map.forward(&x, true).unwrap());
+    let [y, expected] = layers.each_ref().map(|layer| layer.forward(&x).unwrap());
     // Sums of fp32 products in another order.
     assert!(distance(&y, &expected) < 1e-5);
 }
@@ -477,8 +491,8 @@ trait DenseCopy {
     fn dense_copy(&self) -> Tensor;
 }
 
-impl DenseCopy for AdaptedLinear {
+impl DenseCopy for Linear {
     fn dense_copy(&self) -> Tensor {
-        self.base().to_dense(Kind::Float).unwrap().copy()
+        self.weight().to_dense(Kind::Float).unwrap().copy()
     }
 }

@@ -1,7 +1,9 @@
 //! PEFT's rules of names (fixtures/gen_peft.py).
 
 use crate::common::{F32, Host, fixture, numbers};
-use overdrive_lora::{AddOptions, Error, LoraConfig, TargetModules, add_adapter, delete_adapter};
+use overdrive_lora::{
+    AddOptions, Error, LoraConfig, LoraLinear, TargetModules, add_adapter, delete_adapter,
+};
 use serde_json::Value;
 
 fn cases() -> Value {
@@ -38,11 +40,11 @@ fn maps_are_matched_as_peft_matches_them() {
             .map(|name| name.as_str().unwrap().to_owned())
             .collect();
         match add_adapter(&mut host, "a", &config, &AddOptions::default()) {
-            Ok(mut maps) => {
-                maps.sort();
+            Ok(mut layers) => {
+                layers.sort();
                 let mut expected = expected;
                 expected.sort();
-                assert_eq!(maps, expected, "{case}");
+                assert_eq!(layers, expected, "{case}");
                 delete_adapter(&mut host, "a").unwrap();
             }
             Err(Error::NoTarget { .. }) => assert!(expected.is_empty(), "{case}"),
@@ -61,8 +63,8 @@ fn ranks_by_pattern_are_those_of_peft() {
                 .unwrap();
         config.target_modules = Some(TargetModules::AllLinear);
         add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
-        for (name, map) in &host.maps {
-            let rank = map.adapter("a").unwrap().rank();
+        for (name, layer) in &host.layers {
+            let rank = layer.lora_adapter("a").unwrap().rank();
             assert_eq!(Some(rank), case["ranks"][name].as_i64(), "{name}: {case}");
         }
         delete_adapter(&mut host, "a").unwrap();
@@ -81,8 +83,8 @@ fn all_linear_leaves_the_head_out_and_a_target_of_nothing_lists_what_there_is() 
         target_modules: Some(TargetModules::from("All-Linear")),
         ..LoraConfig::default()
     };
-    let maps = add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
-    assert_eq!(maps, ["model.layers.0.q_proj", "model.layers.1.q_proj"]);
+    let layers = add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
+    assert_eq!(layers, ["model.layers.0.q_proj", "model.layers.1.q_proj"]);
 
     let config = LoraConfig {
         target_modules: Some(TargetModules::names(["query"])),
@@ -91,7 +93,7 @@ fn all_linear_leaves_the_head_out_and_a_target_of_nothing_lists_what_there_is() 
     let error = add_adapter(&mut host, "b", &config, &AddOptions::default()).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "no linear map fits `target_modules` [\"query\"]; there are: model.layers.*.q_proj, lm_head"
+        "no linear layer matches `target_modules` [\"query\"]; the model has model.layers.*.q_proj, lm_head"
     );
     // The default is the choice for the architecture, which this one is not.
     let error = add_adapter(
@@ -109,7 +111,7 @@ fn all_linear_leaves_the_head_out_and_a_target_of_nothing_lists_what_there_is() 
 }
 
 #[test]
-fn a_target_that_is_no_linear_map_is_refused_by_name_and_not_left_out() {
+fn a_target_that_is_no_linear_layer_is_refused_by_name_and_not_left_out() {
     let with = |targets: TargetModules| {
         let mut host = Host::new(&["model.layers.0.q_proj"], 4, 4);
         let embedding = (

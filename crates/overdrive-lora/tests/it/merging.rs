@@ -2,9 +2,10 @@
 
 use crate::common::{F32, Host, distance, numbers};
 use overdrive_lora::{
-    AdaptedLinear, AddOptions, Error, LoraConfig, MergeOptions, TargetModules, add_adapter,
+    AddOptions, Error, LoraConfig, LoraLinear, MergeOptions, TargetModules, add_adapter,
     disable_adapters, merge_adapters, merge_and_unload, set_adapter, unload, unmerge_adapters,
 };
+use overdrive_nn::Linear;
 use overdrive_quantization::QuantizedWeight;
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
@@ -30,20 +31,25 @@ fn adapted(configs: &[LoraConfig]) -> Host {
 }
 
 fn weight(host: &Host) -> Tensor {
-    host.maps[0].1.base().to_dense(Kind::Float).unwrap().copy()
+    host.layers[0]
+        .1
+        .weight()
+        .to_dense(Kind::Float)
+        .unwrap()
+        .copy()
 }
 
 fn forward(host: &Host) -> Tensor {
     tch::no_grad(|| {
-        host.maps[0]
+        host.layers[0]
             .1
-            .forward(&numbers(&[7, 16], 2.0, F32), true)
+            .forward(&numbers(&[7, 16], 2.0, F32))
             .unwrap()
     })
 }
 
 #[test]
-fn merged_maps_compute_the_same_and_unmerged_ones_are_what_they_were() {
+fn merged_layers_compute_the_same_and_unmerged_ones_are_what_they_were() {
     for configs in [
         vec![config(false)],
         vec![config(true)],
@@ -59,14 +65,14 @@ fn merged_maps_compute_the_same_and_unmerged_ones_are_what_they_were() {
                 safe: keep_original,
             };
             let report = merge_adapters(&mut host, None, &options).unwrap();
-            assert_eq!(report.maps.len(), 2);
-            assert_eq!(report.maps[0].adapters.len(), configs.len());
-            assert!(report.maps[0].requantized.is_none());
+            assert_eq!(report.layers.len(), 2);
+            assert_eq!(report.layers[0].adapters.len(), configs.len());
+            assert!(report.layers[0].requantized.is_none());
             // Merged twice is merged once.
             assert!(
                 merge_adapters(&mut host, None, &options)
                     .unwrap()
-                    .maps
+                    .layers
                     .is_empty()
             );
             assert!(distance(&forward(&host), &y) < 1e-5);
@@ -87,15 +93,15 @@ fn merged_maps_compute_the_same_and_unmerged_ones_are_what_they_were() {
 fn weights_of_16_bits_are_merged_in_fp32_and_rounded_once() {
     let bf16 = (Kind::BFloat16, Device::Cpu);
     let mut host = adapted(&[config(false)]);
-    host.maps[0]
+    host.layers[0]
         .1
-        .replace_base(overdrive_lora::BaseWeight::Dense {
+        .replace_weight(overdrive_nn::LinearWeight::Dense {
             weight: numbers(&[12, 16], 1.0, bf16),
             transposed: false,
         });
     let before = weight(&host);
     let (a, b, scale) = {
-        let adapter = host.maps[0].1.adapter("a").unwrap();
+        let adapter = host.layers[0].1.lora_adapter("a").unwrap();
         (adapter.a().detach(), adapter.b().detach(), adapter.scale())
     };
     let expected = (&before + b.matmul(&a) * scale)
@@ -126,15 +132,15 @@ fn packed_weights_are_packed_anew_with_the_error_reported() {
         let mut host = adapted(&[config(use_dora)]);
         let dense = numbers(&[12, 64], 1.0, F32);
         let packed = QuantizedWeight::quantize(&dense, scheme.parse().unwrap()).unwrap();
-        let map = AdaptedLinear::quantized(packed, None);
-        host.maps = vec![("q".to_owned(), map)];
+        let layer = Linear::quantized(packed, None).unwrap();
+        host.layers = vec![("q".to_owned(), layer)];
         add_adapter(&mut host, "a", &config(use_dora), &AddOptions::default()).unwrap();
         host.randomise("a");
         let x = numbers(&[7, 64], 2.0, F32);
-        let y = |host: &Host| tch::no_grad(|| host.maps[0].1.forward(&x, true).unwrap());
+        let y = |host: &Host| tch::no_grad(|| host.layers[0].1.forward(&x).unwrap());
         let (before, with) = (weight(&host), y(&host));
         let report = merge_adapters(&mut host, None, &MergeOptions::default()).unwrap();
-        let error = report.maps[0].requantized.unwrap();
+        let error = report.layers[0].requantized.unwrap();
         // Half a step of 8 bits, of 4 bits, against rows of uniform numbers.
         let bound = if scheme == "nf4" { 0.15 } else { 0.01 };
         assert!(error.error > 0.0 && error.error < bound, "{error:?}");
@@ -148,7 +154,7 @@ fn packed_weights_are_packed_anew_with_the_error_reported() {
 }
 
 #[test]
-fn biases_of_b_are_merged_into_the_maps_bias_or_refused_where_there_is_none() {
+fn biases_of_b_are_merged_into_the_layers_bias_or_refused_where_there_is_none() {
     let config = LoraConfig {
         lora_bias: true,
         ..config(false)
@@ -160,9 +166,9 @@ fn biases_of_b_are_merged_into_the_maps_bias_or_refused_where_there_is_none() {
     unmerge_adapters(&mut host).unwrap();
     assert!(distance(&forward(&host), &y) < 1e-5);
 
-    let map = AdaptedLinear::dense(numbers(&[12, 16], 1.0, F32), None);
+    let layer = Linear::dense(numbers(&[12, 16], 1.0, F32), None).unwrap();
     let mut host = Host {
-        maps: vec![("q".to_owned(), map)],
+        layers: vec![("q".to_owned(), layer)],
         ..Host::default()
     };
     add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
@@ -170,7 +176,7 @@ fn biases_of_b_are_merged_into_the_maps_bias_or_refused_where_there_is_none() {
     assert!(
         error
             .to_string()
-            .contains("the map has no bias to merge it into"),
+            .contains("as the layer has no bias that could take it"),
         "{error}"
     );
 }
@@ -180,7 +186,7 @@ fn a_safe_merge_of_numbers_that_are_not_finite_changes_nothing() {
     let mut host = adapted(&[config(false)]);
     let before = weight(&host);
     tch::no_grad(|| {
-        let b = host.maps[1].1.adapter("a").unwrap().b();
+        let b = host.layers[1].1.lora_adapter("a").unwrap().b();
         let _ = b.narrow(0, 0, 1).fill_(f64::NAN);
     });
     let options = MergeOptions {
@@ -189,11 +195,15 @@ fn a_safe_merge_of_numbers_that_are_not_finite_changes_nothing() {
     };
     let error = merge_adapters(&mut host, None, &options).unwrap_err();
     assert!(
-        matches!(&error, Error::NotFinite { map, adapter } if map == "v" && adapter == "a"),
+        matches!(&error, Error::NotFinite { layer, adapter } if layer == "v" && adapter == "a"),
         "{error}"
     );
     assert_eq!(weight(&host), before);
-    assert!(host.maps.iter().all(|(_, map)| map.merged().is_empty()));
+    assert!(
+        host.layers
+            .iter()
+            .all(|(_, layer)| layer.merged_adapters().is_empty())
+    );
 }
 
 #[test]
@@ -203,11 +213,11 @@ fn what_would_disturb_merged_adapters_is_refused() {
     let error = disable_adapters(&mut host).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "disabling adapters while adapters are merged into the weights (a): unmerge them first"
+        "disabling adapters is not possible while adapters are merged into the weights (a); unmerge them first"
     );
     assert!(set_adapter(&mut host, &[]).is_err());
     assert!(add_adapter(&mut host, "c", &config(false), &AddOptions::default()).is_err());
-    assert!(host.map("q").delete_adapter("a").is_err());
+    assert!(host.layer("q").delete_adapter("a").is_err());
 }
 
 #[test]
@@ -216,11 +226,14 @@ fn unloading_gives_the_model_back_with_or_without_its_adapters() {
     let (before, y) = (weight(&host), forward(&host));
     unload(&mut host).unwrap();
     assert_eq!(weight(&host), before);
-    assert_eq!(host.maps[0].1.adapters().count(), 0);
+    assert!(host.layers[0].1.lora_adapters().is_empty());
     let mut host = adapted(&[config(false)]);
     merge_and_unload(&mut host, &MergeOptions::default()).unwrap();
     assert!(distance(&forward(&host), &y) < 1e-5);
-    assert!(host.maps[0].1.merged().is_empty() && host.maps[0].1.adapters().count() == 0);
+    assert!(
+        host.layers[0].1.merged_adapters().is_empty()
+            && host.layers[0].1.lora_adapters().is_empty()
+    );
     // A plain model takes a new adapter.
     add_adapter(&mut host, "a", &config(false), &AddOptions::default()).unwrap();
 }
@@ -238,7 +251,7 @@ proptest! {
         add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
         host.randomise("a");
         let x = numbers(&[3, inputs], 2.0, F32);
-        let y = |host: &Host| tch::no_grad(|| host.maps[0].1.forward(&x, true).unwrap());
+        let y = |host: &Host| tch::no_grad(|| host.layers[0].1.forward(&x).unwrap());
         let before = y(&host);
         merge_adapters(&mut host, None, &MergeOptions::default()).unwrap();
         prop_assert!(distance(&y(&host), &before) < 1e-4);

@@ -1,10 +1,10 @@
-//! One map at a time against PEFT's `lora.Linear` (fixtures/gen_peft.py).
+//! One layer at a time against PEFT's `lora.Linear` (fixtures/gen_peft.py).
 
 use crate::common::{Host, distance, fixture, read, transposed};
 use overdrive_lora::{
-    AdaptedLinear, AddOptions, LoraConfig, MergeOptions, TargetModules, add_adapter,
-    merge_and_unload,
+    AddOptions, LoraConfig, LoraLinear, MergeOptions, TargetModules, add_adapter, merge_and_unload,
 };
+use overdrive_nn::Linear;
 use overdrive_safetensors::MappedFile;
 use tch::{Kind, Tensor};
 
@@ -15,19 +15,19 @@ fn case(file: &MappedFile, name: &str) -> Host {
     let own = |key: &str| file.tensor(&format!("{name} {key}")).is_ok();
     let get = |key: &str| read(file, &format!("{name} {key}"));
     let bias = own("bias").then(|| get("bias"));
-    let map = if name.starts_with("conv1d") {
-        AdaptedLinear::new(transposed(get("weight")), bias)
+    let layer = if name.starts_with("conv1d") {
+        Linear::new(transposed(get("weight")), bias).unwrap()
     } else {
-        AdaptedLinear::dense(get("weight"), bias)
+        Linear::dense(get("weight"), bias).unwrap()
     };
     let mut host = Host {
-        maps: vec![("proj".to_owned(), map)],
+        layers: vec![("proj".to_owned(), layer)],
         ..Host::default()
     };
     let mut config = LoraConfig::from_json(&file.metadata()[name]).unwrap();
     config.target_modules = Some(TargetModules::names(["proj"]));
     add_adapter(&mut host, "default", &config, &AddOptions::default()).unwrap();
-    let adapter = host.maps[0].1.adapter("default").unwrap();
+    let adapter = host.layers[0].1.lora_adapter("default").unwrap();
     tch::no_grad(|| {
         let set = |target: &Tensor, key: &str| {
             target
@@ -52,18 +52,18 @@ fn cases(file: &MappedFile) -> Vec<String> {
 
 #[test]
 fn results_and_gradients_are_those_of_peft() {
-    let file = MappedFile::open(fixture("maps.safetensors")).unwrap();
+    let file = MappedFile::open(fixture("layers.safetensors")).unwrap();
     for name in cases(&file) {
         let get = |key: &str| read(&file, &format!("{name} {key}"));
         for fused in [true, false] {
             let host = case(&file, &name);
-            let map = &host.maps[0].1;
+            let layer = &host.layers[0].1;
             let x = get("x").set_requires_grad(true);
-            let y = map.forward(&x, fused).unwrap();
+            let y = layer.forward_with(&x, fused).unwrap();
             let apart = distance(&y, &get("y"));
             assert!(apart < TOLERANCE, "{name}: y {apart:e}");
             (&y * get("probe")).sum(Kind::Float).backward();
-            let adapter = map.adapter("default").unwrap();
+            let adapter = layer.lora_adapter("default").unwrap();
             let check = |tensor: &Tensor, key: &str| {
                 let apart = distance(&tensor.grad(), &get(key));
                 assert!(apart < TOLERANCE, "{name}: {key} {apart:e}");
@@ -86,19 +86,19 @@ fn results_and_gradients_are_those_of_peft() {
 
 #[test]
 fn merged_weights_are_those_of_peft() {
-    let file = MappedFile::open(fixture("maps.safetensors")).unwrap();
+    let file = MappedFile::open(fixture("layers.safetensors")).unwrap();
     for name in cases(&file) {
         let mut host = case(&file, &name);
         let x = read(&file, &format!("{name} x"));
-        let before = tch::no_grad(|| host.maps[0].1.forward(&x, true).unwrap());
+        let before = tch::no_grad(|| host.layers[0].1.forward(&x).unwrap());
         merge_and_unload(&mut host, &MergeOptions::default()).unwrap();
-        let after = host.maps[0].1.forward(&x, true).unwrap();
+        let after = host.layers[0].1.forward(&x).unwrap();
         assert!(distance(&after, &before) < TOLERANCE, "{name}");
-        let overdrive_lora::BaseWeight::Dense { weight, .. } = host.maps[0].1.base() else {
+        let overdrive_nn::LinearWeight::Dense { weight, .. } = host.layers[0].1.weight() else {
             panic!("the base is dense");
         };
         let apart = distance(weight, &read(&file, &format!("{name} merged")));
         assert!(apart < TOLERANCE, "{name}: {apart:e}");
-        assert_eq!(host.maps[0].1.adapters().count(), 0);
+        assert!(host.layers[0].1.lora_adapters().is_empty());
     }
 }

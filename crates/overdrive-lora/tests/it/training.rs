@@ -5,9 +5,10 @@ use std::sync::Arc;
 use crate::common::{F32, Host, distance, numbers};
 use overdrive_checkpointing::{CheckpointOptions, scope};
 use overdrive_lora::{
-    AdaptedLinear, AddOptions, InitLoraWeights, LoraConfig, TargetModules, add_adapter,
+    AddOptions, InitLoraWeights, LoraConfig, LoraLinear, TargetModules, add_adapter,
     trainable_parameters,
 };
+use overdrive_nn::Linear;
 use overdrive_optim::{Optimizer, PagedAdamW, PagedAdamWConfig, ParamGroup, StateBits};
 use overdrive_quantization::QuantizedWeight;
 use tch::{Kind, Tensor};
@@ -28,22 +29,23 @@ fn gradients_over_nf4_are_those_over_its_dequantized_weight() {
             init_lora_weights: InitLoraWeights::Random,
             ..LoraConfig::default()
         });
-        let run = |mut map: AdaptedLinear| {
-            map.add_adapter("map", "a", &config, &AddOptions::default())
+        let run = |mut layer: Linear| {
+            layer
+                .add_adapter("layer", "a", &config, &AddOptions::default())
                 .unwrap();
-            map.set_active(&["a"]);
+            layer.set_active_adapters(&["a"]);
             let x = numbers(&[40, 128], 2.0, F32).set_requires_grad(true);
-            let y = map.forward(&x, true).unwrap();
+            let y = layer.forward(&x).unwrap();
             (&y * numbers(&[40, 96], 3.0, F32))
                 .sum(Kind::Float)
                 .backward();
-            let adapter = map.adapter("a").unwrap();
+            let adapter = layer.lora_adapter("a").unwrap();
             let mut all = vec![y.detach(), x.grad(), adapter.a().grad(), adapter.b().grad()];
             all.extend(adapter.magnitude().map(Tensor::grad));
             all
         };
-        let found = run(AdaptedLinear::quantized(packed.shallow_clone(), None));
-        let expected = run(AdaptedLinear::dense(dense.shallow_clone(), None));
+        let found = run(Linear::quantized(packed.shallow_clone(), None).unwrap());
+        let expected = run(Linear::dense(dense.shallow_clone(), None).unwrap());
         for (place, (found, expected)) in found.iter().zip(&expected).enumerate() {
             // Sums of 128 fp32 products in another order; a kernel may round x to 16-bit words.
             let apart = distance(found, expected);
@@ -52,12 +54,12 @@ fn gradients_over_nf4_are_those_over_its_dequantized_weight() {
     }
 }
 
-/// Two packed maps with an activation between.
+/// Two packed layers with an activation between.
 fn model() -> Host {
-    let maps = [("up", nf4(128, 64, 1.0)), ("down", nf4(64, 128, 2.0))];
+    let layers = [("up", nf4(128, 64, 1.0)), ("down", nf4(64, 128, 2.0))];
     let mut host = Host {
-        maps: maps
-            .map(|(name, weight)| (name.to_owned(), AdaptedLinear::quantized(weight, None)))
+        layers: layers
+            .map(|(name, weight)| (name.to_owned(), Linear::quantized(weight, None).unwrap()))
             .into(),
         ..Host::default()
     };
@@ -71,9 +73,9 @@ fn model() -> Host {
     host
 }
 
-fn forward(host: &Host, x: &Tensor) -> Result<Tensor, overdrive_lora::Error> {
-    let up = host.maps[0].1.forward(x, true)?.f_gelu("none")?;
-    host.maps[1].1.forward(&up, true)
+fn forward(host: &Host, x: &Tensor) -> overdrive_nn::Result<Tensor> {
+    let up = host.layers[0].1.forward(x)?.f_gelu("none")?;
+    host.layers[1].1.forward(&up)
 }
 
 #[test]

@@ -1,10 +1,7 @@
 //! Products with quantized weights against those with the dequantized ones.
 
-use overdrive_quantization::{
-    Activations, Embedding, Error, Linear, QuantizedWeight, Scheme, joint_linear, linear,
-};
+use overdrive_quantization::{Activations, Error, QuantizedWeight, Scheme, joint_linear, linear};
 use proptest::prelude::*;
-use tch::nn::Module;
 use tch::{Device, Kind, Tensor};
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
@@ -290,36 +287,4 @@ fn what_does_not_fit_is_named() {
     );
     let found = text(joint_linear(&x, &[], &[]));
     assert!(found.contains("at least one"), "{found}");
-    let found = Linear::new(weight, Some(numbers(27, &[8])))
-        .unwrap_err()
-        .to_string();
-    assert!(found.contains("`bias`"), "{found}");
-}
-
-#[test]
-fn layers_stand_in_for_those_of_tch() {
-    let store = tch::nn::VarStore::new(Device::Cpu);
-    let dense = tch::nn::linear(store.root(), 128, 64, tch::nn::LinearConfig::default());
-    let layer = Linear::from_dense(&dense, Scheme::Int8WeightOnly).unwrap();
-    let x = numbers(28, &[3, 128]);
-    assert!(error(&Module::forward(&layer, &x), &dense.forward(&x)) < 2e-2);
-    assert_eq!(layer.parameters(), 128 * 64 + 64);
-    assert_eq!(layer.bytes(), 128 * 64 + 64 * 4 + 64 * 4);
-    assert_eq!(layer.weight().size(), [64, 128]);
-    assert!(layer.bias().is_some());
-
-    let table = tch::nn::embedding(store.root(), 30, 64, tch::nn::EmbeddingConfig::default());
-    let embedding = Embedding::from_dense(&table, Scheme::Int8WeightOnly).unwrap();
-    let ids = Tensor::from_slice(&[0_i64, 29, 7, 7]).view([2, 2]);
-    let vectors = Module::forward(&embedding, &ids);
-    assert_eq!(vectors.size(), [2, 2, 64]);
-    assert!(error(&vectors, &table.forward(&ids)) < 1e-2);
-    assert!(embedding.forward(&Tensor::from_slice(&[30_i64])).is_err());
-    // A tied head reads the same memory.
-    let head = Linear::new(embedding.weight().shallow_clone(), None).unwrap();
-    assert_eq!(
-        (head.parameters(), embedding.parameters()),
-        (30 * 64, 30 * 64)
-    );
-    assert_eq!(head.forward(&vectors).unwrap().size(), [2, 2, 30]);
 }

@@ -7,11 +7,11 @@
 use std::path::{Path, PathBuf};
 
 use overdrive_lora::{
-    AdapterHost, AddOptions, BiasMode, InitLoraWeights, LoadAdapterOptions, LoraConfig,
-    MergeOptions, TargetModules, add_adapter, delete_adapter, disable_adapters, enable_adapters,
-    load_adapter, merge_adapters, parameter_counts, save_adapter, trainable_parameters,
-    unmerge_adapters,
+    AddOptions, BiasMode, InitLoraWeights, LoadAdapterOptions, LoraConfig, MergeOptions,
+    TargetModules, add_adapter, delete_adapter, disable_adapters, enable_adapters, load_adapter,
+    merge_adapters, parameter_counts, save_adapter, trainable_parameters, unmerge_adapters,
 };
+use overdrive_nn::AdapterHost;
 use overdrive_safetensors::{MappedFile, write};
 use overdrive_transformer::{CausalLm, Execution, ForwardInput, LoadOptions};
 use serde_json::Value;

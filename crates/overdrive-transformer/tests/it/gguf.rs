@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use overdrive_lora::{AdapterHost, BaseWeight};
+use overdrive_nn::{AdapterHost, LinearWeight};
 use overdrive_quantization::{Activations, GgufFile, Scheme};
 use overdrive_safetensors::MappedFile;
 use overdrive_transformer::{
@@ -70,10 +70,10 @@ fn packed_models_compute_with_the_numbers_of_their_file() {
 
 /// Products for a few rows may round activations to 8 bits: not here.
 fn exactly(model: &mut CausalLm) {
-    let visited = model.visit_linears(&mut |_, map| {
-        if let BaseWeight::Quantized(weight) = map.base() {
+    let visited = model.visit_linears(&mut |_, linear| {
+        if let LinearWeight::Quantized(weight) = linear.weight() {
             let weight = weight.shallow_clone().with_activations(Activations::Float);
-            map.replace_base(BaseWeight::Quantized(weight.unwrap()));
+            linear.replace_weight(LinearWeight::Quantized(weight.unwrap()));
         }
         Ok(())
     });

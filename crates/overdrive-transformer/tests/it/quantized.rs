@@ -1,6 +1,6 @@
 //! Models with quantized weights.
 
-use overdrive_lora::AdapterHost;
+use overdrive_nn::AdapterHost;
 use overdrive_quantization::{CheckpointOptions, Scheme, quantize_checkpoint};
 use overdrive_transformer::{
     CausalLm, ForwardInput, Gpt2Config, InitOptions, LabelShift, LlamaConfig, LoadOptions,
@@ -174,12 +174,12 @@ fn a_loss_is_differentiated_through_frozen_quantized_maps() {
 }
 
 #[test]
-fn linear_maps_are_visited_by_their_names() {
+fn linear_layers_are_visited_by_their_names() {
     let mut model = CausalLm::new(&llama(true), &InitOptions::default()).unwrap();
     let mut names = Vec::new();
     model
-        .visit_linears(&mut |name, map| {
-            names.push(format!("{name} {:?}", map.base().size()));
+        .visit_linears(&mut |name, linear| {
+            names.push(format!("{name} {:?}", linear.weight().size()));
             Ok(())
         })
         .unwrap();

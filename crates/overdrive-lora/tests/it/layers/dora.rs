@@ -15,8 +15,8 @@ fn dora_under_autocast_has_the_kinds_and_numbers_of_lora_under_it() {
         add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
         host.randomise("a");
         let x = numbers(&[7, 16], 2.0, F32).set_requires_grad(true);
-        let map = &mut host.maps[0].1;
-        map.set_training(true);
+        let layer = &mut host.layers[0].1;
+        layer.set_training(true);
         let pass = |autocast: bool| {
             tch::manual_seed(11);
             let y = {
@@ -25,10 +25,10 @@ fn dora_under_autocast_has_the_kinds_and_numbers_of_lora_under_it() {
                     .enabled(autocast)
                     .enter()
                     .unwrap();
-                map.forward(&x, true).unwrap()
+                layer.forward(&x).unwrap()
             };
             y.sum(Kind::Float).backward();
-            let adapter = map.adapter("a").unwrap();
+            let adapter = layer.lora_adapter("a").unwrap();
             let learn = [&x, adapter.a(), adapter.b(), adapter.magnitude().unwrap()];
             let gradients = learn.map(|tensor| {
                 let gradient = tensor.grad().copy();
@@ -62,16 +62,16 @@ fn dropout_of_dora_falls_on_the_change_and_not_on_the_base() {
     add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
     host.randomise("a");
     let x = numbers(&[7, 16], 2.0, F32);
-    let map = &mut host.maps[0].1;
-    map.set_training(true);
+    let layer = &mut host.layers[0].1;
+    layer.set_training(true);
     tch::manual_seed(3);
-    let y = map.forward(&x, true).unwrap();
+    let y = layer.forward(&x).unwrap();
     tch::manual_seed(3);
     let dropped = x.dropout(0.5, true);
-    let adapter = map.adapter("a").unwrap();
+    let adapter = layer.lora_adapter("a").unwrap();
     let (weight, bias) = (
-        map.base().to_dense(Kind::Float).unwrap(),
-        map.bias().unwrap(),
+        layer.weight().to_dense(Kind::Float).unwrap(),
+        layer.bias().unwrap(),
     );
     let change = adapter.b().matmul(adapter.a()) * adapter.scale();
     let lengths = (&weight + &change)
@@ -84,7 +84,7 @@ fn dropout_of_dora_falls_on_the_change_and_not_on_the_base() {
         + &factor * dropped.linear(&change, None::<Tensor>);
     assert!(distance(&y, &expected) < 1e-5);
     assert!(
-        distance(&map.forward(&x, true).unwrap(), &expected) > 1e-2,
+        distance(&layer.forward(&x).unwrap(), &expected) > 1e-2,
         "another mask"
     );
 }
@@ -99,24 +99,24 @@ fn dora_follows_every_change_of_its_tensors() {
     add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
     host.randomise("a");
     let x = numbers(&[7, 16], 2.0, F32);
-    let explicit = |map: &AdaptedLinear| {
-        let adapter = map.adapter("a").unwrap();
-        let weight = map.dense_copy() + adapter.b().matmul(adapter.a()) * adapter.scale();
+    let explicit = |layer: &Linear| {
+        let adapter = layer.lora_adapter("a").unwrap();
+        let weight = layer.dense_copy() + adapter.b().matmul(adapter.a()) * adapter.scale();
         let lengths = weight
             .square()
             .sum_dim_intlist([1i64].as_slice(), true, Kind::Float)
             .sqrt();
         let weight = weight / lengths * adapter.magnitude().unwrap().unsqueeze(1);
-        x.linear(&weight, map.bias())
+        x.linear(&weight, layer.bias())
     };
-    let check = |map: &AdaptedLinear| {
+    let check = |layer: &Linear| {
         for _ in 0..2 {
-            let y = map.forward(&x, true).unwrap();
-            assert!(distance(&y, &explicit(map)) < 1e-5);
+            let y = layer.forward(&x).unwrap();
+            assert!(distance(&y, &explicit(layer)) < 1e-5);
         }
     };
-    let map = host.map("layers.0.q");
-    check(map);
+    let layer = host.layer("layers.0.q");
+    check(layer);
     let change = |tensor: &Tensor| {
         tch::no_grad(|| {
             tensor
@@ -125,20 +125,20 @@ fn dora_follows_every_change_of_its_tensors() {
         })
     };
     for place in 0..3 {
-        let adapter = map.adapter("a").unwrap();
+        let adapter = layer.lora_adapter("a").unwrap();
         let tensor = [adapter.a(), adapter.b(), adapter.magnitude().unwrap()][place];
         let _ = change(tensor);
-        check(map);
+        check(layer);
     }
-    if let overdrive_lora::BaseWeight::Dense { weight, .. } = map.base() {
+    if let overdrive_nn::LinearWeight::Dense { weight, .. } = layer.weight() {
         let _ = change(weight);
     }
-    check(map);
-    map.set_scale("a", 2.0).unwrap();
-    check(map);
-    map.replace_base(overdrive_lora::BaseWeight::Dense {
+    check(layer);
+    layer.set_adapter_scale("a", 2.0).unwrap();
+    check(layer);
+    layer.replace_weight(overdrive_nn::LinearWeight::Dense {
         weight: numbers(&[12, 16], 8.0, F32),
         transposed: false,
     });
-    check(map);
+    check(layer);
 }

@@ -101,11 +101,11 @@ fn codes_and_zero_points_of_groups_give_the_weight_back() {
 
 #[test]
 fn groups_that_no_operator_reads_are_refused_or_written_in_full() {
-    use overdrive_lora::{AdapterHost, BaseWeight};
+    use overdrive_nn::{AdapterHost, LinearWeight};
     use overdrive_quantization::{GroupedParts, QuantizedWeight};
     let mut model = quantized("int4-g32");
     model
-        .visit_linears(&mut |name, map| {
+        .visit_linears(&mut |name, linear| {
             if name == "model.layers.0.self_attn.o_proj" {
                 let odd = QuantizedWeight::from_grouped(GroupedParts {
                     bits: 4,
@@ -115,7 +115,7 @@ fn groups_that_no_operator_reads_are_refused_or_written_in_full() {
                     offsets: Some(Tensor::ones([64, 2], (Kind::Float, tch::Device::Cpu)) * -0.073),
                     order: None,
                 })?;
-                let _before = map.replace_base(BaseWeight::Quantized(odd));
+                let _before = linear.replace_weight(LinearWeight::Quantized(odd));
             }
             Ok(())
         })

@@ -17,9 +17,8 @@ fn an_adapter_that_is_not_merged_is_refused_by_name() {
     assert!(matches!(error, Error::Adapters { .. }));
     assert_eq!(
         error.to_string(),
-        "the adapters taught stand beside the weights of `model.layers.0.self_attn.q_proj`, and a graph \
-         holds plain weights: merge them with `overdrive_lora::merge_and_unload`, or take them out with \
-         `unload`"
+        "the layer `model.layers.0.self_attn.q_proj` has the adapters taught, and a graph holds plain \
+         weights; merge them with `overdrive_lora::merge_and_unload`, or remove them with `unload`"
     );
     assert!(names(dir.path()).is_empty());
     // Merged but not taken out, it is a part of the weights.

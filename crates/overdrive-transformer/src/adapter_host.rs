@@ -1,20 +1,21 @@
-use overdrive_lora::{AdaptedLinear, AdapterHost, ModuleCopies, Result};
+use overdrive_nn::{AdapterHost, AdapterState, Linear, Result};
 use tch::Tensor;
 
 use crate::CausalLm;
 use crate::causal_lm::Backbone;
+use crate::projections::visit_linear;
 
-/// Every linear map of the blocks, with the name of its module in transformers, and `lm_head` last.
+/// Lends every linear layer of the blocks under the name of its module in transformers, and `lm_head` last.
 impl AdapterHost for CausalLm {
     fn visit_linears(
         &mut self,
-        visit: &mut dyn FnMut(&str, &mut AdaptedLinear) -> Result<()>,
+        visit: &mut dyn FnMut(&str, &mut Linear) -> Result<()>,
     ) -> Result<()> {
         match &mut self.backbone {
             Backbone::Llama(model) => model.visit(visit)?,
             Backbone::Gpt2(model) => model.visit(visit)?,
         }
-        self.head.visit(visit)
+        visit_linear(&mut self.head, visit)
     }
 
     fn visit_parameters(
@@ -27,7 +28,7 @@ impl AdapterHost for CausalLm {
         }
     }
 
-    fn module_copies(&mut self) -> Option<&mut ModuleCopies> {
-        Some(&mut self.copies)
+    fn adapter_state(&mut self) -> Option<&mut AdapterState> {
+        Some(&mut self.adapter_state)
     }
 }

@@ -1,0 +1,186 @@
+use std::sync::Mutex;
+
+use overdrive_nn::{Linear, LinearWeight};
+use tch::Tensor;
+
+use crate::merge::Merged;
+use crate::{BiasMode, Error, LoraAdapter, Result};
+
+/// All LoRA adapters of one linear layer: what this crate puts into the layer's slot.
+#[derive(Debug)]
+pub(crate) struct LayerAdapters {
+    pub(crate) adapters: Vec<(String, LoraAdapter)>,
+    /// Full copies that replace the layer's own weight and bias (`modules_to_save`).
+    pub(crate) copies: Vec<LayerCopy>,
+    /// Indices into `adapters`, in the order in which their changes are added.
+    pub(crate) active: Vec<usize>,
+    /// The index into `copies` of the one that the layer computes with.
+    pub(crate) active_copy: Option<usize>,
+    /// If `false`, neither adapters nor copies count.
+    pub(crate) enabled: bool,
+    /// The adapters in the weight, in the order in which they were merged.
+    pub(crate) merged: Vec<Merged>,
+}
+
+/// A copy of a layer's weight and bias that one adapter trains in full.
+#[derive(Debug)]
+pub(crate) struct LayerCopy {
+    pub(crate) adapter: String,
+    pub(crate) weight: LinearWeight,
+    pub(crate) bias: Option<Tensor>,
+}
+
+impl Default for LayerAdapters {
+    fn default() -> Self {
+        LayerAdapters {
+            adapters: Vec::new(),
+            copies: Vec::new(),
+            active: Vec::new(),
+            active_copy: None,
+            enabled: true,
+            merged: Vec::new(),
+        }
+    }
+}
+
+/// Returns the LoRA adapters of `linear`, if it has any.
+pub(crate) fn adapters_of(linear: &Linear) -> Option<&LayerAdapters> {
+    linear.adapter_as()
+}
+
+/// Returns the LoRA adapters of `linear`, if it has any.
+pub(crate) fn adapters_mut(linear: &mut Linear) -> Option<&mut LayerAdapters> {
+    linear.split_mut().2
+}
+
+/// Returns the weight, the bias and the LoRA adapters of `linear`, which has a place for them from then on.
+///
+/// # Errors
+/// [`Error::OtherAdapter`].
+pub(crate) fn split_or_insert(
+    linear: &mut Linear,
+) -> Result<(&mut LinearWeight, Option<&Tensor>, &mut LayerAdapters)> {
+    if linear.adapter().is_none() {
+        linear.set_adapter(Box::new(LayerAdapters::default()));
+    }
+    match linear.split_mut() {
+        (weight, bias, Some(own)) => Ok((weight, bias, own)),
+        _ => Err(Error::OtherAdapter),
+    }
+}
+
+impl LayerAdapters {
+    /// Returns the adapter `name`.
+    pub(crate) fn get(&self, name: &str) -> Option<&LoraAdapter> {
+        let found = self.adapters.iter().find(|(own, _)| own == name);
+        found.map(|(_, adapter)| adapter)
+    }
+
+    /// Returns the full copy that the adapter `name` trains.
+    pub(crate) fn copy(&self, name: &str) -> Option<&LayerCopy> {
+        self.copies.iter().find(|copy| copy.adapter == name)
+    }
+
+    /// Returns the names of the active adapters.
+    pub(crate) fn active(&self) -> Vec<&str> {
+        let name = |index: &usize| self.adapters[*index].0.as_str();
+        self.active.iter().map(name).collect()
+    }
+
+    /// Returns the name of the adapter whose full copy replaces the weight.
+    pub(crate) fn active_copy(&self) -> Option<&str> {
+        self.active_copy
+            .map(|index| self.copies[index].adapter.as_str())
+    }
+
+    /// Makes exactly those of `names` active that the layer has.
+    pub(crate) fn set_active(&mut self, names: &[&str]) {
+        let index = |name: &&str| self.adapters.iter().position(|(own, _)| own == name);
+        self.active = names.iter().filter_map(index).collect();
+        let copy = |name: &&str| self.copies.iter().position(|copy| copy.adapter == *name);
+        self.active_copy = names.iter().find_map(copy);
+    }
+
+    /// Removes the adapter `name`, and returns `true` if there was one.
+    pub(crate) fn delete(&mut self, name: &str) -> Result<bool> {
+        if self.merged.iter().any(|merged| merged.adapter == name) {
+            self.refuse_merged("deleting an adapter")?;
+        }
+        // Indices change with the removal: the active ones are found again by their names.
+        let active: Vec<String> = self
+            .active()
+            .into_iter()
+            .filter(|own| *own != name)
+            .chain(self.active_copy())
+            .map(str::to_owned)
+            .collect();
+        let before = self.adapters.len() + self.copies.len();
+        self.adapters.retain(|(own, _)| own != name);
+        self.copies.retain(|copy| copy.adapter != name);
+        self.set_active(&active.iter().map(String::as_str).collect::<Vec<_>>());
+        Ok(self.adapters.len() + self.copies.len() < before)
+    }
+
+    /// Returns the names of the merged adapters.
+    pub(crate) fn merged(&self) -> Vec<&str> {
+        let names = self.merged.iter().map(|merged| merged.adapter.as_str());
+        names.collect()
+    }
+
+    /// Returns the bias modes of the active adapters.
+    pub(crate) fn active_modes(&self) -> impl Iterator<Item = BiasMode> {
+        self.active
+            .iter()
+            .map(|index| self.adapters[*index].1.config.bias)
+    }
+
+    /// Checks that nothing is merged, which `operation` cannot handle.
+    pub(crate) fn refuse_merged(&self, operation: &'static str) -> Result<()> {
+        if self.merged.is_empty() {
+            return Ok(());
+        }
+        Err(Error::Merged {
+            operation,
+            merged: self.merged().into_iter().map(str::to_owned).collect(),
+        })
+    }
+
+    /// Checks that `name` can be a new adapter's.
+    pub(crate) fn check_new(&self, name: &str) -> Result<()> {
+        check_name(name)?;
+        if self.get(name).is_some() {
+            return Err(taken(name));
+        }
+        self.refuse_merged("adding an adapter")
+    }
+
+    /// Drops what adapters have computed from the weight.
+    pub(crate) fn forget_row_norms(&mut self) {
+        for (_, adapter) in &mut self.adapters {
+            adapter.row_norms = Mutex::default();
+        }
+    }
+}
+
+/// Checks that `name` can stand in a parameter's name.
+pub(crate) fn check_name(name: &str) -> Result<()> {
+    let reason = if name.is_empty() {
+        "it is empty"
+    } else if name.contains('.') {
+        "it holds a dot, which separates the components of parameter names"
+    } else {
+        return Ok(());
+    };
+    Err(Error::BadName {
+        name: name.to_owned(),
+        reason,
+    })
+}
+
+/// Returns the error of a name that another adapter has.
+pub(crate) fn taken(name: &str) -> Error {
+    Error::BadName {
+        name: name.to_owned(),
+        reason: "it is taken",
+    }
+}

@@ -1,0 +1,171 @@
+//! Merging into all layers of a model.
+
+use overdrive_autograd::NoGradGuard;
+use overdrive_nn::{AdapterHost, Linear, LinearWeight};
+use tch::Tensor;
+
+use super::report::{MergeOptions, MergeReport};
+use crate::adapters::known;
+use crate::copies::place_copies;
+use crate::host::{module_copies, visit_linears, visit_parameters};
+use crate::layer_adapters::adapters_of;
+use crate::{Error, LoraLinear, Result};
+
+/// Merges adapters into the weights of all layers (`None`: the active ones), as PEFT's `merge_adapter`: the
+/// model then computes at the cost of its weights alone, until [`unmerge_adapters`].
+///
+/// Quantized weights are dequantized, changed, and quantized again by their scheme; the report has the error
+/// of that.
+///
+/// # Errors
+/// [`Error::UnknownAdapter`], and as [`LoraLinear::merge_adapters`]; what this call has merged is then
+/// unmerged again.
+pub fn merge_adapters<H: AdapterHost + ?Sized>(
+    host: &mut H,
+    adapters: Option<&[&str]>,
+    options: &MergeOptions,
+) -> Result<MergeReport> {
+    let active = crate::active_adapters(host)?;
+    let active: Vec<&str> = active.iter().map(String::as_str).collect();
+    let names = adapters.unwrap_or(&active);
+    known(host, names)?;
+    let mut report = MergeReport::default();
+    let merged = visit_linears(host, |name, linear| {
+        let merged = linear.merge_adapters(name, names, options)?;
+        report.layers.extend(merged);
+        Ok(())
+    });
+    if merged.is_err() {
+        visit_linears(host, |name, linear| {
+            let own = report.layers.iter().find(|own| own.name == name);
+            super::unmerge(linear, own.map_or(0, |own| own.adapters.len()))
+        })?;
+    }
+    merged.map(|()| report)
+}
+
+/// Takes all merged adapters out of the weights again.
+///
+/// # Errors
+/// An error of libtorch when memory runs out.
+pub fn unmerge_adapters<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
+    visit_linears(host, |_, linear| linear.unmerge_adapters())
+}
+
+/// Merges the active adapters permanently and removes all of them; full copies of active adapters
+/// (`modules_to_save`) replace the elements of the model's own parameters. A plain model remains.
+///
+/// # Errors
+/// As [`merge_adapters`]; [`Error::TiedCopy`] for a full copy of a parameter that the model uses twice (a tied
+/// embedding): it can only replace one of the two.
+pub fn merge_and_unload<H: AdapterHost + ?Sized>(
+    host: &mut H,
+    options: &MergeOptions,
+) -> Result<MergeReport> {
+    let options = MergeOptions {
+        // Nobody can unmerge after this: a copy of the weights would be memory for nothing.
+        keep_original: false,
+        ..*options
+    };
+    refuse_tied_copies(host)?;
+    let report = merge_adapters(host, None, &options)?;
+    let _no_grad = NoGradGuard::new();
+    if let Some(copies) = module_copies(host) {
+        for entry in &copies.entries {
+            if let Some(original) = &entry.original {
+                original.f_detach()?.f_copy_(&entry.copy)?;
+            }
+        }
+    }
+    visit_linears(host, |_, linear| {
+        keep_copy(linear)?;
+        remove_adapters(linear);
+        Ok(())
+    })?;
+    drop_copies(host)?;
+    Ok(report)
+}
+
+/// Checks that no full copy belongs to a tied parameter: the copy is used in one of its two places, and
+/// would be in both if it were written to the parameter.
+fn refuse_tied_copies<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
+    let mut parameters: Vec<(String, usize)> = Vec::new();
+    let mut copied: Vec<(String, usize)> = Vec::new();
+    let address = |tensor: &Tensor| tensor.data_ptr() as usize;
+    if let Some(copies) = module_copies(host) {
+        for entry in &copies.entries {
+            let original = entry.original.as_ref().map(address);
+            copied.extend(original.map(|address| (entry.name.clone(), address)));
+        }
+    }
+    visit_linears(host, |name, linear| {
+        if let LinearWeight::Dense { weight, .. } = linear.weight() {
+            let parameter = (format!("{name}.weight"), address(weight));
+            if adapters_of(linear).is_some_and(|own| own.active_copy().is_some()) {
+                copied.push(parameter.clone());
+            }
+            parameters.push(parameter);
+        }
+        Ok(())
+    })?;
+    visit_parameters(host, |name, tensor| {
+        parameters.push((name.to_owned(), address(tensor)));
+        Ok(())
+    })?;
+    for (name, address) in &copied {
+        let tied = |(own, at): &&(String, usize)| at == address && own != name;
+        if let Some((other, _)) = parameters.iter().find(tied) {
+            return Err(Error::TiedCopy {
+                name: name.clone(),
+                other: other.clone(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Removes all adapters and full copies without merging them; what was merged is unmerged first. Biases stay
+/// as they were trained.
+///
+/// # Errors
+/// As [`unmerge_adapters`].
+pub fn unload<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
+    unmerge_adapters(host)?;
+    visit_linears(host, |_, linear| {
+        remove_adapters(linear);
+        Ok(())
+    })?;
+    drop_copies(host)
+}
+
+fn remove_adapters(linear: &mut Linear) {
+    // An adapter of another crate is not ours to remove.
+    if adapters_of(linear).is_some() {
+        linear.take_adapter();
+    }
+}
+
+fn drop_copies<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
+    place_copies(host, &[])?;
+    if let Some(copies) = module_copies(host) {
+        copies.entries.clear();
+    }
+    Ok(())
+}
+
+/// Writes the active full copy to the layer's own weight and bias.
+fn keep_copy(linear: &Linear) -> Result<()> {
+    let (copy, copied_bias) = linear.in_use();
+    if std::ptr::eq(copy, linear.weight()) {
+        return Ok(());
+    }
+    if let (LinearWeight::Dense { weight: copy, .. }, LinearWeight::Dense { weight, .. }) =
+        (copy, linear.weight())
+    {
+        weight.f_detach()?.f_copy_(copy)?;
+    }
+    if let (Some(copy), Some(bias)) = (copied_bias, linear.bias()) {
+        bias.f_detach()?.f_copy_(copy)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,268 @@
+use std::any::Any;
+use std::sync::Arc;
+
+use overdrive_quantization::{QuantizedWeight, Scheme, observe_input};
+use tch::{Tensor, nn};
+
+use crate::weight::bytes;
+use crate::{Adapter, LinearWeight, Result};
+
+/// A linear layer, `y = x · Wᵀ + b`, whose weight is dense or quantized and may have an [`Adapter`].
+///
+/// It takes the place of [`tch::nn::Linear`]:
+///
+/// ```
+/// use overdrive_nn::Linear;
+/// use tch::nn::Module;
+/// use tch::{Device, Kind, Tensor, nn};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let store = nn::VarStore::new(Device::Cpu);
+/// let dense = nn::linear(store.root(), 64, 96, nn::LinearConfig::default());
+/// let quantized = Linear::from_dense(&dense, "int8".parse()?)?;
+/// let x = Tensor::randn([3, 64], (Kind::Float, Device::Cpu));
+/// let error = (dense.forward(&x) - quantized.forward(&x)?).abs().max();
+/// assert!(error.double_value(&[]) < 0.05);
+/// assert!(quantized.bytes() * 3 < 64 * 96 * 4);
+///
+/// let model = nn::seq().add(quantized).add_fn(Tensor::relu);
+/// assert_eq!(model.forward(&x).size(), [3, 96]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Linear {
+    /// Shared, so that a visitor can hold the name while it changes the layer.
+    name: Arc<str>,
+    weight: LinearWeight,
+    bias: Option<Tensor>,
+    adapter: Option<Box<dyn Adapter>>,
+    training: bool,
+}
+
+impl Linear {
+    /// Makes a layer of a weight `(O, I)` and a bias `(O,)`. The tensors are shared, not copied.
+    ///
+    /// # Errors
+    /// [`Error::Common`](crate::Error::Common) for a dense weight that is no matrix, and for a bias of
+    /// another length or device.
+    pub fn new(weight: LinearWeight, bias: Option<Tensor>) -> Result<Linear> {
+        if let LinearWeight::Dense { weight, .. } = &weight
+            && weight.dim() != 2
+        {
+            return Err(overdrive_core::Error::shape("weight", weight.size(), "(O, I)").into());
+        }
+        if let Some(bias) = &bias {
+            let outputs = weight.size()[0];
+            if bias.size() != [outputs] {
+                let expected = format!("({outputs},), the outputs of the weight");
+                return Err(overdrive_core::Error::shape("bias", bias.size(), expected).into());
+            }
+            if bias.device() != weight.device() {
+                let expected = format!("on {:?}, where the weight is", weight.device());
+                return Err(overdrive_core::Error::device("bias", bias.device(), expected).into());
+            }
+        }
+        Ok(Linear {
+            name: Arc::from(""),
+            weight,
+            bias,
+            adapter: None,
+            training: false,
+        })
+    }
+
+    /// Makes a layer of a dense weight `(O, I)` and a bias `(O,)`.
+    ///
+    /// # Errors
+    /// As [`Linear::new`].
+    pub fn dense(weight: Tensor, bias: Option<Tensor>) -> Result<Linear> {
+        let transposed = false;
+        Linear::new(LinearWeight::Dense { weight, transposed }, bias)
+    }
+
+    /// Makes a layer of a quantized weight `(O, I)` and a bias `(O,)`, which may be trained.
+    ///
+    /// # Errors
+    /// As [`Linear::new`].
+    pub fn quantized(weight: QuantizedWeight, bias: Option<Tensor>) -> Result<Linear> {
+        Linear::new(LinearWeight::Quantized(weight), bias)
+    }
+
+    /// Quantizes `weight (O, I)`; the bias keeps its dtype.
+    ///
+    /// # Errors
+    /// As [`QuantizedWeight::quantize`] and [`Linear::new`].
+    pub fn quantize(weight: &Tensor, bias: Option<&Tensor>, scheme: Scheme) -> Result<Linear> {
+        let bias = bias.map(Tensor::f_detach).transpose()?;
+        Linear::quantized(QuantizedWeight::quantize(weight, scheme)?, bias)
+    }
+
+    /// Quantizes a layer of tch. That layer keeps its memory until it and the store of its variables are
+    /// dropped.
+    ///
+    /// # Errors
+    /// As [`QuantizedWeight::quantize`].
+    pub fn from_dense(dense: &nn::Linear, scheme: Scheme) -> Result<Linear> {
+        Linear::quantize(&dense.ws, dense.bs.as_ref(), scheme)
+    }
+
+    /// Gives the layer a name, as in the checkpoint without `.weight`. Inputs of a layer with a name are
+    /// reported to [`observe_inputs`](overdrive_quantization::observe_inputs), which calibration needs.
+    pub fn with_name(mut self, name: &str) -> Linear {
+        self.name = Arc::from(name);
+        self
+    }
+
+    /// Returns the name, or "" if the layer has none. It is shared, so that it can be kept while the layer
+    /// is changed.
+    pub fn name(&self) -> &Arc<str> {
+        &self.name
+    }
+
+    /// Computes the output `(…, O)` of `x (…, I)`, with the adapter where one is active. Dense weights are
+    /// multiplied by overdrive-fused.
+    ///
+    /// # Errors
+    /// Shapes that do not fit, and errors of libtorch and of the adapter.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.forward_with(x, true)
+    }
+
+    /// Computes the same; if not `fused`, dense weights are multiplied by libtorch's operator.
+    ///
+    /// # Errors
+    /// As [`Linear::forward`].
+    pub fn forward_with(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
+        self.observe(x)?;
+        self.compute(x, fused)
+    }
+
+    /// Reports the input to the observer of this thread.
+    pub(crate) fn observe(&self, x: &Tensor) -> Result<()> {
+        if self.name.is_empty() {
+            return Ok(());
+        }
+        Ok(observe_input(&self.name, x)?)
+    }
+
+    pub(crate) fn compute(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
+        if let Some(adapter) = self.active_adapter() {
+            return adapter.forward(self, x, fused);
+        }
+        let (weight, bias) = self.in_use();
+        weight.forward(x, bias, fused)
+    }
+
+    /// Returns the adapter if it is active.
+    pub(crate) fn active_adapter(&self) -> Option<&dyn Adapter> {
+        self.adapter().filter(|adapter| adapter.is_active())
+    }
+
+    /// Returns the weight and bias that the layer computes with: its own, or the adapter's
+    /// [replacement](Adapter::replacement).
+    pub fn in_use(&self) -> (&LinearWeight, Option<&Tensor>) {
+        let replacement = self.adapter().and_then(Adapter::replacement);
+        replacement.unwrap_or((&self.weight, self.bias.as_ref()))
+    }
+
+    /// Returns the dense weight `(O, I)` if the layer is nothing else: no bias, no active adapter. Fused
+    /// losses need it.
+    pub fn dense_weight(&self) -> Option<&Tensor> {
+        match self.in_use() {
+            (
+                LinearWeight::Dense {
+                    weight,
+                    transposed: false,
+                },
+                None,
+            ) if self.active_adapter().is_none() => Some(weight),
+            _ => None,
+        }
+    }
+
+    /// Returns the weight, without what an adapter adds.
+    pub fn weight(&self) -> &LinearWeight {
+        &self.weight
+    }
+
+    /// Returns the bias `(O,)`.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
+    }
+
+    /// Replaces the weight by another one of the same size and returns the old one. An adapter that was
+    /// merged into the old weight counts as part of it from then on.
+    pub fn replace_weight(&mut self, weight: LinearWeight) -> LinearWeight {
+        if let Some(adapter) = &mut self.adapter {
+            adapter.weight_replaced();
+        }
+        std::mem::replace(&mut self.weight, weight)
+    }
+
+    /// Returns the number of elements that the weight and the bias stand for.
+    pub fn parameters(&self) -> usize {
+        let [outputs, inputs] = self.weight.size();
+        let weight = usize::try_from(outputs * inputs).unwrap_or(0);
+        weight + self.bias.as_ref().map_or(0, Tensor::numel)
+    }
+
+    /// Returns the number of bytes of weight and bias, without adapters.
+    pub fn bytes(&self) -> usize {
+        self.weight.bytes() + self.bias.as_ref().map_or(0, bytes)
+    }
+
+    /// Returns the adapter.
+    pub fn adapter(&self) -> Option<&dyn Adapter> {
+        self.adapter.as_deref()
+    }
+
+    /// Returns the adapter if it is of type `A`.
+    pub fn adapter_as<A: Adapter>(&self) -> Option<&A> {
+        (self.adapter()? as &dyn Any).downcast_ref()
+    }
+
+    /// Gives the layer an adapter and returns the one that it had.
+    pub fn set_adapter(&mut self, adapter: Box<dyn Adapter>) -> Option<Box<dyn Adapter>> {
+        self.adapter.replace(adapter)
+    }
+
+    /// Removes the adapter and returns it.
+    pub fn take_adapter(&mut self) -> Option<Box<dyn Adapter>> {
+        self.adapter.take()
+    }
+
+    /// Lends the weight, the bias and, if it is of type `A`, the adapter at once: merging changes all of
+    /// them.
+    pub fn split_mut<A: Adapter>(
+        &mut self,
+    ) -> (&mut LinearWeight, Option<&Tensor>, Option<&mut A>) {
+        let adapter = self.adapter.as_deref_mut();
+        let adapter = adapter.and_then(|adapter| (adapter as &mut dyn Any).downcast_mut());
+        (&mut self.weight, self.bias.as_ref(), adapter)
+    }
+
+    /// Switches training mode on or off; it is off at first. Adapters have dropout in training mode only.
+    pub fn set_training(&mut self, training: bool) {
+        self.training = training;
+    }
+
+    /// Returns `true` in training mode.
+    pub fn is_training(&self) -> bool {
+        self.training
+    }
+}
+
+impl nn::Module for Linear {
+    /// Computes [`Linear::forward`].
+    ///
+    /// # Panics
+    /// Where that returns an error: the trait has no other way to report it, and the modules of tch do the
+    /// same.
+    fn forward(&self, x: &Tensor) -> Tensor {
+        match Linear::forward(self, x) {
+            Ok(y) => y,
+            Err(error) => panic!("the linear layer `{}`: {error}", self.name),
+        }
+    }
+}

@@ -1,0 +1,6 @@
+//! Tests of the layers.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod adapter;
+mod layers;

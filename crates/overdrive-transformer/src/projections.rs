@@ -1,0 +1,83 @@
+//! The linear layers of a decoder block: those that share an input are computed together.
+
+use std::sync::Arc;
+
+use overdrive_checkpointing::Shared;
+use overdrive_nn::{Linear, joint_forward};
+use tch::Tensor;
+
+use crate::parameters::ParameterMap;
+use crate::{Error, Result};
+
+/// A visitor of the parameters that are not of a linear layer, with their full names.
+pub(crate) type ParameterVisitor<'v> =
+    &'v mut dyn FnMut(&str, &mut Tensor) -> overdrive_nn::Result<()>;
+
+/// A visitor of the linear layers with their full names.
+pub(crate) type LinearVisitor<'v> =
+    &'v mut dyn FnMut(&str, &mut Linear) -> overdrive_nn::Result<()>;
+
+/// Lends one layer under its own name.
+pub(crate) fn visit_linear(
+    linear: &mut Linear,
+    visit: LinearVisitor<'_>,
+) -> overdrive_nn::Result<()> {
+    let name = Arc::clone(linear.name());
+    visit(&name, linear)
+}
+
+/// Lends each block to `body`, to change it.
+///
+/// # Errors
+/// [`overdrive_nn::Error::InUse`] while a graph with checkpoints holds the blocks.
+pub(crate) fn visit_shared<B>(
+    blocks: &mut [Shared<B>],
+    mut body: impl FnMut(&mut B) -> overdrive_nn::Result<()>,
+) -> overdrive_nn::Result<()> {
+    for block in blocks {
+        body(block.get_mut().ok_or(overdrive_nn::Error::InUse)?)?;
+    }
+    Ok(())
+}
+
+/// Several linear layers of one input: query, key and value, or gate and up.
+#[derive(Debug)]
+pub(crate) struct JointLinear(Vec<Linear>);
+
+impl JointLinear {
+    pub(crate) fn take(
+        parameters: &mut ParameterMap,
+        names: &[String],
+        bias: bool,
+    ) -> Result<JointLinear> {
+        let layers = names.iter().map(|name| parameters.take_linear(name, bias));
+        Ok(JointLinear(layers.collect::<Result<_>>()?))
+    }
+
+    /// Computes all outputs side by side, `(…, Σ out)`, by one matmul.
+    pub(crate) fn forward_joint(&self, x: &Tensor) -> Result<Tensor> {
+        let layers: Vec<&Linear> = self.0.iter().collect();
+        Ok(joint_forward(x, &layers)?)
+    }
+
+    /// Computes the outputs one by one, those of dense weights by libtorch's operator.
+    pub(crate) fn forward_each<const N: usize>(&self, x: &Tensor) -> Result<[Tensor; N]> {
+        let each = self.0.iter().map(|linear| linear.forward_with(x, false));
+        let each: Vec<Tensor> = each.collect::<overdrive_nn::Result<_>>()?;
+        each.try_into().map_err(|each: Vec<_>| Error::BadConfig {
+            key: "a joint linear layer".to_owned(),
+            found: format!("{} layers", each.len()),
+            expected: format!("{N} (please report this)"),
+        })
+    }
+
+    pub(crate) fn layers(&self) -> impl Iterator<Item = &Linear> {
+        self.0.iter()
+    }
+
+    pub(crate) fn visit(&mut self, visit: LinearVisitor<'_>) -> overdrive_nn::Result<()> {
+        self.0
+            .iter_mut()
+            .try_for_each(|linear| visit_linear(linear, visit))
+    }
+}
