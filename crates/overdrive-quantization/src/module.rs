@@ -36,16 +36,13 @@ impl Linear {
     /// Of a quantized weight `(O, I)` and a bias `(O,)`, which may be trained.
     ///
     /// # Errors
-    /// [`Error::BadInput`] for a bias of another length or device.
+    /// [`Error::Common`] for a bias of another length or device.
     pub fn new(weight: QuantizedWeight, bias: Option<Tensor>) -> Result<Linear> {
         if let Some(bias) = &bias
             && (bias.size() != weight.size()[..1] || bias.device() != weight.device())
         {
-            return Err(Error::BadInput {
-                name: "bias",
-                found: format!("of shape {:?} on {:?}", bias.size(), bias.device()),
-                expected: format!("({},) on {:?}", weight.size()[0], weight.device()),
-            });
+            let expected = format!("({},) on {:?}", weight.size()[0], weight.device());
+            return Err(Error::shape("bias", bias.size(), expected));
         }
         Ok(Linear { weight, bias })
     }
@@ -71,7 +68,7 @@ impl Linear {
     /// `x (…, I)` to `(…, O)`; see [`linear`](crate::linear()).
     ///
     /// # Errors
-    /// [`Error::BadInput`] if shapes or kinds do not fit.
+    /// [`Error::Common`] if shapes or kinds do not fit.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         linear(x, &self.weight, self.bias.as_ref())
     }
@@ -140,17 +137,14 @@ impl Embedding {
     /// Of a quantized weight `(V, D)`; its vectors are of `kind`.
     ///
     /// # Errors
-    /// [`Error::BadOption`] for a kind that is not a floating one.
+    /// [`Error::Common`] for a kind that is not a floating one.
     pub fn new(weight: QuantizedWeight, kind: Kind) -> Result<Embedding> {
         if !matches!(
             kind,
             Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16
         ) {
-            return Err(Error::BadOption {
-                option: "kind",
-                found: format!("{kind:?}"),
-                expected: "Float, Double, Half or BFloat16".to_owned(),
-            });
+            let expected = "Float, Double, Half or BFloat16";
+            return Err(Error::option("kind", format!("{kind:?}"), expected));
         }
         Ok(Embedding { weight, kind })
     }

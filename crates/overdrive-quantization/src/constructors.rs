@@ -1,4 +1,4 @@
-//! Weights from codes that are there already.
+//! Weights made of codes and scales that exist already.
 
 use half::f16;
 use tch::{Device, Kind, Tensor};
@@ -8,36 +8,44 @@ use crate::tensors::{bytes, elements};
 use crate::weight::{Magnitudes, Storage};
 use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
 
-/// Codes and scales of groups, for [`QuantizedWeight::from_grouped`]: `w = (code − zero) · scale + offset`.
+/// The tensors of a group-wise quantized weight, for [`QuantizedWeight::from_grouped`]:
+/// `w = (code − zero) · scale + offset`.
 ///
 /// Without offsets `zero` is 8 for codes of 4 bits and 0 for signed bytes; with offsets it is 0.
 #[derive(Debug)]
 pub struct GroupedParts {
-    /// 4 or 8.
+    /// The number of bits of a code: 4 or 8.
     pub bits: u8,
-    /// 4 bits: u8 `(O, I/2)`, input `2j` in the low half of byte `j`. 8 bits: i8 `(O, I)`, or u8 where
-    /// there are offsets.
+    /// The codes. 4 bits: u8 `(O, I/2)`, input `2j` in the low half of byte `j`. 8 bits: i8 `(O, I)`, or u8
+    /// if there are offsets.
     pub codes: Tensor,
-    /// f32 or f16 `(O, G)`; `I/G` is the size of the groups: 16, 32, 64, 128 or 256.
+    /// The scales, f32 or f16 `(O, G)`; `I/G` is the size of the groups: 16, 32, 64, 128 or 256.
     pub scales: Tensor,
-    /// f32 or f16, of the shape of the scales.
+    /// The offsets, f32 or f16, of the shape of the scales.
     pub offsets: Option<Tensor>,
-    /// i32 `(I,)`: which input stands at each place of the codes, where they are not in order; each once.
+    /// The input of each column of the codes, i32 `(I,)`, if the columns are not in the order of the inputs
+    /// (GPTQ's `desc_act`). Every input appears once.
     pub order: Option<Tensor>,
 }
 
 impl QuantizedWeight {
-    /// A weight of bytes with one scale a row: `codes` i8 `(O, I)`, `scales` f32 `(O,)`; `scheme` is one of
-    /// the 8-bit schemes by row.
+    /// Returns a weight of 8-bit integers with one scale for each row: `codes` i8 `(O, I)`, `scales` f32
+    /// `(O,)`. `scheme` is `Int8Dynamic`, `Int8WeightOnly` or `LlmInt8`.
     ///
     /// # Errors
-    /// [`Error::BadInput`] for tensors that do not fit and scales that are not finite,
-    /// [`Error::BadOption`] for another scheme.
+    /// [`Error::Common`] if a tensor has another shape, dtype or device, or for another scheme;
+    /// [`Error::Values`] for scales that are not finite.
     pub fn from_int8(scheme: Scheme, codes: Tensor, scales: Tensor) -> Result<QuantizedWeight> {
         scheme.validate(0)?;
         match scheme {
             Scheme::Int8Dynamic | Scheme::Int8WeightOnly | Scheme::LlmInt8 { .. } => {}
-            _ => return Err(wrong_scheme(scheme, "int8, int8-weight or llm-int8")),
+            _ => {
+                return Err(Error::option(
+                    "scheme",
+                    scheme,
+                    "int8, int8-weight or llm-int8",
+                ));
+            }
         }
         let [outputs, inputs] = matrix("codes", &codes, &[Kind::Int8])?;
         check_row_scales(&scales, outputs, codes.device())?;
@@ -48,11 +56,12 @@ impl QuantizedWeight {
         Ok(QuantizedWeight::of(scheme, [outputs, inputs], storage))
     }
 
-    /// A weight of 8-bit floats with one scale a row: `codes` u8 (or `Float8e4m3fn`) `(O, I)`, `scales` f32
-    /// `(O,)`.
+    /// Returns a weight of 8-bit floats (e4m3) with one scale for each row: `codes` u8 (or `Float8e4m3fn`)
+    /// `(O, I)`, `scales` f32 `(O,)`.
     ///
     /// # Errors
-    /// [`Error::BadInput`] for tensors that do not fit, scales that are not finite and codes of NaN.
+    /// [`Error::Common`] if a tensor has another shape, dtype or device, [`Error::Values`] for scales that
+    /// are not finite and for codes of NaN.
     pub fn from_fp8(codes: Tensor, scales: Tensor) -> Result<QuantizedWeight> {
         let [outputs, inputs] = matrix("codes", &codes, &[Kind::Uint8, Kind::Float8e4m3fn])?;
         check_row_scales(&scales, outputs, codes.device())?;
@@ -61,14 +70,18 @@ impl QuantizedWeight {
             .f_bitwise_and(i64::from(fp8::NAN))?
             .f_eq(i64::from(fp8::NAN))?;
         if nan.f_any()?.f_int64_value(&[])? != 0 {
-            return Err(bad("codes", "NaN among them", "numbers"));
+            return Err(Error::values(
+                "codes",
+                "the code of NaN",
+                "codes of numbers",
+            ));
         }
         let scales = scales.f_contiguous()?;
         let storage = Storage::Fp8 { codes, scales };
         Ok(QuantizedWeight::of(Scheme::Fp8, [outputs, inputs], storage))
     }
 
-    /// A weight of integers in groups.
+    /// Returns a weight of integers with one scale for each group of inputs.
     ///
     /// ```
     /// use overdrive_quantization::{GroupedParts, QuantizedWeight};
@@ -87,8 +100,8 @@ impl QuantizedWeight {
     /// ```
     ///
     /// # Errors
-    /// [`Error::BadInput`] for tensors that do not fit one another, numbers that are not finite and an
-    /// order that is none, [`Error::BadOption`] for other bits and sizes of groups.
+    /// [`Error::Common`] if the tensors do not fit one another, and for other bits and group sizes;
+    /// [`Error::Values`] for scales and offsets that are not finite and for an order that is no permutation.
     pub fn from_grouped(parts: GroupedParts) -> Result<QuantizedWeight> {
         let GroupedParts {
             bits,
@@ -115,8 +128,8 @@ impl QuantizedWeight {
         )?;
         finite("scales", &scales)?;
         if inputs % groups != 0 {
-            let found = format!("{groups} a row, for {inputs} inputs");
-            return Err(bad("scales", &found, "a divisor of the inputs"));
+            let expected = format!("(O, G), where G divides the {inputs} inputs");
+            return Err(Error::shape("scales", [outputs, groups], expected));
         }
         let options = GroupOptions {
             bits,
@@ -150,13 +163,14 @@ impl QuantizedWeight {
         Ok(QuantizedWeight::of(scheme, [outputs, inputs], storage))
     }
 
-    /// A weight `(O, I)` of 4-bit code books in blocks, as bitsandbytes packs them: `codes` u8, two weights
-    /// a byte, the first in the high half, in any shape. `scheme` is [`Scheme::Nf4`] or [`Scheme::Fp4`].
+    /// Returns a weight `(O, I)` of blocks of a 4-bit code book, as bitsandbytes packs them: `codes` u8, two
+    /// weights in a byte, the first in the high half, in any shape. `scheme` is [`Scheme::Nf4`] or
+    /// [`Scheme::Fp4`].
     ///
     /// # Errors
-    /// [`Error::BadInput`] for tensors that do not fit and magnitudes that are not finite,
-    /// [`Error::BadOption`] for another scheme, or one whose double quantization is not that of the
-    /// magnitudes.
+    /// [`Error::Common`] if a tensor has another shape, dtype or device, for another scheme, and for one
+    /// whose double quantization is not that of the magnitudes; [`Error::Values`] for magnitudes that are
+    /// not finite.
     pub fn from_blocks(
         scheme: Scheme,
         [outputs, inputs]: [i64; 2],
@@ -166,18 +180,14 @@ impl QuantizedWeight {
         scheme.validate(0)?;
         let options = match scheme {
             Scheme::Nf4(options) | Scheme::Fp4(options) => options,
-            _ => return Err(wrong_scheme(scheme, "nf4 or fp4")),
+            _ => return Err(Error::option("scheme", scheme, "nf4 or fp4")),
         };
         let len = outputs
             .checked_mul(inputs)
             .filter(|_| outputs > 0 && inputs > 0);
         let Some(len) = len else {
-            let found = format!("({outputs}, {inputs})");
-            return Err(bad(
-                "size",
-                &found,
-                "positive numbers of outputs and inputs",
-            ));
+            let expected = "(O, I), two positive numbers";
+            return Err(Error::shape("weight", [outputs, inputs], expected));
         };
         let device = codes.device();
         let codes = codes.f_contiguous()?.f_flatten(0, -1)?;
@@ -192,10 +202,8 @@ impl QuantizedWeight {
         let blocks = len / block + i64::from(len % block != 0);
         let matches = matches!(magnitudes, Magnitudes::Quantized { .. }) == options.double_quant;
         if !matches {
-            return Err(wrong_scheme(
-                scheme,
-                "one with the magnitudes' double quantization",
-            ));
+            let expected = "one with the double quantization that the magnitudes have";
+            return Err(Error::option("scheme", scheme, expected));
         }
         let magnitudes = match magnitudes {
             Magnitudes::Full(full) => {
@@ -235,7 +243,7 @@ impl QuantizedWeight {
                 finite("magnitudes' book", &code_book)?;
                 finite("magnitudes' scales", &scales)?;
                 if !offset.is_finite() {
-                    return Err(bad("magnitudes' offset", &offset.to_string(), "a number"));
+                    return Err(Error::option("magnitudes' offset", offset, "finite"));
                 }
                 Magnitudes::Quantized {
                     codes: codes.f_contiguous()?,
@@ -250,33 +258,24 @@ impl QuantizedWeight {
     }
 }
 
-fn bad(name: &'static str, found: &str, expected: &str) -> Error {
-    Error::BadInput {
-        name,
-        found: found.to_owned(),
-        expected: expected.to_owned(),
-    }
-}
-
-fn wrong_scheme(scheme: Scheme, expected: &str) -> Error {
-    Error::BadOption {
-        option: "scheme",
-        found: scheme.to_string(),
-        expected: expected.to_owned(),
-    }
-}
-
-/// The shape of a matrix with at least one element.
+/// Returns the shape of a matrix with at least one element, of one of `kinds`.
 fn matrix(name: &'static str, tensor: &Tensor, kinds: &[Kind]) -> Result<[i64; 2]> {
+    check_kind(name, tensor, kinds)?;
     match tensor.size()[..] {
-        [rows, columns] if rows > 0 && columns > 0 && kinds.contains(&tensor.kind()) => {
-            Ok([rows, columns])
-        }
+        [rows, columns] if rows > 0 && columns > 0 => Ok([rows, columns]),
         _ => {
-            let found = format!("{:?} of {:?}", tensor.size(), tensor.kind());
-            Err(bad(name, &found, &format!("a matrix of {}", listed(kinds))))
+            let expected = "a matrix with at least one element";
+            Err(Error::shape(name, tensor.size(), expected))
         }
     }
+}
+
+fn check_kind(name: &'static str, tensor: &Tensor, kinds: &[Kind]) -> Result<()> {
+    if kinds.contains(&tensor.kind()) {
+        return Ok(());
+    }
+    let names: Vec<String> = kinds.iter().map(|kind| format!("{kind:?}")).collect();
+    Err(overdrive_core::Error::dtype(name, tensor.kind(), names.join(" or ")).into())
 }
 
 fn expect(
@@ -286,29 +285,27 @@ fn expect(
     shape: &[i64],
     device: Device,
 ) -> Result<()> {
-    if tensor.size() == shape && kinds.contains(&tensor.kind()) && tensor.device() == device {
-        return Ok(());
+    check_kind(name, tensor, kinds)?;
+    if tensor.size() != shape {
+        return Err(Error::shape(name, tensor.size(), format!("{shape:?}")));
     }
-    let (size, kind, there) = (tensor.size(), tensor.kind(), tensor.device());
-    let found = format!("{size:?} of {kind:?} on {there:?}");
-    let expected = format!("{shape:?} of {} on {device:?}", listed(kinds));
-    Err(bad(name, &found, &expected))
+    if tensor.device() != device {
+        let expected = format!("on {device:?}, as the codes are");
+        return Err(overdrive_core::Error::device(name, tensor.device(), expected).into());
+    }
+    Ok(())
 }
 
-/// f32, one for each of `outputs` rows.
+/// Checks for finite f32 scales, one for each of `outputs` rows.
 fn check_row_scales(scales: &Tensor, outputs: i64, device: Device) -> Result<()> {
     expect("scales", scales, &[Kind::Float], &[outputs], device)?;
     finite("scales", scales)
 }
 
-fn listed(kinds: &[Kind]) -> String {
-    let names: Vec<String> = kinds.iter().map(|kind| format!("{kind:?}")).collect();
-    names.join(" or ")
-}
-
-/// Refuses numbers that are infinite or NaN.
+/// Checks that no value is infinite or NaN.
 fn finite(name: &'static str, tensor: &Tensor) -> Result<()> {
     let first = match (tensor.device(), tensor.is_contiguous(), tensor.kind()) {
+        // A scan of the slice allocates nothing; the operators below make three tensors of the size.
         (Device::Cpu, true, Kind::Float) => {
             elements::<f32>(tensor)?.iter().position(|x| !x.is_finite())
         }
@@ -331,32 +328,31 @@ fn finite(name: &'static str, tensor: &Tensor) -> Result<()> {
         None => Ok(()),
         Some(index) => {
             let number = tensor.f_flatten(0, -1)?.f_double_value(&[index as i64])?;
-            let found = format!("{number} at place {index}");
-            Err(bad(name, &found, "finite numbers"))
+            let found = format!("{number} at index {index}");
+            Err(Error::values(name, found, "finite numbers"))
         }
     }
 }
 
-/// Refuses what does not name each of `0..len` once.
+/// Checks that `order` holds each of `0..len` once.
 fn permutation(order: &Tensor) -> Result<()> {
     let order = order.f_to_device(Device::Cpu)?.f_contiguous()?;
     let order = elements::<i32>(&order)?;
     let mut seen = vec![false; order.len()];
-    for (place, &input) in order.iter().enumerate() {
+    for (index, &input) in order.iter().enumerate() {
         let slot = usize::try_from(input)
             .ok()
             .and_then(|input| seen.get_mut(input));
-        let twice = slot.is_none_or(|slot| std::mem::replace(slot, true));
-        if twice {
-            let found = format!("{input} at place {place}");
+        if slot.is_none_or(|slot| std::mem::replace(slot, true)) {
+            let found = format!("{input} at index {index}");
             let expected = format!("each of 0..{} once", order.len());
-            return Err(bad("order", &found, &expected));
+            return Err(Error::values("order", found, expected));
         }
     }
     Ok(())
 }
 
-/// The bytes of codes, for tests and writers on the CPU.
+/// Returns the bytes of the codes, copied to the CPU.
 pub(crate) fn code_bytes(codes: &Tensor) -> Result<Vec<u8>> {
     let codes = codes.f_to_device(Device::Cpu)?.f_contiguous()?;
     Ok(bytes(&codes)?.to_vec())

@@ -1,35 +1,35 @@
-//! SmoothQuant: what is hard to quantize in activations is moved into weights, and what is hard in
-//! weights into activations, before either is quantized (Xiao et al. 2022, arXiv:2211.10438); and the
-//! search for how much that AWQ makes (Lin et al. 2023, arXiv:2306.00978).
+//! Migration of outliers between activations and weights, before either is quantized: SmoothQuant (Xiao et al.
+//! 2022, arXiv:2211.10438), and the search for its strength by AWQ (Lin et al. 2023, arXiv:2306.00978).
 
 use tch::{Kind, Tensor};
 
 use super::statistics::InputStatistics;
 use crate::{Error, QuantizedWeight, Result, Scheme};
 
-/// How strongly difficulty is moved from activations to weights.
+/// The choice of the scales that divide the activations and multiply the weights.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub enum Migration {
-    /// `max|x|^α / max|w|^(1−α)` of each input: SmoothQuant, for schemes that quantize activations.
-    /// The paper's `α` is 0.5.
+    /// SmoothQuant, `max|x|^α / max|w|^(1−α)` of each input, for schemes that quantize activations. `α` is in
+    /// `0..=1`, in the paper 0.5.
     Strength(f64),
-    /// `rms(x)^α`, of the `α` in `0, 1/steps, …, 1` whose quantized weights change the outputs least:
-    /// AWQ, for schemes that quantize only weights.
+    /// AWQ, `rms(x)^α` with the `α` in `0, 1/steps, …, 1` whose quantized weights change the outputs least,
+    /// for schemes that quantize only weights.
     Search {
-        /// AWQ's is 20.
+        /// The number of steps; AWQ has 20.
         steps: u32,
     },
 }
 
-/// What the inputs of the maps `weights (O, I)` are to be divided by, and the columns of the weights
-/// multiplied, so that both are easy to quantize: positive, f32 `(I,)`. All maps have the same input.
+/// Returns the scales that divide the inputs of the layers with `weights (O, I)` and multiply the columns of the
+/// weights, so that both are easy to quantize: positive, f32 `(I,)`. All layers have the same input.
 ///
-/// The division costs nothing where it is folded into what makes the input: the weight of a norm, or
-/// the rows of the map before ([`fold_into_rows`]).
+/// The division costs nothing where it is folded into what produces the input: the weight of a norm, or the
+/// rows of the layer before ([`fold_into_rows`]).
 ///
 /// # Errors
-/// [`Error::BadInput`] for no weight or another number of inputs, and those of quantization.
+/// [`Error::Common`] for no weight, another number of inputs and a strength out of range; the errors of
+/// quantization.
 pub fn migration_scales(
     weights: &[&Tensor],
     statistics: &InputStatistics,
@@ -39,11 +39,12 @@ pub fn migration_scales(
     let inputs = statistics.inputs();
     if weights.is_empty() || weights.iter().any(|w| w.size().get(1) != Some(&inputs)) {
         let shapes: Vec<_> = weights.iter().map(|weight| weight.size()).collect();
-        return Err(Error::BadInput {
-            name: "weights",
-            found: format!("of shapes {shapes:?}"),
-            expected: format!("at least one (O, {inputs})"),
-        });
+        let expected = format!("at least one of shape (O, {inputs})");
+        return Err(Error::option(
+            "weights",
+            format!("of shapes {shapes:?}"),
+            expected,
+        ));
     }
     match migration {
         Migration::Strength(alpha) if (0.0..=1.0).contains(&alpha) => {
@@ -59,16 +60,12 @@ pub fn migration_scales(
                 .f_pow_tensor_scalar(1.0 - alpha)?;
             Ok(numerator.f_div(&denominator)?.f_clamp_min(1e-5)?)
         }
-        Migration::Strength(alpha) => Err(Error::BadOption {
-            option: "migration strength",
-            found: alpha.to_string(),
-            expected: "in 0..=1".to_owned(),
-        }),
+        Migration::Strength(alpha) => Err(Error::option("migration strength", alpha, "in 0..=1")),
         Migration::Search { steps } => search(weights, statistics, steps.max(1), scheme),
     }
 }
 
-/// The scales `rms(x)^α` whose quantized weights change the outputs least.
+/// Returns the scales `rms(x)^α` whose quantized weights change the outputs least.
 fn search(
     weights: &[&Tensor],
     statistics: &InputStatistics,
@@ -80,7 +77,7 @@ fn search(
     for step in 0..=steps {
         let alpha = f64::from(step) / f64::from(steps);
         let raised = typical.f_pow_tensor_scalar(alpha)?;
-        // About one: what is common to all would only move the ranges.
+        // Centred on 1: a common factor would only move the scales of the weights.
         let middle = raised.f_max()?.f_mul(&raised.f_min()?)?.f_sqrt()?;
         let scales = raised.f_div(&middle)?.f_clamp_min(1e-4)?;
         let mut error = 0.0;
@@ -101,7 +98,7 @@ fn search(
     }
 }
 
-/// `weight (O, I)` for inputs divided by `scales (I,)`: its columns multiplied.
+/// Returns `weight (O, I)` with its columns multiplied by `scales (I,)`, for inputs divided by them.
 ///
 /// # Errors
 /// An error of libtorch.
@@ -109,8 +106,8 @@ pub fn fold_into_columns(weight: &Tensor, scales: &Tensor) -> Result<Tensor> {
     Ok(weight.f_mul(&scales.f_to_kind(weight.kind())?)?)
 }
 
-/// The weight of a norm `(I,)` or the weight `(I, J)` or bias `(I,)` of a linear map, with outputs
-/// divided by `scales (I,)`. `adds_one`: the norm multiplies by `1 + weight`, as Gemma's do.
+/// Returns the weight of a norm `(I,)`, or the weight `(I, J)` or bias `(I,)` of a linear layer, with outputs
+/// divided by `scales (I,)`. `adds_one`: the norm multiplies by `1 + weight`, as in Gemma.
 ///
 /// # Errors
 /// An error of libtorch.

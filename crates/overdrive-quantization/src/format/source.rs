@@ -1,16 +1,16 @@
-//! The tensors of one quantized weight in a file, checked as they are read.
+//! The source of the tensors of a quantized weight, and the checks made as they are read.
 
 use overdrive_safetensors::{Error as FileError, MappedFile, StoredTensor};
 use tch::{Device, Kind, Tensor};
 
 use crate::{Error, Result};
 
-/// Named tensors in files.
+/// A source of named tensors: a file, or shards.
 pub trait TensorSource {
-    /// The tensor of this name; `None` where there is none.
+    /// Returns the tensor `name`, or `None` if there is none.
     ///
     /// # Errors
-    /// When a file cannot be read.
+    /// An error of a file that cannot be read.
     fn stored(&self, name: &str) -> Result<Option<StoredTensor<'_>>>;
 }
 
@@ -24,7 +24,7 @@ impl TensorSource for MappedFile {
     }
 }
 
-/// Shards: the first file that has the tensor.
+/// Shards; the first file that has the tensor provides it.
 impl TensorSource for [MappedFile] {
     fn stored(&self, name: &str) -> Result<Option<StoredTensor<'_>>> {
         for file in self {
@@ -42,7 +42,7 @@ impl<T: TensorSource + ?Sized> TensorSource for &T {
     }
 }
 
-/// The module whose weight is read.
+/// A module whose weight is read.
 #[derive(Clone, Copy)]
 pub(super) struct Module<'a> {
     pub(super) source: &'a dyn TensorSource,
@@ -50,7 +50,7 @@ pub(super) struct Module<'a> {
 }
 
 impl<'a> Module<'a> {
-    /// An error about this weight.
+    /// Returns an error about this weight.
     pub(super) fn bad(&self, reason: impl Into<String>) -> Error {
         Error::BadWeight {
             name: format!("{}.weight", self.name),
@@ -58,30 +58,30 @@ impl<'a> Module<'a> {
         }
     }
 
-    /// An error of a constructor as one about this weight.
+    /// Converts an error of a constructor to one about this weight.
     pub(super) fn built<T>(&self, result: Result<T>) -> Result<T> {
         result.map_err(|error| match error {
-            Error::BadInput { .. } | Error::BadOption { .. } => self.bad(error.to_string()),
+            Error::Common(_) | Error::Values { .. } => self.bad(error.to_string()),
             other => other,
         })
     }
 
-    /// The tensor `{module}.{part}`, where there is one.
+    /// Returns the tensor `{module}.{part}`, if there is one.
     pub(super) fn optional(&self, part: &str) -> Result<Option<StoredTensor<'a>>> {
         self.source.stored(&format!("{}.{part}", self.name))
     }
 
+    /// Returns the tensor `{module}.{part}`, which must exist.
     pub(super) fn required(&self, part: &str) -> Result<StoredTensor<'a>> {
         self.optional(part)?.ok_or_else(|| {
             self.bad(format!(
-                "the file has no tensor `{}.{part}`, which belongs to it",
+                "the file has no tensor `{}.{part}`, which it needs",
                 self.name
             ))
         })
     }
 
-    /// A tensor of one of `kinds`, on the CPU. `shape`: what it has to be, where `None` stands for any
-    /// positive number.
+    /// Reads a tensor of one of `kinds` and of `shape` to the CPU; `None` in the shape is any positive number.
     pub(super) fn tensor(
         &self,
         part: &str,
@@ -93,6 +93,7 @@ impl<'a> Module<'a> {
         Ok(stored.copy_to_tensor(None, Device::Cpu)?)
     }
 
+    /// Checks the dtype and shape of a stored tensor, as [`tensor`](Self::tensor) does.
     pub(super) fn check(
         &self,
         stored: &StoredTensor<'_>,
@@ -119,7 +120,7 @@ impl<'a> Module<'a> {
             .map(|n| n.map_or_else(|| "any".to_owned(), |n| n.to_string()))
             .collect();
         Err(self.bad(format!(
-            "`{}.{part}` is {found:?} of {}, where [{}] of {} was expected",
+            "`{}.{part}` is {found:?} of {}; it must be [{}] of {}",
             self.name,
             stored.format(),
             shape.join(", "),
@@ -127,20 +128,20 @@ impl<'a> Module<'a> {
         )))
     }
 
-    /// Scales of groups: f32, or f16 where they are that in the file or all numbers of f16, as those of
-    /// bf16 are that are not tiny.
+    /// Reads the scales of groups: as f16 if the file has f16 or f16 represents them exactly (as it does most
+    /// scales of bf16), otherwise as f32.
     pub(super) fn scales(&self, part: &str, shape: &[Option<i64>]) -> Result<Tensor> {
         narrowed(self.tensor(part, FLOATS, shape)?)
     }
 
-    /// Scales as f32.
+    /// Reads scales as f32.
     pub(super) fn scales_f32(&self, part: &str, shape: &[Option<i64>]) -> Result<Tensor> {
         let scales = self.tensor(part, FLOATS, shape)?;
         Ok(scales.f_to_kind(Kind::Float)?)
     }
 }
 
-/// The same numbers in f16 where they are numbers of f16, otherwise in f32.
+/// Returns the same numbers in f16 if it represents them exactly, otherwise in f32.
 pub(super) fn narrowed(numbers: Tensor) -> Result<Tensor> {
     if numbers.kind() == Kind::Half {
         return Ok(numbers);
@@ -154,5 +155,5 @@ pub(super) fn narrowed(numbers: Tensor) -> Result<Tensor> {
     })
 }
 
-/// Kinds that scales have in files.
+/// The dtypes that scales have in files.
 pub(super) const FLOATS: &[Kind] = &[Kind::Float, Kind::Half, Kind::BFloat16, Kind::Double];

@@ -1,70 +1,73 @@
 use super::value::{GgufArray, GgufValue};
 
-/// How deep arrays of arrays may go. The format sets no limit; no writer goes beyond two.
+/// The depth to which arrays may be nested. The format sets no limit, so a damaged file could overflow the
+/// stack; no writer goes beyond two.
 const MAX_DEPTH: usize = 4;
 
-/// Reads the header; every length is checked against what is left of the file before anything of that
-/// length is made. Errors are sentences for [`Error::BadGguf`](crate::Error::BadGguf).
+/// A reader of the header. Every length is checked against the rest of the file before anything of that
+/// length is allocated.
 #[derive(Debug)]
-pub(super) struct Cursor<'a> {
+pub(super) struct HeaderReader<'a> {
     bytes: &'a [u8],
-    place: usize,
+    position: usize,
 }
 
-type Read<T> = Result<T, String>;
+/// A result whose errors are sentences for [`overdrive_core::Error::Parse`].
+pub(super) type Parsed<T> = Result<T, String>;
 
-impl<'a> Cursor<'a> {
+impl<'a> HeaderReader<'a> {
     pub(super) fn new(bytes: &'a [u8]) -> Self {
-        Cursor { bytes, place: 0 }
+        HeaderReader { bytes, position: 0 }
     }
 
-    /// Bytes read so far.
-    pub(super) fn place(&self) -> usize {
-        self.place
+    /// Returns the number of bytes read so far.
+    pub(super) fn position(&self) -> usize {
+        self.position
     }
 
-    fn left(&self) -> usize {
-        self.bytes.len() - self.place
+    fn remaining(&self) -> usize {
+        self.bytes.len() - self.position
     }
 
-    fn take(&mut self, count: usize) -> Read<&'a [u8]> {
-        if count > self.left() {
+    fn take(&mut self, count: usize) -> Parsed<&'a [u8]> {
+        if count > self.remaining() {
             return Err(format!(
                 "it ends at byte {}, within its header: {count} bytes were to follow byte {}",
                 self.bytes.len(),
-                self.place
+                self.position
             ));
         }
-        let taken = &self.bytes[self.place..self.place + count];
-        self.place += count;
-        Ok(taken)
+        let bytes = &self.bytes[self.position..self.position + count];
+        self.position += count;
+        Ok(bytes)
     }
 
-    fn array<const N: usize>(&mut self) -> Read<[u8; N]> {
+    fn array<const N: usize>(&mut self) -> Parsed<[u8; N]> {
         let mut array = [0; N];
         array.copy_from_slice(self.take(N)?);
         Ok(array)
     }
 
-    pub(super) fn u32(&mut self) -> Read<u32> {
+    pub(super) fn u32(&mut self) -> Parsed<u32> {
         Ok(u32::from_le_bytes(self.array()?))
     }
 
-    pub(super) fn u64(&mut self) -> Read<u64> {
+    pub(super) fn u64(&mut self) -> Parsed<u64> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    pub(super) fn string(&mut self) -> Read<String> {
+    pub(super) fn string(&mut self) -> Parsed<String> {
         let length = self.u64()?;
-        let place = self.place;
+        let position = self.position;
         let length = usize::try_from(length).unwrap_or(usize::MAX);
         let bytes = self.take(length)?;
-        let text = std::str::from_utf8(bytes);
-        text.map(str::to_owned)
-            .map_err(|_| format!("the text at byte {place} is not UTF-8"))
+        let string = std::str::from_utf8(bytes);
+        string
+            .map(str::to_owned)
+            .map_err(|_| format!("the string at byte {position} is not UTF-8"))
     }
 
-    pub(super) fn value(&mut self, kind: u32) -> Read<GgufValue> {
+    pub(super) fn value(&mut self, kind: u32) -> Parsed<GgufValue> {
         Ok(match kind {
             0 => GgufValue::U8(self.array::<1>()?[0]),
             1 => GgufValue::I8(i8::from_le_bytes(self.array()?)),
@@ -83,15 +86,15 @@ impl<'a> Cursor<'a> {
         })
     }
 
-    fn bool(&mut self) -> Read<bool> {
+    fn bool(&mut self) -> Parsed<bool> {
         match self.array::<1>()?[0] {
             0 => Ok(false),
             1 => Ok(true),
-            other => Err(format!("a truth value is {other}: expected 0 or 1")),
+            other => Err(format!("a boolean is {other}; it must be 0 or 1")),
         }
     }
 
-    fn list(&mut self, depth: usize) -> Read<GgufArray> {
+    fn list(&mut self, depth: usize) -> Parsed<GgufArray> {
         let kind = self.u32()?;
         let count = usize::try_from(self.u64()?).unwrap_or(usize::MAX);
         Ok(match kind {
@@ -102,13 +105,13 @@ impl<'a> Cursor<'a> {
             4 => GgufArray::U32(self.numbers(count, u32::from_le_bytes)?),
             5 => GgufArray::I32(self.numbers(count, i32::from_le_bytes)?),
             6 => GgufArray::F32(self.numbers(count, f32::from_le_bytes)?),
-            7 => GgufArray::Bool(self.many(count, 1, Cursor::bool)?),
-            8 => GgufArray::String(self.many(count, 8, Cursor::string)?),
+            7 => GgufArray::Bool(self.items(count, 1, HeaderReader::bool)?),
+            8 => GgufArray::String(self.items(count, 8, HeaderReader::string)?),
             9 if depth + 1 >= MAX_DEPTH => {
                 return Err(format!("its arrays are nested more than {MAX_DEPTH} deep"));
             }
-            // An inner array is at least its type and its length.
-            9 => GgufArray::Array(self.many(count, 12, |cursor| cursor.list(depth + 1))?),
+            // An inner array has at least its type and its length.
+            9 => GgufArray::Array(self.items(count, 12, |reader| reader.list(depth + 1))?),
             10 => GgufArray::U64(self.numbers(count, u64::from_le_bytes)?),
             11 => GgufArray::I64(self.numbers(count, i64::from_le_bytes)?),
             12 => GgufArray::F64(self.numbers(count, f64::from_le_bytes)?),
@@ -116,23 +119,27 @@ impl<'a> Cursor<'a> {
         })
     }
 
-    fn numbers<const N: usize, T>(&mut self, count: usize, from: fn([u8; N]) -> T) -> Read<Vec<T>> {
+    fn numbers<const N: usize, T>(
+        &mut self,
+        count: usize,
+        from: fn([u8; N]) -> T,
+    ) -> Parsed<Vec<T>> {
         let bytes = self.take(count.saturating_mul(N))?;
         let (numbers, _) = bytes.as_chunks::<N>();
         Ok(numbers.iter().map(|bytes| from(*bytes)).collect())
     }
 
-    /// `count` items of at least `least` bytes each.
-    fn many<T>(
+    /// Reads `count` items of at least `min_bytes` bytes each.
+    fn items<T>(
         &mut self,
         count: usize,
-        least: usize,
-        mut read: impl FnMut(&mut Self) -> Read<T>,
-    ) -> Read<Vec<T>> {
-        if count.saturating_mul(least) > self.left() {
+        min_bytes: usize,
+        mut read: impl FnMut(&mut Self) -> Parsed<T>,
+    ) -> Parsed<Vec<T>> {
+        if count.saturating_mul(min_bytes) > self.remaining() {
             return Err(format!(
                 "an array of {count} items at byte {} is longer than the file",
-                self.place
+                self.position
             ));
         }
         (0..count).map(|_| read(self)).collect()

@@ -1,40 +1,40 @@
-//! Codes packed in 32-bit words, and groups made of them.
+//! Codes that are packed in 32-bit words, and group-wise weights made of them.
 
 use overdrive_safetensors::StoredTensor;
 use tch::{Kind, Tensor};
 
-use super::module::{Module, narrowed};
+use super::source::{Module, narrowed};
 use crate::tensors::elements;
 use crate::{GroupedParts, QuantizedWeight, Result};
 
-/// The words of a stored tensor of kind Int.
+/// Returns the words of a stored tensor of kind Int.
 pub(super) fn words<'a>(stored: &StoredTensor<'a>) -> impl Iterator<Item = u32> + use<'a> {
     let (chunks, _) = stored.data().as_chunks::<4>();
     chunks.iter().map(|bytes| u32::from_le_bytes(*bytes))
 }
 
-/// The code at a place of a word, the least bits first.
-pub(super) fn code(word: u32, bits: u8, place: usize) -> u8 {
+/// Returns the code in a slot of a word; slot 0 is the lowest bits.
+pub(super) fn code(word: u32, bits: u8, slot: usize) -> u8 {
     let mask = (1u32 << bits) - 1;
-    (word >> (usize::from(bits) * place) & mask) as u8
+    (word >> (usize::from(bits) * slot) & mask) as u8
 }
 
-/// Codes `(outputs, inputs)`, one a byte, counted from 0, with scales and zero points by group of inputs.
+/// The codes `(outputs, inputs)`, one in each byte and unsigned, with scales and zero points by group of inputs.
 pub(super) struct Groups {
     pub(super) bits: u8,
     pub(super) outputs: usize,
     pub(super) inputs: usize,
     pub(super) codes: Vec<u8>,
-    /// f32 or f16 `(outputs, groups)`.
+    /// The scales, f32 or f16 `(outputs, groups)`.
     pub(super) scales: Tensor,
-    /// `(outputs, groups)`; none where it is the middle everywhere.
+    /// The zero points, `(outputs, groups)`; `None` if all are the middle of the range.
     pub(super) zeros: Option<Vec<u8>>,
-    /// The input at each place.
+    /// The input of each column of the codes.
     pub(super) order: Option<Vec<i32>>,
 }
 
 impl Groups {
-    /// The weight. Groups of sizes that there are not here are cut into smaller ones of the same scale.
+    /// Builds the weight. Groups of a size that is not supported are split into smaller ones of the same scale.
     pub(super) fn build(self, module: Module<'_>) -> Result<QuantizedWeight> {
         let bits = self.bits;
         let middle = 1u8 << (bits - 1);
@@ -52,7 +52,7 @@ impl Groups {
             .find(|size| group % size == 0)
         else {
             return Err(module.bad(format!(
-                "its groups are of {group} inputs, where multiples of 16 can be read"
+                "its groups have {group} inputs; they must have a multiple of 16"
             )));
         };
         let zeros = self
@@ -97,8 +97,8 @@ impl Groups {
     }
 }
 
-/// The order in which inputs stand by group, from the group of each (`g_idx`); `None` where they do so
-/// already.
+/// Returns the inputs in the order of their groups, from the group of each (`g_idx`); `None` if they are in
+/// that order already.
 pub(super) fn order_of(
     module: Module<'_>,
     part: &str,
@@ -108,16 +108,17 @@ pub(super) fn order_of(
     let stored = module.tensor(part, &[Kind::Int], &[Some(inputs as i64)])?;
     let group_of = elements::<i32>(&stored)?;
     let group = inputs / groups.max(1);
-    let place = |input: usize| input / group.max(1);
-    let in_order = |(input, &of): (usize, &i32)| usize::try_from(of) == Ok(place(input));
+    let group_at_column = |column: usize| column / group.max(1);
+    let in_order = |(input, &of): (usize, &i32)| usize::try_from(of) == Ok(group_at_column(input));
     if group_of.iter().enumerate().all(in_order) {
         return Ok(None);
     }
     let mut order: Vec<i32> = (0..inputs as i32).collect();
+    // A stable sort: within a group the inputs stay in order, as in GPTQ.
     order.sort_by_key(|&input| group_of[input.unsigned_abs() as usize]);
     let group_at = |&input: &i32| group_of[input.unsigned_abs() as usize];
-    for (at, found) in order.iter().map(group_at).enumerate() {
-        if usize::try_from(found) != Ok(place(at)) {
+    for (column, found) in order.iter().map(group_at).enumerate() {
+        if usize::try_from(found) != Ok(group_at_column(column)) {
             return Err(module.bad(format!(
                 "`{part}` does not give each of its {groups} groups {group} inputs (group {found})"
             )));

@@ -1,11 +1,11 @@
-//! Which modules a list of names and patterns means.
+//! Lists of module names and patterns.
 
 use fancy_regex::Regex;
 
 use crate::{Error, Result};
 
-/// Whether an entry of compressed-tensors' `targets` or `ignore` means a module: its full name, or after
-/// `re:` a regular expression for the beginning of the name.
+/// Returns `true` if an entry of compressed-tensors' `targets` or `ignore` matches a module: the entry is its
+/// full name, or after `re:` a regular expression for the beginning of the name.
 pub(super) fn names_module(entry: &str, module: &str) -> Result<bool> {
     match entry.strip_prefix("re:") {
         None => Ok(entry == module),
@@ -13,8 +13,8 @@ pub(super) fn names_module(entry: &str, module: &str) -> Result<bool> {
     }
 }
 
-/// Whether an entry of transformers' lists of modules to skip means a module: the beginning of its name up
-/// to a dot or its end, as a regular expression, or the end of its name as it stands.
+/// Returns `true` if an entry of transformers' lists of modules to skip matches a module: as a regular
+/// expression for the beginning of its name up to a dot or its end, or literally for the end of its name.
 pub(super) fn skips_module(entry: &str, module: &str) -> Result<bool> {
     if module.ends_with(entry) {
         return Ok(true);
@@ -23,23 +23,26 @@ pub(super) fn skips_module(entry: &str, module: &str) -> Result<bool> {
 }
 
 fn matches(pattern: &str, entry: &str, module: &str) -> Result<bool> {
-    let bad = |error: fancy_regex::Error| Error::BadOption {
-        option: "quantization_config",
-        found: format!("the pattern `{entry}`: {error}"),
-        expected: "regular expressions".to_owned(),
+    let bad = |error: fancy_regex::Error| {
+        let expected = format!("a regular expression: {error}");
+        Error::option(
+            "quantization_config's pattern",
+            format!("`{entry}`"),
+            expected,
+        )
     };
     let regex = Regex::new(pattern).map_err(bad)?;
     regex.is_match(module).map_err(bad)
 }
 
-/// Whether any entry means the module.
+/// Returns `true` if `matches` holds for any entry.
 pub(super) fn any(
     entries: &[String],
     module: &str,
-    means: impl Fn(&str, &str) -> Result<bool>,
+    matches: impl Fn(&str, &str) -> Result<bool>,
 ) -> Result<bool> {
     for entry in entries {
-        if means(entry, module)? {
+        if matches(entry, module)? {
             return Ok(true);
         }
     }

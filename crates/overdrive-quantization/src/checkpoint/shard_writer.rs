@@ -1,29 +1,31 @@
-//! safetensors files whose tensors come one by one: their sizes, and so the header, are known last.
+//! A writer of safetensors shards whose tensors arrive one by one, so that the header is known last.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Seek, Write};
 use std::path::{Path, PathBuf};
 
+use overdrive_core::Error as CoreError;
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
-use super::source::{INDEX, bad, io as failed};
+use super::source::{INDEX, bad};
 use crate::{Error, Result};
 
-/// Element sizes: those of the largest come first in a file, so that every tensor is aligned.
+/// The element sizes in bytes. The largest come first in a file, so that every tensor is aligned.
 const SIZES: [usize; 4] = [8, 4, 2, 1];
 
-/// Writes shards into a folder. Tensors go to a file of their element size as they come; a shard is put
-/// together from those when it is full. Memory is that of one tensor.
+/// A writer of shards. Tensors go to a temporary file for their element size as they arrive; a full shard is
+/// concatenated from these files. The memory is that of one tensor.
 #[derive(Debug)]
-pub(super) struct Spool {
+pub(super) struct ShardWriter {
     dir: PathBuf,
     max_shard_bytes: u64,
-    parts: [File; SIZES.len()],
+    /// The temporary file of each element size.
+    files: [File; SIZES.len()],
     entries: [Vec<Entry>; SIZES.len()],
     filled: u64,
-    /// Names and bytes of the tensors of each finished shard.
+    /// The names of the tensors of each finished shard.
     shards: Vec<Vec<String>>,
     total: u64,
 }
@@ -36,11 +38,11 @@ struct Entry {
     bytes: u64,
 }
 
-impl Spool {
-    pub(super) fn new(dir: &Path, max_shard_bytes: u64) -> Result<Spool> {
-        let part = || unnamed(dir);
-        Ok(Spool {
-            parts: [part()?, part()?, part()?, part()?],
+impl ShardWriter {
+    pub(super) fn new(dir: &Path, max_shard_bytes: u64) -> Result<ShardWriter> {
+        let file = || unnamed(dir);
+        Ok(ShardWriter {
+            files: [file()?, file()?, file()?, file()?],
             dir: dir.to_path_buf(),
             max_shard_bytes,
             entries: Default::default(),
@@ -50,7 +52,7 @@ impl Spool {
         })
     }
 
-    /// Adds tensors that belong together: they come into one shard.
+    /// Writes tensors that belong to one weight, to the same shard. Returns their number of bytes.
     pub(super) fn add(&mut self, tensors: &[(String, Tensor)]) -> Result<u64> {
         let size = |(_, tensor): &(String, Tensor)| {
             (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
@@ -60,7 +62,7 @@ impl Spool {
             self.close_shard()?;
         }
         for (name, tensor) in tensors {
-            let (dtype, place) = dtype(name, tensor.f_kind()?)?;
+            let (dtype, size_index) = dtype(name, tensor.f_kind()?)?;
             let tensor = tensor
                 .f_detach()?
                 .f_to_device(Device::Cpu)?
@@ -71,10 +73,10 @@ impl Spool {
                     .f_view([-1])?
                     .f_copy_data_u8(&mut buffer, tensor.numel())?;
             }
-            self.parts[place]
+            self.files[size_index]
                 .write_all(&buffer)
-                .map_err(failed("write", &self.dir))?;
-            self.entries[place].push(Entry {
+                .map_err(CoreError::io("write", &self.dir))?;
+            self.entries[size_index].push(Entry {
                 name: name.clone(),
                 dtype,
                 shape: tensor.size(),
@@ -86,11 +88,12 @@ impl Spool {
         Ok(bytes)
     }
 
+    /// Writes the shard of the tensors since the last one.
     fn close_shard(&mut self) -> Result<()> {
         let path = self.dir.join(temporary_name(self.shards.len()));
         let mut names = Vec::new();
         let mut header = Map::new();
-        // The mark by which transformers knows whose layout the tensors have.
+        // transformers refuses a file without it.
         header.insert("__metadata__".to_owned(), json!({"format": "pt"}));
         let mut end = 0;
         for entry in self.entries.iter_mut().flat_map(std::mem::take) {
@@ -111,22 +114,22 @@ impl Spool {
             let mut file = File::create(&path)?;
             file.write_all(&(header.len() as u64).to_le_bytes())?;
             file.write_all(&header)?;
-            for part in &mut self.parts {
+            for part in &mut self.files {
                 part.rewind()?;
-                // Between files the system copies by itself where it can.
+                // Between two files std copies inside the kernel where it can.
                 io::copy(part, &mut file)?;
                 part.rewind()?;
                 part.set_len(0)?;
             }
             file.sync_all()
         };
-        write().map_err(failed("write", &path))?;
+        write().map_err(CoreError::io("write", &path))?;
         self.shards.push(names);
         self.filled = 0;
         Ok(())
     }
 
-    /// Names the shards, and writes their index where there are several. Returns the bytes of all
+    /// Renames the shards, and writes their index if there are several. Returns the number of bytes of all
     /// weight files.
     pub(super) fn finish(mut self) -> Result<u64> {
         if self.filled > 0 || self.shards.is_empty() {
@@ -135,14 +138,14 @@ impl Spool {
         let count = self.shards.len();
         let mut weight_map = BTreeMap::new();
         let mut bytes = 0;
-        for (place, names) in self.shards.iter().enumerate() {
+        for (index, names) in self.shards.iter().enumerate() {
             let name = match count {
                 1 => "model.safetensors".to_owned(),
-                _ => format!("model-{:05}-of-{count:05}.safetensors", place + 1),
+                _ => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
             };
-            let (from, to) = (self.dir.join(temporary_name(place)), self.dir.join(&name));
-            fs::rename(&from, &to).map_err(failed("rename", &from))?;
-            bytes += fs::metadata(&to).map_err(failed("read", &to))?.len();
+            let (from, to) = (self.dir.join(temporary_name(index)), self.dir.join(&name));
+            fs::rename(&from, &to).map_err(CoreError::io("rename", &from))?;
+            bytes += fs::metadata(&to).map_err(CoreError::io("read", &to))?.len();
             weight_map.extend(names.iter().map(|tensor| (tensor.clone(), name.clone())));
         }
         if count > 1 {
@@ -153,11 +156,11 @@ impl Spool {
     }
 }
 
-fn temporary_name(place: usize) -> String {
-    format!("shard-{place}.tmp")
+fn temporary_name(index: usize) -> String {
+    format!("shard-{index}.tmp")
 }
 
-/// A file of `dir` without a name, which is gone when nobody has it open any more.
+/// Creates a file in `dir` and removes its name, so that it disappears when it is closed, also after a crash.
 fn unnamed(dir: &Path) -> Result<File> {
     static COUNT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
     let number = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -167,9 +170,9 @@ fn unnamed(dir: &Path) -> Result<File> {
         .write(true)
         .create_new(true)
         .open(&path)
-        .map_err(failed("create", &path))?;
+        .map_err(CoreError::io("create", &path))?;
     if cfg!(unix) {
-        fs::remove_file(&path).map_err(failed("remove", &path))?;
+        fs::remove_file(&path).map_err(CoreError::io("remove", &path))?;
     }
     Ok(file)
 }
@@ -180,7 +183,7 @@ pub(super) fn write_json(path: &Path, value: &Value) -> Result<()> {
     Ok(overdrive_safetensors::write_bytes(path, &text)?)
 }
 
-/// The name of a format, and the place of its size.
+/// Returns the name of the dtype in safetensors, and the index of its size in [`SIZES`].
 fn dtype(name: &str, kind: Kind) -> Result<(&'static str, usize)> {
     Ok(match kind {
         Kind::Double => ("F64", 0),

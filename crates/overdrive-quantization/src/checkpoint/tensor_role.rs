@@ -1,22 +1,22 @@
-//! What a tensor of a checkpoint is, by its name and shape.
+//! The role of a tensor in the model, by its name and shape.
 
 use overdrive_safetensors::StoredTensor;
 use tch::Kind;
 
-/// What a tensor is.
+/// The role of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Role {
-    /// The weight of a linear map, `(I, O)` where `transposed` (GPT-2's `Conv1D`).
+    /// The weight of a linear layer, `(I, O)` if `transposed` (GPT-2's `Conv1D`).
     Linear { transposed: bool },
-    /// The table of token embeddings.
+    /// The token embedding.
     Embedding,
-    /// The weight of an untied head.
+    /// The weight of an untied output head.
     Head,
-    /// Everything else.
+    /// Any other tensor.
     Other,
 }
 
-/// The role of `stored` in a model of `model_type`.
+/// Returns the role of `stored` in a model of `model_type`.
 pub(super) fn role(stored: &StoredTensor<'_>, model_type: &str) -> Role {
     let float = matches!(
         stored.kind(),
