@@ -1,6 +1,6 @@
 //! Elementary functions of vectors, to within a few units in the last place.
 
-use super::Simd;
+use crate::Simd;
 
 /// `c[0] + c[1]·x + …`
 #[inline(always)]
@@ -17,7 +17,7 @@ fn polynomial<S: Simd, const N: usize>(s: S, x: S::F, coefficients: [f32; N]) ->
 /// `x = n·ln 2 + r` with integral `n` and `|r| ≤ ln 2 / 2`; `eʳ` is the polynomial of Cephes' `expf`
 /// (S. Moshier).
 #[inline(always)]
-pub(crate) fn exp<S: Simd>(s: S, x: S::F) -> S::F {
+pub fn exp<S: Simd>(s: S, x: S::F) -> S::F {
     // NaN survives as the second operand. At the bounds the result is 0 and ∞ already.
     let x = s.max(s.splat(-104.0), s.min(s.splat(89.0), x));
     let n = s.round(s.mul(x, s.splat(std::f32::consts::LOG2_E)));
@@ -42,14 +42,14 @@ pub(crate) fn exp<S: Simd>(s: S, x: S::F) -> S::F {
 
 /// `1 / (1 + e⁻ˣ)`
 #[inline(always)]
-pub(crate) fn sigmoid<S: Simd>(s: S, x: S::F) -> S::F {
+pub fn sigmoid<S: Simd>(s: S, x: S::F) -> S::F {
     let one = s.splat(1.0);
     s.div(one, s.add(one, exp(s, s.sub(s.splat(0.0), x))))
 }
 
 /// `tanh x`: Cephes' polynomial near 0, where the quotient of exponentials would cancel.
 #[inline(always)]
-pub(crate) fn tanh<S: Simd>(s: S, x: S::F) -> S::F {
+pub fn tanh<S: Simd>(s: S, x: S::F) -> S::F {
     let size = s.abs(x);
     let one = s.splat(1.0);
     let far = s.div(s.splat(2.0), s.add(exp(s, s.add(size, size)), one));
@@ -76,7 +76,7 @@ pub(crate) fn tanh<S: Simd>(s: S, x: S::F) -> S::F {
 /// `erfc(z) = t·exp(-z² + P(t))` with `t = 2 / (2 + z)` and a polynomial fitted to it at Chebyshev
 /// nodes for `0 ≤ z ≤ 15` (relative error 1.7e-7).
 #[inline(always)]
-pub(crate) fn normal<S: Simd>(s: S, x: S::F) -> (S::F, S::F) {
+pub fn normal<S: Simd>(s: S, x: S::F) -> (S::F, S::F) {
     let z = s.mul(s.abs(x), s.splat(std::f32::consts::FRAC_1_SQRT_2));
     let two = s.splat(2.0);
     let t = s.div(two, s.add(two, z));
@@ -106,7 +106,7 @@ pub(crate) fn normal<S: Simd>(s: S, x: S::F) -> (S::F, S::F) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::simd::{InstructionSet, Kernel, each_vector, load, store};
+    use crate::{InstructionSet, Kernel, each_vector, load, store};
 
     /// A function of the module over a slice.
     struct Map<'a> {
