@@ -1,10 +1,11 @@
 //! The instruction sets, their detection, and kernels that run with one of them.
 
+use std::marker::PhantomData;
 use std::sync::OnceLock;
 
 use overdrive_core::Error;
 
-use crate::{Simd, arch};
+use crate::{Real, Simd, Vector, arch};
 
 /// The environment variable that names the instruction set.
 const VARIABLE: &str = "OVERDRIVE_SIMD";
@@ -112,6 +113,19 @@ impl InstructionSet {
             let expected = format!("a set of this machine: {}", names.join(", "));
             Error::option(VARIABLE, name, expected)
         })
+    }
+
+    /// Returns the lanes of a register of `R`.
+    pub fn lanes<R: Real>(self) -> usize {
+        struct Lanes<R>(PhantomData<R>);
+        impl<R: Real> Kernel for Lanes<R> {
+            type Output = usize;
+            #[inline(always)]
+            fn run<S: Simd>(self, _: S) -> usize {
+                R::Vector::<S>::LEN
+            }
+        }
+        self.run(Lanes::<R>(PhantomData))
     }
 
     fn widest() -> Self {

@@ -3,7 +3,7 @@
 use overdrive_sys::raw;
 use tch::Tensor;
 
-use super::problem::View;
+use super::inputs::View;
 use crate::Result;
 
 /// Copies row `t` of head `h` of `rows` to row `slots[t] % block_size` of head `h` of block

@@ -1,10 +1,8 @@
 //! What the kernels are asked to compute.
 
-use std::marker::PhantomData;
+use overdrive_kernels::{Accumulate, InstructionSet, SharedSlice};
 
 use super::dropout::Dropout;
-use super::element::Element;
-use super::lanes::InstructionSet;
 
 /// Rows of numbers in a slice: row `r` of head `h` in batch `b` begins at
 /// `b · batch + h · head + r · row`, and its numbers lie together.
@@ -30,7 +28,7 @@ impl<'a, E> View<'a, E> {
 /// As [`View`], of an output that threads write to, each to rows of its own.
 #[derive(Debug)]
 pub(crate) struct ViewMut<'a, E> {
-    shared: Shared<'a, E>,
+    shared: SharedSlice<'a, E>,
     batch: usize,
     head: usize,
     row: usize,
@@ -39,7 +37,7 @@ pub(crate) struct ViewMut<'a, E> {
 impl<'a, E> ViewMut<'a, E> {
     pub(crate) fn new(data: &'a mut [E], batch: usize, head: usize, row: usize) -> Self {
         ViewMut {
-            shared: Shared::new(data),
+            shared: SharedSlice::new(data),
             batch,
             head,
             row,
@@ -48,7 +46,7 @@ impl<'a, E> ViewMut<'a, E> {
 
     /// # Safety
     /// No other thread has this row.
-    #[allow(clippy::mut_from_ref, reason = "as `Shared::slice_mut`")]
+    #[allow(clippy::mut_from_ref, reason = "as `SharedSlice::range_mut`")]
     pub(super) unsafe fn row_mut(
         &self,
         batch: usize,
@@ -58,42 +56,7 @@ impl<'a, E> ViewMut<'a, E> {
     ) -> &mut [E] {
         let start = batch * self.batch + head * self.head + row * self.row;
         // SAFETY: the caller's contract.
-        unsafe { self.shared.slice_mut(start, dim) }
-    }
-}
-
-/// A slice that threads write to in disjoint parts.
-#[derive(Debug)]
-pub(super) struct Shared<'a, T> {
-    pointer: *mut T,
-    len: usize,
-    lifetime: PhantomData<&'a mut [T]>,
-}
-
-// SAFETY: it only hands out parts, and those who take them vouch that they are disjoint.
-unsafe impl<T: Send> Sync for Shared<'_, T> {}
-// SAFETY: as for `&mut [T]`.
-unsafe impl<T: Send> Send for Shared<'_, T> {}
-
-impl<'a, T> Shared<'a, T> {
-    pub(super) fn new(slice: &'a mut [T]) -> Self {
-        Shared {
-            pointer: slice.as_mut_ptr(),
-            len: slice.len(),
-            lifetime: PhantomData,
-        }
-    }
-
-    /// # Safety
-    /// No other part that overlaps this one is alive.
-    #[allow(
-        clippy::mut_from_ref,
-        reason = "the caller vouches that parts are disjoint"
-    )]
-    pub(super) unsafe fn slice_mut(&self, start: usize, len: usize) -> &mut [T] {
-        assert!(start <= self.len && len <= self.len - start);
-        // SAFETY: in bounds; disjoint by the caller's word.
-        unsafe { std::slice::from_raw_parts_mut(self.pointer.add(start), len) }
+        unsafe { self.shared.range_mut(start..start + dim) }
     }
 }
 
@@ -166,7 +129,7 @@ pub(crate) struct Rules<'a, R> {
 
 /// Attention of `query` over `key` and `value` under `rules`.
 #[derive(Debug)]
-pub(crate) struct Problem<'a, E: Element> {
+pub(crate) struct Problem<'a, E: Accumulate> {
     pub(crate) set: InstructionSet,
     pub(crate) sequences: Vec<Sequence>,
     pub(crate) heads: usize,
@@ -183,7 +146,7 @@ pub(crate) struct Problem<'a, E: Element> {
     pub(crate) rules: Rules<'a, E::Acc>,
 }
 
-impl<E: Element> Problem<'_, E> {
+impl<E: Accumulate> Problem<'_, E> {
     /// Query heads that share a key head.
     pub(super) fn group(&self) -> usize {
         self.heads / self.kv_heads
