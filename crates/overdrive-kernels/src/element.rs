@@ -90,10 +90,10 @@ macro_rules! half {
             type Acc = f32;
 
             fn widen(set: InstructionSet, from: &[$type], to: &mut [f32]) {
-                convert(set, from, to);
+                convert_slice(set, from, to);
             }
             fn narrow(set: InstructionSet, from: &[f32], to: &mut [$type]) {
-                convert(set, from, to);
+                convert_slice(set, from, to);
             }
             #[inline(always)]
             fn from_acc(value: f32) -> $type {
@@ -131,15 +131,24 @@ element!(bf16, bf16::ZERO, load_bf16, store_bf16);
 element!(f16, f16::ZERO, load_f16, store_f16);
 
 vectorized! {
-    /// Converts each element of `from`, with f32 in between.
-    fn convert<S: Simd, A: Element, B: Element>(s: S, from: &[A], to: &mut [B]) {
-        assert_eq!(from.len(), to.len(), "slices of the same length");
-        each_vector(
-            from.len(),
-            #[inline(always)]
-            |span| store(s, load(s, from, span), to, span),
-        );
+    fn convert_slice<S: Simd, A: Element, B: Element>(s: S, from: &[A], to: &mut [B]) {
+        convert(s, from, to);
     }
+}
+
+/// Converts each element of `from`, with f32 in between: [`Accumulate::widen`] and [`Accumulate::narrow`] inside a
+/// kernel.
+///
+/// # Panics
+/// If the slices have different lengths.
+#[inline(always)]
+pub fn convert<S: Simd, A: Element, B: Element>(s: S, from: &[A], to: &mut [B]) {
+    assert_eq!(from.len(), to.len(), "slices of the same length");
+    each_vector(
+        from.len(),
+        #[inline(always)]
+        |span| store(s, load(s, from, span), to, span),
+    );
 }
 
 /// The elements `at .. at + count` of a row: a whole vector, or what is left at its end.

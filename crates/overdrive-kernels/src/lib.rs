@@ -6,7 +6,7 @@
 //!
 //! | module or item | content |
 //! |---|---|
-//! | [`Simd`] = [`Floats`] + [`Int8`] | the operations of an instruction set on vectors of 16 floats and 64 bytes |
+//! | [`Simd`] = [`Floats`] + [`Int8`] + [`FourBit`] | the operations of an instruction set on vectors of 16 floats and 64 bytes |
 //! | [`Vector`], [`Real`] | one register of f32 or f64, for kernels that are generic over both |
 //! | [`InstructionSet`], [`Kernel`], [`dispatch`], [`vectorized`] | detection, and loops compiled for each set |
 //! | [`Element`], [`Accumulate`] | f32, bf16 and f16 (and f64) in memory, and the type they are computed in |
@@ -68,6 +68,7 @@
 pub mod arch;
 mod dispatch;
 mod element;
+mod four_bit;
 mod lookup;
 pub mod math;
 mod shared_slice;
@@ -76,8 +77,9 @@ pub mod threads;
 mod vector;
 
 pub use dispatch::{InstructionSet, Kernel, dispatch, instruction_set};
-pub use element::{Accumulate, Element, Span, each_vector, load, store};
-pub use lookup::Table256;
+pub use element::{Accumulate, Element, Span, convert, each_vector, load, store};
+pub use four_bit::{FourBit, WORDS};
+pub use lookup::{Nearest256, Table256};
 pub use shared_slice::{ColumnsMut, SharedSlice};
 pub use simd::{BYTES, Floats, Int8, LANES, Simd};
 pub use vector::{Real, Vector};

@@ -63,7 +63,7 @@ unsafe impl<T: Send> Send for ColumnsMut<'_, T> {}
 unsafe impl<T: Send> Sync for ColumnsMut<'_, T> {}
 
 impl<'a, T: Copy> ColumnsMut<'a, T> {
-    /// All columns of `matrix (…, width)`.
+    /// Returns all columns of `matrix (…, width)`.
     pub fn new(matrix: &'a mut [T], width: usize) -> Self {
         ColumnsMut {
             pointer: matrix.as_mut_ptr(),
@@ -83,6 +83,31 @@ impl<'a, T: Copy> ColumnsMut<'a, T> {
         ColumnsMut {
             columns: columns.start.clamp(from, to)..columns.end.clamp(from, to),
             ..*self
+        }
+    }
+
+    /// Splits the columns at `column`, which is counted from the first of the matrix: those before it, and the
+    /// others.
+    pub fn split_at(self, column: usize) -> (Self, Self) {
+        let middle = column.clamp(self.columns.start, self.columns.end);
+        let columns = [self.columns.start..middle, middle..self.columns.end];
+        // Both have the lifetime of `self`, which is gone, and no column in common.
+        let [before, after] = columns.map(|columns| ColumnsMut { columns, ..self });
+        (before, after)
+    }
+
+    /// Returns these columns of a row.
+    ///
+    /// # Panics
+    /// If the row is not in the matrix.
+    #[inline(always)]
+    pub fn row_mut(&mut self, row: usize) -> &mut [T] {
+        assert!(row < self.rows, "a row of the matrix");
+        // SAFETY: inside the matrix that `new` borrowed for writing, in columns that no other part has; the
+        // result borrows `self`.
+        unsafe {
+            let first = self.pointer.add(row * self.width + self.columns.start);
+            std::slice::from_raw_parts_mut(first, self.columns.len())
         }
     }
 
@@ -106,18 +131,7 @@ impl<'a, T: Copy> ColumnsMut<'a, T> {
     /// If the row is not in the matrix or a column not among these.
     #[inline(always)]
     pub fn set_all(&mut self, row: usize, column: usize, values: &[T]) {
-        assert!(
-            row < self.rows
-                && self.columns.start <= column
-                && column <= self.columns.end
-                && values.len() <= self.columns.end - column,
-            "a row and columns of this part"
-        );
-        // SAFETY: inside the matrix that `new` borrowed for writing, in columns that no other part has.
-        unsafe {
-            self.pointer
-                .add(row * self.width + column)
-                .copy_from_nonoverlapping(values.as_ptr(), values.len());
-        }
+        let first = column.wrapping_sub(self.columns.start);
+        self.row_mut(row)[first..][..values.len()].copy_from_slice(values);
     }
 }

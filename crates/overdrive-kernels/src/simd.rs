@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use crate::{Table256, Vector};
+use crate::{FourBit, Nearest256, Table256, Vector};
 
 /// The number of floats in a vector.
 pub const LANES: usize = 16;
@@ -11,9 +11,9 @@ pub const LANES: usize = 16;
 pub const BYTES: usize = 64;
 
 /// An instruction set: all that a [`Kernel`](crate::Kernel) may use.
-pub trait Simd: Floats + Int8 {}
+pub trait Simd: Floats + Int8 + FourBit {}
 
-impl<S: Floats + Int8> Simd for S {}
+impl<S: Floats + Int8 + FourBit> Simd for S {}
 
 /// The operations on vectors of [`LANES`] floats.
 ///
@@ -188,5 +188,13 @@ pub trait Int8: Copy {
     #[inline(always)]
     fn look_up_256(self, table: &Table256, codes: &[u8], bits: &mut [u32]) {
         table.look_up(codes, bits);
+    }
+
+    /// Writes the nearest code of each value times `factor`.
+    #[inline(always)]
+    fn nearest_256(self, table: &Nearest256, values: &[f32], factor: f32, codes: &mut [u8]) {
+        for (code, &value) in codes.iter_mut().zip(values) {
+            *code = table.nearest(value * factor);
+        }
     }
 }

@@ -75,6 +75,31 @@ pub fn parallel_ranges(
     parallel_for(intra_op().min(count), 1, |_| queue.drain(run));
 }
 
+/// Runs `run` once with each job, which threads take in order as they become free. On this thread alone unless
+/// `parallel`.
+pub fn run_queue<J: Send>(
+    jobs: impl ExactSizeIterator<Item = J>,
+    parallel: bool,
+    run: impl Fn(J) + Sync,
+) {
+    if !parallel || jobs.len() <= 1 {
+        return jobs.for_each(run);
+    }
+    let jobs: Vec<Mutex<Option<J>>> = jobs.map(|job| Mutex::new(Some(job))).collect();
+    let queue = Queue::new(jobs.len());
+    parallel_for(intra_op().min(jobs.len()), 1, |_| {
+        queue.drain(|index| {
+            let job = jobs[index]
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take();
+            if let Some(job) = job {
+                run(job);
+            }
+        });
+    });
+}
+
 /// Calls `body` with the columns of `matrix (…, width)`, `chunk` at a time (the last may be fewer), which threads
 /// take one after another as they become free. On this thread alone unless `parallel`.
 #[allow(unsafe_code, reason = "threads that write disjoint columns")]

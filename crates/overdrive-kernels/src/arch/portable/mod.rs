@@ -3,6 +3,7 @@
 
 mod bytes;
 mod floats;
+mod four_bit;
 mod vector;
 
 use crate::Kernel;

@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::Avx2;
-use crate::{BYTES, Int8};
+use crate::{BYTES, Int8, Nearest256};
 
 impl Int8 for Avx2 {
     type W = [__m256i; 2];
@@ -63,6 +63,52 @@ impl Int8 for Avx2 {
     #[inline(always)]
     fn total_each(self, sums: [__m256i; 4]) -> [i32; 4] {
         intrinsics!(total_each(sums))
+    }
+
+    #[inline(always)]
+    fn nearest_256(self, table: &Nearest256, values: &[f32], factor: f32, codes: &mut [u8]) {
+        intrinsics!(nearest_256(table, values, factor, codes));
+    }
+}
+
+/// Finds the nearest codes of 32 values at a time, by two gathers for each eight.
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(in super::super) fn nearest_256(
+    table: &Nearest256,
+    values: &[f32],
+    factor: f32,
+    codes: &mut [u8],
+) {
+    let scale = _mm256_set1_ps(factor);
+    let byte = _mm256_set1_epi32(0xFF);
+    let eight = |values: &[f32; 8]| {
+        // SAFETY: eight floats, of any alignment.
+        let scaled = _mm256_mul_ps(unsafe { _mm256_loadu_ps(values.as_ptr()) }, scale);
+        let half = _mm256_srli_epi32::<16>(_mm256_castps_si256(scaled));
+        // SAFETY: an index has 16 bits, the table 3 bytes more than that many entries.
+        let start = unsafe { _mm256_i32gather_epi32::<1>(table.start.as_ptr().cast(), half) };
+        let start = _mm256_and_si256(start, byte);
+        // SAFETY: an index is a byte, the table has 256 entries.
+        let bound = unsafe { _mm256_i32gather_ps::<4>(table.bounds.as_ptr(), start) };
+        // All ones where it is above, which is -1.
+        let above = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_GT_OQ>(scaled, bound));
+        _mm256_sub_epi32(start, above)
+    };
+    // Packing works within halves of a register: this puts the quarters back in order.
+    let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    let (values, values_rest) = values.as_chunks::<32>();
+    let (codes, codes_rest) = codes.as_chunks_mut::<32>();
+    for (values, codes) in values.iter().zip(codes) {
+        let (eights, _) = values.as_chunks::<8>();
+        let low = _mm256_packus_epi32(eight(&eights[0]), eight(&eights[1]));
+        let high = _mm256_packus_epi32(eight(&eights[2]), eight(&eights[3]));
+        let packed = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
+        // SAFETY: 32 bytes, of any alignment.
+        unsafe { _mm256_storeu_si256(codes.as_mut_ptr().cast(), packed) };
+    }
+    for (code, value) in codes_rest.iter_mut().zip(values_rest) {
+        *code = table.nearest(value * factor);
     }
 }
 

@@ -2,9 +2,10 @@
 
 mod bytes;
 mod floats;
+mod four_bit;
 mod vector;
 
-pub(super) use bytes::total_each;
+pub(super) use bytes::{nearest_256, total_each};
 pub(super) use floats::{e4m3_as_f16, reduce_each};
 
 token! {

@@ -2,9 +2,9 @@
 
 use std::arch::x86_64::*;
 
-use super::super::avx2::total_each;
+use super::super::avx2::{nearest_256, total_each};
 use super::Avx512;
-use crate::{BYTES, Int8, LANES, Table256};
+use crate::{BYTES, Int8, LANES, Nearest256, Table256};
 
 impl Int8 for Avx512 {
     type W = __m512i;
@@ -61,6 +61,12 @@ impl Int8 for Avx512 {
         } else {
             table.look_up(codes, bits);
         }
+    }
+
+    #[inline(always)]
+    fn nearest_256(self, table: &Nearest256, values: &[f32], factor: f32, codes: &mut [u8]) {
+        // The gathers take the time, and wide ones are no faster.
+        intrinsics!(nearest_256(table, values, factor, codes));
     }
 }
 

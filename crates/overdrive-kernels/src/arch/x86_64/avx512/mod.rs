@@ -2,6 +2,7 @@
 
 mod bytes;
 mod floats;
+mod four_bit;
 mod vector;
 
 // VNNI is demanded, although only `Int8` needs it: it came one generation after the other four (Cascade Lake,
