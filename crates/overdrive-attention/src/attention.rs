@@ -1,9 +1,10 @@
+use overdrive_kernels::InstructionSet;
 use tch::Tensor;
 
 use crate::blockwise::{Blockwise, blockwise};
 use crate::call::Call;
 use crate::cuda_flash::{CudaFlash, cuda_flash};
-use crate::kernel::{Dropout, InstructionSet, Sequence};
+use crate::kernel::{Dropout, Sequence};
 use crate::math::math;
 use crate::selection::select;
 use crate::{Alignment, AttentionOptions, Backend, Result, libtorch};
@@ -121,7 +122,7 @@ pub(crate) fn function(
         }),
     };
     Ok(Blockwise {
-        set: InstructionSet::detect(),
+        set: InstructionSet::best(),
         sequences,
         scale,
         softcap: options.softcap,

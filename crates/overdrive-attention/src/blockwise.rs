@@ -1,12 +1,13 @@
 //! The blockwise CPU kernel as a differentiable function of tensors.
 
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
+use overdrive_kernels::{Accumulate, InstructionSet};
 use overdrive_sys::named_operator::{self, NamedOperator};
 use tch::{Kind, Tensor};
 
 use crate::kernel::{
-    self, BackwardInputs, BackwardOutputs, Bias, BiasValues, Dropout, Element, ForwardOutputs,
-    Fresh, InstructionSet, Problem, Rules, Sequence, Slopes, Strided,
+    self, BackwardInputs, BackwardOutputs, Bias, BiasValues, Dropout, ForwardOutputs, Fresh,
+    Problem, Rules, Sequence, Slopes, Strided,
 };
 use crate::{Error, Result};
 
@@ -199,7 +200,7 @@ impl Arguments {
         })
     }
 
-    fn problem<E: Element>(&self, function: &Blockwise) -> Result<Problem<'_, E>> {
+    fn problem<E: Accumulate>(&self, function: &Blockwise) -> Result<Problem<'_, E>> {
         let bias = match &self.bias {
             Some(bias) if self.keep => Some(Bias {
                 values: BiasValues::Keep(bias.elements()?),
@@ -258,7 +259,7 @@ struct Upstream {
 }
 
 impl Upstream {
-    fn inputs<E: Element>(&self) -> Result<BackwardInputs<'_, E>> {
+    fn inputs<E: Accumulate>(&self) -> Result<BackwardInputs<'_, E>> {
         Ok(BackwardInputs {
             gradient: self.gradient.view()?,
             output: self.output.view()?,
@@ -272,7 +273,7 @@ impl Upstream {
     }
 }
 
-fn forward<E: Element>(function: &Blockwise, arguments: &Arguments) -> Result<(Tensor, Tensor)> {
+fn forward<E: Accumulate>(function: &Blockwise, arguments: &Arguments) -> Result<(Tensor, Tensor)> {
     let problem = arguments.problem::<E>(function)?;
     let [batch, heads, queries, _] = arguments.query_sizes;
     let accumulator = <E::Acc as overdrive_sys::raw::Element>::KIND;
@@ -289,7 +290,7 @@ fn forward<E: Element>(function: &Blockwise, arguments: &Arguments) -> Result<(T
 }
 
 /// Pushes the gradients of query, key and value; returns what [`BackwardOutputs::delta`] got.
-fn backward<E: Element>(
+fn backward<E: Accumulate>(
     function: &Blockwise,
     arguments: &Arguments,
     upstream: &Upstream,
@@ -323,7 +324,7 @@ fn backward<E: Element>(
     Ok(delta.into_tensor())
 }
 
-fn bias_gradient<E: Element>(
+fn bias_gradient<E: Accumulate>(
     function: &Blockwise,
     arguments: &Arguments,
     upstream: &Upstream,
@@ -346,7 +347,7 @@ fn bias_gradient<E: Element>(
 }
 
 /// Scratch memory, from libtorch's allocator so that it is counted and kept for the next call.
-pub(crate) fn workspace<E: Element>(numbers: usize) -> Result<Fresh> {
+pub(crate) fn workspace<E: Accumulate>(numbers: usize) -> Result<Fresh> {
     let kind = <E::Acc as overdrive_sys::raw::Element>::KIND;
     Fresh::empty(&[i64::try_from(numbers).unwrap_or(i64::MAX)], kind)
 }
@@ -371,7 +372,8 @@ mod tests {
     use tch::{Device, Kind, Tensor};
 
     use super::{Blockwise, blockwise};
-    use crate::kernel::{InstructionSet, Sequence};
+    use crate::kernel::Sequence;
+    use overdrive_kernels::InstructionSet;
 
     /// Output, log-sum-exp and gradients with the vectors of `set`.
     fn run(set: InstructionSet, kind: Kind) -> Vec<Tensor> {
@@ -419,7 +421,7 @@ mod tests {
     #[test]
     fn every_instruction_set_gives_the_same_to_rounding() {
         for (kind, tolerance) in [(Kind::Float, 2e-5), (Kind::Double, 1e-12)] {
-            let expected = run(InstructionSet::Portable, kind);
+            let expected = run(InstructionSet::from_name("portable").unwrap(), kind);
             for set in InstructionSet::available() {
                 for (got, expected) in run(set, kind).iter().zip(&expected) {
                     let off = (got - expected).abs().max().double_value(&[]);
@@ -431,7 +433,7 @@ mod tests {
 
     #[test]
     fn a_repeated_run_is_equal_bit_for_bit() {
-        let set = InstructionSet::detect();
+        let set = InstructionSet::best();
         let first = run(set, Kind::Float);
         for _ in 0..5 {
             assert_eq!(run(set, Kind::Float), first);

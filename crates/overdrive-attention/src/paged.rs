@@ -1,12 +1,12 @@
 use overdrive_autograd::NoGradGuard;
+use overdrive_kernels::{Accumulate, InstructionSet};
 use tch::{Device, Kind, Tensor};
 
 use crate::attention::attention_with_lse;
 use crate::blockwise::{accumulator, for_kind, workspace};
 use crate::call::{check_kinds, check_options, scale, shape_error, slopes_of, unresolved_limits};
 use crate::kernel::{
-    self, Element, ForwardOutputs, Fresh, InstructionSet, Pages, Problem, Rules, Sequence, Slopes,
-    Strided,
+    self, ForwardOutputs, Fresh, Pages, Problem, Rules, Sequence, Slopes, Strided,
 };
 use crate::{Alignment, AttentionOptions, Backend, Error, Layout, Result};
 
@@ -150,7 +150,7 @@ impl<'a> PagedCall<'a> {
 }
 
 /// The CPU kernel on the blocks where they lie.
-fn in_place<E: Element>(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
+fn in_place<E: Accumulate>(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
     let (sizes, options) = (call.sizes, call.options);
     let query = Strided::rows(&call.query.f_detach()?.f_transpose(0, 1)?.f_unsqueeze(0)?)?;
     let (keys, values) = (Strided::rows(call.keys)?, Strided::rows(call.values)?);
@@ -164,7 +164,7 @@ fn in_place<E: Element>(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
     let (slopes, sinks) = (numbers(options.alibi_slopes)?, numbers(options.sinks)?);
     let (left, right) = unresolved_limits(options);
     let problem = Problem::<E> {
-        set: InstructionSet::detect(),
+        set: InstructionSet::best(),
         sequences: call.sequences(),
         heads: usize_of(sizes.heads),
         kv_heads: usize_of(sizes.kv_heads),

@@ -1,8 +1,9 @@
+use overdrive_kernels::Accumulate;
 use tch::{Device, Kind, Tensor};
 
 use crate::blockwise::for_kind;
 use crate::call::shape_error;
-use crate::kernel::{Element, Strided, write_rows};
+use crate::kernel::{Strided, write_rows};
 use crate::{Error, Result};
 
 /// Where the new tokens of a step go in a pool of blocks: token `t` to row `slots[t] % block_size` of
@@ -89,7 +90,7 @@ pub fn paged_write(rows: &Tensor, pool: &mut Tensor, slots: &PagedSlots) -> Resu
     Ok(())
 }
 
-fn copy<E: Element>(rows: &Strided, pool: &Tensor, slots: &PagedSlots) -> Result<()> {
+fn copy<E: Accumulate>(rows: &Strided, pool: &Tensor, slots: &PagedSlots) -> Result<()> {
     let size = |at: usize| usize::try_from(pool.size()[at]).unwrap_or(0);
     let sizes = (size(1), size(2), size(3));
     write_rows::<E>(&rows.view()?, pool, sizes, &slots.slots)

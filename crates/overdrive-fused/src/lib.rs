@@ -15,7 +15,7 @@
 //!
 //! They are plain functions on tensors. Kernels exist for f32, bf16 and f16 on the CPU (arithmetic in
 //! f32, results rounded once), compiled for AVX-512, AVX2 and the target's baseline and chosen when
-//! the program runs ([`instruction_set`]). Everywhere else (f64, other devices) the same functions run
+//! the program runs ([`overdrive_kernels::instruction_set`]). Everywhere else (f64, other devices) the same functions run
 //! libtorch's operators. Results do not depend on the number of threads, except through the
 //! products of `linear` and `linear_cross_entropy`. Each can be differentiated once where a kernel ran: a second
 //! derivative is refused with an error that says so.
@@ -53,7 +53,6 @@ mod linear_cross_entropy;
 mod loss_options;
 mod rms_norm;
 mod rotary;
-mod simd;
 mod tensors;
 
 pub use activation::{Activation, bias_activation, glu, glu_pair, swiglu, swiglu_pair};
@@ -64,4 +63,3 @@ pub use linear_cross_entropy::{LinearCrossEntropyOptions, linear_cross_entropy};
 pub use loss_options::{CrossEntropyOptions, CrossEntropyOutput, IGNORE_INDEX, Reduction};
 pub use rms_norm::{add_rms_norm, rms_norm};
 pub use rotary::{Convention, Layout, QkvShape, RotaryOptions, rotary, split_qkv_rotary};
-pub use simd::instruction_set;

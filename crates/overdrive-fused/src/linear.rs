@@ -4,10 +4,10 @@ use overdrive_sys::named_operator::{self, NamedOperator};
 use overdrive_sys::{autocast, engine};
 use tch::{Kind, Tensor};
 
-use crate::kernel::few_rows::{Map, few_rows};
-use crate::simd::Element;
+use crate::kernel::few_rows::{Layer, few_rows};
 use crate::tensors::{Fresh, elements, has_kernel, is_floating, with_element};
 use crate::{Error, Result};
+use overdrive_kernels::Element;
 
 /// `x · weightᵀ + bias`: `torch.nn.functional.linear`, with its three products (forward, and the
 /// gradients of `x` and of `weight`) by the library that [`overdrive_sys::gemm`] picks.
@@ -116,7 +116,7 @@ fn decode(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Result<Tensor>
         let mut y = Fresh::<T>::new(&size)?;
         let mut maps = Vec::with_capacity(weights.len());
         for (index, weight) in weights.iter().enumerate() {
-            maps.push(Map {
+            maps.push(Layer {
                 weight: elements::<T>(weight)?,
                 bias: biases.get(index).map(|bias| elements::<T>(bias)).transpose()?,
             });

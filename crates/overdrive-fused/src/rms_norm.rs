@@ -2,9 +2,9 @@ use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResu
 use tch::Tensor;
 
 use crate::kernel::rms_norm::{Saved, backward, forward};
-use crate::simd::Element;
 use crate::tensors::{Fresh, elements, has_kernel, is_floating, promoted, with_element};
 use crate::{Error, Result};
+use overdrive_kernels::Element;
 
 /// `weight · x / sqrt(mean(x²) + eps)` over the last dimension: `torch.nn.functional.rms_norm`
 /// (Zhang & Sennrich 2019, arXiv:1910.07467).

@@ -2,9 +2,9 @@ use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResu
 use tch::{Kind, Tensor};
 
 use crate::kernel::rotary::{Angles, Heads, Part, gather, scatter};
-use crate::simd::Element;
 use crate::tensors::{Fresh, elements, has_kernel, is_floating, with_element};
 use crate::{Error, Result};
+use overdrive_kernels::Element;
 
 /// Which channels of a head make a pair that is turned together.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -2,6 +2,8 @@
 
 use std::sync::OnceLock;
 
+use overdrive_kernels::Nearest256;
+
 /// Elements that share one scale.
 pub(crate) const BLOCK: usize = 256;
 /// Codes a book has.
@@ -20,13 +22,7 @@ const DECADES: [f32; 7] = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0];
 #[derive(Debug)]
 pub(crate) struct CodeBook {
     pub(crate) codes: [f32; CODES],
-    /// The number between a code and the next one from which on the next is nearer; infinity after
-    /// the last.
-    pub(crate) bounds: [f32; CODES],
-    /// For the upper half of a float's bits, how many bounds lie below all floats that have it. No two
-    /// bounds share an upper half, so one comparison finds the rest. Three bytes more than there are
-    /// halves, for vector units that read four at a time.
-    pub(crate) start: Vec<u8>,
+    pub(crate) nearest: Nearest256,
 }
 
 impl CodeBook {
@@ -53,26 +49,10 @@ impl CodeBook {
         if keep_above_zero {
             bounds[0] = 0.0;
         }
-        let mut start = Vec::with_capacity((1 << 16) + 3);
-        for half in 0..1u32 << 16 {
-            let ends = [half << 16, half << 16 | 0xFFFF].map(f32::from_bits);
-            let least = ends[0].min(ends[1]);
-            let below = bounds.iter().filter(|&&bound| bound < least).count();
-            start.push(u8::try_from(below.min(CODES - 1)).unwrap_or(u8::MAX));
-        }
-        start.extend([0; 3]);
         Self {
             codes,
-            bounds,
-            start,
+            nearest: Nearest256::new(bounds),
         }
-    }
-
-    /// The nearest code of a number in [-1, 1].
-    #[inline(always)]
-    pub(crate) fn nearest(&self, value: f32) -> u8 {
-        let start = self.start[(value.to_bits() >> 16) as usize];
-        start + u8::from(value > self.bounds[usize::from(start)])
     }
 }
 
@@ -149,7 +129,9 @@ mod tests {
     #[test]
     fn no_two_bounds_share_the_upper_half_of_their_bits() {
         for book in [CodeBook::signed(), CodeBook::unsigned()] {
-            let halves = book.bounds[..255].iter().map(|b| b.to_bits() >> 16);
+            let halves = book.nearest.bounds()[..255]
+                .iter()
+                .map(|b| b.to_bits() >> 16);
             let distinct: std::collections::BTreeSet<u32> = halves.collect();
             assert_eq!(distinct.len(), 255);
         }
@@ -160,7 +142,7 @@ mod tests {
         for (book, signed) in [(CodeBook::signed(), true), (CodeBook::unsigned(), false)] {
             // Every 997th float from 0 to 1, and the neighbours of every bound.
             let sweep = (0..=1f32.to_bits()).step_by(997).map(f32::from_bits);
-            let near = book.bounds[..255]
+            let near = book.nearest.bounds()[..255]
                 .iter()
                 .flat_map(|b| [b.to_bits().wrapping_sub(1), b.to_bits(), b.to_bits() + 1])
                 .map(f32::from_bits)
@@ -170,8 +152,12 @@ mod tests {
                     if value < 0.0 && !signed {
                         continue;
                     }
-                    let expected = book.bounds.iter().filter(|&&b| b < value).count();
-                    assert_eq!(usize::from(book.nearest(value)), expected, "{value:e}");
+                    let expected = book.nearest.bounds().iter().filter(|&&b| b < value).count();
+                    assert_eq!(
+                        usize::from(book.nearest.nearest(value)),
+                        expected,
+                        "{value:e}"
+                    );
                 }
             }
         }

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::adamw8bit::AdamState;
-use crate::code_book::{BLOCK, CodeBook};
+use crate::code_book::{BLOCK, CODES, CodeBook};
 use crate::kernels::AdamNumbers;
 use crate::paging::{Allocated, Storage};
 
@@ -172,7 +172,7 @@ struct Operands {
 
 impl Operands {
     fn new(book: &CodeBook, device: Device) -> Result<Self> {
-        let (codes, bounds) = (&book.codes, &book.bounds[..book.bounds.len() - 1]);
+        let (codes, bounds) = (&book.codes, &book.nearest.bounds()[..CODES - 1]);
         Ok(Self {
             codes: Tensor::f_from_slice(codes)?.f_to_device(device)?,
             bounds: Tensor::f_from_slice(bounds)?.f_to_device(device)?,

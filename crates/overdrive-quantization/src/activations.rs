@@ -1,29 +1,30 @@
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, QuantizedWeight, Result};
+use crate::{Error, QuantizedWeight, Result, Scheme};
 
-/// In what activations are multiplied with a quantized weight.
+/// The dtype in which activations are multiplied with a quantized weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Activations {
-    /// As the scheme says; a weight of 4 bits takes activations in 8 bits, quantized by group, for the
-    /// few rows of decoding where nothing is differentiated, as they are everywhere else.
+    /// The dtype of the scheme. A weight of 4 bits takes activations in 8 bits, quantized by group, for the
+    /// few rows of decoding without gradients, and floating-point activations everywhere else.
     #[default]
     Auto,
-    /// As they are.
+    /// Floating-point activations.
     Float,
-    /// In 8 bits wherever there is a kernel for it, also under gradient recording (the gradient is that of
-    /// the product without rounding).
+    /// Activations in 8 bits wherever there is a kernel for it, also with gradients (the gradient is that of
+    /// the matmul without rounding).
     Int8,
-    /// In 8-bit floats with a scale for each row, for weights of 8-bit floats: on a GPU of compute
-    /// capability 8.9 or more whose libtorch multiplies them, elsewhere as they are. What the `FP8-dynamic`
-    /// checkpoints of compressed-tensors ask for. Activations lose all but four binary digits.
+    /// 8-bit floats with a scale for each row, for weights of 8-bit floats: on a GPU of compute capability
+    /// 8.9 or more whose libtorch multiplies them; elsewhere activations stay floating-point. The
+    /// `FP8-dynamic` checkpoints of compressed-tensors ask for it. Activations keep only four significant
+    /// bits.
     Float8,
 }
 
 impl QuantizedWeight {
-    /// The same weight, multiplied with activations of this form.
+    /// Returns the weight with this choice of activations.
     ///
     /// ```
     /// use overdrive_quantization::{Activations, QuantizedWeight, Scheme};
@@ -37,28 +38,22 @@ impl QuantizedWeight {
     /// ```
     ///
     /// # Errors
-    /// [`Error::BadOption`] for [`Activations::Int8`] with a scheme of 8-bit floats, for which there are
-    /// no products in integers, and for [`Activations::Float8`] with another.
+    /// [`Error::Common`] for [`Activations::Int8`] with [`Scheme::Fp8`], for which there is no integer
+    /// GEMM, and for [`Activations::Float8`] with any other scheme.
     pub fn with_activations(mut self, activations: Activations) -> Result<QuantizedWeight> {
-        if activations == Activations::Int8 && matches!(self.scheme, crate::Scheme::Fp8) {
-            return Err(Error::BadOption {
-                option: "activations",
-                found: "int8 with a weight in 8-bit floats".to_owned(),
-                expected: "auto or float".to_owned(),
-            });
+        if activations == Activations::Int8 && self.scheme == Scheme::Fp8 {
+            let found = "int8 with a weight in 8-bit floats";
+            return Err(Error::option("activations", found, "auto, float or float8"));
         }
-        if activations == Activations::Float8 && !matches!(self.scheme, crate::Scheme::Fp8) {
-            return Err(Error::BadOption {
-                option: "activations",
-                found: format!("float8 with a weight in {}", self.scheme),
-                expected: "auto, float or int8".to_owned(),
-            });
+        if activations == Activations::Float8 && self.scheme != Scheme::Fp8 {
+            let found = format!("float8 with a weight in {}", self.scheme);
+            return Err(Error::option("activations", found, "auto, float or int8"));
         }
         self.activations = activations;
         Ok(self)
     }
 
-    /// In what activations are multiplied with this weight.
+    /// Returns the dtype in which activations are multiplied with this weight.
     pub fn activations(&self) -> Activations {
         self.activations
     }

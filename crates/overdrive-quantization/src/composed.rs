@@ -1,5 +1,5 @@
-//! Codes and numbers in libtorch's operators: for devices that the codecs do not run on. On the CPU
-//! they give the same codes as the codecs, which the tests check.
+//! Quantization and dequantization composed of libtorch's operators, for devices that the codecs do not run
+//! on. On the CPU they give the same codes as the codecs, which the tests check.
 
 use tch::{Kind, Tensor};
 
@@ -18,8 +18,8 @@ pub(crate) fn quantize(weight: &Tensor, scheme: Scheme, scales: GroupScales) -> 
         let first = finite.f_logical_not()?.f_nonzero()?.f_get(0)?;
         let [row, column] = [first.f_int64_value(&[0])?, first.f_int64_value(&[1])?];
         let number = weight.f_double_value(&[row, column])? as f32;
-        let place = |index: i64| index.unsigned_abs() as usize;
-        return Err(not_finite(number, place(row), place(column)));
+        let [row, column] = [row, column].map(|index| index.unsigned_abs() as usize);
+        return Err(not_finite(number, row, column));
     }
     match scheme {
         Scheme::Int8Dynamic | Scheme::Int8WeightOnly | Scheme::LlmInt8 { .. } => int8(&weight),
@@ -32,8 +32,8 @@ pub(crate) fn quantize(weight: &Tensor, scheme: Scheme, scales: GroupScales) -> 
     }
 }
 
-/// The largest magnitude of each row, and the scale that it gives the largest code `most`; numbers that
-/// are too small for one become 0.
+/// Returns the weight, the largest magnitude of each row, and the scale at which that magnitude has the code
+/// `most`. Rows whose elements are too small for a scale become 0.
 fn row_scales(weight: &Tensor, most: f32) -> Result<(Tensor, Tensor, Tensor)> {
     let magnitude = weight.f_abs()?.f_amax([1], true)?;
     let scale = magnitude.f_div(&Tensor::from(most))?;
@@ -82,7 +82,7 @@ fn grouped(weight: &Tensor, options: GroupOptions, in_half: bool) -> Result<Stor
             .f_div(&Tensor::from(span as f32 / 2.0))?,
         false => high.f_sub(&low)?.f_div(&Tensor::from(span as f32))?,
     };
-    // From the middle of the range, in which the originals count.
+    // Counted from the middle of the range, as the original does, for the same rounding.
     let zero_of = |scale: &Tensor| -> Result<Tensor> {
         if options.symmetric {
             return Ok(scale.f_zeros_like()?);
@@ -122,8 +122,8 @@ fn grouped(weight: &Tensor, options: GroupOptions, in_half: bool) -> Result<Stor
     })
 }
 
-/// The scales and zero points of `Levels::half_fit`, from `least` digits on; zero points are stored with
-/// `shift` added.
+/// Returns the scales and zero points of `Levels::half_fit`, from `least` digits on; zero points are stored
+/// with `shift` added.
 fn half_fit(
     scale: &Tensor,
     least: u32,
@@ -140,7 +140,7 @@ fn half_fit(
     };
     let mut chosen = rounded(least)?;
     let mut zero = zero_of(&chosen)?;
-    // The last that has room for the zero point, the one with the most digits, stays.
+    // The last scale that has room for the zero point stays: it has the most digits.
     for digits in least + 1..=HALF_DIGITS {
         let scale = rounded(digits)?;
         let its_zero = zero_of(&scale)?;
@@ -164,6 +164,8 @@ fn blocks(weight: &Tensor, book: Book, options: BlockOptions) -> Result<Storage>
     let inverse = magnitudes.f_clamp_min(1e-38)?.f_reciprocal()?;
     let mut scaled = blocks.f_mul(&inverse)?.f_flatten(0, -1)?;
     magnitudes = magnitudes.f_flatten(0, -1)?;
+    // As bitsandbytes does, a last block that is shorter is divided, where others are multiplied by the
+    // inverse.
     if whole < len {
         let rest = flat.f_narrow(0, whole, len - whole)?;
         let magnitude = rest.f_abs()?.f_max()?.f_clamp_min(1e-38)?;
@@ -174,10 +176,10 @@ fn blocks(weight: &Tensor, book: Book, options: BlockOptions) -> Result<Storage>
         scaled = scaled.f_constant_pad_nd([0, 1])?;
     }
     let bounds = Tensor::f_from_slice(&book.bounds())?.f_to_device(weight.device())?;
-    let places = scaled.f_bucketize(&bounds, true, false)?;
-    let codes: Vec<u8> = (0..16).map(|place| book.code_at(place)).collect();
+    let ranks = scaled.f_bucketize(&bounds, true, false)?;
+    let codes: Vec<u8> = (0..16).map(|rank| book.code_at(rank)).collect();
     let codes = Tensor::f_from_slice(&codes)?.f_to_device(weight.device())?;
-    let codes = codes.f_index_select(0, &places)?;
+    let codes = codes.f_index_select(0, &ranks)?;
     Ok(Storage::Blocks {
         codes: packed(&codes, true)?,
         magnitudes: match options.double_quant {
@@ -187,7 +189,7 @@ fn blocks(weight: &Tensor, book: Book, options: BlockOptions) -> Result<Storage>
     })
 }
 
-/// Codes of 4 bits `(…, n)` in bytes `(…, n/2)`.
+/// Packs codes of 4 bits `(…, n)` into bytes `(…, n/2)`.
 fn packed(codes: &Tensor, first_high: bool) -> Result<Tensor> {
     let pairs = codes.f_unflatten(-1, [-1, 2])?;
     let (first, second) = (pairs.f_select(-1, 0)?, pairs.f_select(-1, 1)?);
@@ -199,7 +201,7 @@ fn packed(codes: &Tensor, first_high: bool) -> Result<Tensor> {
     Ok(high.f_mul_scalar(16)?.f_bitwise_or_tensor(&low)?)
 }
 
-/// Bytes `(…, n/2)` as codes of 4 bits `(…, n)`.
+/// Unpacks bytes `(…, n/2)` to codes of 4 bits `(…, n)`.
 pub(crate) fn unpacked(bytes: &Tensor, first_high: bool) -> Result<Tensor> {
     let low = bytes.f_bitwise_and(15)?;
     let high = bytes.f_bitwise_right_shift_tensor_scalar(4)?;
@@ -207,7 +209,7 @@ pub(crate) fn unpacked(bytes: &Tensor, first_high: bool) -> Result<Tensor> {
     Ok(Tensor::f_stack(&pair, -1)?.f_flatten(-2, -1)?)
 }
 
-/// The weight in full.
+/// Dequantizes the whole weight.
 pub(crate) fn dequantize(weight: &QuantizedWeight, kind: Kind) -> Result<Tensor> {
     let numbers = match &weight.storage {
         Storage::Blocks { codes, magnitudes } => {
@@ -227,7 +229,7 @@ pub(crate) fn dequantize(weight: &QuantizedWeight, kind: Kind) -> Result<Tensor>
     Ok(numbers.f_to_kind(kind)?)
 }
 
-/// Rows `ids (n,)`.
+/// Dequantizes the rows `ids (n,)`.
 pub(crate) fn rows(weight: &QuantizedWeight, ids: &Tensor, kind: Kind) -> Result<Tensor> {
     match &weight.storage {
         Storage::Blocks { codes, magnitudes } if weight.inputs % 2 == 0 => {
@@ -238,12 +240,14 @@ pub(crate) fn rows(weight: &QuantizedWeight, ids: &Tensor, kind: Kind) -> Result
             let codes = unpacked(&codes, true)?;
             let numbers =
                 table.f_index_select(0, &codes.f_flatten(0, -1)?.f_to_kind(Kind::Int)?)?;
-            let places = Tensor::f_arange(weight.inputs, (Kind::Int64, device))?;
-            let places = ids
+            let columns = Tensor::f_arange(weight.inputs, (Kind::Int64, device))?;
+            let indices = ids
                 .f_unsqueeze(1)?
                 .f_mul_scalar(weight.inputs)?
-                .f_add(&places)?;
-            let blocks = places.f_flatten(0, -1)?.f_div_scalar_mode(block, "floor")?;
+                .f_add(&columns)?;
+            let blocks = indices
+                .f_flatten(0, -1)?
+                .f_div_scalar_mode(block, "floor")?;
             let numbers = numbers.f_mul(&magnitudes.tensor()?.f_index_select(0, &blocks)?)?;
             Ok(numbers.f_view([-1, weight.inputs])?.f_to_kind(kind)?)
         }
@@ -260,7 +264,7 @@ fn book_of(scheme: Scheme) -> (Book, i64) {
     }
 }
 
-/// All rows or those of `ids`, of storages that keep each row by itself.
+/// Dequantizes all rows or those of `ids`, of storages whose rows do not share blocks.
 fn by_row(weight: &QuantizedWeight, ids: Option<&Tensor>) -> Result<Tensor> {
     let of = |tensor: &Tensor| match ids {
         Some(ids) => tensor.f_index_select(0, ids),
@@ -302,17 +306,17 @@ fn by_row(weight: &QuantizedWeight, ids: Option<&Tensor>) -> Result<Tensor> {
             let numbers = numbers.f_flatten(1, 2)?;
             match order {
                 None => numbers,
-                // Where each input stands.
+                // The inverse permutation: the column of each input.
                 Some(order) => numbers.f_index_select(1, &order.f_argsort(0, false)?)?,
             }
         }
-        // Blocks run across rows; `dequantize` and `rows` have them.
+        // Blocks may cross rows; `dequantize` and `rows` handle them.
         Storage::Blocks { .. } => dequantize(weight, Kind::Float)?,
     })
 }
 
 impl Magnitudes {
-    /// f32 `(blocks,)`, on any device.
+    /// Returns the magnitudes as f32 `(blocks,)`, on any device.
     pub(crate) fn tensor(&self) -> Result<Tensor> {
         Ok(match self {
             Magnitudes::Full(magnitudes) => magnitudes.shallow_clone(),
@@ -338,7 +342,7 @@ mod tests {
 
     use super::*;
 
-    /// On the CPU, where both ways exist.
+    /// Compares them on the CPU, where both exist.
     #[test]
     fn operators_give_the_codes_and_numbers_of_the_codecs() {
         tch::manual_seed(3);

@@ -1,4 +1,4 @@
-//! From codes to floats.
+//! Dequantization on the CPU: from codes to floats.
 
 use tch::{Device, Kind, Tensor};
 
@@ -12,11 +12,11 @@ use crate::weight::Storage;
 use crate::{Error, QuantizedWeight, Result, Scheme, composed};
 
 impl QuantizedWeight {
-    /// The weight `(O, I)` in full, of `kind`, on its device. Numbers are computed in `f32` and rounded
-    /// once.
+    /// Returns the dense weight `(O, I)` of `kind`, on the device of the codes. Elements are computed in f32
+    /// and rounded once.
     ///
     /// # Errors
-    /// [`Error::BadInput`] for a kind that is not floating-point; when memory runs out.
+    /// [`Error::Common`] for a kind that is not floating-point; an error of libtorch if memory runs out.
     pub fn dequantize(&self, kind: Kind) -> Result<Tensor> {
         check_kind(kind)?;
         if self.device() != Device::Cpu {
@@ -37,21 +37,20 @@ impl QuantizedWeight {
         })
     }
 
-    /// Rows `ids` (i64, any shape `(…)`) of the weight, dequantized to `kind`: `(…, I)`. What an embedding
-    /// does; only those rows are read.
+    /// Returns the rows `ids` (i64, any shape `(…)`) of the weight, dequantized to `kind`: `(…, I)`, as an
+    /// embedding does. Only those rows are read.
     ///
     /// # Errors
-    /// [`Error::BadInput`] for ids outside of the rows or of another kind, and for a kind that is not
-    /// floating-point.
+    /// [`Error::Values`] for ids outside of the rows; [`Error::Common`] for ids of another kind or device and
+    /// for a kind that is not floating-point.
     pub fn rows(&self, ids: &Tensor, kind: Kind) -> Result<Tensor> {
         check_kind(kind)?;
-        let bad = |found| Error::BadInput {
-            name: "ids",
-            found,
-            expected: format!("i64 from 0 to {} on {:?}", self.outputs - 1, self.device()),
-        };
-        if ids.f_kind()? != Kind::Int64 || ids.device() != self.device() {
-            return Err(bad(format!("of {:?} on {:?}", ids.kind(), ids.device())));
+        if ids.f_kind()? != Kind::Int64 {
+            return Err(overdrive_core::Error::dtype("ids", ids.kind(), "Int64").into());
+        }
+        if ids.device() != self.device() {
+            let expected = format!("on {:?}, as the weight is", self.device());
+            return Err(overdrive_core::Error::device("ids", ids.device(), expected).into());
         }
         let mut shape = ids.size();
         shape.push(self.inputs);
@@ -62,7 +61,8 @@ impl QuantizedWeight {
         let ids = ids.f_contiguous()?;
         let ids = elements::<i64>(&ids)?;
         if let Some(id) = ids.iter().find(|id| !(0..self.outputs).contains(id)) {
-            return Err(bad(format!("{id}")));
+            let expected = format!("rows from 0 to {}", self.outputs - 1);
+            return Err(Error::values("ids", id.to_string(), expected));
         }
         let decoder = Decoder::new(self)?;
         let (width, rows) = (decoder.width, units_of_job(decoder.width));
@@ -83,15 +83,14 @@ impl QuantizedWeight {
 fn check_kind(kind: Kind) -> Result<()> {
     match kind {
         Kind::Float | Kind::Double | Kind::BFloat16 | Kind::Half => Ok(()),
-        _ => Err(Error::BadInput {
-            name: "kind",
-            found: format!("{kind:?}"),
-            expected: "Float, Double, BFloat16 or Half".to_owned(),
-        }),
+        _ => {
+            let expected = "Float, Double, BFloat16 or Half";
+            Err(Error::option("kind", format!("{kind:?}"), expected))
+        }
     }
 }
 
-/// Memory that a thread keeps from row to row.
+/// The buffers that a thread keeps from row to row.
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
     floats: Vec<f32>,
@@ -100,16 +99,16 @@ pub(crate) struct Scratch {
 
 #[derive(Debug, Default)]
 struct RowScratch {
-    /// Numbers in the order of the codes.
-    places: Vec<f32>,
+    /// The elements in the order of the codes.
+    reordered: Vec<f32>,
     scales: Vec<f32>,
     offsets: Vec<f32>,
 }
 
-/// A weight on the CPU as slices.
+/// The slices of a weight on the CPU.
 #[derive(Debug)]
 pub(crate) struct Decoder<'a> {
-    /// Numbers of a row.
+    /// The number of elements of a row.
     pub(crate) width: usize,
     codes: Codes<'a>,
 }
@@ -128,7 +127,7 @@ enum Codes<'a> {
         bits: u8,
         symmetric: bool,
         signed: bool,
-        /// Of a row.
+        /// The number of groups of a row.
         groups: usize,
         codes: &'a [u8],
         scales: Magnitudes<'a>,
@@ -144,7 +143,7 @@ enum Codes<'a> {
 }
 
 impl<'a> Decoder<'a> {
-    /// Of a weight on the CPU.
+    /// Borrows the tensors of a weight on the CPU.
     pub(crate) fn new(weight: &'a QuantizedWeight) -> Result<Decoder<'a>> {
         let codes = match &weight.storage {
             Storage::Int8 { codes, scales } => Codes::Int8 {
@@ -195,7 +194,7 @@ impl<'a> Decoder<'a> {
         Ok(Decoder { width, codes })
     }
 
-    /// The numbers of a row.
+    /// Dequantizes row `row` to `numbers`.
     pub(crate) fn row<T: Float>(&self, row: usize, numbers: &mut [T], scratch: &mut Scratch) {
         let of_row = &mut scratch.row;
         T::write(numbers, &mut scratch.floats, |to| {
@@ -225,19 +224,19 @@ impl<'a> Decoder<'a> {
             Codes::Grouped {
                 order: Some(order), ..
             } => {
-                let mut places = std::mem::take(&mut scratch.places);
-                places.resize(width, 0.0);
-                self.groups(row, &mut places, scratch);
-                for (input, number) in order.iter().zip(&places) {
-                    // Constructors make sure that the order is one of `0..width`.
+                let mut reordered = std::mem::take(&mut scratch.reordered);
+                reordered.resize(width, 0.0);
+                self.groups(row, &mut reordered, scratch);
+                for (input, number) in order.iter().zip(&reordered) {
+                    // Constructors check that the order is a permutation of `0..width`.
                     to[input.unsigned_abs() as usize] = *number;
                 }
-                scratch.places = places;
+                scratch.reordered = reordered;
             }
         }
     }
 
-    /// The numbers of a row of groups, in the order of the codes.
+    /// Dequantizes a row of groups, in the order of the codes.
     fn groups(&self, row: usize, to: &mut [f32], scratch: &mut RowScratch) {
         let Codes::Grouped {
             bits,

@@ -1,86 +1,53 @@
 use std::path::PathBuf;
 
-use crate::Scheme;
-
-/// What can go wrong with quantized weights.
+/// The errors of this crate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// There is no scheme of that name.
-    #[error("no quantization scheme is called `{name}`; there are: {}", Scheme::NAMES.join(", "))]
-    UnknownScheme {
-        /// What was asked for.
-        name: String,
-    },
-    /// A tensor has the wrong shape or kind.
-    #[error("`{name}` is {found}: expected {expected}")]
-    BadInput {
-        /// Which tensor.
-        name: &'static str,
-        /// Its shape or kind.
+    /// An error that all crates share: of an option, of the shape, dtype or device of a tensor, or of a file.
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
+    /// A tensor of the right shape and dtype has values that cannot be used.
+    #[error("`{tensor}` holds {found}; it must hold {expected}")]
+    Values {
+        /// The name of the tensor or argument.
+        tensor: &'static str,
+        /// The first such value and its index.
         found: String,
-        /// What fits.
+        /// The values that are allowed.
         expected: String,
     },
-    /// Options that do not fit the weight or one another.
-    #[error("`{option}` is {found}: expected {expected}")]
-    BadOption {
-        /// Which option.
-        option: &'static str,
-        /// Its value.
-        found: String,
-        /// What fits.
-        expected: String,
-    },
-    /// A quantized weight in a file is damaged or not what its description says.
+    /// A quantized weight in a file is damaged, or is not what its description says.
     #[error("the quantized weight `{name}` cannot be read: {reason}")]
     BadWeight {
-        /// Its name.
+        /// The name of the weight.
         name: String,
-        /// What is wrong with it, and the way out.
+        /// The damage, and the remedy.
         reason: String,
     },
-    /// A file could not be read or written.
-    #[error("cannot {action} {}: {source}", path.display())]
-    Io {
-        /// What was tried: "read", "map", "write", …
-        action: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// Why not.
-        source: std::io::Error,
-    },
-    /// A GGUF file is cut short, damaged, or of a form that is not read here.
-    #[error("{} cannot be read as GGUF: {reason}", path.display())]
-    BadGguf {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        reason: String,
-    },
-    /// A folder that is read or written cannot be.
+    /// A checkpoint folder cannot be read, or cannot be written to.
     #[error("{}: {reason}", path.display())]
     BadCheckpoint {
-        /// The folder or a file in it.
+        /// The folder, or a file in it.
         path: PathBuf,
-        /// What is wrong with it, and the way out.
+        /// The reason, and the remedy.
         reason: String,
     },
     /// A tensor of a checkpoint cannot be quantized.
     #[error("the tensor `{name}`: {source}")]
     Tensor {
-        /// Its name.
+        /// The name of the tensor.
         name: String,
-        /// Why not.
+        /// The reason.
         source: Box<Error>,
     },
-    /// An error of a custom function.
+    /// An error of a custom autograd function.
     #[error(transparent)]
     Autograd(#[from] overdrive_autograd::Error),
-    /// An error of the shim.
+    /// An error of the C++ shim.
     #[error(transparent)]
     Sys(#[from] overdrive_sys::Error),
-    /// An error of a weight file.
+    /// An error of a safetensors file.
     #[error(transparent)]
     File(#[from] overdrive_safetensors::Error),
     /// An error of libtorch, with its message.
@@ -88,5 +55,38 @@ pub enum Error {
     Torch(#[from] tch::TchError),
 }
 
-/// Result of this crate.
+impl Error {
+    /// Returns the error of `option`, whose `value` is not `expected`.
+    pub(crate) fn option(
+        option: &'static str,
+        value: impl std::fmt::Display,
+        expected: impl Into<std::borrow::Cow<'static, str>>,
+    ) -> Self {
+        overdrive_core::Error::option(option, value, expected).into()
+    }
+
+    /// Returns the error of `tensor`, whose shape is not `expected`.
+    pub(crate) fn shape(
+        tensor: &'static str,
+        shape: impl Into<Vec<i64>>,
+        expected: impl Into<std::borrow::Cow<'static, str>>,
+    ) -> Self {
+        overdrive_core::Error::shape(tensor, shape, expected).into()
+    }
+
+    /// Returns the error of values in `tensor` that are not `expected`.
+    pub(crate) fn values(
+        tensor: &'static str,
+        found: impl Into<String>,
+        expected: impl Into<String>,
+    ) -> Self {
+        Error::Values {
+            tensor,
+            found: found.into(),
+            expected: expected.into(),
+        }
+    }
+}
+
+/// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -1,16 +1,17 @@
-//! Weights in 8 and 4 bits for tch: a quarter to an eighth of the memory and of the bytes that decoding
-//! reads, in the codes and files of the Python world.
+//! Quantized weights in 8 and 4 bits for tch: a quarter to an eighth of the memory and of the bytes that
+//! decoding reads, with the codes and file formats of the Python libraries.
 //!
-//! [`QuantizedWeight`] is the weight of a linear map in one of the schemes of [`Scheme`]:
+//! [`QuantizedWeight`] is the weight of a linear layer in one of the schemes of [`Scheme`]:
 //!
-//! | name | codes | one scale for | bits a weight | as in |
+//! | name | codes | one scale for | bits an element | as in |
 //! |---|---|---|---|---|
 //! | `int8`, `int8-weight`, `llm-int8` | bytes | an output | 8.0 | `quantize_dynamic`, LLM.int8 |
 //! | `int4`, `int4-g32`, `int4-asym`, `int8-g32`, … | integers of 4 or 8 bits | a group of inputs | 4.13 to 8.5 | compressed-tensors, GPTQ, AWQ, GGUF |
-//! | `nf4`, `fp4`, `nf4-single`, … | books of 16 numbers | 64 weights | 4.13, 4.5 | bitsandbytes (QLoRA) |
+//! | `nf4`, `fp4`, `nf4-single`, … | a book of 16 numbers | 64 elements | 4.13, 4.5 | bitsandbytes (QLoRA) |
 //! | `fp8` | e4m3 floats | an output | 8.0 | compressed-tensors, vLLM |
 //!
-//! [`QuantizationConfig`] reads and writes it in a model's files.
+//! [`QuantizationConfig`] reads weights from the files of a model and writes them; [`GgufFile`] reads GGUF
+//! files; [`quantize_checkpoint`] quantizes a Hugging Face folder.
 //!
 //! ```
 //! use overdrive_quantization::{QuantizedWeight, Scheme, linear};
@@ -31,13 +32,13 @@ mod calibrate;
 mod checkpoint;
 mod codec;
 mod composed;
+mod constructors;
 mod dequantize;
 mod error;
 mod format;
 mod gguf;
 mod kernel;
 mod linear;
-mod parts;
 mod quantize;
 mod report;
 mod scheme;
@@ -53,6 +54,7 @@ pub use calibrate::{
 pub use checkpoint::{
     CheckpointOptions, CheckpointReport, Filter, Progress, TensorReport, quantize_checkpoint,
 };
+pub use constructors::GroupedParts;
 pub use error::{Error, Result};
 pub use format::{
     AwqConfig, BitsAndBytesConfig, CompressedTensorsConfig, ConfigGroup, GptqConfig,
@@ -61,7 +63,6 @@ pub use format::{
 pub use gguf::{GgufArray, GgufFile, GgufTensor, GgufType, GgufValue};
 pub use kernel::simd::instruction_set;
 pub use linear::{joint_linear, linear};
-pub use parts::GroupedParts;
 pub use report::WeightError;
 pub use scheme::{BlockOptions, GroupOptions, GroupScales, Scheme};
 pub use weight::{Magnitudes, QuantizedWeight};

@@ -14,6 +14,7 @@ use overdrive_sys::named_operator::{self, NamedOperator};
 use tch::{Device, Kind, Tensor};
 
 use crate::{Error, QuantizedWeight, Result};
+use overdrive_core::Error as CoreError;
 
 pub(crate) use operators::Tiles;
 
@@ -43,7 +44,7 @@ pub(crate) use operators::Tiles;
 /// ```
 ///
 /// # Errors
-/// [`Error::BadInput`] if shapes or kinds do not fit.
+/// [`Error::Common`] if shapes, dtypes or devices do not fit.
 pub fn linear(x: &Tensor, weight: &QuantizedWeight, bias: Option<&Tensor>) -> Result<Tensor> {
     joint_linear(x, &[weight], &[bias])
 }
@@ -52,7 +53,7 @@ pub fn linear(x: &Tensor, weight: &QuantizedWeight, bias: Option<&Tensor>) -> Re
 /// quantized once, and threads take parts of all maps at once.
 ///
 /// # Errors
-/// As [`linear`]; [`Error::BadInput`] for no weight, or another number of biases.
+/// As [`linear`]; [`Error::Common`] for no weight, or another number of biases.
 pub fn joint_linear(
     x: &Tensor,
     weights: &[&QuantizedWeight],
@@ -106,19 +107,10 @@ fn compute_kind(x: &Tensor) -> Kind {
 }
 
 fn check(x: &Tensor, weights: &[&QuantizedWeight], biases: &[Option<&Tensor>]) -> Result<()> {
-    let wrong = |name, found: String, expected: String| {
-        Err(Error::BadInput {
-            name,
-            found,
-            expected,
-        })
-    };
     if weights.is_empty() || weights.len() != biases.len() {
-        return wrong(
-            "weights",
-            format!("{} with {} biases", weights.len(), biases.len()),
-            "at least one, and a bias or `None` for each".to_owned(),
-        );
+        let found = format!("{} with {} biases", weights.len(), biases.len());
+        let expected = "at least one, with a bias or `None` for each";
+        return Err(Error::option("number of weights", found, expected));
     }
     let floating = |kind| {
         matches!(
@@ -127,44 +119,32 @@ fn check(x: &Tensor, weights: &[&QuantizedWeight], biases: &[Option<&Tensor>]) -
         )
     };
     if !floating(x.kind()) {
-        return wrong(
-            "x",
-            format!("of kind {:?}", x.kind()),
-            "Float, Double, Half or BFloat16".to_owned(),
-        );
+        let expected = "Float, Double, Half or BFloat16";
+        return Err(CoreError::dtype("x", x.kind(), expected).into());
     }
     let size = x.size();
     for (weight, bias) in weights.iter().zip(biases) {
         if size.last() != Some(&weight.inputs) {
-            return wrong(
-                "x",
-                format!("of shape {size:?}"),
-                format!(
-                    "(…, {}), as the weight is {:?}",
-                    weight.inputs,
-                    weight.size()
-                ),
-            );
+            let (inputs, shape) = (weight.inputs, weight.size());
+            let expected = format!("(…, {inputs}), since the weight is {shape:?}");
+            return Err(Error::shape("x", size, expected));
         }
         if weight.device() != x.device() {
-            return wrong(
-                "x",
-                format!("on {:?}", x.device()),
-                format!("{:?}, where the weight is", weight.device()),
-            );
+            let expected = format!("on {:?}, as the weight is", weight.device());
+            return Err(CoreError::device("x", x.device(), expected).into());
         }
         let Some(bias) = bias else { continue };
-        if bias.size() != [weight.outputs] || !floating(bias.kind()) || bias.device() != x.device()
-        {
-            return wrong(
-                "bias",
-                format!("{:?} {:?} on {:?}", bias.kind(), bias.size(), bias.device()),
-                format!(
-                    "({},) of a floating kind on {:?}",
-                    weight.outputs,
-                    x.device()
-                ),
-            );
+        if bias.size() != [weight.outputs] {
+            let expected = format!("({},)", weight.outputs);
+            return Err(Error::shape("bias", bias.size(), expected));
+        }
+        if !floating(bias.kind()) {
+            let expected = "Float, Double, Half or BFloat16";
+            return Err(CoreError::dtype("bias", bias.kind(), expected).into());
+        }
+        if bias.device() != x.device() {
+            let expected = format!("on {:?}, as the input is", x.device());
+            return Err(CoreError::device("bias", bias.device(), expected).into());
         }
     }
     Ok(())

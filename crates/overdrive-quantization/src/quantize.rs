@@ -23,8 +23,8 @@ impl QuantizedWeight {
     /// [`quantize_groups`](QuantizedWeight::quantize_groups) and [`GroupScales::Float`].
     ///
     /// # Errors
-    /// [`Error::BadInput`] for other shapes and kinds and for numbers that are not finite,
-    /// [`Error::BadOption`] for groups that do not divide the inputs, and blocks of other sizes than
+    /// [`Error::Common`] for other shapes and kinds and for numbers that are not finite,
+    /// [`Error::Common`] for groups that do not divide the inputs, and blocks of other sizes than
     /// bitsandbytes has.
     pub fn quantize(weight: &Tensor, scheme: Scheme) -> Result<QuantizedWeight> {
         quantize(weight, scheme, None, GroupScales::default())
@@ -76,7 +76,7 @@ impl QuantizedWeight {
     /// ```
     ///
     /// # Errors
-    /// As [`quantize`](QuantizedWeight::quantize); [`Error::BadOption`] for NF4 and FP4, whose blocks are
+    /// As [`quantize`](QuantizedWeight::quantize); [`Error::Common`] for NF4 and FP4, whose blocks are
     /// scaled by their largest magnitude.
     pub fn quantize_with(
         weight: &Tensor,
@@ -84,12 +84,8 @@ impl QuantizedWeight {
         range_of: &(dyn Fn(&[f32]) -> [f32; 2] + Sync),
     ) -> Result<QuantizedWeight> {
         if matches!(scheme, Scheme::Nf4(_) | Scheme::Fp4(_)) {
-            return Err(Error::BadOption {
-                option: "scheme",
-                found: scheme.to_string(),
-                expected: "one with scales that can be chosen: 8 bits by row, groups, or fp8"
-                    .to_owned(),
-            });
+            let expected = "one with scales that can be chosen: 8 bits by row, groups, or fp8";
+            return Err(Error::option("scheme", scheme, expected));
         }
         quantize(weight, scheme, Some(range_of), GroupScales::default())
     }
@@ -101,20 +97,21 @@ pub(crate) fn quantize(
     range_of: Option<RangeOf<'_>>,
     scales: GroupScales,
 ) -> Result<QuantizedWeight> {
-    let found = |found| Error::BadInput {
-        name: "weight",
-        found,
-        expected: "(O, I) floating-point numbers, at least one".to_owned(),
-    };
     let (outputs, inputs) = match weight.size()[..] {
         [outputs, inputs] if outputs > 0 && inputs > 0 => (outputs, inputs),
-        _ => return Err(found(format!("of shape {:?}", weight.size()))),
+        _ => {
+            let expected = "(O, I) with at least one element";
+            return Err(Error::shape("weight", weight.size(), expected));
+        }
     };
     let weight = weight.f_detach()?;
     let weight = match weight.f_kind()? {
         Kind::Float | Kind::BFloat16 | Kind::Half => weight.f_contiguous()?,
         Kind::Double => weight.f_to_kind(Kind::Float)?.f_contiguous()?,
-        kind => return Err(found(format!("of kind {kind:?}"))),
+        kind => {
+            let expected = "Float, Double, BFloat16 or Half";
+            return Err(overdrive_core::Error::dtype("weight", kind, expected).into());
+        }
     };
     scheme.validate(inputs)?;
     let device = weight.device();
@@ -354,10 +351,11 @@ pub(crate) fn double_quantized(magnitudes: &Tensor) -> Result<Magnitudes> {
         codes.elements_mut()?,
         scales.elements_mut()?,
     )
-    .map_err(|NotFinite { index }| Error::BadInput {
-        name: "weight",
-        found: format!("so large in block {index} that the mean of magnitudes overflows"),
-        expected: "smaller numbers, or a scheme without double quantization".to_owned(),
+    .map_err(|NotFinite { index }| {
+        let found =
+            format!("numbers in block {index} at which the mean of the magnitudes overflows");
+        let expected = "smaller numbers, or be quantized without double quantization";
+        Error::values("weight", found, expected)
     })?;
     let code_book = Tensor::f_from_slice(dynamic::code_book())?;
     Ok(Magnitudes::Quantized {
@@ -369,10 +367,6 @@ pub(crate) fn double_quantized(magnitudes: &Tensor) -> Result<Magnitudes> {
 }
 
 pub(crate) fn not_finite(number: f32, row: usize, column: usize) -> Error {
-    Error::BadInput {
-        name: "weight",
-        found: format!("{number} at [{row}, {column}]"),
-        expected: "finite numbers; a weight that training has broken cannot be quantized"
-            .to_owned(),
-    }
+    let expected = "finite numbers; a weight that has diverged cannot be quantized";
+    Error::values("weight", format!("{number} at [{row}, {column}]"), expected)
 }

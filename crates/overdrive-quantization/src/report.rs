@@ -1,31 +1,31 @@
-//! What quantization has cost.
+//! The error that quantization has made.
 
 use tch::{Device, Kind, Tensor};
 
 use crate::tensors::elements;
 use crate::{Error, QuantizedWeight, Result};
 
-/// How far a quantized weight is from the original.
+/// The difference between a quantized weight and the original.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct WeightError {
-    /// The largest difference of one number.
+    /// The largest absolute difference of an element.
     pub max_abs: f64,
-    /// The root of the mean of squared differences.
+    /// The root mean square of the differences.
     pub rms: f64,
-    /// `rms` by the root of the mean of squared numbers; 0 where both are.
+    /// `rms` divided by the root mean square of the original; 0 if there is no difference.
     pub relative_rms: f64,
 }
 
 impl WeightError {
-    /// The ratio of signal to quantization noise in decibels: `−20 log₁₀ relative_rms`; infinite without
-    /// differences.
+    /// Returns the ratio of signal to quantization noise in decibels, `−20 log₁₀ relative_rms`; infinite if
+    /// there is no difference.
     pub fn sqnr_db(&self) -> f64 {
         -20.0 * self.relative_rms.log10()
     }
 }
 
 impl QuantizedWeight {
-    /// How far this weight is from `original (O, I)`. Rows are dequantized a few at a time.
+    /// Returns the difference between this weight and `original (O, I)`.
     ///
     /// ```
     /// use overdrive_quantization::{QuantizedWeight, Scheme};
@@ -38,15 +38,13 @@ impl QuantizedWeight {
     /// ```
     ///
     /// # Errors
-    /// [`Error::BadInput`] for another shape.
+    /// [`Error::Common`] if `original` has another shape.
     pub fn error(&self, original: &Tensor) -> Result<WeightError> {
         if original.size() != self.size() {
-            return Err(Error::BadInput {
-                name: "original",
-                found: format!("{:?}", original.size()),
-                expected: format!("{:?}", self.size()),
-            });
+            let expected = format!("{:?}, that of the quantized weight", self.size());
+            return Err(Error::shape("original", original.size(), expected));
         }
+        // Blocks of rows of about 2^20 elements, so that the dense copy does not double the memory.
         let rows = (1 << 20) / self.inputs.max(1) + 1;
         let (mut most, mut noise, mut signal) = (0f64, 0f64, 0f64);
         for start in (0..self.outputs).step_by(rows as usize) {

@@ -5,41 +5,42 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// How the weight of a linear map is kept.
+/// The data type of a quantized weight, and what shares a scale.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Scheme {
-    /// 8-bit integers with one scale an output; activations are quantized to 8 bits token by token when
-    /// the product is made. What `torch.ao.quantization.quantize_dynamic` does.
+    /// 8-bit integers with one scale for each output; the GEMM quantizes activations to 8 bits, with one
+    /// scale for each token. The same as `torch.ao.quantization.quantize_dynamic`.
     Int8Dynamic,
-    /// The same weights; activations as they are.
+    /// The same weights; activations stay floating-point.
     Int8WeightOnly,
-    /// The same weights; columns of activations with a number beyond the threshold are multiplied in
+    /// The same weights; columns of activations with a magnitude beyond the threshold are multiplied in
     /// full precision (LLM.int8, Dettmers et al. 2022, arXiv:2208.07339). bitsandbytes' `load_in_8bit`.
     LlmInt8 {
-        /// Default 6.0.
+        /// The magnitude beyond which a column is an outlier; default 6.0.
         threshold: f64,
     },
-    /// Integers of 4 or 8 bits in groups along the input, each with its scale and, where not symmetric,
-    /// its offset.
+    /// Integers of 4 or 8 bits in groups along the inputs, each group with a scale and, if not symmetric, an
+    /// offset.
     Grouped(GroupOptions),
-    /// One of 16 numbers a weight, those of a normal distribution's quantiles, in blocks with their
-    /// largest magnitude (Dettmers et al. 2023, arXiv:2305.14314).
+    /// 4-bit codes of a book of 16 numbers, the quantiles of a normal distribution, in blocks that are
+    /// scaled by their largest magnitude (Dettmers et al. 2023, arXiv:2305.14314).
     Nf4(BlockOptions),
-    /// The same blocks with 4-bit floats.
+    /// The same blocks, with the book of the 4-bit floats.
     Fp4(BlockOptions),
-    /// 8-bit floats (e4m3) with one scale an output.
+    /// 8-bit floats (e4m3) with one scale for each output.
     Fp8,
 }
 
-/// Groups of [`Scheme::Grouped`].
+/// The options of [`Scheme::Grouped`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupOptions {
-    /// 4 (the default) or 8.
+    /// The number of bits of a code: 4 (the default) or 8.
     pub bits: u8,
-    /// Inputs of a group; default 128. 16, 32, 64, 128 or 256, and a divisor of the input width.
+    /// The number of inputs of a group: 16, 32, 64, 128 (the default) or 256, and a divisor of the number of
+    /// inputs.
     pub group_size: usize,
-    /// Whether codes are about zero; default true. Otherwise each group has an offset of its own.
+    /// If `true` (the default), the codes are symmetric about zero; otherwise each group has an offset.
     pub symmetric: bool,
 }
 
@@ -53,29 +54,29 @@ impl Default for GroupOptions {
     }
 }
 
-/// In what the scales of groups are kept that are quantized here. Those of files are kept as they are.
+/// The dtype of the scales of groups that are quantized here. Scales from files keep theirs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GroupScales {
-    /// f16, and offsets of 4-bit codes too: 4.5 bits a weight in groups of 32. The codes belong to the
-    /// rounded scales, which are up to 1/1024 larger than others, with offsets up to 1/64, so that 0 has
-    /// a code still. Weights whose scales do not fit (the largest is below 2⁻¹⁴ or above 2048) have them
-    /// in fp32.
+    /// f16, also for the offsets of 4-bit codes: 4.5 bits for each element in groups of 32. The scales are
+    /// rounded up before the codes are chosen, by up to 1/1024, or with offsets by up to 1/64, so that 0
+    /// still has a code. A weight whose scales do not fit f16 (the largest is below 2⁻¹⁴ or above 2048) has
+    /// them in f32.
     #[default]
     Half,
-    /// fp32: 5 bits a weight in groups of 32. Codes are those of compressed-tensors, bit for bit, for a
-    /// model in fp32.
+    /// f32: 5 bits for each element in groups of 32. The codes equal those of compressed-tensors, bit for
+    /// bit, for a model in f32.
     Float,
 }
 
-/// Blocks of [`Scheme::Nf4`] and [`Scheme::Fp4`].
+/// The options of [`Scheme::Nf4`] and [`Scheme::Fp4`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockOptions {
-    /// Weights of a block, counted along the flattened weight; default 64. As in bitsandbytes a power of
-    /// two from 32 to 4096; the last block may be shorter.
+    /// The number of elements of a block, counted along the flattened weight: a power of two from 32 to 4096
+    /// as in bitsandbytes, default 64. The last block may be shorter.
     pub block_size: usize,
-    /// Whether the blocks' magnitudes are quantized in their turn, to 8 bits in blocks of 256; default
-    /// true.
+    /// If `true` (the default), the magnitudes of the blocks are quantized as well, to 8 bits in blocks of
+    /// 256.
     pub double_quant: bool,
 }
 
@@ -89,7 +90,7 @@ impl Default for BlockOptions {
 }
 
 impl Scheme {
-    /// The names that [`Scheme::from_str`] takes, with the defaults of each.
+    /// The common names that [`Scheme::from_str`] reads.
     pub const NAMES: [&'static str; 12] = [
         "int8",
         "int8-weight",
@@ -104,24 +105,23 @@ impl Scheme {
         "fp4",
         "fp8",
     ];
-}
 
-impl Scheme {
-    /// Whether a weight with `inputs` inputs can be quantized so.
+    /// Checks that a weight with `inputs` inputs can be quantized with this scheme.
     ///
     /// # Errors
-    /// [`Error::BadOption`] for groups of a size that there is not or that does not divide the inputs,
-    /// blocks of a size that bitsandbytes does not have, and a threshold that is negative or not a number.
+    /// [`Error::Common`] for a group size that is not supported or does not divide the inputs, a block size
+    /// that bitsandbytes does not have, and a threshold that is negative or NaN.
     pub fn validate(&self, inputs: i64) -> Result<()> {
         match self {
             Scheme::Grouped(options) => options.validate(inputs),
             Scheme::Nf4(options) | Scheme::Fp4(options) => options.validate(),
             Scheme::LlmInt8 { threshold } if threshold.is_nan() || *threshold < 0.0 => {
-                Err(Error::BadOption {
-                    option: "threshold",
-                    found: threshold.to_string(),
-                    expected: "0 or more; 6 is the default".to_owned(),
-                })
+                // Not `check_non_negative`: an infinite threshold is valid, no column is beyond it.
+                Err(Error::option(
+                    "threshold",
+                    threshold,
+                    "0 or positive; 6 is the default",
+                ))
             }
             _ => Ok(()),
         }
@@ -131,27 +131,17 @@ impl Scheme {
 impl GroupOptions {
     fn validate(&self, inputs: i64) -> Result<()> {
         if !matches!(self.bits, 4 | 8) {
-            return Err(Error::BadOption {
-                option: "bits",
-                found: self.bits.to_string(),
-                expected: "4 or 8".to_owned(),
-            });
+            return Err(Error::option("bits", self.bits, "4 or 8"));
         }
         let size = self.group_size;
         if !matches!(size, 16 | 32 | 64 | 128 | 256) {
-            return Err(Error::BadOption {
-                option: "group_size",
-                found: size.to_string(),
-                expected: "16, 32, 64, 128 or 256".to_owned(),
-            });
+            return Err(Error::option("group_size", size, "16, 32, 64, 128 or 256"));
         }
         if inputs % size as i64 != 0 {
-            return Err(Error::BadOption {
-                option: "group_size",
-                found: format!("{size} for a weight with {inputs} inputs"),
-                expected: "a divisor of the inputs: a smaller group, or a scheme by row or block"
-                    .to_owned(),
-            });
+            let found = format!("{size} for a weight with {inputs} inputs");
+            let expected =
+                "a divisor of the inputs: use a smaller group, or a scheme by row or block";
+            return Err(Error::option("group_size", found, expected));
         }
         Ok(())
     }
@@ -163,23 +153,24 @@ impl BlockOptions {
         if size.is_power_of_two() && (32..=4096).contains(&size) {
             return Ok(());
         }
-        Err(Error::BadOption {
-            option: "block_size",
-            found: size.to_string(),
-            expected: "a power of two from 32 to 4096".to_owned(),
-        })
+        Err(Error::option(
+            "block_size",
+            size,
+            "a power of two from 32 to 4096",
+        ))
     }
 }
 
-/// Any name that [`Scheme`]'s `Display` writes is read back: `int4`, `int8` and the like with `-g` and the
-/// size of groups, `-asym` for codes that are not about zero; `nf4` and `fp4` with `-b` and the size of
-/// blocks, `-single` without double quantization.
+/// Reads the names that [`Scheme`]'s `Display` writes: `int4` and `int8` with `-g` and the group size, and
+/// `-asym` for groups with offsets; `nf4` and `fp4` with `-b` and the block size, and `-single` for no double
+/// quantization.
 impl FromStr for Scheme {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Scheme> {
-        let unknown = || Error::UnknownScheme {
-            name: name.to_owned(),
+        let unknown = || {
+            let expected = format!("one of {}", Scheme::NAMES.join(", "));
+            Error::option("scheme", name, expected)
         };
         let scheme = match name {
             "int8" | "int8-dynamic" => Scheme::Int8Dynamic,
@@ -197,7 +188,7 @@ impl FromStr for Scheme {
                 }
             }
         };
-        // No inputs: every size of groups divides 0.
+        // The number of inputs is not known yet; every group size divides 0.
         scheme.validate(0)?;
         Ok(scheme)
     }
@@ -247,7 +238,7 @@ impl fmt::Display for Scheme {
     }
 }
 
-/// What follows the name of the book in [`Scheme`]'s `Display`.
+/// Writes what follows the name of the code book in [`Scheme`]'s `Display`.
 impl fmt::Display for BlockOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.block_size != BlockOptions::default().block_size {

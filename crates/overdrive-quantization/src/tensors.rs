@@ -1,4 +1,4 @@
-//! Tensors as the slices that codecs take.
+//! The elements of tensors as slices, for the codecs and kernels.
 #![allow(unsafe_code)]
 
 use overdrive_sys::raw;
@@ -6,8 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 
-/// Evaluates `$body` with `$type` standing for the Rust type of `$kind`, which is one of `Float`,
-/// `BFloat16` and `Half`.
+/// Evaluates `$body` with `$type` as the Rust type of `$kind`, which is `Float`, `BFloat16` or `Half`.
 macro_rules! with_float {
     ($kind:expr, $type:ident => $body:expr) => {
         match $kind {
@@ -28,24 +27,24 @@ macro_rules! with_float {
 }
 pub(crate) use with_float;
 
-/// The elements of a contiguous tensor on the CPU.
+/// Borrows the elements of a contiguous tensor on the CPU.
 pub(crate) fn elements<T: raw::Element>(tensor: &Tensor) -> Result<&[T]> {
-    // SAFETY: codecs read their inputs only while they run, and write none of them; who writes to a
-    // tensor while an operator reads it, from another thread, races with libtorch's own operators too.
+    // SAFETY: codecs read their inputs only while they run, and write to none of them. A thread that writes
+    // to a tensor while an operator reads it races with libtorch's own operators too.
     Ok(unsafe { raw::slice(tensor)? })
 }
 
-/// The elements of a contiguous tensor of signed or unsigned bytes on the CPU, as unsigned ones.
+/// Borrows the elements of a contiguous tensor of signed or unsigned bytes on the CPU as unsigned ones.
 pub(crate) fn bytes(tensor: &Tensor) -> Result<&[u8]> {
     if tensor.kind() != Kind::Int8 {
         return elements::<u8>(tensor);
     }
     let codes = elements::<i8>(tensor)?;
-    // SAFETY: the same memory; both types have one byte, of which every value is valid.
+    // SAFETY: the slice is the same memory; both types have one byte, of which every value is valid.
     Ok(unsafe { std::slice::from_raw_parts(codes.as_ptr().cast(), codes.len()) })
 }
 
-/// A tensor on the CPU that nobody else has yet.
+/// A new tensor on the CPU that has no other handle yet, so that its elements can be borrowed for writing.
 #[derive(Debug)]
 pub(crate) struct Fresh<T> {
     tensor: Tensor,
@@ -53,7 +52,7 @@ pub(crate) struct Fresh<T> {
 }
 
 impl<T: raw::Element> Fresh<T> {
-    /// The elements are anything until they are written.
+    /// Returns a tensor of `shape` whose elements are undefined until they are written.
     pub(crate) fn new(shape: &[i64]) -> Result<Self> {
         Ok(Self {
             tensor: Tensor::f_empty(shape, (T::KIND, Device::Cpu))?,
@@ -61,18 +60,20 @@ impl<T: raw::Element> Fresh<T> {
         })
     }
 
+    /// Borrows the elements for writing.
     pub(crate) fn elements_mut(&mut self) -> Result<&mut [T]> {
-        // SAFETY: the tensor was made by `new` and has not left it but for `rows`, which operators have
-        // read, and it is borrowed for writing.
+        // SAFETY: `new` made the tensor, and no other handle to it exists but those of `rows`, which
+        // operators have read before; `self` is borrowed for writing.
         Ok(unsafe { raw::slice_mut(&self.tensor)? })
     }
 
-    /// The first `count` of the outermost dimension, for operators to read until the elements are
+    /// Returns the first `count` of the outermost dimension, for operators to read before the elements are
     /// borrowed again.
     pub(crate) fn rows(&self, count: i64) -> Result<Tensor> {
         Ok(self.tensor.f_narrow(0, 0, count)?)
     }
 
+    /// Returns the tensor.
     pub(crate) fn into_tensor(self) -> Tensor {
         self.tensor
     }

@@ -5,7 +5,7 @@ use tch::{Device, Tensor};
 use crate::linear::Tiles;
 use crate::{Activations, Result, Scheme};
 
-/// The weight `(O, I)` of a linear map, quantized and packed.
+/// The quantized weight `(O, I)` of a linear layer.
 #[derive(Debug)]
 pub struct QuantizedWeight {
     pub(crate) scheme: Scheme,
@@ -13,17 +13,17 @@ pub struct QuantizedWeight {
     pub(crate) inputs: i64,
     pub(crate) storage: Storage,
     pub(crate) activations: Activations,
-    /// Empty until a GPU's product makes them.
+    /// The codes in the order of a GPU's tensor cores; empty until the first GEMM there makes them.
     pub(crate) tiles: Tiles,
 }
 
-/// What a quantized weight is kept in. All tensors are contiguous and on one device.
+/// The tensors of a quantized weight. All are contiguous and on one device.
 #[derive(Debug)]
 pub(crate) enum Storage {
     /// `w = codes · scale` by row: [`Scheme::Int8Dynamic`], [`Scheme::Int8WeightOnly`],
     /// [`Scheme::LlmInt8`].
     Int8 {
-        /// i8 `(O, I)`, in `-127..=127`; -128 only in weights of other programs' files.
+        /// i8 `(O, I)`, in `-127..=127`; -128 only in weights from files of other programs.
         codes: Tensor,
         /// f32 `(O,)`.
         scales: Tensor,
@@ -38,11 +38,10 @@ pub(crate) enum Storage {
         scales: Tensor,
         /// f32 or f16, of the same shape.
         offsets: Option<Tensor>,
-        /// i32 `(I,)`: which input stands at each place of the codes, where they were reordered (GPTQ's
-        /// `desc_act`).
+        /// i32 `(I,)`: the input of each column of the codes, if they were reordered (GPTQ's `desc_act`).
         order: Option<Tensor>,
     },
-    /// Code books of 16 numbers by block of the flattened weight: [`Scheme::Nf4`], [`Scheme::Fp4`].
+    /// Codes of a book of 16 numbers, with a magnitude for each block of the flattened weight: [`Scheme::Nf4`], [`Scheme::Fp4`].
     Blocks {
         /// u8 `(⌈O·I/2⌉,)`, weight `2j` in the high half of byte `j`, as in bitsandbytes.
         codes: Tensor,
@@ -57,26 +56,27 @@ pub(crate) enum Storage {
     },
 }
 
-/// The largest magnitude of each block.
+/// The largest magnitude of each block of an NF4 or FP4 weight.
 #[derive(Debug)]
 pub enum Magnitudes {
-    /// f32 `(⌈O·I/block⌉,)`; the last block may be shorter.
+    /// The magnitudes, f32 `(⌈O·I/block⌉,)`; the last block may be shorter.
     Full(Tensor),
-    /// `code_book[codes] · scale + offset`, with one scale for 256 blocks.
+    /// The magnitudes in 8 bits, `code_book[codes] · scale + offset` (double quantization), with one scale
+    /// for each 256 blocks.
     Quantized {
-        /// u8 `(blocks,)`.
+        /// The codes, u8 `(blocks,)`.
         codes: Tensor,
-        /// f32 `(256,)`.
+        /// The number of each code, f32 `(256,)`.
         code_book: Tensor,
-        /// f32 `(⌈blocks/256⌉,)`.
+        /// The scales, f32 `(⌈blocks/256⌉,)`.
         scales: Tensor,
-        /// What is added, the mean of the magnitudes.
+        /// The mean of the magnitudes.
         offset: f32,
     },
 }
 
 impl QuantizedWeight {
-    /// Of parts that fit one another.
+    /// Returns the weight of a storage whose tensors fit the scheme and the shape.
     pub(crate) fn of(scheme: Scheme, [outputs, inputs]: [i64; 2], storage: Storage) -> Self {
         QuantizedWeight {
             scheme,
@@ -88,7 +88,7 @@ impl QuantizedWeight {
         }
     }
 
-    /// Another handle to the same memory.
+    /// Returns another handle to the same memory.
     pub fn shallow_clone(&self) -> QuantizedWeight {
         QuantizedWeight {
             storage: self.storage.shallow_clone(),
@@ -97,7 +97,7 @@ impl QuantizedWeight {
         }
     }
 
-    /// Whether both are handles of the same memory, as a [shallow clone](Self::shallow_clone) is.
+    /// Returns `true` if both are handles to the same memory, as a [shallow clone](Self::shallow_clone) is.
     pub fn shares_storage_with(&self, other: &QuantizedWeight) -> bool {
         let (own, others) = (self.storage.tensors(), other.storage.tensors());
         own.len() == others.len()
@@ -107,25 +107,25 @@ impl QuantizedWeight {
                 .all(|(own, other)| own.data_ptr() == other.data_ptr())
     }
 
-    /// How it is kept.
+    /// Returns the scheme of the codes and scales.
     pub fn scheme(&self) -> Scheme {
         self.scheme
     }
 
-    /// `[O, I]`.
+    /// Returns the shape `[O, I]`.
     pub fn size(&self) -> [i64; 2] {
         [self.outputs, self.inputs]
     }
 
-    /// Where it is.
+    /// Returns the device of the codes and scales.
     pub fn device(&self) -> Device {
         self.storage.tensors()[0].device()
     }
 
-    /// The same weight on `device`; another handle where it is there already.
+    /// Returns the weight on `device`: a copy, or another handle if it is there already.
     ///
     /// # Errors
-    /// When memory runs out, or there is no such device.
+    /// An error of libtorch if memory runs out or there is no such device.
     pub fn to_device(&self, device: Device) -> Result<QuantizedWeight> {
         Ok(QuantizedWeight {
             storage: self.storage.to_device(device)?,
@@ -134,13 +134,13 @@ impl QuantizedWeight {
         })
     }
 
-    /// Bits that a weight takes on average, with its share of scales and offsets.
+    /// Returns the average number of bits of an element, with its share of scales and offsets.
     pub fn bits_per_weight(&self) -> f64 {
         self.bytes() as f64 * 8.0 / (self.outputs * self.inputs) as f64
     }
 
-    /// Bytes of codes, scales and all that belongs to them. A GPU keeps codes of 4 bits in groups twice
-    /// from the first product in bf16 on, in the order of its tensor cores as well.
+    /// Returns the number of bytes of all tensors of the weight. On a GPU a weight of 4 bits in groups has
+    /// its codes twice from the first bf16 GEMM on: also in the order of the tensor cores.
     pub fn bytes(&self) -> usize {
         let bytes = |tensor: &&Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
         self.storage.tensors().iter().map(bytes).sum::<usize>() + self.tiles.bytes()
@@ -158,7 +158,7 @@ impl Storage {
         self.map(|tensor| Ok(tensor.f_to_device(device)?))
     }
 
-    /// The same storage of other tensors.
+    /// Returns a storage of the same form, with each tensor replaced by `of` of it.
     pub(crate) fn map<E>(
         &self,
         of: impl Fn(&Tensor) -> std::result::Result<Tensor, E>,
@@ -203,7 +203,7 @@ impl Storage {
         })
     }
 
-    /// All tensors, the codes first.
+    /// Returns all tensors, the codes first.
     pub(crate) fn tensors(&self) -> Vec<&Tensor> {
         match self {
             Storage::Int8 { codes, scales } | Storage::Fp8 { codes, scales } => vec![codes, scales],

@@ -6,17 +6,16 @@
 
 use std::f64::consts::LOG2_E;
 
+use overdrive_kernels::{Accumulate, Real, SharedSlice, threads};
+
 use super::block::{KEYS, ROWS, RowBlock, key_rows};
-use super::element::Element;
-use super::lanes::Real;
-use super::problem::{Problem, Shared, View, ViewMut};
-use super::product::{Product, Start, product};
-use super::schedule;
+use super::inputs::{Problem, View, ViewMut};
+use super::matmul::{Matmul, Start, matmul};
 use super::scores::{Adjustment, multiply, softmax_gradient};
 
 /// What the backward pass reads besides the problem.
 #[derive(Debug)]
-pub(crate) struct BackwardInputs<'a, E: Element> {
+pub(crate) struct BackwardInputs<'a, E: Accumulate> {
     /// Gradient of the output.
     pub(crate) gradient: View<'a, E>,
     /// The output.
@@ -29,7 +28,7 @@ pub(crate) struct BackwardInputs<'a, E: Element> {
 
 /// Where the gradients go.
 #[derive(Debug)]
-pub(crate) struct BackwardOutputs<'a, E: Element> {
+pub(crate) struct BackwardOutputs<'a, E: Accumulate> {
     pub(crate) query: ViewMut<'a, E>,
     pub(crate) key: ViewMut<'a, E>,
     pub(crate) value: ViewMut<'a, E>,
@@ -50,7 +49,7 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    pub(super) fn new<E: Element>(problem: &Problem<'_, E>) -> Plan {
+    pub(super) fn new<E: Accumulate>(problem: &Problem<'_, E>) -> Plan {
         let group = problem.group();
         let sequences = &problem.sequences;
         let keys = sequences.iter().map(|s| s.keys).max().unwrap_or(0);
@@ -60,7 +59,7 @@ impl Plan {
             .max()
             .unwrap_or(0);
         let tasks = sequences.len() * problem.kv_heads;
-        let workers = schedule::workers();
+        let workers = threads::workers();
         let parts = match tasks {
             0 => 1,
             count if count < 2 * workers => (2 * workers)
@@ -69,7 +68,7 @@ impl Plan {
                 .max(1),
             _ => 1,
         };
-        let lanes = E::Acc::lanes(problem.set);
+        let lanes = problem.set.lanes::<E::Acc>();
         Plan {
             heads: problem.kv_heads,
             tasks,
@@ -97,9 +96,9 @@ impl Plan {
 }
 
 /// Numbers that [`backward`] needs as workspace.
-pub(crate) fn backward_workspace<E: Element>(problem: &Problem<'_, E>) -> usize {
+pub(crate) fn backward_workspace<E: Accumulate>(problem: &Problem<'_, E>) -> usize {
     let plan = Plan::new(problem);
-    let workers = schedule::workers().min(plan.tasks * plan.parts);
+    let workers = threads::workers().min(plan.tasks * plan.parts);
     match plan.parts {
         1 => workers * (plan.task() + plan.sums()),
         parts => workers * plan.task() + plan.tasks * parts * plan.sums(),
@@ -107,7 +106,7 @@ pub(crate) fn backward_workspace<E: Element>(problem: &Problem<'_, E>) -> usize 
 }
 
 /// Computes `outputs`; `workspace` has [`backward_workspace`] numbers.
-pub(crate) fn backward<E: Element>(
+pub(crate) fn backward<E: Accumulate>(
     problem: &Problem<'_, E>,
     inputs: &BackwardInputs<'_, E>,
     outputs: &BackwardOutputs<'_, E>,
@@ -115,7 +114,7 @@ pub(crate) fn backward<E: Element>(
 ) {
     let plan = Plan::new(problem);
     if plan.parts == 1 {
-        schedule::for_each_task(plan.tasks, workspace, |task, scratch| {
+        threads::for_each_task(plan.tasks, workspace, |task, scratch| {
             let (sums, scratch) = scratch.split_at_mut(plan.sums());
             sweep(problem, &plan, (task, 0), inputs, outputs, sums, scratch);
             write_keys(problem, &plan, task, outputs, sums);
@@ -123,17 +122,17 @@ pub(crate) fn backward<E: Element>(
         return;
     }
     let (all, workspace) = workspace.split_at_mut(plan.tasks * plan.parts * plan.sums());
-    let shared = Shared::new(all);
-    schedule::for_each_task(plan.tasks * plan.parts, workspace, |index, scratch| {
+    let shared = SharedSlice::new(all);
+    threads::for_each_task(plan.tasks * plan.parts, workspace, |index, scratch| {
         // SAFETY: sums of its own.
-        let sums = unsafe { shared.slice_mut(index * plan.sums(), plan.sums()) };
+        let sums = unsafe { shared.range_mut(index * plan.sums()..(index + 1) * plan.sums()) };
         let place = (index / plan.parts, index % plan.parts);
         sweep(problem, &plan, place, inputs, outputs, sums, scratch);
     });
-    schedule::for_each_task(plan.tasks, workspace, |task, _| {
+    threads::for_each_task(plan.tasks, workspace, |task, _| {
         let len = plan.parts * plan.sums();
         // SAFETY: the sums of one task each.
-        let parts = unsafe { shared.slice_mut(task * len, len) };
+        let parts = unsafe { shared.range_mut(task * len..(task + 1) * len) };
         let (sums, others) = parts.split_at_mut(plan.sums());
         for other in others.chunks_exact(plan.sums().max(1)) {
             sums.iter_mut()
@@ -146,7 +145,7 @@ pub(crate) fn backward<E: Element>(
 
 /// Every `parts`-th block of queries of one key head: writes their gradients, and leaves those of keys
 /// and values in `sums`.
-fn sweep<E: Element>(
+fn sweep<E: Accumulate>(
     problem: &Problem<'_, E>,
     plan: &Plan,
     (task, part): (usize, usize),
@@ -236,7 +235,7 @@ impl<'s, R: Real> Work<'s, R> {
     }
 
     /// Takes up a block of queries.
-    pub(super) fn load<E: Element<Acc = R>>(
+    pub(super) fn load<E: Accumulate<Acc = R>>(
         &mut self,
         block: &RowBlock<'_, '_, E>,
         inputs: &BackwardInputs<'_, E>,
@@ -270,7 +269,7 @@ impl<'s, R: Real> Work<'s, R> {
             let gradient = &self.gradients[row * self.value_width..][..value_dim];
             let mut delta = R::ZERO;
             for (gradient, output) in gradient.iter().zip(output) {
-                delta += *gradient * output.wide();
+                delta += *gradient * output.to_acc();
             }
             if let Some(view) = &inputs.logsumexp_gradient {
                 delta = delta - block.query_row(view, row, 1)[0];
@@ -286,7 +285,7 @@ impl<'s, R: Real> Work<'s, R> {
     }
 
     /// What the keys `start..start + count` give and get.
-    fn add_block<E: Element<Acc = R>>(
+    fn add_block<E: Accumulate<Acc = R>>(
         &mut self,
         block: &RowBlock<'_, '_, E>,
         adjustment: &Adjustment<'_, E>,
@@ -302,7 +301,7 @@ impl<'s, R: Real> Work<'s, R> {
         adjustment.drop_weights(scores, start);
 
         // Values get their queries' gradients by weight, keys the queries and queries the keys.
-        let mut to_values = Product {
+        let mut to_values = Matmul {
             m: count,
             n: self.value_width,
             k: lanes,
@@ -315,8 +314,8 @@ impl<'s, R: Real> Work<'s, R> {
             ldc: self.value_width,
             start: Start::Add,
         };
-        product(set, &mut to_values);
-        let mut to_keys = Product {
+        matmul(set, &mut to_values);
+        let mut to_keys = Matmul {
             m: count,
             n: self.key_width,
             k: lanes,
@@ -329,10 +328,10 @@ impl<'s, R: Real> Work<'s, R> {
             ldc: self.key_width,
             start: Start::Add,
         };
-        product(set, &mut to_keys);
+        matmul(set, &mut to_keys);
         let dims = (problem.key_dim, self.key_width);
         let keys = key_rows(block, &problem.key, (start, count), dims, false, self.keys);
-        let mut to_queries = Product {
+        let mut to_queries = Matmul {
             m: problem.key_dim,
             n: lanes,
             k: count,
@@ -345,12 +344,12 @@ impl<'s, R: Real> Work<'s, R> {
             ldc: lanes,
             start: Start::Add,
         };
-        product(set, &mut to_queries);
+        matmul(set, &mut to_queries);
     }
 
     /// Leaves the weights of a block of keys in `scores` and the gradients of its scores, as they are
     /// after the softcap, in `score_gradients`.
-    pub(super) fn score_gradients<E: Element<Acc = R>>(
+    pub(super) fn score_gradients<E: Accumulate<Acc = R>>(
         &mut self,
         block: &RowBlock<'_, '_, E>,
         adjustment: &Adjustment<'_, E>,
@@ -361,7 +360,7 @@ impl<'s, R: Real> Work<'s, R> {
         let gradients = &mut self.score_gradients[..count * lanes];
         let dims = (problem.key_dim, self.key_width);
         let keys = key_rows(block, &problem.key, (start, count), dims, false, self.keys);
-        let mut weights = Product {
+        let mut weights = Matmul {
             m: count,
             n: lanes,
             k: problem.key_dim,
@@ -374,7 +373,7 @@ impl<'s, R: Real> Work<'s, R> {
             ldc: lanes,
             start: Start::Zero,
         };
-        product(set, &mut weights);
+        matmul(set, &mut weights);
         let dims = (problem.value_dim, self.value_width);
         let values = key_rows(
             block,
@@ -384,7 +383,7 @@ impl<'s, R: Real> Work<'s, R> {
             false,
             self.values,
         );
-        let mut of_weights = Product {
+        let mut of_weights = Matmul {
             m: count,
             n: lanes,
             k: problem.value_dim,
@@ -397,14 +396,14 @@ impl<'s, R: Real> Work<'s, R> {
             ldc: lanes,
             start: Start::Zero,
         };
-        product(set, &mut of_weights);
+        matmul(set, &mut of_weights);
         let capped = problem.rules.softcap.is_some();
         adjustment.scores(scores, start, capped.then_some(&mut *self.derivatives));
         adjustment.drop_weights(gradients, start);
         softmax_gradient(set, scores, gradients, lanes, self.logsumexp, self.delta);
     }
 
-    fn write_queries<E: Element<Acc = R>>(
+    fn write_queries<E: Accumulate<Acc = R>>(
         &self,
         block: &RowBlock<'_, '_, E>,
         outputs: &BackwardOutputs<'_, E>,
@@ -418,14 +417,14 @@ impl<'s, R: Real> Work<'s, R> {
             let to = unsafe { outputs.query.row_mut(sequence.batch, head, at, dim) };
             let column = self.query_sums[row..].iter().step_by(block.lanes);
             for (to, from) in to.iter_mut().zip(column) {
-                *to = E::narrow(*from * scale);
+                *to = E::from_acc(*from * scale);
             }
         }
     }
 }
 
 /// Writes the gradients of the keys and values of one head.
-fn write_keys<E: Element>(
+fn write_keys<E: Accumulate>(
     problem: &Problem<'_, E>,
     plan: &Plan,
     task: usize,
@@ -445,13 +444,13 @@ fn write_keys<E: Element>(
             )
         };
         for (to, from) in to_key.iter_mut().zip(&key_sums[key * plan.key_width..]) {
-            *to = E::narrow(*from);
+            *to = E::from_acc(*from);
         }
         for (to, from) in to_value
             .iter_mut()
             .zip(&value_sums[key * plan.value_width..])
         {
-            *to = E::narrow(*from);
+            *to = E::from_acc(*from);
         }
     }
 }

@@ -4,11 +4,11 @@
 //! goes through all heads that share them, so that nothing is summed by two threads and nothing of
 //! the size of the scores is held, other than the bias where it has that size.
 
+use overdrive_kernels::{Accumulate, SharedSlice, threads};
+
 use super::backward::{BackwardInputs, Plan, Work};
 use super::block::{ROWS, RowBlock};
-use super::element::Element;
-use super::problem::{Problem, Shared};
-use super::schedule;
+use super::inputs::Problem;
 
 /// How the bias is shared: a size of 1 stands for all.
 struct Cut {
@@ -22,7 +22,7 @@ struct Cut {
 }
 
 impl Cut {
-    fn new<E: Element>(problem: &Problem<'_, E>, shape: [usize; 4]) -> Cut {
+    fn new<E: Accumulate>(problem: &Problem<'_, E>, shape: [usize; 4]) -> Cut {
         let most = problem
             .sequences
             .iter()
@@ -47,16 +47,16 @@ impl Cut {
 }
 
 /// Numbers that [`bias_gradient`] needs as workspace.
-pub(crate) fn bias_gradient_workspace<E: Element>(
+pub(crate) fn bias_gradient_workspace<E: Accumulate>(
     problem: &Problem<'_, E>,
     shape: [usize; 4],
 ) -> usize {
-    schedule::workers().min(Cut::new(problem, shape).tasks()) * Plan::new(problem).task()
+    threads::workers().min(Cut::new(problem, shape).tasks()) * Plan::new(problem).task()
 }
 
 /// Adds the gradient of the bias, whose sizes are `shape` (each full or 1), to `gradient`, contiguous
 /// in that shape; `workspace` has [`bias_gradient_workspace`] numbers.
-pub(crate) fn bias_gradient<E: Element>(
+pub(crate) fn bias_gradient<E: Accumulate>(
     problem: &Problem<'_, E>,
     inputs: &BackwardInputs<'_, E>,
     shape: [usize; 4],
@@ -65,8 +65,8 @@ pub(crate) fn bias_gradient<E: Element>(
 ) {
     let (cut, plan) = (Cut::new(problem, shape), Plan::new(problem));
     let strides = strides(shape);
-    let shared = Shared::new(gradient);
-    schedule::for_each_task(cut.tasks(), workspace, |task, scratch| {
+    let shared = SharedSlice::new(gradient);
+    threads::for_each_task(cut.tasks(), workspace, |task, scratch| {
         let (chunk, task) = (task % cut.chunks, task / cut.chunks);
         let (head, batch) = (task % cut.heads, task / cut.heads);
         let heads = match cut.heads {
@@ -91,11 +91,11 @@ pub(crate) fn bias_gradient<E: Element>(
     });
 }
 
-fn add_block<E: Element>(
+fn add_block<E: Accumulate>(
     block: &RowBlock<'_, '_, E>,
     inputs: &BackwardInputs<'_, E>,
     work: &mut Work<'_, E::Acc>,
-    gradient: &Shared<'_, E::Acc>,
+    gradient: &SharedSlice<'_, E::Acc>,
     [by_batch, by_head, by_query, by_key]: [usize; 4],
 ) {
     let adjustment = block.adjustment();
@@ -109,9 +109,10 @@ fn add_block<E: Element>(
                 .iter()
                 .step_by(block.lanes)
                 .take(count);
+            let first = base + start * by_key;
             // SAFETY: batch, heads and queries of the bias belong to one task, and the part of one row
             // is dropped before that of the next is taken.
-            let to = unsafe { gradient.slice_mut(base + start * by_key, (count - 1) * by_key + 1) };
+            let to = unsafe { gradient.range_mut(first..first + (count - 1) * by_key + 1) };
             for (key, from) in column.enumerate() {
                 to[key * by_key] += *from;
             }

@@ -1,8 +1,9 @@
 //! A block of queries that share keys, and the blocks of keys that it sees.
 
-use super::element::Element;
-use super::lanes::Real;
-use super::problem::{Problem, Sequence, View, position, visible};
+use overdrive_kernels::{Accumulate, Real};
+
+use super::inputs::{Problem, Sequence, View, position, visible};
+use super::matmul::Rows;
 use super::{dropout, scores};
 
 /// Queries in a block, at most: four vectors of sixteen, so that a score tile and what goes with it
@@ -14,7 +15,7 @@ pub(super) const KEYS: usize = 96;
 /// Rows `first..first + rows` of the queries of one key head, where row `r` is query `r / group` of
 /// head `kv_head · group + r % group`.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct RowBlock<'p, 'a, E: Element> {
+pub(super) struct RowBlock<'p, 'a, E: Accumulate> {
     pub(super) problem: &'p Problem<'a, E>,
     pub(super) sequence: Sequence,
     /// Number of the sequence.
@@ -26,7 +27,7 @@ pub(super) struct RowBlock<'p, 'a, E: Element> {
     pub(super) lanes: usize,
 }
 
-impl<'p, 'a, E: Element> RowBlock<'p, 'a, E> {
+impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
     pub(super) fn new(
         problem: &'p Problem<'a, E>,
         index: usize,
@@ -55,7 +56,7 @@ impl<'p, 'a, E: Element> RowBlock<'p, 'a, E> {
             kv_head,
             first,
             rows,
-            lanes: rows.next_multiple_of(E::Acc::lanes(problem.set)),
+            lanes: rows.next_multiple_of(problem.set.lanes::<E::Acc>()),
         }
     }
 
@@ -92,7 +93,7 @@ impl<'p, 'a, E: Element> RowBlock<'p, 'a, E> {
             let from = self.query_row(view, row, dim);
             let columns = to[row..].iter_mut().step_by(self.lanes);
             for (to, from) in columns.zip(from) {
-                *to = from.wide() * factor;
+                *to = from.to_acc() * factor;
             }
         }
     }
@@ -110,7 +111,7 @@ impl<'p, 'a, E: Element> RowBlock<'p, 'a, E> {
         to[..self.lanes * width].fill(E::Acc::ZERO);
         for (row, to) in (0..self.rows).zip(to.chunks_exact_mut(width)) {
             for (to, from) in to.iter_mut().zip(self.query_row(view, row, dim)) {
-                *to = from.wide() * factor;
+                *to = from.to_acc() * factor;
             }
         }
     }
@@ -214,27 +215,22 @@ impl<'p, 'a, E: Element> RowBlock<'p, 'a, E> {
     }
 }
 
-/// A block of keys or values as numbers to compute with.
-pub(super) struct KeyRows<'s, R> {
-    pub(super) data: &'s [R],
-    pub(super) distance: usize,
-}
-
 /// Keys (or values) `start..start + count` of the block's head: where they lie if they need no
 /// conversion and, with `whole_vectors`, fill whole vectors; else copied into `scratch` with rows of
 /// `width`, filled up with zeros.
-pub(super) fn key_rows<'s, E: Element>(
+pub(super) fn key_rows<'s, E: Accumulate>(
     block: &RowBlock<'_, 's, E>,
     view: &View<'s, E>,
     (start, count): (usize, usize),
     (dim, width): (usize, usize),
     whole_vectors: bool,
     scratch: &'s mut [E::Acc],
-) -> KeyRows<'s, E::Acc> {
+) -> Rows<'s, E::Acc> {
     if count == 0 {
-        return KeyRows {
+        return Rows {
             data: &[],
             distance: width,
+            count,
         };
     }
     let run = block.run_length();
@@ -243,9 +239,10 @@ pub(super) fn key_rows<'s, E: Element>(
         let from = block.key_at(view, start);
         let reach = (count - 1) * view.row + dim;
         if let Some(data) = E::as_acc(&view.data[from..from + reach]) {
-            return KeyRows {
+            return Rows {
                 data,
                 distance: view.row,
+                count,
             };
         }
     }
@@ -266,8 +263,9 @@ pub(super) fn key_rows<'s, E: Element>(
             rest.fill(E::Acc::ZERO);
         }
     }
-    KeyRows {
+    Rows {
         data: &scratch[..count * width],
         distance: width,
+        count,
     }
 }

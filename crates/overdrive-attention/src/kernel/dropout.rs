@@ -1,7 +1,11 @@
 //! Dropout by a counter: what is dropped depends on the seed and the place alone, so that the backward
 //! pass drops the same without storing a mask.
 
-use super::lanes::Real;
+use overdrive_core::random::random_u64;
+use overdrive_kernels::Real;
+
+/// The stream of random numbers that dropout of attention draws from.
+const DROPOUT_STREAM: u32 = 0x6472_6f70;
 
 /// Probability and seed.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -27,8 +31,8 @@ impl Dropout {
     pub(super) fn rows(&self, ids: impl Iterator<Item = u64>) -> RowKeys {
         let (mut first, mut second) = ([0; super::block::ROWS], [0; super::block::ROWS]);
         for ((id, first), second) in ids.zip(&mut first).zip(&mut second) {
-            let word = mixed(mixed(self.seed).wrapping_add(id));
-            // The halves of a mixed word are two independent words.
+            // The halves of a random word are two independent words.
+            let word = random_u64(self.seed, DROPOUT_STREAM, id);
             (*first, *second) = ((word >> 32) as u32, word as u32);
         }
         RowKeys {
@@ -48,6 +52,7 @@ impl Dropout {
 impl RowKeys {
     /// Zeroes the dropped entries of `tile (keys, lanes)`, whose first key is `start`, and scales the
     /// others by `1 / (1 - probability)`.
+    #[inline(always)]
     pub(super) fn apply<R: Real>(&self, tile: &mut [R], lanes: usize, start: usize) {
         let survivor = R::of(self.survivor);
         for (key, row) in tile.chunks_exact_mut(lanes).enumerate() {
@@ -70,12 +75,4 @@ impl RowKeys {
             }
         }
     }
-}
-
-/// SplitMix64 of Steele, Lea and Flood 2014.
-fn mixed(state: u64) -> u64 {
-    let mut word = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    word ^ (word >> 31)
 }

@@ -2,12 +2,11 @@
 
 use std::f64::consts::{LN_2, LOG2_E};
 
+use overdrive_kernels::{Accumulate, Real, SharedSlice, threads};
+
 use super::block::{KEYS, ROWS, RowBlock, key_rows};
-use super::element::Element;
-use super::lanes::Real;
-use super::problem::{Problem, Shared, ViewMut};
-use super::product::{Product, Start, dot_products, product};
-use super::schedule;
+use super::inputs::{Problem, ViewMut};
+use super::matmul::{Matmul, Rows, Start, dot_products, matmul};
 use super::scores::softmax;
 
 /// Up to so many rows the vectors lie along the head dimension instead of the queries.
@@ -19,7 +18,7 @@ const PART_KEYS: usize = 512;
 
 /// Where the results go.
 #[derive(Debug)]
-pub(crate) struct ForwardOutputs<'a, E: Element> {
+pub(crate) struct ForwardOutputs<'a, E: Accumulate> {
     /// As the query, `value_dim` numbers a row.
     pub(crate) output: ViewMut<'a, E>,
     /// As the query, one number a row: the natural log-sum-exp, `-inf` where a query sees no key.
@@ -42,7 +41,7 @@ struct Plan {
 }
 
 impl Plan {
-    fn new<E: Element>(problem: &Problem<'_, E>) -> Plan {
+    fn new<E: Accumulate>(problem: &Problem<'_, E>) -> Plan {
         let mut tasks = Vec::new();
         let mut most_keys = 0;
         for (index, sequence) in problem.sequences.iter().enumerate() {
@@ -59,7 +58,7 @@ impl Plan {
                 }));
             }
         }
-        let workers = schedule::workers();
+        let workers = threads::workers();
         let parts = match tasks.len() {
             0 => 1,
             // Two parts a thread, so that one slow part does not hold up all.
@@ -80,8 +79,8 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn of<E: Element>(problem: &Problem<'_, E>) -> Sizes {
-        let lanes = E::Acc::lanes(problem.set);
+    fn of<E: Accumulate>(problem: &Problem<'_, E>) -> Sizes {
+        let lanes = problem.set.lanes::<E::Acc>();
         Sizes {
             key_width: problem.key_dim.next_multiple_of(lanes),
             value_width: problem.value_dim.next_multiple_of(lanes),
@@ -108,9 +107,9 @@ impl Sizes {
 }
 
 /// Numbers that [`forward`] needs as workspace.
-pub(crate) fn forward_workspace<E: Element>(problem: &Problem<'_, E>) -> usize {
+pub(crate) fn forward_workspace<E: Accumulate>(problem: &Problem<'_, E>) -> usize {
     let (plan, sizes) = (Plan::new(problem), Sizes::of(problem));
-    let workers = schedule::workers().min(plan.tasks.len() * plan.parts);
+    let workers = threads::workers().min(plan.tasks.len() * plan.parts);
     let parts = match plan.parts {
         1 => 0,
         parts => plan.tasks.len() * parts * sizes.part(),
@@ -119,7 +118,7 @@ pub(crate) fn forward_workspace<E: Element>(problem: &Problem<'_, E>) -> usize {
 }
 
 /// Computes `outputs`; `workspace` has [`forward_workspace`] numbers.
-pub(crate) fn forward<E: Element>(
+pub(crate) fn forward<E: Accumulate>(
     problem: &Problem<'_, E>,
     outputs: &ForwardOutputs<'_, E>,
     workspace: &mut [E::Acc],
@@ -128,7 +127,7 @@ pub(crate) fn forward<E: Element>(
     let count = plan.tasks.len();
     let block = |task: &Task| RowBlock::new(problem, task.sequence, task.kv_head, task.first);
     if plan.parts == 1 {
-        schedule::for_each_task(count, workspace, |task, scratch| {
+        threads::for_each_task(count, workspace, |task, scratch| {
             let block = block(&plan.tasks[task]);
             let mut work = Work::new(&block, &sizes, scratch);
             work.sweep(&block, 0, block.sequence.keys);
@@ -140,8 +139,8 @@ pub(crate) fn forward<E: Element>(
         return;
     }
     let (results, workspace) = workspace.split_at_mut(count * plan.parts * sizes.part());
-    let shared = Shared::new(results);
-    schedule::for_each_task(count * plan.parts, workspace, |index, scratch| {
+    let shared = SharedSlice::new(results);
+    threads::for_each_task(count * plan.parts, workspace, |index, scratch| {
         let (task, part) = (index / plan.parts, index % plan.parts);
         let block = block(&plan.tasks[task]);
         let mut work = Work::new(&block, &sizes, scratch);
@@ -151,17 +150,17 @@ pub(crate) fn forward<E: Element>(
         let from = if part == 0 { 0 } else { cut(part) };
         work.sweep(&block, from, cut(part + 1));
         // SAFETY: one part each.
-        let to = unsafe { shared.slice_mut(index * sizes.part(), sizes.part()) };
+        let to = unsafe { shared.range_mut(index * sizes.part()..(index + 1) * sizes.part()) };
         let (rows, maxima, sums) = sizes.split_mut(to);
         rows.copy_from_slice(work.rows);
         maxima.copy_from_slice(work.maxima);
         sums.copy_from_slice(work.sums);
     });
-    schedule::for_each_task(count, workspace, |task, _| {
+    threads::for_each_task(count, workspace, |task, _| {
         let block = block(&plan.tasks[task]);
         let len = plan.parts * sizes.part();
         // SAFETY: the parts of one task each.
-        let parts = unsafe { shared.slice_mut(task * len, len) };
+        let parts = unsafe { shared.range_mut(task * len..(task + 1) * len) };
         let (merged, others) = parts.split_at_mut(sizes.part());
         for other in others.chunks_exact(sizes.part()) {
             merge(&block, &sizes, merged, other);
@@ -190,7 +189,7 @@ struct Work<'s, R> {
 }
 
 impl<'s, R: Real> Work<'s, R> {
-    fn new<E: Element<Acc = R>>(
+    fn new<E: Accumulate<Acc = R>>(
         block: &RowBlock<'_, '_, E>,
         sizes: &Sizes,
         scratch: &'s mut [R],
@@ -221,7 +220,12 @@ impl<'s, R: Real> Work<'s, R> {
     }
 
     /// Online softmax over the keys `from..to` that the block sees: leaves `rows`, `maxima`, `sums`.
-    fn sweep<E: Element<Acc = R>>(&mut self, block: &RowBlock<'_, '_, E>, from: usize, to: usize) {
+    fn sweep<E: Accumulate<Acc = R>>(
+        &mut self,
+        block: &RowBlock<'_, '_, E>,
+        from: usize,
+        to: usize,
+    ) {
         let problem = block.problem;
         let (key_dim, value_dim) = (problem.key_dim, problem.value_dim);
         let factor = block.query_factor();
@@ -272,7 +276,7 @@ impl<'s, R: Real> Work<'s, R> {
 
     /// Keys (or values) as the pieces that one product takes: where a product has few queries, copying
     /// keys of a pool together would cost as much as the product, and each block is read where it lies.
-    fn pieces<E: Element<Acc = R>>(
+    fn pieces<E: Accumulate<Acc = R>>(
         &self,
         block: &RowBlock<'_, '_, E>,
         keys: (usize, usize),
@@ -290,7 +294,7 @@ impl<'s, R: Real> Work<'s, R> {
     }
 
     /// `tile = keys · queries`.
-    fn weigh_keys<E: Element<Acc = R>>(
+    fn weigh_keys<E: Accumulate<Acc = R>>(
         &mut self,
         block: &RowBlock<'_, '_, E>,
         keys: (usize, usize),
@@ -301,21 +305,22 @@ impl<'s, R: Real> Work<'s, R> {
             let rows = key_rows(block, &problem.key, (first, count), dims, false, self.keys);
             let tile = &mut self.tile[(first - keys.0) * block.lanes..];
             if self.few {
+                let queries = Rows {
+                    data: self.queries,
+                    distance: self.key_width,
+                    count: block.rows,
+                };
                 dot_products(
                     problem.set,
                     tile,
                     block.lanes,
-                    rows.data,
-                    rows.distance,
-                    count,
-                    self.queries,
-                    self.key_width,
-                    block.rows,
+                    rows,
+                    queries,
                     problem.key_dim,
                 );
                 continue;
             }
-            let mut scores = Product {
+            let mut scores = Matmul {
                 m: count,
                 n: block.lanes,
                 k: problem.key_dim,
@@ -328,12 +333,12 @@ impl<'s, R: Real> Work<'s, R> {
                 ldc: block.lanes,
                 start: Start::Zero,
             };
-            product(problem.set, &mut scores);
+            matmul(problem.set, &mut scores);
         }
     }
 
     /// Adds the values, each by its weight in `tile`, to the scaled sums.
-    fn add_values<E: Element<Acc = R>>(
+    fn add_values<E: Accumulate<Acc = R>>(
         &mut self,
         block: &RowBlock<'_, '_, E>,
         keys: (usize, usize),
@@ -346,7 +351,7 @@ impl<'s, R: Real> Work<'s, R> {
             let weights = &self.tile[(first - keys.0) * block.lanes..];
             let scaled = first == keys.0;
             let mut sums = if self.few {
-                Product {
+                Matmul {
                     m: block.rows,
                     n: self.value_width,
                     k: count,
@@ -363,7 +368,7 @@ impl<'s, R: Real> Work<'s, R> {
                     },
                 }
             } else {
-                Product {
+                Matmul {
                     m: problem.value_dim,
                     n: block.lanes,
                     k: count,
@@ -380,7 +385,7 @@ impl<'s, R: Real> Work<'s, R> {
                     },
                 }
             };
-            product(problem.set, &mut sums);
+            matmul(problem.set, &mut sums);
         }
     }
 }
@@ -408,7 +413,7 @@ impl Iterator for Pieces {
 }
 
 /// Adds the result of another part of the keys.
-fn merge<E: Element>(
+fn merge<E: Accumulate>(
     block: &RowBlock<'_, '_, E>,
     sizes: &Sizes,
     merged: &mut [E::Acc],
@@ -435,7 +440,7 @@ fn merge<E: Element>(
 }
 
 /// Joins the sink logits, divides by the sums and writes the rows out.
-fn finish<E: Element>(
+fn finish<E: Accumulate>(
     block: &RowBlock<'_, '_, E>,
     sizes: &Sizes,
     outputs: &ForwardOutputs<'_, E>,
@@ -468,7 +473,7 @@ fn finish<E: Element>(
             )
         };
         for (to, from) in to.iter_mut().zip(&rows[row * sizes.value_width..]) {
-            *to = E::narrow(*from * inverse);
+            *to = E::from_acc(*from * inverse);
         }
         logsumexp[0] = match empty {
             true => -E::Acc::INFINITY,

@@ -4,16 +4,15 @@
 
 use std::f64::consts::LOG2_E;
 
+use overdrive_kernels::{Accumulate, InstructionSet, Real, Vector, vectorized};
+
 use super::block::{KEYS, ROWS};
 use super::dropout::RowKeys;
-use super::element::Element;
-use super::lanes::{InstructionSet, Lanes, Real};
-use super::multiversioned;
-use super::problem::{Bias, BiasValues, Rules, Sequence};
+use super::inputs::{Bias, BiasValues, Rules, Sequence};
 
 /// Softcap, ALiBi, bias, mask and dropout of the rows of a block.
 #[derive(Debug)]
-pub(super) struct Adjustment<'p, E: Element> {
+pub(super) struct Adjustment<'p, E: Accumulate> {
     pub(super) rules: &'p Rules<'p, E::Acc>,
     pub(super) set: InstructionSet,
     pub(super) sequence: Sequence,
@@ -31,7 +30,7 @@ pub(super) struct Adjustment<'p, E: Element> {
     pub(super) dropout: Option<RowKeys>,
 }
 
-impl<E: Element> Adjustment<'_, E> {
+impl<E: Accumulate> Adjustment<'_, E> {
     /// Turns the products of a tile, whose queries carry `RowBlock::query_factor`, into scores.
     ///
     /// With a softcap, `derivative` takes its derivative at each score.
@@ -113,47 +112,39 @@ impl<E: Element> Adjustment<'_, E> {
     }
 }
 
-multiversioned! {
-    /// `cap · log2(e) · tanh(tile)`, and `1 - tanh²` for the derivative.
-    fn softcap<R>(tile: &mut [R], derivative: Option<&mut [R]>, cap: R) = softcap_body
-}
-
-/// # Safety
-/// The CPU has the instruction set of `V`.
-#[inline(always)]
-unsafe fn softcap_body<V: Lanes>(
-    tile: &mut [V::Scalar],
-    mut derivative: Option<&mut [V::Scalar]>,
-    cap: V::Scalar,
-) {
-    // SAFETY: the caller vouches for the instruction set; every access is checked to be in bounds.
-    unsafe {
-        let (cap, one) = (V::splat(cap), V::splat(V::Scalar::ONE));
-        if let Some(derivative) = &derivative {
-            assert!(derivative.len() >= tile.len());
-        }
-        let mut at = 0;
-        for chunk in tile.chunks_exact_mut(V::LEN) {
-            let bent = tanh(V::load(chunk.as_ptr()));
-            bent.mul(cap).store(chunk.as_mut_ptr());
-            if let Some(derivative) = derivative.as_deref_mut() {
-                one.sub(bent.mul(bent))
-                    .store(derivative.as_mut_ptr().add(at));
+vectorized! {
+    /// Replaces `tile` by `cap · log2(e) · tanh(tile)`, and writes `1 - tanh²` for the derivative.
+    fn softcap<S: Simd, R: Real>(
+        s: S,
+        tile: &mut [R],
+        derivative: Option<&mut [R]>,
+        cap: R,
+    ) {
+        let (cap, one) = (R::Vector::<S>::splat(s, cap), R::Vector::<S>::splat(s, R::ONE));
+        let chunks = tile.chunks_exact_mut(R::Vector::<S>::LEN);
+        match derivative {
+            None => {
+                for chunk in chunks {
+                    tanh(s, R::Vector::<S>::load(s, chunk)).mul(cap).store(chunk);
+                }
             }
-            at += V::LEN;
+            Some(derivative) => {
+                let derivatives = derivative.chunks_exact_mut(R::Vector::<S>::LEN);
+                assert!(derivatives.len() >= chunks.len());
+                for (chunk, derivative) in chunks.zip(derivatives) {
+                    let bent = tanh(s, R::Vector::<S>::load(s, chunk));
+                    bent.mul(cap).store(chunk);
+                    one.sub(bent.mul(bent)).store(derivative);
+                }
+            }
         }
     }
 }
 
-/// tanh, from `2^x` where it is bent and from its series near zero, where that would cancel.
-///
-/// # Safety
-/// The CPU has the instruction set of `V`.
+/// Returns tanh, from `2^x` where it is bent and from its series near zero, where that would cancel.
 #[inline(always)]
-unsafe fn tanh<V: Lanes>(x: V) -> V {
-    let of = V::Scalar::of;
-    // SAFETY: the caller vouches for the instruction set.
-    let splat = |value: f64| unsafe { V::splat(of(value)) };
+fn tanh<V: Vector>(s: V::Token, x: V) -> V {
+    let splat = |value: f64| V::splat(s, V::Scalar::of(value));
     let one = splat(1.0);
     // tanh(20) is 1 in either precision; NaN passes.
     let bounded = splat(-20.0).max(splat(20.0).min(x));
@@ -172,207 +163,145 @@ unsafe fn tanh<V: Lanes>(x: V) -> V {
     ] {
         series = series.mul_add(square, splat(coefficient));
     }
-    x.abs().where_le(splat(0.0625), series.mul(x), bent)
+    x.abs().select_lt(splat(0.0625), series.mul(x), bent)
 }
 
-multiversioned! {
+vectorized! {
     /// Adds `slopes · |positions - key|`.
-    fn slope<R>(
+    fn slope<S: Simd, R: Real>(
+        s: S,
         tile: &mut [R],
         lanes: usize,
         positions: &[R; ROWS],
         slopes: &[R; ROWS],
-    ) = slope_body
-}
-
-/// # Safety
-/// The CPU has the instruction set of `V`.
-#[inline(always)]
-unsafe fn slope_body<V: Lanes>(
-    tile: &mut [V::Scalar],
-    lanes: usize,
-    positions: &[V::Scalar; ROWS],
-    slopes: &[V::Scalar; ROWS],
-) {
-    assert!(lanes <= ROWS);
-    for (key, row) in tile.chunks_exact_mut(lanes).enumerate() {
-        // SAFETY: the caller vouches for the instruction set; `lanes` bounds every access.
-        unsafe {
-            let key = V::splat(V::Scalar::of(key as f64));
-            for at in (0..lanes).step_by(V::LEN) {
-                let distance = V::load(positions.as_ptr().add(at)).sub(key).abs();
-                let score = V::load(row.as_ptr().add(at));
-                V::load(slopes.as_ptr().add(at))
-                    .mul_add(distance, score)
-                    .store(row.as_mut_ptr().add(at));
+    ) {
+        for (key, row) in tile.chunks_exact_mut(lanes).enumerate() {
+            let key = R::Vector::<S>::splat(s, R::of(key as f64));
+            let columns = positions.chunks_exact(R::Vector::<S>::LEN);
+            let columns = columns.zip(slopes.chunks_exact(R::Vector::<S>::LEN));
+            for (scores, (position, slope)) in
+                row.chunks_exact_mut(R::Vector::<S>::LEN).zip(columns)
+            {
+                let distance = R::Vector::<S>::load(s, position).sub(key).abs();
+                let slope = R::Vector::<S>::load(s, slope);
+                slope.mul_add(distance, R::Vector::<S>::load(s, scores)).store(scores);
             }
         }
     }
 }
 
-multiversioned! {
+vectorized! {
     /// Hides the keys outside `from..to` of each row; the first `sinks` only where they are past `to`.
-    fn hide<R>(
+    fn hide<S: Simd, R: Real>(
+        s: S,
         tile: &mut [R],
         lanes: usize,
         from: &[R; ROWS],
         to: &[R; ROWS],
         sinks: usize,
-    ) = hide_body
-}
-
-/// # Safety
-/// The CPU has the instruction set of `V`.
-#[inline(always)]
-unsafe fn hide_body<V: Lanes>(
-    tile: &mut [V::Scalar],
-    lanes: usize,
-    from: &[V::Scalar; ROWS],
-    to: &[V::Scalar; ROWS],
-    sinks: usize,
-) {
-    assert!(lanes <= ROWS);
-    for (key, row) in tile.chunks_exact_mut(lanes).enumerate() {
-        // SAFETY: the caller vouches for the instruction set; `lanes` bounds every access.
-        unsafe {
-            let hidden = V::splat(-V::Scalar::INFINITY);
-            let place = V::splat(V::Scalar::of(key as f64));
-            for at in (0..lanes).step_by(V::LEN) {
-                let mut score = V::load(row.as_ptr().add(at));
-                score = V::load(to.as_ptr().add(at)).where_le(place, hidden, score);
+    ) {
+        let hidden = R::Vector::<S>::splat(s, -R::INFINITY);
+        for (key, row) in tile.chunks_exact_mut(lanes).enumerate() {
+            let index = R::Vector::<S>::splat(s, R::of(key as f64));
+            let columns = from.chunks_exact(R::Vector::<S>::LEN);
+            let columns = columns.zip(to.chunks_exact(R::Vector::<S>::LEN));
+            for (scores, (from, to)) in row.chunks_exact_mut(R::Vector::<S>::LEN).zip(columns) {
+                let mut score = R::Vector::<S>::load(s, scores);
+                score = index.select_lt(R::Vector::<S>::load(s, to), score, hidden);
                 if key >= sinks {
-                    score = V::load(from.as_ptr().add(at)).where_le(place, score, hidden);
+                    score = index.select_lt(R::Vector::<S>::load(s, from), hidden, score);
                 }
-                score.store(row.as_mut_ptr().add(at));
+                score.store(scores);
             }
         }
     }
 }
 
-multiversioned! {
-    /// Dropout, compiled for the instruction set; the compiler makes the vectors.
-    fn drop_out<R>(tile: &mut [R], lanes: usize, start: usize, keys: &RowKeys) = drop_out_body
+vectorized! {
+    /// Applies dropout; the compiler makes the vectors.
+    fn drop_out<S: Simd, R: Real>(
+        _s: S,
+        tile: &mut [R],
+        lanes: usize,
+        start: usize,
+        keys: &RowKeys,
+    ) {
+        keys.apply(tile, lanes, start);
+    }
 }
 
-/// # Safety
-/// The CPU has the instruction set of `V`.
-#[inline(always)]
-unsafe fn drop_out_body<V: Lanes>(
-    tile: &mut [V::Scalar],
-    lanes: usize,
-    start: usize,
-    keys: &RowKeys,
-) {
-    keys.apply(tile, lanes, start);
-}
-
-multiversioned! {
-    /// One step of the online softmax: `tile` becomes weights relative to the new maximum, and
-    /// `factors` what all weights before are to be scaled by.
-    fn softmax<R>(
+vectorized! {
+    /// Does one step of the online softmax: `tile` becomes weights relative to the new maximum, and
+    /// `factors` the scale of all weights before.
+    pub(super) fn softmax<S: Simd, R: Real>(
+        s: S,
         tile: &mut [R],
         lanes: usize,
         maxima: &mut [R],
         sums: &mut [R],
         factors: &mut [R],
-    ) = softmax_body
-}
-
-/// # Safety
-/// The CPU has the instruction set of `V`.
-#[inline(always)]
-unsafe fn softmax_body<V: Lanes>(
-    tile: &mut [V::Scalar],
-    lanes: usize,
-    maxima: &mut [V::Scalar],
-    sums: &mut [V::Scalar],
-    factors: &mut [V::Scalar],
-) {
-    let keys = tile.len() / lanes;
-    assert!(maxima.len() >= lanes && sums.len() >= lanes && factors.len() >= lanes);
-    assert!(keys <= KEYS);
-    for at in (0..lanes).step_by(V::LEN) {
-        // SAFETY: the caller vouches for the instruction set; `lanes` and `keys` bound every access.
-        unsafe {
-            let column = tile.as_mut_ptr().add(at);
-            let before = V::load(maxima.as_ptr().add(at));
+    ) {
+        assert!(tile.len() <= KEYS * lanes);
+        for at in (0..lanes).step_by(R::Vector::<S>::LEN) {
+            let before = R::Vector::<S>::load(s, &maxima[at..]);
+            // In two chains, because each comparison waits for the one before it.
             let (mut even, mut odd) = (before, before);
-            let mut key = 0;
-            while key + 2 <= keys {
-                even = even.max(V::load(column.add(key * lanes)));
-                odd = odd.max(V::load(column.add((key + 1) * lanes)));
-                key += 2;
+            let mut pairs = tile.chunks_exact(2 * lanes);
+            for pair in pairs.by_ref() {
+                let (first, second) = pair.split_at(lanes);
+                even = even.max(R::Vector::<S>::load(s, &first[at..]));
+                odd = odd.max(R::Vector::<S>::load(s, &second[at..]));
             }
-            if key < keys {
-                even = even.max(V::load(column.add(key * lanes)));
+            if let Some(last) = pairs.remainder().get(..lanes) {
+                even = even.max(R::Vector::<S>::load(s, &last[at..]));
             }
             let maximum = even.max(odd);
             let factor = before.sub(maximum).exp2();
-            let mut sum = V::load(sums.as_ptr().add(at)).mul(factor);
-            for key in 0..keys {
-                let at = column.add(key * lanes);
-                let weight = V::load(at).sub(maximum).exp2();
+            let mut sum = R::Vector::<S>::load(s, &sums[at..]).mul(factor);
+            for row in tile.chunks_exact_mut(lanes) {
+                let row = &mut row[at..];
+                let weight = R::Vector::<S>::load(s, row).sub(maximum).exp2();
                 sum = sum.add(weight);
-                weight.store(at);
+                weight.store(row);
             }
-            maximum.store(maxima.as_mut_ptr().add(at));
-            sum.store(sums.as_mut_ptr().add(at));
-            factor.store(factors.as_mut_ptr().add(at));
+            maximum.store(&mut maxima[at..]);
+            sum.store(&mut sums[at..]);
+            factor.store(&mut factors[at..]);
         }
     }
 }
 
-multiversioned! {
-    /// `scores` become weights `2^(score - logsumexp)`, and `gradients` (of the weights) those of the
+vectorized! {
+    /// Replaces `scores` by weights `2^(score - logsumexp)`, and `gradients` (of the weights) by those of the
     /// scores: `weight · (gradient - delta)`.
-    fn softmax_gradient<R>(
+    pub(super) fn softmax_gradient<S: Simd, R: Real>(
+        s: S,
         scores: &mut [R],
         gradients: &mut [R],
         lanes: usize,
         logsumexp: &[R],
         delta: &[R],
-    ) = softmax_gradient_body
-}
-
-/// # Safety
-/// The CPU has the instruction set of `V`.
-#[inline(always)]
-unsafe fn softmax_gradient_body<V: Lanes>(
-    scores: &mut [V::Scalar],
-    gradients: &mut [V::Scalar],
-    lanes: usize,
-    logsumexp: &[V::Scalar],
-    delta: &[V::Scalar],
-) {
-    let keys = scores.len() / lanes;
-    assert!(gradients.len() >= scores.len() && logsumexp.len() >= lanes && delta.len() >= lanes);
-    for at in (0..lanes).step_by(V::LEN) {
-        // SAFETY: the caller vouches for the instruction set; `lanes` and `keys` bound every access.
-        unsafe {
-            let normaliser = V::load(logsumexp.as_ptr().add(at));
-            let delta = V::load(delta.as_ptr().add(at));
-            for key in 0..keys {
-                let place = key * lanes + at;
-                let score = scores.as_mut_ptr().add(place);
-                let gradient = gradients.as_mut_ptr().add(place);
-                let weight = V::load(score).sub(normaliser).exp2();
-                weight.store(score);
-                weight.mul(V::load(gradient).sub(delta)).store(gradient);
+    ) {
+        assert!(gradients.len() >= scores.len());
+        for at in (0..lanes).step_by(R::Vector::<S>::LEN) {
+            let normaliser = R::Vector::<S>::load(s, &logsumexp[at..]);
+            let delta = R::Vector::<S>::load(s, &delta[at..]);
+            let rows = scores.chunks_exact_mut(lanes);
+            for (scores, gradients) in rows.zip(gradients.chunks_exact_mut(lanes)) {
+                let (scores, gradients) = (&mut scores[at..], &mut gradients[at..]);
+                let weight = R::Vector::<S>::load(s, scores).sub(normaliser).exp2();
+                weight.store(scores);
+                weight.mul(R::Vector::<S>::load(s, gradients).sub(delta)).store(gradients);
             }
         }
     }
 }
 
-multiversioned! {
-    /// `to *= by`, number by number.
-    fn multiply<R>(to: &mut [R], by: &[R]) = multiply_body
-}
-
-/// # Safety
-/// The CPU has the instruction set of `V`.
-#[inline(always)]
-unsafe fn multiply_body<V: Lanes>(to: &mut [V::Scalar], by: &[V::Scalar]) {
-    for (to, by) in to.iter_mut().zip(by) {
-        *to = *to * *by;
+vectorized! {
+    /// Multiplies `to` by `by`, element by element.
+    pub(super) fn multiply<S: Simd, R: Real>(_s: S, to: &mut [R], by: &[R]) {
+        for (to, by) in to.iter_mut().zip(by) {
+            *to = *to * *by;
+        }
     }
 }

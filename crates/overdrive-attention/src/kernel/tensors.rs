@@ -3,7 +3,7 @@
 use overdrive_sys::raw;
 use tch::{Device, Kind, Tensor};
 
-use super::problem::{View, ViewMut};
+use super::inputs::{View, ViewMut};
 use crate::Result;
 
 /// The elements of a CPU tensor of four dimensions, with the strides to find them, not copied unless

@@ -1,7 +1,8 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-use super::lanes::{InstructionSet, Lanes, Real};
-use super::product::{Product, Start, dot_products, product};
+use overdrive_kernels::{InstructionSet, Real, Vector, vectorized};
+
+use super::matmul::{Matmul, Rows, Start, dot_products, matmul};
 
 /// Numbers in -1..1 that look random.
 fn numbers(count: usize, seed: u32) -> Vec<f64> {
@@ -19,7 +20,7 @@ fn of<R: Real>(values: &[f64]) -> Vec<R> {
 
 fn product_equals_the_plain_sum<R: Real>(tolerance: f64) {
     for set in InstructionSet::available() {
-        let lanes = R::lanes(set);
+        let lanes = set.lanes::<R>();
         for (m, n, k) in [
             (1, lanes, 1),
             (6, 2 * lanes, 7),
@@ -39,7 +40,7 @@ fn product_equals_the_plain_sum<R: Real>(tolerance: f64) {
                 ];
                 for start in starts {
                     let mut result = of::<R>(&c);
-                    let mut p = Product {
+                    let mut p = Matmul {
                         m,
                         n,
                         k,
@@ -52,7 +53,7 @@ fn product_equals_the_plain_sum<R: Real>(tolerance: f64) {
                         ldc: n,
                         start,
                     };
-                    product(set, &mut p);
+                    matmul(set, &mut p);
                     for (at, got) in result.iter().enumerate() {
                         let (row, column) = (at / n, at % n);
                         let factor = match start {
@@ -68,7 +69,7 @@ fn product_equals_the_plain_sum<R: Real>(tolerance: f64) {
                         let sum: f64 = (0..k).map(|k_at| a(k_at) * b[k_at * n + column]).sum();
                         let expected = c[at] * factor + sum;
                         assert!(
-                            (got.f64() - expected).abs() < tolerance,
+                            (got.to_f64() - expected).abs() < tolerance,
                             "{set:?} {m} {n} {k}"
                         );
                     }
@@ -94,12 +95,16 @@ fn dot_products_lie_at_their_key_and_row() {
                 set,
                 &mut tile,
                 16,
-                &of::<f32>(&keys),
-                70,
-                5,
-                &of::<f32>(&rows),
-                70,
-                3,
+                Rows {
+                    data: &of::<f32>(&keys),
+                    distance: 70,
+                    count: 5,
+                },
+                Rows {
+                    data: &of::<f32>(&rows),
+                    distance: 70,
+                    count: 3,
+                },
                 dim,
             );
             for key in 0..5 {
@@ -114,15 +119,11 @@ fn dot_products_lie_at_their_key_and_row() {
     }
 }
 
-multiversioned! {
-    fn exp2_all<R>(values: &mut [R]) = exp2_body
-}
-
-#[inline(always)]
-unsafe fn exp2_body<V: Lanes>(values: &mut [V::Scalar]) {
-    for chunk in values.chunks_exact_mut(V::LEN) {
-        // SAFETY: the caller vouches for the instruction set, the chunk for the memory.
-        unsafe { V::load(chunk.as_ptr()).exp2().store(chunk.as_mut_ptr()) };
+vectorized! {
+    fn exp2_all<S: Simd, R: Real>(s: S, values: &mut [R]) {
+        for chunk in values.chunks_exact_mut(R::Vector::<S>::LEN) {
+            R::Vector::<S>::load(s, chunk).exp2().store(chunk);
+        }
     }
 }
 
@@ -132,11 +133,11 @@ fn exp2_is_within<R: Real>(least: f64, tolerance: f64) {
             .map(|i| least * f64::from(i) / 64_000.0)
             .collect();
         let mut values = of::<R>(&inputs);
-        let exact: Vec<f64> = values.iter().map(|x| x.f64().exp2()).collect();
+        let exact: Vec<f64> = values.iter().map(|x| x.to_f64().exp2()).collect();
         exp2_all(set, &mut values);
         for (value, exact) in values.iter().zip(exact) {
             assert!(
-                (value.f64() / exact - 1.0).abs() < tolerance,
+                (value.to_f64() / exact - 1.0).abs() < tolerance,
                 "{set:?}: {value:?} {exact}"
             );
         }
@@ -144,7 +145,7 @@ fn exp2_is_within<R: Real>(least: f64, tolerance: f64) {
         edges[0] = R::of(f64::NAN);
         (edges[1], edges[2]) = (R::LOWEST, R::of(least * 1.01));
         exp2_all(set, &mut edges);
-        assert!(edges[0].f64().is_nan());
+        assert!(edges[0].to_f64().is_nan());
         assert!(
             edges[1..].iter().all(|value| *value == R::ZERO),
             "{set:?}: {edges:?}"

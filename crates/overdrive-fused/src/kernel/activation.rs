@@ -1,9 +1,10 @@
 //! Activations, alone with a bias or as the gate of a product.
 
-use super::jobs::{block_rows, run_jobs};
+use overdrive_kernels::math::{normal, sigmoid};
+use overdrive_kernels::threads::{block_rows, run_jobs};
+use overdrive_kernels::{Element, Kernel, Simd, dispatch, each_vector, load, store};
+
 use crate::Activation;
-use crate::simd::math::{normal, sigmoid};
-use crate::simd::{Element, Kernel, Simd, dispatch, each_vector, load, store};
 
 /// A gate and what it gates: `(rows, 2·width)` in one buffer, or each in its own.
 #[derive(Debug, Clone, Copy)]

@@ -1,8 +1,8 @@
 //! The negative log-likelihood of a label under the softmax of a row of logits, and its gradient.
 
-use super::jobs::{block_rows, run_jobs};
-use crate::simd::math::{exp, tanh};
-use crate::simd::{Element, Kernel, Simd, dispatch, each_vector, load, store};
+use overdrive_kernels::math::{exp, tanh};
+use overdrive_kernels::threads::{block_rows, run_jobs};
+use overdrive_kernels::{Element, Kernel, Simd, dispatch, each_vector, load, store};
 
 /// What the loss of a row is made of.
 ///
@@ -212,7 +212,7 @@ fn row_loss<S: Simd, T: Element>(s: S, terms: Terms, row: &[T], class: usize) ->
         Some(cap) => cap * (max / cap).tanh(),
     };
     let (shift, mut sum, mut total) = (s.splat(max), s.splat(0.0), s.splat(0.0));
-    let (whole, tail) = row.split_at(row.len() - row.len() % crate::simd::LANES);
+    let (whole, tail) = row.split_at(row.len() - row.len() % overdrive_kernels::LANES);
     each_vector(
         whole.len(),
         #[inline(always)]
@@ -248,7 +248,7 @@ fn row_loss<S: Simd, T: Element>(s: S, terms: Terms, row: &[T], class: usize) ->
 fn row_max<S: Simd, T: Element>(s: S, row: &[T]) -> f32 {
     // Four at a time, because each comparison waits for the one before it.
     let mut max = [s.splat(f32::NEG_INFINITY); 4];
-    let mut vectors = row.chunks_exact(4 * crate::simd::LANES);
+    let mut vectors = row.chunks_exact(4 * overdrive_kernels::LANES);
     for four in &mut vectors {
         let mut slot = 0;
         each_vector(

@@ -4,116 +4,77 @@
 //! once. General products pack a weight before they use it, which reads and writes it again; here each
 //! row of the weight goes through the registers with a few rows of `x` at a time, and is still in the
 //! first cache for the next few.
-#![allow(unsafe_code)]
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::simd::{Element, Kernel, LANES, Simd, dispatch, each_vector, load};
+use overdrive_kernels::threads::parallel_columns;
+use overdrive_kernels::{ColumnsMut, Element, Kernel, LANES, Simd, dispatch, each_vector, load};
 
-/// Bytes of weight that a thread takes at a time: enough to be read as a stream, few enough that a
+/// The bytes of weight that a thread takes at a time: enough to be read as a stream, few enough that a
 /// thread held up by something else does not hold up the others.
 const CHUNK_BYTES: usize = 128 << 10;
 
-/// Work that is not worth waking another thread for.
+/// The bytes of weight that are not worth waking another thread for.
 const MIN_PARALLEL_BYTES: usize = 64 << 10;
 
-/// Maps of the same `x`, whose results stand side by side.
+/// Linear layers of the same `x`, whose results stand side by side.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Map<'a, W> {
+pub(crate) struct Layer<'a, W> {
     /// Row-major, one row an output.
     pub(crate) weight: &'a [W],
-    /// One number an output.
+    /// One element an output.
     pub(crate) bias: Option<&'a [W]>,
 }
 
 /// Computes `y (rows, Σ outputs)` from `x (rows, width)`.
-pub(crate) fn few_rows<W: Element>(x: &[f32], width: usize, maps: &[Map<'_, W>], y: &mut [W]) {
-    let outputs: usize = maps.iter().map(|map| map.weight.len() / width).sum();
+pub(crate) fn few_rows<W: Element>(x: &[f32], width: usize, layers: &[Layer<'_, W>], y: &mut [W]) {
+    let outputs: usize = layers.iter().map(|layer| layer.weight.len() / width).sum();
     let row_bytes = width * size_of::<W>();
+    // At least as many as a tile has.
     let chunk = (CHUNK_BYTES / row_bytes.max(1)).max(4);
-    let chunks = outputs.div_ceil(chunk);
-    let target = Target {
-        y: y.as_mut_ptr(),
-        len: y.len(),
-        outputs,
-    };
-    let run = |range: Range<usize>| {
+    let parallel = outputs * row_bytes > MIN_PARALLEL_BYTES;
+    parallel_columns(y, outputs, chunk, parallel, |mut target| {
+        let range = target.range();
         let mut first = 0;
-        for map in maps {
-            let count = map.weight.len() / width;
+        for &layer in layers {
+            let count = layer.weight.len() / width;
             let from = range.start.clamp(first, first + count) - first;
             let to = range.end.clamp(first, first + count) - first;
             if from < to {
-                dispatch(Part {
+                dispatch(Outputs {
                     x,
                     width,
-                    map: *map,
-                    rows: from..to,
+                    layer,
+                    outputs: from..to,
                     first,
-                    target: &target,
+                    target: &mut target,
                 });
             }
             first += count;
         }
-    };
-    if outputs * row_bytes <= MIN_PARALLEL_BYTES {
-        return run(0..outputs);
-    }
-    let next = AtomicUsize::new(0);
-    let threads = overdrive_sys::threads::intra_op().min(chunks);
-    overdrive_sys::threads::parallel_for(threads, 1, |_| {
-        loop {
-            let index = next.fetch_add(1, Ordering::Relaxed);
-            if index >= chunks {
-                break;
-            }
-            run(index * chunk..((index + 1) * chunk).min(outputs));
-        }
     });
 }
 
-/// The results, of which each part writes its own columns.
-struct Target<W> {
-    y: *mut W,
-    len: usize,
-    outputs: usize,
-}
-
-// SAFETY: every part writes other elements, and nobody reads before all are done.
-unsafe impl<W: Send> Sync for Target<W> {}
-
-impl<W: Element> Target<W> {
-    #[inline(always)]
-    fn set(&self, row: usize, column: usize, value: f32) {
-        let at = row * self.outputs + column;
-        assert!(at < self.len, "a row and column of the result");
-        // SAFETY: inside the slice that `few_rows` borrowed for writing; chunks do not overlap.
-        unsafe { self.y.add(at).write(W::from_f32(value)) };
-    }
-}
-
-/// Some outputs of one map.
-struct Part<'a, W> {
+/// Some outputs of one layer.
+struct Outputs<'a, 't, W> {
     x: &'a [f32],
     width: usize,
-    map: Map<'a, W>,
-    rows: Range<usize>,
-    /// The column of the map's first output.
+    layer: Layer<'a, W>,
+    outputs: Range<usize>,
+    /// The column of the layer's first output.
     first: usize,
-    target: &'a Target<W>,
+    target: &'a mut ColumnsMut<'t, W>,
 }
 
-impl<W: Element> Kernel for Part<'_, W> {
+impl<W: Element> Kernel for Outputs<'_, '_, W> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
+    fn run<S: Simd>(mut self, s: S) {
         if self.x.len() == self.width {
-            for output in self.rows.clone() {
+            for output in self.outputs.clone() {
                 let sum = dot(s, self.x, self.weight(output));
-                self.target
-                    .set(0, self.first + output, sum + self.bias(output));
+                self.set(0, output, sum + self.bias(output));
             }
             return;
         }
@@ -124,41 +85,48 @@ impl<W: Element> Kernel for Part<'_, W> {
     }
 }
 
-impl<W: Element> Part<'_, W> {
+impl<'a, W: Element> Outputs<'a, '_, W> {
     #[inline(always)]
-    fn weight(&self, output: usize) -> &[W] {
-        &self.map.weight[output * self.width..(output + 1) * self.width]
+    fn weight(&self, output: usize) -> &'a [W] {
+        &self.layer.weight[output * self.width..][..self.width]
     }
 
     #[inline(always)]
     fn bias(&self, output: usize) -> f32 {
-        self.map.bias.map_or(0.0, |bias| bias[output].to_f32())
+        self.layer.bias.map_or(0.0, |bias| bias[output].to_f32())
     }
 
-    /// All outputs, `T` at a time, with all rows, `T` at a time.
     #[inline(always)]
-    fn tiles<S: Simd, const T: usize>(&self, s: S) {
-        let mut output = self.rows.start;
-        while output + T <= self.rows.end {
-            self.outputs::<S, T, T>(s, output);
+    fn set(&mut self, row: usize, output: usize, value: f32) {
+        self.target
+            .set(row, self.first + output, W::from_f32(value));
+    }
+
+    /// Computes all outputs, `T` at a time, with all rows, `T` at a time.
+    #[inline(always)]
+    fn tiles<S: Simd, const T: usize>(&mut self, s: S) {
+        let Range { start, end } = self.outputs;
+        let mut output = start;
+        while output + T <= end {
+            self.rows::<S, T, T>(s, output);
             output += T;
         }
-        while output < self.rows.end {
-            self.outputs::<S, 1, T>(s, output);
+        while output < end {
+            self.rows::<S, 1, T>(s, output);
             output += 1;
         }
     }
 
-    /// `R` outputs from `output` on, with all rows, `T` at a time.
+    /// Computes `R` outputs from `output` on, with all rows, `T` at a time.
     #[inline(always)]
-    fn outputs<S: Simd, const R: usize, const T: usize>(&self, s: S, output: usize) {
+    fn rows<S: Simd, const R: usize, const T: usize>(&mut self, s: S, output: usize) {
         let rows = self.x.len() / self.width;
         let mut row = 0;
         while row + T <= rows {
             self.tile::<S, R, T>(s, output, row);
             row += T;
         }
-        // Of the tail as much as there is at once: each visit reads the weights from the cache again.
+        // All rows that are left at once: each visit reads the weights from the cache again.
         match rows - row {
             0 => {}
             1 => self.tile::<S, R, 1>(s, output, row),
@@ -167,9 +135,9 @@ impl<W: Element> Part<'_, W> {
         }
     }
 
-    /// `R` outputs of `N` rows.
+    /// Computes `R` outputs of `N` rows.
     #[inline(always)]
-    fn tile<S: Simd, const R: usize, const N: usize>(&self, s: S, output: usize, row: usize) {
+    fn tile<S: Simd, const R: usize, const N: usize>(&mut self, s: S, output: usize, row: usize) {
         let width = self.width;
         let mut weights: [&[W]; R] = [&[]; R];
         for (r, weight) in weights.iter_mut().enumerate() {
@@ -177,31 +145,30 @@ impl<W: Element> Part<'_, W> {
         }
         let mut rows: [&[f32]; N] = [&[]; N];
         for (n, slot) in rows.iter_mut().enumerate() {
-            *slot = &self.x[(row + n) * width..(row + n + 1) * width];
+            *slot = &self.x[(row + n) * width..][..width];
         }
+        let weight_vectors = weights.map(whole_vectors);
+        let row_vectors = rows.map(whole_vectors);
         let mut sums = [[s.splat(0.0); N]; R];
-        let whole = width - width % LANES;
-        let mut at = 0;
-        while at < whole {
+        for vector in 0..width / LANES {
             let mut x = [s.splat(0.0); N];
-            for (x, row) in x.iter_mut().zip(&rows) {
-                // SAFETY: `at + LANES <= width`, the length of every row.
-                *x = f32::load(s, unsafe { vector(row, at) });
+            for (x, row) in x.iter_mut().zip(row_vectors) {
+                *x = s.load_f32(&row[vector]);
             }
-            for (weight, sums) in weights.iter().zip(&mut sums) {
+            for (weight, sums) in weight_vectors.into_iter().zip(&mut sums) {
                 if row == 0 {
-                    // The same place of the next tile: several short streams at once are more than
+                    // The same vector of the next tile: several short streams at once are more than
                     // the machine foresees by itself.
-                    s.prefetch(weight.as_ptr().wrapping_add(R * width + at));
+                    let here = weight.as_ptr().wrapping_add(vector).cast::<W>();
+                    s.prefetch(here.wrapping_add(R * width));
                 }
-                // SAFETY: as above.
-                let w = W::load(s, unsafe { vector(weight, at) });
+                let w = W::load(s, &weight[vector]);
                 for (sum, x) in sums.iter_mut().zip(x) {
                     *sum = s.mul_add(x, w, *sum);
                 }
             }
-            at += LANES;
         }
+        let whole = width - width % LANES;
         each_vector(
             width - whole,
             #[inline(always)]
@@ -220,33 +187,27 @@ impl<W: Element> Part<'_, W> {
             four[..N].copy_from_slice(&sums);
             let totals = s.reduce_add_each(four);
             for (n, total) in totals.into_iter().take(N).enumerate() {
-                self.target
-                    .set(row + n, self.first + output + r, total + bias);
+                self.set(row + n, output + r, total + bias);
             }
         }
     }
 }
 
-/// The dot product of two rows, in four partial sums: one would wait for itself.
+/// Returns the dot product of two rows, in four partial sums: one would wait for itself.
 #[inline(always)]
 fn dot<S: Simd, W: Element>(s: S, x: &[f32], weight: &[W]) -> f32 {
     const PARTS: usize = 4;
     let width = weight.len();
     assert_eq!(x.len(), width, "one row of each");
     let mut sums = [s.splat(0.0); PARTS];
-    let whole = width - width % (LANES * PARTS);
-    let mut at = 0;
-    while at < whole {
-        for (part, sum) in sums.iter_mut().enumerate() {
-            // SAFETY: `at + LANES * PARTS <= width`, the length of both.
-            let (x, w) = unsafe {
-                let at = at + part * LANES;
-                (vector(x, at), vector(weight, at))
-            };
-            *sum = s.mul_add(f32::load(s, x), W::load(s, w), *sum);
+    let (x_blocks, _) = whole_vectors(x).as_chunks::<PARTS>();
+    let (weight_blocks, _) = whole_vectors(weight).as_chunks::<PARTS>();
+    for (x, w) in x_blocks.iter().zip(weight_blocks) {
+        for ((x, w), sum) in x.iter().zip(w).zip(&mut sums) {
+            *sum = s.mul_add(s.load_f32(x), W::load(s, w), *sum);
         }
-        at += LANES * PARTS;
     }
+    let whole = width - width % (LANES * PARTS);
     each_vector(
         width - whole,
         #[inline(always)]
@@ -259,13 +220,8 @@ fn dot<S: Simd, W: Element>(s: S, x: &[f32], weight: &[W]) -> f32 {
     s.reduce_add(s.add(s.add(a, b), s.add(c, d)))
 }
 
-/// A vector's worth of a row.
-///
-/// # Safety
-/// `at + LANES <= row.len()`.
+/// Returns the whole vectors of a row.
 #[inline(always)]
-unsafe fn vector<T>(row: &[T], at: usize) -> &[T; LANES] {
-    debug_assert!(at + LANES <= row.len(), "the caller's promise");
-    // SAFETY: the caller's promise; an array has the alignment of its elements.
-    unsafe { &*row.as_ptr().add(at).cast() }
+fn whole_vectors<T>(row: &[T]) -> &[[T; LANES]] {
+    row.as_chunks().0
 }

@@ -3,6 +3,5 @@
 pub(crate) mod activation;
 pub(crate) mod cross_entropy;
 pub(crate) mod few_rows;
-pub(crate) mod jobs;
 pub(crate) mod rms_norm;
 pub(crate) mod rotary;

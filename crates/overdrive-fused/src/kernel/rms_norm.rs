@@ -1,7 +1,7 @@
 //! `y = w · x / sqrt(mean(x²) + eps)`, row by row.
 
-use super::jobs::{block_rows, run_jobs};
-use crate::simd::{Element, Kernel, Simd, dispatch, each_vector, load, store};
+use overdrive_kernels::threads::{block_rows, run_jobs};
+use overdrive_kernels::{Element, Kernel, Simd, dispatch, each_vector, load, store};
 
 /// Normalises the rows of `x`; with a residual, of `x + residual`, which goes to `sum`.
 ///

@@ -1,8 +1,9 @@
 //! Rotation of the heads of tokens, from any layout into rows of tokens.
 
-use super::jobs::{block_rows, run_jobs};
+use overdrive_kernels::threads::{block_rows, run_jobs};
+use overdrive_kernels::{Element, Kernel, Simd, dispatch, each_vector, load, store};
+
 use crate::Convention;
-use crate::simd::{Element, Kernel, Simd, dispatch, each_vector, load, store};
 
 /// Where the head `h` of the token `t` of the sequence `b` begins: at
 /// `b · sequence + t · token + h · head`. A head's channels lie side by side.

@@ -1,10 +1,11 @@
-//! Attention over codes on a CPU.
+//! Attention over a quantized cache on the CPU.
 #![allow(
     unsafe_code,
     reason = "the kernel reads the elements of tensors as slices"
 )]
 
 use overdrive_attention::Backend;
+use overdrive_kernels::InstructionSet;
 use overdrive_sys::raw;
 use tch::{Device, Kind, Tensor};
 
@@ -12,11 +13,11 @@ use super::kernel;
 use super::layer::{Layer, Recent};
 use crate::{AttendOptions, Result};
 
-/// Rows of queries that share a key, up to which the kernel on codes is used; more are worth a dense
-/// copy of the layer.
+/// The largest number of rows of queries that share a key for which the kernel on codes is used; more are worth a
+/// dense copy of the layer.
 const FEW_ROWS: i64 = 64;
 
-/// Attention by the kernel on codes.
+/// Returns the attention by the kernel on codes.
 pub(super) fn attend_to_codes(
     query: &Tensor,
     held: &Layer,
@@ -43,7 +44,7 @@ pub(super) fn attend_to_codes(
     let scale = options.scale.unwrap_or(1.0 / (spec.key_dim as f64).sqrt());
     // SAFETY: `output` was made here; the others are read while an operator would read them.
     unsafe {
-        let problem = kernel::Problem {
+        let inputs = kernel::AttendInputs {
             batch: size(spec.batch),
             heads: size(sizes[1]),
             kv_heads: size(spec.heads),
@@ -66,12 +67,12 @@ pub(super) fn attend_to_codes(
             window: options.window.map(|window| size(window).max(1)),
             mask: mask.as_ref().map(|mask| raw::slice(mask)).transpose()?,
         };
-        kernel::attend(&problem, raw::slice_mut(&output)?);
+        kernel::attend(InstructionSet::best(), &inputs, raw::slice_mut(&output)?);
     }
     Ok(output.f_to_kind(query.kind())?)
 }
 
-/// Whether the kernel on codes takes this.
+/// Returns `true` if the kernel on codes can compute this attention.
 pub(super) fn fits_kernel(
     query: &Tensor,
     held: &Layer,

@@ -1,34 +1,30 @@
-//! Attention of a few queries over codes, a block of keys at a time.
+//! Attention of a few queries over quantized keys and values, a block of keys at a time.
 //!
-//! A block of keys is made f32 in memory that stays in the nearest cache, multiplied with the queries
-//! that share it, and so the values: what is read from main memory are the codes. Online softmax over
-//! the blocks (Dao 2023, <https://arxiv.org/abs/2307.08691>).
-#![allow(
-    unsafe_code,
-    reason = "functions compiled for an instruction set, and threads that write disjoint parts"
-)]
+//! A block of keys is dequantized into memory that stays in the nearest cache and multiplied with the queries
+//! that share it, and so are the values: main memory is read as codes only. Online softmax over the blocks
+//! (Dao 2023, <https://arxiv.org/abs/2307.08691>).
 
-use overdrive_sys::threads;
+use overdrive_kernels::math::exp;
+use overdrive_kernels::threads::{chunk_len, run_jobs, workers};
+use overdrive_kernels::{InstructionSet, LANES, Simd, each_vector, load, store, vectorized};
 
 use super::codec::Format;
 
-/// Keys of a block, at least.
+/// The least number of keys in a block.
 const KEYS: usize = 64;
-/// Numbers that the sums of a product are kept in, whole vectors of any instruction set.
-const LANES: usize = 16;
-/// Keys that a part has at least where those of few heads are split among threads.
-const PART_KEYS: usize = 512;
-/// Where a running maximum starts: finite, lest the difference of two be NaN.
+/// The least number of keys in a split, where the keys of few heads are split among threads.
+const SPLIT_KEYS: usize = 512;
+/// The start of a running maximum: finite, because the difference of two infinities is NaN.
 const LOWEST: f32 = -1e30;
 
-/// Rows of all heads, one behind another, that of a head `head` numbers behind that of the one before.
+/// Rows of all heads, contiguous within a head; `head` is the distance between heads in elements.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Rows<'a> {
     pub(super) data: &'a [f32],
     pub(super) head: usize,
 }
 
-/// Codes and scales of all heads, each of room for `capacity` tokens.
+/// Codes and scales of all heads, each with room for `capacity` tokens.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Codes<'a> {
     pub(super) format: Format,
@@ -37,10 +33,10 @@ pub(super) struct Codes<'a> {
     pub(super) capacity: usize,
 }
 
-/// Attention of queries `(B, H, T, D)`, contiguous, over `quantized` tokens of codes and after them
-/// `recent` ones.
+/// The inputs of attention: queries `(B, H, T, D)`, contiguous, over `quantized` tokens of codes and `recent`
+/// ones after them.
 #[derive(Debug)]
-pub(super) struct Problem<'a> {
+pub(super) struct AttendInputs<'a> {
     pub(super) batch: usize,
     pub(super) heads: usize,
     pub(super) kv_heads: usize,
@@ -54,33 +50,29 @@ pub(super) struct Problem<'a> {
     pub(super) recent: usize,
     pub(super) scale: f32,
     pub(super) softcap: Option<f32>,
-    /// Tokens that a query sees, its own included.
+    /// The number of tokens that a query sees, its own included.
     pub(super) window: Option<usize>,
-    /// Whether a key is seen, `(B, T, S)`, in place of causality and window.
+    /// `true` where a key is seen, `(B, T, S)`, in place of causality and window.
     pub(super) mask: Option<&'a [bool]>,
 }
 
-impl Problem<'_> {
+impl AttendInputs<'_> {
     fn tokens(&self) -> usize {
         self.quantized + self.recent
     }
 
-    fn group(&self) -> usize {
-        self.heads / self.kv_heads
-    }
-
-    /// Rows of queries that share a key.
+    /// Returns the number of rows of queries that share a key.
     fn rows(&self) -> usize {
-        self.group() * self.queries
+        self.heads / self.kv_heads * self.queries
     }
 
-    /// Keys of a block: whole lines of scales.
+    /// Returns the number of keys of a block: whole lines of scales.
     fn step(&self) -> usize {
         let line = self.keys.format.block.max(1);
         KEYS.div_ceil(line) * line
     }
 
-    /// The tokens that query `query` sees where there is no mask.
+    /// Returns the tokens that query `query` sees where there is no mask.
     fn seen(&self, query: usize) -> (usize, usize) {
         let end = self.tokens() + 1 + query - self.queries;
         (
@@ -90,22 +82,22 @@ impl Problem<'_> {
     }
 }
 
-/// What a part leaves for each row: sums of values, the maximum, the sum of weights.
-pub(super) struct Part<'a> {
+/// The result of a split of the keys for each row: sums of values, the maximum, the sum of weights.
+struct Partial<'a> {
     sums: &'a mut [f32],
     maxima: &'a mut [f32],
     weights: &'a mut [f32],
 }
 
-impl<'a> Part<'a> {
-    fn len(problem: &Problem<'_>) -> usize {
-        problem.rows() * (problem.values.format.dim + 2)
+impl<'a> Partial<'a> {
+    fn len(inputs: &AttendInputs<'_>) -> usize {
+        inputs.rows() * (inputs.values.format.dim + 2)
     }
 
-    fn of(numbers: &'a mut [f32], rows: usize) -> Part<'a> {
-        let (maxima, rest) = numbers.split_at_mut(rows);
+    fn of(elements: &'a mut [f32], rows: usize) -> Partial<'a> {
+        let (maxima, rest) = elements.split_at_mut(rows);
         let (weights, sums) = rest.split_at_mut(rows);
-        Part {
+        Partial {
             sums,
             maxima,
             weights,
@@ -113,75 +105,55 @@ impl<'a> Part<'a> {
     }
 }
 
-/// The memory of a block.
-pub(super) struct Scratch {
+/// The dequantized keys and values of a block, and its scores.
+struct Scratch {
     keys: Vec<f32>,
     values: Vec<f32>,
     scores: Vec<f32>,
 }
 
-/// A slice that threads write to in disjoint parts.
-struct Shared(*mut f32, usize);
-
-// SAFETY: the parts that threads take of it are disjoint.
-unsafe impl Sync for Shared {}
-
-impl Shared {
-    /// # Safety
-    /// No part that overlaps this one is alive.
-    #[allow(
-        clippy::mut_from_ref,
-        reason = "the caller vouches that parts are disjoint"
-    )]
-    unsafe fn part(&self, start: usize, len: usize) -> &mut [f32] {
-        assert!(start <= self.1 && len <= self.1 - start);
-        // SAFETY: in bounds; disjoint by the caller's word.
-        unsafe { std::slice::from_raw_parts_mut(self.0.add(start), len) }
-    }
-}
-
 /// Writes the attention to `output (B, H, T, D_v)`, contiguous.
-pub(super) fn attend(problem: &Problem<'_>, output: &mut [f32]) {
-    let (heads, rows) = (problem.batch * problem.kv_heads, problem.rows());
-    let dim = problem.values.format.dim;
-    let (len, step) = (Part::len(problem), problem.step());
-    let workers = threads::intra_op().max(1);
-    let parts = match heads {
-        0 => return,
-        heads if heads < 2 * workers => (2 * workers)
+pub(super) fn attend(set: InstructionSet, inputs: &AttendInputs<'_>, output: &mut [f32]) {
+    let (heads, rows) = (inputs.batch * inputs.kv_heads, inputs.rows());
+    let dim = inputs.values.format.dim;
+    let (len, step) = (Partial::len(inputs), inputs.step());
+    let splits = match heads {
+        _ if output.is_empty() => return,
+        // Two for each thread, so that one slow split does not hold up all.
+        heads if heads < 2 * workers() => (2 * workers())
             .div_ceil(heads)
-            .min(problem.tokens() / PART_KEYS)
+            .min(inputs.tokens() / SPLIT_KEYS)
             .max(1),
         _ => 1,
     };
-    let mut results = vec![0.0; heads * parts * len];
-    let shared = Shared(results.as_mut_ptr(), results.len());
-    threads::parallel_for(heads * parts, 1, |range| {
+    let bound = |split: usize| match split {
+        split if split == splits => inputs.tokens(),
+        // At the beginning of a line of scales.
+        split => inputs.tokens() * split / splits / step * step,
+    };
+    let mut results = vec![0.0; heads * splits * len];
+    // One chunk a thread, so that the scratch is allocated once in each.
+    let chunk = chunk_len(heads * splits, 1);
+    let jobs = results.chunks_mut(chunk * len).enumerate();
+    run_jobs(jobs, |(job, results)| {
         let mut scratch = Scratch {
-            keys: vec![0.0; step * problem.keys.format.dim],
+            keys: vec![0.0; step * inputs.keys.format.dim],
             values: vec![0.0; step * dim],
             scores: vec![0.0; rows * step],
         };
-        for task in range {
-            let (head, part) = (task / parts, task % parts);
-            let cut = |part: usize| match part {
-                part if part == parts => problem.tokens(),
-                // At the beginning of a line of scales.
-                part => problem.tokens() * part / parts / step * step,
-            };
-            // SAFETY: one part a task.
-            let numbers = unsafe { shared.part(task * len, len) };
-            let result = Part::of(numbers, rows);
-            let tokens = (cut(part), cut(part + 1));
-            sweep(problem, head, tokens, result, &mut scratch);
+        for (task, result) in (job * chunk..).zip(results.chunks_exact_mut(len)) {
+            let (head, split) = (task / splits, task % splits);
+            let tokens = (bound(split), bound(split + 1));
+            let result = Partial::of(result, rows);
+            attend_to_tokens(set, inputs, head, tokens, result, &mut scratch);
         }
     });
     let rows_of_heads = output.chunks_exact_mut(rows * dim);
-    for (output, results) in rows_of_heads.zip(results.chunks_exact_mut(parts * len)) {
+    for (output, results) in rows_of_heads.zip(results.chunks_exact_mut(splits * len)) {
         let (first, others) = results.split_at_mut(len);
-        let merged = Part::of(first, rows);
+        let merged = Partial::of(first, rows);
         for other in others.chunks_exact_mut(len) {
-            let other = Part::of(other, rows);
+            let other = Partial::of(other, rows);
             for row in 0..rows {
                 let maximum = merged.maxima[row].max(other.maxima[row]);
                 let ours = (merged.maxima[row] - maximum).exp();
@@ -205,151 +177,100 @@ pub(super) fn attend(problem: &Problem<'_>, output: &mut [f32]) {
     }
 }
 
-/// Defines `name`, which runs `body::<FUSED>` compiled for the widest instruction set of the machine.
-macro_rules! multiversioned {
-    ($(#[$doc:meta])* fn $name:ident($($arg:ident: $type:ty),* $(,)?) = $body:ident) => {
-        $(#[$doc])*
-        pub(super) fn $name($($arg: $type),*) {
-            #[cfg(target_arch = "x86_64")]
-            {
-                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-                fn avx512($($arg: $type),*) {
-                    $body::<true>($($arg),*)
-                }
-                #[target_feature(enable = "avx2,fma")]
-                fn avx2($($arg: $type),*) {
-                    $body::<true>($($arg),*)
-                }
-                let has_avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
-                let has_avx512 = is_x86_feature_detected!("avx512f")
-                    && is_x86_feature_detected!("avx512bw")
-                    && is_x86_feature_detected!("avx512dq")
-                    && is_x86_feature_detected!("avx512vl");
-                if has_avx2 && has_avx512 {
-                    // SAFETY: the instructions were found.
-                    return unsafe { avx512($($arg),*) };
-                }
-                if has_avx2 {
-                    // SAFETY: as above.
-                    return unsafe { avx2($($arg),*) };
-                }
-            }
-            // Elsewhere a fused multiply-add may be a slow library call.
-            $body::<{ cfg!(target_arch = "aarch64") }>($($arg),*)
-        }
-    };
+/// Writes the rows that codes stand for.
+pub(super) fn dequantize(format: &Format, codes: &[u8], lines: &[f32], rows: &mut [f32]) {
+    dequantize_rows(InstructionSet::best(), format, codes, lines, rows);
 }
 
-multiversioned! {
-    /// The rows that codes stand for.
-    fn dequantize(format: &Format, codes: &[u8], lines: &[f32], rows: &mut [f32]) = dequantize_body
+vectorized! {
+    fn dequantize_rows<S: Simd>(
+        _s: S,
+        format: &Format,
+        codes: &[u8],
+        lines: &[f32],
+        rows: &mut [f32],
+    ) {
+        format.dequantize(codes, lines, rows);
+    }
 }
 
-#[inline(always)]
-fn dequantize_body<const FUSED: bool>(
-    format: &Format,
-    codes: &[u8],
-    lines: &[f32],
-    rows: &mut [f32],
-) {
-    format.dequantize(codes, lines, rows);
-}
-
-multiversioned! {
-    /// Online softmax of the queries of one key head over the tokens `tokens.0..tokens.1`.
-    fn sweep(
-        problem: &Problem<'_>,
+vectorized! {
+    /// Does the online softmax of the queries of one key head over the tokens `tokens.0..tokens.1`.
+    fn attend_to_tokens<S: Simd>(
+        s: S,
+        inputs: &AttendInputs<'_>,
         head: usize,
         tokens: (usize, usize),
-        result: Part<'_>,
+        result: Partial<'_>,
         scratch: &mut Scratch,
-    ) = sweep_body
-}
-
-#[inline(always)]
-fn sweep_body<const FUSED: bool>(
-    problem: &Problem<'_>,
-    head: usize,
-    (from, to): (usize, usize),
-    result: Part<'_>,
-    scratch: &mut Scratch,
-) {
-    let Part {
-        sums,
-        maxima,
-        weights,
-    } = result;
-    sums.fill(0.0);
-    weights.fill(0.0);
-    maxima.fill(LOWEST);
-    let (step, quantized) = (problem.step(), problem.quantized);
-    let first = match problem.mask {
-        Some(_) => from,
-        None => from.max(problem.seen(0).0 / step * step),
-    };
-    let (key_dim, value_dim) = (problem.keys.format.dim, problem.values.format.dim);
-    let (rows, group) = (problem.rows(), problem.queries);
-    let query = &problem.query[head * rows * key_dim..][..rows * key_dim];
-    let batch = head / problem.kv_heads;
-    let mut start = first;
-    while start < to {
-        let end = match start < quantized {
-            true => (start + step).min(to).min(quantized),
-            false => (start + step).min(to),
+    ) {
+        let (from, to) = tokens;
+        let Partial {
+            sums,
+            maxima,
+            weights,
+        } = result;
+        sums.fill(0.0);
+        weights.fill(0.0);
+        maxima.fill(LOWEST);
+        let (step, quantized) = (inputs.step(), inputs.quantized);
+        let first = match inputs.mask {
+            Some(_) => from,
+            None => from.max(inputs.seen(0).0 / step * step),
         };
-        let count = end - start;
-        let (keys, values) = if start < quantized {
-            let (keys, values) = (
-                &mut scratch.keys[..count * key_dim],
-                &mut scratch.values[..count * value_dim],
-            );
-            read_codes(&problem.keys, head, start, count, keys);
-            read_codes(&problem.values, head, start, count, values);
-            (&*keys, &*values)
-        } else {
-            let at = start - quantized;
-            let rows = |rows: &Rows<'_>, dim: usize| {
-                let start = head * rows.head + at * dim;
-                start..start + count * dim
+        let (key_dim, value_dim) = (inputs.keys.format.dim, inputs.values.format.dim);
+        let (rows, group) = (inputs.rows(), inputs.queries);
+        let query = &inputs.query[head * rows * key_dim..][..rows * key_dim];
+        let batch = head / inputs.kv_heads;
+        let mut start = first;
+        while start < to {
+            let end = match start < quantized {
+                true => (start + step).min(to).min(quantized),
+                false => (start + step).min(to),
             };
-            (
-                &problem.recent_keys.data[rows(&problem.recent_keys, key_dim)],
-                &problem.recent_values.data[rows(&problem.recent_values, value_dim)],
-            )
-        };
-        for row in 0..rows {
-            let scores = &mut scratch.scores[row * step..][..count];
-            let query = &query[row * key_dim..][..key_dim];
-            for (score, key) in scores.iter_mut().zip(keys.chunks_exact(key_dim)) {
-                *score = dot::<FUSED>(query, key) * problem.scale;
-            }
-            if let Some(cap) = problem.softcap {
-                for score in &mut *scores {
-                    *score = (*score / cap).tanh() * cap;
+            let count = end - start;
+            let (keys, values) = if start < quantized {
+                let (keys, values) = (
+                    &mut scratch.keys[..count * key_dim],
+                    &mut scratch.values[..count * value_dim],
+                );
+                read_codes(&inputs.keys, head, start, count, keys);
+                read_codes(&inputs.values, head, start, count, values);
+                (&*keys, &*values)
+            } else {
+                let at = start - quantized;
+                let rows = |rows: &Rows<'_>, dim: usize| {
+                    let start = head * rows.head + at * dim;
+                    start..start + count * dim
+                };
+                (
+                    &inputs.recent_keys.data[rows(&inputs.recent_keys, key_dim)],
+                    &inputs.recent_values.data[rows(&inputs.recent_values, value_dim)],
+                )
+            };
+            for row in 0..rows {
+                let scores = &mut scratch.scores[row * step..][..count];
+                let query = &query[row * key_dim..][..key_dim];
+                for (score, key) in scores.iter_mut().zip(keys.chunks_exact(key_dim)) {
+                    *score = dot(s, query, key) * inputs.scale;
                 }
-            }
-            hide(problem, (batch, row % group), start, scores);
-            let highest = scores.iter().copied().fold(LOWEST, f32::max);
-            let maximum = maxima[row].max(highest);
-            let factor = exp::<FUSED>(maxima[row] - maximum);
-            maxima[row] = maximum;
-            let mut total = [0.0; LANES];
-            let mut chunks = scores.chunks_exact_mut(LANES);
-            for chunk in &mut chunks {
-                for (score, total) in chunk.iter_mut().zip(&mut total) {
-                    *score = weight::<FUSED>(*score, maximum);
-                    *total += *score;
+                if let Some(cap) = inputs.softcap {
+                    for score in &mut *scores {
+                        *score = (*score / cap).tanh() * cap;
+                    }
                 }
+                hide(inputs, (batch, row % group), start, scores);
+                let highest = scores.iter().copied().fold(LOWEST, f32::max);
+                let maximum = maxima[row].max(highest);
+                // Of two floats, once a block: not worth a vector.
+                let factor = (maxima[row] - maximum).exp();
+                maxima[row] = maximum;
+                weights[row] = weights[row] * factor + exponentiate(s, scores, maximum);
+                let sums = &mut sums[row * value_dim..][..value_dim];
+                add_values(s, sums, factor, scores, values, value_dim);
             }
-            for (score, total) in chunks.into_remainder().iter_mut().zip(&mut total) {
-                *score = weight::<FUSED>(*score, maximum);
-                *total += *score;
-            }
-            weights[row] = weights[row] * factor + total.iter().sum::<f32>();
-            let sums = &mut sums[row * value_dim..][..value_dim];
-            add_values::<FUSED>(sums, factor, scores, values, value_dim);
+            start = end;
         }
-        start = end;
     }
 }
 
@@ -362,18 +283,23 @@ fn read_codes(from: &Codes<'_>, head: usize, start: usize, count: usize, to: &mu
     format.dequantize(codes, lines, to);
 }
 
-/// Sets the scores of what the query does not see to minus infinity.
+/// Sets the scores of the tokens that the query does not see to minus infinity.
 #[inline(always)]
-fn hide(problem: &Problem<'_>, (batch, query): (usize, usize), start: usize, scores: &mut [f32]) {
-    match problem.mask {
+fn hide(
+    inputs: &AttendInputs<'_>,
+    (batch, query): (usize, usize),
+    start: usize,
+    scores: &mut [f32],
+) {
+    match inputs.mask {
         Some(mask) => {
-            let row = (batch * problem.queries + query) * problem.tokens() + start;
+            let row = (batch * inputs.queries + query) * inputs.tokens() + start;
             for (score, seen) in scores.iter_mut().zip(&mask[row..]) {
                 *score = if *seen { *score } else { f32::NEG_INFINITY };
             }
         }
         None => {
-            let (first, end) = problem.seen(query);
+            let (first, end) = inputs.seen(query);
             if start >= first && start + scores.len() <= end {
                 return;
             }
@@ -387,112 +313,206 @@ fn hide(problem: &Problem<'_>, (batch, query): (usize, usize), start: usize, sco
 }
 
 #[inline(always)]
-fn multiply_add<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
-    if FUSED { a.mul_add(b, c) } else { a * b + c }
+fn dot<S: Simd>(s: S, a: &[f32], b: &[f32]) -> f32 {
+    let mut sum = s.splat(0.0);
+    each_vector(
+        a.len(),
+        #[inline(always)]
+        |span| sum = s.mul_add(load(s, a, span), load(s, b, span), sum),
+    );
+    s.reduce_add(sum)
 }
 
+/// Replaces scores by `exp(score - maximum)`, which is 0 for minus infinity, and returns their sum.
 #[inline(always)]
-fn dot<const FUSED: bool>(a: &[f32], b: &[f32]) -> f32 {
-    let mut sums = [0.0; LANES];
-    let (a_chunks, b_chunks) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
-    let (a_rest, b_rest) = (a_chunks.remainder(), b_chunks.remainder());
-    for (a, b) in a_chunks.zip(b_chunks) {
-        for lane in 0..LANES {
-            sums[lane] = multiply_add::<FUSED>(a[lane], b[lane], sums[lane]);
-        }
+fn exponentiate<S: Simd>(s: S, scores: &mut [f32], maximum: f32) -> f32 {
+    let (maximum, mut total) = (s.splat(maximum), s.splat(0.0));
+    let (vectors, rest) = scores.as_chunks_mut::<LANES>();
+    for scores in vectors {
+        let weights = exp(s, s.sub(s.load_f32(scores), maximum));
+        total = s.add(total, weights);
+        s.store_f32(weights, scores);
     }
-    for ((a, b), sum) in a_rest.iter().zip(b_rest).zip(&mut sums) {
-        *sum = multiply_add::<FUSED>(*a, *b, *sum);
+    if !rest.is_empty() {
+        // Lanes past the end have a weight of 0.
+        let mut padded = [f32::NEG_INFINITY; LANES];
+        padded[..rest.len()].copy_from_slice(rest);
+        let weights = exp(s, s.sub(s.load_f32(&padded), maximum));
+        total = s.add(total, weights);
+        s.store_f32(weights, &mut padded);
+        rest.copy_from_slice(&padded[..rest.len()]);
     }
-    // By halves, as vectors add up.
-    let mut width = LANES;
-    while width > 1 {
-        width /= 2;
-        for lane in 0..width {
-            sums[lane] += sums[lane + width];
-        }
-    }
-    sums[0]
+    s.reduce_add(total)
 }
 
 /// `sums = sums · factor + Σ weight · value`.
 #[inline(always)]
-fn add_values<const FUSED: bool>(
+fn add_values<S: Simd>(
+    s: S,
     sums: &mut [f32],
     factor: f32,
     weights: &[f32],
     values: &[f32],
     dim: usize,
 ) {
-    const WIDE: usize = 4 * LANES;
+    // As many sums as stay in registers while the values go by.
+    const VECTORS: usize = 4;
+    const WIDE: usize = VECTORS * LANES;
+    let factor = s.splat(factor);
     let mut start = 0;
     while start + WIDE <= dim {
         let to = &mut sums[start..start + WIDE];
-        let mut lanes = [0.0; WIDE];
-        for (lane, sum) in lanes.iter_mut().zip(&*to) {
-            *lane = sum * factor;
+        let (vectors, _) = to.as_chunks_mut::<LANES>();
+        let mut totals = [s.splat(0.0); VECTORS];
+        for (total, sums) in totals.iter_mut().zip(&*vectors) {
+            *total = s.mul(s.load_f32(sums), factor);
         }
         for (weight, value) in weights.iter().zip(values.chunks_exact(dim)) {
-            let value = &value[start..start + WIDE];
-            for lane in 0..WIDE {
-                lanes[lane] = multiply_add::<FUSED>(*weight, value[lane], lanes[lane]);
+            let (values, _) = value[start..start + WIDE].as_chunks::<LANES>();
+            let weight = s.splat(*weight);
+            for (total, value) in totals.iter_mut().zip(values) {
+                *total = s.mul_add(weight, s.load_f32(value), *total);
             }
         }
-        to.copy_from_slice(&lanes);
+        for (total, sums) in totals.into_iter().zip(vectors) {
+            s.store_f32(total, sums);
+        }
         start += WIDE;
     }
     let rest = &mut sums[start..];
-    for sum in &mut *rest {
-        *sum *= factor;
+    each_vector(
+        rest.len(),
+        #[inline(always)]
+        |span| {
+            let mut total = s.mul(load(s, rest, span), factor);
+            for (weight, value) in weights.iter().zip(values.chunks_exact(dim)) {
+                total = s.mul_add(s.splat(*weight), load(s, &value[start..], span), total);
+            }
+            store(s, total, rest, span);
+        },
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::codec::{QuantizationAxis, QuantizationBits};
+    use super::*;
+
+    /// Returns values in -1..1.
+    fn values(count: usize, seed: f32) -> Vec<f32> {
+        (0..count)
+            .map(|i| (i as f32 * 12.9898 + seed).sin())
+            .collect()
     }
-    if rest.is_empty() {
-        return;
+
+    /// Returns the codes and scales of `tokens` rows of two heads, and their dequantized rows.
+    fn quantized(format: &Format, tokens: usize, seed: f32) -> (Vec<u8>, Vec<f32>, Vec<f32>) {
+        let rows = values(2 * tokens * format.dim, seed);
+        let mut codes = vec![0; 2 * tokens * format.row_bytes()];
+        let mut lines = vec![0.0; 2 * tokens / format.rows_per_line() * format.line_len()];
+        format.quantize(&rows, &mut codes, &mut lines);
+        let mut back = vec![0.0; rows.len()];
+        format.dequantize(&codes, &lines, &mut back);
+        (codes, lines, back)
     }
-    for (weight, value) in weights.iter().zip(values.chunks_exact(dim)) {
-        for (sum, value) in rest.iter_mut().zip(&value[start..]) {
-            *sum = multiply_add::<FUSED>(*weight, *value, *sum);
+
+    /// Returns the attention in f64 over dequantized rows.
+    fn expected(inputs: &AttendInputs<'_>, keys: &[f32], values: &[f32]) -> Vec<f64> {
+        let (dim, value_dim) = (inputs.keys.format.dim, inputs.values.format.dim);
+        let (quantized, recent) = (inputs.quantized, inputs.recent);
+        let row = |dense: &[f32], rows: &Rows<'_>, head: usize, token: usize, dim: usize| {
+            let (data, at) = match token.checked_sub(quantized) {
+                None => (dense, (head * quantized + token) * dim),
+                Some(token) => (rows.data, head * rows.head + token * dim),
+            };
+            data[at..at + dim]
+                .iter()
+                .map(|x| f64::from(*x))
+                .collect::<Vec<_>>()
+        };
+        let mut output = Vec::new();
+        for (index, query) in inputs.query.chunks_exact(dim).enumerate() {
+            let head = index / inputs.rows();
+            let (first, end) = inputs.seen(index % inputs.queries);
+            let mut sums = vec![0.0; value_dim];
+            let mut total = 0.0;
+            for token in first..end.min(quantized + recent) {
+                let key = row(keys, &inputs.recent_keys, head, token, dim);
+                let score: f64 = query.iter().zip(&key).map(|(q, k)| f64::from(*q) * k).sum();
+                let weight = (score * f64::from(inputs.scale)).exp();
+                total += weight;
+                let value = row(values, &inputs.recent_values, head, token, value_dim);
+                sums.iter_mut()
+                    .zip(value)
+                    .for_each(|(sum, v)| *sum += weight * v);
+            }
+            output.extend(sums.into_iter().map(|sum| sum / total));
+        }
+        output
+    }
+
+    #[test]
+    fn every_instruction_set_attends_as_a_plain_sum_does() {
+        for (bits, axis) in [
+            (QuantizationBits::Eight, QuantizationAxis::Token),
+            (QuantizationBits::Four, QuantizationAxis::Channel),
+        ] {
+            let format = |dim| Format {
+                bits,
+                axis,
+                dim,
+                group: 4,
+                block: 32,
+            };
+            let (key_format, value_format) = (format(20), format(84));
+            let (quantized_tokens, recent, queries) = (128, 21, 2);
+            let (codes, lines, keys) = quantized(&key_format, quantized_tokens, 0.1);
+            let (value_codes, value_lines, dense) = quantized(&value_format, quantized_tokens, 0.2);
+            let (recent_keys, recent_values) =
+                (values(2 * recent * 20, 0.3), values(2 * recent * 84, 0.4));
+            let query = values(4 * queries * 20, 0.5);
+            let inputs = AttendInputs {
+                batch: 1,
+                heads: 4,
+                kv_heads: 2,
+                queries,
+                query: &query,
+                keys: Codes {
+                    format: key_format,
+                    codes: &codes,
+                    lines: &lines,
+                    capacity: quantized_tokens,
+                },
+                values: Codes {
+                    format: value_format,
+                    codes: &value_codes,
+                    lines: &value_lines,
+                    capacity: quantized_tokens,
+                },
+                quantized: quantized_tokens,
+                recent_keys: Rows {
+                    data: &recent_keys,
+                    head: recent * 20,
+                },
+                recent_values: Rows {
+                    data: &recent_values,
+                    head: recent * 84,
+                },
+                recent,
+                scale: 0.7,
+                softcap: None,
+                window: Some(100),
+                mask: None,
+            };
+            let expected = expected(&inputs, &keys, &dense);
+            for set in InstructionSet::available() {
+                let mut output = vec![f32::NAN; expected.len()];
+                attend(set, &inputs, &mut output);
+                for (got, expected) in output.iter().zip(&expected) {
+                    let off = (f64::from(*got) - expected).abs();
+                    assert!(off < 1e-5, "{set:?}: {got} instead of {expected}");
+                }
+            }
         }
     }
-}
-
-/// `exp(score - maximum)`; nought for minus infinity.
-#[inline(always)]
-fn weight<const FUSED: bool>(score: f32, maximum: f32) -> f32 {
-    let weight = exp::<FUSED>(score - maximum);
-    if score == f32::NEG_INFINITY {
-        0.0
-    } else {
-        weight
-    }
-}
-
-/// `e^x` for `x <= 0` to about 2e-7, relative; NaN stays NaN.
-#[inline(always)]
-fn exp<const FUSED: bool>(x: f32) -> f32 {
-    /// 1.5 · 2^23: adding it rounds to an integer, which is then in the low bits.
-    const ROUND: f32 = 12_582_912.0;
-    /// `2^f` for `|f| <= 1/2`: a least-maximum fit.
-    const FIT: [f32; 7] = [
-        0.000_153_458_08,
-        0.001_339_993,
-        0.009_618_489,
-        0.055_503_286,
-        0.240_226_46,
-        std::f32::consts::LN_2,
-        1.0,
-    ];
-    let y = x * std::f32::consts::LOG2_E;
-    // Not `max`, which would lose a NaN.
-    let y = if y < -126.0 { -126.0 } else { y };
-    let rounded = y + ROUND;
-    let rest = y - (rounded - ROUND);
-    let mut sum = FIT[0];
-    for coefficient in &FIT[1..] {
-        sum = multiply_add::<FUSED>(sum, rest, *coefficient);
-    }
-    let exponent = rounded
-        .to_bits()
-        .wrapping_sub(ROUND.to_bits())
-        .wrapping_add(127);
-    sum * f32::from_bits(exponent << 23)
 }

@@ -1,27 +1,27 @@
 //! The arithmetic of one Adam update on float32 slices.
 
-use super::multiply_add;
+use overdrive_kernels::Simd;
 
-/// The numbers of one update, ready for the loop.
+/// The coefficients of one update, ready for the loop.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AdamNumbers {
-    /// Counted from 1.
+    /// The number of this step, counted from 1.
     pub(crate) step: f64,
     pub(crate) learning_rate: f64,
     pub(crate) weight_decay: f64,
     pub(crate) maximize: bool,
     pub(crate) betas: (f64, f64),
     pub(crate) eps: f64,
-    /// What the parameter is multiplied by: 1 - learning rate · weight decay.
+    /// The factor of the parameter: 1 - learning rate · weight decay.
     pub(crate) decay: f64,
-    /// Learning rate by the bias correction of the average.
+    /// The learning rate divided by the bias correction of the average.
     pub(crate) step_size: f64,
-    /// Root of the bias correction of the squares.
+    /// The root of the bias correction of the squares.
     pub(crate) correction2: f64,
 }
 
 impl AdamNumbers {
-    /// The numbers of step `step`, counted from 1.
+    /// Returns the coefficients of step `step`, counted from 1.
     pub(crate) fn new(
         step: f64,
         learning_rate: f64,
@@ -44,9 +44,10 @@ impl AdamNumbers {
     }
 }
 
-/// One update. All slices have the same length.
+/// Does one update. All slices have the same length.
 #[inline(always)]
-pub(super) fn update<const FUSED: bool>(
+pub(super) fn update<S: Simd>(
+    s: S,
     numbers: &AdamNumbers,
     parameter: &mut [f32],
     gradient: &[f32],
@@ -63,9 +64,9 @@ pub(super) fn update<const FUSED: bool>(
     let (correction2, eps) = ((1.0 / numbers.correction2) as f32, numbers.eps as f32);
     let states = average.iter_mut().zip(squares);
     for ((p, &g), (m, v)) in parameter.iter_mut().zip(gradient).zip(states) {
-        *m = multiply_add::<FUSED>(beta1, *m, rest1 * g);
-        *v = multiply_add::<FUSED>(beta2, *v, rest2 * g * g);
-        let denominator = multiply_add::<FUSED>(v.sqrt(), correction2, eps);
-        *p = multiply_add::<FUSED>(-step_size, *m / denominator, *p * decay);
+        *m = s.mul_add_scalar(beta1, *m, rest1 * g);
+        *v = s.mul_add_scalar(beta2, *v, rest2 * g * g);
+        let denominator = s.mul_add_scalar(v.sqrt(), correction2, eps);
+        *p = s.mul_add_scalar(-step_size, *m / denominator, *p * decay);
     }
 }

@@ -2,18 +2,19 @@
 
 use std::ops::Range;
 
-use overdrive_sys::threads::parallel_for;
+use overdrive_kernels::threads::{chunk_len, run_jobs};
+use overdrive_kernels::{Element, InstructionSet, Simd, convert, vectorized};
 use tch::Tensor;
 
 use super::adam::{AdamNumbers, update};
-use super::shared::{Real, Shared, read, write};
+use super::elements::{read, write};
 use crate::Result;
-use crate::code_book::{BLOCK, CODES, CodeBook};
+use crate::code_book::{BLOCK, CodeBook};
 
-/// Blocks that are worth a thread.
+/// The number of blocks that are worth a thread.
 const GRAIN: usize = 32;
 
-/// Two averages in 8 bits: codes of the parameter's element count, one scale a block.
+/// The two averages in 8 bits: a code for each element of the parameter, a scale for each block.
 #[derive(Debug)]
 pub(crate) struct Quantized<'a> {
     pub(crate) exp_avg: &'a Tensor,
@@ -23,7 +24,7 @@ pub(crate) struct Quantized<'a> {
 }
 
 /// Updates elements `range` of a contiguous parameter on the CPU. `range` starts at a block.
-pub(crate) fn adam8<T: Real>(
+pub(crate) fn adam8<T: Element>(
     numbers: &AdamNumbers,
     parameter: &Tensor,
     gradient: &Tensor,
@@ -31,91 +32,64 @@ pub(crate) fn adam8<T: Real>(
     range: Range<usize>,
 ) -> Result<()> {
     debug_assert_eq!(range.start % BLOCK, 0);
-    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
-    let gradient: &[T] = &unsafe { read(gradient) }?[range.clone()];
-    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
-    let parameter = Shared::new(&mut unsafe { write::<T>(parameter) }?[range.clone()]);
     let blocks = range.start / BLOCK..range.end.div_ceil(BLOCK);
-    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
-    let codes1 = Shared::new(&mut unsafe { write::<u8>(state.exp_avg) }?[range.clone()]);
-    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
-    let codes2 = Shared::new(&mut unsafe { write::<u8>(state.exp_avg_sq) }?[range]);
-    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
-    let scales1 = Shared::new(&mut unsafe { write::<f32>(state.absmax1) }?[blocks.clone()]);
-    // SAFETY: a tensor of this parameter, taken once; see `shared::write`.
-    let scales2 = Shared::new(&mut unsafe { write::<f32>(state.absmax2) }?[blocks.clone()]);
-    parallel_for(blocks.len(), GRAIN, |blocks| {
-        let elements = blocks.start * BLOCK..(blocks.end * BLOCK).min(gradient.len());
-        // SAFETY: the ranges of one `parallel_for` do not overlap.
-        let (parameter, state) = unsafe {
-            let state = Blocks {
-                codes1: codes1.range(elements.clone()),
-                scales1: scales1.range(blocks.clone()),
-                codes2: codes2.range(elements.clone()),
-                scales2: scales2.range(blocks),
-            };
-            (parameter.range(elements.clone()), state)
-        };
-        let gradient = &gradient[elements];
-        super::dispatch!(run::<T>, run_avx2, (numbers, parameter, gradient, state));
+    // SAFETY: the tensors of one parameter, each taken once; see `elements::write`.
+    let (gradient, parameter, codes1, codes2, scales1, scales2): (&[T], &mut [T], _, _, _, _) = unsafe {
+        (
+            &read(gradient)?[range.clone()],
+            &mut write(parameter)?[range.clone()],
+            &mut write::<u8>(state.exp_avg)?[range.clone()],
+            &mut write::<u8>(state.exp_avg_sq)?[range],
+            &mut write::<f32>(state.absmax1)?[blocks.clone()],
+            &mut write::<f32>(state.absmax2)?[blocks.clone()],
+        )
+    };
+    let chunk = chunk_len(blocks.len(), GRAIN);
+    let values = parameter
+        .chunks_mut(chunk * BLOCK)
+        .zip(gradient.chunks(chunk * BLOCK));
+    let codes = codes1
+        .chunks_mut(chunk * BLOCK)
+        .zip(codes2.chunks_mut(chunk * BLOCK));
+    let scales = scales1.chunks_mut(chunk).zip(scales2.chunks_mut(chunk));
+    let jobs = values.zip(codes.zip(scales));
+    run_jobs(jobs, |((parameter, gradient), (codes, scales))| {
+        let set = InstructionSet::best();
+        update_blocks(set, numbers, parameter, gradient, codes, scales);
     });
     Ok(())
 }
 
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-fn run_avx2<T: Real>(
-    numbers: &AdamNumbers,
-    parameter: &mut [T],
-    gradient: &[T],
-    state: Blocks<'_>,
-) {
-    run::<T, true>(numbers, parameter, gradient, state);
-}
-
-/// Codes and scales of some blocks of both averages.
-struct Blocks<'a> {
-    codes1: &'a mut [u8],
-    scales1: &'a mut [f32],
-    codes2: &'a mut [u8],
-    scales2: &'a mut [f32],
-}
-
-/// Block by block through buffers that stay in the first-level cache.
-#[inline(always)]
-fn run<T: Real, const FUSED: bool>(
-    numbers: &AdamNumbers,
-    parameter: &mut [T],
-    gradient: &[T],
-    state: Blocks<'_>,
-) {
-    let (signed, unsigned) = (CodeBook::signed(), CodeBook::unsigned());
-    let (mut p, mut g) = ([0f32; BLOCK], [0f32; BLOCK]);
-    let (mut m, mut v) = ([0f32; BLOCK], [0f32; BLOCK]);
-    let codes = state
-        .codes1
-        .chunks_mut(BLOCK)
-        .zip(state.codes2.chunks_mut(BLOCK));
-    let scales = state.scales1.iter_mut().zip(state.scales2);
-    let values = parameter.chunks_mut(BLOCK).zip(gradient.chunks(BLOCK));
-    for (((codes1, codes2), (scale1, scale2)), (parameter, gradient)) in
-        codes.zip(scales).zip(values)
-    {
-        let len = parameter.len();
-        T::widen(parameter, &mut p[..len]);
-        T::widen(gradient, &mut g[..len]);
-        dequantize(signed, codes1, *scale1, &mut m);
-        dequantize(unsigned, codes2, *scale2, &mut v);
-        update::<FUSED>(
-            numbers,
-            &mut p[..len],
-            &g[..len],
-            &mut m[..len],
-            &mut v[..len],
-        );
-        T::narrow(&p[..len], parameter);
-        *scale1 = quantize::<FUSED>(signed, &m[..len], codes1);
-        *scale2 = quantize::<FUSED>(unsigned, &v[..len], codes2);
+vectorized! {
+    /// Updates some blocks, each through buffers that stay in the first-level cache.
+    fn update_blocks<S: Simd, T: Element>(
+        s: S,
+        numbers: &AdamNumbers,
+        parameter: &mut [T],
+        gradient: &[T],
+        codes: (&mut [u8], &mut [u8]),
+        scales: (&mut [f32], &mut [f32]),
+    ) {
+        let (signed, unsigned) = (CodeBook::signed(), CodeBook::unsigned());
+        let (mut p, mut g) = ([0f32; BLOCK], [0f32; BLOCK]);
+        let (mut m, mut v) = ([0f32; BLOCK], [0f32; BLOCK]);
+        let codes = codes.0.chunks_mut(BLOCK).zip(codes.1.chunks_mut(BLOCK));
+        let scales = scales.0.iter_mut().zip(scales.1);
+        let values = parameter.chunks_mut(BLOCK).zip(gradient.chunks(BLOCK));
+        for (((codes1, codes2), (scale1, scale2)), (parameter, gradient)) in
+            codes.zip(scales).zip(values)
+        {
+            let len = parameter.len();
+            convert(s, parameter, &mut p[..len]);
+            convert(s, gradient, &mut g[..len]);
+            dequantize(signed, codes1, *scale1, &mut m);
+            dequantize(unsigned, codes2, *scale2, &mut v);
+            let (m, v) = (&mut m[..len], &mut v[..len]);
+            update(s, numbers, &mut p[..len], &g[..len], m, v);
+            convert(s, &p[..len], parameter);
+            *scale1 = quantize(s, signed, m, codes1);
+            *scale2 = quantize(s, unsigned, v, codes2);
+        }
     }
 }
 
@@ -126,9 +100,9 @@ fn dequantize(book: &CodeBook, codes: &[u8], scale: f32, values: &mut [f32; BLOC
     }
 }
 
-/// The codes of up to a block of numbers, and their scale: the largest absolute value.
+/// Writes the codes of up to a block of values, and returns their scale: the largest absolute value.
 #[inline(always)]
-fn quantize<const FUSED: bool>(book: &CodeBook, values: &[f32], codes: &mut [u8]) -> f32 {
+fn quantize<S: Simd>(s: S, book: &CodeBook, values: &[f32], codes: &mut [u8]) -> f32 {
     let scale = largest(values);
     // Below, the inverse would be infinite.
     let inverse = if scale >= f32::MIN_POSITIVE {
@@ -136,24 +110,11 @@ fn quantize<const FUSED: bool>(book: &CodeBook, values: &[f32], codes: &mut [u8]
     } else {
         0.0
     };
-    #[cfg(target_arch = "x86_64")]
-    if FUSED
-        && let (Ok(values), Ok(codes)) = (
-            <&[f32; BLOCK]>::try_from(values),
-            <&mut [u8; BLOCK]>::try_from(&mut *codes),
-        )
-    {
-        // SAFETY: FUSED is true only in what is compiled for AVX2 and runs where it is.
-        unsafe { nearest_avx2(book, values, inverse, codes) };
-        return scale;
-    }
-    for (code, &value) in codes.iter_mut().zip(values) {
-        *code = book.nearest(value * inverse);
-    }
+    s.nearest_256(&book.nearest, values, inverse, codes);
     scale
 }
 
-/// The largest absolute value, in as many lanes as any vector unit has. NaN is passed over.
+/// Returns the largest absolute value, in as many lanes as any vector unit has. NaN is passed over.
 #[inline(always)]
 fn largest(values: &[f32]) -> f32 {
     const LANES: usize = 16;
@@ -172,45 +133,11 @@ fn largest(values: &[f32]) -> f32 {
         .fold(0f32, |most, value| most.max(value.abs()))
 }
 
-/// [`CodeBook::nearest`] of eight numbers at a time.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-fn nearest_avx2(book: &CodeBook, values: &[f32; BLOCK], inverse: f32, codes: &mut [u8; BLOCK]) {
-    use std::arch::x86_64::*;
-
-    assert!(book.start.len() == (1 << 16) + 3 && book.bounds.len() == CODES);
-    let inverse = _mm256_set1_ps(inverse);
-    let byte = _mm256_set1_epi32(0xFF);
-    let eight = |values: &[f32]| {
-        assert!(values.len() == 8);
-        // SAFETY: eight floats, of any alignment.
-        let scaled = _mm256_mul_ps(unsafe { _mm256_loadu_ps(values.as_ptr()) }, inverse);
-        let half = _mm256_srli_epi32::<16>(_mm256_castps_si256(scaled));
-        // SAFETY: an index has 16 bits, the table 3 bytes more than that many entries.
-        let start = unsafe { _mm256_i32gather_epi32::<1>(book.start.as_ptr().cast(), half) };
-        let start = _mm256_and_si256(start, byte);
-        // SAFETY: an index is a byte, the table has 256 entries.
-        let bound = unsafe { _mm256_i32gather_ps::<4>(book.bounds.as_ptr(), start) };
-        // All ones where it is above, which is -1.
-        let above = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_GT_OQ>(scaled, bound));
-        _mm256_sub_epi32(start, above)
-    };
-    // Packing works within halves of a register: this puts the quarters back in order.
-    let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    for (values, codes) in values.chunks_exact(32).zip(codes.chunks_exact_mut(32)) {
-        let low = _mm256_packus_epi32(eight(&values[..8]), eight(&values[8..16]));
-        let high = _mm256_packus_epi32(eight(&values[16..24]), eight(&values[24..]));
-        let packed = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
-        // SAFETY: 32 bytes, of any alignment.
-        unsafe { _mm256_storeu_si256(codes.as_mut_ptr().cast(), packed) };
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Numbers over many decades, without a random generator.
+    /// Returns values over many decades.
     fn numbers(seed: u32) -> [f32; BLOCK] {
         let mut state = seed.wrapping_mul(2_654_435_761).max(1);
         std::array::from_fn(|_| {
@@ -222,40 +149,44 @@ mod tests {
         })
     }
 
+    vectorized! {
+        fn quantize_block<S: Simd>(s: S, book: &CodeBook, values: &[f32], codes: &mut [u8]) -> f32 {
+            quantize(s, book, values, codes)
+        }
+    }
+
     #[test]
-    fn both_paths_find_the_same_codes() {
-        for seed in 1..50 {
-            let values = numbers(seed);
-            for (book, values) in [
-                (CodeBook::signed(), values),
-                (CodeBook::unsigned(), values.map(|v| v * v)),
-            ] {
-                let (mut portable, mut fast) = ([0u8; BLOCK], [0u8; BLOCK]);
-                let scale = quantize::<false>(book, &values, &mut portable);
-                #[cfg(target_arch = "x86_64")]
-                if super::super::has_avx2() {
-                    assert_eq!(quantize::<true>(book, &values, &mut fast), scale);
-                    assert_eq!(portable, fast);
+    fn every_instruction_set_finds_the_nearest_codes() {
+        for set in InstructionSet::available() {
+            for seed in 1..50 {
+                let values = numbers(seed);
+                for (book, values) in [
+                    (CodeBook::signed(), values),
+                    (CodeBook::unsigned(), values.map(|v| v * v)),
+                ] {
+                    for len in [BLOCK, 45] {
+                        let (values, mut codes) = (&values[..len], [0u8; BLOCK]);
+                        let scale = quantize_block(set, book, values, &mut codes[..len]);
+                        assert_eq!(scale, values.iter().fold(0f32, |a, v| a.max(v.abs())));
+                        for (value, code) in values.iter().zip(codes) {
+                            let expected = book.nearest.nearest(value * (1.0 / scale));
+                            assert_eq!(code, expected, "{set:?}: {value}");
+                        }
+                    }
                 }
-                let _ = &mut fast;
-                assert_eq!(scale, values.iter().fold(0f32, |a, v| a.max(v.abs())));
             }
         }
     }
 
     #[test]
     fn an_empty_average_stays_zero() {
-        let mut codes = [9u8; BLOCK];
         let zeros = [0f32; BLOCK];
-        assert_eq!(
-            quantize::<false>(CodeBook::signed(), &zeros, &mut codes),
-            0.0
-        );
-        assert_eq!(codes, [127; BLOCK]);
-        assert_eq!(
-            quantize::<false>(CodeBook::unsigned(), &zeros, &mut codes),
-            0.0
-        );
-        assert_eq!(codes, [0; BLOCK]);
+        for set in InstructionSet::available() {
+            let mut codes = [9u8; BLOCK];
+            for (book, expected) in [(CodeBook::signed(), 127), (CodeBook::unsigned(), 0)] {
+                assert_eq!(quantize_block(set, book, &zeros, &mut codes), 0.0);
+                assert_eq!(codes, [expected; BLOCK], "{set:?}");
+            }
+        }
     }
 }

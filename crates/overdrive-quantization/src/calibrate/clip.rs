@@ -1,20 +1,21 @@
 use std::sync::Mutex;
 
+use overdrive_core::{check_at_least, check_option};
 use serde::{Deserialize, Serialize};
 
 use super::grid::Grid;
+use crate::Result;
 use crate::codec::jobs::{run_jobs, units_of_job};
-use crate::{Error, Result};
 
-/// The search of each group's (row's, block's) range that makes the squared error of its weights least,
-/// each weighted by the mean square of its input where that is known. A few large weights are rounded
-/// worse so that the many others are rounded better.
+/// The options of the search for the range of each group (row, block) that has the least squared error of its
+/// elements, each weighted by the mean square of its input if that is known. A few large elements are clipped
+/// so that the many others are rounded better.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ClipOptions {
-    /// The smallest range tried, as a part of the whole; default 0.5, in `0..1`.
+    /// The smallest range that is tried, as a fraction of the full range; default 0.5, in `0..1`.
     pub least: f64,
-    /// How many ranges are tried between that and one a little above the whole; default 40.
+    /// The number of ranges between the smallest one and one a little above the full range; default 40.
     pub steps: u32,
 }
 
@@ -27,31 +28,27 @@ impl Default for ClipOptions {
     }
 }
 
-/// The largest range tried: at 4 bits the range of symmetric codes ends half a step before the largest
-/// weight.
+/// The largest range that is tried: at 4 bits the range of symmetric codes ends half a step before the
+/// largest element.
 const MOST: f64 = 1.08;
 
 impl ClipOptions {
     pub(super) fn validate(&self) -> Result<()> {
-        if self.least > 0.0 && self.least < 1.0 && self.steps > 0 {
-            return Ok(());
-        }
-        Err(Error::BadOption {
-            option: "clip",
-            found: format!("least {} in {} steps", self.least, self.steps),
-            expected: "least in 0..1, and at least one step".to_owned(),
-        })
+        let valid = self.least > 0.0 && self.least < 1.0;
+        check_option(valid, "clip.least", self.least, "above 0 and below 1")?;
+        check_at_least("clip.steps", self.steps, 1)?;
+        Ok(())
     }
 }
 
-/// Chooses the steps of `grid` for `weight (O·I,)`, of which the columns count `importance (I,)`.
+/// Chooses the steps of `grid` for `weight (O·I,)`; `importance (I,)` weights the errors of the columns.
 pub(super) fn clip(grid: &mut Grid, weight: &[f32], importance: &[f32], options: &ClipOptions) {
     let (group, inputs) = (grid.group.max(1), importance.len());
     let width = MOST - options.least;
     let tries = (0..=options.steps).map(|step| f64::from(step) / f64::from(options.steps));
-    // The whole range first: what is no better than it does not replace it.
+    // The full range is first, so that a range that is no better does not replace it.
     let ratios: Vec<f32> = std::iter::once(1.0)
-        .chain(tries.map(|part| (options.least + width * part) as f32))
+        .chain(tries.map(|fraction| (options.least + width * fraction) as f32))
         .collect();
     let best: Vec<Mutex<f32>> = grid.steps.iter().map(|_| Mutex::new(1.0)).collect();
     let units = units_of_job(group * ratios.len());
@@ -63,9 +60,9 @@ pub(super) fn clip(grid: &mut Grid, weight: &[f32], importance: &[f32], options:
             let (step, offset) = (grid.steps[index], grid.offsets.get(index));
             let offset = offset.copied().unwrap_or_default();
             let error = |ratio: f32| -> f32 {
-                let squares = numbers.iter().enumerate().map(|(place, &x)| {
+                let squares = numbers.iter().enumerate().map(|(index, &x)| {
                     let (_, number) = grid.nearest_of(step * ratio, offset * ratio, x);
-                    importance[(first + place) % inputs] * (x - number) * (x - number)
+                    importance[(first + index) % inputs] * (x - number) * (x - number)
                 });
                 squares.sum()
             };

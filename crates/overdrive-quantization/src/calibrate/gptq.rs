@@ -1,3 +1,4 @@
+use overdrive_core::check_option;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
@@ -6,21 +7,22 @@ use super::statistics::InputStatistics;
 use crate::codec::jobs::{run_jobs, units_of_job};
 use crate::{Error, Result};
 
-/// Columns whose errors are taken to the later ones together, by one product.
+/// The number of columns whose errors go to the later ones together, by one matmul (the lazy batches of the
+/// paper).
 const BLOCK: i64 = 128;
 
-/// GPTQ (Frantar et al. 2022, arXiv:2210.17323): weights are rounded column by column, and the error of
-/// each is made good by the columns that are not rounded yet, as far as their inputs go together.
+/// The options of GPTQ (Frantar et al. 2022, arXiv:2210.17323): the weight is rounded column by column, and the
+/// columns that are not rounded yet compensate the error of each, as far as their inputs are correlated.
 ///
-/// Scales are chosen before, from the whole weight (what GPTQ's authors call static groups), so that
-/// columns may be rounded in any order and the result is stored as any weight of its scheme.
+/// The scales are chosen before, from the whole weight (the authors call that static groups), so that columns
+/// can be rounded in any order and the result is stored like any weight of its scheme.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GptqOptions {
-    /// What is added to the second moments' diagonal, as a part of its mean; default 0.01. More where
-    /// the calibration set is small.
+    /// The fraction of the mean of the second moments' diagonal that is added to it; default 0.01. A small
+    /// calibration set needs more.
     pub damp_percent: f64,
-    /// Whether columns are rounded in the falling order of their inputs' squares; default true.
+    /// If `true` (the default), the columns with the largest mean squares of their inputs are rounded first.
     pub desc_act: bool,
 }
 
@@ -35,40 +37,31 @@ impl Default for GptqOptions {
 
 impl GptqOptions {
     pub(super) fn validate(&self) -> Result<()> {
-        if self.damp_percent > 0.0 && self.damp_percent.is_finite() {
-            return Ok(());
-        }
-        Err(Error::BadOption {
-            option: "damp_percent",
-            found: self.damp_percent.to_string(),
-            expected: "above 0; 0.01 to 0.1 is usual".to_owned(),
-        })
+        let valid = self.damp_percent > 0.0 && self.damp_percent.is_finite();
+        let expected = "positive; 0.01 to 0.1 is usual";
+        check_option(valid, "damp_percent", self.damp_percent, expected)?;
+        Ok(())
     }
 }
 
-/// The codes `(O·I,)` for `weight (O, I)` among the numbers of `grid`.
+/// Returns the codes `(O·I,)` of `grid` for `weight (O, I)`.
 pub(super) fn gptq(
     grid: &Grid,
     weight: &Tensor,
     statistics: &InputStatistics,
     options: &GptqOptions,
 ) -> Result<Vec<u8>> {
-    let moments = statistics
-        .second_moments()?
-        .ok_or_else(|| Error::BadOption {
-            option: "gptq",
-            found: "without second moments of the inputs".to_owned(),
-            expected: "statistics with `Moments::Full` over a calibration set".to_owned(),
-        })?;
+    let moments = statistics.second_moments()?.ok_or_else(|| {
+        let found = "enabled without second moments of the inputs";
+        let expected = "given statistics with `Moments::Full` over a calibration set";
+        Error::option("gptq", found, expected)
+    })?;
     let [outputs, inputs] = weight.size()[..] else {
-        return Err(Error::BadInput {
-            name: "weight",
-            found: format!("of shape {:?}", weight.size()),
-            expected: "(O, I)".to_owned(),
-        });
+        return Err(Error::shape("weight", weight.size(), "(O, I)"));
     };
     let moments = moments.f_to_device(weight.device())?;
-    // An input that is always 0: its weight means nothing, and is rounded by itself.
+    // An input that is always 0 makes the moments singular. A 1 on the diagonal keeps its column apart from
+    // the others.
     let diagonal = moments.f_diagonal(0, 0, 1)?;
     let dead = diagonal.f_le(0.0)?.f_to_kind(Kind::Float)?;
     let moments = moments.f_add(&dead.f_diag(0)?)?;
@@ -108,8 +101,8 @@ pub(super) fn gptq(
     Ok(codes)
 }
 
-/// Rounds the columns `order` of all rows, of which `rest` is what is left of the weight `(O, B)` and
-/// `factor` their part of the factor `(B, B)`. Gives the errors `(O, B)` that later columns make good.
+/// Rounds the columns `order` of all rows; `rest` is the weight `(O, B)` with the errors of earlier columns,
+/// `factor` the block of the factor `(B, B)`. Returns the errors `(O, B)` that later columns compensate.
 fn round_block(
     grid: &Grid,
     mut rest: Vec<f32>,
@@ -133,13 +126,13 @@ fn round_block(
             .zip(codes.chunks_exact_mut(width));
         for (row, ((rest, errors), codes)) in each.enumerate() {
             let first = (job * rows + row) * width;
-            for (place, &column) in order.iter().enumerate() {
-                let (code, number) = grid.nearest((first + column) / grid.group, rest[place]);
+            for (index, &column) in order.iter().enumerate() {
+                let (code, number) = grid.nearest((first + column) / grid.group, rest[index]);
                 codes[column] = code;
-                let factor = &factor[place * columns..][..columns];
-                let error = (rest[place] - number) / factor[place];
-                errors[place] = error;
-                for (rest, factor) in rest[place + 1..].iter_mut().zip(&factor[place + 1..]) {
+                let factor = &factor[index * columns..][..columns];
+                let error = (rest[index] - number) / factor[index];
+                errors[index] = error;
+                for (rest, factor) in rest[index + 1..].iter_mut().zip(&factor[index + 1..]) {
                     *rest -= error * factor;
                 }
             }
@@ -148,7 +141,7 @@ fn round_block(
     errors
 }
 
-/// The upper factor `U` of `moments⁻¹ = UᵀU`, with as much on the diagonal as it takes.
+/// Returns the upper Cholesky factor `U` of `moments⁻¹ = UᵀU`, with as much damping as it takes.
 fn inverse_factor(moments: &Tensor, damp_percent: f64) -> Result<Tensor> {
     let mean = moments
         .f_diagonal(0, 0, 1)?
@@ -156,7 +149,7 @@ fn inverse_factor(moments: &Tensor, damp_percent: f64) -> Result<Tensor> {
         .f_double_value(&[])?;
     let identity = Tensor::f_eye(moments.size()[0], (moments.kind(), moments.device()))?;
     let mut damp = damp_percent * mean;
-    // Rounding may leave moments of few rows a little indefinite.
+    // Rounding can leave the moments of few rows slightly indefinite.
     for _ in 0..4 {
         let damped = moments.f_add(&identity.f_mul_scalar(damp)?)?;
         let (lower, failed) = damped.f_linalg_cholesky_ex(false, false)?;
@@ -169,12 +162,10 @@ fn inverse_factor(moments: &Tensor, damp_percent: f64) -> Result<Tensor> {
         }
         damp *= 10.0;
     }
-    Err(Error::BadOption {
-        option: "damp_percent",
-        found: format!("{damp_percent}, and up to a thousand times that"),
-        expected: "so much that the inputs' second moments have an inverse; give more text"
-            .to_owned(),
-    })
+    let found = format!("{damp_percent}, and up to a thousand times that was tried");
+    let expected =
+        "so large that the second moments of the inputs have an inverse; use more calibration data";
+    Err(Error::option("damp_percent", found, expected))
 }
 
 fn floats(tensor: &Tensor) -> Result<Vec<f32>> {

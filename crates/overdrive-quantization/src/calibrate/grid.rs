@@ -1,4 +1,4 @@
-//! The numbers that a quantized weight can be made of, whatever it is stored in.
+//! The values that the elements of a quantized weight can take, for every storage.
 
 use tch::{Device, Kind, Tensor};
 
@@ -8,31 +8,31 @@ use crate::codec::{dynamic, fp8};
 use crate::weight::{Magnitudes, Storage};
 use crate::{Error, QuantizedWeight, Result, Scheme};
 
-/// The numbers of each group: `number(code) · step + offset`.
+/// The values of each group: `number(code) · step + offset`.
 pub(super) struct Grid {
-    /// Weights of a group, counted along the flattened weight.
+    /// The number of elements of a group, counted along the flattened weight.
     pub(super) group: usize,
-    /// By group.
+    /// The step of each group.
     pub(super) steps: Vec<f32>,
-    /// By group; empty where there are none.
+    /// The offset of each group; empty if there are none.
     pub(super) offsets: Vec<f32>,
     levels: Levels,
 }
 
 enum Levels {
-    /// `code − zero`, for codes in `low..=high`.
+    /// The integers `code − zero`, for codes in `low..=high`.
     Integers {
         low: f32,
         high: f32,
         zero: f32,
     },
-    /// With the middles between its numbers.
+    /// A code book, and the midpoints between its numbers.
     Book(Book, [f32; 15]),
     Fp8,
 }
 
 impl Grid {
-    /// That of `weight`.
+    /// Returns the grid of `weight`.
     pub(super) fn of(weight: &QuantizedWeight) -> Result<Grid> {
         let inputs = weight.inputs.unsigned_abs() as usize;
         match &weight.storage {
@@ -46,11 +46,14 @@ impl Grid {
                     zero: 0.0,
                 },
             }),
-            Storage::Grouped { order: Some(_), .. } => Err(Error::BadOption {
-                option: "weight",
-                found: "in GPTQ's order of activations".to_owned(),
-                expected: "groups of neighbouring inputs".to_owned(),
-            }),
+            Storage::Grouped { order: Some(_), .. } => {
+                let found = "of reordered inputs (GPTQ's `desc_act`)";
+                Err(Error::option(
+                    "weight",
+                    found,
+                    "of groups of neighbouring inputs",
+                ))
+            }
             Storage::Grouped {
                 codes,
                 scales,
@@ -83,11 +86,8 @@ impl Grid {
                     Scheme::Fp4(options) => (Book::Fp4, options),
                     Scheme::Nf4(options) => (Book::Nf4, options),
                     other => {
-                        return Err(Error::BadOption {
-                            option: "scheme",
-                            found: other.to_string(),
-                            expected: "nf4 or fp4, of which the weight's blocks are".to_owned(),
-                        });
+                        let expected = "nf4 or fp4, as the blocks of the weight are";
+                        return Err(Error::option("scheme", other, expected));
                     }
                 };
                 Ok(Grid {
@@ -106,14 +106,14 @@ impl Grid {
         }
     }
 
-    /// The code and the number nearest to `x` among those of `group`.
+    /// Returns the code and the value nearest to `x` among those of `group`.
     #[inline]
     pub(super) fn nearest(&self, group: usize, x: f32) -> (u8, f32) {
         let offset = self.offsets.get(group).copied().unwrap_or_default();
         self.nearest_of(self.steps[group], offset, x)
     }
 
-    /// The same for another step and offset.
+    /// Returns the same for another step and offset.
     #[inline]
     pub(super) fn nearest_of(&self, step: f32, offset: f32, x: f32) -> (u8, f32) {
         match &self.levels {
@@ -121,13 +121,13 @@ impl Grid {
                 let level = ((x - offset) / step + zero)
                     .round_ties_even()
                     .clamp(*low, *high);
-                // In `-128..256`: the byte of either sign.
+                // In `-128..256`: the cast gives the byte of signed and of unsigned codes.
                 (level as i32 as u8, (level - zero) * step + offset)
             }
             Levels::Book(book, bounds) => {
                 let x = x / step;
-                let place = bounds.iter().filter(|&&bound| x > bound).count();
-                let code = book.code_at(place as u32);
+                let rank = bounds.iter().filter(|&&bound| x > bound).count();
+                let code = book.code_at(rank as u32);
                 (code, book.numbers()[usize::from(code)] * step)
             }
             Levels::Fp8 => {
@@ -137,8 +137,8 @@ impl Grid {
         }
     }
 
-    /// Writes the steps and offsets into `weight`, whose grid this is but for them, and reads them back
-    /// as they are kept there: blocks' steps may be quantized in their turn.
+    /// Writes the steps and offsets to `weight`, the one that the grid was made of, and reads them back as they
+    /// are stored: scales are rounded to f16, and the magnitudes of blocks may be quantized.
     pub(super) fn set_steps(&mut self, weight: &mut QuantizedWeight) -> Result<()> {
         let device = weight.device();
         match &mut weight.storage {
@@ -173,10 +173,8 @@ impl Grid {
                         *offset = (mean / self.steps.len().max(1) as f64) as f32;
                         let quantized =
                             dynamic::quantize(&self.steps, *offset, &mut packed, &mut outer);
-                        quantized.map_err(|_| Error::BadInput {
-                            name: "weight",
-                            found: "partly infinite or NaN".to_owned(),
-                            expected: "finite numbers".to_owned(),
+                        quantized.map_err(|_| {
+                            Error::values("weight", "infinity or NaN", "finite numbers")
                         })?;
                         *codes = Tensor::f_from_slice(&packed)?.f_to_device(device)?;
                         *scales = Tensor::f_from_slice(&outer)?.f_to_device(device)?;
@@ -205,7 +203,7 @@ impl Grid {
         }
     }
 
-    /// Writes the codes `(O·I,)`, one a byte, into `weight`.
+    /// Writes the codes `(O·I,)`, one in each byte, to `weight`.
     pub(super) fn set_codes(codes: &[u8], weight: &mut QuantizedWeight) -> Result<()> {
         let (slot, high_first) = match &mut weight.storage {
             Storage::Int8 { codes, .. }
@@ -239,7 +237,7 @@ fn floats(tensor: &Tensor) -> Result<Vec<f32>> {
     Ok(Vec::try_from(&flat)?)
 }
 
-/// `numbers` in the shape, kind and place of `old`.
+/// Returns `numbers` as a tensor of the shape, dtype and device of `old`.
 fn like(numbers: &[f32], old: &Tensor) -> Result<Tensor> {
     let tensor = Tensor::f_from_slice(numbers)?.f_view(&old.size()[..])?;
     Ok(tensor.f_to_kind(old.kind())?.f_to_device(old.device())?)
@@ -257,8 +255,8 @@ fn block_steps(magnitudes: &Magnitudes) -> Result<Vec<f32>> {
             let codes = codes.f_to_device(Device::Cpu)?;
             let codes: Vec<u8> = Vec::try_from(&codes.f_reshape([-1])?)?;
             let (book, scales) = (floats(code_book)?, floats(scales)?);
-            let number = |(place, &code): (usize, &u8)| {
-                book[usize::from(code)] * scales[place / dynamic::BLOCK] + offset
+            let number = |(index, &code): (usize, &u8)| {
+                book[usize::from(code)] * scales[index / dynamic::BLOCK] + offset
             };
             Ok(codes.iter().enumerate().map(number).collect())
         }
@@ -271,7 +269,7 @@ mod tests {
 
     use super::*;
 
-    /// In -1..1, spread evenly, the same at every run.
+    /// Returns numbers spread evenly over -1..1, the same in every run.
     fn numbers(size: [i64; 2]) -> Tensor {
         let x = Tensor::arange(size[0] * size[1], (Kind::Double, Device::Cpu)) * 12.9898;
         let x = x.sin() * 43_758.545_3;
@@ -282,7 +280,7 @@ mod tests {
         Vec::try_from(&tensor.reshape([-1])).unwrap()
     }
 
-    /// The codes of the nearest numbers.
+    /// Returns the codes of the nearest values.
     fn codes(grid: &Grid, numbers: &Tensor) -> Vec<u8> {
         let code = |(place, &x): (usize, &f32)| grid.nearest(place / grid.group, x).0;
         flat(numbers).iter().enumerate().map(code).collect()

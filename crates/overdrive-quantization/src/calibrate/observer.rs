@@ -7,12 +7,12 @@ use tch::Tensor;
 use super::statistics::{InputStatistics, Moments};
 use crate::Result;
 
-/// Sees the input of each linear map of a model while it runs.
+/// An observer of the input of each linear layer of a model while it runs.
 pub trait InputObserver {
-    /// Takes note of `x (…, I)`, the input of the map `name` (as in the checkpoint, without `.weight`).
+    /// Observes `x (…, I)`, the input of the layer `name` (as in the checkpoint, without `.weight`).
     ///
     /// # Errors
-    /// What makes the observation useless; the forward pass fails with it.
+    /// An error that makes the observation useless; the forward pass fails with it.
     fn observe(&mut self, name: &str, x: &Tensor) -> Result<()>;
 }
 
@@ -20,8 +20,8 @@ thread_local! {
     static OBSERVER: RefCell<Option<Rc<RefCell<dyn InputObserver>>>> = const { RefCell::new(None) };
 }
 
-/// Runs `body` while `observer` sees the inputs of all linear maps that run on this thread and tell of
-/// them by [`observe_input`]. Gives the observer back with what `body` returned.
+/// Runs `body` while `observer` observes the inputs of all linear layers that run on this thread and call
+/// [`observe_input`]. Returns the observer and the result of `body`.
 ///
 /// ```
 /// use overdrive_quantization::{InputCollector, Moments, observe_input, observe_inputs};
@@ -30,7 +30,7 @@ thread_local! {
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let collector = InputCollector::new(Moments::Full);
 /// let (collector, seen) = observe_inputs(collector, || {
-///     // What a model does in its linear maps.
+///     // A model does this in its linear layers.
 ///     observe_input("up_proj", &Tensor::ones([4, 8], (Kind::Float, Device::Cpu)))
 /// });
 /// seen?;
@@ -42,7 +42,7 @@ pub fn observe_inputs<O: InputObserver + 'static, T>(
     observer: O,
     body: impl FnOnce() -> T,
 ) -> (O, T) {
-    /// Puts back what was there, on a panic too.
+    /// A guard that restores the outer observer, also after a panic.
     struct Restore(Option<Rc<RefCell<dyn InputObserver>>>);
     impl Drop for Restore {
         fn drop(&mut self) {
@@ -56,13 +56,13 @@ pub fn observe_inputs<O: InputObserver + 'static, T>(
     let result = body();
     drop(restore);
     let observer = Rc::into_inner(shared);
-    // The slot held the only other handle, and `observe_input` keeps none.
-    let observer = observer.expect("nobody else holds the observer");
+    // The thread-local slot had the only other handle, and `observe_input` keeps none.
+    let observer = observer.expect("the slot has released its handle");
     (observer.into_inner(), result)
 }
 
-/// Tells the observer of this thread, where there is one, what goes into the map `name`. What an observer
-/// runs itself while it observes is not observed.
+/// Passes the input of the layer `name` to the observer of this thread, if there is one. Layers that an
+/// observer runs itself are not observed.
 ///
 /// # Errors
 /// Those of the observer.
@@ -72,26 +72,27 @@ pub fn observe_input(name: &str, x: &Tensor) -> Result<()> {
         None => Ok(()),
         Some(observer) => match observer.try_borrow_mut() {
             Ok(mut observer) => observer.observe(name, x),
-            // It is observing: this map is one of its own.
+            // The observer is running: this layer is one of its own.
             Err(_) => Ok(()),
         },
     }
 }
 
-/// Gathers [`InputStatistics`] by name. Maps that are given the same tensor one after another (query,
-/// key and value) share theirs.
+/// An observer that collects [`InputStatistics`] for each layer. Layers that take the same tensor one after
+/// another (query, key and value) share one.
 #[derive(Debug)]
 pub struct InputCollector {
     moments: Moments,
-    /// Where the statistics of each name lie.
+    /// The index of the statistics of each layer.
     names: BTreeMap<String, usize>,
     statistics: Vec<InputStatistics>,
-    /// The last input and its statistics. Kept alive, so that its address is nobody else's.
+    /// The last input and the index of its statistics. The tensor is kept alive, so that no other tensor gets
+    /// its address.
     last: Option<(Tensor, usize)>,
 }
 
 impl InputCollector {
-    /// Of nothing yet.
+    /// Returns a collector that has seen no input.
     pub fn new(moments: Moments) -> InputCollector {
         InputCollector {
             moments,
@@ -101,17 +102,17 @@ impl InputCollector {
         }
     }
 
-    /// What was gathered of the inputs of `name`.
+    /// Returns the statistics of the inputs of the layer `name`.
     pub fn get(&self, name: &str) -> Option<&InputStatistics> {
-        self.names.get(name).map(|&place| &self.statistics[place])
+        self.names.get(name).map(|&index| &self.statistics[index])
     }
 
-    /// The names of all maps that were seen.
+    /// Returns the names of all layers that were observed.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.names.keys().map(String::as_str)
     }
 
-    /// Forgets the last input, which is kept to know it again.
+    /// Releases the last input, which is kept to recognize it.
     pub fn finish(&mut self) {
         self.last = None;
     }
@@ -122,29 +123,29 @@ impl InputObserver for InputCollector {
         let same = |last: &Tensor| last.data_ptr() == x.data_ptr() && last.size() == x.size();
         let again = self.last.as_ref().filter(|(last, _)| same(last));
         let known = self.names.get(name).copied();
-        let again = again.map(|&(_, place)| place);
+        let again = again.map(|&(_, index)| index);
         match (again, known) {
-            // Counted already, for the map before this one.
-            (Some(place), None) => {
-                self.names.insert(name.to_owned(), place);
+            // The layer before has the same input, which is counted already.
+            (Some(index), None) => {
+                self.names.insert(name.to_owned(), index);
                 return Ok(());
             }
-            (Some(place), Some(known)) if place == known => return Ok(()),
+            (Some(index), Some(known)) if index == known => return Ok(()),
             _ => {}
         }
-        let place = match known {
-            Some(place) => place,
+        let index = match known {
+            Some(index) => index,
             None => {
                 let inputs = x.size().last().copied().unwrap_or(0);
                 let new = InputStatistics::new(inputs, self.moments, x.device())?;
                 self.statistics.push(new);
-                let place = self.statistics.len() - 1;
-                self.names.insert(name.to_owned(), place);
-                place
+                let index = self.statistics.len() - 1;
+                self.names.insert(name.to_owned(), index);
+                index
             }
         };
-        self.statistics[place].add(x)?;
-        self.last = Some((x.f_detach()?, place));
+        self.statistics[index].add(x)?;
+        self.last = Some((x.f_detach()?, index));
         Ok(())
     }
 }

@@ -8,23 +8,23 @@ use super::statistics::InputStatistics;
 use crate::quantize::quantize;
 use crate::{Error, GroupScales, QuantizedWeight, Result, Scheme};
 
-/// How the numbers of a quantized weight are chosen. The default is rounding to the nearest, with scales
-/// that cover the largest weight.
+/// The options of calibrated quantization. The default is rounding to the nearest, with scales that cover the
+/// largest element.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CalibrationOptions {
-    /// Whether scales are searched; default `None`, not.
+    /// The search for the scales; default `None`: no search.
     pub clip: Option<ClipOptions>,
-    /// Whether codes are chosen together; default `None`, each by itself.
+    /// GPTQ; default `None`: each element is rounded to the nearest.
     pub gptq: Option<GptqOptions>,
-    /// In what scales of groups are kept; default f16.
+    /// The dtype of the scales of groups; default f16.
     pub scales: GroupScales,
 }
 
-/// Quantizes `weight (O, I)` as `options` say.
+/// Quantizes `weight (O, I)` with calibration.
 ///
-/// `statistics` of its inputs weight the errors; GPTQ cannot do without them. The weight's codes and
-/// scales are worked out on the CPU, and come back to its device.
+/// The `statistics` of the inputs weight the errors; GPTQ needs them. Codes and scales are computed on the CPU
+/// and moved to the device of the weight.
 ///
 /// ```
 /// use overdrive_quantization::{
@@ -36,7 +36,7 @@ pub struct CalibrationOptions {
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let scheme: Scheme = "int4-g32".parse()?;
 /// let weight = Tensor::randn([48, 64], (Kind::Float, Device::Cpu));
-/// // Inputs that go together, as those of real layers do.
+/// // Correlated inputs, as real layers have.
 /// let mix = Tensor::randn([16, 64], (Kind::Float, Device::Cpu));
 /// let mut statistics = InputStatistics::new(64, Moments::Full, Device::Cpu)?;
 /// statistics.add(&Tensor::randn([512, 16], (Kind::Float, Device::Cpu)).matmul(&mix))?;
@@ -52,8 +52,8 @@ pub struct CalibrationOptions {
 /// ```
 ///
 /// # Errors
-/// Those of [`QuantizedWeight::quantize`]; [`Error::BadInput`] for statistics of another number of
-/// inputs, [`Error::BadOption`] for options out of range and GPTQ without full statistics.
+/// The errors of [`QuantizedWeight::quantize`]; [`Error::Common`] for statistics of another number of inputs,
+/// options out of range, and GPTQ without full statistics.
 pub fn quantize_calibrated(
     weight: &Tensor,
     scheme: Scheme,
@@ -66,11 +66,8 @@ pub fn quantize_calibrated(
     }
     let [_, inputs] = packed.size();
     if let Some(statistics) = statistics.filter(|statistics| statistics.inputs() != inputs) {
-        return Err(Error::BadInput {
-            name: "statistics",
-            found: format!("of {} inputs", statistics.inputs()),
-            expected: format!("those of the weight, {inputs}"),
-        });
+        let expected = format!("({inputs},), one number for each input of the weight");
+        return Err(Error::shape("statistics", [statistics.inputs()], expected));
     }
     let weight = weight.f_detach()?.f_to_kind(Kind::Float)?;
     let numbers = weight.f_to_device(Device::Cpu)?.f_reshape([-1])?;
@@ -91,15 +88,15 @@ pub fn quantize_calibrated(
     let codes = match &options.gptq {
         Some(options) => {
             options.validate()?;
-            let statistics = statistics.ok_or_else(|| Error::BadOption {
-                option: "gptq",
-                found: "without statistics".to_owned(),
-                expected: "those of the map's inputs over a calibration set".to_owned(),
+            let statistics = statistics.ok_or_else(|| {
+                let found = "enabled without statistics";
+                let expected = "given statistics of the inputs over a calibration set";
+                Error::option("gptq", found, expected)
             })?;
             gptq(&grid, &weight, statistics, options)?
         }
         None => {
-            let nearest = |(place, &x): (usize, &f32)| grid.nearest(place / grid.group, x).0;
+            let nearest = |(index, &x): (usize, &f32)| grid.nearest(index / grid.group, x).0;
             numbers.iter().enumerate().map(nearest).collect()
         }
     };

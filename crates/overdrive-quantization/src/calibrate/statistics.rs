@@ -2,40 +2,34 @@ use tch::{Kind, Tensor};
 
 use crate::{Error, Result};
 
-/// What is gathered of the inputs of a linear map.
+/// The second moments that are collected of the inputs of a linear layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Moments {
-    /// The second moment of each input: what clipping and SmoothQuant need, `I` numbers.
+    /// The mean square of each input, for clipping and SmoothQuant: `I` numbers.
     Diagonal,
-    /// The second moments of all pairs: what GPTQ needs, `I · I` numbers in fp32.
+    /// The second moments of all pairs of inputs, for GPTQ: `I · I` numbers in f32.
     #[default]
     Full,
 }
 
-/// Second moments and largest magnitudes of the inputs `(…, I)` of a linear map, over a calibration set.
+/// The second moments and largest magnitudes of the inputs `(…, I)` of a linear layer over a calibration set.
 #[derive(Debug)]
 pub struct InputStatistics {
-    /// f32 `(I,)` or `(I, I)`: sums, not means.
+    /// The sums of `x²` or `xᵀx`, f32 `(I,)` or `(I, I)`.
     sums: Tensor,
-    /// f32 `(I,)`.
+    /// The largest magnitudes, f32 `(I,)`.
     largest: Tensor,
     rows: i64,
     moments: Moments,
 }
 
 impl InputStatistics {
-    /// Of nothing yet, for maps of `inputs` numbers, on the device of `like`.
+    /// Returns statistics of no rows, for layers of `inputs` inputs, on `device`.
     ///
     /// # Errors
-    /// [`Error::BadOption`] for no inputs, and errors of libtorch.
+    /// [`Error::Common`] if `inputs` is not positive, and errors of libtorch.
     pub fn new(inputs: i64, moments: Moments, device: tch::Device) -> Result<InputStatistics> {
-        if inputs < 1 {
-            return Err(Error::BadOption {
-                option: "inputs",
-                found: inputs.to_string(),
-                expected: "at least 1".to_owned(),
-            });
-        }
+        overdrive_core::check_positive("inputs", inputs)?;
         let options = (Kind::Float, device);
         let sums = match moments {
             Moments::Diagonal => Tensor::f_zeros([inputs], options)?,
@@ -49,18 +43,14 @@ impl InputStatistics {
         })
     }
 
-    /// Adds the rows of `x (…, I)`, of any floating kind.
+    /// Adds the rows of `x (…, I)`, of any floating-point dtype.
     ///
     /// # Errors
-    /// [`Error::BadInput`] if the last dimension is not `I` or a number is not finite.
+    /// [`Error::Common`] if the last dimension is not `I`, [`Error::Values`] if a value is not finite.
     pub fn add(&mut self, x: &Tensor) -> Result<()> {
         let inputs = self.inputs();
         if x.size().last() != Some(&inputs) {
-            return Err(Error::BadInput {
-                name: "x",
-                found: format!("of shape {:?}", x.size()),
-                expected: format!("(…, {inputs})"),
-            });
+            return Err(Error::shape("x", x.size(), format!("(…, {inputs})")));
         }
         let rows = x
             .f_detach()?
@@ -71,12 +61,8 @@ impl InputStatistics {
         }
         let largest = rows.f_abs()?.f_amax([0], false)?;
         if !largest.f_isfinite()?.f_all()?.f_int64_value(&[])?.eq(&1) {
-            return Err(Error::BadInput {
-                name: "x",
-                found: "partly infinite or NaN".to_owned(),
-                expected: "finite activations; in fp16 a model may overflow, bf16 or fp32 do not"
-                    .to_owned(),
-            });
+            let expected = "finite activations; a model in fp16 may overflow, use bf16 or fp32";
+            return Err(Error::values("x", "infinity or NaN", expected));
         }
         self.largest = self.largest.f_maximum(&largest)?;
         match self.moments {
@@ -94,22 +80,22 @@ impl InputStatistics {
         Ok(())
     }
 
-    /// How many inputs a row has.
+    /// Returns the number of inputs of a row.
     pub fn inputs(&self) -> i64 {
         self.largest.numel() as i64
     }
 
-    /// Rows seen.
+    /// Returns the number of rows that were added.
     pub fn rows(&self) -> i64 {
         self.rows
     }
 
-    /// The largest magnitude of each input, f32 `(I,)`.
+    /// Returns the largest magnitude of each input, f32 `(I,)`.
     pub fn largest(&self) -> &Tensor {
         &self.largest
     }
 
-    /// The mean square of each input, f32 `(I,)`; ones where no row was seen.
+    /// Returns the mean square of each input, f32 `(I,)`; ones if no row was added.
     ///
     /// # Errors
     /// An error of libtorch.
@@ -124,8 +110,8 @@ impl InputStatistics {
         Ok(sums.f_div_scalar(self.rows as f64)?)
     }
 
-    /// The mean of `xᵀx`, f32 `(I, I)`: half the Hessian of a map's squared error in each row of its
-    /// weight. `None` where only the diagonal was gathered, or no row was seen.
+    /// Returns the mean of `xᵀx`, f32 `(I, I)`: half the Hessian of the squared error of a layer in each row of
+    /// its weight. `None` if only the diagonal was collected or no row was added.
     ///
     /// # Errors
     /// An error of libtorch.
@@ -136,17 +122,14 @@ impl InputStatistics {
         }
     }
 
-    /// Those of inputs divided by `scales (I,)`.
+    /// Returns the statistics of the inputs divided by `scales (I,)`.
     ///
     /// # Errors
-    /// [`Error::BadInput`] for scales of another number.
+    /// [`Error::Common`] for scales of another shape.
     pub fn divided_by(&self, scales: &Tensor) -> Result<InputStatistics> {
         if scales.size() != self.largest.size() {
-            return Err(Error::BadInput {
-                name: "scales",
-                found: format!("of shape {:?}", scales.size()),
-                expected: format!("({},)", self.inputs()),
-            });
+            let expected = format!("({},)", self.inputs());
+            return Err(Error::shape("scales", scales.size(), expected));
         }
         let scales = scales.f_to_kind(Kind::Float)?;
         let sums = match self.moments {
@@ -161,23 +144,20 @@ impl InputStatistics {
         })
     }
 
-    /// The mean squared error of a row of outputs, summed over outputs, when `weight (O, I)` is
-    /// exchanged for `approximate`: `tr(Δ · E[xᵀx] · Δᵀ)`. Of inputs taken as uncorrelated where only
-    /// the diagonal was gathered.
+    /// Returns the mean squared error of the outputs, summed over a row, if `approximate` replaces
+    /// `weight (O, I)`: `tr(Δ · E[xᵀx] · Δᵀ)`. If only the diagonal was collected, the inputs are taken as
+    /// uncorrelated.
     ///
     /// # Errors
-    /// [`Error::BadInput`] for weights of other shapes.
+    /// [`Error::Common`] for weights of other shapes.
     pub fn output_error(&self, weight: &Tensor, approximate: &Tensor) -> Result<f64> {
         let inputs = self.inputs();
         if weight.size() != approximate.size() || weight.size().last() != Some(&inputs) {
-            return Err(Error::BadInput {
-                name: "approximate",
-                found: format!("of shape {:?}", approximate.size()),
-                expected: format!(
-                    "that of the weight, {:?}, with {inputs} inputs",
-                    weight.size()
-                ),
-            });
+            let expected = format!(
+                "that of the weight, {:?}, with {inputs} inputs",
+                weight.size()
+            );
+            return Err(Error::shape("approximate", approximate.size(), expected));
         }
         let difference = weight
             .f_to_kind(Kind::Float)?

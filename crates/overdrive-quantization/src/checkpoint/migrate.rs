@@ -1,4 +1,5 @@
-//! Where the division of a map's inputs is folded: the norm before it, or the map before it.
+//! Migration in a whole model: the division of the inputs of a layer is folded into the norm or the layer
+//! before it.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +11,7 @@ use crate::calibrate::{
 };
 use crate::{InputStatistics, Result, Scheme};
 
-/// What is done to a tensor before it is quantized or copied.
+/// The scales that a tensor is multiplied with or divided by before it is quantized or copied.
 #[derive(Debug, Default)]
 pub(super) struct Change {
     columns: Option<Tensor>,
@@ -18,7 +19,7 @@ pub(super) struct Change {
     adds_one: bool,
 }
 
-/// Changes of tensors and of statistics by name.
+/// The changes of tensors and of statistics, by name.
 #[derive(Debug, Default)]
 pub(super) struct Migrations {
     changes: BTreeMap<String, Change>,
@@ -39,8 +40,8 @@ impl Change {
 }
 
 impl Migrations {
-    /// Those of every norm and every gated feed-forward block of a model of the Llama family, of which
-    /// all maps are quantized and were seen.
+    /// Computes the migrations of every norm and every gated feed-forward block of a model of the Llama family
+    /// of which all linear layers are quantized and were observed.
     pub(super) fn find(
         source: &Source,
         collector: &InputCollector,
@@ -68,26 +69,29 @@ impl Migrations {
                 (before_mlp, &["mlp.gate_proj", "mlp.up_proj"]),
                 ("mlp.up_proj", &["mlp.down_proj"]),
             ];
-            for (before, maps) in groups {
-                let maps: Vec<String> = maps.iter().map(|map| format!("{prefix}.{map}")).collect();
-                if !maps
+            for (before, layers) in groups {
+                let layers: Vec<String> = layers
                     .iter()
-                    .all(|map| is_quantized(map) && source.has(&format!("{map}.weight")))
+                    .map(|name| format!("{prefix}.{name}"))
+                    .collect();
+                if !layers
+                    .iter()
+                    .all(|name| is_quantized(name) && source.has(&format!("{name}.weight")))
                 {
                     continue;
                 }
-                let Some(statistics) = collector.get(&maps[0]) else {
+                let Some(statistics) = collector.get(&layers[0]) else {
                     continue;
                 };
-                let read = |map: &String| -> Result<Tensor> {
-                    let stored = source.tensor(&format!("{map}.weight"))?;
+                let read = |name: &String| -> Result<Tensor> {
+                    let stored = source.tensor(&format!("{name}.weight"))?;
                     Ok(stored.copy_to_tensor(Some(Kind::Float), Device::Cpu)?)
                 };
-                let weights: Vec<Tensor> = maps.iter().map(read).collect::<Result<_>>()?;
+                let weights: Vec<Tensor> = layers.iter().map(read).collect::<Result<_>>()?;
                 let weights: Vec<&Tensor> = weights.iter().collect();
                 let scales = migration_scales(&weights, statistics, migration, scheme)?;
                 found.add(
-                    &prefix, before, &maps, &scales, adds_one, statistics, source,
+                    &prefix, before, &layers, &scales, adds_one, statistics, source,
                 )?;
             }
         }
@@ -96,23 +100,23 @@ impl Migrations {
 
     #[allow(
         clippy::too_many_arguments,
-        reason = "one caller, which has them all at hand"
+        reason = "one caller, which has all of them"
     )]
     fn add(
         &mut self,
         prefix: &str,
         before: &str,
-        maps: &[String],
+        layers: &[String],
         scales: &Tensor,
         adds_one: bool,
         statistics: &InputStatistics,
         source: &Source,
     ) -> Result<()> {
-        for map in maps {
-            let change = self.changes.entry(format!("{map}.weight")).or_default();
+        for layer in layers {
+            let change = self.changes.entry(format!("{layer}.weight")).or_default();
             change.columns = Some(scales.shallow_clone());
             let divided = statistics.divided_by(scales)?;
-            self.statistics.insert(map.clone(), divided);
+            self.statistics.insert(layer.clone(), divided);
         }
         for end in ["weight", "bias"] {
             let name = format!("{prefix}.{before}.{end}");
@@ -125,13 +129,13 @@ impl Migrations {
         Ok(())
     }
 
-    /// What is done to the tensor `name`.
+    /// Returns the change of the tensor `name`.
     pub(super) fn change(&self, name: &str) -> Option<&Change> {
         self.changes.get(name)
     }
 
-    /// The statistics of a map whose inputs were divided.
-    pub(super) fn statistics(&self, map: &str) -> Option<&InputStatistics> {
-        self.statistics.get(map)
+    /// Returns the statistics of a layer whose inputs were divided.
+    pub(super) fn statistics(&self, layer: &str) -> Option<&InputStatistics> {
+        self.statistics.get(layer)
     }
 }

@@ -1,12 +1,12 @@
-//! Whole Hugging Face folders.
+//! Quantization of whole Hugging Face folders.
 
 mod migrate;
 mod options;
 mod quantize;
 mod report;
-mod role;
+mod shard_writer;
 mod source;
-mod spool;
+mod tensor_role;
 
 pub use options::{CheckpointOptions, Filter, Progress};
 pub use quantize::quantize_checkpoint;

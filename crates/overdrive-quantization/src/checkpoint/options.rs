@@ -5,28 +5,29 @@ use std::sync::Arc;
 use crate::Scheme;
 use crate::calibrate::{CalibrationOptions, InputCollector, Migration};
 
-/// Which tensors of a checkpoint are quantized, and how.
+/// The options of [`quantize_checkpoint`](crate::quantize_checkpoint).
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct CheckpointOptions {
-    /// Of the head; default `None`: kept. A tied head takes the embedding with it.
+    /// The scheme of the output head; default `None`: it stays dense. If the head is tied, the embedding is
+    /// quantized with it.
     pub head: Option<Scheme>,
-    /// Of the embedding; default `None`: kept.
+    /// The scheme of the embedding; default `None`: it stays dense.
     pub embedding: Option<Scheme>,
-    /// Maps that are kept: those whose name is one of these or ends with `.` and one of these. What
-    /// transformers calls `llm_int8_skip_modules`; default none.
+    /// The linear layers that stay dense: those whose name is one of these or ends with `.` and one of these,
+    /// as `llm_int8_skip_modules` of transformers; default none.
     pub skip_modules: Vec<String>,
-    /// Is asked for each linear map, by name, whether it is quantized; default: all are.
+    /// A filter of the linear layers by name; default: all are quantized.
     pub filter: Option<Filter>,
-    /// A file holds at most so many bytes of tensors (a larger tensor has its own); default 5 GB.
+    /// The largest number of bytes of tensors in a file (a larger tensor has its own file); default 5 GB.
     pub max_shard_bytes: u64,
-    /// How codes and scales are chosen; default: by rounding.
+    /// The calibration; default: rounding to the nearest.
     pub calibration: CalibrationOptions,
-    /// What was gathered of the maps' inputs; default nothing. Needed by GPTQ and migration.
+    /// The statistics of the inputs of the layers, which GPTQ and migration need; default none.
     pub statistics: Option<Rc<InputCollector>>,
-    /// Whether difficulty is moved between activations and weights; default not.
+    /// The migration between activations and weights; default none.
     pub migration: Option<Migration>,
-    /// Is told how far it is; default: nobody.
+    /// The callback for progress; default none.
     pub progress: Option<Progress>,
 }
 
@@ -47,8 +48,8 @@ impl Default for CheckpointOptions {
 }
 
 impl CheckpointOptions {
-    /// Whether the linear map `module` is quantized.
-    pub(super) fn takes(&self, module: &str) -> bool {
+    /// Returns `true` if the linear layer `module` is quantized.
+    pub(super) fn includes(&self, module: &str) -> bool {
         let skipped = self.skip_modules.iter().any(|name| {
             let rest = module.strip_suffix(name.as_str());
             rest.is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
@@ -57,14 +58,14 @@ impl CheckpointOptions {
     }
 }
 
-/// Chooses linear maps by name.
+/// A filter of linear layers by name.
 #[derive(Clone)]
 pub struct Filter(Arc<dyn Fn(&str) -> bool + Send + Sync>);
 
 impl Filter {
-    /// `takes` is asked with the name of each map, without `.weight`.
-    pub fn new(takes: impl Fn(&str) -> bool + Send + Sync + 'static) -> Filter {
-        Filter(Arc::new(takes))
+    /// Returns the filter that calls `includes` with the name of each layer, without `.weight`.
+    pub fn new(includes: impl Fn(&str) -> bool + Send + Sync + 'static) -> Filter {
+        Filter(Arc::new(includes))
     }
 }
 
@@ -74,19 +75,19 @@ impl fmt::Debug for Filter {
     }
 }
 
-/// Is told how far the quantization of a checkpoint is.
+/// A callback for the progress of the quantization of a checkpoint.
 #[derive(Clone)]
 pub struct Progress(Arc<dyn Fn(u64, u64) + Send + Sync>);
 
 impl Progress {
-    /// `report` is called with the bytes of the source that are done and with all there are: once before
-    /// the first tensor, and after each.
+    /// Returns the callback `report(done, total)` in bytes of the source, called once before the first tensor
+    /// and after each.
     pub fn new(report: impl Fn(u64, u64) + Send + Sync + 'static) -> Progress {
         Progress(Arc::new(report))
     }
 
-    pub(super) fn report(&self, done: u64, all: u64) {
-        (self.0)(done, all);
+    pub(super) fn report(&self, done: u64, total: u64) {
+        (self.0)(done, total);
     }
 }
 

@@ -1,36 +1,37 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use overdrive_core::Error as CoreError;
 use overdrive_safetensors::StoredTensor;
 use tch::{Device, Kind, Tensor};
 
 use super::migrate::Migrations;
 use super::options::CheckpointOptions;
 use super::report::{CheckpointReport, TensorReport, relative};
-use super::role::{Role, role};
-use super::source::{Source, bad, io};
-use super::spool::{Spool, write_json};
+use super::shard_writer::{ShardWriter, write_json};
+use super::source::{Source, bad};
+use super::tensor_role::{Role, role};
 use crate::calibrate::quantize_calibrated;
 use crate::{Error, QuantizationConfig, QuantizedWeight, Result, Scheme};
 
-/// Quantizes the linear maps of the Hugging Face folder `dir` into the new folder `out`.
+/// Quantizes the linear layers of the Hugging Face folder `dir` to the new folder `out`.
 ///
-/// The folder is read tensor by tensor through a memory map and written as it is made: memory is that of
-/// one tensor in fp32, its packed form and what is dequantized of it for the report, however large the
-/// model. Norms, biases and tables of positions are kept as they are, embedding and head unless
-/// [`CheckpointOptions`] say otherwise. `config.json` gains a `quantization_config`; tokenizer, generation
-/// settings and everything else that is no weight are copied.
+/// The folder is read tensor by tensor through a memory map and written at the same time: the memory is that
+/// of one tensor in f32, its quantized form and a dequantized block for the report, however large the model.
+/// Norms, biases and position embeddings stay dense, embedding and output head as well unless
+/// [`CheckpointOptions`] has schemes for them. `config.json` gains a `quantization_config`; the tokenizer,
+/// generation settings and all other files that are not weights are copied.
 ///
-/// NF4, FP4 and LLM.int8 are written as bitsandbytes writes them, the others as compressed-tensors: the
-/// folder loads in transformers and in `CausalLm::from_pretrained`.
+/// NF4, FP4 and LLM.int8 are written in the layout of bitsandbytes, the others in that of compressed-tensors:
+/// transformers and `CausalLm::from_pretrained` load the folder.
 ///
-/// `out` must not be there, or be empty. The folder is written under another name beside it and renamed
-/// when it is whole; after an error nothing is left.
+/// `out` must not exist, or be empty. The folder is written under another name beside it and renamed when it
+/// is complete; after an error nothing is left.
 ///
 /// # Errors
-/// [`Error::BadCheckpoint`] for a folder that is quantized already, has no weights or is damaged, and for
-/// an `out` with something in it; [`Error::Tensor`] naming the tensor that does not fit the scheme;
-/// [`Error::Io`].
+/// [`Error::BadCheckpoint`] for a folder that is quantized already, has no weights or is damaged, and for an
+/// `out` that is not empty; [`Error::Tensor`] with the name of a tensor that does not fit the scheme;
+/// [`Error::Common`] for files that cannot be read or written.
 pub fn quantize_checkpoint(
     dir: impl AsRef<Path>,
     out: impl AsRef<Path>,
@@ -41,7 +42,7 @@ pub fn quantize_checkpoint(
     let source = Source::open(dir)?;
     let work = WorkFolder::beside(out)?;
     let job = Job::new(&source, scheme, options)?;
-    let mut spool = Spool::new(&work.path, options.max_shard_bytes)?;
+    let mut writer = ShardWriter::new(&work.path, options.max_shard_bytes)?;
     let stored = source.tensors();
     let total: u64 = stored.iter().map(|stored| stored.data().len() as u64).sum();
     let mut done = 0;
@@ -59,8 +60,8 @@ pub fn quantize_checkpoint(
             name: stored.name().to_owned(),
             source: Box::new(error),
         };
-        let (chosen, made) = job.tensor(stored).map_err(of_tensor)?;
-        let bytes = spool.add(&made.tensors).map_err(of_tensor)?;
+        let (chosen, quantized) = job.tensor(stored).map_err(of_tensor)?;
+        let bytes = writer.add(&quantized.tensors).map_err(of_tensor)?;
         if chosen.is_none() && !matches!(job.role(stored), Role::Other | Role::Embedding) {
             let module = stored.name().strip_suffix(".weight");
             kept.push(module.unwrap_or(stored.name()).to_owned());
@@ -75,13 +76,13 @@ pub fn quantize_checkpoint(
                 .map(|n| n.unsigned_abs())
                 .product::<u64>(),
             bytes,
-            relative_error: relative(made.squared_error, made.squares),
-            squared_error: made.squared_error,
-            squares: made.squares,
+            relative_error: relative(quantized.squared_error, quantized.squares),
+            squared_error: quantized.squared_error,
+            squares: quantized.squares,
         });
         report(stored.data().len() as u64);
     }
-    let file_bytes = spool.finish()?;
+    let file_bytes = writer.finish()?;
     source.copy_rest(&work.path)?;
     write_json(&work.path.join("config.json"), &job.config(kept)?)?;
     work.rename()?;
@@ -92,7 +93,7 @@ pub fn quantize_checkpoint(
     })
 }
 
-/// What is to be done.
+/// The quantization of a folder.
 struct Job<'a> {
     source: &'a Source,
     scheme: Scheme,
@@ -101,8 +102,8 @@ struct Job<'a> {
     layout: QuantizationConfig,
 }
 
-/// What was made of a tensor.
-struct Made {
+/// The tensors that are written for a tensor of the source, and their error.
+struct Quantized {
     tensors: Vec<(String, Tensor)>,
     squared_error: f64,
     squares: f64,
@@ -110,20 +111,18 @@ struct Made {
 
 impl<'a> Job<'a> {
     fn new(source: &'a Source, scheme: Scheme, options: &'a CheckpointOptions) -> Result<Self> {
-        check_beside("head", options.head, scheme)?;
-        check_beside("embedding", options.embedding, scheme)?;
+        check_compatible("head", options.head, scheme)?;
+        check_compatible("embedding", options.embedding, scheme)?;
         let migrations = match (options.migration, &options.statistics) {
             (None, _) => Migrations::default(),
             (Some(migration), Some(statistics)) => {
-                let takes = |map: &str| options.takes(map);
-                Migrations::find(source, statistics, migration, scheme, takes)?
+                let includes = |layer: &str| options.includes(layer);
+                Migrations::find(source, statistics, migration, scheme, includes)?
             }
             (Some(_), None) => {
-                return Err(Error::BadOption {
-                    option: "migration",
-                    found: "without statistics".to_owned(),
-                    expected: "those of the maps' inputs over a calibration set".to_owned(),
-                });
+                let found = "enabled without statistics";
+                let expected = "given statistics of the inputs over a calibration set";
+                return Err(Error::option("migration", found, expected));
             }
         };
         Ok(Job {
@@ -139,13 +138,13 @@ impl<'a> Job<'a> {
         role(stored, self.source.model_type())
     }
 
-    /// The scheme of a tensor.
+    /// Returns the scheme of a tensor, or `None` if it stays dense.
     fn scheme_of(&self, stored: &StoredTensor<'_>) -> Option<Scheme> {
         let module = stored.name().strip_suffix(".weight")?;
         let options = self.options;
         match self.role(stored) {
             Role::Other => None,
-            _ if !options.takes(module) => None,
+            _ if !options.includes(module) => None,
             Role::Linear { .. } => Some(self.scheme),
             Role::Head => options.head,
             Role::Embedding if self.source.is_tied() => options.embedding.or(options.head),
@@ -153,7 +152,8 @@ impl<'a> Job<'a> {
         }
     }
 
-    fn tensor(&self, stored: &StoredTensor<'_>) -> Result<(Option<Scheme>, Made)> {
+    /// Quantizes a tensor, or copies it.
+    fn tensor(&self, stored: &StoredTensor<'_>) -> Result<(Option<Scheme>, Quantized)> {
         let name = stored.name();
         let changed = |tensor: Tensor| match self.migrations.change(name) {
             Some(change) => change.apply(&tensor),
@@ -161,28 +161,29 @@ impl<'a> Job<'a> {
         };
         let Some(scheme) = self.scheme_of(stored) else {
             let tensor = changed(stored.copy_to_tensor(None, Device::Cpu)?)?;
-            let made = Made {
+            let quantized = Quantized {
                 tensors: vec![(name.to_owned(), tensor)],
                 squared_error: 0.0,
                 squares: 0.0,
             };
-            return Ok((None, made));
+            return Ok((None, quantized));
         };
         let module = name.strip_suffix(".weight").unwrap_or(name);
         let mut weight = changed(stored.copy_to_tensor(Some(Kind::Float), Device::Cpu)?)?;
         if self.role(stored) == (Role::Linear { transposed: true }) {
             weight = weight.f_tr()?.f_contiguous()?;
         }
-        let gathered = self.options.statistics.as_ref();
-        // The table of a tied head is a map of the head's inputs.
-        let seen_as = match self.role(stored) {
+        let collected = self.options.statistics.as_ref();
+        // A tied embedding is multiplied with the inputs of the head.
+        let observed_as = match self.role(stored) {
             Role::Embedding => "lm_head",
             _ => module,
         };
         let statistics = self
             .migrations
             .statistics(module)
-            .or_else(|| gathered?.get(seen_as));
+            .or_else(|| collected?.get(observed_as));
+        // Models do not report the inputs of embeddings, so GPTQ has no statistics for them.
         let mut calibration = self.options.calibration;
         if statistics.is_none() && matches!(self.role(stored), Role::Embedding | Role::Head) {
             calibration.gptq = None;
@@ -191,20 +192,20 @@ impl<'a> Job<'a> {
         let (squared_error, squares) = errors(&weight, &packed)?;
         drop(weight);
         let tensors = self.layout.write_weight(&packed, module)?;
-        let made = Made {
+        let quantized = Quantized {
             tensors,
             squared_error,
             squares,
         };
-        Ok((Some(scheme), made))
+        Ok((Some(scheme), quantized))
     }
 
-    /// `config.json` of the quantized folder, whose maps `kept` are dense.
+    /// Returns the `config.json` of the quantized folder; the layers `kept` are dense.
     fn config(&self, mut kept: Vec<String>) -> Result<serde_json::Value> {
         let mut config = self.source.config.clone();
         let head = self.options.head.or(self.options.embedding);
         if self.source.is_tied() && head.is_none() {
-            // A map of the model though no tensor of its own.
+            // A tied head is a layer of the model, although the file has no tensor of it.
             kept.push("lm_head".to_owned());
         }
         let layout = QuantizationConfig::for_scheme(self.scheme, kept);
@@ -213,8 +214,8 @@ impl<'a> Job<'a> {
     }
 }
 
-/// Refuses a scheme beside another that no layout has at once.
-fn check_beside(option: &'static str, other: Option<Scheme>, scheme: Scheme) -> Result<()> {
+/// Checks that one layout has both schemes.
+fn check_compatible(option: &'static str, other: Option<Scheme>, scheme: Scheme) -> Result<()> {
     let by_bitsandbytes = |scheme| {
         matches!(
             scheme,
@@ -223,27 +224,24 @@ fn check_beside(option: &'static str, other: Option<Scheme>, scheme: Scheme) -> 
     };
     match other {
         Some(other) if other != scheme && !(by_bitsandbytes(other) && by_bitsandbytes(scheme)) => {
-            Err(Error::BadOption {
-                option,
-                found: other.to_string(),
-                expected: format!(
-                    "{scheme}, as the other maps, or both of nf4, fp4 and llm-int8: one \
-                     quantization_config describes them all"
-                ),
-            })
+            let expected = format!(
+                "{scheme}, as the other layers, or both of nf4, fp4 and llm-int8: one \
+                 quantization_config describes all of them"
+            );
+            Err(Error::option(option, other, expected))
         }
         _ => Ok(()),
     }
 }
 
-/// The squared error and the squares of a weight, summed.
+/// Returns the sums of the squared errors and of the squares of a weight.
 fn errors(weight: &Tensor, packed: &QuantizedWeight) -> Result<(f64, f64)> {
     let squared_error = packed.error(weight)?.rms.powi(2) * weight.numel() as f64;
     let norm = weight.f_norm_scalaropt_dim(2.0, [0i64, 1].as_slice(), false)?;
     Ok((squared_error, norm.f_double_value(&[])?.powi(2)))
 }
 
-/// A folder that is removed again unless it was renamed, on a panic too.
+/// A temporary folder that is removed unless it was renamed, also after a panic.
 struct WorkFolder {
     path: PathBuf,
     target: PathBuf,
@@ -253,14 +251,14 @@ struct WorkFolder {
 impl WorkFolder {
     fn beside(target: &Path) -> Result<WorkFolder> {
         if target.exists() {
-            let mut entries = fs::read_dir(target).map_err(io("list", target))?;
+            let mut entries = fs::read_dir(target).map_err(CoreError::io("list", target))?;
             if entries.next().is_some() {
-                let reason = "it is to be written and has something in it: name a new folder";
+                let reason = "it is not empty; give the name of a new folder";
                 return Err(bad(target, reason));
             }
         }
         let Some(name) = target.file_name() else {
-            return Err(bad(target, "it names no folder"));
+            return Err(bad(target, "it is not the name of a folder"));
         };
         let mut hidden = std::ffi::OsString::from(".");
         hidden.push(name);
@@ -268,9 +266,9 @@ impl WorkFolder {
         let path = target.with_file_name(hidden);
         if path.exists() {
             // Left by a killed process that had the same id.
-            fs::remove_dir_all(&path).map_err(io("remove", &path))?;
+            fs::remove_dir_all(&path).map_err(CoreError::io("remove", &path))?;
         }
-        fs::create_dir_all(&path).map_err(io("create", &path))?;
+        fs::create_dir_all(&path).map_err(CoreError::io("create", &path))?;
         Ok(WorkFolder {
             path,
             target: target.to_path_buf(),
@@ -280,10 +278,10 @@ impl WorkFolder {
 
     fn rename(mut self) -> Result<()> {
         if self.target.exists() {
-            // Empty, or this fails.
-            fs::remove_dir(&self.target).map_err(io("replace", &self.target))?;
+            // This fails unless the folder is empty.
+            fs::remove_dir(&self.target).map_err(CoreError::io("replace", &self.target))?;
         }
-        fs::rename(&self.path, &self.target).map_err(io("rename", &self.path))?;
+        fs::rename(&self.path, &self.target).map_err(CoreError::io("rename", &self.path))?;
         self.renamed = true;
         Ok(())
     }
@@ -292,7 +290,7 @@ impl WorkFolder {
 impl Drop for WorkFolder {
     fn drop(&mut self) {
         if !self.renamed {
-            // The error to tell is the one that came first.
+            // An error here would hide the one that came first.
             let _ = fs::remove_dir_all(&self.path);
         }
     }

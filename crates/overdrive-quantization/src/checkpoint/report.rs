@@ -4,52 +4,52 @@ use serde::{Deserialize, Serialize};
 
 use crate::Scheme;
 
-/// What [`quantize_checkpoint`](crate::quantize_checkpoint) made of each tensor.
+/// The sizes and errors of the tensors that [`quantize_checkpoint`](crate::quantize_checkpoint) wrote.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct CheckpointReport {
-    /// The scheme of the linear maps.
+    /// The scheme of the linear layers.
     pub scheme: Scheme,
-    /// In the order of the files.
+    /// The report of each tensor, in the order of the files.
     pub tensors: Vec<TensorReport>,
-    /// Bytes of all weight files, headers too.
+    /// The number of bytes of all weight files, with their headers.
     pub file_bytes: u64,
 }
 
-/// What became of one tensor.
+/// The sizes and the error of one tensor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct TensorReport {
-    /// Its name in the checkpoint.
+    /// The name in the checkpoint.
     pub name: String,
-    /// Its shape there.
+    /// The shape in the checkpoint.
     pub shape: Vec<i64>,
-    /// Its scheme, or `None` where it was kept.
+    /// The scheme, or `None` if the tensor stayed dense.
     pub scheme: Option<Scheme>,
-    /// Bytes of its numbers in fp32.
+    /// The number of bytes of the tensor in f32.
     pub fp32_bytes: u64,
-    /// Bytes of what was written.
+    /// The number of bytes that were written.
     pub bytes: u64,
-    /// `‖w − ŵ‖ / ‖w‖`; 0 where it was kept.
+    /// The relative error `‖w − ŵ‖ / ‖w‖`; 0 if the tensor stayed dense.
     pub relative_error: f64,
-    /// The squared error, summed.
+    /// The sum of the squared errors.
     pub squared_error: f64,
-    /// The squares of the weight, summed.
+    /// The sum of the squares of the weight.
     pub squares: f64,
 }
 
 impl CheckpointReport {
-    /// Bytes of all numbers in fp32.
+    /// Returns the number of bytes of all tensors in f32.
     pub fn fp32_bytes(&self) -> u64 {
         self.tensors.iter().map(|tensor| tensor.fp32_bytes).sum()
     }
 
-    /// How many times smaller the files are than those of fp32.
+    /// Returns the size in f32 divided by the size of the files.
     pub fn ratio(&self) -> f64 {
         self.fp32_bytes() as f64 / self.file_bytes.max(1) as f64
     }
 
-    /// `‖w − ŵ‖ / ‖w‖` over all quantized weights together.
+    /// Returns the relative error `‖w − ŵ‖ / ‖w‖` over all quantized weights together.
     pub fn relative_error(&self) -> f64 {
         let (mut errors, mut squares) = (0.0, 0.0);
         for tensor in self.quantized() {
@@ -59,7 +59,7 @@ impl CheckpointReport {
         relative(errors, squares)
     }
 
-    /// The quantized ones.
+    /// Returns the reports of the quantized tensors.
     pub fn quantized(&self) -> impl Iterator<Item = &TensorReport> {
         self.tensors.iter().filter(|tensor| tensor.scheme.is_some())
     }
@@ -73,7 +73,7 @@ pub(super) fn relative(errors: f64, squares: f64) -> f64 {
 }
 
 impl fmt::Display for CheckpointReport {
-    /// A table, one line a quantized weight and one for all that was kept.
+    /// Writes a table with a line for each quantized weight and one for all dense tensors.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let longest = self.quantized().map(|tensor| tensor.name.len()).max();
         let width = longest.unwrap_or(0).max("kept as they are (000)".len());

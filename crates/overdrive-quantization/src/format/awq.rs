@@ -1,32 +1,33 @@
 //! AWQ checkpoints (Lin et al. 2023, arXiv:2306.00978), as AutoAWQ writes them for its `gemm` kernels.
 
+use overdrive_core::check_option;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use tch::Kind;
 
-use super::module::{FLOATS, Module};
-use super::words::{Groups, code, words};
+use super::packed_words::{Groups, code, words};
+use super::source::{FLOATS, Module};
 use crate::{Error, QuantizedWeight, Result};
 
 /// The `quantization_config` of an AWQ checkpoint; keys as in transformers' `AwqConfig`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct AwqConfig {
-    /// Bits of a code; 4.
+    /// The number of bits of a code: 4.
     #[serde(default = "bits")]
     pub bits: u8,
-    /// Inputs of a group; -1 for one group a row.
+    /// The number of inputs of a group; -1 for one group in each row.
     #[serde(default = "group_size")]
     pub group_size: i64,
-    /// Whether groups have zero points.
+    /// If `true`, groups have zero points.
     #[serde(default = "yes")]
     pub zero_point: bool,
     /// The layout: `gemm`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<String>,
-    /// Modules that are not quantized.
+    /// The modules that are not quantized.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub modules_to_not_convert: Option<Vec<String>>,
-    /// What else is in the object.
+    /// The other keys of the object.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }
@@ -43,37 +44,22 @@ fn yes() -> bool {
     true
 }
 
-/// Codes of a word.
+/// The number of codes in a word.
 const PER_WORD: usize = 8;
-/// Which output of eight stands at each place of a word.
+/// The output of each slot of a word: AWQ's kernels interleave the outputs.
 const OUTPUT_AT: [usize; PER_WORD] = [0, 2, 4, 6, 1, 3, 5, 7];
 
 impl AwqConfig {
     pub(super) const PARTS: &'static [&'static str] = &["qweight", "qzeros", "scales"];
 
     pub(super) fn validate(&self) -> Result<()> {
-        let bad = |option, found: String, expected: &str| Error::BadOption {
-            option,
-            found,
-            expected: expected.to_owned(),
-        };
-        if self.bits != 4 {
-            let found = self.bits.to_string();
-            return Err(bad(
-                "quantization_config.bits",
-                found,
-                "4, which can be read",
-            ));
-        }
+        check_option(self.bits == 4, "quantization_config.bits", self.bits, "4")?;
         match &self.version {
-            Some(version) if !version.eq_ignore_ascii_case("gemm") => {
-                let found = version.clone();
-                Err(bad(
-                    "quantization_config.version",
-                    found,
-                    "gemm, which can be read",
-                ))
-            }
+            Some(version) if !version.eq_ignore_ascii_case("gemm") => Err(Error::option(
+                "quantization_config.version",
+                version,
+                "gemm",
+            )),
             _ => Ok(()),
         }
     }
@@ -81,7 +67,7 @@ impl AwqConfig {
     pub(super) fn read(&self, module: Module<'_>) -> Result<QuantizedWeight> {
         let qweight = module.required("qweight")?;
         module.check(&qweight, "qweight", &[Kind::Int], &[None, None])?;
-        // Positive, and a mapped file has as many bytes.
+        // `check` has found positive dimensions, and a mapped file has as many bytes.
         let [inputs, columns] = [0, 1].map(|axis| qweight.shape()[axis].unsigned_abs() as usize);
         let outputs = columns * PER_WORD;
         let groups = match usize::try_from(self.group_size) {
@@ -112,19 +98,19 @@ impl AwqConfig {
         .build(module)
     }
 
-    /// Whether a weight is stored in this layout.
+    /// Returns `true` if a weight is stored in this layout.
     pub(super) fn is_stored(module: Module<'_>) -> Result<bool> {
         Ok(module.optional("qweight")?.is_some())
     }
 }
 
-/// Words `(rows, columns)` of eight outputs each as codes `(8·columns, rows)`.
+/// Unpacks words `(rows, columns)` of eight outputs each to codes `(8·columns, rows)`.
 fn transposed(words: impl Iterator<Item = u32>, rows: usize, columns: usize) -> Vec<u8> {
     let mut codes = vec![0; rows * columns * PER_WORD];
-    for (at, word) in words.enumerate() {
-        let (row, column) = (at / columns, at % columns);
-        for (place, output) in OUTPUT_AT.iter().enumerate() {
-            codes[(column * PER_WORD + output) * rows + row] = code(word, 4, place);
+    for (index, word) in words.enumerate() {
+        let (row, column) = (index / columns, index % columns);
+        for (slot, output) in OUTPUT_AT.iter().enumerate() {
+            codes[(column * PER_WORD + output) * rows + row] = code(word, 4, slot);
         }
     }
     codes

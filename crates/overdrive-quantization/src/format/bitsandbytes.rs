@@ -1,15 +1,16 @@
-//! bitsandbytes' layouts, as transformers writes and reads them.
+//! The layouts of bitsandbytes, as transformers writes and reads them.
 //!
 //! 4 bits: `weight` (u8, two weights a byte, `(n/2, 1)`), `weight.absmax`, `weight.quant_map`,
 //! `weight.quant_state.bitsandbytes__nf4` (JSON in u8) and, with double quantization,
 //! `weight.nested_absmax` and `weight.nested_quant_map`. 8 bits: `weight` (i8), `SCB` (the largest
 //! magnitude of each row) and `weight_format`.
 
+use overdrive_core::check_option;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
-use super::module::{FLOATS, Module};
+use super::source::{FLOATS, Module};
 use crate::codec::book::Book;
 use crate::codec::dynamic;
 use crate::tensors::elements;
@@ -21,27 +22,27 @@ use crate::{BlockOptions, Error, QuantizedWeight, Result, Scheme};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct BitsAndBytesConfig {
-    /// Whether weights are in 4 bits.
+    /// If `true`, weights have 4 bits.
     pub load_in_4bit: bool,
-    /// Whether weights are in 8 bits.
+    /// If `true`, weights have 8 bits.
     pub load_in_8bit: bool,
-    /// `nf4` or `fp4` (the default).
+    /// The code book of 4 bits: `nf4` or `fp4` (the default).
     pub bnb_4bit_quant_type: String,
-    /// Whether the blocks' magnitudes are quantized in their turn.
+    /// If `true`, the magnitudes of the blocks are quantized as well.
     pub bnb_4bit_use_double_quant: bool,
-    /// In which kind products are made: `float32` (the default), `bfloat16` or `float16`.
+    /// The dtype of the matmul: `float32` (the default), `bfloat16` or `float16`.
     pub bnb_4bit_compute_dtype: Option<String>,
-    /// The kind of the tensor that the codes are put into; default `uint8`.
+    /// The dtype of the tensor that holds the codes; default `uint8`.
     pub bnb_4bit_quant_storage: Option<String>,
-    /// Magnitude from which on an activation is multiplied in full precision; default 6.
+    /// The magnitude beyond which activations are multiplied in full precision; default 6.
     pub llm_int8_threshold: f64,
-    /// Modules that are not quantized. None: the head, and what is tied to the embedding.
+    /// The modules that are not quantized; `None`: the output head, and what is tied to the embedding.
     pub llm_int8_skip_modules: Option<Vec<String>>,
-    /// For models split over a GPU and the host; has no effect here.
+    /// A setting for models that are split between GPU and host; it has no effect here.
     pub llm_int8_enable_fp32_cpu_offload: bool,
-    /// Whether 16-bit weights are kept beside; has no effect here.
+    /// A setting to keep 16-bit weights as well; it has no effect here.
     pub llm_int8_has_fp16_weight: bool,
-    /// What else is in the object.
+    /// The other keys of the object.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }
@@ -64,7 +65,7 @@ impl Default for BitsAndBytesConfig {
     }
 }
 
-/// What bitsandbytes' `QuantState.as_dict(packed=True)` puts into JSON.
+/// The JSON of bitsandbytes' `QuantState.as_dict(packed=True)`.
 #[derive(Debug, Serialize, Deserialize)]
 struct QuantState {
     quant_type: String,
@@ -79,8 +80,8 @@ struct QuantState {
     nested_offset: Option<f64>,
 }
 
-/// A state has a few hundred bytes.
-const MOST_STATE: usize = 1 << 16;
+/// The largest size of a state in bytes. A valid one has a few hundred.
+const MAX_STATE_BYTES: usize = 1 << 16;
 
 impl BitsAndBytesConfig {
     pub(super) const PARTS: &'static [&'static str] = &[
@@ -95,7 +96,7 @@ impl BitsAndBytesConfig {
         "weight_format",
     ];
 
-    /// For files with weights of this scheme.
+    /// Returns the configuration of files with weights of this scheme, if bitsandbytes has it.
     pub(super) fn of(scheme: Scheme, not_quantized: Vec<String>) -> Option<Self> {
         let mut config = BitsAndBytesConfig {
             llm_int8_skip_modules: Some(not_quantized),
@@ -119,28 +120,17 @@ impl BitsAndBytesConfig {
     }
 
     pub(super) fn validate(&self) -> Result<()> {
-        let bad = |option, found: String, expected: &str| {
-            Err(Error::BadOption {
-                option,
-                found,
-                expected: expected.to_owned(),
-            })
-        };
-        if self.load_in_4bit == self.load_in_8bit {
-            let found = format!(
-                "{} with load_in_8bit {}",
-                self.load_in_4bit, self.load_in_8bit
-            );
-            return bad("load_in_4bit", found, "one of the two to be true");
-        }
-        if !matches!(self.bnb_4bit_quant_type.as_str(), "nf4" | "fp4") {
-            let found = self.bnb_4bit_quant_type.clone();
-            return bad("bnb_4bit_quant_type", found, "nf4 or fp4");
-        }
+        let (four, eight) = (self.load_in_4bit, self.load_in_8bit);
+        let found = format!("{four} and load_in_8bit is {eight}");
+        let expected = "true, or false with load_in_8bit true";
+        check_option(four != eight, "load_in_4bit", found, expected)?;
+        let book = self.bnb_4bit_quant_type.as_str();
+        let valid = matches!(book, "nf4" | "fp4");
+        check_option(valid, "bnb_4bit_quant_type", book, "nf4 or fp4")?;
         self.scheme().validate(0)
     }
 
-    /// What weights are quantized to; files say it weight by weight.
+    /// Returns the scheme of the weights; each weight in a file has a description of its own as well.
     pub(super) fn scheme(&self) -> Scheme {
         let options = BlockOptions {
             double_quant: self.bnb_4bit_use_double_quant,
@@ -189,7 +179,7 @@ impl BitsAndBytesConfig {
         ))
     }
 
-    /// The file's tensors of a weight; `kind` is what it was quantized from.
+    /// Returns the tensors that a file has for a weight; `kind` is the dtype it was quantized from.
     pub(super) fn write(
         &self,
         weight: &QuantizedWeight,
@@ -200,7 +190,7 @@ impl BitsAndBytesConfig {
         match (&weight.storage, weight.scheme) {
             (Storage::Int8 { codes, scales }, _) => {
                 let largest = scales.f_mul(&Tensor::from(127f32).f_to_device(scales.device())?)?;
-                // 0: codes row by row.
+                // 0 is the row-major layout.
                 let format = Tensor::f_from_slice(&[0u8])?.f_view([] as [i64; 0])?;
                 Ok(vec![
                     named("weight", codes.shallow_clone()),
@@ -252,11 +242,10 @@ impl BitsAndBytesConfig {
                 tensors.push(named(&state_part(book), Tensor::f_from_slice(&state)?));
                 Ok(tensors)
             }
-            _ => Err(Error::BadOption {
-                option: "scheme",
-                found: weight.scheme.to_string(),
-                expected: "nf4, fp4 or llm-int8, which bitsandbytes has".to_owned(),
-            }),
+            _ => {
+                let expected = "nf4, fp4 or llm-int8, which bitsandbytes has";
+                Err(Error::option("scheme", weight.scheme, expected))
+            }
         }
     }
 }
@@ -272,7 +261,7 @@ fn book_of(scheme: Scheme) -> Book {
     }
 }
 
-/// torch's name of a kind.
+/// Returns torch's name of a dtype.
 pub(super) fn kind_name(kind: Kind) -> &'static str {
     match kind {
         Kind::Half => "float16",
@@ -282,14 +271,14 @@ pub(super) fn kind_name(kind: Kind) -> &'static str {
 }
 
 fn read_blocks(module: Module<'_>, book: Book, state: &[u8]) -> Result<QuantizedWeight> {
-    if state.len() > MOST_STATE {
+    if state.len() > MAX_STATE_BYTES {
         let found = state.len();
         return Err(module.bad(format!(
-            "its state has {found} bytes, where a few hundred are usual"
+            "its state has {found} bytes; a valid one has a few hundred"
         )));
     }
     let state: QuantState = serde_json::from_slice(state)
-        .map_err(|error| module.bad(format!("its state is no JSON of bitsandbytes: {error}")))?;
+        .map_err(|error| module.bad(format!("its state is not JSON of bitsandbytes: {error}")))?;
     if state.quant_type != book.name() {
         return Err(module.bad(format!(
             "its state is called {} and says {}",
@@ -298,22 +287,19 @@ fn read_blocks(module: Module<'_>, book: Book, state: &[u8]) -> Result<Quantized
         )));
     }
     let [outputs, inputs] = state.shape[..] else {
-        return Err(module.bad(format!(
-            "its shape is {:?}, where (O, I) was expected",
-            state.shape
-        )));
+        return Err(module.bad(format!("its shape is {:?}; it must be (O, I)", state.shape)));
     };
     let codes = module.required("weight")?;
-    // Any kind of tensor may hold the bytes (`bnb_4bit_quant_storage`); a lying shape is found out when
-    // the bytes are counted.
+    // A tensor of any dtype may hold the bytes (`bnb_4bit_quant_storage`); `from_blocks` compares their
+    // number with the shape.
     let codes = Tensor::f_from_slice(codes.data())?;
     let map = module.scales_f32("weight.quant_map", &[Some(16)])?;
     let known = elements::<f32>(&map)?.iter().zip(book.numbers());
-    // Not a number differs from every number.
+    // Written so that NaN differs from every number.
     let differs = |(a, b): &(&f32, &f32)| (*a - *b).is_nan() || (*a - *b).abs() >= 1e-6;
     if let Some((found, expected)) = known.into_iter().find(differs) {
         return Err(module.bad(format!(
-            "its book of numbers has {found} where {} has {expected}",
+            "its code book has {found} where {} has {expected}",
             book.name()
         )));
     }
@@ -338,8 +324,8 @@ fn read_blocks(module: Module<'_>, book: Book, state: &[u8]) -> Result<Quantized
         }
         _ => {
             return Err(module.bad(format!(
-                "its magnitudes are quantized in blocks of {:?} about {:?}, where blocks of 256 about a \
-                 number were expected",
+                "its magnitudes are quantized in blocks of {:?} about {:?}; they must be in blocks of 256 \
+                 about a number",
                 state.nested_blocksize, state.nested_offset
             )));
         }

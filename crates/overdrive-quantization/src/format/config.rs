@@ -6,11 +6,11 @@ use super::awq::AwqConfig;
 use super::bitsandbytes::BitsAndBytesConfig;
 use super::compressed_tensors::CompressedTensorsConfig;
 use super::gptq::GptqConfig;
-use super::module::{Module, TensorSource};
-use super::patterns::{any, skips_module};
+use super::module_patterns::{any, skips_module};
+use super::source::{Module, TensorSource};
 use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
 
-/// How the weights of a model are kept in its files: the object `quantization_config` of `config.json`.
+/// The layout of the quantized weights of a model: the object `quantization_config` of `config.json`.
 ///
 /// ```
 /// use overdrive_quantization::{QuantizationConfig, QuantizedWeight, Scheme};
@@ -37,23 +37,23 @@ use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
 #[serde(try_from = "Value", into = "Value")]
 #[non_exhaustive]
 pub enum QuantizationConfig {
-    /// NF4, FP4 and LLM.int8.
+    /// The layouts of bitsandbytes: NF4, FP4 and LLM.int8.
     BitsAndBytes(BitsAndBytesConfig),
-    /// Bytes by row, groups and 8-bit floats.
+    /// The layouts of compressed-tensors: 8 bits by row, groups, and 8-bit floats.
     CompressedTensors(CompressedTensorsConfig),
-    /// Groups, found with second derivatives.
+    /// Groups of integers, as GPTQ writes them.
     Gptq(GptqConfig),
-    /// Groups, scaled by activations.
+    /// Groups of integers, as AWQ writes them.
     Awq(AwqConfig),
 }
 
-/// The names of `quant_method`.
+/// The values of `quant_method`.
 const METHODS: [&str; 4] = ["bitsandbytes", "compressed-tensors", "gptq", "awq"];
 
 impl QuantizationConfig {
-    /// What [`write_weight`](QuantizationConfig::write_weight) needs for weights of this scheme: that of
-    /// bitsandbytes for NF4, FP4 and LLM.int8, and of compressed-tensors for the others. `not_quantized`:
-    /// the linear maps that are kept in full, by name, such as `lm_head`.
+    /// Returns the layout in which [`write_weight`](QuantizationConfig::write_weight) writes weights of this
+    /// scheme: bitsandbytes for NF4, FP4 and LLM.int8, compressed-tensors for the others. `not_quantized` are
+    /// the names of the linear layers that stay dense, such as `lm_head`.
     pub fn for_scheme(scheme: Scheme, not_quantized: Vec<String>) -> QuantizationConfig {
         match CompressedTensorsConfig::of(scheme, not_quantized.clone()) {
             Some(config) => QuantizationConfig::CompressedTensors(config),
@@ -63,14 +63,14 @@ impl QuantizationConfig {
         }
     }
 
-    /// Reads the object.
+    /// Reads the JSON object.
     ///
     /// # Errors
-    /// [`Error::BadOption`] for a method that is not known and keys that do not fit it.
+    /// [`Error::Common`] for a method that is not known and for keys that do not fit it.
     pub fn from_json(value: &Value) -> Result<QuantizationConfig> {
         let method = match value.get("quant_method").and_then(Value::as_str) {
             Some(method) => method,
-            // What transformers wrote before there were other methods.
+            // Old versions of transformers wrote no method: there was only this one.
             None if value
                 .get("load_in_4bit")
                 .or(value.get("load_in_8bit"))
@@ -90,14 +90,16 @@ impl QuantizationConfig {
             "gptq" => QuantizationConfig::Gptq(parsed(object)?),
             "awq" => QuantizationConfig::Awq(parsed(object)?),
             other => {
-                return Err(Error::BadOption {
-                    option: "quantization_config.quant_method",
-                    found: match other {
-                        "" => "absent".to_owned(),
-                        other => format!("`{other}`"),
-                    },
-                    expected: format!("one of {}", METHODS.join(", ")),
-                });
+                let found = match other {
+                    "" => "absent".to_owned(),
+                    other => format!("`{other}`"),
+                };
+                let expected = format!("one of {}", METHODS.join(", "));
+                return Err(Error::option(
+                    "quantization_config.quant_method",
+                    found,
+                    expected,
+                ));
             }
         };
         match &config {
@@ -109,10 +111,10 @@ impl QuantizationConfig {
         Ok(config)
     }
 
-    /// The object.
+    /// Returns the JSON object.
     ///
     /// # Errors
-    /// [`Error::BadOption`] for what JSON does not have, such as a threshold that is infinite.
+    /// [`Error::Common`] for values that JSON does not have, such as an infinite threshold.
     pub fn to_json(&self) -> Result<Value> {
         let value = match self {
             QuantizationConfig::BitsAndBytes(config) => serde_json::to_value(config),
@@ -127,7 +129,7 @@ impl QuantizationConfig {
         Ok(value)
     }
 
-    /// The `quant_method`.
+    /// Returns the `quant_method`.
     pub fn method(&self) -> &'static str {
         match self {
             QuantizationConfig::BitsAndBytes(_) => METHODS[0],
@@ -137,11 +139,11 @@ impl QuantizationConfig {
         }
     }
 
-    /// What weights are quantized to; where modules differ, the first of them. A file's own word on a
-    /// weight counts more: see [`QuantizedWeight::scheme`] of what is read.
+    /// Returns the scheme of the weights; if modules differ, that of the first group. The file describes each
+    /// weight more exactly: see [`QuantizedWeight::scheme`] of a weight that was read.
     ///
     /// # Errors
-    /// [`Error::BadOption`] for groups that are none.
+    /// [`Error::Common`] for `config_groups` that do not parse.
     pub fn scheme(&self) -> Result<Option<Scheme>> {
         Ok(match self {
             QuantizationConfig::BitsAndBytes(config) => Some(config.scheme()),
@@ -155,12 +157,12 @@ impl QuantizationConfig {
         })
     }
 
-    /// Whether the linear map of this name is quantized, as far as the lists of exceptions say. Those of
-    /// bitsandbytes and GPTQ leave the head out unless they say otherwise. Whether a file really has it
-    /// quantized says [`is_stored`](QuantizationConfig::is_stored).
+    /// Returns `true` if the lists of exceptions do not name the linear layer `module`. bitsandbytes and GPTQ
+    /// exclude the output head by default. [`is_stored`](QuantizationConfig::is_stored) looks at the file
+    /// instead.
     ///
     /// # Errors
-    /// [`Error::BadOption`] for patterns that are none.
+    /// [`Error::Common`] for patterns that are not regular expressions.
     pub fn is_quantized(&self, module: &str) -> Result<bool> {
         let is_head = || module == "lm_head" || module.ends_with(".lm_head");
         let skipped = match self {
@@ -178,11 +180,11 @@ impl QuantizationConfig {
         Ok(!skipped)
     }
 
-    /// Whether `source` has the weight of this module quantized, by its tensors' names and kinds. This is
-    /// cheap: nothing is read.
+    /// Returns `true` if `source` has a quantized weight of this module, by the names and dtypes of its tensors.
+    /// No tensor is read.
     ///
     /// # Errors
-    /// Errors of the source.
+    /// An error of the source.
     pub fn is_stored(&self, source: &dyn TensorSource, module: &str) -> Result<bool> {
         let module = Module {
             source,
@@ -196,11 +198,11 @@ impl QuantizationConfig {
         }
     }
 
-    /// The weight of the module (`model.layers.0.mlp.up_proj`, without `.weight`), on the CPU.
+    /// Reads the weight of the module (`model.layers.0.mlp.up_proj`, without `.weight`) to the CPU.
     ///
     /// # Errors
-    /// [`Error::BadWeight`] for a weight that is not there, damaged, or not what the configuration or its
-    /// own description says.
+    /// [`Error::BadWeight`] for a weight that is missing, damaged, or not what the configuration or its own
+    /// description says.
     pub fn read_weight(&self, source: &dyn TensorSource, module: &str) -> Result<QuantizedWeight> {
         let module = Module {
             source,
@@ -214,12 +216,12 @@ impl QuantizationConfig {
         }
     }
 
-    /// The tensors of a weight, by the names that they have in a file. Codes share the weight's memory
-    /// where the file has them as they are.
+    /// Returns the tensors of a weight with the names that they have in a file. Codes share the memory of the
+    /// weight if the layout has the same codes.
     ///
     /// # Errors
-    /// [`Error::BadOption`] for a weight that the layout does not hold, and for GPTQ and AWQ, which are
-    /// only read; [`Error::BadWeight`] for zero points that are no integers (some of GGUF's).
+    /// [`Error::Common`] for a weight that the layout does not have, and for GPTQ and AWQ, which are only read;
+    /// [`Error::BadWeight`] for zero points that are not integers (some weights from GGUF files).
     pub fn write_weight(
         &self,
         weight: &QuantizedWeight,
@@ -235,16 +237,16 @@ impl QuantizationConfig {
                 config.write(weight, module, kind)
             }
             QuantizationConfig::CompressedTensors(config) => config.write(weight, module),
-            _ => Err(Error::BadOption {
-                option: "quantization_config.quant_method",
-                found: format!("{}, to write", self.method()),
-                expected: "bitsandbytes or compressed-tensors; others are read only".to_owned(),
-            }),
+            _ => {
+                let expected = "bitsandbytes or compressed-tensors to be written";
+                let option = "quantization_config.quant_method";
+                Err(Error::option(option, self.method(), expected))
+            }
         }
     }
 
-    /// The names of all tensors that a file may have for the weight of this module; a file has some of
-    /// them. `{module}.weight` may also be one that is not quantized.
+    /// Returns the names of all tensors that a file may have for the weight of this module; it has some of
+    /// them. `{module}.weight` may also be a dense weight.
     pub fn tensor_names(&self, module: &str) -> Vec<String> {
         let parts = match self {
             QuantizationConfig::BitsAndBytes(_) => BitsAndBytesConfig::PARTS,
@@ -272,11 +274,12 @@ fn parsed<T: serde::de::DeserializeOwned>(object: Value) -> Result<T> {
 }
 
 fn not_an_object(error: &serde_json::Error) -> Error {
-    Error::BadOption {
-        option: "quantization_config",
-        found: error.to_string(),
-        expected: "the keys of its quant_method".to_owned(),
-    }
+    let expected = "an object with the keys of its quant_method";
+    Error::option(
+        "quantization_config",
+        format!("invalid ({error})"),
+        expected,
+    )
 }
 
 impl TryFrom<Value> for QuantizationConfig {

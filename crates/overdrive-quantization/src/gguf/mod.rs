@@ -1,26 +1,26 @@
-//! GGUF files: what llama.cpp runs, read through a memory map.
+//! GGUF files, the format of llama.cpp, read through a memory map.
 //!
-//! | type | numbers | becomes |
+//! | type | elements | becomes |
 //! |---|---|---|
-//! | `F64`, `F32`, `F16`, `BF16` | as they are | dense |
+//! | `F64`, `F32`, `F16`, `BF16` | floats | a dense tensor |
 //! | `Q8_0` | 8 bits in groups of 32 | 8 bits, symmetric |
 //! | `Q6_K` | 6 bits in groups of 16 | 8 bits, symmetric |
 //! | `Q5_0`, `Q5_1`, `Q5_K` | 5 bits in groups of 32 | 8 bits, symmetric or with offsets |
 //! | `Q4_0`, `Q4_1`, `Q4_K` | 4 bits in groups of 32 | 4 bits, symmetric or with offsets |
 //! | `Q3_K`, `Q2_K` | 3 and 2 bits in groups of 16 | 4 bits, symmetric or with offsets |
 //!
-//! [`GgufTensor::dequantize`] gives the numbers, equal to the bit to those of the `gguf` Python package;
-//! [`GgufTensor::to_quantized`] packs the same numbers as a [`QuantizedWeight`](crate::QuantizedWeight)
-//! with [`Scheme::Grouped`](crate::Scheme::Grouped), so that a model runs without having been unpacked.
-//! Where a file scales groups by products of two numbers (the `_K` types) those products are kept in
-//! fp32: exact, at the price of up to 4 bits a weight more than in the file.
+//! [`GgufTensor::dequantize`] returns the elements, bit for bit those of the `gguf` Python package;
+//! [`GgufTensor::to_quantized`] packs the same elements as a [`QuantizedWeight`](crate::QuantizedWeight)
+//! with [`Scheme::Grouped`](crate::Scheme::Grouped), so that a model runs without being dequantized.
+//! Where a file has the scale of a group as the product of two numbers (the `_K` types), that product is
+//! kept in f32: exact, at the price of up to 4 bits for each element more than in the file.
 //!
 //! The format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
-mod blocks;
-mod cursor;
+mod decode;
 mod file;
-mod mapped;
+mod header;
+mod mmap;
 mod tensor;
 mod tensor_type;
 mod value;

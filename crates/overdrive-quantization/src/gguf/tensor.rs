@@ -4,27 +4,27 @@ use std::sync::{Mutex, PoisonError};
 use overdrive_sys::threads::parallel_for;
 use tch::{Device, Kind, Tensor};
 
-use super::blocks::{Parts, decode};
+use super::decode::{GroupsMut, decode};
 use super::tensor_type::GgufType;
 use crate::weight::Storage;
 use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
 
-/// What a header says of a tensor.
+/// The description of a tensor in the header.
 #[derive(Debug)]
 pub(super) struct Info {
     pub(super) name: String,
-    /// Slowest dimension first, as in libtorch.
+    /// The shape with the slowest dimension first, as in libtorch.
     pub(super) shape: Vec<i64>,
     pub(super) kind: GgufType,
-    /// From the first tensor.
+    /// The distance from the first tensor in bytes.
     pub(super) offset: u64,
     pub(super) bytes: u64,
-    /// In the file.
+    /// The position of the first byte in the file.
     pub(super) start: usize,
     pub(super) end: usize,
 }
 
-/// A tensor in a [`GgufFile`](super::GgufFile), whose numbers have not been read yet.
+/// A tensor of a [`GgufFile`](super::GgufFile) whose elements have not been read yet.
 #[derive(Debug, Clone, Copy)]
 pub struct GgufTensor<'a> {
     pub(super) path: &'a Path,
@@ -33,35 +33,34 @@ pub struct GgufTensor<'a> {
 }
 
 impl<'a> GgufTensor<'a> {
-    /// Its name.
+    /// Returns the name.
     pub fn name(&self) -> &'a str {
         &self.info.name
     }
 
-    /// Its shape in libtorch's order: of a linear map `(O, I)`.
+    /// Returns the shape in libtorch's order: `(O, I)` for a linear layer.
     pub fn shape(&self) -> &'a [i64] {
         &self.info.shape
     }
 
-    /// In what form it is stored.
+    /// Returns the type in which the tensor is stored.
     pub fn tensor_type(&self) -> GgufType {
         self.info.kind
     }
 
-    /// Its bytes in the file.
+    /// Returns the bytes of the tensor in the file.
     pub fn data(&self) -> &'a [u8] {
         self.data
     }
 
-    /// Its numbers, of `kind` on `device`. What the `gguf` Python package computes, to the bit, where
-    /// `kind` is fp32.
+    /// Returns the dense tensor of `kind` on `device`; in f32 its elements are bit for bit those of the `gguf`
+    /// Python package.
     ///
-    /// `rows`, where given, says which row (of the first dimension) stands at each place of the result:
-    /// a permutation of them, or some.
+    /// `rows` selects rows of the first dimension, as `index_select` does: some of them, or a permutation.
     ///
     /// # Errors
-    /// [`Error::BadGguf`] for scales that are not finite, [`Error::BadInput`] for rows that are not
-    /// there, and errors of libtorch.
+    /// [`Error::Common`] with `Parse` for scales that are not finite, [`Error::Values`] for rows that do not
+    /// exist, and errors of libtorch.
     pub fn dequantize(&self, rows: Option<&[i64]>, kind: Kind, device: Device) -> Result<Tensor> {
         if let Some(stored) = self.info.kind.kind() {
             let whole = Tensor::f_from_data_size(self.data, &self.info.shape, stored)?;
@@ -75,27 +74,27 @@ impl<'a> GgufTensor<'a> {
             return Ok(chosen.f_to_device(device)?.f_to_kind(kind)?);
         }
         if self.data.is_empty() {
-            // Any number of rows of nothing.
+            // The number of rows of an empty tensor cannot be computed from its bytes.
             return Ok(Tensor::f_empty(&self.info.shape, (kind, device))?);
         }
         let order = self.order(rows)?;
         let Some(groups) = self.info.kind.groups() else {
-            return Err(self.damaged("its type has no numbers".to_owned()));
+            return Err(self.damaged("its type has no elements"));
         };
         let width = self.width();
         let mut numbers = vec![0f32; order.len() * width];
-        let parts = self.parts(&order, groups)?;
+        let decoded = self.decode(&order, groups)?;
         let group = groups.group_size;
         each_row(&mut numbers, width, |row, numbers| {
-            let codes = &parts.codes[row * width..][..width];
+            let codes = &decoded.codes[row * width..][..width];
             let first = row * (width / group);
-            for (place, (numbers, codes)) in numbers
+            for (index, (numbers, codes)) in numbers
                 .chunks_exact_mut(group)
                 .zip(codes.chunks_exact(group))
                 .enumerate()
             {
-                let scale = parts.scales[first + place];
-                let offset = parts.offsets.get(first + place);
+                let scale = decoded.scales[first + index];
+                let offset = decoded.offsets.get(first + index);
                 for (number, &code) in numbers.iter_mut().zip(codes) {
                     let product = value(code, groups) * scale;
                     *number = offset.map_or(product, |offset| product + offset);
@@ -110,8 +109,8 @@ impl<'a> GgufTensor<'a> {
         Ok(tensor.f_to_device(device)?.f_to_kind(kind)?)
     }
 
-    /// The same numbers, packed; `None` for tensors that are stored one by one or are no matrix. `rows`
-    /// as in [`dequantize`](GgufTensor::dequantize).
+    /// Returns the tensor as a quantized weight of the same elements, or `None` if it is not quantized or not
+    /// a matrix. `rows` selects rows as in [`dequantize`](GgufTensor::dequantize).
     ///
     /// # Errors
     /// As [`dequantize`](GgufTensor::dequantize).
@@ -128,7 +127,7 @@ impl<'a> GgufTensor<'a> {
         }
         let order = self.order(rows)?;
         let outputs = order.len() as i64;
-        let parts = self.parts(&order, groups)?;
+        let decoded = self.decode(&order, groups)?;
         let per_row = inputs / groups.group_size as i64;
         let of_groups = |numbers: &[f32]| -> Result<Tensor> {
             let tensor = Tensor::f_from_slice(numbers)?.f_view([outputs, per_row])?;
@@ -140,17 +139,17 @@ impl<'a> GgufTensor<'a> {
         };
         let codes = match (groups.bits, groups.symmetric) {
             (4, _) => {
-                let (pairs, _) = parts.codes.as_chunks::<2>();
+                let (pairs, _) = decoded.codes.as_chunks::<2>();
                 let packed: Vec<u8> = pairs.iter().map(|[low, high]| low | (high << 4)).collect();
                 Tensor::f_from_slice(&packed)?.f_view([outputs, inputs / 2])?
             }
-            (_, true) => Tensor::f_from_data_size(&parts.codes, &[outputs, inputs], Kind::Int8)?,
-            (_, false) => Tensor::f_from_slice(&parts.codes)?.f_view([outputs, inputs])?,
+            (_, true) => Tensor::f_from_data_size(&decoded.codes, &[outputs, inputs], Kind::Int8)?,
+            (_, false) => Tensor::f_from_slice(&decoded.codes)?.f_view([outputs, inputs])?,
         };
-        let offsets = (!groups.symmetric).then(|| of_groups(&parts.offsets));
+        let offsets = (!groups.symmetric).then(|| of_groups(&decoded.offsets));
         let storage = Storage::Grouped {
             codes: codes.f_to_device(device)?,
-            scales: of_groups(&parts.scales)?,
+            scales: of_groups(&decoded.scales)?,
             offsets: offsets.transpose()?,
             order: None,
         };
@@ -162,16 +161,16 @@ impl<'a> GgufTensor<'a> {
         )))
     }
 
-    /// Numbers of a row of the last dimension.
+    /// Returns the number of elements along the last dimension.
     fn width(&self) -> usize {
-        // Not negative: the reader made them from unsigned numbers.
+        // Never negative: the header has unsigned numbers.
         self.info
             .shape
             .last()
             .map_or(1, |&n| n.unsigned_abs() as usize)
     }
 
-    /// Rows of the last dimension in one of the first.
+    /// Returns the number of rows of the last dimension in one of the first.
     fn rows_of_one(&self) -> usize {
         let inner = self.info.shape.iter().skip(1).rev().skip(1);
         inner
@@ -180,7 +179,7 @@ impl<'a> GgufTensor<'a> {
             .max(1)
     }
 
-    /// Which row of the last dimension stands at each place.
+    /// Returns the row of the last dimension at each index of the result.
     fn order(&self, rows: Option<&[i64]>) -> Result<Vec<usize>> {
         let inner = self.rows_of_one();
         let Some(rows) = rows else {
@@ -195,7 +194,7 @@ impl<'a> GgufTensor<'a> {
     }
 
     fn check_rows(&self, rows: &[i64]) -> Result<()> {
-        // Blocks lie along the only dimension of a vector: it has no rows that could be chosen.
+        // Blocks lie along the only dimension of a vector: it has no rows to select.
         let vector = self.info.kind.groups().is_some() && self.info.shape.len() < 2;
         let count = match self.info.shape.first() {
             Some(&first) if !vector => first,
@@ -203,39 +202,38 @@ impl<'a> GgufTensor<'a> {
         };
         match rows.iter().find(|row| !(0..count).contains(*row)) {
             None => Ok(()),
-            Some(row) => Err(Error::BadInput {
-                name: "rows",
-                found: format!("partly {row}"),
-                expected: format!("in 0..{count}, the rows of `{}`", self.info.name),
-            }),
+            Some(row) => {
+                let expected = format!("rows in 0..{count}, those of `{}`", self.info.name);
+                Err(Error::values("rows", row.to_string(), expected))
+            }
         }
     }
 
-    /// Bytes of a row of the last dimension of a type with blocks.
+    /// Returns the number of bytes of a row of the last dimension, for a type with blocks.
     fn row_bytes(&self) -> usize {
         self.width() / self.info.kind.block_size() * self.info.kind.block_bytes()
     }
 
-    /// Codes, scales and offsets of the rows `order`, one after another.
-    fn parts(&self, order: &[usize], groups: GroupOptions) -> Result<Whole> {
+    /// Decodes the codes, scales and offsets of the rows `order`.
+    fn decode(&self, order: &[usize], groups: GroupOptions) -> Result<Groups> {
         let (kind, width) = (self.info.kind, self.width());
         let (block, bytes) = (kind.block_size(), kind.block_bytes());
         let (row_bytes, per_row) = (self.row_bytes(), width / groups.group_size);
         let per_block = block / groups.group_size;
         let offsets_per_row = if groups.symmetric { 0 } else { per_row };
-        let mut whole = Whole {
+        let mut all = Groups {
             codes: vec![0; order.len() * width],
             scales: vec![0.0; order.len() * per_row],
             offsets: vec![0.0; order.len() * offsets_per_row],
         };
         let mut rows = Vec::with_capacity(order.len());
-        let (mut codes, mut scales) = (&mut whole.codes[..], &mut whole.scales[..]);
-        let mut offsets = &mut whole.offsets[..];
+        let (mut codes, mut scales) = (&mut all.codes[..], &mut all.scales[..]);
+        let mut offsets = &mut all.offsets[..];
         for _ in order {
             let (own_codes, rest_codes) = codes.split_at_mut(width);
             let (own_scales, rest_scales) = scales.split_at_mut(per_row);
             let (own_offsets, rest_offsets) = offsets.split_at_mut(offsets_per_row);
-            rows.push(Mutex::new(Parts {
+            rows.push(Mutex::new(GroupsMut {
                 codes: own_codes,
                 scales: own_scales,
                 offsets: own_offsets,
@@ -243,12 +241,12 @@ impl<'a> GgufTensor<'a> {
             (codes, scales, offsets) = (rest_codes, rest_scales, rest_offsets);
         }
         parallel_for(order.len(), 16, |range| {
-            for place in range {
-                let mut row = rows[place].lock().unwrap_or_else(PoisonError::into_inner);
-                let data = &self.data[order[place] * row_bytes..][..row_bytes];
+            for index in range {
+                let mut row = rows[index].lock().unwrap_or_else(PoisonError::into_inner);
+                let data = &self.data[order[index] * row_bytes..][..row_bytes];
                 for (at, data) in data.chunks_exact(bytes).enumerate() {
                     let row = &mut *row;
-                    let mut parts = Parts {
+                    let mut groups_mut = GroupsMut {
                         codes: &mut row.codes[at * block..][..block],
                         scales: &mut row.scales[at * per_block..][..per_block],
                         offsets: match groups.symmetric {
@@ -256,34 +254,32 @@ impl<'a> GgufTensor<'a> {
                             false => &mut row.offsets[at * per_block..][..per_block],
                         },
                     };
-                    decode(kind, data, &mut parts);
+                    decode(kind, data, &mut groups_mut);
                 }
             }
         });
         drop(rows);
-        let all = whole.scales.iter().chain(&whole.offsets);
-        if all.into_iter().any(|number| !number.is_finite()) {
-            return Err(self.damaged("it has scales that are not finite".to_owned()));
+        let mut scales = all.scales.iter().chain(&all.offsets);
+        if scales.any(|scale| !scale.is_finite()) {
+            return Err(self.damaged("it has scales that are not finite"));
         }
-        Ok(whole)
+        Ok(all)
     }
 
-    fn damaged(&self, reason: String) -> Error {
-        Error::BadGguf {
-            path: self.path.to_path_buf(),
-            reason: format!("the tensor `{}`: {reason}", self.info.name),
-        }
+    fn damaged(&self, reason: &str) -> Error {
+        let reason = format!("the tensor `{}`: {reason}", self.info.name);
+        overdrive_core::Error::parse("GGUF", self.path)(reason).into()
     }
 }
 
-/// The parts of many rows.
-struct Whole {
+/// The codes, scales and offsets of some rows.
+struct Groups {
     codes: Vec<u8>,
     scales: Vec<f32>,
     offsets: Vec<f32>,
 }
 
-/// What `code` stands for.
+/// Returns the number of a code, before its scale.
 fn value(code: u8, groups: GroupOptions) -> f32 {
     match (groups.bits, groups.symmetric) {
         (4, true) => f32::from(code) - 8.0,
@@ -292,7 +288,7 @@ fn value(code: u8, groups: GroupOptions) -> f32 {
     }
 }
 
-/// Calls `fill` with each row of `width` numbers, on all threads.
+/// Calls `fill` with each row of `width` elements, on all threads.
 fn each_row(numbers: &mut [f32], width: usize, fill: impl Fn(usize, &mut [f32]) + Sync) {
     let rows: Vec<_> = numbers.chunks_mut(width.max(1)).map(Mutex::new).collect();
     parallel_for(rows.len(), 16, |range| {

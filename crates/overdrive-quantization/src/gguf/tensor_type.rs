@@ -4,7 +4,7 @@ use tch::Kind;
 
 use crate::GroupOptions;
 
-/// In what form a tensor of a GGUF file is stored.
+/// The type of the elements of a tensor in a GGUF file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the names are the format's")]
@@ -30,10 +30,10 @@ pub enum GgufType {
     Q6_K,
 }
 
-/// Numbers of a super-block of the `_K` types.
+/// The number of elements of a super-block of the `_K` types.
 pub(super) const SUPER: usize = 256;
 
-/// Every type, the number that stands for it in a file, and its sizes: numbers and bytes of a block.
+/// Every type, its number in a file, and the elements and bytes of its blocks.
 const TYPES: [(GgufType, u32, usize, usize); 18] = [
     (GgufType::F32, 0, 1, 4),
     (GgufType::F16, 1, 1, 2),
@@ -55,7 +55,7 @@ const TYPES: [(GgufType, u32, usize, usize); 18] = [
     (GgufType::BF16, 30, 1, 2),
 ];
 
-/// Types of the format that this crate does not read, for messages.
+/// The types of the format that this crate does not read, for error messages.
 const OTHERS: [(u32, &str); 13] = [
     (9, "Q8_1"),
     (15, "Q8_K"),
@@ -73,7 +73,7 @@ const OTHERS: [(u32, &str); 13] = [
 ];
 
 impl GgufType {
-    /// The type that `id` stands for in a file, or its name where this crate does not read it.
+    /// Returns the type with the number `id` in a file, or as an error the name of a type that is not read.
     pub(super) fn from_id(id: u32) -> Result<GgufType, String> {
         if let Some((found, ..)) = TYPES.iter().find(|(_, number, ..)| *number == id) {
             return Ok(*found);
@@ -82,23 +82,23 @@ impl GgufType {
         Err(known.map_or_else(|| format!("type {id}"), |(_, name)| (*name).to_owned()))
     }
 
-    /// Numbers of a block; 1 for those that are stored one by one.
+    /// Returns the number of elements of a block; 1 for types without blocks.
     pub fn block_size(self) -> usize {
         self.sizes().0
     }
 
-    /// Bytes of a block.
+    /// Returns the number of bytes of a block.
     pub fn block_bytes(self) -> usize {
         self.sizes().1
     }
 
     fn sizes(self) -> (usize, usize) {
         let found = TYPES.iter().find(|(kind, ..)| *kind == self);
-        // Every type is in the table, which a test makes sure of.
+        // A test checks that every type is in the table.
         found.map_or((1, 1), |&(_, _, numbers, bytes)| (numbers, bytes))
     }
 
-    /// The kind of numbers that are stored one by one.
+    /// Returns the dtype of a type without blocks; `None` for quantized types.
     pub fn kind(self) -> Option<Kind> {
         Some(match self {
             GgufType::F32 => Kind::Float,
@@ -113,7 +113,7 @@ impl GgufType {
         })
     }
 
-    /// The groups that blocks of this type are, exactly; `None` for numbers stored one by one.
+    /// Returns the groups that represent the blocks of this type exactly; `None` for types without blocks.
     pub fn groups(self) -> Option<GroupOptions> {
         let (bits, group_size, symmetric) = match self {
             GgufType::Q4_0 => (4, 32, true),
@@ -132,7 +132,7 @@ impl GgufType {
         })
     }
 
-    /// Whether the scales of its groups are numbers of 16 bits in the file, and not products.
+    /// Returns `true` if the file has the scales of the groups in f16, and not as products of two numbers.
     pub(super) fn has_half_scales(self) -> bool {
         matches!(
             self,

@@ -1,29 +1,29 @@
 /// A value of a GGUF file's metadata.
 #[derive(Debug, Clone, PartialEq)]
 pub enum GgufValue {
-    /// 8 bits, unsigned.
+    /// An unsigned integer of 8 bits.
     U8(u8),
-    /// 8 bits.
+    /// A signed integer of 8 bits.
     I8(i8),
-    /// 16 bits, unsigned.
+    /// An unsigned integer of 16 bits.
     U16(u16),
-    /// 16 bits.
+    /// A signed integer of 16 bits.
     I16(i16),
-    /// 32 bits, unsigned.
+    /// An unsigned integer of 32 bits.
     U32(u32),
-    /// 32 bits.
+    /// A signed integer of 32 bits.
     I32(i32),
     /// A float of 32 bits.
     F32(f32),
-    /// True or false.
+    /// A boolean.
     Bool(bool),
-    /// Text.
+    /// A string.
     String(String),
-    /// Many of one type.
+    /// An array of one type.
     Array(GgufArray),
-    /// 64 bits, unsigned.
+    /// An unsigned integer of 64 bits.
     U64(u64),
-    /// 64 bits.
+    /// A signed integer of 64 bits.
     I64(i64),
     /// A float of 64 bits.
     F64(f64),
@@ -32,36 +32,36 @@ pub enum GgufValue {
 /// An array of a GGUF file's metadata.
 #[derive(Debug, Clone, PartialEq)]
 pub enum GgufArray {
-    /// Of 8 bits, unsigned.
+    /// Unsigned integers of 8 bits.
     U8(Vec<u8>),
-    /// Of 8 bits.
+    /// Signed integers of 8 bits.
     I8(Vec<i8>),
-    /// Of 16 bits, unsigned.
+    /// Unsigned integers of 16 bits.
     U16(Vec<u16>),
-    /// Of 16 bits.
+    /// Signed integers of 16 bits.
     I16(Vec<i16>),
-    /// Of 32 bits, unsigned.
+    /// Unsigned integers of 32 bits.
     U32(Vec<u32>),
-    /// Of 32 bits.
+    /// Signed integers of 32 bits.
     I32(Vec<i32>),
-    /// Of floats of 32 bits.
+    /// Floats of 32 bits.
     F32(Vec<f32>),
-    /// Of truth values.
+    /// Booleans.
     Bool(Vec<bool>),
-    /// Of texts.
+    /// Strings.
     String(Vec<String>),
-    /// Of arrays.
+    /// Arrays.
     Array(Vec<GgufArray>),
-    /// Of 64 bits, unsigned.
+    /// Unsigned integers of 64 bits.
     U64(Vec<u64>),
-    /// Of 64 bits.
+    /// Signed integers of 64 bits.
     I64(Vec<i64>),
-    /// Of floats of 64 bits.
+    /// Floats of 64 bits.
     F64(Vec<f64>),
 }
 
 impl GgufValue {
-    /// The number, of any integer type, where it fits.
+    /// Returns the number of an integer value, or `None` for another type or a number that does not fit.
     pub fn as_i64(&self) -> Option<i64> {
         match *self {
             GgufValue::U8(n) => Some(n.into()),
@@ -76,7 +76,7 @@ impl GgufValue {
         }
     }
 
-    /// The number, of any type of float or integer.
+    /// Returns the number of a float or integer value.
     pub fn as_f64(&self) -> Option<f64> {
         match *self {
             GgufValue::F32(x) => Some(x.into()),
@@ -85,31 +85,31 @@ impl GgufValue {
         }
     }
 
-    /// The truth value.
+    /// Returns the boolean.
     pub fn as_bool(&self) -> Option<bool> {
         match self {
-            GgufValue::Bool(truth) => Some(*truth),
+            GgufValue::Bool(value) => Some(*value),
             _ => None,
         }
     }
 
-    /// The text.
+    /// Returns the string.
     pub fn as_str(&self) -> Option<&str> {
         match self {
-            GgufValue::String(text) => Some(text),
+            GgufValue::String(string) => Some(string),
             _ => None,
         }
     }
 
-    /// The texts of an array.
+    /// Returns the strings of an array.
     pub fn as_strings(&self) -> Option<&[String]> {
         match self {
-            GgufValue::Array(GgufArray::String(texts)) => Some(texts),
+            GgufValue::Array(GgufArray::String(strings)) => Some(strings),
             _ => None,
         }
     }
 
-    /// The numbers of an array, of any integer type up to 32 bits or of 64 signed ones.
+    /// Returns the numbers of an array of integers; `None` for unsigned integers of 64 bits and other types.
     pub fn as_i64s(&self) -> Option<Vec<i64>> {
         fn all<T: Copy + Into<i64>>(numbers: &[T]) -> Option<Vec<i64>> {
             Some(numbers.iter().map(|&n| n.into()).collect())
@@ -129,10 +129,10 @@ impl GgufValue {
         }
     }
 
-    /// The truth values of an array.
+    /// Returns the booleans of an array.
     pub fn as_bools(&self) -> Option<&[bool]> {
         match self {
-            GgufValue::Array(GgufArray::Bool(truths)) => Some(truths),
+            GgufValue::Array(GgufArray::Bool(values)) => Some(values),
             _ => None,
         }
     }

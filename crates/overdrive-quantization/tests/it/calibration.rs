@@ -371,7 +371,7 @@ fn what_does_not_fit_is_refused_with_a_reason() {
     let text = |result: Result<QuantizedWeight>| result.unwrap_err().to_string();
     assert_eq!(
         text(quantize_calibrated(&weight, scheme, None, &gptq())),
-        "`gptq` is without statistics: expected those of the map's inputs over a calibration set"
+        "`gptq` is enabled without statistics; it must be given statistics of the inputs over a calibration set"
     );
     let diagonal = statistics(&normal([8, 32], 51), Moments::Diagonal);
     assert_eq!(
@@ -381,13 +381,13 @@ fn what_does_not_fit_is_refused_with_a_reason() {
             Some(&diagonal),
             &gptq()
         )),
-        "`gptq` is without second moments of the inputs: expected statistics with `Moments::Full` over a \
-         calibration set"
+        "`gptq` is enabled without second moments of the inputs; it must be given statistics with \
+         `Moments::Full` over a calibration set"
     );
     let other = statistics(&normal([8, 16], 52), Moments::Full);
     assert_eq!(
         text(quantize_calibrated(&weight, scheme, Some(&other), &gptq())),
-        "`statistics` is of 16 inputs: expected those of the weight, 32"
+        "`statistics` has shape [16]; it must be (32,), one number for each input of the weight"
     );
     let options = CalibrationOptions {
         gptq: Some(GptqOptions {
@@ -399,12 +399,12 @@ fn what_does_not_fit_is_refused_with_a_reason() {
     let full = statistics(&normal([8, 32], 53), Moments::Full);
     assert_eq!(
         text(quantize_calibrated(&weight, scheme, Some(&full), &options)),
-        "`damp_percent` is 0: expected above 0; 0.01 to 0.1 is usual"
+        "`damp_percent` is 0; it must be positive; 0.01 to 0.1 is usual"
     );
     let mut statistics = InputStatistics::new(2, Moments::Diagonal, Device::Cpu).unwrap();
     let bad = statistics.add(&Tensor::from_slice(&[1f32, f32::INFINITY]));
     assert!(
-        matches!(bad, Err(Error::BadInput { name: "x", .. })),
+        matches!(bad, Err(Error::Values { tensor: "x", .. })),
         "{bad:?}"
     );
     assert_eq!(statistics.rows(), 0);

@@ -253,7 +253,7 @@ fn maps_are_kept_by_name_and_by_filter_and_shards_are_told_in_an_index() {
     );
     let text = error.unwrap_err().to_string();
     assert!(
-        text.ends_with("it is quantized already: begin with the folder that it was made of"),
+        text.ends_with("it is quantized already; use the folder that it was made of"),
         "{text}"
     );
 }
@@ -303,7 +303,7 @@ fn migration_divides_what_makes_the_inputs_and_multiplies_what_takes_them() {
     assert!(
         error
             .to_string()
-            .starts_with("`migration` is without statistics"),
+            .starts_with("`migration` is enabled without statistics"),
         "{error}"
     );
     assert!(!out.exists());
@@ -387,7 +387,7 @@ fn what_cannot_be_done_is_refused_and_leaves_nothing() {
         &head,
     ));
     assert!(
-        found.starts_with("`head` is int8: expected nf4, as the other maps"),
+        found.starts_with("`head` is int8; it must be nf4, as the other layers"),
         "{found}"
     );
     let nothing = folder.path().join("nothing");
@@ -410,7 +410,7 @@ fn what_cannot_be_done_is_refused_and_leaves_nothing() {
         &options(),
     ));
     assert!(
-        found.ends_with("it holds neither model.safetensors nor model.safetensors.index.json"),
+        found.ends_with("it has neither model.safetensors nor model.safetensors.index.json"),
         "{found}"
     );
     let index = json!({"weight_map": {"a": "../dense/model.safetensors"}});
@@ -433,7 +433,7 @@ fn what_cannot_be_done_is_refused_and_leaves_nothing() {
         &options(),
     ));
     assert!(
-        found.ends_with("it is to be written and has something in it: name a new folder"),
+        found.ends_with("it is not empty; give the name of a new folder"),
         "{found}"
     );
     let bad = llama(false)

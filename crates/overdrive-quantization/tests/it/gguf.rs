@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use overdrive_core::Error as CoreError;
 use overdrive_quantization::{Error, GgufArray, GgufFile, GgufType, GgufValue, Scheme};
 use overdrive_safetensors::MappedFile;
 use proptest::prelude::*;
@@ -102,7 +103,7 @@ fn rows_can_be_permuted_while_they_are_read() {
         .to_quantized(Some(&[7]), Device::Cpu);
     assert_eq!(
         error.unwrap_err().to_string(),
-        "`rows` is partly 7: expected in 0..7, the rows of `Q4_0`"
+        "`rows` holds 7; it must hold rows in 0..7, those of `Q4_0`"
     );
 }
 
@@ -181,7 +182,11 @@ impl Bytes {
         let path = folder.path().join("model.gguf");
         std::fs::write(&path, &self.0).unwrap();
         GgufFile::open(path).map_err(|error| match error {
-            Error::BadGguf { reason, .. } => reason,
+            Error::Common(CoreError::Parse {
+                format: "GGUF",
+                source,
+                ..
+            }) => source.to_string(),
             other => panic!("{other}"),
         })
     }
@@ -207,7 +212,7 @@ fn versions_2_and_3_are_read_and_others_refused() {
     }
     let refused = Bytes::header(1, 0, 0).open().unwrap_err();
     assert!(
-        refused.starts_with("its version is 1: expected 2 or 3"),
+        refused.starts_with("its version is 1; it must be 2 or 3"),
         "{refused}"
     );
     let big = Bytes::header(3u32.swap_bytes(), 0, 0).open().unwrap_err();
@@ -245,13 +250,13 @@ fn lying_files_are_refused_with_a_reason() {
         file.open().unwrap_err()
     };
     let cases = [
-        (one(&[32, 3], 8, 0), "it is cut short"),
-        (one(&[32, 2], 8, 32), "it is cut short"),
+        (one(&[32, 3], 8, 0), "it is truncated"),
+        (one(&[32, 2], 8, 32), "it is truncated"),
         (one(&[32, 2], 8, 7), "the tensor `w` begins at 7"),
-        (one(&[32, 2], 8, u64::MAX - 31), "it is cut short"),
+        (one(&[32, 2], 8, u64::MAX - 31), "it is truncated"),
         (
             one(&[33, 2], 8, 0),
-            "the tensor `w` has rows of 33 numbers, and blocks of Q8_0 have 32",
+            "the tensor `w` has rows of 33 elements, and blocks of Q8_0 have 32",
         ),
         (
             one(&[u64::MAX, u64::MAX], 0, 0),

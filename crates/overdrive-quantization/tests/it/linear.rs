@@ -275,7 +275,7 @@ fn what_does_not_fit_is_named() {
     let found = text(linear(&x, &weight, None));
     assert_eq!(
         found,
-        "`x` is of shape [2, 64]: expected (…, 128), as the weight is [9, 128]"
+        "`x` has shape [2, 64]; it must be (…, 128), since the weight is [9, 128]"
     );
     let x = numbers(26, &[2, 128]);
     let found = text(linear(&x.to_kind(Kind::Int64), &weight, None));

@@ -40,7 +40,7 @@ fn weights_that_do_not_fit_are_refused_with_what_would() {
     assert!(refused(&waves([4, 100]).view([400]), "nf4").contains("[400]"));
     assert!(refused(&waves([4, 100]).slice(0, 0, 0, 1), "nf4").contains("[0, 100]"));
     let integers = waves([4, 128]).to_kind(Kind::Int);
-    assert!(refused(&integers, "int8").contains("of kind Int"));
+    assert!(refused(&integers, "int8").contains("`weight` is Int"));
     let odd = QuantizedWeight::quantize_with(&waves([4, 64]), scheme("nf4"), &|_| [0.0; 2]);
     assert!(odd.unwrap_err().to_string().contains("can be chosen"));
 }
@@ -257,11 +257,11 @@ fn parts_that_do_not_fit_are_refused() {
             .to_string()
     };
     let twice = refused(|parts| drop(parts.order.as_ref().unwrap().get(3).fill_(2)));
-    assert!(twice.contains("2 at place 3"), "{twice}");
+    assert!(twice.contains("2 at index 3"), "{twice}");
     let outside = refused(|parts| drop(parts.order.as_ref().unwrap().get(3).fill_(32)));
     assert!(outside.contains("each of 0..32 once"), "{outside}");
     let nan = refused(|parts| drop(parts.scales.get(1).get(0).fill_(f64::NAN)));
-    assert!(nan.contains("NaN at place 2"), "{nan}");
+    assert!(nan.contains("NaN at index 2"), "{nan}");
     let size = refused(|parts| parts.scales = Tensor::ones([2, 4], (Kind::Float, Device::Cpu)));
     assert!(size.contains("group_size"), "{size}");
     let rows = refused(|parts| parts.scales = Tensor::ones([1, 2], (Kind::Float, Device::Cpu)));
@@ -274,7 +274,7 @@ fn parts_that_do_not_fit_are_refused() {
         Tensor::zeros([128], (Kind::Uint8, Device::Cpu)),
         Magnitudes::Full(Tensor::ones([3], (Kind::Float, Device::Cpu))),
     );
-    assert!(blocks.unwrap_err().to_string().contains("expected [4]"));
+    assert!(blocks.unwrap_err().to_string().contains("it must be [4]"));
     let codes = Tensor::full([2, 4], 0x7F, (Kind::Uint8, Device::Cpu));
     let nan = QuantizedWeight::from_fp8(codes, Tensor::ones([2], (Kind::Float, Device::Cpu)));
     assert!(nan.unwrap_err().to_string().contains("NaN"));

@@ -3,50 +3,50 @@ use serde_json::{Map, Value};
 
 use crate::{GroupOptions, Scheme};
 
-/// Modules that are quantized alike.
+/// A group of modules that are quantized alike.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ConfigGroup {
-    /// Names, regular expressions after `re:`, and classes: `Linear` is any.
+    /// The names of the modules, regular expressions after `re:`, and classes: `Linear` is any linear layer.
     pub targets: Vec<String>,
-    /// How weights are quantized.
+    /// The quantization of the weights.
     #[serde(default)]
     pub weights: Option<QuantizationArgs>,
-    /// How activations are.
+    /// The quantization of the activations.
     #[serde(default)]
     pub input_activations: Option<QuantizationArgs>,
-    /// How results are.
+    /// The quantization of the outputs.
     #[serde(default)]
     pub output_activations: Option<QuantizationArgs>,
     /// The layout of this group.
     #[serde(default)]
     pub format: Option<String>,
-    /// What else is in the object.
+    /// The other keys of the object.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }
 
-/// How numbers are quantized.
+/// The quantization of a tensor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct QuantizationArgs {
-    /// Bits of a code; default 8.
+    /// The number of bits of a code; default 8.
     #[serde(default = "eight")]
     pub num_bits: u8,
-    /// `int` (the default) or `float`.
+    /// The type of the codes: `int` (the default) or `float`.
     #[serde(default = "int", rename = "type")]
     pub kind: String,
-    /// Whether codes are about zero; default true.
+    /// If `true` (the default), the codes are symmetric about zero.
     #[serde(default = "yes")]
     pub symmetric: bool,
-    /// Inputs of a group; -1 for one group a row.
+    /// The number of inputs of a group; -1 for one group in each row.
     #[serde(default)]
     pub group_size: Option<i64>,
-    /// What shares a scale: `tensor`, `channel`, `group`, `block` or `token`.
+    /// The elements that share a scale: `tensor`, `channel`, `group`, `block` or `token`.
     #[serde(default)]
     pub strategy: Option<String>,
-    /// `true` where scales are found as numbers come.
+    /// If `true`, scales are computed while the model runs.
     #[serde(default)]
     pub dynamic: Value,
-    /// What else is in the object.
+    /// The other keys of the object.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }
@@ -63,7 +63,7 @@ fn yes() -> bool {
     true
 }
 
-/// What shares a scale, of those that are read.
+/// The strategies that are read.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Strategy {
     Tensor,
@@ -101,7 +101,7 @@ impl QuantizationArgs {
     }
 }
 
-/// The scheme of weights; `dynamic`: activations are quantized too.
+/// Returns the scheme of the weights; `dynamic` if activations are quantized as well.
 pub(super) fn scheme_of(args: &QuantizationArgs, dynamic: bool) -> Option<Scheme> {
     let strategy = args.strategy()?;
     match (args.kind.as_str(), args.num_bits, strategy) {

@@ -1,27 +1,32 @@
+use overdrive_core::check_option;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use tch::Kind;
 
 use super::args::{ConfigGroup, QuantizationArgs, scheme_of};
-use crate::format::module::Module;
-use crate::format::patterns::{any, names_module};
+use crate::format::module_patterns::{any, names_module};
+use crate::format::source::Module;
 use crate::{Error, Result, Scheme};
+
+/// The name of the option in error messages.
+const CONFIG_GROUPS: &str = "quantization_config.config_groups";
 
 /// The `quantization_config` of a model in the layouts of compressed-tensors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CompressedTensorsConfig {
-    /// Which modules are quantized how; the first that names a module counts.
+    /// The groups of modules that are quantized alike; the first one that names a module applies.
     pub config_groups: Map<String, Value>,
-    /// `int-quantized`, `pack-quantized`, `float-quantized`, `naive-quantized` or `mixed-precision`.
+    /// The layout: `int-quantized`, `pack-quantized`, `float-quantized`, `naive-quantized` or
+    /// `mixed-precision`.
     #[serde(default)]
     pub format: Option<String>,
-    /// Modules that are not quantized: names, and after `re:` regular expressions.
+    /// The modules that are not quantized: names, and regular expressions after `re:`.
     #[serde(default)]
     pub ignore: Option<Vec<String>>,
-    /// `compressed` where the weights are.
+    /// The state of the weights: `compressed` if they are quantized.
     #[serde(default)]
     pub quantization_status: Option<String>,
-    /// What else is in the object.
+    /// The other keys of the object.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }
@@ -36,7 +41,7 @@ impl CompressedTensorsConfig {
         "weight_g_idx",
     ];
 
-    /// For files with weights of this scheme.
+    /// Returns the configuration of files with weights of this scheme, if compressed-tensors has it.
     pub(in crate::format) fn of(scheme: Scheme, not_quantized: Vec<String>) -> Option<Self> {
         let dynamic = Some(QuantizationArgs::of(8, "int", true, "token", None));
         let (format, weights, input_activations) = match scheme {
@@ -83,16 +88,19 @@ impl CompressedTensorsConfig {
         })
     }
 
-    /// The groups, in the order of the file.
+    /// Returns the groups, in the order of the file.
     ///
     /// # Errors
-    /// [`Error::BadOption`] for a group that is not one.
+    /// [`Error::Common`] for a group that does not parse.
     pub fn groups(&self) -> Result<Vec<ConfigGroup>> {
         let group = |(name, value): (&String, &Value)| {
-            serde_json::from_value(value.clone()).map_err(|error| Error::BadOption {
-                option: "quantization_config.config_groups",
-                found: format!("{name}: {error}"),
-                expected: "targets and how their weights are quantized".to_owned(),
+            serde_json::from_value(value.clone()).map_err(|error| {
+                let expected = "an object with targets and the quantization of their weights";
+                Error::option(
+                    CONFIG_GROUPS,
+                    format!("invalid in {name} ({error})"),
+                    expected,
+                )
             })
         };
         self.config_groups.iter().map(group).collect()
@@ -100,34 +108,21 @@ impl CompressedTensorsConfig {
 
     pub(in crate::format) fn validate(&self) -> Result<()> {
         let groups = self.groups()?;
-        if groups.is_empty() {
-            return Err(Error::BadOption {
-                option: "quantization_config.config_groups",
-                found: "none".to_owned(),
-                expected: "at least one".to_owned(),
-            });
-        }
+        let expected = "an object with at least one group";
+        check_option(!groups.is_empty(), CONFIG_GROUPS, "empty", expected)?;
         for args in groups.iter().filter_map(|group| group.weights.as_ref()) {
             if scheme_of(args, false).is_none() {
-                return Err(Error::BadOption {
-                    option: "quantization_config.config_groups",
-                    found: format!(
-                        "{} bits of {} by {}",
-                        args.num_bits,
-                        args.kind,
-                        args.strategy.as_deref().unwrap_or("tensor")
-                    ),
-                    expected:
-                        "4 or 8 bits of int by tensor, channel or group, or 8 of float by tensor \
-                               or channel, which can be read"
-                            .to_owned(),
-                });
+                let strategy = args.strategy.as_deref().unwrap_or("tensor");
+                let found = format!("{} bits of {} by {strategy}", args.num_bits, args.kind);
+                let expected = "4 or 8 bits of int by tensor, channel or group, or 8 bits of float by \
+                                tensor or channel";
+                return Err(Error::option(CONFIG_GROUPS, found, expected));
             }
         }
         Ok(())
     }
 
-    /// The group of a module, that names it before one that takes any `Linear`.
+    /// Returns the group of a module: one that names it, otherwise one that takes any `Linear`.
     pub(super) fn group_of(&self, module: &str) -> Result<Option<ConfigGroup>> {
         let groups = self.groups()?;
         for group in &groups {

@@ -1,11 +1,11 @@
-//! From a file's tensors to a weight.
+//! Reading: from the tensors of a file to a weight.
 
 use tch::{Kind, Tensor};
 
 use super::args::{QuantizationArgs, Strategy};
 use super::config::CompressedTensorsConfig;
-use crate::format::module::{FLOATS, Module};
-use crate::format::words::{Groups, code, order_of, words};
+use crate::format::packed_words::{Groups, code, order_of, words};
+use crate::format::source::{FLOATS, Module};
 use crate::tensors::bytes;
 use crate::{Activations, QuantizedWeight, Result, Scheme};
 
@@ -16,11 +16,11 @@ impl CompressedTensorsConfig {
             .as_ref()
             .is_some_and(|group| group.input_activations.is_some());
         let Some(args) = group.and_then(|group| group.weights) else {
-            return Err(module.bad("no group of `config_groups` says how it is quantized"));
+            return Err(module.bad("no group of `config_groups` describes it"));
         };
         let Some(strategy) = args.strategy() else {
             return Err(module.bad(format!(
-                "scales by {} cannot be read; by tensor, channel or group they can",
+                "its scales are by {}; they must be by tensor, channel or group",
                 args.strategy.as_deref().unwrap_or("nothing")
             )));
         };
@@ -60,19 +60,19 @@ impl CompressedTensorsConfig {
         let [rows, columns] = [shape[0], shape[1]];
         let stored = module.required("weight_packed")?;
         module.check(&stored, "weight_packed", &[Kind::Int], &[None, None])?;
-        // Positive, and a mapped file has as many bytes.
+        // `check` has found positive dimensions, and a mapped file has as many bytes.
         let [outputs, width] = [0, 1].map(|axis| stored.shape()[axis].unsigned_abs() as usize);
         let inputs = usize::try_from(columns).unwrap_or_default();
         if rows != outputs as i64 || inputs == 0 || inputs.div_ceil(per_word) != width {
             return Err(module.bad(format!(
-                "`weight_shape` is [{rows}, {columns}], which {outputs} rows of {width} words do not hold"
+                "`weight_shape` is [{rows}, {columns}]; {outputs} rows of {width} words do not have that shape"
             )));
         }
         let mut codes = Vec::with_capacity(outputs * inputs);
-        for (at, word) in words(&stored).enumerate() {
-            let first = at % width * per_word;
+        for (index, word) in words(&stored).enumerate() {
+            let first = index % width * per_word;
             let count = per_word.min(inputs - first);
-            codes.extend((0..count).map(|place| code(word, bits, place)));
+            codes.extend((0..count).map(|slot| code(word, bits, slot)));
         }
         self.build(module, args, strategy, dynamic, [outputs, inputs], codes)
     }
@@ -94,12 +94,14 @@ impl CompressedTensorsConfig {
             .collect();
         if let Some(code) = codes.iter().find(|&&code| bits == 4 && code > 15) {
             let code = i16::from(*code) - 8;
-            return Err(module.bad(format!("it has the code {code}, which 4 bits do not hold")));
+            return Err(module.bad(format!(
+                "it has the code {code}, which 4 bits cannot represent"
+            )));
         }
         self.build(module, args, strategy, dynamic, [outputs, inputs], codes)
     }
 
-    /// `codes` are counted from 0, one a byte.
+    /// Builds the weight of unsigned `codes`, one in each byte.
     fn build(
         &self,
         module: Module<'_>,
@@ -173,12 +175,12 @@ fn bits_of(module: Module<'_>, args: &QuantizationArgs) -> Result<u8> {
     match (args.kind.as_str(), args.num_bits) {
         ("int", bits @ (4 | 8)) => Ok(bits),
         (kind, bits) => Err(module.bad(format!(
-            "{bits} bits of {kind} cannot be read; 4 and 8 of int can"
+            "it has {bits} bits of {kind}; it must have 4 or 8 bits of int"
         ))),
     }
 }
 
-/// f32 `(outputs,)`, from one a row or one in all.
+/// Reads the scales as f32 `(outputs,)`, from one for each row or one for the tensor.
 fn row_scales(module: Module<'_>, strategy: Strategy, outputs: i64) -> Result<Tensor> {
     let stored = module.required("weight_scale")?;
     let count = if strategy == Strategy::Tensor {
@@ -194,7 +196,7 @@ fn row_scales(module: Module<'_>, strategy: Strategy, outputs: i64) -> Result<Te
     };
     if !fits {
         return Err(module.bad(format!(
-            "`weight_scale` is {:?}, where [{count}, 1] was expected",
+            "`weight_scale` is {:?}; it must be [{count}, 1]",
             stored.shape()
         )));
     }
@@ -204,7 +206,7 @@ fn row_scales(module: Module<'_>, strategy: Strategy, outputs: i64) -> Result<Te
     Ok(scales.f_expand([outputs], false)?.f_contiguous()?)
 }
 
-/// Counted from 0, `(outputs, groups)`.
+/// Reads the zero points as unsigned codes, `(outputs, groups)`.
 fn zeros(
     module: Module<'_>,
     bits: u8,
@@ -220,15 +222,15 @@ fn zeros(
         let shape = [Some(rows as i64), Some(groups as i64)];
         module.check(&stored, part, &[Kind::Int], &shape)?;
         let mut zeros = vec![0; outputs * groups];
-        for (at, word) in words(&stored).enumerate() {
-            let (row, group) = (at / groups, at % groups);
-            for place in 0..per_word.min(outputs - row * per_word) {
-                zeros[(row * per_word + place) * groups + group] = code(word, bits, place);
+        for (index, word) in words(&stored).enumerate() {
+            let (row, group) = (index / groups, index % groups);
+            for slot in 0..per_word.min(outputs - row * per_word) {
+                zeros[(row * per_word + slot) * groups + group] = code(word, bits, slot);
             }
         }
         return Ok(zeros);
     }
-    // Not packed, and signed.
+    // Otherwise they are signed bytes and not packed.
     let shape: Vec<Option<i64>> = match (strategy, stored.shape().len()) {
         (Strategy::Tensor, n) => vec![Some(1); n],
         _ => vec![Some(outputs as i64), Some(groups as i64)],
@@ -243,7 +245,7 @@ fn zeros(
         .map(|zero| zero.wrapping_add(middle))
         .collect();
     match zeros.iter().find(|&&zero| bits == 4 && zero > 15) {
-        Some(zero) => Err(module.bad(format!("its zero point {zero} is none of 4 bits"))),
+        Some(zero) => Err(module.bad(format!("its zero point {zero} does not fit 4 bits"))),
         None => Ok(zeros),
     }
 }

@@ -1,15 +1,15 @@
-//! From a weight to a file's tensors.
+//! Writing: from a weight to the tensors of a file.
 
 use tch::{Device, Kind, Tensor};
 
 use super::config::CompressedTensorsConfig;
-use crate::parts::code_bytes;
+use crate::constructors::code_bytes;
 use crate::tensors::elements;
 use crate::weight::Storage;
 use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
 
 impl CompressedTensorsConfig {
-    /// The file's tensors of a weight.
+    /// Returns the tensors that a file has for a weight.
     pub(in crate::format) fn write(
         &self,
         weight: &QuantizedWeight,
@@ -41,7 +41,7 @@ impl CompressedTensorsConfig {
                 order: None,
             } => {
                 let Scheme::Grouped(options) = weight.scheme else {
-                    return Err(cannot(weight));
+                    return Err(unsupported(weight));
                 };
                 let flip = match (options.bits, codes.kind()) {
                     (8, Kind::Int8) => 0x80,
@@ -57,19 +57,19 @@ impl CompressedTensorsConfig {
                     named("weight_shape", shape()?),
                 ];
                 if let Some(offsets) = offsets {
-                    // Signed codes count from -128.
+                    // Signed codes begin at -128.
                     let first = if flip == 0 { 0.0 } else { 128.0 };
                     let zeros = packed_zeros(weight, module, options, scales, offsets, first)?;
                     tensors.push(named("weight_zero_point", zeros));
                 }
                 Ok(tensors)
             }
-            _ => Err(cannot(weight)),
+            _ => Err(unsupported(weight)),
         }
     }
 }
 
-/// Rows of `width` bytes, each xor `flip`, as words; a row's last word is filled up with 0.
+/// Packs rows of `width` bytes, each xor `flip`, into words; the last word of a row is padded with zeros.
 fn packed(codes: &[u8], width: i64, bits: u8, flip: u8) -> Result<Tensor> {
     // `width` is a dimension of the codes.
     let width = match bits {
@@ -98,7 +98,7 @@ fn words_tensor(bytes: &[u8], shape: &[i64]) -> Result<Tensor> {
     Ok(Tensor::f_from_slice(&words)?.f_view(shape)?)
 }
 
-/// Zero points packed along the outputs, `(⌈O·bits/32⌉, G)`.
+/// Packs the zero points along the outputs, `(⌈O·bits/32⌉, G)`.
 fn packed_zeros(
     weight: &QuantizedWeight,
     module: &str,
@@ -121,21 +121,21 @@ fn packed_zeros(
     let pairs = elements::<f32>(&scales)?
         .iter()
         .zip(elements::<f32>(&offsets)?);
-    for (at, (scale, offset)) in pairs.enumerate() {
+    for (index, (scale, offset)) in pairs.enumerate() {
         let exact = if *scale == 0.0 { 0.0 } else { -offset / scale } + first;
         let zero = exact.round_ties_even();
-        // Scale and product are rounded: a zero point comes back within 2⁻²² of itself.
+        // Scale and offset are rounded, so a zero point is computed to within 2⁻²² of itself.
         if !(0.0..=most).contains(&zero) || (exact - zero).abs() > 1e-3 {
             return Err(Error::BadWeight {
                 name: format!("{module}.weight"),
                 reason: format!(
-                    "its group {} has the zero point {exact}, where compressed-tensors has integers \
-                     from 0 to {most}; dequantize it and quantize it again",
-                    at % groups
+                    "its group {} has the zero point {exact}; compressed-tensors has integers from 0 to \
+                     {most}; dequantize the weight and quantize it again",
+                    index % groups
                 ),
             });
         }
-        let (row, group) = (at / groups, at % groups);
+        let (row, group) = (index / groups, index % groups);
         let shift = row % per_word * usize::from(options.bits);
         words[row / per_word * groups + group] |= (zero as u32) << shift;
     }
@@ -143,17 +143,12 @@ fn packed_zeros(
     words_tensor(&bytes, &[rows as i64, groups as i64])
 }
 
-fn cannot(weight: &QuantizedWeight) -> Error {
+fn unsupported(weight: &QuantizedWeight) -> Error {
     let found = match &weight.storage {
         Storage::Grouped { order: Some(_), .. } => "groups of reordered inputs".to_owned(),
         _ => weight.scheme.to_string(),
     };
-    Error::BadOption {
-        option: "scheme",
-        found,
-        expected:
-            "8 bits by row, groups in order or fp8, which compressed-tensors has; dequantize the \
-                   weight and quantize it again"
-                .to_owned(),
-    }
+    let expected = "8 bits by row, groups in order or fp8, which compressed-tensors has; dequantize the \
+                    weight and quantize it again";
+    Error::option("scheme", found, expected)
 }

@@ -108,11 +108,7 @@ fn tiled(weight: &QuantizedWeight) -> Result<Tiled> {
         Some(inner),
     ) = (&weight.storage, inner_tiles(weight.inputs))
     else {
-        return Err(Error::BadOption {
-            option: "weight",
-            found: weight.scheme.to_string(),
-            expected: "4 bits in groups".to_owned(),
-        });
+        return Err(Error::option("weight", weight.scheme, "4 bits in groups"));
     };
     let group = weight.inputs / scales.size()[1].max(1);
     let codes = match codes.device() {

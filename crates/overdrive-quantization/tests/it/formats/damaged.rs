@@ -78,17 +78,17 @@ fn lying_files_are_refused_with_the_reason() {
         (
             "bnb_nf4",
             |t, _| state(t, |s| s["shape"] = json!([i64::MAX, 2])),
-            "positive numbers",
+            "two positive numbers",
         ),
         (
             "bnb_nf4",
             |t, _| state(t, |s| s["shape"] = json!([-24, -128])),
-            "positive numbers",
+            "two positive numbers",
         ),
         (
             "bnb_nf4",
             |t, _| state(t, |s| s["shape"] = json!([3072])),
-            "(O, I) was expected",
+            "it must be (O, I)",
         ),
         (
             "bnb_nf4",
@@ -120,7 +120,7 @@ fn lying_files_are_refused_with_the_reason() {
                         .fill_(f64::NAN),
                 )
             },
-            "NaN at place 0",
+            "NaN at index 0",
         ),
         (
             "bnb_nf4",
@@ -132,7 +132,7 @@ fn lying_files_are_refused_with_the_reason() {
                         .fill_(0.5),
                 )
             },
-            "its book of numbers has 0.5",
+            "its code book has 0.5",
         ),
         (
             "bnb_nf4",
@@ -142,20 +142,20 @@ fn lying_files_are_refused_with_the_reason() {
                     Tensor::from_slice(b"{}"),
                 );
             },
-            "no JSON of bitsandbytes",
+            "not JSON of bitsandbytes",
         ),
         ("bnb_int8", |t, _| drop(t.remove("SCB")), "not quantized"),
         (
             "bnb_int8",
             |t, _| drop(t.get("SCB").unwrap().shallow_clone().fill_(f64::INFINITY)),
-            "inf at place 0",
+            "inf at index 0",
         ),
         (
             "ct_int4",
             |t, _| {
                 t.insert("weight_shape".into(), Tensor::from_slice(&[24i64, 1 << 40]));
             },
-            "do not hold",
+            "do not have that shape",
         ),
         (
             "ct_int4",
@@ -178,7 +178,7 @@ fn lying_files_are_refused_with_the_reason() {
                         .fill_(0x7F),
                 )
             },
-            "NaN among them",
+            "the code of NaN",
         ),
         (
             "gptq_4_act",

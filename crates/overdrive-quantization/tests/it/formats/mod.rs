@@ -303,7 +303,7 @@ fn configurations_that_cannot_be_read_are_refused_by_name() {
         (json!({"quant_method": "awq", "version": "gemv"}), "gemm"),
         (
             json!({"quant_method": "bitsandbytes"}),
-            "one of the two to be true",
+            "or false with load_in_8bit true",
         ),
         (
             json!({"quant_method": "bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": "af4"}),

@@ -1,0 +1,253 @@
+//! Products of small matrices: `C = start(C) + A · B`.
+#![allow(
+    unsafe_code,
+    reason = "the innermost loop reads and writes by pointer, in bounds that are checked once"
+)]
+
+use overdrive_kernels::{Real, Simd, Vector, vectorized};
+
+/// The content of `C` before the product is added.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Start<'a, R> {
+    /// Zeros.
+    Zero,
+    /// The values that it holds.
+    Add,
+    /// The values that it holds, each column times a factor.
+    ScaleColumns(&'a [R]),
+    /// The values that it holds, each row times a factor.
+    ScaleRows(&'a [R]),
+}
+
+/// `C (m, n) = start(C) + A (m, k) · B (k, n)`.
+#[derive(Debug)]
+pub(super) struct Matmul<'a, R> {
+    pub(super) m: usize,
+    /// A multiple of the vector length.
+    pub(super) n: usize,
+    pub(super) k: usize,
+    pub(super) a: &'a [R],
+    /// The distance of the rows of `A`, or of its columns where `a_by_columns`.
+    pub(super) lda: usize,
+    /// If `true`, the columns of `A` are contiguous rather than its rows.
+    pub(super) a_by_columns: bool,
+    pub(super) b: &'a [R],
+    pub(super) ldb: usize,
+    pub(super) c: &'a mut [R],
+    pub(super) ldc: usize,
+    pub(super) start: Start<'a, R>,
+}
+
+/// A product whose matrices fit its sizes; only [`Matmul::checked`] makes one.
+struct Checked<'p, 'a, R>(&'p mut Matmul<'a, R>);
+
+impl<'a, R> Matmul<'a, R> {
+    /// Checks everything that the tiles rely on when they leave slices for pointers.
+    #[inline(always)]
+    fn checked(&mut self) -> Checked<'_, 'a, R> {
+        let reach = |rows: usize, distance: usize, width: usize| match rows {
+            0 => 0,
+            _ => (rows - 1) * distance + width,
+        };
+        let (rows, width) = match self.a_by_columns {
+            true => (self.k, self.m),
+            false => (self.m, self.k),
+        };
+        assert!(width == 0 || self.a.len() >= reach(rows, self.lda, width));
+        assert!(self.b.len() >= reach(self.k, self.ldb, self.n));
+        assert!(self.c.len() >= reach(self.m, self.ldc, self.n));
+        match self.start {
+            Start::ScaleColumns(factors) => assert!(factors.len() >= self.n),
+            Start::ScaleRows(factors) => assert!(factors.len() >= self.m),
+            Start::Zero | Start::Add => {}
+        }
+        Checked(self)
+    }
+}
+
+vectorized! {
+    /// Computes the product on this thread.
+    pub(super) fn matmul<S: Simd, R: Real>(s: S, p: &mut Matmul<'_, R>) {
+        assert!(p.n.is_multiple_of(R::Vector::<S>::LEN));
+        let by_columns = p.a_by_columns;
+        let p = p.checked();
+        if by_columns {
+            columns::<S, R::Vector<S>, true>(s, p);
+        } else {
+            columns::<S, R::Vector<S>, false>(s, p);
+        }
+    }
+}
+
+#[inline(always)]
+fn columns<S: Simd, V: Vector<Token = S>, const BY_COLUMNS: bool>(
+    s: S,
+    mut p: Checked<'_, '_, V::Scalar>,
+) {
+    let width = p.0.n;
+    let mut n = 0;
+    while n < width {
+        let vectors = (width - n) / V::LEN;
+        if S::TILE >= 4 && vectors >= 4 {
+            panel::<V, 4, BY_COLUMNS>(s, &mut p, n);
+            n += 4 * V::LEN;
+        } else if vectors >= 2 {
+            panel::<V, 2, BY_COLUMNS>(s, &mut p, n);
+            n += 2 * V::LEN;
+        } else {
+            panel::<V, 1, BY_COLUMNS>(s, &mut p, n);
+            n += V::LEN;
+        }
+    }
+}
+
+#[inline(always)]
+fn panel<V: Vector, const WIDTH: usize, const BY_COLUMNS: bool>(
+    s: V::Token,
+    p: &mut Checked<'_, '_, V::Scalar>,
+    n: usize,
+) {
+    let rows = p.0.m;
+    let mut m = 0;
+    // Six rows by four vectors leave eight of 32 registers for the operands.
+    while rows - m >= 6 {
+        tile::<V, 6, WIDTH, BY_COLUMNS>(s, p, m, n);
+        m += 6;
+    }
+    if rows - m >= 4 {
+        tile::<V, 4, WIDTH, BY_COLUMNS>(s, p, m, n);
+        m += 4;
+    }
+    if rows - m >= 2 {
+        tile::<V, 2, WIDTH, BY_COLUMNS>(s, p, m, n);
+        m += 2;
+    }
+    if rows - m >= 1 {
+        tile::<V, 1, WIDTH, BY_COLUMNS>(s, p, m, n);
+    }
+}
+
+/// Computes `HEIGHT` rows by `WIDTH` vectors of `C`, in registers while the sum over `k` runs.
+#[inline(always)]
+fn tile<V: Vector, const HEIGHT: usize, const WIDTH: usize, const BY_COLUMNS: bool>(
+    s: V::Token,
+    p: &mut Checked<'_, '_, V::Scalar>,
+    m: usize,
+    n: usize,
+) {
+    let p = &mut *p.0;
+    assert!(m + HEIGHT <= p.m && n + WIDTH * V::LEN <= p.n);
+    let (lda, ldb, ldc) = (p.lda, p.ldb, p.ldc);
+    // SAFETY: `Checked` has found every row of the matrices within its slice, and the tile lies in `C`.
+    unsafe {
+        let a = p.a.as_ptr().add(if BY_COLUMNS { m } else { m * lda });
+        let b = p.b.as_ptr().add(n);
+        let c = p.c.as_mut_ptr().add(m * ldc + n);
+        let mut sums = [[V::splat(s, V::Scalar::ZERO); WIDTH]; HEIGHT];
+        match p.start {
+            Start::Zero => {}
+            Start::Add => {
+                for (row, sums) in sums.iter_mut().enumerate() {
+                    for (column, sum) in sums.iter_mut().enumerate() {
+                        *sum = V::load_pointer(s, c.add(row * ldc + column * V::LEN));
+                    }
+                }
+            }
+            Start::ScaleColumns(factors) => {
+                for (row, sums) in sums.iter_mut().enumerate() {
+                    for (column, sum) in sums.iter_mut().enumerate() {
+                        let factor = V::load_pointer(s, factors.as_ptr().add(n + column * V::LEN));
+                        *sum = V::load_pointer(s, c.add(row * ldc + column * V::LEN)).mul(factor);
+                    }
+                }
+            }
+            Start::ScaleRows(factors) => {
+                for (row, sums) in sums.iter_mut().enumerate() {
+                    let factor = V::splat(s, *factors.as_ptr().add(m + row));
+                    for (column, sum) in sums.iter_mut().enumerate() {
+                        *sum = V::load_pointer(s, c.add(row * ldc + column * V::LEN)).mul(factor);
+                    }
+                }
+            }
+        }
+        for k in 0..p.k {
+            let b = b.add(k * ldb);
+            let mut vectors = [V::splat(s, V::Scalar::ZERO); WIDTH];
+            for (column, vector) in vectors.iter_mut().enumerate() {
+                *vector = V::load_pointer(s, b.add(column * V::LEN));
+            }
+            for (row, sums) in sums.iter_mut().enumerate() {
+                let index = if BY_COLUMNS {
+                    k * lda + row
+                } else {
+                    row * lda + k
+                };
+                let factor = V::splat(s, *a.add(index));
+                for (sum, vector) in sums.iter_mut().zip(vectors) {
+                    *sum = factor.mul_add(vector, *sum);
+                }
+            }
+        }
+        for (row, sums) in sums.into_iter().enumerate() {
+            for (column, sum) in sums.into_iter().enumerate() {
+                sum.store_pointer(c.add(row * ldc + column * V::LEN));
+            }
+        }
+    }
+}
+
+/// Rows of equal distance in a slice.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Rows<'a, R> {
+    pub(super) data: &'a [R],
+    pub(super) distance: usize,
+    pub(super) count: usize,
+}
+
+impl<'a, R> Rows<'a, R> {
+    #[inline(always)]
+    fn row(&self, index: usize, dim: usize) -> &'a [R] {
+        &self.data[index * self.distance..][..dim]
+    }
+}
+
+vectorized! {
+    /// `tile[key · lanes + row] = keys[key] · rows[row]`, for so few rows that they would leave the
+    /// lanes of [`matmul`] empty: the vectors lie along the head dimension instead.
+    pub(super) fn dot_products<S: Simd, R: Real>(
+        s: S,
+        tile: &mut [R],
+        lanes: usize,
+        keys: Rows<'_, R>,
+        rows: Rows<'_, R>,
+        dim: usize,
+    ) {
+        for key in 0..keys.count {
+            let key_row = keys.row(key, dim);
+            for row in 0..rows.count {
+                tile[key * lanes + row] = dot::<R::Vector<S>>(s, key_row, rows.row(row, dim));
+            }
+        }
+    }
+}
+
+/// Returns the dot product of two rows, in two partial sums: one would wait for itself.
+#[inline(always)]
+fn dot<V: Vector>(s: V::Token, a: &[V::Scalar], b: &[V::Scalar]) -> V::Scalar {
+    let (mut even, mut odd) = (V::splat(s, V::Scalar::ZERO), V::splat(s, V::Scalar::ZERO));
+    let (mut a, mut b) = (a.chunks_exact(2 * V::LEN), b.chunks_exact(2 * V::LEN));
+    for (a, b) in a.by_ref().zip(b.by_ref()) {
+        even = V::load(s, a).mul_add(V::load(s, b), even);
+        odd = V::load(s, &a[V::LEN..]).mul_add(V::load(s, &b[V::LEN..]), odd);
+    }
+    let (mut a, mut b) = (a.remainder(), b.remainder());
+    if a.len() >= V::LEN && b.len() >= V::LEN {
+        even = V::load(s, a).mul_add(V::load(s, b), even);
+        (a, b) = (&a[V::LEN..], &b[V::LEN..]);
+    }
+    let mut sum = even.add(odd).sum();
+    for (a, b) in a.iter().zip(b) {
+        sum += *a * *b;
+    }
+    sum
+}

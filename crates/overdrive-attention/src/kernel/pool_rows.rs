@@ -1,0 +1,31 @@
+//! Writing rows into the blocks of a pool.
+
+use overdrive_sys::raw;
+use tch::Tensor;
+
+use super::inputs::View;
+use crate::Result;
+
+/// Copies row `t` of head `h` of `rows` to row `slots[t] % block_size` of head `h` of block
+/// `slots[t] / block_size` of `pool (blocks, heads, block_size, dim)`, contiguous and on the CPU.
+///
+/// The caller has checked that every slot is in the pool and no tensor but `pool` shares its memory
+/// with `rows`.
+pub(crate) fn write_rows<E: raw::Element>(
+    rows: &View<'_, E>,
+    pool: &Tensor,
+    (heads, block_size, dim): (usize, usize, usize),
+    slots: &[usize],
+) -> Result<()> {
+    // SAFETY: as for any operator that writes in place, the caller of an operator sees to it that
+    // nobody uses the tensor meanwhile; `rows` is other memory.
+    let pool = unsafe { raw::slice_mut::<E>(pool)? };
+    for (token, slot) in slots.iter().enumerate() {
+        let (block, place) = (slot / block_size, slot % block_size);
+        for head in 0..heads {
+            let at = ((block * heads + head) * block_size + place) * dim;
+            pool[at..][..dim].copy_from_slice(rows.row(0, head, token, dim));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,260 @@
+//! The instruction sets, their detection, and kernels that run with one of them.
+
+use std::marker::PhantomData;
+use std::sync::OnceLock;
+
+use overdrive_core::Error;
+
+use crate::{Real, Simd, Vector, arch};
+
+/// The environment variable that names the instruction set.
+const VARIABLE: &str = "OVERDRIVE_SIMD";
+
+/// Work that is compiled for each instruction set.
+pub trait Kernel {
+    /// The type of the result.
+    type Output;
+    /// Does the work. Implementations are `#[inline(always)]`, and so is everything they call.
+    fn run<S: Simd>(self, simd: S) -> Self::Output;
+}
+
+/// A token: what each folder of `arch/` defines.
+pub(crate) trait Token: Simd {
+    /// Returns the token if the machine has the instructions.
+    fn detect() -> Option<Self>;
+    /// Runs `kernel` in a function that is compiled for the instructions.
+    fn run<K: Kernel>(self, kernel: K) -> K::Output;
+}
+
+macro_rules! instruction_sets {
+    ($($(#[$condition:meta])? $name:literal: $variant:ident = $token:path,)*) => {
+        /// An instruction set that this machine has.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub enum InstructionSet {
+            $(
+                #[doc = concat!("The set named `", $name, "`.")]
+                $(#[$condition])?
+                $variant($token),
+            )*
+        }
+
+        impl InstructionSet {
+            /// Returns all that this machine has, the widest first.
+            pub fn available() -> impl Iterator<Item = Self> {
+                let sets = [$(
+                    $(#[$condition])?
+                    <$token as Token>::detect().map(Self::$variant),
+                )*];
+                sets.into_iter().flatten()
+            }
+
+            /// Returns the name, as `OVERDRIVE_SIMD` has it.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(
+                        $(#[$condition])?
+                        Self::$variant(_) => $name,
+                    )*
+                }
+            }
+
+            /// Runs `kernel` compiled for this set.
+            #[inline]
+            pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
+                match self {
+                    $(
+                        $(#[$condition])?
+                        Self::$variant(token) => Token::run(token, kernel),
+                    )*
+                }
+            }
+        }
+    };
+}
+
+// One line a set, from the widest to the one that every machine has.
+instruction_sets! {
+    #[cfg(target_arch = "x86_64")] "avx512": Avx512 = arch::Avx512,
+    #[cfg(target_arch = "x86_64")] "avx2": Avx2 = arch::Avx2,
+    "portable": Portable = arch::Portable,
+}
+
+impl InstructionSet {
+    /// Returns the set that kernels run with: the one that `OVERDRIVE_SIMD` names, else the widest.
+    ///
+    /// The variable is read once. A value that no set of this machine has is logged as a warning, and the
+    /// widest is used: an environment variable must not stop a program. [`from_name`](Self::from_name) is for
+    /// programs that want to refuse it.
+    #[inline]
+    pub fn best() -> Self {
+        static BEST: OnceLock<InstructionSet> = OnceLock::new();
+        *BEST.get_or_init(|| {
+            let wanted = std::env::var_os(VARIABLE).filter(|name| !name.is_empty());
+            let Some(wanted) = wanted else {
+                return Self::widest();
+            };
+            Self::from_name(&wanted.to_string_lossy()).unwrap_or_else(|error| {
+                let widest = Self::widest();
+                tracing::warn!("{error}; kernels run with {}", widest.name());
+                widest
+            })
+        })
+    }
+
+    /// Returns the set of this name.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOption`] if this machine has no set of this name.
+    pub fn from_name(name: &str) -> Result<Self, Error> {
+        let found = Self::available().find(|set| set.name() == name);
+        found.ok_or_else(|| {
+            let names: Vec<_> = Self::available().map(Self::name).collect();
+            let expected = format!("a set of this machine: {}", names.join(", "));
+            Error::option(VARIABLE, name, expected)
+        })
+    }
+
+    /// Returns the lanes of a register of `R`.
+    pub fn lanes<R: Real>(self) -> usize {
+        struct Lanes<R>(PhantomData<R>);
+        impl<R: Real> Kernel for Lanes<R> {
+            type Output = usize;
+            #[inline(always)]
+            fn run<S: Simd>(self, _: S) -> usize {
+                R::Vector::<S>::LEN
+            }
+        }
+        self.run(Lanes::<R>(PhantomData))
+    }
+
+    fn widest() -> Self {
+        let portable = InstructionSet::Portable(arch::Portable);
+        Self::available().next().unwrap_or(portable)
+    }
+}
+
+/// Runs `kernel` with [`InstructionSet::best`].
+#[inline]
+pub fn dispatch<K: Kernel>(kernel: K) -> K::Output {
+    InstructionSet::best().run(kernel)
+}
+
+/// Returns the name of the instruction set that all kernels run with: `"avx512"` (with VNNI), `"avx2"` or
+/// `"portable"` (on aarch64 that is NEON).
+///
+/// The environment variable `OVERDRIVE_SIMD`, read once, names a narrower one, to compare.
+pub fn instruction_set() -> &'static str {
+    InstructionSet::best().name()
+}
+
+/// Defines a function whose body is compiled for each instruction set.
+///
+/// The first type parameter is the set, the first argument its token; callers pass an [`InstructionSet`] there.
+/// Further type parameters with one bound each, or further const parameters, may follow. What the body calls must
+/// be `#[inline(always)]` to be compiled along with it. See the example of the [crate](crate#writing-a-kernel).
+#[macro_export]
+macro_rules! vectorized {
+    (
+        $(#[$attribute:meta])*
+        $vis:vis fn $name:ident<$set:ident: Simd $(, $generic:ident: $bound:path)* $(,)?>(
+            $token:ident: $token_type:ident $(, $argument:ident: $type:ty)* $(,)?
+        ) $(-> $result:ty)? $body:block
+    ) => {
+        $(#[$attribute])*
+        $vis fn $name<$($generic: $bound),*>(
+            set: $crate::InstructionSet $(, $argument: $type)*
+        ) $(-> $result)? {
+            struct Call<A>(A);
+            impl<$($generic: $bound),*> $crate::Kernel for Call<($($type,)*)> {
+                type Output = $crate::vectorized!(@result $($result)?);
+                #[inline(always)]
+                fn run<$set: $crate::Simd>(self, $token: $set) -> Self::Output {
+                    // A function of its own, because arguments that are references are known not to overlap.
+                    #[inline(always)]
+                    #[allow(clippy::too_many_arguments, reason = "those of the function around it")]
+                    fn body<$set: $crate::Simd $(, $generic: $bound)*>(
+                        $token: $set $(, $argument: $type)*
+                    ) $(-> $result)? $body
+                    let ($($argument,)*) = self.0;
+                    body($token $(, $argument)*)
+                }
+            }
+            set.run(Call(($($argument,)*)))
+        }
+    };
+    (
+        $(#[$attribute:meta])*
+        $vis:vis fn $name:ident<$set:ident: Simd $(, const $constant:ident: $kind:ty)+ $(,)?>(
+            $token:ident: $token_type:ident $(, $argument:ident: $type:ty)* $(,)?
+        ) $(-> $result:ty)? $body:block
+    ) => {
+        $(#[$attribute])*
+        $vis fn $name<$(const $constant: $kind),*>(
+            set: $crate::InstructionSet $(, $argument: $type)*
+        ) $(-> $result)? {
+            struct Call<A, $(const $constant: $kind),*>(A);
+            impl<$(const $constant: $kind),*> $crate::Kernel for Call<($($type,)*), $($constant),*> {
+                type Output = $crate::vectorized!(@result $($result)?);
+                #[inline(always)]
+                fn run<$set: $crate::Simd>(self, $token: $set) -> Self::Output {
+                    #[inline(always)]
+                    #[allow(clippy::too_many_arguments, reason = "those of the function around it")]
+                    fn body<$set: $crate::Simd $(, const $constant: $kind)*>(
+                        $token: $set $(, $argument: $type)*
+                    ) $(-> $result)? $body
+                    let ($($argument,)*) = self.0;
+                    body::<$set $(, $constant)*>($token $(, $argument)*)
+                }
+            }
+            set.run(Call::<_, $($constant),*>(($($argument,)*)))
+        }
+    };
+    (@result) => { () };
+    (@result $result:ty) => { $result };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_set_of_the_machine_is_found_by_its_name() {
+        let sets: Vec<_> = InstructionSet::available().collect();
+        assert_eq!(sets.last().unwrap().name(), "portable");
+        for set in sets {
+            assert_eq!(InstructionSet::from_name(set.name()).unwrap(), set);
+        }
+    }
+
+    #[test]
+    fn an_unknown_name_is_refused_with_the_names_that_there_are() {
+        let message = InstructionSet::from_name("avx9000")
+            .unwrap_err()
+            .to_string();
+        assert!(
+            message.starts_with("`OVERDRIVE_SIMD` is avx9000; it must be a set of this machine: "),
+            "{message}"
+        );
+        assert!(message.ends_with("portable"), "{message}");
+    }
+
+    vectorized! {
+        fn scaled<S: Simd, const BY: u32>(s: S, x: &mut [f32]) -> usize {
+            let _ = s;
+            for x in x.iter_mut() {
+                *x *= BY as f32;
+            }
+            x.len()
+        }
+    }
+
+    #[test]
+    fn a_vectorized_function_may_have_constants() {
+        for set in InstructionSet::available() {
+            let mut x = [1.0, 2.0];
+            assert_eq!(scaled::<3>(set, &mut x), 2);
+            assert_eq!(x, [3.0, 6.0]);
+        }
+    }
+}

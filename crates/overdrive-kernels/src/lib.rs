@@ -1,0 +1,85 @@
+//! The layer under the CPU kernels of Overdrive: vectors, run-time dispatch, element types and threads.
+//!
+//! overdrive-fused, overdrive-attention, overdrive-quantization, overdrive-kv-cache and overdrive-optim write
+//! their loops once, against the traits here, and run them with the widest instruction set that the machine
+//! has.
+//!
+//! | module or item | content |
+//! |---|---|
+//! | [`Simd`] = [`Floats`] + [`Int8`] + [`FourBit`] | the operations of an instruction set on vectors of 16 floats and 64 bytes |
+//! | [`Vector`], [`Real`] | one register of f32 or f64, for kernels that are generic over both |
+//! | [`InstructionSet`], [`Kernel`], [`dispatch`], [`vectorized`] | detection, and loops compiled for each set |
+//! | [`Element`], [`Accumulate`] | f32, bf16 and f16 (and f64) in memory, and the type they are computed in |
+//! | [`math`] | exponentials and what is made of them |
+//! | [`threads`] | work on libtorch's threads |
+//! | [`SharedSlice`], [`ColumnsMut`] | a slice or matrix that several threads write in disjoint parts |
+//!
+//! # Instruction sets
+//!
+//! `arch/` has one folder for each set. The zero-sized token in it ([`Floats`] is implemented on tokens) can only
+//! be made by its `detect`, so a value proves that the machine has the instructions, and the operations are
+//! safe to call. A new set is one folder and one line in `dispatch.rs`.
+//!
+//! The environment variable `OVERDRIVE_SIMD` (`avx512`, `avx2` or `portable`), read once, names a narrower set
+//! than the widest, for every kernel of every crate: to compare, or to test on one machine what another one runs.
+//!
+//! # Writing a kernel
+//!
+//! Everything that a kernel calls is `#[inline(always)]`, closures too: only what is inlined into the function
+//! that is compiled for the set has its instructions.
+//!
+//! ```
+//! use overdrive_kernels::{InstructionSet, each_vector, load, vectorized};
+//!
+//! vectorized! {
+//!     /// Returns the sum of squares.
+//!     pub fn sum_of_squares<S: Simd>(s: S, x: &[f32]) -> f32 {
+//!         let mut sum = s.splat(0.0);
+//!         each_vector(
+//!             x.len(),
+//!             #[inline(always)]
+//!             |span| {
+//!                 let x = load(s, x, span);
+//!                 sum = s.mul_add(x, x, sum);
+//!             },
+//!         );
+//!         s.reduce_add(sum)
+//!     }
+//! }
+//!
+//! // With the widest set, and with each that the machine has.
+//! assert_eq!(sum_of_squares(InstructionSet::best(), &[2.0; 33]), 132.0);
+//! for set in InstructionSet::available() {
+//!     assert_eq!(sum_of_squares(set, &[2.0; 33]), 132.0);
+//! }
+//! ```
+//!
+//! # Why not pulp
+//!
+//! [pulp](https://docs.rs/pulp) has the same idea (tokens, a `Simd` trait, run-time dispatch), and was tried
+//! against what the kernels need. Its AVX-512 token is F, BW, CD, DQ and VL, without VNNI and VBMI; F16C is in
+//! no token; and its trait has no operation that changes the width of a lane (bf16, f16, i8 or e4m3 to f32), no
+//! look-up of bytes and no dot product of bytes. Those are a third of the operations here and the reason for
+//! most of the speed, so tokens and vectors of our own would stay beside pulp's. Its vectors also have the
+//! length of the machine's register, while these have 16 floats everywhere, so that sums are added in an order
+//! that differs less between machines.
+#![deny(missing_docs)]
+
+pub mod arch;
+mod dispatch;
+mod element;
+mod four_bit;
+mod lookup;
+pub mod math;
+mod shared_slice;
+mod simd;
+pub mod threads;
+mod vector;
+
+pub use dispatch::{InstructionSet, Kernel, dispatch, instruction_set};
+pub use element::{Accumulate, Element, Span, convert, each_vector, load, store};
+pub use four_bit::{FourBit, WORDS};
+pub use lookup::{Nearest256, Table256};
+pub use shared_slice::{ColumnsMut, SharedSlice};
+pub use simd::{BYTES, Floats, Int8, LANES, Simd};
+pub use vector::{Real, Vector};

@@ -1,0 +1,214 @@
+//! Work on libtorch's threads.
+//!
+//! Nothing here needs unsafe code of its caller: a job owns the slices that it writes. Where a slice is split does
+//! not depend on the number of threads unless a function says so, and neither do sums that are made block by block.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use overdrive_sys::threads::{intra_op, parallel_for};
+
+use crate::ColumnsMut;
+
+/// The bytes that a block should at least touch: some microseconds of work.
+const MIN_BLOCK_BYTES: usize = 64 << 10;
+
+/// The largest number of blocks: more than the cores there may be, few enough that the partial sums of all
+/// blocks stay small.
+const MAX_BLOCKS: usize = 128;
+
+/// Returns the rows of a block, when there are `rows` and each touches `bytes` of memory.
+pub fn block_rows(rows: usize, bytes: usize) -> usize {
+    let enough = MIN_BLOCK_BYTES.div_ceil(bytes.max(1));
+    rows.div_ceil(MAX_BLOCKS).max(enough).clamp(1, rows.max(1))
+}
+
+/// Returns the length of the chunks of `len` elements that give each thread one, of at least `grain` elements.
+///
+/// It depends on the number of threads: for work whose result does not depend on the chunks.
+pub fn chunk_len(len: usize, grain: usize) -> usize {
+    let grain = grain.max(1);
+    let threads = intra_op().clamp(1, len.div_ceil(grain).max(1));
+    len.div_ceil(threads).max(1)
+}
+
+/// Runs `run` once with each job, several at a time: neighbouring jobs on the same thread.
+pub fn run_jobs<J: Send>(jobs: impl Iterator<Item = J>, run: impl Fn(J) + Sync) {
+    // A job is taken out of a mutex that nobody else asks for, which costs some nanoseconds.
+    let jobs: Vec<Mutex<Option<J>>> = jobs.map(|job| Mutex::new(Some(job))).collect();
+    parallel_for(jobs.len(), 1, |range| {
+        for slot in &jobs[range] {
+            let job = slot.lock().unwrap_or_else(PoisonError::into_inner).take();
+            if let Some(job) = job {
+                run(job);
+            }
+        }
+    });
+}
+
+/// Calls `body` with the index of each chunk of `chunk` elements and the chunk, the last of which may be shorter.
+pub fn parallel_chunks_mut<T: Send>(
+    slice: &mut [T],
+    chunk: usize,
+    body: impl Fn(usize, &mut [T]) + Sync,
+) {
+    let jobs = slice.chunks_mut(chunk.max(1)).enumerate();
+    run_jobs(jobs, |(index, chunk)| body(index, chunk));
+}
+
+/// Calls `body` with ranges of `chunk` of `0..len` (the last may be shorter), which threads take one after another
+/// as they become free. On this thread alone unless `parallel`.
+pub fn parallel_ranges(
+    len: usize,
+    chunk: usize,
+    parallel: bool,
+    body: impl Fn(Range<usize>) + Sync,
+) {
+    let chunk = chunk.max(1);
+    let count = len.div_ceil(chunk);
+    let run = |index: usize| body(index * chunk..((index + 1) * chunk).min(len));
+    if !parallel || count <= 1 {
+        return (0..count).for_each(run);
+    }
+    let queue = Queue::new(count);
+    parallel_for(intra_op().min(count), 1, |_| queue.drain(run));
+}
+
+/// Runs `run` once with each job, which threads take in order as they become free. On this thread alone unless
+/// `parallel`.
+pub fn run_queue<J: Send>(
+    jobs: impl ExactSizeIterator<Item = J>,
+    parallel: bool,
+    run: impl Fn(J) + Sync,
+) {
+    if !parallel || jobs.len() <= 1 {
+        return jobs.for_each(run);
+    }
+    let jobs: Vec<Mutex<Option<J>>> = jobs.map(|job| Mutex::new(Some(job))).collect();
+    let queue = Queue::new(jobs.len());
+    parallel_for(intra_op().min(jobs.len()), 1, |_| {
+        queue.drain(|index| {
+            let job = jobs[index]
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take();
+            if let Some(job) = job {
+                run(job);
+            }
+        });
+    });
+}
+
+/// Calls `body` with the columns of `matrix (…, width)`, `chunk` at a time (the last may be fewer), which threads
+/// take one after another as they become free. On this thread alone unless `parallel`.
+#[allow(unsafe_code, reason = "threads that write disjoint columns")]
+pub fn parallel_columns<T: Copy + Send>(
+    matrix: &mut [T],
+    width: usize,
+    chunk: usize,
+    parallel: bool,
+    body: impl Fn(ColumnsMut<'_, T>) + Sync,
+) {
+    let all = ColumnsMut::new(matrix, width);
+    parallel_ranges(width, chunk, parallel, |columns| {
+        // SAFETY: each range is given out once, and they do not overlap.
+        body(unsafe { all.part(columns) });
+    });
+}
+
+/// Runs tasks `0..count`, which threads take in order as they become free, each with the share of `workspace` that
+/// its thread has to itself: an equal one for each of [`workers`] (or of the tasks, where those are fewer).
+///
+/// Which share a task has differs from call to call, so a result must not depend on its content.
+pub fn for_each_task<T: Send>(
+    count: usize,
+    workspace: &mut [T],
+    run: impl Fn(usize, &mut [T]) + Sync,
+) {
+    let workers = workers().min(count);
+    if workers == 0 {
+        return;
+    }
+    let share = workspace.len() / workers;
+    let queue = Queue::new(count);
+    let mut rest = workspace;
+    let shares = (0..workers).map(move |_| {
+        let (first, others) = std::mem::take(&mut rest).split_at_mut(share);
+        rest = others;
+        first
+    });
+    run_jobs(shares, |share| queue.drain(|task| run(task, share)));
+}
+
+/// Returns the number of tasks that can run at once.
+pub fn workers() -> usize {
+    intra_op().max(1)
+}
+
+/// Numbers `0..count` that threads take.
+struct Queue {
+    next: AtomicUsize,
+    count: usize,
+}
+
+impl Queue {
+    fn new(count: usize) -> Self {
+        Queue {
+            next: AtomicUsize::new(0),
+            count,
+        }
+    }
+
+    /// Takes numbers until there are none.
+    fn drain(&self, mut run: impl FnMut(usize)) {
+        loop {
+            // Nothing but the number itself is passed between threads.
+            let index = self.next.fetch_add(1, Ordering::Relaxed);
+            if index >= self.count {
+                break;
+            }
+            run(index);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_chunk_and_every_column_is_visited_once() {
+        let mut x = vec![0; 1003];
+        parallel_chunks_mut(&mut x, 100, |index, chunk| {
+            chunk.iter_mut().for_each(|x| *x += index + 1);
+        });
+        assert!(x.iter().enumerate().all(|(at, x)| *x == at / 100 + 1));
+        for parallel in [false, true] {
+            let mut matrix = vec![0; 3 * 70];
+            parallel_columns(&mut matrix, 70, 8, parallel, |mut columns| {
+                for column in columns.range() {
+                    for row in 0..3 {
+                        columns.set(row, column, 100 * row + column);
+                    }
+                }
+            });
+            let expected = |at: usize| at / 70 * 100 + at % 70;
+            assert!(matrix.iter().enumerate().all(|(at, x)| *x == expected(at)));
+        }
+    }
+
+    #[test]
+    fn every_task_runs_once_with_a_share_of_the_workspace() {
+        for (count, len) in [(0, 10), (1, 10), (57, 64), (57, 0)] {
+            let mut workspace = vec![0_usize; len];
+            let runs: Vec<AtomicUsize> = (0..count).map(|_| AtomicUsize::new(0)).collect();
+            for_each_task(count, &mut workspace, |task, share| {
+                assert_eq!(share.len(), len / workers().min(count));
+                share.fill(task);
+                runs[task].fetch_add(1, Ordering::Relaxed);
+            });
+            assert!(runs.iter().all(|runs| runs.load(Ordering::Relaxed) == 1));
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! The elements of tensors, for kernels.
+
+use overdrive_sys::raw::{self, Element};
+use tch::{Kind, Tensor};
+
+use crate::Result;
+
+/// Calls `$body` with the element type of a tensor of kind Float, Half or BFloat16; `None` for others.
+macro_rules! with_elements {
+    ($kind:expr, $type:ident => $body:expr) => {
+        match $kind {
+            tch::Kind::Float => {
+                type $type = f32;
+                Some($body)
+            }
+            tch::Kind::Half => {
+                type $type = half::f16;
+                Some($body)
+            }
+            tch::Kind::BFloat16 => {
+                type $type = half::bf16;
+                Some($body)
+            }
+            _ => None,
+        }
+    };
+}
+pub(crate) use with_elements;
+
+/// Returns the elements of a tensor that a step reads: a gradient.
+///
+/// # Safety
+/// Nobody writes them meanwhile. Kernels rely on the rule of every in-place operator: the caller of `step`
+/// leaves parameters and gradients alone until it returns.
+pub(super) unsafe fn read<T: Element>(tensor: &Tensor) -> Result<&[T]> {
+    // SAFETY: the caller's word.
+    Ok(unsafe { raw::slice(tensor)? })
+}
+
+/// Returns the elements of a tensor that a step writes: a parameter or a state tensor.
+///
+/// # Safety
+/// As for [`read`], and no other slice of the same memory lives. States are the optimizer's own
+/// (`state_dict` hands out handles and says that they change with the next step), no two parameters
+/// share memory, and a parameter's gradient is other memory than both.
+#[allow(
+    clippy::mut_from_ref,
+    reason = "a tensor is a handle: its elements are shared memory, for which the caller vouches"
+)]
+pub(super) unsafe fn write<T: Element>(tensor: &Tensor) -> Result<&mut [T]> {
+    // SAFETY: the caller's word.
+    Ok(unsafe { raw::slice_mut(tensor)? })
+}
+
+/// Tells autograd that a tensor changed, as an in-place operator would: a backward pass that needs the old
+/// values then fails instead of using the new ones.
+pub(crate) fn bump_version(tensor: &Tensor) -> Result<()> {
+    debug_assert!(tensor.kind() != Kind::Bool);
+    // An in-place operator on no elements costs nothing and counts as a change of the whole storage.
+    let _ = tensor.f_view(-1i64)?.f_narrow(0, 0, 0)?.f_zero_()?;
+    Ok(())
+}

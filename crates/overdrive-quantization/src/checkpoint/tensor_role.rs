@@ -1,0 +1,39 @@
+//! The role of a tensor in the model, by its name and shape.
+
+use overdrive_safetensors::StoredTensor;
+use tch::Kind;
+
+/// The role of a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Role {
+    /// The weight of a linear layer, `(I, O)` if `transposed` (GPT-2's `Conv1D`).
+    Linear { transposed: bool },
+    /// The token embedding.
+    Embedding,
+    /// The weight of an untied output head.
+    Head,
+    /// Any other tensor.
+    Other,
+}
+
+/// Returns the role of `stored` in a model of `model_type`.
+pub(super) fn role(stored: &StoredTensor<'_>, model_type: &str) -> Role {
+    let float = matches!(
+        stored.kind(),
+        Some(Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16)
+    );
+    let Some(module) = stored.name().strip_suffix(".weight") else {
+        return Role::Other;
+    };
+    if !float || stored.shape().len() != 2 || stored.shape().contains(&0) {
+        return Role::Other;
+    }
+    match module.rsplit('.').next().unwrap_or(module) {
+        "lm_head" => Role::Head,
+        "embed_tokens" | "wte" => Role::Embedding,
+        "wpe" => Role::Other,
+        "c_attn" | "c_proj" | "c_fc" if model_type == "gpt2" => Role::Linear { transposed: true },
+        last if last.contains("norm") => Role::Other,
+        _ => Role::Linear { transposed: false },
+    }
+}

@@ -1,0 +1,359 @@
+//! Weights made of codes and scales that exist already.
+
+use half::f16;
+use tch::{Device, Kind, Tensor};
+
+use crate::codec::fp8;
+use crate::tensors::{bytes, elements};
+use crate::weight::{Magnitudes, Storage};
+use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
+
+/// The tensors of a group-wise quantized weight, for [`QuantizedWeight::from_grouped`]:
+/// `w = (code − zero) · scale + offset`.
+///
+/// Without offsets `zero` is 8 for codes of 4 bits and 0 for signed bytes; with offsets it is 0.
+#[derive(Debug)]
+pub struct GroupedParts {
+    /// The number of bits of a code: 4 or 8.
+    pub bits: u8,
+    /// The codes. 4 bits: u8 `(O, I/2)`, input `2j` in the low half of byte `j`. 8 bits: i8 `(O, I)`, or u8
+    /// if there are offsets.
+    pub codes: Tensor,
+    /// The scales, f32 or f16 `(O, G)`; `I/G` is the size of the groups: 16, 32, 64, 128 or 256.
+    pub scales: Tensor,
+    /// The offsets, f32 or f16, of the shape of the scales.
+    pub offsets: Option<Tensor>,
+    /// The input of each column of the codes, i32 `(I,)`, if the columns are not in the order of the inputs
+    /// (GPTQ's `desc_act`). Every input appears once.
+    pub order: Option<Tensor>,
+}
+
+impl QuantizedWeight {
+    /// Returns a weight of 8-bit integers with one scale for each row: `codes` i8 `(O, I)`, `scales` f32
+    /// `(O,)`. `scheme` is `Int8Dynamic`, `Int8WeightOnly` or `LlmInt8`.
+    ///
+    /// # Errors
+    /// [`Error::Common`] if a tensor has another shape, dtype or device, or for another scheme;
+    /// [`Error::Values`] for scales that are not finite.
+    pub fn from_int8(scheme: Scheme, codes: Tensor, scales: Tensor) -> Result<QuantizedWeight> {
+        scheme.validate(0)?;
+        match scheme {
+            Scheme::Int8Dynamic | Scheme::Int8WeightOnly | Scheme::LlmInt8 { .. } => {}
+            _ => {
+                return Err(Error::option(
+                    "scheme",
+                    scheme,
+                    "int8, int8-weight or llm-int8",
+                ));
+            }
+        }
+        let [outputs, inputs] = matrix("codes", &codes, &[Kind::Int8])?;
+        check_row_scales(&scales, outputs, codes.device())?;
+        let storage = Storage::Int8 {
+            codes: codes.f_contiguous()?,
+            scales: scales.f_contiguous()?,
+        };
+        Ok(QuantizedWeight::of(scheme, [outputs, inputs], storage))
+    }
+
+    /// Returns a weight of 8-bit floats (e4m3) with one scale for each row: `codes` u8 (or `Float8e4m3fn`)
+    /// `(O, I)`, `scales` f32 `(O,)`.
+    ///
+    /// # Errors
+    /// [`Error::Common`] if a tensor has another shape, dtype or device, [`Error::Values`] for scales that
+    /// are not finite and for codes of NaN.
+    pub fn from_fp8(codes: Tensor, scales: Tensor) -> Result<QuantizedWeight> {
+        let [outputs, inputs] = matrix("codes", &codes, &[Kind::Uint8, Kind::Float8e4m3fn])?;
+        check_row_scales(&scales, outputs, codes.device())?;
+        let codes = codes.f_contiguous()?.f_view_dtype(Kind::Uint8)?;
+        let nan = codes
+            .f_bitwise_and(i64::from(fp8::NAN))?
+            .f_eq(i64::from(fp8::NAN))?;
+        if nan.f_any()?.f_int64_value(&[])? != 0 {
+            return Err(Error::values(
+                "codes",
+                "the code of NaN",
+                "codes of numbers",
+            ));
+        }
+        let scales = scales.f_contiguous()?;
+        let storage = Storage::Fp8 { codes, scales };
+        Ok(QuantizedWeight::of(Scheme::Fp8, [outputs, inputs], storage))
+    }
+
+    /// Returns a weight of integers with one scale for each group of inputs.
+    ///
+    /// ```
+    /// use overdrive_quantization::{GroupedParts, QuantizedWeight};
+    /// use tch::{Kind, Tensor};
+    ///
+    /// // One output, 16 inputs, all of them (9 − 8) · 0.5.
+    /// let weight = QuantizedWeight::from_grouped(GroupedParts {
+    ///     bits: 4,
+    ///     codes: Tensor::from_slice(&[0x99u8; 8]).view([1, 8]),
+    ///     scales: Tensor::from_slice(&[0.5f32]).view([1, 1]),
+    ///     offsets: None,
+    ///     order: None,
+    /// })?;
+    /// assert_eq!(weight.dequantize(Kind::Float)?, Tensor::full([1, 16], 0.5, tch::kind::FLOAT_CPU));
+    /// # Ok::<(), overdrive_quantization::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Common`] if the tensors do not fit one another, and for other bits and group sizes;
+    /// [`Error::Values`] for scales and offsets that are not finite and for an order that is no permutation.
+    pub fn from_grouped(parts: GroupedParts) -> Result<QuantizedWeight> {
+        let GroupedParts {
+            bits,
+            codes,
+            scales,
+            offsets,
+            order,
+        } = parts;
+        let kinds: &[Kind] = match (bits, &offsets) {
+            (8, None) => &[Kind::Int8],
+            (8, Some(_)) => &[Kind::Int8, Kind::Uint8],
+            _ => &[Kind::Uint8],
+        };
+        let [outputs, width] = matrix("codes", &codes, kinds)?;
+        let inputs = if bits == 4 { width * 2 } else { width };
+        let device = codes.device();
+        let [_, groups] = matrix("scales", &scales, &[Kind::Float, Kind::Half])?;
+        expect(
+            "scales",
+            &scales,
+            &[scales.kind()],
+            &[outputs, groups],
+            device,
+        )?;
+        finite("scales", &scales)?;
+        if inputs % groups != 0 {
+            let expected = format!("(O, G), where G divides the {inputs} inputs");
+            return Err(Error::shape("scales", [outputs, groups], expected));
+        }
+        let options = GroupOptions {
+            bits,
+            // Not negative, and a tensor in memory has as many elements.
+            group_size: (inputs / groups).unsigned_abs() as usize,
+            symmetric: offsets.is_none(),
+        };
+        Scheme::Grouped(options).validate(inputs)?;
+        if let Some(offsets) = &offsets {
+            expect(
+                "offsets",
+                offsets,
+                &[Kind::Float, Kind::Half],
+                &[outputs, groups],
+                device,
+            )?;
+            finite("offsets", offsets)?;
+        }
+        if let Some(order) = &order {
+            expect("order", order, &[Kind::Int], &[inputs], device)?;
+            permutation(order)?;
+        }
+        let contiguous = |tensor: Option<Tensor>| tensor.map(|t| t.f_contiguous()).transpose();
+        let storage = Storage::Grouped {
+            codes: codes.f_contiguous()?,
+            scales: scales.f_contiguous()?,
+            offsets: contiguous(offsets)?,
+            order: contiguous(order)?,
+        };
+        let scheme = Scheme::Grouped(options);
+        Ok(QuantizedWeight::of(scheme, [outputs, inputs], storage))
+    }
+
+    /// Returns a weight `(O, I)` of blocks of a 4-bit code book, as bitsandbytes packs them: `codes` u8, two
+    /// weights in a byte, the first in the high half, in any shape. `scheme` is [`Scheme::Nf4`] or
+    /// [`Scheme::Fp4`].
+    ///
+    /// # Errors
+    /// [`Error::Common`] if a tensor has another shape, dtype or device, for another scheme, and for one
+    /// whose double quantization is not that of the magnitudes; [`Error::Values`] for magnitudes that are
+    /// not finite.
+    pub fn from_blocks(
+        scheme: Scheme,
+        [outputs, inputs]: [i64; 2],
+        codes: Tensor,
+        magnitudes: Magnitudes,
+    ) -> Result<QuantizedWeight> {
+        scheme.validate(0)?;
+        let options = match scheme {
+            Scheme::Nf4(options) | Scheme::Fp4(options) => options,
+            _ => return Err(Error::option("scheme", scheme, "nf4 or fp4")),
+        };
+        let len = outputs
+            .checked_mul(inputs)
+            .filter(|_| outputs > 0 && inputs > 0);
+        let Some(len) = len else {
+            let expected = "(O, I), two positive numbers";
+            return Err(Error::shape("weight", [outputs, inputs], expected));
+        };
+        let device = codes.device();
+        let codes = codes.f_contiguous()?.f_flatten(0, -1)?;
+        expect(
+            "codes",
+            &codes,
+            &[Kind::Uint8],
+            &[len / 2 + len % 2],
+            device,
+        )?;
+        let block = options.block_size as i64;
+        let blocks = len / block + i64::from(len % block != 0);
+        let matches = matches!(magnitudes, Magnitudes::Quantized { .. }) == options.double_quant;
+        if !matches {
+            let expected = "one with the double quantization that the magnitudes have";
+            return Err(Error::option("scheme", scheme, expected));
+        }
+        let magnitudes = match magnitudes {
+            Magnitudes::Full(full) => {
+                expect("magnitudes", &full, &[Kind::Float], &[blocks], device)?;
+                finite("magnitudes", &full)?;
+                Magnitudes::Full(full.f_contiguous()?)
+            }
+            Magnitudes::Quantized {
+                codes,
+                code_book,
+                scales,
+                offset,
+            } => {
+                let count = crate::codec::dynamic::BLOCK as i64;
+                let groups = blocks / count + i64::from(blocks % count != 0);
+                expect(
+                    "magnitudes' codes",
+                    &codes,
+                    &[Kind::Uint8],
+                    &[blocks],
+                    device,
+                )?;
+                expect(
+                    "magnitudes' book",
+                    &code_book,
+                    &[Kind::Float],
+                    &[256],
+                    device,
+                )?;
+                expect(
+                    "magnitudes' scales",
+                    &scales,
+                    &[Kind::Float],
+                    &[groups],
+                    device,
+                )?;
+                finite("magnitudes' book", &code_book)?;
+                finite("magnitudes' scales", &scales)?;
+                if !offset.is_finite() {
+                    return Err(Error::option("magnitudes' offset", offset, "finite"));
+                }
+                Magnitudes::Quantized {
+                    codes: codes.f_contiguous()?,
+                    code_book: code_book.f_contiguous()?,
+                    scales: scales.f_contiguous()?,
+                    offset,
+                }
+            }
+        };
+        let storage = Storage::Blocks { codes, magnitudes };
+        Ok(QuantizedWeight::of(scheme, [outputs, inputs], storage))
+    }
+}
+
+/// Returns the shape of a matrix with at least one element, of one of `kinds`.
+fn matrix(name: &'static str, tensor: &Tensor, kinds: &[Kind]) -> Result<[i64; 2]> {
+    check_kind(name, tensor, kinds)?;
+    match tensor.size()[..] {
+        [rows, columns] if rows > 0 && columns > 0 => Ok([rows, columns]),
+        _ => {
+            let expected = "a matrix with at least one element";
+            Err(Error::shape(name, tensor.size(), expected))
+        }
+    }
+}
+
+fn check_kind(name: &'static str, tensor: &Tensor, kinds: &[Kind]) -> Result<()> {
+    if kinds.contains(&tensor.kind()) {
+        return Ok(());
+    }
+    let names: Vec<String> = kinds.iter().map(|kind| format!("{kind:?}")).collect();
+    Err(overdrive_core::Error::dtype(name, tensor.kind(), names.join(" or ")).into())
+}
+
+fn expect(
+    name: &'static str,
+    tensor: &Tensor,
+    kinds: &[Kind],
+    shape: &[i64],
+    device: Device,
+) -> Result<()> {
+    check_kind(name, tensor, kinds)?;
+    if tensor.size() != shape {
+        return Err(Error::shape(name, tensor.size(), format!("{shape:?}")));
+    }
+    if tensor.device() != device {
+        let expected = format!("on {device:?}, as the codes are");
+        return Err(overdrive_core::Error::device(name, tensor.device(), expected).into());
+    }
+    Ok(())
+}
+
+/// Checks for finite f32 scales, one for each of `outputs` rows.
+fn check_row_scales(scales: &Tensor, outputs: i64, device: Device) -> Result<()> {
+    expect("scales", scales, &[Kind::Float], &[outputs], device)?;
+    finite("scales", scales)
+}
+
+/// Checks that no value is infinite or NaN.
+fn finite(name: &'static str, tensor: &Tensor) -> Result<()> {
+    let first = match (tensor.device(), tensor.is_contiguous(), tensor.kind()) {
+        // A scan of the slice allocates nothing; the operators below make three tensors of the size.
+        (Device::Cpu, true, Kind::Float) => {
+            elements::<f32>(tensor)?.iter().position(|x| !x.is_finite())
+        }
+        (Device::Cpu, true, Kind::Half) => {
+            elements::<f16>(tensor)?.iter().position(|x| !x.is_finite())
+        }
+        _ => {
+            let bad = tensor
+                .f_isfinite()?
+                .f_logical_not()?
+                .f_flatten(0, -1)?
+                .f_nonzero()?;
+            match bad.size()[0] {
+                0 => None,
+                _ => Some(bad.f_int64_value(&[0, 0])?.unsigned_abs() as usize),
+            }
+        }
+    };
+    match first {
+        None => Ok(()),
+        Some(index) => {
+            let number = tensor.f_flatten(0, -1)?.f_double_value(&[index as i64])?;
+            let found = format!("{number} at index {index}");
+            Err(Error::values(name, found, "finite numbers"))
+        }
+    }
+}
+
+/// Checks that `order` holds each of `0..len` once.
+fn permutation(order: &Tensor) -> Result<()> {
+    let order = order.f_to_device(Device::Cpu)?.f_contiguous()?;
+    let order = elements::<i32>(&order)?;
+    let mut seen = vec![false; order.len()];
+    for (index, &input) in order.iter().enumerate() {
+        let slot = usize::try_from(input)
+            .ok()
+            .and_then(|input| seen.get_mut(input));
+        if slot.is_none_or(|slot| std::mem::replace(slot, true)) {
+            let found = format!("{input} at index {index}");
+            let expected = format!("each of 0..{} once", order.len());
+            return Err(Error::values("order", found, expected));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the bytes of the codes, copied to the CPU.
+pub(crate) fn code_bytes(codes: &Tensor) -> Result<Vec<u8>> {
+    let codes = codes.f_to_device(Device::Cpu)?.f_contiguous()?;
+    Ok(bytes(&codes)?.to_vec())
+}
