@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use overdrive_datasets::{
     DataLoader, DataLoaderOptions, Dataset, Error, ErrorPolicy, LengthGroupedBatches, LoaderState,
-    Result, Shard, TokenBudgetBatches, TokenBudgetOptions,
+    RecordNumber, Result, Shard, TokenBudgetBatches, TokenBudgetOptions,
 };
 use proptest::prelude::*;
 
@@ -42,9 +42,9 @@ impl Dataset for Numbers {
             std::thread::sleep(Duration::from_millis(2));
         }
         if self.broken.contains(&index) {
-            return Err(Error::UnreadableRecord {
+            return Err(Error::InvalidRecord {
                 path: "numbers".into(),
-                record: index,
+                number: RecordNumber::Record(index),
                 offset: 8 * index as u64,
                 problem: "it is broken".to_owned(),
             });
@@ -176,7 +176,12 @@ fn an_iterator_that_is_dropped_goes_on_where_it_was() {
             next_batch: 5,
         })
         .unwrap_err();
-    assert!(error.to_string().contains("5 of 4 batches"), "{error}");
+    assert!(
+        error
+            .to_string()
+            .contains("`state.next_batch` is 5; it must be at most 4, the batches of the epoch"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -296,9 +296,9 @@ fn a_broken_record_is_told_with_its_place_or_counted() {
         InstructionDataset::open([&path], encoder(EncodeOptions::default()), options)
     };
     let error = open(OnBadRecord::Stop).unwrap_err().to_string();
-    let place = format!("data.jsonl, line 2 (byte {})", good[0].len() + 1);
+    let position = format!("data.jsonl, line 2 (byte {})", good[0].len() + 1);
     assert!(
-        error.contains(&place) && error.contains("neither `response`"),
+        error.contains(&position) && error.contains("neither `response`"),
         "{error}"
     );
 
@@ -307,7 +307,7 @@ fn a_broken_record_is_told_with_its_place_or_counted() {
         (data.len(), data.report().broken, data.report().records),
         (2, 2, 4)
     );
-    assert!(data.report().to_string().contains(&place));
+    assert!(data.report().to_string().contains(&position));
 }
 
 #[test]
@@ -353,7 +353,10 @@ fn data_without_an_answer_is_an_error() {
     let error = InstructionDataset::open([&path], encoder, InstructionOptions::default())
         .unwrap_err()
         .to_string();
-    assert!(error.starts_with("nothing to learn from in"), "{error}");
+    assert!(
+        error.contains("0 of 0 records") && error.starts_with("no data found in "),
+        "{error}"
+    );
 }
 
 #[test]

@@ -149,10 +149,10 @@ fn an_offset_and_a_duration_are_a_part_of_the_file() {
     let flac = speech.get(5).unwrap().samples;
     assert_eq!(speech.get(2).unwrap().samples, flac[5513..]);
     let error = speech.get(3).unwrap_err().to_string();
-    assert!(error.contains("there is no sound behind 0.5 s"), "{error}");
+    assert!(error.contains("there is no audio after 0.5 s"), "{error}");
     let error = speech.get(4).unwrap_err().to_string();
     assert!(
-        error.contains("\"offset\" is no number of seconds"),
+        error.contains("\"offset\" is not a number of seconds"),
         "{error}"
     );
 }
@@ -219,9 +219,9 @@ fn sound_that_is_missing_or_damaged_is_an_error_of_its_row() {
             "{text}"
         );
         let problem = if index == 7 {
-            "the path of its sound is empty"
+            "the path of its audio file is empty"
         } else {
-            "the sound "
+            "the audio file "
         };
         assert!(text.contains(problem), "{text}");
     }
@@ -292,7 +292,7 @@ fn options_are_checked() {
     let refused = |options, expected: &str| {
         let error = open(options).unwrap_err();
         assert!(
-            matches!(error, Error::InvalidOption { option, .. } if option == expected),
+            matches!(&error, Error::Common(overdrive_core::Error::InvalidOption { option, .. }) if option == expected),
             "{error}"
         );
     };

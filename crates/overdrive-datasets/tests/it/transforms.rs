@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use overdrive_datasets::{
-    CacheOptions, Dataset, DatasetExt, Error, ErrorPolicy, Exhausted, Interleave, MapCache, Result,
-    Sha256Digest,
+    CacheOptions, Dataset, DatasetExt, Error, ErrorPolicy, Exhausted, Interleave, MapCache,
+    RecordNumber, Result, Sha256Digest,
 };
 use proptest::prelude::*;
 
@@ -34,9 +34,9 @@ impl Dataset for Numbers {
     fn get(&self, index: usize) -> Result<usize> {
         let number = self.first + index;
         if index >= self.len || self.broken && number.is_multiple_of(100) {
-            return Err(Error::UnreadableRecord {
+            return Err(Error::InvalidRecord {
                 path: "numbers".into(),
-                record: index,
+                number: RecordNumber::Record(index),
                 offset: 0,
                 problem: "it cannot be read".to_owned(),
             });
@@ -185,7 +185,7 @@ fn mixtures_of_nothing_or_with_odd_weights_are_errors() {
     let error = mix(vec![numbers(1), numbers(0)], &[1.0, 1.0])
         .unwrap_err()
         .to_string();
-    assert!(error.contains("number 1, which is empty"), "{error}");
+    assert!(error.contains("dataset 1 is empty"), "{error}");
     for weights in [
         &[1.0][..],
         &[1.0, 0.0],

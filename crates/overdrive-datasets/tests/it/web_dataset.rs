@@ -44,7 +44,7 @@ fn what_a_sample_does_not_have_is_an_error_that_names_what_it_has() {
     assert!(error.is_about_record());
     let text = error.to_string();
     assert!(
-        text.ends_with("the sample train/0001: there is none; the sample has txt, json, seg.bin"),
+        text.ends_with("the sample train/0001: it is missing; the sample has txt, json, seg.bin"),
         "{text}"
     );
     assert!(
@@ -58,7 +58,7 @@ fn what_a_sample_does_not_have_is_an_error_that_names_what_it_has() {
 }
 
 #[test]
-fn archives_that_are_cut_short_or_damaged_are_refused_with_the_place() {
+fn archives_that_are_cut_short_or_damaged_are_refused_with_the_offset() {
     let bytes = std::fs::read(fixture("shard_gnu.tar")).unwrap();
     let error = open(&bytes[..700]).unwrap_err().to_string();
     assert!(

@@ -192,7 +192,7 @@ fn a_folder_that_rank_0_cannot_open_fails_on_every_rank() {
             .to_string()
     });
     assert!(
-        errors[0].contains("cannot make the folder"),
+        errors[0].contains("cannot create the folder"),
         "{}",
         errors[0]
     );

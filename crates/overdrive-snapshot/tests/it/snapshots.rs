@@ -165,7 +165,7 @@ fn a_snapshot_of_another_model_is_refused_with_every_difference_named() {
         .unwrap_err()
         .to_string();
     assert!(
-        error.contains("no part `other.json`") && error.contains("model.safetensors"),
+        error.contains("no entry `other.json`") && error.contains("model.safetensors"),
         "{error}"
     );
 }
@@ -180,7 +180,7 @@ fn names_that_cannot_be_files_are_refused() {
     assert!(state.document("manifest", Scope::Run, &1).is_err());
     state.document("one", Scope::Run, &1).unwrap();
     let error = state.file("one.json", Vec::new()).unwrap_err().to_string();
-    assert!(error.contains("another part"), "{error}");
+    assert!(error.contains("another entry"), "{error}");
 }
 
 #[test]
@@ -255,7 +255,7 @@ fn a_folder_that_cannot_be_written_is_an_outcome_and_the_last_good_snapshot_stay
     assert_eq!(outcomes[0].step, 2);
     let error = outcomes[0].result.as_ref().unwrap_err().to_string();
     assert!(
-        error.contains("cannot make the folder") && error.contains(".checkpoint-2"),
+        error.contains("cannot create the folder") && error.contains(".checkpoint-2"),
         "{error}"
     );
     fs::remove_file(&folder).unwrap();
@@ -326,7 +326,7 @@ fn what_is_registered_on_one_side_only_is_named_and_nothing_is_loaded() {
     let mut counters = [0, 0];
     let state = registered(&other, &["loader", "ema"], &mut counters).random_states();
     let error = manager.load_state(&snapshot, state).unwrap_err();
-    assert!(matches!(error, Error::OtherParts { .. }), "{error}");
+    assert!(matches!(error, Error::EntryMismatch { .. }), "{error}");
     let error = error.to_string();
     for part in [
         "`scaler` is in the snapshot and not registered here",
