@@ -63,7 +63,7 @@ proptest! {
     }
 
     #[test]
-    fn no_change_of_one_byte_of_the_header_goes_unnoticed(at in 0_usize..HEADER, xor in 1_u8..) {
+    fn every_change_of_one_byte_of_the_header_is_detected(at in 0_usize..HEADER, xor in 1_u8..) {
         let dir = tempfile::tempdir().unwrap();
         let path = store(dir.path(), 50, &[vec![1, 2, 3], vec![4]]).path().to_owned();
         change(&path, |bytes| bytes[at] ^= xor);
@@ -179,7 +179,7 @@ fn each_damaged_field_is_refused_by_its_name() {
 }
 
 #[test]
-fn a_file_that_was_cut_off_is_refused_with_both_lengths() {
+fn a_truncated_file_is_refused_with_both_lengths() {
     let error = error_after(|bytes| bytes.truncate(bytes.len() - 1));
     assert!(
         error
@@ -207,7 +207,7 @@ fn a_file_that_was_cut_off_is_refused_with_both_lengths() {
 }
 
 #[test]
-fn verify_notices_a_changed_token_and_a_changed_document() {
+fn verify_detects_a_changed_token_and_a_changed_document() {
     for (at, part) in [(HEADER, "tokens"), (HEADER + 10, "documents")] {
         let dir = tempfile::tempdir().unwrap();
         let path = store(dir.path(), 50, &[vec![1, 2, 3], vec![4, 5]])
@@ -308,7 +308,7 @@ fn a_store_knows_its_tokenizer_and_refuses_another() {
 }
 
 #[test]
-fn an_empty_store_is_a_store() {
+fn an_empty_store_can_be_opened() {
     let dir = tempfile::tempdir().unwrap();
     let store = store(dir.path(), 50, &[]);
     assert!(store.is_empty());

@@ -109,7 +109,7 @@ fn the_safetensors_crate_and_tch_read_what_is_written() {
 }
 
 #[test]
-fn a_tensor_is_converted_on_the_way_and_copied_into_one_that_is_there() {
+fn a_tensor_is_converted_and_copied_into_an_existing_one() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("x.safetensors");
     let values = Tensor::randn([6, 4], CPU);
@@ -139,7 +139,7 @@ fn a_tensor_is_converted_on_the_way_and_copied_into_one_that_is_there() {
 }
 
 #[test]
-fn files_of_other_writers_may_be_unaligned_and_hold_odd_bools() {
+fn files_of_other_writers_may_be_unaligned_and_have_invalid_bools() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("x.safetensors");
     let header = r#"{"b":{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]},"x":{"dtype":"F32","shape":[1],"data_offsets":[3,7]},"u":{"dtype":"U16","shape":[1],"data_offsets":[7,9]}}"#;
@@ -227,7 +227,7 @@ fn truncated_files_and_false_headers_are_refused() {
 }
 
 #[test]
-fn what_the_format_cannot_hold_is_refused_and_the_old_file_stays() {
+fn unsupported_tensors_are_refused_and_the_old_file_is_kept() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("x.safetensors");
     write(&path, &[named("w", Tensor::ones([2], CPU))], &NONE).unwrap();
@@ -358,7 +358,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn no_damage_to_a_header_crashes_the_reader(at in 0usize..200, byte in any::<u8>()) {
+    fn damage_to_a_header_never_crashes_the_reader(at in 0usize..200, byte in any::<u8>()) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x.safetensors");
         let tensors = [named("a", Tensor::ones([4, 2], CPU)), named("b", Tensor::ones([3], CPU))];

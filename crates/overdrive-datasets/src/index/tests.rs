@@ -200,7 +200,7 @@ proptest! {
     }
 
     #[test]
-    fn csv_rows_are_those_of_a_machine_of_single_bytes(data in "[a,\"\n\r;]{0,60}", mark in any::<bool>()) {
+    fn csv_rows_are_those_of_a_state_machine_over_single_bytes(data in "[a,\"\n\r;]{0,60}", mark in any::<bool>()) {
         let data = if mark { format!("\u{feff}{data}") } else { data };
         let found = scan(&CsvScan { delimiter: b',', quote: Some(b'"') }, data.as_bytes(), 2);
         prop_assert_eq!(found.unwrap(), csv_reference(data.as_bytes(), b',', b'"'));
@@ -219,7 +219,7 @@ proptest! {
     #![proptest_config(cases(16))]
 
     #[test]
-    fn what_lies_across_the_borders_of_chunks_is_found_by_any_number_of_threads(
+    fn records_across_the_borders_of_chunks_are_found_by_any_number_of_threads(
         tail in "[a,\"\n\r]{0,24}",
         shift in 0_usize..30,
         quoted in any::<bool>(),
@@ -258,7 +258,7 @@ fn elements_of_arrays_are_found_whatever_is_in_them() {
 }
 
 #[test]
-fn the_array_in_a_field_is_found_behind_other_fields() {
+fn the_array_in_a_field_is_found_after_other_fields() {
     let data = br#"{"version": {"data": [9]}, "s": "\"data\"", "d\u0061ta": [1, 2], "rest": }"#;
     let scan_field = |field: &str| {
         scan(
@@ -287,7 +287,7 @@ fn the_array_in_a_field_is_found_behind_other_fields() {
 }
 
 #[test]
-fn a_broken_array_says_where() {
+fn an_invalid_array_is_an_error_with_its_offset() {
     for (data, problem) in [
         (
             "",

@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn invalid_records_are_errors_with_a_reason() {
         for (json, problem) in [
             (
                 r#"{"prompt": "a"}"#,

@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_batch_is_refused_by_name() {
+    fn invalid_rows_and_layouts_are_refused_by_name() {
         let refused = |outcome: Result<Batch>| outcome.unwrap_err().to_string();
         let layout = RowLayout::Padded {
             pad_token: 0,

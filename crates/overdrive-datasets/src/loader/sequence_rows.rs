@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn packed_rows_lie_end_to_end_and_positions_begin_anew() {
+    fn packed_rows_are_concatenated_and_positions_start_again() {
         let packed = rows(Some(PackingStrategy::BfdSplit));
         let batch = collate(&packed, RowLayout::EndToEnd).unwrap();
         // Longest first: the first four of the second, the first beside its last one, the third.

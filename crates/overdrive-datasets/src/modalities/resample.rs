@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tone_below_both_limits_stays_what_it_is() {
+    fn a_tone_below_both_cutoffs_is_unchanged() {
         let tone = |rate: u32| -> Vec<f32> {
             (0..rate / 5)
                 .map(|i| {
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn rates_with_nothing_in_common_need_no_large_table() {
+    fn rates_without_a_common_divisor_need_no_large_table() {
         let wide = Resampling {
             lowpass_filter_width: 64,
             ..Resampling::default()
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn sound_of_any_length_has_the_length_of_its_time() {
+    fn resampled_audio_keeps_its_duration() {
         let resampler = Resampler::new(44_100, 16_000, &Resampling::default());
         for len in [0, 1, 2, 3, 5, 100, 441, 442, 44_100] {
             let made = resampler.apply(&vec![1.0; len]);

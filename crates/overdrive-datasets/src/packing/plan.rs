@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_nothing_are_refused() {
+    fn rows_without_capacity_are_refused() {
         let error = PackPlan::new(&[1], 0, PackingStrategy::Bfd)
             .unwrap_err()
             .to_string();

@@ -140,7 +140,7 @@ mod tests {
         }
 
         #[test]
-        fn places_of_any_length_lead_back(len in 1_usize.., position in any::<usize>(), seed in any::<u64>()) {
+        fn positions_of_any_length_are_inverted(len in 1_usize.., position in any::<usize>(), seed in any::<u64>()) {
             let order = Permutation::new(len, seed, 0);
             let position = position % len;
             prop_assert!(order.apply(position) < len);
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_are_torn_apart_and_places_are_evenly_filled() {
+    fn neighbours_are_separated_and_positions_are_evenly_filled() {
         let len = 100_000;
         let order = Permutation::new(len, 3, 0);
         let elements: Vec<usize> = (0..len).map(|position| order.apply(position)).collect();
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn seeds_and_numbers_are_different_orders_and_the_first_one_is_pinned() {
+    fn seeds_and_numbers_give_different_orders() {
         let take = |seed, number| {
             let order = Permutation::new(1000, seed, number);
             (0..6)

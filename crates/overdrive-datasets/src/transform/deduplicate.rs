@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn many_equal_records_go_through_files_in_pieces() {
+    fn many_equal_records_are_read_from_files_in_blocks() {
         let numbers = Numbers((0..50_000).map(|i| i % 3).collect());
         let key = |number: &u64| number.to_le_bytes().to_vec();
         let options = DeduplicateOptions::default();

@@ -244,7 +244,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_filter_keeps_takes_at_most_two_bytes_a_record() {
+    fn a_filtered_record_takes_at_most_two_bytes() {
         for keep in [1, 2, 5, 100, 1000] {
             let sorted = SortedIndices::new((0..1_000_000).filter(|i| i % keep == 0));
             let bytes = sorted.bytes() as f64 / sorted.len() as f64;

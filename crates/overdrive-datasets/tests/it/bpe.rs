@@ -80,7 +80,7 @@ fn the_vocabulary_has_the_size_asked_for_and_special_tokens_first() {
 }
 
 #[test]
-fn a_text_without_pairs_gives_a_smaller_vocabulary_and_says_so() {
+fn a_text_without_pairs_gives_a_smaller_vocabulary_and_a_warning() {
     let dir = tempfile::tempdir().unwrap();
     write_files(dir.path(), &[("a.txt", "ab ab ab")]);
     let corpus = Corpus::from_paths([dir.path()], &CorpusOptions::default()).unwrap();
@@ -121,7 +121,7 @@ fn training_is_deterministic_for_any_number_of_threads() {
 }
 
 #[test]
-fn a_sample_is_a_part_of_the_corpus_and_stable() {
+fn the_sample_is_a_stable_subset_of_the_corpus() {
     let (_dir, corpus) = corpus();
     let sampled = BpeOptions {
         sample_bytes: corpus.total_bytes() / 3,

@@ -150,7 +150,7 @@ fn special_tokens_in_the_text_are_text() {
 }
 
 #[test]
-fn documents_begin_and_end_with_the_tokens_that_were_asked_for() {
+fn documents_begin_and_end_with_the_tokens_of_the_options() {
     let dir = tempfile::tempdir().unwrap();
     write_files(
         dir.path(),
@@ -222,7 +222,7 @@ fn json_lines_are_one_document_a_line() {
 }
 
 #[test]
-fn a_broken_json_line_is_refused_with_its_position_and_leaves_no_store() {
+fn an_invalid_json_line_is_refused_with_its_position_and_leaves_no_store() {
     let tokenizer = tokenizer();
     for (second, expected) in [
         ("{\"text\": ", "EOF while parsing"),

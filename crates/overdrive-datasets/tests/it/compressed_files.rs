@@ -55,7 +55,7 @@ fn lines_in_blocks_are_read_in_any_order_by_any_number_of_workers() {
 }
 
 #[test]
-fn files_without_blocks_are_refused_with_the_way_out() {
+fn files_without_blocks_are_refused_with_the_remedy() {
     let cases = [
         (
             "single_stream.txt.gz",
@@ -76,7 +76,7 @@ fn files_without_blocks_are_refused_with_the_way_out() {
 }
 
 #[test]
-fn damage_is_noticed_when_the_file_is_opened_or_its_record_read() {
+fn damage_is_detected_on_opening_the_file_or_reading_the_record() {
     let dir = tempfile::tempdir().unwrap();
     for name in ["blocks.txt.gz", "frames.txt.zst"] {
         let bytes = std::fs::read(fixture(&format!("compressed/{name}"))).unwrap();
@@ -96,7 +96,7 @@ fn damage_is_noticed_when_the_file_is_opened_or_its_record_read() {
 }
 
 #[test]
-fn json_in_blocks_is_told_from_lines_by_what_is_in_it() {
+fn compressed_json_arrays_are_recognized_by_their_content() {
     use std::io::Write;
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("values.json.gz");
@@ -120,7 +120,7 @@ proptest! {
     #![proptest_config(cases(128))]
 
     #[test]
-    fn no_change_of_the_bytes_makes_it_panic(
+    fn changed_bytes_never_cause_a_panic(
         name in prop::sample::select(vec!["blocks.txt.gz", "frames.txt.zst", "plain_frames.txt.zst", "single_stream.txt.gz"]),
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
         cut in any::<prop::sample::Index>(),

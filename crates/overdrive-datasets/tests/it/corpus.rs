@@ -87,7 +87,7 @@ fn large_files_are_checked_for_utf8_across_blocks() {
 }
 
 #[test]
-fn formats_that_cannot_be_read_yet_say_so() {
+fn unsupported_formats_are_errors_with_a_remedy() {
     let dir = tempfile::tempdir().unwrap();
     write_files(
         dir.path(),

@@ -104,7 +104,7 @@ fn check(device: Device) {
 }
 
 #[test]
-fn batches_come_on_the_cpu_and_on_a_gpu_where_there_is_one() {
+fn batches_are_copied_to_the_cpu_and_to_a_gpu_if_there_is_one() {
     check(Device::Cpu);
     if tch::Cuda::is_available() {
         check(Device::Cuda(0));
@@ -116,7 +116,7 @@ fn batches_come_on_the_cpu_and_on_a_gpu_where_there_is_one() {
 }
 
 #[test]
-fn an_endless_loader_goes_from_pass_to_pass_and_resumes_in_any() {
+fn an_endless_loader_continues_over_passes_and_resumes_in_any() {
     let make = |workers| {
         let options = DataLoaderOptions {
             shuffle: true,

@@ -142,7 +142,7 @@ fn a_damaged_index_is_built_again() {
 }
 
 #[test]
-fn several_that_index_at_once_get_the_same_and_leave_nothing() {
+fn concurrent_builds_of_an_index_agree_and_leave_no_temporary_file() {
     let dir = tempfile::tempdir().unwrap();
     let (path, lines) = large_text(dir.path());
     let options = in_folder(dir.path());
@@ -164,7 +164,7 @@ fn several_that_index_at_once_get_the_same_and_leave_nothing() {
 }
 
 #[test]
-fn an_index_lies_beside_the_data_or_in_memory_when_it_is_asked_to_or_must() {
+fn an_index_is_kept_beside_the_data_or_in_memory_by_option_or_if_a_folder_fails() {
     let dir = tempfile::tempdir().unwrap();
     let (path, lines) = large_text(dir.path());
     let at = |location| IndexOptions {

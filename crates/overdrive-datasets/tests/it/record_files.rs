@@ -82,7 +82,7 @@ fn columns_have_the_names_of_the_header_and_rows_of_all_files_follow_one_another
 }
 
 #[test]
-fn a_row_with_a_field_too_few_says_where_it_is() {
+fn a_row_with_a_missing_field_is_an_error_with_its_position() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("rows.csv");
     std::fs::write(&path, "a,b\n1,2\n3\n4,\"5\n").unwrap();
@@ -175,7 +175,7 @@ fn json_lines_and_arrays_hold_the_same_records() {
 }
 
 #[test]
-fn a_line_that_is_no_json_says_where_it_is() {
+fn a_line_that_is_not_json_is_an_error_with_its_position() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("records.jsonl");
     std::fs::write(&path, "{\"a\": 1}\n{\"a\": \n{\"a\": 3}\n").unwrap();

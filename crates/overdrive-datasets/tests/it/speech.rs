@@ -129,7 +129,7 @@ fn the_manifests_of_common_voice_nemo_and_audiofolder_open_as_they_are() {
 }
 
 #[test]
-fn an_offset_and_a_duration_are_a_part_of_the_file() {
+fn an_offset_and_a_duration_select_an_excerpt_of_the_file() {
     let dir = tempfile::tempdir().unwrap();
     let options = SpeechOptions {
         sampling_rate: 22_050,
@@ -158,7 +158,7 @@ fn an_offset_and_a_duration_are_a_part_of_the_file() {
 }
 
 #[test]
-fn clips_outside_the_bounds_are_left_out_by_their_rows_or_their_headers() {
+fn clips_outside_the_bounds_are_left_out_by_row_or_header() {
     let dir = tempfile::tempdir().unwrap();
     // 0.3 s and 0.276 s; the third says what it is itself, the fourth is not there.
     let manifest = r#"{"path": "pcm16.wav", "text": "a"}
@@ -186,7 +186,7 @@ fn clips_outside_the_bounds_are_left_out_by_their_rows_or_their_headers() {
 }
 
 #[test]
-fn sound_that_is_missing_or_damaged_is_an_error_of_its_row() {
+fn missing_or_damaged_audio_is_an_error_of_its_row() {
     let dir = tempfile::tempdir().unwrap();
     let bytes = |name: &str| std::fs::read(fixture(&format!("speech/{name}"))).unwrap();
     let (wav, flac, mp3) = (bytes("pcm16.wav"), bytes("clip.flac"), bytes("clip.mp3"));
@@ -242,7 +242,7 @@ fn sound_that_is_missing_or_damaged_is_an_error_of_its_row() {
 }
 
 #[test]
-fn damaged_sound_gives_errors_and_no_panics_and_no_end_of_memory() {
+fn damaged_audio_gives_errors_without_panics_or_unbounded_memory() {
     let dir = tempfile::tempdir().unwrap();
     let mut errors = 0;
     for name in ["pcm16.wav", "clip.flac", "clip.ogg", "clip.mp3"] {

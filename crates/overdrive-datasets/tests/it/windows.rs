@@ -274,7 +274,7 @@ fn the_share_of_validation_is_that_of_the_documents() {
 }
 
 #[test]
-fn one_document_is_split_by_position_and_only_so() {
+fn one_document_can_be_split_by_position_only() {
     let dir = tempfile::tempdir().unwrap();
     let all = counting_view(dir.path(), 100);
     let by = |by| {
