@@ -1,4 +1,4 @@
-"""Compiles a Hugging Face folder ahead of time into a package (`.pt2`) that overdrive-compiled runs.
+"""Compiles a Hugging Face folder ahead of time into a package (`.pt2`) that overdrive-packages runs.
 
     python3 compile_package.py --model FOLDER --output FILE.pt2 [--models logits,prefill,decode]
 
@@ -18,7 +18,7 @@ Models of the package, each with dynamic `batch` and, but for `decode`, dynamic 
 The last two read and write the buffers of overdrive-kv-cache's `StaticCache` of the same `max_len`.
 Names of constants are those of the folder's weights. The metadata (key `overdrive`, JSON) names the
 torch version, the inputs and outputs with their kinds and sizes, tied weights, and what the code
-demands of the processor; overdrive-compiled checks all of it before it loads any code.
+demands of the processor; overdrive-packages checks all of it before it loads any code.
 """
 
 import argparse

@@ -21,7 +21,7 @@
 //! * `c10d`, with the feature of that name – stores, process groups and the gradient reducer under
 //!   [overdrive-distributed];
 //! * `compiled`, with the feature of that name – packages of AOTInductor and CUDA graphs, under
-//!   [overdrive-compiled];
+//!   [overdrive-packages] and [overdrive-graphs];
 //! * [`build_info`] – libtorch's version and CPU capability.
 //!
 //! Three things happen when a program that uses this crate starts, before `main`:
@@ -46,7 +46,8 @@
 //!
 //! [overdrive-autograd]: ../overdrive_autograd/index.html
 //! [overdrive-checkpointing]: ../overdrive_checkpointing/index.html
-//! [overdrive-compiled]: ../overdrive_compiled/index.html
+//! [overdrive-graphs]: ../overdrive_graphs/index.html
+//! [overdrive-packages]: ../overdrive_packages/index.html
 //! [overdrive-distributed]: ../overdrive_distributed/index.html
 //! [overdrive-precision]: ../overdrive_precision/index.html
 #![allow(unsafe_code)]

@@ -1,4 +1,4 @@
-//! The CPU allocator: one test, because what it counts belongs to the process.
+//! The CPU allocator. One test, because the statistics are those of the process.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_sys::{Error, is_out_of_memory, memory, op};
@@ -90,7 +90,7 @@ fn a_limit_is_an_out_of_memory_error_and_nothing_is_lost() {
     let cuda = memory::set_limit(Device::Cuda(0), Some(1))
         .unwrap_err()
         .to_string();
-    assert!(cuda.contains("only the CPU"), "{cuda}");
+    assert!(cuda.contains("it must be Cpu"), "{cuda}");
 }
 
 fn survives_many_threads() {

@@ -157,11 +157,11 @@ impl From<overdrive_safetensors::Error> for Error {
     fn from(error: overdrive_safetensors::Error) -> Error {
         use overdrive_safetensors::Error as File;
         match error {
-            File::Io {
+            File::Common(overdrive_core::Error::Io {
                 action,
                 path,
                 source,
-            } => Error::Io {
+            }) => Error::Io {
                 action,
                 path,
                 source,

@@ -148,7 +148,7 @@ impl Package {
     /// At most as many threads as there are runners may call this at a time: threads that wait inside
     /// libtorch's container hold a lock that the first run after
     /// [`replace_constants`](Package::replace_constants) needs, so more threads could deadlock.
-    /// overdrive-compiled enforces this.
+    /// overdrive-packages enforces this.
     ///
     /// The compiled code does not check the number of inputs: with too few it reads invalid memory.
     /// [`call_spec`](Package::call_spec) describes the inputs.
