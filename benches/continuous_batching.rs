@@ -1,22 +1,22 @@
-//! Claim: on a trace of requests with mixed lengths, continuous batching gives at least twice the tokens
-//! a second of static batches.
+//! Claim: on a trace of requests with mixed lengths, continuous batching generates at least twice as many
+//! tokens per second as static batches.
 //!
-//! Three ways to answer the same requests, at most `--seats` of them at once, greedy, with the
-//! 100M-parameter Llama of the other claims. `static` takes the requests in fixed batches: prompts are
+//! There are three ways to answer the same requests, at most `--seats` of them at a time, greedily, with the
+//! 100M-parameter Llama of the other claims. `static` processes the requests in fixed batches: prompts are
 //! padded on the left to the longest, and every row runs until the longest continuation of its batch has
-//! ended, as a loop over transformers' `generate` does. `generate` is this workspace's `generate` on the
-//! same batches: rows that have ended leave once half of the batch has. `continuous` is the engine, in
-//! which a request joins as soon as another ends.
+//! ended, as in a loop over transformers' `generate`. `generate` is this workspace's `generate` on the same
+//! batches: finished rows leave once half of the batch has finished. `continuous` is the engine, in which a
+//! request joins as soon as another one ends.
 //!
-//! Lengths are those of real conversations in form, most short and a few long: logarithms of prompt
-//! and continuation are normal, with a mean of e^4 and e^4.2 tokens and a deviation of 0.8 and 1.1, cut to
-//! 4..=256 and 4..=512.
+//! The lengths are distributed as in real conversations, most short and a few long: log-normal, with a mean of
+//! the logarithm of 4 (prompt) and 4.2 (continuation) and a deviation of 0.8 and 1.1, clipped to 4..=256 and
+//! 4..=512.
 //!
-//! Analysis: a step reads all weights once, however many rows it has, so what counts is how many of the
-//! rows are wanted. In a static batch these are the mean length over the longest, prompt and
-//! continuation each: the line `useful` says how much. The rest of the ratio is that each text of the
-//! engine attends to its own length and not to the longest. `outside` is what a step of the engine
-//! spends outside the model: scheduling, block tables, sampling, events.
+//! Analysis: a step reads all weights once, however many rows it has, so the number of useful rows decides.
+//! In a static batch their fraction is the mean length over the longest, for prompt and continuation; the line
+//! `useful` prints it. The rest of the ratio is that each sequence of the engine attends to its own length and
+//! not to the longest. `outside` is the time of an engine step outside the model: scheduling, block tables,
+//! sampling, events.
 //!
 //! `cargo bench -p overdrive-benches --bench continuous_batching`; `--requests`, `--seats` and `--rounds`
 //! after `--`.
@@ -30,7 +30,7 @@ use overdrive::generation::{
     CacheShape, Engine, EngineConfig, EngineModel, GenerationConfig, RaggedStep, Request,
     generate_with,
 };
-use overdrive::kv_cache::{GrowingCache, KvCache};
+use overdrive::kv_cache::{DynamicCache, KvCache};
 use overdrive::transformer::{CausalLm, ForwardInput, Logits};
 use overdrive_benches::{StepResult, generation};
 use tch::{Kind, Tensor};
@@ -38,21 +38,21 @@ use tch::{Kind, Tensor};
 /// Times a trace of requests in static batches and in the engine
 #[derive(Parser)]
 struct Flags {
-    /// Requests of the trace
+    /// Number of requests in the trace
     #[arg(long, default_value_t = 48)]
     requests: usize,
-    /// Rows of a static batch, and texts that the engine computes at once
+    /// Number of rows in a static batch, and of sequences in the engine
     #[arg(long, default_value_t = 8)]
     seats: usize,
-    /// Runs of each, of which the fastest counts
+    /// Number of runs, of which the fastest counts
     #[arg(long, default_value_t = 2)]
     rounds: usize,
-    /// What cargo passes to every benchmark
+    /// The flag that cargo passes to every benchmark
     #[arg(long, hide = true)]
     bench: bool,
 }
 
-/// A request: its prompt and how many tokens it wants.
+/// A request: its prompt and the number of tokens to generate.
 struct Wanted {
     prompt: Vec<i64>,
     new: usize,
@@ -106,7 +106,7 @@ fn longest<T>(of: &[T], length: impl Fn(&T) -> usize) -> usize {
     of.iter().map(length).max().unwrap_or(0)
 }
 
-/// One padded batch, each row until the longest has ended.
+/// Runs one padded batch, each row until the longest has ended.
 fn static_batch(model: &CausalLm, batch: &[Wanted]) -> StepResult<()> {
     let (width, steps) = (
         longest(batch, |w| w.prompt.len()),
@@ -122,7 +122,7 @@ fn static_batch(model: &CausalLm, batch: &[Wanted]) -> StepResult<()> {
     let mut ids = Tensor::f_from_slice(&ids)?.f_view(shape)?;
     let mut mask = Tensor::f_from_slice(&mask)?.f_view(shape)?;
     let mut positions = (mask.f_cumsum(1, Kind::Int64)? - 1).f_clamp_min(0)?;
-    let mut cache = GrowingCache::with_capacity(model.num_layers(), (width + steps) as i64);
+    let mut cache = DynamicCache::with_capacity(model.num_layers(), (width + steps) as i64);
     for _ in 0..steps {
         let input = ForwardInput::new(&ids)
             .with_attention_mask(&mask)
@@ -137,7 +137,7 @@ fn static_batch(model: &CausalLm, batch: &[Wanted]) -> StepResult<()> {
     Ok(())
 }
 
-/// The same batch by `generate`, rows ended by their own length.
+/// Runs the same batch with `generate`, in which each row ends at its own length.
 fn generate_batch(model: &CausalLm, batch: &[Wanted]) -> StepResult<()> {
     let prompts: Vec<_> = batch.iter().map(|wanted| wanted.prompt.clone()).collect();
     let mut left: Vec<usize> = batch.iter().map(|wanted| wanted.new).collect();
@@ -152,7 +152,7 @@ fn generate_batch(model: &CausalLm, batch: &[Wanted]) -> StepResult<()> {
     Ok(())
 }
 
-/// The model with a clock.
+/// A model that measures its time.
 struct Timed<'m> {
     model: &'m CausalLm,
     inside: Cell<Duration>,
@@ -179,7 +179,7 @@ impl EngineModel for Timed<'_> {
     }
 }
 
-/// All requests by the engine; what a step spends outside the model, and the steps.
+/// Runs all requests in the engine; returns the time of a step outside the model, and the number of steps.
 fn continuous(model: &CausalLm, trace: &[Wanted], seats: usize) -> StepResult<(Duration, u64)> {
     let timed = Timed {
         model,
@@ -187,7 +187,7 @@ fn continuous(model: &CausalLm, trace: &[Wanted], seats: usize) -> StepResult<(D
     };
     let mut config = EngineConfig::default();
     config.max_num_seqs = seats;
-    // Nothing is shared here, and nothing shall look as if it were.
+    // The prompts share nothing, so the prefix cache is off.
     config.enable_prefix_caching = false;
     let mut engine = Engine::new(&timed, config)?;
     for wanted in trace {

@@ -1,19 +1,19 @@
-//! Claim: a decode step of one text takes the time to read the weights once, a step of eight less than
-//! twice that, and choosing the tokens next to nothing.
+//! Claim: a decode step of one sequence takes the time of reading the weights once, a step of eight sequences
+//! less than twice that, and sampling takes almost no time.
 //!
-//! The 100M-parameter Llama of the claims, fp32, 128 tokens held by a growing cache. Throughput of
-//! `decode_step` is in bytes of weights: compare it with the bandwidth of the machine
-//! (`pytorch/compare_generation.py` prints both). `prefill` is in tokens.
+//! The 100M-parameter Llama of the claims, fp32, 128 tokens in a dynamic cache. The throughput of
+//! `decode_step` is in bytes of weights: compare it with the memory bandwidth of the machine
+//! (`pytorch/compare_generation.py` prints both). That of `prefill` is in tokens.
 //!
-//! Analysis: twelve layers and the head are 400 MB; all else is some tens of microseconds a layer:
-//! calls into libtorch, norms, rotary positions, attention over a few hundred keys. `sampler` is a row
-//! of 32,000 logits; `scheduler` a step of the engine with next to no model.
+//! Analysis: twelve layers and the head are 400 MB; everything else is some tens of microseconds per layer:
+//! calls into libtorch, norms, rotary embeddings, attention over a few hundred keys. `sampler` processes a row
+//! of 32,000 logits; `scheduler` is a step of the engine with a minimal model.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use overdrive::generation::{
     CacheShape, Engine, EngineConfig, EngineModel, GenerationConfig, RaggedStep, Request, Sampler,
 };
-use overdrive::kv_cache::{AttendOptions, GrowingCache, KvCache};
+use overdrive::kv_cache::{AttendOptions, DynamicCache, KvCache};
 use overdrive::transformer::{ForwardInput, Logits};
 use overdrive_benches::generation;
 use tch::{Device, Kind, Tensor};
@@ -33,7 +33,7 @@ fn decode_step(criterion: &mut Criterion) {
         let bytes = model.num_parameters() as u64 * kind.elt_size_in_bytes() as u64;
         group.throughput(Throughput::Bytes(bytes));
         for rows in [1, 8] {
-            let mut cache = GrowingCache::with_capacity(model.num_layers(), PAST as i64 + 1);
+            let mut cache = DynamicCache::with_capacity(model.num_layers(), PAST as i64 + 1);
             let prompts = generation::prompts(rows, PAST, 32_000);
             let input = ids(&prompts);
             let input = ForwardInput::new(&input).with_cache(&mut cache);
@@ -64,7 +64,7 @@ fn prefill(criterion: &mut Criterion) {
         let input = ids(&generation::prompts(1, tokens, 32_000));
         group.bench_function(BenchmarkId::from_parameter(tokens), |bench| {
             bench.iter(|| {
-                let mut cache = GrowingCache::with_capacity(model.num_layers(), tokens as i64);
+                let mut cache = DynamicCache::with_capacity(model.num_layers(), tokens as i64);
                 let input = ForwardInput::new(&input).with_cache(&mut cache);
                 model
                     .forward(input.with_logits(Logits::Last))
@@ -109,8 +109,7 @@ fn sampler(criterion: &mut Criterion) {
     }
 }
 
-/// As little of a model as there can be, one layer of one head of two channels: what is left is the
-/// engine's own work.
+/// A minimal model, one layer with one head of two channels, so that the engine's own work is measured.
 struct Idle {
     logits: Tensor,
 }
@@ -141,7 +140,7 @@ impl EngineModel for Idle {
         let _mixed = step
             .cache
             .attend(0, &entries, &entries, &entries, &options)?;
-        Ok(self.logits.narrow(0, 0, step.places.size()[0]))
+        Ok(self.logits.narrow(0, 0, step.logits_indices.size()[0]))
     }
 }
 

@@ -55,7 +55,7 @@ fn append(criterion: &mut Criterion) {
             });
         });
         for kind in [
-            CacheImplementation::Growing,
+            CacheImplementation::Dynamic,
             CacheImplementation::Static,
             CacheImplementation::Sliding,
         ] {

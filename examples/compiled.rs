@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use anyhow::{Result, ensure};
 use clap::Parser;
 use overdrive::compiled::{CompiledDecoder, LoadOptions, ReplaceOptions};
-use overdrive::kv_cache::GrowingCache;
+use overdrive::kv_cache::DynamicCache;
 use overdrive::sys::threads;
 use overdrive::transformer::{
     AttentionImplementation, CausalLm, Execution, ForwardInput, LoadOptions as ModelOptions, Logits,
@@ -95,10 +95,10 @@ fn run(flags: &Flags) -> Result<()> {
             execution.attention = AttentionImplementation::Sdpa;
         }
         model.set_execution(execution);
-        let mut cache = GrowingCache::new(model.num_layers());
+        let mut cache = DynamicCache::new(model.num_layers());
         let found = greedy.measure(side, &prompt, |tokens, first| {
             if first {
-                cache = GrowingCache::new(model.num_layers());
+                cache = DynamicCache::new(model.num_layers());
             }
             let input = ForwardInput::new(tokens).with_logits(Logits::Last);
             Ok(model.forward(input.with_cache(&mut cache))?)

@@ -12,12 +12,12 @@ fn main() {
         .cpp(true)
         .std("c++17")
         .file(unit("shim"))
-        // Its allocator is in every operator's path, also in a debug build.
+        // Every operator calls the shim's allocator, so it is optimized in debug builds too.
         .opt_level(2)
         .debug(false)
         .flag_if_supported("-Wno-unused-parameter")
         .flag_if_supported("-fvisibility=hidden");
-    // System headers: libtorch's are not free of warnings, ours are compiled with all of them on.
+    // As system headers: libtorch's headers produce warnings, and the shim is compiled with all warnings on.
     for folder in &libtorch.include_dirs {
         build.flag("-isystem").flag(folder);
     }
@@ -47,7 +47,8 @@ fn main() {
             build.flag("-isystem").flag(folder);
         }
     }
-    // The whole archive: `startup` has no function that Rust must call, only one that runs by itself.
+    // The whole archive: Rust calls no function of `startup`, so the linker would drop it with its
+    // constructor.
     build.cargo_metadata(false).compile("overdrive_shim");
     let out = std::env::var("OUT_DIR").unwrap_or_default();
     println!("cargo:rustc-link-search=native={out}");
@@ -65,8 +66,8 @@ fn main() {
     }
 }
 
-/// An empty library that is called `libtorch.so`. Compiled packages name one; PyTorch's own is empty too,
-/// and a program that is linked against `libtorch_cpu` has not loaded it.
+/// Compiles an empty library called `libtorch.so`. Compiled packages depend on a library of this name;
+/// PyTorch's own is empty too, and a program that is linked against `libtorch_cpu` has not loaded it.
 fn compile_libtorch_name() {
     if std::env::var("CARGO_CFG_TARGET_OS").as_deref() != Ok("linux") {
         return;
@@ -84,7 +85,7 @@ fn compile_libtorch_name() {
     );
 }
 
-/// Where `header` and the CUDA runtime's headers are: the folders of `OVERDRIVE_CUDA_INCLUDE` and
+/// Returns the folders of `header` and of the CUDA runtime's headers: those of `OVERDRIVE_CUDA_INCLUDE` and
 /// `OVERDRIVE_NCCL_INCLUDE` (separated as in `PATH`), then those of an installed CUDA.
 fn header_folders(feature: &str, header: &str) -> Vec<PathBuf> {
     let variables = [
@@ -122,8 +123,8 @@ fn header_folders(feature: &str, header: &str) -> Vec<PathBuf> {
 
 /// Writes a C++ file that includes every C++ file of `folder`, in a fixed order, and returns its path.
 ///
-/// Most of the time goes into libtorch's headers: 14 MB after the preprocessor for the largest file. One
-/// translation unit a folder reads them once; the files share a global namespace in return.
+/// Most of the compile time goes into libtorch's headers: 14 MB after the preprocessor for the largest
+/// file. One translation unit per folder reads them once; in return the files share the global namespace.
 fn unit(folder: &str) -> PathBuf {
     let here = PathBuf::from(std::env::var("CARGO_MANIFEST_DIR").unwrap_or_default());
     let entries = std::fs::read_dir(here.join(folder)).expect("the shim is part of this crate");

@@ -6,7 +6,7 @@
 use std::time::Instant;
 
 use overdrive::kv_cache::{
-    AttendOptions, CacheImplementation, CacheShape, GrowingCache, KvCache, attend_to_view,
+    AttendOptions, CacheImplementation, CacheShape, DynamicCache, KvCache, attend_to_view,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -29,7 +29,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let (query, keys, values) = (random(12, 1)?, random(4, 1)?, random(4, 1)?);
 
-    let mut cache = GrowingCache::with_capacity(1, 20_000);
+    let mut cache = DynamicCache::with_capacity(1, 20_000);
     let mut micros = f64::INFINITY;
     for _ in 0..200 {
         let begin = Instant::now();

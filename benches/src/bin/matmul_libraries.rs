@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use overdrive::sys::Result;
-use overdrive::sys::product::{ProductLibrary, mm_into, set_library};
+use overdrive::sys::gemm::{GemmLibrary, mm_into, set_library};
 use tch::{Device, Kind, Tensor};
 
 fn main() -> Result<()> {
@@ -49,8 +49,8 @@ fn main() -> Result<()> {
                 Ok(2.0 * (rows * input * output) as f64 / best / 1e9)
             };
             let (default, one_dnn) = (
-                speed(ProductLibrary::Torch)?,
-                speed(ProductLibrary::OneDnn)?,
+                speed(GemmLibrary::Torch)?,
+                speed(GemmLibrary::OneDnn)?,
             );
             println!(
                 "{:>16} {name:>8} {default:>10.0} {one_dnn:>10.0} {:>5.2}x",

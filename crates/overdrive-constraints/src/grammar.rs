@@ -10,7 +10,7 @@ use tokenizers::Tokenizer;
 
 use crate::token_bytes::token_bytes;
 
-/// A tokenizer's tokens as a trie of bytes, made once for all grammars.
+/// The tokens of a tokenizer as a trie of bytes, made once for all grammars.
 #[derive(Clone)]
 pub struct GrammarVocabulary {
     factory: Arc<ParserFactory>,
@@ -26,12 +26,12 @@ impl fmt::Debug for GrammarVocabulary {
 }
 
 impl GrammarVocabulary {
-    /// The tokens `0..vocabulary` of `tokenizer`, where `vocabulary` is the model's (ids beyond the
-    /// tokenizer's are never allowed). `end_of_text` are the tokens that may end a text that is
-    /// complete: at least one.
+    /// Builds the trie of the tokens `0..vocabulary` of `tokenizer`, where `vocabulary` is the model's
+    /// (ids beyond the tokenizer's are never allowed). `end_of_text` are the tokens that may end a
+    /// complete text; at least one.
     ///
     /// # Errors
-    /// [`Error::Constraint`] where the tokenizer's tokens have no bytes, or the end of text is missing or
+    /// [`Error::Constraint`] if the tokenizer's tokens have no bytes, or the end of text is missing or
     /// outside the vocabulary.
     pub fn new(
         tokenizer: &Tokenizer,
@@ -54,14 +54,17 @@ impl GrammarVocabulary {
             .enumerate()
             .map(|(id, bytes)| match bytes {
                 Some(bytes) if !ends.contains(&(id as u32)) => bytes,
-                // A name that no text has: the marker, and the id.
+                // llguidance reads the marker byte, which no UTF-8 text has, as the beginning of a
+                // special token's name.
                 _ => special(id),
             })
             .collect();
         let size = u32::try_from(words.len()).map_err(|e| Error::Constraint(e.to_string()))?;
+        // `TokRxInfo` names one end-of-text token; `with_eos_tokens` names all of them.
         let trie = TokTrie::from(&TokRxInfo::new(size, ends[0]), &words).with_eos_tokens(&ends);
         let environment: llguidance::toktrie::TokEnv = Arc::new(ApproximateTokEnv::new(trie));
         let mut factory = ParserFactory::new_simple(&environment).map_err(constraint)?;
+        // The factory's default writes warnings to stderr.
         factory.quiet();
         Ok(GrammarVocabulary {
             factory: Arc::new(factory),
@@ -80,8 +83,8 @@ fn constraint(error: impl fmt::Display) -> Error {
     Error::Constraint(error.to_string())
 }
 
-/// The continuation's text matches a regular expression or a JSON schema, by `llguidance` (vLLM's
-/// `regex` and `json`).
+/// A constraint of the continuation's text to a regular expression or a JSON schema, by `llguidance`
+/// (vLLM's `regex` and `json`).
 pub struct GrammarConstraint {
     matcher: Matcher,
     end_of_text: Arc<[i64]>,
@@ -97,18 +100,20 @@ impl fmt::Debug for GrammarConstraint {
 }
 
 impl GrammarConstraint {
-    /// The whole text matches `pattern`, in the syntax of the `regex` crate, without look-around.
+    /// Builds the constraint of the whole text to `pattern`, in the syntax of the `regex` crate,
+    /// without look-around.
     ///
     /// # Errors
-    /// [`Error::Constraint`] where the pattern is wrong or too large.
+    /// [`Error::Constraint`] if the pattern is invalid or too large.
     pub fn regex(vocabulary: &GrammarVocabulary, pattern: &str) -> Result<GrammarConstraint> {
         GrammarConstraint::new(vocabulary, TopLevelGrammar::from_regex(pattern))
     }
 
-    /// The whole text is JSON that fits `schema`. Spaces follow separators or not, as the model likes.
+    /// Builds the constraint of the whole text to JSON that fits `schema`. Spaces after separators are
+    /// optional.
     ///
     /// # Errors
-    /// [`Error::Constraint`] where the schema is wrong, or uses a keyword that cannot be followed.
+    /// [`Error::Constraint`] if the schema is invalid, or uses a keyword that is not supported.
     pub fn json_schema(
         vocabulary: &GrammarVocabulary,
         schema: &Value,
@@ -159,6 +164,7 @@ impl Constraint for GrammarConstraint {
 
     fn fork(&self) -> Box<dyn Constraint> {
         Box::new(GrammarConstraint {
+            // A plain clone would share the lexer's caches, and wait for their lock.
             matcher: self.matcher.deep_clone(),
             end_of_text: Arc::clone(&self.end_of_text),
             ended: self.ended,

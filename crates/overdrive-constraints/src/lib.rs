@@ -1,6 +1,6 @@
 //! Regular expressions and JSON schemas as constraints of generated text, by `llguidance`.
 //!
-//! A crate of its own, so that programs that need no grammar do not compile one:
+//! This is a crate of its own, so that programs without grammars do not compile the parser:
 //! `overdrive-generation` has the trait [`Constraint`](overdrive_generation::Constraint) and choices
 //! among given texts.
 //!

@@ -3,17 +3,17 @@
 use overdrive_generation::{Error, Result};
 use tokenizers::Tokenizer;
 
-/// How a tokenizer writes bytes in its tokens.
+/// The way in which a tokenizer writes bytes in its tokens.
 struct Decoding {
-    /// Every character stands for a byte (GPT-2's table).
+    /// If `true`, every character stands for a byte (GPT-2's table).
     byte_level: bool,
-    /// `<0xNN>` is a byte.
+    /// If `true`, `<0xNN>` is a byte.
     byte_fallback: bool,
-    /// What is written instead of a space.
+    /// The string that replaces a space.
     space: Option<String>,
 }
 
-/// The bytes of each id in `0..vocabulary`; special tokens, `None`, leave no text.
+/// Returns the bytes of each id in `0..vocabulary`; special tokens, which leave no text, are `None`.
 pub(crate) fn token_bytes(
     tokenizer: &Tokenizer,
     vocabulary: usize,
@@ -23,6 +23,7 @@ pub(crate) fn token_bytes(
     let table = byte_table();
     let bytes_of = |id: u32| -> Option<Vec<u8>> {
         if let Some(token) = added.get(&id) {
+            // Added tokens are written as they are, not in the byte alphabet of the others.
             return (!token.special).then(|| token.content.clone().into_bytes());
         }
         let token = tokenizer.id_to_token(id)?;
@@ -55,20 +56,21 @@ fn decoding(tokenizer: &Tokenizer) -> Result<Decoding> {
         return Ok(decoding);
     };
     let decoder = serde_json::to_value(decoder).map_err(|e| Error::Constraint(e.to_string()))?;
-    let parts = match decoder["decoders"].as_array() {
-        Some(parts) => parts.clone(),
+    let steps = match decoder["decoders"].as_array() {
+        Some(steps) => steps.clone(),
         None => vec![decoder],
     };
-    for part in &parts {
-        match part["type"].as_str() {
+    for step in &steps {
+        match step["type"].as_str() {
             Some("ByteLevel") => decoding.byte_level = true,
             Some("ByteFallback") => decoding.byte_fallback = true,
             Some("Metaspace") => {
-                decoding.space = part["replacement"].as_str().map(str::to_owned);
+                decoding.space = step["replacement"].as_str().map(str::to_owned);
             }
-            Some("Replace") if part["content"] == " " => {
-                decoding.space = part["pattern"]["String"].as_str().map(str::to_owned);
+            Some("Replace") if step["content"] == " " => {
+                decoding.space = step["pattern"]["String"].as_str().map(str::to_owned);
             }
+            // They join tokens and cut the first space of a text, and change no token's bytes.
             Some("Fuse" | "Strip") => {}
             other => {
                 return Err(Error::Constraint(format!(
@@ -81,7 +83,7 @@ fn decoding(tokenizer: &Tokenizer) -> Result<Decoding> {
     Ok(decoding)
 }
 
-/// GPT-2's characters for bytes: a printable one is itself, the others follow from U+0100 on.
+/// Returns GPT-2's characters for bytes: a printable one is itself, the others follow from U+0100 on.
 fn byte_table() -> std::collections::HashMap<char, u8> {
     let printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     let mut next = 0x100;

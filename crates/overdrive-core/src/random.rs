@@ -8,9 +8,17 @@
 //!
 //! [`random_u64`] and [`uniform_below`] compute one number; [`Generator`] walks through a sequence.
 
+use std::hash::{BuildHasher, RandomState};
+
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 const ROUNDS: usize = 10;
+
+/// Returns a seed that differs from call to call and from process to process.
+pub fn entropy() -> u64 {
+    // The standard library's only source of randomness: the keys of a `HashMap`, from the system.
+    RandomState::new().hash_one(std::time::SystemTime::now())
+}
 
 /// Returns one block of Philox4x32-10: 128 random bits from a counter and a key.
 pub fn philox4x32(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {

@@ -3,7 +3,7 @@
 
 use std::num::NonZeroUsize;
 
-use overdrive_sys::product::mm_into;
+use overdrive_sys::gemm::mm_into;
 use tch::{Device, Kind, Tensor};
 
 use crate::cross_entropy::{scalar, sum};

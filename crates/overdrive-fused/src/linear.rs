@@ -1,6 +1,6 @@
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
 use overdrive_sys::named_operator::{self, NamedOperator};
-use overdrive_sys::product::mm_into;
+use overdrive_sys::gemm::mm_into;
 use overdrive_sys::{autocast, engine};
 use tch::{Kind, Tensor};
 
@@ -10,7 +10,7 @@ use crate::tensors::{Fresh, elements, has_kernel, is_floating, with_element};
 use crate::{Error, Result};
 
 /// `x · weightᵀ + bias`: `torch.nn.functional.linear`, with its three products (forward, and the
-/// gradients of `x` and of `weight`) by the library that [`overdrive_sys::product`] picks.
+/// gradients of `x` and of `weight`) by the library that [`overdrive_sys::gemm`] picks.
 ///
 /// `x (…, I)`, `weight (O, I)`, `bias (O,)`; the result `(…, O)`. Under autocast the operands are cast
 /// as autocast casts them, and what is kept for backward is `x` in the low precision and the weight as

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_fused::{Error, adjacent, joint_linear, linear};
-use overdrive_sys::product::{ProductLibrary, set_library};
+use overdrive_sys::gemm::{GemmLibrary, set_library};
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
@@ -43,7 +43,7 @@ proptest! {
         biased: bool, together: bool,
     ) {
         // The same value from every test of this file: oneDNN is what is tested here.
-        set_library(ProductLibrary::OneDnn);
+        set_library(GemmLibrary::OneDnn);
         let x = leaf(&[batch, rows, input]);
         let mut weights: Vec<Tensor> = outputs.iter().map(|o| leaf(&[*o, input])).collect();
         if together {
@@ -68,7 +68,7 @@ proptest! {
 
 #[test]
 fn adjacent_weights_share_one_piece_of_memory() {
-    set_library(ProductLibrary::OneDnn);
+    set_library(GemmLibrary::OneDnn);
     let (a, b) = (Tensor::randn([3, 4], F32), Tensor::randn([5, 4], F32));
     let parts = adjacent(&[&a, &b]).unwrap();
     assert_eq!((&parts[0], &parts[1]), (&a, &b));
@@ -80,7 +80,7 @@ fn adjacent_weights_share_one_piece_of_memory() {
 
 #[test]
 fn frozen_weights_get_no_gradient_and_a_frozen_input_neither() {
-    set_library(ProductLibrary::OneDnn);
+    set_library(GemmLibrary::OneDnn);
     let (x, w) = (leaf(&[2, 3]), Tensor::randn([4, 3], F32));
     linear(&x, &w, None).unwrap().sum(None).backward();
     assert!(x.grad().defined());

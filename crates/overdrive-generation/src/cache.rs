@@ -1,36 +1,31 @@
 //! The caches by the names of `cache_implementation`.
 
 use overdrive_kv_cache::{
-    GrowingCache, KvCache, QuantizedCache, QuantizedCacheConfig, SlidingCache, SlidingCacheConfig,
+    DynamicCache, KvCache, QuantizedCache, QuantizedCacheConfig, SlidingCache, SlidingCacheConfig,
     StaticCache, StaticCacheConfig,
 };
 use overdrive_transformer::{CausalLm, ModelConfig, RopeScaling};
 
-use crate::decoder::Need;
-use crate::engine::{CacheShape, EngineModel};
-use crate::{Error, GenerationConfig, Result};
+use crate::decoder::DecoderSize;
+use crate::engine::EngineModel;
+use crate::{GenerationConfig, Result};
 
-/// What a model's cache holds for each token.
-pub(crate) fn shape(model: &CausalLm) -> Result<CacheShape> {
-    model.cache_shape()
-}
-
-/// The cache that `config` asks for, one tensor for all rows.
-pub(crate) fn of(
+/// Builds the cache that `config` asks for, with one tensor for all rows.
+pub(crate) fn build(
     config: &GenerationConfig,
     model: &CausalLm,
-    need: Need,
+    size: DecoderSize,
 ) -> Result<Box<dyn KvCache>> {
     let layers = model.num_layers();
-    let (rows, places) = (need.rows as i64, need.places as i64);
+    let (rows, positions) = (size.rows as i64, size.positions as i64);
     let name = config.cache_implementation.as_deref().unwrap_or("dynamic");
     Ok(match name {
         "static" => {
-            let shape = shape(model)?;
+            let shape = model.cache_shape()?;
             Box::new(StaticCache::new(StaticCacheConfig {
                 layers,
                 batch: rows,
-                max_len: places,
+                max_len: positions,
                 kv_heads: shape.kv_heads,
                 head_dim: shape.head_dim,
                 value_dim: None,
@@ -41,17 +36,15 @@ pub(crate) fn of(
         "sliding_window" => {
             let sliding = sliding(config, model);
             if sliding.windows.iter().all(Option::is_none) {
-                return Err(Error::BadConfig {
-                    key: "cache_implementation".to_owned(),
-                    found: format!("{name:?}"),
-                    expected:
-                        "cache_config with a window_length, for no layer of this model has a \
-                               window of its own"
-                            .to_owned(),
-                });
+                let expected = "another cache, or have a `cache_config` with a window_length: no layer \
+                                of this model has a window of its own";
+                let found = format!("{name:?}");
+                return Err(
+                    overdrive_core::Error::option("cache_implementation", found, expected).into(),
+                );
             }
             Box::new(SlidingCache::new(SlidingCacheConfig {
-                initial_capacity: places,
+                initial_capacity: positions,
                 ..sliding
             })?)
         }
@@ -71,12 +64,12 @@ pub(crate) fn of(
                 ..bits
             })?)
         }
-        _ => Box::new(GrowingCache::with_capacity(layers, places)),
+        _ => Box::new(DynamicCache::with_capacity(layers, positions)),
     })
 }
 
-/// The most positions that a text has: the model's context, or no end where the cache sees to it that
-/// no two tokens which see each other are further apart than that.
+/// Returns the largest number of positions of a sequence: the model's context, or no limit if the cache
+/// guarantees that no two tokens which see each other are further apart.
 pub(crate) fn context(model: &CausalLm, config: &GenerationConfig) -> usize {
     let context = model.config().max_position_embeddings();
     let slides =
@@ -85,6 +78,7 @@ pub(crate) fn context(model: &CausalLm, config: &GenerationConfig) -> usize {
         .then(|| SlidingCache::new(sliding(config, model)).ok()?.span())
         .flatten();
     match span {
+        // Half of the largest number: lengths are added to it.
         Some(span) if span <= context => usize::MAX >> 1,
         _ => context.unsigned_abs() as usize,
     }
@@ -99,7 +93,7 @@ fn sliding(config: &GenerationConfig, model: &CausalLm) -> SlidingCacheConfig {
             .map(|window| window.or(settings.window_length))
             .collect(),
         sinks: settings.num_sink_tokens,
-        // What a round of speculation may take back.
+        // A round of speculation may take back so many tokens.
         slack: config
             .prompt_lookup_num_tokens
             .unwrap_or(0)
@@ -109,7 +103,7 @@ fn sliding(config: &GenerationConfig, model: &CausalLm) -> SlidingCacheConfig {
     }
 }
 
-/// The rotary frequencies, where all layers share them and no length changes them.
+/// Returns the rotary frequencies, if all layers share them and they do not change with the length.
 fn frequencies(model: &CausalLm) -> Option<Vec<f64>> {
     if let ModelConfig::Llama(config) = model.config()
         && matches!(

@@ -1,24 +1,25 @@
-//! The tokens among which one is drawn, and the cuts that leave them.
+//! The tokens from which one is sampled, and the cuts that leave them.
 
 use crate::GenerationConfig;
-use crate::arg_max::{exp, for_each_from, kth_best, maximum, sum_exp};
+use crate::vector_math::{exp, for_each_from, kth_best, maximum, sum_exp};
 
-/// A token that may be drawn.
+/// A token that may be sampled.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Candidate {
     pub(crate) id: u32,
-    /// Its logit after the temperature.
+    /// The logit after the temperature.
     pub(crate) score: f32,
-    /// Its weight among all candidates, `e^(score - max)`; its probability once divided by their sum.
+    /// The weight among all candidates, `e^(score - max)`; divided by the sum of weights it is the
+    /// probability.
     pub(crate) weight: f32,
 }
 
 /// The tokens that the cuts leave, in the order of their ids, and the buffers to find them.
 ///
-/// The whole vocabulary is looked at in vectorised passes only; what costs more (an exponential, a
-/// comparison in a sort) is done for candidates alone, except under `top_p` without `top_k`, which needs
-/// the sum of all exponentials, and under `typical_p`, `epsilon_cutoff` and `eta_cutoff` without a cut
-/// before them.
+/// The whole vocabulary is read in vectorized passes only. Anything more expensive (an exponential, a
+/// comparison in a sort) is done for candidates alone, except under `top_p` without `top_k`, which
+/// needs the sum of all exponentials, and under `typical_p`, `epsilon_cutoff` and `eta_cutoff` without
+/// a cut before them.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Candidates {
     pub(crate) list: Vec<Candidate>,
@@ -27,8 +28,8 @@ pub(crate) struct Candidates {
 }
 
 impl Candidates {
-    /// Fills the list from processed scores, at least `keep` tokens where there are so many; `None` where
-    /// the scores are no numbers or exclude everything.
+    /// Fills the list from processed scores, with at least `keep` tokens if there are so many; returns
+    /// `None` if the scores are not finite or exclude everything.
     pub(crate) fn select(
         &mut self,
         scores: &[f32],
@@ -37,6 +38,7 @@ impl Candidates {
     ) -> Option<()> {
         let max = maximum(scores)?;
         let temperature = config.temperature as f32;
+        // transformers applies top-h before top-k, so no other cut may come first.
         let first_cut = config.top_h.is_none();
         let mut top_p = config.top_p < 1.0;
         if config.top_k > 0 && config.top_k.max(keep) < scores.len() && first_cut {
@@ -47,7 +49,7 @@ impl Candidates {
             self.nucleus(scores, max, config, keep);
             top_p = false;
         } else if let Some(p) = config.min_p.filter(|&p| p > 0.0 && first_cut && keep == 1) {
-            // p·e^(max/T) <= e^(score/T), less a little, for the exact cut comes below.
+            // p·e^(max/T) <= e^(score/T), with a small margin, because the exact cut follows in `cut`.
             let least = max + temperature * (p as f32).ln() * 1.001 - 1e-3;
             self.take_from(scores, least, temperature);
         } else {
@@ -57,7 +59,8 @@ impl Candidates {
         Some(())
     }
 
-    /// Excludes in `scores` all that the cuts do, and divides the others by the temperature.
+    /// Excludes from `scores` all tokens that the cuts remove, and divides the others by the
+    /// temperature.
     pub(crate) fn cut_all(
         &mut self,
         scores: &mut [f32],
@@ -72,22 +75,22 @@ impl Candidates {
         Some(())
     }
 
-    /// The sum of all weights.
+    /// Returns the sum of all weights.
     pub(crate) fn total(&self) -> f64 {
         self.list.iter().map(|c| f64::from(c.weight)).sum()
     }
 
-    /// The probability of token `id`.
+    /// Returns the probability of token `id`.
     pub(crate) fn probability(&self, id: i64) -> f64 {
-        let place = u32::try_from(id)
+        let index = u32::try_from(id)
             .ok()
             .and_then(|id| self.list.binary_search_by_key(&id, |c| c.id).ok());
-        place.map_or(0.0, |place| {
-            f64::from(self.list[place].weight) / self.total()
+        index.map_or(0.0, |index| {
+            f64::from(self.list[index].weight) / self.total()
         })
     }
 
-    /// The candidate at `uniform` in [0, 1) of the cumulative distribution.
+    /// Returns the candidate at `uniform` in [0, 1) of the cumulative distribution.
     pub(crate) fn draw(&self, uniform: f64) -> Option<i64> {
         let mut left = uniform * self.total();
         for candidate in &self.list {
@@ -96,14 +99,14 @@ impl Candidates {
                 return Some(i64::from(candidate.id));
             }
         }
-        // Rounding may leave a last crumb; it belongs to the likeliest token.
+        // Rounding may leave a small remainder, which belongs to the likeliest token.
         let best = self.list.iter().max_by(|a, b| a.score.total_cmp(&b.score));
         best.map(|c| i64::from(c.id))
     }
 
-    /// Draws from what is left of the distribution once that of `proposal` is taken from it, token by
-    /// token and down to 0; without one, from all tokens but `token`.
-    pub(crate) fn draw_beyond(
+    /// Samples from the distribution minus that of `proposal`, token by token and at least 0; without a
+    /// proposal, from all tokens but `token`.
+    pub(crate) fn draw_residual(
         &self,
         token: i64,
         proposal: Option<&Candidates>,
@@ -126,11 +129,11 @@ impl Candidates {
                 return Some(i64::from(candidate.id));
             }
         }
-        // Nothing is left: the two are equal but for rounding.
+        // Both distributions are equal except for rounding.
         self.draw(uniform)
     }
 
-    /// The list alone.
+    /// Returns a copy of the list without the buffers.
     pub(crate) fn snapshot(&self) -> Candidates {
         Candidates {
             list: self.list.clone(),
@@ -150,11 +153,13 @@ impl Candidates {
         });
     }
 
-    /// Top-p over the whole vocabulary: the sum of all exponentials in one pass, and a sort of ever more
-    /// of the best until they reach `p`.
+    /// Applies top-p over the whole vocabulary: the sum of all exponentials in one pass, and a sort of
+    /// ever more of the best until they reach `p`.
     fn nucleus(&mut self, scores: &[f32], max: f32, config: &GenerationConfig, keep: usize) {
         let temperature = config.temperature as f32;
         let total = sum_exp(scores, max, temperature);
+        // The nucleus of a trained model is mostly a few dozen tokens; a flat distribution takes a few
+        // rounds of eight times as many.
         let mut wanted = 64.max(keep);
         loop {
             let kth = if wanted < scores.len() {
@@ -210,8 +215,8 @@ impl Candidates {
         }
     }
 
-    /// Places of the list by falling score; of equals the later one first, as transformers' ascending
-    /// sort has it from its end.
+    /// Sorts the indices of the list by falling score; of equal scores the later index comes first, as
+    /// in transformers' ascending sort read from its end.
     fn sort(&mut self) {
         self.order.clear();
         self.order.extend(0..self.list.len() as u32);
@@ -222,7 +227,7 @@ impl Candidates {
         });
     }
 
-    /// Keeps the first `count` places of `order`, in the order of their ids.
+    /// Keeps the first `count` indices of `order`, in the order of their ids.
     fn keep_first(&mut self, count: usize) {
         self.order.truncate(count);
         self.order.sort_unstable();
@@ -232,15 +237,16 @@ impl Candidates {
         self.list.truncate(self.order.len());
     }
 
-    /// Keeps the best until they reach the part `p` of `total`; whether they did before the list ended.
+    /// Keeps the best until they reach the fraction `p` of `total`; returns `true` if they did before
+    /// the list ended.
     fn keep_mass(&mut self, p: f64, total: f64, keep: usize) -> bool {
         self.sort();
         let (mut mass, mut count) = (0.0, 0);
-        for &place in &self.order {
+        for &index in &self.order {
             if mass >= p * total && count >= keep {
                 break;
             }
-            mass += f64::from(self.list[place as usize].weight);
+            mass += f64::from(self.list[index as usize].weight);
             count += 1;
         }
         let reached = mass >= p * total;
@@ -248,7 +254,7 @@ impl Candidates {
         reached
     }
 
-    /// Keeps what `fits`, and the `keep` best in any case.
+    /// Keeps the candidates for which `fits` returns `true`, and the `keep` best in any case.
     fn retain_best(&mut self, keep: usize, fits: impl Fn(&Candidate) -> bool) {
         let least = self.nth_best(keep);
         self.list.retain(|c| fits(c) || c.score >= least);
@@ -269,7 +275,7 @@ impl Candidates {
             .1
     }
 
-    /// In nats.
+    /// Returns the entropy in nats.
     fn entropy(&self) -> f64 {
         let total = self.total();
         let term = |c: &Candidate| {
@@ -279,17 +285,18 @@ impl Candidates {
         self.list.iter().map(term).sum()
     }
 
-    /// Of the 100 best, renormalised, the first whose entropy terms together stay within `h` times
-    /// theirs.
+    /// Keeps the best of the 100 likeliest, renormalized, until the sum of their entropy terms would
+    /// exceed `h` times the entropy.
     fn top_h(&mut self, h: f64) {
         self.sort();
+        // transformers' `TopHLogitsWarper` looks at the 100 likeliest tokens only.
         self.keep_first(100);
         self.weigh();
         self.sort();
         let (total, budget) = (self.total(), h * self.entropy());
         let (mut spent, mut count) = (0.0, 0);
-        for &place in &self.order {
-            let p = f64::from(self.list[place as usize].weight) / total;
+        for &index in &self.order {
+            let p = f64::from(self.list[index as usize].weight) / total;
             spent += if p > 0.0 { -p * p.ln() } else { 0.0 };
             if spent > budget && count > 0 {
                 break;
@@ -314,8 +321,8 @@ impl Candidates {
             .sort_by(|&a, &b| shifts[a as usize].total_cmp(&shifts[b as usize]));
         let mut together = 0.0;
         let mut last = 0;
-        for &place in &self.order {
-            together += f64::from(self.list[place as usize].weight) / total;
+        for &index in &self.order {
+            together += f64::from(self.list[index as usize].weight) / total;
             if together >= mass {
                 break;
             }
@@ -325,7 +332,7 @@ impl Candidates {
         let bound = shifts[last as usize];
         let within = self
             .order
-            .partition_point(|&place| shifts[place as usize] <= bound);
+            .partition_point(|&index| shifts[index as usize] <= bound);
         self.keep_first(within.max(keep));
     }
 }

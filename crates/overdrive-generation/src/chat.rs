@@ -8,12 +8,12 @@ use crate::{
     GenerationConfig, Message, Request, Result,
 };
 
-/// What [`chat_batch`] uses besides the generation config.
+/// The options of [`chat_batch`] besides the generation config.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ChatBatchOptions {
-    /// How conversations are rendered.
+    /// The options of the chat template.
     pub template: ChatTemplateOptions,
-    /// How they share the model and its memory.
+    /// The options of the engine.
     pub engine: EngineConfig,
 }
 
@@ -21,28 +21,28 @@ pub struct ChatBatchOptions {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Answer {
-    /// What the assistant says, without special tokens.
+    /// The text of the answer, without special tokens.
     pub text: String,
-    /// Tokens of the rendered conversation.
+    /// The number of tokens of the rendered conversation.
     pub prompt_tokens: usize,
-    /// The answer's tokens and how it ended; more than one where `num_return_sequences` asks for them,
-    /// `text` being that of the first.
+    /// The tokens of the answer and the reason of its end; several if `num_return_sequences` asks for
+    /// them, `text` being that of the first.
     pub completions: Vec<Completion>,
 }
 
 impl Answer {
-    /// The answer as the next message of the conversation.
+    /// Returns the answer as the next message of the conversation.
     pub fn message(&self) -> Message {
         Message::assistant(self.text.as_str())
     }
 }
 
-/// Answers many conversations at once: each is rendered by the model's template and continued over an
-/// [`Engine`], which keeps the batch full however long the answers are, and reads what conversations
-/// have in common (a system prompt) once. Answers come in the order of the conversations.
+/// Answers many conversations at once: each is rendered by the model's template and continued by an
+/// [`Engine`], which keeps the batch full however long the answers are, and computes a prefix that
+/// conversations share (a system prompt) once. The answers are in the order of the conversations.
 ///
-/// A conversation that cannot be answered has its own error, and the others their answers. Where
-/// `config` names no end-of-text token, the template's `eos_token` is it.
+/// A conversation that cannot be answered has its own error, and the others have their answers. If
+/// `config` names no end-of-text token, it is the template's `eos_token`.
 ///
 /// # Errors
 /// When the engine cannot be made, or the model fails.
@@ -59,7 +59,7 @@ impl Answer {
 /// #     num_hidden_layers: 1, num_attention_heads: 4, ..LlamaConfig::default() };
 /// # let model = CausalLm::new(&config.into(), &InitOptions::default())?;
 /// # let tokenizer: Arc<Tokenizer> = Arc::new(json.parse::<Tokenizer>().map_err(|e| e.to_string())?);
-/// // In earnest: CausalLm::from_pretrained, Tokenizer::from_file and ChatTemplate::from_dir.
+/// // In a program: CausalLm::from_pretrained, Tokenizer::from_file and ChatTemplate::from_dir.
 /// let template = ChatTemplate::new("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")?;
 /// let conversations = vec![vec![Message::user("hi")], vec![]];
 /// let config = GenerationConfig { max_new_tokens: Some(5), ..GenerationConfig::default() };
@@ -84,6 +84,7 @@ pub fn chat_batch<M: EngineModel>(
     let submitted: Vec<_> = conversations
         .iter()
         .map(|messages| {
+            // An error of one conversation is kept as its answer, and the loop continues with the next.
             let prompt = template.encode(tokenizer, messages, &options.template)?;
             let tokens = prompt.len();
             let id = engine.submit(Request::new(prompt, config.clone()))?;
@@ -106,7 +107,7 @@ pub fn chat_batch<M: EngineModel>(
         .collect())
 }
 
-/// `config` with the end of a turn that the template knows, where it names none itself.
+/// Returns `config` with the template's end-of-turn token, if it names none itself.
 fn with_end_of_text(
     config: &GenerationConfig,
     tokenizer: &Tokenizer,
@@ -121,11 +122,11 @@ fn with_end_of_text(
     config
 }
 
-/// A conversation from JSON: a list of messages, or an object with one under `messages` (or, as
-/// datasets of conversations have it, under `conversation` or `conversations`).
+/// Reads a conversation from JSON: a list of messages, or an object with one under `messages`,
+/// `conversation` or `conversations`, as datasets have it.
 ///
 /// # Errors
-/// [`Error::Conversation`] where it is neither, or a message is no object with a `role`.
+/// [`Error::Conversation`] if it is neither, or a message is not an object with a `role`.
 pub fn conversation_from_json(value: &Value) -> Result<Vec<Message>> {
     let wrong = |what: &str| Error::Conversation(what.to_owned());
     let keys = ["messages", "conversation", "conversations"];

@@ -1,201 +1,171 @@
 use std::path::PathBuf;
 
-/// What can go wrong when text is generated.
+/// The errors of text generation.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// There is nothing to continue.
-    #[error("no prompt was given: pass at least one")]
+    /// An option out of its range, logits of another shape than the model should give, or a file that
+    /// cannot be read or parsed.
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
+    /// There is no prompt.
+    #[error("no prompt was given; pass at least one")]
     NoPrompts,
-    /// A prompt without tokens.
+    /// A prompt has no tokens.
     #[error(
-        "prompt {row} is empty: begin it with at least one token, such as the model's bos token"
+        "prompt {row} is empty; begin it with at least one token, such as the model's bos token"
     )]
     EmptyPrompt {
-        /// Which of the batch.
+        /// The index of the prompt in the batch.
         row: usize,
     },
-    /// A prompt that the model's context cannot hold.
+    /// A prompt is longer than the model's context.
     #[error(
-        "prompt {row} has {tokens} tokens and the model's context {limit}: shorten it, for example by keeping its end"
+        "prompt {row} has {tokens} tokens and the model's context {limit}; shorten it, for example by keeping its end"
     )]
     PromptTooLong {
-        /// Which of the batch.
+        /// The index of the prompt in the batch.
         row: usize,
-        /// Its length.
+        /// The number of tokens of the prompt.
         tokens: usize,
-        /// The context.
+        /// The context of the model.
         limit: i64,
     },
-    /// An id that is not in the vocabulary.
+    /// A token id is not in the vocabulary.
     #[error(
-        "token {position} of prompt {row} is {id}, and the model's vocabulary is 0..{vocab_size}: is the tokenizer another model's?"
+        "token {position} of prompt {row} is {id}, and the model's vocabulary is 0..{vocab_size}; check that the tokenizer belongs to the model"
     )]
     TokenOutOfRange {
-        /// Which of the batch.
+        /// The index of the prompt in the batch.
         row: usize,
-        /// Where in the prompt.
+        /// The position in the prompt.
         position: usize,
-        /// The id.
+        /// The token id.
         id: i64,
-        /// Size of the vocabulary.
+        /// The size of the vocabulary.
         vocab_size: i64,
     },
-    /// A value outside what its key allows.
-    #[error("generation config: `{key}` is {found}: expected {expected}")]
-    BadConfig {
-        /// The key.
-        key: String,
-        /// Its value.
-        found: String,
-        /// What fits.
-        expected: String,
-    },
-    /// A key of transformers that would change the result, and that this crate does not compute.
-    #[error("generation config: `{key}` is {found}, which is not supported: set it to {neutral}")]
+    /// A key of transformers that would change the result, and that this crate does not support.
+    #[error("`{key}` is {found}, which is not supported; set it to {neutral}")]
     Unsupported {
         /// The key.
         key: String,
-        /// Its value.
+        /// The value of the key.
         found: String,
         /// The value that has no effect.
         neutral: String,
     },
-    /// Two settings that cannot go together.
-    #[error("generation config: {first} cannot go with {second}: {why}")]
+    /// The options exclude each other.
+    #[error("{first} cannot be combined with {second}: {why}")]
     Incompatible {
-        /// The one.
+        /// The first option.
         first: &'static str,
-        /// The other.
+        /// The second option.
         second: &'static str,
-        /// Why not, or the way out.
+        /// The reason, or the remedy.
         why: &'static str,
     },
-    /// Something that a setting needs was not given.
-    #[error("`{key}` needs {what}: give it in `GenerateOptions::{option}`")]
+    /// An option needs something that was not given.
+    #[error("`{key}` needs {what}; set `GenerateOptions::{option}`")]
     Missing {
-        /// The setting.
+        /// The option.
         key: &'static str,
-        /// What it needs.
+        /// The thing that it needs.
         what: &'static str,
-        /// Where that is given.
+        /// The field that holds it.
         option: &'static str,
     },
-    /// As many things as there are prompts were wanted.
-    #[error("{what}: {given} were given for {prompts} prompts: give one for each, or none")]
+    /// A list has another number of entries than there are prompts.
+    #[error(
+        "`{what}` has {given} entries for {prompts} prompts; give one for each prompt, or none"
+    )]
     WrongCount {
-        /// What.
+        /// The list.
         what: &'static str,
-        /// How many.
+        /// The number of its entries.
         given: usize,
-        /// Prompts.
+        /// The number of prompts.
         prompts: usize,
     },
-    /// A draft model whose ids mean something else.
+    /// The vocabularies of draft model and model differ.
     #[error(
-        "the assistant model has a vocabulary of {assistant} and the model one of {model}: they must share a tokenizer"
+        "the assistant model has a vocabulary of {assistant} and the model one of {model}; they must share a tokenizer"
     )]
     AssistantVocabulary {
-        /// Of the draft model.
+        /// The vocabulary of the draft model.
         assistant: i64,
-        /// Of the model.
+        /// The vocabulary of the model.
         model: i64,
     },
-    /// A constraint that cannot be built or followed.
+    /// A constraint cannot be built or followed.
     #[error("constraint: {0}")]
     Constraint(String),
-    /// Everything together excludes every token.
+    /// The options exclude every token together.
     #[error(
-        "row {row} may go on with no token after {new} new ones: what is suppressed, the least length or the constraint exclude one another"
+        "no token is allowed in row {row} after {new} new ones: suppressed tokens, the minimum length and the constraint exclude one another"
     )]
     NothingAllowed {
-        /// Which of the batch.
+        /// The row of the batch.
         row: usize,
-        /// New tokens so far.
+        /// The number of new tokens so far.
         new: usize,
     },
-    /// The model's scores are no numbers.
+    /// The model's logits are not finite.
     #[error(
         "the model's logits for row {row} hold NaN or +infinity, or allow no token: the weights are damaged, or the precision is too low for this model"
     )]
     BadLogits {
-        /// Which of the batch.
+        /// The row of the batch.
         row: usize,
     },
-    /// A file could not be read.
-    #[error("cannot read {}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// Why not.
-        source: std::io::Error,
-    },
-    /// A file is not the JSON it should be.
-    #[error("{} is not valid JSON: {source}", path.display())]
-    Json {
-        /// The file.
-        path: PathBuf,
-        /// What the parser says.
-        source: serde_json::Error,
-    },
     /// The tokenizer failed.
-    #[error("the tokenizer cannot decode these tokens: {0}")]
+    #[error("the tokenizer failed: {0}")]
     Tokenizer(Box<dyn std::error::Error + Send + Sync>),
     /// An error of the cache.
     #[error(transparent)]
     Cache(#[from] overdrive_kv_cache::Error),
     /// A request whose prompt and continuation would not fit the engine's cache even alone.
     #[error(
-        "the request takes {prompt} tokens of prompt and {new} new ones, {blocks} blocks of {block_size} tokens, and the cache has {num_blocks}: lower max_new_tokens, or give the engine more num_blocks or kv_cache_memory_bytes"
+        "the request takes {prompt} tokens of prompt and {new} new ones, {blocks} blocks of {block_size} tokens, and the cache has {num_blocks}; lower max_new_tokens, or give the engine more num_blocks or kv_cache_memory_bytes"
     )]
     RequestTooLarge {
-        /// Tokens of the prompt.
+        /// The number of tokens of the prompt.
         prompt: usize,
-        /// The most tokens after it.
+        /// The largest number of new tokens.
         new: usize,
-        /// Blocks for both.
+        /// The number of blocks for both.
         blocks: usize,
-        /// Tokens of a block.
+        /// The number of tokens of a block.
         block_size: usize,
-        /// Blocks of the cache.
+        /// The number of blocks of the cache.
         num_blocks: usize,
     },
-    /// What an engine does not do for a request.
-    #[error("the engine does not do `{key}` = {found}: {hint}")]
+    /// A request has an option that the engine does not support.
+    #[error("the engine does not support `{key}` = {found}: {hint}")]
     NotInEngine {
         /// The key of the generation config.
         key: &'static str,
-        /// Its value.
+        /// The value of the key.
         found: String,
-        /// The way out.
+        /// The remedy.
         hint: &'static str,
     },
     /// The engine's thread has ended.
-    #[error("the engine has been shut down: no request can be submitted or answered any more")]
+    #[error("the engine has stopped; requests can no longer be submitted or answered")]
     EngineStopped,
-    /// The system gave the engine no thread.
+    /// The system could not start the engine's thread.
     #[error("cannot start the engine's thread: {0}")]
     Thread(std::io::Error),
-    /// The engine could not compute, several times in a row.
+    /// The engine's step failed several times in a row.
     #[error("the request was given up because the engine could not compute: {message}")]
     EngineFailed {
         /// The last error.
         message: String,
     },
-    /// An engine has lost count; a fault of this crate or of the cache.
-    #[error("fault in the scheduler: {0}")]
+    /// The scheduler's bookkeeping is inconsistent, which is a bug of this crate or of the cache.
+    #[error("bug in the scheduler: {0}")]
     Scheduler(&'static str),
-    /// A model that gave something else than a row of logits for each place.
-    #[error("the model gave logits of shape {found:?} where ({rows}, {vocab_size}) was expected")]
-    LogitsShape {
-        /// Their shape.
-        found: Vec<i64>,
-        /// Places at which logits were wanted.
-        rows: i64,
-        /// The model's vocabulary.
-        vocab_size: i64,
-    },
-    /// A model without a chat template.
+    /// A model has no chat template.
     #[error(
         "{} holds no chat template, in chat_template.jinja or under chat_template of tokenizer_config.json: it may be a base model; give the template of its family to ChatTemplate::new", dir.display()
     )]
@@ -203,18 +173,10 @@ pub enum Error {
         /// The model's folder.
         dir: PathBuf,
     },
-    /// Several templates, and none that is the default.
-    #[error("there is no chat template {wanted:?}; there are {known}")]
-    UnknownChatTemplate {
-        /// The one asked for.
-        wanted: String,
-        /// The names.
-        known: String,
-    },
-    /// A chat template that cannot be parsed or that refuses the conversation.
+    /// A chat template cannot be parsed, or refuses the conversation.
     #[error("chat template: {0}")]
     ChatTemplate(String),
-    /// A conversation that is none.
+    /// A conversation is malformed.
     #[error("conversation: {0}")]
     Conversation(String),
     /// An error of the model.
@@ -225,5 +187,5 @@ pub enum Error {
     Torch(#[from] tch::TchError),
 }
 
-/// Result of this crate.
+/// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -14,30 +14,30 @@ use crate::{
     speculation,
 };
 
-/// What a generation uses besides its configuration: things that no file holds.
+/// The options of a generation that no configuration file holds.
 #[derive(Debug, Default)]
 pub struct GenerateOptions<'a> {
-    /// Makes texts of tokens; `stop_strings` need it. Default `None`.
+    /// The tokenizer that decodes tokens; `stop_strings` need it. Default `None`.
     pub tokenizer: Option<&'a Tokenizer>,
-    /// A smaller model with the same vocabulary, whose proposals the model checks, several in one pass:
-    /// speculative decoding (Leviathan et al. 2023, arXiv:2211.17192). Default `None`.
+    /// A smaller model with the same vocabulary, whose proposals the model verifies, several in one
+    /// pass: speculative decoding (Leviathan et al. 2023, arXiv:2211.17192). Default `None`.
     pub assistant_model: Option<&'a CausalLm>,
-    /// What each prompt's continuation may be, one for each prompt or none; default none.
+    /// The constraints of the continuations, one for each prompt or none. Default empty.
     pub constraints: Vec<Box<dyn Constraint>>,
-    /// A seed for each prompt, in place of `seed`, or none: its samples then do not depend on what else is
-    /// in the batch, up to the rounding of a wider one. Default none.
+    /// The seeds, one for each prompt in place of `seed`, or none: the samples of a prompt then do not
+    /// depend on the rest of the batch, up to the rounding of a wider one. Default empty.
     pub seeds: Vec<u64>,
 }
 
-/// Continues `prompts`, a batch of token ids of any lengths, as `config` says.
+/// Continues `prompts`, a batch of token ids of any lengths, with the options of `config`.
 ///
-/// Rows of different lengths are padded on the left; each row is what it would be alone, up to the
-/// rounding of a wider batch, with a random stream of its own. No gradient is recorded.
+/// Rows of different lengths are padded on the left. Each row gets the tokens that it would get alone,
+/// up to the rounding of a wider batch, with a random stream of its own. No gradient is recorded.
 ///
 /// # Errors
 /// Before anything is computed: when there is no prompt, or one is empty, longer than the model's
-/// context or has an id outside the vocabulary, or when a value of `config` is out of its range. Later:
-/// when the model fails, or its logits are no numbers.
+/// context or has an id outside the vocabulary, or when an option is out of its range. Later: when the
+/// model fails, or its logits are not finite.
 pub fn generate(
     model: &CausalLm,
     prompts: &[Vec<i64>],
@@ -46,8 +46,8 @@ pub fn generate(
     generate_with(model, prompts, config, |_| ControlFlow::Continue(()))
 }
 
-/// As [`generate`], and calls `on_token` with each new token, end of text included. Where it breaks,
-/// the token's row ends; the others go on. A beam search hands out its tokens at the end.
+/// Works as [`generate`], and calls `on_token` with each new token, end of text included. If it breaks,
+/// the token's row ends; the others continue. A beam search hands out its tokens at the end.
 ///
 /// # Errors
 /// As [`generate`].
@@ -61,11 +61,11 @@ pub fn generate_with(
     generate_with_options(model, prompts, config, &options, on_token)
 }
 
-/// As [`generate_with`], with a tokenizer, a draft model, constraints or seeds.
+/// Works as [`generate_with`], with a tokenizer, a draft model, constraints or seeds.
 ///
 /// # Errors
-/// As [`generate`]; and when `options` do not fit the prompts or the configuration, the tokenizer cannot
-/// decode, or a constraint cannot be followed.
+/// As [`generate`]; also when `options` do not fit the prompts or the configuration, the tokenizer
+/// cannot decode, or a constraint cannot be followed.
 pub fn generate_with_options(
     model: &CausalLm,
     prompts: &[Vec<i64>],
@@ -81,6 +81,7 @@ pub fn generate_with_options(
     )?;
     check_ids(config, model.config().vocab_size())?;
     check_options(prompts.len(), config, options)?;
+    // Caches refuse tensors that require a gradient, and a graph over all steps would fill the memory.
     let _no_grad = tch::no_grad_guard();
     if config.num_beams > 1 {
         beams::search(model, prompts, config, options, &mut on_token)
@@ -106,7 +107,7 @@ fn token_by_token(
         let mut decoder = Decoder::new(model, prompts, config, config.num_return_sequences)?;
         let mut logits = decoder.prefill()?;
         if config.num_return_sequences > 1 {
-            // A prompt is read once, however often it is continued.
+            // A prompt is read once, however many samples continue it.
             let copies: Vec<usize> = (0..prompts.len())
                 .flat_map(|prompt| std::iter::repeat_n(prompt, config.num_return_sequences))
                 .collect();
@@ -118,8 +119,8 @@ fn token_by_token(
         first_tokens = rows.generated();
         rows.check_time();
         while !rows.all_finished() {
-            if let Some(places) = rows.leave(decoder.leaves_freely()) {
-                decoder.reorder(&places)?;
+            if let Some(kept) = rows.drop_finished(decoder.drops_rows_for_free()) {
+                decoder.reorder(&kept)?;
             }
             let logits = decoder.step(&rows.last_tokens())?;
             rows.choose(&logits, on_token)?;
@@ -135,7 +136,7 @@ fn token_by_token(
     Ok(rows.into_output(timings))
 }
 
-/// Each row `copies` times, side by side.
+/// Repeats each row `copies` times, side by side.
 pub(crate) fn repeated(logits: &Tensor, copies: usize) -> Result<Tensor> {
     Ok(logits.f_repeat_interleave_self_int(copies as i64, 0, None)?)
 }

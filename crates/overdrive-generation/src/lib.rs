@@ -1,18 +1,18 @@
-//! Text generation with the words and the semantics of transformers' `GenerationConfig`.
+//! Text generation with the options and the semantics of transformers' `GenerationConfig`.
 //!
 //! [`generate`] continues one prompt or a batch of them, greedily, by sampling or by beam search, over
-//! any cache of `overdrive-kv-cache`: all of [`GenerationConfig`]'s cuts, penalties and biases.
-//! [`generate_with`] hands out each token as it comes, [`generate_text`] each piece of text; [`TextStream`]
-//! sees to it that no UTF-8 character is split, [`StopFilter`] that no stop string is shown.
-//! [`generate_with_options`] takes what no configuration file holds: a tokenizer for stop strings, a draft
-//! model for speculation, a [`Constraint`] and a seed for each prompt.
+//! any cache of `overdrive-kv-cache`, with all cuts, penalties and biases of [`GenerationConfig`].
+//! [`generate_with`] hands out each token as it is generated, [`generate_text`] each piece of text;
+//! [`TextStream`] never splits a UTF-8 character, and [`StopFilter`] never shows a stop string.
+//! [`generate_with_options`] takes the things that no configuration file holds: a tokenizer for stop
+//! strings, a draft model for speculation, a [`Constraint`] and a seed for each prompt.
 //!
-//! [`Engine`] serves many requests at once over one paged cache, continuously batched ([`EngineHandle`] from
-//! other threads); [`ChatTemplate`] renders conversations as transformers does, and [`chat_batch`] answers
-//! a list of them.
+//! [`Engine`] serves many requests at once over one paged cache, with continuous batching
+//! ([`EngineHandle`] from other threads). [`ChatTemplate`] renders conversations as transformers does,
+//! and [`chat_batch`] answers a list of them.
 //!
 //! Greedy output, processed scores and beams equal those of transformers on the fixtures in `tests/`;
-//! speculation changes no greedy token and no distribution.
+//! speculation changes neither greedy tokens nor distributions.
 //!
 //! Regular expressions and JSON schemas as constraints are in `overdrive-constraints`.
 //!
@@ -46,7 +46,6 @@
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
-mod arg_max;
 mod beams;
 mod cache;
 mod candidates;
@@ -62,7 +61,6 @@ mod logprobs;
 mod output;
 mod processors;
 mod prompts;
-mod random;
 mod row_text;
 mod rows;
 mod sampler;
@@ -70,6 +68,7 @@ mod speculation;
 mod stop_strings;
 mod text_stream;
 mod token_mask;
+mod vector_math;
 
 pub use chat::{Answer, ChatBatchOptions, chat_batch, conversation_from_json};
 pub use chat_template::{ChatTemplate, ChatTemplateOptions, Message};

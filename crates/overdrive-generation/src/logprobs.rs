@@ -1,18 +1,19 @@
-use crate::arg_max::{for_each_from, kth_best, maximum, sum_exp};
+use crate::vector_math::{for_each_from, kth_best, maximum, sum_exp};
 
-/// The log-probability of a chosen token and of the likeliest ones at its place.
+/// The log-probability of a chosen token and of the likeliest ones at its position.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct TokenLogprobs {
-    /// Of the chosen token, natural logarithm.
+    /// The natural logarithm of the probability of the chosen token.
     pub logprob: f32,
-    /// Its rank among all tokens; the likeliest has 1.
+    /// The rank among all tokens; the likeliest has 1.
     pub rank: usize,
-    /// The `logprobs` likeliest tokens with theirs, likeliest first; of equals the smaller id first.
+    /// The `logprobs` likeliest tokens and their log-probabilities, likeliest first; of equal ones the
+    /// smaller id first.
     pub top: Vec<(i64, f32)>,
 }
 
-/// The log-softmax of scores, looked up where it is wanted.
+/// The log-softmax of scores, computed for the tokens that are looked up.
 pub(crate) struct Logprobs<'a> {
     scores: &'a [f32],
     top: usize,
@@ -54,6 +55,7 @@ impl<'a> Logprobs<'a> {
         if count == 0 {
             return Vec::new();
         }
+        // -∞ marks excluded tokens, which are not among the likeliest.
         let least = kth_best(self.scores, count, &mut Vec::new()).max(f32::MIN);
         let mut best = Vec::with_capacity(count);
         for_each_from(self.scores, least, |id, score| {

@@ -2,22 +2,22 @@ use std::time::Duration;
 
 use crate::TokenLogprobs;
 
-/// Why a row ended.
+/// The reason of a sequence's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FinishReason {
-    /// It came to one of `eos_token_id`, which is the last token of its sequence.
+    /// The last token of the sequence is one of `eos_token_id`.
     EndOfText,
-    /// It came to one of `stop_token_ids`, which is the last token of its sequence.
+    /// The last token of the sequence is one of `stop_token_ids`.
     StopToken,
-    /// It wrote one of `stop_strings`.
+    /// The text contains one of `stop_strings`.
     StopString {
-        /// Which of them, counted from 0.
+        /// The index of the string.
         number: usize,
     },
-    /// Its constraint allows nothing further.
+    /// The constraint allows no further token.
     Constraint,
-    /// It has as many tokens as were asked for.
+    /// The length limit is reached.
     Length,
     /// The model's context is full.
     ContextFull,
@@ -27,28 +27,28 @@ pub enum FinishReason {
     Stopped,
 }
 
-/// What [`generate`](crate::generate()) returns: `num_return_sequences` rows for each prompt, those of one
-/// prompt side by side.
+/// The output of [`generate`](crate::generate()): `num_return_sequences` rows for each prompt, those of
+/// one prompt side by side.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct GenerateOutput {
-    /// Prompt and continuation of each row, without padding.
+    /// The prompt and continuation of each row, without padding.
     pub sequences: Vec<Vec<i64>>,
-    /// How many tokens of each are prompt.
+    /// The number of prompt tokens of each row.
     pub prompt_lengths: Vec<usize>,
-    /// Why each row ended.
+    /// The reason of the end of each row.
     pub finish_reasons: Vec<FinishReason>,
-    /// The continuations as texts, without special tokens and cut before a stop string; empty where no
-    /// tokenizer was given.
+    /// The continuations as text, without special tokens and cut before a stop string; empty without a
+    /// tokenizer.
     pub texts: Vec<String>,
-    /// Of each new token of each row, where `logprobs` asks for them.
+    /// The log-probabilities of each new token of each row, if `logprobs` asks for them.
     pub logprobs: Option<Vec<Vec<TokenLogprobs>>>,
-    /// Of a beam search: the sum of log-probabilities of each row over its length to the power of
-    /// `length_penalty`.
+    /// The scores of a beam search: the sum of log-probabilities of each row divided by its length to
+    /// the power of `length_penalty`.
     pub sequence_scores: Option<Vec<f32>>,
-    /// Of a speculation: how much of it was right.
+    /// The counters of a speculation.
     pub speculation: Option<SpeculationStatistics>,
-    /// How long it took.
+    /// The times.
     pub timings: GenerateTimings,
 }
 
@@ -66,7 +66,7 @@ impl GenerateOutput {
         }
     }
 
-    /// The continuation of row `row`; empty where there is no such row.
+    /// Returns the continuation of row `row`; empty if there is no such row.
     pub fn new_tokens(&self, row: usize) -> &[i64] {
         match (self.sequences.get(row), self.prompt_lengths.get(row)) {
             (Some(sequence), Some(&prompt)) => &sequence[prompt..],
@@ -75,39 +75,39 @@ impl GenerateOutput {
     }
 }
 
-/// What came of proposed tokens.
+/// The counters of speculative decoding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct SpeculationStatistics {
-    /// Forward passes of the model after the prompts.
+    /// The forward passes of the model after the prompts.
     pub rounds: usize,
-    /// Tokens that were proposed.
+    /// The proposed tokens.
     pub proposed: usize,
-    /// Proposed tokens that were taken.
+    /// The accepted tokens.
     pub accepted: usize,
 }
 
-/// Where the time of a generation went.
+/// The times of a generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct GenerateTimings {
-    /// Reading the prompts, and choosing the first token of each row.
+    /// The time of reading the prompts and choosing the first token of each row.
     pub prefill: Duration,
-    /// Tokens of all prompts, padding not counted.
+    /// The tokens of all prompts, without padding.
     pub prefill_tokens: usize,
-    /// All that came after.
+    /// The time after that.
     pub decode: Duration,
-    /// Tokens chosen in that time: all but the first of each row.
+    /// The tokens generated in that time: all but the first of each row.
     pub decode_tokens: usize,
 }
 
 impl GenerateTimings {
-    /// Prompt tokens read a second.
+    /// Returns the prompt tokens read per second.
     pub fn prefill_tokens_per_second(&self) -> f64 {
         rate(self.prefill_tokens, self.prefill)
     }
 
-    /// Tokens generated a second over all rows, the first of each aside.
+    /// Returns the tokens generated per second over all rows, without the first of each.
     pub fn decode_tokens_per_second(&self) -> f64 {
         rate(self.decode_tokens, self.decode)
     }
@@ -140,19 +140,19 @@ fn rate(tokens: usize, time: Duration) -> f64 {
     }
 }
 
-/// A token as it comes.
+/// A token as it is generated.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct GeneratedToken<'a> {
     /// The row of the output that it continues.
     pub row: usize,
-    /// Its id.
+    /// The token id.
     pub id: i64,
-    /// The text that has become certain with it: whole characters, and nothing that may still become a
-    /// stop string. Empty without a tokenizer.
+    /// The text that is certain with it: whole characters, and no beginning of a stop string. Empty
+    /// without a tokenizer.
     pub text: &'a str,
-    /// Its log-probability, where `logprobs` asks for it.
+    /// The log-probability of the token, if `logprobs` asks for it.
     pub logprobs: Option<&'a TokenLogprobs>,
-    /// Whether it is the last of its row, and why.
+    /// The reason of the end, if it is the last token of its row.
     pub finished: Option<FinishReason>,
 }

@@ -2,14 +2,14 @@ use tch::{Device, Kind, Tensor};
 
 use crate::{Error, GenerationConfig, Result};
 
-/// Prompts of a batch, padded on the left so that all end at the same place.
+/// The prompts of a batch, padded on the left so that all end at the same column.
 #[derive(Debug)]
 pub(crate) struct PaddedPrompts {
-    /// `(B, T)`.
+    /// The token ids, `(B, T)`.
     pub(crate) ids: Tensor,
-    /// `(B, T)`, 1 for a token; `None` where no row is padded.
+    /// The padding mask, `(B, T)`, 1 for a token; `None` if no row is padded.
     mask: Option<Tensor>,
-    /// Padding of each row, `(B, 1)`.
+    /// The padding of each row, `(B, 1)`.
     padding: Tensor,
     /// The model's context.
     context: i64,
@@ -28,7 +28,7 @@ impl PaddedPrompts {
         let mut mask = Vec::with_capacity(prompts.len() * width);
         for (prompt, &padding) in prompts.iter().zip(&padding) {
             ids.extend(std::iter::repeat_n(pad, padding).chain(prompt.iter().copied()));
-            mask.extend((0..width).map(|place| i64::from(place >= padding)));
+            mask.extend((0..width).map(|column| i64::from(column >= padding)));
         }
         let shape = [prompts.len() as i64, width as i64];
         let tensor = |values: &[i64]| -> Result<Tensor> {
@@ -50,22 +50,22 @@ impl PaddedPrompts {
         })
     }
 
-    /// Positions `(B, tokens)` of the tokens from place `past` on, counted without padding, as
-    /// transformers' `generate` does; `None` where the model's own count is right.
+    /// Returns the positions `(B, tokens)` of the tokens from column `past` on, counted without
+    /// padding, as in transformers' `generate`; `None` if the model's own count is right.
     pub(crate) fn positions(&self, past: i64, tokens: i64) -> Result<Option<Tensor>> {
         if self.mask.is_none() {
             return Ok(None);
         }
         let options = (Kind::Int64, self.ids.device());
-        let places = Tensor::f_arange_start(past, past + tokens, options)?.f_unsqueeze(0)?;
-        // A row that has ended is read on with padding until the others end, and nobody looks at what
-        // it gives: its positions stop at the context.
+        let columns = Tensor::f_arange_start(past, past + tokens, options)?.f_unsqueeze(0)?;
+        // A row that has ended reads padding until the others end, and its output is not used: its
+        // positions stop at the context.
         Ok(Some(
-            places.f_sub(&self.padding)?.f_clamp(0, self.context - 1)?,
+            columns.f_sub(&self.padding)?.f_clamp(0, self.context - 1)?,
         ))
     }
 
-    /// Row `i` becomes the old row `rows[i]`.
+    /// Reorders the rows: row `i` becomes the old row `rows[i]`.
     pub(crate) fn reorder(&mut self, rows: &Tensor) -> Result<()> {
         let ids = self.ids.f_index_select(0, rows)?;
         let padding = self.padding.f_index_select(0, rows)?;
@@ -77,21 +77,22 @@ impl PaddedPrompts {
         Ok(())
     }
 
-    /// The padding mask `(B, places)` of prompts and continuations together.
-    pub(crate) fn mask(&self, places: i64) -> Result<Option<Tensor>> {
+    /// Returns the padding mask `(B, columns)` of prompts and continuations together.
+    pub(crate) fn mask(&self, columns: i64) -> Result<Option<Tensor>> {
         let Some(mask) = &self.mask else {
             return Ok(None);
         };
-        let new = places - mask.size()[1];
+        // Generated tokens are never padding.
+        let new = columns - mask.size()[1];
         if new <= 0 {
-            return Ok(Some(mask.f_narrow(1, 0, places)?));
+            return Ok(Some(mask.f_narrow(1, 0, columns)?));
         }
         let ones = mask.f_new_ones([mask.size()[0], new], (Kind::Int64, mask.device()))?;
         Ok(Some(Tensor::f_cat(&[mask, &ones], 1)?))
     }
 }
 
-/// Checks every prompt against the positions and the vocabulary of the model.
+/// Checks every prompt against the context and the vocabulary of the model.
 pub(crate) fn check(prompts: &[Vec<i64>], context: usize, vocab_size: i64) -> Result<()> {
     if prompts.is_empty() {
         return Err(Error::NoPrompts);
@@ -152,10 +153,9 @@ pub(crate) fn check_ids(config: &GenerationConfig, vocab_size: i64) -> Result<()
         .find(|(_, id)| *id >= vocab_size)
     {
         None => Ok(()),
-        Some((key, id)) => Err(Error::BadConfig {
-            key: key.to_owned(),
-            found: id.to_string(),
-            expected: format!("an id in the model's vocabulary, 0..{vocab_size}"),
-        }),
+        Some((key, id)) => {
+            let expected = format!("an id in the model's vocabulary, 0..{vocab_size}");
+            Err(overdrive_core::Error::option(key, id, expected).into())
+        }
     }
 }

@@ -5,7 +5,7 @@ use tokenizers::Tokenizer;
 use crate::stop_strings::StopFilter;
 use crate::{Result, TextStream};
 
-/// The text of one row as it grows.
+/// The text of one row while it is generated.
 #[derive(Debug)]
 pub(crate) struct RowText<'t> {
     stream: TextStream<'t>,
@@ -14,7 +14,7 @@ pub(crate) struct RowText<'t> {
 }
 
 impl RowText<'static> {
-    /// As [`RowText::new`], for a row that outlives what made it.
+    /// Works as [`RowText::new`], for a row that owns a share of its tokenizer.
     pub(crate) fn shared(
         tokenizer: Arc<Tokenizer>,
         prompt: &[i64],
@@ -25,13 +25,13 @@ impl RowText<'static> {
 }
 
 impl<'t> RowText<'t> {
-    /// The text after `prompt`.
+    /// Returns the empty text after `prompt`.
     pub(crate) fn new(tokenizer: &'t Tokenizer, prompt: &[i64], stop_strings: &[String]) -> Self {
         RowText::from_stream(TextStream::new(tokenizer, true), prompt, stop_strings)
     }
 
     fn from_stream(stream: TextStream<'t>, prompt: &[i64], stop_strings: &[String]) -> Self {
-        // An id that no tokenizer can have is refused by the model's check of the prompt.
+        // Ids that no tokenizer can have have been refused by the check of the prompt.
         let known: Vec<u32> = prompt
             .iter()
             .filter_map(|&id| u32::try_from(id).ok())
@@ -43,8 +43,8 @@ impl<'t> RowText<'t> {
         }
     }
 
-    /// Takes a token, the `last` one or not; returns the text that is certain now, and the stop string
-    /// that has come.
+    /// Appends a token, the `last` one or not; returns the text that is certain now, and the index of
+    /// the stop string that it completes.
     pub(crate) fn push(&mut self, id: i64, last: bool) -> Result<(String, Option<usize>)> {
         let mut piece = match u32::try_from(id) {
             Ok(id) => self.stream.push(id)?,
@@ -62,7 +62,7 @@ impl<'t> RowText<'t> {
         Ok((text, found.stop))
     }
 
-    /// All of it, with what was held back.
+    /// Returns the whole text, held back parts included.
     pub(crate) fn into_text(mut self) -> String {
         self.text.push_str(&self.stop.finish());
         self.text

@@ -7,37 +7,37 @@ use tch::Tensor;
 use crate::cache;
 use crate::candidates::Candidates;
 use crate::decoder::to_host;
-use crate::random::SplitMix64;
 use crate::row_text::RowText;
 use crate::{
     Choice, Constraint, Error, FinishReason, GenerateOptions, GenerateOutput, GenerateTimings,
     GeneratedToken, GenerationConfig, Result, Sampler, TokenLogprobs, TokenMask,
 };
+use overdrive_core::random::entropy;
 
-/// What is called with each new token.
+/// The callback of each new token.
 pub(crate) type OnToken<'a> = dyn FnMut(GeneratedToken<'_>) -> ControlFlow<()> + 'a;
 
-/// One row of the output: what it has, and whether it goes on.
+/// A row of the output and its state.
 pub(crate) struct Row<'a> {
     number: usize,
     pub(crate) ids: Vec<i64>,
     pub(crate) prompt: usize,
-    /// The length at which the row ends, and why.
+    /// The length at which the row ends, and the reason.
     pub(crate) limit: (usize, FinishReason),
     pub(crate) sampler: Sampler,
-    constraint: Option<(Box<dyn Constraint>, TokenMask)>,
+    constraint: Option<MaskedConstraint>,
     text: Option<RowText<'a>>,
     logprobs: Vec<TokenLogprobs>,
     pub(crate) finished: Option<FinishReason>,
 }
 
-/// The length at which a row of a prompt of `prompt` tokens ends, and why.
+/// Returns the length at which a row of a prompt of `prompt` tokens ends, and the reason.
 pub(crate) fn limit(
     model: &CausalLm,
     config: &GenerationConfig,
     prompt: usize,
 ) -> (usize, FinishReason) {
-    // A context of n positions gives the token after the n-th as well.
+    // After the last of n positions the model still gives logits, so that n + 1 tokens are possible.
     let room = cache::context(model, config).saturating_add(1);
     let length = prompt + config.new_tokens(prompt);
     if length > room {
@@ -48,7 +48,7 @@ pub(crate) fn limit(
 }
 
 impl Row<'_> {
-    /// How many tokens it has written.
+    /// Returns the number of new tokens.
     pub(crate) fn new_tokens(&self) -> usize {
         self.ids.len() - self.prompt
     }
@@ -60,8 +60,8 @@ impl Row<'_> {
         self.sampler.choose(scores, &self.ids, new, allowed)
     }
 
-    /// Checks a proposed token against its logits, which are changed: the token to take, and whether it
-    /// is the proposed one.
+    /// Verifies a proposed token against its logits, which are changed; returns the token to take, and
+    /// `true` if it is the proposed one.
     pub(crate) fn verify(
         &mut self,
         scores: &mut [f32],
@@ -74,8 +74,8 @@ impl Row<'_> {
         self.sampler.verify(scores, new, token, proposal)
     }
 
-    /// Takes a chosen token, sees whether the row ends with it, and hands it out.
-    pub(crate) fn take(
+    /// Appends a chosen token, checks whether the row ends with it, and hands it out.
+    pub(crate) fn push(
         &mut self,
         choice: Choice,
         config: &GenerationConfig,
@@ -83,20 +83,8 @@ impl Row<'_> {
     ) -> Result<()> {
         let id = choice.id;
         self.ids.push(id);
-        if let Some((constraint, _)) = &mut self.constraint {
-            constraint.advance(id)?;
-            if constraint.is_finished() {
-                self.finished = Some(FinishReason::Constraint);
-            }
-        }
-        if config.eos_token_id.contains(&id) {
-            self.finished = Some(FinishReason::EndOfText);
-        } else if config.stop_token_ids.contains(&id) {
-            self.finished = Some(FinishReason::StopToken);
-        }
-        if self.ids.len() >= self.limit.0 {
-            self.finished.get_or_insert(self.limit.1);
-        }
+        let length = self.ids.len();
+        self.finished = end_after(id, length, self.limit, config, &mut self.constraint)?;
         let mut text = String::new();
         if let Some(stream) = &mut self.text {
             let (piece, stop) = stream.push(id, self.finished.is_some())?;
@@ -120,10 +108,37 @@ impl Row<'_> {
     }
 }
 
-/// The tokens that a constraint allows next.
-fn allowed(
-    constraint: &mut Option<(Box<dyn Constraint>, TokenMask)>,
-) -> Result<Option<&TokenMask>> {
+/// A constraint, and the buffer for the tokens that it allows.
+pub(crate) type MaskedConstraint = (Box<dyn Constraint>, TokenMask);
+
+/// Advances a constraint by the token `id`, and returns the reason if a row of `length` tokens ends with
+/// it. `limit` is the length at which the row ends, and the reason.
+pub(crate) fn end_after(
+    id: i64,
+    length: usize,
+    limit: (usize, FinishReason),
+    config: &GenerationConfig,
+    constraint: &mut Option<MaskedConstraint>,
+) -> Result<Option<FinishReason>> {
+    let mut finished = None;
+    if let Some((constraint, _)) = constraint {
+        constraint.advance(id)?;
+        finished = constraint.is_finished().then_some(FinishReason::Constraint);
+    }
+    // An end-of-text token of the configuration is reported as such, even if the constraint ends too.
+    if config.eos_token_id.contains(&id) {
+        finished = Some(FinishReason::EndOfText);
+    } else if config.stop_token_ids.contains(&id) {
+        finished = Some(FinishReason::StopToken);
+    }
+    if length >= limit.0 {
+        finished.get_or_insert(limit.1);
+    }
+    Ok(finished)
+}
+
+/// Returns the tokens that a constraint allows next.
+pub(crate) fn allowed(constraint: &mut Option<MaskedConstraint>) -> Result<Option<&TokenMask>> {
     let Some((constraint, mask)) = constraint else {
         return Ok(None);
     };
@@ -132,18 +147,18 @@ fn allowed(
     Ok(Some(mask))
 }
 
-/// The rows of a call, and which of them are still in the batch.
+/// The rows of a call, and the ones that are still in the batch.
 pub(crate) struct Rows<'a> {
     config: &'a GenerationConfig,
     pub(crate) rows: Vec<Row<'a>>,
-    /// The row at each place of the batch.
-    places: Vec<usize>,
-    /// All logits of a step, on the host.
+    /// The row at each index of the batch.
+    batch: Vec<usize>,
+    /// The logits of a step, on the host.
     scores: Vec<f32>,
     start: Instant,
 }
 
-/// Whether `max_time` has passed since `start`.
+/// Returns `true` if `max_time` has passed since `start`.
 pub(crate) fn is_late(config: &GenerationConfig, start: Instant) -> bool {
     config
         .max_time
@@ -151,24 +166,24 @@ pub(crate) fn is_late(config: &GenerationConfig, start: Instant) -> bool {
 }
 
 impl<'a> Rows<'a> {
-    /// `num_return_sequences` rows for each prompt.
+    /// Returns `num_return_sequences` rows for each prompt.
     pub(crate) fn new(
         model: &CausalLm,
         prompts: &[Vec<i64>],
         config: &'a GenerationConfig,
         options: &GenerateOptions<'a>,
     ) -> Result<Self> {
-        // All rows of one call share a seed, and differ by their number.
-        let seed = SplitMix64::entropy();
+        // All rows of one call share a seed, and differ by their random streams.
+        let seed = entropy();
         let copies = config.num_return_sequences;
         let vocabulary = model.config().vocab_size().unsigned_abs() as usize;
         let mut rows = Vec::with_capacity(prompts.len() * copies);
-        for (place, prompt) in prompts.iter().enumerate() {
+        for (index, prompt) in prompts.iter().enumerate() {
             for copy in 0..copies {
                 let number = rows.len();
-                let sampler = match options.seeds.get(place) {
+                let sampler = match options.seeds.get(index) {
                     None => Sampler::new(config, seed, number)?,
-                    // A request with a seed of its own is the same in any batch.
+                    // A prompt with a seed of its own draws the same numbers in any batch.
                     Some(&own) => {
                         let config = GenerationConfig {
                             seed: Some(own),
@@ -178,7 +193,7 @@ impl<'a> Rows<'a> {
                     }
                 };
                 let limit = limit(model, config, prompt.len());
-                let constraint = options.constraints.get(place);
+                let constraint = options.constraints.get(index);
                 rows.push(Row {
                     number,
                     ids: prompt.clone(),
@@ -196,7 +211,7 @@ impl<'a> Rows<'a> {
         }
         Ok(Rows {
             config,
-            places: (0..rows.len()).collect(),
+            batch: (0..rows.len()).collect(),
             rows,
             scores: Vec::new(),
             start: Instant::now(),
@@ -215,17 +230,17 @@ impl<'a> Rows<'a> {
         self.rows.iter().map(Row::new_tokens).sum()
     }
 
-    /// What goes into the next step; padding for rows that have ended.
+    /// Returns the input of the next step; padding for rows that have ended.
     pub(crate) fn last_tokens(&self) -> Vec<i64> {
         let pad = self.config.pad();
-        let last = |place: &usize| match &self.rows[*place] {
+        let last = |index: &usize| match &self.rows[*index] {
             row if row.finished.is_some() => pad,
             row => row.ids.last().copied().unwrap_or(pad),
         };
-        self.places.iter().map(last).collect()
+        self.batch.iter().map(last).collect()
     }
 
-    /// Ends all rows where `max_time` has passed.
+    /// Ends all rows if `max_time` has passed.
     pub(crate) fn check_time(&mut self) {
         if is_late(self.config, self.start) {
             for row in &mut self.rows {
@@ -234,32 +249,34 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// Chooses the next token of every row that goes on. `logits (B, 1, V)`.
+    /// Chooses the next token of every unfinished row. `logits (B, 1, V)`.
     pub(crate) fn choose(&mut self, logits: &Tensor, on_token: &mut OnToken<'_>) -> Result<()> {
         let vocabulary = to_host(logits, &mut self.scores)?;
         let chunks = self.scores.chunks_exact_mut(vocabulary);
-        for (&place, scores) in self.places.iter().zip(chunks) {
-            let row = &mut self.rows[place];
+        for (&index, scores) in self.batch.iter().zip(chunks) {
+            let row = &mut self.rows[index];
             if row.finished.is_none() {
                 let choice = row.choose(scores)?;
-                row.take(choice, self.config, on_token)?;
+                row.push(choice, self.config, on_token)?;
             }
         }
         Ok(())
     }
 
-    /// The places that go on, which are the batch from now on, where some have ended: `freely` at once,
-    /// else when they are half of the batch, for leaving copies the cache.
-    pub(crate) fn leave(&mut self, freely: bool) -> Option<Vec<usize>> {
-        let live: Vec<usize> = (0..self.places.len())
-            .filter(|&place| self.rows[self.places[place]].finished.is_none())
+    /// Removes finished rows from the batch: at once if that is free, else when they are half of it,
+    /// because removing rows copies the cache. Returns the indices of the remaining rows if some were
+    /// removed.
+    pub(crate) fn drop_finished(&mut self, free: bool) -> Option<Vec<usize>> {
+        let live: Vec<usize> = (0..self.batch.len())
+            .filter(|&index| self.rows[self.batch[index]].finished.is_none())
             .collect();
-        let all = self.places.len();
-        let most = if freely { all - 1 } else { all / 2 };
+        let all = self.batch.len();
+        let most = if free { all - 1 } else { all / 2 };
+        // An empty batch is not a shape that every kernel supports; the caller stops before it.
         if live.is_empty() || live.len() > most {
             return None;
         }
-        self.places = live.iter().map(|&place| self.places[place]).collect();
+        self.batch = live.iter().map(|&index| self.batch[index]).collect();
         Some(live)
     }
 
@@ -280,7 +297,7 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Checks what goes with the prompts.
+/// Checks the options against the prompts.
 pub(crate) fn check_options(
     prompts: usize,
     config: &GenerationConfig,
@@ -289,7 +306,7 @@ pub(crate) fn check_options(
     if !config.stop_strings.is_empty() && options.tokenizer.is_none() {
         return Err(Error::Missing {
             key: "stop_strings",
-            what: "a tokenizer to know the text",
+            what: "a tokenizer to decode the tokens",
             option: "tokenizer",
         });
     }
@@ -297,7 +314,7 @@ pub(crate) fn check_options(
         return Err(Error::Incompatible {
             first: "assistant_model",
             second: "num_beams above 1",
-            why: "a draft continues one text, not a search",
+            why: "a draft model continues one sequence a row",
         });
     }
     for (what, given) in [

@@ -1,8 +1,8 @@
-/// Ends a stream of text before the first of some strings that it comes to.
+/// A filter that ends a stream of text before the first of some strings.
 ///
-/// Text that may still become a stop string is held back until it has, or cannot any more. What
-/// [`push`](StopFilter::push) and [`finish`](StopFilter::finish) return, joined, does not depend on how
-/// the text is cut into pieces, and holds no stop string.
+/// Text that may still become a stop string is held back until that is decided. The joined results of
+/// [`push`](StopFilter::push) and [`finish`](StopFilter::finish) do not depend on how the text is split
+/// into pieces, and hold no stop string.
 #[derive(Debug, Clone)]
 pub struct StopFilter {
     strings: Vec<String>,
@@ -10,18 +10,19 @@ pub struct StopFilter {
     stopped: bool,
 }
 
-/// What became certain with a piece of text.
+/// The result of a piece of text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Filtered {
-    /// Text to hand out.
+    /// The text that is certain.
     pub text: String,
-    /// Which of the stop strings has come, counted from 0; the text then ends before it.
+    /// The index of the stop string that is complete, if any; the text then ends before it.
     pub stop: Option<usize>,
 }
 
 impl StopFilter {
-    /// A filter for `strings`; empty ones are passed over. Without any it hands everything out at once.
+    /// Returns a filter for `strings`; empty ones are ignored. Without strings it returns all text at
+    /// once.
     pub fn new(strings: &[String]) -> StopFilter {
         StopFilter {
             strings: strings.to_vec(),
@@ -30,7 +31,7 @@ impl StopFilter {
         }
     }
 
-    /// Takes a piece of text. After a stop string has come, all further text is dropped.
+    /// Appends a piece of text. After a stop string, all further text is dropped.
     pub fn push(&mut self, piece: &str) -> Filtered {
         if self.stopped {
             return Filtered {
@@ -41,6 +42,7 @@ impl StopFilter {
         self.pending.push_str(piece);
         if let Some((start, stop)) = self.first_stop() {
             self.stopped = true;
+            // Neither the stop string nor the text after it is ever returned.
             self.pending.truncate(start);
             return Filtered {
                 text: std::mem::take(&mut self.pending),
@@ -54,13 +56,13 @@ impl StopFilter {
         }
     }
 
-    /// What was held back, at the end of the text.
+    /// Returns the text that was held back, at the end of the stream.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.pending)
     }
 
-    /// The start and number of the stop string that is complete first; of several that end at the same
-    /// place the longest.
+    /// Returns the start and the index of the stop string that is complete first; of several that end
+    /// at the same byte, the longest.
     fn first_stop(&self) -> Option<(usize, usize)> {
         self.strings
             .iter()
@@ -68,21 +70,23 @@ impl StopFilter {
             .filter(|(_, string)| !string.is_empty())
             .filter_map(|(number, string)| {
                 let start = self.pending.find(string.as_str())?;
+                // The tuple's order is the rule: the smallest end first, then the smallest start, which
+                // is the longest string.
                 Some((start + string.len(), start, number))
             })
             .min()
             .map(|(_, start, number)| (start, number))
     }
 
-    /// How many bytes no stop string can begin in: all but the longest end of the text that is the
-    /// beginning of one.
+    /// Returns the number of bytes that belong to no stop string: all but the longest end of the text
+    /// that is the beginning of one.
     fn certain(&self) -> usize {
         let longest = self.strings.iter().map(String::len).max().unwrap_or(0);
         let first = self.pending.len().saturating_sub(longest);
         (first..self.pending.len())
-            .filter(|&place| self.pending.is_char_boundary(place))
-            .find(|&place| {
-                let end = &self.pending[place..];
+            .filter(|&start| self.pending.is_char_boundary(start))
+            .find(|&start| {
+                let end = &self.pending[start..];
                 self.strings.iter().any(|string| string.starts_with(end))
             })
             .unwrap_or(self.pending.len())
@@ -142,7 +146,7 @@ mod tests {
                 let mut stop = StopFilter::new(&strings);
                 let mut found = String::new();
                 let mut which = None;
-                // Character by character: nothing can be seen later than it is complete.
+                // Character by character: no string can be seen later than it is complete.
                 for c in text.chars() {
                     let piece = stop.push(&c.to_string());
                     found.push_str(&piece.text);

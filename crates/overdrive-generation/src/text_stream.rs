@@ -9,8 +9,8 @@ use crate::{
 };
 
 /// Continues one prompt as [`generate_with`](crate::generate_with) does, and calls `on_text` with each
-/// piece of new text: whole characters, no special tokens, and nothing that may still become one of
-/// `stop_strings`. Where it breaks, generation ends.
+/// piece of new text: whole characters, no special tokens, and no beginning of one of `stop_strings`.
+/// If it breaks, generation ends.
 ///
 /// # Errors
 /// As [`generate_with_options`].
@@ -34,23 +34,24 @@ pub fn generate_text(
     })
 }
 
-/// Decodes tokens as they come into text that never splits a UTF-8 character.
+/// An incremental decoder of tokens whose text never splits a UTF-8 character.
 ///
-/// A byte-level token may be a part of a character; such bytes wait until it is whole. What
-/// [`push`](TextStream::push) and [`finish`](TextStream::finish) return, joined, is what the tokenizer
-/// makes of all tokens at once. Only the last few tokens are decoded again at each push.
+/// A byte-level token may be a part of a character; its bytes wait until the character is whole. The
+/// joined results of [`push`](TextStream::push) and [`finish`](TextStream::finish) are the text of all
+/// tokens decoded at once. Only the last few tokens are decoded again at each push.
 #[derive(Debug)]
 pub struct TextStream<'t> {
     tokenizer: Source<'t>,
     skip_special_tokens: bool,
     ids: Vec<u32>,
-    /// Tokens from here on are decoded together: a decoder may treat the first of a text apart.
+    /// The first token that is decoded together with the next ones: a decoder may treat the first token
+    /// of a text differently.
     context: usize,
-    /// Tokens up to here have been handed out.
+    /// The number of tokens whose text has been returned.
     done: usize,
 }
 
-/// Where the tokenizer is.
+/// The tokenizer, borrowed or shared.
 #[derive(Debug)]
 enum Source<'t> {
     Borrowed(&'t Tokenizer),
@@ -58,14 +59,14 @@ enum Source<'t> {
 }
 
 impl TextStream<'static> {
-    /// As [`TextStream::new`], for a stream that outlives what made it.
+    /// Works as [`TextStream::new`], for a stream that owns a share of its tokenizer.
     pub fn shared(tokenizer: Arc<Tokenizer>, skip_special_tokens: bool) -> Self {
         TextStream::from_source(Source::Shared(tokenizer), skip_special_tokens)
     }
 }
 
 impl<'t> TextStream<'t> {
-    /// A stream of new text. With `skip_special_tokens`, tokens like `</s>` leave no text.
+    /// Returns a stream of new text. With `skip_special_tokens`, tokens like `</s>` leave no text.
     pub fn new(tokenizer: &'t Tokenizer, skip_special_tokens: bool) -> Self {
         TextStream::from_source(Source::Borrowed(tokenizer), skip_special_tokens)
     }
@@ -80,8 +81,9 @@ impl<'t> TextStream<'t> {
         }
     }
 
-    /// Takes the tokens before the stream (a prompt) without giving their text, so that the first new
-    /// token is decoded as a continuation: without them a tokenizer may drop its leading space.
+    /// Returns the stream with the tokens before it (a prompt), whose text it does not return, so that
+    /// the first new token is decoded as a continuation: without them a tokenizer may drop its leading
+    /// space.
     pub fn with_prefix(mut self, ids: &[u32]) -> Self {
         self.ids = ids.to_vec();
         self.context = 0;
@@ -89,10 +91,10 @@ impl<'t> TextStream<'t> {
         self
     }
 
-    /// Takes one token; returns the text that is now certain, empty while a character is incomplete.
+    /// Appends a token; returns the text that is certain now, empty while a character is incomplete.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] where the tokenizer cannot decode.
+    /// [`Error::Tokenizer`] if the tokenizer cannot decode.
     pub fn push(&mut self, id: u32) -> Result<String> {
         self.ids.push(id);
         let text = self.text_since_done()?;
@@ -100,12 +102,14 @@ impl<'t> TextStream<'t> {
         if text.is_empty() || text.ends_with('\u{fffd}') {
             return Ok(String::new());
         }
+        // The tokens of this piece are the context of the next one, so that each push decodes a few
+        // tokens only.
         self.context = self.done;
         self.done = self.ids.len();
         Ok(text)
     }
 
-    /// The rest, with U+FFFD for bytes that have become no character; the stream begins anew.
+    /// Returns the rest, with U+FFFD for bytes that have become no character, and restarts the stream.
     ///
     /// # Errors
     /// As [`TextStream::push`].
@@ -117,10 +121,12 @@ impl<'t> TextStream<'t> {
     }
 
     fn text_since_done(&self) -> Result<String> {
+        // Decoding a token alone would lose its leading space; as the difference of two texts it keeps
+        // it.
         let before = self.decode(self.context, self.done)?;
         let all = self.decode(self.context, self.ids.len())?;
-        // The text of a prefix is a prefix of the text, except where an incomplete character at its
-        // end has become another; nothing is handed out while it is incomplete, save for a prompt's.
+        // The text of a prefix is a prefix of the text, unless an incomplete character at its end has
+        // been completed. No incomplete character is returned, except at the end of a prompt.
         match all.strip_prefix(&before) {
             Some(new) => Ok(new.to_owned()),
             None => {
@@ -141,7 +147,7 @@ impl<'t> TextStream<'t> {
     }
 }
 
-/// Bytes that two texts share at their beginning, in whole characters.
+/// Returns the number of bytes that two texts share at their beginning, in whole characters.
 fn common_prefix(a: &str, b: &str) -> usize {
     a.chars()
         .zip(b.chars())

@@ -6,7 +6,7 @@ pub struct TokenMask {
 }
 
 impl TokenMask {
-    /// The empty set of ids in `0..vocabulary`.
+    /// Returns the empty set of ids in `0..vocabulary`.
     pub fn new(vocabulary: usize) -> TokenMask {
         TokenMask {
             words: vec![0; vocabulary.div_ceil(32)],
@@ -14,17 +14,17 @@ impl TokenMask {
         }
     }
 
-    /// How many ids there are in all.
+    /// Returns the size of the vocabulary.
     pub fn vocabulary(&self) -> usize {
         self.vocabulary
     }
 
-    /// Empties it.
+    /// Empties the set.
     pub fn clear(&mut self) {
         self.words.fill(0);
     }
 
-    /// Adds `id`; ids outside the vocabulary are passed over.
+    /// Adds `id`; ids outside the vocabulary are ignored.
     pub fn allow(&mut self, id: i64) {
         if let Ok(id) = usize::try_from(id)
             && id < self.vocabulary
@@ -38,6 +38,7 @@ impl TokenMask {
         for (to, from) in self.words.iter_mut().zip(words) {
             *to |= from;
         }
+        // Masks of a grammar are whole words, whose last bits may be set beyond the vocabulary.
         let beyond = self.vocabulary % 32;
         if beyond != 0
             && let Some(last) = self.words.last_mut()
@@ -46,7 +47,7 @@ impl TokenMask {
         }
     }
 
-    /// Whether `id` is in the set.
+    /// Returns `true` if `id` is in the set.
     pub fn is_allowed(&self, id: i64) -> bool {
         usize::try_from(id)
             .ok()
@@ -54,7 +55,7 @@ impl TokenMask {
             .is_some_and(|id| self.words[id / 32] >> (id % 32) & 1 == 1)
     }
 
-    /// How many ids are in the set.
+    /// Returns the number of ids in the set.
     pub fn count(&self) -> usize {
         self.words.iter().map(|w| w.count_ones() as usize).sum()
     }
@@ -64,6 +65,8 @@ impl TokenMask {
         let beyond = self.vocabulary.min(scores.len());
         scores[beyond..].fill(f32::NEG_INFINITY);
         for (word, scores) in self.words.iter().zip(scores.chunks_mut(32)) {
+            // A grammar allows few tokens, or excludes few: most words are all 0 or all 1, and take no
+            // loop.
             match *word {
                 0 => scores.fill(f32::NEG_INFINITY),
                 u32::MAX => {}

@@ -3,27 +3,27 @@ use tch::Tensor;
 
 use crate::{KvView, Result};
 
-/// How new queries attend to what a cache holds. Every query sees the tokens up to its own.
+/// The options of attention over the tokens of a cache. Every query sees the tokens up to its own.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct AttendOptions<'a> {
-    /// Tokens that a query sees, its own included; default `None`: all.
+    /// The number of tokens that a query sees, its own included. Default `None`: all.
     pub window: Option<i64>,
-    /// What each query sees, bool, broadcastable to `(B, 1, T, S)` over *all* `S` tokens that the cache
-    /// has been given, where padding makes it more than causal; it takes the place of causality and of
-    /// `window`. Default: none.
+    /// A bool mask, broadcastable to `(B, 1, T, S)` over *all* `S` tokens that the cache has been
+    /// given; `true` lets the query see the token. It replaces causality and `window`. Default `None`.
     pub mask: Option<&'a Tensor>,
-    /// Factor on the products of queries and keys; default `1/sqrt(D)`.
+    /// The factor on the scores `q·k`. Default `None`: `1/sqrt(D)`.
     pub scale: Option<f64>,
-    /// Bound of the scores (Gemma 2); default none.
+    /// The bound of the scores, `softcap · tanh(score / softcap)` (Gemma 2). Default `None`.
     pub softcap: Option<f64>,
-    /// Which kernel; default automatic.
+    /// The kernel. Default [`Backend::Auto`].
     pub backend: Backend,
 }
 
-/// Attention of `query (B, H, T, D)`, the last `T` tokens of `view`, over `view`: `(B, H, T, D_v)`.
+/// Returns the attention `(B, H, T, D_v)` of `query (B, H, T, D)`, the last `T` tokens of `view`, over
+/// `view`.
 ///
-/// What [`KvCache::attend`](crate::KvCache::attend) does by default after appending; for caches whose
-/// view is all that a layer needs.
+/// [`KvCache::attend`](crate::KvCache::attend) calls it after appending, unless the cache has an
+/// attention of its own.
 ///
 /// # Errors
 /// As [`overdrive_attention::attention`].
@@ -37,6 +37,8 @@ pub fn attend_to_view(
         (Some(model), Some(cache)) => Some(model.min(cache)),
         (one, other) => one.or(other),
     };
+    // The kernel combines no mask with causality or a window; `columns_of` has put the view's window
+    // into the mask.
     let (causal, window, sink_tokens) = match (&mask, window) {
         (Some(_), _) => (false, Window::default(), 0),
         (None, None) => (true, Window::default(), 0),

@@ -4,10 +4,10 @@ use tch::Tensor;
 
 use crate::Result;
 use crate::copy::copy_tokens;
-use crate::entries::{Entries, Spec};
+use crate::key_values::{KeyValues, Spec};
 
-/// Keys and values of one layer, `(B, H, capacity, D)`, contiguous: a head's tokens lie side by side, so
-/// that attention reads one run of memory a head.
+/// The keys and values of one layer, `(B, H, capacity, D)`, contiguous. The tokens of a head are
+/// adjacent, so that attention reads one run of memory a head.
 #[derive(Debug)]
 pub(crate) struct Buffer {
     pub(crate) keys: Tensor,
@@ -17,7 +17,7 @@ pub(crate) struct Buffer {
 }
 
 impl Buffer {
-    /// Uninitialised.
+    /// Allocates a buffer without initializing it.
     pub(crate) fn new(spec: Spec, capacity: i64) -> Result<Buffer> {
         let empty = |dim| {
             let size = [spec.batch, spec.heads, capacity, dim];
@@ -31,11 +31,11 @@ impl Buffer {
         })
     }
 
-    /// Copies `count` of the new tokens, from number `from` of them on, to `at..`.
+    /// Copies `count` of the new tokens, beginning with token `from` of them, to position `at`.
     pub(crate) fn write(
         &mut self,
         at: i64,
-        new: &Entries<'_>,
+        new: &KeyValues<'_>,
         from: i64,
         count: i64,
     ) -> Result<()> {
@@ -43,7 +43,7 @@ impl Buffer {
         copy_tokens(&self.values, at, new.values, (from, count))
     }
 
-    /// Tokens `from..from + len`, not copied.
+    /// Returns a view of the tokens `from..from + len`.
     pub(crate) fn view(&self, from: i64, len: i64) -> Result<(Tensor, Tensor)> {
         Ok((
             self.keys.f_narrow(2, from, len)?,
@@ -51,7 +51,7 @@ impl Buffer {
         ))
     }
 
-    /// A larger buffer that begins with the first `len` tokens of this one.
+    /// Returns a buffer of `capacity` tokens that begins with the first `len` tokens of this one.
     pub(crate) fn resized(&self, capacity: i64, len: i64) -> Result<Buffer> {
         let resized = Buffer::new(self.spec, capacity)?;
         for (to, from) in [(&resized.keys, &self.keys), (&resized.values, &self.values)] {
@@ -61,8 +61,8 @@ impl Buffer {
         Ok(resized)
     }
 
-    /// A buffer of the same capacity whose row `i` is this one's row `rows[i]`, in its first `len`
-    /// tokens.
+    /// Returns a buffer of the same capacity whose row `i` holds the first `len` tokens of row
+    /// `rows[i]`.
     pub(crate) fn selected(&self, rows: &Tensor, len: i64) -> Result<Buffer> {
         let batch = i64::try_from(rows.numel()).unwrap_or(i64::MAX);
         let selected = Buffer::new(Spec { batch, ..self.spec }, self.capacity)?;
@@ -70,6 +70,8 @@ impl Buffer {
             (&selected.keys, &self.keys),
             (&selected.values, &self.values),
         ] {
+            // Only the filled tokens are gathered, straight into the new buffer: `index_select` of the
+            // whole one would copy the free capacity and allocate twice.
             let to = to.f_narrow(2, 0, len)?;
             let _same = from.f_narrow(2, 0, len)?.f_index_select_out(&to, 0, rows)?;
         }
@@ -82,7 +84,7 @@ impl Buffer {
     }
 }
 
-/// A tensor of its own with the same elements.
+/// Returns a copy of a tensor with memory of its own.
 pub(crate) fn copied(tensor: &Tensor) -> std::result::Result<Tensor, tch::TchError> {
     let mut copy = tensor.f_empty_like()?;
     copy.f_copy_(tensor)?;

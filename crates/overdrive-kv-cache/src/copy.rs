@@ -1,7 +1,7 @@
 //! Copies of a few tokens into a buffer, without the dispatch of libtorch.
 //!
-//! Through two `narrow`s and two `copy_`s a token of 4 heads of 64 takes several microseconds a layer,
-//! of which the 2 KB themselves are a small part.
+//! Through two `narrow`s and two `copy_`s a token of 4 heads of 64 channels takes several microseconds
+//! a layer, of which the 2 KB themselves are a small fraction.
 #![allow(
     unsafe_code,
     reason = "rows are copied between tensors of any strides by address"
@@ -11,11 +11,12 @@ use tch::{Device, Tensor};
 
 use crate::Result;
 
-/// Above so many bytes libtorch's copy, which runs on all threads, is worth its start.
+/// The size in bytes above which libtorch's copy is used: it runs on all threads, and its start-up cost
+/// then no longer shows.
 const LARGE: i64 = 256 << 10;
 
-/// Copies tokens `from..from + count` of `source (B, H, T, D)` to `at..` of `target (B', H, C, D)`,
-/// `B <= B'`, of the same kind and device.
+/// Copies the tokens `from..from + count` of `source (B, H, T, D)` to position `at` of `target (B', H,
+/// C, D)`, `B <= B'`, of the same dtype and device.
 pub(crate) fn copy_tokens(
     target: &Tensor,
     at: i64,
@@ -62,7 +63,7 @@ pub(crate) fn copy_tokens(
     Ok(())
 }
 
-/// Whether the numbers of a row lie together and no stride is negative or nought.
+/// Returns `true` if the elements of a row are adjacent and no stride is negative.
 fn dense_rows(sizes: &[i64], strides: &[i64]) -> bool {
     (strides[3] == 1 || sizes[3] <= 1) && strides[..3].iter().all(|stride| *stride >= 0)
 }
@@ -71,7 +72,8 @@ fn to_usize(size: i64) -> usize {
     usize::try_from(size).unwrap_or(0)
 }
 
-/// The first row of a `(B, H, T, D)` tensor from some token on, and the distances in bytes.
+/// The address of the first row of a `(B, H, T, D)` tensor from some token on, and the strides in
+/// bytes.
 #[derive(Clone, Copy)]
 struct Rows {
     start: *mut u8,
@@ -99,7 +101,8 @@ impl Rows {
 /// All rows `(b, h, t)` below `counts`, of `bytes` bytes, lie in readable and writable memory.
 unsafe fn copy_rows(to: Rows, from: Rows, counts: [usize; 3], bytes: usize) {
     let [batches, heads, tokens] = counts;
-    // The tokens of a head lie side by side in both.
+    // One long copy a head replaces a copy a token where the tokens of a head are adjacent in both
+    // tensors.
     let together = tokens == 1 || (to.token == bytes && from.token == bytes);
     let (runs, run) = match together {
         true => (1, tokens * bytes),

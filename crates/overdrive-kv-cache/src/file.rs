@@ -1,4 +1,4 @@
-//! Caches in files: the cached prompt of a service, or a conversation that goes on tomorrow.
+//! Caches in files: the cached prompt of a service, or a conversation that is resumed later.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,13 +8,14 @@ use tch::Device;
 
 use crate::{Error, KvCache, Result};
 
+// Raised when the names or the meaning of the stored tensors change.
 const VERSION: &str = "1";
 
-/// Writes what `cache` holds to a safetensors file, whole or not at all, with the kind of cache and
-/// its settings in the metadata. Only the tokens that are held are written, not the free capacity.
+/// Writes the tokens that `cache` holds to a safetensors file, atomically, with the kind of cache and
+/// its settings in the metadata. Free capacity is not written.
 ///
 /// # Errors
-/// When the file cannot be written; a file that was there is then unchanged.
+/// When the file cannot be written; an existing file is then unchanged.
 pub fn save(cache: &dyn KvCache, path: impl AsRef<Path>) -> Result<()> {
     let mut metadata: BTreeMap<String, String> = cache
         .settings()
@@ -26,24 +27,24 @@ pub fn save(cache: &dyn KvCache, path: impl AsRef<Path>) -> Result<()> {
     Ok(())
 }
 
-/// Reads what [`save`] wrote into `cache`, in place of what it holds; tensors go to `device`.
+/// Reads a file of [`save`] into `cache`, whose tokens it replaces; the tensors go to `device`.
 ///
 /// # Errors
-/// When the file cannot be read or is damaged, and [`Error::OtherCache`] when it is of another kind of
-/// cache, or one with other settings. The cache is unchanged then.
+/// When the file cannot be read or is damaged; [`Error::OtherCache`] when it holds another kind of
+/// cache, or one with other settings. The cache is then unchanged.
 ///
 /// ```
-/// use overdrive_kv_cache::{GrowingCache, KvCache, load, save};
+/// use overdrive_kv_cache::{DynamicCache, KvCache, load, save};
 /// use tch::{Device, Kind, Tensor};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let path = std::env::temp_dir().join(format!("kv-cache-doc-{}.safetensors", std::process::id()));
-/// let mut cache = GrowingCache::new(1);
+/// let mut cache = DynamicCache::new(1);
 /// let prompt = Tensor::f_randn([1, 2, 5, 8], (Kind::Float, Device::Cpu))?;
 /// cache.append(0, &prompt, &prompt)?;
 /// save(&cache, &path)?;
 ///
-/// let mut again = GrowingCache::new(1);
+/// let mut again = DynamicCache::new(1);
 /// load(&mut again, &path, Device::Cpu)?;
 /// assert_eq!(again.len(), 5);
 /// # std::fs::remove_file(path)?;
@@ -53,6 +54,8 @@ pub fn save(cache: &dyn KvCache, path: impl AsRef<Path>) -> Result<()> {
 pub fn load(cache: &mut dyn KvCache, path: impl AsRef<Path>, device: Device) -> Result<()> {
     let file = MappedFile::open(&path)?;
     let version = ("format_version", VERSION.to_owned());
+    // Settings are compared before any tensor is read: two kinds of cache may have tensors of the same
+    // names and shapes with another meaning.
     for (key, expected) in cache.settings().into_iter().chain([version]) {
         let found = file.metadata().get(key).cloned().unwrap_or_default();
         if found != expected {

@@ -1,30 +1,31 @@
+use overdrive_core::{check_at_least, check_non_negative};
 use tch::{Device, Kind, Tensor};
 
 use crate::attend::attend_to_view;
 use crate::buffer::Buffer;
 use crate::copy::copy_tokens;
-use crate::entries::{Entries, Spec, check_truncation};
-use crate::saved::{Saved, name_of};
+use crate::key_values::{KeyValues, Spec, check_truncation};
+use crate::saved_state::{SavedState, name_of};
 use crate::{AttendOptions, Error, KvCache, KvView, Result};
 
 /// The sizes of a [`StaticCache`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StaticCacheConfig {
-    /// Layers of the model; default 1.
+    /// The layers of the model. Default 1.
     pub layers: usize,
-    /// The most rows of a batch; default 1.
+    /// The largest number of rows of a batch. Default 1.
     pub batch: i64,
-    /// The most tokens of a row (transformers' `max_cache_len`); default 2048.
+    /// The largest number of tokens of a row (transformers' `max_cache_len`). Default 2048.
     pub max_len: i64,
-    /// Key/value heads; default 1.
+    /// The key/value heads of a layer. Default 1.
     pub kv_heads: i64,
-    /// Channels of a key; default 64.
+    /// The channels of a key. Default 64.
     pub head_dim: i64,
-    /// Channels of a value; default `None`: as a key.
+    /// The channels of a value. Default `None`: those of a key.
     pub value_dim: Option<i64>,
-    /// Element type; default f32.
+    /// The dtype. Default f32.
     pub kind: Kind,
-    /// Where it lies; default the CPU.
+    /// The device. Default the CPU.
     pub device: Device,
 }
 
@@ -43,22 +44,23 @@ impl Default for StaticCacheConfig {
     }
 }
 
-/// A cache that is allocated once, for the largest batch and the longest text, and never moves.
+/// A cache that is allocated once, for the largest batch and the longest sequence, and never moves.
 ///
-/// Addresses, shapes and strides of its tensors stay the same as long as it lives, through
+/// Addresses, shapes and strides of its tensors stay the same for its lifetime, through
 /// [`reset`](KvCache::reset), [`truncate`](KvCache::truncate), [`reorder`](KvCache::reorder) and
-/// [`load_state`](KvCache::load_state); past its end it refuses with [`Error::Full`]. It takes
-/// `2 · layers · batch · max_len · kv_heads · head_dim` numbers from the beginning (transformers'
+/// [`load_state`](KvCache::load_state); appending beyond its end fails with [`Error::Full`]. It takes
+/// `2 · layers · batch · max_len · kv_heads · head_dim` elements from the beginning (transformers'
 /// `StaticCache`), so no step ever waits for memory.
 ///
 /// # Captured steps
 ///
-/// A CUDA graph replays a step with the addresses, shapes and kernel arguments that it was captured
-/// with, so a captured step may depend on nothing that the host decides: not on [`len`](KvCache::len),
-/// and not on a view that grows. [`at`](StaticCache::at) gives a cache that writes where a tensor on the
-/// device says, shows its whole length, and hides what lies behind each position by a mask that is
-/// computed on the device too. Capture one step with it; then for each token write the token and its
-/// position into the captured tensors, replay, and count it by [`advance`](StaticCache::advance).
+/// A CUDA graph replays a step with the addresses, shapes and kernel arguments with which it was
+/// captured, so a captured step may depend on nothing that the host decides: neither on
+/// [`len`](KvCache::len) nor on a view that grows. [`at`](StaticCache::at) returns a cache that writes
+/// at positions given by a tensor on the device, shows its whole length, and hides the tokens after
+/// each position by a mask that is computed on the device too. Capture one step with it; then, for each
+/// token, write the token and its position into the captured tensors, replay, and count it by
+/// [`advance`](StaticCache::advance).
 ///
 /// ```
 /// use overdrive_kv_cache::{AttendOptions, KvCache, StaticCache, StaticCacheConfig};
@@ -83,9 +85,9 @@ impl Default for StaticCacheConfig {
 pub struct StaticCache {
     config: StaticCacheConfig,
     layers: Vec<Layer>,
-    /// Rows in use; `None` before the first append, which sets it.
+    /// The number of rows in use; `None` before the first append, which sets it.
     batch: Option<i64>,
-    /// `0..max_len`, i64, for masks.
+    /// The positions `0..max_len`, i64, for masks.
     columns: Tensor,
 }
 
@@ -96,7 +98,7 @@ struct Layer {
 }
 
 impl StaticCache {
-    /// A cache of zeros for the sizes of `config`.
+    /// Allocates a cache of zeros with the sizes of `config`.
     ///
     /// # Errors
     /// When a size is less than 1, or memory runs out.
@@ -104,7 +106,8 @@ impl StaticCache {
         let spec = config.spec()?;
         let layer = |_| -> Result<Layer> {
             let mut buffer = Buffer::new(spec, config.max_len)?;
-            // What a mask hides must be numbers: 0 · NaN is NaN.
+            // Masked columns must hold finite values: the kernel multiplies them by 0, and 0 · NaN is
+            // NaN.
             let _same = (buffer.keys.f_zero_()?, buffer.values.f_zero_()?);
             Ok(Layer { buffer, len: 0 })
         };
@@ -116,30 +119,30 @@ impl StaticCache {
         })
     }
 
-    /// Its sizes.
+    /// Returns the sizes of the cache.
     pub fn config(&self) -> &StaticCacheConfig {
         &self.config
     }
 
-    /// The keys and values of `layer`, whole: `(batch, H, max_len, D)`.
+    /// Returns the whole keys and values of `layer`, `(batch, H, max_len, D)`.
     ///
     /// # Errors
-    /// When there is no such layer.
+    /// When `layer` does not exist.
     pub fn buffers(&self, layer: usize) -> Result<(&Tensor, &Tensor)> {
         let held = self.layer(layer)?;
         Ok((&held.buffer.keys, &held.buffer.values))
     }
 
-    /// Writes the new keys and values of `layer` where `positions` (i64, on the cache's device) says,
-    /// `(T,)` for all rows or `(B, T)` for rows of different lengths, and returns a view of the whole
-    /// length. The host reads no number of it, so that the step can be captured; [`len`](KvCache::len)
-    /// does not change, see [`advance`](StaticCache::advance).
+    /// Writes the new keys and values of `layer` at `positions` (i64, on the cache's device), `(T,)`
+    /// for all rows or `(B, T)` for rows of different lengths, and returns a view of the whole length.
+    /// The host reads no element of `positions`, so that the step can be captured;
+    /// [`len`](KvCache::len) does not change, see [`advance`](StaticCache::advance).
     ///
     /// A position outside `0..max_len` is an error on a CPU and undefined on a GPU, as for
     /// `index_copy_`.
     ///
     /// # Errors
-    /// When shapes, kinds or devices do not fit.
+    /// When shapes, dtypes or devices do not fit.
     pub fn append_at(
         &mut self,
         layer: usize,
@@ -148,18 +151,22 @@ impl StaticCache {
         positions: &Tensor,
     ) -> Result<KvView> {
         let spec = self.layer(layer)?.buffer.spec;
-        let new = Entries::new(layer, keys, values)?;
+        let new = KeyValues::new(layer, keys, values)?;
         let batch = self.check_rows(layer, &spec, &new)?;
         self.check_positions(positions, batch, new.tokens)?;
+        // A prompt may be read by `append` first; from then on the number of rows is fixed until a
+        // reset.
         let held = &self.layers[layer].buffer;
         let rows = |tensor: &Tensor| tensor.f_narrow(0, 0, batch);
         for (to, from) in [(&held.keys, new.keys), (&held.values, new.values)] {
             let mut to = rows(to)?;
+            // `index_copy_` and `scatter_` take the positions as a tensor: a CUDA graph replays them
+            // with new values.
             let _same = match positions.dim() {
                 1 => to.f_index_copy_(2, positions, from)?,
                 _ => {
-                    let places = positions.f_view([batch, 1, new.tokens, 1])?;
-                    to.f_scatter_(2, &places.f_expand(from.size(), false)?, from)?
+                    let positions = positions.f_view([batch, 1, new.tokens, 1])?;
+                    to.f_scatter_(2, &positions.f_expand(from.size(), false)?, from)?
                 }
             };
         }
@@ -167,28 +174,29 @@ impl StaticCache {
         Ok(KvView::new(rows(&held.keys)?, rows(&held.values)?))
     }
 
-    /// What a query at each of `positions` sees of the whole length, bool: `(T, max_len)`, or
-    /// `(B, 1, T, max_len)` for positions `(B, T)`. With `window`, the last so many tokens.
+    /// Returns the mask of the whole length for queries at `positions`, bool: `(T, max_len)`, or `(B,
+    /// 1, T, max_len)` for positions `(B, T)`. With a `window`, a query sees only the last `window`
+    /// tokens.
     ///
     /// # Errors
     /// An error of libtorch.
     pub(crate) fn mask_at(&self, positions: &Tensor, window: Option<i64>) -> Result<Tensor> {
-        let places = match positions.dim() {
+        let positions = match positions.dim() {
             2 => positions.f_unsqueeze(1)?.f_unsqueeze(-1)?,
             _ => positions.f_unsqueeze(-1)?,
         };
-        let seen = self.columns.f_le_tensor(&places)?;
+        let seen = self.columns.f_le_tensor(&positions)?;
         match window {
             None => Ok(seen),
             Some(window) => {
-                let first = places.f_sub_scalar(window)?;
+                let first = positions.f_sub_scalar(window)?;
                 Ok(seen.f_logical_and(&self.columns.f_gt_tensor(&first)?)?)
             }
         }
     }
 
-    /// This cache as a [`KvCache`] for one step whose tokens stand at `positions`; see
-    /// [`append_at`](StaticCache::append_at). A model must be given the same positions for its rotary
+    /// Returns this cache as a [`KvCache`] for one step whose tokens are at `positions`; see
+    /// [`append_at`](StaticCache::append_at). The model must be given the same positions for its rotary
     /// embedding.
     ///
     /// # Errors
@@ -208,15 +216,13 @@ impl StaticCache {
         })
     }
 
-    /// Counts `tokens` more, which [`append_at`](StaticCache::append_at) has written.
+    /// Adds `tokens` to the length, which [`append_at`](StaticCache::append_at) has written.
     ///
     /// # Errors
-    /// When they would not fit.
+    /// When they do not fit.
     pub fn advance(&mut self, tokens: i64) -> Result<()> {
         let held = self.len();
-        if tokens < 0 {
-            return Err(Error::NegativeLength { len: tokens });
-        }
+        check_non_negative("tokens", tokens)?;
         self.check_room(held, tokens)?;
         self.layers
             .iter_mut()
@@ -242,8 +248,9 @@ impl StaticCache {
         Ok(())
     }
 
-    /// The number of rows of `new`, which must be those in use, or fit where none are.
-    fn check_rows(&self, layer: usize, spec: &Spec, new: &Entries<'_>) -> Result<i64> {
+    /// Returns the number of rows of `new`, which must be those in use; if none are, it is at most that
+    /// of the cache.
+    fn check_rows(&self, layer: usize, spec: &Spec, new: &KeyValues<'_>) -> Result<i64> {
         let batch = match self.batch {
             Some(batch) => batch,
             None => new.spec.batch.min(spec.batch),
@@ -257,11 +264,9 @@ impl StaticCache {
         let fits = size == [tokens] || size == [batch, tokens];
         if !fits || positions.kind() != Kind::Int64 || positions.device() != self.config.device {
             let (kind, device) = (positions.kind(), positions.device());
-            return Err(Error::BadConfig {
-                key: "positions",
-                found: format!("{kind:?} of shape {size:?} on {device:?}"),
-                expected: "i64 of shape (T,) or (B, T) on the device of the cache",
-            });
+            let found = format!("{kind:?} of shape {size:?} on {device:?}");
+            let expected = "i64 of shape (T,) or (B, T) on the device of the cache";
+            return Err(overdrive_core::Error::option("positions", found, expected).into());
         }
         Ok(())
     }
@@ -277,12 +282,8 @@ impl StaticCacheConfig {
             ("head_dim", self.head_dim),
             ("value_dim", value_dim),
         ];
-        if let Some((key, size)) = sizes.into_iter().find(|(_, size)| *size < 1) {
-            return Err(Error::BadConfig {
-                key,
-                found: size.to_string(),
-                expected: "at least 1",
-            });
+        for (option, size) in sizes {
+            check_at_least(option, size, 1)?;
         }
         Ok(Spec {
             batch: self.batch,
@@ -299,7 +300,7 @@ impl KvCache for StaticCache {
     fn append(&mut self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<KvView> {
         let held = self.layer(layer)?;
         let (spec, len) = (held.buffer.spec, held.len);
-        let new = Entries::new(layer, keys, values)?;
+        let new = KeyValues::new(layer, keys, values)?;
         let batch = self.check_rows(layer, &spec, &new)?;
         self.check_room(len, new.tokens)?;
         self.batch = Some(batch);
@@ -345,16 +346,14 @@ impl KvCache for StaticCache {
         let most = self.config.batch;
         let batch = i64::try_from(rows.numel()).unwrap_or(i64::MAX);
         if batch > most {
-            return Err(Error::Full {
-                capacity: most,
-                held,
-                new: batch - held,
-            });
+            let expected = format!("at most ({most},), the `batch` that the cache was made for");
+            return Err(overdrive_core::Error::shape("rows", rows.size(), expected).into());
         }
-        // The first layer finds a bad index before anything is written.
+        // An index out of range fails in the first layer, before anything is written.
         for layer in &self.layers {
             for buffer in [&layer.buffer.keys, &layer.buffer.values] {
                 let filled = buffer.f_narrow(2, 0, layer.len)?;
+                // `index_select` copies, so that a row may be overwritten that another still needs.
                 let picked = filled.f_narrow(0, 0, held)?.f_index_select(0, rows)?;
                 filled.f_narrow(0, 0, batch)?.f_copy_(&picked)?;
             }
@@ -406,14 +405,14 @@ impl KvCache for StaticCache {
     }
 
     fn load_state(&mut self, state: &[(String, Tensor)]) -> Result<()> {
-        let mut saved = Saved::new(state);
+        let mut saved = SavedState::new(state);
         let mut found = Vec::new();
-        // Everything is checked before anything is written.
+        // Everything is checked before anything is written: an error leaves the cache as it was.
         for (number, layer) in self.layers.iter().enumerate() {
             let Some([keys, values]) = saved.take_all(number, ["keys", "values"])? else {
                 continue;
             };
-            let new = Entries::new(number, keys, values)?;
+            let new = KeyValues::new(number, keys, values)?;
             let spec = layer.buffer.spec;
             let batch = new.spec.batch.min(spec.batch);
             Spec { batch, ..spec }.check_fit(number, &new.spec)?;
@@ -426,14 +425,14 @@ impl KvCache for StaticCache {
             let layer = &mut self.layers[number];
             layer.buffer.write(0, &new, 0, new.tokens)?;
             layer.len = new.tokens;
-            // A cache without a batch is saved as one of no rows.
+            // A cache that no batch has used is saved with no rows.
             self.batch = Some(new.spec.batch).filter(|rows| *rows > 0);
         }
         Ok(())
     }
 }
 
-/// A [`StaticCache`] for one step at positions that a tensor holds: [`StaticCache::at`].
+/// A [`StaticCache`] for one step at the positions of a tensor; see [`StaticCache::at`].
 ///
 /// [`attend`](KvCache::attend) reads the whole length under a mask; a mask of the caller's own has
 /// `max_len` columns. [`len`](KvCache::len) is that of the cache before the step.
@@ -441,7 +440,7 @@ impl KvCache for StaticCache {
 pub struct StaticStep<'a> {
     cache: &'a mut StaticCache,
     positions: Tensor,
-    /// For each window that a layer had: most models have one or two.
+    /// The mask of each window that a layer had; most models have one or two windows.
     masks: Vec<(Option<i64>, Tensor)>,
 }
 
@@ -462,12 +461,13 @@ impl KvCache for StaticStep<'_> {
         if options.mask.is_some() {
             return attend_to_view(query, &view, options);
         }
+        // The layers of a window share its mask, which costs three kernels.
         let known = self
             .masks
             .iter()
             .position(|(window, _)| *window == options.window);
-        let place = match known {
-            Some(place) => place,
+        let index = match known {
+            Some(index) => index,
             None => {
                 let mask = self.cache.mask_at(&self.positions, options.window)?;
                 self.masks.push((options.window, mask));
@@ -475,7 +475,7 @@ impl KvCache for StaticStep<'_> {
             }
         };
         let options = AttendOptions {
-            mask: Some(&self.masks[place].1),
+            mask: Some(&self.masks[index].1),
             ..*options
         };
         attend_to_view(query, &view, &options)

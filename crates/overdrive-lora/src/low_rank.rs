@@ -1,6 +1,6 @@
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
 use overdrive_sys::autocast;
-use overdrive_sys::product::mm_into;
+use overdrive_sys::gemm::mm_into;
 use tch::{Kind, Tensor};
 
 use crate::{LoraAdapter, Result};

@@ -1,4 +1,4 @@
-// Autocast state of any device type. It is thread-local in libtorch, and so here.
+// The autocast state of any device type. It is thread-local in libtorch.
 #include "guard.h"
 
 #include <ATen/autocast_mode.h>

@@ -1,4 +1,4 @@
-// Process-wide settings of libtorch: TF32, the precision of matrix products, what it was built for.
+// Process-wide settings of libtorch (TF32, the precision of matrix products), its version and CPU capability.
 #include "guard.h"
 
 #include <ATen/Context.h>

@@ -1,14 +1,14 @@
-// A CPU allocator that counts, caches, and can be given a limit.
+// A CPU allocator that counts, caches, and accepts a limit.
 //
-// Counts: "peak memory allocated" means on a CPU what torch.cuda.max_memory_allocated means on a
-// GPU. The resident set is no substitute: it holds libraries, caches, and what malloc keeps.
+// Counts: "peak memory allocated" has the same meaning on a CPU as torch.cuda.max_memory_allocated has on a
+// GPU. The resident set is no substitute: it contains libraries, caches, and memory that malloc retains.
 //
-// Caches: the activations of a training step are tens of megabytes each. malloc takes such blocks
-// from the kernel and gives them back every time, and the kernel zeroes every page again: a large
-// part of a step's time on a CPU. Here a freed block waits, by size class, for the next step.
+// Caches: the activations of a training step are tens of megabytes each. malloc maps such blocks from the
+// kernel and unmaps them every time, and the kernel zeroes every page again, which is a large part of a
+// step's time on a CPU. Here a freed block stays in a free list of its size class for the next step.
 //
-// A block is a header of 64 bytes and the data behind it, so that the data is aligned as libtorch
-// wants (64) and `data == context` holds, on which `raw_allocate` insists.
+// A block is a header of 64 bytes followed by the data, so that the data has the alignment that libtorch
+// requires (64) and `data == context` holds, which `raw_allocate` checks.
 #include "guard.h"
 #include "startup.h"
 
@@ -34,9 +34,9 @@ constexpr size_t HUGE_PAGE = size_t{2} << 20;
 constexpr size_t CLASSES_PER_DOUBLING = 8;
 constexpr size_t SMALLEST_SHIFT = 7;  // 128 bytes, header included
 constexpr size_t CLASS_COUNT = CLASSES_PER_DOUBLING * (48 - SMALLEST_SHIFT);
-// How much too large a cached block may be and still be taken: two classes, a quarter at most.
+// A cached block may be up to two classes too large, which is at most a quarter.
 constexpr size_t CLASSES_TO_SEARCH = 3;
-// Idle memory that is kept even in a program that never had much.
+// Idle memory that is retained even in a program that never allocated much.
 constexpr uint64_t IDLE_FLOOR = uint64_t{64} << 20;
 
 struct alignas(HEADER) Block {
@@ -70,7 +70,7 @@ void* system_allocate(uint64_t bytes) {
   void* memory = nullptr;
   if (posix_memalign(&memory, huge ? HUGE_PAGE : HEADER, bytes) != 0) return nullptr;
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  if (huge) madvise(memory, bytes, MADV_HUGEPAGE);  // A hint: nothing is lost when it is refused.
+  if (huge) madvise(memory, bytes, MADV_HUGEPAGE);  // A hint: a failure has no effect.
 #endif
   return memory;
 }
@@ -173,12 +173,12 @@ class CpuAllocator final : public c10::Allocator {
     block->next = idle_[block->size_class];
     idle_[block->size_class] = block;
     idle_bytes_ += block->capacity;
-    // Between two steps everything is idle, so the cache may be as large as the program ever was.
+    // Between two steps all blocks are idle, so the cache may grow to the maximum that was ever allocated.
     const uint64_t most = caching_ ? std::max(highest_allocated_ + highest_allocated_ / 8, IDLE_FLOOR) : 0;
     if (idle_bytes_ > most) shrink_idle_to(most);
   }
 
-  // Gives idle blocks back to the system, largest first, until no more than `bytes` are idle.
+  // Returns idle blocks to the system, largest first, until no more than `bytes` are idle.
   void shrink_idle_to(uint64_t bytes) {
     for (size_t index = CLASS_COUNT; index-- > 0 && idle_bytes_ > bytes;) {
       while (idle_[index] && idle_bytes_ > bytes) {
@@ -191,7 +191,7 @@ class CpuAllocator final : public c10::Allocator {
     }
   }
 
-  // What libtorch's own profiler is told, when it listens.
+  // Reports an allocation or a release to libtorch's profiler while it runs.
   void report(void* data, int64_t change) {
     if (!c10::memoryProfilingEnabled()) return;
     const od_memory_stats now = stats();

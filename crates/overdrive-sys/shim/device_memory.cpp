@@ -1,4 +1,4 @@
-// Allocator statistics of any accelerator, through the device-generic interface: no CUDA headers.
+// Allocator statistics of any accelerator. The device-generic interface needs no CUDA headers.
 #include "guard.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -10,7 +10,7 @@ at::DeviceAllocator* allocator(int32_t device_type) {
   TORCH_CHECK(c10::GetAllocator(type) != nullptr, "no ", type, " back end is loaded");
   auto* found = c10::getDeviceAllocator(type);
   TORCH_CHECK(found->initialized(), "the ", type,
-              " allocator is not initialized: nothing was put on that device yet");
+              " allocator is not initialized: no tensor was created on that device yet");
   return found;
 }
 

@@ -1,10 +1,10 @@
-// Sees every operator that a thread calls, below autograd, and may give its results instead of it:
-// what a TorchDispatchMode is in Python. And, above autograd, the names of the operators under way.
+// Dispatch modes: callbacks below autograd that see every operator of a thread and can replace its
+// results, as TorchDispatchMode in Python. And, above autograd, the names of the running operators.
 //
-// Both stand on dispatch keys that libtorch reserves for code outside of it and leaves free (they
-// were made for torchdistX, long retired): `Fake` comes right after autograd, views and in-place
-// bookkeeping, `DeferredInit` before them all. A key that is in no tensor takes part only on threads
-// that include it, so that nobody else pays.
+// Both use dispatch keys that libtorch reserves for external code and does not use itself (they were made for
+// torchdistX, which is retired): `Fake` comes directly after autograd, views and in-place bookkeeping,
+// `DeferredInit` before all of them. A key that is in no tensor is active only on threads that include it, so
+// other threads pay nothing.
 #include "callback.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -32,14 +32,14 @@ namespace {
 
 std::atomic<const od_dispatch_callbacks*> dispatch_callbacks{nullptr};
 thread_local bool listening = false;
-thread_local std::vector<const c10::OperatorName*> under_way;
+thread_local std::vector<const c10::OperatorName*> running;
 
 void below_autograd(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, DispatchKey::Fake);
-  // Operators that a kernel calls are its own affair.
+  // Modes do not see the operators that a kernel calls itself.
   c10::impl::ExcludeDispatchKeyGuard once(DispatchKey::Fake);
   const auto* calls = dispatch_callbacks.load(std::memory_order_acquire);
-  // An engine thread inherits the key from the thread that called backward, but not who listens.
+  // An engine thread inherits the key from the thread that called backward, but not the thread's modes.
   if (!listening || !calls) {
     op.redispatchBoxed(below, stack);
     return;
@@ -54,10 +54,10 @@ void below_autograd(const c10::OperatorHandle& op, DispatchKeySet keys, torch::j
 }
 
 void above_autograd(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
-  struct Under {
-    explicit Under(const c10::OperatorName& name) { under_way.push_back(&name); }
-    ~Under() { under_way.pop_back(); }
-  } under(op.operator_name());
+  struct Running {
+    explicit Running(const c10::OperatorName& name) { running.push_back(&name); }
+    ~Running() { running.pop_back(); }
+  } guard(op.operator_name());
   op.redispatchBoxed(keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, DispatchKey::DeferredInit), stack);
 }
 
@@ -70,7 +70,7 @@ void each_tensor(const IValue& value, Visit&& visit) {
   }
 }
 
-// The values without their place in a graph, sharing memory and version counter.
+// Returns the value detached from the graph; it shares memory and version counter with the original.
 IValue detached(const IValue& value) {
   if (value.isTensor()) {
     const auto& tensor = value.toTensor();
@@ -138,7 +138,7 @@ extern "C" od_status* od_dispatched_flags(const od_dispatched* call, int32_t* ou
 extern "C" od_status* od_dispatched_tensors(const od_dispatched* call, void* into,
                                             void (*take)(void* into, od_tensor owned)) noexcept {
   return overdrive::guard([&] {
-    // The stack may hold more than this call's values below its own.
+    // Below this call's values the stack may hold those of its callers.
     const auto& schema = call->op.schema();
     const size_t count = call->done ? schema.returns().size() : schema.arguments().size();
     for (size_t k = call->stack.size() - count; k < call->stack.size(); ++k) {
@@ -149,7 +149,7 @@ extern "C" od_status* od_dispatched_tensors(const od_dispatched* call, void* int
 
 extern "C" od_status* od_dispatched_keep(const od_dispatched* call, od_results** out) noexcept {
   return overdrive::guard([&] {
-    TORCH_CHECK(call->done, "an operator has no results before it ran");
+    TORCH_CHECK(call->done, "an operator has no results before it has run");
     auto kept = std::make_unique<od_results>();
     const size_t count = call->op.schema().returns().size();
     for (size_t k = call->stack.size() - count; k < call->stack.size(); ++k) {
@@ -169,13 +169,13 @@ extern "C" od_status* od_dispatched_replace(od_dispatched* call, const od_result
     for (const auto& [tensor, version] : by->tensors) {
       const auto& counter = tensor.unsafeGetTensorImpl()->version_counter();
       TORCH_CHECK(!counter.enabled() || counter.current_version() == version,
-                  "its kept result, a tensor of shape ", tensor.sizes(),
-                  ", was changed in place since it was kept (it is at version ",
-                  counter.current_version(), ", was at ", version,
+                  "its stored result, a tensor of shape ", tensor.sizes(),
+                  ", was changed in place since it was stored (its version is ",
+                  counter.current_version(), ", and was ", version,
                   "): run this operator again, or change a copy");
     }
     const auto& schema = call->op.schema();
-    TORCH_CHECK(by->values.size() == schema.returns().size(), "results of another operator than ",
+    TORCH_CHECK(by->values.size() == schema.returns().size(), "these are not results of ",
                 full_name(call->op.operator_name()));
     call->stack.erase(call->stack.end() - static_cast<std::ptrdiff_t>(schema.arguments().size()),
                       call->stack.end());
@@ -199,8 +199,8 @@ extern "C" int32_t od_operator_names_set(int32_t enabled) noexcept {
   return before;
 }
 
-extern "C" od_status* od_operator_under_way(char** out) noexcept {
+extern "C" od_status* od_current_operator(char** out) noexcept {
   return overdrive::guard([&] {
-    *out = overdrive::copy_string(under_way.empty() ? std::string() : full_name(*under_way.back()));
+    *out = overdrive::copy_string(running.empty() ? std::string() : full_name(*running.back()));
   });
 }

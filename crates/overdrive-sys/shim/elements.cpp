@@ -1,5 +1,5 @@
-// Where the elements of a CPU tensor are. Kernels ask for every operand of every product: one call, where
-// tch needs five.
+// The address of the elements of a CPU tensor. Kernels need it for every operand of every matrix product:
+// this is one call, where tch needs five.
 #include "guard.h"
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// Running the graph backwards, and the thread's modes: grad, inference, random states.
+// The backward pass with all its options, grad and inference mode, and random states.
 #include "callback.h"
 #include "tensors.h"
 
@@ -21,7 +21,7 @@ const at::Generator& generator(int32_t device_type, int32_t index) {
 
 }  // namespace
 
-// An undefined gradient is "ones, if scalar".
+// The engine takes an undefined gradient of a scalar output as ones.
 extern "C" od_status* od_backward(const od_tensor* outputs, const od_tensor* gradients, size_t n,
                                   const od_tensor* inputs, size_t n_inputs, int32_t retain_graph,
                                   int32_t create_graph) noexcept {

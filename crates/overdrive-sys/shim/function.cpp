@@ -1,4 +1,4 @@
-// A node of the autograd graph whose backward is a Rust closure: what `torch.autograd.Function` is.
+// A node of the autograd graph whose backward is a Rust closure, as `torch.autograd.Function` in Python.
 #include "callback.h"
 #include "tensors.h"
 
@@ -54,11 +54,12 @@ struct RustNode : torch::autograd::Node {
         if (!gradients[k].defined()) gradients[k] = output_info_[k].zeros(device);
       }
     }
-    const bool graph_wanted = at::GradMode::is_enabled();
-    const bool once = graph_wanted && !twice_differentiable_;
+    // The engine enables grad mode for `create_graph`.
+    const bool create_graph = at::GradMode::is_enabled();
+    const bool once = create_graph && !twice_differentiable_;
     variable_list result;
     {
-      at::AutoGradMode mode(graph_wanted && twice_differentiable_);
+      at::AutoGradMode mode(create_graph && twice_differentiable_);
       result = call(gradients, saved);
     }
     if (once && (torch::autograd::any_variable_requires_grad(gradients) ||
@@ -67,7 +68,7 @@ struct RustNode : torch::autograd::Node {
           "trying to differentiate the backward of " + name_ +
               ", which is not differentiable: the function does not offer double backward",
           static_cast<int64_t>(result.size()));
-      // It hangs itself behind what requires a gradient only.
+      // `DelayedError` attaches itself only to tensors that require a gradient.
       for (auto& tensor : result) {
         if (tensor.defined()) tensor = tensor.detach().set_requires_grad(true);
       }
@@ -81,12 +82,14 @@ struct RustNode : torch::autograd::Node {
     std::vector<const void*> gradient_handles, saved_handles;
     for (const auto& g : gradients) gradient_handles.push_back(g.defined() ? &g : nullptr);
     for (const auto& s : saved) saved_handles.push_back(&s);
-    std::vector<uint8_t> wanted;
-    for (size_t k = 0; k < num_outputs(); ++k) wanted.push_back(task_should_compute_output(k));
+    std::vector<uint8_t> needs_input_grad;
+    for (size_t k = 0; k < num_outputs(); ++k) {
+      needs_input_grad.push_back(task_should_compute_output(k));
+    }
     std::vector<od_tensor> out(num_outputs(), nullptr);
     od_backward_call arguments{gradient_handles.data(), gradient_handles.size(),
                                saved_handles.data(),    saved_handles.size(),
-                               wanted.data(),           out.data(),
+                               needs_input_grad.data(), out.data(),
                                out.size()};
     const od_failure failure = backward_(self_.get(), &arguments);
     variable_list result;
@@ -104,7 +107,7 @@ struct RustNode : torch::autograd::Node {
 
 extern "C" od_status* od_function_record(const od_function* f, od_closure closure,
                                          od_function_backward backward, od_tensor* out) noexcept {
-  // Owned from the first line on: a failure below drops it.
+  // Taken before anything can throw, so that a failure below drops the closure.
   auto self = overdrive::own(closure);
   return overdrive::guard([&] {
     const variable_list inputs = as_tensors(f->inputs, f->n_inputs);
@@ -112,7 +115,7 @@ extern "C" od_status* od_function_record(const od_function* f, od_closure closur
     const bool recorded =
         at::GradMode::is_enabled() && torch::autograd::any_variable_requires_grad(inputs);
 
-    // torch's own deleter: deep graphs are freed without deep recursion.
+    // libtorch's deleter frees deep graphs without deep recursion.
     std::shared_ptr<RustNode> node(new RustNode(), torch::autograd::deleteNode);
     node->name_.assign(f->name, f->name_len);
     node->self_ = std::move(self);
@@ -122,18 +125,18 @@ extern "C" od_status* od_function_record(const od_function* f, od_closure closur
     if (recorded) node->set_next_edges(torch::autograd::collect_next_edges(inputs));
     node->clear_input_metadata();
 
-    std::unordered_set<at::TensorImpl*> dirty, constant;
+    std::unordered_set<at::TensorImpl*> dirty, non_differentiable;
     for (size_t k = 0; k < f->n_dirty; ++k) {
       auto* impl = inputs.at(f->dirty[k]).unsafeGetTensorImpl();
       impl->bump_version();
       dirty.insert(impl);
     }
-    for (size_t k = 0; k < f->n_constant; ++k) {
-      constant.insert(outputs.at(f->constant[k]).unsafeGetTensorImpl());
+    for (size_t k = 0; k < f->n_non_differentiable; ++k) {
+      non_differentiable.insert(outputs.at(f->non_differentiable[k]).unsafeGetTensorImpl());
     }
     std::vector<std::optional<Variable>> raw(outputs.begin(), outputs.end());
     const auto wrapped = torch::autograd::_wrap_outputs(
-        inputs, constant, dirty, raw, recorded ? node : nullptr,
+        inputs, non_differentiable, dirty, raw, recorded ? node : nullptr,
         [](const variable_list&, const variable_list&) -> variable_list {
           TORCH_CHECK(false, "a function written in Rust has no forward-mode derivative");
         },

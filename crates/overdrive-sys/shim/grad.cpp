@@ -1,4 +1,4 @@
-// `tensor.grad = …`, which tch cannot say.
+// The setter of `tensor.grad`, which tch does not have.
 #include "guard.h"
 
 #include <ATen/core/Tensor.h>
@@ -7,7 +7,7 @@ extern "C" od_status* od_grad_set(od_tensor tensor, od_tensor grad_or_null) noex
   return overdrive::guard([&] {
     auto& target = *static_cast<at::Tensor*>(tensor);
     if (!grad_or_null) {
-      // Reading `grad()` first keeps a tensor that never had one from growing autograd metadata.
+      // Reading `grad()` first avoids allocating autograd metadata for a tensor that never had a gradient.
       if (target.grad().defined()) target.mutable_grad() = at::Tensor();
       return;
     }

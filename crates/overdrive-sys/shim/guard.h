@@ -1,4 +1,4 @@
-// Turns C++ exceptions into status values.
+// Converts C++ exceptions into status values.
 #pragma once
 
 #include "shim.h"
@@ -19,7 +19,7 @@ struct od_status {
 
 namespace overdrive {
 
-// Thrown for what the caller did wrong, as against what libtorch refused.
+// Thrown for a mistake of the caller that the shim detects, as opposed to an error of libtorch.
 struct BadArgument : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -27,9 +27,9 @@ struct NotFound : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The error or panic of a Rust callback on its way through C++. libtorch's engine keeps an exception
-// as it is (`std::exception_ptr`), so the value arrives whole at the call of ours that started it; a
-// caller that knows nothing of it, such as tch's own `backward`, reads the message.
+// The error or panic of a Rust callback on its way through C++. libtorch's engine passes an exception on
+// unchanged (`std::exception_ptr`), so the value reaches the shim function that started the pass; a
+// caller that does not know this type, such as tch's own `backward`, reads the message.
 struct RustFailure : std::runtime_error {
   explicit RustFailure(const od_failure& failure)
       : std::runtime_error(std::string(failure.message, failure.message_len)),
@@ -37,7 +37,7 @@ struct RustFailure : std::runtime_error {
   std::shared_ptr<void> payload;
 };
 
-// Allocates without throwing: when even that fails, a static status is returned.
+// Returns a new status without throwing; if its allocation fails, a static one.
 od_status* make_status(int32_t kind, const char* message,
                        std::shared_ptr<void> payload = nullptr) noexcept;
 

@@ -1,4 +1,4 @@
-// Rust closures on gradients: as a gradient reaches a tensor, and after it was added to a leaf's.
+// Rust closures as hooks: on the gradient of a tensor, and after the gradient of a leaf was accumulated.
 #include "callback.h"
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,7 @@ struct LeafHooks : torch::autograd::PostAccumulateGradHook {
     std::vector<Entry> now;
     {
       std::lock_guard<std::mutex> held(lock);
-      now = entries;  // a hook may remove itself or add another
+      now = entries;  // a copy: a hook may remove itself or add another
     }
     for (const auto& entry : now) {
       od_tensor unused = nullptr;
@@ -91,7 +91,7 @@ extern "C" od_status* od_hook_remove(od_hook* hook) noexcept {
     }
     auto* hooks = dynamic_cast<LeafHooks*>(torch::autograd::impl::post_acc_grad_hooks(target).get());
     if (!hooks) return;
-    LeafHooks::Entry removed;  // dropped after the lock: dropping runs Rust code
+    LeafHooks::Entry removed;  // destroyed after the lock is released: destroying it runs Rust code
     std::lock_guard<std::mutex> held(hooks->lock);
     auto& entries = hooks->entries;
     auto at = std::find_if(entries.begin(), entries.end(),

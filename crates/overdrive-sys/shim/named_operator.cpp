@@ -1,4 +1,4 @@
-// Operators of ours that consist of Rust code, so that modes on the dispatcher see them by name.
+// Operators of the dispatcher whose kernels are Rust closures, so that dispatch modes see them by name.
 #include "callback.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -6,11 +6,11 @@
 
 namespace {
 
-// What the operator under way on this thread does.
+// The body of the operator that this thread is running.
 thread_local const od_named_body* body = nullptr;
 
 std::vector<at::Tensor> run(const std::vector<at::Tensor>&) {
-  TORCH_CHECK(body, "an operator of Overdrive's was called other than by Overdrive");
+  TORCH_CHECK(body, "operators of Overdrive can be called by Overdrive only");
   const auto* current = std::exchange(body, nullptr);
   std::vector<at::Tensor> results;
   auto failure = current->run(current->self, &results, [](void* into, od_tensor owned) {

@@ -1,5 +1,5 @@
-// Calls any operator that the dispatcher knows, boxed, by schema name: the one door to what tch
-// does not generate (`_foreach_*`, `_fused_*`, `_amp_*`, the forward halves of fused attention).
+// Boxed calls of any operator of the dispatcher by its schema name, for the operators that tch does not
+// generate (`_foreach_*`, `_fused_*`, `_amp_*`, the forward halves of fused attention).
 #include "guard.h"
 #include "tensors.h"
 
@@ -34,8 +34,8 @@ const char* tag_name(int32_t tag) {
   return tag >= 0 && tag <= OD_DEVICE ? names[tag] : "an unknown value";
 }
 
-// The value as the type the schema asks for: integers widen to floats, a list of tensors may become
-// a list of optional ones. Everything else that does not fit is refused with the argument's name.
+// Converts the value to the type in the schema: integers widen to floats, a list of tensors may become a
+// list of optional tensors. For any other mismatch it throws an error with the argument's name.
 IValue convert(const od_value& v, const c10::FunctionSchema& schema, const c10::Argument& argument) {
   c10::TypePtr type = argument.type();
   if (auto optional = type->cast<c10::OptionalType>()) {

@@ -1,8 +1,8 @@
-// Work of ours on the threads that libtorch's CPU kernels already have.
+// Parallel loops on the threads of libtorch's CPU kernels.
 //
-// libtorch's OpenMP run-time is found in the process by name, through the entry point that compilers
-// emit for `#pragma omp parallel`. Compiling this file with -fopenmp would instead link whichever
-// OpenMP the compiler brings: a second pool of threads beside the first.
+// libtorch's OpenMP run-time is found in the process by name, through the entry point that compilers emit for
+// `#pragma omp parallel`. Compiling this file with -fopenmp would link the compiler's own OpenMP instead: a
+// second pool of threads beside the first.
 #include "shim.h"
 
 #include <ATen/Parallel.h>

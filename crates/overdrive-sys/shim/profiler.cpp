@@ -1,6 +1,6 @@
-// What measuring a step needs: device events, named ranges, libtorch's Kineto profiler, the
-// process's own memory, and which GPU a CUDA device is. No CUDA headers: events go through the
-// device-generic guard, names through the driver library that CUDA has loaded.
+// Device events, named ranges, libtorch's Kineto profiler, the memory of the process, and the identity of
+// a CUDA device. No CUDA headers are needed: events use the device-generic guard, and names come from the
+// driver library that CUDA has loaded.
 #include "guard.h"
 
 #include <ATen/record_function.h>
@@ -71,7 +71,7 @@ struct od_profile {
 
 extern "C" od_status* od_event_new(int32_t device_type, od_event** out) noexcept {
   return overdrive::guard([&] {
-    // BACKEND_DEFAULT is the flag that keeps the time.
+    // BACKEND_DEFAULT makes the event store the time; PYTORCH_DEFAULT does not.
     *out = new od_event{
         c10::Event(static_cast<c10::DeviceType>(device_type), c10::EventFlag::BACKEND_DEFAULT)};
   });
@@ -103,7 +103,7 @@ extern "C" od_status* od_event_elapsed(const od_event* start, const od_event* en
 
 extern "C" od_status* od_range_begin(const char* name, size_t length, od_range** out) noexcept {
   return overdrive::guard([&] {
-    // Nothing listens in an ordinary step; then a range costs this one look.
+    // Without a profiler a range costs only this check.
     auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
     if (!callbacks) {
       *out = nullptr;
@@ -124,7 +124,7 @@ extern "C" od_status* od_profiler_start(const od_profiler_options* options) noex
   return overdrive::guard([&] {
     if (profiling.exchange(true)) {
       throw overdrive::BadArgument(
-          "a profile is being taken already in this process; stop it first");
+          "another profile is being taken in this process; stop it first");
     }
     try {
       const profiler::ProfilerConfig config(profiler::ProfilerState::KINETO, options->record_shapes,
@@ -142,7 +142,7 @@ extern "C" od_status* od_profiler_start(const od_profiler_options* options) noex
 
 extern "C" od_status* od_profiler_stop(od_profile** out) noexcept {
   return overdrive::guard([&] {
-    // Ended either way: a profiler that cannot be stopped cannot be stopped twice either.
+    // Reset even if stopping throws: a second attempt would fail too.
     profiling = false;
     auto profile = std::make_unique<od_profile>();
     profile->result = kineto::disableProfiler();
@@ -206,7 +206,7 @@ extern "C" od_status* od_process_memory(uint64_t* resident, uint64_t* peak_resid
     mach_msg_type_number_t count = MACH_TASK_BASIC_INFO_COUNT;
     TORCH_CHECK(task_info(mach_task_self(), MACH_TASK_BASIC_INFO,
                           reinterpret_cast<task_info_t>(&info), &count) == KERN_SUCCESS,
-                "the kernel does not tell this process's memory");
+                "the kernel does not report this process's memory");
     *peak_resident = info.resident_size_max;
     *resident = info.resident_size;
 #else
@@ -214,11 +214,11 @@ extern "C" od_status* od_process_memory(uint64_t* resident, uint64_t* peak_resid
     TORCH_CHECK(file, "/proc/self/statm cannot be read");
     unsigned long long total = 0, pages = 0;
     TORCH_CHECK(std::fscanf(file.get(), "%llu %llu", &total, &pages) == 2,
-                "/proc/self/statm has an unknown form");
+                "/proc/self/statm has an unknown format");
     rusage usage{};
-    TORCH_CHECK(getrusage(RUSAGE_SELF, &usage) == 0, "the kernel does not tell this process's memory");
+    TORCH_CHECK(getrusage(RUSAGE_SELF, &usage) == 0, "the kernel does not report this process's memory");
     const uint64_t now = pages * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-    // The kernel counts the peak in batches: it can lag behind the present a little.
+    // The kernel updates the peak in batches, so it can lag slightly behind the current value.
     *peak_resident = std::max(now, static_cast<uint64_t>(usage.ru_maxrss) * 1024);
     *resident = now;
 #endif
@@ -227,15 +227,15 @@ extern "C" od_status* od_process_memory(uint64_t* resident, uint64_t* peak_resid
 
 extern "C" od_status* od_cuda_identity(int32_t device, char** name, char** pci_bus_id) noexcept {
   return overdrive::guard([&] {
-    // The driver's own interface: its handles are integers, its names have a fixed form, and it
-    // follows CUDA_VISIBLE_DEVICES as the runtime does.
+    // The driver's interface: its handles are integers, so no header is needed, and it respects
+    // CUDA_VISIBLE_DEVICES as the runtime does.
     void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     TORCH_CHECK(driver, "no CUDA driver is installed (libcuda.so.1)");
     const auto init = reinterpret_cast<int (*)(unsigned)>(dlsym(driver, "cuInit"));
     const auto get = reinterpret_cast<int (*)(int*, int)>(dlsym(driver, "cuDeviceGet"));
     const auto get_name = reinterpret_cast<int (*)(char*, int, int)>(dlsym(driver, "cuDeviceGetName"));
     const auto get_bus = reinterpret_cast<int (*)(char*, int, int)>(dlsym(driver, "cuDeviceGetPCIBusId"));
-    TORCH_CHECK(init && get && get_name && get_bus, "the CUDA driver lacks cuDeviceGetName and its kin");
+    TORCH_CHECK(init && get && get_name && get_bus, "the CUDA driver does not have cuInit, cuDeviceGet, cuDeviceGetName and cuDeviceGetPCIBusId");
     int handle = 0;
     char text[256] = {}, bus[32] = {};
     int failed = init(0);

@@ -1,8 +1,8 @@
 // Hooks on the tensors that the graph saves for backward.
 //
-// libtorch asks its engine for them: `Engine::get_default_saved_variable_hooks` is virtual, Python's
-// engine overrides it, and so does ours, which is the base engine in everything else. It takes the
-// base engine's place before `main`, so that no backward ever runs on two engines.
+// libtorch gets them from its engine: `Engine::get_default_saved_variable_hooks` is virtual, and Python's
+// engine overrides it. So does `HookedEngine`, which is the base engine otherwise. It replaces the base
+// engine before `main`, so that no program ever runs backward passes on two engines.
 #include "callback.h"
 
 #include <ATen/core/Tensor.h>
@@ -26,7 +26,7 @@ using torch::autograd::SavedVariable;
 using torch::autograd::SavedVariableHooks;
 
 std::atomic<const od_saved_tensor_callbacks*> saved_tensor_callbacks{nullptr};
-// How many pairs of hooks Rust has pushed on this thread.
+// The number of hooks that Rust has pushed on this thread.
 thread_local int32_t depth = 0;
 
 bool is_parameter(const at::Tensor& tensor) {
@@ -47,7 +47,8 @@ struct RustHooks final : SavedVariableHooks {
   }
 
   at::Tensor call_unpack_hook() override {
-    // Two backward passes over one graph may run at once; one may also come back to itself.
+    // Two backward passes over one graph may run at once. Recursive, because unpacking may run a backward
+    // pass that reaches this value again.
     std::lock_guard<std::recursive_mutex> held(lock);
     od_tensor out = nullptr;
     const od_failure failure = calls->unpack(packed, &out);
@@ -62,7 +63,7 @@ struct RustHooks final : SavedVariableHooks {
 };
 
 struct HookedEngine final : Engine {
-  // As the base asks of its subclasses: the threads use the virtual functions.
+  // The base requires this of subclasses: its threads use the virtual functions.
   ~HookedEngine() override { stop(); }
 
   std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
@@ -94,7 +95,7 @@ extern "C" void od_saved_tensors_install(const od_saved_tensor_callbacks* to) no
 extern "C" od_status* od_saved_tensors_set_depth(int32_t to) noexcept {
   return overdrive::guard([&] {
     TORCH_CHECK(to == 0 || &Engine::get_default_engine() == &hooked_engine(),
-                "another autograd engine has taken over in this process (Python's?): hooks on saved "
+                "another autograd engine was installed in this process (Python's?): hooks on saved "
                 "tensors would never be called");
     depth = to;
   });
@@ -123,10 +124,11 @@ extern "C" int32_t od_backward_threads_set(int32_t enabled) noexcept {
   return before;
 }
 
-// --- where a saved tensor's memory is, and copies of it beside the computation ---------------------
+// --- the identity of a tensor's storage, and asynchronous copies -----------------------------------
 
 struct od_storage {
-  // While this is held no other storage can have the same address, even when the memory is long gone.
+  // A weak pointer keeps the `StorageImpl` allocated, so no other can have its address, though its memory may
+  // have been freed.
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   const void* address;
 };
@@ -142,13 +144,13 @@ extern "C" od_status* od_storage_of(od_tensor tensor, od_storage** out, const vo
 
 extern "C" void od_storage_free(od_storage* storage) noexcept { delete storage; }
 
-struct od_copied {
+struct od_copy_event {
   c10::Event event;
 };
 
 namespace {
 
-// One more stream for each device, for copies only.
+// Returns the device's stream for copies.
 c10::Stream side_stream(c10::Device device) {
   static std::mutex lock;
   static std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, c10::Stream> streams;
@@ -162,7 +164,7 @@ c10::Stream side_stream(c10::Device device) {
 
 }  // namespace
 
-extern "C" od_status* od_copy_aside(od_tensor from, od_tensor to, od_copied** done) noexcept {
+extern "C" od_status* od_copy_async(od_tensor from, od_tensor to, od_copy_event** done) noexcept {
   return overdrive::guard([&] {
     const auto& source = *static_cast<const at::Tensor*>(from);
     auto& target = *static_cast<at::Tensor*>(to);
@@ -181,15 +183,15 @@ extern "C" od_status* od_copy_aside(od_tensor from, od_tensor to, od_copied** do
       c10::StreamGuard guard(side);
       target.copy_(source, /*non_blocking=*/true);
     }
-    // The device's memory is not given to others before the copy is through with it.
+    // Without this the allocator could reuse the device's memory before the copy is done.
     (source.is_cpu() ? target : source).record_stream(side);
-    auto copied = std::make_unique<od_copied>(od_copied{c10::Event(device.type())});
+    auto copied = std::make_unique<od_copy_event>(od_copy_event{c10::Event(device.type())});
     copied->event.record(side);
     *done = copied.release();
   });
 }
 
-extern "C" od_status* od_copied_wait(od_copied* event, int32_t device_type, int32_t index) noexcept {
+extern "C" od_status* od_copy_event_wait(od_copy_event* event, int32_t device_type, int32_t index) noexcept {
   return overdrive::guard([&] {
     const c10::Device device(static_cast<c10::DeviceType>(device_type),
                              static_cast<c10::DeviceIndex>(index));
@@ -198,4 +200,4 @@ extern "C" od_status* od_copied_wait(od_copied* event, int32_t device_type, int3
   });
 }
 
-extern "C" void od_copied_free(od_copied* event) noexcept { delete event; }
+extern "C" void od_copy_event_free(od_copy_event* event) noexcept { delete event; }

@@ -1,11 +1,11 @@
 // The C ABI between Overdrive and libtorch.
 //
-// Rules, kept by every function here:
+// Every function here keeps these rules:
 //  - `noexcept`; the whole body runs inside `guard`, so that no C++ exception leaves it;
 //  - it returns null on success, else a status that the caller frees with `od_status_free`;
 //  - results go through out-parameters, last in the list, written only on success;
-//  - an `od_tensor` is an `at::Tensor*`: borrowed when it comes in, owned by the caller when it
-//    goes out (tch frees it).
+//  - an `od_tensor` is an `at::Tensor*`: borrowed as an argument, owned by the caller as a result (tch
+//    frees it).
 #pragma once
 
 #include <stddef.h>
@@ -27,7 +27,7 @@ int32_t od_status_kind(const od_status* status) OD_NOEXCEPT;
 const char* od_status_message(const od_status* status) OD_NOEXCEPT;
 void od_status_free(od_status* status) OD_NOEXCEPT;
 
-// --- op.cpp: any operator by its schema name -----------------------------------------------------
+// --- op.cpp: calls of any operator by its schema name -----------------------------------------------------
 enum od_tag {
   OD_NONE = 0,
   OD_TENSOR = 1,   // ptr: at::Tensor*
@@ -54,9 +54,9 @@ od_status* od_op_call(const char* name, const char* overload, const od_value* ar
                       od_outputs** out) OD_NOEXCEPT;
 od_status* od_op_schema(const char* name, const char* overload, char** out) OD_NOEXCEPT;
 size_t od_outputs_len(const od_outputs* outputs) OD_NOEXCEPT;
-// Reads output `index`: scalars land in `out->i`/`out->f`; for lists `out->len` is the length.
+// Reads output `index`: scalars are stored in `out->i` or `out->f`; for lists `out->len` is the length.
 od_status* od_outputs_get(const od_outputs* outputs, size_t index, od_value* out) OD_NOEXCEPT;
-// A tensor output, or element `element` of a list of tensors, as a new handle.
+// Returns a tensor output, or element `element` of a list of tensors, as a new handle.
 od_status* od_outputs_tensor(const od_outputs* outputs, size_t index, size_t element,
                              od_tensor* out) OD_NOEXCEPT;
 void od_outputs_free(od_outputs* outputs) OD_NOEXCEPT;
@@ -66,30 +66,30 @@ void od_string_free(char* text) OD_NOEXCEPT;
 od_status* od_grad_set(od_tensor tensor, od_tensor grad_or_null) OD_NOEXCEPT;
 
 // --- callback.h: Rust called from C++ -----------------------------------------------------------
-// What a callback ended with: null payload for success; else an error or a panic, with a message that
-// lives as long as the payload, which the receiver releases once.
+// The outcome of a callback: a null payload for success; else an error or a panic, with a message that lives
+// as long as the payload, which the receiver releases once.
 typedef struct od_failure {
   void* payload;
   const char* message;
   size_t message_len;
   void (*release)(void*);
 } od_failure;
-// A Rust closure, owned by whoever receives it, dropped once.
+// A Rust closure. The receiver owns it and drops it once.
 typedef struct od_closure {
   void* self;
   void (*drop)(void*);
 } od_closure;
-// The payload of a failure that came back in this status, borrowed from it; null for other errors.
+// Returns the payload of the failure that this status carries, borrowed from it; null for other errors.
 void* od_status_payload(const od_status* status) OD_NOEXCEPT;
 
 // --- function.cpp: functions with a backward in Rust ----------------------------------------------
 typedef struct od_backward_call {
-  const void* const* gradients;  // of the outputs; null where there is none
+  const void* const* gradients;  // of the outputs; null for an absent gradient
   size_t n_gradients;
   const void* const* saved;
   size_t n_saved;
-  const uint8_t* wanted;  // whether the gradient of input k is
-  od_tensor* out;         // of the inputs: owned handles or null
+  const uint8_t* needs_input_grad;  // for each input, 1 if its gradient is needed
+  od_tensor* out;                   // the gradients of the inputs: owned handles or null
   size_t n_out;
 } od_backward_call;
 typedef od_failure (*od_function_backward)(void* self, const od_backward_call* call);
@@ -98,31 +98,31 @@ typedef struct od_function {
   size_t name_len;
   const od_tensor* inputs;
   size_t n_inputs;
-  const od_tensor* outputs;  // what forward made
+  const od_tensor* outputs;  // the results of forward
   size_t n_outputs;
   const od_tensor* saved;
   size_t n_saved;
   const size_t* dirty;  // inputs that forward changed in place
   size_t n_dirty;
-  const size_t* constant;  // outputs that are not differentiable
-  size_t n_constant;
+  const size_t* non_differentiable;  // indices of outputs
+  size_t n_non_differentiable;
   int32_t materialize_grads;
   int32_t twice_differentiable;
 } od_function;
-// Puts a function that has run into the graph; `out` has room for `n_outputs` handles.
+// Records a function whose forward has run in the graph; `out` has room for `n_outputs` handles.
 od_status* od_function_record(const od_function* function, od_closure closure,
                               od_function_backward backward, od_tensor* out) OD_NOEXCEPT;
 
 // --- hooks.cpp ----------------------------------------------------------------------------------
 typedef struct od_hook od_hook;
-// `replacement` may be set to an owned handle: the gradient to go on with.
+// `replacement` may be set to an owned handle: a gradient that replaces this one.
 typedef od_failure (*od_hook_call)(void* self, const void* tensor, od_tensor* replacement);
 od_status* od_hook_register(od_tensor tensor, od_closure closure, od_hook_call call,
                             od_hook** out) OD_NOEXCEPT;
 od_status* od_hook_register_post_accumulate(od_tensor tensor, od_closure closure, od_hook_call call,
                                             od_hook** out) OD_NOEXCEPT;
 od_status* od_hook_remove(od_hook* hook) OD_NOEXCEPT;  // and frees the handle
-void od_hook_free(od_hook* hook) OD_NOEXCEPT;          // the handle alone: the hook stays
+void od_hook_free(od_hook* hook) OD_NOEXCEPT;          // frees the handle only: the hook stays
 
 // --- engine.cpp ---------------------------------------------------------------------------------
 od_status* od_backward(const od_tensor* outputs, const od_tensor* gradients, size_t n,
@@ -133,7 +133,7 @@ od_status* od_grad(const od_tensor* outputs, const od_tensor* gradients, size_t 
                    int32_t create_graph, int32_t allow_unused, od_tensor* out) OD_NOEXCEPT;
 int32_t od_grad_mode_get(void) OD_NOEXCEPT;
 void od_grad_mode_set(int32_t enabled) OD_NOEXCEPT;
-// The guard must be left on the thread that entered it, in the reverse order.
+// Guards must be left on the thread that entered them, in reverse order.
 od_status* od_inference_mode_enter(int32_t enabled, void** out) OD_NOEXCEPT;
 void od_inference_mode_exit(void* guard) OD_NOEXCEPT;
 int32_t od_inference_mode_get(void) OD_NOEXCEPT;
@@ -144,40 +144,40 @@ od_status* od_random_seed(int32_t device_type, int32_t index, uint64_t seed) OD_
 
 // --- saved_tensors.cpp: hooks on what the graph saves -------------------------------------------
 typedef struct od_saved_tensor_callbacks {
-  // Takes an owned handle, gives what the graph holds in its place. `parameter`: it is a leaf that
-  // requires grad, or a view of one.
+  // Takes an owned handle, and stores the value that the graph holds in place of the tensor. `parameter` is 1
+  // for a leaf that requires grad, or a view of one.
   od_failure (*pack)(od_tensor tensor, int32_t parameter, void** packed);
   od_failure (*unpack)(void* packed, od_tensor* out);  // an owned handle
   void (*drop)(void* packed);
 } od_saved_tensor_callbacks;
-// For the whole process, before the first depth that is not 0.
+// Sets the callbacks of the process. Must be called before the first depth that is not 0.
 void od_saved_tensors_install(const od_saved_tensor_callbacks* callbacks) OD_NOEXCEPT;
-// How many pairs of hooks are on this thread's stack: they are called while it is not 0.
+// Sets the number of hooks on this thread's stack. The callbacks are called while it is not 0.
 od_status* od_saved_tensors_set_depth(int32_t depth) OD_NOEXCEPT;
-// A tensor saved as a node of the graph saves its inputs: through the hooks, checked for changes.
+// A tensor that is saved as a node of the graph saves its inputs: through the hooks, checked for changes.
 typedef struct od_saved_variable od_saved_variable;
 od_status* od_saved_variable_new(od_tensor tensor, od_saved_variable** out) OD_NOEXCEPT;
 od_status* od_saved_variable_unpack(const od_saved_variable* saved, od_tensor* out) OD_NOEXCEPT;
 void od_saved_variable_free(od_saved_variable* saved) OD_NOEXCEPT;
-int32_t od_graph_task_id(void) OD_NOEXCEPT;  // of the backward this thread is in; -1: none
-// Whether a backward that this thread starts may use other threads; the setting before.
+int32_t od_graph_task_id(void) OD_NOEXCEPT;  // the id of this thread's running backward pass; -1: none
+// Sets whether a backward pass that this thread starts may use other threads; returns the previous setting.
 int32_t od_backward_threads_set(int32_t enabled) OD_NOEXCEPT;
 
-// What a tensor's memory is known by: no other has this address while the handle is held.
+// The identity of a tensor's storage: no other storage has this address while the handle lives.
 typedef struct od_storage od_storage;
 od_status* od_storage_of(od_tensor tensor, od_storage** out, const void** address) OD_NOEXCEPT;
 void od_storage_free(od_storage* storage) OD_NOEXCEPT;
-// Copies between host and device on a stream of its own, after what the current stream has to do now;
-// `done` is null for a copy within the host, which is over on return.
-typedef struct od_copied od_copied;
-od_status* od_copy_aside(od_tensor from, od_tensor to, od_copied** done) OD_NOEXCEPT;
-// What the device's current stream does from here on waits for the event; the caller does not.
-od_status* od_copied_wait(od_copied* event, int32_t device_type, int32_t index) OD_NOEXCEPT;
-void od_copied_free(od_copied* event) OD_NOEXCEPT;
+// Copies between host and device on a separate stream, after the work that is queued on the current stream.
+// `done` is null for a copy within the host, which has finished on return.
+typedef struct od_copy_event od_copy_event;
+od_status* od_copy_async(od_tensor from, od_tensor to, od_copy_event** done) OD_NOEXCEPT;
+// Makes later work on the device's current stream wait for the event. Does not block the caller.
+od_status* od_copy_event_wait(od_copy_event* event, int32_t device_type, int32_t index) OD_NOEXCEPT;
+void od_copy_event_free(od_copy_event* event) OD_NOEXCEPT;
 
 // --- dispatch_mode.cpp: every operator that a thread calls --------------------------------------
-typedef struct od_dispatched od_dispatched;  // a call under way
-typedef struct od_results od_results;        // the results of a call, kept
+typedef struct od_dispatched od_dispatched;  // a call in progress
+typedef struct od_results od_results;        // the stored results of a call
 typedef struct od_dispatch_callbacks {
   od_failure (*before)(od_dispatched* call);
   od_failure (*after)(od_dispatched* call);
@@ -188,7 +188,7 @@ void od_dispatch_mode_listen(int32_t enabled) OD_NOEXCEPT;  // on this thread
 const char* od_dispatched_name(const od_dispatched* call, size_t* len) OD_NOEXCEPT;
 const char* od_dispatched_overload(const od_dispatched* call, size_t* len) OD_NOEXCEPT;
 od_status* od_dispatched_flags(const od_dispatched* call, int32_t* out) OD_NOEXCEPT;
-// The tensors among the arguments (before) or the results (after), as owned handles.
+// Passes the tensors among the arguments (before) or the results (after) to `take`, as owned handles.
 od_status* od_dispatched_tensors(const od_dispatched* call, void* into,
                                  void (*take)(void* into, od_tensor owned)) OD_NOEXCEPT;
 od_status* od_dispatched_keep(const od_dispatched* call, od_results** out) OD_NOEXCEPT;
@@ -196,13 +196,13 @@ od_status* od_dispatched_replace(od_dispatched* call, const od_results* by) OD_N
 od_status* od_results_tensors(const od_results* results, void* into,
                               void (*take)(void* into, od_tensor owned)) OD_NOEXCEPT;
 void od_results_free(od_results* results) OD_NOEXCEPT;
-// Keeps the names of the operators under way on this thread; the setting before.
+// Sets whether the names of this thread's running operators are recorded; returns the previous setting.
 int32_t od_operator_names_set(int32_t enabled) OD_NOEXCEPT;
-od_status* od_operator_under_way(char** out) OD_NOEXCEPT;  // the innermost; empty: none
+od_status* od_current_operator(char** out) OD_NOEXCEPT;  // the innermost one; empty: none
 
 // --- parallel.cpp -------------------------------------------------------------------------------
 typedef void (*od_team_work)(void* self, int32_t thread, int32_t threads);
-// How many threads a team may have here: 1 inside a parallel region.
+// Returns the number of threads that a team may have here: 1 inside a parallel region.
 int32_t od_parallel_threads(void) OD_NOEXCEPT;
 // Calls `work` once on each thread of a team and returns when all have. `work` must not unwind.
 void od_parallel(int32_t threads, od_team_work work, void* self) OD_NOEXCEPT;
@@ -210,27 +210,27 @@ void od_parallel(int32_t threads, od_team_work work, void* self) OD_NOEXCEPT;
 // --- named_operator.cpp -------------------------------------------------------------------------
 typedef struct od_named_body {
   void* self;
-  // Gives each result to `push`, which owns it from then on.
+  // Passes each result to `push`, which owns it from then on.
   od_failure (*run)(void* self, void* into, void (*push)(void* into, od_tensor owned));
 } od_named_body;
-// Calls `overdrive::mm` or `overdrive::attention` with `body` for its kernel; the results go to `push`.
+// Calls `overdrive::mm` or `overdrive::attention` with `body` as its kernel; `push` receives the results.
 od_status* od_named_call(const char* name, const od_tensor* inputs, size_t n_inputs,
                          const od_named_body* body, void* into,
                          void (*push)(void* into, od_tensor owned)) OD_NOEXCEPT;
 
 // --- elements.cpp --------------------------------------------------------------------------------
-// The elements of a contiguous CPU tensor of `dtype` (at::ScalarType); of any other null and -1,
-// or -2 where it has no strides (sparse).
+// Returns the elements of a contiguous CPU tensor of `dtype` (at::ScalarType). `count` is -1 for any other
+// tensor, and -2 for one without strides (sparse).
 od_status* od_cpu_elements(od_tensor tensor, int64_t dtype, void** data, int64_t* count) OD_NOEXCEPT;
 
-// --- product.cpp --------------------------------------------------------------------------------
+// --- gemm.cpp -----------------------------------------------------------------------------------
 int32_t od_onednn_available(void) OD_NOEXCEPT;
-// out = beta·out + alpha·left·right, for fp32 or bf16 matrices on the CPU, `out` contiguous.
+// Computes out = beta·out + alpha·left·right for fp32 or bf16 matrices on the CPU, with a contiguous `out`.
 od_status* od_onednn_matmul(od_tensor left, od_tensor right, od_tensor out, float beta,
                             float alpha) OD_NOEXCEPT;
 
 // --- autocast.cpp ---------------------------------------------------------------------------------
-// `device_type` is c10::DeviceType, `dtype` is at::ScalarType, both as integers.
+// `device_type` is a c10::DeviceType, `dtype` an at::ScalarType.
 od_status* od_autocast_get(int32_t device_type, int32_t* enabled, int32_t* dtype) OD_NOEXCEPT;
 od_status* od_autocast_set(int32_t device_type, int32_t enabled, int32_t dtype) OD_NOEXCEPT;
 od_status* od_autocast_cache_get(int32_t* enabled) OD_NOEXCEPT;
@@ -241,7 +241,7 @@ od_status* od_autocast_nesting(int32_t delta, int32_t* depth) OD_NOEXCEPT;
 // --- cpu_allocator.cpp ------------------------------------------------------------------------
 typedef struct od_memory_stats {
   uint64_t allocated;       // bytes in live allocations
-  uint64_t peak_allocated;  // the most there were since the last reset
+  uint64_t peak_allocated;  // the maximum since the last reset
   uint64_t reserved;        // bytes taken from the system: live and cached
   uint64_t peak_reserved;
   uint64_t allocations;     // allocations since the start
@@ -266,12 +266,12 @@ od_status* od_cpu_capability(char** out) OD_NOEXCEPT;
 od_status* od_libtorch_version(char** out) OD_NOEXCEPT;
 
 // --- startup.cpp --------------------------------------------------------------------------------
-// 0: no CUDA library beside libtorch_cpu, 1: loaded (or linked), 2: there but it failed to load.
+// `state` 0: no CUDA library beside libtorch_cpu, 1: loaded (or linked), 2: it failed to load.
 od_status* od_cuda_library(int32_t* state, char** detail) OD_NOEXCEPT;
 od_status* od_cuda_compute_capability(int32_t device, int32_t* major, int32_t* minor) OD_NOEXCEPT;
 
 // --- profiler.cpp -------------------------------------------------------------------------------
-// Events mark a place in the work of a device; they keep the time. One thread at a time uses one.
+// An event in a stream of a device that stores the time. At most one thread may use it at a time.
 typedef struct od_event od_event;
 od_status* od_event_new(int32_t device_type, od_event** out) OD_NOEXCEPT;
 void od_event_free(od_event* event) OD_NOEXCEPT;
@@ -280,7 +280,7 @@ od_status* od_event_query(const od_event* event, int32_t* done) OD_NOEXCEPT;
 od_status* od_event_wait(const od_event* event) OD_NOEXCEPT;
 od_status* od_event_elapsed(const od_event* start, const od_event* end,
                             double* milliseconds) OD_NOEXCEPT;
-// A named range of this thread's time; null where nothing listens. Ended once, on the same thread.
+// A named range of this thread's time; null if no profiler runs. It is ended once, on the same thread.
 typedef struct od_range od_range;
 od_status* od_range_begin(const char* name, size_t length, od_range** out) OD_NOEXCEPT;
 void od_range_end(od_range* range_or_null) OD_NOEXCEPT;
@@ -295,7 +295,7 @@ typedef struct od_profiler_options {
 typedef struct od_profile od_profile;
 typedef struct od_profile_entry {
   const char* name;    // both live as long as the profile
-  const char* shapes;  // of the inputs: "[2, 3], [3, 4]"; empty where not recorded
+  const char* shapes;  // of the inputs: "[2, 3], [3, 4]"; empty if not recorded
   uint64_t start_ns;   // since 1970
   uint64_t end_ns;
   uint64_t thread;
@@ -318,7 +318,7 @@ od_status* od_profile_event(const od_profile* profile, size_t index, od_profile_
 od_status* od_profile_start_ns(const od_profile* profile, uint64_t* out) OD_NOEXCEPT;
 od_status* od_profile_save(od_profile* profile, const char* path) OD_NOEXCEPT;  // once
 void od_profile_free(od_profile* profile) OD_NOEXCEPT;
-// Bytes of this process in main memory, now and at most.
+// The bytes of the resident set of this process, and their maximum.
 od_status* od_process_memory(uint64_t* resident, uint64_t* peak_resident) OD_NOEXCEPT;
 od_status* od_cuda_identity(int32_t device, char** name, char** pci_bus_id) OD_NOEXCEPT;
 

@@ -1,6 +1,6 @@
-// What happens before `main`: the CUDA back end is loaded where its library lies beside
-// libtorch_cpu, so that one binary, linked against the CPU libraries alone, uses a GPU where there
-// is one. `OVERDRIVE_NO_CUDA=1` in the environment leaves it out.
+// Start-up before `main`: loads the CUDA back end if its library lies beside libtorch_cpu, so that one
+// binary, which is linked only against the CPU libraries, uses a GPU if there is one.
+// `OVERDRIVE_NO_CUDA=1` in the environment disables this.
 #include "guard.h"
 #include "startup.h"
 
@@ -22,7 +22,7 @@ struct CudaLibrary {
 
 std::string folder_of_libtorch() {
   Dl_info info{};
-  // Any function of libc10 will do: the libraries of libtorch lie in one folder.
+  // Any function of libc10 serves: the libraries of libtorch lie in one folder.
   if (!dladdr(reinterpret_cast<void*>(&c10::alloc_cpu), &info) || !info.dli_fname) return {};
   std::string path(info.dli_fname);
   const auto slash = path.rfind('/');
@@ -33,7 +33,7 @@ CudaLibrary load_cuda() {
   CudaLibrary result;
   const char* off = std::getenv("OVERDRIVE_NO_CUDA");
   if (off && *off && std::string(off) != "0") {
-    result.detail = "left out because OVERDRIVE_NO_CUDA is set";
+    result.detail = "not loaded because OVERDRIVE_NO_CUDA is set";
     return result;
   }
 #ifdef __linux__
@@ -54,7 +54,7 @@ CudaLibrary load_cuda() {
     result.detail = why ? why : path;
   }
 #else
-  result.detail = "CUDA is for Linux here";
+  result.detail = "CUDA is supported on Linux only";
 #endif
   return result;
 }
@@ -68,13 +68,14 @@ const CudaLibrary& cuda_library() {
 struct Startup {
   Startup() noexcept {
     overdrive::install_cpu_allocator();
-    // libtorch's profiler complains on standard error that there is no GPU. Set here, while there is one
-    // thread: the environment is nobody's to change later. Who wants its log sets the variable.
+    // libtorch's profiler warns on standard error that there is no GPU. The variable is set here, while
+    // there is one thread, because changing the environment later is a data race. A value that the user
+    // set is kept.
     setenv("KINETO_LOG_LEVEL", "99", 0);
     try {
       cuda_library();
     } catch (...) {
-      // Asked for again, and reported, by od_cuda_library.
+      // od_cuda_library tries again and reports the error.
     }
   }
 } startup;
@@ -89,7 +90,7 @@ extern "C" od_status* od_cuda_library(int32_t* state, char** detail) noexcept {
   });
 }
 
-// Asked of the CUDA runtime that libtorch has loaded, so that no CUDA header is needed.
+// Calls the CUDA runtime that libtorch has loaded, so that no CUDA header is needed.
 extern "C" od_status* od_cuda_compute_capability(int32_t device, int32_t* major, int32_t* minor) noexcept {
   return overdrive::guard([&] {
     using GetAttribute = int (*)(int* value, int attribute, int device);

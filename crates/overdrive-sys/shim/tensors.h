@@ -1,4 +1,4 @@
-// Tensors behind the handles that come from Rust.
+// Conversions of the handles that come from Rust into tensors.
 #pragma once
 
 #include "shim.h"

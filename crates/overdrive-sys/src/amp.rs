@@ -1,18 +1,19 @@
 //! The two kernels of dynamic loss scaling (Micikevicius et al. 2018, <https://arxiv.org/abs/1710.03740>).
 
+use overdrive_core::check_at_least;
 use tch::Tensor;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::op::{Value, call};
 
-/// Multiplies every gradient by `inv_scale` in place, and sets `found_inf` to 1 if any of them holds
-/// an infinity or a NaN (else it is left as it is). No host synchronisation.
+/// Multiplies every gradient by `inv_scale` in place, and sets `found_inf` to 1 if any of them contains an
+/// infinity or a NaN; otherwise `found_inf` keeps its value. Does not synchronize with the host.
 ///
-/// The gradients must be on one device, dense, and may differ in dtype; `found_inf` and `inv_scale`
-/// are float32 tensors of one element there.
+/// The gradients must be dense and on one device; their dtypes may differ. `found_inf` and `inv_scale` are
+/// float32 tensors of one element on that device.
 ///
 /// # Errors
-/// What `aten::_amp_foreach_non_finite_check_and_unscale_` refuses.
+/// The errors of `aten::_amp_foreach_non_finite_check_and_unscale_`.
 pub fn non_finite_check_and_unscale(
     grads: &[Tensor],
     found_inf: &Tensor,
@@ -34,36 +35,29 @@ pub fn non_finite_check_and_unscale(
     Ok(())
 }
 
-/// How [`update_scale`] moves the scale.
+/// The factors and the interval of [`update_scale`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ScaleUpdate {
-    /// Factor after `growth_interval` steps without an infinity.
+    /// The factor applied after `growth_interval` consecutive steps with finite gradients.
     pub growth_factor: f64,
-    /// Factor after a step with one.
+    /// The factor applied after a step with an infinite or NaN gradient.
     pub backoff_factor: f64,
-    /// Steps without an infinity until the scale grows.
+    /// The number of consecutive finite steps until the scale grows; at least 1.
     pub growth_interval: i64,
 }
 
 /// Updates `scale` (float32) and `growth_tracker` (int32), tensors of one element, in place.
 ///
 /// # Errors
-/// What `aten::_amp_update_scale_` refuses.
+/// [`crate::Error::Common`] for a growth interval below 1, and the errors of `aten::_amp_update_scale_`.
 pub fn update_scale(
     scale: &Tensor,
     growth_tracker: &Tensor,
     found_inf: &Tensor,
     update: ScaleUpdate,
 ) -> Result<()> {
-    if update.growth_interval < 1 {
-        return Err(Error::BadArgument {
-            operation: "updating the loss scale".to_owned(),
-            message: format!(
-                "a growth interval of {}; it must be at least 1",
-                update.growth_interval
-            ),
-        });
-    }
+    // The kernel compares the tracker with the interval for equality: with 0 the scale would never grow.
+    check_at_least("growth_interval", update.growth_interval, 1)?;
     let args = [
         Value::Tensor(scale),
         Value::Tensor(growth_tracker),

@@ -1,6 +1,7 @@
-//! The raw autocast state. It belongs to the thread, as in libtorch.
+//! The raw autocast state of the current thread.
 //!
-//! Nothing here restores anything: overdrive-precision's guards do, and are what to use.
+//! These functions change the state until it is changed again. The guards of overdrive-precision restore it
+//! and are meant for general use.
 
 use tch::{Device, Kind};
 
@@ -8,16 +9,16 @@ use crate::device::{device_type, kind, scalar_type};
 use crate::error::{Error, Result, check};
 use crate::ffi;
 
-/// Whether autocast is on for a device type, and to which dtype it casts.
+/// The autocast state of a device type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct State {
-    /// Whether operators cast.
+    /// If `true`, operators cast their inputs.
     pub enabled: bool,
-    /// What they cast to.
+    /// The dtype that they cast to.
     pub dtype: Kind,
 }
 
-/// The state for the type of `device`.
+/// Returns the state for the type of `device`.
 ///
 /// # Errors
 /// [`Error::Torch`] for a device type without autocast.
@@ -29,7 +30,7 @@ pub fn state(device: Device) -> Result<State> {
     check(status, "reading the autocast state")?;
     let dtype = kind(dtype).ok_or_else(|| Error::Torch {
         operation: "reading the autocast state".to_owned(),
-        message: format!("libtorch casts to its scalar type {dtype}, which tch does not name"),
+        message: format!("libtorch casts to its scalar type {dtype}, for which tch has no `Kind`"),
     })?;
     Ok(State {
         enabled: enabled != 0,
@@ -40,15 +41,12 @@ pub fn state(device: Device) -> Result<State> {
 /// Sets the state for the type of `device`.
 ///
 /// # Errors
-/// [`Error::BadArgument`] for a dtype that is not a floating-point one, [`Error::Torch`] for a device
-/// type without autocast.
+/// [`Error::Common`] for a dtype that is not a floating-point one, [`Error::Torch`] for a device type
+/// without autocast.
 pub fn set_state(device: Device, state: State) -> Result<()> {
-    let dtype = scalar_type(state.dtype).ok_or_else(|| Error::BadArgument {
-        operation: "setting the autocast state".to_owned(),
-        message: format!(
-            "{:?} is no dtype that autocast can cast to; use Half or BFloat16",
-            state.dtype
-        ),
+    let dtype = scalar_type(state.dtype).ok_or_else(|| {
+        let given = format!("{:?}", state.dtype);
+        overdrive_core::Error::option("dtype", given, "Half, BFloat16, Float or Double")
     })?;
     // SAFETY: plain values.
     let status =
@@ -56,10 +54,10 @@ pub fn set_state(device: Device, state: State) -> Result<()> {
     check(status, "setting the autocast state")
 }
 
-/// Whether weights that were cast are kept until the outermost autocast region ends.
+/// Returns `true` if casts of weights are cached until the outermost autocast region ends.
 ///
 /// # Errors
-/// Only if libtorch throws.
+/// [`Error::Torch`] if libtorch throws.
 pub fn cache_enabled() -> Result<bool> {
     let mut enabled = 0;
     // SAFETY: written only on success.
@@ -68,10 +66,10 @@ pub fn cache_enabled() -> Result<bool> {
     Ok(enabled != 0)
 }
 
-/// Switches the cache of cast weights.
+/// Enables or disables the cache of cast weights.
 ///
 /// # Errors
-/// Only if libtorch throws.
+/// [`Error::Torch`] if libtorch throws.
 pub fn set_cache_enabled(enabled: bool) -> Result<()> {
     // SAFETY: a plain value.
     let status = unsafe { ffi::od_autocast_cache_set(i32::from(enabled)) };
@@ -81,25 +79,26 @@ pub fn set_cache_enabled(enabled: bool) -> Result<()> {
 /// Drops the cached casts.
 ///
 /// # Errors
-/// Only if libtorch throws.
+/// [`Error::Torch`] if libtorch throws.
 pub fn clear_cache() -> Result<()> {
     // SAFETY: no arguments.
     let status = unsafe { ffi::od_autocast_cache_clear() };
     check(status, "clearing the autocast cache")
 }
 
-/// Enters one more region; the new depth.
+/// Enters one more autocast region and returns the new depth.
 ///
 /// # Errors
-/// Only if libtorch throws.
+/// [`Error::Torch`] if libtorch throws.
 pub fn increment_nesting() -> Result<i32> {
     nesting(1)
 }
 
-/// Leaves a region; the new depth. At 0 the caller clears the cache, as PyTorch does.
+/// Leaves an autocast region and returns the new depth. At 0 the caller must clear the cache, as PyTorch
+/// does.
 ///
 /// # Errors
-/// Only if libtorch throws.
+/// [`Error::Torch`] if libtorch throws.
 pub fn decrement_nesting() -> Result<i32> {
     nesting(-1)
 }

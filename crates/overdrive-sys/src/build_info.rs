@@ -1,14 +1,14 @@
-//! Which libtorch this program runs on.
+//! The version of libtorch and the instruction set of its CPU kernels.
 
 use std::ptr;
 
 use crate::error::{Result, check, take_string};
 use crate::ffi;
 
-/// The version of libtorch, such as `2.11.0`.
+/// Returns the version of libtorch, such as `2.11.0`.
 ///
 /// # Errors
-/// Only if libtorch throws.
+/// [`crate::Error::Torch`] if libtorch throws.
 pub fn libtorch_version() -> Result<String> {
     let mut text = ptr::null_mut();
     // SAFETY: written only on success, and then taken once.
@@ -21,10 +21,11 @@ pub fn libtorch_version() -> Result<String> {
     }
 }
 
-/// The vector instructions that libtorch's CPU kernels use here: `DEFAULT`, `AVX2`, `AVX512`, `NEON`…
+/// Returns the instruction set that libtorch's CPU kernels use on this machine: `DEFAULT`, `AVX2`, `AVX512`,
+/// `NEON`…
 ///
 /// # Errors
-/// Only if libtorch throws.
+/// [`crate::Error::Torch`] if libtorch throws.
 pub fn cpu_capability() -> Result<String> {
     let mut text = ptr::null_mut();
     // SAFETY: written only on success, and then taken once.

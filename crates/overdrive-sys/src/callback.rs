@@ -1,4 +1,4 @@
-//! Rust closures that libtorch calls, and how their errors and panics come back.
+//! Rust closures that libtorch calls, and the way of their errors and panics back to Rust.
 
 use std::any::Any;
 use std::error::Error as StdError;
@@ -9,29 +9,29 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::ffi::{RawClosure, RawFailure};
 
-/// The error that a callback may return: any that can cross threads, because libtorch runs backward on
-/// threads of its own on a GPU.
+/// The error of a callback. It must be able to cross threads, because libtorch runs the backward pass of
+/// a GPU on threads of its own.
 pub type CallbackError = Box<dyn StdError + Send + Sync>;
 
 /// The result of a callback.
 pub type CallbackResult<T> = std::result::Result<T, CallbackError>;
 
-/// What a callback ended with, other than success.
+/// The failure of a callback.
 pub(crate) enum Failure {
     Error(CallbackError),
     Panic(Box<dyn Any + Send>),
 }
 
-/// A failure on its way through C++: the message for whoever cannot take the value out.
-struct Carried {
+/// A failure on its way through C++. The message is for callers that cannot take the value out, such as tch.
+struct FailurePayload {
     message: String,
     failure: Mutex<Option<Failure>>,
 }
 
-/// Runs `body` so that neither an error nor a panic unwinds into C++.
-pub(crate) fn contain(body: impl FnOnce() -> CallbackResult<()>) -> RawFailure {
-    // The closure's state is not looked at again by code that would mind a broken invariant: libtorch
-    // hands the panic on to the caller, who unwinds.
+/// Runs `body` and converts an error or a panic into a value, because neither may unwind into C++.
+pub(crate) fn catch_failure(body: impl FnOnce() -> CallbackResult<()>) -> RawFailure {
+    // `AssertUnwindSafe`: libtorch passes the panic on to the caller of the backward pass, which unwinds, so
+    // nothing uses the state that the closure left behind.
     let failure = match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => return success(),
         Ok(Err(error)) => Failure::Error(error),
@@ -41,14 +41,15 @@ pub(crate) fn contain(body: impl FnOnce() -> CallbackResult<()>) -> RawFailure {
         Failure::Error(error) => error.to_string(),
         Failure::Panic(payload) => format!("panicked: {}", panic_text(&**payload)),
     };
-    let carried = Arc::new(Carried {
+    let shared = Arc::new(FailurePayload {
         message,
         failure: Mutex::new(Some(failure)),
     });
     RawFailure {
-        message: carried.message.as_ptr().cast(),
-        message_len: carried.message.len(),
-        payload: Arc::into_raw(carried).cast_mut().cast(),
+        // The pointer stays valid when the `Arc` moves: the text lies on the heap behind it.
+        message: shared.message.as_ptr().cast(),
+        message_len: shared.message.len(),
+        payload: Arc::into_raw(shared).cast_mut().cast(),
         release,
     }
 }
@@ -63,29 +64,30 @@ fn success() -> RawFailure {
 }
 
 unsafe extern "C" fn release(payload: *mut c_void) {
-    // SAFETY: C++ calls this once for each payload that `contain` gave out.
-    unsafe { drop(Arc::from_raw(payload.cast::<Carried>().cast_const())) }
+    // SAFETY: C++ calls this once for each payload that `catch_failure` returned.
+    unsafe { drop(Arc::from_raw(payload.cast::<FailurePayload>().cast_const())) }
 }
 
-/// Takes the failure out of a status's payload, unless someone did before.
+/// Takes the failure out of a status's payload; returns `None` if it was taken before.
 ///
 /// # Safety
-/// `payload` is null or came from [`contain`] and is alive.
-pub(crate) unsafe fn failure(payload: *mut c_void) -> Option<Failure> {
+/// `payload` is null, or was returned by [`catch_failure`] and has not been released.
+pub(crate) unsafe fn take_failure(payload: *mut c_void) -> Option<Failure> {
     if payload.is_null() {
         return None;
     }
     // SAFETY: the caller's promise.
-    let carried = unsafe { &*payload.cast::<Carried>().cast_const() };
-    carried
+    let shared = unsafe { &*payload.cast::<FailurePayload>().cast_const() };
+    shared
         .failure
         .lock()
         .unwrap_or_else(PoisonError::into_inner)
         .take()
 }
 
-/// What a panic said.
+/// Returns the message of a panic.
 pub fn panic_text(payload: &(dyn Any + Send)) -> &str {
+    // `panic!` with a literal carries a `&str`, with arguments a `String`.
     if let Some(text) = payload.downcast_ref::<&'static str>() {
         text
     } else if let Some(text) = payload.downcast_ref::<String>() {
@@ -95,10 +97,10 @@ pub fn panic_text(payload: &(dyn Any + Send)) -> &str {
     }
 }
 
-/// Hands a value to C++, which drops it once.
-pub(crate) fn closure<T: Send>(value: T) -> RawClosure {
+/// Moves a value to C++, which drops it once.
+pub(crate) fn into_raw_closure<T: Send>(value: T) -> RawClosure {
     unsafe extern "C" fn drop_box<T>(value: *mut c_void) {
-        // A panic in a destructor has nobody to go to; it must not unwind into C++ either.
+        // C++ destructors cannot report a panic, and it must not unwind into C++.
         let _ = catch_unwind(AssertUnwindSafe(|| {
             // SAFETY: made by `Box::into_raw` of the same type, dropped once by C++.
             unsafe { drop(Box::from_raw(value.cast::<T>())) }

@@ -1,35 +1,35 @@
-//! Whether the CUDA back end is there.
+//! The CUDA back end: whether it was loaded, and the compute capability of its devices.
 
 use std::ptr;
 
 use crate::error::{Result, check, take_string};
 use crate::ffi;
 
-/// What became of libtorch's CUDA library when the program started.
+/// The state of libtorch's CUDA library since the program started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CudaLibrary {
     /// This libtorch is a CPU one, or the library was left out on purpose.
     Absent {
-        /// Where it was looked for, or why it was left out.
+        /// The path where it was searched for, or the reason why it was left out.
         detail: String,
     },
-    /// It is loaded; whether there is a GPU is `tch::Cuda::is_available()`.
+    /// It is loaded. `tch::Cuda::is_available()` returns whether there is a GPU.
     Loaded {
         /// Its path.
         path: String,
     },
-    /// It is there, but could not be loaded.
+    /// It exists, but could not be loaded.
     Failed {
-        /// The dynamic linker's words, which name the library that is missing.
+        /// The dynamic linker's message, which names the missing library.
         reason: String,
     },
 }
 
-/// What became of it.
+/// Returns the state of libtorch's CUDA library.
 ///
 /// # Errors
-/// Only if there is no memory left for the answer.
+/// [`crate::Error::OutOfMemory`] if the path or the message cannot be copied.
 pub fn library() -> Result<CudaLibrary> {
     let (mut state, mut detail) = (0, ptr::null_mut());
     // SAFETY: both are written only on success; the string is taken once.
@@ -47,11 +47,12 @@ pub fn library() -> Result<CudaLibrary> {
     })
 }
 
-/// The compute capability of a GPU, such as `(9, 0)` for Hopper.
+/// Returns the compute capability of a GPU, such as `(9, 0)` for Hopper.
 ///
 /// # Errors
 /// [`crate::Error::Torch`] if no CUDA runtime is loaded or there is no such device.
 pub fn compute_capability(device: usize) -> Result<(u32, u32)> {
+    // An index beyond i32 is no device either: the CUDA runtime refuses it with its own message.
     let index = i32::try_from(device).unwrap_or(i32::MAX);
     let (mut major, mut minor) = (0, 0);
     // SAFETY: both are written only on success.

@@ -1,8 +1,8 @@
-//! Device and dtype codes of libtorch.
+//! The numbers of libtorch's device types and dtypes.
 
 use tch::{Device, Kind};
 
-/// `c10::DeviceType`.
+/// Returns the `c10::DeviceType`.
 pub(crate) fn device_type(device: Device) -> i32 {
     match device {
         Device::Cpu => 0,
@@ -19,7 +19,7 @@ pub(crate) fn device_index(device: Device) -> i32 {
     }
 }
 
-/// The dtypes that autocast can have, with their `at::ScalarType`.
+/// The dtypes that autocast can cast to, with their `at::ScalarType`.
 const AUTOCAST_KINDS: [(Kind, i32); 4] = [
     (Kind::Half, 5),
     (Kind::Float, 6),
@@ -41,7 +41,7 @@ pub(crate) fn kind(scalar_type: i32) -> Option<Kind> {
         .map(|(k, _)| *k)
 }
 
-/// `at::ScalarType` of any dtype.
+/// Returns the `at::ScalarType` of any dtype.
 pub(crate) fn scalar_code(kind: Kind) -> i64 {
     match kind {
         Kind::Uint8 => 0,
@@ -60,6 +60,7 @@ pub(crate) fn scalar_code(kind: Kind) -> i64 {
         Kind::QUInt8 => 13,
         Kind::QInt32 => 14,
         Kind::BFloat16 => 15,
+        // 16 to 22 are quantized types and bit types, for which tch has no `Kind`.
         Kind::Float8e5m2 => 23,
         Kind::Float8e4m3fn => 24,
         Kind::Float8e5m2fnuz => 25,

@@ -1,9 +1,8 @@
-//! Seeing every operator that a thread calls, and answering in its place: what a `TorchDispatchMode`
-//! is in Python.
+//! Modes that see every operator that a thread calls and can replace its results (`TorchDispatchMode`).
 //!
-//! A mode stands right below autograd: it sees the operators that kernels exist for (`aten::addmm`,
-//! not `aten::linear`), those of backward too while a backward pass runs on its thread, and not those
-//! that a kernel calls itself. It costs about a microsecond an operator on the threads that have one.
+//! A mode acts directly below autograd: it sees the operators that have kernels (`aten::addmm`, not
+//! `aten::linear`), including those of a backward pass on its thread, but not the operators that a kernel
+//! calls itself. It costs about a microsecond per operator, and only on the threads that have a mode.
 
 use std::cell::RefCell;
 use std::ffi::c_void;
@@ -18,35 +17,37 @@ use crate::callback::{self, CallbackResult};
 use crate::error::{Result, check, take_string};
 use crate::ffi::{self, RawTensor};
 
-/// What a thread's operators are shown to.
+/// An observer of the operators of a thread.
 pub trait DispatchMode {
-    /// Before the operator runs; what is returned takes the place of its results, and it does not run.
+    /// Is called before the operator runs. If it returns results, they replace the operator's own, and the
+    /// operator does not run.
     ///
     /// # Errors
-    /// What is returned becomes the error of the operator.
+    /// An error becomes the error of the operator.
     fn before(&self, call: &OperatorCall) -> CallbackResult<Option<Arc<Results>>> {
         let _ = call;
         Ok(None)
     }
 
-    /// After it ran, or was answered. Not called if it failed.
+    /// Is called after the operator ran or its results were replaced. It is not called if the operator
+    /// failed.
     ///
     /// # Errors
-    /// What is returned becomes the error of the operator.
+    /// An error becomes the error of the operator.
     fn after(&self, call: &OperatorCall) -> CallbackResult<()> {
         let _ = call;
         Ok(())
     }
 }
 
-/// An operator that is being called.
+/// A call of an operator in progress.
 #[derive(Debug)]
 pub struct OperatorCall {
     raw: *mut ffi::RawDispatched,
 }
 
 impl OperatorCall {
-    /// Its name, such as `aten::addmm`.
+    /// Returns the name of the operator, such as `aten::addmm`.
     pub fn name(&self) -> &str {
         let mut len = 0;
         // SAFETY: the call is alive while modes see it; operator names live as long as their operator,
@@ -57,7 +58,7 @@ impl OperatorCall {
         }
     }
 
-    /// Its overload, such as `Tensor`; often empty.
+    /// Returns the overload of the operator, such as `Tensor`; it is often empty.
     pub fn overload(&self) -> &str {
         let mut len = 0;
         // SAFETY: as in `name`.
@@ -67,7 +68,7 @@ impl OperatorCall {
         }
     }
 
-    /// Name and overload, such as `aten::add.Tensor`.
+    /// Returns the name with the overload, such as `aten::add.Tensor`.
     pub fn full_name(&self) -> String {
         match self.overload() {
             "" => self.name().to_owned(),
@@ -75,26 +76,26 @@ impl OperatorCall {
         }
     }
 
-    /// Whether it writes to an argument (`aten::add_`, `aten::copy_`, `out=`).
+    /// Returns `true` if the operator writes to an argument (`aten::add_`, `aten::copy_`, `out=`).
     ///
     /// # Errors
-    /// Only if libtorch throws.
+    /// [`crate::Error::Torch`] if libtorch throws.
     pub fn mutates(&self) -> Result<bool> {
         Ok(self.flags()? & ffi::MUTATES != 0)
     }
 
-    /// Whether a result shares memory with an argument (views, in-place operators).
+    /// Returns `true` if a result shares memory with an argument (views, in-place operators).
     ///
     /// # Errors
-    /// Only if libtorch throws.
+    /// [`crate::Error::Torch`] if libtorch throws.
     pub fn aliases(&self) -> Result<bool> {
         Ok(self.flags()? & ffi::ALIASES != 0)
     }
 
-    /// Whether it draws from a random generator.
+    /// Returns `true` if the operator draws from a random generator.
     ///
     /// # Errors
-    /// Only if libtorch throws.
+    /// [`crate::Error::Torch`] if libtorch throws.
     pub fn is_random(&self) -> Result<bool> {
         Ok(self.flags()? & ffi::RANDOM != 0)
     }
@@ -107,11 +108,11 @@ impl OperatorCall {
         Ok(flags)
     }
 
-    /// The tensors among its arguments ([`DispatchMode::before`]) or its results
-    /// ([`DispatchMode::after`]), those in lists too.
+    /// Returns the tensors among the arguments (in [`DispatchMode::before`]) or the results (in
+    /// [`DispatchMode::after`]), including those in lists.
     ///
     /// # Errors
-    /// Only if memory runs out.
+    /// [`crate::Error::OutOfMemory`].
     pub fn tensors(&self) -> Result<Vec<Tensor>> {
         let mut tensors: Vec<Tensor> = Vec::new();
         // SAFETY: the call is alive; `push` is given the vector that it expects.
@@ -121,11 +122,11 @@ impl OperatorCall {
         Ok(tensors)
     }
 
-    /// Keeps the results, without their place in the graph, for [`DispatchMode::before`] of a later
-    /// call of the same operator. They share memory with what the caller gets.
+    /// Returns the results, detached from the graph, for [`DispatchMode::before`] of a later call of the same
+    /// operator. They share memory with the results that the caller receives.
     ///
     /// # Errors
-    /// [`crate::Error::Torch`] before it ran.
+    /// [`crate::Error::Torch`] if the operator has not run yet.
     pub fn keep(&self) -> Result<Results> {
         let mut raw = ptr::null_mut();
         // SAFETY: the call is alive; `raw` is written only on success.
@@ -148,8 +149,8 @@ unsafe extern "C" fn push(into: *mut c_void, owned: RawTensor) {
     unsafe { (*into.cast::<Vec<Tensor>>()).push(Tensor::from_ptr(owned.cast())) }
 }
 
-/// The results of a call, kept. A tensor among them that was changed in place since makes answering with
-/// them an error.
+/// The stored results of a call. Using them as a replacement is an error if a tensor among them was
+/// changed in place since.
 #[derive(Debug)]
 pub struct Results {
     raw: *mut ffi::RawResults,
@@ -162,10 +163,10 @@ unsafe impl Send for Results {}
 unsafe impl Sync for Results {}
 
 impl Results {
-    /// The tensors among them.
+    /// Returns the tensors among the results.
     ///
     /// # Errors
-    /// Only if memory runs out.
+    /// [`crate::Error::OutOfMemory`].
     pub fn tensors(&self) -> Result<Vec<Tensor>> {
         let mut tensors: Vec<Tensor> = Vec::new();
         // SAFETY: alive with `self`; `push` is given the vector that it expects.
@@ -186,26 +187,27 @@ thread_local! {
     static MODES: RefCell<Vec<(u64, Rc<dyn DispatchMode>)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A mode on this thread's stack, until dropped.
+/// A guard that keeps a mode on this thread's stack until it is dropped.
 #[derive(Debug)]
 #[must_use = "the mode ends when the guard is dropped"]
 pub struct ModeGuard {
     id: u64,
-    /// The stack is the thread's: the guard stays there.
+    /// Makes the guard `!Send`: the stack is thread-local.
     on_this_thread: PhantomData<*const ()>,
 }
 
-/// Shows every operator of this thread to `mode` until the guard is dropped. The mode pushed last is
-/// asked first; one that answers keeps the others from seeing the call.
+/// Pushes `mode` on this thread's stack until the guard is dropped. The mode that was pushed last is called
+/// first; if it replaces the results, the modes below it do not see the call.
 pub fn push_mode(mode: Rc<dyn DispatchMode>) -> ModeGuard {
     static INSTALLED: Once = Once::new();
     static CALLBACKS: ffi::RawDispatchCallbacks = ffi::RawDispatchCallbacks {
         before: call_before,
         after: call_after,
     };
-    // SAFETY: a static of functions that keep the shim's contract.
+    // SAFETY: a static table of functions that keep the shim's contract.
     INSTALLED.call_once(|| unsafe { ffi::od_dispatch_mode_install(&raw const CALLBACKS) });
     let id = MODES.with_borrow_mut(|modes| {
+        // Ids increase along the stack, so they stay unique when guards are dropped in any order.
         let id = modes.last().map_or(0, |(last, _)| last + 1);
         modes.push((id, mode));
         id
@@ -229,13 +231,13 @@ impl Drop for ModeGuard {
             }
             Some(mode)
         });
-        // Outside of the borrow: a mode may own anything.
+        // Dropped outside of the borrow: the mode's destructor may push or drop other modes.
         drop(removed);
     }
 }
 
-/// Keeps what `body` calls from this thread's modes.
-pub(crate) fn unseen<T>(body: impl FnOnce() -> T) -> T {
+/// Runs `body` without this thread's modes.
+pub(crate) fn without_modes<T>(body: impl FnOnce() -> T) -> T {
     struct Resume;
     impl Drop for Resume {
         fn drop(&mut self) {
@@ -252,12 +254,13 @@ pub(crate) fn unseen<T>(body: impl FnOnce() -> T) -> T {
     body()
 }
 
-/// Whether anything on this thread would see an operator.
+/// Returns `true` if this thread has a mode.
 pub(crate) fn has_modes() -> bool {
     MODES.with_borrow(|modes| !modes.is_empty())
 }
 
-/// The mode on top first.
+/// Returns the modes of this thread, the one pushed last first. They are cloned, because a mode may push or
+/// drop modes while it runs.
 fn modes() -> Vec<Rc<dyn DispatchMode>> {
     MODES.with_borrow(|modes| {
         modes
@@ -269,19 +272,20 @@ fn modes() -> Vec<Rc<dyn DispatchMode>> {
 }
 
 thread_local! {
-    /// How many modes, from the top, saw the call that is under way. Calls do not nest: a mode is off
-    /// while an operator runs.
-    static ASKED: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+    /// The number of modes, from the top, that saw the current call. One number is enough, because calls do
+    /// not nest: modes are disabled while an operator runs.
+    static MODES_CALLED: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
 unsafe extern "C" fn call_before(raw: *mut ffi::RawDispatched) -> ffi::RawFailure {
-    callback::contain(|| {
+    callback::catch_failure(|| {
         let call = OperatorCall { raw };
         let modes = modes();
-        ASKED.set(modes.len());
+        // `after` must be called on exactly the modes whose `before` was called.
+        MODES_CALLED.set(modes.len());
         for (index, mode) in modes.iter().enumerate() {
             if let Some(results) = mode.before(&call)? {
-                ASKED.set(index + 1);
+                MODES_CALLED.set(index + 1);
                 // SAFETY: the call is alive, the results too.
                 let status = unsafe { ffi::od_dispatched_replace(raw, results.raw) };
                 return Ok(check(status, call.name())?);
@@ -292,28 +296,28 @@ unsafe extern "C" fn call_before(raw: *mut ffi::RawDispatched) -> ffi::RawFailur
 }
 
 unsafe extern "C" fn call_after(raw: *mut ffi::RawDispatched) -> ffi::RawFailure {
-    callback::contain(|| {
+    callback::catch_failure(|| {
         let call = OperatorCall { raw };
-        let asked = ASKED.get();
+        let called = MODES_CALLED.get();
         modes()
             .iter()
-            .take(asked)
+            .take(called)
             .rev()
             .try_for_each(|mode| mode.after(&call))
     })
 }
 
-/// Keeps track of the names of the operators under way on this thread, for [`operator_under_way`],
-/// until dropped. Costs under a microsecond an operator.
+/// A guard that records the names of the running operators of this thread, for [`current_operator`], until it
+/// is dropped. Costs less than a microsecond per operator.
 #[derive(Debug)]
-#[must_use = "the names are kept until the guard is dropped"]
+#[must_use = "the names are recorded until the guard is dropped"]
 pub struct OperatorNames {
     before: i32,
     on_this_thread: PhantomData<*const ()>,
 }
 
 impl OperatorNames {
-    /// From here on.
+    /// Starts to record the names.
     pub fn new() -> Self {
         Self {
             // SAFETY: sets a thread-local flag.
@@ -336,17 +340,17 @@ impl Drop for OperatorNames {
     }
 }
 
-/// The innermost operator that this thread is in, as seen from above autograd, such as `aten::addmm`;
-/// `None` outside of all and without [`OperatorNames`].
+/// Returns the innermost operator that this thread is running, as seen from above autograd, such as
+/// `aten::addmm`; `None` outside of operators and without [`OperatorNames`].
 ///
 /// # Errors
-/// Only if memory runs out.
-pub fn operator_under_way() -> Result<Option<String>> {
+/// [`crate::Error::OutOfMemory`].
+pub fn current_operator() -> Result<Option<String>> {
     let mut text = ptr::null_mut();
     // SAFETY: `text` is written only on success, and then taken once.
     let name = unsafe {
         check(
-            ffi::od_operator_under_way(&raw mut text),
+            ffi::od_current_operator(&raw mut text),
             "naming an operator",
         )?;
         take_string(text)

@@ -1,4 +1,4 @@
-//! The backward engine with all its options, and the modes of a thread.
+//! The autograd engine with all its options, and the grad and inference modes of a thread.
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
@@ -14,7 +14,7 @@ fn handles(tensors: &[&Tensor]) -> Vec<RawTensor> {
     tensors.iter().map(|tensor| handle(tensor)).collect()
 }
 
-/// One handle an output; null stands for "ones, of a scalar".
+/// Returns one handle for each output. Null means "ones", which the engine accepts for scalar outputs.
 fn gradient_handles(n: usize, gradients: &[Option<&Tensor>]) -> Vec<RawTensor> {
     (0..n)
         .map(|index| match gradients.get(index) {
@@ -24,11 +24,12 @@ fn gradient_handles(n: usize, gradients: &[Option<&Tensor>]) -> Vec<RawTensor> {
         .collect()
 }
 
-/// `torch.autograd.backward`: adds the gradients of the leaves under `outputs` to theirs, or only those
-/// of `inputs` where that is not empty. `gradients` holds those of the outputs; scalars need none.
+/// Accumulates the gradients of `outputs` into the leaves of the graph (`torch.autograd.backward`), or only
+/// into `inputs` where that is not empty. `gradients` are the gradients of the outputs; scalar outputs need
+/// none.
 ///
 /// # Errors
-/// libtorch's, and whatever a function or a hook on the way returned ([`crate::Error::Callback`]).
+/// libtorch's errors, and the error of a function or a hook in the graph ([`crate::Error::Callback`]).
 pub fn backward(
     outputs: &[&Tensor],
     gradients: &[Option<&Tensor>],
@@ -54,11 +55,11 @@ pub fn backward(
     check(status, "backward")
 }
 
-/// `torch.autograd.grad`: the gradients of `inputs`, returned and not accumulated; `None` for one that
-/// the outputs do not depend on, where that is allowed.
+/// Returns the gradients of `inputs` without accumulating them (`torch.autograd.grad`). The gradient is
+/// `None` for an input that the outputs do not depend on, if `allow_unused`.
 ///
 /// # Errors
-/// As for [`backward`]; an unused input unless `allow_unused`.
+/// As [`backward`]; [`crate::Error::Torch`] for an unused input unless `allow_unused`.
 pub fn grad(
     outputs: &[&Tensor],
     gradients: &[Option<&Tensor>],
@@ -71,7 +72,7 @@ pub fn grad(
     let raw_gradients = gradient_handles(outputs.len(), gradients);
     let raw_inputs = handles(inputs);
     let mut out: Vec<RawTensor> = vec![ptr::null_mut(); inputs.len()];
-    // SAFETY: as in `backward`; `out` has room for one handle an input.
+    // SAFETY: as in `backward`; `out` has room for one handle per input.
     let status = unsafe {
         ffi::od_grad(
             raw_outputs.as_ptr(),
@@ -93,23 +94,23 @@ pub fn grad(
         .collect())
 }
 
-/// Whether operators are recorded for backward on this thread.
+/// Returns `true` if this thread records operators for backward.
 pub fn is_grad_enabled() -> bool {
     // SAFETY: reads a thread-local flag.
     unsafe { ffi::od_grad_mode_get() != 0 }
 }
 
-/// Switches recording on this thread until dropped, also by a panic.
+/// A guard that enables or disables gradient recording on this thread until it is dropped, also by a panic.
 #[derive(Debug)]
 #[must_use = "the mode ends when the guard is dropped"]
 pub struct GradMode {
     before: bool,
-    /// The flag is the thread's: the guard stays there.
+    /// Makes the guard `!Send`: the flag is thread-local.
     on_this_thread: PhantomData<*const ()>,
 }
 
 impl GradMode {
-    /// Records (`true`) or does not (`false`) from here on.
+    /// Enables (`true`) or disables (`false`) recording.
     pub fn new(enabled: bool) -> Self {
         let before = is_grad_enabled();
         // SAFETY: sets a thread-local flag.
@@ -128,7 +129,8 @@ impl Drop for GradMode {
     }
 }
 
-/// libtorch's inference mode on this thread until dropped: no recording, no version counters.
+/// A guard that keeps this thread in libtorch's inference mode until it is dropped: operators are not
+/// recorded, and new tensors have no version counter.
 #[derive(Debug)]
 #[must_use = "the mode ends when the guard is dropped"]
 pub struct InferenceMode {
@@ -136,7 +138,7 @@ pub struct InferenceMode {
 }
 
 impl InferenceMode {
-    /// Enters the mode (`true`), or leaves it for the guard's life (`false`).
+    /// Enters the mode (`true`), or leaves it for the lifetime of the guard (`false`).
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -157,13 +159,13 @@ impl Drop for InferenceMode {
     }
 }
 
-/// Whether this thread is in inference mode.
+/// Returns `true` if this thread is in inference mode.
 pub fn is_inference_mode_enabled() -> bool {
     // SAFETY: reads a thread-local flag.
     unsafe { ffi::od_inference_mode_get() != 0 }
 }
 
-/// Whether the tensor was made in inference mode, and so can never be saved for backward.
+/// Returns `true` if the tensor was created in inference mode. Such a tensor cannot be saved for backward.
 pub fn is_inference(tensor: &Tensor) -> bool {
     // SAFETY: the handle is valid while borrowed.
     unsafe { ffi::od_is_inference(handle(tensor)) != 0 }

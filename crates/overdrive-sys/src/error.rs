@@ -1,4 +1,4 @@
-//! What can go wrong between Rust and libtorch.
+//! The errors of calls from Rust into libtorch.
 
 use std::ffi::{CStr, c_char};
 
@@ -11,43 +11,46 @@ pub enum Error {
     /// An allocation failed, on the device or against a limit that was set.
     #[error("{operation}: {message}")]
     OutOfMemory {
-        /// What was being done.
+        /// The operation that failed.
         operation: String,
         /// libtorch's message.
         message: String,
     },
-    /// There is no such operator in the loaded libtorch.
+    /// The loaded libtorch has no operator, constant or device of this name.
     #[error("{operation}: {message}")]
     NotFound {
-        /// What was being done.
+        /// The operation that failed.
         operation: String,
-        /// What was looked for.
+        /// The name that was looked up.
         message: String,
     },
-    /// An argument does not fit what it was given to.
+    /// An argument does not fit the schema of an operator or the state of a handle.
     #[error("{operation}: {message}")]
     BadArgument {
-        /// What was being done.
+        /// The operation that failed.
         operation: String,
-        /// The argument, what was expected and what was given.
+        /// The argument, the expected value and the given one.
         message: String,
     },
-    /// libtorch refused: its own message.
+    /// libtorch threw an exception.
     #[error("{operation}: {message}")]
     Torch {
-        /// What was being done.
+        /// The operation that failed.
         operation: String,
         /// libtorch's message.
         message: String,
     },
-    /// A Rust callback that libtorch called (a backward, a hook) returned this error.
+    /// A Rust callback that libtorch called (a backward function, a hook) returned an error.
     #[error("{operation}: {source}")]
     Callback {
-        /// What was being done.
+        /// The operation that failed.
         operation: String,
         /// The error, as the callback returned it.
         source: crate::callback::CallbackError,
     },
+    /// An option out of its range, or a tensor of the wrong shape, dtype or device.
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
     /// An error of tch.
     #[error(transparent)]
     Tch(#[from] tch::TchError),
@@ -57,7 +60,7 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// Whether memory ran out, on any device: what a smaller batch would cure.
+    /// Returns `true` if memory ran out on any device, which a smaller batch would cure.
     pub fn is_out_of_memory(&self) -> bool {
         match self {
             Self::OutOfMemory { .. } => true,
@@ -68,16 +71,17 @@ impl Error {
     }
 }
 
-/// Whether `error`, or an error that it came from, says that memory ran out.
+/// Returns `true` if `error`, or one of its sources, says that memory ran out.
 ///
-/// tch has only the text of a C++ exception, and an error type that passes another one through
-/// (`#[error(transparent)]`) hides it from `source`, so texts are looked at too.
+/// The types of errors are not enough: tch keeps only the text of a C++ exception, and an error that wraps
+/// another one with `#[error(transparent)]` hides it from `source`. So the messages are searched too.
 ///
 /// ```
 /// let error = tch::TchError::Torch("CUDA out of memory. Tried to allocate 20.00 MiB.".into());
 /// assert!(overdrive_sys::is_out_of_memory(&error));
 /// ```
 pub fn is_out_of_memory(error: &(dyn std::error::Error + 'static)) -> bool {
+    // The chain of sources, because callers wrap libtorch's errors in their own.
     let mut next = Some(error);
     while let Some(error) = next {
         let known = error.downcast_ref::<Error>();
@@ -89,8 +93,8 @@ pub fn is_out_of_memory(error: &(dyn std::error::Error + 'static)) -> bool {
     false
 }
 
-/// The words of libtorch's allocators: CUDA's (and ours), the plain CPU one's, and cuBLAS's and
-/// cuDNN's own.
+/// Searches for the messages of libtorch's allocators (CUDA's and Overdrive's CPU allocator, then libtorch's
+/// own CPU allocator), of cuBLAS and of cuDNN.
 fn says_out_of_memory(message: &str) -> bool {
     const WORDS: [&str; 4] = [
         "out of memory",
@@ -101,16 +105,17 @@ fn says_out_of_memory(message: &str) -> bool {
     WORDS.iter().any(|words| message.contains(words))
 }
 
-/// Turns a status of the shim into a result, and frees it. A panic of a callback goes on from here.
+/// Converts a status of the shim into a result and frees it. A panic of a callback resumes here.
 pub(crate) fn check(status: *mut ffi::Status, operation: &str) -> Result<()> {
     if status.is_null() {
         return Ok(());
     }
+    // The message is copied before the status that owns it is freed.
     // SAFETY: a status that is not null is valid until `od_status_free`, which is called once, here;
     // its message is a C string that lives as long.
     let (kind, message, failure) = unsafe {
         let kind = ffi::od_status_kind(status);
-        let failure = callback::failure(ffi::od_status_payload(status));
+        let failure = callback::take_failure(ffi::od_status_payload(status));
         let message = CStr::from_ptr(ffi::od_status_message(status))
             .to_string_lossy()
             .into_owned();
@@ -122,7 +127,7 @@ pub(crate) fn check(status: *mut ffi::Status, operation: &str) -> Result<()> {
         ffi::RUST => match failure {
             Some(callback::Failure::Error(source)) => Error::Callback { operation, source },
             Some(callback::Failure::Panic(payload)) => std::panic::resume_unwind(payload),
-            // Taken by an earlier call that the same exception reached.
+            // The payload is taken once, but libtorch may rethrow the same exception to several callers.
             None => Error::Torch { operation, message },
         },
         ffi::OUT_OF_MEMORY => Error::OutOfMemory { operation, message },
@@ -132,7 +137,7 @@ pub(crate) fn check(status: *mut ffi::Status, operation: &str) -> Result<()> {
     })
 }
 
-/// Takes a string that the shim allocated.
+/// Copies a string that the shim allocated, and frees it.
 ///
 /// # Safety
 /// `text` came out of a shim function that succeeded, and is not used again.

@@ -1,7 +1,10 @@
-//! The C interface of `shim/shim.h`, declaration by declaration.
+//! The declarations of `shim/shim.h`, in the same order of fields and arguments. `shim/shim.h` documents
+//! them.
 
 use std::ffi::{c_char, c_void};
 
+// Types with `_opaque` exist only behind pointers that the shim returns; Rust can neither create nor copy
+// them. Booleans are `i32`, because C++ does not fix the size of `bool`.
 #[repr(C)]
 pub(crate) struct Status {
     _opaque: [u8; 0],
@@ -14,12 +17,13 @@ pub(crate) struct Outputs {
 
 pub(crate) type RawTensor = *mut c_void;
 
+// od_error_kind.
 pub(crate) const OUT_OF_MEMORY: i32 = 1;
 pub(crate) const NOT_FOUND: i32 = 2;
 pub(crate) const BAD_ARGUMENT: i32 = 3;
-
 pub(crate) const RUST: i32 = 4;
 
+// od_tag.
 pub(crate) const NONE: i32 = 0;
 pub(crate) const TENSOR: i32 = 1;
 pub(crate) const TENSORS: i32 = 2;
@@ -32,6 +36,8 @@ pub(crate) const STR: i32 = 8;
 pub(crate) const BOOLS: i32 = 9;
 pub(crate) const DEVICE: i32 = 10;
 
+// A struct and not a union: a call has few arguments, so the size does not matter, and reading a field
+// is safe whatever the tag.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct RawValue {
@@ -72,7 +78,7 @@ pub(crate) struct RawBackwardCall {
     pub(crate) n_gradients: usize,
     pub(crate) saved: *const RawTensor,
     pub(crate) n_saved: usize,
-    pub(crate) wanted: *const u8,
+    pub(crate) needs_input_grad: *const u8,
     pub(crate) out: *mut RawTensor,
     pub(crate) n_out: usize,
 }
@@ -92,8 +98,8 @@ pub(crate) struct RawFunction {
     pub(crate) n_saved: usize,
     pub(crate) dirty: *const usize,
     pub(crate) n_dirty: usize,
-    pub(crate) constant: *const usize,
-    pub(crate) n_constant: usize,
+    pub(crate) non_differentiable: *const usize,
+    pub(crate) n_non_differentiable: usize,
     pub(crate) materialize_grads: i32,
     pub(crate) twice_differentiable: i32,
 }
@@ -152,6 +158,7 @@ pub(crate) struct RawProfileEntry {
     pub(crate) is_hidden: i32,
 }
 
+// Not derived: the shim's strings are never null, so the default has empty ones.
 impl Default for RawProfileEntry {
     fn default() -> Self {
         Self {
@@ -193,7 +200,7 @@ pub(crate) struct RawStorage {
 }
 
 #[repr(C)]
-pub(crate) struct RawCopied {
+pub(crate) struct RawCopyEvent {
     _opaque: [u8; 0],
 }
 
@@ -213,6 +220,7 @@ pub(crate) struct RawDispatchCallbacks {
     pub(crate) after: unsafe extern "C" fn(*mut RawDispatched) -> RawFailure,
 }
 
+// od_operator_flags, a bit set.
 pub(crate) const MUTATES: i32 = 1;
 pub(crate) const ALIASES: i32 = 2;
 pub(crate) const RANDOM: i32 = 4;
@@ -348,17 +356,17 @@ unsafe extern "C" {
         address: *mut *const c_void,
     ) -> *mut Status;
     pub(crate) fn od_storage_free(storage: *mut RawStorage);
-    pub(crate) fn od_copy_aside(
+    pub(crate) fn od_copy_async(
         from: RawTensor,
         to: RawTensor,
-        done: *mut *mut RawCopied,
+        done: *mut *mut RawCopyEvent,
     ) -> *mut Status;
-    pub(crate) fn od_copied_wait(
-        event: *mut RawCopied,
+    pub(crate) fn od_copy_event_wait(
+        event: *mut RawCopyEvent,
         device_type: i32,
         index: i32,
     ) -> *mut Status;
-    pub(crate) fn od_copied_free(event: *mut RawCopied);
+    pub(crate) fn od_copy_event_free(event: *mut RawCopyEvent);
 
     pub(crate) fn od_dispatch_mode_install(callbacks: *const RawDispatchCallbacks);
     pub(crate) fn od_dispatch_mode_listen(enabled: i32);
@@ -388,7 +396,7 @@ unsafe extern "C" {
     ) -> *mut Status;
     pub(crate) fn od_results_free(results: *mut RawResults);
     pub(crate) fn od_operator_names_set(enabled: i32) -> i32;
-    pub(crate) fn od_operator_under_way(out: *mut *mut c_char) -> *mut Status;
+    pub(crate) fn od_current_operator(out: *mut *mut c_char) -> *mut Status;
 
     pub(crate) fn od_parallel_threads() -> i32;
     pub(crate) fn od_parallel(

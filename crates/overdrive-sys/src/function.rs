@@ -1,6 +1,6 @@
-//! Functions whose backward is Rust code: what `torch.autograd.Function` is in Python.
+//! Functions whose backward is Rust code (`torch.autograd.Function`).
 //!
-//! This is the plain mechanism; `overdrive-autograd` has the trait that users implement.
+//! `overdrive-autograd` builds a trait for users on this mechanism.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -11,47 +11,47 @@ use crate::callback::{self, CallbackError, CallbackResult};
 use crate::error::{Result, check};
 use crate::ffi::{self, RawTensor};
 
-/// A function that has run, to be put into the graph.
+/// A function whose forward has run, to be recorded in the graph.
 #[derive(Debug)]
 pub struct Record<'a> {
-    /// Shown in the graph and in errors.
+    /// The name of its node in the graph, which appears in errors.
     pub name: &'a str,
-    /// What the function was given.
+    /// The inputs of the function.
     pub inputs: &'a [&'a Tensor],
-    /// What it made, without gradient recording.
+    /// The results of its forward, which ran without gradient recording.
     pub outputs: &'a [Tensor],
     /// Tensors that backward needs: inputs, outputs or others.
     pub saved: &'a [Tensor],
-    /// Indices of inputs that the function changed in place.
+    /// The indices of inputs that the function changed in place.
     pub dirty: &'a [usize],
-    /// Indices of outputs that are not differentiable.
-    pub constant: &'a [usize],
-    /// Whether absent gradients of outputs reach backward as zeros.
+    /// The indices of outputs that are not differentiable.
+    pub non_differentiable: &'a [usize],
+    /// If `true`, backward receives zeros for absent gradients of outputs.
     pub materialize_grads: bool,
-    /// Whether backward may itself be differentiated.
+    /// If `true`, backward may itself be differentiated.
     pub twice_differentiable: bool,
 }
 
-/// What backward is given.
+/// The arguments of a backward function.
 #[derive(Debug)]
 pub struct BackwardCall {
-    /// The gradient of each output; `None` only where they are not materialized.
+    /// The gradient of each output; `None` only where absent gradients are not materialized.
     pub gradients: Vec<Option<Tensor>>,
-    /// The saved tensors, found unchanged since they were saved.
+    /// The saved tensors. libtorch has checked that they were not changed in place since.
     pub saved: Vec<Tensor>,
-    /// Whether the gradient of each input is wanted.
-    pub wanted: Vec<bool>,
+    /// For each input, `true` if its gradient is needed.
+    pub needs_input_grad: Vec<bool>,
 }
 
 type Backward = dyn Fn(BackwardCall) -> CallbackResult<Vec<Option<Tensor>>> + Send;
 
-/// Puts the function into the graph and returns its outputs as parts of it.
+/// Records the function in the graph and returns its outputs, attached to the graph.
 ///
-/// `backward` gives one gradient (or `None`) for each input. It runs on whichever thread runs the
-/// backward pass, and once for each pass.
+/// `backward` returns one gradient (or `None`) for each input. It runs once for each backward pass, on the
+/// thread that runs the pass.
 ///
 /// # Errors
-/// [`crate::Error::Torch`] if libtorch refuses: a view changed in place, an index out of range.
+/// [`crate::Error::Torch`] if a view was changed in place or an index is out of range.
 pub fn record<F>(record: &Record<'_>, backward: F) -> Result<Vec<Tensor>>
 where
     F: Fn(BackwardCall) -> CallbackResult<Vec<Option<Tensor>>> + Send + 'static,
@@ -70,19 +70,20 @@ where
         n_saved: saved.len(),
         dirty: record.dirty.as_ptr(),
         n_dirty: record.dirty.len(),
-        constant: record.constant.as_ptr(),
-        n_constant: record.constant.len(),
+        non_differentiable: record.non_differentiable.as_ptr(),
+        n_non_differentiable: record.non_differentiable.len(),
         materialize_grads: i32::from(record.materialize_grads),
         twice_differentiable: i32::from(record.twice_differentiable),
     };
+    // Boxed again by `into_raw_closure`: a pointer to a trait object is two words, and C passes one.
     let boxed: Box<Backward> = Box::new(backward);
     let mut out: Vec<RawTensor> = vec![ptr::null_mut(); outputs.len()];
     // SAFETY: all pointers borrow from locals that outlive the call; the closure is owned by the shim
-    // from here on; `out` has room for one handle an output.
+    // from here on; `out` has room for one handle per output.
     let status = unsafe {
         ffi::od_function_record(
             &raw const raw,
-            callback::closure(boxed),
+            callback::into_raw_closure(boxed),
             call_backward,
             out.as_mut_ptr(),
         )
@@ -95,11 +96,12 @@ where
         .collect())
 }
 
+/// Returns the handle of a tensor, which stays owned by the tensor.
 pub(crate) fn handle(tensor: &Tensor) -> RawTensor {
     tensor.as_ptr().cast_mut().cast()
 }
 
-/// New tensors for borrowed handles; `None` for null ones.
+/// Returns new tensors for borrowed handles; `None` for null handles.
 ///
 /// # Safety
 /// `handles` has `len` elements, each null or a valid `at::Tensor*`.
@@ -119,7 +121,7 @@ unsafe extern "C" fn call_backward(
     closure: *mut c_void,
     call: *const ffi::RawBackwardCall,
 ) -> ffi::RawFailure {
-    callback::contain(|| {
+    callback::catch_failure(|| {
         // SAFETY: the shim passes the closure that `record` gave it (alive as long as its node) and
         // arguments that live until this returns.
         let (backward, call) = unsafe { (&*closure.cast::<Box<Backward>>(), &*call) };
@@ -131,16 +133,17 @@ unsafe extern "C" fn call_backward(
                     .into_iter()
                     .flatten()
                     .collect(),
-                wanted: (0..call.n_out)
-                    .map(|index| *call.wanted.add(index) != 0)
+                needs_input_grad: (0..call.n_out)
+                    .map(|index| *call.needs_input_grad.add(index) != 0)
                     .collect(),
             }
         };
         let gradients = backward(arguments)?;
+        // `out` has `n_out` elements, so more gradients would be written out of bounds.
         if gradients.len() != call.n_out {
             return Err(CallbackError::from(format!(
-                "backward returned {} gradients for {} inputs: it must return one for each, `None` \
-                 where there is none",
+                "backward returned {} gradients for {} inputs; it must return one for each input, and \
+                 `None` for an input without a gradient",
                 gradients.len(),
                 call.n_out
             )));
@@ -155,9 +158,10 @@ unsafe extern "C" fn call_backward(
     })
 }
 
-/// Gives a tensor's handle away.
+/// Converts a tensor into its handle, which the caller then owns.
 pub(crate) fn into_handle(tensor: Tensor) -> RawTensor {
     let raw = handle(&tensor);
+    // Dropping the tensor would free the handle that the caller now owns.
     std::mem::forget(tensor);
     raw
 }

@@ -1,4 +1,4 @@
-//! Setting `tensor.grad`, which tch can only read.
+//! Setters for `tensor.grad`, which tch can only read.
 
 use std::ptr;
 
@@ -7,11 +7,11 @@ use tch::Tensor;
 use crate::error::{Result, check};
 use crate::ffi;
 
-/// Forgets the gradient, as `tensor.grad = None` in PyTorch (its `zero_grad(set_to_none=True)`):
-/// the memory is free until the next backward, which then writes instead of adding.
+/// Drops the gradient, as `tensor.grad = None` in PyTorch (`zero_grad(set_to_none=True)`). Its memory is
+/// freed, and the next backward pass writes the gradient instead of adding to it.
 ///
 /// # Errors
-/// [`crate::Error::Torch`] if libtorch refuses (an undefined tensor).
+/// [`crate::Error::Torch`] for an undefined tensor.
 pub fn clear(tensor: &Tensor) -> Result<()> {
     // SAFETY: the handle is valid while `tensor` is borrowed; the gradient is state behind the
     // handle's shared pointer, as with every in-place operator of tch on a shallow clone.
@@ -19,7 +19,7 @@ pub fn clear(tensor: &Tensor) -> Result<()> {
     check(status, "clearing a gradient")
 }
 
-/// Makes `grad` the gradient of `tensor`; they share memory from then on.
+/// Sets `tensor.grad` to `grad`; the gradient shares memory with `grad`.
 ///
 /// # Errors
 /// [`crate::Error::Torch`] if shape, dtype or device differ.

@@ -1,4 +1,4 @@
-//! Closures that see gradients on their way.
+//! Hooks on the gradients of tensors.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -11,24 +11,26 @@ use crate::error::{Result, check};
 use crate::ffi::{self, RawTensor};
 use crate::function::{handle, into_handle};
 
+// A mutex, because hooks are `FnMut` and two backward passes may call one at the same time.
 type TensorHook = Mutex<dyn FnMut(&Tensor) -> CallbackResult<Option<Tensor>> + Send>;
 
-/// A registered hook. Dropping this leaves the hook in place; [`remove`](Self::remove) takes it away.
+/// A registered hook. Dropping this handle leaves the hook in place; [`remove`](Self::remove) removes it.
 #[derive(Debug)]
 pub struct Hook {
     raw: *mut ffi::RawHook,
 }
 
-// SAFETY: the handle is a weak pointer and two numbers; removing locks what it touches.
+// SAFETY: the handle is a weak pointer and two numbers; removing a hook locks the list that it changes.
 unsafe impl Send for Hook {}
 
 impl Hook {
-    /// Takes the hook away; nothing happens if its tensor is gone.
+    /// Removes the hook. Has no effect if its tensor has been freed.
     ///
     /// # Errors
-    /// [`crate::Error::Torch`] if libtorch refuses.
+    /// [`crate::Error::Torch`] if libtorch throws.
     pub fn remove(self) -> Result<()> {
         let raw = self.raw;
+        // `od_hook_remove` frees the handle, which `Drop` would do again.
         std::mem::forget(self);
         // SAFETY: owned by `self`, given to the shim once.
         check(unsafe { ffi::od_hook_remove(raw) }, "removing a hook")
@@ -42,11 +44,11 @@ impl Drop for Hook {
     }
 }
 
-/// Calls `hook` with the gradient of `tensor` whenever one is computed; what it returns, if anything,
-/// takes the gradient's place.
+/// Calls `hook` with the gradient of `tensor` each time it is computed. A tensor that the hook returns
+/// replaces the gradient.
 ///
 /// # Errors
-/// [`crate::Error::Torch`] if the tensor needs no gradient.
+/// [`crate::Error::Torch`] if the tensor does not require a gradient.
 pub fn register<F>(tensor: &Tensor, hook: F) -> Result<Hook>
 where
     F: FnMut(&Tensor) -> CallbackResult<Option<Tensor>> + Send + 'static,
@@ -57,7 +59,7 @@ where
     let status = unsafe {
         ffi::od_hook_register(
             handle(tensor),
-            callback::closure(boxed),
+            callback::into_raw_closure(boxed),
             call_hook,
             &raw mut raw,
         )
@@ -79,11 +81,12 @@ where
         Ok(None)
     }));
     let mut raw = ptr::null_mut();
+    // One callback serves both kinds of hook: this kind never returns a replacement.
     // SAFETY: as in `register`.
     let status = unsafe {
         ffi::od_hook_register_post_accumulate(
             handle(tensor),
-            callback::closure(boxed),
+            callback::into_raw_closure(boxed),
             call_hook,
             &raw mut raw,
         )
@@ -97,7 +100,7 @@ unsafe extern "C" fn call_hook(
     tensor: RawTensor,
     replacement: *mut RawTensor,
 ) -> ffi::RawFailure {
-    callback::contain(|| {
+    callback::catch_failure(|| {
         // SAFETY: the closure that one of the functions above made, alive as long as its hook; the
         // tensor is borrowed for the call and cloned shallowly.
         let (hook, tensor) = unsafe {
@@ -108,7 +111,7 @@ unsafe extern "C" fn call_hook(
         };
         let mut hook = hook.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(gradient) = hook(&tensor)? {
-            // SAFETY: a place for one handle, which the shim takes over.
+            // SAFETY: `replacement` points to one handle, which the shim owns from here on.
             unsafe { *replacement = into_handle(gradient) };
         }
         Ok(())

@@ -1,26 +1,27 @@
-//! What libtorch has and `tch` does not bind, behind safe wrappers.
+//! Safe wrappers around the parts of libtorch that `tch` does not bind.
 //!
-//! This is the only crate of Overdrive with C++ and foreign calls in it. The shim (`shim/`) has a C
-//! interface in which every C++ exception becomes an error value with its message; the wrappers here
-//! turn those into [`Error`]. The crates above build on it; use it directly for
+//! This is the only crate of Overdrive that contains C++ and calls foreign functions. The shim (`shim/`)
+//! has a C interface in which every C++ exception becomes an error value with its message; the wrappers
+//! here turn those into [`Error`]. The other crates are built on these modules:
 //!
 //! * [`op`] – any operator of libtorch by its schema name, also the ones tch does not generate;
-//! * [`memory`] – how much memory tensors take and took at most, on a CPU too, and limits on it;
+//! * [`memory`] – the current and the peak memory of tensors on every device, and a limit for the CPU;
 //! * [`autocast`] – the raw autocast state of any device type ([overdrive-precision] has the guards);
-//! * [`amp`] – the non-finite check and the scale update that gradient scaling is made of;
+//! * [`amp`] – the non-finite check and the scale update of gradient scaling;
 //! * [`grad`] – setting and clearing `tensor.grad`;
-//! * [`product`] – matrix products by the faster of the libraries inside libtorch;
+//! * [`gemm`] – matrix products by the faster of the GEMM libraries inside libtorch;
 //! * [`matmul`] – TF32 and the precision of fp32 matrix products;
 //! * [`profiler`] – device events, named ranges, the Kineto profiler, the memory of the process;
-//! * [`cuda`] – whether the CUDA back end was loaded, and why not;
-//! * [`function`], [`hook`], [`engine`], [`random`] – what [overdrive-autograd] is made of;
-//! * [`saved_tensors`], [`dispatch_mode`] – what [overdrive-checkpointing] is made of;
-//! * [`threads`] – thread counts, and loops of our own on libtorch's threads; [`raw`] – the elements of
-//!   CPU tensors for such loops;
-//! * `c10d`, with the feature of that name – stores, process groups and the gradient reducer that
-//!   [overdrive-distributed] is made of;
-//! * `compiled`, with the feature of that name – packages of AOTInductor and CUDA graphs, which
-//!   [overdrive-compiled] is made of;
+//! * [`cuda`] – the state of the CUDA back end, and the reason if it was not loaded;
+//! * [`function`], [`hook`], [`engine`], [`random`] – the mechanisms under [overdrive-autograd];
+//! * [`saved_tensors`], [`dispatch_mode`], [`named_operator`], [`scoped_closure`], [`storage`],
+//!   [`transfer`] – the mechanisms under [overdrive-checkpointing];
+//! * [`threads`] – thread counts, and loops on libtorch's threads; [`raw`] – the elements of CPU tensors as
+//!   slices for such loops;
+//! * `c10d`, with the feature of that name – stores, process groups and the gradient reducer under
+//!   [overdrive-distributed];
+//! * `compiled`, with the feature of that name – packages of AOTInductor and CUDA graphs, under
+//!   [overdrive-compiled];
 //! * [`build_info`] – libtorch's version and CPU capability.
 //!
 //! Three things happen when a program that uses this crate starts, before `main`:
@@ -66,18 +67,21 @@ pub mod engine;
 mod error;
 mod ffi;
 pub mod function;
+pub mod gemm;
 pub mod grad;
 pub mod hook;
 pub mod matmul;
 pub mod memory;
 pub mod named_operator;
 pub mod op;
-pub mod product;
 pub mod profiler;
 pub mod random;
 pub mod raw;
 pub mod saved_tensors;
+pub mod scoped_closure;
+pub mod storage;
 pub mod threads;
+pub mod transfer;
 
 pub use callback::{CallbackError, CallbackResult, panic_text};
 pub use error::{Error, Result, is_out_of_memory};

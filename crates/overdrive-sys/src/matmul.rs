@@ -1,23 +1,23 @@
-//! TF32 and the precision of fp32 matrix products.
+//! The process-wide settings of libtorch for the precision of fp32 matrix products.
 
 use crate::error::{Result, check};
 use crate::ffi;
 
-/// How exactly fp32 matrix products are computed (`torch.set_float32_matmul_precision`).
+/// The precision of fp32 matrix products (`torch.set_float32_matmul_precision`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MatmulPrecision {
-    /// In full fp32.
+    /// Full fp32. The default.
     Highest,
-    /// In TF32 (10 bits of mantissa) where the device has it.
+    /// TF32 (10 bits of mantissa) on devices that have it.
     High,
-    /// In bf16 internally where the device has it.
+    /// bf16 internally on devices that have it.
     Medium,
 }
 
-/// Sets it for the process.
+/// Sets the precision for the process.
 ///
 /// # Errors
-/// Only if libtorch throws.
+/// [`crate::Error::Torch`] if libtorch throws.
 pub fn set_precision(precision: MatmulPrecision) -> Result<()> {
     let name = match precision {
         MatmulPrecision::Highest => c"highest",
@@ -29,10 +29,10 @@ pub fn set_precision(precision: MatmulPrecision) -> Result<()> {
     check(status, "setting the matmul precision")
 }
 
-/// What it is.
+/// Returns the precision of the process.
 ///
 /// # Errors
-/// Only if libtorch throws.
+/// [`crate::Error::Torch`] if libtorch throws.
 pub fn precision() -> Result<MatmulPrecision> {
     let mut code = 0;
     // SAFETY: written only on success.
@@ -45,29 +45,29 @@ pub fn precision() -> Result<MatmulPrecision> {
     })
 }
 
-/// Where CUDA may use TF32.
+/// The CUDA operations that may use TF32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tf32 {
-    /// In matrix products (`torch.backends.cuda.matmul.allow_tf32`).
+    /// If `true`, matrix products use it (`torch.backends.cuda.matmul.allow_tf32`).
     pub matmul: bool,
-    /// In cuDNN's convolutions (`torch.backends.cudnn.allow_tf32`).
+    /// If `true`, cuDNN's convolutions use it (`torch.backends.cudnn.allow_tf32`).
     pub cudnn: bool,
 }
 
-/// Sets it for the process. It changes nothing on devices without TF32.
+/// Sets the use of TF32 for the process. It has no effect on devices without TF32.
 ///
 /// # Errors
-/// Only if libtorch throws.
+/// [`crate::Error::Torch`] if libtorch throws.
 pub fn set_tf32(allow: Tf32) -> Result<()> {
     // SAFETY: plain values.
     let status = unsafe { ffi::od_tf32_set(i32::from(allow.matmul), i32::from(allow.cudnn)) };
     check(status, "switching TF32")
 }
 
-/// What it is.
+/// Returns the use of TF32 in the process.
 ///
 /// # Errors
-/// Only if libtorch throws.
+/// [`crate::Error::Torch`] if libtorch throws.
 pub fn tf32() -> Result<Tf32> {
     let (mut matmul, mut cudnn) = (0, 0);
     // SAFETY: written only on success.

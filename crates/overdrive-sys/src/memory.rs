@@ -1,11 +1,11 @@
-//! How much memory tensors take, and took at most, on every device.
+//! The current and the peak memory of tensors on every device.
 //!
 //! On accelerators these are the statistics of libtorch's caching allocator
-//! (`torch.cuda.memory_allocated` and its kin). On a CPU they are those of Overdrive's own, which is
-//! put in libtorch's place at start-up: it counts every tensor's bytes, keeps freed blocks for the
-//! next tensor of their size, and can be given a limit.
+//! (`torch.cuda.memory_allocated` and its relatives). On a CPU they are those of Overdrive's allocator, which
+//! replaces libtorch's at start-up: it counts the bytes of every tensor, keeps freed blocks for later tensors
+//! of their size, and accepts a limit.
 //!
-//! The numbers are of the process, not of the thread.
+//! All values are for the process, not for the thread.
 
 use tch::Device;
 
@@ -13,27 +13,27 @@ use crate::device::{device_index, device_type};
 use crate::error::{Result, check};
 use crate::ffi;
 
-/// What an allocator has given out.
+/// The statistics of an allocator.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryStats {
-    /// Bytes in live allocations.
+    /// The bytes in live allocations.
     pub allocated_bytes: u64,
-    /// The most there were since the start or the last [`reset_peak`].
+    /// The maximum of `allocated_bytes` since the start or the last [`reset_peak`].
     pub peak_allocated_bytes: u64,
-    /// Bytes taken from the system: live ones and cached ones.
+    /// The bytes taken from the system: live and cached blocks.
     pub reserved_bytes: u64,
-    /// The most there were since the start or the last [`reset_peak`].
+    /// The maximum of `reserved_bytes` since the start or the last [`reset_peak`].
     pub peak_reserved_bytes: u64,
-    /// Allocations since the start.
+    /// The number of allocations since the start.
     pub allocations: u64,
 }
 
-/// The statistics of `device`.
+/// Returns the statistics of `device`.
 ///
 /// # Errors
-/// [`crate::Error::Torch`] if the device's back end is not loaded or nothing was put on it yet, or if
-/// `OVERDRIVE_CPU_ALLOCATOR=libtorch` left the CPU uncounted.
+/// [`crate::Error::Torch`] if the device's back end is not loaded or no tensor was created on it yet, or for
+/// the CPU if `OVERDRIVE_CPU_ALLOCATOR=libtorch` left libtorch's allocator in place.
 pub fn stats(device: Device) -> Result<MemoryStats> {
     let mut raw = ffi::RawMemoryStats::default();
     // SAFETY: `raw` is written only on success.
@@ -55,7 +55,7 @@ pub fn stats(device: Device) -> Result<MemoryStats> {
     })
 }
 
-/// Starts the peaks anew at what is allocated now.
+/// Resets the peaks to the current values.
 ///
 /// # Errors
 /// As [`stats`].
@@ -70,7 +70,7 @@ pub fn reset_peak(device: Device) -> Result<()> {
     check(status, "resetting peak memory")
 }
 
-/// Gives cached, unused blocks back to the system (`torch.cuda.empty_cache`).
+/// Returns cached, unused blocks to the system (`torch.cuda.empty_cache`).
 ///
 /// # Errors
 /// As [`stats`].
@@ -85,28 +85,34 @@ pub fn empty_cache(device: Device) -> Result<()> {
     check(status, "emptying the memory cache")
 }
 
-/// Bounds the bytes that tensors may take on a CPU together: what would go over fails with
-/// [`crate::Error::OutOfMemory`] (through tch: an error whose text says `out of memory`), and nothing
-/// is lost. `None` lifts it. For trying on a large machine what a small one would do.
+/// Limits the bytes of all tensors on the CPU together. An allocation over the limit fails with
+/// [`crate::Error::OutOfMemory`] (through tch, with an error whose text contains `out of memory`) and leaves
+/// the other tensors unchanged. `None` removes the limit. It serves to test on a large machine the behaviour
+/// of a small one.
 ///
 /// # Errors
-/// [`crate::Error::BadArgument`] for a device other than the CPU: there, use the device's own means.
+/// [`crate::Error::Common`] for a device other than the CPU.
 pub fn set_limit(device: Device, bytes: Option<u64>) -> Result<()> {
     if device != Device::Cpu {
-        return Err(crate::Error::BadArgument {
-            operation: "setting a memory limit".to_owned(),
-            message: format!("only the CPU's memory can be limited, not that of {device:?}"),
-        });
+        let given = format!("{device:?}");
+        return Err(overdrive_core::Error::option(
+            "device",
+            given,
+            "Cpu, the only device whose memory can be limited",
+        )
+        .into());
     }
+    // The shim's value for "no limit" is UINT64_MAX.
     // SAFETY: a plain value.
     let status = unsafe { ffi::od_cpu_memory_set_limit(bytes.unwrap_or(u64::MAX)) };
     check(status, "setting a memory limit")
 }
 
-/// Switches the CPU cache of freed blocks (it is on). Off, each tensor is a malloc and a free.
+/// Enables (the default) or disables the CPU cache of freed blocks. Without it each tensor costs a malloc and
+/// a free.
 ///
 /// # Errors
-/// Only if libtorch throws.
+/// [`crate::Error::Torch`] if libtorch throws.
 pub fn set_cpu_caching(enabled: bool) -> Result<()> {
     // SAFETY: a plain value.
     let status = unsafe { ffi::od_cpu_memory_set_caching(i32::from(enabled)) };

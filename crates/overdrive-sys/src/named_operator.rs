@@ -1,8 +1,8 @@
-//! Kernels of ours that modes see as operators.
+//! Overdrive's own kernels as named operators of libtorch's dispatcher.
 //!
-//! A [dispatch mode](crate::dispatch_mode) sees what goes through libtorch's dispatcher. A product or
-//! an attention of Overdrive's own does not, so selective checkpointing could not keep its result;
-//! [`call`] sends it there under a name.
+//! A [dispatch mode](crate::dispatch_mode) sees the operators that go through libtorch's dispatcher.
+//! Overdrive's own matrix product and attention do not, so selective checkpointing could not keep their
+//! results. [`call`] runs such a kernel as an operator with a name.
 
 use std::ffi::{CStr, c_void};
 
@@ -14,12 +14,12 @@ use crate::error::{Result, check};
 use crate::ffi::{self, RawTensor};
 use crate::function::{handle, into_handle};
 
-/// The operators there are.
+/// The named operators.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NamedOperator {
-    /// `overdrive::mm`: matrix products.
+    /// `overdrive::mm`, a matrix product.
     Mm,
-    /// `overdrive::attention`: attention forward.
+    /// `overdrive::attention`, the forward pass of attention.
     Attention,
 }
 
@@ -32,17 +32,18 @@ impl NamedOperator {
     }
 }
 
-/// Runs `body`, whose results depend on `inputs` alone, as the operator `name`: a mode on this thread
-/// sees it, and may answer in its place. Where there is no mode, `body` just runs.
+/// Runs `body` as the operator `name`. The results of `body` must depend on `inputs` alone, because a mode on
+/// this thread may return stored results instead of running it.
 ///
-/// Not recorded for backward: for use inside the forward of a [function](crate::function).
+/// The call is not recorded for backward; it is meant for the forward of a [function](crate::function).
 ///
 /// # Errors
-/// What `body` or a mode returned, as [`crate::Error::Callback`].
+/// The error of `body` or of a mode, as [`crate::Error::Callback`].
 pub fn call<F>(name: NamedOperator, inputs: &[&Tensor], body: F) -> Result<Vec<Tensor>>
 where
     F: FnOnce() -> CallbackResult<Vec<Tensor>>,
 {
+    // Without a mode nobody sees the call: skips the microsecond of the dispatcher.
     if !dispatch_mode::has_modes() {
         return body().map_err(|source| crate::Error::Callback {
             operation: name.c_name().to_string_lossy().into_owned(),
@@ -50,6 +51,7 @@ where
         });
     }
     let inputs: Vec<RawTensor> = inputs.iter().map(|tensor| handle(tensor)).collect();
+    // C++ holds a pointer and cannot consume the closure; `run` takes it out of the option.
     let mut body = Some(body);
     let raw = ffi::RawNamedBody {
         self_: (&raw mut body).cast(),
@@ -80,7 +82,7 @@ unsafe extern "C" fn run<F>(
 where
     F: FnOnce() -> CallbackResult<Vec<Tensor>>,
 {
-    callback::contain(|| {
+    callback::catch_failure(|| {
         // SAFETY: `call` passes a pointer to its own `Option<F>`, alive during the call.
         let body = unsafe { &mut *body.cast::<Option<F>>() };
         let body = body

@@ -1,11 +1,11 @@
-//! Any operator of libtorch by its schema name.
+//! Calls of any libtorch operator by its schema name.
 //!
-//! The call is boxed: arguments are checked against the operator's schema (a wrong one is refused by
-//! name), trailing arguments that have a default may be left out, and autograd, autocast and every
-//! other dispatch key work as they do from Python. It costs about a microsecond more than a call that
-//! tch generates, so it is for operators that do much at a time (`_foreach_*`, `_fused_adamw_`).
+//! The call is boxed: arguments are checked against the operator's schema (an error names the wrong one),
+//! trailing arguments that have a default may be left out, and autograd, autocast and every other dispatch
+//! key work as they do from Python. It costs about a microsecond more than a call that tch generates, so it
+//! suits operators that do much work per call (`_foreach_*`, `_fused_adamw_`).
 //!
-//! Names and schemas are those of `native_functions.yaml` in PyTorch; [`schema`] prints one.
+//! Names and schemas are those of PyTorch's `native_functions.yaml`; [`schema`] returns one.
 
 use std::ffi::CString;
 use std::ptr;
@@ -22,9 +22,9 @@ pub enum Value<'a> {
     None,
     /// One tensor. Operators whose names end in `_` write to it.
     Tensor(&'a Tensor),
-    /// A list of tensors; where the schema has optional elements, undefined tensors are the absent.
+    /// A list of tensors. Where the schema has optional elements, an undefined tensor is an absent element.
     Tensors(&'a [Tensor]),
-    /// An integer; becomes a float where the schema has one.
+    /// An integer; it becomes a float where the schema has a float.
     Int(i64),
     /// A float.
     Float(f64),
@@ -63,10 +63,10 @@ pub enum Output {
 }
 
 impl Output {
-    /// The tensor.
+    /// Returns the tensor.
     ///
     /// # Errors
-    /// [`Error::BadArgument`] if this is something else.
+    /// [`Error::BadArgument`] if the result is not a tensor.
     pub fn into_tensor(self) -> Result<Tensor> {
         match self {
             Self::Tensor(tensor) => Ok(tensor),
@@ -74,10 +74,10 @@ impl Output {
         }
     }
 
-    /// The list of tensors.
+    /// Returns the list of tensors.
     ///
     /// # Errors
-    /// [`Error::BadArgument`] if this is something else.
+    /// [`Error::BadArgument`] if the result is not a list of tensors.
     pub fn into_tensors(self) -> Result<Vec<Tensor>> {
         match self {
             Self::Tensors(tensors) => Ok(tensors),
@@ -101,16 +101,15 @@ impl Output {
     }
 }
 
-/// Calls the operator `name` (such as `aten::_foreach_norm`) in its overload (such as `Scalar`, or
-/// empty) with the leading arguments of its schema; the others take their defaults.
+/// Calls the operator `name` (such as `aten::_foreach_norm`) in its overload (such as `Scalar`, or empty)
+/// with the leading arguments of its schema; the others take their defaults.
 ///
 /// # Errors
-/// [`Error::NotFound`] if there is no such operator, [`Error::BadArgument`] if an argument does not
-/// fit the schema or one without default is missing, [`Error::OutOfMemory`] and [`Error::Torch`] from
-/// the operator itself.
+/// [`Error::NotFound`] if there is no such operator, [`Error::BadArgument`] if an argument does not fit the
+/// schema or one without a default is missing, [`Error::OutOfMemory`] and [`Error::Torch`] from the operator.
 pub fn call(name: &str, overload: &str, args: &[Value<'_>]) -> Result<Vec<Output>> {
     let (c_name, c_overload) = names(name, overload)?;
-    // The handles of every list of tensors, one after another, alive until the call returns.
+    // `raw` points into these vectors, so they must live until the call returns.
     let handles: Vec<Vec<*const std::ffi::c_void>> = args
         .iter()
         .map(|arg| match arg {
@@ -136,6 +135,7 @@ pub fn call(name: &str, overload: &str, args: &[Value<'_>]) -> Result<Vec<Output
         )
     };
     check(status, name)?;
+    // Owned before reading, so that an error while reading frees the outputs too.
     Outputs {
         raw: outputs,
         operation: name,
@@ -143,7 +143,7 @@ pub fn call(name: &str, overload: &str, args: &[Value<'_>]) -> Result<Vec<Output
     .read()
 }
 
-/// The schema of an operator, as PyTorch writes it.
+/// Returns the schema of an operator in PyTorch's notation.
 ///
 /// # Errors
 /// [`Error::NotFound`] if there is no such operator.
@@ -230,6 +230,7 @@ fn raw_value(arg: &Value<'_>, handles: &[*const std::ffi::c_void]) -> ffi::RawVa
             len: items.len(),
             ..empty
         },
+        // In schemas `ScalarType` is an int.
         Value::Kind(kind) => ffi::RawValue {
             tag: ffi::INT,
             i: device::scalar_code(kind),
@@ -250,7 +251,7 @@ fn raw_value(arg: &Value<'_>, handles: &[*const std::ffi::c_void]) -> ffi::RawVa
     }
 }
 
-/// The results of one call, freed when dropped.
+/// The results of one call. They are freed when this is dropped.
 struct Outputs<'a> {
     raw: *mut ffi::Outputs,
     operation: &'a str,
@@ -290,7 +291,7 @@ impl Outputs<'_> {
 
     fn tensor(&self, index: usize, element: usize) -> Result<Tensor> {
         let mut handle = ptr::null_mut();
-        // SAFETY: as above; on success `handle` is a new at::Tensor, which is what a tch tensor owns.
+        // SAFETY: as above; on success `handle` is a new at::Tensor, which the tch tensor owns.
         unsafe {
             let status = ffi::od_outputs_tensor(self.raw, index, element, &raw mut handle);
             check(status, self.operation)?;

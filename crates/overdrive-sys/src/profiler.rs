@@ -1,7 +1,6 @@
-//! What measuring needs from libtorch: device events, named ranges, the Kineto profiler, and the
-//! memory of the process.
+//! Device events, named ranges, the Kineto profiler, the memory of the process and the identity of a GPU.
 //!
-//! overdrive-profiling is made of these and is what to use.
+//! overdrive-profiling builds its public interface on these.
 
 use std::ffi::{CStr, CString, c_char};
 use std::marker::PhantomData;
@@ -14,9 +13,9 @@ use crate::device::{device_index, device_type};
 use crate::error::{Error, Result, check, take_string};
 use crate::ffi;
 
-/// A mark in the work of a device: recording it queues it behind what was asked of the device so
-/// far, and it notes the time when the device gets there. Nothing here waits except
-/// [`wait`](Self::wait).
+/// An event in a stream of a device (`torch.cuda.Event`). Recording puts it behind the work that was
+/// queued so far, and the device stores the time when it reaches the event. Only [`wait`](Self::wait)
+/// blocks.
 ///
 /// CUDA has events; a CPU has none, because its work is done when a call returns.
 #[derive(Debug)]
@@ -30,10 +29,10 @@ pub struct DeviceEvent {
 unsafe impl Send for DeviceEvent {}
 
 impl DeviceEvent {
-    /// An event of `device` that is not recorded yet.
+    /// Returns an event of `device` that is not recorded yet.
     ///
     /// # Errors
-    /// [`Error::Torch`] where no back end for the device is loaded.
+    /// [`Error::Torch`] if no back end for the device is loaded.
     pub fn new(device: Device) -> Result<Self> {
         let mut raw = ptr::null_mut();
         // SAFETY: written only on success; owned by this value from then on.
@@ -42,43 +41,43 @@ impl DeviceEvent {
         Ok(Self { raw, device })
     }
 
-    /// Puts it behind the work of the device's present stream; again, if it was recorded before.
+    /// Records the event in the device's current stream. An event may be recorded again.
     ///
     /// # Errors
-    /// [`Error::Torch`] for a device that has no events (a CPU), or one that is not there.
+    /// [`Error::Torch`] for a device without events (a CPU), or one that does not exist.
     pub fn record(&mut self) -> Result<()> {
         // SAFETY: the event lives, and `&mut` says that nobody else uses it.
         let status = unsafe { ffi::od_event_record(self.raw, device_index(self.device)) };
         check(status, "recording a device event")
     }
 
-    /// Whether the device got there. Does not wait; true for one that was never recorded.
+    /// Returns `true` if the device has reached the event, or if it was never recorded. Does not block.
     ///
     /// # Errors
-    /// What the device's work failed with.
+    /// [`Error::Torch`] with the error of the device's work.
     pub fn is_done(&self) -> Result<bool> {
         let mut done = 0;
         // SAFETY: the event lives; written only on success.
         let status = unsafe { ffi::od_event_query(self.raw, &raw mut done) };
-        check(status, "asking for a device event")?;
+        check(status, "querying a device event")?;
         Ok(done != 0)
     }
 
-    /// Waits until the device got there.
+    /// Blocks until the device has reached the event.
     ///
     /// # Errors
-    /// What the device's work failed with.
+    /// [`Error::Torch`] with the error of the device's work.
     pub fn wait(&self) -> Result<()> {
         // SAFETY: the event lives.
         let status = unsafe { ffi::od_event_wait(self.raw) };
         check(status, "waiting for a device event")
     }
 
-    /// Seconds of device time from `start` to this event; both are recorded and done. CUDA counts in
-    /// half microseconds.
+    /// Returns the seconds of device time from `start` to this event, both of which must be done. CUDA has a
+    /// resolution of half a microsecond.
     ///
     /// # Errors
-    /// [`Error::Torch`] where one is not recorded or not done.
+    /// [`Error::Torch`] if one of them is not recorded or not done.
     pub fn seconds_since(&self, start: &Self) -> Result<f64> {
         let mut milliseconds = 0.0;
         // SAFETY: both events live; written only on success.
@@ -95,10 +94,10 @@ impl Drop for DeviceEvent {
     }
 }
 
-/// A named range of this thread's time, from [`Range::begin`] to its drop
-/// (`torch.profiler.record_function`). Where no profiler runs it costs about ten nanoseconds.
+/// A named range of this thread's time, from [`Range::begin`] to its drop (`torch.profiler.record_function`).
+/// Without a running profiler it costs about ten nanoseconds.
 ///
-/// Ranges belong to their thread, and ones that overlap are nested:
+/// A range must be dropped on the thread that began it; overlapping ranges are nested:
 ///
 /// ```compile_fail
 /// let range = overdrive_sys::profiler::Range::begin("forward").unwrap();
@@ -112,10 +111,10 @@ pub struct Range {
 }
 
 impl Range {
-    /// Begins it.
+    /// Begins a range.
     ///
     /// # Errors
-    /// Only if memory runs out.
+    /// [`Error::OutOfMemory`].
     pub fn begin(name: &str) -> Result<Self> {
         let mut raw = ptr::null_mut();
         // SAFETY: the name is copied before the call returns; `raw` is written only on success.
@@ -136,41 +135,42 @@ impl Drop for Range {
     }
 }
 
-/// What a profile holds.
+/// The contents of a profile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProfilerOptions {
-    /// The operators that the CPU calls, and the ranges.
+    /// If `true`, the profile contains the operators that the CPU calls, and the ranges.
     pub cpu: bool,
-    /// The kernels and copies of a GPU.
+    /// If `true`, the profile contains the kernels and copies of a GPU.
     pub cuda: bool,
-    /// The shapes of each operator's inputs.
+    /// If `true`, the profile contains the shapes of each operator's inputs.
     pub record_shapes: bool,
-    /// Every allocation and release.
+    /// If `true`, the profile contains every allocation and release.
     pub profile_memory: bool,
-    /// The floating-point operations of products and convolutions; needs `record_shapes`, which it
-    /// switches on.
+    /// If `true`, the profile contains the floating-point operations of matrix products and convolutions. It
+    /// implies `record_shapes`.
     pub with_flops: bool,
 }
 
-/// libtorch's profiler while it runs. A process takes one profile at a time, on the thread that
-/// started it and those that autograd starts for it.
+/// A running profiler. A process takes one profile at a time, of the thread that started it and of the
+/// threads that autograd starts for that thread.
 #[derive(Debug)]
-#[must_use = "the profile is thrown away when this is dropped; call `stop`"]
+#[must_use = "the profile is discarded when this is dropped; call `stop`"]
 pub struct ProfilerSession {
     running: bool,
     not_send: PhantomData<*const ()>,
 }
 
 impl ProfilerSession {
-    /// Starts it.
+    /// Starts the profiler.
     ///
     /// # Errors
-    /// [`Error::BadArgument`] while another one runs; [`Error::Torch`] where libtorch was built
-    /// without Kineto.
+    /// [`Error::BadArgument`] while another profile is taken; [`Error::Torch`] if libtorch was built without
+    /// Kineto.
     pub fn start(options: ProfilerOptions) -> Result<Self> {
         let raw = ffi::RawProfilerOptions {
             cpu: options.cpu.into(),
             cuda: options.cuda.into(),
+            // libtorch computes FLOPs from the recorded shapes.
             record_shapes: (options.record_shapes || options.with_flops).into(),
             profile_memory: options.profile_memory.into(),
             with_flops: options.with_flops.into(),
@@ -184,10 +184,10 @@ impl ProfilerSession {
         })
     }
 
-    /// Stops it and returns what it saw.
+    /// Stops the profiler and returns the profile.
     ///
     /// # Errors
-    /// What libtorch refuses.
+    /// [`Error::Torch`] if libtorch throws.
     pub fn stop(mut self) -> Result<Profile> {
         self.running = false;
         stop()
@@ -197,7 +197,7 @@ impl ProfilerSession {
 impl Drop for ProfilerSession {
     fn drop(&mut self) {
         if self.running {
-            // A destructor has nobody to report to.
+            // A destructor cannot report an error.
             let _ = stop();
         }
     }
@@ -211,55 +211,55 @@ fn stop() -> Result<Profile> {
     Ok(Profile { raw })
 }
 
-/// What the profiler saw.
+/// The events that the profiler recorded.
 #[derive(Debug)]
 pub struct Profile {
     raw: *mut ffi::Profile,
 }
 
-/// One thing that happened.
+/// An event of a profile.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ProfileEvent {
-    /// The operator, range or kernel; `[memory]` for an allocation or release.
+    /// The name of the operator, range or kernel; `[memory]` for an allocation or release.
     pub name: String,
-    /// The shapes of its inputs, as `[2, 3], [3, 4]`; empty where they were not recorded.
+    /// The shapes of its inputs, such as `[2, 3], [3, 4]`; empty if they were not recorded.
     pub shapes: String,
-    /// When it began, in nanoseconds since 1970.
+    /// The time of its begin, in nanoseconds since 1970.
     pub start_ns: u64,
-    /// When it ended.
+    /// The time of its end, in nanoseconds since 1970.
     pub end_ns: u64,
-    /// The thread it began on, numbered by libtorch.
+    /// The thread on which it began, in libtorch's numbering.
     pub thread: u64,
-    /// The thread it ended on.
+    /// The thread on which it ended.
     pub end_thread: u64,
-    /// Ties an operator to its kernels.
+    /// The number that connects an operator with its kernels.
     pub correlation: u64,
-    /// For a kernel: the operator's `correlation`.
+    /// For a kernel: the `correlation` of its operator.
     pub linked_correlation: u64,
-    /// Floating-point operations, where the profiler knows a formula.
+    /// The floating-point operations, if the profiler knows a formula for the operator; else 0.
     pub flops: u64,
-    /// For `[memory]`: bytes allocated, or released (negative).
+    /// For `[memory]`: the bytes allocated, or released (negative).
     pub bytes: i64,
-    /// Ties a forward operator to its backward one; -1 for none.
+    /// The number that connects a forward operator with its backward; -1 for none.
     pub sequence: i64,
     /// `c10::DeviceType`: 0 for the CPU, 1 for CUDA.
     pub device_type: i32,
-    /// The device among those of its type.
+    /// The index of the device among those of its type.
     pub device_index: i32,
-    /// `at::RecordScope`: 0 an operator, 1 a backward function, 7 a range of the user's.
+    /// `at::RecordScope`: 0 for an operator, 1 for a backward function, 7 for a range of the user.
     pub scope: i32,
-    /// Whether it ends apart from the order of its thread.
+    /// If `true`, the event may end on another thread, outside the nesting of its own.
     pub is_async: bool,
-    /// Whether libtorch keeps it out of its own tables.
+    /// If `true`, libtorch leaves the event out of its own tables.
     pub is_hidden: bool,
 }
 
 impl Profile {
-    /// Everything that happened, in libtorch's order.
+    /// Returns all events in libtorch's order.
     ///
     /// # Errors
-    /// Only if memory runs out.
+    /// [`Error::OutOfMemory`].
     pub fn events(&self) -> Result<Vec<ProfileEvent>> {
         // SAFETY: the profile lives.
         let len = unsafe { ffi::od_profile_len(self.raw) };
@@ -294,10 +294,10 @@ impl Profile {
         })
     }
 
-    /// When the profile began, in nanoseconds since 1970.
+    /// Returns the time when the profile began, in nanoseconds since 1970.
     ///
     /// # Errors
-    /// Only if libtorch throws.
+    /// [`Error::Torch`] if libtorch throws.
     pub fn start_ns(&self) -> Result<u64> {
         let mut start = 0;
         // SAFETY: the profile lives; written only on success.
@@ -306,17 +306,20 @@ impl Profile {
         Ok(start)
     }
 
-    /// Writes the Chrome trace as Kineto makes it. Works once, and says nothing where the file
-    /// cannot be written: look whether it is there.
+    /// Writes Kineto's Chrome trace. It can be called once. Kineto does not report a file that it cannot
+    /// write: check that the file exists.
     ///
     /// # Errors
-    /// [`Error::Torch`] the second time; [`Error::BadArgument`] for a path with a zero byte or that
-    /// is not UTF-8.
+    /// [`Error::Torch`] the second time; [`Error::BadArgument`] for a path that is not UTF-8 or contains
+    /// a zero byte.
     pub fn save(&mut self, path: &Path) -> Result<()> {
         let text = path.to_str().and_then(|text| CString::new(text).ok());
         let text = text.ok_or_else(|| Error::BadArgument {
             operation: "writing a trace".to_owned(),
-            message: format!("the path {} is not UTF-8 without zeros", path.display()),
+            message: format!(
+                "the path {} is not UTF-8 without zero bytes",
+                path.display()
+            ),
         })?;
         // SAFETY: the profile lives and is not shared; the path is a C string.
         let status = unsafe { ffi::od_profile_save(self.raw, text.as_ptr()) };
@@ -340,20 +343,20 @@ unsafe fn borrowed(text: *const c_char) -> String {
         .into_owned()
 }
 
-/// Bytes of the process in main memory.
+/// The main memory of the process.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ProcessMemory {
-    /// Now: the resident set, libraries and caches included.
+    /// The bytes of the resident set, including libraries and caches.
     pub resident_bytes: u64,
-    /// The most there was since the process began.
+    /// The maximum of the resident set since the process started.
     pub peak_resident_bytes: u64,
 }
 
-/// How much main memory the process takes.
+/// Returns the main memory that the process uses.
 ///
 /// # Errors
-/// [`Error::Torch`] where the system does not tell.
+/// [`Error::Torch`] if the system does not report it.
 pub fn process_memory() -> Result<ProcessMemory> {
     let (mut resident, mut peak) = (0, 0);
     // SAFETY: both are written only on success.
@@ -365,20 +368,20 @@ pub fn process_memory() -> Result<ProcessMemory> {
     })
 }
 
-/// Which piece of hardware a CUDA device is.
+/// The hardware behind a CUDA device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CudaIdentity {
-    /// As it names itself: `NVIDIA H100 80GB HBM3`.
+    /// The name that the device reports, such as `NVIDIA H100 80GB HBM3`.
     pub name: String,
-    /// Where it sits, which other tools know it by: `0000:65:00.0`.
+    /// The address on the PCI bus, by which other tools identify it, such as `0000:65:00.0`.
     pub pci_bus_id: String,
 }
 
-/// Asks the CUDA driver which GPU device `index` is, as `CUDA_VISIBLE_DEVICES` numbers them.
+/// Returns the identity of CUDA device `index`, in the numbering of `CUDA_VISIBLE_DEVICES`, from the driver.
 ///
 /// # Errors
-/// [`Error::Torch`] without a driver or such a device.
+/// [`Error::Torch`] if there is no driver or no such device.
 pub fn cuda_identity(index: usize) -> Result<CudaIdentity> {
     let index = i32::try_from(index).unwrap_or(i32::MAX);
     let (mut name, mut pci_bus_id) = (ptr::null_mut(), ptr::null_mut());
@@ -386,7 +389,7 @@ pub fn cuda_identity(index: usize) -> Result<CudaIdentity> {
     unsafe {
         check(
             ffi::od_cuda_identity(index, &raw mut name, &raw mut pci_bus_id),
-            "asking which GPU this is",
+            "identifying a CUDA device",
         )?;
         Ok(CudaIdentity {
             name: take_string(name),

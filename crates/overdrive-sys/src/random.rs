@@ -1,4 +1,4 @@
-//! The state of each device's default random generator.
+//! The states and seeds of the default random generators of the devices.
 
 use std::ptr;
 
@@ -9,7 +9,7 @@ use crate::error::{Result, check};
 use crate::ffi;
 use crate::function::handle;
 
-/// The state as a tensor of bytes on the CPU (`torch.get_rng_state`, `torch.cuda.get_rng_state`).
+/// Returns the state as a tensor of bytes on the CPU (`torch.get_rng_state`, `torch.cuda.get_rng_state`).
 ///
 /// # Errors
 /// [`crate::Error::Torch`] if there is no such device.
@@ -24,10 +24,10 @@ pub fn state(device: Device) -> Result<Tensor> {
     }
 }
 
-/// Takes over a state that [`state`] gave.
+/// Sets the state to one that [`state`] returned.
 ///
 /// # Errors
-/// [`crate::Error::Torch`] if there is no such device or the tensor is no state of its generator.
+/// [`crate::Error::Torch`] if there is no such device or the tensor is not a state of its generator.
 pub fn set_state(device: Device, state: &Tensor) -> Result<()> {
     // SAFETY: the handle is valid while borrowed.
     let status = unsafe {
@@ -36,7 +36,7 @@ pub fn set_state(device: Device, state: &Tensor) -> Result<()> {
     check(status, "setting a random state")
 }
 
-/// Seeds one device's generator; `tch::manual_seed` seeds those of all devices.
+/// Seeds the generator of one device; `tch::manual_seed` seeds those of all devices.
 ///
 /// # Errors
 /// [`crate::Error::Torch`] if there is no such device.

@@ -1,4 +1,4 @@
-//! The elements of CPU tensors as slices, for kernels written in Rust.
+//! The elements of CPU tensors as slices, for kernels that are written in Rust.
 
 use half::{bf16, f16};
 use tch::{Device, Kind, Tensor};
@@ -10,13 +10,14 @@ use crate::function::handle;
 
 const OPERATION: &str = "reading the elements of a tensor";
 
+// Sealed: an implementation with the wrong `KIND` would reinterpret memory.
 mod sealed {
     pub trait Sealed {}
 }
 
-/// A Rust type that is the element of a tensor.
+/// A Rust type that can be the element of a tensor.
 pub trait Element: Copy + Send + Sync + sealed::Sealed + 'static {
-    /// Its dtype.
+    /// The dtype of such a tensor.
     const KIND: Kind;
 }
 
@@ -34,16 +35,17 @@ elements! {
     u8 => Uint8, i8 => Int8, i16 => Int16, i32 => Int, i64 => Int64, bool => Bool,
 }
 
-/// The elements of a contiguous CPU tensor.
+/// Returns the elements of a contiguous CPU tensor.
 ///
 /// # Errors
-/// [`Error::BadArgument`] if the tensor has another dtype, is not on the CPU or not contiguous.
+/// [`Error::BadArgument`] if the tensor has another dtype, is not on the CPU or is not contiguous.
 ///
 /// # Safety
 /// Nobody writes to the tensor's memory, through this or any other tensor that shares it, while the
 /// slice lives.
 pub unsafe fn slice<T: Element>(tensor: &Tensor) -> Result<&[T]> {
     let (pointer, len) = elements::<T>(tensor)?;
+    // An empty tensor may have a null pointer, which no slice may have.
     if len == 0 {
         return Ok(&[]);
     }
@@ -52,10 +54,10 @@ pub unsafe fn slice<T: Element>(tensor: &Tensor) -> Result<&[T]> {
     Ok(unsafe { std::slice::from_raw_parts(pointer, len) })
 }
 
-/// The elements of a contiguous CPU tensor, to write.
+/// Returns the elements of a contiguous CPU tensor for writing.
 ///
 /// # Errors
-/// As for [`slice()`].
+/// As [`slice()`].
 ///
 /// # Safety
 /// Nobody else reads or writes the tensor's memory, through this or any other tensor that shares it,
@@ -85,6 +87,8 @@ fn elements<T: Element>(tensor: &Tensor) -> Result<(*mut T, usize)> {
         )
     };
     check(status, OPERATION)?;
+    // -1 and -2 are errors. The reasons are looked up here and not by the shim, so that the common case
+    // is one foreign call.
     if let Ok(count) = usize::try_from(count) {
         return Ok((data.cast(), count));
     }

@@ -1,7 +1,7 @@
-//! Thread counts of libtorch's CPU kernels.
+//! The thread counts of libtorch's CPU kernels, and loops on their threads.
 //!
-//! Rule for kernels of Overdrive's own that run inside a step: they run through [`parallel_for`], on
-//! the threads that libtorch's kernels have, because a second full set beside OpenMP's halves both.
+//! Overdrive's own kernels run through [`parallel_for`], on the threads that libtorch's kernels use: a second
+//! thread pool beside OpenMP's would compete with it for the same cores.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -9,44 +9,47 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Mutex, PoisonError};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::ffi;
 
-/// Threads inside one operator (OpenMP's; `torch.get_num_threads`).
+/// Returns the number of threads inside one operator (OpenMP's; `torch.get_num_threads`).
 pub fn intra_op() -> usize {
     usize::try_from(tch::get_num_threads()).unwrap_or(1)
 }
 
-/// Sets the threads inside one operator.
+/// Sets the number of threads inside one operator.
 ///
 /// # Errors
-/// [`Error::BadArgument`] for 0 or more than `i32::MAX`.
+/// [`crate::Error::Common`] for 0 or more than `i32::MAX`.
 pub fn set_intra_op(threads: usize) -> Result<()> {
     match i32::try_from(threads) {
         Ok(count) if count > 0 => {
             tch::set_num_threads(count);
             Ok(())
         }
-        _ => Err(Error::BadArgument {
-            operation: "setting the number of threads".to_owned(),
-            message: format!("{threads} threads; give at least 1 and no more than the machine has"),
-        }),
+        _ => Err(overdrive_core::Error::option(
+            "threads",
+            threads,
+            "at least 1, and should be at most the number of cores",
+        )
+        .into()),
     }
 }
 
-/// Threads across independent operators (`torch.get_num_interop_threads`).
+/// Returns the number of threads across independent operators (`torch.get_num_interop_threads`).
 pub fn inter_op() -> usize {
     usize::try_from(tch::get_num_interop_threads()).unwrap_or(1)
 }
 
-/// Splits `0..len` into one contiguous range a thread and runs `body` on each, on libtorch's own
-/// threads (what `at::parallel_for` is to its kernels).
+/// Splits `0..len` into one contiguous range per thread and runs `body` on each of them, on libtorch's
+/// threads (the counterpart of `at::parallel_for`).
 ///
-/// Ranges have at least `grain` elements, so that short work stays on this thread; inside another
-/// parallel region everything does. The split depends only on `len`, `grain` and [`intra_op`]. Other
-/// threads do not see this one's thread-local modes (autocast, no-grad): call no operator in `body`.
+/// Ranges have at least `grain` elements, so short loops run on the calling thread only; so does every
+/// loop inside another parallel region. The split depends only on `len`, `grain` and [`intra_op`]. The
+/// other threads do not have the thread-local modes of the caller (autocast, no-grad), so `body` must not
+/// call operators.
 ///
-/// A panic in `body` goes on in the caller once all threads are done.
+/// A panic in `body` resumes in the caller once all threads have finished.
 ///
 /// ```
 /// let sum = std::sync::atomic::AtomicUsize::new(0);
@@ -59,6 +62,7 @@ pub fn parallel_for(len: usize, grain: usize, body: impl Fn(Range<usize>) + Sync
     if len == 0 {
         return;
     }
+    // A grain of 0 means "no minimum".
     let most = len.div_ceil(grain.max(1));
     // SAFETY: reads settings.
     let threads = usize::try_from(unsafe { ffi::od_parallel_threads() })
@@ -90,25 +94,29 @@ pub fn parallel_for(len: usize, grain: usize, body: impl Fn(Range<usize>) + Sync
     }
 }
 
+/// The loop that the threads of an OpenMP team run together.
 struct Team<'a> {
     body: &'a (dyn Fn(Range<usize>) + Sync),
     len: usize,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
-/// One thread's share: the team may be smaller than asked for, so the split is by its real size.
+/// Runs one thread's range.
 unsafe extern "C" fn run(team: *mut c_void, thread: i32, threads: i32) {
     // SAFETY: `parallel_for` passes its own team, alive until all threads return.
     let team = unsafe { &*team.cast::<Team<'_>>().cast_const() };
     let (Ok(thread), Ok(threads)) = (usize::try_from(thread), usize::try_from(threads)) else {
         return;
     };
+    // OpenMP may start fewer threads than were asked for (OMP_THREAD_LIMIT, OMP_DYNAMIC): the split is by the
+    // real number, so that every index is still visited.
     let share = team.len.div_ceil(threads.max(1));
     let range = (thread * share).min(team.len)..((thread + 1) * share).min(team.len);
     if range.is_empty() {
         return;
     }
     if let Err(payload) = catch_unwind(AssertUnwindSafe(|| (team.body)(range))) {
+        // Only the first panic is kept: the caller can resume one.
         let mut first = team.panic.lock().unwrap_or_else(PoisonError::into_inner);
         first.get_or_insert(payload);
     }

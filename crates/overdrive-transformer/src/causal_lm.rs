@@ -101,7 +101,7 @@ impl CausalLm {
     /// # Errors
     /// [`Error::Unsupported`] for an architecture or option that this crate does not compute;
     /// [`Error::Checkpoint`] naming every tensor that is missing, unexpected or misshapen;
-    /// [`Error::BadWeightFile`] for a damaged file; [`Error::Io`] and others as they say.
+    /// [`Error::BadWeightFile`] for a damaged file; [`Error::Common`] for a file that cannot be read.
     pub fn from_pretrained(dir: impl AsRef<Path>, options: &LoadOptions) -> Result<CausalLm> {
         let dir = dir.as_ref();
         let config = ModelConfig::from_dir(dir)?;
@@ -482,11 +482,10 @@ impl CausalLm {
         let positions = match input.position_ids {
             None => shape.past + shape.tokens,
             Some(ids) if i64::try_from(ids.f_min()?)? < 0 => {
-                return Err(Error::BadInput {
-                    name: "position_ids",
-                    found: "partly negative".to_owned(),
-                    expected: format!("in 0..{limit}"),
-                });
+                let expected = format!("in 0..{limit}");
+                return Err(
+                    overdrive_core::Error::option("position_ids", "negative", expected).into(),
+                );
             }
             // Padding takes places and no positions.
             Some(ids) => i64::try_from(ids.f_max()?)? + 1,

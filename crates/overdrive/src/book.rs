@@ -28,6 +28,7 @@ pages! {
     build = "crates/build.md";
     checkpointing = "crates/checkpointing.md";
     compiled = "crates/compiled.md";
+    core = "crates/core.md";
     datasets = "crates/datasets.md";
     distributed = "crates/distributed.md";
     fused = "crates/fused.md";

@@ -6,20 +6,20 @@ use overdrive_transformer::CausalLm;
 
 use crate::decoder::{Decoder, to_host};
 use crate::generate::repeated;
-use crate::random::SplitMix64;
 use crate::row_text::RowText;
 use crate::rows::{OnToken, is_late, limit};
 use crate::{
     FinishReason, GenerateOptions, GenerateOutput, GenerateTimings, GeneratedToken,
     GenerationConfig, Result,
 };
+use overdrive_core::random::{Generator, entropy};
 
-mod scores;
+mod scorer;
 mod search;
 
-use search::{Finished, Search};
+use search::{BeamSearch, FinishedBeam};
 
-/// The best `num_return_sequences` of `num_beams` continuations of each prompt.
+/// Returns the best `num_return_sequences` of `num_beams` continuations of each prompt.
 pub(crate) fn search(
     model: &CausalLm,
     prompts: &[Vec<i64>],
@@ -30,18 +30,19 @@ pub(crate) fn search(
     let start = Instant::now();
     let beams = config.num_beams;
     let vocabulary = model.config().vocab_size().unsigned_abs() as usize;
-    let seed = config.seed.unwrap_or_else(SplitMix64::entropy);
-    let mut searches: Vec<Search<'_>> = prompts
+    let seed = config.seed.unwrap_or_else(entropy);
+    let mut searches: Vec<BeamSearch<'_>> = prompts
         .iter()
         .enumerate()
         .map(|(number, prompt)| {
             let random = match options.seeds.get(number) {
-                Some(&own) => SplitMix64::new(own, 0),
-                None => SplitMix64::new(seed, number),
+                // A prompt with a seed of its own draws the same numbers in any batch.
+                Some(&own) => Generator::new(own, 0),
+                None => Generator::new(seed, number as u32),
             };
             let constraint = options.constraints.get(number).map(|c| c.fork());
             let limit = limit(model, config, prompt.len());
-            Search::new(
+            BeamSearch::new(
                 config,
                 prompt,
                 limit,
@@ -57,6 +58,7 @@ pub(crate) fn search(
     };
     if searches.iter().any(|search| !search.is_done()) {
         let mut decoder = Decoder::new(model, prompts, config, beams)?;
+        // A prompt is read once, and its row of the cache then copied for each beam.
         let copies: Vec<usize> = (0..prompts.len() * beams).map(|row| row / beams).collect();
         let mut logits = repeated(&decoder.prefill()?, beams)?;
         decoder.reorder(&copies)?;
@@ -72,9 +74,9 @@ pub(crate) fn search(
             }
             timings.decode_tokens += beams * searches.iter().filter(|s| !s.is_done()).count();
             if is_late(config, start) {
-                searches.iter_mut().for_each(Search::end);
+                searches.iter_mut().for_each(BeamSearch::end);
             }
-            if searches.iter().all(Search::is_done) {
+            if searches.iter().all(BeamSearch::is_done) {
                 break;
             }
             let parents: Vec<usize> = searches
@@ -82,6 +84,7 @@ pub(crate) fn search(
                 .enumerate()
                 .flat_map(|(number, search)| search.parents(number * beams))
                 .collect();
+            // Most steps of a confident model keep every beam in its row, and need no copy.
             if parents
                 .iter()
                 .enumerate()
@@ -89,7 +92,7 @@ pub(crate) fn search(
             {
                 decoder.reorder(&parents)?;
             }
-            let tokens: Vec<i64> = searches.iter().flat_map(Search::last_tokens).collect();
+            let tokens: Vec<i64> = searches.iter().flat_map(BeamSearch::last_tokens).collect();
             logits = decoder.step(&tokens)?;
         }
         timings.decode = start.elapsed() - timings.prefill;
@@ -100,7 +103,7 @@ pub(crate) fn search(
         let prompt = search.prompt();
         for found in search.into_best(config.num_return_sequences) {
             all_scores.push(found.score);
-            hand_out(&found, prompt, options, &mut output, on_token)?;
+            emit(&found, prompt, options, &mut output, on_token)?;
             output.sequences.push(found.ids);
             output.prompt_lengths.push(prompt);
             output.finish_reasons.push(found.reason);
@@ -111,8 +114,8 @@ pub(crate) fn search(
 }
 
 /// Calls `on_token` with the tokens of a continuation until it breaks, and keeps its text.
-fn hand_out(
-    found: &Finished,
+fn emit(
+    found: &FinishedBeam,
     prompt: usize,
     options: &GenerateOptions<'_>,
     output: &mut GenerateOutput,
@@ -123,8 +126,8 @@ fn hand_out(
         .tokenizer
         .map(|tokenizer| RowText::new(tokenizer, before, &[]));
     let mut listening = true;
-    for (place, &id) in new.iter().enumerate() {
-        let last = place + 1 == new.len();
+    for (index, &id) in new.iter().enumerate() {
+        let last = index + 1 == new.len();
         let piece = match &mut text {
             Some(text) => text.push(id, last)?.0,
             None => String::new(),

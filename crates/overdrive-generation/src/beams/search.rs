@@ -1,61 +1,61 @@
-use super::scores::{Continuation, Scorer};
-use crate::random::SplitMix64;
+use super::scorer::{Continuation, Scorer};
 use crate::{Constraint, EarlyStopping, Error, FinishReason, GenerationConfig, Result, TokenMask};
+use overdrive_core::random::Generator;
 
-/// What a beam has that cannot win: below any sum of log-probabilities, as in transformers.
-const HOPELESS: f32 = -1e9;
+/// The score of a beam that cannot win: below any sum of log-probabilities, as in transformers.
+const IMPOSSIBLE: f32 = -1e9;
 
 /// A running beam.
 #[derive(Debug)]
 struct Beam {
     ids: Vec<i64>,
     score: f32,
-    /// The beam of the step before that it continues.
+    /// The beam of the previous step that it continues.
     parent: usize,
     constraint: Option<Box<dyn Constraint>>,
 }
 
-/// A finished one.
+/// A finished beam.
 #[derive(Debug)]
-pub(super) struct Finished {
+pub(super) struct FinishedBeam {
     pub(super) ids: Vec<i64>,
     pub(super) score: f32,
     pub(super) reason: FinishReason,
 }
 
-/// The beams of one prompt.
-pub(super) struct Search<'a> {
+/// The beam search of one prompt.
+pub(super) struct BeamSearch<'a> {
     scorer: Scorer<'a>,
-    random: SplitMix64,
+    random: Generator,
     prompt: usize,
     limit: (usize, FinishReason),
     mask: TokenMask,
     running: Vec<Beam>,
-    /// Best first, at most `num_beams`.
-    finished: Vec<Finished>,
-    /// Whether a running beam may still beat a finished one.
+    /// The finished beams, best first, at most `num_beams`.
+    finished: Vec<FinishedBeam>,
+    /// `true` while a running beam may still beat a finished one.
     improvable: bool,
     done: bool,
 }
 
-impl<'a> Search<'a> {
+impl<'a> BeamSearch<'a> {
     pub(super) fn new(
         config: &'a GenerationConfig,
         prompt: &[i64],
         limit: (usize, FinishReason),
         (constraint, vocabulary): (Option<Box<dyn Constraint>>, usize),
-        random: SplitMix64,
+        random: Generator,
         row: usize,
     ) -> Self {
         let done = prompt.len() >= limit.0;
-        // All begin alike: only the first counts, or all would find the same.
+        // All beams begin alike: only the first has a chance, or all would find the same continuations.
         let running = (0..config.num_beams).map(|number| Beam {
             ids: prompt.to_vec(),
-            score: if number == 0 { 0.0 } else { HOPELESS },
+            score: if number == 0 { 0.0 } else { IMPOSSIBLE },
             parent: number,
             constraint: constraint.as_ref().map(|c| c.fork()),
         });
-        let mut search = Search {
+        let mut search = BeamSearch {
             running: running.collect(),
             scorer: Scorer::new(config, row),
             random,
@@ -80,19 +80,20 @@ impl<'a> Search<'a> {
         self.prompt
     }
 
-    /// The rows of the batch that the beams continue, where the first beam's is `first`.
+    /// Returns the rows of the batch that the beams continue; the row of the first beam is `first`.
     pub(super) fn parents(&self, first: usize) -> impl Iterator<Item = usize> {
         self.running.iter().map(move |beam| first + beam.parent)
     }
 
-    /// The tokens to read next, one a beam; those of a search that is done do not matter.
+    /// Returns the tokens to read next, one a beam; those of a finished search do not matter.
     pub(super) fn last_tokens(&self) -> impl Iterator<Item = i64> {
         let pad = self.config().pad();
         let last = move |beam: &Beam| beam.ids.last().copied().unwrap_or(pad);
         self.running.iter().map(last)
     }
 
-    /// Ends the search with what it has: the running beams count as finished where too few are.
+    /// Ends the search with its current beams: running ones count as finished if there are too few of
+    /// those.
     pub(super) fn end(&mut self) {
         let reason = if self.done {
             self.limit.1
@@ -103,7 +104,7 @@ impl<'a> Search<'a> {
         for beam in &self.running {
             if self.finished.len() < self.config().num_return_sequences {
                 let length = (beam.ids.len() - self.prompt).max(1);
-                self.finished.push(Finished {
+                self.finished.push(FinishedBeam {
                     ids: beam.ids.clone(),
                     score: self.penalized(beam.score, length),
                     reason,
@@ -112,13 +113,13 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// The best ones.
-    pub(super) fn into_best(mut self, count: usize) -> Vec<Finished> {
+    /// Returns the best beams.
+    pub(super) fn into_best(mut self, count: usize) -> Vec<FinishedBeam> {
         self.finished.truncate(count);
         self.finished
     }
 
-    /// One more token for every beam, from their logits `(num_beams, V)`, which are changed.
+    /// Adds one token to every beam, from their logits `(num_beams, V)`, which are changed.
     pub(super) fn advance(&mut self, logits: &mut [f32]) -> Result<()> {
         if self.done {
             self.running
@@ -129,14 +130,14 @@ impl<'a> Search<'a> {
         }
         let beams = self.config().num_beams;
         let ends = self.config().eos_token_id.len() + self.config().stop_token_ids.len();
-        // Enough that as many beams as there are go on even where all the best end.
+        // Enough that all beams can continue even if the best continuations all end.
         let count = (1 + ends).max(2) * beams;
         self.score(logits)?;
         let sums: Vec<f32> = self.running.iter().map(|beam| beam.score).collect();
         let mut found = if self.config().is_greedy() {
             self.scorer.best(logits, &sums, count)
         } else {
-            self.scorer.drawn(logits, &sums, count, &mut self.random)
+            self.scorer.sample(logits, &sums, count, &mut self.random)
         };
         if found.is_empty() {
             let new = self.length() - self.prompt;
@@ -151,20 +152,17 @@ impl<'a> Search<'a> {
             .collect::<Result<Vec<_>>>()?;
         self.finish(&found[..beams.min(found.len())], &ending);
         let all_end = ending.iter().all(Option::is_some);
-        // The best that go on; where they are too few, ended ones fill up without a chance.
+        // The best ones that do not end; if they are too few, ended ones fill up without a chance.
         for (next, ending) in found.iter_mut().zip(&ending) {
             if ending.is_some() {
-                next.score += HOPELESS;
+                next.score += IMPOSSIBLE;
             }
         }
         found.sort_by(|a, b| b.score.total_cmp(&a.score));
-        self.go_on(&found)?;
+        self.continue_with(&found)?;
         self.improvable &= self.can_improve();
         let first = self.config().early_stopping == EarlyStopping::FirstFinished;
         self.done = !self.improvable || all_end || (first && self.is_full());
-        if self.done && self.finished.len() < self.config().num_return_sequences {
-            self.finished.sort_by(|a, b| b.score.total_cmp(&a.score));
-        }
         Ok(())
     }
 
@@ -172,7 +170,7 @@ impl<'a> Search<'a> {
         self.scorer.config
     }
 
-    /// Tokens of every running beam.
+    /// Returns the number of tokens of every running beam.
     fn length(&self) -> usize {
         self.running[0].ids.len()
     }
@@ -205,7 +203,7 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Why a beam ends with a continuation, where it does.
+    /// Returns the reason if a beam ends with a continuation.
     fn ending(&self, next: &Continuation) -> Result<Option<FinishReason>> {
         let config = self.config();
         if config.eos_token_id.contains(&next.token) {
@@ -224,20 +222,20 @@ impl<'a> Search<'a> {
         Ok((self.length() + 1 >= self.limit.0).then_some(self.limit.1))
     }
 
-    /// Keeps those of the best continuations that end, where they beat what has finished.
+    /// Adds those of the best continuations that end, if they beat the finished ones.
     fn finish(&mut self, best: &[Continuation], ending: &[Option<FinishReason>]) {
         let first = self.config().early_stopping == EarlyStopping::FirstFinished;
         if !self.improvable || (first && self.is_full()) {
             return;
         }
         for (next, ending) in best.iter().zip(ending) {
-            // Continuations of hopeless beams are no results.
+            // Continuations of beams without a chance are no results.
             if let Some(reason) = *ending
-                && next.score > HOPELESS / 2.0
+                && next.score > IMPOSSIBLE / 2.0
             {
                 let beam = &self.running[next.beam];
                 let length = beam.ids.len() + 1 - self.prompt;
-                self.finished.push(Finished {
+                self.finished.push(FinishedBeam {
                     ids: extended(&beam.ids, next.token),
                     score: self.penalized(next.score, length),
                     reason,
@@ -248,16 +246,17 @@ impl<'a> Search<'a> {
         self.finished.truncate(self.config().num_beams);
     }
 
-    /// The best of `found` are the running beams from now on.
-    fn go_on(&mut self, found: &[Continuation]) -> Result<()> {
+    /// Makes the best of `found` the running beams.
+    fn continue_with(&mut self, found: &[Continuation]) -> Result<()> {
         let beams = self.config().num_beams;
         let mut running = Vec::with_capacity(beams);
         for number in 0..beams {
-            // A constraint may leave fewer continuations than beams: the others go on without a chance.
+            // A constraint may leave fewer continuations than beams; the others continue without a
+            // chance.
             let next = match found.get(number) {
                 Some(next) => *next,
                 None => Continuation {
-                    score: HOPELESS * 2.0,
+                    score: IMPOSSIBLE * 2.0,
                     ..found[0]
                 },
             };
@@ -277,10 +276,12 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Whether the best running beam may come to beat the worst finished one.
+    /// Returns `true` if the best running beam may still beat the worst finished one.
     fn can_improve(&self) -> bool {
         let config = self.config();
         let never = config.early_stopping == EarlyStopping::Never;
+        // A positive penalty divides long beams by more, so that a (negative) score is best at the full
+        // length.
         let length = if never && config.length_penalty > 0.0 {
             self.limit.0 - self.prompt
         } else {
@@ -289,7 +290,7 @@ impl<'a> Search<'a> {
         let best = self.penalized(self.running[0].score, length);
         let worst = match self.finished.last() {
             Some(worst) if self.is_full() => worst.score,
-            _ => HOPELESS,
+            _ => IMPOSSIBLE,
         };
         best > worst
     }

@@ -1,4 +1,4 @@
-//! Jinja as transformers sets it up for chat templates.
+//! The Jinja environment that transformers sets up for chat templates.
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, Error, ErrorKind, State};
@@ -8,23 +8,26 @@ use super::python_json::tojson;
 /// The variable that makes `{% generation %}` leave marks in the text.
 pub(super) const MARKING: &str = "overdrive_marks_generation";
 
-/// Where text begins and ends that the assistant said: characters that are no text (Unicode's
-/// noncharacters), so that no message has them.
+/// The marks of the beginning and the end of the assistant's text: Unicode noncharacters, which no
+/// message contains.
 pub(super) const MARKS: (char, char) = ('\u{fdd0}', '\u{fdd1}');
 
-/// The name under which a template is kept.
+/// The name of the template in its environment.
 pub(super) const NAME: &str = "chat_template";
 
-/// An environment that holds the one template.
+/// Returns an environment that holds the template.
 pub(super) fn environment(source: &str) -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     let syntax = SyntaxConfig::builder()
+        // transformers compiles templates with `trim_blocks` and `lstrip_blocks`; without them newlines
+        // would differ.
         .trim_blocks(true)
         .lstrip_blocks(true)
         .build()?;
     environment.set_syntax(syntax);
-    // A prompt is no HTML.
+    // A prompt is not HTML.
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    // Templates call methods of Python's str, list and dict: `strip`, `items`, `startswith`.
     environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     environment.add_filter("tojson", tojson);
     environment.add_filter(MARKING, marked);
@@ -36,7 +39,7 @@ pub(super) fn environment(source: &str) -> Result<Environment<'static>, Error> {
     Ok(environment)
 }
 
-/// The local time, in Python's format codes.
+/// Returns the local time in Python's format codes.
 fn strftime_now(format: &str) -> Result<String, Error> {
     jiff::fmt::strtime::format(format, &jiff::Zoned::now()).map_err(|error| {
         Error::new(
@@ -46,7 +49,7 @@ fn strftime_now(format: &str) -> Result<String, Error> {
     })
 }
 
-/// What stands between generation tags, between marks where those are wanted.
+/// Puts the text between generation tags between marks, if marks are wanted.
 fn marked(state: &State<'_, '_>, text: String) -> String {
     match state.lookup(MARKING).is_some_and(|wanted| wanted.is_true()) {
         true => format!("{}{text}{}", MARKS.0, MARKS.1),
@@ -54,14 +57,15 @@ fn marked(state: &State<'_, '_>, text: String) -> String {
     }
 }
 
-/// `{% generation %}` marks what the assistant said, for a loss mask: a block whose text goes through
-/// [`marked`].
+/// Replaces `{% generation %}`, which encloses the assistant's text for a loss mask, by a block whose
+/// text goes through [`marked`].
 fn with_filters_for_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(open) = rest.find("{%") {
         let (before, tag) = rest.split_at(open);
         out.push_str(before);
+        // An unclosed tag is left to the parser, which reports its line.
         let Some(close) = tag.find("%}") else {
             rest = tag;
             break;

@@ -1,8 +1,8 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-/// One message of a conversation: what JSON has as an object with `role`, `content` and whatever else
-/// the model's template reads (`tool_calls`, `name`, `reasoning_content`, …).
+/// A message of a conversation: in JSON an object with `role`, `content` and any other field that the
+/// model's template reads (`tool_calls`, `name`, `reasoning_content`, …).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Message {
@@ -10,7 +10,7 @@ pub struct Message {
 }
 
 impl Message {
-    /// A message of any role.
+    /// Returns a message of any role.
     pub fn new(role: &str, content: impl Into<String>) -> Message {
         let mut fields = Map::new();
         fields.insert("role".to_owned(), role.into());
@@ -18,44 +18,44 @@ impl Message {
         Message { fields }
     }
 
-    /// What the model is told before the conversation. Not every template has a place for it.
+    /// Returns a system message. Not every template supports one.
     pub fn system(content: impl Into<String>) -> Message {
         Message::new("system", content)
     }
 
-    /// What the user says.
+    /// Returns a message of the user.
     pub fn user(content: impl Into<String>) -> Message {
         Message::new("user", content)
     }
 
-    /// What the model has said.
+    /// Returns a message of the assistant.
     pub fn assistant(content: impl Into<String>) -> Message {
         Message::new("assistant", content)
     }
 
-    /// With one more field, or another value of it.
+    /// Returns the message with one more field, or another value of it.
     pub fn with(mut self, key: &str, value: impl Into<Value>) -> Message {
         self.fields.insert(key.to_owned(), value.into());
         self
     }
 
-    /// A field.
+    /// Returns the value of a field.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.fields.get(key)
     }
 
-    /// Who speaks; empty where the message does not say.
+    /// Returns the role; empty if the message has none.
     pub fn role(&self) -> &str {
         self.get("role").and_then(Value::as_str).unwrap_or_default()
     }
 
-    /// What is said, where it is one text.
+    /// Returns the content, if it is a string.
     pub fn content(&self) -> Option<&str> {
         self.get("content").and_then(Value::as_str)
     }
 
-    /// As templates see it: without keys of null, and with what the model thought under each of the
-    /// names that templates read, as transformers hands it over.
+    /// Returns the fields as templates see them: without null values, and with the reasoning under each
+    /// of the names that templates read, as transformers passes it.
     pub(super) fn for_template(&self) -> Map<String, Value> {
         let given = |key: &str| self.get(key).filter(|value| !value.is_null());
         let mut fields = self.fields.clone();

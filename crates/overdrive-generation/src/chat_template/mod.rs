@@ -16,10 +16,10 @@ pub use message::Message;
 
 use crate::{Error, Result};
 
-/// How a model wants its conversations written: the Jinja template that comes with it.
+/// A chat template: the Jinja template of a model that renders its conversations.
 ///
-/// Renders what transformers' `apply_chat_template` renders, with its settings of Jinja and its
-/// additions (`raise_exception`, `strftime_now`, `tojson` as Python prints, `break` and `continue`,
+/// Renders the same text as transformers' `apply_chat_template`, with its settings of Jinja and its
+/// additions (`raise_exception`, `strftime_now`, `tojson` in Python's format, `break` and `continue`,
 /// the `generation` tag).
 ///
 /// ```
@@ -43,24 +43,24 @@ pub struct ChatTemplate {
     special_tokens: Map<String, Value>,
 }
 
-/// How a conversation is rendered; in the words of `apply_chat_template`.
+/// The options of rendering a conversation, in the words of `apply_chat_template`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ChatTemplateOptions {
-    /// Whether the beginning of the assistant's answer follows the last message; default true (false
-    /// in transformers), for something to be answered.
+    /// If `true`, the beginning of the assistant's answer follows the last message. Default `true`
+    /// (`false` in transformers).
     pub add_generation_prompt: bool,
-    /// Whether the last message is left open, for the model to go on with it; takes the place of
-    /// `add_generation_prompt`. Default false.
+    /// If `true`, the last message is left open for the model to continue; replaces
+    /// `add_generation_prompt`. Default `false`.
     pub continue_final_message: bool,
-    /// What the model may call, as JSON schemas of functions; default none.
+    /// The functions that the model may call, as JSON schemas. Default `None`.
     pub tools: Option<Vec<Value>>,
-    /// What it may cite, as objects with `title` and `text`; default none.
+    /// The documents that it may cite, as objects with `title` and `text`. Default `None`.
     pub documents: Option<Vec<Value>>,
-    /// Other variables of the template, such as `enable_thinking` or `date_string`.
+    /// The other variables of the template, such as `enable_thinking` or `date_string`.
     pub variables: Map<String, Value>,
-    /// The name of the template, of a model with several; default: `tool_use` where there are tools and
-    /// there is one of that name, else `default`.
+    /// The name of the template, for a model with several. Default `None`: `tool_use` if there are
+    /// tools and a template of that name, else `default`.
     pub template: Option<String>,
 }
 
@@ -79,14 +79,14 @@ impl Default for ChatTemplateOptions {
 
 const DEFAULT: &str = "default";
 
-/// Marks the place at which a message is left open.
+/// The mark of the end of a message that is left open.
 const OPEN_END: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
 impl ChatTemplate {
-    /// A template from its text.
+    /// Parses a template.
     ///
     /// # Errors
-    /// [`Error::ChatTemplate`] where the text is no template, with the line.
+    /// [`Error::ChatTemplate`] with the line, if the template cannot be parsed.
     pub fn new(source: &str) -> Result<ChatTemplate> {
         let mut templates = BTreeMap::new();
         templates.insert(DEFAULT.to_owned(), parse(source)?);
@@ -96,13 +96,14 @@ impl ChatTemplate {
         })
     }
 
-    /// Reads a Hugging Face folder: `chat_template.jinja` and `additional_chat_templates/*.jinja`, or
-    /// `chat_template` (a text, or a list of named ones) of `tokenizer_config.json` or
-    /// `chat_template.json`; special tokens from `tokenizer_config.json` and `special_tokens_map.json`.
+    /// Reads the template of a Hugging Face folder: `chat_template.jinja` and
+    /// `additional_chat_templates/*.jinja`, or `chat_template` (a text, or a list of named ones) of
+    /// `tokenizer_config.json` or `chat_template.json`; special tokens from `tokenizer_config.json` and
+    /// `special_tokens_map.json`.
     ///
     /// # Errors
-    /// [`Error::NoChatTemplate`] where there is none; [`Error::ChatTemplate`] where one cannot be
-    /// parsed; when a file cannot be read.
+    /// [`Error::NoChatTemplate`] if there is none; [`Error::ChatTemplate`] if one cannot be parsed; an
+    /// error if a file cannot be read.
     pub fn from_dir(dir: impl AsRef<Path>) -> Result<ChatTemplate> {
         let dir = dir.as_ref();
         let config = read_json(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
@@ -114,6 +115,7 @@ impl ChatTemplate {
         {
             named(given, &mut sources)?;
         }
+        // The file wins over the entries of JSON, as in transformers, which writes either.
         if let Some(source) = read(&dir.join("chat_template.jinja"))? {
             sources.clear();
             sources.insert(DEFAULT.to_owned(), source);
@@ -127,6 +129,7 @@ impl ChatTemplate {
         let mut special_tokens = Map::new();
         let legacy = read_json(&dir.join("special_tokens_map.json"))?.unwrap_or_default();
         take_special_tokens(&legacy, &mut special_tokens);
+        // Later entries replace earlier ones: `tokenizer_config.json` wins over the legacy file.
         take_special_tokens(&config, &mut special_tokens);
         let templates = sources
             .into_iter()
@@ -138,35 +141,36 @@ impl ChatTemplate {
         })
     }
 
-    /// With the text of a special token, such as `bos_token`.
+    /// Returns the template with the text of a special token, such as `bos_token`.
     pub fn with_special_token(mut self, name: &str, token: &str) -> ChatTemplate {
         self.special_tokens.insert(name.to_owned(), token.into());
         self
     }
 
-    /// The text of a special token, such as `eos_token`.
+    /// Returns the text of a special token, such as `eos_token`.
     pub fn special_token(&self, name: &str) -> Option<&str> {
         self.special_tokens.get(name).and_then(Value::as_str)
     }
 
-    /// The names of the templates; `default` where there is one.
+    /// Returns the names of the templates; `default` if there is one.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.templates.keys().map(String::as_str)
     }
 
-    /// The text of a conversation.
+    /// Renders a conversation.
     ///
     /// # Errors
-    /// [`Error::Conversation`] where it is empty or its last message cannot be left open;
-    /// [`Error::ChatTemplate`] with the template's own words where it refuses the conversation (roles
-    /// that do not take turns, say); [`Error::UnknownChatTemplate`].
+    /// [`Error::Conversation`] if it is empty or its last message cannot be left open;
+    /// [`Error::ChatTemplate`] with the template's own message if it refuses the conversation (for
+    /// example because roles do not alternate); an [option](overdrive_core::Error::InvalidOption) if
+    /// there is no template of the name.
     pub fn render(&self, messages: &[Message], options: &ChatTemplateOptions) -> Result<String> {
         self.render_with(messages, options, false)
     }
 
-    /// The text of a conversation, and which bytes of it the assistant has written: those between the
-    /// template's `{% generation %}` tags, for a loss mask (`return_assistant_tokens_mask`). `None` for a
-    /// template without such tags.
+    /// Renders a conversation, and returns the byte ranges that the assistant has written: those
+    /// between the template's `{% generation %}` tags, for a loss mask
+    /// (`return_assistant_tokens_mask`). `None` for a template without such tags.
     ///
     /// # Errors
     /// As [`ChatTemplate::render`].
@@ -189,8 +193,8 @@ impl ChatTemplate {
                     start = None;
                 }
                 _ if letter == begin || letter == end => {
-                    let problem = "a message has U+FDD0 or U+FDD1 in it, which are no characters";
-                    return Err(Error::Conversation(problem.to_owned()));
+                    let message = "a message contains U+FDD0 or U+FDD1, which are not characters";
+                    return Err(Error::Conversation(message.to_owned()));
                 }
                 _ => text.push(letter),
             }
@@ -198,7 +202,7 @@ impl ChatTemplate {
         Ok((text, Some(answers)))
     }
 
-    /// Whether the template says what the assistant has written, by `{% generation %}`.
+    /// Returns `true` if the template marks the assistant's text by `{% generation %}`.
     fn marks_answers(&self, options: &ChatTemplateOptions) -> Result<bool> {
         let template = self.choose(options)?.get_template(environment::NAME);
         Ok(template
@@ -248,8 +252,8 @@ impl ChatTemplate {
         }
     }
 
-    /// The token ids of a conversation: what is rendered, encoded without further special tokens, for
-    /// the template has written them.
+    /// Renders a conversation and encodes it, without further special tokens, which the template has
+    /// written.
     ///
     /// # Errors
     /// As [`ChatTemplate::render`], and [`Error::Tokenizer`].
@@ -272,9 +276,11 @@ impl ChatTemplate {
                 .and_then(|name| self.templates.get(name))
                 .or_else(|| self.templates.get(DEFAULT)),
         };
-        named.ok_or_else(|| Error::UnknownChatTemplate {
-            wanted: options.template.clone().unwrap_or(DEFAULT.to_owned()),
-            known: self.names().collect::<Vec<_>>().join(", "),
+        named.ok_or_else(|| {
+            let wanted = options.template.as_deref().unwrap_or(DEFAULT);
+            let known = self.names().collect::<Vec<_>>().join(", ");
+            let expected = format!("one of the model's templates, {known}");
+            overdrive_core::Error::option("template", format!("{wanted:?}"), expected).into()
         })
     }
 }
@@ -283,7 +289,7 @@ fn parse(source: &str) -> Result<Environment<'static>> {
     environment::environment(source).map_err(refused)
 }
 
-/// What a template says with `raise_exception` stands alone; other errors come with their line.
+/// The message of `raise_exception` is returned alone; other errors come with their line.
 fn refused(error: minijinja::Error) -> Error {
     let detail = error.detail().unwrap_or_default();
     let text = match (error.kind(), error.line()) {
@@ -299,7 +305,7 @@ fn leave_open(messages: &mut [Map<String, Value>]) -> Result<String> {
     let content = messages.last_mut().and_then(|last| last.get_mut("content"));
     let text = match content {
         Some(Value::String(text)) => Some(text),
-        // The last text among the parts of a message.
+        // The last text among the content parts of a message.
         Some(Value::Array(parts)) => {
             parts
                 .iter_mut()
@@ -327,14 +333,14 @@ fn cut_at_open_end(rendered: &str, last: &str) -> Result<String> {
         return Err(Error::Conversation(text.to_owned()));
     };
     let (before, end) = rendered.split_at(mark);
-    // A template that trims messages has taken the mark's own space, and would take the text's.
+    // A template that trims messages has removed the mark's own space, and would remove the text's.
     Ok(match end.starts_with(OPEN_END) {
         true => before.to_owned(),
         false => before.trim_end().to_owned(),
     })
 }
 
-/// `chat_template` of a JSON file: one, or a list of named ones.
+/// Reads `chat_template` of a JSON file: one template, or a list of named ones.
 fn named(given: &Value, sources: &mut BTreeMap<String, String>) -> Result<()> {
     let wrong = || {
         let text = "`chat_template` is neither a text nor a list of objects with name and template";
@@ -346,8 +352,8 @@ fn named(given: &Value, sources: &mut BTreeMap<String, String>) -> Result<()> {
             sources.insert(DEFAULT.to_owned(), source.clone());
         }
         Value::Array(list) => {
-            for one in list {
-                let text = |key| one.get(key).and_then(Value::as_str);
+            for entry in list {
+                let text = |key| entry.get(key).and_then(Value::as_str);
                 let (name, source) = text("name").zip(text("template")).ok_or_else(wrong)?;
                 sources.insert(name.to_owned(), source.to_owned());
             }
@@ -357,16 +363,13 @@ fn named(given: &Value, sources: &mut BTreeMap<String, String>) -> Result<()> {
     Ok(())
 }
 
-/// The `.jinja` files of a folder, named after themselves.
+/// Reads the `.jinja` files of a folder, each under its file stem.
 fn additional(dir: &Path, sources: &mut BTreeMap<String, String>) -> Result<()> {
-    let failed = |source| Error::Io {
-        path: dir.to_owned(),
-        source,
-    };
+    let failed = |error| overdrive_core::Error::io("read", dir)(error);
     let entries = match std::fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(failed(error)),
+        Err(error) => return Err(failed(error).into()),
     };
     for entry in entries {
         let path = entry.map_err(failed)?.path();
@@ -381,7 +384,7 @@ fn additional(dir: &Path, sources: &mut BTreeMap<String, String>) -> Result<()> 
     Ok(())
 }
 
-/// Special tokens are texts, or objects with a text.
+/// Reads special tokens, which are strings, or objects with a string.
 fn take_special_tokens(from: &Map<String, Value>, into: &mut Map<String, Value>) {
     let mut take = |name: &str, value: &Value| {
         let text = value.as_str().or_else(|| value.get("content")?.as_str());
@@ -395,7 +398,7 @@ fn take_special_tokens(from: &Map<String, Value>, into: &mut Map<String, Value>)
             take(&name, value);
         }
     }
-    // Those of one model's own, such as `image_token`.
+    // Tokens of individual models, such as `image_token`.
     for key in ["extra_special_tokens", "model_specific_special_tokens"] {
         if let Some(Value::Object(extra)) = from.get(key) {
             extra.iter().for_each(|(name, value)| take(name, value));
@@ -407,10 +410,7 @@ fn read(path: &Path) -> Result<Option<String>> {
     match std::fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(Error::Io {
-            path: path.to_owned(),
-            source,
-        }),
+        Err(error) => Err(overdrive_core::Error::io("read", path)(error).into()),
     }
 }
 
@@ -418,10 +418,6 @@ fn read_json(path: &Path) -> Result<Option<Map<String, Value>>> {
     let Some(text) = read(path)? else {
         return Ok(None);
     };
-    serde_json::from_str(&text)
-        .map(Some)
-        .map_err(|source| Error::Json {
-            path: path.to_owned(),
-            source,
-        })
+    let json = serde_json::from_str(&text).map_err(overdrive_core::Error::parse("JSON", path))?;
+    Ok(Some(json))
 }

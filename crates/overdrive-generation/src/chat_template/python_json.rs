@@ -1,13 +1,13 @@
-//! JSON as Python's `json.dumps` writes it: tools and arguments in a prompt must read as they did when
-//! the model was trained.
+//! JSON in the format of Python's `json.dumps`: tools and arguments in a prompt must read as they did
+//! when the model was trained.
 
 use std::fmt::Write;
 
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 
-/// The filter `tojson` of transformers' templates: `json.dumps(x, ensure_ascii=False, indent=None,
-/// separators=None, sort_keys=False)`, the last by name only.
+/// Implements the filter `tojson` of transformers' templates: `json.dumps(x, ensure_ascii=False,
+/// indent=None, separators=None, sort_keys=False)`, the last by name only.
 pub(super) fn tojson(
     value: &Value,
     ensure_ascii: Option<Value>,
@@ -53,6 +53,7 @@ pub(super) fn tojson(
         key,
     };
     writer.value(value, 0)?;
+    // Marked safe: a template that enables escaping would otherwise escape the quotes.
     Ok(Value::from_safe_string(writer.out))
 }
 
@@ -93,7 +94,7 @@ impl Writer {
         let mut entries = Vec::new();
         for key in value.try_iter()? {
             let entry = value.get_item(&key)?;
-            // As Python writes keys that are no strings.
+            // Python writes keys that are not strings this way.
             let name = match key.kind() {
                 ValueKind::None => "null".to_owned(),
                 ValueKind::Bool => key.to_string().to_lowercase(),
@@ -179,7 +180,7 @@ impl Writer {
     }
 }
 
-/// A number as Python's `repr` has it, and as `json.dumps` writes what JSON has not.
+/// Formats a number as Python's `repr`, and NaN and infinities as `json.dumps`.
 fn python_float(number: f64) -> String {
     if number.is_nan() {
         return "NaN".to_owned();
@@ -192,8 +193,8 @@ fn python_float(number: f64) -> String {
         }
         .to_owned();
     }
-    // Rust and Python both write the shortest digits that read back, and turn to exponents at the
-    // same magnitudes; the exponents look different.
+    // Rust and Python both write the shortest digits that read back, and switch to exponents at the
+    // same magnitudes; only the exponents look different.
     let text = format!("{number:?}");
     match text.split_once('e') {
         None => text,

@@ -1,24 +1,24 @@
 use serde::{Deserialize, Serialize};
 
-/// Settings of the cache that `cache_implementation` names (transformers' `cache_config`).
+/// The settings of the cache that `cache_implementation` names (transformers' `cache_config`).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CacheConfig {
-    /// Bits of a number in a `quantized` cache, 4 or 8; default `None`: as the name says, and 4 for
+    /// The bits of a value in a `quantized` cache, 4 or 8. Default `None`: those of the name, and 4 for
     /// `quantized`, as in transformers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nbits: Option<u8>,
-    /// Numbers that share a scale in a quantized cache; default 64.
+    /// The number of values that share a scale in a quantized cache. Default 64.
     pub q_group_size: i64,
-    /// The last tokens that a quantized cache keeps in full precision; default 128.
+    /// The number of last tokens that a quantized cache keeps in full precision. Default 128.
     pub residual_length: i64,
-    /// Tokens that a `sliding_window` cache keeps in layers without a window of their own; default
-    /// `None`: all.
+    /// The number of tokens that a `sliding_window` cache keeps in layers without a window of their
+    /// own. Default `None`: all.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub window_length: Option<i64>,
-    /// First tokens that a `sliding_window` cache keeps besides, as attention sinks; default 0. With a
-    /// few of them and a `window_length` inside its context, a model with rotary positions writes on
-    /// without end (Xiao et al. 2023, arXiv:2309.17453).
+    /// The number of first tokens that a `sliding_window` cache keeps besides, as attention sinks.
+    /// Default 0. With a few of them and a `window_length` within its context, a model with rotary
+    /// positions can generate without end (Xiao et al. 2023, arXiv:2309.17453).
     pub num_sink_tokens: i64,
 }
 

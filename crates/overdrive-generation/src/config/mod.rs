@@ -3,167 +3,170 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 mod cache;
-mod choices;
-mod ids;
-mod read;
+mod json;
+mod modes;
+mod one_or_many;
 mod validate;
 
 pub use cache::CacheConfig;
-pub use choices::{EarlyStopping, LogprobsMode, NumAssistantTokensSchedule};
+pub use modes::{EarlyStopping, LogprobsMode, NumAssistantTokensSchedule};
 
-/// How text is generated, in the keys of transformers' `GenerationConfig` and with its defaults.
+/// The options of generation, with the keys of transformers' `GenerationConfig` and its defaults.
 ///
-/// (De)serialises as `generation_config.json`. `seed`, `presence_penalty`, `frequency_penalty`,
-/// `logit_bias`, `stop_token_ids`, `logprobs` and `logprobs_mode` are vLLM's `SamplingParams`, for
-/// which transformers has no word.
+/// Serializes to and from `generation_config.json`. `seed`, `presence_penalty`, `frequency_penalty`,
+/// `logit_bias`, `stop_token_ids`, `logprobs` and `logprobs_mode` are those of vLLM's `SamplingParams`,
+/// for which transformers has no key.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct GenerationConfig {
-    /// The most tokens to add to a prompt; default `None`: as `max_length` says, else 20.
+    /// The largest number of new tokens. Default `None`: as `max_length` says, else 20.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_new_tokens: Option<usize>,
-    /// The most tokens of prompt and continuation together, where `max_new_tokens` is `None`.
+    /// The largest number of tokens of prompt and continuation together, if `max_new_tokens` is `None`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_length: Option<usize>,
-    /// No end-of-text token before prompt and continuation have so many tokens; default 0.
+    /// The number of tokens of prompt and continuation before which no end-of-text token is chosen.
+    /// Default 0.
     pub min_length: usize,
-    /// No end-of-text token before so many new tokens; default 0.
+    /// The number of new tokens before which no end-of-text token is chosen. Default 0.
     pub min_new_tokens: usize,
-    /// When a beam search ends; default `false`.
+    /// The condition that ends a beam search. Default `false`.
     pub early_stopping: EarlyStopping,
-    /// Seconds after which no further step is begun; default `None`: no limit.
+    /// The time in seconds after which no further step is begun. Default `None`: no limit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_time: Option<f64>,
-    /// Texts that end a row once it has written them, one or a list in JSON; they need a tokenizer.
-    /// Default none.
-    #[serde(with = "ids::one_or_many_texts", skip_serializing_if = "Vec::is_empty")]
+    /// The strings that end a sequence once it contains one of them, one or a list in JSON; they need a
+    /// tokenizer. Default empty.
+    #[serde(with = "one_or_many::strings", skip_serializing_if = "Vec::is_empty")]
     pub stop_strings: Vec<String>,
-    /// Tokens that end a row besides `eos_token_id`, and that the least length does not exclude; default
-    /// none.
+    /// The tokens that end a sequence besides `eos_token_id`; the minimum length does not exclude them.
+    /// Default empty.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub stop_token_ids: Vec<i64>,
 
-    /// Draw from the distribution (true) or take the likeliest token (false, the default).
+    /// If `true`, tokens are sampled; if `false`, the likeliest token is taken. Default `false`.
     pub do_sample: bool,
-    /// Beams of a beam search; default 1: none.
+    /// The number of beams. Default 1: no beam search.
     pub num_beams: usize,
-    /// Keep keys and values of earlier tokens; default true. Without, every step computes the whole
-    /// text again: only good as a reference.
+    /// If `true`, keys and values of earlier tokens are cached; if `false`, every step computes the
+    /// whole sequence again, as a reference. Default `true`.
     pub use_cache: bool,
-    /// The kind of cache: `dynamic`, `static`, `sliding_window`, `int8`, `int4` (also called `quantized`)
-    /// or `paged`. Default `None`: paged for prompts of different lengths, which are then not padded, else
-    /// dynamic.
+    /// The kind of cache: `dynamic`, `static`, `sliding_window`, `int8`, `int4` (also called
+    /// `quantized`) or `paged`. Default `None`: paged for prompts of different lengths, which then need
+    /// no padding, else dynamic.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cache_implementation: Option<String>,
-    /// Its settings; default [`CacheConfig::default`].
+    /// The settings of the cache. Default [`CacheConfig::default`].
     pub cache_config: CacheConfig,
-    /// Tokens of a prompt that one forward pass reads; default `None`: all. Smaller chunks take less
-    /// memory and give equal results.
+    /// The number of tokens of a prompt that one forward pass reads. Default `None`: all. Smaller
+    /// chunks take less memory and give equal results.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prefill_chunk_size: Option<usize>,
 
-    /// Logits are divided by it before sampling; above 1 flatter, below 1 sharper; 0 is greedy;
-    /// default 1.
+    /// The divisor of the logits before sampling; above 1 the distribution is flatter, below 1 sharper;
+    /// 0 is greedy. Default 1.
     pub temperature: f64,
-    /// Sample among the `top_k` likeliest tokens; 0 is all; default 50.
+    /// The number of likeliest tokens among which one is sampled; 0 is all. Default 50.
     pub top_k: usize,
-    /// Sample among the fewest tokens whose probabilities reach `top_p` together, in (0, 1]; 1, the
-    /// default, is all (Holtzman et al. 2019, arXiv:1904.09751).
+    /// Samples among the fewest tokens whose probabilities reach `top_p` together, in (0, 1]. Default
+    /// 1: all (Holtzman et al. 2019, arXiv:1904.09751).
     pub top_p: f64,
-    /// Sample among tokens at least `min_p` times as likely as the likeliest, in [0, 1]; default
+    /// Samples among tokens at least `min_p` times as likely as the likeliest, in [0, 1]. Default
     /// `None` (Nguyen et al. 2024, arXiv:2407.01082).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub min_p: Option<f64>,
-    /// Sample among the likeliest tokens, of the first 100, whose entropy together is at most `top_h`
-    /// times that of the distribution, in (0, 1]; default `None` (Potraghloo et al. 2025,
+    /// Samples among the likeliest tokens, of the first 100, whose entropy together is at most `top_h`
+    /// times that of the distribution, in (0, 1]. Default `None` (Potraghloo et al. 2025,
     /// arXiv:2509.02510).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub top_h: Option<f64>,
-    /// Sample among the tokens whose information is nearest to the entropy, until their probabilities
-    /// reach `typical_p`, in (0, 1]; default 1: all (Meister et al. 2022, arXiv:2202.00666).
+    /// Samples among the tokens whose information is nearest to the entropy, until their probabilities
+    /// reach `typical_p`, in (0, 1]. Default 1: all (Meister et al. 2022, arXiv:2202.00666).
     pub typical_p: f64,
-    /// Sample among tokens at least so likely, in [0, 1); default 0: all (Hewitt et al. 2022,
-    /// arXiv:2210.15191).
+    /// Samples among tokens with at least this probability, in [0, 1). Default 0: all (Hewitt et al.
+    /// 2022, arXiv:2210.15191).
     pub epsilon_cutoff: f64,
-    /// The same with a threshold that falls with the entropy, in [0, 1); default 0: all.
+    /// The same with a threshold that falls with the entropy, in [0, 1). Default 0: all.
     pub eta_cutoff: f64,
-    /// Scores of tokens already present, prompt included, are divided by it where positive and
-    /// multiplied where negative; default 1 (Keskar et al. 2019, arXiv:1909.05858).
+    /// The penalty of tokens that occur in prompt or continuation: their scores are divided by it if
+    /// positive and multiplied by it if negative. Default 1 (Keskar et al. 2019, arXiv:1909.05858).
     pub repetition_penalty: f64,
-    /// Taken from the score of every token that has been generated; default 0. Negative values
-    /// encourage repetition.
+    /// The penalty subtracted from the score of every token that has been generated. Negative values
+    /// encourage repetition. Default 0.
     pub presence_penalty: f64,
-    /// Taken from the score of a token once for each time that it has been generated; default 0.
+    /// The penalty subtracted from the score of a token for each time that it has been generated.
+    /// Default 0.
     pub frequency_penalty: f64,
-    /// Exponent of the length by which a beam's score is divided: above 0 long texts gain, below 0
-    /// short ones; default 1.
+    /// The exponent of the length by which a beam's score is divided: values above 0 favor long
+    /// sequences, values below 0 short ones. Default 1.
     pub length_penalty: f64,
-    /// No sequence of so many tokens occurs twice; default 0: off.
+    /// The size of the n-grams that must not occur twice. Default 0: off.
     pub no_repeat_ngram_size: usize,
-    /// Sequences of tokens that are never completed; a lone end-of-text token does not count. Default
-    /// none.
+    /// The token sequences that are never completed; a lone end-of-text token is ignored. Default
+    /// empty.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub bad_words_ids: Vec<Vec<i64>>,
-    /// What is added to the score of the last token of a sequence where the others stand before it;
-    /// default none. In JSON a list of pairs, `[[[1, 2], -5.0]]`.
+    /// The values added to the score of the last token of a sequence if the others precede it. Default
+    /// empty. In JSON a list of pairs, `[[[1, 2], -5.0]]`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub sequence_bias: Vec<(Vec<i64>, f64)>,
-    /// What is added to the score of single tokens; default nothing.
+    /// The values added to the scores of single tokens. Default empty.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub logit_bias: BTreeMap<i64, f64>,
-    /// Log-softmax after all that changes scores; only a beam search notices. Default false.
+    /// If `true`, a log-softmax follows the last change of the scores, which only affects a beam
+    /// search. Default `false`.
     pub renormalize_logits: bool,
-    /// The first new token after a prompt of one token; default `None`.
+    /// The first new token after a prompt of one token. Default `None`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub forced_bos_token_id: Option<i64>,
-    /// The tokens of which one must be the last where the length limit is reached; default none.
-    #[serde(with = "ids::one_or_many", skip_serializing_if = "Vec::is_empty")]
+    /// The tokens of which one must be the last at the length limit. Default empty.
+    #[serde(with = "one_or_many::ids", skip_serializing_if = "Vec::is_empty")]
     pub forced_eos_token_id: Vec<i64>,
-    /// NaN becomes 0 and infinities the largest numbers, instead of an error; default false.
+    /// If `true`, NaN becomes 0 and infinities the largest numbers, instead of an error. Default
+    /// `false`.
     pub remove_invalid_values: bool,
-    /// `(start, factor)`: after `start` new tokens the score of the end of text gains its absolute value
-    /// times `factor^(tokens beyond) - 1`; default `None`.
+    /// `(start, factor)`: after `start` new tokens the score of the end-of-text tokens gains its
+    /// absolute value times `factor^(tokens beyond) - 1`. Default `None`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exponential_decay_length_penalty: Option<(usize, f64)>,
-    /// Tokens that are never chosen; default none.
+    /// The tokens that are never chosen. Default empty.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub suppress_tokens: Vec<i64>,
-    /// Tokens that are not chosen first; default none.
+    /// The tokens that are not chosen first. Default empty.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub begin_suppress_tokens: Vec<i64>,
 
-    /// Continuations of each prompt, sampled or the best of a beam search; default 1.
+    /// The number of continuations of each prompt, sampled or the best of a beam search. Default 1.
     pub num_return_sequences: usize,
-    /// Log-probabilities in the output: of each chosen token and of so many likeliest ones beside it;
-    /// default `None`: none.
+    /// The number of likeliest tokens whose log-probabilities are returned beside that of each chosen
+    /// token. Default `None`: no log-probabilities.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub logprobs: Option<usize>,
-    /// Of which scores; default those of the model, before anything changes them.
+    /// The scores of which log-probabilities are returned. Default those of the model, before any
+    /// change.
     pub logprobs_mode: LogprobsMode,
 
-    /// The ids that end a text, one or a list in JSON; default none.
-    #[serde(with = "ids::one_or_many")]
+    /// The ids that end a sequence, one or a list in JSON. Default empty.
+    #[serde(with = "one_or_many::ids")]
     pub eos_token_id: Vec<i64>,
-    /// What fills the ends of rows that finish early; default `None`: the first of `eos_token_id`, else
-    /// 0.
+    /// The id that fills rows that finish early. Default `None`: the first of `eos_token_id`, else 0.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pad_token_id: Option<i64>,
-    /// Seed of the sampling; default `None`: another at each call.
+    /// The seed of the sampling. Default `None`: another at each call.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seed: Option<u64>,
 
-    /// Tokens that a draft model proposes at once; default 20.
+    /// The number of tokens that a draft model proposes at once. Default 20.
     pub num_assistant_tokens: usize,
-    /// How that number changes from round to round; default constant.
+    /// The schedule of that number. Default constant.
     pub num_assistant_tokens_schedule: NumAssistantTokensSchedule,
-    /// A draft model stops for this round after a token that it finds less likely than this, in [0, 1];
-    /// default 0.4.
+    /// The probability below which a proposed token is the last of its round, in [0, 1]. Default 0.4.
     pub assistant_confidence_threshold: f64,
-    /// Tokens that are proposed from an earlier place of the text with the same last tokens; default
+    /// The number of tokens that are proposed from an earlier occurrence of the last tokens. Default
     /// `None`: no such speculation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_lookup_num_tokens: Option<usize>,
-    /// How many last tokens are looked for at most; default 2.
+    /// The largest number of last tokens that are looked up. Default 2.
     pub max_matching_ngram_size: usize,
 }
 
@@ -223,16 +226,18 @@ impl Default for GenerationConfig {
 }
 
 impl GenerationConfig {
-    /// Whether the likeliest token is taken: no sampling, or a temperature of 0.
+    /// Returns `true` if the likeliest token is taken: without sampling, or with a temperature of 0.
     pub fn is_greedy(&self) -> bool {
         !self.do_sample || self.temperature == 0.0
     }
 
-    /// How many tokens may be added to a prompt of `prompt` tokens.
+    /// Returns the largest number of tokens to add to a prompt of `prompt` tokens.
     pub(crate) fn new_tokens(&self, prompt: usize) -> usize {
         match (self.max_new_tokens, self.max_length) {
+            // As in transformers, `max_new_tokens` wins over `max_length`.
             (Some(new), _) => new,
             (None, Some(length)) => length.saturating_sub(prompt),
+            // transformers' default `max_length` of 20 counts new tokens if nothing is set.
             (None, None) => 20,
         }
     }

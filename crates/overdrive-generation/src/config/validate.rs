@@ -1,6 +1,8 @@
+use overdrive_core::{check_at_least, check_option as check};
+
 use crate::{Error, GenerationConfig, Result};
 
-/// The names that `cache_implementation` knows.
+/// The names of `cache_implementation`.
 pub(crate) const CACHES: [&str; 7] = [
     "dynamic",
     "static",
@@ -11,28 +13,12 @@ pub(crate) const CACHES: [&str; 7] = [
     "paged",
 ];
 
-fn bad(key: &str, found: impl ToString, expected: &str) -> Error {
-    Error::BadConfig {
-        key: key.to_owned(),
-        found: found.to_string(),
-        expected: expected.to_owned(),
-    }
-}
-
-fn check(fits: bool, key: &str, found: impl ToString, expected: &str) -> Result<()> {
-    if fits {
-        Ok(())
-    } else {
-        Err(bad(key, found, expected))
-    }
-}
-
 impl GenerationConfig {
-    /// Checks every value against its range, and that none excludes another.
+    /// Checks every option against its range, and that none excludes another.
     ///
     /// # Errors
-    /// [`Error::BadConfig`] naming the key, its value and the range; [`Error::Incompatible`] naming two
-    /// keys.
+    /// An [option](overdrive_core::Error::InvalidOption) out of its range; [`Error::Incompatible`] with
+    /// two options that exclude each other.
     pub fn validate(&self) -> Result<()> {
         self.validate_numbers()?;
         self.validate_lists()?;
@@ -42,17 +28,17 @@ impl GenerationConfig {
     fn validate_numbers(&self) -> Result<()> {
         let from_0 = |x: f64| x.is_finite() && x >= 0.0;
         let above_0 = |x: f64| x.is_finite() && x > 0.0;
-        let part = |x: f64| x > 0.0 && x <= 1.0;
+        let share = |x: f64| x > 0.0 && x <= 1.0;
         let cut = |x: f64| (0.0..1.0).contains(&x);
         let t = self.temperature;
-        check(from_0(t), "temperature", t, "at least 0, where 0 is greedy")?;
-        let one = "above 0 and at most 1, where 1 is off";
-        check(part(self.top_p), "top_p", self.top_p, one)?;
-        check(part(self.typical_p), "typical_p", self.typical_p, one)?;
+        check(from_0(t), "temperature", t, "0 (greedy) or positive")?;
+        let one = "above 0 and at most 1 (off)";
+        check(share(self.top_p), "top_p", self.top_p, one)?;
+        check(share(self.typical_p), "typical_p", self.typical_p, one)?;
         let h = self.top_h.unwrap_or(1.0);
-        check(part(h), "top_h", h, "above 0 and at most 1")?;
+        check(share(h), "top_h", h, "above 0 and at most 1")?;
         let p = self.min_p.unwrap_or(0.0);
-        let expected = "between 0 and 1, where 0 is off";
+        let expected = "between 0 (off) and 1";
         check((0.0..=1.0).contains(&p), "min_p", p, expected)?;
         let c = self.assistant_confidence_threshold;
         let key = "assistant_confidence_threshold";
@@ -61,20 +47,10 @@ impl GenerationConfig {
             ("epsilon_cutoff", self.epsilon_cutoff),
             ("eta_cutoff", self.eta_cutoff),
         ] {
-            check(
-                cut(value),
-                key,
-                value,
-                "at least 0 and below 1, where 0 is off",
-            )?;
+            check(cut(value), key, value, "at least 0 (off) and below 1")?;
         }
         let r = self.repetition_penalty;
-        check(
-            above_0(r),
-            "repetition_penalty",
-            r,
-            "above 0, where 1 is off",
-        )?;
+        check(above_0(r), "repetition_penalty", r, "positive; 1 is off")?;
         for (key, value) in [
             ("presence_penalty", self.presence_penalty),
             ("frequency_penalty", self.frequency_penalty),
@@ -84,10 +60,20 @@ impl GenerationConfig {
         }
         if let Some((_, factor)) = self.exponential_decay_length_penalty {
             let key = "exponential_decay_length_penalty";
-            check(above_0(factor), key, factor, "a start and a factor above 0")?;
+            check(
+                above_0(factor),
+                key,
+                factor,
+                "a start and a positive factor",
+            )?;
         }
         if let Some(seconds) = self.max_time {
-            check(from_0(seconds), "max_time", seconds, "seconds, at least 0")?;
+            check(
+                from_0(seconds),
+                "max_time",
+                seconds,
+                "0 or positive, in seconds",
+            )?;
         }
         for (key, value) in [
             ("max_new_tokens", self.max_new_tokens.unwrap_or(1)),
@@ -101,7 +87,7 @@ impl GenerationConfig {
             ),
             ("max_matching_ngram_size", self.max_matching_ngram_size),
         ] {
-            check(value >= 1, key, value, "at least 1")?;
+            check_at_least(key, value, 1)?;
         }
         Ok(())
     }
@@ -114,7 +100,7 @@ impl GenerationConfig {
             ("suppress_tokens", &self.suppress_tokens),
             ("begin_suppress_tokens", &self.begin_suppress_tokens),
         ] {
-            // -1 stands for "none" in some published files.
+            // Some published files write -1 for "none".
             let negative = ids.iter().find(|id| **id < -1);
             check(negative.is_none(), key, negative.copied().unwrap_or(0), id)?;
         }
@@ -134,11 +120,12 @@ impl GenerationConfig {
             .map(|(_, bias)| ("sequence_bias", *bias))
             .chain(self.logit_bias.values().map(|bias| ("logit_bias", *bias)))
         {
+            // -infinity excludes a token; +infinity would make the softmax NaN.
             let fits = !bias.is_nan() && bias != f64::INFINITY;
             check(fits, key, bias, "a bias that is a number, or -infinity")?;
         }
         let empty = self.stop_strings.iter().any(String::is_empty);
-        check(!empty, "stop_strings", "\"\"", "texts that are not empty")?;
+        check(!empty, "stop_strings", "\"\"", "strings that are not empty")?;
         let settings = &self.cache_config;
         let bits = settings.nbits.unwrap_or(8);
         check(bits == 4 || bits == 8, "cache_config.nbits", bits, "4 or 8")?;
@@ -152,17 +139,12 @@ impl GenerationConfig {
             ("cache_config.residual_length", settings.residual_length, 0),
             ("cache_config.q_group_size", settings.q_group_size, 1),
         ] {
-            check(value >= least, key, value, &format!("at least {least}"))?;
+            check_at_least(key, value, least)?;
         }
         if let Some(name) = &self.cache_implementation {
             let known = CACHES.contains(&name.as_str());
             let expected = format!("one of {}", CACHES.join(", "));
-            check(
-                known,
-                "cache_implementation",
-                format!("{name:?}"),
-                &expected,
-            )?;
+            check(known, "cache_implementation", format!("{name:?}"), expected)?;
         }
         Ok(())
     }
@@ -179,13 +161,13 @@ impl GenerationConfig {
             !beams && self.is_greedy() && self.num_return_sequences > 1,
             "num_return_sequences above 1",
             "greedy search",
-            "it finds one continuation: set do_sample or num_beams",
+            "it finds one continuation; set do_sample or num_beams",
         )?;
         exclude(
             beams && self.num_return_sequences > self.num_beams,
             "num_return_sequences",
             "a smaller num_beams",
-            "a search returns at most its beams",
+            "a search returns at most `num_beams` sequences",
         )?;
         let why = "a beam's text is only certain at its end";
         exclude(
@@ -201,7 +183,7 @@ impl GenerationConfig {
             "num_beams",
             why,
         )?;
-        let why = "proposals are checked against one text a row";
+        let why = "proposals are verified against one sequence a row";
         let lookup = self.prompt_lookup_num_tokens.is_some();
         exclude(
             beams && lookup,

@@ -6,16 +6,18 @@ use tokenizers::Tokenizer;
 use super::Constraint;
 use crate::{Error, Result, TokenMask};
 
-/// The continuation is one of a list (vLLM's `choice`).
+/// A constraint to one of a list of continuations (vLLM's `choice`).
 ///
-/// The choices are token sequences in a trie. Where one choice begins another, the end-of-text tokens
-/// are allowed after the shorter one. A choice that begins no other ends the row when it is complete.
+/// The choices are token sequences in a trie. If one choice is a prefix of another, the end-of-text
+/// tokens are allowed after the shorter one. A choice that is a prefix of no other ends the sequence
+/// when it is complete.
 #[derive(Debug, Clone)]
 pub struct ChoiceConstraint {
+    // Shared by the forks of a constraint, which only move their `node`.
     nodes: Arc<Vec<Node>>,
     end_of_text: Arc<[i64]>,
-    /// Where the row stands; `None` after an end of text.
-    place: Option<usize>,
+    /// The current node of the trie; `None` after an end of text.
+    node: Option<usize>,
 }
 
 #[derive(Debug, Default)]
@@ -25,11 +27,12 @@ struct Node {
 }
 
 impl ChoiceConstraint {
-    /// The choices as token ids. `end_of_text` are the ids that may end a choice which begins another.
+    /// Builds the constraint from token ids. `end_of_text` are the ids that may end a choice which is a
+    /// prefix of another.
     ///
     /// # Errors
-    /// [`Error::Constraint`] where there is no choice, one is empty, or one begins another and there is
-    /// no end-of-text token to tell them apart.
+    /// [`Error::Constraint`] if there is no choice, one is empty, or one is a prefix of another and
+    /// there is no end-of-text token to distinguish them.
     pub fn new(choices: &[Vec<i64>], end_of_text: &[i64]) -> Result<ChoiceConstraint> {
         if choices.is_empty() || choices.iter().any(Vec::is_empty) {
             let why = "a list of choices needs at least one, and none may be empty";
@@ -37,30 +40,32 @@ impl ChoiceConstraint {
         }
         let mut nodes = vec![Node::default()];
         for choice in choices {
-            let mut place = 0;
+            let mut node = 0;
             for &id in choice {
+                // The number that a new node would have: an entry with it is new.
                 let new = nodes.len();
-                let next = *nodes[place].next.entry(id).or_insert(new);
+                let next = *nodes[node].next.entry(id).or_insert(new);
                 if next == new {
                     nodes.push(Node::default());
                 }
-                place = next;
+                node = next;
             }
-            nodes[place].ends = true;
+            nodes[node].ends = true;
         }
         let open = nodes.iter().any(|node| node.ends && !node.next.is_empty());
         if open && end_of_text.is_empty() {
-            let why = "one choice begins another, which needs an `eos_token_id` to end the shorter";
+            let why = "one choice begins another; give an `eos_token_id` to end the shorter";
             return Err(Error::Constraint(why.to_owned()));
         }
         Ok(ChoiceConstraint {
             nodes: Arc::new(nodes),
             end_of_text: end_of_text.into(),
-            place: Some(0),
+            node: Some(0),
         })
     }
 
-    /// The choices as texts, each in the tokens into which `tokenizer` cuts it, without special ones.
+    /// Builds the constraint from strings, each in the tokens into which `tokenizer` splits it, without
+    /// special ones.
     ///
     /// # Errors
     /// As [`ChoiceConstraint::new`], and [`Error::Tokenizer`].
@@ -83,7 +88,7 @@ impl ChoiceConstraint {
 
 impl Constraint for ChoiceConstraint {
     fn allowed(&mut self, mask: &mut TokenMask) -> Result<()> {
-        let Some(node) = self.place.map(|place| &self.nodes[place]) else {
+        let Some(node) = self.node.map(|index| &self.nodes[index]) else {
             return Ok(());
         };
         node.next.keys().for_each(|&id| mask.allow(id));
@@ -94,20 +99,20 @@ impl Constraint for ChoiceConstraint {
     }
 
     fn advance(&mut self, token: i64) -> Result<()> {
-        let node = self.place.map(|place| &self.nodes[place]);
+        let node = self.node.map(|index| &self.nodes[index]);
         let next = node.and_then(|node| node.next.get(&token).copied());
         let ended = node.is_some_and(|node| node.ends) && self.end_of_text.contains(&token);
         if next.is_none() && !ended {
             let why = format!("token {token} continues none of the choices");
             return Err(Error::Constraint(why));
         }
-        self.place = next;
+        self.node = next;
         Ok(())
     }
 
     fn is_finished(&self) -> bool {
-        self.place
-            .is_none_or(|place| self.nodes[place].next.is_empty())
+        self.node
+            .is_none_or(|index| self.nodes[index].next.is_empty())
     }
 
     fn fork(&self) -> Box<dyn Constraint> {

@@ -4,27 +4,27 @@ mod choice;
 
 pub use choice::ChoiceConstraint;
 
-/// What the continuation of one row may be, token by token.
+/// A constraint on the continuation of one sequence, token by token.
 ///
-/// The life of one: [`allowed`](Constraint::allowed), a choice among those tokens,
-/// [`advance`](Constraint::advance) by it, and so on until [`is_finished`](Constraint::is_finished).
+/// Each step calls [`allowed`](Constraint::allowed), chooses among those tokens, and calls
+/// [`advance`](Constraint::advance) with the choice, until [`is_finished`](Constraint::is_finished).
 pub trait Constraint: std::fmt::Debug + Send {
-    /// Adds to `mask`, which is empty, every token that may come next; the end-of-text tokens among
-    /// them where the text may end here.
+    /// Adds to `mask`, which is empty, every token that may come next, end-of-text tokens included if
+    /// the text may end here.
     ///
     /// # Errors
     /// When the constraint cannot be followed further.
     fn allowed(&mut self, mask: &mut TokenMask) -> Result<()>;
 
-    /// Takes the token that came next, one of those allowed.
+    /// Advances by the chosen token, one of those allowed.
     ///
     /// # Errors
-    /// When it was not allowed.
+    /// When the token was not allowed.
     fn advance(&mut self, token: i64) -> Result<()>;
 
-    /// Whether nothing can follow: the row ends.
+    /// Returns `true` if no token can follow, which ends the sequence.
     fn is_finished(&self) -> bool;
 
-    /// A copy that goes its own way, for another beam, another sample or a speculation.
+    /// Returns an independent copy, for another beam, another sample or a speculation.
     fn fork(&self) -> Box<dyn Constraint>;
 }

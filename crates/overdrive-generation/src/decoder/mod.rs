@@ -1,4 +1,4 @@
-//! A model with what it has read of the rows of a batch.
+//! A model with its cache of the rows of a batch.
 
 use overdrive_transformer::CausalLm;
 use tch::{Device, Kind, Tensor};
@@ -11,32 +11,32 @@ mod ragged;
 use padded::Padded;
 use ragged::Ragged;
 
-/// Room that a generation needs.
+/// The size of the batch that a generation needs.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Need {
-    /// Rows at once, copies of prompts for beams and samples included.
+pub(crate) struct DecoderSize {
+    /// The number of rows, copies of prompts for beams and samples included.
     pub(crate) rows: usize,
-    /// Places of the widest row, padding included.
-    pub(crate) places: usize,
+    /// The number of positions of the longest row, padding included.
+    pub(crate) positions: usize,
 }
 
 /// Reads the prompts of a batch, and then one token a row at a time.
 pub(crate) struct Decoder<'a> {
-    reading: Reading<'a>,
-    /// What to begin anew with where the model's attention does not go through its cache.
-    otherwise: Option<Padded<'a>>,
+    layout: Layout<'a>,
+    /// The decoder to restart with if the model's attention does not go through its cache.
+    fallback: Option<Padded<'a>>,
 }
 
-enum Reading<'a> {
+enum Layout<'a> {
     Padded(Padded<'a>),
     Ragged(Box<Ragged<'a>>),
 }
 
 impl<'a> Decoder<'a> {
-    /// A decoder of `prompts`, each of which becomes `copies` rows later.
+    /// Returns a decoder of `prompts`, each of which becomes `copies` rows later.
     ///
-    /// Prompts of different lengths lie side by side without padding where the cache is paged or of no
-    /// particular kind.
+    /// Prompts of different lengths are concatenated without padding if the cache is paged or not
+    /// specified.
     pub(crate) fn new(
         model: &'a CausalLm,
         prompts: &[Vec<i64>],
@@ -50,40 +50,42 @@ impl<'a> Decoder<'a> {
             config.new_tokens(prompt.len()).min(room)
         };
         let most = prompts.iter().map(new).max().unwrap_or(0);
-        let need = Need {
+        let size = DecoderSize {
             rows: prompts.len() * copies,
-            places: longest + most,
+            positions: longest + most,
         };
         let uneven = prompts.iter().any(|prompt| prompt.len() != longest);
         let name = config.cache_implementation.as_deref();
         let paged = name == Some("paged");
-        let mut otherwise = None;
+        let mut fallback = None;
         let ragged = config.use_cache && (paged || (name.is_none() && uneven));
-        let reading = if ragged {
+        let layout = if ragged {
+            // Made here and not on demand, because `prefill` no longer has the prompts.
             if !paged {
-                otherwise = Some(Padded::new(model, prompts, config, need)?);
+                fallback = Some(Padded::new(model, prompts, config, size)?);
             }
-            Reading::Ragged(Box::new(Ragged::new(model, prompts, config, need)?))
+            Layout::Ragged(Box::new(Ragged::new(model, prompts, config, size)?))
         } else {
-            Reading::Padded(Padded::new(model, prompts, config, need)?)
+            Layout::Padded(Padded::new(model, prompts, config, size)?)
         };
-        Ok(Decoder { reading, otherwise })
+        Ok(Decoder { layout, fallback })
     }
 
-    /// Reads the prompts, a chunk at a time; returns the logits after them, `(B, 1, V)`.
+    /// Reads the prompts in chunks; returns the logits after them, `(B, 1, V)`.
     pub(crate) fn prefill(&mut self) -> Result<Tensor> {
-        let mut otherwise = self.otherwise.take();
-        let logits = match &mut self.reading {
-            Reading::Padded(rows) => rows.prefill(),
-            Reading::Ragged(rows) => rows.prefill(),
+        let mut fallback = self.fallback.take();
+        let logits = match &mut self.layout {
+            Layout::Padded(rows) => rows.prefill(),
+            Layout::Ragged(rows) => rows.prefill(),
         };
+        // A model whose attention calls `append` cannot use a paged cache, and its first layer says so.
         if let Err(Error::Model(overdrive_transformer::Error::Cache(
             overdrive_kv_cache::Error::NotDense { .. },
         ))) = &logits
-            && let Some(mut padded) = otherwise.take()
+            && let Some(mut padded) = fallback.take()
         {
             let logits = padded.prefill()?;
-            self.reading = Reading::Padded(padded);
+            self.layout = Layout::Padded(padded);
             return Ok(logits);
         }
         logits
@@ -91,44 +93,44 @@ impl<'a> Decoder<'a> {
 
     /// Reads one more token a row; returns the logits after it, `(B, 1, V)`.
     pub(crate) fn step(&mut self, tokens: &[i64]) -> Result<Tensor> {
-        match &mut self.reading {
-            Reading::Padded(rows) => rows.step(tokens),
-            Reading::Ragged(rows) => rows.step(tokens),
+        match &mut self.layout {
+            Layout::Padded(rows) => rows.step(tokens),
+            Layout::Ragged(rows) => rows.step(tokens),
         }
     }
 
     /// Reads more tokens of the only row; returns the logits after each, `(1, T, V)`.
     pub(crate) fn extend(&mut self, tokens: &[i64]) -> Result<Tensor> {
-        match &mut self.reading {
-            Reading::Padded(rows) => rows.extend(tokens),
-            Reading::Ragged(rows) => rows.extend(tokens),
+        match &mut self.layout {
+            Layout::Padded(rows) => rows.extend(tokens),
+            Layout::Ragged(rows) => rows.extend(tokens),
         }
     }
 
-    /// Forgets all but the first `len` tokens of the only row.
+    /// Drops all but the first `len` tokens of the only row.
     pub(crate) fn truncate(&mut self, len: usize) -> Result<()> {
-        match &mut self.reading {
-            Reading::Padded(rows) => rows.truncate(len),
-            Reading::Ragged(rows) => rows.truncate(len),
+        match &mut self.layout {
+            Layout::Padded(rows) => rows.truncate(len),
+            Layout::Ragged(rows) => rows.truncate(len),
         }
     }
 
-    /// Row `i` becomes the old row `rows[i]`.
+    /// Reorders the rows: row `i` becomes the old row `rows[i]`.
     pub(crate) fn reorder(&mut self, order: &[usize]) -> Result<()> {
-        match &mut self.reading {
-            Reading::Padded(rows) => rows.reorder(order),
-            Reading::Ragged(rows) => rows.reorder(order),
+        match &mut self.layout {
+            Layout::Padded(rows) => rows.reorder(order),
+            Layout::Ragged(rows) => rows.reorder(order),
         }
     }
 
-    /// Whether a row that has ended costs nothing to leave out.
-    pub(crate) fn leaves_freely(&self) -> bool {
-        matches!(self.reading, Reading::Ragged(_))
+    /// Returns `true` if dropping a row copies nothing.
+    pub(crate) fn drops_rows_for_free(&self) -> bool {
+        matches!(self.layout, Layout::Ragged(_))
     }
 }
 
-/// Copies logits of any device and kind into `scores`, whose memory is kept from step to step; returns
-/// the size of the vocabulary.
+/// Copies logits of any device and dtype into `scores`, whose memory is reused from step to step;
+/// returns the size of the vocabulary.
 pub(crate) fn to_host(logits: &Tensor, scores: &mut Vec<f32>) -> Result<usize> {
     let vocabulary = logits.size().last().copied().unwrap_or(0);
     let host = logits

@@ -2,11 +2,11 @@ use overdrive_kv_cache::KvCache;
 use overdrive_transformer::{CausalLm, ForwardInput, Logits};
 use tch::Tensor;
 
-use super::Need;
+use super::DecoderSize;
 use crate::prompts::PaddedPrompts;
 use crate::{GenerationConfig, Result, cache};
 
-/// Rows of one width, padded on the left.
+/// A batch whose rows are padded on the left to one width.
 pub(super) struct Padded<'a> {
     model: &'a CausalLm,
     prompts: PaddedPrompts,
@@ -14,11 +14,11 @@ pub(super) struct Padded<'a> {
     chunk: Option<usize>,
 }
 
-/// How earlier tokens are remembered.
+/// The memory of earlier tokens.
 enum Memory {
     Cache(Box<dyn KvCache>),
-    /// All ids so far, `(B, S)`, to be read again at each step.
-    Text(Tensor),
+    /// The ids so far, `(B, S)`, which are read again at each step.
+    Tokens(Tensor),
 }
 
 impl<'a> Padded<'a> {
@@ -26,14 +26,14 @@ impl<'a> Padded<'a> {
         model: &'a CausalLm,
         prompts: &[Vec<i64>],
         config: &GenerationConfig,
-        need: Need,
+        size: DecoderSize,
     ) -> Result<Self> {
         let context = i64::try_from(cache::context(model, config)).unwrap_or(i64::MAX);
         let prompts = PaddedPrompts::new(prompts, config.pad(), context, model.device())?;
         let memory = if config.use_cache {
-            Memory::Cache(cache::of(config, model, need)?)
+            Memory::Cache(cache::build(config, model, size)?)
         } else {
-            Memory::Text(prompts.ids.shallow_clone())
+            Memory::Tokens(prompts.ids.shallow_clone())
         };
         Ok(Padded {
             model,
@@ -43,18 +43,19 @@ impl<'a> Padded<'a> {
         })
     }
 
-    /// Reads the prompts, a chunk at a time; returns the logits after them, `(B, 1, V)`.
+    /// Reads the prompts in chunks; returns the logits after them, `(B, 1, V)`.
     pub(super) fn prefill(&mut self) -> Result<Tensor> {
         let ids = self.prompts.ids.shallow_clone();
         let tokens = ids.size()[1];
+        // Without a cache every pass reads the whole sequence anyway.
         let chunk = match (&self.memory, self.chunk) {
             (Memory::Cache(_), Some(chunk)) => chunk as i64,
             _ => tokens,
         };
         let mut start = 0;
         while tokens - start > chunk {
-            let part = ids.f_narrow(1, start, chunk)?;
-            self.read(&part)?;
+            let tokens = ids.f_narrow(1, start, chunk)?;
+            self.read(&tokens)?;
             start += chunk;
         }
         let rest = ids.f_narrow(1, start, tokens - start)?;
@@ -68,9 +69,9 @@ impl<'a> Padded<'a> {
             .f_to_device(self.model.device())?;
         let ids = match &mut self.memory {
             Memory::Cache(_) => tokens,
-            Memory::Text(text) => {
-                *text = Tensor::f_cat(&[&*text, &tokens], 1)?;
-                text.shallow_clone()
+            Memory::Tokens(all) => {
+                *all = Tensor::f_cat(&[&*all, &tokens], 1)?;
+                all.shallow_clone()
             }
         };
         self.forward(&ids, Logits::Last)
@@ -84,30 +85,31 @@ impl<'a> Padded<'a> {
         self.forward(&ids, Logits::All)
     }
 
-    /// Forgets all but the first `len` tokens.
+    /// Drops all but the first `len` tokens.
     pub(super) fn truncate(&mut self, len: usize) -> Result<()> {
         match &mut self.memory {
             Memory::Cache(cache) => cache.truncate(len as i64)?,
-            Memory::Text(text) => *text = text.f_narrow(1, 0, len as i64)?,
+            Memory::Tokens(all) => *all = all.f_narrow(1, 0, len as i64)?,
         }
         Ok(())
     }
 
-    /// Row `i` becomes the old row `rows[i]`.
+    /// Reorders the rows: row `i` becomes the old row `rows[i]`.
     pub(super) fn reorder(&mut self, rows: &[usize]) -> Result<()> {
         let rows: Vec<i64> = rows.iter().map(|&row| row as i64).collect();
         let rows = Tensor::f_from_slice(&rows)?.f_to_device(self.model.device())?;
         self.prompts.reorder(&rows)?;
         match &mut self.memory {
             Memory::Cache(cache) => cache.reorder(&rows)?,
-            Memory::Text(text) => *text = text.f_index_select(0, &rows)?,
+            Memory::Tokens(all) => *all = all.f_index_select(0, &rows)?,
         }
         Ok(())
     }
 
-    /// Reads tokens whose logits nobody wants.
+    /// Reads tokens without computing logits.
     fn read(&mut self, ids: &Tensor) -> Result<()> {
         self.with_input(ids, Logits::Last, |model, input| {
+            // The projection to the vocabulary, the widest matrix of the model, is left out.
             model.hidden_states(input).map(drop)
         })
     }
@@ -125,7 +127,7 @@ impl<'a> Padded<'a> {
         let tokens = ids.size()[1];
         let past = match &self.memory {
             Memory::Cache(cache) => cache.len(),
-            Memory::Text(_) => 0,
+            Memory::Tokens(_) => 0,
         };
         let positions = self.prompts.positions(past, tokens)?;
         let mask = self.prompts.mask(past + tokens)?;

@@ -2,17 +2,17 @@ use overdrive_kv_cache::{PagedCache, PagedCacheConfig, SequenceId};
 use overdrive_transformer::{CausalLm, ForwardInput, Logits};
 use tch::Tensor;
 
-use super::Need;
-use crate::cache::shape;
+use super::DecoderSize;
+use crate::engine::EngineModel;
 use crate::{GenerationConfig, Result};
 
-/// Rows of any length over a paged cache: all new tokens of a step lie in one row of the model, and
-/// nothing is padding.
+/// A batch of rows of any length over a paged cache: all new tokens of a step are concatenated in one
+/// row of the model, without padding.
 pub(super) struct Ragged<'a> {
     model: &'a CausalLm,
     cache: PagedCache,
     rows: Vec<SequenceId>,
-    /// Prompts that have not been read.
+    /// The prompts that have not been read.
     prompts: Vec<Vec<i64>>,
     chunk: Option<usize>,
 }
@@ -22,9 +22,9 @@ impl<'a> Ragged<'a> {
         model: &'a CausalLm,
         prompts: &[Vec<i64>],
         config: &GenerationConfig,
-        need: Need,
+        size: DecoderSize,
     ) -> Result<Self> {
-        let shape = shape(model)?;
+        let shape = model.cache_shape()?;
         let mut paged = PagedCacheConfig {
             layers: model.num_layers(),
             kv_heads: shape.kv_heads,
@@ -35,12 +35,12 @@ impl<'a> Ragged<'a> {
             enable_prefix_caching: false,
             ..PagedCacheConfig::default()
         };
-        // A reordering holds two generations of beams at once, of which the last blocks differ.
-        let blocks = need
-            .places
+        // A reordering holds two generations of beams at once, whose last blocks differ.
+        let blocks = size
+            .positions
             .div_ceil(paged.block_size.unsigned_abs() as usize)
             + 1;
-        paged.num_blocks = need.rows * (blocks + 1);
+        paged.num_blocks = size.rows * (blocks + 1);
         let mut cache = PagedCache::new(paged)?;
         let rows = prompts
             .iter()
@@ -65,14 +65,14 @@ impl<'a> Ragged<'a> {
                 .filter(|&row| logits[row].is_none())
                 .collect();
             let upto = |row: usize| prompts[row].len().min(read.saturating_add(chunk));
-            let parts: Vec<(SequenceId, &[i64])> = unread
+            let new_tokens: Vec<(SequenceId, &[i64])> = unread
                 .iter()
                 .map(|&row| (self.rows[row], &prompts[row][read..upto(row)]))
                 .collect();
-            let last = self.forward(&parts, false)?;
-            for (place, row) in unread.into_iter().enumerate() {
+            let last = self.forward(&new_tokens, false)?;
+            for (index, row) in unread.into_iter().enumerate() {
                 if upto(row) == prompts[row].len() {
-                    logits[row] = Some(last.f_narrow(1, place as i64, 1)?);
+                    logits[row] = Some(last.f_narrow(1, index as i64, 1)?);
                 }
             }
             read = read.saturating_add(chunk);
@@ -83,8 +83,9 @@ impl<'a> Ragged<'a> {
 
     pub(super) fn step(&mut self, tokens: &[i64]) -> Result<Tensor> {
         let rows = self.rows.clone();
-        let parts: Vec<(SequenceId, &[i64])> = rows.iter().copied().zip(tokens.chunks(1)).collect();
-        Ok(self.forward(&parts, false)?.f_transpose(0, 1)?)
+        let new_tokens: Vec<(SequenceId, &[i64])> =
+            rows.iter().copied().zip(tokens.chunks(1)).collect();
+        Ok(self.forward(&new_tokens, false)?.f_transpose(0, 1)?)
     }
 
     pub(super) fn extend(&mut self, tokens: &[i64]) -> Result<Tensor> {
@@ -100,7 +101,7 @@ impl<'a> Ragged<'a> {
         let mut taken = vec![false; self.rows.len()];
         let mut rows = Vec::with_capacity(order.len());
         for &old in order {
-            // The first to continue a row goes on in its place; others share its blocks.
+            // The first copy of a row keeps its sequence; others share its blocks.
             rows.push(if std::mem::replace(&mut taken[old], true) {
                 self.cache.fork(self.rows[old])?
             } else {
@@ -116,15 +117,15 @@ impl<'a> Ragged<'a> {
         Ok(())
     }
 
-    /// Logits `(1, N, V)` of the last new token of each part, or of all new tokens.
-    fn forward(&mut self, parts: &[(SequenceId, &[i64])], all: bool) -> Result<Tensor> {
-        let mut batch = self.cache.batch(parts)?;
+    /// Returns the logits `(1, N, V)` of the last new token of each sequence, or of all new tokens.
+    fn forward(&mut self, new_tokens: &[(SequenceId, &[i64])], all: bool) -> Result<Tensor> {
+        let mut batch = self.cache.batch(new_tokens)?;
         let (ids, positions) = (batch.input_ids()?, batch.position_ids()?);
-        let places = Tensor::f_from_slice(&batch.last_places())?.f_to_device(ids.device())?;
+        let indices = Tensor::f_from_slice(&batch.last_indices())?.f_to_device(ids.device())?;
         let wanted = if all {
             Logits::All
         } else {
-            Logits::At(&places)
+            Logits::At(&indices)
         };
         let input = ForwardInput::new(&ids)
             .with_position_ids(&positions)

@@ -8,23 +8,24 @@ use tokenizers::Tokenizer;
 
 use super::model::{EngineModel, RaggedStep};
 use super::request::{Completion, Event, Outcome, Request, RequestId, RequestLimits};
-use super::sample::{Chosen, Sample, Shared};
-use super::scheduler::{Arrival, Job, Limits, Part, Scheduler};
-use super::statistics::{EngineStatistics, Recent};
+use super::sample::{RequestContext, Sample, SampledToken};
+use super::scheduler::{Arrival, Chunk, Limits, ScheduledSequence, Scheduler};
+use super::statistics::{EngineStatistics, LatencyWindow};
 use crate::decoder::to_host;
-use crate::random::SplitMix64;
 use crate::{EngineConfig, Error, FinishReason, Result};
+use overdrive_core::random::entropy;
 
-/// Continues many prompts at once, and keeps the batch full: requests join and leave at any step.
+/// An inference engine that continues many prompts at once and keeps the batch full: requests join and
+/// leave at any step.
 ///
-/// A [`step`](Engine::step) takes one new token of every running text and, within a budget of tokens,
-/// parts of prompts that are still to be read, all in one row through the model. Keys and values lie in
-/// the blocks of a [`PagedCache`]. Where these run out, texts wait, or the latest gives its blocks
-/// back and is computed again later: never an error for a request that would fit alone. Requests are
-/// served in order of arrival.
+/// A [`step`](Engine::step) computes one new token of every running sequence and, within a token
+/// budget, chunks of prompts that are still to be read, all in one row through the model. Keys and
+/// values are stored in the blocks of a [`PagedCache`]. If these run out, sequences wait, or the latest
+/// one gives its blocks back and is computed again later; a request that would fit alone never fails
+/// for want of memory. Requests are served in order of arrival.
 ///
-/// What a request gets is what [`generate`](crate::generate) gives for its prompt alone, whatever else
-/// is computed beside it, up to the rounding of a wider batch.
+/// A request gets the tokens that [`generate`](crate::generate) returns for its prompt alone, whatever
+/// else is computed beside it, up to the rounding of a wider batch.
 ///
 /// `M` is a [`CausalLm`](overdrive_transformer::CausalLm), a reference to one, or a model of your own.
 ///
@@ -56,8 +57,9 @@ use crate::{EngineConfig, Error, FinishReason, Result};
 /// # }
 /// ```
 ///
-/// After Yu et al. 2022 (Orca: iterations as the unit of scheduling), Kwon et al. 2023 (vLLM: paged
-/// attention, arXiv:2309.06180) and Agrawal et al. 2024 (Sarathi: chunked prefill, arXiv:2403.02310).
+/// References: Yu et al. 2022 (Orca: iterations as the unit of scheduling), Kwon et al. 2023 (vLLM:
+/// paged attention, arXiv:2309.06180) and Agrawal et al. 2024 (Sarathi: chunked prefill,
+/// arXiv:2403.02310).
 #[derive(Debug)]
 pub struct Engine<M> {
     model: M,
@@ -65,28 +67,30 @@ pub struct Engine<M> {
     tokenizer: Option<Arc<Tokenizer>>,
     cache: PagedCache,
     scheduler: Scheduler<SequenceId, Sample>,
-    /// How many continuations of each request go on.
+    /// The number of unfinished samples of each request.
     live: HashMap<RequestId, usize>,
     limits: RequestLimits,
     next: u64,
+    // Also filled between steps, by `cancel` and by requests that end at submission.
     events: Vec<Event>,
     counts: EngineStatistics,
-    first_tokens: Recent,
-    /// Logits of a step, on the host.
+    first_tokens: LatencyWindow,
+    /// The logits of a step, on the host.
     scores: Vec<f32>,
 }
 
 impl<M: EngineModel> Engine<M> {
-    /// An engine for `model`. The memory of the cache is taken here.
+    /// Returns an engine for `model` and allocates its cache.
     ///
     /// # Errors
-    /// When a value of `config` is out of its range, or the memory cannot be had.
+    /// When an option of `config` is out of its range, or memory runs out.
     pub fn new(model: M, config: EngineConfig) -> Result<Engine<M>> {
         config.validate()?;
         let (shape, context) = (model.cache_shape()?, model.context());
-        let numbers = 2 * shape.layers as u64 * (shape.kv_heads * shape.head_dim).unsigned_abs();
-        let token_bytes = numbers * shape.kind.elt_size_in_bytes() as u64;
-        // A context of n positions gives the token after the n-th as well.
+        let elements = 2 * shape.layers as u64 * (shape.kv_heads * shape.head_dim).unsigned_abs();
+        let token_bytes = elements * shape.kind.elt_size_in_bytes() as u64;
+        // After the last of n positions the model still gives logits, so that n + 1 tokens are
+        // possible.
         let length = config.max_model_len.unwrap_or(usize::MAX).min(context + 1);
         let num_blocks = config.blocks(token_bytes, length)?;
         let cache = PagedCache::new(PagedCacheConfig {
@@ -101,7 +105,7 @@ impl<M: EngineModel> Engine<M> {
             ..PagedCacheConfig::default()
         })?;
         let limits = Limits {
-            seats: config.max_num_seqs,
+            max_sequences: config.max_num_seqs,
             tokens: config.step_tokens(shape.device == Device::Cpu),
             reserve: (config.watermark * num_blocks as f64).ceil() as usize,
         };
@@ -123,12 +127,13 @@ impl<M: EngineModel> Engine<M> {
             next: 0,
             events: Vec::new(),
             counts: EngineStatistics::default(),
-            first_tokens: Recent::default(),
+            first_tokens: LatencyWindow::default(),
             scores: Vec::new(),
         })
     }
 
-    /// Gives texts as well as tokens, and heeds `stop_strings`.
+    /// Returns the engine with a tokenizer: it then gives text as well as tokens, and supports
+    /// `stop_strings`.
     #[must_use]
     pub fn with_tokenizer(mut self, tokenizer: Arc<Tokenizer>) -> Engine<M> {
         self.tokenizer = Some(tokenizer);
@@ -136,22 +141,24 @@ impl<M: EngineModel> Engine<M> {
         self
     }
 
-    /// Takes a request; it is computed by the steps that follow.
+    /// Submits a request; the following steps compute it.
     ///
     /// # Errors
     /// When the prompt is empty, longer than the context or holds an id outside the vocabulary; when
-    /// its configuration is invalid or asks for what an engine does not do; or when prompt and
-    /// continuation would not fit the cache even alone.
+    /// its configuration is invalid or asks for something that an engine does not support; or when
+    /// prompt and continuation would not fit the cache even alone.
     pub fn submit(&mut self, request: Request) -> Result<RequestId> {
         self.limits.check(&request)?;
         let id = RequestId(self.next);
         let limit = self.limits.longest(&request);
-        let shared = Shared {
+        let shared = RequestContext {
             request: id,
             config: Arc::new(request.config),
             prompt: &request.prompt,
             limit,
-            seed: SplitMix64::entropy(),
+            // Without a seed of its own each request draws other numbers; the samples of one request
+            // differ by their streams.
+            seed: entropy(),
             constraint: request.constraint,
             tokenizer: self.tokenizer.as_ref(),
             vocabulary: self.limits.vocab_size.unsigned_abs() as usize,
@@ -162,6 +169,7 @@ impl<M: EngineModel> Engine<M> {
         let prompt = request.prompt;
         self.next += 1;
         self.live.insert(id, samples.len());
+        // Nothing to generate: the request ends without a step.
         if limit.0 <= prompt.len() {
             for sample in &mut samples {
                 let completion = sample.complete(&prompt, limit.1);
@@ -177,8 +185,8 @@ impl<M: EngineModel> Engine<M> {
         Ok(id)
     }
 
-    /// Ends a request: its continuations finish with what they have, as [`FinishReason::Stopped`], with
-    /// the events of the next step. Whether there was such a request.
+    /// Ends a request: its samples finish with the tokens that they have, as [`FinishReason::Stopped`],
+    /// with the events of the next step. Returns `true` if there was such a request.
     ///
     /// # Errors
     /// An error of the cache.
@@ -186,52 +194,48 @@ impl<M: EngineModel> Engine<M> {
         if !self.live.contains_key(&id) {
             return Ok(false);
         }
-        let gone = self.settle(|job| job.data.request == id)?;
-        for mut job in gone {
-            let siblings = std::mem::take(&mut job.data.siblings);
-            for mut sample in std::iter::once(job.data).chain(siblings) {
-                let completion = sample.complete(&job.tokens, FinishReason::Stopped);
-                self.finish((id, sample.number), completion);
-            }
-        }
+        let gone = self.remove_where(|sequence| sequence.data.request == id)?;
+        self.complete_all(gone, FinishReason::Stopped);
         Ok(true)
     }
 
-    /// Whether there is anything to do: texts to compute or events to hand out.
+    /// Returns `true` if there is neither a sequence to compute nor an event to return.
     pub fn is_idle(&self) -> bool {
         self.scheduler.is_empty() && self.events.is_empty()
     }
 
-    /// Computes one step, and returns what has happened since the last.
+    /// Computes one step, and returns the events since the last one.
     ///
     /// # Errors
-    /// When the model or the cache fails. The step is undone: the next one computes the same. What is
-    /// wrong with one request comes as its [`Event::Failed`] instead.
+    /// When the model or the cache fails. The step is undone, and the next one computes the same. An
+    /// error of a single request is returned as its [`Event::Failed`] instead.
     pub fn step(&mut self) -> Result<Vec<Event>> {
         if !self.scheduler.is_empty() {
             let start = Instant::now();
+            // Per step, because the caller may step the engine from any thread, and the mode belongs to
+            // the thread.
             let _no_grad = tch::no_grad_guard();
             self.end_late()?;
-            let parts = self.scheduler.schedule(&mut self.cache)?;
-            if !parts.is_empty() {
-                let ends = self.forward(&parts)?;
-                self.scheduler.computed(&parts);
+            let chunks = self.scheduler.schedule(&mut self.cache)?;
+            if !chunks.is_empty() {
+                let ends = self.forward(&chunks)?;
+                self.scheduler.computed(&chunks);
                 self.choose(&ends)?;
                 self.counts.steps += 1;
             }
             self.counts.busy += start.elapsed();
-            let tokens: usize = parts.iter().map(|part| part.end - part.start).sum();
+            let tokens: usize = chunks.iter().map(|chunk| chunk.end - chunk.start).sum();
             self.counts.computed_tokens += tokens as u64;
         }
         Ok(std::mem::take(&mut self.events))
     }
 
-    /// Computes steps until every request has ended; what came of each, in the order of submission.
+    /// Computes steps until every request has ended; returns the outcomes in the order of submission.
     ///
     /// Events that earlier calls of [`step`](Engine::step) returned are not repeated.
     ///
     /// # Errors
-    /// As [`Engine::step`]; it can be called again.
+    /// As [`Engine::step`]; the call can be repeated.
     pub fn run_to_end(&mut self) -> Result<Vec<Outcome>> {
         let mut outcomes: BTreeMap<RequestId, Result<BTreeMap<usize, _>>> = BTreeMap::new();
         while !self.is_idle() {
@@ -264,7 +268,7 @@ impl<M: EngineModel> Engine<M> {
             .collect())
     }
 
-    /// What it does and has done.
+    /// Returns the state and the counters of the engine.
     pub fn statistics(&self) -> EngineStatistics {
         let counts = self.scheduler.counts;
         EngineStatistics {
@@ -280,17 +284,17 @@ impl<M: EngineModel> Engine<M> {
         }
     }
 
-    /// The model.
+    /// Returns the model.
     pub fn model(&self) -> &M {
         &self.model
     }
 
-    /// The cache.
+    /// Returns the cache.
     pub fn cache(&self) -> &PagedCache {
         &self.cache
     }
 
-    /// What a request may ask for.
+    /// Returns the limits of a request.
     pub(super) fn limits(&self) -> RequestLimits {
         self.limits
     }
@@ -304,59 +308,73 @@ impl<M: EngineModel> Engine<M> {
             };
             self.events.push(Event::Failed { request, error });
         }
-        self.settle(|_| true).map(|_| ())
+        self.remove_where(|_| true).map(|_| ())
     }
 
-    /// Ends what waits, or is still being read, when its `max_time` is over.
+    /// Ends the requests whose `max_time` is over while they wait or while their prompt is being read.
     fn end_late(&mut self) -> Result<()> {
-        for mut job in self.settle(|job| job.data.is_late())? {
-            let siblings = std::mem::take(&mut job.data.siblings);
-            for mut sample in std::iter::once(job.data).chain(siblings) {
-                let completion = sample.complete(&job.tokens, FinishReason::TimeLimit);
-                self.finish((sample.request, sample.number), completion);
-            }
-        }
+        let gone = self.remove_where(|sequence| sequence.data.is_late())?;
+        self.complete_all(gone, FinishReason::TimeLimit);
         Ok(())
     }
 
-    /// Runs the model over `parts`; the logits of those that reach the end of their text lie in
-    /// `scores` afterwards, a row each. Returns which these are.
-    fn forward(&mut self, parts: &[Part]) -> Result<Vec<usize>> {
-        let running = self.scheduler.running();
-        let text = |part: &Part| {
-            let new = &running[part.job].tokens[part.start..part.end];
-            Ok((self.scheduler.place(part.job)?, new))
-        };
-        let texts = parts.iter().map(text).collect::<Result<Vec<_>>>()?;
-        let mut batch = self.cache.batch(&texts)?;
-        let (ids, positions) = (batch.input_ids()?, batch.position_ids()?);
-        let (mut ends, mut places) = (Vec::new(), Vec::new());
-        for (part, place) in parts.iter().zip(batch.last_places()) {
-            if part.end == running[part.job].tokens.len() {
-                ends.push(part.job);
-                places.push(place);
+    /// Ends the samples of `gone` with the tokens that they have.
+    fn complete_all(
+        &mut self,
+        gone: Vec<ScheduledSequence<SequenceId, Sample>>,
+        reason: FinishReason,
+    ) {
+        for mut sequence in gone {
+            let siblings = std::mem::take(&mut sequence.data.siblings);
+            for mut sample in std::iter::once(sequence.data).chain(siblings) {
+                let completion = sample.complete(&sequence.tokens, reason);
+                self.finish((sample.request, sample.number), completion);
             }
         }
-        // A step that only reads prompts wants no logits; one row is a shape that every kernel knows.
-        if places.is_empty() {
-            places.push(ids.size()[1] - 1);
+    }
+
+    /// Runs the model over `chunks`. The logits of the sequences whose last token is among them are in
+    /// `scores` afterwards, a row each; returns the indices of those sequences.
+    fn forward(&mut self, chunks: &[Chunk]) -> Result<Vec<usize>> {
+        let running = self.scheduler.running();
+        let new_tokens = |chunk: &Chunk| {
+            let new = &running[chunk.sequence].tokens[chunk.start..chunk.end];
+            Ok((self.scheduler.cache_id(chunk.sequence)?, new))
+        };
+        let step = chunks.iter().map(new_tokens).collect::<Result<Vec<_>>>()?;
+        let mut batch = self.cache.batch(&step)?;
+        let (ids, positions) = (batch.input_ids()?, batch.position_ids()?);
+        let (mut ends, mut logits_indices) = (Vec::new(), Vec::new());
+        for (chunk, index) in chunks.iter().zip(batch.last_indices()) {
+            if chunk.end == running[chunk.sequence].tokens.len() {
+                ends.push(chunk.sequence);
+                logits_indices.push(index);
+            }
         }
-        let places = Tensor::f_from_slice(&places)?.f_to_device(self.device)?;
+        // A step that only reads prompts needs no logits; one row is a shape that every kernel
+        // supports.
+        if logits_indices.is_empty() {
+            logits_indices.push(ids.size()[1] - 1);
+        }
+        let logits_indices = Tensor::f_from_slice(&logits_indices)?.f_to_device(self.device)?;
         let logits = self.model.forward(RaggedStep {
             input_ids: &ids,
             position_ids: &positions,
             cache: &mut batch,
-            places: &places,
+            logits_indices: &logits_indices,
         })?;
-        self.limits.check_logits(&logits.size(), places.size()[0])?;
+        self.limits
+            .check_logits(&logits.size(), logits_indices.size()[0])?;
         if !ends.is_empty() {
             to_host(&logits, &mut self.scores)?;
         }
+        // Committed last: an error above leaves the cache as before the step, which is then computed
+        // again.
         batch.commit()?;
         Ok(ends)
     }
 
-    /// Chooses the next token of the running texts `ends`, whose logits lie in `scores`.
+    /// Chooses the next token of the running sequences `ends`, whose logits are in `scores`.
     fn choose(&mut self, ends: &[usize]) -> Result<()> {
         let vocabulary = self.limits.vocab_size.unsigned_abs() as usize;
         let mut scores = std::mem::take(&mut self.scores);
@@ -377,28 +395,32 @@ impl<M: EngineModel> Engine<M> {
             }
         }
         self.scores = scores;
+        // `remove_where` borrows the whole engine, and so the map leaves it for the call.
         let live = std::mem::take(&mut self.live);
-        let settled = self
-            .settle(|job| ended.contains(&job.arrival) || !live.contains_key(&job.data.request));
+        let settled = self.remove_where(|sequence| {
+            ended.contains(&sequence.arrival) || !live.contains_key(&sequence.data.request)
+        });
         self.live = live;
         settled.map(|_| ())
     }
 
-    /// Chooses the next token of running text `index`; whether it has ended. Before the first token of
-    /// a prompt its other continuations take theirs, and run or wait on their own from there.
+    /// Chooses the next token of the running sequence `index`; returns `true` if it has ended. Before
+    /// the first token of a prompt, the other samples of the request choose theirs, and run or wait on
+    /// their own from then on.
     fn choose_one(&mut self, index: usize, scores: &mut [f32]) -> Result<bool> {
-        let Some(job) = self.scheduler.job(index) else {
-            return Err(Error::Scheduler("a text of the step is gone"));
+        let Some(sequence) = self.scheduler.sequence(index) else {
+            return Err(Error::Scheduler("a sequence of the step is gone"));
         };
-        let request = job.data.request;
+        let request = sequence.data.request;
         if !self.live.contains_key(&request) {
-            return Ok(true); // Another of its continuations has failed in this step.
+            return Ok(true); // Another sample of the request has failed in this step.
         }
-        for mut sibling in std::mem::take(&mut job.data.siblings) {
-            let Some(job) = self.scheduler.job(index) else {
+        for mut sibling in std::mem::take(&mut sequence.data.siblings) {
+            let Some(sequence) = self.scheduler.sequence(index) else {
                 break;
             };
-            let tokens = job.tokens.clone();
+            let tokens = sequence.tokens.clone();
+            // Choosing changes the scores, and each sample needs its own.
             let chosen = sibling.choose(&mut scores.to_vec(), &tokens)?;
             let (number, id) = (sibling.number, chosen.id);
             let finished = chosen.finished;
@@ -413,19 +435,20 @@ impl<M: EngineModel> Engine<M> {
                     .fork(index, number, id, sibling, &mut self.cache)?,
             }
         }
-        let Some(job) = self.scheduler.job(index) else {
-            return Err(Error::Scheduler("a text of the step is gone"));
+        let Some(sequence) = self.scheduler.sequence(index) else {
+            return Err(Error::Scheduler("a sequence of the step is gone"));
         };
-        let is_first = job.data.first_token().is_none();
-        let chosen = job.data.choose(scores, &job.tokens)?;
-        job.tokens.push(chosen.id);
-        if is_first && let Some(time) = job.data.first_token() {
+        let is_first = sequence.data.first_token().is_none();
+        let chosen = sequence.data.choose(scores, &sequence.tokens)?;
+        sequence.tokens.push(chosen.id);
+        // Not once per sample: forks choose their first token in the same step.
+        if is_first && let Some(time) = sequence.data.first_token() {
             self.first_tokens.push(time);
         }
-        let number = job.data.number;
+        let number = sequence.data.number;
         let completion = chosen
             .finished
-            .map(|reason| job.data.complete(&job.tokens, reason));
+            .map(|reason| sequence.data.complete(&sequence.tokens, reason));
         self.push_token((request, number), chosen);
         let has_ended = completion.is_some();
         if let Some(completion) = completion {
@@ -434,7 +457,7 @@ impl<M: EngineModel> Engine<M> {
         Ok(has_ended)
     }
 
-    fn push_token(&mut self, (request, sample): (RequestId, usize), chosen: Chosen) {
+    fn push_token(&mut self, (request, sample): (RequestId, usize), chosen: SampledToken) {
         self.counts.generated_tokens += 1;
         self.events.push(Event::Token {
             request,
@@ -445,7 +468,7 @@ impl<M: EngineModel> Engine<M> {
         });
     }
 
-    /// A continuation has ended.
+    /// Records the end of a sample.
     fn finish(&mut self, (request, sample): (RequestId, usize), completion: Completion) {
         let left = self.live.get_mut(&request).map_or(0, |left| {
             *left -= 1;
@@ -466,10 +489,10 @@ impl<M: EngineModel> Engine<M> {
         });
     }
 
-    fn settle(
+    fn remove_where(
         &mut self,
-        gone: impl FnMut(&Job<SequenceId, Sample>) -> bool,
-    ) -> Result<Vec<Job<SequenceId, Sample>>> {
-        self.scheduler.settle(&mut self.cache, gone)
+        gone: impl FnMut(&ScheduledSequence<SequenceId, Sample>) -> bool,
+    ) -> Result<Vec<ScheduledSequence<SequenceId, Sample>>> {
+        self.scheduler.remove_where(&mut self.cache, gone)
     }
 }

@@ -11,18 +11,18 @@ use super::request::{Completion, Event, Request, RequestId, RequestLimits};
 use super::statistics::EngineStatistics;
 use crate::{Error, Result};
 
-/// How often in a row a step may fail before the requests are given up. What failed may have been
-/// for want of memory that another part of the program holds for a moment.
+/// The number of consecutive failures of a step after which the requests are given up. A step may fail
+/// for want of memory that another thread holds for a moment.
 const ATTEMPTS: u32 = 3;
 
-/// Between them.
+/// The pause between the attempts.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// An [`Engine`] that runs on a thread of its own, for use from any number of others.
+/// An [`Engine`] that runs on a thread of its own, for use from any number of other threads.
 ///
-/// The thread owns the model, sleeps while there is nothing to do, and ends with the handle. Where a
-/// step fails three times in a row the requests of that moment fail with [`Error::EngineFailed`], and
-/// later ones are served again.
+/// The thread owns the model, sleeps while there is nothing to do, and ends with the handle. If a step
+/// fails three times in a row, the current requests fail with [`Error::EngineFailed`], and later ones
+/// are served again.
 ///
 /// ```
 /// use overdrive_generation::{Engine, EngineConfig, EngineHandle, GenerationConfig, Request};
@@ -60,9 +60,9 @@ pub struct EngineHandle {
 enum Command {
     Submit(u64, Box<Request>, Sender<Event>),
     Cancel(u64),
-    /// End once all requests have.
+    /// Ends the thread once all requests have ended.
     Finish,
-    /// End now.
+    /// Ends the thread now.
     Stop,
 }
 
@@ -70,7 +70,7 @@ impl EngineHandle {
     /// Starts the thread.
     ///
     /// # Errors
-    /// When the system gives no thread.
+    /// When the system cannot start a thread.
     pub fn spawn<M: EngineModel + Send + 'static>(engine: Engine<M>) -> Result<EngineHandle> {
         let (commands, inbox) = channel();
         let limits = engine.limits();
@@ -96,10 +96,10 @@ impl EngineHandle {
         })
     }
 
-    /// Takes a request, and returns at once with what will be its events.
+    /// Submits a request, and returns its events without waiting.
     ///
     /// # Errors
-    /// As [`Engine::submit`]; [`Error::EngineStopped`] where the thread has ended.
+    /// As [`Engine::submit`]; [`Error::EngineStopped`] if the thread has ended.
     pub fn submit(&self, request: Request) -> Result<Events> {
         self.limits.check(&request)?;
         let ticket = self.next.fetch_add(1, Ordering::Relaxed);
@@ -114,7 +114,7 @@ impl EngineHandle {
         })
     }
 
-    /// What the engine did up to its last step.
+    /// Returns the statistics of the engine after its last step.
     pub fn statistics(&self) -> EngineStatistics {
         let shared = self.statistics.lock();
         shared.unwrap_or_else(PoisonError::into_inner).clone()
@@ -123,7 +123,7 @@ impl EngineHandle {
     /// Waits until every request has ended, and ends the thread.
     ///
     /// # Errors
-    /// [`Error::EngineStopped`] where the thread had ended before, by a panic of the model.
+    /// [`Error::EngineStopped`] if the thread had ended before, by a panic of the model.
     pub fn finish(mut self) -> Result<EngineStatistics> {
         self.end(Command::Finish)?;
         Ok(self.statistics())
@@ -134,20 +134,22 @@ impl EngineHandle {
             return Ok(());
         };
         let sent = self.commands.send(command);
+        // Joined even if the thread no longer listens: it has ended then, and holds the model until it
+        // is joined.
         let joined = thread.join();
         sent.ok().and(joined.ok()).ok_or(Error::EngineStopped)
     }
 }
 
 impl Drop for EngineHandle {
-    /// Ends the thread after its step; requests that go on end without another event.
+    /// Ends the thread after its current step; unfinished requests end without another event.
     fn drop(&mut self) {
-        // A thread that has panicked has said so itself.
+        // A thread that has panicked has printed its message already.
         let _ended = self.end(Command::Stop);
     }
 }
 
-/// The events of one request, as they come. Dropping them cancels the request.
+/// The events of one request, as they occur. Dropping them cancels the request.
 ///
 /// The iteration ends after the last event of the request, or when the engine stops.
 #[derive(Debug)]
@@ -158,16 +160,17 @@ pub struct Events {
 }
 
 impl Events {
-    /// Ends the request with what it has; the events that say so still come.
+    /// Cancels the request; the events that report its end still arrive.
     pub fn cancel(&self) {
-        // Where the engine has stopped there is nothing left to cancel.
+        // If the engine has stopped, nothing is left to cancel.
         let _stopped = self.cancel.send(Command::Cancel(self.ticket));
     }
 
-    /// Waits for the end: the completions in the order of their numbers.
+    /// Waits for the end of the request, and returns the completions in the order of their numbers.
     ///
     /// # Errors
-    /// What the request failed with; [`Error::EngineStopped`] where the engine has stopped before.
+    /// The error with which the request failed; [`Error::EngineStopped`] if the engine has stopped
+    /// before.
     pub fn wait(mut self) -> Result<Vec<Completion>> {
         let mut completions: Vec<(usize, Completion)> = Vec::new();
         let mut is_whole = false;
@@ -208,7 +211,7 @@ impl Drop for Events {
     }
 }
 
-/// What the thread holds.
+/// The state of the thread.
 struct Worker<M> {
     engine: Engine<M>,
     inbox: Receiver<Command>,
@@ -225,15 +228,15 @@ impl<M: EngineModel> Worker<M> {
             match self.engine.step() {
                 Ok(events) => {
                     failures = 0;
-                    self.hand_out(events);
+                    self.send_events(events);
                 }
                 Err(error) => {
                     failures += 1;
                     if failures < ATTEMPTS {
                         std::thread::sleep(PAUSE);
                     } else if self.engine.fail_all(&error.to_string()).is_err() {
-                        // The cache itself is broken: there is no engine any more, and every client
-                        // sees its events end.
+                        // The cache itself is broken: the engine cannot continue, and every client sees
+                        // its events end.
                         return;
                     } else {
                         failures = 0;
@@ -248,7 +251,8 @@ impl<M: EngineModel> Worker<M> {
         }
     }
 
-    /// Takes what has been sent; waits for something where there is nothing to do. False at the end.
+    /// Handles the commands that have been sent, and waits for one if there is nothing to do. Returns
+    /// `false` at the end.
     fn listen(&mut self) -> bool {
         loop {
             let is_idle = self.engine.is_idle();
@@ -273,7 +277,7 @@ impl<M: EngineModel> Worker<M> {
     }
 
     fn submit(&mut self, ticket: u64, request: Request, events: Sender<Event>) {
-        // Checked by the handle already; an error here is one of memory, and the client sees its
+        // The handle has checked the request. An error here is one of memory, and the client sees its
         // events end.
         if let Ok(id) = self.engine.submit(request) {
             self.clients.insert(id, (ticket, events));
@@ -285,12 +289,12 @@ impl<M: EngineModel> Worker<M> {
         if let Some(id) = self.tickets.get(&ticket)
             && let Err(error) = self.engine.cancel(*id)
         {
-            // The events of all end with this.
+            // This ends the events of all requests.
             let _broken = self.engine.fail_all(&error.to_string());
         }
     }
 
-    fn hand_out(&mut self, events: Vec<Event>) {
+    fn send_events(&mut self, events: Vec<Event>) {
         for event in events {
             let id = event.request();
             let is_last = event.is_last();
@@ -298,7 +302,7 @@ impl<M: EngineModel> Worker<M> {
                 continue;
             };
             let ticket = *ticket;
-            // A client that is gone has cancelled by going.
+            // A client that has dropped its events has cancelled by that.
             let _gone = client.send(event);
             if is_last {
                 self.clients.remove(&id);

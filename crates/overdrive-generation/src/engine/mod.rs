@@ -1,8 +1,7 @@
 //! Continuous batching: many requests over one model and one paged cache.
 
-mod blocks;
+mod block_allocator;
 mod config;
-// The engine itself; the folder is named after what is built around it.
 #[expect(
     clippy::module_inception,
     reason = "the file holds the type of that name"

@@ -4,55 +4,55 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 
-/// What an [`Engine`](crate::Engine) asks of a model: [`CausalLm`] gives it, and so can any decoder
-/// whose attention goes through [`KvCache::attend`].
+/// The model of an [`Engine`](crate::Engine): [`CausalLm`], or any decoder whose attention goes through
+/// [`KvCache::attend`].
 pub trait EngineModel {
-    /// What its cache holds for each token.
+    /// Returns the shape of the model's cache.
     ///
     /// # Errors
-    /// When the model is of a kind whose cache is not known.
+    /// When the shape is not known.
     fn cache_shape(&self) -> Result<CacheShape>;
 
-    /// Size of the vocabulary.
+    /// Returns the size of the vocabulary.
     fn vocab_size(&self) -> usize;
 
-    /// The most positions it takes in a batch with other texts.
+    /// Returns the largest number of positions of a sequence in a batch with others.
     fn context(&self) -> usize;
 
-    /// Logits `(N, V)` of one step.
+    /// Returns the logits `(N, V)` of one step.
     ///
     /// # Errors
-    /// Whatever fails. The engine undoes the step.
+    /// Any error of the model. The engine undoes the step.
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor>;
 }
 
-/// The cache of a model.
+/// The shape of a model's cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CacheShape {
-    /// How many layers.
+    /// The number of layers.
     pub layers: usize,
-    /// Key and value heads of a layer.
+    /// The key/value heads of a layer.
     pub kv_heads: i64,
-    /// Channels of a head.
+    /// The channels of a head.
     pub head_dim: i64,
-    /// Kind of keys and values.
+    /// The dtype of keys and values.
     pub kind: Kind,
-    /// Where they are.
+    /// The device of keys and values.
     pub device: Device,
 }
 
-/// The new tokens of all texts of a step, `T` in all, one text after the other in one row. The cache
-/// knows which token belongs to which text; the model need not.
+/// The new tokens of all sequences of a step, `T` in all, concatenated in one row. The cache knows
+/// which token belongs to which sequence; the model need not.
 #[derive(Debug)]
 pub struct RaggedStep<'a, 'c> {
-    /// Token ids `(1, T)`, i64.
+    /// The token ids `(1, T)`, i64.
     pub input_ids: &'a Tensor,
-    /// The place of each token in its own text, `(1, T)`, i64.
+    /// The position of each token in its own sequence, `(1, T)`, i64.
     pub position_ids: &'a Tensor,
-    /// Keys and values of the texts.
+    /// The keys and values of the sequences.
     pub cache: &'a mut (dyn KvCache + 'c),
-    /// Of which of the `T` tokens logits are wanted, i64 `(N,)`.
-    pub places: &'a Tensor,
+    /// The indices of the `N` tokens of the row whose logits are wanted, i64 `(N,)`.
+    pub logits_indices: &'a Tensor,
 }
 
 impl EngineModel for CausalLm {
@@ -75,7 +75,8 @@ impl EngineModel for CausalLm {
         if let ModelConfig::Llama(config) = self.config()
             && let RopeScaling::LongRope(long) = &config.rope_scaling
         {
-            // Beyond it the frequencies of all texts of a batch are those of the longest.
+            // Beyond it, LongRope would use the frequencies of the longest sequence for the whole
+            // batch.
             context = context.min(long.original_max_position_embeddings);
         }
         context.unsigned_abs() as usize
@@ -85,7 +86,7 @@ impl EngineModel for CausalLm {
         let input = ForwardInput::new(step.input_ids)
             .with_position_ids(step.position_ids)
             .with_cache(step.cache)
-            .with_logits(Logits::At(step.places));
+            .with_logits(Logits::At(step.logits_indices));
         Ok(CausalLm::forward(self, input)?.f_squeeze_dim(0)?)
     }
 }

@@ -3,7 +3,7 @@ use std::time::Duration;
 use crate::prompts::check_ids;
 use crate::{Constraint, Error, FinishReason, GenerationConfig, Result, TokenLogprobs};
 
-/// Names a request of one [`Engine`](crate::Engine); later requests have higher numbers.
+/// The id of a request of one [`Engine`](crate::Engine); later requests have higher ids.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub(super) u64);
 
@@ -17,17 +17,18 @@ impl std::fmt::Display for RequestId {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Request {
-    /// Token ids; at least one.
+    /// The token ids of the prompt; at least one.
     pub prompt: Vec<i64>,
-    /// How it is continued; `num_return_sequences` continuations share the memory of the prompt, and
+    /// The generation options. The `num_return_sequences` samples share the memory of the prompt, and
     /// `max_time` counts from the submission.
     pub config: GenerationConfig,
-    /// What the continuations may be; default `None`: anything.
+    /// A constraint on the continuations. Default `None`.
     pub constraint: Option<Box<dyn Constraint>>,
 }
 
 impl Request {
-    /// `prompt` continued as `config` says. `num_beams` must be 1, and `use_cache` true.
+    /// Returns a request to continue `prompt` with the options of `config`. `num_beams` must be 1, and
+    /// `use_cache` `true`.
     pub fn new(prompt: impl Into<Vec<i64>>, config: GenerationConfig) -> Request {
         Request {
             prompt: prompt.into(),
@@ -36,7 +37,7 @@ impl Request {
         }
     }
 
-    /// Only continuations that `constraint` allows.
+    /// Returns the request with a constraint on its continuations.
     #[must_use]
     pub fn with_constraint(mut self, constraint: Box<dyn Constraint>) -> Request {
         self.constraint = Some(constraint);
@@ -44,46 +45,46 @@ impl Request {
     }
 }
 
-/// What happens to a request.
+/// An event of a request.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Event {
-    /// A continuation has one more token.
+    /// A sample has one more token.
     Token {
-        /// Of which request.
+        /// The request.
         request: RequestId,
-        /// Which of its continuations, from 0.
+        /// The number of the sample, from 0.
         sample: usize,
-        /// The token.
+        /// The token id.
         id: i64,
-        /// The text that is now certain; empty while a character or a stop string is incomplete, and
-        /// where the engine has no tokenizer.
+        /// The text that is certain now; empty while a character or a stop string is incomplete, and
+        /// without a tokenizer.
         text: String,
-        /// Its log-probability and those of others, where `logprobs` asks for them.
+        /// The log-probability of the token and those of others, if `logprobs` asks for them.
         logprobs: Option<TokenLogprobs>,
     },
-    /// A continuation has ended. After the last one nothing more comes of the request.
+    /// A sample has ended. After the last one there are no more events of the request.
     Finished {
-        /// Of which request.
+        /// The request.
         request: RequestId,
-        /// Which of its continuations.
+        /// The number of the sample.
         sample: usize,
-        /// All of it.
+        /// The whole continuation.
         completion: Completion,
-        /// Whether it was the last of the request's.
+        /// `true` for the last sample of the request.
         is_last: bool,
     },
-    /// The request cannot go on, and nothing more comes of it. No other request is touched.
+    /// The request has failed, and there are no more events of it. Other requests are not affected.
     Failed {
-        /// Which request.
+        /// The request.
         request: RequestId,
-        /// Why.
+        /// The error.
         error: Error,
     },
 }
 
 impl Event {
-    /// Whether nothing more comes of the request.
+    /// Returns `true` if there are no more events of the request.
     pub fn is_last(&self) -> bool {
         match self {
             Event::Token { .. } => false,
@@ -92,7 +93,7 @@ impl Event {
         }
     }
 
-    /// Which request it is about.
+    /// Returns the request of the event.
     pub fn request(&self) -> RequestId {
         match self {
             Event::Token { request, .. }
@@ -106,42 +107,44 @@ impl Event {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Completion {
-    /// Its tokens, the prompt's not among them; an end-of-text token is.
+    /// The new tokens, without the prompt; an end-of-text token is included.
     pub tokens: Vec<i64>,
-    /// Its text without special tokens and stop strings, where the engine has a tokenizer.
+    /// The text without special tokens and stop strings, if the engine has a tokenizer.
     pub text: Option<String>,
-    /// Of each token, where `logprobs` asks for them.
+    /// The log-probabilities of each token, if `logprobs` asks for them.
     pub logprobs: Option<Vec<TokenLogprobs>>,
-    /// Why it ended. [`FinishReason::Stopped`] is a cancelled one.
+    /// The reason of the end; [`FinishReason::Stopped`] for a cancelled request.
     pub finish_reason: FinishReason,
-    /// From the submission to the first token; `None` where there is none.
+    /// The time from the submission to the first token; `None` without tokens.
     pub time_to_first_token: Option<Duration>,
-    /// From the submission to the end.
+    /// The time from the submission to the end.
     pub time: Duration,
 }
 
-/// What came of a request: its completions in the order of their numbers, or why it failed.
+/// The outcome of a request: its completions in the order of their numbers, or the error with which it
+/// failed.
 pub type Outcome = (RequestId, Result<Vec<Completion>>);
 
-/// What a request may ask for.
+/// The limits of a request.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RequestLimits {
     pub(super) vocab_size: i64,
-    /// Positions of the model.
+    /// The positions of the model.
     pub(super) context: usize,
-    /// Tokens of a prompt and its continuation.
+    /// The largest number of tokens of a prompt and its continuation.
     pub(super) length: usize,
     pub(super) block_size: usize,
     pub(super) num_blocks: usize,
-    /// Whether there is a tokenizer.
+    /// `true` if the engine has a tokenizer.
     pub(super) has_text: bool,
 }
 
 impl RequestLimits {
-    /// Whether the engine can answer `request` if it is alone.
+    /// Checks that the engine could serve `request` if it were alone.
     pub(super) fn check(&self, request: &Request) -> Result<()> {
         let (prompt, config) = (&request.prompt, &request.config);
         config.validate()?;
+        // Refused rather than ignored: the result would silently differ from that of `generate`.
         unsupported(config)?;
         check_ids(config, self.vocab_size)?;
         if !config.stop_strings.is_empty() && !self.has_text {
@@ -152,6 +155,7 @@ impl RequestLimits {
         if prompt.is_empty() {
             return Err(Error::EmptyPrompt { row: 0 });
         }
+        // `length` may be one more than the context, which a prompt must not be.
         let limit = self.context.min(self.length);
         if prompt.len() > limit {
             return Err(Error::PromptTooLong {
@@ -169,6 +173,7 @@ impl RequestLimits {
                 vocab_size: self.vocab_size,
             });
         }
+        // The last token is never read, and so takes no slot of the cache.
         let tokens = self.longest(request).0 - 1;
         let blocks = tokens.div_ceil(self.block_size);
         if blocks > self.num_blocks {
@@ -183,20 +188,20 @@ impl RequestLimits {
         Ok(())
     }
 
-    /// Whether a model gave what was asked.
+    /// Checks the shape of a model's logits.
     pub(super) fn check_logits(&self, found: &[i64], rows: i64) -> Result<()> {
         if found == [rows, self.vocab_size] {
             return Ok(());
         }
-        Err(Error::LogitsShape {
-            found: found.to_vec(),
-            rows,
-            vocab_size: self.vocab_size,
-        })
+        let expected = format!(
+            "({rows}, {}): a row for each requested token",
+            self.vocab_size
+        );
+        Err(overdrive_core::Error::shape("logits", found, expected).into())
     }
 
-    /// The length at which a continuation ends, prompt included, and why it does; never under that of
-    /// the prompt.
+    /// Returns the length at which a continuation ends, prompt included, and the reason; never less
+    /// than the prompt.
     pub(super) fn longest(&self, request: &Request) -> (usize, FinishReason) {
         let prompt = request.prompt.len();
         let asked = prompt.saturating_add(request.config.new_tokens(prompt));
@@ -208,7 +213,7 @@ impl RequestLimits {
     }
 }
 
-/// Refuses what would make the result another one than asked for.
+/// Refuses options that the engine would otherwise ignore.
 fn unsupported(config: &GenerationConfig) -> Result<()> {
     let refuse = |key, found: String, hint| Err(Error::NotInEngine { key, found, hint });
     if config.num_beams != 1 {
@@ -216,7 +221,7 @@ fn unsupported(config: &GenerationConfig) -> Result<()> {
         return refuse("num_beams", config.num_beams.to_string(), hint);
     }
     if !config.use_cache {
-        let hint = "its texts live in the paged cache; use generate to go without";
+        let hint = "its sequences are in the paged cache; use generate to run without a cache";
         return refuse("use_cache", false.to_string(), hint);
     }
     if let Some(kind) = config
@@ -228,7 +233,7 @@ fn unsupported(config: &GenerationConfig) -> Result<()> {
         return refuse("cache_implementation", kind.to_owned(), hint);
     }
     if let Some(tokens) = config.prompt_lookup_num_tokens {
-        let hint = "it computes many texts at once instead; use generate to speculate on one";
+        let hint = "it computes many sequences at once instead; use generate to speculate on one";
         return refuse("prompt_lookup_num_tokens", tokens.to_string(), hint);
     }
     Ok(())

@@ -5,34 +5,35 @@ use tokenizers::Tokenizer;
 
 use super::request::RequestId;
 use crate::row_text::RowText;
+use crate::rows::{MaskedConstraint, allowed, end_after};
 use crate::{
     Completion, Constraint, FinishReason, GenerationConfig, Result, Sampler, TokenLogprobs,
     TokenMask,
 };
 
-/// One continuation of a request.
+/// A sample of a request: one continuation of its prompt.
 #[derive(Debug)]
 pub(super) struct Sample {
     pub(super) request: RequestId,
     pub(super) number: usize,
     config: Arc<GenerationConfig>,
-    /// Tokens of the prompt.
+    /// The number of tokens of the prompt.
     prompt: usize,
-    /// The length at which it ends, and why.
+    /// The length at which it ends, and the reason.
     limit: (usize, FinishReason),
     sampler: Sampler,
-    constraint: Option<(Box<dyn Constraint>, TokenMask)>,
+    constraint: Option<MaskedConstraint>,
     text: Option<RowText<'static>>,
     logprobs: Vec<TokenLogprobs>,
     submitted: Instant,
     first_token: Option<Duration>,
-    /// The request's other continuations, until the prompt that they share has been read.
+    /// The other samples of the request, until the prompt that they share has been read.
     pub(super) siblings: Vec<Sample>,
 }
 
-/// What the continuations of a request have in common.
+/// The data that the samples of a request have in common.
 #[derive(Debug)]
-pub(super) struct Shared<'a> {
+pub(super) struct RequestContext<'a> {
     pub(super) request: RequestId,
     pub(super) config: Arc<GenerationConfig>,
     pub(super) prompt: &'a [i64],
@@ -45,7 +46,7 @@ pub(super) struct Shared<'a> {
 
 /// A token that was chosen.
 #[derive(Debug)]
-pub(super) struct Chosen {
+pub(super) struct SampledToken {
     pub(super) id: i64,
     pub(super) text: String,
     pub(super) logprobs: Option<TokenLogprobs>,
@@ -53,8 +54,8 @@ pub(super) struct Chosen {
 }
 
 impl Sample {
-    pub(super) fn new(number: usize, shared: &Shared<'_>) -> Result<Sample> {
-        let Shared { config, prompt, .. } = shared;
+    pub(super) fn new(number: usize, shared: &RequestContext<'_>) -> Result<Sample> {
+        let RequestContext { config, prompt, .. } = shared;
         let constraint = shared.constraint.as_ref();
         Ok(Sample {
             request: shared.request,
@@ -74,31 +75,32 @@ impl Sample {
         })
     }
 
-    /// The token after `tokens`, prompt included. `scores (V,)` are changed.
-    pub(super) fn choose(&mut self, scores: &mut [f32], tokens: &[i64]) -> Result<Chosen> {
-        let allowed = match &mut self.constraint {
-            Some((constraint, mask)) => {
-                mask.clear();
-                constraint.allowed(mask)?;
-                Some(&*mask)
-            }
-            None => None,
-        };
+    /// Chooses the token after `tokens`, prompt included. `scores (V,)` are changed.
+    pub(super) fn choose(&mut self, scores: &mut [f32], tokens: &[i64]) -> Result<SampledToken> {
+        let allowed = allowed(&mut self.constraint)?;
         let new = tokens.len() - self.prompt;
         let choice = self.sampler.choose(scores, tokens, new, allowed)?;
         let (submitted, id) = (self.submitted, choice.id);
         self.first_token.get_or_insert_with(|| submitted.elapsed());
+        // Kept for the completion, although each token's event has them too: a client may ignore the
+        // events.
         self.logprobs.extend(choice.logprobs.clone());
-        let mut finished = self.end_after(id, tokens.len() + 1)?;
+        let length = tokens.len() + 1;
+        let mut finished = end_after(id, length, self.limit, &self.config, &mut self.constraint)?;
+        if self.is_late() {
+            finished.get_or_insert(FinishReason::TimeLimit);
+        }
         let mut text = String::new();
         if let Some(stream) = &mut self.text {
+            // After the other reasons: a last token releases the text that is held back, and a stop
+            // string in it wins.
             let (piece, stop) = stream.push(id, finished.is_some())?;
             text = piece;
             if let Some(number) = stop {
                 finished = Some(FinishReason::StopString { number });
             }
         }
-        Ok(Chosen {
+        Ok(SampledToken {
             id,
             text,
             logprobs: choice.logprobs,
@@ -106,28 +108,7 @@ impl Sample {
         })
     }
 
-    /// Whether the text ends with the token `id`, which makes it `length` tokens long.
-    fn end_after(&mut self, id: i64, length: usize) -> Result<Option<FinishReason>> {
-        let mut finished = None;
-        if let Some((constraint, _)) = &mut self.constraint {
-            constraint.advance(id)?;
-            finished = constraint.is_finished().then_some(FinishReason::Constraint);
-        }
-        if self.config.eos_token_id.contains(&id) {
-            finished = Some(FinishReason::EndOfText);
-        } else if self.config.stop_token_ids.contains(&id) {
-            finished = Some(FinishReason::StopToken);
-        }
-        if length >= self.limit.0 {
-            finished.get_or_insert(self.limit.1);
-        }
-        if self.is_late() {
-            finished.get_or_insert(FinishReason::TimeLimit);
-        }
-        Ok(finished)
-    }
-
-    /// Whether `max_time` has passed since the submission.
+    /// Returns `true` if `max_time` has passed since the submission.
     pub(super) fn is_late(&self) -> bool {
         let limit = self.config.max_time;
         limit.is_some_and(|limit| self.submitted.elapsed().as_secs_f64() > limit)
@@ -137,7 +118,7 @@ impl Sample {
         self.first_token
     }
 
-    /// All of it, where `tokens` are prompt and continuation.
+    /// Returns the completion of `tokens`, prompt and continuation.
     pub(super) fn complete(&mut self, tokens: &[i64], reason: FinishReason) -> Completion {
         Completion {
             tokens: tokens[self.prompt..].to_vec(),

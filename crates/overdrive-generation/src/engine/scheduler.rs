@@ -1,49 +1,51 @@
-//! Which tokens the next step computes. Plain Rust: no tensor, no model.
+//! The scheduler: chooses the tokens that the next step computes. Plain Rust, without tensors or a
+//! model.
 //!
 //! The rules, in this order:
 //!
-//! 1. Every running text that wants one token gets it. Where blocks are short, the latest running text
-//!    is preempted: its blocks go back, it returns to its place among the waiting, and what it had is
-//!    computed again later.
-//! 2. Running texts that are still being read get what is left of the token budget, earliest first.
-//! 3. Waiting texts are admitted, earliest first and none before its turn, while there are seats,
-//!    tokens and blocks for the whole of the text, and none was preempted in this step.
+//! 1. Every running sequence that decodes (has one token to compute) gets it. If blocks run short, the
+//!    latest running sequence is preempted: its blocks are given back, it returns to its position among
+//!    the waiting, and its tokens are computed again later.
+//! 2. Running sequences whose prompt is still being read get the rest of the token budget, earliest
+//!    first.
+//! 3. Waiting sequences are admitted in order of arrival while there are seats, tokens, and blocks for
+//!    the whole sequence, unless a sequence was preempted in this step.
 //!
-//! The earliest text always goes on: whatever it needs can be taken from the later ones, and a text that
-//! does not fit an empty pool is never submitted. So every text ends.
+//! The earliest sequence always makes progress: the blocks that it needs can be taken from later ones,
+//! and a sequence that does not fit an empty pool is never submitted. So every sequence ends.
 
 use std::collections::VecDeque;
 
-use super::blocks::Blocks;
+use super::block_allocator::BlockAllocator;
 use crate::{Error, Result};
 
-/// The order of arrival; of samples of one prompt, the order of their numbers.
+/// The order of arrival: the request, then the number of the sample.
 pub(super) type Arrival = (u64, usize);
 
-/// A text, and what has been computed of it.
+/// A sequence and its progress.
 #[derive(Debug)]
-pub(super) struct Job<I, T> {
+pub(super) struct ScheduledSequence<I, T> {
     pub(super) arrival: Arrival,
-    /// Prompt and continuation so far.
+    /// The tokens of prompt and continuation so far.
     pub(super) tokens: Vec<i64>,
-    /// How many of them are in the cache.
+    /// The number of them that are in the cache.
     pub(super) computed: usize,
-    /// Its name in the cache, while it runs.
-    place: Option<I>,
-    /// How far it had been computed before it was preempted.
-    lost: usize,
-    /// What goes with it.
+    /// The id in the cache, while the sequence runs.
+    cache_id: Option<I>,
+    /// The number of tokens that had been computed before the last preemption.
+    preempted_len: usize,
+    /// The data of the owner.
     pub(super) data: T,
 }
 
-impl<I, T> Job<I, T> {
+impl<I, T> ScheduledSequence<I, T> {
     fn new(arrival: Arrival, tokens: Vec<i64>, data: T) -> Self {
-        Job {
+        ScheduledSequence {
             arrival,
             tokens,
             computed: 0,
-            place: None,
-            lost: 0,
+            cache_id: None,
+            preempted_len: 0,
             data,
         }
     }
@@ -57,29 +59,30 @@ impl<I, T> Job<I, T> {
     }
 }
 
-/// Tokens of one running text that a step computes.
+/// The tokens of one running sequence that a step computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Part {
-    /// Which of the running.
-    pub(super) job: usize,
-    /// From which token.
+pub(super) struct Chunk {
+    /// The index among the running sequences.
+    pub(super) sequence: usize,
+    /// The first token.
     pub(super) start: usize,
-    /// Up to, and without, which.
+    /// The end of the range, exclusive.
     pub(super) end: usize,
 }
 
 /// The bounds of a step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
-    /// Texts that run at once.
-    pub(super) seats: usize,
-    /// Tokens of a step; at least as many as seats.
+    /// The largest number of sequences that run at once.
+    pub(super) max_sequences: usize,
+    /// The token budget of a step; at least `max_sequences`.
     pub(super) tokens: usize,
-    /// Blocks left free when a text is admitted beside others, for those to grow.
+    /// The number of blocks left free when a sequence is admitted beside others, so that those can
+    /// grow.
     pub(super) reserve: usize,
 }
 
-/// What has happened since the scheduler was made.
+/// The counters since the scheduler was made.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Counts {
     pub(super) preemptions: u64,
@@ -87,12 +90,12 @@ pub(super) struct Counts {
     pub(super) reused_tokens: u64,
 }
 
-/// The texts that run and those that wait, both in order of arrival.
+/// The running and the waiting sequences, both in order of arrival.
 #[derive(Debug)]
 pub(super) struct Scheduler<I, T> {
     limits: Limits,
-    running: Vec<Job<I, T>>,
-    waiting: VecDeque<Job<I, T>>,
+    running: Vec<ScheduledSequence<I, T>>,
+    waiting: VecDeque<ScheduledSequence<I, T>>,
     pub(super) counts: Counts,
 }
 
@@ -107,14 +110,14 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
     }
 
     pub(super) fn submit(&mut self, arrival: Arrival, tokens: Vec<i64>, data: T) {
-        self.wait(Job::new(arrival, tokens, data));
+        self.wait(ScheduledSequence::new(arrival, tokens, data));
     }
 
-    pub(super) fn running(&self) -> &[Job<I, T>] {
+    pub(super) fn running(&self) -> &[ScheduledSequence<I, T>] {
         &self.running
     }
 
-    pub(super) fn job(&mut self, index: usize) -> Option<&mut Job<I, T>> {
+    pub(super) fn sequence(&mut self, index: usize) -> Option<&mut ScheduledSequence<I, T>> {
         self.running.get_mut(index)
     }
 
@@ -126,70 +129,84 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
         self.running.is_empty() && self.waiting.is_empty()
     }
 
-    /// The running text `index` in the cache.
-    pub(super) fn place(&self, index: usize) -> Result<I> {
+    /// Returns the id in the cache of the running sequence `index`.
+    pub(super) fn cache_id(&self, index: usize) -> Result<I> {
         self.running
             .get(index)
-            .and_then(|job| job.place)
-            .ok_or(Error::Scheduler("a running text has no place in the cache"))
+            .and_then(|sequence| sequence.cache_id)
+            .ok_or(Error::Scheduler(
+                "a running sequence has no id in the cache",
+            ))
     }
 
-    /// Chooses what the next step computes, in the order of the running texts. Takes no blocks: those
-    /// of all parts together are free.
-    pub(super) fn schedule(&mut self, blocks: &mut impl Blocks<Id = I>) -> Result<Vec<Part>> {
-        let mut step = Step::new(self.limits.tokens, self.running.len());
+    /// Chooses the tokens of the next step, in the order of the running sequences. Takes no blocks:
+    /// those of all chunks together are free.
+    pub(super) fn schedule(
+        &mut self,
+        blocks: &mut impl BlockAllocator<Id = I>,
+    ) -> Result<Vec<Chunk>> {
+        let mut plan = StepPlan::new(self.limits.tokens, self.running.len());
         let preemptions = self.counts.preemptions;
-        self.decode(&mut step, blocks)?;
-        self.read_on(&mut step, blocks)?;
+        self.decode(&mut plan, blocks)?;
+        self.prefill(&mut plan, blocks)?;
+        // A sequence admitted now would take the blocks for which another was just preempted, and be
+        // preempted next.
         if self.counts.preemptions == preemptions {
-            self.admit(&mut step, blocks)?;
+            self.admit(&mut plan, blocks)?;
         }
-        let mut parts = Vec::with_capacity(self.running.len());
-        for (job, (running, planned)) in self.running.iter().zip(&step.planned).enumerate() {
+        let mut chunks = Vec::with_capacity(self.running.len());
+        for (sequence, (running, planned)) in self.running.iter().zip(&plan.planned).enumerate() {
             if planned.tokens > 0 {
                 let (start, end) = (running.computed, running.computed + planned.tokens);
-                parts.push(Part { job, start, end });
+                chunks.push(Chunk {
+                    sequence,
+                    start,
+                    end,
+                });
             }
         }
-        if parts.is_empty() && !self.is_empty() {
-            // Nothing runs that would free blocks later, and the first of all texts finds no room.
+        if chunks.is_empty() && !self.is_empty() {
+            // No running sequence would free blocks later, and the first of all does not fit.
             return Err(Error::Scheduler(
-                "no text can go on although none holds the cache: blocks have been lost",
+                "no sequence can be computed although none holds the cache: blocks have been lost",
             ));
         }
-        Ok(parts)
+        Ok(chunks)
     }
 
-    /// What `schedule` gave has been computed.
-    pub(super) fn computed(&mut self, parts: &[Part]) {
-        for part in parts {
-            if let Some(job) = self.running.get_mut(part.job) {
-                let again = part.end.min(job.lost).saturating_sub(part.start);
+    /// Records that the chunks of `schedule` have been computed.
+    pub(super) fn computed(&mut self, chunks: &[Chunk]) {
+        for chunk in chunks {
+            if let Some(sequence) = self.running.get_mut(chunk.sequence) {
+                let again = chunk
+                    .end
+                    .min(sequence.preempted_len)
+                    .saturating_sub(chunk.start);
                 self.counts.recomputed_tokens += again as u64;
-                job.computed = part.end;
+                sequence.computed = chunk.end;
             }
         }
     }
 
-    /// A copy of the running text `index`, with which it shares its blocks; it waits where there is no
-    /// seat.
+    /// Forks the running sequence `index`; the copy shares its blocks, or waits if there is no seat.
     pub(super) fn fork(
         &mut self,
         index: usize,
         sample: usize,
         next: i64,
         data: T,
-        blocks: &mut impl Blocks<Id = I>,
+        blocks: &mut impl BlockAllocator<Id = I>,
     ) -> Result<()> {
-        let place = self.place(index)?;
+        let cache_id = self.cache_id(index)?;
         let source = &self.running[index];
         let mut tokens = source.tokens.clone();
         tokens.push(next);
-        let mut copy = Job::new((source.arrival.0, sample), tokens, data);
-        if self.running.len() < self.limits.seats {
+        let mut copy = ScheduledSequence::new((source.arrival.0, sample), tokens, data);
+        if self.running.len() < self.limits.max_sequences {
             copy.computed = source.computed;
-            copy.place = Some(blocks.fork(place)?);
-            // At the end, so that the numbers of a step's other parts stay; `settle` sorts.
+            copy.cache_id = Some(blocks.fork(cache_id)?);
+            // At the end, so that the indices of the step's other chunks stay valid; `remove_where`
+            // sorts.
             self.running.push(copy);
         } else {
             self.wait(copy);
@@ -197,40 +214,48 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
         Ok(())
     }
 
-    /// Takes out every text of which `gone` is true, gives its blocks back and returns it. The running
-    /// are in order of arrival afterwards.
-    pub(super) fn settle(
+    /// Removes every sequence for which `gone` returns `true`, gives its blocks back and returns it.
+    /// Afterwards the running ones are in order of arrival.
+    pub(super) fn remove_where(
         &mut self,
-        blocks: &mut impl Blocks<Id = I>,
-        mut gone: impl FnMut(&Job<I, T>) -> bool,
-    ) -> Result<Vec<Job<I, T>>> {
-        let mut out: Vec<_> = self.running.extract_if(.., |job| gone(job)).collect();
-        for job in &mut out {
-            if let Some(place) = job.place.take() {
-                blocks.release(place)?;
+        blocks: &mut impl BlockAllocator<Id = I>,
+        mut gone: impl FnMut(&ScheduledSequence<I, T>) -> bool,
+    ) -> Result<Vec<ScheduledSequence<I, T>>> {
+        let mut out: Vec<_> = self
+            .running
+            .extract_if(.., |sequence| gone(sequence))
+            .collect();
+        for sequence in &mut out {
+            if let Some(cache_id) = sequence.cache_id.take() {
+                blocks.release(cache_id)?;
             }
         }
+        // Both halves keep their order of arrival.
         let (gone, kept): (VecDeque<_>, VecDeque<_>) = self.waiting.drain(..).partition(gone);
         self.waiting = kept;
         out.extend(gone);
-        self.running.sort_by_key(|job| job.arrival);
+        self.running.sort_by_key(|sequence| sequence.arrival);
         Ok(out)
     }
 
-    /// Rule 1.
-    fn decode(&mut self, step: &mut Step, blocks: &mut impl Blocks<Id = I>) -> Result<()> {
+    /// Applies rule 1.
+    fn decode(
+        &mut self,
+        plan: &mut StepPlan,
+        blocks: &mut impl BlockAllocator<Id = I>,
+    ) -> Result<()> {
         let mut index = 0;
         while index < self.running.len() {
             if self.running[index].is_decoding() {
-                let place = self.place(index)?;
-                // The index may itself become the latest: then it is gone and so is the loop.
-                while index < self.running.len() && !step.plan(index, place, 1, blocks) {
+                let cache_id = self.cache_id(index)?;
+                // The sequence `index` may itself be the latest and be preempted; the loop then ends.
+                while index < self.running.len() && !plan.add(index, cache_id, 1, blocks) {
                     if self.running.len() == 1 {
                         return Err(Error::Scheduler(
-                            "a text that runs alone has no block left: blocks have been lost",
+                            "a sequence that runs alone has no block left: blocks have been lost",
                         ));
                     }
-                    self.preempt_latest(step, blocks)?;
+                    self.preempt_latest(plan, blocks)?;
                 }
             }
             index += 1;
@@ -238,94 +263,108 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
         Ok(())
     }
 
-    /// Rule 2.
-    fn read_on(&mut self, step: &mut Step, blocks: &mut impl Blocks<Id = I>) -> Result<()> {
+    /// Applies rule 2.
+    fn prefill(
+        &mut self,
+        plan: &mut StepPlan,
+        blocks: &mut impl BlockAllocator<Id = I>,
+    ) -> Result<()> {
         for index in 0..self.running.len() {
-            if !self.running[index].is_decoding() && step.budget > 0 {
-                let (place, rest) = (self.place(index)?, self.running[index].rest());
-                step.plan_up_to(index, place, rest, blocks);
+            if !self.running[index].is_decoding() && plan.budget > 0 {
+                let (cache_id, rest) = (self.cache_id(index)?, self.running[index].rest());
+                plan.add_up_to(index, cache_id, rest, blocks);
             }
         }
-        // Nothing moves, so nothing will free blocks by ending: the later ones make room for the first.
-        while step.is_empty() && !self.running.is_empty() {
-            let (place, rest) = (self.place(0)?, self.running[0].rest());
-            step.plan_up_to(0, place, rest, blocks);
-            if step.is_empty() {
+        // No sequence makes progress, so none will free blocks by ending: the later ones make room for
+        // the first.
+        while plan.is_empty() && !self.running.is_empty() {
+            let (cache_id, rest) = (self.cache_id(0)?, self.running[0].rest());
+            plan.add_up_to(0, cache_id, rest, blocks);
+            if plan.is_empty() {
                 if self.running.len() == 1 {
                     return Err(Error::Scheduler(
-                        "a text that runs alone has no block left: blocks have been lost",
+                        "a sequence that runs alone has no block left: blocks have been lost",
                     ));
                 }
-                self.preempt_latest(step, blocks)?;
+                self.preempt_latest(plan, blocks)?;
             }
         }
         Ok(())
     }
 
-    /// Rule 3.
-    fn admit(&mut self, step: &mut Step, blocks: &mut impl Blocks<Id = I>) -> Result<()> {
-        while step.budget > 0 && self.running.len() < self.limits.seats {
-            let Some(mut job) = self.waiting.pop_front() else {
+    /// Applies rule 3.
+    fn admit(
+        &mut self,
+        plan: &mut StepPlan,
+        blocks: &mut impl BlockAllocator<Id = I>,
+    ) -> Result<()> {
+        while plan.budget > 0 && self.running.len() < self.limits.max_sequences {
+            let Some(mut sequence) = self.waiting.pop_front() else {
                 break;
             };
-            let (place, cached) = match blocks.add(&job.tokens) {
+            let (cache_id, cached) = match blocks.add(&sequence.tokens) {
                 Ok(added) => added,
                 Err(error) => {
-                    self.waiting.push_front(job);
+                    self.waiting.push_front(sequence);
                     return Err(error);
                 }
             };
-            let rest = job.tokens.len() - cached;
+            let rest = sequence.tokens.len() - cached;
+            // The first sequence may use the whole pool: there is none beside it that could grow.
             let reserve = match self.running.is_empty() {
                 true => 0,
                 false => self.limits.reserve,
             };
-            if blocks.needed(place, rest) + reserve > step.free(blocks) {
-                self.waiting.push_front(job);
-                blocks.release(place)?;
+            if blocks.needed(cache_id, rest) + reserve > plan.free(blocks) {
+                self.waiting.push_front(sequence);
+                blocks.release(cache_id)?;
                 break;
             }
-            // What a preempted text finds again was its own and is no gain.
-            self.counts.reused_tokens += cached.saturating_sub(job.lost) as u64;
-            job.place = Some(place);
-            job.computed = cached;
-            self.running.push(job);
-            step.planned.push(Planned::default());
-            step.plan_up_to(self.running.len() - 1, place, rest, blocks);
+            // A preempted sequence finds its own tokens again, which saves nothing over the whole run.
+            self.counts.reused_tokens += cached.saturating_sub(sequence.preempted_len) as u64;
+            sequence.cache_id = Some(cache_id);
+            sequence.computed = cached;
+            self.running.push(sequence);
+            plan.planned.push(Planned::default());
+            plan.add_up_to(self.running.len() - 1, cache_id, rest, blocks);
         }
         Ok(())
     }
 
-    fn preempt_latest(&mut self, step: &mut Step, blocks: &mut impl Blocks<Id = I>) -> Result<()> {
-        let Some(mut job) = self.running.pop() else {
+    fn preempt_latest(
+        &mut self,
+        plan: &mut StepPlan,
+        blocks: &mut impl BlockAllocator<Id = I>,
+    ) -> Result<()> {
+        let Some(mut sequence) = self.running.pop() else {
             return Ok(());
         };
-        step.drop_latest(self.running.len());
+        plan.drop_latest(self.running.len());
         self.counts.preemptions += 1;
-        job.lost = job.lost.max(job.computed);
-        job.computed = 0;
-        let place = job.place.take();
-        self.wait(job);
-        place.map_or(Ok(()), |place| blocks.release(place))
+        sequence.preempted_len = sequence.preempted_len.max(sequence.computed);
+        sequence.computed = 0;
+        let cache_id = sequence.cache_id.take();
+        self.wait(sequence);
+        cache_id.map_or(Ok(()), |cache_id| blocks.release(cache_id))
     }
 
-    /// Puts a text among the waiting, by its arrival.
-    fn wait(&mut self, job: Job<I, T>) {
-        let place = self
+    /// Inserts a sequence among the waiting by its arrival.
+    fn wait(&mut self, sequence: ScheduledSequence<I, T>) {
+        let cache_id = self
             .waiting
-            .partition_point(|other| other.arrival < job.arrival);
-        self.waiting.insert(place, job);
+            .partition_point(|other| other.arrival < sequence.arrival);
+        self.waiting.insert(cache_id, sequence);
     }
 }
 
-/// A step in the making.
+/// The plan of a step.
 #[derive(Debug)]
-struct Step {
-    /// Tokens that may still be planned.
+struct StepPlan {
+    /// The number of tokens that can still be planned.
     budget: usize,
-    /// Of each running text.
+    /// The plan of each running sequence.
     planned: Vec<Planned>,
-    /// Blocks of all that is planned.
+    /// The number of blocks of all planned tokens.
     blocks: usize,
 }
 
@@ -335,9 +374,9 @@ struct Planned {
     blocks: usize,
 }
 
-impl Step {
-    fn new(budget: usize, running: usize) -> Step {
-        Step {
+impl StepPlan {
+    fn new(budget: usize, running: usize) -> StepPlan {
+        StepPlan {
             budget,
             planned: vec![Planned::default(); running],
             blocks: 0,
@@ -348,13 +387,19 @@ impl Step {
         self.planned.iter().all(|planned| planned.tokens == 0)
     }
 
-    fn free(&self, blocks: &impl Blocks) -> usize {
+    fn free(&self, blocks: &impl BlockAllocator) -> usize {
         blocks.free().saturating_sub(self.blocks)
     }
 
-    /// Plans `tokens` of text `index`, if there are blocks.
-    fn plan<B: Blocks>(&mut self, index: usize, place: B::Id, tokens: usize, blocks: &B) -> bool {
-        let needed = blocks.needed(place, tokens);
+    /// Plans `tokens` of sequence `index` if there are blocks; returns `true` if it did.
+    fn add<B: BlockAllocator>(
+        &mut self,
+        index: usize,
+        cache_id: B::Id,
+        tokens: usize,
+        blocks: &B,
+    ) -> bool {
+        let needed = blocks.needed(cache_id, tokens);
         if needed > self.free(blocks) || tokens > self.budget {
             return false;
         }
@@ -367,13 +412,19 @@ impl Step {
         true
     }
 
-    /// Plans as many of the `rest` tokens as budget and blocks allow; maybe none.
-    fn plan_up_to<B: Blocks>(&mut self, index: usize, place: B::Id, rest: usize, blocks: &B) {
+    /// Plans as many of the `rest` tokens as budget and blocks allow, which may be none.
+    fn add_up_to<B: BlockAllocator>(
+        &mut self,
+        index: usize,
+        cache_id: B::Id,
+        rest: usize,
+        blocks: &B,
+    ) {
         let free = self.free(blocks);
-        let fits = |tokens| blocks.needed(place, tokens) <= free;
+        let fits = |tokens| blocks.needed(cache_id, tokens) <= free;
         let mut most = rest.min(self.budget);
         if !fits(most) {
-            // The last number that fits, by halving.
+            // The largest number that fits, by bisection: `needed` grows with the tokens.
             let (mut low, mut high) = (0, most);
             while high - low > 1 {
                 let middle = low.midpoint(high);
@@ -385,11 +436,11 @@ impl Step {
             most = low;
         }
         if most > 0 {
-            self.plan(index, place, most, blocks);
+            self.add(index, cache_id, most, blocks);
         }
     }
 
-    /// Forgets what is planned for the texts from `running` on.
+    /// Drops the plans of the sequences from `running` on.
     fn drop_latest(&mut self, running: usize) {
         for planned in self.planned.drain(running..) {
             self.budget += planned.tokens;
@@ -399,5 +450,4 @@ impl Step {
 }
 
 #[cfg(test)]
-#[path = "scheduler_tests.rs"]
 mod tests;

@@ -1,44 +1,44 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// What an [`Engine`](crate::Engine) does and has done.
+/// The state and the counters of an [`Engine`](crate::Engine).
 #[derive(Debug, Clone, PartialEq, Default)]
 #[non_exhaustive]
 pub struct EngineStatistics {
-    /// Texts that are computed now.
+    /// The sequences that are computed now.
     pub running: usize,
-    /// Texts that wait for a seat, tokens or blocks.
+    /// The sequences that wait for a seat, tokens or blocks.
     pub waiting: usize,
-    /// Blocks of the cache that texts hold.
+    /// The blocks of the cache that sequences hold.
     pub blocks_used: usize,
-    /// Blocks of the cache.
+    /// The blocks of the cache.
     pub blocks: usize,
-    /// Steps computed.
+    /// The steps computed.
     pub steps: u64,
-    /// Time spent in them.
+    /// The time spent in them.
     pub busy: Duration,
-    /// Tokens that went through the model: prompts and continuations, recomputed ones twice.
+    /// The tokens that went through the model: prompts and continuations, recomputed ones twice.
     pub computed_tokens: u64,
-    /// Tokens of prompts that were found in the cache, and not computed.
+    /// The tokens of prompts that were found in the cache and not computed.
     pub reused_tokens: u64,
-    /// Tokens chosen.
+    /// The tokens generated.
     pub generated_tokens: u64,
-    /// How often a text had to give its blocks back.
+    /// The number of times a sequence was preempted and its blocks taken back.
     pub preemptions: u64,
-    /// Tokens that were computed again after that.
+    /// The tokens that were computed again after that.
     pub recomputed_tokens: u64,
-    /// Requests that ended, cancelled and failed ones not counted.
+    /// The requests that ended; cancelled and failed ones are not counted.
     pub finished: u64,
-    /// Requests that were cancelled.
+    /// The requests that were cancelled.
     pub cancelled: u64,
-    /// Requests that failed after they were taken.
+    /// The requests that failed after they were accepted.
     pub failed: u64,
-    /// From a request's submission to its first token.
+    /// The time from a request's submission to its first token.
     pub time_to_first_token: Latency,
 }
 
 impl EngineStatistics {
-    /// Tokens chosen a second of [`busy`](EngineStatistics::busy).
+    /// Returns the tokens generated per second of [`busy`](EngineStatistics::busy).
     pub fn tokens_per_second(&self) -> f64 {
         match self.generated_tokens {
             0 => 0.0,
@@ -63,29 +63,30 @@ impl std::fmt::Display for EngineStatistics {
     }
 }
 
-/// How long something took, over the last 1024 times.
+/// A latency over the last 1024 measurements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Latency {
-    /// Half took less.
+    /// The median.
     pub median: Duration,
-    /// 95 of 100 took less.
+    /// The 95th percentile.
     pub p95: Duration,
-    /// None took more.
+    /// The maximum.
     pub max: Duration,
 }
 
-/// The last times of something.
+/// The last measurements of a duration.
 #[derive(Debug, Default)]
-pub(super) struct Recent {
+pub(super) struct LatencyWindow {
     times: VecDeque<Duration>,
 }
 
-impl Recent {
+impl LatencyWindow {
+    // Enough for a stable 95th percentile, few enough that sorting them for a report costs nothing.
     const KEPT: usize = 1024;
 
     pub(super) fn push(&mut self, time: Duration) {
-        if self.times.len() == Recent::KEPT {
+        if self.times.len() == LatencyWindow::KEPT {
             self.times.pop_front();
         }
         self.times.push_back(time);
@@ -94,10 +95,10 @@ impl Recent {
     pub(super) fn summary(&self) -> Latency {
         let mut sorted: Vec<_> = self.times.iter().copied().collect();
         sorted.sort_unstable();
-        let at = |share: f64| {
-            let place = (share * sorted.len() as f64) as usize;
+        let at = |quantile: f64| {
+            let index = (quantile * sorted.len() as f64) as usize;
             let last = sorted.len().saturating_sub(1);
-            sorted.get(place.min(last)).copied().unwrap_or_default()
+            sorted.get(index.min(last)).copied().unwrap_or_default()
         };
         Latency {
             median: at(0.5),
@@ -113,7 +114,7 @@ mod tests {
 
     #[test]
     fn latencies_are_those_of_the_last_times() {
-        let mut recent = Recent::default();
+        let mut recent = LatencyWindow::default();
         assert_eq!(recent.summary(), Latency::default());
         (1..=2048).for_each(|ms| recent.push(Duration::from_millis(ms)));
         let summary = recent.summary();

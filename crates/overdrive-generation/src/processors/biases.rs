@@ -1,7 +1,7 @@
-use super::{Place, exclude, score};
+use super::{History, exclude, score};
 use crate::GenerationConfig;
 
-pub(super) fn change(config: &GenerationConfig, _place: Place<'_>) -> bool {
+pub(super) fn applies(config: &GenerationConfig, _history: History<'_>) -> bool {
     !config.sequence_bias.is_empty()
         || !config.logit_bias.is_empty()
         || !config.bad_words_ids.is_empty()
@@ -9,10 +9,10 @@ pub(super) fn change(config: &GenerationConfig, _place: Place<'_>) -> bool {
         || !config.begin_suppress_tokens.is_empty()
 }
 
-/// Adds the bias of each sequence whose beginning stands at the end of the text to its last token.
-pub(super) fn bias(scores: &mut [f32], place: Place<'_>, config: &GenerationConfig) {
+/// Adds the bias of each sequence whose beginning ends the row to the score of its last token.
+pub(super) fn bias(scores: &mut [f32], history: History<'_>, config: &GenerationConfig) {
     for (sequence, bias) in &config.sequence_bias {
-        if let Some(last) = completed_by(sequence, place.present)
+        if let Some(last) = completed_by(sequence, history.ids)
             && let Some(score) = score(scores, last)
         {
             *score += *bias as f32;
@@ -25,18 +25,18 @@ pub(super) fn bias(scores: &mut [f32], place: Place<'_>, config: &GenerationConf
     }
 }
 
-/// Excludes the last token of each bad word whose beginning stands at the end of the text.
-pub(super) fn bad_words(scores: &mut [f32], place: Place<'_>, config: &GenerationConfig) {
+/// Excludes the last token of each bad word whose beginning ends the row.
+pub(super) fn bad_words(scores: &mut [f32], history: History<'_>, config: &GenerationConfig) {
     for word in &config.bad_words_ids {
         let is_end = word.len() == 1 && config.eos_token_id.contains(&word[0]);
-        if !is_end && let Some(last) = completed_by(word, place.present) {
+        if !is_end && let Some(last) = completed_by(word, history.ids) {
             exclude(scores, &[last]);
         }
     }
 }
 
-/// The token that completes `sequence` after `present`.
-fn completed_by(sequence: &[i64], present: &[i64]) -> Option<i64> {
+/// Returns the token that completes `sequence` after `ids`.
+fn completed_by(sequence: &[i64], ids: &[i64]) -> Option<i64> {
     let (&last, before) = sequence.split_last()?;
-    present.ends_with(before).then_some(last)
+    ids.ends_with(before).then_some(last)
 }

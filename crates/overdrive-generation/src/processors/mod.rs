@@ -1,5 +1,5 @@
-//! What changes scores before a token is chosen, with the arithmetic of the processors of the same
-//! names in transformers and in its order. A score of -∞ excludes a token.
+//! The changes of scores before a token is chosen, with the arithmetic and in the order of
+//! transformers' processors of the same names. A score of -∞ excludes a token.
 
 use crate::{GenerationConfig, TokenMask};
 
@@ -7,54 +7,57 @@ mod biases;
 mod lengths;
 mod penalties;
 
-pub(crate) use penalties::Marks;
+pub(crate) use penalties::TokenCounts;
 
-/// Where a row stands.
+/// The tokens of a row so far.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Place<'a> {
-    /// The ids of prompt and continuation so far.
-    pub(crate) present: &'a [i64],
-    /// How many of them are continuation.
+pub(crate) struct History<'a> {
+    /// The ids of prompt and continuation.
+    pub(crate) ids: &'a [i64],
+    /// The number of them that are continuation.
     pub(crate) new: usize,
 }
 
-impl Place<'_> {
+impl History<'_> {
+    /// Returns the number of tokens of the prompt.
     fn prompt(self) -> usize {
-        self.present.len() - self.new
+        self.ids.len() - self.new
     }
 }
 
-/// Whether [`process`] may change a score of a row at `place`.
-pub(crate) fn changes(config: &GenerationConfig, place: Place<'_>) -> bool {
-    penalties::change(config)
-        || biases::change(config, place)
-        || lengths::change(config, place)
+/// Returns `true` if [`process`] may change a score of a row with this `history`.
+pub(crate) fn changes(config: &GenerationConfig, history: History<'_>) -> bool {
+    penalties::applies(config)
+        || biases::applies(config, history)
+        || lengths::applies(config, history)
         || config.remove_invalid_values
 }
 
-/// Applies all that `config` asks for up to the temperature; `allowed` excludes what it does not hold.
+/// Applies everything that `config` asks for up to the temperature; tokens that are not in `allowed`
+/// are excluded.
 pub(crate) fn process(
     scores: &mut [f32],
-    place: Place<'_>,
+    history: History<'_>,
     allowed: Option<&TokenMask>,
     config: &GenerationConfig,
-    marks: &mut Marks,
+    counts: &mut TokenCounts,
 ) {
-    biases::bias(scores, place, config);
-    penalties::penalize(scores, place, config, marks);
-    biases::bad_words(scores, place, config);
-    lengths::minimum(scores, place, config);
+    biases::bias(scores, history, config);
+    penalties::penalize(scores, history, config, counts);
+    biases::bad_words(scores, history, config);
+    lengths::minimum(scores, history, config);
     if let Some(allowed) = allowed {
         allowed.exclude_others(scores);
     }
-    lengths::forced(scores, place, config);
+    // After the constraint, which cannot exclude a forced token.
+    lengths::forced(scores, history, config);
     if config.remove_invalid_values {
         scores.iter_mut().for_each(valid);
     }
-    lengths::decay(scores, place, config);
+    lengths::decay(scores, history, config);
     exclude(scores, &config.suppress_tokens);
-    let forced_first = place.prompt() == 1 && config.forced_bos_token_id.is_some();
-    if place.new == usize::from(forced_first) {
+    let forced_first = history.prompt() == 1 && config.forced_bos_token_id.is_some();
+    if history.new == usize::from(forced_first) {
         exclude(scores, &config.begin_suppress_tokens);
     }
 }
@@ -67,7 +70,7 @@ fn valid(score: &mut f32) {
     };
 }
 
-/// The score of token `id`, where the vocabulary has it.
+/// Returns the score of token `id`, if the vocabulary has it.
 fn score(scores: &mut [f32], id: i64) -> Option<&mut f32> {
     usize::try_from(id).ok().and_then(|id| scores.get_mut(id))
 }

@@ -1,7 +1,7 @@
-use super::{Place, exclude};
+use super::{History, exclude};
 use crate::GenerationConfig;
 
-pub(super) fn change(config: &GenerationConfig) -> bool {
+pub(super) fn applies(config: &GenerationConfig) -> bool {
     config.repetition_penalty != 1.0
         || config.presence_penalty != 0.0
         || config.frequency_penalty != 0.0
@@ -10,14 +10,14 @@ pub(super) fn change(config: &GenerationConfig) -> bool {
 
 pub(super) fn penalize(
     scores: &mut [f32],
-    place: Place<'_>,
+    history: History<'_>,
     config: &GenerationConfig,
-    marks: &mut Marks,
+    counts: &mut TokenCounts,
 ) {
     let vocabulary = scores.len();
     if config.repetition_penalty != 1.0 {
         let penalty = config.repetition_penalty as f32;
-        for (id, _) in marks.counted(place.present, vocabulary) {
+        for (id, _) in counts.counted(history.ids, vocabulary) {
             let score = &mut scores[*id];
             *score = if *score < 0.0 {
                 *score * penalty
@@ -31,45 +31,46 @@ pub(super) fn penalize(
             config.presence_penalty as f32,
             config.frequency_penalty as f32,
         );
-        let generated = &place.present[place.prompt()..];
-        for (id, count) in marks.counted(generated, vocabulary) {
+        let generated = &history.ids[history.prompt()..];
+        for (id, count) in counts.counted(generated, vocabulary) {
+            // In two subtractions, as in vLLM: their sum would round differently.
             scores[*id] -= frequency * *count as f32;
             scores[*id] -= presence;
         }
     }
     if config.no_repeat_ngram_size > 0 {
-        no_repeated_ngram(scores, place.present, config.no_repeat_ngram_size);
+        no_repeated_ngram(scores, history.ids, config.no_repeat_ngram_size);
     }
 }
 
 /// Excludes every token that would complete an n-gram for the second time.
-fn no_repeated_ngram(scores: &mut [f32], present: &[i64], size: usize) {
-    if present.len() < size {
+fn no_repeated_ngram(scores: &mut [f32], ids: &[i64], size: usize) {
+    if ids.len() < size {
         return;
     }
-    let prefix = &present[present.len() + 1 - size..];
-    for ngram in present.windows(size) {
+    let prefix = &ids[ids.len() + 1 - size..];
+    for ngram in ids.windows(size) {
         if ngram[..size - 1] == *prefix {
             exclude(scores, &ngram[size - 1..]);
         }
     }
 }
 
-/// How often each token occurs in a text, counted without sorting it and without clearing a table of
-/// the whole vocabulary: a mark is valid if it is of this round.
+/// The number of occurrences of each token in a sequence, counted without sorting it and without
+/// clearing a table of the whole vocabulary: an entry is valid if it is of the current round.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Marks {
+pub(crate) struct TokenCounts {
     round: u32,
-    /// For each token the last round in which it occurred, and its place in `counted`.
-    places: Vec<(u32, u32)>,
+    /// The last round in which each token occurred, and its index in `counted`.
+    indices: Vec<(u32, u32)>,
     counted: Vec<(usize, u32)>,
 }
 
-impl Marks {
-    /// Each token of `ids` inside the vocabulary, once, with its number of occurrences.
+impl TokenCounts {
+    /// Returns each token of `ids` inside the vocabulary, once, with its number of occurrences.
     fn counted(&mut self, ids: &[i64], vocabulary: usize) -> &[(usize, u32)] {
-        if self.places.len() != vocabulary || self.round == u32::MAX {
-            self.places = vec![(0, 0); vocabulary];
+        if self.indices.len() != vocabulary || self.round == u32::MAX {
+            self.indices = vec![(0, 0); vocabulary];
             self.round = 0;
         }
         self.round += 1;
@@ -77,7 +78,7 @@ impl Marks {
         for &id in ids {
             let Some((id, mark)) = usize::try_from(id)
                 .ok()
-                .and_then(|id| Some((id, self.places.get_mut(id)?)))
+                .and_then(|id| Some((id, self.indices.get_mut(id)?)))
             else {
                 continue;
             };
@@ -98,13 +99,13 @@ mod tests {
 
     #[test]
     fn tokens_are_counted_once_each_in_every_round() {
-        let mut marks = Marks::default();
+        let mut counts = TokenCounts::default();
         assert_eq!(
-            marks.counted(&[3, 1, 3, -1, 9, 3], 5),
+            counts.counted(&[3, 1, 3, -1, 9, 3], 5),
             [(3, 3), (1, 1)],
             "ids outside the vocabulary do not count"
         );
-        assert_eq!(marks.counted(&[1, 1], 5), [(1, 2)]);
-        assert_eq!(marks.counted(&[], 5), []);
+        assert_eq!(counts.counted(&[1, 1], 5), [(1, 2)]);
+        assert_eq!(counts.counted(&[], 5), []);
     }
 }

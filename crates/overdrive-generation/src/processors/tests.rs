@@ -1,18 +1,19 @@
 use serde_json::Value;
 
-use super::{Marks, Place, process};
+use super::{History, TokenCounts, process};
 use crate::GenerationConfig;
 use crate::candidates::Candidates;
 
-/// All scores after everything, as transformers' list of processors leaves them.
-fn processed(
-    mut scores: Vec<f32>,
-    present: &[i64],
-    new: usize,
-    config: &GenerationConfig,
-) -> Vec<f32> {
-    let place = Place { present, new };
-    process(&mut scores, place, None, config, &mut Marks::default());
+/// Returns the scores after all processors, in the form of transformers' list of processors.
+fn processed(mut scores: Vec<f32>, ids: &[i64], new: usize, config: &GenerationConfig) -> Vec<f32> {
+    let history = History { ids, new };
+    process(
+        &mut scores,
+        history,
+        None,
+        config,
+        &mut TokenCounts::default(),
+    );
     if !config.is_greedy() {
         Candidates::default().cut_all(&mut scores, config, 1);
     }
@@ -27,9 +28,9 @@ fn processed_scores_equal_those_of_transformers() {
     for case in cases {
         let config = GenerationConfig::from_map(case["config"].as_object().unwrap()).unwrap();
         let scores: Vec<f32> = serde_json::from_value(case["scores"].clone()).unwrap();
-        let present: Vec<i64> = serde_json::from_value(case["present"].clone()).unwrap();
+        let ids: Vec<i64> = serde_json::from_value(case["present"].clone()).unwrap();
         let new = case["new"].as_u64().unwrap() as usize;
-        let scores = processed(scores, &present, new, &config);
+        let scores = processed(scores, &ids, new, &config);
         let want: Vec<Option<f32>> = serde_json::from_value(case["processed"].clone()).unwrap();
         for (id, (got, want)) in scores.iter().zip(want).enumerate() {
             match want {
@@ -91,7 +92,7 @@ fn presence_is_taken_once_and_frequency_for_each_occurrence_of_generated_tokens(
         logit_bias: [(4, 2.0)].into_iter().collect(),
         ..Default::default()
     };
-    // Two tokens of prompt, which do not count; 3 twice and 1 once generated.
+    // The two tokens of the prompt do not count; 3 was generated twice and 1 once.
     let scores = processed(vec![1.0; 5], &[0, 3, 3, 1, 3], 3, &config);
     assert_eq!(scores, [1.0, 1.0 - 0.5 - 0.25, 1.0, 1.0 - 0.5 - 0.5, 3.0]);
 }

@@ -4,15 +4,15 @@ use super::{Proposal, Proposer};
 use crate::decoder::{Decoder, to_host};
 use crate::{GenerationConfig, NumAssistantTokensSchedule, Result, Sampler};
 
-/// A smaller model that writes ahead, with the configuration of the one it writes for.
+/// A smaller model that proposes tokens, with the configuration of the model that verifies them.
 pub(super) struct DraftModel<'a> {
     model: &'a CausalLm,
     config: GenerationConfig,
     sampler: Sampler,
-    /// With what it has read, once it has read anything.
+    /// The decoder, once it has read anything.
     decoder: Option<Decoder<'a>>,
     read: Vec<i64>,
-    /// Tokens to propose at once.
+    /// The number of tokens to propose at once.
     tokens: usize,
     scores: Vec<f32>,
 }
@@ -22,7 +22,8 @@ impl<'a> DraftModel<'a> {
         DraftModel {
             model,
             config: GenerationConfig {
-                // The kind of cache is the large model's business, and this one must forget at will.
+                // The option names the cache of the large model; the draft's own must be able to
+                // truncate anywhere.
                 cache_implementation: None,
                 ..config.clone()
             },
@@ -34,7 +35,7 @@ impl<'a> DraftModel<'a> {
         }
     }
 
-    /// Reads what it has not read of `ids`; its logits after the last are then in `scores`.
+    /// Reads the tokens of `ids` that it has not read; its logits after the last are then in `scores`.
     fn catch_up(&mut self, ids: &[i64]) -> Result<()> {
         let logits = match &mut self.decoder {
             None => {
@@ -44,7 +45,7 @@ impl<'a> DraftModel<'a> {
             }
             Some(decoder) => {
                 let common = self.read.iter().zip(ids).take_while(|(a, b)| a == b);
-                // The last is read again where all were: its logits are needed.
+                // If all were read, the last one is read again: its logits are needed.
                 let common = common.count().min(ids.len() - 1);
                 decoder.truncate(common)?;
                 let logits = decoder.extend(&ids[common..])?;
@@ -68,12 +69,13 @@ impl Proposer for DraftModel<'_> {
             return Ok(proposal);
         }
         self.catch_up(ids)?;
-        let mut text = ids.to_vec();
+        let mut ids_with_proposal = ids.to_vec();
         loop {
             let count = new + proposal.tokens.len();
             let (id, distribution, confidence) =
-                self.sampler.propose(&mut self.scores, &text, count)?;
-            text.push(id);
+                self.sampler
+                    .propose(&mut self.scores, &ids_with_proposal, count)?;
+            ids_with_proposal.push(id);
             proposal.tokens.push(id);
             proposal.distributions.extend(distribution);
             if proposal.tokens.len() == most
@@ -90,11 +92,12 @@ impl Proposer for DraftModel<'_> {
         }
     }
 
-    fn learn(&mut self, proposed: usize, accepted: usize) {
+    fn update(&mut self, proposed: usize, accepted: usize) {
         if self.config.num_assistant_tokens_schedule == NumAssistantTokensSchedule::Heuristic {
             self.tokens = if accepted == proposed {
                 self.tokens + 2
             } else {
+                // The heuristic of transformers' assisted generation.
                 (self.tokens - 1).max(1)
             };
         }

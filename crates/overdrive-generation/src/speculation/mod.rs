@@ -1,4 +1,4 @@
-//! Proposals of several tokens that the model checks in one pass.
+//! Speculative decoding: proposals of several tokens that the model verifies in one pass.
 
 use std::time::Instant;
 
@@ -18,21 +18,21 @@ mod prompt_lookup;
 use draft_model::DraftModel;
 use prompt_lookup::PromptLookup;
 
-/// Tokens that may come next, one after another.
+/// The tokens of a proposal, one after another.
 #[derive(Debug, Default)]
 struct Proposal {
     tokens: Vec<i64>,
-    /// The distribution from which each was drawn; empty where they were not drawn.
+    /// The distribution from which each was drawn; empty if they were not drawn.
     distributions: Vec<Candidates>,
 }
 
-/// What makes proposals for one row.
+/// A source of proposals for one row.
 trait Proposer {
-    /// At most `most` tokens to follow `ids`, of which the last `new` are generated.
+    /// Proposes at most `most` tokens to follow `ids`, of which the last `new` are generated.
     fn propose(&mut self, ids: &[i64], new: usize, most: usize) -> Result<Proposal>;
 
-    /// Hears how many of the last proposal's tokens were taken.
-    fn learn(&mut self, _proposed: usize, _accepted: usize) {}
+    /// Adapts to the number of accepted tokens of the last proposal.
+    fn update(&mut self, _proposed: usize, _accepted: usize) {}
 }
 
 /// Continues the prompts one after another.
@@ -44,14 +44,14 @@ pub(crate) fn generate(
     on_token: &mut OnToken<'_>,
 ) -> Result<GenerateOutput> {
     if let Some(assistant) = options.assistant_model {
-        let why = |first, second, why| Err(Error::Incompatible { first, second, why });
+        let refuse = |first, second, why| Err(Error::Incompatible { first, second, why });
         if config.prompt_lookup_num_tokens.is_some() {
-            let text = "choose one source of proposals";
-            return why("assistant_model", "prompt_lookup_num_tokens", text);
+            let why = "choose one source of proposals";
+            return refuse("assistant_model", "prompt_lookup_num_tokens", why);
         }
         if !config.use_cache {
-            let text = "a round of proposals keeps what it has read";
-            return why("assistant_model", "use_cache false", text);
+            let why = "a round of proposals keeps the tokens that it has read";
+            return refuse("assistant_model", "use_cache false", why);
         }
         let (ours, theirs) = (model.config().vocab_size(), assistant.config().vocab_size());
         if ours != theirs {
@@ -69,26 +69,30 @@ pub(crate) fn generate(
         if row.finished.is_some() {
             continue;
         }
+        // A draft draws from a stream of its own: with the row's stream its draws would decide on their
+        // own acceptance.
         let mut proposer: Box<dyn Proposer> = match options.assistant_model {
             Some(assistant) => Box::new(DraftModel::new(assistant, config, row.sampler.split(1))),
             None => Box::new(PromptLookup::new(config)),
         };
-        let mut run = Run {
+        let mut decoding = SpeculativeDecoding {
             config,
+            // One decoder a row: rows accept different numbers of tokens, and would have to be
+            // truncated apart.
             decoder: Decoder::new(model, std::slice::from_ref(&row.ids), config, 1)?,
             context: model.config().max_position_embeddings().unsigned_abs() as usize,
             scores: Vec::new(),
             statistics: &mut statistics,
         };
         let begin = Instant::now();
-        run.prefill(row, on_token)?;
+        decoding.prefill(row, on_token)?;
         let prefilled = begin.elapsed();
         while row.finished.is_none() {
             if is_late(config, start) {
                 row.finished = Some(FinishReason::TimeLimit);
                 break;
             }
-            run.round(row, proposer.as_mut(), on_token)?;
+            decoding.round(row, proposer.as_mut(), on_token)?;
         }
         timings.prefill += prefilled;
         timings.prefill_tokens += row.prompt;
@@ -100,8 +104,8 @@ pub(crate) fn generate(
     Ok(output)
 }
 
-/// The continuation of one row.
-struct Run<'a> {
+/// The speculative decoding of one row.
+struct SpeculativeDecoding<'a> {
     config: &'a GenerationConfig,
     decoder: Decoder<'a>,
     context: usize,
@@ -109,15 +113,15 @@ struct Run<'a> {
     statistics: &'a mut SpeculationStatistics,
 }
 
-impl Run<'_> {
+impl SpeculativeDecoding<'_> {
     fn prefill(&mut self, row: &mut Row<'_>, on_token: &mut OnToken<'_>) -> Result<()> {
         let logits = self.decoder.prefill()?;
         to_host(&logits, &mut self.scores)?;
         let choice = row.choose(&mut self.scores)?;
-        row.take(choice, self.config, on_token)
+        row.push(choice, self.config, on_token)
     }
 
-    /// Reads the last token and a proposal, and takes of it what the model would have written.
+    /// Reads the last token and a proposal, and accepts the tokens that the model would have generated.
     fn round(
         &mut self,
         row: &mut Row<'_>,
@@ -128,25 +132,26 @@ impl Run<'_> {
         // The model gives one token more than is proposed.
         let most = (row.limit.0 - have - 1).min(self.context - have);
         let proposal = proposer.propose(&row.ids, row.new_tokens(), most)?;
+        // The last token has been chosen but not read yet.
         let mut read = vec![row.ids[have - 1]];
         read.extend(&proposal.tokens);
         let logits = self.decoder.extend(&read)?;
         let vocabulary = to_host(&logits, &mut self.scores)?;
         let mut accepted = 0;
-        for (place, scores) in self.scores.chunks_exact_mut(vocabulary).enumerate() {
-            let (choice, go_on) = match proposal.tokens.get(place) {
+        for (index, scores) in self.scores.chunks_exact_mut(vocabulary).enumerate() {
+            let (choice, accept_next) = match proposal.tokens.get(index) {
                 None => (row.choose(scores)?, false),
-                Some(&token) => row.verify(scores, token, proposal.distributions.get(place))?,
+                Some(&token) => row.verify(scores, token, proposal.distributions.get(index))?,
             };
-            row.take(choice, self.config, on_token)?;
-            accepted += usize::from(go_on);
-            if !go_on || row.finished.is_some() {
+            row.push(choice, self.config, on_token)?;
+            accepted += usize::from(accept_next);
+            if !accept_next || row.finished.is_some() {
                 break;
             }
         }
-        // All that was taken has been read, but for the last.
+        // All accepted tokens have been read, except for the last one.
         self.decoder.truncate(row.ids.len() - 1)?;
-        proposer.learn(proposal.tokens.len(), accepted);
+        proposer.update(proposal.tokens.len(), accepted);
         self.statistics.rounds += 1;
         self.statistics.proposed += proposal.tokens.len();
         self.statistics.accepted += accepted;

@@ -1,8 +1,8 @@
 use super::{Proposal, Proposer};
 use crate::{GenerationConfig, Result};
 
-/// Proposes what followed the last tokens where they stood before (Saxena 2023, prompt lookup decoding):
-/// the longest run of last tokens that is found, at its first place.
+/// Proposes the tokens that followed an earlier occurrence of the last tokens (Saxena 2023, prompt
+/// lookup decoding): the longest run of last tokens that occurs, at its first occurrence.
 #[derive(Debug)]
 pub(super) struct PromptLookup {
     tokens: usize,
@@ -23,10 +23,10 @@ impl PromptLookup {
         let most = self.tokens.min(most);
         for size in (1..=self.longest.min(ids.len() - 1)).rev() {
             let (before, last) = (&ids[..ids.len() - 1], &ids[ids.len() - size..]);
-            if let Some(place) = before.windows(size).position(|window| window == last) {
-                let found = &ids[place + size..];
+            if let Some(index) = before.windows(size).position(|window| window == last) {
+                let found = &ids[index + size..];
                 let found = &found[..found.len().min(most)];
-                // What follows an end of text is never wanted.
+                // Tokens after an end of text are never accepted.
                 let end = found.iter().position(|id| self.end_of_text.contains(id));
                 return &found[..end.unwrap_or(found.len())];
             }
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_followed_the_longest_known_ending_is_proposed() {
+    fn the_tokens_after_the_longest_earlier_match_are_proposed() {
         let lookup = PromptLookup {
             tokens: 3,
             longest: 2,

@@ -1,4 +1,4 @@
-//! Lists of conversations in, lists of answers out.
+//! Tests of answering lists of conversations.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ fn tokenizer() -> Arc<Tokenizer> {
 }
 
 fn model() -> CausalLm {
-    // Tests run beside one another, and their models are too small for threads of their own.
+    // Tests run in parallel, and their models are too small for threads of their own.
     tch::set_num_threads(1);
     let config = LlamaConfig {
         vocab_size: 257,

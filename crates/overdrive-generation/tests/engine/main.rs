@@ -1,5 +1,5 @@
-//! The engine of continuous batching. A target of its own, since these tests set the number of libtorch's
-//! threads, which belongs to the process, to one: their models are too small for more.
+//! Tests of the engine. A target of its own, because these tests set the number of libtorch's threads,
+//! which belongs to the process, to one: their models are too small for more.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod chat;

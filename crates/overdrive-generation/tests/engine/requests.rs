@@ -1,8 +1,8 @@
-//! The engine against `generate`, one request at a time.
+//! Tests of the engine against `generate`, one request at a time.
 
 mod failures;
 mod handle;
-mod texts;
+mod text_and_options;
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -30,7 +30,7 @@ const CASES: [&str; 7] = [
 ];
 
 fn load(case: &str) -> CausalLm {
-    // Tests run beside one another, and their models are too small for threads of their own.
+    // Tests run in parallel, and their models are too small for threads of their own.
     tch::set_num_threads(1);
     let crates = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
     let dir = crates
@@ -40,7 +40,7 @@ fn load(case: &str) -> CausalLm {
 }
 
 fn tiny(vocab_size: i64) -> CausalLm {
-    // Tests run beside one another, and their models are too small for threads of their own.
+    // Tests run in parallel, and their models are too small for threads of their own.
     tch::set_num_threads(1);
     let config = LlamaConfig {
         vocab_size,
@@ -81,7 +81,7 @@ fn config(change: impl FnOnce(&mut EngineConfig)) -> EngineConfig {
     config
 }
 
-/// Prompts of 1 to 40 tokens, some of which begin alike.
+/// Returns prompts of 1 to 40 tokens, some of which share a prefix.
 fn prompts(vocab_size: i64) -> Vec<Vec<i64>> {
     let lengths = [7, 1, 40, 23, 40, 3, 12, 30, 1, 18];
     let prompt = |(number, &length): (usize, &i64)| {
@@ -115,7 +115,8 @@ fn every_request_gets_what_it_would_get_alone() {
             .enumerate()
             .map(|(n, prompt)| generate(&model, std::slice::from_ref(prompt), &wanted(n)).unwrap())
             .collect();
-        // Roomy; with parts of prompts; with so few blocks that texts are preempted; without sharing.
+        // Enough memory; with chunks of prompts; with so few blocks that sequences are preempted;
+        // without sharing.
         for change in [
             (|_| {}) as fn(&mut EngineConfig),
             |c| c.max_num_batched_tokens = Some(8),
@@ -147,7 +148,7 @@ fn every_request_gets_what_it_would_get_alone() {
                     }
                 }
             };
-            // They join while others run.
+            // These requests join while others run.
             for (number, prompt) in prompts.iter().enumerate() {
                 ids.push(
                     engine
@@ -188,7 +189,7 @@ fn samples_of_one_prompt_share_its_blocks_and_equal_those_of_generate() {
         ..sampled(20, 3)
     };
     let want = generate(&model, std::slice::from_ref(&prompt), &config_of(5)).unwrap();
-    // Seats for all of them; for two; blocks for two.
+    // Seats for all samples; for two; blocks for two.
     for (seats, blocks) in [(8, 64), (2, 64), (8, 30)] {
         let mut engine = Engine::new(
             &model,
@@ -247,14 +248,14 @@ fn a_prompt_that_was_read_before_is_found_in_the_cache() {
         (first.clone(), 36),
         "all blocks but that of the last token"
     );
-    // A conversation goes on: what was answered is there, too, but for the last token.
+    // A conversation is continued: the answer is in the cache too, except for its last token.
     let longer = [prompt, first, vec![5, 6, 7]].concat();
     let (_, reused) = run(&longer);
     assert_eq!(reused, 36 + 44);
 }
 
 #[test]
-fn what_cannot_be_served_is_refused_with_the_numbers() {
+fn requests_that_cannot_be_served_are_refused_with_the_numbers() {
     let model = tiny(128);
     let mut engine = Engine::new(&model, config(|c| c.num_blocks = Some(10))).unwrap();
     let mut refused = |prompt: Vec<i64>, change: &dyn Fn(&mut GenerationConfig)| {
@@ -268,7 +269,7 @@ fn what_cannot_be_served_is_refused_with_the_numbers() {
     assert_eq!(
         refused(vec![1; 32], &|_| {}),
         "the request takes 32 tokens of prompt and 10 new ones, 11 blocks of 4 tokens, and the cache \
-         has 10: lower max_new_tokens, or give the engine more num_blocks or kv_cache_memory_bytes"
+         has 10; lower max_new_tokens, or give the engine more num_blocks or kv_cache_memory_bytes"
     );
     assert!(refused(vec![], &|_| {}).contains("empty"));
     assert!(refused(vec![1; 300], &|_| {}).contains("the model's context 256"));
@@ -279,7 +280,7 @@ fn what_cannot_be_served_is_refused_with_the_numbers() {
     assert!(refused(vec![1], &|c| c.use_cache = false).contains("use generate"));
     let text = refused(vec![1], &|c| c.stop_strings = vec!["x".to_owned()]);
     assert!(text.contains("with_tokenizer"), "{text}");
-    // 31 and 10 need 40 places: the last token is never read.
+    // 31 and 10 need 40 slots: the last token is never read.
     engine
         .submit(Request::new(vec![1; 31], greedy(10)))
         .unwrap();
@@ -311,7 +312,7 @@ fn what_cannot_be_served_is_refused_with_the_numbers() {
 }
 
 #[test]
-fn the_context_ends_a_text_as_it_does_alone() {
+fn the_context_ends_a_sequence_as_it_does_alone() {
     let model = tiny(128);
     let prompt = vec![3; 250];
     let alone = generate(&model, std::slice::from_ref(&prompt), &greedy(50)).unwrap();
@@ -330,7 +331,7 @@ fn the_context_ends_a_text_as_it_does_alone() {
 }
 
 #[test]
-fn a_cancelled_request_leaves_with_what_it_has_and_the_others_go_on() {
+fn a_cancelled_request_returns_its_tokens_and_the_others_continue() {
     let model = tiny(128);
     let mut engine = Engine::new(&model, config(|c| c.max_num_seqs = 2)).unwrap();
     let [running, kept, waiting] = [vec![1, 2], vec![3, 4, 5], vec![6]]
@@ -361,12 +362,12 @@ fn a_cancelled_request_leaves_with_what_it_has_and_the_others_go_on() {
     assert_no_block_is_held(&engine);
 }
 
-/// A model that can be told to fail.
+/// A model that fails on demand.
 struct Faulty {
     model: CausalLm,
-    /// Calls that fail, counted down at each.
+    /// The number of calls that will fail, counted down at each.
     failures: AtomicUsize,
-    /// After this token its logits are no numbers.
+    /// The token after which its logits are NaN.
     poison: i64,
     calls: Cell<usize>,
 }
@@ -397,13 +398,16 @@ impl EngineModel for Faulty {
 
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {
         self.calls.set(self.calls.get() + 1);
-        let last = step.input_ids.view([-1]).index_select(0, step.places);
+        let last = step
+            .input_ids
+            .view([-1])
+            .index_select(0, step.logits_indices);
         let logits = EngineModel::forward(&self.model, step)?;
         let countdown = |left: usize| left.checked_sub(1);
         let failing = self
             .failures
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, countdown);
-        // After the cache has been written.
+        // Fails after the cache has been written.
         if failing.is_ok() && self.calls.get() > 1 {
             return Err(tch::TchError::Kind("out of memory".to_owned()).into());
         }

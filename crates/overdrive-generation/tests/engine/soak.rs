@@ -1,7 +1,8 @@
-//! Thousands of random requests through one small cache: nothing is lost, nothing is left.
+//! Thousands of random requests through one small cache: no token and no block is lost.
 
 use std::collections::BTreeMap;
 
+use overdrive_core::random::Generator;
 use overdrive_generation::{
     CacheShape, Completion, Engine, EngineConfig, EngineModel, Event, FinishReason,
     GenerationConfig, RaggedStep, Request, RequestId, Result, generate,
@@ -10,7 +11,7 @@ use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use tch::Tensor;
 
 const VOCABULARY: i64 = 40;
-/// A prompt that ends with it gets logits that are no numbers.
+/// The token after which the logits are NaN.
 const POISON: i64 = 39;
 
 struct Poisonable(CausalLm);
@@ -29,10 +30,13 @@ impl EngineModel for Poisonable {
     }
 
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {
-        let last = step.input_ids.view([-1]).index_select(0, step.places);
+        let last = step
+            .input_ids
+            .view([-1])
+            .index_select(0, step.logits_indices);
         let poisoned = last.eq(POISON).unsqueeze(1);
         let mut logits = EngineModel::forward(&self.0, step)?;
-        // Chosen by no text itself.
+        // No sequence chooses it by itself.
         let _ = logits.select(1, POISON).fill_(f64::NEG_INFINITY);
         logits = logits.masked_fill(&poisoned, f64::NAN);
         Ok(logits)
@@ -40,7 +44,7 @@ impl EngineModel for Poisonable {
 }
 
 fn model() -> CausalLm {
-    // Tests run beside one another, and their models are too small for threads of their own.
+    // Tests run in parallel, and their models are too small for threads of their own.
     tch::set_num_threads(1);
     let config = LlamaConfig {
         vocab_size: VOCABULARY,
@@ -54,27 +58,25 @@ fn model() -> CausalLm {
     CausalLm::new(&config.into(), &InitOptions::default()).unwrap()
 }
 
-/// SplitMix64, below `n`.
-struct Random(u64);
+/// A source of random requests.
+struct Random(Generator);
 
 impl Random {
     fn below(&mut self, n: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % n
+        self.0.below(n)
     }
 
     fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
 
-    /// Half of the prompts begin like others.
+    /// Returns a prompt; half of them share a prefix with others.
     fn prompt(&mut self) -> Vec<i64> {
         let shared = self.below(3) as i64;
         let (common, own) = (self.below(20) as i64, 1 + self.below(12));
-        let mut prompt: Vec<i64> = (0..common).map(|place| (place * 7 + shared) % 38).collect();
+        let mut prompt: Vec<i64> = (0..common)
+            .map(|position| (position * 7 + shared) % 38)
+            .collect();
         prompt.extend((0..own).map(|_| self.below(39) as i64));
         prompt
     }
@@ -95,7 +97,7 @@ impl Random {
     }
 }
 
-/// What came of a request, and what should have.
+/// The outcome of a request.
 #[derive(Default)]
 struct Seen {
     tokens: BTreeMap<usize, Vec<i64>>,
@@ -115,7 +117,7 @@ fn soak(requests: usize, seed: u64) {
     config.max_num_seqs = 12;
     config.max_num_batched_tokens = Some(24);
     let mut engine = Engine::new(Poisonable(model()), config).unwrap();
-    let mut random = Random(seed);
+    let mut random = Random(Generator::new(seed, 0));
     let mut seen: BTreeMap<RequestId, Seen> = BTreeMap::new();
     let mut wanted = BTreeMap::new();
     let mut checked = 0;
@@ -199,7 +201,7 @@ fn soak(requests: usize, seed: u64) {
         let stopped = |c: &Completion| c.finish_reason == FinishReason::Stopped;
         assert!(request.cancelled || !request.completions.values().any(stopped));
         if let Some((prompt, config)) = wanted.get(id).filter(|_| !request.cancelled) {
-            // The reference may choose what the model of the engine may not.
+            // The reference may choose a token that the model of the engine may not.
             let config = GenerationConfig {
                 suppress_tokens: vec![POISON],
                 ..config.clone()

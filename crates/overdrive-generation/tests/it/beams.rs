@@ -37,7 +37,7 @@ fn beams_are_those_of_transformers_with_their_scores_within_1e_4() {
                 pad_token_id: Some(0),
                 ..config.clone()
             };
-            // All prompts in one batch, of which transformers ran each alone.
+            // All prompts in one batch; transformers ran each alone.
             let output = generate(&model, &prompts, &config).unwrap();
             let rows = case["rows"].as_array().unwrap();
             assert_eq!(output.sequences.len(), rows.len());
@@ -50,7 +50,7 @@ fn beams_are_those_of_transformers_with_their_scores_within_1e_4() {
                     case["config"]
                 );
                 let want = row["score"].as_f64().unwrap() as f32;
-                // Of the larger ones relative: a length penalty below 0 multiplies their rounding.
+                // Relative for large scores: a length penalty below 0 multiplies their rounding.
                 let error = (scores[number] - want).abs() / want.abs().max(1.0);
                 assert!(error < 1e-4, "row {number}: {error}: {}", case["config"]);
             }

@@ -1,4 +1,4 @@
-//! Every exact cache gives the tokens of the run without one.
+//! Tests that every exact cache gives the tokens of the run without a cache.
 
 use crate::support::{greedy, load};
 use overdrive_generation::{CacheConfig, FinishReason, GenerationConfig, generate};
@@ -91,7 +91,7 @@ fn beams_and_several_samples_are_the_same_over_every_exact_cache() {
 }
 
 #[test]
-fn speculation_takes_back_what_was_wrong_in_every_cache() {
+fn speculation_truncates_rejected_tokens_in_every_cache() {
     let prompts = [vec![5, 9, 3, 7, 5, 9], vec![8, 8, 60, 8]];
     for case in ["llama_gqa", "qwen2_sliding", "gpt2"] {
         let model = load(case);
@@ -164,7 +164,7 @@ fn a_window_cache_needs_a_model_with_windows() {
 }
 
 #[test]
-fn over_a_window_with_sinks_a_text_goes_on_beyond_the_context() {
+fn over_a_window_with_sinks_a_sequence_continues_beyond_the_context() {
     let model = load("llama_gqa");
     let context = model.config().max_position_embeddings() as usize;
     let wanted = 2 * context;
@@ -186,7 +186,7 @@ fn over_a_window_with_sinks_a_text_goes_on_beyond_the_context() {
     assert_eq!(endless.new_tokens(0).len(), wanted);
     let same = window as usize;
     assert_eq!(endless.sequences[0][..same], exact.sequences[0][..same]);
-    // A window and sinks wider than the context can promise nothing.
+    // A window and sinks wider than the context give no bound.
     let wide = generate(&model, &prompt, &windowed(context as i64, 4)).unwrap();
     assert_eq!(wide.finish_reasons, [FinishReason::ContextFull]);
 }

@@ -1,4 +1,5 @@
-//! Chat templates against transformers' `apply_chat_template`, and what a folder may hold.
+//! Tests of chat templates against transformers' `apply_chat_template`, and of the folders that hold
+//! them.
 
 use std::fs::{create_dir, write};
 
@@ -38,7 +39,7 @@ fn templates_render_byte_for_byte_what_transformers_renders() {
         } else {
             let want = case["error"].as_str().unwrap();
             let error = rendered.unwrap_err().to_string();
-            // Python's words for a missing key are its own.
+            // Python has its own message for a missing key.
             let same = error.contains(want) || want.contains("has no attribute");
             assert!(same, "case {number}, {name}: {error} for {want}");
         }
@@ -91,10 +92,10 @@ fn a_folder_gives_one_template_or_several_with_their_tokens() {
     let error = template.render(&hello(), &other).unwrap_err().to_string();
     assert_eq!(
         error,
-        "there is no chat template \"rag\"; there are default, tool_use"
+        "`template` is \"rag\"; it must be one of the model's templates, default, tool_use"
     );
 
-    // Files win.
+    // The file wins over the JSON entry.
     write(
         dir.path().join("chat_template.jinja"),
         "file {{ messages[0].content }}",
@@ -109,7 +110,7 @@ fn a_folder_gives_one_template_or_several_with_their_tokens() {
 }
 
 #[test]
-fn faults_name_the_line_and_say_what_is_wrong() {
+fn errors_name_the_line_and_the_reason() {
     let error = ChatTemplate::new("{{ bos_token }}\n{% for m in messages %}").unwrap_err();
     assert!(
         error
@@ -153,7 +154,7 @@ fn the_date_of_today_is_in_the_format_asked_for() {
 }
 
 #[test]
-fn what_stands_between_generation_tags_is_told_by_its_bytes() {
+fn the_byte_ranges_between_generation_tags_are_returned() {
     let template = ChatTemplate::new(
         "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %} {{ m.content }}\n\
          {%- endgeneration %};{% else %}U:{{ m.content }};{% endif %}{% endfor %}",

@@ -1,4 +1,4 @@
-//! Texts that must have a form.
+//! Tests of constraints.
 use std::ops::ControlFlow;
 
 use crate::support::{byte_tokenizer, encode, random_model, sampled};
@@ -88,7 +88,7 @@ fn a_json_schema_is_followed_by_every_sample() {
     let constraints = (0..4)
         .map(|_| Box::new(GrammarConstraint::json_schema(&vocabulary, &schema).unwrap()) as _)
         .collect();
-    // White space has no bound in JSON: a random model may like it.
+    // JSON allows any amount of white space, and a random model may generate it without end.
     let space = encode(&tokenizer, " \n\r\t");
     let config = GenerationConfig {
         suppress_tokens: space,

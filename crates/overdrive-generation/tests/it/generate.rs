@@ -1,4 +1,4 @@
-//! Generation with the checkpoints that overdrive-transformer's fixtures hold.
+//! Tests of generation with the checkpoints of overdrive-transformer's fixtures.
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -31,7 +31,7 @@ fn load(case: &str) -> CausalLm {
     CausalLm::from_pretrained(fixture(case), &Default::default()).unwrap()
 }
 
-/// The ids that transformers' greedy search gave: 8 of a prompt, 24 new ones.
+/// Returns the ids of transformers' greedy search: 8 of a prompt, 24 new ones.
 fn expected(case: &str) -> Vec<i64> {
     let tensors = Tensor::read_safetensors(fixture(case).join("expected.safetensors")).unwrap();
     let (_, ids) = tensors
@@ -53,7 +53,7 @@ fn greedy_equals_transformers_token_for_token_with_and_without_a_cache() {
     for case in CASES {
         let (model, want) = (load(case), expected(case));
         for use_cache in [true, false] {
-            // transformers was kept from its end-of-text token for all 24.
+            // transformers ran with its end-of-text token excluded.
             let config = GenerationConfig {
                 use_cache,
                 eos_token_id: vec![127],
@@ -160,7 +160,7 @@ fn samples_have_the_frequencies_of_the_softmax() {
 #[test]
 fn a_row_ends_at_its_end_of_text_and_the_others_go_on() {
     let (model, want) = (load("llama_gqa"), expected("llama_gqa"));
-    // The sixth new token ends the first row, once it is called the end of text.
+    // The sixth new token is declared the end of text, and so ends the first row.
     let end = want[13];
     let first = want[8..].iter().position(|&id| id == end).unwrap();
     let config = GenerationConfig {
@@ -210,7 +210,7 @@ fn generation_stops_where_the_context_is_full() {
     for case in ["llama_gqa", "gpt2"] {
         let model = load(case);
         let prompt: Vec<i64> = (2..62).collect();
-        // The context of 64 gives tokens 61 to 65: the last position still predicts one.
+        // A context of 64 gives tokens 61 to 65: the last position still predicts one.
         let output = generate(&model, &[prompt.clone(), vec![2]], &greedy(50)).unwrap();
         assert_eq!(output.sequences[0].len(), 65, "{case}");
         assert_eq!(
@@ -273,7 +273,7 @@ fn bad_prompts_and_configurations_are_refused_with_their_reason() {
                     ..greedy(1)
                 },
             ),
-            "0 is greedy",
+            "it must be 0 (greedy) or positive",
         ),
         (
             refused(
@@ -360,7 +360,7 @@ fn a_generation_config_is_read_as_transformers_writes_it() {
         (r#"{"eos_token_id": "</s>"}"#, "`eos_token_id`"),
         (
             r#"{"penalty_alpha": 0.6}"#,
-            "`penalty_alpha` is 0.6, which is not supported: set it to null",
+            "`penalty_alpha` is 0.6, which is not supported; set it to null",
         ),
         (r#"{"top_p": 2}"#, "`top_p` is 2"),
     ] {

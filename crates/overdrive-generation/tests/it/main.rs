@@ -1,4 +1,4 @@
-//! Generation: against transformers, options, caches, constraints, speculation.
+//! Tests of generation: against transformers, options, caches, constraints, speculation.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod beams;

@@ -1,4 +1,5 @@
-//! What a row ends with, what is told about its tokens, and what must not change them.
+//! Tests of the conditions that end a row, of log-probabilities, and of options that must not change
+//! tokens.
 
 use std::ops::ControlFlow;
 
@@ -10,11 +11,11 @@ use overdrive_generation::{
 use overdrive_transformer::{CausalLm, ForwardInput};
 use tch::Tensor;
 
-fn go_on(_: GeneratedToken<'_>) -> ControlFlow<()> {
+fn keep_generating(_: GeneratedToken<'_>) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
-/// A text of 200 sampled bytes.
+/// Returns a text of 200 sampled bytes.
 fn long_text(
     seed: u64,
 ) -> (
@@ -61,8 +62,8 @@ fn a_stop_string_ends_the_row_and_is_not_in_the_text() {
         output.finish_reasons,
         [FinishReason::StopString { number: 1 }]
     );
-    // The tokens hold the stop string, as in transformers, and what had to come until it was certain that
-    // its last bytes are whole characters.
+    // The tokens include the stop string, as in transformers, and the ones that were needed to know
+    // that its last bytes are whole characters.
     let ids: Vec<u32> = output.new_tokens(0).iter().map(|&id| id as u32).collect();
     assert!(tokenizer.decode(&ids, true).unwrap().contains(&stop));
     let without = generate(&model, &[prompt], &config)
@@ -185,7 +186,7 @@ fn several_samples_of_a_prompt_differ_and_come_side_by_side() {
 }
 
 #[test]
-fn a_request_with_a_seed_of_its_own_is_the_same_in_any_batch() {
+fn a_prompt_with_a_seed_of_its_own_is_the_same_in_any_batch() {
     let model = load("llama_gqa");
     let prompts = [vec![5, 9, 3, 4], vec![8, 2], vec![100]];
     let config = GenerationConfig {
@@ -198,7 +199,7 @@ fn a_request_with_a_seed_of_its_own_is_the_same_in_any_batch() {
             seeds: which.iter().map(|&i| 40 + i as u64).collect(),
             ..GenerateOptions::default()
         };
-        generate_with_options(&model, &prompts, &config, &options, go_on).unwrap()
+        generate_with_options(&model, &prompts, &config, &options, keep_generating).unwrap()
     };
     let all = run(&[0, 1, 2]);
     for (place, which) in [2, 0, 1].into_iter().enumerate() {
@@ -216,10 +217,11 @@ fn a_request_with_a_seed_of_its_own_is_the_same_in_any_batch() {
         seeds: vec![1, 2],
         ..GenerateOptions::default()
     };
-    let error = generate_with_options(&model, &prompts, &config, &options, go_on).unwrap_err();
+    let error =
+        generate_with_options(&model, &prompts, &config, &options, keep_generating).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "seeds: 2 were given for 3 prompts: give one for each, or none"
+        "`seeds` has 2 entries for 3 prompts; give one for each prompt, or none"
     );
 }
 
@@ -241,11 +243,11 @@ fn prompts_read_in_chunks_give_the_same_tokens() {
 }
 
 #[test]
-fn rows_that_end_leave_the_batch_and_change_no_other() {
+fn rows_that_end_are_dropped_from_the_batch_and_change_no_other() {
     let model = load("llama_gqa");
     let prompts: Vec<Vec<i64>> = (0..6).map(|n| vec![5 + n, 9, 3 * n + 1]).collect();
     let plain = generate(&model, &prompts, &greedy(30)).unwrap();
-    // Every row ends at another place, where it comes to one of these.
+    // Every row ends at another position, at one of these tokens.
     let ends: Vec<i64> = (0..5)
         .map(|row| plain.new_tokens(row)[3 + 4 * row])
         .collect();
@@ -320,7 +322,7 @@ fn forced_first_and_last_tokens_are_there() {
 }
 
 #[test]
-fn settings_that_exclude_one_another_or_are_out_of_range_are_refused_by_name() {
+fn options_that_exclude_one_another_or_are_out_of_range_are_refused_by_name() {
     let model = load("llama_gqa");
     let refused = |config: GenerationConfig| {
         generate(&model, &[vec![1, 2]], &config)
@@ -369,7 +371,7 @@ fn settings_that_exclude_one_another_or_are_out_of_range_are_refused_by_name() {
                 logit_bias: [(500, 1.0)].into(),
                 ..base()
             },
-            "`logit_bias` is 500: expected an id in the model's vocabulary, 0..128",
+            "`logit_bias` is 500; it must be an id in the model's vocabulary, 0..128",
         ),
         (
             GenerationConfig {
@@ -383,7 +385,7 @@ fn settings_that_exclude_one_another_or_are_out_of_range_are_refused_by_name() {
                 cache_implementation: Some("magic".to_owned()),
                 ..base()
             },
-            "`cache_implementation` is \"magic\": expected one of dynamic, static",
+            "`cache_implementation` is \"magic\"; it must be one of dynamic, static",
         ),
         (
             GenerationConfig {
@@ -391,7 +393,7 @@ fn settings_that_exclude_one_another_or_are_out_of_range_are_refused_by_name() {
                 logprobs: Some(1),
                 ..base()
             },
-            "logprobs cannot go with num_beams",
+            "logprobs cannot be combined with num_beams",
         ),
         (
             GenerationConfig {
@@ -399,14 +401,14 @@ fn settings_that_exclude_one_another_or_are_out_of_range_are_refused_by_name() {
                 num_return_sequences: 3,
                 ..base()
             },
-            "num_return_sequences cannot go with a smaller num_beams",
+            "num_return_sequences cannot be combined with a smaller num_beams",
         ),
         (
             GenerationConfig {
                 suppress_tokens: (0..128).collect(),
                 ..base()
             },
-            "row 0 may go on with no token after 0 new ones",
+            "no token is allowed in row 0 after 0 new ones",
         ),
     ] {
         let message = refused(config);

@@ -1,12 +1,12 @@
-//! What rounding keys and values does to a model's logits and to its loss.
+//! Tests of the effect of quantized keys and values on a model's logits and loss.
 
-use overdrive_kv_cache::{GrowingCache, KvCache, QuantizedCache, QuantizedCacheConfig};
+use overdrive_kv_cache::{DynamicCache, KvCache, QuantizedCache, QuantizedCacheConfig};
 use overdrive_transformer::{CausalLm, ForwardInput, InitOptions, LlamaConfig};
 use tch::{Device, Kind, Tensor};
 
 const TOKENS: i64 = 192;
 
-/// Weights large enough that attention looks at some tokens and not at all alike.
+/// Returns a model whose weights are so large that attention is far from uniform.
 fn model() -> CausalLm {
     let config = LlamaConfig {
         vocab_size: 256,
@@ -21,7 +21,7 @@ fn model() -> CausalLm {
     CausalLm::new(&config.into(), &InitOptions::default()).unwrap()
 }
 
-/// Logits `(T, V)` of a text that is read eight tokens at a time.
+/// Returns the logits `(T, V)` of a sequence that is read eight tokens at a time.
 fn logits(model: &CausalLm, ids: &Tensor, cache: &mut dyn KvCache) -> Tensor {
     let mut parts = Vec::new();
     for start in (0..TOKENS).step_by(8) {
@@ -32,8 +32,8 @@ fn logits(model: &CausalLm, ids: &Tensor, cache: &mut dyn KvCache) -> Tensor {
     Tensor::cat(&parts, 0)
 }
 
-/// The relative root mean square of what the logits are off by, and by how much the loss on tokens drawn
-/// from the exact distribution is higher.
+/// Returns the relative root mean square error of the logits, and the rise of the loss on tokens drawn
+/// from the exact distribution.
 fn cost(config: QuantizedCacheConfig) -> (f64, f64) {
     let _no_grad = tch::no_grad_guard();
     let model = model();
@@ -41,7 +41,7 @@ fn cost(config: QuantizedCacheConfig) -> (f64, f64) {
         .map(|i| (i * i * 31 + i * 7 + 3) % 256)
         .collect();
     let ids = Tensor::from_slice(&ids).unsqueeze(0);
-    let exact = logits(&model, &ids, &mut GrowingCache::new(4));
+    let exact = logits(&model, &ids, &mut DynamicCache::new(4));
     let mut cache = QuantizedCache::new(config).unwrap();
     let rounded = logits(&model, &ids, &mut cache);
     assert!(

@@ -1,4 +1,4 @@
-//! Speculation changes how fast a text comes, and nothing else.
+//! Tests that speculation changes the speed of generation and nothing else.
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
@@ -37,7 +37,7 @@ fn greedy_speculation_gives_the_same_tokens_whatever_is_proposed() {
     for case in ["llama_gqa", "gpt2", "qwen3"] {
         let model = load(case);
         let vocabulary = model.config().vocab_size();
-        // One that is always right, and one that is hardly ever.
+        // One draft that is always right, and one that is hardly ever.
         let assistants = [load(case), random_model(vocabulary, 1, 9)];
         for config in [
             greedy(30),
@@ -84,12 +84,12 @@ fn a_model_that_assists_itself_is_always_right_and_needs_few_rounds() {
     };
     let output = with_assistant(&model, &model, &prompt, &config);
     let statistics = output.speculation.unwrap();
-    // One token by the prompt, then 6 a round.
+    // One token from the prompt, then 6 a round.
     assert_eq!(
         (statistics.rounds, statistics.proposed, statistics.accepted),
         (5, 25, 25)
     );
-    // A text that repeats itself is found in itself.
+    // A repetition is found in the earlier tokens.
     let repeated: Vec<i64> = [11, 12, 13, 14].repeat(5);
     let output = generate(&model, &[repeated], &lookup(greedy(40))).unwrap();
     let statistics = output.speculation.unwrap();
@@ -106,13 +106,13 @@ fn an_unsure_assistant_stops_early() {
     };
     let unsure = with_assistant(&model, &model, &prompt, &config(1.0));
     let statistics = unsure.speculation.unwrap();
-    // One token a round, which gives two; the last round has room for one alone.
+    // One proposed token a round, which gives two; the last round has room for one only.
     assert_eq!((statistics.rounds, statistics.proposed), (15, 14));
     let sure = with_assistant(&model, &model, &prompt, &config(0.0));
     assert_eq!(unsure.sequences, sure.sequences);
 }
 
-/// The frequencies of the first `tokens` new tokens over many seeds.
+/// Returns the frequencies of the first `tokens` new tokens over many seeds.
 fn frequencies(runs: u64, mut run: impl FnMut(u64) -> Vec<i64>) -> HashMap<Vec<i64>, f64> {
     let mut counts = HashMap::new();
     for seed in 0..runs {
@@ -121,7 +121,7 @@ fn frequencies(runs: u64, mut run: impl FnMut(u64) -> Vec<i64>) -> HashMap<Vec<i
     counts
 }
 
-/// The probabilities of all continuations of two tokens, by the model itself.
+/// Returns the probabilities of all continuations of two tokens, computed by the model itself.
 fn exact(model: &CausalLm, prompt: &[i64], config: &GenerationConfig) -> HashMap<Vec<i64>, f64> {
     let next = |ids: &[i64]| -> Vec<(i64, f64)> {
         let config = GenerationConfig {
@@ -150,10 +150,10 @@ fn exact(model: &CausalLm, prompt: &[i64], config: &GenerationConfig) -> HashMap
 
 #[test]
 fn speculative_samples_have_the_distribution_of_plain_ones() {
-    // 6 tokens: 36 pairs, counted over 500 seeds. The thresholds are what a right sampler exceeds
-    // once in a thousand sets of seeds, and these seeds are fixed.
+    // 6 tokens: 36 pairs, counted over 500 seeds. A correct sampler exceeds the thresholds once in a
+    // thousand sets of seeds, and these seeds are fixed.
     let (model, assistant) = (random_model(6, 2, 1), random_model(6, 1, 2));
-    // Its last tokens have stood before: there is something to look up.
+    // The last tokens of the prompt occur earlier in it, so that there is something to look up.
     let prompt = vec![1, 2, 3, 1, 2];
     for cut in [
         sampled(2, 0),

@@ -1,4 +1,4 @@
-//! What several test files need.
+//! Helpers of several test files.
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use std::path::PathBuf;
@@ -7,8 +7,8 @@ use overdrive_generation::GenerationConfig;
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use tokenizers::Tokenizer;
 
-/// A byte-level BPE whose tokens are the 256 bytes, the id of a byte being its place in the sorted
-/// alphabet, and one special token, 256.
+/// Returns a byte-level BPE whose tokens are the 256 bytes, the id of a byte being its index in the
+/// sorted alphabet, and one special token, 256.
 pub(crate) fn byte_tokenizer() -> Tokenizer {
     let mut alphabet: Vec<char> = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet()
         .into_iter()
@@ -40,7 +40,7 @@ pub(crate) fn encode(tokenizer: &Tokenizer, text: &str) -> Vec<i64> {
     encoding.get_ids().iter().map(|&id| i64::from(id)).collect()
 }
 
-/// A random model whose distributions are uneven enough to have preferences.
+/// Returns a random model whose distributions are uneven enough to have preferences.
 pub(crate) fn random_model(vocab_size: i64, layers: i64, seed: u64) -> CausalLm {
     let config = LlamaConfig {
         vocab_size,
@@ -60,7 +60,7 @@ pub(crate) fn random_model(vocab_size: i64, layers: i64, seed: u64) -> CausalLm 
     CausalLm::new(&config.into(), &options).unwrap()
 }
 
-/// A checkpoint of overdrive-transformer's fixtures.
+/// Returns a checkpoint of overdrive-transformer's fixtures.
 pub(crate) fn load(case: &str) -> CausalLm {
     let crates = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
     let dir = crates
@@ -85,8 +85,8 @@ pub(crate) fn sampled(new: usize, seed: u64) -> GenerationConfig {
     }
 }
 
-/// The chi-square statistic of counts against probabilities, over cells of at least 5 expected, and its
-/// degrees of freedom.
+/// Returns the chi-square statistic of counts against probabilities, over cells of at least 5 expected,
+/// and its degrees of freedom.
 pub(crate) fn chi_squared(counts: &[f64], probabilities: &[f64]) -> (f64, f64) {
     let n: f64 = counts.iter().sum();
     let (mut sum, mut cells) = (0.0, 0.0);
@@ -106,7 +106,8 @@ pub(crate) fn chi_squared(counts: &[f64], probabilities: &[f64]) -> (f64, f64) {
     (sum, cells - 1.0)
 }
 
-/// The value that chi-square with `freedom` degrees exceeds once in a thousand (Wilson & Hilferty 1931).
+/// Returns the value that chi-square with `freedom` degrees exceeds once in a thousand (Wilson &
+/// Hilferty 1931).
 pub(crate) fn once_in_a_thousand(freedom: f64) -> f64 {
     let part = 2.0 / (9.0 * freedom);
     freedom * (1.0 - part + 3.09 * part.sqrt()).powi(3)

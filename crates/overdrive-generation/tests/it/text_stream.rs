@@ -1,4 +1,4 @@
-//! Incremental decoding against decoding all at once.
+//! Tests of incremental decoding against decoding all at once.
 
 use std::ops::ControlFlow;
 
@@ -63,7 +63,7 @@ fn a_prompt_gives_no_text_but_completes_characters() {
 #[test]
 fn an_unknown_token_is_an_error_or_no_text() {
     let tokenizer = byte_tokenizer();
-    // The tokenizers crate passes over ids it does not know.
+    // The tokenizers crate ignores ids that it does not know.
     assert_eq!(TextStream::new(&tokenizer, true).push(99_999).unwrap(), "");
 }
 
@@ -123,7 +123,7 @@ proptest! {
 
     #[test]
     fn whole_characters_come_as_soon_as_they_are_whole(text in "\\PC{0,20}") {
-        // U+FFFD itself waits for what follows: it cannot be told from an incomplete character.
+        // U+FFFD itself waits for the next token: it looks like an incomplete character.
         prop_assume!(!text.contains('\u{fffd}'));
         let tokenizer = byte_tokenizer();
         let mut stream = TextStream::new(&tokenizer, true);

@@ -3,46 +3,47 @@ use overdrive_attention::{
 };
 use tch::Tensor;
 
+use super::block_tables::{PreparedSequence, SequenceId};
 use super::cache::{PagedCache, to_i64};
-use super::ledger::{Prepared, SequenceId};
+use crate::key_values::{KeyValues, Spec, check_truncation};
 use crate::{AttendOptions, Error, KvCache, KvView, Result};
 
-/// How this cache is called in errors.
+/// The name of this cache in errors.
 const NAME: &str = "a batch of a paged cache";
 
-/// A step of a model with new tokens of several texts of a [`PagedCache`], all in one row.
+/// A step of a model with new tokens of several sequences of a [`PagedCache`], all in one row.
 ///
 /// The model is given [`input_ids`](PagedBatch::input_ids) and
-/// [`position_ids`](PagedBatch::position_ids) `(1, N)` and this as its cache; each text sees its own
-/// tokens only, without padding and without a mask. The logits of
-/// [`last_places`](PagedBatch::last_places) are those of the texts' next tokens.
+/// [`position_ids`](PagedBatch::position_ids) `(1, N)` and this as its cache; each sequence sees its
+/// own tokens only, without padding and without a mask. The logits at
+/// [`last_indices`](PagedBatch::last_indices) are those of the next tokens.
 ///
-/// Each layer attends once; [`truncate(0)`](KvCache::truncate) starts the step again. Nothing has
-/// happened to the texts until [`commit`](PagedBatch::commit): a batch that is dropped, because the
-/// model failed or was interrupted, leaves the cache as it was.
+/// Each layer attends once; [`truncate(0)`](KvCache::truncate) restarts the step. The sequences do not
+/// change before [`commit`](PagedBatch::commit): a batch that is dropped, because the model failed or
+/// was interrupted, leaves the cache as it was.
 #[derive(Debug)]
 pub struct PagedBatch<'a> {
     cache: &'a mut PagedCache,
-    prepared: Vec<Prepared>,
+    prepared: Vec<PreparedSequence>,
     slots: PagedSlots,
     tables: Vec<Vec<u32>>,
     query_lengths: Vec<usize>,
     key_lengths: Vec<usize>,
-    /// Whether each layer has the new tokens.
+    /// `true` for each layer that has been given the new tokens.
     written: Vec<bool>,
 }
 
 impl<'a> PagedBatch<'a> {
     pub(super) fn new(
         cache: &'a mut PagedCache,
-        prepared: Vec<Prepared>,
+        prepared: Vec<PreparedSequence>,
         slots: PagedSlots,
     ) -> PagedBatch<'a> {
-        let lengths = |of: fn(&Prepared) -> usize| prepared.iter().map(of).collect();
+        let lengths = |of: fn(&PreparedSequence) -> usize| prepared.iter().map(of).collect();
         PagedBatch {
-            tables: prepared.iter().map(|part| part.table.clone()).collect(),
-            query_lengths: lengths(|part| part.tokens.len()),
-            key_lengths: lengths(|part| part.past + part.tokens.len()),
+            tables: prepared.iter().map(|new| new.table.clone()).collect(),
+            query_lengths: lengths(|new| new.tokens.len()),
+            key_lengths: lengths(|new| new.past + new.tokens.len()),
             written: vec![false; cache.layers()],
             cache,
             prepared,
@@ -50,50 +51,53 @@ impl<'a> PagedBatch<'a> {
         }
     }
 
-    /// The new tokens count from now on.
+    /// Adds the new tokens to their sequences.
     ///
     /// # Errors
-    /// [`Error::StepNotRun`] if a layer has not been given them; the step is undone then.
+    /// [`Error::StepNotRun`] if a layer has not been given them; the step is then undone.
     pub fn commit(mut self) -> Result<()> {
         if let Some(layer) = self.written.iter().position(|written| !written) {
+            // `drop` runs on return and cancels the step.
             return Err(Error::StepNotRun { layer });
         }
         let prepared = std::mem::take(&mut self.prepared);
-        self.cache.ledger().commit(prepared);
+        // Emptied above, so that `drop` has nothing left to cancel.
+        self.cache.block_tables().commit(prepared);
         Ok(())
     }
 
-    /// New tokens of all texts together.
+    /// Returns the number of new tokens of all sequences together.
     pub fn tokens(&self) -> usize {
         self.slots.len()
     }
 
-    /// The texts, in order.
+    /// Returns the sequences, in order.
     pub fn sequences(&self) -> impl Iterator<Item = SequenceId> {
-        self.prepared.iter().map(|part| part.id)
+        self.prepared.iter().map(|new| new.id)
     }
 
-    /// The new tokens of all texts in one row: i64 `(1, N)` on the device of the cache.
+    /// Returns the new tokens of all sequences in one row: i64 `(1, N)` on the device of the cache.
     ///
     /// # Errors
     /// An error of libtorch.
     pub fn input_ids(&self) -> Result<Tensor> {
-        let tokens = self.prepared.iter().flat_map(|part| &part.tokens);
+        let tokens = self.prepared.iter().flat_map(|new| &new.tokens);
         self.row(tokens.copied().collect())
     }
 
-    /// The place of each new token in its text: i64 `(1, N)`.
+    /// Returns the position of each new token in its sequence: i64 `(1, N)`.
     ///
     /// # Errors
     /// An error of libtorch.
     pub fn position_ids(&self) -> Result<Tensor> {
-        let places = |part: &Prepared| part.past..part.past + part.tokens.len();
-        let places = self.prepared.iter().flat_map(places);
-        self.row(places.map(to_i64).collect())
+        let positions = |new: &PreparedSequence| new.past..new.past + new.tokens.len();
+        let positions = self.prepared.iter().flat_map(positions);
+        self.row(positions.map(to_i64).collect())
     }
 
-    /// Where in the row the last new token of each text is; none for a text without new tokens.
-    pub fn last_places(&self) -> Vec<i64> {
+    /// Returns the index in the row of the last new token of each sequence; a sequence without new
+    /// tokens has none.
+    pub fn last_indices(&self) -> Vec<i64> {
         let ends = self.query_lengths.iter().scan(0, |end, length| {
             *end += *length;
             Some((*length, *end))
@@ -117,6 +121,7 @@ impl<'a> PagedBatch<'a> {
             Some(false) => {}
         }
         self.check(layer, keys, values)?;
+        // `check` comes first: a step with an error writes nothing.
         let pool = &mut self.cache.pools()[layer];
         for (rows, pool) in [(keys, &mut pool.keys), (values, &mut pool.values)] {
             let rows = rows.f_squeeze_dim(0)?.f_transpose(0, 1)?;
@@ -127,49 +132,35 @@ impl<'a> PagedBatch<'a> {
     }
 
     fn check(&mut self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<()> {
-        let (k, v) = (keys.size(), values.size());
-        if k.len() != 4 || v.len() != 4 || k[..3] != v[..3] {
-            return Err(Error::BadShape { keys: k, values: v });
-        }
-        let expected = to_i64(self.tokens());
-        if (k[0], k[2]) != (1, expected) {
-            return Err(Error::NotOneRow {
-                got: k,
-                tokens: expected,
-            });
-        }
-        if keys.requires_grad() || values.requires_grad() {
-            return Err(Error::RequiresGrad { layer });
+        let new = KeyValues::new(layer, keys, values)?;
+        let tokens = to_i64(self.tokens());
+        if (new.spec.batch, new.tokens) != (1, tokens) {
+            let expected = format!(
+                "(1, H, {tokens}, D): the {tokens} new tokens of all sequences of the step"
+            );
+            return Err(overdrive_core::Error::shape("keys", keys.size(), expected).into());
         }
         let pool = &self.cache.pools()[layer];
-        for (held, got) in [(&pool.keys, keys), (&pool.values, values)] {
-            let row = |size: Vec<i64>| vec![1, size[1], size[3]];
-            let (held_shape, got_shape) = (row(held.size()), row(got.size()));
-            let (kind, device) = (held.kind(), held.device());
-            if held_shape != got_shape || kind != got.kind() || device != got.device() {
-                return Err(Error::Mismatch {
-                    layer,
-                    held: kind,
-                    held_shape,
-                    held_device: device,
-                    got: got.kind(),
-                    got_shape,
-                    got_device: got.device(),
-                });
-            }
-        }
-        Ok(())
+        let held = Spec {
+            heads: pool.keys.size()[1],
+            key_dim: pool.keys.size()[3],
+            value_dim: pool.values.size()[3],
+            kind: pool.keys.kind(),
+            device: pool.keys.device(),
+            batch: 1,
+        };
+        held.check_fit(layer, &new.spec)
     }
 }
 
 impl KvCache for PagedBatch<'_> {
-    /// Always [`Error::NotDense`].
+    /// Always fails with [`Error::NotDense`].
     fn append(&mut self, _: usize, _: &Tensor, _: &Tensor) -> Result<KvView> {
         Err(Error::NotDense { cache: NAME })
     }
 
-    /// Query `(1, H, N, D)`, keys and values `(1, H_kv, N, D)` of the new tokens of all texts; each text
-    /// attends to its own tokens.
+    /// Attends with the query `(1, H, N, D)`, the keys and the values `(1, H_kv, N, D)` of the new
+    /// tokens of all sequences; each sequence attends to its own tokens.
     fn attend(
         &mut self,
         layer: usize,
@@ -182,7 +173,7 @@ impl KvCache for PagedBatch<'_> {
             return Err(Error::Unsupported {
                 cache: NAME,
                 what: "take a mask",
-                hint: "its texts are kept apart without one; give the model no attention mask",
+                hint: "its sequences are kept apart without one; give the model no attention mask",
             });
         }
         let window = match options.window {
@@ -204,6 +195,7 @@ impl KvCache for PagedBatch<'_> {
             query_lengths: &self.query_lengths,
             key_lengths: &self.key_lengths,
         };
+        // The paged kernel reads tokens as rows, `(N, H, D)`.
         let rows = query.f_squeeze_dim(0)?.f_transpose(0, 1)?;
         let (output, _) = attention_paged(&rows, &pool.keys, &pool.values, &layout, &options)?;
         Ok(output.f_transpose(0, 1)?.f_unsqueeze(0)?)
@@ -213,25 +205,24 @@ impl KvCache for PagedBatch<'_> {
         self.written.len()
     }
 
-    /// 0: there is no one number of past tokens. Positions are those of
+    /// Returns 0: sequences differ in their number of past tokens. Positions are those of
     /// [`position_ids`](PagedBatch::position_ids).
     fn len(&self) -> i64 {
         0
     }
 
-    /// Starts the step again for `len` 0, which is the only length there is.
+    /// Restarts the step for `len` 0, which is the only valid length.
     fn truncate(&mut self, len: i64) -> Result<()> {
         match len {
             0 => {
                 self.written.fill(false);
                 Ok(())
             }
-            len if len < 0 => Err(Error::NegativeLength { len }),
-            len => Err(Error::TruncateBeyondEnd { len, held: 0 }),
+            len => check_truncation(len, 0),
         }
     }
 
-    /// Starts the step again; [`PagedCache::release`] forgets a text.
+    /// Restarts the step; [`PagedCache::release`] removes a sequence.
     fn reset(&mut self) {
         self.written.fill(false);
     }
@@ -240,7 +231,7 @@ impl KvCache for PagedBatch<'_> {
         Err(Error::Unsupported {
             cache: NAME,
             what: "reorder rows",
-            hint: "between steps, fork and release texts of the PagedCache",
+            hint: "between steps, fork and release sequences of the PagedCache",
         })
     }
 
@@ -248,7 +239,7 @@ impl KvCache for PagedBatch<'_> {
         Err(Error::Unsupported {
             cache: NAME,
             what: "be forked",
-            hint: "between steps, fork texts of the PagedCache",
+            hint: "between steps, fork sequences of the PagedCache",
         })
     }
 
@@ -264,7 +255,7 @@ impl KvCache for PagedBatch<'_> {
         Err(Error::Unsupported {
             cache: NAME,
             what: "be saved",
-            hint: "keep the token ids and run them again, or save a cache of one text",
+            hint: "keep the token ids and run them again, or save a cache of one sequence",
         })
     }
 
@@ -272,7 +263,7 @@ impl KvCache for PagedBatch<'_> {
         Err(Error::Unsupported {
             cache: NAME,
             what: "be loaded",
-            hint: "keep the token ids and run them again, or load a cache of one text",
+            hint: "keep the token ids and run them again, or load a cache of one sequence",
         })
     }
 }
@@ -280,6 +271,6 @@ impl KvCache for PagedBatch<'_> {
 impl Drop for PagedBatch<'_> {
     fn drop(&mut self) {
         let prepared = std::mem::take(&mut self.prepared);
-        self.cache.ledger().cancel(prepared);
+        self.cache.block_tables().cancel(prepared);
     }
 }

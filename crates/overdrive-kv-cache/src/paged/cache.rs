@@ -2,25 +2,26 @@ use overdrive_attention::PagedSlots;
 use tch::{Device, Tensor};
 
 use super::batch::PagedBatch;
+use super::block_pool::BlockId;
+use super::block_tables::{BlockTables, PagedStatistics, PreparedSequence, SequenceId};
 use super::config::PagedCacheConfig;
-use super::ledger::{Ledger, PagedStatistics, Prepared, SequenceId};
-use super::pool::BlockId;
 use crate::{Error, KvView, Result};
 
-/// The keys and values of many texts in one pool of blocks of equal size.
+/// The keys and values of many sequences in one pool of blocks of equal size.
 ///
-/// Each text has a table of the blocks that hold it. Memory is taken block by block, so that a text
-/// wastes less than one block however long it gets; texts that begin alike share the blocks of their
-/// common beginning; a fork shares all blocks and copies the last one when it goes on. The blocks of a
-/// released text are kept while nobody needs their memory: a later text that begins with the same
-/// tokens finds them ([`PagedCacheConfig::enable_prefix_caching`]), and the one let go longest ago is
-/// taken first. Tokens are compared, not only their hashes: a text never gets keys of another.
+/// Each sequence has a table of the blocks that hold it. Memory is taken block by block, so that a
+/// sequence wastes less than one block however long it becomes. Sequences with a common prefix share
+/// its blocks, and a fork shares all blocks and copies the last one when either appends to it. The
+/// blocks of a released sequence are kept while their memory is not needed, and a later sequence with
+/// the same prefix finds them ([`PagedCacheConfig::enable_prefix_caching`]); the block released first
+/// is evicted first. Tokens are compared, not only their hashes: a sequence never gets keys of another
+/// prefix.
 ///
-/// Keys that depend on more than the tokens before them (another adapter, other positions, an image
-/// behind a placeholder) need a cache of their own, or ids that tell them apart.
+/// Keys that depend on more than the preceding tokens (another adapter, other positions, an image
+/// behind a placeholder) need a cache of their own, or token ids that distinguish them.
 ///
 /// A step of the model goes through a [`PagedBatch`]. The pool is allocated once, keys and values
-/// `(num_blocks, kv_heads, block_size, head_dim)` a layer; on a CPU its pages count as used memory only
+/// `(num_blocks, kv_heads, block_size, head_dim)` a layer. On a CPU its pages count as used memory only
 /// once they are written, lowest first.
 ///
 /// The method is vLLM's (Kwon et al. 2023, [arXiv:2309.06180](https://arxiv.org/abs/2309.06180)).
@@ -58,12 +59,12 @@ use crate::{Error, KvView, Result};
 pub struct PagedCache {
     config: PagedCacheConfig,
     block_size: usize,
-    ledger: Ledger,
+    tables: BlockTables,
     layers: Vec<LayerPool>,
 }
 
-/// Keys and values of a layer, `(num_blocks, H_kv, block_size, D)`: within a block, a head's tokens lie
-/// side by side.
+/// The keys and values of a layer, `(num_blocks, H_kv, block_size, D)`: within a block, the tokens of a
+/// head are adjacent.
 #[derive(Debug)]
 pub(super) struct LayerPool {
     pub(super) keys: Tensor,
@@ -71,14 +72,15 @@ pub(super) struct LayerPool {
 }
 
 impl PagedCache {
-    /// An empty cache; takes all its memory.
+    /// Allocates an empty cache.
     ///
     /// # Errors
-    /// [`Error::BadConfig`] for a config that does not [validate](PagedCacheConfig::validate),
-    /// [`Error::Torch`] if there is not so much memory.
+    /// An [option](overdrive_core::Error::InvalidOption) out of its range
+    /// ([`PagedCacheConfig::validate`]); [`Error::Torch`] if memory runs out.
     pub fn new(config: PagedCacheConfig) -> Result<PagedCache> {
         config.validate()?;
         let (blocks, block_size) = (to_i64(config.num_blocks), config.block_size);
+        // Not initialized: a block is read only up to the tokens that were written to it.
         let pool = |dim: i64| {
             let shape = [blocks, config.kv_heads, block_size, dim];
             Tensor::f_empty(shape, (config.kind, config.device))
@@ -91,90 +93,94 @@ impl PagedCache {
                 })
             })
             .collect::<Result<_>>()?;
-        // `validate` has seen that both fit.
+        // `validate` has checked that both fit.
         let blocks = BlockId::try_from(config.num_blocks).unwrap_or(BlockId::MAX);
         let block_size = usize::try_from(block_size).unwrap_or(1);
         Ok(PagedCache {
-            ledger: Ledger::new(blocks, block_size, config.enable_prefix_caching),
+            tables: BlockTables::new(blocks, block_size, config.enable_prefix_caching),
             block_size,
             config,
             layers,
         })
     }
 
-    /// A new text, and how many of its `tokens` are in shared blocks already: always fewer than all,
-    /// so that there is one left to compute logits from. The others are given to
-    /// [`batch`](PagedCache::batch), in one step or in several. Takes no memory but by holding on to
-    /// the shared blocks.
+    /// Adds a sequence and returns its id and the number of its `tokens` that are in shared blocks
+    /// already. These are always fewer than all, so that one is left to compute logits from. The others
+    /// are given to [`batch`](PagedCache::batch), in one step or in several. Takes no memory except for
+    /// references to the shared blocks.
     ///
     /// # Errors
     /// None at present.
     pub fn add(&mut self, tokens: &[i64]) -> Result<(SequenceId, usize)> {
-        Ok(self.ledger.add(tokens))
+        Ok(self.tables.add(tokens))
     }
 
-    /// How many of `tokens` [`add`](PagedCache::add) would find.
+    /// Returns the number of `tokens` that [`add`](PagedCache::add) would find in shared blocks.
     pub fn cached_tokens(&self, tokens: &[i64]) -> usize {
-        self.ledger.known_blocks(tokens).len() * self.block_size
+        self.tables.cached_blocks(tokens).len() * self.block_size
     }
 
-    /// A second text that goes its own way from here on. It shares all blocks; the last one is copied
-    /// by the first of both to go on, if it is not full.
+    /// Forks a sequence: the copy shares all blocks. If the last one is not full, it is copied when
+    /// either of the two appends to it.
     ///
     /// # Errors
     /// [`Error::NoSuchSequence`].
     pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
-        self.ledger.fork(id)
+        self.tables.fork(id)
     }
 
-    /// Forgets all but the first `len` tokens of a text and gives back the blocks they filled.
+    /// Drops all but the first `len` tokens of a sequence and gives back the blocks of the others.
     ///
     /// # Errors
     /// [`Error::NoSuchSequence`], [`Error::TruncateBeyondEnd`].
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
-        self.ledger.truncate(id, len)
+        self.tables.truncate(id, len)
     }
 
-    /// Forgets a text. Its full blocks can be found by later texts until their memory is needed.
+    /// Removes a sequence. Later sequences can find its full blocks until their memory is needed.
     ///
     /// # Errors
     /// [`Error::NoSuchSequence`].
     pub fn release(&mut self, id: SequenceId) -> Result<()> {
-        self.ledger.release(id)
+        self.tables.release(id)
     }
 
-    /// Forgets every text; prefixes can still be found.
+    /// Removes every sequence; prefixes can still be found.
     pub fn release_all(&mut self) {
-        self.ledger.release_all();
+        self.tables.release_all();
     }
 
-    /// Forgets what no text holds: later texts find only the prefixes of those that are here. To be
-    /// called, after [`release_all`](PagedCache::release_all), when the weights of the model change.
+    /// Drops the blocks that no sequence holds, so that later sequences find only prefixes of current
+    /// ones. Call it after [`release_all`](PagedCache::release_all) when the weights of the model
+    /// change.
     pub fn forget_prefixes(&mut self) {
-        self.ledger.forget_prefixes();
+        self.tables.forget_prefixes();
     }
 
-    /// A step: takes the blocks that the new tokens of some texts need, for all or for none, and
-    /// returns the [`KvCache`](crate::KvCache) to run the model with. The new tokens lie in one row in
-    /// the order of `parts`. They count when the step is [committed](PagedBatch::commit).
+    /// Begins a step: takes the blocks that the new tokens of some sequences need, for all or for none,
+    /// and returns the [`KvCache`](crate::KvCache) with which to run the model. The new tokens lie in
+    /// one row in the order of `new_tokens`. They count when the step is
+    /// [committed](PagedBatch::commit).
     ///
     /// # Errors
     /// [`Error::OutOfBlocks`], [`Error::NoSuchSequence`], [`Error::SequenceTwice`], or an error of
     /// libtorch; the cache is then as it was.
-    pub fn batch<'a>(&'a mut self, parts: &[(SequenceId, &[i64])]) -> Result<PagedBatch<'a>> {
-        let prepared = self.ledger.prepare(parts)?;
+    pub fn batch<'a>(&'a mut self, new_tokens: &[(SequenceId, &[i64])]) -> Result<PagedBatch<'a>> {
+        let prepared = self.tables.prepare(new_tokens)?;
         match self.open(&prepared) {
             Ok(slots) => Ok(PagedBatch::new(self, prepared, slots)),
             Err(error) => {
-                self.ledger.cancel(prepared);
+                self.tables.cancel(prepared);
                 Err(error)
             }
         }
     }
 
-    /// Copies shared blocks and says where each new token goes.
-    fn open(&self, prepared: &[Prepared]) -> Result<PagedSlots> {
-        for (from, to) in prepared.iter().filter_map(|part| part.copy) {
+    /// Copies shared blocks and returns the slot of each new token.
+    fn open(&self, prepared: &[PreparedSequence]) -> Result<PagedSlots> {
+        // Whole blocks are copied although only the first tokens of one are filled: one copy a layer is
+        // cheaper than two narrow ones.
+        for (from, to) in prepared.iter().filter_map(|new| new.copy) {
             for layer in &self.layers {
                 for pool in [&layer.keys, &layer.values] {
                     let from = pool.f_select(0, from.into())?;
@@ -183,28 +189,29 @@ impl PagedCache {
             }
         }
         let mut slots = Vec::new();
-        for part in prepared {
-            slots.extend((part.past..part.past + part.tokens.len()).map(|place| {
-                let block = part.table[place / self.block_size] as usize;
-                block * self.block_size + place % self.block_size
+        for new in prepared {
+            slots.extend((new.past..new.past + new.tokens.len()).map(|position| {
+                let block = new.table[position / self.block_size] as usize;
+                block * self.block_size + position % self.block_size
             }));
         }
         let device = self.config.device;
         Ok(PagedSlots::new(slots, self.block_size, device)?)
     }
 
-    /// A dense copy of what a layer holds of a text, for any other attention: keys and values
-    /// `(1, H_kv, len, D)`.
+    /// Returns a dense copy of the tokens of a sequence in a layer, for any other attention: keys and
+    /// values `(1, H_kv, len, D)`.
     ///
     /// # Errors
     /// [`Error::NoSuchSequence`], [`Error::NoSuchLayer`].
     pub fn gather(&self, id: SequenceId, layer: usize) -> Result<KvView> {
-        let (table, len) = (self.ledger.table(id)?, self.ledger.len(id)?);
+        let (table, len) = (self.tables.table(id)?, self.tables.len(id)?);
         let pool = self.layers.get(layer).ok_or(Error::NoSuchLayer {
             layer,
             layers: self.layers.len(),
         })?;
         let table: Vec<i64> = table.iter().map(|block| i64::from(*block)).collect();
+        // `index_select` takes i64 indices on the device of the pool.
         let table = Tensor::f_from_slice(&table)?.f_to_device(self.config.device)?;
         let dense = |blocks: &Tensor| -> Result<Tensor> {
             let rows = blocks.f_index_select(0, &table)?;
@@ -214,115 +221,115 @@ impl PagedCache {
         Ok(KvView::new(dense(&pool.keys)?, dense(&pool.values)?))
     }
 
-    /// Tokens of a text.
+    /// Returns the number of tokens of a sequence.
     ///
     /// # Errors
     /// [`Error::NoSuchSequence`].
     pub fn len(&self, id: SequenceId) -> Result<usize> {
-        self.ledger.len(id)
+        self.tables.len(id)
     }
 
-    /// Whether no text is held.
+    /// Returns `true` if no sequence is held.
     pub fn is_empty(&self) -> bool {
         self.sequences() == 0
     }
 
-    /// The tokens of a text whose keys and values are held.
+    /// Returns the tokens of a sequence whose keys and values are held.
     ///
     /// # Errors
     /// [`Error::NoSuchSequence`].
     pub fn tokens(&self, id: SequenceId) -> Result<&[i64]> {
-        self.ledger.tokens(id)
+        self.tables.tokens(id)
     }
 
-    /// How many texts are held.
+    /// Returns the number of sequences.
     pub fn sequences(&self) -> usize {
-        self.ledger.texts()
+        self.tables.sequences()
     }
 
-    /// Blocks that a step with `new_tokens` of this text takes, a copy of a shared block included; 0
-    /// for a text that is not here.
+    /// Returns the number of blocks that a step with `new_tokens` of this sequence takes, a copy of a
+    /// shared block included; 0 for a sequence that is not in the cache.
     pub fn blocks_needed(&self, id: SequenceId, new_tokens: usize) -> usize {
-        self.ledger.blocks_needed(id, new_tokens).unwrap_or(0)
+        self.tables.blocks_needed(id, new_tokens).unwrap_or(0)
     }
 
-    /// Blocks that a text of `tokens` tokens takes, if it shares none.
+    /// Returns the number of blocks that a sequence of `tokens` tokens takes if it shares none.
     pub fn blocks_for(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.block_size)
     }
 
-    /// Blocks that a step can take: those never used or given back, and those that only wait to be
-    /// found again.
+    /// Returns the number of blocks that a step can take: free ones, and evictable ones.
     pub fn free_blocks(&self) -> usize {
-        self.ledger.available()
+        self.tables.available()
     }
 
-    /// The part of [`free_blocks`](PagedCache::free_blocks) that can be found again.
+    /// Returns the number of [`free_blocks`](PagedCache::free_blocks) whose content later sequences can
+    /// still find.
     pub fn evictable_blocks(&self) -> usize {
-        self.ledger.idle()
+        self.tables.evictable()
     }
 
-    /// Blocks that texts hold; one that several share counts once.
+    /// Returns the number of blocks that sequences hold; a shared one counts once.
     pub fn used_blocks(&self) -> usize {
         self.num_blocks() - self.free_blocks()
     }
 
-    /// Blocks of the pool.
+    /// Returns the number of blocks of the pool.
     pub fn num_blocks(&self) -> usize {
-        self.ledger.blocks()
+        self.tables.blocks()
     }
 
-    /// Tokens a block.
+    /// Returns the number of tokens of a block.
     pub fn block_size(&self) -> usize {
         self.block_size
     }
 
-    /// Layers of the model.
+    /// Returns the number of layers.
     pub fn layers(&self) -> usize {
         self.layers.len()
     }
 
-    /// What the cache was made with.
+    /// Returns the configuration of the cache.
     pub fn config(&self) -> &PagedCacheConfig {
         &self.config
     }
 
-    /// Bytes of the pool.
+    /// Returns the bytes of the pool.
     pub fn bytes(&self) -> u64 {
         self.num_blocks() as u64 * self.bytes_per_block()
     }
 
-    /// Bytes of one block over all layers.
+    /// Returns the bytes of one block over all layers.
     pub fn bytes_per_block(&self) -> u64 {
         self.config.bytes_per_block()
     }
 
-    /// Bytes that one token takes over all layers, in a full block.
+    /// Returns the bytes that one token of a full block takes over all layers.
     pub fn bytes_per_token(&self) -> f64 {
         self.bytes_per_block() as f64 / self.block_size as f64
     }
 
-    /// What has happened since the cache was made.
+    /// Returns the counters since the cache was made.
     pub fn statistics(&self) -> PagedStatistics {
-        self.ledger.statistics()
+        self.tables.statistics()
     }
 
     /// Checks the bookkeeping: every block is free, evictable or held by as many tables as it counts,
-    /// and holds the tokens that its texts and the index of prefixes believe. For soak tests; reads
-    /// every table.
+    /// and holds the tokens that its sequences and the prefix index assume. For soak tests; reads every
+    /// table.
     ///
     /// # Errors
-    /// The first contradiction: a bug in this crate.
+    /// A description of the first contradiction, which is a bug in this crate.
     pub fn audit(&self) -> std::result::Result<(), String> {
-        self.ledger.audit()
+        self.tables.audit()
     }
 
     pub(super) fn pools(&mut self) -> &mut [LayerPool] {
         &mut self.layers
     }
 
-    pub(super) fn ledger(&mut self) -> &mut Ledger {
-        &mut self.ledger
+    pub(super) fn block_tables(&mut self) -> &mut BlockTables {
+        &mut self.tables
     }
 
     pub(super) fn device(&self) -> Device {

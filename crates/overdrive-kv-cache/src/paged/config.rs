@@ -1,30 +1,31 @@
+use overdrive_core::{check_at_least, check_option};
 use tch::{Device, Kind};
 
-use crate::{Error, Result};
+use crate::Result;
 
-/// Sizes of a [`PagedCache`](crate::PagedCache).
+/// The sizes of a [`PagedCache`](crate::PagedCache).
 #[derive(Debug, Clone, PartialEq)]
 pub struct PagedCacheConfig {
-    /// Layers of the model; default 1.
+    /// The layers of the model. Default 1.
     pub layers: usize,
-    /// Key/value heads of a layer; default 1.
+    /// The key/value heads of a layer. Default 1.
     pub kv_heads: i64,
-    /// Channels of a key; default 64.
+    /// The channels of a key. Default 64.
     pub head_dim: i64,
-    /// Channels of a value; default `None`: as a key.
+    /// The channels of a value. Default `None`: those of a key.
     pub value_head_dim: Option<i64>,
-    /// Tokens a block; default 16. A shared prefix is a whole number of blocks; the last block of a
-    /// text is half empty on average.
+    /// The tokens of a block. Default 16. A shared prefix is a whole number of blocks; the last block
+    /// of a sequence is half empty on average.
     pub block_size: i64,
-    /// Blocks of the pool, all texts together; default 1024. A text of `n` tokens takes
+    /// The blocks of the pool, for all sequences together. Default 1024. A sequence of `n` tokens takes
     /// `n / block_size` of them, rounded up.
     pub num_blocks: usize,
-    /// Element type; default f32.
+    /// The dtype. Default f32.
     pub kind: Kind,
-    /// Where the pool lies; default the CPU.
+    /// The device of the pool. Default the CPU.
     pub device: Device,
-    /// Whether full blocks of equal texts are shared, and kept for later texts until their memory is
-    /// needed; default true.
+    /// If `true`, sequences share the full blocks of equal prefixes, and the blocks of released
+    /// sequences are kept for later ones until their memory is needed. Default `true`.
     pub enable_prefix_caching: bool,
 }
 
@@ -45,7 +46,7 @@ impl Default for PagedCacheConfig {
 }
 
 impl PagedCacheConfig {
-    /// Bytes of keys and values of one block, over all layers.
+    /// Returns the bytes of keys and values of one block, over all layers.
     pub fn bytes_per_block(&self) -> u64 {
         let row = self.head_dim.saturating_add(self.value_dim());
         [self.kv_heads, self.block_size, row]
@@ -55,7 +56,7 @@ impl PagedCacheConfig {
             .saturating_mul(self.kind.elt_size_in_bytes() as u64)
     }
 
-    /// The same with as many blocks as `bytes` hold, at least one.
+    /// Returns this configuration with as many blocks as fit into `bytes`, at least one.
     #[must_use]
     pub fn with_memory(mut self, bytes: u64) -> Self {
         let blocks = bytes / self.bytes_per_block().max(1);
@@ -67,43 +68,39 @@ impl PagedCacheConfig {
         self.value_head_dim.unwrap_or(self.head_dim)
     }
 
+    /// Checks every option against its range.
+    ///
     /// # Errors
-    /// [`Error::BadConfig`] for a size that is not positive, more blocks than a `u32` or memory than
-    /// an `i64` counts, or an element type that attention does not take.
+    /// An [option](overdrive_core::Error::InvalidOption): a size that is not positive, more blocks than
+    /// a `u32` or bytes than an `i64` can count, or a dtype that attention does not support.
     pub fn validate(&self) -> Result<()> {
-        let bad = |key, found: String, expected| {
-            Err(Error::BadConfig {
-                key,
-                found,
-                expected,
-            })
-        };
+        check_at_least("layers", self.layers, 1)?;
         let positive = [
-            ("layers", i64::try_from(self.layers).unwrap_or(i64::MAX)),
             ("kv_heads", self.kv_heads),
             ("head_dim", self.head_dim),
             ("value_head_dim", self.value_dim()),
             ("block_size", self.block_size),
         ];
-        for (key, value) in positive {
-            if value < 1 {
-                return bad(key, value.to_string(), "at least 1");
-            }
+        for (option, value) in positive {
+            check_at_least(option, value, 1)?;
         }
         let blocks = self.num_blocks as u64;
         let bytes = blocks.checked_mul(self.bytes_per_block());
         let countable = bytes.is_some_and(|bytes| i64::try_from(bytes).is_ok());
-        if blocks == 0 || u32::try_from(blocks).is_err() || !countable {
-            let expected = "at least 1, at most 4294967295, and no more bytes than an i64 counts";
-            return bad("num_blocks", blocks.to_string(), expected);
-        }
-        if !matches!(
+        // Block numbers are u32, and libtorch counts bytes in i64.
+        let valid = blocks > 0 && u32::try_from(blocks).is_ok() && countable;
+        let expected = "at least 1, at most 4294967295, and no more bytes than an i64 counts";
+        check_option(valid, "num_blocks", blocks, expected)?;
+        let valid = matches!(
             self.kind,
             Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16
-        ) {
-            let expected = "Float, Double, Half or BFloat16";
-            return bad("kind", format!("{:?}", self.kind), expected);
-        }
-        Ok(())
+        );
+        let kind = format!("{:?}", self.kind);
+        Ok(check_option(
+            valid,
+            "kind",
+            kind,
+            "Float, Double, Half or BFloat16",
+        )?)
     }
 }

@@ -1,17 +1,17 @@
-//! Many texts in one pool of blocks.
+//! Many sequences in one pool of blocks.
 //!
-//! From below: [`pool`] counts the references to blocks, [`prefix`] knows which block holds which text,
-//! [`ledger`] keeps the tables of all texts on top of both (plain Rust, no tensor), and [`cache`] and
-//! [`batch`] put keys and values behind it.
+//! [`block_pool`] counts the references to blocks, [`prefix_index`] finds the block that holds given
+//! tokens, [`block_tables`] keeps the tables of all sequences on top of both (plain Rust, without
+//! tensors), and [`cache`] and [`batch`] store keys and values in the blocks.
 
 mod batch;
+mod block_pool;
+mod block_tables;
 mod cache;
 mod config;
-mod ledger;
-mod pool;
-mod prefix;
+mod prefix_index;
 
 pub use batch::PagedBatch;
+pub use block_tables::{PagedStatistics, SequenceId};
 pub use cache::PagedCache;
 pub use config::PagedCacheConfig;
-pub use ledger::{PagedStatistics, SequenceId};

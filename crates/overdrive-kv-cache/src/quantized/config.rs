@@ -1,24 +1,28 @@
-use super::codec::{Format, QuantizationAxis, QuantizationBits};
-use crate::entries::Spec;
-use crate::{Error, Result};
+use overdrive_core::{check_non_negative, check_option};
 
-/// How a [`QuantizedCache`](crate::QuantizedCache) codes; transformers' names in brackets.
+use super::codec::{Format, QuantizationAxis, QuantizationBits};
+use crate::Result;
+use crate::key_values::Spec;
+
+/// The options of a [`QuantizedCache`](crate::QuantizedCache); transformers' names in parentheses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QuantizedCacheConfig {
-    /// Layers of the model; default 1.
+    /// The layers of the model. Default 1.
     pub layers: usize,
-    /// Bits of a number (`nbits`); default 8.
+    /// The bits of a quantized value (`nbits`). Default 8.
     pub bits: QuantizationBits,
-    /// Numbers that share a scale (`q_group_size`), an even number; default 64. Of one token at most so
-    /// many channels, as divide the head evenly; of one channel exactly so many tokens. Tokens are
-    /// coded so many at a time.
+    /// The number of values that share a scale (`q_group_size`), even. Default 64. Along the channels
+    /// of a token it is the largest even divisor of the head size up to this number; along the tokens
+    /// of a channel it is this number exactly. It is also the number of tokens that are quantized at
+    /// once.
     pub group_size: i64,
-    /// The last tokens that stay in full precision, at least (`residual_length`); default 128. Up to
-    /// `group_size` more wait to be coded.
+    /// The least number of last tokens that stay in full precision (`residual_length`). Default 128. Up
+    /// to `group_size` more wait to be quantized.
     pub residual_length: i64,
-    /// Which keys share a scale (`axis_key`); default: those of a channel, as KIVI found best.
+    /// The axis along which keys share a scale (`axis_key`). Default: the tokens of a channel, which
+    /// KIVI found best.
     pub axis_keys: QuantizationAxis,
-    /// Which values share a scale (`axis_value`); default: those of a token.
+    /// The axis along which values share a scale (`axis_value`). Default: the channels of a token.
     pub axis_values: QuantizationAxis,
 }
 
@@ -36,7 +40,7 @@ impl Default for QuantizedCacheConfig {
 }
 
 impl QuantizedCacheConfig {
-    /// INT8 for `layers` layers.
+    /// Returns the configuration of INT8 for `layers` layers.
     pub fn int8(layers: usize) -> QuantizedCacheConfig {
         QuantizedCacheConfig {
             layers,
@@ -44,7 +48,7 @@ impl QuantizedCacheConfig {
         }
     }
 
-    /// INT4 for `layers` layers.
+    /// Returns the configuration of INT4 for `layers` layers.
     pub fn int4(layers: usize) -> QuantizedCacheConfig {
         QuantizedCacheConfig {
             bits: QuantizationBits::Four,
@@ -52,28 +56,18 @@ impl QuantizedCacheConfig {
         }
     }
 
-    /// Whether the settings are in range.
+    /// Checks every option against its range.
     ///
     /// # Errors
-    /// [`Error::BadConfig`] with the setting that is not.
+    /// An [option](overdrive_core::Error::InvalidOption) out of its range.
     pub fn validate(&self) -> Result<()> {
-        let bad = |key, found: i64, expected| {
-            Err(Error::BadConfig {
-                key,
-                found: found.to_string(),
-                expected,
-            })
-        };
-        if self.group_size < 2 || self.group_size % 2 != 0 {
-            return bad("group_size", self.group_size, "an even number from 2 on");
-        }
-        if self.residual_length < 0 {
-            return bad("residual_length", self.residual_length, "at least 0");
-        }
-        Ok(())
+        // Even, because a byte holds two values of 4 bits.
+        let even = self.group_size >= 2 && self.group_size % 2 == 0;
+        check_option(even, "group_size", self.group_size, "even and at least 2")?;
+        Ok(check_non_negative("residual_length", self.residual_length)?)
     }
 
-    /// The formats of keys and values of `spec`.
+    /// Returns the formats of keys and values of `spec`.
     pub(super) fn formats(&self, spec: &Spec) -> Result<[Format; 2]> {
         Ok([
             self.format(spec.key_dim, self.axis_keys)?,
@@ -82,6 +76,8 @@ impl QuantizedCacheConfig {
     }
 
     fn format(&self, dim: i64, axis: QuantizationAxis) -> Result<Format> {
+        // A head of 80 channels has no groups of 64: the largest even divisor, 40, keeps the groups
+        // equal.
         let groups = (2..=self.group_size.min(dim)).rev();
         let group = groups
             .filter(|group| group % 2 == 0)
@@ -95,11 +91,10 @@ impl QuantizedCacheConfig {
                 group: size(group),
                 block: size(self.group_size),
             }),
-            None => Err(Error::BadConfig {
-                key: "channels of a head",
-                found: dim.to_string(),
-                expected: "an even number, for a cache that packs codes in pairs",
-            }),
+            None => {
+                let expected = "an even number, for a cache that packs values in pairs";
+                Err(overdrive_core::Error::option("head_dim", dim, expected).into())
+            }
         }
     }
 }

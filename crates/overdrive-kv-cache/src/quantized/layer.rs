@@ -1,13 +1,13 @@
-//! What one layer holds: codes, and the last tokens as they were given.
+//! The tokens of one layer: quantized ones, and the last tokens as they were given.
 
 use tch::Tensor;
 
 use super::store::Store;
 use crate::Result;
-use crate::buffer::Buffer;
-use crate::entries::{Entries, Spec};
+use crate::buffer::{Buffer, copied};
+use crate::key_values::{KeyValues, Spec};
 
-/// Tokens `0..quantized` as codes, a whole number of blocks, and behind them `tail_len` in full
+/// The tokens `0..quantized` as codes, a whole number of blocks, followed by `tail_len` tokens in full
 /// precision.
 #[derive(Debug)]
 pub(super) struct Layer {
@@ -17,20 +17,20 @@ pub(super) struct Layer {
     pub(super) quantized: i64,
     pub(super) tail: Buffer,
     pub(super) tail_len: i64,
-    /// Tokens that are coded at once.
+    /// The number of tokens that are quantized at once.
     pub(super) block: i64,
-    /// Tokens that the tail has at least.
+    /// The least number of tokens in the tail.
     pub(super) residual: i64,
 }
 
-/// The tokens in full precision that a step sees: `(B, H, len, D)`.
+/// The tokens `(B, H, len, D)` that a step reads in full precision.
 #[derive(Debug)]
 pub(super) struct Recent {
-    /// Codes before them.
+    /// The number of quantized tokens before them.
     pub(super) quantized: i64,
     pub(super) keys: Tensor,
     pub(super) values: Tensor,
-    /// The same at the beginning of each head of contiguous tensors `(B, H, room, D)`.
+    /// The same tokens at the beginning of each head of contiguous tensors `(B, H, capacity, D)`.
     pub(super) whole: [Tensor; 2],
 }
 
@@ -39,11 +39,11 @@ impl Layer {
         self.quantized + self.tail_len
     }
 
-    /// Adds tokens; what they see. Codes are made of the oldest tokens of the tail when there is no more
-    /// room in it, after this step has seen them as they were.
-    pub(super) fn push(&mut self, new: &Entries<'_>) -> Result<Recent> {
+    /// Appends tokens and returns the ones that they see in full precision. If the tail has no more
+    /// room, its oldest tokens are quantized, after this step has read them as they were.
+    pub(super) fn push(&mut self, new: &KeyValues<'_>) -> Result<Recent> {
         if self.tail_len + new.tokens > self.tail.capacity {
-            self.settle()?;
+            self.quantize_tail()?;
         }
         let quantized = self.quantized;
         if self.tail_len + new.tokens <= self.tail.capacity {
@@ -59,6 +59,8 @@ impl Layer {
             });
         }
         let (keys, values) = self.tail.view(0, self.tail_len)?;
+        // More new tokens than the tail takes, a prompt for example: tail and new tokens are quantized
+        // together, straight from their tensors.
         let join = |held: &Tensor, new: &Tensor| match self.tail_len {
             0 => new.f_contiguous(),
             _ => Tensor::f_cat(&[held, new], 2),
@@ -67,7 +69,7 @@ impl Layer {
         let count = self.tail_len + new.tokens;
         let coded = (count - self.residual) / self.block * self.block;
         self.encode(&keys.f_narrow(2, 0, coded)?, &values.f_narrow(2, 0, coded)?)?;
-        let all = Entries {
+        let all = KeyValues {
             keys: &keys,
             values: &values,
             spec: self.spec,
@@ -83,32 +85,26 @@ impl Layer {
         })
     }
 
-    /// Codes the oldest tokens of the tail, in whole blocks, but for the last `residual`.
-    fn settle(&mut self) -> Result<()> {
+    /// Quantizes the oldest tokens of the tail, in whole blocks, except for the last `residual`.
+    fn quantize_tail(&mut self) -> Result<()> {
         let coded = (self.tail_len - self.residual).max(0) / self.block * self.block;
         if coded == 0 {
             return Ok(());
         }
         let (keys, values) = self.tail.view(0, coded)?;
         self.encode(&keys, &values)?;
-        let (keys, values) = self.tail.view(coded, self.tail_len - coded)?;
-        let rest = Entries {
+        let rest = self.tail_len - coded;
+        let (keys, values) = self.tail.view(coded, rest)?;
+        // The remaining tokens move to the beginning of their own buffer; source and target may
+        // overlap, so the copy goes through other memory.
+        let (keys, values) = (copied(&keys)?, copied(&values)?);
+        let moved = KeyValues {
             keys: &keys,
             values: &values,
             spec: self.spec,
-            tokens: self.tail_len - coded,
+            tokens: rest,
         };
-        // Over its own beginning: the copy may overlap, so it goes through memory of its own.
-        let (keys, values) = (
-            crate::buffer::copied(rest.keys)?,
-            crate::buffer::copied(rest.values)?,
-        );
-        let rest = Entries {
-            keys: &keys,
-            values: &values,
-            ..rest
-        };
-        self.tail.write(0, &rest, 0, rest.tokens)?;
+        self.tail.write(0, &moved, 0, rest)?;
         self.tail_len -= coded;
         Ok(())
     }
@@ -116,6 +112,7 @@ impl Layer {
     fn encode(&mut self, keys: &Tensor, values: &Tensor) -> Result<()> {
         let needed = self.quantized + keys.size()[2];
         if needed > self.keys.capacity {
+            // Doubled, as in a `DynamicCache`: appending copies fewer than two tokens for each.
             let capacity = needed.max(2 * self.keys.capacity);
             self.keys = self.keys.resized(capacity, self.quantized)?;
             self.values = self.values.resized(capacity, self.quantized)?;
@@ -126,22 +123,23 @@ impl Layer {
         Ok(())
     }
 
-    /// Forgets all but the first `len` tokens. Of a block that is cut, the tokens that stay become full
-    /// numbers again (those that their codes stand for).
+    /// Drops all but the first `len` tokens. The remaining tokens of a block that is cut return to the
+    /// tail as the values of their codes.
     pub(super) fn truncate(&mut self, len: i64) -> Result<()> {
         if len >= self.quantized {
             self.tail_len = len - self.quantized;
             return Ok(());
         }
+        // Scales cover whole blocks, so that a cut block cannot keep its codes.
         let whole = len / self.block * self.block;
         let rest = len - whole;
         if rest > 0 {
             let block = |store: &Store| -> Result<Tensor> {
-                let rows = store.by_operators(whole, self.block)?;
+                let rows = store.dequantize_by_operators(whole, self.block)?;
                 Ok(rows.f_to_kind(self.spec.kind)?)
             };
             let (keys, values) = (block(&self.keys)?, block(&self.values)?);
-            let kept = Entries {
+            let kept = KeyValues {
                 keys: &keys,
                 values: &values,
                 spec: self.spec,
@@ -153,7 +151,7 @@ impl Layer {
         Ok(())
     }
 
-    /// With row `i` from row `rows[i]`.
+    /// Returns a layer whose row `i` is row `rows[i]` of this one.
     pub(super) fn selected(&self, rows: &Tensor) -> Result<Layer> {
         let tail = self.tail.selected(rows, self.tail_len)?;
         Ok(Layer {

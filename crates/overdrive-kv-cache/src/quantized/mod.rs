@@ -1,4 +1,4 @@
-//! Caches of codes instead of numbers.
+//! Caches of quantized keys and values.
 
 mod attend;
 mod codec;
@@ -11,8 +11,8 @@ use tch::Tensor;
 
 use crate::attend::attend_to_view;
 use crate::buffer::Buffer;
-use crate::entries::{Entries, Spec, check_truncation};
-use crate::saved::{Saved, name_of};
+use crate::key_values::{KeyValues, Spec, check_truncation};
+use crate::saved_state::{SavedState, name_of};
 use crate::{AttendOptions, Error, KvCache, KvView, Result};
 
 use attend::{attend_to_codes, fits_kernel};
@@ -21,13 +21,13 @@ pub use config::QuantizedCacheConfig;
 use layer::{Layer, Recent};
 use store::Store;
 
-/// A cache that keeps all but the last tokens as codes of 8 or 4 bits.
+/// A cache that keeps all but the last tokens as quantized values of 8 or 4 bits.
 ///
-/// A group of numbers shares a scale and a least number (asymmetric): keys of one channel over a group
-/// of tokens, values of one token, as KIVI found best (Liu et al. 2024, [arXiv:2402.02750];
-/// transformers' `QuantizedCache`). At least the last `residual_length` tokens stay as they were given,
-/// and what is computed in a step sees its own new tokens in full precision: a prompt that is read in
-/// one step has exact outputs.
+/// A group of values shares a scale and a minimum (asymmetric quantization): keys of one channel over a
+/// group of tokens, values of one token, as KIVI found best (Liu et al. 2024, [arXiv:2402.02750];
+/// transformers' `QuantizedCache`). At least the last `residual_length` tokens stay in full precision,
+/// and a step sees its own new tokens in full precision: a prompt that is read in one step has exact
+/// outputs.
 ///
 /// | of f32, heads of 64 | bytes a token, head and layer | share |
 /// |---|---|---|
@@ -35,22 +35,22 @@ use store::Store;
 /// | INT8 | 144 | 1/3.6 |
 /// | INT4 | 80 | 1/6.4 |
 ///
-/// [`attend`](KvCache::attend) of few queries on a CPU reads the codes themselves, a block at a time;
-/// of many queries, or on other devices, it makes one layer's numbers anew in memory that all layers
-/// share. So does [`append`](KvCache::append), whose view is of that memory.
+/// [`attend`](KvCache::attend) of few queries on a CPU reads the codes themselves, a block at a time.
+/// For many queries, or on other devices, it dequantizes one layer into memory that all layers share,
+/// and so does [`append`](KvCache::append), whose view is of that memory.
 ///
-/// # How far off it can be
+/// # Error bound
 ///
 /// With `s_k` and `s_v` the largest steps (`(max - min) / 255` of a group, or `/ 15`) of keys and
 /// values, a score is off by at most `e = scale · ‖q‖₁ · s_k / 2`, a weight by a factor of at most
-/// `exp(±2e)`, and so each number of the output by at most
+/// `exp(±2e)`, and so each element of the output by at most
 ///
 /// ```text
 /// (exp(2e) - 1) · (max v - min v) / 2  +  s_v / 2
 /// ```
 ///
-/// with the extremes of that channel of the values. [`truncate`](KvCache::truncate) into the codes
-/// gives the tokens of a cut block back as full numbers, which are coded again later: half a step more.
+/// with the extremes of that channel of the values. [`truncate`](KvCache::truncate) into the quantized
+/// tokens dequantizes those of a cut block, which are quantized again later: half a step more.
 ///
 /// [arXiv:2402.02750]: https://arxiv.org/abs/2402.02750
 ///
@@ -74,15 +74,15 @@ use store::Store;
 pub struct QuantizedCache {
     config: QuantizedCacheConfig,
     layers: Vec<Option<Layer>>,
-    /// Keys and values of one layer, as numbers.
+    /// The dequantized keys and values of one layer.
     dense: Option<[Tensor; 2]>,
 }
 
 impl QuantizedCache {
-    /// An empty cache; memory is taken at the first append.
+    /// Returns an empty cache; memory is taken at the first append.
     ///
     /// # Errors
-    /// When the settings are out of range.
+    /// When an option is out of its range.
     pub fn new(config: QuantizedCacheConfig) -> Result<QuantizedCache> {
         config.validate()?;
         Ok(QuantizedCache {
@@ -92,19 +92,19 @@ impl QuantizedCache {
         })
     }
 
-    /// Its settings.
+    /// Returns the options of the cache.
     pub fn config(&self) -> &QuantizedCacheConfig {
         &self.config
     }
 
-    /// Tokens that are kept as codes; the others are in full precision.
+    /// Returns the number of quantized tokens; the others are in full precision.
     pub fn quantized_len(&self) -> i64 {
         let layers = self.layers.iter();
         let coded = layers.map(|layer| layer.as_ref().map_or(0, |held| held.quantized));
         coded.min().unwrap_or(0)
     }
 
-    fn push(&mut self, layer: usize, new: &Entries<'_>) -> Result<Recent> {
+    fn push(&mut self, layer: usize, new: &KeyValues<'_>) -> Result<Recent> {
         let layers = self.layers.len();
         let slot = self
             .layers
@@ -120,7 +120,7 @@ impl QuantizedCache {
         held.push(new)
     }
 
-    /// All of a layer as numbers, in order.
+    /// Returns all tokens of a layer in full precision, in order.
     fn dense(&mut self, layer: usize, recent: &Recent) -> Result<KvView> {
         let Some(held) = &self.layers[layer] else {
             return Ok(KvView::new(
@@ -140,10 +140,12 @@ impl QuantizedCache {
             };
             of(&dense[0], spec.key_dim) && of(&dense[1], spec.value_dim)
         };
+        // Layers run one after another, so one buffer serves all of them: dequantized layers of their
+        // own would take the memory that quantization saves.
         let dense = match self.dense.take().filter(fits) {
             Some(dense) => dense,
             None => {
-                // A quarter more, so that a longer text does not take new memory at every step.
+                // A quarter more than needed: a growing sequence does not allocate at every step.
                 let room = (coded + count) * 5 / 4;
                 let empty = |dim| {
                     let size = [spec.batch, spec.heads, room, dim];
@@ -152,8 +154,8 @@ impl QuantizedCache {
                 [empty(spec.key_dim)?, empty(spec.value_dim)?]
             }
         };
-        let parts = [(&held.keys, &recent.keys), (&held.values, &recent.values)];
-        for (dense, (store, recent)) in dense.iter().zip(parts) {
+        let sources = [(&held.keys, &recent.keys), (&held.values, &recent.values)];
+        for (dense, (store, recent)) in dense.iter().zip(sources) {
             store.dequantize_into(coded, dense)?;
             dense.f_narrow(2, coded, count)?.f_copy_(recent)?;
         }
@@ -165,7 +167,7 @@ impl QuantizedCache {
 }
 
 impl QuantizedCacheConfig {
-    /// An empty layer with room for `capacity` tokens of codes.
+    /// Returns an empty layer with capacity for `capacity` quantized tokens.
     fn layer(&self, spec: &Spec, capacity: i64) -> Result<Layer> {
         let [keys, values] = self.formats(spec)?;
         Ok(Layer {
@@ -183,7 +185,7 @@ impl QuantizedCacheConfig {
 
 impl KvCache for QuantizedCache {
     fn append(&mut self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<KvView> {
-        let new = Entries::new(layer, keys, values)?;
+        let new = KeyValues::new(layer, keys, values)?;
         let recent = self.push(layer, &new)?;
         match recent.quantized {
             0 => Ok(KvView::new(recent.keys, recent.values)),
@@ -199,14 +201,16 @@ impl KvCache for QuantizedCache {
         values: &Tensor,
         options: &AttendOptions<'_>,
     ) -> Result<Tensor> {
-        let new = Entries::new(layer, keys, values)?;
+        let new = KeyValues::new(layer, keys, values)?;
         let recent = self.push(layer, &new)?;
+        // Nothing is quantized yet: attention reads the tail, in full precision.
         if recent.quantized == 0 {
             return attend_to_view(query, &KvView::new(recent.keys, recent.values), options);
         }
         let tokens = recent.quantized + recent.keys.size()[2];
         if let Some(held) = &self.layers[layer]
             && fits_kernel(query, held, options, tokens)
+            // The kernel takes the queries to be the last tokens; other shapes take the general path.
             && query.size()[2] == new.tokens
         {
             return attend_to_codes(query, held, &recent, options);
@@ -258,7 +262,8 @@ impl KvCache for QuantizedCache {
         }))
     }
 
-    /// Codes, scales, the tail, and the memory that layers share, capacity included.
+    /// Returns the bytes of codes, scales, tail and the memory that layers share, free capacity
+    /// included.
     fn bytes(&self) -> u64 {
         let layers = self.layers.iter().flatten();
         let held = layers.map(|held| held.keys.bytes() + held.values.bytes() + held.tail.bytes());
@@ -267,7 +272,7 @@ impl KvCache for QuantizedCache {
         held.sum::<u64>() + dense.sum::<u64>()
     }
 
-    /// Of a token that is kept as codes.
+    /// Returns the bytes of a quantized token.
     fn bytes_per_token(&self) -> f64 {
         let layers = self.layers.iter().flatten();
         let bytes = |held: &Layer| {
@@ -290,8 +295,8 @@ impl KvCache for QuantizedCache {
         ]
     }
 
-    /// For each layer the codes and scales of keys and values (`key_codes`, `key_scales`, …), and the
-    /// tail (`keys`, `values`).
+    /// Returns, for each layer, the codes and scales of keys and values (`key_codes`, `key_scales`, …)
+    /// and the tail (`keys`, `values`).
     fn state(&self) -> Result<Vec<(String, Tensor)>> {
         let mut state = Vec::new();
         for (number, layer) in self.layers.iter().enumerate() {
@@ -308,7 +313,7 @@ impl KvCache for QuantizedCache {
     }
 
     fn load_state(&mut self, state: &[(String, Tensor)]) -> Result<()> {
-        let mut saved = Saved::new(state);
+        let mut saved = SavedState::new(state);
         let mut layers = Vec::new();
         for number in 0..self.layers.len() {
             let layer = match saved.take_all(number, STATE)? {
@@ -323,7 +328,7 @@ impl KvCache for QuantizedCache {
     }
 }
 
-/// The tensors of a layer in a saved state.
+/// The names of the tensors of a layer in a saved state.
 const STATE: [&str; 6] = [
     "key_codes",
     "key_scales",
@@ -336,7 +341,7 @@ const STATE: [&str; 6] = [
 impl QuantizedCacheConfig {
     fn restored(&self, number: usize, tensors: [&Tensor; 6]) -> Result<Layer> {
         let [key_codes, key_lines, value_codes, value_lines, keys, values] = tensors;
-        let tail = Entries::new(number, keys, values)?;
+        let tail = KeyValues::new(number, keys, values)?;
         let coded = key_codes.size().get(2).copied().unwrap_or(0);
         let mut layer = self.layer(&tail.spec, coded)?;
         let bad = |name: &str, tensor: &Tensor| Error::BadState {

@@ -1,4 +1,4 @@
-//! The codes of the keys, or of the values, of one layer.
+//! The quantized keys, or values, of one layer.
 #![allow(
     unsafe_code,
     reason = "the elements of tensors that only the store has, as slices"
@@ -11,10 +11,10 @@ use super::codec::{Format, QuantizationAxis, QuantizationBits};
 use super::kernel;
 use crate::Result;
 use crate::buffer::copied;
-use crate::entries::Spec;
+use crate::key_values::Spec;
 
-/// Codes `(B, H, capacity, row_bytes)`, u8, and their scales `(B, H, capacity / rows_per_line,
-/// line_len)`, f32, contiguous.
+/// The codes `(B, H, capacity, row_bytes)`, u8, and their scales and minima `(B, H, capacity /
+/// rows_per_line, line_len)`, f32, contiguous.
 #[derive(Debug)]
 pub(super) struct Store {
     pub(super) codes: Tensor,
@@ -30,7 +30,7 @@ fn size(n: i64) -> usize {
 }
 
 impl Store {
-    /// For `capacity` tokens, a multiple of the block.
+    /// Allocates a store for `capacity` tokens, a multiple of the block.
     pub(super) fn new(spec: &Spec, format: Format, capacity: i64) -> Result<Store> {
         Store::empty((spec.batch, spec.heads), spec.device, format, capacity)
     }
@@ -54,7 +54,7 @@ impl Store {
         })
     }
 
-    /// The codes and the scales of the first `tokens`.
+    /// Returns views of the codes and the scales of the first `tokens` tokens.
     pub(super) fn filled(&self, tokens: i64) -> Result<[Tensor; 2]> {
         let lines = tokens / self.format.rows_per_line() as i64;
         Ok([
@@ -63,7 +63,7 @@ impl Store {
         ])
     }
 
-    /// All of it, for the kernel.
+    /// Returns all codes and scales, for the kernel.
     pub(super) fn codes(&self) -> Result<kernel::Codes<'_>> {
         // SAFETY: nobody writes codes and scales but `quantize`, which borrows the store for writing.
         unsafe {
@@ -76,7 +76,7 @@ impl Store {
         }
     }
 
-    /// With room for `capacity` tokens, of which the first `tokens` are copied.
+    /// Returns a store for `capacity` tokens with a copy of the first `tokens`.
     pub(super) fn resized(&self, capacity: i64, tokens: i64) -> Result<Store> {
         let device = self.codes.device();
         let resized = Store::empty((self.batch, self.heads), device, self.format, capacity)?;
@@ -90,7 +90,7 @@ impl Store {
         Ok(resized)
     }
 
-    /// Row `i` is the old row `rows[i]`.
+    /// Returns a store whose row `i` is row `rows[i]` of this one.
     pub(super) fn selected(&self, rows: &Tensor) -> Result<Store> {
         Ok(Store {
             codes: self.codes.f_index_select(0, rows)?,
@@ -112,7 +112,7 @@ impl Store {
         (self.codes.numel() + 4 * self.lines.numel()) as u64
     }
 
-    /// Codes `rows (B, H, n, D)`, `n` a multiple of the block, as the tokens from `at` on.
+    /// Quantizes `rows (B, H, n, D)`, `n` a multiple of the block, as the tokens from `at` on.
     pub(super) fn quantize(&mut self, at: i64, rows: &Tensor) -> Result<()> {
         let rows = rows.f_to_kind(Kind::Float)?.f_contiguous()?;
         let tokens = rows.size()[2];
@@ -145,12 +145,12 @@ impl Store {
         Ok(())
     }
 
-    /// Writes the first `tokens` tokens to the first places of `to (B, H, C, D)`, of any kind; fastest
-    /// to contiguous f32 on a CPU.
+    /// Dequantizes the first `tokens` tokens to the first positions of `to (B, H, C, D)`, of any dtype;
+    /// fastest for contiguous f32 on a CPU.
     pub(super) fn dequantize_into(&self, tokens: i64, to: &Tensor) -> Result<()> {
         if to.device() != Device::Cpu || to.kind() != Kind::Float || !to.is_contiguous() {
             let mut to = to.f_narrow(2, 0, tokens)?;
-            return Ok(to.f_copy_(&self.by_operators(0, tokens)?)?);
+            return Ok(to.f_copy_(&self.dequantize_by_operators(0, tokens)?)?);
         }
         let (format, capacity, room) = (self.format, size(self.capacity), size(to.size()[2]));
         // SAFETY: `to` is a scratch of the caller's own, the rest is read only.
@@ -175,15 +175,15 @@ impl Store {
         Ok(())
     }
 
-    /// The numbers of a line for each row of it, `(B, H, tokens, D)`: scales and least numbers.
+    /// Returns the scales and the minima of each row of the given lines, `(B, H, tokens, D)`.
     fn lines_by_row(&self, lines: &Tensor, tokens: i64) -> Result<[Tensor; 2]> {
         let (format, half) = (&self.format, self.format.line_len() as i64 / 2);
-        let spread = |part: Tensor| match format.axis {
+        let spread = |values: Tensor| match format.axis {
             QuantizationAxis::Token => {
-                part.f_repeat_interleave_self_int(format.group as i64, -1, None)
+                values.f_repeat_interleave_self_int(format.group as i64, -1, None)
             }
             QuantizationAxis::Channel => {
-                part.f_repeat_interleave_self_int(format.block as i64, 2, Some(tokens))
+                values.f_repeat_interleave_self_int(format.block as i64, 2, Some(tokens))
             }
         };
         Ok([
@@ -192,9 +192,9 @@ impl Store {
         ])
     }
 
-    /// The tokens `from..from + tokens`, `from` at the beginning of a block, f32, through libtorch's
-    /// operators.
-    pub(super) fn by_operators(&self, from: i64, tokens: i64) -> Result<Tensor> {
+    /// Dequantizes the tokens `from..from + tokens` to f32 through libtorch's operators; `from` is the
+    /// beginning of a block.
+    pub(super) fn dequantize_by_operators(&self, from: i64, tokens: i64) -> Result<Tensor> {
         let per_line = self.format.rows_per_line() as i64;
         let codes = self.codes.f_narrow(2, from, tokens)?;
         let lines = self.lines.f_narrow(2, from / per_line, tokens / per_line)?;
@@ -202,6 +202,8 @@ impl Store {
         let codes = match self.format.bits {
             QuantizationBits::Eight => codes.shallow_clone(),
             QuantizationBits::Four => {
+                // A byte holds value `i` in its low and value `i + group/2` in its high bits; see
+                // `Format`.
                 let half = self.format.group as i64 / 2;
                 let codes = codes.f_unflatten(-1, [-1, 1, half].as_slice())?;
                 let high = codes.f_bitwise_right_shift_tensor_scalar(4i64)?;
@@ -231,13 +233,17 @@ impl Store {
         let (low, high) = (groups.f_amin(dim, false)?, groups.f_amax(dim, false)?);
         let range = high.f_sub(&low)?;
         let scales = range.f_div_scalar(highest)?;
-        let hopeless = range.f_isfinite()?.f_logical_not()?;
-        let unknown = |x: &Tensor| x.f_masked_fill(&hopeless, f64::NAN);
+        let not_finite = range.f_isfinite()?.f_logical_not()?;
+        // A group with a value that is not finite reads back as NaN, as with the slices: it must not
+        // pass for numbers.
+        let unknown = |x: &Tensor| x.f_masked_fill(&not_finite, f64::NAN);
         let lines = Tensor::f_cat(&[unknown(&scales)?, unknown(&low)?], -1)?;
         let [scales, least] = self.lines_by_row(&lines, tokens)?;
         let codes = rows
             .f_sub(&least)?
             .f_div(&scales)?
+            // A constant group has scale 0, and 0/0 is NaN: its code is 0, which stands for the
+            // minimum.
             .f_nan_to_num(0.0, highest, 0.0)?
             .f_round()?
             .f_clamp(0.0, highest)?
@@ -269,9 +275,9 @@ impl Store {
 mod tests {
     use super::*;
 
-    /// What runs on a GPU, where no slice is at hand.
+    /// The operators run on a GPU, where the elements are not available as slices.
     #[test]
-    fn the_operators_code_as_the_slices_do() {
+    fn operators_and_slices_quantize_alike() {
         let device = Device::Cpu;
         let spec = Spec {
             batch: 2,
@@ -303,7 +309,7 @@ mod tests {
                     let mut operators = Store::new(&spec, format, 24)?;
                     slices.quantize(8, &rows)?;
                     operators.quantize_by_operators(8, &rows)?;
-                    // The first block too, so that all can be read.
+                    // The first block is quantized too, so that all of it can be read.
                     slices.quantize(0, &rows.f_narrow(2, 0, 8)?)?;
                     operators.quantize_by_operators(0, &rows.f_narrow(2, 0, 8)?)?;
                     let read = Tensor::f_empty([2, 3, 30, 12], (Kind::Float, device))?;
@@ -311,7 +317,7 @@ mod tests {
                     let whole = Tensor::f_cat(&[rows.f_narrow(2, 0, 8)?, rows.shallow_clone()], 2)?;
                     Ok((
                         read.f_narrow(2, 0, 24)?,
-                        operators.by_operators(0, 24)?,
+                        operators.dequantize_by_operators(0, 24)?,
                         whole,
                     ))
                 };

@@ -1,24 +1,28 @@
-use crate::{Error, Result};
+use overdrive_core::{check_non_negative, check_option};
 
-/// What a [`SlidingCache`](crate::SlidingCache) keeps.
+use crate::Result;
+
+/// The options of a [`SlidingCache`](crate::SlidingCache).
 #[derive(Debug, Clone, PartialEq)]
 pub struct SlidingCacheConfig {
-    /// For each layer the tokens that a query sees, its own included (Hugging Face's
-    /// `sliding_window`); `None` for a layer that keeps all. Default: none; there must be one for each
-    /// layer of the model.
+    /// The window of each layer of the model: the number of tokens that a query sees, its own included
+    /// (Hugging Face's `sliding_window`); `None` for a layer that keeps every token. There must be one
+    /// entry for each layer. Default empty.
     pub windows: Vec<Option<i64>>,
-    /// How many of the first tokens are kept besides, for layers with a window; default 0. Models that
-    /// were trained with full attention need a few (4 in StreamingLLM) to go on beyond a window.
+    /// The number of first tokens that layers with a window keep besides it, as attention sinks.
+    /// Default 0. Models that were trained with full attention need a few (4 in StreamingLLM) to
+    /// generate beyond a window.
     pub sinks: i64,
-    /// Tokens that are kept beyond the window, so that up to `slack + 1` can be taken back after
-    /// speculation; default 0.
+    /// The number of tokens that are kept beyond the window, so that up to `slack + 1` can be taken
+    /// back after speculation. Default 0.
     pub slack: i64,
-    /// Rotary frequencies, radians a token, `1 / base^(2i/D)` as the model scales them, for channels
-    /// `i` and `i + D/2` (Llama's half-split convention): sinks are then turned on as tokens are
-    /// dropped, so that no distance exceeds the cache. Default `None`: sinks stay where they are, at
-    /// growing distances. Not for frequencies that change with the length (dynamic NTK scaling).
+    /// The rotary frequencies in radians per token, `1 / base^(2i/D)` as the model scales them, for
+    /// channels `i` and `i + D/2` (Llama's half-split convention). With them the sinks are rotated
+    /// forward as tokens are dropped, so that no distance exceeds the cache. Default `None`: sinks keep
+    /// their positions, at growing distances. Not for frequencies that change with the length (dynamic
+    /// NTK scaling).
     pub inverse_frequencies: Option<Vec<f64>>,
-    /// Tokens for which memory is taken at the first append, at most; default 64.
+    /// The largest number of tokens for which memory is taken at the first append. Default 64.
     pub initial_capacity: i64,
 }
 
@@ -35,7 +39,7 @@ impl Default for SlidingCacheConfig {
 }
 
 impl SlidingCacheConfig {
-    /// The same window for each of `layers` layers.
+    /// Returns a configuration with the same window for each of `layers` layers.
     pub fn uniform(layers: usize, window: i64) -> SlidingCacheConfig {
         SlidingCacheConfig {
             windows: vec![Some(window); layers],
@@ -43,38 +47,27 @@ impl SlidingCacheConfig {
         }
     }
 
-    /// Whether the settings are in range.
+    /// Checks every option against its range.
     ///
     /// # Errors
-    /// [`Error::BadConfig`] with the setting that is not.
+    /// An [option](overdrive_core::Error::InvalidOption) out of its range.
     pub fn validate(&self) -> Result<()> {
-        let bad = |key, found: String, expected| {
-            Err(Error::BadConfig {
-                key,
-                found,
-                expected,
-            })
-        };
-        if let Some(window) = self.windows.iter().flatten().find(|window| **window < 1) {
+        for window in self.windows.iter().flatten() {
             let expected = "at least 1: a token sees itself (None for a layer without a window)";
-            return bad("windows", window.to_string(), expected);
+            check_option(*window >= 1, "windows", window, expected)?;
         }
-        for (key, value) in [("sinks", self.sinks), ("slack", self.slack)] {
-            if value < 0 {
-                return bad(key, value.to_string(), "at least 0");
-            }
+        check_non_negative("sinks", self.sinks)?;
+        check_non_negative("slack", self.slack)?;
+        if let Some(all) = &self.inverse_frequencies {
+            let valid = !all.is_empty() && all.iter().all(|f| f.is_finite());
+            let expected = "finite numbers, one for each pair of channels that rotates";
+            check_option(valid, "inverse_frequencies", format!("{all:?}"), expected)?;
         }
-        match &self.inverse_frequencies {
-            Some(all) if all.is_empty() || all.iter().any(|f| !f.is_finite()) => {
-                let expected = "finite numbers, one for each pair of channels that turns";
-                bad("inverse_frequencies", format!("{all:?}"), expected)
-            }
-            _ => Ok(()),
-        }
+        Ok(())
     }
 }
 
-/// `128,full,128`; a single number where all are the same.
+/// Returns the windows as text, `128,full,128`, or a single one if all are the same.
 pub(super) fn windows_text(windows: &[Option<i64>]) -> String {
     let text = |window: &Option<i64>| window.map_or("full".to_owned(), |n| n.to_string());
     match windows {

@@ -1,48 +1,49 @@
-//! Caches that forget.
+//! Caches of a sliding window.
 
 mod config;
 mod ring;
-mod turn;
+mod rotation;
 
 use overdrive_attention::{AttentionOptions, Layout, Window, attention_with_lse, merge};
 use tch::{Kind, Tensor};
 
 use crate::attend::attend_to_view;
 use crate::buffer::copied;
-use crate::entries::{Entries, check_truncation};
-use crate::saved::{Saved, name_of, numbers};
+use crate::key_values::{KeyValues, check_truncation};
+use crate::saved_state::{SavedState, integers, name_of};
 use crate::{AttendOptions, Error, KvCache, KvView, Result};
 
 pub use config::SlidingCacheConfig;
 use ring::{Limits, Ring};
-use turn::{Turn, turned};
+use rotation::{Rotation, rotate};
 
-/// A cache that keeps the last tokens of a text of any length, and, as attention sinks, the first ones.
+/// A cache that keeps the last tokens of a sequence of any length, and the first ones as attention
+/// sinks.
 ///
-/// Each layer keeps what its window needs: a layer with a window of `w` keeps `sinks + w + slack`
-/// tokens in a ring, however long the text (StreamingLLM: Xiao et al. 2023, [arXiv:2309.17453]); a
-/// layer without one grows, as in a [`GrowingCache`](crate::GrowingCache). With the model's own windows
-/// (Mistral, Gemma, Qwen) and no sinks, nothing changes but the memory.
+/// Each layer keeps the tokens of its window: a layer with a window of `w` keeps `sinks + w + slack`
+/// tokens in a ring, however long the sequence (StreamingLLM: Xiao et al. 2023, [arXiv:2309.17453]); a
+/// layer without one grows, as in a [`DynamicCache`](crate::DynamicCache). With the model's own windows
+/// (Mistral, Gemma, Qwen) and no sinks, only the memory changes, not the result.
 ///
-/// [`attend`](KvCache::attend) of one token copies that token only: to a single query the order of
-/// keys means nothing, so it reads the ring as it lies. [`append`](KvCache::append), whose view is in
-/// order, copies the ring at every step once it has gone round, and so does `attend` of several
-/// tokens.
+/// [`attend`](KvCache::attend) of one token copies that token only: the result of a single query does
+/// not depend on the order of the keys, so it reads the ring in the order of its slots.
+/// [`append`](KvCache::append), whose view is in order, copies the ring at every step once it has
+/// wrapped around, and so does `attend` of several tokens.
 ///
 /// # Sinks under rotary positions
 ///
-/// Plain sinks stand ever further away from the query. StreamingLLM numbers the tokens of the cache
-/// instead of those of the text, so that no distance exceeds the cache. As only distances matter to
-/// rotary positions, this cache has the same effect at the price of a few keys: it turns the sinks on
-/// by as many tokens as have been dropped, where [`SlidingCacheConfig::inverse_frequencies`] are
-/// given. [`span`](KvCache::span) then is the sinks and the window.
+/// The distance of plain sinks from the query grows without bound. StreamingLLM numbers the tokens of
+/// the cache instead of those of the sequence, so that no distance exceeds the cache. As only distances
+/// matter to rotary positions, this cache has the same effect at the price of a few keys: if
+/// [`SlidingCacheConfig::inverse_frequencies`] are given, it rotates the sinks forward by as many
+/// tokens as have been dropped. [`span`](KvCache::span) is then the sinks and the window.
 ///
-/// # Going back
+/// # Truncation
 ///
-/// [`truncate`](KvCache::truncate) by up to `slack + 1` tokens is always possible, and by any number
-/// as long as nothing has been dropped, or into the sinks; else it is [`Error::AlreadyDropped`]. A
-/// step of more than `slack + 1` tokens that fails half-way can therefore not be undone in general:
-/// [`reset`](KvCache::reset) then.
+/// [`truncate`](KvCache::truncate) by up to `slack + 1` tokens is always possible, and by any number as
+/// long as nothing has been dropped, or into the sinks; otherwise it fails with
+/// [`Error::AlreadyDropped`]. A step of more than `slack + 1` tokens that fails half-way can therefore
+/// not be undone in general; use [`reset`](KvCache::reset) then.
 ///
 /// ```
 /// use overdrive_kv_cache::{AttendOptions, KvCache, SlidingCache, SlidingCacheConfig};
@@ -69,34 +70,34 @@ use turn::{Turn, turned};
 pub struct SlidingCache {
     config: SlidingCacheConfig,
     layers: Vec<Option<Ring>>,
-    /// The last turn of sink keys: layers with one window share it.
-    key_turn: Option<Turn>,
-    /// The last turns of queries, for this past, number of tokens, and window.
-    query_turn: Option<((i64, i64, i64), Turn)>,
+    /// The last rotation of sink keys; layers of the same window share it.
+    key_rotation: Option<Rotation>,
+    /// The last rotations of queries, for this past, number of tokens, and window.
+    query_rotation: Option<((i64, i64, i64), Rotation)>,
 }
 
 impl SlidingCache {
-    /// An empty cache; memory is taken at the first append.
+    /// Returns an empty cache; memory is taken at the first append.
     ///
     /// # Errors
-    /// When the settings are out of range.
+    /// When an option is out of its range.
     pub fn new(config: SlidingCacheConfig) -> Result<SlidingCache> {
         config.validate()?;
         Ok(SlidingCache {
             layers: config.windows.iter().map(|_| None).collect(),
-            key_turn: None,
-            query_turn: None,
+            key_rotation: None,
+            query_rotation: None,
             config,
         })
     }
 
-    /// Its settings.
+    /// Returns the options of the cache.
     pub fn config(&self) -> &SlidingCacheConfig {
         &self.config
     }
 
-    /// The ring of a layer, made for `new` where there is none yet.
-    fn ring(&mut self, layer: usize, new: &Entries<'_>) -> Result<&mut Ring> {
+    /// Returns the ring of a layer, which is made for `new` if there is none yet.
+    fn ring(&mut self, layer: usize, new: &KeyValues<'_>) -> Result<&mut Ring> {
         let limits = self.limits(layer);
         match &mut self.layers[layer] {
             Some(ring) => {
@@ -126,41 +127,42 @@ impl SlidingCache {
         Ok(())
     }
 
-    /// By how many tokens the sinks must be turned on for each of the queries at `from..to`; `None`
-    /// where not at all.
-    fn turns(&self, layer: usize, from: i64, to: i64) -> Option<Vec<i64>> {
+    /// Returns the number of tokens by which the sinks must be rotated for each of the queries at
+    /// `from..to`; `None` if no rotation is needed.
+    fn sink_rotations(&self, layer: usize, from: i64, to: i64) -> Option<Vec<i64>> {
         let limits = self.limits(layer);
         let dropped = |position| limits.first_seen(position) - limits.sinks;
-        let any = self.config.inverse_frequencies.is_some() && limits.sinks > 0;
-        (any && dropped(to - 1) > 0).then(|| (from..to).map(dropped).collect())
+        let rotates = self.config.inverse_frequencies.is_some() && limits.sinks > 0;
+        (rotates && dropped(to - 1) > 0).then(|| (from..to).map(dropped).collect())
     }
 
-    /// Turns the sink keys of a layer for the query at `position`.
-    fn turn_sinks(&mut self, layer: usize, position: i64) -> Result<()> {
-        let turn = self.turns(layer, position, position + 1);
+    /// Rotates the sink keys of a layer for the query at `position`.
+    fn rotate_sinks(&mut self, layer: usize, position: i64) -> Result<()> {
+        let rotation = self.sink_rotations(layer, position, position + 1);
         let Some(ring) = &mut self.layers[layer] else {
             return Ok(());
         };
-        let (Some(tokens), Some(frequencies)) = (turn, &self.config.inverse_frequencies) else {
-            return ring.unturn_sinks();
+        let (Some(tokens), Some(frequencies)) = (rotation, &self.config.inverse_frequencies) else {
+            return ring.restore_sinks();
         };
-        let known = self.key_turn.take();
-        let fits = |known: &Turn| tokens == [known.tokens] && known.fits(&ring.buffer.spec);
-        let turn = match known.filter(fits) {
+        let known = self.key_rotation.take();
+        let fits = |known: &Rotation| tokens == [known.tokens] && known.fits(&ring.buffer.spec);
+        let rotation = match known.filter(fits) {
             Some(known) => known,
-            None => Turn::new(frequencies, &tokens, &ring.buffer.spec)?,
+            None => Rotation::new(frequencies, &tokens, &ring.buffer.spec)?,
         };
-        ring.turn_sinks(&turn)?;
-        self.key_turn = Some(turn);
+        ring.rotate_sinks(&rotation)?;
+        self.key_rotation = Some(rotation);
         Ok(())
     }
 
-    /// Attention of one query over a ring that has dropped tokens, as it lies.
+    /// Computes the attention of one query over a ring that has dropped tokens, in the order of its
+    /// slots. Returns `None` if the mask does not have a column for each token.
     fn attend_to_ring(
         &mut self,
         layer: usize,
         query: &Tensor,
-        new: &Entries<'_>,
+        new: &KeyValues<'_>,
         options: &AttendOptions<'_>,
     ) -> Result<Option<Tensor>> {
         let ring = self.ring(layer, new)?;
@@ -172,7 +174,7 @@ impl SlidingCache {
             return Ok(None);
         }
         ring.push(new)?;
-        self.turn_sinks(layer, total - 1)?;
+        self.rotate_sinks(layer, total - 1)?;
         let Some(ring) = &self.layers[layer] else {
             return Ok(None);
         };
@@ -181,10 +183,12 @@ impl SlidingCache {
             (Some(cache), _) => cache,
             (None, _) => return Ok(None),
         };
+        // Slots of the slack, and of a model window narrower than the cache's, hold tokens that this
+        // query must not see.
         let seen = ring.seen_slots(window)?;
         let mask = match (options.mask, seen) {
             (None, seen) => seen,
-            (Some(mask), seen) => match ring.by_slot(mask)? {
+            (Some(mask), seen) => match ring.columns_by_slot(mask)? {
                 Some(mask) => Some(match seen {
                     Some(seen) => mask.f_logical_and(&seen)?,
                     None => mask,
@@ -200,18 +204,19 @@ impl SlidingCache {
             window: None,
             ..*options
         };
-        attend_to_view(query, &ring.as_it_lies()?, &options).map(Some)
+        attend_to_view(query, &ring.unordered()?, &options).map(Some)
     }
 
-    /// Attention of several queries, each of which sees the sinks at a distance of its own: instead of
-    /// the sinks the queries are turned (back), and the two parts are merged.
-    fn attend_in_two_parts(
+    /// Computes the attention of several queries, each of which sees the sinks at another distance: the
+    /// queries are rotated backward instead of the sinks forward, and the attention over the sinks and
+    /// that over the rest are merged.
+    fn attend_with_rotated_queries(
         &mut self,
         layer: usize,
         query: &Tensor,
-        new: &Entries<'_>,
+        new: &KeyValues<'_>,
         options: &AttendOptions<'_>,
-        turns: &[i64],
+        rotations: &[i64],
     ) -> Result<Tensor> {
         let (past, tokens) = {
             let ring = self.ring(layer, new)?;
@@ -219,22 +224,27 @@ impl SlidingCache {
         };
         let limits = self.limits(layer);
         let window = limits.window.unwrap_or(i64::MAX);
+        // The layers of one window need the same rotations in a step, each of which is computed on the
+        // host.
         let key = (past, tokens, window);
-        let known = self.query_turn.take();
-        let turn = match known.filter(|(known, turn)| *known == key && turn.fits(&new.spec)) {
-            Some((_, turn)) => turn,
-            None => {
-                let back: Vec<i64> = turns.iter().map(|turn| -turn).collect();
-                let frequencies = self.config.inverse_frequencies.as_deref();
-                Turn::new(frequencies.unwrap_or(&[]), &back, &new.spec)?
-            }
-        };
-        let query_at_sinks = turned(query, &turn)?;
-        self.query_turn = Some((key, turn));
+        let known = self.query_rotation.take();
+        let rotation =
+            match known.filter(|(known, rotation)| *known == key && rotation.fits(&new.spec)) {
+                Some((_, rotation)) => rotation,
+                None => {
+                    let back: Vec<i64> = rotations.iter().map(|rotation| -rotation).collect();
+                    let frequencies = self.config.inverse_frequencies.as_deref();
+                    Rotation::new(frequencies.unwrap_or(&[]), &back, &new.spec)?
+                }
+            };
+        // Only distances matter to rotary positions: moving the query back equals moving the sinks
+        // forward, and one copy of the sinks serves every query.
+        let query_at_sinks = rotate(query, &rotation)?;
+        self.query_rotation = Some((key, rotation));
 
         let ring = self.ring(layer, new)?;
         let from = limits.first_seen(past);
-        // The sinks among the new tokens belong to the other part.
+        // The sinks among the new tokens belong to the attention over the sinks.
         let (keys, values) = ring.ordered(false, from, Some(new))?;
         let late = (limits.sinks - past).clamp(0, tokens);
         let count = keys.size()[2] - late;
@@ -242,15 +252,16 @@ impl SlidingCache {
             keys.f_narrow(2, late, count)?,
             values.f_narrow(2, late, count)?,
         );
+        // `ordered` has copied the earlier tokens, which the append may overwrite.
         ring.push(new)?;
-        let sinks = ring.given_sinks()?;
+        let sinks = ring.original_sinks()?;
         let sink_values = ring.buffer.values.f_narrow(2, 0, ring.sinks())?;
 
-        let rest = KvView::windowed(keys, values, 0, from, window);
+        let recent = KvView::windowed(keys, values, 0, from, window);
         let masks = match options.mask {
             Some(mask) => {
                 let at_sinks = mask.f_narrow(-1, 0, ring.sinks())?;
-                (Some(at_sinks), Some(rest.columns_of(mask)?))
+                (Some(at_sinks), Some(recent.columns_of(mask)?))
             }
             // A query among the sinks sees those up to its own.
             None if past < limits.sinks => {
@@ -283,20 +294,23 @@ impl SlidingCache {
                 ..common
             },
         };
-        let (second, second_lse) = attention_with_lse(query, &rest.keys, &rest.values, &at_rest)?;
+        let (second, second_lse) =
+            attention_with_lse(query, &recent.keys, &recent.values, &at_rest)?;
+        // Each part is normalized by its own log-sum-exp; `merge` weights them so that the result is
+        // one softmax.
         let (merged, _) = merge(&[first, second], &[first_lse, second_lse], Layout::Bhtd)?;
         Ok(merged)
     }
 }
 
-/// The view of a query at `position`, the last token, in order.
+/// Returns the view of a query at `position`, the last token, in order.
 fn in_order(ring: &Ring, position: i64) -> Result<KvView> {
     let from = ring.limits.first_seen(position).max(ring.sinks());
     let (keys, values) = ring.ordered(true, from, None)?;
     Ok(view(ring, keys, values, from))
 }
 
-/// Sinks and the tokens from `from` on, with the layer's window.
+/// Returns the view of the sinks and the tokens from `from` on, with the layer's window.
 fn view(ring: &Ring, keys: Tensor, values: Tensor, from: i64) -> KvView {
     match ring.limits.window {
         Some(window) => KvView::windowed(keys, values, ring.sinks(), from, window),
@@ -305,34 +319,37 @@ fn view(ring: &Ring, keys: Tensor, values: Tensor, from: i64) -> KvView {
 }
 
 impl KvCache for SlidingCache {
-    /// As the trait says; [`Error::Unsupported`] for several tokens whose distances to turned sinks
-    /// differ, which one view cannot show: [`attend`](KvCache::attend) does it.
+    /// As the trait says. Fails with [`Error::Unsupported`] for several tokens whose distances to
+    /// rotated sinks differ, which one view cannot show; [`attend`](KvCache::attend) supports them.
     fn append(&mut self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<KvView> {
         self.check_layer(layer)?;
-        let new = Entries::new(layer, keys, values)?;
+        let new = KeyValues::new(layer, keys, values)?;
         let past = self.ring(layer, &new)?.total;
-        let turns = self.turns(layer, past, past + new.tokens);
-        if turns.is_some() && new.tokens > 1 {
+        let rotations = self.sink_rotations(layer, past, past + new.tokens);
+        if rotations.is_some() && new.tokens > 1 {
             return Err(Error::Unsupported {
-                cache: "a sliding cache that turns its sinks",
+                cache: "a sliding cache that rotates its sinks",
                 what: "show several new tokens one view",
                 hint: "each sees the sinks at another distance; call `attend` instead of `append`",
             });
         }
         let ring = self.ring(layer, &new)?;
+        // Nothing is dropped by this step: the filled part of the buffer is the view, without a copy.
         if ring.stays_linear(new.tokens) {
             ring.push(&new)?;
-            self.turn_sinks(layer, past + new.tokens - 1)?;
+            self.rotate_sinks(layer, past + new.tokens - 1)?;
             let ring = self.ring(layer, &new)?;
             let (keys, values) = ring.buffer.view(0, ring.total)?;
             return Ok(view(ring, keys, values, ring.sinks()));
         }
-        if turns.is_some() {
+        if rotations.is_some() {
             ring.push(&new)?;
-            self.turn_sinks(layer, past)?;
+            self.rotate_sinks(layer, past)?;
             return in_order(self.ring(layer, &new)?, past);
         }
         let from = ring.limits.first_seen(past);
+        // The view is built before the append, which overwrites tokens that the first of several
+        // queries still sees.
         let (keys, values) = ring.ordered(true, from, Some(&new))?;
         ring.push(&new)?;
         Ok(view(ring, keys, values, from))
@@ -347,17 +364,19 @@ impl KvCache for SlidingCache {
         options: &AttendOptions<'_>,
     ) -> Result<Tensor> {
         self.check_layer(layer)?;
-        let new = Entries::new(layer, keys, values)?;
+        let new = KeyValues::new(layer, keys, values)?;
         let ring = self.ring(layer, &new)?;
         let (past, in_place) = (ring.total, !ring.stays_linear(new.tokens));
+        // A single query attends to keys in any order: the ring is read as it is, and nothing is
+        // sorted.
         if new.tokens == 1 && in_place {
             if let Some(output) = self.attend_to_ring(layer, query, &new, options)? {
                 return Ok(output);
             }
-        } else if let Some(turns) = self.turns(layer, past, past + new.tokens)
+        } else if let Some(rotations) = self.sink_rotations(layer, past, past + new.tokens)
             && new.tokens > 1
         {
-            return self.attend_in_two_parts(layer, query, &new, options, &turns);
+            return self.attend_with_rotated_queries(layer, query, &new, options, &rotations);
         }
         attend_to_view(query, &self.append(layer, keys, values)?, options)
     }
@@ -376,6 +395,7 @@ impl KvCache for SlidingCache {
 
     fn span(&self) -> Option<i64> {
         let windows = self.config.windows.iter().copied();
+        // One layer without a window sees everything, and then there is no bound.
         let widest = windows.reduce(|a, b| Some(a?.max(b?))).flatten()?;
         match self.config.sinks {
             0 => Some(widest),
@@ -388,7 +408,7 @@ impl KvCache for SlidingCache {
         check_truncation(len, self.len())?;
         let rings = self.layers.iter().enumerate();
         for (layer, ring) in rings.filter_map(|(layer, ring)| Some((layer, ring.as_ref()?))) {
-            if ring.lost_at(len) {
+            if ring.misses_tokens_at(len) {
                 return Err(Error::AlreadyDropped {
                     len,
                     layer,
@@ -405,7 +425,7 @@ impl KvCache for SlidingCache {
 
     fn reset(&mut self) {
         self.layers.iter_mut().for_each(|ring| *ring = None);
-        (self.key_turn, self.query_turn) = (None, None);
+        (self.key_rotation, self.query_rotation) = (None, None);
     }
 
     fn reorder(&mut self, rows: &Tensor) -> Result<()> {
@@ -433,8 +453,7 @@ impl KvCache for SlidingCache {
         rings.map(|ring| ring.buffer.bytes()).sum()
     }
 
-    /// As the trait says, for a token that is kept; past the window a new token takes the place of an
-    /// old one.
+    /// As the trait says, for a token that is kept; past the window a new token replaces an old one.
     fn bytes_per_token(&self) -> f64 {
         let rings = self.layers.iter().flatten();
         rings
@@ -453,8 +472,8 @@ impl KvCache for SlidingCache {
         ]
     }
 
-    /// For each layer `keys` and `values`, what is kept in order, and `place`, the number of tokens so
-    /// far and that of the first one after the sinks.
+    /// Returns, for each layer, the kept `keys` and `values` in order, and `place`: the number of
+    /// tokens so far and the position of the first one after the sinks.
     fn state(&self) -> Result<Vec<(String, Tensor)>> {
         let mut state = Vec::new();
         for (number, ring) in self.layers.iter().enumerate() {
@@ -470,7 +489,7 @@ impl KvCache for SlidingCache {
     }
 
     fn load_state(&mut self, state: &[(String, Tensor)]) -> Result<()> {
-        let mut saved = Saved::new(state);
+        let mut saved = SavedState::new(state);
         let mut layers = Vec::new();
         for layer in 0..self.layers.len() {
             let names = ["keys", "values", "place"];
@@ -478,8 +497,8 @@ impl KvCache for SlidingCache {
                 layers.push(None);
                 continue;
             };
-            let [total, first] = numbers(layer, "place", place)?;
-            let kept = Entries::new(layer, keys, values)?;
+            let [total, first] = integers(layer, "place", place)?;
+            let kept = KeyValues::new(layer, keys, values)?;
             let ring = Ring::restored(self.limits(layer), &kept, total, first)?;
             let ring = ring.ok_or_else(|| Error::BadState {
                 name: name_of(layer, "place"),

@@ -2,81 +2,82 @@
 
 use tch::Tensor;
 
-use super::turn::{Turn, turned};
+use super::rotation::{Rotation, rotate};
 use crate::KvView;
 use crate::Result;
 use crate::buffer::{Buffer, copied};
-use crate::entries::{Entries, Spec};
+use crate::key_values::{KeyValues, Spec};
 
-/// How much a layer keeps.
+/// The number of tokens that a layer keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Limits {
-    /// Tokens that a query sees besides the sinks; `None`: all.
+    /// The number of tokens that a query sees besides the sinks; `None`: all.
     pub(super) window: Option<i64>,
     pub(super) sinks: i64,
     pub(super) slack: i64,
 }
 
 impl Limits {
-    /// Tokens after the sinks that are kept.
+    /// Returns the number of tokens that are kept after the sinks.
     fn ring(&self) -> Option<i64> {
         self.window.map(|window| window + self.slack)
     }
 
-    /// The first token after the sinks that a query at `position` sees.
+    /// Returns the position of the first token after the sinks that a query at `position` sees.
     pub(super) fn first_seen(&self, position: i64) -> i64 {
         let first = self.window.map_or(0, |window| position + 1 - window);
         first.max(self.sinks)
     }
 }
 
-/// The sinks (tokens `0..sinks`) in the first slots, and behind them the last tokens: token `n` in slot
+/// The sinks (tokens `0..sinks`) in the first slots, followed by the last tokens: token `n` in slot
 /// `sinks + (n - sinks) mod ring`. As long as nothing has been dropped, token `n` lies in slot `n`, and
 /// the buffer grows.
 #[derive(Debug)]
 pub(super) struct Ring {
     pub(super) buffer: Buffer,
     pub(super) limits: Limits,
-    /// Tokens so far.
+    /// The number of tokens so far.
     pub(super) total: i64,
-    /// The first token after the sinks that is still there.
+    /// The position of the first token after the sinks that is still held.
     pub(super) first: i64,
-    /// By how many tokens the sink keys in the buffer are turned, and what they were.
-    turn: i64,
-    sinks_as_given: Option<Tensor>,
+    /// The number of tokens by which the sink keys in the buffer are rotated, and the keys before that.
+    rotation: i64,
+    unrotated_sinks: Option<Tensor>,
 }
 
 impl Ring {
     pub(super) fn new(spec: Spec, limits: Limits, capacity: i64) -> Result<Ring> {
+        // Never more than the ring needs, however large the capacity that the caller expects.
         let most = limits.ring().map_or(i64::MAX, |ring| limits.sinks + ring);
         Ok(Ring {
             buffer: Buffer::new(spec, capacity.clamp(1, most))?,
             limits,
             total: 0,
             first: limits.sinks,
-            turn: 0,
-            sinks_as_given: None,
+            rotation: 0,
+            unrotated_sinks: None,
         })
     }
 
-    /// Whether each token lies in the slot of its number.
+    /// Returns `true` if each token lies in the slot of its position.
     pub(super) fn is_linear(&self) -> bool {
         self.first == self.limits.sinks
     }
 
-    /// Whether it still is with `new` more tokens.
+    /// Returns `true` if it still does with `new` more tokens.
     pub(super) fn stays_linear(&self, new: i64) -> bool {
         let ring = self.limits.ring();
         let fits = ring.is_none_or(|ring| self.total + new <= self.limits.sinks + ring);
         self.is_linear() && fits
     }
 
-    /// The sinks there are.
+    /// Returns the number of sinks that are held.
     pub(super) fn sinks(&self) -> i64 {
         self.limits.sinks.min(self.total)
     }
 
-    /// Slots in use.
+    /// Returns the number of slots in use.
     fn used(&self) -> i64 {
         if self.is_linear() {
             self.total
@@ -85,11 +86,12 @@ impl Ring {
         }
     }
 
-    /// Adds new tokens, over the oldest where there is no other room.
-    pub(super) fn push(&mut self, new: &Entries<'_>) -> Result<()> {
+    /// Appends tokens, overwriting the oldest if there is no other room.
+    pub(super) fn push(&mut self, new: &KeyValues<'_>) -> Result<()> {
         let (needed, capacity) = (self.total + new.tokens, self.buffer.capacity);
         let ring = self.limits.ring();
         let most = ring.map_or(i64::MAX, |ring| self.limits.sinks + ring);
+        // Once tokens have been dropped, the buffer has its final size.
         if self.is_linear() && capacity < needed.min(most) {
             let larger = needed.max(2 * capacity).min(most);
             self.buffer = self.buffer.resized(larger, self.total)?;
@@ -102,9 +104,9 @@ impl Ring {
         Ok(())
     }
 
-    /// Writes `count` of the `new` tokens from number `from` on, which are the tokens `token..` of the
-    /// text, into their slots; of more than the ring holds, the last.
-    fn write(&mut self, token: i64, new: &Entries<'_>, from: i64, count: i64) -> Result<()> {
+    /// Writes `count` of the `new` tokens, beginning with token `from` of them, into the slots of the
+    /// positions from `token` on. If there are more than the ring holds, it writes the last ones.
+    fn write(&mut self, token: i64, new: &KeyValues<'_>, from: i64, count: i64) -> Result<()> {
         if count == 0 {
             return Ok(());
         }
@@ -116,6 +118,7 @@ impl Ring {
         if to_sinks > 0 {
             self.buffer.write(token, new, from, to_sinks)?;
         }
+        // Earlier tokens would be overwritten by later ones of the same call.
         let mut next = to_sinks.max(count - ring);
         while next < count {
             let slot = (token + next - sinks) % ring;
@@ -126,7 +129,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Where the tokens `from..total` after the sinks lie: runs of slots, oldest first.
+    /// Returns the slots of the tokens `from..total` after the sinks as runs, oldest first.
     fn runs(&self, from: i64) -> [(i64, i64); 2] {
         let (sinks, count) = (self.limits.sinks, (self.total - from).max(0));
         match self.limits.ring() {
@@ -139,13 +142,13 @@ impl Ring {
         }
     }
 
-    /// The sinks, where `with_sinks`, the tokens from `from` on, and `new` ones, in order. Copied, unless
-    /// they lie in one run.
+    /// Returns the sinks (if `with_sinks`), the tokens from `from` on, and the `new` ones, in order.
+    /// Copied, unless they lie in one run.
     pub(super) fn ordered(
         &self,
         with_sinks: bool,
         from: i64,
-        new: Option<&Entries<'_>>,
+        new: Option<&KeyValues<'_>>,
     ) -> Result<(Tensor, Tensor)> {
         let sinks = if with_sinks { self.sinks() } else { 0 };
         let [first, second] = self.runs(from.max(self.sinks()));
@@ -170,14 +173,14 @@ impl Ring {
         }
     }
 
-    /// All slots as they lie, in no order.
-    pub(super) fn as_it_lies(&self) -> Result<KvView> {
+    /// Returns a view of all slots, in the order of the buffer.
+    pub(super) fn unordered(&self) -> Result<KvView> {
         let (keys, values) = self.buffer.view(0, self.used())?;
         Ok(KvView::new(keys, values))
     }
 
-    /// Which slots the last query sees through `window`, bool `(slots,)`; `None`: all of them. For a
-    /// ring that has dropped tokens.
+    /// Returns the slots that the last query sees through `window`, bool `(slots,)`; `None`: all of
+    /// them. For a ring that has dropped tokens.
     pub(super) fn seen_slots(&self, window: i64) -> Result<Option<Tensor>> {
         let from = self.first.max(self.total - window);
         let sinks = self.limits.sinks;
@@ -192,9 +195,9 @@ impl Ring {
         Ok(Some(seen))
     }
 
-    /// The columns of `mask (…, S)` in the order of the slots; `None` where slots hold tokens that were
-    /// taken back, for which there is no column.
-    pub(super) fn by_slot(&self, mask: &Tensor) -> Result<Option<Tensor>> {
+    /// Returns the columns of `mask (…, S)` in the order of the slots; `None` if slots hold tokens that
+    /// were taken back, for which there is no column.
+    pub(super) fn columns_by_slot(&self, mask: &Tensor) -> Result<Option<Tensor>> {
         let Some(ring) = self.limits.ring() else {
             return Ok(None);
         };
@@ -204,66 +207,70 @@ impl Ring {
         }
         // The next token would lie in slot `next`, where the oldest is.
         let next = (self.total - sinks) % ring;
-        let parts = [
+        let columns = [
             mask.f_narrow(-1, 0, sinks)?,
             mask.f_narrow(-1, self.total - next, next)?,
             mask.f_narrow(-1, self.first, ring - next)?,
         ];
-        Ok(Some(Tensor::f_cat(&parts, -1)?))
+        Ok(Some(Tensor::f_cat(&columns, -1)?))
     }
 
-    /// The sink keys as they were given.
-    pub(super) fn given_sinks(&self) -> Result<Tensor> {
-        match &self.sinks_as_given {
+    /// Returns the sink keys as they were given.
+    pub(super) fn original_sinks(&self) -> Result<Tensor> {
+        match &self.unrotated_sinks {
             Some(given) => Ok(given.shallow_clone()),
             None => Ok(self.buffer.keys.f_narrow(2, 0, self.sinks())?),
         }
     }
 
-    /// Turns the sink keys in the buffer on by `turn.tokens` tokens from where they were given.
-    pub(super) fn turn_sinks(&mut self, turn: &Turn) -> Result<()> {
-        if turn.tokens == self.turn {
+    /// Rotates the sink keys in the buffer to `rotation.tokens` tokens after their given positions.
+    pub(super) fn rotate_sinks(&mut self, rotation: &Rotation) -> Result<()> {
+        if rotation.tokens == self.rotation {
             return Ok(());
         }
-        let given = match self.sinks_as_given.take() {
+        // Always rotated from the keys as they were given: rotating the rotated ones would add up
+        // rounding errors.
+        let given = match self.unrotated_sinks.take() {
             Some(given) => given,
-            None => copied(&self.given_sinks()?)?,
+            None => copied(&self.original_sinks()?)?,
         };
         let mut slots = self.buffer.keys.f_narrow(2, 0, self.sinks())?;
-        slots.f_copy_(&turned(&given, turn)?)?;
-        self.sinks_as_given = Some(given);
-        self.turn = turn.tokens;
+        slots.f_copy_(&rotate(&given, rotation)?)?;
+        self.unrotated_sinks = Some(given);
+        self.rotation = rotation.tokens;
         Ok(())
     }
 
-    /// Back to where they were given.
-    pub(super) fn unturn_sinks(&mut self) -> Result<()> {
-        if let Some(given) = self.sinks_as_given.take() {
+    /// Restores the sink keys in the buffer as they were given.
+    pub(super) fn restore_sinks(&mut self) -> Result<()> {
+        if let Some(given) = self.unrotated_sinks.take() {
             self.buffer
                 .keys
                 .f_narrow(2, 0, given.size()[2])?
                 .f_copy_(&given)?;
-            self.turn = 0;
+            self.rotation = 0;
         }
         Ok(())
     }
 
-    /// Whether the next query would miss a token, were the text cut to `len` tokens.
-    pub(super) fn lost_at(&self, len: i64) -> bool {
+    /// Returns `true` if the next query would miss a token after a truncation to `len` tokens.
+    pub(super) fn misses_tokens_at(&self, len: i64) -> bool {
         len > self.limits.sinks && self.first > self.limits.first_seen(len)
     }
 
-    /// Forgets all but the first `len` tokens; [`lost_at`](Ring::lost_at) must be false.
+    /// Drops all but the first `len` tokens; [`misses_tokens_at`](Ring::misses_tokens_at) must be
+    /// `false`.
     pub(super) fn truncate(&mut self, len: i64) -> Result<()> {
         if len <= self.limits.sinks {
-            self.unturn_sinks()?;
+            self.restore_sinks()?;
             self.first = self.limits.sinks;
         }
         self.total = len;
         Ok(())
     }
 
-    /// With the memory that `buffer` makes of this one's and its used slots.
+    /// Returns a ring with the memory that `buffer` makes of this one's buffer and number of used
+    /// slots.
     pub(super) fn with(
         &self,
         buffer: impl Fn(&Buffer, i64) -> Result<Buffer>,
@@ -274,15 +281,15 @@ impl Ring {
             limits: self.limits,
             total: self.total,
             first: self.first,
-            turn: self.turn,
-            sinks_as_given: self.sinks_as_given.as_ref().map(sinks).transpose()?,
+            rotation: self.rotation,
+            unrotated_sinks: self.unrotated_sinks.as_ref().map(sinks).transpose()?,
         })
     }
 
-    /// Everything that is kept, in order, with the sink keys as they were given.
+    /// Returns everything that is kept, in order, with the sink keys as they were given.
     pub(super) fn kept(&self) -> Result<(Tensor, Tensor)> {
         let (keys, values) = self.ordered(true, self.first, None)?;
-        let Some(given) = &self.sinks_as_given else {
+        let Some(given) = &self.unrotated_sinks else {
             return Ok((keys, values));
         };
         let sinks = given.size()[2];
@@ -290,11 +297,11 @@ impl Ring {
         Ok((Tensor::f_cat(&[given, &rest], 2)?, values))
     }
 
-    /// A ring of `total` tokens that keeps `kept`, as [`kept`](Ring::kept) gives them: the sinks, and
-    /// those from `first` on. `None` where the numbers do not fit.
+    /// Returns a ring of `total` tokens that keeps `kept`, in the order of [`kept`](Ring::kept): the
+    /// sinks, and the tokens from `first` on. `None` if the numbers do not fit.
     pub(super) fn restored(
         limits: Limits,
-        kept: &Entries<'_>,
+        kept: &KeyValues<'_>,
         total: i64,
         first: i64,
     ) -> Result<Option<Ring>> {
@@ -320,7 +327,8 @@ impl Ring {
         ring.write(first.max(sinks), kept, sinks, after)?;
         (ring.total, ring.first) = (total, first);
         if dropped {
-            // Slots that no token was written to are shown, hidden by a mask: they must be numbers.
+            // Attention reads slots that no token was written to and masks them: they must hold finite
+            // values, because 0 · NaN is NaN.
             let held = ring.used() - kept.tokens;
             if held > 0 {
                 ring.clear_free_slots()?;
@@ -330,7 +338,7 @@ impl Ring {
     }
 
     fn clear_free_slots(&mut self) -> Result<()> {
-        // From the next token's slot on to the first one's, around the end.
+        // From the slot of the next token to that of the first one, around the end.
         let Some(ring) = self.limits.ring() else {
             return Ok(());
         };

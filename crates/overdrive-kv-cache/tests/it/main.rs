@@ -1,10 +1,10 @@
 //! Each kind of key/value cache.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-mod common;
-mod files;
-mod growing;
+mod dynamic_cache;
 mod paged;
 mod quantized;
+mod reference;
+mod saved_files;
 mod sliding;
 mod static_cache;

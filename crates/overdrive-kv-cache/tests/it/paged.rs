@@ -1,4 +1,4 @@
-//! Many texts in one pool of blocks.
+//! Many sequences in one pool of blocks.
 
 mod refusals;
 
@@ -31,49 +31,49 @@ fn paged(block_size: i64, num_blocks: usize) -> PagedCache {
     PagedCache::new(config(block_size, num_blocks)).unwrap()
 }
 
-/// Numbers that depend on a token and all before it, as keys in a model do: `(1, H, T, D)`.
-fn rows(text: &[i64], from: usize, heads: i64, dim: i64, salt: i64) -> Tensor {
+/// Returns rows that depend on a token and all before it, as the keys of a model do: `(1, H, T, D)`.
+fn rows(sequence: &[i64], from: usize, heads: i64, dim: i64, salt: i64) -> Tensor {
     let mut numbers = Vec::new();
     let mut sum = salt;
-    for (at, token) in text.iter().enumerate() {
+    for (at, token) in sequence.iter().enumerate() {
         sum = (sum * 31 + token * 7 + 3) % 10_007;
         if at >= from {
             let channel = |c: i64| ((sum * 13 + c * 101) % 997) as f32 / 500.0 - 1.0;
             numbers.extend((0..heads * dim).map(channel));
         }
     }
-    let tokens = (text.len() - from) as i64;
+    let tokens = (sequence.len() - from) as i64;
     Tensor::from_slice(&numbers)
         .view([1, tokens, heads, dim])
         .transpose(1, 2)
 }
 
-fn keys(text: &[i64], from: usize, layer: usize) -> Tensor {
-    rows(text, from, KV_HEADS, DIM, layer as i64)
+fn keys(sequence: &[i64], from: usize, layer: usize) -> Tensor {
+    rows(sequence, from, KV_HEADS, DIM, layer as i64)
 }
 
-fn values(text: &[i64], from: usize, layer: usize) -> Tensor {
-    rows(text, from, KV_HEADS, DIM + 1, 50 + layer as i64)
+fn values(sequence: &[i64], from: usize, layer: usize) -> Tensor {
+    rows(sequence, from, KV_HEADS, DIM + 1, 50 + layer as i64)
 }
 
-fn queries(text: &[i64], from: usize, layer: usize) -> Tensor {
-    rows(text, from, HEADS, DIM, 90 + layer as i64)
+fn queries(sequence: &[i64], from: usize, layer: usize) -> Tensor {
+    rows(sequence, from, HEADS, DIM, 90 + layer as i64)
 }
 
-/// What a model does with a batch; `texts` with their new tokens, and how many are old.
+/// Runs all layers on a batch; `sequences` are given with their new tokens and the number of old ones.
 fn run(
     batch: &mut PagedBatch<'_>,
-    texts: &[(Vec<i64>, usize)],
+    sequences: &[(Vec<i64>, usize)],
     options: &AttendOptions<'_>,
 ) -> Vec<Tensor> {
     (0..LAYERS)
         .map(|layer| {
             let row = |of: fn(&[i64], usize, usize) -> Tensor| {
-                let parts: Vec<Tensor> = texts
+                let new_tokens: Vec<Tensor> = sequences
                     .iter()
-                    .map(|(text, past)| of(text, *past, layer))
+                    .map(|(sequence, past)| of(sequence, *past, layer))
                     .collect();
-                Tensor::cat(&parts, 2)
+                Tensor::cat(&new_tokens, 2)
             };
             let (query, key, value) = (row(queries), row(keys), row(values));
             batch.attend(layer, &query, &key, &value, options).unwrap()
@@ -81,33 +81,33 @@ fn run(
         .collect()
 }
 
-fn step(cache: &mut PagedCache, parts: &[(SequenceId, &[i64])]) -> Vec<Tensor> {
-    let texts: Vec<(Vec<i64>, usize)> = parts
+fn step(cache: &mut PagedCache, new_tokens: &[(SequenceId, &[i64])]) -> Vec<Tensor> {
+    let sequences: Vec<(Vec<i64>, usize)> = new_tokens
         .iter()
         .map(|(id, tokens)| {
             let past = cache.tokens(*id).unwrap();
             ([past, tokens].concat(), past.len())
         })
         .collect();
-    let mut batch = cache.batch(parts).unwrap();
-    let attended = run(&mut batch, &texts, &AttendOptions::default());
+    let mut batch = cache.batch(new_tokens).unwrap();
+    let attended = run(&mut batch, &sequences, &AttendOptions::default());
     batch.commit().unwrap();
     attended
 }
 
-fn assert_holds(cache: &PagedCache, id: SequenceId, text: &[i64]) {
-    assert_eq!(cache.tokens(id).unwrap(), text);
+fn assert_holds(cache: &PagedCache, id: SequenceId, sequence: &[i64]) {
+    assert_eq!(cache.tokens(id).unwrap(), sequence);
     for layer in 0..LAYERS {
         let held = cache.gather(id, layer).unwrap();
-        assert_eq!(held.keys, keys(text, 0, layer));
-        assert_eq!(held.values, values(text, 0, layer));
+        assert_eq!(held.keys, keys(sequence, 0, layer));
+        assert_eq!(held.values, values(sequence, 0, layer));
     }
 }
 
-/// Attention of the tokens from `past` on over the whole text, dense.
-fn alone(text: &[i64], past: usize, layer: usize, options: &AttentionOptions<'_>) -> Tensor {
-    let query = queries(text, past, layer);
-    let (key, value) = (keys(text, 0, layer), values(text, 0, layer));
+/// Returns the dense attention of the tokens from `past` on over the whole sequence.
+fn alone(sequence: &[i64], past: usize, layer: usize, options: &AttentionOptions<'_>) -> Tensor {
+    let query = queries(sequence, past, layer);
+    let (key, value) = (keys(sequence, 0, layer), values(sequence, 0, layer));
     let math = AttentionOptions {
         backend: Backend::Math,
         ..*options
@@ -125,72 +125,74 @@ fn assert_close(got: &Tensor, expected: &Tensor) {
 }
 
 #[test]
-fn texts_of_one_row_attend_to_themselves_only() {
+fn sequences_of_one_row_attend_to_themselves_only() {
     let mut cache = paged(4, 20);
-    let texts: [Vec<i64>; 3] = [(0..9).collect(), vec![30], (50..64).collect()];
-    let ids = texts.each_ref().map(|text| cache.add(text).unwrap().0);
+    let sequences: [Vec<i64>; 3] = [(0..9).collect(), vec![30], (50..64).collect()];
+    let ids = sequences
+        .each_ref()
+        .map(|sequence| cache.add(sequence).unwrap().0);
     let chunks = [(0, 5), (0, 1), (0, 14)];
-    let parts: Vec<(SequenceId, &[i64])> = (0..3)
-        .map(|at| (ids[at], &texts[at][chunks[at].0..chunks[at].1]))
+    let new_tokens: Vec<(SequenceId, &[i64])> = (0..3)
+        .map(|at| (ids[at], &sequences[at][chunks[at].0..chunks[at].1]))
         .collect();
-    let batch = cache.batch(&parts).unwrap();
+    let batch = cache.batch(&new_tokens).unwrap();
     assert_eq!(batch.tokens(), 20);
-    assert_eq!(batch.last_places(), [4, 5, 19]);
+    assert_eq!(batch.last_indices(), [4, 5, 19]);
     assert_eq!(batch.sequences().collect::<Vec<_>>(), ids);
     let row = |tensor: Tensor| Vec::<i64>::try_from(tensor.view([-1])).unwrap();
-    let expected: Vec<i64> = [&texts[0][..5], &texts[1], &texts[2]].concat();
+    let expected: Vec<i64> = [&sequences[0][..5], &sequences[1], &sequences[2]].concat();
     assert_eq!(row(batch.input_ids().unwrap()), expected);
     let expected: Vec<i64> = (0..5).chain(0..1).chain(0..14).collect();
     assert_eq!(row(batch.position_ids().unwrap()), expected);
     drop(batch);
 
-    let attended = step(&mut cache, &parts);
+    let attended = step(&mut cache, &new_tokens);
     // Then a chunk, a single token and nothing, in another order.
     let more = step(
         &mut cache,
-        &[(ids[2], &[7]), (ids[0], &texts[0][5..]), (ids[1], &[])],
+        &[(ids[2], &[7]), (ids[0], &sequences[0][5..]), (ids[1], &[])],
     );
     for layer in 0..LAYERS {
         let options = AttentionOptions::causal();
         let expected: Vec<Tensor> = (0..3)
-            .map(|at| alone(&texts[at][..chunks[at].1], 0, layer, &options))
+            .map(|at| alone(&sequences[at][..chunks[at].1], 0, layer, &options))
             .collect();
         assert_close(&attended[layer], &Tensor::cat(&expected, 2));
-        let longer = [texts[2].as_slice(), &[7]].concat();
+        let longer = [sequences[2].as_slice(), &[7]].concat();
         let expected = [
             alone(&longer, 14, layer, &options),
-            alone(&texts[0], 5, layer, &options),
+            alone(&sequences[0], 5, layer, &options),
         ];
         assert_close(&more[layer], &Tensor::cat(&expected, 2));
     }
-    assert_holds(&cache, ids[0], &texts[0]);
-    assert_holds(&cache, ids[1], &texts[1]);
+    assert_holds(&cache, ids[0], &sequences[0]);
+    assert_holds(&cache, ids[1], &sequences[1]);
     assert_eq!(cache.used_blocks(), 3 + 1 + 4);
 }
 
 #[test]
 fn windows_and_softcaps_reach_the_kernel() {
-    let text: Vec<i64> = (0..23).collect();
+    let sequence: Vec<i64> = (0..23).collect();
     let mut cache = paged(4, 20);
-    let (id, _) = cache.add(&text).unwrap();
-    let mut batch = cache.batch(&[(id, &text)]).unwrap();
+    let (id, _) = cache.add(&sequence).unwrap();
+    let mut batch = cache.batch(&[(id, &sequence)]).unwrap();
     let options = AttendOptions {
         window: Some(6),
         softcap: Some(0.3),
         scale: Some(0.7),
         ..AttendOptions::default()
     };
-    let attended = run(&mut batch, &[(text.clone(), 0)], &options);
+    let attended = run(&mut batch, &[(sequence.clone(), 0)], &options);
     let expected = AttentionOptions {
         window: overdrive_attention::Window::sliding(6),
         softcap: Some(0.3),
         scale: Some(0.7),
         ..AttentionOptions::causal()
     };
-    assert_close(&attended[1], &alone(&text, 0, 1, &expected));
+    assert_close(&attended[1], &alone(&sequence, 0, 1, &expected));
     // The whole step again gives the same.
     batch.truncate(0).unwrap();
-    assert_eq!(run(&mut batch, &[(text, 0)], &options)[1], attended[1]);
+    assert_eq!(run(&mut batch, &[(sequence, 0)], &options)[1], attended[1]);
     let mask = Tensor::ones([1, 1, 23, 23], (Kind::Bool, CPU));
     batch.reset();
     let masked = AttendOptions {
@@ -208,47 +210,47 @@ fn windows_and_softcaps_reach_the_kernel() {
 #[test]
 fn a_prefix_is_found_in_whole_blocks_and_leaves_a_token_to_compute() {
     let mut cache = paged(4, 20);
-    let text: Vec<i64> = (0..12).collect();
-    let (first, cached) = cache.add(&text).unwrap();
+    let sequence: Vec<i64> = (0..12).collect();
+    let (first, cached) = cache.add(&sequence).unwrap();
     assert_eq!(cached, 0);
     // Found by nobody before the step is committed.
-    assert_eq!(cache.cached_tokens(&text), 0);
-    step(&mut cache, &[(first, &text)]);
-    assert_eq!(cache.cached_tokens(&text), 8, "not all twelve");
-    assert_eq!(cache.cached_tokens(&[&text[..], &[99]].concat()), 12);
-    assert_eq!(cache.cached_tokens(&text[..5]), 4);
-    assert_eq!(cache.cached_tokens(&text[..4]), 0);
+    assert_eq!(cache.cached_tokens(&sequence), 0);
+    step(&mut cache, &[(first, &sequence)]);
+    assert_eq!(cache.cached_tokens(&sequence), 8, "not all twelve");
+    assert_eq!(cache.cached_tokens(&[&sequence[..], &[99]].concat()), 12);
+    assert_eq!(cache.cached_tokens(&sequence[..5]), 4);
+    assert_eq!(cache.cached_tokens(&sequence[..4]), 0);
     assert_eq!(
-        cache.cached_tokens(&text[1..]),
+        cache.cached_tokens(&sequence[1..]),
         0,
         "the same tokens elsewhere"
     );
     assert_eq!(cache.cached_tokens(&[]), 0);
 
     let used = cache.used_blocks();
-    let (second, cached) = cache.add(&text).unwrap();
+    let (second, cached) = cache.add(&sequence).unwrap();
     assert_eq!((cached, cache.used_blocks()), (8, used));
-    assert_holds(&cache, second, &text[..8]);
+    assert_holds(&cache, second, &sequence[..8]);
     assert_eq!(
         (cache.statistics().hits, cache.statistics().misses),
         (8, 16)
     );
 
-    // A released text can still be found, and what the answer to it was too.
+    // A released sequence can still be found, and so can its continuation.
     step(
         &mut cache,
-        &[(second, &text[8..]), (first, &[50, 51, 52, 53])],
+        &[(second, &sequence[8..]), (first, &[50, 51, 52, 53])],
     );
     cache.release_all();
     assert_eq!((cache.used_blocks(), cache.sequences()), (0, 0));
     assert_eq!(cache.evictable_blocks(), 4);
-    let turn = [&text[..], &[50, 51, 52, 53, 60]].concat();
-    let (third, cached) = cache.add(&turn).unwrap();
+    let longer = [&sequence[..], &[50, 51, 52, 53, 60]].concat();
+    let (third, cached) = cache.add(&longer).unwrap();
     assert_eq!(cached, 16);
-    assert_holds(&cache, third, &turn[..16]);
+    assert_holds(&cache, third, &longer[..16]);
     cache.release(third).unwrap();
     cache.forget_prefixes();
-    assert_eq!(cache.cached_tokens(&turn), 0);
+    assert_eq!(cache.cached_tokens(&longer), 0);
     assert_eq!(cache.free_blocks(), 20);
     cache.audit().unwrap();
 }
@@ -271,11 +273,11 @@ fn without_prefix_caching_nothing_is_shared_or_kept() {
 }
 
 #[test]
-fn a_fork_copies_its_last_block_only_when_it_goes_on() {
+fn a_fork_copies_its_last_block_only_when_it_appends() {
     let mut cache = paged(4, 8);
-    let text: Vec<i64> = (0..6).collect();
-    let (first, _) = cache.add(&text).unwrap();
-    step(&mut cache, &[(first, &text)]);
+    let sequence: Vec<i64> = (0..6).collect();
+    let (first, _) = cache.add(&sequence).unwrap();
+    step(&mut cache, &[(first, &sequence)]);
     let second = cache.fork(first).unwrap();
     assert_eq!((cache.used_blocks(), cache.statistics().copies), (2, 0));
     assert_eq!(cache.blocks_needed(second, 1), 1, "the copy");
@@ -297,7 +299,7 @@ fn a_step_takes_all_its_blocks_or_none() {
     let refused = cache.batch(&[(one, &[1; 6]), (two, &[2; 6])]).unwrap_err();
     assert_eq!(
         refused.to_string(),
-        "the step needs 4 blocks and 3 are free: run fewer texts or tokens at once, release texts, or make the cache larger"
+        "the step needs 4 blocks and 3 are free; run fewer sequences or tokens at once, release sequences, or raise `num_blocks`"
     );
     assert_eq!(cache.free_blocks(), 3);
     step(&mut cache, &[(one, &[1; 6])]);
@@ -308,20 +310,20 @@ fn a_step_takes_all_its_blocks_or_none() {
 #[test]
 fn a_step_that_is_not_committed_has_not_happened() {
     let mut cache = paged(4, 6);
-    let text: Vec<i64> = (0..6).collect();
-    let (first, _) = cache.add(&text).unwrap();
-    step(&mut cache, &[(first, &text)]);
+    let sequence: Vec<i64> = (0..6).collect();
+    let (first, _) = cache.add(&sequence).unwrap();
+    step(&mut cache, &[(first, &sequence)]);
     let second = cache.fork(first).unwrap();
     let mut batch = cache.batch(&[(first, &[8, 8, 8]), (second, &[9])]).unwrap();
-    let texts = [
-        ([&text[..], &[8, 8, 8]].concat(), 6),
-        ([&text[..], &[9]].concat(), 6),
+    let sequences = [
+        ([&sequence[..], &[8, 8, 8]].concat(), 6),
+        ([&sequence[..], &[9]].concat(), 6),
     ];
-    run(&mut batch, &texts, &AttendOptions::default());
+    run(&mut batch, &sequences, &AttendOptions::default());
     drop(batch);
     cache.audit().unwrap();
-    assert_holds(&cache, first, &text);
-    assert_holds(&cache, second, &text);
+    assert_holds(&cache, first, &sequence);
+    assert_holds(&cache, second, &sequence);
     assert_eq!(cache.used_blocks(), 2);
 
     // Half run: a commit is refused, and undoes.
@@ -360,9 +362,9 @@ fn bytes_are_those_of_the_pool() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
 
-    /// The bookkeeping has a property test of its own; this one is about what lies in the blocks.
+    /// The bookkeeping has a property test of its own; this one is about the content of the blocks.
     #[test]
-    fn every_text_holds_its_own_keys_whatever_was_shared_copied_cut_or_evicted(
+    fn every_sequence_holds_its_own_keys_whatever_was_shared_copied_cut_or_evicted(
         actions in prop::collection::vec(
             (0..6_u8, any::<usize>(), prop::collection::vec(0..2_i64, 1..7), any::<bool>()), 1..40),
         block_size in 1..4_i64,
@@ -381,28 +383,28 @@ proptest! {
                     cache.truncate(ids[at], choice % (len + 1)).unwrap();
                 }
                 (_, Some(at)) => {
-                    // Two texts with different tokens, where there are two.
+                    // Two sequences with different tokens, if there are two.
                     let other: Vec<i64> = tokens.iter().map(|token| 1 - token).collect();
-                    let mut parts = vec![(ids[at], tokens.as_slice())];
+                    let mut new_tokens = vec![(ids[at], tokens.as_slice())];
                     let next = (at + 1) % ids.len();
                     if flag && next != at {
-                        parts.push((ids[next], other.as_slice()));
+                        new_tokens.push((ids[next], other.as_slice()));
                     }
-                    let texts: Vec<(Vec<i64>, usize)> = parts
+                    let sequences: Vec<(Vec<i64>, usize)> = new_tokens
                         .iter()
                         .map(|(id, tokens)| {
                             let past = cache.tokens(*id).unwrap();
                             ([past, *tokens].concat(), past.len())
                         })
                         .collect();
-                    if let Ok(mut batch) = cache.batch(&parts) {
-                        let attended = run(&mut batch, &texts, &AttendOptions::default());
+                    if let Ok(mut batch) = cache.batch(&new_tokens) {
+                        let attended = run(&mut batch, &sequences, &AttendOptions::default());
                         if choice % 5 > 0 {
                             batch.commit().unwrap();
                         }
-                        let expected: Vec<Tensor> = texts
+                        let expected: Vec<Tensor> = sequences
                             .iter()
-                            .map(|(text, past)| alone(text, *past, 1, &AttentionOptions::causal()))
+                            .map(|(sequence, past)| alone(sequence, *past, 1, &AttentionOptions::causal()))
                             .collect();
                         assert_close(&attended[1], &Tensor::cat(&expected, 2));
                     }
@@ -410,9 +412,9 @@ proptest! {
             }
             cache.audit().unwrap();
             for id in &ids {
-                let text = cache.tokens(*id).unwrap().to_vec();
-                if !text.is_empty() {
-                    assert_holds(&cache, *id, &text);
+                let sequence = cache.tokens(*id).unwrap().to_vec();
+                if !sequence.is_empty() {
+                    assert_holds(&cache, *id, &sequence);
                 }
             }
         }

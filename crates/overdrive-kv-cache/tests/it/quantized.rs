@@ -1,10 +1,10 @@
 //! The quantized cache: within its stated bound, and its kernel against its own dense view.
 
-use crate::common::{
-    Action, Beside, DIM, HEADS, KV_HEADS, actions, attention, close, random, seen,
+use crate::reference::{
+    Action, Compared, DIM, HEADS, KV_HEADS, actions, attention, close, random, seen,
 };
 use overdrive_kv_cache::{
-    AttendOptions, Error, GrowingCache, KvCache, QuantizationAxis, QuantizationBits,
+    AttendOptions, DynamicCache, Error, KvCache, QuantizationAxis, QuantizationBits,
     QuantizedCache, QuantizedCacheConfig, attend_to_view,
 };
 use proptest::prelude::*;
@@ -30,8 +30,7 @@ fn config() -> impl Strategy<Value = QuantizedCacheConfig> {
     )
 }
 
-/// What one axis may share: the largest step of each channel, `(B, H, 1, D)`, and at least that of any
-/// group.
+/// Returns the largest quantization step that groups along an axis can have, for each channel: `(B, H, 1, D)`.
 fn steps(x: &Tensor, axis: QuantizationAxis, bits: QuantizationBits) -> Tensor {
     let dim = match axis {
         QuantizationAxis::Channel => 2,
@@ -111,17 +110,17 @@ proptest! {
         config in config(),
     ) {
         let new = || Box::new(QuantizedCache::new(config.clone()).unwrap());
-        let mut beside = Beside::new(new(), &[None], 0);
-        // A token of a cut block is coded again with each cut: half a step each.
+        let mut compared = Compared::new(new(), &[None], 0);
+        // A token of a cut block is quantized again with each cut: half a step each.
         let mut cuts = 1;
         for action in actions {
-            if matches!(action, Action::Truncate(_) | Action::Back(_)) {
+            if matches!(action, Action::Truncate(_) | Action::TruncateBy(_)) {
                 cuts += 1;
             }
             if let Action::Append(tokens) = action {
-                let [keys, values] = [(); 2].map(|()| beside.fresh(KV_HEADS, tokens));
-                let view = beside.cache.append(0, &keys, &values).unwrap();
-                let held = &mut beside.all[0];
+                let [keys, values] = [(); 2].map(|()| compared.fresh(KV_HEADS, tokens));
+                let view = compared.cache.append(0, &keys, &values).unwrap();
+                let held = &mut compared.all[0];
                 for (held, new) in held.iter_mut().zip([&keys, &values]) {
                     *held = Tensor::cat(&[&*held, new], 2);
                 }
@@ -129,13 +128,13 @@ proptest! {
                     let range = expected.max().double_value(&[]) - expected.min().double_value(&[]);
                     let step = range / f64::from((1 << config.bits.count()) - 1);
                     close(found, expected, f64::from(cuts) * step * 0.51)?;
-                    // The newest are as they were given.
+                    // The newest tokens are in full precision.
                     let len = expected.size()[2];
                     let last = |t: &Tensor| t.narrow(2, len - tokens, tokens);
                     prop_assert_eq!(last(found), last(expected));
                 }
             } else {
-                beside.run(action, || new(), None)?;
+                compared.run(action, || new(), None)?;
             }
         }
     }
@@ -161,23 +160,23 @@ fn a_token_takes_the_bytes_that_the_table_says() {
         });
         assert_eq!(short.bytes_per_token(), f64::from(2 * bytes));
         assert_eq!(long.bytes() - short.bytes(), 4096 * 2 * bytes as u64);
-        let mut exact = GrowingCache::with_capacity(1, 8320);
+        let mut exact = DynamicCache::with_capacity(1, 8320);
         let new = random(&[1, 2, 8320, 64], 1);
         exact.append(0, &new, &new).unwrap();
         let ratio = exact.bytes() as f64 / long.bytes() as f64;
         let whole = 512.0 / f64::from(bytes);
-        // The tail of 192 tokens is 2.3 % of the text.
+        // The tail of 192 tokens is 2.3 % of the sequence.
         assert!((whole * 0.86..whole).contains(&ratio), "{ratio} of {whole}");
     }
 }
 
-/// How far outputs are off, as a share of their size, for keys of which some channels are large.
+/// Returns the relative error of outputs for keys of which some channels are large.
 fn relative_error(config: QuantizedCacheConfig, outliers: f64) -> f64 {
     let channels = random(&[1, 1, 1, 64], 9).gt(1.5).to_kind(Kind::Float) * outliers;
     let [keys, values] = [1, 2].map(|seed| random(&[1, 2, 1024, 64], seed));
     let keys = keys + channels;
     let mut cache = filled(config, &keys, &values);
-    let mut exact = GrowingCache::new(1);
+    let mut exact = DynamicCache::new(1);
     exact.append(0, &keys, &values).unwrap();
     let new = random(&[1, 2, 1, 64], 3);
     let query = random(&[1, 8, 1, 64], 4);
@@ -242,29 +241,30 @@ fn other_kinds_and_a_prompt_of_any_length() {
 
 #[test]
 fn a_prompt_that_is_read_in_one_step_is_exact() {
-    let mut beside = Beside::new(
+    let mut compared = Compared::new(
         Box::new(QuantizedCache::new(QuantizedCacheConfig::int4(2)).unwrap()),
         &[None, None],
         0,
     );
-    for [found, expected] in beside.step(500, &AttendOptions::default()) {
+    for [found, expected] in compared.step(500, &AttendOptions::default()) {
         close(&found, &expected, 1e-5).unwrap();
     }
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
-    let text = |config: QuantizedCacheConfig| QuantizedCache::new(config).unwrap_err().to_string();
+fn options_and_states_out_of_range_are_refused() {
+    let message =
+        |config: QuantizedCacheConfig| QuantizedCache::new(config).unwrap_err().to_string();
     let base = QuantizedCacheConfig::int8(1);
     assert!(
-        text(QuantizedCacheConfig {
+        message(QuantizedCacheConfig {
             group_size: 7,
             ..base.clone()
         })
         .contains("`group_size` is 7")
     );
     assert!(
-        text(QuantizedCacheConfig {
+        message(QuantizedCacheConfig {
             residual_length: -1,
             ..base.clone()
         })

@@ -1,6 +1,6 @@
 //! The sliding cache against attention over everything under the mask of its window and sinks.
 
-use crate::common::{Beside, DIM, HEADS, KV_HEADS, actions, attention, close, random, seen};
+use crate::reference::{Compared, DIM, HEADS, KV_HEADS, actions, attention, close, random, seen};
 use overdrive_kv_cache::{AttendOptions, Error, KvCache, SlidingCache, SlidingCacheConfig};
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
@@ -30,9 +30,9 @@ proptest! {
     ) {
         let windows = [Some(window), None, Some(2 * window)];
         let config = config(&windows, sinks, slack);
-        let mut beside = Beside::new(cache(&config), &windows, sinks);
+        let mut compared = Compared::new(cache(&config), &windows, sinks);
         for action in actions {
-            beside.run(action, || cache(&config), Some("keeps none before token"))?;
+            compared.run(action, || cache(&config), Some("keeps none before token"))?;
         }
     }
 
@@ -45,16 +45,16 @@ proptest! {
         padding in 0i64..4,
     ) {
         let windows = [Some(window), None];
-        let mut beside = Beside::new(cache(&config(&windows, sinks, slack)), &windows, sinks);
+        let mut compared = Compared::new(cache(&config(&windows, sinks, slack)), &windows, sinks);
         for tokens in chunks.into_iter().chain([1; 12]) {
-            let (from, to) = (beside.len(), beside.len() + tokens);
+            let (from, to) = (compared.len(), compared.len() + tokens);
             // The second row begins with padding, and every token sees itself.
             let column = Tensor::arange(to, (Kind::Int64, Device::Cpu));
             let own = column.eq_tensor(&Tensor::arange_start(from, to, (Kind::Int64, Device::Cpu)).unsqueeze(-1));
             let rows = Tensor::from_slice(&[0, padding]).view([2, 1, 1, 1]);
             let mask = column.ge_tensor(&rows).logical_or(&own).logical_and(&seen(from, to, None, 0));
             let options = AttendOptions { mask: Some(&mask), ..Default::default() };
-            for [found, expected] in beside.step(tokens, &options) {
+            for [found, expected] in compared.step(tokens, &options) {
                 close(&found, &expected, 1e-5)?;
             }
         }
@@ -89,19 +89,19 @@ proptest! {
         narrow in 1i64..5,
         more in 0i64..5,
     ) {
-        let mut beside = Beside::new(cache(&config(&[Some(narrow + more)], 0, 0)), &[Some(narrow)], 0);
+        let mut compared = Compared::new(cache(&config(&[Some(narrow + more)], 0, 0)), &[Some(narrow)], 0);
         let options = AttendOptions { window: Some(narrow), ..Default::default() };
         for tokens in chunks.into_iter().chain([1; 12]) {
-            for [found, expected] in beside.step(tokens, &options) {
+            for [found, expected] in compared.step(tokens, &options) {
                 close(&found, &expected, 1e-5)?;
             }
         }
     }
 
-    /// StreamingLLM numbers the tokens of the cache: here every visible key is turned anew, for every
-    /// query, to its place in the cache, in f64.
+    /// StreamingLLM numbers the tokens of the cache: here every visible key is rotated again, for every
+    /// query, to its position in the cache, in f64.
     #[test]
-    fn turned_sinks_equal_positions_within_the_cache(
+    fn rotated_sinks_equal_positions_numbered_within_the_cache(
         chunks in proptest::collection::vec((1i64..15, 0i64..4), 1..10),
         window in 1i64..8,
         sinks in 1i64..5,
@@ -117,7 +117,7 @@ proptest! {
             ..config(&[Some(window)], sinks, slack)
         }).unwrap();
         prop_assert_eq!(cache.span(), Some(window + sinks));
-        let turn = |x: &Tensor, from: &[f64]| turned(x, &frequencies, from);
+        let rotate = |x: &Tensor, from: &[f64]| rotated(x, &frequencies, from);
         let (mut keys, mut values) = (random(&[2, KV_HEADS, 0, DIM], 0), random(&[2, KV_HEADS, 0, DIM], 0));
         let mut seed = 0;
         let mut fresh = |heads, tokens| {
@@ -128,9 +128,9 @@ proptest! {
         for (tokens, back) in steps {
             let past = keys.size()[2];
             let (k, v, q) = (fresh(KV_HEADS, tokens), fresh(KV_HEADS, tokens), fresh(HEADS, tokens));
-            let places: Vec<f64> = (past..past + tokens).map(|p| p as f64).collect();
+            let positions: Vec<f64> = (past..past + tokens).map(|p| p as f64).collect();
             let found = cache
-                .attend(0, &turn(&q, &places), &turn(&k, &places), &v, &AttendOptions::default())
+                .attend(0, &rotate(&q, &positions), &rotate(&k, &positions), &v, &AttendOptions::default())
                 .unwrap();
             keys = Tensor::cat(&[&keys, &k], 2);
             values = Tensor::cat(&[&values, &v], 2);
@@ -139,12 +139,12 @@ proptest! {
                 let shown: Vec<i64> = (0..=position)
                     .filter(|n| *n < sinks || *n > position - window)
                     .collect();
-                let places: Vec<f64> = (0..shown.len()).map(|n| n as f64).collect();
+                let positions: Vec<f64> = (0..shown.len()).map(|n| n as f64).collect();
                 let shown = Tensor::from_slice(&shown);
-                let mask = Tensor::ones([1, places.len() as i64], (Kind::Bool, Device::Cpu));
+                let mask = Tensor::ones([1, positions.len() as i64], (Kind::Bool, Device::Cpu));
                 let expected = attention(
-                    &turn(&q.narrow(2, query, 1), &places[places.len() - 1..]),
-                    &turn(&keys.index_select(2, &shown), &places),
+                    &rotate(&q.narrow(2, query, 1), &positions[positions.len() - 1..]),
+                    &rotate(&keys.index_select(2, &shown), &positions),
                     &values.index_select(2, &shown),
                     &mask,
                 );
@@ -159,33 +159,33 @@ proptest! {
     }
 }
 
-/// Rows turned to `places` in the half-split convention; channels without a frequency stay.
-fn turned(x: &Tensor, frequencies: &[f64], places: &[f64]) -> Tensor {
+/// Rows rotated to `positions` in the half-split convention; channels without a frequency stay.
+fn rotated(x: &Tensor, frequencies: &[f64], positions: &[f64]) -> Tensor {
     let half = frequencies.len() as i64;
-    let angles = Tensor::from_slice(places).unsqueeze(-1) * Tensor::from_slice(frequencies);
+    let angles = Tensor::from_slice(positions).unsqueeze(-1) * Tensor::from_slice(frequencies);
     let (cos, sin) = (angles.cos(), angles.sin());
     let x = x.to_kind(Kind::Double);
     let (a, b) = (x.narrow(3, 0, half), x.narrow(3, half, half));
     let rest = x.narrow(3, 2 * half, x.size()[3] - 2 * half);
-    let parts = [&a * &cos - &b * &sin, &b * &cos + &a * &sin, rest];
-    Tensor::cat(&parts, 3).to_kind(Kind::Float)
+    let channels = [&a * &cos - &b * &sin, &b * &cos + &a * &sin, rest];
+    Tensor::cat(&channels, 3).to_kind(Kind::Float)
 }
 
 #[test]
-fn memory_is_that_of_the_window_and_the_sinks_however_long_the_text() {
+fn memory_is_that_of_the_window_and_the_sinks_however_long_the_sequence() {
     let windows = [Some(32), None];
-    let mut beside = Beside::new(cache(&config(&windows, 4, 0)), &windows, 4);
+    let mut compared = Compared::new(cache(&config(&windows, 4, 0)), &windows, 4);
     let token = (KV_HEADS * 2 * DIM * 4) as u64; // keys and values of one row, f32
     for _ in 0..300 {
-        beside.step(1, &AttendOptions::default());
+        compared.step(1, &AttendOptions::default());
     }
     let ring = 2 * (4 + 32) * token;
-    let grown = beside.cache.bytes() - ring;
+    let grown = compared.cache.bytes() - ring;
     assert!(
         (2 * 300 * token..=4 * 300 * token).contains(&grown),
         "the other layer keeps all: {grown}"
     );
-    assert_eq!(beside.cache.bytes_per_token(), 2.0 * token as f64);
+    assert_eq!(compared.cache.bytes_per_token(), 2.0 * token as f64);
 
     let mut short = SlidingCache::new(SlidingCacheConfig::uniform(1, 1 << 20)).unwrap();
     let new = random(&[1, 1, 10, DIM], 1);
@@ -217,12 +217,12 @@ fn one_token_is_written_in_place() {
 }
 
 #[test]
-fn going_back_further_than_the_slack_names_the_way_out() {
-    let mut beside = Beside::new(cache(&config(&[Some(4)], 1, 3)), &[Some(4)], 1);
+fn truncating_by_more_than_the_slack_names_the_remedy() {
+    let mut compared = Compared::new(cache(&config(&[Some(4)], 1, 3)), &[Some(4)], 1);
     for _ in 0..20 {
-        beside.step(1, &AttendOptions::default());
+        compared.step(1, &AttendOptions::default());
     }
-    let error = beside.cache.truncate(15).unwrap_err();
+    let error = compared.cache.truncate(15).unwrap_err();
     assert!(matches!(
         error,
         Error::AlreadyDropped {
@@ -233,32 +233,32 @@ fn going_back_further_than_the_slack_names_the_way_out() {
         }
     ));
     assert!(error.to_string().contains("`slack`"));
-    beside.cache.truncate(16).unwrap(); // slack + 1
-    beside.truncated(16);
-    for [found, expected] in beside.step(1, &AttendOptions::default()) {
+    compared.cache.truncate(16).unwrap(); // slack + 1
+    compared.truncated(16);
+    for [found, expected] in compared.step(1, &AttendOptions::default()) {
         close(&found, &expected, 1e-5).unwrap();
     }
-    beside.cache.truncate(1).unwrap(); // into the sinks
-    assert_eq!(beside.cache.len(), 1);
+    compared.cache.truncate(1).unwrap(); // into the sinks
+    assert_eq!(compared.cache.len(), 1);
 }
 
 #[test]
-fn settings_out_of_range_are_named() {
-    let text = |config: SlidingCacheConfig| SlidingCache::new(config).unwrap_err().to_string();
-    assert!(text(config(&[Some(0)], 0, 0)).contains("`windows` is 0"));
-    assert!(text(config(&[None], -1, 0)).contains("`sinks` is -1"));
-    assert!(text(config(&[None], 0, -2)).contains("`slack` is -2"));
-    let turning = |n| SlidingCacheConfig {
+fn options_out_of_range_are_named() {
+    let message = |config: SlidingCacheConfig| SlidingCache::new(config).unwrap_err().to_string();
+    assert!(message(config(&[Some(0)], 0, 0)).contains("`windows` is 0"));
+    assert!(message(config(&[None], -1, 0)).contains("`sinks` is -1"));
+    assert!(message(config(&[None], 0, -2)).contains("`slack` is -2"));
+    let rotating = |n| SlidingCacheConfig {
         inverse_frequencies: Some(vec![0.5; n]),
         ..config(&[Some(2)], 1, 0)
     };
-    assert!(text(turning(0)).contains("inverse_frequencies"));
+    assert!(message(rotating(0)).contains("inverse_frequencies"));
 
-    let mut cache = SlidingCache::new(turning(2)).unwrap();
+    let mut cache = SlidingCache::new(rotating(2)).unwrap();
     let new = random(&[1, 1, 5, DIM], 1);
     let error = cache.append(0, &new, &new).unwrap_err().to_string();
     assert!(error.contains("call `attend` instead"), "{error}");
-    let mut cache = SlidingCache::new(turning(DIM as usize)).unwrap();
+    let mut cache = SlidingCache::new(rotating(DIM as usize)).unwrap();
     let error = cache
         .attend(0, &new, &new, &new, &AttendOptions::default())
         .unwrap_err();
@@ -277,11 +277,11 @@ fn a_state_that_does_not_fit_changes_nothing() {
     let new = random(&[1, 1, 9, DIM], 1);
     cache.append(0, &new, &new).unwrap();
     let mut state = cache.state().unwrap();
-    let place = state
+    let saved = state
         .iter_mut()
         .find(|(name, _)| name == "layers.0.place")
         .unwrap();
-    place.1 = Tensor::from_slice(&[100i64, 3]);
+    saved.1 = Tensor::from_slice(&[100i64, 3]);
     let error = cache.load_state(&state).unwrap_err().to_string();
     assert!(error.contains("100 tokens kept from 3 on"), "{error}");
     state.pop();

@@ -1,7 +1,7 @@
-//! The static cache: exact, and where it is.
+//! The static cache: exact, and at constant addresses.
 
-use crate::common::{
-    Action, BATCH, Beside, DIM, HEADS, KV_HEADS, actions, attention, close, random, seen,
+use crate::reference::{
+    Action, BATCH, Compared, DIM, HEADS, KV_HEADS, actions, attention, close, random, seen,
 };
 use overdrive_kv_cache::{AttendOptions, Error, KvCache, StaticCache, StaticCacheConfig};
 use proptest::prelude::*;
@@ -35,18 +35,18 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
     fn any_sequence_of_actions_equals_attention_over_everything(actions in actions(9)) {
-        let mut beside = Beside::new(Box::new(new(100)), &[None; 2], 0);
+        let mut compared = Compared::new(Box::new(new(100)), &[None; 2], 0);
         for action in actions {
-            if matches!(action, Action::Append(tokens) if beside.len() + tokens > 100) {
+            if matches!(action, Action::Append(tokens) if compared.len() + tokens > 100) {
                 continue;
             }
-            beside.run(action, || Box::new(new(100)), None)?;
+            compared.run(action, || Box::new(new(100)), None)?;
         }
     }
 
     /// The step that would be captured: same tensors, same shapes, only their contents change.
     #[test]
-    fn a_step_at_positions_of_the_device_equals_one_that_the_host_places(
+    fn a_step_at_positions_of_the_device_equals_one_at_positions_of_the_host(
         prompts in proptest::collection::vec(1i64..6, 2),
         window in proptest::option::of(1i64..6),
     ) {
@@ -81,13 +81,13 @@ proptest! {
                     let expected = attention(&one(&q), &grown[0], &grown[1], &seen(len, len + 1, window, 0));
                     close(&one(&found), &expected, 1e-5)?;
                 }
-                // The reference keeps its rows as the cache does: written at each row's own place.
+                // The reference keeps its rows as the cache does: written at each row's own position.
                 for (held, new) in held.iter_mut().zip([&k, &v]) {
                     let wide = Tensor::zeros([BATCH, KV_HEADS, 1, DIM], (Kind::Float, Device::Cpu));
                     *held = Tensor::cat(&[&*held, &wide], 2);
                     for row in 0..BATCH {
-                        let place = prompts[row as usize] + step as i64;
-                        held.narrow(0, row, 1).narrow(2, place, 1).copy_(&new.narrow(0, row, 1));
+                        let position = prompts[row as usize] + step as i64;
+                        held.narrow(0, row, 1).narrow(2, position, 1).copy_(&new.narrow(0, row, 1));
                     }
                 }
             }
@@ -98,7 +98,7 @@ proptest! {
 }
 
 #[test]
-fn nothing_ever_moves() {
+fn no_call_moves_the_tensors() {
     let mut cache = new(16);
     let at = addresses(&cache);
     let bytes = cache.bytes();
@@ -145,11 +145,14 @@ fn beams_grow_out_of_one_row() {
     let error = cache
         .reorder(&Tensor::from_slice(&[0i64, 0, 1]))
         .unwrap_err();
-    assert!(matches!(error, Error::Full { capacity: 2, .. }));
+    assert_eq!(
+        error.to_string(),
+        "`rows` has shape [3]; it must be at most (2,), the `batch` that the cache was made for"
+    );
 }
 
 #[test]
-fn past_its_end_it_refuses_and_stays_as_it_was() {
+fn appending_beyond_the_end_is_refused_and_changes_nothing() {
     let mut cache = new(4);
     let three = random(&[BATCH, KV_HEADS, 3, DIM], 1);
     for layer in 0..2 {

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use overdrive_kv_cache::GrowingCache;
+use overdrive_kv_cache::DynamicCache;
 use overdrive_onnx::proto::{ModelProto, NodeProto, TensorProto};
 use overdrive_transformer::{CausalLm, ForwardInput, LlamaConfig, LlamaFamily};
 use prost::Message;
@@ -133,7 +133,7 @@ impl Scene {
 
     /// The tokens that a greedy reader of `model` adds.
     pub(crate) fn greedy(&self, model: &CausalLm, count: usize) -> Tensor {
-        let mut cache = GrowingCache::new(model.num_layers());
+        let mut cache = DynamicCache::new(model.num_layers());
         let [mut ids, mut mask, mut positions] =
             [&self.ids, &self.mask, &self.positions].map(Tensor::shallow_clone);
         let mut tokens = Vec::new();

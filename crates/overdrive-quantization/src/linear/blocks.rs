@@ -1,7 +1,7 @@
 //! Products with a weight that is dequantized a block of outputs at a time: the block is made, used
 //! while it is in a cache, and its memory made into the next one.
 
-use overdrive_sys::product::mm_into;
+use overdrive_sys::gemm::mm_into;
 use tch::{Device, Kind, Tensor};
 
 use crate::kernel::four_bit::{coded_map, dequantize_rows};

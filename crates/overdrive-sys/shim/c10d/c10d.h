@@ -9,19 +9,20 @@ extern "C" {
 
 // --- store.cpp ------------------------------------------------------------------------------------
 typedef struct od_store od_store;
-// A server listens on `port` (0: a free one) and is a client of itself; else connects within the time.
+// A server listens on `port` (0: a free one) and is a client of itself; a client connects within the timeout.
 od_status* od_store_tcp(const char* host, uint16_t port, int32_t is_server, int64_t timeout_ms,
                         od_store** out, uint16_t* out_port) OD_NOEXCEPT;
-// The same store with `prefix` before every key.
+// Returns a handle to the same store that puts `prefix` before every key.
 od_status* od_store_prefix(const od_store* store, const char* prefix, od_store** out) OD_NOEXCEPT;
-// A connection of its own to the same server: a wait on one does not block the other.
+// Opens a second connection to the same server: a wait on one does not block the other.
 od_status* od_store_clone(const od_store* store, od_store** out) OD_NOEXCEPT;
 od_status* od_store_set_timeout(od_store* store, int64_t timeout_ms) OD_NOEXCEPT;
 od_status* od_store_set(od_store* store, const char* key, const uint8_t* value,
                         size_t len) OD_NOEXCEPT;
-// Waits until the key is there. The bytes are freed with `od_string_free`.
+// Waits until the key exists. The bytes are freed with `od_string_free`.
 od_status* od_store_get(od_store* store, const char* key, char** out, size_t* out_len) OD_NOEXCEPT;
-// Sets the key to `desired` if it holds `expected` (or is absent and that is empty); what it holds then.
+// Sets the key to `desired` if its value is `expected` (or if it is absent and `expected` is empty);
+// returns the value afterwards.
 od_status* od_store_compare_set(od_store* store, const char* key, const uint8_t* expected,
                                 size_t expected_len, const uint8_t* desired, size_t desired_len,
                                 char** out, size_t* out_len) OD_NOEXCEPT;
@@ -36,10 +37,10 @@ void od_store_free(od_store* store) OD_NOEXCEPT;
 // --- group.cpp ------------------------------------------------------------------------------------
 typedef struct od_group od_group;
 typedef struct od_work od_work;
-// `interface` or `address` may be null: which network device to use; both null: the host name's.
+// `interface` or `address` choose the network device; if both are null, the host name does.
 od_status* od_group_gloo(const od_store* store, int32_t rank, int32_t size, int64_t timeout_ms,
                          const char* interface, const char* address, od_group** out) OD_NOEXCEPT;
-// Fails where the shim was built without NCCL.
+// Fails if the shim was built without NCCL.
 od_status* od_group_nccl(const od_store* store, int32_t rank, int32_t size, int64_t timeout_ms,
                          int32_t device, od_group** out) OD_NOEXCEPT;
 void od_group_free(od_group* group) OD_NOEXCEPT;
@@ -54,7 +55,7 @@ enum od_collective_kind {
   OD_REDUCE_SCATTER_INTO = 6,  // one input, one output
   OD_GATHER = 7,           // one input; `size` outputs at `root`
   OD_SCATTER = 8,          // one output; `size` inputs at `root`
-  OD_ALL_TO_ALL = 9,       // one input, one output, equal parts of the first dimension
+  OD_ALL_TO_ALL = 9,       // one input, one output, equal chunks of the first dimension
   OD_SEND = 10,            // inputs to `root`
   OD_RECV = 11,            // inputs, in place, from `root`
   OD_BARRIER = 12,
@@ -72,33 +73,33 @@ typedef struct od_collective {
 } od_collective;
 od_status* od_group_start(od_group* group, const od_collective* collective,
                           od_work** out) OD_NOEXCEPT;
-od_status* od_work_wait(od_work* work, int64_t timeout_ms) OD_NOEXCEPT;  // 0: as long as it takes
+od_status* od_work_wait(od_work* work, int64_t timeout_ms) OD_NOEXCEPT;  // 0: no limit
 int32_t od_work_is_completed(od_work* work) OD_NOEXCEPT;
 void od_work_free(od_work* work) OD_NOEXCEPT;
 
-// --- watch.h: what the collectives of a group do, for a thread that looks after them ----------------
+// --- watch.h: the state of a group's collectives, for a thread that monitors them --------------------
 typedef struct od_watch_state {
-  uint64_t started;   // collectives begun
-  uint64_t finished;  // and ended
-  int32_t failed;     // one ended with an error, on which nobody has decided yet
-  int32_t decided;
+  uint64_t started;   // the number of collectives started
+  uint64_t finished;  // the number of them that have ended
+  int32_t failed;     // 1: one failed, and the group is not aborted yet
+  int32_t aborted;
   uint64_t failed_number;
-  // The last ones begun, a line each: number, name and tensors with a tab between them. Strings are freed
-  // with `od_string_free`.
+  // The collectives started last, one per line: number, name and tensors, separated by tabs. Strings are
+  // freed with `od_string_free`.
   char* recent;
   char* failed_what;
   char* failed_text;
 } od_watch_state;
-// What a group is called in messages, after its ranks.
+// Sets the text that follows the ranks in messages.
 od_status* od_watch_label(od_group* group, const char* label) OD_NOEXCEPT;
-// From here on a failed collective ends only when `od_watch_decide` is called, with its words.
+// From here on a failed collective ends only when `od_watch_abort` is called, with its message.
 void od_watch_begin(od_group* group) OD_NOEXCEPT;
-// Waits until a collective fails, `od_watch_wake` is called or the time is over.
+// Waits until a collective fails, `od_watch_wake` is called or the time has passed.
 od_status* od_watch_poll(od_group* group, int64_t wait_ms, od_watch_state* out) OD_NOEXCEPT;
 void od_watch_wake(od_group* group) OD_NOEXCEPT;
-// Ends every collective that is under way, and every later one, with an error of these words, and closes
-// the connections, so that peers do not wait for this process.
-od_status* od_watch_decide(od_group* group, const char* words) OD_NOEXCEPT;
+// Ends every running collective, and every later one, with an error of this message, and closes the
+// connections, so that peers do not wait for this process.
+od_status* od_watch_abort(od_group* group, const char* message) OD_NOEXCEPT;
 
 // --- reducer.cpp ------------------------------------------------------------------------------------
 typedef struct od_reducer od_reducer;
@@ -107,7 +108,7 @@ typedef struct od_reducer_options {
   int64_t first_bucket_bytes;
   int32_t find_unused_parameters;
   int32_t gradient_as_bucket_view;
-  int32_t compression;  // 0 none, else the `at::ScalarType` that gradients travel in
+  int32_t compression;  // 0: none, else the `at::ScalarType` in which gradients are sent
 } od_reducer_options;
 od_status* od_reducer_new(od_group* group, const od_tensor* parameters, const char* const* names,
                           size_t n, const od_reducer_options* options,
@@ -116,7 +117,7 @@ od_status* od_reducer_prepare_for_forward(od_reducer* reducer) OD_NOEXCEPT;
 od_status* od_reducer_rebuild_buckets(od_reducer* reducer, int32_t* out_rebuilt) OD_NOEXCEPT;
 od_status* od_reducer_prepare_for_backward(od_reducer* reducer, const od_tensor* outputs,
                                            size_t n) OD_NOEXCEPT;
-// The bytes of each bucket, in the order in which they are reduced; `out` has room for `n` of them.
+// Returns the bytes of each bucket, in the order in which they are reduced; `out` has room for `n` of them.
 od_status* od_reducer_buckets(od_reducer* reducer, int64_t* out, size_t n, size_t* out_n) OD_NOEXCEPT;
 void od_reducer_free(od_reducer* reducer) OD_NOEXCEPT;
 

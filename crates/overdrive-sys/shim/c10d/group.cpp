@@ -1,4 +1,4 @@
-// Process groups: collectives over Gloo, and over NCCL where it is built in, under a watch.
+// Process groups: watched collectives over Gloo, and collectives over NCCL if it is built in.
 #include "../tensors.h"
 #include "group.h"
 
@@ -29,13 +29,13 @@ void Watch::label(const std::string& label) {
 
 std::exception_ptr Watch::error(uint64_t number, const std::string& what) const {
   std::lock_guard<std::mutex> held(lock_);
-  return std::make_exception_ptr(std::runtime_error(describe(number, what) + ": " + words_));
+  return std::make_exception_ptr(std::runtime_error(describe(number, what) + ": " + message_));
 }
 
 uint64_t Watch::start(const std::string& what, std::string tensors) {
   std::lock_guard<std::mutex> held(lock_);
-  if (decided_) {
-    throw std::runtime_error(describe(0, what) + " cannot start: the group has failed: " + words_);
+  if (aborted_) {
+    throw std::runtime_error(describe(0, what) + " cannot start: the group has failed: " + message_);
   }
   recent_.push_back({++started_, what, std::move(tensors)});
   if (recent_.size() > kRecent) recent_.pop_front();
@@ -44,7 +44,7 @@ uint64_t Watch::start(const std::string& what, std::string tensors) {
 
 void Watch::check() const {
   std::lock_guard<std::mutex> held(lock_);
-  if (decided_) throw std::runtime_error("the group has failed: " + words_);
+  if (aborted_) throw std::runtime_error("the group has failed: " + message_);
 }
 
 void Watch::enlist(uint64_t number, const c10::intrusive_ptr<WatchedWork>& work) {
@@ -53,7 +53,7 @@ void Watch::enlist(uint64_t number, const c10::intrusive_ptr<WatchedWork>& work)
 }
 
 void Watch::finish(uint64_t number) {
-  c10::intrusive_ptr<WatchedWork> last;  // freed after the lock
+  c10::intrusive_ptr<WatchedWork> last;  // freed after the lock is released
   std::lock_guard<std::mutex> held(lock_);
   ++finished_;
   auto at = pending_.find(number);
@@ -66,7 +66,7 @@ void Watch::fail(uint64_t number, const std::string& what, const std::string& te
   bool alone = false;
   {
     std::lock_guard<std::mutex> held(lock_);
-    if (decided_) return;
+    if (aborted_) return;
     if (!failed_) {
       failed_ = true;
       failed_number_ = number;
@@ -76,21 +76,21 @@ void Watch::fail(uint64_t number, const std::string& what, const std::string& te
     alone = !watched_;
   }
   changed_.notify_all();
-  if (alone) decide(text);
+  if (alone) abort(text);
 }
 
-void Watch::wait_for_decision() {
+void Watch::wait_for_abort() {
   std::unique_lock<std::mutex> held(lock_);
-  changed_.wait(held, [&] { return decided_; });
+  changed_.wait(held, [&] { return aborted_; });
 }
 
-void Watch::decide(const std::string& words) {
+void Watch::abort(const std::string& message) {
   std::map<uint64_t, c10::intrusive_ptr<WatchedWork>> pending;
   {
     std::lock_guard<std::mutex> held(lock_);
-    if (decided_) return;
-    decided_ = true;
-    words_ = words;
+    if (aborted_) return;
+    aborted_ = true;
+    message_ = message;
     pending.swap(pending_);
   }
   changed_.notify_all();
@@ -112,16 +112,16 @@ void Watch::wake() {
 
 void Watch::poll(std::chrono::milliseconds wait, od_watch_state* out) {
   std::unique_lock<std::mutex> held(lock_);
-  changed_.wait_for(held, wait, [&] { return woken_ || (failed_ && !decided_); });
+  changed_.wait_for(held, wait, [&] { return woken_ || (failed_ && !aborted_); });
   woken_ = false;
   std::string lines;
-  for (const auto& begun : recent_) {
-    lines += std::to_string(begun.number) + "\t" + begun.what + "\t" + begun.tensors + "\n";
+  for (const auto& started : recent_) {
+    lines += std::to_string(started.number) + "\t" + started.what + "\t" + started.tensors + "\n";
   }
   std::unique_ptr<char[]> recent(copy_string(lines));
   std::unique_ptr<char[]> what(copy_string(failed_what_));
   std::unique_ptr<char[]> text(copy_string(failed_text_));
-  *out = {started_, finished_,  failed_ && !decided_ ? 1 : 0, decided_ ? 1 : 0, failed_number_,
+  *out = {started_, finished_,  failed_ && !aborted_ ? 1 : 0, aborted_ ? 1 : 0, failed_number_,
           recent.release(), what.release(), text.release()};
 }
 
@@ -151,11 +151,11 @@ WatchedWork::WatchedWork(std::shared_ptr<Watch> watch, uint64_t number, std::str
       number_(number),
       what_(std::move(what)),
       inner_(std::move(inner)) {
-  if (number_ == 0) return;  // of a send or receive there is no future
+  if (number_ == 0) return;  // a send or a receive has no future
   try {
     inner_future_ = inner_->getFuture();
   } catch (const std::exception&) {
-    return;  // waited for in `wait`
+    return;  // without a future `wait` waits for the inner work
   }
   if (inner_future_) {
     future_ = c10::make_intrusive<c10::ivalue::Future>(inner_future_->elementType());
@@ -168,7 +168,7 @@ void WatchedWork::follow() {
   inner_future_->addCallback([self](c10::ivalue::Future& inner) {
     if (inner.hasError()) {
       self->watch_->fail(self->number_, self->what_, inner.tryRetrieveErrorMessage());
-      return;  // `decide` ends it
+      return;  // `Watch::abort` ends it
     }
     auto value = inner.value();
     self->end(nullptr, &value);
@@ -211,7 +211,7 @@ bool WatchedWork::wait(std::chrono::milliseconds timeout) {
     text = e.what();
   }
   watch_->fail(number_, what_, text);
-  watch_->wait_for_decision();
+  watch_->wait_for_abort();
   std::rethrow_exception(watch_->error(number_, what_));
 }
 
@@ -225,7 +225,7 @@ c10::intrusive_ptr<c10::ivalue::Future> WatchedWork::getFuture() {
 
 namespace {
 
-// To close its connections, which are protected.
+// Gives access to the connections, which are protected, in order to close them.
 class Gloo : public c10d::ProcessGroupGloo {
  public:
   using c10d::ProcessGroupGloo::ProcessGroupGloo;
@@ -275,7 +275,7 @@ extern "C" od_status* od_group_nccl(const od_store* store, int32_t rank, int32_t
     nccl->setBoundDeviceId(at::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)));
     auto group = c10::make_intrusive<c10d::ProcessGroup>(store->store, rank, size);
     group->setDefaultBackend(c10d::ProcessGroup::BackendType::NCCL);
-    // Its works are events on streams, watched by a thread of NCCL's backend: not wrapped.
+    // Not wrapped: its works are events on streams, which a thread of libtorch's NCCL backend watches.
     group->setBackend(c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL, std::move(nccl));
     *out = new od_group{std::move(group), std::make_shared<Watch>(rank, size), [] {}};
 #else
@@ -408,9 +408,9 @@ extern "C" void od_watch_wake(od_group* group) noexcept {
   overdrive::discard([&] { group->watch->wake(); });
 }
 
-extern "C" od_status* od_watch_decide(od_group* group, const char* words) noexcept {
+extern "C" od_status* od_watch_abort(od_group* group, const char* message) noexcept {
   return guard([&] {
-    group->watch->decide(words);
+    group->watch->abort(message);
     group->close_connections();
   });
 }

@@ -1,4 +1,4 @@
-// Gradients reduced bucket by bucket while backward runs: c10d::Reducer.
+// c10d::Reducer, which reduces gradients bucket by bucket while backward runs.
 #include "group.h"
 
 #include <torch/csrc/distributed/c10d/logger.hpp>
@@ -11,8 +11,8 @@ using overdrive::guard;
 
 namespace {
 
-// Gradients travel in fewer bits: divided by the number of ranks first, so that the sum cannot overflow
-// where the average does not (torch's fp16_compress_hook and bf16_compress_hook).
+// Sends gradients in fewer bits. They are divided by the number of ranks before the sum, so that the sum
+// cannot overflow if the average does not (torch's fp16_compress_hook and bf16_compress_hook).
 class Compress : public c10d::CppCommHookInterface<c10::intrusive_ptr<c10d::ProcessGroup>> {
  public:
   Compress(c10::intrusive_ptr<c10d::ProcessGroup> group, at::ScalarType type)
@@ -22,7 +22,7 @@ class Compress : public c10d::CppCommHookInterface<c10::intrusive_ptr<c10d::Proc
     auto buffer = bucket.getBufferRef();
     std::vector<at::Tensor> small{buffer.to(type_).div_(state_->getSize())};
     auto reduced = state_->allreduce(small)->getFuture();
-    // Back into the bucket's own memory: gradients are views of it.
+    // Copied back into the bucket's memory, because gradients are views of it.
     auto widen = [buffer](c10::ivalue::Future& done) {
       buffer.copy_(done.value().toTensorVector().at(0));
       return c10::IValue(buffer);
@@ -39,7 +39,7 @@ class Compress : public c10d::CppCommHookInterface<c10::intrusive_ptr<c10d::Proc
 struct od_reducer {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
   std::shared_ptr<c10d::Reducer> reducer;
-  // The reducer notes there that the unused parameters changed, and does not look whether there is one.
+  // The reducer logs a change of the unused parameters there without checking for null.
   std::shared_ptr<c10d::Logger> logger;
 };
 
@@ -55,8 +55,8 @@ extern "C" od_status* od_reducer_new(od_group* group, const od_tensor* parameter
       named.emplace(i, names[i]);
     }
     const std::vector<bool> sparse(n, false);
-    // As torch does: where every parameter is used, the order in which gradients come is learnt in the
-    // first backward, which has one bucket; the buckets proper are built after it.
+    // As in PyTorch: if every parameter is used, the first backward pass, which has one bucket, records
+    // the order of the gradients, and the final buckets are built after it.
     std::vector<size_t> limits{std::numeric_limits<size_t>::max() / 2};
     if (options->find_unused_parameters) {
       limits = {static_cast<size_t>(options->first_bucket_bytes),
@@ -112,7 +112,7 @@ extern "C" od_status* od_reducer_buckets(od_reducer* reducer, int64_t* out, size
 }
 
 extern "C" void od_reducer_free(od_reducer* reducer) noexcept {
-  // Its hooks go from the parameters before it does.
+  // Its destructor removes the hooks from the parameters.
   overdrive::discard([&] {
     std::unique_ptr<od_reducer> owned(reducer);
     owned->reducer->remove_autograd_hooks();

@@ -1,4 +1,4 @@
-// The key-value store through which the processes of a group find each other.
+// The key-value store for the rendezvous of the processes of a group.
 #include "c10d.h"
 #include "handles.h"
 
@@ -95,6 +95,6 @@ extern "C" od_status* od_store_delete(od_store* store, const char* key, int32_t*
 }
 
 extern "C" void od_store_free(od_store* store) noexcept {
-  // A destructor of libtorch's that throws has nobody to tell.
+  // libtorch's destructor may throw, and a free function cannot report it.
   overdrive::discard([&] { delete store; });
 }

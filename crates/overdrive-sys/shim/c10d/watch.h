@@ -1,10 +1,11 @@
-// A backend around another one that numbers its collectives, and holds back the error of one that fails
-// until someone has found out why.
+// A wrapper of a backend that numbers its collectives, and withholds the error of a failed collective
+// until its cause is known.
 //
-// Gloo's own error says "connection closed by peer" with an address, or "timed out"; which rank is at
-// fault, and what it was doing, is known only after asking the others. That is done outside, by a thread
-// that polls the watch. Until it has decided, the collectives under way are neither done nor failed;
-// then all of them end with its words, also those that the reducer waits for in the middle of backward.
+// Gloo's own error says "connection closed by peer" with an address, or "timed out"; the rank at fault
+// and its last collective are known only after asking the other ranks. A thread outside of this file does
+// that: it polls the watch and then aborts the group with a message. Until then the running collectives
+// are neither done nor failed; all of them end with that message, also those that the reducer waits for
+// during backward.
 #pragma once
 
 #include "handles.h"
@@ -25,19 +26,20 @@ class Watch {
  public:
   Watch(int rank, int size) : rank_(rank), size_(size) {}
 
-  // Throws if the group has failed before. `tensors` says what takes part: it is the same on all ranks.
+  // Throws if the group has been aborted. `tensors` describes the tensors, equally on all ranks.
   uint64_t start(const std::string& what, std::string tensors);
-  // What follows "on rank 0 of 2" in messages.
+  // Sets the text after "on rank 0 of 2" in messages.
   void label(const std::string& label);
   void enlist(uint64_t number, const c10::intrusive_ptr<WatchedWork>& work);
   void finish(uint64_t number);
-  // A point-to-point call has no number: only two ranks take part.
+  // Throws if the group has been aborted. For point-to-point calls, which have no number, because only
+  // two ranks take part in them.
   void check() const;
-  // A collective failed. With nobody watching, it is decided at once.
+  // Records a failed collective. Aborts the group at once if nobody watches it.
   void fail(uint64_t number, const std::string& what, const std::string& text);
-  // Blocks until it is decided what to say.
-  void wait_for_decision();
-  void decide(const std::string& words);
+  // Blocks until the group is aborted.
+  void wait_for_abort();
+  void abort(const std::string& message);
   std::exception_ptr error(uint64_t number, const std::string& what) const;
 
   void begin();
@@ -45,12 +47,13 @@ class Watch {
   void poll(std::chrono::milliseconds wait, od_watch_state* out);
 
  private:
-  struct Begun {
+  struct Started {
     uint64_t number;
     std::string what;
     std::string tensors;
   };
-  // As many as a rank may be ahead of another that looks for the difference between them.
+  // A rank finds the first difference between its collectives and those of a peer that is at most this far
+  // ahead.
   static constexpr size_t kRecent = 8;
 
   std::string describe(uint64_t number, const std::string& what) const;
@@ -65,13 +68,13 @@ class Watch {
   bool watched_ = false;
   bool woken_ = false;
   bool failed_ = false;
-  bool decided_ = false;
+  bool aborted_ = false;
   uint64_t failed_number_ = 0;
-  std::deque<Begun> recent_;
+  std::deque<Started> recent_;
   std::string label_;
   std::string failed_what_;
   std::string failed_text_;
-  std::string words_;
+  std::string message_;
 };
 
 class WatchedWork : public c10d::Work {
@@ -79,7 +82,7 @@ class WatchedWork : public c10d::Work {
   WatchedWork(std::shared_ptr<Watch> watch, uint64_t number, std::string what,
               c10::intrusive_ptr<c10d::Work> inner);
 
-  void follow();  // once, after it was enlisted
+  void follow();  // called once, after it was enlisted
   void give_up();
 
   bool isCompleted() override;
@@ -187,21 +190,21 @@ class WatchedBackend : public c10d::Backend {
   std::mutex order_;
 };
 
-// "float [10, 3]"; of several tensors their number and elements in all.
+// Returns "float [10, 3]"; for several tensors the dtype, their number and the total number of elements.
 std::string describe_tensors(at::ArrayRef<at::Tensor> tensors);
 
 template <class Call>
 c10::intrusive_ptr<c10d::Work> WatchedBackend::numbered(const char* what,
                                                         at::ArrayRef<at::Tensor> tensors,
                                                         Call&& call) {
-  // Numbers are given in the order in which the backend, which has no lock of its own, is called.
+  // The lock makes the numbers follow the order in which the backend is called; the backend has no lock.
   std::unique_lock<std::mutex> order(order_);
   const auto number = watch_->start(what, describe_tensors(tensors));
   c10::intrusive_ptr<c10d::Work> inner;
   try {
     inner = call();
   } catch (const std::exception&) {
-    watch_->finish(number);  // refused before it was sent: the arguments, not the peers
+    watch_->finish(number);  // refused before anything was sent: an error of the arguments, not of a peer
     throw;
   }
   auto work = c10::make_intrusive<WatchedWork>(watch_, number, what, std::move(inner));

@@ -1,5 +1,5 @@
-// Drives the CPU allocator from many threads, for ThreadSanitizer and AddressSanitizer; see
-// check_memory.sh. Prints nothing and returns 0 when all is well.
+// Uses the CPU allocator from many threads, for ThreadSanitizer and AddressSanitizer; see
+// check_memory.sh. Prints nothing and returns 0 on success.
 #include "../shim.h"
 #include "../startup.h"
 

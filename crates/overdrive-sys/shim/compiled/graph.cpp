@@ -1,9 +1,8 @@
-// CUDA graphs without a CUDA header and without a link against libtorch_cuda.
+// CUDA graphs without a CUDA header and without linking libtorch_cuda.
 //
 // One binary serves CPU and GPU (startup.cpp), so the functions of `at::cuda::CUDAGraph` are looked up in
-// the library that was loaded, by the names that the Itanium ABI gives them; streams go through the
-// device-generic guard. `cuda/graph_abi.cpp`, which the feature `cuda` compiles, holds this against
-// libtorch's own headers.
+// the loaded library by their names in the Itanium ABI; streams use the device-generic guard.
+// `cuda/graph_abi.cpp`, which the feature `cuda` compiles, checks this against libtorch's headers.
 #include "../guard.h"
 #include "compiled.h"
 #include "graph_abi.h"
@@ -68,7 +67,7 @@ struct od_graph {
       : device(on), side(c10::impl::VirtualGuardImpl(c10::kCUDA).getStreamFromGlobalPool(on)) {
     functions().construct(&storage, false);
   }
-  // libtorch's destructor waits for a replay under way.
+  // libtorch's destructor waits for a running replay.
   ~od_graph() { functions().destroy(&storage); }
   od_graph(const od_graph&) = delete;
   od_graph& operator=(const od_graph&) = delete;
@@ -106,17 +105,17 @@ extern "C" void od_graph_free(od_graph* graph) noexcept {
   try {
     delete graph;
   } catch (...) {
-    // What frees has no one to tell.
+    // A free function cannot report an error.
   }
 }
 
 extern "C" od_status* od_graph_enter(od_graph* graph) noexcept {
   return overdrive::guard([&] {
-    TORCH_CHECK(!graph->before, "the graph's stream is this thread's already");
+    TORCH_CHECK(!graph->before, "the graph's stream is already current on this thread");
     const c10::impl::VirtualGuardImpl impl(c10::kCUDA);
     const auto device = impl.exchangeDevice(graph->device);
     try {
-      // Rare, so the whole device is waited for: inputs may have been written on any stream.
+      // Waits for the whole device, because inputs may have been written on any stream; captures are rare.
       impl.synchronizeDevice(graph->device.index());
       graph->before = impl.exchangeStream(graph->side);
       graph->device_before = device;
@@ -142,7 +141,7 @@ extern "C" od_status* od_graph_begin(od_graph* graph, const od_graph* pool_of) n
   return overdrive::guard([&] {
     const c10::impl::VirtualGuardImpl impl(c10::kCUDA);
     impl.synchronizeStream(graph->side);
-    // Blocks that nobody uses go back to the device, where the pool may want them.
+    // Returns unused cached blocks to the device: the graph's pool cannot use them, and needs the memory.
     c10::getDeviceAllocator(c10::kCUDA)->emptyCache();
     graph->reserved_at_begin = reserved_bytes(graph->device.index());
     Pool pool{0, 0};
@@ -168,7 +167,7 @@ extern "C" void od_graph_abort(od_graph* graph) noexcept {
   try {
     functions().capture_end(&graph->storage);
   } catch (...) {
-    // An operation that cannot be captured has ended the capture; this only takes note of it.
+    // An operation that cannot be captured has already ended the capture; this only clears libtorch's state.
   }
   try {
     functions().reset(&graph->storage);

@@ -1,12 +1,12 @@
-// What graph.cpp assumes of `at::cuda::CUDAGraph` in libtorch 2.11, held against its header by
-// cuda/graph_abi.cpp.
+// The assumptions of graph.cpp about `at::cuda::CUDAGraph` in libtorch 2.11; cuda/graph_abi.cpp checks
+// them against its header.
 #pragma once
 
 #include <cstddef>
 
 namespace overdrive {
 
-// Room for the object. Twice what it takes.
+// The storage of the object, twice as large as needed.
 struct GraphStorage {
   alignas(16) std::byte bytes[512];
 };

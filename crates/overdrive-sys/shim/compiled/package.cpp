@@ -1,4 +1,4 @@
-// One model of a package that torch.export and AOTInductor made.
+// A model of a package that torch.export and AOTInductor created.
 #include "../guard.h"
 #include "compiled.h"
 
@@ -20,15 +20,15 @@ namespace {
 
 using Tensors = std::unordered_map<std::string, at::Tensor>;
 
-// Compiled code looks at its inputs (kinds, sizes, strides) only if this is set when it first runs; it
-// reads memory that is not there otherwise. Set while the program has one thread; who knows better sets
-// the variable to 0.
+// Compiled code checks its inputs (dtypes, sizes, strides) only if this variable is set in its first run;
+// without it, wrong inputs make it read invalid memory. It is set while the program has one thread; a
+// value that the user set is kept.
 struct CheckInputs {
   CheckInputs() noexcept { setenv("AOTI_RUNTIME_CHECK_INPUTS", "1", 0); }
 } check_inputs;
 
-// A tensor of the same numbers with the strides that the compiled code counts on, alone in its storage:
-// the container copies whole storages.
+// Returns a tensor of the same values with the strides that the compiled code expects, alone in its storage,
+// because the container copies whole storages.
 at::Tensor as_constant(const at::Tensor& from, const at::Tensor& like) {
   auto fresh = at::empty_strided(like.sizes(), like.strides(), like.options());
   fresh.copy_(from);
@@ -43,13 +43,13 @@ bool lies_alike(const at::Tensor& tensor, const at::Tensor& like) {
 
 struct od_package {
   torch::inductor::AOTIModelPackageLoader loader;
-  // Tensors whose memory the active and the prepared constants use.
+  // The tensors whose memory the active and the prepared constants use.
   Tensors active;
   Tensors prepared;
 };
 
-// The dynamic linker takes a loaded library for the one that another asks for if their names agree. A file
-// libtorch.so that it would find may be a text for linkers (`INPUT(libtorch_cpu.so)`), which it refuses.
+// The dynamic linker uses a loaded library for a dependency if their names agree. A file libtorch.so that it
+// would find otherwise may be a linker script (`INPUT(libtorch_cpu.so)`), which it cannot load.
 extern "C" od_status* od_package_name_libtorch(const uint8_t* library, size_t len) noexcept {
   return overdrive::guard([&] {
 #ifdef __linux__
@@ -61,7 +61,7 @@ extern "C" od_status* od_package_name_libtorch(const uint8_t* library, size_t le
     void* loaded = written == static_cast<ssize_t>(len) ? dlopen(path.c_str(), RTLD_NOW) : nullptr;
     const char* why = loaded ? nullptr : dlerror();
     close(file);
-    TORCH_CHECK(loaded, "an empty libtorch.so cannot be loaded: ", why ? why : "it was not written");
+    TORCH_CHECK(loaded, "the empty libtorch.so cannot be loaded: ", why ? why : "it was not written");
 #endif
   });
 }
@@ -81,7 +81,7 @@ extern "C" void od_package_free(od_package* package) noexcept {
   try {
     delete package;
   } catch (...) {
-    // What frees has no one to tell.
+    // A free function cannot report an error.
   }
 }
 
@@ -89,7 +89,7 @@ extern "C" od_status* od_package_call_spec(od_package* package, char** inputs,
                                            char** outputs) noexcept {
   return overdrive::guard([&] {
     const auto spec = package->loader.get_call_spec();
-    TORCH_CHECK(spec.size() == 2, "a call spec of ", spec.size(), " parts, not 2");
+    TORCH_CHECK(spec.size() == 2, "the call spec has ", spec.size(), " elements; it must have 2");
     *outputs = overdrive::copy_string(spec[1]);
     *inputs = overdrive::copy_string(spec[0]);
   });
@@ -125,19 +125,19 @@ extern "C" od_status* od_package_prepare(od_package* package, const char* const*
     const auto held = runner->extract_constants_map(false);
     std::unordered_map<std::string, const at::Tensor*> given;
     for (size_t k = 0; k < n; ++k) {
-      if (!held.count(names[k])) throw overdrive::NotFound(std::string("no constant ") + names[k]);
+      if (!held.count(names[k])) throw overdrive::NotFound(std::string("there is no constant ") + names[k]);
       given[names[k]] = static_cast<const at::Tensor*>(tensors[k]);
     }
-    // Every constant by its name in the code: what is missing from the second set would be no tensor at
-    // all after the swap.
+    // The second set must contain every constant by its name in the code: a missing one would be an undefined
+    // tensor after the swap.
     Tensors all;
     for (const auto& [internal, name] : runner->getConstantNamesToOriginalFQNs()) {
       const auto old = held.find(name);
-      if (old == held.end()) continue;  // computed out of others when the code first runs
+      if (old == held.end()) continue;  // computed from others in the first run
       const auto fresh = given.find(name);
       const auto from = (fresh == given.end() ? old->second : *fresh->second).detach();
       if (from.sizes() != old->second.sizes() || from.scalar_type() != old->second.scalar_type()) {
-        throw overdrive::BadArgument("constant " + name + " has another kind or other sizes");
+        throw overdrive::BadArgument("constant " + name + " has another dtype or shape");
       }
       const bool whole = from.storage_offset() == 0 &&
                          from.storage().nbytes() == from.numel() * from.itemsize();
@@ -148,7 +148,7 @@ extern "C" od_status* od_package_prepare(od_package* package, const char* const*
     runner->update_constant_buffer(all, /*use_inactive=*/true, /*validate_full_updates=*/false,
                                    /*user_managed=*/share != 0);
     if (share) {
-      // Its nodes stay where they are when the map moves, and the container points at them.
+      // The container points to the nodes of the map, which stay in place when the map is moved.
       package->prepared = std::move(all);
     } else {
       package->prepared.clear();

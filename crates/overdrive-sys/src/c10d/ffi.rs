@@ -1,4 +1,5 @@
-//! The C interface of `shim/c10d/c10d.h`, declaration by declaration.
+//! The declarations of `shim/c10d/c10d.h`, in the same order of fields and arguments; that header documents
+//! them.
 
 use std::ffi::c_char;
 
@@ -42,7 +43,7 @@ pub(super) struct RawWatchState {
     pub(super) started: u64,
     pub(super) finished: u64,
     pub(super) failed: i32,
-    pub(super) decided: i32,
+    pub(super) aborted: i32,
     pub(super) failed_number: u64,
     pub(super) recent: *mut c_char,
     pub(super) failed_what: *mut c_char,
@@ -156,7 +157,7 @@ unsafe extern "C" {
         out: *mut RawWatchState,
     ) -> *mut Status;
     pub(super) fn od_watch_wake(group: *mut RawGroup);
-    pub(super) fn od_watch_decide(group: *mut RawGroup, words: *const c_char) -> *mut Status;
+    pub(super) fn od_watch_abort(group: *mut RawGroup, message: *const c_char) -> *mut Status;
 
     pub(super) fn od_reducer_new(
         group: *mut RawGroup,

@@ -8,23 +8,24 @@ use tch::Tensor;
 use super::{Store, c_string, ffi, handles, millis};
 use crate::error::{Result, check, take_string};
 
-/// How values of several ranks become one.
+/// The reduction of the values of several ranks to one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReduceOp {
-    /// Their sum.
+    /// The sum.
     Sum,
-    /// Their mean. NCCL only: for Gloo, sum and divide.
+    /// The mean. Only NCCL has it; with Gloo, use the sum and divide.
     Avg,
-    /// Their product.
+    /// The product.
     Product,
-    /// The least.
+    /// The minimum.
     Min,
-    /// The greatest.
+    /// The maximum.
     Max,
 }
 
 impl ReduceOp {
     fn code(self) -> i32 {
+        // c10d::ReduceOp::RedOpType.
         match self {
             Self::Sum => 0,
             Self::Avg => 1,
@@ -38,65 +39,64 @@ impl ReduceOp {
 /// The network device that Gloo listens on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NetworkDevice<'a> {
-    /// That of the machine's host name; loopback where the name does not resolve.
+    /// The device of the machine's host name; loopback if the name does not resolve.
     HostName,
-    /// An interface, such as `eth0`.
+    /// The interface of this name, such as `eth0`.
     Interface(&'a str),
-    /// That of an address or host name.
+    /// The device of an address or a host name.
     Address(&'a str),
 }
 
-/// A collective, with the tensors that take part. All are on one device, and contiguous.
+/// A collective with its tensors, which must be contiguous and on one device.
 #[derive(Debug, Clone, Copy)]
 pub enum Collective<'a> {
-    /// Reduces a tensor of each rank into all of them, in place.
+    /// Reduces the tensors of all ranks and stores the result in all of them, in place.
     AllReduce(&'a Tensor, ReduceOp),
-    /// Copies the root's tensor into everyone's.
+    /// Copies the root's tensor into the tensors of all ranks.
     Broadcast(&'a Tensor, usize),
-    /// Reduces a tensor of each rank into the root's.
+    /// Reduces the tensors of all ranks into the root's tensor.
     Reduce(&'a Tensor, ReduceOp, usize),
-    /// Copies everyone's input into everyone's outputs, of which there is one a rank.
+    /// Copies the inputs of all ranks into the outputs of all ranks; each rank has one output per rank.
     AllGather(&'a Tensor, &'a [Tensor]),
-    /// The same into one output, of the ranks' inputs one after another.
+    /// As `AllGather`, with one output that is the concatenation of the inputs.
     AllGatherInto(&'a Tensor, &'a Tensor),
-    /// Reduces input k of each rank into the output of rank k.
+    /// Reduces the inputs k of all ranks into the output of rank k.
     ReduceScatter(&'a [Tensor], &'a Tensor, ReduceOp),
-    /// The same with one input, of equal parts along the first dimension.
+    /// As `ReduceScatter`, with one input that is cut into equal chunks along the first dimension.
     ReduceScatterInto(&'a Tensor, &'a Tensor, ReduceOp),
-    /// Copies everyone's input into the root's outputs; elsewhere there are none.
+    /// Copies the inputs of all ranks into the root's outputs; the other ranks pass no outputs.
     Gather(&'a Tensor, &'a [Tensor], usize),
-    /// Copies the root's input k into the output of rank k; elsewhere there are no inputs.
+    /// Copies the root's input k into the output of rank k; the other ranks pass no inputs.
     Scatter(&'a [Tensor], &'a Tensor, usize),
-    /// Part k of the first dimension goes to rank k.
+    /// Sends chunk k of the first dimension to rank k, and receives one chunk from each rank.
     AllToAll(&'a Tensor, &'a Tensor),
-    /// Sends to a rank, with a tag.
+    /// Sends a tensor to a rank, with a tag.
     Send(&'a Tensor, usize, i32),
-    /// Receives from a rank, with a tag.
+    /// Receives a tensor from a rank, with a tag.
     Recv(&'a Tensor, usize, i32),
-    /// Waits for everyone.
+    /// Waits for all ranks.
     Barrier,
 }
 
-/// A process group under a watch.
+/// A process group whose collectives are watched for failures.
 ///
-/// Collectives may be started from several threads; they must be started in the same order on every
-/// rank all the same.
+/// Collectives may be started from several threads, but in the same order on every rank.
 #[derive(Debug)]
 pub struct Group {
     pub(super) raw: *mut ffi::RawGroup,
 }
 
-// SAFETY: the shim starts collectives under a lock, and the watch has one of its own.
+// SAFETY: the shim starts collectives under a lock, and the watch has its own lock.
 unsafe impl Send for Group {}
 // SAFETY: as above; the handle itself is never changed after construction.
 unsafe impl Sync for Group {}
 
 impl Group {
-    /// Connects `size` processes over Gloo. All of them make this call, with the same store.
+    /// Connects `size` processes over Gloo. All of them must make this call with the same store.
     ///
     /// # Errors
-    /// [`crate::Error::Torch`] if a peer does not come within `timeout`, which is also that of every
-    /// collective that names no other.
+    /// [`crate::Error::Torch`] if a peer does not connect within `timeout`, which is also the default
+    /// timeout of every collective.
     pub fn gloo(
         store: &Store,
         rank: usize,
@@ -154,13 +154,14 @@ impl Group {
         Ok(Self { raw })
     }
 
-    /// Starts a collective. The tensors are kept alive until it has ended; nobody may write to them, and
-    /// those that it writes are not worth reading, before [`Work::wait`].
+    /// Starts a collective. The tensors are kept alive until it has ended. Before [`Work::wait`] they
+    /// must not be written to, and the contents of its outputs are undefined.
     ///
     /// # Errors
-    /// [`crate::Error::Torch`] for tensors that do not fit, and once the group has failed.
+    /// [`crate::Error::Torch`] for tensors that do not fit, and after the group has failed.
     pub fn start(&self, collective: &Collective<'_>, timeout: Option<Duration>) -> Result<Work> {
         let one = |tensor: &Tensor| handles(std::slice::from_ref(tensor));
+        // The first number is `od_collective_kind`.
         let (kind, op, inputs, outputs, root, tag) = match *collective {
             Collective::AllReduce(tensor, op) => (0, Some(op), one(tensor), vec![], 0, 0),
             Collective::Broadcast(tensor, root) => (1, None, one(tensor), vec![], root, 0),
@@ -202,7 +203,7 @@ impl Group {
         Ok(Work { raw })
     }
 
-    /// What follows the ranks in messages, such as the name of a part of a group.
+    /// Sets the text that follows the ranks in messages, such as the name of a subgroup.
     ///
     /// # Errors
     /// [`crate::Error::BadArgument`] for a zero byte.
@@ -216,29 +217,30 @@ impl Group {
         )
     }
 
-    /// From here on a collective that fails ends only when [`decide`](Self::decide) says with which
-    /// words: the caller polls, and finds out.
+    /// Starts the watch: from here on a collective that fails ends only when [`abort`](Self::abort) is
+    /// called. A thread of the caller polls for failures and finds their cause.
     pub fn begin_watch(&self) {
         // SAFETY: the group is alive.
         unsafe { ffi::od_watch_begin(self.raw) }
     }
 
-    /// Waits until a collective fails, [`wake`](Self::wake) is called or the time is over.
+    /// Waits until a collective fails, [`wake`](Self::wake) is called or the time has passed, and returns the
+    /// state of the group.
     ///
     /// # Errors
-    /// When memory runs out.
+    /// [`crate::Error::OutOfMemory`].
     pub fn poll(&self, wait: Duration) -> Result<WatchState> {
         let mut state = ffi::RawWatchState {
             started: 0,
             finished: 0,
             failed: 0,
-            decided: 0,
+            aborted: 0,
             failed_number: 0,
             recent: ptr::null_mut(),
             failed_what: ptr::null_mut(),
             failed_text: ptr::null_mut(),
         };
-        // SAFETY: the group is alive; the place is ours.
+        // SAFETY: the group is alive; `state` is a local.
         let status = unsafe { ffi::od_watch_poll(self.raw, millis(wait), &raw mut state) };
         check(status, "watching a group")?;
         // SAFETY: the call succeeded; each string is taken once.
@@ -252,69 +254,74 @@ impl Group {
         Ok(WatchState {
             started: state.started,
             finished: state.finished,
-            recent: recent.lines().filter_map(Begun::read).collect(),
+            recent: recent
+                .lines()
+                .filter_map(StartedCollective::parse)
+                .collect(),
             failure: (state.failed != 0).then_some((state.failed_number, what, text)),
-            decided: state.decided != 0,
+            aborted: state.aborted != 0,
         })
     }
 
-    /// Ends a [`poll`](Self::poll) of another thread.
+    /// Ends the [`poll`](Self::poll) of another thread.
     pub fn wake(&self) {
         // SAFETY: the group is alive.
         unsafe { ffi::od_watch_wake(self.raw) }
     }
 
-    /// Ends all collectives that are under way, and all later ones, with an error of these words. The
-    /// first call counts. The connections are closed, so that no peer waits for this process.
+    /// Ends all running collectives, and all later ones, with an error of this message. Only the first
+    /// call has an effect. The connections are closed, so that no peer waits for this process.
     ///
     /// # Errors
-    /// [`crate::Error::Torch`] if libtorch refuses.
-    pub fn decide(&self, words: &str) -> Result<()> {
-        let words = c_string(&words.replace('\0', " "), "ending a group")?;
-        // SAFETY: the group is alive; the words outlive the call.
+    /// [`crate::Error::Torch`] if libtorch throws.
+    pub fn abort(&self, message: &str) -> Result<()> {
+        // A zero byte must not keep a failed group from ending.
+        let message = c_string(&message.replace('\0', " "), "aborting a group")?;
+        // SAFETY: the group is alive; the message outlives the call.
         check(
-            unsafe { ffi::od_watch_decide(self.raw, words.as_ptr()) },
-            "ending a group",
+            unsafe { ffi::od_watch_abort(self.raw, message.as_ptr()) },
+            "aborting a group",
         )
     }
 }
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // SAFETY: owned by `self`, freed once; works and reducers hold what they need themselves.
+        // SAFETY: owned by `self`, freed once; works and reducers own what they need.
         unsafe { ffi::od_group_free(self.raw) }
     }
 }
 
-/// What a group is doing.
+/// The state of a group's collectives.
 #[derive(Debug, Clone)]
 pub struct WatchState {
-    /// How many collectives were started.
+    /// The number of collectives that were started.
     pub started: u64,
-    /// How many of them have ended.
+    /// The number of them that have ended.
     pub finished: u64,
-    /// The last ones started, the newest at the end.
-    pub recent: Vec<Begun>,
-    /// Number, name and libtorch's words of the first that failed, until it is decided on. The number is
-    /// 0 for a send or a receive.
+    /// The collectives that were started last, the newest at the end.
+    pub recent: Vec<StartedCollective>,
+    /// The number, the name and libtorch's message of the first collective that failed, until the group is
+    /// aborted. The number is 0 for a send or a receive.
     pub failure: Option<(u64, String, String)>,
-    /// Whether the group has been ended.
-    pub decided: bool,
+    /// If `true`, the group has been aborted.
+    pub aborted: bool,
 }
 
-/// A collective that a rank has begun.
+/// A collective that this rank has started.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Begun {
+pub struct StartedCollective {
     /// Its number in the group, from 1.
     pub number: u64,
     /// Its name.
     pub what: String,
-    /// Dtype and shape of what takes part; empty for a barrier.
+    /// The dtype and the shape of its tensors; empty for a barrier.
     pub tensors: String,
 }
 
-impl Begun {
-    fn read(line: &str) -> Option<Self> {
+impl StartedCollective {
+    /// Parses a line of `od_watch_state::recent`.
+    fn parse(line: &str) -> Option<Self> {
         let mut fields = line.splitn(3, '\t');
         Some(Self {
             number: fields.next()?.parse().ok()?,
@@ -334,17 +341,17 @@ pub struct Work {
 unsafe impl Send for Work {}
 
 impl Work {
-    /// Waits until it has ended; with a `timeout` at most that long, after which it goes on.
+    /// Waits until the collective has ended, at most for `timeout`. After a timeout it continues to run.
     ///
     /// # Errors
-    /// [`crate::Error::Torch`] if it failed or the time is over.
+    /// [`crate::Error::Torch`] if it failed or the time has passed.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<()> {
         // SAFETY: the work is alive.
         let status = unsafe { ffi::od_work_wait(self.raw, timeout.map_or(0, millis)) };
         check(status, "collective")
     }
 
-    /// Whether it has ended, well or not.
+    /// Returns `true` if it has ended, with or without an error.
     #[must_use]
     pub fn is_completed(&self) -> bool {
         // SAFETY: the work is alive.
@@ -354,11 +361,12 @@ impl Work {
 
 impl Drop for Work {
     fn drop(&mut self) {
-        // SAFETY: owned by `self`, freed once; what is under way goes on without it.
+        // SAFETY: owned by `self`, freed once; a running collective continues without it.
         unsafe { ffi::od_work_free(self.raw) }
     }
 }
 
+// Numbers beyond i32 become i32::MAX, which is not a valid rank, size or device either.
 fn int(number: usize) -> i32 {
     i32::try_from(number).unwrap_or(i32::MAX)
 }

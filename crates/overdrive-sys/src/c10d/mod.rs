@@ -1,7 +1,7 @@
-//! libtorch's c10d: the store that processes meet at, process groups, and the reducer of gradients.
+//! libtorch's c10d: the key-value store for the rendezvous, process groups, and the gradient reducer.
 //!
-//! These are handles with errors for exceptions; what makes them convenient (ranks from the
-//! environment, names in errors, a watch over the peers) is in [overdrive-distributed].
+//! These are plain handles whose calls return errors instead of throwing. [overdrive-distributed] adds ranks
+//! from the environment, names in errors and the monitoring of peers.
 //!
 //! [overdrive-distributed]: ../../overdrive_distributed/index.html
 
@@ -10,7 +10,7 @@ mod group;
 mod reducer;
 mod store;
 
-pub use group::{Begun, Collective, Group, NetworkDevice, ReduceOp, WatchState, Work};
+pub use group::{Collective, Group, NetworkDevice, ReduceOp, StartedCollective, WatchState, Work};
 pub use reducer::{Reducer, ReducerOptions};
 pub use store::{Store, StoreRole};
 
@@ -20,7 +20,7 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::ffi::RawTensor;
 
-/// Milliseconds for the shim: at least one, because nought stands for "no limit" there.
+/// Returns milliseconds for the shim; at least 1, because 0 means "no limit" there.
 fn millis(time: Duration) -> i64 {
     i64::try_from(time.as_millis()).unwrap_or(i64::MAX).max(1)
 }
@@ -28,7 +28,7 @@ fn millis(time: Duration) -> i64 {
 fn c_string(text: &str, operation: &str) -> Result<CString> {
     CString::new(text).map_err(|_| Error::BadArgument {
         operation: operation.to_owned(),
-        message: format!("{text:?} holds a zero byte"),
+        message: format!("{text:?} contains a zero byte"),
     })
 }
 

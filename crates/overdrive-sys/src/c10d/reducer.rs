@@ -1,4 +1,4 @@
-//! Gradients averaged over the ranks while backward runs.
+//! The reducer that averages gradients over the ranks while backward runs.
 
 use std::ptr;
 use std::sync::Arc;
@@ -9,18 +9,18 @@ use super::{Group, c_strings, ffi, handles, pointers};
 use crate::device;
 use crate::error::{Error, Result, check};
 
-/// How a [`Reducer`] works.
+/// The options of a [`Reducer`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReducerOptions {
-    /// Bytes of gradients that are reduced together.
+    /// The bytes of gradients that are reduced together.
     pub bucket_bytes: usize,
-    /// Bytes of the first bucket.
+    /// The bytes of the first bucket. A small one lets the first reduction start early.
     pub first_bucket_bytes: usize,
-    /// Looks for parameters that a backward will not reach.
+    /// If `true`, the reducer searches the graph for parameters that a backward pass will not reach.
     pub find_unused_parameters: bool,
-    /// Gradients share memory with the buckets.
+    /// If `true`, gradients share memory with the buckets.
     pub gradient_as_bucket_view: bool,
-    /// The dtype that gradients travel in, if not their own.
+    /// The dtype in which gradients are sent; `None` for their own.
     pub compression: Option<Kind>,
 }
 
@@ -30,26 +30,27 @@ pub struct ReducerOptions {
 pub struct Reducer {
     raw: *mut ffi::RawReducer,
     parameters: usize,
-    /// Backward uses the group as long as the hooks are there.
+    /// The hooks use the group until the reducer is freed.
     _group: Arc<Group>,
 }
 
-// SAFETY: libtorch's reducer has a lock, and its hooks run on whichever thread backward does.
+// SAFETY: libtorch's reducer has a lock, and its hooks already run on the threads of backward.
 unsafe impl Send for Reducer {}
 
 impl Reducer {
-    /// Puts hooks on the parameters. All ranks do so with the same shapes in the same order.
+    /// Registers hooks on the parameters. All ranks must pass the same shapes in the same order.
     ///
     /// # Errors
-    /// [`Error::BadArgument`] for another number of names than of parameters; [`Error::Torch`] for
-    /// parameters that no bucket can hold.
+    /// [`Error::BadArgument`] if the numbers of names and parameters differ; [`Error::Common`] for a
+    /// compression dtype that is not a floating-point one; [`Error::Torch`] for parameters that libtorch
+    /// cannot put into buckets.
     pub fn new(
         group: Arc<Group>,
         names: &[String],
         parameters: &[Tensor],
         options: ReducerOptions,
     ) -> Result<Self> {
-        let operation = "making a reducer of gradients";
+        let operation = "creating a gradient reducer";
         if names.len() != parameters.len() {
             return Err(Error::BadArgument {
                 operation: operation.to_owned(),
@@ -67,9 +68,9 @@ impl Reducer {
             gradient_as_bucket_view: i32::from(options.gradient_as_bucket_view),
             compression: match options.compression {
                 None => 0,
-                Some(kind) => device::scalar_type(kind).ok_or_else(|| Error::BadArgument {
-                    operation: operation.to_owned(),
-                    message: format!("gradients cannot travel in {kind:?}"),
+                Some(kind) => device::scalar_type(kind).ok_or_else(|| {
+                    let given = format!("{kind:?}");
+                    overdrive_core::Error::option("compression", given, "a floating-point dtype")
                 })?,
             },
         };
@@ -93,21 +94,22 @@ impl Reducer {
         })
     }
 
-    /// Before a forward whose gradients will be reduced.
+    /// Must be called before a forward pass whose gradients will be reduced.
     ///
     /// # Errors
-    /// [`Error::Torch`] if libtorch refuses.
+    /// [`Error::Torch`] if libtorch throws.
     pub fn prepare_for_forward(&self) -> Result<()> {
         // SAFETY: the reducer is alive.
         let status = unsafe { ffi::od_reducer_prepare_for_forward(self.raw) };
         check(status, "preparing the reducer for forward")
     }
 
-    /// Sorts gradients into buckets in the order in which they came, once, after the first backward. All
-    /// ranks call this at the same point. Whether it was done now.
+    /// Assigns gradients to buckets in the order in which backward produced them, once, after the first
+    /// backward pass. All ranks must call this at the same point. Returns `true` if the buckets were
+    /// rebuilt now.
     ///
     /// # Errors
-    /// [`Error::Torch`] if the last backward did not reduce all parameters: its words name them.
+    /// [`Error::Torch`] if the last backward pass did not reduce all parameters; its message names them.
     pub fn rebuild_buckets(&self) -> Result<bool> {
         let mut rebuilt = 0;
         // SAFETY: the reducer is alive.
@@ -116,11 +118,11 @@ impl Reducer {
         Ok(rebuilt != 0)
     }
 
-    /// After a forward whose gradients will be reduced. `outputs` are what backward starts from; they are
-    /// looked at only where unused parameters are looked for.
+    /// Must be called after a forward pass whose gradients will be reduced. `outputs` are the tensors
+    /// from which backward starts; they are used only with `find_unused_parameters`.
     ///
     /// # Errors
-    /// [`Error::Torch`] if the last backward did not reduce all parameters: its words name them.
+    /// [`Error::Torch`] if the last backward pass did not reduce all parameters; its message names them.
     pub fn prepare_for_backward(&self, outputs: &[Tensor]) -> Result<()> {
         let outputs = handles(outputs);
         // SAFETY: the reducer and the outputs are alive.
@@ -130,14 +132,14 @@ impl Reducer {
         check(status, "preparing the reducer for backward")
     }
 
-    /// Bytes of each bucket, in the order in which they are reduced.
+    /// Returns the bytes of each bucket, in the order in which the buckets are reduced.
     ///
     /// # Errors
-    /// [`Error::Torch`] if libtorch refuses.
+    /// [`Error::Torch`] if libtorch throws.
     pub fn bucket_bytes(&self) -> Result<Vec<usize>> {
         let mut sizes = vec![0i64; self.parameters];
         let mut count = 0;
-        // SAFETY: no reducer has more buckets than parameters; the place has that many.
+        // SAFETY: a reducer has at most as many buckets as parameters, for which `sizes` has room.
         let status = unsafe {
             ffi::od_reducer_buckets(self.raw, sizes.as_mut_ptr(), sizes.len(), &raw mut count)
         };
@@ -152,7 +154,7 @@ impl Reducer {
 
 impl Drop for Reducer {
     fn drop(&mut self) {
-        // SAFETY: owned by `self`, freed once; its hooks go first.
+        // SAFETY: owned by `self`, freed once; its hooks are removed first.
         unsafe { ffi::od_reducer_free(self.raw) }
     }
 }

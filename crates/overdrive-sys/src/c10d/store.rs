@@ -1,4 +1,4 @@
-//! A key-value store on one of the machines, over TCP.
+//! The key-value store of a process group, served by one of the machines over TCP.
 
 use std::ffi::c_char;
 use std::ptr;
@@ -7,19 +7,19 @@ use std::time::Duration;
 use super::{c_string, c_strings, ffi, millis, pointers};
 use crate::error::{Result, check};
 
-/// Whether a process keeps the store or only asks it.
+/// The role of a process in a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StoreRole {
-    /// Listens, keeps the values, and is a client of itself.
+    /// The process listens, holds the values, and is a client of itself.
     Server,
-    /// Connects to the server.
+    /// The process connects to the server.
     Client,
 }
 
 /// A key-value store shared by processes (`torch.distributed.TCPStore`).
 ///
-/// A handle is one connection, used by one call at a time: a call waits for another that waits.
-/// [`reconnected`](Self::reconnected) gives a second one.
+/// A handle is one connection, which serves one call at a time: while one call waits for a key, all others
+/// wait too. [`reconnected`](Self::reconnected) opens a second connection.
 #[derive(Debug)]
 pub struct Store {
     pub(super) raw: *mut ffi::RawStore,
@@ -31,17 +31,17 @@ unsafe impl Send for Store {}
 unsafe impl Sync for Store {}
 
 impl Store {
-    /// Listens at or connects to `host:port`; a server may ask for port 0 and be given a free one.
-    /// Returns the store and its port. `timeout` bounds connecting and, until it is set otherwise, each
-    /// call that waits for a key.
+    /// Listens at `host:port` or connects to it, and returns the store and its port. A server with port 0
+    /// chooses a free port. `timeout` limits connecting and, until [`set_timeout`](Self::set_timeout),
+    /// each call that waits for a key.
     ///
     /// # Errors
-    /// [`crate::Error::Torch`] if the port is taken or nobody answers in time.
+    /// [`crate::Error::Torch`] if the port is in use or the server does not answer in time.
     pub fn tcp(host: &str, port: u16, role: StoreRole, timeout: Duration) -> Result<(Self, u16)> {
         let operation = "opening a TCP store";
         let host = c_string(host, operation)?;
         let (mut raw, mut bound) = (ptr::null_mut(), 0);
-        // SAFETY: the host is a C string that outlives the call; the places are ours.
+        // SAFETY: the host is a C string that outlives the call; the out-parameters are locals.
         let status = unsafe {
             ffi::od_store_tcp(
                 host.as_ptr(),
@@ -56,7 +56,7 @@ impl Store {
         Ok((Self { raw }, bound))
     }
 
-    /// The same connection, with `prefix/` before every key.
+    /// Returns a handle to the same connection that puts `prefix/` before every key.
     ///
     /// # Errors
     /// [`crate::Error::BadArgument`] for a zero byte.
@@ -70,7 +70,7 @@ impl Store {
         Ok(Self { raw })
     }
 
-    /// A connection of its own to the same server, with the same prefix.
+    /// Opens a second connection to the same server, with the same prefix.
     ///
     /// # Errors
     /// [`crate::Error::Torch`] if the server does not answer.
@@ -78,21 +78,21 @@ impl Store {
         let mut raw = ptr::null_mut();
         // SAFETY: the store is alive.
         let status = unsafe { ffi::od_store_clone(self.raw, &raw mut raw) };
-        check(status, "connecting to a store again")?;
+        check(status, "opening a second connection to a store")?;
         Ok(Self { raw })
     }
 
-    /// Bounds each later call that waits.
+    /// Sets the timeout of later calls that wait for a key.
     ///
     /// # Errors
-    /// [`crate::Error::Torch`] if libtorch refuses.
+    /// [`crate::Error::Torch`] if libtorch throws.
     pub fn set_timeout(&self, timeout: Duration) -> Result<()> {
         // SAFETY: the store is alive.
         let status = unsafe { ffi::od_store_set_timeout(self.raw, millis(timeout)) };
         check(status, "setting the timeout of a store")
     }
 
-    /// Sets `key`.
+    /// Sets the value of `key`.
     ///
     /// # Errors
     /// [`crate::Error::Torch`] if the server is gone.
@@ -105,7 +105,7 @@ impl Store {
         check(status, &operation)
     }
 
-    /// The value of `key`, as soon as it has one.
+    /// Waits until `key` has a value, and returns it.
     ///
     /// # Errors
     /// [`crate::Error::Torch`] if that takes longer than the timeout or the server is gone.
@@ -113,16 +113,16 @@ impl Store {
         let operation = format!("getting {key:?} from the store");
         let key = c_string(key, &operation)?;
         let (mut out, mut len) = (ptr::null_mut(), 0);
-        // SAFETY: the store is alive; the key outlives the call; the places are ours.
+        // SAFETY: the store is alive; the key outlives the call; the out-parameters are locals.
         let status =
             unsafe { ffi::od_store_get(self.raw, key.as_ptr(), &raw mut out, &raw mut len) };
         check(status, &operation)?;
-        // SAFETY: the call succeeded and gave `len` bytes.
+        // SAFETY: the call succeeded and returned `len` bytes.
         Ok(unsafe { take_bytes(out, len) })
     }
 
-    /// Sets `key` to `desired` if it holds `expected`, or if it is absent and `expected` is empty.
-    /// Returns what it holds afterwards.
+    /// Sets `key` to `desired` if its value is `expected`, or if it is absent and `expected` is empty.
+    /// Returns the value of the key afterwards.
     ///
     /// # Errors
     /// [`crate::Error::Torch`] if the server is gone.
@@ -144,11 +144,11 @@ impl Store {
             )
         };
         check(status, &operation)?;
-        // SAFETY: the call succeeded and gave `len` bytes.
+        // SAFETY: the call succeeded and returned `len` bytes.
         Ok(unsafe { take_bytes(out, len) })
     }
 
-    /// Adds to the number at `key`, which starts at 0; returns the sum.
+    /// Adds to the integer at `key`, which starts at 0, and returns the sum.
     ///
     /// # Errors
     /// [`crate::Error::Torch`] if the server is gone.
@@ -162,12 +162,12 @@ impl Store {
         Ok(out)
     }
 
-    /// Whether all `keys` have values.
+    /// Returns `true` if all `keys` have values.
     ///
     /// # Errors
     /// [`crate::Error::Torch`] if the server is gone.
     pub fn check<S: AsRef<str>>(&self, keys: &[S]) -> Result<bool> {
-        let operation = "looking for keys in the store";
+        let operation = "checking keys in the store";
         let keys = c_strings(keys, operation)?;
         let pointers = pointers(&keys);
         let mut out = 0;
@@ -194,7 +194,7 @@ impl Store {
         check(status, operation)
     }
 
-    /// Removes `key`; whether it was there.
+    /// Removes `key`, and returns `true` if it existed.
     ///
     /// # Errors
     /// [`crate::Error::Torch`] if the server is gone.

@@ -1,4 +1,5 @@
-//! The C interface of `shim/compiled/compiled.h`, declaration by declaration.
+//! The declarations of `shim/compiled/compiled.h`, in the same order of arguments; that header documents
+//! them.
 
 use std::ffi::{c_char, c_void};
 

@@ -4,28 +4,27 @@ use std::ptr;
 use super::ffi;
 use crate::error::{Error, Result, check};
 
-/// A CUDA graph: `at::cuda::CUDAGraph`, with a stream of its own.
+/// A CUDA graph (`at::cuda::CUDAGraph`) with its own stream.
 ///
-/// Work that is captured is not done, but recorded, kernel by kernel with their arguments and addresses;
-/// a replay does all of it with one call. Tensors that captured work makes lie in a pool of the graph's.
+/// Captured work does not run: its kernels are recorded with their arguments and addresses, and a replay
+/// launches all of them with one call. Tensors that captured work creates are allocated in the graph's pool.
 #[derive(Debug)]
 pub struct Graph {
     raw: *mut ffi::RawGraph,
     pool_bytes: u64,
 }
 
-// SAFETY: the graph belongs to no thread: streams are put back within each call. It is not `Sync`:
-// libtorch's graph has no lock.
+// SAFETY: the graph is not bound to a thread, because each call restores the thread's stream. It is not
+// `Sync`, because libtorch's graph has no lock.
 unsafe impl Send for Graph {}
 
-/// Why a capture failed.
+/// The error of a capture.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum CaptureError<E> {
-    /// The work itself returned an error. During a capture libtorch fails so for what cannot be
-    /// captured.
+    /// The work returned an error. libtorch reports operations that cannot be captured in this way.
     Work(E),
-    /// CUDA or libtorch refused.
+    /// CUDA or libtorch failed outside of the work.
     Torch(Error),
 }
 
@@ -36,22 +35,22 @@ impl<E> From<Error> for CaptureError<E> {
 }
 
 impl Graph {
-    /// An empty graph for the CUDA device `device`.
+    /// Creates an empty graph for the CUDA device `device`.
     ///
     /// # Errors
-    /// [`Error::NotFound`] where there is no such device; [`Error::Torch`] for another libtorch_cuda
-    /// than the one this was built for.
+    /// [`Error::NotFound`] if there is no such device; [`Error::Torch`] if the loaded libtorch_cuda has
+    /// another version than the one that this crate was built for.
     pub fn new(device: usize) -> Result<Self> {
         let index = i32::try_from(device).unwrap_or(i32::MAX);
         let mut raw = ptr::null_mut();
         // SAFETY: written only on success.
         let status = unsafe { ffi::od_graph_new(index, &raw mut raw) };
-        check(status, "making a CUDA graph")?;
+        check(status, "creating a CUDA graph")?;
         Ok(Graph { raw, pool_bytes: 0 })
     }
 
-    /// Runs `work` on the graph's stream, as for a capture, but for real: what a first run sets up
-    /// (libraries, their workspaces) cannot be captured.
+    /// Runs `work` on the graph's stream without capturing it. A first run is needed, because the set-up of
+    /// libraries and their workspaces cannot be captured.
     ///
     /// # Errors
     /// As [`Graph::capture`].
@@ -59,42 +58,42 @@ impl Graph {
         &mut self,
         work: impl FnOnce() -> std::result::Result<T, E>,
     ) -> std::result::Result<T, CaptureError<E>> {
-        let stream = OnStream::enter(self.raw)?;
+        let stream = StreamGuard::enter(self.raw)?;
         let done = work().map_err(CaptureError::Work)?;
         stream.leave()?;
         Ok(done)
     }
 
-    /// Captures `work`, once. With `pool_of`, memory comes out of that graph's pool: the two must be
-    /// replayed in this order and never at the same time.
+    /// Captures one run of `work`. With `pool_of`, memory comes from that graph's pool: the two graphs
+    /// must be replayed in the order of their captures and never at the same time.
     ///
     /// # Errors
-    /// What `work` returned, which for an operation that cannot be captured is CUDA's error; or
-    /// [`CaptureError::Torch`] if the graph cannot be made of what was captured. The graph is empty then.
+    /// The error of `work`, which is CUDA's for an operation that cannot be captured;
+    /// [`CaptureError::Torch`] if the graph cannot be instantiated. The graph is empty after an error.
     pub fn capture<T, E>(
         &mut self,
         pool_of: Option<&Graph>,
         work: impl FnOnce() -> std::result::Result<T, E>,
     ) -> std::result::Result<T, CaptureError<E>> {
         let operation = "capturing a CUDA graph";
-        let stream = OnStream::enter(self.raw)?;
+        let stream = StreamGuard::enter(self.raw)?;
         let pool = pool_of.map_or(ptr::null(), |graph| graph.raw.cast_const());
         // SAFETY: both graphs are alive.
         check(unsafe { ffi::od_graph_begin(self.raw, pool) }, operation)?;
-        let open = Open(self.raw);
+        let capture = CaptureGuard(self.raw);
         let done = work().map_err(CaptureError::Work)?;
         // SAFETY: the graph is alive; the bytes are written only on success.
         let status = unsafe { ffi::od_graph_end(self.raw, &raw mut self.pool_bytes) };
         check(status, operation)?;
-        drop(open);
+        drop(capture);
         stream.leave()?;
         Ok(done)
     }
 
-    /// Does the captured work again, on this thread's current stream. Returns before it is done.
+    /// Launches the captured work on this thread's current stream. Returns before the work is done.
     ///
     /// # Errors
-    /// [`Error::BadArgument`] if nothing was captured; [`Error::Torch`] if CUDA refuses.
+    /// [`Error::BadArgument`] if nothing was captured; [`Error::Torch`] with CUDA's error.
     pub fn replay(&self) -> Result<()> {
         // SAFETY: the graph is alive.
         check(
@@ -106,15 +105,15 @@ impl Graph {
     /// Waits for all work of the device.
     ///
     /// # Errors
-    /// [`Error::Torch`] with what went wrong on the device.
+    /// [`Error::Torch`] with the error of the device.
     pub fn synchronize(&self) -> Result<()> {
         // SAFETY: the graph is alive.
         let status = unsafe { ffi::od_graph_synchronize(self.raw) };
         check(status, "waiting for a CUDA graph")
     }
 
-    /// Bytes that the graph's pool took from the device when it was captured. They stay taken as long as
-    /// the graph or a tensor of it lives.
+    /// Returns the bytes that the graph's pool took from the device during the capture. They are reserved as
+    /// long as the graph or one of its tensors lives.
     pub fn pool_bytes(&self) -> u64 {
         self.pool_bytes
     }
@@ -127,28 +126,28 @@ impl Drop for Graph {
     }
 }
 
-/// Whether the CUDA library that is loaded has every function that a [`Graph`] calls.
+/// Checks that the loaded CUDA library has every function that a [`Graph`] calls.
 ///
 /// # Errors
-/// [`Error::Torch`] naming the first that is missing; without a CUDA library that is the first of all.
+/// [`Error::Torch`] with the name of the first missing function; without a CUDA library all are missing.
 pub fn graph_functions() -> Result<()> {
     // SAFETY: no arguments.
     check(unsafe { ffi::od_graph_symbols() }, "looking up CUDA graphs")
 }
 
-/// While it lives, the graph's stream is this thread's. The stream before comes back also when the work
-/// panics.
-struct OnStream {
+/// A guard that makes the graph's stream the current stream of this thread. The previous stream is
+/// restored when it is dropped, also by a panic.
+struct StreamGuard {
     raw: *mut ffi::RawGraph,
-    /// Streams belong to threads.
+    /// Makes the guard `!Send`: the current stream is thread-local.
     _thread: PhantomData<*const ()>,
 }
 
-impl OnStream {
+impl StreamGuard {
     fn enter(raw: *mut ffi::RawGraph) -> Result<Self> {
-        // SAFETY: the graph is alive, and outlives the guard within the functions above.
+        // SAFETY: the graph is alive, and outlives the guard in the functions above.
         check(unsafe { ffi::od_graph_enter(raw) }, "changing the stream")?;
-        Ok(OnStream {
+        Ok(StreamGuard {
             raw,
             _thread: PhantomData,
         })
@@ -156,6 +155,7 @@ impl OnStream {
 
     fn leave(self) -> Result<()> {
         let raw = self.raw;
+        // `Drop` would leave the stream a second time, and without reporting an error.
         std::mem::forget(self);
         // SAFETY: as in `enter`.
         check(
@@ -165,9 +165,9 @@ impl OnStream {
     }
 }
 
-impl Drop for OnStream {
+impl Drop for StreamGuard {
     fn drop(&mut self) {
-        // An error is under way already, or a panic: this one has no one to go to.
+        // The guard is dropped because of an error or a panic, which is the one to report.
         // SAFETY: as in `enter`.
         let _ = check(
             unsafe { ffi::od_graph_leave(self.raw) },
@@ -176,12 +176,12 @@ impl Drop for OnStream {
     }
 }
 
-/// A capture that has begun; ends it if the work failed.
-struct Open(*mut ffi::RawGraph);
+/// A guard that ends a capture whose work failed.
+struct CaptureGuard(*mut ffi::RawGraph);
 
-impl Drop for Open {
+impl Drop for CaptureGuard {
     fn drop(&mut self) {
-        // SAFETY: the graph is alive; nothing happens after a capture that has ended.
+        // SAFETY: the graph is alive; the call has no effect after a capture that has ended.
         unsafe { ffi::od_graph_abort(self.0) }
     }
 }

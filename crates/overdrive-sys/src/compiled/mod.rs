@@ -1,8 +1,8 @@
-//! Work that was prepared: packages that AOTInductor compiled, and CUDA graphs that were captured.
+//! Packages that AOTInductor compiled, and captured CUDA graphs.
 //!
-//! These are handles with errors for exceptions. What makes them safe to use with any file and any
-//! tensor (the look at a package before its code is loaded, the check of inputs and constants) is in
-//! [overdrive-compiled].
+//! These are plain handles whose calls return errors instead of throwing. [overdrive-compiled] adds the
+//! checks that make them safe with any file and any tensor: it inspects a package before its code is
+//! loaded, and checks inputs and constants.
 //!
 //! [overdrive-compiled]: ../../overdrive_compiled/index.html
 

@@ -10,22 +10,22 @@ use crate::error::{Error, Result, check, take_string};
 use crate::ffi::RawTensor;
 use crate::function::handle;
 
-/// An empty library called `libtorch.so`, which compiled code names; see build.rs.
+/// An empty library called `libtorch.so`, on which compiled code depends; see build.rs.
 #[cfg(target_os = "linux")]
 const LIBTORCH_NAME: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/libtorch_name.so"));
 #[cfg(not(target_os = "linux"))]
 const LIBTORCH_NAME: &[u8] = &[];
 
-/// How a [`Package`] is opened.
+/// The options for opening a [`Package`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackageOptions {
-    /// How many threads may run the model at a time; others wait. Each has memory of its own for
-    /// intermediate results, all share the constants. Default 1.
+    /// The number of threads that may run the model at a time; others wait. Each runner has its own
+    /// memory for intermediate results, and all share the constants. Default: 1.
     pub runners: usize,
-    /// Leaves out the locks of the compiled code; [`Package::run`] then lets in one thread at a time.
-    /// For work inside a captured CUDA graph. Default false.
+    /// If `true`, the compiled code takes no locks, and [`Package::run`] admits one thread at a time.
+    /// Needed for work inside a captured CUDA graph. Default: `false`.
     pub single_threaded: bool,
-    /// Which CUDA device, for a package that was made for CUDA. Default: the current one.
+    /// The CUDA device, for a package that was compiled for CUDA. Default: the current device.
     pub device_index: Option<usize>,
 }
 
@@ -39,69 +39,69 @@ impl Default for PackageOptions {
     }
 }
 
-/// A constant of a compiled model: most often a weight.
+/// A constant of a compiled model, usually a weight.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Constant {
-    /// Its name in the Python module.
+    /// The name in the Python module.
     pub name: String,
-    /// Its element type.
+    /// The dtype.
     pub kind: Kind,
-    /// Its sizes.
+    /// The shape.
     pub shape: Vec<i64>,
-    /// Where it lies.
+    /// The device.
     pub device: Device,
 }
 
-/// One model of a package (`.pt2`) that `torch.export` and AOTInductor made:
-/// `torch::inductor::AOTIModelPackageLoader`.
+/// A model of a package (`.pt2`) that `torch.export` and AOTInductor created
+/// (`torch::inductor::AOTIModelPackageLoader`).
 ///
-/// As many threads as there are runners may [`run`](Package::run) it at a time. New
-/// constants are prepared beside them, and put in place between two runs.
+/// As many threads as there are runners may [`run`](Package::run) it at a time. New constants are prepared
+/// while it runs, and swapped in between two runs.
 #[derive(Debug)]
 pub struct Package {
     raw: *mut ffi::RawPackage,
     single_threaded: bool,
-    /// Held for reading during a run, for writing while constants change places.
+    /// Held for reading during a run, and for writing while constants are swapped.
     runs: RwLock<()>,
     /// Held while constants are read or prepared.
     constants: Mutex<()>,
 }
 
-// SAFETY: libtorch's container hands each run a model of its own under a lock of its own; what it does
-// not guard (the exchange of constants, a container opened as single-threaded) `runs` and `constants` do.
+// SAFETY: libtorch's container gives each run its own model under its own lock; `runs` and `constants` guard
+// the rest (swapping constants, a container opened as single-threaded).
 unsafe impl Send for Package {}
 // SAFETY: as above.
 unsafe impl Sync for Package {}
 
 impl Package {
-    /// Unpacks the model into a temporary folder, which goes away with this value, and loads its code.
+    /// Unpacks the model into a temporary folder, which is deleted with this value, and loads its code.
     ///
-    /// The code is native: whoever made the file runs with this process's rights. That it is whole and
-    /// made for this libtorch, device and processor is for the caller to have checked.
+    /// The code is native: it runs with the rights of this process. The caller must have checked that the
+    /// file is complete and was compiled for this libtorch, device and processor.
     ///
     /// # Errors
-    /// [`Error::Torch`] with libtorch's words; [`Error::BadArgument`] for no runners, or a path or a name
-    /// that C++ cannot be given.
+    /// [`Error::Torch`] with libtorch's message; [`Error::Common`] for an option out of its range;
+    /// [`Error::BadArgument`] for a path that is not UTF-8 or a zero byte in a name.
     pub fn open(path: &Path, model: &str, options: PackageOptions) -> Result<Self> {
         let operation = "opening a package";
         let bad = |message: String| Error::BadArgument {
             operation: operation.to_owned(),
             message,
         };
-        if options.runners == 0 {
-            return Err(bad("a model needs at least one runner".to_owned()));
-        }
+        overdrive_core::check_at_least("runners", options.runners, 1)?;
         let text = path
             .to_str()
             .ok_or_else(|| bad(format!("the path {} is not UTF-8", path.display())))?;
-        let c_string =
-            |text: &str| CString::new(text).map_err(|_| bad(format!("{text:?} holds a zero byte")));
+        let c_string = |text: &str| {
+            CString::new(text).map_err(|_| bad(format!("{text:?} contains a zero byte")))
+        };
         let index = match options.device_index {
             None => -1,
-            Some(index) => i8::try_from(index)
-                .map(i32::from)
-                .map_err(|_| bad(format!("there is no CUDA device {index}")))?,
+            // libtorch's `DeviceIndex` has 8 bits.
+            Some(index) => i8::try_from(index).map(i32::from).map_err(|_| {
+                overdrive_core::Error::option("device_index", index, "the index of a CUDA device")
+            })?,
         };
         let (path, name) = (c_string(text)?, c_string(model)?);
         // SAFETY: the bytes are constant.
@@ -129,34 +129,36 @@ impl Package {
         })
     }
 
-    /// The tree specs of inputs and outputs, JSON as `torch.utils._pytree.treespec_dumps` writes it.
+    /// Returns the tree specs of inputs and outputs as JSON (`torch.utils._pytree.treespec_dumps`).
     ///
     /// # Errors
-    /// [`Error::Torch`] if the code has none.
+    /// [`Error::Torch`] if the code has no specs.
     pub fn call_spec(&self) -> Result<(String, String)> {
         let (mut inputs, mut outputs) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: both are written only on success, and each is taken once.
         unsafe {
             let status = ffi::od_package_call_spec(self.raw, &raw mut inputs, &raw mut outputs);
-            check(status, "reading how a compiled model is called")?;
+            check(status, "reading the call spec of a compiled model")?;
             Ok((take_string(inputs), take_string(outputs)))
         }
     }
 
-    /// Runs the model. No gradient is recorded. Inputs that the model writes to are written to.
+    /// Runs the model and returns its outputs. Gradients are not recorded. The model may write to its inputs.
     ///
-    /// No more threads than there are runners may be in here at a time: those that wait inside libtorch's
-    /// container hold a lock that the first run after [`replace_constants`](Package::replace_constants)
-    /// needs, and all would wait for one another. (overdrive-compiled sees to that.)
+    /// At most as many threads as there are runners may call this at a time: threads that wait inside
+    /// libtorch's container hold a lock that the first run after
+    /// [`replace_constants`](Package::replace_constants) needs, so more threads could deadlock.
+    /// overdrive-compiled enforces this.
     ///
-    /// How many inputs there are is not checked by the compiled code: fewer than it has reads memory
-    /// that is not there. [`call_spec`](Package::call_spec) says how many.
+    /// The compiled code does not check the number of inputs: with too few it reads invalid memory.
+    /// [`call_spec`](Package::call_spec) describes the inputs.
     ///
     /// # Errors
-    /// [`Error::Torch`] if the code refuses (it writes why to standard error) or libtorch fails.
+    /// [`Error::Torch`] if the code fails (it writes the reason to standard error) or libtorch throws.
     pub fn run(&self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         let handles: Vec<RawTensor> = inputs.iter().map(|tensor| handle(tensor)).collect();
         let mut outputs: Vec<Tensor> = Vec::new();
+        // Declared out here, so that the lock is held until the function returns.
         let shared;
         let alone;
         if self.single_threaded {
@@ -181,8 +183,8 @@ impl Package {
         Ok(outputs)
     }
 
-    /// The constants, by name. Those that are computed from others when the model first runs are not
-    /// among them.
+    /// Returns the constants, sorted by name, without those that the model computes from other constants
+    /// in its first run.
     ///
     /// # Errors
     /// [`Error::Torch`] if the code cannot list them.
@@ -197,11 +199,12 @@ impl Package {
             });
             Ok(())
         })?;
+        // The container lists constants in the order of a hash map, which differs between runs.
         found.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(found)
     }
 
-    /// A copy of a constant; `None` where there is none of this name.
+    /// Returns a copy of a constant; `None` if there is no constant of this name.
     ///
     /// # Errors
     /// [`Error::Tch`] if memory runs out.
@@ -209,6 +212,7 @@ impl Package {
         let mut found = None;
         self.each_constant(|this, tensor| {
             if this == name {
+                // A copy: the memory is the package's, and is freed by the next swap of constants.
                 let mut copy = tensor.f_empty_like()?;
                 copy.f_copy_(tensor)?;
                 found = Some(copy);
@@ -218,28 +222,29 @@ impl Package {
         Ok(found)
     }
 
-    fn each_constant(&self, see: impl FnMut(String, &Tensor) -> Result<()>) -> Result<()> {
+    fn each_constant(&self, visit: impl FnMut(String, &Tensor) -> Result<()>) -> Result<()> {
         let _guard = self.lock_constants();
-        let mut walk = Walk {
-            see,
+        let mut visitor = ConstantVisitor {
+            visit,
             result: Ok(()),
         };
-        // SAFETY: `take_constant` is of the type of `walk`, which outlives the call.
+        let take = callback_of(&visitor);
+        // SAFETY: `take` has the type of `visitor`, which outlives the call.
         let status =
-            unsafe { ffi::od_package_constants(self.raw, (&raw mut walk).cast(), taker_of(&walk)) };
+            unsafe { ffi::od_package_constants(self.raw, (&raw mut visitor).cast(), take) };
         check(status, "listing the constants of a compiled model")?;
-        walk.result
+        visitor.result
     }
 
-    /// Replaces the constants `names` by `tensors`, all at once between two runs; the others stay. Runs
-    /// go on while the new set is made ready.
+    /// Replaces the constants `names` by `tensors`, all at once between two runs; the others stay. The
+    /// model may run while the new set is prepared.
     ///
-    /// With `share` the package uses the memory of the tensors that have the right strides and device,
-    /// and keeps it: who writes to them changes the model. Else it copies them.
+    /// With `share` the package uses the memory of the tensors that have the right strides and device, and
+    /// keeps it alive: writing to them changes the model. Otherwise it copies them.
     ///
     /// # Errors
-    /// [`Error::NotFound`] for a name that there is not and [`Error::BadArgument`] for a kind or sizes
-    /// that do not fit; nothing is changed then, nor after another error.
+    /// [`Error::NotFound`] for an unknown name and [`Error::BadArgument`] for a dtype or a shape that
+    /// does not fit. No constant is changed after an error.
     pub fn replace_constants(
         &self,
         names: &[&str],
@@ -259,7 +264,7 @@ impl Package {
             .iter()
             .map(|name| CString::new(*name))
             .collect::<std::result::Result<_, _>>()
-            .map_err(|_| bad("a name holds a zero byte".to_owned()))?;
+            .map_err(|_| bad("a name contains a zero byte".to_owned()))?;
         let pointers: Vec<*const c_char> = names.iter().map(|name| name.as_ptr()).collect();
         let handles: Vec<RawTensor> = tensors.iter().map(|tensor| handle(tensor)).collect();
         let _guard = self.lock_constants();
@@ -275,7 +280,7 @@ impl Package {
         };
         check(status, operation)?;
         let _alone = self.runs.write().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: no run is under way while `runs` is held for writing.
+        // SAFETY: no run is in progress while `runs` is held for writing.
         let status = unsafe { ffi::od_package_commit(self.raw) };
         check(status, operation)
     }
@@ -289,17 +294,21 @@ impl Package {
 
 impl Drop for Package {
     fn drop(&mut self) {
-        // SAFETY: owned by `self`, freed once; no run is under way, since a run borrows `self`.
+        // SAFETY: owned by `self`, freed once; no run is in progress, since a run borrows `self`.
         unsafe { ffi::od_package_free(self.raw) }
     }
 }
 
-struct Walk<F> {
-    see: F,
+struct ConstantVisitor<F> {
+    visit: F,
+    /// The first error of `visit`; C++ has no way to stop the listing.
     result: Result<()>,
 }
 
-fn taker_of<F: FnMut(String, &Tensor) -> Result<()>>(_: &Walk<F>) -> ffi::RawTakeConstant {
+/// Returns the callback for the type of a visitor, which cannot be named because it contains a closure.
+fn callback_of<F: FnMut(String, &Tensor) -> Result<()>>(
+    _: &ConstantVisitor<F>,
+) -> ffi::RawTakeConstant {
     take_constant::<F>
 }
 
@@ -307,9 +316,9 @@ unsafe extern "C" fn take_constant<F>(into: *mut c_void, name: *const c_char, te
 where
     F: FnMut(String, &Tensor) -> Result<()>,
 {
-    // SAFETY: `into` is the `Walk` of `each_constant`, whose type `taker_of` has read off.
-    let walk = unsafe { &mut *into.cast::<Walk<F>>() };
-    if walk.result.is_err() {
+    // SAFETY: `into` is the visitor of `each_constant`, of the type that `callback_of` was given.
+    let visitor = unsafe { &mut *into.cast::<ConstantVisitor<F>>() };
+    if visitor.result.is_err() {
         return;
     }
     // SAFETY: a C string and an `at::Tensor` that live as long as this call.
@@ -317,7 +326,7 @@ where
         let name = CStr::from_ptr(name).to_string_lossy().into_owned();
         (name, Tensor::clone_from_ptr(tensor.cast_mut().cast()))
     };
-    walk.result = (walk.see)(name, &tensor);
+    visitor.result = (visitor.visit)(name, &tensor);
 }
 
 unsafe extern "C" fn push(into: *mut c_void, owned: RawTensor) {

@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use overdrive_sys::dispatch_mode::{
-    DispatchMode, OperatorCall, OperatorNames, Results, operator_under_way, push_mode,
+    DispatchMode, OperatorCall, OperatorNames, Results, current_operator, push_mode,
 };
 use overdrive_sys::saved_tensors::{
-    BackwardOnThisThread, Packed, Saved, SavedVariable, backward_pass, push_hooks,
+    BackwardOnThisThread, PackedTensor, SavedTensor, SavedVariable, backward_pass, push_hooks,
 };
 use overdrive_sys::{CallbackError, CallbackResult};
 use tch::{Device, Kind, Tensor};
@@ -21,7 +21,7 @@ struct Scaled {
     unpacked: Arc<AtomicUsize>,
 }
 
-impl Packed for Scaled {
+impl PackedTensor for Scaled {
     fn unpack(&self) -> CallbackResult<Tensor> {
         self.unpacked.fetch_add(1, Ordering::Relaxed);
         assert!(backward_pass().is_some());
@@ -30,13 +30,13 @@ impl Packed for Scaled {
 }
 
 #[test]
-fn what_hooks_give_back_is_what_backward_computes_with() {
+fn backward_computes_with_the_tensors_that_hooks_unpack() {
     let x = Tensor::from_slice(&[1f32, 2.0]).set_requires_grad(true);
     let unpacked = Arc::new(AtomicUsize::new(0));
     let parameters = Rc::new(RefCell::new(Vec::new()));
     let y = {
         let (unpacked, parameters) = (Arc::clone(&unpacked), Rc::clone(&parameters));
-        let _hooks = push_hooks(move |saved: Saved| {
+        let _hooks = push_hooks(move |saved: SavedTensor| {
             parameters.borrow_mut().push(saved.is_parameter);
             Ok(Box::new(Scaled {
                 tensor: saved.tensor.f_detach()?,
@@ -48,7 +48,7 @@ fn what_hooks_give_back_is_what_backward_computes_with() {
         (&x * &x).exp()
     };
     assert_eq!(*parameters.borrow(), [true, true, false]);
-    let after = &y + 0.0; // outside of the guard: saved as usual
+    let after = &y + 0.0; // Outside of the guard: saved without the hook.
     after.sum(Kind::Float).backward();
     assert_eq!(unpacked.load(Ordering::Relaxed), 3);
     // d exp(x²) = exp(x²) 2x, with each saved tensor ten times too large.
@@ -60,7 +60,7 @@ fn what_hooks_give_back_is_what_backward_computes_with() {
 #[test]
 fn errors_of_hooks_are_errors_of_forward_and_of_backward() {
     struct Failing;
-    impl Packed for Failing {
+    impl PackedTensor for Failing {
         fn unpack(&self) -> CallbackResult<Tensor> {
             Err("the disk is gone".into())
         }
@@ -85,7 +85,7 @@ fn errors_of_hooks_are_errors_of_forward_and_of_backward() {
 }
 
 #[test]
-fn a_saved_variable_keeps_its_place_in_the_graph_and_notices_changes() {
+fn a_saved_variable_stays_attached_to_the_graph_and_detects_changes() {
     let leaf = Tensor::ones([2], F32).set_requires_grad(true);
     let mut y = &leaf * 3.0;
     let saved = SavedVariable::new(&y).unwrap();
@@ -130,7 +130,7 @@ impl DispatchMode for Recorder {
 }
 
 #[test]
-fn a_mode_sees_the_operators_that_kernels_exist_for() {
+fn a_mode_sees_the_operators_that_have_kernels() {
     let weight = Tensor::ones([4, 3], F32).set_requires_grad(true);
     let bias = Tensor::ones([4], F32).set_requires_grad(true);
     let x = Tensor::ones([2, 3], F32);
@@ -160,7 +160,7 @@ fn a_mode_sees_the_operators_that_kernels_exist_for() {
     );
 }
 
-/// Keeps the products of the first pass, and answers with them in the second.
+/// Stores the matrix products of the first pass, and replaces those of the second by them.
 #[derive(Default)]
 struct Cache {
     kept: Mutex<Vec<Arc<Results>>>,
@@ -184,7 +184,7 @@ impl DispatchMode for Cache {
 }
 
 #[test]
-fn a_mode_can_answer_with_results_it_kept_and_autograd_does_not_notice() {
+fn a_mode_can_replace_results_by_stored_ones_without_changing_the_graph() {
     let weight = Tensor::randn([3, 3], F32).set_requires_grad(true);
     let first = Rc::new(Cache::default());
     let x = Tensor::randn([2, 3], F32);
@@ -199,7 +199,7 @@ fn a_mode_can_answer_with_results_it_kept_and_autograd_does_not_notice() {
     });
     let again = {
         let _mode = push_mode(second as Rc<dyn DispatchMode>);
-        // Other numbers: the answer is the kept one, the graph that of this call.
+        // Another input: the values are the stored ones, the graph is that of this call.
         Tensor::zeros([2, 3], F32).mm(&weight)
     };
     assert_eq!(again, y);
@@ -208,7 +208,7 @@ fn a_mode_can_answer_with_results_it_kept_and_autograd_does_not_notice() {
 }
 
 #[test]
-fn a_kept_result_that_was_changed_in_place_is_refused() {
+fn a_stored_result_that_was_changed_in_place_is_an_error() {
     let x = Tensor::randn([2, 2], F32);
     let first = Rc::new(Cache::default());
     {
@@ -228,13 +228,13 @@ fn a_kept_result_that_was_changed_in_place_is_refused() {
 }
 
 #[test]
-fn the_operator_that_saves_can_be_named() {
+fn the_operator_that_saves_a_tensor_has_a_name() {
     let x = Tensor::ones([2, 3], F32).set_requires_grad(true);
     let named = Rc::new(RefCell::new(Vec::new()));
     {
         let inner = Rc::clone(&named);
         let _hooks = push_hooks(move |saved| {
-            inner.borrow_mut().push(operator_under_way()?);
+            inner.borrow_mut().push(current_operator()?);
             Ok(Box::new(Scaled {
                 tensor: saved.tensor.f_detach()?,
                 unpacked: Arc::default(),
@@ -244,7 +244,7 @@ fn the_operator_that_saves_can_be_named() {
         let _names = OperatorNames::new();
         let _ = x.exp().linear(&x, None::<&Tensor>).softmax(-1, Kind::Float);
     }
-    assert_eq!(operator_under_way().unwrap(), None);
+    assert_eq!(current_operator().unwrap(), None);
     let named: Vec<String> = named.borrow().iter().flatten().cloned().collect();
     assert_eq!(
         named,
@@ -265,8 +265,9 @@ fn hooks_of_other_threads_are_not_called() {
 }
 
 #[test]
-fn a_storage_is_known_by_an_address_that_nothing_else_gets_while_it_is_held() {
-    use overdrive_sys::saved_tensors::{StorageId, copy_aside};
+fn no_other_storage_has_the_address_of_a_storage_id_that_lives() {
+    use overdrive_sys::storage::StorageId;
+    use overdrive_sys::transfer::copy_async;
 
     let x = Tensor::ones([64], F32);
     let id = StorageId::of(&x).unwrap();
@@ -275,7 +276,7 @@ fn a_storage_is_known_by_an_address_that_nothing_else_gets_while_it_is_held() {
         id.address()
     );
     let copy = Tensor::zeros([64], F32);
-    let done = copy_aside(&x, &copy).unwrap();
+    let done = copy_async(&x, &copy).unwrap();
     done.wait_on(Device::Cpu).unwrap();
     assert_eq!(copy, x);
     drop(x);

@@ -408,11 +408,9 @@ impl Reader<'_> {
     }
 
     fn missing(&self, name: &str, what: &str) -> Error {
-        Error::BadConfig {
-            key: format!("{}.{name}", self.key),
-            found: "missing or not positive".to_owned(),
-            expected: format!("{what}, which rope_type {:?} needs", self.kind),
-        }
+        let key = format!("{}.{name}", self.key);
+        let expected = format!("{what}, which rope_type {:?} needs", self.kind);
+        overdrive_core::Error::option(key, "missing or not positive", expected).into()
     }
 }
 

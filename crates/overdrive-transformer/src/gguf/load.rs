@@ -10,14 +10,14 @@ use crate::parameters::{ParameterRole, ParameterSpec, Parts, allocate};
 use crate::quantize::quantized;
 use crate::{Error, LoadOptions, ModelConfig, Result};
 
-/// A parameter and where its numbers are.
+/// A parameter, and the tensor of the file that holds it.
 struct Source<'a> {
     spec: ParameterSpec,
     tensor: GgufTensor<'a>,
     rows: Option<Vec<i64>>,
 }
 
-/// The parameters of `config` from `file`.
+/// Reads the parameters of `config` from `file`.
 pub(super) fn parts(file: &GgufFile, config: &ModelConfig, options: &LoadOptions) -> Result<Parts> {
     let ModelConfig::Llama(llama) = config else {
         return Err(Error::Unsupported {
@@ -45,17 +45,16 @@ pub(super) fn parts(file: &GgufFile, config: &ModelConfig, options: &LoadOptions
         }
     };
     report(0);
-    let mut quantized_maps = HashMap::new();
+    let mut quantized_weights = HashMap::new();
     for source in &packed {
         let weight = match scheme(source, config, options) {
             None => {
                 let weight = source
                     .tensor
                     .to_quantized(source.rows.as_deref(), options.device)?;
-                weight.ok_or_else(|| Error::BadConfig {
-                    key: source.spec.name.clone(),
-                    found: "not in groups".to_owned(),
-                    expected: "a matrix in groups (please report this)".to_owned(),
+                weight.ok_or_else(|| {
+                    let expected = "in groups (please report this)";
+                    overdrive_core::Error::option(source.spec.name.clone(), "dense", expected)
                 })?
             }
             Some(scheme) => quantized(
@@ -64,7 +63,7 @@ pub(super) fn parts(file: &GgufFile, config: &ModelConfig, options: &LoadOptions
                 scheme,
             )?,
         };
-        quantized_maps.insert(source.spec.module().to_owned(), weight);
+        quantized_weights.insert(source.spec.module().to_owned(), weight);
         report(source.tensor.data().len());
     }
     let specs: Vec<ParameterSpec> = dense.iter().map(|source| source.spec.clone()).collect();
@@ -82,11 +81,11 @@ pub(super) fn parts(file: &GgufFile, config: &ModelConfig, options: &LoadOptions
     }
     Ok(Parts {
         parameters,
-        quantized: quantized_maps,
+        quantized: quantized_weights,
     })
 }
 
-/// How the options quantize the parameter.
+/// Returns the scheme by which the options quantize the parameter.
 fn scheme(
     source: &Source<'_>,
     config: &ModelConfig,
@@ -102,14 +101,14 @@ fn numbers(source: &Source<'_>, options: &LoadOptions, kind: Kind) -> Result<Ten
         .dequantize(source.rows.as_deref(), kind, options.device)?)
 }
 
-/// Finds the tensor of every parameter, or says all that does not fit.
+/// Finds the tensor of every parameter, or returns an error with all that does not fit.
 fn sources<'a>(
     file: &'a GgufFile,
     config: &ModelConfig,
     llama: &LlamaConfig,
 ) -> Result<Vec<Source<'a>>> {
     let mut problems = CheckpointProblems::default();
-    // Taken into the configuration.
+    // These tensors are read into the configuration's rope scaling.
     let mut used: BTreeSet<String> = ["rope_freqs", "rope_factors_long", "rope_factors_short"]
         .map(|name| format!("{name}.weight"))
         .into();

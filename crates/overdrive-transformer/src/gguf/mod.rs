@@ -26,7 +26,7 @@ impl CausalLm {
     ///
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) for other architectures and for mixtures of
-    /// experts, [`Error::BadConfig`](crate::Error::BadConfig) for metadata that is missing or wrong,
+    /// experts, [`Error::Common`](crate::Error::Common) for metadata that is missing or wrong,
     /// [`Error::Checkpoint`](crate::Error::Checkpoint) naming every tensor that is missing, unexpected or
     /// misshapen, [`Error::Quantization`](crate::Error::Quantization) for a damaged file.
     pub fn from_gguf(path: impl AsRef<Path>, options: &LoadOptions) -> Result<CausalLm> {

@@ -2,7 +2,7 @@
 //! `fixtures/gen_checkpoints.py` makes.
 
 use crate::common::{CASES, copy_of, edit_config, expected, load, max_difference, max_magnitude};
-use overdrive_kv_cache::{GrowingCache, KvCache, KvView};
+use overdrive_kv_cache::{DynamicCache, KvCache, KvView};
 use overdrive_transformer::{
     AttentionImplementation, CausalLm, Execution, ForwardInput, InitOptions, LlamaConfig,
     LlamaFamily, Logits, ModelConfig,
@@ -48,7 +48,7 @@ fn greedy_text_over_a_cache_equals_that_of_transformers_past_the_original_contex
     for case in CASES {
         let (model, want) = (load(case), expected(case));
         let greedy = &want["greedy"];
-        let mut cache = GrowingCache::new(model.num_layers());
+        let mut cache = DynamicCache::new(model.num_layers());
         let mut next = greedy.narrow(1, 0, 8);
         for place in 8..greedy.size()[1] {
             let input = ForwardInput::new(&next)
@@ -167,7 +167,7 @@ fn gemma_is_read_in_the_words_of_transformers_4_as_well() {
     assert!(message.contains("use_bidirectional_attention"), "{message}");
     let message = refusal(r#"{"model_type": "gemma2", "final_logit_softcapping": 0.0}"#);
     assert!(
-        message.contains("`final_logit_softcapping` is 0.0: expected a positive"),
+        message.contains("`final_logit_softcapping` is 0.0; it must be a positive"),
         "{message}"
     );
     let message = refusal(
@@ -194,11 +194,11 @@ fn scalings_that_cannot_be_computed_are_refused_with_the_way_out() {
         ),
         (
             r#"{"rope_type": "yarn", "factor": -1}"#,
-            "`rope_scaling.factor` is -1.0: expected a positive",
+            "`rope_scaling.factor` is -1.0; it must be a positive",
         ),
         (
             r#"{"rope_type": "yarn", "factor": 2, "beta_fast": 1, "beta_slow": 32}"#,
-            "`rope_scaling.beta_fast` is 1.0: expected at least beta_slow, 32",
+            "`rope_scaling.beta_fast` is 1.0; it must be at least beta_slow, 32",
         ),
         (
             r#"{"rope_type": "longrope", "long_factor": [1, 1, 1, 1]}"#,
@@ -206,11 +206,11 @@ fn scalings_that_cannot_be_computed_are_refused_with_the_way_out() {
         ),
         (
             r#"{"rope_type": "longrope", "long_factor": [1], "short_factor": [1, 1, 1, 1]}"#,
-            "`rope_scaling.long_factor` is \"1 numbers\": expected head_dim / 2 = 4 numbers",
+            "`rope_scaling.long_factor` is \"1 numbers\"; it must be head_dim / 2 = 4 numbers",
         ),
         (
             r#"{"rope_type": "longrope", "long_factor": [1, 0, 1, 1], "short_factor": [1, 1, 1, 1]}"#,
-            "expected positive numbers",
+            "it must be positive numbers",
         ),
         (
             r#"{"rope_type": "default", "partial_rotary_factor": 0.5}"#,
@@ -276,7 +276,7 @@ fn a_norm_of_one_plus_weight_follows_its_weight() {
 /// A cache that says its attention never reaches further back than `span`.
 #[derive(Debug)]
 struct Bounded {
-    inner: GrowingCache,
+    inner: DynamicCache,
     past: i64,
     span: Option<i64>,
 }
@@ -341,7 +341,7 @@ fn a_rotary_model_goes_beyond_its_context_over_a_cache_that_forgets() {
     let ids = Tensor::full([1, 1], 5, (Kind::Int64, Device::Cpu));
     let step = |case: &str, past: i64, span: Option<i64>| {
         let model = load(case);
-        let inner = GrowingCache::new(model.num_layers());
+        let inner = DynamicCache::new(model.num_layers());
         let mut cache = Bounded { inner, past, span };
         let input = ForwardInput::new(&ids).with_cache(&mut cache);
         model.forward(input).map(|logits| logits.size())

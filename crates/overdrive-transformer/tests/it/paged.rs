@@ -33,7 +33,7 @@ fn cache(model: &CausalLm, blocks: usize) -> PagedCache {
 fn step(model: &CausalLm, cache: &mut PagedCache, parts: &[(SequenceId, &[i64])]) -> Tensor {
     let mut batch = cache.batch(parts).unwrap();
     let (ids, positions) = (batch.input_ids().unwrap(), batch.position_ids().unwrap());
-    let places = Tensor::from_slice(&batch.last_places());
+    let places = Tensor::from_slice(&batch.last_indices());
     let input = ForwardInput::new(&ids)
         .with_position_ids(&positions)
         .with_logits(Logits::At(&places))

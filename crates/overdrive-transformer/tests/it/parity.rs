@@ -2,7 +2,7 @@
 //! that `fixtures/gen_checkpoints.py` makes. Tolerances and their reasons are in its docstring.
 
 use crate::common::{CASES, expected, fixture, load, max_difference, max_magnitude};
-use overdrive_kv_cache::{GrowingCache, KvCache};
+use overdrive_kv_cache::{DynamicCache, KvCache};
 use overdrive_transformer::{
     AttentionImplementation, Execution, ForwardInput, LabelShift, LoadOptions, Logits,
 };
@@ -119,7 +119,7 @@ fn steps_over_a_cache_equal_the_whole_at_once() {
             vec![1, 11],
             vec![7, 5],
         ] {
-            let mut cache = GrowingCache::with_capacity(model.num_layers(), 2);
+            let mut cache = DynamicCache::with_capacity(model.num_layers(), 2);
             let mut parts = Vec::new();
             for tokens in chunks {
                 let part = ids.narrow(1, cache.len(), tokens);

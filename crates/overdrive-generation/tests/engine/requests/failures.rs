@@ -1,4 +1,4 @@
-//! Requests and steps that fail.
+//! Tests of requests and steps that fail.
 
 use super::*;
 

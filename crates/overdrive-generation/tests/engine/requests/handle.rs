@@ -1,4 +1,4 @@
-//! An engine behind a handle, used by many threads.
+//! Tests of a handle that many threads use.
 
 use super::*;
 
@@ -42,8 +42,8 @@ fn a_handle_serves_many_threads() {
 }
 
 #[test]
-fn a_handle_gives_up_what_cannot_be_computed_and_serves_what_comes_after() {
-    // The first call is left alone; the four after it fail.
+fn a_handle_fails_requests_that_cannot_be_computed_and_serves_later_ones() {
+    // The first call succeeds; the four after it fail.
     let engine = Engine::new(Faulty::new(5), config(|_| {})).unwrap();
     let engine = EngineHandle::spawn(engine).unwrap();
     let error = engine
@@ -74,7 +74,7 @@ fn a_handle_gives_up_what_cannot_be_computed_and_serves_what_comes_after() {
 }
 
 #[test]
-fn a_handle_that_goes_away_ends_what_it_serves() {
+fn a_dropped_handle_ends_its_requests() {
     let engine = EngineHandle::spawn(Engine::new(tiny(128), config(|_| {})).unwrap()).unwrap();
     let events = engine.submit(Request::new([1], greedy(250))).unwrap();
     drop(engine);

@@ -3,13 +3,15 @@
 use super::*;
 
 #[test]
-fn what_does_not_fit_is_refused_with_its_name() {
+fn tensors_and_ids_that_do_not_fit_are_refused_by_name() {
     let mut cache = paged(4, 6);
     let (id, _) = cache.add(&[1, 2, 3]).unwrap();
     let gone = cache.fork(id).unwrap();
     cache.release(gone).unwrap();
-    let text_of = |error: Error| error.to_string();
-    assert!(text_of(cache.release(gone).unwrap_err()).starts_with("text 1 is not in this cache"));
+    let message_of = |error: Error| error.to_string();
+    assert!(
+        message_of(cache.release(gone).unwrap_err()).starts_with("sequence 1 is not in this cache")
+    );
     assert!(
         cache.len(gone).is_err() && cache.fork(gone).is_err() && cache.gather(gone, 0).is_err()
     );
@@ -23,7 +25,7 @@ fn what_does_not_fit_is_refused_with_its_name() {
         Err(Error::TruncateBeyondEnd { len: 1, held: 0 })
     ));
     let twice = cache.batch(&[(id, &[1]), (id, &[2])]).unwrap_err();
-    assert!(text_of(twice).starts_with("text 0 is twice in one step"));
+    assert!(message_of(twice).starts_with("sequence 0 is twice in one step"));
 
     let mut batch = cache.batch(&[(id, &[1, 2])]).unwrap();
     let row = |heads, tokens, dim, kind| Tensor::zeros([1, heads, tokens, dim], (kind, CPU));
@@ -32,20 +34,20 @@ fn what_does_not_fit_is_refused_with_its_name() {
     let query = row(HEADS, 2, DIM, Kind::Float);
     let mut of = |layer, key: &Tensor, value: &Tensor| {
         let plain = AttendOptions::default();
-        text_of(batch.attend(layer, &query, key, value, &plain).unwrap_err())
+        message_of(batch.attend(layer, &query, key, value, &plain).unwrap_err())
     };
     assert!(of(2, &fitting, &values).starts_with("layer 2 does not exist in a cache of 2"));
     let long = row(KV_HEADS, 3, DIM, Kind::Float);
     let long_values = row(KV_HEADS, 3, DIM + 1, Kind::Float);
-    assert!(of(0, &long, &long_values).contains("in a step of 2 new tokens"));
-    assert!(of(0, &fitting, &fitting).contains("cannot join them"));
+    assert!(of(0, &long, &long_values).contains("the 2 new tokens of all sequences of the step"));
+    assert!(of(0, &fitting, &fitting).contains("like the tokens that layer 0 holds"));
     let half = row(KV_HEADS, 2, DIM, Kind::Half);
     assert!(of(0, &half, &values).contains("Half"));
-    assert!(of(0, &fitting, &fitting.squeeze_dim(0)).contains("do not fit together"));
+    assert!(of(0, &fitting, &fitting.squeeze_dim(0)).contains("with the B, H and T of the keys"));
     let learned = fitting.copy().set_requires_grad(true);
     assert!(of(0, &learned, &values).contains("require a gradient"));
     let dense = batch.append(0, &fitting, &values).unwrap_err();
-    assert!(text_of(dense).contains("call `attend` instead of `append`"));
+    assert!(message_of(dense).contains("call `attend` instead of `append`"));
     assert!(batch.fork().is_err() && batch.state().is_err() && batch.load_state(&[]).is_err());
     assert!(batch.reorder(&Tensor::from_slice(&[0_i64])).is_err());
     assert!(batch.truncate(1).is_err() && batch.truncate(-1).is_err());
@@ -95,9 +97,6 @@ fn configs_outside_their_range_are_named() {
             },
         ),
     ] {
-        assert!(
-            of(config).starts_with(&format!("cache config: `{key}` is ")),
-            "{key}"
-        );
+        assert!(of(config).starts_with(&format!("`{key}` is ")), "{key}");
     }
 }

@@ -1,6 +1,6 @@
-// Compiled with the feature `cuda`, against the CUDA headers: the assumptions of graph.cpp, as far as a
-// compiler can see them. A name of the Itanium ABI follows from the class, the function and the kinds of
-// its arguments, so where these hold, the names do.
+// Checks the assumptions of graph.cpp against the CUDA headers; compiled with the feature `cuda`. A name
+// in the Itanium ABI follows from the class, the function and the types of its arguments, so if these are
+// right, the names are too.
 #include "../graph_abi.h"
 
 #include <ATen/cuda/CUDAGraph.h>

@@ -1,16 +1,16 @@
-//! Products by each library: the same numbers up to rounding, transposed views, sums, errors.
-//! A target of its own: the library is a setting of the process.
+//! Matrix products by each library: equal results up to rounding, transposed views, accumulation, errors.
+//! A test target of its own, because the library is a setting of the process.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-use overdrive_sys::product::{ProductLibrary, library, mm_into, set_library};
+use overdrive_sys::gemm::{GemmLibrary, library, mm_into, set_library};
 use tch::{Device, Kind, Tensor};
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
-// One test: the choice of library is the process's.
+// One test function: the library is a setting of the process.
 #[test]
 fn both_libraries_multiply_matrices_and_their_transposes_and_add() {
-    for choice in [ProductLibrary::Torch, ProductLibrary::OneDnn] {
+    for choice in [GemmLibrary::Torch, GemmLibrary::OneDnn] {
         set_library(choice);
         assert_eq!(library(), choice);
         for (n, k, m) in [(1, 1, 1), (3, 5, 7), (64, 48, 80), (0, 4, 5), (4, 0, 5)] {
@@ -35,15 +35,19 @@ fn both_libraries_multiply_matrices_and_their_transposes_and_add() {
             }
         }
     }
-    set_library(ProductLibrary::Auto);
-    assert_ne!(library(), ProductLibrary::Auto);
+    set_library(GemmLibrary::Auto);
+    assert_ne!(library(), GemmLibrary::Auto);
 
     let (a, b) = (Tensor::zeros([2, 3], F32), Tensor::zeros([4, 5], F32));
     let error = mm_into(&Tensor::zeros([2, 5], F32), &a, &b, false).unwrap_err();
     assert!(
-        error.to_string().contains("expected (n, k) times (k, m)"),
+        error.to_string().contains("matrices (n, k) and (k, m)"),
         "{error}"
     );
     let double = Tensor::zeros([3, 5], (Kind::Double, Device::Cpu));
-    assert!(mm_into(&Tensor::zeros([2, 5], F32), &a, &double, false).is_err());
+    let error = mm_into(&Tensor::zeros([2, 5], F32), &a, &double, false).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "`right` is Double; it must be Float as `left`"
+    );
 }

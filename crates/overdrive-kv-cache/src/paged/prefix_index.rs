@@ -1,41 +1,41 @@
-//! Which block holds which tokens after which others.
+//! The index of blocks by the tokens that they hold and the tokens before those.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::pool::BlockId;
+use super::block_pool::BlockId;
 
-/// Stands for all tokens from the beginning of a text to the end of a block.
+/// Identifies all tokens from the beginning of a sequence to the end of a block.
 ///
-/// Given out once and never again, to exactly one sequence of tokens: the number takes the place of a
-/// hash of the whole prefix, and unlike a hash it cannot be the same for two.
+/// Each number is given out once, for exactly one sequence of tokens. It is used like a hash of the
+/// whole prefix, but unlike a hash it is never the same for two prefixes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Prefix(u64);
 
 impl Prefix {
-    /// No tokens.
+    /// The prefix without tokens.
     pub(super) const EMPTY: Prefix = Prefix(0);
 }
 
-/// The tokens of a block and what comes before them. Equality compares the tokens themselves; their
-/// hash only finds the place to look.
+/// The tokens of a block and the prefix before them. Equality compares the tokens themselves; their
+/// hash only finds the bucket.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Content {
     before: Prefix,
     tokens: Arc<[i64]>,
 }
 
-/// Blocks by content.
+/// The blocks by content.
 #[derive(Debug)]
 pub(super) struct PrefixIndex {
     blocks: HashMap<Content, (BlockId, Prefix)>,
-    /// The other way round, for each block of the pool.
+    /// The content of each block of the pool that is in the index.
     contents: Vec<Option<(Content, Prefix)>>,
     last: u64,
 }
 
 impl PrefixIndex {
-    /// For a pool of `blocks` blocks.
+    /// Returns the index of a pool of `blocks` blocks.
     pub(super) fn new(blocks: usize) -> PrefixIndex {
         PrefixIndex {
             blocks: HashMap::new(),
@@ -44,13 +44,13 @@ impl PrefixIndex {
         }
     }
 
-    /// The block that holds `tokens` after `before`, and the prefix that ends with it.
+    /// Returns the block that holds `tokens` after `before`, and the prefix that ends with it.
     pub(super) fn find(&self, before: Prefix, tokens: &[i64]) -> Option<(BlockId, Prefix)> {
         let tokens = tokens.into();
         self.blocks.get(&Content { before, tokens }).copied()
     }
 
-    /// The prefix that ends with `block`, if that is in the index.
+    /// Returns the prefix that ends with `block`, if it is in the index.
     pub(super) fn prefix(&self, block: BlockId) -> Option<Prefix> {
         Some(self.contents[block as usize].as_ref()?.1)
     }
@@ -63,7 +63,7 @@ impl PrefixIndex {
         self.contents[block as usize].is_some()
     }
 
-    /// Adds a block whose content no other has; the prefix that ends with it.
+    /// Adds a block whose content no other block has; returns the prefix that ends with it.
     pub(super) fn insert(&mut self, before: Prefix, tokens: &[i64], block: BlockId) -> Prefix {
         self.last += 1;
         let prefix = Prefix(self.last);
@@ -75,7 +75,7 @@ impl PrefixIndex {
         prefix
     }
 
-    /// Forgets a block. What the index knows to follow it can then not be reached any more.
+    /// Removes a block. Blocks that follow it in the index can then no longer be reached.
     pub(super) fn remove(&mut self, block: BlockId) {
         if let Some((content, _)) = self.contents[block as usize].take() {
             self.blocks.remove(&content);

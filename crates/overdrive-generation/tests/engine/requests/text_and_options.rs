@@ -1,4 +1,4 @@
-//! Constraints, log-probabilities, limits of time, texts and stop strings.
+//! Tests of constraints, log-probabilities, time limits, text and stop strings.
 
 use super::*;
 

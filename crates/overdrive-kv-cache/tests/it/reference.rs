@@ -1,5 +1,6 @@
-//! What every cache is compared with: all keys and values, and attention written out.
+//! The reference of every cache: all keys and values, and attention written out.
 
+use overdrive_core::random::Generator;
 use overdrive_kv_cache::{AttendOptions, KvCache};
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
@@ -9,26 +10,15 @@ pub(crate) const HEADS: i64 = 4;
 pub(crate) const KV_HEADS: i64 = 2;
 pub(crate) const DIM: i64 = 8;
 
-/// Standard normal numbers of a seed, without libtorch's generator, which all threads share.
+/// Returns standard normal numbers of a seed, without libtorch's generator, which all threads share.
 pub(crate) fn random(shape: &[i64], seed: u64) -> Tensor {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(1);
-    let mut uniform = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 11) as f64 / (1u64 << 53) as f64
-    };
+    let mut generator = Generator::new(seed, 0);
     let count = shape.iter().product::<i64>();
-    let normal: Vec<f32> = (0..count)
-        .map(|_| {
-            let (radius, angle) = (1.0 - uniform(), uniform() * std::f64::consts::TAU);
-            ((-2.0 * radius.ln()).sqrt() * angle.cos()) as f32
-        })
-        .collect();
+    let normal: Vec<f32> = (0..count).map(|_| generator.normal() as f32).collect();
     Tensor::from_slice(&normal).view(shape)
 }
 
-/// Softmax attention of `query (B, H, T, D)` with `mask` (bool, broadcast to `(B, 1, T, S)`), written out.
+/// Returns the softmax attention of `query (B, H, T, D)` with `mask` (bool, broadcast to `(B, 1, T, S)`).
 pub(crate) fn attention(query: &Tensor, keys: &Tensor, values: &Tensor, mask: &Tensor) -> Tensor {
     let group = query.size()[1] / keys.size()[1];
     let shared = |t: &Tensor| t.repeat_interleave_self_int(group, 1, None);
@@ -37,7 +27,7 @@ pub(crate) fn attention(query: &Tensor, keys: &Tensor, values: &Tensor, mask: &T
     scores.softmax(-1, Kind::Float).matmul(&shared(values))
 }
 
-/// What the queries `from..to` see: `sinks` first tokens and the last `window`, `(T, S)`.
+/// Returns the mask `(T, S)` of the queries `from..to`, which see `sinks` first tokens and the last `window`.
 pub(crate) fn seen(from: i64, to: i64, window: Option<i64>, sinks: i64) -> Tensor {
     let options = (Kind::Int64, Device::Cpu);
     let position = Tensor::arange_start(from, to, options).unsqueeze(-1);
@@ -65,14 +55,14 @@ pub(crate) fn close(
     Ok(())
 }
 
-/// What a user may do between steps.
+/// The actions of a user between steps.
 #[derive(Debug, Clone)]
 pub(crate) enum Action {
     Append(i64),
-    /// To this share of the length.
+    /// Truncate to this fraction of the length.
     Truncate(f64),
-    /// By so many tokens.
-    Back(i64),
+    /// Truncate by so many tokens.
+    TruncateBy(i64),
     Reorder(Vec<i64>),
     Fork,
     SaveAndLoad,
@@ -84,7 +74,7 @@ pub(crate) fn actions(longest: i64) -> impl Strategy<Value = Vec<Action>> {
         6 => Just(Action::Append(1)),
         4 => (1i64..=longest).prop_map(Action::Append),
         1 => (0.0..1.0).prop_map(Action::Truncate),
-        2 => (1i64..6).prop_map(Action::Back),
+        2 => (1i64..6).prop_map(Action::TruncateBy),
         1 => proptest::collection::vec(0..BATCH, BATCH as usize).prop_map(Action::Reorder),
         1 => Just(Action::Fork),
         1 => Just(Action::SaveAndLoad),
@@ -93,9 +83,9 @@ pub(crate) fn actions(longest: i64) -> impl Strategy<Value = Vec<Action>> {
     proptest::collection::vec(action, 1..40)
 }
 
-/// All keys and values of each layer, beside a cache that is given the same.
+/// A cache, and all keys and values of each layer that it was given.
 #[derive(Debug)]
-pub(crate) struct Beside {
+pub(crate) struct Compared {
     pub(crate) cache: Box<dyn KvCache>,
     pub(crate) windows: Vec<Option<i64>>,
     pub(crate) sinks: i64,
@@ -103,10 +93,10 @@ pub(crate) struct Beside {
     pub(crate) seed: u64,
 }
 
-impl Beside {
-    pub(crate) fn new(cache: Box<dyn KvCache>, windows: &[Option<i64>], sinks: i64) -> Beside {
+impl Compared {
+    pub(crate) fn new(cache: Box<dyn KvCache>, windows: &[Option<i64>], sinks: i64) -> Compared {
         let none = || random(&[BATCH, KV_HEADS, 0, DIM], 0);
-        Beside {
+        Compared {
             all: windows.iter().map(|_| [none(), none()]).collect(),
             windows: windows.to_vec(),
             cache,
@@ -120,7 +110,7 @@ impl Beside {
         random(&[BATCH, heads, tokens, DIM], self.seed)
     }
 
-    /// One step through all layers; the outputs of cache and reference.
+    /// Runs one step through all layers; returns the outputs of cache and reference.
     pub(crate) fn step(&mut self, tokens: i64, options: &AttendOptions<'_>) -> Vec<[Tensor; 2]> {
         let mut outputs = Vec::new();
         for layer in 0..self.all.len() {
@@ -151,7 +141,7 @@ impl Beside {
         all.for_each(|held| *held = held.narrow(2, 0, len));
     }
 
-    /// Runs `action`; where the cache refuses to go back, its error text must hold `refusal`.
+    /// Runs `action`; if the cache refuses to truncate, its message must contain `refusal`.
     pub(crate) fn run(
         &mut self,
         action: Action,
@@ -164,10 +154,10 @@ impl Beside {
                     close(&found, &expected, 1e-5)?;
                 }
             }
-            Action::Truncate(_) | Action::Back(_) => {
+            Action::Truncate(_) | Action::TruncateBy(_) => {
                 let len = match action {
                     Action::Truncate(share) => (share * (self.len() + 1) as f64) as i64,
-                    Action::Back(tokens) => (self.len() - tokens).max(0),
+                    Action::TruncateBy(tokens) => (self.len() - tokens).max(0),
                     _ => unreachable!(),
                 };
                 match (self.cache.truncate(len), refusal) {

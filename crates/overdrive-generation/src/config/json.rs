@@ -4,7 +4,7 @@ use serde_json::{Map, Value};
 
 use crate::{Error, GenerationConfig, Result};
 
-/// Keys of transformers that change the result unless they have this value (or are null).
+/// The keys of transformers that change the result unless they have this value (or are null).
 const UNSUPPORTED: [(&str, &str); 17] = [
     ("encoder_no_repeat_ngram_size", "0"),
     ("encoder_repetition_penalty", "1.0"),
@@ -26,11 +26,11 @@ const UNSUPPORTED: [(&str, &str); 17] = [
 ];
 
 impl GenerationConfig {
-    /// Reads `generation_config.json` of a Hugging Face folder, or the defaults where there is none.
+    /// Reads `generation_config.json` of a Hugging Face folder; returns the defaults if there is none.
     ///
     /// # Errors
-    /// When the file cannot be read or parsed, a value does not fit its key, or a key asks for what
-    /// this crate does not compute.
+    /// When the file cannot be read or parsed, a value does not fit its key, or a key asks for
+    /// something that this crate does not support.
     pub fn from_dir(dir: impl AsRef<Path>) -> Result<GenerationConfig> {
         let path = dir.as_ref().join("generation_config.json");
         let text = match std::fs::read_to_string(&path) {
@@ -38,14 +38,15 @@ impl GenerationConfig {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 return Ok(GenerationConfig::default());
             }
-            Err(source) => return Err(Error::Io { path, source }),
+            Err(error) => return Err(overdrive_core::Error::io("read", &path)(error).into()),
         };
-        let map = serde_json::from_str(&text).map_err(|source| Error::Json { path, source })?;
+        let map =
+            serde_json::from_str(&text).map_err(overdrive_core::Error::parse("JSON", &path))?;
         GenerationConfig::from_map(&map)
     }
 
-    /// Reads the object of a `generation_config.json`. Keys that do not change what is generated
-    /// (`transformers_version`, `output_attentions`, …) are passed over, as is `null`.
+    /// Reads the object of a `generation_config.json`. Keys that do not change the generated tokens
+    /// (`transformers_version`, `output_attentions`, …) and null values are ignored.
     ///
     /// # Errors
     /// As [`GenerationConfig::from_dir`].
@@ -69,23 +70,22 @@ impl GenerationConfig {
         for (key, value) in &given {
             // Key by key, so that an error can name its own.
             let one = Value::Object([(key.clone(), value.clone())].into_iter().collect());
-            serde_json::from_value::<GenerationConfig>(one).map_err(|error| Error::BadConfig {
-                key: key.clone(),
-                found: value.to_string(),
-                expected: error.to_string(),
+            serde_json::from_value::<GenerationConfig>(one).map_err(|error| {
+                // serde says "invalid type: string "x", expected f64".
+                let message = error.to_string();
+                let expected = message.rsplit("expected ").next().unwrap_or_default();
+                overdrive_core::Error::option(key.clone(), value, expected.to_owned())
             })?;
         }
-        let config: GenerationConfig =
-            serde_json::from_value(Value::Object(given)).map_err(|source| Error::Json {
-                path: "generation_config.json".into(),
-                source,
-            })?;
+        let config: GenerationConfig = serde_json::from_value(Value::Object(given)).map_err(
+            overdrive_core::Error::parse("JSON", "generation_config.json"),
+        )?;
         config.validate()?;
         Ok(config)
     }
 }
 
-/// Whether a JSON text is the neutral value: equal as numbers, or an empty list for null.
+/// Returns `true` if a JSON value is the neutral one: equal as numbers, or an empty list for null.
 fn is_neutral(found: &str, neutral: &str) -> bool {
     match (found.parse::<f64>(), neutral.parse::<f64>()) {
         (Ok(found), Ok(neutral)) => found == neutral,

@@ -1,35 +1,35 @@
 use tch::Tensor;
 
 use crate::buffer::Buffer;
-use crate::entries::{Entries, check_truncation};
-use crate::saved::{Saved, name_of};
+use crate::key_values::{KeyValues, check_truncation};
+use crate::saved_state::{SavedState, name_of};
 use crate::{Error, KvCache, KvView, Result};
 
-/// How a [`GrowingCache`] allocates.
+/// The options of a [`DynamicCache`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct GrowingCacheConfig {
-    /// Tokens for which memory is taken at the first append; default 64. Where the final length is
-    /// known (prompt + new tokens), giving it here means that nothing is ever copied.
+pub struct DynamicCacheConfig {
+    /// The number of tokens for which memory is taken at the first append. Default 64. If the final
+    /// length is known (prompt and new tokens), giving it here avoids every later copy.
     pub initial_capacity: i64,
 }
 
-impl Default for GrowingCacheConfig {
+impl Default for DynamicCacheConfig {
     fn default() -> Self {
-        GrowingCacheConfig {
+        DynamicCacheConfig {
             initial_capacity: 64,
         }
     }
 }
 
-/// A cache without a bound, whose capacity doubles when it is full.
+/// A cache without a bound, whose capacity doubles when it is full (transformers' `DynamicCache`).
 ///
-/// Appending copies the new tokens only; a doubling copies a layer once, so that `n` tokens cost
-/// fewer than `2n` token copies in all. Capacity, and with it [`bytes`](KvCache::bytes), is at most
-/// twice what is held (or the initial capacity).
+/// Appending copies the new tokens only; a doubling copies a layer once, so that `n` tokens cost fewer
+/// than `2n` token copies in all. Capacity, and with it [`bytes`](KvCache::bytes), is at most twice
+/// what is held (or the initial capacity).
 #[derive(Debug)]
-pub struct GrowingCache {
-    config: GrowingCacheConfig,
+pub struct DynamicCache {
+    config: DynamicCacheConfig,
     layers: Vec<Option<Layer>>,
 }
 
@@ -39,31 +39,31 @@ struct Layer {
     len: i64,
 }
 
-impl GrowingCache {
-    /// An empty cache for a model of `layers` layers; memory is taken at the first append.
+impl DynamicCache {
+    /// Returns an empty cache for a model of `layers` layers; memory is taken at the first append.
     pub fn new(layers: usize) -> Self {
-        GrowingCache::with_config(layers, GrowingCacheConfig::default())
+        DynamicCache::with_config(layers, DynamicCacheConfig::default())
     }
 
-    /// An empty cache that takes memory for `tokens` tokens at the first append.
+    /// Returns an empty cache that takes memory for `tokens` tokens at the first append.
     pub fn with_capacity(layers: usize, tokens: i64) -> Self {
-        GrowingCache::with_config(
+        DynamicCache::with_config(
             layers,
-            GrowingCacheConfig {
+            DynamicCacheConfig {
                 initial_capacity: tokens,
             },
         )
     }
 
-    /// An empty cache that allocates as `config` says.
-    pub fn with_config(layers: usize, config: GrowingCacheConfig) -> Self {
-        GrowingCache {
+    /// Returns an empty cache with the options of `config`.
+    pub fn with_config(layers: usize, config: DynamicCacheConfig) -> Self {
+        DynamicCache {
             config,
             layers: (0..layers).map(|_| None).collect(),
         }
     }
 
-    /// Tokens for which memory is taken; 0 before the first append.
+    /// Returns the number of tokens for which memory is taken; 0 before the first append.
     pub fn capacity(&self) -> i64 {
         let capacities = self
             .layers
@@ -74,14 +74,14 @@ impl GrowingCache {
     }
 }
 
-impl KvCache for GrowingCache {
+impl KvCache for DynamicCache {
     fn append(&mut self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<KvView> {
         let layers = self.layers.len();
         let slot = self
             .layers
             .get_mut(layer)
             .ok_or(Error::NoSuchLayer { layer, layers })?;
-        let new = Entries::new(layer, keys, values)?;
+        let new = KeyValues::new(layer, keys, values)?;
         let held = match slot {
             Some(held) => {
                 held.buffer.spec.check_fit(layer, &new.spec)?;
@@ -89,6 +89,7 @@ impl KvCache for GrowingCache {
                 held
             }
             empty => {
+                // At least 1: doubling an empty buffer would never grow it.
                 let capacity = new.tokens.max(self.config.initial_capacity).max(1);
                 empty.insert(Layer {
                     buffer: Buffer::new(new.spec, capacity)?,
@@ -133,7 +134,7 @@ impl KvCache for GrowingCache {
     }
 
     fn fork(&self) -> Result<Box<dyn KvCache>> {
-        Ok(Box::new(GrowingCache {
+        Ok(Box::new(DynamicCache {
             config: self.config.clone(),
             layers: self.map(|held| held.buffer.resized(held.buffer.capacity, held.len))?,
         }))
@@ -156,6 +157,7 @@ impl KvCache for GrowingCache {
 
     fn settings(&self) -> Vec<(&'static str, String)> {
         vec![
+            // The name in the files that this cache writes; files of earlier versions stay readable.
             ("cache", "growing".to_owned()),
             ("layers", self.layers.len().to_string()),
         ]
@@ -174,8 +176,8 @@ impl KvCache for GrowingCache {
     }
 
     fn load_state(&mut self, state: &[(String, Tensor)]) -> Result<()> {
-        let mut loaded = GrowingCache::with_config(self.layers.len(), self.config.clone());
-        let mut saved = Saved::new(state);
+        let mut loaded = DynamicCache::with_config(self.layers.len(), self.config.clone());
+        let mut saved = SavedState::new(state);
         for layer in 0..self.layers.len() {
             if let Some([keys, values]) = saved.take_all(layer, ["keys", "values"])? {
                 loaded.append(layer, keys, values)?;
@@ -187,8 +189,8 @@ impl KvCache for GrowingCache {
     }
 }
 
-impl GrowingCache {
-    /// The layers with other buffers of the same tokens.
+impl DynamicCache {
+    /// Returns the layers with the buffers that `to` makes of them; lengths stay.
     fn map(&self, to: impl Fn(&Layer) -> Result<Buffer>) -> Result<Vec<Option<Layer>>> {
         let layer = |held: &Layer| -> Result<Layer> {
             Ok(Layer {
@@ -204,10 +206,12 @@ impl GrowingCache {
 }
 
 impl Layer {
-    /// Makes room for `new` more tokens.
+    /// Grows the buffer until `new` more tokens fit.
     fn reserve(&mut self, new: i64) -> Result<()> {
         let (needed, capacity) = (self.len + new, self.buffer.capacity);
         if needed > capacity {
+            // Doubling makes the copies of n tokens a geometric series, below 2n; a step of more tokens
+            // than that takes just what it needs.
             self.buffer = self.buffer.resized(needed.max(2 * capacity), self.len)?;
         }
         Ok(())

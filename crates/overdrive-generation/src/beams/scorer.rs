@@ -1,12 +1,12 @@
 //! The scores of all continuations of a prompt's beams by one token.
 
-use crate::arg_max::{for_each_from, kth_best, maximum, sum_exp};
 use crate::candidates::Candidates;
-use crate::processors::{Marks, Place, process};
-use crate::random::SplitMix64;
+use crate::processors::{History, TokenCounts, process};
+use crate::vector_math::{for_each_from, kth_best, maximum, sum_exp};
 use crate::{Error, GenerationConfig, Result, TokenMask};
+use overdrive_core::random::Generator;
 
-/// One more token for a beam.
+/// A continuation of a beam by one token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Continuation {
     pub(super) beam: usize,
@@ -15,11 +15,11 @@ pub(super) struct Continuation {
     pub(super) score: f32,
 }
 
-/// Turns logits `(V,)` into log-probabilities, and processes those.
+/// Computes log-probabilities from logits `(V,)`, and processes those.
 pub(super) struct Scorer<'a> {
     pub(super) config: &'a GenerationConfig,
     pub(super) row: usize,
-    marks: Marks,
+    counts: TokenCounts,
     candidates: Candidates,
     numbers: Vec<f32>,
 }
@@ -29,13 +29,13 @@ impl<'a> Scorer<'a> {
         Scorer {
             config,
             row,
-            marks: Marks::default(),
+            counts: TokenCounts::default(),
             candidates: Candidates::default(),
             numbers: Vec::new(),
         }
     }
 
-    /// Log-probabilities in place; false where everything is excluded.
+    /// Computes log-probabilities in place; returns `false` if everything is excluded.
     pub(super) fn score(
         &mut self,
         scores: &mut [f32],
@@ -46,10 +46,10 @@ impl<'a> Scorer<'a> {
         if !log_softmax(scores) {
             return Err(Error::BadLogits { row: self.row });
         }
-        let place = Place { present: ids, new };
-        process(scores, place, allowed, self.config, &mut self.marks);
+        let history = History { ids, new };
+        process(scores, history, allowed, self.config, &mut self.counts);
         if !self.config.is_greedy() {
-            // A token that ends no beam must be left.
+            // At least one token that does not end a beam must remain.
             let keep = (self.config.eos_token_id.len() + 1).max(2);
             let cut = self.candidates.cut_all(scores, self.config, keep);
             if cut.is_none() {
@@ -59,7 +59,7 @@ impl<'a> Scorer<'a> {
         Ok(!self.config.renormalize_logits || log_softmax(scores))
     }
 
-    /// The `count` best of all continuations, best first; of equals the first.
+    /// Returns the `count` best of all continuations, best first; of equal ones the first.
     pub(super) fn best(&mut self, scores: &[f32], sums: &[f32], count: usize) -> Vec<Continuation> {
         let vocabulary = scores.len() / sums.len();
         let mut all = Vec::new();
@@ -73,26 +73,27 @@ impl<'a> Scorer<'a> {
                 });
             });
         }
+        // A stable sort: equal scores stay in the order of beams and ids, as with transformers' top-k.
         all.sort_by(|a, b| b.score.total_cmp(&a.score));
         all.truncate(count);
         all
     }
 
-    /// `count` continuations drawn without replacement, in the order of the draws: the best after a
-    /// Gumbel number has been added to each (Kool et al. 2019, arXiv:1903.06059).
-    pub(super) fn drawn(
+    /// Samples `count` continuations without replacement, in the order of the draws: the best ones
+    /// after a Gumbel number has been added to each (Kool et al. 2019, arXiv:1903.06059).
+    pub(super) fn sample(
         &mut self,
         scores: &[f32],
         sums: &[f32],
         count: usize,
-        random: &mut SplitMix64,
+        random: &mut Generator,
     ) -> Vec<Continuation> {
         let vocabulary = scores.len() / sums.len();
         let mut all = Vec::new();
         for (beam, (scores, sum)) in scores.chunks_exact(vocabulary).zip(sums).enumerate() {
             for_each_from(scores, f32::MIN, |token, score| {
                 let score = score + sum;
-                // In (0, 1]: its logarithm is finite.
+                // In (0, 1], so that the logarithm is finite.
                 let gumbel = -(-(1.0 - random.uniform()).ln()).ln();
                 let token = token as i64;
                 all.push((
@@ -114,7 +115,7 @@ fn log_softmax(scores: &mut [f32]) -> bool {
         return false;
     };
     let shift = sum_exp(scores, max, 1.0).ln();
-    // In two steps, as libtorch does: their sum would lose digits.
+    // In two steps, as in libtorch: their sum would lose digits.
     scores
         .iter_mut()
         .for_each(|score| *score = (*score - max) - shift as f32);

@@ -1,31 +1,32 @@
-//! What the scheduler has to know of the memory that texts take.
+//! The scheduler's view of the memory of sequences.
 
 use overdrive_kv_cache::{PagedCache, SequenceId};
 
 use crate::Result;
 
-/// A pool of blocks of equal size, and texts in it.
-pub(super) trait Blocks {
-    /// Names a text.
+/// A pool of blocks of equal size, and the sequences in it.
+pub(super) trait BlockAllocator {
+    /// The id of a sequence.
     type Id: Copy + std::fmt::Debug;
 
-    /// A new text of `tokens`, and how many of them are there already, which is fewer than all.
+    /// Adds a sequence of `tokens`; returns its id and the number of tokens that are cached already,
+    /// which is less than all.
     fn add(&mut self, tokens: &[i64]) -> Result<(Self::Id, usize)>;
 
-    /// A copy that shares all blocks.
+    /// Forks a sequence; the copy shares all blocks.
     fn fork(&mut self, id: Self::Id) -> Result<Self::Id>;
 
-    /// Gives a text's blocks back.
+    /// Gives the blocks of a sequence back.
     fn release(&mut self, id: Self::Id) -> Result<()>;
 
-    /// Blocks that `new` more tokens of a text would take. Grows with `new`.
+    /// Returns the number of blocks that `new` more tokens of a sequence take. Grows with `new`.
     fn needed(&self, id: Self::Id, new: usize) -> usize;
 
-    /// Blocks that can be had, those included that are kept only in case.
+    /// Returns the number of blocks that can be taken, evictable ones included.
     fn free(&self) -> usize;
 }
 
-impl Blocks for PagedCache {
+impl BlockAllocator for PagedCache {
     type Id = SequenceId;
 
     fn add(&mut self, tokens: &[i64]) -> Result<(SequenceId, usize)> {

@@ -1,20 +1,22 @@
-//! Passes over all logits of a row, written so that the compiler makes vector instructions of them.
+//! Passes over all logits of a row, written so that the compiler vectorizes them.
 
-/// Numbers that one turn of a loop looks at: a few registers of any vector width.
+/// The number of elements of one iteration: a few registers of any vector width.
 pub(crate) const BLOCK: usize = 32;
-/// Sums that a loop keeps side by side: with SSE2's 16 registers of 4 numbers, two sets of four.
+/// The number of sums that a loop keeps side by side: with SSE2's 16 registers of 4 elements, two sets
+/// of four.
 const LANES: usize = 16;
 
-/// The largest of `scores`, or `None` where one is NaN or +∞, or none is above -∞.
+/// Returns the largest of `scores`, or `None` if one is NaN or +∞, or all are -∞.
 pub(crate) fn maximum(scores: &[f32]) -> Option<f32> {
     let (most, fine) = largest(scores);
     (fine && most > f32::NEG_INFINITY).then_some(most)
 }
 
-/// The largest of `scores`, and whether none is NaN or +∞.
+/// Returns the largest of `scores`, and `true` if none is NaN or +∞.
 #[inline]
 fn largest(scores: &[f32]) -> (f32, bool) {
     let mut most = [f32::NEG_INFINITY; LANES];
+    // The flags are as wide as the scores, so that both are updated by whole vectors.
     let mut wrong = [0u32; LANES];
     let blocks = scores.chunks_exact(LANES);
     let rest = blocks.remainder();
@@ -32,7 +34,7 @@ fn largest(scores: &[f32]) -> (f32, bool) {
     (most, wrong == [0; LANES])
 }
 
-/// 1 for NaN and +∞, as wide as the number itself: a `bool` would have to be packed.
+/// Returns 1 for NaN and +∞, as wide as the element: a `bool` would have to be packed.
 #[inline]
 #[allow(
     clippy::neg_cmp_op_on_partial_ord,
@@ -42,7 +44,7 @@ fn is_wrong(score: f32) -> u32 {
     u32::from(!(score < f32::INFINITY))
 }
 
-/// Whether any score of a block is at least `least`.
+/// Returns `true` if a score of a block is at least `least`.
 #[inline]
 fn any_from(block: &[f32], least: f32) -> bool {
     block
@@ -51,11 +53,12 @@ fn any_from(block: &[f32], least: f32) -> bool {
         != 0
 }
 
-/// The first of the largest of `scores`; `None` as for [`maximum`].
+/// Returns the index of the first of the largest of `scores`; `None` as for [`maximum`].
 ///
-/// One pass: a block whose maximum beats all before is remembered, and only the last such is searched.
+/// One pass: a stretch whose maximum exceeds all before is remembered, and only the last such is
+/// searched.
 pub(crate) fn arg_max(scores: &[f32]) -> Option<usize> {
-    /// Wide enough that the bookkeeping after each stretch does not show.
+    /// The length of a stretch, wide enough that the bookkeeping after each stretch costs nothing.
     const STRETCH: usize = 1024;
     let mut best = (f32::NEG_INFINITY, 0);
     for (number, stretch) in scores.chunks(STRETCH).enumerate() {
@@ -70,26 +73,26 @@ pub(crate) fn arg_max(scores: &[f32]) -> Option<usize> {
     if best.0 == f32::NEG_INFINITY {
         return None;
     }
-    let within = scores[best.1..].iter().position(|&score| score == best.0)?;
-    Some(best.1 + within)
+    let offset = scores[best.1..].iter().position(|&score| score == best.0)?;
+    Some(best.1 + offset)
 }
 
-/// Calls `found` with the place of each score of at least `least`, in order; blocks without one cost a
-/// comparison a number.
+/// Calls `found` with the index of each score of at least `least`, in order; a block without one costs
+/// a comparison an element.
 pub(crate) fn for_each_from(scores: &[f32], least: f32, mut found: impl FnMut(usize, f32)) {
     for (number, block) in scores.chunks(BLOCK).enumerate() {
         if any_from(block, least) {
-            for (place, &score) in block.iter().enumerate() {
+            for (index, &score) in block.iter().enumerate() {
                 if score >= least {
-                    found(number * BLOCK + place, score);
+                    found(number * BLOCK + index, score);
                 }
             }
         }
     }
 }
 
-/// The `k`-th best of `scores`, `1 <= k <= scores.len()`, without sorting them: only what may still be
-/// among the best is kept, in `kept`, and halved whenever there is too much of it.
+/// Returns the `k`-th best of `scores`, `1 <= k <= scores.len()`, without sorting them: only scores
+/// that may still be among the best are kept, in `kept`, which is halved whenever it is full.
 pub(crate) fn kth_best(scores: &[f32], k: usize, kept: &mut Vec<f32>) -> f32 {
     kept.clear();
     let room = (2 * k).max(64);
@@ -111,10 +114,11 @@ pub(crate) fn kth_best(scores: &[f32], k: usize, kept: &mut Vec<f32>) -> f32 {
     *kept.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a)).1
 }
 
-/// `e^x` for `x <= 0`, within 3e-7 relative, and 0 below -87; vectorises, unlike the system's.
+/// Returns `e^x` for `x <= 0`, within 3e-7 relative, and 0 below -87; it vectorizes, unlike the
+/// system's.
 #[inline]
 pub(crate) fn exp(x: f32) -> f32 {
-    /// Adding it to a float below 2^22 leaves the nearest integer in the low bits.
+    /// Added to a float below 2^22, it leaves the nearest integer in the low bits.
     const ROUND: f32 = 12_582_912.0;
     // ln 2 in two parts, the first with zeros at its end, so that n times it is exact (Cody & Waite).
     const LN2_HIGH: f32 = 355.0 / 512.0;
@@ -139,7 +143,7 @@ pub(crate) fn exp(x: f32) -> f32 {
     if x < -87.0 { 0.0 } else { power * scale }
 }
 
-/// `Σ e^((score - max) / temperature)`.
+/// Returns `Σ e^((score - max) / temperature)`.
 pub(crate) fn sum_exp(scores: &[f32], max: f32, temperature: f32) -> f64 {
     let inverse = 1.0 / temperature;
     let mut total = 0.0;
@@ -181,14 +185,14 @@ mod tests {
 
     #[test]
     fn nan_and_infinity_are_found_at_any_place() {
-        for place in [0, 31, 32, 1023, 1024, 1500, 2047, 2100] {
+        for index in [0, 31, 32, 1023, 1024, 1500, 2047, 2100] {
             for wrong in [f32::NAN, f32::INFINITY] {
                 let mut scores = vec![0.5; 2101];
-                scores[place] = wrong;
+                scores[index] = wrong;
                 assert_eq!(
                     (arg_max(&scores), maximum(&scores)),
                     (None, None),
-                    "{place}"
+                    "{index}"
                 );
             }
         }
@@ -218,7 +222,7 @@ mod tests {
             sorted.sort_by(|a, b| b.total_cmp(a));
             prop_assert_eq!(kth_best(&scores, k, &mut Vec::new()), sorted[k - 1]);
             let mut from = Vec::new();
-            for_each_from(&scores, sorted[k - 1], |place, _| from.push(place));
+            for_each_from(&scores, sorted[k - 1], |index, _| from.push(index));
             let want: Vec<usize> =
                 (0..scores.len()).filter(|&i| scores[i] >= sorted[k - 1]).collect();
             prop_assert_eq!(from, want);

@@ -1,12 +1,12 @@
-// Matrix products by oneDNN, which libtorch has but uses for fp32 only in its own packed layouts.
+// Matrix products by oneDNN, which libtorch contains but uses for fp32 only in its packed layouts.
 #include "guard.h"
 
 #include <ATen/Config.h>
 #include <ATen/core/Tensor.h>
 
 namespace at::native {
-// Exported by libtorch_cpu; its header is not installed. result = beta·result + alpha·mat1·mat2.
-// Where libtorch was built without oneDNN it is there too, and says so when called.
+// libtorch_cpu exports this function, but its header is not installed: result = beta·result +
+// alpha·mat1·mat2. In a libtorch without oneDNN the function exists too, and throws.
 TORCH_API void mkldnn_matmul(const Tensor& mat1, const Tensor& mat2, const Tensor& result, float beta,
                              float alpha);
 }  // namespace at::native

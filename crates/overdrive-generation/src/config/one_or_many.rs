@@ -1,8 +1,8 @@
-//! Keys that hold one value or a list of them.
+//! The serialization of keys that hold one value or a list of them.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-pub(super) mod one_or_many {
+pub(super) mod ids {
     use super::{Deserialize, Deserializer, Serialize, Serializer};
 
     pub(in crate::config) fn deserialize<'de, D: Deserializer<'de>>(
@@ -33,7 +33,7 @@ pub(super) mod one_or_many {
     }
 }
 
-pub(super) mod one_or_many_texts {
+pub(super) mod strings {
     use super::{Deserialize, Deserializer, Serialize, Serializer};
 
     pub(in crate::config) fn deserialize<'de, D: Deserializer<'de>>(

@@ -1,6 +1,6 @@
 //! Every kind of cache by its name, and in a file.
 
-use crate::common::random;
+use crate::reference::random;
 use overdrive_kv_cache::{
     AttendOptions, CacheImplementation, CacheShape, Error, KvCache, load, save,
 };
@@ -32,7 +32,7 @@ fn step(cache: &mut dyn KvCache, tokens: i64, seed: u64) -> Vec<Tensor> {
 }
 
 #[test]
-fn a_loaded_cache_goes_on_as_the_saved_one() {
+fn a_loaded_cache_continues_as_the_saved_one() {
     let folder = tempfile::tempdir().unwrap();
     for kind in CacheImplementation::ALL {
         let path = folder.path().join(format!("{kind}.safetensors"));
@@ -47,7 +47,7 @@ fn a_loaded_cache_goes_on_as_the_saved_one() {
         }
         save(&*cache, &path).unwrap();
         let mut loaded = kind.build(&shape()).unwrap();
-        step(&mut *loaded, 3, 77); // what is held is replaced
+        step(&mut *loaded, 3, 77); // replaced by the load
         load(&mut *loaded, &path, Device::Cpu).unwrap();
         assert_eq!(loaded.len(), 309);
         for seed in 10..13 {
@@ -122,7 +122,7 @@ fn names_are_those_of_transformers() {
         );
     }
     let named = |name: &str| name.parse::<CacheImplementation>();
-    assert_eq!(named("growing").unwrap(), CacheImplementation::Growing);
+    assert_eq!(named("growing").unwrap(), CacheImplementation::Dynamic);
     assert_eq!(named("sliding").unwrap(), CacheImplementation::Sliding);
     assert_eq!(named("quantized").unwrap(), CacheImplementation::Int4);
     let error = named("paged").unwrap_err().to_string();

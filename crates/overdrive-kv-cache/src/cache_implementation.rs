@@ -4,56 +4,58 @@ use std::str::FromStr;
 use tch::{Device, Kind};
 
 use crate::{
-    Error, GrowingCache, KvCache, QuantizedCache, QuantizedCacheConfig, Result, SlidingCache,
+    DynamicCache, Error, KvCache, QuantizedCache, QuantizedCacheConfig, Result, SlidingCache,
     SlidingCacheConfig, StaticCache, StaticCacheConfig,
 };
 
 /// A kind of cache by its name, as a flag or a config file gives it (transformers'
-/// `cache_implementation`). [`PagedCache`](crate::PagedCache), which serves many texts, is made by itself.
+/// `cache_implementation`). [`PagedCache`](crate::PagedCache), which serves many sequences, is built
+/// directly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum CacheImplementation {
-    /// `dynamic` or `growing`: [`GrowingCache`].
+    /// `dynamic`, also called `growing`: [`DynamicCache`].
     #[default]
-    Growing,
+    Dynamic,
     /// `static`: [`StaticCache`].
     Static,
-    /// `sliding_window` or `sliding`: [`SlidingCache`].
+    /// `sliding_window`, also called `sliding`: [`SlidingCache`].
     Sliding,
     /// `int8`: [`QuantizedCache`] with 8 bits.
     Int8,
-    /// `int4`, or `quantized`, whose bits are four in transformers: [`QuantizedCache`] with 4 bits.
+    /// `int4`, also called `quantized` (4 bits are transformers' default): [`QuantizedCache`] with 4
+    /// bits.
     Int4,
 }
 
-/// What a cache is made for.
+/// The model and the sequences for which a cache is built.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CacheShape {
-    /// For each layer of the model its window; `None` for a layer that sees everything. Default:
-    /// none; there must be one for each layer.
+    /// The window of each layer of the model; `None` for a layer that sees every token. There must be
+    /// one entry for each layer. Default empty.
     pub windows: Vec<Option<i64>>,
-    /// Rows of a batch, beams and parallel samples included; the static cache takes memory for them.
-    /// Default 1.
+    /// The rows of a batch, beams and parallel samples included, for which the static cache takes
+    /// memory. Default 1.
     pub batch: i64,
-    /// Tokens of the longest text, prompt and answer; the static cache takes memory for them, the
-    /// growing one avoids copies. Default `None`: unknown.
+    /// The tokens of the longest sequence, prompt and continuation. The static cache takes memory for
+    /// them, and the dynamic one avoids copies. Default `None`: unknown.
     pub max_len: Option<i64>,
-    /// Key/value heads (for the static cache). Default 1.
+    /// The key/value heads (for the static cache). Default 1.
     pub kv_heads: i64,
-    /// Channels of a head (for the static cache). Default 64.
+    /// The channels of a head (for the static cache). Default 64.
     pub head_dim: i64,
-    /// Element type (for the static cache). Default f32.
+    /// The dtype (for the static cache). Default f32.
     pub kind: Kind,
-    /// Where it lies (for the static cache). Default the CPU.
+    /// The device (for the static cache). Default the CPU.
     pub device: Device,
-    /// For the sliding cache: the window of layers that have none of their own. Default `None`: they
-    /// grow.
+    /// The window of layers that have none of their own (for the sliding cache). Default `None`: they
+    /// keep every token.
     pub window: Option<i64>,
-    /// For the sliding cache: first tokens that are kept. Default 0.
+    /// The number of first tokens that are kept as attention sinks (for the sliding cache). Default 0.
     pub sinks: i64,
-    /// For the sliding cache: [`SlidingCacheConfig::slack`]. Default 0.
+    /// [`SlidingCacheConfig::slack`] (for the sliding cache). Default 0.
     pub slack: i64,
-    /// For the sliding cache: [`SlidingCacheConfig::inverse_frequencies`]. Default none.
+    /// [`SlidingCacheConfig::inverse_frequencies`] (for the sliding cache). Default `None`.
     pub inverse_frequencies: Option<Vec<f64>>,
 }
 
@@ -76,19 +78,19 @@ impl Default for CacheShape {
 }
 
 impl CacheImplementation {
-    /// All kinds.
+    /// All kinds of cache.
     pub const ALL: [CacheImplementation; 5] = [
-        CacheImplementation::Growing,
+        CacheImplementation::Dynamic,
         CacheImplementation::Static,
         CacheImplementation::Sliding,
         CacheImplementation::Int8,
         CacheImplementation::Int4,
     ];
 
-    /// An empty cache of this kind.
+    /// Builds an empty cache of this kind.
     ///
     /// # Errors
-    /// When a setting is out of range, the static cache is given no `max_len`, or memory runs out.
+    /// When an option is out of range, the static cache is given no `max_len`, or memory runs out.
     ///
     /// ```
     /// use overdrive_kv_cache::{CacheImplementation, CacheShape, KvCache};
@@ -104,17 +106,18 @@ impl CacheImplementation {
     pub fn build(self, shape: &CacheShape) -> Result<Box<dyn KvCache>> {
         let layers = shape.windows.len();
         Ok(match self {
-            CacheImplementation::Growing => match shape.max_len {
-                Some(tokens) => Box::new(GrowingCache::with_capacity(layers, tokens)),
-                None => Box::new(GrowingCache::new(layers)),
+            CacheImplementation::Dynamic => match shape.max_len {
+                // The final length is known: one allocation, and no copy later.
+                Some(tokens) => Box::new(DynamicCache::with_capacity(layers, tokens)),
+                None => Box::new(DynamicCache::new(layers)),
             },
             CacheImplementation::Static => Box::new(StaticCache::new(StaticCacheConfig {
                 layers,
                 batch: shape.batch,
-                max_len: shape.max_len.ok_or(Error::BadConfig {
-                    key: "max_len",
-                    found: "not given".to_owned(),
-                    expected: "the tokens of the longest text, for which a static cache takes memory",
+                max_len: shape.max_len.ok_or_else(|| {
+                    let expected =
+                        "the tokens of the longest sequence, for which a static cache takes memory";
+                    overdrive_core::Error::option("max_len", "not given", expected)
                 })?,
                 kv_heads: shape.kv_heads,
                 head_dim: shape.head_dim,
@@ -141,10 +144,10 @@ impl CacheImplementation {
         })
     }
 
-    /// Its name in transformers, or, for the quantized ones, that of their codes.
+    /// Returns its name in transformers, or, for the quantized ones, that of the stored dtype.
     pub fn name(self) -> &'static str {
         match self {
-            CacheImplementation::Growing => "dynamic",
+            CacheImplementation::Dynamic => "dynamic",
             CacheImplementation::Static => "static",
             CacheImplementation::Sliding => "sliding_window",
             CacheImplementation::Int8 => "int8",
@@ -164,16 +167,18 @@ impl FromStr for CacheImplementation {
 
     fn from_str(name: &str) -> Result<CacheImplementation> {
         Ok(match name {
-            "dynamic" | "growing" => CacheImplementation::Growing,
+            "dynamic" | "growing" => CacheImplementation::Dynamic,
             "static" => CacheImplementation::Static,
             "sliding_window" | "sliding" => CacheImplementation::Sliding,
             "int8" => CacheImplementation::Int8,
             "int4" | "quantized" => CacheImplementation::Int4,
             _ => {
-                return Err(Error::UnknownImplementation {
-                    name: name.to_owned(),
-                    known: "dynamic (growing), static, sliding_window (sliding), int8, int4 (quantized)",
-                });
+                let known = "one of dynamic (growing), static, sliding_window (sliding), int8, \
+                             int4 (quantized)";
+                let name = format!("{name:?}");
+                return Err(
+                    overdrive_core::Error::option("cache_implementation", name, known).into(),
+                );
             }
         })
     }

@@ -1,16 +1,16 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// When a beam search ends; in JSON `false`, `true` or `"never"`.
+/// The condition that ends a beam search; in JSON `false`, `true` or `"never"`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Value", into = "Value")]
 pub enum EarlyStopping {
-    /// `false`: when the best running beam, at its present length, cannot beat the worst finished one.
+    /// `false`: the best running beam, at its present length, cannot beat the worst finished one.
     #[default]
     Heuristic,
-    /// `true`: as soon as `num_beams` beams have finished.
+    /// `true`: `num_beams` beams have finished.
     FirstFinished,
-    /// `"never"`: when no running beam can beat the worst finished one at any length.
+    /// `"never"`: no running beam can beat the worst finished one at any length.
     Never,
 }
 
@@ -37,27 +37,27 @@ impl From<EarlyStopping> for Value {
     }
 }
 
-/// How the number of tokens that a draft model proposes changes.
+/// The schedule of the number of tokens that a draft model proposes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NumAssistantTokensSchedule {
-    /// It stays.
+    /// The number stays the same.
     #[default]
     Constant,
-    /// Two more after a round whose proposals were all taken, one less after any other. It begins anew
-    /// with every call: nothing of one call is kept for the next.
+    /// The number rises by two after a round whose proposals were all accepted, and falls by one after
+    /// any other. Every call begins with the configured number.
     #[serde(alias = "heuristic_transient")]
     Heuristic,
 }
 
-/// Of which scores log-probabilities are, by vLLM's names.
+/// The scores of which log-probabilities are returned, by vLLM's names.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LogprobsMode {
-    /// Of the model's logits, as they are (transformers' `output_logits`).
+    /// The scores are the model's logits, unchanged (transformers' `output_logits`).
     #[default]
     RawLogprobs,
-    /// Of the scores from which the token is chosen: after penalties, biases, temperature and cuts
-    /// (transformers' `output_scores`). Under greedy search temperature and cuts do not apply.
+    /// The scores are those from which the token is chosen: after penalties, biases, temperature and
+    /// cuts (transformers' `output_scores`). Under greedy search temperature and cuts do not apply.
     ProcessedLogprobs,
 }

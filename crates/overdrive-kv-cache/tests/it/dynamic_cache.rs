@@ -1,6 +1,6 @@
-//! The growing cache against plain concatenation.
+//! The dynamic cache against plain concatenation.
 
-use overdrive_kv_cache::{Error, GrowingCache, KvCache};
+use overdrive_kv_cache::{DynamicCache, Error, KvCache};
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
@@ -8,7 +8,7 @@ fn random(shape: &[i64]) -> Tensor {
     Tensor::randn(shape, (Kind::Float, Device::Cpu))
 }
 
-/// What a user may do between steps.
+/// The actions of a user between steps.
 #[derive(Debug, Clone)]
 enum Action {
     Append(i64),
@@ -34,7 +34,7 @@ proptest! {
         capacity in 1i64..8,
     ) {
         let (layers, shape) = (2, |tokens| [2, 3, tokens, 4]);
-        let mut cache = GrowingCache::with_capacity(layers, capacity);
+        let mut cache = DynamicCache::with_capacity(layers, capacity);
         let mut expected: Vec<[Tensor; 2]> =
             (0..layers).map(|_| [random(&shape(0)), random(&shape(0))]).collect();
         for action in actions {
@@ -71,7 +71,7 @@ proptest! {
 
 #[test]
 fn appending_moves_the_buffer_only_when_the_capacity_doubles() {
-    let mut cache = GrowingCache::with_capacity(1, 4);
+    let mut cache = DynamicCache::with_capacity(1, 4);
     let mut moves = 0;
     let mut address = None;
     for _ in 0..1000 {
@@ -89,7 +89,7 @@ fn appending_moves_the_buffer_only_when_the_capacity_doubles() {
 
 #[test]
 fn the_length_counts_only_tokens_that_every_layer_holds() {
-    let mut cache = GrowingCache::new(2);
+    let mut cache = DynamicCache::new(2);
     let token = random(&[1, 1, 3, 8]);
     cache.append(0, &token, &token).unwrap();
     assert_eq!(cache.len(), 0, "the second layer has not been called");
@@ -102,7 +102,7 @@ fn the_length_counts_only_tokens_that_every_layer_holds() {
 
 #[test]
 fn values_may_be_wider_than_keys() {
-    let mut cache = GrowingCache::new(1);
+    let mut cache = DynamicCache::new(1);
     let view = cache
         .append(0, &random(&[1, 2, 3, 8]), &random(&[1, 2, 3, 16]))
         .unwrap();
@@ -113,12 +113,12 @@ fn values_may_be_wider_than_keys() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_and_leaves_the_cache_as_it_was() {
-    let mut cache = GrowingCache::new(1);
+fn tensors_that_do_not_fit_are_refused_and_leave_the_cache_as_it_was() {
+    let mut cache = DynamicCache::new(1);
     let token = random(&[2, 1, 1, 8]);
     cache.append(0, &token, &token).unwrap();
 
-    let text = |result: Result<_, Error>| {
+    let message = |result: Result<_, Error>| {
         let error: Error = match result {
             Err(error) => error,
             Ok(()) => panic!("must be refused"),
@@ -126,24 +126,25 @@ fn what_does_not_fit_is_refused_and_leaves_the_cache_as_it_was() {
         error.to_string()
     };
     assert!(
-        text(cache.append(3, &token, &token).map(drop))
+        message(cache.append(3, &token, &token).map(drop))
             .contains("layer 3 does not exist in a cache of 1")
     );
     assert!(
-        text(cache.append(0, &token, &random(&[2, 1, 2, 8])).map(drop))
-            .contains("do not fit together")
+        message(cache.append(0, &token, &random(&[2, 1, 2, 8])).map(drop))
+            .contains("with the B, H and T of the keys")
     );
     assert!(
-        text(cache.append(0, &random(&[2, 8]), &token).map(drop)).contains("expected (B, H, T, D)")
+        message(cache.append(0, &random(&[2, 8]), &token).map(drop))
+            .contains("must be (B, H, T, D)")
     );
     let other = random(&[1, 1, 1, 8]);
-    assert!(text(cache.append(0, &other, &other).map(drop)).contains("reset the cache"));
+    assert!(message(cache.append(0, &other, &other).map(drop)).contains("reset the cache"));
     let half = token.to_kind(Kind::Half);
-    assert!(text(cache.append(0, &half, &half).map(drop)).contains("Half"));
+    assert!(message(cache.append(0, &half, &half).map(drop)).contains("Half"));
     let tracked = token.copy().set_requires_grad(true);
-    assert!(text(cache.append(0, &tracked, &token).map(drop)).contains("no_grad"));
-    assert!(text(cache.truncate(2)).contains("the cache holds 1"));
-    assert!(text(cache.truncate(-1)).contains("negative"));
-    assert!(text(cache.reorder(&Tensor::from_slice(&[5i64]))).contains("libtorch"));
+    assert!(message(cache.append(0, &tracked, &token).map(drop)).contains("no_grad"));
+    assert!(message(cache.truncate(2)).contains("the cache holds 1"));
+    assert!(message(cache.truncate(-1)).contains("`len` is -1; it must be 0 or positive"));
+    assert!(message(cache.reorder(&Tensor::from_slice(&[5i64]))).contains("libtorch"));
     assert_eq!(cache.len(), 1);
 }

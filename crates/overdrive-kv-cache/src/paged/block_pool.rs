@@ -1,0 +1,145 @@
+//! The states of the blocks of a pool, without their content.
+
+use std::collections::BTreeMap;
+
+/// The number of a block in its pool.
+pub(super) type BlockId = u32;
+
+/// A pool whose blocks are free, evictable (no sequence refers to them, but their content may be
+/// reused), or used.
+#[derive(Debug)]
+pub(super) struct BlockPool {
+    references: Vec<u32>,
+    free: Vec<BlockId>,
+    /// The evictable blocks in the order of their release; the first is evicted first.
+    // Ordered, because a block may leave from the middle when a sequence finds it again.
+    evictable: BTreeMap<u64, BlockId>,
+    /// The time of release of each evictable block.
+    released_at: Vec<Option<u64>>,
+    clock: u64,
+}
+
+impl BlockPool {
+    /// Returns a pool of free blocks. Low numbers are given out first, so that the end of a pool that
+    /// is never full stays untouched.
+    pub(super) fn new(blocks: BlockId) -> BlockPool {
+        let count = blocks as usize;
+        BlockPool {
+            references: vec![0; count],
+            // `take` pops from the end.
+            free: (0..blocks).rev().collect(),
+            evictable: BTreeMap::new(),
+            released_at: vec![None; count],
+            clock: 0,
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.references.len()
+    }
+
+    /// Returns the number of blocks that can be taken: free and evictable ones.
+    pub(super) fn available(&self) -> usize {
+        self.free.len() + self.evictable.len()
+    }
+
+    pub(super) fn evictable(&self) -> usize {
+        self.evictable.len()
+    }
+
+    pub(super) fn references(&self, block: BlockId) -> u32 {
+        self.references[block as usize]
+    }
+
+    pub(super) fn is_evictable(&self, block: BlockId) -> bool {
+        self.released_at[block as usize].is_some()
+    }
+
+    /// Takes a block, which then has one reference: a free one, else the evictable one that was
+    /// released first. `evicted` is called with the latter.
+    pub(super) fn take(&mut self, evicted: impl FnOnce(BlockId)) -> Option<BlockId> {
+        let block = match self.free.pop() {
+            Some(block) => block,
+            None => {
+                let (_, block) = self.evictable.pop_first()?;
+                self.released_at[block as usize] = None;
+                evicted(block);
+                block
+            }
+        };
+        self.references[block as usize] = 1;
+        Some(block)
+    }
+
+    /// Adds a reference to a used or an evictable block.
+    pub(super) fn retain(&mut self, block: BlockId) {
+        if let Some(since) = self.released_at[block as usize].take() {
+            self.evictable.remove(&since);
+        }
+        self.references[block as usize] += 1;
+    }
+
+    /// Removes a reference. After the last one the block is evictable if `keep` is `true`, else free.
+    pub(super) fn release(&mut self, block: BlockId, keep: bool) {
+        let references = &mut self.references[block as usize];
+        debug_assert!(*references > 0, "block {block} was released twice");
+        *references = references.saturating_sub(1);
+        if *references > 0 {
+            return;
+        }
+        if keep {
+            self.clock += 1;
+            self.evictable.insert(self.clock, block);
+            self.released_at[block as usize] = Some(self.clock);
+        } else {
+            self.free.push(block);
+        }
+    }
+
+    /// Frees every evictable block and returns them.
+    pub(super) fn free_evictable(&mut self) -> Vec<BlockId> {
+        let blocks: Vec<BlockId> = std::mem::take(&mut self.evictable).into_values().collect();
+        for block in &blocks {
+            self.released_at[*block as usize] = None;
+        }
+        self.free.extend(blocks.iter().rev());
+        blocks
+    }
+
+    /// Checks the pool against `expected`, the references that tables hold to each block.
+    pub(super) fn audit(&self, expected: &[u32]) -> Result<(), String> {
+        let mut free = vec![false; self.len()];
+        for block in &self.free {
+            if std::mem::replace(&mut free[*block as usize], true) {
+                return Err(format!("block {block} is free twice"));
+            }
+        }
+        for (since, block) in &self.evictable {
+            if self.released_at[*block as usize] != Some(*since) {
+                return Err(format!(
+                    "block {block} is evictable since {since} in one list only"
+                ));
+            }
+        }
+        if self.released_at.iter().flatten().count() != self.evictable.len() {
+            return Err("a block is marked evictable and is not in the list".to_owned());
+        }
+        for (block, (references, expected)) in self.references.iter().zip(expected).enumerate() {
+            if references != expected {
+                return Err(format!(
+                    "block {block} counts {references} references and tables hold {expected}"
+                ));
+            }
+            let evictable = self.released_at[block].is_some();
+            let states =
+                usize::from(free[block]) + usize::from(evictable) + usize::from(*references > 0);
+            if states != 1 {
+                return Err(format!(
+                    "block {block}: free {}, evictable {evictable}, {references} references",
+                    free[block]
+                ));
+            }
+        }
+        Ok(())
+    }
+}
