@@ -1,4 +1,4 @@
-//! Accumulating the gradients of micro-batches into one step.
+//! The accumulator of micro-batches' gradients.
 
 use overdrive_optim::{ClipOptions, Optimizer, clip_grad_norm, scale_grads};
 use overdrive_precision::{GradScaler, StepOutcome};
@@ -7,24 +7,24 @@ use tch::{Kind, Tensor};
 use crate::sync::SyncError;
 use crate::{AccumulationConfig, Error, GradientSync, LossTerm, Result, SingleProcess, Window};
 
-/// Accumulates the gradients of micro-batches so that they equal those of one large batch: the
-/// loss of a step is the sum over all its tokens divided by their count.
+/// Accumulates the gradients of micro-batches so that they equal those of one large batch: the loss of a
+/// step is the sum over all its tokens divided by their count.
 ///
-/// Averaging each micro-batch by itself and then averaging the averages, as many trainers did until
-/// late 2024, gives tokens of short micro-batches more weight than those of long ones
-/// ([the bug in transformers]). Here micro-batches hand over loss **sums**, and the divisor is the
-/// count of the whole window over all processes, also for uneven micro-batches and for the short
-/// window at the end of the data.
+/// Averaging each micro-batch and then averaging the averages, as many trainers did until late 2024,
+/// gives tokens of short micro-batches more weight than those of long ones ([the bug in transformers]).
+/// Here the losses of micro-batches are **sums**, and the divisor is the count of the whole window over
+/// all processes, also for uneven micro-batches and for the short window at the end of the data.
 ///
-/// There are two ways to the divisor:
+/// There are two ways to set the divisor:
 ///
-/// * [`open`](Self::open) a [`Window`] whose counts are known ahead. Every loss sum is divided
-///   before its backward. Prefer it: gradients keep their usual size, which fp16 needs.
-/// * Or just call [`backward`](Self::backward). The gradients of the sums are divided in
-///   [`step`](Self::step), one multiplication of each.
+/// * [`open`](Self::open) a [`Window`] whose counts are known beforehand. Every loss sum is divided
+///   before its backward. This is the better way, because gradients keep their usual magnitude, which
+///   fp16 needs.
+/// * Call [`backward`](Self::backward) without a window. [`step`](Self::step) divides the gradients of
+///   the sums, with one multiplication of each gradient.
 ///
-/// A step then does, in this order: synchronize over processes, divide, unscale, clip, step the
-/// optimizer, update the scaler, drop the gradients.
+/// A step performs, in this order: synchronize over processes, divide, unscale, clip, step the optimizer,
+/// update the scaler, drop the gradients.
 ///
 /// ```
 /// use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, Window};
@@ -61,46 +61,47 @@ pub struct GradientAccumulator<S = SingleProcess> {
     micro_batches: usize,
     /// The sums of the loss's terms, on their device, with their counts.
     terms: Vec<(Tensor, u64)>,
-    /// Whether the window's gradients carry a scaler's factor.
+    /// If `true`, the window's gradients are multiplied by a scaler's scale.
     scaled: bool,
-    /// The caller said that the next backward is the last.
+    /// If `true`, the caller has marked the next backward as the last of the window.
     next_is_last: bool,
 }
 
-/// What one optimizer step did.
+/// The report of one optimizer step.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct AccumulatedStep {
-    /// Whether parameters were updated: not if the scaler found an infinity or NaN, and not if no
-    /// token of the window entered the loss. Leave the schedule where it is then.
+    /// If `true`, the parameters were updated. Otherwise the scaler found an infinity or NaN, or no token
+    /// of the window contributed to the loss, and the schedule should not be stepped either.
     pub stepped: bool,
-    /// This process's tokens in the window: the count of the loss's first term.
+    /// The tokens of this process in the window: the count of the loss's first term.
     pub tokens: u64,
-    /// The same over all processes: the divisor.
+    /// The tokens of all processes in the window: the divisor.
     pub total_tokens: u64,
-    /// Backward passes in the window.
+    /// The number of backward passes in the window.
     pub micro_batches: usize,
-    /// Total norm of the gradients before clipping, a scalar on their device; `None` if clipping
-    /// is off.
+    /// The total norm of the gradients before clipping, a scalar on their device; `None` if clipping is
+    /// disabled.
     pub grad_norm: Option<Tensor>,
-    /// Mean loss over this process's tokens, a scalar on its device; 0 without tokens. Of several terms the
-    /// sum of their means.
+    /// The mean loss over this process's tokens, a scalar on its device; 0 without tokens. For several
+    /// terms it is the sum of their means.
     pub mean_loss: Tensor,
 }
 
 impl AccumulatedStep {
-    /// The mean loss a token. Waits for the device.
+    /// Returns the mean loss per token. Synchronizes with the device.
     ///
     /// # Errors
-    /// When libtorch refuses.
+    /// [`Error::Tch`] with libtorch's error.
     pub fn loss(&self) -> Result<f64> {
         Ok(self.mean_loss.f_double_value(&[])?)
     }
 
-    /// The gradient norm before clipping, `None` if clipping is off. Waits for the device.
+    /// Returns the gradient norm before clipping; `None` if clipping is disabled. Synchronizes with the
+    /// device.
     ///
     /// # Errors
-    /// When libtorch refuses.
+    /// [`Error::Tch`] with libtorch's error.
     pub fn grad_norm(&self) -> Result<Option<f64>> {
         Ok(self
             .grad_norm
@@ -111,20 +112,20 @@ impl AccumulatedStep {
 }
 
 impl GradientAccumulator {
-    /// An accumulator for one process.
+    /// Returns an accumulator for one process.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`].
+    /// [`Error::Common`] for an option out of its range.
     pub fn new(config: AccumulationConfig) -> Result<Self> {
         Self::with_sync(config, SingleProcess)
     }
 }
 
 impl<S: GradientSync> GradientAccumulator<S> {
-    /// An accumulator whose gradients `sync` brings together over processes.
+    /// Returns an accumulator whose gradients `sync` synchronizes over processes.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`].
+    /// [`Error::Common`] for an option out of its range.
     pub fn with_sync(config: AccumulationConfig, sync: S) -> Result<Self> {
         config.validate()?;
         Ok(Self {
@@ -142,7 +143,8 @@ impl<S: GradientSync> GradientAccumulator<S> {
     /// `gradient_accumulation_steps`, as at the end of the data.
     ///
     /// # Errors
-    /// [`Error::WindowOpen`] if another is under way; [`Error::Sync`].
+    /// [`Error::WindowOpen`] if the previous one was not stepped; [`Error::Terms`] if the micro-batches
+    /// have different numbers of terms; [`Error::Sync`].
     pub fn open(&mut self, window: Window) -> Result<()> {
         if self.micro_batches > 0 {
             return Err(Error::WindowOpen {
@@ -158,6 +160,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
                 given,
             });
         }
+        // Summed once per window, so that backward needs no communication for the counts.
         let totals = window.totals().into_iter();
         let totals = totals.map(|count| self.sync.sum_count(count));
         let totals = totals.collect::<std::result::Result<_, _>>();
@@ -167,13 +170,14 @@ impl<S: GradientSync> GradientAccumulator<S> {
 
     /// Adds the gradients of one micro-batch.
     ///
-    /// `loss_sum` is the **sum** of the losses of its `tokens` tokens, one number. With a scaler
-    /// the loss is scaled here; give the same one to [`step`](Self::step).
+    /// `loss_sum` is the **sum** of the losses of its `tokens` tokens, a tensor of one element. With a
+    /// scaler the loss is scaled here; pass the same scaler to [`step`](Self::step).
     ///
     /// # Errors
-    /// [`Error::LossShape`]; [`Error::ScalerMismatch`]; [`Error::WindowFull`] or
-    /// [`Error::TokenCount`] if it is not what the window announced; what libtorch refuses, out of memory among it: then
-    /// [`abandon`](Self::abandon) the window before going on.
+    /// [`Error::Common`] if the loss does not have one element; [`Error::ScalerMismatch`];
+    /// [`Error::WindowFull`] or [`Error::TokenCount`] if it does not match the announced window;
+    /// libtorch's errors. After an error of libtorch, such as out of memory, [`abandon`](Self::abandon)
+    /// the window before the next backward.
     pub fn backward(
         &mut self,
         loss_sum: &Tensor,
@@ -183,8 +187,8 @@ impl<S: GradientSync> GradientAccumulator<S> {
         self.backward_terms(&[LossTerm::sum(loss_sum, tokens)], scaler)
     }
 
-    /// Adds the gradients of one micro-batch whose loss is a mean already: every micro-batch of the window,
-    /// on every process, has the same weight. Announce the window by [`Window::of_means`].
+    /// Adds the gradients of one micro-batch whose loss is a mean: every micro-batch of the window, on
+    /// every process, has the same weight. Announce the window by [`Window::of_means`].
     ///
     /// # Errors
     /// As [`backward`](Self::backward).
@@ -196,10 +200,10 @@ impl<S: GradientSync> GradientAccumulator<S> {
         self.backward_terms(&[LossTerm::mean(mean_loss)], scaler)
     }
 
-    /// Adds the gradients of one micro-batch whose loss has several terms, each divided by its own count
-    /// over the whole window and all processes: the tokens of a language loss beside the pairs of a
-    /// contrastive one. Announce the window by [`Window::of_terms`]. Give a term its weight by multiplying
-    /// its sum.
+    /// Adds the gradients of one micro-batch whose loss has several terms. Each is divided by its own
+    /// count over the whole window and all processes, such as the tokens of a language loss and the pairs
+    /// of a contrastive loss. Announce the window by [`Window::of_terms`]. To weight a term, multiply its
+    /// sum.
     ///
     /// ```
     /// use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, LossTerm, Window};
@@ -208,7 +212,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// let weight = Tensor::from_slice(&[1.0f32]).set_requires_grad(true);
     /// let mut accumulator = GradientAccumulator::new(AccumulationConfig::default())?;
-    /// accumulator.open(Window::of_terms([[4, 1], [2, 1]]))?; // tokens, and one penalty a micro-batch
+    /// accumulator.open(Window::of_terms([[4, 1], [2, 1]]))?; // tokens, and one penalty per micro-batch
     /// for tokens in [4, 2] {
     ///     let language = (&weight * 6.0 * tokens).sum(Kind::Float);
     ///     let penalty = (&weight * 0.5).sum(Kind::Float);
@@ -221,7 +225,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
     /// ```
     ///
     /// # Errors
-    /// As [`backward`](Self::backward); [`Error::Terms`] for another number of terms than before, and
+    /// As [`backward`](Self::backward); [`Error::Terms`] for another number of terms than announced, and
     /// [`Error::TermsNotAnnounced`] without a window.
     pub fn backward_terms(
         &mut self,
@@ -229,15 +233,15 @@ impl<S: GradientSync> GradientAccumulator<S> {
         scaler: Option<&mut GradScaler>,
     ) -> Result<()> {
         if let Some(term) = terms.iter().find(|term| term.sum.numel() != 1) {
-            return Err(Error::LossShape {
-                shape: term.sum.size(),
-            });
+            let expected = "one element: the sum over the tokens (Reduction::Sum)";
+            return Err(overdrive_core::Error::shape("loss", term.sum.size(), expected).into());
         }
         let scaled = is_scaling(scaler.as_deref());
         if self.micro_batches > 0 {
             self.check_scaler("backward", scaled)?;
         }
-        let loss = self.weighted(terms)?;
+        let loss = self.weighted_loss(terms)?;
+        // Scaled last: the weight may be tiny, and the scaler keeps the product in the range of fp16.
         let loss = match scaler {
             Some(scaler) => scaler.scale(&loss)?,
             None => loss,
@@ -246,13 +250,14 @@ impl<S: GradientSync> GradientAccumulator<S> {
             .before_backward(&loss, self.sync_gradients())
             .map_err(sync_error)?;
         loss.f_backward()?;
+        // Only after a successful backward: a failed micro-batch does not count.
         self.scaled = scaled;
         self.record(terms)
     }
 
     /// Applies the gradients of the window and drops them.
     ///
-    /// Waits for the device only with a scaler, to say whether it stepped.
+    /// Synchronizes with the device only with a scaler, in order to report whether it stepped.
     ///
     /// # Errors
     /// [`Error::NothingAccumulated`], [`Error::WindowIncomplete`], [`Error::ScalerMismatch`],
@@ -268,6 +273,8 @@ impl<S: GradientSync> GradientAccumulator<S> {
         self.check_scaler("step", is_scaling(scaler.as_deref()))?;
         let parameters = optimizer.parameters();
         let totals = self.synchronize(&parameters)?;
+        // Without tokens all gradients are zero, but AdamW would still move the weights by its momentum
+        // and decay.
         let (grad_norm, stepped) = if totals.iter().all(|&total| total == 0) {
             (None, false)
         } else {
@@ -282,51 +289,52 @@ impl<S: GradientSync> GradientAccumulator<S> {
             grad_norm,
             mean_loss: self.mean_loss()?,
         };
-        self.forget();
+        self.reset();
         Ok(report)
     }
 
-    /// Drops the window under way and its gradients, for example after running out of memory.
+    /// Drops the current window and its gradients, for example after running out of memory.
     ///
     /// # Errors
-    /// When libtorch refuses.
+    /// [`Error::Optimizer`] with libtorch's error.
     pub fn abandon<O: Optimizer + ?Sized>(&mut self, optimizer: &mut O) -> Result<()> {
-        self.forget();
+        self.reset();
         Ok(optimizer.zero_grad()?)
     }
 
-    /// Says that the next backward is the last of its window, though fewer than
-    /// `gradient_accumulation_steps` have come: the data ends. Needless with announced windows.
+    /// Marks the next backward as the last of its window, although fewer than
+    /// `gradient_accumulation_steps` have run, because the data ends. Not needed with announced windows.
     pub fn mark_last(&mut self) {
         self.next_is_last = true;
     }
 
-    /// Whether the next backward is the last of its window, the one whose gradients are
-    /// synchronized (Accelerate's `sync_gradients`).
+    /// Returns `true` if the next backward is the last of its window, after which gradients are synchronized
+    /// (Accelerate's `sync_gradients`).
     #[must_use]
     pub fn sync_gradients(&self) -> bool {
         self.next_is_last || self.micro_batches + 1 >= self.window_len()
     }
 
-    /// Whether all micro-batches of the window have come and [`step`](Self::step) is due.
+    /// Returns `true` if all micro-batches of the window have run and [`step`](Self::step) is due.
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.micro_batches > 0 && (self.next_is_last || self.micro_batches >= self.window_len())
     }
 
-    /// Backward passes since the last step. Above 0 at the end of the data, step once more.
+    /// Returns the number of backward passes since the last step. If it is above 0 at the end of the
+    /// data, step once more.
     #[must_use]
     pub fn pending(&self) -> usize {
         self.micro_batches
     }
 
-    /// The options.
+    /// Returns the options.
     #[must_use]
     pub fn config(&self) -> &AccumulationConfig {
         &self.config
     }
 
-    /// The hook that synchronizes.
+    /// Returns the synchronization over processes.
     pub fn sync_mut(&mut self) -> &mut S {
         &mut self.sync
     }
@@ -350,9 +358,9 @@ impl<S: GradientSync> GradientAccumulator<S> {
         }
     }
 
-    /// The loss that backward starts from: of an announced window divided already, else the sum, whose
-    /// gradients are divided in the end.
-    fn weighted(&self, terms: &[LossTerm<'_>]) -> Result<Tensor> {
+    /// Returns the loss from which backward starts: with an announced window the loss divided by the
+    /// count, else the sum, whose gradients `step` divides.
+    fn weighted_loss(&self, terms: &[LossTerm<'_>]) -> Result<Tensor> {
         let position = self.micro_batches;
         let Some((window, totals)) = &self.window else {
             let [term] = terms else {
@@ -393,8 +401,8 @@ impl<S: GradientSync> GradientAccumulator<S> {
         })
     }
 
-    /// One over the count of all processes, with the division by their number undone that
-    /// synchronizing brings.
+    /// Returns the factor of loss sums: the number of processes, which undoes the mean of `synchronize`,
+    /// over the count of all processes.
     fn weight(&self, total: u64) -> f64 {
         self.sync.world_size() as f64 / total.max(1) as f64
     }
@@ -402,6 +410,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
     fn record(&mut self, terms: &[LossTerm<'_>]) -> Result<()> {
         for (index, term) in terms.iter().enumerate() {
             let sum = term.sum.f_detach()?.f_reshape([0i64; 0])?;
+            // Summed in at least fp32: a bf16 sum of many micro-batches loses the small ones.
             let sum = match sum.f_kind()? {
                 Kind::Double => sum,
                 _ => sum.f_to_kind(Kind::Float)?,
@@ -418,8 +427,8 @@ impl<S: GradientSync> GradientAccumulator<S> {
         Ok(())
     }
 
-    /// Leaves the gradients of the mean loss of all processes, still times the scaler's scale, and
-    /// returns the counts of all processes, term by term.
+    /// Synchronizes and divides the gradients, so that they are those of the mean loss of all processes
+    /// (times the scaler's scale), and returns the counts of all processes, term by term.
     fn synchronize(&mut self, parameters: &[Tensor]) -> Result<Vec<u64>> {
         match &self.window {
             Some((window, totals)) => {
@@ -438,6 +447,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
                 let own = self.terms.first().map_or(0, |(_, count)| *count);
                 let total = self.sync.sum_count(own).map_err(sync_error)?;
                 self.sync.synchronize(parameters).map_err(sync_error)?;
+                // After synchronizing: the sums of all processes have one divisor.
                 scale_grads(parameters, &Tensor::from(self.weight(total)))?;
                 Ok(vec![total])
             }
@@ -452,7 +462,8 @@ impl<S: GradientSync> GradientAccumulator<S> {
     ) -> Result<(Option<Tensor>, bool)> {
         let grad_norm = match self.config.max_grad_norm {
             Some(max_norm) => {
-                // Infinities are found here: clipping turns them into NaN.
+                // Before clipping, for two reasons: the limit is for unscaled gradients, and clipping
+                // would turn infinities, by which the scaler finds an overflow, into NaN.
                 if let Some(scaler) = scaler.as_deref_mut() {
                     scaler.unscale_(optimizer)?;
                 }
@@ -464,6 +475,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
             }
             None => None,
         };
+        // A scaler steps the optimizer itself, because it skips steps with infinities.
         let Some(scaler) = scaler else {
             optimizer.step()?;
             return Ok((grad_norm, true));
@@ -477,7 +489,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
         Ok((grad_norm, stepped))
     }
 
-    /// Each term over its own count.
+    /// Returns the sum of the terms, each divided by its own count.
     fn mean_loss(&self) -> Result<Tensor> {
         let means = self.terms.iter();
         let mut means = means.map(|(sum, count)| sum.f_div_scalar((*count).max(1) as f64));
@@ -485,7 +497,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
         means.try_fold(first, |loss, mean| Ok(loss.f_add(&mean?)?))
     }
 
-    fn forget(&mut self) {
+    fn reset(&mut self) {
         self.window = None;
         self.micro_batches = 0;
         self.terms.clear();
@@ -494,7 +506,8 @@ impl<S: GradientSync> GradientAccumulator<S> {
     }
 }
 
-/// A disabled scaler passes losses through, as if there were none.
+/// Returns `true` for an enabled scaler. A disabled one passes losses through unchanged, as if there were
+/// none.
 fn is_scaling(scaler: Option<&GradScaler>) -> bool {
     scaler.is_some_and(GradScaler::is_enabled)
 }

@@ -1,16 +1,17 @@
-//! How an effective batch is made up.
+//! The division of an effective batch into micro-batches, accumulation steps and processes.
 
 use std::fmt;
 
+use overdrive_core::check_at_least;
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// How an effective batch, the examples of one optimizer step, is made up:
-/// micro-batch × accumulation steps × processes.
+/// The division of an effective batch, the examples of one optimizer step: micro-batch × accumulation steps ×
+/// processes.
 ///
-/// The effective batch is what training results depend on. It stays the same when the micro-batch
-/// shrinks to fit memory, since the accumulation steps grow with it.
+/// Training results depend on the effective batch. It stays the same when the micro-batch is reduced to
+/// fit into memory, because the number of accumulation steps grows accordingly.
 ///
 /// ```
 /// use overdrive_accumulation::BatchPlan;
@@ -24,32 +25,31 @@ use crate::{Error, Result};
 /// # Ok::<(), overdrive_accumulation::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(try_from = "Fields", into = "Fields")]
+#[serde(try_from = "StoredBatchPlan", into = "StoredBatchPlan")]
 pub struct BatchPlan {
     micro_batch: u64,
     accumulation_steps: u64,
     world_size: u64,
 }
 
-/// The stored form, under transformers' names.
+/// The serialized form, with the names of transformers.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Fields {
+struct StoredBatchPlan {
     per_device_train_batch_size: u64,
     gradient_accumulation_steps: u64,
     world_size: u64,
 }
 
 impl BatchPlan {
-    /// A plan of all three factors.
+    /// Returns the plan of all three factors.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`] if one is 0; [`Error::UnevenPlan`] if their product is beyond
-    /// 64 bits.
+    /// [`Error::Common`] if one is 0; [`Error::UnevenPlan`] if their product exceeds 64 bits.
     pub fn new(micro_batch: u64, accumulation_steps: u64, world_size: u64) -> Result<Self> {
-        positive("micro_batch", micro_batch)?;
-        positive("accumulation_steps", accumulation_steps)?;
-        positive("world_size", world_size)?;
+        check_at_least("micro_batch", micro_batch, 1)?;
+        check_at_least("accumulation_steps", accumulation_steps, 1)?;
+        check_at_least("world_size", world_size, 1)?;
         let product = micro_batch
             .checked_mul(accumulation_steps)
             .and_then(|p| p.checked_mul(world_size));
@@ -68,17 +68,17 @@ impl BatchPlan {
         })
     }
 
-    /// The plan of an effective batch with this micro-batch on each of `world_size` processes.
+    /// Returns the plan of an effective batch with this micro-batch on each of `world_size` processes.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`] if one is 0; [`Error::UnevenPlan`] naming the nearest workable
-    /// numbers if they do not divide.
+    /// [`Error::Common`] if one is 0; [`Error::UnevenPlan`] with the nearest valid numbers if they do not
+    /// divide.
     pub fn from_micro_batch(
         effective_batch: u64,
         micro_batch: u64,
         world_size: u64,
     ) -> Result<Self> {
-        positive("micro_batch", micro_batch)?;
+        check_at_least("micro_batch", micro_batch, 1)?;
         let per_process = per_process(effective_batch, world_size)?;
         if per_process.is_multiple_of(micro_batch) {
             return Self::new(micro_batch, per_process / micro_batch, world_size);
@@ -86,17 +86,17 @@ impl BatchPlan {
         Err(uneven("micro-batch", micro_batch, per_process, world_size))
     }
 
-    /// The plan of an effective batch in this many accumulation steps on each of `world_size`
+    /// Returns the plan of an effective batch in this many accumulation steps on each of `world_size`
     /// processes.
     ///
     /// # Errors
-    /// As for [`from_micro_batch`](Self::from_micro_batch).
+    /// As [`from_micro_batch`](Self::from_micro_batch).
     pub fn from_accumulation_steps(
         effective_batch: u64,
         accumulation_steps: u64,
         world_size: u64,
     ) -> Result<Self> {
-        positive("accumulation_steps", accumulation_steps)?;
+        check_at_least("accumulation_steps", accumulation_steps, 1)?;
         let per_process = per_process(effective_batch, world_size)?;
         if per_process.is_multiple_of(accumulation_steps) {
             return Self::new(
@@ -113,24 +113,24 @@ impl BatchPlan {
         ))
     }
 
-    /// The same effective batch with another micro-batch.
+    /// Returns the plan of the same effective batch with another micro-batch.
     ///
     /// # Errors
-    /// As for [`from_micro_batch`](Self::from_micro_batch).
+    /// As [`from_micro_batch`](Self::from_micro_batch).
     pub fn with_micro_batch(self, micro_batch: u64) -> Result<Self> {
         Self::from_micro_batch(self.effective_batch(), micro_batch, self.world_size)
     }
 
-    /// The same effective batch with another number of processes and the same micro-batch.
+    /// Returns the plan of the same effective batch and micro-batch with another number of processes.
     ///
     /// # Errors
-    /// As for [`from_micro_batch`](Self::from_micro_batch).
+    /// As [`from_micro_batch`](Self::from_micro_batch).
     pub fn with_world_size(self, world_size: u64) -> Result<Self> {
         Self::from_micro_batch(self.effective_batch(), self.micro_batch, world_size)
     }
 
-    /// The same effective batch with the largest micro-batch that divides it and is at most
-    /// `limit`, such as the one that a search found to fit. `None` for a limit of 0.
+    /// Returns the plan of the same effective batch with the largest micro-batch that divides it and is
+    /// at most `limit`, such as the result of a search; `None` for a limit of 0.
     #[must_use]
     pub fn with_micro_batch_at_most(self, limit: u64) -> Option<Self> {
         let per_process = self.micro_batch * self.accumulation_steps;
@@ -143,31 +143,33 @@ impl BatchPlan {
         })
     }
 
-    /// The next smaller plan of a search: a micro-batch of at most half. `None` at 1.
+    /// Returns the next smaller plan of a search, with a micro-batch of at most half; `None` for a
+    /// micro-batch of 1.
     #[must_use]
     pub fn halved(self) -> Option<Self> {
         self.with_micro_batch_at_most(self.micro_batch / 2)
     }
 
-    /// Examples of one optimizer step over all processes.
+    /// Returns the number of examples of one optimizer step over all processes.
     #[must_use]
     pub fn effective_batch(self) -> u64 {
+        // Cannot overflow: `new` has checked the product.
         self.micro_batch * self.accumulation_steps * self.world_size
     }
 
-    /// Examples of one forward and backward pass on one process.
+    /// Returns the number of examples of one forward and backward pass on one process.
     #[must_use]
     pub fn micro_batch(self) -> u64 {
         self.micro_batch
     }
 
-    /// Forward and backward passes of one optimizer step on one process.
+    /// Returns the number of forward and backward passes of one optimizer step on one process.
     #[must_use]
     pub fn accumulation_steps(self) -> u64 {
         self.accumulation_steps
     }
 
-    /// Processes.
+    /// Returns the number of processes.
     #[must_use]
     pub fn world_size(self) -> u64 {
         self.world_size
@@ -183,25 +185,25 @@ impl fmt::Display for BatchPlan {
         } = self;
         write!(
             f,
-            "{} examples a step = micro-batch {micro_batch} × {accumulation_steps} accumulation steps × {world_size} processes",
+            "{} examples per step = micro-batch {micro_batch} × {accumulation_steps} accumulation steps × {world_size} processes",
             self.effective_batch()
         )
     }
 }
 
-impl TryFrom<Fields> for BatchPlan {
+impl TryFrom<StoredBatchPlan> for BatchPlan {
     type Error = Error;
 
-    fn try_from(fields: Fields) -> Result<Self> {
+    fn try_from(stored: StoredBatchPlan) -> Result<Self> {
         Self::new(
-            fields.per_device_train_batch_size,
-            fields.gradient_accumulation_steps,
-            fields.world_size,
+            stored.per_device_train_batch_size,
+            stored.gradient_accumulation_steps,
+            stored.world_size,
         )
     }
 }
 
-impl From<BatchPlan> for Fields {
+impl From<BatchPlan> for StoredBatchPlan {
     fn from(plan: BatchPlan) -> Self {
         Self {
             per_device_train_batch_size: plan.micro_batch,
@@ -211,24 +213,14 @@ impl From<BatchPlan> for Fields {
     }
 }
 
-fn positive(option: &'static str, value: u64) -> Result<()> {
-    if value > 0 {
-        return Ok(());
-    }
-    Err(Error::InvalidOption {
-        option,
-        value: "0".into(),
-        expected: "at least 1",
-    })
-}
-
-/// The share of one process, if it is whole.
+/// Returns the examples of one process, if the effective batch divides among the processes.
 fn per_process(effective_batch: u64, world_size: u64) -> Result<u64> {
-    positive("effective_batch", effective_batch)?;
-    positive("world_size", world_size)?;
+    check_at_least("effective_batch", effective_batch, 1)?;
+    check_at_least("world_size", world_size, 1)?;
     if effective_batch.is_multiple_of(world_size) {
         return Ok(effective_batch / world_size);
     }
+    // The message names the nearest multiples; below the number of processes there is only the one above.
     let below = effective_batch / world_size * world_size;
     let above = below.saturating_add(world_size);
     let nearest = if below == 0 {
@@ -262,9 +254,9 @@ fn uneven(what: &str, value: u64, per_process: u64, world_size: u64) -> Error {
     );
     Error::UnevenPlan {
         problem: format!(
-            "a {what} of {value} does not divide the {per_process} examples a step of each process ({whole} on {world_size} {processes})"
+            "a {what} of {value} does not divide the {per_process} examples per step of each process ({whole} on {world_size} {processes})"
         ),
-        remedy: format!("nearest that do: {nearest}"),
+        remedy: format!("the nearest that do: {nearest}"),
     }
 }
 
@@ -276,8 +268,9 @@ fn divisor_at_least(number: u64, limit: u64) -> Option<u64> {
     divisors(number).filter(|&divisor| divisor >= limit).min()
 }
 
-/// Every divisor once, in no order; up to the root suffices.
+/// Returns every divisor, in no particular order; the divisor at the square root appears twice.
 fn divisors(number: u64) -> impl Iterator<Item = u64> {
+    // Divisors come in pairs (d, number / d), of which the smaller is at most the square root.
     let small =
         (1..).take_while(move |&d: &u64| d.checked_mul(d).is_some_and(|square| square <= number));
     small

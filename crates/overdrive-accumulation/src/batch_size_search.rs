@@ -1,41 +1,40 @@
-//! Finding the batch size that fits memory.
+//! The search for a batch size that fits into memory.
 
 use std::any::Any;
 use std::error::Error as StdError;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
+use overdrive_core::check_at_least;
 use overdrive_sys::{is_out_of_memory, memory};
 use tch::{Device, TchError};
 
 use crate::BatchPlan;
 
-/// Why no batch size was found.
+/// The error of a search for a batch size.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SearchError<E> {
     /// Memory ran out at every size down to the smallest.
     #[error(
-        "no batch size fits in memory: tried {tried:?}, the last failed with: {last}; use a smaller model or context, lower precision, or activation checkpointing"
+        "no batch size fits into memory: tried {tried:?}, the last of which failed with: {last}; use a smaller model or context, a lower precision, or activation checkpointing"
     )]
     NothingFits {
-        /// The sizes tried, in order.
+        /// The sizes that were tried, in order.
         tried: Vec<usize>,
-        /// The last out-of-memory message.
+        /// The message of the last out-of-memory error.
         last: String,
     },
 
-    /// The search was started at 0.
-    #[error("the starting batch size is 0, expected at least 1")]
-    StartsAtZero,
+    /// The starting batch size is 0.
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
 
-    /// The reduction did not reduce, so that the search would never end.
-    #[error(
-        "the reduction went from batch size {from} to {to}; it has to return less than it was given"
-    )]
+    /// The reduction did not return a smaller size, so the search would never end.
+    #[error("the reduction of batch size {from} returned {to}; it must return a smaller size")]
     NotReduced {
         /// The size that did not fit.
         from: usize,
-        /// What the reduction made of it.
+        /// The size that the reduction returned.
         to: usize,
     },
 
@@ -44,23 +43,23 @@ pub enum SearchError<E> {
     Failed(E),
 }
 
-/// The outcome of a search: what fits, and what the function returned for it.
+/// The result of a search: a batch that fits, and the value of the function for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Found<B, T> {
-    /// The batch size, or plan, that fits.
+pub struct ExecutableBatch<B, T> {
+    /// The batch size, or the plan, that fits.
     pub batch: B,
-    /// What the function returned for it.
+    /// The value that the function returned for it.
     pub value: T,
 }
 
-/// Calls `function` with `starting_batch_size` and, each time that memory runs out, with half of
-/// the size before (Accelerate's `find_executable_batch_size`, which takes off a tenth).
+/// Calls `function` with `starting_batch_size` and, each time memory runs out, with half of the previous size
+/// (Accelerate's `find_executable_batch_size`, which reduces by a tenth).
 ///
-/// Memory running out is told by the error ([`overdrive_sys::is_out_of_memory`], on CUDA, on a CPU,
-/// and under [`overdrive_sys::memory::set_limit`]), by its text, or by a panic with libtorch's
-/// message, since most calls of tch panic. Other errors and panics pass through. Between tries the caches of all
-/// devices are emptied; what `function` left allocated outside itself, gradients above all, stays,
-/// so let it make, or clear, what it needs.
+/// An error is recognized as out of memory by [`overdrive_sys::is_out_of_memory`] (on CUDA, on a CPU, and
+/// under [`overdrive_sys::memory::set_limit`]), and a panic by libtorch's message, because most calls of
+/// tch panic. Other errors are returned, and other panics resume. The caches of all devices are emptied
+/// between tries. Memory that `function` leaves allocated, gradients above all, stays allocated, so
+/// `function` should create or clear what it uses.
 ///
 /// # Errors
 /// [`SearchError`].
@@ -81,7 +80,7 @@ pub struct Found<B, T> {
 pub fn find_executable_batch_size<T, E: StdError + 'static>(
     starting_batch_size: usize,
     function: impl FnMut(usize) -> Result<T, E>,
-) -> Result<Found<usize, T>, SearchError<E>> {
+) -> Result<ExecutableBatch<usize, T>, SearchError<E>> {
     find_executable_batch_size_with(
         starting_batch_size,
         |size| size / 2,
@@ -90,10 +89,11 @@ pub fn find_executable_batch_size<T, E: StdError + 'static>(
     )
 }
 
-/// [`find_executable_batch_size`] with a reduction of the caller's, and for error types that are
-/// no [`std::error::Error`] (`anyhow::Error`).
+/// As [`find_executable_batch_size`], with a custom reduction, and for error types that do not implement
+/// [`std::error::Error`] (`anyhow::Error`).
 ///
-/// `out_of_memory` returns the message of an error that a smaller batch would cure.
+/// `out_of_memory` returns the message of an error that a smaller batch would avoid, and `None` for other
+/// errors.
 ///
 /// # Errors
 /// [`SearchError`].
@@ -102,10 +102,8 @@ pub fn find_executable_batch_size_with<T, E>(
     mut reduce: impl FnMut(usize) -> usize,
     out_of_memory: impl Fn(&E) -> Option<String>,
     function: impl FnMut(usize) -> Result<T, E>,
-) -> Result<Found<usize, T>, SearchError<E>> {
-    if starting_batch_size == 0 {
-        return Err(SearchError::StartsAtZero);
-    }
+) -> Result<ExecutableBatch<usize, T>, SearchError<E>> {
+    check_at_least("starting_batch_size", starting_batch_size, 1)?;
     let next = |size| {
         let smaller = reduce(size);
         if smaller >= size {
@@ -125,8 +123,8 @@ pub fn find_executable_batch_size_with<T, E>(
     )
 }
 
-/// [`find_executable_batch_size`] over plans of the same effective batch: each try has a
-/// micro-batch of at most half, and correspondingly more accumulation steps.
+/// As [`find_executable_batch_size`], over plans of the same effective batch: each try has a micro-batch
+/// of at most half the size, and correspondingly more accumulation steps.
 ///
 /// # Errors
 /// [`SearchError`].
@@ -148,7 +146,7 @@ pub fn find_executable_batch_size_with<T, E>(
 pub fn find_executable_batch_plan<T, E: StdError + 'static>(
     plan: BatchPlan,
     function: impl FnMut(BatchPlan) -> Result<T, E>,
-) -> Result<Found<BatchPlan, T>, SearchError<E>> {
+) -> Result<ExecutableBatch<BatchPlan, T>, SearchError<E>> {
     let size = |plan: BatchPlan| usize::try_from(plan.micro_batch()).unwrap_or(usize::MAX);
     search(
         plan,
@@ -159,20 +157,21 @@ pub fn find_executable_batch_plan<T, E: StdError + 'static>(
     )
 }
 
-/// Tries `batch`, then whatever `next` makes of it until it says `None`.
+/// Tries `batch`, and then the results of `next` until it returns `None`.
 fn search<B: Copy, T, E>(
     mut batch: B,
     mut next: impl FnMut(B) -> Result<Option<B>, SearchError<E>>,
     size: impl Fn(B) -> usize,
     out_of_memory: impl Fn(&E) -> Option<String>,
     mut function: impl FnMut(B) -> Result<T, E>,
-) -> Result<Found<B, T>, SearchError<E>> {
+) -> Result<ExecutableBatch<B, T>, SearchError<E>> {
     let mut tried = Vec::new();
     loop {
         tried.push(size(batch));
-        // What a caught panic leaves behind is the function's own; it starts over with less.
+        // `AssertUnwindSafe`: the function is documented to start over, so it does not rely on the state
+        // that a panic left behind.
         let last = match catch_unwind(AssertUnwindSafe(|| function(batch))) {
-            Ok(Ok(value)) => return Ok(Found { batch, value }),
+            Ok(Ok(value)) => return Ok(ExecutableBatch { batch, value }),
             Ok(Err(error)) => match out_of_memory(&error) {
                 Some(message) => message,
                 None => return Err(SearchError::Failed(error)),
@@ -190,43 +189,32 @@ fn search<B: Copy, T, E>(
     }
 }
 
-/// The message of an error that says memory ran out, itself or by an error it came from.
+/// Returns the message of an error that says that memory ran out, itself or in one of its sources.
 fn out_of_memory<E: StdError + 'static>(error: &E) -> Option<String> {
-    // Wrappers marked `transparent` hide the error in them from the chain of sources, but not its
-    // text.
-    let message = error.to_string();
-    if is_out_of_memory(error) {
-        Some(first_line(&message))
-    } else {
-        in_words(&message)
-    }
+    is_out_of_memory(error).then(|| first_line(&error.to_string()))
 }
 
-/// The message of a panic that tch raised because memory ran out.
+/// Returns the message of a panic of tch because memory ran out.
 fn panicked_out_of_memory(payload: &(dyn Any + Send)) -> Option<String> {
     let message = payload
         .downcast_ref::<String>()
         .map(String::as_str)
         .or_else(|| payload.downcast_ref::<&str>().copied())?;
-    in_words(message)
+    // A panic carries only the text of tch's error, which `is_out_of_memory` recognizes in an error.
+    out_of_memory(&TchError::Torch(message.to_string()))
 }
 
-/// Whether a message has libtorch's words for memory running out.
-fn in_words(message: &str) -> Option<String> {
-    let as_error = TchError::Torch(message.to_string());
-    is_out_of_memory(&as_error).then(|| first_line(message))
-}
-
-/// Without the C++ stack that libtorch appends.
+/// Returns the message without the C++ stack that libtorch appends.
 fn first_line(message: &str) -> String {
     message.lines().next().unwrap_or_default().to_string()
 }
 
-/// Gives cached memory back, so that the next try starts unfragmented. It can only help: where it
-/// fails (a device that was never used), the next try tells.
+/// Returns cached memory to the system, so that the next try starts without fragmentation.
 fn empty_caches() {
+    // Errors are ignored: if memory is short nevertheless, the next try fails and reports it.
     let _ = memory::empty_cache(Device::Cpu);
     if tch::Cuda::is_available() {
+        // Empties the caches of all CUDA devices, whatever the index.
         let _ = memory::empty_cache(Device::Cuda(0));
     }
 }

@@ -1,18 +1,18 @@
-//! Options of the accumulator.
+//! The options of the accumulator.
 
+use overdrive_core::{check_at_least, check_option};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+use crate::Result;
 
-/// Options of [`GradientAccumulator`](crate::GradientAccumulator), under the names that
-/// transformers gives them.
+/// The options of [`GradientAccumulator`](crate::GradientAccumulator), with the names of transformers.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AccumulationConfig {
-    /// Micro-batches of one optimizer step. Default 1.
+    /// The number of micro-batches of one optimizer step; at least 1. Default: 1.
     pub gradient_accumulation_steps: usize,
-    /// Largest total norm of the gradients of a step; `None` clips nothing, as in Accelerate. Default
-    /// `None`.
+    /// The maximum total norm of the gradients of a step, above 0; `None` (the default) disables
+    /// clipping, as in Accelerate.
     pub max_grad_norm: Option<f64>,
 }
 
@@ -29,22 +29,15 @@ impl AccumulationConfig {
     /// Checks every option against its range.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`] naming the first option outside its range.
+    /// [`crate::Error::Common`] with the first option out of its range.
     pub fn validate(&self) -> Result<()> {
-        if self.gradient_accumulation_steps == 0 {
-            return Err(Error::InvalidOption {
-                option: "gradient_accumulation_steps",
-                value: "0".into(),
-                expected: "at least 1 micro-batch a step",
-            });
+        let steps = self.gradient_accumulation_steps;
+        check_at_least("gradient_accumulation_steps", steps, 1)?;
+        if let Some(norm) = self.max_grad_norm {
+            // Infinity is allowed: it measures the norm without clipping.
+            let expected = "positive, or none to disable clipping";
+            check_option(norm > 0.0, "max_grad_norm", norm, expected)?;
         }
-        match self.max_grad_norm {
-            Some(norm) if norm.is_nan() || norm <= 0.0 => Err(Error::InvalidOption {
-                option: "max_grad_norm",
-                value: norm.to_string(),
-                expected: "a number above 0, or none to clip nothing",
-            }),
-            _ => Ok(()),
-        }
+        Ok(())
     }
 }

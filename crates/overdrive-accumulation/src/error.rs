@@ -1,4 +1,4 @@
-//! What can go wrong in this crate.
+//! The errors of this crate.
 
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -7,135 +7,119 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An option is outside its range.
-    #[error("{option} is {value}, expected {expected}")]
-    InvalidOption {
-        /// Name of the option.
-        option: &'static str,
-        /// What it was set to.
-        value: String,
-        /// What it may be.
-        expected: &'static str,
-    },
+    /// An option out of its range, or a loss that does not have one element.
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
 
     /// The batch sizes of a plan do not divide.
     #[error("{problem}; {remedy}")]
     UnevenPlan {
-        /// The numbers that do not go together.
+        /// The numbers that do not divide.
         problem: String,
         /// The nearest numbers that do.
         remedy: String,
     },
 
-    /// A loss is not one number.
+    /// Backward was called more often than the window announced.
     #[error(
-        "the loss of a micro-batch has shape {shape:?}, expected one number: the sum over its tokens (Reduction::Sum)"
-    )]
-    LossShape {
-        /// The shape that was given.
-        shape: Vec<i64>,
-    },
-
-    /// More micro-batches came than the window announced.
-    #[error(
-        "the window announced {announced} micro-batches and all have come; call step before the next backward"
+        "all {announced} micro-batches that the window announced have run; call step before the next backward"
     )]
     WindowFull {
-        /// How many were announced.
+        /// The number of announced micro-batches.
         announced: usize,
     },
 
-    /// A step was asked for before all announced micro-batches had come.
+    /// A step was requested before all announced micro-batches had run.
     #[error(
-        "the window announced {announced} micro-batches and {seen} have come; each was weighted for all of them, so run the rest, or call abandon"
+        "the window announced {announced} micro-batches, of which {seen} have run; their gradients are weighted for all of them: run the others, or call abandon"
     )]
     WindowIncomplete {
-        /// How many were announced.
+        /// The number of announced micro-batches.
         announced: usize,
-        /// How many backward passes there were.
+        /// The number of backward passes in the window.
         seen: usize,
     },
 
-    /// A window was opened while another was under way.
+    /// A window was opened before the previous one was stepped.
     #[error(
-        "a window is under way with {seen} micro-batches; call step or abandon before opening the next"
+        "the previous window has {seen} micro-batches that were not stepped; call step or abandon before opening the next"
     )]
     WindowOpen {
-        /// Backward passes since the last step.
+        /// The number of backward passes since the last step.
         seen: usize,
     },
 
     /// A micro-batch has another token count than the window announced.
     #[error(
-        "micro-batch {position} of the window has {given} tokens, but the window announced {announced}; the weights of its predecessors rest on that number"
+        "micro-batch {position} of the window has {given} tokens, but the window announced {announced}; the gradients of the earlier micro-batches are weighted by the announced counts"
     )]
     TokenCount {
-        /// Position in the window, from 0.
+        /// The position in the window, from 0.
         position: usize,
-        /// What the window said.
+        /// The announced count.
         announced: u64,
-        /// What backward was given.
+        /// The count that backward was given.
         given: u64,
     },
 
-    /// The loss of a micro-batch has another number of terms than the window's first.
+    /// The loss of a micro-batch has another number of terms than the first of its window.
     #[error(
-        "micro-batch {position} has a loss of {given} terms, expected {expected}; every micro-batch of a window has the same terms (with a count of 0 where a term has nothing)"
+        "the loss of micro-batch {position} has {given} terms; it must have {expected} as every micro-batch of the window (a term without elements has the count 0)"
     )]
     Terms {
-        /// Position in the window, from 0.
+        /// The position in the window, from 0.
         position: usize,
-        /// The number of terms expected.
+        /// The expected number of terms.
         expected: usize,
-        /// The number of terms given.
+        /// The given number of terms.
         given: usize,
     },
 
-    /// A loss of several terms came without an announced window.
+    /// Backward was called with a loss of several terms, but no window was announced.
     #[error(
-        "a loss of several terms needs their counts ahead, since gradients that are added up cannot be divided term by term; open a window by Window::of_terms first"
+        "the counts of a loss with several terms must be known before backward, because accumulated gradients cannot be divided term by term; open a window by Window::of_terms first"
     )]
     TermsNotAnnounced,
 
-    /// A step was asked for without any backward before it.
+    /// A step was requested without a backward since the last step.
     #[error(
-        "step was called without a backward since the last step; there are no gradients to apply"
+        "step was called without a backward since the last step: there are no gradients to apply"
     )]
     NothingAccumulated,
 
-    /// A gradient scaler was given to some calls of a window and not to others.
+    /// A gradient scaler was passed to some calls of a window and not to others.
     #[error(
-        "{call} was called {now} a gradient scaler, but the window's earlier ones {before}; give the same scaler to every backward and to step"
+        "{call} was called {now} a gradient scaler, but the earlier calls of the window {before}; pass the same scaler to every backward and to step"
     )]
     ScalerMismatch {
         /// The method.
         call: &'static str,
-        /// How it was called now.
+        /// `with` or `without`: this call.
         now: &'static str,
-        /// How the earlier ones were.
+        /// `had one` or `had none`: the earlier calls.
         before: &'static str,
     },
 
-    /// The hook that reduces over processes failed.
+    /// The synchronization over processes failed.
     #[error("synchronizing over processes failed: {source}")]
     Sync {
-        /// The hook's error.
+        /// The error of the [`GradientSync`](crate::GradientSync).
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 
-    /// The optimizer or clipping failed.
+    /// An error of the optimizer or of clipping.
     #[error(transparent)]
     Optimizer(#[from] overdrive_optim::Error),
 
-    /// The gradient scaler failed.
+    /// An error of the gradient scaler.
     #[error(transparent)]
     Precision(#[from] overdrive_precision::Error),
 
-    /// The shim or libtorch failed.
+    /// An error of libtorch through overdrive-sys.
     #[error(transparent)]
     Sys(#[from] overdrive_sys::Error),
 
-    /// A tensor operation failed.
+    /// An error of tch.
     #[error(transparent)]
     Tch(#[from] tch::TchError),
 }

@@ -1,16 +1,16 @@
 //! Gradient accumulation: token-weighted micro-batches, batch plans, batch-size search.
 //!
-//! Use it when the batch that training needs does not fit memory, or when several processes share
-//! it: [`GradientAccumulator`] makes the gradients of many micro-batches equal those of one large
-//! batch, with clipping, loss scaling and synchronization in the right order; [`BatchPlan`] keeps
-//! the effective batch constant while the micro-batch changes; [`find_executable_batch_size`]
-//! shrinks a batch until it fits.
+//! Use this crate when the batch does not fit into memory, or when several processes share it.
+//! [`GradientAccumulator`] makes the gradients of many micro-batches equal to those of one large batch,
+//! with clipping, loss scaling and synchronization in the right order. [`BatchPlan`] keeps the effective
+//! batch constant while the micro-batch changes. [`find_executable_batch_size`] reduces a batch until it
+//! fits into memory.
 //!
-//! | item | equals |
+//! | item | counterpart |
 //! |---|---|
 //! | [`GradientAccumulator`], [`Window`] | Accelerate's `accumulate` with the token normalisation of transformers' Trainer |
-//! | [`LossTerm`] | a loss of several terms, each with its own divisor |
-//! | [`GradientSync`] | the seam for DistributedDataParallel's `no_sync` |
+//! | [`LossTerm`] | a term of a loss, with its own divisor |
+//! | [`GradientSync`] | the synchronization of DistributedDataParallel, with `no_sync` |
 //! | [`windows`] | `Trainer.get_batch_samples`, `sync_with_dataloader` |
 //! | [`find_executable_batch_size`] | Accelerate's function of that name |
 //!
@@ -64,7 +64,7 @@ mod window;
 pub use accumulator::{AccumulatedStep, GradientAccumulator};
 pub use batch_plan::BatchPlan;
 pub use batch_size_search::{
-    Found, SearchError, find_executable_batch_plan, find_executable_batch_size,
+    ExecutableBatch, SearchError, find_executable_batch_plan, find_executable_batch_size,
     find_executable_batch_size_with,
 };
 pub use config::AccumulationConfig;

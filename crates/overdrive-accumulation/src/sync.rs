@@ -1,46 +1,45 @@
-//! The seam to data parallel training.
+//! The interface to data-parallel training.
 
 use tch::Tensor;
 
 /// An error of a [`GradientSync`].
 pub type SyncError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Brings the gradients of several processes together, once a window instead of once a
-/// micro-batch.
+/// Synchronizes the gradients of several processes, once per window instead of once per micro-batch.
 ///
-/// All processes must call the accumulator alike: as many windows, as many steps.
+/// All processes must run the same number of windows and of steps.
 pub trait GradientSync {
-    /// How many processes take part.
+    /// Returns the number of processes.
     fn world_size(&self) -> u64;
 
-    /// The sum of `count` over all processes.
+    /// Returns the sum of `count` over all processes.
     ///
     /// # Errors
-    /// When the processes cannot be reached.
+    /// Any error of communication.
     fn sum_count(&mut self, count: u64) -> Result<u64, SyncError>;
 
-    /// Called before every backward, which starts from `loss`. `last` says that it is the window's last
-    /// one, after which [`synchronize`](Self::synchronize) follows: where communication can overlap with
-    /// backward, arm it then, and leave it out before (`no_sync` of DistributedDataParallel).
+    /// Is called before every backward, which starts from `loss`. If `last`, it is the last backward of
+    /// the window, after which [`synchronize`](Self::synchronize) follows: communication that overlaps
+    /// with backward must be enabled then, and disabled before (DistributedDataParallel's `no_sync`).
     ///
-    /// A window that ends early (the data ran out without notice) has no last one.
+    /// A window that ends early, because the data ended unexpectedly, has no last backward.
     ///
     /// # Errors
-    /// When communication cannot be prepared.
+    /// Any error of preparing the communication.
     fn before_backward(&mut self, loss: &Tensor, last: bool) -> Result<(), SyncError> {
         let _ = (loss, last);
         Ok(())
     }
 
-    /// Leaves on every process the **mean** over the processes of each gradient of `parameters`,
-    /// as DistributedDataParallel does. The accumulator undoes the division.
+    /// Replaces each gradient of `parameters` by its **mean** over the processes, as
+    /// DistributedDataParallel does. The accumulator undoes the division.
     ///
     /// # Errors
-    /// When the processes cannot be reached.
+    /// Any error of communication.
     fn synchronize(&mut self, parameters: &[Tensor]) -> Result<(), SyncError>;
 }
 
-/// One process: nothing to bring together.
+/// The synchronization of a single process, which does nothing.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SingleProcess;
 

@@ -7,47 +7,49 @@ use tch::Tensor;
 
 use crate::Result;
 
-/// The counts by which the losses of one optimizer step are divided, known before its first micro-batch is
-/// run.
+/// The counts by which the losses of one optimizer step are divided. They are known before its first
+/// micro-batch runs.
 ///
-/// For a language model a count is the number of tokens that enter the loss; see [`count_tokens`]. A loss of
-/// several terms has a count for each term.
+/// For a language model a count is the number of tokens that contribute to the loss; see
+/// [`count_tokens`]. A loss of several terms has a count for each term.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Window {
     counts: Vec<Vec<u64>>,
 }
 
 impl Window {
-    /// A window of micro-batches with these token counts.
+    /// Returns a window of micro-batches with these token counts.
     pub fn new(token_counts: impl IntoIterator<Item = u64>) -> Self {
         Self::of_terms(token_counts.into_iter().map(|count| [count]))
     }
 
-    /// A window of so many micro-batches that hand over means, each with the same weight.
+    /// Returns a window of micro-batches whose losses are means, all with the same weight.
     pub fn of_means(micro_batches: usize) -> Self {
         Self::new(std::iter::repeat_n(1, micro_batches))
     }
 
-    /// A window of micro-batches whose losses have several terms: for each micro-batch the count of each
-    /// term, in the order in which [`backward_terms`](crate::GradientAccumulator::backward_terms) gets them.
+    /// Returns a window of micro-batches whose losses have several terms. `counts` holds, for each
+    /// micro-batch, the count of each term, in the order of
+    /// [`backward_terms`](crate::GradientAccumulator::backward_terms).
     pub fn of_terms<C: Into<Vec<u64>>>(counts: impl IntoIterator<Item = C>) -> Self {
         Self {
             counts: counts.into_iter().map(Into::into).collect(),
         }
     }
 
-    /// The counts of each micro-batch, term by term.
+    /// Returns the counts of each micro-batch, term by term.
     #[must_use]
     pub fn counts(&self) -> &[Vec<u64>] {
         &self.counts
     }
 
-    /// The number of terms of its losses.
+    /// Returns the number of terms of the losses.
     pub(crate) fn terms(&self) -> usize {
+        // `GradientAccumulator::open` has checked that all micro-batches have as many.
         self.counts.first().map_or(1, Vec::len)
     }
 
-    /// The count of each term over all micro-batches.
+    /// Returns the count of each term over all micro-batches.
     pub(crate) fn totals(&self) -> Vec<u64> {
         let total = |term: usize| self.counts.iter().filter_map(|c| c.get(term)).sum();
         (0..self.terms()).map(total).collect()
@@ -57,26 +59,27 @@ impl Window {
 /// One term of the loss of a micro-batch.
 #[derive(Debug, Clone, Copy)]
 pub struct LossTerm<'a> {
-    /// The sum of the term over the micro-batch, one number.
+    /// The sum of the term over the micro-batch, a tensor of one element.
     pub sum: &'a Tensor,
-    /// The count that the sums of the window are divided by, all together: tokens, pairs, experts.
+    /// The number of summands, such as tokens or pairs. The window's sum of the term is divided by the
+    /// total count.
     pub count: u64,
 }
 
 impl<'a> LossTerm<'a> {
-    /// A sum over `count` things.
+    /// Returns a term that is a sum of `count` summands.
     pub fn sum(sum: &'a Tensor, count: u64) -> Self {
         Self { sum, count }
     }
 
-    /// A mean: each micro-batch of the window has the same weight.
+    /// Returns a term that is a mean, with the same weight for each micro-batch of the window.
     pub fn mean(mean: &'a Tensor) -> Self {
         Self::sum(mean, 1)
     }
 }
 
-/// Groups micro-batches into windows of `gradient_accumulation_steps`. The last window is as short
-/// as the data leaves it, and is stepped all the same (Accelerate's `sync_with_dataloader`).
+/// Groups micro-batches into windows of `gradient_accumulation_steps`. The last window contains the remaining
+/// micro-batches and may be shorter; it is stepped too (Accelerate's `sync_with_dataloader`).
 ///
 /// ```
 /// use overdrive_accumulation::windows;
@@ -90,6 +93,7 @@ pub fn windows<I: IntoIterator>(
     gradient_accumulation_steps: NonZeroUsize,
 ) -> Windows<I::IntoIter> {
     Windows {
+        // Fused, because `next` is called again after the last, short window.
         micro_batches: micro_batches.into_iter().fuse(),
         steps: gradient_accumulation_steps,
     }
@@ -111,13 +115,14 @@ impl<I: Iterator> Iterator for Windows<I> {
     }
 }
 
-/// How many targets enter the loss: elements of `labels` other than `ignore_index` (-100 in
-/// libtorch's cross entropy). Waits for the device that the labels are on.
+/// Returns the number of targets that contribute to the loss: the elements of `labels` other than
+/// `ignore_index` ([`overdrive_core::IGNORE_INDEX`], -100, in libtorch's cross entropy). Synchronizes
+/// with the device of the labels.
 ///
-/// Count what the loss sees: where the model shifts labels by one, the shifted ones.
+/// If the model shifts the labels by one, count the shifted labels.
 ///
 /// # Errors
-/// When libtorch refuses.
+/// [`crate::Error::Tch`] with libtorch's error.
 ///
 /// ```
 /// use overdrive_accumulation::count_tokens;
@@ -131,5 +136,6 @@ pub fn count_tokens(labels: &Tensor, ignore_index: i64) -> Result<u64> {
         .f_ne(ignore_index)?
         .f_sum(tch::Kind::Int64)?
         .f_int64_value(&[])?;
+    // A count is never negative.
     Ok(u64::try_from(count).unwrap_or_default())
 }

@@ -6,14 +6,14 @@ use tch::Tensor;
 use crate::guards::{NoGradGuard, is_grad_enabled};
 use crate::{BackwardContext, Error, ForwardContext, Function, Result};
 
-/// Runs a [`Function`] on its inputs and puts it into the graph (`Function.apply`).
+/// Runs the forward of a [`Function`] and records it in the graph (`Function.apply`).
 ///
-/// Where no input requires a gradient, or recording is off, the outputs are plain tensors and what
-/// forward saved is freed.
+/// If no input requires a gradient, or recording is disabled, the outputs are plain tensors and the
+/// tensors that forward saved are freed.
 ///
 /// # Errors
-/// [`Error::Forward`] with what forward returned; [`Error::Contract`] if it marked an input or output
-/// that there is not; [`Error::Sys`] if libtorch refuses (a leaf changed in place).
+/// [`Error::Forward`] with the error of forward; [`Error::Contract`] if forward marked an input or output
+/// that does not exist; [`Error::Sys`] with libtorch's error (a leaf was changed in place).
 pub fn apply<F: Function>(mut function: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
     let recording = is_grad_enabled();
     let mut context = ForwardContext {
@@ -23,11 +23,12 @@ pub fn apply<F: Function>(mut function: F, inputs: &[&Tensor]) -> Result<Vec<Ten
             .collect(),
         saved: Vec::new(),
         dirty: Vec::new(),
-        constant: Vec::new(),
+        non_differentiable: Vec::new(),
         materialize: true,
         inputs: PhantomData,
     };
     let outputs = {
+        // The graph gets one node for the function instead of the operators of its forward.
         let _no_grad = NoGradGuard::new();
         function.forward(&mut context, inputs)
     }
@@ -35,36 +36,38 @@ pub fn apply<F: Function>(mut function: F, inputs: &[&Tensor]) -> Result<Vec<Ten
         function: F::NAME,
         source,
     })?;
+    // Before the shim, which would only report an index out of range.
     check_marks::<F>("input", &context.dirty, inputs.len())?;
-    check_marks::<F>("output", &context.constant, outputs.len())?;
+    check_marks::<F>("output", &context.non_differentiable, outputs.len())?;
 
     if is_plain(&context, inputs, &outputs) {
         return Ok(outputs);
     }
-    let record_of = Record {
+    let node = Record {
         name: F::NAME,
         inputs,
         outputs: &outputs,
         saved: &context.saved,
         dirty: &context.dirty,
-        constant: &context.constant,
+        non_differentiable: &context.non_differentiable,
         materialize_grads: context.materialize,
         twice_differentiable: F::TWICE_DIFFERENTIABLE,
     };
-    Ok(record(&record_of, move |call| {
+    Ok(record(&node, move |call| {
         let context = BackwardContext {
             saved: call.saved,
-            needs: call.wanted,
+            needs: call.needs_input_grad,
         };
         function.backward(&context, &call.gradients)
     })?)
 }
 
-/// Whether the outputs are what libtorch would make of them: nothing is recorded, and none of them is an
-/// input, which would have to become a view of itself. A decoder makes hundreds of such calls a step.
+/// Returns `true` if libtorch would return the outputs unchanged: nothing is recorded, and no output is
+/// an input, which would have to become a view of itself.
 fn is_plain(context: &ForwardContext<'_>, inputs: &[&Tensor], outputs: &[Tensor]) -> bool {
+    // Saves the foreign call where it would do nothing: a decoder makes hundreds of such calls per step.
     let recorded = !context.dirty.is_empty() || context.needs.contains(&true);
-    // Others have no address of their elements.
+    // `data_ptr` fails for undefined and sparse tensors.
     let strided = |tensor: &Tensor| tensor.defined() && !tensor.is_sparse();
     if recorded || !outputs.iter().all(strided) || !inputs.iter().all(|input| strided(input)) {
         return false;
@@ -81,7 +84,7 @@ fn check_marks<F: Function>(what: &str, marks: &[usize], len: usize) -> Result<(
         None => Ok(()),
         Some(mark) => Err(Error::Contract {
             function: F::NAME,
-            problem: format!("marked {what} {mark}, but it has {len} of them (they count from 0)"),
+            problem: format!("marked {what} {mark}, but it has {len} {what}s; indices start at 0"),
         }),
     }
 }

@@ -1,6 +1,8 @@
+//! The errors of this crate.
+
 use crate::FunctionError;
 
-/// What can go wrong when gradients are made.
+/// An error of computing or checking gradients.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -17,7 +19,7 @@ pub enum Error {
     Contract {
         /// [`crate::Function::NAME`].
         function: &'static str,
-        /// What it did and what it must do.
+        /// The rule that it broke, with the values.
         problem: String,
     },
     /// The analytical gradient differs from the numerical one.
@@ -27,17 +29,17 @@ pub enum Error {
          differences (atol {atol:e}, rtol {rtol:e})"
     )]
     GradientMismatch {
-        /// Which output.
+        /// The index of the output.
         output: usize,
-        /// Which input.
+        /// The index of the input.
         input: usize,
-        /// The element of the flattened input.
+        /// The index of the element in the flattened input.
         row: usize,
-        /// The element of the flattened output.
+        /// The index of the element in the flattened output.
         column: usize,
-        /// What backward gives.
+        /// The value by backward.
         analytical: f64,
-        /// What finite differences give.
+        /// The value by finite differences.
         numerical: f64,
         /// The absolute tolerance.
         atol: f64,
@@ -46,30 +48,33 @@ pub enum Error {
     },
     /// Two backward passes over the same values differ.
     #[error(
-        "backward is not deterministic: input {input} had gradients {difference:e} apart in two \
-         passes over the same values (nondet_tol {nondet_tol:e})"
+        "backward is not deterministic: in two passes over the same values the gradients of input \
+         {input} differ by {difference:e} (nondet_tol {nondet_tol:e})"
     )]
     NonDeterministic {
-        /// Which input.
+        /// The index of the input.
         input: usize,
-        /// The largest difference.
+        /// The largest absolute difference.
         difference: f64,
         /// The tolerance.
         nondet_tol: f64,
     },
-    /// A gradient check was given what it cannot check.
-    #[error("gradcheck: {problem}")]
-    Unsuitable {
-        /// What is wrong and what to give instead.
-        problem: String,
+    /// There is no gradient to check.
+    #[error("gradcheck has nothing to check: {reason}")]
+    NothingToCheck {
+        /// The reason, with the remedy.
+        reason: &'static str,
     },
     /// The checked function returned this error.
-    #[error("the function under test: {source}")]
+    #[error("the checked function failed: {source}")]
     Tested {
         /// The error, as the function returned it.
         source: FunctionError,
     },
-    /// libtorch, or a function or hook of yours that it called.
+    /// A tensor of the wrong dtype.
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
+    /// An error of libtorch, or of a function or a hook that it called.
     #[error(transparent)]
     Sys(#[from] overdrive_sys::Error),
     /// An error of tch.

@@ -1,18 +1,20 @@
+//! Comparisons of gradients with finite differences.
+
 use tch::{Kind, Tensor};
 
 use crate::jacobian::{analytical, numerical, run};
 use crate::{Error, FunctionResult, GradOptions, Result, grad};
 
-/// Tolerances of [`gradcheck`]; the defaults are those of `torch.autograd.gradcheck`.
+/// The options of [`gradcheck`]; the defaults are those of `torch.autograd.gradcheck`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GradcheckOptions {
-    /// The step of the finite differences. Default: 1e-6, meant for float64.
+    /// The step of the finite differences. Default: 1e-6, which suits float64.
     pub eps: f64,
-    /// Absolute tolerance. Default: 1e-5.
+    /// The absolute tolerance. Default: 1e-5.
     pub atol: f64,
-    /// Relative tolerance. Default: 1e-3.
+    /// The relative tolerance. Default: 1e-3.
     pub rtol: f64,
-    /// How far two backward passes may lie apart. Default: 0.
+    /// The largest allowed difference between two backward passes over the same values. Default: 0.
     pub nondet_tol: f64,
 }
 
@@ -30,7 +32,7 @@ impl Default for GradcheckOptions {
 /// Compares the gradients of `function` with finite differences, element by element of the Jacobians
 /// (`torch.autograd.gradcheck`).
 ///
-/// Inputs that require a gradient must be float64; the others are passed along.
+/// Inputs that require a gradient must be float64; the others are passed on unchanged.
 ///
 /// ```
 /// use overdrive_autograd::{gradcheck, GradcheckOptions};
@@ -43,8 +45,8 @@ impl Default for GradcheckOptions {
 ///
 /// # Errors
 /// [`Error::GradientMismatch`] with the first element that differs, [`Error::NonDeterministic`],
-/// [`Error::Unsuitable`] if there is nothing to check or an input is not float64, [`Error::Tested`]
-/// with what the function returned.
+/// [`Error::NothingToCheck`] if no input requires a gradient or no output depends on one,
+/// [`Error::Common`] for an input that is not float64, [`Error::Tested`] with the error of the function.
 pub fn gradcheck(
     function: impl Fn(&[Tensor]) -> FunctionResult<Vec<Tensor>>,
     inputs: &[Tensor],
@@ -62,28 +64,26 @@ fn check(
         .filter(|index| inputs[*index].requires_grad())
         .collect();
     if wanted.is_empty() {
-        return Err(Error::Unsuitable {
-            problem:
-                "no input requires a gradient: call `set_requires_grad(true)` on those to check"
-                    .to_owned(),
+        return Err(Error::NothingToCheck {
+            reason: "no input requires a gradient; call `set_requires_grad(true)` on the inputs",
         });
     }
     for index in &wanted {
         let kind = inputs[*index].kind();
         if kind != Kind::Double {
-            return Err(Error::Unsuitable {
-                problem: format!(
-                    "input {index} is {kind:?}: finite differences need float64 (Kind::Double)"
-                ),
-            });
+            // In float32 the rounding errors of the differences are as large as the tolerances.
+            let expected = "Double: finite differences need float64";
+            return Err(
+                overdrive_core::Error::dtype(format!("inputs[{index}]"), kind, expected).into(),
+            );
         }
     }
     let outputs = run(function, inputs)?;
     let checked: Vec<&Tensor> = wanted.iter().map(|index| &inputs[*index]).collect();
     let differentiable = |output: &Tensor| output.requires_grad() && output.is_floating_point();
     if !outputs.iter().any(differentiable) {
-        return Err(Error::Unsuitable {
-            problem: "no output depends on an input that requires a gradient".to_owned(),
+        return Err(Error::NothingToCheck {
+            reason: "no output depends on an input that requires a gradient",
         });
     }
     let mut by_differences = Vec::new();
@@ -91,6 +91,7 @@ fn check(
         by_differences.push(numerical(function, inputs, *index, options.eps)?);
     }
     for (o, output) in outputs.iter().enumerate() {
+        // An integer output, or one that depends on no checked input, has no gradient to compare.
         if !differentiable(output) {
             continue;
         }
@@ -126,6 +127,7 @@ fn check_determinism(
     names: &[usize],
     nondet_tol: f64,
 ) -> Result<()> {
+    // One seed for both passes: only the backward may cause a difference.
     let seed = output.f_ones_like()?;
     let gradients = || {
         grad(
@@ -143,11 +145,12 @@ fn check_determinism(
         let (Some(first), Some(second)) = (first, second) else {
             continue;
         };
+        // The maximum of no elements is an error.
         if first.numel() == 0 {
             continue;
         }
         let difference = f64::try_from(first.f_sub(&second)?.f_abs()?.f_max()?)?;
-        // A NaN is a difference too.
+        // NaN compares false with every tolerance, and is a difference.
         if difference.is_nan() || difference > nondet_tol {
             return Err(Error::NonDeterministic {
                 input: names[slot],
@@ -159,13 +162,13 @@ fn check_determinism(
     Ok(())
 }
 
-/// Compares second gradients with finite differences of the first (`torch.autograd.gradgradcheck`).
+/// Compares second derivatives with finite differences of the first (`torch.autograd.gradgradcheck`).
 ///
 /// The gradients of the outputs are drawn from a normal distribution.
 ///
 /// # Errors
-/// As for [`gradcheck`], with the inputs counted first and the gradients of the outputs after them;
-/// a function without double backward is refused by libtorch ([`Error::Sys`] or [`Error::Tested`]).
+/// As [`gradcheck`]; indices of inputs count the inputs first and then the gradients of the outputs. A
+/// function without double backward is an [`Error::Sys`] or [`Error::Tested`] with libtorch's error.
 pub fn gradgradcheck(
     function: impl Fn(&[Tensor]) -> FunctionResult<Vec<Tensor>>,
     inputs: &[Tensor],

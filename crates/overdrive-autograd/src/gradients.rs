@@ -1,28 +1,30 @@
+//! Gradients by backward, accumulated or returned.
+
 use overdrive_sys::engine;
 use tch::Tensor;
 
 use crate::Result;
 
-/// Options of [`backward`]; the defaults are PyTorch's.
+/// The options of [`backward`]; the defaults are PyTorch's.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct BackwardOptions<'a> {
-    /// The gradient of each output, in their order. A scalar needs none: it gets 1.
+    /// The gradients of the outputs, in their order. A scalar output needs none; its gradient is 1.
     pub gradients: &'a [Option<&'a Tensor>],
-    /// Keeps the graph for another pass. Default: what `create_graph` is.
+    /// If `true`, the graph is kept for another backward pass. Default: the value of `create_graph`.
     pub retain_graph: Option<bool>,
-    /// Records the backward itself, for gradients of gradients. The gradients then hold the graph:
-    /// clear them when done, or memory stays.
+    /// If `true`, the backward pass is recorded, for gradients of gradients. The gradients then own the
+    /// graph: clear them afterwards, or its memory is not freed. Default: `false`.
     pub create_graph: bool,
-    /// If not empty: only the gradients of these tensors are accumulated.
+    /// The tensors whose gradients are accumulated; empty (the default) for all leaves of the graph.
     pub inputs: &'a [&'a Tensor],
 }
 
-/// Adds the gradients of `outputs` to those of the leaves they came from (`torch.autograd.backward`).
+/// Accumulates the gradients of `outputs` into the leaves of the graph (`torch.autograd.backward`).
 ///
 /// # Errors
-/// libtorch's (a graph used twice without `retain_graph`, a non-scalar without gradient, a saved tensor
-/// changed in place); what a function or a hook on the way returned. A panic in one of those goes on
-/// as a panic here.
+/// [`crate::Error::Sys`] with libtorch's error (a graph used twice without `retain_graph`, a non-scalar
+/// output without a gradient, a saved tensor changed in place) or the error of a function or a hook in
+/// the graph. A panic in one of those resumes here.
 pub fn backward(outputs: &[&Tensor], options: &BackwardOptions<'_>) -> Result<()> {
     Ok(engine::backward(
         outputs,
@@ -33,27 +35,30 @@ pub fn backward(outputs: &[&Tensor], options: &BackwardOptions<'_>) -> Result<()
     )?)
 }
 
-/// Options of [`grad`]; the defaults are PyTorch's.
+/// The options of [`grad`]; the defaults are PyTorch's.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct GradOptions<'a> {
-    /// The gradient of each output, in their order. A scalar needs none: it gets 1.
+    /// The gradients of the outputs, in their order. A scalar output needs none; its gradient is 1.
     pub gradients: &'a [Option<&'a Tensor>],
-    /// Keeps the graph for another pass. Default: what `create_graph` is.
+    /// If `true`, the graph is kept for another backward pass. Default: the value of `create_graph`.
     pub retain_graph: Option<bool>,
-    /// Records the backward itself, for gradients of gradients.
+    /// If `true`, the backward pass is recorded, for gradients of gradients. Default: `false`.
     pub create_graph: bool,
-    /// Inputs that the outputs do not depend on get `None` instead of being an error.
+    /// If `true`, inputs that the outputs do not depend on get `None`; otherwise they are an error. Default:
+    /// `false`.
     pub allow_unused: bool,
-    /// Inputs that the outputs do not depend on get zeros. Implies `allow_unused`.
+    /// If `true`, inputs that the outputs do not depend on get zeros. Implies `allow_unused`. Default:
+    /// `false`.
     pub materialize_grads: bool,
 }
 
-/// The gradients of `inputs`, returned instead of accumulated (`torch.autograd.grad`).
+/// Returns the gradients of `inputs` without accumulating them (`torch.autograd.grad`).
 ///
-/// An element is `None` only under `allow_unused`.
+/// An element is `None` only with `allow_unused`.
 ///
 /// # Errors
-/// As for [`backward`]; an input that the outputs do not depend on, unless it is allowed.
+/// As [`backward`]; [`crate::Error::Sys`] for an input that the outputs do not depend on, unless
+/// `allow_unused`.
 pub fn grad(
     outputs: &[&Tensor],
     inputs: &[&Tensor],
@@ -67,6 +72,7 @@ pub fn grad(
         options.create_graph,
         options.allow_unused || options.materialize_grads,
     )?;
+    // The engine has no such option; PyTorch's Python side fills in the zeros too.
     if options.materialize_grads {
         for (gradient, input) in gradients.iter_mut().zip(inputs) {
             if gradient.is_none() {

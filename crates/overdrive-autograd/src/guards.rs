@@ -1,4 +1,5 @@
-//! Modes of this thread that end with a scope, also when it ends by a panic.
+//! Guards for the grad and inference modes of the current thread. A mode ends with its scope, also by a
+//! panic.
 
 use overdrive_sys::engine;
 
@@ -6,9 +7,9 @@ use crate::Result;
 
 pub use overdrive_sys::engine::{is_grad_enabled, is_inference, is_inference_mode_enabled};
 
-/// No gradient recording on this thread while it lives (`torch.no_grad`).
+/// A guard that disables gradient recording on this thread while it lives (`torch.no_grad`).
 ///
-/// Unlike `tch::no_grad`, a panic inside leaves the mode as it was before.
+/// Unlike `tch::no_grad`, it restores the mode after a panic too.
 ///
 /// ```
 /// use overdrive_autograd::{is_grad_enabled, NoGradGuard};
@@ -20,7 +21,7 @@ pub use overdrive_sys::engine::{is_grad_enabled, is_inference, is_inference_mode
 /// assert!(is_grad_enabled());
 /// ```
 ///
-/// The mode is the thread's, so the guard cannot leave it:
+/// The mode is thread-local, so the guard cannot be sent to another thread:
 ///
 /// ```compile_fail
 /// let guard = overdrive_autograd::NoGradGuard::new();
@@ -28,11 +29,14 @@ pub use overdrive_sys::engine::{is_grad_enabled, is_inference, is_inference_mode
 /// ```
 #[derive(Debug)]
 #[must_use = "the mode ends when the guard is dropped"]
-pub struct NoGradGuard(#[allow(dead_code, reason = "held for its end")] engine::GradMode);
+pub struct NoGradGuard(#[allow(dead_code, reason = "held for its destructor")] engine::GradMode);
 
 impl NoGradGuard {
-    /// Stops recording from here on.
-    #[allow(clippy::new_without_default, reason = "a guard is made on purpose")]
+    /// Disables recording.
+    #[allow(
+        clippy::new_without_default,
+        reason = "a guard has an effect, which `default()` would hide"
+    )]
     pub fn new() -> Self {
         Self(engine::GradMode::new(false))
     }
@@ -44,25 +48,32 @@ pub fn no_grad<T>(body: impl FnOnce() -> T) -> T {
     body()
 }
 
-/// Gradient recording on this thread while it lives, also inside no-grad (`torch.enable_grad`).
+/// A guard that enables gradient recording on this thread while it lives, also inside no-grad
+/// (`torch.enable_grad`).
 #[derive(Debug)]
 #[must_use = "the mode ends when the guard is dropped"]
-pub struct EnableGradGuard(#[allow(dead_code, reason = "held for its end")] engine::GradMode);
+pub struct EnableGradGuard(
+    #[allow(dead_code, reason = "held for its destructor")] engine::GradMode,
+);
 
 impl EnableGradGuard {
-    /// Records from here on.
-    #[allow(clippy::new_without_default, reason = "a guard is made on purpose")]
+    /// Enables recording.
+    #[allow(
+        clippy::new_without_default,
+        reason = "a guard has an effect, which `default()` would hide"
+    )]
     pub fn new() -> Self {
         Self(engine::GradMode::new(true))
     }
 }
 
-/// Inference mode on this thread while it lives (`torch.inference_mode`): no recording, no version
-/// counters, less work for each operator. Tensors made inside can never be saved for backward.
+/// A guard that keeps this thread in inference mode while it lives (`torch.inference_mode`): operators
+/// are not recorded and new tensors have no version counters, which makes each operator cheaper. Tensors
+/// created in this mode cannot be saved for backward.
 #[derive(Debug)]
 #[must_use = "the mode ends when the guard is dropped"]
 pub struct InferenceModeGuard(
-    #[allow(dead_code, reason = "held for its end")] engine::InferenceMode,
+    #[allow(dead_code, reason = "held for its destructor")] engine::InferenceMode,
 );
 
 impl InferenceModeGuard {
@@ -74,7 +85,7 @@ impl InferenceModeGuard {
         Ok(Self(engine::InferenceMode::new(true)?))
     }
 
-    /// Leaves inference mode for the guard's life, for a piece of training inside.
+    /// Leaves inference mode for the lifetime of the guard, for training inside an inference scope.
     ///
     /// # Errors
     /// [`overdrive_sys::Error::OutOfMemory`].

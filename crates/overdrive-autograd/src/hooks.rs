@@ -1,28 +1,30 @@
+//! Hooks on gradients.
+
 use overdrive_sys::hook;
 use tch::Tensor;
 
 use crate::{FunctionResult, Result};
 
-/// A registered hook. It stays when this is dropped; [`remove`](Self::remove) takes it away.
+/// A registered hook. Dropping this handle leaves the hook in place; [`remove`](Self::remove) removes it.
 #[derive(Debug)]
 pub struct HookHandle(hook::Hook);
 
 impl HookHandle {
-    /// Takes the hook away and drops its closure.
+    /// Removes the hook and drops its closure.
     ///
     /// # Errors
-    /// [`crate::Error::Sys`] if libtorch refuses.
+    /// [`crate::Error::Sys`] if libtorch throws.
     pub fn remove(self) -> Result<()> {
         Ok(self.0.remove()?)
     }
 }
 
-/// Calls `hook` with the gradient of `tensor` each time one is computed (`Tensor.register_hook`).
-/// Where it returns a tensor, that is the gradient from there on.
+/// Calls `hook` with the gradient of `tensor` each time it is computed (`Tensor.register_hook`). A tensor
+/// that the hook returns replaces the gradient.
 ///
-/// Hooks run in the order of their registration, each on what the one before it gave. An error or a
-/// panic in one comes out of the backward pass. A hook must not capture its own tensor, or neither is
-/// ever freed.
+/// Hooks run in the order of their registration, each on the result of the previous one. The backward
+/// pass returns the error of a hook, and resumes its panic. A hook must not capture its own tensor, or
+/// neither is ever freed.
 ///
 /// ```
 /// use overdrive_autograd::register_hook;
@@ -36,7 +38,7 @@ impl HookHandle {
 /// ```
 ///
 /// # Errors
-/// [`crate::Error::Sys`] if `tensor` needs no gradient.
+/// [`crate::Error::Sys`] if `tensor` does not require a gradient.
 pub fn register_hook<F>(tensor: &Tensor, hook: F) -> Result<HookHandle>
 where
     F: FnMut(&Tensor) -> FunctionResult<Option<Tensor>> + Send + 'static,
@@ -44,9 +46,9 @@ where
     Ok(HookHandle(hook::register(tensor, hook)?))
 }
 
-/// Calls `hook` with the leaf each time a backward pass has added to its `grad`
-/// (`Tensor.register_post_accumulate_grad_hook`): to step a parameter and free its gradient while
-/// backward goes on, to reduce it over processes, to watch it.
+/// Calls `hook` with the leaf each time a backward pass has accumulated into its `grad`
+/// (`Tensor.register_post_accumulate_grad_hook`). Such a hook can step a parameter and free its gradient
+/// while backward continues, or reduce the gradient over processes.
 ///
 /// # Errors
 /// [`crate::Error::Sys`] if `tensor` is not a leaf that requires a gradient.

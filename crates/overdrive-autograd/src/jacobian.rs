@@ -1,11 +1,11 @@
-//! Jacobians, by backward and by finite differences, in float64.
+//! Jacobians by backward and by finite differences, in float64.
 
 use tch::{Kind, Tensor};
 
 use crate::guards::no_grad;
 use crate::{Error, FunctionResult, GradOptions, Result, grad};
 
-/// Rows: elements of the input; columns: elements of the output.
+/// A Jacobian matrix: one row per element of the input, one column per element of the output.
 pub(crate) struct Jacobian {
     pub(crate) rows: usize,
     pub(crate) columns: usize,
@@ -33,8 +33,8 @@ pub(crate) fn run(
     function(inputs).map_err(|source| Error::Tested { source })
 }
 
-/// Central differences: one pair of calls for each element of `inputs[input]`, one Jacobian for each
-/// of the outputs.
+/// Returns one Jacobian for each output by central differences, with two calls for each element of
+/// `inputs[input]`.
 pub(crate) fn numerical(
     function: &dyn Fn(&[Tensor]) -> FunctionResult<Vec<Tensor>>,
     inputs: &[Tensor],
@@ -42,8 +42,9 @@ pub(crate) fn numerical(
     eps: f64,
 ) -> Result<Vec<Jacobian>> {
     let rows = inputs[input].numel();
+    // Central differences: their error is O(eps²), that of one-sided ones O(eps).
     let at = |row: usize, change: f64| -> Result<Vec<Vec<f64>>> {
-        // A moved copy: the function may keep or change what it is given.
+        // Copies of all inputs, because the function may store or change them.
         let moved = no_grad(|| -> Result<Vec<Tensor>> {
             inputs
                 .iter()
@@ -79,7 +80,7 @@ pub(crate) fn numerical(
     Ok(jacobians)
 }
 
-/// One backward pass for each element of `output`; one Jacobian for each of `inputs`.
+/// Returns one Jacobian for each of `inputs`, with one backward pass for each element of `output`.
 pub(crate) fn analytical(output: &Tensor, inputs: &[&Tensor]) -> Result<Vec<Jacobian>> {
     let columns = output.numel();
     let mut jacobians: Vec<Jacobian> = inputs
@@ -92,11 +93,13 @@ pub(crate) fn analytical(output: &Tensor, inputs: &[&Tensor]) -> Result<Vec<Jaco
         let _ = seed.f_view([-1])?.f_narrow(0, at, 1)?.f_fill_(1.0)?;
         let options = GradOptions {
             gradients: &[Some(&seed)],
+            // One graph serves all columns.
             retain_graph: Some(true),
             allow_unused: true,
             ..GradOptions::default()
         };
         for (jacobian, gradient) in jacobians.iter_mut().zip(grad(&[output], inputs, &options)?) {
+            // The output does not depend on this input: its Jacobian stays zero.
             let Some(gradient) = gradient else { continue };
             for (row, value) in flat(&gradient)?.into_iter().enumerate() {
                 jacobian.values[row * columns + column] = value;

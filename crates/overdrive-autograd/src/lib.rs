@@ -1,18 +1,18 @@
-//! Autograd for tch users: functions with their own backward, hooks, gradients with all options.
+//! Custom autograd functions, gradient hooks, and gradients with all options, for programs that use tch.
 //!
-//! tch records what libtorch's operators do and offers `backward()`, without options. This crate adds
-//! what PyTorch's Python side has on top of the same engine:
+//! tch records libtorch's operators and has `backward()` without options. This crate adds the rest of
+//! PyTorch's Python interface to the same engine:
 //!
 //! * [`Function`] and [`apply`] – a function whose backward is written in Rust (`torch.autograd.Function`):
 //!   several inputs and outputs, saved tensors that are checked for in-place changes, in-place functions,
-//!   double backward where the function offers it; errors and panics come back to the caller;
-//! * [`grad`], [`backward`] – with `retain_graph`, `create_graph`, `inputs`, `allow_unused`;
-//! * [`register_hook`], [`register_post_accumulate_grad_hook`] – closures that see, change or use
-//!   gradients as they are made;
-//! * [`NoGradGuard`], [`EnableGradGuard`], [`InferenceModeGuard`] – modes that end with a scope, also by
-//!   a panic;
-//! * [`random`] – the state of each device's random generator, to save, restore and fork;
-//! * [`gradcheck`], [`gradgradcheck`] – a function's gradients against numerical ones;
+//!   optional double backward; errors and panics reach the caller;
+//! * [`grad`], [`backward`] – gradients with `retain_graph`, `create_graph`, `inputs`, `allow_unused`;
+//! * [`register_hook`], [`register_post_accumulate_grad_hook`] – closures that read, replace or consume
+//!   gradients during backward;
+//! * [`NoGradGuard`], [`EnableGradGuard`], [`InferenceModeGuard`] – modes of the current thread that
+//!   end with a scope, also by a panic;
+//! * [`random`] – saving, restoring and forking the states of the devices' random generators;
+//! * [`gradcheck`], [`gradgradcheck`] – comparisons of a function's gradients with numerical ones;
 //! * [`op`] – any operator of libtorch by its schema name, with typed arguments.
 //!
 //! ```
@@ -49,7 +49,7 @@
 //! # }
 //! ```
 //!
-//! The original: [Extending PyTorch](https://docs.pytorch.org/docs/2.11/notes/extending.html).
+//! The original in PyTorch: [Extending PyTorch](https://docs.pytorch.org/docs/2.11/notes/extending.html).
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 

@@ -1,13 +1,12 @@
-//! The state of each device's default random generator.
+//! The states of the devices' default random generators.
 //!
-//! A state is a tensor of bytes on the CPU, in PyTorch's own layout: a state that Python saved can be
-//! set here and the other way round.
+//! A state is a tensor of bytes on the CPU in PyTorch's layout, so states can be exchanged with Python.
 
 use tch::{Device, Tensor};
 
 use crate::Result;
 
-/// The state of a device's generator (`torch.get_rng_state`, `torch.cuda.get_rng_state`).
+/// Returns the state of a device's generator (`torch.get_rng_state`, `torch.cuda.get_rng_state`).
 ///
 /// # Errors
 /// [`crate::Error::Sys`] if there is no such device.
@@ -18,12 +17,12 @@ pub fn state(device: Device) -> Result<Tensor> {
 /// Sets the state of a device's generator.
 ///
 /// # Errors
-/// [`crate::Error::Sys`] if there is no such device, or the tensor is no state of its generator.
+/// [`crate::Error::Sys`] if there is no such device, or the tensor is not a state of its generator.
 pub fn set_state(device: Device, state: &Tensor) -> Result<()> {
     Ok(overdrive_sys::random::set_state(device, state)?)
 }
 
-/// Seeds the generator of one device; `tch::manual_seed` seeds those of all.
+/// Seeds the generator of one device; `tch::manual_seed` seeds those of all devices.
 ///
 /// # Errors
 /// [`crate::Error::Sys`] if there is no such device.
@@ -31,7 +30,7 @@ pub fn manual_seed(device: Device, seed: u64) -> Result<()> {
     Ok(overdrive_sys::random::seed(device, seed)?)
 }
 
-/// The generators of the CPU and of every CUDA device that this process can see.
+/// Returns the CPU and every CUDA device that is visible to this process.
 pub fn devices() -> Vec<Device> {
     let cuda = usize::try_from(tch::Cuda::device_count()).unwrap_or(0);
     std::iter::once(Device::Cpu)
@@ -39,17 +38,17 @@ pub fn devices() -> Vec<Device> {
         .collect()
 }
 
-/// The states of several devices, to be set again later.
+/// The stored states of the generators of several devices.
 #[derive(Debug)]
 pub struct Snapshot {
     states: Vec<(Device, Tensor)>,
 }
 
 impl Snapshot {
-    /// The states of the generators of `devices`.
+    /// Stores the states of the generators of `devices`.
     ///
     /// # Errors
-    /// As for [`state`].
+    /// As [`state`].
     pub fn of(devices: &[Device]) -> Result<Self> {
         let states = devices
             .iter()
@@ -58,15 +57,15 @@ impl Snapshot {
         Ok(Self { states })
     }
 
-    /// The states, device by device.
+    /// Returns the devices with their states.
     pub fn states(&self) -> &[(Device, Tensor)] {
         &self.states
     }
 
-    /// Sets each state again.
+    /// Restores each state.
     ///
     /// # Errors
-    /// As for [`set_state`].
+    /// As [`set_state`].
     pub fn restore(&self) -> Result<()> {
         for (device, state) in &self.states {
             set_state(*device, state)?;
@@ -75,8 +74,8 @@ impl Snapshot {
     }
 }
 
-/// Restores the generators of its devices when dropped, also by a panic (`torch.random.fork_rng`):
-/// what is drawn meanwhile leaves no trace.
+/// A guard that restores the generators of its devices when it is dropped, also by a panic
+/// (`torch.random.fork_rng`).
 ///
 /// ```
 /// use overdrive_autograd::random::Fork;
@@ -99,30 +98,30 @@ pub struct Fork {
 }
 
 impl Fork {
-    /// Remembers the states of the generators of `devices`.
+    /// Stores the states of the generators of `devices`.
     ///
     /// # Errors
-    /// As for [`state`].
+    /// As [`state`].
     pub fn of(devices: &[Device]) -> Result<Self> {
         Ok(Self {
             before: Snapshot::of(devices)?,
         })
     }
 
-    /// Restores now, and says if that fails.
+    /// Restores the generators now, and returns an error if that fails.
     ///
     /// # Errors
-    /// As for [`set_state`].
+    /// As [`set_state`].
     pub fn join(self) -> Result<()> {
         self.before.restore()
-        // Dropping restores once more, to the same states.
+        // Dropping restores the same states once more, which has no effect.
     }
 }
 
 impl Drop for Fork {
     fn drop(&mut self) {
-        // The states came from these generators: refusing them would be a defect of libtorch, and a
-        // destructor has nobody to tell. `join` tells.
+        // The states came from these generators, so only a defect of libtorch could cause an error here. A
+        // destructor cannot report it; `join` does.
         let _ = self.before.restore();
     }
 }

@@ -1,4 +1,4 @@
-//! Random states. A target of its own with one test, since libtorch's generator belongs to the process.
+//! Random states. A test target of its own with one test, because libtorch's generator is a global state.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_autograd::random::{self, Fork};

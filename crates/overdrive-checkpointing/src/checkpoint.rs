@@ -1,38 +1,40 @@
-//! The two forms of a checkpoint: with a closure that owns what it uses, and within a scope that lends.
+//! The two forms of a checkpoint: with a closure that owns its captures, and with one that borrows in a
+//! scope.
 
 use std::rc::Rc;
 use std::sync::Arc;
 
 use overdrive_autograd::{BackwardOptions, backward, is_grad_enabled};
 use overdrive_sys::CallbackResult;
-use overdrive_sys::saved_tensors::{BackwardOnThisThread, Lender, lending};
+use overdrive_sys::saved_tensors::BackwardOnThisThread;
+use overdrive_sys::scoped_closure;
 use parking_lot::ReentrantMutex;
 use tch::Tensor;
 
 use crate::frame::{Frame, Region};
 use crate::{CheckpointOptions, Error, Result};
 
-/// What a checkpointed closure returns: any error will do.
+/// The result of a checkpointed closure, with any error type.
 pub type RegionResult<T> = CallbackResult<T>;
 
-/// Runs `region` on `inputs` and keeps, of all that its operators save for backward, nothing but the
-/// inputs; backward runs it again for the rest (`torch.utils.checkpoint.checkpoint`).
+/// Runs `region` on `inputs` and saves only the inputs for backward, which runs `region` again to
+/// recompute the other tensors that its operators save (`torch.utils.checkpoint.checkpoint`).
 ///
-/// * Gradients are those of the plain run, bit for bit, if the closure computes the same each time.
-/// * The closure may return anything: tensors, differentiable or not, in any structure.
-/// * Tensors that it captures (weights) get gradients as they do in the plain run. It is moved into the
-///   graph, so it owns what it uses: shallow clones, or a [`Shared`](crate::Shared) layer. To borrow
-///   layers, see [`scope`].
-/// * Checkpoints may be nested, in each other and in autocast. Under `no_grad` the closure just runs.
-/// * Only inputs that come in through `inputs` are offered to a surrounding checkpoint to recompute;
-///   captured activations are kept.
+/// * Gradients equal those without a checkpoint bit for bit, if the closure computes the same in both passes.
+/// * The closure may return any type: tensors, differentiable or not, in any structure.
+/// * Tensors that it captures (weights) get gradients as they do without a checkpoint. The closure is
+///   moved into the graph, so it must own its captures: shallow clones, or a [`Shared`](crate::Shared)
+///   layer. To borrow layers, see [`scope`].
+/// * Checkpoints may be nested, in each other and in autocast. Under `no_grad` the closure only runs.
+/// * A surrounding checkpoint can recompute the tensors in `inputs`; captured activations stay in memory.
 ///
-/// Memory between the passes: the inputs, which the graph before usually holds anyway, and what
-/// [`CheckpointOptions::policy`] keeps. Time: the closure once more, up to its last saving operator.
+/// Memory between the passes: the inputs, which the preceding graph usually holds anyway, and the results
+/// that [`CheckpointOptions::policy`] keeps. Time: one more run of the closure, up to its last saving
+/// operator.
 ///
 /// # Errors
-/// [`Error::Closure`] with what the closure returned; a panic of it goes on. What goes wrong in the
-/// recomputation is the error of backward: [`Error::Recomputation`], [`Error::Panic`],
+/// [`Error::Closure`] with the error of the closure; a panic of the closure is not caught. Errors of the
+/// recomputation are errors of backward: [`Error::Recomputation`], [`Error::Panic`],
 /// [`Error::Mismatch`], [`Error::Count`], [`Error::ChangedInPlace`].
 ///
 /// ```
@@ -59,7 +61,8 @@ where
     if !is_grad_enabled() {
         return region(&inputs).map_err(Error::Closure);
     }
-    // Reentrant, for closures that run backward inside; shared, because the first pass is run here.
+    // Reentrant, for closures that run backward inside; an `Arc`, because the first pass runs here while
+    // the graph owns the closure.
     let region = Arc::new(ReentrantMutex::new(region));
     let again = Arc::clone(&region);
     let frame = Frame::new(
@@ -82,18 +85,18 @@ fn first_pass<T>(frame: &Arc<Frame>, run: impl FnOnce() -> RegionResult<T>) -> R
     Ok(outputs)
 }
 
-/// A scope for checkpoints whose closures borrow; made by [`scope`]. It is a handle: copy it.
+/// A scope for checkpoints whose closures borrow, created by [`scope`]. It is a handle that can be copied.
 #[derive(Debug, Clone, Copy)]
 pub struct Scope<'scope, 'env: 'scope> {
-    lender: &'scope Lender<'scope, 'env>,
+    closures: &'scope scoped_closure::Scope<'scope, 'env>,
 }
 
-/// Runs `body`, in which closures of checkpoints may borrow what lives outside of it: layers behind
-/// `&self`, without clones or locks. Backward must run inside too; afterwards the graph's checkpoints
-/// answer with an error.
+/// Runs `body`, in which closures of checkpoints may borrow values that live outside of it, such as
+/// layers behind `&self`, without clones or locks. Backward must run inside `body` too; afterwards the
+/// checkpoints of the graph return an error.
 ///
-/// On a GPU libtorch runs backward on threads of its own, which must not touch what this thread lends:
-/// [`Scope::backward`] keeps it here. On a CPU it runs on the thread that calls it anyway.
+/// On a GPU libtorch runs backward on its own threads, which must not use the borrowed values:
+/// [`Scope::backward`] keeps the pass on this thread. On a CPU it runs on the calling thread anyway.
 ///
 /// ```
 /// use overdrive_checkpointing::{CheckpointOptions, scope};
@@ -119,11 +122,11 @@ pub struct Scope<'scope, 'env: 'scope> {
 /// # }
 /// ```
 pub fn scope<'env, T>(body: impl for<'scope> FnOnce(Scope<'scope, 'env>) -> T) -> T {
-    lending(|lender| body(Scope { lender }))
+    scoped_closure::scope(|closures| body(Scope { closures }))
 }
 
 impl<'scope> Scope<'scope, '_> {
-    /// As [`checkpoint`], with a closure that may borrow what lives outside of the scope.
+    /// As [`checkpoint`], with a closure that may borrow values that live outside of the scope.
     ///
     /// # Errors
     /// As [`checkpoint`].
@@ -142,25 +145,27 @@ impl<'scope> Scope<'scope, '_> {
         }
         let region = Rc::new(region);
         let again = Rc::clone(&region);
-        let lent = self.lender.lend(move |inputs| again(inputs).map(drop));
-        let frame = Frame::new(Region::Lent(lent), &inputs, options)?;
+        let closure = self
+            .closures
+            .register(move |inputs| again(inputs).map(drop));
+        let frame = Frame::new(Region::Scoped(closure), &inputs, options)?;
         first_pass(&frame, || region(&inputs))
     }
 
-    /// Adds the gradients of the leaves under `outputs` to theirs, on this thread alone.
+    /// Accumulates the gradients of `outputs` into the leaves of the graph, on this thread only.
     ///
     /// # Errors
-    /// Those of [`overdrive_autograd::backward`].
+    /// As [`overdrive_autograd::backward`].
     pub fn backward(self, outputs: &[&Tensor]) -> Result<()> {
         self.backward_with(outputs, &BackwardOptions::default())
     }
 
-    /// [`backward`](Self::backward) with options.
+    /// As [`backward`](Self::backward), with options.
     ///
     /// # Errors
-    /// Those of [`overdrive_autograd::backward`].
+    /// As [`overdrive_autograd::backward`].
     pub fn backward_with(self, outputs: &[&Tensor], options: &BackwardOptions<'_>) -> Result<()> {
-        let _here = BackwardOnThisThread::new();
+        let _on_this_thread = BackwardOnThisThread::new();
         Ok(backward(outputs, options)?)
     }
 }

@@ -1,4 +1,4 @@
-//! Whether the recomputation does what the first pass did.
+//! The comparison of the recomputation with the first pass.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,7 +7,7 @@ use overdrive_sys::CallbackResult;
 use overdrive_sys::dispatch_mode::{DispatchMode, OperatorCall};
 use tch::{Device, Kind, Tensor};
 
-/// What a saved tensor is compared by.
+/// The properties of a saved tensor that are compared.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Metadata {
     shape: Vec<i64>,
@@ -42,7 +42,7 @@ impl Log {
         self.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Both passes side by side, the first difference marked.
+    /// Returns the operators of both passes side by side, with the first difference marked.
     pub(crate) fn compare(first: &Self, now: &Self) -> String {
         use fmt::Write;
 
@@ -65,9 +65,10 @@ impl Log {
     }
 }
 
-pub(crate) struct Logging(pub(crate) Arc<Log>);
+/// The dispatch mode that writes the log.
+pub(crate) struct LogMode(pub(crate) Arc<Log>);
 
-impl DispatchMode for Logging {
+impl DispatchMode for LogMode {
     fn after(&self, call: &OperatorCall) -> CallbackResult<()> {
         let tensors = call.tensors()?;
         let shapes: Vec<String> = tensors.iter().map(|t| format!("{:?}", t.size())).collect();

@@ -1,21 +1,21 @@
-//! Leaving a recomputation early: an error that travels through the operator that saves the last tensor
-//! needed, and through the closure.
+//! The early stop of a recomputation: an error that the operator that saves the last needed tensor
+//! returns, and that the closure passes on.
 
 use std::sync::Once;
 
-/// The text is looked for in panics, so it is one that nobody else writes.
+/// The message of the error. Panics are searched for it, so it must be unique.
 const TEXT: &str = "overdrive-checkpointing: the recomputation has all that backward needs";
 
-/// What the saving operator fails with.
+/// The error of the operator that saves the last needed tensor.
 #[derive(Debug, thiserror::Error)]
 #[error("{}", TEXT)]
 pub(crate) struct EarlyStop;
 
-/// Keeps panics that an early stop causes, in closures that unwrap, from being printed. Every other
-/// panic goes to the hook that was there before.
-pub(crate) fn keep_quiet() {
+/// Installs a panic hook that does not print the panics of an early stop in closures that unwrap. Every
+/// other panic goes to the previous hook.
+pub(crate) fn silence_panics() {
     static INSTALLED: Once = Once::new();
-    // Hooks cannot be set by a thread that panics; the next recomputation will.
+    // A panicking thread cannot set hooks; the next recomputation will.
     if std::thread::panicking() {
         return;
     }

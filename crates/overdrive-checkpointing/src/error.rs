@@ -1,57 +1,49 @@
-//! What can go wrong in this crate.
+//! The errors of this crate.
 
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// An error of checkpointing, offloading or planning.
 ///
-/// Those that arise in backward come out of it as its error: whole, as the source of
-/// [`overdrive_sys::Error::Callback`], from [`overdrive_autograd::backward`]; as text from tch's own
-/// `f_backward`.
+/// The backward pass returns the errors of a recomputation: [`overdrive_autograd::backward`] as the source of
+/// [`overdrive_sys::Error::Callback`], tch's own `f_backward` as text.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An option is outside its range.
-    #[error("{option} is {value}, expected {expected}")]
-    InvalidOption {
-        /// Name of the option.
-        option: &'static str,
-        /// What it was set to.
-        value: String,
-        /// What it may be.
-        expected: &'static str,
-    },
+    /// An option out of its range, or a file for offloaded tensors that cannot be created, written or read.
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
 
     /// The closure returned an error in the first pass.
     #[error(transparent)]
     Closure(Box<dyn std::error::Error + Send + Sync>),
 
-    /// The closure returned an error when it was run again.
+    /// The closure returned an error in the recomputation.
     #[error("the recomputation of a checkpoint failed: {source}")]
     Recomputation {
         /// The closure's error.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 
-    /// The closure panicked when it was run again.
+    /// The closure panicked in the recomputation.
     #[error("the recomputation of a checkpoint panicked: {message}")]
     Panic {
-        /// What the panic said.
+        /// The message of the panic.
         message: String,
     },
 
-    /// The recomputation saved another tensor than the first pass.
+    /// The recomputation saved a different tensor than the first pass.
     #[error(
-        "the recomputation of a checkpoint differs from its first pass at saved tensor {index}{operator}: first {first}, now {now}; a checkpointed closure must compute the same each time (modes, shapes, global state){log}"
+        "the recomputation of a checkpoint differs from the first pass at saved tensor {index}{operator}: first {first}, now {now}; a checkpointed closure must compute the same in both passes (modes, shapes, global state){log}"
     )]
     Mismatch {
-        /// Which of the saved tensors, from 0.
+        /// The index of the saved tensor, from 0.
         index: usize,
-        /// The operator that saves it in the recomputation, as `, saved by aten::…`, or empty.
+        /// The operator that saves it in the recomputation, as `, saved by aten::…`; may be empty.
         operator: String,
-        /// Shape, dtype and device in the first pass.
+        /// The shape, dtype and device in the first pass.
         first: String,
-        /// Shape, dtype and device in the recomputation.
+        /// The shape, dtype and device in the recomputation.
         now: String,
         /// The operators of both passes, with [`crate::CheckpointOptions::debug`]; else empty.
         log: String,
@@ -59,85 +51,78 @@ pub enum Error {
 
     /// The recomputation saved another number of tensors than the first pass.
     #[error(
-        "the recomputation of a checkpoint saved {now} tensors{operator}, its first pass {first}; a checkpointed closure must compute the same each time (modes, shapes, global state){log}"
+        "the recomputation of a checkpoint saved {now} tensors{operator}, the first pass {first}; a checkpointed closure must compute the same in both passes (modes, shapes, global state){log}"
     )]
     Count {
-        /// How many in the first pass.
+        /// The number in the first pass.
         first: usize,
-        /// How many in the recomputation; `more than …` where it was stopped there.
+        /// The number in the recomputation; `more than …` if it was stopped there.
         now: String,
-        /// The operator that saved one too many, as `, the last by aten::…`, or empty.
+        /// The operator that saved one too many, as `, the last by aten::…`; may be empty.
         operator: String,
         /// The operators of both passes, with [`crate::CheckpointOptions::debug`]; else empty.
         log: String,
     },
 
-    /// The recomputation called an operator more often than the first pass, and its policy keeps it.
+    /// The recomputation called an operator whose results the policy keeps more often than the first pass.
     #[error(
-        "the recomputation of a checkpoint calls {operator} for the {occurrence}. time, its first pass called it {first} times, and its results are kept by policy: a checkpointed closure must compute the same each time"
+        "the recomputation of a checkpoint called {operator} {occurrence} times, the first pass {first} times, and the policy keeps its results; a checkpointed closure must compute the same in both passes"
     )]
     KeptOperator {
         /// The operator.
         operator: String,
-        /// Which call it is, from 1.
+        /// The number of calls in the recomputation so far.
         occurrence: usize,
-        /// How many calls there were in the first pass.
+        /// The number of calls in the first pass.
         first: usize,
     },
 
     /// A saved tensor was changed in place before backward used it.
     #[error(
-        "a tensor of shape {shape:?} that backward needs was changed in place after an operator saved it; use the operator's form without the trailing underscore there"
+        "a tensor of shape {shape:?} that backward needs was changed in place after an operator saved it; use the operator without the trailing underscore there"
     )]
     ChangedInPlace {
-        /// Its shape.
+        /// The shape of the tensor.
         shape: Vec<i64>,
     },
 
-    /// A closure ran backward over itself.
+    /// A closure ran backward over its own checkpoint.
     #[error(
-        "the recomputation of a checkpoint needs a tensor of that same checkpoint: its closure runs backward over what it is computing"
+        "the recomputation of a checkpoint needs a tensor of the same checkpoint: its closure must not run backward over tensors that it is computing"
     )]
     Recursion,
 
-    /// A plan cannot be met.
+    /// No plan meets the memory budget.
     #[error(
-        "a budget of {budget_bytes} bytes cannot be met: recomputing every block still peaks at {least_bytes} bytes; split the blocks, shrink the micro-batch, or offload"
+        "a budget of {budget_bytes} bytes is too small: with every block recomputed, memory still peaks at {least_bytes} bytes; split the blocks, reduce the micro-batch, or offload"
     )]
     Budget {
-        /// What was asked for.
+        /// The requested budget.
         budget_bytes: u64,
-        /// The least that recomputation can reach.
+        /// The smallest peak that recomputation can reach.
         least_bytes: u64,
     },
 
-    /// A plan does not fit the blocks it is used with.
-    #[error("the plan is for {planned} blocks and there are {given}; measure these")]
+    /// A plan was made for another number of blocks.
+    #[error(
+        "the plan is for {planned} blocks, but there are {given}; measure these blocks and plan again"
+    )]
     Plan {
-        /// How many it has.
+        /// The number of blocks in the plan.
         planned: usize,
-        /// How many there are.
+        /// The number of blocks in the chain.
         given: usize,
     },
 
-    /// The file for offloaded tensors failed.
-    #[error("offloading to a file: {operation}: {source}")]
-    File {
-        /// What was being done.
-        operation: &'static str,
-        /// The system's error.
-        source: std::io::Error,
-    },
-
-    /// The autograd layer failed.
+    /// An error of overdrive-autograd.
     #[error(transparent)]
     Autograd(#[from] overdrive_autograd::Error),
 
-    /// The shim or libtorch failed.
+    /// An error of libtorch through overdrive-sys.
     #[error(transparent)]
     Sys(#[from] overdrive_sys::Error),
 
-    /// A tensor operation failed.
+    /// An error of tch.
     #[error(transparent)]
     Tch(#[from] tch::TchError),
 }

@@ -1,9 +1,9 @@
-//! One checkpointed region: what is kept of its first pass, and how backward gets the rest again.
+//! The state of one checkpointed region: the data of its first pass, and the recomputation in backward.
 //!
-//! Life of a frame: the first pass runs the closure with a hook that leaves a [`Placeholder`] in the
-//! graph for each saved tensor. The first of them that backward asks for runs the closure again, whose
-//! saved tensors, in the same order, fill the slots; the others find theirs there. The frame lives as
-//! long as a placeholder does.
+//! Life cycle of a frame: the first pass runs the closure with a hook that puts a [`Placeholder`] into
+//! the graph for each saved tensor. The first placeholder that backward unpacks runs the closure again,
+//! whose saved tensors fill the slots in the same order; the other placeholders take theirs from the
+//! slots. The frame lives as long as a placeholder does.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
@@ -12,36 +12,37 @@ use std::thread::{self, ThreadId};
 
 use overdrive_autograd::EnableGradGuard;
 use overdrive_sys::dispatch_mode::{
-    DispatchMode, ModeGuard, OperatorNames, operator_under_way, push_mode,
+    DispatchMode, ModeGuard, OperatorNames, current_operator, push_mode,
 };
 use overdrive_sys::saved_tensors::{
-    HooksGuard, Lent, Packed, Saved, SavedVariable, backward_pass, push_hooks,
+    HooksGuard, PackedTensor, SavedTensor, SavedVariable, backward_pass, push_hooks,
 };
+use overdrive_sys::scoped_closure::ScopedClosure;
 use overdrive_sys::{CallbackError, CallbackResult, panic_text};
 use tch::Tensor;
 
-use crate::ambient::Ambient;
-use crate::determinism::{Log, Logging, Metadata};
-use crate::early_stop::{EarlyStop, keep_quiet};
-use crate::policy::{Answering, Keeping, Kept};
+use crate::context::Context;
+use crate::determinism::{Log, LogMode, Metadata};
+use crate::early_stop::{EarlyStop, silence_panics};
+use crate::policy::{KeepMode, KeptResults, ReplayMode};
 use crate::versioned::Versioned;
 use crate::{CheckpointOptions, DeterminismCheck, Error, Result};
 
 type Owned = Box<dyn Fn(&[Tensor]) -> CallbackResult<()> + Send + Sync>;
 
-/// The closure, its result thrown away.
+/// The closure of a region; its result is discarded.
 pub(crate) enum Region {
-    /// Owns or shares what it uses: any thread may run it.
+    /// A closure that owns its captures: any thread may run it.
     Owned(Owned),
-    /// Borrows.
-    Lent(Lent),
+    /// A closure that borrows from the thread of its scope.
+    Scoped(ScopedClosure),
 }
 
 impl Region {
     fn run(&self, inputs: &[Tensor]) -> CallbackResult<()> {
         match self {
             Self::Owned(closure) => closure(inputs),
-            Self::Lent(closure) => closure.call(inputs),
+            Self::Scoped(closure) => closure.call(inputs),
         }
     }
 }
@@ -49,14 +50,14 @@ impl Region {
 pub(crate) struct Frame {
     region: Region,
     inputs: Mutex<Vec<SavedVariable>>,
-    ambient: Mutex<Ambient>,
+    context: Mutex<Context>,
     options: CheckpointOptions,
-    kept: Arc<Kept>,
+    kept: Arc<KeptResults>,
     first_log: Arc<Log>,
-    /// Held while the closure runs again.
-    turn: Mutex<()>,
-    /// The thread that holds it.
-    running: Mutex<Option<ThreadId>>,
+    /// Held during a recomputation.
+    recomputing: Mutex<()>,
+    /// The thread that holds `recomputing`.
+    running_thread: Mutex<Option<ThreadId>>,
     state: Mutex<State>,
 }
 
@@ -66,30 +67,30 @@ struct State {
     forward_done: bool,
     /// The backward pass that the values in the slots were computed for.
     pass: Option<u64>,
-    /// How many tensors the recomputation has saved.
+    /// The number of tensors that the recomputation has saved.
     count: usize,
-    /// The recomputation ends with this slot, if it ends early.
+    /// The slot at which the recomputation stops early.
     last: Option<usize>,
     stopped: bool,
-    /// Found out inside of an operator; goes before the closure's own error, which tells it in C++'s
-    /// words.
+    /// An error that was found inside an operator. It takes precedence over the closure's error, which is
+    /// the same error as text that went through C++.
     failure: Option<Error>,
 }
 
 /// A tensor that the first pass saved.
 struct Slot {
     metadata: Option<Metadata>,
-    /// Whether the graph still has its placeholder.
+    /// If `true`, the graph still holds the placeholder.
     alive: bool,
     value: Option<Versioned>,
 }
 
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A panic of the closure leaves nothing half done: what it saved is thrown away.
+    // A panic of the closure leaves no inconsistent state: the tensors that it saved are discarded.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The hooks and modes of one pass, taken down together.
+/// The hooks and modes of one pass.
 pub(crate) struct Recording {
     _hooks: HooksGuard,
     _modes: Vec<ModeGuard>,
@@ -102,8 +103,9 @@ impl Frame {
         inputs: &[Tensor],
         options: &CheckpointOptions,
     ) -> Result<Arc<Self>> {
-        let ambient = Ambient::now(inputs, options.preserve_rng_state)?;
-        // Through the hooks of a surrounding checkpoint, so that it keeps or recomputes these.
+        let context = Context::capture(inputs, options.preserve_rng_state)?;
+        // A `SavedVariable` goes through the hooks of a surrounding checkpoint, which can so recompute
+        // the inputs.
         let inputs = inputs
             .iter()
             .map(SavedVariable::new)
@@ -111,21 +113,21 @@ impl Frame {
         Ok(Arc::new(Self {
             region,
             inputs: Mutex::new(inputs),
-            ambient: Mutex::new(ambient),
+            context: Mutex::new(context),
             options: options.clone(),
             kept: Arc::default(),
             first_log: Arc::default(),
-            turn: Mutex::new(()),
-            running: Mutex::new(None),
+            recomputing: Mutex::new(()),
+            running_thread: Mutex::new(None),
             state: Mutex::default(),
         }))
     }
 
-    /// Begins the first pass: until the guard is dropped, placeholders take the place of what is saved.
+    /// Begins the first pass: until the guard is dropped, the graph holds placeholders for saved tensors.
     pub(crate) fn record(self: &Arc<Self>) -> Result<Recording> {
         let frame = Arc::clone(self);
         let check = self.options.determinism_check;
-        let hooks = push_hooks(move |saved: Saved| {
+        let hooks = push_hooks(move |saved: SavedTensor| {
             let metadata = match check {
                 DeterminismCheck::Default => Some(Metadata::of(&saved.tensor)?),
                 DeterminismCheck::None => None,
@@ -140,17 +142,17 @@ impl Frame {
             Ok(Box::new(Placeholder {
                 frame: Arc::clone(&frame),
                 index,
-            }) as Box<dyn Packed>)
+            }) as Box<dyn PackedTensor>)
         })?;
         let mut modes: Vec<Rc<dyn DispatchMode>> = Vec::new();
         if !self.options.policy.keeps_nothing() {
-            modes.push(Rc::new(Keeping {
+            modes.push(Rc::new(KeepMode {
                 policy: self.options.policy.clone(),
                 kept: Arc::clone(&self.kept),
             }));
         }
         if self.options.debug {
-            modes.push(Rc::new(Logging(Arc::clone(&self.first_log))));
+            modes.push(Rc::new(LogMode(Arc::clone(&self.first_log))));
         }
         Ok(Recording {
             _hooks: hooks,
@@ -174,26 +176,29 @@ impl Frame {
 
     fn take(&self, index: usize, pass: Option<u64>) -> Option<Versioned> {
         let mut state = lock(&self.state);
+        // Each pass computes its own values: an earlier one over a retained graph may have stopped halfway.
         if state.pass != pass {
             return None;
         }
         state.slots[index].value.take()
     }
 
-    /// Runs the closure again and takes the value of slot `index`.
+    /// Runs the closure again and returns the value of slot `index`.
     fn recompute(self: &Arc<Self>, index: usize, pass: Option<u64>) -> Result<Versioned> {
         let this_thread = thread::current().id();
-        if *lock(&self.running) == Some(this_thread) {
+        // Without this check the thread would wait for itself.
+        if *lock(&self.running_thread) == Some(this_thread) {
             return Err(Error::Recursion);
         }
-        // May run the closure of a surrounding checkpoint again, which saved these.
+        // Before `recomputing` is locked: unpacking may run the recomputation of a surrounding checkpoint.
         let inputs = lock(&self.inputs)
             .iter()
             .map(SavedVariable::unpack)
             .collect::<overdrive_sys::Result<Vec<_>>>()
             .map_err(unwrap_own)?;
-        // Backward passes on several threads over one graph take turns; the value is taken within.
-        let _turn = Turn::take(self, this_thread);
+        // Backward passes of several threads over one graph recompute one after another. While this one
+        // waited, another thread may have computed the value.
+        let _guard = RecomputeGuard::acquire(self, this_thread);
         if let Some(value) = self.take(index, pass) {
             return Ok(value);
         }
@@ -209,13 +214,14 @@ impl Frame {
         inputs: &[Tensor],
         log: &Arc<Log>,
     ) -> Result<thread::Result<CallbackResult<()>>> {
-        let _ambient = lock(&self.ambient).enter()?;
+        let _context = lock(&self.context).enter()?;
+        // Backward disables recording, but only recorded operators save tensors.
         let _grad = EnableGradGuard::new();
         let _recording = self.record_again(log)?;
         if self.options.early_stop {
-            keep_quiet();
+            silence_panics();
         }
-        // The closure must bear being left in the middle by the error of an early stop anyway.
+        // `AssertUnwindSafe`: an early stop leaves the closure in the middle too, by an error.
         Ok(catch_unwind(AssertUnwindSafe(|| self.region.run(inputs))))
     }
 
@@ -233,23 +239,24 @@ impl Frame {
             let values = state.slots.iter_mut().filter_map(|slot| slot.value.take());
             values.collect()
         };
+        // After the lock is released: dropping a tensor may free a graph whose placeholders take the lock.
         drop(old);
     }
 
     fn record_again(self: &Arc<Self>, log: &Arc<Log>) -> Result<Recording> {
         let frame = Arc::clone(self);
         let now_log = Arc::clone(log);
-        let hooks = push_hooks(move |saved: Saved| frame.refill(&saved.tensor, &now_log))?;
+        let hooks = push_hooks(move |saved: SavedTensor| frame.fill_slot(&saved.tensor, &now_log))?;
         let mut modes: Vec<Rc<dyn DispatchMode>> = Vec::new();
         if !self.options.policy.keeps_nothing() {
-            modes.push(Rc::new(Answering::new(
+            modes.push(Rc::new(ReplayMode::new(
                 self.options.policy.clone(),
                 Arc::clone(&self.kept),
                 self.options.preserve_rng_state,
             )));
         }
         if self.options.debug {
-            modes.push(Rc::new(Logging(Arc::clone(log))));
+            modes.push(Rc::new(LogMode(Arc::clone(log))));
         }
         let checked = self.options.determinism_check == DeterminismCheck::Default;
         Ok(Recording {
@@ -259,10 +266,10 @@ impl Frame {
         })
     }
 
-    /// The hook of the recomputation.
-    fn refill(&self, tensor: &Tensor, log: &Log) -> CallbackResult<Box<dyn Packed>> {
+    /// The hook of the recomputation: stores a saved tensor in its slot.
+    fn fill_slot(&self, tensor: &Tensor, log: &Log) -> CallbackResult<Box<dyn PackedTensor>> {
         let value = Versioned::new(tensor)?;
-        let again = Box::new(Again(value.tensor().shallow_clone()));
+        let recomputed = Box::new(Recomputed(value.tensor().shallow_clone()));
         let mut state = lock(&self.state);
         if state.stopped {
             return Err(Box::new(EarlyStop));
@@ -272,8 +279,8 @@ impl Frame {
         let (known, forward_done) = (state.slots.len(), state.forward_done);
         let Some(slot) = state.slots.get_mut(index) else {
             if !forward_done {
-                // Backward ran inside of the closure, before its end: this is past what was needed.
-                return Ok(again);
+                // Backward runs inside the closure, before its end: the first pass has not come this far yet.
+                return Ok(recomputed);
             }
             let error = Error::Count {
                 first: known,
@@ -296,6 +303,7 @@ impl Frame {
                 return Err(state.fail(error));
             }
         }
+        // A placeholder that was freed needs no value, which would only occupy memory.
         if slot.alive {
             slot.value = Some(value);
         }
@@ -303,7 +311,7 @@ impl Frame {
             state.stopped = true;
             return Err(Box::new(EarlyStop));
         }
-        Ok(again)
+        Ok(recomputed)
     }
 
     fn finish(&self, outcome: thread::Result<CallbackResult<()>>, log: &Log) -> Result<()> {
@@ -345,14 +353,14 @@ impl Frame {
 
 impl Drop for Frame {
     fn drop(&mut self) {
-        if let Region::Lent(lent) = &self.region {
-            lent.end();
+        if let Region::Scoped(closure) = &self.region {
+            closure.end();
         }
     }
 }
 
 impl State {
-    /// Keeps the error for the end, and gives what stops the closure.
+    /// Stores the error for the end of the recomputation, and returns one that stops the closure.
     fn fail(&mut self, error: Error) -> CallbackError {
         let text = CallbackError::from(error.to_string());
         self.failure = Some(error);
@@ -361,10 +369,10 @@ impl State {
 }
 
 fn operator(before: &str) -> CallbackResult<String> {
-    Ok(operator_under_way()?.map_or_else(String::new, |name| format!("{before} {name}")))
+    Ok(current_operator()?.map_or_else(String::new, |name| format!("{before} {name}")))
 }
 
-/// An error of this crate that came back through C++, as itself.
+/// Converts an error that went through C++ back into this crate's error.
 fn unwrap_own(error: overdrive_sys::Error) -> Error {
     match error {
         overdrive_sys::Error::Callback { operation, source } => match source.downcast::<Error>() {
@@ -375,36 +383,36 @@ fn unwrap_own(error: overdrive_sys::Error) -> Error {
     }
 }
 
-/// The right to run the closure again.
-struct Turn<'a> {
-    running: &'a Mutex<Option<ThreadId>>,
+/// A guard that lets one thread recompute.
+struct RecomputeGuard<'a> {
+    running_thread: &'a Mutex<Option<ThreadId>>,
     _held: MutexGuard<'a, ()>,
 }
 
-impl<'a> Turn<'a> {
-    fn take(frame: &'a Frame, thread: ThreadId) -> Self {
-        let held = lock(&frame.turn);
-        *lock(&frame.running) = Some(thread);
+impl<'a> RecomputeGuard<'a> {
+    fn acquire(frame: &'a Frame, thread: ThreadId) -> Self {
+        let held = lock(&frame.recomputing);
+        *lock(&frame.running_thread) = Some(thread);
         Self {
-            running: &frame.running,
+            running_thread: &frame.running_thread,
             _held: held,
         }
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for RecomputeGuard<'_> {
     fn drop(&mut self) {
-        *lock(self.running) = None;
+        *lock(self.running_thread) = None;
     }
 }
 
-/// What the graph of the first pass holds for a saved tensor.
+/// The value that the graph of the first pass holds for a saved tensor.
 struct Placeholder {
     frame: Arc<Frame>,
     index: usize,
 }
 
-impl Packed for Placeholder {
+impl PackedTensor for Placeholder {
     fn unpack(&self) -> CallbackResult<Tensor> {
         Ok(self.frame.unpack(self.index)?)
     }
@@ -412,6 +420,7 @@ impl Packed for Placeholder {
 
 impl Drop for Placeholder {
     fn drop(&mut self) {
+        // The value is dropped after the lock is released, as in `begin`.
         let value = {
             let mut state = lock(&self.frame.state);
             let slot = &mut state.slots[self.index];
@@ -422,11 +431,11 @@ impl Drop for Placeholder {
     }
 }
 
-/// What the graph of the recomputation holds: it is thrown away at the end, unless the closure runs
-/// backward itself.
-struct Again(Tensor);
+/// The value that the graph of the recomputation holds for a saved tensor. This graph is discarded at the
+/// end, unless the closure runs backward itself.
+struct Recomputed(Tensor);
 
-impl Packed for Again {
+impl PackedTensor for Recomputed {
     fn unpack(&self) -> CallbackResult<Tensor> {
         Ok(self.0.shallow_clone())
     }

@@ -1,18 +1,18 @@
-//! Activation checkpointing: train deeper or with longer sequences in the same memory, by keeping less
-//! of the forward pass and recomputing, or fetching back, the rest in backward.
+//! Activation checkpointing: trains deeper models or longer sequences in the same memory, by keeping
+//! fewer tensors of the forward pass and recomputing, or fetching back, the others in backward.
 //!
-//! | item | what it does | equals |
+//! | item | effect | counterpart |
 //! |---|---|---|
-//! | [`checkpoint`](fn@checkpoint) | recomputes what a closure saved | `torch.utils.checkpoint.checkpoint(use_reentrant=False)` |
-//! | [`scope`] | the same for closures that borrow layers | |
+//! | [`checkpoint`](fn@checkpoint) | recomputes the tensors that a closure saved | `torch.utils.checkpoint.checkpoint(use_reentrant=False)` |
+//! | [`scope`] | as `checkpoint`, for closures that borrow layers | |
 //! | [`checkpoint_sequential`], [`checkpoint_every_nth`], [`Schedule`] | chains of blocks: segments, every n-th, √n | `checkpoint_sequential` |
-//! | [`SavePolicy`] | keeps the results of some operators (products, attention), recomputes the rest | `create_selective_checkpoint_contexts` |
-//! | [`offload_saved_tensors`] | moves what is saved to host memory or to a file | `torch.autograd.graph.save_on_cpu` |
-//! | [`measure_blocks`], [`Plan`] | picks the blocks to recompute for a memory budget | `torch._functorch`'s memory budget |
+//! | [`SavePolicy`] | keeps the results of some operators (matmuls, attention), recomputes the others | `create_selective_checkpoint_contexts` |
+//! | [`offload_saved_tensors`] | moves saved tensors to host memory or to a file | `torch.autograd.graph.save_on_cpu` |
+//! | [`measure_blocks`], [`Plan`] | chooses the blocks to recompute for a memory budget | `torch._functorch`'s memory budget |
 //!
-//! The gradients are those of the plain run, bit for bit: the random state and the autocast state of the
-//! first pass are put back for the recomputation, and a difference between the passes is an error that
-//! names the operator.
+//! The gradients equal those without checkpointing bit for bit: the random states and the autocast state
+//! of the first pass are restored for the recomputation, and a difference between the passes is an error
+//! that names the operator.
 //!
 //! ```
 //! use overdrive_checkpointing::{CheckpointOptions, SavePolicy, Schedule, scope};
@@ -24,7 +24,7 @@
 //!     (0..4).map(|i| nn::linear(store.root() / i, 16, 16, Default::default())).collect();
 //! let x = Tensor::randn([8, 16], (Kind::Float, Device::Cpu));
 //!
-//! // Recompute activations and dropout, keep the products.
+//! // Recompute activations and dropout, keep the matmuls.
 //! let options = CheckpointOptions::keeping(SavePolicy::Matmuls);
 //! scope(|scope| {
 //!     let y = scope.scheduled(&blocks, &Schedule::EveryBlock, &x, &options, |layer, x| {
@@ -37,21 +37,21 @@
 //! # }
 //! ```
 //!
-//! How it works: hooks on what the graph saves ([`overdrive_sys::saved_tensors`]) leave placeholders in
-//! it, and the first placeholder that backward asks runs the closure again. The originals:
+//! Implementation: hooks on saved tensors ([`overdrive_sys::saved_tensors`]) put placeholders into the
+//! graph, and the first placeholder that backward unpacks runs the closure again. The originals:
 //! [torch.utils.checkpoint](https://docs.pytorch.org/docs/2.11/checkpoint.html); Chen et al. 2016,
 //! [arXiv:1604.06174](https://arxiv.org/abs/1604.06174); selective: Korthikanti et al. 2022,
 //! [arXiv:2205.05198](https://arxiv.org/abs/2205.05198).
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
-mod ambient;
+mod block_cost;
 mod checkpoint;
+mod context;
 mod determinism;
 mod early_stop;
 mod error;
 mod frame;
-mod measure;
 mod offload;
 mod options;
 mod plan;
@@ -62,9 +62,9 @@ mod shared;
 mod spill_file;
 mod versioned;
 
+pub use block_cost::{BlockCost, measure_blocks};
 pub use checkpoint::{RegionResult, Scope, checkpoint, scope};
 pub use error::{Error, Result};
-pub use measure::{BlockCost, measure_blocks};
 pub use offload::{OffloadGuard, OffloadOptions, OffloadStats, SavedTo, offload_saved_tensors};
 pub use options::{CheckpointOptions, DeterminismCheck};
 pub use plan::Plan;

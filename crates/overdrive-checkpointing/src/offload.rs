@@ -1,50 +1,51 @@
-//! What backward needs, moved out of the device's memory until then.
+//! Offloading: saved tensors that leave the device's memory until backward needs them.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use overdrive_sys::op::{Value, call};
-use overdrive_sys::saved_tensors::{
-    Copied, HooksGuard, Packed, Saved, StorageId, copy_aside, push_hooks,
-};
+use overdrive_sys::saved_tensors::{HooksGuard, PackedTensor, SavedTensor, push_hooks};
+use overdrive_sys::storage::StorageId;
+use overdrive_sys::transfer::{CopyEvent, copy_async};
 use overdrive_sys::{CallbackError, CallbackResult};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use crate::spill_file::{SpillFile, Spilled};
+use crate::Result;
+use crate::spill_file::{FileBlock, SpillFile};
 use crate::versioned::Versioned;
-use crate::{Error, Result};
 
-/// Where saved tensors go.
+/// The destination of saved tensors.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum SavedTo {
-    /// Host memory. Copies run on a stream of their own, beside the computation, which they only do
-    /// from and to pinned memory. Tensors on the CPU are there already and stay.
+    /// Host memory. Copies run on a separate stream; they overlap with the computation only from and to
+    /// pinned memory. Tensors on the CPU stay where they are.
     Host {
-        /// Whether the memory is pinned (page-locked).
+        /// If `true`, the memory is pinned (page-locked).
         pinned: bool,
     },
-    /// A temporary file without a name, in this folder or the system's own for such files; also for
-    /// tensors on the CPU. Reading and writing block.
+    /// A temporary file without a name, also for tensors on the CPU. Reading and writing block.
     Disk {
-        /// The folder; on a fast disk, and not one in memory (`tmpfs`, which `/tmp` may be).
+        /// The folder; `None` for the system's temporary folder. It should be on a fast disk and not in
+        /// memory (`tmpfs`, which `/tmp` may be).
         folder: Option<PathBuf>,
     },
 }
 
-/// Options of [`offload_saved_tensors`].
+/// The options of [`offload_saved_tensors`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct OffloadOptions {
-    /// Where they go. Default: pinned host memory.
+    /// The destination. Default: pinned host memory.
     pub to: SavedTo,
-    /// Tensors of fewer bytes stay. Default 1 MiB.
+    /// The size in bytes below which tensors are not offloaded. Default: 1 MiB.
     pub min_bytes: u64,
-    /// How many tensors backward fetches ahead of the one it asks for, in the opposite of the order they
-    /// were saved in. Each takes its memory that much earlier. Default 2; only for tensors of a device.
+    /// The number of tensors that backward fetches ahead, in the reverse of the order in which they were
+    /// saved. Each occupies device memory accordingly earlier. Default: 2; has no effect on tensors of
+    /// the CPU.
     pub prefetch: usize,
 }
 
@@ -52,27 +53,29 @@ impl Default for OffloadOptions {
     fn default() -> Self {
         Self {
             to: SavedTo::Host { pinned: true },
+            // 1 MiB takes about 40 µs over PCIe 4.0; for smaller tensors the fixed cost of a copy dominates.
             min_bytes: 1 << 20,
             prefetch: 2,
         }
     }
 }
 
-/// What an offload has done so far.
+/// The statistics of an offload.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OffloadStats {
-    /// Tensors that went away.
+    /// The number of tensors that were offloaded.
     pub tensors: u64,
-    /// Their bytes.
+    /// The bytes of the offloaded tensors.
     pub bytes: u64,
-    /// Times that a tensor was saved which another operator had saved before: it went once.
+    /// The number of times that an operator saved a tensor that had already been offloaded for another
+    /// operator.
     pub shared: u64,
-    /// Tensors that stayed: small, weights, or on the host already.
+    /// The number of tensors that stayed: small ones, weights, or tensors on the host.
     pub kept: u64,
 }
 
-/// Offloads, until dropped; see [`offload_saved_tensors`].
+/// A guard that offloads saved tensors until it is dropped; see [`offload_saved_tensors`].
 #[derive(Debug)]
 #[must_use = "offloading ends when the guard is dropped"]
 pub struct OffloadGuard {
@@ -81,23 +84,24 @@ pub struct OffloadGuard {
 }
 
 impl OffloadGuard {
-    /// What was done so far.
+    /// Returns the statistics so far.
     pub fn stats(&self) -> OffloadStats {
         self.store.lock().stats
     }
 }
 
-/// Moves what operators of this thread save for backward away until backward asks for it, as long as
-/// the guard lives (`torch.autograd.graph.save_on_cpu`). Backward may run after that.
+/// Offloads the tensors that operators of this thread save for backward, as long as the guard lives, and
+/// fetches them when backward needs them (`torch.autograd.graph.save_on_cpu`). Backward may run after the
+/// guard is dropped.
 ///
-/// Weights stay: leaves that require a gradient and views of them, and whatever shares memory with
-/// `keep` – name frozen weights there. A tensor that several operators save goes once.
+/// Weights stay: leaves that require a gradient and views of them, and every tensor that shares memory
+/// with `keep`, where frozen weights belong. A tensor that several operators save is offloaded once.
 ///
-/// Around checkpoints it takes their inputs, which are all that they save: the two compose.
+/// Around checkpoints it offloads their inputs, the only tensors that they save.
 ///
 /// # Errors
-/// [`Error::File`] if the file cannot be made. What goes wrong later is the error of the operator that
-/// saves, or of backward.
+/// [`Error::Common`] if the file cannot be created. Later errors are those of the operator that saves a
+/// tensor, or of backward.
 ///
 /// ```
 /// use overdrive_checkpointing::{OffloadOptions, SavedTo, offload_saved_tensors};
@@ -122,13 +126,14 @@ pub fn offload_saved_tensors(options: &OffloadOptions, keep: &[&Tensor]) -> Resu
         .iter()
         .map(|tensor| StorageId::of(tensor))
         .collect::<overdrive_sys::Result<Vec<_>>>()?;
-    let file = match &options.to {
-        SavedTo::Disk { folder } => Some(SpillFile::new(folder.as_deref())?),
-        SavedTo::Host { .. } => None,
+    let destination = match &options.to {
+        SavedTo::Disk { folder } => Destination::File(SpillFile::new(folder.as_deref())?),
+        SavedTo::Host { pinned } => Destination::Host { pinned: *pinned },
     };
     let store = Arc::new(Store {
-        options: options.clone(),
-        file,
+        min_bytes: options.min_bytes,
+        prefetch: options.prefetch,
+        destination,
         keep_addresses: keep.iter().map(StorageId::address).collect(),
         _keep: Mutex::new(keep),
         state: Mutex::default(),
@@ -142,28 +147,36 @@ pub fn offload_saved_tensors(options: &OffloadOptions, keep: &[&Tensor]) -> Resu
 
 #[derive(Debug)]
 struct Store {
-    options: OffloadOptions,
-    file: Option<Arc<SpillFile>>,
+    min_bytes: u64,
+    prefetch: usize,
+    destination: Destination,
     keep_addresses: HashSet<usize>,
-    /// Holds the addresses.
+    /// Reserves the addresses.
     _keep: Mutex<Vec<StorageId>>,
     state: Mutex<StoreState>,
+}
+
+#[derive(Debug)]
+enum Destination {
+    Host { pinned: bool },
+    File(Arc<SpillFile>),
 }
 
 #[derive(Debug, Default)]
 struct StoreState {
     stats: OffloadStats,
-    /// What went, by what it was.
-    known: HashMap<Key, (StorageId, Weak<Entry>)>,
-    /// In the order they were saved.
+    /// The offloaded tensors by identity.
+    known: HashMap<TensorKey, (StorageId, Weak<Entry>)>,
+    /// The offloaded tensors in the order in which they were saved.
     order: BTreeMap<u64, Weak<Entry>>,
-    /// When those that backward is through with are next cleared out.
+    /// The number of entries at which those that backward has freed are next removed.
     clear_at: usize,
 }
 
-/// Two tensors with the same key have the same elements, as long as the storage is held.
+/// The identity of a tensor: two tensors with the same key have the same elements, as long as the
+/// storage's id lives.
 #[derive(Debug, PartialEq, Eq, Hash)]
-struct Key {
+struct TensorKey {
     storage: usize,
     start: usize,
     size: Vec<i64>,
@@ -177,9 +190,9 @@ impl Store {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn pack(self: &Arc<Self>, saved: Saved) -> Result<Box<dyn Packed>> {
+    fn pack(self: &Arc<Self>, saved: SavedTensor) -> Result<Box<dyn PackedTensor>> {
         let tensor = saved.tensor.f_detach()?;
-        if saved.is_parameter || !self.goes(&tensor)? {
+        if saved.is_parameter || !self.is_offloaded(&tensor)? {
             self.lock().stats.kept += 1;
             return Ok(Box::new(Versioned::new(&tensor)?));
         }
@@ -188,7 +201,8 @@ impl Store {
             self.lock().stats.kept += 1;
             return Ok(Box::new(Versioned::new(&tensor)?));
         }
-        let key = Key {
+        // The version tells apart the contents of memory that is changed in place between two saves.
+        let key = TensorKey {
             storage: storage.address(),
             start: tensor.data_ptr() as usize,
             size: tensor.size(),
@@ -198,42 +212,37 @@ impl Store {
         };
         let known = {
             let mut state = self.lock();
+            // The map holds weak references: an entry that backward has freed is offloaded again.
             let known = state.known.get(&key).and_then(|(_, entry)| entry.upgrade());
             state.stats.shared += u64::from(known.is_some());
             known
         };
         let entry = match known {
             Some(entry) => entry,
-            None => self.send(&tensor, storage, key)?,
+            None => self.offload(&tensor, storage, key)?,
         };
-        Ok(Box::new(Away {
+        Ok(Box::new(Offloaded {
             store: Arc::clone(self),
             entry,
         }))
     }
 
-    fn goes(&self, tensor: &Tensor) -> Result<bool> {
+    /// Returns `true` if tensors of this size and device are offloaded.
+    fn is_offloaded(&self, tensor: &Tensor) -> Result<bool> {
         let bytes = tensor.numel() * tensor.f_kind()?.elt_size_in_bytes();
-        let elsewhere = self.file.is_some() || tensor.device() != Device::Cpu;
-        Ok(elsewhere && bytes > 0 && bytes as u64 >= self.options.min_bytes && !tensor.is_sparse())
+        let to_file = matches!(self.destination, Destination::File(_));
+        let moves = to_file || tensor.device() != Device::Cpu;
+        Ok(moves && bytes > 0 && bytes as u64 >= self.min_bytes && !tensor.is_sparse())
     }
 
-    fn send(&self, tensor: &Tensor, storage: StorageId, key: Key) -> Result<Arc<Entry>> {
+    fn offload(&self, tensor: &Tensor, storage: StorageId, key: TensorKey) -> Result<Arc<Entry>> {
         let kind = tensor.f_kind()?;
-        let place = match (&self.file, &self.options.to) {
-            (Some(file), _) => Place::File(file.write(tensor)?),
-            (None, SavedTo::Host { pinned }) => {
+        let data = match &self.destination {
+            Destination::File(file) => OffloadedData::File(file.write(tensor)?),
+            Destination::Host { pinned } => {
                 let host = empty(&tensor.size(), kind, Device::Cpu, *pinned)?;
-                let copied = copy_aside(&tensor.f_contiguous()?, &host)?;
-                Place::Host { host, copied }
-            }
-            // `file` is there for the one other place.
-            (None, SavedTo::Disk { .. }) => {
-                return Err(Error::InvalidOption {
-                    option: "to",
-                    value: "disk".to_owned(),
-                    expected: "a file that was opened",
-                });
+                let copied = copy_async(&tensor.f_contiguous()?, &host)?;
+                OffloadedData::Host { host, copied }
             }
         };
         let mut state = self.lock();
@@ -243,15 +252,16 @@ impl Store {
             kind,
             device: tensor.device(),
             position: state.stats.tensors,
-            place: Mutex::new(place),
+            data: Mutex::new(data),
             fetched: Mutex::new(None),
         });
         state.stats.tensors += 1;
         state.stats.bytes += (tensor.numel() * kind.elt_size_in_bytes()) as u64;
-        // At each doubling, so that it costs little.
+        // Only at each doubling, so that the cost per tensor stays constant.
         if state.order.len() >= state.clear_at {
             state.known.retain(|_, (_, entry)| entry.strong_count() > 0);
             state.order.retain(|_, entry| entry.strong_count() > 0);
+            // At least 64, so that a short list is not scanned at every tensor.
             state.clear_at = (2 * state.order.len()).max(64);
         }
         state.order.insert(entry.position, Arc::downgrade(&entry));
@@ -259,17 +269,18 @@ impl Store {
         Ok(entry)
     }
 
-    /// Starts to fetch what was saved just before `position`.
+    /// Starts to fetch the tensors that were saved just before `position`.
     fn prefetch(&self, position: u64) -> Result<()> {
         let ahead: Vec<Arc<Entry>> = {
             let state = self.lock();
             let before = state.order.range(..position).rev();
             before
                 .filter_map(|(_, entry)| entry.upgrade())
-                .take(self.options.prefetch)
+                .take(self.prefetch)
                 .collect()
         };
         for entry in ahead {
+            // Reading a file blocks, so there is nothing to overlap.
             if entry.device == Device::Cpu {
                 continue;
             }
@@ -282,7 +293,7 @@ impl Store {
     }
 }
 
-/// A contiguous tensor with whatever is in its memory.
+/// Returns an uninitialized contiguous tensor. tch's `empty` has no option for pinned memory.
 fn empty(size: &[i64], kind: Kind, device: Device, pinned: bool) -> Result<Tensor> {
     let made = call(
         "aten::empty",
@@ -298,10 +309,9 @@ fn empty(size: &[i64], kind: Kind, device: Device, pinned: bool) -> Result<Tenso
     let made = made
         .into_iter()
         .next()
-        .ok_or_else(|| Error::InvalidOption {
-            option: "aten::empty",
-            value: "no result".to_owned(),
-            expected: "a tensor",
+        .ok_or_else(|| overdrive_sys::Error::Torch {
+            operation: "aten::empty".to_owned(),
+            message: "it returned no tensor".to_owned(),
         })?;
     Ok(made.into_tensor()?)
 }
@@ -310,7 +320,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A tensor that went.
+/// An offloaded tensor.
 #[derive(Debug)]
 struct Entry {
     size: Vec<i64>,
@@ -318,39 +328,39 @@ struct Entry {
     kind: Kind,
     device: Device,
     position: u64,
-    place: Mutex<Place>,
-    /// On its way back, ahead of time.
+    data: Mutex<OffloadedData>,
+    /// The prefetched tensor, whose copy may still run.
     fetched: Mutex<Option<Fetched>>,
 }
 
 #[derive(Debug)]
-enum Place {
-    Host { host: Tensor, copied: Copied },
-    File(Spilled),
+enum OffloadedData {
+    Host { host: Tensor, copied: CopyEvent },
+    File(FileBlock),
 }
 
 #[derive(Debug)]
 struct Fetched {
     tensor: Tensor,
-    copied: Option<Copied>,
+    copied: Option<CopyEvent>,
 }
 
 impl Entry {
-    /// Brings it back, contiguous; on a device possibly not there yet.
+    /// Fetches the tensor, contiguous. On a device the copy may still run.
     fn fetch(&self) -> Result<Fetched> {
-        match &*lock(&self.place) {
-            Place::Host { host, copied } => {
+        match &*lock(&self.data) {
+            OffloadedData::Host { host, copied } => {
                 copied.wait_on(self.device)?;
                 let tensor = empty(&self.size, self.kind, self.device, false)?;
-                let copied = copy_aside(host, &tensor)?;
+                let copied = copy_async(host, &tensor)?;
                 Ok(Fetched {
                     tensor,
                     copied: Some(copied),
                 })
             }
-            Place::File(spilled) => {
+            OffloadedData::File(block) => {
                 let host = empty(&self.size, self.kind, Device::Cpu, false)?;
-                spilled.read(&host)?;
+                block.read(&host)?;
                 Ok(Fetched {
                     tensor: host.f_to_device(self.device)?,
                     copied: None,
@@ -368,12 +378,12 @@ impl Entry {
         if let Some(copied) = &fetched.copied {
             copied.wait_on(self.device)?;
         }
-        self.arranged(fetched.tensor)
+        self.with_strides(fetched.tensor)
     }
 
-    /// With its elements laid out as they were, where that was without gaps: kernels may round
-    /// differently by layout.
-    fn arranged(&self, contiguous: Tensor) -> Result<Tensor> {
+    /// Returns the tensor with the strides that it had, if these were dense: kernels may round
+    /// differently for another layout.
+    fn with_strides(&self, contiguous: Tensor) -> Result<Tensor> {
         if contiguous.stride() == self.stride || !is_dense(&self.size, &self.stride) {
             return Ok(contiguous);
         }
@@ -392,12 +402,13 @@ impl Entry {
     }
 }
 
-/// Whether the elements fill their memory, each once.
+/// Returns `true` if the elements fill their memory without gaps and overlaps, in any order of dimensions.
 fn is_dense(size: &[i64], stride: &[i64]) -> bool {
     let mut dims: Vec<(i64, i64)> = stride.iter().copied().zip(size.iter().copied()).collect();
     dims.sort_unstable();
     let mut expected = 1;
     for (stride, size) in dims {
+        // The stride of a dimension of size 1 is arbitrary.
         if size == 1 {
             continue;
         }
@@ -409,16 +420,16 @@ fn is_dense(size: &[i64], stride: &[i64]) -> bool {
     true
 }
 
-/// What the graph holds for a tensor that went.
-struct Away {
+/// The value that the graph holds for an offloaded tensor.
+struct Offloaded {
     store: Arc<Store>,
     entry: Arc<Entry>,
 }
 
-impl Packed for Away {
+impl PackedTensor for Offloaded {
     fn unpack(&self) -> CallbackResult<Tensor> {
         let tensor = self.entry.get()?;
-        if self.store.options.prefetch > 0 {
+        if self.store.prefetch > 0 {
             self.store.prefetch(self.entry.position)?;
         }
         Ok(tensor)

@@ -1,34 +1,35 @@
-//! How a region is checkpointed.
+//! The options of a checkpoint.
 
 use serde::{Deserialize, Serialize};
 
 use crate::SavePolicy;
 
-/// Options of [`checkpoint`](crate::checkpoint()); the defaults are those of
+/// The options of [`checkpoint`](crate::checkpoint()); the defaults are those of
 /// `torch.utils.checkpoint.checkpoint(use_reentrant=False)`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointOptions {
-    /// Sets the random generators of the CPU and of the inputs' GPUs, for the recomputation, to what
-    /// they were in the first pass, so that dropout drops the same. Default `true`. About 5 kB a
-    /// checkpoint; switch it off for closures without random operators.
+    /// If `true` (the default), the random generators of the CPU and of the inputs' GPUs are set to their
+    /// states of the first pass for the recomputation, so that dropout drops the same elements. It costs
+    /// about 5 kB per checkpoint; disable it for closures without random operators.
     ///
-    /// The CPU's generator is the process's: threads that draw from it while another recomputes see
-    /// its numbers repeat.
+    /// The CPU's generator is shared by the process: threads that draw from it during a recomputation of
+    /// another thread get repeated numbers.
     pub preserve_rng_state: bool,
-    /// What is compared between the two passes. Default [`DeterminismCheck::Default`].
+    /// The properties that are compared between the two passes. Default: [`DeterminismCheck::Default`].
     pub determinism_check: DeterminismCheck,
-    /// Stops the recomputation at the last tensor that backward needs. It does so by an error from the
-    /// operator that saves it, which the closure is expected to pass on; closures that unwrap panic
-    /// instead, which is caught and printed nowhere (it poisons a `std::sync::Mutex` that the closure
-    /// holds just then, and no [`Shared`](crate::Shared)). Default `true`, and `false` in programs
-    /// built with `panic = "abort"`.
+    /// If `true`, the recomputation stops at the last tensor that backward needs. The operator that saves
+    /// it returns an error, which the closure should return. If the closure unwraps it, the panic is
+    /// caught and not printed; it poisons a `std::sync::Mutex` that the closure holds at this point, but
+    /// not a [`Shared`](crate::Shared). Default: `true`, and `false` in programs built with `panic =
+    /// "abort"`.
     pub early_stop: bool,
-    /// Which results are kept rather than recomputed. Default [`SavePolicy::Nothing`].
+    /// The policy that chooses the results that are kept instead of recomputed. Default:
+    /// [`SavePolicy::Nothing`].
     #[serde(skip_serializing_if = "SavePolicy::is_custom")]
     pub policy: SavePolicy,
-    /// Records the operators of both passes and lists them in errors about their difference. Costs
-    /// about a microsecond an operator and the memory of the list. Default `false`.
+    /// If `true`, the operators of both passes are recorded and listed in errors about a difference. It
+    /// costs about a microsecond per operator and the memory of the list. Default: `false`.
     pub debug: bool,
 }
 
@@ -37,6 +38,7 @@ impl Default for CheckpointOptions {
         Self {
             preserve_rng_state: true,
             determinism_check: DeterminismCheck::Default,
+            // An early stop may panic in the closure, which could not be caught under `panic = "abort"`.
             early_stop: cfg!(panic = "unwind"),
             policy: SavePolicy::Nothing,
             debug: false,
@@ -45,7 +47,7 @@ impl Default for CheckpointOptions {
 }
 
 impl CheckpointOptions {
-    /// The defaults with a policy: selective checkpointing.
+    /// Returns the defaults with a policy (selective checkpointing).
     pub fn keeping(policy: SavePolicy) -> Self {
         Self {
             policy,
@@ -54,13 +56,14 @@ impl CheckpointOptions {
     }
 }
 
-/// What is compared between the first pass and the recomputation. The number of saved tensors always is.
+/// The properties of saved tensors that are compared between the first pass and the recomputation. Their
+/// number is always compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DeterminismCheck {
-    /// Shape, dtype and device of each saved tensor; a difference names the operator.
+    /// The shape, dtype and device of each saved tensor; the error names the operator.
     #[default]
     Default,
-    /// Nothing.
+    /// None.
     None,
 }

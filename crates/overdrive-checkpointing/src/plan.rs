@@ -1,34 +1,35 @@
-//! Which blocks to recompute so that memory fits and as little time as possible is lost.
+//! Plans: the choice of the blocks to recompute so that memory suffices and little time is lost.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{BlockCost, Error, Result, Schedule};
 
-/// Which blocks of a chain are recomputed, and what that is predicted to cost.
+/// The blocks of a chain that are recomputed, and the predicted cost.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
-    /// Whether each block is recomputed.
+    /// For each block, `true` if it is recomputed.
     pub recompute: Vec<bool>,
-    /// The most bytes of activations there are at once, in forward or backward.
+    /// The predicted peak of the activations' bytes in forward and backward.
     pub predicted_peak_bytes: u64,
-    /// The same without checkpointing.
+    /// The peak without checkpointing.
     pub plain_peak_bytes: u64,
-    /// Seconds of recomputation a step.
+    /// The seconds of recomputation per step.
     pub recompute_s: f64,
-    /// How many times longer forward and backward of the blocks take, with a backward of twice the
-    /// forward: from 1 (nothing recomputed) to 4/3 (everything).
+    /// The factor by which forward and backward of the blocks take longer, assuming that backward takes
+    /// twice the time of forward: from 1 (no block recomputed) to 4/3 (every block).
     pub predicted_slowdown: f64,
-    /// What it was made from.
+    /// The costs from which the plan was made.
     pub costs: Vec<BlockCost>,
 }
 
 impl Plan {
-    /// The plan that recomputes the cheapest blocks, by seconds for a byte freed, until the activations
-    /// of the chain peak at no more than `budget_bytes`. Among equals it takes the first: backward has
-    /// freed the later ones when it recomputes them.
+    /// Returns the plan that recomputes the cheapest blocks, by seconds per freed byte, until the
+    /// activations of the chain peak at no more than `budget_bytes`. Among equal blocks it chooses the
+    /// first ones, because backward has freed the later ones when it recomputes them.
     ///
-    /// Greedy, and then whatever turned out needless is left out again, the costliest first: for blocks
-    /// alike the least there is; for others within the cost of one block of it.
+    /// The algorithm is greedy; then blocks that turned out unnecessary are removed, the most expensive
+    /// first. For equal blocks the plan is optimal; otherwise it is within the cost of one block of the
+    /// optimum.
     ///
     /// # Errors
     /// [`Error::Budget`] if recomputing every block is not enough.
@@ -45,25 +46,27 @@ impl Plan {
     pub fn for_budget(costs: &[BlockCost], budget_bytes: u64) -> Result<Self> {
         let plain_peak_bytes = peak(costs, &vec![false; costs.len()]);
         let mut recompute = vec![false; costs.len()];
-        let mut order: Vec<usize> = (0..costs.len()).filter(|&k| frees(&costs[k]) > 0).collect();
-        // Stable: equals stay in their order.
+        let mut order: Vec<usize> = (0..costs.len())
+            .filter(|&k| freed_bytes(&costs[k]) > 0)
+            .collect();
+        // The sort is stable, so equal blocks stay in their order.
         order.sort_by(|&a, &b| price(&costs[a]).total_cmp(&price(&costs[b])));
-        let mut taken = Vec::new();
+        let mut chosen = Vec::new();
         for &index in &order {
             if peak(costs, &recompute) <= budget_bytes {
                 break;
             }
             recompute[index] = true;
-            taken.push(index);
+            chosen.push(index);
         }
         if peak(costs, &recompute) > budget_bytes {
             return Err(Error::Budget {
                 budget_bytes,
-                least_bytes: least(costs),
+                least_bytes: smallest_peak(costs),
             });
         }
-        taken.sort_by(|&a, &b| costs[b].forward_s.total_cmp(&costs[a].forward_s));
-        for index in taken {
+        chosen.sort_by(|&a, &b| costs[b].forward_s.total_cmp(&costs[a].forward_s));
+        for index in chosen {
             recompute[index] = false;
             if peak(costs, &recompute) > budget_bytes {
                 recompute[index] = true;
@@ -86,6 +89,7 @@ impl Plan {
             plain_peak_bytes,
             recompute_s,
             predicted_slowdown: if forward > 0.0 {
+                // A step is forward (1) and backward (2).
                 1.0 + recompute_s / (3.0 * forward)
             } else {
                 1.0
@@ -94,24 +98,24 @@ impl Plan {
         }
     }
 
-    /// As a schedule for the chain that was measured.
+    /// Returns the plan as a schedule for the chain that was measured.
     pub fn schedule(&self) -> Schedule {
         Schedule::Chosen(self.recompute.clone())
     }
 }
 
-/// The bytes that recomputing frees; 0 for a block that saves no more than its input.
-fn frees(cost: &BlockCost) -> u64 {
+/// Returns the bytes that recomputing frees; 0 for a block that saves only its input.
+fn freed_bytes(cost: &BlockCost) -> u64 {
     cost.saved_bytes.saturating_sub(cost.input_bytes)
 }
 
-/// Seconds for each of them.
+/// Returns the seconds of recomputation per freed byte.
 fn price(cost: &BlockCost) -> f64 {
-    cost.forward_s / frees(cost) as f64
+    cost.forward_s / freed_bytes(cost) as f64
 }
 
-/// What a block holds between forward and backward.
-fn held(cost: &BlockCost, recompute: bool) -> u64 {
+/// Returns the bytes that a block holds between forward and backward.
+fn held_bytes(cost: &BlockCost, recompute: bool) -> u64 {
     if recompute {
         cost.input_bytes
     } else {
@@ -119,8 +123,8 @@ fn held(cost: &BlockCost, recompute: bool) -> u64 {
     }
 }
 
-/// The most bytes at once: when forward ends, or while a block is recomputed, when all before it hold
-/// theirs and all after it hold nothing any more.
+/// Returns the peak of the activations' bytes: at the end of forward, or while a block is recomputed,
+/// when the blocks before it hold their bytes and those after it have been freed.
 fn peak(costs: &[BlockCost], recompute: &[bool]) -> u64 {
     let (mut before, mut most) = (0, 0);
     for (cost, &again) in costs.iter().zip(recompute) {
@@ -130,13 +134,14 @@ fn peak(costs: &[BlockCost], recompute: &[bool]) -> u64 {
             cost.saved_bytes
         };
         most = most.max(before + now);
-        before += held(cost, again);
+        before += held_bytes(cost, again);
     }
     most.max(before)
 }
 
-/// The least peak there is: every block that frees anything helps, or changes nothing.
-fn least(costs: &[BlockCost]) -> u64 {
-    let all: Vec<bool> = costs.iter().map(|cost| frees(cost) > 0).collect();
+/// Returns the smallest possible peak. Recomputing a block that frees bytes never raises the peak, so all
+/// of them are recomputed.
+fn smallest_peak(costs: &[BlockCost]) -> u64 {
+    let all: Vec<bool> = costs.iter().map(|cost| freed_bytes(cost) > 0).collect();
     peak(costs, &all)
 }

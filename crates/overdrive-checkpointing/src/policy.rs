@@ -1,4 +1,4 @@
-//! Selective checkpointing: the results of some operators are kept, the rest is recomputed.
+//! Selective checkpointing: the results of some operators are kept, the others are recomputed.
 //!
 //! (Korthikanti et al. 2022, <https://arxiv.org/abs/2205.05198>; `create_selective_checkpoint_contexts`
 //! in PyTorch.)
@@ -15,54 +15,54 @@ use tch::{Device, Tensor};
 
 use crate::Error;
 
-/// Which operators' results a checkpoint keeps from its first pass.
+/// The operators whose results a checkpoint keeps from its first pass.
 ///
-/// A kept result takes memory from then until backward has gone through the checkpoint, and its operator
-/// does not run again. Results that share memory with an argument (views, in-place operators) are never
-/// kept.
+/// A kept result occupies memory until backward has gone through the checkpoint, and its operator does
+/// not run again. Results that share memory with an argument (views, in-place operators) are never kept.
 #[derive(Clone, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum SavePolicy {
-    /// None: everything is recomputed.
+    /// No results: everything is recomputed. The default.
     #[default]
     Nothing,
-    /// Those of matrix products and convolutions.
+    /// The results of matrix products and convolutions.
     Matmuls,
-    /// Those of fused attention.
+    /// The results of fused attention.
     Attention,
-    /// Both: what computes much for its size.
+    /// The results of matrix products, convolutions and fused attention, which compute most per byte.
     MatmulsAndAttention,
-    /// Those of the operators with these names (`aten::addmm`), in every overload.
+    /// The results of the operators with these names (`aten::addmm`), in every overload.
     Operators(Vec<String>),
-    /// Those for which the function says so.
+    /// The results for which the function returns `true`.
     #[serde(skip)]
     Custom(PolicyFn),
 }
 
 type Decide = dyn Fn(&PolicyCall<'_>) -> bool + Send + Sync;
 
-/// A function that says whether the results of a call are kept.
+/// A function that returns `true` for the calls whose results are kept.
 #[derive(Clone)]
 pub struct PolicyFn(Arc<Decide>);
 
-/// A call that a policy decides about.
+/// A call for which a policy decides.
 #[derive(Debug)]
 pub struct PolicyCall<'a> {
     /// The operator.
     pub operator: &'a OperatorCall,
-    /// How many calls of the same name and overload came before, in the same pass.
+    /// The number of earlier calls of the same name and overload in the same pass.
     pub occurrence: usize,
 }
 
 impl SavePolicy {
-    /// A policy that asks `decide` about each call. It is asked again in the recomputation, before the
-    /// call, and must then say the same: decide by the operator and by its occurrence.
+    /// Returns a policy that calls `decide` for each call of an operator. In the recomputation it is
+    /// called again, before the operator runs, and must return the same: it should decide by the operator
+    /// and its occurrence.
     ///
     /// ```
     /// use overdrive_checkpointing::SavePolicy;
     ///
-    /// let every_other_product = SavePolicy::custom(|call| {
+    /// let every_other_matmul = SavePolicy::custom(|call| {
     ///     call.operator.name() == "aten::addmm" && call.occurrence % 2 == 0
     /// });
     /// ```
@@ -121,7 +121,8 @@ impl fmt::Debug for PolicyFn {
     }
 }
 
-/// The products that a kernel exists for: what `linear`, `matmul` and `einsum` become.
+/// Returns `true` for matrix products with a kernel, into which `linear`, `matmul` and `einsum` are
+/// decomposed.
 fn is_matmul(name: &str) -> bool {
     const NAMES: [&str; 14] = [
         "overdrive::mm",
@@ -142,7 +143,8 @@ fn is_matmul(name: &str) -> bool {
     NAMES.contains(&name)
 }
 
-/// `scaled_dot_product_attention` of every back end but the composite one, which is products.
+/// Returns `true` for `scaled_dot_product_attention` of every back end except the composite one, which
+/// consists of matrix products.
 fn is_attention(name: &str) -> bool {
     const STARTS: [&str; 5] = [
         "overdrive::attention",
@@ -154,31 +156,31 @@ fn is_attention(name: &str) -> bool {
     STARTS.iter().any(|start| name.starts_with(start)) && !name.ends_with("backward")
 }
 
-/// The results that one checkpoint keeps: for each operator, those of its calls in order.
+/// The results that one checkpoint keeps: for each operator, the results of its calls in order.
 #[derive(Debug, Default)]
-pub(crate) struct Kept {
+pub(crate) struct KeptResults {
     calls: Mutex<HashMap<String, Vec<Option<KeptCall>>>>,
 }
 
 #[derive(Debug, Clone)]
 struct KeptCall {
     results: Arc<Results>,
-    /// Where the generators stood after a random operator, which does not run again to move them.
+    /// The states of the generators after a random operator, which does not run again to advance them.
     random: Option<Generators>,
 }
 
-/// States of random generators; shared by the calls' clones, tensors being no `Sync`.
+/// The states of random generators. In a mutex, because tensors are not `Sync`.
 type Generators = Arc<Mutex<Vec<(Device, Tensor)>>>;
 
-impl Kept {
+impl KeptResults {
     fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<String, Vec<Option<KeptCall>>>> {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Whether the policy has anything to say about a call. Not about memory that nothing was written to
-/// yet: what fills it runs again, in place.
+/// Returns `true` if the results of a call can be kept.
 fn can_be_kept(call: &OperatorCall) -> CallbackResult<bool> {
+    // Uninitialized memory is never kept: the in-place operators that fill it run again.
     const EMPTY: [&str; 5] = [
         "aten::empty",
         "aten::empty_like",
@@ -189,24 +191,24 @@ fn can_be_kept(call: &OperatorCall) -> CallbackResult<bool> {
     Ok(!EMPTY.contains(&call.name()) && !call.aliases()? && !call.mutates()?)
 }
 
-/// The mode of the first pass.
-pub(crate) struct Keeping {
+/// The dispatch mode of the first pass, which keeps results.
+pub(crate) struct KeepMode {
     pub(crate) policy: SavePolicy,
-    pub(crate) kept: Arc<Kept>,
+    pub(crate) kept: Arc<KeptResults>,
 }
 
-impl DispatchMode for Keeping {
+impl DispatchMode for KeepMode {
     fn after(&self, call: &OperatorCall) -> CallbackResult<()> {
         if !can_be_kept(call)? {
             return Ok(());
         }
         let name = call.full_name();
         let occurrence = self.kept.lock().get(&name).map_or(0, Vec::len);
-        let wanted = self.policy.keeps(&PolicyCall {
+        let keep = self.policy.keeps(&PolicyCall {
             operator: call,
             occurrence,
         });
-        let kept = if wanted {
+        let kept = if keep {
             Some(KeptCall {
                 random: generators_after(call)?,
                 results: Arc::new(call.keep()?),
@@ -214,6 +216,7 @@ impl DispatchMode for Keeping {
         } else {
             None
         };
+        // `None` for a call that is not kept: the position in the list is the occurrence.
         self.kept.lock().entry(name).or_default().push(kept);
         Ok(())
     }
@@ -224,6 +227,7 @@ fn generators_after(call: &OperatorCall) -> CallbackResult<Option<Generators>> {
         return Ok(None);
     }
     let mut states: Vec<(Device, Tensor)> = Vec::new();
+    // A random operator draws from the generators of its results' devices.
     for device in call.tensors()?.iter().map(Tensor::device) {
         if states.iter().all(|(known, _)| *known != device) {
             states.push((device, random::state(device)?));
@@ -232,16 +236,20 @@ fn generators_after(call: &OperatorCall) -> CallbackResult<Option<Generators>> {
     Ok(Some(Arc::new(Mutex::new(states))))
 }
 
-/// The mode of the recomputation.
-pub(crate) struct Answering {
+/// The dispatch mode of the recomputation, which replaces operators by their kept results.
+pub(crate) struct ReplayMode {
     policy: SavePolicy,
-    kept: Arc<Kept>,
+    kept: Arc<KeptResults>,
     seen: RefCell<HashMap<String, usize>>,
     preserve_rng_state: bool,
 }
 
-impl Answering {
-    pub(crate) fn new(policy: SavePolicy, kept: Arc<Kept>, preserve_rng_state: bool) -> Self {
+impl ReplayMode {
+    pub(crate) fn new(
+        policy: SavePolicy,
+        kept: Arc<KeptResults>,
+        preserve_rng_state: bool,
+    ) -> Self {
         Self {
             policy,
             kept,
@@ -251,7 +259,7 @@ impl Answering {
     }
 }
 
-impl DispatchMode for Answering {
+impl DispatchMode for ReplayMode {
     fn before(&self, call: &OperatorCall) -> CallbackResult<Option<Arc<Results>>> {
         if !can_be_kept(call)? {
             return Ok(None);
@@ -263,11 +271,11 @@ impl DispatchMode for Answering {
             *count += 1;
             *count - 1
         };
-        let wanted = self.policy.keeps(&PolicyCall {
+        let keep = self.policy.keeps(&PolicyCall {
             operator: call,
             occurrence,
         });
-        if !wanted {
+        if !keep {
             return Ok(None);
         }
         let (found, first) = {
@@ -282,6 +290,7 @@ impl DispatchMode for Answering {
                 first,
             }));
         };
+        // Later random operators must draw the numbers of the first pass.
         if let (true, Some(states)) = (self.preserve_rng_state, &found.random) {
             let states = states.lock().unwrap_or_else(PoisonError::into_inner);
             for (device, state) in states.iter() {

@@ -1,48 +1,51 @@
-//! Which blocks of a deep network are checkpointed, and in what groups.
+//! Schedules: the blocks of a deep network that are checkpointed, and their groups.
 
 use std::ops::Range;
 
+use overdrive_core::{check_at_least, check_option};
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// Which blocks of a chain are recomputed.
+/// The blocks of a chain that are recomputed.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Schedule {
-    /// None.
+    /// No block.
     Never,
-    /// Each alone: memory for one input a block and for one block's activations.
+    /// Every block by itself. Memory: one input per block, and the activations of one block. The default.
     #[default]
     EveryBlock,
-    /// Each n-th alone, from the first on; 1 is every block, 2 every other.
+    /// Every n-th block by itself, starting with the first; 1 is every block, 2 every other.
     EveryNth(usize),
-    /// Groups of blocks, each recomputed as one (`torch.utils.checkpoint.checkpoint_sequential`). The
-    /// last group is not checkpointed: backward begins with it.
+    /// This number of groups, each recomputed as a whole
+    /// (`torch.utils.checkpoint.checkpoint_sequential`). The last group is not checkpointed, because
+    /// backward begins with it.
     Segments(usize),
-    /// As many segments as the square root of the number of blocks: memory grows with the root of depth
-    /// at the price of one more forward pass (Chen et al. 2016, <https://arxiv.org/abs/1604.06174>).
+    /// As many segments as the square root of the number of blocks: memory grows with the square root of
+    /// the depth, at the cost of one more forward pass (Chen et al. 2016,
+    /// <https://arxiv.org/abs/1604.06174>).
     SqrtSegments,
-    /// Those marked `true`, each alone: a [`Plan`](crate::Plan).
+    /// The blocks marked `true`, each by itself, as of a [`Plan`](crate::Plan).
     Chosen(Vec<bool>),
 }
 
-/// Blocks that run as one.
+/// Consecutive blocks that run as one region.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Group {
-    /// Their positions in the chain.
+    /// The positions of the blocks in the chain.
     pub blocks: Range<usize>,
-    /// Whether they are recomputed.
+    /// If `true`, the blocks are recomputed.
     pub checkpointed: bool,
 }
 
 impl Schedule {
-    /// The groups of a chain of `blocks`, in order, each block in one.
+    /// Returns the groups of a chain of `blocks` in order; each block is in one group.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`] for 0 segments, more segments than blocks, or an n of 0; [`Error::Plan`]
-    /// for a plan of another chain.
+    /// [`Error::Common`] for 0 segments, more segments than blocks, or an n of 0; [`Error::Plan`] for a
+    /// plan with another number of blocks.
     ///
     /// ```
     /// use overdrive_checkpointing::Schedule;
@@ -54,16 +57,12 @@ impl Schedule {
     /// ```
     pub fn groups(&self, blocks: usize) -> Result<Vec<Group>> {
         Ok(match self {
-            Self::Never => alone(blocks, |_| false),
-            Self::EveryBlock => alone(blocks, |_| true),
-            Self::EveryNth(0) => {
-                return Err(Error::InvalidOption {
-                    option: "every_nth",
-                    value: "0".to_owned(),
-                    expected: "1 (every block) or more",
-                });
+            Self::Never => single_blocks(blocks, |_| false),
+            Self::EveryBlock => single_blocks(blocks, |_| true),
+            Self::EveryNth(n) => {
+                check_at_least("every_nth", *n, 1)?;
+                single_blocks(blocks, |index| index % n == 0)
             }
-            Self::EveryNth(n) => alone(blocks, |index| index % n == 0),
             Self::Segments(count) => segments(blocks, *count)?,
             Self::SqrtSegments => segments(blocks, rounded_root(blocks))?,
             Self::Chosen(chosen) if chosen.len() != blocks => {
@@ -72,12 +71,12 @@ impl Schedule {
                     given: blocks,
                 });
             }
-            Self::Chosen(chosen) => alone(blocks, |index| chosen[index]),
+            Self::Chosen(chosen) => single_blocks(blocks, |index| chosen[index]),
         })
     }
 }
 
-fn alone(blocks: usize, checkpointed: impl Fn(usize) -> bool) -> Vec<Group> {
+fn single_blocks(blocks: usize, checkpointed: impl Fn(usize) -> bool) -> Vec<Group> {
     (0..blocks)
         .map(|index| Group {
             blocks: index..index + 1,
@@ -86,18 +85,14 @@ fn alone(blocks: usize, checkpointed: impl Fn(usize) -> bool) -> Vec<Group> {
         .collect()
 }
 
-/// The first `count - 1` of equal size, the last with what is left.
+/// Returns `count` segments. As in PyTorch, the last one takes the remainder.
 fn segments(blocks: usize, count: usize) -> Result<Vec<Group>> {
     if blocks == 0 {
         return Ok(Vec::new());
     }
-    if count == 0 || count > blocks {
-        return Err(Error::InvalidOption {
-            option: "segments",
-            value: count.to_string(),
-            expected: "at least 1 and at most the number of blocks",
-        });
-    }
+    let valid = (1..=blocks).contains(&count);
+    let expected = "at least 1 and at most the number of blocks";
+    check_option(valid, "segments", count, expected)?;
     let size = blocks / count;
     Ok((0..count)
         .map(|index| {
@@ -111,9 +106,10 @@ fn segments(blocks: usize, count: usize) -> Result<Vec<Group>> {
         .collect())
 }
 
-/// The square root, to the nearest.
+/// Returns the square root, rounded to the nearest integer.
 fn rounded_root(n: usize) -> usize {
     let floor = n.isqrt();
+    // (floor + 1/2)² = floor² + floor + 1/4, so n is above it exactly if n - floor² > floor.
     if n - floor * floor > floor {
         floor + 1
     } else {

@@ -1,4 +1,4 @@
-//! Chains of blocks.
+//! Checkpointed chains of blocks.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -8,12 +8,11 @@ use tch::Tensor;
 
 use crate::{CheckpointOptions, Error, RegionResult, Result, Schedule, Scope, Shared, checkpoint};
 
-/// Runs `input` through the blocks, one after another, checkpointed in `segments` groups of which the
-/// last is not (`torch.utils.checkpoint.checkpoint_sequential`).
+/// Runs `input` through the blocks, one after another, in `segments` groups, of which all but the last are
+/// checkpointed (`torch.utils.checkpoint.checkpoint_sequential`).
 ///
 /// # Errors
-/// As [`checkpoint`]; [`Error::InvalidOption`] for a number of segments that is 0 or above that of the
-/// blocks.
+/// As [`checkpoint`]; [`Error::Common`] for a number of segments that is 0 or above the number of blocks.
 ///
 /// ```
 /// use overdrive_checkpointing::{CheckpointOptions, Shared, checkpoint_sequential};
@@ -51,10 +50,10 @@ where
     )
 }
 
-/// Runs `input` through the blocks, each n-th checkpointed, from the first on.
+/// Runs `input` through the blocks and checkpoints every n-th, starting with the first.
 ///
 /// # Errors
-/// As [`checkpoint`]; [`Error::InvalidOption`] for an n of 0.
+/// As [`checkpoint`]; [`Error::Common`] for an n of 0.
 pub fn checkpoint_every_nth<B, F>(
     blocks: &[Shared<B>],
     n: usize,
@@ -69,7 +68,8 @@ where
     checkpoint_scheduled(blocks, &Schedule::EveryNth(n), input, options, forward)
 }
 
-/// Runs `input` through the blocks by a schedule, such as [`Plan::schedule`](crate::Plan::schedule).
+/// Runs `input` through the blocks according to a schedule, such as
+/// [`Plan::schedule`](crate::Plan::schedule).
 ///
 /// # Errors
 /// As [`checkpoint`] and [`Schedule::groups`].
@@ -84,7 +84,7 @@ where
     B: Send + 'static,
     F: Fn(&B, &Tensor) -> RegionResult<Tensor> + Send + 'static,
 {
-    // One closure for all groups, on whichever thread backward runs it.
+    // Shared by the closures of all groups; locked, because backward may run them on other threads.
     let forward = Arc::new(ReentrantMutex::new(forward));
     let mut hidden = input.shallow_clone();
     for group in schedule.groups(blocks.len())? {
@@ -108,7 +108,7 @@ where
 }
 
 impl<'scope> Scope<'scope, '_> {
-    /// Runs `input` through blocks that live outside of the scope, by a schedule.
+    /// Runs `input` through blocks that live outside of the scope, according to a schedule.
     ///
     /// # Errors
     /// As [`checkpoint`] and [`Schedule::groups`].

@@ -1,13 +1,12 @@
-//! A layer that closures of checkpoints share.
+//! A shared handle to a layer for the closures of checkpoints.
 
 use std::sync::Arc;
 
 use parking_lot::ReentrantMutex;
 
-/// A handle to a layer, cheap to clone and `Send`, for closures that own what they use.
+/// A handle to a layer for closures that own their captures. It is `Send` and cheap to clone.
 ///
-/// tch's tensors may go from thread to thread but not be used on two at once, so the layer is behind a
-/// lock (of some 20 ns), which a thread may take again while it has it.
+/// tch's tensors are `Send` but not `Sync`, so the layer is behind a reentrant lock (about 20 ns).
 ///
 /// ```
 /// use overdrive_checkpointing::{CheckpointOptions, Shared, checkpoint};
@@ -34,18 +33,18 @@ impl<T> Clone for Shared<T> {
 }
 
 impl<T> Shared<T> {
-    /// Takes the layer.
+    /// Moves the layer into a shared handle.
     pub fn new(layer: T) -> Self {
         Self(Arc::new(ReentrantMutex::new(layer)))
     }
 
-    /// Lends the layer to `body`; waits while another thread has it.
+    /// Calls `body` with the layer. Waits while another thread uses it.
     pub fn with<R>(&self, body: impl FnOnce(&T) -> R) -> R {
         body(&self.0.lock())
     }
 
-    /// The layer, to change it: `None` while a graph that has still to be differentiated, or anyone
-    /// else, has a handle to it.
+    /// Returns the layer for changing it; `None` while another handle exists, such as that of a graph
+    /// whose backward has not run yet.
     pub fn get_mut(&mut self) -> Option<&mut T> {
         Arc::get_mut(&mut self.0).map(ReentrantMutex::get_mut)
     }

@@ -1,56 +1,61 @@
-//! A temporary file for tensors, without a name: it is gone when the last of them is.
+//! A temporary file for tensors. It has no name, so the system deletes it with its last handle.
 
 use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use overdrive_core::Error;
 use tch::{Device, Kind, Tensor};
 
-use crate::{Error, Result};
+use crate::Result;
 
-/// Bytes that go through host memory at a time.
-const CHUNK: i64 = 4 << 20;
+/// The bytes of the buffer between a tensor and the file. Large enough for sequential disk accesses,
+/// small beside the tensors that are offloaded.
+const CHUNK_BYTES: i64 = 4 << 20;
 
 #[derive(Debug)]
 pub(crate) struct SpillFile {
     file: File,
-    space: Mutex<Space>,
+    /// The folder of the file, for messages.
+    folder: PathBuf,
+    space: Mutex<FreeSpace>,
 }
 
 #[derive(Debug, Default)]
-struct Space {
+struct FreeSpace {
+    /// The length of the file.
     end: u64,
-    /// Offsets of stretches that are free again, by their length: activations come back in the same
-    /// sizes each step.
-    holes: HashMap<u64, Vec<u64>>,
+    /// The offsets of free blocks by their length. Blocks are neither split nor joined: activations have
+    /// the same sizes in each step.
+    free_blocks: HashMap<u64, Vec<u64>>,
 }
 
 impl SpillFile {
     pub(crate) fn new(folder: Option<&Path>) -> Result<Arc<Self>> {
-        let file = match folder {
-            Some(folder) => tempfile::tempfile_in(folder),
-            None => tempfile::tempfile(),
-        };
+        let folder = folder.map_or_else(std::env::temp_dir, Path::to_path_buf);
+        let file = tempfile::tempfile_in(&folder)
+            .map_err(Error::io("create a file for offloaded tensors in", &folder))?;
         Ok(Arc::new(Self {
-            file: file.map_err(failed("making it"))?,
+            file,
+            folder,
             space: Mutex::default(),
         }))
     }
 
-    fn space(&self) -> std::sync::MutexGuard<'_, Space> {
+    fn space(&self) -> std::sync::MutexGuard<'_, FreeSpace> {
         self.space.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Writes the elements of `tensor` in their logical order.
-    pub(crate) fn write(self: &Arc<Self>, tensor: &Tensor) -> Result<Spilled> {
+    pub(crate) fn write(self: &Arc<Self>, tensor: &Tensor) -> Result<FileBlock> {
         let flat = bytes_of(&tensor.f_to_device(Device::Cpu)?.f_contiguous()?)?;
         let len = flat.size()[0];
         let bytes = len.unsigned_abs();
         let offset = {
             let mut space = self.space();
-            match space.holes.get_mut(&bytes).and_then(Vec::pop) {
+            match space.free_blocks.get_mut(&bytes).and_then(Vec::pop) {
                 Some(offset) => offset,
                 None => {
                     space.end += bytes;
@@ -58,64 +63,64 @@ impl SpillFile {
                 }
             }
         };
-        // Owned from here on: a failure below frees the stretch.
-        let spilled = Spilled {
+        // Created before writing, so that an error below frees the block.
+        let block = FileBlock {
             file: Arc::clone(self),
             offset,
             bytes,
         };
         let mut buffer = Vec::new();
-        for start in (0..len).step_by(CHUNK as usize) {
-            let part = flat.f_narrow(0, start, CHUNK.min(len - start))?;
-            buffer.resize(part.numel(), 0);
-            part.f_copy_data_u8(&mut buffer, part.numel())?;
+        for start in (0..len).step_by(CHUNK_BYTES as usize) {
+            let chunk = flat.f_narrow(0, start, CHUNK_BYTES.min(len - start))?;
+            buffer.resize(chunk.numel(), 0);
+            chunk.f_copy_data_u8(&mut buffer, chunk.numel())?;
             self.file
                 .write_all_at(&buffer, offset + start.unsigned_abs())
-                .map_err(failed("writing (is there room?)"))?;
+                .map_err(Error::io("write offloaded tensors in", &self.folder))?;
         }
-        Ok(spilled)
+        Ok(block)
     }
 }
 
-fn failed(operation: &'static str) -> impl FnOnce(std::io::Error) -> Error {
-    move |source| Error::File { operation, source }
-}
-
-/// The memory of a contiguous tensor as bytes, `(n)`.
+/// Returns the memory of a contiguous tensor as bytes, `(n)`.
 fn bytes_of(tensor: &Tensor) -> Result<Tensor> {
     Ok(tensor.f_view([-1])?.f_view_dtype(Kind::Uint8)?)
 }
 
-/// A stretch of the file.
+/// The block of a file that holds a tensor. It is freed when this is dropped.
 #[derive(Debug)]
-pub(crate) struct Spilled {
+pub(crate) struct FileBlock {
     file: Arc<SpillFile>,
     offset: u64,
     bytes: u64,
 }
 
-impl Spilled {
-    /// Reads into a contiguous tensor on the CPU, of the shape and dtype that was written.
+impl FileBlock {
+    /// Reads into a contiguous tensor on the CPU that has the shape and dtype of the one that was written.
     pub(crate) fn read(&self, into: &Tensor) -> Result<()> {
         let flat = bytes_of(into)?;
         let len = flat.size()[0];
         let mut buffer = Vec::new();
-        for start in (0..len).step_by(CHUNK as usize) {
-            let mut part = flat.f_narrow(0, start, CHUNK.min(len - start))?;
-            buffer.resize(part.numel(), 0);
+        for start in (0..len).step_by(CHUNK_BYTES as usize) {
+            let mut chunk = flat.f_narrow(0, start, CHUNK_BYTES.min(len - start))?;
+            buffer.resize(chunk.numel(), 0);
             self.file
                 .file
                 .read_exact_at(&mut buffer, self.offset + start.unsigned_abs())
-                .map_err(failed("reading it back"))?;
-            part.f_copy_(&Tensor::f_from_slice(&buffer)?)?;
+                .map_err(Error::io("read offloaded tensors in", &self.file.folder))?;
+            chunk.f_copy_(&Tensor::f_from_slice(&buffer)?)?;
         }
         Ok(())
     }
 }
 
-impl Drop for Spilled {
+impl Drop for FileBlock {
     fn drop(&mut self) {
         let mut space = self.file.space();
-        space.holes.entry(self.bytes).or_default().push(self.offset);
+        space
+            .free_blocks
+            .entry(self.bytes)
+            .or_default()
+            .push(self.offset);
     }
 }

@@ -1,12 +1,12 @@
-//! A saved tensor with the version it had.
+//! A saved tensor with its version counter.
 
 use overdrive_sys::CallbackResult;
-use overdrive_sys::saved_tensors::Packed;
+use overdrive_sys::saved_tensors::PackedTensor;
 use tch::Tensor;
 
 use crate::{Error, Result};
 
-/// libtorch does not check what stands behind hooks for in-place changes, so this does.
+/// A tensor that detects in-place changes. libtorch does not check tensors behind hooks for them.
 pub(crate) struct Versioned {
     tensor: Tensor,
     version: i64,
@@ -14,6 +14,7 @@ pub(crate) struct Versioned {
 
 impl Versioned {
     pub(crate) fn new(tensor: &Tensor) -> Result<Self> {
+        // Detached: a saved result owns the node that saves it, which would keep both alive.
         let tensor = tensor.f_detach()?;
         let version = tensor.f_internal_version()?;
         Ok(Self { tensor, version })
@@ -23,7 +24,7 @@ impl Versioned {
         &self.tensor
     }
 
-    /// Another handle, if nothing changed.
+    /// Returns the tensor, or an error if it was changed in place.
     pub(crate) fn get(&self) -> Result<Tensor> {
         if self.tensor.f_internal_version()? == self.version {
             Ok(self.tensor.shallow_clone())
@@ -35,7 +36,7 @@ impl Versioned {
     }
 }
 
-impl Packed for Versioned {
+impl PackedTensor for Versioned {
     fn unpack(&self) -> CallbackResult<Tensor> {
         Ok(self.get()?)
     }

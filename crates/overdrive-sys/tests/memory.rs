@@ -90,7 +90,7 @@ fn a_limit_is_an_out_of_memory_error_and_nothing_is_lost() {
     let cuda = memory::set_limit(Device::Cuda(0), Some(1))
         .unwrap_err()
         .to_string();
-    assert!(cuda.contains("only the CPU"), "{cuda}");
+    assert!(cuda.contains("it must be Cpu"), "{cuda}");
 }
 
 fn survives_many_threads() {

@@ -11,7 +11,7 @@ fn any_two_factors_give_the_third() {
     assert_eq!(BatchPlan::from_accumulation_steps(64, 8, 2).unwrap(), plan);
     assert_eq!(
         plan.to_string(),
-        "64 examples a step = micro-batch 4 × 8 accumulation steps × 2 processes"
+        "64 examples per step = micro-batch 4 × 8 accumulation steps × 2 processes"
     );
 }
 
@@ -20,18 +20,18 @@ fn error(plan: overdrive_accumulation::Result<BatchPlan>) -> String {
 }
 
 #[test]
-fn numbers_that_do_not_divide_are_named_with_the_nearest_that_do() {
+fn the_error_of_numbers_that_do_not_divide_names_the_nearest_that_do() {
     assert_eq!(
         error(BatchPlan::from_micro_batch(60, 7, 2)),
-        "a micro-batch of 7 does not divide the 30 examples a step of each process (60 on 2 processes); nearest that do: 6 and 10"
+        "a micro-batch of 7 does not divide the 30 examples per step of each process (60 on 2 processes); the nearest that do: 6 and 10"
     );
     assert_eq!(
         error(BatchPlan::from_accumulation_steps(16, 3, 1)),
-        "a number of accumulation steps of 3 does not divide the 16 examples a step of each process (16 on 1 process); nearest that do: 2 and 4"
+        "a number of accumulation steps of 3 does not divide the 16 examples per step of each process (16 on 1 process); the nearest that do: 2 and 4"
     );
     assert_eq!(
         error(BatchPlan::from_micro_batch(8, 100, 1)),
-        "a micro-batch of 100 does not divide the 8 examples a step of each process (8 on 1 process); nearest that do: 8"
+        "a micro-batch of 100 does not divide the 8 examples per step of each process (8 on 1 process); the nearest that do: 8"
     );
     assert_eq!(
         error(BatchPlan::from_micro_batch(10, 1, 4)),
@@ -43,17 +43,17 @@ fn numbers_that_do_not_divide_are_named_with_the_nearest_that_do() {
     );
     assert_eq!(
         error(BatchPlan::new(0, 1, 1)),
-        "micro_batch is 0, expected at least 1"
+        "`micro_batch` is 0; it must be at least 1"
     );
     assert_eq!(
         error(BatchPlan::from_micro_batch(4, 1, 0)),
-        "world_size is 0, expected at least 1"
+        "`world_size` is 0; it must be at least 1"
     );
     assert!(error(BatchPlan::new(u64::MAX, 2, 1)).contains("too large"));
 }
 
 #[test]
-fn a_plan_survives_json_and_refuses_zero() {
+fn a_plan_round_trips_through_json_and_zero_is_an_error() {
     let plan = BatchPlan::new(4, 8, 2).unwrap();
     let text = serde_json::to_string(&plan).unwrap();
     assert_eq!(
@@ -63,7 +63,7 @@ fn a_plan_survives_json_and_refuses_zero() {
     assert_eq!(serde_json::from_str::<BatchPlan>(&text).unwrap(), plan);
     let error = serde_json::from_str::<BatchPlan>(&text.replace('8', "0")).unwrap_err();
     assert!(
-        error.to_string().contains("accumulation_steps is 0"),
+        error.to_string().contains("`accumulation_steps` is 0"),
         "{error}"
     );
 }

@@ -52,11 +52,11 @@ fn an_error_that_wraps_out_of_memory_counts_as_one() {
 }
 
 #[test]
-fn nothing_fitting_says_what_was_tried() {
+fn if_nothing_fits_the_error_names_the_sizes_that_were_tried() {
     let error = find_executable_batch_size(5, |_| Err::<(), _>(out_of_memory()))
         .unwrap_err()
         .to_string();
-    assert!(error.starts_with("no batch size fits in memory: tried [5, 2, 1], the last failed with: Internal torch error: CUDA out of memory."), "{error}");
+    assert!(error.starts_with("no batch size fits into memory: tried [5, 2, 1], the last of which failed with: Internal torch error: CUDA out of memory."), "{error}");
 }
 
 #[test]
@@ -92,7 +92,7 @@ fn the_reduction_is_the_callers_and_must_reduce() {
     let zero = find_executable_batch_size(0, |_| Err::<(), _>(out_of_memory())).unwrap_err();
     assert_eq!(
         zero.to_string(),
-        "the starting batch size is 0, expected at least 1"
+        "`starting_batch_size` is 0; it must be at least 1"
     );
 }
 

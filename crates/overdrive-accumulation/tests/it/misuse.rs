@@ -1,4 +1,4 @@
-//! Calls that do not fit together.
+//! Calls in the wrong order or with arguments that do not fit.
 
 use overdrive_accumulation::{AccumulationConfig, Error, GradientAccumulator, Window};
 use overdrive_precision::{GradScaler, GradScalerConfig};
@@ -22,7 +22,7 @@ fn a_scaler_must_be_given_to_all_calls_of_a_window_or_none() {
         .to_string();
     assert!(
         error.starts_with(
-            "backward was called without a gradient scaler, but the window's earlier ones had one;"
+            "backward was called without a gradient scaler, but the earlier calls of the window had one;"
         ),
         "{error}"
     );
@@ -36,7 +36,7 @@ fn a_scaler_must_be_given_to_all_calls_of_a_window_or_none() {
     );
     accumulator.step(&mut optimizer, Some(&mut scaler)).unwrap();
 
-    // A disabled one is none.
+    // A disabled scaler counts as none.
     let config = GradScalerConfig {
         enabled: false,
         ..Default::default()
@@ -49,7 +49,7 @@ fn a_scaler_must_be_given_to_all_calls_of_a_window_or_none() {
 }
 
 #[test]
-fn misuse_is_refused_with_the_way_out() {
+fn misuse_is_an_error_that_names_the_remedy() {
     let model = Model::new();
     let mut optimizer = model.adamw();
     let mut accumulator = GradientAccumulator::new(no_clipping(2)).unwrap();
@@ -65,7 +65,7 @@ fn misuse_is_refused_with_the_way_out() {
         .unwrap_err()
         .to_string();
     assert!(
-        error.contains("shape [3], expected one number: the sum"),
+        error.contains("`loss` has shape [3]; it must be one element: the sum"),
         "{error}"
     );
 
@@ -74,7 +74,10 @@ fn misuse_is_refused_with_the_way_out() {
         .backward(&model.loss_sum(&batch), 3, None)
         .unwrap();
     let error = accumulator.open(Window::new([1])).unwrap_err().to_string();
-    assert!(error.contains("under way with 1 micro-batches"), "{error}");
+    assert!(
+        error.contains("has 1 micro-batches that were not stepped"),
+        "{error}"
+    );
     let error = accumulator
         .backward(&model.loss_sum(&batch), 3, None)
         .unwrap_err()
@@ -88,7 +91,7 @@ fn misuse_is_refused_with_the_way_out() {
         .unwrap_err()
         .to_string();
     assert!(
-        error.contains("announced 2 micro-batches and 1 have come"),
+        error.contains("announced 2 micro-batches, of which 1 have run"),
         "{error}"
     );
     accumulator.abandon(&mut optimizer).unwrap();
@@ -103,7 +106,7 @@ fn misuse_is_refused_with_the_way_out() {
         .unwrap_err()
         .to_string();
     assert!(
-        error.contains("announced 1 micro-batches and all have come"),
+        error.contains("all 1 micro-batches that the window announced have run"),
         "{error}"
     );
 
@@ -112,7 +115,7 @@ fn misuse_is_refused_with_the_way_out() {
         .to_string();
     assert_eq!(
         error,
-        "gradient_accumulation_steps is 0, expected at least 1 micro-batch a step"
+        "`gradient_accumulation_steps` is 0; it must be at least 1"
     );
     let negative = AccumulationConfig {
         max_grad_norm: Some(-1.0),
@@ -121,6 +124,6 @@ fn misuse_is_refused_with_the_way_out() {
     let error = GradientAccumulator::new(negative).unwrap_err().to_string();
     assert_eq!(
         error,
-        "max_grad_norm is -1, expected a number above 0, or none to clip nothing"
+        "`max_grad_norm` is -1; it must be positive, or none to disable clipping"
     );
 }

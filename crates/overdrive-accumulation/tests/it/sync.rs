@@ -110,7 +110,7 @@ fn a_failing_hook_is_an_error_with_its_cause() {
 }
 
 #[test]
-fn sync_gradients_tells_the_last_micro_batch() {
+fn sync_gradients_is_true_for_the_last_micro_batch() {
     let model = Model::new();
     let mut optimizer = model.adamw();
     let mut accumulator = GradientAccumulator::new(no_clipping(3)).unwrap();
@@ -139,7 +139,7 @@ fn sync_gradients_tells_the_last_micro_batch() {
     accumulator.step(&mut optimizer, None).unwrap();
     assert_eq!(accumulator.pending(), 0);
 
-    // An announced window rules over the configuration.
+    // An announced window takes precedence over the configuration.
     accumulator.open(Window::new([2])).unwrap();
     assert!(accumulator.sync_gradients());
 }

@@ -91,7 +91,7 @@ fn means_have_the_same_weight_whatever_they_are_means_of() {
 }
 
 #[test]
-fn terms_that_do_not_fit_the_window_are_refused() {
+fn terms_that_do_not_fit_the_window_are_an_error() {
     let weight = weight();
     let loss = tokens_loss(&weight, &[1.0]);
     let terms = [LossTerm::sum(&loss, 1), LossTerm::mean(&loss)];

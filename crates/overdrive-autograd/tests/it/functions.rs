@@ -130,7 +130,7 @@ fn an_in_place_function_rewrites_the_history_of_its_input() {
 }
 
 #[test]
-fn an_in_place_function_on_a_leaf_is_refused() {
+fn an_in_place_function_on_a_leaf_is_an_error() {
     let x = leaf(&[3]);
     let error = apply(DoubleInPlace, &[&x]).unwrap_err().to_string();
     assert!(
@@ -195,7 +195,7 @@ impl Function for SinOnce {
 }
 
 #[test]
-fn double_backward_through_a_function_that_offers_none_is_refused_by_name() {
+fn double_backward_through_a_function_without_one_is_an_error_that_names_it() {
     let x = leaf(&[2]);
     let y = apply(SinOnce, &[&x]).unwrap().remove(0);
     let options = GradOptions {
@@ -312,7 +312,7 @@ fn failing(how: &'static str) -> overdrive_autograd::Result<Tensor> {
 }
 
 #[test]
-fn an_error_of_forward_comes_back_as_it_was() {
+fn apply_returns_the_error_of_forward_unchanged() {
     let Err(Error::Forward { function, source }) = failing("forward") else {
         panic!("an error of forward");
     };
@@ -321,7 +321,7 @@ fn an_error_of_forward_comes_back_as_it_was() {
 }
 
 #[test]
-fn an_error_of_backward_comes_back_as_it_was() {
+fn backward_returns_the_error_of_a_function_unchanged() {
     let Err(Error::Sys(overdrive_sys::Error::Callback { source, .. })) = failing("error") else {
         panic!("an error of a callback");
     };
@@ -329,14 +329,14 @@ fn an_error_of_backward_comes_back_as_it_was() {
 }
 
 #[test]
-fn a_panic_in_backward_goes_on_as_a_panic_and_leaves_the_engine_usable() {
+fn a_panic_in_backward_resumes_in_the_caller_and_leaves_the_engine_usable() {
     let payload = catch_unwind(AssertUnwindSafe(|| failing("panic"))).unwrap_err();
     assert_eq!(overdrive_sys::panic_text(&*payload), "layer 6 is on fire");
     assert_eq!(failing("none").unwrap(), Tensor::ones([2], F64));
 }
 
 #[test]
-fn through_tch_a_failing_backward_is_an_error_with_its_message() {
+fn a_failing_backward_that_tch_started_is_an_error_with_its_message() {
     let x = leaf(&[2]);
     let y = apply(Failing { how: "panic" }, &[&x]).unwrap().remove(0);
     let error = y.sum(None).f_backward().unwrap_err().to_string();
@@ -344,7 +344,7 @@ fn through_tch_a_failing_backward_is_an_error_with_its_message() {
 }
 
 #[test]
-fn a_wrong_number_or_shape_of_gradients_is_said() {
+fn a_wrong_number_or_shape_of_gradients_is_an_error() {
     let count = failing("count").unwrap_err().to_string();
     assert!(
         count.contains("returned 0 gradients for 1 inputs"),
@@ -389,7 +389,7 @@ impl Function for Counting {
 }
 
 #[test]
-fn a_function_is_told_which_gradients_are_wanted_and_is_freed_with_its_graph() {
+fn a_function_knows_which_gradients_are_needed_and_is_freed_with_its_graph() {
     let (asked, alive) = (Arc::new(AtomicUsize::new(0)), Arc::new(()));
     let function = Counting {
         asked: Arc::clone(&asked),

@@ -1,4 +1,4 @@
-//! Functions with a backward in Rust, gradients with all options, several threads.
+//! Functions with a backward in Rust, gradients with all options, backward on several threads.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod functions;

@@ -1,4 +1,4 @@
-//! What goes wrong in a recomputation, and how it comes out of backward.
+//! Errors of recomputations, and their way through backward.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
-/// A closure that does `first` in its first run, and `later` in the others.
+/// Returns a closure that runs `first` the first time, and `later` afterwards.
 fn changing(
     first: fn(&Tensor) -> RegionResult<Tensor>,
     later: fn(&Tensor) -> RegionResult<Tensor>,
@@ -28,32 +28,32 @@ fn leaf() -> Tensor {
     Tensor::ones([2, 3], F32).set_requires_grad(true)
 }
 
-/// The error of a backward pass over the checkpointed closure: as tch tells it, and as it is.
+/// Returns the error of a backward pass over the checkpointed closure: tch's message, and this crate's error.
 fn error_of(
     options: &CheckpointOptions,
     first: fn(&Tensor) -> RegionResult<Tensor>,
     later: fn(&Tensor) -> RegionResult<Tensor>,
 ) -> (String, Error) {
     let run = || checkpoint(&[&leaf()], options, changing(first, later)).unwrap();
-    let told = run().sum(Kind::Float).f_backward().unwrap_err().to_string();
+    let message = run().sum(Kind::Float).f_backward().unwrap_err().to_string();
     let loss = run().sum(Kind::Float);
     let error = backward(&[&loss], &BackwardOptions::default()).unwrap_err();
     let overdrive_autograd::Error::Sys(overdrive_sys::Error::Callback { source, .. }) = error
     else {
         panic!("{error:?}");
     };
-    (told, *source.downcast::<Error>().unwrap())
+    (message, *source.downcast::<Error>().unwrap())
 }
 
 #[test]
 fn an_error_of_the_recomputation_is_the_error_of_backward() {
     let _generator = crate::generator();
-    let (told, error) = error_of(
+    let (message, error) = error_of(
         &CheckpointOptions::default(),
         |x| Ok(x.f_exp()?),
         |_| Err("the weights went away".into()),
     );
-    assert!(told.contains("the weights went away"), "{told}");
+    assert!(message.contains("the weights went away"), "{message}");
     assert!(matches!(error, Error::Recomputation { .. }), "{error:?}");
     assert_eq!(
         error.to_string(),
@@ -64,17 +64,17 @@ fn an_error_of_the_recomputation_is_the_error_of_backward() {
 #[test]
 fn a_panic_of_the_recomputation_is_an_error_of_backward_with_its_text() {
     let _generator = crate::generator();
-    let (told, error) = error_of(
+    let (message, error) = error_of(
         &CheckpointOptions::default(),
         |x| Ok(x.f_exp()?),
         |_| panic!("index 7 of {}", 3),
     );
-    assert!(told.contains("index 7 of 3"), "{told}");
+    assert!(message.contains("index 7 of 3"), "{message}");
     assert!(matches!(error, Error::Panic { message } if message == "index 7 of 3"));
 }
 
 #[test]
-fn a_panic_of_the_first_pass_goes_on_and_leaves_nothing_behind() {
+fn a_panic_of_the_first_pass_is_not_caught_and_leaves_no_hooks() {
     let _generator = crate::generator();
     let x = leaf();
     let payload = catch_unwind(AssertUnwindSafe(|| {
@@ -88,13 +88,13 @@ fn a_panic_of_the_first_pass_goes_on_and_leaves_nothing_behind() {
     }))
     .unwrap_err();
     assert_eq!(*payload.downcast::<&str>().unwrap(), "first pass");
-    // No hooks are left: this saves its result itself.
+    // No hooks are left: this operator saves its result without them.
     x.exp().sum(Kind::Float).backward();
     assert_eq!(x.grad(), x.exp().detach());
 }
 
 #[test]
-fn an_error_of_the_first_pass_comes_back_as_it_is() {
+fn an_error_of_the_first_pass_is_returned_unchanged() {
     let _generator = crate::generator();
     let error = checkpoint(
         &[&leaf()],
@@ -106,14 +106,14 @@ fn an_error_of_the_first_pass_comes_back_as_it_is() {
 }
 
 #[test]
-fn another_shape_is_refused_and_the_operator_named() {
+fn another_shape_is_an_error_that_names_the_operator() {
     let _generator = crate::generator();
-    let (told, error) = error_of(
+    let (message, error) = error_of(
         &CheckpointOptions::default(),
         |x| Ok(x.f_sin()?.f_exp()?),
         |x| Ok(x.f_sin()?.f_narrow(1, 0, 2)?.f_exp()?),
     );
-    assert!(told.contains("saved by aten::exp"), "{told}");
+    assert!(message.contains("saved by aten::exp"), "{message}");
     assert!(
         matches!(&error, Error::Mismatch { index: 1, first, now, .. }
             if first == "[2, 3] Float on Cpu" && now == "[2, 2] Float on Cpu"),
@@ -122,7 +122,7 @@ fn another_shape_is_refused_and_the_operator_named() {
 }
 
 #[test]
-fn another_dtype_is_refused_and_the_operator_named() {
+fn another_dtype_is_an_error_that_names_the_operator() {
     let _generator = crate::generator();
     let (_, error) = error_of(
         &CheckpointOptions::default(),
@@ -137,7 +137,7 @@ fn another_dtype_is_refused_and_the_operator_named() {
 }
 
 #[test]
-fn fewer_or_more_saved_tensors_are_refused() {
+fn fewer_or_more_saved_tensors_are_an_error() {
     let _generator = crate::generator();
     let all = CheckpointOptions {
         early_stop: false,
@@ -155,7 +155,7 @@ fn fewer_or_more_saved_tensors_are_refused() {
             .contains("saved more than 1 tensors, the last by aten::sin"),
         "{error}"
     );
-    // An early stop does not come to the one too many.
+    // An early stop comes before the extra tensor is saved.
     let x = leaf();
     let y = checkpoint(
         &[&x],
@@ -167,7 +167,7 @@ fn fewer_or_more_saved_tensors_are_refused() {
 }
 
 #[test]
-fn without_the_check_another_shape_is_backwards_own_problem() {
+fn without_the_check_backward_runs_with_the_other_shape() {
     let _generator = crate::generator();
     let options = CheckpointOptions {
         determinism_check: DeterminismCheck::None,
@@ -202,7 +202,7 @@ fn debug_lists_the_operators_of_both_passes() {
 }
 
 #[test]
-fn a_saved_tensor_that_the_closure_changes_in_place_is_refused() {
+fn a_saved_tensor_that_the_closure_changes_in_place_is_an_error() {
     let _generator = crate::generator();
     let change = |x: &Tensor| {
         let y = x.f_exp()?;
@@ -210,8 +210,8 @@ fn a_saved_tensor_that_the_closure_changes_in_place_is_refused() {
         let _ = shared.f_zero_()?;
         Ok(y.f_mul_scalar(2.0)?.f_sin()?)
     };
-    let (told, error) = error_of(&CheckpointOptions::default(), change, change);
-    assert!(told.contains("changed in place"), "{told}");
+    let (message, error) = error_of(&CheckpointOptions::default(), change, change);
+    assert!(message.contains("changed in place"), "{message}");
     assert!(
         matches!(&error, Error::ChangedInPlace { shape } if *shape == [2, 3]),
         "{error}"
@@ -219,7 +219,7 @@ fn a_saved_tensor_that_the_closure_changes_in_place_is_refused() {
 }
 
 #[test]
-fn an_input_changed_in_place_after_the_first_pass_is_refused() {
+fn an_input_changed_in_place_after_the_first_pass_is_an_error() {
     let _generator = crate::generator();
     let x = leaf();
     let mut hidden = &x * 1.0;
@@ -236,7 +236,7 @@ fn an_input_changed_in_place_after_the_first_pass_is_refused() {
 }
 
 #[test]
-fn a_kept_operator_that_is_called_more_often_is_named() {
+fn a_kept_operator_that_is_called_more_often_is_an_error_that_names_it() {
     let _generator = crate::generator();
     let options = CheckpointOptions {
         early_stop: false,
@@ -249,12 +249,12 @@ fn a_kept_operator_that_is_called_more_often_is_named() {
     );
     let text = error.to_string();
     assert!(
-        text.contains("aten::cos for the 2. time, its first pass called it 1 times"),
+        text.contains("called aten::cos 2 times, the first pass 1 times"),
         "{text}"
     );
 }
 
-/// Counts its runs, and those that come to the end.
+/// Returns a closure that counts the runs that reach its end.
 fn counting(
     ends: &Arc<AtomicUsize>,
 ) -> impl Fn(&[Tensor]) -> RegionResult<Tensor> + Send + 'static {
@@ -268,7 +268,7 @@ fn counting(
 }
 
 #[test]
-fn the_recomputation_ends_with_the_last_tensor_needed_unless_told_otherwise() {
+fn an_early_stop_ends_the_recomputation_at_the_last_needed_tensor() {
     let _generator = crate::generator();
     for (early_stop, expected) in [(true, 1), (false, 2)] {
         let x = leaf();

@@ -259,7 +259,7 @@ fn backward_after_its_scope_is_an_error_that_says_so() {
     });
     let error = y.sum(Kind::Float).f_backward().unwrap_err().to_string();
     assert!(
-        error.contains("run backward inside of its scope"),
+        error.contains("called after its scope ended"),
         "{error}"
     );
 }

@@ -10,8 +10,8 @@ mod offload;
 mod random_programs;
 mod schedules_and_plans;
 
-/// Takes libtorch's generator, which belongs to the process. All tests here take it: a checkpoint saves its
-/// state and sets it again, also one that draws nothing.
+/// Locks libtorch's generator, which is a global state. All tests here lock it, because every checkpoint saves and
+/// restores its state.
 fn generator() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
     LOCK.lock().unwrap_or_else(PoisonError::into_inner)

@@ -61,7 +61,7 @@ fn gradients_through_a_file_equal_the_plain_run() {
 }
 
 #[test]
-fn a_tensor_that_two_operators_save_goes_once_and_weights_stay() {
+fn a_tensor_that_two_operators_save_is_offloaded_once_and_weights_stay() {
     let _generator = crate::generator();
     let weight = Tensor::randn([64, 64], F32).set_requires_grad(true);
     let frozen = Tensor::randn([64, 64], F32);
@@ -77,7 +77,7 @@ fn a_tensor_that_two_operators_save_goes_once_and_weights_stay() {
 }
 
 #[test]
-fn memory_that_is_used_again_is_not_taken_for_what_was_there_before() {
+fn reused_memory_is_not_mistaken_for_the_tensor_that_was_there_before() {
     let _generator = crate::generator();
     let scale = Tensor::from(2f32).set_requires_grad(true);
     let _guard = offload_saved_tensors(&to_disk(0), &[]).unwrap();
@@ -106,7 +106,7 @@ fn a_retained_graph_reads_the_file_again() {
 }
 
 #[test]
-fn around_checkpoints_their_inputs_go() {
+fn around_checkpoints_their_inputs_are_offloaded() {
     let _generator = crate::generator();
     let x = Tensor::randn([100, 8], F32).set_requires_grad(true);
     let hidden = &x * 2.0;
@@ -129,7 +129,7 @@ fn around_checkpoints_their_inputs_go() {
 }
 
 #[test]
-fn a_change_in_place_of_what_stayed_is_refused() {
+fn an_in_place_change_of_a_tensor_that_stayed_is_an_error() {
     let _generator = crate::generator();
     let x = Tensor::ones([4], F32).set_requires_grad(true);
     let (y, mut saved) = {
@@ -146,7 +146,7 @@ fn a_change_in_place_of_what_stayed_is_refused() {
 }
 
 #[test]
-fn tensors_on_the_cpu_are_in_host_memory_already() {
+fn tensors_on_the_cpu_stay_in_host_memory() {
     let _generator = crate::generator();
     let x = Tensor::ones([1 << 19], F32).set_requires_grad(true);
     let guard = offload_saved_tensors(&OffloadOptions::default(), &[]).unwrap();
@@ -156,7 +156,7 @@ fn tensors_on_the_cpu_are_in_host_memory_already() {
 }
 
 #[test]
-fn a_folder_that_is_not_there_is_an_error() {
+fn a_missing_folder_is_an_error() {
     let _generator = crate::generator();
     let options = OffloadOptions {
         to: SavedTo::Disk {
@@ -168,7 +168,7 @@ fn a_folder_that_is_not_there_is_an_error() {
         .unwrap_err()
         .to_string();
     assert!(
-        error.starts_with("offloading to a file: making it: "),
+        error.starts_with("cannot create a file for offloaded tensors in "),
         "{error}"
     );
 }

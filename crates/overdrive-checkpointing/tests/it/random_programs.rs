@@ -94,14 +94,14 @@ fn run_all(steps: &[Step], x: &Tensor, weight: &Tensor) -> RegionResult<Tensor> 
 
 /// A stretch of the program, and how it is run.
 #[derive(Debug, Clone)]
-struct Part {
+struct Section {
     steps: Vec<Step>,
     checkpointed: bool,
     nested: bool,
     options: CheckpointOptions,
 }
 
-fn run_part(part: &Part, x: &Tensor, weight: &Tensor) -> Tensor {
+fn run_section(part: &Section, x: &Tensor, weight: &Tensor) -> Tensor {
     if !part.checkpointed {
         return run_all(&part.steps, x, weight).unwrap();
     }
@@ -120,7 +120,7 @@ fn run_part(part: &Part, x: &Tensor, weight: &Tensor) -> Tensor {
     .unwrap()
 }
 
-fn parts() -> impl Strategy<Value = Vec<Part>> {
+fn sections() -> impl Strategy<Value = Vec<Section>> {
     let policy = prop_oneof![
         Just(SavePolicy::Nothing),
         Just(SavePolicy::Matmuls),
@@ -136,7 +136,7 @@ fn parts() -> impl Strategy<Value = Vec<Part>> {
         })),
     ];
     let steps = proptest::collection::vec(proptest::sample::select(STEPS.to_vec()), 1..7);
-    let part = (steps, any::<[bool; 4]>(), policy).prop_map(|(steps, flags, policy)| Part {
+    let part = (steps, any::<[bool; 4]>(), policy).prop_map(|(steps, flags, policy)| Section {
         steps,
         checkpointed: flags[0],
         nested: flags[1],
@@ -166,7 +166,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     #[test]
-    fn gradients_do_not_depend_on_how_a_program_is_checkpointed(parts in parts(), offload in any::<bool>()) {
+    fn gradients_do_not_depend_on_how_a_program_is_checkpointed(parts in sections(), offload in any::<bool>()) {
         let _generator = crate::generator();
         let plain = gradients(|x, weight| {
             parts.iter().fold(x.shallow_clone(), |x, part| run_all(&part.steps, &x, weight).unwrap())
@@ -178,7 +178,7 @@ proptest! {
                 prefetch: 1,
             };
             let _offload = offload.then(|| offload_saved_tensors(&to_disk, &[]).unwrap());
-            parts.iter().fold(x.shallow_clone(), |x, part| run_part(part, &x, weight))
+            parts.iter().fold(x.shallow_clone(), |x, part| run_section(part, &x, weight))
         });
         prop_assert_eq!(checkpointed, plain);
     }

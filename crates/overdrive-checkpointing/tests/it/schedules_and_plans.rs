@@ -79,13 +79,13 @@ fn every_schedule_gives_the_gradients_of_the_plain_run() {
 }
 
 #[test]
-fn schedules_that_cannot_be_are_refused() {
+fn invalid_schedules_are_an_error() {
     let _generator = crate::generator();
     let text = |schedule: Schedule| schedule.groups(4).unwrap_err().to_string();
-    assert!(text(Schedule::EveryNth(0)).contains("every_nth is 0"));
-    assert!(text(Schedule::Segments(0)).contains("segments is 0"));
+    assert!(text(Schedule::EveryNth(0)).contains("`every_nth` is 0"));
+    assert!(text(Schedule::Segments(0)).contains("`segments` is 0"));
     assert!(text(Schedule::Segments(5)).contains("at most the number of blocks"));
-    assert!(text(Schedule::Chosen(vec![true])).contains("for 1 blocks and there are 4"));
+    assert!(text(Schedule::Chosen(vec![true])).contains("for 1 blocks, but there are 4"));
 }
 
 #[test]
@@ -117,7 +117,7 @@ proptest! {
     }
 
     #[test]
-    fn a_plan_keeps_its_budget_and_leaves_nothing_needless(
+    fn a_plan_meets_its_budget_and_recomputes_no_unnecessary_block(
         costs in proptest::collection::vec(
             (1u64..1000, 0u64..200, 0.001f64..1.0)
                 .prop_map(|(saved_bytes, input_bytes, forward_s)| BlockCost { saved_bytes, input_bytes, forward_s }),

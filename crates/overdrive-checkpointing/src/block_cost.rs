@@ -1,36 +1,37 @@
-//! What backward of a block needs to have kept, and how long its forward takes.
+//! Measured costs of blocks: the bytes that they save for backward and the time of their forward.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use overdrive_sys::saved_tensors::{Packed, Saved, StorageId, push_hooks};
+use overdrive_sys::saved_tensors::{PackedTensor, SavedTensor, push_hooks};
+use overdrive_sys::storage::StorageId;
 use serde::{Deserialize, Serialize};
 use tch::{Cuda, Device, Tensor};
 
 use crate::versioned::Versioned;
 use crate::{Error, RegionResult, Result};
 
-/// The cost of one block, measured.
+/// The measured cost of one block.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct BlockCost {
-    /// Bytes that the graph keeps of the block between forward and backward, its input included and
-    /// weights not: what checkpointing frees, but for the input.
+    /// The bytes that the graph holds for the block between forward and backward, with its input and
+    /// without weights. Checkpointing frees them except for the input.
     pub saved_bytes: u64,
-    /// Bytes of the input, which a checkpoint keeps.
+    /// The bytes of the input, which a checkpoint keeps.
     pub input_bytes: u64,
-    /// Seconds of its forward pass: what recomputing it takes.
+    /// The seconds of its forward pass, which are the time of a recomputation.
     pub forward_s: f64,
 }
 
-/// Runs the blocks one after another, with gradient recording, and measures each: bytes and output in a
-/// first pass, time as the least of two more.
+/// Runs the blocks one after another with gradient recording and measures each: the bytes in a first run,
+/// the time as the minimum of two more.
 ///
-/// `forward` runs block `index` on a hidden state. The graph is thrown away.
+/// `forward` runs block `index` on a hidden state. The graph is discarded.
 ///
 /// # Errors
-/// [`Error::Closure`] with what `forward` returned.
+/// [`Error::Closure`] with the error of `forward`.
 pub fn measure_blocks<F>(blocks: usize, input: &Tensor, forward: F) -> Result<Vec<BlockCost>>
 where
     F: Fn(usize, &Tensor) -> RegionResult<Tensor>,
@@ -38,7 +39,7 @@ where
     let mut hidden = input.shallow_clone();
     let mut costs = Vec::with_capacity(blocks);
     for index in 0..blocks {
-        // Detached: the next block must not keep this one's graph alive.
+        // Detached, so that the next block does not keep the graph of this one alive.
         let input = hidden.f_detach()?.f_set_requires_grad(true)?;
         let (output, saved_bytes) = saved_by(&input, |x| forward(index, x))?;
         let mut forward_s = f64::INFINITY;
@@ -57,11 +58,13 @@ where
 }
 
 fn timed(device: Device, run: impl FnOnce() -> RegionResult<Tensor>) -> Result<Duration> {
+    // Kernels of a GPU run asynchronously: without this the clock would measure their launch.
     synchronize(device);
     let start = Instant::now();
     let output = run().map_err(Error::Closure)?;
     synchronize(device);
     let took = start.elapsed();
+    // Freeing the graph is not part of the forward pass.
     drop(output);
     Ok(took)
 }
@@ -74,18 +77,19 @@ fn synchronize(device: Device) {
     }
 }
 
-/// The output, and the bytes of all memory that the graph keeps for it. Tensors that share memory count
-/// once, by where they begin and how far they reach.
+/// Returns the output, and the bytes of all memory that the graph holds for it. Memory that several
+/// tensors share counts once.
 fn saved_by(
     input: &Tensor,
     run: impl FnOnce(&Tensor) -> RegionResult<Tensor>,
 ) -> Result<(Tensor, u64)> {
+    // By address ranges, so that views of one memory count once.
     let found: Rc<RefCell<HashMap<usize, u64>>> = Rc::default();
-    // The input is a leaf here and an activation in the chain.
+    // The input is a leaf here, as a weight is, but an activation in the chain.
     let input_storage = StorageId::of(input)?;
     let output = {
         let found = Rc::clone(&found);
-        let _hooks = push_hooks(move |saved: Saved| {
+        let _hooks = push_hooks(move |saved: SavedTensor| {
             let tensor = saved.tensor.f_detach()?;
             let is_input = StorageId::of(&tensor)?.address() == input_storage.address();
             if is_input || !saved.is_parameter {
@@ -94,7 +98,7 @@ fn saved_by(
                 let known = found.entry(start).or_insert(0);
                 *known = bytes.max(*known);
             }
-            Ok(Box::new(Versioned::new(&tensor)?) as Box<dyn Packed>)
+            Ok(Box::new(Versioned::new(&tensor)?) as Box<dyn PackedTensor>)
         })?;
         run(input).map_err(Error::Closure)?
     };
@@ -102,7 +106,7 @@ fn saved_by(
     Ok((output, total))
 }
 
-/// Where a tensor's memory begins, and how many bytes it reaches over.
+/// Returns the start of a tensor's memory and the number of bytes that it spans.
 fn extent(tensor: &Tensor) -> Result<(usize, u64)> {
     let reach: i64 = tensor
         .size()
@@ -119,9 +123,9 @@ fn extent(tensor: &Tensor) -> Result<(usize, u64)> {
     Ok((tensor.data_ptr() as usize, elements * element))
 }
 
-/// The bytes that a set of stretches of memory covers together.
-fn union(stretches: &HashMap<usize, u64>) -> u64 {
-    let mut sorted: Vec<(u64, u64)> = stretches
+/// Returns the number of bytes in the union of memory ranges.
+fn union(ranges: &HashMap<usize, u64>) -> u64 {
+    let mut sorted: Vec<(u64, u64)> = ranges
         .iter()
         .map(|(start, bytes)| (*start as u64, *bytes))
         .collect();

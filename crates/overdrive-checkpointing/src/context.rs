@@ -1,23 +1,24 @@
-//! What surrounds a closure and changes what it computes: autocast and random generators. Taken down in
-//! the first pass, put back for the recomputation.
+//! The context of a closure that changes its results: the autocast state and the random generators. It is
+//! captured in the first pass and restored for the recomputation.
 
 use overdrive_sys::{Result, autocast, random};
 use tch::{Device, Tensor};
 
-/// The device types whose autocast state is the thread's.
+/// The device types with an autocast state; the index of the GPU does not matter.
 const AUTOCAST_DEVICES: [Device; 2] = [Device::Cpu, Device::Cuda(0)];
 
-pub(crate) struct Ambient {
+pub(crate) struct Context {
     autocast: [autocast::State; 2],
     cache: bool,
     random: Vec<(Device, Tensor)>,
 }
 
-impl Ambient {
-    /// As it is now; the generators of the CPU and of the inputs' GPUs if `with_random`.
-    pub(crate) fn now(inputs: &[Tensor], with_random: bool) -> Result<Self> {
+impl Context {
+    /// Captures the current context; the generators of the CPU and of the inputs' GPUs only if `with_random`.
+    pub(crate) fn capture(inputs: &[Tensor], with_random: bool) -> Result<Self> {
         let mut devices: Vec<Device> = Vec::new();
         if with_random {
+            // The CPU's generator too: a closure with GPU inputs may draw on the CPU.
             devices.push(Device::Cpu);
             for device in inputs.iter().map(Tensor::device) {
                 if matches!(device, Device::Cuda(_)) && !devices.contains(&device) {
@@ -32,10 +33,10 @@ impl Ambient {
         })
     }
 
-    /// Puts everything back to how it was, until the guard is dropped.
-    pub(crate) fn enter(&self) -> Result<AmbientGuard> {
+    /// Restores the context until the guard is dropped.
+    pub(crate) fn enter(&self) -> Result<ContextGuard> {
         let devices: Vec<Device> = self.random.iter().map(|(device, _)| *device).collect();
-        let guard = AmbientGuard {
+        let guard = ContextGuard {
             autocast: states()?,
             cache: autocast::cache_enabled()?,
             random: generators(&devices)?,
@@ -73,17 +74,17 @@ fn set_generators(states: &[(Device, Tensor)]) -> Result<()> {
         .try_for_each(|(device, state)| random::set_state(*device, state))
 }
 
-/// Restores what was there before, also by a panic.
+/// A guard that restores the previous context when it is dropped, also by a panic.
 #[must_use = "the state is restored when the guard is dropped"]
-pub(crate) struct AmbientGuard {
+pub(crate) struct ContextGuard {
     autocast: [autocast::State; 2],
     cache: bool,
     random: Vec<(Device, Tensor)>,
 }
 
-impl AmbientGuard {
+impl ContextGuard {
     fn leave(&self) -> Result<()> {
-        // The outermost region drops its casts of weights, as autocast's own guards do.
+        // The outermost region clears the cache of cast weights, as autocast's own guards do.
         if autocast::decrement_nesting()? == 0 {
             autocast::clear_cache()?;
         }
@@ -93,11 +94,11 @@ impl AmbientGuard {
     }
 }
 
-impl Drop for AmbientGuard {
+impl Drop for ContextGuard {
     fn drop(&mut self) {
         if let Err(error) = self.leave() {
-            // Setting what was read before fails only if libtorch is broken; a destructor has nobody
-            // to tell but the log.
+            // The states were read before, so setting them fails only if libtorch is broken. A destructor
+            // can only log an error.
             tracing::error!(%error, "restoring autocast and random generators after a recomputation");
         }
     }
