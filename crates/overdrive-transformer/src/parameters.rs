@@ -117,7 +117,7 @@ pub(crate) fn allocate(
 
 /// The tensors that a model is made of.
 #[derive(Debug, Default)]
-pub(crate) struct Parts {
+pub(crate) struct ModelTensors {
     /// The dense parameters, in the order of the configuration.
     pub(crate) parameters: Vec<(String, Tensor)>,
     /// The quantized weights by the names of their layers, without `.weight`.
@@ -133,7 +133,7 @@ pub(crate) struct ParameterMap {
 }
 
 impl ParameterMap {
-    pub(crate) fn new(parts: Parts) -> Self {
+    pub(crate) fn new(parts: ModelTensors) -> Self {
         let kind = parts.parameters.first().map(|(_, tensor)| tensor.kind());
         ParameterMap {
             dense: parts.parameters.into_iter().collect(),

@@ -8,12 +8,12 @@ use overdrive_safetensors::{MappedFile, StoredTensor};
 use serde_json::{Map, Value};
 use tch::{Device, Kind};
 
-use super::packed::{self, Views, layout};
 use super::problems::{CheckpointProblems, Misshapen};
 use super::progress::LoadProgress;
+use super::quantized::{self, Views, layout};
 use super::shards::weight_files;
-use crate::parameters::{ParameterSpec, Parts, allocate};
-use crate::quantize::quantized;
+use crate::parameters::{ModelTensors, ParameterSpec, allocate};
+use crate::quantize::quantize_parameter;
 use crate::{Error, ModelConfig, QuantizeOptions, Result};
 
 /// The options of loading a checkpoint.
@@ -45,7 +45,11 @@ impl Default for LoadOptions {
 ///
 /// Each tensor is converted from the mapped file into the memory where the model keeps it: there is no second
 /// copy of it on the CPU, and a copy of at most one tensor with another device.
-pub(crate) fn read(dir: &Path, config: &ModelConfig, options: &LoadOptions) -> Result<Parts> {
+pub(crate) fn read(
+    dir: &Path,
+    config: &ModelConfig,
+    options: &LoadOptions,
+) -> Result<ModelTensors> {
     let weights = weight_files(dir)?;
     let files = weights.paths.iter().map(MappedFile::open);
     let files = files.collect::<overdrive_safetensors::Result<Vec<_>>>()?;
@@ -71,7 +75,7 @@ pub(crate) fn read(dir: &Path, config: &ModelConfig, options: &LoadOptions) -> R
                 "unset for a checkpoint that is quantized already; load it without the option";
             return Err(Common::option("quantization", "set", expected).into());
         }
-        Some(layout) => packed::take(
+        Some(layout) => quantized::take(
             &layout,
             &specs,
             &mut views,
@@ -94,7 +98,7 @@ pub(crate) fn read(dir: &Path, config: &ModelConfig, options: &LoadOptions) -> R
             kinds.push(options.kind.unwrap_or(*from));
         }
     }
-    let mut parts = Parts {
+    let mut parts = ModelTensors {
         parameters: allocate(dense, &kinds, options.device, &config.adjacent())?,
         quantized: quantized_weights,
     };
@@ -112,7 +116,7 @@ pub(crate) fn read(dir: &Path, config: &ModelConfig, options: &LoadOptions) -> R
         match (schemes[index], indices.get(&spec.name)) {
             (Some(scheme), _) => {
                 let whole = stored.copy_to_tensor(Some(Kind::Float), options.device)?;
-                let weight = quantized(&whole, spec, scheme)?;
+                let weight = quantize_parameter(&whole, spec, scheme)?;
                 parts.quantized.insert(spec.module().to_owned(), weight);
             }
             (None, Some(&parameter)) => stored.copy_into(&parts.parameters[parameter].1)?,

@@ -6,7 +6,7 @@ use overdrive_core::Error as Common;
 use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
-use super::packed::{self, Written};
+use super::quantized::{self, Written};
 use super::shards::{IndexMetadata, ShardIndex, shard_name};
 use super::{INDEX, SINGLE};
 use crate::{CausalLm, Error, Result};
@@ -50,7 +50,7 @@ pub(crate) fn write(dir: &Path, model: &CausalLm, options: &SaveOptions) -> Resu
         });
     }
     fs::create_dir_all(dir).map_err(Common::io("create", dir))?;
-    let Written { tensors, layout } = packed::written(model)?;
+    let Written { tensors, layout } = quantized::written(model)?;
     let written = write_weights(dir, tensors, options)?;
     remove_stale(dir, &written)?;
 

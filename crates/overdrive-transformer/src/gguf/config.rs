@@ -296,14 +296,14 @@ fn llama3(config: &LlamaConfig, factors: Vec<f64>) -> RopeScaling {
     let pairs = factors.len() as f64;
     let standard = |index: usize| {
         let wavelength = std::f64::consts::TAU * config.rope_theta.powf(index as f64 / pairs);
-        let turns = original as f64 / wavelength;
-        if turns > high {
+        let rotations = original as f64 / wavelength;
+        if rotations > high {
             return 1.0;
         }
-        if turns < low {
+        if rotations < low {
             return factor;
         }
-        let smooth = (turns - low) / (high - low);
+        let smooth = (rotations - low) / (high - low);
         1.0 / ((1.0 - smooth) / factor + smooth)
     };
     let is_standard = |(index, found): (usize, &f64)| (found / standard(index) - 1.0).abs() < 1e-4;

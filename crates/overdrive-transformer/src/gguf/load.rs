@@ -6,8 +6,8 @@ use tch::{Kind, Tensor};
 use super::names::{gguf_name, row_order};
 use crate::checkpoint::{CheckpointProblems, Misshapen};
 use crate::config::LlamaConfig;
-use crate::parameters::{ParameterRole, ParameterSpec, Parts, allocate};
-use crate::quantize::quantized;
+use crate::parameters::{ModelTensors, ParameterRole, ParameterSpec, allocate};
+use crate::quantize::quantize_parameter;
 use crate::{Error, LoadOptions, ModelConfig, Result};
 
 /// A parameter, and the tensor of the file that holds it.
@@ -18,7 +18,11 @@ struct Source<'a> {
 }
 
 /// Reads the parameters of `config` from `file`.
-pub(super) fn parts(file: &GgufFile, config: &ModelConfig, options: &LoadOptions) -> Result<Parts> {
+pub(super) fn tensors(
+    file: &GgufFile,
+    config: &ModelConfig,
+    options: &LoadOptions,
+) -> Result<ModelTensors> {
     let ModelConfig::Llama(llama) = config else {
         return Err(Error::Unsupported {
             key: "general.architecture".to_owned(),
@@ -28,14 +32,14 @@ pub(super) fn parts(file: &GgufFile, config: &ModelConfig, options: &LoadOptions
     };
     let sources = sources(file, config, llama)?;
     let kind = options.kind.unwrap_or(Kind::Float);
-    let (dense, packed): (Vec<Source<'_>>, Vec<Source<'_>>) =
+    let (dense, quantized): (Vec<Source<'_>>, Vec<Source<'_>>) =
         sources.into_iter().partition(|source| {
             let matrix = !matches!(source.spec.role, ParameterRole::Other);
             !matrix
                 || source.tensor.tensor_type().groups().is_none()
                     && scheme(source, config, options).is_none()
         });
-    let all = dense.iter().chain(&packed);
+    let all = dense.iter().chain(&quantized);
     let total: u64 = all.map(|source| source.tensor.data().len() as u64).sum();
     let mut done = 0;
     let mut report = |bytes: usize| {
@@ -46,7 +50,7 @@ pub(super) fn parts(file: &GgufFile, config: &ModelConfig, options: &LoadOptions
     };
     report(0);
     let mut quantized_weights = HashMap::new();
-    for source in &packed {
+    for source in &quantized {
         let weight = match scheme(source, config, options) {
             None => {
                 let weight = source
@@ -57,7 +61,7 @@ pub(super) fn parts(file: &GgufFile, config: &ModelConfig, options: &LoadOptions
                     overdrive_core::Error::option(source.spec.name.clone(), "dense", expected)
                 })?
             }
-            Some(scheme) => quantized(
+            Some(scheme) => quantize_parameter(
                 &numbers(source, options, Kind::Float)?,
                 &source.spec,
                 scheme,
@@ -79,7 +83,7 @@ pub(super) fn parts(file: &GgufFile, config: &ModelConfig, options: &LoadOptions
         parameter.f_copy_(&numbers)?;
         report(source.tensor.data().len());
     }
-    Ok(Parts {
+    Ok(ModelTensors {
         parameters,
         quantized: quantized_weights,
     })
