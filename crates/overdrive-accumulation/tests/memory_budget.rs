@@ -1,5 +1,4 @@
-//! The search under a simulated memory budget. The budget is the process's, so this binary holds
-//! one test.
+//! The search under a simulated memory budget. One test, because the budget is that of the process.
 
 #![allow(clippy::unwrap_used)]
 

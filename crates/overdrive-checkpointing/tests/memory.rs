@@ -1,4 +1,4 @@
-//! Peak memory against depth. One test: the statistics are the process's.
+//! Peak memory as a function of depth. One test, because the statistics are those of the process.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_checkpointing::{

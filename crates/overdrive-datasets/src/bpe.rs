@@ -1,4 +1,4 @@
-//! Training a byte-level BPE tokenizer.
+//! The training of byte-level BPE tokenizers.
 
 use std::collections::HashSet;
 use std::convert::Infallible;
@@ -15,8 +15,9 @@ use crate::cache::{Cached, cached};
 use crate::digest::FieldHasher;
 use crate::tokenizer_files::write_file;
 use crate::{Corpus, Error, Result, load_tokenizer};
+use overdrive_core::{Error as CommonError, check_option};
 
-/// How to train a tokenizer.
+/// The options of [`train_bpe`].
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct BpeOptions {
@@ -24,10 +25,11 @@ pub struct BpeOptions {
     pub vocab_size: usize,
     /// The special tokens, which get the first ids. Default: `<|endoftext|>`.
     pub special_tokens: Vec<String>,
-    /// A pair of tokens that is rarer than this is not merged. Default: 2.
+    /// The smallest number of occurrences with which a pair of tokens is merged. Default: 2.
     pub min_frequency: u64,
-    /// Trains on a part of about so many bytes, spread over the corpus. More makes hardly a better
-    /// vocabulary of this size, and takes longer in proportion. Default: 16 MiB.
+    /// The approximate size of the sample that the tokenizer is trained on, spread over the corpus, in bytes.
+    /// A larger sample hardly improves a vocabulary of this size, and takes longer in proportion. Default:
+    /// 16 MiB.
     pub sample_bytes: u64,
 }
 
@@ -42,15 +44,14 @@ impl Default for BpeOptions {
     }
 }
 
-/// A tokenizer, and how it came about.
+/// A trained tokenizer.
 #[derive(Debug, Clone)]
 pub struct TrainedBpe {
-    /// Byte-level: it takes any text and gives it back unchanged.
+    /// The tokenizer. It is byte-level: it encodes any text and decodes it unchanged.
     pub tokenizer: Tokenizer,
-    /// The number of tokens it has: as many as were asked for, or fewer where the text had no more
-    /// pairs to merge.
+    /// The number of tokens: as requested, or fewer if the text had no more pairs to merge.
     pub vocab_size: usize,
-    /// Whether it was trained by an earlier call.
+    /// If `true`, the tokenizer was trained by an earlier call and read from the cache.
     pub was_cached: bool,
 }
 
@@ -58,26 +59,28 @@ pub struct TrainedBpe {
 /// in GPT-2) on a corpus.
 ///
 /// The same corpus and options give the same tokenizer on any machine and with any number of threads.
-/// Runs on Rayon's global pool.
+/// It runs on Rayon's global thread pool.
 ///
 /// # Errors
-/// When `vocab_size` cannot hold all bytes and the special tokens, and when the corpus cannot be read.
+/// Returns an error if `vocab_size` cannot hold all bytes and the special tokens, or if the corpus cannot be
+/// read.
 pub fn train_bpe(corpus: &Corpus, options: &BpeOptions) -> Result<TrainedBpe> {
     let alphabet: HashSet<char> = ByteLevel::alphabet().into_iter().collect();
     let special_tokens = options.special_tokens.len();
-    if options.vocab_size < alphabet.len() + special_tokens {
-        let vocab_size = options.vocab_size;
-        return Err(Error::VocabularyTooSmall {
-            vocab_size,
-            special_tokens,
-        });
-    }
+    let needed = alphabet.len() + special_tokens;
+    check_option(
+        options.vocab_size >= needed,
+        "vocab_size",
+        options.vocab_size,
+        format!("at least {needed}: 256 bytes and {special_tokens} special token(s)"),
+    )?;
     let special = |token: &String| AddedToken::from(token.clone(), true);
     let special: Vec<_> = options.special_tokens.iter().map(special).collect();
     let mut trainer = BpeTrainer::builder()
         .vocab_size(options.vocab_size)
         .min_frequency(options.min_frequency)
         .special_tokens(special.clone())
+        // All 256 bytes are tokens from the start, so that any text can be encoded.
         .initial_alphabet(alphabet)
         .show_progress(false)
         .build();
@@ -87,14 +90,15 @@ pub fn train_bpe(corpus: &Corpus, options: &BpeOptions) -> Result<TrainedBpe> {
         .train(&mut model)
         .map_err(Error::tokenizer("train the tokenizer"))?;
     let mut tokenizer = Tokenizer::new(model);
+    // GPT-2 adds no space before the first word; a tokenizer that does could not decode a text unchanged.
     tokenizer.with_pre_tokenizer(Some(ByteLevel::default().add_prefix_space(false)));
     tokenizer.with_decoder(Some(ByteLevel::default()));
-    // Offsets as they are: GPT-2's own setting.
+    // GPT-2's tokenizer does not trim offsets either.
     tokenizer.with_post_processor(Some(ByteLevel::default().trim_offsets(false)));
     tokenizer
         .add_special_tokens(special)
         .map_err(Error::tokenizer("add the special tokens"))?;
-    // Once through JSON, so that a trained one and one out of the cache are the same in every respect.
+    // A pass through JSON makes a trained tokenizer the same as one from the cache in every respect.
     let json = tokenizer
         .to_string(false)
         .map_err(Error::tokenizer("write the tokenizer"))?;
@@ -102,16 +106,17 @@ pub fn train_bpe(corpus: &Corpus, options: &BpeOptions) -> Result<TrainedBpe> {
     Ok(trained(tokenizer, options, false))
 }
 
-/// [`train_bpe`], or the tokenizer that an earlier call trained on the same corpus with the same
-/// options: a `tokenizer.json` in `cache_dir`, named by a hash of both.
+/// Trains a tokenizer as [`train_bpe`] does, or reads the one that an earlier call trained on the same corpus
+/// with the same options. It is a `tokenizer.json` in `cache_dir`, named by a hash of both.
 ///
 /// # Errors
-/// As [`train_bpe`], and when the cache folder cannot be written.
+/// Those of [`train_bpe`], and an error if the cache folder cannot be written.
 pub fn train_bpe_cached(
     corpus: &Corpus,
     options: &BpeOptions,
     cache_dir: impl AsRef<Path>,
 ) -> Result<TrainedBpe> {
+    // The version in the first field must change with the training, so that cached tokenizers are not reused.
     let mut hasher = FieldHasher::default()
         .field(b"bpe 1")
         .field(&corpus.digest().0);
@@ -130,7 +135,11 @@ pub fn train_bpe_cached(
     let path = cache_dir.as_ref().join(name);
     let open = || match load_tokenizer(&path) {
         Ok(tokenizer) => Ok(Some(trained(tokenizer, options, true))),
-        Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(Error::Common(CommonError::Io { source, .. }))
+            if source.kind() == std::io::ErrorKind::NotFound =>
+        {
+            Ok(None)
+        }
         Err(Error::Tokenizer { source, .. }) => {
             tracing::warn!("training again: {} is damaged: {source}", path.display());
             Ok(None)
@@ -168,7 +177,7 @@ fn trained(tokenizer: Tokenizer, options: &BpeOptions, was_cached: bool) -> Trai
 
 fn count_words(trainer: &mut BpeTrainer, corpus: &Corpus, sample_bytes: u64) -> Result<()> {
     let blocks = choose_blocks(corpus, sample_bytes);
-    // `feed` takes strings, not results: the first error is kept here, and the strings end.
+    // `feed` takes strings and not results, so the iterator ends at the first error, which is kept here.
     let failed = Mutex::new(None);
     let texts = blocks
         .into_iter()
@@ -183,6 +192,7 @@ fn count_words(trainer: &mut BpeTrainer, corpus: &Corpus, sample_bytes: u64) -> 
         });
     let (words, alphabet) = (Words::new()?, ByteAlphabet::new());
     let words = |text: &str| {
+        // Words have about five letters with their space; a smaller guess costs one more allocation.
         let mut found = Vec::with_capacity(text.len() / 4);
         words.for_each(text, |word| {
             let mut mapped = String::with_capacity(2 * word.len());

@@ -1,20 +1,23 @@
-//! The part of a corpus that a tokenizer is trained on.
+//! The sample of a corpus that a tokenizer is trained on.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
+
+use overdrive_core::Error as CommonError;
 
 use crate::documents::json_text;
 use crate::{Corpus, CorpusFile, Error, Result, Sha256Digest, TextFormat};
 use overdrive_core::random::random_u64;
 
+/// The size of the blocks that are sampled: small enough that a sample of 16 MiB is spread over 128 of them.
 const BLOCK_BYTES: u64 = 128 << 10;
 /// The stream of random numbers that choose blocks (see [`overdrive_core::random::random_u64`]).
 const SAMPLE_STREAM: u32 = 0xB9E5;
 
-/// A part of a file.
+/// A byte range of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Block {
-    /// The number of the file in the corpus.
+    /// The index of the file in the corpus.
     pub(crate) file: usize,
     start: u64,
     end: u64,
@@ -26,12 +29,12 @@ impl Block {
     }
 }
 
-/// Blocks of about `sample_bytes` together, spread over the whole corpus; all of it where it is not
-/// larger.
+/// Returns blocks of about `sample_bytes` together, spread over the whole corpus; all blocks if the corpus is
+/// not larger.
 ///
-/// Each file is divided into blocks of 128 KiB (most files are one), and those whose random number is
-/// lowest are taken. The number comes from the file's content and the block's place, so the sample is
-/// the same everywhere.
+/// Each file is divided into blocks of 128 KiB (most files are one block), and the blocks with the lowest
+/// random numbers are taken. The number depends on the file's content and the block's offset, so the sample is
+/// the same on every machine.
 pub(crate) fn choose_blocks(corpus: &Corpus, sample_bytes: u64) -> Vec<Block> {
     let mut blocks = Vec::new();
     for (file, of) in corpus.files().iter().enumerate() {
@@ -52,6 +55,7 @@ pub(crate) fn choose_blocks(corpus: &Corpus, sample_bytes: u64) -> Vec<Block> {
         };
         let taken = blocks.iter().copied().take_while(enough).collect();
         blocks = taken;
+        // The order of the corpus again: reading a file's blocks in order is faster than jumping between files.
         blocks.sort_unstable_by_key(|(_, block)| (block.file, block.start));
     }
     blocks.into_iter().map(|(_, block)| block).collect()
@@ -63,12 +67,12 @@ fn seed_of(digest: Sha256Digest) -> u64 {
     u64::from_le_bytes(first)
 }
 
-/// The text of a block: of its whole lines in a file that has more than one block.
+/// Returns the text of a block; in a file of several blocks, that of the block's whole lines.
 pub(crate) fn read_block(corpus: &Corpus, block: Block) -> Result<String> {
     let file = &corpus.files()[block.file];
     let bytes = read_range(file, block)?;
-    // A line that the block begins or ends inside of is not read: a word, a character or a record
-    // would be cut in two. Only a block that is within one line is taken as it is.
+    // Incomplete lines at the block's ends are not read: they would cut a word, a character or a record in
+    // two. Only a block that lies within one line is taken unchanged.
     let mut lines = bytes.as_slice();
     if block.start > 0 {
         lines = match lines.iter().position(|&byte| byte == b'\n') {
@@ -83,10 +87,11 @@ pub(crate) fn read_block(corpus: &Corpus, block: Block) -> Result<String> {
         };
     }
     match file.format {
+        // Tokens are built only from valid UTF-8; a block that begins within a character is the exception.
         TextFormat::Plain => Ok(String::from_utf8_lossy(lines).into_owned()),
         TextFormat::JsonLines => {
             let records = lines.split(|&byte| byte == b'\n');
-            // A record that cannot be read is an error with its line when tokens are built.
+            // An invalid record is skipped here, and is an error with its line when the tokens are built.
             let texts = records.filter_map(|line| json_text(line, corpus.text_field()).ok()?);
             Ok(texts.collect::<Vec<_>>().join("\n"))
         }
@@ -94,15 +99,15 @@ pub(crate) fn read_block(corpus: &Corpus, block: Block) -> Result<String> {
 }
 
 fn read_range(file: &CorpusFile, block: Block) -> Result<Vec<u8>> {
-    let mut handle = File::open(&file.path).map_err(Error::io("open", &file.path))?;
+    let mut handle = File::open(&file.path).map_err(CommonError::io("open", &file.path))?;
     handle
         .seek(SeekFrom::Start(block.start))
-        .map_err(Error::io("read", &file.path))?;
+        .map_err(CommonError::io("read", &file.path))?;
     let mut bytes = Vec::new();
     handle
         .take(block.bytes())
         .read_to_end(&mut bytes)
-        .map_err(Error::io("read", &file.path))?;
+        .map_err(CommonError::io("read", &file.path))?;
     if bytes.len() as u64 != block.bytes() {
         return Err(Error::FileChanged {
             path: file.path.clone(),

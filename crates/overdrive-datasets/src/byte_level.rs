@@ -1,10 +1,9 @@
-//! Byte-level BPE at the speed that training data needs.
+//! A fast encoder for byte-level BPE.
 //!
-//! `tokenizers` keeps, for each word of a text, where each of its bytes came from, which a model that
-//! is to be trained never asks. For the most common kind of tokenizer, GPT-2's byte-level BPE (which
-//! is also the kind that [`crate::train_bpe`] makes), this takes the words straight out of the text
-//! and remembers the tokens of each word that it has seen. A word that it has not seen goes to the
-//! BPE model of `tokenizers`, so the ids are the same; tests compare them on any text.
+//! `tokenizers` tracks the origin of each byte of a text, which training does not need. For the most common
+//! kind of tokenizer, GPT-2's byte-level BPE (the kind that [`crate::train_bpe`] makes), this encoder takes the
+//! words directly out of the text and caches the tokens of each word. A new word is passed to the BPE model of
+//! `tokenizers`, so the ids are the same; property tests compare them.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -15,11 +14,11 @@ use tokenizers::{Model, ModelWrapper, PreTokenizerWrapper, Tokenizer};
 
 use crate::{Error, Result};
 
-/// How GPT-2 divides text into words.
+/// The pattern by which GPT-2 splits text into words.
 const PATTERN: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
-/// Longer words are rare, and not worth remembering.
+/// The longest word that is cached, in bytes: longer ones are rare.
 const MAX_CACHED_WORD: usize = 64;
-/// How many words each thread remembers: a few megabytes.
+/// The number of words that each thread caches: a few megabytes.
 const MAX_CACHED_WORDS: usize = 1 << 16;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,10 +38,10 @@ fn class_of(ascii: u8) -> Class {
     }
 }
 
-/// Divides text into words as GPT-2's pattern does.
+/// A splitter of text into words, equal to GPT-2's pattern.
 ///
-/// ASCII is scanned by hand; where a character beyond it could belong to the word, the pattern itself
-/// decides. No alternative of the pattern looks behind, so it may start at any end of a word.
+/// ASCII is scanned directly; where a character beyond ASCII could belong to the word, the pattern itself
+/// decides. No alternative of the pattern looks behind, so matching may start at the end of any word.
 #[derive(Debug)]
 pub(crate) struct Words {
     pattern: SysRegex,
@@ -55,7 +54,7 @@ impl Words {
         Ok(Self { pattern })
     }
 
-    /// Hands each word to `take`, in order; together they are the text.
+    /// Passes each word to `take`, in order; the words together are the text.
     pub(crate) fn for_each<E>(
         &self,
         text: &str,
@@ -74,7 +73,7 @@ impl Words {
                 debug_assert_eq!(from + begin, start, "the pattern leaves nothing out");
                 take(&text[start..from + end])?;
                 start = from + end;
-                // Back to the quick way once ASCII follows.
+                // The fast scan is resumed as soon as ASCII follows.
                 if bytes.get(start).is_some_and(u8::is_ascii) {
                     break;
                 }
@@ -84,12 +83,13 @@ impl Words {
     }
 }
 
-/// The end of the word that starts at `start`; `None` where it takes more than ASCII to tell.
+/// Returns the end of the word that starts at `start`; `None` if it depends on characters beyond ASCII.
 fn ascii_word_end(bytes: &[u8], start: usize) -> Option<usize> {
     let first = bytes[start];
     if !first.is_ascii() {
         return None;
     }
+    // A contraction is a word even if letters follow, since its alternative is first in the pattern.
     if first == b'\'' {
         match (bytes.get(start + 1), bytes.get(start + 2)) {
             (Some(b's' | b't' | b'm' | b'd'), _) => return Some(start + 2),
@@ -97,7 +97,7 @@ fn ascii_word_end(bytes: &[u8], start: usize) -> Option<usize> {
             _ => {}
         }
     }
-    // A space belongs to the word behind it.
+    // A single space belongs to the word after it.
     let mut at = start;
     let mut class = class_of(first);
     if first == b' ' {
@@ -115,8 +115,9 @@ fn ascii_word_end(bytes: &[u8], start: usize) -> Option<usize> {
         .position(|&byte| !byte.is_ascii() || class_of(byte) != class);
     let end = run.map_or(bytes.len(), |run| at + run);
     match bytes.get(end) {
+        // A run that a character beyond ASCII follows may continue with it: the pattern decides.
         Some(next) if !next.is_ascii() => None,
-        // White space before a word leaves its last character to the word, unless it has only one.
+        // Of several white-space characters before a word, the last one belongs to the word: `\s+(?!\S)`.
         Some(_) if class == Class::Space && end - at > 1 => Some(end - 1),
         _ => Some(end),
     }
@@ -144,32 +145,32 @@ impl ByteAlphabet {
         Self(chars)
     }
 
-    /// Writes the word as the vocabulary has it.
+    /// Writes the word into `out` with the vocabulary's characters.
     pub(crate) fn map(&self, word: &str, out: &mut String) {
         out.clear();
         out.extend(word.bytes().map(|byte| self.0[usize::from(byte)]));
     }
 }
 
-/// Words and their tokens.
+/// A cache of words and their tokens.
 #[derive(Debug, Default)]
 struct WordCache {
-    /// Where the tokens of a word are in `ids`: from, to.
-    places: HashMap<Box<str>, (u32, u32)>,
+    /// The ranges of the words' tokens in `ids`.
+    ranges: HashMap<Box<str>, (u32, u32)>,
     ids: Vec<u32>,
 }
 
-/// Encodes as a GPT-2 tokenizer does.
+/// An encoder that gives the ids of a GPT-2 tokenizer.
 pub(crate) struct ByteLevelEncoder {
     words: Words,
     alphabet: ByteAlphabet,
     model: BPE,
-    /// One for each thread that encodes at a time.
+    /// The caches that no thread uses at the moment.
     caches: Mutex<Vec<WordCache>>,
 }
 
 impl ByteLevelEncoder {
-    /// `None` for a tokenizer of another kind.
+    /// Returns the encoder for a tokenizer; `None` for a tokenizer of another kind.
     pub(crate) fn of(tokenizer: &Tokenizer) -> Result<Option<Self>> {
         let ModelWrapper::BPE(model) = tokenizer.get_model() else {
             return Ok(None);
@@ -182,7 +183,8 @@ impl ByteLevelEncoder {
             && tokenizer.get_normalizer().is_none()
             && pre_tokenizer.use_regex
             && !pre_tokenizer.add_prefix_space
-            // Special tokens are text here (see `Encoder`), others are looked for in the text.
+            // Special tokens in the text are ordinary text here (see `Encoder`); other added tokens would have
+            // to be searched for.
             && tokenizer.get_added_tokens_decoder().values().all(|token| token.special);
         if !plain {
             return Ok(None);
@@ -197,29 +199,31 @@ impl ByteLevelEncoder {
     }
 
     pub(crate) fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        // A cache holds what is true whoever wrote it, so a poisoned lock is no harm.
+        // The entries of a cache are right even if a thread panicked, so a poisoned lock is harmless.
         let lock = || {
             self.caches
                 .lock()
                 .unwrap_or_else(|poisoned| poisoned.into_inner())
         };
+        // A thread takes a cache out of the list and puts it back, so that the lock is never held while encoding.
         let mut cache = lock().pop().unwrap_or_default();
+        // Code has about three bytes per token, prose more.
         let mut ids = Vec::with_capacity(text.len() / 3);
         let mut mapped = String::new();
         let result = self.words.for_each(text, |word| {
-            if let Some(&(from, to)) = cache.places.get(word) {
+            if let Some(&(from, to)) = cache.ranges.get(word) {
                 ids.extend_from_slice(&cache.ids[from as usize..to as usize]);
                 return Ok(());
             }
             self.alphabet.map(word, &mut mapped);
             let from = ids.len();
             ids.extend(self.model.tokenize(&mapped)?.iter().map(|token| token.id));
-            if word.len() <= MAX_CACHED_WORD && cache.places.len() < MAX_CACHED_WORDS {
+            if word.len() <= MAX_CACHED_WORD && cache.ranges.len() < MAX_CACHED_WORDS {
                 // At most 2^16 words of 64 bytes, each a token: 2^22 ids.
                 let start = cache.ids.len() as u32;
                 cache.ids.extend_from_slice(&ids[from..]);
                 cache
-                    .places
+                    .ranges
                     .insert(word.into(), (start, cache.ids.len() as u32));
             }
             Ok(())

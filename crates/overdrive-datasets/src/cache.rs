@@ -1,43 +1,47 @@
-//! Token stores that are built once.
+//! The cache of token stores, and the lock under which cached files are built.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use tokenizers::Tokenizer;
 
-use crate::build::{BuildOptions, BuildReport, Pieces, Texts, build_with_source};
+use overdrive_core::Error as CommonError;
+
+use crate::build_tokens::{
+    BuildOptions, BuildReport, DatasetDocuments, DocumentSource, build_with_source,
+};
 use crate::digest::FieldHasher;
 use crate::token_store_writer::temp_name;
 use crate::{
     Corpus, Dataset, Error, FORMAT_VERSION, Result, Sha256Digest, TokenStore, tokenizer_digest,
 };
 
-/// A store out of the cache.
+/// A token store from the cache.
 #[derive(Debug)]
 pub struct BuiltTokens {
-    /// The store, open.
+    /// The opened store.
     pub store: TokenStore,
-    /// What building it did; `None` when it was there already.
+    /// The report of the build; `None` if the store was in the cache.
     pub report: Option<BuildReport>,
 }
 
 impl BuiltTokens {
-    /// Whether it was there already.
+    /// Returns `true` if the store was in the cache.
     pub fn was_cached(&self) -> bool {
         self.report.is_none()
     }
 }
 
-/// Tokenizes a corpus, or opens the tokens that an earlier call made of it.
+/// Tokenizes a corpus, or opens the store that an earlier call made of it.
 ///
-/// The store's name in `cache_dir` is a hash of the files' names and contents, the tokenizer, the
-/// options and the format's version: whatever changes, it is built anew, and nothing stale is ever
-/// opened. A damaged store is replaced. Two processes that need the same store may call this at once:
-/// the second waits for the first, where the file system has locks, and else builds the same file
-/// again. The cache is never cleaned; delete the folder, or files in it, at any time.
+/// The store's name in `cache_dir` is a hash of the files' names and contents, the tokenizer, the options and
+/// the format version: if any of them changes, a new store is built, and no stale one is opened. A damaged
+/// store is replaced. Several processes may call it at once: on a file system with locks the others wait for
+/// the first, and otherwise each builds the same file. The cache is never cleaned; the folder or files in it
+/// may be deleted at any time.
 ///
 /// # Errors
-/// As [`crate::build_tokens_to`], and when the cache folder cannot be written.
+/// Those of [`crate::build_tokens_to`], and an error if the cache folder cannot be written.
 pub fn build_tokens(
     corpus: &Corpus,
     tokenizer: &Tokenizer,
@@ -53,11 +57,11 @@ pub fn build_tokens(
     )
 }
 
-/// Tokenizes a dataset of texts, or opens the tokens that an earlier call made of it.
+/// Tokenizes a dataset of texts, or opens the store that an earlier call made of it.
 ///
-/// As [`build_tokens`], with each record a document. What the records are is for the caller to say:
-/// `fingerprint` is that of the files ([`crate::RecordFiles::fingerprint`]), or, where the texts are made
-/// of the records by a function, [`crate::MapCache::fingerprint`] with a version of that function.
+/// It works as [`build_tokens`], with each record as a document. `fingerprint` identifies the records: it is
+/// that of the files ([`crate::RecordFiles::fingerprint`]), or, if a function makes the texts from the records,
+/// [`crate::MapCache::fingerprint`] with a version of that function.
 ///
 /// ```
 /// use overdrive_datasets::{
@@ -80,7 +84,7 @@ pub fn build_tokens(
 /// ```
 ///
 /// # Errors
-/// As [`crate::build_dataset_tokens_to`], and when the cache folder cannot be written.
+/// Those of [`crate::build_dataset_tokens_to`], and an error if the cache folder cannot be written.
 pub fn build_dataset_tokens<D>(
     dataset: &D,
     fingerprint: Sha256Digest,
@@ -91,13 +95,13 @@ pub fn build_dataset_tokens<D>(
 where
     D: Dataset<Item = String> + ?Sized,
 {
-    // Another kind of input than a corpus, whose digest means something else.
+    // The prefix keeps these keys apart from those of a corpus, whose digest has another meaning.
     let source = FieldHasher::default()
         .field(b"dataset")
         .field(&fingerprint.0)
         .finish();
     build_cached(
-        &Texts(dataset),
+        &DatasetDocuments(dataset),
         source,
         tokenizer,
         options,
@@ -106,12 +110,13 @@ where
 }
 
 fn build_cached(
-    pieces: &impl Pieces,
+    chunks: &impl DocumentSource,
     source: Sha256Digest,
     tokenizer: &Tokenizer,
     options: &BuildOptions,
     cache_dir: &Path,
 ) -> Result<BuiltTokens> {
+    // The format version is part of the key: a new version builds new files beside the old ones.
     let mut hasher = FieldHasher::default().field(&FORMAT_VERSION.to_le_bytes());
     hasher.add(&source.0);
     let tokenizer_digest = tokenizer_digest(tokenizer)?;
@@ -120,7 +125,7 @@ fn build_cached(
     let key = hasher.finish();
     let path = cache_dir.join(format!("{}.tokens", key.short()));
     let open = || open_cached(&path, key, tokenizer_digest);
-    let build = || build_with_source(&path, pieces, tokenizer, options, key);
+    let build = || build_with_source(&path, chunks, tokenizer, options, key);
     match cached(&path, open, build)? {
         Cached::Hit(store) => Ok(BuiltTokens {
             store,
@@ -133,16 +138,16 @@ fn build_cached(
     }
 }
 
-/// The folder for token stores and trained tokenizers: `overdrive/tokens` in `$XDG_CACHE_HOME`, or in
+/// Returns the folder for token stores and trained tokenizers: `overdrive/tokens` in `$XDG_CACHE_HOME`, or in
 /// the platform's cache folder (`~/.cache`; macOS: `~/Library/Caches`; Windows: `%LOCALAPPDATA%`).
 ///
 /// # Errors
-/// When the environment names no such folder.
+/// [`Error::NoCacheFolder`] if the environment names no such folder.
 pub fn default_cache_dir() -> Result<PathBuf> {
     cache_folder("tokens")
 }
 
-/// The folder `overdrive/<name>` in the user's cache folder.
+/// Returns the folder `overdrive/<name>` in the user's cache folder.
 pub(crate) fn cache_folder(name: &str) -> Result<PathBuf> {
     let variable = |name| {
         std::env::var_os(name)
@@ -157,7 +162,7 @@ pub(crate) fn cache_folder(name: &str) -> Result<PathBuf> {
     } else {
         (in_home(".cache"), "XDG_CACHE_HOME and HOME")
     };
-    // The XDG specification: a path that is not absolute is to be ignored.
+    // The XDG specification requires that a relative path is ignored.
     let chosen = variable("XDG_CACHE_HOME")
         .filter(|path| path.is_absolute())
         .or(platform);
@@ -165,17 +170,19 @@ pub(crate) fn cache_folder(name: &str) -> Result<PathBuf> {
     Ok(base.join("overdrive").join(name))
 }
 
+/// A file that was in the cache, or that has been built.
 pub(crate) enum Cached<H, B> {
     Hit(H),
     Built(B),
 }
 
-/// Opens `path`, or builds it while holding a lock of its own.
+/// Opens the file at `path`, or builds it while holding its lock.
 pub(crate) fn cached<H, B>(
     path: &Path,
     open: impl Fn() -> Result<Option<H>>,
     build: impl FnOnce() -> Result<B>,
 ) -> Result<Cached<H, B>> {
+    // An existing file needs no lock, so that readers never wait for a build.
     if let Some(hit) = open()? {
         return Ok(Cached::Hit(hit));
     }
@@ -203,12 +210,13 @@ fn open_cached(
         Ok(store) if store.source_digest() == Some(key) => Ok(Some(store)),
         Ok(_) => {
             tracing::warn!(
-                "{} holds other content than its name says; building again",
+                "{} does not have the content of its name; building it again",
                 path.display()
             );
             Ok(None)
         }
-        Err(error @ Error::Io { .. }) => Err(error),
+        // An unreadable file is not rebuilt: the disk or the permissions are at fault, and a build would fail too.
+        Err(error) if error.io_path().is_some() => Err(error),
         Err(error) => {
             tracing::warn!("building again: {error}");
             Ok(None)
@@ -216,20 +224,20 @@ fn open_cached(
     }
 }
 
-/// Holds others that would build the same file. Dropping the file lets them go on.
+/// Locks the building of `path` against other processes, until the returned file is dropped.
 fn lock(path: &Path) -> Result<Option<File>> {
     let lock_path = path.with_extension("lock");
     if let Some(folder) = lock_path.parent() {
-        std::fs::create_dir_all(folder).map_err(Error::io("create the folder", folder))?;
+        std::fs::create_dir_all(folder).map_err(CommonError::io("create the folder", folder))?;
     }
-    let file = File::create(&lock_path).map_err(Error::io("create", &lock_path))?;
+    let file = File::create(&lock_path).map_err(CommonError::io("create", &lock_path))?;
     match file.lock() {
         Ok(()) => {
             remove_leftovers(path);
             Ok(Some(file))
         }
-        // Some network file systems have no locks. Then two builds may run at once; each writes a
-        // file of its own and renames it, so the outcome is the same.
+        // Some network file systems have no locks. Two builds may then run at once; each writes a
+        // temporary file of its own and renames it, so the result is the same.
         Err(error) => {
             tracing::debug!("no lock on {}: {error}", lock_path.display());
             Ok(None)
@@ -237,7 +245,8 @@ fn lock(path: &Path) -> Result<Option<File>> {
     }
 }
 
-/// Removes what killed builds of `path` left. Only the holder of the lock may: nobody else writes.
+/// Removes the temporary files that killed builds of `path` left. Only the holder of the lock may call it,
+/// since no other process writes then.
 fn remove_leftovers(path: &Path) {
     let (start, end) = temp_name(path);
     let Some(entries) = path
@@ -250,6 +259,7 @@ fn remove_leftovers(path: &Path) {
         let name = entry.file_name();
         let name = name.to_string_lossy();
         let ours = name.starts_with(&start) && name.ends_with(end);
+        // A leftover that cannot be removed only takes space, so it is not an error.
         if ours && let Err(error) = std::fs::remove_file(entry.path()) {
             tracing::debug!("cannot remove {}: {error}", entry.path().display());
         }

@@ -3,28 +3,30 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
+use overdrive_core::Error as CommonError;
+
 use crate::corpus::{Candidate, Skipped, find_files};
 use crate::{Corpus, CorpusOptions, Error, Result, Sha256Digest};
 
-/// Larger files are generated code, tables mostly, and not worth learning.
+/// The largest file that is taken: larger ones are generated code, mostly tables.
 const MAX_FILE_BYTES: u64 = 128 << 10;
-/// What one crate may contribute: bindings to operating systems, tens of megabytes of constants,
-/// would be half of the text otherwise.
+/// The largest share of one crate: otherwise bindings to operating systems, with tens of megabytes of
+/// constants, would be half of the text.
 const MAX_CRATE_BYTES: u64 = 512 << 10;
 const HINT: &str = "build any Cargo project with dependencies first (cargo fetch puts their sources \
                     there), or give text of your own";
 
 impl Corpus {
-    /// About `max_bytes` of the `.rs` files under `$CARGO_HOME/registry/src` (`~/.cargo` where it is
-    /// not set): real text on any machine that has built this workspace.
+    /// Collects about `max_bytes` of the `.rs` files under `$CARGO_HOME/registry/src` (`~/.cargo` if it is not
+    /// set): real text on any machine that has built this workspace.
     ///
-    /// Files over 128 KiB (generated code), files with the content of another, and what a crate has
-    /// beyond 512 KiB are left out. The part is taken in the order of a hash of the files' names, so
-    /// it mixes all crates; names are relative to the registry's own folder, so the same crates give
-    /// the same corpus on any machine. It changes when Cargo downloads or cleans crates.
+    /// Files over 128 KiB (generated code), duplicates, and files of a crate beyond 512 KiB are left out. Files
+    /// are taken in the order of a hash of their names, so the corpus mixes all crates. Names are relative to the
+    /// registry's folder, so the same crates give the same corpus on any machine. The corpus changes when Cargo
+    /// downloads or removes crates.
     ///
     /// # Errors
-    /// When there is no such folder, no file in it, or it cannot be read.
+    /// Returns an error if the folder does not exist, has no such files, or cannot be read.
     pub fn cargo_registry(max_bytes: u64) -> Result<Self> {
         let options = CorpusOptions {
             extensions: Some(vec!["rs".to_owned()]),
@@ -34,11 +36,10 @@ impl Corpus {
             ..CorpusOptions::default()
         };
         let Some(sources) = registry_sources() else {
-            return Err(Error::EmptyCorpus {
-                searched: "Cargo's registry (neither CARGO_HOME nor a home folder is set)"
-                    .to_owned(),
-                skipped: String::new(),
-                hint: HINT,
+            let searched = "Cargo's registry (neither CARGO_HOME nor a home folder is set)";
+            return Err(Error::NoData {
+                searched: searched.to_owned(),
+                problem: HINT.to_owned(),
             });
         };
         Self::from_registry(&sources, &options)
@@ -51,10 +52,11 @@ impl Corpus {
         let mut skipped = Skipped::default();
         let mut found = Vec::new();
         if sources.is_dir() {
-            // One folder an index, whose name holds a hash that need not be the same everywhere.
+            // Each index has a folder, whose name contains a hash that may differ between machines. It is left
+            // out of the files' names.
             let mut indexes = Vec::new();
-            for entry in std::fs::read_dir(sources).map_err(Error::io("read", sources))? {
-                let path = entry.map_err(Error::io("read", sources))?.path();
+            for entry in std::fs::read_dir(sources).map_err(CommonError::io("read", sources))? {
+                let path = entry.map_err(CommonError::io("read", sources))?.path();
                 if path.is_dir() {
                     indexes.push(path);
                 }
@@ -69,8 +71,8 @@ impl Corpus {
     }
 }
 
-/// At most [`MAX_CRATE_BYTES`] of each crate, whose folder is the first part of a file's name. Its
-/// files are taken in the order of a hash of their names: of a large crate a mixture stays.
+/// Keeps at most [`MAX_CRATE_BYTES`] of each crate, whose folder is the first component of a file's name. The
+/// files are taken in the order of a hash of their names, so that a large crate contributes a mixture.
 fn share_by_crate(mut files: Vec<Candidate>) -> Vec<Candidate> {
     files.retain(|file| file.bytes <= MAX_FILE_BYTES);
     let mut order: Vec<_> = (0..files.len())

@@ -1,4 +1,4 @@
-//! The files that a corpus is made of.
+//! The files of a corpus.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -10,10 +10,12 @@ use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 use walkdir::WalkDir;
 
+use overdrive_core::Error as CommonError;
+
 use crate::digest::FieldHasher;
 use crate::{Error, Result, Sha256Digest};
 
-/// How a file holds its documents.
+/// The format of a text file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum TextFormat {
     /// The whole file is one document.
@@ -23,7 +25,7 @@ pub enum TextFormat {
 }
 
 impl TextFormat {
-    /// Tells the format by the extension.
+    /// Returns the format by the extension; for one that is not supported, its name and the remedy.
     fn of(path: &Path) -> std::result::Result<Self, (&'static str, &'static str)> {
         let parquet =
             "convert it to JSON Lines (pandas: df.to_json(path, orient=\"records\", lines=True))";
@@ -43,30 +45,30 @@ impl TextFormat {
 /// One file of a corpus.
 #[derive(Debug, Clone)]
 pub struct CorpusFile {
-    /// Where it is.
+    /// The path of the file.
     pub path: PathBuf,
-    /// Its name relative to the folder that was given, with `/` between the parts.
+    /// The name relative to the folder that was given, with `/` between the components.
     pub name: String,
-    /// Its length.
+    /// The length in bytes.
     pub bytes: u64,
-    /// How it holds its documents.
+    /// The format.
     pub format: TextFormat,
-    /// The SHA-256 of its content.
+    /// The SHA-256 of the content.
     pub digest: Sha256Digest,
 }
 
-/// Which files to take.
+/// The selection of files of a [`Corpus`].
 #[derive(Debug, Clone)]
 pub struct CorpusOptions {
-    /// In folders, takes only files with one of these extensions (without the dot, any case).
-    /// Default: all that are text.
+    /// The extensions of the files that are taken from folders (without the dot, in any case). Default:
+    /// `None`, all text files.
     pub extensions: Option<Vec<String>>,
-    /// Leaves out larger files. Default: none.
+    /// The length of the largest file that is taken, in bytes. Default: `None`, no bound.
     pub max_file_bytes: Option<u64>,
-    /// Stops at about so many bytes (at most one file over). The files are taken in the order of a
-    /// hash of their names, so the part is a mixture of all of them. Default: everything.
+    /// The approximate size of the corpus in bytes; it exceeds it by at most one file. The files are taken
+    /// in the order of a hash of their names, so they are a mixture. Default: `None`, all files.
     pub max_bytes: Option<u64>,
-    /// Leaves out files with the same content as another. Default: false.
+    /// If `true`, files with the same content as an earlier one are left out. Default: `false`.
     pub skip_duplicates: bool,
     /// The field of a JSON Lines object that holds the document. Default: `text`.
     pub text_field: String,
@@ -84,27 +86,28 @@ impl Default for CorpusOptions {
     }
 }
 
-/// How many files were left out, and why.
+/// The numbers of files that were left out, by reason.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Skipped {
-    /// Not valid UTF-8.
+    /// The number of files that are not valid UTF-8.
     pub not_utf8: usize,
-    /// Of a format that is not supported (in folders; named explicitly, such a file is an error).
+    /// The number of files in folders whose format is not supported; naming such a file is an error.
     pub unsupported: usize,
-    /// Larger than `max_file_bytes`.
+    /// The number of files larger than `max_file_bytes`.
     pub too_large: usize,
-    /// Of the same content as another.
+    /// The number of files with the same content as another.
     pub duplicates: usize,
-    /// Without content.
+    /// The number of empty files.
     pub empty: usize,
-    /// The first few files that are not UTF-8 or not supported.
+    /// The first files that are not UTF-8 or not supported.
     pub examples: Vec<PathBuf>,
 }
 
 impl Skipped {
+    /// The number of files that are kept as examples: enough to recognize a pattern in a warning.
     const EXAMPLES: usize = 5;
 
-    /// All of them.
+    /// Returns the number of files that were left out for any reason.
     pub fn total(&self) -> usize {
         self.not_utf8 + self.unsupported + self.too_large + self.duplicates + self.empty
     }
@@ -142,10 +145,10 @@ impl fmt::Display for Skipped {
     }
 }
 
-/// Files of text, in a fixed order, each known by its content.
+/// A list of text files in a fixed order, each identified by the hash of its content.
 ///
-/// Making a corpus reads each file once, on all cores, to hash it and to leave out what is not UTF-8;
-/// after that the texts are streamed and never held in memory together.
+/// Making a corpus reads each file once, on all cores, to hash it and to leave out files that are not UTF-8;
+/// afterwards the texts are streamed and never held in memory together.
 #[derive(Debug, Clone)]
 pub struct Corpus {
     files: Vec<CorpusFile>,
@@ -153,7 +156,7 @@ pub struct Corpus {
     text_field: String,
 }
 
-/// A file that was found and not yet read.
+/// A file that has been found and not read yet.
 #[derive(Debug, Clone)]
 pub(crate) struct Candidate {
     pub(crate) path: PathBuf,
@@ -163,14 +166,14 @@ pub(crate) struct Candidate {
 }
 
 impl Corpus {
-    /// The files among `paths`, and those in the folders among them and their subfolders.
+    /// Collects the files among `paths`, and those in the folders among them and in their subfolders.
     ///
-    /// Folders are read in the order of names; hidden files (`.name`) and symbolic links inside them
-    /// are left out. A file that is reached twice counts once.
+    /// Folders are read in the order of names; hidden files (`.name`) and symbolic links in them are left out. A
+    /// file that is reached twice is taken once.
     ///
     /// # Errors
-    /// When a path is missing or unreadable, names a file of a format that is not supported, or
-    /// nothing remains.
+    /// Returns an error if a path does not exist, cannot be read or names a file of an unsupported format, or if
+    /// no file remains.
     pub fn from_paths<P: AsRef<Path>>(
         paths: impl IntoIterator<Item = P>,
         options: &CorpusOptions,
@@ -187,32 +190,33 @@ impl Corpus {
         Self::from_candidates(candidates, skipped, options, &searched.join(", "), hint)
     }
 
-    /// The files, in the order in which they are read.
+    /// Returns the files, in the order in which they are read.
     pub fn files(&self) -> &[CorpusFile] {
         &self.files
     }
 
-    /// The sum of the files' lengths.
+    /// Returns the sum of the files' lengths.
     pub fn total_bytes(&self) -> u64 {
         self.files.iter().map(|file| file.bytes).sum()
     }
 
-    /// What was left out.
+    /// Returns the numbers of files that were left out.
     pub fn skipped(&self) -> &Skipped {
         &self.skipped
     }
 
-    /// The field of JSON Lines that holds the text.
+    /// Returns the field of JSON Lines that holds the text.
     pub fn text_field(&self) -> &str {
         &self.text_field
     }
 
-    /// A hash of everything that decides which text is read: names, lengths, contents, formats and
-    /// order. Where the files are does not count.
+    /// Returns a hash of everything that decides which text is read: names, lengths, contents, formats and order.
+    /// The folder of the files does not matter.
     pub fn digest(&self) -> Sha256Digest {
         let mut hasher = FieldHasher::default()
             .field(b"corpus 1")
             .field(self.text_field.as_bytes());
+        // The digest is used as a key across machines, so it must not depend on paths.
         for file in &self.files {
             hasher.add(file.name.as_bytes());
             hasher.add(&file.bytes.to_le_bytes());
@@ -238,6 +242,7 @@ impl Corpus {
                 let mut order: Vec<_> = order
                     .map(|(at, name)| (Sha256Digest::of(name.as_bytes()), at))
                     .collect();
+                // The order of the hashes is random but the same everywhere, and a larger `max_bytes` only adds files.
                 order.sort_unstable();
                 let mixed: Vec<_> = order
                     .iter()
@@ -249,12 +254,11 @@ impl Corpus {
         if files.is_empty() {
             let skipped = match skipped.total() {
                 0 => String::new(),
-                _ => format!("; left out: {skipped}"),
+                _ => format!("left out: {skipped}; "),
             };
-            return Err(Error::EmptyCorpus {
+            return Err(Error::NoData {
                 searched: searched.to_owned(),
-                skipped,
-                hint,
+                problem: format!("{skipped}{hint}"),
             });
         }
         if skipped.not_utf8 + skipped.unsupported > 0 {
@@ -268,19 +272,17 @@ impl Corpus {
     }
 }
 
-/// Adds the file `root`, or those in the folder `root`.
+/// Adds the file `root`, or the files in the folder `root`, to `found`.
 pub(crate) fn find_files(
     root: &Path,
     options: &CorpusOptions,
     skipped: &mut Skipped,
     found: &mut Vec<Candidate>,
 ) -> Result<()> {
-    let metadata = std::fs::metadata(root).map_err(Error::io("read", root))?;
+    let metadata = std::fs::metadata(root).map_err(CommonError::io("read", root))?;
     if metadata.is_file() {
-        let format = TextFormat::of(root).map_err(|(format, hint)| Error::UnsupportedFormat {
-            path: root.to_owned(),
-            format,
-            hint,
+        let format = TextFormat::of(root).map_err(|(format, hint)| {
+            Error::invalid_file(root, format!("{format} is not supported here; {hint}"))
         })?;
         let name = root
             .file_name()
@@ -295,9 +297,10 @@ pub(crate) fn find_files(
         });
         return Ok(());
     }
-    // The name of the folder that was given may start with a dot; those below it may not.
+    // The folder that was given may have a name with a dot, hence the depth; entries below it may not.
     let walk = WalkDir::new(root)
         .min_depth(1)
+        // Links could lead to a file twice, or in a circle.
         .follow_links(false)
         .sort_by_file_name();
     let visible = |entry: &walkdir::DirEntry| !entry.file_name().to_string_lossy().starts_with('.');
@@ -353,14 +356,10 @@ fn relative_name(path: &Path, root: &Path) -> String {
 
 fn walk_error(root: &Path, error: walkdir::Error) -> Error {
     let path = error.path().unwrap_or(root).to_owned();
-    Error::Io {
-        action: "read",
-        path,
-        source: error.into(),
-    }
+    CommonError::io("read", path)(error.into()).into()
 }
 
-/// What one reading of a file found.
+/// The result of reading a file.
 enum Content {
     Text { bytes: u64, digest: Sha256Digest },
     NotUtf8,
@@ -368,14 +367,14 @@ enum Content {
     TooLarge,
 }
 
-/// Judges contents in order; a duplicate is a duplicate of an earlier one.
-struct Judge<'a> {
+/// The filter of files by their contents, in order: a duplicate is one of an earlier file.
+struct FileFilter<'a> {
     options: &'a CorpusOptions,
     skipped: &'a mut Skipped,
     seen: HashSet<Sha256Digest>,
 }
 
-impl Judge<'_> {
+impl FileFilter<'_> {
     fn accept(&mut self, file: &Candidate, content: Content) -> Option<CorpusFile> {
         let (bytes, digest) = match content {
             Content::Text { bytes, digest } => (bytes, digest),
@@ -419,26 +418,27 @@ fn read_all(
         .par_iter()
         .map(|file| read_content(file, options));
     let contents: Vec<Content> = contents.collect::<Result<_>>()?;
-    let mut judge = Judge {
+    let mut filter = FileFilter {
         options,
         skipped,
         seen: HashSet::new(),
     };
-    let judged = candidates.iter().zip(contents);
-    Ok(judged
-        .filter_map(|(file, content)| judge.accept(file, content))
+    let files = candidates.iter().zip(contents);
+    Ok(files
+        .filter_map(|(file, content)| filter.accept(file, content))
         .collect())
 }
 
-/// The first of `mixed` with about `max_bytes` together, put back into their original order.
+/// Returns the first files of `mixed` with about `max_bytes` together, in their original order.
 fn read_up_to(
     max_bytes: u64,
     mixed: &[(usize, Candidate)],
     options: &CorpusOptions,
     skipped: &mut Skipped,
 ) -> Result<Vec<CorpusFile>> {
+    // Files are read in groups, in parallel; at most one group is read in vain.
     const GROUP: usize = 512;
-    let mut judge = Judge {
+    let mut filter = FileFilter {
         options,
         skipped,
         seen: HashSet::new(),
@@ -454,7 +454,7 @@ fn read_up_to(
             if total >= max_bytes {
                 break 'groups;
             }
-            if let Some(file) = judge.accept(file, content) {
+            if let Some(file) = filter.accept(file, content) {
                 total += file.bytes;
                 taken.push((*at, file));
             }
@@ -464,7 +464,7 @@ fn read_up_to(
     Ok(taken.into_iter().map(|(_, file)| file).collect())
 }
 
-/// Hashes a file and checks its UTF-8, block by block.
+/// Hashes a file and validates its UTF-8, block by block.
 fn read_content(candidate: &Candidate, options: &CorpusOptions) -> Result<Content> {
     const BLOCK_BYTES: usize = 1 << 18;
     if options
@@ -474,20 +474,23 @@ fn read_content(candidate: &Candidate, options: &CorpusOptions) -> Result<Conten
         return Ok(Content::TooLarge);
     }
     let path = &candidate.path;
-    let mut file = File::open(path).map_err(Error::io("open", path))?;
+    let mut file = File::open(path).map_err(CommonError::io("open", path))?;
+    // One byte more than the file had, so that the buffer of an empty file can show that it has grown.
     let mut block = vec![0; BLOCK_BYTES.min(candidate.bytes as usize + 1)];
     let mut hasher = Sha256::new();
+    // The length is that of the bytes read: the file may have grown since it was listed.
     let mut bytes = 0;
-    // Bytes at the start of the block that belong to a character which the last block began.
+    // The number of bytes at the start of the block that begin an incomplete character of the last block.
     let mut begun = 0;
     loop {
         if begun == block.len() {
+            // A character has at most four bytes, so the incomplete one needs no more room.
             block.resize(block.len() + 4, 0);
         }
         let read = match file.read(&mut block[begun..]) {
             Ok(read) => read,
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
-            Err(error) => return Err(Error::io("read", path)(error)),
+            Err(error) => return Err(CommonError::io("read", path)(error).into()),
         };
         if read == 0 {
             break;
@@ -497,7 +500,7 @@ fn read_content(candidate: &Candidate, options: &CorpusOptions) -> Result<Conten
         let end = begun + read;
         begun = match std::str::from_utf8(&block[..end]) {
             Ok(_) => 0,
-            // Cut off in a character: the rest comes with the next block.
+            // The block ends within a character, whose rest comes with the next block.
             Err(error) if error.error_len().is_none() => {
                 block.copy_within(error.valid_up_to()..end, 0);
                 end - error.valid_up_to()

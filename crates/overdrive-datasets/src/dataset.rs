@@ -1,30 +1,30 @@
-//! Random access to records.
+//! Datasets with random access to their records.
 
 use std::sync::Arc;
 
 use crate::Result;
 
-/// Records that are read when they are asked for.
+/// A collection of records with random access, each read on demand: PyTorch's map-style `Dataset`, with errors
+/// as values.
 ///
-/// `get` is pure: the same index gives the same record, from any thread, in any order. That is what
-/// lets samplers, workers and processes share a dataset without talking to one another. It is
-/// PyTorch's map-style `Dataset`, with errors as values.
+/// `get` is a pure function: the same index gives the same record, from any thread and in any order. So
+/// samplers, workers and processes share a dataset without communication.
 pub trait Dataset: Send + Sync {
-    /// What a record is.
+    /// The type of a record.
     type Item;
 
-    /// The number of records.
+    /// Returns the number of records.
     fn len(&self) -> usize;
 
-    /// Whether there is no record.
+    /// Returns `true` if there is no record.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Record `index`.
+    /// Reads record `index`.
     ///
     /// # Errors
-    /// When `index` is not below [`Dataset::len`], and when the record cannot be read.
+    /// Returns an error if `index` is not below [`Dataset::len`], or if the record cannot be read.
     fn get(&self, index: usize) -> Result<Self::Item>;
 }
 

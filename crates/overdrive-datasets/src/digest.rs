@@ -4,27 +4,27 @@ use std::fmt;
 
 use sha2::{Digest, Sha256};
 
-/// A SHA-256 digest; shown in hexadecimal.
+/// A SHA-256 digest, displayed in hexadecimal.
 ///
-/// All zeros stand for "unknown" where a file may not say ([`Sha256Digest::UNKNOWN`]).
+/// Zeros stand for an unknown digest ([`Sha256Digest::UNKNOWN`]).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Sha256Digest(pub [u8; 32]);
 
 impl Sha256Digest {
-    /// Stands for a digest that is not known.
+    /// The value that stands for an unknown digest.
     pub const UNKNOWN: Self = Self([0; 32]);
 
-    /// The digest of some bytes.
+    /// Returns the digest of `bytes`.
     pub fn of(bytes: &[u8]) -> Self {
         Self(Sha256::digest(bytes).into())
     }
 
-    /// Whether it is another value than [`Sha256Digest::UNKNOWN`].
+    /// Returns `true` for any value other than [`Sha256Digest::UNKNOWN`].
     pub fn is_known(&self) -> bool {
         *self != Self::UNKNOWN
     }
 
-    /// The first 128 bits in hexadecimal: long enough for a file name that never collides by chance.
+    /// Returns the first 128 bits in hexadecimal, which suffice for a file name that does not collide by chance.
     pub fn short(&self) -> String {
         let mut hex = self.to_string();
         hex.truncate(32);
@@ -48,8 +48,8 @@ impl fmt::Debug for Sha256Digest {
     }
 }
 
-/// A hash over a sequence of fields, each with its length in front, so that no two sequences of
-/// fields run together into the same bytes.
+/// A hasher of a sequence of fields. Each field is preceded by its length, so that different sequences of fields
+/// never become the same bytes.
 #[derive(Default)]
 pub(crate) struct FieldHasher(Sha256);
 

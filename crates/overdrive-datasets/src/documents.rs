@@ -1,40 +1,42 @@
-//! Streaming the documents of a corpus, in pieces of bounded size.
+//! The documents of a corpus, streamed in chunks of bounded size.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 
 use sha2::{Digest, Sha256};
 
-use crate::{Corpus, CorpusFile, Error, Result, Sha256Digest, TextFormat};
+use overdrive_core::Error as CommonError;
 
-/// A part of a document, or all of it.
+use crate::{Corpus, CorpusFile, Error, RecordNumber, Result, Sha256Digest, TextFormat};
+
+/// A chunk of a document, or a whole one.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Piece {
+pub(crate) struct Chunk {
     pub(crate) text: String,
-    /// Whether the document ends here.
+    /// If `true`, the document ends with this chunk.
     pub(crate) ends_document: bool,
-    /// Bytes of the file that this piece took.
+    /// The number of bytes of the file that this chunk covers, for the progress bar.
     pub(crate) file_bytes: u64,
 }
 
-/// Hands all pieces of the corpus to `sink` in order, until it says `false`.
+/// Passes all chunks of the corpus to `sink` in order, until it returns `false`.
 ///
-/// A document is one piece unless it is longer than `max_bytes`; then it is cut where [`cut`] says.
-pub(crate) fn for_each_piece(
+/// A document is one chunk unless it is longer than `max_bytes`; then it is split at [`split_position`].
+pub(crate) fn for_each_chunk(
     corpus: &Corpus,
     max_bytes: usize,
-    mut sink: impl FnMut(Piece) -> bool,
+    mut sink: impl FnMut(Chunk) -> bool,
 ) -> Result<()> {
     for file in corpus.files() {
-        let handle = File::open(&file.path).map_err(Error::io("open", &file.path))?;
+        let handle = File::open(&file.path).map_err(CommonError::io("open", &file.path))?;
         let reader = HashingReader {
             inner: handle,
             hasher: Sha256::new(),
         };
         let go_on = match file.format {
-            TextFormat::Plain => plain_pieces(file, reader, max_bytes, &mut sink)?,
+            TextFormat::Plain => plain_chunks(file, reader, max_bytes, &mut sink)?,
             TextFormat::JsonLines => {
-                json_lines_pieces(file, corpus.text_field(), reader, max_bytes, &mut sink)?
+                json_lines_chunks(file, corpus.text_field(), reader, max_bytes, &mut sink)?
             }
         };
         if !go_on {
@@ -44,7 +46,7 @@ pub(crate) fn for_each_piece(
     Ok(())
 }
 
-/// Hashes what is read, so that a file that changed since it was listed is noticed.
+/// A reader that hashes the bytes it reads, to detect that a file has changed since it was listed.
 struct HashingReader {
     inner: File,
     hasher: Sha256,
@@ -69,51 +71,53 @@ impl Read for HashingReader {
     }
 }
 
-fn plain_pieces(
+fn plain_chunks(
     file: &CorpusFile,
     mut reader: HashingReader,
     max_bytes: usize,
-    sink: &mut impl FnMut(Piece) -> bool,
+    sink: &mut impl FnMut(Chunk) -> bool,
 ) -> Result<bool> {
     let mut pending: Vec<u8> = Vec::new();
     loop {
-        // One byte more than the bound: the cut looks at what follows it.
+        // One byte more than the bound, since the split depends on the byte after it.
         let missing = (max_bytes + 1).saturating_sub(pending.len()) as u64;
         let read = reader.by_ref().take(missing).read_to_end(&mut pending);
-        read.map_err(Error::io("read", &file.path))?;
+        read.map_err(CommonError::io("read", &file.path))?;
         if pending.len() <= max_bytes {
             break;
         }
-        let rest = pending.split_off(cut(&pending, max_bytes));
-        let piece = std::mem::replace(&mut pending, rest);
-        if !sink(piece_of(file, piece, false)?) {
+        // The reader has hashed all bytes before they are split, so the split does not affect the check.
+        let rest = pending.split_off(split_position(&pending, max_bytes));
+        let chunk = std::mem::replace(&mut pending, rest);
+        if !sink(chunk_of(file, chunk, false)?) {
             return Ok(false);
         }
     }
     reader.check(file)?;
-    Ok(sink(piece_of(file, pending, true)?))
+    Ok(sink(chunk_of(file, pending, true)?))
 }
 
-fn piece_of(file: &CorpusFile, bytes: Vec<u8>, ends: bool) -> Result<Piece> {
+fn chunk_of(file: &CorpusFile, bytes: Vec<u8>, ends: bool) -> Result<Chunk> {
     let file_bytes = bytes.len() as u64;
-    // Listing the corpus found the file to be UTF-8, and `cut` never cuts a character.
+    // The file was valid UTF-8 when the corpus was listed, and no character is split.
     let text = String::from_utf8(bytes).map_err(|_| Error::FileChanged {
         path: file.path.clone(),
     })?;
-    Ok(Piece {
+    Ok(Chunk {
         text,
         ends_document: ends,
         file_bytes,
     })
 }
 
-fn json_lines_pieces(
+fn json_lines_chunks(
     file: &CorpusFile,
     field: &str,
     reader: HashingReader,
     max_bytes: usize,
-    sink: &mut impl FnMut(Piece) -> bool,
+    sink: &mut impl FnMut(Chunk) -> bool,
 ) -> Result<bool> {
+    // The size of a line is unknown; this buffer holds most lines and few system calls.
     let mut reader = BufReader::with_capacity(1 << 18, reader);
     let mut line = Vec::new();
     let (mut number, mut offset) = (0, 0);
@@ -121,19 +125,19 @@ fn json_lines_pieces(
         line.clear();
         let read = reader
             .read_until(b'\n', &mut line)
-            .map_err(Error::io("read", &file.path))?;
+            .map_err(CommonError::io("read", &file.path))?;
         if read == 0 {
             break;
         }
         number += 1;
-        let text = json_text(&line, field).map_err(|problem| Error::BadRecord {
+        let text = json_text(&line, field).map_err(|problem| Error::InvalidRecord {
             path: file.path.clone(),
-            line: number,
+            number: RecordNumber::Line(number),
             offset,
             problem,
         })?;
         if let Some(text) = text
-            && !cut_into_pieces(text, max_bytes, read as u64, sink)
+            && !split_into_chunks(text, max_bytes, read as u64, sink)
         {
             return Ok(false);
         }
@@ -143,7 +147,7 @@ fn json_lines_pieces(
     Ok(true)
 }
 
-/// The document of one line; `None` for a blank line and for an empty document.
+/// Returns the document of one line; `None` for a blank line and for an empty document.
 pub(crate) fn json_text(line: &[u8], field: &str) -> std::result::Result<Option<String>, String> {
     if line.trim_ascii().is_empty() {
         return Ok(None);
@@ -154,7 +158,7 @@ pub(crate) fn json_text(line: &[u8], field: &str) -> std::result::Result<Option<
     };
     match object.remove(field) {
         Some(serde_json::Value::String(text)) => Ok(Some(text).filter(|text| !text.is_empty())),
-        Some(_) => Err(format!("the field {field:?} is no string")),
+        Some(_) => Err(format!("the field {field:?} is not a string")),
         None => {
             let mut fields: Vec<_> = object.keys().map(String::as_str).collect();
             fields.sort_unstable();
@@ -166,51 +170,51 @@ pub(crate) fn json_text(line: &[u8], field: &str) -> std::result::Result<Option<
     }
 }
 
-/// Hands a document to `sink` in pieces of at most `max_bytes`; `file_bytes` is what it took of the
-/// progress. Says `false` when `sink` does.
-pub(crate) fn cut_into_pieces(
+/// Passes a document to `sink` in chunks of at most `max_bytes`, with `file_bytes` as the progress of the whole.
+/// Returns `false` if `sink` does.
+pub(crate) fn split_into_chunks(
     mut text: String,
     max_bytes: usize,
     file_bytes: u64,
-    sink: &mut (impl FnMut(Piece) -> bool + ?Sized),
+    sink: &mut (impl FnMut(Chunk) -> bool + ?Sized),
 ) -> bool {
     while text.len() > max_bytes {
-        let rest = text.split_off(cut(text.as_bytes(), max_bytes));
-        let piece = std::mem::replace(&mut text, rest);
-        if !sink(Piece {
-            text: piece,
+        let rest = text.split_off(split_position(text.as_bytes(), max_bytes));
+        let chunk = std::mem::replace(&mut text, rest);
+        if !sink(Chunk {
+            text: chunk,
             ends_document: false,
             file_bytes: 0,
         }) {
             return false;
         }
     }
-    sink(Piece {
+    sink(Chunk {
         text,
         ends_document: true,
         file_bytes,
     })
 }
 
-/// Where to cut UTF-8 text that is longer than `max_bytes`, which is at least 8: at most `max_bytes`
-/// from its start, at least half of that, and never inside a character.
+/// Returns the position at which to split UTF-8 text that is longer than `max_bytes` (at least 8): at most
+/// `max_bytes` from its start, at least half of that, and never within a character.
 ///
-/// Best is behind a line feed, or before a space, that stands directly between two visible ASCII
-/// characters: there the pre-tokenizers of the GPT-2, GPT-4 and Llama-3 families begin a new word in
-/// any case, so the tokens are those of the whole text. Else behind any line feed, else between any
-/// two characters; there one or two tokens may differ from those of the whole text.
-pub(crate) fn cut(text: &[u8], max_bytes: usize) -> usize {
+/// It prefers the position after a line feed, or before a space, that lies directly between two visible ASCII
+/// characters: there the pre-tokenizers of the GPT-2, GPT-4 and Llama-3 families begin a new word in any case,
+/// so the tokens are those of the whole text. Otherwise it splits after any line feed, or else between any two
+/// characters; there one or two tokens may differ from those of the whole text.
+pub(crate) fn split_position(text: &[u8], max_bytes: usize) -> usize {
     debug_assert!(text.len() > max_bytes && max_bytes >= 8);
     let visible = |at: usize| text.get(at).is_some_and(u8::is_ascii_graphic);
-    let behind_line = |&at: &usize| text[at - 1] == b'\n';
-    let between_lines = |&at: &usize| behind_line(&at) && visible(at - 2) && visible(at);
+    let after_line = |&at: &usize| text[at - 1] == b'\n';
+    let between_lines = |&at: &usize| after_line(&at) && visible(at - 2) && visible(at);
     let between_words = |&at: &usize| text[at] == b' ' && visible(at - 1) && visible(at + 1);
     let candidates = || (max_bytes / 2..=max_bytes).rev();
     candidates()
         .find(between_lines)
         .or_else(|| candidates().find(between_words))
-        .or_else(|| candidates().find(behind_line))
-        // Five places or more, and a character has at most four bytes: one of them starts one.
+        .or_else(|| candidates().find(after_line))
+        // There are at least five candidates and a character has at most four bytes, so one of them starts one.
         .or_else(|| candidates().find(|&at| (text[at] & 0xC0) != 0x80))
         .unwrap_or(max_bytes)
 }

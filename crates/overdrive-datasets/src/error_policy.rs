@@ -1,29 +1,29 @@
-//! What becomes of records that cannot be read.
+//! The handling of records that cannot be read.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use crate::{Dataset, Error, Result};
 
-/// What becomes of a record that cannot be read: invalid UTF-8, a broken row, a missing image.
+/// The handling of records that cannot be read: invalid UTF-8, an invalid row, a missing image.
 ///
-/// It is about records only ([`Error::is_about_record`]): when the disk or the index fails, going on
-/// would lose data without a word, so that is an error under every policy.
+/// It applies to errors of records only ([`Error::is_about_record`]). An error of the disk or of an index is
+/// returned under every policy, since continuing would lose data silently.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum ErrorPolicy {
-    /// The error is handed on.
+    /// The error is returned. The default.
     #[default]
     Stop,
-    /// The record is left out and counted; a batch has one record less.
+    /// The record is skipped and counted; its batch has one record less.
     Skip,
-    /// The next record that can be read takes its place, the first one behind the last. It is counted
-    /// too. A batch keeps its size, and the same records are read in every run.
+    /// The next readable record replaces it, starting again from the first one after the last. It is counted
+    /// too. Batches keep their sizes, and the same records are read in every run.
     Replace,
 }
 
-/// How many records could not be read, and what was wrong with the first few.
+/// The number of records that could not be read, and the messages of the first ones.
 #[derive(Debug, Default)]
 pub struct ErrorLog {
     count: AtomicU64,
@@ -31,15 +31,15 @@ pub struct ErrorLog {
 }
 
 impl ErrorLog {
-    /// So many messages are kept.
+    /// The number of messages that are kept: a damaged file of millions of records must not fill the memory.
     const KEPT: usize = 10;
 
-    /// How many records could not be read. Reading one twice counts twice.
+    /// Returns the number of records that could not be read. Reading a record twice counts twice.
     pub fn count(&self) -> u64 {
         self.count.load(Ordering::Relaxed)
     }
 
-    /// The messages of the first few, as they happened.
+    /// Returns the messages of the first ones, in the order of their occurrence.
     pub fn first(&self) -> Vec<String> {
         self.lock().clone()
     }
@@ -48,19 +48,19 @@ impl ErrorLog {
         self.count.fetch_add(1, Ordering::Relaxed);
         let mut first = self.lock();
         if first.len() < Self::KEPT {
-            tracing::warn!("a record is left out: {error}");
+            tracing::warn!("a record is skipped: {error}");
             first.push(error.to_string());
         }
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Vec<String>> {
-        // A push that panicked left the list whole.
+        // The list is valid even if a push panicked, so a poisoned lock is harmless.
         self.first.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl ErrorPolicy {
-    /// Reads record `index` under this policy; `None` says that it is left out.
+    /// Reads record `index` under this policy; returns `None` if the record is skipped.
     ///
     /// ```
     /// use overdrive_datasets::{ErrorLog, ErrorPolicy, TextLines, TextOptions};
@@ -78,8 +78,8 @@ impl ErrorPolicy {
     /// ```
     ///
     /// # Errors
-    /// Under [`ErrorPolicy::Stop`] the record's; under the others what is not about a record; and
-    /// under [`ErrorPolicy::Replace`] the record's when no record at all can be read.
+    /// Under [`ErrorPolicy::Stop`] the error of the record; under the others, an error that is not about a record,
+    /// and under [`ErrorPolicy::Replace`] that of the record if no record at all can be read.
     pub fn get<D: Dataset + ?Sized>(
         self,
         dataset: &D,
@@ -97,6 +97,7 @@ impl ErrorPolicy {
         if self == Self::Skip {
             return Ok(None);
         }
+        // The search starts at the next record, so that the replacement depends on the index alone.
         let others = (index + 1..dataset.len()).chain(0..index);
         for other in others {
             match dataset.get(other) {

@@ -1,16 +1,15 @@
-//! Data that stays on disk, and batches that are ready before they are asked for.
+//! Lazy datasets over files on disk, tokenization, and data loading in the background.
 //!
-//! **Records of files.** [`TextLines`], [`JsonRecords`] (lines or arrays), [`CsvRecords`] and
-//! [`WebDataset`] read any record of files of any size: where the records are is found once, on all
-//! cores, and kept in about one byte a record. [`TextDataset`] makes tokens of them; with features,
-//! there are datasets of images, speech and tables. What every dataset gives is [`Dataset`], what can be
-//! made of one [`DatasetExt`]; [`MapCache`] keeps what is expensive to compute, and
-//! [`Selection::deduplicate`] leaves out what is there already.
+//! **Records of files.** [`TextLines`], [`JsonRecords`] (lines or arrays), [`CsvRecords`] and [`WebDataset`] read
+//! any record of files of any size: the records' offsets are found once, on all cores, and kept in about one
+//! byte per record. [`TextDataset`] tokenizes texts; cargo features add datasets of images, speech and tables.
+//! [`Dataset`] is the interface of all of them and [`DatasetExt`] has the transforms; [`MapCache`] caches
+//! expensive results on disk, and [`Selection::deduplicate`] removes duplicates.
 //!
-//! **Batches.** [`DataLoader`] prepares them on threads, in an order that does not depend on them;
-//! [`RandomSampler`], [`LengthGroupedBatches`] and [`TokenBudgetBatches`] say which records they have.
-//! Rows of tokens ([`TokenizedExample`]: windows, documents, instruction data, packed rows) all become
-//! a `Batch` by `collate`, and `DeviceLoader` brings it to a device.
+//! **Batches.** [`DataLoader`] prepares batches on threads, in an order that does not depend on the threads;
+//! [`RandomSampler`], [`LengthGroupedBatches`] and [`TokenBudgetBatches`] choose the records of each batch.
+//! `collate` converts rows of tokens ([`TokenizedExample`]: windows, documents, instruction data, packed rows)
+//! to a `Batch`, and `DeviceLoader` copies it to a device.
 //!
 //! ```
 //! use overdrive_datasets::{DataLoader, DataLoaderOptions, JsonOptions, JsonRecords};
@@ -30,14 +29,14 @@
 //! # Ok::<(), overdrive_datasets::Error>(())
 //! ```
 //!
-//! **Tokens.** Files of text become a token file ([`build_tokens`]), with a tokenizer of your own or
-//! one trained on the same text ([`train_bpe`]); nanoGPT's `.bin` files open as they are
-//! ([`TokenStore`]); [`TokenView::split`] splits by document; [`RandomWindows`] draws for training,
-//! [`SequentialWindows`] goes through in order for evaluation.
+//! **Tokens.** [`build_tokens`] tokenizes text files into a token store, with any tokenizer or one trained on the
+//! same text ([`train_bpe`]); [`TokenStore`] also opens nanoGPT's `.bin` files; [`TokenView::split`] splits by
+//! document; [`RandomWindows`] draws windows for training, and [`SequentialWindows`] returns them in order for
+//! evaluation.
 //!
-//! Nothing here holds a corpus in memory: building streams, reading maps. Everything that is random
-//! is a pure function of a seed and a number ([`overdrive_core::random`]), so a run continues exactly where it
-//! stopped, with any number of threads or processes.
+//! No function holds a corpus in memory: builds stream, and reads are memory-mapped. All randomness is a pure
+//! function of a seed and an index ([`overdrive_core::random`]), so a run resumes exactly where it stopped, with
+//! any number of threads or processes.
 //!
 //! ```
 //! use overdrive_datasets::{
@@ -69,8 +68,8 @@
 //! | feature | default | adds |
 //! |---|---|---|
 //! | `tch` | yes | `Batch`, `collate`, `DeviceLoader`: batches as tensors on a device |
-//! | `image` | no | `ImageCaptionDataset`: images decoded and resized when they are asked for |
-//! | `speech` | no | `SpeechDataset`: WAV, FLAC, MP3 and Ogg Vorbis decoded and resampled when asked for (symphonia, MPL-2.0) |
+//! | `image` | no | `ImageCaptionDataset`: images decoded and resized on demand |
+//! | `speech` | no | `SpeechDataset`: WAV, FLAC, MP3 and Ogg Vorbis decoded and resampled on demand (symphonia, MPL-2.0) |
 //! | `parquet` | no | `TableRecords`: rows of Parquet and Arrow files (arrow takes minutes to compile) |
 //!
 //! Related: PyTorch's `Dataset`, `Sampler` and `DataLoader`, whose names and defaults are used where
@@ -81,7 +80,7 @@
 
 mod bpe;
 mod bpe_sample;
-mod build;
+mod build_tokens;
 mod byte_level;
 mod cache;
 mod cargo_registry;
@@ -95,6 +94,7 @@ mod index;
 mod instruction;
 mod loader;
 mod mmap;
+mod modalities;
 mod packing;
 mod records;
 mod sampling;
@@ -106,16 +106,15 @@ mod token_view;
 mod tokenized_example;
 mod tokenizer_files;
 mod transform;
-mod typed;
 mod windows;
 
 pub use bpe::{BpeOptions, TrainedBpe, train_bpe, train_bpe_cached};
-pub use build::{BuildOptions, BuildReport, build_dataset_tokens_to, build_tokens_to};
+pub use build_tokens::{BuildOptions, BuildReport, build_dataset_tokens_to, build_tokens_to};
 pub use cache::{BuiltTokens, build_dataset_tokens, build_tokens, default_cache_dir};
 pub use corpus::{Corpus, CorpusFile, CorpusOptions, Skipped, TextFormat};
 pub use dataset::Dataset;
 pub use digest::Sha256Digest;
-pub use error::{Error, Result};
+pub use error::{Error, RecordNumber, Result};
 pub use error_policy::{ErrorLog, ErrorPolicy};
 pub use index::{IndexLocation, IndexOptions, IndexReport};
 pub use instruction::{
@@ -125,12 +124,18 @@ pub use instruction::{
 #[cfg(feature = "tch")]
 pub use loader::{Batch, DeviceLoader, OnDevice, RowLayout, collate};
 pub use loader::{DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, SequenceRows};
+#[cfg(feature = "image")]
+pub use modalities::{ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize};
+#[cfg(feature = "speech")]
+pub use modalities::{Resampling, Speech, SpeechDataset, SpeechOptions};
+pub use modalities::{TextDataset, TextDatasetOptions, TruncationSide};
+pub use overdrive_core::IGNORE_INDEX;
 pub use packing::{PackPlan, PackingStrategy, Segment};
 #[cfg(feature = "parquet")]
 pub use records::TableRecords;
 pub use records::{
-    CsvColumns, CsvOptions, CsvRecords, CsvRow, JsonLayout, JsonOptions, JsonRecords, Place,
-    RecordFiles, SampleBy, TextLines, TextOptions, WebDataset, WebSample, find_files,
+    CsvColumns, CsvOptions, CsvRecords, CsvRow, JsonLayout, JsonOptions, JsonRecords, RecordFiles,
+    RecordLocation, SampleBy, TextLines, TextOptions, WebDataset, WebSample, find_files,
 };
 pub use sampling::{
     BatchSampler, ConsecutiveBatches, LastShare, LengthGroupedBatches, Lengths, Permutation,
@@ -142,17 +147,12 @@ pub use token_documents::TokenDocuments;
 pub use token_store::{Document, RawOptions, TokenStore};
 pub use token_store_writer::{StoreOptions, TokenStoreWriter};
 pub use token_view::{SplitBy, SplitOptions, TokenView};
-pub use tokenized_example::{IGNORE_INDEX, TokenizedExample};
+pub use tokenized_example::TokenizedExample;
 pub use tokenizer_files::{load_tokenizer, save_tokenizer, tokenizer_digest};
-/// The tokenizer of Hugging Face's `tokenizers`, which this crate's functions take and give.
+/// The tokenizer type of Hugging Face's `tokenizers`, which this crate's functions use.
 pub use tokenizers::Tokenizer;
 pub use transform::{
     CacheOptions, Concat, DatasetExt, DatasetIter, DeduplicateOptions, Deduplicated, Exhausted,
     Interleave, Map, MapCache, Selection, Split,
 };
-#[cfg(feature = "image")]
-pub use typed::{ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize};
-#[cfg(feature = "speech")]
-pub use typed::{Resampling, Speech, SpeechDataset, SpeechOptions};
-pub use typed::{TextDataset, TextDatasetOptions, TruncationSide};
 pub use windows::{LastWindow, RandomWindows, SequentialWindows};

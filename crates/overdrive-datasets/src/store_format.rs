@@ -1,13 +1,13 @@
-//! The layout of a token store on disk.
+//! The file format of a token store.
 //!
-//! Everything is little-endian on all machines.
+//! All numbers are little-endian.
 //!
-//! | bytes | what |
+//! | bytes | content |
 //! |---|---|
 //! | 0..256 | header, see below |
 //! | 256.. | tokens, 2 or 4 bytes each |
 //! | padding to 8 | zeros |
-//! | table | one entry of 16 bytes a document: one past its last token (u64), its text's length in UTF-8 bytes (u64) |
+//! | table | an entry of 16 bytes per document: one past its last token (u64), the length of its text in UTF-8 bytes (u64) |
 //!
 //! | header bytes | field |
 //! |---|---|
@@ -33,26 +33,27 @@ use crate::{Error, Result, Sha256Digest};
 
 /// The first eight bytes of a token store.
 pub const MAGIC: [u8; 8] = *b"OVDTOKEN";
-/// The version of the layout that this version writes and reads.
+/// The format version that this version of the crate writes and reads.
 pub const FORMAT_VERSION: u32 = 1;
 
 pub(crate) const HEADER_BYTES: usize = 256;
 pub(crate) const ENTRY_BYTES: usize = 16;
 const CHECKED_BYTES: usize = 224;
+/// The stored value for a missing end-of-document token; no vocabulary has this id.
 const NO_TOKEN: u32 = u32::MAX;
 
-/// How many bytes a token takes on disk.
+/// The number of bytes of a token on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TokenWidth {
-    /// Two bytes: vocabularies up to 65,536 (nanoGPT's `.bin`).
+    /// Two bytes, for vocabularies up to 65,536 (nanoGPT's `.bin`).
     U16,
-    /// Four bytes.
+    /// Four bytes, for any vocabulary.
     U32,
 }
 
 impl TokenWidth {
-    /// The narrowest width that holds all tokens below `vocab_size`.
+    /// Returns the smallest width that holds all tokens below `vocab_size`.
     pub fn for_vocab_size(vocab_size: u64) -> Self {
         if vocab_size <= 1 << 16 {
             Self::U16
@@ -61,7 +62,7 @@ impl TokenWidth {
         }
     }
 
-    /// 2 or 4.
+    /// Returns the number of bytes, 2 or 4.
     pub fn bytes(self) -> usize {
         match self {
             Self::U16 => 2,
@@ -69,7 +70,7 @@ impl TokenWidth {
         }
     }
 
-    /// The largest vocabulary that fits.
+    /// Returns the size of the largest vocabulary that fits.
     pub fn max_vocab_size(self) -> u64 {
         match self {
             Self::U16 => 1 << 16,
@@ -114,63 +115,66 @@ impl Header {
         bytes
     }
 
-    /// Reads and checks the header of the file at `path`, whose whole content is `file`.
+    /// Reads and validates the header of the file at `path`, whose whole content is `file`.
     pub(crate) fn decode(file: &[u8], path: &Path) -> Result<Self> {
-        let damaged = |field, problem: String| {
-            Err(Error::DamagedHeader {
-                path: path.to_owned(),
-                field,
-                problem,
-            })
+        let damaged = |problem: String| {
+            Err(Error::damaged(
+                path,
+                format!("{problem}; build the store again"),
+            ))
         };
-        let wrong_length = |expected_bytes| {
-            let actual_bytes = file.len() as u64;
-            Err(Error::WrongLength {
-                path: path.to_owned(),
-                expected_bytes,
-                actual_bytes,
-            })
+        let wrong_length = |expected: u64| {
+            damaged(format!(
+                "it has {} bytes where {expected} were expected, so it was truncated or changed after it \
+        was written",
+                file.len()
+            ))
         };
-        // The magic first: of a file that is something else, its length says nothing.
+        // The magic is checked before the length: a file of another format should not be called truncated.
         let Some(magic) = file.first_chunk::<8>() else {
             return wrong_length(HEADER_BYTES as u64);
         };
         if *magic != MAGIC {
-            return Err(Error::WrongMagic {
-                path: path.to_owned(),
-                found: *magic,
-            });
+            return Err(Error::invalid_file(
+                path,
+                format!(
+                    "it is not an Overdrive token store (it starts with {magic:02x?}); open a headerless \
+            token file such as nanoGPT's train.bin with TokenStore::open_raw or open_nanogpt"
+                ),
+            ));
         }
         let Some(bytes) = file.first_chunk::<HEADER_BYTES>() else {
             return wrong_length(HEADER_BYTES as u64);
         };
         let version = u32_at(bytes, 8);
         if version != FORMAT_VERSION {
-            return Err(Error::UnsupportedVersion {
-                path: path.to_owned(),
-                found: version,
-                supported: FORMAT_VERSION,
-            });
+            return damaged(format!(
+                "it has format version {version}, and this version of overdrive-datasets reads version \
+            {FORMAT_VERSION}"
+            ));
         }
-        // Each field is judged before the checksum, so that the error names the field.
+        // Each field is checked before the checksum, so that the error names the field.
         let width = match u32_at(bytes, 12) {
             2 => TokenWidth::U16,
             4 => TokenWidth::U32,
-            other => return damaged("token width", format!("is {other} bytes, expected 2 or 4")),
+            other => {
+                return damaged(format!(
+                    "the token width in its header is {other} bytes, expected 2 or 4"
+                ));
+            }
         };
         let vocab_size = u64_at(bytes, 16);
         if vocab_size == 0 || vocab_size > width.max_vocab_size() {
-            return damaged(
-                "vocabulary size",
-                format!("is {vocab_size}, expected 1 to {}", width.max_vocab_size()),
-            );
+            return damaged(format!(
+                "the vocabulary size in its header is {vocab_size}, expected 1 to {}",
+                width.max_vocab_size()
+            ));
         }
         let end = u32_at(bytes, 48);
         if end != NO_TOKEN && u64::from(end) >= vocab_size {
-            return damaged(
-                "end-of-document token",
-                format!("is {end}, outside the vocabulary of {vocab_size}"),
-            );
+            return damaged(format!(
+                "the end-of-document token in its header is {end}, outside the vocabulary of {vocab_size}"
+            ));
         }
         let header = Self {
             width,
@@ -185,26 +189,26 @@ impl Header {
             table_digest: digest_at(bytes, 160),
         };
         if Sha256Digest::of(&bytes[..CHECKED_BYTES]) != digest_at(bytes, CHECKED_BYTES) {
-            return damaged("checksum", "does not match its fields".to_owned());
+            return damaged("its header does not have its checksum".to_owned());
         }
         match header.file_bytes() {
             Some(expected) if expected == file.len() as u64 => Ok(header),
             Some(expected) => wrong_length(expected),
-            None => damaged("token count", "is larger than any file".to_owned()),
+            None => damaged("the token count in its header is larger than any file".to_owned()),
         }
     }
 
-    /// Where the tokens' bytes end.
+    /// Returns the offset at which the tokens end.
     pub(crate) fn tokens_end(&self) -> Option<u64> {
         (self.tokens.checked_mul(self.width.bytes() as u64)?).checked_add(HEADER_BYTES as u64)
     }
 
-    /// Where the document table starts.
+    /// Returns the offset of the document table, which is aligned to its 8-byte fields.
     pub(crate) fn table_start(&self) -> Option<u64> {
         self.tokens_end()?.checked_next_multiple_of(8)
     }
 
-    /// The length of the whole file; `None` where it does not fit 64 bits.
+    /// Returns the length of the whole file; `None` if it does not fit 64 bits.
     pub(crate) fn file_bytes(&self) -> Option<u64> {
         self.table_start()?
             .checked_add(self.documents.checked_mul(ENTRY_BYTES as u64)?)
@@ -223,7 +227,7 @@ pub(crate) fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(field)
 }
 
-fn digest_at(bytes: &[u8], at: usize) -> Sha256Digest {
+pub(crate) fn digest_at(bytes: &[u8], at: usize) -> Sha256Digest {
     let mut field = [0; 32];
     field.copy_from_slice(&bytes[at..at + 32]);
     Sha256Digest(field)

@@ -1,10 +1,10 @@
-//! The documents of a token store.
+//! The documents of a token store as a dataset.
 
 use std::sync::Arc;
 
 use crate::{Dataset, Error, Result, TokenStore, TokenView, TokenizedExample};
 
-/// The documents of a view of a token store, each as a sequence of which every token is learned.
+/// The documents of a view of a token store, each as a sequence whose tokens are all labels.
 ///
 /// ```
 /// use overdrive_datasets::{Dataset, StoreOptions, TokenDocuments, TokenStoreWriter, TokenView};
@@ -21,12 +21,12 @@ use crate::{Dataset, Error, Result, TokenStore, TokenView, TokenizedExample};
 #[derive(Debug, Clone)]
 pub struct TokenDocuments {
     store: Arc<TokenStore>,
-    /// Their numbers in the store.
+    /// The documents' numbers in the store.
     numbers: Arc<[u32]>,
 }
 
 impl TokenDocuments {
-    /// All documents of `view`; none where it was cut by position.
+    /// Returns all documents of `view`; none if the view was cut by position.
     pub fn new(view: &TokenView) -> Self {
         let numbers = view
             .document_numbers()
@@ -37,7 +37,7 @@ impl TokenDocuments {
         }
     }
 
-    /// At most this many documents, spread evenly over all: a fair sample for a quick evaluation.
+    /// Keeps at most this many documents, spread evenly over all: a representative sample for a quick evaluation.
     #[must_use]
     pub fn at_most(self, documents: usize) -> Self {
         let all = self.numbers.len();
@@ -49,7 +49,7 @@ impl TokenDocuments {
         }
     }
 
-    /// Returns the number of tokens of each document, without reading one.
+    /// Returns the number of tokens of each document, without reading any.
     pub fn lengths(&self) -> Vec<u32> {
         let length = |&number: &u32| {
             let document = self.store.document(number as usize);
@@ -59,7 +59,7 @@ impl TokenDocuments {
         self.numbers.iter().map(length).collect()
     }
 
-    /// Returns the number in the store of document `index`; `None` where there is no such document.
+    /// Returns the number in the store of document `index`; `None` if there is no such document.
     pub fn number(&self, index: usize) -> Option<usize> {
         self.numbers.get(index).map(|&number| number as usize)
     }

@@ -1,4 +1,4 @@
-//! Tokens on disk, read through a memory map.
+//! Token stores on disk, read through a memory map.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -6,20 +6,22 @@ use std::path::{Path, PathBuf};
 use memmap2::Mmap;
 use rayon::prelude::*;
 
+use overdrive_core::Error as CommonError;
+
 use crate::mmap::map_file;
 use crate::store_format::{ENTRY_BYTES, HEADER_BYTES, Header, TokenWidth, u64_at};
 use crate::{Error, Result, Sha256Digest};
 
-/// How to read a token file that has no header.
+/// The options of [`TokenStore::open_raw`], for a token file without a header.
 #[derive(Debug, Clone, Copy)]
 pub struct RawOptions {
-    /// Bytes a token, little-endian. Default: [`TokenWidth::U16`].
+    /// The number of bytes per token, little-endian. Default: [`TokenWidth::U16`].
     pub width: TokenWidth,
-    /// When given, every token is checked to be below it: at opening and whenever it is read.
-    /// Default: not checked.
+    /// If given, every token must be below it, which is checked on opening and on every read. Default: `None`,
+    /// not checked.
     pub vocab_size: Option<u64>,
-    /// The token that ends each document, for splits by document (GPT-2: 50256). The file is read
-    /// once to find them. Default: the whole file is one document.
+    /// The token that ends each document, for splits by document (GPT-2: 50256). The file is read once to find
+    /// the documents. Default: `None`, the whole file is one document.
     pub end_of_document: Option<u32>,
 }
 
@@ -33,33 +35,32 @@ impl Default for RawOptions {
     }
 }
 
-/// One document of a store.
+/// A document of a store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Document {
-    /// Where its tokens are in the store, the end-of-document token included.
+    /// The range of its tokens in the store, including the end-of-document token.
     pub tokens: Range<usize>,
-    /// The length of its text in UTF-8 bytes; `None` where the file does not say.
+    /// The length of its text in UTF-8 bytes; `None` if the file does not have it.
     pub text_bytes: Option<u64>,
 }
 
 #[derive(Debug)]
 enum Documents {
-    /// In the file, from this byte on.
+    /// The table in the file at the offset `start`.
     Table { start: usize, count: usize },
-    /// Found by their end token: one past the last token of each.
+    /// One past the last token of each document, found by the end token.
     Ends(Vec<usize>),
 }
 
-/// Tokens of a corpus in a memory-mapped file.
+/// The tokens of a corpus in a memory-mapped file.
 ///
-/// Three kinds of file: Overdrive's own, which knows its tokenizer, its vocabulary and where its
-/// documents are ([`TokenStore::open`]; written by [`crate::TokenStoreWriter`] in the layout of
-/// [`crate::store_format`]), and headerless
-/// files of `u16` ([`TokenStore::open_nanogpt`]) or `u32` tokens ([`TokenStore::open_raw`]).
+/// It reads Overdrive's own format, which has the tokenizer's digest, the vocabulary size and the documents
+/// ([`TokenStore::open`]; written by [`crate::TokenStoreWriter`], specified in [`crate::store_format`]), and
+/// headerless files of `u16` ([`TokenStore::open_nanogpt`]) or `u32` tokens ([`TokenStore::open_raw`]).
 ///
-/// Opening reads the header and, in Overdrive's own format, walks the document table (16 bytes a
-/// document); tokens are read when they are asked for. The file must not change while it is open:
-/// the process would see other tokens, or end with SIGBUS where the file was cut short.
+/// Opening reads the header and, in Overdrive's own format, validates the document table (16 bytes per document);
+/// tokens are read on demand. The file must not change while it is open: the process would read other tokens, or
+/// end with SIGBUS if the file was truncated.
 #[derive(Debug)]
 pub struct TokenStore {
     path: PathBuf,
@@ -75,19 +76,15 @@ impl TokenStore {
     /// Opens a store in Overdrive's own format.
     ///
     /// # Errors
-    /// When the file cannot be read, is no store, is damaged or cut off; each error names what.
-    /// The checksums of tokens and documents are checked by [`TokenStore::verify`] only, since that
-    /// reads the whole file.
+    /// [`Error::Common`] if the file cannot be read, [`Error::InvalidFile`] if it is not a store,
+    /// [`Error::DamagedFile`] if it is damaged or truncated. Only [`TokenStore::verify`] compares the checksums of
+    /// tokens and documents, since that reads the whole file.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let map = map_file(path)?;
         let header = Header::decode(&map, path)?;
-        let too_large = || Error::DamagedHeader {
-            path: path.to_owned(),
-            field: "token count",
-            problem: "is too large for this machine".to_owned(),
-        };
-        // Decoding proved that these lie inside the mapped file.
+        let too_large = || Error::damaged(path, "its token count is too large for this machine");
+        // `decode` made sure that these offsets are within the mapped file.
         let end = header
             .tokens_end()
             .and_then(|end| usize::try_from(end).ok());
@@ -114,7 +111,7 @@ impl TokenStore {
     /// Opens a file as nanoGPT's `prepare.py` writes it: tokens, little-endian, no header.
     ///
     /// # Errors
-    /// As [`TokenStore::open_raw`].
+    /// Those of [`TokenStore::open_raw`].
     pub fn open_nanogpt(path: impl AsRef<Path>, width: TokenWidth) -> Result<Self> {
         Self::open_raw(
             path,
@@ -128,28 +125,28 @@ impl TokenStore {
     /// Opens a file of tokens without a header.
     ///
     /// # Errors
-    /// When the file cannot be read, its length is no multiple of the width, it is an Overdrive
+    /// Returns an error if the file cannot be read, its length is not a multiple of the width, it is an Overdrive
     /// store, or a token is not below `options.vocab_size`.
     pub fn open_raw(path: impl AsRef<Path>, options: &RawOptions) -> Result<Self> {
         let path = path.as_ref();
         let length = std::fs::metadata(path)
-            .map_err(Error::io("open", path))?
+            .map_err(CommonError::io("open", path))?
             .len();
         let width_bytes = options.width.bytes() as u32;
         if length % u64::from(width_bytes) != 0 {
-            return Err(Error::OddLength {
-                path: path.to_owned(),
-                bytes: length,
-                width_bytes,
-            });
+            return Err(Error::invalid_file(
+                path,
+                format!(
+                    "it has {length} bytes, which is not a multiple of {width_bytes}: it is not a file of \
+            {width_bytes}-byte tokens, or it was truncated"
+                ),
+            ));
         }
         let map = map_file(path)?;
         if map.starts_with(&crate::MAGIC) {
-            return Err(Error::UnsupportedFormat {
-                path: path.to_owned(),
-                format: "an Overdrive token store read as raw tokens",
-                hint: "open it with TokenStore::open",
-            });
+            let problem =
+                "it is an Overdrive token store and not raw tokens; open it with TokenStore::open";
+            return Err(Error::invalid_file(path, problem));
         }
         let mut store = Self {
             path: path.to_owned(),
@@ -169,36 +166,36 @@ impl TokenStore {
         Ok(store)
     }
 
-    /// The number of tokens.
+    /// Returns the number of tokens.
     pub fn len(&self) -> usize {
         self.tokens.len() / self.width.bytes()
     }
 
-    /// Whether there is no token.
+    /// Returns `true` if there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()
     }
 
-    /// The tokens of `range`.
+    /// Returns the tokens of `range`.
     ///
     /// # Errors
-    /// When the range reaches over the end, and when a token is outside the vocabulary.
+    /// [`Error::OutOfRange`], and [`Error::TokenOutOfVocabulary`] for a token outside the vocabulary.
     pub fn tokens(&self, range: Range<usize>) -> Result<Vec<u32>> {
         let mut out = vec![0; range.len()];
         self.read(range.start, &mut out, |token| token)?;
         Ok(out)
     }
 
-    /// Fills `out` with the tokens from `start` on, without an allocation.
+    /// Copies the tokens from `start` on into `out`, without an allocation.
     ///
     /// # Errors
-    /// When they reach over the end, and when a token is outside the vocabulary (embedding it would
-    /// otherwise fail far from here, on a GPU by an assertion that ends the process).
+    /// [`Error::OutOfRange`], and [`Error::TokenOutOfVocabulary`] for a token outside the vocabulary. The check
+    /// belongs here: an embedding of such a token fails on a GPU by an assertion that ends the process.
     pub fn copy_to(&self, start: usize, out: &mut [i64]) -> Result<()> {
         self.read(start, out, i64::from)
     }
 
-    /// The number of documents.
+    /// Returns the number of documents.
     pub fn document_count(&self) -> usize {
         match &self.documents {
             Documents::Table { count, .. } => *count,
@@ -206,7 +203,7 @@ impl TokenStore {
         }
     }
 
-    /// Document `index`, counted from 0 in the order of the file; `None` behind the last.
+    /// Returns document `index`, counted from 0 in the order of the file; `None` after the last.
     pub fn document(&self, index: usize) -> Option<Document> {
         if index >= self.document_count() {
             return None;
@@ -228,7 +225,7 @@ impl TokenStore {
         })
     }
 
-    /// All documents in the order of the file.
+    /// Returns all documents, in the order of the file.
     pub fn documents(&self) -> impl ExactSizeIterator<Item = Document> + '_ {
         (0..self.document_count()).map(|index| {
             self.document(index)
@@ -236,29 +233,30 @@ impl TokenStore {
         })
     }
 
-    /// The UTF-8 bytes of all documents' text; `None` for files without a header.
+    /// Returns the length of all documents' text in UTF-8 bytes; `None` for files without a header.
     pub fn text_bytes(&self) -> Option<u64> {
         self.header.as_ref().map(|header| header.text_bytes)
     }
 
-    /// Every token is below this; `None` where a headerless file was opened without it.
+    /// Returns the size of the vocabulary, below which every token is; `None` if a headerless file was opened
+    /// without it.
     pub fn vocab_size(&self) -> Option<u64> {
         self.vocab_size
     }
 
-    /// The token behind each document, where the file says.
+    /// Returns the token that ends each document, if the header has it.
     pub fn end_of_document(&self) -> Option<u32> {
         self.header
             .as_ref()
             .and_then(|header| header.end_of_document)
     }
 
-    /// Bytes a token.
+    /// Returns the number of bytes per token.
     pub fn width(&self) -> TokenWidth {
         self.width
     }
 
-    /// The SHA-256 of the tokenizer that made it, where the file says.
+    /// Returns the SHA-256 of the tokenizer that made the store, if the header has it.
     pub fn tokenizer_digest(&self) -> Option<Sha256Digest> {
         self.header
             .as_ref()
@@ -266,7 +264,7 @@ impl TokenStore {
             .filter(Sha256Digest::is_known)
     }
 
-    /// The key of the content that it was made from, where the file says.
+    /// Returns the key of the content that the store was made from, if the header has it.
     pub fn source_digest(&self) -> Option<Sha256Digest> {
         self.header
             .as_ref()
@@ -274,12 +272,12 @@ impl TokenStore {
             .filter(Sha256Digest::is_known)
     }
 
-    /// Where the file is.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Refuses a store that another tokenizer made. A store that does not say passes.
+    /// Checks that the store was made with the tokenizer of this digest. A store without a digest passes.
     ///
     /// # Errors
     /// [`Error::TokenizerMismatch`].
@@ -294,14 +292,14 @@ impl TokenStore {
         }
     }
 
-    /// Reads the whole file and checks it: each token against the vocabulary, and the checksums of
-    /// tokens and documents where there is a header.
+    /// Reads the whole file and verifies it: each token against the vocabulary and, if there is a header, the
+    /// checksums of tokens and documents.
     ///
     /// # Errors
-    /// [`Error::TokenOutOfVocabulary`], [`Error::ChecksumMismatch`].
+    /// [`Error::TokenOutOfVocabulary`], [`Error::DamagedFile`].
     pub fn verify(&self) -> Result<()> {
         if let (Some(header), Documents::Table { start, .. }) = (&self.header, &self.documents) {
-            let parts = [
+            let tables = [
                 (
                     "tokens",
                     &self.map[self.tokens.clone()],
@@ -309,12 +307,12 @@ impl TokenStore {
                 ),
                 ("documents", &self.map[*start..], header.table_digest),
             ];
-            for (part, bytes, expected) in parts {
+            for (part, bytes, expected) in tables {
                 if Sha256Digest::of(bytes) != expected {
-                    return Err(Error::ChecksumMismatch {
-                        path: self.path.clone(),
-                        part,
-                    });
+                    let problem = format!(
+                        "its {part} do not have the checksum in its header; build it again"
+                    );
+                    return Err(Error::damaged(&self.path, problem));
                 }
             }
         }
@@ -323,7 +321,7 @@ impl TokenStore {
 
     fn document_end(&self, index: usize) -> usize {
         match &self.documents {
-            // Opening checked that each end is at most the token count, which is a usize.
+            // `open` checked that each end is at most the token count, which fits usize.
             Documents::Table { start, .. } => {
                 u64_at(&self.map, start + index * ENTRY_BYTES) as usize
             }
@@ -335,35 +333,33 @@ impl TokenStore {
         let Some(header) = &self.header else {
             return Ok(());
         };
-        let damaged = |field, problem: String| {
-            Err(Error::DamagedHeader {
-                path: self.path.clone(),
-                field,
-                problem,
-            })
+        let damaged = |problem: String| {
+            Err(Error::damaged(
+                &self.path,
+                format!("{problem}; build it again"),
+            ))
         };
         let mut previous = 0;
         let mut text_bytes = 0_u64;
         for (index, document) in self.documents().enumerate() {
             let end = document.tokens.end;
             if end < previous || end > self.len() {
-                let problem =
-                    format!("{index} ends at token {end}, after one that ends at {previous}");
-                return damaged("document", problem);
+                return damaged(format!(
+                    "its document {index} ends at token {end}, after one that ends at {previous}"
+                ));
             }
             previous = end;
             text_bytes = text_bytes.saturating_add(document.text_bytes.unwrap_or(0));
         }
         if previous != self.len() {
             let tokens = self.len();
-            return damaged("documents", format!("hold {previous} of {tokens} tokens"));
+            return damaged(format!("its documents hold {previous} of {tokens} tokens"));
         }
         if text_bytes != header.text_bytes {
-            let promised = header.text_bytes;
-            return damaged(
-                "text bytes",
-                format!("are {promised}, documents have {text_bytes}"),
-            );
+            let stored = header.text_bytes;
+            return damaged(format!(
+                "its header has {stored} text bytes, and its documents have {text_bytes}"
+            ));
         }
         Ok(())
     }
@@ -372,6 +368,7 @@ impl TokenStore {
         let Some(vocab_size) = self.vocab_size else {
             return Ok(());
         };
+        // Every value of the width is a valid token then.
         if vocab_size >= self.width.max_vocab_size() {
             return Ok(());
         }
@@ -380,6 +377,7 @@ impl TokenStore {
         let outside = self.map[self.tokens.clone()]
             .par_chunks(BLOCK_TOKENS * width)
             .enumerate()
+            // The search for an invalid token runs in parallel, and still returns the first one.
             .find_map_first(|(block, bytes)| {
                 let at = self
                     .iter(bytes)
@@ -392,13 +390,14 @@ impl TokenStore {
         }
     }
 
-    /// Ends of documents: one past each `token`, and the end of the file.
+    /// Returns the ends of the documents: one past each `token`, and the end of the file.
     fn positions_after(&self, token: u32) -> Vec<usize> {
         let tokens = self.iter(&self.map[self.tokens.clone()]);
         let mut ends: Vec<usize> = tokens
             .enumerate()
             .filter_map(|(position, found)| (found == token).then_some(position + 1))
             .collect();
+        // The tokens after the last end token are a document too.
         if ends.last().copied().unwrap_or(0) != self.len() {
             ends.push(self.len());
         }
@@ -429,7 +428,8 @@ impl TokenStore {
         };
         let width = self.width.bytes();
         let bytes = &self.map[self.tokens.clone()][start * width..end * width];
-        // The largest is tracked, not each compared: a loop without an exit runs on vectors.
+        // The loop tracks the largest token instead of comparing each one: without an early exit the compiler
+        // vectorizes it.
         let mut largest = 0;
         match self.width {
             TokenWidth::U16 => {

@@ -1,4 +1,4 @@
-//! Writing a token store.
+//! The writer of token stores, and atomic writing of files.
 
 use std::fs::File;
 use std::io::{BufWriter, Seek, SeekFrom, Write};
@@ -7,27 +7,29 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 use tempfile::NamedTempFile;
 
+use overdrive_core::{Error as CommonError, check_option, check_positive};
+
 use crate::store_format::{ENTRY_BYTES, HEADER_BYTES, Header, TokenWidth};
 use crate::{Error, Result, Sha256Digest, TokenStore};
 
-/// What a store says about its tokens.
+/// The options of [`TokenStoreWriter`], which are recorded in the header.
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
-    /// Every token must be below it.
+    /// The size of the vocabulary, below which every token must be.
     pub vocab_size: u64,
-    /// Bytes a token. `None` (the default) takes the narrowest that holds the vocabulary.
+    /// The number of bytes per token. `None` (the default) uses the smallest that holds the vocabulary.
     pub width: Option<TokenWidth>,
-    /// The token that ends documents, where there is one. It is recorded, not written:
-    /// [`TokenStoreWriter::push_document`] stores what it is given.
+    /// The token that ends documents, if there is one. It is recorded and not appended:
+    /// [`TokenStoreWriter::push_document`] stores the tokens that it is given.
     pub end_of_document: Option<u32>,
-    /// The tokenizer ([`crate::tokenizer_digest`]); unknown by default.
+    /// The digest of the tokenizer ([`crate::tokenizer_digest`]). Default: unknown.
     pub tokenizer: Sha256Digest,
-    /// A key of the content; unknown by default.
+    /// A key of the content. Default: unknown.
     pub source: Sha256Digest,
 }
 
 impl StoreOptions {
-    /// Options for a vocabulary of this size, all else at its default.
+    /// Returns the options for a vocabulary of this size, with defaults for the others.
     pub fn new(vocab_size: u64) -> Self {
         Self {
             vocab_size,
@@ -39,11 +41,11 @@ impl StoreOptions {
     }
 }
 
-/// Writes a token store of any length with a few buffers of memory.
+/// A writer of token stores of any length, with constant memory.
 ///
-/// The store appears under its name only when [`TokenStoreWriter::finish`] has written and synced
-/// all of it: until then it is a temporary file in the same folder, which is removed when the writer
-/// is dropped. A process that is killed leaves no store, at worst a `.*.tmp` file.
+/// The store gets its name only when [`TokenStoreWriter::finish`] has written and synced all of it: until then it
+/// is a temporary file in the same folder, which is removed when the writer is dropped. A killed process leaves no
+/// store, and at worst a `.*.tmp` file.
 ///
 /// ```
 /// use overdrive_datasets::{StoreOptions, TokenStoreWriter};
@@ -64,45 +66,44 @@ pub struct TokenStoreWriter {
     tokens_hasher: Sha256,
     table_hasher: Sha256,
     header: Header,
-    /// The end of the last document.
+    /// One past the last token of the last document.
     tokens_in_table: u64,
     buffer: Vec<u8>,
 }
 
 impl TokenStoreWriter {
-    /// Starts a store that will be at `path`. Its folder is made where it is missing.
+    /// Starts a store that will be at `path`. Its folder is created if it does not exist.
     ///
     /// # Errors
-    /// When the folder cannot be written, and when the vocabulary is empty or does not fit the width.
+    /// Returns an error if the folder cannot be written, or if the vocabulary is empty or does not fit the width.
     pub fn create(path: impl AsRef<Path>, options: StoreOptions) -> Result<Self> {
         let path = path.as_ref();
         let width = options
             .width
             .unwrap_or(TokenWidth::for_vocab_size(options.vocab_size));
         let vocab_size = options.vocab_size;
-        if vocab_size == 0 {
-            return Err(Error::InvalidOption {
-                option: "vocab_size",
-                value: "0".to_owned(),
-                expected: "a vocabulary has at least one token",
-            });
-        }
-        if vocab_size > width.max_vocab_size() {
-            let width_bytes = width.bytes() as u32;
-            return Err(Error::VocabularyTooLarge {
-                vocab_size,
-                width_bytes,
-            });
-        }
+        check_positive("vocab_size", vocab_size)?;
+        let limit = width.max_vocab_size();
+        check_option(
+            vocab_size <= limit,
+            "vocab_size",
+            vocab_size,
+            format!(
+                "at most {limit} for tokens of {} bytes; use TokenWidth::U32",
+                width.bytes()
+            ),
+        )?;
         let folder = folder_of(path);
-        std::fs::create_dir_all(folder).map_err(Error::io("create the folder", folder))?;
-        let file = temp_file(path).map_err(Error::io("create a file in", folder))?;
+        std::fs::create_dir_all(folder).map_err(CommonError::io("create the folder", folder))?;
+        let file = temp_file(path).map_err(CommonError::io("create a file in", folder))?;
+        // A large buffer: the tokens of a document are a few kilobytes.
         let mut file = BufWriter::with_capacity(1 << 20, file);
-        // A file with this header is no store: the real one is written last.
+        // Zeros are not a valid header: the file becomes a store only when `finish` writes the real one.
         file.write_all(&[0; HEADER_BYTES])
-            .map_err(Error::io("write", path))?;
-        // The table waits in a file of its own, so that memory stays flat with millions of documents.
-        let table = tempfile::tempfile_in(folder).map_err(Error::io("create a file in", folder))?;
+            .map_err(CommonError::io("write", path))?;
+        // The table is collected in a file of its own, so that memory is constant for millions of documents.
+        let table =
+            tempfile::tempfile_in(folder).map_err(CommonError::io("create a file in", folder))?;
         Ok(Self {
             path: path.to_owned(),
             file,
@@ -128,19 +129,19 @@ impl TokenStoreWriter {
         })
     }
 
-    /// Adds one whole document.
+    /// Appends a whole document.
     ///
     /// # Errors
-    /// As [`TokenStoreWriter::push_tokens`] and [`TokenStoreWriter::end_document`].
+    /// Those of [`TokenStoreWriter::push_tokens`] and [`TokenStoreWriter::end_document`].
     pub fn push_document(&mut self, tokens: &[u32], text_bytes: u64) -> Result<()> {
         self.push_tokens(tokens)?;
         self.end_document(text_bytes)
     }
 
-    /// Adds tokens to the current document.
+    /// Appends tokens to the current document.
     ///
     /// # Errors
-    /// When a token is outside the vocabulary, and when the disk refuses.
+    /// [`Error::TokenOutOfVocabulary`], and [`Error::Common`] if the file cannot be written.
     pub fn push_tokens(&mut self, tokens: &[u32]) -> Result<()> {
         let vocab_size = self.header.vocab_size;
         if let Some(at) = tokens
@@ -156,7 +157,7 @@ impl TokenStoreWriter {
         }
         self.buffer.clear();
         match self.header.width {
-            // Every token was just found below a vocabulary size that fits the width.
+            // The tokens were checked against a vocabulary size that fits the width.
             TokenWidth::U16 => {
                 self.buffer.extend(
                     tokens
@@ -171,7 +172,7 @@ impl TokenStoreWriter {
         }
         self.file
             .write_all(&self.buffer)
-            .map_err(Error::io("write", &self.path))?;
+            .map_err(CommonError::io("write", &self.path))?;
         self.tokens_hasher.update(&self.buffer);
         self.header.tokens += tokens.len() as u64;
         Ok(())
@@ -180,14 +181,14 @@ impl TokenStoreWriter {
     /// Ends the current document, whose text has `text_bytes` bytes of UTF-8.
     ///
     /// # Errors
-    /// When the disk refuses.
+    /// [`Error::Common`] if the file cannot be written.
     pub fn end_document(&mut self, text_bytes: u64) -> Result<()> {
         let mut entry = [0; ENTRY_BYTES];
         entry[..8].copy_from_slice(&self.header.tokens.to_le_bytes());
         entry[8..].copy_from_slice(&text_bytes.to_le_bytes());
         self.table
             .write_all(&entry)
-            .map_err(Error::io("write", &self.path))?;
+            .map_err(CommonError::io("write", &self.path))?;
         self.table_hasher.update(entry);
         self.header.documents += 1;
         self.header.text_bytes += text_bytes;
@@ -195,34 +196,33 @@ impl TokenStoreWriter {
         Ok(())
     }
 
-    /// The number of tokens so far.
+    /// Returns the number of tokens written so far.
     pub fn tokens(&self) -> u64 {
         self.header.tokens
     }
 
-    /// The number of documents so far.
+    /// Returns the number of documents written so far.
     pub fn documents(&self) -> u64 {
         self.header.documents
     }
 
-    /// Completes the store, syncs it to the disk, gives it its name and opens it. A store that had
-    /// the name before is replaced; who has it open keeps reading the old one.
+    /// Completes the store, syncs it to the disk, renames it and opens it. An existing store of the name is replaced;
+    /// processes that have it open keep the old one.
     ///
-    /// Tokens behind the last [`TokenStoreWriter::end_document`] become a document of unknown text
-    /// (0 bytes).
+    /// Tokens after the last [`TokenStoreWriter::end_document`] become a document of unknown text length (0 bytes).
     ///
     /// # Errors
-    /// When the disk refuses; then nothing is left under the name.
+    /// [`Error::Common`] if the file cannot be written; the store at `path` is then unchanged.
     pub fn finish(mut self) -> Result<TokenStore> {
         if self.tokens_in_table != self.header.tokens {
             self.end_document(0)?;
         }
-        self.write_rest().map_err(Error::io("write", &self.path))?;
-        let file = self.file.into_inner().map_err(|error| Error::Io {
-            action: "write",
-            path: self.path.clone(),
-            source: error.into_error(),
-        })?;
+        self.write_rest()
+            .map_err(CommonError::io("write", &self.path))?;
+        let file = self
+            .file
+            .into_inner()
+            .map_err(|error| CommonError::io("write", &self.path)(error.into_error()))?;
         persist(file, &self.path)?;
         TokenStore::open(&self.path)
     }
@@ -237,14 +237,14 @@ impl TokenStoreWriter {
         std::io::copy(table, &mut self.file)?;
         self.header.tokens_digest = Sha256Digest::finish(std::mem::take(&mut self.tokens_hasher));
         self.header.table_digest = Sha256Digest::finish(std::mem::take(&mut self.table_hasher));
-        // Only now does the file become a store.
+        // The header is last: it makes the file a valid store.
         self.file.seek(SeekFrom::Start(0))?;
         self.file.write_all(&self.header.encode())?;
         self.file.flush()
     }
 }
 
-/// The folder that `path` is in.
+/// Returns the folder of `path`.
 pub(crate) fn folder_of(path: &Path) -> &Path {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -252,14 +252,14 @@ pub(crate) fn folder_of(path: &Path) -> &Path {
     }
 }
 
-/// The start and the end of the names of the temporary files from which `path` is made.
+/// Returns the prefix and the suffix of the names of the temporary files for `path`.
 pub(crate) fn temp_name(path: &Path) -> (String, &'static str) {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     (format!(".{name}."), ".tmp")
 }
 
-/// A temporary file beside `path`, readable as other files are (the default would be its owner's
-/// alone, which makes a shared cache useless).
+/// Creates a temporary file in the folder of `path`, with the usual permissions: by default only its owner could
+/// read it, which would make a shared cache useless.
 pub(crate) fn temp_file(path: &Path) -> std::io::Result<NamedTempFile> {
     let (prefix, suffix) = temp_name(path);
     let mut builder = tempfile::Builder::new();
@@ -267,26 +267,26 @@ pub(crate) fn temp_file(path: &Path) -> std::io::Result<NamedTempFile> {
     #[cfg(unix)]
     {
         use std::os::unix::fs::PermissionsExt;
-        // The process' umask is taken off this.
+        // The umask of the process still applies.
         builder.permissions(std::fs::Permissions::from_mode(0o666));
     }
     builder.tempfile_in(folder_of(path))
 }
 
-/// Syncs a complete temporary file and gives it its name in one step.
+/// Syncs a complete temporary file and renames it to `path` atomically.
 pub(crate) fn persist(file: NamedTempFile, path: &Path) -> Result<()> {
     file.as_file()
         .sync_all()
-        .map_err(Error::io("write", path))?;
+        .map_err(CommonError::io("write", path))?;
     file.persist(path)
-        .map_err(|error| Error::io("rename to", path)(error.error))?;
-    // The name itself is durable once the folder is synced; only Unix can sync one.
+        .map_err(|error| CommonError::io("rename to", path)(error.error))?;
+    // The name is durable only when the folder is synced, which only Unix supports.
     #[cfg(unix)]
     {
         let folder = folder_of(path);
         File::open(folder)
             .and_then(|folder| folder.sync_all())
-            .map_err(Error::io("sync the folder", folder))?;
+            .map_err(CommonError::io("sync the folder", folder))?;
     }
     Ok(())
 }

@@ -1,39 +1,40 @@
-//! A part of a store, seen as one stream.
+//! Views of a token store as one stream of tokens, and splits.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use crate::{Error, Result, TokenStore};
 use overdrive_core::random::random_u64;
+use overdrive_core::{Error as CommonError, check_option};
 
 /// The stream of random numbers that splits use (see [`overdrive_core::random::random_u64`]).
 const SPLIT_STREAM: u32 = 0x5917;
 
-/// Along what a split is cut.
+/// The unit by which a split divides the tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SplitBy {
-    /// Each document is wholly in one of the two, by a hash of the seed and its number. Neither is
-    /// left empty.
+    /// Each document is entirely in one of the two views, by a hash of the seed and its number. Neither view is
+    /// empty. The default.
     #[default]
     Document,
-    /// The last part of the stream is validation, cut inside a document where it falls so: nanoGPT's
-    /// way with one file.
+    /// The end of the stream is the validation view; the cut may be within a document. nanoGPT splits a single
+    /// file so.
     Position,
-    /// By document where at least two validation documents are to be expected, else by position.
+    /// The split is by document if at least two validation documents are expected, and by position otherwise.
     Auto,
 }
 
-/// How to split into training and validation.
+/// The options of [`TokenView::split`].
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SplitOptions {
-    /// The share of validation: of the documents, or of the tokens where it is cut by position.
-    /// Above 0 and below 1. Default: 0.05.
+    /// The fraction of the documents (or of the tokens, if it is cut by position) for validation, above 0 and below
+    /// 1. Default: 0.05.
     pub validation_fraction: f64,
-    /// Chooses the documents. Default: 0.
+    /// The seed that chooses the documents. Default: 0.
     pub seed: u64,
-    /// Along what to cut. Default: [`SplitBy::Document`].
+    /// The unit of the split. Default: [`SplitBy::Document`].
     pub by: SplitBy,
 }
 
@@ -47,19 +48,19 @@ impl Default for SplitOptions {
     }
 }
 
-/// A run of tokens that lies together in the store.
+/// A contiguous range of tokens in the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Segment {
-    /// Where it starts in the view.
+    /// The position of its first token in the view.
     view_start: usize,
-    /// Where it starts in the store.
+    /// The position of its first token in the store.
     store_start: usize,
 }
 
-/// Some of a store's documents, one behind the other as one stream of tokens.
+/// A selection of a store's documents, concatenated to one stream of tokens.
 ///
-/// A view copies no token: it is a list of ranges (16 bytes for each run of neighbouring documents),
-/// and reading one window looks up the range by binary search. Cloning shares all of it.
+/// A view copies no tokens: it is a list of ranges (16 bytes per run of neighbouring documents), and reading a
+/// window finds its range by binary search. Clones share the list.
 #[derive(Debug, Clone)]
 pub struct TokenView {
     store: Arc<TokenStore>,
@@ -72,27 +73,27 @@ pub struct TokenView {
 }
 
 impl TokenView {
-    /// All of a store.
+    /// Returns a view of a whole store.
     pub fn new(store: impl Into<Arc<TokenStore>>) -> Self {
         let store = store.into();
         let documents = 0..store.document_count();
         Self::of_documents(store, std::iter::once(documents))
     }
 
-    /// The number of tokens.
+    /// Returns the number of tokens.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there is no token.
+    /// Returns `true` if there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Fills `out` with the tokens from `start` on, across documents, without an allocation.
+    /// Copies the tokens from `start` on into `out`, across documents and without an allocation.
     ///
     /// # Errors
-    /// When they reach over the end, and when a token is outside the vocabulary.
+    /// [`Error::OutOfRange`], and [`Error::TokenOutOfVocabulary`] for a token outside the vocabulary.
     pub fn copy_to(&self, start: usize, mut out: &mut [i64]) -> Result<()> {
         let end = start.saturating_add(out.len());
         if end > self.len {
@@ -107,7 +108,7 @@ impl TokenView {
             .segments
             .partition_point(|segment| segment.view_start <= start);
         while !out.is_empty() {
-            // The first segment starts at 0, so one lies at or before every position.
+            // The first segment starts at 0, so `index` is at least 1.
             let segment = self.segments[index - 1];
             let rest = self.segment_end(index - 1) - position;
             let (now, later) = out.split_at_mut(rest.min(out.len()));
@@ -120,55 +121,55 @@ impl TokenView {
         Ok(())
     }
 
-    /// The tokens of a range.
+    /// Returns the tokens of a range.
     ///
     /// # Errors
-    /// As [`TokenView::copy_to`].
+    /// Those of [`TokenView::copy_to`].
     pub fn tokens(&self, range: Range<usize>) -> Result<Vec<i64>> {
         let mut out = vec![0; range.len()];
         self.copy_to(range.start, &mut out)?;
         Ok(out)
     }
 
-    /// How many documents are in it; `None` when it was cut by position.
+    /// Returns the number of documents; `None` if the view was cut by position.
     pub fn document_count(&self) -> Option<usize> {
         self.documents
             .as_ref()
             .map(|runs| runs.iter().map(ExactSizeIterator::len).sum())
     }
 
-    /// The numbers of its documents in the store, in order; empty when it was cut by position.
+    /// Returns the numbers of its documents in the store, in order; none if the view was cut by position.
     pub fn document_numbers(&self) -> impl Iterator<Item = usize> + '_ {
         self.documents
             .iter()
             .flat_map(|runs| runs.iter().cloned().flatten())
     }
 
-    /// The UTF-8 bytes of its text, `None` where the store does not know them. Of a view that was cut
-    /// by position this is an estimate: the store's bytes in proportion to the tokens.
+    /// Returns the length of its text in UTF-8 bytes; `None` if the store does not have it. For a view that was cut
+    /// by position it is an estimate: the store's bytes in proportion to the tokens.
     pub fn text_bytes(&self) -> Option<u64> {
         self.text_bytes
     }
 
-    /// Bits a byte of text, from the mean loss of a token in nats: a measure that does not depend on
-    /// the tokenizer, unlike the loss. `None` where the store does not know its text's length.
+    /// Converts the mean loss per token in nats to bits per byte of text, which unlike the loss does not depend on
+    /// the tokenizer. Returns `None` if the store does not have its text's length.
     ///
-    /// It takes the view's own tokens a byte, so the loss should be a mean over all of the view, or
-    /// over a fair sample.
+    /// It uses the view's number of tokens per byte, so the loss should be the mean over the whole view or over a
+    /// representative sample.
     pub fn bits_per_byte(&self, nats_per_token: f64) -> Option<f64> {
         let bytes = self.text_bytes.filter(|&bytes| bytes > 0)?;
         Some(nats_per_token / std::f64::consts::LN_2 * self.len as f64 / bytes as f64)
     }
 
-    /// The store that it is a view of.
+    /// Returns the store of the view.
     pub fn store(&self) -> &Arc<TokenStore> {
         &self.store
     }
 
-    /// The tokens of `range`, as a view.
+    /// Returns a view of the tokens in `range`.
     ///
     /// # Errors
-    /// When the range reaches over the end.
+    /// [`Error::OutOfRange`].
     pub fn slice(&self, range: Range<usize>) -> Result<Self> {
         if range.start > range.end || range.end > self.len {
             let Range { start, end } = range;
@@ -203,25 +204,23 @@ impl TokenView {
         })
     }
 
-    /// Training and validation, in this order.
+    /// Splits the view into training and validation, in this order.
     ///
-    /// By document, a document's side depends on the seed and its number in the store, and on
-    /// nothing else. Only where all documents would fall to one side does the one nearest to the
-    /// other go there.
+    /// By document, the side of a document depends only on the seed and its number in the store. If all documents
+    /// fell on one side, the one nearest to the other side is moved there.
     ///
     /// # Errors
-    /// When the fraction is not between 0 and 1; when there are fewer than two documents (by
-    /// document) or two tokens (by position); when a view that was cut by position is split by
-    /// document.
+    /// [`Error::Common`] if the fraction is not between 0 and 1, or if a view that was cut by position is split by
+    /// document; [`Error::TooFew`] for fewer than two documents (by document) or two tokens (by position).
     pub fn split(&self, options: &SplitOptions) -> Result<(Self, Self)> {
         let fraction = options.validation_fraction;
-        if !(fraction > 0.0 && fraction < 1.0) {
-            return Err(Error::InvalidOption {
-                option: "validation_fraction",
-                value: fraction.to_string(),
-                expected: "it is above 0 and below 1",
-            });
-        }
+        let valid = fraction > 0.0 && fraction < 1.0;
+        check_option(
+            valid,
+            "validation_fraction",
+            fraction,
+            "above 0 and below 1",
+        )?;
         match options.by {
             SplitBy::Document => self.split_by_document(options),
             SplitBy::Position => self.split_by_position(fraction),
@@ -233,15 +232,19 @@ impl TokenView {
     }
 
     fn split_by_document(&self, options: &SplitOptions) -> Result<(Self, Self)> {
-        let documents = self.document_count().ok_or_else(|| Error::InvalidOption {
-            option: "by",
-            value: "document".to_owned(),
-            expected: "a view that was cut by position can be split by position only",
+        let documents = self.document_count().ok_or_else(|| {
+            let expected = "position for a view that was cut by position";
+            CommonError::option("by", "document", expected)
         })?;
         if documents < 2 {
-            return Err(Error::TooFewDocuments { documents });
+            return Err(Error::TooFew {
+                unit: "documents",
+                count: documents,
+                needed: 2,
+                remedy: "give more files, or split by position (SplitBy::Position)",
+            });
         }
-        // 2^64 * fraction; the cast saturates.
+        // The fraction of the range of u64; the cast saturates.
         let threshold = (options.validation_fraction * 2.0_f64.powi(64)) as u64;
         let rank = |number: usize| random_u64(options.seed, SPLIT_STREAM, number as u64);
         let count = self
@@ -266,9 +269,11 @@ impl TokenView {
 
     fn split_by_position(&self, fraction: f64) -> Result<(Self, Self)> {
         if self.len < 2 {
-            return Err(Error::TooFewTokens {
-                tokens: self.len,
-                context: 1,
+            return Err(Error::TooFew {
+                unit: "tokens",
+                count: self.len,
+                needed: 2,
+                remedy: "give more text",
             });
         }
         let validation = (self.len as f64 * fraction).round() as usize;
@@ -276,11 +281,12 @@ impl TokenView {
         Ok((self.slice(0..cut)?, self.slice(cut..self.len)?))
     }
 
-    /// The documents of `runs`, which are in order and do not overlap.
+    /// Returns a view of the documents of `runs`, which must be in order and not overlap.
     fn of_documents(store: Arc<TokenStore>, runs: impl Iterator<Item = Range<usize>>) -> Self {
         let mut documents: Vec<Range<usize>> = Vec::new();
         for run in runs.filter(|run| !run.is_empty()) {
             match documents.last_mut() {
+                // Neighbouring documents are joined to one run, so that a view of nearly all documents is small.
                 Some(last) if last.end == run.start => last.end = run.end,
                 _ => documents.push(run),
             }
@@ -308,7 +314,7 @@ impl TokenView {
                 len += tokens;
             }
             text_bytes = match text_bytes {
-                // The whole store: the header has the sum.
+                // For the whole store the header has the sum, so the table need not be read.
                 Some(_) if run.len() == store.document_count() => store.text_bytes(),
                 Some(sum) => {
                     let bytes = run.clone().filter_map(|n| store.document(n)?.text_bytes);

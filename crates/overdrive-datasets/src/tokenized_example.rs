@@ -1,13 +1,12 @@
-//! A sequence of tokens with its labels.
+//! Sequences of tokens with their labels.
 
-/// The label that losses skip: PyTorch's default `ignore_index`.
-pub const IGNORE_INDEX: i64 = -100;
+use overdrive_core::IGNORE_INDEX;
 
-/// A sequence of tokens and what is learned of it: a window of a token store, a document, an
-/// instruction example, or a piece of one in a packed row.
+/// A sequence of tokens and its labels: a window of a token store, a document, an instruction example, or a
+/// segment of one in a packed row.
 ///
-/// Labels are not shifted, as in Hugging Face: the label of a token is the token itself. The first
-/// one never counts, since there is nothing to predict it from.
+/// Labels are not shifted, as in Hugging Face: the label of a token is the token itself. The first one never
+/// enters the loss, since no token precedes it.
 ///
 /// ```
 /// use overdrive_datasets::TokenizedExample;
@@ -20,21 +19,21 @@ pub const IGNORE_INDEX: i64 = -100;
 pub struct TokenizedExample {
     /// The tokens.
     pub input_ids: Vec<i64>,
-    /// One label for each token: the token where it is learned, [`IGNORE_INDEX`] where it is not.
+    /// The labels: each token itself, or [`IGNORE_INDEX`] if it does not enter the loss.
     pub labels: Vec<i64>,
-    /// True where tokens were cut off.
+    /// If `true`, tokens were cut off.
     pub truncated: bool,
 }
 
 impl TokenizedExample {
-    /// Returns how many tokens a loss counts: learned ones that have a token before them.
+    /// Returns the number of tokens that enter the loss: those that have a label and a token before them.
     pub fn learned_tokens(&self) -> usize {
         let counted = self.labels.iter().skip(1);
         counted.filter(|&&label| label != IGNORE_INDEX).count()
     }
 }
 
-/// Every token is learned.
+/// Every token is its own label.
 impl From<Vec<i64>> for TokenizedExample {
     fn from(input_ids: Vec<i64>) -> Self {
         Self {
@@ -45,7 +44,7 @@ impl From<Vec<i64>> for TokenizedExample {
     }
 }
 
-/// Every token is learned.
+/// Every token is its own label.
 impl From<Vec<u32>> for TokenizedExample {
     fn from(tokens: Vec<u32>) -> Self {
         Self::from(tokens.into_iter().map(i64::from).collect::<Vec<_>>())

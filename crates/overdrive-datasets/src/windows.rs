@@ -1,17 +1,17 @@
-//! Windows of a token store.
+//! Datasets of windows of a token store.
 
 use crate::{Dataset, Error, Result, TokenView, TokenizedExample};
 use overdrive_core::random::uniform_below;
+use overdrive_core::{check_at_least, check_positive};
 
 /// The stream of random numbers that random windows use (see [`overdrive_core::random::random_u64`]).
 const WINDOW_STREAM: u32 = 0x717D;
 
-/// Windows that start anywhere, each start equally likely: nanoGPT's `get_batch`.
+/// Windows with random starts, all equally likely: nanoGPT's `get_batch`.
 ///
-/// Window `n` is a pure function of the seed and `n`: the sequence is the same for any batch size,
-/// number of workers and number of processes, and it is resumed by counting windows. It has no end
-/// and no epochs (draws are independent: after as many windows as would cover the tokens once, about
-/// 63% of them have been seen).
+/// Window `n` is a pure function of the seed and `n`: the sequence is the same for any batch size, number of
+/// workers and number of processes, and is resumed by counting windows. It has no end and no epochs. Draws are
+/// independent: after as many windows as would cover the tokens once, about 63% of them have been seen.
 #[derive(Debug, Clone)]
 pub struct RandomWindows {
     tokens: TokenView,
@@ -20,19 +20,16 @@ pub struct RandomWindows {
 }
 
 impl RandomWindows {
-    /// Windows of `context` tokens.
+    /// Returns random windows of `context` tokens.
     ///
     /// # Errors
-    /// When `context` is below 2, or there are not `context + 1` tokens.
+    /// [`Error::Common`] if `context` is below 2; [`Error::TooFew`] for fewer than `context + 1` tokens.
     pub fn new(tokens: TokenView, context: usize, seed: u64) -> Result<Self> {
         check_context(context)?;
-        // The windows of a run are numbered draws out of `len - context` starts. One start more would
-        // fit, but every draw would be another one, and a resumed run would see other windows.
+        // Windows are draws out of `len - context` starts. One more start would fit, but it would change every
+        // draw, and a run that resumes would see other windows.
         if tokens.len() <= context {
-            return Err(Error::TooFewTokens {
-                tokens: tokens.len(),
-                context,
-            });
+            return Err(too_few_tokens(&tokens, context));
         }
         Ok(Self {
             tokens,
@@ -41,28 +38,28 @@ impl RandomWindows {
         })
     }
 
-    /// Where window `number` starts.
+    /// Returns the start of window `number`.
     pub fn start(&self, number: u64) -> usize {
         let starts = (self.tokens.len() - self.context) as u64;
         uniform_below(starts, self.seed, WINDOW_STREAM, number) as usize
     }
 
-    /// What the windows are drawn from.
+    /// Returns the tokens that the windows are drawn from.
     pub fn tokens(&self) -> &TokenView {
         &self.tokens
     }
 
-    /// The seed.
+    /// Returns the seed of the draws.
     pub fn seed(&self) -> u64 {
         self.seed
     }
 }
 
 impl Dataset for RandomWindows {
-    /// `context` tokens, all of them labels.
+    /// A window of `context` tokens, all of them labels.
     type Item = TokenizedExample;
 
-    /// `usize::MAX`: windows never end.
+    /// Returns `usize::MAX`, since windows never end.
     fn len(&self) -> usize {
         usize::MAX
     }
@@ -73,48 +70,45 @@ impl Dataset for RandomWindows {
     }
 }
 
-/// What becomes of the tokens behind the last full window.
+/// The handling of the tokens after the last full window.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum LastWindow {
-    /// They are left out.
+    /// They are dropped. The default.
     #[default]
     Drop,
-    /// They are a shorter window, unless it is one token alone, which has nothing to predict.
+    /// They are a shorter window, except for a single token, which has nothing to predict.
     Keep,
 }
 
-/// Windows one behind the other, without overlap: for evaluation. Each token but the first of every
-/// window is predicted once, as in the blocks of transformers' `run_clm.py`.
+/// Consecutive windows without overlap, for evaluation. Each token except the first of every window is predicted
+/// once, as in the blocks of transformers' `run_clm.py`.
 #[derive(Debug, Clone)]
 pub struct SequentialWindows {
     tokens: TokenView,
     context: usize,
-    /// How many windows there are in the tokens.
+    /// The number of windows in the tokens.
     available: usize,
-    /// How many of them are given.
+    /// The number of windows of the dataset.
     count: usize,
 }
 
 impl SequentialWindows {
-    /// Windows of `context` tokens.
+    /// Returns consecutive windows of `context` tokens.
     ///
     /// # Errors
-    /// When `context` is below 2, or the tokens make no window.
+    /// [`Error::Common`] if `context` is below 2; [`Error::TooFew`] if there is no window.
     pub fn new(tokens: TokenView, context: usize, last: LastWindow) -> Result<Self> {
         check_context(context)?;
-        // Without the last token: where it would begin a window, it would have nothing to predict, and
-        // where it would fill one, that window was none while labels were shifted: evaluations of the
-        // same text stay comparable.
+        // The last token does not count: at the beginning of a window it would have nothing to predict, and a
+        // window that it completes did not exist while labels were shifted. So evaluations of the same text
+        // stay comparable with earlier ones.
         let starts = tokens.len().saturating_sub(1);
         let available = match last {
             LastWindow::Drop => starts / context,
             LastWindow::Keep => starts.div_ceil(context),
         };
         if available == 0 {
-            return Err(Error::TooFewTokens {
-                tokens: tokens.len(),
-                context,
-            });
+            return Err(too_few_tokens(&tokens, context));
         }
         Ok(Self {
             tokens,
@@ -124,31 +118,25 @@ impl SequentialWindows {
         })
     }
 
-    /// At most this many windows, spread evenly over the tokens: a fair sample for a quick
-    /// evaluation, which the first windows (the first documents) are not.
+    /// Keeps at most this many windows, spread evenly over the tokens: a representative sample for a quick
+    /// evaluation, which the first windows (those of the first documents) are not.
     ///
     /// # Errors
-    /// When `windows` is 0.
+    /// Returns an error if `windows` is 0.
     pub fn at_most(mut self, windows: usize) -> Result<Self> {
-        if windows == 0 {
-            return Err(Error::InvalidOption {
-                option: "windows",
-                value: "0".to_owned(),
-                expected: "at least one window",
-            });
-        }
+        check_positive("windows", windows)?;
         self.count = self.available.min(windows);
         Ok(self)
     }
 
-    /// What the windows are cut from.
+    /// Returns the tokens that the windows are cut from.
     pub fn tokens(&self) -> &TokenView {
         &self.tokens
     }
 }
 
 impl Dataset for SequentialWindows {
-    /// `context` tokens, or in the last window fewer, all of them labels.
+    /// A window of `context` tokens (the last may have fewer), all of them labels.
     type Item = TokenizedExample;
 
     fn len(&self) -> usize {
@@ -162,8 +150,9 @@ impl Dataset for SequentialWindows {
                 len: self.count,
             });
         }
-        // In 128 bits the product cannot overflow; the result is below `available`.
+        // The product cannot overflow in 128 bits; the result is below `available`.
         let spread = index as u128 * self.available as u128 / self.count as u128;
+        // Spreading by integer arithmetic gives the same windows on every machine.
         let start = spread as usize * self.context;
         let end = self.tokens.len().min(start.saturating_add(self.context));
         Ok(self.tokens.tokens(start..end)?.into())
@@ -171,12 +160,16 @@ impl Dataset for SequentialWindows {
 }
 
 fn check_context(context: usize) -> Result<()> {
-    if context < 2 {
-        return Err(Error::InvalidOption {
-            option: "context",
-            value: context.to_string(),
-            expected: "a window has at least two tokens, since the first one only predicts",
-        });
+    // The first token of a window is never predicted.
+    Ok(check_at_least("context", context, 2)?)
+}
+
+fn too_few_tokens(tokens: &TokenView, context: usize) -> Error {
+    Error::TooFew {
+        unit: "tokens",
+        count: tokens.len(),
+        // A window and the label of its last token.
+        needed: context.saturating_add(1),
+        remedy: "give more text or a shorter context",
     }
-    Ok(())
 }

@@ -1,39 +1,40 @@
-//! Adafactor: squares kept as averages of rows and columns.
+//! Adafactor: averages of squared gradients, factored into rows and columns.
 
+use overdrive_core::{check_fraction, check_non_negative, check_option};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
-use crate::checks::{check_finite_from_zero, check_option};
-use crate::engine::{Job, Parts, Rule, optimizer};
+use crate::checks::check_rates;
+use crate::engine::{Job, Rule, StateTensors, optimizer};
 use crate::kernels::{FactoredUpdate, adafactor_step, bump_version};
 
-/// Options of [`Adafactor`]. Defaults are those of transformers' `Adafactor`, except that the learning
-/// rate is a number: it counts where `relative_step` is false.
+/// The options of [`Adafactor`]. The defaults are those of transformers' `Adafactor`, except that the
+/// learning rate is a number, which is used if `relative_step` is `false`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdafactorConfig {
-    /// Learning rate of groups that set none, used (and so moved by a scheduler) only where
-    /// `relative_step` is false. Default 1e-3.
+    /// The learning rate of groups that set none. It is used, also by a scheduler, only if
+    /// `relative_step` is `false`. Default: 1e-3.
     pub learning_rate: f64,
-    /// Added to squared gradients, and the least root mean square that a parameter counts with.
-    /// Default (1e-30, 1e-3).
+    /// The term added to squared gradients, and the minimum of a parameter's root mean square in
+    /// `scale_parameter`. Default: (1e-30, 1e-3).
     pub eps: (f64, f64),
-    /// Largest root mean square of an update, above 0. Default 1.
+    /// The maximum root mean square of an update; positive. Default: 1.
     pub clip_threshold: f64,
-    /// The averages of squares decay by `1 - step^decay_rate`; below 0. Default -0.8.
+    /// The exponent of the decay `1 - step^decay_rate` of the averages of squares; negative. Default: -0.8.
     pub decay_rate: f64,
-    /// Decay of a running average of updates, in [0, 1); `None`, the default, keeps none and saves its
-    /// memory.
+    /// The decay rate of a running average of updates, in [0, 1); `None` (the default) uses no average
+    /// and saves its memory.
     pub beta1: Option<f64>,
-    /// Weight decay of groups that set none: a step takes `learning rate · decay` of the parameter,
-    /// the rate as it is scaled. Default 0.
+    /// The weight decay of groups that set none: a step subtracts `learning rate · decay` of the
+    /// parameter, with the scaled learning rate. Default: 0.
     pub weight_decay: f64,
-    /// Multiplies the learning rate by the parameter's root mean square. Default true.
+    /// If `true` (the default), the learning rate is multiplied by the parameter's root mean square.
     pub scale_parameter: bool,
-    /// Takes `min(1e-2, 1/√step)` for a learning rate. Default true.
+    /// If `true` (the default), the learning rate is `min(1e-2, 1/√step)`.
     pub relative_step: bool,
-    /// With `relative_step`: `min(1e-6 · step, 1/√step)` instead. Default false.
+    /// If `true`, the relative learning rate is `min(1e-6 · step, 1/√step)` instead. Default: `false`.
     pub warmup_init: bool,
 }
 
@@ -54,8 +55,8 @@ impl Default for AdafactorConfig {
 }
 
 impl AdafactorConfig {
-    /// A learning rate of the caller's, as schedulers and transformers' Trainer want it:
-    /// `relative_step` and `scale_parameter` off.
+    /// Returns options with a given learning rate, as schedulers and transformers' Trainer need it, and with
+    /// `relative_step` and `scale_parameter` disabled.
     #[must_use]
     pub fn with_learning_rate(learning_rate: f64) -> Self {
         Self {
@@ -66,42 +67,27 @@ impl AdafactorConfig {
         }
     }
 
-    /// Checks every option against its range.
+    /// Checks that every option is in its range.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`](crate::Error::InvalidOption) naming the first option outside its
-    /// range.
+    /// [`Error::Common`](crate::Error::Common) with the first option out of its range.
     pub fn validate(&self) -> Result<()> {
-        check_finite_from_zero("learning_rate", self.learning_rate)?;
-        check_finite_from_zero("weight_decay", self.weight_decay)?;
-        check_finite_from_zero("eps", self.eps.0)?;
-        check_finite_from_zero("eps", self.eps.1)?;
-        check_option(
-            "clip_threshold",
-            self.clip_threshold,
-            self.clip_threshold > 0.0,
-            "a number above 0",
-        )?;
-        check_option(
-            "decay_rate",
-            self.decay_rate,
-            self.decay_rate < 0.0 && self.decay_rate.is_finite(),
-            "a finite number below 0",
-        )?;
+        check_rates(self.learning_rate, self.weight_decay)?;
+        check_non_negative("eps.0", self.eps.0)?;
+        check_non_negative("eps.1", self.eps.1)?;
+        // Infinity is allowed: it disables the clipping of updates.
+        let clip = self.clip_threshold;
+        check_option(clip > 0.0, "clip_threshold", clip, "positive")?;
+        let rate = self.decay_rate;
+        let valid = rate < 0.0 && rate.is_finite();
+        check_option(valid, "decay_rate", rate, "negative and finite")?;
         if let Some(beta1) = self.beta1 {
-            check_option(
-                "beta1",
-                beta1,
-                (0.0..1.0).contains(&beta1),
-                "a number from 0 to below 1, or none",
-            )?;
+            check_fraction("beta1", beta1)?;
         }
-        check_option(
-            "warmup_init",
-            self.warmup_init,
-            !self.warmup_init || self.relative_step,
-            "false where relative_step is false",
-        )
+        let valid = !self.warmup_init || self.relative_step;
+        let expected = "false if relative_step is false";
+        check_option(valid, "warmup_init", self.warmup_init, expected)?;
+        Ok(())
     }
 }
 
@@ -109,16 +95,18 @@ optimizer! {
     /// Adafactor (Shazeer & Stern 2018, [arXiv:1804.04235]), equal to
     /// [`transformers.optimization.Adafactor`].
     ///
-    /// Of a matrix's squared gradients it keeps the averages of rows and columns: n + m numbers of
-    /// state where AdamW keeps 2nm. Tensors of more dimensions are stacks of matrices, vectors keep
-    /// one average an element. Updates are clipped to a root mean square of their own, so that
-    /// gradient clipping beside it is not needed.
+    /// The state of a matrix is the averages of the rows and columns of its squared gradients: n + m
+    /// elements instead of AdamW's 2nm. Tensors of more dimensions are treated as stacks of matrices;
+    /// vectors have one average per element. Updates are clipped by their root mean square, so gradient
+    /// clipping is not needed.
     ///
-    /// By default it finds its own learning rate (`relative_step`); the one that is set, also by a
-    /// scheduler, then has no effect. [`AdafactorConfig::with_learning_rate`] is the other usual way.
+    /// By default it computes its own learning rate (`relative_step`); the configured one, also by a
+    /// scheduler, then has no effect. [`AdafactorConfig::with_learning_rate`] is the other common
+    /// setting.
     ///
-    /// States are float32 (float64 for float64 parameters). Float32 matrices on a CPU are updated by a
-    /// loop of this crate in three passes over the gradient, all else by libtorch's operators.
+    /// States are float32 (float64 for float64 parameters). A kernel of this crate updates float32
+    /// matrices on a CPU in three passes over the gradient; libtorch's operators update all other
+    /// parameters.
     ///
     /// ```
     /// use overdrive_optim::{Adafactor, AdafactorConfig, Optimizer, ParamGroup};
@@ -131,13 +119,14 @@ optimizer! {
     /// weight.square().sum(Kind::Float).backward();
     /// optimizer.step()?;
     /// assert!((weight.double_value(&[0, 0]) - 0.9).abs() < 1e-6);
-    /// // 100 rows, 50 columns, one step count.
+    /// // 100 rows, 50 columns and one step count.
     /// assert_eq!(optimizer.state_bytes(), 4 * 151);
     /// # Ok::<(), overdrive_optim::Error>(())
     /// ```
     ///
     /// [arXiv:1804.04235]: https://arxiv.org/abs/1804.04235
-    /// [`transformers.optimization.Adafactor`]: https://huggingface.co/docs/transformers/main_classes/optimizer_schedules
+    /// [`transformers.optimization.Adafactor`]:
+    /// https://huggingface.co/docs/transformers/main_classes/optimizer_schedules
     Adafactor(AdafactorRule), AdafactorConfig
 }
 
@@ -147,10 +136,10 @@ pub(crate) struct AdafactorRule {
     config: AdafactorConfig,
 }
 
-/// What is kept for one parameter.
+/// The state of one parameter.
 #[derive(Debug)]
 pub(crate) struct AdafactorState {
-    /// Steps taken, a float32 scalar on the CPU.
+    /// The number of steps, a float32 scalar on the CPU.
     step: Tensor,
     exp_avg: Option<Tensor>,
     squares: Squares,
@@ -186,6 +175,7 @@ impl Rule for AdafactorRule {
             let size = tensor.size();
             let squares = match &size[..] {
                 [.., _, _] => {
+                    // Averages over the last and the last but one dimension; the others index matrices.
                     let (rows, mut columns) = (&size[..size.len() - 1], size.clone());
                     columns.remove(size.len() - 2);
                     Squares::Factored {
@@ -206,7 +196,7 @@ impl Rule for AdafactorRule {
         parameters.iter().map(|(_, tensor)| state(tensor)).collect()
     }
 
-    fn parts(state: &AdafactorState) -> Parts<'_> {
+    fn state_tensors(state: &AdafactorState) -> StateTensors<'_> {
         let mut parts = vec![("step", &state.step)];
         parts.extend(state.exp_avg.iter().map(|average| ("exp_avg", average)));
         match &state.squares {
@@ -245,6 +235,7 @@ impl AdafactorRule {
         } else {
             job.learning_rate
         };
+        // In f64, as transformers computes these scalars in Python.
         let update = FactoredUpdate {
             beta2: 1.0 - step.powf(config.decay_rate),
             eps: config.eps.0,
@@ -254,6 +245,7 @@ impl AdafactorRule {
             scale_floor: config.scale_parameter.then_some(config.eps.1),
         };
         let parameter = &job.parameter;
+        // The kernel's conditions.
         let on_slices = parameter.device() == Device::Cpu
             && parameter.kind() == Kind::Float
             && parameter.dim() == 2
@@ -270,12 +262,14 @@ impl AdafactorRule {
 
     fn by_operators(&self, numbers: &FactoredUpdate, job: Job<'_, AdafactorState>) -> Result<()> {
         let kind = state_kind(&job.parameter);
+        // The means of no elements are NaN.
         if job.parameter.numel() == 0 {
             return Ok(());
         }
         let gradient = job.gradient.f_to_kind(kind)?;
+        // In at least float32: half-precision squares underflow.
         let mut parameter = job.parameter.f_to_kind(kind)?;
-        // A scalar on the device: nothing is read by the host.
+        // A scalar on the device, so that the host does not wait for the root mean square.
         let rate = match numbers.scale_floor {
             Some(floor) => {
                 let scale = root_mean_square(&parameter)?.f_clamp_min(floor)?;
@@ -300,6 +294,7 @@ impl AdafactorRule {
                 average(rows, &mean(-1)?)?;
                 average(columns, &mean(-2)?)?;
                 let of_rows = rows.f_mean_dim(Some([-1i64].as_slice()), true, kind)?;
+                // Divided by their mean, so that the product with the columns has the scale of the squares.
                 let row_factor = rows.f_div(&of_rows)?.f_rsqrt()?.f_unsqueeze(-1)?;
                 let column_factor = columns.f_rsqrt()?.f_unsqueeze(-2)?;
                 row_factor.f_mul(&column_factor)?.f_mul(&gradient)?
@@ -310,6 +305,7 @@ impl AdafactorRule {
             }
         };
         let clip = root_mean_square(&update)?.f_div_scalar(numbers.clip_threshold)?;
+        // Only scaled down: a small update is not enlarged.
         let _ = update.f_div_(&clip.f_clamp_min(1.0)?)?;
         let _ = update.f_mul_(&rate)?;
         if let (Some(average), Some(beta1)) = (&mut job.state.exp_avg, self.config.beta1) {

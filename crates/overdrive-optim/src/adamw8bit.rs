@@ -1,40 +1,41 @@
-//! AdamW with its state in 8 bits.
+//! AdamW with an 8-bit state.
 
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use crate::checks::{bytes, check_betas, check_finite_from_zero};
+use crate::checks::{bytes, check_adam_options};
 use crate::code_book::BLOCK;
-use crate::engine::{Job, Parts, Rule, optimizer};
+use crate::engine::{Job, Rule, StateTensors, optimizer};
 use crate::kernels::{AdamNumbers, Quantized, adam8, bump_version, with_elements};
 use crate::operators;
 use crate::paging::{Allocated, Pager, Request, Storage};
 use crate::{PagingConfig, Result};
 
-/// Elements that the path through operators takes at once: its temporaries are this long.
+/// The number of elements that the path through operators updates at once, which bounds the size of its
+/// temporaries.
 const OPERATOR_CHUNK: usize = 1 << 22;
 
-/// Options of [`AdamW8bit`]. Defaults are those of bitsandbytes' `AdamW8bit`.
+/// The options of [`AdamW8bit`]. The defaults are those of bitsandbytes' `AdamW8bit`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdamW8bitConfig {
-    /// Learning rate of groups that set none. Default 1e-3.
+    /// The learning rate of groups that set none. Default: 1e-3.
     pub learning_rate: f64,
-    /// Decay of the running averages of the gradient and its square, each in [0, 1).
-    /// Default (0.9, 0.999).
+    /// The decay rates of the running averages of the gradient and its square, each in [0, 1). Default:
+    /// (0.9, 0.999).
     pub betas: (f64, f64),
-    /// Added to the denominator. Default 1e-8.
+    /// The term added to the denominator. Default: 1e-8.
     pub eps: f64,
-    /// Decoupled weight decay of groups that set none. Default 1e-2.
+    /// The decoupled weight decay of groups that set none. Default: 1e-2.
     pub weight_decay: f64,
-    /// Parameters with fewer elements keep a float32 state: norms and biases, where 8 bits save
-    /// nothing. Default 4096.
+    /// The number of elements below which a parameter has a float32 state: norms and biases, for which 8
+    /// bits save little. Default: 4096.
     pub min_8bit_size: usize,
-    /// Parameters whose name contains one of these keep a float32 state. Embeddings are the usual
-    /// ones (`embed`, `wte`): most of their rows have no gradient in a step, and transformers' Trainer
-    /// leaves them in 32 bits too. Default none.
+    /// The substrings of names of parameters with a float32 state. Embeddings are the usual ones
+    /// (`embed`, `wte`): most of their rows have no gradient in a step, and transformers' Trainer keeps
+    /// them in 32 bits too. Default: none.
     pub full_precision_names: Vec<String>,
-    /// Ascends instead of descends. Default false.
+    /// If `true`, the objective is maximized. Default: `false`.
     pub maximize: bool,
 }
 
@@ -53,16 +54,12 @@ impl Default for AdamW8bitConfig {
 }
 
 impl AdamW8bitConfig {
-    /// Checks every option against its range.
+    /// Checks that every option is in its range.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`](crate::Error::InvalidOption) naming the first option outside its
-    /// range.
+    /// [`Error::Common`](crate::Error::Common) with the first option out of its range.
     pub fn validate(&self) -> Result<()> {
-        check_finite_from_zero("learning_rate", self.learning_rate)?;
-        check_finite_from_zero("weight_decay", self.weight_decay)?;
-        check_finite_from_zero("eps", self.eps)?;
-        check_betas(self.betas)
+        check_adam_options(self.learning_rate, self.weight_decay, self.eps, self.betas)
     }
 
     fn wants_8bit(&self, name: &str, tensor: &Tensor) -> bool {
@@ -70,26 +67,26 @@ impl AdamW8bitConfig {
             && !self
                 .full_precision_names
                 .iter()
-                .any(|part| name.contains(part.as_str()))
+                .any(|excluded| name.contains(excluded.as_str()))
     }
 }
 
 optimizer! {
-    /// AdamW whose running averages take one byte an element instead of four, block-wise quantized
+    /// AdamW whose running averages take one byte per element instead of four, with block-wise quantization
     /// (Dettmers et al. 2022, [arXiv:2110.02861]); bitsandbytes' `AdamW8bit`.
     ///
-    /// Blocks of 256 elements share a scale, so the state takes 2.03 bytes an element where AdamW's
-    /// takes 8. The code book is bitsandbytes' dynamic map: signed for the average of gradients,
-    /// unsigned for that of squares. A step dequantizes a block, updates the parameter with the exact
-    /// averages of this step, and quantizes them again, in one pass on all cores; parameters in
-    /// float16 and bfloat16 are updated in float32 and rounded. A square that is not zero never
-    /// becomes zero, so that no update is divided by `eps` alone.
+    /// Blocks of 256 elements share a scale, so the state takes 2.03 bytes per element, and AdamW's takes
+    /// 8. The code book is bitsandbytes' dynamic map: signed for the average of gradients, unsigned for
+    /// that of squares. A step dequantizes a block, updates the parameter with the exact averages of this
+    /// step, and quantizes them again, in one pass on all cores; float16 and bfloat16 parameters are
+    /// updated in float32 and rounded. A positive square never becomes zero, so no update is divided by
+    /// `eps` alone.
     ///
-    /// On a CPU that is a loop of this crate; elsewhere the same arithmetic goes through libtorch's
-    /// operators, a few million elements at a time.
+    /// On a CPU a kernel of this crate does this; on other devices libtorch's operators do the same
+    /// arithmetic, a few million elements at a time.
     ///
-    /// In the [`StateDict`](crate::StateDict) `exp_avg` and `exp_avg_sq` hold codes where `absmax1` and
-    /// `absmax2`, the scales, are there, else numbers.
+    /// In the [`StateDict`](crate::StateDict) `exp_avg` and `exp_avg_sq` contain codes if the scales
+    /// `absmax1` and `absmax2` exist, and floats otherwise.
     ///
     /// ```
     /// use overdrive_optim::{AdamW8bit, AdamW8bitConfig, Optimizer, ParamGroup};
@@ -101,7 +98,7 @@ optimizer! {
     /// weight.square().sum(Kind::Float).backward();
     /// optimizer.step()?;
     /// assert!((weight.double_value(&[0, 0]) - (1.0 - 1e-5 - 1e-3)).abs() < 1e-6);
-    /// // Two codes an element, two scales a block of 256, one step count.
+    /// // Two codes per element, two scales per block of 256, and one step count.
     /// assert_eq!(optimizer.state_bytes(), 2 * 4096 + 2 * 16 * 4 + 4);
     /// # Ok::<(), overdrive_optim::Error>(())
     /// ```
@@ -116,39 +113,39 @@ pub(crate) struct Adam8 {
     config: AdamW8bitConfig,
 }
 
-/// What is kept for one parameter, wherever it is.
+/// The state of one parameter, in memory or elsewhere.
 #[derive(Debug)]
 pub(crate) struct AdamState {
-    /// Steps taken, a float32 scalar on the CPU as in [`AdamW`](crate::AdamW)'s states.
+    /// The number of steps, a float32 scalar on the CPU as in [`AdamW`](crate::AdamW)'s states.
     pub(crate) step: Tensor,
     pub(crate) exp_avg: Allocated,
     pub(crate) exp_avg_sq: Allocated,
-    /// The scales of both averages, where those are codes.
+    /// The scales of both averages, if these are codes.
     pub(crate) scales: Option<(Tensor, Tensor)>,
 }
 
 impl AdamState {
-    pub(crate) fn parts(&self) -> Parts<'_> {
-        let mut parts = vec![
+    pub(crate) fn tensors(&self) -> StateTensors<'_> {
+        let mut tensors = vec![
             ("step", &self.step),
             ("exp_avg", &self.exp_avg.tensor),
             ("exp_avg_sq", &self.exp_avg_sq.tensor),
         ];
         if let Some((absmax1, absmax2)) = &self.scales {
-            parts.extend([("absmax1", absmax1), ("absmax2", absmax2)]);
+            tensors.extend([("absmax1", absmax1), ("absmax2", absmax2)]);
         }
-        parts
+        tensors
     }
 
     pub(crate) fn paged_bytes(&self) -> u64 {
         [&self.exp_avg, &self.exp_avg_sq]
             .into_iter()
-            .filter(|part| matches!(part.storage, Storage::File | Storage::Host))
-            .map(|part| bytes(&part.tensor))
+            .filter(|average| matches!(average.storage, Storage::File | Storage::Host))
+            .map(|average| bytes(&average.tensor))
             .sum()
     }
 
-    /// States for parameters, in 8 bits where `wants_8bit` says so, paged where `paged` does.
+    /// Returns new states for parameters: in 8 bits if `wants_8bit` returns `true`, paged if `paged` does.
     pub(crate) fn allocate(
         pager: &mut Pager,
         parameters: &[(&str, &Tensor)],
@@ -173,16 +170,19 @@ impl AdamState {
                     device: tensor.device(),
                     paged: paged(tensor),
                 };
+                // One for each running average.
                 [request.clone(), request]
             })
             .collect();
         let mut allocated = pager.allocate(&requests)?.into_iter();
         let mut states = Vec::with_capacity(parameters.len());
         for ((_, tensor), kind) in parameters.iter().zip(kinds) {
+            // The pager returns as many tensors as there were requests.
             let (Some(exp_avg), Some(exp_avg_sq)) = (allocated.next(), allocated.next()) else {
                 break;
             };
             let blocks = tensor.numel().div_ceil(BLOCK) as i64;
+            // Scales are never paged: they are 1/64 of the codes.
             let scales = || Tensor::f_zeros(blocks, (Kind::Float, tensor.device()));
             states.push(Self {
                 step: Tensor::f_zeros([0i64; 0], (Kind::Float, Device::Cpu))?,
@@ -197,7 +197,7 @@ impl AdamState {
         Ok(states)
     }
 
-    /// Counts a step.
+    /// Increments the number of steps and returns it.
     pub(crate) fn count(&mut self) -> Result<f64> {
         let _ = self.step.f_add_scalar_(1.0)?;
         Ok(self.step.f_double_value(&[])?)
@@ -223,6 +223,7 @@ impl Rule for Adam8 {
     }
 
     fn new_states(&mut self, parameters: &[(&str, &Tensor)]) -> Result<Vec<AdamState>> {
+        // Nothing is paged: the pager allocates all states in memory.
         let mut pager = Pager::new(PagingConfig::default());
         AdamState::allocate(
             &mut pager,
@@ -232,8 +233,8 @@ impl Rule for Adam8 {
         )
     }
 
-    fn parts(state: &AdamState) -> Parts<'_> {
-        state.parts()
+    fn state_tensors(state: &AdamState) -> StateTensors<'_> {
+        state.tensors()
     }
 
     fn step(&mut self, jobs: Vec<Job<'_, AdamState>>) -> Result<()> {
@@ -258,7 +259,7 @@ impl Rule for Adam8 {
     }
 }
 
-/// Updates one parameter, `window` elements of its state at a time (a multiple of a block, or all).
+/// Updates one parameter, `window` elements of its state at a time (a multiple of the block size, or all).
 pub(crate) fn step_one(
     numbers: &AdamNumbers,
     parameter: &Tensor,
@@ -266,14 +267,14 @@ pub(crate) fn step_one(
     state: &AdamState,
     window: usize,
 ) -> Result<()> {
-    // Kernels walk memory; a parameter with other strides is updated in a dense copy.
+    // Kernels read memory in order; a parameter with other strides is updated in a dense copy.
     let dense = parameter.f_contiguous()?;
     let gradient = gradient.f_contiguous()?;
     let len = parameter.numel();
     let eight_bit = state.scales.is_some();
     let on_slices = parameter.device() == Device::Cpu && parameter.kind() != Kind::Double;
-    // Through operators, temporaries are as long as what is updated at once, except where libtorch's
-    // fused kernel takes parameter and state as they are.
+    // The path through operators has temporaries of the length of a chunk, unless libtorch's fused kernel
+    // updates parameter and state in place.
     let in_place = if eight_bit {
         on_slices
     } else {
@@ -287,9 +288,9 @@ pub(crate) fn step_one(
     let mut start = 0;
     while start < len {
         let range = start..start.saturating_add(chunk).min(len);
-        let parts = [&state.exp_avg, &state.exp_avg_sq];
-        for part in parts {
-            part.storage.fetch(&part.tensor, &range)?;
+        let averages = [&state.exp_avg, &state.exp_avg_sq];
+        for average in averages {
+            average.storage.fetch(&average.tensor, &range)?;
         }
         match &state.scales {
             Some((absmax1, absmax2)) if on_slices => {
@@ -309,11 +310,12 @@ pub(crate) fn step_one(
             }
             None => operators::adam32(numbers, &dense, &gradient, state, &range)?,
         }
-        for part in parts {
-            part.storage.release(&part.tensor, &range)?;
+        for average in averages {
+            average.storage.release(&average.tensor, &range)?;
         }
         start = range.end;
     }
+    // The kernel writes behind libtorch's back, which must still notice the in-place change.
     if parameter.is_contiguous() {
         bump_version(parameter)
     } else {

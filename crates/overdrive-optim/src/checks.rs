@@ -1,20 +1,21 @@
-//! What every optimizer asks of its parameters and gradients.
+//! Checks of parameters and gradients that all optimizers share.
 
 use std::collections::{BTreeSet, HashMap};
 
+use overdrive_core::{check_fraction, check_non_negative};
 use tch::{Device, Kind, Tensor};
 
 use crate::{Error, Result};
 
-/// Where and what a parameter was when its optimizer state was made.
+/// The dtype, device and shape of a tensor.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Place {
+pub(crate) struct TensorSpec {
     pub(crate) kind: Kind,
     pub(crate) device: Device,
     pub(crate) size: Vec<i64>,
 }
 
-impl Place {
+impl TensorSpec {
     pub(crate) fn of(tensor: &Tensor) -> Self {
         Self {
             kind: tensor.kind(),
@@ -23,17 +24,18 @@ impl Place {
         }
     }
 
-    fn in_words(&self) -> String {
+    fn describe(&self) -> String {
         format!("{:?} on {:?}", self.kind, self.device)
     }
 }
 
-/// The gradient of a parameter, `None` if it has none; an error if it cannot be applied. `state` is the
-/// place of the parameter when its state was made, `None` if it has none yet.
+/// Returns the gradient of a parameter, or `None` if it has none; an error if it cannot be applied.
+/// `state` is the specification of the parameter when its state was created, `None` if it has no state
+/// yet.
 pub(crate) fn gradient_of(
     name: &str,
     tensor: &Tensor,
-    state: Option<&Place>,
+    state: Option<&TensorSpec>,
 ) -> Result<Option<Tensor>> {
     let gradient = tensor.f_grad()?;
     if !gradient.defined() {
@@ -44,15 +46,16 @@ pub(crate) fn gradient_of(
         found,
         expected,
     };
+    // Kernels need the memory of a dense tensor.
     if gradient.is_sparse() {
         return Err(unfit(
             "sparse".into(),
-            "dense (make the embedding with sparse: false)".into(),
+            "dense (create the embedding with sparse: false)".into(),
         ));
     }
-    let (now, of_gradient) = (Place::of(tensor), Place::of(&gradient));
+    let (now, of_gradient) = (TensorSpec::of(tensor), TensorSpec::of(&gradient));
     if (of_gradient.kind, of_gradient.device) != (now.kind, now.device) {
-        return Err(unfit(of_gradient.in_words(), now.in_words()));
+        return Err(unfit(of_gradient.describe(), now.describe()));
     }
     if let Some(state) = state {
         let moved = |now: String, state: String| Error::MovedParameter {
@@ -61,9 +64,10 @@ pub(crate) fn gradient_of(
             state,
         };
         if (state.kind, state.device) != (now.kind, now.device) {
-            return Err(moved(now.in_words(), state.in_words()));
+            return Err(moved(now.describe(), state.describe()));
         }
-        // Kernels take the parameter's element count for all tensors.
+        // Kernels use the parameter's element count for all tensors, so a smaller state would be read out
+        // of bounds.
         if state.size != now.size {
             return Err(moved(
                 format!("{:?}", now.size),
@@ -80,17 +84,14 @@ pub(crate) fn gradient_of(
     Ok(Some(gradient))
 }
 
-/// A floating-point leaf.
+/// Checks that a parameter is a floating-point leaf of the graph.
 pub(crate) fn check_leaf(name: &str, tensor: &Tensor) -> Result<()> {
     let kind = tensor.f_kind()?;
     if !matches!(
         kind,
         Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16
     ) {
-        return Err(Error::UnsupportedKind {
-            name: name.to_owned(),
-            kind,
-        });
+        return Err(unsupported_kind(name, kind));
     }
     if !tensor.f_is_leaf()? {
         return Err(Error::NonLeafParameter {
@@ -100,7 +101,13 @@ pub(crate) fn check_leaf(name: &str, tensor: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// No name twice, no memory twice.
+/// Returns the error of a parameter that is not floating-point.
+pub(crate) fn unsupported_kind(name: &str, kind: Kind) -> Error {
+    let expected = "a floating-point parameter (Float, Double, Half or BFloat16); exclude this one";
+    overdrive_core::Error::dtype(name.to_owned(), kind, expected).into()
+}
+
+/// Checks that names are unique and that no two parameters share memory.
 pub(crate) fn check_distinct<'a>(
     parameters: impl Iterator<Item = (&'a str, &'a Tensor)>,
 ) -> Result<()> {
@@ -112,6 +119,7 @@ pub(crate) fn check_distinct<'a>(
                 name: name.to_string(),
             });
         }
+        // Empty tensors may all have a null pointer.
         if tensor.numel() == 0 {
             continue;
         }
@@ -125,7 +133,8 @@ pub(crate) fn check_distinct<'a>(
     Ok(())
 }
 
-/// Whether equal offsets mean equal indices. Strides of dimensions of size 1 mean nothing.
+/// Returns `true` if equal memory offsets mean equal indices. The strides of dimensions of size 1 are
+/// arbitrary.
 pub(crate) fn same_layout(a: &Tensor, b: &Tensor) -> bool {
     let size = a.size();
     size == b.size()
@@ -135,47 +144,33 @@ pub(crate) fn same_layout(a: &Tensor, b: &Tensor) -> bool {
             .all(|(&length, (&a, b))| length <= 1 || a == b)
 }
 
-/// Bytes of a tensor's elements.
+/// Returns the bytes of a tensor's elements.
 pub(crate) fn bytes(tensor: &Tensor) -> u64 {
     (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
 }
 
-/// An option outside its range, as an error.
-pub(crate) fn check_option(
-    option: &'static str,
-    value: impl std::fmt::Display,
-    holds: bool,
-    expected: &'static str,
+/// Checks the options that all variants of Adam have.
+pub(crate) fn check_adam_options(
+    learning_rate: f64,
+    weight_decay: f64,
+    eps: f64,
+    betas: (f64, f64),
 ) -> Result<()> {
-    if holds {
-        return Ok(());
-    }
-    Err(Error::InvalidOption {
-        option,
-        value: value.to_string(),
-        expected,
-    })
+    check_rates(learning_rate, weight_decay)?;
+    check_non_negative("eps", eps)?;
+    check_betas(betas)
 }
 
-/// A finite number from 0: learning rates, decays and their like.
-pub(crate) fn check_finite_from_zero(option: &'static str, value: f64) -> Result<()> {
-    check_option(
-        option,
-        value,
-        value >= 0.0 && value.is_finite(),
-        "a finite number from 0",
-    )
+/// Checks a learning rate and a weight decay.
+pub(crate) fn check_rates(learning_rate: f64, weight_decay: f64) -> Result<()> {
+    check_non_negative("learning_rate", learning_rate)?;
+    check_non_negative("weight_decay", weight_decay)?;
+    Ok(())
 }
 
-/// Two numbers from 0 to below 1.
+/// Checks that both betas are in `[0, 1)`.
 pub(crate) fn check_betas(betas: (f64, f64)) -> Result<()> {
-    for beta in [betas.0, betas.1] {
-        check_option(
-            "betas",
-            beta,
-            (0.0..1.0).contains(&beta),
-            "two numbers from 0 to below 1",
-        )?;
-    }
+    check_fraction("betas.0", betas.0)?;
+    check_fraction("betas.1", betas.1)?;
     Ok(())
 }

@@ -1,22 +1,23 @@
 //! Gradient clipping.
 
+use overdrive_core::check_option;
 use overdrive_sys::op::{Output, Value, call};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::{Error, Optimizer, Result};
 
-/// Keeps the quotient finite when all gradients are zero; torch's value.
+/// Keeps the quotient finite if all gradients are zero. The value of PyTorch.
 const NORM_EPSILON: f64 = 1e-6;
 
-/// Options of [`clip_grad_norm`].
+/// The options of [`clip_grad_norm`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ClipOptions {
-    /// Order of the norm: `f64::INFINITY` for the largest absolute value. Default 2.
+    /// The order of the norm, positive; `f64::INFINITY` for the maximum absolute value. Default: 2.
     pub norm_type: f64,
-    /// Whether an infinite or NaN norm is an error. Asking costs a device synchronisation.
-    /// Default false: the gradients are then scaled by whatever comes out, as in torch.
+    /// If `true`, an infinite or NaN norm is an error, which costs a synchronization with the device.
+    /// Default: `false`; the gradients are then scaled by the resulting factor, as in PyTorch.
     pub error_if_nonfinite: bool,
 }
 
@@ -29,17 +30,17 @@ impl Default for ClipOptions {
     }
 }
 
-/// Scales the gradients of `parameters` down so that their total norm is at most `max_norm`, and
-/// returns the norm they had ([`torch.nn.utils.clip_grad_norm_`]).
+/// Scales the gradients of `parameters` so that their total norm is at most `max_norm`, and returns the
+/// norm before clipping ([`torch.nn.utils.clip_grad_norm_`]).
 ///
-/// The norm is that of all gradients laid end to end, a scalar on the first gradient's device;
-/// reading it is the only synchronisation with a device, and the caller's choice.
-/// All gradients are multiplied by `min(1, max_norm / (norm + 1e-6))`. Parameters without a
-/// gradient are passed over; where there is none at all the norm is a float32 0 on the CPU.
+/// The norm is that of the concatenation of all gradients, a scalar on the device of the first one.
+/// Clipping does not synchronize with the device; reading the norm does. All gradients are multiplied by
+/// `min(1, max_norm / (norm + 1e-6))`. Parameters without a gradient are skipped; if there is no
+/// gradient, the norm is a float32 0 on the CPU.
 ///
 /// # Errors
-/// [`Error::NonFiniteNorm`] if that was asked for, gradients then being unchanged;
-/// [`Error::InvalidOption`] if `max_norm` is negative or NaN or `norm_type` not above 0.
+/// [`Error::NonFiniteNorm`] with `error_if_nonfinite`, in which case the gradients are unchanged;
+/// [`Error::Common`] if `max_norm` is negative or NaN, or `norm_type` is not positive.
 ///
 /// ```
 /// use overdrive_optim::{ClipOptions, clip_grad_norm};
@@ -53,7 +54,8 @@ impl Default for ClipOptions {
 /// # Ok::<(), overdrive_optim::Error>(())
 /// ```
 ///
-/// [`torch.nn.utils.clip_grad_norm_`]: https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html
+/// [`torch.nn.utils.clip_grad_norm_`]:
+/// https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html
 pub fn clip_grad_norm(
     parameters: &[Tensor],
     max_norm: f64,
@@ -67,11 +69,10 @@ pub fn clip_grad_norm(
     Ok(norm)
 }
 
-/// The total norm of the gradients of `parameters`, as [`clip_grad_norm`] returns it, without
-/// changing them.
+/// Returns the total norm of the gradients of `parameters` without clipping them.
 ///
 /// # Errors
-/// As for [`clip_grad_norm`].
+/// As [`clip_grad_norm`].
 pub fn grad_norm(parameters: &[Tensor], options: ClipOptions) -> Result<Tensor> {
     let _no_grad = tch::no_grad_guard();
     norm_of(&gradient_buckets(parameters)?, options)
@@ -81,13 +82,15 @@ pub fn grad_norm(parameters: &[Tensor], options: ClipOptions) -> Result<Tensor> 
 /// ([`torch.nn.utils.clip_grad_value_`]).
 ///
 /// # Errors
-/// [`Error::InvalidOption`] if `clip_value` is negative or NaN.
+/// [`Error::Common`] if `clip_value` is negative or NaN.
 ///
-/// [`torch.nn.utils.clip_grad_value_`]: https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_value_.html
+/// [`torch.nn.utils.clip_grad_value_`]:
+/// https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_value_.html
 pub fn clip_grad_value(parameters: &[Tensor], clip_value: f64) -> Result<()> {
     check_bound("clip_value", clip_value)?;
     let _no_grad = tch::no_grad_guard();
     for bucket in gradient_buckets(parameters)? {
+        // Two calls: there is no foreach operator that clamps on both sides.
         let gradients = Value::Tensors(&bucket.gradients);
         call(
             "aten::_foreach_clamp_min_",
@@ -103,14 +106,14 @@ pub fn clip_grad_value(parameters: &[Tensor], clip_value: f64) -> Result<()> {
     Ok(())
 }
 
-/// Clips every parameter group of an optimizer by its own total norm: at most `max_norms[i]` for group
-/// i, `None` to leave it as it is. Returns the norm that each group had.
+/// Clips every parameter group of an optimizer by its own total norm, to at most `max_norms[i]` for group
+/// i; `None` leaves a group unchanged. Returns the norm of each group before clipping.
 ///
-/// Groups whose gradients differ in size (a new head on a trained body, embeddings) then do not scale
-/// each other down. Nothing is changed if a bound is out of range.
+/// Groups whose gradients differ in magnitude (a new head on a trained body, embeddings) then do not
+/// scale each other down. No gradient is changed if a limit is out of its range.
 ///
 /// # Errors
-/// [`Error::BoundCount`] for another number of bounds than of groups; else as for [`clip_grad_norm`].
+/// [`Error::BoundCount`] if the numbers of limits and groups differ; otherwise as [`clip_grad_norm`].
 ///
 /// ```
 /// use overdrive_optim::{AdamW, AdamWConfig, ClipOptions, ParamGroup, clip_grad_norm_by_group};
@@ -141,6 +144,7 @@ pub fn clip_grad_norm_by_group<O: Optimizer + ?Sized>(
             groups: groups.len(),
         });
     }
+    // All limits are checked before a gradient is changed.
     for bound in max_norms.iter().flatten() {
         check_bound("max_norm", *bound)?;
     }
@@ -153,17 +157,17 @@ pub fn clip_grad_norm_by_group<O: Optimizer + ?Sized>(
         .collect()
 }
 
-/// Multiplies the gradients of `parameters` by `factor`, a scalar tensor on any device: one call
-/// for each device and kind, and no synchronisation.
+/// Multiplies the gradients of `parameters` by `factor`, a scalar tensor on any device, with one call for
+/// each device and dtype and without synchronization.
 ///
 /// # Errors
-/// When libtorch refuses.
+/// libtorch's errors.
 pub fn scale_grads(parameters: &[Tensor], factor: &Tensor) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
     multiply(&gradient_buckets(parameters)?, factor)
 }
 
-/// Gradients that one foreach call takes together.
+/// Gradients of one device and dtype, which one foreach call can process.
 struct GradientBucket {
     device: Device,
     kind: Kind,
@@ -193,19 +197,15 @@ fn gradient_buckets(parameters: &[Tensor]) -> Result<Vec<GradientBucket>> {
     Ok(buckets)
 }
 
-/// The norm of the norms: that of all gradients laid end to end.
+/// Returns the norm of the norms, which is the norm of the concatenation of all gradients.
 fn norm_of(buckets: &[GradientBucket], options: ClipOptions) -> Result<Tensor> {
     let ClipOptions {
         norm_type,
         error_if_nonfinite,
     } = options;
-    if norm_type.is_nan() || norm_type <= 0.0 {
-        return Err(Error::InvalidOption {
-            option: "norm_type",
-            value: norm_type.to_string(),
-            expected: "a number above 0 or infinity",
-        });
-    }
+    let expected = "positive; infinity is allowed";
+    check_option(norm_type > 0.0, "norm_type", norm_type, expected)?;
+    // As in PyTorch, a model without gradients has the norm 0.
     let Some(first) = buckets.first() else {
         return Ok(Tensor::f_zeros([0i64; 0], (Kind::Float, Device::Cpu))?);
     };
@@ -219,9 +219,10 @@ fn norm_of(buckets: &[GradientBucket], options: ClipOptions) -> Result<Tensor> {
             }
         }
     }
-    // Stacking promotes mixed kinds to the wider one.
+    // Stacking promotes mixed dtypes to the wider one.
     let norms = Tensor::f_stack(&norms, 0)?;
     let norm = one_norm(&norms, norm_type)?;
+    // Reading the value synchronizes with the device.
     if error_if_nonfinite {
         let value = norm.f_double_value(&[])?;
         if !value.is_finite() {
@@ -248,7 +249,7 @@ fn scale_down(buckets: &[GradientBucket], max_norm: f64, norm: &Tensor) -> Resul
         .f_reciprocal()?
         .f_mul_scalar(max_norm)?;
     let coefficient = coefficient.f_clamp_max(1.0)?;
-    // On a CPU the coefficient can be read for nothing, and a factor of 1 changes no bit.
+    // On a CPU reading the coefficient costs nothing, and a factor of 1 changes no bit.
     if norm.device() == Device::Cpu && coefficient.f_double_value(&[])? == 1.0 {
         return Ok(());
     }
@@ -257,7 +258,7 @@ fn scale_down(buckets: &[GradientBucket], max_norm: f64, norm: &Tensor) -> Resul
 
 fn multiply(buckets: &[GradientBucket], factor: &Tensor) -> Result<()> {
     for bucket in buckets {
-        // A factor on the CPU goes along with the call; the device need not wait for a copy.
+        // A CPU scalar is passed as an argument of the kernel, without a copy to the device.
         let factor = match factor.device() {
             Device::Cpu => factor.shallow_clone(),
             _ => factor.f_to_device(bucket.device)?,
@@ -269,12 +270,7 @@ fn multiply(buckets: &[GradientBucket], factor: &Tensor) -> Result<()> {
 }
 
 fn check_bound(option: &'static str, value: f64) -> Result<()> {
-    if value >= 0.0 {
-        return Ok(());
-    }
-    Err(Error::InvalidOption {
-        option,
-        value: value.to_string(),
-        expected: "a number from 0",
-    })
+    // Infinity is allowed: it measures the norm without clipping.
+    let expected = "0 or positive; infinity is allowed";
+    Ok(check_option(value >= 0.0, option, value, expected)?)
 }

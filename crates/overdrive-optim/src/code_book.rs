@@ -1,45 +1,44 @@
-//! The dynamic 8-bit data type of bitsandbytes, and the nearest code of a number.
+//! The dynamic 8-bit data type of bitsandbytes, and the search for the nearest code.
 
 use std::sync::OnceLock;
 
-/// Elements that share one scale.
+/// The number of elements that share one scale.
 pub(crate) const BLOCK: usize = 256;
-/// Codes a book has.
+/// The number of codes of a book.
 pub(crate) const CODES: usize = 256;
-/// Where the cells of a decade end.
+/// The upper ends of the decades.
 const DECADES: [f32; 7] = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0];
 
-/// 256 numbers in rising order and what is needed to find the nearest.
+/// 256 values in ascending order, and tables for finding the nearest one.
 ///
-/// The numbers are those of bitsandbytes' `create_dynamic_map` (Dettmers et al. 2022,
-/// [arXiv:2110.02861]; the idea is Dettmers 2016, [arXiv:1511.04561]): seven decades from 1e-6 to 1,
-/// each cut linearly into twice as many cells as the one below it, the cells' middles, 0 and 1.
+/// The values are those of bitsandbytes' `create_dynamic_map` (Dettmers et al. 2022, [arXiv:2110.02861];
+/// the idea is Dettmers 2016, [arXiv:1511.04561]): seven decades from 1e-6 to 1, each divided linearly
+/// into twice as many cells as the previous one. The values are the centers of the cells, 0 and 1.
 ///
 /// [arXiv:2110.02861]: https://arxiv.org/abs/2110.02861
 /// [arXiv:1511.04561]: https://arxiv.org/abs/1511.04561
 #[derive(Debug)]
 pub(crate) struct CodeBook {
     pub(crate) codes: [f32; CODES],
-    /// The number between a code and the next one from which on the next is nearer; infinity after
-    /// the last.
+    /// For each code the midpoint to the next one, above which the next one is nearer; infinity for the last.
     pub(crate) bounds: [f32; CODES],
-    /// For the upper half of a float's bits, how many bounds lie below all floats that have it. No two
-    /// bounds share an upper half, so one comparison finds the rest. Three bytes more than there are
-    /// halves, for vector units that read four at a time.
+    /// For each value of the upper 16 bits of a float, the number of bounds below all floats with these
+    /// bits. No two bounds share their upper bits, so one more comparison finds the code. Padded by three
+    /// bytes for vector units, which read four at a time.
     pub(crate) start: Vec<u8>,
 }
 
 impl CodeBook {
-    /// Both signs: for running averages of gradients.
+    /// Returns the book with both signs, for running averages of gradients.
     pub(crate) fn signed() -> &'static CodeBook {
         static BOOK: OnceLock<CodeBook> = OnceLock::new();
         BOOK.get_or_init(|| CodeBook::new(dynamic_map(true), false))
     }
 
-    /// From 0 up: for running averages of squares.
+    /// Returns the book of non-negative values, for running averages of squares.
     ///
-    /// What is above 0 never becomes 0: it would leave nothing but `eps` to divide by. (bitsandbytes'
-    /// CUDA kernel rounds to 0, its CPU kernel has 1.6e-5 for the least.)
+    /// A positive value never becomes 0, because the update would then be divided by `eps` alone.
+    /// (bitsandbytes' CUDA kernel rounds to 0; the smallest value of its CPU kernel is 1.6e-5.)
     pub(crate) fn unsigned() -> &'static CodeBook {
         static BOOK: OnceLock<CodeBook> = OnceLock::new();
         BOOK.get_or_init(|| CodeBook::new(dynamic_map(false), true))
@@ -50,12 +49,14 @@ impl CodeBook {
         for (bound, pair) in bounds.iter_mut().zip(codes.windows(2)) {
             *bound = (pair[0] + pair[1]) / 2.0;
         }
+        // Every value above the bound gets the code after 0.
         if keep_above_zero {
             bounds[0] = 0.0;
         }
         let mut start = Vec::with_capacity((1 << 16) + 3);
         for half in 0..1u32 << 16 {
             let ends = [half << 16, half << 16 | 0xFFFF].map(f32::from_bits);
+            // The bits of negative floats descend.
             let least = ends[0].min(ends[1]);
             let below = bounds.iter().filter(|&&bound| bound < least).count();
             start.push(u8::try_from(below.min(CODES - 1)).unwrap_or(u8::MAX));
@@ -68,7 +69,7 @@ impl CodeBook {
         }
     }
 
-    /// The nearest code of a number in [-1, 1].
+    /// Returns the nearest code of a value in [-1, 1].
     #[inline(always)]
     pub(crate) fn nearest(&self, value: f32) -> u8 {
         let start = self.start[(value.to_bits() >> 16) as usize];
@@ -76,11 +77,12 @@ impl CodeBook {
     }
 }
 
-/// bitsandbytes' `create_dynamic_map`, in float32 as torch computes it there.
+/// Returns bitsandbytes' `create_dynamic_map`, computed in float32 as PyTorch does there.
 fn dynamic_map(signed: bool) -> [f32; CODES] {
     let mut numbers = vec![0f32, 1.0];
     for (decade, scale) in DECADES.into_iter().enumerate() {
         let cells = 1usize << if signed { decade } else { decade + 1 };
+        // The signed map has half as many cells per decade, because each cell has two values.
         let borders = linspace(0.1, 1.0, cells + 1);
         for pair in borders.windows(2) {
             let middle = (pair[0] + pair[1]) / 2.0;
@@ -99,7 +101,7 @@ fn dynamic_map(signed: bool) -> [f32; CODES] {
     codes
 }
 
-/// `torch.linspace` in float32: counted from both ends to the middle.
+/// Returns `torch.linspace` in float32, which counts from both ends to the middle.
 fn linspace(from: f32, to: f32, count: usize) -> Vec<f32> {
     let step = (to - from) / (count - 1) as f32;
     let at = |index: usize| {

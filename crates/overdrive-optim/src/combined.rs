@@ -1,17 +1,17 @@
-//! Several optimizers behind one step.
+//! Several optimizers that step together.
 
 use std::collections::BTreeMap;
 
 use tch::Tensor;
 
-use crate::stored::mismatch;
+use crate::state_metadata::mismatch;
 use crate::{Error, GradScaling, Optimizer, OptimizerId, Result, StateDict};
 
-/// Several optimizers that step together, each over its own parameters: [`Muon`](crate::Muon) for the
-/// matrices of the hidden layers beside [`AdamW`](crate::AdamW) for everything else.
+/// Several optimizers that step together, each with its own parameters, such as [`Muon`](crate::Muon) for
+/// the matrices of the hidden layers and [`AdamW`](crate::AdamW) for all other parameters.
 ///
 /// Groups, learning rates and parameters are those of the first optimizer, then those of the second, and
-/// so on. The state stores each optimizer under its name.
+/// so on. The state contains each optimizer under its name.
 ///
 /// ```
 /// use overdrive_optim::{
@@ -37,35 +37,37 @@ use crate::{Error, GradScaling, Optimizer, OptimizerId, Result, StateDict};
 /// ```
 pub struct CombinedOptimizer {
     id: OptimizerId,
-    parts: Vec<(String, Box<dyn Optimizer>)>,
+    optimizers: Vec<(String, Box<dyn Optimizer>)>,
 }
 
 impl CombinedOptimizer {
     /// Combines optimizers under names of letters, digits and underscores.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`] for a name that is empty, comes twice or has other characters.
-    pub fn new(parts: impl IntoIterator<Item = (String, Box<dyn Optimizer>)>) -> Result<Self> {
-        let parts: Vec<_> = parts.into_iter().collect();
-        for (index, (name, _)) in parts.iter().enumerate() {
+    /// [`Error::Common`] for a name that is empty, is not unique or has other characters.
+    pub fn new(optimizers: impl IntoIterator<Item = (String, Box<dyn Optimizer>)>) -> Result<Self> {
+        let optimizers: Vec<_> = optimizers.into_iter().collect();
+        for (index, (name, _)) in optimizers.iter().enumerate() {
             let plain = |c: char| c.is_ascii_alphanumeric() || c == '_';
-            let twice = parts[..index].iter().any(|(other, _)| other == name);
+            let twice = optimizers[..index].iter().any(|(other, _)| other == name);
             if name.is_empty() || !name.chars().all(plain) || twice {
-                return Err(Error::InvalidOption {
-                    option: "name",
-                    value: format!("`{name}`"),
-                    expected: "letters, digits and underscores, another name for each optimizer",
-                });
+                // The state separates the name from a tensor's by a slash.
+                let expected = "letters, digits and underscores, and unique";
+                return Err(
+                    overdrive_core::Error::option("name", format!("`{name}`"), expected).into(),
+                );
             }
         }
         Ok(Self {
             id: OptimizerId::unique(),
-            parts,
+            optimizers,
         })
     }
 
     fn each(&self) -> impl Iterator<Item = &dyn Optimizer> {
-        self.parts.iter().map(|(_, optimizer)| optimizer.as_ref())
+        self.optimizers
+            .iter()
+            .map(|(_, optimizer)| optimizer.as_ref())
     }
 }
 
@@ -85,7 +87,7 @@ impl Optimizer for CombinedOptimizer {
     }
 
     fn step(&mut self) -> Result<()> {
-        self.parts
+        self.optimizers
             .iter_mut()
             .try_for_each(|(_, optimizer)| optimizer.step())
     }
@@ -94,19 +96,19 @@ impl Optimizer for CombinedOptimizer {
         self.each().all(Optimizer::supports_step_scaled)
     }
 
-    /// All of them or none: an optimizer that cannot must not leave the others stepped.
+    /// Steps all optimizers or none: if one does not support it, the others must not be stepped either.
     fn step_scaled(&mut self, scaling: &GradScaling<'_>) -> Result<bool> {
         if !self.supports_step_scaled() {
             return Ok(false);
         }
-        for (_, optimizer) in &mut self.parts {
+        for (_, optimizer) in &mut self.optimizers {
             optimizer.step_scaled(scaling)?;
         }
         Ok(true)
     }
 
     fn zero_grad(&mut self) -> Result<()> {
-        self.parts
+        self.optimizers
             .iter_mut()
             .try_for_each(|(_, optimizer)| optimizer.zero_grad())
     }
@@ -121,8 +123,9 @@ impl Optimizer for CombinedOptimizer {
             let given = learning_rates.len();
             return Err(Error::LearningRateCount { given, groups });
         }
+        // The number was checked above, so `split_at` cannot panic.
         let mut rest = learning_rates;
-        for (_, optimizer) in &mut self.parts {
+        for (_, optimizer) in &mut self.optimizers {
             let (own, others) = rest.split_at(optimizer.learning_rates().len());
             optimizer.set_learning_rates(own)?;
             rest = others;
@@ -133,7 +136,7 @@ impl Optimizer for CombinedOptimizer {
     fn state_dict(&self) -> Result<StateDict> {
         let mut tensors = BTreeMap::new();
         let mut metadata = serde_json::Map::new();
-        for (name, optimizer) in &self.parts {
+        for (name, optimizer) in &self.optimizers {
             let state = optimizer.state_dict()?;
             let named = state.tensors.into_iter();
             tensors.extend(named.map(|(key, tensor)| (format!("{name}/{key}"), tensor)));
@@ -147,14 +150,17 @@ impl Optimizer for CombinedOptimizer {
 
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         let stored = state.metadata.as_object();
-        let stored: Vec<&String> = stored.into_iter().flat_map(|parts| parts.keys()).collect();
-        let own: Vec<&String> = self.parts.iter().map(|(name, _)| name).collect();
+        let stored: Vec<&String> = stored
+            .into_iter()
+            .flat_map(|stored| stored.keys())
+            .collect();
+        let own: Vec<&String> = self.optimizers.iter().map(|(name, _)| name).collect();
         if own.len() != stored.len() || own.iter().any(|name| !stored.contains(name)) {
             return Err(mismatch(format!(
-                "it has the optimizers {stored:?}, expected {own:?}"
+                "it is for the optimizers {stored:?}, and these are {own:?}"
             )));
         }
-        for (name, optimizer) in &mut self.parts {
+        for (name, optimizer) in &mut self.optimizers {
             let prefix = format!("{name}/");
             let own = state.tensors.iter().filter_map(|(key, tensor)| {
                 let key = key.strip_prefix(&prefix)?.to_owned();
@@ -171,7 +177,7 @@ impl Optimizer for CombinedOptimizer {
 
 impl std::fmt::Debug for CombinedOptimizer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let names: Vec<_> = self.parts.iter().map(|(name, _)| name).collect();
+        let names: Vec<_> = self.optimizers.iter().map(|(name, _)| name).collect();
         f.debug_struct("CombinedOptimizer")
             .field("optimizers", &names)
             .finish_non_exhaustive()

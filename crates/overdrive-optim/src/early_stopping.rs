@@ -1,20 +1,21 @@
-//! The best evaluation so far, and stopping when there is no better one any more.
+//! Early stopping: tracks the best evaluation, and stops a run that no longer improves.
 
+use overdrive_core::{check_at_least, check_option};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+use crate::Result;
 
-/// Options of [`EarlyStopping`], under the names that transformers gives them.
+/// The options of [`EarlyStopping`], with the names of transformers.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct EarlyStoppingConfig {
-    /// Evaluations in a row without improvement after which to stop; `None` never stops and only keeps
-    /// track of the best. Default 1.
+    /// The number of consecutive evaluations without improvement after which the run stops; `None` never
+    /// stops and only tracks the best evaluation. Default: 1.
     pub early_stopping_patience: Option<u32>,
-    /// How much the metric must exceed the best one to count as an improvement, in units of the
-    /// metric. Default 0.
+    /// The minimum difference from the best metric that counts as an improvement, in units of the metric;
+    /// 0 or positive. Default: 0.
     pub early_stopping_threshold: f64,
-    /// Whether a larger metric is a better one. Default false, for a loss.
+    /// If `true`, a larger metric is better. Default: `false`, for a loss.
     pub greater_is_better: bool,
 }
 
@@ -28,11 +29,10 @@ impl Default for EarlyStoppingConfig {
     }
 }
 
-/// Keeps track of the best evaluation, and counts those without improvement, as transformers'
-/// `EarlyStoppingCallback` does.
+/// Tracks the best evaluation and counts those without improvement (transformers' `EarlyStoppingCallback`).
 ///
-/// The best metric moves with every improvement, however small, while the patience is renewed only
-/// by one above the threshold; NaN never is an improvement.
+/// Every improvement updates the best metric, but only one above the threshold resets the patience
+/// counter. NaN is never an improvement.
 ///
 /// ```
 /// use overdrive_optim::{EarlyStopping, EarlyStoppingConfig};
@@ -51,83 +51,83 @@ pub struct EarlyStopping {
     state: EarlyStoppingState,
 }
 
-/// The state of an [`EarlyStopping`] that a resumed run needs. The options are not part of it: a resumed run
-/// stops by the patience that it is given, not by that of the run before.
+/// The state of an [`EarlyStopping`] that a resumed run needs. It does not contain the options: a resumed
+/// run uses its own patience, not that of the previous run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EarlyStoppingState {
-    /// Evaluations so far.
+    /// The number of evaluations.
     pub evaluations: u64,
     /// The best metric.
     pub best_metric: Option<f64>,
     /// The step of the best metric.
     pub best_step: Option<u64>,
-    /// Evaluations in a row that did not renew the patience.
+    /// The number of consecutive evaluations that did not reset the counter.
     pub patience_counter: u32,
 }
 
-/// The consequences of an evaluation for the run.
+/// The result of an evaluation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Verdict {
-    /// The metric is the best so far: keep these weights.
+pub struct EvaluationOutcome {
+    /// If `true`, the metric is the best so far, and the weights should be kept.
     pub improved: bool,
-    /// Patience is used up. Can come with an improvement, one too small to count.
+    /// If `true`, the patience is exhausted. This can happen together with an improvement below the
+    /// threshold.
     pub stop: bool,
 }
 
 impl EarlyStopping {
-    /// Makes one that has observed nothing yet.
+    /// Returns a tracker without evaluations.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`] for a patience of 0 or a threshold that is negative or NaN.
+    /// [`crate::Error::Common`] for a patience of 0 or a threshold that is negative or NaN.
     pub fn new(config: EarlyStoppingConfig) -> Result<Self> {
-        if config.early_stopping_patience == Some(0) {
-            return Err(Error::InvalidOption {
-                option: "early_stopping_patience",
-                value: "0".into(),
-                expected: "at least 1 evaluation; leave early stopping out to train to the end",
-            });
+        if let Some(patience) = config.early_stopping_patience {
+            check_at_least("early_stopping_patience", patience, 1)?;
         }
-        if config.early_stopping_threshold.is_nan() || config.early_stopping_threshold < 0.0 {
-            return Err(Error::InvalidOption {
-                option: "early_stopping_threshold",
-                value: config.early_stopping_threshold.to_string(),
-                expected: "a number from 0, in units of the metric",
-            });
-        }
+        // Infinity is allowed: then only the first evaluation resets the counter.
+        let threshold = config.early_stopping_threshold;
+        let expected = "0 or positive, in units of the metric";
+        check_option(
+            threshold >= 0.0,
+            "early_stopping_threshold",
+            threshold,
+            expected,
+        )?;
         Ok(Self {
             config,
             state: EarlyStoppingState::default(),
         })
     }
 
-    /// Takes in the metric of an evaluation after `step`.
-    pub fn observe(&mut self, step: u64, metric: f64) -> Verdict {
+    /// Records the metric of an evaluation after `step`.
+    pub fn observe(&mut self, step: u64, metric: f64) -> EvaluationOutcome {
         let threshold = self.config.early_stopping_threshold;
         let improved = self.is_better(metric);
         let state = &mut self.state;
         let enough = state
             .best_metric
             .is_none_or(|best| (metric - best).abs() > threshold);
-        // The first evaluation counts as an improvement whatever it says.
-        let renews = state.evaluations == 0 || (improved && enough);
-        state.patience_counter = if renews {
+        // As in transformers, the first evaluation counts as an improvement whatever its metric.
+        let resets = state.evaluations == 0 || (improved && enough);
+        state.patience_counter = if resets {
             0
         } else {
             state.patience_counter + 1
         };
         state.evaluations += 1;
+        // After the comparison above, which needs the previous best metric.
         if improved {
             state.best_metric = Some(metric);
             state.best_step = Some(step);
         }
-        Verdict {
+        EvaluationOutcome {
             improved,
             stop: self.should_stop(),
         }
     }
 
-    /// Returns whether patience is used up.
+    /// Returns `true` if the patience is exhausted.
     #[must_use]
     pub fn should_stop(&self) -> bool {
         let patience = self.config.early_stopping_patience;
@@ -146,7 +146,7 @@ impl EarlyStopping {
         self.state.best_step
     }
 
-    /// Returns the number of evaluations in a row that did not renew the patience.
+    /// Returns the number of consecutive evaluations that did not reset the counter.
     #[must_use]
     pub fn patience_counter(&self) -> u32 {
         self.state.patience_counter
@@ -158,12 +158,13 @@ impl EarlyStopping {
         self.state
     }
 
-    /// Takes over the counters and the best metric of a run that is resumed; the options stay.
+    /// Loads the counters and the best metric of the run that is resumed; the options stay.
     pub fn load_state_dict(&mut self, state: EarlyStoppingState) {
         self.state = state;
     }
 
-    /// Infinite and NaN metrics are never better: a run that diverged has not improved.
+    /// Returns `true` if the metric is better than the best. Infinite and NaN metrics never are: a run
+    /// that diverged has not improved.
     fn is_better(&self, metric: f64) -> bool {
         metric.is_finite()
             && self.state.best_metric.is_none_or(|best| {

@@ -3,51 +3,52 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+use overdrive_core::{check_option, check_positive};
 use overdrive_sys::op::{Value, call};
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use crate::checks::{Place, check_distinct, check_finite_from_zero, check_option};
-use crate::stored::{complain, mismatch};
+use crate::checks::{TensorSpec, check_distinct, unsupported_kind};
+use crate::state_metadata::{check_empty, mismatch};
 use crate::{Error, Result, StateDict};
 
 const FORMAT_VERSION: u32 = 1;
 
-/// How the decay of an [`Ema`] rises to its final value, by the count t of updates since
+/// The warm-up of the decay of an [`Ema`], as a function of the number t of updates since
 /// [`EmaConfig::update_after_step`].
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum EmaWarmup {
-    /// It does not: the decay is the same from the first update, which copies
+    /// No warm-up: the decay is constant after the first update, which copies the weights
     /// (`torch.optim.swa_utils.get_ema_multi_avg_fn`).
     #[default]
     None,
-    /// `(1 + t) / (10 + t)`: diffusers' without `use_ema_warmup`, TensorFlow's.
+    /// `(1 + t) / (10 + t)`, as diffusers without `use_ema_warmup`, and TensorFlow.
     Ramp,
-    /// `1 - (1 + t / inv_gamma)^-power`: diffusers' with `use_ema_warmup`. An inverse gamma of 1 and a
-    /// power of 2/3 suit a million steps, 3/4 a hundred thousand.
+    /// `1 - (1 + t / inv_gamma)^-power`, as diffusers with `use_ema_warmup`. With an inverse gamma of 1,
+    /// a power of 2/3 suits a million steps, and 3/4 a hundred thousand.
     Power {
-        /// Larger is slower; above 0.
+        /// The time scale; positive. A larger value warms up more slowly.
         inv_gamma: f64,
-        /// Larger is faster; above 0.
+        /// The exponent; positive. A larger value warms up faster.
         power: f64,
     },
 }
 
-/// Options of [`Ema`].
+/// The options of [`Ema`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct EmaConfig {
-    /// Share of the average that an update keeps, in [0, 1]. Default 0.999.
+    /// The fraction of the average that an update keeps, in [0, 1]. Default: 0.999.
     pub decay: f64,
-    /// The least decay while it warms up, in [0, 1]. Default 0.
+    /// The minimum of the decay during the warm-up, in [0, 1]. Default: 0.
     pub min_decay: f64,
-    /// How the decay gets there. Default [`EmaWarmup::None`].
+    /// The warm-up of the decay. Default: [`EmaWarmup::None`].
     pub warmup: EmaWarmup,
-    /// Updates that copy the weights before averaging begins. Default 0.
+    /// The number of updates that copy the weights before averaging begins. Default: 0.
     pub update_after_step: u64,
-    /// Keeps the averages of float16 and bfloat16 weights in float32: with a decay of 0.999 a change of
-    /// a thousandth is lost in their own kind. Default true.
+    /// If `true` (the default), the averages of float16 and bfloat16 weights are float32: with a decay of
+    /// 0.999 the change of an update, a thousandth, is lost in their own dtype.
     pub float32: bool,
 }
 
@@ -67,27 +68,27 @@ impl EmaConfig {
     /// Checks every option against its range.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`] naming the first option outside its range.
+    /// [`Error::Common`] with the first option out of its range.
     pub fn validate(&self) -> Result<()> {
         for (option, decay) in [("decay", self.decay), ("min_decay", self.min_decay)] {
-            let holds = (0.0..=1.0).contains(&decay);
-            check_option(option, decay, holds, "a number from 0 to 1")?;
+            let valid = (0.0..=1.0).contains(&decay);
+            check_option(valid, option, decay, "at least 0 and at most 1")?;
         }
         if let EmaWarmup::Power { inv_gamma, power } = self.warmup {
-            for (option, value) in [("inv_gamma", inv_gamma), ("power", power)] {
-                check_finite_from_zero(option, value)?;
-                check_option(option, value, value > 0.0, "a number above 0")?;
-            }
+            check_positive("inv_gamma", inv_gamma)?;
+            check_positive("power", power)?;
         }
         Ok(())
     }
 
-    /// Share of the average that the update after `updates` others keeps; 0 copies.
+    /// Returns the fraction of the average that the update after `updates` others keeps; 0 copies the
+    /// weights.
     #[must_use]
     pub fn decay_at(&self, updates: u64) -> f64 {
         let Some(t) = updates.checked_sub(self.update_after_step) else {
             return 0.0;
         };
+        // The first update copies: an average that starts elsewhere would be biased towards its start.
         if t == 0 {
             return 0.0;
         }
@@ -97,17 +98,18 @@ impl EmaConfig {
             EmaWarmup::Ramp => (1.0 + t) / (10.0 + t),
             EmaWarmup::Power { inv_gamma, power } => 1.0 - (1.0 + t / inv_gamma).powf(-power),
         };
+        // As in diffusers: the minimum takes precedence over the final decay.
         decay.min(self.decay).max(self.min_decay)
     }
 }
 
-/// An exponential moving average of a model's weights, which often evaluates better than the weights
+/// An exponential moving average of a model's weights, which often has a lower loss than the weights
 /// ([Polyak & Juditsky 1992]; `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn`,
 /// diffusers' `EMAModel`).
 ///
-/// Call [`update`](Self::update) after each optimizer step, [`apply`](Self::apply) around an
-/// evaluation. The first update copies the weights. The averages are as large as the weights and lie
-/// on the same device; an update is one pass over both.
+/// Call [`update`](Self::update) after each optimizer step, and [`apply`](Self::apply) around an
+/// evaluation. The first update copies the weights. The averages are as large as the weights and on the
+/// same device; an update is one pass over both.
 ///
 /// ```
 /// use overdrive_optim::{Ema, EmaConfig};
@@ -146,12 +148,12 @@ struct Metadata {
 }
 
 impl Ema {
-    /// Averages of `named_parameters`, which start as copies. Give what a checkpoint of the model
-    /// would hold: floating-point buffers too. Handles share memory with the model's.
+    /// Returns averages of `named_parameters`, initialized with copies. Pass all tensors of a checkpoint
+    /// of the model, including floating-point buffers. The handles share memory with the model.
     ///
     /// # Errors
-    /// When an option is outside its range, a name comes twice, two names share memory (list tied
-    /// weights once), or a tensor holds no floating-point numbers.
+    /// An error if an option is out of its range, a name is not unique, two tensors share memory (list
+    /// tied weights once), or a tensor is not floating-point.
     pub fn new(named_parameters: Vec<(String, Tensor)>, config: EmaConfig) -> Result<Self> {
         config.validate()?;
         check_distinct(named_parameters.iter().map(|(n, t)| (n.as_str(), t)))?;
@@ -162,8 +164,9 @@ impl Ema {
             let of_average = match kind {
                 Kind::Half | Kind::BFloat16 if config.float32 => Kind::Float,
                 Kind::Half | Kind::BFloat16 | Kind::Float | Kind::Double => kind,
-                _ => return Err(Error::UnsupportedKind { name, kind }),
+                _ => return Err(unsupported_kind(&name, kind)),
             };
+            // `empty_like` keeps the strides, so that an update pairs elements without copies.
             let mut average = tensor.f_empty_like()?.f_to_kind(of_average)?;
             average.f_copy_(&tensor)?;
             names.push(name);
@@ -179,15 +182,16 @@ impl Ema {
         })
     }
 
-    /// Takes the present weights into the averages; returns the decay that this update had.
+    /// Updates the averages with the current weights, and returns the decay of this update.
     ///
     /// # Errors
-    /// [`Error::MovedParameter`] if a weight changed device, kind or shape since [`new`](Self::new).
+    /// [`Error::MovedParameter`] if a weight changed its device or shape since [`new`](Self::new).
     pub fn update(&mut self) -> Result<f64> {
         let _no_grad = tch::no_grad_guard();
-        self.check_places()?;
+        self.check_unmoved()?;
         let decay = self.config.decay_at(self.updates);
-        for (weights, averages) in self.alike() {
+        for (weights, averages) in self.batches() {
+            // `lerp` needs one dtype; weights that already have it are not copied.
             let weights: Vec<Tensor> = weights
                 .iter()
                 .zip(&averages)
@@ -207,14 +211,15 @@ impl Ema {
         Ok(decay)
     }
 
-    /// Puts the averages into the model until the guard is dropped, which puts the weights back: for
-    /// an evaluation, or to store the averaged model. Takes the memory of the weights once more.
+    /// Copies the averages into the model until the guard is dropped, which restores the weights: for an
+    /// evaluation, or for storing the averaged model. The backup needs the memory of the weights once
+    /// more.
     ///
     /// # Errors
-    /// As for [`update`](Self::update); the model is as it was then.
+    /// As [`update`](Self::update); the model is unchanged then.
     pub fn apply(&mut self) -> Result<EmaGuard<'_>> {
         let _no_grad = tch::no_grad_guard();
-        self.check_places()?;
+        self.check_unmoved()?;
         let backup: Vec<Tensor> = self
             .weights
             .iter()
@@ -224,6 +229,7 @@ impl Ema {
                 Ok(copy)
             })
             .collect::<Result<_>>()?;
+        // Created before the first copy, so that an error below restores the weights.
         let guard = EmaGuard { ema: self, backup };
         for (weight, average) in guard.ema.weights.iter().zip(&guard.ema.averages) {
             weight.shallow_clone().f_copy_(average)?;
@@ -231,41 +237,41 @@ impl Ema {
         Ok(guard)
     }
 
-    /// Puts the averages into the model for good.
+    /// Copies the averages into the model permanently.
     ///
     /// # Errors
-    /// As for [`update`](Self::update).
+    /// As [`update`](Self::update).
     pub fn copy_to_model(&self) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
-        self.check_places()?;
+        self.check_unmoved()?;
         for (weight, average) in self.weights.iter().zip(&self.averages) {
             weight.shallow_clone().f_copy_(average)?;
         }
         Ok(())
     }
 
-    /// The averages with their names, as handles that share memory.
+    /// Returns the averages with their names, as handles that share memory.
     pub fn averages(&self) -> impl Iterator<Item = (&str, Tensor)> {
         let averages = self.averages.iter().map(Tensor::shallow_clone);
         self.names.iter().map(String::as_str).zip(averages)
     }
 
-    /// Updates so far.
+    /// Returns the number of updates.
     #[must_use]
     pub fn updates(&self) -> u64 {
         self.updates
     }
 
-    /// The options this was made with, or loaded from a state.
+    /// Returns the options, or those of the state that was loaded.
     #[must_use]
     pub fn config(&self) -> &EmaConfig {
         &self.config
     }
 
-    /// The averages and their count. The tensors share memory with the averages.
+    /// Returns the averages and the number of updates. The tensors share memory with the averages.
     ///
     /// # Errors
-    /// Only if the options cannot be written as JSON, which they can.
+    /// [`Error::StateMismatch`] if the options cannot be represented in JSON.
     pub fn state_dict(&self) -> Result<StateDict> {
         let metadata = Metadata {
             format_version: FORMAT_VERSION,
@@ -281,18 +287,17 @@ impl Ema {
         })
     }
 
-    /// Takes over what [`state_dict`](Self::state_dict) gave. Values are copied.
+    /// Loads a state that [`state_dict`](Self::state_dict) returned, by copying it.
     ///
     /// # Errors
-    /// [`Error::StateMismatch`] naming what is missing, unexpected or misshapen; nothing is changed
-    /// then.
+    /// [`Error::StateMismatch`] with the missing, unexpected or misshapen tensors; nothing is changed then.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         let metadata = Metadata::deserialize(&state.metadata)
             .map_err(|e| mismatch(format!("its metadata is not that of an average ({e})")))?;
         if metadata.format_version != FORMAT_VERSION {
             return Err(mismatch(format!(
-                "it is format {}, expected format {FORMAT_VERSION}",
+                "it has format {}; it must have format {FORMAT_VERSION}",
                 metadata.format_version
             )));
         }
@@ -314,9 +319,10 @@ impl Ema {
         let misshapen = own.iter().filter_map(|(name, average)| {
             let stored = state.tensors.get(*name)?;
             let (found, expected) = (stored.size(), average.size());
-            (found != expected).then(|| format!("{name} {found:?}, expected {expected:?}"))
+            (found != expected)
+                .then(|| format!("{name} has shape {found:?} and must have {expected:?}"))
         });
-        complain([
+        check_empty([
             (
                 "missing tensors",
                 missing.map(ToString::to_string).collect(),
@@ -330,6 +336,7 @@ impl Ema {
         for (name, average) in own {
             average.shallow_clone().f_copy_(&state.tensors[name])?;
         }
+        // The dtype of the averages was fixed when they were created.
         self.config = EmaConfig {
             float32: self.config.float32,
             ..metadata.ema
@@ -341,22 +348,22 @@ impl Ema {
     /// Writes [`state_dict`](Self::state_dict) to a safetensors file, as [`StateDict::save`].
     ///
     /// # Errors
-    /// As for [`StateDict::save`].
+    /// As [`StateDict::save`].
     pub fn save_state(&self, path: impl AsRef<Path>) -> Result<()> {
         self.state_dict()?.save(path)
     }
 
-    /// Loads what [`save_state`](Self::save_state) wrote.
+    /// Loads a state that [`save_state`](Self::save_state) wrote.
     ///
     /// # Errors
-    /// As for [`StateDict::load`] and [`load_state_dict`](Self::load_state_dict).
+    /// As [`StateDict::load`] and [`load_state_dict`](Self::load_state_dict).
     pub fn load_state(&mut self, path: impl AsRef<Path>) -> Result<()> {
         self.load_state_dict(&StateDict::load(path)?)
     }
 
-    fn check_places(&self) -> Result<()> {
+    fn check_unmoved(&self) -> Result<()> {
         for ((name, weight), average) in self.names.iter().zip(&self.weights).zip(&self.averages) {
-            let (now, kept) = (Place::of(weight), Place::of(average));
+            let (now, kept) = (TensorSpec::of(weight), TensorSpec::of(average));
             if now.device != kept.device || now.size != kept.size {
                 return Err(Error::MovedParameter {
                     name: name.clone(),
@@ -368,14 +375,14 @@ impl Ema {
         Ok(())
     }
 
-    /// Weights and averages that one call takes together.
-    fn alike(&self) -> Vec<(Vec<Tensor>, Vec<Tensor>)> {
+    /// Returns the weights and averages grouped by device and dtypes, as one foreach call needs them.
+    fn batches(&self) -> Vec<(Vec<Tensor>, Vec<Tensor>)> {
         let mut lists: Vec<(Vec<Tensor>, Vec<Tensor>)> = Vec::new();
         for (weight, average) in self.weights.iter().zip(&self.averages) {
-            let place = |t: &Tensor| (t.kind(), t.device());
+            let spec = |t: &Tensor| (t.kind(), t.device());
             let fits = |(weights, averages): &(Vec<Tensor>, Vec<Tensor>)| {
-                weights.first().is_some_and(|w| place(w) == place(weight))
-                    && averages.first().is_some_and(|a| place(a) == place(average))
+                weights.first().is_some_and(|w| spec(w) == spec(weight))
+                    && averages.first().is_some_and(|a| spec(a) == spec(average))
             };
             let pair = (weight.shallow_clone(), average.shallow_clone());
             match lists.iter().position(fits) {
@@ -390,7 +397,8 @@ impl Ema {
     }
 }
 
-/// While it lives, the model has the averages; dropped, also by a panic, it puts the weights back.
+/// A guard during whose life the model has the averages. It restores the weights when it is dropped, also
+/// by a panic.
 #[derive(Debug)]
 #[must_use = "the averages are in the model while this lives"]
 pub struct EmaGuard<'a> {
@@ -399,10 +407,10 @@ pub struct EmaGuard<'a> {
 }
 
 impl EmaGuard<'_> {
-    /// Puts the weights back, as dropping does, and tells if that fails.
+    /// Restores the weights, as dropping does, and returns an error if that fails.
     ///
     /// # Errors
-    /// When libtorch refuses, as for weights that were moved meanwhile.
+    /// libtorch's errors, such as for weights that were resized meanwhile.
     pub fn restore(mut self) -> Result<()> {
         self.put_back()
     }
@@ -418,8 +426,8 @@ impl EmaGuard<'_> {
 
 impl Drop for EmaGuard<'_> {
     fn drop(&mut self) {
-        // Shapes were checked by `apply`; whoever resizes a weight meanwhile uses `restore` to hear
-        // of it.
+        // `apply` has checked the shapes. A destructor cannot report that a weight was resized meanwhile;
+        // `restore` does.
         let _ = self.put_back();
     }
 }

@@ -1,68 +1,68 @@
-//! What optimizers have in common: groups, checks, learning rates, states by name. An optimizer is a
+//! The common part of optimizers: groups, checks, learning rates, and states by name. An optimizer is a
 //! [`Rule`] in an [`Engine`].
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 
+use overdrive_core::check_non_negative;
 use overdrive_sys::grad;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tch::Tensor;
 
-use crate::checks::{
-    Place, bytes, check_distinct, check_finite_from_zero, check_leaf, gradient_of,
-};
-use crate::stored::{GroupMetadata, check_groups, complain, key, mismatch};
+use crate::checks::{TensorSpec, bytes, check_distinct, check_leaf, check_rates, gradient_of};
+use crate::state_metadata::{GroupMetadata, check_empty, check_groups, key, mismatch};
 use crate::{Error, OptimizerId, ParamGroup, Result, StateDict};
 
 const FORMAT_VERSION: u32 = 1;
 
-/// The tensors of one parameter's state by the name of their part, in a fixed order.
-pub(crate) type Parts<'a> = Vec<(&'static str, &'a Tensor)>;
+/// The tensors of one parameter's state with their names, in a fixed order.
+pub(crate) type StateTensors<'a> = Vec<(&'static str, &'a Tensor)>;
 
-/// How one optimizer updates a parameter and what it keeps for it.
+/// The update rule of an optimizer, and its state for a parameter.
 pub(crate) trait Rule: Debug + Send + Sized {
-    /// Name of the optimizer in stored states.
+    /// The name of the optimizer in stored states.
     const NAME: &'static str;
-    /// Its options, stored with the state.
+    /// The options, which are stored with the state.
     type Config: Clone + Debug + Serialize + DeserializeOwned;
-    /// What is kept for a parameter.
+    /// The state of a parameter.
     type State: Debug + Send;
 
-    /// The rule for valid options.
+    /// Returns the rule, or an error if an option is invalid.
     fn new(config: Self::Config) -> Result<Self>;
 
     fn config(&self) -> &Self::Config;
 
-    /// Learning rate and weight decay of groups that set none.
+    /// Returns the learning rate and weight decay of groups that set none.
     fn group_defaults(&self) -> (f64, f64);
 
-    /// Refuses parameters that the rule cannot step.
+    /// Checks that the rule can update a parameter.
     fn check_parameter(&self, name: &str, tensor: &Tensor) -> Result<()> {
         let _ = (name, tensor);
         Ok(())
     }
 
-    /// New states for parameters that have none. Comes before anything is updated, so that a failure
-    /// (no memory, no room on the disk) leaves the parameters as they were.
+    /// Returns new states for parameters that have none. It is called before any update, so that an error
+    /// (no memory, no space on the disk) leaves the parameters unchanged.
     fn new_states(&mut self, parameters: &[(&str, &Tensor)]) -> Result<Vec<Self::State>>;
 
-    /// The tensors of a state.
-    fn parts(state: &Self::State) -> Parts<'_>;
+    /// Returns the tensors of a state.
+    fn state_tensors(state: &Self::State) -> StateTensors<'_>;
 
-    /// One step. Gradient recording is off, every job has been checked.
+    /// Performs one step. Gradient recording is disabled, and every job has been checked.
     fn step(&mut self, jobs: Vec<Job<'_, Self::State>>) -> Result<()>;
 
-    /// The options to store with a state.
+    /// Returns the options that are stored with a state.
     fn stored_config(&self) -> Self::Config {
         self.config().clone()
     }
 
-    /// The rule for the options of a stored state; options that belong to the machine stay its own.
+    /// Returns the rule for the options of a stored state. Options that belong to the machine keep their
+    /// values.
     fn with_stored_config(&self, stored: Self::Config) -> Result<Self> {
         Self::new(stored)
     }
 
-    /// Bytes of a state that need not be in memory.
+    /// Returns the bytes of a state that need not be in memory.
     fn paged_bytes(&self, state: &Self::State) -> u64 {
         let _ = state;
         0
@@ -73,7 +73,7 @@ pub(crate) trait Rule: Debug + Send + Sized {
 pub(crate) struct Job<'a, S> {
     pub(crate) learning_rate: f64,
     pub(crate) weight_decay: f64,
-    /// Detached: the leaf's memory and version, without its graph.
+    /// Detached from the graph; it shares memory and version counter with the leaf.
     pub(crate) parameter: Tensor,
     pub(crate) gradient: Tensor,
     pub(crate) state: &'a mut S,
@@ -91,7 +91,7 @@ struct Entry<S> {
     name: String,
     tensor: Tensor,
     group: usize,
-    state: Option<(Place, S)>,
+    state: Option<(TensorSpec, S)>,
 }
 
 /// An optimizer's parameters, groups and states.
@@ -110,7 +110,8 @@ struct Metadata {
     optimizer: String,
     config: serde_json::Value,
     groups: Vec<GroupMetadata>,
-    /// Parameters that have had no gradient yet.
+    /// The parameters that have not had a gradient yet.
+    // Listed, so that a missing tensor can be told from a parameter without a state.
     without_state: BTreeSet<String>,
 }
 
@@ -132,19 +133,18 @@ impl<R: Rule> Engine<R> {
         let (learning_rate, weight_decay) = self.rule.group_defaults();
         let learning_rate = group.learning_rate.unwrap_or(learning_rate);
         let weight_decay = group.weight_decay.unwrap_or(weight_decay);
-        check_finite_from_zero("learning_rate", learning_rate)?;
-        check_finite_from_zero("weight_decay", weight_decay)?;
+        check_rates(learning_rate, weight_decay)?;
         if self.groups.iter().any(|other| other.name == group.name) {
-            return Err(Error::InvalidOption {
-                option: "ParamGroup::name",
-                value: group.name,
-                expected: "a name that no other group of this optimizer has",
-            });
+            let expected = "a name that no other group of this optimizer has";
+            return Err(
+                overdrive_core::Error::option("ParamGroup::name", group.name, expected).into(),
+            );
         }
         for (name, tensor) in &group.parameters {
             check_leaf(name, tensor)?;
             self.rule.check_parameter(name, tensor)?;
         }
+        // Nothing was changed so far: an error above or here adds nothing.
         let present = self.entries.iter().map(|e| (e.name.as_str(), &e.tensor));
         check_distinct(present.chain(group.parameters.iter().map(|(n, t)| (n.as_str(), t))))?;
         let index = self.groups.len();
@@ -194,7 +194,12 @@ impl<R: Rule> Engine<R> {
     }
 
     pub(crate) fn state_bytes(&self) -> u64 {
-        let of_state = |state| R::parts(state).iter().map(|(_, t)| bytes(t)).sum::<u64>();
+        let of_state = |state| {
+            R::state_tensors(state)
+                .iter()
+                .map(|(_, t)| bytes(t))
+                .sum::<u64>()
+        };
         self.states().map(of_state).sum()
     }
 
@@ -206,10 +211,11 @@ impl<R: Rule> Engine<R> {
 
     pub(crate) fn step(&mut self) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
+        // All gradients are checked before a parameter is updated.
         let gradients: Vec<Option<Tensor>> = self
             .entries
             .iter()
-            .map(|e| gradient_of(&e.name, &e.tensor, e.state.as_ref().map(|(place, _)| place)))
+            .map(|e| gradient_of(&e.name, &e.tensor, e.state.as_ref().map(|(spec, _)| spec)))
             .collect::<Result<_>>()?;
         self.make_states(|index| gradients[index].is_some())?;
         let mut jobs = Vec::new();
@@ -218,7 +224,7 @@ impl<R: Rule> Engine<R> {
                 continue;
             };
             let group = &self.groups[entry.group];
-            // Kernels read the one and write the other.
+            // A parameter may be its own gradient; kernels read the one while they write the other.
             let gradient = if gradient.data_ptr() == entry.tensor.data_ptr() {
                 gradient.f_add_scalar(0.0)?
             } else {
@@ -235,7 +241,7 @@ impl<R: Rule> Engine<R> {
         self.rule.step(jobs)
     }
 
-    /// Makes the states that the chosen parameters lack, all or none.
+    /// Creates the missing states of the chosen parameters, all or none.
     fn make_states(&mut self, chosen: impl Fn(usize) -> bool) -> Result<()> {
         let lacking: Vec<usize> = (0..self.entries.len())
             .filter(|&index| self.entries[index].state.is_none() && chosen(index))
@@ -255,7 +261,7 @@ impl<R: Rule> Engine<R> {
         let states = self.rule.new_states(&parameters)?;
         for (index, state) in lacking.into_iter().zip(states) {
             let entry = &mut self.entries[index];
-            entry.state = Some((Place::of(&entry.tensor), state));
+            entry.state = Some((TensorSpec::of(&entry.tensor), state));
         }
         Ok(())
     }
@@ -276,8 +282,9 @@ impl<R: Rule> Engine<R> {
             let (given, groups) = (learning_rates.len(), self.groups.len());
             return Err(Error::LearningRateCount { given, groups });
         }
+        // All are checked before one is set.
         for &rate in learning_rates {
-            check_finite_from_zero("learning_rate", rate)?;
+            check_non_negative("learning_rate", rate)?;
         }
         for (group, &learning_rate) in self.groups.iter_mut().zip(learning_rates) {
             group.learning_rate = learning_rate;
@@ -308,8 +315,8 @@ impl<R: Rule> Engine<R> {
                 without_state.insert(entry.name.clone());
                 continue;
             };
-            for (part, tensor) in R::parts(state) {
-                tensors.insert(key(&entry.name, part), tensor.shallow_clone());
+            for (name, tensor) in R::state_tensors(state) {
+                tensors.insert(key(&entry.name, name), tensor.shallow_clone());
             }
         }
         let metadata = Metadata {
@@ -330,7 +337,7 @@ impl<R: Rule> Engine<R> {
             .map_err(|e| mismatch(format!("its metadata is not that of `{}` ({e})", R::NAME)))?;
         if metadata.format_version != FORMAT_VERSION || metadata.optimizer != R::NAME {
             return Err(mismatch(format!(
-                "it is format {} of `{}`, expected format {FORMAT_VERSION} of `{}`",
+                "it is format {} of `{}`; it must be format {FORMAT_VERSION} of `{}`",
                 metadata.format_version,
                 metadata.optimizer,
                 R::NAME
@@ -353,18 +360,20 @@ impl<R: Rule> Engine<R> {
                 )
             })
             .collect();
+        // Into new states rather than those in use, so that an error changes nothing.
         let states = rule.new_states(&parameters)?;
         fill::<R>(&parameters, &states, &state.tensors)?;
 
-        // Everything is there. Nothing fails from here on.
+        // Nothing below can fail.
         self.rule = rule;
         for entry in &mut self.entries {
             entry.state = None;
         }
         for (index, state) in stepped.into_iter().zip(states) {
             let entry = &mut self.entries[index];
-            entry.state = Some((Place::of(&entry.tensor), state));
+            entry.state = Some((TensorSpec::of(&entry.tensor), state));
         }
+        // By name: the order of the groups may differ.
         for group in &mut self.groups {
             if let Some(stored) = metadata.groups.iter().find(|g| g.name == group.name) {
                 group.learning_rate = stored.learning_rate;
@@ -375,7 +384,7 @@ impl<R: Rule> Engine<R> {
     }
 }
 
-/// Copies stored tensors into new states, after a check that all fit.
+/// Copies stored tensors into new states, after checking that all of them fit.
 fn fill<R: Rule>(
     parameters: &[(&str, &Tensor)],
     states: &[R::State],
@@ -385,19 +394,19 @@ fn fill<R: Rule>(
     let (mut missing, mut misshapen) = (Vec::new(), Vec::new());
     let mut pairs = Vec::new();
     for ((name, _), state) in parameters.iter().zip(states) {
-        for (part, to) in R::parts(state) {
-            let key = key(name, part);
+        for (tensor_name, to) in R::state_tensors(state) {
+            let key = key(name, tensor_name);
             let Some(from) = stored.get(&key) else {
                 missing.push(key);
                 continue;
             };
             unexpected.remove(&key);
-            // Floats convert to one another; codes are no numbers.
+            // Floating-point dtypes convert to one another; codes (Uint8) do not.
             let floats = |t: &Tensor| t.is_floating_point();
             let kinds_fit = from.kind() == to.kind() || (floats(from) && floats(to));
             if from.size() != to.size() || !kinds_fit {
                 misshapen.push(format!(
-                    "{key} {:?} {:?}, expected {:?} {:?}",
+                    "{key} is {:?} {:?} and must be {:?} {:?}",
                     from.kind(),
                     from.size(),
                     to.kind(),
@@ -408,7 +417,7 @@ fn fill<R: Rule>(
             pairs.push((from, to));
         }
     }
-    complain([
+    check_empty([
         ("missing tensors", missing),
         (
             "unexpected tensors",
@@ -422,7 +431,7 @@ fn fill<R: Rule>(
     Ok(())
 }
 
-/// A public optimizer around an [`Engine`]: the same methods for each.
+/// Defines a public optimizer around an [`Engine`], with the methods that all of them have.
 macro_rules! optimizer {
     ($(#[$doc:meta])* $name:ident($rule:ty), $config:ty) => {
         $(#[$doc])*
@@ -432,42 +441,42 @@ macro_rules! optimizer {
         }
 
         impl $name {
-            /// An optimizer over `groups`. Tensors are shared, not copied.
+            /// Returns an optimizer of the parameters in `groups`, which share memory with the model.
             ///
             /// # Errors
-            /// When an option is outside its range, a name or a group name comes twice, two names
-            /// share memory, or a parameter is not one that this optimizer steps.
+            /// An error if an option is out of its range, a name or a group name is not unique, two
+            /// parameters share memory, or this optimizer cannot update a parameter.
             pub fn new(groups: Vec<crate::ParamGroup>, config: $config) -> crate::Result<Self> {
                 let engine = crate::engine::Engine::new(groups, config)?;
                 Ok(Self { engine })
             }
 
-            /// Adds a group of parameters, for example layers that were frozen so far.
+            /// Adds a group of parameters, for example layers that were frozen before.
             ///
             /// # Errors
-            /// As for [`new`](Self::new); nothing is added then.
+            /// As [`new`](Self::new); nothing is added then.
             pub fn add_group(&mut self, group: crate::ParamGroup) -> crate::Result<()> {
                 self.engine.add_group(group)
             }
 
-            /// The options this optimizer was made with, or loaded from a state.
+            /// Returns the options of this optimizer, or of the state that it loaded.
             #[must_use]
             pub fn config(&self) -> &$config {
                 crate::engine::Rule::config(self.engine.rule())
             }
 
-            /// Names of the groups, in the order of
+            /// Returns the names of the groups, in the order of
             /// [`learning_rates`](crate::Optimizer::learning_rates).
             pub fn group_names(&self) -> impl Iterator<Item = &str> {
                 self.engine.group_names()
             }
 
-            /// The parameters with their names, as handles that share memory.
+            /// Returns the parameters with their names, as handles that share memory.
             pub fn named_parameters(&self) -> impl Iterator<Item = (&str, tch::Tensor)> {
                 self.engine.named_parameters()
             }
 
-            /// Bytes that the state takes, wherever it is; 0 before the first step.
+            /// Returns the bytes of the state, in memory and elsewhere; 0 before the first step.
             #[must_use]
             pub fn state_bytes(&self) -> u64 {
                 self.engine.state_bytes()

@@ -1,193 +1,167 @@
-//! What can go wrong in this crate.
+//! The errors of this crate.
 
-use tch::Kind;
-
-/// The result of everything in this crate that can fail.
+/// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// An error of an optimizer, a clipping function, a schedule or a stored state.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// libtorch refused an operation that tch binds.
+    /// An error of tch.
     #[error(transparent)]
     Torch(#[from] tch::TchError),
 
-    /// libtorch refused an operation that goes through overdrive-sys.
+    /// An error of libtorch through overdrive-sys.
     #[error(transparent)]
     Sys(#[from] overdrive_sys::Error),
 
-    /// An option is outside its range.
-    #[error("{option} is {value}, expected {expected}")]
-    InvalidOption {
-        /// Name of the option.
-        option: &'static str,
-        /// What it was set to.
-        value: String,
-        /// What it may be.
-        expected: &'static str,
-    },
+    /// An option out of its range, a parameter of an unsupported dtype, or a state file that cannot be
+    /// read or written.
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
 
-    /// An option was given that the chosen schedule does not know, or one that it needs is absent.
+    /// An option does not apply to the schedule, is out of its range, or is missing.
     #[error("learning-rate schedule `{schedule}`: option `{option}` {problem}")]
     ScheduleOption {
-        /// Name of the schedule, as transformers spells it.
+        /// The name of the schedule in transformers.
         schedule: &'static str,
-        /// Name of the option.
+        /// The name of the option.
         option: &'static str,
-        /// What is wrong with it and what to do.
+        /// The reason, with the remedy.
         problem: String,
     },
 
-    /// Two parameters carry the same name.
-    #[error("parameter `{name}` is listed twice; state is kept by name, so names must be unique")]
+    /// Two parameters have the same name.
+    #[error(
+        "parameter `{name}` is listed twice; states are stored by name, so names must be unique"
+    )]
     DuplicateParameter {
         /// The name.
         name: String,
     },
 
-    /// Two names stand for the same memory, which would be stepped twice.
+    /// Two parameters share memory, which would be updated twice.
     #[error(
-        "parameters `{first}` and `{second}` share their memory and would be stepped twice; list tied parameters once"
+        "parameters `{first}` and `{second}` share their memory and would be updated twice; list tied parameters once"
     )]
     SharedParameter {
-        /// The name listed first.
+        /// The name that is listed first.
         first: String,
-        /// The name listed later.
+        /// The name that is listed later.
         second: String,
     },
 
-    /// The result of an operation was given as a parameter.
+    /// A parameter is the result of an operation.
     #[error(
-        "parameter `{name}` is not a leaf of the autograd graph, so backward leaves no gradient on it; give the tensor it was computed from"
+        "parameter `{name}` is not a leaf of the autograd graph, so it gets no gradient; pass the tensor from which it was computed"
     )]
     NonLeafParameter {
-        /// Name of the parameter.
+        /// The name of the parameter.
         name: String,
     },
 
-    /// A parameter has a kind that no optimizer steps.
+    /// A parameter of Muon is not a matrix.
     #[error(
-        "parameter `{name}` is {kind:?}; optimizers and averages take floating-point parameters only (Float, Double, Half, BFloat16), exclude this one"
-    )]
-    UnsupportedKind {
-        /// Name of the parameter.
-        name: String,
-        /// Its kind.
-        kind: Kind,
-    },
-
-    /// A parameter that is no matrix was given to an optimizer of matrices.
-    #[error(
-        "parameter `{name}` has the shape {size:?}, and Muon steps two-dimensional parameters only; give this one to an AdamW beside it, as norms, biases, embeddings and output layers"
+        "parameter `{name}` has shape {size:?}, but Muon updates matrices only; pass this parameter to an AdamW beside it, as norms, biases, embeddings and output layers"
     )]
     NotAMatrix {
-        /// Name of the parameter.
+        /// The name of the parameter.
         name: String,
-        /// Its shape.
+        /// The shape of the parameter.
         size: Vec<i64>,
     },
 
-    /// A file that holds or is to hold an optimizer's state failed.
-    #[error("cannot {action} `{}`: {source}", path.display())]
-    StateFile {
-        /// What was being done to it.
-        action: &'static str,
-        /// The file, or its folder.
-        path: std::path::PathBuf,
-        /// What the system said.
-        source: std::io::Error,
-    },
-
-    /// The system refused a piece of advice about mapped memory.
-    #[error("the system refuses to page the optimizer state: {0}")]
+    /// The system rejected advice about mapped memory.
+    #[error("cannot page the optimizer state: {0}")]
     Paging(#[from] std::io::Error),
 
-    /// The number of bounds is not the number of parameter groups.
+    /// The number of norm limits differs from the number of parameter groups.
     #[error(
-        "{given} bounds for {groups} parameter groups; give one for each group, None where it is not clipped"
+        "there are {given} norm limits for {groups} parameter groups; pass one for each group, None for groups that are not clipped"
     )]
     BoundCount {
-        /// How many were given.
+        /// The number of limits.
         given: usize,
-        /// How many parameter groups there are.
+        /// The number of parameter groups.
         groups: usize,
     },
 
-    /// The fused kernel was demanded where it does not apply.
+    /// The fused kernel was requested, but it does not support a parameter.
     #[error(
         "the fused AdamW kernel does not apply to parameter `{name}`: {reason}; use Implementation::Auto or Implementation::Plain"
     )]
     NoFusedKernel {
-        /// Name of the parameter.
+        /// The name of the parameter.
         name: String,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
 
     /// A gradient cannot be applied to its parameter.
-    #[error("the gradient of parameter `{name}` is {found}, expected {expected}")]
+    #[error("the gradient of parameter `{name}` is {found}; it must be {expected}")]
     UnfitGradient {
-        /// Name of the parameter.
+        /// The name of the parameter.
         name: String,
-        /// What the gradient is.
+        /// The layout, dtype and device, or shape of the gradient.
         found: String,
-        /// What it has to be.
+        /// The expected layout, dtype and device, or shape.
         expected: String,
     },
 
-    /// A parameter changed device, kind or shape after its optimizer state was made.
+    /// A parameter changed its device, dtype or shape after its optimizer state was created.
     #[error(
-        "parameter `{name}` is {now} but its optimizer state is {state}; move, convert or resize the model before the first step, or make a new optimizer and load the state_dict of this one"
+        "parameter `{name}` is {now}, but its optimizer state is {state}; move, convert or resize the model before the first step, or create a new optimizer and load the state_dict of this one"
     )]
     MovedParameter {
-        /// Name of the parameter.
+        /// The name of the parameter.
         name: String,
-        /// Kind and device, or shape, of the parameter now.
+        /// The dtype and device, or the shape, of the parameter now.
         now: String,
-        /// Kind and device, or shape, of the state.
+        /// The dtype and device, or the shape, of the state.
         state: String,
     },
 
-    /// The number of learning rates is not the number of parameter groups.
-    #[error("{given} learning rates for {groups} parameter groups; give one for each group")]
+    /// The number of learning rates differs from the number of parameter groups.
+    #[error(
+        "there are {given} learning rates for {groups} parameter groups; pass one for each group"
+    )]
     LearningRateCount {
-        /// How many were given.
+        /// The number of learning rates.
         given: usize,
-        /// How many parameter groups there are.
+        /// The number of parameter groups.
         groups: usize,
     },
 
-    /// The gradients contain an infinity or NaN and the caller asked to be told.
+    /// The gradients contain an infinity or NaN, and `error_if_nonfinite` is set.
     #[error(
-        "the total gradient norm of order {norm_type} is {norm}, so the gradients cannot be clipped; look for a diverging loss, or set error_if_nonfinite to false to let it pass"
+        "the total gradient norm of order {norm_type} is {norm}, so the gradients cannot be clipped; check the loss for divergence, or set error_if_nonfinite to false to ignore this"
     )]
     NonFiniteNorm {
         /// The order of the norm.
         norm_type: f64,
-        /// The norm that was found.
+        /// The norm.
         norm: f64,
     },
 
     /// A stored state does not fit this optimizer.
     #[error("the optimizer state does not fit: {problem}")]
     StateMismatch {
-        /// Which tensors or groups are missing, unexpected or misshapen, by name.
+        /// The names of missing, unexpected or misshapen tensors or groups.
         problem: String,
     },
 
-    /// This optimizer does not offer what was asked for.
+    /// The optimizer does not support a method.
     #[error("{optimizer} does not support {what}; {instead}")]
     Unsupported {
         /// The optimizer.
         optimizer: &'static str,
-        /// What was asked for.
+        /// The method.
         what: &'static str,
-        /// What to do instead.
+        /// The alternative.
         instead: &'static str,
     },
 
-    /// tch's own optimizer panicked; its API has no fallible form.
+    /// tch's own optimizer panicked. Its API has no fallible form.
     #[error("tch's optimizer failed: {message}")]
     TchOptimizer {
         /// The message of the panic.

@@ -1,25 +1,25 @@
-//! Optimizers for tch: AdamW (fused, 8-bit, paged), SGD, Lion, Adafactor and Muon; clipping, averages
-//! of weights, learning-rate schedules, early stopping.
+//! Optimizers for tch: AdamW (fused, 8-bit, paged), SGD, Lion, Adafactor and Muon; gradient clipping,
+//! averages of weights, learning-rate schedules and early stopping.
 //!
-//! tch's own `nn::AdamW` steps one parameter after another with a dozen operations each, hides its
-//! state and cannot be resumed. [`AdamW`] here updates all parameters of a group with libtorch's
-//! fused kernel in one pass over memory, equals `torch.optim.AdamW(fused=True)`, stores its state
-//! by parameter name, and works with a gradient scaler without reading the device.
+//! tch's `nn::AdamW` updates one parameter after another with a dozen operations each, hides its state
+//! and cannot be resumed. [`AdamW`] updates all parameters of a group with libtorch's fused kernel in one
+//! pass over memory, equals `torch.optim.AdamW(fused=True)`, stores its state by parameter name, and
+//! works with a gradient scaler without synchronizing with the device.
 //!
-//! | item | equals |
+//! | item | counterpart |
 //! |---|---|
 //! | [`AdamW`], [`ParamGroup`], [`decay_groups`] | [`torch.optim.AdamW`] with `fused=True` |
 //! | [`AdamW8bit`] | bitsandbytes' `AdamW8bit`: a quarter of the state |
-//! | [`PagedAdamW`] | bitsandbytes' `PagedAdamW`: the state outside the memory that is short |
+//! | [`PagedAdamW`] | bitsandbytes' `PagedAdamW`: the state in a mapped file or in host memory |
 //! | [`Sgd`], [`Muon`] | [`torch.optim.SGD`], [`torch.optim.Muon`] |
 //! | [`Lion`] | the paper's, as in bitsandbytes |
 //! | [`Adafactor`] | `transformers.optimization.Adafactor` |
 //! | [`Ema`] | `torch.optim.swa_utils`' and diffusers' averages of weights |
 //! | [`OptimizerState`], [`StateDict`] | states by parameter name in safetensors files |
 //! | [`clip_grad_norm`], [`clip_grad_value`] | `torch.nn.utils.clip_grad_norm_`, `clip_grad_value_` |
-//! | [`clip_grad_norm_by_group`] | the same, a bound for each group |
+//! | [`clip_grad_norm_by_group`] | `clip_grad_norm_` with a limit for each parameter group |
 //! | [`Schedule`], [`LrScheduler`], [`Warmup`] | `transformers.get_scheduler`, `lr_scheduler_type` |
-//! | [`CombinedOptimizer`] | several of them behind one step: Muon beside AdamW |
+//! | [`CombinedOptimizer`] | several optimizers that step together, such as Muon and AdamW |
 //! | [`EarlyStopping`] | transformers' `EarlyStoppingCallback`, and the step of the best evaluation |
 //! | [`Stateful`] | `torch.distributed.checkpoint.stateful.Stateful` |
 //! | [`TchOptimizer`] | tch's own optimizers, behind the [`Optimizer`] trait |
@@ -80,16 +80,16 @@ mod lion;
 mod muon;
 mod operators;
 mod optimizer;
+mod page_advice;
 mod paged_adamw;
 mod paging;
 mod param_group;
-mod residency;
 mod schedule;
 mod sgd;
 mod state_dict;
 mod state_file;
+mod state_metadata;
 mod stateful;
-mod stored;
 mod tch_optimizer;
 
 pub use adafactor::{Adafactor, AdafactorConfig};
@@ -99,7 +99,9 @@ pub use clip::{
     ClipOptions, clip_grad_norm, clip_grad_norm_by_group, clip_grad_value, grad_norm, scale_grads,
 };
 pub use combined::CombinedOptimizer;
-pub use early_stopping::{EarlyStopping, EarlyStoppingConfig, EarlyStoppingState, Verdict};
+pub use early_stopping::{
+    EarlyStopping, EarlyStoppingConfig, EarlyStoppingState, EvaluationOutcome,
+};
 pub use ema::{Ema, EmaConfig, EmaGuard, EmaWarmup};
 pub use error::{Error, Result};
 pub use lion::{Lion, LionConfig};

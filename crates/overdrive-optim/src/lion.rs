@@ -1,25 +1,23 @@
-//! Lion: the sign of a momentum.
+//! Lion: updates by the sign of a momentum.
 
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
-use crate::checks::{check_betas, check_finite_from_zero};
-use crate::engine::{Job, Parts, Rule, optimizer};
+use crate::checks::{check_betas, check_rates};
+use crate::engine::{Job, Rule, StateTensors, optimizer};
 use crate::kernels::{LionNumbers, bump_version, lion, with_elements};
 
-/// Options of [`Lion`]. Defaults are the paper's; the learning rate is that of its authors' code.
+/// The options of [`Lion`]. The defaults are those of the paper, the learning rate that of its authors' code.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LionConfig {
-    /// Learning rate of groups that set none: a third to a tenth of what AdamW would have.
-    /// Default 1e-4.
+    /// The learning rate of groups that set none, usually a third to a tenth of that of AdamW. Default: 1e-4.
     pub learning_rate: f64,
-    /// What the momentum counts with in the update, and how it decays, each in [0, 1).
-    /// Default (0.9, 0.99).
+    /// The weight of the momentum in the update, and its decay rate, each in [0, 1). Default: (0.9, 0.99).
     pub betas: (f64, f64),
-    /// Decoupled weight decay of groups that set none: three to ten times what AdamW would have, for
-    /// the smaller learning rate. Default 0.
+    /// The decoupled weight decay of groups that set none, usually three to ten times that of AdamW
+    /// because of the smaller learning rate. Default: 0.
     pub weight_decay: f64,
 }
 
@@ -34,28 +32,26 @@ impl Default for LionConfig {
 }
 
 impl LionConfig {
-    /// Checks every option against its range.
+    /// Checks that every option is in its range.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`](crate::Error::InvalidOption) naming the first option outside its
-    /// range.
+    /// [`Error::Common`](crate::Error::Common) with the first option out of its range.
     pub fn validate(&self) -> Result<()> {
-        check_finite_from_zero("learning_rate", self.learning_rate)?;
-        check_finite_from_zero("weight_decay", self.weight_decay)?;
+        check_rates(self.learning_rate, self.weight_decay)?;
         check_betas(self.betas)
     }
 }
 
 optimizer! {
-    /// Lion (Chen et al. 2023, [arXiv:2302.06675]): every element moves by the learning rate, in the
-    /// direction of a momentum. Half of AdamW's state and fewer bytes a step.
+    /// Lion (Chen et al. 2023, [arXiv:2302.06675]): every element changes by the learning rate, with the
+    /// sign of a momentum. The state is half as large as AdamW's, and a step transfers fewer bytes.
     ///
     /// ```text
     /// θ ← θ (1 - η λ) - η sign(β₁ m + (1 - β₁) g)        m ← β₂ m + (1 - β₂) g
     /// ```
     ///
     /// The momentum is float32 (float64 for float64 parameters). On a CPU a step is one pass over
-    /// parameter, gradient and momentum on all cores: 20 bytes a float32 parameter.
+    /// parameter, gradient and momentum on all cores: 20 bytes per float32 parameter.
     ///
     /// ```
     /// use overdrive_optim::{Lion, LionConfig, Optimizer, ParamGroup};
@@ -100,6 +96,7 @@ impl Rule for LionRule {
 
     fn new_states(&mut self, parameters: &[(&str, &Tensor)]) -> Result<Vec<Tensor>> {
         let state = |tensor: &Tensor| {
+            // A half-precision momentum would lose the small updates of beta2 = 0.99.
             let kind = match tensor.kind() {
                 Kind::Double => Kind::Double,
                 _ => Kind::Float,
@@ -109,7 +106,7 @@ impl Rule for LionRule {
         parameters.iter().map(|(_, tensor)| state(tensor)).collect()
     }
 
-    fn parts(state: &Tensor) -> Parts<'_> {
+    fn state_tensors(state: &Tensor) -> StateTensors<'_> {
         vec![("exp_avg", state)]
     }
 
@@ -120,6 +117,7 @@ impl Rule for LionRule {
                 learning_rate: job.learning_rate,
                 decay: 1.0 - job.learning_rate * job.weight_decay,
             };
+            // The kernel reads memory in order; other layouts and devices use operators.
             let dense = job.parameter.is_contiguous() && job.parameter.device() == Device::Cpu;
             let gradient = job.gradient.f_contiguous()?;
             let done = if dense {
@@ -131,6 +129,7 @@ impl Rule for LionRule {
                 None
             };
             match done {
+                // The kernel writes behind libtorch's back, which must still notice the in-place change.
                 Some(()) => bump_version(&job.parameter)?,
                 None => by_operators(&numbers, job)?,
             }
@@ -149,6 +148,7 @@ fn by_operators(numbers: &LionNumbers, job: Job<'_, Tensor>) -> Result<()> {
     let mut moved = job.parameter.f_to_kind(job.state.kind())?;
     moved = moved.f_mul_scalar(numbers.decay)?;
     let _ = moved.f_add_(&update)?;
+    // Rounded once, at the end of the update.
     job.parameter.shallow_clone().f_copy_(&moved)?;
     let _ = job.state.f_mul_scalar_(beta2)?;
     let _ = job.state.f_add_(&gradient.f_mul_scalar(1.0 - beta2)?)?;

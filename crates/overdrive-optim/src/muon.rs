@@ -1,63 +1,64 @@
-//! Muon: momentum made orthogonal.
+//! Muon: updates by an orthogonalized momentum.
 
+use overdrive_core::{check_non_negative, check_option};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use crate::checks::{check_finite_from_zero, check_option};
-use crate::engine::{Job, Parts, Rule, optimizer};
+use crate::checks::check_rates;
+use crate::engine::{Job, Rule, StateTensors, optimizer};
 use crate::{Error, Result};
 
-/// More iterations than these are a mistake, as torch has it.
+/// The limit of `torch.optim.Muon`, beyond which a number of iterations is a mistake.
 const MAX_ITERATIONS: u32 = 100;
 
-/// How Muon scales the learning rate by a matrix's shape (rows, columns).
+/// The scaling of Muon's learning rate by a matrix's shape (rows, columns).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MuonRate {
-    /// By `√max(1, rows / columns)`, as Keller Jordan's code does.
+    /// `√max(1, rows / columns)`, as in Keller Jordan's code. The default.
     #[default]
     Original,
-    /// By `0.2 √max(rows, columns)`: updates as large as AdamW's, whose learning rate and weight decay
-    /// then serve for both (Liu et al. 2025, [arXiv:2502.16982]).
+    /// `0.2 √max(rows, columns)`: updates as large as AdamW's, whose learning rate and weight decay then
+    /// suit both optimizers (Liu et al. 2025, [arXiv:2502.16982]).
     ///
     /// [arXiv:2502.16982]: https://arxiv.org/abs/2502.16982
     MatchRmsAdamw,
 }
 
-/// In what numbers Muon makes a matrix orthogonal.
+/// The dtype in which Muon orthogonalizes a matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MuonPrecision {
-    /// bfloat16 on a GPU, float32 elsewhere: products in bfloat16 are slow on most CPUs.
+    /// bfloat16 on a GPU, float32 elsewhere, because matmuls in bfloat16 are slow on most CPUs. The default.
     #[default]
     Auto,
-    /// bfloat16 everywhere, as torch has it.
+    /// bfloat16 on all devices, as in PyTorch.
     BFloat16,
-    /// float32 everywhere.
+    /// float32 on all devices.
     Float32,
 }
 
-/// Options of [`Muon`]. Defaults are those of `torch.optim.Muon`.
+/// The options of [`Muon`]. The defaults are those of `torch.optim.Muon`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MuonConfig {
-    /// Learning rate of groups that set none. Default 1e-3.
+    /// The learning rate of groups that set none. Default: 1e-3.
     pub learning_rate: f64,
-    /// Decoupled weight decay of groups that set none. Default 0.1.
+    /// The decoupled weight decay of groups that set none. Default: 0.1.
     pub weight_decay: f64,
-    /// Decay of the running average of gradients, in [0, 1]. Default 0.95.
+    /// The decay rate of the running average of gradients, in [0, 1]. Default: 0.95.
     pub momentum: f64,
-    /// Mixes the gradient in once more, so that the momentum looks ahead. Default true.
+    /// If `true` (the default), uses Nesterov's momentum.
     pub nesterov: bool,
-    /// Coefficients of the Newton–Schulz iteration. Default (3.4445, -4.7750, 2.0315).
+    /// The coefficients of the Newton–Schulz iteration. Default: (3.4445, -4.7750, 2.0315).
     pub ns_coefficients: (f64, f64, f64),
-    /// Iterations, fewer than 100. Default 5.
+    /// The number of iterations, below 100. Default: 5.
     pub ns_steps: u32,
-    /// The least norm that a matrix is divided by. Default 1e-7.
+    /// The minimum norm by which a matrix is divided. Default: 1e-7.
     pub eps: f64,
-    /// How the learning rate depends on a matrix's shape. Default [`MuonRate::Original`].
+    /// The scaling of the learning rate by a matrix's shape. Default: [`MuonRate::Original`].
     pub adjust_lr_fn: MuonRate,
-    /// Numbers of the iteration. Default [`MuonPrecision::Auto`].
+    /// The dtype of the iteration. Default: [`MuonPrecision::Auto`].
     pub precision: MuonPrecision,
 }
 
@@ -78,50 +79,44 @@ impl Default for MuonConfig {
 }
 
 impl MuonConfig {
-    /// Checks every option against its range.
+    /// Checks that every option is in its range.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`] naming the first option outside its range.
+    /// [`Error::Common`] with the first option out of its range.
     pub fn validate(&self) -> Result<()> {
-        check_finite_from_zero("learning_rate", self.learning_rate)?;
-        check_finite_from_zero("weight_decay", self.weight_decay)?;
-        check_finite_from_zero("eps", self.eps)?;
-        check_option(
-            "momentum",
-            self.momentum,
-            (0.0..=1.0).contains(&self.momentum),
-            "a number from 0 to 1",
-        )?;
+        check_rates(self.learning_rate, self.weight_decay)?;
+        check_non_negative("eps", self.eps)?;
+        let valid = (0.0..=1.0).contains(&self.momentum);
+        check_option(valid, "momentum", self.momentum, "at least 0 and at most 1")?;
         let (a, b, c) = self.ns_coefficients;
         for coefficient in [a, b, c] {
+            let valid = coefficient.is_finite();
             check_option(
+                valid,
                 "ns_coefficients",
                 coefficient,
-                coefficient.is_finite(),
                 "three finite numbers",
             )?;
         }
-        check_option(
-            "ns_steps",
-            self.ns_steps,
-            self.ns_steps < MAX_ITERATIONS,
-            "fewer than 100",
-        )
+        let valid = self.ns_steps < MAX_ITERATIONS;
+        check_option(valid, "ns_steps", self.ns_steps, "below 100")?;
+        Ok(())
     }
 }
 
 optimizer! {
-    /// Muon (Jordan et al. 2024, [post]), equal to [`torch.optim.Muon`]: the momentum of a matrix,
-    /// with all its singular values brought near 1, is the update.
+    /// Muon (Jordan et al. 2024, [post]), equal to [`torch.optim.Muon`]. The update is the momentum of a
+    /// matrix with all its singular values brought close to 1.
     ///
     /// ```text
     /// b ← μ b + (1 - μ) g        u ← g + μ (b - g) with nesterov, else b
     /// θ ← θ (1 - η λ) - η s(θ) NewtonSchulz(u)
     /// ```
     ///
-    /// It is for the matrices of hidden layers, and takes two-dimensional parameters only; embeddings,
-    /// the output layer, norms and biases go to an [`AdamW`](crate::AdamW) beside it. One tensor of
-    /// state a parameter. The step is matrix products: about ten of the matrix's size an iteration.
+    /// It is meant for the matrices of hidden layers, and accepts two-dimensional parameters only;
+    /// embeddings, the output layer, norms and biases need an [`AdamW`](crate::AdamW) beside it. The
+    /// state is one tensor per parameter. An iteration is three matmuls with the smaller dimension of the
+    /// matrix.
     ///
     /// ```
     /// use overdrive_optim::{Muon, MuonConfig, Optimizer, ParamGroup};
@@ -131,11 +126,11 @@ optimizer! {
     /// let group = ParamGroup::new("all", vec![("weight".into(), weight.shallow_clone())]);
     /// let config = MuonConfig { learning_rate: 0.1, weight_decay: 0.0, ..Default::default() };
     /// let mut optimizer = Muon::new(vec![group], config)?;
-    /// // Gradients of very different size…
+    /// // Gradients of very different magnitudes…
     /// let sizes = Tensor::from_slice(&[1f32, 10., 100., 1000.]);
     /// (weight.diag(0) * sizes).sum(Kind::Float).backward();
     /// optimizer.step()?;
-    /// // …move the weights by about the same.
+    /// // …change the weights by about the same amount.
     /// let moved = Vec::<f32>::try_from(1.0 - weight.diag(0))?;
     /// assert!(moved[1..].iter().all(|m| (0.05..0.13).contains(m)), "{moved:?}");
     /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -185,23 +180,25 @@ impl Rule for MuonRule {
         parameters.iter().map(zeros).collect()
     }
 
-    fn parts(state: &Tensor) -> Parts<'_> {
+    fn state_tensors(state: &Tensor) -> StateTensors<'_> {
         vec![("momentum_buffer", state)]
     }
 
     fn step(&mut self, jobs: Vec<Job<'_, Tensor>>) -> Result<()> {
         for job in jobs {
             let momentum = self.config.momentum;
+            // A running average rather than a sum, as in torch.optim.Muon.
             let _ = job.state.f_lerp_(&job.gradient, 1.0 - momentum)?;
             let update = if self.config.nesterov {
                 job.gradient.f_lerp(job.state, momentum)?
             } else {
                 job.state.shallow_clone()
             };
-            let update = self.orthogonal(&update)?;
+            let update = self.orthogonalize(&update)?;
             let mut parameter = job.parameter;
             let _ = parameter.f_mul_scalar_(1.0 - job.learning_rate * job.weight_decay)?;
             let rate = job.learning_rate * self.scale(&parameter);
+            // Decay first, as in PyTorch: the update is not decayed.
             let update = update.f_to_kind(parameter.kind())?.f_mul_scalar(-rate)?;
             let _ = parameter.f_add_(&update)?;
         }
@@ -221,25 +218,26 @@ impl MuonRule {
         }
     }
 
-    /// The matrix with its singular values brought near 1 by a quintic Newton–Schulz iteration.
-    fn orthogonal(&self, matrix: &Tensor) -> Result<Tensor> {
+    /// Returns the matrix with its singular values brought close to 1 by a quintic Newton–Schulz iteration.
+    fn orthogonalize(&self, matrix: &Tensor) -> Result<Tensor> {
         let kind = match (self.config.precision, matrix.device()) {
             (MuonPrecision::BFloat16, _) | (MuonPrecision::Auto, Device::Cuda(_)) => Kind::BFloat16,
             _ => Kind::Float,
         };
         let (a, b, c) = self.config.ns_coefficients;
-        // The smaller Gram matrix.
+        // Transposed if tall, so that the Gram matrix has the smaller dimension.
         let tall = matches!(matrix.size()[..], [rows, columns] if rows > columns);
         let mut x = matrix.f_to_kind(kind)?;
         if tall {
             x = x.f_tr()?;
         }
-        // The spectral norm is at most the Frobenius norm.
+        // The iteration converges for singular values up to 1: the spectral norm is at most the Frobenius
+        // norm.
         x = x.f_div(&x.f_norm()?.f_clamp_min(self.config.eps)?)?;
         for _ in 0..self.config.ns_steps {
             let gram = x.f_matmul(&x.f_tr()?)?;
-            let polynomial = add_product(&gram, &gram, &gram, b, c)?;
-            x = add_product(&x, &polynomial, &x, a, 1.0)?;
+            let polynomial = addmm(&gram, &gram, &gram, b, c)?;
+            x = addmm(&x, &polynomial, &x, a, 1.0)?;
         }
         if tall {
             x = x.f_tr()?;
@@ -248,14 +246,8 @@ impl MuonRule {
     }
 }
 
-/// `beta · sum + alpha · left @ right` in one call.
-fn add_product(
-    sum: &Tensor,
-    left: &Tensor,
-    right: &Tensor,
-    beta: f64,
-    alpha: f64,
-) -> Result<Tensor> {
+/// Returns `beta · sum + alpha · left @ right`, in one call.
+fn addmm(sum: &Tensor, left: &Tensor, right: &Tensor, beta: f64, alpha: f64) -> Result<Tensor> {
     use overdrive_sys::op::{Output, Value, call};
     let arguments = [
         Value::Tensor(sum),

@@ -1,5 +1,6 @@
-//! Adam's update through libtorch's operators: for devices and kinds that the slice kernels do not
-//! cover, and for float32 states, where libtorch's fused kernel already runs at the speed of memory.
+//! Adam's update through libtorch's operators: for devices and dtypes that the kernels of this crate do
+//! not support, and for float32 states, where libtorch's fused kernel is already limited by memory
+//! bandwidth.
 
 use std::ops::Range;
 
@@ -12,7 +13,7 @@ use crate::code_book::{BLOCK, CodeBook};
 use crate::kernels::AdamNumbers;
 use crate::paging::{Allocated, Storage};
 
-/// One AdamW update of elements `range` with averages in float32 (float64 for float64 parameters).
+/// Updates elements `range` by AdamW with averages in float32 (float64 for float64 parameters).
 pub(crate) fn adam32(
     numbers: &AdamNumbers,
     parameter: &Tensor,
@@ -20,13 +21,13 @@ pub(crate) fn adam32(
     state: &AdamState,
     range: &Range<usize>,
 ) -> Result<()> {
-    let mut target = part(parameter, range)?;
+    let mut target = flat_range(parameter, range)?;
     let kind = state.exp_avg.tensor.kind();
     let exp_avg = fetch(&state.exp_avg, range, parameter.device())?;
     let exp_avg_sq = fetch(&state.exp_avg_sq, range, parameter.device())?;
-    // The same tensors where the kinds agree.
+    // `to_kind` returns the same tensor if the dtypes agree, so the update is then in place.
     let wide = target.f_to_kind(kind)?;
-    let gradient = part(gradient, range)?.f_to_kind(kind)?;
+    let gradient = flat_range(gradient, range)?.f_to_kind(kind)?;
     adamw(numbers, &wide, &gradient, &exp_avg, &exp_avg_sq)?;
     if target.kind() != kind {
         target.f_copy_(&wide)?;
@@ -35,7 +36,7 @@ pub(crate) fn adam32(
     put_back(&state.exp_avg_sq, range, &exp_avg_sq)
 }
 
-/// One AdamW update of elements `range`, whole blocks, with averages in 8 bits.
+/// Updates elements `range`, which are whole blocks, by AdamW with averages in 8 bits.
 pub(crate) fn adam8(
     numbers: &AdamNumbers,
     parameter: &Tensor,
@@ -47,19 +48,20 @@ pub(crate) fn adam8(
     let device = parameter.device();
     let blocks = range.start / BLOCK..range.end.div_ceil(BLOCK);
     let books = [
-        Operands::new(CodeBook::signed(), device)?,
-        Operands::new(CodeBook::unsigned(), device)?,
+        BookTensors::new(CodeBook::signed(), device)?,
+        BookTensors::new(CodeBook::unsigned(), device)?,
     ];
+    // Scales are on the device already; only codes may be in host memory.
     let codes1 = fetch(&state.exp_avg, range, device)?;
     let codes2 = fetch(&state.exp_avg_sq, range, device)?;
-    let mut scales1 = part(&scales.0, &blocks)?;
-    let mut scales2 = part(&scales.1, &blocks)?;
+    let mut scales1 = flat_range(&scales.0, &blocks)?;
+    let mut scales2 = flat_range(&scales.1, &blocks)?;
     let exp_avg = books[0].dequantize(&codes1, &scales1)?;
     let exp_avg_sq = books[1].dequantize(&codes2, &scales2)?;
 
-    let mut target = part(parameter, range)?;
+    let mut target = flat_range(parameter, range)?;
     let wide = target.f_to_kind(Kind::Float)?;
-    let gradient = part(gradient, range)?.f_to_kind(Kind::Float)?;
+    let gradient = flat_range(gradient, range)?.f_to_kind(Kind::Float)?;
     adamw(numbers, &wide, &gradient, &exp_avg, &exp_avg_sq)?;
     if target.kind() != Kind::Float {
         target.f_copy_(&wide)?;
@@ -75,7 +77,7 @@ pub(crate) fn adam8(
     put_back(&state.exp_avg_sq, range, &codes2)
 }
 
-/// The update in place, all tensors flat and of one kind.
+/// Updates in place. All tensors are flat and of one dtype.
 fn adamw(
     numbers: &AdamNumbers,
     parameter: &Tensor,
@@ -85,6 +87,7 @@ fn adamw(
 ) -> Result<()> {
     let device = parameter.device();
     if matches!(device, Device::Cpu | Device::Cuda(_)) {
+        // The kernel reads the step count on the parameter's device.
         let step = Tensor::f_full([0i64; 0], numbers.step, (Kind::Float, device))?;
         let list = |tensor: &Tensor| [tensor.shallow_clone()];
         let lists = [parameter, gradient, exp_avg, exp_avg_sq].map(list);
@@ -111,6 +114,7 @@ fn adamw(
         )?;
         return Ok(());
     }
+    // Other devices (MPS) have no fused kernel.
     let gradient = if numbers.maximize {
         gradient.f_neg()?
     } else {
@@ -132,46 +136,48 @@ fn adamw(
     Ok(())
 }
 
-/// Elements `range` of a dense tensor, flat, sharing its memory.
-fn part(tensor: &Tensor, range: &Range<usize>) -> Result<Tensor> {
+/// Returns elements `range` of a dense tensor as a flat view.
+fn flat_range(tensor: &Tensor, range: &Range<usize>) -> Result<Tensor> {
     let flat = tensor.f_view(-1i64)?;
     Ok(flat.f_narrow(0, range.start as i64, range.len() as i64)?)
 }
 
-/// Elements `range` of a state where the parameter is: the state itself, or a copy on the device.
+/// Returns elements `range` of a state on the device of the parameter: a view of the state, or a copy.
 fn fetch(state: &Allocated, range: &Range<usize>, device: Device) -> Result<Tensor> {
-    let here = part(&state.tensor, range)?;
+    let stored = flat_range(&state.tensor, range)?;
     if state.storage != Storage::Host {
-        return Ok(here);
+        return Ok(stored);
     }
-    let there = Tensor::f_empty(range.len() as i64, (here.kind(), device))?;
-    copy_without_waiting(&there, &here)?;
-    Ok(there)
+    let copy = Tensor::f_empty(range.len() as i64, (stored.kind(), device))?;
+    copy_async(&copy, &stored)?;
+    Ok(copy)
 }
 
+/// Copies fetched elements back to a state in host memory.
 fn put_back(state: &Allocated, range: &Range<usize>, fetched: &Tensor) -> Result<()> {
     if state.storage == Storage::Host {
-        copy_without_waiting(&part(&state.tensor, range)?, fetched)?;
+        copy_async(&flat_range(&state.tensor, range)?, fetched)?;
     }
     Ok(())
 }
 
-/// On the device's stream, in order with what is computed there.
-fn copy_without_waiting(to: &Tensor, from: &Tensor) -> Result<()> {
+/// Copies on the device's current stream, in order with its kernels, without blocking the host.
+fn copy_async(to: &Tensor, from: &Tensor) -> Result<()> {
     let arguments = [Value::Tensor(to), Value::Tensor(from), Value::Bool(true)];
     call("aten::copy_", "", &arguments)?;
     Ok(())
 }
 
-/// A code book on a device.
-struct Operands {
+/// A code book as tensors on a device.
+struct BookTensors {
     codes: Tensor,
-    /// The bounds between codes, one fewer than there are codes.
+    /// The bounds between codes, one fewer than codes.
     bounds: Tensor,
 }
 
-impl Operands {
+impl BookTensors {
     fn new(book: &CodeBook, device: Device) -> Result<Self> {
+        // The last bound is infinity, which `bucketize` does not need.
         let (codes, bounds) = (&book.codes, &book.bounds[..book.bounds.len() - 1]);
         Ok(Self {
             codes: Tensor::f_from_slice(codes)?.f_to_device(device)?,
@@ -190,6 +196,7 @@ impl Operands {
         let len = values.numel() as i64;
         let blocks = in_blocks(values)?;
         let scales = blocks.f_abs()?.f_amax([1i64].as_slice(), false)?;
+        // The reciprocal of a subnormal scale is infinite; such blocks are quantized to 0.
         let least = f64::from(f32::MIN_POSITIVE);
         let used = scales.f_ge(least)?;
         let inverse = scales.f_clamp_min(least)?.f_reciprocal()?;
@@ -201,7 +208,7 @@ impl Operands {
     }
 }
 
-/// Flat values as rows of a block each, zeros filling up the last.
+/// Returns flat values as rows of one block each; the last row is padded with zeros.
 fn in_blocks(values: &Tensor) -> Result<Tensor> {
     let missing = values.numel().next_multiple_of(BLOCK) - values.numel();
     let filled = if missing == 0 {
@@ -258,7 +265,7 @@ mod tests {
             crate::kernels::adam8::<f32>(&numbers, &by_slices, &gradient, &quantized, whole)
                 .unwrap();
         }
-        // Rounding differs by an ulp, which moves a number beside a bound to the next code.
+        // Rounding differs by one ulp, which moves a value next to a bound to the next code.
         let moved = |a: &Allocated, b: &Allocated| {
             let apart = (a.tensor.to_kind(Kind::Int) - b.tensor.to_kind(Kind::Int)).abs();
             assert!(apart.max().int64_value(&[]) <= 1);

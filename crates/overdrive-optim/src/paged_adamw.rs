@@ -1,49 +1,49 @@
-//! AdamW with its state outside the memory that is short.
+//! AdamW with its state in a mapped file or in host memory.
 
 use serde::{Deserialize, Serialize};
 use tch::{Cuda, Device, Tensor};
 
 use crate::Result;
 use crate::adamw8bit::{AdamState, step_one};
-use crate::checks::{check_betas, check_finite_from_zero};
+use crate::checks::check_adam_options;
 use crate::code_book::BLOCK;
-use crate::engine::{Job, Parts, Rule, optimizer};
+use crate::engine::{Job, Rule, StateTensors, optimizer};
 use crate::kernels::AdamNumbers;
 use crate::paging::{Pager, PagingConfig, Storage};
 
-/// Bits of a state element.
+/// The bits of a state element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum StateBits {
-    /// Float32 (float64 for float64 parameters): bitsandbytes' `paged_adamw_32bit`.
+    /// Float32 (float64 for float64 parameters), as bitsandbytes' `paged_adamw_32bit`. The default.
     #[default]
     #[serde(rename = "32")]
     ThirtyTwo,
-    /// Block-wise quantized as in [`AdamW8bit`](crate::AdamW8bit): `paged_adamw_8bit`.
+    /// Block-wise quantized as in [`AdamW8bit`](crate::AdamW8bit), as bitsandbytes' `paged_adamw_8bit`.
     #[serde(rename = "8")]
     Eight,
 }
 
-/// Options of [`PagedAdamW`]. Defaults are those of bitsandbytes' `PagedAdamW`.
+/// The options of [`PagedAdamW`]. The defaults are those of bitsandbytes' `PagedAdamW`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PagedAdamWConfig {
-    /// Learning rate of groups that set none. Default 1e-3.
+    /// The learning rate of groups that set none. Default: 1e-3.
     pub learning_rate: f64,
-    /// Decay of the running averages of the gradient and its square, each in [0, 1).
-    /// Default (0.9, 0.999).
+    /// The decay rates of the running averages of the gradient and its square, each in [0, 1). Default:
+    /// (0.9, 0.999).
     pub betas: (f64, f64),
-    /// Added to the denominator. Default 1e-8.
+    /// The term added to the denominator. Default: 1e-8.
     pub eps: f64,
-    /// Decoupled weight decay of groups that set none. Default 1e-2.
+    /// The decoupled weight decay of groups that set none. Default: 1e-2.
     pub weight_decay: f64,
-    /// Ascends instead of descends. Default false.
+    /// If `true`, the objective is maximized. Default: `false`.
     pub maximize: bool,
-    /// Bits of a state element. Default 32.
+    /// The bits of a state element. Default: 32.
     pub state_bits: StateBits,
-    /// With 8 bits: parameters with fewer elements keep a float32 state. Default 4096.
+    /// With 8 bits, the number of elements below which a parameter has a float32 state. Default: 4096.
     pub min_8bit_size: usize,
-    /// Where the state is, and how much of it may be in memory. It belongs to the machine: loading a
-    /// stored state leaves it as it is.
+    /// The location of the state and the limit of its resident part. They belong to the machine, so
+    /// loading a stored state does not change them.
     pub paging: PagingConfig,
 }
 
@@ -63,37 +63,33 @@ impl Default for PagedAdamWConfig {
 }
 
 impl PagedAdamWConfig {
-    /// Checks every option against its range.
+    /// Checks that every option is in its range.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`](crate::Error::InvalidOption) naming the first option outside its
-    /// range.
+    /// [`Error::Common`](crate::Error::Common) with the first option out of its range.
     pub fn validate(&self) -> Result<()> {
-        check_finite_from_zero("learning_rate", self.learning_rate)?;
-        check_finite_from_zero("weight_decay", self.weight_decay)?;
-        check_finite_from_zero("eps", self.eps)?;
-        check_betas(self.betas)?;
+        check_adam_options(self.learning_rate, self.weight_decay, self.eps, self.betas)?;
         self.paging.validate()
     }
 }
 
 optimizer! {
-    /// AdamW whose state of large parameters lies outside the memory that is short: on a CPU in a
-    /// mapped file, on a GPU in pinned host memory (Dettmers et al. 2023, [arXiv:2305.14314];
-    /// bitsandbytes' `PagedAdamW`, which pages by CUDA's unified memory and not on a CPU).
+    /// AdamW that keeps the state of large parameters out of memory: in a mapped file for parameters on a
+    /// CPU, in pinned host memory for those on a GPU (Dettmers et al. 2023, [arXiv:2305.14314];
+    /// bitsandbytes' `PagedAdamW`, which uses CUDA's unified memory and does not page on a CPU).
     ///
-    /// A step walks the state in windows: pages of a window come in together, are updated by the same
-    /// kernel as [`AdamW`](crate::AdamW)'s (results are bit-equal for float32 parameters) or by
-    /// [`AdamW8bit`](crate::AdamW8bit)'s, and go again. The process never holds more of the mapped
-    /// state than [`PagingConfig::max_resident_bytes`]; what fits stays, the rest is in the system's
-    /// cache while that has room and on the disk when not. On a GPU, windows are copied in and out on
-    /// the current stream, and a step waits for the last copy.
+    /// A step processes the state in windows: the pages of a window are loaded together, updated by the
+    /// kernel of [`AdamW`](crate::AdamW) (results are bit-equal for float32 parameters) or of
+    /// [`AdamW8bit`](crate::AdamW8bit), and released. The process never holds more of the mapped state
+    /// than [`PagingConfig::max_resident_bytes`]; states that fit stay in memory, and the others are in
+    /// the system's cache as long as it has room, or on the disk. On a GPU, windows are copied in and out
+    /// on the current stream, and a step waits for the last copy.
     ///
-    /// The state's room is claimed on the disk when a parameter has its first gradient. A full disk is
-    /// an error then, with parameters and states as they were. File systems that move data when it is
-    /// written again (btrfs, ZFS) can still run full later, and a disk that fails while pages are
-    /// written back ends the process with SIGBUS: mapped files leave no other way. The file has no
-    /// name, so that nothing stays behind when the process dies.
+    /// The disk space of a state is allocated when its parameter has its first gradient. A full disk is
+    /// an error at that point, and leaves parameters and states unchanged. File systems that relocate
+    /// rewritten data (btrfs, ZFS) can still become full later, and a disk error during the write-back of
+    /// pages ends the process with SIGBUS, as with every mapped file. The file has no name, so the system
+    /// deletes it when the process ends.
     ///
     /// ```
     /// use overdrive_optim::{Optimizer, PagedAdamW, PagedAdamWConfig, PagingConfig, ParamGroup};
@@ -117,8 +113,8 @@ optimizer! {
 }
 
 impl PagedAdamW {
-    /// Bytes of state that may be in the memory that is short: states of small parameters, scales,
-    /// what is kept of the mapped file, and one window of the rest.
+    /// Returns the maximum bytes of state in memory (device memory for a GPU): states of small
+    /// parameters, scales, the resident part of the mapped file, and one window of the other part.
     #[must_use]
     pub fn resident_state_bytes(&self) -> u64 {
         let paged = self.engine.paged_bytes();
@@ -153,6 +149,7 @@ impl Rule for Paged {
         (self.config.learning_rate, self.config.weight_decay)
     }
 
+    // A state must load on a machine with another disk.
     fn stored_config(&self) -> PagedAdamWConfig {
         PagedAdamWConfig {
             paging: PagingConfig::default(),
@@ -178,8 +175,8 @@ impl Rule for Paged {
         )
     }
 
-    fn parts(state: &AdamState) -> Parts<'_> {
-        state.parts()
+    fn state_tensors(state: &AdamState) -> StateTensors<'_> {
+        state.tensors()
     }
 
     fn paged_bytes(&self, state: &AdamState) -> u64 {
@@ -200,8 +197,10 @@ impl Rule for Paged {
             );
             let first = &job.state.exp_avg;
             let window = match first.storage {
+                // Nothing to load or release, so the whole parameter is one window.
                 Storage::Memory | Storage::Kept => usize::MAX,
                 Storage::File | Storage::Host => {
+                    // Two averages, in whole blocks, because a block is quantized as a whole.
                     let both = 2 * first.tensor.kind().elt_size_in_bytes();
                     (window_bytes / both / BLOCK).max(1) * BLOCK
                 }
@@ -213,7 +212,7 @@ impl Rule for Paged {
             }
             step_one(&numbers, &job.parameter, &job.gradient, job.state, window)?;
         }
-        // The host may read the states from here on.
+        // The copies to host memory are asynchronous; afterwards the host may read the states.
         for index in copied_from {
             Cuda::synchronize(index as i64);
         }

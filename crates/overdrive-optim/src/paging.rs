@@ -1,32 +1,33 @@
-//! Optimizer states outside the memory that is short: in a mapped file, or in pinned host memory.
+//! The allocation of optimizer states in memory, in a mapped file, or in pinned host memory.
 
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use overdrive_core::{Error, check_option};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use crate::checks::{bytes, check_option};
-use crate::residency::{self, page_bytes};
-use crate::{Error, Result};
+use crate::Result;
+use crate::checks::bytes;
+use crate::page_advice::{self, page_bytes};
 
 const MIB: u64 = 1 << 20;
-/// Written at a time when the room of a state is claimed.
+/// The bytes of zeros per write when disk space is allocated.
 const FILL_BYTES: usize = 1 << 20;
 
-/// Where paged optimizers keep their states and how much of them may be in memory.
+/// The location of the states of paged optimizers, and the limit of their resident part.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PagingConfig {
-    /// Folder of the state's file, for parameters on the CPU. `None`, the default, is the system's
-    /// folder for temporary files: give another one where that lies in memory (tmpfs) or is too small.
+    /// The folder of the state's file, for parameters on the CPU. Default: `None`, the system's folder
+    /// for temporary files; choose another one if that is in memory (tmpfs) or too small.
     pub folder: Option<PathBuf>,
-    /// Bytes of paged states that may be in memory at once, at least 1 MiB: on the CPU, what of the
-    /// mapped file the process keeps; on a GPU, the buffers that states stream through. What is more
-    /// than a quarter of it keeps states in memory for good. Default 256 MiB.
+    /// The maximum bytes of paged states in memory, at least 1 MiB: on the CPU the resident part of the
+    /// mapped file, on a GPU the buffers for the copies. A quarter is used for windows, and the rest
+    /// keeps states resident permanently. Default: 256 MiB.
     pub max_resident_bytes: u64,
-    /// Parameters with fewer elements keep their state in ordinary memory. Default 100,000, as in
+    /// The number of elements below which a parameter's state is in ordinary memory. Default: 100,000, as in
     /// bitsandbytes.
     pub min_paged_elements: usize,
 }
@@ -42,61 +43,65 @@ impl Default for PagingConfig {
 }
 
 impl PagingConfig {
-    /// Checks every option against its range.
+    /// Checks that every option is in its range.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`] naming the first option outside its range.
+    /// [`Error::Common`](crate::Error::Common) with the first option out of its range.
     pub fn validate(&self) -> Result<()> {
-        check_option(
+        let bytes = self.max_resident_bytes;
+        let expected = "at least 1048576 (1 MiB)";
+        Ok(check_option(
+            bytes >= MIB,
             "max_resident_bytes",
-            self.max_resident_bytes,
-            self.max_resident_bytes >= MIB,
-            "at least 1048576 (1 MiB)",
-        )
+            bytes,
+            expected,
+        )?)
     }
 
-    /// Bytes of state that one call updates.
+    /// Returns the bytes of state that one kernel call updates.
     pub(crate) fn window_bytes(&self) -> u64 {
+        // A quarter for the window; the other three keep states resident. Not below 512 KiB, where the
+        // cost of the system calls dominates.
         (self.max_resident_bytes / 4).max(MIB / 2)
     }
 }
 
-/// A part of a state that is to be made, of zeros.
+/// A request for a state tensor of zeros.
 #[derive(Debug, Clone)]
 pub(crate) struct Request {
     pub(crate) size: Vec<i64>,
     pub(crate) kind: Kind,
-    /// Where the parameter is.
+    /// The device of the parameter.
     pub(crate) device: Device,
-    /// Whether it may go out of memory at all: the parameter is large.
+    /// If `true`, the tensor may be paged, because the parameter is large.
     pub(crate) paged: bool,
 }
 
-/// A part of a state and where it went.
+/// A state tensor and its storage.
 #[derive(Debug)]
 pub(crate) struct Allocated {
     pub(crate) tensor: Tensor,
     pub(crate) storage: Storage,
 }
 
-/// Where a part of a state lies.
+/// The storage of a state tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Storage {
-    /// With the parameter.
+    /// The memory of the parameter's device.
     Memory,
-    /// In a mapped file, but within the budget: left in memory once it is there.
+    /// A mapped file, within the budget: it stays in memory once it is loaded.
     Kept,
-    /// In a mapped file, let go after use.
+    /// A mapped file, released after use.
     File,
-    /// In host memory, pinned, for a parameter on a device.
+    /// Pinned host memory, for a parameter on a GPU.
     Host,
 }
 
-/// Gives out room for states, by a budget.
+/// Allocates states within a memory budget.
 #[derive(Debug)]
 pub(crate) struct Pager {
     config: PagingConfig,
-    /// Bytes of mapped files that may still stay in memory.
+    /// The bytes of mapped files that may still become resident permanently.
     keep: u64,
 }
 
@@ -112,10 +117,15 @@ impl Pager {
         &self.config
     }
 
-    /// Room for all requests, or none.
+    /// Allocates all requests, or none.
     pub(crate) fn allocate(&mut self, requests: &[Request]) -> Result<Vec<Allocated>> {
         let on_disk = |request: &Request| request.paged && request.device == Device::Cpu;
-        let total: u64 = requests.iter().filter(|r| on_disk(r)).map(room).sum();
+        let total: u64 = requests
+            .iter()
+            .filter(|r| on_disk(r))
+            .map(page_aligned_bytes)
+            .sum();
+        // One file for all requests: its space is allocated completely or not at all.
         let file = (total > 0)
             .then(|| mapped_zeros(self.config.folder.as_deref(), total))
             .transpose()?;
@@ -125,10 +135,10 @@ impl Pager {
             let options = (request.kind, request.device);
             let (tensor, storage) = match &file {
                 Some(file) if on_disk(request) => {
-                    let tensor = part_of(file, offset, request)?;
-                    let room = room(request);
-                    offset += room;
-                    let storage = match keep.checked_sub(room) {
+                    let tensor = view_of(file, offset, request)?;
+                    let bytes = page_aligned_bytes(request);
+                    offset += bytes;
+                    let storage = match keep.checked_sub(bytes) {
                         Some(rest) => {
                             keep = rest;
                             Storage::Kept
@@ -145,28 +155,29 @@ impl Pager {
             };
             allocated.push(Allocated { tensor, storage });
         }
+        // Only now, so that an error above does not reduce the budget.
         self.keep = keep;
-        // What was written to claim the room is on its way to the disk; none of it is needed yet.
+        // Allocating the disk space has loaded all pages, of which none is needed yet.
         if let Some(file) = &file {
-            residency::release(file, 0..total)?;
+            page_advice::release(file, 0..total)?;
         }
         Ok(allocated)
     }
 }
 
 impl Storage {
-    /// Before elements `range` of a part are read: has their pages brought in together.
+    /// Loads the pages of elements `range`, before they are read.
     pub(crate) fn fetch(self, tensor: &Tensor, range: &std::ops::Range<usize>) -> Result<()> {
         match self {
-            Self::File => residency::populate(tensor, byte_range(tensor, range)),
+            Self::File => page_advice::populate(tensor, byte_range(tensor, range)),
             _ => Ok(()),
         }
     }
 
-    /// After elements `range` of a part were written: lets their pages go.
+    /// Releases the pages of elements `range`, after they were written.
     pub(crate) fn release(self, tensor: &Tensor, range: &std::ops::Range<usize>) -> Result<()> {
         match self {
-            Self::File => residency::release(tensor, byte_range(tensor, range)),
+            Self::File => page_advice::release(tensor, byte_range(tensor, range)),
             _ => Ok(()),
         }
     }
@@ -177,61 +188,64 @@ fn byte_range(tensor: &Tensor, range: &std::ops::Range<usize>) -> std::ops::Rang
     range.start as u64 * size..range.end as u64 * size
 }
 
-/// Bytes of a request, in whole pages: parts come and go by the page.
-fn room(request: &Request) -> u64 {
+/// Returns the bytes of a request, rounded up to whole pages, because memory is loaded and released by page.
+fn page_aligned_bytes(request: &Request) -> u64 {
     let elements: i64 = request.size.iter().product();
     let bytes = elements.unsigned_abs() * request.kind.elt_size_in_bytes() as u64;
     bytes.next_multiple_of(page_bytes())
 }
 
-fn part_of(file: &Tensor, offset: u64, request: &Request) -> Result<Tensor> {
+/// Returns the state tensor at `offset` of the mapped file.
+fn view_of(file: &Tensor, offset: u64, request: &Request) -> Result<Tensor> {
     let elements: i64 = request.size.iter().product();
     let bytes = elements * request.kind.elt_size_in_bytes() as i64;
-    let part = file.f_narrow(0, offset as i64, bytes)?;
-    Ok(part.f_view_dtype(request.kind)?.f_view(&request.size[..])?)
+    let view = file.f_narrow(0, offset as i64, bytes)?;
+    Ok(view.f_view_dtype(request.kind)?.f_view(&request.size[..])?)
 }
 
-/// A tensor of `total` zero bytes mapped to a file in `folder`. Every byte has its place on the disk:
-/// a full disk is an error here, where nothing has changed yet, and not a signal in the middle of a
-/// step. The file has no name any more once it is mapped; the system frees it with the tensor, also
-/// when the process is killed.
+/// Returns a tensor of `total` zero bytes that is mapped to a file in `folder`.
+///
+/// All disk space is allocated: a full disk is an error here, before anything has changed, and not a
+/// signal in the middle of a step. The file is unlinked once it is mapped, so the system frees it with
+/// the tensor, also if the process is killed.
 fn mapped_zeros(folder: Option<&Path>, total: u64) -> Result<Tensor> {
     let folder = folder.map_or_else(std::env::temp_dir, Path::to_path_buf);
-    let failed = |path: &Path, source: io::Error| Error::StateFile {
-        action: "make room in",
+    let failed = |path: &Path, source: io::Error| Error::Io {
+        action: "allocate disk space in",
         path: path.to_path_buf(),
         source: io::Error::new(
             source.kind(),
             format!(
-                "{source}; the paged optimizer needs {:.1} MiB there: free some, or set `paging.folder` to a disk with more room",
+                "{source}; the paged optimizer needs {:.1} MiB there: free disk space, or set `paging.folder` to a disk with more space",
                 total as f64 / MIB as f64
             ),
         ),
     };
     if !folder.is_dir() {
         let missing = io::Error::new(io::ErrorKind::NotFound, "there is no such folder");
-        return Err(failed(&folder, missing));
+        return Err(failed(&folder, missing).into());
     }
     let mut file = tempfile::Builder::new()
         .prefix("overdrive-optimizer-state-")
         .tempfile_in(&folder)
         .map_err(|source| failed(&folder, source))?;
+    // Written rather than truncated to the size, which would make a sparse file without disk space.
     let zeros = vec![0u8; FILL_BYTES];
-    let mut left = total;
-    while left > 0 {
-        let now = left.min(FILL_BYTES as u64) as usize;
-        file.write_all(&zeros[..now])
+    let mut remaining = total;
+    while remaining > 0 {
+        let count = remaining.min(FILL_BYTES as u64) as usize;
+        file.write_all(&zeros[..count])
             .map_err(|source| failed(file.path(), source))?;
-        left -= now as u64;
+        remaining -= count as u64;
     }
     let path = file.path().to_str().ok_or_else(|| {
-        let odd = io::Error::new(io::ErrorKind::InvalidInput, "its name is not UTF-8");
-        failed(file.path(), odd)
+        let not_utf8 = io::Error::new(io::ErrorKind::InvalidInput, "its name is not UTF-8");
+        failed(file.path(), not_utf8)
     })?;
     let size = i64::try_from(total).unwrap_or(i64::MAX);
     let tensor = Tensor::f_from_file(path, true, size, (Kind::Uint8, Device::Cpu))?;
     debug_assert_eq!(bytes(&tensor), total);
-    // Unlinked: the mapping keeps the file alive.
+    // The mapping keeps the unlinked file alive.
     let path = file.into_temp_path();
     fs::remove_file(&path).map_err(|source| failed(&path, source))?;
     Ok(tensor)

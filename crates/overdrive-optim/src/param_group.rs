@@ -1,26 +1,26 @@
-//! Parameters that share a learning rate and a weight decay.
+//! Groups of parameters, and the rule that excludes parameters from weight decay.
 
 use tch::Tensor;
 
-/// Parameters that share a learning rate and a weight decay.
+/// A group of parameters that share a learning rate and a weight decay.
 #[derive(Debug)]
 pub struct ParamGroup {
-    /// Name of the group, unique in its optimizer; stored with the state.
+    /// The name of the group, unique in its optimizer. It is stored with the state.
     pub name: String,
     /// The parameters with their names, in the order of the names. The handles share memory with the
     /// model's.
     pub parameters: Vec<(String, Tensor)>,
-    /// Learning rate of this group; `None` takes the optimizer's.
+    /// The learning rate of this group; `None` for that of the optimizer.
     pub learning_rate: Option<f64>,
-    /// Weight decay of this group; `None` takes the optimizer's.
+    /// The weight decay of this group; `None` for that of the optimizer.
     pub weight_decay: Option<f64>,
 }
 
 impl ParamGroup {
-    /// A group that takes its learning rate and weight decay from the optimizer's configuration.
+    /// Returns a group with the learning rate and weight decay of the optimizer's configuration.
     ///
-    /// The parameters are sorted by name. A `VarStore` lists its variables in another order in each
-    /// process, and sums over them (the norm that clipping divides by) round differently in another order.
+    /// The parameters are sorted by name. A `VarStore` lists its variables in a different order in each
+    /// process, and sums over them (the norm of clipping) round differently in another order.
     pub fn new(name: impl Into<String>, mut parameters: Vec<(String, Tensor)>) -> Self {
         parameters.sort_by(|(a, _), (b, _)| a.cmp(b));
         Self {
@@ -31,14 +31,14 @@ impl ParamGroup {
         }
     }
 
-    /// Gives the group its own learning rate.
+    /// Sets the learning rate of the group.
     #[must_use]
     pub fn with_learning_rate(mut self, learning_rate: f64) -> Self {
         self.learning_rate = Some(learning_rate);
         self
     }
 
-    /// Gives the group its own weight decay.
+    /// Sets the weight decay of the group.
     #[must_use]
     pub fn with_weight_decay(mut self, weight_decay: f64) -> Self {
         self.weight_decay = Some(weight_decay);
@@ -46,18 +46,18 @@ impl ParamGroup {
     }
 }
 
-/// Which parameters are kept free of weight decay.
+/// The rule that excludes parameters from weight decay.
 ///
-/// A parameter is left without decay if it has fewer than `min_decay_dim` dimensions, or if a
-/// component of its dotted name contains one of `no_decay_names` (case-insensitive):
+/// A parameter is excluded if it has fewer than `min_decay_dim` dimensions, or if a component of its
+/// dotted name contains one of `no_decay_names` (case-insensitive):
 /// `model.layers.0.input_layernorm.weight` contains `norm`, `transformer.wte.weight` is `wte`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DecayRule {
-    /// Fewest dimensions that a decayed parameter has. Default 2, which exempts biases and the
-    /// gains of norms whatever they are called.
+    /// The minimum number of dimensions of a decayed parameter. Default: 2, which excludes biases and the
+    /// weights of norms whatever their names.
     pub min_decay_dim: usize,
-    /// Parts of name components that exempt a parameter. Default `bias`, `norm`, `ln_`, and for
-    /// embeddings `embed`, `wte`, `wpe`.
+    /// The substrings of name components that exclude a parameter. Default: `bias`, `norm`, `ln_`, and
+    /// for embeddings `embed`, `wte`, `wpe`.
     pub no_decay_names: Vec<String>,
 }
 
@@ -72,7 +72,8 @@ impl Default for DecayRule {
 }
 
 impl DecayRule {
-    /// The rule of most pre-training code: by dimension alone, so that embeddings decay too.
+    /// Returns the rule of most pre-training code, which uses only the number of dimensions: embeddings
+    /// decay too.
     #[must_use]
     pub fn by_dimension() -> Self {
         Self {
@@ -81,20 +82,21 @@ impl DecayRule {
         }
     }
 
-    /// Whether a parameter of this name and number of dimensions is decayed.
+    /// Returns `true` if a parameter of this name and number of dimensions is decayed.
     #[must_use]
     pub fn decays(&self, name: &str, dim: usize) -> bool {
+        // Checkpoints write `LayerNorm` as well as `layer_norm`.
         let name = name.to_lowercase();
         dim >= self.min_decay_dim
             && !name.split('.').any(|component| {
                 self.no_decay_names
                     .iter()
-                    .any(|part| component.contains(&part.to_lowercase()))
+                    .any(|excluded| component.contains(&excluded.to_lowercase()))
             })
     }
 
-    /// Splits parameters into a group `decay` with `weight_decay` and a group `no_decay` with
-    /// none. Frozen parameters (`requires_grad` false) are left out, as are empty groups.
+    /// Splits parameters into a group `decay` with `weight_decay` and a group `no_decay` with 0. Frozen
+    /// parameters (`requires_grad` false) and empty groups are left out.
     #[must_use]
     pub fn groups(
         &self,
@@ -115,8 +117,8 @@ impl DecayRule {
     }
 }
 
-/// Splits parameters into decayed and exempt ones by the default [`DecayRule`]: no decay on
-/// biases, norms and embeddings.
+/// Splits parameters into groups by the default [`DecayRule`], which excludes biases, norms and
+/// embeddings from weight decay.
 ///
 /// ```
 /// use overdrive_optim::decay_groups;

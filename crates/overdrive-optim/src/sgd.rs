@@ -1,28 +1,31 @@
 //! Stochastic gradient descent with momentum.
 
+use overdrive_core::{check_non_negative, check_option};
 use overdrive_sys::op::{Value, call};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
-use crate::checks::{check_finite_from_zero, check_option, same_layout};
-use crate::engine::{Job, Parts, Rule, optimizer};
+use crate::checks::{check_rates, same_layout};
+use crate::engine::{Job, Rule, StateTensors, optimizer};
 
-/// Options of [`Sgd`]. Defaults are those of `torch.optim.SGD`.
+/// The options of [`Sgd`]. The defaults are those of `torch.optim.SGD`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SgdConfig {
-    /// Learning rate of groups that set none. Default 1e-3.
+    /// The learning rate of groups that set none. Default: 1e-3.
     pub learning_rate: f64,
-    /// Share of the last update that goes on, from 0. Default 0, which keeps no state.
+    /// The momentum: the fraction of the previous update that is added; 0 or positive. Default: 0, which
+    /// needs no state.
     pub momentum: f64,
-    /// Share of the gradient that the momentum leaves out. Default 0.
+    /// The dampening: the fraction of the gradient that is not added to the momentum. Default: 0.
     pub dampening: f64,
-    /// Weight decay of groups that set none: an L2 penalty, added to the gradient. Default 0.
+    /// The weight decay of groups that set none: an L2 penalty, added to the gradient. Default: 0.
     pub weight_decay: f64,
-    /// Nesterov's momentum, which looks ahead; needs a momentum and no dampening. Default false.
+    /// If `true`, uses Nesterov's momentum, which needs a momentum above 0 and no dampening. Default:
+    /// `false`.
     pub nesterov: bool,
-    /// Ascends instead of descends. Default false.
+    /// If `true`, the objective is maximized. Default: `false`.
     pub maximize: bool,
 }
 
@@ -40,28 +43,19 @@ impl Default for SgdConfig {
 }
 
 impl SgdConfig {
-    /// Checks every option against its range.
+    /// Checks that every option is in its range.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`](crate::Error::InvalidOption) naming the first option outside its
-    /// range.
+    /// [`Error::Common`](crate::Error::Common) with the first option out of its range.
     pub fn validate(&self) -> Result<()> {
-        check_finite_from_zero("learning_rate", self.learning_rate)?;
-        check_finite_from_zero("momentum", self.momentum)?;
-        check_finite_from_zero("weight_decay", self.weight_decay)?;
-        check_option(
-            "dampening",
-            self.dampening,
-            self.dampening.is_finite(),
-            "a finite number",
-        )?;
-        let looks_ahead = !self.nesterov || (self.momentum > 0.0 && self.dampening == 0.0);
-        check_option(
-            "nesterov",
-            self.nesterov,
-            looks_ahead,
-            "false, or a momentum above 0 and a dampening of 0 with it",
-        )
+        check_rates(self.learning_rate, self.weight_decay)?;
+        check_non_negative("momentum", self.momentum)?;
+        let dampening = self.dampening;
+        check_option(dampening.is_finite(), "dampening", dampening, "finite")?;
+        let valid = !self.nesterov || (self.momentum > 0.0 && dampening == 0.0);
+        let expected = "false unless the momentum is positive and the dampening is 0";
+        check_option(valid, "nesterov", self.nesterov, expected)?;
+        Ok(())
     }
 }
 
@@ -74,8 +68,8 @@ optimizer! {
     /// θ ← θ - η b        or with nesterov θ ← θ - η (g + μ b)
     /// ```
     ///
-    /// One tensor of state a parameter, of its kind; none without momentum. Parameters, gradients and
-    /// momenta of a group go through libtorch's fused kernel in one pass over memory.
+    /// The state is one tensor per parameter, of its dtype; without momentum there is none. libtorch's
+    /// fused kernel updates the parameters of a group in one pass over memory.
     ///
     /// ```
     /// use overdrive_optim::{Optimizer, ParamGroup, Sgd, SgdConfig};
@@ -104,10 +98,10 @@ pub(crate) struct SgdRule {
     config: SgdConfig,
 }
 
-/// Momentum, if there is any, and whether it holds a gradient yet.
+/// The state of one parameter.
 #[derive(Debug)]
 pub(crate) struct SgdState {
-    /// Steps taken, a float32 scalar on the CPU.
+    /// The number of steps, a float32 scalar on the CPU.
     step: Tensor,
     momentum_buffer: Option<Tensor>,
 }
@@ -149,7 +143,7 @@ impl Rule for SgdRule {
         parameters.iter().map(|(_, tensor)| state(tensor)).collect()
     }
 
-    fn parts(state: &SgdState) -> Parts<'_> {
+    fn state_tensors(state: &SgdState) -> StateTensors<'_> {
         let mut parts = vec![("step", &state.step)];
         parts.extend(state.momentum_buffer.iter().map(|b| ("momentum_buffer", b)));
         parts
@@ -158,20 +152,23 @@ impl Rule for SgdRule {
     fn step(&mut self, jobs: Vec<Job<'_, SgdState>>) -> Result<()> {
         let mut batches: Vec<Batch> = Vec::new();
         for mut job in jobs {
+            // The first step initializes the momentum with the gradient instead of dampening it.
             let first = job.state.step.f_double_value(&[])? == 0.0;
             let _ = job.state.step.f_add_scalar_(1.0)?;
             let device = job.parameter.device();
+            // Without momentum only the parameter's own layout matters.
             let dense = job.state.momentum_buffer.as_ref().map_or_else(
                 || job.parameter.is_contiguous(),
                 |b| same_layout(&job.parameter, b),
             );
             let fused = dense && matches!(device, Device::Cpu | Device::Cuda(_));
             if fused && !same_layout(&job.gradient, &job.parameter) {
-                // The CPU kernel walks raw memory and does not look at strides.
+                // The CPU kernel ignores strides and pairs elements by their offsets in memory.
                 let mut copy = job.parameter.f_empty_like()?;
                 copy.f_copy_(&job.gradient)?;
                 job.gradient = copy;
             }
+            // The bits, because `f64` does not implement `Eq`.
             let key = (
                 job.learning_rate.to_bits(),
                 job.weight_decay.to_bits(),
@@ -244,6 +241,7 @@ impl SgdRule {
             }
             if let Some(momentum) = batch.momenta.get(index) {
                 let mut momentum = momentum.shallow_clone();
+                // PyTorch initializes the momentum with the gradient, without dampening.
                 if first {
                     momentum.f_copy_(&gradient)?;
                 } else {

@@ -1,18 +1,18 @@
-//! What an optimizer stores so that a run can resume.
+//! The state of an optimizer, which a resumed run loads.
 
 use std::collections::BTreeMap;
 
 use tch::Tensor;
 
-/// The state of an optimizer: tensors by name and a JSON value for the rest.
+/// The state of an optimizer: tensors by name, and a JSON value for the rest.
 ///
-/// The names are `<parameter>.<part>`, for AdamW `blocks.0.mlp.up.weight.exp_avg`, so that a state
-/// survives a reordering of the parameters. [`save`](Self::save) writes both into one safetensors
+/// The names are `<parameter>.<state tensor>`, for AdamW `blocks.0.mlp.up.weight.exp_avg`, so a state
+/// does not depend on the order of the parameters. [`save`](Self::save) writes both into one safetensors
 /// file.
 #[derive(Debug)]
 pub struct StateDict {
-    /// The tensors. From `state_dict` they are handles that share memory with the optimizer.
+    /// The tensors. Those that `state_dict` returns share memory with the optimizer.
     pub tensors: BTreeMap<String, Tensor>,
-    /// Hyper-parameters and the list of parameters.
+    /// The hyper-parameters and the list of parameters.
     pub metadata: serde_json::Value,
 }

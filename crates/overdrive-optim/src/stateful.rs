@@ -1,4 +1,4 @@
-//! Anything that a resumed run needs the state of.
+//! The trait of values whose state a resumed run needs.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -9,12 +9,12 @@ use crate::{EarlyStopping, Ema, LrScheduler, Optimizer, StateDict};
 pub type StateError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A value whose state a snapshot stores (`torch.distributed.checkpoint.stateful.Stateful`): optimizers,
-/// schedules, averages of weights, scalers, early stopping, and whatever else a run must not lose.
+/// schedules, averages of weights, scalers, early stopping, and any other state that a run must keep.
 ///
 /// ```
 /// use overdrive_optim::{StateDict, StateError, Stateful};
 ///
-/// /// Steps done so far.
+/// /// The number of steps done.
 /// struct Progress(u64);
 ///
 /// impl Stateful for Progress {
@@ -34,25 +34,25 @@ pub type StateError = Box<dyn std::error::Error + Send + Sync>;
 /// # Ok::<(), StateError>(())
 /// ```
 pub trait Stateful {
-    /// Returns the state. Tensors may share memory with the value's own: whoever stores them copies them
-    /// before the next step.
+    /// Returns the state. Its tensors may share memory with the value, so the caller must copy or store
+    /// them before the next step.
     ///
     /// # Errors
-    /// When the value cannot give its state.
+    /// Any error of collecting the state.
     fn state_dict(&self) -> Result<StateDict, StateError>;
 
-    /// Takes over a state that [`state_dict`](Self::state_dict) returned. Values are copied.
+    /// Loads a state that [`state_dict`](Self::state_dict) returned, by copying it.
     ///
     /// # Errors
-    /// When the state is of something else; nothing is changed then.
+    /// An error if the state does not fit; the value must then be unchanged.
     fn load_state_dict(&mut self, state: &StateDict) -> Result<(), StateError>;
 }
 
 impl StateDict {
-    /// A state without tensors: `value` as JSON.
+    /// Returns a state without tensors that contains `value` as JSON.
     ///
     /// # Errors
-    /// When JSON cannot hold the value.
+    /// An error if the value cannot be represented in JSON.
     pub fn of_value(value: &impl Serialize) -> Result<Self, StateError> {
         Ok(Self {
             tensors: std::collections::BTreeMap::new(),
@@ -60,10 +60,10 @@ impl StateDict {
         })
     }
 
-    /// The value that [`of_value`](Self::of_value) stored.
+    /// Returns the value that [`of_value`](Self::of_value) stored.
     ///
     /// # Errors
-    /// When the state is of a value of another type.
+    /// An error if the state is that of a value of another type.
     pub fn value<T: DeserializeOwned>(&self) -> Result<T, StateError> {
         Ok(T::deserialize(&self.metadata)?)
     }
@@ -89,7 +89,7 @@ impl Stateful for Ema {
     }
 }
 
-/// The learning rates in force are part of the optimizer's state: restore the optimizer too.
+/// The current learning rates are part of the optimizer's state, so the optimizer must be restored too.
 impl Stateful for LrScheduler {
     fn state_dict(&self) -> Result<StateDict, StateError> {
         StateDict::of_value(&LrScheduler::state_dict(self))

@@ -1,4 +1,4 @@
-//! tch's own optimizers behind our trait.
+//! An adapter for tch's own optimizers.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -6,11 +6,10 @@ use tch::{Tensor, nn};
 
 use crate::{Error, Optimizer, OptimizerId, Result};
 
-/// Lets tch's own optimizers (`nn::Sgd`, `nn::Adam`, `nn::RmsProp`…) work with gradient scalers,
-/// accumulation and schedules.
+/// An adapter that makes tch's own optimizers (`nn::Sgd`, `nn::Adam`, `nn::RmsProp`…) usable with
+/// gradient scalers, accumulation and schedules.
 ///
-/// It has one learning rate for all groups and no access to the optimizer's state, which tch does
-/// not bind.
+/// It has one learning rate for all groups. It cannot access the optimizer's state, which tch does not bind.
 ///
 /// ```
 /// use overdrive_optim::{Optimizer, TchOptimizer};
@@ -32,10 +31,10 @@ pub struct TchOptimizer {
 }
 
 impl TchOptimizer {
-    /// Wraps `optimizer` and sets its learning rate (tch cannot be asked for the present one).
+    /// Wraps `optimizer` and sets its learning rate (tch has no getter for the current one).
     ///
     /// # Errors
-    /// When the learning rate is negative or NaN.
+    /// [`Error::Common`] if the learning rate is negative or NaN.
     pub fn new(optimizer: nn::Optimizer, learning_rate: f64) -> Result<Self> {
         let mut this = Self {
             inner: optimizer,
@@ -46,14 +45,16 @@ impl TchOptimizer {
         Ok(this)
     }
 
-    /// The wrapped optimizer.
+    /// Returns the wrapped optimizer.
     pub fn into_inner(self) -> nn::Optimizer {
         self.inner
     }
 
-    /// tch's optimizers have only panicking calls; their panics become errors here.
-    fn guarded(&mut self, call: impl FnOnce(&mut nn::Optimizer)) -> Result<()> {
+    /// Calls a method of tch's optimizer, which panics on an error, and returns the panic as an error.
+    fn catch_panic(&mut self, call: impl FnOnce(&mut nn::Optimizer)) -> Result<()> {
         let inner = &mut self.inner;
+        // `AssertUnwindSafe`: tch panics after libtorch has returned, so its optimizer is not in the
+        // middle of a change.
         catch_unwind(AssertUnwindSafe(|| call(inner))).map_err(|payload| {
             let message = payload
                 .downcast_ref::<String>()
@@ -75,10 +76,11 @@ impl Optimizer for TchOptimizer {
     }
 
     fn step(&mut self) -> Result<()> {
-        self.guarded(nn::Optimizer::step)
+        self.catch_panic(nn::Optimizer::step)
     }
 
     fn zero_grad(&mut self) -> Result<()> {
+        // Not tch's `zero_grad`, which fills the gradients with zeros instead of dropping them.
         for parameter in self.inner.trainable_variables() {
             overdrive_sys::grad::clear(&parameter)?;
         }
@@ -96,8 +98,8 @@ impl Optimizer for TchOptimizer {
                 groups: 1,
             });
         };
-        crate::checks::check_finite_from_zero("learning_rate", learning_rate)?;
-        self.guarded(|optimizer| optimizer.set_lr(learning_rate))?;
+        overdrive_core::check_non_negative("learning_rate", learning_rate)?;
+        self.catch_panic(|optimizer| optimizer.set_lr(learning_rate))?;
         self.learning_rate = learning_rate;
         Ok(())
     }

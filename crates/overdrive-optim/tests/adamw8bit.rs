@@ -1,5 +1,5 @@
-//! 8-bit and paged AdamW against bitsandbytes and AdamW. A target of its own: one test counts memory, and one
-//! starts this binary again by its name, with a limit on the size of files.
+//! 8-bit and paged AdamW compared with bitsandbytes and AdamW. A test target of its own, because one test counts memory,
+//! and one starts this binary again with a limit on the size of files.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -268,7 +268,7 @@ fn paged_half_parameters_follow_float32_ones() {
 }
 
 #[test]
-fn a_parameter_with_strides_is_stepped_without_touching_its_neighbours() {
+fn a_strided_parameter_is_updated_without_changing_its_neighbours() {
     let whole = (Tensor::arange(200 * 100, cpu(Kind::Float)) * 0.1)
         .cos()
         .view([200, 100]);
@@ -283,7 +283,7 @@ fn a_parameter_with_strides_is_stepped_without_touching_its_neighbours() {
 }
 
 #[test]
-fn no_folder_for_the_pages_is_an_error_that_leaves_the_parameter_alone() {
+fn a_missing_folder_is_an_error_that_leaves_the_parameter_unchanged() {
     let weight = Tensor::ones([200, 100], cpu(Kind::Float));
     let parameter = with_gradient(&weight, &weight);
     let config = PagedAdamWConfig {
@@ -296,7 +296,7 @@ fn no_folder_for_the_pages_is_an_error_that_leaves_the_parameter_alone() {
     let mut optimizer = PagedAdamW::new(one_group("w", &parameter), config).unwrap();
     let message = optimizer.step().unwrap_err().to_string();
     assert!(
-        message.starts_with("cannot make room in `/no/such/folder`: there is no such folder; the paged optimizer needs 0.2 MiB there"),
+        message.starts_with("cannot allocate disk space in /no/such/folder: there is no such folder; the paged optimizer needs 0.2 MiB there"),
         "{message}"
     );
     assert!(parameter.equal(&weight));
@@ -307,7 +307,7 @@ fn no_folder_for_the_pages_is_an_error_that_leaves_the_parameter_alone() {
     };
     assert_eq!(
         small.validate().unwrap_err().to_string(),
-        "max_resident_bytes is 1000, expected at least 1048576 (1 MiB)"
+        "`max_resident_bytes` is 1000; it must be at least 1048576 (1 MiB)"
     );
 }
 
@@ -340,7 +340,7 @@ fn a_full_disk_is_an_error_before_anything_changes() {
     let mut optimizer = PagedAdamW::new(one_group("w", &parameter), config).unwrap();
     let message = optimizer.step().unwrap_err().to_string();
     assert!(
-        message.contains("set `paging.folder` to a disk with more room"),
+        message.contains("set `paging.folder` to a disk with more space"),
         "{message}"
     );
     assert!(parameter.equal(&weight));

@@ -1,91 +1,63 @@
-use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use tch::Kind;
 
-/// Result of this crate.
+/// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What can go wrong with a safetensors file.
+/// An error of reading or writing a safetensors file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A file could not be read or written.
-    #[error("cannot {action} {}: {source}", path.display())]
-    Io {
-        /// What was tried: "read", "map", "write", …
-        action: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
-    /// A file is cut short, damaged, or something else.
-    #[error("{} is not a complete safetensors file ({reason}): fetch or write it again", path.display())]
+    /// A file could not be read or written, or a tensor to copy into has another shape than the stored one.
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
+    /// A file is truncated, damaged, or of another format.
+    #[error(
+    "{} is not a complete safetensors file: {reason}; download or write it again",
+    path.display()
+    )]
     BadFile {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason, as the parser states it.
         reason: String,
     },
     /// The file has no tensor of this name.
-    #[error("{} holds no tensor `{name}`", path.display())]
+    #[error("{} has no tensor `{name}`", path.display())]
     NoTensor {
         /// The file.
         path: PathBuf,
-        /// The name that was asked for.
+        /// The name of the missing tensor.
         name: String,
     },
-    /// A stored tensor has a format that tch knows no kind for.
-    #[error("the tensor `{name}` is stored as {format}, which tch has no kind for")]
+    /// A stored tensor has a dtype for which tch has no kind.
+    #[error("the tensor `{name}` is stored as {format}, for which tch has no kind")]
     UnreadableFormat {
-        /// Its name.
+        /// The name of the tensor.
         name: String,
-        /// The format's name in the header.
+        /// The dtype's name in the header.
         format: String,
     },
-    /// A tensor to write has a kind that the format does not have.
+    /// A tensor to write has a kind that safetensors files cannot hold.
     #[error(
-        "the tensor `{name}` is {kind:?}, which safetensors files cannot hold: convert it first"
+        "the tensor `{name}` is {kind:?}, which safetensors files cannot hold; convert it to another dtype first"
     )]
     UnwritableKind {
-        /// Its name.
+        /// The name of the tensor.
         name: String,
-        /// Its kind.
+        /// The kind of the tensor.
         kind: Kind,
     },
-    /// A name of a tensor to write cannot be used.
-    #[error("a tensor cannot be written as `{name}`: {reason}")]
+    /// A tensor to write has a name that cannot be used.
+    #[error("a tensor cannot be named `{name}`: {reason}")]
     BadName {
         /// The name.
         name: String,
-        /// What is wrong with it.
+        /// The reason.
         reason: &'static str,
-    },
-    /// The tensor to copy into has another shape.
-    #[error(
-        "the tensor `{name}` is stored as {found:?}: it cannot be copied into one of {expected:?}"
-    )]
-    WrongShape {
-        /// The stored tensor's name.
-        name: String,
-        /// Its shape in the file.
-        found: Vec<i64>,
-        /// The shape of the tensor to copy into.
-        expected: Vec<i64>,
     },
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),
-}
-
-impl Error {
-    pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
-        let path = path.to_path_buf();
-        move |source| Error::Io {
-            action,
-            path,
-            source,
-        }
-    }
 }

@@ -1,4 +1,4 @@
-//! The formats of elements that both libtorch and safetensors have.
+//! The dtypes that both libtorch and safetensors have.
 
 use safetensors::Dtype;
 use tch::Kind;

@@ -1,15 +1,15 @@
-//! safetensors files of [`tch`] tensors: written whole or not at all, read through a memory map straight
-//! to the wanted kind and device.
+//! safetensors files of [`tch`] tensors, written atomically and read through a memory map directly into the
+//! wanted dtype and device.
 //!
-//! tch's own `write_safetensors` and `read_safetensors` hold a second copy of everything in memory,
-//! know only tensors on the CPU, and a write that fails leaves half a file. Here
+//! tch's own `write_safetensors` and `read_safetensors` hold a second copy of all tensors in memory, support
+//! only tensors on the CPU, and leave a partial file when a write fails. In this crate,
 //!
-//! * [`write()`] streams any tensors (any device, any strides) in parts of 16 MiB into a temporary
-//!   file of the same folder, flushes it to the disk and gives it its name: a reader finds the old file
-//!   or the new one, and an error leaves nothing behind;
-//! * [`MappedFile`] checks the header against the file, and reads only the tensors that are asked for:
-//!   one pass over the bytes converts them to kind and device ([`StoredTensor::copy_to_tensor`]), into a
-//!   new tensor or into one that is there already ([`StoredTensor::copy_into`]).
+//! * [`write()`] streams tensors of any device and strides in chunks of 16 MiB into a temporary file in the
+//!   same folder, flushes it to the disk and renames it: a reader finds the old file or the new one, and an
+//!   error leaves nothing behind;
+//! * [`MappedFile`] checks the header against the file and reads only the tensors that are requested: one
+//!   pass over the bytes converts them to a dtype and device, into a new tensor
+//!   ([`StoredTensor::copy_to_tensor`]) or an existing one ([`StoredTensor::copy_into`]).
 //!
 //! ```
 //! use overdrive_safetensors::{MappedFile, write};

@@ -1,4 +1,4 @@
-//! Weight files mapped into memory. The only unsafe code of the crate.
+//! safetensors files mapped into memory. This module has the only unsafe code of the crate.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -12,41 +12,42 @@ use tch::{Device, Kind, Tensor};
 
 use crate::kinds::kind_of;
 use crate::{Error, Result};
+use overdrive_core::Error as CommonError;
 
-/// How a file begins that `git clone` has left in place of a large one.
-const LFS: &[u8] = b"version https://git-lfs";
+/// The beginning of a Git LFS pointer file, which `git clone` without LFS leaves in place of a large file.
+const GIT_LFS_POINTER: &[u8] = b"version https://git-lfs";
 
-/// A safetensors file in memory, read by the system as its pages are touched.
+/// A safetensors file mapped into memory, whose pages the operating system reads on first access.
 ///
-/// The file must not be cut short while it is mapped: touching the lost pages would end the process.
-/// Replacing it by another file ([`write`](crate::write()) does that) is no harm, the map keeps the old one.
+/// The file must not be truncated while it is mapped: accessing the lost pages would end the process.
+/// Replacing it by another file, as [`write`](crate::write()) does, is harmless: the map keeps the old one.
 #[derive(Debug)]
 pub struct MappedFile {
     path: PathBuf,
     map: Mmap,
     header: Metadata,
     metadata: BTreeMap<String, String>,
-    /// Where the tensors begin.
+    /// The offset of the tensors' data in the file, in bytes.
     start: usize,
 }
 
 impl MappedFile {
-    /// Maps the file and checks that its header is sound and covers it exactly; no tensor is read yet.
+    /// Maps the file and checks that its header is valid and covers the file exactly; no tensor is read yet.
     ///
     /// # Errors
-    /// [`Error::Io`] when the file cannot be opened or mapped, [`Error::BadFile`] when it is cut short,
-    /// damaged, or of another format.
+    /// [`Error::Common`] if the file cannot be opened or mapped, [`Error::BadFile`] if it is truncated, damaged
+    /// or of another format.
     pub fn open(path: impl AsRef<Path>) -> Result<MappedFile> {
         let path = path.as_ref();
-        let file = File::open(path).map_err(Error::io("read", path))?;
+        let file = File::open(path).map_err(CommonError::io("read", path))?;
         // SAFETY: the map is read-only and private. If another process cuts the file short while it
         // is mapped, touching the lost pages ends this process with SIGBUS; that is the known limit of
         // mapping a file, and the same in safetensors' own Python and Rust loaders.
-        let map = unsafe { Mmap::map(&file) }.map_err(Error::io("map", path))?;
+        let map = unsafe { Mmap::map(&file) }.map_err(CommonError::io("map", path))?;
         let (length, header) =
             SafeTensors::read_metadata(&map).map_err(|error| Error::BadFile {
                 path: path.to_path_buf(),
-                reason: match map.starts_with(LFS) {
+                reason: match map.starts_with(GIT_LFS_POINTER) {
                     true => "it is a Git LFS pointer and not the file itself".to_owned(),
                     false => error.to_string(),
                 },
@@ -57,21 +58,22 @@ impl MappedFile {
             metadata: metadata.map(|(k, v)| (k.clone(), v.clone())).collect(),
             map,
             header,
+            // The header is preceded by its length as a u64.
             start: size_of::<u64>() + length,
         })
     }
 
-    /// The file's path, as it was given.
+    /// Returns the path of the file, as it was given.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The text entries of the header.
+    /// Returns the metadata of the header (`__metadata__`): names and text values.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.metadata
     }
 
-    /// Every tensor, in the order in which they lie in the file.
+    /// Returns all tensors, in the order of their data in the file.
     pub fn tensors(&self) -> Vec<StoredTensor<'_>> {
         let names = self.header.offset_keys().into_iter();
         names
@@ -79,10 +81,10 @@ impl MappedFile {
             .collect()
     }
 
-    /// The tensor `name`.
+    /// Returns the tensor `name`.
     ///
     /// # Errors
-    /// [`Error::NoTensor`] where there is none of this name.
+    /// [`Error::NoTensor`] if the file has no tensor of this name.
     pub fn tensor(&self, name: &str) -> Result<StoredTensor<'_>> {
         let info = self.header.info(name).ok_or_else(|| Error::NoTensor {
             path: self.path.clone(),
@@ -96,14 +98,14 @@ impl MappedFile {
         StoredTensor {
             name,
             dtype: info.dtype,
-            // A length that does not fit i64 fits no file either: the check of the header bounded it.
+            // No dimension exceeds i64: the check of the header bounded the data by the file's length.
             shape: info.shape.iter().map(|&n| n as i64).collect(),
             data: &self.map[self.start + from..self.start + to],
         }
     }
 }
 
-/// A tensor in a [`MappedFile`], whose elements have not been read yet.
+/// A tensor in a [`MappedFile`]; its elements have not been read yet.
 #[derive(Debug, Clone)]
 pub struct StoredTensor<'a> {
     name: String,
@@ -113,36 +115,36 @@ pub struct StoredTensor<'a> {
 }
 
 impl<'a> StoredTensor<'a> {
-    /// Its name.
+    /// Returns the name of the tensor.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its shape.
+    /// Returns the shape of the tensor.
     pub fn shape(&self) -> &[i64] {
         &self.shape
     }
 
-    /// The kind of its elements in the file, where tch has one.
+    /// Returns the kind of the elements in the file; `None` if tch has no such kind.
     pub fn kind(&self) -> Option<Kind> {
         kind_of(self.dtype)
     }
 
-    /// The name of the format of its elements: `F32`, `BF16`, `I64`, …
+    /// Returns the name of the elements' dtype in the file: `F32`, `BF16`, `I64`, …
     pub fn format(&self) -> String {
         self.dtype.to_string()
     }
 
-    /// Its elements in the file's format, not aligned to anything.
+    /// Returns the elements' bytes, little-endian as in the file and without any alignment.
     pub fn data(&self) -> &'a [u8] {
         self.data
     }
 
-    /// A new tensor with its elements, of `kind` (`None`: as in the file) on `device`: one pass over
-    /// the bytes, without a copy in between where `device` is the CPU.
+    /// Returns a new tensor with the elements, of `kind` (`None`: as in the file) on `device`. It takes one
+    /// pass over the bytes, without an intermediate copy if `device` is the CPU.
     ///
     /// # Errors
-    /// [`Error::UnreadableFormat`] for a format without a kind, and errors of libtorch.
+    /// [`Error::UnreadableFormat`] for a dtype without a kind, and errors of libtorch.
     pub fn copy_to_tensor(&self, kind: Option<Kind>, device: Device) -> Result<Tensor> {
         let kind = kind.unwrap_or(self.readable()?);
         let target = Tensor::f_empty(&self.shape, (kind, device))?;
@@ -150,33 +152,30 @@ impl<'a> StoredTensor<'a> {
         Ok(target)
     }
 
-    /// Overwrites `target`, which has this shape and any kind, device and strides, with its elements.
-    /// Gradients are not tracked.
+    /// Copies the elements into `target`, which must have the same shape and may have any kind, device and
+    /// strides. Gradients are not tracked.
     ///
     /// # Errors
-    /// [`Error::WrongShape`], [`Error::UnreadableFormat`], and errors of libtorch.
+    /// [`Error::Common`] for another shape, [`Error::UnreadableFormat`], and errors of libtorch.
     pub fn copy_into(&self, target: &Tensor) -> Result<()> {
         let from = self.readable()?;
-        // The same memory without its history: writing to a parameter is no step of a graph.
+        // The detached tensor shares the memory: writing to a parameter must not be recorded by autograd.
         let mut target = target.f_detach()?;
         if target.size() != self.shape {
-            return Err(Error::WrongShape {
-                name: self.name.clone(),
-                found: self.shape.clone(),
-                expected: target.size(),
-            });
+            let expected = format!("{:?}, the shape of the stored tensor", self.shape);
+            return Err(CommonError::shape(self.name.clone(), target.size(), expected).into());
         }
         if self.data.is_empty() {
             return Ok(());
         }
         if from == Kind::Bool {
-            // A byte that is neither 0 nor 1 is no `bool` that libtorch may read.
+            // libtorch must not read a byte other than 0 and 1 as a bool, which a damaged file may hold.
             let bytes = Tensor::f_from_data_size(self.data, &self.shape, Kind::Uint8)?;
             target.f_copy_(&bytes.f_ne(0)?)?;
             return Ok(());
         }
         if self.data.as_ptr().align_offset(from.elt_size_in_bytes()) != 0 {
-            // A writer that does not pad its header; libtorch wants aligned elements.
+            // Some writers do not pad the header. libtorch needs aligned elements, so they are copied once more.
             target.f_copy_(&Tensor::f_from_data_size(self.data, &self.shape, from)?)?;
             return Ok(());
         }
@@ -185,9 +184,9 @@ impl<'a> StoredTensor<'a> {
             strides[axis] = strides[axis + 1] * self.shape[axis + 1];
         }
         let (data, shape) = (self.data.as_ptr(), &self.shape);
-        // SAFETY: the pointer is aligned and `data` holds all elements of the contiguous shape, which
-        // the check of the header made sure of. The borrowed tensor is only read, and dropped before
-        // this function returns, while `data` lives.
+        // SAFETY: the pointer is aligned and `data` holds all elements of the contiguous shape, as the
+        // check of the header made sure. The borrowed tensor is only read, and is dropped before this
+        // function returns, while `data` is alive.
         let borrowed = unsafe { Tensor::f_from_blob(data, shape, &strides, from, Device::Cpu) }?;
         target.f_copy_(&borrowed)?;
         Ok(())

@@ -1,37 +1,42 @@
-//! Files that appear whole or not at all.
+//! Atomic replacement of files.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::{Error, Result};
+use crate::Result;
+use overdrive_core::Error as CommonError;
 
-/// Writes `bytes` to `path` as [`write`](crate::write()) writes tensors: whole, or not at all. For the
-/// small files that lie beside weights.
+/// Writes `bytes` to `path` atomically, as [`write`](crate::write()) writes tensors. It is meant for the small
+/// files beside the weights, such as `config.json`.
 ///
 /// # Errors
-/// [`Error::Io`]; the file at `path` is then as it was.
+/// [`Error::Common`](crate::Error::Common) if the file cannot be written; a previous file at `path` is then
+/// unchanged.
 pub fn write_bytes(path: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
     let path = path.as_ref();
     replace(path, |file| {
-        file.write_all(bytes).map_err(Error::io("write", path))
+        Ok(file
+            .write_all(bytes)
+            .map_err(CommonError::io("write", path))?)
     })
 }
 
-/// Lets `fill` write a temporary file in the folder of `path`, flushes it to the disk and gives it its
-/// name, in place of what has it.
+/// Lets `fill` write a temporary file in the folder of `path`, flushes it to the disk and renames it to `path`,
+/// replacing an existing file.
 pub(crate) fn replace(path: &Path, fill: impl FnOnce(&mut File) -> Result<()>) -> Result<()> {
-    let failed = |source| Error::io("write", path)(source);
+    let failed = |source| CommonError::io("write", path)(source);
     let mut temporary = Temporary::beside(path).map_err(failed)?;
     fill(&mut temporary.file)?;
+    // The data must be on the disk before the name is: after a power cut a renamed file could be empty.
     temporary.file.sync_all().map_err(failed)?;
     fs::rename(&temporary.path, path).map_err(failed)?;
     temporary.renamed = true;
-    flush_folder(path).map_err(failed)
+    Ok(flush_folder(path).map_err(failed)?)
 }
 
-/// A file that is removed again unless it was renamed, on a panic too.
+/// A temporary file that is removed on drop, also by a panic, unless it was renamed.
 struct Temporary {
     path: PathBuf,
     file: File,
@@ -40,7 +45,7 @@ struct Temporary {
 
 impl Temporary {
     fn beside(path: &Path) -> io::Result<Temporary> {
-        // Two writers of one process must not share a name either.
+        // The process id keeps processes apart, the counter the threads of one process.
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let name = path
             .file_name()
@@ -67,14 +72,15 @@ impl Temporary {
 impl Drop for Temporary {
     fn drop(&mut self) {
         if !self.renamed {
-            // The error to tell is the one that came first.
+            // The error that led here is the one to return, so this one is dropped.
             let _ = fs::remove_file(&self.path);
         }
     }
 }
 
-/// Makes the rename last through a crash of the machine.
+/// Flushes the folder of `path`, so that the rename survives a crash of the machine.
 fn flush_folder(path: &Path) -> io::Result<()> {
+    // Only Unix can open and sync a folder.
     if !cfg!(unix) {
         return Ok(());
     }

@@ -10,48 +10,53 @@ use tch::{Device, Tensor};
 use crate::kinds::dtype_of;
 use crate::replace::replace;
 use crate::{Error, Result};
+use overdrive_core::Error as CommonError;
 
-/// The key of the header that no tensor may have.
+/// The header key that the format reserves for the metadata.
 const METADATA: &str = "__metadata__";
 
-/// How many bytes of a tensor are in the host's memory at once while it is written.
-const PART: usize = 16 << 20;
+/// The size of the host buffer through which tensors are written, in bytes: large enough that the cost of
+/// a device copy and of a system call does not matter.
+const CHUNK_BYTES: usize = 16 << 20;
 
-/// Writes `tensors` and the text entries `metadata` into one safetensors file.
+/// Writes `tensors` and `metadata` (`__metadata__` of the header) into one safetensors file.
 ///
-/// The tensors may be on any device and have any strides, and may require gradients. They are copied to
-/// the host in parts of 16 MiB; one that is not contiguous is made so first, one at a time.
-/// Elements of the largest formats come first, then names in order: every tensor is aligned in
-/// the file, and equal input gives equal bytes.
+/// The tensors may be on any device, have any strides and require gradients. They are copied to the host in
+/// chunks of 16 MiB; a tensor that is not contiguous is made contiguous first, one at a time. Tensors are
+/// ordered by element size, largest first, and then by name: every tensor is aligned in the file, and equal
+/// input gives equal bytes.
 ///
-/// The file is written under another name in the same folder, flushed to the disk and renamed: a reader
-/// finds the old file or the new one, never a part, and after an error nothing is left behind.
+/// The file is written under a temporary name in the same folder, flushed to the disk and renamed: a reader
+/// finds the old file or the new one, never a partial one, and an error leaves nothing behind.
 ///
 /// # Errors
-/// [`Error::Io`] when the file cannot be written, [`Error::UnwritableKind`] and [`Error::BadName`] for
-/// tensors that the format cannot hold, and errors of libtorch. The file at `path` is then as it was.
+/// [`Error::Common`] if the file cannot be written, [`Error::UnwritableKind`] and [`Error::BadName`] for
+/// tensors that the format cannot hold, and errors of libtorch. A previous file at `path` is then unchanged.
 pub fn write(
     path: impl AsRef<Path>,
     tensors: &[(String, Tensor)],
     metadata: &BTreeMap<String, String>,
 ) -> Result<()> {
     let path = path.as_ref();
-    let entries = in_order(tensors)?;
+    let entries = file_order(tensors)?;
     let header = header(&entries, metadata)?;
     replace(path, |file| {
-        let mut put = |bytes: &[u8]| file.write_all(bytes).map_err(Error::io("write", path));
+        let mut put = |bytes: &[u8]| {
+            file.write_all(bytes)
+                .map_err(CommonError::io("write", path))
+        };
         put(&(header.len() as u64).to_le_bytes())?;
         put(&header)?;
         let mut buffer = Vec::new();
         for (_, tensor, _) in &entries {
-            put_tensor(tensor, &mut buffer, file, path)?;
+            write_elements(tensor, &mut buffer, file, path)?;
         }
         Ok(())
     })
 }
 
-/// The tensors with their formats, in the order of the file.
-fn in_order(tensors: &[(String, Tensor)]) -> Result<Vec<(&str, &Tensor, Dtype)>> {
+/// Returns the tensors with their dtypes, in the order of the file.
+fn file_order(tensors: &[(String, Tensor)]) -> Result<Vec<(&str, &Tensor, Dtype)>> {
     let mut names = BTreeSet::new();
     let mut entries = tensors
         .iter()
@@ -61,10 +66,10 @@ fn in_order(tensors: &[(String, Tensor)]) -> Result<Vec<(&str, &Tensor, Dtype)>>
                 Err(Error::BadName { name, reason })
             };
             if name == METADATA {
-                return refuse("the format keeps this name for itself");
+                return refuse("the format reserves this name");
             }
             if !names.insert(name) {
-                return refuse("another tensor of the same file has this name");
+                return refuse("another tensor of the file has this name");
             }
             let kind = tensor.f_kind()?;
             let dtype = dtype_of(kind).ok_or_else(|| Error::UnwritableKind {
@@ -74,11 +79,13 @@ fn in_order(tensors: &[(String, Tensor)]) -> Result<Vec<(&str, &Tensor, Dtype)>>
             Ok((name.as_str(), tensor, dtype))
         })
         .collect::<Result<Vec<_>>>()?;
+    // Larger elements first: each tensor then starts at a multiple of its own element size without padding,
+    // which the format does not allow.
     entries.sort_by(|a, b| b.2.bitsize().cmp(&a.2.bitsize()).then(a.0.cmp(b.0)));
     Ok(entries)
 }
 
-/// The header in JSON, padded so that the tensors begin at a multiple of 8.
+/// Returns the header as JSON, padded with spaces so that the tensors begin at a multiple of 8 bytes.
 fn header(
     entries: &[(&str, &Tensor, Dtype)],
     metadata: &BTreeMap<String, String>,
@@ -103,19 +110,25 @@ fn header(
     Ok(bytes)
 }
 
-/// Writes the elements, a part at a time.
-fn put_tensor(tensor: &Tensor, buffer: &mut Vec<u8>, file: &mut File, path: &Path) -> Result<()> {
+/// Writes the elements of a tensor, one chunk at a time.
+fn write_elements(
+    tensor: &Tensor,
+    buffer: &mut Vec<u8>,
+    file: &mut File,
+    path: &Path,
+) -> Result<()> {
     let size = tensor.f_kind()?.elt_size_in_bytes();
     let flat = tensor.f_detach()?.f_contiguous()?.f_view([-1])?;
-    let (elements, step) = (tensor.numel(), PART / size);
+    let (elements, step) = (tensor.numel(), CHUNK_BYTES / size);
     for start in (0..elements).step_by(step) {
         let count = step.min(elements - start);
-        let part = flat
+        let chunk = flat
             .f_narrow(0, start as i64, count as i64)?
             .f_to_device(Device::Cpu)?;
         buffer.resize(count * size, 0);
-        part.f_copy_data_u8(buffer, count)?;
-        file.write_all(buffer).map_err(Error::io("write", path))?;
+        chunk.f_copy_data_u8(buffer, count)?;
+        file.write_all(buffer)
+            .map_err(CommonError::io("write", path))?;
     }
     Ok(())
 }

@@ -5,19 +5,19 @@ use tch::Tensor;
 use crate::manifest::MANIFEST;
 use crate::{Error, Result};
 
-/// Whose a part of a snapshot is.
+/// The ranks that an entry of a snapshot belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scope {
-    /// The same on all ranks: rank 0 writes it, as `<name>.<format>`.
+    /// The entry is the same on all ranks; rank 0 writes it, as `<name>.<format>`.
     Run,
-    /// Each rank has its own, `<name>.rank-<n>.<format>`: random states, sharded optimizer states.
+    /// Each rank has its own entry, `<name>.rank-<n>.<format>`: random states, sharded optimizer states.
     Rank,
 }
 
 impl Scope {
-    /// For errors.
-    pub(crate) fn words(self) -> &'static str {
+    /// Returns the words by which errors describe the scope.
+    pub(crate) fn description(self) -> &'static str {
         match self {
             Self::Run => "once for all ranks",
             Self::Rank => "for each rank",
@@ -25,19 +25,19 @@ impl Scope {
     }
 }
 
-/// The files of one snapshot, part by part: what [`SnapshotManager::save`](crate::SnapshotManager::save)
-/// takes. [`RunState`](crate::RunState) puts together those of a whole run.
+/// The entries of one snapshot, each a file, for [`SnapshotManager::save`](crate::SnapshotManager::save).
+/// [`RunState`](crate::RunState) collects those of a whole run.
 ///
-/// Tensors are handles: they are copied when the snapshot is saved, and the caller may change them after.
+/// Tensors are handles: they are copied when the snapshot is saved, and the caller may change them afterwards.
 #[derive(Debug)]
 pub struct Contents {
     pub(crate) step: u64,
     pub(crate) metric: Option<f64>,
-    pub(crate) parts: Vec<Part>,
+    pub(crate) entries: Vec<Entry>,
 }
 
 #[derive(Debug)]
-pub(crate) struct Part {
+pub(crate) struct Entry {
     pub(crate) name: String,
     pub(crate) scope: Scope,
     pub(crate) content: Content,
@@ -45,28 +45,28 @@ pub(crate) struct Part {
 
 #[derive(Debug)]
 pub(crate) enum Content {
-    /// `<name>.safetensors`.
+    /// Tensors, stored as `<name>.safetensors`.
     Tensors(Vec<(String, Tensor)>),
-    /// `<name>.safetensors`, in the layout of overdrive-optim.
+    /// A state dict, stored as `<name>.safetensors` in the layout of overdrive-optim.
     State(StateDict),
-    /// `<name>.json`.
+    /// A value, stored as `<name>.json`.
     Document(Vec<u8>),
-    /// A file of this very name.
+    /// A file that is stored under the entry's own name.
     File(Vec<u8>),
 }
 
 impl Contents {
-    /// The snapshot after `step` steps, as yet empty.
+    /// Returns the contents of a snapshot after `step` steps, without entries.
     pub fn at(step: u64) -> Contents {
         Contents {
             step,
             metric: None,
-            parts: Vec::new(),
+            entries: Vec::new(),
         }
     }
 
-    /// Notes what the model is worth at this step, such as its loss on the evaluation data: the best
-    /// snapshot is kept by it ([`SnapshotOptions::best`](crate::SnapshotOptions::best)).
+    /// Sets the metric of the model at this step, such as its loss on the evaluation data. It selects the best
+    /// snapshot ([`SnapshotOptions::best`](crate::SnapshotOptions::best)).
     pub fn metric(&mut self, value: f64) -> &mut Contents {
         self.metric = Some(value);
         self
@@ -75,7 +75,7 @@ impl Contents {
     /// Adds tensors, as `<name>.safetensors`.
     ///
     /// # Errors
-    /// [`Error::BadName`] for a name that is taken or cannot be a file's.
+    /// [`Error::BadName`] for a name that is in use or cannot be a file name.
     pub fn tensors(
         &mut self,
         name: &str,
@@ -83,21 +83,21 @@ impl Contents {
         tensors: impl IntoIterator<Item = (String, Tensor)>,
     ) -> Result<&mut Contents> {
         let tensors = tensors.into_iter().collect();
-        self.part(name, scope, Content::Tensors(tensors))
+        self.push(name, scope, Content::Tensors(tensors))
     }
 
-    /// Adds the state of an optimizer or of averages of weights, as `<name>.safetensors`.
+    /// Adds the state dict of an optimizer or of averaged weights, as `<name>.safetensors`.
     ///
     /// # Errors
-    /// As for [`Contents::tensors`].
+    /// The same as those of [`Contents::tensors`].
     pub fn state(&mut self, name: &str, scope: Scope, state: StateDict) -> Result<&mut Contents> {
-        self.part(name, scope, Content::State(state))
+        self.push(name, scope, Content::State(state))
     }
 
-    /// Adds a small value, as `<name>.json`.
+    /// Adds a small value, serialized as `<name>.json`.
     ///
     /// # Errors
-    /// As for [`Contents::tensors`], and [`Error::BadName`] for a value that JSON cannot hold.
+    /// Those of [`Contents::tensors`], and [`Error::BadName`] for a value that JSON cannot represent.
     pub fn document(
         &mut self,
         name: &str,
@@ -108,45 +108,49 @@ impl Contents {
             name: name.to_owned(),
             reason: "its value cannot be written as JSON",
         })?;
-        self.part(name, scope, Content::Document(bytes))
+        self.push(name, scope, Content::Document(bytes))
     }
 
-    /// Adds a file as it is, under its own name: `config.json`, `tokenizer.json`. One for all ranks.
+    /// Adds a file under its own name, such as `config.json` or `tokenizer.json`; rank 0 writes it.
     ///
     /// # Errors
     /// As for [`Contents::tensors`].
     pub fn file(&mut self, name: &str, bytes: Vec<u8>) -> Result<&mut Contents> {
-        self.part(name, Scope::Run, Content::File(bytes))
+        self.push(name, Scope::Run, Content::File(bytes))
     }
 
-    fn part(&mut self, name: &str, scope: Scope, content: Content) -> Result<&mut Contents> {
+    fn push(&mut self, name: &str, scope: Scope, content: Content) -> Result<&mut Contents> {
         let refuse = |reason| {
             let name = name.to_owned();
             Err(Error::BadName { name, reason })
         };
+        // A name becomes a file name of any file system, and must not lead out of the snapshot's folder.
         let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
         if name.is_empty() || name.starts_with('.') || !name.chars().all(plain) {
-            return refuse("letters, digits, `-`, `_` and dots make a file's name");
+            return refuse(
+                "it must consist of letters, digits, `-`, `_` and dots, and not begin with a dot",
+            );
         }
-        let part = Part {
+        let entry = Entry {
             name: name.to_owned(),
             scope,
             content,
         };
-        let file = part.file_name(0);
+        let file = entry.file_name(0);
         if file == MANIFEST {
-            return refuse("the list of files has this name");
+            return refuse("the snapshot's manifest has this name");
         }
-        if self.parts.iter().any(|other| other.file_name(0) == file) {
-            return refuse("another part has this name");
+        // The check is by file name: tensors and a document of the same name are different files.
+        if self.entries.iter().any(|other| other.file_name(0) == file) {
+            return refuse("another entry has this name");
         }
-        self.parts.push(part);
+        self.entries.push(entry);
         Ok(self)
     }
 }
 
-impl Part {
-    /// The file that this rank's part is in.
+impl Entry {
+    /// Returns the name of the file that holds this rank's entry.
     pub(crate) fn file_name(&self, rank: usize) -> String {
         match &self.content {
             Content::Tensors(_) | Content::State(_) => {
@@ -158,7 +162,7 @@ impl Part {
     }
 }
 
-/// `model.safetensors`, `random.rank-2.safetensors`.
+/// Returns the file name of an entry: `model.safetensors`, `random.rank-2.safetensors`.
 pub(crate) fn file_name(name: &str, scope: Scope, rank: usize, format: &str) -> String {
     match scope {
         Scope::Run => format!("{name}.{format}"),

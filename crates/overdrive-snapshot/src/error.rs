@@ -1,121 +1,113 @@
-use std::io;
 use std::path::{Path, PathBuf};
 
-/// Result of this crate.
+/// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What can go wrong with snapshots.
+/// An error of writing, finding or restoring snapshots.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A file or folder could not be read or written.
-    #[error("cannot {action} {}: {source}", path.display())]
-    Io {
-        /// What was tried: "write", "read", "rename", …
-        action: &'static str,
-        /// The file or folder.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
-    /// A part of a snapshot has a name that cannot be a file's.
-    #[error("a part of a snapshot cannot be called `{name}`: {reason}")]
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
+    /// An entry of a snapshot has a name that cannot be used.
+    #[error("an entry of a snapshot cannot be named `{name}`: {reason}")]
     BadName {
         /// The name.
         name: String,
-        /// What is wrong with it.
+        /// The reason.
         reason: &'static str,
     },
-    /// A snapshot is cut short, was changed, or is none.
+    /// A snapshot is incomplete or was changed, or the folder is no snapshot.
     #[error(
-        "{} is not a whole snapshot ({reason}): take another one, `latest` finds the newest that is whole",
+    "{} is not a complete snapshot ({reason}): use another one; `latest` finds the newest complete one",
         path.display()
     )]
     Damaged {
-        /// Its folder.
+        /// The folder of the snapshot.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         reason: String,
     },
-    /// A snapshot lacks a part that was asked for.
+    /// A snapshot does not have a requested entry.
     #[error(
-        "the snapshot {} has no part `{part}`: it has {}",
+        "the snapshot {} has no entry `{entry}`; it has {}",
         path.display(),
         available.join(", ")
-    )]
-    NoPart {
-        /// Its folder.
+        )]
+    NoEntry {
+        /// The folder of the snapshot.
         path: PathBuf,
-        /// The part.
-        part: String,
-        /// The files that it has.
+        /// The file name of the entry.
+        entry: String,
+        /// The names of the snapshot's files.
         available: Vec<String>,
     },
-    /// A snapshot is of another model, or of other tensors than those to fill.
+    /// The tensors of a snapshot have other names or shapes than those to fill.
     #[error(
-        "`{part}` of the snapshot {} does not fit: {}. Nothing was loaded; give the configuration that \
-         the snapshot was made with, or begin a new run in another folder",
+        "`{entry}` of the snapshot {} does not fit: {}. Nothing was loaded; use the configuration that \
+        the snapshot was made with, or start a new run in another folder",
         path.display(),
         differences.join("; ")
     )]
     Differs {
-        /// Its folder.
+        /// The folder of the snapshot.
         path: PathBuf,
-        /// The part.
-        part: String,
-        /// What is missing, unexpected, or of another shape, by name.
+        /// The name of the entry.
+        entry: String,
+        /// The tensors that are missing, unexpected, or of another shape.
         differences: Vec<String>,
     },
-    /// Other parts are registered at restoring than were at saving.
+    /// The registered entries are not those of the snapshot.
     #[error(
-        "the snapshot {} is of another kind of run: {}. Nothing was loaded; give the configuration that the \
-         snapshot was made with, or begin a new run in another folder",
+        "the snapshot {} is of another kind of run: {}. Nothing was loaded; use the configuration that the \
+        snapshot was made with, or start a new run in another folder",
         path.display(),
         differences.join("; ")
-    )]
-    OtherParts {
-        /// Its folder.
+        )]
+    EntryMismatch {
+        /// The folder of the snapshot.
         path: PathBuf,
-        /// The parts that are registered on one side only, by name.
+        /// The entries that are registered or stored on one side only.
         differences: Vec<String>,
     },
-    /// A part of a run did not give its state.
-    #[error("`{part}` cannot be saved: {source}")]
+    /// The state dict of a registered entry could not be made.
+    #[error("`{entry}` cannot be saved: {source}")]
     NotSaved {
-        /// The name under which it is registered.
-        part: String,
-        /// Its own error.
+        /// The name under which the entry is registered.
+        entry: String,
+        /// The error of the registered value.
         source: overdrive_optim::StateError,
     },
-    /// A part of a run did not take the state of a snapshot.
+    /// A registered entry could not load its state from a snapshot.
     #[error(
-        "`{part}` cannot be restored from {}: {source}; give the configuration that the snapshot was made \
-         with, or begin a new run in another folder",
+        "`{entry}` cannot be restored from {}: {source}; use the configuration that the snapshot was made \
+        with, or start a new run in another folder",
         path.display()
     )]
     NotRestored {
-        /// The snapshot's folder.
+        /// The folder of the snapshot.
         path: PathBuf,
-        /// The name under which it is registered.
-        part: String,
-        /// Its own error.
+        /// The name under which the entry is registered.
+        entry: String,
+        /// The error of the registered value.
         source: overdrive_optim::StateError,
     },
-    /// A run resumes with another number of processes than it was saved by.
+    /// A run resumes with another number of processes than the snapshot was saved by.
     #[error(
-        "{} was saved by {saved} processes, and {now} train now: their places in the data and random states \
-         are not those of {now}; start {saved} (`--nproc {saved}`)",
+        "{} was saved by {saved} processes, and {now} resume from it: its data positions and random states \
+        do not fit them; start {saved} processes (`--nproc {saved}`)",
         path.display()
     )]
     WorldSize {
-        /// The snapshot.
+        /// The folder of the snapshot.
         path: PathBuf,
         /// The number of processes that it was saved by.
         saved: usize,
         /// The number of processes now.
         now: usize,
     },
-    /// Another process writes snapshots into the folder.
+    /// Another run writes snapshots into the folder.
     #[error(
         "another run writes its snapshots into {}: wait for it to end, or choose another folder",
         folder.display()
@@ -124,43 +116,34 @@ pub enum Error {
         /// The folder.
         folder: PathBuf,
     },
-    /// Another rank did not finish its part of a snapshot.
-    #[error("rank {rank} did not finish its part of the snapshot of step {step}: {reason}")]
+    /// Another rank did not write its entries of a snapshot.
+    #[error("rank {rank} did not write its entries of the snapshot of step {step}: {reason}")]
     Peer {
         /// The rank that was waited for.
         rank: usize,
         /// The step.
         step: u64,
-        /// What is known about it.
+        /// The reason, as far as it is known.
         reason: String,
     },
-    /// A file of tensors.
+    /// An error of a safetensors file.
     #[error(transparent)]
     Safetensors(#[from] overdrive_safetensors::Error),
-    /// The state of an optimizer or of averages.
+    /// An error of a state dict of an optimizer or of averaged weights.
     #[error(transparent)]
     State(#[from] overdrive_optim::Error),
-    /// libtorch refused to read or set a random state.
+    /// An error of reading or setting the state of a random generator.
     #[error(transparent)]
     Sys(#[from] overdrive_sys::Error),
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),
-    /// The thread that writes snapshots is gone.
-    #[error("the thread that writes snapshots has ended: open the folder again")]
+    /// The thread that writes snapshots has ended.
+    #[error("the thread that writes snapshots has ended; open the folder again")]
     WriterEnded,
 }
 
 impl Error {
-    pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
-        let path = path.to_path_buf();
-        move |source| Error::Io {
-            action,
-            path,
-            source,
-        }
-    }
-
     pub(crate) fn damaged(path: &Path, reason: impl Into<String>) -> Error {
         Error::Damaged {
             path: path.to_path_buf(),

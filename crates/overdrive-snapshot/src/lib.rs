@@ -1,18 +1,18 @@
-//! Snapshots of training runs that no kill and no full disk can spoil.
+//! Snapshots of training runs that survive killed processes and full disks.
 //!
-//! A snapshot is a folder of safetensors and JSON, `checkpoint-120`, which appears whole or not at all:
-//! everything is written under another name, flushed to the disk, listed with lengths and SHA-256
-//! checksums in `manifest.json`, and renamed. [`SnapshotManager`]
+//! A snapshot is a folder of safetensors and JSON files, such as `checkpoint-120`, that is written atomically:
+//! the files are written under a temporary name, flushed to the disk, listed with lengths and SHA-256
+//! checksums in `manifest.json`, and the folder is renamed. [`SnapshotManager`]
 //!
-//! * writes all that a [`RunState`] registers while training goes on:
+//! * writes everything that a [`RunState`] registers while training continues:
 //!   [`save_state`](SnapshotManager::save_state) copies the tensors and returns;
-//! * keeps the newest few and the best ([`SnapshotOptions`]);
-//! * finds [`latest`](SnapshotManager::latest) by what is whole, never by a name alone: damaged and
-//!   half-written ones are passed over with a warning;
-//! * writes one folder from many ranks, and lets them agree on where to resume ([`Ranks`]).
+//! * keeps the newest snapshots and the best one ([`SnapshotOptions`]);
+//! * finds the [`latest`](SnapshotManager::latest) complete snapshot by its checksums: damaged and incomplete
+//!   ones are skipped with a warning;
+//! * writes one folder from many ranks, and lets them agree on the snapshot to resume from ([`Ranks`]).
 //!
-//! A disk that is full or a folder that cannot be written does not end a run:
-//! [`outcomes`](SnapshotManager::outcomes) tells, and the last good snapshot is as it was.
+//! A full disk or a folder that cannot be written does not end a run:
+//! [`outcomes`](SnapshotManager::outcomes) returns the error, and the last good snapshot is unchanged.
 //!
 //! ```
 //! use overdrive_optim::{AdamW, AdamWConfig, Optimizer, decay_groups};
@@ -59,16 +59,16 @@ mod manifest;
 mod options;
 mod ranks;
 mod run_state;
+mod save_job;
 mod snapshot;
 mod staging;
-mod write;
 mod writer;
 
 pub use contents::{Contents, Scope};
 pub use error::{Error, Result};
 pub use manager::SnapshotManager;
 pub use options::{Best, SnapshotOptions};
-pub use ranks::{Alone, Ranks};
+pub use ranks::{Ranks, SingleProcess};
 pub use run_state::RunState;
 pub use snapshot::Snapshot;
 pub use writer::{SaveOutcome, SaveReport};

@@ -6,68 +6,75 @@ use std::time::Instant;
 
 use crate::folder;
 use crate::options::SnapshotOptions;
-use crate::ranks::{Alone, Ranks};
+use crate::ranks::{Ranks, SingleProcess};
+use crate::save_job::SaveJob;
 use crate::staging::Staging;
-use crate::write::Job;
 use crate::writer::{Rotation, SaveOutcome, Writer, save};
 use crate::{Contents, Error, Result, RunState, Snapshot};
+use overdrive_core::Error as CommonError;
 
-/// The name of the file that a running process has locked.
-const LOCK: &str = ".lock";
+/// The name of the file that a running process keeps locked.
+const LOCK_FILE: &str = ".lock";
 
-/// The snapshots of one run: writes, finds and rotates them.
+/// A manager that writes, finds and rotates the snapshots of one run.
 ///
-/// One process, or one run of several, may write into a folder at a time. Dropping it waits until what
-/// was begun is on the disk.
+/// Only one run, of one or several processes, may write into a folder at a time. Dropping the manager waits until
+/// a snapshot that was begun is on the disk.
 pub struct SnapshotManager {
     folder: PathBuf,
     options: SnapshotOptions,
     ranks: Box<dyn Ranks>,
     run: u64,
-    /// Held by the first writer of the folder until it ends, however it ends.
+    /// The lock on the folder. The operating system releases it however the process ends.
     _lock: Option<File>,
     staging: Staging,
     writer: Option<Writer>,
-    /// Ended since the caller last asked.
+    /// The outcomes since the last call of [`SnapshotManager::outcomes`].
     outcomes: Vec<SaveOutcome>,
 }
 
 impl SnapshotManager {
-    /// Opens the folder of a run of one process; it is made with the first snapshot. What killed processes
-    /// have left half-written is removed.
+    /// Opens the folder of a run of one process, and creates it if it does not exist. Incomplete snapshots that
+    /// killed processes have left are removed.
     ///
     /// # Errors
-    /// [`Error::Locked`] while another run writes there, [`Error::Io`].
+    /// [`Error::Locked`] while another run writes into the folder, [`Error::Common`] if it cannot be created or read.
     pub fn open(folder: impl AsRef<Path>, options: SnapshotOptions) -> Result<SnapshotManager> {
-        SnapshotManager::with_ranks(folder, options, Box::new(Alone))
+        SnapshotManager::with_ranks(folder, options, Box::new(SingleProcess))
     }
 
-    /// Opens the folder of a run of several processes: each rank calls this.
+    /// Opens the folder of a run of several processes. Every rank calls it.
     ///
     /// # Errors
-    /// As for [`SnapshotManager::open`], and when a rank is lost.
+    /// The same as those of [`SnapshotManager::open`], and [`Error::Common`] if a rank is lost.
     pub fn with_ranks(
         folder: impl AsRef<Path>,
         options: SnapshotOptions,
         ranks: Box<dyn Ranks>,
     ) -> Result<SnapshotManager> {
         let folder = folder.as_ref().to_path_buf();
-        let keeps = ranks.rank() == 0 || !options.shared_folder;
-        let prepared = if keeps { prepare(&folder) } else { Ok(None) };
-        // All ranks learn of a failure before any of them goes on, and then wait for none.
+        let owns_folder = ranks.rank() == 0 || !options.shared_folder;
+        let prepared = if owns_folder {
+            prepare(&folder)
+        } else {
+            Ok(None)
+        };
+        // The ranks exchange whether they failed before any of them returns: otherwise the others would wait for
+        // the failed one. Rank 0's random number becomes the id of the run; a `RandomState` is seeded by the
+        // operating system.
         let own = [
             u64::from(prepared.is_err()),
             RandomState::new().build_hasher().finish(),
         ];
         let all = ranks
             .all_gather(&own)
-            .map_err(Error::io("agree on the folder", &folder))?;
+            .map_err(CommonError::io("agree on the folder", &folder))?;
         let lock = prepared?;
         if let Some(rank) = all.iter().position(|own| own.first() != Some(&0)) {
             return Err(Error::Peer {
                 rank,
                 step: 0,
-                reason: "it could not open the folder; its own output says why".into(),
+                reason: "it could not open the folder; its own output has the error".into(),
             });
         }
         let run = all.first().and_then(|own| own.get(1)).copied();
@@ -83,67 +90,71 @@ impl SnapshotManager {
         })
     }
 
-    /// The folder.
+    /// Returns the folder of the snapshots.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Takes a snapshot: copies the tensors, and returns while they are written
-    /// ([`SnapshotOptions::background`]). If the one before is still under way, this waits for it first.
+    /// Saves a snapshot: copies the tensors to the host, and returns while they are written
+    /// ([`SnapshotOptions::background`]). If the previous snapshot is still being written, it waits for it first.
     ///
-    /// That the disk is full or the folder cannot be written is no error of this call: training goes on,
-    /// and [`outcomes`](SnapshotManager::outcomes) tells.
+    /// A full disk or a folder that cannot be written is not an error of this call: training continues, and
+    /// [`outcomes`](SnapshotManager::outcomes) returns the error.
     ///
     /// # Errors
-    /// An error of libtorch while copying; [`Error::WriterEnded`].
+    /// An error of libtorch while copying, and [`Error::WriterEnded`].
     pub fn save(&mut self, contents: Contents) -> Result<()> {
         let began = Instant::now();
+        // One snapshot at a time: its copies are reused for the next, and memory holds one set.
         self.settle()?;
         let rank = self.ranks.rank();
-        let parts = self.staging.copy(contents.parts)?;
+        let entries = self.staging.copy(contents.entries)?;
+        // A process that has a folder of its own is rank 0 of it.
         let (rank, world_size) = match self.options.shared_folder {
             true => (rank, self.ranks.world_size()),
             false => (0, 1),
         };
-        let job = Job {
+        let job = SaveJob {
             folder: self.folder.clone(),
             step: contents.step,
             metric: contents.metric,
-            parts,
+            entries,
             rank,
             world_size,
             run: self.run,
             peer_timeout: self.options.peer_timeout,
         };
+        // Only one rank may delete old snapshots of a shared folder.
         let limit = self.options.total_limit.filter(|_| rank == 0);
         let rotation = limit.map(|limit| Rotation {
             limit,
             best: self.options.best,
         });
         if !self.options.background {
-            let (mut outcome, parts) = save(job, rotation, 0.0);
+            let (mut outcome, entries) = save(job, rotation, 0.0);
             if let Ok(report) = &mut outcome.result {
                 report.blocked_seconds = began.elapsed().as_secs_f64();
             }
-            self.staging.reuse(parts);
+            self.staging.reuse(entries);
             self.outcomes.push(outcome);
             return Ok(());
         }
+        // The thread starts with the first snapshot, so that a run without any has none.
         let writer = match &mut self.writer {
             Some(writer) => writer,
             empty => {
-                let started = Writer::start().map_err(Error::io("write", &self.folder))?;
+                let started = Writer::start().map_err(CommonError::io("write", &self.folder))?;
                 empty.insert(started)
             }
         };
         writer.send(job, rotation, began.elapsed().as_secs_f64())
     }
 
-    /// Saves all that `state` registers, after `step` steps. The best snapshot is kept by `metric`, such as the
-    /// loss on the evaluation data.
+    /// Saves everything that `state` registers, after `step` steps. `metric`, such as the loss on the evaluation
+    /// data, selects the best snapshot.
     ///
     /// # Errors
-    /// As [`save`](SnapshotManager::save), and [`Error::NotSaved`], [`Error::BadName`].
+    /// Those of [`save`](SnapshotManager::save), and [`Error::NotSaved`], [`Error::BadName`].
     pub fn save_state(
         &mut self,
         step: u64,
@@ -153,11 +164,11 @@ impl SnapshotManager {
         self.save(state.contents(step, metric)?)
     }
 
-    /// Restores all that `state` registers from a snapshot of this run. Each rank calls it.
+    /// Restores everything that `state` registers from a snapshot of this run. Every rank calls it.
     ///
     /// # Errors
-    /// [`Error::WorldSize`] and [`Error::OtherParts`] before anything is changed; [`Error::NotRestored`] or
-    /// [`Error::Differs`] for the first part that does not fit: the parts before it have been restored.
+    /// [`Error::WorldSize`] and [`Error::EntryMismatch`] before anything is changed; [`Error::NotRestored`] or
+    /// [`Error::Differs`] for the first entry that does not fit: the entries before it have been restored.
     pub fn load_state(&self, snapshot: &Snapshot, state: RunState<'_>) -> Result<()> {
         let (rank, now) = match self.options.shared_folder {
             true => (self.ranks.rank(), self.ranks.world_size()),
@@ -173,18 +184,18 @@ impl SnapshotManager {
         state.restore(snapshot, rank)
     }
 
-    /// How the snapshots ended that have ended since this was last asked. It does not wait.
+    /// Returns the outcomes of the snapshots that were finished since the last call, without waiting.
     ///
     /// # Errors
     /// [`Error::WriterEnded`].
     pub fn outcomes(&mut self) -> Result<Vec<SaveOutcome>> {
         while let Some(done) = self.writer.as_mut().map_or(Ok(None), Writer::poll)? {
-            self.took(done);
+            self.record(done);
         }
         Ok(std::mem::take(&mut self.outcomes))
     }
 
-    /// Waits until nothing is under way, and says how all that was ended.
+    /// Waits until all snapshots are finished, and returns their outcomes.
     ///
     /// # Errors
     /// [`Error::WriterEnded`].
@@ -193,8 +204,8 @@ impl SnapshotManager {
         Ok(std::mem::take(&mut self.outcomes))
     }
 
-    /// Returns a warning for each of `outcomes` that needs one: snapshots that could not be written, with the
-    /// newest one that there is, and old ones that could not be deleted.
+    /// Returns a warning for each outcome that needs one: snapshots that could not be written, with the newest
+    /// existing one, and old snapshots that could not be deleted.
     pub fn warnings(&self, outcomes: &[SaveOutcome]) -> Vec<String> {
         let mut lines = Vec::new();
         for outcome in outcomes {
@@ -206,7 +217,7 @@ impl SnapshotManager {
                         None => "there is none yet".to_owned(),
                     };
                     lines.push(format!(
-                        "warning: no snapshot of step {}: {error}; training goes on, {newest}",
+                        "warning: no snapshot of step {}: {error}; training continues, {newest}",
                         outcome.step
                     ));
                 }
@@ -218,69 +229,74 @@ impl SnapshotManager {
         lines
     }
 
-    /// Waits until nothing is under way; [`outcomes`](SnapshotManager::outcomes) then has all.
+    /// Waits until all snapshots are finished; [`outcomes`](SnapshotManager::outcomes) then returns them.
     ///
     /// # Errors
     /// [`Error::WriterEnded`].
     pub fn settle(&mut self) -> Result<()> {
         while let Some(done) = self.writer.as_mut().map_or(Ok(None), Writer::next)? {
-            self.took(done);
+            self.record(done);
         }
         Ok(())
     }
 
-    fn took(&mut self, (outcome, parts): (SaveOutcome, Vec<crate::contents::Part>)) {
-        self.staging.reuse(parts);
+    fn record(&mut self, (outcome, entries): (SaveOutcome, Vec<crate::contents::Entry>)) {
+        self.staging.reuse(entries);
         self.outcomes.push(outcome);
     }
 
-    /// The snapshots whose files are all there with their lengths, the newest first. Others are passed over
-    /// with a warning.
+    /// Returns the snapshots whose files all exist with their lengths, the newest first. Others are skipped with
+    /// a warning.
     ///
     /// # Errors
-    /// [`Error::Io`] when the folder cannot be read.
+    /// [`Error::Common`] if the folder cannot be read.
     pub fn list(&self) -> Result<Vec<Snapshot>> {
         folder::list(&self.folder)
     }
 
-    /// The newest snapshot of which every byte is as it was written, and which every rank has; `None`
-    /// where there is none. Damaged ones are passed over with a warning. All ranks call this together.
+    /// Returns the newest snapshot whose checksums are right and which every rank has; `None` if there is none.
+    /// Damaged ones are skipped with a warning. It is collective: all ranks call it.
     ///
     /// # Errors
-    /// [`Error::Io`] when the folder cannot be read or a rank is lost.
+    /// [`Error::Common`] if the folder cannot be read or a rank is lost.
     pub fn latest(&self) -> Result<Option<Snapshot>> {
-        let whole = |snapshot: &Snapshot| {
+        let is_complete = |snapshot: &Snapshot| {
             let verified = snapshot.verify();
             if let Err(error) = &verified {
-                tracing::warn!("passed over: {error}");
+                tracing::warn!("snapshot skipped: {error}");
             }
             verified.is_ok()
         };
         if self.ranks.world_size() == 1 {
-            return Ok(self.list()?.into_iter().find(whole));
+            return Ok(self.list()?.into_iter().find(is_complete));
         }
-        // A rank that fails says that it has none, so that the others do not wait for it.
+        // A rank that fails sends an empty list, so that the others do not wait for it.
         let listed = self.list();
         let own: Vec<Snapshot> = match &listed {
-            Ok(snapshots) => snapshots.iter().filter(|one| whole(one)).cloned().collect(),
+            Ok(snapshots) => snapshots
+                .iter()
+                .filter(|one| is_complete(one))
+                .cloned()
+                .collect(),
             Err(_) => Vec::new(),
         };
         let steps: Vec<u64> = own.iter().map(Snapshot::step).collect();
         let all = self
             .ranks
             .all_gather(&steps)
-            .map_err(Error::io("agree on the snapshot in", &self.folder))?;
+            .map_err(CommonError::io("agree on the snapshot in", &self.folder))?;
         listed?;
         let everywhere = |step: &u64| all.iter().all(|steps| steps.contains(step));
+        // The newest step that all ranks have: a rank killed while writing may lack the last one.
         let step = steps.iter().copied().find(everywhere);
         Ok(own.into_iter().find(|one| Some(one.step()) == step))
     }
 
-    /// The best snapshot by its metric ([`SnapshotOptions::best`]), or `None` where none has one. Its
-    /// bytes are compared with their checksums.
+    /// Returns the snapshot with the best metric ([`SnapshotOptions::best`]); `None` if none has a metric. Its
+    /// checksums are verified.
     ///
     /// # Errors
-    /// [`Error::Damaged`], [`Error::Io`].
+    /// [`Error::Damaged`], [`Error::Common`].
     pub fn best(&self) -> Result<Option<Snapshot>> {
         let Some(best) = self.options.best else {
             return Ok(None);
@@ -294,12 +310,12 @@ impl SnapshotManager {
     }
 }
 
-/// Locks the folder and removes what is unfinished; a folder that is not there yet is made.
+/// Creates the folder if it does not exist, locks it and removes incomplete snapshots. Returns the lock.
 fn prepare(folder: &Path) -> Result<Option<File>> {
-    fs::create_dir_all(folder).map_err(Error::io("make the folder", folder))?;
-    let path = folder.join(LOCK);
+    fs::create_dir_all(folder).map_err(CommonError::io("create the folder", folder))?;
+    let path = folder.join(LOCK_FILE);
     let lock = File::options().create(true).append(true).open(&path);
-    let lock = lock.map_err(Error::io("lock", &path))?;
+    let lock = lock.map_err(CommonError::io("lock", &path))?;
     match lock.try_lock() {
         Ok(()) => {}
         Err(TryLockError::WouldBlock) => {
@@ -309,7 +325,7 @@ fn prepare(folder: &Path) -> Result<Option<File>> {
         }
         // Some network file systems have no locks.
         Err(TryLockError::Error(error)) if error.kind() == std::io::ErrorKind::Unsupported => {}
-        Err(TryLockError::Error(error)) => return Err(Error::io("lock", &path)(error)),
+        Err(TryLockError::Error(error)) => return Err(CommonError::io("lock", &path)(error).into()),
     }
     folder::clean(folder)?;
     Ok(Some(lock))

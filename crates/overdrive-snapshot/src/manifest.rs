@@ -1,4 +1,4 @@
-//! The list of a snapshot's files: what makes it whole.
+//! The manifest of a snapshot: its files with their lengths and checksums.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -8,25 +8,28 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::{Error, Result};
+use overdrive_core::Error as CommonError;
 
-/// The name of the list in the snapshot's folder.
+/// The file name of the manifest in the snapshot's folder.
 pub(crate) const MANIFEST: &str = "manifest.json";
 
 const FORMAT_VERSION: u32 = 1;
+/// The size of the buffer through which files are hashed, in bytes.
+const HASH_BUFFER_BYTES: usize = 1 << 20;
 
-/// Everything about a snapshot but its contents.
+/// The description of a snapshot.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Manifest {
     pub(crate) format_version: u32,
     pub(crate) step: u64,
     pub(crate) world_size: usize,
-    /// What the model is worth, where it was evaluated.
+    /// The metric of the model, if it was evaluated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) metric: Option<f64>,
-    /// In order of their names.
+    /// The files, ordered by name.
     pub(crate) files: Vec<FileEntry>,
-    /// SHA-256 of this list without it.
+    /// The SHA-256 of all other fields, in hexadecimal.
     checksum: String,
 }
 
@@ -35,7 +38,7 @@ pub(crate) struct Manifest {
 pub(crate) struct FileEntry {
     pub(crate) name: String,
     pub(crate) bytes: u64,
-    /// In hexadecimal, as `sha256sum` prints it.
+    /// The SHA-256 of the file in hexadecimal, as `sha256sum` prints it.
     pub(crate) sha256: String,
 }
 
@@ -51,7 +54,7 @@ impl Manifest {
             format_version: FORMAT_VERSION,
             step,
             world_size,
-            // JSON has no infinities; a loss of NaN is no best.
+            // JSON has neither infinities nor NaN, and a model with such a loss is not the best one.
             metric: metric.filter(|metric| metric.is_finite()),
             files,
             checksum: String::new(),
@@ -68,6 +71,7 @@ impl Manifest {
             metric,
             ..
         } = self;
+        // The bits of the number: its decimal form could be parsed to a neighbouring one.
         let metric = metric.map(f64::to_bits);
         let mut hasher = Sha256::new();
         hasher.update(format!("{format_version} {step} {world_size} {metric:?}\n"));
@@ -82,20 +86,21 @@ impl Manifest {
         hexadecimal(&hasher.finalize())
     }
 
-    /// Reads the list of the snapshot `folder`, and checks that every file has its length.
+    /// Reads the manifest of the snapshot in `folder`, and checks that every file exists with its length.
     pub(crate) fn read(folder: &Path) -> Result<Manifest> {
         let path = folder.join(MANIFEST);
         let bytes = match std::fs::read(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 return Err(Error::damaged(folder, "its manifest.json is missing"));
             }
-            read => read.map_err(Error::io("read", &path))?,
+            read => read.map_err(CommonError::io("read", &path))?,
         };
         let manifest: Manifest = serde_json::from_slice(&bytes)
             .map_err(|error| Error::damaged(folder, format!("its manifest.json: {error}")))?;
+        // An unknown version is refused before the checksum: its fields may be hashed in another order.
         if manifest.format_version != FORMAT_VERSION {
             let found = manifest.format_version;
-            let reason = format!("it is of format {found}, expected format {FORMAT_VERSION}");
+            let reason = format!("it has format version {found}, expected {FORMAT_VERSION}");
             return Err(Error::damaged(folder, reason));
         }
         if manifest.checksum != manifest.own_checksum() {
@@ -104,7 +109,9 @@ impl Manifest {
         for file in &manifest.files {
             let reason = match folder.join(&file.name).metadata() {
                 Ok(metadata) if metadata.len() == file.bytes => continue,
-                Ok(metadata) => format!("{} instead of {} bytes", metadata.len(), file.bytes),
+                Ok(metadata) => {
+                    format!("it has {} bytes instead of {}", metadata.len(), file.bytes)
+                }
                 Err(error) => error.to_string(),
             };
             return Err(Error::damaged(folder, format!("{}: {reason}", file.name)));
@@ -112,7 +119,7 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Reads every byte of every file and compares checksums.
+    /// Reads all files and compares their checksums.
     pub(crate) fn verify(&self, folder: &Path) -> Result<()> {
         for file in &self.files {
             if FileEntry::of(folder, &file.name)?.sha256 != file.sha256 {
@@ -125,17 +132,17 @@ impl Manifest {
 }
 
 impl FileEntry {
-    /// Of a file as it lies there.
+    /// Reads the file `name` and returns its entry.
     pub(crate) fn of(folder: &Path, name: &str) -> Result<FileEntry> {
         let path = folder.join(name);
-        let mut file = File::open(&path).map_err(Error::io("read", &path))?;
+        let mut file = File::open(&path).map_err(CommonError::io("read", &path))?;
         let mut hasher = Sha256::new();
-        let mut buffer = vec![0; 1 << 20];
+        let mut buffer = vec![0; HASH_BUFFER_BYTES];
         let mut bytes = 0;
         loop {
             let read = match file.read(&mut buffer) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                read => read.map_err(Error::io("read", &path))?,
+                read => read.map_err(CommonError::io("read", &path))?,
             };
             if read == 0 {
                 break;

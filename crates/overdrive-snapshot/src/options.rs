@@ -1,29 +1,30 @@
 use std::time::Duration;
 
-/// Which metric is better.
+/// The direction in which a metric is better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Best {
-    /// A loss (`greater_is_better: false`).
+    /// A lower metric is better, as for a loss (`greater_is_better: false`).
     Lowest,
-    /// An accuracy (`greater_is_better: true`).
+    /// A higher metric is better, as for an accuracy (`greater_is_better: true`).
     Highest,
 }
 
-/// How snapshots are kept.
+/// The options of a [`SnapshotManager`](crate::SnapshotManager). Names in parentheses are those of
+/// transformers' `TrainingArguments`.
 #[derive(Debug, Clone)]
 pub struct SnapshotOptions {
-    /// How many are kept (`save_total_limit`); the default keeps all. The newest is always kept, and
-    /// with [`best`](SnapshotOptions::best) the best too.
+    /// The number of snapshots that are kept (`save_total_limit`). The newest is always kept, and with
+    /// [`best`](SnapshotOptions::best) the best one too. Default: `None`, all are kept.
     pub total_limit: Option<usize>,
-    /// Keeps the best one, by the metric that states carry; default `None`.
+    /// If given, the snapshot with the best metric is kept. Default: `None`.
     pub best: Option<Best>,
-    /// Writes while training goes on; default true. Otherwise `save` returns when the snapshot is on the
-    /// disk.
+    /// If `true`, snapshots are written by a background thread while training continues; otherwise `save`
+    /// returns when the snapshot is on the disk. Default: `true`.
     pub background: bool,
-    /// Whether all ranks write into the same folder; default true. If each node has a disk of its own,
-    /// each process must be given a folder of its own and false here (`save_on_each_node`).
+    /// If `true`, all ranks write into the same folder. If the nodes do not share a disk, give each process a
+    /// folder of its own and `false` here (`save_on_each_node`). Default: `true`.
     pub shared_folder: bool,
-    /// How long rank 0 waits for the parts of the others, and they for it; default 30 minutes.
+    /// The time that rank 0 waits for the entries of the other ranks, and they for rank 0. Default: 30 minutes.
     pub peer_timeout: Duration,
 }
 

@@ -1,29 +1,30 @@
 use std::io;
 
-/// The processes of a run, as far as snapshots must know them.
+/// The processes of a run, as far as snapshots need them.
 ///
-/// Snapshots speak through the shared folder while training goes on; only opening a folder
-/// ([`SnapshotManager::with_ranks`](crate::SnapshotManager::with_ranks)) and choosing where to resume
+/// While training continues, the ranks communicate through the shared folder; only opening a folder
+/// ([`SnapshotManager::with_ranks`](crate::SnapshotManager::with_ranks)) and finding the snapshot to resume from
 /// ([`SnapshotManager::latest`](crate::SnapshotManager::latest)) are collective.
 pub trait Ranks: Send + Sync {
-    /// This process, from 0.
+    /// Returns the rank of this process, counted from 0.
     fn rank(&self) -> usize;
 
-    /// All processes.
+    /// Returns the number of processes.
     fn world_size(&self) -> usize;
 
-    /// The numbers of each rank, in their order. All ranks call it at the same point of the program.
+    /// Returns the numbers that each rank has passed, in the order of the ranks. It is collective: all ranks call
+    /// it at the same point of the program.
     ///
     /// # Errors
-    /// When a rank is lost.
+    /// An error if a rank is lost.
     fn all_gather(&self, own: &[u64]) -> io::Result<Vec<Vec<u64>>>;
 }
 
-/// A run of one process.
+/// The [`Ranks`] of a run of one process.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Alone;
+pub struct SingleProcess;
 
-impl Ranks for Alone {
+impl Ranks for SingleProcess {
     fn rank(&self) -> usize {
         0
     }

@@ -1,4 +1,4 @@
-//! The registry of what must survive a restart.
+//! The registry of the state that a run saves and restores.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,20 +10,20 @@ use tch::{Device, Tensor};
 
 use crate::{Contents, Error, Result, Scope, Snapshot};
 
-/// The part of a snapshot that lists what was registered.
+/// The entry of a snapshot that lists the registered names.
 const REGISTRY: &str = "run_state";
-/// The part with the states of the random generators.
+/// The entry with the states of the random generators.
 const RANDOM: &str = "random";
 const FORMAT_VERSION: u32 = 1;
 
-/// A registry of all that must survive a restart, each part under a name, in the spirit of Accelerate's
+/// A registry of the state that must survive a restart, each value under a name, like Accelerate's
 /// `register_for_checkpointing`, `save_state` and `load_state`: modules or `VarStore`s, optimizers,
-/// schedules, scalers, averages, loaders, random states, early stopping, anything with a state dict.
+/// schedules, scalers, averages, loaders, random states, early stopping, or any value with a state dict.
 ///
-/// A run builds it in one place and hands it to
+/// A run builds it in one function and passes it to
 /// [`SnapshotManager::save_state`](crate::SnapshotManager::save_state) and
-/// [`SnapshotManager::load_state`](crate::SnapshotManager::load_state). What was registered at saving and
-/// is missing at restoring, or the reverse, is an error that names it.
+/// [`SnapshotManager::load_state`](crate::SnapshotManager::load_state). A value that is registered at saving
+/// and missing at restoring, or the reverse, is an error that names it.
 ///
 /// ```
 /// use overdrive_optim::{AdamW, AdamWConfig, Optimizer, decay_groups};
@@ -87,7 +87,7 @@ enum Value<'a> {
     Random,
 }
 
-/// The names that were registered, and whose they are.
+/// The registered names and their scopes, as stored in the snapshot.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Registry {
@@ -95,7 +95,7 @@ struct Registry {
     registered: BTreeMap<String, Scope>,
 }
 
-/// A value that is written as JSON.
+/// A value that is serialized as JSON.
 struct Json<'a, T>(&'a mut T);
 
 impl<T: Serialize + DeserializeOwned> Stateful for Json<'_, T> {
@@ -109,7 +109,7 @@ impl<T: Serialize + DeserializeOwned> Stateful for Json<'_, T> {
     }
 }
 
-/// A state that was read already, and what takes it back.
+/// A state that has been taken already, and the function that loads one.
 struct WithLoad<T, F> {
     state: T,
     load: Option<F>,
@@ -126,6 +126,7 @@ where
     }
 
     fn load_state_dict(&mut self, state: &StateDict) -> std::result::Result<(), StateError> {
+        // The state can be loaded once, since the function may consume what it captured.
         match self.load.take() {
             Some(load) => load(state.value()?).map_err(Into::into),
             None => Ok(()),
@@ -134,7 +135,7 @@ where
 }
 
 impl<'a> RunState<'a> {
-    /// Makes a registry without parts.
+    /// Returns an empty registry.
     pub fn new() -> Self {
         Self::default()
     }
@@ -143,6 +144,7 @@ impl<'a> RunState<'a> {
     /// variables of a `VarStore`. Restoring copies into them.
     pub fn tensors(self, name: &str, tensors: impl IntoIterator<Item = (String, Tensor)>) -> Self {
         let mut tensors: Vec<_> = tensors.into_iter().collect();
+        // Sorted by name, so that equal states give equal files.
         tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
         self.entry(name, Scope::Run, Value::Tensors(tensors))
     }
@@ -153,7 +155,7 @@ impl<'a> RunState<'a> {
         self.entry(name, Scope::Run, Value::Stateful(value))
     }
 
-    /// Registers a value that a run may do without: nothing for `None`.
+    /// Registers an optional value; `None` registers nothing.
     pub fn register_optional<T: Stateful>(self, name: &str, value: Option<&'a mut T>) -> Self {
         match value {
             Some(value) => self.register(name, value),
@@ -161,17 +163,17 @@ impl<'a> RunState<'a> {
         }
     }
 
-    /// Registers a value of which each rank has its own: sharded optimizer states.
+    /// Registers a value that differs between the ranks, such as sharded optimizer states.
     pub fn register_per_rank(self, name: &str, value: &'a mut dyn Stateful) -> Self {
         self.entry(name, Scope::Rank, Value::Stateful(value))
     }
 
-    /// Registers a plain value, written as JSON: counters, options.
+    /// Registers a plain value, serialized as JSON: counters, options.
     pub fn value<T: Serialize + DeserializeOwned>(self, name: &str, value: &'a mut T) -> Self {
         self.entry(name, Scope::Run, Value::Owned(Box::new(Json(value))))
     }
 
-    /// Registers a value by its state and by what takes a state back, for types that do not implement
+    /// Registers a value by its state and by the function that loads a state, for types that do not implement
     /// [`Stateful`]: `.with_load("loader", loader.state_dict(), |state| loader.load_state_dict(state))`.
     pub fn with_load<T, E>(
         self,
@@ -191,13 +193,13 @@ impl<'a> RunState<'a> {
         )
     }
 
-    /// Registers the random generators of the CPU and of every GPU that this process sees, for each rank.
-    /// At restoring, a generator that was not there at saving keeps its state.
+    /// Registers libtorch's random generators of the CPU and of every visible GPU, for each rank. A generator
+    /// that did not exist at saving keeps its state at restoring.
     pub fn random_states(self) -> Self {
         self.entry(RANDOM, Scope::Rank, Value::Random)
     }
 
-    /// Adds a file that every snapshot holds beside the state, under its own name: `config.json`,
+    /// Adds a file that is stored in every snapshot under its own name, such as `config.json` or
     /// `tokenizer.json`. Restoring does not read it.
     pub fn file(mut self, name: impl Into<String>, bytes: impl Into<Vec<u8>>) -> Self {
         self.files.push((name.into(), bytes.into()));
@@ -220,7 +222,7 @@ impl<'a> RunState<'a> {
         }
     }
 
-    /// The files of a snapshot after `step`.
+    /// Returns the contents of a snapshot after `step` steps.
     pub(crate) fn contents(self, step: u64, metric: Option<f64>) -> Result<Contents> {
         let mut contents = Contents::at(step);
         if let Some(metric) = metric {
@@ -241,9 +243,10 @@ impl<'a> RunState<'a> {
                 Value::Owned(value) => value.state_dict(),
             };
             let state = state.map_err(|source| Error::NotSaved {
-                part: name.clone(),
+                entry: name.clone(),
                 source,
             })?;
+            // A state without tensors is readable JSON; safetensors would hide it in a header.
             match state.tensors.is_empty() {
                 true => contents.document(&name, scope, &state.metadata)?,
                 false => contents.state(&name, scope, state)?,
@@ -255,11 +258,13 @@ impl<'a> RunState<'a> {
         Ok(contents)
     }
 
-    /// Takes over what `snapshot` holds for `rank`.
+    /// Restores all registered values from the entries of `snapshot` for `rank`.
     pub(crate) fn restore(self, snapshot: &Snapshot, rank: usize) -> Result<()> {
+        // All names are compared before the first value is changed.
         self.check(snapshot)?;
         for Entry { name, scope, value } in self.entries {
-            let mut load: Box<dyn Stateful + '_> = match value {
+            let mut owned;
+            let target: &mut dyn Stateful = match value {
                 Value::Tensors(targets) => {
                     snapshot.copy_into(&name, scope, rank, targets)?;
                     continue;
@@ -268,8 +273,11 @@ impl<'a> RunState<'a> {
                     set_random_states(snapshot, &name, rank)?;
                     continue;
                 }
-                Value::Stateful(value) => Box::new(Borrowed(value)),
-                Value::Owned(value) => value,
+                Value::Stateful(value) => value,
+                Value::Owned(value) => {
+                    owned = value;
+                    owned.as_mut()
+                }
             };
             let state = match snapshot.has_tensors(&name, scope, rank) {
                 true => snapshot.state(&name, scope, rank)?,
@@ -278,23 +286,24 @@ impl<'a> RunState<'a> {
                     metadata: snapshot.document(&name, scope, rank)?,
                 },
             };
-            load.load_state_dict(&state)
+            target
+                .load_state_dict(&state)
                 .map_err(|source| Error::NotRestored {
                     path: snapshot.path().to_owned(),
-                    part: name,
+                    entry: name,
                     source,
                 })?;
         }
         Ok(())
     }
 
-    /// Compares the names here with those at saving.
+    /// Compares the registered names with those of the snapshot.
     fn check(&self, snapshot: &Snapshot) -> Result<()> {
         let stored: Registry = snapshot.document(REGISTRY, Scope::Run, 0)?;
         if stored.format_version != FORMAT_VERSION {
             let found = stored.format_version;
             let reason =
-                format!("its registry has format {found}, this program reads {FORMAT_VERSION}");
+                format!("its registry has format version {found}, expected {FORMAT_VERSION}");
             return Err(Error::damaged(snapshot.path(), reason));
         }
         let (own, stored) = (self.registry().registered, stored.registered);
@@ -306,8 +315,8 @@ impl<'a> RunState<'a> {
                 )),
                 Some(here) if here != scope => differences.push(format!(
                     "`{name}` is stored {} and registered {}",
-                    scope.words(),
-                    here.words()
+                    scope.description(),
+                    here.description()
                 )),
                 Some(_) => {}
             }
@@ -318,23 +327,10 @@ impl<'a> RunState<'a> {
         if differences.is_empty() {
             return Ok(());
         }
-        Err(Error::OtherParts {
+        Err(Error::EntryMismatch {
             path: snapshot.path().to_owned(),
             differences,
         })
-    }
-}
-
-/// A borrowed value as a boxed one.
-struct Borrowed<'a>(&'a mut dyn Stateful);
-
-impl Stateful for Borrowed<'_> {
-    fn state_dict(&self) -> std::result::Result<StateDict, StateError> {
-        self.0.state_dict()
-    }
-
-    fn load_state_dict(&mut self, state: &StateDict) -> std::result::Result<(), StateError> {
-        self.0.load_state_dict(state)
     }
 }
 
@@ -351,6 +347,7 @@ fn random_states() -> Result<Vec<(String, Tensor)>> {
 fn set_random_states(snapshot: &Snapshot, name: &str, rank: usize) -> Result<()> {
     let stored = snapshot.tensors(name, Scope::Rank, rank)?;
     for device in devices() {
+        // A run may resume with more GPUs than the snapshot was saved with.
         if let Ok(state) = stored.tensor(&generator_name(device)) {
             let state = state.copy_to_tensor(None, Device::Cpu)?;
             overdrive_sys::random::set_state(device, &state)?;

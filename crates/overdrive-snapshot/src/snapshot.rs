@@ -9,11 +9,12 @@ use tch::Tensor;
 use crate::contents::file_name;
 use crate::manifest::Manifest;
 use crate::{Error, Result, Scope};
+use overdrive_core::Error as CommonError;
 
-/// How many differences an error names.
-const NAMED: usize = 8;
+/// The number of differences that an error names: enough to see the pattern in a model of many layers.
+const MAX_NAMED_DIFFERENCES: usize = 8;
 
-/// A whole snapshot on the disk.
+/// A complete snapshot on the disk.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     path: PathBuf,
@@ -21,60 +22,60 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Opens the snapshot in `folder` and reads every byte of it to compare checksums.
+    /// Opens the snapshot in `folder`, and reads all of its files to verify their checksums.
     ///
     /// # Errors
-    /// [`Error::Damaged`] with what is wrong, [`Error::Io`].
+    /// [`Error::Damaged`] with the reason, [`Error::Common`].
     pub fn open(folder: impl AsRef<Path>) -> Result<Snapshot> {
-        let snapshot = Snapshot::look(folder.as_ref())?;
+        let snapshot = Snapshot::open_unverified(folder.as_ref())?;
         snapshot.manifest.verify(&snapshot.path)?;
         Ok(snapshot)
     }
 
-    /// Opens it by its list alone: files are there and have their lengths.
-    pub(crate) fn look(folder: &Path) -> Result<Snapshot> {
+    /// Opens a snapshot by its manifest: the files exist and have their lengths, but are not read.
+    pub(crate) fn open_unverified(folder: &Path) -> Result<Snapshot> {
         Ok(Snapshot {
             path: folder.to_path_buf(),
             manifest: Manifest::read(folder)?,
         })
     }
 
-    /// Reads every byte to compare checksums.
+    /// Reads all files and compares their checksums.
     pub(crate) fn verify(&self) -> Result<()> {
         self.manifest.verify(&self.path)
     }
 
-    /// Its folder.
+    /// Returns the folder of the snapshot.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The steps that were done.
+    /// Returns the number of steps that were done when the snapshot was saved.
     pub fn step(&self) -> u64 {
         self.manifest.step
     }
 
-    /// How many processes wrote it.
+    /// Returns the number of processes that wrote the snapshot.
     pub fn world_size(&self) -> usize {
         self.manifest.world_size
     }
 
-    /// The metric of the model at this step ([`Contents::metric`](crate::Contents::metric)).
+    /// Returns the metric of the model at this step ([`Contents::metric`](crate::Contents::metric)).
     pub fn metric(&self) -> Option<f64> {
         self.manifest.metric
     }
 
-    /// Bytes of all its files.
+    /// Returns the size of all files together, in bytes.
     pub fn bytes(&self) -> u64 {
         self.manifest.files.iter().map(|file| file.bytes).sum()
     }
 
-    /// The names of its files.
+    /// Returns the names of the files.
     pub fn files(&self) -> impl Iterator<Item = &str> {
         self.manifest.files.iter().map(|file| file.name.as_str())
     }
 
-    /// Whether it has this part.
+    /// Returns `true` if the snapshot has this entry.
     pub fn has(&self, name: &str, scope: Scope, rank: usize) -> bool {
         ["safetensors", "json"].iter().any(|format| {
             self.files()
@@ -87,12 +88,12 @@ impl Snapshot {
         self.files().any(|own| own == file)
     }
 
-    /// The file of tensors `name`, mapped.
+    /// Maps the tensors of the entry `name`.
     ///
     /// # Errors
-    /// [`Error::NoPart`], [`Error::Safetensors`].
+    /// [`Error::NoEntry`], [`Error::Safetensors`].
     pub fn tensors(&self, name: &str, scope: Scope, rank: usize) -> Result<MappedFile> {
-        Ok(MappedFile::open(self.part(
+        Ok(MappedFile::open(self.entry_path(
             name,
             scope,
             rank,
@@ -100,12 +101,12 @@ impl Snapshot {
         )?)?)
     }
 
-    /// The state `name` of an optimizer or of averages.
+    /// Reads the state dict of the entry `name`.
     ///
     /// # Errors
-    /// [`Error::NoPart`], [`Error::State`].
+    /// [`Error::NoEntry`], [`Error::State`].
     pub fn state(&self, name: &str, scope: Scope, rank: usize) -> Result<StateDict> {
-        Ok(StateDict::load(self.part(
+        Ok(StateDict::load(self.entry_path(
             name,
             scope,
             rank,
@@ -113,27 +114,27 @@ impl Snapshot {
         )?)?)
     }
 
-    /// The value `name`.
+    /// Reads the JSON value of the entry `name`.
     ///
     /// # Errors
-    /// [`Error::NoPart`], [`Error::Damaged`] for one of another type.
+    /// [`Error::NoEntry`], [`Error::Damaged`] for a value of another type.
     pub fn document<T: DeserializeOwned>(
         &self,
         name: &str,
         scope: Scope,
         rank: usize,
     ) -> Result<T> {
-        let path = self.part(name, scope, rank, "json")?;
-        let bytes = std::fs::read(&path).map_err(Error::io("read", &path))?;
+        let path = self.entry_path(name, scope, rank, "json")?;
+        let bytes = std::fs::read(&path).map_err(CommonError::io("read", &path))?;
         serde_json::from_slice(&bytes)
             .map_err(|error| Error::damaged(&self.path, format!("{name}.json: {error}")))
     }
 
-    /// Copies the tensors `name` into `targets`, which must be exactly those of the snapshot, with their
-    /// shapes. Kinds and devices may differ.
+    /// Copies the tensors of the entry `name` into `targets`, whose names and shapes must be exactly those of the
+    /// snapshot. Kinds and devices may differ.
     ///
     /// # Errors
-    /// [`Error::Differs`] naming every difference: nothing is copied then. [`Error::NoPart`],
+    /// [`Error::Differs`] with the differences, before anything is copied; [`Error::NoEntry`],
     /// [`Error::Safetensors`].
     pub fn copy_into(
         &self,
@@ -144,6 +145,7 @@ impl Snapshot {
     ) -> Result<()> {
         let file = self.tensors(name, scope, rank)?;
         let targets: BTreeMap<String, Tensor> = targets.into_iter().collect();
+        // All differences are collected before anything is copied: a half-restored model would be worthless.
         let mut differences = Vec::new();
         for stored in file.tensors() {
             let name = stored.name();
@@ -160,14 +162,14 @@ impl Snapshot {
         let missing = targets.keys().filter(|own| file.tensor(own).is_err());
         differences.extend(missing.map(|own| format!("`{own}` is missing in the snapshot")));
         if !differences.is_empty() {
-            let more = differences.len().saturating_sub(NAMED);
-            differences.truncate(NAMED);
+            let more = differences.len().saturating_sub(MAX_NAMED_DIFFERENCES);
+            differences.truncate(MAX_NAMED_DIFFERENCES);
             if more > 0 {
                 differences.push(format!("and {more} more"));
             }
             return Err(Error::Differs {
                 path: self.path.clone(),
-                part: name.to_owned(),
+                entry: name.to_owned(),
                 differences,
             });
         }
@@ -177,14 +179,14 @@ impl Snapshot {
         Ok(())
     }
 
-    fn part(&self, name: &str, scope: Scope, rank: usize, format: &str) -> Result<PathBuf> {
+    fn entry_path(&self, name: &str, scope: Scope, rank: usize, format: &str) -> Result<PathBuf> {
         let file = file_name(name, scope, rank, format);
         if self.files().any(|own| own == file) {
             return Ok(self.path.join(file));
         }
-        Err(Error::NoPart {
+        Err(Error::NoEntry {
             path: self.path.clone(),
-            part: file,
+            entry: file,
             available: self.files().map(str::to_owned).collect(),
         })
     }

@@ -1,4 +1,4 @@
-//! Copies on the host of what training goes on changing.
+//! Host copies of the tensors of a snapshot, which training may change while they are written.
 
 use std::collections::HashMap;
 
@@ -6,54 +6,47 @@ use overdrive_optim::StateDict;
 use tch::{Device, Tensor};
 
 use crate::Result;
-use crate::contents::{Content, Part};
+use crate::contents::{Content, Entry};
 
-/// Host tensors of the last snapshot, to be filled again: taking new memory from the system costs more
-/// than the copy.
+/// The host tensors of the last snapshot, which are reused: allocating new memory costs more than the copy.
 #[derive(Debug, Default)]
 pub(crate) struct Staging {
+    /// The free tensors by the names of their entry and tensor.
     free: HashMap<(String, String), Tensor>,
 }
 
 impl Staging {
-    /// Copies all tensors of the parts.
-    pub(crate) fn copy(&mut self, parts: Vec<Part>) -> Result<Vec<Part>> {
+    /// Copies all tensors of the entries to the host.
+    pub(crate) fn copy(&mut self, entries: Vec<Entry>) -> Result<Vec<Entry>> {
         let _no_grad = tch::no_grad_guard();
-        parts
+        entries
             .into_iter()
-            .map(|part| {
-                let content = match part.content {
-                    Content::Tensors(tensors) => Content::Tensors(
-                        tensors
-                            .into_iter()
-                            .map(|(name, tensor)| {
-                                let copy = self.one(&part.name, &name, &tensor)?;
-                                Ok((name, copy))
-                            })
-                            .collect::<Result<_>>()?,
-                    ),
-                    Content::State(state) => Content::State(StateDict {
-                        tensors: state
-                            .tensors
-                            .into_iter()
-                            .map(|(name, tensor)| {
-                                let copy = self.one(&part.name, &name, &tensor)?;
-                                Ok((name, copy))
-                            })
-                            .collect::<Result<_>>()?,
-                        metadata: state.metadata,
+            .map(|entry| {
+                let mut copy = |(name, tensor): (String, Tensor)| {
+                    let copy = self.copy_tensor(&entry.name, &name, &tensor)?;
+                    Ok((name, copy))
+                };
+                let content = match entry.content {
+                    Content::Tensors(tensors) => {
+                        Content::Tensors(tensors.into_iter().map(copy).collect::<Result<_>>()?)
+                    }
+                    Content::State(StateDict { tensors, metadata }) => Content::State(StateDict {
+                        tensors: tensors.into_iter().map(&mut copy).collect::<Result<_>>()?,
+                        metadata,
                     }),
                     bytes => bytes,
                 };
-                Ok(Part { content, ..part })
+                Ok(Entry { content, ..entry })
             })
             .collect()
     }
 
-    fn one(&mut self, part: &str, name: &str, tensor: &Tensor) -> Result<Tensor> {
+    fn copy_tensor(&mut self, entry: &str, name: &str, tensor: &Tensor) -> Result<Tensor> {
+        // The handle without its autograd history: a copy must not keep a graph alive.
         let tensor = tensor.f_detach()?;
-        let place = (part.to_owned(), name.to_owned());
-        if let Some(mut free) = self.free.remove(&place)
+        let key = (entry.to_owned(), name.to_owned());
+        // A parameter may have another shape or kind than at the last snapshot.
+        if let Some(mut free) = self.free.remove(&key)
             && free.size() == tensor.size()
             && free.f_kind()? == tensor.f_kind()?
         {
@@ -66,13 +59,13 @@ impl Staging {
         Ok(copy)
     }
 
-    /// Takes the copies back when they are written.
-    pub(crate) fn reuse(&mut self, parts: Vec<Part>) {
-        for part in parts {
+    /// Takes the copies back when they have been written.
+    pub(crate) fn reuse(&mut self, entries: Vec<Entry>) {
+        for entry in entries {
             let mut keep = |name: String, tensor: Tensor| {
-                self.free.insert((part.name.clone(), name), tensor);
+                self.free.insert((entry.name.clone(), name), tensor);
             };
-            match part.content {
+            match entry.content {
                 Content::Tensors(tensors) => tensors.into_iter().for_each(|(n, t)| keep(n, t)),
                 Content::State(state) => state.tensors.into_iter().for_each(|(n, t)| keep(n, t)),
                 Content::Document(_) | Content::File(_) => {}

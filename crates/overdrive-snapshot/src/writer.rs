@@ -1,58 +1,62 @@
-//! The thread that writes.
+//! The background thread that writes snapshots.
 
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
-use crate::contents::Part;
+use crate::contents::Entry;
 use crate::folder;
 use crate::options::Best;
-use crate::write::Job;
+use crate::save_job::SaveJob;
 use crate::{Error, Result};
 
-/// How a snapshot ended.
+/// The outcome of saving a snapshot.
 #[derive(Debug)]
 pub struct SaveOutcome {
-    /// The step it is of.
+    /// The step of the snapshot.
     pub step: u64,
-    /// What was written, or why it was not. After an error the snapshots before are untouched, and
-    /// training can go on.
+    /// The report, or the error. After an error the earlier snapshots are unchanged, and training can continue.
     pub result: Result<SaveReport>,
 }
 
-/// A snapshot that is on the disk.
+/// A report on a snapshot that was written.
 #[derive(Debug, Clone)]
 pub struct SaveReport {
-    /// Its folder.
+    /// The folder of the snapshot.
     pub path: PathBuf,
-    /// Bytes that this process wrote (rank 0: of all).
+    /// The number of bytes that this process wrote; on rank 0, that of all ranks.
     pub bytes: u64,
-    /// Seconds that writing took.
+    /// The time that writing took, in seconds.
     pub seconds: f64,
-    /// Seconds that training stood still for it.
+    /// The time that training was blocked, in seconds.
     pub blocked_seconds: f64,
-    /// Snapshots that were deleted to keep the limit.
+    /// The snapshots that were deleted to keep the limit.
     pub removed: Vec<PathBuf>,
-    /// Why old ones could not be deleted, where that failed.
+    /// The error of deleting old snapshots, if that failed.
     pub rotation_error: Option<String>,
 }
 
-/// What is deleted after a snapshot.
+/// The snapshots that are kept after another one was written.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rotation {
     pub(crate) limit: usize,
     pub(crate) best: Option<Best>,
 }
 
-/// Writes one snapshot and rotates. Returns the copies, to be filled again.
-pub(crate) fn save(job: Job, rotation: Option<Rotation>, blocked: f64) -> (SaveOutcome, Vec<Part>) {
+/// Writes one snapshot and deletes old ones. Returns the host copies, for reuse.
+pub(crate) fn save(
+    job: SaveJob,
+    rotation: Option<Rotation>,
+    blocked: f64,
+) -> (SaveOutcome, Vec<Entry>) {
     let began = Instant::now();
     let result = job.write().map(|(path, bytes)| {
         let rotated =
             rotation.map(|Rotation { limit, best }| folder::rotate(&job.folder, limit, best));
         let (removed, rotation_error) = match rotated.transpose() {
             Ok(removed) => (removed.unwrap_or_default(), None),
+            // An old snapshot that cannot be deleted does not make the new one a failure.
             Err(error) => (Vec::new(), Some(error.to_string())),
         };
         SaveReport {
@@ -68,15 +72,15 @@ pub(crate) fn save(job: Job, rotation: Option<Rotation>, blocked: f64) -> (SaveO
         step: job.step,
         result,
     };
-    (outcome, job.parts)
+    (outcome, job.entries)
 }
 
-type Done = (SaveOutcome, Vec<Part>);
+type Done = (SaveOutcome, Vec<Entry>);
 
 /// A thread that writes one snapshot after another.
 #[derive(Debug)]
 pub(crate) struct Writer {
-    jobs: Option<Sender<(Job, Option<Rotation>, f64)>>,
+    jobs: Option<Sender<(SaveJob, Option<Rotation>, f64)>>,
     done: Receiver<Done>,
     thread: Option<JoinHandle<()>>,
     pending: usize,
@@ -84,12 +88,13 @@ pub(crate) struct Writer {
 
 impl Writer {
     pub(crate) fn start() -> std::io::Result<Writer> {
-        let (jobs, todo) = channel::<(Job, Option<Rotation>, f64)>();
+        let (jobs, todo) = channel::<(SaveJob, Option<Rotation>, f64)>();
         let (send, done) = channel();
         let thread = thread::Builder::new()
             .name("overdrive-snapshot".into())
             .spawn(move || {
                 for (job, rotation, blocked) in todo {
+                    // The receiver is gone only when the manager is dropped.
                     if send.send(save(job, rotation, blocked)).is_err() {
                         return;
                     }
@@ -105,7 +110,7 @@ impl Writer {
 
     pub(crate) fn send(
         &mut self,
-        job: Job,
+        job: SaveJob,
         rotation: Option<Rotation>,
         blocked: f64,
     ) -> Result<()> {
@@ -116,7 +121,7 @@ impl Writer {
         Ok(())
     }
 
-    /// What is done already.
+    /// Returns a finished snapshot, without waiting; `None` if there is none.
     pub(crate) fn poll(&mut self) -> Result<Option<Done>> {
         match self.done.try_recv() {
             Ok(done) => {
@@ -129,7 +134,7 @@ impl Writer {
         }
     }
 
-    /// Waits for the next one, if one is under way.
+    /// Waits for the next snapshot; returns `None` if none is being written.
     pub(crate) fn next(&mut self) -> Result<Option<Done>> {
         if self.pending == 0 {
             return Ok(None);
@@ -141,11 +146,12 @@ impl Writer {
 }
 
 impl Drop for Writer {
-    /// Waits until what was begun is on the disk.
+    /// Waits until the snapshots that were begun are on the disk.
     fn drop(&mut self) {
+        // Closing the channel ends the thread's loop after the snapshots that it already has.
         drop(self.jobs.take());
         if let Some(thread) = self.thread.take() {
-            // A panic of the writer has nobody to be told to here.
+            // A panic of the writer cannot be returned from a destructor; its message is on standard error.
             let _ = thread.join();
         }
     }

@@ -54,7 +54,7 @@ fn has_snapshot_after(folder: &Path, step: u64) -> bool {
 }
 
 #[test]
-fn no_kill_ever_spoils_the_newest_whole_snapshot() {
+fn no_kill_damages_the_newest_complete_snapshot() {
     let dir = tempfile::tempdir().unwrap();
     let mut before = 0;
     let mut litters = 0;

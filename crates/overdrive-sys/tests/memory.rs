@@ -1,4 +1,4 @@
-//! The CPU allocator: one test, because what it counts belongs to the process.
+//! The CPU allocator. One test, because the statistics are those of the process.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_sys::{Error, is_out_of_memory, memory, op};

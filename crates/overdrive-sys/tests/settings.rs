@@ -1,4 +1,4 @@
-//! Process-wide settings: one test, so that nothing else sees them change.
+//! Process-wide settings. One test, so that no other test is affected by them.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_sys::cuda::CudaLibrary;

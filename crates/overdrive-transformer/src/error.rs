@@ -111,11 +111,8 @@ impl From<overdrive_safetensors::Error> for Error {
     fn from(error: overdrive_safetensors::Error) -> Error {
         use overdrive_safetensors::Error as File;
         match error {
-            File::Io {
-                action,
-                path,
-                source,
-            } => overdrive_core::Error::io(action, path)(source).into(),
+            // The two kinds that a caller handles are variants of this crate's own.
+            File::Common(error) => Error::Common(error),
             File::BadFile { path, reason } => Error::BadWeightFile { path, reason },
             File::Torch(error) => Error::Torch(error),
             other => Error::WeightFile(other),

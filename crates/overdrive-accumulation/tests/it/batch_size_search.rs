@@ -1,4 +1,4 @@
-//! The search's rules, without a memory budget (that one has its own test binary).
+//! The rules of the search, without a memory budget (which has its own test binary).
 
 use overdrive_accumulation::{
     SearchError, find_executable_batch_size, find_executable_batch_size_with,

@@ -1,4 +1,4 @@
-//! Accumulated micro-batches against the one big batch.
+//! Accumulated micro-batches compared with one large batch.
 
 use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, Window, count_tokens};
 use overdrive_optim::{

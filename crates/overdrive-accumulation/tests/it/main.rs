@@ -4,6 +4,6 @@
 mod batch_plan;
 mod batch_size_search;
 mod big_batch;
-mod misuse;
+mod errors;
 mod sync;
 mod terms;

@@ -1,4 +1,4 @@
-//! `grad` and `backward` with their options, hooks, guards, random states, and gradcheck's own honesty.
+//! `grad` and `backward` with their options, hooks, guards, and the errors that gradcheck must find.
 
 use std::panic::catch_unwind;
 use std::sync::Arc;

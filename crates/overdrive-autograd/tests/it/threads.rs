@@ -1,4 +1,4 @@
-//! Backward from several threads at once, and functions of graphs that were built elsewhere.
+//! Backward from several threads at once, and over graphs that another thread built.
 
 use overdrive_autograd::{
     BackwardContext, BackwardOptions, ForwardContext, Function, FunctionResult, apply, backward,

@@ -1,4 +1,4 @@
-//! On a GPU, where backward runs on a thread of libtorch's own. Says so where there is none.
+//! Tests on a GPU, where backward runs on libtorch's own threads. They print a note if there is no GPU.
 
 use overdrive_checkpointing::{
     CheckpointOptions, OffloadOptions, SavePolicy, checkpoint, offload_saved_tensors, scope,

@@ -1,4 +1,4 @@
-//! Gradients of checkpointed regions against the plain run: bit for bit.
+//! Gradients of checkpointed regions, compared bit for bit with those without checkpoints.
 
 mod graphs;
 

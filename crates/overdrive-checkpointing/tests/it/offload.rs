@@ -1,4 +1,4 @@
-//! Saved tensors that go to a file and come back.
+//! Saved tensors that are offloaded to a file and fetched back.
 
 use overdrive_checkpointing::{
     CheckpointOptions, OffloadOptions, SavedTo, checkpoint, offload_saved_tensors,

@@ -1,5 +1,5 @@
-//! A law: whatever a program computes, however it is cut into checkpoints, and whatever those keep, its
-//! gradients are those of the plain run, bit for bit.
+//! A property: the gradients of a random program equal those without checkpoints bit for bit, for every division into
+//! checkpoints and every policy.
 
 use overdrive_autograd::{GradOptions, grad};
 use overdrive_checkpointing::{

@@ -1,40 +1,40 @@
-//! CSV by RFC 4180: a line feed between quotes does not end a row.
+//! The search for rows of CSV (RFC 4180), in which a line feed between quotes does not end a row.
 
 use std::ops::Range;
 use std::path::Path;
 
 use memchr::{memchr, memchr_iter, memchr2};
 
-use super::scan::{Scan, in_order, text_start};
+use super::scan::{CHUNK_BYTES, Scan, in_order, text_start};
 use crate::Result;
 
-const CHUNK: usize = 1 << 20;
-
-/// Rows of CSV or TSV; empty lines are no rows.
+/// The scan for rows of CSV or TSV; empty lines are not rows.
 ///
-/// A quote opens a quoted field where a field begins, and only there; inside one, two quotes are a
-/// quote, and one ends it. A quote in the middle of a plain field is a character like any other. That
-/// is what Python's `csv` and the `csv` crate do.
+/// A quote opens a quoted field only where a field begins; within one, two quotes are a quote, and one ends it.
+/// A quote in the middle of an unquoted field is an ordinary character. Python's `csv` and the `csv` crate do
+/// the same.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CsvScan {
     pub(crate) delimiter: u8,
-    /// `None`: quotes are characters like any other.
+    /// The quote; `None` makes quotes ordinary characters.
     pub(crate) quote: Option<u8>,
 }
 
-/// What the bytes before a place say about the byte there.
+/// The state of the parser before a byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
+    /// Outside of quotes.
     Outside,
+    /// Within quotes.
     Inside,
-    /// Behind a quote that ends the field, unless another follows.
-    BehindQuote,
+    /// After a quote that ends the field, unless another follows.
+    AfterQuote,
 }
 
-/// What a chunk holds, if it begins in a state.
-struct Found {
+/// The rows of a chunk, provided that it begins in the state `begin`.
+struct ChunkRows {
     begin: State,
-    /// Line feeds that end a row, counted from the chunk's start.
+    /// The offsets of the line feeds that end a row, relative to the chunk's start.
     feeds: Vec<u32>,
     end: State,
 }
@@ -54,14 +54,14 @@ impl Scan for CsvScan {
         if is_row(first) {
             sink(first as u64)?;
         }
-        let chunks = (data.len() - first).div_ceil(CHUNK);
+        let chunks = (data.len() - first).div_ceil(CHUNK_BYTES);
         let chunk = |number: usize| {
-            let start = first + number * CHUNK;
-            start..data.len().min(start + CHUNK)
+            let start = first + number * CHUNK_BYTES;
+            start..data.len().min(start + CHUNK_BYTES)
         };
-        // Whether a chunk begins inside of quotes is known when the chunks before it are. Until then
-        // it is guessed from the chunk's first quotes, which nearly always tell; where the guess was
-        // wrong, the chunk is searched again.
+        // Whether a chunk begins within quotes depends on all chunks before it. To search them in parallel,
+        // the state is guessed from the chunk's first quotes, which is nearly always right; a chunk with a
+        // wrong guess is searched again.
         let find = |number: usize| {
             let range = chunk(number);
             let begin = self.guess(data, first, range.clone());
@@ -70,7 +70,8 @@ impl Scan for CsvScan {
         let mut state = State::Outside;
         in_order(chunks, threads, 4 * threads, find, |(number, found)| {
             let range = chunk(number);
-            if state == State::BehindQuote && Some(data[range.start]) != self.quote {
+            // At a chunk's border the decision about a doubled quote depends on the next chunk's first byte.
+            if state == State::AfterQuote && Some(data[range.start]) != self.quote {
                 state = State::Outside;
             }
             let found = match found.begin == state {
@@ -95,8 +96,8 @@ impl Scan for CsvScan {
 }
 
 impl CsvScan {
-    /// The state in which a chunk probably begins: a quote that stands only behind a delimiter or a
-    /// line end opens a field, one that stands only in front of one closes it.
+    /// Returns the state in which a chunk probably begins: a quote after a delimiter or line end, but not before
+    /// one, opens a field; a quote before one, but not after one, closes it.
     fn guess(&self, data: &[u8], first: usize, range: Range<usize>) -> State {
         let Some(quote) = self.quote else {
             return State::Outside;
@@ -108,15 +109,16 @@ impl CsvScan {
             match (opens, closes) {
                 (true, false) => return State::Outside,
                 (false, true) => return State::Inside,
-                // A doubled quote, an empty field, or one between two delimiters that are text.
+                // A doubled quote, an empty field, or a quote between two delimiters that are text: undecided.
                 _ => {}
             }
         }
         State::Outside
     }
 
-    fn find(&self, data: &[u8], first: usize, range: Range<usize>, begin: State) -> Found {
+    fn find(&self, data: &[u8], first: usize, range: Range<usize>, begin: State) -> ChunkRows {
         let start = range.start;
+        // A guess of the number of rows: 64 bytes per row.
         let mut feeds = Vec::with_capacity(range.len() / 64);
         let row_end = |feed| feeds.push((feed - start) as u32);
         let end = match self.quote {
@@ -127,10 +129,10 @@ impl CsvScan {
                 State::Outside
             }
         };
-        Found { begin, feeds, end }
+        ChunkRows { begin, feeds, end }
     }
 
-    /// Hands the line feeds that end rows to `row_end`; gives the state behind the range.
+    /// Passes the line feeds that end rows to `row_end`; returns the state after the range.
     fn walk(
         &self,
         quote: u8,
@@ -144,17 +146,18 @@ impl CsvScan {
         while at < range.end {
             let rest = &data[at..range.end];
             match state {
-                State::BehindQuote if rest[0] == quote => {
+                State::AfterQuote if rest[0] == quote => {
                     at += 1;
                     state = State::Inside;
                 }
-                State::BehindQuote => state = State::Outside,
+                State::AfterQuote => state = State::Outside,
                 State::Inside => {
+                    // Within quotes only the next quote matters, so memchr skips everything else.
                     let Some(found) = memchr(quote, rest) else {
                         return state;
                     };
                     at += found + 1;
-                    state = State::BehindQuote;
+                    state = State::AfterQuote;
                 }
                 State::Outside => {
                     let Some(found) = memchr2(quote, b'\n', rest) else {

@@ -1,30 +1,30 @@
-//! The layout of an index file, and how it knows its data.
+//! The file format of an index, and the identity of its data.
 //!
-//! Everything is little-endian on all machines.
+//! All numbers are little-endian.
 //!
-//! | bytes | what |
+//! | bytes | content |
 //! |---|---|
 //! | 0..8 | magic |
 //! | 8..12 | format version |
 //! | 12..16 | CRC-32C of the directory |
-//! | 16..24 | number of offsets: the start of each record, and where the last one ends |
-//! | 24..32 | bytes of the pieces |
+//! | 16..24 | number of offsets: the start of each record, and the end of the last one |
+//! | 24..32 | size of the blocks, in bytes |
 //! | 32..40 | length of the data |
 //! | 40..48 | modification time of the data, seconds |
 //! | 48..52 | the same, nanoseconds |
 //! | 52..56 | zeros |
 //! | 56..88 | SHA-256 of a sample of the data |
-//! | 88..120 | SHA-256 of the data's path and of the format that the records were found in |
+//! | 88..120 | SHA-256 of the data's path and of the scan's key |
 //! | 120..124 | zeros |
 //! | 124..128 | CRC-32C of bytes 0..124 |
-//! | 128.. | pieces (`offsets`), then their directory, which has a CRC-32C of each piece |
+//! | 128.. | blocks (`offsets`), then their directory, with a CRC-32C of each block |
 
 use std::fs::Metadata;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::digest::FieldHasher;
-use crate::store_format::{u32_at, u64_at};
+use crate::store_format::{digest_at, u32_at, u64_at};
 use crate::{Error, Result, Sha256Digest};
 
 use super::offsets::{FinishedOffsets, OffsetTable};
@@ -34,7 +34,7 @@ const VERSION: u32 = 1;
 pub(crate) const HEADER_BYTES: usize = 128;
 const CHECKED_BYTES: usize = 124;
 
-/// Which data an index belongs to.
+/// The identity of the data that an index belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Identity {
     bytes: u64,
@@ -45,7 +45,7 @@ pub(crate) struct Identity {
 }
 
 impl Identity {
-    /// Of the file at `path` with this metadata and content, in the format that `scan_key` names.
+    /// Returns the identity of the file at `path` with this metadata and content, for the scan with this key.
     pub(crate) fn of(path: &Path, metadata: &Metadata, data: &[u8], scan_key: &[u8]) -> Self {
         let (modified_s, modified_ns) = modified(metadata);
         Self {
@@ -61,12 +61,12 @@ impl Identity {
         }
     }
 
-    /// Names the path and the format, not the content: an index of content that is gone is replaced.
+    /// Returns a key of the path and the format, without the content: the index of changed content is replaced.
     pub(crate) fn key(&self) -> Sha256Digest {
         self.key
     }
 
-    /// Names the content and the format, not the path, as well as a sample can.
+    /// Returns a key of the content (by its sample) and the format, without the path.
     pub(crate) fn content(&self, scan_key: &[u8]) -> Sha256Digest {
         FieldHasher::default()
             .field(&self.bytes.to_le_bytes())
@@ -77,13 +77,13 @@ impl Identity {
             .finish()
     }
 
-    /// Whether a file with this metadata may still be the one.
+    /// Returns `true` if a file with this metadata may still be the same.
     pub(crate) fn fits(&self, metadata: &Metadata) -> bool {
         self.bytes == metadata.len() && (self.modified_s, self.modified_ns) == modified(metadata)
     }
 }
 
-/// Seconds and nanoseconds since 1970, zero where the file system keeps no time.
+/// Returns the modification time as seconds and nanoseconds since 1970; zeros if the file system has none.
 fn modified(metadata: &Metadata) -> (i64, u32) {
     match metadata
         .modified()
@@ -91,6 +91,7 @@ fn modified(metadata: &Metadata) -> (i64, u32) {
         .duration_since(SystemTime::UNIX_EPOCH)
     {
         Ok(after) => (after.as_secs() as i64, after.subsec_nanos()),
+        // A modification time before 1970 is legal, though rare.
         Err(before) => {
             let before = before.duration();
             (-(before.as_secs() as i64), before.subsec_nanos())
@@ -98,7 +99,8 @@ fn modified(metadata: &Metadata) -> (i64, u32) {
     }
 }
 
-/// The digest of 16 pages spread evenly over the data, the first and the last among them.
+/// Returns the digest of 16 pages spread evenly over the data, including the first and the last one. Hashing
+/// all of a large file would take longer than opening it may.
 fn sample(data: &[u8]) -> Sha256Digest {
     const PAGES: usize = 16;
     const PAGE: usize = 4096;
@@ -107,7 +109,7 @@ fn sample(data: &[u8]) -> Sha256Digest {
     }
     let mut hasher = FieldHasher::default();
     for page in 0..PAGES {
-        // In 128 bits the product cannot overflow; the start is at most `len - PAGE`.
+        // The product cannot overflow in 128 bits; the start is at most `len - PAGE`.
         let start = (data.len() - PAGE) as u128 * page as u128 / (PAGES as u128 - 1);
         hasher.add(&data[start as usize..][..PAGE]);
     }
@@ -130,7 +132,7 @@ impl Header {
         put(8, &VERSION.to_le_bytes());
         put(12, &offsets.directory_crc.to_le_bytes());
         put(16, &offsets.count.to_le_bytes());
-        put(24, &offsets.pieces_bytes.to_le_bytes());
+        put(24, &offsets.blocks_bytes.to_le_bytes());
         put(32, &identity.bytes.to_le_bytes());
         put(40, &identity.modified_s.to_le_bytes());
         put(48, &identity.modified_ns.to_le_bytes());
@@ -141,16 +143,13 @@ impl Header {
         bytes
     }
 
-    /// Reads a header and checks everything behind it, so that what opens can be relied on. No record
-    /// may end behind `data_bytes`.
+    /// Reads a header and validates everything after it, so that an opened index can be relied on. No record may
+    /// end after `data_bytes`.
     pub(crate) fn decode(file: &[u8], path: &Path, data_bytes: u64) -> Result<Self> {
-        let damaged = |problem: &str| Error::DamagedIndex {
-            path: path.to_owned(),
-            problem: problem.to_owned(),
-        };
+        let damaged = |problem: &str| damaged_index(path, problem);
         let bytes = file
             .get(..HEADER_BYTES)
-            .ok_or_else(|| damaged("it is shorter than its header"))?;
+            .ok_or_else(|| damaged("it is shorter than a header"))?;
         if bytes[..8] != MAGIC {
             return Err(damaged("it does not start as an index does"));
         }
@@ -170,41 +169,47 @@ impl Header {
             },
             offsets: FinishedOffsets {
                 count: u64_at(bytes, 16),
-                pieces_bytes: u64_at(bytes, 24),
+                blocks_bytes: u64_at(bytes, 24),
                 directory_crc: u32_at(bytes, 12),
             },
         };
         let expected = OffsetTable::directory_bytes(header.offsets.count).and_then(|directory| {
             directory
-                .checked_add(header.offsets.pieces_bytes)?
+                .checked_add(header.offsets.blocks_bytes)?
                 .checked_add(HEADER_BYTES as u64)
         });
         if expected != Some(file.len() as u64) || header.offsets.count == 0 {
-            return Err(damaged("its length is not the one that its header says"));
+            return Err(damaged("its length is not the one in its header"));
         }
-        let (pieces, directory) = header.parts(file);
+        let (blocks, directory) = header.offset_bytes(file);
         if crc32c::crc32c(directory) != header.offsets.directory_crc {
             return Err(damaged("its directory does not have its checksum"));
         }
-        let table = OffsetTable::new(pieces, directory, header.offsets.count as usize);
-        match table.first_damaged_piece(data_bytes) {
+        let table = OffsetTable::new(blocks, directory, header.offsets.count as usize);
+        // Validating all blocks reads the whole index once, which is small beside the data.
+        match table.first_damaged_block(data_bytes) {
             None => Ok(header),
-            Some(piece) => Err(damaged(&format!(
-                "piece {piece} does not have its checksum"
+            Some(block) => Err(damaged(&format!(
+                "block {block} does not have its checksum"
             ))),
         }
     }
 
-    /// The pieces and the directory in the bytes of the whole file.
-    pub(crate) fn parts<'a>(&self, file: &'a [u8]) -> (&'a [u8], &'a [u8]) {
+    /// Returns the blocks and the directory out of the bytes of the whole file.
+    pub(crate) fn offset_bytes<'a>(&self, file: &'a [u8]) -> (&'a [u8], &'a [u8]) {
         let body = file.get(HEADER_BYTES..).unwrap_or_default();
-        let pieces = usize::try_from(self.offsets.pieces_bytes).unwrap_or(usize::MAX);
-        body.split_at(pieces.min(body.len()))
+        let blocks = usize::try_from(self.offsets.blocks_bytes).unwrap_or(usize::MAX);
+        body.split_at(blocks.min(body.len()))
     }
 }
 
-fn digest_at(bytes: &[u8], at: usize) -> Sha256Digest {
-    let mut digest = [0; 32];
-    digest.copy_from_slice(&bytes[at..at + 32]);
-    Sha256Digest(digest)
+/// Returns the error of a damaged index of `path`.
+pub(crate) fn damaged_index(path: &Path, problem: &str) -> Error {
+    Error::damaged(
+        path,
+        format!(
+            "its index cannot be used, since {problem}; delete it, or open with \
+IndexOptions {{ rebuild: true, .. }}"
+        ),
+    )
 }

@@ -1,19 +1,20 @@
-//! The elements of a JSON array, found without parsing them.
+//! The search for the elements of a JSON array, without parsing them.
 
 use std::path::Path;
 
 use memchr::memchr2;
 
+use super::compressed::read_start;
 use super::scan::{Scan, is_space, text_start};
 use crate::{Error, Result};
 
-/// The elements of the array that a file is, or that is one of the values of the object that it is.
+/// The scan for the elements of a file that is an array, or an object with the array in a field.
 ///
-/// Only strings, brackets and commas are looked at; whether an element is sound JSON shows when it is
-/// read. The file is walked once, by one thread: what a bracket means depends on all bytes before it.
+/// Only strings, brackets and commas are examined; invalid JSON in an element is an error when it is read. One
+/// thread reads the file once, since the meaning of a bracket depends on all bytes before it.
 #[derive(Debug, Clone)]
 pub(crate) struct JsonArrayScan {
-    /// The key of the array in the object at the top; `None`: the array is at the top.
+    /// The field of the top-level object that holds the array; `None` if the array is the top level.
     pub(crate) field: Option<String>,
 }
 
@@ -25,34 +26,35 @@ impl Scan for JsonArrayScan {
         _threads: usize,
         sink: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<u64> {
-        let mut walk = Walk {
+        let mut cursor = Cursor {
             path,
             data,
             at: text_start(data),
         };
         if let Some(field) = &self.field {
-            walk.enter_field(field)?;
+            cursor.enter_field(field)?;
         }
-        walk.expect(b'[', "an array ([)")?;
-        walk.skip_space();
-        if walk.peek() != Some(b']') {
+        cursor.expect(b'[', "an array ([)")?;
+        cursor.skip_space();
+        if cursor.peek() != Some(b']') {
             loop {
-                walk.skip_space();
-                sink(walk.at as u64)?;
-                walk.skip_value()?;
-                walk.skip_space();
-                match walk.peek() {
-                    Some(b',') => walk.at += 1,
+                cursor.skip_space();
+                sink(cursor.at as u64)?;
+                cursor.skip_value()?;
+                cursor.skip_space();
+                match cursor.peek() {
+                    Some(b',') => cursor.at += 1,
                     Some(b']') => break,
-                    _ => return Err(walk.unexpected("a comma or the end of the array (])")),
+                    _ => return Err(cursor.unexpected("a comma or the end of the array (])")),
                 }
             }
         }
-        let end = walk.at as u64;
-        walk.at += 1;
-        walk.skip_space();
-        if self.field.is_none() && walk.peek().is_some() {
-            return Err(walk.unexpected("nothing behind the array"));
+        let end = cursor.at as u64;
+        cursor.at += 1;
+        cursor.skip_space();
+        // A field after the array is not read, so an object is not checked to its end.
+        if self.field.is_none() && cursor.peek().is_some() {
+            return Err(cursor.unexpected("nothing after the array"));
         }
         Ok(end)
     }
@@ -62,13 +64,23 @@ impl Scan for JsonArrayScan {
     }
 }
 
-struct Walk<'a> {
+/// Returns `true` if the first character of a JSON file begins an array; `None` if the file has no character.
+pub(crate) fn begins_array(path: &Path) -> Result<Option<bool>> {
+    // White space before the data is rarely more than a line end.
+    const START_BYTES: u64 = 4096;
+    let start = read_start(path, START_BYTES)?;
+    let text = start[text_start(&start)..].trim_ascii_start();
+    Ok(text.first().map(|&first| first == b'['))
+}
+
+/// A position in the bytes of a JSON file.
+struct Cursor<'a> {
     path: &'a Path,
     data: &'a [u8],
     at: usize,
 }
 
-impl Walk<'_> {
+impl Cursor<'_> {
     fn peek(&self) -> Option<u8> {
         self.data.get(self.at).copied()
     }
@@ -79,7 +91,7 @@ impl Walk<'_> {
         }
     }
 
-    /// Steps over white space and `byte`.
+    /// Skips white space and `byte`.
     fn expect(&mut self, byte: u8, what: &'static str) -> Result<()> {
         self.skip_space();
         if self.peek() != Some(byte) {
@@ -89,7 +101,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Steps in front of the value of `field` in the object that begins here.
+    /// Moves to the value of `field` in the object that begins here.
     fn enter_field(&mut self, field: &str) -> Result<()> {
         self.expect(b'{', "an object ({)")?;
         loop {
@@ -102,6 +114,7 @@ impl Walk<'_> {
                 });
             }
             self.skip_value()?;
+            // The name may contain escapes, so it is parsed and not compared as bytes.
             let name = serde_json::from_slice::<String>(&self.data[start..self.at]);
             self.expect(b':', "a colon")?;
             if name.is_ok_and(|name| name == field) {
@@ -141,7 +154,7 @@ impl Walk<'_> {
                     self.at += found + 1;
                     return Ok(());
                 }
-                // The backslash and what it escapes, which may be missing at the end of the file.
+                // The backslash and the escaped byte, which may be missing at the end of the file.
                 Some(found) => self.at = self.data.len().min(self.at + found + 2),
                 None => {
                     self.at = start;
@@ -151,8 +164,8 @@ impl Walk<'_> {
         }
     }
 
-    /// Steps over an object or an array. Depth is a number, not a stack: memory stays flat, and
-    /// brackets of different kinds that close one another are found when the element is parsed.
+    /// Skips an object or an array. The depth is a counter and not a stack, so memory is constant; brackets of
+    /// different kinds that close one another are an error when the element is parsed.
     fn skip_nested(&mut self) -> Result<()> {
         let start = self.at;
         let mut depth = 0_u64;
@@ -190,14 +203,12 @@ impl Walk<'_> {
     }
 
     fn malformed(&self, problem: impl Into<String>) -> Error {
-        Error::MalformedFile {
-            path: self.path.to_owned(),
-            offset: self.at as u64,
-            problem: problem.into(),
-        }
+        let problem = format!("at byte {}, {}", self.at, problem.into());
+        Error::invalid_file(self.path, problem)
     }
 }
 
+/// A table of the bytes at which the nesting can change; memchr has no search for five bytes.
 const IS_STRUCTURE: [bool; 256] = {
     let mut table = [false; 256];
     let bytes = b"\"{}[]";

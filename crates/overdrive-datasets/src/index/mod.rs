@@ -1,34 +1,33 @@
-//! Where each record of a file starts, found in one pass and kept in a small file.
+//! Indexes of files: the offset of each record, found in one pass and kept in a small file.
 //!
-//! | file | what |
+//! | file | content |
 //! |---|---|
-//! | `offsets` | Elias-Fano pieces: about one byte a record, each found in constant time |
-//! | `format` | the header of an index file, and which data it belongs to |
-//! | `scan` | the search for records, on all cores |
-//! | `lines`, `csv`, `json_array`, `tar` | where records start in each format |
-//! | `packed` | compressed files, block by block |
-//! | `open` | opening an index, or building it where there is none that fits |
+//! | `offsets` | monotone offsets in Elias-Fano coding: about one byte per record, constant access time |
+//! | `format` | the header of an index file, and the identity of its data |
+//! | `scan` | the interface of the searches for records, and their threads |
+//! | `text`, `csv`, `json_array`, `tar` | the search for records in each format |
+//! | `compressed` | compressed files, read block by block |
+//! | `indexed_file` | a file with its index, which is opened or built |
 
+mod compressed;
 mod csv;
 mod format;
+mod indexed_file;
 mod json_array;
-mod lines;
 mod offsets;
-mod open;
-mod packed;
 mod scan;
 mod tar;
+mod text;
 
-pub use open::{IndexLocation, IndexOptions, IndexReport};
+pub use indexed_file::{IndexLocation, IndexOptions, IndexReport};
 
 pub(crate) use csv::CsvScan;
-pub(crate) use json_array::JsonArrayScan;
-pub(crate) use lines::{DocumentScan, LineScan, ParagraphScan};
+pub(crate) use indexed_file::IndexedFile;
+pub(crate) use json_array::{JsonArrayScan, begins_array};
 pub(crate) use offsets::{OffsetTable, OffsetsWriter};
-pub(crate) use open::IndexedFile;
-pub(crate) use packed::read_start;
-pub(crate) use scan::{Scan, in_order};
+pub(crate) use scan::{Scan, cores, in_order};
 pub(crate) use tar::{Members, TarScan, split_name};
+pub(crate) use text::{DocumentScan, LineScan, ParagraphScan};
 
 #[cfg(test)]
 mod tests;

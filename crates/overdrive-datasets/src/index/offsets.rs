@@ -1,34 +1,33 @@
-//! Monotone offsets in about one byte each.
+//! Monotone offsets, compressed to about one byte each.
 //!
 //! Elias-Fano coding (P. Elias, "Efficient storage and retrieval by content and address of static
-//! files", J. ACM 1974; R. Fano, 1971), in pieces of 4096 values. In a piece each value has its low
-//! bits stored as they are and its high bits as the distance between ones in a bit string, so that
-//! records of L bytes on average take about `2 + log2(L)` bits: 8 bits for lines of 50 bytes, 16 for
-//! records of 16 KiB. A piece fits its own records, so a file of mixed sizes costs no more.
+//! files", J. ACM 1974; R. Fano, 1971), in blocks of 4096 values. A block stores the low bits of each value
+//! directly and the high bits as the distance between ones in a bit string, so that records of L bytes on
+//! average take about `2 + log2(L)` bits: 8 bits for lines of 50 bytes, 16 for records of 16 KiB. Each block
+//! has its own width, so a file of mixed sizes takes no more.
 //!
-//! A value is found by one look into the directory, one into the samples (every 64th one of the bit
-//! string) and a walk over a few words: at most 192 of them whatever the values are, since a piece
-//! has at most 3 * 4096 + 1 bits.
+//! A value is found by one access to the directory, one to the samples (every 64th one of the bit string) and a
+//! scan over a few words: at most 192 for any values, since a block has at most 3 * 4096 + 1 bits.
 
 use std::io::Write;
 use std::ops::Range;
 
-/// Values in a piece.
-pub(crate) const PIECE: usize = 4096;
-/// One of so many ones of the bit string has its place written down.
-const SAMPLE: usize = 64;
-/// Bytes of a directory entry: base (u64), place of the piece (u64), CRC-32C (u32), width (u8), zeros.
+/// The number of values in a block.
+pub(crate) const BLOCK_VALUES: usize = 4096;
+/// The interval of the ones in the bit string whose positions are stored as samples.
+const SAMPLE_INTERVAL: usize = 64;
+/// The size of a directory entry: base (u64), offset of the block (u64), CRC-32C (u32), width (u8), zeros.
 pub(crate) const ENTRY_BYTES: usize = 24;
 
-/// Writes monotone values as pieces; the directory comes behind them.
+/// A writer of monotone values: first the blocks, then their directory.
 pub(crate) struct OffsetsWriter<W> {
     out: W,
-    /// Bytes given to `out`.
+    /// The number of bytes written to `out`.
     written: u64,
     pending: Vec<u64>,
     directory: Vec<u8>,
     count: u64,
-    piece: Vec<u8>,
+    block: Vec<u8>,
 }
 
 impl<W: Write> OffsetsWriter<W> {
@@ -36,10 +35,10 @@ impl<W: Write> OffsetsWriter<W> {
         Self {
             out,
             written: 0,
-            pending: Vec::with_capacity(PIECE),
+            pending: Vec::with_capacity(BLOCK_VALUES),
             directory: Vec::new(),
             count: 0,
-            piece: Vec::new(),
+            block: Vec::new(),
         }
     }
 
@@ -47,13 +46,13 @@ impl<W: Write> OffsetsWriter<W> {
     pub(crate) fn push(&mut self, value: u64) -> std::io::Result<()> {
         debug_assert!(self.pending.last().is_none_or(|&last| last <= value));
         self.pending.push(value);
-        if self.pending.len() == PIECE {
+        if self.pending.len() == BLOCK_VALUES {
             self.flush()?;
         }
         Ok(())
     }
 
-    /// Writes what is left, then the directory. Gives back the writer and the directory's length.
+    /// Writes the last block and the directory. Returns the inner writer and the description of the file.
     pub(crate) fn finish(mut self) -> std::io::Result<(W, FinishedOffsets)> {
         if !self.pending.is_empty() {
             self.flush()?;
@@ -61,51 +60,52 @@ impl<W: Write> OffsetsWriter<W> {
         self.out.write_all(&self.directory)?;
         let finished = FinishedOffsets {
             count: self.count,
-            pieces_bytes: self.written,
+            blocks_bytes: self.written,
             directory_crc: crc32c::crc32c(&self.directory),
         };
         Ok((self.out, finished))
     }
 
     fn flush(&mut self) -> std::io::Result<()> {
-        self.piece.clear();
+        self.block.clear();
         let base = self.pending[0];
-        let width = encode_piece(&self.pending, &mut self.piece);
-        self.out.write_all(&self.piece)?;
+        let width = encode_block(&self.pending, &mut self.block);
+        self.out.write_all(&self.block)?;
         self.directory.extend(base.to_le_bytes());
         self.directory.extend(self.written.to_le_bytes());
         self.directory
-            .extend(crc32c::crc32c(&self.piece).to_le_bytes());
+            .extend(crc32c::crc32c(&self.block).to_le_bytes());
         self.directory.extend([width, 0, 0, 0]);
-        self.written += self.piece.len() as u64;
+        self.written += self.block.len() as u64;
         self.count += self.pending.len() as u64;
         self.pending.clear();
         Ok(())
     }
 }
 
-/// What [`OffsetsWriter::finish`] wrote.
+/// The description of the bytes that [`OffsetsWriter::finish`] wrote.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FinishedOffsets {
     pub(crate) count: u64,
-    pub(crate) pieces_bytes: u64,
+    pub(crate) blocks_bytes: u64,
     pub(crate) directory_crc: u32,
 }
 
-/// Appends samples, low bits and high bits of `values`; gives the number of low bits.
-fn encode_piece(values: &[u64], out: &mut Vec<u8>) -> u8 {
+/// Appends the samples, low bits and high bits of `values`; returns the number of low bits.
+fn encode_block(values: &[u64], out: &mut Vec<u8>) -> u8 {
     let (base, count) = (values[0], values.len());
     let span = values[count - 1] - base;
-    // The width that makes the two parts smallest together, up to a quarter of a bit.
+    // This width gives the smallest sum of low and high bits, up to a quarter of a bit per value.
     let width = (span / count as u64).checked_ilog2().unwrap_or(0) as usize;
     let upper_bits = count + (span >> width) as usize + 1;
-    let mut samples = Vec::with_capacity(count.div_ceil(SAMPLE));
+    let mut samples = Vec::with_capacity(count.div_ceil(SAMPLE_INTERVAL));
     let mut lower = vec![0_u64; (count * width).div_ceil(64)];
     let mut upper = vec![0_u64; upper_bits.div_ceil(64)];
     for (i, value) in values.iter().map(|value| value - base).enumerate() {
         let one = (value >> width) as usize + i;
-        if i % SAMPLE == 0 {
-            // Below 3 * PIECE: `span >> width` is below twice the count.
+        if i % SAMPLE_INTERVAL == 0 {
+            // It fits u16: the position is below 3 * BLOCK_VALUES, since `span >> width` is below twice the
+            // count.
             samples.push(one as u16);
         }
         upper[one / 64] |= 1 << (one % 64);
@@ -121,25 +121,25 @@ fn encode_piece(values: &[u64], out: &mut Vec<u8>) -> u8 {
     let start = out.len();
     out.extend(samples.iter().flat_map(|sample| sample.to_le_bytes()));
     let sample_bytes = out.len() - start;
+    // Padding to 8 bytes aligns the words that follow in the file.
     out.resize(start + sample_bytes.next_multiple_of(8), 0);
     out.extend(lower.iter().flat_map(|word| word.to_le_bytes()));
     out.extend(upper.iter().flat_map(|word| word.to_le_bytes()));
     width as u8
 }
 
-/// Reads the values out of the bytes that [`OffsetsWriter`] wrote.
+/// A reader of the bytes that [`OffsetsWriter`] wrote.
 ///
-/// Every read is checked against the bytes that there are: damaged bytes give a wrong value or
-/// `None`, never a panic.
+/// Every access is bounds-checked: damaged bytes give a wrong value or `None`, never a panic.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct OffsetTable<'a> {
-    pieces: &'a [u8],
+    blocks: &'a [u8],
     directory: &'a [u8],
     count: usize,
 }
 
-/// A piece, and what the directory says of it.
-struct Piece<'a> {
+/// A block and its directory entry.
+struct OffsetBlock<'a> {
     base: u64,
     crc: u32,
     width: usize,
@@ -148,88 +148,92 @@ struct Piece<'a> {
 }
 
 impl<'a> OffsetTable<'a> {
-    pub(crate) fn new(pieces: &'a [u8], directory: &'a [u8], count: usize) -> Self {
+    pub(crate) fn new(blocks: &'a [u8], directory: &'a [u8], count: usize) -> Self {
         Self {
-            pieces,
+            blocks,
             directory,
             count,
         }
     }
 
-    /// Bytes of the directory of so many values.
+    /// Returns the size of the directory of `count` values, in bytes.
     pub(crate) fn directory_bytes(count: u64) -> Option<u64> {
-        count.div_ceil(PIECE as u64).checked_mul(ENTRY_BYTES as u64)
+        count
+            .div_ceil(BLOCK_VALUES as u64)
+            .checked_mul(ENTRY_BYTES as u64)
     }
 
-    /// Value `index`; `None` when there is no such value, or its bytes are damaged.
+    /// Returns value `index`; `None` if there is no such value, or its bytes are damaged.
     pub(crate) fn get(&self, index: usize) -> Option<u64> {
-        let piece = self.piece(index / PIECE)?;
-        let at = index % PIECE;
-        piece.value(at, piece.one(at)?)
+        let block = self.block(index / BLOCK_VALUES)?;
+        let at = index % BLOCK_VALUES;
+        block.value(at, block.one(at)?)
     }
 
-    /// Values `index` and `index + 1`.
+    /// Returns the values `index` and `index + 1` as a range.
     pub(crate) fn pair(&self, index: usize) -> Option<Range<u64>> {
-        let piece = self.piece(index / PIECE)?;
-        let at = index % PIECE;
-        let one = piece.one(at)?;
-        let start = piece.value(at, one)?;
-        let end = if at + 1 < piece.count {
-            piece.value(at + 1, piece.next_one(one)?)?
+        let block = self.block(index / BLOCK_VALUES)?;
+        let at = index % BLOCK_VALUES;
+        let one = block.one(at)?;
+        let start = block.value(at, one)?;
+        let end = if at + 1 < block.count {
+            // The next one is usually in the same word, so a pair costs hardly more than a single value.
+            block.value(at + 1, block.next_one(one)?)?
         } else {
             self.get(index + 1)?
         };
         Some(start..end)
     }
 
-    /// The first piece that is not what was written, or whose values fall or exceed `limit`.
-    pub(crate) fn first_damaged_piece(&self, limit: u64) -> Option<usize> {
+    /// Returns the first block whose checksum is wrong, or whose values decrease or exceed `limit`.
+    pub(crate) fn first_damaged_block(&self, limit: u64) -> Option<usize> {
         let mut last = 0;
-        (0..self.count.div_ceil(PIECE)).find(|&number| {
-            let Some(piece) = self.piece(number) else {
+        (0..self.count.div_ceil(BLOCK_VALUES)).find(|&number| {
+            let Some(block) = self.block(number) else {
                 return true;
             };
-            let first_value = piece.one(0).and_then(|one| piece.value(0, one));
-            let at_end = piece.count - 1;
-            let last_value = piece.one(at_end).and_then(|one| piece.value(at_end, one));
-            let sound = crc32c::crc32c(piece.bytes) == piece.crc
-                && first_value == Some(piece.base)
-                && piece.base >= last
-                && last_value.is_some_and(|value| value >= piece.base && value <= limit);
+            let first_value = block.one(0).and_then(|one| block.value(0, one));
+            let at_end = block.count - 1;
+            let last_value = block.one(at_end).and_then(|one| block.value(at_end, one));
+            let sound = crc32c::crc32c(block.bytes) == block.crc
+                && first_value == Some(block.base)
+                && block.base >= last
+                && last_value.is_some_and(|value| value >= block.base && value <= limit);
             last = last_value.unwrap_or(u64::MAX);
             !sound
         })
     }
 
-    fn piece(&self, number: usize) -> Option<Piece<'a>> {
+    fn block(&self, number: usize) -> Option<OffsetBlock<'a>> {
         let entry = |at: usize| {
             let start = at.checked_mul(ENTRY_BYTES)?;
             self.directory.get(start..start.checked_add(ENTRY_BYTES)?)
         };
         let count = self
             .count
-            .checked_sub(number.checked_mul(PIECE)?)
+            .checked_sub(number.checked_mul(BLOCK_VALUES)?)
             .filter(|&count| count > 0)?
-            .min(PIECE);
+            .min(BLOCK_VALUES);
         let bytes = entry(number)?;
         let start = usize::try_from(u64_at(bytes, 8)?).ok()?;
         let end = match entry(number + 1) {
             Some(next) => usize::try_from(u64_at(next, 8)?).ok()?,
-            None => self.pieces.len(),
+            None => self.blocks.len(),
         };
-        Some(Piece {
+        Some(OffsetBlock {
             base: u64_at(bytes, 0)?,
             crc: u32::from_le_bytes(bytes.get(16..20)?.try_into().ok()?),
+            // A damaged width must not overflow a shift.
             width: usize::from(bytes[20]).min(63),
-            bytes: self.pieces.get(start..end)?,
+            bytes: self.blocks.get(start..end)?,
             count,
         })
     }
 }
 
-impl Piece<'_> {
+impl OffsetBlock<'_> {
     fn lower_start(&self) -> usize {
-        (2 * self.count.div_ceil(SAMPLE)).next_multiple_of(8)
+        (2 * self.count.div_ceil(SAMPLE_INTERVAL)).next_multiple_of(8)
     }
 
     fn upper_word(&self, number: usize) -> Option<u64> {
@@ -237,12 +241,12 @@ impl Piece<'_> {
         u64_at(self.bytes, start + 8 * number)
     }
 
-    /// The place of the one of value `at`.
+    /// Returns the position in the bit string of the one of value `at`.
     fn one(&self, at: usize) -> Option<usize> {
-        let sample = 2 * (at / SAMPLE);
+        let sample = 2 * (at / SAMPLE_INTERVAL);
         let sample = u16::from_le_bytes(self.bytes.get(sample..sample + 2)?.try_into().ok()?);
         let sample = usize::from(sample);
-        let mut ahead = at % SAMPLE;
+        let mut ahead = at % SAMPLE_INTERVAL;
         let mut number = sample / 64;
         let mut word = self.upper_word(number)? & (u64::MAX << (sample % 64));
         loop {
@@ -256,10 +260,10 @@ impl Piece<'_> {
         }
     }
 
-    /// The place of the next one.
+    /// Returns the position of the next one.
     fn next_one(&self, one: usize) -> Option<usize> {
         let mut number = one / 64;
-        // Shifted in two steps: by 64 at once it would overflow.
+        // Two shifts, since one by 64 would overflow.
         let mut word = self.upper_word(number)? & ((u64::MAX << (one % 64)) << 1);
         while word == 0 {
             number += 1;
@@ -268,7 +272,7 @@ impl Piece<'_> {
         Some(64 * number + word.trailing_zeros() as usize)
     }
 
-    /// Value `at`, whose one is at `one`.
+    /// Returns value `at`, whose one is at the position `one`.
     fn value(&self, at: usize, one: usize) -> Option<u64> {
         let high = (one.checked_sub(at)? as u64)
             .checked_shl(self.width as u32)
@@ -290,11 +294,11 @@ impl Piece<'_> {
     }
 }
 
-/// The place of one number `n`, which the word has.
+/// Returns the position of one number `n` of a word that has more than `n` ones.
 fn nth_one(mut word: u64, n: usize) -> usize {
     let mut skipped = 0;
     let mut ahead = n;
-    // Bytes first: at most seven steps, then at most seven bits.
+    // First whole bytes, at most seven, and then at most seven single bits.
     loop {
         let ones = (word & 0xff).count_ones() as usize;
         if ahead < ones || skipped == 56 {

@@ -1,4 +1,4 @@
-//! The search for the starts of records, on all cores over a memory map.
+//! The interface of the searches for records, and the threads that run them.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -6,10 +6,10 @@ use std::sync::{Condvar, Mutex, PoisonError};
 
 use crate::{Error, Result};
 
-/// Where the records of a format start.
+/// A search for the records of a file format.
 pub(crate) trait Scan: Sync {
-    /// Hands the offset of each record's start to `sink`, in order. Gives the offset at which the
-    /// last record ends. `path` is for messages.
+    /// Passes the offset of each record's start to `sink`, in order. Returns the offset at which the last
+    /// record ends. `path` is used in error messages.
     fn scan(
         &self,
         path: &Path,
@@ -18,28 +18,32 @@ pub(crate) trait Scan: Sync {
         sink: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<u64>;
 
-    /// What an index of this format depends on besides the data: the format, its options, and a
-    /// number that changes when the scan finds other records in the same data.
+    /// Returns a key of everything that an index depends on besides the data: the format, its options, and a
+    /// version that changes when the scan finds other records in the same data.
     fn key(&self) -> Vec<u8>;
 }
 
-/// UTF-8's byte order mark, which is no part of the first record.
+/// The size of the chunks that are searched in parallel: large enough that handing them over does not matter,
+/// small enough for the second-level cache.
+pub(crate) const CHUNK_BYTES: usize = 1 << 20;
+
+/// The byte order mark of UTF-8, which is not part of the first record.
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
-/// Where the records begin: behind the byte order mark, where there is one.
+/// Returns the offset of the first record, after a byte order mark.
 pub(crate) fn text_start(data: &[u8]) -> usize {
     if data.starts_with(BOM) { BOM.len() } else { 0 }
 }
 
-/// What JSON calls white space, which has no other character of one byte.
+/// Returns `true` for white space as JSON defines it.
 pub(crate) fn is_space(byte: u8) -> bool {
     matches!(byte, b' ' | b'\t' | b'\r' | b'\n')
 }
 
-/// Runs jobs `0..jobs` on `threads` threads and hands their results to `sink` in order.
+/// Runs the jobs `0..jobs` on `threads` threads and passes their results to `sink` in order.
 ///
-/// No job starts more than `ahead` places before the one that `sink` waits for, so memory is bounded
-/// by that however long one job takes. An error of `sink` ends it.
+/// No job starts more than `ahead` jobs before the one that `sink` waits for, which bounds the memory however
+/// long one job takes. An error of `sink` ends the run.
 pub(crate) fn in_order<T: Send>(
     jobs: usize,
     threads: usize,
@@ -47,6 +51,7 @@ pub(crate) fn in_order<T: Send>(
     work: impl Fn(usize) -> T + Sync,
     mut sink: impl FnMut(T) -> Result<()>,
 ) -> Result<()> {
+    // With one thread the work is done in the caller's, without a queue.
     if threads <= 1 || jobs <= 1 {
         return (0..jobs).try_for_each(|job| sink(work(job)));
     }
@@ -62,7 +67,8 @@ pub(crate) fn in_order<T: Send>(
         ahead: ahead.max(1),
     };
     std::thread::scope(|scope| {
-        // Whichever way this closure is left, the workers are told to stop before they are joined.
+        // The scope joins the workers when this closure ends, also by an error or a panic: they must be told
+        // to stop first.
         let _stop = StopOnDrop(&queue);
         for number in 0..threads.min(jobs) {
             std::thread::Builder::new()
@@ -72,11 +78,11 @@ pub(crate) fn in_order<T: Send>(
                     while let Some(job) = queue.take_job() {
                         queue.put(job, work(job));
                     }
-                    // The work was not broken off by a panic, so the others may go on.
+                    // Reached only without a panic of `work`, so the other workers must not be stopped.
                     std::mem::forget(_stop);
                 })
                 .map_err(|error| Error::Threads {
-                    what: "the threads that index files",
+                    threads: "the threads that index files",
                     problem: error.to_string(),
                 })?;
         }
@@ -96,7 +102,7 @@ struct Queue<T> {
 
 struct State<T> {
     next_job: usize,
-    /// How many results have been handed on; `slots[0]` is the result of this job.
+    /// The number of results that have been passed on; `slots[0]` is the result of the job with this number.
     taken: usize,
     slots: VecDeque<Option<T>>,
     stopped: bool,
@@ -104,7 +110,7 @@ struct State<T> {
 
 impl<T> Queue<T> {
     fn lock(&self) -> std::sync::MutexGuard<'_, State<T>> {
-        // The state is whole at every point where the lock is given back.
+        // The state is valid whenever the lock is released, so a poisoned lock is harmless.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -137,6 +143,7 @@ impl<T> Queue<T> {
         while state.slots.len() <= slot {
             state.slots.push_back(None);
         }
+        // Both the workers and the receiver wait for this condition, so all of them are woken.
         state.slots[slot] = Some(result);
         self.changed.notify_all();
     }
@@ -167,7 +174,7 @@ impl<T> Drop for StopOnDrop<'_, T> {
     }
 }
 
-/// The number of cores.
+/// Returns the number of cores that the process may use.
 pub(crate) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }

@@ -1,6 +1,6 @@
-//! Members of a tar archive, and the samples that they make.
+//! The members of a tar archive, and the search for WebDataset samples.
 //!
-//! The headers of POSIX.1-1988 (ustar) and POSIX.1-2001 (pax), and GNU's long names.
+//! It reads the headers of POSIX.1-1988 (ustar) and POSIX.1-2001 (pax), and GNU's long names.
 
 use std::ops::Range;
 use std::path::Path;
@@ -8,25 +8,26 @@ use std::path::Path;
 use super::scan::Scan;
 use crate::{Error, Result};
 
+/// The size of a header, and the alignment of all members.
 const BLOCK: usize = 512;
 
 /// A file in an archive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Member {
     pub(crate) name: String,
-    /// Where its bytes are.
+    /// The range of the file's bytes.
     pub(crate) content: Range<usize>,
-    /// Where its headers start, or those of folders and links in front of it.
+    /// The offset of the member's headers, or of those of folders and links before it.
     pub(crate) start: usize,
 }
 
-/// The regular files of an archive, one by one. Ends at the end mark, or at the end of the bytes.
+/// A reader of the regular files of an archive. It ends at the end mark or at the end of the bytes.
 pub(crate) struct Members<'a> {
     data: &'a [u8],
     at: usize,
 }
 
-/// What is wrong with an archive, and where.
+/// An error in an archive and its offset.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TarError {
     pub(crate) at: usize,
@@ -38,12 +39,12 @@ impl<'a> Members<'a> {
         Self { data, at: 0 }
     }
 
-    /// Where it stands: behind the last member, or at the end mark.
+    /// Returns the current offset: after the last member, or at the end mark.
     pub(crate) fn at(&self) -> usize {
         self.at
     }
 
-    /// The next regular file; `None` at the end.
+    /// Reads the next regular file; returns `None` at the end.
     pub(crate) fn next_file(&mut self) -> std::result::Result<Option<Member>, TarError> {
         let start = self.at;
         let (mut long_name, mut long_size) = (None::<String>, None::<u64>);
@@ -70,18 +71,20 @@ impl<'a> Members<'a> {
             let kind = header[156];
             let is_file = matches!(kind, b'0' | 0 | b'7');
             let own_size = number(&header[124..136]);
+            // A pax header's size applies to the file after it, and not to another header in between.
             let size = long_size.take_if(|_| is_file).or(own_size);
             let size = size
                 .and_then(|size| usize::try_from(size).ok())
-                .ok_or_else(|| error("the size in a header is no number"))?;
+                .ok_or_else(|| error("the size in a header is not a number"))?;
             let content = at + BLOCK;
-            // Links, folders and devices have no content, whatever their size says.
+            // Links, folders and devices have no content, whatever size their header has.
             let stored = if matches!(kind, b'1'..=b'6') { 0 } else { size };
             let end = content
+                // A damaged size may be close to 2^64, so the sum is checked.
                 .checked_add(stored)
                 .filter(|&end| end <= self.data.len())
-                .ok_or_else(|| error("the archive ends within a file: it was cut short"))?;
-            // The padding behind the last file may be missing.
+                .ok_or_else(|| error("the archive ends within a file: it was truncated"))?;
+            // Some writers leave out the padding after the last file.
             self.at = end.next_multiple_of(BLOCK).min(self.data.len());
             let bytes = &self.data[content..end];
             match kind {
@@ -102,7 +105,7 @@ impl<'a> Members<'a> {
                 }
                 _ if is_file => {
                     let name = long_name.take().unwrap_or_else(|| short_name(header));
-                    // Before POSIX, a slash at the end said that it is a folder.
+                    // Before POSIX, a slash at the end of the name marked a folder.
                     if !name.ends_with('/') {
                         return Ok(Some(Member {
                             name,
@@ -111,16 +114,16 @@ impl<'a> Members<'a> {
                         }));
                     }
                 }
-                // What was said before is of this one: a folder, a link.
+                // The extended headers so far belonged to this folder, link or device.
                 b'1'..=b'6' => (long_name, long_size) = (None, None),
-                // Global headers, long names of links and what else there may be.
+                // Global headers, long names of links and unknown kinds are skipped.
                 _ => {}
             }
         }
     }
 }
 
-/// The checksum is the sum of all bytes of the header, its own counted as spaces.
+/// Verifies the checksum of a header: the sum of all its bytes, with those of the checksum itself as spaces.
 fn check_sum(header: &[u8]) -> std::result::Result<(), String> {
     let sum: u64 = header
         .iter()
@@ -130,14 +133,16 @@ fn check_sum(header: &[u8]) -> std::result::Result<(), String> {
     match number(&header[148..156]) {
         Some(expected) if expected == sum => Ok(()),
         _ => Err(
-            "the header does not have its checksum: no tar archive, or a damaged one".to_owned(),
+            "the header does not have its checksum: it is not a tar archive, or a damaged one"
+                .to_owned(),
         ),
     }
 }
 
-/// Octal digits, or GNU's form for large numbers: the first bit set, then big-endian.
+/// Parses a number: octal digits, or GNU's form for large numbers, big-endian with the first bit set.
 fn number(field: &[u8]) -> Option<u64> {
     if field.first()? & 0x80 != 0 {
+        // GNU's form uses 12 bytes, of which only the last 8 fit u64.
         let (high, low) = field[1..].split_at(field.len().saturating_sub(9));
         if field[0] & 0x7f != 0 || high.iter().any(|&byte| byte != 0) {
             return None;
@@ -171,7 +176,7 @@ fn short_name(header: &[u8]) -> String {
     }
 }
 
-/// Records of the form `length key=value\n`; what is none ends the list.
+/// Parses pax records of the form `length key=value\n`, up to the first that is invalid.
 fn pax_records(mut bytes: &[u8]) -> Vec<(&str, &str)> {
     let mut records = Vec::new();
     while let Some((record, rest)) = pax_record(bytes) {
@@ -189,7 +194,8 @@ fn pax_record(bytes: &[u8]) -> Option<((&str, &str), &[u8])> {
     Some((record, &bytes[length..]))
 }
 
-/// What a sample is called and what its file is in it: `a/b/0001.seg.png` is `seg.png` of `a/b/0001`.
+/// Splits a file name into the key of its sample and its extension: `a/b/0001.seg.png` is `seg.png` of
+/// `a/b/0001`.
 pub(crate) fn split_name(name: &str) -> (&str, &str) {
     let name = name.strip_prefix("./").unwrap_or(name);
     let base = name.rfind('/').map_or(0, |slash| slash + 1);
@@ -199,7 +205,7 @@ pub(crate) fn split_name(name: &str) -> (&str, &str) {
     }
 }
 
-/// Samples of a WebDataset: files in a row whose names differ behind the first dot only.
+/// The scan for samples of a WebDataset: consecutive files whose names differ only after the first dot.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TarScan;
 
@@ -214,10 +220,8 @@ impl Scan for TarScan {
         let mut members = Members::new(data);
         let mut key: Option<String> = None;
         loop {
-            let member = members.next_file().map_err(|error| Error::MalformedFile {
-                path: path.to_owned(),
-                offset: error.at as u64,
-                problem: error.problem,
+            let member = members.next_file().map_err(|error| {
+                Error::invalid_file(path, format!("at byte {}, {}", error.at, error.problem))
             })?;
             let Some(member) = member else {
                 return Ok(members.at() as u64);

@@ -1,14 +1,14 @@
-//! Offsets come back as they went in, and every scan finds what a slow reference finds.
+//! Offsets survive a round trip, and every scan finds the records that a slow reference finds.
 
 use std::path::Path;
 
 use proptest::prelude::*;
 
-use super::offsets::PIECE;
+use super::offsets::BLOCK_VALUES;
 use super::*;
 use crate::{Error, Result};
 
-/// So many cases of a property, or as many as `PROPTEST_CASES` says: for a longer search by hand.
+/// Returns a configuration with `count` cases, or with `PROPTEST_CASES` for a longer search by hand.
 fn cases(count: u32) -> ProptestConfig {
     match std::env::var_os("PROPTEST_CASES") {
         Some(_) => ProptestConfig::default(),
@@ -23,13 +23,13 @@ fn encode(values: &[u64]) -> (Vec<u8>, Vec<u8>, usize) {
         writer.push(value).unwrap();
     }
     let (bytes, finished) = writer.finish().unwrap();
-    let (pieces, directory) = bytes.split_at(finished.pieces_bytes as usize);
-    (pieces.to_vec(), directory.to_vec(), finished.count as usize)
+    let (blocks, directory) = bytes.split_at(finished.blocks_bytes as usize);
+    (blocks.to_vec(), directory.to_vec(), finished.count as usize)
 }
 
 fn check(values: &[u64]) {
-    let (pieces, directory, count) = encode(values);
-    let table = OffsetTable::new(&pieces, &directory, count);
+    let (blocks, directory, count) = encode(values);
+    let table = OffsetTable::new(&blocks, &directory, count);
     assert_eq!(count, values.len());
     for (i, &value) in values.iter().enumerate() {
         assert_eq!(table.get(i), Some(value), "value {i}");
@@ -40,7 +40,7 @@ fn check(values: &[u64]) {
     assert_eq!(table.get(count), None);
     assert_eq!(table.pair(count.saturating_sub(1)), None);
     let last = values.last().copied().unwrap_or(0);
-    assert_eq!(table.first_damaged_piece(last), None);
+    assert_eq!(table.first_damaged_block(last), None);
 }
 
 fn sums(gaps: impl IntoIterator<Item = u64>) -> Vec<u64> {
@@ -53,17 +53,25 @@ fn sums(gaps: impl IntoIterator<Item = u64>) -> Vec<u64> {
 }
 
 #[test]
-fn offsets_at_the_edges_of_pieces_and_of_numbers_come_back() {
+fn offsets_at_the_edges_of_blocks_and_of_numbers_come_back() {
     check(&[]);
     check(&[0]);
     check(&[u64::MAX]);
     check(&[0, u64::MAX]);
     check(&[5; 200]);
-    for count in [63, 64, 65, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE] {
+    for count in [
+        63,
+        64,
+        65,
+        BLOCK_VALUES - 1,
+        BLOCK_VALUES,
+        BLOCK_VALUES + 1,
+        3 * BLOCK_VALUES,
+    ] {
         check(&sums((0..count as u64).map(|i| i % 7)));
     }
-    // One record of nearly 2^63 bytes among tiny ones, at each end of a piece.
-    let mut gaps = vec![1; PIECE + 10];
+    // One record of nearly 2^63 bytes among tiny ones, at each end of a block.
+    let mut gaps = vec![1; BLOCK_VALUES + 10];
     gaps[1] = u64::MAX / 2;
     check(&sums(gaps.clone()));
     gaps.rotate_left(10);
@@ -74,8 +82,8 @@ fn offsets_at_the_edges_of_pieces_and_of_numbers_come_back() {
 fn offsets_of_lines_take_one_byte_and_of_16_kib_records_two() {
     let bytes_a_value = |gap: u64| {
         let values = sums((0..100_000).map(|i| gap / 2 + i * 7919 % gap));
-        let (pieces, directory, count) = encode(&values);
-        (pieces.len() + directory.len()) as f64 / count as f64
+        let (blocks, directory, count) = encode(&values);
+        (blocks.len() + directory.len()) as f64 / count as f64
     };
     // 2 + log2 of the mean, a quarter of a bit for samples, a twentieth for the directory.
     assert!(bytes_a_value(54) < 1.1, "{}", bytes_a_value(54));
@@ -97,7 +105,7 @@ fn scan(scan: &dyn Scan, data: &[u8], threads: usize) -> Result<Vec<u64>> {
     Ok(found)
 }
 
-/// Rows by a state machine that looks at one byte at a time.
+/// Finds the rows by a state machine that reads one byte at a time.
 fn csv_reference(data: &[u8], delimiter: u8, quote: u8) -> Vec<u64> {
     let first = if data.starts_with(b"\xef\xbb\xbf") {
         3
@@ -130,7 +138,7 @@ fn csv_reference(data: &[u8], delimiter: u8, quote: u8) -> Vec<u64> {
     rows
 }
 
-/// Data of more than three chunks: `filler` bytes in front, so that `tail` lies across a border.
+/// Returns data of more than three chunks, with `filler` bytes first, so that `tail` crosses a border.
 fn across_a_border(filler: u8, shift: usize, tail: &[u8]) -> Vec<u8> {
     let mut data = vec![filler; (1 << 20) - shift];
     data.extend(tail);
@@ -156,20 +164,20 @@ proptest! {
         cut in any::<prop::sample::Index>(),
     ) {
         let values = sums(gaps);
-        let (mut pieces, mut directory, count) = encode(&values);
-        let place = at.index(pieces.len());
-        pieces[place] ^= xor;
+        let (mut blocks, mut directory, count) = encode(&values);
+        let place = at.index(blocks.len());
+        blocks[place] ^= xor;
         let last = *values.last().unwrap();
-        let table = OffsetTable::new(&pieces, &directory, count);
-        prop_assert_eq!(table.first_damaged_piece(last), Some(0));
+        let table = OffsetTable::new(&blocks, &directory, count);
+        prop_assert_eq!(table.first_damaged_block(last), Some(0));
         let all = |table: OffsetTable<'_>| (0..count + 2).for_each(|i| { table.pair(i); table.get(i); });
         all(table);
-        all(OffsetTable::new(&pieces[..cut.index(pieces.len())], &directory, count));
+        all(OffsetTable::new(&blocks[..cut.index(blocks.len())], &directory, count));
         let place = at.index(directory.len());
         directory[place] ^= xor;
-        all(OffsetTable::new(&pieces, &directory, count));
-        all(OffsetTable::new(&pieces, &directory[..cut.index(directory.len())], count));
-        all(OffsetTable::new(&directory, &pieces, usize::MAX));
+        all(OffsetTable::new(&blocks, &directory, count));
+        all(OffsetTable::new(&blocks, &directory[..cut.index(directory.len())], count));
+        all(OffsetTable::new(&directory, &blocks, usize::MAX));
     }
 
     #[test]
@@ -192,7 +200,7 @@ proptest! {
     }
 
     #[test]
-    fn csv_rows_are_those_of_a_machine_of_single_bytes(data in "[a,\"\n\r;]{0,60}", mark in any::<bool>()) {
+    fn csv_rows_are_those_of_a_state_machine_over_single_bytes(data in "[a,\"\n\r;]{0,60}", mark in any::<bool>()) {
         let data = if mark { format!("\u{feff}{data}") } else { data };
         let found = scan(&CsvScan { delimiter: b',', quote: Some(b'"') }, data.as_bytes(), 2);
         prop_assert_eq!(found.unwrap(), csv_reference(data.as_bytes(), b',', b'"'));
@@ -211,7 +219,7 @@ proptest! {
     #![proptest_config(cases(16))]
 
     #[test]
-    fn what_lies_across_the_borders_of_chunks_is_found_by_any_number_of_threads(
+    fn records_across_the_borders_of_chunks_are_found_by_any_number_of_threads(
         tail in "[a,\"\n\r]{0,24}",
         shift in 0_usize..30,
         quoted in any::<bool>(),
@@ -250,7 +258,7 @@ fn elements_of_arrays_are_found_whatever_is_in_them() {
 }
 
 #[test]
-fn the_array_in_a_field_is_found_behind_other_fields() {
+fn the_array_in_a_field_is_found_after_other_fields() {
     let data = br#"{"version": {"data": [9]}, "s": "\"data\"", "d\u0061ta": [1, 2], "rest": }"#;
     let scan_field = |field: &str| {
         scan(
@@ -279,7 +287,7 @@ fn the_array_in_a_field_is_found_behind_other_fields() {
 }
 
 #[test]
-fn a_broken_array_says_where() {
+fn an_invalid_array_is_an_error_with_its_offset() {
     for (data, problem) in [
         (
             "",
@@ -301,7 +309,7 @@ fn a_broken_array_says_where() {
         ),
         (
             "[] x",
-            "at byte 3, found 'x', expected nothing behind the array",
+            "at byte 3, found 'x', expected nothing after the array",
         ),
     ] {
         let error = scan(&JsonArrayScan { field: None }, data.as_bytes(), 1).unwrap_err();

@@ -2,20 +2,19 @@ use std::ops::Range;
 
 use serde_json::{Map, Value};
 
-use super::encoder::Problem;
-
-/// A message of a conversation as JSON has it: `role`, `content` and whatever else a template reads.
+/// A message of a conversation as a JSON object: `role`, `content` and any other fields that a template reads.
 pub type ChatMessage = Map<String, Value>;
 
-/// How a model wants its conversations written: its chat template.
+/// A chat template: the format in which a model expects its conversations.
 ///
-/// This crate knows no template engine; `overdrive_generation::ChatTemplate` is one, and
-/// overdrive-trainer puts the two together.
+/// This crate has no template engine; `overdrive_generation::ChatTemplate` is one, and overdrive-trainer
+/// connects the two.
 pub trait ChatFormat: Send + Sync {
-    /// The text of a conversation. `add_generation_prompt`: whether the beginning of an answer follows.
+    /// Returns the text of a conversation. If `add_generation_prompt` is `true`, it ends with the beginning of an
+    /// answer.
     ///
     /// # Errors
-    /// In words, why the template refuses the conversation.
+    /// A message that states why the template rejects the conversation.
     fn render(
         &self,
         messages: &[ChatMessage],
@@ -24,17 +23,17 @@ pub trait ChatFormat: Send + Sync {
     ) -> Result<RenderedChat, String>;
 }
 
-/// A conversation as text.
+/// A conversation rendered as text.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RenderedChat {
     /// The text.
     pub text: String,
-    /// Which bytes of it the assistant has written, where the template marks them
-    /// (`{% generation %}`); `None` where it marks nothing.
+    /// The byte ranges of the assistant's answers, if the template marks them (`{% generation %}`); `None` if it
+    /// does not.
     pub answers: Option<Vec<Range<usize>>>,
 }
 
-/// What stands for a chat template where a model has none. A message is written as
+/// The format of conversations for models without a chat template. A message is written as
 ///
 /// ```text
 /// ### User:
@@ -42,21 +41,21 @@ pub struct RenderedChat {
 ///
 /// ```
 ///
-/// and an answer, which is what is learned, ends with the end-of-text token in place of the empty line.
+/// and an answer, which enters the loss, ends with the end-of-text token instead of the empty line.
 #[derive(Debug, Clone)]
 pub struct PlainChat {
     end: String,
 }
 
 impl PlainChat {
-    /// With the text of the token that ends an answer; empty for none.
+    /// Returns the format with the text of the token that ends an answer; an empty text stands for none.
     pub fn new(end_of_text: impl Into<String>) -> PlainChat {
         PlainChat {
             end: end_of_text.into(),
         }
     }
 
-    /// The line before a message.
+    /// Returns the heading of a message.
     fn heading(role: &str) -> String {
         let mut letters = role.chars();
         let first = letters.next().map(|first| first.to_uppercase().to_string());
@@ -86,6 +85,7 @@ impl ChatFormat for PlainChat {
             let start = text.len();
             text.push_str(content);
             if role == "assistant" && !self.end.is_empty() {
+                // The end token belongs to the answer: a model must learn to stop.
                 text.push_str(&self.end);
                 answers.push(start..text.len());
                 text.push('\n');
@@ -99,7 +99,7 @@ impl ChatFormat for PlainChat {
         if let Some(last) = answers.last()
             && text[last.end..].trim().is_empty()
         {
-            // What follows the last answer is nobody's.
+            // White space after the last answer belongs to no message.
             text.truncate(last.end);
         }
         if add_generation_prompt {
@@ -112,7 +112,7 @@ impl ChatFormat for PlainChat {
     }
 }
 
-/// Who speaks; empty where the message does not say.
+/// Returns the role of a message; empty if it has none.
 pub(super) fn role(message: &ChatMessage) -> &str {
     message
         .get("role")
@@ -120,14 +120,14 @@ pub(super) fn role(message: &ChatMessage) -> &str {
         .unwrap_or_default()
 }
 
-/// What the assistant wrote, where the template does not mark it: of each of its messages, what the
-/// conversation up to it has more than the conversation before it and the beginning of an answer.
+/// Finds the assistant's answers if the template does not mark them. An answer is the text by which the
+/// conversation up to and including it is longer than the conversation before it with a generation prompt.
 pub(super) fn answers_by_prefix(
     format: &dyn ChatFormat,
     messages: &[ChatMessage],
     tools: Option<&Value>,
     text: &str,
-) -> Result<Vec<Range<usize>>, Problem> {
+) -> Result<Vec<Range<usize>>, String> {
     let mut answers = Vec::new();
     for (index, message) in messages.iter().enumerate() {
         if role(message) != "assistant" {
@@ -137,6 +137,7 @@ pub(super) fn answers_by_prefix(
         let end = if index + 1 == messages.len() {
             text.len()
         } else {
+            // The answer to a message ends where the conversation up to it ends, which needs another rendering.
             let upto = format.render(&messages[..=index], tools, false)?.text;
             if !text.starts_with(&upto) || upto.len() < start {
                 return Err(not_a_prefix(index));
@@ -148,14 +149,14 @@ pub(super) fn answers_by_prefix(
     Ok(answers)
 }
 
-/// The bytes of `text`, the whole conversation, that stand before the answer to `prompt`.
+/// Returns the number of bytes of `text`, the whole conversation, before the answer to `prompt`.
 pub(super) fn prompt_length(
     format: &dyn ChatFormat,
     prompt: &[ChatMessage],
     tools: Option<&Value>,
     text: &str,
     index: usize,
-) -> Result<usize, Problem> {
+) -> Result<usize, String> {
     if prompt.is_empty() {
         return Ok(0);
     }
@@ -166,11 +167,11 @@ pub(super) fn prompt_length(
     }
 }
 
-fn not_a_prefix(index: usize) -> Problem {
-    Problem(format!(
-        "the chat template writes message {} in another way when messages follow it, so the answers \
-         cannot be found in the text; give a template with {{% generation %}} tags, one answer a \
+fn not_a_prefix(index: usize) -> String {
+    format!(
+        "the chat template renders message {} differently when messages follow it, so the answers \
+         cannot be found in the text; use a template with {{% generation %}} tags, one answer per \
          record, or assistant_only_loss = false",
         index + 1
-    ))
+    )
 }

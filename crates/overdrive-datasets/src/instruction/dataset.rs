@@ -6,67 +6,70 @@ use std::sync::Arc;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
+use overdrive_core::Error as CommonError;
+
 use super::encoder::InstructionEncoder;
 use super::record::InstructionRecord;
 use super::record_file::RecordFile;
-use crate::transform::{Rising, RisingWriter};
+use crate::transform::{SortedIndices, SortedIndicesWriter};
 use crate::{Dataset, Error, Result, TokenizedExample};
+use overdrive_core::check_fraction;
 use overdrive_core::random::uniform_below;
 
 /// The stream of random numbers that splits use (see [`overdrive_core::random::random_u64`]).
 const SPLIT_STREAM: u32 = 0x5117;
 
-/// What becomes of a record that is broken.
+/// The handling of invalid records.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnBadRecord {
-    /// It is an error, with file, line and byte. The default.
+    /// The record is an error, with file, line and byte. The default.
     #[default]
     Stop,
-    /// It is counted and left out.
+    /// The record is skipped and counted.
     Skip,
 }
 
-/// How instruction data is opened.
+/// The options of [`InstructionDataset::open`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct InstructionOptions {
-    /// What becomes of broken records; default: an error.
+    /// The handling of invalid records. Default: an error.
     pub on_bad_record: OnBadRecord,
-    /// At most so many records, the first ones; default: all.
+    /// The number of records that are read at most, from the first one on. Default: `None`, all.
     pub max_records: Option<usize>,
 }
 
-/// What a file of records came to. Displayed: in one line.
+/// A report on the records of the files; it is displayed in one line.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct InstructionReport {
-    /// Records there are.
+    /// The number of records.
     pub records: u64,
-    /// Records that are used.
+    /// The number of records that are used.
     pub kept: u64,
-    /// Broken records that were left out.
+    /// The number of invalid records, which were skipped.
     pub broken: u64,
-    /// The first of them, with its place.
+    /// The message of the first of them, with its position.
     pub first_broken: Option<String>,
-    /// Records left out because no answer was left in them: it was empty, or behind `max_seq_length`.
+    /// The number of records that were skipped because their answer was empty, or beyond `max_seq_length`.
     pub without_answer: u64,
-    /// Used records that lost their end to `max_seq_length`.
+    /// The number of used records that were truncated to `max_seq_length`.
     pub truncated: u64,
-    /// Tokens of the used records.
+    /// The number of tokens of the used records.
     pub tokens: u64,
-    /// Those of them that are learned.
+    /// The number of those tokens that enter the loss.
     pub learned_tokens: u64,
-    /// Tokens of the longest used record.
+    /// The number of tokens of the longest used record.
     pub longest: u64,
 }
 
-/// Instruction data in files: JSON Lines, or JSON arrays of objects.
+/// A dataset of instruction data in files of JSON Lines or JSON arrays of objects.
 ///
-/// The files are mapped, and parsed record by record when a record is asked for. Opening them reads
-/// each once, on all cores, to know lengths and what is broken. Afterwards a record takes four bytes for
-/// its length and a byte or two for its number, whatever its text; where it lies is in the index of the
-/// file ([`crate::IndexOptions`]), which is mapped. The files must not change while this is in use.
+/// The files are mapped, and a record is parsed on demand. Opening reads all records once, on all cores, to find
+/// lengths and invalid records. Afterwards a record takes four bytes for its length and one or two for its
+/// number, for a text of any length; its offset is in the mapped index of the file ([`crate::IndexOptions`]).
+/// The files must not change while the dataset is in use.
 ///
 /// ```
 /// use overdrive_datasets::{
@@ -95,48 +98,49 @@ pub struct InstructionReport {
 #[derive(Debug, Clone)]
 pub struct InstructionDataset {
     files: Arc<Vec<RecordFile>>,
-    /// How many records there are up to and with each file.
+    /// The number of records up to and including each file.
     ends: Arc<Vec<usize>>,
     encoder: Arc<InstructionEncoder>,
     /// The records of the examples, counted through all files.
-    places: Places,
+    record_indices: RecordIndices,
     lengths: Vec<u32>,
     report: InstructionReport,
 }
 
-/// Numbers of records.
+/// A list of record numbers.
 #[derive(Debug, Clone)]
-enum Places {
-    /// In the order of the files, a byte or two each.
-    Rising(Rising),
-    /// In any other order.
+enum RecordIndices {
+    /// Numbers in the order of the files, at one or two bytes each.
+    SortedIndices(SortedIndices),
+    /// Numbers in any other order.
     Listed(Vec<usize>),
 }
 
-impl Places {
-    fn new(places: Vec<usize>) -> Self {
-        match places.is_sorted() {
-            true => Self::Rising(Rising::new(places)),
-            false => Self::Listed(places),
+impl RecordIndices {
+    fn new(record_indices: Vec<usize>) -> Self {
+        match record_indices.is_sorted() {
+            true => Self::SortedIndices(SortedIndices::new(record_indices)),
+            false => Self::Listed(record_indices),
         }
     }
 
     fn get(&self, index: usize) -> Option<usize> {
         match self {
-            Self::Rising(places) => places.get(index),
-            Self::Listed(places) => places.get(index).copied(),
+            Self::SortedIndices(record_indices) => record_indices.get(index),
+            Self::Listed(record_indices) => record_indices.get(index).copied(),
         }
     }
 }
 
+/// The file and the number in the file of a record.
 #[derive(Debug, Clone, Copy)]
-struct Place {
+struct RecordPosition {
     file: usize,
     record: usize,
 }
 
-/// What one record is, found in parallel.
-enum Found {
+/// The result of examining one record.
+enum Outcome {
     Example {
         length: u32,
         learned: u64,
@@ -147,12 +151,11 @@ enum Found {
 }
 
 impl InstructionDataset {
-    /// Opens files, or folders: then all `.jsonl` and `.json` files in them, in the order of their
-    /// names.
+    /// Opens files and folders; of a folder, all `.jsonl`, `.ndjson` and `.json` files in the order of their names.
     ///
     /// # Errors
-    /// [`Error::BadRecord`] for the first broken record, unless they are skipped;
-    /// [`Error::NoExamples`] if none is left; when a file cannot be read.
+    /// [`Error::InvalidRecord`] for the first invalid record, unless they are skipped;
+    /// [`Error::NoData`] if none is left; an error if a file cannot be read.
     pub fn open<P: Into<PathBuf>>(
         paths: impl IntoIterator<Item = P>,
         encoder: InstructionEncoder,
@@ -174,15 +177,15 @@ impl InstructionDataset {
             ends: Arc::new(ends.collect()),
             files: Arc::new(files),
             encoder: Arc::new(encoder),
-            places: Places::Listed(Vec::new()),
+            record_indices: RecordIndices::Listed(Vec::new()),
             lengths: Vec::new(),
             report: InstructionReport::default(),
         };
         dataset.scan(options)?;
         if dataset.is_empty() {
-            return Err(Error::NoExamples {
+            return Err(Error::NoData {
                 searched: names.join(", "),
-                report: dataset.report.to_string(),
+                problem: format!("{}; records with an answer are needed", dataset.report),
             });
         }
         Ok(dataset)
@@ -190,13 +193,18 @@ impl InstructionDataset {
 
     fn scan(&mut self, options: InstructionOptions) -> Result<()> {
         let mut left = options.max_records.unwrap_or(usize::MAX);
-        let mut places = RisingWriter::default();
+        let mut record_indices = SortedIndicesWriter::default();
         for number in 0..self.files.len() {
             let records = self.files[number].len().min(left);
             left -= records;
-            self.scan_file(number, 0..records, options.on_bad_record, &mut places)?;
+            self.scan_file(
+                number,
+                0..records,
+                options.on_bad_record,
+                &mut record_indices,
+            )?;
         }
-        self.places = Places::Rising(places.finish());
+        self.record_indices = RecordIndices::SortedIndices(record_indices.finish());
         Ok(())
     }
 
@@ -205,23 +213,23 @@ impl InstructionDataset {
         number: usize,
         records: Range<usize>,
         on_bad: OnBadRecord,
-        places: &mut RisingWriter,
+        record_indices: &mut SortedIndicesWriter,
     ) -> Result<()> {
-        // In pieces, so that a long file with an early error stops early.
-        const PIECE: usize = 1 << 14;
+        // In blocks, so that an early error in a long file is returned early.
+        const BLOCK_RECORDS: usize = 1 << 14;
         let (files, encoder) = (Arc::clone(&self.files), Arc::clone(&self.encoder));
         let file = &files[number];
         let before = self.ends[number] - file.len();
-        for start in records.clone().step_by(PIECE) {
-            let end = (start + PIECE).min(records.end);
-            let found: Vec<Found> = (start..end)
+        for start in records.clone().step_by(BLOCK_RECORDS) {
+            let end = (start + BLOCK_RECORDS).min(records.end);
+            let found: Vec<Outcome> = (start..end)
                 .into_par_iter()
-                .map(|record| look_at(file, record, &encoder))
+                .map(|record| examine(file, record, &encoder))
                 .collect();
             for (record, found) in (start..).zip(found) {
                 self.report.records += 1;
                 match found {
-                    Found::Broken(problem) => {
+                    Outcome::Broken(problem) => {
                         let error = file.bad_record(record, problem);
                         if on_bad == OnBadRecord::Stop {
                             return Err(error);
@@ -230,8 +238,8 @@ impl InstructionDataset {
                         let first = &mut self.report.first_broken;
                         first.get_or_insert_with(|| error.to_string());
                     }
-                    Found::WithoutAnswer => self.report.without_answer += 1,
-                    Found::Example {
+                    Outcome::WithoutAnswer => self.report.without_answer += 1,
+                    Outcome::Example {
                         length,
                         learned,
                         truncated,
@@ -242,7 +250,7 @@ impl InstructionDataset {
                         self.report.truncated += u64::from(truncated);
                         self.report.longest = self.report.longest.max(u64::from(length));
                         self.lengths.push(length);
-                        places.push(before + record);
+                        record_indices.push(before + record);
                     }
                 }
             }
@@ -250,94 +258,98 @@ impl InstructionDataset {
         Ok(())
     }
 
-    /// The tokens of each example, known without reading any.
+    /// Returns the number of tokens of each example, without reading any.
     pub fn lengths(&self) -> &[u32] {
         &self.lengths
     }
 
-    /// What the files came to, before splits.
+    /// Returns the report on the files, before splits.
     pub fn report(&self) -> &InstructionReport {
         &self.report
     }
 
-    /// What turns records into tokens.
+    /// Returns the encoder of the records.
     pub fn encoder(&self) -> &InstructionEncoder {
         &self.encoder
     }
 
-    /// The record of an example, parsed anew.
+    /// Reads the record of an example.
     ///
     /// # Errors
-    /// When `index` is not below [`Dataset::len`], or the file has changed.
+    /// Returns an error if `index` is not below [`Dataset::len`], or if the file has changed.
     pub fn record(&self, index: usize) -> Result<InstructionRecord> {
-        let place = self.place(index)?;
-        let file = &self.files[place.file];
-        InstructionRecord::from_json(&file.record(place.record)?)
-            .map_err(|problem| file.bad_record(place.record, problem))
+        let position = self.position(index)?;
+        let file = &self.files[position.file];
+        InstructionRecord::from_json(&file.record(position.record)?)
+            .map_err(|problem| file.bad_record(position.record, problem))
     }
 
-    /// Two parts: one to train on, and `part` of the examples (0 to 1, rounded down, at least one if
-    /// `part` is above 0) held back. Which ones depends on the seed alone.
+    /// Splits the examples into training and validation, in this order. `fraction` of the examples (rounded down,
+    /// but at least one if it is above 0) are held out; which ones depends on the seed alone.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`] for a part below 0 or from 1 on; [`Error::TooFewDocuments`] if nothing
-    /// would be left to train on.
-    pub fn split(&self, part: f64, seed: u64) -> Result<(InstructionDataset, InstructionDataset)> {
-        if !(0.0..1.0).contains(&part) {
-            return Err(Error::InvalidOption {
-                option: "validation_fraction",
-                value: part.to_string(),
-                expected: "it is a part of the examples, from 0 and below 1",
-            });
-        }
+    /// [`Error::Common`] for a fraction outside `[0, 1)`; [`Error::TooFew`] if no example would be left to train
+    /// on.
+    pub fn split(
+        &self,
+        fraction: f64,
+        seed: u64,
+    ) -> Result<(InstructionDataset, InstructionDataset)> {
+        check_fraction("validation_fraction", fraction)?;
         let len = self.len();
-        let held = match part > 0.0 {
-            true => ((len as f64 * part) as usize).max(1),
+        let held_out = match fraction > 0.0 {
+            true => ((len as f64 * fraction) as usize).max(1),
             false => 0,
         };
-        if held >= len {
-            return Err(Error::TooFewDocuments { documents: len });
+        if held_out >= len {
+            return Err(Error::TooFew {
+                unit: "examples",
+                count: len,
+                needed: held_out + 1,
+                remedy: "give more records or a smaller validation_fraction",
+            });
         }
         let order = permutation(len, seed);
         let take = |chosen: &[u32]| {
             let mut chosen: Vec<usize> = chosen.iter().map(|&index| index as usize).collect();
+            // Sorted, so that reading goes through the files in order and the list compresses.
             chosen.sort_unstable();
             self.subset(&chosen)
         };
-        Ok((take(&order[held..])?, take(&order[..held])?))
+        Ok((take(&order[held_out..])?, take(&order[..held_out])?))
     }
 
-    /// The examples of these numbers, in this order. Its report is that of the files.
+    /// Returns a dataset of the examples with these indices, in this order. Its report is that of the files.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a number that there is not.
+    /// [`Error::NoSuchRecord`] for an index that is not below [`Dataset::len`].
     pub fn subset(&self, indices: &[usize]) -> Result<InstructionDataset> {
-        let places: Result<Vec<usize>> = indices.iter().map(|&index| self.number(index)).collect();
+        let record_indices: Result<Vec<usize>> =
+            indices.iter().map(|&index| self.number(index)).collect();
         Ok(InstructionDataset {
             files: Arc::clone(&self.files),
             ends: Arc::clone(&self.ends),
             encoder: Arc::clone(&self.encoder),
-            places: Places::new(places?),
-            // `number` found each of them.
+            record_indices: RecordIndices::new(record_indices?),
+            // `number` made sure that each index is valid.
             lengths: indices.iter().map(|&index| self.lengths[index]).collect(),
             report: self.report.clone(),
         })
     }
 
-    /// The record of an example, counted through all files.
+    /// Returns the number of an example's record, counted through all files.
     fn number(&self, index: usize) -> Result<usize> {
-        self.places.get(index).ok_or(Error::OutOfRange {
-            start: index,
-            end: index + 1,
-            tokens: self.len(),
+        self.record_indices.get(index).ok_or(Error::NoSuchRecord {
+            index,
+            len: self.len(),
         })
     }
 
-    fn place(&self, index: usize) -> Result<Place> {
+    fn position(&self, index: usize) -> Result<RecordPosition> {
         let number = self.number(index)?;
-        // Numbers are those of records that there are.
+        // Only numbers of existing records are listed, so there is a file.
         let file = self.ends.partition_point(|&end| end <= number);
-        Ok(Place {
+        Ok(RecordPosition {
             file,
             record: number - (self.ends[file] - self.files[file].len()),
         })
@@ -353,24 +365,24 @@ impl Dataset for InstructionDataset {
 
     fn get(&self, index: usize) -> Result<TokenizedExample> {
         let record = self.record(index)?;
-        let place = self.place(index)?;
+        let position = self.position(index)?;
         self.encoder
             .encode(&record)
-            .map_err(|problem| self.files[place.file].bad_record(place.record, problem))
+            .map_err(|problem| self.files[position.file].bad_record(position.record, problem))
     }
 }
 
-fn look_at(file: &RecordFile, record: usize, encoder: &InstructionEncoder) -> Found {
+fn examine(file: &RecordFile, record: usize, encoder: &InstructionEncoder) -> Outcome {
     let example = file
         .record(record)
         .map_err(|error| error.to_string())
         .and_then(|bytes| InstructionRecord::from_json(&bytes))
         .and_then(|record| encoder.encode(&record));
     match example {
-        Err(problem) => Found::Broken(problem),
-        Ok(example) if example.learned_tokens() == 0 => Found::WithoutAnswer,
-        Ok(example) => Found::Example {
-            // At most `max_seq_length`.
+        Err(problem) => Outcome::Broken(problem),
+        Ok(example) if example.learned_tokens() == 0 => Outcome::WithoutAnswer,
+        Ok(example) => Outcome::Example {
+            // The length is at most `max_seq_length`.
             length: u32::try_from(example.input_ids.len()).unwrap_or(u32::MAX),
             learned: example.learned_tokens() as u64,
             truncated: example.truncated,
@@ -382,10 +394,10 @@ fn files_of(path: PathBuf) -> Result<Vec<PathBuf>> {
     if !path.is_dir() {
         return Ok(vec![path]);
     }
-    let entries = std::fs::read_dir(&path).map_err(Error::io("list", &path))?;
+    let entries = std::fs::read_dir(&path).map_err(CommonError::io("list", &path))?;
     let mut files = Vec::new();
     for entry in entries {
-        let file = entry.map_err(Error::io("list", &path))?.path();
+        let file = entry.map_err(CommonError::io("list", &path))?.path();
         let extension = file.extension().and_then(|extension| extension.to_str());
         if matches!(extension, Some("jsonl" | "json" | "ndjson")) {
             files.push(file);
@@ -395,7 +407,7 @@ fn files_of(path: PathBuf) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The numbers below `len` in an order that the seed decides (Fisher and Yates).
+/// Returns the numbers below `len` in a random order under `seed` (the shuffle of Fisher and Yates).
 fn permutation(len: usize, seed: u64) -> Vec<u32> {
     let mut order: Vec<u32> = (0..u32::try_from(len).unwrap_or(u32::MAX)).collect();
     for last in (1..order.len()).rev() {

@@ -9,19 +9,21 @@ use tokenizers::Tokenizer;
 use super::chat::{ChatFormat, ChatMessage, PlainChat, answers_by_prefix, prompt_length};
 use super::record::InstructionRecord;
 use crate::{Error, IGNORE_INDEX, Result, TokenizedExample};
+use overdrive_core::{Error as CommonError, check_at_least, check_option};
 
-/// What of a record is learned, and how a record without a chat template is written.
+/// The options of [`InstructionEncoder`]: the tokens that enter the loss, and the format of records without a
+/// chat template.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct EncodeOptions {
-    /// Tokens of a sequence at most; what follows is cut off. TRL's `max_length`; default 1024.
+    /// The largest number of tokens of a sequence, to which it is truncated (TRL's `max_length`). Default: 1024.
     pub max_seq_length: usize,
-    /// Of a prompt and its answer, learn the answer alone; default true, as TRL's default is.
+    /// If `true`, only the answer of a prompt and an answer enters the loss. Default: `true`, as in TRL.
     pub completion_only_loss: bool,
-    /// Of a conversation, learn what the assistant says alone; default true. TRL's default is false:
-    /// there the questions are learned too.
+    /// If `true`, only the assistant's messages of a conversation enter the loss. Default: `true`; TRL's default
+    /// is `false`.
     pub assistant_only_loss: bool,
-    /// How a prompt is written where no chat template is used, `{prompt}` being its place; default
+    /// The format of a prompt without a chat template, with `{prompt}` at the position of the prompt. Default:
     /// `{prompt}` alone, as in TRL.
     pub prompt_template: String,
 }
@@ -37,23 +39,13 @@ impl Default for EncodeOptions {
     }
 }
 
-/// What is wrong with a record, in words.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Problem(pub(super) String);
-
-impl From<String> for Problem {
-    fn from(text: String) -> Self {
-        Problem(text)
-    }
-}
-
-/// Turns records into tokens and labels, with the model's chat template or, without one, plainly: a
-/// prompt and its answer follow one another and the end-of-text token ends them, as TRL does; Alpaca's
-/// records are written with Alpaca's own prompt, conversations as [`PlainChat`] does.
+/// An encoder of records as tokens and labels. It uses the model's chat template; without one, a prompt and its
+/// answer are concatenated and followed by the end-of-text token, as in TRL, Alpaca's records are written with
+/// Alpaca's prompt, and conversations as [`PlainChat`] does.
 ///
-/// Labels are [`IGNORE_INDEX`] but for answers: what stands between a template's `{% generation %}`
-/// tags, and where it has none, what the conversation has more than with the beginning of an answer
-/// alone. A token is learned that has a byte of the answer.
+/// Labels are [`IGNORE_INDEX`] except for answers: the text between a template's `{% generation %}` tags, or,
+/// if it has none, the text that follows a generation prompt. A token that has a byte of an answer enters the
+/// loss.
 pub struct InstructionEncoder {
     tokenizer: Tokenizer,
     chat: Option<Arc<dyn ChatFormat>>,
@@ -62,44 +54,39 @@ pub struct InstructionEncoder {
 }
 
 impl InstructionEncoder {
-    /// With the template of the model, if it has one, and its end-of-text token.
+    /// Returns an encoder with the model's chat template, if it has one, and its end-of-text token.
     ///
     /// # Errors
-    /// [`Error::UnknownToken`] for an `end_of_text` that the tokenizer lacks;
-    /// [`Error::InvalidOption`] for fewer than two tokens a sequence or a `prompt_template` without
-    /// `{prompt}`.
+    /// [`Error::Common`] for an `end_of_text` that the tokenizer does not have, fewer than two tokens a sequence,
+    /// or a `prompt_template` without `{prompt}`.
     pub fn new(
         mut tokenizer: Tokenizer,
         chat: Option<Arc<dyn ChatFormat>>,
         end_of_text: Option<u32>,
         options: EncodeOptions,
     ) -> Result<InstructionEncoder> {
-        if options.max_seq_length < 2 {
-            return Err(Error::InvalidOption {
-                option: "max_seq_length",
-                value: options.max_seq_length.to_string(),
-                expected: "a token and the one that follows it are two",
-            });
-        }
-        if !options.prompt_template.contains("{prompt}") {
-            return Err(Error::InvalidOption {
-                option: "prompt_template",
-                value: format!("{:?}", options.prompt_template),
-                expected: "{prompt} stands in it, at the place of the prompt",
-            });
-        }
+        // One token has no next one to predict.
+        check_at_least("max_seq_length", options.max_seq_length, 2)?;
+        check_option(
+            options.prompt_template.contains("{prompt}"),
+            "prompt_template",
+            format!("{:?}", options.prompt_template),
+            "a text with {prompt} at the position of the prompt",
+        )?;
         let end_of_text = end_of_text
             .map(|id| {
                 let text = tokenizer.id_to_token(id);
-                let text = text.ok_or_else(|| Error::UnknownToken {
-                    token: id.to_string(),
-                    option: "end_of_text",
-                    known: String::new(),
+                let text = text.ok_or_else(|| {
+                    CommonError::option(
+                        "end_of_text",
+                        id,
+                        "a token that the tokenizer has, or None",
+                    )
                 })?;
                 Ok::<_, Error>((id, text))
             })
             .transpose()?;
-        // Both would change what a record is.
+        // The encoder truncates and the batch pads; the tokenizer must do neither.
         tokenizer
             .with_truncation(None)
             .map_err(Error::tokenizer("switch truncation off"))?;
@@ -112,52 +99,52 @@ impl InstructionEncoder {
         })
     }
 
-    /// The options.
+    /// Returns the options of the encoder.
     pub fn options(&self) -> &EncodeOptions {
         &self.options
     }
 
-    /// The tokenizer, without truncation and padding.
+    /// Returns the tokenizer, without truncation and padding.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }
 
-    /// Whether records are written with a chat template.
+    /// Returns `true` if records are written with a chat template.
     pub fn has_chat_template(&self) -> bool {
         self.chat.is_some()
     }
 
-    /// The tokens and labels of a record, at most `max_seq_length` of them. Where no answer is left,
-    /// no label counts.
+    /// Returns the tokens and labels of a record, at most `max_seq_length` of them. If truncation removes all
+    /// answers, no label enters the loss.
     ///
     /// # Errors
-    /// In words, why it cannot be tokenized.
+    /// A message that states why the record cannot be tokenized.
     pub fn encode(
         &self,
         record: &InstructionRecord,
     ) -> std::result::Result<TokenizedExample, String> {
-        let learned = Learned {
-            completions_alone: self.options.completion_only_loss,
-            answers_alone: self.options.assistant_only_loss,
+        let learned = LossOptions {
+            completion_only: self.options.completion_only_loss,
+            assistant_only: self.options.assistant_only_loss,
         };
-        let text = self.write(record, learned).map_err(|problem| problem.0)?;
-        self.tokenize(&text).map_err(|problem| problem.0)
+        let text = self.write(record, learned)?;
+        self.tokenize(&text)
     }
 
-    /// What a model is given to answer to: the record's text up to the (last) answer, and the tokens
-    /// of it. `None` for a text without an answer.
+    /// Returns the prompt that a model is given: the record's text up to the (last) answer, and its tokens; `None`
+    /// for a record without an answer.
     ///
     /// # Errors
-    /// As [`InstructionEncoder::encode`].
+    /// Those of [`InstructionEncoder::encode`].
     pub fn prompt(
         &self,
         record: &InstructionRecord,
     ) -> std::result::Result<Option<(String, Vec<i64>)>, String> {
-        let learned = Learned {
-            completions_alone: true,
-            answers_alone: true,
+        let learned = LossOptions {
+            completion_only: true,
+            assistant_only: true,
         };
-        let text = self.write(record, learned).map_err(|problem| problem.0)?;
+        let text = self.write(record, learned)?;
         let (Some(answer), false) = (text.learned.last(), text.is_all_learned()) else {
             return Ok(None);
         };
@@ -173,10 +160,10 @@ impl InstructionEncoder {
     fn write(
         &self,
         record: &InstructionRecord,
-        learned: Learned,
-    ) -> std::result::Result<Written, Problem> {
+        learned: LossOptions,
+    ) -> std::result::Result<RenderedRecord, String> {
         match (record, &self.chat) {
-            (InstructionRecord::Text(text), _) => Ok(self.ended("", text, learned)),
+            (InstructionRecord::Text(text), _) => Ok(self.completion("", text, learned)),
             (
                 InstructionRecord::Chat {
                     messages,
@@ -238,7 +225,7 @@ impl InstructionEncoder {
                     Some(system) => format!("{system}\n\n{prompt}"),
                     None => prompt,
                 };
-                Ok(self.ended(&prompt, response, learned))
+                Ok(self.completion(&prompt, response, learned))
             }
             (
                 InstructionRecord::Task {
@@ -247,7 +234,7 @@ impl InstructionEncoder {
                     output,
                 },
                 None,
-            ) => Ok(self.ended(&alpaca_prompt(instruction, input), output, learned)),
+            ) => Ok(self.completion(&alpaca_prompt(instruction, input), output, learned)),
         }
     }
 
@@ -257,40 +244,40 @@ impl InstructionEncoder {
         messages: &[ChatMessage],
         tools: Option<&Value>,
         prompt_messages: usize,
-        learned: Learned,
-    ) -> std::result::Result<Written, Problem> {
+        learned: LossOptions,
+    ) -> std::result::Result<RenderedRecord, String> {
         let rendered = format.render(messages, tools, false)?;
         let all = 0..rendered.text.len();
         let is_completion = prompt_messages > 0;
-        let learned = if is_completion && learned.completions_alone {
+        let learned = if is_completion && learned.completion_only {
             let prompt = &messages[..prompt_messages];
             let start = prompt_length(format, prompt, tools, &rendered.text, prompt_messages)?;
             std::iter::once(start..all.end).collect()
-        } else if is_completion || !learned.answers_alone {
+        } else if is_completion || !learned.assistant_only {
             vec![all]
         } else if let Some(answers) = rendered.answers {
             answers
         } else {
             answers_by_prefix(format, messages, tools, &rendered.text)?
         };
-        Ok(Written {
+        Ok(RenderedRecord {
             text: rendered.text,
             learned,
-            // The template has written them.
+            // The template has written the special tokens and the end.
             add_special_tokens: false,
             add_end: false,
         })
     }
 
-    /// A prompt and what is learned, and the end of the text.
-    fn ended(&self, prompt: &str, answer: &str, learned: Learned) -> Written {
+    /// Renders a prompt and an answer, followed by the end-of-text token.
+    fn completion(&self, prompt: &str, answer: &str, learned: LossOptions) -> RenderedRecord {
         let text = format!("{prompt}{answer}");
-        let start = match learned.completions_alone {
+        let start = match learned.completion_only {
             true => prompt.len(),
             false => 0,
         };
         let learned = std::iter::once(start..text.len()).collect();
-        Written {
+        RenderedRecord {
             learned,
             text,
             add_special_tokens: true,
@@ -302,20 +289,22 @@ impl InstructionEncoder {
         self.end_of_text.as_ref().map_or("", |(_, text)| text)
     }
 
-    fn tokenize(&self, written: &Written) -> std::result::Result<TokenizedExample, Problem> {
+    fn tokenize(&self, written: &RenderedRecord) -> std::result::Result<TokenizedExample, String> {
         let encoding = self
             .tokenizer
             .encode(written.text.as_str(), written.add_special_tokens)
-            .map_err(|error| Problem(error.to_string()))?;
+            .map_err(|error| error.to_string())?;
         let mut input_ids = Vec::with_capacity(encoding.len() + 1);
         let mut labels = Vec::with_capacity(encoding.len() + 1);
         let mut spans = written.learned.iter().peekable();
         let everything = written.is_all_learned();
         for (&id, &(start, end)) in encoding.get_ids().iter().zip(encoding.get_offsets()) {
+            // Ranges that end before the token are done; empty tokens (special ones) skip none.
             while spans
                 .next_if(|span| span.end <= start && start < end)
                 .is_some()
             {}
+            // A token that is partly in an answer counts: the model must predict all of it.
             let learned = spans
                 .peek()
                 .is_some_and(|span| start < end && end > span.start && start < span.end);
@@ -330,7 +319,7 @@ impl InstructionEncoder {
         {
             let end = i64::from(*end);
             if input_ids.last() == Some(&end) {
-                // The text's own, or the tokenizer's: learned like one of ours.
+                // The text or the tokenizer has added the token already; it enters the loss all the same.
                 labels.pop();
             } else {
                 input_ids.push(end);
@@ -358,23 +347,23 @@ impl fmt::Debug for InstructionEncoder {
     }
 }
 
-/// What is learned of a record that has a prompt, and of a conversation.
+/// The parts of prompts and answers, and of conversations, that enter the loss.
 #[derive(Debug, Clone, Copy)]
-struct Learned {
-    completions_alone: bool,
-    answers_alone: bool,
+struct LossOptions {
+    completion_only: bool,
+    assistant_only: bool,
 }
 
-/// A record as text.
-struct Written {
+/// A record rendered as text.
+struct RenderedRecord {
     text: String,
-    /// Which bytes are learned, in order.
+    /// The byte ranges that enter the loss, in order.
     learned: Vec<Range<usize>>,
     add_special_tokens: bool,
     add_end: bool,
 }
 
-impl Written {
+impl RenderedRecord {
     fn is_all_learned(&self) -> bool {
         matches!(self.learned.as_slice(), [all] if *all == (0..self.text.len()))
     }
@@ -387,7 +376,7 @@ fn message(role: &str, content: &str) -> ChatMessage {
     message
 }
 
-/// The prompt of Stanford Alpaca, with material and without.
+/// Returns the prompt of Stanford Alpaca, with or without an input.
 fn alpaca_prompt(instruction: &str, input: &str) -> String {
     let (task, material) = match input.is_empty() {
         true => (

@@ -1,4 +1,4 @@
-//! Questions and answers to fine-tune on: records become tokens and labels when they are asked for.
+//! Instruction data for fine-tuning: records are converted to tokens and labels on demand.
 
 mod chat;
 mod dataset;

@@ -2,18 +2,18 @@ use serde_json::{Map, Value};
 
 use super::chat::{ChatMessage, role};
 
-/// What one record of instruction data holds.
+/// A record of instruction data.
 ///
 /// | keys | form |
 /// |---|---|
 /// | `messages` (or `conversations`): `[{role, content}, …]` | a conversation; `tools` beside it |
-/// | `conversations`: `[{from, value}, …]` | the same, as ShareGPT has it |
+/// | `conversations`: `[{from, value}, …]` | the same in ShareGPT's form |
 /// | `prompt`, `response` (or `completion`), each a text | a question and its answer; `system` beside it |
-/// | `prompt`, `completion`, each `[{role, content}, …]` | a conversation of which the second part is the answer |
-/// | `instruction`, `output` (or `response`), and `input` | Alpaca's question, material and answer |
-/// | `text` | a text without an answer: all of it is learned |
+/// | `prompt`, `completion`, each `[{role, content}, …]` | a conversation; the messages of `completion` are the answer |
+/// | `instruction`, `output` (or `response`), and `input` | Alpaca's instruction, input and output |
+/// | `text` | a text, all of which enters the loss |
 ///
-/// Other keys are passed over.
+/// Other keys are ignored.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum InstructionRecord {
@@ -21,44 +21,45 @@ pub enum InstructionRecord {
     Text(String),
     /// A question and an answer.
     Answer {
-        /// What the model is told before; from `system`.
+        /// The system prompt, from `system`.
         system: Option<String>,
         /// The question.
         prompt: String,
         /// The answer.
         response: String,
     },
-    /// A task, material for it, and the result: Alpaca's form.
+    /// An instruction, an input and an output: Alpaca's form.
     Task {
-        /// What is to be done.
+        /// The instruction.
         instruction: String,
-        /// With what; may be empty.
+        /// The input; it may be empty.
         input: String,
-        /// What comes of it.
+        /// The answer.
         output: String,
     },
     /// A conversation.
     Chat {
         /// The messages.
         messages: Vec<ChatMessage>,
-        /// What the assistant may call.
+        /// The tools that the assistant may call.
         tools: Option<Value>,
-        /// The messages that are a prompt, of which nothing is learned: 0 but for `prompt` and
+        /// The number of messages of the prompt, which do not enter the loss: 0 except for `prompt` and
         /// `completion`.
         prompt_messages: usize,
     },
 }
 
 impl InstructionRecord {
-    /// Reads a record.
+    /// Parses a record.
     ///
     /// # Errors
-    /// In words, what is wrong with it.
+    /// A message that states what is wrong with the record.
     pub fn from_json(bytes: &[u8]) -> Result<InstructionRecord, String> {
         let value: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
         let Value::Object(mut fields) = value else {
             return Err("expected a JSON object".to_owned());
         };
+        // Datasets with columns of one type fill missing fields with null.
         fields.retain(|_, value| !value.is_null());
         let tools = tools(&mut fields)?;
         if let Some((key, value)) = take(&mut fields, &["messages", "conversations"]) {
@@ -116,7 +117,7 @@ impl InstructionRecord {
     }
 }
 
-/// The first of these keys that there is.
+/// Removes the first of these keys that exists, and returns it with its value.
 fn take(fields: &mut Map<String, Value>, keys: &[&'static str]) -> Option<(&'static str, Value)> {
     keys.iter()
         .find_map(|&key| Some((key, fields.remove(key)?)))
@@ -129,7 +130,7 @@ fn text(key: &str, value: Value) -> Result<String, String> {
     }
 }
 
-/// A list, or JSON of one in a text, as datasets with columns of one type have it.
+/// Removes the list of tools. It may also be JSON in a text, since the columns of some datasets have one type.
 fn tools(fields: &mut Map<String, Value>) -> Result<Option<Value>, String> {
     let Some(value) = fields.remove("tools") else {
         return Ok(None);
@@ -181,7 +182,7 @@ fn message(value: Value) -> Result<ChatMessage, String> {
             "gpt" | "assistant" | "chatgpt" | "model" | "bot" => "assistant",
             "system" => "system",
             "tool" | "function" | "function_response" | "observation" => "tool",
-            other => return Err(format!("is from {other:?}, who is not known")),
+            other => return Err(format!("is from {other:?}, which is not a known role")),
         };
         fields.insert("role".to_owned(), role.into());
         fields.insert("content".to_owned(), said);
@@ -191,7 +192,7 @@ fn message(value: Value) -> Result<ChatMessage, String> {
     }
     match fields.get("content") {
         Some(Value::String(_) | Value::Array(_)) => Ok(fields),
-        // An assistant that only calls tools says nothing.
+        // A message that only calls tools has no content.
         None | Some(Value::Null) if fields.contains_key("tool_calls") => Ok(fields),
         None | Some(Value::Null) => Err("has no `content`".to_owned()),
         Some(other) => Err(format!("has a `content` that is {}", kind(other))),
@@ -257,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn invalid_records_are_errors_with_a_reason() {
         for (json, problem) in [
             (
                 r#"{"prompt": "a"}"#,
@@ -278,7 +279,7 @@ mod tests {
             ),
             (
                 r#"{"conversations": [{"from": "x", "value": "a"}]}"#,
-                "is from \"x\", who is not known",
+                "is from \"x\", which is not a known role",
             ),
             (
                 r#"{"prompt": 3, "response": "a"}"#,

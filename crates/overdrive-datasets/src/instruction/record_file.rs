@@ -1,23 +1,23 @@
-//! Where the records of a file lie.
+//! Files of instruction records.
 
 use std::borrow::Cow;
 use std::path::Path;
 
-use crate::index::{IndexedFile, JsonArrayScan, LineScan, Scan, read_start};
-use crate::{Error, IndexOptions, Result};
+use crate::index::{IndexedFile, JsonArrayScan, LineScan, Scan, begins_array};
+use crate::{Error, IndexOptions, RecordNumber, Result};
 
-/// A file of records, mapped: JSON Lines, or one JSON array of objects.
+/// A mapped file of records: JSON Lines, or one JSON array of objects.
 #[derive(Debug)]
 pub(super) struct RecordFile(IndexedFile);
 
 impl RecordFile {
-    /// Finds the records of a file, or opens the index that an earlier call made; nothing is parsed yet.
+    /// Finds the records of a file, or opens the index that an earlier call made. Nothing is parsed.
     pub(super) fn open(path: &Path) -> Result<RecordFile> {
         let array = JsonArrayScan { field: None };
         let lines = LineScan { skip_blank: true };
         let scan: &dyn Scan = match begins_array(path)? {
-            true => &array,
-            false => &lines,
+            Some(true) => &array,
+            _ => &lines,
         };
         let (file, _) = IndexedFile::open(path, scan, &IndexOptions::default(), true)?;
         Ok(RecordFile(file))
@@ -27,7 +27,7 @@ impl RecordFile {
         self.0.len()
     }
 
-    /// The bytes of a record, without the comma behind an element of an array.
+    /// Returns the bytes of a record, without the comma after an element of an array.
     pub(super) fn record(&self, index: usize) -> Result<Cow<'_, [u8]>> {
         let trim = |bytes: &[u8]| {
             let bytes = bytes.trim_ascii_end();
@@ -43,29 +43,21 @@ impl RecordFile {
         })
     }
 
-    /// An error about a record, with its line.
+    /// Returns the error of a record, with its line.
     pub(super) fn bad_record(&self, index: usize, problem: String) -> Error {
-        let place = self.0.range(index).map(|range| range.start);
-        let place = place.and_then(|offset| Ok((offset, self.0.line_feeds_before(offset)?)));
-        match place {
-            Ok((offset, feeds)) => Error::BadRecord {
+        let offset = self.0.range(index).map(|range| range.start);
+        let position = offset.and_then(|offset| Ok((offset, self.0.line_feeds_before(offset)?)));
+        match position {
+            Ok((offset, feeds)) => Error::InvalidRecord {
                 path: self.0.path.clone(),
-                line: feeds + 1,
+                number: RecordNumber::Line(feeds + 1),
                 offset,
                 problem,
             },
-            // That is worse than a bad record.
+            // An error of the file is worse than that of a record, so it is the one to return.
             Err(error) => error,
         }
     }
-}
-
-fn begins_array(path: &Path) -> Result<bool> {
-    // White space in front of the data is rarely more than a line end.
-    const LOOK: u64 = 4096;
-    let start = read_start(path, LOOK)?;
-    let text = start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&start);
-    Ok(text.trim_ascii_start().first() == Some(&b'['))
 }
 
 #[cfg(test)]

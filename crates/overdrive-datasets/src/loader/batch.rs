@@ -5,38 +5,38 @@ use tch::{Device, Tensor};
 use super::OnDevice;
 use crate::Result;
 
-/// Rows of tokens as tensors, made by [`crate::collate`]. B: rows, T: width.
+/// Rows of tokens as tensors, made by [`crate::collate`]. B is the number of rows, T the width.
 ///
 /// Labels are not shifted, as in Hugging Face: the label at a position is the token at that position,
 /// and the loss compares it with what the model predicts at the position before.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Batch {
-    /// (B, T), Int64: the tokens; padding is on the right.
+    /// The tokens, (B, T), Int64; padding is on the right.
     pub input_ids: Tensor,
-    /// (B, T), Int64: the tokens to predict, each at its own position, and [`crate::IGNORE_INDEX`]
-    /// where nothing is learned: prompts, padding, and the first token of each sequence.
+    /// The labels, (B, T), Int64: the tokens to predict, each at its own position, and [`crate::IGNORE_INDEX`] for
+    /// prompts, padding and the first token of each sequence.
     pub labels: Tensor,
-    /// (B, T), Int64: 1 for a token, 0 for padding. `None` where no row is padded. A causal model
-    /// does not need it, since padding is on the right and has no labels.
+    /// The attention mask, (B, T), Int64: 1 for a token, 0 for padding. `None` if no row is padded. A causal
+    /// model does not need it, since padding is on the right and has no labels.
     pub attention_mask: Option<Tensor>,
-    /// (B, T), Int64: the position of each token in its sequence, from 0. `None` where each row is
-    /// one sequence.
+    /// The position of each token in its sequence, counted from 0, (B, T), Int64. `None` if each row is one
+    /// sequence.
     pub position_ids: Option<Tensor>,
-    /// The lengths of the sequences that lie end to end in the one row, in host memory; empty where
-    /// each row is one sequence.
+    /// The lengths of the sequences that are concatenated in the single row, in host memory; empty if each row
+    /// is one sequence.
     pub sequence_lengths: Vec<i64>,
     /// The number of tokens without padding.
     pub tokens: usize,
     /// The number of sequences.
     pub sequences: usize,
-    /// The number of labels that enter the loss: those that are not [`crate::IGNORE_INDEX`]. It is
-    /// counted on the host, so that no device is waited for.
+    /// The number of labels that enter the loss: those that are not [`crate::IGNORE_INDEX`]. It is counted on
+    /// the host, so that no device synchronization is needed.
     pub label_count: usize,
 }
 
 impl Batch {
-    /// Returns the number of tokens with padding, `B * T`: what the model computes.
+    /// Returns the number of tokens including padding, `B * T`, which the model computes.
     pub fn padded_tokens(&self) -> usize {
         self.input_ids.numel()
     }

@@ -1,25 +1,27 @@
-//! From rows of tokens to a batch.
+//! The collation of rows of tokens into a batch.
 
 use tch::Tensor;
 
-use crate::{Batch, Error, IGNORE_INDEX, Result, TokenizedExample};
+use crate::{Batch, IGNORE_INDEX, Result, TokenizedExample};
+use overdrive_core::{check_option, check_positive};
 
 /// The layout of rows in a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowLayout {
-    /// Row by row, padded on the right to the longest. Each row must be one sequence.
+    /// Each row is one sequence, padded on the right to the longest.
     Padded {
-        /// The token that stands where a row has none; it is never learned.
+        /// The padding token; it never enters the loss.
         pad_token: u32,
-        /// The width is a multiple of it; at least 1.
+        /// The width is rounded up to a multiple of it; at least 1.
         multiple_of: usize,
     },
-    /// End to end as a single row, without padding.
+    /// All sequences are concatenated as a single row, without padding.
     EndToEnd,
 }
 
 impl Default for RowLayout {
-    /// Padded with token 0 to the longest row. Rows of one length, such as windows, get no padding.
+    /// Returns a layout that pads with token 0 to the longest row. Rows of equal length, such as windows, get no
+    /// padding.
     fn default() -> Self {
         Self::Padded {
             pad_token: 0,
@@ -28,11 +30,11 @@ impl Default for RowLayout {
     }
 }
 
-/// Makes a batch of rows of tokens: windows, documents, instruction examples (one
-/// [`TokenizedExample`] a row) or packed rows (a `Vec` of them a row).
+/// Collates rows of tokens into a batch: windows, documents, instruction examples (one [`TokenizedExample`] per
+/// row) or packed rows (a `Vec` of them per row).
 ///
-/// Each row is copied once into each tensor. The first label of every sequence becomes
-/// [`IGNORE_INDEX`], since no token stands before it to predict it from.
+/// Each row is copied once into each tensor. The first label of every sequence becomes [`IGNORE_INDEX`], since no
+/// token precedes it.
 ///
 /// ```
 /// use overdrive_datasets::{RowLayout, TokenizedExample, collate};
@@ -50,8 +52,9 @@ impl Default for RowLayout {
 /// ```
 ///
 /// # Errors
-/// [`Error::InvalidOption`] where a row of several sequences is to be padded, a sequence has not one
-/// label for each token, or `multiple_of` is 0; when libtorch has no memory for the tensors.
+/// [`Error::Common`](crate::Error::Common) if a row of several sequences is to be padded, a sequence does not
+/// have one label for each token, or `multiple_of` is 0; an error of libtorch if there is no memory for the
+/// tensors.
 pub fn collate<R: AsRef<[TokenizedExample]>>(rows: &[R], layout: RowLayout) -> Result<Batch> {
     let tokens = |row: &R| {
         row.as_ref()
@@ -63,56 +66,41 @@ pub fn collate<R: AsRef<[TokenizedExample]>>(rows: &[R], layout: RowLayout) -> R
     let (count, width) = match layout {
         RowLayout::EndToEnd => (1, row_tokens.iter().sum()),
         RowLayout::Padded { multiple_of, .. } => {
-            if multiple_of == 0 {
-                return invalid(
-                    "pad_to_multiple_of",
-                    "0".to_owned(),
-                    "at least 1, which rounds to nothing",
-                );
-            }
+            check_positive("pad_to_multiple_of", multiple_of)?;
             let longest = row_tokens.iter().copied().max().unwrap_or(0);
             (rows.len(), longest.next_multiple_of(multiple_of))
         }
     };
-    let mut numbers = Numbers::with_capacity(count * width);
+    // One allocation each: the padded size is known.
+    let mut host = HostBatch::with_capacity(count * width);
     for (number, row) in rows.iter().enumerate() {
         let row = row.as_ref();
-        row.iter()
-            .try_for_each(|sequence| numbers.append(sequence))?;
+        row.iter().try_for_each(|sequence| host.append(sequence))?;
         if let RowLayout::Padded { pad_token, .. } = layout {
-            if row.len() > 1 {
-                return invalid(
-                    "layout",
-                    "Padded".to_owned(),
-                    "RowLayout::EndToEnd for rows of several sequences, which padding cannot separate",
-                );
-            }
+            check_option(
+                row.len() <= 1,
+                "layout",
+                "Padded",
+                "RowLayout::EndToEnd for rows of several sequences, which padding cannot separate",
+            )?;
             let end = (number + 1) * width;
-            numbers.input_ids.resize(end, i64::from(pad_token));
-            numbers.labels.resize(end, IGNORE_INDEX);
+            host.input_ids.resize(end, i64::from(pad_token));
+            host.labels.resize(end, IGNORE_INDEX);
         }
     }
-    numbers.into_batch(&row_tokens, count, width, layout)
-}
-
-fn invalid<T>(option: &'static str, value: String, expected: &'static str) -> Result<T> {
-    Err(Error::InvalidOption {
-        option,
-        value,
-        expected,
-    })
+    host.into_batch(&row_tokens, count, width, layout)
 }
 
 /// A batch in host memory, row by row.
-struct Numbers {
+struct HostBatch {
     input_ids: Vec<i64>,
     labels: Vec<i64>,
     label_count: usize,
-    /// Of the sequences that have a token.
+    /// The lengths of the sequences that have a token.
     sequence_lengths: Vec<i64>,
 }
 
-impl Numbers {
+impl HostBatch {
     fn with_capacity(tokens: usize) -> Self {
         Self {
             input_ids: Vec::with_capacity(tokens),
@@ -124,13 +112,13 @@ impl Numbers {
 
     fn append(&mut self, sequence: &TokenizedExample) -> Result<()> {
         let (tokens, labels) = (&sequence.input_ids, &sequence.labels);
-        if tokens.len() != labels.len() {
-            return invalid(
-                "labels",
-                format!("{} labels for {} tokens", labels.len(), tokens.len()),
-                "one label for each token, IGNORE_INDEX where nothing is learned",
-            );
-        }
+        check_option(
+            tokens.len() == labels.len(),
+            "labels",
+            format!("{} labels for {} tokens", labels.len(), tokens.len()),
+            "one label for each token, IGNORE_INDEX for tokens that do not enter the loss",
+        )?;
+        // An empty sequence has no first label to ignore.
         let Some((_, learned)) = labels.split_first() else {
             return Ok(());
         };
@@ -150,8 +138,8 @@ impl Numbers {
         width: usize,
         layout: RowLayout,
     ) -> Result<Batch> {
-        let tensor = |numbers: &[i64]| -> Result<Tensor> {
-            Ok(Tensor::f_from_slice(numbers)?.f_view([count as i64, width as i64])?)
+        let tensor = |values: &[i64]| -> Result<Tensor> {
+            Ok(Tensor::f_from_slice(values)?.f_view([count as i64, width as i64])?)
         };
         let is_one_row = layout == RowLayout::EndToEnd;
         let positions = || -> Vec<i64> {
@@ -245,18 +233,18 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_batch_is_refused_by_name() {
+    fn invalid_rows_and_layouts_are_refused_by_name() {
         let refused = |outcome: Result<Batch>| outcome.unwrap_err().to_string();
         let layout = RowLayout::Padded {
             pad_token: 0,
             multiple_of: 0,
         };
-        assert!(refused(collate(&rows(&[1]), layout)).starts_with("pad_to_multiple_of = 0"));
+        assert!(refused(collate(&rows(&[1]), layout)).starts_with("`pad_to_multiple_of` is 0"));
         let mut short = rows(&[3]);
         short[0].labels.pop();
         let error = refused(collate(&short, RowLayout::EndToEnd));
         assert!(
-            error.starts_with("labels = 2 labels for 3 tokens"),
+            error.starts_with("`labels` is 2 labels for 3 tokens"),
             "{error}"
         );
         let error = refused(collate(&[rows(&[1, 2])], RowLayout::default()));

@@ -1,4 +1,4 @@
-//! The loader.
+//! The data loader.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,14 +6,15 @@ use std::time::{Duration, Instant};
 use super::DataLoaderOptions;
 use super::workers::{Next, Source, Workers};
 use crate::sampling::BatchSampler;
-use crate::{Dataset, Error, ErrorLog, Result};
+use crate::{Dataset, ErrorLog, Result};
+use overdrive_core::{check_option, check_positive};
 
-/// Batches of a dataset, prepared ahead by threads: PyTorch's `DataLoader`.
+/// A loader of a dataset's batches, which are prepared ahead by threads: PyTorch's `DataLoader`.
 ///
-/// The batches, and their order, are the same for any number of workers, and the same in every run
-/// with the same options. A batch that fails is an error in its place; the ones behind it follow.
-/// Workers go on into the next epoch while the last batches of this one are used, so that no epoch
-/// begins with a wait. Dropping the loader ends its threads.
+/// The batches and their order are the same for any number of workers, and in every run with the same options. A
+/// batch that fails is an error at its position, and the next batches follow. Workers continue with the next
+/// epoch while the last batches of this one are used, so that no epoch begins with a wait. Dropping the loader
+/// ends its threads.
 ///
 /// ```
 /// use overdrive_datasets::{DataLoader, DataLoaderOptions, TextLines, TextOptions};
@@ -29,7 +30,7 @@ use crate::{Dataset, Error, ErrorLog, Result};
 ///         assert!(batch.len() == 4 || batch.len() == 2);
 ///     }
 /// }
-/// // Stop anywhere, and go on there: with any number of workers.
+/// // A run can stop anywhere and resume there, with any number of workers.
 /// loader.epoch().next();
 /// let state = loader.state_dict();
 /// let next = loader.epoch().next().unwrap()?;
@@ -38,7 +39,7 @@ use crate::{Dataset, Error, ErrorLog, Result};
 /// # Ok::<(), overdrive_datasets::Error>(())
 /// ```
 pub struct DataLoader<T> {
-    // Dropped first, so that the threads are gone when the rest goes.
+    // The first field, so that the threads have ended when the others are dropped.
     workers: Option<Workers<T>>,
     source: Arc<Source<T>>,
     options: DataLoaderOptions,
@@ -47,13 +48,13 @@ pub struct DataLoader<T> {
     log: Arc<ErrorLog>,
 }
 
-/// How far a loader has come: all that there is to save.
+/// The position of a loader: all of its state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LoaderState {
     /// The epoch, counted from 0.
     pub epoch: u64,
-    /// The first batch of it that has not been handed out.
+    /// The first batch of the epoch that has not been returned.
     pub next_batch: usize,
 }
 
@@ -72,35 +73,35 @@ impl LoaderState {
     }
 }
 
-/// What a loader has done so far.
+/// The statistics of a loader.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LoaderStats {
-    /// Batches handed out, errors among them.
+    /// The number of batches returned, including errors.
     pub batches: u64,
-    /// How long the program waited for them in all. Without workers: how long making them took.
+    /// The total time that the program waited for batches; without workers, the time that making them took.
     pub wait: Duration,
     /// The longest of these waits.
     pub longest_wait: Duration,
-    /// How many batches were ready when one was asked for, in all; see
+    /// The sum over all requests of the number of batches that were ready; see
     /// [`LoaderStats::mean_queue_depth`].
     pub ready: u64,
-    /// Records that could not be read and were left out or replaced.
+    /// The number of records that could not be read and were skipped or replaced.
     pub failed_records: u64,
 }
 
 impl LoaderStats {
-    /// How many batches were ready on average when one was asked for: near 0 says that the workers
-    /// are too slow, near `num_workers * prefetch_factor` that they wait for the program.
+    /// Returns the mean number of batches that were ready at a request. Near 0 the workers are too slow; near
+    /// `num_workers * prefetch_factor` they wait for the program.
     pub fn mean_queue_depth(&self) -> f64 {
         self.ready as f64 / (self.batches as f64).max(1.0)
     }
 }
 
 impl<I: Send + 'static> DataLoader<Vec<I>> {
-    /// Batches of `options.batch_size` records, as they come out of the dataset.
+    /// Returns a loader of batches of `options.batch_size` records.
     ///
     /// # Errors
-    /// When an option is outside its range.
+    /// Returns an error if an option is outside its range.
     pub fn new<D>(dataset: D, options: DataLoaderOptions) -> Result<Self>
     where
         D: Dataset<Item = I> + 'static,
@@ -111,15 +112,14 @@ impl<I: Send + 'static> DataLoader<Vec<I>> {
 }
 
 impl<T: Send + 'static> DataLoader<T> {
-    /// Batches of the records that `batches` says, put together by `collate`.
+    /// Returns a loader of the batches that `batches` lists, converted by `collate`.
     ///
-    /// Of the options, those that say which records make a batch (`batch_size`, `shuffle`, `seed`,
-    /// `drop_last`, `rank`, `world_size`) are those of `batches` then. `collate` runs on the workers, and on
-    /// the thread that asks for batches where they are made in microseconds and none is ready; it is handed
-    /// the records in their order, never none.
+    /// The options that choose the records of a batch (`batch_size`, `shuffle`, `seed`, `drop_last`, `rank`,
+    /// `world_size`) have no effect then. `collate` runs on the workers, and on the requesting thread if batches
+    /// take microseconds and none is ready. It receives the records in their order, at least one.
     ///
     /// # Errors
-    /// When `prefetch_factor` is 0 and there are workers.
+    /// Returns an error if `prefetch_factor` is 0 and there are workers.
     pub fn with<D, B, C>(
         dataset: D,
         batches: B,
@@ -131,12 +131,8 @@ impl<T: Send + 'static> DataLoader<T> {
         B: BatchSampler + 'static,
         C: Fn(Vec<D::Item>) -> Result<T> + Send + Sync + 'static,
     {
-        if options.num_workers > 0 && options.prefetch_factor == 0 {
-            return Err(Error::InvalidOption {
-                option: "prefetch_factor",
-                value: "0".to_owned(),
-                expected: "a worker is at least one batch ahead; the default is 2",
-            });
+        if options.num_workers > 0 {
+            check_positive("prefetch_factor", options.prefetch_factor)?;
         }
         let log = Arc::new(ErrorLog::default());
         let errors = Arc::clone(&log);
@@ -164,9 +160,9 @@ impl<T: Send + 'static> DataLoader<T> {
         })
     }
 
-    /// The batches of this epoch that have not been handed out: all of them, or after
-    /// [`DataLoader::load_state_dict`] and after an iterator that was dropped early the rest. When it
-    /// ends, the next epoch begins.
+    /// Returns an iterator over the remaining batches of this epoch: all of them, or fewer after
+    /// [`DataLoader::load_state_dict`] or after an iterator that was dropped early. When it ends, the next epoch
+    /// begins.
     pub fn epoch(&mut self) -> Epoch<'_, T> {
         Epoch {
             loader: self,
@@ -174,7 +170,7 @@ impl<T: Send + 'static> DataLoader<T> {
         }
     }
 
-    /// The next batch of this epoch; `None` at its end, and then the first one of the next epoch.
+    /// Returns the next batch of this epoch; `None` at its end, and then the first batch of the next epoch.
     pub fn next_batch(&mut self) -> Option<Result<T>> {
         let started = Instant::now();
         loop {
@@ -186,6 +182,7 @@ impl<T: Send + 'static> DataLoader<T> {
             self.state = self.state.after(ends);
             let batch = match next {
                 Next::Batch(batch) => batch,
+                // A batch whose records were all skipped is not returned, but the position moves past it.
                 Next::Nothing => continue,
                 Next::EndOfEpoch => return None,
             };
@@ -202,6 +199,7 @@ impl<T: Send + 'static> DataLoader<T> {
         if self.options.num_workers == 0 {
             return Ok((self.source.next(self.state), 0));
         }
+        // Threads start with the first request, so that a loader that is only configured costs nothing.
         let workers = match &self.workers {
             Some(workers) => workers,
             None => {
@@ -214,41 +212,43 @@ impl<T: Send + 'static> DataLoader<T> {
         Ok(workers.next())
     }
 
-    /// How many batches the current epoch has in all.
+    /// Returns the number of batches of the current epoch.
     pub fn len(&self) -> usize {
         self.source.batches.len(self.state.epoch)
     }
 
-    /// Whether the current epoch has no batch.
+    /// Returns `true` if the current epoch has no batches.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// How far it has come: what has been handed out counts, what is prepared ahead does not.
+    /// Returns the position of the loader. Batches that were returned count, and those prepared ahead do not.
     pub fn state_dict(&self) -> LoaderState {
         self.state
     }
 
-    /// Goes on at `state`, with exactly the batches that came after it.
+    /// Resumes from `state`, with exactly the batches that followed it.
     ///
     /// # Errors
-    /// When the epoch has fewer batches: then the data or the options are other ones.
+    /// Returns an error if the epoch has fewer batches: the data or the options have changed.
     pub fn load_state_dict(&mut self, state: LoaderState) -> Result<()> {
         let len = self.source.batches.len(state.epoch);
-        if state.next_batch > len {
-            return Err(Error::InvalidOption {
-                option: "state.next_batch",
-                value: format!("{} of {len} batches", state.next_batch),
-                expected: "a state of a loader over the same data with the same batch size",
-            });
-        }
-        // What they prepared is of another place; the next batch starts them anew.
+        check_option(
+            state.next_batch <= len,
+            "state.next_batch",
+            state.next_batch,
+            format!(
+                "at most {len}, the batches of the epoch; the state must be that of a loader over the same \
+        data with the same batch size"
+            ),
+        )?;
+        // The workers have prepared batches of another position; the next request starts new ones.
         self.workers = None;
         self.state = state;
         Ok(())
     }
 
-    /// What it has done so far.
+    /// Returns the statistics so far.
     pub fn stats(&self) -> LoaderStats {
         LoaderStats {
             failed_records: self.log.count(),
@@ -256,12 +256,12 @@ impl<T: Send + 'static> DataLoader<T> {
         }
     }
 
-    /// The records that could not be read, where the policy left them out or replaced them.
+    /// Returns the log of the records that could not be read and were skipped or replaced.
     pub fn errors(&self) -> &ErrorLog {
         &self.log
     }
 
-    /// The options.
+    /// Returns the options of the loader.
     pub fn options(&self) -> &DataLoaderOptions {
         &self.options
     }
@@ -277,7 +277,7 @@ impl<T> std::fmt::Debug for DataLoader<T> {
     }
 }
 
-/// The batches of an epoch, or the rest of them.
+/// An iterator over the remaining batches of an epoch.
 #[derive(Debug)]
 pub struct Epoch<'a, T> {
     loader: &'a mut DataLoader<T>,

@@ -1,29 +1,29 @@
-//! Batches on a device, copied there while the one before is used.
+//! A loader of batches on a device, which are copied while the previous one is used.
 
 use tch::{Device, Tensor};
 
 use super::{DataLoader, LoaderState, LoaderStats};
 use crate::Result;
 
-/// A batch made of tensors, which can go to a device.
+/// A batch of tensors that can be copied to a device.
 pub trait OnDevice: Sized + Send + 'static {
-    /// In page-locked host memory, from which a GPU copies without the processor's help.
+    /// Copies the batch to page-locked (pinned) host memory, from which a GPU copies asynchronously.
     ///
     /// # Errors
-    /// When there is none.
+    /// Returns an error if there is no page-locked memory.
     fn pinned(self) -> Result<Self>;
 
-    /// On `device`. With `non_blocking`, the copy from page-locked memory may still be under way when
-    /// this returns; what is queued on the device's current stream afterwards sees it done.
+    /// Copies the batch to `device`. With `non_blocking`, the copy from page-locked memory may still be running
+    /// on return; kernels that are launched on the device's current stream afterwards run after it.
     ///
     /// # Errors
-    /// When the device has no memory for it.
+    /// Returns an error if the device has no memory for it.
     fn on_device(self, device: Device, non_blocking: bool) -> Result<Self>;
 }
 
 impl OnDevice for Tensor {
     fn pinned(self) -> Result<Self> {
-        // The device argument is of another time: libtorch pins for the accelerator that it has.
+        // libtorch ignores the deprecated device argument and pins for the current accelerator.
         Ok(self.f_pin_memory(Device::Cuda(0))?)
     }
 
@@ -44,12 +44,12 @@ impl<T: OnDevice> OnDevice for Vec<T> {
     }
 }
 
-/// A loader whose batches come on a device.
+/// A loader whose batches are on a device.
 ///
-/// On a GPU, the copy of the next batch is queued before this one is handed out, from page-locked
-/// memory (`pin_memory` of PyTorch), so that it runs beside the step. On the CPU nothing is copied.
-/// [`DeviceLoader::state_dict`] counts what has been handed out: the batch whose copy is under way
-/// comes again after a stop.
+/// On a GPU, the copy of the next batch from page-locked memory (`pin_memory` of PyTorch) is queued before the
+/// current one is returned, so that it overlaps with the training step. On the CPU nothing is copied.
+/// [`DeviceLoader::state_dict`] counts the returned batches only: a batch whose copy is running is returned again
+/// after a restart.
 ///
 /// The iterator yields the batches of one pass and then `None`; iterating again yields those of the next
 /// pass. An [`DeviceLoader::endless`] loader yields pass after pass without a `None` between them.
@@ -88,7 +88,7 @@ pub struct DeviceLoader<T> {
     device: Device,
     pin_memory: bool,
     endless: bool,
-    /// What is on its way: the next batch, or the end of the epoch, and the state behind it.
+    /// The next batch, whose copy has started, or the end of the epoch, and the state after it.
     next: Option<(Option<Result<T>>, LoaderState)>,
     state: LoaderState,
 }
@@ -129,7 +129,7 @@ impl<T: OnDevice> DeviceLoader<T> {
             None => self.start_copy(),
         };
         self.state = state;
-        // Without a copy there is nothing to gain from being ahead, and a batch more in memory.
+        // Without a copy, being one batch ahead would gain nothing and take its memory.
         if self.device.is_cuda() {
             self.next = Some(self.start_copy());
         }
@@ -154,7 +154,7 @@ impl<T: OnDevice> DeviceLoader<T> {
     /// Resumes from `state`, with exactly the batches that came after it.
     ///
     /// # Errors
-    /// As [`DataLoader::load_state_dict`].
+    /// Those of [`DataLoader::load_state_dict`].
     pub fn load_state_dict(&mut self, state: LoaderState) -> Result<()> {
         self.loader.load_state_dict(state)?;
         self.next = None;
@@ -162,7 +162,7 @@ impl<T: OnDevice> DeviceLoader<T> {
         Ok(())
     }
 
-    /// Returns what the loader has done so far; on a GPU it is one batch ahead.
+    /// Returns the statistics of the loader; on a GPU it is one batch ahead.
     pub fn stats(&self) -> LoaderStats {
         self.loader.stats()
     }
@@ -183,7 +183,7 @@ impl<T: OnDevice> Iterator for DeviceLoader<T> {
 
     fn next(&mut self) -> Option<Result<T>> {
         match self.next_batch() {
-            // The first batch of the next pass; `None` again where a pass has no batch at all.
+            // The first batch of the next pass; `None` again if a pass has no batches.
             None if self.endless => self.next_batch(),
             batch => batch,
         }

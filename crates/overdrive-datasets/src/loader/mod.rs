@@ -1,4 +1,4 @@
-//! Batches that are ready before they are asked for.
+//! Data loaders, which prepare batches in the background.
 
 #[cfg(feature = "tch")]
 mod batch;
@@ -8,7 +8,7 @@ mod data_loader;
 #[cfg(feature = "tch")]
 mod device_loader;
 mod options;
-mod rows;
+mod sequence_rows;
 mod workers;
 
 #[cfg(feature = "tch")]
@@ -19,4 +19,4 @@ pub use data_loader::{DataLoader, Epoch, LoaderState, LoaderStats};
 #[cfg(feature = "tch")]
 pub use device_loader::{DeviceLoader, OnDevice};
 pub use options::DataLoaderOptions;
-pub use rows::SequenceRows;
+pub use sequence_rows::SequenceRows;

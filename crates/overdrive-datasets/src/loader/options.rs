@@ -1,33 +1,33 @@
-//! How a loader works.
+//! The options of a data loader.
 
 use crate::sampling::{
     LastShare, RandomSampler, SampledBatches, Sampler, SequentialSampler, Shard,
 };
 use crate::{ErrorPolicy, Result};
 
-/// How a loader works: names and defaults of PyTorch's `DataLoader`, and of its `DistributedSampler`.
+/// The options of a [`crate::DataLoader`], with the names and defaults of PyTorch's `DataLoader` and
+/// `DistributedSampler`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DataLoaderOptions {
-    /// Records a batch, on this process. Default: 1.
+    /// The number of records of a batch, on this process. Default: 1.
     pub batch_size: usize,
-    /// Whether each epoch has a random order of its own. Default: false.
+    /// If `true`, each epoch has a random order of its own. Default: `false`.
     pub shuffle: bool,
-    /// The seed of that order. Default: 0.
+    /// The seed of the random orders. Default: 0.
     pub seed: u64,
-    /// How many threads prepare batches; with 0, a batch is made when it is asked for. The batches and
-    /// their order are the same for any number. Default: 0.
+    /// The number of threads that prepare batches; with 0, a batch is made when it is requested. The batches
+    /// and their order do not depend on it. Default: 0.
     pub num_workers: usize,
-    /// How many batches a worker may be ahead. The workers wait when as many as all of theirs are
-    /// ready, so memory is bounded. Default: 2.
+    /// The number of batches per worker that are prepared ahead, which bounds the memory. Default: 2.
     pub prefetch_factor: usize,
-    /// Leaves out a last batch of fewer records. Default: false.
+    /// If `true`, a last batch with fewer records is dropped. Default: `false`.
     pub drop_last: bool,
-    /// This process among those that train together. Default: 0.
+    /// The rank of this process among those that train together. Default: 0.
     pub rank: usize,
-    /// How many processes train together. Default: 1.
+    /// The number of processes that train together. Default: 1.
     pub world_size: usize,
-    /// What becomes of records that cannot be read. Default: stop.
+    /// The handling of records that cannot be read. Default: [`ErrorPolicy::Stop`].
     pub on_error: ErrorPolicy,
 }
 
@@ -48,13 +48,13 @@ impl Default for DataLoaderOptions {
 }
 
 impl DataLoaderOptions {
-    /// The batches that these options say, of a dataset of `len` records.
+    /// Returns the batch sampler of these options for a dataset of `len` records.
     ///
-    /// With `drop_last`, records that do not fill a round of all processes are left out too; without
-    /// it, the round is filled up with the first records of the epoch.
+    /// With `drop_last`, the last records that do not give every process one are dropped too; without it, the
+    /// first records of the epoch are repeated to fill up.
     ///
     /// # Errors
-    /// When `batch_size` or `world_size` is 0, or `rank` not below `world_size`.
+    /// Returns an error if `batch_size` or `world_size` is 0, or if `rank` is not below `world_size`.
     pub fn batches(&self, len: usize) -> Result<SampledBatches<Box<dyn Sampler>>> {
         let sampler: Box<dyn Sampler> = match self.shuffle {
             true => Box::new(RandomSampler::new(len, self.seed)),
@@ -63,10 +63,10 @@ impl DataLoaderOptions {
         SampledBatches::new(sampler, self.batch_size, self.drop_last, self.shard()?)
     }
 
-    /// The part of this process, for samplers of one's own.
+    /// Returns the shard of this process, for custom samplers.
     ///
     /// # Errors
-    /// When `world_size` is 0, or `rank` not below it.
+    /// Returns an error if `world_size` is 0, or if `rank` is not below it.
     pub fn shard(&self) -> Result<Shard> {
         let last = match self.drop_last {
             true => LastShare::Drop,

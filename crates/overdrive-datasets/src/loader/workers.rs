@@ -1,8 +1,8 @@
-//! Threads that make the batches of a loader, in any order, and hand them over in theirs.
+//! The worker threads of a loader, which make batches in any order and return them in sequence.
 //!
-//! To put a thread to sleep and wake it takes tens of microseconds, in which dozens of small records are read.
-//! So where batches are made in less than [`CHEAP`], the loader makes the next one itself rather than sleep until
-//! a worker has it, and workers that wait for room are woken when half of it is free, not for each batch.
+//! Putting a thread to sleep and waking it takes tens of microseconds, in which dozens of small records are read.
+//! So if batches take less than [`CHEAP`], the loader makes the next one itself instead of sleeping until a worker
+//! has it, and workers that wait for room are woken when half of the queue is free, and not for each batch.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,27 +14,27 @@ use super::LoaderState;
 use crate::sampling::BatchSampler;
 use crate::{Error, Result};
 
-/// A batch that is made in less time is not worth waiting for.
+/// The time below which making a batch is cheaper than waiting for one.
 const CHEAP: Duration = Duration::from_micros(100);
 
-/// What a loader makes its batches of.
+/// The source of a loader's batches.
 pub(crate) struct Source<T> {
     pub(crate) batches: Box<dyn BatchSampler>,
-    /// The batch of these records; `None` when all of them were left out.
+    /// The function that makes the batch of these records; it returns `None` if all of them were skipped.
     #[allow(clippy::type_complexity, reason = "one function, named by its field")]
     pub(crate) make: Box<dyn Fn(&[usize]) -> Result<Option<T>> + Send + Sync>,
 }
 
-/// What comes next in the stream of a loader.
+/// The next item in the stream of a loader.
 pub(crate) enum Next<T> {
     Batch(Result<T>),
-    /// A batch of which nothing is left.
+    /// A batch whose records were all skipped.
     Nothing,
     EndOfEpoch,
 }
 
 impl<T> Source<T> {
-    /// What is at `state`.
+    /// Makes the item at `state`.
     pub(crate) fn next(&self, state: LoaderState) -> Next<T> {
         let work = || {
             if state.next_batch >= self.batches.len(state.epoch) {
@@ -47,13 +47,13 @@ impl<T> Source<T> {
                 Err(error) => Next::Batch(Err(error)),
             }
         };
-        // Samplers, datasets and collations are the user's code; a panic there is an error of this
-        // batch.
+        // Samplers, datasets and collate functions are the user's code; a panic in them becomes an error of
+        // this batch.
         catch_unwind(AssertUnwindSafe(work)).unwrap_or(Next::Batch(Err(Error::WorkerPanicked)))
     }
 }
 
-/// Running threads. They end when this is dropped.
+/// The running threads, which end when it is dropped.
 pub(crate) struct Workers<T> {
     shared: Arc<Shared<T>>,
     threads: Vec<JoinHandle<()>>,
@@ -61,27 +61,28 @@ pub(crate) struct Workers<T> {
 
 struct Shared<T> {
     source: Arc<Source<T>>,
-    /// How many places of the stream are worked on, or ready, at most.
+    /// The largest number of items of the stream that are being made or ready.
     ahead: usize,
     queue: Mutex<Queue<T>>,
-    /// The first place is ready: for the loader.
+    /// The condition that the loader waits for: the first item is ready.
     ready: Condvar,
-    /// Places were taken, or all is to stop: for the workers. Two conditions, so that handing over a
-    /// small batch wakes one thread and not all of them.
+    /// The condition that the workers wait for: there is room, or they must stop. Two conditions, so that
+    /// passing on a batch wakes one thread and not all of them.
     room: Condvar,
 }
 
 struct Queue<T> {
-    /// The place that the next worker takes.
+    /// The state at which the next worker starts.
     cursor: LoaderState,
-    /// What was taken by workers and not yet by the loader, in order; `None`: not ready.
+    /// The items that workers have started and the loader has not taken, in order; `None` if not ready.
     slots: VecDeque<Option<Next<T>>>,
-    /// How many slots there were before the first one.
+    /// The number of items that were taken before the first slot.
     taken: u64,
-    /// How long it took to make a batch, the last ones counting most; `None`: none has been made.
+    /// The moving average of the time to make a batch; `None` before the first one.
     time: Option<Duration>,
-    /// Workers that sleep, and whether the loader does: to wake nobody is a system call too.
+    /// The number of sleeping workers. With it and the next field, no system call wakes a thread in vain.
     sleeping_workers: usize,
+    /// If `true`, the loader sleeps.
     loader_sleeps: bool,
     stopped: bool,
 }
@@ -93,7 +94,7 @@ impl<T> Queue<T> {
 }
 
 impl<T: Send + 'static> Workers<T> {
-    /// Starts `count` threads that work from `state` on, and are at most `ahead` places ahead.
+    /// Starts `count` threads that work from `state` on, at most `ahead` items ahead of the loader.
     pub(crate) fn start(
         source: &Arc<Source<T>>,
         state: LoaderState,
@@ -115,7 +116,7 @@ impl<T: Send + 'static> Workers<T> {
             ready: Condvar::new(),
             room: Condvar::new(),
         });
-        // Dropped on an error, it stops those that have started.
+        // If a thread cannot be started, dropping this stops the ones that have been.
         let mut workers = Self {
             shared,
             threads: Vec::with_capacity(count),
@@ -126,7 +127,7 @@ impl<T: Send + 'static> Workers<T> {
                 .name(format!("overdrive-loader-{number}"))
                 .spawn(move || shared.work())
                 .map_err(|error| Error::Threads {
-                    what: "the workers of a data loader",
+                    threads: "the workers of a data loader",
                     problem: error.to_string(),
                 })?;
             workers.threads.push(thread);
@@ -134,7 +135,7 @@ impl<T: Send + 'static> Workers<T> {
         Ok(workers)
     }
 
-    /// What comes next, once it is ready, and how many places were ready when it was asked for.
+    /// Waits for the next item; returns it with the number of items that were ready at the request.
     pub(crate) fn next(&self) -> (Next<T>, usize) {
         let shared = &*self.shared;
         let mut queue = shared.lock();
@@ -166,8 +167,8 @@ impl<T: Send + 'static> Workers<T> {
 
 impl<T> Shared<T> {
     fn lock(&self) -> MutexGuard<'_, Queue<T>> {
-        // The queue is whole whenever the lock is given back, and no code of the user runs under it
-        // but that of a sampler, whose panic `take` catches.
+        // The queue is valid whenever the lock is released. Of the user's code, only a sampler runs under it,
+        // whose panic `take` catches.
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -192,26 +193,27 @@ impl<T> Shared<T> {
         }
     }
 
-    /// The next place of the stream, for which there is room.
+    /// Takes the next item of the stream, for which there must be room, and returns its number and state.
     fn take(&self, queue: &mut Queue<T>) -> (u64, LoaderState) {
         let state = queue.cursor;
         let len = catch_unwind(AssertUnwindSafe(|| self.source.batches.len(state.epoch)));
-        // An epoch whose length cannot be told ends at once, after the panic's message.
+        // An epoch whose length cannot be computed ends at once, after the message of the panic.
         queue.cursor = state.after(state.next_batch >= len.unwrap_or(0));
         queue.slots.push_back(None);
         (queue.taken + queue.slots.len() as u64 - 1, state)
     }
 
-    /// Makes what is at a place, and puts it there.
-    fn make(&self, (place, state): (u64, LoaderState)) -> MutexGuard<'_, Queue<T>> {
+    /// Makes the item at a state, and puts it into its slot.
+    fn make(&self, (position, state): (u64, LoaderState)) -> MutexGuard<'_, Queue<T>> {
         let started = Instant::now();
         let next = self.source.next(state);
         let time = started.elapsed();
         let mut queue = self.lock();
         let before = queue.time.unwrap_or(time);
+        // Three quarters of the weight stay with the past, so that one slow record does not change the mode.
         queue.time = Some((3 * before + time) / 4);
-        // A place is taken out of the queue only when it is ready, so it is still there.
-        let slot = (place - queue.taken) as usize;
+        // A slot is removed only when it is ready, so this one still exists.
+        let slot = (position - queue.taken) as usize;
         if let Some(slot) = queue.slots.get_mut(slot) {
             *slot = Some(next);
         }
@@ -230,7 +232,7 @@ impl<T> Drop for Workers<T> {
         self.shared.lock().stopped = true;
         self.shared.room.notify_all();
         for thread in self.threads.drain(..) {
-            // A worker catches the panics of what it runs.
+            // The panics of the user's code are caught, so a worker does not panic.
             let _ = thread.join();
         }
     }

@@ -1,18 +1,18 @@
-//! Best fit, the longest first.
+//! Best-fit-decreasing bin packing.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use super::Segment;
 
-/// Rows of whole segments, none longer than `capacity`: each segment, the longest first, goes where it
-/// leaves the least room, the oldest such row; a new row is opened where it fits into none. That takes
-/// at most 11/9 of the fewest rows possible and a few more (Johnson et al. 1974).
+/// Packs whole segments, none longer than `capacity`, into rows. Each segment, the longest first, goes into the
+/// oldest row in which it leaves the least room; a new row is opened if it fits into none. The number of rows is
+/// at most 11/9 of the smallest possible, plus a constant (Johnson et al. 1974).
 ///
-/// Segments of one length keep their order. Time n·log(capacity).
+/// Segments of equal length keep their order. The time is n·log(capacity).
 pub(super) fn best_fit_decreasing(mut segments: Vec<Segment>, capacity: u32) -> Vec<Vec<Segment>> {
     segments.sort_by_key(|segment| std::cmp::Reverse(segment.len));
     let mut rows: Vec<Vec<Segment>> = Vec::new();
-    // Open rows by the room they have.
+    // The open rows by their room. A search tree finds the tightest fit without looking at every row.
     let mut open: BTreeMap<u32, VecDeque<usize>> = BTreeMap::new();
     for segment in segments {
         let fitting = open.range(segment.len..).next().map(|(&room, _)| room);
@@ -34,6 +34,7 @@ pub(super) fn best_fit_decreasing(mut segments: Vec<Segment>, capacity: u32) -> 
 
 fn pop(open: &mut BTreeMap<u32, VecDeque<usize>>, room: u32) -> Option<usize> {
     let rows = open.get_mut(&room)?;
+    // The oldest of the rows with equal room, so that the result does not depend on the tree.
     let row = rows.pop_front();
     if rows.is_empty() {
         open.remove(&room);

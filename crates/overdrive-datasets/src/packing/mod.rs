@@ -1,4 +1,4 @@
-//! Sequences of different lengths laid into rows of one length.
+//! The packing of sequences of different lengths into rows of one length.
 
 mod best_fit;
 mod plan;

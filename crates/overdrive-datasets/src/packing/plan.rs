@@ -1,11 +1,12 @@
 use super::PackingStrategy;
 use super::best_fit::best_fit_decreasing;
-use crate::{Error, Result};
+use crate::Result;
+use overdrive_core::{Error as CommonError, check_option};
 
-/// A piece of a sequence: its tokens `start..start + len`.
+/// A segment of a sequence: its tokens `start..start + len`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
-    /// The number of the sequence.
+    /// The index of the sequence.
     pub sequence: u32,
     /// The first token.
     pub start: u32,
@@ -13,11 +14,11 @@ pub struct Segment {
     pub len: u32,
 }
 
-/// Which sequences lie in which row.
+/// A plan that assigns segments of sequences to rows.
 ///
-/// It knows lengths only, so packing reads no token, and the plan of a million sequences takes 12 MB.
-/// What the model needs besides is the segments' lengths: positions count from 0 in each, attention
-/// stays inside each, and the first token of each is nobody's label.
+/// It depends on lengths only, so packing reads no tokens, and the plan of a million sequences takes 12 MB. A
+/// model needs the segments' lengths too: positions start from 0 in each segment, attention is restricted to it,
+/// and its first token is not a label.
 ///
 /// ```
 /// use overdrive_datasets::{PackPlan, PackingStrategy};
@@ -35,16 +36,16 @@ pub struct Segment {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackPlan {
     segments: Vec<Segment>,
-    /// Where each row's segments begin; one more than rows.
+    /// The index of each row's first segment, and the number of segments at the end.
     rows: Vec<usize>,
     capacity: usize,
 }
 
 impl PackPlan {
-    /// Rows of at most `capacity` tokens from sequences of these lengths; empty sequences are left out.
+    /// Packs sequences of these lengths into rows of at most `capacity` tokens; empty sequences are skipped.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`] for a capacity of 0 or from 2³² on, or more than 2³² sequences.
+    /// [`Error::Common`](crate::Error::Common) for a capacity of 0 or from 2³² on, or more than 2³² sequences.
     pub fn new(lengths: &[u32], capacity: usize, strategy: PackingStrategy) -> Result<PackPlan> {
         let width = capacity_of(capacity)?;
         let whole = numbered(lengths)?.filter(|segment| segment.len > 0);
@@ -57,18 +58,18 @@ impl PackPlan {
                 best_fit_decreasing(cut.collect(), width)
             }
             PackingStrategy::BfdSplit => {
-                let pieces = whole.flat_map(|segment| pieces(segment, width));
-                best_fit_decreasing(pieces.collect(), width)
+                let segments_of = whole.flat_map(|segment| segments_of(segment, width));
+                best_fit_decreasing(segments_of.collect(), width)
             }
             PackingStrategy::Wrapped => wrapped(whole, width),
         };
         Ok(PackPlan::of_rows(rows, capacity))
     }
 
-    /// A row for each sequence, cut to `capacity`: no packing.
+    /// Returns a plan with one row per sequence, truncated to `capacity`, without packing.
     ///
     /// # Errors
-    /// As [`PackPlan::new`].
+    /// Those of [`PackPlan::new`].
     pub fn one_each(lengths: &[u32], capacity: usize) -> Result<PackPlan> {
         let width = capacity_of(capacity)?;
         let whole = numbered(lengths)?.filter(|segment| segment.len > 0);
@@ -95,17 +96,17 @@ impl PackPlan {
         }
     }
 
-    /// The number of rows.
+    /// Returns the number of rows.
     pub fn len(&self) -> usize {
         self.rows.len() - 1
     }
 
-    /// Whether there is no row.
+    /// Returns `true` if there are no rows.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The segments of a row in their order; none where there is no such row.
+    /// Returns the segments of a row in their order; none if there is no such row.
     pub fn row(&self, row: usize) -> &[Segment] {
         match (self.rows.get(row), self.rows.get(row + 1)) {
             (Some(&start), Some(&end)) => &self.segments[start..end],
@@ -113,46 +114,53 @@ impl PackPlan {
         }
     }
 
-    /// The tokens of a row.
+    /// Returns the number of tokens of a row.
     pub fn row_tokens(&self, row: usize) -> usize {
-        self.row(row).iter().map(|part| part.len as usize).sum()
+        self.row(row)
+            .iter()
+            .map(|segment| segment.len as usize)
+            .sum()
     }
 
-    /// The most tokens of a row.
+    /// Returns the largest number of tokens of a row.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// The tokens of all rows.
+    /// Returns the number of tokens of all rows.
     pub fn tokens(&self) -> u64 {
-        self.segments.iter().map(|part| u64::from(part.len)).sum()
+        self.segments
+            .iter()
+            .map(|segment| u64::from(segment.len))
+            .sum()
     }
 
-    /// The part of the rows' places that holds tokens, 0 to 1.
+    /// Returns the fraction of the rows' positions that hold tokens, from 0 to 1.
     pub fn fill(&self) -> f64 {
-        let places = (self.len() * self.capacity).max(1);
-        self.tokens() as f64 / places as f64
+        let positions = (self.len() * self.capacity).max(1);
+        self.tokens() as f64 / positions as f64
     }
 }
 
 fn capacity_of(capacity: usize) -> Result<u32> {
     let width = u32::try_from(capacity).ok().filter(|&width| width > 0);
-    width.ok_or_else(|| Error::InvalidOption {
-        option: "capacity",
-        value: capacity.to_string(),
-        expected: "a row has at least one token, and fewer than 2^32",
-    })
+    Ok(width.ok_or_else(|| {
+        CommonError::option(
+            "capacity",
+            capacity,
+            "at least 1 token a row, and below 2^32",
+        )
+    })?)
 }
 
-/// Each sequence as one segment.
+/// Returns each sequence as one segment.
 fn numbered(lengths: &[u32]) -> Result<impl Iterator<Item = Segment>> {
-    if u32::try_from(lengths.len()).is_err() {
-        return Err(Error::InvalidOption {
-            option: "lengths",
-            value: lengths.len().to_string(),
-            expected: "fewer than 2^32 sequences are packed at once",
-        });
-    }
+    check_option(
+        u32::try_from(lengths.len()).is_ok(),
+        "lengths",
+        format!("{} sequences", lengths.len()),
+        "fewer than 2^32 sequences",
+    )?;
     Ok((0..).zip(lengths).map(|(sequence, &len)| Segment {
         sequence,
         start: 0,
@@ -160,7 +168,7 @@ fn numbered(lengths: &[u32]) -> Result<impl Iterator<Item = Segment>> {
     }))
 }
 
-fn pieces(whole: Segment, width: u32) -> impl Iterator<Item = Segment> {
+fn segments_of(whole: Segment, width: u32) -> impl Iterator<Item = Segment> {
     (0..whole.len.div_ceil(width)).map(move |piece| Segment {
         start: piece * width,
         len: width.min(whole.len - piece * width),
@@ -296,10 +304,10 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_nothing_are_refused() {
+    fn rows_without_capacity_are_refused() {
         let error = PackPlan::new(&[1], 0, PackingStrategy::Bfd)
             .unwrap_err()
             .to_string();
-        assert!(error.contains("capacity = 0"), "{error}");
+        assert!(error.contains("`capacity` is 0"), "{error}");
     }
 }

@@ -3,28 +3,27 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// How sequences are packed: TRL's `packing_strategy`.
+/// The strategy of packing: TRL's `packing_strategy`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum PackingStrategy {
-    /// Best fit, the longest first: sequences stay whole, and what is longer than a row loses its end.
-    /// The default.
+    /// Best fit decreasing: sequences stay whole, and those longer than a row are truncated. The default.
     #[default]
     Bfd,
-    /// The same, but what is longer than a row is cut into pieces, which are packed as sequences of their
-    /// own.
+    /// Best fit decreasing, but sequences longer than a row are split into segments, which are packed
+    /// independently.
     BfdSplit,
-    /// One behind the other in the order given, cut wherever a row is full: all rows but the last are
-    /// full, and sequences lose their beginnings.
+    /// Concatenation in the given order, split where a row is full: all rows but the last are full, and the
+    /// segment after a split does not see the beginning of its sequence.
     Wrapped,
 }
 
 impl PackingStrategy {
-    /// Every strategy.
+    /// All strategies.
     pub const ALL: [Self; 3] = [Self::Bfd, Self::BfdSplit, Self::Wrapped];
 
-    /// The name in TRL.
+    /// Returns the name in TRL.
     pub fn name(self) -> &'static str {
         match self {
             Self::Bfd => "bfd",
@@ -47,6 +46,8 @@ impl FromStr for PackingStrategy {
         Self::ALL
             .into_iter()
             .find(|strategy| strategy.name() == name)
-            .ok_or_else(|| format!("{name:?} is no packing strategy: bfd, bfd_split or wrapped"))
+            .ok_or_else(|| {
+                format!("the packing strategy is {name:?}; it must be bfd, bfd_split or wrapped")
+            })
     }
 }

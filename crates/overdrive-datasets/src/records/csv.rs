@@ -1,4 +1,4 @@
-//! Rows of CSV and TSV files.
+//! Datasets of the rows of CSV and TSV files.
 
 use std::ops::Index;
 use std::path::Path;
@@ -8,24 +8,25 @@ use std::sync::Arc;
 use super::record_files::{utf8, without_line_ends};
 use super::{RecordFiles, find_files};
 use crate::index::CsvScan;
-use crate::{Dataset, Error, IndexOptions, Result};
+use crate::{Dataset, Error, IndexOptions, RecordNumber, Result};
+use overdrive_core::{Error as CommonError, check_option};
 
-/// How CSV files are read.
+/// The options of [`CsvRecords`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CsvOptions {
-    /// What stands between two fields: one ASCII character. `None` (the default): a tab where the
-    /// first file's name ends in `.tsv` or `.tab`, else a comma.
+    /// The delimiter between two fields, an ASCII character. `None` (the default) is a tab if the first file's
+    /// name ends in `.tsv` or `.tab`, and a comma otherwise.
     pub delimiter: Option<char>,
-    /// What stands around fields that hold a delimiter, a line end or a quote: one ASCII character,
-    /// `"` by default. `None`: nothing does, and a quote is a character like any other.
+    /// The quote around fields that contain a delimiter, a line end or a quote, an ASCII character. `None` makes
+    /// quotes ordinary characters. Default: `"`.
     pub quote: Option<char>,
-    /// Whether the first row of each file names the columns; the names of all files must be the
-    /// same. Default: true.
+    /// If `true`, the first row of each file has the names of the columns, which must be the same in all files.
+    /// Default: `true`.
     pub has_header: bool,
-    /// Accepts rows with more or fewer fields than there are columns. Default: false, and such a row
-    /// is an error.
+    /// If `true`, rows may have more or fewer fields than there are columns; otherwise such a row is an error.
+    /// Default: `false`.
     pub flexible: bool,
-    /// How the files are indexed.
+    /// The options of the files' indexes.
     pub index: IndexOptions,
 }
 
@@ -51,23 +52,22 @@ impl CsvOptions {
         let delimiter = self.delimiter.unwrap_or(if is_tab { '\t' } else { ',' });
         let byte = |option, character: char| match u8::try_from(character) {
             Ok(byte) if byte.is_ascii() && !matches!(byte, b'\r' | b'\n') => Ok(byte),
-            _ => Err(Error::InvalidOption {
+            _ => Err(CommonError::option(
                 option,
-                value: format!("{character:?}"),
-                expected: "one ASCII character that ends no line",
-            }),
+                format!("{character:?}"),
+                "one ASCII character that ends no line",
+            )),
         };
         let scan = CsvScan {
             delimiter: byte("delimiter", delimiter)?,
             quote: self.quote.map(|quote| byte("quote", quote)).transpose()?,
         };
-        if scan.quote == Some(scan.delimiter) {
-            return Err(Error::InvalidOption {
-                option: "quote",
-                value: format!("{delimiter:?}"),
-                expected: "another character than the delimiter",
-            });
-        }
+        check_option(
+            scan.quote != Some(scan.delimiter),
+            "quote",
+            format!("{delimiter:?}"),
+            "another character than the delimiter",
+        )?;
         Ok(scan)
     }
 }
@@ -77,22 +77,22 @@ impl CsvOptions {
 pub struct CsvColumns(Vec<String>);
 
 impl CsvColumns {
-    /// The names in the order of the fields.
+    /// Returns the names, in the order of the fields.
     pub fn names(&self) -> &[String] {
         &self.0
     }
 
-    /// The place of a column, counted from 0; of several with one name, the first.
-    pub fn place(&self, name: &str) -> Option<usize> {
+    /// Returns the index of a column, counted from 0; the first of several with the same name.
+    pub fn position(&self, name: &str) -> Option<usize> {
         self.0.iter().position(|column| column == name)
     }
 }
 
-/// Rows of CSV files by RFC 4180: fields may be quoted, and quoted fields may hold delimiters, line
-/// ends and doubled quotes.
+/// The rows of CSV files (RFC 4180): fields may be quoted, and quoted fields may contain delimiters, line ends and
+/// doubled quotes.
 ///
-/// Rows end with `\n` or `\r\n`; empty lines are no rows; a byte order mark is left out. A quote in
-/// the middle of a plain field is a character like any other.
+/// Rows end with `\n` or `\r\n`; empty lines are skipped, as is a byte order mark. A quote in the middle of an
+/// unquoted field is an ordinary character.
 ///
 /// ```
 /// use overdrive_datasets::{CsvOptions, CsvRecords, Dataset};
@@ -119,8 +119,8 @@ impl CsvRecords {
     /// Opens files, folders (of `.csv`, `.tsv` and `.tab` files) and patterns (see [`find_files`]).
     ///
     /// # Errors
-    /// When no file is found, or one cannot be read; when the columns of two files differ; when an
-    /// option is outside its range.
+    /// Returns an error if no file is found, a file cannot be read, the columns of two files differ, or an option is
+    /// outside its range.
     pub fn open<P: AsRef<Path>>(
         paths: impl IntoIterator<Item = P>,
         options: &CsvOptions,
@@ -140,13 +140,12 @@ impl CsvRecords {
         })
     }
 
-    /// The names of the columns. Without a header they are `0`, `1`, … for the fields of the first
-    /// row.
+    /// Returns the names of the columns. Without a header they are `0`, `1`, … for the fields of the first row.
     pub fn columns(&self) -> &CsvColumns {
         &self.columns
     }
 
-    /// The rows as bytes, and where they are.
+    /// Returns the rows as bytes, with their locations.
     pub fn records(&self) -> &RecordFiles {
         &self.records
     }
@@ -179,87 +178,84 @@ impl Dataset for CsvRecords {
     }
 }
 
-/// A row. Its fields are text; [`CsvRow::parse`] makes numbers of them.
+/// A row of text fields; [`CsvRow::parse`] converts them to numbers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CsvRow {
     text: String,
-    /// Where each field ends in `text`.
+    /// The end of each field in `text`.
     ends: Vec<usize>,
     columns: Arc<CsvColumns>,
 }
 
 impl CsvRow {
-    /// The number of fields.
+    /// Returns the number of fields.
     pub fn len(&self) -> usize {
         self.ends.len()
     }
 
-    /// Whether it has no field. No row has none; an empty one has one empty field.
+    /// Returns `true` if the row has no field, which never happens: an empty row has one empty field.
     pub fn is_empty(&self) -> bool {
         self.ends.is_empty()
     }
 
-    /// The columns of its file.
+    /// Returns the columns of the row's file.
     pub fn columns(&self) -> &CsvColumns {
         &self.columns
     }
 
-    /// The field at a place, counted from 0.
-    pub fn field(&self, place: usize) -> Option<&str> {
-        let end = *self.ends.get(place)?;
-        let start = match place {
+    /// Returns the field at an index, counted from 0.
+    pub fn field(&self, index: usize) -> Option<&str> {
+        let end = *self.ends.get(index)?;
+        let start = match index {
             0 => 0,
-            _ => self.ends[place - 1],
+            _ => self.ends[index - 1],
         };
         self.text.get(start..end)
     }
 
-    /// The field of a column.
+    /// Returns the field of a column.
     pub fn get(&self, column: &str) -> Option<&str> {
-        self.field(self.columns.place(column)?)
+        self.field(self.columns.position(column)?)
     }
 
-    /// The fields in their order.
+    /// Returns the fields in their order.
     pub fn fields(&self) -> impl Iterator<Item = &str> {
-        (0..self.len()).filter_map(|place| self.field(place))
+        (0..self.len()).filter_map(|index| self.field(index))
     }
 
-    /// The field of a column as a number, or whatever else can be read from text. White space around
-    /// it is ignored.
+    /// Parses the field of a column as a number or any other type that can be parsed. White space around it is
+    /// ignored.
     ///
     /// # Errors
-    /// When there is no such column, or its field is something else.
+    /// Returns an error if there is no such column, or if its field cannot be parsed.
     pub fn parse<T: FromStr>(&self, column: &str) -> Result<T> {
-        let invalid = |value: String, expected| Error::InvalidOption {
-            option: "column",
-            value,
-            expected,
-        };
+        let invalid =
+            |value: String, expected: &'static str| CommonError::option("column", value, expected);
         let field = self
             .get(column)
             .ok_or_else(|| invalid(column.to_owned(), "the name of a column of the file"))?;
         let value = field.trim().parse();
-        value.map_err(|_| {
+        Ok(value.map_err(|_| {
             let value = format!("{column} ({field:?} as {})", std::any::type_name::<T>());
             invalid(value, "a field that can be read as this type")
-        })
+        })?)
     }
 }
 
 impl Index<usize> for CsvRow {
     type Output = str;
 
-    /// The field at a place. As with a slice, a place that does not exist panics; use
-    /// [`CsvRow::field`] where it may not.
-    fn index(&self, place: usize) -> &str {
-        match self.field(place) {
+    /// Returns the field at an index. Like a slice, it panics for an index that does not exist; see
+    /// [`CsvRow::field`].
+    fn index(&self, index: usize) -> &str {
+        match self.field(index) {
             Some(field) => field,
-            None => panic!("field {place} of a row of {}", self.len()),
+            None => panic!("field {index} of a row of {}", self.len()),
         }
     }
 }
 
-/// The names of the columns, checked to be the same in all files.
+/// Returns the names of the columns, after checking that they are the same in all files.
 fn columns(
     files: &[std::path::PathBuf],
     records: &RecordFiles,
@@ -270,9 +266,9 @@ fn columns(
         let Some(bytes) = records.skipped(number)? else {
             return Ok(None);
         };
-        let (text, ends) = split(&bytes, scan).map_err(|problem| Error::UnreadableRecord {
+        let (text, ends) = split(&bytes, scan).map_err(|problem| Error::InvalidRecord {
             path: files[number].clone(),
-            record: 0,
+            number: RecordNumber::Record(0),
             offset: 0,
             problem: format!("in the first row: {problem}"),
         })?;
@@ -285,15 +281,15 @@ fn columns(
         Ok(Some(names.collect()))
     };
     if !has_header {
-        // All files are held to the first row of the first one that has any.
+        // The number of columns is that of the first row of the first file that is not empty.
         let mut rows = (0..files.len()).map(fields);
         let first = rows.find_map(|row| row.transpose()).transpose()?;
         let count = first.map_or(0, |row| row.len());
-        return Ok((0..count).map(|place| place.to_string()).collect());
+        return Ok((0..count).map(|index| index.to_string()).collect());
     }
     let mut columns: Option<Vec<String>> = None;
     for (number, path) in files.iter().enumerate() {
-        // A file without a byte has no header, and no rows that would need one.
+        // An empty file has no header, and no rows that would need one.
         let Some(names) = fields(number)? else {
             continue;
         };
@@ -301,13 +297,13 @@ fn columns(
             None => columns = Some(names),
             Some(first) if *first == names => {}
             Some(first) => {
-                return Err(Error::UnreadableRecord {
+                return Err(Error::InvalidRecord {
                     path: path.clone(),
-                    record: 0,
+                    number: RecordNumber::Record(0),
                     offset: 0,
                     problem: format!(
                         "its columns are {names:?}, and those of the files before it {first:?}; \
-                         open them apart, or set CsvOptions::has_header to false"
+                    open them separately, or set CsvOptions::has_header to false"
                     ),
                 });
             }
@@ -316,9 +312,10 @@ fn columns(
     Ok(columns.unwrap_or_default())
 }
 
-/// The fields of a row one behind the other, and where each ends.
+/// Returns the concatenated fields of a row, and the end of each.
 fn split(bytes: &[u8], scan: &CsvScan) -> std::result::Result<(String, Vec<usize>), String> {
     let row = utf8(without_line_ends(bytes))?;
+    // The fields share one allocation, since a row often has many short ones.
     let mut text = String::with_capacity(row.len());
     let mut ends = Vec::new();
     let delimiter = char::from(scan.delimiter);
@@ -326,10 +323,10 @@ fn split(bytes: &[u8], scan: &CsvScan) -> std::result::Result<(String, Vec<usize
     loop {
         let quote = scan.quote.map(char::from);
         if let Some(quoted) = quote.and_then(|quote| rest.strip_prefix(quote)) {
-            // `quote` is one, since the prefix is.
+            // The prefix matched, so `quote` is not `None`.
             rest = unquote(quoted, quote.unwrap_or('"'), &mut text)?;
         }
-        // A plain field, or what stands between a closing quote and the delimiter.
+        // An unquoted field, or the text between a closing quote and the delimiter.
         match rest.split_once(delimiter) {
             Some((field, behind)) => {
                 text.push_str(field);
@@ -345,7 +342,7 @@ fn split(bytes: &[u8], scan: &CsvScan) -> std::result::Result<(String, Vec<usize
     }
 }
 
-/// Adds a quoted field to `text`; gives what comes behind its closing quote.
+/// Appends a quoted field to `text`; returns the rest after its closing quote.
 fn unquote<'a>(
     mut rest: &'a str,
     quote: char,
@@ -353,7 +350,9 @@ fn unquote<'a>(
 ) -> std::result::Result<&'a str, String> {
     loop {
         let (part, behind) = rest.split_once(quote).ok_or_else(|| {
-            format!("a quoted field does not end: a {quote} is missing, here or in a row before")
+            format!(
+                "a quoted field does not end: a {quote} is missing in this row or an earlier one"
+            )
         })?;
         text.push_str(part);
         match behind.strip_prefix(quote) {

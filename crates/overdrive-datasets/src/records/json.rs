@@ -1,4 +1,4 @@
-//! Records of JSON: one a line, or the elements of an array.
+//! Datasets of JSON records: JSON Lines, or the elements of an array.
 
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
@@ -6,38 +6,38 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 
 use super::{RecordFiles, find_files};
-use crate::index::{JsonArrayScan, LineScan, Scan, read_start};
+use crate::index::{JsonArrayScan, LineScan, Scan, begins_array};
 use crate::{Dataset, IndexOptions, Result};
 
-/// How a JSON file holds its records.
+/// The layout of the records in a JSON file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum JsonLayout {
-    /// By the first character of the first file: `[` says that it is an array, anything else that it
-    /// is lines.
+    /// The layout is guessed by the first character of the first file: [`JsonLayout::Array`] for `[`, and
+    /// [`JsonLayout::Lines`] otherwise. The default.
     #[default]
     Guess,
-    /// One record a line; lines of nothing but white space are none.
+    /// Each line is a record; lines of only white space are skipped.
     Lines,
-    /// The file is an array, of which each element is a record.
+    /// The file is an array, and each element is a record.
     Array,
-    /// The file is an object, one of whose values is the array (`field` of `datasets`).
+    /// The file is an object with the array in this field (`field` of `datasets`).
     ArrayIn(String),
 }
 
-/// How JSON files are read.
+/// The options of [`JsonRecords`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct JsonOptions {
-    /// How a file holds its records.
+    /// The layout of the records.
     pub layout: JsonLayout,
-    /// How the files are indexed.
+    /// The options of the files' indexes.
     pub index: IndexOptions,
 }
 
-/// Records of JSON Lines or of JSON arrays, each parsed when it is asked for.
+/// The records of JSON Lines files or of JSON arrays, each parsed on demand.
 ///
-/// `T` is any type that serde reads: a struct of yours, or [`serde_json::Value`] for anything.
-/// Elements of arrays may be nested, hold strings with escapes, and have any white space between
-/// them; the file is never parsed as a whole. Numbers keep what they say, up to 64 bits.
+/// `T` is any type that serde can deserialize: a struct, or [`serde_json::Value`] for any JSON. Elements of
+/// arrays may be nested, contain strings with escapes, and have any white space between them; the file is
+/// never parsed as a whole. Integers are exact up to 64 bits.
 ///
 /// ```
 /// use overdrive_datasets::{Dataset, JsonOptions, JsonRecords};
@@ -55,7 +55,7 @@ pub struct JsonOptions {
 pub struct JsonRecords<T = serde_json::Value> {
     records: RecordFiles,
     in_array: bool,
-    // Makes no claim about threads: a `T` is made anew in each `get`.
+    // `fn() -> T` is Send and Sync for any `T`, which is right: each `get` makes a new `T`.
     item: PhantomData<fn() -> T>,
 }
 
@@ -64,7 +64,7 @@ impl<T: DeserializeOwned> JsonRecords<T> {
     /// [`find_files`]).
     ///
     /// # Errors
-    /// When no file is found, or one cannot be read; when an array is no array or does not end.
+    /// Returns an error if no file is found, a file cannot be read, or an array is missing or incomplete.
     pub fn open<P: AsRef<Path>>(
         paths: impl IntoIterator<Item = P>,
         options: &JsonOptions,
@@ -73,7 +73,7 @@ impl<T: DeserializeOwned> JsonRecords<T> {
         let array = |field| Box::new(JsonArrayScan { field }) as Box<dyn Scan>;
         let lines = || Box::new(LineScan { skip_blank: true }) as Box<dyn Scan>;
         let (scan, in_array) = match &options.layout {
-            JsonLayout::Guess if begins_array(&files)? => (array(None), true),
+            JsonLayout::Guess if first_begins_array(&files)? => (array(None), true),
             JsonLayout::Guess | JsonLayout::Lines => (lines(), false),
             JsonLayout::Array => (array(None), true),
             JsonLayout::ArrayIn(field) => (array(Some(field.clone())), true),
@@ -87,8 +87,8 @@ impl<T: DeserializeOwned> JsonRecords<T> {
 }
 
 impl<T> JsonRecords<T> {
-    /// The records as bytes, and where they are. In an array, the bytes of a record end with what
-    /// separates it from the next one.
+    /// Returns the records as bytes, with their locations. In an array, the bytes of a record include the separator
+    /// after it.
     pub fn records(&self) -> &RecordFiles {
         &self.records
     }
@@ -115,27 +115,23 @@ impl<T: DeserializeOwned> Dataset for JsonRecords<T> {
                 true => without_separator(bytes),
                 false => bytes,
             };
-            serde_json::from_slice(bytes).map_err(|error| format!("not the JSON expected: {error}"))
+            serde_json::from_slice(bytes).map_err(|error| format!("unexpected JSON: {error}"))
         };
         self.records.read(index, parse)
     }
 }
 
-/// Without white space and the comma behind an element.
+/// Removes white space and the comma after an element.
 fn without_separator(bytes: &[u8]) -> &[u8] {
     let bytes = bytes.trim_ascii_end();
     bytes.strip_suffix(b",").unwrap_or(bytes)
 }
 
-/// Whether the first of the files that has a character begins an array.
-fn begins_array(files: &[PathBuf]) -> Result<bool> {
-    // White space in front of the data is rarely more than a line end.
-    const LOOK: u64 = 4096;
+/// Returns `true` if the first of the files that is not empty begins an array.
+fn first_begins_array(files: &[PathBuf]) -> Result<bool> {
     for path in files {
-        let start = read_start(path, LOOK)?;
-        let text = start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&start);
-        if let Some(first) = text.trim_ascii_start().first() {
-            return Ok(*first == b'[');
+        if let Some(begins) = begins_array(path)? {
+            return Ok(begins);
         }
     }
     Ok(false)

@@ -1,7 +1,7 @@
-//! Datasets over files that stay on disk: each record is read when it is asked for.
+//! Datasets over files on disk, whose records are read on demand.
 
 mod csv;
-mod files;
+mod find_files;
 mod json;
 mod record_files;
 #[cfg(feature = "parquet")]
@@ -10,9 +10,11 @@ mod tar;
 mod text;
 
 pub use csv::{CsvColumns, CsvOptions, CsvRecords, CsvRow};
-pub use files::find_files;
+#[cfg(feature = "speech")]
+pub(crate) use find_files::COMPRESSED_EXTENSIONS;
+pub use find_files::find_files;
 pub use json::{JsonLayout, JsonOptions, JsonRecords};
-pub use record_files::{Place, RecordFiles};
+pub use record_files::{RecordFiles, RecordLocation};
 #[cfg(feature = "parquet")]
 pub use table::TableRecords;
 pub use tar::{WebDataset, WebSample};

@@ -1,44 +1,44 @@
-//! The bytes of records, out of one or many files.
+//! The records of one or several files as bytes.
 
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 use crate::digest::FieldHasher;
 use crate::index::{IndexedFile, Scan};
-use crate::{Error, IndexOptions, IndexReport, Result, Sha256Digest};
+use crate::{Error, IndexOptions, IndexReport, RecordNumber, Result, Sha256Digest};
 
-/// Above so many files, a file is opened for each record instead of mapped once: Linux maps 65,530
-/// times a process, and the program has other maps too.
+/// The largest number of files that are mapped; of more files, each is opened for each record. Linux allows
+/// 65,530 maps per process, and the program has other maps too.
 const MAX_MAPPED_FILES: usize = 16_384;
 
-/// Where a record is.
+/// The location of a record.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct RecordLocation {
     /// The file.
     pub path: PathBuf,
-    /// Which record of this file it is, counted from 0.
+    /// The index of the record in the file, counted from 0.
     pub record: usize,
-    /// Where it starts in the file, in bytes.
+    /// The offset of its start in the file, in bytes.
     pub offset: u64,
 }
 
-/// Records of one or many files as bytes, one file behind the other: what the datasets over text
-/// formats are made of.
+/// The records of one or several files as bytes, in the order of the files. The datasets over text formats are
+/// built on it.
 ///
-/// The files are mapped, not read. They must not be changed while they are open: other bytes make
-/// other records, and a file that is cut short ends the process (SIGBUS), as with every memory map.
+/// The files are memory-mapped. They must not change while they are open: changed bytes give other records, and
+/// truncating a file ends the process (SIGBUS), as with every memory map.
 #[derive(Debug)]
 pub struct RecordFiles {
     files: Vec<IndexedFile>,
-    /// How many records at the start of each file are none (a CSV header): 0 or 1.
+    /// The number of records at the start of each file that are skipped (a CSV header): 0 or 1.
     skip: usize,
-    /// How many records there are up to and with each file.
+    /// The number of records up to and including each file.
     ends: Vec<usize>,
     report: IndexReport,
 }
 
 impl RecordFiles {
-    /// Opens `paths`, whose records `scan` finds.
+    /// Opens the files at `paths`, and finds their records by `scan`.
     pub(crate) fn open(
         paths: &[PathBuf],
         scan: &dyn Scan,
@@ -66,30 +66,30 @@ impl RecordFiles {
         })
     }
 
-    /// The number of records.
+    /// Returns the number of records.
     pub fn len(&self) -> usize {
         self.ends.last().copied().unwrap_or(0)
     }
 
-    /// Whether there is no record.
+    /// Returns `true` if there are no records.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The files, in the order of their records.
+    /// Returns the files, in the order of their records.
     pub fn paths(&self) -> impl Iterator<Item = &Path> {
         self.files.iter().map(|file| file.path.as_path())
     }
 
-    /// What opening found and did.
+    /// Returns the report on opening the files.
     pub fn report(&self) -> IndexReport {
         self.report
     }
 
-    /// A digest that changes when a file, its cutting into records or the order of the files does.
+    /// Returns a digest that changes when a file, its division into records or the order of the files changes.
     ///
-    /// It is made of lengths, modification times and samples of the content, so that asking costs
-    /// nothing; an edit that keeps length and time and misses the sample is not seen.
+    /// It depends on lengths, modification times and samples of the content, so it costs nothing; an edit that keeps
+    /// length and time and misses the sample is not detected.
     pub fn fingerprint(&self) -> Sha256Digest {
         let mut hasher = FieldHasher::default().field(&(self.skip as u64).to_le_bytes());
         for file in &self.files {
@@ -98,46 +98,46 @@ impl RecordFiles {
         hasher.finish()
     }
 
-    /// Where record `index` is.
+    /// Returns the location of record `index`.
     ///
     /// # Errors
-    /// When there is no such record, or the index is damaged.
-    pub fn place(&self, index: usize) -> Result<Place> {
+    /// Returns an error if there is no such record, or the index is damaged.
+    pub fn location(&self, index: usize) -> Result<RecordLocation> {
         let (file, record) = self.find(index)?;
-        Ok(Place {
+        Ok(RecordLocation {
             path: file.path.clone(),
-            // As `read` counts: without the header.
+            // Error messages count records without the header, and so does this.
             record: record - self.skip,
             offset: file.range(record)?.start,
         })
     }
 
-    /// How many bytes record `index` has, with what separates it from the next one: told by the index alone.
+    /// Returns the length of record `index` in bytes, including the separator after it. It reads the index only.
     ///
     /// # Errors
-    /// When there is no such record, or the index is damaged.
+    /// Returns an error if there is no such record, or the index is damaged.
     pub fn byte_length(&self, index: usize) -> Result<u64> {
         let (file, record) = self.find(index)?;
         let range = file.range(record)?;
         Ok(range.end - range.start)
     }
 
-    /// The bytes of record `index`, with what separates it from the next one.
+    /// Returns the bytes of record `index`, including the separator after it.
     ///
     /// # Errors
-    /// When there is no such record, the index is damaged, or the disk refuses.
+    /// Returns an error if there is no such record, the index is damaged, or the file cannot be read.
     pub fn bytes(&self, index: usize) -> Result<Cow<'_, [u8]>> {
         let (file, record) = self.find(index)?;
         Ok(file.bytes(record)?.1)
     }
 
-    /// The skipped record at the start of file `number`, or `None` when the file has no record.
+    /// Returns the skipped record at the start of file `number`, or `None` when the file has no record.
     pub(crate) fn skipped(&self, number: usize) -> Result<Option<Cow<'_, [u8]>>> {
         let file = self.files.get(number).filter(|file| file.len() > 0);
         file.map(|file| Ok(file.bytes(0)?.1)).transpose()
     }
 
-    /// Hands the bytes of record `index` to `read`, and says where they are if it fails.
+    /// Passes the bytes of record `index` to `read`, and adds the record's location to its error.
     pub(crate) fn read<T>(
         &self,
         index: usize,
@@ -145,15 +145,15 @@ impl RecordFiles {
     ) -> Result<T> {
         let (file, record) = self.find(index)?;
         let (offset, bytes) = file.bytes(record)?;
-        read(&bytes).map_err(|problem| Error::UnreadableRecord {
+        read(&bytes).map_err(|problem| Error::InvalidRecord {
             path: file.path.clone(),
-            record: record - self.skip,
+            number: RecordNumber::Record(record - self.skip),
             offset,
             problem,
         })
     }
 
-    /// The file of record `index`, and which of its offsets it has.
+    /// Returns the file of record `index`, and the index of its offset in that file.
     fn find(&self, index: usize) -> Result<(&IndexedFile, usize)> {
         let number = self.ends.partition_point(|&end| end <= index);
         let file = self.files.get(number).ok_or(Error::NoSuchRecord {
@@ -168,16 +168,16 @@ impl RecordFiles {
     }
 }
 
-/// `bytes` as text, with where it goes wrong if it is none.
+/// Returns `bytes` as text, or a message with the position of the first invalid byte.
 pub(crate) fn utf8(bytes: &[u8]) -> std::result::Result<&str, String> {
     std::str::from_utf8(bytes).map_err(|error| {
         let at = error.valid_up_to();
         let byte = bytes.get(at).copied().unwrap_or(0);
-        format!("not valid UTF-8: the byte 0x{byte:02x} at place {at} of the record")
+        format!("not valid UTF-8: the byte 0x{byte:02x} at position {at} of the record")
     })
 }
 
-/// The first line, without its end.
+/// Returns the first line, without its line end.
 pub(crate) fn first_line(bytes: &[u8]) -> &[u8] {
     let Some(feed) = memchr::memchr(b'\n', bytes) else {
         return bytes;
@@ -185,7 +185,7 @@ pub(crate) fn first_line(bytes: &[u8]) -> &[u8] {
     bytes[..feed].strip_suffix(b"\r").unwrap_or(&bytes[..feed])
 }
 
-/// Without the line ends behind it: its own, and those of empty lines, which are no records.
+/// Removes the line ends after a record: its own, and those of empty lines, which are not records.
 pub(crate) fn without_line_ends(mut bytes: &[u8]) -> &[u8] {
     while let [line @ .., b'\n'] = bytes {
         bytes = line.strip_suffix(b"\r").unwrap_or(line);

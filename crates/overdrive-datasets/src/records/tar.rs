@@ -1,4 +1,4 @@
-//! Samples of WebDataset shards.
+//! Datasets of the samples of WebDataset shards.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use super::{RecordFiles, find_files};
 use crate::index::{Members, TarScan, split_name};
 use crate::{Dataset, Error, IndexOptions, Result};
 
-/// A sample: files that belong together.
+/// A sample: a group of files with a common key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WebSample {
     key: String,
@@ -16,37 +16,37 @@ pub struct WebSample {
 }
 
 impl WebSample {
-    /// What its files are called up to the first dot, with the folder.
+    /// Returns the key: the files' common name up to the first dot, including the folder.
     pub fn key(&self) -> &str {
         &self.key
     }
 
-    /// The bytes of the file with this extension (what is behind the first dot: `jpg`, `seg.png`).
+    /// Returns the bytes of the file with this extension (the name after the first dot: `jpg`, `seg.png`).
     pub fn get(&self, extension: &str) -> Option<&[u8]> {
         let file = self.files.iter().find(|(name, _)| name == extension)?;
         Some(&file.1)
     }
 
-    /// The extensions and the bytes of all its files, as they are in the archive.
+    /// Returns the extensions and the bytes of all files, in the order of the archive.
     pub fn files(&self) -> impl Iterator<Item = (&str, &[u8])> {
         self.files
             .iter()
             .map(|(name, bytes)| (name.as_str(), bytes.as_slice()))
     }
 
-    /// The file with this extension as text.
+    /// Returns the file with this extension as text.
     ///
     /// # Errors
-    /// When there is none, or it is not UTF-8.
+    /// [`Error::InvalidSample`] if there is no such file, or if it is not UTF-8.
     pub fn text(&self, extension: &str) -> Result<&str> {
         std::str::from_utf8(self.file(extension)?)
             .map_err(|error| self.error(extension, error.to_string()))
     }
 
-    /// The file with this extension, read as JSON.
+    /// Parses the file with this extension as JSON.
     ///
     /// # Errors
-    /// When there is none, or it is something else.
+    /// [`Error::InvalidSample`] if there is no such file, or if it is not the JSON of a `T`.
     pub fn json<T: DeserializeOwned>(&self, extension: &str) -> Result<T> {
         serde_json::from_slice(self.file(extension)?)
             .map_err(|error| self.error(extension, error.to_string()))
@@ -57,13 +57,13 @@ impl WebSample {
             let names: Vec<&str> = self.files().map(|(name, _)| name).collect();
             self.error(
                 extension,
-                format!("there is none; the sample has {}", names.join(", ")),
+                format!("it is missing; the sample has {}", names.join(", ")),
             )
         })
     }
 
     fn error(&self, extension: &str, problem: String) -> Error {
-        Error::BadSample {
+        Error::InvalidSample {
             key: self.key.clone(),
             extension: extension.to_owned(),
             problem,
@@ -71,12 +71,11 @@ impl WebSample {
     }
 }
 
-/// Samples of WebDataset shards: tar archives in which the files of a sample follow one another and
-/// are called alike up to the first dot.
+/// The samples of WebDataset shards: tar archives in which the files of a sample are consecutive and have the same
+/// name up to the first dot.
 ///
-/// The archives are mapped and indexed as text files are, so any sample is read at once, in any order:
-/// shards need not be streamed, and not be shuffled when they are written. For compressed ones, see
-/// [`IndexOptions::unpack`].
+/// The archives are mapped and indexed as text files are, so samples are read in any order: shards need not be
+/// streamed, nor shuffled when they are written. See [`IndexOptions::unpack`] for compressed ones.
 ///
 /// ```no_run
 /// // Needs shards on disk.
@@ -95,7 +94,7 @@ impl WebDataset {
     /// Opens archives, folders (of `.tar` files) and patterns (see [`find_files`]).
     ///
     /// # Errors
-    /// When no file is found, and when one cannot be read, is no tar archive or is cut short.
+    /// Returns an error if no file is found, or if a file cannot be read, is not a tar archive or is truncated.
     pub fn open<P: AsRef<Path>>(
         paths: impl IntoIterator<Item = P>,
         options: &IndexOptions,
@@ -106,7 +105,7 @@ impl WebDataset {
         })
     }
 
-    /// The samples as bytes, headers and all, and where they are.
+    /// Returns the samples as bytes including the headers, with their locations.
     pub fn records(&self) -> &RecordFiles {
         &self.records
     }
@@ -128,6 +127,7 @@ impl Dataset for WebDataset {
             };
             while let Some(member) = members.next_file().map_err(|error| error.problem)? {
                 let (key, extension) = split_name(&member.name);
+                // Two files of one extension would make `get` ambiguous.
                 if sample.get(extension).is_some() {
                     return Err(format!("the sample {key} has two files {extension}"));
                 }

@@ -1,4 +1,4 @@
-//! Lines of text.
+//! Datasets of the lines, paragraphs or documents of text files.
 
 use std::path::Path;
 
@@ -7,35 +7,35 @@ use super::{RecordFiles, find_files};
 use crate::index::{DocumentScan, LineScan, ParagraphScan, Scan};
 use crate::{Dataset, IndexOptions, Result};
 
-/// What one record of a text file is: `sample_by` of `datasets`.
+/// The unit of text that is a record: `sample_by` of `datasets`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SampleBy {
-    /// A line. The default.
+    /// Each line is a record. The default.
     #[default]
     Line,
-    /// Lines up to the next that has nothing but white space, which is left out.
+    /// Each paragraph is a record: lines up to the next one of only white space, which is left out.
     Paragraph,
-    /// All of a file.
+    /// Each file is a record.
     Document,
 }
 
-/// Which parts of a text file are records.
+/// The options of [`TextLines`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TextOptions {
-    /// What one record is. Default: a line.
+    /// The unit of text that is a record. Default: a line.
     pub sample_by: SampleBy,
-    /// Lines of nothing but white space are no records. Default: false, as in `datasets`.
+    /// If `true`, lines of only white space are skipped. Default: `false`, as in `datasets`.
     pub skip_blank: bool,
-    /// How the files are indexed.
+    /// The options of the files' indexes.
     pub index: IndexOptions,
 }
 
-/// The lines of text files, each a `String` without its line end (`\n` or `\r\n`); or their paragraphs, or
-/// the files as they are ([`TextOptions::sample_by`]).
+/// The lines of text files, each a `String` without its line end (`\n` or `\r\n`), or their paragraphs, or whole
+/// files ([`TextOptions::sample_by`]).
 ///
-/// A byte order mark at the start of a file is left out. A carriage return that no line feed follows
-/// is a character of its line.
+/// A byte order mark at the start of a file is skipped. A carriage return without a line feed is an ordinary
+/// character.
 ///
 /// ```
 /// use overdrive_datasets::{Dataset, TextLines, TextOptions};
@@ -58,7 +58,7 @@ impl TextLines {
     /// Opens files, folders (of `.txt`, `.text` and `.md` files) and patterns (see [`find_files`]).
     ///
     /// # Errors
-    /// When no file is found, or one cannot be read.
+    /// Returns an error if no file is found, or if a file cannot be read.
     pub fn open<P: AsRef<Path>>(
         paths: impl IntoIterator<Item = P>,
         options: &TextOptions,
@@ -77,7 +77,7 @@ impl TextLines {
         })
     }
 
-    /// The records as bytes, and where they are.
+    /// Returns the records as bytes, with their locations.
     pub fn records(&self) -> &RecordFiles {
         &self.records
     }

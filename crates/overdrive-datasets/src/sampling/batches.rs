@@ -1,19 +1,20 @@
-//! Which records make a batch.
+//! Batch samplers: the records of each batch.
 
 use super::{Sampler, Shard};
-use crate::{Error, Result};
+use crate::Result;
+use overdrive_core::check_positive;
 
-/// Which records make the batches of an epoch: PyTorch's `BatchSampler` as a function.
+/// A sampler of batches: PyTorch's `BatchSampler` as a pure function.
 pub trait BatchSampler: Send + Sync {
-    /// How many batches an epoch has, on this process.
+    /// Returns the number of batches of an epoch, on this process.
     fn len(&self, epoch: u64) -> usize;
 
-    /// Whether an epoch has none.
+    /// Returns `true` if an epoch has no batches.
     fn is_empty(&self, epoch: u64) -> bool {
         self.len(epoch) == 0
     }
 
-    /// The records of batch `number` (below [`BatchSampler::len`]) of an epoch.
+    /// Returns the records of batch `number` (below [`BatchSampler::len`]) of an epoch.
     fn batch(&self, epoch: u64, number: usize) -> Vec<usize>;
 }
 
@@ -27,10 +28,10 @@ impl<B: BatchSampler + ?Sized> BatchSampler for Box<B> {
     }
 }
 
-/// Batches of equally many records in the order of a sampler, sharded over processes.
+/// Batches of equal size in the order of a sampler, sharded over processes.
 ///
-/// Process `rank` takes the records at places `rank`, `rank + world_size`, … of the order, as
-/// `DistributedSampler` does, and makes batches of them; all processes have equally many records.
+/// Process `rank` takes the records at the positions `rank`, `rank + world_size`, … of the order, as
+/// `DistributedSampler` does, and makes batches of them; all processes have the same number of records.
 #[derive(Debug, Clone)]
 pub struct SampledBatches<S> {
     sampler: S,
@@ -40,10 +41,10 @@ pub struct SampledBatches<S> {
 }
 
 impl<S: Sampler> SampledBatches<S> {
-    /// Batches of `batch_size` records; with `drop_last`, without a last one of fewer.
+    /// Returns batches of `batch_size` records; with `drop_last`, a last batch with fewer records is dropped.
     ///
     /// # Errors
-    /// When `batch_size` is 0.
+    /// Returns an error if `batch_size` is 0.
     pub fn new(sampler: S, batch_size: usize, drop_last: bool, shard: Shard) -> Result<Self> {
         check_batch_size(batch_size)?;
         Ok(Self {
@@ -70,14 +71,14 @@ impl<S: Sampler> BatchSampler for SampledBatches<S> {
         let start = number.saturating_mul(self.batch_size).min(records);
         let end = start.saturating_add(self.batch_size).min(records);
         (start..end)
-            .map(|place| self.sampler.index(epoch, self.shard.global(place, len)))
+            .map(|position| self.sampler.index(epoch, self.shard.global(position, len)))
             .collect()
     }
 }
 
-/// Of each `world_size` batches of another sampler in a row, the one of this process: Accelerate's
-/// `BatchSamplerShard`. The joint batch of all processes is that of one process with `world_size` times
-/// the records.
+/// The batches of another sampler, sharded over processes: of `world_size` consecutive batches, each process takes
+/// one (Accelerate's `BatchSamplerShard`). The joint batch of all processes is that of one process with
+/// `world_size` times the records.
 ///
 /// ```
 /// use overdrive_datasets::{
@@ -97,7 +98,7 @@ pub struct ShardedBatches<S> {
 }
 
 impl<S: BatchSampler> ShardedBatches<S> {
-    /// The part of the process that `shard` names.
+    /// Returns the batches of the process that `shard` names.
     pub fn new(batches: S, shard: Shard) -> Self {
         Self { batches, shard }
     }
@@ -114,8 +115,8 @@ impl<S: BatchSampler> BatchSampler for ShardedBatches<S> {
     }
 }
 
-/// Batches of consecutive records, of which an epoch takes `batches_per_epoch` and begins behind the
-/// last one of the epoch before: for datasets without an end, such as [`crate::RandomWindows`].
+/// Batches of consecutive records for endless datasets, such as [`crate::RandomWindows`]. An epoch has
+/// `batches_per_epoch` batches and begins after the last record of the previous one.
 ///
 /// ```
 /// use overdrive_datasets::{BatchSampler, ConsecutiveBatches};
@@ -132,10 +133,10 @@ pub struct ConsecutiveBatches {
 }
 
 impl ConsecutiveBatches {
-    /// Batches of `batch_size` records.
+    /// Returns batches of `batch_size` records.
     ///
     /// # Errors
-    /// When `batch_size` is 0.
+    /// Returns an error if `batch_size` is 0.
     pub fn new(batch_size: usize, batches_per_epoch: usize) -> Result<Self> {
         check_batch_size(batch_size)?;
         Ok(Self {
@@ -161,12 +162,5 @@ impl BatchSampler for ConsecutiveBatches {
 }
 
 pub(crate) fn check_batch_size(batch_size: usize) -> Result<()> {
-    if batch_size == 0 {
-        return Err(Error::InvalidOption {
-            option: "batch_size",
-            value: "0".to_owned(),
-            expected: "a batch has at least one record",
-        });
-    }
-    Ok(())
+    Ok(check_positive("batch_size", batch_size)?)
 }

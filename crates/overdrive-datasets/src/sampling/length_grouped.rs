@@ -1,25 +1,23 @@
-//! Batches of records of about one length.
+//! Batches of records of similar length.
 
 use std::cmp::Reverse;
 
 use super::batches::check_batch_size;
-use super::lengths::LastFew;
+use super::lengths::RecentValues;
 use super::{BatchSampler, Lengths, Permutation, Shard};
 use crate::Result;
 
-/// Batches in a group: `mega_batch_mult` of transformers.
+/// The number of batches in a group: the default of transformers' `mega_batch_mult`.
 const GROUP: usize = 50;
 
-/// Batches whose records are about equally long, so that little is padded: Hugging Face's
-/// `group_by_length`.
+/// Batches of records of similar length, which need little padding: Hugging Face's `group_by_length`.
 ///
-/// As there, the records of an epoch are put in a random order and cut into groups of 50 batches,
-/// each group is sorted, longest first, and cut into batches; and the longest record of all is in the
-/// first batch, so that memory that does not suffice shows at once. Only groups are sorted: no list
-/// of all records is kept.
+/// As there, the records of an epoch are shuffled and divided into groups of 50 batches, and each group is sorted,
+/// longest first, and divided into batches. The longest record of all is in the first batch, so that a lack of
+/// memory shows at once. Only groups are sorted: no list of all records is kept.
 ///
-/// Processes take turns at batches, not at records as in transformers. So in one step all of them
-/// have batches of about one length, and none waits for another.
+/// Processes alternate by batches, and not by records as in transformers. So in each step all of them have batches
+/// of similar length, and none waits for another.
 ///
 /// ```
 /// use overdrive_datasets::{BatchSampler, LengthGroupedBatches, Shard};
@@ -41,14 +39,14 @@ pub struct LengthGroupedBatches {
     drop_last: bool,
     seed: u64,
     shard: Shard,
-    groups: LastFew<(u64, usize), Vec<usize>>,
+    groups: RecentValues<(u64, usize), Vec<usize>>,
 }
 
 impl LengthGroupedBatches {
-    /// Batches of `batch_size` records; with `drop_last`, without the one that has fewer.
+    /// Returns batches of `batch_size` records; with `drop_last`, the batch with fewer records is dropped.
     ///
     /// # Errors
-    /// When `batch_size` is 0.
+    /// Returns an error if `batch_size` is 0.
     pub fn new(
         lengths: impl Into<Lengths>,
         batch_size: usize,
@@ -67,11 +65,11 @@ impl LengthGroupedBatches {
             drop_last,
             seed,
             shard,
-            groups: LastFew::default(),
+            groups: RecentValues::default(),
         })
     }
 
-    /// Batches of all processes.
+    /// Returns the number of batches of all processes.
     fn total(&self) -> usize {
         match self.drop_last {
             true => self.lengths.len() / self.batch_size,
@@ -79,27 +77,29 @@ impl LengthGroupedBatches {
         }
     }
 
-    /// Records in a group. Few records make four groups all the same, or all epochs were alike.
+    /// Returns the number of records in a group. Few records are divided into four groups all the same: with a
+    /// single group all epochs would be equal.
     fn group_len(&self) -> usize {
         GROUP.min((self.total() / 4).max(1)) * self.batch_size
     }
 
     fn group(&self, epoch: u64, number: usize) -> Vec<usize> {
         let order = Permutation::new(self.lengths.len(), self.seed, epoch);
-        // The longest record and the one at the first place change places.
-        let (first, place_of_longest) = (order.apply(0), order.invert(self.longest));
+        // The longest record and the first one exchange their positions.
+        let (first, position_of_longest) = (order.apply(0), order.invert(self.longest));
         let start = number * self.group_len();
         let end = self
             .lengths
             .len()
             .min(start.saturating_add(self.group_len()));
-        let record_at = |place| match place {
+        let record_at = |position| match position {
             0 => self.longest,
-            _ if place == place_of_longest => first,
-            _ => order.apply(place),
+            _ if position == position_of_longest => first,
+            _ => order.apply(position),
         };
         let mut group: Vec<usize> = (start..end).map(record_at).collect();
         // The sort is stable: records of one length stay in their random order.
+        // The length is asked for once per record, since it may be computed.
         group.sort_by_cached_key(|&record| Reverse(self.lengths.of(record)));
         group
     }

@@ -1,11 +1,10 @@
-//! How long the records are.
+//! The lengths of records, by which samplers group them.
 
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// How long each record is, in tokens or whatever else makes padding: what the samplers that group
-/// by length go by.
+/// The length of each record, in tokens or another unit of padding, for the samplers that group by length.
 #[derive(Clone)]
 pub struct Lengths {
     len: usize,
@@ -13,8 +12,8 @@ pub struct Lengths {
 }
 
 impl Lengths {
-    /// Of `len` records, by a function that must be cheap, since samplers ask again and again, and
-    /// must always give the same.
+    /// Returns the lengths of `len` records by a function. It must be cheap, since samplers call it often, and
+    /// deterministic.
     pub fn new(len: usize, of: impl Fn(usize) -> usize + Send + Sync + 'static) -> Self {
         Self {
             len,
@@ -22,17 +21,17 @@ impl Lengths {
         }
     }
 
-    /// The number of records.
+    /// Returns the number of records.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there is no record.
+    /// Returns `true` if there is no record.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The length of record `index`.
+    /// Returns the length of record `index`.
     pub fn of(&self, index: usize) -> usize {
         (self.of)(index)
     }
@@ -52,15 +51,16 @@ impl fmt::Debug for Lengths {
     }
 }
 
-/// Remembers the last few values that were computed: the workers of a loader are all about at one
-/// place, and what one of them sorted serves the others.
-pub(crate) struct LastFew<K, V>(Mutex<VecDeque<(K, Arc<V>)>>);
+/// A cache of the values that were computed last. The workers of a loader are all at about the same position, so
+/// they use each other's results.
+pub(crate) struct RecentValues<K, V>(Mutex<VecDeque<(K, Arc<V>)>>);
 
-impl<K: PartialEq + Copy, V> LastFew<K, V> {
-    const KEPT: usize = 4;
+impl<K: PartialEq + Copy, V> RecentValues<K, V> {
+    /// The number of values: workers may be at both sides of a border between groups.
+    const CACHED: usize = 4;
 
-    /// The value of `key`, which `compute` always computes alike. Two threads that miss it at once
-    /// both compute it: neither holds the other up.
+    /// Returns the value of `key`, which `compute` must always compute equally. Two threads that miss it at the
+    /// same time both compute it, so that neither blocks the other.
     pub(crate) fn get_or(&self, key: K, compute: impl FnOnce() -> V) -> Arc<V> {
         let find = |values: &VecDeque<(K, Arc<V>)>| {
             let found = values.iter().find(|(other, _)| *other == key);
@@ -74,7 +74,7 @@ impl<K: PartialEq + Copy, V> LastFew<K, V> {
         if let Some(value) = find(&values) {
             return value;
         }
-        if values.len() == Self::KEPT {
+        if values.len() == Self::CACHED {
             values.pop_front();
         }
         values.push_back((key, Arc::clone(&value)));
@@ -82,19 +82,19 @@ impl<K: PartialEq + Copy, V> LastFew<K, V> {
     }
 
     fn lock(&self) -> MutexGuard<'_, VecDeque<(K, Arc<V>)>> {
-        // The list is whole whenever the lock is given back.
+        // The list is valid whenever the lock is released, so a poisoned lock is harmless.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl<K, V> Default for LastFew<K, V> {
+impl<K, V> Default for RecentValues<K, V> {
     fn default() -> Self {
         Self(Mutex::new(VecDeque::new()))
     }
 }
 
-impl<K, V> fmt::Debug for LastFew<K, V> {
+impl<K, V> fmt::Debug for RecentValues<K, V> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("LastFew")
+        f.write_str("RecentValues")
     }
 }

@@ -1,7 +1,7 @@
-//! In which order records are read, and which of them make a batch.
+//! Samplers: the order of records, and the records of each batch.
 //!
-//! All of it is a pure function of an epoch and a place: nothing has a state to save, any worker
-//! computes its own part, and a run continues at any place at once.
+//! All of them are pure functions of an epoch and a position: they have no state to save, any worker computes its
+//! own share, and a run resumes at any position at once.
 
 mod batches;
 mod length_grouped;
@@ -13,9 +13,9 @@ mod token_budget;
 
 pub use batches::{BatchSampler, ConsecutiveBatches, SampledBatches, ShardedBatches};
 pub use length_grouped::LengthGroupedBatches;
-#[cfg(feature = "speech")]
-pub(crate) use lengths::LastFew;
 pub use lengths::Lengths;
+#[cfg(feature = "speech")]
+pub(crate) use lengths::RecentValues;
 pub use permutation::Permutation;
 pub use sampler::{RandomSampler, Sampler, SequentialSampler};
 pub use shard::{LastShare, Shard};

@@ -1,21 +1,22 @@
-//! A random order of any number of records, of which no list is kept.
+//! Random permutations of any length, without a list of the elements.
 
 use overdrive_core::random::random_u64;
 
-/// So many rounds of the network below pass for a random function; four are the proven minimum for an
-/// ideal round function (Luby and Rackoff 1988), and each costs about two nanoseconds.
+/// The number of rounds of the network. Four are the proven minimum for an ideal round function (Luby and Rackoff
+/// 1988); eight cover a weaker one, and each takes about two nanoseconds.
 const ROUNDS: usize = 8;
-/// A smaller network has too few functions to choose from; the walk makes up for what is too much.
+/// The smallest size of the network in bits: a smaller one has too few functions to choose from. Elements beyond
+/// the length are skipped by repetition.
 const MIN_BITS: u32 = 8;
-/// Keeps these random numbers apart from those of other uses of the same seed.
+/// The stream of random numbers that permutations use (see [`overdrive_core::random::random_u64`]).
 const STREAM: u32 = 0x5045_524d;
 
 /// A permutation of `0..len`, computed one element at a time: constant memory for any length.
 ///
-/// A Feistel network permutes the numbers of so many bits as `len` needs; where it leads outside of
-/// `0..len`, it is applied again until it leads inside (Black and Rogaway, "Ciphers with arbitrary
-/// finite domains", 2002), less than twice on average from 256 elements on. The same `len`, `seed` and
-/// `number` give the same permutation on every machine and in every release.
+/// A Feistel network permutes the numbers of as many bits as `len` needs. If the result is outside `0..len`, the
+/// network is applied again (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002),
+/// less than twice on average from 256 elements on. The same `len`, `seed` and `number` give the same permutation
+/// on every machine and in every release.
 ///
 /// ```
 /// let order = overdrive_datasets::Permutation::new(1_000_000_000_000, 42, 0);
@@ -24,20 +25,20 @@ const STREAM: u32 = 0x5045_524d;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Permutation {
     len: u64,
-    /// Bits of the left half; the right one has as many or one more.
+    /// The number of bits of the left half; the right one has as many or one more.
     left_bits: u32,
     right_bits: u32,
     keys: [u64; ROUNDS],
 }
 
 impl Permutation {
-    /// Permutation `number` (of the epoch, say) under `seed`.
+    /// Returns permutation `number`, for example that of an epoch, under `seed`.
     pub fn new(len: usize, seed: u64, number: u64) -> Self {
         let len = len as u64;
         let bits = (u64::BITS - len.saturating_sub(1).leading_zeros()).max(MIN_BITS);
         let mut keys = [0; ROUNDS];
         for (round, key) in (0..).zip(&mut keys) {
-            // Keys of different permutations lie in sequences of their own.
+            // The keys of different permutations are drawn from different sequences.
             let seed = random_u64(seed, STREAM, number);
             *key = random_u64(seed, STREAM, round);
         }
@@ -49,19 +50,19 @@ impl Permutation {
         }
     }
 
-    /// How many elements there are.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len as usize
     }
 
-    /// Whether there is none.
+    /// Returns `true` if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The element at `place`. A place outside of `0..len` gives itself.
-    pub fn apply(&self, place: usize) -> usize {
-        self.walk(place, |mut left, mut right| {
+    /// Returns the element at `position`. A position outside `0..len` is mapped to itself.
+    pub fn apply(&self, position: usize) -> usize {
+        self.walk(position, |mut left, mut right| {
             for (round, key) in self.keys.iter().enumerate() {
                 self.step(round, *key, &mut left, &mut right);
             }
@@ -69,7 +70,7 @@ impl Permutation {
         })
     }
 
-    /// The place of `element`: the inverse of [`Permutation::apply`].
+    /// Returns the position of `element`; the inverse of [`Permutation::apply`].
     pub fn invert(&self, element: usize) -> usize {
         self.walk(element, |mut left, mut right| {
             for (round, key) in self.keys.iter().enumerate().rev() {
@@ -84,7 +85,7 @@ impl Permutation {
         if at >= self.len {
             return start;
         }
-        // Ends: the network permutes a finite set, so repeating it comes back to the start at last,
+        // The loop ends: the network permutes a finite set, so repetition returns to the start at the latest,
         // which is inside.
         loop {
             let (left, right) = network(at >> self.right_bits, at & mask(self.right_bits));
@@ -95,7 +96,7 @@ impl Permutation {
         }
     }
 
-    /// Mixes one half into the other, in turn. Its own inverse.
+    /// Mixes one half into the other, alternating by round. It is its own inverse.
     fn step(&self, round: usize, key: u64, left: &mut u64, right: &mut u64) {
         if round.is_multiple_of(2) {
             *left ^= mix(*right ^ key) & mask(self.left_bits);
@@ -106,11 +107,11 @@ impl Permutation {
 }
 
 fn mask(bits: u32) -> u64 {
-    // At most 32 bits a half.
+    // A half has at most 32 bits, so the shift does not overflow.
     (1 << bits) - 1
 }
 
-/// The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+/// Returns the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
 /// generators", 2014), in Stafford's variant 13.
 fn mix(mut x: u64) -> u64 {
     x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -130,20 +131,20 @@ mod tests {
         ) {
             let order = Permutation::new(len, seed, number);
             let mut seen = vec![false; len];
-            for place in 0..len {
-                let element = order.apply(place);
+            for position in 0..len {
+                let element = order.apply(position);
                 prop_assert!(!std::mem::replace(&mut seen[element], true));
-                prop_assert_eq!(order.invert(element), place);
+                prop_assert_eq!(order.invert(element), position);
             }
             prop_assert_eq!(order.apply(len), len);
         }
 
         #[test]
-        fn places_of_any_length_lead_back(len in 1_usize.., place in any::<usize>(), seed in any::<u64>()) {
+        fn positions_of_any_length_are_inverted(len in 1_usize.., position in any::<usize>(), seed in any::<u64>()) {
             let order = Permutation::new(len, seed, 0);
-            let place = place % len;
-            prop_assert!(order.apply(place) < len);
-            prop_assert_eq!(order.invert(order.apply(place)), place);
+            let position = position % len;
+            prop_assert!(order.apply(position) < len);
+            prop_assert_eq!(order.invert(order.apply(position)), position);
         }
     }
 
@@ -153,7 +154,7 @@ mod tests {
         let draws = 24_000;
         for seed in 0..draws {
             let order = Permutation::new(5, seed, 7);
-            let key: Vec<usize> = (0..5).map(|place| order.apply(place)).collect();
+            let key: Vec<usize> = (0..5).map(|position| order.apply(position)).collect();
             *counts.entry(key).or_insert(0_u32) += 1;
         }
         assert_eq!(counts.len(), 120);
@@ -167,10 +168,10 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_are_torn_apart_and_places_are_evenly_filled() {
+    fn neighbours_are_separated_and_positions_are_evenly_filled() {
         let len = 100_000;
         let order = Permutation::new(len, 3, 0);
-        let elements: Vec<usize> = (0..len).map(|place| order.apply(place)).collect();
+        let elements: Vec<usize> = (0..len).map(|position| order.apply(position)).collect();
         // Correlation of neighbours: the standard deviation is 1 / sqrt(len) = 0.003.
         let mean = (len - 1) as f64 / 2.0;
         let variance: f64 = elements.iter().map(|&e| (e as f64 - mean).powi(2)).sum();
@@ -192,10 +193,12 @@ mod tests {
     }
 
     #[test]
-    fn seeds_and_numbers_are_different_orders_and_the_first_one_is_pinned() {
+    fn seeds_and_numbers_give_different_orders() {
         let take = |seed, number| {
             let order = Permutation::new(1000, seed, number);
-            (0..6).map(|place| order.apply(place)).collect::<Vec<_>>()
+            (0..6)
+                .map(|position| order.apply(position))
+                .collect::<Vec<_>>()
         };
         assert_ne!(take(1, 0), take(2, 0));
         assert_ne!(take(1, 0), take(1, 1));

@@ -1,23 +1,22 @@
-//! Orders of records.
+//! Samplers: the order of records.
 
 use super::Permutation;
 use overdrive_core::random::uniform_below;
 
-/// In which order the records of a dataset are read.
+/// The order in which the records of a dataset are read.
 ///
-/// It is PyTorch's `Sampler` as a function: which record comes at a place does not depend on what was
-/// read before.
+/// It is PyTorch's `Sampler` as a pure function: the record at a position does not depend on what was read before.
 pub trait Sampler: Send + Sync {
-    /// How many records an epoch has.
+    /// Returns the number of records of an epoch.
     fn len(&self) -> usize;
 
-    /// Whether an epoch has none.
+    /// Returns `true` if an epoch has no records.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The record at `place` (below [`Sampler::len`]) of an epoch.
-    fn index(&self, epoch: u64, place: usize) -> usize;
+    /// Returns the record at `position` (below [`Sampler::len`]) of an epoch.
+    fn index(&self, epoch: u64, position: usize) -> usize;
 }
 
 impl<S: Sampler + ?Sized> Sampler for Box<S> {
@@ -25,8 +24,8 @@ impl<S: Sampler + ?Sized> Sampler for Box<S> {
         (**self).len()
     }
 
-    fn index(&self, epoch: u64, place: usize) -> usize {
-        (**self).index(epoch, place)
+    fn index(&self, epoch: u64, position: usize) -> usize {
+        (**self).index(epoch, position)
     }
 }
 
@@ -35,19 +34,19 @@ impl<S: Sampler + ?Sized> Sampler for &S {
         (**self).len()
     }
 
-    fn index(&self, epoch: u64, place: usize) -> usize {
-        (**self).index(epoch, place)
+    fn index(&self, epoch: u64, position: usize) -> usize {
+        (**self).index(epoch, position)
     }
 }
 
-/// The records in their order, in every epoch.
+/// The records in their original order, in every epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SequentialSampler {
     len: usize,
 }
 
 impl SequentialSampler {
-    /// Of a dataset of `len` records.
+    /// Returns a sampler for a dataset of `len` records.
     pub fn new(len: usize) -> Self {
         Self { len }
     }
@@ -58,22 +57,22 @@ impl Sampler for SequentialSampler {
         self.len
     }
 
-    fn index(&self, _epoch: u64, place: usize) -> usize {
-        place
+    fn index(&self, _epoch: u64, position: usize) -> usize {
+        position
     }
 }
 
-/// The records in a random order, another one in each epoch.
+/// The records in a random order, which differs between epochs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RandomSampler {
     len: usize,
     seed: u64,
-    /// How many records an epoch draws with replacement; `None`: each record once.
+    /// The number of records that an epoch draws with replacement; `None` if it takes each record once.
     draws: Option<usize>,
 }
 
 impl RandomSampler {
-    /// Each record of a dataset of `len` once an epoch.
+    /// Returns a sampler that takes each record of a dataset of `len` once per epoch.
     pub fn new(len: usize, seed: u64) -> Self {
         Self {
             len,
@@ -82,7 +81,7 @@ impl RandomSampler {
         }
     }
 
-    /// `draws` records an epoch, each drawn out of all `len`.
+    /// Returns a sampler that draws `draws` records per epoch out of all `len`, with replacement.
     pub fn with_replacement(len: usize, seed: u64, draws: usize) -> Self {
         Self {
             len,
@@ -91,7 +90,7 @@ impl RandomSampler {
         }
     }
 
-    /// The order of an epoch.
+    /// Returns the permutation of an epoch.
     pub fn permutation(&self, epoch: u64) -> Permutation {
         Permutation::new(self.len, self.seed, epoch)
     }
@@ -106,12 +105,15 @@ impl Sampler for RandomSampler {
         }
     }
 
-    fn index(&self, epoch: u64, place: usize) -> usize {
+    fn index(&self, epoch: u64, position: usize) -> usize {
+        // Draws use another stream than permutations, so that one seed serves both.
         const STREAM: u32 = 0x4452_4157;
         match self.draws {
-            None => self.permutation(epoch).apply(place),
+            None => self.permutation(epoch).apply(position),
             Some(draws) => {
-                let number = epoch.wrapping_mul(draws as u64).wrapping_add(place as u64);
+                let number = epoch
+                    .wrapping_mul(draws as u64)
+                    .wrapping_add(position as u64);
                 uniform_below(self.len as u64, self.seed, STREAM, number) as usize
             }
         }

@@ -1,23 +1,24 @@
-//! The part of one process among those that train together.
+//! The share of one process among those that train together.
 
-use crate::{Error, Result};
+use crate::Result;
+use overdrive_core::check_option;
 
-/// What becomes of the records, or batches, behind the last full round of all processes.
+/// The handling of the last records, or batches, that do not give every process one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum LastShare {
-    /// The round is filled up with the first ones of the epoch, so that every process has as many
-    /// and all are read: `DistributedSampler`'s default.
+    /// The first ones of the epoch are repeated, so that all processes have the same number and all records are
+    /// read: the default, as in `DistributedSampler`.
     #[default]
     Repeat,
-    /// They are left out.
+    /// They are dropped.
     Drop,
-    /// The first processes take them, and have one more than the others: for evaluations, where every
-    /// record counts once and nobody waits for the others at each of them.
+    /// The first processes take them, and have one more than the others. It suits evaluations, in which every
+    /// record must count once and processes do not synchronize at each batch.
     Uneven,
 }
 
-/// The part of one process: of each `world_size` things in a row it takes number `rank`. All
-/// processes get equally many, unless [`LastShare::Uneven`] says otherwise.
+/// The share of one process: of `world_size` consecutive items it takes number `rank`. All processes have the same
+/// number, except with [`LastShare::Uneven`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shard {
     rank: usize,
@@ -26,7 +27,7 @@ pub struct Shard {
 }
 
 impl Default for Shard {
-    /// Everything.
+    /// Returns the share of a single process, which has all items.
     fn default() -> Self {
         Self {
             rank: 0,
@@ -37,18 +38,13 @@ impl Default for Shard {
 }
 
 impl Shard {
-    /// The part of process `rank` of `world_size`.
+    /// Returns the share of process `rank` of `world_size`.
     ///
     /// # Errors
-    /// When `world_size` is 0, or `rank` not below it.
+    /// Returns an error if `rank` is not below `world_size`.
     pub fn new(rank: usize, world_size: usize, last: LastShare) -> Result<Self> {
-        if rank >= world_size {
-            return Err(Error::InvalidOption {
-                option: "rank",
-                value: format!("{rank} of world_size {world_size}"),
-                expected: "ranks count from 0 and are below world_size",
-            });
-        }
+        let expected = format!("below `world_size`, {world_size}");
+        check_option(rank < world_size, "rank", rank, expected)?;
         Ok(Self {
             rank,
             world_size,
@@ -56,7 +52,7 @@ impl Shard {
         })
     }
 
-    /// How many of `len` things it takes.
+    /// Returns the number of items of the share, out of `len`.
     pub fn len(&self, len: usize) -> usize {
         match self.last {
             LastShare::Repeat => len.div_ceil(self.world_size),
@@ -65,8 +61,9 @@ impl Shard {
         }
     }
 
-    /// Which of `len` things its number `place` is. `len` must not be 0.
-    pub fn global(&self, place: usize, len: usize) -> usize {
-        (place * self.world_size + self.rank) % len.max(1)
+    /// Returns the index among all `len` items of the share's item `position`. `len` must not be 0.
+    pub fn global(&self, position: usize, len: usize) -> usize {
+        // With `Repeat` the last round may pass the end, and starts again from the first items.
+        (position * self.world_size + self.rank) % len.max(1)
     }
 }

@@ -1,26 +1,27 @@
-//! Batches of about equally many tokens.
+//! Batches of about the same number of tokens.
 
 use std::cmp::Reverse;
 use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::lengths::LastFew;
+use super::lengths::RecentValues;
 use super::{BatchSampler, Lengths, Permutation, Shard};
-use crate::{Error, Result};
+use crate::Result;
+use overdrive_core::{check_option, check_positive};
 
-/// How batches of equally many tokens are made.
+/// The options of [`TokenBudgetBatches`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenBudgetOptions {
-    /// The longest record of a batch times its number of records is at most this: the tokens that
-    /// the model computes with, padding included. Default: 16,384.
+    /// The largest number of tokens of a batch including padding: the length of its longest record times the
+    /// number of its records. Default: 16,384.
     pub max_tokens: usize,
-    /// At most so many records in a batch. Default: no bound.
+    /// The largest number of records of a batch. Default: `None`, no bound.
     pub max_records: Option<usize>,
-    /// Whether each epoch has a random order. Default: true.
+    /// If `true`, each epoch has a random order. Default: `true`.
     pub shuffle: bool,
-    /// So many records in a row of the order are sorted together. More make less padding and a less
-    /// random order. Default: 8192.
+    /// The number of consecutive records of the order that are sorted together. A larger window gives less
+    /// padding and a less random order. Default: 8192.
     pub window: usize,
     /// The seed of the order. Default: 0.
     pub seed: u64,
@@ -38,12 +39,12 @@ impl Default for TokenBudgetOptions {
     }
 }
 
-/// Batches of as many records as fit a number of tokens: many short ones or a few long ones
-/// (`max_tokens` of fairseq).
+/// Batches of as many records as fit a number of tokens: many short ones or few long ones (`max_tokens` of
+/// fairseq).
 ///
-/// The records of an epoch are put in a random order; windows of it are sorted by length and cut into
-/// batches, and the batches of a window are put in a random order. The number of batches differs a
-/// little from epoch to epoch. What is kept is one number a window.
+/// The records of an epoch are shuffled; windows of the order are sorted by length and divided into batches, and
+/// the batches of a window are shuffled. The number of batches differs slightly between epochs. One number per
+/// window is kept.
 ///
 /// The first batch of an epoch computes all lengths and sorts all windows, on all cores.
 #[derive(Debug)]
@@ -51,12 +52,12 @@ pub struct TokenBudgetBatches {
     lengths: Lengths,
     options: TokenBudgetOptions,
     shard: Shard,
-    /// How many batches there are up to and with each window, for the last epochs.
-    plans: LastFew<u64, Vec<usize>>,
-    windows: LastFew<(u64, usize), Window>,
+    /// The number of batches up to and including each window, for the last epochs.
+    plans: RecentValues<u64, Vec<usize>>,
+    windows: RecentValues<(u64, usize), Window>,
 }
 
-/// Records in the order of their lengths, and which of them are batches.
+/// The records of a window, sorted by length, and the ranges that are batches.
 #[derive(Debug)]
 struct Window {
     records: Vec<usize>,
@@ -64,47 +65,34 @@ struct Window {
 }
 
 impl TokenBudgetBatches {
-    /// Batches of records of these lengths.
+    /// Returns batches of records of these lengths.
     ///
     /// # Errors
-    /// When an option is 0, and when a record is longer than `max_tokens`.
+    /// Returns an error if an option is 0, or if a record is longer than `max_tokens`.
     pub fn new(
         lengths: impl Into<Lengths>,
         options: TokenBudgetOptions,
         shard: Shard,
     ) -> Result<Self> {
         let lengths = lengths.into();
-        let invalid = |option, value: usize, expected| {
-            Err(Error::InvalidOption {
-                option,
-                value: value.to_string(),
-                expected,
-            })
-        };
-        if options.window == 0 {
-            return invalid(
-                "window",
-                0,
-                "at least one record is sorted; the default is 8192",
-            );
-        }
-        if options.max_records == Some(0) {
-            return invalid("max_records", 0, "a batch has at least one record");
-        }
+        check_positive("window", options.window)?;
+        check_positive("max_records", options.max_records.unwrap_or(1))?;
         let longest = (0..lengths.len()).map(|record| lengths.of(record)).max();
-        if longest.is_some_and(|longest| longest > options.max_tokens) || options.max_tokens == 0 {
-            return invalid(
-                "max_tokens",
-                options.max_tokens,
-                "at least as many as the longest record has, and one; cut long records, or leave them out",
-            );
-        }
+        let needed = longest.unwrap_or(1).max(1);
+        check_option(
+            options.max_tokens >= needed,
+            "max_tokens",
+            options.max_tokens,
+            format!(
+                "at least {needed}, the length of the longest record; truncate or leave out long records"
+            ),
+        )?;
         Ok(Self {
             lengths,
             options,
             shard,
-            plans: LastFew::default(),
-            windows: LastFew::default(),
+            plans: RecentValues::default(),
+            windows: RecentValues::default(),
         })
     }
 
@@ -112,19 +100,19 @@ impl TokenBudgetBatches {
         let TokenBudgetOptions { window, seed, .. } = self.options;
         let len = self.lengths.len();
         let start = number * window;
-        let places = start..len.min(start.saturating_add(window));
+        let positions = start..len.min(start.saturating_add(window));
         let mut records: Vec<usize> = if self.options.shuffle {
             let order = Permutation::new(len, seed, epoch);
-            places.map(|place| order.apply(place)).collect()
+            positions.map(|position| order.apply(position)).collect()
         } else {
-            places.collect()
+            positions.collect()
         };
         records.sort_by_cached_key(|&record| Reverse(self.lengths.of(record)));
         let mut batches = Vec::new();
         let mut start = 0;
         while start < records.len() {
-            // Sorted: the first record is the longest. One without a token counts as one, so that a
-            // batch ends at all.
+            // The first record is the longest, since they are sorted. An empty record counts as one token,
+            // so that batches of empty records are bounded too.
             let longest = self.lengths.of(records[start]).max(1);
             let fit = self.options.max_tokens / longest;
             let fit = fit.min(self.options.max_records.unwrap_or(usize::MAX));
@@ -135,7 +123,7 @@ impl TokenBudgetBatches {
         Window { records, batches }
     }
 
-    /// How many batches of all processes there are up to and with each window.
+    /// Returns the number of batches of all processes up to and including each window.
     fn plan(&self, epoch: u64) -> std::sync::Arc<Vec<usize>> {
         self.plans.get_or(epoch, || {
             let windows = self.lengths.len().div_ceil(self.options.window);
@@ -143,6 +131,7 @@ impl TokenBudgetBatches {
                 .into_par_iter()
                 .map(|number| self.window(epoch, number).batches.len())
                 .collect();
+            // A prefix sum, by which a binary search finds the window of a batch.
             let mut sum = 0;
             for end in &mut ends {
                 sum += *end;
@@ -168,15 +157,16 @@ impl BatchSampler for TokenBudgetBatches {
             0 => 0,
             _ => plan[at - 1],
         };
-        let mut place = number - before;
+        let mut position = number - before;
         if self.options.shuffle {
-            // Another sequence of permutations than that of the records: the seed's bits turned round.
+            // The complement of the seed gives other permutations than those of the records.
             let order = epoch
                 .wrapping_mul(plan.len() as u64)
                 .wrapping_add(at as u64);
-            place = Permutation::new(window.batches.len(), !self.options.seed, order).apply(place);
+            position =
+                Permutation::new(window.batches.len(), !self.options.seed, order).apply(position);
         }
-        match window.batches.get(place) {
+        match window.batches.get(position) {
             Some(range) => window.records[range.clone()].to_vec(),
             None => Vec::new(),
         }

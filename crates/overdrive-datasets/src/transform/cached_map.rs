@@ -1,4 +1,4 @@
-//! A map whose results are kept on disk.
+//! A map whose results are cached on disk.
 
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -7,28 +7,32 @@ use rayon::prelude::*;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use overdrive_core::Error as CommonError;
+
 use crate::cache::{Cached, cache_folder, cached};
 use crate::digest::FieldHasher;
 use crate::token_store_writer::{folder_of, temp_file};
 use crate::{
-    Dataset, Error, IndexOptions, JsonLayout, JsonOptions, JsonRecords, Result, Sha256Digest,
+    Dataset, Error, IndexOptions, JsonLayout, JsonOptions, JsonRecords, RecordNumber, Result,
+    Sha256Digest,
 };
 
-/// Where results are kept, and how they are computed.
+/// The options of [`MapCache::map`].
 #[derive(Debug, Clone, Default)]
 pub struct CacheOptions {
-    /// The folder. `None` (the default): `overdrive/maps` in the user's cache folder.
+    /// The folder of the results. `None` (the default) is `overdrive/maps` in the user's cache folder.
     pub folder: Option<PathBuf>,
-    /// How many threads compute. `None` (the default): one a core. The results are the same.
+    /// The number of threads that compute; the results do not depend on it. `None` (the default) uses one per
+    /// core.
     pub threads: Option<usize>,
-    /// How the file of results is indexed.
+    /// The options of the index of the file of results.
     pub index: IndexOptions,
 }
 
-/// What the results of a map depend on: name it, and what was computed once is read from disk.
+/// The key of a map's results, by which results that were computed once are read from disk.
 ///
-/// The key is the fingerprint of the input, the function's name and its version. The code of a
-/// function cannot be looked into: change the version when you change the function.
+/// It consists of the fingerprint of the input and the name and version of the function. Increase the version when
+/// the function changes, since its code cannot be compared.
 ///
 /// ```
 /// use overdrive_datasets::{CacheOptions, Dataset, MapCache, TextLines, TextOptions};
@@ -45,20 +49,20 @@ pub struct CacheOptions {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MapCache<'a> {
-    /// What the records are: [`crate::RecordFiles::fingerprint`], or that of the map before this one
+    /// The fingerprint of the records: [`crate::RecordFiles::fingerprint`], or that of the previous map
     /// ([`MapCache::fingerprint`]).
     pub input: Sha256Digest,
-    /// What the function does, in a word.
+    /// The name of the function.
     pub name: &'a str,
-    /// Changes when the function does.
+    /// The version of the function.
     pub version: u32,
 }
 
-/// Records computed before their results are written: bounds memory.
-const BLOCK: usize = 4096;
+/// The number of records that are computed before their results are written, which bounds the memory.
+const BLOCK_RECORDS: usize = 4096;
 
 impl MapCache<'_> {
-    /// Names the results, as the input of a further map.
+    /// Returns the fingerprint of the results, as the input of a further map.
     pub fn fingerprint(&self) -> Sha256Digest {
         FieldHasher::default()
             .field(b"map 1")
@@ -68,14 +72,14 @@ impl MapCache<'_> {
             .finish()
     }
 
-    /// Applies `function` to all records on all cores, once, and gives the results as a dataset.
+    /// Applies `function` to all records once, on all cores, and returns the results as a dataset.
     ///
-    /// They are kept as JSON Lines, one result a line, in a file that appears under its name when it
-    /// is complete. Several processes may call this at once: one computes, the others wait.
+    /// The results are stored as JSON Lines in a file that gets its name when it is complete. Several processes may
+    /// call it at once: one computes and the others wait.
     ///
     /// # Errors
-    /// When a record cannot be read, `function` fails or its result is no JSON (a map whose keys are
-    /// no strings, say), and when the disk refuses. Nothing is kept then.
+    /// Returns an error if a record cannot be read, `function` fails, its result cannot be written as JSON (for
+    /// example a map whose keys are not strings), or the file cannot be written. Nothing is cached then.
     pub fn map<D, T>(
         &self,
         dataset: &D,
@@ -93,7 +97,7 @@ impl MapCache<'_> {
         let path = folder.join(format!("{}.jsonl", self.fingerprint().short()));
         let open = || Ok(path.exists().then_some(()));
         let build = || write(&path, dataset, function, options.threads);
-        // Either way the file is there then, whole.
+        // In both cases the complete file exists now.
         match cached(&path, open, build)? {
             Cached::Hit(()) | Cached::Built(()) => {}
         }
@@ -103,13 +107,11 @@ impl MapCache<'_> {
         };
         let results = JsonRecords::open([&path], &json)?;
         if results.len() != dataset.len() {
-            return Err(Error::UnreadableRecord {
+            return Err(Error::DamagedFile {
                 path,
-                record: results.len(),
-                offset: results.records().report().data_bytes,
                 problem: format!(
-                    "{} results for {} records: the file was changed, or the input has another \
-                     fingerprint than it says; delete the file",
+                    "it has {} results for {} records: the file was changed, or the fingerprint of the input \
+            is not that of these records; delete the file",
                     results.len(),
                     dataset.len()
                 ),
@@ -126,38 +128,40 @@ fn write<D: Dataset + ?Sized, T: Serialize + Send>(
     threads: Option<usize>,
 ) -> Result<()> {
     let pool = rayon::ThreadPoolBuilder::new()
-        // 0 stands for one a core.
+        // Rayon starts one thread per core for 0.
         .num_threads(threads.unwrap_or(0))
         .thread_name(|index| format!("overdrive-map-{index}"))
         .build()
         .map_err(|error| Error::Threads {
-            what: "the threads that map records",
+            threads: "the threads that map records",
             problem: error.to_string(),
         })?;
     let folder = folder_of(path);
-    let file = temp_file(path).map_err(Error::io("create a file in", folder))?;
+    let file = temp_file(path).map_err(CommonError::io("create a file in", folder))?;
     let mut out = BufWriter::with_capacity(1 << 20, file);
     let line = |index: usize| -> Result<Vec<u8>> {
         let result = function(dataset.get(index)?)?;
-        let mut line = serde_json::to_vec(&result).map_err(|error| Error::UnreadableRecord {
+        let mut line = serde_json::to_vec(&result).map_err(|error| Error::InvalidRecord {
             path: path.to_owned(),
-            record: index,
+            number: RecordNumber::Record(index),
             offset: 0,
-            problem: format!("the result cannot be kept as JSON: {error}"),
+            problem: format!("the result cannot be written as JSON: {error}"),
         })?;
         line.push(b'\n');
         Ok(line)
     };
-    for start in (0..dataset.len()).step_by(BLOCK) {
-        let block = start..dataset.len().min(start + BLOCK);
+    for start in (0..dataset.len()).step_by(BLOCK_RECORDS) {
+        let block = start..dataset.len().min(start + BLOCK_RECORDS);
         let lines: Result<Vec<Vec<u8>>> =
             pool.install(|| block.into_par_iter().map(line).collect());
+        // The results of a block are written in the order of the records, whichever thread computed them.
         for line in lines? {
-            out.write_all(&line).map_err(Error::io("write", path))?;
+            out.write_all(&line)
+                .map_err(CommonError::io("write", path))?;
         }
     }
     let file = out
         .into_inner()
-        .map_err(|error| Error::io("write", path)(error.into_error()))?;
+        .map_err(|error| CommonError::io("write", path)(error.into_error()))?;
     crate::token_store_writer::persist(file, path)
 }

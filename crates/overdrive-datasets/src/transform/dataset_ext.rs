@@ -1,10 +1,10 @@
-//! The transforms as methods.
+//! The transforms as methods of datasets.
 
 use super::{Concat, DatasetIter, Exhausted, Interleave, Map, Selection, Split};
 use crate::{Dataset, ErrorPolicy, Result};
 
-/// What can be made of any dataset. Nothing here reads a record before it is asked for, but
-/// [`DatasetExt::filter`], which must know which ones there are.
+/// The transforms of any dataset. They are lazy: only [`DatasetExt::filter`] reads records in advance, to find those
+/// that it keeps.
 ///
 /// ```
 /// use overdrive_datasets::{Dataset, DatasetExt, TextLines, TextOptions};
@@ -19,17 +19,17 @@ use crate::{Dataset, ErrorPolicy, Result};
 /// # Ok::<(), overdrive_datasets::Error>(())
 /// ```
 pub trait DatasetExt: Dataset + Sized {
-    /// Records changed by `function` whenever they are read. [`crate::MapCache`] keeps what is
-    /// expensive to compute.
+    /// Applies `function` to each record whenever it is read. [`crate::MapCache`] caches the results of expensive
+    /// functions.
     fn map<T, F: Fn(Self::Item) -> Result<T> + Send + Sync>(self, function: F) -> Map<Self, F> {
         Map::new(self, function)
     }
 
-    /// The records for which `keep` says `true`. All records are read once, now, on all cores; which
-    /// ones stay is kept in at most two bytes each.
+    /// Keeps the records for which `keep` returns `true`. It reads all records once, on all cores; a kept record
+    /// takes at most two bytes of memory.
     ///
     /// # Errors
-    /// When a record cannot be read.
+    /// Returns an error if a record cannot be read.
     fn filter<F: Fn(&Self::Item) -> bool + Send + Sync>(self, keep: F) -> Result<Selection<Self>>
     where
         Self::Item: Send,
@@ -37,37 +37,37 @@ pub trait DatasetExt: Dataset + Sized {
         Selection::filter(self, keep)
     }
 
-    /// This dataset, and another one behind it.
+    /// Concatenates this dataset and another one.
     fn concat<D: Dataset<Item = Self::Item>>(self, other: D) -> Concat<Self, D> {
         Concat::new(self, other)
     }
 
-    /// The first `count` records, or all of them if there are fewer.
+    /// Keeps the first `count` records, or all of them if there are fewer.
     fn take(self, count: usize) -> Selection<Self> {
         let end = count.min(self.len());
         Selection::range(self, 0..end)
     }
 
-    /// All but the first `count` records.
+    /// Keeps all but the first `count` records.
     fn skip(self, count: usize) -> Selection<Self> {
         let end = self.len();
         Selection::range(self, count.min(end)..end)
     }
 
-    /// Part `index` of `count`: every `count`-th record from `index` on, as `datasets` does it. The
-    /// parts hold each record once, and differ by at most one in length.
+    /// Keeps shard `index` of `count`: every `count`-th record from `index` on, as in `datasets`. The shards have
+    /// each record once, and their lengths differ by at most one.
     ///
     /// # Errors
-    /// When `index` is not below `count`.
+    /// Returns an error if `index` is not below `count`.
     fn shard(self, index: usize, count: usize) -> Result<Selection<Self>> {
         Selection::shard(self, index, count)
     }
 
-    /// Two parts, drawn at random under `seed`: the second has `test_share` of the records, rounded.
-    /// Which record is in which part depends on nothing but the seed and the number of records.
+    /// Splits the records at random into a training and a test selection; the test selection has `test_share` of
+    /// the records, rounded. The split depends only on the seed and the number of records.
     ///
     /// # Errors
-    /// When `test_share` is not between 0 and 1.
+    /// Returns an error if `test_share` is not between 0 and 1.
     fn split(self, test_share: f64, seed: u64) -> Result<Split<Self>>
     where
         Self: Clone,
@@ -75,15 +75,15 @@ pub trait DatasetExt: Dataset + Sized {
         Selection::split(self, test_share, seed)
     }
 
-    /// The records in a random order under `seed`; no list of them is kept.
+    /// Shuffles the records under `seed`, without a list of them.
     fn shuffle(self, seed: u64) -> Selection<Self> {
         Selection::shuffle(self, seed)
     }
 
-    /// Records of this dataset and of `others`, drawn with these weights: see [`Interleave`].
+    /// Mixes the records of this dataset and of `others` by weights; see [`Interleave`].
     ///
     /// # Errors
-    /// As [`Interleave::new`].
+    /// Those of [`Interleave::new`].
     fn interleave(
         self,
         others: impl IntoIterator<Item = Self>,
@@ -95,7 +95,7 @@ pub trait DatasetExt: Dataset + Sized {
         Interleave::new(datasets, weights, seed, until)
     }
 
-    /// All records in their order, with an error policy.
+    /// Returns an iterator over all records in their order, with an error policy.
     fn iter(&self, on_error: ErrorPolicy) -> DatasetIter<'_, Self> {
         DatasetIter::new(self, on_error)
     }

@@ -1,4 +1,4 @@
-//! Each record once.
+//! The removal of duplicate records.
 
 use std::fs::File;
 use std::io::{BufReader, BufWriter, Read, Seek, SeekFrom, Write};
@@ -7,44 +7,46 @@ use std::path::PathBuf;
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
-use super::selection::{Rising, Selection};
-use crate::{Dataset, Error, Result};
+use overdrive_core::Error as CommonError;
 
-/// How duplicates are found.
+use super::selection::{Selection, SortedIndices};
+use crate::{Dataset, Result};
+
+/// The options of [`Selection::deduplicate`].
 #[derive(Debug, Clone, Default)]
 pub struct DeduplicateOptions {
-    /// Where hashes wait when they are more than fit 64 MiB: 24 bytes a record, removed at the end.
-    /// Default: the folder for temporary files.
+    /// The folder of the temporary files with the hashes, if they do not fit 64 MiB: 24 bytes per record.
+    /// Default: `None`, the system's folder for temporary files.
     pub temp_dir: Option<PathBuf>,
 }
 
-/// A dataset without the records that are equal to an earlier one.
+/// A dataset without duplicates.
 #[derive(Debug, Clone)]
 pub struct Deduplicated<D> {
-    /// The first of each kind, in their order.
+    /// The first of each set of equal records, in their order.
     pub records: Selection<D>,
-    /// How many were left out.
+    /// The number of records that were removed.
     pub duplicates: usize,
 }
 
-/// Entries in memory at a time: 64 MiB.
-const IN_MEMORY: usize = (64 << 20) / size_of::<Entry>();
-/// On disk: sixteen bytes of hash and eight of the record's number.
-const ENTRY: usize = 24;
-/// Records hashed at a time.
-const BLOCK: usize = 1 << 16;
+/// The largest number of entries in memory: 64 MiB.
+const MAX_MEMORY_ENTRIES: usize = (64 << 20) / size_of::<Entry>();
+/// The size of an entry on disk: sixteen bytes of hash and eight of the record's index.
+const ENTRY_BYTES: usize = 24;
+/// The number of records that are hashed before their entries are stored, which bounds the memory.
+const BLOCK_RECORDS: usize = 1 << 16;
 
-/// A record's hash and its number.
+/// The hash and the index of a record.
 type Entry = (u128, u64);
 
 impl<D: Dataset> Selection<D> {
-    /// The records of `dataset` whose `key` no earlier one has.
+    /// Keeps the records of `dataset` whose `key` no earlier record has.
     ///
-    /// Keys are compared by the first 128 bits of their SHA-256: a chance of one in 10^18 that among
-    /// a trillion different records two are taken for one, and no way known to make it happen. All
-    /// records are read once, on all cores. Memory is 64 MiB, one bit a record while it runs, and at
-    /// most about two bytes for each that stays; what does not fit goes through temporary files. The
-    /// outcome does not depend on the number of threads.
+    /// Keys are compared by the first 128 bits of their SHA-256: among a trillion different records, the probability
+    /// that two are taken for equal is about 10^-15, and no way to construct such records is known. All records are
+    /// read once, on all cores. It takes 64 MiB of memory, one bit per record while it runs, and at most about two
+    /// bytes per kept record; more entries go to temporary files. The result does not depend on the number of
+    /// threads.
     ///
     /// ```
     /// use overdrive_datasets::{Dataset, DeduplicateOptions, Selection, TextLines, TextOptions};
@@ -59,29 +61,29 @@ impl<D: Dataset> Selection<D> {
     /// ```
     ///
     /// # Errors
-    /// When a record cannot be read, and when the disk refuses temporary files.
+    /// Returns an error if a record cannot be read, or if temporary files cannot be written.
     pub fn deduplicate(
         dataset: D,
         key: impl Fn(&D::Item) -> Vec<u8> + Sync,
         options: &DeduplicateOptions,
     ) -> Result<Deduplicated<D>> {
-        Self::deduplicate_with(dataset, key, options, IN_MEMORY)
+        Self::deduplicate_with(dataset, key, options, MAX_MEMORY_ENTRIES)
     }
 
     fn deduplicate_with(
         dataset: D,
         key: impl Fn(&D::Item) -> Vec<u8> + Sync,
         options: &DeduplicateOptions,
-        in_memory: usize,
+        memory_entries: usize,
     ) -> Result<Deduplicated<D>> {
         let len = dataset.len();
-        let parts = len.div_ceil(in_memory.max(1)).next_power_of_two();
-        let mut sink = match parts {
-            0 | 1 => Sink::Memory(Vec::with_capacity(len)),
-            _ => Sink::Files(Files::new(parts, options)?),
+        let partitions = len.div_ceil(memory_entries.max(1)).next_power_of_two();
+        let mut sink = match partitions {
+            0 | 1 => Entries::Memory(Vec::with_capacity(len)),
+            _ => Entries::PartitionFiles(PartitionFiles::new(partitions, options)?),
         };
-        for start in (0..len).step_by(BLOCK) {
-            let block = start..len.min(start + BLOCK);
+        for start in (0..len).step_by(BLOCK_RECORDS) {
+            let block = start..len.min(start + BLOCK_RECORDS);
             let hashes: Result<Vec<u128>> = block
                 .clone()
                 .into_par_iter()
@@ -91,11 +93,11 @@ impl<D: Dataset> Selection<D> {
                 sink.push((hash, index as u64))?;
             }
         }
-        // One bit a record: whether an earlier one is equal.
+        // One bit per record, set if an earlier record is equal.
         let mut drop = vec![0_u64; len.div_ceil(64)];
         let mut duplicates = 0;
-        sink.for_each_part(in_memory, |entries| {
-            // Equal hashes stand side by side then, the first record in front.
+        sink.for_each_partition(memory_entries, |entries| {
+            // Sorting makes equal hashes neighbours, with the first record in front.
             entries.par_sort_unstable();
             entries.dedup_by(|later, first| {
                 let is_equal = later.0 == first.0;
@@ -108,7 +110,7 @@ impl<D: Dataset> Selection<D> {
             });
         })?;
         let kept = (0..len).filter(|index| drop[index / 64] >> (index % 64) & 1 == 0);
-        let kept = Rising::new(kept);
+        let kept = SortedIndices::new(kept);
         Ok(Deduplicated {
             records: Self::listed(dataset, kept),
             duplicates,
@@ -123,40 +125,40 @@ fn hash(key: &[u8]) -> u128 {
     u128::from_be_bytes(first)
 }
 
-enum Sink {
+enum Entries {
     Memory(Vec<Entry>),
-    Files(Files),
+    PartitionFiles(PartitionFiles),
 }
 
-/// Entries in files by the first bits of their hash, so that equal ones are in one file.
-struct Files {
+/// Entries in files by the first bits of their hash, so that equal entries are in the same file.
+struct PartitionFiles {
     folder: tempfile::TempDir,
     files: Vec<BufWriter<File>>,
 }
 
-impl Sink {
+impl Entries {
     fn push(&mut self, entry: Entry) -> Result<()> {
         match self {
             Self::Memory(entries) => entries.push(entry),
-            Self::Files(files) => files.push(entry)?,
+            Self::PartitionFiles(files) => files.push(entry)?,
         }
         Ok(())
     }
 
-    /// Hands over the entries of each part, whose equal ones `deduplicate` takes out; in pieces where
-    /// one part has more than `in_memory`, so that a million equal records take no more room than one.
-    fn for_each_part(
+    /// Passes the entries of each partition to `deduplicate`, which removes equal ones. A partition of more than
+    /// `memory_entries` is passed in blocks, so that a million equal records take no more memory than one.
+    fn for_each_partition(
         self,
-        in_memory: usize,
+        memory_entries: usize,
         mut deduplicate: impl FnMut(&mut Vec<Entry>),
     ) -> Result<()> {
         match self {
             Self::Memory(mut entries) => deduplicate(&mut entries),
-            Self::Files(files) => {
+            Self::PartitionFiles(files) => {
                 let mut entries = Vec::new();
                 for number in 0..files.files.len() {
                     entries.clear();
-                    files.read(number, &mut entries, in_memory, &mut deduplicate)?;
+                    files.read(number, &mut entries, memory_entries, &mut deduplicate)?;
                     deduplicate(&mut entries);
                 }
             }
@@ -165,58 +167,61 @@ impl Sink {
     }
 }
 
-impl Files {
-    fn new(parts: usize, options: &DeduplicateOptions) -> Result<Self> {
+impl PartitionFiles {
+    fn new(partitions: usize, options: &DeduplicateOptions) -> Result<Self> {
         let base = options.temp_dir.clone().unwrap_or_else(std::env::temp_dir);
         let folder = tempfile::Builder::new()
             .prefix("overdrive-deduplicate-")
             .tempdir_in(&base)
-            .map_err(Error::io("create a folder in", &base))?;
-        let mut files = Vec::with_capacity(parts);
-        for number in 0..parts {
+            .map_err(CommonError::io("create a folder in", &base))?;
+        let mut files = Vec::with_capacity(partitions);
+        for number in 0..partitions {
             let path = folder.path().join(number.to_string());
-            // Reading goes through the same handle, so that nothing is opened twice.
+            // The same handle is used for reading later.
             let file = File::options()
                 .read(true)
                 .write(true)
                 .create_new(true)
                 .open(&path);
-            files.push(BufWriter::new(file.map_err(Error::io("create", &path))?));
+            files.push(BufWriter::new(
+                file.map_err(CommonError::io("create", &path))?,
+            ));
         }
         Ok(Self { folder, files })
     }
 
     fn push(&mut self, (hash, index): Entry) -> Result<()> {
-        // At least two parts, so the shift is below 128.
-        let part = (hash >> (128 - self.files.len().trailing_zeros())) as usize;
-        let mut bytes = [0; ENTRY];
+        // There are at least two partitions, so the shift is below 128.
+        let partition = (hash >> (128 - self.files.len().trailing_zeros())) as usize;
+        let mut bytes = [0; ENTRY_BYTES];
         bytes[..16].copy_from_slice(&hash.to_le_bytes());
         bytes[16..].copy_from_slice(&index.to_le_bytes());
-        self.files[part]
+        let folder = self.folder.path();
+        Ok(self.files[partition]
             .write_all(&bytes)
-            .map_err(Error::io("write in", self.folder.path()))
+            .map_err(CommonError::io("write in", folder))?)
     }
 
     fn read(
         &self,
         number: usize,
         entries: &mut Vec<Entry>,
-        in_memory: usize,
+        memory_entries: usize,
         deduplicate: &mut impl FnMut(&mut Vec<Entry>),
     ) -> Result<()> {
-        let mut limit = in_memory.max(1);
-        let failed = || Error::io("read in", self.folder.path());
+        let mut limit = memory_entries.max(1);
+        let failed = || CommonError::io("read in", self.folder.path());
         let mut file = self.files[number].get_ref();
-        // What the writer still holds comes behind what it has written.
+        // The bytes that the writer still buffers follow those that it has written.
         file.seek(SeekFrom::Start(0)).map_err(failed())?;
         let mut written =
             BufReader::with_capacity(1 << 18, file).chain(self.files[number].buffer());
-        let mut bytes = [0; ENTRY];
+        let mut bytes = [0; ENTRY_BYTES];
         loop {
             match written.read_exact(&mut bytes) {
                 Ok(()) => {}
                 Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(()),
-                Err(error) => return Err(failed()(error)),
+                Err(error) => return Err(failed()(error).into()),
             }
             let (mut hash, mut index) = ([0; 16], [0; 8]);
             hash.copy_from_slice(&bytes[..16]);
@@ -224,8 +229,8 @@ impl Files {
             entries.push((u128::from_le_bytes(hash), u64::from_le_bytes(index)));
             if entries.len() >= limit {
                 deduplicate(entries);
-                // What is left is different; if that is much, it needs the room.
-                limit = in_memory.max(2 * entries.len());
+                // The remaining entries differ. If they are many, a larger limit keeps the number of passes low.
+                limit = memory_entries.max(2 * entries.len());
             }
         }
     }
@@ -259,25 +264,25 @@ mod tests {
         let expected: Vec<usize> = (0..numbers.len())
             .filter(|&index| seen.insert(numbers[index]))
             .collect();
-        for in_memory in [usize::MAX, 150_000, 20_000] {
+        for memory_entries in [usize::MAX, 150_000, 20_000] {
             let key = |number: &u64| number.to_le_bytes().to_vec();
             let once = Selection::deduplicate_with(
                 Numbers(numbers.clone()),
                 key,
                 &DeduplicateOptions::default(),
-                in_memory,
+                memory_entries,
             )
             .unwrap();
             assert_eq!(once.duplicates, numbers.len() - expected.len());
-            let places: Vec<usize> = (0..once.records.len())
-                .map(|index| once.records.place(index).unwrap())
+            let indices: Vec<usize> = (0..once.records.len())
+                .map(|index| once.records.source_index(index).unwrap())
                 .collect();
-            assert_eq!(places, expected, "{in_memory}");
+            assert_eq!(indices, expected, "{memory_entries}");
         }
     }
 
     #[test]
-    fn many_equal_records_go_through_files_in_pieces() {
+    fn many_equal_records_are_read_from_files_in_blocks() {
         let numbers = Numbers((0..50_000).map(|i| i % 3).collect());
         let key = |number: &u64| number.to_le_bytes().to_vec();
         let options = DeduplicateOptions::default();
@@ -293,6 +298,9 @@ mod tests {
         };
         let key = |number: &u64| number.to_le_bytes().to_vec();
         let result = Selection::deduplicate_with(Numbers(vec![1, 2, 3]), key, &options, 1);
-        assert!(matches!(result, Err(Error::Io { .. })));
+        assert!(matches!(
+            result,
+            Err(crate::Error::Common(CommonError::Io { .. }))
+        ));
     }
 }

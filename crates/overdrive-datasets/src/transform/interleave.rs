@@ -1,25 +1,26 @@
-//! Records of several datasets, mixed by weights.
+//! The mixture of several datasets by weights.
 
 use crate::sampling::Permutation;
 use crate::{Dataset, Error, Result};
+use overdrive_core::check_option;
 
-/// When a mixture ends: `stopping_strategy` of `datasets`.
+/// The end of a mixture: `stopping_strategy` of `datasets`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Exhausted {
-    /// When the first of its datasets would have to give a record again: no record comes twice.
+    /// The mixture ends when the first dataset is exhausted: no record is repeated. The default.
     #[default]
     First,
-    /// When each of its datasets has given all its records; the others begin anew until then.
+    /// The mixture ends when all datasets are exhausted; the others start again until then.
     All,
 }
 
-/// Records of several datasets in a random mixture: the share of each is its weight, in every part of
-/// the mixture.
+/// A random mixture of the records of several datasets, in which the share of each dataset is its weight, in every
+/// section of the mixture.
 ///
-/// Each 16,384 places in a row have the same number of records of each dataset, in an order that is
-/// drawn once under the seed; so weights are rounded to 1/16,384, and which record is at a place is
-/// computed without those before it. The records of each dataset come in their order, again from the
-/// first one where they are used up; shuffle them first ([`crate::DatasetExt::shuffle`]) for another.
+/// Each 16,384 consecutive positions have the same number of records of each dataset, in an order that is drawn once
+/// under the seed. So weights are rounded to 1/16,384, and the record at a position is computed without those before
+/// it. The records of each dataset come in their order, and start again when the dataset is exhausted; shuffle the
+/// datasets first ([`crate::DatasetExt::shuffle`]) for a random order.
 ///
 /// ```
 /// use overdrive_datasets::{Dataset, Exhausted, Interleave, TextLines, TextOptions};
@@ -37,46 +38,46 @@ pub enum Exhausted {
 #[derive(Debug, Clone)]
 pub struct Interleave<D> {
     datasets: Vec<D>,
-    /// The dataset at each place of the pattern, and how many records of it come before in it.
+    /// The dataset at each position of the pattern, and the number of its records before that position.
     pattern: Vec<(u32, u32)>,
-    /// How many places of the pattern each dataset has.
+    /// The number of positions of each dataset in the pattern.
     counts: Vec<usize>,
     len: usize,
 }
 
+/// The length of the pattern: a compromise between exact weights and memory (128 KiB).
 const PATTERN: usize = 1 << 14;
 
 impl<D: Dataset> Interleave<D> {
-    /// A mixture of `datasets`, each with its weight; weights need not add up to 1.
+    /// Returns a mixture of `datasets` by weights, which need not sum to 1.
     ///
     /// # Errors
-    /// When there is no dataset or an empty one; when weights are not as many as datasets, or one is
-    /// not finite or is less than 1/16,384 of their sum.
+    /// Returns an error if there is no dataset or an empty one, if the number of weights is not that of the datasets,
+    /// or if a weight is not finite or is less than 1/16,384 of their sum.
     pub fn new(datasets: Vec<D>, weights: &[f64], seed: u64, until: Exhausted) -> Result<Self> {
-        let invalid = |option, value: String, expected| {
-            Err(Error::InvalidOption {
-                option,
-                value,
-                expected,
-            })
-        };
         let empty = datasets.iter().position(|dataset| dataset.is_empty());
-        if datasets.is_empty() || empty.is_some() {
-            let value = empty.map_or("none".to_owned(), |at| {
-                format!("number {at}, which is empty")
-            });
-            return invalid("datasets", value, "at least one dataset, each with records");
-        }
+        let value = match empty {
+            Some(number) => format!("a list whose dataset {number} is empty"),
+            None => format!("a list of {}", datasets.len()),
+        };
+        check_option(
+            !datasets.is_empty() && empty.is_none(),
+            "datasets",
+            value,
+            "at least one dataset, each with records",
+        )?;
         let sum: f64 = weights.iter().sum();
         let is_weight = |weight: &f64| sum.is_finite() && *weight >= sum / PATTERN as f64;
-        if weights.len() != datasets.len() || sum <= 0.0 || !weights.iter().all(is_weight) {
-            let expected = "one finite weight for each dataset, at least 1/16384 of their sum";
-            return invalid("weights", format!("{weights:?}"), expected);
-        }
+        check_option(
+            weights.len() == datasets.len() && sum > 0.0 && weights.iter().all(is_weight),
+            "weights",
+            format!("{weights:?}"),
+            "one finite weight for each dataset, at least 1/16384 of their sum",
+        )?;
         let counts = counts(weights, sum);
         let pattern = pattern(&counts, seed);
         let ends = datasets.iter().enumerate().map(|(number, dataset)| {
-            // The place of its last record, and one more.
+            // The end of a dataset is one past the position of its last record.
             let last = dataset.len() - 1;
             let (block, rank) = (last / counts[number], last % counts[number]);
             let slot = (number as u32, rank as u32);
@@ -95,11 +96,11 @@ impl<D: Dataset> Interleave<D> {
         })
     }
 
-    /// The dataset at `place`, counted from 0, and which of its records is there.
-    pub fn source(&self, place: usize) -> (usize, usize) {
-        let (number, before) = self.pattern[place % PATTERN];
+    /// Returns the index of the dataset at `position`, counted from 0, and the index of its record.
+    pub fn source(&self, position: usize) -> (usize, usize) {
+        let (number, before) = self.pattern[position % PATTERN];
         let number = number as usize;
-        let record = place / PATTERN * self.counts[number] + before as usize;
+        let record = position / PATTERN * self.counts[number] + before as usize;
         (number, record % self.datasets[number].len())
     }
 }
@@ -123,8 +124,8 @@ impl<D: Dataset> Dataset for Interleave<D> {
     }
 }
 
-/// How many places of the pattern each weight gets: its share rounded down, and what is left over one
-/// by one to the largest remainders.
+/// Returns the number of positions of each weight in the pattern: its share rounded down, and the remaining
+/// positions by the largest remainders.
 fn counts(weights: &[f64], sum: f64) -> Vec<usize> {
     let shares: Vec<f64> = weights
         .iter()
@@ -144,7 +145,8 @@ fn counts(weights: &[f64], sum: f64) -> Vec<usize> {
     {
         counts[*number] += 1;
     }
-    // Shares of exactly one that were computed a little smaller make one too many.
+    // A share of exactly one that was computed slightly smaller has been rounded up, which can make the
+    // total too large.
     for _ in PATTERN..total {
         if let Some(largest) = counts.iter_mut().max() {
             *largest -= 1;
@@ -158,11 +160,12 @@ fn pattern(counts: &[usize], seed: u64) -> Vec<(u32, u32)> {
         .zip(counts)
         .flat_map(|(number, &count)| std::iter::repeat_n(number, count))
         .collect();
+    // The order is drawn once for all repetitions of the pattern, so that a position needs no draw of its own.
     let order = Permutation::new(PATTERN, seed, 0);
     let mut given = vec![0; counts.len()];
     (0..PATTERN)
-        .map(|place| {
-            let number = numbers[order.apply(place)];
+        .map(|position| {
+            let number = numbers[order.apply(position)];
             let before = given[number as usize];
             given[number as usize] += 1;
             (number, before)

@@ -1,8 +1,8 @@
-//! All records, one by one.
+//! The iteration over the records of a dataset.
 
 use crate::{Dataset, ErrorLog, ErrorPolicy, Result};
 
-/// The records of a dataset in their order.
+/// An iterator over the records of a dataset in their order.
 #[derive(Debug)]
 pub struct DatasetIter<'a, D> {
     dataset: &'a D,
@@ -23,7 +23,7 @@ impl<'a, D> DatasetIter<'a, D> {
         }
     }
 
-    /// The records that were left out or replaced.
+    /// Returns the log of the records that were skipped or replaced.
     pub fn errors(&self) -> &ErrorLog {
         &self.log
     }
@@ -32,7 +32,7 @@ impl<'a, D> DatasetIter<'a, D> {
 impl<D: Dataset> Iterator for DatasetIter<'_, D> {
     type Item = Result<D::Item>;
 
-    /// The next record that can be read. After an error that the policy hands on, it has ended.
+    /// Returns the next readable record. The iterator ends after an error that the policy returns.
     fn next(&mut self) -> Option<Result<D::Item>> {
         while !self.ended && self.next < self.dataset.len() {
             let index = self.next;

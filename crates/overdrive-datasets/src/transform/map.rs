@@ -1,8 +1,8 @@
-//! Records changed one by one, and one dataset behind another.
+//! The map of a function over a dataset, and the concatenation of two datasets.
 
 use crate::{Dataset, Error, Result};
 
-/// Records changed by a function when they are read.
+/// A dataset whose records are converted by a function when they are read.
 #[derive(Debug, Clone)]
 pub struct Map<D, F> {
     dataset: D,
@@ -31,7 +31,7 @@ where
     }
 }
 
-/// The records of one dataset, and behind them those of another.
+/// The concatenation of two datasets.
 #[derive(Debug, Clone)]
 pub struct Concat<A, B> {
     first: A,

@@ -1,4 +1,4 @@
-//! Datasets made of other datasets.
+//! Transforms: datasets made from other datasets.
 
 mod cached_map;
 mod dataset_ext;
@@ -14,5 +14,5 @@ pub use deduplicate::{DeduplicateOptions, Deduplicated};
 pub use interleave::{Exhausted, Interleave};
 pub use iter::DatasetIter;
 pub use map::{Concat, Map};
-pub(crate) use selection::{Rising, RisingWriter};
 pub use selection::{Selection, Split};
+pub(crate) use selection::{SortedIndices, SortedIndicesWriter};

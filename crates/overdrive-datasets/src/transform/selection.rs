@@ -1,4 +1,4 @@
-//! Some of the records of a dataset, in some order.
+//! Selections of a dataset's records.
 
 use std::ops::Range;
 
@@ -7,75 +7,76 @@ use rayon::prelude::*;
 use crate::index::{OffsetTable, OffsetsWriter};
 use crate::sampling::Permutation;
 use crate::{Dataset, Error, Result};
+use overdrive_core::check_option;
 
-/// Some of the records of a dataset, in some order, of which no list is kept that is longer than two
-/// bytes a record.
+/// A selection of the records of a dataset in some order. It takes at most two bytes per record.
 #[derive(Debug, Clone)]
 pub struct Selection<D> {
     dataset: D,
-    which: Which,
+    indices: Indices,
     len: usize,
 }
 
-/// Two parts of a dataset.
+/// The two selections of a split.
 #[derive(Debug, Clone)]
 pub struct Split<D> {
-    /// What is left.
+    /// The records that are not in the test selection.
     pub train: Selection<D>,
-    /// The share that was asked for.
+    /// The share of the records that was requested.
     pub test: Selection<D>,
 }
 
+/// The indices of a selection's records.
 #[derive(Debug, Clone)]
-enum Which {
+enum Indices {
     /// Every `step`-th record from `start` on.
     Every { start: usize, step: usize },
-    /// Places from `start` on of a permutation of all records.
+    /// The positions from `start` on of a permutation of all records.
     Shuffled { order: Permutation, start: usize },
-    /// Rising numbers.
-    Listed(Rising),
+    /// A sorted list.
+    Listed(SortedIndices),
 }
 
-/// A list of rising numbers, compressed as offsets are.
+/// A list of sorted indices, compressed as offsets are.
 #[derive(Debug, Clone)]
-pub(crate) struct Rising {
-    pieces: Vec<u8>,
+pub(crate) struct SortedIndices {
+    blocks: Vec<u8>,
     directory: Vec<u8>,
     len: usize,
 }
 
-/// Makes a [`Rising`] of numbers one by one.
-pub(crate) struct RisingWriter(OffsetsWriter<Vec<u8>>);
+/// A writer of [`SortedIndices`].
+pub(crate) struct SortedIndicesWriter(OffsetsWriter<Vec<u8>>);
 
-impl Default for RisingWriter {
+impl Default for SortedIndicesWriter {
     fn default() -> Self {
         Self(OffsetsWriter::new(Vec::new()))
     }
 }
 
-impl RisingWriter {
-    /// Adds a number, which must not be smaller than the one before.
-    pub(crate) fn push(&mut self, number: usize) {
-        self.0.push(number as u64).expect(VECTORS_TAKE_ALL);
+impl SortedIndicesWriter {
+    /// Appends an index, which must not be smaller than the previous one.
+    pub(crate) fn push(&mut self, index: usize) {
+        self.0.push(index as u64).expect(VECTOR_WRITE);
     }
 
-    pub(crate) fn finish(self) -> Rising {
-        let (mut bytes, finished) = self.0.finish().expect(VECTORS_TAKE_ALL);
-        let directory = bytes.split_off(finished.pieces_bytes as usize);
+    pub(crate) fn finish(self) -> SortedIndices {
+        let (mut bytes, finished) = self.0.finish().expect(VECTOR_WRITE);
+        let directory = bytes.split_off(finished.blocks_bytes as usize);
         bytes.shrink_to_fit();
-        Rising {
-            pieces: bytes,
+        SortedIndices {
+            blocks: bytes,
             directory,
             len: finished.count as usize,
         }
     }
 }
 
-const VECTORS_TAKE_ALL: &str = "writing to a vector does not fail";
+const VECTOR_WRITE: &str = "writing to a vector does not fail";
 
-impl Rising {
+impl SortedIndices {
     pub(crate) fn new(numbers: impl IntoIterator<Item = usize>) -> Self {
-        let mut writer = RisingWriter::default();
+        let mut writer = SortedIndicesWriter::default();
         for number in numbers {
             writer.push(number);
         }
@@ -87,13 +88,13 @@ impl Rising {
     }
 
     pub(crate) fn get(&self, index: usize) -> Option<usize> {
-        let table = OffsetTable::new(&self.pieces, &self.directory, self.len);
+        let table = OffsetTable::new(&self.blocks, &self.directory, self.len);
         table.get(index).map(|number| number as usize)
     }
 
     #[cfg(test)]
     pub(crate) fn bytes(&self) -> usize {
-        self.pieces.len() + self.directory.len()
+        self.blocks.len() + self.directory.len()
     }
 }
 
@@ -101,7 +102,7 @@ impl<D: Dataset> Selection<D> {
     pub(crate) fn range(dataset: D, range: Range<usize>) -> Self {
         Self {
             dataset,
-            which: Which::Every {
+            indices: Indices::Every {
                 start: range.start,
                 step: 1,
             },
@@ -110,17 +111,16 @@ impl<D: Dataset> Selection<D> {
     }
 
     pub(crate) fn shard(dataset: D, index: usize, count: usize) -> Result<Self> {
-        if index >= count {
-            return Err(Error::InvalidOption {
-                option: "index",
-                value: format!("{index} of {count} parts"),
-                expected: "parts are counted from 0, and there is at least one",
-            });
-        }
+        check_option(
+            index < count,
+            "index",
+            index,
+            format!("below the number of shards, {count}"),
+        )?;
         let len = dataset.len().saturating_sub(index).div_ceil(count);
         Ok(Self {
             dataset,
-            which: Which::Every {
+            indices: Indices::Every {
                 start: index,
                 step: count,
             },
@@ -133,7 +133,7 @@ impl<D: Dataset> Selection<D> {
         let order = Permutation::new(len, seed, SHUFFLE);
         Self {
             dataset,
-            which: Which::Shuffled { order, start: 0 },
+            indices: Indices::Shuffled { order, start: 0 },
             len,
         }
     }
@@ -142,19 +142,14 @@ impl<D: Dataset> Selection<D> {
     where
         D: Clone,
     {
-        if !(0.0..=1.0).contains(&test_share) {
-            return Err(Error::InvalidOption {
-                option: "test_share",
-                value: test_share.to_string(),
-                expected: "between 0 and 1",
-            });
-        }
+        let valid = (0.0..=1.0).contains(&test_share);
+        check_option(valid, "test_share", test_share, "from 0 to 1")?;
         let len = dataset.len();
         let test = ((len as f64 * test_share).round() as usize).min(len);
         let order = Permutation::new(len, seed, SPLIT);
         let part = |dataset, start, len| Self {
             dataset,
-            which: Which::Shuffled { order, start },
+            indices: Indices::Shuffled { order, start },
             len,
         };
         Ok(Split {
@@ -163,12 +158,12 @@ impl<D: Dataset> Selection<D> {
         })
     }
 
-    /// The records at rising places.
-    pub(crate) fn listed(dataset: D, places: Rising) -> Self {
+    /// Returns the records with these indices.
+    pub(crate) fn listed(dataset: D, indices: SortedIndices) -> Self {
         Self {
             dataset,
-            len: places.len(),
-            which: Which::Listed(places),
+            len: indices.len(),
+            indices: Indices::Listed(indices),
         }
     }
 
@@ -176,14 +171,14 @@ impl<D: Dataset> Selection<D> {
     where
         D::Item: Send,
     {
-        // Blocks bound what is in memory besides the result, one byte a record of a block.
-        const BLOCK: usize = 1 << 20;
+        // Blocks bound the memory besides the result, one byte per record.
+        const BLOCK_RECORDS: usize = 1 << 20;
         let mut error = None;
-        let blocks = (0..dataset.len()).step_by(BLOCK);
+        let blocks = (0..dataset.len()).step_by(BLOCK_RECORDS);
         let numbers = blocks.flat_map(|start| {
-            let block = start..dataset.len().min(start.saturating_add(BLOCK));
+            let block = start..dataset.len().min(start.saturating_add(BLOCK_RECORDS));
             let kept: Result<Vec<bool>> = match error {
-                // The first block that failed was the last one.
+                // After an error no further records are read.
                 Some(_) => Ok(Vec::new()),
                 None => block
                     .into_par_iter()
@@ -197,33 +192,33 @@ impl<D: Dataset> Selection<D> {
             let kept = kept.into_iter().enumerate();
             kept.filter_map(move |(at, kept)| kept.then_some(start + at))
         });
-        let places = Rising::new(numbers);
+        let indices = SortedIndices::new(numbers);
         match error {
             Some(error) => Err(error),
-            None => Ok(Self::listed(dataset, places)),
+            None => Ok(Self::listed(dataset, indices)),
         }
     }
 }
 
-// Permutations of one seed for different ends are different ones.
+// Shuffles and splits under the same seed use different permutations, and neither one of an epoch.
 const SHUFFLE: u64 = 1 << 62;
 const SPLIT: u64 = 1 << 63;
 
 impl<D> Selection<D> {
-    /// What it is a selection of.
+    /// Returns the dataset that the records are selected from.
     pub fn dataset(&self) -> &D {
         &self.dataset
     }
 
-    /// Which record of the dataset its record `index` is.
-    pub fn place(&self, index: usize) -> Option<usize> {
+    /// Returns the index in the dataset of the selection's record `index`; `None` if there is no such record.
+    pub fn source_index(&self, index: usize) -> Option<usize> {
         if index >= self.len {
             return None;
         }
-        match &self.which {
-            Which::Every { start, step } => Some(start + index * step),
-            Which::Shuffled { order, start } => Some(order.apply(start + index)),
-            Which::Listed(places) => places.get(index),
+        match &self.indices {
+            Indices::Every { start, step } => Some(start + index * step),
+            Indices::Shuffled { order, start } => Some(order.apply(start + index)),
+            Indices::Listed(indices) => indices.get(index),
         }
     }
 }
@@ -236,11 +231,11 @@ impl<D: Dataset> Dataset for Selection<D> {
     }
 
     fn get(&self, index: usize) -> Result<D::Item> {
-        let place = self.place(index).ok_or(Error::NoSuchRecord {
+        let source = self.source_index(index).ok_or(Error::NoSuchRecord {
             index,
             len: self.len,
         })?;
-        self.dataset.get(place)
+        self.dataset.get(source)
     }
 }
 
@@ -249,14 +244,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_filter_keeps_takes_at_most_two_bytes_a_record() {
+    fn a_filtered_record_takes_at_most_two_bytes() {
         for keep in [1, 2, 5, 100, 1000] {
-            let rising = Rising::new((0..1_000_000).filter(|i| i % keep == 0));
-            let bytes = rising.bytes() as f64 / rising.len() as f64;
+            let sorted = SortedIndices::new((0..1_000_000).filter(|i| i % keep == 0));
+            let bytes = sorted.bytes() as f64 / sorted.len() as f64;
             assert!(bytes <= 2.0, "{bytes} bytes for one in {keep}");
             assert_eq!(
-                rising.get(rising.len() - 1),
-                Some((rising.len() - 1) * keep)
+                sorted.get(sorted.len() - 1),
+                Some((sorted.len() - 1) * keep)
             );
         }
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use overdrive_datasets::{
     DataLoader, DataLoaderOptions, Dataset, Error, ErrorPolicy, LengthGroupedBatches, LoaderState,
-    Result, Shard, TokenBudgetBatches, TokenBudgetOptions,
+    RecordNumber, Result, Shard, TokenBudgetBatches, TokenBudgetOptions,
 };
 use proptest::prelude::*;
 
@@ -42,9 +42,9 @@ impl Dataset for Numbers {
             std::thread::sleep(Duration::from_millis(2));
         }
         if self.broken.contains(&index) {
-            return Err(Error::UnreadableRecord {
+            return Err(Error::InvalidRecord {
                 path: "numbers".into(),
-                record: index,
+                number: RecordNumber::Record(index),
                 offset: 8 * index as u64,
                 problem: "it is broken".to_owned(),
             });
@@ -104,7 +104,7 @@ proptest! {
     }
 
     #[test]
-    fn a_loader_that_stops_and_goes_on_gives_what_one_gives_that_does_not(
+    fn a_resumed_loader_returns_the_batches_of_one_that_did_not_stop(
         len in 1_usize..80, batch_size in 1_usize..6, stop in 0_usize..60, workers in 0_usize..3, kind in 0_usize..3,
     ) {
         let make = |num_workers| {
@@ -140,7 +140,7 @@ proptest! {
 }
 
 #[test]
-fn an_iterator_that_is_dropped_goes_on_where_it_was() {
+fn an_epoch_continues_after_an_iterator_that_was_dropped() {
     let mut loader = DataLoader::new(Numbers::new(10), options(3, 2)).unwrap();
     assert_eq!(loader.epoch().next().unwrap().unwrap(), [0, 1, 2]);
     assert_eq!(
@@ -176,11 +176,16 @@ fn an_iterator_that_is_dropped_goes_on_where_it_was() {
             next_batch: 5,
         })
         .unwrap_err();
-    assert!(error.to_string().contains("5 of 4 batches"), "{error}");
+    assert!(
+        error
+            .to_string()
+            .contains("`state.next_batch` is 5; it must be at most 4, the batches of the epoch"),
+        "{error}"
+    );
 }
 
 #[test]
-fn an_error_stands_in_the_place_of_its_batch() {
+fn an_error_is_returned_at_the_position_of_its_batch() {
     for workers in [0, 1, 3] {
         let numbers = Numbers {
             broken: vec![4],
@@ -203,7 +208,7 @@ fn an_error_stands_in_the_place_of_its_batch() {
 }
 
 #[test]
-fn broken_records_are_skipped_or_replaced_and_counted() {
+fn invalid_records_are_skipped_or_replaced_and_counted() {
     let run = |on_error, num_workers, broken: &[usize]| {
         let numbers = Numbers {
             broken: broken.to_vec(),
@@ -247,7 +252,7 @@ fn broken_records_are_skipped_or_replaced_and_counted() {
 }
 
 #[test]
-fn what_is_not_about_a_record_is_an_error_under_every_policy() {
+fn an_error_that_is_not_about_a_record_is_returned_under_every_policy() {
     struct Failing;
     impl Dataset for Failing {
         type Item = ();

@@ -2,7 +2,7 @@
 
 use crate::common::{text, tokenizer};
 use overdrive_datasets::{
-    BuildOptions, Corpus, CorpusOptions, DatasetExt, Error, JsonOptions, JsonRecords,
+    BuildOptions, Corpus, CorpusOptions, DatasetExt, Error, JsonOptions, JsonRecords, RecordNumber,
     build_dataset_tokens, build_dataset_tokens_to, build_tokens_to,
 };
 use serde_json::{Value, json};
@@ -24,7 +24,7 @@ fn the_tokens_are_those_of_the_corpus_for_any_number_of_threads() {
         .collect();
     std::fs::write(&path, lines).unwrap();
     let options = |threads| BuildOptions {
-        max_piece_bytes: 500,
+        max_chunk_bytes: 500,
         threads: Some(threads),
         progress: false,
         ..BuildOptions::default()
@@ -81,7 +81,13 @@ fn a_record_that_cannot_be_read_leaves_no_store() {
         };
         let error = build_dataset_tokens_to(&store, &texts, &tokenizer(), &options).unwrap_err();
         assert!(
-            matches!(error, Error::UnreadableRecord { record: 2000, .. }),
+            matches!(
+                error,
+                Error::InvalidRecord {
+                    number: RecordNumber::Record(2000),
+                    ..
+                }
+            ),
             "{error}"
         );
         assert!(!store.exists());

@@ -128,10 +128,7 @@ fn sizes_and_deviations_are_checked() {
     };
     assert!(matches!(
         open(none),
-        Err(Error::InvalidOption {
-            option: "height, width",
-            ..
-        })
+        Err(Error::Common(overdrive_core::Error::InvalidOption { option, .. })) if option == "height"
     ));
     let zero = ImageOptions {
         std: [1.0, 0.0, 1.0],
@@ -139,6 +136,6 @@ fn sizes_and_deviations_are_checked() {
     };
     assert!(matches!(
         open(zero),
-        Err(Error::InvalidOption { option: "std", .. })
+        Err(Error::Common(overdrive_core::Error::InvalidOption { option, .. })) if option == "std"
     ));
 }

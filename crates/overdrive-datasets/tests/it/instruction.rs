@@ -83,7 +83,7 @@ fn encoded(encoder: &InstructionEncoder, json: &Value) -> (String, String) {
 }
 
 #[test]
-fn a_prompt_is_not_learned_and_the_end_of_its_answer_is() {
+fn a_prompt_is_ignored_by_the_loss_and_the_end_of_its_answer_is_not() {
     let encoder = encoder(EncodeOptions::default());
     let (all, learned) = encoded(
         &encoder,
@@ -97,7 +97,7 @@ fn a_prompt_is_not_learned_and_the_end_of_its_answer_is() {
 }
 
 #[test]
-fn a_token_with_a_byte_of_the_answer_is_learned() {
+fn a_token_with_a_byte_of_the_answer_enters_the_loss() {
     let encoder = encoder(EncodeOptions::default());
     // Some of these are cut inside a token; whatever the tokens are, no letter of the answer is left
     // unlearned.
@@ -115,7 +115,7 @@ fn a_token_with_a_byte_of_the_answer_is_learned() {
 }
 
 #[test]
-fn prompts_are_learned_too_where_that_is_asked_for() {
+fn prompts_enter_the_loss_if_the_option_says_so() {
     let options = EncodeOptions {
         completion_only_loss: false,
         assistant_only_loss: false,
@@ -135,7 +135,7 @@ fn prompts_are_learned_too_where_that_is_asked_for() {
 }
 
 #[test]
-fn a_text_is_learned_as_a_whole() {
+fn every_token_of_a_text_enters_the_loss() {
     let (all, learned) = encoded(
         &encoder(EncodeOptions::default()),
         &json!({"text": "fn main() {}"}),
@@ -161,7 +161,7 @@ fn alpaca_records_are_written_with_alpacas_prompt() {
 }
 
 #[test]
-fn a_prompt_template_and_a_system_text_stand_around_the_prompt() {
+fn the_prompt_is_written_with_the_prompt_template_and_the_system_prompt() {
     let encoder = encoder(EncodeOptions {
         prompt_template: "Q: {prompt}\nA: ".to_owned(),
         ..EncodeOptions::default()
@@ -175,7 +175,7 @@ fn a_prompt_template_and_a_system_text_stand_around_the_prompt() {
 }
 
 #[test]
-fn a_conversation_without_a_template_learns_every_answer_and_its_end() {
+fn without_a_template_every_answer_of_a_conversation_and_its_end_enter_the_loss() {
     let encoder = encoder(EncodeOptions::default());
     let (all, learned) = encoded(
         &encoder,
@@ -194,7 +194,7 @@ fn a_conversation_without_a_template_learns_every_answer_and_its_end() {
 }
 
 #[test]
-fn answers_are_found_by_rendering_prefixes_where_a_template_marks_nothing() {
+fn answers_are_found_by_rendering_prefixes_if_a_template_marks_none() {
     let encoder = with_tags(false, EncodeOptions::default());
     let turns = json!([
         {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
@@ -244,7 +244,7 @@ fn a_template_that_rewrites_earlier_answers_is_refused_with_ways_out() {
 }
 
 #[test]
-fn what_a_model_is_asked_is_the_text_before_the_last_answer() {
+fn the_prompt_is_the_text_before_the_last_answer() {
     let encoder = encoder(EncodeOptions {
         completion_only_loss: false,
         ..EncodeOptions::default()
@@ -278,7 +278,7 @@ fn open(path: &Path, options: EncodeOptions) -> InstructionDataset {
 }
 
 #[test]
-fn a_broken_record_is_told_with_its_place_or_counted() {
+fn an_invalid_record_is_an_error_with_its_position_or_counted() {
     let dir = tempfile::tempdir().unwrap();
     let good = lines(&[3, 4]);
     let all = [
@@ -296,9 +296,9 @@ fn a_broken_record_is_told_with_its_place_or_counted() {
         InstructionDataset::open([&path], encoder(EncodeOptions::default()), options)
     };
     let error = open(OnBadRecord::Stop).unwrap_err().to_string();
-    let place = format!("data.jsonl, line 2 (byte {})", good[0].len() + 1);
+    let position = format!("data.jsonl, line 2 (byte {})", good[0].len() + 1);
     assert!(
-        error.contains(&place) && error.contains("neither `response`"),
+        error.contains(&position) && error.contains("neither `response`"),
         "{error}"
     );
 
@@ -307,11 +307,11 @@ fn a_broken_record_is_told_with_its_place_or_counted() {
         (data.len(), data.report().broken, data.report().records),
         (2, 2, 4)
     );
-    assert!(data.report().to_string().contains(&place));
+    assert!(data.report().to_string().contains(&position));
 }
 
 #[test]
-fn what_is_too_long_is_cut_and_what_has_no_answer_left_is_counted() {
+fn long_records_are_truncated_and_those_without_an_answer_counted() {
     let dir = tempfile::tempdir().unwrap();
     let long_prompt = json!({"prompt": "0123456789 ".repeat(20), "response": "x"}).to_string();
     let empty = json!({"messages": [{"role": "user", "content": "a"}]}).to_string();
@@ -353,7 +353,10 @@ fn data_without_an_answer_is_an_error() {
     let error = InstructionDataset::open([&path], encoder, InstructionOptions::default())
         .unwrap_err()
         .to_string();
-    assert!(error.starts_with("nothing to learn from in"), "{error}");
+    assert!(
+        error.contains("0 of 0 records") && error.starts_with("no data found in "),
+        "{error}"
+    );
 }
 
 #[test]

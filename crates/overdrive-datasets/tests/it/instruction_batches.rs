@@ -206,7 +206,7 @@ proptest! {
 }
 
 #[test]
-fn orders_change_with_the_pass_and_are_taken_up_where_they_stopped() {
+fn orders_change_with_the_pass_and_resume_where_they_stopped() {
     let dir = tempfile::tempdir().unwrap();
     let data = open(dir.path(), &[4; 30], 1024);
     let whole = |batch: overdrive_datasets::Result<Batch>| {

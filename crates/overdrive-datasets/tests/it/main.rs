@@ -9,19 +9,21 @@
 mod common;
 
 mod bpe;
-mod build;
+mod build_tokens;
+mod compressed_files;
+mod corpus;
 mod data_loader;
 mod dataset_tokens;
 #[cfg(feature = "tch")]
 mod device_loader;
 #[cfg(feature = "image")]
 mod image_captions;
+mod index_files;
 mod instruction;
 #[cfg(feature = "tch")]
 mod instruction_batches;
-mod lazy_records;
-mod packed;
 mod packing;
+mod record_files;
 mod sampling;
 #[cfg(feature = "speech")]
 mod speech;

@@ -129,7 +129,7 @@ fn the_manifests_of_common_voice_nemo_and_audiofolder_open_as_they_are() {
 }
 
 #[test]
-fn an_offset_and_a_duration_are_a_part_of_the_file() {
+fn an_offset_and_a_duration_select_an_excerpt_of_the_file() {
     let dir = tempfile::tempdir().unwrap();
     let options = SpeechOptions {
         sampling_rate: 22_050,
@@ -149,16 +149,16 @@ fn an_offset_and_a_duration_are_a_part_of_the_file() {
     let flac = speech.get(5).unwrap().samples;
     assert_eq!(speech.get(2).unwrap().samples, flac[5513..]);
     let error = speech.get(3).unwrap_err().to_string();
-    assert!(error.contains("there is no sound behind 0.5 s"), "{error}");
+    assert!(error.contains("there is no audio after 0.5 s"), "{error}");
     let error = speech.get(4).unwrap_err().to_string();
     assert!(
-        error.contains("\"offset\" is no number of seconds"),
+        error.contains("\"offset\" is not a number of seconds"),
         "{error}"
     );
 }
 
 #[test]
-fn clips_outside_the_bounds_are_left_out_by_their_rows_or_their_headers() {
+fn clips_outside_the_bounds_are_left_out_by_row_or_header() {
     let dir = tempfile::tempdir().unwrap();
     // 0.3 s and 0.276 s; the third says what it is itself, the fourth is not there.
     let manifest = r#"{"path": "pcm16.wav", "text": "a"}
@@ -186,7 +186,7 @@ fn clips_outside_the_bounds_are_left_out_by_their_rows_or_their_headers() {
 }
 
 #[test]
-fn sound_that_is_missing_or_damaged_is_an_error_of_its_row() {
+fn missing_or_damaged_audio_is_an_error_of_its_row() {
     let dir = tempfile::tempdir().unwrap();
     let bytes = |name: &str| std::fs::read(fixture(&format!("speech/{name}"))).unwrap();
     let (wav, flac, mp3) = (bytes("pcm16.wav"), bytes("clip.flac"), bytes("clip.mp3"));
@@ -219,9 +219,9 @@ fn sound_that_is_missing_or_damaged_is_an_error_of_its_row() {
             "{text}"
         );
         let problem = if index == 7 {
-            "the path of its sound is empty"
+            "the path of its audio file is empty"
         } else {
-            "the sound "
+            "the audio file "
         };
         assert!(text.contains(problem), "{text}");
     }
@@ -242,7 +242,7 @@ fn sound_that_is_missing_or_damaged_is_an_error_of_its_row() {
 }
 
 #[test]
-fn damaged_sound_gives_errors_and_no_panics_and_no_end_of_memory() {
+fn damaged_audio_gives_errors_without_panics_or_unbounded_memory() {
     let dir = tempfile::tempdir().unwrap();
     let mut errors = 0;
     for name in ["pcm16.wav", "clip.flac", "clip.ogg", "clip.mp3"] {
@@ -292,7 +292,7 @@ fn options_are_checked() {
     let refused = |options, expected: &str| {
         let error = open(options).unwrap_err();
         assert!(
-            matches!(error, Error::InvalidOption { option, .. } if option == expected),
+            matches!(&error, Error::Common(overdrive_core::Error::InvalidOption { option, .. }) if option == expected),
             "{error}"
         );
     };

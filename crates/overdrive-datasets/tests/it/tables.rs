@@ -27,7 +27,7 @@ fn expected() -> Vec<Value> {
 }
 
 #[test]
-fn every_row_of_every_format_is_what_was_written() {
+fn every_row_of_every_format_has_the_written_values() {
     let expected = expected();
     for name in FILES {
         let rows = table(name);
@@ -54,7 +54,7 @@ fn every_row_of_every_format_is_what_was_written() {
 }
 
 #[test]
-fn rows_become_structs_and_what_does_not_fit_says_which_row() {
+fn rows_become_structs_and_one_that_does_not_fit_is_an_error_with_its_number() {
     #[derive(serde::Deserialize)]
     struct Row {
         id: u32,
@@ -115,7 +115,7 @@ fn files_follow_one_another_and_workers_share_them() {
 }
 
 #[test]
-fn columns_come_as_they_are() {
+fn columns_are_returned_unconverted() {
     let rows = table("file.arrow");
     let (batch, row) = rows.batch(200).unwrap();
     assert_eq!((batch.num_rows(), row), (130, 70));
@@ -137,7 +137,7 @@ fn other_files_are_refused() {
     assert!(open(b"").contains("neither Parquet nor Arrow"));
     assert!(open(b"id,text\n1,one\n").contains("neither Parquet nor Arrow"));
     let bytes = std::fs::read(fixture("tables/none.parquet")).unwrap();
-    assert!(open(&bytes[..bytes.len() / 2]).contains("is not what it should be"));
+    assert!(open(&bytes[..bytes.len() / 2]).contains("cannot be read: "));
     let bytes = std::fs::read(fixture("tables/stream.arrow")).unwrap();
     assert!(open(&bytes[..bytes.len() / 2]).contains("the file ends within the message"));
 }
@@ -146,7 +146,7 @@ proptest! {
     #![proptest_config(cases(64))]
 
     #[test]
-    fn no_change_of_the_bytes_makes_it_panic(
+    fn changed_bytes_never_cause_a_panic(
         name in prop::sample::select(FILES.to_vec()),
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
         tail in any::<bool>(),

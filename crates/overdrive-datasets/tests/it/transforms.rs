@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use overdrive_datasets::{
-    CacheOptions, Dataset, DatasetExt, Error, ErrorPolicy, Exhausted, Interleave, MapCache, Result,
-    Sha256Digest,
+    CacheOptions, Dataset, DatasetExt, Error, ErrorPolicy, Exhausted, Interleave, MapCache,
+    RecordNumber, Result, Sha256Digest,
 };
 use proptest::prelude::*;
 
@@ -34,9 +34,9 @@ impl Dataset for Numbers {
     fn get(&self, index: usize) -> Result<usize> {
         let number = self.first + index;
         if index >= self.len || self.broken && number.is_multiple_of(100) {
-            return Err(Error::UnreadableRecord {
+            return Err(Error::InvalidRecord {
                 path: "numbers".into(),
-                record: index,
+                number: RecordNumber::Record(index),
                 offset: 0,
                 problem: "it cannot be read".to_owned(),
             });
@@ -56,7 +56,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn parts_of_a_dataset_hold_each_record_once(
+    fn the_shards_of_a_dataset_have_each_record_once(
         len in 0_usize..300, count in 1_usize..7, at in 0_usize..400, share in 0.0_f64..=1.0, seed in any::<u64>(),
     ) {
         let whole: Vec<usize> = (0..len).collect();
@@ -85,7 +85,7 @@ proptest! {
     }
 
     #[test]
-    fn a_mixture_has_the_shares_and_the_order_of_its_parts(
+    fn a_mixture_has_the_weights_and_the_orders_of_its_datasets(
         lens in prop::collection::vec(1_usize..40_000, 1..4), weights in prop::collection::vec(0.1_f64..10.0, 3), seed in any::<u64>(),
     ) {
         let datasets: Vec<Numbers> = lens
@@ -153,7 +153,7 @@ fn other_seeds_are_other_splits_and_the_same_seed_the_same() {
 }
 
 #[test]
-fn a_record_that_cannot_be_read_stops_a_filter_and_follows_the_policy_elsewhere() {
+fn an_unreadable_record_stops_a_filter_and_follows_the_policy_elsewhere() {
     let broken = Numbers {
         first: 1,
         len: 250,
@@ -185,7 +185,7 @@ fn mixtures_of_nothing_or_with_odd_weights_are_errors() {
     let error = mix(vec![numbers(1), numbers(0)], &[1.0, 1.0])
         .unwrap_err()
         .to_string();
-    assert!(error.contains("number 1, which is empty"), "{error}");
+    assert!(error.contains("dataset 1 is empty"), "{error}");
     for weights in [
         &[1.0][..],
         &[1.0, 0.0],
@@ -269,7 +269,7 @@ fn a_cached_map_computes_once_for_each_input_name_and_version() {
 }
 
 #[test]
-fn a_cached_map_that_fails_keeps_nothing_and_one_of_other_data_is_noticed() {
+fn a_cached_map_that_fails_keeps_nothing_and_one_of_other_data_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let options = CacheOptions {
         folder: Some(dir.path().to_owned()),

@@ -36,7 +36,7 @@ fn samples_of_all_formats_of_tar_come_back() {
 }
 
 #[test]
-fn what_a_sample_does_not_have_is_an_error_that_names_what_it_has() {
+fn a_missing_file_of_a_sample_is_an_error_that_names_the_others() {
     let samples = WebDataset::open([fixture("shard_pax.tar")], &IndexOptions::default()).unwrap();
     let sample = samples.get(1).unwrap();
     assert_eq!(sample.get("png"), None);
@@ -44,7 +44,7 @@ fn what_a_sample_does_not_have_is_an_error_that_names_what_it_has() {
     assert!(error.is_about_record());
     let text = error.to_string();
     assert!(
-        text.ends_with("the sample train/0001: there is none; the sample has txt, json, seg.bin"),
+        text.ends_with("the sample train/0001: it is missing; the sample has txt, json, seg.bin"),
         "{text}"
     );
     assert!(
@@ -58,7 +58,7 @@ fn what_a_sample_does_not_have_is_an_error_that_names_what_it_has() {
 }
 
 #[test]
-fn archives_that_are_cut_short_or_damaged_are_refused_with_the_place() {
+fn truncated_and_damaged_archives_are_refused_with_the_offset() {
     let bytes = std::fs::read(fixture("shard_gnu.tar")).unwrap();
     let error = open(&bytes[..700]).unwrap_err().to_string();
     assert!(
@@ -93,7 +93,7 @@ proptest! {
     #![proptest_config(cases(96))]
 
     #[test]
-    fn no_change_of_the_bytes_makes_it_panic(
+    fn changed_bytes_never_cause_a_panic(
         format in prop::sample::select(vec!["ustar", "gnu", "pax"]),
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
         cut in any::<prop::sample::Index>(),

@@ -160,7 +160,7 @@ proptest! {
             }
             Err(error) => {
                 prop_assert!(tokens as usize <= context);
-                let too_few = matches!(error, Error::TooFewTokens { .. });
+                let too_few = matches!(error, Error::TooFew { unit: "tokens", .. });
                 prop_assert!(too_few);
             }
         }
@@ -274,7 +274,7 @@ fn the_share_of_validation_is_that_of_the_documents() {
 }
 
 #[test]
-fn one_document_is_split_by_position_and_only_so() {
+fn one_document_can_be_split_by_position_only() {
     let dir = tempfile::tempdir().unwrap();
     let all = counting_view(dir.path(), 100);
     let by = |by| {
@@ -321,13 +321,12 @@ fn options_outside_their_range_are_refused_by_name() {
     let text = |error: Error| error.to_string();
     assert_eq!(
         text(RandomWindows::new(view.clone(), 10, 0).unwrap_err()),
-        "10 tokens are too few for a window of 10 and its next-token labels (11 needed); give more \
-         text or a shorter context"
+        "10 tokens are too few, at least 11 are needed; give more text or a shorter context"
     );
     for context in [0, 1] {
         let error = text(RandomWindows::new(view.clone(), context, 0).unwrap_err());
         assert!(
-            error.starts_with(&format!("context = {context}")),
+            error.starts_with(&format!("`context` is {context}; it must be at least 2")),
             "{error}"
         );
     }
@@ -337,14 +336,14 @@ fn options_outside_their_range_are_refused_by_name() {
                 batch_size: 0,
                 ..Default::default()
             },
-            "batch_size = 0",
+            "`batch_size` is 0; it must be positive",
         ),
         (
             DataLoaderOptions {
                 world_size: 0,
                 ..Default::default()
             },
-            "rank = 0 of world_size 0",
+            "`rank` is 0; it must be below `world_size`, 0",
         ),
         (
             DataLoaderOptions {
@@ -352,19 +351,22 @@ fn options_outside_their_range_are_refused_by_name() {
                 world_size: 2,
                 ..Default::default()
             },
-            "rank = 2",
+            "`rank` is 2; it must be below `world_size`, 2",
         ),
     ] {
         let error = text(DataLoader::new(windows.clone(), options).unwrap_err());
         assert!(error.starts_with(name), "{error}");
     }
-    assert!(text(ConsecutiveBatches::new(0, 1).unwrap_err()).starts_with("batch_size = 0"));
+    assert!(
+        text(ConsecutiveBatches::new(0, 1).unwrap_err())
+            .starts_with("`batch_size` is 0; it must be positive")
+    );
     for fraction in [0.0, 1.0, -0.1, f64::NAN] {
         let options = SplitOptions {
             validation_fraction: fraction,
             ..Default::default()
         };
-        assert!(text(view.split(&options).unwrap_err()).starts_with("validation_fraction"));
+        assert!(text(view.split(&options).unwrap_err()).starts_with("`validation_fraction` is "));
     }
 }
 

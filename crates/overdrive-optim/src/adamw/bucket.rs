@@ -1,4 +1,4 @@
-//! The parameters that one kernel call updates together, and the two ways to update them.
+//! Buckets: the parameters that one kernel call updates together, and the fused and the plain update.
 
 use overdrive_sys::op::{Value, call};
 use tch::{Device, Kind, Tensor};
@@ -7,20 +7,21 @@ use super::config::AdamWConfig;
 use crate::checks::same_layout;
 use crate::{GradScaling, Result};
 
-/// Running averages of one parameter.
+/// The running averages of one parameter.
 #[derive(Debug)]
 pub(super) struct Moments {
-    /// Steps taken, a float32 scalar as in torch: on the parameter's device for the fused kernel,
-    /// which counts skipped steps back without the host, else on the CPU.
+    /// The number of steps, a float32 scalar as in PyTorch: on the parameter's device for the fused
+    /// kernel, which uncounts skipped steps without the host, else on the CPU.
     pub(super) step: Tensor,
     pub(super) exp_avg: Tensor,
     pub(super) exp_avg_sq: Tensor,
     pub(super) max_exp_avg_sq: Option<Tensor>,
-    /// The parameter in float32, where it is not itself and the optimizer keeps one.
+    /// The float32 copy of the parameter, if the optimizer has master weights and the parameter is not
+    /// float32.
     pub(super) master: Option<Tensor>,
 }
 
-/// Numbers of one update.
+/// The hyper-parameters of one update.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Update<'a> {
     pub(super) config: &'a AdamWConfig,
@@ -28,19 +29,19 @@ pub(super) struct Update<'a> {
     pub(super) weight_decay: f64,
 }
 
-/// Handles of parameters that share group, device, kind and implementation, kept between steps
-/// so that a step clones nothing but the gradients' handles.
+/// Handles of parameters that share group, device, dtype and implementation. They are kept between steps,
+/// so that a step clones only the handles of gradients.
 #[derive(Debug)]
 pub(super) struct Bucket {
     pub(super) group: usize,
     pub(super) device: Device,
     pub(super) kind: Kind,
     pub(super) fused: bool,
-    /// Positions in the optimizer's list of parameters.
+    /// The positions in the optimizer's list of parameters.
     pub(super) members: Vec<usize>,
-    /// What the update goes into: the parameters, or their masters.
+    /// The tensors that are updated: the parameters, or their masters.
     parameters: Vec<Tensor>,
-    /// The parameters of which `parameters` are the masters; else empty.
+    /// The parameters whose masters are in `parameters`; empty without masters.
     rounded: Vec<Tensor>,
     elements: usize,
     exp_avgs: Vec<Tensor>,
@@ -82,14 +83,15 @@ impl Bucket {
         self.steps.push(moments.step.shallow_clone());
     }
 
-    /// Whether the bucket takes no more: gradients of parameters with masters are widened, and the
-    /// copies of a bucket live at the same time.
+    /// Returns `true` if the bucket is full. Gradients of parameters with masters are widened, and the
+    /// copies of a bucket live at the same time, so its size is limited.
     pub(super) fn is_full(&self) -> bool {
+        // 64 MiB of float32 copies.
         const MAX_WIDENED: usize = 1 << 24;
         !self.rounded.is_empty() && self.elements >= MAX_WIDENED
     }
 
-    /// Whether a parameter was given other memory with a layout that the kernel would walk wrongly.
+    /// Returns `true` if a parameter was given other memory with a layout that the kernel would read wrongly.
     pub(super) fn is_stale(&self) -> bool {
         let of_model = if self.rounded.is_empty() {
             &self.parameters
@@ -103,13 +105,14 @@ impl Bucket {
                 .any(|(parameter, exp_avg)| !same_layout(parameter, exp_avg))
     }
 
-    /// Applies `gradients`, one a member. The caller has switched gradient recording off.
+    /// Applies `gradients`, one per parameter. The caller has disabled gradient recording.
     pub(super) fn update(
         &self,
         update: Update<'_>,
         mut gradients: Vec<Tensor>,
         scaling: Option<&GradScaling<'_>>,
     ) -> Result<()> {
+        // Averages of masters are float32, and the kernel needs one dtype.
         if !self.rounded.is_empty() {
             for gradient in &mut gradients {
                 *gradient = gradient.f_to_kind(Kind::Float)?;
@@ -137,7 +140,7 @@ impl Bucket {
         mut gradients: Vec<Tensor>,
         scaling: Option<&GradScaling<'_>>,
     ) -> Result<()> {
-        // The CPU kernel walks raw memory and does not look at strides.
+        // The CPU kernel ignores strides and pairs elements by their offsets in memory.
         for (gradient, parameter) in gradients.iter_mut().zip(&self.parameters) {
             if !same_layout(gradient, parameter) {
                 let mut copy = parameter.f_empty_like()?;
@@ -150,12 +153,13 @@ impl Bucket {
             .and_then(|s| s.grad_scale)
             .map(on_device)
             .transpose()?;
-        // The kernel compares with 1, and flags of several devices may have been added up.
+        // The kernel compares with 1, but flags of several devices may have been summed.
         let found_inf = scaling
             .map(|s| -> Result<Tensor> { Ok(on_device(s.found_inf)?.f_clamp_max(1.0)?) })
             .transpose()?;
 
         let config = update.config;
+        // The kernel does not count steps itself.
         call(
             "aten::_foreach_add_",
             "Scalar",
@@ -182,7 +186,7 @@ impl Bucket {
                 found_inf.as_ref().map_or(Value::None, Value::Tensor),
             ],
         )?;
-        // A skipped step is no step: its count is taken back on the device.
+        // A skipped step does not count: the count is decremented on the device.
         if let Some(found_inf) = found_inf {
             let each: Vec<Tensor> = self
                 .steps
@@ -245,6 +249,7 @@ impl Bucket {
             };
             let _ = denominator.f_div_scalar_(bias_correction2.sqrt())?;
             let _ = denominator.f_add_scalar_(config.eps)?;
+            // The order of operations of torch's foreach path, so that results are bit-equal.
             let step_size = learning_rate / bias_correction1;
             ternary(
                 "aten::addcdiv_",
@@ -258,7 +263,7 @@ impl Bucket {
     }
 }
 
-/// `addcmul_` and `addcdiv_` with a factor, which tch does not bind.
+/// Calls `addcmul_` or `addcdiv_` with a factor, which tch does not bind.
 fn ternary(name: &str, out: &Tensor, a: &Tensor, b: &Tensor, factor: f64) -> Result<()> {
     let arguments = [
         Value::Tensor(out),

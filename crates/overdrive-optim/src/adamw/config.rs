@@ -1,49 +1,49 @@
-//! Options of AdamW.
+//! The options of AdamW.
 
 use serde::{Deserialize, Serialize};
 
 use crate::Result;
-use crate::checks::{check_betas, check_finite_from_zero};
+use crate::checks::check_adam_options;
 
-/// Which code applies the update.
+/// The code that applies the update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Implementation {
-    /// Fused where libtorch has the kernel (CPU, CUDA), else plain.
+    /// The fused kernel if libtorch has it for the device (CPU, CUDA), else plain. The default.
     #[default]
     Auto,
-    /// libtorch's fused kernel: one pass over memory a step. An error on other devices.
+    /// libtorch's fused kernel, one pass over memory per step. An error on other devices.
     Fused,
-    /// About ten elementwise operations for each parameter. Any device; the reference.
+    /// About ten elementwise operations per parameter, on any device; the reference implementation.
     Plain,
 }
 
-/// Options of [`AdamW`](crate::AdamW). Defaults are those of `torch.optim.AdamW`.
+/// The options of [`AdamW`](crate::AdamW). The defaults are those of `torch.optim.AdamW`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdamWConfig {
-    /// Learning rate of groups that set none. Default 1e-3.
+    /// The learning rate of groups that set none. Default: 1e-3.
     pub learning_rate: f64,
-    /// Decay of the running averages of the gradient and its square, each in [0, 1).
-    /// Default (0.9, 0.999).
+    /// The decay rates of the running averages of the gradient and its square, each in [0, 1). Default:
+    /// (0.9, 0.999).
     pub betas: (f64, f64),
-    /// Added to the denominator. Default 1e-8.
+    /// The term added to the denominator. Default: 1e-8.
     pub eps: f64,
-    /// Decoupled weight decay of groups that set none: a step multiplies the parameter by
-    /// `1 - learning_rate * weight_decay`. Default 1e-2.
+    /// The decoupled weight decay of groups that set none: a step multiplies the parameter by
+    /// `1 - learning_rate * weight_decay`. Default: 1e-2.
     pub weight_decay: f64,
-    /// Divides by the largest average of squares seen so far (Reddi et al. 2018). Costs one more
-    /// tensor a parameter. Default false.
+    /// If `true`, the update is divided by the maximum average of squares so far (Reddi et al. 2018),
+    /// which costs one more tensor per parameter. Default: `false`.
     pub amsgrad: bool,
-    /// Ascends instead of descends. Default false.
+    /// If `true`, the objective is maximized. Default: `false`.
     pub maximize: bool,
-    /// Keeps a float32 copy of float16 and bfloat16 parameters, and their averages in float32: the
-    /// update goes into the copy, the parameter is the copy rounded. Without it a change smaller than
-    /// half a unit in a bfloat16's last place (a 512th of the value) is lost. Costs 12 bytes a
-    /// parameter instead of 4. Default false.
+    /// If `true`, float16 and bfloat16 parameters have a float32 copy, and averages in float32: the
+    /// update goes into the copy, and the parameter is the rounded copy. Without it a change below half a
+    /// unit in the last place of a bfloat16 (a 512th of the value) is lost. Costs 12 bytes per parameter
+    /// instead of 4. Default: `false`.
     pub master_weights: bool,
-    /// Which code applies the update. Default [`Implementation::Auto`].
+    /// The code that applies the update. Default: [`Implementation::Auto`].
     pub implementation: Implementation,
 }
 
@@ -63,14 +63,11 @@ impl Default for AdamWConfig {
 }
 
 impl AdamWConfig {
-    /// Checks every option against its range.
+    /// Checks that every option is in its range.
     ///
     /// # Errors
-    /// [`crate::Error::InvalidOption`] naming the first option outside its range.
+    /// [`crate::Error::Common`] with the first option out of its range.
     pub fn validate(&self) -> Result<()> {
-        check_finite_from_zero("learning_rate", self.learning_rate)?;
-        check_finite_from_zero("weight_decay", self.weight_decay)?;
-        check_finite_from_zero("eps", self.eps)?;
-        check_betas(self.betas)
+        check_adam_options(self.learning_rate, self.weight_decay, self.eps, self.betas)
     }
 }

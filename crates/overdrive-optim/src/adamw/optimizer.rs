@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 use super::bucket::{Bucket, Moments, Update};
 use super::config::{AdamWConfig, Implementation};
 use crate::checks::{
-    Place, check_distinct, check_finite_from_zero, check_leaf, gradient_of, same_layout,
+    TensorSpec, check_distinct, check_leaf, check_rates, gradient_of, same_layout,
 };
 use crate::{Error, GradScaling, Optimizer, OptimizerId, ParamGroup, Result, StateDict};
 
@@ -21,15 +21,15 @@ use crate::{Error, GradScaling, Optimizer, OptimizerId, ParamGroup, Result, Stat
 /// θ ← θ - η / (1 - β₁ᵗ) · m / (√(v / (1 - β₂ᵗ)) + ε)
 /// ```
 ///
-/// Parameters without a gradient are left alone, also their step count; a parameter's state (two
-/// tensors of its shape, kind and device, three with `amsgrad`) is made when its first gradient
-/// is seen. Parameters in bfloat16 or float16 keep their state in the same kind, as torch's do, unless
-/// [`AdamWConfig::master_weights`] asks for float32 copies of both. A master is made from the parameter
-/// before its first step and wins over it from then on: load a model's weights before that, and an
-/// optimizer's state, which holds the masters, after.
+/// Parameters without a gradient, and their step counts, do not change. A parameter's state (two tensors
+/// of its shape, dtype and device, three with `amsgrad`) is created with its first gradient. The state of
+/// bfloat16 and float16 parameters has their dtype, as in PyTorch, unless [`AdamWConfig::master_weights`]
+/// requests float32 copies of both. A master is copied from the parameter before its first step and takes
+/// precedence from then on: load a model's weights before that, and an optimizer's state, which contains
+/// the masters, after.
 ///
-/// One step reads parameter, gradient and both averages and writes back all but the gradient:
-/// 28 bytes a float32 parameter, in one pass.
+/// One step reads parameter, gradient and both averages and writes all but the gradient: 28 bytes per float32
+/// parameter, in one pass.
 ///
 /// ```
 /// use overdrive_optim::{AdamW, AdamWConfig, Optimizer, decay_groups};
@@ -55,9 +55,9 @@ pub struct AdamW {
     pub(super) config: AdamWConfig,
     pub(super) groups: Vec<Group>,
     pub(super) parameters: Vec<Parameter>,
-    /// Kernel calls of the last step; valid while the same parameters have gradients.
+    /// The kernel calls of the last step; valid while the same parameters have gradients.
     buckets: Vec<Bucket>,
-    /// Positions of the parameters in `buckets`.
+    /// The positions of the parameters in `buckets`.
     active: Vec<usize>,
 }
 
@@ -77,11 +77,11 @@ pub(super) struct Parameter {
 }
 
 impl AdamW {
-    /// An optimizer over `groups`. Tensors are shared, not copied.
+    /// Returns an optimizer of the parameters in `groups`, which share memory with the model.
     ///
     /// # Errors
-    /// When an option is outside its range, a name or a group name comes twice, two names share
-    /// memory, or a parameter is no floating-point leaf.
+    /// An error if an option is out of its range, a name or a group name is not unique, two parameters
+    /// share memory, or a parameter is not a floating-point leaf.
     pub fn new(groups: Vec<ParamGroup>, config: AdamWConfig) -> Result<Self> {
         config.validate()?;
         let mut this = Self {
@@ -98,21 +98,19 @@ impl AdamW {
         Ok(this)
     }
 
-    /// Adds a group of parameters, for example layers that were frozen so far.
+    /// Adds a group of parameters, for example layers that were frozen before.
     ///
     /// # Errors
-    /// As for [`new`](Self::new); nothing is added then.
+    /// As [`new`](Self::new); nothing is added then.
     pub fn add_group(&mut self, group: ParamGroup) -> Result<()> {
         let learning_rate = group.learning_rate.unwrap_or(self.config.learning_rate);
         let weight_decay = group.weight_decay.unwrap_or(self.config.weight_decay);
-        check_finite_from_zero("learning_rate", learning_rate)?;
-        check_finite_from_zero("weight_decay", weight_decay)?;
+        check_rates(learning_rate, weight_decay)?;
         if self.groups.iter().any(|other| other.name == group.name) {
-            return Err(Error::InvalidOption {
-                option: "ParamGroup::name",
-                value: group.name,
-                expected: "a name that no other group of this optimizer has",
-            });
+            let expected = "a name that no other group of this optimizer has";
+            return Err(
+                overdrive_core::Error::option("ParamGroup::name", group.name, expected).into(),
+            );
         }
         let index = self.groups.len();
         let added = group
@@ -139,25 +137,25 @@ impl AdamW {
         Ok(())
     }
 
-    /// The options this optimizer was made with, or loaded from a state.
+    /// Returns the options of this optimizer, or of the state that it loaded.
     #[must_use]
     pub fn config(&self) -> &AdamWConfig {
         &self.config
     }
 
-    /// Names of the groups, in the order of [`learning_rates`](Optimizer::learning_rates).
+    /// Returns the names of the groups, in the order of [`learning_rates`](Optimizer::learning_rates).
     pub fn group_names(&self) -> impl Iterator<Item = &str> {
         self.groups.iter().map(|group| group.name.as_str())
     }
 
-    /// The parameters with their names, as handles that share memory.
+    /// Returns the parameters with their names, as handles that share memory.
     pub fn named_parameters(&self) -> impl Iterator<Item = (&str, Tensor)> {
         self.parameters
             .iter()
             .map(|p| (p.name.as_str(), p.tensor.shallow_clone()))
     }
 
-    /// Bytes that running averages and masters take; 0 before the first step.
+    /// Returns the bytes of running averages and masters; 0 before the first step.
     #[must_use]
     pub fn state_bytes(&self) -> u64 {
         use crate::checks::bytes;
@@ -177,7 +175,7 @@ impl AdamW {
         self.uses_fused(parameter).map(|_| ())
     }
 
-    /// Whether the fused kernel updates this parameter.
+    /// Returns `true` if the fused kernel updates this parameter.
     fn uses_fused(&self, parameter: &Parameter) -> Result<bool> {
         let device = parameter.tensor.device();
         let has_kernel = matches!(device, Device::Cpu | Device::Cuda(_));
@@ -187,15 +185,15 @@ impl AdamW {
             Implementation::Fused if has_kernel => Ok(true),
             Implementation::Fused => Err(Error::NoFusedKernel {
                 name: parameter.name.clone(),
-                reason: format!("it lives on {device:?}, and only Cpu and Cuda have the kernel"),
+                reason: format!("it is on {device:?}, and only Cpu and Cuda have the kernel"),
             }),
         }
     }
 
-    /// New averages of zero for a parameter.
+    /// Returns new averages of zero for a parameter.
     pub(super) fn new_moments(&self, parameter: &Parameter) -> Result<Moments> {
         let tensor = &parameter.tensor;
-        // Its handle would stay in the buckets if the parameter recorded this.
+        // The buckets hold these handles, which must not be part of a graph.
         let _no_grad = tch::no_grad_guard();
         let step_device = if self.uses_fused(parameter)? {
             tensor.device()
@@ -221,30 +219,30 @@ impl AdamW {
         })
     }
 
-    /// The handles in the buckets are stale: a state was replaced.
+    /// Discards the buckets, whose handles are stale because a state was replaced.
     pub(super) fn forget_buckets(&mut self) {
         self.buckets.clear();
         self.active.clear();
     }
 
-    /// The gradients, checked; `None` for parameters without.
+    /// Returns the checked gradients; `None` for parameters without one.
     fn gradients(&self) -> Result<Vec<Option<Tensor>>> {
         let gradient = |parameter: &Parameter| {
             let Parameter { name, tensor, .. } = parameter;
-            let state = parameter.moments.as_ref().map(|moments| Place {
-                // With a master, the parameter's own kind is checked by the rounding.
+            let state = parameter.moments.as_ref().map(|moments| TensorSpec {
+                // With a master the dtypes of parameter and state differ.
                 kind: moments
                     .master
                     .as_ref()
                     .map_or(moments.exp_avg.kind(), |_| tensor.kind()),
-                ..Place::of(&moments.exp_avg)
+                ..TensorSpec::of(&moments.exp_avg)
             });
             gradient_of(name, tensor, state.as_ref())
         };
         self.parameters.iter().map(gradient).collect()
     }
 
-    /// Sorts the parameters that have gradients by kernel call.
+    /// Groups the parameters that have gradients by kernel call.
     fn plan(&mut self, active: Vec<usize>) -> Result<()> {
         self.forget_buckets();
         for &index in &active {
@@ -253,6 +251,7 @@ impl AdamW {
                 self.parameters[index].moments = Some(moments);
             }
         }
+        // A linear search is enough: there are few combinations of group, device and dtype.
         let mut buckets: Vec<Bucket> = Vec::new();
         for &index in &active {
             let parameter = &self.parameters[index];
@@ -261,7 +260,8 @@ impl AdamW {
             };
             let tensor = &parameter.tensor;
             let mut fused = self.uses_fused(parameter)?;
-            // zeros_like makes dense tensors; a parameter with holes cannot be walked as one.
+            // `zeros_like` returns dense tensors, so a parameter with gaps has other offsets than its
+            // averages.
             if fused && !same_layout(tensor, &moments.exp_avg) {
                 if self.config.implementation == Implementation::Fused {
                     return Err(Error::NoFusedKernel {
@@ -288,14 +288,16 @@ impl AdamW {
         Ok(())
     }
 
-    /// Returns false, without a change to parameters, if `scaling` is given and not all
-    /// parameters are on the fused path.
+    /// Returns `false` without changing parameters if `scaling` is given and not all parameters use the
+    /// fused kernel.
     fn apply(&mut self, scaling: Option<&GradScaling<'_>>) -> Result<bool> {
         let _no_grad = tch::no_grad_guard();
         let mut gradients = self.gradients()?;
         let active: Vec<usize> = (0..gradients.len())
             .filter(|&index| gradients[index].is_some())
             .collect();
+        // Planning clones the handles of all tensors; in most runs the same parameters have gradients in
+        // each step.
         if active != self.active || self.buckets.iter().any(Bucket::is_stale) {
             self.plan(active)?;
         }
@@ -374,7 +376,7 @@ impl Optimizer for AdamW {
         }
         learning_rates
             .iter()
-            .try_for_each(|&rate| check_finite_from_zero("learning_rate", rate))?;
+            .try_for_each(|&rate| overdrive_core::check_non_negative("learning_rate", rate))?;
         for (group, &learning_rate) in self.groups.iter_mut().zip(learning_rates) {
             group.learning_rate = learning_rate;
         }

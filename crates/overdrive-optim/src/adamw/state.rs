@@ -1,4 +1,4 @@
-//! AdamW's state to and from tensors by name.
+//! The conversion of AdamW's state to and from tensors by name.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use super::bucket::Moments;
 use super::optimizer::AdamW;
-use crate::stored::{GroupMetadata, check_groups, complain, key, mismatch};
+use crate::state_metadata::{GroupMetadata, check_empty, check_groups, key, mismatch};
 use crate::{Result, StateDict};
 
 const FORMAT_VERSION: u32 = 1;
@@ -17,7 +17,7 @@ const EXP_AVG_SQ: &str = "exp_avg_sq";
 const MAX_EXP_AVG_SQ: &str = "max_exp_avg_sq";
 const MASTER: &str = "master";
 
-/// What the state holds besides tensors.
+/// The part of the state besides tensors.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Metadata {
@@ -30,7 +30,7 @@ struct Metadata {
     #[serde(default)]
     master_weights: bool,
     groups: Vec<GroupMetadata>,
-    /// Parameters that have had no gradient yet.
+    /// The parameters that have not had a gradient yet.
     without_state: BTreeSet<String>,
 }
 
@@ -83,7 +83,7 @@ impl AdamW {
         check_groups(&self.groups_metadata(), &metadata.groups)?;
         self.check_tensors(&metadata, &state.tensors)?;
 
-        // Everything fits. The first change to self comes after the last thing that can fail.
+        // All tensors fit. `self` is changed only after the last call that can fail.
         let config = super::AdamWConfig {
             betas: metadata.betas,
             eps: metadata.eps,
@@ -168,11 +168,14 @@ impl AdamW {
                     parameter.tensor.size()
                 };
                 if tensor.size() != expected {
-                    misshapen.push(format!("{key} {:?}, expected {expected:?}", tensor.size()));
+                    misshapen.push(format!(
+                        "{key} has shape {:?} and must have {expected:?}",
+                        tensor.size()
+                    ));
                 }
             }
         }
-        complain([
+        check_empty([
             ("missing tensors", missing),
             (
                 "unexpected tensors",

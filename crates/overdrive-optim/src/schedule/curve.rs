@@ -1,4 +1,4 @@
-//! The factor on the learning rate at every step.
+//! Schedules: the factor of the learning rate at every step.
 
 use std::f64::consts::PI;
 
@@ -8,8 +8,8 @@ use crate::{Error, Result};
 
 /// A pure function from the optimizer step to the factor on the learning rate.
 ///
-/// The values are those of transformers 5 (`optimization.py`), which the tests check to 1e-7. The
-/// first step of a run takes `multiplier(0)`, which is 0 where there is a linear warm-up.
+/// The values equal those of transformers 5 (`optimization.py`), which the tests check to 1e-7. The first
+/// step of a run uses `multiplier(0)`, which is 0 with a linear warm-up.
 ///
 /// ```
 /// use overdrive_optim::{LrSchedulerType, Schedule, ScheduleLength, ScheduleOptions};
@@ -29,7 +29,7 @@ pub struct Schedule {
     curve: Curve,
 }
 
-/// What follows the warm-up, with all defaults filled in.
+/// The curve after the warm-up, with all defaults applied.
 #[derive(Debug, Clone, PartialEq)]
 enum Curve {
     Constant,
@@ -54,11 +54,11 @@ enum Curve {
     InverseSqrt {
         timescale: f64,
     },
-    WarmupStableDecay(Wsd),
+    WarmupStableDecay(WarmupStableDecay),
 }
 
 #[derive(Debug, Clone, PartialEq)]
-struct Wsd {
+struct WarmupStableDecay {
     decay_start: u64,
     decay_steps: u64,
     warmup: RampType,
@@ -68,12 +68,11 @@ struct Wsd {
 }
 
 impl Schedule {
-    /// A schedule of `kind` for an optimizer whose top learning rate is `learning_rate` (some
-    /// schedules end at an absolute rate).
+    /// Returns a schedule of `kind` for an optimizer whose maximum learning rate is `learning_rate`,
+    /// which is needed because some schedules end at an absolute rate.
     ///
     /// # Errors
-    /// [`Error::ScheduleOption`] for an option that does not apply, is outside its range, or is
-    /// needed and absent.
+    /// [`Error::ScheduleOption`] for an option that does not apply, is out of its range, or is missing.
     pub fn new(
         kind: LrSchedulerType,
         length: ScheduleLength,
@@ -103,6 +102,7 @@ impl Schedule {
             },
             LrSchedulerType::Polynomial => polynomial(learning_rate, options)?,
             LrSchedulerType::InverseSqrt => {
+                // transformers' default timescale without warm-up.
                 let default = if length.warmup_steps > 0 {
                     length.warmup_steps
                 } else {
@@ -123,21 +123,22 @@ impl Schedule {
         })
     }
 
-    /// The name of the schedule.
+    /// Returns the type of the schedule.
     #[must_use]
     pub fn kind(&self) -> LrSchedulerType {
         self.kind
     }
 
-    /// Warm-up and total steps.
+    /// Returns the numbers of warm-up and total steps.
     #[must_use]
     pub fn length(&self) -> ScheduleLength {
         self.length
     }
 
-    /// The factor on the learning rate for optimizer step `step`, counted from 0.
+    /// Returns the factor of the learning rate for optimizer step `step`, counted from 0.
     #[must_use]
     pub fn multiplier(&self, step: u64) -> f64 {
+        // `constant` ignores the warm-up; `constant_with_warmup` has the same curve after it.
         if self.kind == LrSchedulerType::Constant {
             return 1.0;
         }
@@ -149,23 +150,26 @@ impl Schedule {
             return self.warmup(step as f64 / warmup_steps as f64, step);
         }
         let after_warmup = (step - warmup_steps) as f64;
+        // At least 1: a schedule may consist of its warm-up only.
         let decay_steps = total_steps.saturating_sub(warmup_steps).max(1) as f64;
         let progress = after_warmup / decay_steps;
         match &self.curve {
             Curve::Constant => 1.0,
             Curve::Linear => (total_steps.saturating_sub(step) as f64 / decay_steps).max(0.0),
             Curve::Cosine { num_cycles, min } => above(cosine(*num_cycles, progress), *min),
+            // One step ahead of `Cosine`, as in transformers.
             Curve::CosineFromRate {
                 num_cycles, min, ..
             } => above(
                 cosine(*num_cycles, (after_warmup + 1.0) / decay_steps),
                 *min,
             ),
+            // Without this the fraction of 1.0 would start another cycle.
             Curve::CosineWithRestarts { .. } if progress >= 1.0 => 0.0,
             Curve::CosineWithRestarts { num_cycles } => {
                 cosine(0.5, (num_cycles * progress).fract()).max(0.0)
             }
-            // Beyond the end, and a schedule that is all warm-up (where transformers divides by 0).
+            // Beyond the end, or for a schedule that is only a warm-up (where transformers divides by 0).
             Curve::Polynomial { end, top, .. }
                 if step > total_steps || warmup_steps >= total_steps =>
             {
@@ -196,7 +200,7 @@ impl Schedule {
     }
 }
 
-impl Wsd {
+impl WarmupStableDecay {
     fn after_warmup(&self, step: u64) -> f64 {
         let Some(into_decay) = step.checked_sub(self.decay_start) else {
             return 1.0;
@@ -214,11 +218,12 @@ impl Wsd {
     }
 }
 
-/// From 1 through `num_cycles` waves of a cosine between 1 and 0.
+/// Returns a cosine between 1 and 0 that starts at 1 and has `num_cycles` periods.
 fn cosine(num_cycles: f64, progress: f64) -> f64 {
     0.5 * (1.0 + (PI * num_cycles * 2.0 * progress).cos())
 }
 
+/// Returns the warm-up factor of a ramp.
 fn rise(shape: RampType, progress: f64) -> f64 {
     match shape {
         RampType::Linear => progress,
@@ -227,18 +232,18 @@ fn rise(shape: RampType, progress: f64) -> f64 {
     }
 }
 
-/// Squeezes a factor from [0, 1] into [min, 1].
+/// Scales a factor from [0, 1] to [min, 1].
 fn above(factor: f64, min: f64) -> f64 {
     (factor * (1.0 - min) + min).max(0.0)
 }
 
 fn min_rate(kind: LrSchedulerType, learning_rate: f64, options: &ScheduleOptions) -> Result<f64> {
     let problem = match (options.min_lr, options.min_lr_rate) {
-        (Some(_), Some(_)) => "and min_lr_rate are both given; give one",
+        (Some(_), Some(_)) => "and min_lr_rate are both set; set one of them",
         (None, Some(rate)) => return Ok(rate),
         (Some(min_lr), None) if learning_rate > 0.0 => return Ok(min_lr / learning_rate),
-        (Some(_), None) => "needs a learning rate above 0; give min_lr_rate instead",
-        (None, None) => "or min_lr_rate is needed; give one in lr_scheduler_kwargs",
+        (Some(_), None) => "needs a positive learning rate; set min_lr_rate instead",
+        (None, None) => "or min_lr_rate is needed; set one in lr_scheduler_kwargs",
     };
     Err(Error::ScheduleOption {
         schedule: kind.name(),
@@ -260,11 +265,14 @@ fn polynomial(learning_rate: f64, options: &ScheduleOptions) -> Result<Curve> {
     Err(Error::ScheduleOption {
         schedule: LrSchedulerType::Polynomial.name(),
         option: "lr_end",
-        problem: format!("is {end}, expected less than the learning rate ({learning_rate})"),
+        problem: format!("is {end}; it must be less than the learning rate ({learning_rate})"),
     })
 }
 
-fn warmup_stable_decay(length: ScheduleLength, options: &ScheduleOptions) -> Result<Wsd> {
+fn warmup_stable_decay(
+    length: ScheduleLength,
+    options: &ScheduleOptions,
+) -> Result<WarmupStableDecay> {
     let problem = |option, problem| {
         let schedule = LrSchedulerType::WarmupStableDecay.name();
         Error::ScheduleOption {
@@ -280,9 +288,10 @@ fn warmup_stable_decay(length: ScheduleLength, options: &ScheduleOptions) -> Res
     let decay_steps = options.num_decay_steps.ok_or_else(|| {
         problem(
             "num_decay_steps",
-            "is needed; give it in lr_scheduler_kwargs".into(),
+            "is needed; set it in lr_scheduler_kwargs".into(),
         )
     })?;
+    // `checked_sub`, because a plateau cannot be negative.
     let stable_steps = match options.num_stable_steps {
         Some(stable_steps) => stable_steps,
         None => total_steps.checked_sub(warmup_steps.saturating_add(decay_steps)).ok_or_else(|| {
@@ -292,7 +301,7 @@ fn warmup_stable_decay(length: ScheduleLength, options: &ScheduleOptions) -> Res
             problem("num_decay_steps", text)
         })?,
     };
-    Ok(Wsd {
+    Ok(WarmupStableDecay {
         decay_start: warmup_steps.saturating_add(stable_steps),
         decay_steps,
         warmup: options.warmup_type.unwrap_or(RampType::Linear),

@@ -1,4 +1,4 @@
-//! The schedules by name.
+//! The types of schedules.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,38 +7,39 @@ use serde::{Deserialize, Serialize};
 
 use crate::Error;
 
-/// The schedules, under the names that transformers gives `lr_scheduler_type`.
+/// The types of schedules, with the names of transformers' `lr_scheduler_type`.
 ///
-/// `reduce_lr_on_plateau` and `greedy` follow the loss instead of the step and are not among them.
+/// `reduce_lr_on_plateau` and `greedy` depend on the loss instead of the step and are not supported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum LrSchedulerType {
-    /// Down to 0 in a straight line. The default, as in transformers.
+    /// Decreases linearly to 0. The default, as in transformers.
     #[default]
     Linear,
-    /// Down to 0 along `num_cycles` (default half) of a cosine.
+    /// Decreases to 0 along `num_cycles` periods (default 0.5) of a cosine.
     Cosine,
-    /// `num_cycles` (default 1) half cosines, each from the top down to 0.
+    /// Runs through `num_cycles` (default 1) half cosines, each from the maximum to 0.
     CosineWithRestarts,
-    /// Down to `lr_end` (default 1e-7) as the `power` (default 1) of what remains.
+    /// Decreases to `lr_end` (default 1e-7) with the `power` (default 1) of the remaining fraction of the
+    /// steps.
     Polynomial,
-    /// Always the same, without warm-up.
+    /// Is constant, without warm-up.
     Constant,
-    /// The same after the warm-up.
+    /// Is constant after the warm-up.
     ConstantWithWarmup,
-    /// Falls with the square root of the step; needs no total.
+    /// Decreases with the inverse square root of the step, independently of the total number of steps.
     InverseSqrt,
-    /// As `cosine`, but down to `min_lr` or `min_lr_rate`, one of which must be given.
+    /// As `cosine`, but decreases to `min_lr` or `min_lr_rate`, one of which must be set.
     CosineWithMinLr,
-    /// As `cosine_with_min_lr`, with a warm-up that starts above 0, at `warmup_lr_rate`.
+    /// As `cosine_with_min_lr`, with a warm-up that starts at `warmup_lr_rate` instead of 0.
     CosineWarmupWithMinLr,
-    /// Warm-up, a plateau, and a decay of `num_decay_steps`, which must be given.
+    /// A warm-up, a plateau, and a decay of `num_decay_steps`, which must be set.
     WarmupStableDecay,
 }
 
 impl LrSchedulerType {
-    /// All of them.
+    /// All types.
     pub const ALL: [Self; 10] = [
         Self::Linear,
         Self::Cosine,
@@ -52,7 +53,7 @@ impl LrSchedulerType {
         Self::WarmupStableDecay,
     ];
 
-    /// The name as transformers writes it.
+    /// Returns the name in transformers.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -80,10 +81,11 @@ impl FromStr for LrSchedulerType {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self, Error> {
-        Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| Error::InvalidOption {
-            option: "lr_scheduler_type",
-            value: format!("`{name}`"),
-            expected: "linear, cosine, cosine_with_restarts, polynomial, constant, constant_with_warmup, inverse_sqrt, cosine_with_min_lr, cosine_warmup_with_min_lr or warmup_stable_decay",
+        let found = Self::ALL.into_iter().find(|kind| kind.name() == name);
+        found.ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            let expected = format!("one of {names}");
+            overdrive_core::Error::option("lr_scheduler_type", format!("`{name}`"), expected).into()
         })
     }
 }
@@ -92,13 +94,13 @@ impl FromStr for LrSchedulerType {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum RampType {
-    /// A straight line.
+    /// A linear ramp.
     #[serde(rename = "linear")]
     Linear,
     /// Half a cosine.
     #[serde(rename = "cosine")]
     Cosine,
-    /// One minus the square root of what has passed (decay) or remains (warm-up).
+    /// One minus the square root of the progress (decay) or of the remaining fraction (warm-up).
     #[serde(rename = "1-sqrt")]
     OneMinusSqrt,
 }

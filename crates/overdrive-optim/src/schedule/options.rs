@@ -1,68 +1,69 @@
-//! What a schedule is made from.
+//! The length and the options of a schedule.
 
 use serde::{Deserialize, Serialize};
 
 use super::kind::{LrSchedulerType, RampType};
 use crate::{Error, Result};
 
-/// How long a schedule is.
+/// The length of a schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScheduleLength {
-    /// Steps over which the learning rate rises from 0 (see [`Warmup`](crate::Warmup)).
+    /// The number of steps over which the learning rate rises from 0 (see [`Warmup`](crate::Warmup)).
     pub warmup_steps: u64,
-    /// Optimizer steps of the whole run, warm-up included.
+    /// The number of optimizer steps of the whole run, including the warm-up.
     pub total_steps: u64,
 }
 
-/// Options of single schedules: `lr_scheduler_kwargs` of transformers. Options that the chosen
-/// schedule does not know are refused.
+/// The options of individual schedules (transformers' `lr_scheduler_kwargs`). An option that does not
+/// apply to the chosen schedule is an error.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ScheduleOptions {
-    /// Waves of a cosine (default 0.5), or restarts of `cosine_with_restarts` (a whole number,
-    /// default 1).
+    /// The number of periods of a cosine (default 0.5), or of restarts of `cosine_with_restarts` (an
+    /// integer, default 1).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub num_cycles: Option<f64>,
-    /// Last learning rate of `polynomial`. Default 1e-7.
+    /// The final learning rate of `polynomial`. Default: 1e-7.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lr_end: Option<f64>,
-    /// Power of `polynomial`. Default 1.
+    /// The exponent of `polynomial`. Default: 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub power: Option<f64>,
-    /// Steps after which `inverse_sqrt` is at 1/√1 of the top. Default: the warm-up steps, or
-    /// 10,000 without warm-up.
+    /// The time scale of `inverse_sqrt` in steps: after the warm-up and `t` more steps the factor is
+    /// `1/√(1 + t / timescale)`. Default: the warm-up steps, or 10,000 without warm-up.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timescale: Option<u64>,
-    /// Last learning rate of a cosine with a minimum.
+    /// The final learning rate of a cosine with a minimum.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub min_lr: Option<f64>,
-    /// The same as a fraction of the top; give one of the two.
+    /// The final learning rate as a fraction of the maximum, as an alternative to `min_lr`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub min_lr_rate: Option<f64>,
-    /// First learning rate of `cosine_warmup_with_min_lr` as a fraction of the top. Default: one
-    /// over the warm-up steps.
+    /// The initial learning rate of `cosine_warmup_with_min_lr` as a fraction of the maximum. Default: 1
+    /// divided by the number of warm-up steps.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub warmup_lr_rate: Option<f64>,
-    /// Steps of the decay of `warmup_stable_decay`.
+    /// The number of decay steps of `warmup_stable_decay`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub num_decay_steps: Option<u64>,
-    /// Steps of its plateau. Default: what warm-up and decay leave of the total.
+    /// The number of steps of its plateau. Default: the total minus warm-up and decay.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub num_stable_steps: Option<u64>,
-    /// Shape of its warm-up. Default linear.
+    /// The shape of its warm-up. Default: linear.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub warmup_type: Option<RampType>,
-    /// Shape of its decay. Default cosine.
+    /// The shape of its decay. Default: cosine.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decay_type: Option<RampType>,
-    /// Where it starts and ends, as a fraction of the top. Default 0.
+    /// The initial and final learning rate of `warmup_stable_decay`, as a fraction of the maximum.
+    /// Default: 0.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub min_lr_ratio: Option<f64>,
 }
 
 impl ScheduleOptions {
-    /// Refuses options that `kind` does not know, and values outside their range.
+    /// Checks that the options apply to `kind` and are in their ranges.
     pub(super) fn check(&self, kind: LrSchedulerType) -> Result<()> {
         use LrSchedulerType as K;
         let known: &[&str] = match kind {
@@ -81,7 +82,8 @@ impl ScheduleOptions {
                 "min_lr_ratio",
             ],
         };
-        if let Some(option) = self.given().find(|option| !known.contains(option)) {
+        // An ignored option would be a typing error that nobody notices.
+        if let Some(option) = self.set_options().find(|option| !known.contains(option)) {
             let problem = if known.is_empty() {
                 "does not apply; this schedule has none".to_string()
             } else {
@@ -96,7 +98,8 @@ impl ScheduleOptions {
         self.check_ranges(kind)
     }
 
-    fn given(&self) -> impl Iterator<Item = &'static str> {
+    /// Returns the names of the options that are set.
+    fn set_options(&self) -> impl Iterator<Item = &'static str> {
         [
             ("num_cycles", self.num_cycles.is_some()),
             ("lr_end", self.lr_end.is_some()),
@@ -112,7 +115,7 @@ impl ScheduleOptions {
             ("min_lr_ratio", self.min_lr_ratio.is_some()),
         ]
         .into_iter()
-        .filter_map(|(option, given)| given.then_some(option))
+        .filter_map(|(option, is_set)| is_set.then_some(option))
     }
 
     fn check_ranges(&self, kind: LrSchedulerType) -> Result<()> {
@@ -126,7 +129,7 @@ impl ScheduleOptions {
             ("min_lr_ratio", self.min_lr_ratio),
         ];
         let bad = |option, value: f64, expected| {
-            let problem = format!("is {value}, expected {expected}");
+            let problem = format!("is {value}; it must be {expected}");
             Err(Error::ScheduleOption {
                 schedule: kind.name(),
                 option,
@@ -137,16 +140,16 @@ impl ScheduleOptions {
             if let Some(value) = value
                 && !(value >= 0.0 && value.is_finite())
             {
-                return bad(option, value, "a finite number from 0");
+                return bad(option, value, "0 or positive");
             }
         }
         if self.timescale == Some(0) {
-            return bad("timescale", 0.0, "at least 1 step");
+            return bad("timescale", 0.0, "at least 1");
         }
         if let (LrSchedulerType::CosineWithRestarts, Some(cycles)) = (kind, self.num_cycles)
             && (cycles < 1.0 || cycles.fract() != 0.0)
         {
-            return bad("num_cycles", cycles, "a whole number of restarts from 1");
+            return bad("num_cycles", cycles, "an integer of at least 1");
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! A schedule that drives an optimizer.
+//! The scheduler, which sets an optimizer's learning rates by a schedule.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,10 +7,11 @@ use crate::{Error, Optimizer, Result};
 
 const FORMAT_VERSION: u32 = 1;
 
-/// Sets an optimizer's learning rates to their base values times a [`Schedule`].
+/// A scheduler that sets an optimizer's learning rates to their base values times the factor of a
+/// [`Schedule`].
 ///
-/// The optimizer is passed in, not held. Call [`step`](Self::step) once after each optimizer step
-/// (not after one that a gradient scaler skipped).
+/// The optimizer is passed to each call. Call [`step`](Self::step) once after each optimizer step (but
+/// not after one that a gradient scaler skipped).
 ///
 /// ```
 /// use overdrive_optim::{
@@ -37,23 +38,24 @@ pub struct LrScheduler {
     last_learning_rates: Vec<f64>,
 }
 
-/// What a resumed run needs of an [`LrScheduler`].
+/// The state of an [`LrScheduler`], which a resumed run loads.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LrSchedulerState {
-    /// Version of this format, 1.
+    /// The version of this format; 1.
     pub format_version: u32,
-    /// Steps taken.
+    /// The number of steps taken.
     pub last_step: u64,
-    /// Learning rate of each group at a factor of 1.
+    /// The learning rate of each group at a factor of 1.
     pub base_learning_rates: Vec<f64>,
 }
 
 impl LrScheduler {
-    /// Takes the optimizer's present learning rates as the base and sets those of step 0.
+    /// Returns a scheduler with the optimizer's current learning rates as base values, and sets those of
+    /// step 0.
     ///
     /// # Errors
-    /// When the optimizer refuses a rate.
+    /// The error of the optimizer for an invalid rate.
     pub fn new<O: Optimizer + ?Sized>(schedule: Schedule, optimizer: &mut O) -> Result<Self> {
         let base_learning_rates = optimizer.learning_rates();
         let last_learning_rates = base_learning_rates.clone();
@@ -67,18 +69,18 @@ impl LrScheduler {
         Ok(this)
     }
 
-    /// Goes on to the next step's learning rates.
+    /// Sets the learning rates of the next step.
     ///
     /// # Errors
-    /// When the optimizer refuses a rate, or its groups are not those of before.
+    /// [`Error::LearningRateCount`] if the number of the optimizer's groups has changed.
     pub fn step<O: Optimizer + ?Sized>(&mut self, optimizer: &mut O) -> Result<()> {
         self.set_step(self.last_step + 1, optimizer)
     }
 
-    /// Goes to any step's learning rates.
+    /// Sets the learning rates of any step.
     ///
     /// # Errors
-    /// As for [`step`](Self::step).
+    /// As [`step`](Self::step).
     pub fn set_step<O: Optimizer + ?Sized>(&mut self, step: u64, optimizer: &mut O) -> Result<()> {
         let factor = self.schedule.multiplier(step);
         let rates: Vec<f64> = self
@@ -86,31 +88,33 @@ impl LrScheduler {
             .iter()
             .map(|base| base * factor)
             .collect();
+        // The scheduler changes only if the optimizer has accepted the rates.
         optimizer.set_learning_rates(&rates)?;
         self.last_step = step;
         self.last_learning_rates = rates;
         Ok(())
     }
 
-    /// The learning rates in force, one a group.
+    /// Returns the current learning rates, one per group.
     #[must_use]
     pub fn last_lr(&self) -> &[f64] {
         &self.last_learning_rates
     }
 
-    /// Steps taken.
+    /// Returns the number of steps taken.
     #[must_use]
     pub fn last_step(&self) -> u64 {
         self.last_step
     }
 
-    /// The schedule.
+    /// Returns the schedule.
     #[must_use]
     pub fn schedule(&self) -> &Schedule {
         &self.schedule
     }
 
-    /// What a resumed run needs. The schedule itself comes from the run's configuration.
+    /// Returns the state that a resumed run needs. It does not contain the schedule, which comes from the
+    /// run's configuration.
     #[must_use]
     pub fn state_dict(&self) -> LrSchedulerState {
         LrSchedulerState {
@@ -120,16 +124,17 @@ impl LrScheduler {
         }
     }
 
-    /// Takes over a stored state and sets the optimizer's learning rates accordingly.
+    /// Loads a stored state and sets the optimizer's learning rates accordingly.
     ///
     /// # Errors
-    /// [`Error::StateMismatch`] if the format is unknown; [`Error::LearningRateCount`] if it was
-    /// made for another number of groups.
+    /// [`Error::StateMismatch`] if the format is unknown; [`Error::LearningRateCount`] if it is for
+    /// another number of groups.
     pub fn load_state_dict<O: Optimizer + ?Sized>(
         &mut self,
         state: &LrSchedulerState,
         optimizer: &mut O,
     ) -> Result<()> {
+        // On a copy, so that an error leaves the scheduler unchanged.
         let mut loaded = self.clone();
         loaded.restore(state)?;
         loaded.set_step(state.last_step, optimizer)?;
@@ -137,11 +142,11 @@ impl LrScheduler {
         Ok(())
     }
 
-    /// Takes over a stored state; the optimizer has the learning rates that go with it.
+    /// Loads a stored state without setting learning rates, for an optimizer that has restored its own.
     pub(crate) fn restore(&mut self, state: &LrSchedulerState) -> Result<()> {
         if state.format_version != FORMAT_VERSION {
             let found = state.format_version;
-            let problem = format!("scheduler format {found}, expected {FORMAT_VERSION}");
+            let problem = format!("the scheduler has format {found}; it must be {FORMAT_VERSION}");
             return Err(Error::StateMismatch { problem });
         }
         let groups = self.base_learning_rates.len();

@@ -1,14 +1,15 @@
-//! How long the warm-up is.
+//! The length of the warm-up.
 
+use overdrive_core::check_option;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+use crate::Result;
 
-/// The length of a warm-up as steps or as a fraction of the run; steps win.
+/// The length of a warm-up in steps or as a fraction of the run; steps take precedence.
 ///
-/// As in transformers: `warmup_steps` of 1 or more is a count, a value between 0 and 1 is a
-/// fraction (transformers 5), and with 0 `warmup_ratio` decides (transformers 4). Fractions of a
-/// step are rounded up.
+/// As in transformers, `warmup_steps` of 1 or more is a number of steps, a value between 0 and 1 is a
+/// fraction (transformers 5), and with 0 `warmup_ratio` is used (transformers 4). Fractions of a step are
+/// rounded up.
 ///
 /// ```
 /// use overdrive_optim::Warmup;
@@ -20,14 +21,14 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Warmup {
-    /// Steps, or a fraction of the total if below 1. Default 0.
+    /// The number of steps, or a fraction of the total if below 1. Default: 0.
     pub warmup_steps: f64,
-    /// Fraction of the total in [0, 1], used if `warmup_steps` is 0. Default 0.
+    /// The fraction of the total in [0, 1], used if `warmup_steps` is 0. Default: 0.
     pub warmup_ratio: f64,
 }
 
 impl Warmup {
-    /// A warm-up of so many steps.
+    /// Returns a warm-up of this number of steps.
     #[must_use]
     pub fn steps(steps: u32) -> Self {
         Self {
@@ -36,7 +37,7 @@ impl Warmup {
         }
     }
 
-    /// A warm-up of this fraction of the run.
+    /// Returns a warm-up of this fraction of the run.
     #[must_use]
     pub fn ratio(ratio: f64) -> Self {
         Self {
@@ -45,34 +46,27 @@ impl Warmup {
         }
     }
 
-    /// The warm-up steps of a run of `total_steps`.
+    /// Returns the number of warm-up steps of a run of `total_steps`.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`] if a value is outside its range.
+    /// [`Error::Common`](crate::Error::Common) if a value is out of its range.
     pub fn resolve(self, total_steps: u64) -> Result<u64> {
         let Self {
             warmup_steps,
             warmup_ratio,
         } = self;
-        if !(warmup_steps >= 0.0 && warmup_steps.is_finite()) {
-            return Err(Error::InvalidOption {
-                option: "warmup_steps",
-                value: warmup_steps.to_string(),
-                expected: "a number of steps from 0, or a fraction of the run below 1",
-            });
-        }
-        if !(0.0..=1.0).contains(&warmup_ratio) {
-            return Err(Error::InvalidOption {
-                option: "warmup_ratio",
-                value: warmup_ratio.to_string(),
-                expected: "a fraction of the run, from 0 to 1",
-            });
-        }
-        let part = |fraction: f64| (total_steps as f64 * fraction).ceil() as u64;
+        let valid = warmup_steps >= 0.0 && warmup_steps.is_finite();
+        let expected = "0, a number of steps, or a fraction of the run below 1";
+        check_option(valid, "warmup_steps", warmup_steps, expected)?;
+        let valid = (0.0..=1.0).contains(&warmup_ratio);
+        let expected = "a fraction of the run, at least 0 and at most 1";
+        check_option(valid, "warmup_ratio", warmup_ratio, expected)?;
+        // Rounded up, as transformers' `math.ceil`.
+        let fraction_of_total = |fraction: f64| (total_steps as f64 * fraction).ceil() as u64;
         Ok(match warmup_steps {
             steps if steps >= 1.0 => steps as u64,
-            fraction if fraction > 0.0 => part(fraction),
-            _ => part(warmup_ratio),
+            fraction if fraction > 0.0 => fraction_of_total(fraction),
+            _ => fraction_of_total(warmup_ratio),
         })
     }
 }

@@ -1,6 +1,6 @@
-//! AdamW against torch's trajectories, and its own laws.
+//! AdamW compared with PyTorch's trajectories, and its invariants.
 
-mod refusals;
+mod errors;
 mod states;
 
 use std::collections::BTreeMap;
@@ -287,7 +287,7 @@ fn gradients_in_another_layout_are_applied_to_the_right_elements() {
 }
 
 #[test]
-fn a_parameter_with_holes_is_stepped_without_touching_its_neighbours() {
+fn a_parameter_with_gaps_is_updated_without_changing_its_neighbours() {
     let whole = Tensor::zeros([4, 4], (Kind::Float, Device::Cpu));
     let parameter = whole.narrow(1, 0, 2).detach().set_requires_grad(true);
     let ones = Tensor::ones([4, 2], (Kind::Float, Device::Cpu));
@@ -311,12 +311,12 @@ fn zero_grad_drops_the_gradients() {
 }
 
 #[test]
-fn learning_rates_come_one_a_group() {
+fn there_is_one_learning_rate_per_group() {
     let mut run = Run::new(config(), Kind::Float);
     let error = run.optimizer.set_learning_rates(&[1.0]).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "1 learning rates for 2 parameter groups; give one for each group"
+        "there are 1 learning rates for 2 parameter groups; pass one for each group"
     );
     run.optimizer.set_learning_rates(&[0.1, 0.2]).unwrap();
     assert_eq!(run.optimizer.learning_rates(), [0.1, 0.2]);

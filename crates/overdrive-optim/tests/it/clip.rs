@@ -1,4 +1,4 @@
-//! Gradient clipping against torch.nn.utils.
+//! Gradient clipping compared with torch.nn.utils.
 
 use std::collections::BTreeMap;
 
@@ -77,7 +77,7 @@ fn parameters_without_gradients_have_norm_zero() {
 }
 
 #[test]
-fn a_nonfinite_norm_is_an_error_only_where_asked_for() {
+fn a_nonfinite_norm_is_an_error_only_if_the_option_is_set() {
     let parameter = with_grad(&Tensor::from_slice(&[1.0f32, f32::INFINITY]));
     let strict = ClipOptions {
         error_if_nonfinite: true,
@@ -111,11 +111,11 @@ fn mixed_kinds_are_clipped_together() {
 }
 
 #[test]
-fn bounds_and_orders_outside_their_range_are_refused() {
+fn limits_and_orders_out_of_their_range_are_an_error() {
     let error = clip_grad_norm(&[], -1.0, ClipOptions::default()).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "max_norm is -1, expected a number from 0"
+        "`max_norm` is -1; it must be 0 or positive; infinity is allowed"
     );
     let zero = ClipOptions {
         norm_type: 0.0,
@@ -124,7 +124,7 @@ fn bounds_and_orders_outside_their_range_are_refused() {
     let error = grad_norm(&[], zero).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "norm_type is 0, expected a number above 0 or infinity"
+        "`norm_type` is 0; it must be positive; infinity is allowed"
     );
     assert!(clip_grad_value(&[], f64::NAN).is_err());
 }

@@ -1,4 +1,4 @@
-//! Several optimizers behind one step.
+//! Several optimizers that step together.
 
 use overdrive_optim::{
     AdamW, AdamWConfig, CombinedOptimizer, Error, Muon, MuonConfig, Optimizer, ParamGroup,
@@ -41,7 +41,7 @@ fn backward(matrix: &Tensor, vector: &Tensor) {
 }
 
 #[test]
-fn a_step_is_that_of_each_optimizer_and_learning_rates_are_side_by_side() {
+fn a_step_is_that_of_each_optimizer_and_learning_rates_are_concatenated() {
     let (one, other) = (weights(), weights());
     let mut together = combined(&one.0, &one.1);
     let mut apart = [muon(&other.0), adamw(&other.1)];
@@ -75,7 +75,7 @@ fn a_step_is_that_of_each_optimizer_and_learning_rates_are_side_by_side() {
 }
 
 #[test]
-fn the_state_of_each_is_stored_under_its_name_and_comes_back() {
+fn the_state_of_each_optimizer_is_stored_and_loaded_under_its_name() {
     let (matrix, vector) = weights();
     let mut first = combined(&matrix, &vector);
     backward(&matrix, &vector);
@@ -104,7 +104,7 @@ fn the_state_of_each_is_stored_under_its_name_and_comes_back() {
 }
 
 #[test]
-fn other_optimizers_and_names_that_do_not_differ_are_refused() {
+fn other_optimizers_and_names_that_are_not_unique_are_an_error() {
     let (matrix, vector) = weights();
     let state = combined(&matrix, &vector).state_dict().unwrap();
     let mut alone = CombinedOptimizer::new([("muon".to_owned(), muon(&matrix))]).unwrap();

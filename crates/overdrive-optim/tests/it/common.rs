@@ -1,4 +1,4 @@
-//! Runs of the optimizers as the fixtures' scripts describe them.
+//! Runs of the optimizers that repeat those of the fixtures' scripts.
 
 #![allow(
     clippy::unwrap_used,

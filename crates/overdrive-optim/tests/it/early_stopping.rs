@@ -1,4 +1,4 @@
-//! Early stopping as transformers' EarlyStoppingCallback does it.
+//! Early stopping compared with transformers' EarlyStoppingCallback.
 
 use overdrive_optim::{EarlyStopping, EarlyStoppingConfig};
 
@@ -22,7 +22,7 @@ fn counters(mut stopping: EarlyStopping, metrics: &[f64]) -> Vec<u32> {
 }
 
 #[test]
-fn patience_is_renewed_by_improvements_only() {
+fn only_improvements_reset_the_patience_counter() {
     assert_eq!(
         counters(stopping(9, 0.0, false), &[3.0, 3.0, 3.5, 2.9, 3.0]),
         [0, 1, 2, 0, 1]
@@ -49,7 +49,7 @@ fn small_improvements_move_the_best_metric_but_use_up_patience() {
 }
 
 #[test]
-fn a_diverged_evaluation_is_no_improvement() {
+fn a_diverged_evaluation_is_not_an_improvement() {
     assert_eq!(
         counters(
             stopping(9, 0.0, false),
@@ -64,7 +64,7 @@ fn a_diverged_evaluation_is_no_improvement() {
 }
 
 #[test]
-fn the_state_survives_json() {
+fn the_state_round_trips_through_json() {
     let mut first = stopping(2, 0.1, false);
     first.observe(1, 3.0);
     first.observe(2, 3.1);
@@ -99,14 +99,14 @@ fn a_resumed_run_stops_by_the_patience_that_it_is_given() {
 }
 
 #[test]
-fn a_patience_of_zero_is_refused() {
+fn a_patience_of_zero_is_an_error() {
     let config = EarlyStoppingConfig {
         early_stopping_patience: Some(0),
         ..Default::default()
     };
     let error = EarlyStopping::new(config).unwrap_err().to_string();
     assert!(
-        error.starts_with("early_stopping_patience is 0, expected at least 1"),
+        error.starts_with("`early_stopping_patience` is 0; it must be at least 1"),
         "{error}"
     );
 }

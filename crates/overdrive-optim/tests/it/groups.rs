@@ -1,4 +1,4 @@
-//! Which parameters are decayed, and tch's optimizers behind the trait.
+//! The groups of decayed parameters, and the adapter for tch's optimizers.
 
 use overdrive_optim::{
     ClipOptions, DecayRule, Optimizer, ParamGroup, Sgd, SgdConfig, TchOptimizer, decay_groups,

@@ -1,4 +1,4 @@
-//! SGD, Lion, Adafactor and Muon against their originals.
+//! SGD, Lion, Adafactor and Muon compared with their originals.
 
 use crate::common::{Run, cpu, difference, fixture, one_group, with_gradient};
 use overdrive_optim::{
@@ -48,7 +48,7 @@ fn sgd_equals_torch() {
 }
 
 #[test]
-fn sgd_steps_views_with_strides_as_it_steps_dense_parameters() {
+fn sgd_updates_strided_views_as_dense_parameters() {
     let values = Tensor::arange(12, cpu(Kind::Float)).view([4, 3]);
     let whole = values.repeat([1, 2]);
     let gradient = values.sin();
@@ -223,18 +223,18 @@ fn muon_equals_torch() {
 }
 
 #[test]
-fn muon_refuses_what_is_no_matrix_and_names_the_way_out() {
+fn the_error_of_muon_for_a_parameter_that_is_not_a_matrix_names_the_remedy() {
     let bias = Tensor::zeros([3], cpu(Kind::Float)).set_requires_grad(true);
     let error = Muon::new(one_group("proj.bias", &bias), MuonConfig::default()).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "parameter `proj.bias` has the shape [3], and Muon steps two-dimensional parameters only; \
-         give this one to an AdamW beside it, as norms, biases, embeddings and output layers"
+        "parameter `proj.bias` has shape [3], but Muon updates matrices only; \
+         pass this parameter to an AdamW beside it, as norms, biases, embeddings and output layers"
     );
 }
 
 #[test]
-fn options_outside_their_range_are_refused_by_name() {
+fn the_error_of_an_option_out_of_its_range_names_it() {
     let message = |result: Result<(), overdrive_optim::Error>| result.unwrap_err().to_string();
     let nesterov = SgdConfig {
         nesterov: true,
@@ -242,32 +242,32 @@ fn options_outside_their_range_are_refused_by_name() {
     };
     assert_eq!(
         message(nesterov.validate()),
-        "nesterov is true, expected false, or a momentum above 0 and a dampening of 0 with it"
+        "`nesterov` is true; it must be false unless the momentum is positive and the dampening is 0"
     );
     let warmup = AdafactorConfig {
         warmup_init: true,
         ..AdafactorConfig::with_learning_rate(1.0)
     };
-    assert!(message(warmup.validate()).starts_with("warmup_init is true"));
+    assert!(message(warmup.validate()).starts_with("`warmup_init` is true"));
     let lion = LionConfig {
         betas: (0.9, 1.0),
         ..LionConfig::default()
     };
-    assert!(message(lion.validate()).starts_with("betas is 1"));
+    assert!(message(lion.validate()).contains("is 1; it must be at least 0 and below 1"));
     let muon = MuonConfig {
         ns_steps: 100,
         ..MuonConfig::default()
     };
     assert_eq!(
         message(muon.validate()),
-        "ns_steps is 100, expected fewer than 100"
+        "`ns_steps` is 100; it must be below 100"
     );
     let unknown = serde_json::from_str::<LionConfig>(r#"{"lr": 1}"#).unwrap_err();
     assert!(unknown.to_string().contains("unknown field `lr`"));
 }
 
 #[test]
-fn a_backward_after_the_step_that_needs_old_values_is_refused() {
+fn a_backward_after_the_step_that_needs_old_values_is_an_error() {
     // What in-place operators do; the loops of this crate write memory past libtorch.
     let parameter = Tensor::ones([8, 8], cpu(Kind::Float)).set_requires_grad(true);
     let mut optimizer = Lion::new(one_group("w", &parameter), LionConfig::default()).unwrap();
@@ -282,7 +282,7 @@ fn a_backward_after_the_step_that_needs_old_values_is_refused() {
 }
 
 #[test]
-fn empty_parameters_and_parameters_without_gradient_are_left_alone() {
+fn empty_parameters_and_parameters_without_gradient_do_not_change() {
     let empty = Tensor::zeros([0, 4], cpu(Kind::Float)).set_requires_grad(true);
     let still = Tensor::ones([2, 2], cpu(Kind::Float)).set_requires_grad(true);
     overdrive_sys::grad::set(&empty, &empty.detach()).unwrap();

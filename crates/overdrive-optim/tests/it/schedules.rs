@@ -1,4 +1,4 @@
-//! Learning-rate schedules against transformers' numbers.
+//! Learning-rate schedules compared with the values of transformers.
 
 use overdrive_optim::{
     AdamW, AdamWConfig, LrScheduler, LrSchedulerType, Optimizer, ParamGroup, Schedule,
@@ -61,7 +61,7 @@ fn names_are_those_of_transformers() {
     }
     let error = "cosin".parse::<LrSchedulerType>().unwrap_err().to_string();
     assert!(
-        error.starts_with("lr_scheduler_type is `cosin`, expected linear, cosine,"),
+        error.starts_with("`lr_scheduler_type` is `cosin`; it must be one of linear, cosine,"),
         "{error}"
     );
 }
@@ -73,7 +73,7 @@ fn error(kind: LrSchedulerType, options: ScheduleOptions) -> String {
 }
 
 #[test]
-fn options_that_do_not_apply_are_refused() {
+fn options_that_do_not_apply_are_an_error() {
     let options = ScheduleOptions {
         num_cycles: Some(2.0),
         ..Default::default()
@@ -89,7 +89,7 @@ fn options_that_do_not_apply_are_refused() {
 }
 
 #[test]
-fn options_that_are_needed_or_contradict_are_named() {
+fn the_error_of_missing_or_contradictory_options_names_them() {
     let none = ScheduleOptions::default();
     let message = error(LrSchedulerType::WarmupStableDecay, none.clone());
     assert!(message.contains("`num_decay_steps` is needed"), "{message}");
@@ -103,7 +103,7 @@ fn options_that_are_needed_or_contradict_are_named() {
         min_lr_rate: Some(0.1),
         ..none.clone()
     };
-    assert!(error(LrSchedulerType::CosineWithMinLr, both).contains("both given"));
+    assert!(error(LrSchedulerType::CosineWithMinLr, both).contains("both set"));
     let long = ScheduleOptions {
         num_decay_steps: Some(95),
         ..none.clone()
@@ -124,13 +124,11 @@ fn options_that_are_needed_or_contradict_are_named() {
         num_cycles: Some(1.5),
         ..none
     };
-    assert!(
-        error(LrSchedulerType::CosineWithRestarts, half).contains("a whole number of restarts")
-    );
+    assert!(error(LrSchedulerType::CosineWithRestarts, half).contains("an integer of at least 1"));
 }
 
 #[test]
-fn warmup_steps_win_over_the_ratio() {
+fn warmup_steps_take_precedence_over_the_ratio() {
     let resolve = |warmup_steps, warmup_ratio| {
         Warmup {
             warmup_steps,
@@ -154,12 +152,12 @@ fn warmup_steps_win_over_the_ratio() {
     assert!(
         resolve(-1.0, 0.0)
             .unwrap_err()
-            .starts_with("warmup_steps is -1")
+            .starts_with("`warmup_steps` is -1")
     );
     assert!(
         resolve(0.0, 1.5)
             .unwrap_err()
-            .starts_with("warmup_ratio is 1.5")
+            .starts_with("`warmup_ratio` is 1.5")
     );
 }
 
@@ -199,7 +197,7 @@ fn a_scheduler_scales_every_groups_own_rate() {
 }
 
 #[test]
-fn a_resumed_scheduler_goes_on_where_it_stopped() {
+fn a_scheduler_resumes_at_its_last_step() {
     let (mut first, mut second) = (optimizer(), optimizer());
     let mut scheduler = LrScheduler::new(linear(), &mut first).unwrap();
     for _ in 0..5 {
@@ -217,7 +215,7 @@ fn a_resumed_scheduler_goes_on_where_it_stopped() {
 }
 
 #[test]
-fn a_scheduler_state_of_other_groups_is_refused() {
+fn a_scheduler_state_of_other_groups_is_an_error() {
     let mut optimizer = optimizer();
     let mut scheduler = LrScheduler::new(linear(), &mut optimizer).unwrap();
     let mut state = scheduler.state_dict();
@@ -227,7 +225,7 @@ fn a_scheduler_state_of_other_groups_is_refused() {
         .unwrap_err()
         .to_string();
     assert!(
-        error.starts_with("1 learning rates for 2 parameter groups"),
+        error.starts_with("there are 1 learning rates for 2 parameter groups"),
         "{error}"
     );
 }

@@ -1,4 +1,4 @@
-//! States through files, for every optimizer and the average; master weights; clipping by group.
+//! The states of every optimizer and of averages in files; master weights; clipping by group.
 
 use crate::common::{Run, cpu, difference, fixture, one_group, with_gradient};
 use overdrive_optim::{
@@ -125,7 +125,7 @@ fn every_optimizer_resumes_bit_equal_through_a_file() {
 }
 
 #[test]
-fn a_state_of_another_optimizer_or_another_shape_is_refused_by_name() {
+fn the_error_of_a_state_of_another_optimizer_or_shape_names_the_tensors() {
     let fixture = fixture("adamw8bit");
     let run = Run::new(&fixture, NAMES, Kind::Float);
     let mut lion = Lion::new(run.groups(), LionConfig::default()).unwrap();
@@ -135,7 +135,7 @@ fn a_state_of_another_optimizer_or_another_shape_is_refused_by_name() {
     let message = sgd.load_state_dict(&state).unwrap_err().to_string();
     assert_eq!(
         message,
-        "the optimizer state does not fit: it is format 1 of `lion`, expected format 1 of `sgd`"
+        "the optimizer state does not fit: it is format 1 of `lion`; it must be format 1 of `sgd`"
     );
     let wrong = Tensor::zeros([4], cpu(Kind::Float));
     state.tensors.remove("norm.weight.exp_avg");
@@ -145,13 +145,13 @@ fn a_state_of_another_optimizer_or_another_shape_is_refused_by_name() {
     assert_eq!(
         message,
         "the optimizer state does not fit: missing tensors: norm.weight.exp_avg; \
-         misshapen tensors: proj.weight.exp_avg Float [4], expected Float [40, 110]"
+         misshapen tensors: proj.weight.exp_avg is Float [4] and must be Float [40, 110]"
     );
     assert!(lion.state_dict().unwrap().tensors["embed.weight.exp_avg"].equal(&before));
 }
 
 #[test]
-fn codes_are_not_taken_for_numbers() {
+fn codes_are_not_loaded_as_floats() {
     let fixture = fixture("adamw8bit");
     let run = Run::new(&fixture, NAMES, Kind::Float);
     let mut optimizer = AdamW8bit::new(run.groups(), AdamW8bitConfig::default()).unwrap();
@@ -161,23 +161,19 @@ fn codes_are_not_taken_for_numbers() {
     state.tensors.insert("proj.weight.exp_avg".into(), floats);
     let message = optimizer.load_state_dict(&state).unwrap_err().to_string();
     assert!(
-        message.contains("proj.weight.exp_avg Float [40, 110], expected Uint8 [40, 110]"),
+        message.contains("proj.weight.exp_avg is Float [40, 110] and must be Uint8 [40, 110]"),
         "{message}"
     );
 }
 
 #[test]
-fn damaged_and_foreign_files_are_refused_and_a_failed_save_leaves_the_old_file() {
+fn damaged_and_foreign_files_are_an_error_and_a_failed_save_leaves_the_old_file() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("state.safetensors");
     let message = |path: &std::path::Path| StateDict::load(path).unwrap_err().to_string();
-    assert!(
-        message(&path).starts_with("cannot read `"),
-        "{}",
-        message(&path)
-    );
+    assert!(message(&path).starts_with("cannot "), "{}", message(&path));
     Tensor::write_safetensors(&[("w", Tensor::zeros([2], cpu(Kind::Float)))], &path).unwrap();
-    assert!(message(&path).contains("the file holds no optimizer state"));
+    assert!(message(&path).contains("is not valid optimizer state: its header has no"));
 
     let parameter = with_gradient(
         &Tensor::ones([3], cpu(Kind::Float)),
@@ -190,7 +186,11 @@ fn damaged_and_foreign_files_are_refused_and_a_failed_save_leaves_the_old_file()
     for length in [0, 4, 20, bytes.len() - 1] {
         std::fs::write(&path, &bytes[..length]).unwrap();
         let error = StateDict::load(&path).unwrap_err();
-        assert!(matches!(error, Error::StateFile { .. }), "{error}");
+        let expected = matches!(
+            error,
+            Error::Common(overdrive_core::Error::Parse { .. } | overdrive_core::Error::Io { .. })
+        );
+        assert!(expected, "{error}");
     }
     std::fs::write(&path, &bytes).unwrap();
     let mut state = optimizer.state_dict().unwrap();
@@ -201,7 +201,7 @@ fn damaged_and_foreign_files_are_refused_and_a_failed_save_leaves_the_old_file()
     assert_eq!(std::fs::read(&path).unwrap(), bytes);
     let nowhere = folder.path().join("no/such/folder/state.safetensors");
     let error = optimizer.save_state(&nowhere).unwrap_err().to_string();
-    assert!(error.starts_with("cannot write `"), "{error}");
+    assert!(error.starts_with("cannot "), "{error}");
 }
 
 #[test]
@@ -237,7 +237,7 @@ fn master_weights_equal_float32_adamw_and_a_cast() {
 }
 
 #[test]
-fn small_changes_add_up_with_masters_and_are_lost_without() {
+fn small_changes_accumulate_with_master_weights_and_are_lost_without() {
     let moved = |master_weights| {
         let parameter = with_gradient(
             &Tensor::ones([4], cpu(Kind::BFloat16)),
@@ -293,7 +293,7 @@ fn averages_equal_torch() {
 }
 
 #[test]
-fn decays_warm_up_as_those_of_diffusers() {
+fn the_warm_up_of_decays_equals_that_of_diffusers() {
     let fixture = fixture("optimizers");
     let power = EmaWarmup::Power {
         inv_gamma: 2.0,
@@ -317,7 +317,7 @@ fn decays_warm_up_as_those_of_diffusers() {
 }
 
 #[test]
-fn the_guard_puts_the_weights_back_also_after_a_panic() {
+fn the_guard_restores_the_weights_also_after_a_panic() {
     let weights = ema_weights();
     let mut weight = weights[0].1.shallow_clone();
     let mut ema = Ema::new(weights, EmaConfig::default()).unwrap();
@@ -342,7 +342,7 @@ fn the_guard_puts_the_weights_back_also_after_a_panic() {
 }
 
 #[test]
-fn averages_go_through_a_file() {
+fn averages_round_trip_through_a_file() {
     let weights = ema_weights();
     let mut weight = weights[0].1.shallow_clone();
     let config = EmaConfig {
@@ -418,7 +418,7 @@ fn groups_are_clipped_by_their_own_norms() {
         .to_string();
     assert_eq!(
         message,
-        "1 bounds for 3 parameter groups; give one for each group, None where it is not clipped"
+        "there are 1 norm limits for 3 parameter groups; pass one for each group, None for groups that are not clipped"
     );
     let bounds = [Some(1.0), Some(-1.0), None];
     assert!(clip_grad_norm_by_group(&optimizer, &bounds, ClipOptions::default()).is_err());

@@ -89,7 +89,7 @@ fn short() -> SnapshotOptions {
 }
 
 #[test]
-fn each_rank_writes_its_part_of_one_snapshot_and_all_agree_on_the_newest() {
+fn each_rank_writes_its_entries_of_one_snapshot_and_all_agree_on_the_newest() {
     let dir = tempfile::tempdir().unwrap();
     let newest = each(3, |own| {
         let rank = own.rank;
@@ -124,7 +124,7 @@ fn each_rank_writes_its_part_of_one_snapshot_and_all_agree_on_the_newest() {
 }
 
 #[test]
-fn a_rank_that_is_gone_is_named_and_nothing_is_left_of_the_snapshot() {
+fn a_lost_rank_is_named_and_nothing_is_left_of_the_snapshot() {
     let dir = tempfile::tempdir().unwrap();
     let errors = each(2, |own| {
         let rank = own.rank;
@@ -192,7 +192,7 @@ fn a_folder_that_rank_0_cannot_open_fails_on_every_rank() {
             .to_string()
     });
     assert!(
-        errors[0].contains("cannot make the folder"),
+        errors[0].contains("cannot create the folder"),
         "{}",
         errors[0]
     );

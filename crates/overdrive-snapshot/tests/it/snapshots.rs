@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
 #[test]
-fn what_is_saved_comes_back_bit_for_bit_though_training_goes_on_at_once() {
+fn a_snapshot_is_restored_bit_for_bit_though_training_continues_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let mut manager = open(dir.path(), None, None);
     let live = weights(1, 1 << 20);
@@ -104,7 +104,7 @@ fn a_run_that_resumes_is_bit_equal_to_one_that_never_stopped() {
 }
 
 #[test]
-fn the_newest_and_the_best_stay() {
+fn the_newest_and_the_best_snapshot_are_kept() {
     for (limit, best, kept) in [
         (1, None, vec![6]),
         (2, None, vec![6, 5]),
@@ -165,7 +165,7 @@ fn a_snapshot_of_another_model_is_refused_with_every_difference_named() {
         .unwrap_err()
         .to_string();
     assert!(
-        error.contains("no part `other.json`") && error.contains("model.safetensors"),
+        error.contains("no entry `other.json`") && error.contains("model.safetensors"),
         "{error}"
     );
 }
@@ -180,7 +180,7 @@ fn names_that_cannot_be_files_are_refused() {
     assert!(state.document("manifest", Scope::Run, &1).is_err());
     state.document("one", Scope::Run, &1).unwrap();
     let error = state.file("one.json", Vec::new()).unwrap_err().to_string();
-    assert!(error.contains("another part"), "{error}");
+    assert!(error.contains("another entry"), "{error}");
 }
 
 #[test]
@@ -194,7 +194,7 @@ fn two_runs_do_not_write_into_one_folder() {
 }
 
 #[test]
-fn a_step_that_is_saved_again_takes_the_place_of_what_was_there() {
+fn a_step_that_is_saved_again_replaces_the_earlier_snapshot() {
     let dir = tempfile::tempdir().unwrap();
     let mut manager = open(dir.path(), None, None);
     manager.save(state(7, 8)).unwrap();
@@ -213,7 +213,7 @@ fn a_step_that_is_saved_again_takes_the_place_of_what_was_there() {
 }
 
 #[test]
-fn what_killed_runs_left_is_removed_and_what_is_not_ours_stays() {
+fn leftovers_of_killed_runs_are_removed_and_other_folders_kept() {
     let dir = tempfile::tempdir().unwrap();
     for name in [
         ".checkpoint-3.0000000000000001.tmp",
@@ -255,7 +255,7 @@ fn a_folder_that_cannot_be_written_is_an_outcome_and_the_last_good_snapshot_stay
     assert_eq!(outcomes[0].step, 2);
     let error = outcomes[0].result.as_ref().unwrap_err().to_string();
     assert!(
-        error.contains("cannot make the folder") && error.contains(".checkpoint-2"),
+        error.contains("cannot create the folder") && error.contains(".checkpoint-2"),
         "{error}"
     );
     fs::remove_file(&folder).unwrap();
@@ -271,7 +271,7 @@ proptest! {
 
     /// Whatever byte of whatever file is changed, cut off or added, the snapshot is passed over.
     #[test]
-    fn no_damage_goes_unseen(file in 0usize..4, place in any::<u32>(), change in 1u8.., cut in any::<u8>()) {
+    fn all_damage_is_detected(file in 0usize..4, place in any::<u32>(), change in 1u8.., cut in any::<u8>()) {
         let dir = tempfile::tempdir().unwrap();
         let mut manager = open(dir.path(), None, None);
         for step in [1, 2] {
@@ -310,7 +310,7 @@ fn registered<'a>(weight: &Tensor, parts: &[&str], counters: &'a mut [u64]) -> R
 }
 
 #[test]
-fn what_is_registered_on_one_side_only_is_named_and_nothing_is_loaded() {
+fn entries_of_one_side_only_are_named_and_nothing_is_loaded() {
     let _generator = crate::generator();
     let dir = tempfile::tempdir().unwrap();
     let mut manager = open(dir.path(), None, None);
@@ -326,7 +326,7 @@ fn what_is_registered_on_one_side_only_is_named_and_nothing_is_loaded() {
     let mut counters = [0, 0];
     let state = registered(&other, &["loader", "ema"], &mut counters).random_states();
     let error = manager.load_state(&snapshot, state).unwrap_err();
-    assert!(matches!(error, Error::OtherParts { .. }), "{error}");
+    assert!(matches!(error, Error::EntryMismatch { .. }), "{error}");
     let error = error.to_string();
     for part in [
         "`scaler` is in the snapshot and not registered here",
@@ -343,7 +343,7 @@ fn what_is_registered_on_one_side_only_is_named_and_nothing_is_loaded() {
 }
 
 #[test]
-fn a_registered_run_comes_back_with_optimizer_schedule_and_random_numbers() {
+fn a_registered_run_is_restored_with_optimizer_schedule_and_random_numbers() {
     let _generator = crate::generator();
     use overdrive_optim::{LrScheduler, LrSchedulerType, Schedule, ScheduleLength};
     let dir = tempfile::tempdir().unwrap();

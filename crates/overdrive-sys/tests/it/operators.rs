@@ -1,4 +1,4 @@
-//! Operators by name, gradients set and cleared, and the errors of both.
+//! Operators by name, setting and clearing gradients, and the errors of both.
 
 use overdrive_sys::op::{Output, Value, call, schema};
 use overdrive_sys::{Error, amp, grad};

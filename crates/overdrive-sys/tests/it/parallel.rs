@@ -1,4 +1,4 @@
-//! Loops of ours on libtorch's threads, and the elements of tensors for them.
+//! Parallel loops on libtorch's threads, and the elements of tensors as slices.
 
 use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,4 +1,4 @@
-//! Checkpoints in graphs that are used twice, kept, or differentiated again.
+//! Checkpoints in graphs that are used twice, retained, or differentiated again.
 
 use super::*;
 

@@ -1,6 +1,6 @@
-//! Arrow IPC: messages one behind the other, in files and in streams alike.
+//! Arrow IPC, in which files and streams are sequences of messages.
 //!
-//! The layout is that of "Arrow Columnar Format, serialization and interprocess communication".
+//! The layout is specified in "Arrow Columnar Format, serialization and interprocess communication".
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use arrow_array::RecordBatch;
 use arrow_buffer::Buffer;
 use arrow_ipc::convert::try_fb_to_schema;
 use arrow_ipc::reader::FileDecoder;
-use arrow_ipc::{Block as Place, MessageHeader, root_as_message};
+use arrow_ipc::{Block as IpcBlock, MessageHeader, root_as_message};
 use memmap2::Mmap;
 
 use super::{Block, TableFile};
@@ -17,24 +17,25 @@ use super::{Block, TableFile};
 pub(super) struct ArrowFile {
     map: Arc<Mmap>,
     decoder: FileDecoder,
-    /// Where each record batch is.
-    places: Vec<Place>,
+    /// The location of each record batch.
+    batches: Vec<IpcBlock>,
     blocks: Vec<Block>,
 }
 
-/// A message: its header, and where it and its body are.
+/// A message: its header and the location of the header and the body.
 struct Message<'a> {
-    place: Place,
+    location: IpcBlock,
     header: arrow_ipc::Message<'a>,
     end: usize,
 }
 
+/// The marker before the length of a message, since version 0.15 of Arrow.
 const CONTINUATION: [u8; 4] = [0xff; 4];
 
 impl ArrowFile {
     /// Reads the headers of all messages, and the dictionaries.
     pub(super) fn open(map: Arc<Mmap>) -> Result<Self, String> {
-        // The file format is the stream format between two marks.
+        // The file format is the stream format between two magic strings, the first one padded to 8 bytes.
         let start = if map.starts_with(b"ARROW1") { 8 } else { 0 };
         let neither = "it is neither Parquet nor Arrow IPC";
         let first = next_message(&map, start)
@@ -43,13 +44,13 @@ impl ArrowFile {
         let schema = first
             .header
             .header_as_schema()
-            .ok_or("its first message is no schema")?;
+            .ok_or("its first message is not a schema")?;
         let schema = Arc::new(try_fb_to_schema(schema).map_err(|error| error.to_string())?);
         let mut decoder = FileDecoder::new(schema, first.header.version());
-        let (mut places, mut blocks, mut dictionaries) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut batches, mut blocks, mut dictionaries) = (Vec::new(), Vec::new(), Vec::new());
         let mut at = first.end;
         while let Some(message) = next_message(&map, at)? {
-            let place = message.place;
+            let location = message.location;
             match message.header.header_type() {
                 MessageHeader::RecordBatch => {
                     let batch = message.header.header_as_record_batch();
@@ -60,16 +61,16 @@ impl ArrowFile {
                         blocks.push(Block {
                             rows,
                             offset: at as u64,
-                            part: places.len(),
+                            group: batches.len(),
                             first: 0,
                         });
                     }
-                    places.push(place);
+                    batches.push(location);
                 }
                 MessageHeader::DictionaryBatch => {
                     let batch = message.header.header_as_dictionary_batch();
                     let batch = batch.ok_or("a dictionary without a header")?;
-                    // All are read at once, so one that replaces another comes too soon.
+                    // All dictionaries are read on opening, so one cannot replace another later.
                     if !batch.isDelta() && dictionaries.contains(&batch.id()) {
                         return Err(
                             "it replaces a dictionary on the way, which is not supported; \
@@ -79,7 +80,7 @@ impl ArrowFile {
                     }
                     dictionaries.push(batch.id());
                     decoder
-                        .read_dictionary(&place, &bytes(&map, &place)?)
+                        .read_dictionary(&location, &bytes(&map, &location)?)
                         .map_err(|error| error.to_string())?;
                 }
                 _ => {}
@@ -89,7 +90,7 @@ impl ArrowFile {
         Ok(Self {
             map,
             decoder,
-            places,
+            batches,
             blocks,
         })
     }
@@ -101,20 +102,20 @@ impl TableFile for ArrowFile {
     }
 
     fn read(&self, block: &Block) -> Result<RecordBatch, String> {
-        let place = self.places.get(block.part).ok_or("no such batch")?;
+        let location = self.batches.get(block.group).ok_or("no such batch")?;
         let batch = self
             .decoder
-            .read_record_batch(place, &bytes(&self.map, place)?);
+            .read_record_batch(location, &bytes(&self.map, location)?);
         batch
             .map_err(|error| error.to_string())?
             .ok_or_else(|| "an empty message where a batch should be".to_owned())
     }
 }
 
-/// The bytes of a message. They are copied: columns that are kept outlive the block they came from.
-fn bytes(map: &[u8], place: &Place) -> Result<Buffer, String> {
-    let start = place.offset() as usize;
-    let length = place.metaDataLength() as usize + place.bodyLength() as usize;
+/// Returns a copy of the bytes of a message: its columns may outlive the map.
+fn bytes(map: &[u8], location: &IpcBlock) -> Result<Buffer, String> {
+    let start = location.offset() as usize;
+    let length = location.metaDataLength() as usize + location.bodyLength() as usize;
     let bytes = start
         .checked_add(length)
         .and_then(|end| map.get(start..end));
@@ -123,7 +124,7 @@ fn bytes(map: &[u8], place: &Place) -> Result<Buffer, String> {
         .ok_or_else(|| format!("the file ends within the message at byte {start}"))
 }
 
-/// The message at `at`; `None` at the end of the stream.
+/// Reads the header of the message at `at`; returns `None` at the end of the stream.
 fn next_message(map: &[u8], at: usize) -> Result<Option<Message<'_>>, String> {
     let cut = || format!("the file ends within the message at byte {at}");
     let rest = map.get(at..).unwrap_or_default();
@@ -135,7 +136,7 @@ fn next_message(map: &[u8], at: usize) -> Result<Option<Message<'_>>, String> {
             .first_chunk::<4>()
             .map(|bytes| u32::from_le_bytes(*bytes))
     };
-    // Before version 0.15 of Arrow the length stood alone.
+    // Before version 0.15 of Arrow there was no continuation marker.
     let prefix = if rest.starts_with(&CONTINUATION) {
         8
     } else {
@@ -155,7 +156,7 @@ fn next_message(map: &[u8], at: usize) -> Result<Option<Message<'_>>, String> {
         .filter(|&end| end <= map.len())
         .ok_or_else(cut)?;
     Ok(Some(Message {
-        place: Place::new(at as i64, metadata, body as i64),
+        location: IpcBlock::new(at as i64, metadata, body as i64),
         header,
         end,
     }))

@@ -1,4 +1,4 @@
-//! Rows of Parquet and Arrow files.
+//! Datasets of the rows of Parquet and Arrow files.
 
 mod arrow_file;
 mod parquet_file;
@@ -15,23 +15,25 @@ use serde::de::DeserializeOwned;
 
 use self::arrow_file::ArrowFile;
 use self::parquet_file::ParquetFile;
+use overdrive_core::Error as CommonError;
+
 use super::find_files;
 use crate::digest::FieldHasher;
 use crate::mmap::map_file;
-use crate::{Dataset, Error, Result, Sha256Digest};
+use crate::{Dataset, Error, RecordNumber, Result, Sha256Digest};
 
-/// Decoded blocks that are kept for the next row, over all files.
-const KEPT: usize = 8;
+/// The number of decoded blocks that are cached, over all files.
+const CACHED_BLOCKS: usize = 8;
 
-/// Rows that are decoded together.
+/// A block of rows that are decoded together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Block {
     rows: usize,
-    /// Where what they are decoded from starts in the file, in bytes.
+    /// The offset of the encoded rows in the file, in bytes.
     offset: u64,
-    /// Which part of the file it is: a row group, or a record batch.
-    part: usize,
-    /// The first of the rows in that part.
+    /// The index of the row group (Parquet) or record batch (Arrow).
+    group: usize,
+    /// The index of the first row in the group.
     first: usize,
 }
 
@@ -42,17 +44,17 @@ trait TableFile: Send + Sync + std::fmt::Debug {
     fn read(&self, block: &Block) -> std::result::Result<RecordBatch, String>;
 }
 
-/// Rows of Parquet files and of Arrow IPC files (the file and the stream format; `datasets` keeps its
-/// caches as streams), each made into a `T` when it is asked for.
+/// The rows of Parquet files and of Arrow IPC files (the file and the stream format; `datasets` caches are
+/// streams), each converted to a `T` on demand.
 ///
-/// `T` is any type that serde reads: a struct with the columns as fields, or [`serde_json::Value`].
-/// Dates and times come as text in ISO 8601, bytes in hexadecimal; [`TableRecords::batch`] gives
-/// columns as they are.
+/// `T` is any type that serde can deserialize: a struct with the columns as fields, or [`serde_json::Value`].
+/// Dates and times are text in ISO 8601, bytes are hexadecimal; [`TableRecords::batch`] returns the columns
+/// unconverted.
 ///
-/// Nothing is read before it is asked for but the footers of Parquet files and the headers of Arrow
-/// batches. Rows are decoded in blocks of one record batch, or of at most 4096 rows of a row group, and
-/// the last eight blocks are kept. So rows in their order cost little, and rows in a random order a
-/// block each: shuffle Parquet once with [`crate::MapCache`], or train from JSON Lines.
+/// Opening reads only the footers of Parquet files and the headers of Arrow batches. Rows are decoded in blocks
+/// of one record batch, or of at most 4096 rows of a row group, and the last eight blocks are cached. So reading
+/// rows in order costs little, and in random order a block each: shuffle Parquet once with [`crate::MapCache`],
+/// or train from JSON Lines.
 ///
 /// ```no_run
 /// // Needs a Parquet file on disk.
@@ -65,20 +67,21 @@ trait TableFile: Send + Sync + std::fmt::Debug {
 /// ```
 pub struct TableRecords<T = serde_json::Value> {
     files: Vec<(PathBuf, Box<dyn TableFile>)>,
-    /// Which block of which file it is, and how many rows there are up to and with it.
+    /// The file and the index in the file of each block.
     blocks: Vec<(u32, u32)>,
+    /// The number of rows up to and including each block.
     ends: Vec<usize>,
-    kept: Mutex<VecDeque<(usize, RecordBatch)>>,
+    cache: Mutex<VecDeque<(usize, RecordBatch)>>,
     fingerprint: Sha256Digest,
     item: PhantomData<fn() -> T>,
 }
 
 impl<T> TableRecords<T> {
     /// Opens files, folders (of `.parquet`, `.arrow`, `.feather` and `.ipc` files) and patterns (see
-    /// [`find_files`]). What a file is, is told by its first bytes.
+    /// [`find_files`]). The format of a file is recognized by its first bytes.
     ///
     /// # Errors
-    /// When no file is found, one cannot be read, or is neither.
+    /// Returns an error if no file is found, or if a file cannot be read or has neither format.
     pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>) -> Result<Self> {
         let paths = find_files(paths, &["parquet", "arrow", "feather", "ipc"])?;
         let mut fingerprint = FieldHasher::default().field(b"table 1");
@@ -86,9 +89,9 @@ impl<T> TableRecords<T> {
         let mut rows = 0;
         for (number, path) in paths.into_iter().enumerate() {
             let file = open_file(&path)?;
-            // The footer and the headers name lengths and places of all parts; a change that keeps
-            // all of them keeps the time of modification hardly ever.
-            let metadata = std::fs::metadata(&path).map_err(Error::io("read", &path))?;
+            // The blocks have the lengths and offsets of all row groups or batches; an edit that keeps all of
+            // them hardly ever keeps the modification time too.
+            let metadata = std::fs::metadata(&path).map_err(CommonError::io("read", &path))?;
             fingerprint.add(&metadata.len().to_le_bytes());
             fingerprint.add(format!("{:?}", metadata.modified().ok()).as_bytes());
             for (at, block) in file.blocks().iter().enumerate() {
@@ -103,28 +106,28 @@ impl<T> TableRecords<T> {
             files,
             blocks,
             ends,
-            kept: Mutex::default(),
+            cache: Mutex::default(),
             fingerprint: fingerprint.finish(),
             item: PhantomData,
         })
     }
 
-    /// A digest that changes when a file or the order of the files does; see
+    /// Returns a digest that changes when a file or the order of the files changes; see
     /// [`crate::RecordFiles::fingerprint`].
     pub fn fingerprint(&self) -> Sha256Digest {
         self.fingerprint
     }
 
-    /// The number of rows.
+    /// Returns the number of rows.
     fn rows(&self) -> usize {
         self.ends.last().copied().unwrap_or(0)
     }
 
-    /// The decoded block that row `index` is in, and which of its rows it is. A batch is cheap to
-    /// clone: its columns are shared.
+    /// Returns the decoded block of row `index`, and the index of the row in it. A batch is cheap to clone, since
+    /// its columns are shared.
     ///
     /// # Errors
-    /// When there is no such row, and when it cannot be decoded.
+    /// Returns an error if there is no such row, or if it cannot be decoded.
     pub fn batch(&self, index: usize) -> Result<(RecordBatch, usize)> {
         let number = self.ends.partition_point(|&end| end <= index);
         let Some(&(file, at)) = self.blocks.get(number) else {
@@ -135,25 +138,25 @@ impl<T> TableRecords<T> {
         };
         let row =
             index + self.files[file as usize].1.blocks()[at as usize].rows - self.ends[number];
-        // The list is whole whenever the lock is given back. Nothing is decoded under it.
-        let lock = || self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        // The list is valid whenever the lock is released. Nothing is decoded under the lock.
+        let lock = || self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, batch)) = lock().iter().find(|(other, _)| *other == number) {
             return Ok((batch.clone(), row));
         }
         let batch = self.decode(file as usize, at as usize, index)?;
-        let mut kept = lock();
-        if kept.len() == KEPT {
-            kept.pop_front();
+        let mut cache = lock();
+        if cache.len() == CACHED_BLOCKS {
+            cache.pop_front();
         }
-        kept.push_back((number, batch.clone()));
+        cache.push_back((number, batch.clone()));
         Ok((batch, row))
     }
 
     fn decode(&self, file: usize, at: usize, index: usize) -> Result<RecordBatch> {
-        let (path, file_) = &self.files[file];
-        let block = &file_.blocks()[at];
-        // Decoders of damaged files are code of others; a panic there is an error of these rows.
-        let batch = catch_unwind(AssertUnwindSafe(|| file_.read(block)))
+        let (path, table) = &self.files[file];
+        let block = &table.blocks()[at];
+        // A decoder of another crate may panic on a damaged file, which becomes an error of these rows.
+        let batch = catch_unwind(AssertUnwindSafe(|| table.read(block)))
             .unwrap_or_else(|_| Err("the decoder panicked".to_owned()));
         let batch = batch.and_then(|batch| match batch.num_rows() == block.rows {
             true => Ok(batch),
@@ -163,11 +166,11 @@ impl<T> TableRecords<T> {
                 block.rows
             )),
         });
-        batch.map_err(|problem| Error::UnreadableRecord {
+        batch.map_err(|problem| Error::InvalidRecord {
             path: path.clone(),
-            record: index - self.rows_before(file),
+            number: RecordNumber::Record(index - self.rows_before(file)),
             offset: block.offset,
-            problem: format!("its part of the file cannot be decoded: {problem}"),
+            problem: format!("its block of the file cannot be decoded: {problem}"),
         })
     }
 
@@ -197,11 +200,11 @@ impl<T: DeserializeOwned> Dataset for TableRecords<T> {
                 let number = self.ends.partition_point(|&end| end <= index);
                 let (file, at) = self.blocks[number];
                 let (path, table) = &self.files[file as usize];
-                Error::UnreadableRecord {
+                Error::InvalidRecord {
                     path: path.clone(),
-                    record: index - self.rows_before(file as usize),
+                    number: RecordNumber::Record(index - self.rows_before(file as usize)),
                     offset: table.blocks()[at as usize].offset,
-                    problem: format!("not the row expected: {problem}"),
+                    problem: format!("unexpected row: {problem}"),
                 }
             })
     }
@@ -216,8 +219,9 @@ impl<T> std::fmt::Debug for TableRecords<T> {
     }
 }
 
-/// A batch of one row as a JSON object, with what is missing as null.
+/// Converts a batch of one row to a JSON object, with null for missing values.
 fn row_as_json(row: &RecordBatch) -> std::result::Result<Vec<u8>, String> {
+    // Without explicit nulls a missing value would be a missing field, which serde treats differently.
     let builder = arrow_json::WriterBuilder::new().with_explicit_nulls(true);
     let mut writer: LineDelimitedWriter<Vec<u8>> = builder.build(Vec::new());
     writer
@@ -229,12 +233,8 @@ fn row_as_json(row: &RecordBatch) -> std::result::Result<Vec<u8>, String> {
 
 fn open_file(path: &Path) -> Result<Box<dyn TableFile>> {
     let map = map_file(path)?;
-    let malformed = |problem: String| Error::MalformedFile {
-        path: path.to_owned(),
-        offset: 0,
-        problem,
-    };
-    // As with rows: what a damaged file does to the library's reader is an error here.
+    let malformed = |problem: String| Error::invalid_file(path, problem);
+    // As with rows, a panic of the reader on a damaged file becomes an error.
     let opened = catch_unwind(AssertUnwindSafe(
         || -> std::result::Result<Box<dyn TableFile>, String> {
             if map.starts_with(b"PAR1") {

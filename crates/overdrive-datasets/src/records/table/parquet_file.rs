@@ -1,4 +1,4 @@
-//! Parquet: row groups, of which a part is decoded at a time.
+//! Parquet files, whose row groups are decoded in blocks.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -11,8 +11,8 @@ use parquet::file::metadata::PageIndexPolicy;
 
 use super::{Block, TableFile};
 
-/// At most so many rows are decoded for one of them.
-const ROWS: usize = 4096;
+/// The largest number of rows that are decoded for one of them.
+const BLOCK_ROWS: usize = 4096;
 
 #[derive(Debug)]
 pub(super) struct ParquetFile {
@@ -24,23 +24,23 @@ pub(super) struct ParquetFile {
 impl ParquetFile {
     pub(super) fn open(path: &Path) -> Result<Self, String> {
         let file = File::open(path).map_err(|error| error.to_string())?;
-        // With the index of pages, where the file has one, a block is decoded without what is before.
+        // With a page index, if the file has one, a block is decoded without the rows before it.
         let options = ArrowReaderOptions::new().with_offset_index_policy(PageIndexPolicy::Optional);
         let metadata =
             ArrowReaderMetadata::load(&file, options).map_err(|error| error.to_string())?;
         let mut blocks = Vec::new();
-        for (part, group) in metadata.metadata().row_groups().iter().enumerate() {
+        for (index, group) in metadata.metadata().row_groups().iter().enumerate() {
             let rows = usize::try_from(group.num_rows())
-                .map_err(|_| format!("row group {part} has {} rows", group.num_rows()))?;
+                .map_err(|_| format!("row group {index} has {} rows", group.num_rows()))?;
             let offset = group
                 .columns()
                 .first()
                 .map_or(0, |column| column.byte_range().0);
-            let firsts = (0..rows).step_by(ROWS);
+            let firsts = (0..rows).step_by(BLOCK_ROWS);
             blocks.extend(firsts.map(|first| Block {
-                rows: ROWS.min(rows - first),
+                rows: BLOCK_ROWS.min(rows - first),
                 offset,
-                part,
+                group: index,
                 first,
             }));
         }
@@ -61,7 +61,7 @@ impl TableFile for ParquetFile {
         let file = File::open(&self.path).map_err(|error| error.to_string())?;
         let metadata = self.metadata.clone();
         let reader = ParquetRecordBatchReaderBuilder::new_with_metadata(file, metadata)
-            .with_row_groups(vec![block.part])
+            .with_row_groups(vec![block.group])
             .with_offset(block.first)
             .with_limit(block.rows)
             .with_batch_size(block.rows)

@@ -69,7 +69,7 @@ fn state_error(damage: impl FnOnce(&mut StateDict)) -> String {
 }
 
 #[test]
-fn a_state_with_missing_extra_or_misshapen_tensors_is_refused_by_name() {
+fn the_error_of_missing_extra_or_misshapen_tensors_names_them() {
     let message = state_error(|state| {
         state.tensors.remove("gain.exp_avg");
         state.tensors.insert(
@@ -82,12 +82,12 @@ fn a_state_with_missing_extra_or_misshapen_tensors_is_refused_by_name() {
     assert_eq!(
         message,
         "the optimizer state does not fit: missing tensors: gain.exp_avg; unexpected tensors: other.exp_avg; \
-         misshapen tensors: proj.bias.exp_avg_sq [4], expected [33]"
+         misshapen tensors: proj.bias.exp_avg_sq has shape [4] and must have [33]"
     );
 }
 
 #[test]
-fn a_state_of_other_parameters_or_groups_is_refused_by_name() {
+fn the_error_of_other_parameters_or_groups_names_them() {
     let message = state_error(|state| {
         let no_decay = &mut state.metadata["groups"][1]["parameters"];
         *no_decay = serde_json::json!(["conv.weight", "gain", "bias2"]);
@@ -99,7 +99,7 @@ fn a_state_of_other_parameters_or_groups_is_refused_by_name() {
     );
     assert!(message.contains("does not have: bias2;"), "{message}");
     assert!(
-        message.contains("conv.weight (here `decay`, there `no_decay`)"),
+        message.contains("conv.weight (in `decay`, stored in `no_decay`)"),
         "{message}"
     );
     let message = state_error(|state| state.metadata["format_version"] = 9.into());

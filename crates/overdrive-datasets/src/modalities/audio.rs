@@ -1,4 +1,4 @@
-//! Files of sound: WAV, FLAC, MP3 and Ogg Vorbis.
+//! The decoding of audio files: WAV, FLAC, MP3 and Ogg Vorbis.
 
 use std::fs::File;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,53 +13,54 @@ use symphonia::core::meta::MetadataOptions;
 
 type Outcome<T> = std::result::Result<T, String>;
 
-/// Sound in one channel.
+/// Audio of one channel.
 #[derive(Debug, PartialEq)]
 pub(super) struct Mono {
-    /// From -1 to 1.
+    /// The samples, from -1 to 1.
     pub(super) samples: Vec<f32>,
     pub(super) rate: u32,
 }
 
-/// Which part of a file is read.
+/// The excerpt of a file that is decoded.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Part {
-    /// Seconds in front of it.
+pub(super) struct Excerpt {
+    /// The time before it, in seconds.
     pub(super) offset_s: f64,
-    /// Its length; `None`: all that follows.
+    /// Its duration in seconds; `None` for the rest of the file.
     pub(super) duration_s: Option<f64>,
-    /// Longer sound is an error, noticed before it is all decoded.
+    /// The longest duration that is allowed, in seconds; a longer excerpt is an error before all is decoded.
     pub(super) max_s: Option<f64>,
 }
 
-/// The part of the file at `path`, its channels mixed by their mean.
-pub(super) fn decode(path: &Path, part: &Part) -> Outcome<Mono> {
-    // Decoders are many and their input is anything; a panic of one is an error of this file.
-    catch_unwind(AssertUnwindSafe(|| Opened::new(path)?.decode(part))).unwrap_or_else(|_| {
+/// Decodes an excerpt of the file at `path`, and mixes the channels by their mean.
+pub(super) fn decode(path: &Path, excerpt: &Excerpt) -> Outcome<Mono> {
+    // A decoder may panic on damaged input, which becomes an error of this file.
+    catch_unwind(AssertUnwindSafe(|| AudioFile::new(path)?.decode(excerpt))).unwrap_or_else(|_| {
         Err("its decoder panicked; the message is on standard error".to_owned())
     })
 }
 
-/// How many seconds the file says it has, without decoding; `None`: it does not say.
+/// Returns the duration of the file by its header in seconds; `None` if the header does not have it.
 pub(super) fn duration_s(path: &Path) -> Outcome<Option<f64>> {
     let look = || {
-        let opened = Opened::new(path)?;
+        let opened = AudioFile::new(path)?;
         let rate = opened.parameters.sample_rate;
         let seconds = |(frames, rate): (u64, u32)| frames as f64 / f64::from(rate);
         Ok(opened.frames.zip(rate).map(seconds))
     };
+    // A file without a usable header is not an error here: decoding it reports the reason.
     catch_unwind(AssertUnwindSafe(look)).unwrap_or(Ok(None))
 }
 
-struct Opened {
+struct AudioFile {
     format: Box<dyn FormatReader>,
     parameters: AudioCodecParameters,
     track: u32,
-    /// Frames (samples of each channel) that the file says it has.
+    /// The number of frames (samples per channel) in the header.
     frames: Option<u64>,
 }
 
-impl Opened {
+impl AudioFile {
     fn new(path: &Path) -> Outcome<Self> {
         let file = File::open(path).map_err(|error| error.to_string())?;
         let stream = MediaSourceStream::new(Box::new(file), Default::default());
@@ -71,18 +72,18 @@ impl Opened {
             .probe(&hint, stream, FormatOptions::default(), MetadataOptions::default())
             .map_err(|error| match error {
                 Error::IoError(_) | Error::Unsupported(_) => format!(
-                    "it is no WAV, FLAC, MP3 or Ogg Vorbis ({error}); convert it, for example with ffmpeg"
+                    "it is not WAV, FLAC, MP3 or Ogg Vorbis ({error}); convert it, for example with ffmpeg"
                 ),
                 error => error.to_string(),
             })?;
         let track = format
             .default_track(TrackType::Audio)
-            .ok_or("there is no sound in it that can be decoded")?;
+            .ok_or("it has no audio that can be decoded")?;
         let parameters = track
             .codec_params
             .as_ref()
             .and_then(|parameters| parameters.audio())
-            .ok_or("it does not say how its sound is coded")?
+            .ok_or("its header does not name the codec")?
             .clone();
         let (id, frames) = (track.id, track.num_frames);
         Ok(Self {
@@ -93,12 +94,12 @@ impl Opened {
         })
     }
 
-    fn decode(mut self, part: &Part) -> Outcome<Mono> {
-        // What is in the way of a part is decoded too, and dropped: that keeps it exact in all formats.
+    fn decode(mut self, excerpt: &Excerpt) -> Outcome<Mono> {
+        // Everything before the excerpt is decoded and dropped: seeking is not exact in all formats.
         let mut decoder = symphonia::default::get_codecs()
             .make_audio_decoder(&self.parameters, &AudioDecoderOptions::default())
             .map_err(|error| error.to_string())?;
-        let mut sound = Mixed::default();
+        let mut sound = MonoBuffer::default();
         let mut interleaved: Vec<f32> = Vec::new();
         while let Some(packet) = self
             .format
@@ -113,18 +114,18 @@ impl Opened {
                 .map_err(|error| sound.broken(&error))?;
             let (rate, channels) = (buffer.spec().rate(), buffer.spec().channels().count());
             buffer.copy_to_vec_interleaved(&mut interleaved);
-            sound.add(&interleaved, channels, rate, part)?;
+            sound.add(&interleaved, channels, rate, excerpt)?;
             if sound.is_complete() {
-                return sound.finish(part);
+                return sound.finish(excerpt);
             }
         }
-        // The formats without loss say exactly how much there is.
+        // The headers of lossless formats have the exact length.
         match self.frames {
             Some(frames) if sound.frames < frames && !self.is_lossy() => Err(format!(
-                "only {} of {frames} samples can be decoded: it was cut short or is damaged",
+                "only {} of {frames} samples can be decoded: it was truncated or is damaged",
                 sound.frames
             )),
-            _ => sound.finish(part),
+            _ => sound.finish(excerpt),
         }
     }
 
@@ -134,28 +135,34 @@ impl Opened {
     }
 }
 
-/// What has been decoded so far.
+/// The samples that have been decoded so far.
 #[derive(Default)]
-struct Mixed {
+struct MonoBuffer {
     samples: Vec<f32>,
     rate: u32,
-    /// Frames decoded, those in front of the part among them.
+    /// The number of decoded frames, including those before the excerpt.
     frames: u64,
-    /// The frames of the part, once the rate is known.
+    /// The range of the excerpt's frames, once the rate is known.
     wanted: std::ops::Range<u64>,
 }
 
-impl Mixed {
-    fn add(&mut self, interleaved: &[f32], channels: usize, rate: u32, part: &Part) -> Outcome<()> {
+impl MonoBuffer {
+    fn add(
+        &mut self,
+        interleaved: &[f32],
+        channels: usize,
+        rate: u32,
+        excerpt: &Excerpt,
+    ) -> Outcome<()> {
         if self.rate == 0 {
-            // Any other is a damaged header, and would make sound of any length.
+            // Any other rate is a damaged header, by which resampling could make audio of any length.
             if !(1_000..=768_000).contains(&rate) {
-                return Err(format!("it says that it has {rate} samples a second"));
+                return Err(format!("its header has a rate of {rate} Hz"));
             }
             self.rate = rate;
             let frames = |seconds: f64| (seconds * f64::from(rate)).round() as u64;
-            let start = frames(part.offset_s);
-            let end = part
+            let start = frames(excerpt.offset_s);
+            let end = excerpt
                 .duration_s
                 .map(|length| start.saturating_add(frames(length)));
             self.wanted = start..end.unwrap_or(u64::MAX);
@@ -173,9 +180,9 @@ impl Mixed {
             }
             self.frames += 1;
         }
-        let too_long = part.max_s.filter(|&max_s| self.seconds() > max_s);
+        let too_long = excerpt.max_s.filter(|&max_s| self.seconds() > max_s);
         match too_long {
-            Some(max_s) => Err(format!("it is longer than max_duration, {max_s} s")),
+            Some(max_s) => Err(format!("it is longer than `max_duration`, {max_s} s")),
             None => Ok(()),
         }
     }
@@ -188,11 +195,11 @@ impl Mixed {
         self.rate > 0 && self.frames >= self.wanted.end
     }
 
-    fn finish(self, part: &Part) -> Outcome<Mono> {
+    fn finish(self, excerpt: &Excerpt) -> Outcome<Mono> {
         if self.samples.is_empty() {
-            return Err(match part.offset_s > 0.0 {
-                true => format!("there is no sound behind {} s", part.offset_s),
-                false => "there is no sound in it".to_owned(),
+            return Err(match excerpt.offset_s > 0.0 {
+                true => format!("there is no audio after {} s", excerpt.offset_s),
+                false => "it has no audio".to_owned(),
             });
         }
         Ok(Mono {

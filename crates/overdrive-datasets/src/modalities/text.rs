@@ -1,4 +1,4 @@
-//! Texts as tokens.
+//! A dataset of tokenized texts.
 
 use std::path::Path;
 
@@ -7,29 +7,30 @@ use serde::{Deserialize, Serialize};
 use tokenizers::utils::truncation::{TruncationDirection, TruncationParams};
 use tokenizers::{PostProcessor, Tokenizer};
 
-use crate::build::Encoder;
+use crate::build_tokens::Encoder;
 use crate::{Dataset, Error, Result, TextLines, TextOptions};
+use overdrive_core::check_option;
 
-/// Which end a text loses that has too many tokens: `truncation_side` of transformers.
+/// The end at which a text with too many tokens is truncated: `truncation_side` of transformers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TruncationSide {
-    /// Its end. The default.
+    /// The end of the text is cut off. The default.
     #[default]
     Right,
-    /// Its beginning.
+    /// The beginning of the text is cut off.
     Left,
 }
 
-/// How texts become tokens: names and defaults of a call of a tokenizer in transformers.
+/// The options of [`TextDataset`], with the names and defaults of a tokenizer call in transformers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TextDatasetOptions {
-    /// At most so many tokens, special ones among them. Default: as many as there are.
+    /// The largest number of tokens, including special ones. Default: `None`, no bound.
     pub max_length: Option<usize>,
-    /// What a longer text loses. Default: its end.
+    /// The end at which a longer text is truncated. Default: the right one.
     pub truncation_side: TruncationSide,
-    /// Puts the special tokens that the tokenizer has around a text (`[CLS]`, `<s>`). Default: true.
+    /// If `true`, the tokenizer's special tokens are put around a text (`[CLS]`, `<s>`). Default: `true`.
     pub add_special_tokens: bool,
 }
 
@@ -43,12 +44,12 @@ impl Default for TextDatasetOptions {
     }
 }
 
-/// Texts, tokenized when they are asked for; a [`crate::TokenizedExample`] is made `from` each.
+/// A dataset of texts that are tokenized on demand. A [`crate::TokenizedExample`] can be made `from` each.
 ///
-/// It is made of lines, paragraphs or whole files ([`TextDataset::open`], [`TextOptions::sample_by`]), or of any
-/// dataset of texts ([`TextDataset::new`]): a field of JSON by [`crate::DatasetExt::map`]. What is tokenized once
-/// and read many times is better kept as a token store ([`crate::build_dataset_tokens`]). Special tokens that
-/// stand in a text are tokenized as ordinary text.
+/// The texts are lines, paragraphs or whole files ([`TextDataset::open`], [`TextOptions::sample_by`]), or any dataset
+/// of texts ([`TextDataset::new`]), such as a field of JSON records by [`crate::DatasetExt::map`]. For texts that
+/// are read many times, a token store is better ([`crate::build_dataset_tokens`]). Special tokens in a text are
+/// tokenized as ordinary text.
 ///
 /// ```
 /// use overdrive_datasets::{Dataset, TextDataset, TextDatasetOptions, TextOptions};
@@ -68,7 +69,7 @@ impl Default for TextDatasetOptions {
 pub struct TextDataset<D = TextLines> {
     texts: D,
     tokenizer: Tokenizer,
-    /// The quicker way, where no special tokens are put around a text.
+    /// The faster encoder, if no special tokens are put around a text.
     plain: Option<Encoder>,
     options: TextDatasetOptions,
 }
@@ -77,7 +78,7 @@ impl TextDataset<TextLines> {
     /// Opens files, folders and patterns as [`TextLines::open`] does.
     ///
     /// # Errors
-    /// As [`TextLines::open`] and [`TextDataset::new`].
+    /// Those of [`TextLines::open`] and [`TextDataset::new`].
     pub fn open<P: AsRef<Path>>(
         paths: impl IntoIterator<Item = P>,
         text: &TextOptions,
@@ -89,21 +90,21 @@ impl TextDataset<TextLines> {
 }
 
 impl<D: Dataset<Item = String>> TextDataset<D> {
-    /// The texts of any dataset.
+    /// Tokenizes the texts of any dataset.
     ///
     /// # Errors
-    /// When `max_length` is 0, or leaves no room beside the tokenizer's special tokens.
+    /// Returns an error if `max_length` is 0, or leaves no room beside the tokenizer's special tokens.
     pub fn new(texts: D, mut tokenizer: Tokenizer, options: TextDatasetOptions) -> Result<Self> {
         let special = match (options.add_special_tokens, tokenizer.get_post_processor()) {
             (true, Some(post)) => post.added_tokens(false),
             _ => 0,
         };
-        if let Some(max) = options.max_length.filter(|&max| max <= special) {
-            return Err(Error::InvalidOption {
-                option: "max_length",
-                value: max.to_string(),
-                expected: "room for at least one token beside the tokenizer's special ones",
-            });
+        if let Some(max) = options.max_length {
+            let expected = format!(
+                "at least {}: one token beside the tokenizer's special tokens",
+                special + 1
+            );
+            check_option(max > special, "max_length", max, expected)?;
         }
         let truncation = options.max_length.map(|max_length| TruncationParams {
             max_length,
@@ -117,7 +118,7 @@ impl<D: Dataset<Item = String>> TextDataset<D> {
             .with_truncation(truncation)
             .map_err(Error::tokenizer("set the truncation"))?;
         tokenizer.with_padding(None);
-        // Text is data: what looks like a special token in it is not one.
+        // A text may contain the name of a special token, which must not become that token.
         tokenizer.set_encode_special_tokens(true);
         let plain = (special == 0)
             .then(|| Encoder::new(&tokenizer))
@@ -130,11 +131,11 @@ impl<D: Dataset<Item = String>> TextDataset<D> {
         })
     }
 
-    /// How many tokens each text has, counted now on all cores: what length-grouped samplers go by. Four
-    /// bytes a text.
+    /// Tokenizes all texts, on all cores, and returns the number of tokens of each, for samplers that group by
+    /// length. It takes four bytes per text.
     ///
     /// # Errors
-    /// When a text cannot be read.
+    /// Returns an error if a text cannot be read.
     pub fn lengths(&self) -> Result<Vec<u32>> {
         (0..self.len())
             .into_par_iter()
@@ -162,12 +163,12 @@ impl<D: Dataset<Item = String>> TextDataset<D> {
 }
 
 impl<D> TextDataset<D> {
-    /// The texts.
+    /// Returns the texts.
     pub fn texts(&self) -> &D {
         &self.texts
     }
 
-    /// The tokenizer, with the truncation of the options and without padding.
+    /// Returns the tokenizer, with the truncation of the options and without padding.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }

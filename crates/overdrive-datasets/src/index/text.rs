@@ -1,19 +1,16 @@
-//! Lines: records that end with a line feed.
+//! The search for lines, paragraphs and whole files of text.
 
 use std::path::Path;
 
 use memchr::memchr_iter;
 
-use super::scan::{Scan, in_order, is_space, text_start};
+use super::scan::{CHUNK_BYTES, Scan, in_order, is_space, text_start};
 use crate::Result;
 
-/// Large enough that a thread's share is hardly ever waited for, small enough for the second cache.
-const CHUNK: usize = 1 << 20;
-
-/// Lines, ended by `\n` or `\r\n`; the last one may lack its end.
+/// The scan for lines, ended by `\n` or `\r\n`; the last one may have no end.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LineScan {
-    /// Lines of nothing but white space are no records (JSON Lines).
+    /// If `true`, lines of only white space are not records (JSON Lines).
     pub(crate) skip_blank: bool,
 }
 
@@ -35,7 +32,7 @@ impl Scan for LineScan {
     }
 }
 
-/// Lines up to the next one of nothing but white space.
+/// The scan for paragraphs: lines up to the next one of only white space.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ParagraphScan;
 
@@ -51,7 +48,7 @@ impl Scan for ParagraphScan {
         let is_record = |start: usize| {
             start < data.len()
                 && !is_blank(&data[start..])
-                && (start == first || is_behind_blank(&data[first..start]))
+                && (start == first || is_after_blank(&data[first..start]))
         };
         scan_lines(data, threads, &is_record, sink)
     }
@@ -61,7 +58,7 @@ impl Scan for ParagraphScan {
     }
 }
 
-/// The whole file, unless it is empty.
+/// The scan that takes the whole file as one record, unless it is empty.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DocumentScan;
 
@@ -85,7 +82,7 @@ impl Scan for DocumentScan {
     }
 }
 
-/// Hands the starts of the lines that are records to `sink`.
+/// Passes the starts of the lines that are records to `sink`.
 fn scan_lines(
     data: &[u8],
     threads: usize,
@@ -96,11 +93,11 @@ fn scan_lines(
     if is_record(first) {
         sink(first as u64)?;
     }
-    let chunks = (data.len() - first).div_ceil(CHUNK);
-    // The line behind each line feed of a chunk, counted from the chunk's start: 4 bytes each.
+    let chunks = (data.len() - first).div_ceil(CHUNK_BYTES);
+    // Line starts are kept relative to the chunk's start, which takes 4 bytes instead of 8.
     let find = |chunk: usize| {
-        let start = first + chunk * CHUNK;
-        let end = data.len().min(start + CHUNK);
+        let start = first + chunk * CHUNK_BYTES;
+        let end = data.len().min(start + CHUNK_BYTES);
         let mut found = Vec::with_capacity((end - start) / 32);
         for feed in memchr_iter(b'\n', &data[start..end]) {
             if is_record(start + feed + 1) {
@@ -109,6 +106,7 @@ fn scan_lines(
         }
         (start, found)
     };
+    // Four chunks ahead per thread, so that no thread waits when one chunk has more lines than others.
     in_order(chunks, threads, 4 * threads, find, |(start, found)| {
         found
             .iter()
@@ -117,8 +115,8 @@ fn scan_lines(
     Ok(data.len() as u64)
 }
 
-/// Whether the last line of `before`, which ends with a line feed, is blank.
-fn is_behind_blank(before: &[u8]) -> bool {
+/// Returns `true` if the last line of `before`, which ends with a line feed, is blank.
+fn is_after_blank(before: &[u8]) -> bool {
     let line = before.strip_suffix(b"\n").unwrap_or(before);
     line.iter()
         .rev()
@@ -126,9 +124,9 @@ fn is_behind_blank(before: &[u8]) -> bool {
         .is_none_or(|&byte| byte == b'\n')
 }
 
-/// Whether nothing but white space comes before the next line feed.
+/// Returns `true` if there is only white space before the next line feed.
 fn is_blank(rest: &[u8]) -> bool {
-    // Nearly always the first byte decides.
+    // The first byte nearly always decides, so a vectorized search would cost more than it saves.
     rest.iter()
         .find(|&&byte| !is_space(byte) || byte == b'\n')
         .is_none_or(|&byte| byte == b'\n')

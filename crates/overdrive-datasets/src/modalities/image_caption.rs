@@ -1,4 +1,4 @@
-//! Images and what is written about them.
+//! A dataset of images and captions.
 
 use std::path::{Path, PathBuf};
 
@@ -6,40 +6,41 @@ use image::imageops::FilterType;
 use image::{DynamicImage, ImageReader, RgbImage};
 use serde_json::Value;
 
-use crate::{Dataset, Error, JsonOptions, JsonRecords, Result};
+use crate::{Dataset, Error, JsonOptions, JsonRecords, RecordNumber, Result};
+use overdrive_core::{check_option, check_positive};
 
-/// How an image gets its size.
+/// The way in which an image is resized.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ImageResize {
-    /// The shorter side is brought to the size, and the middle of the longer one kept: `Resize` and
-    /// `CenterCrop` of torchvision.
+    /// The shorter side is scaled to the size and the middle of the longer one is kept: `Resize` and `CenterCrop`
+    /// of torchvision. The default.
     #[default]
     Crop,
-    /// Both sides are brought to the size, whatever becomes of the proportions.
+    /// Both sides are scaled to the size, which changes the aspect ratio.
     Stretch,
 }
 
-/// How images are read.
+/// The options of [`ImageCaptionDataset`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct ImageOptions {
     /// The field with the image's path. Default: `image`.
     pub image_field: String,
     /// The field with the caption. Default: `text`.
     pub text_field: String,
-    /// The folder that paths are relative to. Default: that of the file that names them.
+    /// The folder that paths are relative to. Default: `None`, the folder of the file with the records.
     pub folder: Option<PathBuf>,
-    /// Rows of the decoded image. Default: 224.
+    /// The height of the decoded image in pixels. Default: 224.
     pub height: u32,
-    /// Columns. Default: 224.
+    /// The width of the decoded image in pixels. Default: 224.
     pub width: u32,
-    /// How it gets this size. Default: the middle is cut out.
+    /// The way in which it is resized. Default: [`ImageResize::Crop`].
     pub resize: ImageResize,
-    /// Subtracted from each of red, green and blue, which go from 0 to 1. Default: ImageNet's.
+    /// The means of red, green and blue (from 0 to 1), which are subtracted. Default: ImageNet's.
     pub mean: [f32; 3],
-    /// What each is divided by then. Default: ImageNet's.
+    /// The standard deviations by which red, green and blue are divided. Default: ImageNet's.
     pub std: [f32; 3],
-    /// How the file of records is read.
+    /// The options of the files with the records.
     pub json: JsonOptions,
 }
 
@@ -62,32 +63,32 @@ impl Default for ImageOptions {
 /// An image and its caption.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ImageCaption {
-    /// (3, height, width): red, green and blue, normalised, row by row.
+    /// The normalized values of red, green and blue, (3, height, width) in row-major order.
     pub pixels: Vec<f32>,
-    /// Rows.
+    /// The height in pixels.
     pub height: u32,
-    /// Columns.
+    /// The width in pixels.
     pub width: u32,
-    /// What is written about it.
+    /// The caption.
     pub caption: String,
-    /// Where the image is.
+    /// The path of the image file.
     pub path: PathBuf,
 }
 
 #[cfg(feature = "tch")]
 impl ImageCaption {
-    /// The image as a tensor of (3, height, width), Float.
+    /// Returns the image as a tensor of shape (3, height, width), Float, on the CPU.
     ///
     /// # Errors
-    /// When libtorch has no memory for it.
+    /// An error of libtorch if there is no memory for the tensor.
     pub fn to_tensor(&self) -> Result<tch::Tensor> {
         let shape = [3, i64::from(self.height), i64::from(self.width)];
         Ok(tch::Tensor::f_from_slice(&self.pixels)?.f_view(shape)?)
     }
 }
 
-/// Images (PNG, JPEG, WebP) named by JSON records, decoded, resized and normalised when they are asked
-/// for. An image that is missing or damaged is an error of its record, with its place.
+/// The images (PNG, JPEG, WebP) that JSON records name, decoded, resized and normalized on demand. A missing or
+/// damaged image is an error of its record, with the record's location.
 ///
 /// ```no_run
 /// // Needs images on disk.
@@ -108,33 +109,26 @@ impl ImageCaptionDataset {
     /// Opens JSON or JSON Lines files, folders and patterns (see [`crate::find_files`]).
     ///
     /// # Errors
-    /// As [`JsonRecords::open`], and when a size is 0 or a deviation is not above 0.
+    /// Those of [`JsonRecords::open`]; returns an error if a size is 0 or a standard deviation is not above 0.
     pub fn open<P: AsRef<Path>>(
         paths: impl IntoIterator<Item = P>,
         options: ImageOptions,
     ) -> Result<Self> {
-        let invalid = |option, value: String, expected| {
-            Err(Error::InvalidOption {
-                option,
-                value,
-                expected,
-            })
-        };
-        if options.height == 0 || options.width == 0 {
-            let value = format!("{} x {}", options.height, options.width);
-            return invalid("height, width", value, "at least one pixel");
-        }
-        if !options.std.iter().all(|std| std.is_finite() && *std > 0.0) {
-            let value = format!("{:?}", options.std);
-            return invalid("std", value, "three finite numbers above 0");
-        }
+        check_positive("height", options.height)?;
+        check_positive("width", options.width)?;
+        check_option(
+            options.std.iter().all(|std| std.is_finite() && *std > 0.0),
+            "std",
+            format!("{:?}", options.std),
+            "three finite numbers above 0",
+        )?;
         Ok(Self {
             rows: JsonRecords::open(paths, &options.json)?,
             options,
         })
     }
 
-    /// The records that name the images.
+    /// Returns the records that name the images.
     pub fn rows(&self) -> &JsonRecords<Value> {
         &self.rows
     }
@@ -148,13 +142,14 @@ impl ImageCaptionDataset {
         let path = base.join(text(&self.options.image_field)?);
         let failed = |problem: String| format!("the image {}: {problem}", path.display());
         let image = ImageReader::open(&path)
+            // The content and not the extension decides about the format.
             .and_then(ImageReader::with_guessed_format)
             .map_err(|error| failed(error.to_string()))?
             .decode()
             .map_err(|error| failed(error.to_string()))?;
         let image = self.resized(image);
         Ok(ImageCaption {
-            pixels: self.normalised(&image),
+            pixels: self.normalized(&image),
             height: image.height(),
             width: image.width(),
             caption,
@@ -162,7 +157,7 @@ impl ImageCaptionDataset {
         })
     }
 
-    /// With a triangle as wide as the ratio of the sizes: bilinear with antialiasing, as Pillow does.
+    /// Resizes with a triangle filter as wide as the ratio of the sizes: bilinear with antialiasing, as Pillow does.
     fn resized(&self, image: DynamicImage) -> RgbImage {
         let ImageOptions { height, width, .. } = self.options;
         let image = image.into_rgb8();
@@ -180,13 +175,13 @@ impl ImageCaptionDataset {
         image.into_rgb8()
     }
 
-    fn normalised(&self, image: &RgbImage) -> Vec<f32> {
+    fn normalized(&self, image: &RgbImage) -> Vec<f32> {
         let plane = (image.width() * image.height()) as usize;
         let mut pixels = vec![0.0; 3 * plane];
-        for (place, pixel) in image.pixels().enumerate() {
+        for (location, pixel) in image.pixels().enumerate() {
             for (channel, &value) in pixel.0.iter().enumerate() {
                 let value = f32::from(value) / 255.0 - self.options.mean[channel];
-                pixels[channel * plane + place] = value / self.options.std[channel];
+                pixels[channel * plane + location] = value / self.options.std[channel];
             }
         }
         pixels
@@ -202,17 +197,17 @@ impl Dataset for ImageCaptionDataset {
 
     fn get(&self, index: usize) -> Result<ImageCaption> {
         let row = self.rows.get(index)?;
-        let place = self.rows.records().place(index)?;
+        let location = self.rows.records().location(index)?;
         let base = match &self.options.folder {
             Some(folder) => folder,
-            None => place.path.parent().unwrap_or(Path::new("")),
+            None => location.path.parent().unwrap_or(Path::new("")),
         };
         self.read(&row, base)
-            .map_err(|problem| Error::UnreadableRecord {
-                record: place.record,
-                offset: place.offset,
+            .map_err(|problem| Error::InvalidRecord {
+                number: RecordNumber::Record(location.record),
+                offset: location.offset,
                 problem,
-                path: place.path.clone(),
+                path: location.path.clone(),
             })
     }
 }

@@ -1,51 +1,54 @@
-//! Speech and what is said in it.
+//! A dataset of speech and transcripts.
 
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 use serde_json::Value;
 
-use super::audio::{self, Part};
+use super::audio::{self, Excerpt};
 use super::resample::{Resampler, Resampling};
-use crate::records::find_files;
-use crate::sampling::LastFew;
-use crate::transform::Rising;
+use crate::records::{COMPRESSED_EXTENSIONS, find_files};
+use crate::sampling::RecentValues;
+use crate::transform::SortedIndices;
 use crate::{
-    CsvOptions, CsvRecords, CsvRow, Dataset, Error, JsonOptions, JsonRecords, RecordFiles, Result,
+    CsvOptions, CsvRecords, CsvRow, Dataset, Error, JsonOptions, JsonRecords, RecordFiles,
+    RecordNumber, Result,
 };
+use overdrive_core::{check_non_negative, check_option};
 
-/// The names that the path of a clip has: in Common Voice, NeMo and Hugging Face's `audiofolder`.
+/// The field names of a clip's path in Common Voice, NeMo and Hugging Face's `audiofolder`.
 const AUDIO_FIELDS: [&str; 5] = ["path", "audio_filepath", "file_name", "audio", "file"];
-/// The names that its transcript has.
+/// The field names of its transcript.
 const TEXT_FIELDS: [&str; 4] = ["sentence", "text", "transcription", "transcript"];
 
-/// How speech is read.
+/// The options of [`SpeechDataset`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct SpeechOptions {
-    /// The field with the path of the sound. `None` (the default): the first of `path`,
-    /// `audio_filepath`, `file_name`, `audio` and `file` that a row has.
+    /// The field with the path of the audio file. `None` (the default) is the first of `path`, `audio_filepath`,
+    /// `file_name`, `audio` and `file` that a row has.
     pub audio_field: Option<String>,
-    /// The field with the transcript. `None` (the default): the first of `sentence`, `text`,
-    /// `transcription` and `transcript`.
+    /// The field with the transcript. `None` (the default) is the first of `sentence`, `text`, `transcription` and
+    /// `transcript` that a row has.
     pub text_field: Option<String>,
-    /// The folder that paths are relative to; Common Voice's is `clips` beside its manifests. Default: that
-    /// of the file that names them.
+    /// The folder that paths are relative to; Common Voice's is `clips` beside its manifests. Default: `None`, the
+    /// folder of the manifest.
     pub folder: Option<PathBuf>,
-    /// Samples a second of what is given out, whatever the files have. Default: 16,000.
+    /// The sampling rate of the clips after resampling, in samples per second. Default: 16,000.
     pub sampling_rate: u32,
     /// The filter of the resampling.
     pub resampling: Resampling,
-    /// Leaves out shorter clips, in seconds. Default: none.
+    /// The duration of the shortest clip that is kept, in seconds. Default: `None`, no bound.
     ///
-    /// With a bound here or in `max_duration`, opening reads all rows, and where a row has no `duration`,
-    /// the start of its file. What does not say how long it is, or cannot be read, stays: it is an error
-    /// when it is asked for, for the policy to decide.
+    /// With a bound here or in `max_duration`, opening reads all rows and, if a row has no `duration`, the header
+    /// of its audio file. Clips of unknown duration and those that cannot be read are kept: they are an error
+    /// when they are read, which the error policy handles.
     pub min_duration: Option<f64>,
-    /// Leaves out longer clips, in seconds. Default: none. It bounds the memory of a clip too.
+    /// The duration of the longest clip that is kept, in seconds; it also bounds the memory of a clip. Default:
+    /// `None`, no bound.
     pub max_duration: Option<f64>,
-    /// How manifests in CSV and TSV are read. Common Voice's have no quotes: `quote: None`.
+    /// The options of manifests in CSV and TSV. Common Voice's have no quotes: `quote: None`.
     pub csv: CsvOptions,
-    /// How manifests in JSON and JSON Lines are read.
+    /// The options of manifests in JSON and JSON Lines.
     pub json: JsonOptions,
 }
 
@@ -67,27 +70,18 @@ impl Default for SpeechOptions {
 
 impl SpeechOptions {
     fn check(&self) -> Result<()> {
-        let invalid = |option, value: String, expected| {
-            Err(Error::InvalidOption {
-                option,
-                value,
-                expected,
-            })
-        };
-        if !(100..=1_000_000).contains(&self.sampling_rate) {
-            let value = self.sampling_rate.to_string();
-            return invalid("sampling_rate", value, "100 to 1,000,000 samples a second");
-        }
+        check_option(
+            (100..=1_000_000).contains(&self.sampling_rate),
+            "sampling_rate",
+            self.sampling_rate,
+            "from 100 to 1,000,000 samples a second",
+        )?;
         for (option, bound) in [
             ("min_duration", self.min_duration),
             ("max_duration", self.max_duration),
         ] {
-            if let Some(seconds) = bound.filter(|seconds| !(0.0..f64::INFINITY).contains(seconds)) {
-                return invalid(
-                    option,
-                    seconds.to_string(),
-                    "a number of seconds, at least 0",
-                );
+            if let Some(seconds) = bound {
+                check_non_negative(option, seconds)?;
             }
         }
         self.resampling.check()
@@ -97,38 +91,38 @@ impl SpeechOptions {
 /// A clip and its transcript.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Speech {
-    /// The sound: one channel, about -1 to 1.
+    /// The samples of one channel, from about -1 to 1.
     pub samples: Vec<f32>,
-    /// Samples a second.
+    /// The number of samples per second.
     pub sampling_rate: u32,
-    /// What is said.
+    /// The transcript.
     pub text: String,
-    /// Where the sound is.
+    /// The path of the audio file.
     pub path: PathBuf,
 }
 
 impl Speech {
-    /// Its length in seconds.
+    /// Returns the duration of the clip in seconds.
     pub fn duration(&self) -> f64 {
         self.samples.len() as f64 / f64::from(self.sampling_rate.max(1))
     }
 
-    /// The sound as a tensor of (samples), Float.
+    /// Returns the samples as a tensor of shape (samples), Float, on the CPU.
     ///
     /// # Errors
-    /// When libtorch has no memory for it.
+    /// An error of libtorch if there is no memory for the tensor.
     #[cfg(feature = "tch")]
     pub fn to_tensor(&self) -> Result<tch::Tensor> {
         Ok(tch::Tensor::f_from_slice(&self.samples)?)
     }
 }
 
-/// Clips of speech named by the rows of CSV, TSV, JSON or JSON Lines files, decoded (WAV, FLAC, MP3, Ogg
-/// Vorbis), mixed to one channel and resampled when they are asked for. Nothing else is read.
+/// The clips of speech that the rows of CSV, TSV, JSON or JSON Lines files name, decoded (WAV, FLAC, MP3, Ogg
+/// Vorbis), mixed to one channel and resampled on demand.
 ///
-/// The manifests of Common Voice, NeMo (with `offset` and `duration`: a part of a file, which costs the
-/// decoding of what is in front of it) and Hugging Face's `audiofolder` open as they are. Sound that is
-/// missing, cut short or damaged is an error of its row, with file, record number and byte.
+/// It opens the manifests of Common Voice, NeMo (with `offset` and `duration`: an excerpt of a file, which costs
+/// the decoding of everything before it) and Hugging Face's `audiofolder`. A missing, truncated or damaged audio
+/// file is an error of its row, with file, record number and byte.
 ///
 /// ```
 /// use overdrive_datasets::{Dataset, SpeechDataset, SpeechOptions};
@@ -148,11 +142,11 @@ impl Speech {
 #[derive(Debug)]
 pub struct SpeechDataset {
     rows: Rows,
-    /// Which rows are long enough and not too long; `None`: all.
-    kept: Option<Rising>,
+    /// The rows whose duration is within the bounds; `None` for all rows.
+    kept: Option<SortedIndices>,
     options: SpeechOptions,
-    /// The weights for the last few rates of files.
-    resamplers: LastFew<u32, Resampler>,
+    /// The resamplers for the last sampling rates of files.
+    resamplers: RecentValues<u32, Resampler>,
 }
 
 #[derive(Debug)]
@@ -161,7 +155,7 @@ enum Rows {
     Json(JsonRecords<Value>),
 }
 
-/// A row, and how its fields are found.
+/// A row of a manifest.
 enum Row {
     Csv(CsvRow),
     Json(Value),
@@ -169,11 +163,11 @@ enum Row {
 
 impl SpeechDataset {
     /// Opens manifests: files of CSV or TSV, or of JSON or JSON Lines, folders of them, and patterns (see
-    /// [`crate::find_files`]). All are of one of the two kinds, which the end of the first name tells.
+    /// [`crate::find_files`]). The extension of the first file decides which of the two kinds all of them are.
     ///
     /// # Errors
-    /// When no file is found, or one cannot be read; when an option is outside its range, or a field that
-    /// it names is no column.
+    /// Returns an error if no file is found, a file cannot be read, an option is outside its range, or a field that an
+    /// option names is not a column.
     pub fn open<P: AsRef<Path>>(
         paths: impl IntoIterator<Item = P>,
         options: SpeechOptions,
@@ -183,9 +177,8 @@ impl SpeechDataset {
         // `find_files` gives at least one.
         let name = files[0].to_string_lossy().to_lowercase();
         let is_json = [".json", ".jsonl", ".ndjson"].iter().any(|end| {
-            [".gz", ".bgz", ".zst", ""]
-                .iter()
-                .any(|packed| name.ends_with(&format!("{end}{packed}")))
+            let mut compressed = COMPRESSED_EXTENSIONS.iter().chain([&""]);
+            compressed.any(|compressed| name.ends_with(&format!("{end}{compressed}")))
         });
         let rows = match is_json {
             true => Rows::Json(JsonRecords::open(&files, &options.json)?),
@@ -196,15 +189,13 @@ impl SpeechDataset {
                 ("audio_field", &options.audio_field),
                 ("text_field", &options.text_field),
             ] {
-                if let Some(field) = field
-                    .as_ref()
-                    .filter(|field| rows.columns().place(field).is_none())
-                {
-                    return Err(Error::InvalidOption {
+                if let Some(field) = field {
+                    check_option(
+                        rows.columns().position(field).is_some(),
                         option,
-                        value: format!("{field:?} (columns {:?})", rows.columns().names()),
-                        expected: "the name of a column",
-                    });
+                        format!("{field:?}"),
+                        format!("a column of the file: {:?}", rows.columns().names()),
+                    )?;
                 }
             }
         }
@@ -212,13 +203,13 @@ impl SpeechDataset {
             rows,
             kept: None,
             options,
-            resamplers: LastFew::default(),
+            resamplers: RecentValues::default(),
         };
         dataset.kept = dataset.of_allowed_length();
         Ok(dataset)
     }
 
-    /// The rows as bytes, and where they are: all of them, those left out for their length too.
+    /// Returns the rows as bytes, with their locations, including those that were left out for their duration.
     pub fn records(&self) -> &RecordFiles {
         match &self.rows {
             Rows::Csv(rows) => rows.records(),
@@ -226,119 +217,120 @@ impl SpeechDataset {
         }
     }
 
-    /// How many rows were left out for their length.
+    /// Returns the number of rows that were left out for their duration.
     pub fn left_out(&self) -> usize {
         self.records().len() - self.len()
     }
 
-    /// The transcript of clip `index`. No sound is read.
+    /// Returns the transcript of clip `index`, without reading its audio.
     ///
     /// # Errors
-    /// When there is no such clip, or its row cannot be read.
+    /// Returns an error if there is no such clip, or if its row cannot be read.
     pub fn text(&self, index: usize) -> Result<String> {
-        let place = self.place(index)?;
-        let row = self.row(place)?;
+        let row_index = self.row_index(index)?;
+        let row = self.row(row_index)?;
         row.text(self.options.text_field.as_deref(), &TEXT_FIELDS)
-            .map_err(|problem| self.problem(place, problem))
+            .map_err(|problem| self.problem(row_index, problem))
     }
 
-    fn of_allowed_length(&self) -> Option<Rising> {
+    fn of_allowed_length(&self) -> Option<SortedIndices> {
         let (min, max) = (self.options.min_duration, self.options.max_duration);
         if min.is_none() && max.is_none() {
             return None;
         }
-        let is_kept = |place: usize| {
+        let is_kept = |row_index: usize| {
             let length = self
-                .row(place)
+                .row(row_index)
                 .ok()
-                .and_then(|row| self.length_s(place, &row));
+                .and_then(|row| self.length_s(row_index, &row));
+            // A row that cannot be read is kept, so that the error policy decides when it is read.
             length.is_none_or(|length| {
                 min.is_none_or(|min| length >= min) && max.is_none_or(|max| length <= max)
             })
         };
         const BLOCK: usize = 1 << 16;
         let rows = self.records().len();
-        let places = (0..rows).step_by(BLOCK).flat_map(|start| {
+        let indices = (0..rows).step_by(BLOCK).flat_map(|start| {
             let block = start..rows.min(start + BLOCK);
             block
                 .into_par_iter()
-                .filter(|&place| is_kept(place))
+                .filter(|&row_index| is_kept(row_index))
                 .collect::<Vec<_>>()
         });
-        Some(Rising::new(places))
+        Some(SortedIndices::new(indices))
     }
 
-    /// How long a clip is, in seconds, if that can be told without decoding it.
-    fn length_s(&self, place: usize, row: &Row) -> Option<f64> {
-        let part = self.part(row).ok()?;
-        match part.duration_s {
+    /// Returns the duration of a clip in seconds, if it is known without decoding.
+    fn length_s(&self, row_index: usize, row: &Row) -> Option<f64> {
+        let excerpt = self.excerpt(row).ok()?;
+        match excerpt.duration_s {
             Some(duration) => Some(duration),
             None => {
-                let path = self.path(place, row).ok()?;
+                let path = self.path(row_index, row).ok()?;
                 let all = audio::duration_s(&path).ok().flatten()?;
-                Some((all - part.offset_s).max(0.0))
+                Some((all - excerpt.offset_s).max(0.0))
             }
         }
     }
 
-    /// The number of the row of clip `index`.
-    fn place(&self, index: usize) -> Result<usize> {
-        let place = match &self.kept {
+    /// Returns the index of the row of clip `index`.
+    fn row_index(&self, index: usize) -> Result<usize> {
+        let row_index = match &self.kept {
             Some(kept) => kept.get(index),
             None => Some(index).filter(|&index| index < self.records().len()),
         };
-        place.ok_or(Error::NoSuchRecord {
+        row_index.ok_or(Error::NoSuchRecord {
             index,
             len: self.len(),
         })
     }
 
-    fn row(&self, place: usize) -> Result<Row> {
+    fn row(&self, row_index: usize) -> Result<Row> {
         Ok(match &self.rows {
-            Rows::Csv(rows) => Row::Csv(rows.get(place)?),
-            Rows::Json(rows) => Row::Json(rows.get(place)?),
+            Rows::Csv(rows) => Row::Csv(rows.get(row_index)?),
+            Rows::Json(rows) => Row::Json(rows.get(row_index)?),
         })
     }
 
-    fn part(&self, row: &Row) -> std::result::Result<Part, String> {
+    fn excerpt(&self, row: &Row) -> std::result::Result<Excerpt, String> {
         let offset = row.number("offset")?;
         let duration = row.number("duration")?;
-        Ok(Part {
+        Ok(Excerpt {
             offset_s: offset.unwrap_or(0.0),
-            // A duration beside an offset says where the part ends; alone it describes the file, which may be
-            // a sample longer or shorter.
+            // With an offset, the duration is the length of the excerpt; alone it is that of the file, which may be
+            // rounded, and `read` then ignores it.
             duration_s: duration,
             max_s: self.options.max_duration,
         })
     }
 
-    fn path(&self, place: usize, row: &Row) -> std::result::Result<PathBuf, String> {
+    fn path(&self, row_index: usize, row: &Row) -> std::result::Result<PathBuf, String> {
         let name = row.text(self.options.audio_field.as_deref(), &AUDIO_FIELDS)?;
         if name.is_empty() {
-            return Err("the path of its sound is empty".to_owned());
+            return Err("the path of its audio file is empty".to_owned());
         }
         let folder = match &self.options.folder {
             Some(folder) => folder.clone(),
             None => {
-                let place = self
+                let location = self
                     .records()
-                    .place(place)
+                    .location(row_index)
                     .map_err(|error| error.to_string())?;
-                place.path.parent().unwrap_or(Path::new("")).to_owned()
+                location.path.parent().unwrap_or(Path::new("")).to_owned()
             }
         };
         Ok(folder.join(name))
     }
 
-    fn read(&self, place: usize, row: &Row) -> std::result::Result<Speech, String> {
+    fn read(&self, row_index: usize, row: &Row) -> std::result::Result<Speech, String> {
         let text = row.text(self.options.text_field.as_deref(), &TEXT_FIELDS)?;
-        let mut part = self.part(row)?;
+        let mut excerpt = self.excerpt(row)?;
         if row.number("offset")?.is_none() {
-            part.duration_s = None;
+            excerpt.duration_s = None;
         }
-        let path = self.path(place, row)?;
-        let sound = audio::decode(&path, &part)
-            .map_err(|problem| format!("the sound {}: {problem}", path.display()))?;
+        let path = self.path(row_index, row)?;
+        let sound = audio::decode(&path, &excerpt)
+            .map_err(|problem| format!("the audio file {}: {problem}", path.display()))?;
         let to = self.options.sampling_rate;
         let samples = match sound.rate == to {
             true => sound.samples,
@@ -357,12 +349,12 @@ impl SpeechDataset {
         })
     }
 
-    fn problem(&self, place: usize, problem: String) -> Error {
-        match self.records().place(place) {
-            Ok(place) => Error::UnreadableRecord {
-                path: place.path,
-                record: place.record,
-                offset: place.offset,
+    fn problem(&self, row_index: usize, problem: String) -> Error {
+        match self.records().location(row_index) {
+            Ok(location) => Error::InvalidRecord {
+                path: location.path,
+                number: RecordNumber::Record(location.record),
+                offset: location.offset,
                 problem,
             },
             Err(error) => error,
@@ -371,7 +363,7 @@ impl SpeechDataset {
 }
 
 impl Row {
-    /// The text of the field `name`, or of the first of `names` that there is.
+    /// Returns the text of the field `name`, or of the first of `names` that exists.
     fn text(&self, name: Option<&str>, names: &[&str]) -> std::result::Result<String, String> {
         let field = |name: &str| match self {
             Row::Csv(row) => row.get(name).map(str::to_owned),
@@ -384,11 +376,11 @@ impl Row {
             None => names
                 .iter()
                 .find_map(|name| field(name))
-                .ok_or_else(|| format!("it has no text in any of the fields {}", names.join(", "))),
+                .ok_or_else(|| format!("none of these fields has a text: {}", names.join(", "))),
         }
     }
 
-    /// The seconds in a field, if there is one that is not empty.
+    /// Returns the number of seconds in a field; `None` if it is missing or empty.
     fn number(&self, name: &str) -> std::result::Result<Option<f64>, String> {
         let number = match self {
             Row::Csv(row) => match row.get(name).map(str::trim) {
@@ -402,7 +394,7 @@ impl Row {
         };
         match number.filter(|number| (0.0..1e9).contains(number)) {
             Some(number) => Ok(Some(number)),
-            None => Err(format!("its field {name:?} is no number of seconds")),
+            None => Err(format!("its field {name:?} is not a number of seconds")),
         }
     }
 }
@@ -418,9 +410,9 @@ impl Dataset for SpeechDataset {
     }
 
     fn get(&self, index: usize) -> Result<Speech> {
-        let place = self.place(index)?;
-        let row = self.row(place)?;
-        self.read(place, &row)
-            .map_err(|problem| self.problem(place, problem))
+        let row_index = self.row_index(index)?;
+        let row = self.row(row_index)?;
+        self.read(row_index, &row)
+            .map_err(|problem| self.problem(row_index, problem))
     }
 }

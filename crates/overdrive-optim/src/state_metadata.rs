@@ -1,4 +1,4 @@
-//! What all stored optimizer states have in common: groups of named parameters, and complaints.
+//! The metadata of stored optimizer states: groups of named parameters, and the errors of mismatches.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// Names listed in an error before it says how many more there are.
+/// The number of names that an error lists; it counts the others. A large model has thousands.
 const MAX_LISTED: usize = 8;
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -18,18 +18,18 @@ pub(crate) struct GroupMetadata {
     pub(crate) parameters: BTreeSet<String>,
 }
 
-/// The name of a tensor in a state.
-pub(crate) fn key(parameter: &str, part: &str) -> String {
-    format!("{parameter}.{part}")
+/// Returns the name of a tensor in a state.
+pub(crate) fn key(parameter: &str, tensor: &str) -> String {
+    format!("{parameter}.{tensor}")
 }
 
 pub(crate) fn mismatch(problem: String) -> Error {
     Error::StateMismatch { problem }
 }
 
-/// Whether every parameter lies in the same group here and there.
+/// Checks that every parameter is in the same group in the optimizer and in the stored state.
 pub(crate) fn check_groups(own: &[GroupMetadata], stored: &[GroupMetadata]) -> Result<()> {
-    let place = |groups: &[GroupMetadata]| -> BTreeMap<String, String> {
+    let group_of = |groups: &[GroupMetadata]| -> BTreeMap<String, String> {
         let pairs = groups.iter().flat_map(|group| {
             group
                 .parameters
@@ -38,7 +38,8 @@ pub(crate) fn check_groups(own: &[GroupMetadata], stored: &[GroupMetadata]) -> R
         });
         pairs.collect()
     };
-    let (own, stored) = (place(own), place(stored));
+    // By parameter, so that neither the order of groups nor that of parameters matters.
+    let (own, stored) = (group_of(own), group_of(stored));
     let missing = own.keys().filter(|name| !stored.contains_key(*name));
     let unexpected = stored.keys().filter(|name| !own.contains_key(*name));
     let moved = own.iter().filter(|(name, group)| {
@@ -46,7 +47,7 @@ pub(crate) fn check_groups(own: &[GroupMetadata], stored: &[GroupMetadata]) -> R
             .get(*name)
             .is_some_and(|stored_group| stored_group != *group)
     });
-    complain([
+    check_empty([
         ("parameters missing from it", missing.cloned().collect()),
         (
             "parameters that this optimizer does not have",
@@ -55,14 +56,14 @@ pub(crate) fn check_groups(own: &[GroupMetadata], stored: &[GroupMetadata]) -> R
         (
             "parameters in another group",
             moved
-                .map(|(name, group)| format!("{name} (here `{group}`, there `{}`)", stored[name]))
+                .map(|(name, group)| format!("{name} (in `{group}`, stored in `{}`)", stored[name]))
                 .collect(),
         ),
     ])
 }
 
-/// An error that lists what was found under each heading, or success if there is nothing.
-pub(crate) fn complain<const N: usize>(findings: [(&str, Vec<String>); N]) -> Result<()> {
+/// Returns an error that lists the names under each heading, or success if there are none.
+pub(crate) fn check_empty<const N: usize>(findings: [(&str, Vec<String>); N]) -> Result<()> {
     let problems: Vec<String> = findings
         .into_iter()
         .filter(|(_, names)| !names.is_empty())

@@ -1,4 +1,4 @@
-//! Datasets of one kind of thing, decoded when it is asked for.
+//! Datasets of text, images and speech, which are decoded on demand.
 
 #[cfg(feature = "speech")]
 mod audio;

@@ -1,17 +1,22 @@
-//! From paths, folders and patterns to files.
+//! The search for files by paths, folders and patterns.
 
 use std::path::{Path, PathBuf};
 
 use walkdir::WalkDir;
 
+use overdrive_core::Error as CommonError;
+
 use crate::{Error, Result};
 
-/// The files that `paths` name, in a fixed order.
+/// The extensions of compressed files, which follow the extension of the format.
+pub(crate) const COMPRESSED_EXTENSIONS: [&str; 3] = [".gz", ".bgz", ".zst"];
+
+/// Finds the files that `paths` name, in a fixed order.
 ///
-/// A path is a file, a folder (all files in it and below it with one of `extensions`, in the order of
-/// their names; hidden ones are left out; compressed ones count by what they hold, `a.csv.gz` as `a.csv`) or a pattern with `*`, `?`, `[…]` and `**`, whose matches
-/// are files. What is named more than once is listed more than once. A folder with no `extensions`
-/// gives all its files.
+/// A path is a file, a folder or a pattern. A folder stands for all files in it and in its subfolders with one of
+/// `extensions` (all files if there are none), in the order of their names; hidden files are left out, and
+/// compressed ones count by the inner extension, `a.csv.gz` as `a.csv`. A pattern has `*`, `?`, `[…]` or `**` and
+/// stands for the matching files. A file that is named several times is listed several times.
 ///
 /// ```
 /// # let dir = tempfile::tempdir().unwrap();
@@ -26,8 +31,7 @@ use crate::{Error, Result};
 /// ```
 ///
 /// # Errors
-/// When a path does not exist and is no pattern, when a folder cannot be read, and when nothing is
-/// found.
+/// Returns an error if a path does not exist and is not a pattern, a folder cannot be read, or no file is found.
 pub fn find_files<P: AsRef<Path>>(
     paths: impl IntoIterator<Item = P>,
     extensions: &[&str],
@@ -42,18 +46,20 @@ pub fn find_files<P: AsRef<Path>>(
         } else if !path.exists() && is_pattern(path) {
             add_matches(path, &mut files)?;
         } else {
-            // A file that does not exist is an error when it is opened; here it would be lost.
-            std::fs::metadata(path).map_err(Error::io("open", path))?;
+            // A missing file must be an error; opening it later would be too late for some callers.
+            std::fs::metadata(path).map_err(CommonError::io("open", path))?;
             files.push(path.to_owned());
         }
     }
     if files.is_empty() {
-        return Err(Error::NoFiles {
+        return Err(Error::NoData {
             searched: match searched.len() {
                 0 => "an empty list of paths".to_owned(),
                 _ => searched.join(", "),
             },
-            hint: "name a file, a folder with files of this format, or a pattern such as data/*.jsonl",
+            problem: "no files match; name a file, a folder with files of this format, or a pattern such as \
+            data/*.jsonl"
+            .to_owned(),
         });
     }
     Ok(files)
@@ -61,6 +67,7 @@ pub fn find_files<P: AsRef<Path>>(
 
 fn add_folder(folder: &Path, extensions: &[&str], files: &mut Vec<PathBuf>) -> Result<()> {
     let walk = WalkDir::new(folder)
+        // The folders of Hugging Face's cache consist of links to files.
         .follow_links(true)
         .sort_by_file_name()
         .into_iter()
@@ -68,7 +75,7 @@ fn add_folder(folder: &Path, extensions: &[&str], files: &mut Vec<PathBuf>) -> R
     for entry in walk {
         let entry = entry.map_err(|error| {
             let path = error.path().unwrap_or(folder).to_owned();
-            Error::io("read the folder", &path)(error.into())
+            CommonError::io("read the folder", &path)(error.into())
         })?;
         if entry.file_type().is_file() && has_extension(entry.path(), extensions) {
             files.push(entry.into_path());
@@ -78,25 +85,26 @@ fn add_folder(folder: &Path, extensions: &[&str], files: &mut Vec<PathBuf>) -> R
 }
 
 fn add_matches(pattern: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
-    let invalid = |value: String| Error::InvalidOption {
-        option: "path",
-        value,
-        expected: "a pattern of valid UTF-8 with closed brackets, and ** only as a whole folder",
+    let invalid = |value: String| {
+        let expected =
+            "a pattern of valid UTF-8 with closed brackets, and ** only as a whole folder";
+        CommonError::option("path", value, expected)
     };
     let text = pattern
         .to_str()
         .ok_or_else(|| invalid(pattern.display().to_string()))?;
+    // Shells treat `*` so: it does not cross folders or match hidden files.
     let options = glob::MatchOptions {
         require_literal_separator: true,
         require_literal_leading_dot: true,
         ..glob::MatchOptions::new()
     };
-    // The matches come in the order of their names.
+    // glob returns the matches in alphabetical order.
     let matches = glob::glob_with(text, options).map_err(|_| invalid(text.to_owned()))?;
     for found in matches {
         let path = found.map_err(|error| {
             let path = error.path().to_owned();
-            Error::io("read the folder", &path)(error.into())
+            CommonError::io("read the folder", &path)(error.into())
         })?;
         if path.is_file() {
             files.push(path);
@@ -117,7 +125,7 @@ fn is_hidden(path: &Path) -> bool {
 fn has_extension(path: &Path, extensions: &[&str]) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let name = name.to_ascii_lowercase();
-    let name = [".gz", ".bgz", ".zst"]
+    let name = COMPRESSED_EXTENSIONS
         .iter()
         .find_map(|packed| name.strip_suffix(packed))
         .unwrap_or(&name);

@@ -1,11 +1,11 @@
-//! Rows of sequences, by a plan of which sequence lies in which row.
+//! The rows of a packing plan as a dataset.
 
 use std::sync::Arc;
 
 use crate::{Dataset, Error, PackPlan, Result, TokenizedExample};
 
-/// The rows of a [`PackPlan`] over a dataset of tokenized sequences: one sequence each, or as many as
-/// were packed. `collate` makes batches of them in a [`crate::DataLoader`].
+/// A dataset of the rows of a [`PackPlan`] over tokenized sequences. A row has one sequence, or all that are packed
+/// into it. `collate` makes batches of them in a [`crate::DataLoader`].
 #[derive(Debug, Clone)]
 pub struct SequenceRows<D> {
     sequences: D,
@@ -13,19 +13,19 @@ pub struct SequenceRows<D> {
 }
 
 impl<D> SequenceRows<D> {
-    /// Rows of `sequences`, whose lengths `plan` was made of.
+    /// Returns the rows of `sequences`, from whose lengths `plan` was made.
     pub fn new(sequences: D, plan: Arc<PackPlan>) -> Self {
         Self { sequences, plan }
     }
 
-    /// Which sequences lie in which row.
+    /// Returns the plan of the rows.
     pub fn plan(&self) -> &Arc<PackPlan> {
         &self.plan
     }
 }
 
 impl<D: Dataset<Item = TokenizedExample>> Dataset for SequenceRows<D> {
-    /// The pieces of sequences that lie in the row.
+    /// The segments of sequences that lie in the row.
     type Item = Vec<TokenizedExample>;
 
     fn len(&self) -> usize {
@@ -39,15 +39,15 @@ impl<D: Dataset<Item = TokenizedExample>> Dataset for SequenceRows<D> {
                 len: self.plan.len(),
             });
         }
-        let pieces = self.plan.row(index).iter().map(|piece| {
-            let whole = self.sequences.get(piece.sequence as usize)?;
-            let range = piece.start as usize..(piece.start + piece.len) as usize;
+        let segments = self.plan.row(index).iter().map(|segment| {
+            let whole = self.sequences.get(segment.sequence as usize)?;
+            let range = segment.start as usize..(segment.start + segment.len) as usize;
             if range == (0..whole.input_ids.len()) && range.len() == whole.labels.len() {
                 return Ok(whole);
             }
             let tokens = whole.input_ids.len();
             let cut = |numbers: &[i64]| numbers.get(range.clone()).map(<[i64]>::to_vec);
-            // A file that changed has no such piece any more.
+            // The segment may not exist if the file has changed since the plan was made.
             match (cut(&whole.input_ids), cut(&whole.labels)) {
                 (Some(input_ids), Some(labels)) => Ok(TokenizedExample {
                     input_ids,
@@ -61,7 +61,7 @@ impl<D: Dataset<Item = TokenizedExample>> Dataset for SequenceRows<D> {
                 }),
             }
         });
-        pieces.collect()
+        segments.collect()
     }
 }
 
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn packed_rows_lie_end_to_end_and_positions_begin_anew() {
+    fn packed_rows_are_concatenated_and_positions_start_again() {
         let packed = rows(Some(PackingStrategy::BfdSplit));
         let batch = collate(&packed, RowLayout::EndToEnd).unwrap();
         // Longest first: the first four of the second, the first beside its last one, the third.

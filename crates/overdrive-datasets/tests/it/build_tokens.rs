@@ -1,11 +1,11 @@
-//! Corpora, building token stores, and the cache.
+//! Building token stores, and their cache.
 
 use std::path::Path;
 
 use crate::common::{text, tokenizer, write_files};
 use overdrive_datasets::{
-    BuildOptions, Corpus, CorpusOptions, Error, TextFormat, TokenStore, TokenWidth, Tokenizer,
-    build_tokens, build_tokens_to,
+    BuildOptions, Corpus, CorpusOptions, Error, RecordNumber, TextFormat, TokenStore, TokenWidth,
+    Tokenizer, build_tokens, build_tokens_to,
 };
 
 /// A folder with 60 files of text.
@@ -74,7 +74,7 @@ fn the_tokens_do_not_depend_on_the_number_of_threads() {
         // Small pieces, so that there are many to bring back into order.
         let options = BuildOptions {
             threads: Some(threads),
-            max_piece_bytes: 64,
+            max_chunk_bytes: 64,
             ..options()
         };
         build_tokens_to(&path, &corpus, &tokenizer, &options).unwrap();
@@ -85,7 +85,7 @@ fn the_tokens_do_not_depend_on_the_number_of_threads() {
 }
 
 #[test]
-fn pieces_give_the_tokens_of_the_whole() {
+fn chunks_give_the_tokens_of_the_whole() {
     // Lines that touch, blank lines, indented ones, and the two characters of Windows.
     for ends in [["\n", "\n\n"], ["\n    ", "\n\n\t"], ["\r\n", "\r\n\r\n  "]] {
         let dir = tempfile::tempdir().unwrap();
@@ -96,10 +96,10 @@ fn pieces_give_the_tokens_of_the_whole() {
         );
         let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
         let out = tempfile::tempdir().unwrap();
-        let tokens = |max_piece_bytes: usize| {
-            let path = out.path().join(max_piece_bytes.to_string());
+        let tokens = |max_chunk_bytes: usize| {
+            let path = out.path().join(max_chunk_bytes.to_string());
             let options = BuildOptions {
-                max_piece_bytes,
+                max_chunk_bytes,
                 ..options()
             };
             let (store, _) = build_tokens_to(&path, &corpus, &tokenizer, &options).unwrap();
@@ -107,26 +107,26 @@ fn pieces_give_the_tokens_of_the_whole() {
             store.tokens(0..store.len()).unwrap()
         };
         let whole = tokens(1 << 20);
-        for max_piece_bytes in (60..160).step_by(3) {
+        for max_chunk_bytes in (60..160).step_by(3) {
             assert!(
-                tokens(max_piece_bytes) == whole,
-                "pieces of {max_piece_bytes}"
+                tokens(max_chunk_bytes) == whole,
+                "pieces of {max_chunk_bytes}"
             );
         }
     }
 }
 
 #[test]
-fn pieces_of_any_size_keep_every_character() {
+fn chunks_of_any_size_keep_every_character() {
     let dir = tempfile::tempdir().unwrap();
     let text = "naïve 日本語🦀 no line feed at all, \r\n  \n\t\n and some ".repeat(30);
     write_files(dir.path(), &[("a.txt", &text)]);
     let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
     let out = tempfile::tempdir().unwrap();
-    for max_piece_bytes in [16, 17, 18, 19, 40, 100] {
+    for max_chunk_bytes in [16, 17, 18, 19, 40, 100] {
         let path = out.path().join("a.tokens");
         let options = BuildOptions {
-            max_piece_bytes,
+            max_chunk_bytes,
             ..options()
         };
         let (store, _) = build_tokens_to(&path, &corpus, &tokenizer, &options).unwrap();
@@ -150,7 +150,7 @@ fn special_tokens_in_the_text_are_text() {
 }
 
 #[test]
-fn documents_begin_and_end_with_the_tokens_that_were_asked_for() {
+fn documents_begin_and_end_with_the_tokens_of_the_options() {
     let dir = tempfile::tempdir().unwrap();
     write_files(
         dir.path(),
@@ -171,7 +171,7 @@ fn documents_begin_and_end_with_the_tokens_that_were_asked_for() {
             begin_of_document,
             end_of_document,
             // Several pieces to a document.
-            max_piece_bytes: 16,
+            max_chunk_bytes: 16,
             ..options()
         };
         let (store, _) = build_tokens_to(&path, &corpus, &tokenizer, &options).unwrap();
@@ -199,8 +199,8 @@ fn documents_begin_and_end_with_the_tokens_that_were_asked_for() {
     let error = build_tokens_to(&path, &corpus, &tokenizer, &options).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "the tokenizer has no token \"</s>\"; set end_of_document to one that it has \
-         (<|endoftext|>), or to None"
+        "`end_of_document` is \"</s>\"; it must be a token that the tokenizer has \
+         (special tokens: <|endoftext|>), or None"
     );
 }
 
@@ -222,12 +222,12 @@ fn json_lines_are_one_document_a_line() {
 }
 
 #[test]
-fn a_broken_json_line_is_refused_with_its_place_and_leaves_no_store() {
+fn an_invalid_json_line_is_refused_with_its_position_and_leaves_no_store() {
     let tokenizer = tokenizer();
     for (second, expected) in [
         ("{\"text\": ", "EOF while parsing"),
         ("[1]", "expected a JSON object on each line"),
-        ("{\"text\": 3}", "the field \"text\" is no string"),
+        ("{\"text\": 3}", "the field \"text\" is not a string"),
         (
             "{\"body\": \"b\", \"author\": 1}",
             "there is no field \"text\"; it has author, body",
@@ -245,8 +245,8 @@ fn a_broken_json_line_is_refused_with_its_place_and_leaves_no_store() {
         assert!(
             matches!(
                 error,
-                Error::BadRecord {
-                    line: 2,
+                Error::InvalidRecord {
+                    number: RecordNumber::Line(2),
                     offset: 14,
                     ..
                 }
@@ -392,154 +392,4 @@ fn builds_at_the_same_time_agree_and_leave_no_temporary_file() {
         .map(|e| e.unwrap().file_name())
         .collect();
     assert_eq!(names.len(), 2, "a store and its lock: {names:?}");
-}
-
-#[test]
-fn a_folder_gives_its_text_files_in_order_and_says_what_it_left_out() {
-    let dir = tempfile::tempdir().unwrap();
-    write_files(
-        dir.path(),
-        &[
-            ("b.txt", b"b".as_slice()),
-            ("a/z.md", b"z"),
-            ("a/picture.png", b"\x89PNG\xff"),
-            ("cut.txt", "ü".as_bytes().split_at(1).0),
-            ("empty.txt", b""),
-            ("data.parquet", b"PAR1"),
-            (".hidden/x.txt", b"x"),
-            ("big.txt", &[b'x'; 100]),
-            ("copy.txt", b"b"),
-        ],
-    );
-    let options = CorpusOptions {
-        max_file_bytes: Some(50),
-        skip_duplicates: true,
-        ..CorpusOptions::default()
-    };
-    let corpus = Corpus::from_paths([dir.path()], &options).unwrap();
-    let names: Vec<_> = corpus
-        .files()
-        .iter()
-        .map(|file| file.name.as_str())
-        .collect();
-    assert_eq!(names, ["a/z.md", "b.txt"]);
-    let skipped = corpus.skipped().to_string();
-    let expected =
-        "2 not UTF-8, 1 of an unsupported format, 1 too large, 1 duplicates, 1 empty (such as ";
-    assert!(skipped.starts_with(expected), "{skipped}");
-
-    let only = CorpusOptions {
-        extensions: Some(vec![".MD".to_owned()]),
-        ..Default::default()
-    };
-    let corpus = Corpus::from_paths([dir.path(), &dir.path().join("a")], &only).unwrap();
-    assert_eq!(corpus.files().len(), 1, "the same file twice is one file");
-}
-
-#[test]
-fn large_files_are_checked_for_utf8_across_blocks() {
-    let dir = tempfile::tempdir().unwrap();
-    // Three bytes a character never fit the blocks' length evenly.
-    let good = "語".repeat(200_000);
-    let mut bad = good.clone().into_bytes();
-    bad[400_001] = b'x';
-    write_files(
-        dir.path(),
-        &[("bad.txt", &bad), ("good.txt", &good.into_bytes())],
-    );
-    let corpus = corpus(dir.path());
-    let names: Vec<_> = corpus
-        .files()
-        .iter()
-        .map(|file| file.name.as_str())
-        .collect();
-    assert_eq!(names, ["good.txt"]);
-    assert_eq!(corpus.total_bytes(), 600_000);
-}
-
-#[test]
-fn formats_that_cannot_be_read_yet_say_so() {
-    let dir = tempfile::tempdir().unwrap();
-    write_files(
-        dir.path(),
-        &[("data.parquet", "PAR1"), ("a.txt.gz", "\u{1f}")],
-    );
-    let options = CorpusOptions::default();
-    let error = |path: &Path| {
-        Corpus::from_paths([path], &options)
-            .unwrap_err()
-            .to_string()
-    };
-    let parquet = error(&dir.path().join("data.parquet"));
-    assert!(
-        parquet.contains("Parquet is not supported yet; convert it to JSON Lines"),
-        "{parquet}"
-    );
-    assert!(error(&dir.path().join("a.txt.gz")).contains("unpack it first"));
-    let nothing = error(dir.path());
-    assert!(
-        nothing.contains("left out: 2 of an unsupported format"),
-        "{nothing}"
-    );
-    assert!(error(&dir.path().join("missing")).starts_with("cannot read "));
-}
-
-#[test]
-fn a_limited_corpus_is_a_stable_mixture() {
-    let dir = folder();
-    let limited = |max_bytes| {
-        let options = CorpusOptions {
-            max_bytes: Some(max_bytes),
-            ..Default::default()
-        };
-        Corpus::from_paths([dir.path()], &options).unwrap()
-    };
-    let all = corpus(dir.path());
-    let half = limited(all.total_bytes() / 2);
-    let names = |corpus: &Corpus| {
-        corpus
-            .files()
-            .iter()
-            .map(|f| f.name.clone())
-            .collect::<Vec<_>>()
-    };
-    let largest = all.files().iter().map(|file| file.bytes).max().unwrap();
-    assert!((all.total_bytes() / 2..all.total_bytes() / 2 + largest).contains(&half.total_bytes()));
-    // In the order of the whole, from all folders, and a larger limit only adds.
-    assert!(names(&half).is_sorted());
-    let folders: std::collections::HashSet<_> = half
-        .files()
-        .iter()
-        .map(|file| file.name.split('/').next().unwrap())
-        .collect();
-    assert_eq!(folders.len(), 3);
-    let more = names(&limited(all.total_bytes() * 3 / 4));
-    assert!(names(&half).iter().all(|name| more.contains(name)));
-    assert_eq!(limited(u64::MAX).digest(), all.digest());
-    assert_ne!(half.digest(), all.digest());
-}
-
-#[test]
-fn the_cargo_registry_is_a_corpus_of_rust() {
-    let corpus = match Corpus::cargo_registry(200_000) {
-        Ok(corpus) => corpus,
-        // A vendored build has no registry; then the error says what to do.
-        Err(error) => {
-            assert!(error.to_string().contains("cargo fetch"), "{error}");
-            return;
-        }
-    };
-    assert!((200_000..200_000 + (512 << 10)).contains(&corpus.total_bytes()));
-    assert!(
-        corpus
-            .files()
-            .iter()
-            .all(|file| file.name.ends_with(".rs") && file.bytes <= 512 << 10)
-    );
-    let digests: std::collections::HashSet<_> = corpus.files().iter().map(|f| f.digest).collect();
-    assert_eq!(digests.len(), corpus.files().len());
-    assert_eq!(
-        corpus.digest(),
-        Corpus::cargo_registry(200_000).unwrap().digest()
-    );
 }

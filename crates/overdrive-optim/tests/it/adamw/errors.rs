@@ -1,23 +1,23 @@
-//! Parameters and options that AdamW refuses.
+//! The errors of AdamW for invalid parameters and options.
 
 use super::*;
 
 #[test]
-fn bad_parameters_are_refused_by_name() {
+fn the_error_of_an_invalid_parameter_names_it() {
     let float = || Tensor::ones([3], (Kind::Float, Device::Cpu));
     let integers = Tensor::ones([3], (Kind::Int64, Device::Cpu));
     assert!(
         one(integers)
             .unwrap_err()
             .to_string()
-            .starts_with("parameter `weight` is Int64;")
+            .starts_with("`weight` is Int64;")
     );
     let complex = Tensor::ones([3], (Kind::ComplexFloat, Device::Cpu));
     assert!(
         one(complex)
             .unwrap_err()
             .to_string()
-            .contains("floating-point parameters only")
+            .contains("it must be a floating-point parameter")
     );
     let derived = float().set_requires_grad(true) * 2.0;
     assert!(one(derived).unwrap_err().to_string().contains("not a leaf"));
@@ -36,24 +36,18 @@ fn bad_parameters_are_refused_by_name() {
 }
 
 #[test]
-fn bad_options_are_refused_with_their_range() {
+fn the_error_of_an_invalid_option_names_its_range() {
     let error = |config: AdamWConfig| AdamW::new(vec![], config).unwrap_err().to_string();
     let message = error(AdamWConfig {
         betas: (0.9, 1.0),
         ..config()
     });
-    assert_eq!(
-        message,
-        "betas is 1, expected two numbers from 0 to below 1"
-    );
+    assert_eq!(message, "`betas.1` is 1; it must be at least 0 and below 1");
     let message = error(AdamWConfig {
         learning_rate: -1.0,
         ..config()
     });
-    assert_eq!(
-        message,
-        "learning_rate is -1, expected a finite number from 0"
-    );
+    assert_eq!(message, "`learning_rate` is -1; it must be 0 or positive");
     let unknown = serde_json::from_str::<AdamWConfig>(r#"{"beta1": 0.9}"#).unwrap_err();
     assert!(
         unknown.to_string().contains("unknown field `beta1`"),
@@ -62,7 +56,7 @@ fn bad_options_are_refused_with_their_range() {
 }
 
 #[test]
-fn a_converted_parameter_is_named_instead_of_stepped_wrongly() {
+fn a_converted_parameter_is_an_error_that_names_it() {
     let mut parameter = leaf(&Tensor::ones([3], (Kind::Float, Device::Cpu)), Kind::Float);
     let mut optimizer = one(parameter.shallow_clone()).unwrap();
     parameter.sum(Kind::Float).backward();
@@ -72,13 +66,13 @@ fn a_converted_parameter_is_named_instead_of_stepped_wrongly() {
     parameter.sum(Kind::Double).backward();
     let message = optimizer.step().unwrap_err().to_string();
     assert!(
-        message.contains("`weight` is Double on Cpu but its optimizer state is Float"),
+        message.contains("`weight` is Double on Cpu, but its optimizer state is Float"),
         "{message}"
     );
 }
 
 #[test]
-fn a_resized_or_relaid_parameter_is_never_walked_beyond_its_state() {
+fn a_resized_or_restrided_parameter_is_never_read_beyond_its_state() {
     let data = || Tensor::zeros([2, 3], (Kind::Float, Device::Cpu));
     let mut parameter = leaf(&data(), Kind::Float);
     let mut optimizer = one(parameter.shallow_clone()).unwrap();
@@ -99,7 +93,7 @@ fn a_resized_or_relaid_parameter_is_never_walked_beyond_its_state() {
     parameter.sum(Kind::Float).backward();
     let message = optimizer.step().unwrap_err().to_string();
     assert!(
-        message.contains("`weight` is [500, 3] but its optimizer state is [2, 3]"),
+        message.contains("`weight` is [500, 3], but its optimizer state is [2, 3]"),
         "{message}"
     );
 }

@@ -11,7 +11,7 @@ use common::fixture;
 use overdrive_datasets::{Dataset, IndexOptions, TextLines, TextOptions};
 
 #[test]
-fn files_in_one_piece_are_unpacked_once_and_read_from_there() {
+fn files_without_blocks_are_unpacked_once_and_read_from_there() {
     let cache = tempfile::tempdir().unwrap();
     // SAFETY: this is the only test of this process, so no other thread reads the environment.
     unsafe { std::env::set_var("XDG_CACHE_HOME", cache.path()) };
@@ -24,20 +24,21 @@ fn files_in_one_piece_are_unpacked_once_and_read_from_there() {
         ..TextOptions::default()
     };
     for name in [
-        "one_piece.txt.gz",
+        "single_stream.txt.gz",
         "no_size.txt.zst",
         "frames.txt.zst",
         "blocks.txt.gz",
     ] {
         for _ in 0..2 {
-            let lines = TextLines::open([fixture(&format!("packed/{name}"))], &options).unwrap();
+            let lines =
+                TextLines::open([fixture(&format!("compressed/{name}"))], &options).unwrap();
             assert_eq!(lines.len(), 3000, "{name}");
             assert_eq!(
                 lines.get(2999).unwrap(),
                 format!("line 2999 {}", "abc".repeat(2999 % 11))
             );
             // Places name the file that was opened.
-            assert!(lines.records().place(0).unwrap().path.ends_with(name));
+            assert!(lines.records().location(0).unwrap().path.ends_with(name));
         }
     }
     let unpacked = std::fs::read_dir(cache.path().join("overdrive/unpacked")).unwrap();

@@ -1,43 +1,46 @@
-//! Text to tokens, on all cores, with flat memory.
+//! The tokenization of a corpus into a token store, on all cores and with bounded memory.
 
 use std::path::Path;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
+use overdrive_core::check_at_least;
 use rayon::prelude::*;
 use tokenizers::Tokenizer;
 
 use crate::byte_level::ByteLevelEncoder;
 use crate::digest::FieldHasher;
-use crate::documents::{Piece, cut_into_pieces, for_each_piece};
-use crate::index::in_order;
+use crate::documents::{Chunk, for_each_chunk, split_into_chunks};
+use crate::index::{cores, in_order};
+use crate::tokenizer_files::token_id;
 use crate::{
     Corpus, Dataset, Error, Result, Sha256Digest, StoreOptions, TokenStore, TokenStoreWriter,
     TokenWidth, tokenizer_digest,
 };
 
-/// With room for several characters, there is always a place to cut.
-const MIN_PIECE_BYTES: usize = 16;
+/// The smallest bound on a chunk: half of it holds several characters, so there is always a position to split at.
+const MIN_CHUNK_BYTES: usize = 16;
 
-/// How to make tokens of text.
+/// The options of [`build_tokens_to`] and of the functions like it.
 #[derive(Debug, Clone)]
 pub struct BuildOptions {
-    /// The token that is put behind each document; `None` puts none. Default: `<|endoftext|>`.
+    /// The token that is appended to each document; `None` appends none. Default: `<|endoftext|>`.
     pub end_of_document: Option<String>,
-    /// A token that is put in front of each document (Llama's `<s>`). Default: `None`.
+    /// The token that is put before each document (Llama's `<s>`). Default: `None`.
     pub begin_of_document: Option<String>,
-    /// Longer documents are tokenized in pieces of at most so many bytes. They are cut between two
-    /// lines or words where GPT and Llama-3 tokenizers begin a new word in any case, so the tokens are
-    /// those of the whole document; only where there is no such place in half a piece (no ASCII
-    /// text), or with a tokenizer of another kind, may a token or two differ at the cut. Memory grows
-    /// with it. Default: 256 KiB.
-    pub max_piece_bytes: usize,
-    /// Bytes a token. `None` (the default) takes the narrowest that holds the vocabulary.
+    /// The largest number of bytes that are tokenized at once; longer documents are split into chunks. They
+    /// are split between two lines or words where GPT and Llama-3 tokenizers begin a new word in any case, so
+    /// the tokens are those of the whole document. Only if there is no such position in half a chunk (no ASCII
+    /// text), or with another kind of tokenizer, may one or two tokens differ at the split. Memory grows with
+    /// it. Default: 256 KiB.
+    pub max_chunk_bytes: usize,
+    /// The number of bytes per token. `None` (the default) uses the smallest that holds the vocabulary.
     pub width: Option<TokenWidth>,
-    /// How many threads tokenize. `None` (the default): one a core. The tokens are the same.
+    /// The number of threads that tokenize; the tokens do not depend on it. `None` (the default) uses one per
+    /// core.
     pub threads: Option<usize>,
-    /// Shows a progress bar on standard error, when that is a terminal. Default: true.
+    /// If `true`, a progress bar is drawn on standard error, if that is a terminal. Default: `true`.
     pub progress: bool,
 }
 
@@ -46,7 +49,7 @@ impl Default for BuildOptions {
         Self {
             end_of_document: Some("<|endoftext|>".to_owned()),
             begin_of_document: None,
-            max_piece_bytes: 256 << 10,
+            max_chunk_bytes: 256 << 10,
             width: None,
             threads: None,
             progress: true,
@@ -55,43 +58,45 @@ impl Default for BuildOptions {
 }
 
 impl BuildOptions {
-    /// Everything here that changes the tokens, and the version of the code that makes them.
+    /// Adds to `hasher` the options that change the tokens, and the version of the code that makes the tokens.
     pub(crate) fn add_to(&self, hasher: &mut FieldHasher) {
+        // To be increased when the same text gives other tokens: cached stores are then built again.
         const VERSION: &[u8] = b"build 1";
         hasher.add(VERSION);
         hasher.add(format!("{:?}", self.end_of_document).as_bytes());
         hasher.add(format!("{:?}", self.begin_of_document).as_bytes());
-        hasher.add(&(self.max_piece_bytes as u64).to_le_bytes());
+        hasher.add(&(self.max_chunk_bytes as u64).to_le_bytes());
+        // Threads and progress do not change the tokens, so they are not part of the key.
         hasher.add(format!("{:?}", self.width).as_bytes());
     }
 }
 
-/// What a build did.
+/// A report on a build.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BuildReport {
-    /// Documents written.
+    /// The number of documents written.
     pub documents: u64,
-    /// Tokens written.
+    /// The number of tokens written.
     pub tokens: u64,
-    /// UTF-8 bytes of their text.
+    /// The length of the documents' text in UTF-8 bytes.
     pub text_bytes: u64,
-    /// How long it took.
+    /// The duration of the build.
     pub elapsed: Duration,
 }
 
 /// Tokenizes a corpus into a store at `path`.
 ///
-/// One thread reads, the others tokenize, and the tokens are written in the corpus' order whatever
-/// the number of threads. Memory does not grow with the corpus. Special tokens that stand in the
-/// text, such as a literal `<|endoftext|>`, are tokenized as ordinary text: only the builder puts
-/// special tokens. Truncation and padding of the tokenizer are switched off.
+/// One thread reads, the others tokenize, and the tokens are written in the order of the corpus for any number
+/// of threads. Memory does not grow with the corpus. Special tokens in the text, such as a literal
+/// `<|endoftext|>`, are tokenized as ordinary text: only the builder adds special tokens. Truncation and
+/// padding of the tokenizer are switched off.
 ///
 /// [`crate::build_tokens`] does the same with a cache.
 ///
 /// # Errors
-/// When a file cannot be read, changed since the corpus was listed or holds a broken record; when
-/// the tokenizer lacks `end_of_document` or fails; when the disk refuses. Nothing is left at `path`
-/// then.
+/// Returns an error if a file cannot be read, changed since the corpus was listed or has an invalid record; if
+/// the tokenizer does not have `end_of_document` or fails; if the store cannot be written. Nothing is left at
+/// `path` then.
 pub fn build_tokens_to(
     path: impl AsRef<Path>,
     corpus: &Corpus,
@@ -109,12 +114,12 @@ pub fn build_tokens_to(
 
 /// Tokenizes the records of a dataset of texts into a store at `path`: each is a document.
 ///
-/// It streams as [`build_tokens_to`] does: memory does not grow with the dataset, and the tokens are
-/// the same for any number of threads. Empty records are no documents. Records of other kinds become
-/// texts by [`crate::DatasetExt::map`]. [`crate::build_dataset_tokens`] does the same with a cache.
+/// It streams as [`build_tokens_to`] does: memory does not grow with the dataset, and the tokens are the same
+/// for any number of threads. Empty records are skipped. [`crate::DatasetExt::map`] converts other records to
+/// text. [`crate::build_dataset_tokens`] does the same with a cache.
 ///
 /// # Errors
-/// When a record cannot be read, and as [`build_tokens_to`].
+/// Those of [`build_tokens_to`], and an error if a record cannot be read.
 pub fn build_dataset_tokens_to<D>(
     path: impl AsRef<Path>,
     dataset: &D,
@@ -125,34 +130,41 @@ where
     D: Dataset<Item = String> + ?Sized,
 {
     let unknown = Sha256Digest::UNKNOWN;
-    build_with_source(path.as_ref(), &Texts(dataset), tokenizer, options, unknown)
+    build_with_source(
+        path.as_ref(),
+        &DatasetDocuments(dataset),
+        tokenizer,
+        options,
+        unknown,
+    )
 }
 
-/// Documents in pieces, and how many there are, for the progress bar.
-pub(crate) trait Pieces: Sync {
-    /// Hands all pieces to `sink` in order, until it says `false`.
+/// A source of documents, in chunks of bounded size.
+pub(crate) trait DocumentSource: Sync {
+    /// Passes all chunks to `sink` in order, until it returns `false`.
     fn for_each(
         &self,
         max_bytes: usize,
         threads: usize,
-        sink: &mut dyn FnMut(Piece) -> bool,
+        sink: &mut dyn FnMut(Chunk) -> bool,
     ) -> Result<()>;
 
+    /// Returns a progress bar of the length of the source.
     fn progress(&self) -> ProgressBar;
 }
 
-impl Pieces for Corpus {
+impl DocumentSource for Corpus {
     fn for_each(
         &self,
         max_bytes: usize,
         _threads: usize,
-        sink: &mut dyn FnMut(Piece) -> bool,
+        sink: &mut dyn FnMut(Chunk) -> bool,
     ) -> Result<()> {
-        for_each_piece(self, max_bytes, sink)
+        for_each_chunk(self, max_bytes, sink)
     }
 
     fn progress(&self) -> ProgressBar {
-        // Draws on standard error, and nothing at all where that is no terminal.
+        // indicatif draws on standard error, and nothing if that is not a terminal.
         let template =
             "tokenizing {wide_bar} {bytes}/{total_bytes} of {msg} · {bytes_per_sec} · {eta} left";
         let style =
@@ -165,17 +177,17 @@ impl Pieces for Corpus {
 }
 
 /// The records of a dataset as documents.
-pub(crate) struct Texts<'a, D: ?Sized>(pub(crate) &'a D);
+pub(crate) struct DatasetDocuments<'a, D: ?Sized>(pub(crate) &'a D);
 
-impl<D: Dataset<Item = String> + ?Sized> Pieces for Texts<'_, D> {
+impl<D: Dataset<Item = String> + ?Sized> DocumentSource for DatasetDocuments<'_, D> {
     fn for_each(
         &self,
         max_bytes: usize,
         threads: usize,
-        sink: &mut dyn FnMut(Piece) -> bool,
+        sink: &mut dyn FnMut(Chunk) -> bool,
     ) -> Result<()> {
-        // So many records are read at a time. Reading is little beside tokenizing, unless records are
-        // parsed: a quarter of the threads keeps up.
+        // Records are read in blocks, so that threads rarely wait for each other. Reading is cheap beside
+        // tokenizing, unless records are parsed: a quarter of the threads keeps up.
         const BLOCK: usize = 256;
         let len = self.0.len();
         let blocks = len.div_ceil(BLOCK);
@@ -188,8 +200,8 @@ impl<D: Dataset<Item = String> + ?Sized> Pieces for Texts<'_, D> {
         };
         in_order(blocks, readers, 2 * readers, read, |texts| {
             for text in texts?.into_iter().filter(|text| !text.is_empty()) {
-                if !cut_into_pieces(text, max_bytes, 1, sink) {
-                    // Tokenizing has failed with an error of its own, which is the one that counts.
+                if !split_into_chunks(text, max_bytes, 1, sink) {
+                    // The sink has ended because tokenizing failed; that error is returned instead of this one.
                     return Err(Error::WorkerPanicked);
                 }
             }
@@ -207,19 +219,13 @@ impl<D: Dataset<Item = String> + ?Sized> Pieces for Texts<'_, D> {
 
 pub(crate) fn build_with_source(
     path: &Path,
-    corpus: &(impl Pieces + ?Sized),
+    corpus: &(impl DocumentSource + ?Sized),
     tokenizer: &Tokenizer,
     options: &BuildOptions,
     source: Sha256Digest,
 ) -> Result<(TokenStore, BuildReport)> {
     let started = Instant::now();
-    if options.max_piece_bytes < MIN_PIECE_BYTES {
-        return Err(Error::InvalidOption {
-            option: "max_piece_bytes",
-            value: options.max_piece_bytes.to_string(),
-            expected: "at least 16; the default is 262144",
-        });
-    }
+    check_at_least("max_chunk_bytes", options.max_chunk_bytes, MIN_CHUNK_BYTES)?;
     let id_of = |token: &Option<String>, option| {
         token
             .as_ref()
@@ -249,28 +255,32 @@ pub(crate) fn build_with_source(
     };
     let encoder = Encoder::new(tokenizer)?;
     let threads = options.threads.map_or_else(cores, |threads| threads.max(1));
+    // A pool of its own: the global one may be in use by the caller, and its size is fixed.
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(threads)
         .thread_name(|index| format!("overdrive-tokenize-{index}"))
         .build()
         .map_err(|error| Error::Threads {
-            what: "the threads that tokenize",
+            threads: "the threads that tokenize",
             problem: error.to_string(),
         })?;
-    // The reader is one batch ahead: at most three are in memory, one on each side of the channel.
-    let batch_bytes = (4 * options.max_piece_bytes * threads).max(1 << 20);
+    // The reader is one batch ahead: at most three batches are in memory, with one on each side of the
+    // channel. Four chunks per thread balance the threads' loads, and a batch of 1 MiB is worth a parallel
+    // loop.
+    let batch_bytes = (4 * options.max_chunk_bytes * threads).max(1 << 20);
     std::thread::scope(|scope| -> Result<()> {
         let (sender, batches) = sync_channel(1);
         let reader = scope.spawn(move || -> Result<()> {
-            let max_piece_bytes = options.max_piece_bytes;
-            read_batches(corpus, max_piece_bytes, threads, batch_bytes, |batch| {
+            let max_chunk_bytes = options.max_chunk_bytes;
+            read_batches(corpus, max_chunk_bytes, threads, batch_bytes, |batch| {
                 sender.send(batch).is_ok()
             })
         });
-        // The channel is closed when this is done, so a reader that waits goes on and ends.
+        // An error drops the receiver, which closes the channel: a reader that waits then ends.
         encode_batches(batches, &pool, &encoder, &mut sink)?;
         match reader.join() {
             Ok(result) => result,
+            // A panic of the user's dataset is not an error of this crate and continues in the caller's thread.
             Err(panic) => std::panic::resume_unwind(panic),
         }
     })?;
@@ -286,7 +296,7 @@ pub(crate) fn build_with_source(
     Ok((store, report))
 }
 
-/// The number of ids: one more than the largest.
+/// Returns the number of ids, which is one more than the largest: a tokenizer may have unused ids.
 fn vocab_size(tokenizer: &Tokenizer) -> u64 {
     tokenizer
         .get_vocab(true)
@@ -295,36 +305,11 @@ fn vocab_size(tokenizer: &Tokenizer) -> u64 {
         .map_or(0, |&largest| u64::from(largest) + 1)
 }
 
-fn token_id(tokenizer: &Tokenizer, token: &str, option: &'static str) -> Result<u32> {
-    tokenizer.token_to_id(token).ok_or_else(|| {
-        let decoder = tokenizer.get_added_tokens_decoder();
-        let mut known: Vec<_> = decoder.iter().filter(|(_, token)| token.special).collect();
-        known.sort_unstable_by_key(|(id, _)| **id);
-        let known: Vec<_> = known
-            .iter()
-            .map(|(_, token)| token.content.as_str())
-            .collect();
-        let known = match known.len() {
-            0 => String::new(),
-            _ => format!(" ({})", known.join(" ")),
-        };
-        Error::UnknownToken {
-            token: token.to_owned(),
-            option,
-            known,
-        }
-    })
-}
-
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
-}
-
 /// A tokenizer set up for documents.
 pub(crate) enum Encoder {
-    /// GPT-2's kind, several times as fast.
+    /// The encoder for GPT-2's kind of tokenizer, which is several times as fast.
     ByteLevel(Box<ByteLevelEncoder>),
-    /// Any other.
+    /// A tokenizer of any other kind.
     Any(Box<Tokenizer>),
 }
 
@@ -335,7 +320,7 @@ impl Encoder {
             .with_truncation(None)
             .map_err(Error::tokenizer("switch truncation off"))?;
         tokenizer.with_padding(None);
-        // Text is data: what looks like a special token in it is not one.
+        // A text may contain the name of a special token, which must not become that token.
         tokenizer.set_encode_special_tokens(true);
         Ok(match ByteLevelEncoder::of(&tokenizer)? {
             Some(encoder) => Self::ByteLevel(Box::new(encoder)),
@@ -356,22 +341,22 @@ impl Encoder {
     }
 }
 
-/// Puts pieces together to batches of about `batch_bytes`.
+/// Collects chunks into batches of about `batch_bytes`.
 fn read_batches(
-    corpus: &(impl Pieces + ?Sized),
-    max_piece_bytes: usize,
+    corpus: &(impl DocumentSource + ?Sized),
+    max_chunk_bytes: usize,
     threads: usize,
     batch_bytes: usize,
-    mut send: impl FnMut(Vec<Piece>) -> bool,
+    mut send: impl FnMut(Vec<Chunk>) -> bool,
 ) -> Result<()> {
-    // Many tiny documents are a batch too: each has a cost of its own in memory.
-    const MAX_PIECES: usize = 1 << 14;
+    // The number of documents is bounded too, since each one has a fixed cost in memory.
+    const MAX_CHUNKS: usize = 1 << 14;
     let mut batch = Vec::new();
     let mut bytes = 0;
-    corpus.for_each(max_piece_bytes, threads, &mut |piece| {
-        bytes += piece.text.len();
-        batch.push(piece);
-        if bytes < batch_bytes && batch.len() < MAX_PIECES {
+    corpus.for_each(max_chunk_bytes, threads, &mut |chunk| {
+        bytes += chunk.text.len();
+        batch.push(chunk);
+        if bytes < batch_bytes && batch.len() < MAX_CHUNKS {
             return true;
         }
         bytes = 0;
@@ -384,17 +369,19 @@ fn read_batches(
 }
 
 fn encode_batches(
-    batches: Receiver<Vec<Piece>>,
+    batches: Receiver<Vec<Chunk>>,
     pool: &rayon::ThreadPool,
     encoder: &Encoder,
     sink: &mut Sink,
 ) -> Result<()> {
     for batch in batches {
-        let encode = |piece: &Piece| encoder.encode(&piece.text);
+        // Chunks differ in length by orders of magnitude, so each is a task of its own.
+        let encode = |chunk: &Chunk| encoder.encode(&chunk.text);
         let encoded: Vec<_> =
             pool.install(|| batch.par_iter().with_max_len(1).map(encode).collect());
-        for (piece, tokens) in batch.iter().zip(encoded) {
-            sink.push(piece, &tokens?)?;
+        // Tokens of a batch arrive in its order, so the file is the same for any number of threads.
+        for (chunk, tokens) in batch.iter().zip(encoded) {
+            sink.push(chunk, &tokens?)?;
         }
     }
     Ok(())
@@ -405,25 +392,25 @@ struct Sink {
     begin_of_document: Option<u32>,
     end_of_document: Option<u32>,
     text_bytes: u64,
-    /// Bytes of the current document so far; no piece is empty, so 0 says that none has begun.
+    /// The number of bytes of the current document so far. No chunk is empty, so 0 means that none has begun.
     document_bytes: u64,
     bar: ProgressBar,
 }
 
 impl Sink {
-    fn push(&mut self, piece: &Piece, tokens: &[u32]) -> Result<()> {
+    fn push(&mut self, chunk: &Chunk, tokens: &[u32]) -> Result<()> {
         if self.document_bytes == 0 {
             self.writer.push_tokens(self.begin_of_document.as_slice())?;
         }
         self.writer.push_tokens(tokens)?;
-        self.document_bytes += piece.text.len() as u64;
-        if piece.ends_document {
+        self.document_bytes += chunk.text.len() as u64;
+        if chunk.ends_document {
             self.writer.push_tokens(self.end_of_document.as_slice())?;
             self.writer.end_document(self.document_bytes)?;
             self.text_bytes += self.document_bytes;
             self.document_bytes = 0;
         }
-        self.bar.inc(piece.file_bytes);
+        self.bar.inc(chunk.file_bytes);
         Ok(())
     }
 }

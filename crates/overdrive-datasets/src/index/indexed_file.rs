@@ -1,4 +1,4 @@
-//! An index is opened where there is one that fits the data, and built where there is none.
+//! A file with the index of its records, which is opened if it fits the data and built otherwise.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -9,72 +9,75 @@ use std::time::{Duration, Instant};
 
 use memmap2::Mmap;
 
-use super::format::{HEADER_BYTES, Header, Identity};
-use super::packed::{Blocks, Packing, unpack_for_now};
+use overdrive_core::Error as CommonError;
+
+use super::compressed::{Blocks, Compression, unpack_to_temporary_file};
+use super::format::{HEADER_BYTES, Header, Identity, damaged_index};
 use super::scan::cores;
 use super::{OffsetTable, OffsetsWriter, Scan};
 use crate::cache::{Cached, cache_folder, cached};
 use crate::mmap::{map_file, map_opened};
 use crate::token_store_writer::{folder_of, persist, temp_file};
-use crate::{Error, Result, Sha256Digest};
+use crate::{Error, RecordNumber, Result, Sha256Digest};
 
-/// Smaller files are searched anew each time: that takes less than opening a file would.
-const SMALL_BYTES: u64 = 1 << 20;
+/// The smallest file that gets an index file: smaller ones are searched faster than an index is opened.
+const MIN_INDEXED_BYTES: u64 = 1 << 20;
 
-/// Where index files are kept.
+/// The location of index files.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum IndexLocation {
-    /// In `overdrive/indexes` of the user's cache folder (see [`crate::default_cache_dir`]).
+    /// The folder `overdrive/indexes` in the user's cache folder (see [`crate::default_cache_dir`]). The default.
     #[default]
     Cache,
-    /// In a folder of the caller's choice.
+    /// A folder of the caller's choice.
     Folder(PathBuf),
-    /// Beside the data, as hidden files that end in `.ovidx`.
+    /// The folder of the data; the index files are hidden and end in `.ovidx`.
     Beside,
-    /// Nowhere: built in memory each time.
+    /// No files: the index is built in memory each time.
     Memory,
 }
 
-/// How files are indexed.
+/// The options of indexing files.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct IndexOptions {
-    /// Where index files are kept. When the folder cannot be written, the index is built in memory
-    /// and a warning says so. Files below 1 MiB get no index file in any case.
+    /// The location of index files. If it cannot be written, the index is built in memory with a warning. Files
+    /// below 1 MiB get no index file.
     pub location: IndexLocation,
-    /// How many threads search a file. `None` (the default): one a core. The index is the same.
+    /// The number of threads that search a file; the index does not depend on it. `None` (the default) uses
+    /// one per core.
     pub threads: Option<usize>,
-    /// Builds anew even where an index fits. Default: false.
+    /// If `true`, the index is built even if an existing one fits. Default: `false`.
     pub rebuild: bool,
-    /// Unpacks compressed files once, into `overdrive/unpacked` of the user's cache folder, and reads
-    /// them from there. Default: false, and they are read where they are, block by block, which takes
-    /// files in blocks: gzip by bgzip, Zstandard in frames of at most 16 MiB.
+    /// If `true`, compressed files are unpacked once, into `overdrive/unpacked` in the user's cache folder, and
+    /// read from there. If `false` (the default), they are read in place, block by block, which requires files
+    /// in blocks: gzip of bgzip, Zstandard in frames of at most 16 MiB.
     pub unpack: bool,
 }
 
-/// What opening one or many files found and did.
+/// A report on opening one or several files.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct IndexReport {
-    /// Records in all files.
+    /// The number of records in all files.
     pub records: u64,
-    /// Files.
+    /// The number of files.
     pub files: u64,
-    /// Bytes of all files.
+    /// The size of all files (unpacked), in bytes.
     pub data_bytes: u64,
-    /// Bytes of all indexes. They are mapped, so at most so many are resident.
+    /// The size of all indexes, in bytes. They are mapped, so at most this much is resident.
     pub index_bytes: u64,
-    /// Bytes of the files that were searched now; the others had an index.
+    /// The size of the files that were searched now, in bytes; the others had an index.
     pub built_bytes: u64,
-    /// How long the search took, the writing of the index included.
+    /// The duration of the search, including the writing of the index.
     pub build_time: Duration,
 }
 
 impl IndexReport {
-    /// Bytes of index a record; 0 without records.
+    /// Returns the size of the indexes per record, in bytes; 0 without records.
     pub fn bytes_per_record(&self) -> f64 {
         self.index_bytes as f64 / (self.records as f64).max(1.0)
     }
 
-    /// Gigabytes (10^9 bytes) a second of the search; `None` when all indexes were there.
+    /// Returns the speed of the search in gigabytes (10^9 bytes) per second; `None` if all indexes existed.
     pub fn build_gb_per_s(&self) -> Option<f64> {
         (self.built_bytes > 0)
             .then(|| self.built_bytes as f64 / 1e9 / self.build_time.as_secs_f64())
@@ -95,7 +98,7 @@ impl IndexReport {
 pub(crate) struct IndexedFile {
     pub(crate) path: PathBuf,
     data: Data,
-    /// Unpacked, where the file is compressed.
+    /// The length of the data, unpacked if the file is compressed.
     data_bytes: u64,
     header: Header,
     index: IndexBytes,
@@ -104,10 +107,11 @@ pub(crate) struct IndexedFile {
 
 #[derive(Debug)]
 enum Data {
+    /// A mapped file.
     Mapped(Mmap),
-    /// Compressed in blocks.
+    /// A mapped file that is compressed in blocks.
     Blocks(Mmap, Blocks),
-    /// Of more files than a process may map: opened for each record.
+    /// A file that is opened for each record, since a process can map only so many.
     OnDemand,
 }
 
@@ -127,41 +131,41 @@ impl IndexBytes {
 }
 
 impl IndexedFile {
-    /// Opens a file. With `keep_mapped` false its records are read instead of mapped.
+    /// Opens a file. If `keep_mapped` is `false`, its records are read instead of mapped.
     pub(crate) fn open(
         path: &Path,
         scan: &dyn Scan,
         options: &IndexOptions,
         keep_mapped: bool,
     ) -> Result<(Self, IndexReport)> {
-        let file = File::open(path).map_err(Error::io("open", path))?;
-        let metadata = file.metadata().map_err(Error::io("read", path))?;
+        let file = File::open(path).map_err(CommonError::io("open", path))?;
+        let metadata = file.metadata().map_err(CommonError::io("read", path))?;
+        // Opening a folder succeeds on Unix; the error of reading it would be less clear.
         if metadata.is_dir() {
             let is_folder = std::io::Error::from(std::io::ErrorKind::IsADirectory);
-            return Err(Error::io("read", path)(is_folder));
+            return Err(CommonError::io("read", path)(is_folder).into());
         }
         let map = map_opened(&file, path)?;
         let scan_key = scan.key();
-        // The same file has the same index from wherever it is named; and without a true name, an
-        // index of its own.
+        // A file has one index by whatever path it is opened; a path that cannot be resolved has its own.
         let true_path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         let identity = Identity::of(&true_path, &metadata, &map, &scan_key);
-        let data = match Packing::of(path, &map)? {
+        let data = match Compression::of(path, &map)? {
             None => Data::Mapped(map),
-            Some(packing) if options.unpack => {
-                let unpacked = unpacked(packing, path, &map, identity)?;
+            Some(compression) if options.unpack => {
+                let unpacked = unpacked(compression, path, &map, identity)?;
                 let (mut file, report) = Self::open(&unpacked, scan, options, keep_mapped)?;
-                // Messages name the file that the user knows.
+                // Error messages name the file that the user gave, and not the unpacked one.
                 file.path = path.to_owned();
                 return Ok((file, report));
             }
-            Some(packing) => {
-                let blocks = Blocks::find(path, packing, &map)?;
+            Some(compression) => {
+                let blocks = Blocks::find(path, compression, &map)?;
                 Data::Blocks(map, blocks)
             }
         };
         let data_bytes = match &data {
-            Data::Blocks(_, blocks) => blocks.plain_bytes(),
+            Data::Blocks(_, blocks) => blocks.unpacked_bytes(),
             Data::Mapped(_) | Data::OnDemand => metadata.len(),
         };
         let builder = Builder {
@@ -173,7 +177,7 @@ impl IndexedFile {
             threads: options.threads.map_or_else(cores, |threads| threads.max(1)),
         };
         let started = Instant::now();
-        let index_path = if data_bytes < SMALL_BYTES {
+        let index_path = if data_bytes < MIN_INDEXED_BYTES {
             None
         } else {
             index_path(path, identity.key(), &options.location)?
@@ -209,32 +213,30 @@ impl IndexedFile {
         Ok((file, report))
     }
 
-    /// The number of records.
+    /// Returns the number of records.
     pub(crate) fn len(&self) -> usize {
-        // One more offset is where the last record ends; `decode` found at least that one.
+        // The last offset is the end of the last record; `decode` made sure that it exists.
         self.header.offsets.count as usize - 1
     }
 
-    /// Changes when the content, or the way it is cut into records, does.
+    /// Returns a digest that changes with the content or with its division into records.
     pub(crate) fn fingerprint(&self) -> Sha256Digest {
         self.fingerprint
     }
 
-    /// Where record `index` is: from its start to that of the next one.
+    /// Returns the byte range of record `index`, from its start to that of the next one.
     pub(crate) fn range(&self, index: usize) -> Result<Range<u64>> {
-        let (pieces, directory) = self.header.parts(self.index.as_slice());
-        let table = OffsetTable::new(pieces, directory, self.header.offsets.count as usize);
+        let (blocks, directory) = self.header.offset_bytes(self.index.as_slice());
+        let table = OffsetTable::new(blocks, directory, self.header.offsets.count as usize);
         table
             .pair(index)
             .filter(|range| range.start <= range.end && range.end <= self.data_bytes)
-            .ok_or_else(|| Error::DamagedIndex {
-                path: self.path.clone(),
-                problem: format!("record {index} is not where its index says"),
+            .ok_or_else(|| {
+                damaged_index(&self.path, &format!("its entry of record {index} is wrong"))
             })
     }
 
-    /// How many line feeds come before a place, which is within the data: for messages about records. It
-    /// reads what is in front of it.
+    /// Returns the number of line feeds before an offset, for error messages. It reads all data before it.
     pub(crate) fn line_feeds_before(&self, offset: u64) -> Result<u64> {
         const BLOCK: u64 = 1 << 20;
         let mut feeds = 0;
@@ -248,21 +250,21 @@ impl IndexedFile {
         Ok(feeds)
     }
 
-    /// The bytes of record `index` and where they start.
+    /// Returns the offset and the bytes of record `index`.
     pub(crate) fn bytes(&self, index: usize) -> Result<(u64, Cow<'_, [u8]>)> {
         let range = self.range(index)?;
         Ok((range.start, self.read(&range, index)?))
     }
 
-    /// A range within the data, for record `index`.
+    /// Reads a range of the data, for record `index`.
     fn read(&self, range: &Range<u64>, index: usize) -> Result<Cow<'_, [u8]>> {
         Ok(match &self.data {
-            // `range` is within the length that the map had when it was made.
+            // `range` is within the length of the map: its callers have checked it against `data_bytes`.
             Data::Mapped(map) => Cow::Borrowed(&map[range.start as usize..range.end as usize]),
             Data::Blocks(map, blocks) => Cow::Owned(blocks.read(map, range).map_err(
-                |problem| Error::UnreadableRecord {
+                |problem| Error::InvalidRecord {
                     path: self.path.clone(),
-                    record: index,
+                    number: RecordNumber::Record(index),
                     offset: range.start,
                     problem,
                 },
@@ -274,26 +276,31 @@ impl IndexedFile {
 
 fn read_range(path: &Path, range: &Range<u64>) -> Result<Vec<u8>> {
     use std::io::Read;
-    let mut file = File::open(path).map_err(Error::io("open", path))?;
+    let mut file = File::open(path).map_err(CommonError::io("open", path))?;
     file.seek(SeekFrom::Start(range.start))
-        .map_err(Error::io("read", path))?;
+        .map_err(CommonError::io("read", path))?;
     let mut bytes = vec![0; (range.end - range.start) as usize];
     file.read_exact(&mut bytes)
-        .map_err(Error::io("read", path))?;
+        .map_err(CommonError::io("read", path))?;
     Ok(bytes)
 }
 
-/// The file that holds what is in a compressed one, unpacked where it was not there yet.
-fn unpacked(packing: Packing, path: &Path, data: &[u8], identity: Identity) -> Result<PathBuf> {
+/// Returns the file with the unpacked content of a compressed one, unpacking it if necessary.
+fn unpacked(
+    compression: Compression,
+    path: &Path,
+    data: &[u8],
+    identity: Identity,
+) -> Result<PathBuf> {
     let name = format!("{}.unpacked", identity.content(b"unpacked 1").short());
     let unpacked = cache_folder("unpacked")?.join(name);
     let open = || Ok(unpacked.exists().then_some(()));
     let build = || {
         let folder = folder_of(&unpacked);
-        let mut file = temp_file(&unpacked).map_err(Error::io("create a file in", folder))?;
-        packing
+        let mut file = temp_file(&unpacked).map_err(CommonError::io("create a file in", folder))?;
+        compression
             .unpack(data, &mut file)
-            .map_err(Error::io("unpack", path))?;
+            .map_err(CommonError::io("unpack", path))?;
         persist(file, &unpacked)
     };
     match cached(&unpacked, open, build)? {
@@ -301,7 +308,7 @@ fn unpacked(packing: Packing, path: &Path, data: &[u8], identity: Identity) -> R
     }
 }
 
-/// Where the index of the file at `path` is kept; `None`: nowhere.
+/// Returns the path of the index of the file at `path`; `None` if it is not written to a file.
 fn index_path(path: &Path, key: Sha256Digest, location: &IndexLocation) -> Result<Option<PathBuf>> {
     let name = format!("{}.ovidx", key.short());
     Ok(match location {
@@ -310,7 +317,7 @@ fn index_path(path: &Path, key: Sha256Digest, location: &IndexLocation) -> Resul
         IndexLocation::Folder(folder) => Some(folder.join(name)),
         IndexLocation::Beside => {
             let file = path.file_name().unwrap_or_default().to_string_lossy();
-            // The key's beginning keeps the indexes of several formats apart.
+            // The beginning of the key keeps the indexes of several formats of one file apart.
             let name = format!(".{file}.{}.ovidx", &key.short()[..8]);
             Some(path.with_file_name(name))
         }
@@ -337,7 +344,7 @@ impl Builder<'_> {
         Ok(IndexBytes::Memory(bytes))
     }
 
-    /// The index at `index_path`, and whether it was built now.
+    /// Opens or builds the index at `index_path`; returns `true` with it if it was built now.
     fn open_or_build(&self, index_path: &Path, rebuild: bool) -> Result<(IndexBytes, bool)> {
         let open = || {
             if rebuild {
@@ -350,9 +357,9 @@ impl Builder<'_> {
         match cached(index_path, open, build) {
             Ok(Cached::Hit(map)) => Ok((IndexBytes::Mapped(map), false)),
             Ok(Cached::Built(map)) => Ok((IndexBytes::Mapped(map), true)),
-            // The cache is a convenience: data in a folder, or on a disk, that takes no file is read
-            // all the same. What is wrong with the data itself stays an error.
-            Err(error @ Error::Io { .. }) if !error.is_io_of(self.path) => {
+            // An index file only saves time, so a location that cannot be written is not an error. An
+            // error of the data itself is one.
+            Err(error) if error.io_path().is_some_and(|path| path != self.path) => {
                 tracing::warn!("the index is kept in memory: {error}");
                 Ok((self.build_in_memory()?, true))
             }
@@ -360,7 +367,7 @@ impl Builder<'_> {
         }
     }
 
-    /// The index file, if it is sound and belongs to the data.
+    /// Returns the index file, if it is valid and belongs to the data.
     fn open_fitting(&self, index_path: &Path) -> Result<Option<Mmap>> {
         if !index_path.exists() {
             return Ok(None);
@@ -379,45 +386,53 @@ impl Builder<'_> {
         }
     }
 
-    /// Writes the index under another name and renames it. It is not synced: after a power cut its
-    /// checksums tell whether it arrived, and it is built again if it did not.
+    /// Writes the index under a temporary name and renames it. It is not synced: an index that a power cut has
+    /// damaged fails its checksums and is built again.
     fn build_file(&self, index_path: &Path) -> Result<Mmap> {
         let folder = folder_of(index_path);
-        let file = temp_file(index_path).map_err(Error::io("create a file in", folder))?;
+        let file = temp_file(index_path).map_err(CommonError::io("create a file in", folder))?;
+        // The parts of a large index are written through one buffer, and the header last.
         let mut out = BufWriter::with_capacity(1 << 18, file);
         out.write_all(&[0; HEADER_BYTES])
-            .map_err(Error::io("write", index_path))?;
+            .map_err(CommonError::io("write", index_path))?;
         let (out, header) = self.write(out, index_path)?;
         let mut file = out
             .into_inner()
-            .map_err(|error| Error::io("write", index_path)(error.into_error()))?;
+            .map_err(|error| CommonError::io("write", index_path)(error.into_error()))?;
         file.seek(SeekFrom::Start(0))
             .and_then(|_| file.write_all(&header.encode()))
-            .map_err(Error::io("write", index_path))?;
+            .map_err(CommonError::io("write", index_path))?;
         file.persist(index_path)
-            .map_err(|error| Error::io("rename a file to", index_path)(error.error))?;
+            .map_err(|error| CommonError::io("rename a file to", index_path)(error.error))?;
         map_file(index_path)
     }
 
-    /// Searches the data and writes pieces and directory to `out`.
+    /// Searches the data and writes the blocks and the directory to `out`.
     fn write<W: Write>(&self, out: W, out_path: &Path) -> Result<(W, Header)> {
         let mut offsets = OffsetsWriter::new(out);
-        let mut push = |offset| offsets.push(offset).map_err(Error::io("write", out_path));
+        let mut push = |offset| -> Result<()> {
+            Ok(offsets
+                .push(offset)
+                .map_err(CommonError::io("write", out_path))?)
+        };
         let scan = |data: &[u8], push: &mut dyn FnMut(u64) -> Result<()>| {
             self.scan.scan(self.path, data, self.threads, push)
         };
         let end = match self.data {
             Data::Mapped(map) => scan(map, &mut push),
-            // The search needs all bytes at once, in the map of a file that is gone afterwards.
+            // The search needs all bytes at once: they are unpacked to a temporary file and mapped.
             Data::Blocks(map, blocks) => {
-                let file = unpack_for_now(blocks.packing(), self.path, map)?;
+                let file = unpack_to_temporary_file(blocks.compression(), self.path, map)?;
                 scan(&map_opened(&file, self.path)?, &mut push)
             }
             Data::OnDemand => scan(&map_file(self.path)?, &mut push),
         }?;
         push(end)?;
-        let (out, offsets) = offsets.finish().map_err(Error::io("write", out_path))?;
-        let now = std::fs::metadata(self.path).map_err(Error::io("read", self.path))?;
+        let (out, offsets) = offsets
+            .finish()
+            .map_err(CommonError::io("write", out_path))?;
+        // An index of data that changed during the search could be wrong without notice.
+        let now = std::fs::metadata(self.path).map_err(CommonError::io("read", self.path))?;
         if !self.identity.fits(&now) {
             return Err(Error::FileChanged {
                 path: self.path.to_owned(),

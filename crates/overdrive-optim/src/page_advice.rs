@@ -1,4 +1,4 @@
-//! Advice to the system about the pages of mapped states.
+//! Advice to the operating system about the pages of mapped states.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -8,7 +8,7 @@ use tch::Tensor;
 
 use crate::Result;
 
-/// Bytes of a page, at least: parts of a file start at multiples.
+/// Returns the bytes of a page, at least 4096. State tensors in a file start at multiples of it.
 pub(crate) fn page_bytes() -> u64 {
     #[cfg(unix)]
     {
@@ -20,10 +20,9 @@ pub(crate) fn page_bytes() -> u64 {
     4096
 }
 
-/// Lets the pages of `bytes` go from the process: they stay in the file, and in the system's cache for
-/// as long as it has room.
+/// Removes the pages of `bytes` from the memory of the process. They stay in the file, and in the
+/// system's cache as long as it has room.
 pub(crate) fn release(tensor: &Tensor, bytes: Range<u64>) -> Result<()> {
-    // A page that is only partly of this range may still be in use.
     #[cfg(unix)]
     advise(tensor, inner_pages(tensor, bytes), libc::MADV_DONTNEED)?;
     #[cfg(not(unix))]
@@ -31,8 +30,8 @@ pub(crate) fn release(tensor: &Tensor, bytes: Range<u64>) -> Result<()> {
     Ok(())
 }
 
-/// Brings the pages of `bytes` in, to be written, in one call instead of a fault for each. Without
-/// effect where the system cannot: faults then do it.
+/// Loads the pages of `bytes` for writing, in one call instead of a page fault for each. Has no effect on
+/// systems without such a call, where page faults load them.
 pub(crate) fn populate(tensor: &Tensor, bytes: Range<u64>) -> Result<()> {
     #[cfg(target_os = "linux")]
     match advise(
@@ -40,7 +39,7 @@ pub(crate) fn populate(tensor: &Tensor, bytes: Range<u64>) -> Result<()> {
         inner_pages(tensor, bytes),
         libc::MADV_POPULATE_WRITE,
     ) {
-        // Kernels before 5.14 do not know it.
+        // Kernels before 5.14 do not know MADV_POPULATE_WRITE.
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
         result => result?,
     }
@@ -49,7 +48,8 @@ pub(crate) fn populate(tensor: &Tensor, bytes: Range<u64>) -> Result<()> {
     Ok(())
 }
 
-/// The whole pages in `bytes` of a tensor, as addresses. The last page of a part belongs to it alone.
+/// Returns the addresses of the pages that lie completely in `bytes` of a tensor: the others may still be
+/// in use. The last page of a tensor counts as complete, because no other tensor shares it.
 #[cfg(unix)]
 fn inner_pages(tensor: &Tensor, bytes: Range<u64>) -> Range<usize> {
     let page = page_bytes() as usize;
@@ -57,6 +57,7 @@ fn inner_pages(tensor: &Tensor, bytes: Range<u64>) -> Range<usize> {
     let size = crate::checks::bytes(tensor);
     let start = (base + bytes.start as usize).next_multiple_of(page);
     let end = base + bytes.end as usize;
+    // Beyond the last element only padding follows, up to the end of the page.
     let end = if bytes.end == size {
         end.next_multiple_of(page)
     } else {
@@ -71,9 +72,9 @@ fn advise(tensor: &Tensor, pages: Range<usize>, advice: libc::c_int) -> io::Resu
         return Ok(());
     }
     let offset = pages.start - tensor.data_ptr() as usize;
-    // SAFETY: the pages belong to the mapped file that the tensor keeps alive: whole ones within it,
-    // and of its last page the rest that no other part has. Shared pages of a file lose nothing by
-    // either advice.
+    // SAFETY: the pages belong to the mapped file that the tensor keeps alive: complete ones within it,
+    // and its last page, which no other tensor shares. Shared pages of a file lose no data by either
+    // advice.
     let result = unsafe {
         let start = tensor.data_ptr().cast::<u8>().add(offset);
         libc::madvise(start.cast(), pages.len(), advice)

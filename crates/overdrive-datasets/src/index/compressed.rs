@@ -1,4 +1,4 @@
-//! Compressed files: in blocks of which each can be read alone, or unpacked once.
+//! Compressed files, which are read block by block or unpacked once.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -10,34 +10,37 @@ use std::sync::{Arc, Mutex, PoisonError};
 use flate2::bufread::{GzDecoder, MultiGzDecoder};
 use ruzstd::decoding::{FrameDecoder, StreamingDecoder};
 
+use overdrive_core::Error as CommonError;
+
 use crate::mmap::map_file;
 use crate::{Error, Result};
 
-/// A block that is larger when it is unpacked is too much to unpack for one record.
-const MAX_BLOCK: u64 = 16 << 20;
-/// Unpacked blocks that are kept for the next record, a file.
-const KEPT_BYTES: usize = 8 << 20;
+/// The largest block, in unpacked bytes, that is unpacked for a single record.
+const MAX_BLOCK_BYTES: u64 = 16 << 20;
+/// The size of the cache of unpacked blocks per file: the next record is often in the same block.
+const CACHED_BYTES: usize = 8 << 20;
 
-/// How a file is compressed.
+/// The compression of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Packing {
+pub(crate) enum Compression {
     Gzip,
     Zstandard,
 }
 
-impl Packing {
-    /// Of a file with these first bytes; `None`: it is not compressed.
+impl Compression {
+    /// Returns the compression of a file by its first bytes; `None` if it is not compressed.
     ///
     /// # Errors
-    /// When it is compressed in a way that cannot be read.
+    /// [`Error::InvalidFile`] for a compression that is not supported.
     pub(crate) fn of(path: &Path, data: &[u8]) -> Result<Option<Self>> {
-        let unsupported = |format| {
-            Err(Error::UnsupportedFormat {
-                path: path.to_owned(),
-                format,
-                hint: "unpack it, or compress it with bgzip or zstd",
-            })
+        let unsupported = |format: &str| {
+            let hint = "unpack it, or compress it with bgzip or zstd";
+            Err(Error::invalid_file(
+                path,
+                format!("{format} is not supported here; {hint}"),
+            ))
         };
+        // Magic numbers and not extensions: a compressed file may have any name.
         match data {
             [0x1f, 0x8b, 8, ..] => Ok(Some(Self::Gzip)),
             [0x28, 0xb5, 0x2f, 0xfd, ..] | [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..] => {
@@ -52,8 +55,8 @@ impl Packing {
 
     fn name(self) -> &'static str {
         match self {
-            Self::Gzip => "gzip in one piece",
-            Self::Zstandard => "Zstandard in one piece",
+            Self::Gzip => "gzip without blocks",
+            Self::Zstandard => "Zstandard without small frames",
         }
     }
 
@@ -65,19 +68,20 @@ impl Packing {
             }
             Self::Zstandard => {
                 "set IndexOptions::unpack to have it unpacked into the cache once, unpack it with \
-                 unzstd, or compress it again in frames of at most 16 MiB that say their size \
-                 (pzstd, or zstd on each part of `split` and the parts put together with `cat`)"
+                 unzstd, or compress it again in frames of at most 16 MiB that have their size in the header \
+                 (pzstd, or zstd on each file of `split`, joined with `cat`)"
             }
         }
     }
 
-    /// Unpacks all of `data` into `out`, with flat memory.
+    /// Unpacks `data` into `out`, with constant memory.
     pub(crate) fn unpack(self, data: &[u8], out: &mut impl Write) -> std::io::Result<u64> {
         std::io::copy(&mut self.reader(data), out)
     }
 
     fn reader(self, data: &[u8]) -> Box<dyn Read + '_> {
         match self {
+            // A gzip file may consist of several members, and all of them count.
             Self::Gzip => Box::new(MultiGzDecoder::new(data)),
             Self::Zstandard => Box::new(Frames {
                 rest: data,
@@ -87,22 +91,22 @@ impl Packing {
     }
 }
 
-/// Reads a file, unpacked where it is compressed.
+/// Reads the first `bytes` of a file, unpacked if it is compressed.
 pub(crate) fn read_start(path: &Path, bytes: u64) -> Result<Vec<u8>> {
     let data = map_file(path)?;
-    let reader: Box<dyn Read> = match Packing::of(path, &data)? {
+    let reader: Box<dyn Read> = match Compression::of(path, &data)? {
         None => Box::new(&data[..]),
-        Some(packing) => packing.reader(&data),
+        Some(compression) => compression.reader(&data),
     };
     let mut start = Vec::new();
     let mut reader = reader.take(bytes);
     reader
         .read_to_end(&mut start)
-        .map_err(Error::io("unpack", path))?;
+        .map_err(CommonError::io("unpack", path))?;
     Ok(start)
 }
 
-/// Frames of Zstandard one behind the other.
+/// A reader of concatenated Zstandard frames.
 struct Frames<'a> {
     rest: &'a [u8],
     frame: Option<Box<StreamingDecoder<&'a [u8], FrameDecoder>>>,
@@ -116,6 +120,7 @@ impl Read for Frames<'_> {
                 if read > 0 || out.is_empty() {
                     return Ok(read);
                 }
+                // ruzstd computes the checksum, but does not compare it.
                 let decoder = &frame.decoder;
                 let sums = (
                     decoder.get_checksum_from_data(),
@@ -132,7 +137,7 @@ impl Read for Frames<'_> {
                 return Ok(0);
             }
             let frame = zstandard_frame(self.rest).map_err(std::io::Error::other)?;
-            let (bytes, rest) = self.rest.split_at(frame.packed);
+            let (bytes, rest) = self.rest.split_at(frame.compressed);
             self.rest = rest;
             if !frame.is_skipped {
                 let decoder = StreamingDecoder::new(bytes).map_err(std::io::Error::other)?;
@@ -145,70 +150,67 @@ impl Read for Frames<'_> {
 /// The blocks of a compressed file, of which each can be unpacked alone.
 #[derive(Debug)]
 pub(crate) struct Blocks {
-    packing: Packing,
-    /// Where each block starts in the file, and what it holds in the unpacked bytes; then the ends.
+    compression: Compression,
+    /// The start of each block in the file and in the unpacked bytes; the last entry has the two ends.
     starts: Vec<(u64, u64)>,
-    kept: Mutex<VecDeque<(usize, Arc<Vec<u8>>)>>,
+    cache: Mutex<VecDeque<(usize, Arc<Vec<u8>>)>>,
 }
 
-/// What the header of a block says.
+/// The header of a block.
 struct Block {
-    packed: usize,
-    /// `None` where the header does not say it.
-    plain: Option<u64>,
+    compressed: usize,
+    /// The unpacked size; `None` if the header does not have it.
+    unpacked: Option<u64>,
     is_skipped: bool,
 }
 
 impl Blocks {
-    /// The blocks of a file, found by their headers alone: nothing is unpacked.
+    /// Finds the blocks of a file by their headers alone, without unpacking.
     ///
     /// # Errors
-    /// When the file is damaged, and when it is one piece.
-    pub(crate) fn find(path: &Path, packing: Packing, data: &[u8]) -> Result<Self> {
+    /// [`Error::InvalidFile`] if the file is damaged, or does not consist of blocks.
+    pub(crate) fn find(path: &Path, compression: Compression, data: &[u8]) -> Result<Self> {
         let mut starts = Vec::new();
-        let (mut packed, mut plain) = (0, 0_u64);
-        while packed < data.len() {
-            let block = match packing {
-                Packing::Gzip => bgzf_block(&data[packed..]),
-                Packing::Zstandard => zstandard_frame(&data[packed..]).map(Some),
+        let (mut compressed, mut unpacked) = (0, 0_u64);
+        while compressed < data.len() {
+            let block = match compression {
+                Compression::Gzip => bgzf_block(&data[compressed..]),
+                Compression::Zstandard => zstandard_frame(&data[compressed..]).map(Some),
             };
-            let block = block.map_err(|problem| Error::MalformedFile {
-                path: path.to_owned(),
-                offset: packed as u64,
-                problem,
+            let block = block.map_err(|problem| {
+                Error::invalid_file(path, format!("at byte {compressed}, {problem}"))
             })?;
-            let one_piece = || Error::UnsupportedFormat {
-                path: path.to_owned(),
-                format: packing.name(),
-                hint: packing.hint(),
+            let not_in_blocks = || {
+                let (format, hint) = (compression.name(), compression.hint());
+                Error::invalid_file(path, format!("{format} is not supported here; {hint}"))
             };
-            let block = block.ok_or_else(one_piece)?;
+            let block = block.ok_or_else(not_in_blocks)?;
             if !block.is_skipped {
-                let size = block.plain.filter(|&size| size <= MAX_BLOCK);
-                let size = size.ok_or_else(one_piece)?;
-                starts.push((packed as u64, plain));
-                plain += size;
+                let size = block.unpacked.filter(|&size| size <= MAX_BLOCK_BYTES);
+                let size = size.ok_or_else(not_in_blocks)?;
+                starts.push((compressed as u64, unpacked));
+                unpacked += size;
             }
-            packed += block.packed;
+            compressed += block.compressed;
         }
-        starts.push((packed as u64, plain));
+        starts.push((compressed as u64, unpacked));
         Ok(Self {
-            packing,
+            compression,
             starts,
-            kept: Mutex::default(),
+            cache: Mutex::default(),
         })
     }
 
-    /// The number of unpacked bytes.
-    pub(crate) fn plain_bytes(&self) -> u64 {
-        self.starts.last().map_or(0, |&(_, plain)| plain)
+    /// Returns the number of unpacked bytes.
+    pub(crate) fn unpacked_bytes(&self) -> u64 {
+        self.starts.last().map_or(0, |&(_, unpacked)| unpacked)
     }
 
-    pub(crate) fn packing(&self) -> Packing {
-        self.packing
+    pub(crate) fn compression(&self) -> Compression {
+        self.compression
     }
 
-    /// A range of the unpacked bytes, within [`Blocks::plain_bytes`].
+    /// Returns a range of the unpacked bytes, within [`Blocks::unpacked_bytes`].
     pub(crate) fn read(
         &self,
         data: &[u8],
@@ -217,7 +219,7 @@ impl Blocks {
         let mut out = Vec::with_capacity((range.end - range.start) as usize);
         let first = self
             .starts
-            .partition_point(|&(_, plain)| plain <= range.start);
+            .partition_point(|&(_, unpacked)| unpacked <= range.start);
         let mut number = first.saturating_sub(1);
         while (out.len() as u64) < range.end - range.start {
             let block = self.block(data, number)?;
@@ -231,17 +233,18 @@ impl Blocks {
     }
 
     fn block(&self, data: &[u8], number: usize) -> std::result::Result<Arc<Vec<u8>>, String> {
-        // The list is whole whenever the lock is given back. Nothing is unpacked under it.
-        let lock = || self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        // The list is valid whenever the lock is released. Nothing is unpacked under the lock.
+        let lock = || self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, block)) = lock().iter().find(|(other, _)| *other == number) {
             return Ok(Arc::clone(block));
         }
         let block = Arc::new(self.unpack_block(data, number)?);
-        let mut kept = lock();
-        kept.push_back((number, Arc::clone(&block)));
-        let mut bytes: usize = kept.iter().map(|(_, block)| block.len()).sum();
-        while bytes > KEPT_BYTES {
-            bytes -= kept.pop_front().map_or(bytes, |(_, block)| block.len());
+        let mut cache = lock();
+        cache.push_back((number, Arc::clone(&block)));
+        let mut bytes: usize = cache.iter().map(|(_, block)| block.len()).sum();
+        // The cache drops its oldest blocks; a record is often read with its neighbours, and rarely again.
+        while bytes > CACHED_BYTES {
+            bytes -= cache.pop_front().map_or(bytes, |(_, block)| block.len());
         }
         Ok(block)
     }
@@ -252,7 +255,7 @@ impl Blocks {
             _ => return Err("the compressed file ends before the record does".to_owned()),
         };
         let expected = end.1 - start.1;
-        let packed = data
+        let compressed = data
             .get(start.0 as usize..end.0 as usize)
             .unwrap_or_default();
         let mut block = Vec::with_capacity(expected as usize);
@@ -262,14 +265,14 @@ impl Blocks {
                 start.0
             )
         };
-        match self.packing {
-            // One byte more than expected, so that a block that is longer is noticed.
-            Packing::Gzip => GzDecoder::new(packed)
+        match self.compression {
+            // One byte more than expected, to detect a block that is too long.
+            Compression::Gzip => GzDecoder::new(compressed)
                 .take(expected + 1)
                 .read_to_end(&mut block)
                 .map(drop),
-            Packing::Zstandard => Frames {
-                rest: packed,
+            Compression::Zstandard => Frames {
+                rest: compressed,
                 frame: None,
             }
             .take(expected + 1)
@@ -287,10 +290,10 @@ impl Blocks {
     }
 }
 
-/// The block of BGZF (the blocked gzip of bgzip, SAM specification 4.1) that starts here; `None`: it
-/// is plain gzip.
+/// Parses the header of a BGZF block (the blocked gzip of bgzip, SAM specification 4.1); returns `None` for
+/// plain gzip.
 fn bgzf_block(data: &[u8]) -> std::result::Result<Option<Block>, String> {
-    let cut = || "the file ends within a block: it was cut short".to_owned();
+    let cut = || "the file ends within a block: it was truncated".to_owned();
     let header = data.get(..12).ok_or_else(cut)?;
     if header[..3] != [0x1f, 0x8b, 8] {
         return Err("expected another block of gzip".to_owned());
@@ -304,16 +307,17 @@ fn bgzf_block(data: &[u8]) -> std::result::Result<Option<Block>, String> {
     while let [a, b, low, high, rest @ ..] = extra {
         let length = usize::from(u16::from_le_bytes([*low, *high]));
         if [*a, *b] == *b"BC" && length == 2 && rest.len() >= 2 {
-            let packed = usize::from(u16::from_le_bytes([rest[0], rest[1]])) + 1;
-            let tail = packed
+            let compressed = usize::from(u16::from_le_bytes([rest[0], rest[1]])) + 1;
+            let tail = compressed
                 .checked_sub(4)
-                .and_then(|tail| data.get(tail..packed));
+                .and_then(|tail| data.get(tail..compressed));
             let tail = tail.ok_or_else(cut)?;
-            let plain = u32::from_le_bytes([tail[0], tail[1], tail[2], tail[3]]);
+            let unpacked = u32::from_le_bytes([tail[0], tail[1], tail[2], tail[3]]);
             return Ok(Some(Block {
-                packed,
-                plain: Some(u64::from(plain)),
-                is_skipped: plain == 0,
+                compressed,
+                unpacked: Some(u64::from(unpacked)),
+                // An end-of-file marker of bgzip is an empty block, which holds no bytes.
+                is_skipped: unpacked == 0,
             }));
         }
         extra = rest.get(length..).unwrap_or_default();
@@ -321,17 +325,17 @@ fn bgzf_block(data: &[u8]) -> std::result::Result<Option<Block>, String> {
     Ok(None)
 }
 
-/// The frame of Zstandard (RFC 8878, section 3.1) that starts here.
+/// Parses the header of a Zstandard frame (RFC 8878, section 3.1) and finds its end.
 fn zstandard_frame(data: &[u8]) -> std::result::Result<Block, String> {
-    let cut = || "the file ends within a frame: it was cut short".to_owned();
+    let cut = || "the file ends within a frame: it was truncated".to_owned();
     let magic = data.get(..4).ok_or_else(cut)?;
     if let [0x50..=0x5f, 0x2a, 0x4d, 0x18] = magic {
         let size = data.get(4..8).ok_or_else(cut)?;
-        let packed = 8 + u32::from_le_bytes([size[0], size[1], size[2], size[3]]) as usize;
-        data.get(..packed).ok_or_else(cut)?;
+        let compressed = 8 + u32::from_le_bytes([size[0], size[1], size[2], size[3]]) as usize;
+        data.get(..compressed).ok_or_else(cut)?;
         return Ok(Block {
-            packed,
-            plain: None,
+            compressed,
+            unpacked: None,
             is_skipped: true,
         });
     }
@@ -350,8 +354,9 @@ fn zstandard_frame(data: &[u8]) -> std::result::Result<Block, String> {
     let size = data.get(size_at..size_at + size_bytes).ok_or_else(cut)?;
     let mut number = [0; 8];
     number[..size_bytes].copy_from_slice(size);
-    let plain = match size_bytes {
+    let unpacked = match size_bytes {
         0 => None,
+        // The two-byte field stores the size minus 256 (RFC 8878, section 3.1.1.1.4).
         2 => Some(u64::from_le_bytes(number) + 256),
         _ => Some(u64::from_le_bytes(number)),
     };
@@ -360,9 +365,9 @@ fn zstandard_frame(data: &[u8]) -> std::result::Result<Block, String> {
         let header = data.get(at..at + 3).ok_or_else(cut)?;
         let header = u32::from_le_bytes([header[0], header[1], header[2], 0]);
         let size = match header >> 1 & 3 {
-            // A byte and how often it comes.
+            // An RLE block stores one byte; its size field is the number of repetitions.
             1 => 1,
-            3 => return Err("a block of a kind that there is not".to_owned()),
+            3 => return Err("a block of an unknown kind".to_owned()),
             _ => (header >> 3) as usize,
         };
         at += 3 + size;
@@ -370,22 +375,26 @@ fn zstandard_frame(data: &[u8]) -> std::result::Result<Block, String> {
             break;
         }
     }
-    let packed = at + if has_checksum { 4 } else { 0 };
-    data.get(..packed).ok_or_else(cut)?;
+    let compressed = at + if has_checksum { 4 } else { 0 };
+    data.get(..compressed).ok_or_else(cut)?;
     Ok(Block {
-        packed,
-        plain,
-        // An empty frame has nothing to read.
-        is_skipped: plain == Some(0),
+        compressed,
+        unpacked,
+        // An empty frame has no bytes to read, so it needs no entry.
+        is_skipped: unpacked == Some(0),
     })
 }
 
-/// Unpacks into a file without a name, which is gone when its last handle is.
-pub(crate) fn unpack_for_now(packing: Packing, path: &Path, data: &[u8]) -> Result<File> {
+/// Unpacks into a file without a name, which is removed with its last handle.
+pub(crate) fn unpack_to_temporary_file(
+    compression: Compression,
+    path: &Path,
+    data: &[u8],
+) -> Result<File> {
     let folder = std::env::temp_dir();
-    let mut file = tempfile::tempfile().map_err(Error::io("create a file in", &folder))?;
-    packing
+    let mut file = tempfile::tempfile().map_err(CommonError::io("create a file in", &folder))?;
+    compression
         .unpack(data, &mut file)
-        .map_err(Error::io("unpack", path))?;
+        .map_err(CommonError::io("unpack", path))?;
     Ok(file)
 }

@@ -1,20 +1,21 @@
-//! Sound from one rate to another.
+//! The resampling of audio.
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+use crate::Result;
+use overdrive_core::check_option;
 
-/// The filter that keeps what lies above half the lower rate out of resampled sound: a windowed sinc, as in
-/// `torchaudio.functional.resample`, whose names and defaults these are.
+/// The low-pass filter of resampling, which removes frequencies above half the lower rate: a windowed sinc, as in
+/// `torchaudio.functional.resample`, with its names and defaults.
 ///
-/// A wider filter is steeper and costs in proportion; 64 with a `rolloff` of 0.9475937167399596 is what
-/// torchaudio's documentation gives for librosa's `kaiser_best`.
+/// A wider filter is steeper and costs in proportion. A width of 64 with a `rolloff` of 0.9475937167399596
+/// corresponds to librosa's `kaiser_best`, according to torchaudio's documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Resampling {
-    /// Zero crossings of the sinc on each side. Default: 6.
+    /// The number of zero crossings of the sinc on each side. Default: 6.
     pub lowpass_filter_width: u32,
-    /// Where the filter begins to cut, as a part of half the lower rate: above 0, at most 1. Default: 0.99.
+    /// The cutoff frequency as a fraction of half the lower rate, above 0 and at most 1. Default: 0.99.
     pub rolloff: f64,
 }
 
@@ -29,41 +30,40 @@ impl Default for Resampling {
 
 impl Resampling {
     pub(super) fn check(&self) -> Result<()> {
-        let invalid = |option, value: String, expected| {
-            Err(Error::InvalidOption {
-                option,
-                value,
-                expected,
-            })
-        };
-        if !(1..=1024).contains(&self.lowpass_filter_width) {
-            let value = self.lowpass_filter_width.to_string();
-            return invalid("lowpass_filter_width", value, "from 1 to 1024");
-        }
-        if !(self.rolloff > 0.0 && self.rolloff <= 1.0) {
-            return invalid("rolloff", self.rolloff.to_string(), "above 0 and at most 1");
-        }
+        let Self {
+            lowpass_filter_width: width,
+            rolloff,
+        } = *self;
+        // The upper bound keeps the table of weights small.
+        check_option(
+            (1..=1024).contains(&width),
+            "lowpass_filter_width",
+            width,
+            "from 1 to 1024",
+        )?;
+        let valid = rolloff > 0.0 && rolloff <= 1.0;
+        check_option(valid, "rolloff", rolloff, "above 0 and at most 1")?;
         Ok(())
     }
 }
 
-/// Brings sound from one rate to another.
+/// A resampler from one rate to another.
 ///
 /// The value between samples is `sum_i x[i] * sinc(t) * cos^2(pi t / 2w) * base / from` with
-/// `t = (i / from - time) * base` for `|t| < w`: a sum over `2 w` zero crossings. Places of the output repeat
-/// their weights every `to` samples, the rates divided by what they have in common, so the weights are a table.
+/// `t = (i / from - time) * base` for `|t| < w`: a sum over `2 w` zero crossings. With the rates divided by their
+/// greatest common divisor, the weights repeat every `to` samples of the output, so they are a table by phase.
 #[derive(Debug)]
 pub(super) struct Resampler {
-    /// The rates without their common divisor.
+    /// The rates, divided by their greatest common divisor.
     from: usize,
     to: usize,
     filter: Filter,
-    /// The weights of each of `to` places. None where that would be too many: rates that have no divisor in
-    /// common are rare enough to compute them again and again.
+    /// The weights of each of the `to` phases. It is empty if that would be too many: rates without a large common
+    /// divisor are rare, so their weights are computed for each sample.
     table: Vec<Weights>,
 }
 
-/// The sinc and its window.
+/// The windowed sinc.
 #[derive(Debug)]
 struct Filter {
     from: f64,
@@ -72,24 +72,25 @@ struct Filter {
     base: f64,
 }
 
+/// The weights of the input samples for one phase.
 #[derive(Debug)]
 struct Weights {
-    /// The sample that the first one is for, counted from the start of the turn.
+    /// The input sample of the first weight, relative to the start of the period.
     first: isize,
     weights: Vec<f32>,
 }
 
-/// At most so many weights are kept: 16 MiB.
+/// The largest number of weights in a table: 16 MiB.
 const MAX_WEIGHTS: f64 = (4 << 20) as f64;
 
 impl Filter {
-    /// How many samples on each side have a weight.
+    /// Returns the number of input samples on each side that have a weight.
     fn reach(&self) -> f64 {
         self.width * self.from / self.base
     }
 
-    fn weights(&self, place: usize) -> Weights {
-        let middle = place as f64 * self.from / self.to;
+    fn weights(&self, phase: usize) -> Weights {
+        let middle = phase as f64 * self.from / self.to;
         let first = (middle - self.reach()).ceil() as isize;
         let last = (middle + self.reach()).floor() as isize;
         let weight = |sample: isize| {
@@ -123,39 +124,39 @@ impl Resampler {
         Self {
             from: from as usize,
             to: to as usize,
-            table: (0..kept).map(|place| filter.weights(place)).collect(),
+            table: (0..kept).map(|phase| filter.weights(phase)).collect(),
             filter,
         }
     }
 
-    /// `len * to / from` samples, rounded up. Outside of the sound is silence.
+    /// Resamples to `len * to / from` samples, rounded up. The audio is extended by silence.
     pub(super) fn apply(&self, samples: &[f32]) -> Vec<f32> {
         if self.from == self.to {
             return samples.to_vec();
         }
         let len = (samples.len() as u128 * self.to as u128).div_ceil(self.from as u128) as usize;
-        let at = |place: usize| {
-            let start = (place / self.to * self.from) as isize;
+        let at = |phase: usize| {
+            let start = (phase / self.to * self.from) as isize;
             let sum =
                 |weights: &Weights| weighted_sum(samples, start + weights.first, &weights.weights);
-            match self.table.get(place % self.to) {
+            match self.table.get(phase % self.to) {
                 Some(weights) => sum(weights),
-                None => sum(&self.filter.weights(place % self.to)),
+                None => sum(&self.filter.weights(phase % self.to)),
             }
         };
         (0..len).map(at).collect()
     }
 }
 
-/// The sum of the samples from `start` on, which may lie outside, times the weights.
+/// Returns the dot product of the weights with the samples from `start` on, which may be outside.
 fn weighted_sum(samples: &[f32], start: isize, weights: &[f32]) -> f32 {
-    let inside = |place: isize| place.clamp(0, samples.len() as isize) as usize;
+    let inside = |phase: isize| phase.clamp(0, samples.len() as isize) as usize;
     let begin = inside(start);
     let end = inside(start + weights.len() as isize).max(begin);
     let skipped = (begin as isize - start) as usize;
-    // Where nothing is inside, `skipped` may be past the weights.
+    // If no sample is inside, `skipped` may exceed the number of weights.
     let weights = weights.get(skipped..).unwrap_or_default();
-    // Eight sums side by side, for the compiler to keep in one register.
+    // Eight independent sums, which the compiler keeps in one vector register.
     let mut sums = [0.0_f32; 8];
     let samples = &samples[begin..end];
     let (blocks, weight_blocks) = (samples.chunks_exact(8), weights.chunks_exact(8));
@@ -187,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tone_below_both_limits_stays_what_it_is() {
+    fn a_tone_below_both_cutoffs_is_unchanged() {
         let tone = |rate: u32| -> Vec<f32> {
             (0..rate / 5)
                 .map(|i| {
@@ -222,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn rates_with_nothing_in_common_need_no_large_table() {
+    fn rates_without_a_common_divisor_need_no_large_table() {
         let wide = Resampling {
             lowpass_filter_width: 64,
             ..Resampling::default()
@@ -231,7 +232,7 @@ mod tests {
         let resampler = Resampler::new(96_001, 16_000, &wide);
         assert!(resampler.table.is_empty());
         let table = (0..resampler.to)
-            .map(|place| resampler.filter.weights(place))
+            .map(|phase| resampler.filter.weights(phase))
             .collect();
         let expected = Resampler { table, ..resampler }.apply(&samples);
         assert_eq!(
@@ -242,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn sound_of_any_length_has_the_length_of_its_time() {
+    fn resampled_audio_keeps_its_duration() {
         let resampler = Resampler::new(44_100, 16_000, &Resampling::default());
         for len in [0, 1, 2, 3, 5, 100, 441, 442, 44_100] {
             let made = resampler.apply(&vec![1.0; len]);
