@@ -1,4 +1,4 @@
-//! Attention over a cache, in each of the three forms.
+//! Attention over a cache, by each of the three sets of operators.
 
 use overdrive_transformer::ModelConfig;
 
@@ -8,7 +8,7 @@ use crate::layers::bounded;
 use crate::proto::data_type;
 use crate::{Attention, Error, ExportOptions, Result};
 
-/// The heads of a layer.
+/// The numbers of heads of a layer, and their width.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Heads {
     pub(crate) queries: i64,
@@ -26,7 +26,7 @@ impl Heads {
     }
 }
 
-/// How a layer attends.
+/// The attention of one layer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Layer {
     pub(crate) number: usize,
@@ -36,32 +36,33 @@ pub(crate) struct Layer {
     pub(crate) window: Option<i64>,
 }
 
-/// What all layers share: masks and the lengths that shapes need.
+/// The values that all layers share: masks, and the lengths that shapes need.
 #[derive(Debug)]
 pub(crate) struct Context {
     form: Attention,
     use_cache: bool,
-    /// Five dimensions for queries in groups, `(B, 1, 1, T, S)`; otherwise `(B, 1, T, S)`.
+    /// The mask `(B, 1, T, S)`, or `(B, 1, 1, T, S)` for grouped queries.
     full: Option<Value>,
-    /// The same for layers with a window.
+    /// The mask of layers with a window.
     sliding: Option<Value>,
-    /// For `GroupQueryAttention`: `S − 1` for each row, and `S`.
+    /// The lengths for `GroupQueryAttention`: `S − 1` for each row, and `S`.
     lengths: Option<(Value, Value)>,
-    /// The shapes that scores are seen in.
+    /// The shapes of scores with separate and with joined groups.
     grouped_shape: Option<(Value, Value)>,
 }
 
-/// The numbers of `new` heads at the places before them, as input and output.
+/// Returns the name of the input with the keys or values of past tokens.
 fn past_name(layer: usize, part: &str) -> String {
     format!("past_key_values.{layer}.{part}")
 }
 
+/// Returns the name of the output with the keys or values of past and new tokens.
 fn present_name(layer: usize, part: &str) -> String {
     format!("present.{layer}.{part}")
 }
 
 impl Context {
-    /// `windows`: of each layer.
+    /// Writes the masks and lengths. `windows` has an entry for each layer.
     pub(crate) fn new(
         graph: &mut Graph,
         options: &ExportOptions,
@@ -70,7 +71,7 @@ impl Context {
         softcap: bool,
     ) -> Result<Context> {
         let form = match options.attention {
-            // ONNX's operator bounds scores after it has masked them.
+            // ONNX's operator applies the softcap after the mask, which would bound the mask as well.
             Attention::Standard if softcap => Attention::Composed,
             form => form,
         };
@@ -127,7 +128,7 @@ impl Context {
         mask.clone().unwrap_or_default()
     }
 
-    /// Attention of heads `(B, H, T, D)`, or `(B, T, H·D)` for `GroupQueryAttention`; the result is
+    /// Writes attention over heads `(B, H, T, D)`, or `(B, T, H·D)` for `GroupQueryAttention`; the result is
     /// `(B, T, H·D)`.
     pub(crate) fn attend(
         &self,
@@ -142,7 +143,7 @@ impl Context {
         }
     }
 
-    /// New keys or values behind those of the cache.
+    /// Appends new keys or values to those of the cache.
     fn extended(&self, graph: &mut Graph, layer: usize, part: &str, new: &str) -> Value {
         if !self.use_cache {
             return new.to_owned();
@@ -165,7 +166,7 @@ impl Context {
         let scale = graph.number(layer.scale)?;
         let mut query = graph.op("Mul", &[query, &scale], &[]);
         if self.grouped_shape.is_some() {
-            // The queries of a group are rows of one product: keys need not be repeated.
+            // The queries of a group become rows of one matmul, so keys need not be repeated.
             query = graph.reshape(&query, &[0, keys, -1, dim]);
         }
         let key = graph.transpose(&key, &[0, 1, 3, 2]);
@@ -224,7 +225,7 @@ impl Context {
         ];
         let mixed = format!("/layers.{}/GroupQueryAttention_output_0", layer.number);
         let outputs = [mixed.as_str(), &present[0], &present[1]];
-        // The mask holds the window too.
+        // The mask includes the window, so `local_window_size` is not set.
         let mut attributes = vec![
             ("num_heads", Attribute::Int(layer.heads.queries)),
             ("kv_num_heads", Attribute::Int(layer.heads.keys)),
@@ -244,14 +245,15 @@ impl Context {
     }
 }
 
-/// `(B, H, T, D)` to `(B, T, H·D)`.
+/// Joins heads, `(B, H, T, D)` to `(B, T, H·D)`.
 fn joined(graph: &mut Graph, heads: &str, width: i64) -> Value {
     let rows = graph.transpose(heads, &[0, 2, 1, 3]);
     graph.reshape(&rows, &[0, 0, width])
 }
 
-/// What is added to scores: 0 where a query sees the key, the least number otherwise. Not minus
-/// infinity: the queries of padding see nothing, and a row of infinities has no softmax.
+/// Writes the mask that is added to scores: 0 where a query attends to the key, the lowest finite number
+/// elsewhere. It is not minus infinity, as padding attends to nothing, and the softmax of a row of infinities is
+/// NaN.
 fn mask(
     graph: &mut Graph,
     past: &str,
@@ -266,27 +268,26 @@ fn mask(
     let keys = graph.op("Range", &[&zero, &end, &one], &[]);
     let queries = graph.op("Range", &[&past, &end, &one], &[]);
     let queries = graph.unsqueeze(&queries, &[1]);
-    let mut seen = graph.op("LessOrEqual", &[&keys, &queries], &[]);
+    let mut visible = graph.op("LessOrEqual", &[&keys, &queries], &[]);
     if let Some(window) = window {
         let window = graph.int(window);
         let first = graph.op("Sub", &[&queries, &window], &[]);
         let inside = graph.op("Greater", &[&keys, &first], &[]);
-        seen = graph.op("And", &[&seen, &inside], &[]);
+        visible = graph.op("And", &[&visible, &inside], &[]);
     }
     let real = graph.cast("attention_mask", data_type::BOOL);
     let axes: &[i64] = if grouped { &[1, 2, 3] } else { &[1, 2] };
     let real = graph.unsqueeze(&real, axes);
-    let seen = graph.op("And", &[&seen, &real], &[]);
+    let visible = graph.op("And", &[&visible, &real], &[]);
     let least = match graph.float {
         Element::F16 => -65504.0,
         _ => f64::from(f32::MIN),
     };
     let (least, zero) = (graph.number(least)?, graph.number(0.0)?);
-    Ok(graph.op("Where", &[&seen, &zero, &least], &[]))
+    Ok(graph.op("Where", &[&visible, &zero, &least], &[]))
 }
 
-/// `S − 1` for each row and `S`, both int32: every row is as long as the others, and the mask says what of
-/// it is padding.
+/// Writes `S − 1` for each row, and `S`, both int32. All rows have the same length; padding is in the mask.
 fn lengths(graph: &mut Graph, total: &str) -> (Value, Value) {
     let one = graph.ints(&[1]);
     let last = graph.op("Sub", &[total, &one], &[]);

@@ -1,5 +1,5 @@
-//! Tables of token embeddings. Of a quantized table codes are looked up, the head's own where it is tied, and
-//! become numbers after that.
+//! Tables of token embeddings. With a quantized table the graph looks up codes (the head's, if it is tied) and
+//! dequantizes the rows that it found.
 
 use overdrive_quantization::{QuantizedWeight, Scheme};
 
@@ -7,18 +7,18 @@ use crate::Result;
 use crate::graph::{Attribute, Graph, Value};
 use crate::initializer::Element;
 use crate::linear::{BlockValues, GroupValues, block_values, group_values, vector};
-use crate::packed;
 use crate::proto::data_type;
+use crate::quantized_layouts;
 use crate::source::Table;
 
-/// Which half of a byte holds the first of two codes.
+/// The half of a byte that holds the first of two codes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum First {
     Low,
     High,
 }
 
-/// Rows `ids (B, T)` of the table `{name}.weight`, `(B, T, C)`.
+/// Looks up the rows `ids (B, T)` of the table `{name}.weight`, `(B, T, C)`.
 pub(crate) fn embedding(
     graph: &mut Graph,
     name: &str,
@@ -38,7 +38,7 @@ pub(crate) fn embedding(
         Scheme::Int8Dynamic | Scheme::Int8WeightOnly | Scheme::LlmInt8 { .. } => {
             of_rows(graph, &name, weight, ids)
         }
-        Scheme::Grouped(_) => match packed::groups(weight, module) {
+        Scheme::Grouped(_) => match quantized_layouts::groups(weight, module) {
             Ok(groups) => {
                 let values = group_values(graph, module, weight, &groups);
                 of_groups(graph, &values, ids, width)
@@ -54,7 +54,7 @@ pub(crate) fn embedding(
     Ok(graph.narrowed(&numbers))
 }
 
-/// A table whose rows no codes can be taken from: its numbers.
+/// Looks up rows of the dequantized table, for layouts whose codes do not end with a row.
 fn in_full(graph: &mut Graph, name: &str, weight: &QuantizedWeight, ids: &str) -> Value {
     let (float, own) = (graph.float, weight.shallow_clone());
     let table = graph.weight(name, &weight.size(), float, move || {
@@ -63,7 +63,7 @@ fn in_full(graph: &mut Graph, name: &str, weight: &QuantizedWeight, ids: &str) -
     graph.op("Gather", &[&table, ids], &[])
 }
 
-/// Codes by row. The head has them transposed: they are there twice.
+/// Looks up codes with one scale a row. The head has the codes transposed, so the graph holds them twice.
 fn of_rows(graph: &mut Graph, name: &str, weight: &QuantizedWeight, ids: &str) -> Value {
     let [outputs, inputs] = weight.size();
     let own = weight.shallow_clone();
@@ -71,14 +71,14 @@ fn of_rows(graph: &mut Graph, name: &str, weight: &QuantizedWeight, ids: &str) -
         format!("{name}_quantized"),
         &[outputs, inputs],
         Element::I8,
-        move || Ok(packed::rows(&own)?.codes),
+        move || Ok(quantized_layouts::rows(&own)?.codes),
     );
     let own = weight.shallow_clone();
     let scales = graph.weight(
         format!("{name}_scale"),
         &[outputs, 1],
         Element::F32,
-        move || Ok(packed::rows(&own)?.scales.f_view([-1, 1])?),
+        move || Ok(quantized_layouts::rows(&own)?.scales.f_view([-1, 1])?),
     );
     let codes = graph.op("Gather", &[&codes, ids], &[]);
     let scales = graph.op("Gather", &[&scales, ids], &[]);
@@ -86,7 +86,7 @@ fn of_rows(graph: &mut Graph, name: &str, weight: &QuantizedWeight, ids: &str) -
     graph.op("Mul", &[&codes, &scales], &[])
 }
 
-/// `(code − zero) · scale` by group.
+/// Computes `(code − zero) · scale` by group.
 fn of_groups(graph: &mut Graph, values: &GroupValues, ids: &str, width: i64) -> Value {
     let (count, size) = (values.count, values.size);
     let mut rows = |table: &str| graph.op("Gather", &[table, ids], &[]);
@@ -106,7 +106,7 @@ fn of_groups(graph: &mut Graph, values: &GroupValues, ids: &str, width: i64) -> 
                 true => {
                     let all = unpacked(graph, &zeros, First::Low);
                     let all = graph.reshape(&all, &[0, 0, -1]);
-                    // Rows of an odd number of groups end with half a byte of nothing.
+                    // Rows with an odd number of groups end with an unused half byte.
                     let (start, end) = (graph.ints(&[0]), graph.ints(&[count]));
                     let axis = graph.ints(&[2]);
                     graph.op("Slice", &[&all, &start, &end, &axis], &[])
@@ -121,7 +121,7 @@ fn of_groups(graph: &mut Graph, values: &GroupValues, ids: &str, width: i64) -> 
     scaled(graph, &steps, &scales, width)
 }
 
-/// `book[code] · magnitude` by block, where blocks end with rows.
+/// Computes `book[code] · magnitude` by block; a row holds whole blocks.
 fn of_blocks(
     graph: &mut Graph,
     values: &BlockValues,
@@ -143,7 +143,7 @@ fn of_blocks(
     scaled(graph, &numbers, &magnitudes, width)
 }
 
-/// `(B, T, G, S)` times `(B, T, G)`, as `(B, T, G·S)`.
+/// Multiplies `(B, T, G, S)` by `(B, T, G)` and flattens the result to `(B, T, G·S)`.
 fn scaled(graph: &mut Graph, numbers: &str, scales: &str, width: i64) -> Value {
     let scales = graph.widened(scales);
     let scales = graph.unsqueeze(&scales, &[-1]);
@@ -151,7 +151,7 @@ fn scaled(graph: &mut Graph, numbers: &str, scales: &str, width: i64) -> Value {
     graph.reshape(&numbers, &[0, 0, width])
 }
 
-/// The two codes of each byte, in a dimension of their own.
+/// Splits each byte into its two codes, in a new last dimension.
 fn unpacked(graph: &mut Graph, bytes: &str, first: First) -> Value {
     let (mask, shift) = (graph.bytes(&[15], &[]), graph.bytes(&[4], &[]));
     let low = graph.op("BitwiseAnd", &[bytes, &mask], &[]);

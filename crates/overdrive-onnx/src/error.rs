@@ -1,18 +1,19 @@
-use std::path::{Path, PathBuf};
-
-/// What can go wrong when a model is written as ONNX.
+/// The errors of writing a model as ONNX.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
+    /// An option out of its range, or a file that cannot be written.
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
     /// The model has a feature that the graph cannot hold.
-    #[error("{feature} is {found}, which cannot be written as ONNX: {way_out}")]
+    #[error("{feature} is {found}, which cannot be written as ONNX; {remedy}")]
     Unsupported {
-        /// What it is: a key of the configuration, a weight by name, …
+        /// The feature: a key of the configuration, a weight by name, …
         feature: String,
-        /// How the model has it.
+        /// The value that the model has.
         found: String,
-        /// What can be done.
-        way_out: String,
+        /// The remedy.
+        remedy: String,
     },
     /// The output of a layer depends on adapters, which a graph cannot hold.
     #[error(
@@ -25,31 +26,11 @@ pub enum Error {
         /// The names of the adapters.
         names: Vec<String>,
     },
-    /// An option has a value that there is not.
-    #[error("option `{option}` is {found}: expected {expected}")]
-    BadOption {
-        /// Its name.
-        option: &'static str,
-        /// Its value.
-        found: String,
-        /// What fits.
-        expected: String,
-    },
-    /// A parameter that the configuration calls for is not in the model.
-    #[error("the model has no parameter `{name}`, which its configuration calls for")]
+    /// The model lacks a parameter of its configuration.
+    #[error("the model has no parameter `{name}`, which its configuration has")]
     MissingParameter {
-        /// Its name in a Hugging Face checkpoint.
+        /// The name in a Hugging Face checkpoint.
         name: String,
-    },
-    /// A file could not be written.
-    #[error("cannot {action} {}: {source}", path.display())]
-    Io {
-        /// What was tried.
-        action: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// Why not.
-        source: std::io::Error,
     },
     /// An error of the files beside the graph.
     #[error(transparent)]
@@ -68,28 +49,20 @@ pub enum Error {
     Torch(#[from] tch::TchError),
 }
 
-/// Result of this crate.
+/// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Error {
-        let path = path.to_path_buf();
-        move |source| Error::Io {
-            action,
-            path,
-            source,
-        }
-    }
-
+    /// Returns the error of a feature that the graph cannot hold.
     pub(crate) fn unsupported(
         feature: impl Into<String>,
         found: impl Into<String>,
-        way_out: impl Into<String>,
+        remedy: impl Into<String>,
     ) -> Error {
         Error::Unsupported {
             feature: feature.into(),
             found: found.into(),
-            way_out: way_out.into(),
+            remedy: remedy.into(),
         }
     }
 }

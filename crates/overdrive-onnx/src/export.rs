@@ -18,7 +18,7 @@ use crate::source::Source;
 use crate::write::{Written, write};
 use crate::{Error, ExportOptions, LogitsFor, Precision, Result, gpt2, llama};
 
-/// The name of the file in a folder.
+/// The name of the graph's file in a folder.
 const FILE: &str = "model.onnx";
 
 /// Writes the model as the ONNX file `path`, and its weights into the file of the same name with `_data`
@@ -30,14 +30,14 @@ const FILE: &str = "model.onnx";
 /// `.value`, which are the next step's past. These are the names of Hugging Face's exporter, and
 /// `ORTModelForCausalLM` of its `optimum` runs such files.
 ///
-/// Each file is written under a temporary name, flushed to the disk and renamed; after an error neither
-/// of them is there. Weights are converted one at a time while they are written.
+/// Each file is written under a temporary name, synced and renamed; after an error neither of them exists.
+/// Weights are converted one at a time while they are written.
 ///
-/// The model is borrowed mutably because its modules are lent so; nothing of it is changed.
+/// The model is borrowed mutably because it lends its layers that way; it is not changed.
 ///
 /// # Errors
-/// [`Error::BadOption`] for options that do not fit; [`Error::Unsupported`] naming what ONNX has no
-/// operator for; [`Error::Adapters`] for a model with an adapter that is not merged; [`Error::Io`].
+/// [`Error::Common`] for options that do not fit and for files that cannot be written; [`Error::Unsupported`] naming what ONNX has no
+/// operator for; [`Error::Adapters`] for a model with an adapter that is not merged.
 pub fn export(
     model: &mut CausalLm,
     path: impl AsRef<Path>,
@@ -105,8 +105,8 @@ pub fn export(
     })
 }
 
-/// As [`export`], into a folder as `optimum` has it: `model.onnx`, `config.json` and, where the model came
-/// with one, `generation_config.json`. Put the tokenizer's files beside them.
+/// Exports into a folder as `optimum` does: `model.onnx`, `config.json` and, if the model came with one,
+/// `generation_config.json`. Copy the tokenizer's files beside them.
 ///
 /// # Errors
 /// As [`export`].
@@ -117,10 +117,10 @@ pub fn export_pretrained(
 ) -> Result<ExportReport> {
     let dir = dir.as_ref();
     options.validate()?;
-    fs::create_dir_all(dir).map_err(Error::io("create", dir))?;
+    fs::create_dir_all(dir).map_err(overdrive_core::Error::io("create", dir))?;
     let report = export(model, dir.join(FILE), options)?;
     let mut config = model.config().to_json();
-    // Of the weights beside which the configuration lay before.
+    // It describes the safetensors files that the configuration came with, not the graph.
     config.remove("quantization_config");
     write_json(dir, "config.json", config)?;
     if let Some(generation) = model.generation_config() {
@@ -137,7 +137,7 @@ fn write_json(dir: &Path, name: &str, object: Map<String, Json>) -> Result<()> {
     )?)
 }
 
-/// The head over hidden states `(B, T, C)`.
+/// Writes the head over hidden states `(B, T, C)`.
 fn logits(
     graph: &mut Graph,
     source: &Source,
@@ -157,8 +157,8 @@ fn logits(
         _ => "model.embed_tokens",
     };
     let mut logits = if source.ties_head(table) {
-        let turned = graph.transpose(&format!("{table}.weight"), &[1, 0]);
-        graph.op("MatMul", &[&hidden, &turned], &[])
+        let transposed = graph.transpose(&format!("{table}.weight"), &[1, 0]);
+        graph.op("MatMul", &[&hidden, &transposed], &[])
     } else {
         linear(graph, source, options, "lm_head", &hidden)?
     };
@@ -170,7 +170,7 @@ fn logits(
     Ok(())
 }
 
-/// What the model takes and gives.
+/// The inputs and outputs of the graph.
 struct Values {
     inputs: Vec<Declared>,
     outputs: Vec<Declared>,
@@ -223,14 +223,14 @@ impl Values {
             0
         };
         for layer in 0..layers {
-            for part in ["key", "value"] {
+            for name in ["key", "value"] {
                 let cached = |name: String, len: &Dimension| {
                     let (heads, dim) = (Number(heads.keys), Number(heads.dim));
                     let shape = [batch.clone(), heads, len.clone(), dim];
                     declared(&name, float.data_type(), &shape)
                 };
-                inputs.push(cached(format!("past_key_values.{layer}.{part}"), &past));
-                outputs.push(cached(format!("present.{layer}.{part}"), &total));
+                inputs.push(cached(format!("past_key_values.{layer}.{name}"), &past));
+                outputs.push(cached(format!("present.{layer}.{name}"), &total));
             }
         }
         Values { inputs, outputs }
@@ -290,7 +290,7 @@ fn domains(graph: &Graph) -> Vec<String> {
     }
 }
 
-/// The model without nodes and constants.
+/// Returns the model without nodes and constants.
 fn envelope(
     graph: &Graph,
     options: &ExportOptions,

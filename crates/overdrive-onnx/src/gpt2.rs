@@ -10,6 +10,7 @@ use crate::linear::{linear, vector};
 use crate::source::Source;
 use crate::{Attention, ExportOptions, Result};
 
+/// The graph of a model that is being built.
 struct Builder<'a> {
     graph: &'a mut Graph,
     source: &'a Source,
@@ -18,7 +19,7 @@ struct Builder<'a> {
     heads: Heads,
 }
 
-/// The normalised hidden states `(B, T, C)`.
+/// Writes the decoder; the result is the normalised hidden states `(B, T, C)`.
 pub(crate) fn hidden_states(
     graph: &mut Graph,
     source: &Source,

@@ -1,4 +1,4 @@
-//! A graph while it is built: nodes in order, constants, and names for all that lies between.
+//! A graph that is being built: nodes in order, constants, and the names of intermediate values.
 
 use std::collections::HashMap;
 
@@ -18,17 +18,17 @@ pub(crate) type Value = String;
 #[derive(Debug)]
 pub(crate) struct Graph {
     pub(crate) opset: i64,
-    /// The format of activations and dense weights.
+    /// The dtype of activations and dense weights.
     pub(crate) float: Element,
     pub(crate) nodes: Vec<NodeProto>,
     pub(crate) initializers: Vec<Initializer>,
-    /// Constants that are there already, by what they hold.
+    /// The names of the constants by their contents, so that equal ones are written once.
     constants: HashMap<String, Value>,
-    /// Codes and scales of values that several maps take in 8 bits.
+    /// Codes and scales of values that several layers multiply in 8 bits.
     pub(crate) quantized: HashMap<Value, (Value, Value)>,
-    /// How often a name was wanted.
+    /// The number of times that each name was asked for.
     names: HashMap<String, usize>,
-    /// What stands before the names of nodes: the module that they compute.
+    /// The prefix of the names of nodes: the module that they compute.
     scope: String,
 }
 
@@ -55,12 +55,12 @@ impl Graph {
         }
     }
 
-    /// Names what is added next after the module `scope`.
+    /// Sets the module whose name the next nodes get as a prefix.
     pub(crate) fn enter(&mut self, scope: &str) {
         scope.clone_into(&mut self.scope);
     }
 
-    /// A call of an operator of ONNX with one result.
+    /// Adds a call of an operator of ONNX with one result.
     pub(crate) fn op(
         &mut self,
         op: &str,
@@ -71,7 +71,7 @@ impl Graph {
         value
     }
 
-    /// A call of an operator of `domain` with `N` results.
+    /// Adds a call of an operator of `domain` with `N` results.
     pub(crate) fn ops<const N: usize>(
         &mut self,
         domain: &str,
@@ -85,7 +85,7 @@ impl Graph {
         outputs
     }
 
-    /// A call whose results have names that users see.
+    /// Adds a call whose results have the given names.
     pub(crate) fn named(
         &mut self,
         domain: &str,
@@ -99,7 +99,7 @@ impl Graph {
         self.push(domain, op, name, inputs, outputs, attributes);
     }
 
-    /// Names the result of the last node.
+    /// Renames the result of the last node.
     pub(crate) fn name_last(&mut self, name: &str) {
         if let Some(output) = self
             .nodes
@@ -143,7 +143,7 @@ impl Graph {
         }
     }
 
-    /// A weight, made when it is written.
+    /// Adds a weight that is converted when it is written, unless one of that name exists.
     pub(crate) fn weight(
         &mut self,
         name: impl Into<String>,
@@ -163,7 +163,7 @@ impl Graph {
         name
     }
 
-    /// A small constant; equal ones are one.
+    /// Adds a small constant, or returns an equal one.
     fn constant(&mut self, what: &str, shape: &[i64], element: Element, bytes: Vec<u8>) -> Value {
         let key = format!("{element:?}{shape:?}{bytes:?}");
         if let Some(name) = self.constants.get(&key) {
@@ -180,34 +180,34 @@ impl Graph {
         name
     }
 
-    /// A list of integers: a shape or axes.
+    /// Adds a list of integers: a shape or axes.
     pub(crate) fn ints(&mut self, numbers: &[i64]) -> Value {
         let bytes = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
         self.constant("ints", &[numbers.len() as i64], Element::I64, bytes)
     }
 
-    /// One integer without a dimension.
+    /// Adds a scalar integer.
     pub(crate) fn int(&mut self, number: i64) -> Value {
         self.constant("int", &[], Element::I64, number.to_le_bytes().to_vec())
     }
 
-    /// A list of bytes.
+    /// Adds bytes.
     pub(crate) fn bytes(&mut self, numbers: &[u8], shape: &[i64]) -> Value {
         self.constant("bytes", shape, Element::U8, numbers.to_vec())
     }
 
-    /// One number in fp32.
+    /// Adds a scalar in fp32.
     pub(crate) fn f32(&mut self, number: f32) -> Value {
         self.constant("float", &[], Element::F32, number.to_le_bytes().to_vec())
     }
 
-    /// Numbers in fp32.
+    /// Adds a vector in fp32.
     pub(crate) fn f32s(&mut self, numbers: &[f32]) -> Value {
         let bytes = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
         self.constant("floats", &[numbers.len() as i64], Element::F32, bytes)
     }
 
-    /// One number in the format of activations.
+    /// Adds a scalar in the dtype of activations.
     pub(crate) fn number(&mut self, number: f64) -> Result<Value> {
         if self.float == Element::F32 {
             return Ok(self.f32(number as f32));
@@ -222,7 +222,7 @@ impl Graph {
         self.op("Cast", &[value], &[("to", Attribute::Int(i64::from(to)))])
     }
 
-    /// As fp32, a cast where activations are not.
+    /// Casts a value in the dtype of activations to fp32, if they are not fp32.
     pub(crate) fn widened(&mut self, value: &str) -> Value {
         match self.float {
             Element::F32 => value.to_owned(),
@@ -230,7 +230,7 @@ impl Graph {
         }
     }
 
-    /// A value in fp32 in the format of activations.
+    /// Casts a value in fp32 to the dtype of activations.
     pub(crate) fn narrowed(&mut self, value: &str) -> Value {
         match self.float {
             Element::F32 => value.to_owned(),
@@ -253,7 +253,7 @@ impl Graph {
         self.op("Unsqueeze", &[value, &axes], &[])
     }
 
-    /// One dimension of a value, as a list of one.
+    /// Reads one dimension of a value, as a vector of one element.
     pub(crate) fn dimension(&mut self, value: &str, axis: i64) -> Value {
         let (start, end) = (Attribute::Int(axis), Attribute::Int(axis + 1));
         self.op("Shape", &[value], &[("start", start), ("end", end)])

@@ -1,4 +1,4 @@
-//! Constant tensors of a graph: small ones that are there, and weights that are made when they are
+//! The constant tensors of a graph: small ones in memory, and weights that are converted when they are
 //! written.
 
 use std::fmt;
@@ -16,14 +16,14 @@ pub(crate) struct Initializer {
     pub(crate) data: Data,
 }
 
-/// Where the numbers come from.
+/// The source of the elements.
 pub(crate) enum Data {
     Bytes(Vec<u8>),
-    /// Made when it is written, so that one tensor's copy is in memory at a time.
+    /// A function that converts the weight when it is written, so that one copy is in memory at a time.
     Made(Box<dyn Fn() -> Result<Tensor>>),
 }
 
-/// The format of a number.
+/// The dtype of an element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Element {
     F32,
@@ -68,13 +68,13 @@ impl Element {
 }
 
 impl Initializer {
-    /// How many bytes the numbers take in a file.
+    /// Returns the number of bytes of the elements in a file.
     pub(crate) fn bytes(&self) -> u64 {
-        let numbers: u64 = self.shape.iter().map(|dim| dim.unsigned_abs()).product();
-        numbers * self.element.bytes()
+        let elements: u64 = self.shape.iter().map(|dim| dim.unsigned_abs()).product();
+        elements * self.element.bytes()
     }
 
-    /// The message without its numbers.
+    /// Returns the message without the elements.
     pub(crate) fn header(&self) -> TensorProto {
         TensorProto {
             dims: self.shape.clone(),
@@ -84,7 +84,7 @@ impl Initializer {
         }
     }
 
-    /// The message of a tensor whose numbers are in `file`.
+    /// Returns the message of a tensor whose elements are in `file`.
     pub(crate) fn external(&self, file: &str, offset: u64) -> TensorProto {
         let entry = |key: &str, value: String| StringStringEntryProto {
             key: Some(key.to_owned()),
@@ -101,10 +101,10 @@ impl Initializer {
         }
     }
 
-    /// The numbers, contiguous on the CPU.
+    /// Converts the weight; the result is contiguous and on the CPU.
     ///
     /// # Errors
-    /// Those of libtorch; a tensor of another size than was said, which is an error of this crate.
+    /// Those of libtorch, and a tensor of another shape than was announced, which is a bug of this crate.
     pub(crate) fn make(&self, make: &dyn Fn() -> Result<Tensor>) -> Result<Tensor> {
         let tensor = make()?
             .f_detach()?

@@ -1,4 +1,4 @@
-//! What decoders are made of beside linear maps and attention.
+//! Norms, activations and the logit bound.
 
 use tch::{Kind, Tensor};
 
@@ -6,7 +6,7 @@ use crate::graph::{Attribute, Graph, Value};
 use crate::linear::vector;
 use crate::{Error, Result};
 
-/// `weight · x / sqrt(mean(x²) + eps)` over the last dimension. Statistics are fp32.
+/// Writes `weight · x / sqrt(mean(x²) + eps)` over the last dimension. Statistics are fp32.
 pub(crate) fn rms_norm(graph: &mut Graph, x: &str, weight: &str, eps: f64) -> Value {
     let epsilon = eps as f32;
     if graph.opset >= 23 {
@@ -16,7 +16,7 @@ pub(crate) fn rms_norm(graph: &mut Graph, x: &str, weight: &str, eps: f64) -> Va
         ];
         return graph.op("RMSNormalization", &[x, weight], &attributes);
     }
-    // The steps in which runtimes recognise the norm.
+    // In this order runtimes recognise the norm and fuse it into one kernel.
     let wide = graph.widened(x);
     let two = graph.f32(2.0);
     let squares = graph.op("Pow", &[&wide, &two], &[]);
@@ -31,7 +31,7 @@ pub(crate) fn rms_norm(graph: &mut Graph, x: &str, weight: &str, eps: f64) -> Va
     graph.op("Mul", &[&normal, weight], &[])
 }
 
-/// The weight of a norm, with 1 added where the model does so.
+/// Adds the weight of a norm, plus 1 if the model adds it.
 pub(crate) fn norm_weight(graph: &mut Graph, name: &str, tensor: &Tensor, add_one: bool) -> Value {
     if !add_one {
         return vector(graph, name, tensor);
@@ -44,7 +44,7 @@ pub(crate) fn norm_weight(graph: &mut Graph, name: &str, tensor: &Tensor, add_on
     })
 }
 
-/// Non-linearities, by the names of transformers.
+/// Writes an activation function by its name in transformers.
 pub(crate) fn activate(graph: &mut Graph, key: &str, name: &str, x: &str) -> Result<Value> {
     match name {
         "silu" | "swish" => {
@@ -67,7 +67,7 @@ pub(crate) fn activate(graph: &mut Graph, key: &str, name: &str, x: &str) -> Res
     }
 }
 
-/// `x/2 · (1 + erf(x/√2))`.
+/// Writes `x/2 · (1 + erf(x/√2))`.
 fn gelu(graph: &mut Graph, x: &str) -> Result<Value> {
     let root = graph.number(std::f64::consts::SQRT_2)?;
     let (one, half) = (graph.number(1.0)?, graph.number(0.5)?);
@@ -78,7 +78,7 @@ fn gelu(graph: &mut Graph, x: &str) -> Result<Value> {
     Ok(graph.op("Mul", &[&product, &half], &[]))
 }
 
-/// `x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³)))`.
+/// Writes `x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³)))`.
 fn gelu_tanh(graph: &mut Graph, x: &str) -> Result<Value> {
     let three = graph.number(3.0)?;
     let cube = graph.op("Pow", &[x, &three], &[]);
@@ -94,7 +94,7 @@ fn gelu_tanh(graph: &mut Graph, x: &str) -> Result<Value> {
     Ok(graph.op("Mul", &[&product, &half], &[]))
 }
 
-/// `cap · tanh(x / cap)`.
+/// Writes `cap · tanh(x / cap)`.
 pub(crate) fn bounded(graph: &mut Graph, x: &str, cap: f64) -> Result<Value> {
     let cap = graph.number(cap)?;
     let scaled = graph.op("Div", &[x, &cap], &[]);

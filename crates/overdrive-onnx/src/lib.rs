@@ -1,8 +1,8 @@
 //! Writes language models of `overdrive-transformer` as ONNX, for runtimes without libtorch.
 //!
 //! [`export`] writes any [`CausalLm`](overdrive_transformer::CausalLm) as a graph of ONNX operators with a
-//! key/value cache as inputs and outputs, in the names that Hugging Face's exporter uses, of any batch and
-//! length; [`export_pretrained`] adds the configuration, as `optimum` wants it.
+//! key/value cache as inputs and outputs, in the names that Hugging Face's exporter uses, for any batch
+//! size and length; [`export_pretrained`] adds the configuration that `optimum` reads.
 //!
 //! ```
 //! use overdrive_onnx::{ExportOptions, export};
@@ -29,10 +29,9 @@
 //! # }
 //! ```
 //!
-//! # What is written
-//! Every architecture and every stretching of rotary positions that `overdrive-transformer` computes;
-//! weights of any kind as fp32 or fp16 ([`Precision`]); quantized weights in the operator that multiplies
-//! them as they are:
+//! # Supported models
+//! Every architecture and rope scaling of `overdrive-transformer` is written; weights of any dtype become fp32 or
+//! fp16 ([`Precision`]), and quantized weights stay quantized, for the operator that multiplies them:
 //!
 //! | scheme | operators | in ONNX itself |
 //! |---|---|---|
@@ -42,12 +41,12 @@
 //! | `nf4`, `fp4` | `MatMulBnb4` | ONNX Runtime |
 //! | `fp8` | `DequantizeLinear` of `float8e4m3fn`, `MatMul` | yes, opset 19 |
 //!
-//! Adapters are merged before (`overdrive_lora::merge_and_unload`): a graph holds plain weights.
+//! Adapters must be merged first (`overdrive_lora::merge_and_unload`): a graph holds plain weights.
 //!
 //! # How it is tested
 //! `onnx.checker` accepts each graph, and ONNX Runtime's logits equal this workspace's within 1e-4 in fp32
-//! for each architecture, at opsets 18 to 26, with padding on either side and with the cache; greedy texts
-//! are the same. `tests/python/check_onnx.py` does it where Python has `onnx` and `onnxruntime`.
+//! for each architecture, at opsets 18 to 26, with padding on either side and with the cache; greedy
+//! continuations are the same. `tests/python/check_onnx.py` runs it if Python has `onnx` and `onnxruntime`.
 //!
 //! # Sources
 //! The format and its operators: <https://onnx.ai/onnx/>; ONNX Runtime's own:
@@ -67,8 +66,8 @@ mod layers;
 mod linear;
 mod llama;
 mod options;
-mod packed;
 pub mod proto;
+mod quantized_layouts;
 mod report;
 mod rope;
 mod source;

@@ -6,7 +6,7 @@ use tch::Tensor;
 
 use crate::graph::{Attribute, Graph, MICROSOFT, Value};
 use crate::initializer::Element;
-use crate::packed::{self, Blocks, Groups};
+use crate::quantized_layouts::{self, Blocks, Groups};
 use crate::source::{LinearSource, Source};
 use crate::{Activations, Error, ExportOptions, Result};
 
@@ -34,7 +34,7 @@ fn with_bias(graph: &mut Graph, name: &str, layer: &LinearSource, product: &str)
     graph.op("Add", &[product, &bias], &[])
 }
 
-/// A parameter as it is, in the format of activations.
+/// Adds a parameter in the dtype of activations.
 pub(crate) fn vector(graph: &mut Graph, name: &str, tensor: &Tensor) -> Value {
     let (float, shape) = (graph.float, tensor.size());
     let tensor = tensor.shallow_clone();
@@ -43,7 +43,7 @@ pub(crate) fn vector(graph: &mut Graph, name: &str, tensor: &Tensor) -> Value {
     })
 }
 
-/// The weight is written as `(I, O)`, as the operator takes it.
+/// Writes a dense layer. The weight is stored as `(I, O)`, the layout of `MatMul`.
 fn dense(graph: &mut Graph, name: &str, x: &str, weight: &Tensor, transposed: bool) -> Value {
     let float = graph.float;
     let mut shape = weight.size();
@@ -88,7 +88,7 @@ fn quantized(
             }
             rows(graph, name, x, weight, Element::F8)
         }
-        Scheme::Grouped(_) => match packed::groups(weight, name) {
+        Scheme::Grouped(_) => match quantized_layouts::groups(weight, name) {
             Ok(groups) => Ok(groups_by_groups(graph, options, name, x, weight, &groups)),
             Err(_) if options.dense_fallback => Ok(dequantized(graph, name, x, weight)),
             Err(error) => Err(error),
@@ -102,7 +102,7 @@ fn quantized(
     }
 }
 
-/// A weight in full.
+/// Writes a layer with its dequantized weight.
 fn dequantized(graph: &mut Graph, name: &str, x: &str, weight: &QuantizedWeight) -> Value {
     let (float, [outputs, inputs]) = (graph.float, weight.size());
     let weight = weight.shallow_clone();
@@ -115,7 +115,8 @@ fn dequantized(graph: &mut Graph, name: &str, x: &str, weight: &QuantizedWeight)
     graph.op("MatMul", &[x, &full], &[])
 }
 
-/// Codes `(I, O)` with one scale an output, before the product: ONNX Runtime makes the two nodes one.
+/// Writes a layer with codes `(I, O)` and one scale an output, dequantized before the matmul: ONNX Runtime fuses
+/// the two nodes.
 fn rows(
     graph: &mut Graph,
     name: &str,
@@ -130,7 +131,7 @@ fn rows(
     Ok(graph.op("MatMul", &[x, &full], &[]))
 }
 
-/// Codes by row as `(I, O)`.
+/// Adds codes with one scale a row, transposed to `(I, O)`.
 fn codes(graph: &mut Graph, name: &str, weight: &QuantizedWeight, element: Element) -> Value {
     let [outputs, inputs] = weight.size();
     let weight = weight.shallow_clone();
@@ -138,11 +139,11 @@ fn codes(graph: &mut Graph, name: &str, weight: &QuantizedWeight, element: Eleme
         format!("{name}.weight_quantized"),
         &[inputs, outputs],
         element,
-        move || Ok(packed::rows(&weight)?.codes.f_tr()?),
+        move || Ok(quantized_layouts::rows(&weight)?.codes.f_tr()?),
     )
 }
 
-/// One scale an output, in the format of activations.
+/// Adds one scale an output, in the dtype of activations.
 fn scales(graph: &mut Graph, name: &str, weight: &QuantizedWeight) -> Value {
     let (float, [outputs, _]) = (graph.float, weight.size());
     let weight = weight.shallow_clone();
@@ -150,13 +151,17 @@ fn scales(graph: &mut Graph, name: &str, weight: &QuantizedWeight) -> Value {
         format!("{name}.weight_scale"),
         &[outputs],
         float,
-        move || Ok(packed::rows(&weight)?.scales.f_to_kind(float.kind())?),
+        move || {
+            Ok(quantized_layouts::rows(&weight)?
+                .scales
+                .f_to_kind(float.kind())?)
+        },
     )
 }
 
-/// Activations are quantized to 8 bits token by token, `x ≈ (code − 128) · most / 127`, and multiplied in
-/// integers: the arithmetic of [`overdrive_quantization::linear`]. Unsigned codes, for which CPUs have
-/// faster instructions.
+/// Writes a layer that quantizes activations to 8 bits token by token, `x ≈ (code − 128) · max / 127`, and
+/// multiplies integers: the arithmetic of [`overdrive_quantization::linear`]. The codes are unsigned, for which
+/// CPUs have faster instructions.
 fn bytes_by_bytes(
     graph: &mut Graph,
     name: &str,
@@ -166,12 +171,12 @@ fn bytes_by_bytes(
     let codes = codes(graph, name, weight, Element::I8);
     let [outputs, _] = weight.size();
     let scale_weight = weight.shallow_clone();
-    // Products of scales are fp32 in every precision: a sum of integers may be beyond fp16.
+    // The scales are fp32 in every precision: a sum of integers may be beyond fp16's range.
     let scales = graph.weight(
         format!("{name}.weight_scale"),
         &[outputs],
         Element::F32,
-        move || Ok(packed::rows(&scale_weight)?.scales),
+        move || Ok(quantized_layouts::rows(&scale_weight)?.scales),
     );
     let (xs, scale) = token_codes(graph, x);
     let middle = graph.bytes(&[128], &[]);
@@ -182,7 +187,7 @@ fn bytes_by_bytes(
     Ok(graph.narrowed(&y))
 }
 
-/// Codes of `x` and the scale of each token. They are written once for all layers of one `x`.
+/// Writes the codes of `x` and the scale of each token. They are written once for all layers of one `x`.
 fn token_codes(graph: &mut Graph, x: &str) -> (Value, Value) {
     if let Some((codes, scale)) = graph.quantized.get(x) {
         return (codes.clone(), scale.clone());
@@ -194,7 +199,7 @@ fn token_codes(graph: &mut Graph, x: &str) -> (Value, Value) {
     let most = graph.op("ReduceMax", &[&magnitudes, &axes], &keep);
     let span = graph.f32(127.0);
     let scale = graph.op("Div", &[&most, &span], &[]);
-    // A token of zeros has codes of zeros.
+    // A token of zeros would divide by zero; with any scale its codes are zeros.
     let least = graph.f32(f32::MIN_POSITIVE);
     let scale = graph.op("Max", &[&scale, &least], &[]);
     let steps = graph.op("Div", &[&wide, &scale], &[]);
@@ -209,14 +214,14 @@ fn token_codes(graph: &mut Graph, x: &str) -> (Value, Value) {
 #[derive(Debug)]
 pub(crate) struct GroupValues {
     pub(crate) bits: u8,
-    /// Groups of a row, and inputs of a group.
+    /// The number of groups of a row, and of inputs of a group.
     pub(crate) count: i64,
     pub(crate) size: i64,
-    /// u8 `(O, G, S·bits/8)`.
+    /// The codes, u8 `(O, G, S·bits/8)`.
     pub(crate) codes: Value,
-    /// `(O, G)`.
+    /// The scales `(O, G)`.
     pub(crate) scales: Value,
-    /// u8 `(O, ⌈G·bits/8⌉)`.
+    /// The zero points, u8 `(O, ⌈G·bits/8⌉)`.
     pub(crate) zeros: Option<Value>,
 }
 
@@ -233,11 +238,11 @@ pub(crate) fn group_values(
     let shape = [outputs, count, size * i64::from(groups.bits) / 8];
     let own = weight.shallow_clone();
     let codes = graph.weight(of("quantized"), &shape, Element::U8, move || {
-        Ok(packed::group_codes(&own)?.f_view(shape)?)
+        Ok(quantized_layouts::group_codes(&own)?.f_view(shape)?)
     });
     let own = weight.shallow_clone();
     let scales = graph.weight(of("scale"), &[outputs, count], float, move || {
-        Ok(packed::group_scales(&own)?.f_to_kind(float.kind())?)
+        Ok(quantized_layouts::group_scales(&own)?.f_to_kind(float.kind())?)
     });
     let zeros = groups.zeros.as_ref().map(|zeros| {
         let (shape, zeros) = (zeros.size(), zeros.shallow_clone());
@@ -255,7 +260,7 @@ pub(crate) fn group_values(
     }
 }
 
-/// `MatMulNBits`.
+/// Writes a layer in groups by ONNX Runtime's `MatMulNBits`.
 fn groups_by_groups(
     graph: &mut Graph,
     options: &ExportOptions,
@@ -289,15 +294,15 @@ fn groups_by_groups(
 /// The constants of a weight of code books.
 #[derive(Debug)]
 pub(crate) struct BlockValues {
-    /// Weights of a block.
+    /// The number of elements of a block.
     pub(crate) size: i64,
-    /// NF4's or FP4's numbers.
+    /// The 16 values of NF4 or FP4.
     pub(crate) book: Vec<f32>,
-    /// NF4; otherwise FP4.
+    /// If `true`, the code book is NF4's, else FP4's.
     normal: bool,
-    /// u8 `(⌈O·I/2⌉,)`.
+    /// The codes, u8 `(⌈O·I/2⌉,)`.
     pub(crate) codes: Value,
-    /// `(blocks,)`.
+    /// The largest magnitudes `(blocks,)`.
     pub(crate) magnitudes: Value,
 }
 
@@ -313,7 +318,7 @@ pub(crate) fn block_values(
         book,
         codes,
         magnitudes,
-    } = packed::blocks(weight)?;
+    } = quantized_layouts::blocks(weight)?;
     let of = |part: &str| format!("{name}.weight_{part}");
     let codes = graph.weight(of("quantized"), &codes.size(), Element::U8, move || {
         Ok(codes.shallow_clone())
@@ -330,7 +335,7 @@ pub(crate) fn block_values(
     })
 }
 
-/// `MatMulBnb4`, whose layout is bitsandbytes'.
+/// Writes a layer in blocks by ONNX Runtime's `MatMulBnb4`, which has bitsandbytes' layout.
 fn blocks(graph: &mut Graph, name: &str, x: &str, weight: &QuantizedWeight) -> Result<Value> {
     let [outputs, inputs] = weight.size();
     let values = block_values(graph, name, weight)?;

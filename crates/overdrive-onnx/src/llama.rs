@@ -11,13 +11,13 @@ use crate::rope::{Frequencies, Rotation, rotation};
 use crate::source::Source;
 use crate::{Attention, Error, ExportOptions, Result};
 
-/// What sets the members of the family apart, as far as the parameters do not say it.
+/// The differences between members of the family that their parameters do not show.
 #[derive(Debug)]
 struct Traits {
     gemma: bool,
-    /// Gemma 2: the bound of scores.
+    /// The bound of scores (Gemma 2).
     softcap: Option<f64>,
-    /// Gemma 3: sliding layers turn by frequencies of their own.
+    /// If `true`, sliding layers have rotary frequencies of their own (Gemma 3).
     local_rotary: bool,
 }
 
@@ -45,13 +45,13 @@ impl Traits {
     }
 }
 
-/// The bound of the logits.
+/// Returns the bound of the logits.
 pub(crate) fn logit_softcap(config: &LlamaConfig) -> Option<f64> {
     let gemma = matches!(config.family, LlamaFamily::Gemma2 | LlamaFamily::Gemma3);
     config.final_logit_softcapping.filter(|_| gemma)
 }
 
-/// A graph that is being built of a model.
+/// The graph of a model that is being built.
 struct Builder<'a> {
     graph: &'a mut Graph,
     source: &'a Source,
@@ -61,7 +61,7 @@ struct Builder<'a> {
     traits: Traits,
 }
 
-/// The normalised hidden states `(B, T, C)`.
+/// Writes the decoder; the result is the normalised hidden states `(B, T, C)`.
 pub(crate) fn hidden_states(
     graph: &mut Graph,
     source: &Source,
@@ -98,7 +98,7 @@ pub(crate) fn hidden_states(
     builder.norm("model.norm", &x)
 }
 
-/// Whether layer `layer` turns by the frequencies of sliding layers.
+/// Returns `true` if layer `layer` has the rotary frequencies of sliding layers.
 fn local(config: &LlamaConfig, traits: &Traits, layer: usize) -> bool {
     let listed = config.layer_types.as_ref();
     let sliding = match listed.and_then(|types| types.get(layer)) {
@@ -108,7 +108,7 @@ fn local(config: &LlamaConfig, traits: &Traits, layer: usize) -> bool {
     traits.local_rotary && sliding
 }
 
-/// The rotations of full and of sliding layers, where there are such.
+/// Writes the rotations of full and of sliding layers, if the model has such layers.
 fn rotations(
     graph: &mut Graph,
     model: &CausalLm,
@@ -178,7 +178,7 @@ impl Builder<'_> {
         let norm = self.enter(number, "input_layernorm");
         let normal = self.norm(&norm, x)?;
         let mut mixed = self.attend(number, window, &normal, rotation, context)?;
-        // Gemma has norms after both halves as well.
+        // Gemma has norms before and after attention and the feed-forward block.
         let before_mlp = format!("model.layers.{number}.pre_feedforward_layernorm");
         let doubled = self.source.has(&format!("{before_mlp}.weight"));
         let after = self.enter(number, "post_attention_layernorm");
@@ -249,13 +249,13 @@ impl Builder<'_> {
         self.linear(&format!("{module}.o_proj"), &mixed)
     }
 
-    /// `(B, T, H·D)` to `(B, H, T, D)`.
+    /// Splits heads, `(B, T, H·D)` to `(B, H, T, D)`.
     fn by_head(&mut self, x: &str, dim: i64) -> Value {
         let apart = self.graph.reshape(x, &[0, 0, -1, dim]);
         self.graph.transpose(&apart, &[0, 2, 1, 3])
     }
 
-    /// Heads normalised one by one, where the model does so.
+    /// Normalises each head, if the model has such norms.
     fn normalised(&mut self, module: &str, norm: &str, x: &str, heads: Heads) -> Result<Value> {
         let name = format!("{module}.{norm}");
         if !self.source.has(&format!("{name}.weight")) {

@@ -1,6 +1,8 @@
-use crate::{Error, Result};
+use overdrive_core::{Error, check_option};
 
-/// How a model is written as ONNX.
+use crate::Result;
+
+/// The options of an export.
 ///
 /// ```
 /// use overdrive_onnx::{ExportOptions, Precision};
@@ -15,93 +17,93 @@ use crate::{Error, Result};
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExportOptions {
-    /// Version of ONNX's operators, 18 to 26; default 21, which ONNX Runtime 1.18 and later run. From
-    /// 20 on GELU is one operator, from 23 on so are RMSNorm, rotation and attention.
+    /// The version of ONNX's operators, 18 to 26; default 21, which ONNX Runtime 1.18 and later run. From 20 on
+    /// GELU is one operator, from 23 on RMSNorm, rotation and attention are, too.
     pub opset: i64,
-    /// Format of activations, caches and weights that are not quantized; default fp32.
+    /// The dtype of activations, caches and weights that are not quantized; default fp32.
     pub precision: Precision,
-    /// Which operators attention is made of; default [`Attention::Composed`].
+    /// The operators that compute attention; default [`Attention::Composed`].
     pub attention: Attention,
-    /// In what quantized weights are multiplied; default as their scheme says.
+    /// The dtype of activations that quantized weights are multiplied with; default: that of their scheme.
     pub activations: Activations,
-    /// Whether earlier keys and values are inputs and outputs; default true. Without, the graph is for
-    /// whole texts.
+    /// If `true`, past keys and values are inputs and outputs. If `false`, the graph computes whole sequences
+    /// only. Default: `true`.
     pub use_cache: bool,
-    /// For which positions there are logits; default all.
+    /// The positions whose logits are computed; default all.
     pub logits: LogitsFor,
-    /// Where the weights are; default beside the graph where all together are 2 GB or more.
+    /// The file of the weights; default: beside the graph if all together are 2 GB or more.
     pub external_data: ExternalData,
-    /// Whether weights that no operator of ONNX multiplies in their quantized form (groups with offsets
-    /// that are no multiples of their scales, groups of reordered inputs) are written in full; default
-    /// false, an error that names the weight.
+    /// If `true`, weights that no operator of ONNX multiplies in their quantized form (groups with offsets
+    /// that are no multiples of their scales, groups of reordered inputs) are written dequantized. Default:
+    /// `false`, an error with the name of the weight.
     pub dense_fallback: bool,
-    /// Entries of the file's metadata, beside those that this crate writes.
+    /// The entries of the file's metadata beside those that this crate writes.
     pub metadata: Vec<(String, String)>,
 }
 
-/// Format of activations, caches and weights that are not quantized. Token ids are int64, logits fp32.
+/// The dtype of activations, caches and weights that are not quantized. Token ids are int64, logits fp32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Precision {
-    /// 32 bits. Weights of bf16 and fp16 are kept exactly.
+    /// 32 bits. Weights in bf16 and fp16 are converted exactly.
     #[default]
     Float32,
-    /// 16 bits; norms, positions and softmax are computed in 32. For GPUs: ONNX Runtime's CPU kernels
-    /// cast to 32 bits and back.
+    /// 16 bits; norms, positions and softmax are computed in 32. It is meant for GPUs: ONNX Runtime's CPU
+    /// kernels cast to 32 bits and back.
     Float16,
 }
 
-/// Which operators attention is made of. All give the same numbers within rounding.
+/// The operators that compute attention. All give the same values within rounding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Attention {
-    /// Products, a softmax and a mask: any runtime computes them.
+    /// Matmuls, a softmax and a mask, which every runtime has.
     #[default]
     Composed,
     /// ONNX's own `Attention`, of opset 23 and later.
     Standard,
-    /// `com.microsoft.GroupQueryAttention`, which turns queries and keys and reads the cache in place;
-    /// ONNX Runtime only. Padding may be on either side; after the prompt a batch goes on by one token at a
-    /// time (the operator takes several tokens after others for one row alone).
+    /// `com.microsoft.GroupQueryAttention` of ONNX Runtime, which rotates queries and keys and reads the cache in
+    /// place. Padding may be on either side. After the prompt a batch continues by one token at a time: the
+    /// operator takes several new tokens after past ones for a batch of one row only.
     GroupQuery,
 }
 
-/// In what quantized weights are multiplied.
+/// The dtype of activations that quantized weights are multiplied with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Activations {
-    /// As the scheme of the weight says: `int8` with activations quantized to 8 bits token by token, as
-    /// this workspace's own kernels do, integers of 8 bits in groups with activations quantized by
-    /// group, all others with activations as they are.
+    /// The activations of the weight's scheme: `int8` has activations quantized to 8 bits token by token, as in
+    /// this workspace's own kernels, 8-bit integers in groups have activations quantized by group, and all
+    /// others have floating-point activations.
     #[default]
     Scheme,
-    /// As they are, for every scheme: the numbers of the dequantized model.
+    /// Floating-point activations for every scheme: the values of the dequantized model.
     Float,
-    /// In 8 bits wherever ONNX Runtime has a kernel for it: 4-bit groups too (`accuracy_level` 4), which
-    /// makes them faster by half.
+    /// 8-bit activations wherever ONNX Runtime has a kernel for them: for 4-bit groups, too (`accuracy_level`
+    /// 4), which makes them faster by half.
     Int8,
 }
 
-/// For which positions there are logits.
+/// The positions whose logits are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum LogitsFor {
-    /// All: `(batch_size, sequence_length, vocabulary)`.
+    /// All positions: `(batch_size, sequence_length, vocabulary)`.
     #[default]
     All,
-    /// The last one: `(batch_size, 1, vocabulary)`, all that generation needs where padding is on the
+    /// The last position: `(batch_size, 1, vocabulary)`, which is all that generation needs with padding on the
     /// left.
     Last,
 }
 
-/// Where the weights are.
+/// The file of the weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum ExternalData {
-    /// In the file of the graph, unless all together are 2 GB or more, which protobuf cannot hold.
+    /// The file of the graph, or a file beside it if the weights are 2 GB or more, which protobuf cannot hold.
     #[default]
     WhenLarge,
-    /// In a file beside it, from which a runtime maps them; tensors of less than 1 KiB stay in the graph.
+    /// A file beside the graph, which a runtime can map into memory; tensors of less than 1 KiB stay in the graph.
     Always,
 }
 
@@ -125,39 +127,31 @@ impl ExportOptions {
     /// Checks that the options fit one another.
     ///
     /// # Errors
-    /// [`Error::BadOption`] naming the one that does not.
+    /// [`Error::Common`](crate::Error::Common) with the option that does not.
     pub fn validate(&self) -> Result<()> {
-        let bad = |option, found: String, expected: &str| {
-            Err(Error::BadOption {
-                option,
-                found,
-                expected: expected.to_owned(),
-            })
-        };
-        if !(18..=26).contains(&self.opset) {
-            return bad("opset", self.opset.to_string(), "18 to 26");
-        }
-        if self.attention == Attention::Standard && self.opset < 23 {
-            let found = format!("Standard with opset {}", self.opset);
-            return bad("attention", found, "opset 23 or later, or Composed");
-        }
-        if self.attention == Attention::GroupQuery && !self.use_cache {
-            let found = "GroupQuery without a cache".to_owned();
-            return bad("attention", found, "use_cache, or Composed");
-        }
+        let opset = self.opset;
+        check_option((18..=26).contains(&opset), "opset", opset, "from 18 to 26")?;
+        check_option(
+            self.attention != Attention::Standard || opset >= 23,
+            "attention",
+            format!("Standard with opset {opset}"),
+            "Composed with an opset below 23",
+        )?;
+        check_option(
+            self.attention != Attention::GroupQuery || self.use_cache,
+            "attention",
+            "GroupQuery without a cache",
+            "Composed where `use_cache` is false",
+        )?;
         let reserved = |(key, _): &&(String, String)| key.starts_with("overdrive.");
         if let Some((key, _)) = self.metadata.iter().find(reserved) {
-            let found = format!("`{key}`");
-            return bad(
-                "metadata",
-                found,
-                "keys that do not begin with `overdrive.`",
-            );
+            let expected = "without keys that begin with `overdrive.`";
+            return Err(Error::option("metadata", format!("`{key}`"), expected).into());
         }
         Ok(())
     }
 
-    /// The version of the file format that goes with the operators.
+    /// Returns the version of the file format that goes with the operators.
     pub(crate) fn ir_version(&self) -> i64 {
         match self.opset {
             ..=18 => 8,

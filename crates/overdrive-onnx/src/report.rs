@@ -1,31 +1,31 @@
 use std::fmt;
 use std::path::PathBuf;
 
-/// What was written.
+/// The result of an export.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ExportReport {
     /// The file of the graph.
     pub path: PathBuf,
-    /// Its size.
+    /// The size of the graph's file in bytes.
     pub bytes: u64,
-    /// The file of the weights, where it is another.
+    /// The file of the weights, if it is another one.
     pub data_path: Option<PathBuf>,
-    /// Its size; 0 where there is none.
+    /// The size of the weights' file in bytes; 0 if there is none.
     pub data_bytes: u64,
-    /// Calls of operators.
+    /// The number of nodes (calls of operators).
     pub nodes: usize,
-    /// Constant tensors.
+    /// The number of constant tensors.
     pub initializers: usize,
-    /// Version of ONNX's operators.
+    /// The version of ONNX's operators.
     pub opset: i64,
-    /// Version of the file format.
+    /// The version of the file format.
     pub ir_version: i64,
-    /// Other domains whose operators are called: `com.microsoft`, which ONNX Runtime has, or none.
+    /// The other domains of operators: `com.microsoft` of ONNX Runtime, or none.
     pub domains: Vec<String>,
-    /// What the model takes, in order.
+    /// The inputs of the graph, in order.
     pub inputs: Vec<ValueReport>,
-    /// What it gives.
+    /// The outputs of the graph, in order.
     pub outputs: Vec<ValueReport>,
 }
 
@@ -33,11 +33,11 @@ pub struct ExportReport {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ValueReport {
-    /// Its name.
+    /// The name.
     pub name: String,
-    /// The format of its elements: `int64`, `float32`, `float16`.
+    /// The dtype: `int64`, `float32`, `float16`.
     pub element: &'static str,
-    /// Its dimensions: numbers, or names of what is known when the model runs.
+    /// The dimensions: numbers, or names of dimensions that are known when the model runs.
     pub shape: Vec<String>,
 }
 
@@ -53,7 +53,7 @@ impl fmt::Display for ValueReport {
     }
 }
 
-/// A few lines for people; of the cache's inputs and outputs the first is shown.
+/// Writes a few lines for people, with the first of the cache's inputs and outputs.
 impl fmt::Display for ExportReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let megabytes = |bytes: u64| bytes as f64 / 1e6;

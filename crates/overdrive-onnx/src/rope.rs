@@ -1,7 +1,7 @@
-//! Rotary positions: the cosines and sines of a forward pass, from `position_ids`.
+//! Rotary position embeddings: the cosines and sines of a forward pass, from `position_ids`.
 //!
-//! Angles are `position · frequency`, computed in the graph, so that it knows no longest text and every
-//! scaling of positions is what it is in the model.
+//! The graph computes the angles `position · frequency`, so it has no maximum length, and every rope scaling is
+//! that of the model.
 
 use overdrive_transformer::{LongRope, RopeScaling, Yarn};
 use tch::{Device, Kind, Tensor};
@@ -15,24 +15,24 @@ use crate::{Attention, Error, Result};
 pub(crate) struct Rotation {
     cos: Value,
     sin: Value,
-    /// For ONNX Runtime's operator: the place of each token's row in the tables.
-    places: Option<Value>,
+    /// For ONNX Runtime's operator: the row of each token in the tables.
+    rows: Option<Value>,
 }
 
 /// The frequencies of layers of one type.
 #[derive(Debug)]
 pub(crate) struct Frequencies<'a> {
-    /// `(D/2,)`, within the original context.
+    /// The inverse frequencies `(D/2,)` within the original context.
     pub(crate) short: &'a [f32],
     pub(crate) scaling: &'a RopeScaling,
     pub(crate) theta: f64,
     pub(crate) context: i64,
 }
 
-/// The operator that turns.
+/// The name of ONNX Runtime's operator.
 const MICROSOFT_OP: &str = "RotaryEmbedding";
 
-/// Cosines and sines for `position_ids (B, T)`.
+/// Writes the cosines and sines of `position_ids (B, T)`.
 pub(crate) fn rotation(
     graph: &mut Graph,
     frequencies: &Frequencies<'_>,
@@ -57,12 +57,12 @@ pub(crate) fn rotation(
         };
     }
     let [cos, sin] = parts;
-    let places = (attention == Attention::GroupQuery).then(|| places(graph));
-    Ok(Rotation { cos, sin, places })
+    let rows = (attention == Attention::GroupQuery).then(|| rows(graph));
+    Ok(Rotation { cos, sin, rows })
 }
 
-/// `0..B·T` as `(B, T)`.
-fn places(graph: &mut Graph) -> Value {
+/// Writes `0..B·T` as `(B, T)`: the cosines and sines have a row for each token.
+fn rows(graph: &mut Graph) -> Value {
     let size = graph.op("Size", &["position_ids"], &[]);
     let (zero, one) = (graph.int(0), graph.int(1));
     let range = graph.op("Range", &[&zero, &size, &one], &[]);
@@ -71,7 +71,7 @@ fn places(graph: &mut Graph) -> Value {
 }
 
 impl Rotation {
-    /// Turns heads `(B, H, T, D)`: the pair `(i, i + D/2)` by its angle.
+    /// Rotates heads `(B, H, T, D)`: the pair `(i, i + D/2)` by its angle.
     pub(crate) fn apply(&self, graph: &mut Graph, x: &str) -> Value {
         let (cos, sin) = (self.cos.as_str(), self.sin.as_str());
         if graph.opset >= 23 {
@@ -90,10 +90,10 @@ impl Rotation {
         graph.concat(&[&first, &second], -1)
     }
 
-    /// Turns heads side by side, `(B, T, H·D)`, by ONNX Runtime's operator.
+    /// Rotates heads side by side, `(B, T, H·D)`, by ONNX Runtime's operator.
     pub(crate) fn apply_joined(&self, graph: &mut Graph, x: &str) -> Value {
-        let places = self.places.clone().unwrap_or_default();
-        let inputs = [x, &places, &self.cos, &self.sin];
+        let rows = self.rows.clone().unwrap_or_default();
+        let inputs = [x, &rows, &self.cos, &self.sin];
         let [y] = graph.ops(crate::graph::MICROSOFT, MICROSOFT_OP, &inputs, &[]);
         y
     }

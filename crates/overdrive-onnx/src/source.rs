@@ -1,4 +1,4 @@
-//! The weights of a model, taken out of its modules by name.
+//! The weights of a model by name.
 
 use std::collections::HashMap;
 
@@ -9,7 +9,7 @@ use tch::Tensor;
 
 use crate::{Error, Result};
 
-/// Handles of all weights; nothing is copied.
+/// Handles of all weights of a model; nothing is copied.
 #[derive(Debug)]
 pub(crate) struct Source {
     linears: HashMap<String, LinearSource>,
@@ -18,7 +18,7 @@ pub(crate) struct Source {
     quantized_table: Option<QuantizedWeight>,
 }
 
-/// The module of the head.
+/// The name of the head's module.
 const HEAD: &str = "lm_head";
 
 /// The weights of a linear layer.
@@ -40,8 +40,10 @@ pub(crate) enum Table<'s> {
 }
 
 impl Source {
+    /// Collects the weights of `model`.
+    ///
     /// # Errors
-    /// [`Error::Adapters`] where one computes beside the weights.
+    /// [`Error::Adapters`] if a layer's output depends on adapters beside its weight.
     pub(crate) fn of(model: &mut CausalLm) -> Result<Source> {
         let mut linears = HashMap::new();
         let mut adapted: Option<Error> = None;
@@ -89,7 +91,7 @@ impl Source {
         self.parameters.contains_key(name)
     }
 
-    /// Whether the head is the dense table `{name}.weight` itself.
+    /// Returns `true` if the head is the dense table `{name}.weight` itself.
     pub(crate) fn ties_head(&self, name: &str) -> bool {
         let table = self.parameters.get(&format!("{name}.weight"));
         match (table, self.linears.get(HEAD).map(|head| &head.weight)) {
@@ -100,7 +102,7 @@ impl Source {
         }
     }
 
-    /// The names of the schemes of quantized weights, each once.
+    /// Returns the names of the schemes of quantized weights, each once.
     pub(crate) fn schemes(&self) -> Vec<String> {
         let mut names: Vec<String> = self
             .linears
@@ -115,12 +117,12 @@ impl Source {
         names
     }
 
-    /// The table `{name}.weight`.
+    /// Returns the table `{name}.weight`.
     pub(crate) fn table<'s>(&'s self, name: &'s str) -> Result<Table<'s>> {
         let Some(weight) = &self.quantized_table else {
             return Ok(Table::Dense(self.parameter(&format!("{name}.weight"))?));
         };
-        // Not by the configuration: an adapter that was merged leaves a tied head with codes of its own.
+        // `tie_word_embeddings` does not tell: merging an adapter gives a tied head codes of its own.
         let module = match self.linears.get(HEAD).map(|head| &head.weight) {
             Some(LinearWeight::Quantized(head)) if head.shares_storage_with(weight) => HEAD,
             _ => name,

@@ -1,7 +1,7 @@
 //! The files: the graph with its small constants, and the weights in it or beside it.
 //!
-//! Protobuf wants the length of a message before its contents. All lengths are known before any weight is
-//! made, so that the file is written from front to back with one weight in memory at a time.
+//! Protobuf stores the length of a message before its contents. All lengths are computed from shapes, before
+//! any weight is converted, so the file is written from front to back with one weight in memory at a time.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
@@ -9,37 +9,39 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use overdrive_core::Error;
 use prost::Message;
 use prost::encoding::{encode_varint, encoded_len_varint};
 use tch::Tensor;
 
 use crate::initializer::{Data, Initializer};
 use crate::proto::{GraphProto, ModelProto};
-use crate::{Error, ExternalData, Result};
+use crate::{ExternalData, Result};
 
-/// Tensors of fewer bytes stay in the graph.
+/// The number of bytes below which a tensor stays in the graph: shapes and scalars, which runtimes read when they
+/// load the graph.
 const SMALL: u64 = 1 << 10;
-/// Where tensors in a file of their own begin: at a page, so that they can be mapped.
+/// The alignment of tensors in a file of their own: a page, so that they can be mapped.
 const PAGE: u64 = 4 << 10;
-/// Where large ones begin: what Windows maps at.
+/// The alignment of large tensors: the granularity of mappings on Windows.
 const GRANULE: u64 = 64 << 10;
-/// What is large.
+/// The number of bytes from which a tensor is large.
 const LARGE: u64 = 1 << 20;
-/// Protobuf's messages end below 2 GiB; what else is in the graph has room too.
+/// The most bytes of weights in the graph: protobuf's messages end below 2 GiB, which leaves room for the nodes.
 const MOST_BYTES: u64 = 2_000_000_000;
-/// How many bytes of a tensor are copied at a time.
-const PART: usize = 16 << 20;
+/// The number of bytes of a tensor that are copied at a time.
+const CHUNK: usize = 16 << 20;
 
-/// Fields as they begin in a file: number and kind (a length and contents).
+// The tags of protobuf fields: number << 3 | wire type, which is 2 for a length and contents.
 const GRAPH_OF_MODEL: u8 = 7 << 3 | 2;
 const INITIALIZER_OF_GRAPH: u8 = 5 << 3 | 2;
 const RAW_DATA_OF_TENSOR: u8 = 9 << 3 | 2;
 
-/// What was written.
+/// The sizes of the written files.
 #[derive(Debug)]
 pub(crate) struct Written {
     pub(crate) bytes: u64,
-    /// The file beside it and its size.
+    /// The file of the weights and its size, if there is one.
     pub(crate) data: Option<(PathBuf, u64)>,
 }
 
@@ -51,10 +53,10 @@ pub(crate) fn write(
     external: ExternalData,
 ) -> Result<Written> {
     let total: u64 = initializers.iter().map(Initializer::bytes).sum();
-    let apart = external == ExternalData::Always || total >= MOST_BYTES;
+    let separate = external == ExternalData::Always || total >= MOST_BYTES;
     let data_path = with_suffix(path, "_data")?;
     let graph = model.graph.take().unwrap_or_default();
-    if !apart {
+    if !separate {
         let mut file = Temporary::beside(path)?;
         let bytes = file.fill(|out| put_model(out, path, &model, &graph, initializers, None))?;
         file.rename(path)?;
@@ -67,12 +69,12 @@ pub(crate) fn write(
     let mut data = Temporary::beside(&data_path)?;
     let data_bytes = data.fill(|out| put_data(out, &data_path, initializers, &offsets))?;
     let mut file = Temporary::beside(path)?;
-    let places = Some((&*name, offsets.as_slice()));
-    let bytes = file.fill(|out| put_model(out, path, &model, &graph, initializers, places))?;
+    let locations = Some((&*name, offsets.as_slice()));
+    let bytes = file.fill(|out| put_model(out, path, &model, &graph, initializers, locations))?;
     // An older graph must not be found beside newer weights, should the machine stop here.
     match fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            return Err(Error::io("replace", path)(error));
+            return Err(Error::io("replace", path)(error).into());
         }
         _ => {}
     }
@@ -85,10 +87,10 @@ pub(crate) fn write(
     })
 }
 
-/// Where each tensor begins in the file of weights, `None` where it stays in the graph.
+/// Returns the offset of each tensor in the file of weights, or `None` if it stays in the graph.
 fn offsets(initializers: &[Initializer]) -> Vec<Option<u64>> {
     let mut end = 0u64;
-    let place = |initializer: &Initializer| {
+    let offset = |initializer: &Initializer| {
         let bytes = initializer.bytes();
         if bytes < SMALL {
             return None;
@@ -97,10 +99,10 @@ fn offsets(initializers: &[Initializer]) -> Vec<Option<u64>> {
         end = start + bytes;
         Some(start)
     };
-    initializers.iter().map(place).collect()
+    initializers.iter().map(offset).collect()
 }
 
-/// The weights in their places.
+/// Writes the weights at their offsets.
 fn put_data(
     out: &mut Counter<'_>,
     path: &Path,
@@ -111,34 +113,34 @@ fn put_data(
         let Some(offset) = offset else {
             continue;
         };
-        // Places differ by less than the granule.
+        // The gap is below the alignment, so the zeros are few.
         let gap = offset.saturating_sub(out.bytes) as usize;
         out.put(path, &vec![0; gap])?;
-        put_numbers(out, path, initializer)?;
+        put_elements(out, path, initializer)?;
     }
     Ok(())
 }
 
-/// The model with its graph and constants; those with a place elsewhere say where.
+/// Writes the model with its graph and constants; those in another file are written as references.
 fn put_model(
     out: &mut Counter<'_>,
     path: &Path,
     model: &ModelProto,
     graph: &GraphProto,
     initializers: &[Initializer],
-    places: Option<(&str, &[Option<u64>])>,
+    locations: Option<(&str, &[Option<u64>])>,
 ) -> Result<()> {
     let graph = graph.encode_to_vec();
     let mut headers = Vec::new();
     let mut graph_len = graph.len() as u64;
-    for (at, initializer) in initializers.iter().enumerate() {
-        let elsewhere = places.and_then(|(name, offsets)| Some((name, offsets[at]?)));
-        let header = match elsewhere {
+    for (index, initializer) in initializers.iter().enumerate() {
+        let location = locations.and_then(|(name, offsets)| Some((name, offsets[index]?)));
+        let header = match location {
             Some((name, offset)) => initializer.external(name, offset),
             None => initializer.header(),
         };
         let header = header.encode_to_vec();
-        let raw = elsewhere.is_none().then(|| initializer.bytes());
+        let raw = location.is_none().then(|| initializer.bytes());
         let raw_len = raw.map_or(0, |len| 1 + encoded_len_varint(len) as u64 + len);
         let len = header.len() as u64 + raw_len;
         graph_len += 1 + encoded_len_varint(len) as u64 + len;
@@ -157,51 +159,54 @@ fn put_model(
         out.put(path, header)?;
         if let Some(raw) = raw {
             field(out, RAW_DATA_OF_TENSOR, *raw)?;
-            put_numbers(out, path, initializer)?;
+            put_elements(out, path, initializer)?;
         }
     }
     Ok(())
 }
 
-/// The numbers of a tensor, in little-endian order.
-fn put_numbers(out: &mut Counter<'_>, path: &Path, initializer: &Initializer) -> Result<()> {
+/// Writes the elements of a tensor in little-endian order.
+fn put_elements(out: &mut Counter<'_>, path: &Path, initializer: &Initializer) -> Result<()> {
     match &initializer.data {
         Data::Bytes(bytes) => out.put(path, bytes),
         Data::Made(make) => put_tensor(out, path, &initializer.make(make)?),
     }
 }
 
-/// A contiguous tensor on the CPU, a part at a time.
+/// Writes a contiguous tensor on the CPU, a chunk at a time.
 fn put_tensor(out: &mut Counter<'_>, path: &Path, tensor: &Tensor) -> Result<()> {
     let size = tensor.kind().elt_size_in_bytes();
     let flat = tensor.f_view([-1])?;
-    let (elements, step) = (tensor.numel(), PART / size);
+    let (elements, step) = (tensor.numel(), CHUNK / size);
     let mut buffer = Vec::new();
     for start in (0..elements).step_by(step) {
         let count = step.min(elements - start);
-        let part = flat.f_narrow(0, start as i64, count as i64)?;
+        let chunk = flat.f_narrow(0, start as i64, count as i64)?;
         buffer.resize(count * size, 0);
-        part.f_copy_data_u8(&mut buffer, count)?;
+        chunk.f_copy_data_u8(&mut buffer, count)?;
         out.put(path, &buffer)?;
     }
     Ok(())
 }
 
-/// A file that knows how much has been written to it.
+/// A file that counts the bytes that are written to it.
 struct Counter<'a> {
     file: BufWriter<&'a File>,
     bytes: u64,
 }
 
 impl Counter<'_> {
-    /// `path` is that of the file that it will be, for messages.
+    /// Writes `bytes`. `path` is the final path of the file, for messages.
     fn put(&mut self, path: &Path, bytes: &[u8]) -> Result<()> {
         self.bytes += bytes.len() as u64;
-        self.file.write_all(bytes).map_err(Error::io("write", path))
+        Ok(self
+            .file
+            .write_all(bytes)
+            .map_err(Error::io("write", path))?)
     }
 }
 
-/// A file that is removed again unless it gets its name.
+/// A temporary file, which is removed when it is dropped before it is renamed.
 struct Temporary {
     path: PathBuf,
     file: File,
@@ -209,9 +214,9 @@ struct Temporary {
 }
 
 impl Temporary {
-    /// In the folder of `path`, so that the rename stays in one file system.
+    /// Creates a file in the folder of `path`: a rename is atomic only within a file system.
     fn beside(path: &Path) -> Result<Temporary> {
-        // Two exports of one process must not share a name.
+        // Two exports of one process must not share a temporary file.
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
         let hidden = with_suffix(path, &format!(".{}-{count}.tmp", std::process::id()))?;
@@ -225,7 +230,7 @@ impl Temporary {
         })
     }
 
-    /// Writes the contents to the disk, and returns how many bytes they are.
+    /// Writes and syncs the contents, and returns the number of bytes.
     fn fill(&mut self, fill: impl FnOnce(&mut Counter<'_>) -> Result<()>) -> Result<u64> {
         let mut out = Counter {
             file: BufWriter::new(&self.file),
@@ -248,25 +253,23 @@ impl Temporary {
 impl Drop for Temporary {
     fn drop(&mut self) {
         if !self.renamed {
-            // The error to tell is the one that came first.
+            // The error that kept the file from being renamed is the one to report.
             let _ = fs::remove_file(&self.path);
         }
     }
 }
 
-/// `path` with something behind its name.
+/// Appends `suffix` to the name of the file `path`.
 fn with_suffix(path: &Path, suffix: &str) -> Result<PathBuf> {
-    let name = path.file_name().ok_or_else(|| Error::BadOption {
-        option: "path",
-        found: path.display().to_string(),
-        expected: "the name of a file".to_owned(),
-    })?;
+    let name = path
+        .file_name()
+        .ok_or_else(|| Error::option("path", path.display(), "the name of a file"))?;
     let mut name = OsString::from(name);
     name.push(suffix);
     Ok(path.with_file_name(name))
 }
 
-/// Makes the renames last through a crash of the machine.
+/// Syncs the folder, so that the renames survive a crash of the machine.
 fn flush_folder(path: &Path) -> Result<()> {
     if !cfg!(unix) {
         return Ok(());
@@ -274,5 +277,5 @@ fn flush_folder(path: &Path) -> Result<()> {
     let parent = path.parent();
     let folder = parent.filter(|folder| !folder.as_os_str().is_empty());
     let flushed = File::open(folder.unwrap_or(Path::new("."))).and_then(|file| file.sync_all());
-    flushed.map_err(Error::io("flush the folder of", path))
+    Ok(flushed.map_err(Error::io("flush the folder of", path))?)
 }

@@ -3,7 +3,7 @@ use tch::Tensor;
 
 use crate::{Error, Result};
 
-/// The activation that transformers calls `name`; `key` names the config key in an error.
+/// Returns the activation that transformers calls `name`. `key` is the config key for an error.
 pub(crate) fn activation_named(key: &str, name: &str) -> Result<Activation> {
     match name {
         "silu" | "swish" => Ok(Activation::Silu),
@@ -18,7 +18,7 @@ pub(crate) fn activation_named(key: &str, name: &str) -> Result<Activation> {
     }
 }
 
-/// Applies it by libtorch's operator, element by element.
+/// Applies the activation by libtorch's operator.
 pub(crate) fn activate(activation: Activation, x: &Tensor) -> Result<Tensor> {
     match activation {
         Activation::Silu => Ok(x.f_silu()?),

@@ -9,22 +9,22 @@ use tch::Tensor;
 use crate::mask::{Mask, band};
 use crate::{AttentionImplementation, Result};
 
-/// How a layer attends.
+/// The options of a layer's attention.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AttendOptions {
     pub(crate) implementation: AttentionImplementation,
     pub(crate) dropout: f64,
-    /// `None`: 1/sqrt(D).
+    /// The factor of the scores; `None` is 1/sqrt(D).
     pub(crate) scale: Option<f64>,
-    /// Bound of the scores.
+    /// The bound of the scores.
     pub(crate) softcap: Option<f64>,
 }
 
 /// The cache of a forward pass and the layer that uses it.
 pub(crate) type CachedLayer<'a, 'c> = (usize, &'a mut (dyn KvCache + 'c));
 
-/// Attention of new tokens over themselves and what the cache holds, where there is one, as
-/// `(B, T, H·D)`. Queries, keys and values are `(B, H, T, D)`.
+/// Computes attention of new tokens over themselves and the tokens of the cache, if there is one. Queries, keys
+/// and values are `(B, H, T, D)`, the result `(B, T, H·D)`.
 pub(crate) fn attend_with_cache(
     query: &Tensor,
     key: &Tensor,
@@ -56,9 +56,9 @@ pub(crate) fn attend_with_cache(
     Ok(mixed.f_transpose(1, 2)?.f_flatten(2, 3)?)
 }
 
-/// Attention of `query (B, H, T, D)` over keys and values `(B, H_kv, S, D)`, as `(B, T, H·D)`.
+/// Computes attention of `query (B, H, T, D)` over keys and values `(B, H_kv, S, D)`, as `(B, T, H·D)`.
 ///
-/// Kernels lay their output out as `(B, T, H, D)`, so that joining the heads copies nothing.
+/// Kernels write their output as `(B, T, H, D)`, so joining the heads copies nothing.
 pub(crate) fn attend(
     query: &Tensor,
     key: &Tensor,
@@ -81,7 +81,7 @@ pub(crate) fn attend(
     Ok(mixed.f_transpose(1, 2)?.f_flatten(2, 3)?)
 }
 
-/// The same in the words of a cache.
+/// Converts the options to those of a cache.
 fn cached_options<'m>(
     mask: &'m Mask,
     options: &AttendOptions,
@@ -145,7 +145,7 @@ fn sliding(window: Option<i64>) -> Window {
     })
 }
 
-/// Attention inside each sequence of the one row.
+/// Computes attention inside each sequence of a packed row.
 fn packed(
     query: &Tensor,
     key: &Tensor,
@@ -165,7 +165,7 @@ fn packed(
     Ok(mixed.f_transpose(0, 1)?.f_unsqueeze(0)?)
 }
 
-/// libtorch's own choice of a kernel: the flash one wherever the mask is none or causal.
+/// Calls libtorch's `scaled_dot_product_attention`, which picks the flash kernel if the mask is none or causal.
 fn sdpa(
     query: &Tensor,
     key: &Tensor,

@@ -11,7 +11,7 @@ use crate::rms_norm::RmsNorm;
 use crate::rope::Rotation;
 use crate::{Execution, LlamaConfig, Result};
 
-/// What one forward pass gives to each attention layer.
+/// The inputs that a forward pass gives to each attention layer.
 pub(crate) struct AttentionStep<'a, 'c> {
     pub(crate) layer: usize,
     pub(crate) rotation: &'a Rotation,
@@ -26,12 +26,12 @@ pub(crate) struct AttentionStep<'a, 'c> {
 pub(crate) struct RotaryAttention {
     qkv: JointLinear,
     o: Linear,
-    /// Qwen3 and Gemma 3: queries and keys are normalised head by head.
+    /// The norms of queries and keys, head by head (Qwen3 and Gemma 3).
     norms: Option<(RmsNorm, RmsNorm)>,
     shape: QkvShape,
-    /// What scores are multiplied by; `None` is 1/sqrt(D).
+    /// The factor of the scores; `None` is 1/sqrt(D).
     scale: Option<f64>,
-    /// Bound of the scores.
+    /// The bound of the scores.
     softcap: Option<f64>,
 }
 
@@ -90,7 +90,7 @@ impl RotaryAttention {
         visit_linear(&mut self.o, visit)
     }
 
-    /// `x (B, T, C)` to `(B, T, C)`.
+    /// Computes attention of `x (B, T, C)`, as `(B, T, C)`.
     pub(crate) fn forward(&self, x: &Tensor, step: AttentionStep<'_, '_>) -> Result<Tensor> {
         let fused = step.execution.fused_kernels;
         let [query, key, value] = match (&self.norms, fused) {
@@ -108,7 +108,8 @@ impl RotaryAttention {
         Ok(self.o.forward_with(&mixed, fused)?)
     }
 
-    /// Turned query and key, and value: `(B, H, T, D)`, straight out of one product.
+    /// Returns the rotated query and key, and the value, `(B, H, T, D)`, out of one matmul and one pass over
+    /// its result.
     fn heads_in_one_pass(&self, x: &Tensor, rotation: &Rotation) -> Result<[Tensor; 3]> {
         let qkv = self.qkv.forward_joint(x)?;
         let (cos, sin) = (&rotation.cos, &rotation.sin);
@@ -117,7 +118,7 @@ impl RotaryAttention {
         Ok([query, key, value])
     }
 
-    /// The same step by step, with the norms of heads where there are any.
+    /// Computes the same step by step, with the norms of heads if the model has them.
     fn heads(&self, x: &Tensor, rotation: &Rotation, fused: bool) -> Result<[Tensor; 3]> {
         let [query, key, value] = if fused {
             let (d, kv_heads) = (self.shape.head_dim, self.shape.kv_heads);

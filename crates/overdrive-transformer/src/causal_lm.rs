@@ -13,21 +13,21 @@ use crate::init::initialise;
 use crate::input::Shape;
 use crate::llama::Llama;
 use crate::loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss, shifted};
-use crate::parameters::{ParameterMap, ParameterRole, Parts, allocate};
+use crate::parameters::{ModelTensors, ParameterMap, ParameterRole, allocate};
 use crate::{
     Error, Execution, ForwardInput, LoadOptions, ModelConfig, ParameterSpec, Result, SaveOptions,
     checkpoint,
 };
 
-/// How a model is made from scratch.
+/// The options of a new model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct InitOptions {
-    /// Where the parameters are; default: the CPU.
+    /// The device of the parameters; default: the CPU.
     pub device: Device,
-    /// Their kind; default: fp32.
+    /// The dtype of the parameters; default: fp32.
     pub kind: Kind,
-    /// The seed of all random parameters; default 0. The same seed gives the same model on every
-    /// device, whatever libtorch's global generator has done.
+    /// The seed of all random parameters; default 0. The same seed gives the same model on every device,
+    /// whatever the state of libtorch's global generator.
     pub seed: u64,
 }
 
@@ -43,22 +43,22 @@ impl Default for InitOptions {
 
 /// A decoder with a language-model head.
 ///
-/// Parameters keep the names, shapes and order that they have in transformers. They are shared, not
-/// copied, by [`named_parameters`](CausalLm::named_parameters): what an optimizer updates in place is
-/// what the model computes with.
+/// Parameters keep the names, shapes and order that they have in transformers.
+/// [`named_parameters`](CausalLm::named_parameters) returns handles that share their storage: an optimizer
+/// updates the model in place.
 #[derive(Debug)]
 pub struct CausalLm {
     config: ModelConfig,
-    /// The dense ones.
+    /// The dense parameters.
     parameters: Vec<(String, Tensor)>,
     pub(crate) backbone: Backbone,
-    /// To `(…, V)`; the embedding itself where the two are tied.
+    /// The head, to `(…, V)`; its weight is that of the embedding if the two are tied.
     pub(crate) head: Linear,
-    /// Bound of the logits.
+    /// The bound of the logits.
     softcap: Option<f64>,
     execution: Execution,
     training: bool,
-    /// What adapters keep for the model as a whole.
+    /// The state that adapters keep for the model as a whole.
     pub(crate) adapter_state: AdapterState,
     generation_config: Option<Map<String, Value>>,
 }
@@ -70,12 +70,13 @@ pub(crate) enum Backbone {
 }
 
 impl CausalLm {
-    /// A model with random parameters, drawn as transformers draws them: normal with the
-    /// configuration's `initializer_range` (GPT-2's residual projections scaled by depth), norms 1,
-    /// biases 0. No parameter requires a gradient yet.
+    /// Makes a model with random parameters, initialised as in transformers: normal with the configuration's
+    /// `initializer_range` (GPT-2's residual projections scaled by depth), norms 1, biases 0. No parameter
+    /// requires a gradient yet.
     ///
     /// # Errors
-    /// When the configuration is inconsistent, or memory runs out.
+    /// [`Error::Common`] or [`Error::Unsupported`] for an inconsistent configuration; an error of libtorch when
+    /// memory runs out.
     pub fn new(config: &ModelConfig, options: &InitOptions) -> Result<CausalLm> {
         config.validate()?;
         let specs = config.parameters();
@@ -85,47 +86,47 @@ impl CausalLm {
         for ((_, parameter), spec) in parameters.iter().zip(&specs) {
             initialise(parameter, spec, options.seed)?;
         }
-        let parts = Parts {
+        let parts = ModelTensors {
             parameters,
-            ..Parts::default()
+            ..ModelTensors::default()
         };
-        CausalLm::from_parts(config, parts)
+        CausalLm::from_tensors(config, parts)
     }
 
     /// Reads a Hugging Face folder: `config.json`, `model.safetensors` (or shards with
-    /// `model.safetensors.index.json`) and, where there is one, `generation_config.json`.
+    /// `model.safetensors.index.json`) and, if it exists, `generation_config.json`.
     ///
-    /// Files are memory-mapped, and each tensor goes straight to its place, device and kind: loading
-    /// takes the memory of the model, and that of one tensor's copy where the device is not the CPU.
+    /// Files are memory-mapped, and each tensor is converted straight to its device and dtype: loading takes
+    /// the memory of the model, and a copy of one tensor if the device is not the CPU.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for an architecture or option that this crate does not compute;
-    /// [`Error::Checkpoint`] naming every tensor that is missing, unexpected or misshapen;
-    /// [`Error::BadWeightFile`] for a damaged file; [`Error::Io`] and others as they say.
+    /// [`Error::Unsupported`] for an architecture or option that this crate does not implement;
+    /// [`Error::Checkpoint`] with every tensor that is missing, unexpected or of another shape;
+    /// [`Error::BadWeightFile`] for a damaged file; [`Error::Common`] for a file that cannot be read.
     pub fn from_pretrained(dir: impl AsRef<Path>, options: &LoadOptions) -> Result<CausalLm> {
         let dir = dir.as_ref();
         let config = ModelConfig::from_dir(dir)?;
         let parts = checkpoint::read(dir, &config, options)?;
-        let mut model = CausalLm::from_parts(&config, parts)?;
+        let mut model = CausalLm::from_tensors(&config, parts)?;
         model.generation_config = checkpoint::read_generation_config(dir)?;
         Ok(model)
     }
 
-    /// Writes a folder that transformers' `from_pretrained` loads: `config.json`,
-    /// `model.safetensors` (or shards) and `generation_config.json`. The tokenizer is not known
-    /// here; put its `tokenizer.json` beside them.
+    /// Writes a folder that transformers' `from_pretrained` loads: `config.json`, `model.safetensors` (or
+    /// shards) and `generation_config.json`. Copy the tokenizer's `tokenizer.json` beside them.
     ///
-    /// Each file is written under a temporary name, flushed to the disk and renamed, the weights
-    /// before `config.json`: a reader never sees half a file. The folder as a whole is not atomic:
-    /// a crash between two renames over an older checkpoint leaves files of both.
+    /// Each file is written under a temporary name, synced and renamed, the weights before `config.json`: a
+    /// reader never sees an incomplete file. The folder as a whole is not atomic: a crash between two renames
+    /// over an older checkpoint leaves files of both.
     ///
     /// # Errors
-    /// When the folder cannot be written or memory for one tensor's copy runs out.
+    /// [`Error::Common`] if the folder cannot be written; an error of libtorch if memory for the copy of one
+    /// tensor runs out.
     pub fn save_pretrained(&self, dir: impl AsRef<Path>, options: &SaveOptions) -> Result<()> {
         checkpoint::write(dir.as_ref(), self, options)
     }
 
-    pub(crate) fn from_parts(config: &ModelConfig, parts: Parts) -> Result<CausalLm> {
+    pub(crate) fn from_tensors(config: &ModelConfig, parts: ModelTensors) -> Result<CausalLm> {
         // A shallow clone is the same tensor: its gradient and its flags are shared.
         let share = |(name, tensor): &(String, Tensor)| (name.clone(), tensor.shallow_clone());
         let parameters = parts.parameters.iter().map(share).collect();
@@ -161,19 +162,19 @@ impl CausalLm {
         })
     }
 
-    /// The logits, `(B, T, V)` or `(B, 1, V)` as [`ForwardInput::logits`] says, in the kind of the
-    /// parameters (under autocast in its kind).
+    /// Computes the logits, `(B, T, V)` or `(B, 1, V)` by [`ForwardInput::logits`], in the dtype of the
+    /// parameters (under autocast in its dtype).
     ///
     /// # Errors
-    /// When shapes do not fit, the tokens exceed the context, or libtorch fails. Where a cache was
-    /// given, the failed step is undone.
+    /// [`Error::Common`] for shapes that do not fit, [`Error::ContextExceeded`], and errors of libtorch. The
+    /// new tokens of a failed step are removed from the cache.
     pub fn forward(&self, input: ForwardInput<'_>) -> Result<Tensor> {
         let hidden = self.hidden_states(input)?;
         self.logits(&hidden)
     }
 
-    /// The normalised hidden states `(B, T, C)` before the head: embeddings of text, or the input of
-    /// a loss that does not want all logits at once.
+    /// Computes the normalised hidden states `(B, T, C)` before the head, for embeddings of text or a loss that
+    /// does not need all logits at once.
     ///
     /// # Errors
     /// As [`CausalLm::forward`].
@@ -205,7 +206,7 @@ impl CausalLm {
         hidden
     }
 
-    /// The head: hidden states `(…, C)` to logits `(…, V)`.
+    /// Applies the head: hidden states `(…, C)` to logits `(…, V)`.
     ///
     /// # Errors
     /// An error of libtorch.
@@ -219,13 +220,13 @@ impl CausalLm {
         }
     }
 
-    /// The summed cross-entropy of `input_ids (B, T)` against `labels (B, T)`, both i64, and the
-    /// number of tokens it counts; labels of [`IGNORE_INDEX`](crate::IGNORE_INDEX) do not count.
+    /// Computes the summed cross-entropy of `input_ids (B, T)` against `labels (B, T)`, both i64, and the
+    /// number of tokens in the sum; labels of [`IGNORE_INDEX`](crate::IGNORE_INDEX) are not counted.
     ///
-    /// With [`Execution::fused_kernels`] the logits are made, and turned into gradients, a part at a
-    /// time, and never held as a whole, except those of a model that bounds them (Gemma 2).
+    /// With [`Execution::fused_kernels`] the logits are computed, and turned into gradients, a chunk at a time,
+    /// and are never in memory as a whole, except for a model that bounds them (Gemma 2).
     ///
-    /// A sum and a count, so that gradient accumulation can weight micro-batches by their tokens;
+    /// The result is a sum and a count, so that gradient accumulation can weight micro-batches by their tokens;
     /// [`LossOutput::mean`] is transformers' loss.
     ///
     /// # Errors
@@ -239,8 +240,8 @@ impl CausalLm {
         self.loss_of(ForwardInput::new(input_ids), labels, shift)
     }
 
-    /// The same for tokens with positions, a mask or [sequences](ForwardInput::sequences) of their own.
-    /// Under [`LabelShift::HuggingFace`] the first label of each sequence should be
+    /// Computes the loss of an input with positions, a mask or [sequences](ForwardInput::sequences). Under
+    /// [`LabelShift::HuggingFace`] the first label of each packed sequence should be
     /// [`IGNORE_INDEX`](crate::IGNORE_INDEX): it would be predicted from the sequence before.
     ///
     /// # Errors
@@ -274,9 +275,9 @@ impl CausalLm {
         })
     }
 
-    /// All dense parameters with their Hugging Face names, in the order of transformers'
-    /// `named_parameters`: not quantized weights, and not adapters. A tied head is not listed twice. The
-    /// tensors share the model's storage, gradient and flags.
+    /// Returns all dense parameters with their Hugging Face names, in the order of transformers'
+    /// `named_parameters`, without quantized weights and adapters. A tied head is not listed twice. The tensors
+    /// share the model's storage, gradients and flags.
     pub fn named_parameters(&self) -> Vec<(String, Tensor)> {
         self.parameters
             .iter()
@@ -284,21 +285,21 @@ impl CausalLm {
             .collect()
     }
 
-    /// Takes a dense parameter out of the list.
+    /// Removes a dense parameter from the list.
     pub(crate) fn take_dense(&mut self, name: &str) -> Option<Tensor> {
         let place = self.parameters.iter().position(|(own, _)| own == name)?;
         Some(self.parameters.remove(place).1)
     }
 
-    /// How many numbers the parameters are, quantized ones too and adapters not; a tied head counts
-    /// once.
+    /// Returns the number of elements of all parameters, quantized ones included and adapters not; a tied head
+    /// counts once.
     pub fn num_parameters(&self) -> i64 {
         let specs = self.config.parameters();
         specs.iter().map(ParameterSpec::numel).sum()
     }
 
-    /// Bytes of all parameters, dense and quantized, without adapters; what transformers calls
-    /// `get_memory_footprint`. What is tied counts once.
+    /// Returns the number of bytes of all parameters, dense and quantized, without adapters (transformers'
+    /// `get_memory_footprint`). Tied parameters count once.
     pub fn memory_footprint(&self) -> usize {
         let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
         let mut all: usize = self
@@ -306,24 +307,24 @@ impl CausalLm {
             .iter()
             .map(|(_, tensor)| bytes(tensor))
             .sum();
-        self.for_each_packed(&mut |_, weight| all += weight.bytes());
+        self.for_each_quantized(&mut |_, weight| all += weight.bytes());
         all
     }
 
-    /// Whether any weight is quantized.
+    /// Returns `true` if any weight is quantized.
     pub fn is_quantized(&self) -> bool {
         let mut any = false;
-        self.for_each_packed(&mut |_, _| any = true);
+        self.for_each_quantized(&mut |_, _| any = true);
         any
     }
 
-    /// Lends each quantized weight with the name of its module; a table that the head shares once, as the
+    /// Lends each quantized weight with the name of its module; a table that the head shares comes once, as the
     /// embedding's.
-    pub(crate) fn for_each_packed(&self, see: &mut dyn FnMut(&str, &QuantizedWeight)) {
+    pub(crate) fn for_each_quantized(&self, see: &mut dyn FnMut(&str, &QuantizedWeight)) {
         let table = self.quantized_embedding();
         if let Some(table) = table {
             let specs = self.config.parameters();
-            let embedding = specs.iter().find(|spec| self.packs_embedding(spec));
+            let embedding = specs.iter().find(|spec| self.quantizes_embedding(spec));
             see(embedding.map_or("", ParameterSpec::module), table);
         }
         let mut see = |linear: &Linear| {
@@ -340,14 +341,14 @@ impl CausalLm {
         see(&self.head);
     }
 
-    /// The table of token embeddings `(V, C)` where it is quantized; `AdapterHost::visit_parameters` shows
+    /// Returns the table of token embeddings `(V, C)` if it is quantized; `AdapterHost::visit_parameters` lends
     /// a dense one.
     pub fn quantized_embedding(&self) -> Option<&QuantizedWeight> {
         self.embedding().quantized_table()
     }
 
-    /// Whether `spec` is the embedding, and the embedding is quantized.
-    pub(crate) fn packs_embedding(&self, spec: &ParameterSpec) -> bool {
+    /// Returns `true` if `spec` is the embedding, and the embedding is quantized.
+    pub(crate) fn quantizes_embedding(&self, spec: &ParameterSpec) -> bool {
         spec.role == ParameterRole::Embedding && self.quantized_embedding().is_some()
     }
 
@@ -365,7 +366,7 @@ impl CausalLm {
         }
     }
 
-    /// Makes the head a parameter of its own to the configuration.
+    /// Makes the head a parameter of its own in the configuration.
     pub(crate) fn untie(&mut self) {
         match &mut self.config {
             ModelConfig::Llama(config) => config.tie_word_embeddings = false,
@@ -373,7 +374,7 @@ impl CausalLm {
         }
     }
 
-    /// Puts a dense parameter into the list, at its place.
+    /// Inserts a dense parameter into the list, in the order of the configuration.
     pub(crate) fn put_dense(&mut self, name: &str, tensor: Tensor) {
         let specs = self.config.parameters();
         let order = |name: &str| specs.iter().position(|spec| spec.name == name);
@@ -386,7 +387,7 @@ impl CausalLm {
         self.parameters.insert(at, (name.to_owned(), tensor));
     }
 
-    /// Makes every dense parameter require a gradient, or none.
+    /// Makes every dense parameter require a gradient, or not.
     ///
     /// # Errors
     /// An error of libtorch.
@@ -414,17 +415,17 @@ impl CausalLm {
         Ok(())
     }
 
-    /// Chooses among equal ways of computing.
+    /// Sets which of several equivalent implementations compute the model.
     pub fn set_execution(&mut self, execution: Execution) {
         self.execution = execution;
     }
 
-    /// The configuration.
+    /// Returns the configuration.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// How many layers a cache for this model has.
+    /// Returns the number of layers, which a cache for this model must have.
     pub fn num_layers(&self) -> usize {
         match &self.backbone {
             Backbone::Llama(model) => model.num_layers(),
@@ -432,8 +433,8 @@ impl CausalLm {
         }
     }
 
-    /// How many tokens each layer sees, its own included: its sliding window, or `None` where it sees
-    /// all. What a cache need keep.
+    /// Returns the number of tokens that each layer attends to, its own included: its sliding window, or `None`
+    /// for all tokens. A cache need not keep more.
     pub fn layer_windows(&self) -> Vec<Option<i64>> {
         match &self.backbone {
             Backbone::Llama(model) => model.windows(),
@@ -441,12 +442,11 @@ impl CausalLm {
         }
     }
 
-    /// The inverse frequencies `(D/2,)` of the rotary positions of `layer`: a key at position `p` was
-    /// turned by the angles `p · inv_freq`, channel `i` with channel `i + D/2`, so a cache can turn it
-    /// on to another position. `None` where positions are learned (GPT-2) or there is no such layer.
+    /// Returns the inverse frequencies `(D/2,)` of the rotary positions of `layer`, or `None` if positions are
+    /// learned (GPT-2) or the layer does not exist. A key at position `p` was rotated by the angles `p ·
+    /// inv_freq`, channel `i` with channel `i + D/2`, so a cache can rotate it to another position.
     ///
-    /// Of a model with dynamic or LongRoPE scaling these are the frequencies within the original
-    /// context.
+    /// For a model with dynamic or LongRoPE scaling these are the frequencies within the original context.
     pub fn rotary_inverse_frequencies(&self, layer: usize) -> Option<&[f32]> {
         match &self.backbone {
             Backbone::Llama(model) => model.inverse_frequencies(layer),
@@ -454,17 +454,17 @@ impl CausalLm {
         }
     }
 
-    /// Where the parameters are.
+    /// Returns the device of the parameters.
     pub fn device(&self) -> Device {
         self.embedding().device()
     }
 
-    /// The kind of the dense parameters.
+    /// Returns the dtype of the dense parameters.
     pub fn kind(&self) -> Kind {
         self.embedding().kind()
     }
 
-    /// What `generation_config.json` held, or `None` where there was none.
+    /// Returns the contents of `generation_config.json`, or `None` if the checkpoint had none.
     pub fn generation_config(&self) -> Option<&Map<String, Value>> {
         self.generation_config.as_ref()
     }
@@ -482,11 +482,10 @@ impl CausalLm {
         let positions = match input.position_ids {
             None => shape.past + shape.tokens,
             Some(ids) if i64::try_from(ids.f_min()?)? < 0 => {
-                return Err(Error::BadInput {
-                    name: "position_ids",
-                    found: "partly negative".to_owned(),
-                    expected: format!("in 0..{limit}"),
-                });
+                let expected = format!("in 0..{limit}");
+                return Err(
+                    overdrive_core::Error::option("position_ids", "negative", expected).into(),
+                );
             }
             // Padding takes places and no positions.
             Some(ids) => i64::try_from(ids.f_max()?)? + 1,
@@ -508,7 +507,7 @@ impl CausalLm {
     }
 }
 
-/// `cap · tanh(logits / cap)`.
+/// Computes `cap · tanh(logits / cap)`.
 fn bounded(mut logits: Tensor, cap: f64) -> Result<Tensor> {
     if logits.requires_grad() {
         return Ok(logits.f_div_scalar(cap)?.f_tanh()?.f_mul_scalar(cap)?);

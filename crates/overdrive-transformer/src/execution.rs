@@ -3,23 +3,24 @@ use std::str::FromStr;
 
 use overdrive_checkpointing::{CheckpointOptions, Schedule};
 
-/// How a model computes what it computes. The results differ by rounding only.
+/// The implementations that compute a model. The results differ by rounding only.
 ///
-/// The defaults are the fastest measured; the others are there to compare with, to rule one out in the
-/// search for a difference, and to trade time for memory.
+/// The defaults are the fastest ones measured. The others are there for comparison, to narrow down the source
+/// of a difference, and to trade time for memory.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Execution {
-    /// Norms, rotary positions, gates and the loss in one pass each, with one product for query, key
-    /// and value and one for gate and up (`overdrive-fused`), instead of libtorch's operators one by
-    /// one. The loss then never holds all logits. Gradients of gradients need it off. Default true.
+    /// If `true`, norms, rotary positions, gates and the loss are computed in one pass each, with one matmul
+    /// for query, key and value and one for gate and up (`overdrive-fused`); if `false`, by libtorch's
+    /// operators one by one. The fused loss never holds all logits. Gradients of gradients need `false`.
+    /// Default: `true`.
     pub fused_kernels: bool,
-    /// The kernel of attention. Default: flash.
+    /// The implementation of attention. Default: flash.
     pub attention: AttentionImplementation,
-    /// Which blocks are computed again in backward instead of keeping what they made; not where a cache
-    /// is given. Default: none. transformers' `gradient_checkpointing_enable` is `Schedule::EveryBlock`.
+    /// The blocks that are recomputed in backward instead of saving their activations; none with a cache.
+    /// Default: none. transformers' `gradient_checkpointing_enable` is `Schedule::EveryBlock`.
     pub checkpointing: Schedule,
-    /// How they are: what they keep none the less, whether dropout repeats.
+    /// The options of recomputation: what is saved in spite of it, and whether dropout repeats.
     pub checkpoint_options: CheckpointOptions,
 }
 
@@ -34,25 +35,25 @@ impl Default for Execution {
     }
 }
 
-/// The kernel of attention, by transformers' names.
+/// The implementations of attention, by transformers' names.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AttentionImplementation {
-    /// `eager`: a product, a mask, a softmax and a product. Memory grows with the square of the length.
+    /// `eager`: a matmul, a mask, a softmax and a matmul. Memory grows with the square of the sequence length.
     Eager,
     /// `sdpa`: libtorch's `scaled_dot_product_attention`, which picks a kernel.
     Sdpa,
-    /// `flash_attention_2`: the best kernel of `overdrive-attention` for the device and the mask; memory
-    /// grows with the length.
+    /// `flash_attention_2`: the best kernel of `overdrive-attention` for the device and the mask; memory grows
+    /// with the sequence length.
     #[default]
     Flash,
 }
 
 impl AttentionImplementation {
-    /// Every implementation.
+    /// All implementations.
     pub const ALL: [Self; 3] = [Self::Eager, Self::Sdpa, Self::Flash];
 
-    /// The name in transformers' configurations.
+    /// Returns the name in transformers' configurations.
     pub fn name(self) -> &'static str {
         match self {
             Self::Eager => "eager",
@@ -71,7 +72,7 @@ impl fmt::Display for AttentionImplementation {
 impl FromStr for AttentionImplementation {
     type Err = String;
 
-    /// Also `flash`, `flash_attention` and `flash_attention_3`.
+    /// Reads the names of transformers; `flash`, `flash_attention` and `flash_attention_3` are accepted, too.
     fn from_str(name: &str) -> Result<Self, String> {
         match name {
             "eager" => Ok(Self::Eager),

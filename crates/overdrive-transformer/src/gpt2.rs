@@ -30,7 +30,7 @@ struct Block {
     mlp_input: Linear,
     mlp_output: Linear,
     activation: Activation,
-    /// What scores are multiplied by; `None` is 1/sqrt(D).
+    /// The factor of the scores; `None` is 1/sqrt(D).
     scale: Option<f64>,
 }
 
@@ -41,7 +41,7 @@ struct LayerNorm {
     eps: f64,
 }
 
-/// The parameters of a GPT-2 in the order of transformers' `named_parameters`.
+/// Returns the parameters of a GPT-2 in the order of transformers' `named_parameters`.
 pub(crate) fn parameters(config: &Gpt2Config) -> Vec<ParameterSpec> {
     let (hidden, inner) = (config.n_embd, config.inner());
     let normal = Init::Normal {
@@ -123,7 +123,7 @@ impl Gpt2 {
         })
     }
 
-    /// The normalised hidden states `(B, T, C)`.
+    /// Computes the normalised hidden states `(B, T, C)`.
     pub(crate) fn forward(
         &self,
         input: &mut ForwardInput<'_>,
@@ -225,7 +225,7 @@ impl Gpt2 {
     }
 }
 
-/// What all blocks of a forward pass share.
+/// The values that all blocks of a forward pass share.
 struct Context {
     heads: i64,
     mask: Mask,

@@ -2,58 +2,60 @@ use overdrive_attention::PackedLengths;
 use overdrive_kv_cache::KvCache;
 use tch::{Kind, Tensor};
 
-use crate::{Error, Result};
+use overdrive_core::Error;
 
-/// For which positions logits are computed.
+use crate::Result;
+
+/// The positions whose logits are computed.
 #[derive(Debug, Clone, Copy, Default)]
 #[non_exhaustive]
 pub enum Logits<'a> {
-    /// For all: `(B, T, V)`.
+    /// All positions: `(B, T, V)`.
     #[default]
     All,
-    /// For the last one only: `(B, 1, V)`, all that generation needs.
+    /// The last position only: `(B, 1, V)`, which is all that generation needs.
     Last,
-    /// For these places among the `T` new tokens, i64 `(N,)`: `(B, N, V)`. The ends of texts that were
-    /// packed into one row.
+    /// These indices among the `T` new tokens, i64 `(N,)`: `(B, N, V)`. Packed rows need the last token of each
+    /// sequence.
     At(&'a Tensor),
 }
 
 impl Logits<'_> {
-    /// The wanted ones of hidden states `(B, T, C)`.
+    /// Selects those positions of hidden states `(B, T, C)`.
     pub(crate) fn select(self, hidden: &Tensor) -> Result<Tensor> {
         Ok(match self {
             Logits::All => hidden.shallow_clone(),
             Logits::Last => hidden.f_narrow(1, hidden.size()[1] - 1, 1)?,
-            Logits::At(places) => hidden.f_index_select(1, places)?,
+            Logits::At(indices) => hidden.f_index_select(1, indices)?,
         })
     }
 }
 
-/// What a forward pass takes. `B` rows, `T` new tokens, `S` tokens in all (past and new).
+/// The input of a forward pass. `B` rows, `T` new tokens, `S` past and new tokens.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct ForwardInput<'a> {
     /// Token ids `(B, T)`, i64.
     pub input_ids: &'a Tensor,
-    /// Position of each token `(B, T)` or `(1, T)`, i64; default: `past..past + T` for every row.
-    /// With padding on the left give the positions that `transformers.generate` uses: the running
-    /// count of unmasked tokens, less one.
+    /// The position of each token `(B, T)` or `(1, T)`, i64; default: `past..past + T` for every row. With
+    /// padding on the left, pass the positions that `transformers.generate` uses: the running count of unmasked
+    /// tokens, minus one.
     pub position_ids: Option<&'a Tensor>,
-    /// 1 for a token and 0 for padding, `(B, S)` (past tokens included), any kind; default: no
+    /// The mask `(B, S)` of any dtype, 1 for a token and 0 for padding, past tokens included; default: no
     /// padding.
     pub attention_mask: Option<&'a Tensor>,
-    /// Sequences that lie one behind the other in the one row of `input_ids (1, T)`, `T` tokens in all:
-    /// none attends to another, and positions count from 0 in each unless `position_ids` says otherwise.
-    /// Not together with a mask or a cache; default: the row is one sequence.
+    /// The lengths of sequences that are packed into the one row of `input_ids (1, T)`: none attends to
+    /// another, and positions count from 0 in each unless `position_ids` are given. Not with a mask or a cache;
+    /// default: the row is one sequence.
     pub sequences: Option<&'a PackedLengths>,
-    /// Earlier keys and values; the new ones are appended.
+    /// The keys and values of past tokens; those of the new tokens are appended.
     pub cache: Option<&'a mut dyn KvCache>,
-    /// For which positions logits are wanted.
+    /// The positions whose logits are computed; default: all.
     pub logits: Logits<'a>,
 }
 
 impl<'a> ForwardInput<'a> {
-    /// All tokens at their places, no padding, no cache, all logits.
+    /// Makes an input with default positions, no padding and no cache, and the logits of all positions.
     pub fn new(input_ids: &'a Tensor) -> Self {
         ForwardInput {
             input_ids,
@@ -65,13 +67,13 @@ impl<'a> ForwardInput<'a> {
         }
     }
 
-    /// Reads and extends `cache`.
+    /// Sets the cache; see [`ForwardInput::cache`].
     pub fn with_cache(mut self, cache: &'a mut dyn KvCache) -> Self {
         self.cache = Some(cache);
         self
     }
 
-    /// Masks padding; see [`ForwardInput::attention_mask`].
+    /// Sets the mask of padding; see [`ForwardInput::attention_mask`].
     pub fn with_attention_mask(mut self, mask: &'a Tensor) -> Self {
         self.attention_mask = Some(mask);
         self
@@ -83,47 +85,47 @@ impl<'a> ForwardInput<'a> {
         self
     }
 
-    /// Says where sequences begin and end in the row; see [`ForwardInput::sequences`].
+    /// Sets the lengths of the packed sequences; see [`ForwardInput::sequences`].
     pub fn with_sequences(mut self, sequences: &'a PackedLengths) -> Self {
         self.sequences = Some(sequences);
         self
     }
 
-    /// Computes the logits that `logits` says.
+    /// Sets the positions whose logits are computed.
     pub fn with_logits(mut self, logits: Logits<'a>) -> Self {
         self.logits = logits;
         self
     }
 
-    /// The number of new and of past tokens, after a check of all shapes.
+    /// Checks all shapes, and returns the numbers of new and past tokens.
     pub(crate) fn shape(&self) -> Result<Shape> {
         let &[batch, tokens] = self.input_ids.size().as_slice() else {
-            return Err(bad("input_ids", self.input_ids, "shape (B, T)"));
+            return Err(Error::shape("input_ids", self.input_ids.size(), "(B, T)").into());
         };
         if self.input_ids.kind() != Kind::Int64 {
-            return Err(bad("input_ids", self.input_ids, "kind Int64"));
+            return Err(Error::dtype("input_ids", self.input_ids.kind(), "Int64").into());
         }
         if batch == 0 || tokens == 0 {
-            return Err(bad(
-                "input_ids",
-                self.input_ids,
-                "at least one row and one token",
-            ));
+            let expected = "(B, T) with at least one row and one token";
+            return Err(Error::shape("input_ids", [batch, tokens], expected).into());
         }
         let past = self.cache.as_ref().map_or(0, |cache| cache.len());
         if let Some(positions) = self.position_ids {
             let size = positions.size();
             let fits = size.len() == 2 && (size[0] == batch || size[0] == 1) && size[1] == tokens;
-            if !fits || positions.kind() != Kind::Int64 {
-                let expected = format!("Int64 of shape ({batch}, {tokens})");
-                return Err(bad("position_ids", positions, &expected));
+            if !fits {
+                let expected = format!("({batch}, {tokens}) or (1, {tokens})");
+                return Err(Error::shape("position_ids", size, expected).into());
+            }
+            if positions.kind() != Kind::Int64 {
+                return Err(Error::dtype("position_ids", positions.kind(), "Int64").into());
             }
         }
         if let Some(mask) = self.attention_mask
             && mask.size() != [batch, past + tokens]
         {
-            let expected = format!("shape ({batch}, {}), past tokens included", past + tokens);
-            return Err(bad("attention_mask", mask, &expected));
+            let expected = format!("({batch}, {}), past tokens included", past + tokens);
+            return Err(Error::shape("attention_mask", mask.size(), expected).into());
         }
         if let Some(sequences) = self.sequences {
             self.check_sequences(sequences, batch, tokens)?;
@@ -132,36 +134,32 @@ impl<'a> ForwardInput<'a> {
     }
 
     fn check_sequences(&self, sequences: &PackedLengths, batch: i64, tokens: i64) -> Result<()> {
-        let wrong = |found: String, expected: &str| {
-            Err(Error::BadInput {
-                name: "sequences",
-                found,
-                expected: expected.to_owned(),
-            })
+        let refused = |value: String, expected: &'static str| {
+            Err(Error::option("sequences", value, expected).into())
         };
         if batch != 1 {
-            return wrong(
-                format!("with input_ids of {batch} rows"),
-                "one row that holds them all",
+            return refused(
+                format!("given with {batch} rows of `input_ids`"),
+                "given with one row that holds all sequences",
             );
         }
         if sequences.total_queries() != tokens || !sequences.is_square() {
             let (queries, keys) = (sequences.total_queries(), sequences.total_keys());
-            return wrong(
-                format!("of {queries} queries and {keys} keys, with {tokens} tokens"),
-                "as many of each as tokens, sequence by sequence",
+            return refused(
+                format!("of {queries} queries and {keys} keys for {tokens} tokens"),
+                "of as many queries and keys as tokens, sequence by sequence",
             );
         }
         if self.cache.is_some() || self.attention_mask.is_some() {
-            return wrong(
-                "together with a cache or an attention_mask".to_owned(),
-                "neither: sequences are told apart by their lengths",
+            return refused(
+                "given with a cache or an `attention_mask`".to_owned(),
+                "given with neither; their lengths separate the sequences",
             );
         }
         Ok(())
     }
 
-    /// Positions that count from 0 in each sequence, `(1, T)`, where none are given.
+    /// Returns positions that count from 0 in each packed sequence, `(1, T)`, unless some are given.
     pub(crate) fn restarting_positions(&self) -> Result<Option<Tensor>> {
         let (Some(sequences), None) = (self.sequences, self.position_ids) else {
             return Ok(None);
@@ -172,17 +170,9 @@ impl<'a> ForwardInput<'a> {
     }
 }
 
-/// `T` and the tokens before.
+/// The numbers of new and past tokens.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Shape {
     pub(crate) tokens: i64,
     pub(crate) past: i64,
-}
-
-fn bad(name: &'static str, tensor: &Tensor, expected: &str) -> Error {
-    Error::BadInput {
-        name,
-        found: format!("{:?} of shape {:?}", tensor.kind(), tensor.size()),
-        expected: expected.to_owned(),
-    }
 }

@@ -14,14 +14,14 @@
 //! | `gemma3_text` | Gemma 3 without its eyes | as Gemma 2, normalised queries and keys for the bounds, rotary frequencies by layer type |
 //! | `gpt2` | GPT-2 | learned positions, LayerNorm |
 //!
-//! Rotary positions are stretched by any [`RopeScaling`]: linear, dynamic, YaRN, LongRoPE, Llama 3.
-//! Dynamic scaling and LongRoPE choose their frequencies by the longest position of a forward pass, as
-//! in `transformers`: texts of one batch then have to do with one another, and keys in a cache keep
-//! the frequencies they were written with.
+//! Rotary positions are scaled by any [`RopeScaling`]: linear, dynamic, YaRN, LongRoPE, Llama 3. Dynamic
+//! scaling and LongRoPE choose their frequencies by the largest position of a forward pass, as in
+//! `transformers`: the sequences of a batch then influence one another, and keys in a cache keep the
+//! frequencies that they were written with.
 //!
-//! Logits equal those of `transformers` within 1e-5 in fp32 (2.6e-6 is the most seen) on random
-//! checkpoints of each architecture and scaling, at positions around 100,000 as well; the fixtures and
-//! the script that makes them are in `tests/`.
+//! Logits equal those of `transformers` within 1e-5 in fp32 (the largest difference measured is 2.6e-6) on
+//! random checkpoints of each architecture and scaling, also at positions around 100,000; the fixtures and the
+//! script that makes them are in `tests/`.
 //!
 //! ```
 //! use overdrive_transformer::{CausalLm, InitOptions, LabelShift, LlamaConfig};
@@ -54,14 +54,14 @@
 //! ```
 //!
 //! # Precision
-//! Everything works under autocast (`overdrive-precision`): products run in the low precision,
-//! normalisation, rotation, softmax and the loss in fp32, as in PyTorch.
+//! Everything works under autocast (`overdrive-precision`): matmuls run in the low precision; normalisation,
+//! rotation, softmax and the loss in fp32, as in PyTorch.
 //!
 //! # Speed
-//! [`Execution`] says which of several equal ways of computing are used; its defaults are the fastest
-//! ones measured by the benchmark `execution_time`. On Linux most of what a CPU step spends outside matrix
-//! products is page faults of large buffers that glibc hands back to the system after each use;
-//! `MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_` (see `mallopt(3)`) keep them.
+//! [`Execution`] selects among equivalent implementations; its defaults are the fastest ones in the benchmark
+//! `execution_time`. On Linux most of the time of a CPU step outside of matmuls is page faults of large buffers
+//! that glibc returns to the system after each use; `MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_` (see
+//! `mallopt(3)`) keep them.
 //!
 //! # Sources
 //! Touvron et al. 2023 (LLaMA, arXiv:2302.13971); Su et al. 2021 (rotary positions,

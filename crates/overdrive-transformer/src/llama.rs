@@ -19,18 +19,18 @@ use crate::{Execution, Init, LlamaConfig, Logits, Result};
 #[derive(Debug)]
 pub(crate) struct Llama {
     pub(crate) embedding: Embedding,
-    /// Gemma: what embeddings are multiplied by.
+    /// The factor of the embeddings (Gemma).
     embedding_scale: Option<f64>,
     blocks: Vec<Shared<Block>>,
     plans: Vec<Plan>,
     norm: RmsNorm,
     rotary: Rotary,
-    /// Gemma 3: that of sliding blocks.
+    /// The rotary positions of sliding blocks (Gemma 3).
     local_rotary: Option<Rotary>,
     dropout: f64,
 }
 
-/// What a block attends to, and how it turns.
+/// The window and the rotary frequencies of a block.
 #[derive(Debug, Clone, Copy)]
 struct Plan {
     window: Option<i64>,
@@ -41,14 +41,14 @@ struct Plan {
 struct Block {
     input_norm: RmsNorm,
     attention: RotaryAttention,
-    /// That before the feed-forward half.
+    /// The norm before the feed-forward block.
     mlp_norm: RmsNorm,
     mlp: GatedMlp,
-    /// Gemma: those of what attention and the feed-forward half add to the stream.
+    /// The norms of the outputs of attention and of the feed-forward block (Gemma).
     output_norms: Option<(RmsNorm, RmsNorm)>,
 }
 
-/// The parameters of a Llama in the order of transformers' `named_parameters`.
+/// Returns the parameters of a Llama in the order of transformers' `named_parameters`.
 pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
     let (hidden, inner, head) = (
         config.hidden_size,
@@ -203,7 +203,7 @@ impl Llama {
         })
     }
 
-    /// The normalised hidden states `(B, T, C)`.
+    /// Computes the normalised hidden states `(B, T, C)`.
     pub(crate) fn forward(
         &self,
         input: &mut ForwardInput<'_>,
@@ -249,7 +249,7 @@ impl Llama {
         Ok(stream)
     }
 
-    /// The same blocks as one checkpoint, which keeps its input alone.
+    /// Computes `blocks` as one checkpoint, which saves its input alone.
     fn recomputed(
         &self,
         blocks: Range<usize>,
@@ -328,12 +328,12 @@ impl Llama {
         self.blocks.len()
     }
 
-    /// The sliding window of each block.
+    /// Returns the sliding window of each block.
     pub(crate) fn windows(&self) -> Vec<Option<i64>> {
         self.plans.iter().map(|plan| plan.window).collect()
     }
 
-    /// The inverse frequencies of the rotary positions of a block.
+    /// Returns the inverse frequencies of the rotary positions of a block.
     pub(crate) fn inverse_frequencies(&self, layer: usize) -> Option<&[f32]> {
         let rotary = match &self.local_rotary {
             Some(local) if self.plans.get(layer)?.local_rotary => local,
@@ -353,13 +353,13 @@ impl Llama {
     }
 }
 
-/// `number` in the precision of `kind`.
+/// Rounds `number` to the precision of `kind`.
 fn rounded(number: f64, kind: Kind) -> Result<f64> {
     let one = Tensor::f_from_slice(&[number])?.f_to_kind(kind)?;
     Ok(f64::try_from(one.f_get(0)?)?)
 }
 
-/// What all blocks of a forward pass share.
+/// The values that all blocks of a forward pass share.
 struct Context {
     rotation: Rotation,
     local_rotation: Option<Rotation>,
@@ -400,8 +400,7 @@ impl Context {
     }
 }
 
-/// What flows from block to block: a residual stream, and what the last block adds to it, which the
-/// next norm does on its way.
+/// The residual stream, and the output of the last block, which is added by the next norm in the same pass.
 #[derive(Debug)]
 struct Stream {
     x: Tensor,
@@ -409,7 +408,7 @@ struct Stream {
 }
 
 impl Stream {
-    /// The normalised sum, and the sum.
+    /// Returns the normalised sum, and the sum.
     fn normalised(self, norm: &RmsNorm, fused: bool) -> Result<(Tensor, Tensor)> {
         match self.delta {
             None => Ok((norm.forward(&self.x, fused)?, self.x)),
@@ -424,7 +423,7 @@ impl Stream {
         }
     }
 
-    /// The positions whose logits are wanted.
+    /// Selects the positions whose logits are computed.
     fn select(self, logits: Logits<'_>) -> Result<Stream> {
         Ok(Stream {
             x: logits.select(&self.x)?,

@@ -1,18 +1,18 @@
+use overdrive_core::Error;
 use tch::{Kind, Reduction, Tensor};
 
-use crate::{Error, Result};
+use crate::Result;
 
-/// The label that marks a position as not to be learnt, as in PyTorch and transformers.
-pub const IGNORE_INDEX: i64 = -100;
+pub use overdrive_core::IGNORE_INDEX;
 
-/// How labels lie relative to the tokens they belong to.
+/// The alignment of labels with tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LabelShift {
-    /// `labels[t]` is the target of position `t`, that is the token at `t + 1`: how data loaders
-    /// that cut `(x, y)` windows give them. All positions count.
+    /// `labels[t]` is the target of position `t`, the token at `t + 1`, as data loaders produce that cut `(x, y)`
+    /// windows. All positions count.
     Shifted,
-    /// `labels[t]` is the token at `t` itself, and is predicted from position `t - 1`: transformers'
-    /// convention, where labels are a copy of the input ids. The first label is never used.
+    /// `labels[t]` is the token at `t` itself, predicted from position `t - 1`: transformers' convention, where
+    /// labels are a copy of the input ids. The first label is not used.
     HuggingFace,
 }
 
@@ -20,15 +20,15 @@ pub enum LabelShift {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct LossOutput {
-    /// Sum of the negative log-likelihoods (nats) over the counted tokens: a scalar, fp32 or wider.
+    /// The sum of the negative log-likelihoods (nats) of the counted tokens: a scalar, fp32 or wider.
     pub sum: Tensor,
-    /// How many tokens were counted: those whose label is not [`IGNORE_INDEX`].
+    /// The number of counted tokens, whose label is not [`IGNORE_INDEX`].
     pub tokens: i64,
 }
 
 impl LossOutput {
-    /// The mean over the counted tokens, which is transformers' loss; 0 where none was counted
-    /// (there PyTorch's mean is NaN, and one empty batch spoils a run).
+    /// Returns the mean over the counted tokens, which is transformers' loss; 0 if none was counted (PyTorch's
+    /// mean is NaN then, and one empty batch would spoil a run).
     ///
     /// # Errors
     /// An error of libtorch.
@@ -37,13 +37,14 @@ impl LossOutput {
     }
 }
 
-/// Cross-entropy of `logits (B, T, V)` against `labels (B, T)` (i64), summed.
+/// Computes the summed cross-entropy of `logits (B, T, V)` against `labels (B, T)` (i64).
 ///
-/// Low-precision logits are widened to fp32 first, as transformers does. Reading the number of
-/// tokens waits for the device.
+/// Low-precision logits are cast to fp32 first, as in transformers. Reading the number of tokens is a device
+/// sync.
 ///
 /// # Errors
-/// When the shapes do not fit, or a label is outside `0..V` and not [`IGNORE_INDEX`].
+/// [`Error::Common`](crate::Error::Common) if the shapes do not fit, and libtorch's error if a label is outside
+/// `0..V` and not [`IGNORE_INDEX`].
 pub fn causal_lm_loss(logits: &Tensor, labels: &Tensor, shift: LabelShift) -> Result<LossOutput> {
     let (sum, tokens) = causal_lm_loss_on_device(logits, labels, shift)?;
     Ok(LossOutput {
@@ -64,11 +65,7 @@ pub fn causal_lm_loss_on_device(
 ) -> Result<(Tensor, Tensor)> {
     let size = logits.size();
     let &[batch, tokens, classes] = size.as_slice() else {
-        return Err(Error::BadInput {
-            name: "logits",
-            found: format!("of shape {size:?}"),
-            expected: "shape (B, T, V)".to_owned(),
-        });
+        return Err(Error::shape("logits", size, "(B, T, V)").into());
     };
     let targets = shifted(labels, &[batch, tokens], shift)?.f_reshape([-1])?;
     let tokens = targets.f_ne(IGNORE_INDEX)?.f_sum(Kind::Int64)?;
@@ -82,14 +79,14 @@ pub fn causal_lm_loss_on_device(
     Ok((sum, tokens))
 }
 
-/// The target of each position `(B, T)`, where `size` is that of the tokens.
+/// Returns the target of each position `(B, T)`; `size` is that of the tokens.
 pub(crate) fn shifted(labels: &Tensor, size: &[i64], shift: LabelShift) -> Result<Tensor> {
-    if labels.size() != size || labels.kind() != Kind::Int64 {
-        return Err(Error::BadInput {
-            name: "labels",
-            found: format!("{:?} of shape {:?}", labels.kind(), labels.size()),
-            expected: format!("Int64 of shape {size:?}, that of the tokens"),
-        });
+    if labels.size() != size {
+        let expected = format!("{size:?}, the shape of the tokens");
+        return Err(Error::shape("labels", labels.size(), expected).into());
+    }
+    if labels.kind() != Kind::Int64 {
+        return Err(Error::dtype("labels", labels.kind(), "Int64").into());
     }
     Ok(match shift {
         LabelShift::Shifted => labels.shallow_clone(),

@@ -4,15 +4,15 @@ use tch::{Device, Kind, Tensor};
 use crate::Result;
 use crate::input::{ForwardInput, Shape};
 
-/// Which keys each query may attend to.
+/// The keys that each query may attend to.
 #[derive(Debug)]
 pub(crate) enum Mask {
-    /// Those up to its own place, the last query being the last key's; under a window the query's own
-    /// key and the `window - 1` before it.
+    /// The keys up to the query's own position, the last query being the last key's; with a window the query's
+    /// own key and the `window - 1` before it.
     Causal { window: Option<i64> },
-    /// Those marked true: `(T, S)` or `(B, 1, T, S)`.
+    /// The keys marked true: `(T, S)` or `(B, 1, T, S)`.
     Marked(Tensor),
-    /// Those of its own sequence up to its own place; the window as in `Causal`.
+    /// The keys of the query's own sequence up to its own position; the window as in `Causal`.
     Packed {
         sequences: PackedLengths,
         window: Option<i64>,
@@ -20,7 +20,7 @@ pub(crate) enum Mask {
 }
 
 impl Mask {
-    /// The causal mask of a forward pass, banded where `window` is given.
+    /// Makes the causal mask of a forward pass, banded if `window` is given.
     pub(crate) fn causal(
         input: &ForwardInput<'_>,
         shape: Shape,
@@ -60,8 +60,8 @@ impl Mask {
     }
 }
 
-/// The last of the given positions, -1 if there are none: the length of the longest text, which a cache
-/// of several texts does not count as past tokens.
+/// Returns the last of the given positions, or -1 if there are none: the length of the longest sequence, which
+/// a cache of several sequences does not count as past tokens.
 fn last_position(input: &ForwardInput<'_>) -> Result<i64> {
     match (input.position_ids, &input.cache) {
         (Some(positions), Some(_)) => Ok(i64::try_from(positions.f_max()?)?),
@@ -69,7 +69,7 @@ fn last_position(input: &ForwardInput<'_>) -> Result<i64> {
     }
 }
 
-/// `(T, S)`: true where key `j` is at or before query `i`, and inside the window.
+/// Makes a mask `(T, S)` that is true where key `j` is at or before query `i` and inside the window.
 pub(crate) fn band(tokens: i64, keys: i64, window: Option<i64>, device: Device) -> Result<Tensor> {
     let past = keys - tokens;
     let allowed = Tensor::f_ones([tokens, keys], (Kind::Bool, device))?.f_tril(past)?;

@@ -7,29 +7,29 @@ use tch::{Device, Kind, Tensor};
 
 use crate::{Init, Result};
 
-/// A parameter that a configuration calls for.
+/// A parameter of a configuration.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct ParameterSpec {
-    /// Its name in a Hugging Face checkpoint.
+    /// The name in a Hugging Face checkpoint.
     pub name: String,
-    /// Its shape there.
+    /// The shape in a Hugging Face checkpoint.
     pub shape: Vec<i64>,
-    /// How transformers initialises it.
+    /// The initial value, as in transformers.
     pub init: Init,
-    /// What it does.
+    /// The role in the model.
     pub role: ParameterRole,
 }
 
-/// What a parameter does.
+/// The role of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ParameterRole {
     /// A table of token embeddings `(V, C)`.
     Embedding,
-    /// The weight `(O, I)` of a linear map.
+    /// The weight `(O, I)` of a linear layer.
     Linear,
-    /// The weight `(I, O)` of a linear map: GPT-2's `Conv1D`.
+    /// The weight `(I, O)` of a linear layer: GPT-2's `Conv1D`.
     Conv1d,
     /// The weight `(V, C)` of an untied head.
     Head,
@@ -47,7 +47,7 @@ impl ParameterSpec {
         }
     }
 
-    /// The name of the module that it belongs to.
+    /// Returns the name of the module that it belongs to.
     pub(crate) fn module(&self) -> &str {
         self.name
             .rsplit_once('.')
@@ -58,46 +58,46 @@ impl ParameterSpec {
         self.name.ends_with(".bias")
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn numel(&self) -> i64 {
         self.shape.iter().product()
     }
 }
 
-/// Memory for the parameters `specs`, of `kinds`, not filled yet. Those of a group, where they are of
-/// one kind, lie one after another in one piece, of which they are parts.
+/// Allocates the parameters `specs` in the dtypes `kinds`, uninitialised. Those of a group, if they are of one
+/// dtype, are slices of one tensor, so that a joint matmul reads them without a copy.
 pub(crate) fn allocate(
     specs: Vec<ParameterSpec>,
     kinds: &[Kind],
     device: Device,
     groups: &[Vec<String>],
 ) -> Result<Vec<(String, Tensor)>> {
-    let places: HashMap<&str, usize> = specs
+    let indices: HashMap<&str, usize> = specs
         .iter()
         .enumerate()
-        .map(|(place, spec)| (spec.name.as_str(), place))
+        .map(|(index, spec)| (spec.name.as_str(), index))
         .collect();
     let mut tensors: Vec<Option<Tensor>> = specs.iter().map(|_| None).collect();
-    // A parameter is no view that autograd would have to follow.
+    // Without this autograd would track the slices as views, and refuse in-place updates of them.
     let _no_grad = engine::GradMode::new(false);
     for group in groups {
-        let places: Vec<usize> = group
+        let members: Vec<usize> = group
             .iter()
-            .filter_map(|name| places.get(name.as_str()).copied())
+            .filter_map(|name| indices.get(name.as_str()).copied())
             .collect();
-        let Some(&first) = places.first() else {
+        let Some(&first) = members.first() else {
             continue;
         };
-        if places.iter().any(|&place| kinds[place] != kinds[first]) {
+        if members.iter().any(|&member| kinds[member] != kinds[first]) {
             continue;
         }
         let mut shape = specs[first].shape.clone();
-        shape[0] = places.iter().map(|&place| specs[place].shape[0]).sum();
+        shape[0] = members.iter().map(|&member| specs[member].shape[0]).sum();
         let joint = Tensor::f_empty(&shape, (kinds[first], device))?;
         let mut start = 0;
-        for place in places {
-            let rows = specs[place].shape[0];
-            tensors[place] = Some(joint.f_narrow(0, start, rows)?);
+        for member in members {
+            let rows = specs[member].shape[0];
+            tensors[member] = Some(joint.f_narrow(0, start, rows)?);
             start += rows;
         }
     }
@@ -107,7 +107,7 @@ pub(crate) fn allocate(
         .zip(kinds)
         .map(|((spec, tensor), kind)| {
             let tensor = match tensor {
-                Some(part) => part,
+                Some(slice) => slice,
                 None => Tensor::f_empty(&spec.shape, (*kind, device))?,
             };
             Ok((spec.name, tensor))
@@ -115,16 +115,16 @@ pub(crate) fn allocate(
         .collect()
 }
 
-/// What a model is made of.
+/// The tensors that a model is made of.
 #[derive(Debug, Default)]
-pub(crate) struct Parts {
-    /// Dense parameters in the order of the configuration.
+pub(crate) struct ModelTensors {
+    /// The dense parameters, in the order of the configuration.
     pub(crate) parameters: Vec<(String, Tensor)>,
-    /// Quantized weights by the names of their maps, without `.weight`.
+    /// The quantized weights by the names of their layers, without `.weight`.
     pub(crate) quantized: HashMap<String, QuantizedWeight>,
 }
 
-/// Parameters by name, for the modules to take theirs from.
+/// The parameters by name, from which modules take theirs.
 #[derive(Debug)]
 pub(crate) struct ParameterMap {
     dense: HashMap<String, Tensor>,
@@ -133,7 +133,7 @@ pub(crate) struct ParameterMap {
 }
 
 impl ParameterMap {
-    pub(crate) fn new(parts: Parts) -> Self {
+    pub(crate) fn new(parts: ModelTensors) -> Self {
         let kind = parts.parameters.first().map(|(_, tensor)| tensor.kind());
         ParameterMap {
             dense: parts.parameters.into_iter().collect(),
@@ -181,12 +181,9 @@ impl ParameterMap {
     pub(crate) fn take(&mut self, name: &str) -> Result<Tensor> {
         // The list of parameters and the modules are both derived from one configuration; a test
         // builds each architecture, so this is an error of this crate and not of its user.
-        self.dense
-            .remove(name)
-            .ok_or_else(|| crate::Error::BadConfig {
-                key: name.to_owned(),
-                found: "not a parameter of this architecture".to_owned(),
-                expected: "a name of `ModelConfig::parameters` (please report this)".to_owned(),
-            })
+        self.dense.remove(name).ok_or_else(|| {
+            let expected = "a parameter of this architecture (please report this)";
+            overdrive_core::Error::option(name.to_owned(), "missing", expected).into()
+        })
     }
 }

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use overdrive_checkpointing::Shared;
+use overdrive_core::Error;
 use overdrive_nn::{Linear, joint_forward};
 use tch::Tensor;
 
+use crate::Result;
 use crate::parameters::ParameterMap;
-use crate::{Error, Result};
 
 /// A visitor of the parameters that are not of a linear layer, with their full names.
 pub(crate) type ParameterVisitor<'v> =
@@ -64,10 +65,9 @@ impl JointLinear {
     pub(crate) fn forward_each<const N: usize>(&self, x: &Tensor) -> Result<[Tensor; N]> {
         let each = self.0.iter().map(|linear| linear.forward_with(x, false));
         let each: Vec<Tensor> = each.collect::<overdrive_nn::Result<_>>()?;
-        each.try_into().map_err(|each: Vec<_>| Error::BadConfig {
-            key: "a joint linear layer".to_owned(),
-            found: format!("{} layers", each.len()),
-            expected: format!("{N} (please report this)"),
+        each.try_into().map_err(|each: Vec<_>| {
+            let expected = format!("{N} (please report this)");
+            Error::option("the number of joint layers", each.len(), expected).into()
         })
     }
 

@@ -6,24 +6,24 @@ use crate::causal_lm::CausalLm;
 use crate::parameters::ParameterRole;
 use crate::{ParameterSpec, Result};
 
-/// Which weights of a model are quantized, and how.
+/// The weights of a model that are quantized, and their schemes.
 ///
-/// Norms, biases and tables of positions are always kept.
+/// Norms, biases and tables of positions are never quantized.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct QuantizeOptions {
-    /// Of the linear maps in the blocks.
+    /// The scheme of the linear layers in the blocks.
     pub scheme: Scheme,
-    /// Of the head; default `None`: it is kept as it is. A tied head takes the embedding with it: one
-    /// quantized table, of which rows are dequantized when they are looked up.
+    /// The scheme of the head; default `None`: it stays dense. A tied head and the embedding become one
+    /// quantized table, whose rows are dequantized when they are looked up.
     pub head: Option<Scheme>,
-    /// Maps that are kept as they are: those whose name is one of these or ends with `.` and one of
-    /// these. What transformers calls `llm_int8_skip_modules`.
+    /// The layers that stay dense: those whose name is one of these or ends with `.` and one of these
+    /// (transformers' `llm_int8_skip_modules`).
     pub skip_modules: Vec<String>,
 }
 
 impl QuantizeOptions {
-    /// All linear maps of the blocks by `scheme`, the head kept.
+    /// Quantizes all linear layers of the blocks by `scheme`; the head stays dense.
     pub fn new(scheme: Scheme) -> Self {
         QuantizeOptions {
             scheme,
@@ -32,19 +32,19 @@ impl QuantizeOptions {
         }
     }
 
-    /// The head by `scheme` as well, and the embedding where it is tied to it.
+    /// Quantizes the head by `scheme`, too, and the embedding if it is tied to the head.
     pub fn with_head(mut self, scheme: Scheme) -> Self {
         self.head = Some(scheme);
         self
     }
 
-    /// Keeps the maps `names`.
+    /// Keeps the layers `names` dense.
     pub fn with_skip_modules(mut self, names: &[&str]) -> Self {
         self.skip_modules = names.iter().map(|name| (*name).to_owned()).collect();
         self
     }
 
-    /// The scheme of a parameter, `None` where it is kept; `tied`: whether the model's head is its
+    /// Returns the scheme of a parameter, or `None` if it stays dense. `tied` is `true` if the head is the
     /// embedding.
     pub(crate) fn scheme_of(&self, spec: &ParameterSpec, tied: bool) -> Option<Scheme> {
         let module = spec.module();
@@ -65,20 +65,21 @@ impl QuantizeOptions {
 }
 
 impl CausalLm {
-    /// Quantizes the model in place, map by map: each dense weight is freed when its packed form is
-    /// there. To load a checkpoint without ever holding it whole, see
+    /// Quantizes the model in place, layer by layer: each dense weight is freed when its quantized form exists.
+    /// To load a checkpoint without ever having all of it in memory, see
     /// [`LoadOptions::quantization`](crate::LoadOptions::quantization).
     ///
     /// # Errors
-    /// When a weight does not fit the scheme, is not finite or has a graph that needs it.
+    /// [`Error::Quantization`](crate::Error::Quantization) for a weight that does not fit the scheme or is not
+    /// finite; [`overdrive_nn::Error::InUse`] while a graph needs the weights.
     pub fn quantize(&mut self, options: &QuantizeOptions) -> Result<()> {
         self.quantize_with(options, &mut |_, weight, scheme| {
             QuantizedWeight::quantize(weight, scheme)
         })
     }
 
-    /// As [`CausalLm::quantize`], with weights that `pack` makes: of the map's name (a tied head's is
-    /// `lm_head`), its weight `(O, I)` in fp32 and its scheme. What calibration needs, see
+    /// Quantizes the model by `pack`, which receives the name of a layer (`lm_head` for a tied head), its
+    /// weight `(O, I)` in fp32 and its scheme. Calibration uses it, see
     /// [`quantize_calibrated`](overdrive_quantization::quantize_calibrated).
     ///
     /// # Errors
@@ -111,17 +112,17 @@ impl CausalLm {
         Ok(())
     }
 
-    /// Makes every quantized weight dense again, in the kind of the other parameters. Maps keep their
-    /// adapters. A head that is tied by the configuration but was quantized apart from the embedding, or
-    /// had an adapter merged into it, is a parameter `lm_head.weight` afterwards, and
-    /// `tie_word_embeddings` is false.
+    /// Makes every quantized weight dense again, in the dtype of the other parameters. Layers keep their
+    /// adapters. A head that is tied by the configuration but was quantized apart from the embedding, or had an
+    /// adapter merged into it, becomes a parameter `lm_head.weight`, and `tie_word_embeddings` becomes false.
     ///
     /// # Errors
-    /// When memory runs out or a graph needs the weights.
+    /// An error of libtorch when memory runs out; [`overdrive_nn::Error::InUse`] while a graph needs the
+    /// weights.
     pub fn dequantize(&mut self) -> Result<()> {
         let kind = self.kind();
         let specs = self.config().parameters();
-        let table = specs.iter().find(|spec| self.packs_embedding(spec));
+        let table = specs.iter().find(|spec| self.quantizes_embedding(spec));
         let packed = self
             .quantized_embedding()
             .map(QuantizedWeight::shallow_clone);
@@ -190,8 +191,8 @@ fn is_conv1d(specs: &[ParameterSpec], module: &str) -> bool {
     own.is_some_and(|spec| spec.role == ParameterRole::Conv1d)
 }
 
-/// The packed form of the dense weight of `spec`, as rows of outputs whatever its own layout.
-pub(crate) fn quantized(
+/// Quantizes the dense weight of `spec` with a row for each output, whatever its layout.
+pub(crate) fn quantize_parameter(
     dense: &Tensor,
     spec: &ParameterSpec,
     scheme: Scheme,
@@ -199,7 +200,7 @@ pub(crate) fn quantized(
     Ok(QuantizedWeight::quantize(&as_rows(dense, spec)?, scheme)?)
 }
 
-/// The weight of `spec` in fp32 with a row for each output, whatever its own layout.
+/// Returns the weight of `spec` in fp32 with a row for each output, whatever its layout.
 fn as_rows(dense: &Tensor, spec: &ParameterSpec) -> Result<Tensor> {
     let dense = match spec.role {
         ParameterRole::Conv1d => dense.f_tr()?.f_contiguous()?,

@@ -11,7 +11,7 @@ use crate::{LlamaConfig, Result};
 pub(crate) struct RmsNorm {
     weight: Tensor,
     eps: f64,
-    /// Gemma multiplies by `1 + weight`.
+    /// The gain `1 + weight` (Gemma), or `None` if the gain is the weight.
     gain: Option<Gain>,
 }
 
@@ -28,7 +28,7 @@ impl RmsNorm {
         })
     }
 
-    /// Lends the weight `{name}.weight`, which may be exchanged.
+    /// Lends the weight `{name}.weight`, which the visitor may replace.
     pub(crate) fn visit_parameters(
         &mut self,
         name: &str,
@@ -39,7 +39,7 @@ impl RmsNorm {
         Ok(())
     }
 
-    /// `x` normalised.
+    /// Normalises `x`.
     pub(crate) fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
         let Some(gain) = &self.gain else {
             return normalised(x, &self.weight, self.eps, fused);
@@ -54,7 +54,7 @@ impl RmsNorm {
         Ok(normalised.f_to_kind(x.kind())?)
     }
 
-    /// `x + delta` normalised, and the sum.
+    /// Normalises `x + delta`, and returns the result and the sum.
     pub(crate) fn forward_sum(
         &self,
         x: &Tensor,
@@ -74,12 +74,12 @@ impl RmsNorm {
     }
 }
 
-/// `1 + weight`, kept where it cannot have changed.
+/// The cached gain `1 + weight`.
 #[derive(Debug, Default)]
 struct Gain(RefCell<Option<(i64, Tensor)>>);
 
 impl Gain {
-    /// At least in fp32.
+    /// Returns the gain, at least in fp32.
     fn of(&self, weight: &Tensor) -> Result<Tensor> {
         let compute = || -> Result<Tensor> {
             let wide = match weight.kind() {
@@ -115,8 +115,8 @@ fn normalised(x: &Tensor, weight: &Tensor, eps: f64, fused: bool) -> Result<Tens
     composed(x, weight, eps)
 }
 
-/// `weight · x / sqrt(mean(x²) + eps)` in libtorch's operators; the statistics are fp32 for a
-/// low-precision `x`.
+/// Computes `weight · x / sqrt(mean(x²) + eps)` by libtorch's operators; the statistics of a low-precision `x`
+/// are fp32.
 fn composed(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let width = weight.size()[0];
     // One kernel on a GPU; on a CPU it decomposes into more passes than ours.

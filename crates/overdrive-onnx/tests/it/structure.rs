@@ -370,7 +370,10 @@ fn a_failed_export_leaves_the_older_one_and_nothing_else() {
     let taken = dir.path().join("taken");
     fs::create_dir_all(taken.join("inside")).unwrap();
     let error = export(&mut model(), &taken, &ExportOptions::default()).unwrap_err();
-    assert!(matches!(error, Error::Io { .. }), "{error}");
+    assert!(
+        matches!(error, Error::Common(overdrive_core::Error::Io { .. })),
+        "{error}"
+    );
     assert_eq!(
         names(dir.path()),
         ["model.onnx", "model.onnx_data", "taken"]

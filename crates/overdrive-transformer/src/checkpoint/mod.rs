@@ -1,8 +1,8 @@
 //! Hugging Face folders: reading and writing.
 
-mod packed;
 mod problems;
 mod progress;
+mod quantized;
 mod read;
 mod shards;
 mod write;
@@ -15,7 +15,7 @@ pub use write::SaveOptions;
 pub(crate) use read::{read, read_generation_config};
 pub(crate) use write::write;
 
-/// The only weight file of a folder.
+/// The name of the weight file of a folder with one.
 const SINGLE: &str = "model.safetensors";
-/// Which shard holds which tensor.
+/// The name of the index of shards.
 const INDEX: &str = "model.safetensors.index.json";

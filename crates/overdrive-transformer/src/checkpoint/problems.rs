@@ -1,28 +1,28 @@
 use std::fmt;
 
-/// All that does not fit between a checkpoint's tensors and its configuration.
+/// The tensors of a checkpoint that do not fit its configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct CheckpointProblems {
-    /// Parameters that no file holds.
+    /// The parameters that no file holds.
     pub missing: Vec<String>,
-    /// Tensors that are no parameter.
+    /// The tensors that are not parameters.
     pub unexpected: Vec<String>,
-    /// Parameters of another shape.
+    /// The parameters of another shape.
     pub misshapen: Vec<Misshapen>,
-    /// Parameters in a format that is no floating-point weight: name and format.
+    /// The parameters in a format that is no floating-point dtype: name and format.
     pub unreadable: Vec<(String, String)>,
 }
 
-/// A parameter of another shape than its configuration says.
+/// A parameter of another shape than in its configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Misshapen {
-    /// Its name.
+    /// The name.
     pub name: String,
     /// The shape in the file.
     pub found: Vec<i64>,
-    /// The shape that the configuration calls for.
+    /// The shape in the configuration.
     pub expected: Vec<i64>,
 }
 

@@ -1,7 +1,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-/// Is told how far the loading of a checkpoint is.
+/// A callback that receives the progress of loading a checkpoint.
 ///
 /// ```
 /// use overdrive_transformer::{LoadOptions, LoadProgress};
@@ -15,8 +15,8 @@ use std::sync::Arc;
 pub struct LoadProgress(Arc<dyn Fn(u64, u64) + Send + Sync>);
 
 impl LoadProgress {
-    /// `report` is called with the bytes of the weight files that are done and with all there are: once
-    /// before the first tensor, and after each. It runs on the thread that loads.
+    /// Makes a callback. `report` is called with the number of bytes of the weight files that are read and with
+    /// their total: before the first tensor, and after each. It runs on the thread that loads.
     pub fn new(report: impl Fn(u64, u64) + Send + Sync + 'static) -> LoadProgress {
         LoadProgress(Arc::new(report))
     }
@@ -33,7 +33,7 @@ impl fmt::Debug for LoadProgress {
 }
 
 impl PartialEq for LoadProgress {
-    /// Whether it is the same callback.
+    /// Returns `true` for the same callback.
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }

@@ -2,30 +2,31 @@ use std::cell::Cell;
 use std::collections::HashMap;
 use std::path::Path;
 
+use overdrive_core::Error as Common;
 use overdrive_quantization::Scheme;
 use overdrive_safetensors::{MappedFile, StoredTensor};
 use serde_json::{Map, Value};
 use tch::{Device, Kind};
 
-use super::packed::{self, Views, layout};
 use super::problems::{CheckpointProblems, Misshapen};
 use super::progress::LoadProgress;
+use super::quantized::{self, Views, layout};
 use super::shards::weight_files;
-use crate::parameters::{ParameterSpec, Parts, allocate};
-use crate::quantize::quantized;
+use crate::parameters::{ModelTensors, ParameterSpec, allocate};
+use crate::quantize::quantize_parameter;
 use crate::{Error, ModelConfig, QuantizeOptions, Result};
 
-/// Where and how a checkpoint's parameters are loaded.
+/// The options of loading a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoadOptions {
-    /// Where they go; default: the CPU.
+    /// The device of the parameters; default: the CPU.
     pub device: Device,
-    /// Their kind; default `None`: each as it is in the file.
+    /// The dtype of the parameters; default `None`: each keeps that of the file.
     pub kind: Option<Kind>,
-    /// Which weights are quantized as they are read, one at a time; default `None`: as the checkpoint
-    /// says.
+    /// The weights that are quantized as they are read, one at a time; default `None`: none, except those that
+    /// the checkpoint holds quantized.
     pub quantization: Option<QuantizeOptions>,
-    /// Is told how far the loading is; default: nobody.
+    /// A callback that receives the progress; default: none.
     pub progress: Option<LoadProgress>,
 }
 
@@ -40,18 +41,22 @@ impl Default for LoadOptions {
     }
 }
 
-/// The parameters of `config` from the weight files in `dir`, in the order of the configuration.
+/// Reads the parameters of `config` from the weight files in `dir`, in the order of the configuration.
 ///
-/// Each tensor is converted straight from the mapped file into the place where the model keeps it: no
-/// second copy of it exists on the CPU, and at most one tensor's on another device.
-pub(crate) fn read(dir: &Path, config: &ModelConfig, options: &LoadOptions) -> Result<Parts> {
+/// Each tensor is converted from the mapped file into the memory where the model keeps it: there is no second
+/// copy of it on the CPU, and a copy of at most one tensor with another device.
+pub(crate) fn read(
+    dir: &Path,
+    config: &ModelConfig,
+    options: &LoadOptions,
+) -> Result<ModelTensors> {
     let weights = weight_files(dir)?;
     let files = weights.paths.iter().map(MappedFile::open);
     let files = files.collect::<overdrive_safetensors::Result<Vec<_>>>()?;
     let mut views = HashMap::new();
     for (file, path) in files.iter().zip(&weights.paths) {
         for stored in file.tensors() {
-            // A tensor that lies in two shards is taken from the one that the index names.
+            // A tensor that lies in two shards is read from the one that the index names.
             if weights.names_other_file(stored.name(), path) {
                 continue;
             }
@@ -63,17 +68,14 @@ pub(crate) fn read(dir: &Path, config: &ModelConfig, options: &LoadOptions) -> R
     let progress = Progress::new(options, total.sum());
     let mut specs = config.parameters();
     let mut problems = CheckpointProblems::default();
-    let quantized_maps = match layout(config)? {
+    let quantized_weights = match layout(config)? {
         None => HashMap::new(),
         Some(_) if options.quantization.is_some() => {
-            return Err(Error::BadConfig {
-                key: "quantization_config".to_owned(),
-                found: "there: the checkpoint is quantized".to_owned(),
-                expected: "a checkpoint in full precision to quantize; this one loads as it is"
-                    .to_owned(),
-            });
+            let expected =
+                "unset for a checkpoint that is quantized already; load it without the option";
+            return Err(Common::option("quantization", "set", expected).into());
         }
-        Some(layout) => packed::take(
+        Some(layout) => quantized::take(
             &layout,
             &specs,
             &mut views,
@@ -82,7 +84,7 @@ pub(crate) fn read(dir: &Path, config: &ModelConfig, options: &LoadOptions) -> R
             |bytes| progress.add(bytes),
         )?,
     };
-    specs.retain(|spec| !quantized_maps.contains_key(spec.module()) || spec.is_bias());
+    specs.retain(|spec| !quantized_weights.contains_key(spec.module()) || spec.is_bias());
     let sources = check(dir, config, &specs, &mut views, problems)?;
     let tied = config.tie_word_embeddings();
     let schemes: Vec<Option<Scheme>> = specs
@@ -96,28 +98,28 @@ pub(crate) fn read(dir: &Path, config: &ModelConfig, options: &LoadOptions) -> R
             kinds.push(options.kind.unwrap_or(*from));
         }
     }
-    let mut parts = Parts {
+    let mut parts = ModelTensors {
         parameters: allocate(dense, &kinds, options.device, &config.adjacent())?,
-        quantized: quantized_maps,
+        quantized: quantized_weights,
     };
-    let places: HashMap<String, usize> = parts
+    let indices: HashMap<String, usize> = parts
         .parameters
         .iter()
         .enumerate()
-        .map(|(place, (name, _))| (name.clone(), place))
+        .map(|(index, (name, _))| (name.clone(), index))
         .collect();
-    // In the order of the files, which a disk reads fastest.
+    // In the order of the files: a disk reads ahead.
     let mut order: Vec<usize> = (0..sources.len()).collect();
     order.sort_by_key(|&index| sources[index].0.data().as_ptr());
     for index in order {
         let (spec, (stored, _)) = (&specs[index], &sources[index]);
-        match (schemes[index], places.get(&spec.name)) {
+        match (schemes[index], indices.get(&spec.name)) {
             (Some(scheme), _) => {
                 let whole = stored.copy_to_tensor(Some(Kind::Float), options.device)?;
-                let weight = quantized(&whole, spec, scheme)?;
+                let weight = quantize_parameter(&whole, spec, scheme)?;
                 parts.quantized.insert(spec.module().to_owned(), weight);
             }
-            (None, Some(&place)) => stored.copy_into(&parts.parameters[place].1)?,
+            (None, Some(&parameter)) => stored.copy_into(&parts.parameters[parameter].1)?,
             (None, None) => unreachable!("every parameter without a scheme was allocated"),
         }
         progress.add(stored.data().len() as u64);
@@ -126,9 +128,9 @@ pub(crate) fn read(dir: &Path, config: &ModelConfig, options: &LoadOptions) -> R
     Ok(parts)
 }
 
-/// How far the reading is, for who wants to know.
+/// The number of bytes read, and the callback that receives it.
 struct Progress<'a> {
-    told: Option<&'a LoadProgress>,
+    callback: Option<&'a LoadProgress>,
     done: Cell<u64>,
     total: u64,
 }
@@ -136,7 +138,7 @@ struct Progress<'a> {
 impl<'a> Progress<'a> {
     fn new(options: &'a LoadOptions, total: u64) -> Self {
         let progress = Progress {
-            told: options.progress.as_ref(),
+            callback: options.progress.as_ref(),
             done: Cell::new(0),
             total,
         };
@@ -144,7 +146,7 @@ impl<'a> Progress<'a> {
         progress
     }
 
-    /// What is not read, such as buffers that are computed, is done too.
+    /// Counts the tensors that are not read, such as buffers that are computed, as done.
     fn finish(&self) {
         if self.done.get() < self.total {
             self.add(self.total - self.done.get());
@@ -153,32 +155,25 @@ impl<'a> Progress<'a> {
 
     fn add(&self, bytes: u64) {
         self.done.set(self.done.get() + bytes);
-        if let Some(told) = self.told {
-            told.report(self.done.get(), self.total);
+        if let Some(callback) = self.callback {
+            callback.report(self.done.get(), self.total);
         }
     }
 }
 
-/// What `generation_config.json` holds, where there is one.
+/// Reads `generation_config.json`, if there is one.
 pub(crate) fn read_generation_config(dir: &Path) -> Result<Option<Map<String, Value>>> {
     let path = dir.join("generation_config.json");
     let text = match std::fs::read_to_string(&path) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(source) => {
-            return Err(Error::Io {
-                action: "read",
-                path,
-                source,
-            });
-        }
+        Err(source) => return Err(Common::io("read", path)(source).into()),
     };
-    serde_json::from_str(&text)
-        .map(Some)
-        .map_err(|source| Error::Json { path, source })
+    let object = serde_json::from_str(&text).map_err(Common::parse("JSON", path))?;
+    Ok(Some(object))
 }
 
-/// A checkpoint of the bare decoder has names without the prefix; transformers takes both.
+/// Adds the decoder's prefix to the names of a checkpoint of the bare decoder; transformers reads both.
 fn with_prefix<'a>(views: Views<'a>, config: &ModelConfig) -> Views<'a> {
     let prefix = match config {
         ModelConfig::Llama(_) => "model.",
@@ -200,7 +195,7 @@ fn with_prefix<'a>(views: Views<'a>, config: &ModelConfig) -> Views<'a> {
         .collect()
 }
 
-/// Each parameter's bytes and kind, once every name, shape and format is found to fit.
+/// Returns the stored tensor and dtype of each parameter after a check of all names, shapes and formats.
 fn check<'a>(
     dir: &Path,
     config: &ModelConfig,
@@ -209,8 +204,8 @@ fn check<'a>(
     mut problems: CheckpointProblems,
 ) -> Result<Vec<(StoredTensor<'a>, Kind)>> {
     if config.tie_word_embeddings() {
-        // Tied, the head may have been written, and it may have been written instead of the
-        // embedding: they are one tensor, whichever name it has.
+        // A tied head may have been written beside the embedding or in place of it: the two are one
+        // tensor under either name.
         let head = views.remove("lm_head.weight");
         if let (Some(head), Some(embedding)) = (head, specs.first()) {
             views.entry(embedding.name.clone()).or_insert(head);
@@ -247,15 +242,15 @@ fn check<'a>(
     })
 }
 
-/// Tensors that older versions of transformers saved although they are computed: frequencies of rotary
-/// positions, GPT-2's causal masks.
+/// Returns `true` for buffers that older versions of transformers saved although they are computed: rotary
+/// frequencies, GPT-2's causal masks.
 fn is_buffer(name: &str) -> bool {
     name.ends_with(".rotary_emb.inv_freq")
         || name.ends_with(".attn.bias")
         || name.ends_with(".attn.masked_bias")
 }
 
-/// Whether this crate computes with weights of `kind`.
+/// Returns `true` if this crate computes with weights of `kind`.
 fn is_weight(kind: &Kind) -> bool {
     matches!(
         kind,

@@ -1,6 +1,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+use overdrive_core::Error as Common;
 use serde::{Deserialize, Serialize};
 
 use super::{INDEX, SINGLE};
@@ -11,13 +12,13 @@ use crate::{Error, Result};
 pub(super) struct ShardIndex {
     #[serde(default)]
     pub(super) metadata: IndexMetadata,
-    /// File of each tensor.
+    /// The file of each tensor.
     pub(super) weight_map: BTreeMap<String, String>,
 }
 
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct IndexMetadata {
-    /// Bytes of all tensors.
+    /// The number of bytes of all tensors.
     #[serde(default)]
     pub(super) total_size: u64,
 }
@@ -30,14 +31,14 @@ pub(super) struct WeightFiles {
 }
 
 impl WeightFiles {
-    /// Whether the index says that `tensor` is in another file than `path`.
+    /// Returns `true` if the index has `tensor` in another file than `path`.
     pub(super) fn names_other_file(&self, tensor: &str, path: &Path) -> bool {
         let named = self.index.as_ref().and_then(|i| i.weight_map.get(tensor));
         named.is_some_and(|name| !path.ends_with(name))
     }
 }
 
-/// The weight files of a folder. The single file comes first, as in transformers.
+/// Finds the weight files of a folder. The single file is preferred, as in transformers.
 pub(super) fn weight_files(dir: &Path) -> Result<WeightFiles> {
     let single = dir.join(SINGLE);
     if single.is_file() {
@@ -52,9 +53,8 @@ pub(super) fn weight_files(dir: &Path) -> Result<WeightFiles> {
             path: dir.to_path_buf(),
         });
     }
-    let text = std::fs::read_to_string(&path).map_err(Error::io("read", &path))?;
-    let index: ShardIndex =
-        serde_json::from_str(&text).map_err(|source| Error::Json { path, source })?;
+    let text = std::fs::read_to_string(&path).map_err(Common::io("read", &path))?;
+    let index: ShardIndex = serde_json::from_str(&text).map_err(Common::parse("JSON", &path))?;
     let names: BTreeSet<&String> = index.weight_map.values().collect();
     let mut paths = Vec::with_capacity(names.len());
     for name in names {
@@ -63,11 +63,9 @@ pub(super) fn weight_files(dir: &Path) -> Result<WeightFiles> {
             .file_name()
             .is_some_and(|last| last == name.as_str());
         if !plain {
-            return Err(Error::BadConfig {
-                key: format!("{INDEX}: weight_map"),
-                found: format!("{name:?}"),
-                expected: "a file name in the same folder".to_owned(),
-            });
+            let key = format!("weight_map of {INDEX}");
+            let expected = "the name of a file in the same folder";
+            return Err(Common::option(key, format!("{name:?}"), expected).into());
         }
         let path = dir.join(name);
         if !path.is_file() {
@@ -83,7 +81,7 @@ pub(super) fn weight_files(dir: &Path) -> Result<WeightFiles> {
     })
 }
 
-/// The name of shard `number` (from 1) of `count`.
+/// Returns the name of shard `number` (from 1) of `count`.
 pub(super) fn shard_name(number: usize, count: usize) -> String {
     format!("model-{number:05}-of-{count:05}.safetensors")
 }

@@ -2,20 +2,21 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
+use overdrive_core::Error as Common;
 use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
-use super::packed::{self, Written};
+use super::quantized::{self, Written};
 use super::shards::{IndexMetadata, ShardIndex, shard_name};
 use super::{INDEX, SINGLE};
 use crate::{CausalLm, Error, Result};
 
-/// How a checkpoint is written.
+/// The options of writing a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SaveOptions {
-    /// A file holds at most so many bytes of tensors (a larger tensor has its own); default 50 GB, as
-    /// in transformers 5.
+    /// The most bytes of tensors in one file (a larger tensor has a file of its own); default 50 GB, as in
+    /// transformers 5.
     pub max_shard_bytes: u64,
 }
 
@@ -28,14 +29,15 @@ impl Default for SaveOptions {
 }
 
 impl SaveOptions {
-    /// Shards of at most `bytes`.
+    /// Sets [`SaveOptions::max_shard_bytes`].
     pub fn with_max_shard_bytes(mut self, bytes: u64) -> Self {
         self.max_shard_bytes = bytes;
         self
     }
 }
 
-/// Writes weights, then `generation_config.json`, then `config.json`.
+/// Writes weights, then `generation_config.json`, then `config.json`: a reader that finds a configuration finds
+/// its weights.
 pub(crate) fn write(dir: &Path, model: &CausalLm, options: &SaveOptions) -> Result<()> {
     if !matches!(
         model.kind(),
@@ -47,8 +49,8 @@ pub(crate) fn write(dir: &Path, model: &CausalLm, options: &SaveOptions) -> Resu
             supported: "Double, Float, Half, BFloat16".to_owned(),
         });
     }
-    fs::create_dir_all(dir).map_err(Error::io("create", dir))?;
-    let Written { tensors, layout } = packed::written(model)?;
+    fs::create_dir_all(dir).map_err(Common::io("create", dir))?;
+    let Written { tensors, layout } = quantized::written(model)?;
     let written = write_weights(dir, tensors, options)?;
     remove_stale(dir, &written)?;
 
@@ -64,7 +66,7 @@ pub(crate) fn write(dir: &Path, model: &CausalLm, options: &SaveOptions) -> Resu
     write_json(dir, "config.json", &Value::Object(config))
 }
 
-/// Writes one file or shards with their index; returns the names.
+/// Writes one file, or shards with their index, and returns their names.
 fn write_weights(
     dir: &Path,
     tensors: Vec<(String, Tensor)>,
@@ -100,32 +102,29 @@ fn write_weights(
         for (name, _) in &group {
             index.weight_map.insert(name.clone(), file.clone());
         }
-        // The mark by which transformers knows whose layout the tensors have.
+        // transformers refuses a file without this key.
         let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
         overdrive_safetensors::write(dir.join(&file), &group, &metadata)?;
         written.insert(file);
     }
     if count > 1 {
-        let value = serde_json::to_value(&index).map_err(|source| Error::Json {
-            path: dir.join(INDEX),
-            source,
-        })?;
+        let value = serde_json::to_value(&index).map_err(Common::parse("JSON", dir.join(INDEX)))?;
         write_json(dir, INDEX, &value)?;
         written.insert(INDEX.to_owned());
     }
     Ok(written)
 }
 
-/// Removes the weight files of an older save, which a reader would prefer or find too many.
+/// Removes the weight files of an older save, which a reader might prefer to the new ones.
 fn remove_stale(dir: &Path, written: &BTreeSet<String>) -> Result<()> {
-    for entry in fs::read_dir(dir).map_err(Error::io("list", dir))? {
-        let entry = entry.map_err(Error::io("list", dir))?;
+    for entry in fs::read_dir(dir).map_err(Common::io("list", dir))? {
+        let entry = entry.map_err(Common::io("list", dir))?;
         let Ok(name) = entry.file_name().into_string() else {
             continue;
         };
         let shard = name.starts_with("model-") && name.ends_with(".safetensors");
         if (shard || name == SINGLE || name == INDEX) && !written.contains(&name) {
-            fs::remove_file(entry.path()).map_err(Error::io("remove", &entry.path()))?;
+            fs::remove_file(entry.path()).map_err(Common::io("remove", entry.path()))?;
         }
     }
     Ok(())
@@ -133,15 +132,12 @@ fn remove_stale(dir: &Path, written: &BTreeSet<String>) -> Result<()> {
 
 fn write_json(dir: &Path, name: &str, value: &Value) -> Result<()> {
     let path = dir.join(name);
-    let mut text = serde_json::to_string_pretty(value).map_err(|source| Error::Json {
-        path: path.clone(),
-        source,
-    })?;
+    let mut text = serde_json::to_string_pretty(value).map_err(Common::parse("JSON", &path))?;
     text.push('\n');
     Ok(overdrive_safetensors::write_bytes(path, text.as_bytes())?)
 }
 
-/// The name that transformers gives a kind.
+/// Returns transformers' name of a dtype.
 fn kind_name(kind: Kind) -> &'static str {
     match kind {
         Kind::Half => "float16",

@@ -3,7 +3,8 @@ use serde_json::Value;
 use super::fields::bad;
 use crate::{Error, Result};
 
-/// Which member of the family a [`LlamaConfig`](crate::LlamaConfig) is; they differ in biases, norms and windows.
+/// The member of the family that a [`LlamaConfig`](crate::LlamaConfig) describes; they differ in biases, norms
+/// and windows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum LlamaFamily {
@@ -16,16 +17,16 @@ pub enum LlamaFamily {
     Qwen2,
     /// Qwen3: queries and keys are normalised head by head.
     Qwen3,
-    /// Gemma 2: norms multiply by `1 + weight` and stand after attention and feed-forward too, the
+    /// Gemma 2: norms multiply by `1 + weight` and follow attention and the feed-forward block, too; the
     /// embedding is scaled, scores and logits are bounded, and every other layer has a sliding window.
     Gemma2,
-    /// Gemma 3 (text): as Gemma 2, with normalised queries and keys in place of the bounds, and
-    /// rotary frequencies of their own for sliding layers, which are five of six.
+    /// Gemma 3 (text): as Gemma 2, with normalised queries and keys instead of the bounds, and with other
+    /// rotary frequencies for sliding layers, which are five of six.
     Gemma3,
 }
 
 impl LlamaFamily {
-    /// The `model_type` of transformers.
+    /// Returns the `model_type` of transformers.
     pub fn model_type(self) -> &'static str {
         match self {
             LlamaFamily::Llama => "llama",
@@ -37,7 +38,7 @@ impl LlamaFamily {
         }
     }
 
-    /// The class that transformers loads it with.
+    /// Returns the class that transformers loads it with.
     pub fn architecture(self) -> &'static str {
         match self {
             LlamaFamily::Llama => "LlamaForCausalLM",
@@ -49,7 +50,7 @@ impl LlamaFamily {
         }
     }
 
-    /// Whether it is a Gemma.
+    /// Returns `true` for Gemma.
     pub(crate) fn is_gemma(self) -> bool {
         matches!(self, LlamaFamily::Gemma2 | LlamaFamily::Gemma3)
     }
@@ -68,10 +69,10 @@ impl LlamaFamily {
     }
 }
 
-/// Whether a layer sees all earlier tokens.
+/// The attention type of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayerType {
-    /// `full_attention`.
+    /// `full_attention`: all past tokens.
     Full,
     /// `sliding_attention`: the last [`LlamaConfig::sliding_window`](crate::LlamaConfig::sliding_window) tokens.
     Sliding,

@@ -2,8 +2,8 @@ use serde_json::{Map, Value};
 
 use crate::{Error, Result};
 
-/// A JSON object whose keys are taken one by one, each with the type it must have; what remains is
-/// what nobody asked for. A key with the value `null` counts as absent, as in transformers.
+/// A JSON object whose keys are taken one by one, each with the type it must have; the unknown ones remain. A
+/// key with the value `null` counts as absent, as in transformers.
 #[derive(Debug)]
 pub(crate) struct Fields(Map<String, Value>);
 
@@ -16,19 +16,19 @@ impl Fields {
         self.0.remove(key).filter(|value| !value.is_null())
     }
 
-    /// The value that [`Fields::take`] would take.
+    /// Returns the value that [`Fields::take`] would take.
     pub(crate) fn peek(&self, key: &str) -> Option<&Value> {
         self.0.get(key).filter(|value| !value.is_null())
     }
 
-    /// Like [`Fields::take`] for a key where `null` means something else than absence.
+    /// Takes a key where `null` has another meaning than absence.
     pub(crate) fn take_nullable(&mut self, key: &str) -> Option<Option<Value>> {
         self.0
             .remove(key)
             .map(|value| (!value.is_null()).then_some(value))
     }
 
-    /// Sets `slot` where `key` is given, to a positive integer.
+    /// Sets `slot` to the positive integer of `key`, if it is given.
     pub(crate) fn positive(&mut self, key: &str, slot: &mut i64) -> Result<()> {
         if let Some(value) = self.optional_positive(key)? {
             *slot = value;
@@ -42,7 +42,7 @@ impl Fields {
             .transpose()
     }
 
-    /// Sets `slot` where `key` is given, to a finite number.
+    /// Sets `slot` to the finite number of `key`, if it is given.
     pub(crate) fn number(&mut self, key: &str, slot: &mut f64) -> Result<()> {
         if let Some(value) = self.take(key) {
             *slot = number(key, &value)?;
@@ -50,7 +50,7 @@ impl Fields {
         Ok(())
     }
 
-    /// Sets `slot` where `key` is given.
+    /// Sets `slot` to the boolean of `key`, if it is given.
     pub(crate) fn boolean(&mut self, key: &str, slot: &mut bool) -> Result<()> {
         if let Some(value) = self.take(key) {
             *slot = value
@@ -69,7 +69,7 @@ impl Fields {
             .transpose()
     }
 
-    /// Sets `slot` where `key` is given, even to `null`.
+    /// Sets `slot` to the token id of `key`, if it is given; `null` sets it to `None`.
     pub(crate) fn token_id(&mut self, key: &str, slot: &mut Option<i64>) -> Result<()> {
         if let Some(value) = self.take_nullable(key) {
             *slot = value.map(|value| id(key, &value)).transpose()?;
@@ -77,7 +77,7 @@ impl Fields {
         Ok(())
     }
 
-    /// Sets `slot` to the one or many ids of `key` where it is given; `null` is none.
+    /// Sets `slot` to the one or many ids of `key`, if it is given; `null` clears it.
     pub(crate) fn token_ids(&mut self, key: &str, slot: &mut Vec<i64>) -> Result<()> {
         match self.take_nullable(key) {
             None => {}
@@ -107,7 +107,7 @@ impl Fields {
     }
 }
 
-/// The form in which transformers writes token ids.
+/// Writes token ids in the form of transformers: null, one id, or a list.
 pub(crate) fn ids_to_json(ids: &[i64]) -> Value {
     match ids {
         [] => Value::Null,
@@ -116,12 +116,9 @@ pub(crate) fn ids_to_json(ids: &[i64]) -> Value {
     }
 }
 
+/// Returns the error of a key of `config.json` whose value is not `expected`.
 pub(crate) fn bad(key: &str, value: &Value, expected: &str) -> Error {
-    Error::BadConfig {
-        key: key.to_owned(),
-        found: value.to_string(),
-        expected: expected.to_owned(),
-    }
+    overdrive_core::Error::option(key.to_owned(), value, expected.to_owned()).into()
 }
 
 pub(crate) fn positive(key: &str, value: &Value) -> Result<i64> {

@@ -4,47 +4,47 @@ use super::fields::{Fields, bad, ids_to_json};
 use crate::activation::activation_named;
 use crate::{Error, Result};
 
-/// GPT-2, in the keys of its `config.json`. Defaults are those of transformers' `GPT2Config`, the
-/// 124M model.
+/// The configuration of GPT-2, with the keys of its `config.json`. Defaults are those of transformers'
+/// `GPT2Config`, the 124M model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Gpt2Config {
-    /// Tokens in the vocabulary; default 50257.
+    /// The number of tokens in the vocabulary; default 50257.
     pub vocab_size: i64,
-    /// Context in tokens; default 1024.
+    /// The context length in tokens; default 1024.
     pub n_positions: i64,
-    /// Width of the hidden states; default 768.
+    /// The width of the hidden states; default 768.
     pub n_embd: i64,
-    /// Layers; default 12.
+    /// The number of layers; default 12.
     pub n_layer: i64,
-    /// Heads; default 12.
+    /// The number of heads; default 12.
     pub n_head: i64,
-    /// Width inside the feed-forward block; default `None`, `4 · n_embd`.
+    /// The inner width of the feed-forward block; default `None`, `4 · n_embd`.
     pub n_inner: Option<i64>,
-    /// Non-linearity of the feed-forward block; default `"gelu_new"`.
+    /// The activation of the feed-forward block; default `"gelu_new"`.
     pub activation_function: String,
-    /// Dropout of what a block adds, in training; default 0.1.
+    /// The dropout of the outputs of attention and feed-forward blocks in training; default 0.1.
     pub resid_pdrop: f64,
-    /// Dropout of the embeddings, in training; default 0.1.
+    /// The dropout of the embeddings in training; default 0.1.
     pub embd_pdrop: f64,
-    /// Dropout of attention weights, in training; default 0.1.
+    /// The dropout of attention weights in training; default 0.1.
     pub attn_pdrop: f64,
-    /// Added to the variance; default 1e-5.
+    /// The number that norms add to the variance; default 1e-5.
     pub layer_norm_epsilon: f64,
-    /// Standard deviation of random weights; default 0.02.
+    /// The standard deviation of random weights; default 0.02.
     pub initializer_range: f64,
-    /// Whether scores are divided by the root of the head's width; default true.
+    /// If `true`, scores are divided by the root of the head's width; default `true`.
     pub scale_attn_weights: bool,
-    /// Whether scores are divided by the number of the layer as well; default false.
+    /// If `true`, scores are divided by the number of the layer, too; default `false`.
     pub scale_attn_by_inverse_layer_idx: bool,
-    /// Whether the head is the embedding; default true.
+    /// If `true`, the head is the embedding; default `true`.
     pub tie_word_embeddings: bool,
-    /// The id that begins a text; default 50256.
+    /// The id of the beginning-of-sequence token; default 50256.
     pub bos_token_id: Option<i64>,
-    /// The ids that end a text; default 50256.
+    /// The ids of the end-of-sequence tokens; default 50256.
     pub eos_token_id: Vec<i64>,
     /// The id of padding; default none.
     pub pad_token_id: Option<i64>,
-    /// Keys that mean nothing to this crate; written back as they were.
+    /// The keys that this crate does not know; they are written back unchanged.
     pub extra: Map<String, Value>,
 }
 
@@ -75,7 +75,7 @@ impl Default for Gpt2Config {
 }
 
 impl Gpt2Config {
-    /// Width inside the feed-forward block.
+    /// Returns the inner width of the feed-forward block.
     pub fn inner(&self) -> i64 {
         self.n_inner.unwrap_or(4 * self.n_embd)
     }

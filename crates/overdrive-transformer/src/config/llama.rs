@@ -6,72 +6,73 @@ use super::rope_scaling::RopeScaling;
 use crate::activation::activation_named;
 use crate::{Error, Result};
 
-/// A decoder of the Llama family, in the keys of its `config.json`. Defaults are those of
-/// transformers' `LlamaConfig`, and [`LlamaConfig::of`] gives those of the other members.
+/// The configuration of a decoder of the Llama family, with the keys of its `config.json`. Defaults are those
+/// of transformers' `LlamaConfig`; [`LlamaConfig::of`] returns those of the other members.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LlamaConfig {
-    /// `model_type`; default Llama.
+    /// The member of the family (`model_type`); default Llama.
     pub family: LlamaFamily,
-    /// Tokens in the vocabulary; default 32000.
+    /// The number of tokens in the vocabulary; default 32000.
     pub vocab_size: i64,
-    /// Width of the hidden states; default 4096.
+    /// The width of the hidden states; default 4096.
     pub hidden_size: i64,
-    /// Width inside the feed-forward block; default 11008.
+    /// The inner width of the feed-forward block; default 11008.
     pub intermediate_size: i64,
-    /// Layers; default 32.
+    /// The number of layers; default 32.
     pub num_hidden_layers: i64,
-    /// Heads of the queries; default 32.
+    /// The number of query heads; default 32.
     pub num_attention_heads: i64,
-    /// Heads of keys and values; default `None`, as many as queries.
+    /// The number of key/value heads; default `None`, as many as query heads.
     pub num_key_value_heads: Option<i64>,
-    /// Channels a head; default `None`, `hidden_size / num_attention_heads`.
+    /// The number of channels of a head; default `None`, `hidden_size / num_attention_heads`.
     pub head_dim: Option<i64>,
-    /// Non-linearity of the feed-forward block; default `"silu"`. Gemma calls it `hidden_activation`.
+    /// The activation of the feed-forward block; default `"silu"`. Gemma calls it `hidden_activation`.
     pub hidden_act: String,
-    /// Context in tokens; default 2048.
+    /// The context length in tokens; default 2048.
     pub max_position_embeddings: i64,
-    /// Standard deviation of random weights; default 0.02.
+    /// The standard deviation of random weights; default 0.02.
     pub initializer_range: f64,
-    /// Added to the mean square; default 1e-6.
+    /// The number that norms add to the mean square; default 1e-6.
     pub rms_norm_eps: f64,
-    /// Whether the head is the embedding; default false.
+    /// If `true`, the head is the embedding; default `false`.
     pub tie_word_embeddings: bool,
-    /// Base of the rotary frequencies; default 10000.
+    /// The base of the rotary frequencies; default 10000.
     pub rope_theta: f64,
-    /// How rotary positions are stretched; default not.
+    /// The rope scaling; default none.
     pub rope_scaling: RopeScaling,
-    /// Base of the rotary frequencies of Gemma 3's sliding layers; default 10000.
+    /// The base of the rotary frequencies of Gemma 3's sliding layers; default 10000.
     pub rope_local_base_freq: f64,
-    /// How positions are stretched in Gemma 3's sliding layers; default not.
+    /// The rope scaling of Gemma 3's sliding layers; default none.
     pub rope_local_scaling: RopeScaling,
-    /// Biases on query, key, value and output (Llama, Qwen3 and Gemma); default false.
+    /// If `true`, query, key, value and output projections have biases (Llama, Qwen3 and Gemma); default
+    /// `false`.
     pub attention_bias: bool,
-    /// Biases in the feed-forward block (Llama); default false.
+    /// If `true`, the feed-forward block has biases (Llama); default `false`.
     pub mlp_bias: bool,
-    /// Dropout of attention weights in training; default 0.
+    /// The dropout of attention weights in training; default 0.
     pub attention_dropout: f64,
-    /// Tokens a sliding layer sees, itself included (all but Llama); default `None`.
+    /// The number of tokens that a sliding layer attends to, its own included (all but Llama); default `None`.
     pub sliding_window: Option<i64>,
-    /// Whether Qwen's windows are in effect; default false.
+    /// If `true`, Qwen's windows are in effect; default `false`.
     pub use_sliding_window: bool,
-    /// The first of Qwen's layers that slides; default 28.
+    /// The first of Qwen's layers with a window; default 28.
     pub max_window_layers: i64,
-    /// Which of Qwen's and Gemma's layers slide; default `None`: Qwen's from `max_window_layers` on,
-    /// all of Gemma 2's but every second, all of Gemma 3's but every sixth.
+    /// The attention types of Qwen's and Gemma's layers; default `None`: Qwen's slide from `max_window_layers`
+    /// on, all of Gemma 2's except every second, all of Gemma 3's except every sixth.
     pub layer_types: Option<Vec<LayerType>>,
-    /// Gemma's scores are divided by the root of this, not of the head's width; default 256.
+    /// The number whose root Gemma's scores are divided by, in place of the head's width; default 256.
     pub query_pre_attn_scalar: f64,
-    /// Gemma 2's scores are bounded by it: `c · tanh(score / c)`; default `None`.
+    /// The bound `c` of Gemma 2's scores, `c · tanh(score / c)`; default `None`.
     pub attn_logit_softcapping: Option<f64>,
-    /// Gemma's logits are bounded by it in the same way; default `None`.
+    /// The bound of Gemma's logits, likewise; default `None`.
     pub final_logit_softcapping: Option<f64>,
-    /// The id that begins a text; default 1.
+    /// The id of the beginning-of-sequence token; default 1.
     pub bos_token_id: Option<i64>,
-    /// The ids that end a text; default 2.
+    /// The ids of the end-of-sequence tokens; default 2.
     pub eos_token_id: Vec<i64>,
     /// The id of padding; default none.
     pub pad_token_id: Option<i64>,
-    /// Keys that mean nothing to this crate; written back as they were.
+    /// The keys that this crate does not know; they are written back unchanged.
     pub extra: Map<String, Value>,
 }
 
@@ -114,7 +115,7 @@ impl Default for LlamaConfig {
 }
 
 impl LlamaConfig {
-    /// The defaults of transformers for `family`.
+    /// Returns the defaults of transformers for `family`.
     pub fn of(family: LlamaFamily) -> LlamaConfig {
         let llama = LlamaConfig {
             family,
@@ -166,19 +167,19 @@ impl LlamaConfig {
         }
     }
 
-    /// Channels a head.
+    /// Returns the number of channels of a head.
     pub fn head_dim(&self) -> i64 {
         self.head_dim
             .unwrap_or(self.hidden_size / self.num_attention_heads.max(1))
     }
 
-    /// Heads of keys and values.
+    /// Returns the number of key/value heads.
     pub fn kv_heads(&self) -> i64 {
         self.num_key_value_heads.unwrap_or(self.num_attention_heads)
     }
 
-    /// The most positions the model takes. A scaling that begins at `max_position_embeddings`, or says
-    /// how much longer its original context became, extends it.
+    /// Returns the largest number of positions that the model takes. A rope scaling that starts at
+    /// `max_position_embeddings`, or has the factor by which the original context was extended, raises it.
     pub(crate) fn context(&self) -> i64 {
         let given = self.max_position_embeddings;
         match &self.rope_scaling {
@@ -191,7 +192,7 @@ impl LlamaConfig {
         }
     }
 
-    /// Whether query, key and value have biases.
+    /// Returns `true` if query, key and value projections have biases.
     pub(crate) fn qkv_bias(&self) -> bool {
         match self.family {
             LlamaFamily::Qwen2 => true,
@@ -200,7 +201,7 @@ impl LlamaConfig {
         }
     }
 
-    /// Whether the output projection of attention has a bias.
+    /// Returns `true` if the output projection of attention has a bias.
     pub(crate) fn output_bias(&self) -> bool {
         self.qkv_bias() && self.family != LlamaFamily::Qwen2
     }
@@ -209,52 +210,52 @@ impl LlamaConfig {
         matches!(self.family, LlamaFamily::Qwen3 | LlamaFamily::Gemma3)
     }
 
-    /// Whether norms multiply by `1 + weight`.
+    /// Returns `true` if norms multiply by `1 + weight`.
     pub(crate) fn norm_adds_one(&self) -> bool {
         self.family.is_gemma()
     }
 
-    /// Whether there are norms after attention and after the feed-forward block as well.
+    /// Returns `true` if norms follow attention and the feed-forward block, too.
     pub(crate) fn output_norms(&self) -> bool {
         self.family.is_gemma()
     }
 
-    /// What the embedding is multiplied by.
+    /// Returns the factor of the embedding.
     pub(crate) fn embedding_scale(&self) -> Option<f64> {
         self.family
             .is_gemma()
             .then(|| (self.hidden_size as f64).sqrt())
     }
 
-    /// What scores are multiplied by; `None` is one over the root of the head's width.
+    /// Returns the factor of the scores; `None` is one over the root of the head's width.
     pub(crate) fn attention_scale(&self) -> Option<f64> {
         let scale = 1.0 / self.query_pre_attn_scalar.sqrt();
         self.family.is_gemma().then_some(scale)
     }
 
-    /// The bound of scores. transformers reads it for Gemma 3 as well, and does not use it there.
+    /// Returns the bound of scores. transformers reads it for Gemma 3 as well, and does not use it there.
     pub(crate) fn attention_softcap(&self) -> Option<f64> {
         let second = self.family == LlamaFamily::Gemma2;
         self.attn_logit_softcapping.filter(|_| second)
     }
 
-    /// The bound of logits.
+    /// Returns the bound of logits.
     pub(crate) fn logit_softcap(&self) -> Option<f64> {
         let gemma = self.family.is_gemma();
         self.final_logit_softcapping.filter(|_| gemma)
     }
 
-    /// Whether layer `layer` turns by the rotary frequencies of sliding layers.
+    /// Returns `true` if layer `layer` has the rotary frequencies of sliding layers.
     pub(crate) fn rotates_locally(&self, layer: i64) -> bool {
         self.family == LlamaFamily::Gemma3 && self.slides(layer)
     }
 
-    /// How many tokens layer `layer` sees, or `None` for all.
+    /// Returns the number of tokens that layer `layer` attends to, or `None` for all.
     pub(crate) fn window(&self, layer: i64) -> Option<i64> {
         self.sliding_window.filter(|_| self.slides(layer))
     }
 
-    /// Whether layer `layer` is of the sliding type.
+    /// Returns `true` if layer `layer` is of the sliding type.
     fn slides(&self, layer: i64) -> bool {
         let listed = || {
             let types = self.layer_types.as_ref()?;
@@ -375,7 +376,7 @@ impl LlamaConfig {
         Ok(())
     }
 
-    /// The key of [`LlamaConfig::hidden_act`].
+    /// Returns the key of [`LlamaConfig::hidden_act`].
     fn activation_key(&self) -> &'static str {
         match self.family.is_gemma() {
             true => "hidden_activation",
@@ -499,7 +500,7 @@ impl LlamaConfig {
             ));
         }
         if self.head_dim() % 2 != 0 {
-            let expected = "even, as rotary positions turn pairs of channels";
+            let expected = "even, as rotary positions rotate pairs of channels";
             return Err(bad("head_dim", &self.head_dim().into(), expected));
         }
         if !(0.0..1.0).contains(&self.attention_dropout) {
@@ -541,7 +542,7 @@ impl LlamaConfig {
     }
 }
 
-/// transformers wants an integer where the number is one.
+/// Writes a whole number as an integer, which transformers requires.
 fn whole(number: f64) -> Value {
     if number.fract() == 0.0 && number.abs() < 1e15 {
         return (number as i64).into();

@@ -8,6 +8,7 @@ mod rope_scaling;
 
 use std::path::Path;
 
+use overdrive_core::Error as Common;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -20,9 +21,9 @@ pub use gpt2::Gpt2Config;
 pub use llama::LlamaConfig;
 pub use rope_scaling::{LongRope, RopeScaling, Yarn};
 
-/// The architecture and sizes of a model: what `config.json` says.
+/// The architecture and sizes of a model, as in `config.json`.
 ///
-/// (De)serialises as that file. Keys that this crate does not know are kept and written back.
+/// It is serialised as that file. Keys that this crate does not know are kept and written back.
 ///
 /// ```
 /// use overdrive_transformer::ModelConfig;
@@ -32,7 +33,7 @@ pub use rope_scaling::{LongRope, RopeScaling, Yarn};
 /// let error = ModelConfig::from_json(r#"{"model_type": "llama", "hidden_size": "64"}"#);
 /// assert_eq!(
 ///     error.unwrap_err().to_string(),
-///     "config key `hidden_size` is \"64\": expected a positive integer"
+///     "`hidden_size` is \"64\"; it must be a positive integer"
 /// );
 /// # Ok::<(), overdrive_transformer::Error>(())
 /// ```
@@ -50,18 +51,19 @@ pub enum ModelConfig {
     Gpt2(Gpt2Config),
 }
 
-/// What `model_type` may be, for messages.
+/// The supported values of `model_type`, for messages.
 const SUPPORTED: &str = "llama, mistral, qwen2, qwen3, gemma2, gemma3_text, gpt2";
 
 impl ModelConfig {
     /// Reads `config.json` of a Hugging Face folder.
     ///
     /// # Errors
-    /// When the file cannot be read or parsed, or asks for what this crate does not compute.
+    /// [`Error::Common`] if the file cannot be read or parsed or a value is out of range,
+    /// [`Error::Unsupported`] for what this crate does not implement.
     pub fn from_dir(dir: impl AsRef<Path>) -> Result<ModelConfig> {
         let path = dir.as_ref().join("config.json");
-        let text = std::fs::read_to_string(&path).map_err(Error::io("read", &path))?;
-        let value = serde_json::from_str(&text).map_err(|source| Error::Json { path, source })?;
+        let text = std::fs::read_to_string(&path).map_err(Common::io("read", &path))?;
+        let value = serde_json::from_str(&text).map_err(Common::parse("JSON", &path))?;
         ModelConfig::from_value(value)
     }
 
@@ -70,20 +72,13 @@ impl ModelConfig {
     /// # Errors
     /// As [`ModelConfig::from_dir`].
     pub fn from_json(text: &str) -> Result<ModelConfig> {
-        let value = serde_json::from_str(text).map_err(|source| Error::Json {
-            path: "config.json".into(),
-            source,
-        })?;
+        let value = serde_json::from_str(text).map_err(Common::parse("JSON", "config.json"))?;
         ModelConfig::from_value(value)
     }
 
     fn from_value(value: Value) -> Result<ModelConfig> {
         let Value::Object(map) = value else {
-            return Err(Error::BadConfig {
-                key: "config.json".to_owned(),
-                found: value.to_string(),
-                expected: "an object".to_owned(),
-            });
+            return Err(Common::option("config.json", value, "an object").into());
         };
         let mut fields = Fields::new(map);
         let model_type = fields.string("model_type")?;
@@ -105,7 +100,7 @@ impl ModelConfig {
         Ok(config)
     }
 
-    /// The object that `config.json` holds, in keys that transformers 4 and 5 read.
+    /// Returns the object of `config.json`, in keys that transformers 4 and 5 read.
     pub fn to_json(&self) -> Map<String, Value> {
         match self {
             ModelConfig::Llama(config) => config.write(),
@@ -116,7 +111,7 @@ impl ModelConfig {
     /// Checks that the sizes fit together.
     ///
     /// # Errors
-    /// [`Error::BadConfig`] naming the key.
+    /// [`Error::Common`] with the key.
     pub fn validate(&self) -> Result<()> {
         match self {
             ModelConfig::Llama(config) => config.validate(),
@@ -124,8 +119,8 @@ impl ModelConfig {
         }
     }
 
-    /// Every parameter of the model, in the order of transformers' `named_parameters`; a tied head is
-    /// not among them.
+    /// Returns every parameter of the model, in the order of transformers' `named_parameters`, without a tied
+    /// head.
     pub fn parameters(&self) -> Vec<ParameterSpec> {
         match self {
             ModelConfig::Llama(config) => crate::llama::parameters(config),
@@ -133,7 +128,7 @@ impl ModelConfig {
         }
     }
 
-    /// Keys of `config.json` that this crate does not know.
+    /// Returns the keys of `config.json` that this crate does not know.
     pub(crate) fn extra(&self) -> &Map<String, Value> {
         match self {
             ModelConfig::Llama(config) => &config.extra,
@@ -141,7 +136,7 @@ impl ModelConfig {
         }
     }
 
-    /// Groups of parameters that are best kept next to one another.
+    /// Returns the groups of parameters that should lie next to one another in memory.
     pub(crate) fn adjacent(&self) -> Vec<Vec<String>> {
         match self {
             ModelConfig::Llama(config) => crate::llama::Llama::adjacent(config),
@@ -149,7 +144,7 @@ impl ModelConfig {
         }
     }
 
-    /// Size of the vocabulary.
+    /// Returns the size of the vocabulary.
     pub fn vocab_size(&self) -> i64 {
         match self {
             ModelConfig::Llama(config) => config.vocab_size,
@@ -157,12 +152,12 @@ impl ModelConfig {
         }
     }
 
-    /// The most positions the model takes.
+    /// Returns the largest number of positions that the model takes.
     pub fn max_position_embeddings(&self) -> i64 {
         self.context().0
     }
 
-    /// Width of the hidden states.
+    /// Returns the width of the hidden states.
     pub fn hidden_size(&self) -> i64 {
         match self {
             ModelConfig::Llama(config) => config.hidden_size,
@@ -170,7 +165,7 @@ impl ModelConfig {
         }
     }
 
-    /// Heads of the queries, of each layer.
+    /// Returns the number of query heads of a layer.
     pub fn num_attention_heads(&self) -> i64 {
         match self {
             ModelConfig::Llama(config) => config.num_attention_heads,
@@ -178,7 +173,7 @@ impl ModelConfig {
         }
     }
 
-    /// Heads of keys and values, of each layer.
+    /// Returns the number of key/value heads of a layer.
     pub fn num_key_value_heads(&self) -> i64 {
         match self {
             ModelConfig::Llama(config) => config.kv_heads(),
@@ -186,7 +181,7 @@ impl ModelConfig {
         }
     }
 
-    /// Channels of a head.
+    /// Returns the number of channels of a head.
     pub fn head_dim(&self) -> i64 {
         match self {
             ModelConfig::Llama(config) => config.head_dim(),
@@ -194,7 +189,7 @@ impl ModelConfig {
         }
     }
 
-    /// Whether the head is the embedding.
+    /// Returns `true` if the head shares the weight of the embedding.
     pub fn tie_word_embeddings(&self) -> bool {
         match self {
             ModelConfig::Llama(config) => config.tie_word_embeddings,
@@ -202,7 +197,7 @@ impl ModelConfig {
         }
     }
 
-    /// The ids that end a text; may be empty.
+    /// Returns the ids of the end-of-sequence tokens; there may be none.
     pub fn eos_token_ids(&self) -> &[i64] {
         match self {
             ModelConfig::Llama(config) => &config.eos_token_id,
@@ -210,7 +205,7 @@ impl ModelConfig {
         }
     }
 
-    /// The context and the key that sets it.
+    /// Returns the context length and the key that sets it.
     pub(crate) fn context(&self) -> (i64, &'static str) {
         match self {
             ModelConfig::Llama(config) => (config.context(), "max_position_embeddings"),
@@ -218,7 +213,7 @@ impl ModelConfig {
         }
     }
 
-    /// The bound of the logits.
+    /// Returns the bound of the logits.
     pub(crate) fn logit_softcap(&self) -> Option<f64> {
         match self {
             ModelConfig::Llama(config) => config.logit_softcap(),
@@ -226,7 +221,7 @@ impl ModelConfig {
         }
     }
 
-    /// What a fresh `generation_config.json` holds.
+    /// Returns the object of a new `generation_config.json`.
     pub(crate) fn generation_defaults(&self) -> Map<String, Value> {
         let (bos, eos, pad) = match self {
             ModelConfig::Llama(c) => (c.bos_token_id, &c.eos_token_id, c.pad_token_id),
@@ -274,7 +269,7 @@ impl From<Gpt2Config> for ModelConfig {
     }
 }
 
-/// Drops from unknown keys those that every save sets itself.
+/// Removes the keys that every save sets itself from the unknown ones.
 fn without_written_keys(mut map: Map<String, Value>) -> Map<String, Value> {
     for key in [
         "architectures",

@@ -3,41 +3,38 @@ use serde_json::{Map, Value, json};
 use super::fields::{Fields, bad, number, positive};
 use crate::{Error, Result};
 
-/// How rotary positions are stretched beyond the context they were trained on: the `rope_type` of
-/// transformers.
+/// The scaling of rotary positions beyond the context of training: the `rope_type` of transformers.
 #[derive(Debug, Clone, PartialEq, Default)]
 #[non_exhaustive]
 pub enum RopeScaling {
-    /// Not at all.
+    /// No scaling.
     #[default]
     Default,
-    /// All positions are divided by `factor` (Chen et al. 2023, arXiv:2306.15595).
+    /// Linear scaling: all positions are divided by `factor` (Chen et al. 2023, arXiv:2306.15595).
     Linear {
-        /// How many times longer the context becomes.
+        /// The factor by which the context is extended.
         factor: f64,
     },
-    /// The base of the frequencies grows with the longest position of a forward pass, once that is past
-    /// the context ("dynamic NTK"). Keys that are in a cache keep the frequencies they were written
-    /// with, as in transformers.
+    /// Dynamic NTK scaling: the base of the frequencies grows with the largest position of a forward pass that
+    /// is past the context. Keys in a cache keep the frequencies that they were written with, as in
+    /// transformers.
     Dynamic {
-        /// How strongly the base grows.
+        /// The factor by which the base grows.
         factor: f64,
     },
-    /// Slow frequencies are divided by `factor`, fast ones kept, those between interpolated, and
-    /// queries and keys made longer (Peng et al. 2023, arXiv:2309.00071).
+    /// YaRN: slow frequencies are divided by `factor`, fast ones kept, those between interpolated, and queries
+    /// and keys are scaled up (Peng et al. 2023, arXiv:2309.00071).
     Yarn(Yarn),
-    /// Each frequency is divided by a number of its own, by another one once a forward pass is longer
-    /// than the original context, and queries and keys made longer (Ding et al. 2024,
-    /// arXiv:2402.13753).
+    /// LongRoPE: each frequency is divided by a number of its own, by another one for a forward pass beyond the
+    /// original context, and queries and keys are scaled up (Ding et al. 2024, arXiv:2402.13753).
     LongRope(LongRope),
-    /// Slow frequencies are divided by `factor`, fast ones kept, those between interpolated: Llama
-    /// 3.1.
+    /// Llama 3.1: slow frequencies are divided by `factor`, fast ones kept, those between interpolated.
     Llama3 {
-        /// How many times longer the context becomes.
+        /// The factor by which the context is extended.
         factor: f64,
-        /// Wavelengths longer than the original context over this are divided.
+        /// The divisor of the original context above whose quotient wavelengths are divided.
         low_freq_factor: f64,
-        /// Wavelengths shorter than the original context over this are kept.
+        /// The divisor of the original context below whose quotient wavelengths are kept.
         high_freq_factor: f64,
         /// The context before scaling, in tokens.
         original_max_position_embeddings: i64,
@@ -47,27 +44,28 @@ pub enum RopeScaling {
 /// The settings of [`RopeScaling::Yarn`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct Yarn {
-    /// How many times longer the context becomes.
+    /// The factor by which the context is extended.
     pub factor: f64,
     /// The context before scaling, in tokens.
     pub original_max_position_embeddings: i64,
-    /// What cosines and sines are multiplied by; default `None`: `0.1 · ln(factor) + 1`, or what the
-    /// two `mscale` give.
+    /// The factor of cosines and sines; default `None`: `0.1 · ln(factor) + 1`, or the quotient that the two
+    /// `mscale` give.
     pub attention_factor: Option<f64>,
-    /// Frequencies that turn more often than this within the original context are kept; default 32.
+    /// The number of rotations within the original context above which a frequency is kept; default 32.
     pub beta_fast: f64,
-    /// Frequencies that turn less often than this are divided; default 1.
+    /// The number of rotations within the original context below which a frequency is divided; default 1.
     pub beta_slow: f64,
-    /// Weight of the logarithm in the numerator of the attention factor, where both are given.
+    /// The weight of the logarithm in the numerator of the attention factor, if both are given.
     pub mscale: Option<f64>,
-    /// Weight of the logarithm in its denominator.
+    /// The weight of the logarithm in the denominator of the attention factor.
     pub mscale_all_dim: Option<f64>,
-    /// Whether the bounds between kept and divided are rounded to whole channels; default true.
+    /// If `true`, the bounds between kept and divided frequencies are rounded to whole channels; default
+    /// `true`.
     pub truncate: bool,
 }
 
 impl Yarn {
-    /// The defaults for a context of `original_max_position_embeddings` made `factor` times longer.
+    /// Returns the defaults for a context of `original_max_position_embeddings` extended by `factor`.
     pub fn new(factor: f64, original_max_position_embeddings: i64) -> Yarn {
         Yarn {
             factor,
@@ -81,7 +79,7 @@ impl Yarn {
         }
     }
 
-    /// What cosines and sines are multiplied by.
+    /// Returns the factor of cosines and sines.
     pub(crate) fn attention_scale(&self) -> f64 {
         let scale = |weight: f64| match self.factor {
             factor if factor <= 1.0 => 1.0,
@@ -100,21 +98,21 @@ impl Yarn {
 /// The settings of [`RopeScaling::LongRope`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct LongRope {
-    /// Divides each of the `head_dim / 2` frequencies up to the original context.
+    /// The divisors of the `head_dim / 2` frequencies within the original context.
     pub short_factor: Vec<f64>,
-    /// Divides them beyond.
+    /// The divisors beyond the original context.
     pub long_factor: Vec<f64>,
     /// The context before scaling, in tokens.
     pub original_max_position_embeddings: i64,
-    /// How many times longer the context becomes.
+    /// The factor by which the context is extended.
     pub factor: f64,
-    /// What cosines and sines are multiplied by; default `None`:
-    /// `sqrt(1 + ln(factor) / ln(original_max_position_embeddings))`.
+    /// The factor of cosines and sines; default `None`: `sqrt(1 + ln(factor) /
+    /// ln(original_max_position_embeddings))`.
     pub attention_factor: Option<f64>,
 }
 
 impl LongRope {
-    /// What cosines and sines are multiplied by.
+    /// Returns the factor of cosines and sines.
     pub(crate) fn attention_scale(&self) -> f64 {
         let context = self.original_max_position_embeddings as f64;
         match self.attention_factor {
@@ -125,11 +123,11 @@ impl LongRope {
     }
 }
 
-/// What all layers of a model that reads `rope_parameters` know.
+/// The values beside `rope_parameters` that all layers share.
 #[derive(Debug, Clone, Copy)]
 struct Given {
     max_position_embeddings: i64,
-    /// Beside the parameters instead of in them: it is preferred, as in transformers.
+    /// The key beside the parameters; it is preferred to the one in them, as in transformers.
     original_max_position_embeddings: Option<i64>,
 }
 
@@ -164,9 +162,9 @@ impl RopeScaling {
         }
     }
 
-    /// The same for a model whose sliding layers have parameters of their own: `rope_local_base_freq`
-    /// beside the others (transformers 4), or an object of each type in `rope_parameters` (5). Returns
-    /// those of full and of sliding layers.
+    /// Reads the parameters of a model whose sliding layers have their own: `rope_local_base_freq` beside the
+    /// others (transformers 4), or an object of each type in `rope_parameters` (5). Returns those of full and
+    /// of sliding layers.
     pub(super) fn read_by_layer(
         fields: &mut Fields,
         max_position_embeddings: i64,
@@ -241,13 +239,13 @@ impl RopeScaling {
         }
     }
 
-    /// Writes the form that both transformers 4 and 5 read.
+    /// Writes the form that transformers 4 and 5 read.
     pub(super) fn write(&self, theta: f64, map: &mut Map<String, Value>) {
         map.insert("rope_theta".to_owned(), theta.into());
         map.insert("rope_scaling".to_owned(), self.to_json());
     }
 
-    /// The object of this scaling, without the base; null where there is none.
+    /// Returns the object of this scaling, without the base, or null if there is no scaling.
     pub(super) fn to_json(&self) -> Value {
         let mut value = match self {
             RopeScaling::Default => return Value::Null,
@@ -292,7 +290,7 @@ impl RopeScaling {
         value
     }
 
-    /// Checks the numbers against the `head_dim` that is turned; `key` names them in an error.
+    /// Checks the numbers against `head_dim`; `key` is their prefix in an error.
     pub(super) fn validate(&self, key: &str, head_dim: i64) -> Result<()> {
         let wrong = |name: &str, found: Value, expected: &str| {
             Err(bad(&format!("{key}.{name}"), &found, expected))
@@ -335,7 +333,7 @@ impl RopeScaling {
     }
 }
 
-/// Takes the numbers of one rope type.
+/// A reader of the numbers of one rope type.
 struct Reader<'a> {
     key: &'a str,
     kind: &'a str,
@@ -376,7 +374,7 @@ impl Reader<'_> {
             .unwrap_or(given.max_position_embeddings))
     }
 
-    /// Where it is not given, the ratio of the two contexts.
+    /// Reads the factor; default: the ratio of the two contexts.
     fn factor(&mut self, original: i64) -> Result<f64> {
         let ratio = self.given.max_position_embeddings as f64 / original as f64;
         Ok(self.optional("factor")?.unwrap_or(ratio))
@@ -408,15 +406,14 @@ impl Reader<'_> {
     }
 
     fn missing(&self, name: &str, what: &str) -> Error {
-        Error::BadConfig {
-            key: format!("{}.{name}", self.key),
-            found: "missing or not positive".to_owned(),
-            expected: format!("{what}, which rope_type {:?} needs", self.kind),
-        }
+        let key = format!("{}.{name}", self.key);
+        let expected = format!("{what}, which rope_type {:?} needs", self.kind);
+        overdrive_core::Error::option(key, "missing or not positive", expected).into()
     }
 }
 
-/// None of the families here turns a part of a head; transformers cannot compute it for them either.
+/// Refuses a rotation of some channels only: none of these families has it, and transformers cannot compute it
+/// for them either.
 fn refuse_partial(fields: &mut Fields) -> Result<()> {
     let mut part = 1.0;
     fields.number("partial_rotary_factor", &mut part)?;

@@ -1,3 +1,4 @@
+use overdrive_core::Error as Common;
 use overdrive_quantization::{GgufFile, GgufValue};
 use tch::{Device, Kind};
 
@@ -6,7 +7,7 @@ use crate::config::{
 };
 use crate::{Error, Result};
 
-/// What `general.architecture` may be, for messages.
+/// The supported values of `general.architecture`, for messages.
 const SUPPORTED: &str = "llama, qwen2, qwen3, gemma2, gemma3";
 /// The number of layers of the one Gemma 2 and the one Gemma 3 whose queries are not scaled by the width
 /// of a head but by hidden_size / num_attention_heads, which no key says.
@@ -14,11 +15,11 @@ const LARGEST_GEMMAS: [(LlamaFamily, i64); 2] =
     [(LlamaFamily::Gemma2, 46), (LlamaFamily::Gemma3, 62)];
 
 impl ModelConfig {
-    /// The configuration that the metadata of a GGUF file describe.
+    /// Reads the configuration from the metadata of a GGUF file.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for an architecture that this crate does not compute,
-    /// [`Error::BadConfig`] naming the key that is missing or wrong.
+    /// [`Error::Unsupported`] for an architecture that this crate does not implement,
+    /// [`Error::Common`] with the key that is missing or wrong.
     pub fn from_gguf(file: &GgufFile) -> Result<ModelConfig> {
         let architecture = file
             .value("general.architecture")
@@ -101,7 +102,7 @@ impl Keys<'_> {
                 || family != LlamaFamily::Qwen2 && has("blk.0.attn_q.bias"),
             mlp_bias: has("blk.0.ffn_down.bias"),
             sliding_window: self.integer("attention.sliding_window")?,
-            // llama.cpp knows no windows of Qwen's.
+            // llama.cpp does not implement Qwen's windows, and files have no key for them.
             use_sliding_window: false,
             bos_token_id: self.token("bos_token_id")?,
             eos_token_id: self.token("eos_token_id")?.into_iter().collect(),
@@ -233,11 +234,10 @@ impl Keys<'_> {
         let key = format!("tokenizer.ggml.{name}");
         match self.file.value(&key) {
             None => Ok(None),
-            Some(value) => value.as_i64().map(Some).ok_or_else(|| Error::BadConfig {
-                key,
-                found: format!("{value:?}"),
-                expected: "a token id".to_owned(),
-            }),
+            Some(value) => value
+                .as_i64()
+                .map(Some)
+                .ok_or_else(|| Common::option(key, format!("{value:?}"), "a token id").into()),
         }
     }
 
@@ -249,7 +249,7 @@ impl Keys<'_> {
         self.file.value(&self.key(name))
     }
 
-    /// An integer, or the one that a list has for every layer.
+    /// Returns an integer, or the common value of a list with one for each layer.
     fn integer(&self, name: &str) -> Result<Option<i64>> {
         let Some(value) = self.value(name) else {
             return Ok(None);
@@ -283,11 +283,8 @@ impl Keys<'_> {
 
     fn wrong(&self, name: &str, expected: &str) -> Error {
         let found = self.value(name);
-        Error::BadConfig {
-            key: self.key(name),
-            found: found.map_or("missing".to_owned(), |value| format!("{value:?}")),
-            expected: expected.to_owned(),
-        }
+        let found = found.map_or("missing".to_owned(), |value| format!("{value:?}"));
+        Common::option(self.key(name), found, expected.to_owned()).into()
     }
 }
 
@@ -299,14 +296,14 @@ fn llama3(config: &LlamaConfig, factors: Vec<f64>) -> RopeScaling {
     let pairs = factors.len() as f64;
     let standard = |index: usize| {
         let wavelength = std::f64::consts::TAU * config.rope_theta.powf(index as f64 / pairs);
-        let turns = original as f64 / wavelength;
-        if turns > high {
+        let rotations = original as f64 / wavelength;
+        if rotations > high {
             return 1.0;
         }
-        if turns < low {
+        if rotations < low {
             return factor;
         }
-        let smooth = (turns - low) / (high - low);
+        let smooth = (rotations - low) / (high - low);
         1.0 / ((1.0 - smooth) / factor + smooth)
     };
     let is_standard = |(index, found): (usize, &f64)| (found / standard(index) - 1.0).abs() < 1e-4;

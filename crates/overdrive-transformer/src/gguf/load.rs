@@ -6,19 +6,23 @@ use tch::{Kind, Tensor};
 use super::names::{gguf_name, row_order};
 use crate::checkpoint::{CheckpointProblems, Misshapen};
 use crate::config::LlamaConfig;
-use crate::parameters::{ParameterRole, ParameterSpec, Parts, allocate};
-use crate::quantize::quantized;
+use crate::parameters::{ModelTensors, ParameterRole, ParameterSpec, allocate};
+use crate::quantize::quantize_parameter;
 use crate::{Error, LoadOptions, ModelConfig, Result};
 
-/// A parameter and where its numbers are.
+/// A parameter, and the tensor of the file that holds it.
 struct Source<'a> {
     spec: ParameterSpec,
     tensor: GgufTensor<'a>,
     rows: Option<Vec<i64>>,
 }
 
-/// The parameters of `config` from `file`.
-pub(super) fn parts(file: &GgufFile, config: &ModelConfig, options: &LoadOptions) -> Result<Parts> {
+/// Reads the parameters of `config` from `file`.
+pub(super) fn tensors(
+    file: &GgufFile,
+    config: &ModelConfig,
+    options: &LoadOptions,
+) -> Result<ModelTensors> {
     let ModelConfig::Llama(llama) = config else {
         return Err(Error::Unsupported {
             key: "general.architecture".to_owned(),
@@ -28,14 +32,14 @@ pub(super) fn parts(file: &GgufFile, config: &ModelConfig, options: &LoadOptions
     };
     let sources = sources(file, config, llama)?;
     let kind = options.kind.unwrap_or(Kind::Float);
-    let (dense, packed): (Vec<Source<'_>>, Vec<Source<'_>>) =
+    let (dense, quantized): (Vec<Source<'_>>, Vec<Source<'_>>) =
         sources.into_iter().partition(|source| {
             let matrix = !matches!(source.spec.role, ParameterRole::Other);
             !matrix
                 || source.tensor.tensor_type().groups().is_none()
                     && scheme(source, config, options).is_none()
         });
-    let all = dense.iter().chain(&packed);
+    let all = dense.iter().chain(&quantized);
     let total: u64 = all.map(|source| source.tensor.data().len() as u64).sum();
     let mut done = 0;
     let mut report = |bytes: usize| {
@@ -45,26 +49,25 @@ pub(super) fn parts(file: &GgufFile, config: &ModelConfig, options: &LoadOptions
         }
     };
     report(0);
-    let mut quantized_maps = HashMap::new();
-    for source in &packed {
+    let mut quantized_weights = HashMap::new();
+    for source in &quantized {
         let weight = match scheme(source, config, options) {
             None => {
                 let weight = source
                     .tensor
                     .to_quantized(source.rows.as_deref(), options.device)?;
-                weight.ok_or_else(|| Error::BadConfig {
-                    key: source.spec.name.clone(),
-                    found: "not in groups".to_owned(),
-                    expected: "a matrix in groups (please report this)".to_owned(),
+                weight.ok_or_else(|| {
+                    let expected = "in groups (please report this)";
+                    overdrive_core::Error::option(source.spec.name.clone(), "dense", expected)
                 })?
             }
-            Some(scheme) => quantized(
+            Some(scheme) => quantize_parameter(
                 &numbers(source, options, Kind::Float)?,
                 &source.spec,
                 scheme,
             )?,
         };
-        quantized_maps.insert(source.spec.module().to_owned(), weight);
+        quantized_weights.insert(source.spec.module().to_owned(), weight);
         report(source.tensor.data().len());
     }
     let specs: Vec<ParameterSpec> = dense.iter().map(|source| source.spec.clone()).collect();
@@ -80,13 +83,13 @@ pub(super) fn parts(file: &GgufFile, config: &ModelConfig, options: &LoadOptions
         parameter.f_copy_(&numbers)?;
         report(source.tensor.data().len());
     }
-    Ok(Parts {
+    Ok(ModelTensors {
         parameters,
-        quantized: quantized_maps,
+        quantized: quantized_weights,
     })
 }
 
-/// How the options quantize the parameter.
+/// Returns the scheme by which the options quantize the parameter.
 fn scheme(
     source: &Source<'_>,
     config: &ModelConfig,
@@ -102,14 +105,14 @@ fn numbers(source: &Source<'_>, options: &LoadOptions, kind: Kind) -> Result<Ten
         .dequantize(source.rows.as_deref(), kind, options.device)?)
 }
 
-/// Finds the tensor of every parameter, or says all that does not fit.
+/// Finds the tensor of every parameter, or returns an error with all that does not fit.
 fn sources<'a>(
     file: &'a GgufFile,
     config: &ModelConfig,
     llama: &LlamaConfig,
 ) -> Result<Vec<Source<'a>>> {
     let mut problems = CheckpointProblems::default();
-    // Taken into the configuration.
+    // These tensors are read into the configuration's rope scaling.
     let mut used: BTreeSet<String> = ["rope_freqs", "rope_factors_long", "rope_factors_short"]
         .map(|name| format!("{name}.weight"))
         .into();

@@ -15,24 +15,24 @@ impl CausalLm {
     /// `gemma3`.
     ///
     /// Matrices in groups (`Q8_0`, `Q4_0`, `Q4_K`, `Q6_K`, … see
-    /// [`GgufFile`](overdrive_quantization::GgufFile)) are packed as they come and never unpacked; with
-    /// [`LoadOptions::quantization`] they are dequantized and quantized anew, one at a time. Everything
-    /// else becomes [`LoadOptions::kind`], by default fp32: in a file of half precision norms are fp32,
-    /// and a model computes in one kind.
+    /// [`GgufFile`](overdrive_quantization::GgufFile)) stay quantized as they are; with
+    /// [`LoadOptions::quantization`] they are dequantized and quantized again, one at a time. Everything else
+    /// is converted to [`LoadOptions::kind`], by default fp32: files of half precision have norms in fp32, and
+    /// a model computes in one dtype.
     ///
     /// The tokenizer is not read: a GGUF file describes it in llama.cpp's terms (a vocabulary, merges or
-    /// scores, and the name of a pre-tokenizer whose rules are in llama.cpp's source). Put the
-    /// `tokenizer.json` of the model that the file was made of beside it.
+    /// scores, and the name of a pre-tokenizer whose rules are in llama.cpp's source). Use the `tokenizer.json`
+    /// of the model that the file was made from.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported) for other architectures and for mixtures of
-    /// experts, [`Error::BadConfig`](crate::Error::BadConfig) for metadata that is missing or wrong,
-    /// [`Error::Checkpoint`](crate::Error::Checkpoint) naming every tensor that is missing, unexpected or
-    /// misshapen, [`Error::Quantization`](crate::Error::Quantization) for a damaged file.
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for other architectures and for mixtures of experts,
+    /// [`Error::Common`](crate::Error::Common) for metadata that is missing or wrong,
+    /// [`Error::Checkpoint`](crate::Error::Checkpoint) with every tensor that is missing, unexpected or of
+    /// another shape, [`Error::Quantization`](crate::Error::Quantization) for a damaged file.
     pub fn from_gguf(path: impl AsRef<Path>, options: &LoadOptions) -> Result<CausalLm> {
         let file = GgufFile::open(path)?;
         let config = ModelConfig::from_gguf(&file)?;
-        let parts = load::parts(&file, &config, options)?;
-        CausalLm::from_parts(&config, parts)
+        let parts = load::tensors(&file, &config, options)?;
+        CausalLm::from_tensors(&config, parts)
     }
 }

@@ -1,7 +1,7 @@
 use crate::config::{LlamaConfig, LlamaFamily};
 
-/// llama.cpp's names of the parts of a block.
-const PARTS: [(&str, &str); 9] = [
+/// The names of the modules of a block in transformers and in llama.cpp.
+const MODULES: [(&str, &str); 9] = [
     ("self_attn.q_proj", "attn_q"),
     ("self_attn.k_proj", "attn_k"),
     ("self_attn.v_proj", "attn_v"),
@@ -13,7 +13,7 @@ const PARTS: [(&str, &str); 9] = [
     ("mlp.down_proj", "ffn_down"),
 ];
 
-/// llama.cpp's name of the parameter that transformers calls `name`.
+/// Returns llama.cpp's name of the parameter that transformers calls `name`.
 pub(super) fn gguf_name(name: &str, family: LlamaFamily) -> Option<String> {
     let (module, end) = name.rsplit_once('.')?;
     let own = match module {
@@ -27,7 +27,7 @@ pub(super) fn gguf_name(name: &str, family: LlamaFamily) -> Option<String> {
                 "post_attention_layernorm" if family.is_gemma() => "post_attention_norm",
                 "post_attention_layernorm" | "pre_feedforward_layernorm" => "ffn_norm",
                 "post_feedforward_layernorm" => "post_ffw_norm",
-                other => PARTS.iter().find(|(part, _)| *part == other)?.1,
+                other => MODULES.iter().find(|(part, _)| *part == other)?.1,
             };
             format!("blk.{layer}.{part}")
         }
@@ -35,10 +35,10 @@ pub(super) fn gguf_name(name: &str, family: LlamaFamily) -> Option<String> {
     Some(format!("{own}.{end}"))
 }
 
-/// Which row of the stored tensor stands at each row of the parameter `name`, where they differ.
+/// Returns the index of the stored row for each row of the parameter `name`, if the orders differ.
 ///
-/// llama.cpp turns neighbouring channels of a query's head together, transformers those half a head
-/// apart; of the architecture `llama` the rows of queries and keys are stored in llama.cpp's order.
+/// llama.cpp rotates neighbouring channels of a head together, transformers channels that are half a head
+/// apart; in the architecture `llama` the rows of queries and keys are stored in llama.cpp's order.
 pub(super) fn row_order(name: &str, config: &LlamaConfig) -> Option<Vec<i64>> {
     if !matches!(config.family, LlamaFamily::Llama | LlamaFamily::Mistral) {
         return None;

@@ -1,5 +1,5 @@
-//! The frequencies of rotary positions, each step rounded to fp32 as transformers rounds it: at position
-//! 100,000 a last bit of an inverse frequency is 0.006 rad.
+//! The frequencies of rotary positions. Each step is rounded to fp32 as in transformers: at position 100,000
+//! the last bit of an inverse frequency is 0.006 rad.
 
 use std::borrow::Cow;
 use std::f64::consts::TAU;
@@ -12,23 +12,23 @@ use crate::{Result, RopeScaling};
 /// The inverse frequencies of a model, `(D/2,)`.
 #[derive(Debug)]
 pub(super) struct Frequencies {
-    /// For texts within the original context.
+    /// The frequencies within the original context.
     short: Vec<f32>,
     beyond: Beyond,
-    /// What cosines and sines are multiplied by.
+    /// The factor of cosines and sines.
     scale: f64,
 }
 
-/// The frequencies of longer texts.
+/// The frequencies beyond the original context.
 #[derive(Debug)]
 enum Beyond {
     Same,
-    /// Others from this many positions on.
+    /// Other frequencies from a number of positions on (LongRoPE).
     Long {
         context: i64,
         frequencies: Vec<f32>,
     },
-    /// Others for every length.
+    /// Other frequencies for every length (dynamic scaling).
     Dynamic {
         context: i64,
         factor: f64,
@@ -100,12 +100,12 @@ impl Frequencies {
         })
     }
 
-    /// Those of texts within the original context.
+    /// Returns the frequencies within the original context.
     pub(super) fn short(&self) -> &[f32] {
         &self.short
     }
 
-    /// Whether a forward pass over positions up to `len - 1` uses them.
+    /// Returns `true` if a forward pass over positions up to `len - 1` uses them.
     pub(super) fn is_short(&self, len: i64) -> bool {
         match &self.beyond {
             Beyond::Same => true,
@@ -113,7 +113,7 @@ impl Frequencies {
         }
     }
 
-    /// Those of a forward pass over positions up to `len - 1`.
+    /// Returns the frequencies of a forward pass over positions up to `len - 1`.
     pub(super) fn at(&self, len: i64) -> Result<Cow<'_, [f32]>> {
         match &self.beyond {
             _ if self.is_short(len) => Ok(Cow::Borrowed(&self.short)),
@@ -139,7 +139,7 @@ impl Frequencies {
         }
     }
 
-    /// What cosines and sines are multiplied by.
+    /// Returns the factor of cosines and sines.
     pub(super) fn scale(&self) -> f64 {
         self.scale
     }
@@ -149,18 +149,18 @@ fn to_vec(tensor: &Tensor) -> Result<Vec<f32>> {
     Ok(Vec::<f32>::try_from(tensor)?)
 }
 
-/// `2i / D`.
+/// Returns the exponents `2i / D`.
 fn exponents(dim: i64) -> Result<Tensor> {
     let even = Tensor::f_arange_start_step(0, dim, 2, (Kind::Float, Device::Cpu))?;
     Ok(even.f_div_scalar(dim)?)
 }
 
-/// YaRN's frequencies: those that turn often kept, those that turn rarely divided by the factor.
+/// Computes YaRN's frequencies: fast ones are kept, slow ones divided by the factor.
 fn stretched(powers: &Tensor, dim: i64, theta: f64, yarn: &Yarn) -> Result<Tensor> {
     let context = yarn.original_max_position_embeddings as f64;
     let width = dim as f64;
-    // The channel whose frequency turns so often within the original context.
-    let channel = |turns: f64| width * (context / (turns * TAU)).ln() / (2.0 * theta.ln());
+    // The channel whose frequency rotations so often within the original context.
+    let channel = |rotations: f64| width * (context / (rotations * TAU)).ln() / (2.0 * theta.ln());
     let (mut low, mut high) = (channel(yarn.beta_fast), channel(yarn.beta_slow));
     if yarn.truncate {
         (low, high) = (low.floor(), high.ceil());
@@ -183,13 +183,13 @@ fn one_minus(x: &Tensor) -> Result<Tensor> {
     Ok(x.f_ones_like()?.f_sub(x)?)
 }
 
-/// LongRoPE's frequencies.
+/// Computes LongRoPE's frequencies.
 fn divided(powers: &Tensor, factors: &[f64]) -> Result<Tensor> {
     let factors = Tensor::f_from_slice(factors)?.f_to_kind(Kind::Float)?;
     Ok(factors.f_mul(powers)?.f_reciprocal()?)
 }
 
-/// Llama 3.1's three bands of frequencies.
+/// Computes Llama 3.1's three bands of frequencies.
 struct Bands {
     factor: f64,
     low: f64,

@@ -1,5 +1,5 @@
-//! Rotary positions. A head of `D` channels is `D/2` pairs `(i, i + D/2)`; the pair `i` of the token
-//! at position `p` is turned by the angle `p · inv_freq[i]`.
+//! Rotary position embeddings. A head of `D` channels is `D/2` pairs `(i, i + D/2)`; the pair `i` of the token
+//! at position `p` is rotated by the angle `p · inv_freq[i]`.
 
 mod frequencies;
 
@@ -11,15 +11,16 @@ use crate::input::{ForwardInput, Shape};
 use crate::{Result, RopeScaling};
 use frequencies::Frequencies;
 
-/// Tables hold no more positions than this; beyond, the few that a forward pass needs are computed. At
-/// 64 frequencies they are then 16 MiB.
+/// The most positions that the tables hold; beyond it the rows that a forward pass needs are computed. With 64
+/// frequencies the tables are then 16 MiB.
 const MOST_POSITIONS: i64 = 1 << 15;
 
-/// The angles of a model, and the tables of their cosines and sines.
+/// The frequencies of a model, and the tables of their cosines and sines.
 #[derive(Debug)]
 pub(crate) struct Rotary {
     frequencies: Frequencies,
-    /// Made at the first forward pass for the length it needs, and again when a longer one comes.
+    /// The tables, made by the first forward pass for the length that it needs, and made again for a longer
+    /// one.
     tables: RefCell<Option<Tables>>,
 }
 
@@ -27,14 +28,14 @@ pub(crate) struct Rotary {
 struct Tables {
     len: i64,
     device: Device,
-    /// `(len, D/2)`, fp32.
+    /// The cosines `(len, D/2)`, fp32.
     cos: Tensor,
-    /// `(len, D/2)`, fp32.
+    /// The sines `(len, D/2)`, fp32.
     sin: Tensor,
 }
 
-/// The rotation of one forward pass, shared by all its layers: `(T, D/2)`, or `(B, T, D/2)` where rows
-/// have positions of their own; fp32, or fp64 for a model of that kind.
+/// The rotation of one forward pass, which all its layers share: `(T, D/2)`, or `(B, T, D/2)` if rows have
+/// their own positions; fp32, or fp64 for a model in fp64.
 #[derive(Debug)]
 pub(crate) struct Rotation {
     pub(crate) cos: Tensor,
@@ -42,7 +43,8 @@ pub(crate) struct Rotation {
 }
 
 impl Rotary {
-    /// Of heads of `dim` channels, with the base `theta`, in a model with a context of `context`.
+    /// Makes the rotary positions of heads of `dim` channels with the base `theta`, in a model with a context
+    /// of `context`.
     pub(crate) fn new(dim: i64, theta: f64, scaling: &RopeScaling, context: i64) -> Result<Rotary> {
         Ok(Rotary {
             frequencies: Frequencies::new(dim, theta, scaling, context)?,
@@ -50,12 +52,12 @@ impl Rotary {
         })
     }
 
-    /// The frequencies of texts within the original context, `(D/2,)`.
+    /// Returns the frequencies within the original context, `(D/2,)`.
     pub(crate) fn inverse_frequencies(&self) -> &[f32] {
         self.frequencies.short()
     }
 
-    /// The rotation for the positions of `input`, for a model of `kind`.
+    /// Returns the rotation for the positions of `input`, in a model of dtype `kind`.
     pub(crate) fn rotation(
         &self,
         input: &ForwardInput<'_>,
@@ -109,7 +111,7 @@ impl Rotary {
         })
     }
 
-    /// The same without tables, the longest position being `needed - 1`.
+    /// Computes the rotation without tables, the largest position being `needed - 1`.
     fn computed(
         &self,
         input: &ForwardInput<'_>,
@@ -140,7 +142,7 @@ impl Rotary {
         })
     }
 
-    /// Cosines and sines of `positions (N,)`, each `(N, D/2)`.
+    /// Computes the cosines and sines of `positions (N,)`, each `(N, D/2)`.
     fn turned(&self, positions: &Tensor, frequencies: &[f32]) -> Result<(Tensor, Tensor)> {
         let frequencies = Tensor::f_from_slice(frequencies)?.f_to_device(positions.device())?;
         let angles = positions
@@ -154,7 +156,7 @@ impl Rotary {
     }
 }
 
-/// `rows (B·T, D/2)` as `(B, T, D/2)`, or as `(T, D/2)` where all rows of the batch share positions.
+/// Views `rows (B·T, D/2)` as `(B, T, D/2)`, or as `(T, D/2)` if all rows of the batch share positions.
 fn of_rows(rows: &Tensor, positions: &Tensor) -> Result<Tensor> {
     let size = positions.size();
     let rows = rows.f_view([size[0], size[1], -1])?;
@@ -165,7 +167,7 @@ fn of_rows(rows: &Tensor, positions: &Tensor) -> Result<Tensor> {
 }
 
 impl Rotation {
-    /// Turns the heads of `x (B, T, H, D)` by libtorch's operators; the kind of `x` is kept, and the
+    /// Rotates the heads of `x (B, T, H, D)` by libtorch's operators. The result has the dtype of `x`; the
     /// arithmetic is in that of the tables.
     pub(crate) fn apply(&self, x: &Tensor) -> Result<Tensor> {
         let heads = |halves: [&Tensor; 2]| Tensor::f_cat(&halves, -1)?.f_unsqueeze(-2);

@@ -389,7 +389,7 @@ fn configurations_that_cannot_be_computed_are_refused_with_the_way_out() {
         "gpt2",
         "n_layer",
         json!("2"),
-        "`n_layer` is \"2\": expected a positive integer",
+        "`n_layer` is \"2\"; it must be a positive integer",
     );
     check(
         "gpt2",
@@ -426,7 +426,7 @@ fn configurations_that_cannot_be_computed_are_refused_with_the_way_out() {
         "llama_gqa",
         "tie_word_embeddings",
         json!("yes"),
-        "expected true or false",
+        "it must be true or false",
     );
     check("llama_gqa", "head_dim", json!(7), "even");
     let yarn = json!({"rope_type": "mrope", "factor": 4.0});

@@ -172,13 +172,13 @@ fn what_a_file_lacks_is_named() {
     let error = replaced("llama.block_count", "llama.block_xount");
     assert_eq!(
         error.to_string(),
-        "config key `llama.block_count` is missing: expected a positive integer"
+        "`llama.block_count` is missing; it must be a positive integer"
     );
     // The architecture's name is the first text of that length.
     let error = replaced("llama", "lamma").to_string();
     assert_eq!(
         error,
-        "config key `general.architecture` is \"lamma\", which is not supported; supported: llama, qwen2, \
+        "`general.architecture` is \"lamma\", which is not supported; supported: llama, qwen2, \
          qwen3, gemma2, gemma3"
     );
 }

@@ -167,7 +167,7 @@ fn gemma_is_read_in_the_words_of_transformers_4_as_well() {
     assert!(message.contains("use_bidirectional_attention"), "{message}");
     let message = refusal(r#"{"model_type": "gemma2", "final_logit_softcapping": 0.0}"#);
     assert!(
-        message.contains("`final_logit_softcapping` is 0.0: expected a positive"),
+        message.contains("`final_logit_softcapping` is 0.0; it must be a positive"),
         "{message}"
     );
     let message = refusal(
@@ -194,11 +194,11 @@ fn scalings_that_cannot_be_computed_are_refused_with_the_way_out() {
         ),
         (
             r#"{"rope_type": "yarn", "factor": -1}"#,
-            "`rope_scaling.factor` is -1.0: expected a positive",
+            "`rope_scaling.factor` is -1.0; it must be a positive",
         ),
         (
             r#"{"rope_type": "yarn", "factor": 2, "beta_fast": 1, "beta_slow": 32}"#,
-            "`rope_scaling.beta_fast` is 1.0: expected at least beta_slow, 32",
+            "`rope_scaling.beta_fast` is 1.0; it must be at least beta_slow, 32",
         ),
         (
             r#"{"rope_type": "longrope", "long_factor": [1, 1, 1, 1]}"#,
@@ -206,11 +206,11 @@ fn scalings_that_cannot_be_computed_are_refused_with_the_way_out() {
         ),
         (
             r#"{"rope_type": "longrope", "long_factor": [1], "short_factor": [1, 1, 1, 1]}"#,
-            "`rope_scaling.long_factor` is \"1 numbers\": expected head_dim / 2 = 4 numbers",
+            "`rope_scaling.long_factor` is \"1 numbers\"; it must be head_dim / 2 = 4 numbers",
         ),
         (
             r#"{"rope_type": "longrope", "long_factor": [1, 0, 1, 1], "short_factor": [1, 1, 1, 1]}"#,
-            "expected positive numbers",
+            "it must be positive numbers",
         ),
         (
             r#"{"rope_type": "default", "partial_rotary_factor": 0.5}"#,

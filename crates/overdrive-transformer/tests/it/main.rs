@@ -8,7 +8,7 @@ mod common;
 mod gguf;
 mod long_positions;
 mod model;
-mod packed;
+mod packed_sequences;
 mod paged;
 mod parity;
 mod quantized;

@@ -175,8 +175,11 @@ fn inputs_that_do_not_fit_are_refused_and_a_failed_step_is_undone() {
     let model = model(small(), 0);
     let ids = Tensor::ones([1, 5], tch::kind::INT64_CPU);
     let refused = |input: ForwardInput<'_>| model.forward(input).unwrap_err().to_string();
-    assert!(refused(ForwardInput::new(&ids.view([5]))).contains("expected shape (B, T)"));
-    assert!(refused(ForwardInput::new(&ids.to_kind(Kind::Int))).contains("expected kind Int64"));
+    assert!(refused(ForwardInput::new(&ids.view([5]))).contains("it must be (B, T)"));
+    assert!(
+        refused(ForwardInput::new(&ids.to_kind(Kind::Int)))
+            .contains("`input_ids` is Int; it must be Int64")
+    );
     assert!(refused(ForwardInput::new(&ids.narrow(1, 0, 0))).contains("at least one"));
     let mask = Tensor::ones([1, 4], tch::kind::INT64_CPU);
     assert!(refused(ForwardInput::new(&ids).with_attention_mask(&mask)).contains("shape (1, 5)"));

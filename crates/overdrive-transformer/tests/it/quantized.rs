@@ -295,7 +295,7 @@ fn what_cannot_be_is_said() {
     let error = model.save_pretrained(dir.path().join("two"), &Default::default());
     assert_eq!(
         error.unwrap_err().to_string(),
-        "config key `quantization_config` is weights of several schemes (int8, nf4), which is not \
+        "`quantization_config` is weights of several schemes (int8, nf4), which is not \
          supported; supported: one scheme a folder, or `CausalLm::dequantize` before"
     );
 

@@ -40,7 +40,7 @@ fn options_that_do_not_fit_are_refused_with_what_would() {
             opset: 17,
             ..default()
         }),
-        "option `opset` is 17: expected 18 to 26"
+        "`opset` is 17; it must be from 18 to 26"
     );
     let standard = ExportOptions {
         attention: Attention::Standard,
@@ -48,7 +48,7 @@ fn options_that_do_not_fit_are_refused_with_what_would() {
     };
     assert_eq!(
         refused(standard),
-        "option `attention` is Standard with opset 21: expected opset 23 or later, or Composed"
+        "`attention` is Standard with opset 21; it must be Composed with an opset below 23"
     );
     let metadata = vec![("overdrive.x".to_owned(), String::new())];
     assert_eq!(
@@ -56,7 +56,7 @@ fn options_that_do_not_fit_are_refused_with_what_would() {
             metadata,
             ..default()
         }),
-        "option `metadata` is `overdrive.x`: expected keys that do not begin with `overdrive.`"
+        "`metadata` is `overdrive.x`; it must be without keys that begin with `overdrive.`"
     );
     let old = ExportOptions {
         opset: 18,
@@ -66,7 +66,7 @@ fn options_that_do_not_fit_are_refused_with_what_would() {
     assert_eq!(
         error.to_string(),
         "`model.layers.0.self_attn.q_proj.weight` is of 8-bit floats, for opset 18, which cannot be \
-         written as ONNX: set `opset` to 19 or more"
+         written as ONNX; set `opset` to 19 or more"
     );
 }
 
@@ -82,6 +82,6 @@ fn heads_that_group_query_attention_does_not_take_are_refused() {
     assert_eq!(
         error.to_string(),
         "the width of a head is 12, of which `GroupQueryAttention` takes multiples of 8, which cannot be \
-         written as ONNX: choose another `attention`"
+         written as ONNX; choose another `attention`"
     );
 }

@@ -1,4 +1,4 @@
-//! Weights that a checkpoint has quantized.
+//! Weights that are quantized in the checkpoint.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -22,10 +22,10 @@ impl TensorSource for Source<'_, '_> {
     }
 }
 
-/// The object `quantization_config` of the configuration, where there is one.
+/// Returns the object `quantization_config` of the configuration, if it has one.
 ///
 /// # Errors
-/// When its method is not known or its keys do not fit.
+/// [`Error::Quantization`] for an unknown method or keys that do not fit.
 pub(crate) fn layout(config: &ModelConfig) -> Result<Option<QuantizationConfig>> {
     match config.extra().get("quantization_config") {
         None | Some(Value::Null) => Ok(None),
@@ -33,8 +33,8 @@ pub(crate) fn layout(config: &ModelConfig) -> Result<Option<QuantizationConfig>>
     }
 }
 
-/// Takes the quantized weights among `specs`, and that of a head of its own beside a tied embedding, out
-/// of `views`; by the names of their maps. `read` is told the bytes of each.
+/// Takes the quantized weights among `specs`, and that of a separate head beside a tied embedding, out of
+/// `views`, and returns them by the names of their layers. `read` is called with the bytes of each.
 pub(super) fn take(
     layout: &QuantizationConfig,
     specs: &[ParameterSpec],
@@ -43,17 +43,17 @@ pub(super) fn take(
     problems: &mut CheckpointProblems,
     mut read: impl FnMut(u64),
 ) -> Result<HashMap<String, QuantizedWeight>> {
-    let mut packed = HashMap::new();
+    let mut quantized = HashMap::new();
     let weights = specs
         .iter()
         .filter(|spec| spec.role != ParameterRole::Other);
-    let mut maps: Vec<(&str, [i64; 2])> = weights.filter_map(|spec| map_of(spec)).collect();
-    if let Some(&(_, embedding)) = maps.first()
-        && !maps.iter().any(|(module, _)| *module == "lm_head")
+    let mut layers: Vec<(&str, [i64; 2])> = weights.filter_map(|spec| layer_of(spec)).collect();
+    if let Some(&(_, embedding)) = layers.first()
+        && !layers.iter().any(|(module, _)| *module == "lm_head")
     {
-        maps.push(("lm_head", embedding));
+        layers.push(("lm_head", embedding));
     }
-    for (module, expected) in maps {
+    for (module, expected) in layers {
         if !layout.is_stored(&Source(views), module)? {
             continue;
         }
@@ -68,13 +68,13 @@ pub(super) fn take(
                 expected: expected.to_vec(),
             });
         }
-        packed.insert(module.to_owned(), weight.to_device(device)?);
+        quantized.insert(module.to_owned(), weight.to_device(device)?);
     }
-    Ok(packed)
+    Ok(quantized)
 }
 
-/// The name of the map and its outputs and inputs.
-fn map_of(spec: &ParameterSpec) -> Option<(&str, [i64; 2])> {
+/// Returns the name of the layer, and its outputs and inputs.
+fn layer_of(spec: &ParameterSpec) -> Option<(&str, [i64; 2])> {
     match (spec.role, spec.shape.as_slice()) {
         (ParameterRole::Conv1d, &[inputs, outputs]) => Some((spec.module(), [outputs, inputs])),
         (_, &[outputs, inputs]) => Some((spec.module(), [outputs, inputs])),
@@ -82,33 +82,33 @@ fn map_of(spec: &ParameterSpec) -> Option<(&str, [i64; 2])> {
     }
 }
 
-/// What is written of a model.
+/// The tensors and the configuration that are written.
 pub(super) struct Written {
-    /// In the order of the configuration.
+    /// The tensors, in the order of the configuration.
     pub(super) tensors: Vec<(String, Tensor)>,
-    /// The object of `config.json`, where a weight is quantized.
+    /// The object for `config.json`, if a weight is quantized.
     pub(super) layout: Option<QuantizationConfig>,
 }
 
-/// The tensors of `model` in a file.
+/// Returns the tensors of `model` in the layout of a file.
 pub(super) fn written(model: &CausalLm) -> Result<Written> {
     let specs = model.config().parameters();
-    let mut packed = HashMap::new();
-    model.for_each_packed(&mut |name, weight| {
-        packed.insert(name.to_owned(), weight.shallow_clone());
+    let mut quantized = HashMap::new();
+    model.for_each_quantized(&mut |name, weight| {
+        quantized.insert(name.to_owned(), weight.shallow_clone());
     });
     let mut dense: HashMap<String, Tensor> = model.named_parameters().into_iter().collect();
-    let layout = layout_of(model, &specs, &packed)?;
+    let layout = layout_of(model, &specs, &quantized)?;
     let mut tensors = Vec::new();
     for spec in &specs {
         if let Some(tensor) = dense.remove(&spec.name) {
             tensors.push((spec.name.clone(), tensor));
-        } else if let (Some(layout), Some(weight)) = (&layout, packed.remove(spec.module())) {
+        } else if let (Some(layout), Some(weight)) = (&layout, quantized.remove(spec.module())) {
             tensors.extend(layout.write_weight(&weight, spec.module())?);
         }
     }
     // A head that is tied by the configuration and has a weight of its own.
-    for (name, weight) in packed {
+    for (name, weight) in quantized {
         if let Some(layout) = &layout {
             tensors.extend(layout.write_weight(&weight, &name)?);
         }
@@ -116,14 +116,14 @@ pub(super) fn written(model: &CausalLm) -> Result<Written> {
     Ok(Written { tensors, layout })
 }
 
-/// The layout that the model was read in where it can be written, else that of the one scheme of its
+/// Returns the layout that the model was read in, if it can be written, else that of the one scheme of its
 /// weights.
 fn layout_of(
     model: &CausalLm,
     specs: &[ParameterSpec],
-    packed: &HashMap<String, QuantizedWeight>,
+    quantized: &HashMap<String, QuantizedWeight>,
 ) -> Result<Option<QuantizationConfig>> {
-    if packed.is_empty() {
+    if quantized.is_empty() {
         return Ok(None);
     }
     let read = layout(model.config())?;
@@ -133,7 +133,7 @@ fn layout_of(
     {
         return Ok(Some(layout));
     }
-    let schemes: BTreeMap<String, Scheme> = packed
+    let schemes: BTreeMap<String, Scheme> = quantized
         .values()
         .map(|weight| (weight.scheme().to_string(), weight.scheme()))
         .collect();
@@ -146,17 +146,17 @@ fn layout_of(
             supported: "one scheme a folder, or `CausalLm::dequantize` before".to_owned(),
         });
     };
-    let maps = specs.iter().filter(|spec| {
+    let layers = specs.iter().filter(|spec| {
         matches!(
             spec.role,
             ParameterRole::Linear | ParameterRole::Conv1d | ParameterRole::Head
         )
     });
-    let mut kept: Vec<String> = maps
+    let mut kept: Vec<String> = layers
         .map(|spec| spec.module().to_owned())
-        .filter(|name| !packed.contains_key(name))
+        .filter(|name| !quantized.contains_key(name))
         .collect();
-    if model.config().tie_word_embeddings() && !packed.contains_key("lm_head") {
+    if model.config().tie_word_embeddings() && !quantized.contains_key("lm_head") {
         kept.push("lm_head".to_owned());
     }
     Ok(Some(QuantizationConfig::for_scheme(*scheme, kept)))

@@ -1,50 +1,50 @@
-//! Quantized weights in the layouts of ONNX Runtime's operators, taken from those that
-//! `overdrive-quantization` writes into files: bytes by row and groups in compressed-tensors' tensors, books
-//! of 16 numbers in bitsandbytes'.
+//! Quantized weights in the layouts of ONNX Runtime's operators, converted from the layouts that
+//! `overdrive-quantization` writes into files: compressed-tensors' for rows and groups, bitsandbytes' for code
+//! books of 16 values.
 
 use overdrive_quantization::{GroupOptions, QuantizationConfig, QuantizedWeight, Scheme};
 use tch::{Kind, Tensor};
 
 use crate::{Error, Result};
 
-/// A weight of codes with one scale a row.
+/// A weight of 8-bit codes with one scale a row.
 #[derive(Debug)]
 pub(crate) struct Rows {
-    /// i8, or e4m3 in u8: `(O, I)`.
+    /// The codes `(O, I)`: i8, or e4m3 in u8.
     pub(crate) codes: Tensor,
-    /// f32 `(O,)`.
+    /// The scales, f32 `(O,)`.
     pub(crate) scales: Tensor,
 }
 
-/// What of a weight in groups has to be known before it is written.
+/// The properties of a weight in groups that must be known before it is written.
 #[derive(Debug)]
 pub(crate) struct Groups {
     pub(crate) bits: u8,
     pub(crate) group_size: usize,
-    /// u8 `(O, ⌈G·bits/8⌉)`, the first group in the low half of a byte; `None` where codes are about the
-    /// middle.
+    /// The zero points, u8 `(O, ⌈G·bits/8⌉)`, the first group in the low half of a byte; `None` for symmetric
+    /// codes.
     pub(crate) zeros: Option<Tensor>,
 }
 
-/// A weight of code books.
+/// A weight in blocks of a code book.
 #[derive(Debug)]
 pub(crate) struct Blocks {
-    /// NF4; otherwise FP4.
+    /// If `true`, the code book is NF4's, else FP4's.
     pub(crate) normal: bool,
     pub(crate) block_size: usize,
-    /// The numbers of the 16 codes.
+    /// The values of the 16 codes.
     pub(crate) book: Vec<f32>,
-    /// u8 `(⌈O·I/2⌉,)`.
+    /// The codes, u8 `(⌈O·I/2⌉,)`.
     pub(crate) codes: Tensor,
-    /// f32 `(blocks,)`.
+    /// The largest magnitudes, f32 `(blocks,)`.
     pub(crate) magnitudes: Tensor,
 }
 
-/// The tensors of a file, by what follows the module's name.
+/// The tensors that a file would hold, by their names after the module's.
 struct Stored(Vec<(String, Tensor)>);
 
 impl Stored {
-    /// Of a layout for weights of `scheme`.
+    /// Writes the weight in the file layout of `scheme`.
     fn of(weight: &QuantizedWeight, scheme: Scheme) -> Result<Stored> {
         let layout = QuantizationConfig::for_scheme(scheme, Vec::new());
         Ok(Stored(layout.write_weight(weight, MODULE)?))
@@ -67,12 +67,12 @@ impl Stored {
     }
 }
 
-/// Stands for the name, which the tensors do not depend on.
+/// A module name; the tensors do not depend on it.
 const MODULE: &str = "m";
 
-/// Codes by row of one of the 8-bit schemes.
+/// Returns the codes and scales of one of the 8-bit schemes by row.
 pub(crate) fn rows(weight: &QuantizedWeight) -> Result<Rows> {
-    // The layout of dynamic bytes has codes as they are; other 8-bit schemes by row have the same codes.
+    // The file layout of int8 stores the codes unchanged, and the other 8-bit schemes by row have the same codes.
     let (layout, own) = match weight.scheme() {
         Scheme::Fp8 => (Scheme::Fp8, None),
         Scheme::Int8WeightOnly => (Scheme::Int8WeightOnly, Some(weight.size())),
@@ -80,7 +80,7 @@ pub(crate) fn rows(weight: &QuantizedWeight) -> Result<Rows> {
     };
     let stored = Stored::of(weight, layout)?;
     let codes = match own {
-        // In words, each byte xor 128.
+        // compressed-tensors packs them into words, each byte xor 128.
         Some([outputs, inputs]) => {
             let words = stored.part("weight_packed")?.f_view_dtype(Kind::Uint8)?;
             let bytes = words
@@ -103,6 +103,8 @@ pub(crate) fn rows(weight: &QuantizedWeight) -> Result<Rows> {
     })
 }
 
+/// Returns the properties of a weight in groups.
+///
 /// # Errors
 /// [`Error::Unsupported`] for groups that `MatMulNBits` does not read: zero points that are no integers,
 /// inputs that were reordered.
@@ -133,7 +135,7 @@ fn group_options(weight: &QuantizedWeight) -> GroupOptions {
     }
 }
 
-/// Zero points `(O, ⌈G·bits/8⌉)` from words `(⌈O·bits/32⌉, G)` that are packed along the outputs.
+/// Repacks zero points to `(O, ⌈G·bits/8⌉)` from words `(⌈O·bits/32⌉, G)` that are packed along the outputs.
 fn row_zeros(words: &Tensor, weight: &QuantizedWeight, options: GroupOptions) -> Result<Tensor> {
     let outputs = weight.size()[0];
     let per_word = 32 / i64::from(options.bits);
@@ -143,7 +145,7 @@ fn row_zeros(words: &Tensor, weight: &QuantizedWeight, options: GroupOptions) ->
         .map(|at| 1 << (at * i64::from(options.bits)))
         .collect();
     let shifts = Tensor::f_from_slice(&shifts)?.f_view([1, -1, 1])?;
-    // Words are signed: a division that rounds down is a shift.
+    // libtorch has no logical shift of signed words; a division that rounds down is an arithmetic one.
     let zeros = wide
         .f_unsqueeze(1)?
         .f_divide_tensor_mode(&shifts, "floor")?
@@ -161,7 +163,7 @@ fn row_zeros(words: &Tensor, weight: &QuantizedWeight, options: GroupOptions) ->
     Ok(bytes.f_to_kind(Kind::Uint8)?.f_contiguous()?)
 }
 
-/// The bytes of the codes, u8 `(O, I·bits/8)`: the first of two codes in the low half.
+/// Returns the codes, u8 `(O, I·bits/8)`, the first of two in the low half of a byte.
 pub(crate) fn group_codes(weight: &QuantizedWeight) -> Result<Tensor> {
     let [outputs, inputs] = weight.size();
     let width = inputs * i64::from(group_options(weight).bits) / 8;
@@ -173,13 +175,13 @@ pub(crate) fn group_codes(weight: &QuantizedWeight) -> Result<Tensor> {
         .f_contiguous()?)
 }
 
-/// Scales `(O, G)`.
+/// Returns the scales `(O, G)`.
 pub(crate) fn group_scales(weight: &QuantizedWeight) -> Result<Tensor> {
     let stored = Stored::of(weight, weight.scheme())?;
     Ok(stored.part("weight_scale")?.shallow_clone())
 }
 
-/// Codes and magnitudes of NF4 and FP4.
+/// Returns the codes and magnitudes of NF4 and FP4.
 pub(crate) fn blocks(weight: &QuantizedWeight) -> Result<Blocks> {
     let (normal, options) = match weight.scheme() {
         Scheme::Fp4(options) => (false, options),
@@ -207,7 +209,7 @@ pub(crate) fn blocks(weight: &QuantizedWeight) -> Result<Blocks> {
     })
 }
 
-/// Magnitudes that are quantized themselves: `book[code] · scale + offset`, a scale for 256.
+/// Dequantizes magnitudes that are quantized themselves: `book[code] · scale + offset`, with a scale for 256.
 fn nested(stored: &Stored, codes: &Tensor, scales: &Tensor, normal: bool) -> Result<Tensor> {
     let name = if normal { "nf4" } else { "fp4" };
     let state = stored.part(&format!("weight.quant_state.bitsandbytes__{name}"))?;
