@@ -62,9 +62,9 @@ pub use format::{
     QuantizationArgs, QuantizationConfig, TensorSource,
 };
 pub use gguf::{GgufArray, GgufFile, GgufTensor, GgufType, GgufValue};
-pub use kernel::simd::instruction_set;
 pub use linear::{joint_linear, linear};
 pub use module::{Embedding, Linear};
+pub use overdrive_kernels::instruction_set;
 pub use report::WeightError;
 pub use scheme::{BlockOptions, GroupOptions, GroupScales, Scheme};
 pub use weight::{Magnitudes, QuantizedWeight};
