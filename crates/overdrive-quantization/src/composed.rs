@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use crate::codec::book::Book;
+use crate::codec::code_book::Book;
 use crate::codec::grouped::{HALF_DIGITS, HALF_STEP, LEAST_DIGITS};
 use crate::codec::{LEAST_SCALE, fp8};
 use crate::quantize::{double_quantized, in_half, not_finite};
@@ -13,6 +13,7 @@ use crate::{BlockOptions, GroupOptions, GroupScales, QuantizedWeight, Result, Sc
 /// Quantizes a contiguous weight `(O, I)`.
 pub(crate) fn quantize(weight: &Tensor, scheme: Scheme, scales: GroupScales) -> Result<Storage> {
     let weight = weight.f_to_kind(Kind::Float)?;
+    // One reduction and one wait for the device; the index is searched only after a failure.
     let finite = weight.f_isfinite()?;
     if finite.f_all()?.f_int64_value(&[])? == 0 {
         let first = finite.f_logical_not()?.f_nonzero()?.f_get(0)?;
@@ -36,6 +37,7 @@ pub(crate) fn quantize(weight: &Tensor, scheme: Scheme, scales: GroupScales) -> 
 /// `most`. Rows whose elements are too small for a scale become 0.
 fn row_scales(weight: &Tensor, most: f32) -> Result<(Tensor, Tensor, Tensor)> {
     let magnitude = weight.f_abs()?.f_amax([1], true)?;
+    // A tensor and not a scalar: libtorch multiplies with the reciprocal of a scalar.
     let scale = magnitude.f_div(&Tensor::from(most))?;
     let tiny = scale.f_lt(f64::from(LEAST_SCALE))?;
     let weight = weight.f_masked_fill(&tiny, 0.0)?;
@@ -46,6 +48,7 @@ fn row_scales(weight: &Tensor, most: f32) -> Result<(Tensor, Tensor, Tensor)> {
 
 fn int8(weight: &Tensor) -> Result<Storage> {
     let (weight, magnitude, scale) = row_scales(weight, 127.0)?;
+    // The reciprocal first, as the codec and bitsandbytes do: a quotient would round otherwise.
     let inverse = magnitude.f_reciprocal()?.f_mul_scalar(127.0)?;
     let codes = weight.f_mul(&inverse)?.f_round()?.f_clamp(-127.0, 127.0)?;
     Ok(Storage::Int8 {
@@ -172,6 +175,7 @@ fn blocks(weight: &Tensor, book: Book, options: BlockOptions) -> Result<Storage>
         scaled = Tensor::f_cat(&[scaled, rest.f_div(&magnitude)?], 0)?;
         magnitudes = Tensor::f_cat(&[magnitudes, magnitude.f_view([1])?], 0)?;
     }
+    // Two codes share a byte.
     if len % 2 == 1 {
         scaled = scaled.f_constant_pad_nd([0, 1])?;
     }

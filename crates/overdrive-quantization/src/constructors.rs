@@ -66,6 +66,7 @@ impl QuantizedWeight {
         let [outputs, inputs] = matrix("codes", &codes, &[Kind::Uint8, Kind::Float8e4m3fn])?;
         check_row_scales(&scales, outputs, codes.device())?;
         let codes = codes.f_contiguous()?.f_view_dtype(Kind::Uint8)?;
+        // A NaN would spread over its whole output; quantization never makes one.
         let nan = codes
             .f_bitwise_and(i64::from(fp8::NAN))?
             .f_eq(i64::from(fp8::NAN))?;
@@ -133,7 +134,7 @@ impl QuantizedWeight {
         }
         let options = GroupOptions {
             bits,
-            // Not negative, and a tensor in memory has as many elements.
+            // Positive, and a tensor in memory has as many elements, so that it fits.
             group_size: (inputs / groups).unsigned_abs() as usize,
             symmetric: offsets.is_none(),
         };

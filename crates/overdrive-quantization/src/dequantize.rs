@@ -1,11 +1,12 @@
 //! Dequantization on the CPU: from codes to floats.
 
+use overdrive_kernels::InstructionSet;
+use overdrive_kernels::threads::run_jobs;
 use tch::{Device, Kind, Tensor};
 
-use crate::codec::book::Book;
+use crate::codec::code_book::Book;
 use crate::codec::floats::Float;
-use crate::codec::jobs::{run_jobs, units_of_job};
-use crate::codec::{blocks, fp8, grouped, int8};
+use crate::codec::{blocks, fp8, grouped, int8, units_of_job};
 use crate::kernel::four_bit::{Magnitudes, floats, of_blocks};
 use crate::tensors::{Fresh, bytes, elements, with_float};
 use crate::weight::Storage;
@@ -24,6 +25,7 @@ impl QuantizedWeight {
         }
         let decoder = Decoder::new(self)?;
         let (width, rows) = (decoder.width, units_of_job(decoder.width));
+        // Double is computed in f32 too: the codes have no more bits.
         with_float!(kind, T => {
             let mut target = Fresh::<T>::new(&self.size())?;
             let jobs = target.elements_mut()?.chunks_mut(rows * width).enumerate();
@@ -58,6 +60,7 @@ impl QuantizedWeight {
             let rows = composed::rows(self, &ids.f_flatten(0, -1)?, kind)?;
             return Ok(rows.f_view(&shape[..])?);
         }
+        // On a GPU the check would wait for the device; there libtorch checks the index itself.
         let ids = ids.f_contiguous()?;
         let ids = elements::<i64>(&ids)?;
         if let Some(id) = ids.iter().find(|id| !(0..self.outputs).contains(id)) {
@@ -258,12 +261,13 @@ impl<'a> Decoder<'a> {
             offsets.range(of_row.clone(), &mut scratch.offsets)
         });
         let scales = scales.range(of_row, &mut scratch.scales);
+        let set = InstructionSet::best();
         match bits {
             4 => {
                 let zero = if *symmetric { 8.0 } else { 0.0 };
-                grouped::dequantize_row_4(codes, zero, scales, offsets, to);
+                grouped::dequantize_row_4(set, codes, zero, scales, offsets, to);
             }
-            _ => grouped::dequantize_row_8(codes, *signed, scales, offsets, to),
+            _ => grouped::dequantize_row_8(set, codes, *signed, scales, offsets, to),
         }
     }
 }

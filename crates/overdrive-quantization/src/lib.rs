@@ -61,8 +61,8 @@ pub use format::{
     QuantizationArgs, QuantizationConfig, TensorSource,
 };
 pub use gguf::{GgufArray, GgufFile, GgufTensor, GgufType, GgufValue};
-pub use kernel::simd::instruction_set;
 pub use linear::{joint_linear, linear};
+pub use overdrive_kernels::instruction_set;
 pub use report::WeightError;
 pub use scheme::{BlockOptions, GroupOptions, GroupScales, Scheme};
 pub use weight::{Magnitudes, QuantizedWeight};

@@ -1,12 +1,13 @@
 //! From floats to codes.
 
+use overdrive_kernels::threads::run_jobs;
 use tch::{Device, Kind, Tensor};
 
-use crate::codec::book::Book;
+use crate::codec::code_book::Book;
 use crate::codec::floats::Float;
 use crate::codec::grouped::{HALF_SCALES, Levels, RangeOf, RowMut};
-use crate::codec::jobs::{FirstBad, NotFinite, run_jobs, units_of_job};
-use crate::codec::{blocks, dynamic, fp8, grouped, int8};
+use crate::codec::not_finite::{FirstNotFinite, NotFinite};
+use crate::codec::{blocks, dynamic, fp8, grouped, int8, units_of_job};
 use crate::tensors::{Fresh, elements, with_float};
 use crate::weight::{Magnitudes, Storage};
 use crate::{
@@ -184,7 +185,7 @@ impl<T: Float> Source<'_, T> {
         let mut codes = Fresh::<C>::new(&[self.outputs, self.inputs])?;
         let mut scales = Fresh::<f32>::new(&[self.outputs])?;
         let (width, rows) = (self.width(), units_of_job(self.width()));
-        let bad = FirstBad::none();
+        let bad = FirstNotFinite::none();
         let jobs = self
             .numbers
             .chunks(rows * width)
@@ -198,7 +199,7 @@ impl<T: Float> Source<'_, T> {
                 let numbers = T::read(numbers, &mut scratch);
                 match quantize(numbers, self.limit(numbers), codes) {
                     Ok(found) => *scale = found,
-                    Err(at) => return bad.note((job * rows + row) * width + at.index),
+                    Err(at) => return bad.record((job * rows + row) * width + at.index),
                 }
             }
         });
@@ -235,7 +236,7 @@ impl<T: Float> Source<'_, T> {
         let mut scales = Fresh::<f32>::new(&shape)?;
         let mut offsets = Fresh::<f32>::new(if options.symmetric { &[0, 0] } else { &shape })?;
         let rows = units_of_job(width);
-        let bad = FirstBad::none();
+        let bad = FirstNotFinite::none();
         let mut offsets_of_jobs = offsets.elements_mut()?.chunks_mut(rows * groups);
         let jobs = self
             .numbers
@@ -258,7 +259,7 @@ impl<T: Float> Source<'_, T> {
                     offsets,
                 };
                 if let Err(at) = grouped::quantize_row(numbers, group, levels, self.range_of, to) {
-                    return bad.note((job * rows + row) * width + at.index);
+                    return bad.record((job * rows + row) * width + at.index);
                 }
             }
         });
@@ -281,7 +282,7 @@ impl<T: Float> Source<'_, T> {
         let mut codes = Fresh::<u8>::new(&[len.div_ceil(2) as i64])?;
         let mut magnitudes = Fresh::<f32>::new(&[count as i64])?;
         let of_job = units_of_job(block);
-        let bad = FirstBad::none();
+        let bad = FirstNotFinite::none();
         let jobs = self
             .numbers
             .chunks(of_job * block)
@@ -292,7 +293,7 @@ impl<T: Float> Source<'_, T> {
             let mut scratch = Vec::new();
             let numbers = T::read(numbers, &mut scratch);
             if let Err(at) = blocks::quantize(numbers, block, book, codes, magnitudes) {
-                bad.note(job * of_job * block + at.index);
+                bad.record(job * of_job * block + at.index);
             }
         });
         self.found(bad.into_result())?;

@@ -173,6 +173,7 @@ impl FromStr for Scheme {
             Error::option("scheme", name, expected)
         };
         let scheme = match name {
+            // Before the names with options: `int8` alone is by row, `int8-g32` in groups.
             "int8" | "int8-dynamic" => Scheme::Int8Dynamic,
             "int8-weight" => Scheme::Int8WeightOnly,
             "llm-int8" => Scheme::LlmInt8 { threshold: 6.0 },

@@ -129,6 +129,7 @@ impl QuantizedWeight {
     pub fn to_device(&self, device: Device) -> Result<QuantizedWeight> {
         Ok(QuantizedWeight {
             storage: self.storage.to_device(device)?,
+            // Those of the other device are of no use here.
             tiles: Tiles::default(),
             ..*self
         })
@@ -149,6 +150,7 @@ impl QuantizedWeight {
 
 impl Storage {
     fn shallow_clone(&self) -> Storage {
+        // `Infallible` makes the match complete without a panic.
         match self.map(|tensor| Ok::<_, Infallible>(tensor.shallow_clone())) {
             Ok(storage) => storage,
         }

@@ -1,11 +1,12 @@
-//! Codes and products with each instruction set that `OVERDRIVE_SIMD` names, against those of the widest:
-//! the test runs itself again with the variable set, as it is read once.
+//! Codes and linear layers with each instruction set that `OVERDRIVE_SIMD` names, against those of the widest: the
+//! test runs itself again with the variable set, since it is read once.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
+use overdrive_kernels::InstructionSet;
 use overdrive_quantization::{
     Activations, GroupOptions, GroupScales, QuantizationConfig, QuantizedWeight, Scheme,
     instruction_set, linear,
@@ -13,7 +14,7 @@ use overdrive_quantization::{
 use overdrive_safetensors::{MappedFile, write};
 use tch::{Device, Kind, Tensor};
 
-/// Where the second run writes to; the first has no such variable.
+/// The variable with the path that the second run writes to; the first run does not have it.
 const OUT: &str = "OVERDRIVE_TEST_OUT";
 
 const SCHEMES: [&str; 14] = [
@@ -33,7 +34,7 @@ const SCHEMES: [&str; 14] = [
     "fp8",
 ];
 
-/// Numbers that need no generator.
+/// Returns numbers that need no generator.
 fn numbers(seed: i64, size: [i64; 2]) -> Tensor {
     let count = size[0] * size[1];
     let x = (Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed * 1000) * 12.9898;
@@ -41,7 +42,7 @@ fn numbers(seed: i64, size: [i64; 2]) -> Tensor {
     ((&x - x.floor()) * 2 - 1).view(size).to_kind(Kind::Float)
 }
 
-/// Weights with rows that codecs take another way.
+/// Returns a weight with rows that are special cases of the codecs.
 fn weight(size: [i64; 2]) -> Tensor {
     let weight = numbers(1, size);
     let _ = weight.get(0).fill_(0.0);
@@ -51,10 +52,11 @@ fn weight(size: [i64; 2]) -> Tensor {
     weight
 }
 
-/// All that this process makes: `codes.…` that are to be equal to the bit, `products.…` by the scheme.
+/// Returns the tensors of this process: `codes.…`, which must be equal bit for bit, and `outputs.…`, whose
+/// tolerance depends on the scheme.
 fn made() -> Vec<(String, Tensor)> {
     let mut made = Vec::new();
-    // Whole vectors, and some that are not; blocks across rows too.
+    // Rows of whole vectors and others, with blocks that cross rows.
     for size in [[37, 256], [9, 768]] {
         for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
             let dense = weight(size).clamp(-6e4, 6e4).to_kind(kind);
@@ -91,10 +93,10 @@ fn made() -> Vec<(String, Tensor)> {
                 let x = numbers(3, [rows, size[1]]);
                 let key = format!("{name}.{size:?}.{rows}");
                 let y = linear(&x, &weight, None).unwrap();
-                made.push((format!("products.{key}"), y));
+                made.push((format!("outputs.{key}"), y));
                 let weight = weight.shallow_clone().with_activations(Activations::Float);
                 let y = linear(&x, &weight.unwrap(), None).unwrap();
-                made.push((format!("products.float-{key}"), y));
+                made.push((format!("outputs.float-{key}"), y));
             }
         }
     }
@@ -103,7 +105,7 @@ fn made() -> Vec<(String, Tensor)> {
 
 /// Does nothing unless the test below runs it.
 #[test]
-fn what_this_instruction_set_makes_is_written_where_the_other_run_wants_it() {
+fn the_second_run_writes_its_tensors() {
     let Some(out) = std::env::var_os(OUT) else {
         return;
     };
@@ -116,14 +118,14 @@ fn made_with(set: &str) -> MappedFile {
     let path = folder.path().join("made.safetensors");
     let run = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "--nocapture"])
-        .arg("what_this_instruction_set_makes_is_written_where_the_other_run_wants_it")
+        .arg("the_second_run_writes_its_tensors")
         .env("OVERDRIVE_SIMD", set)
         .env(OUT, &path)
         .output()
         .unwrap();
     let said = String::from_utf8_lossy(&run.stderr);
     assert!(run.status.success(), "{set}: {said}");
-    // Its memory stays when the folder goes.
+    // The mapped memory outlives the folder.
     MappedFile::open(&path).unwrap()
 }
 
@@ -131,10 +133,10 @@ fn largest(tensor: &Tensor) -> f64 {
     tensor.abs().max().double_value(&[])
 }
 
-/// How far products of two sets may be apart, relative to the largest result.
+/// Returns the tolerance of the outputs of two sets, relative to the largest output.
 fn tolerance(key: &str) -> f64 {
     match key {
-        // Sums of products of codes are exact, and what is done with them is rounded alike.
+        // Sums of products of codes are exact, and everything after them is rounded alike.
         _ if key.starts_with("int8.") => 0.0,
         // Sums in f32 of up to 768 products, in another order.
         _ => 1e-5,
@@ -142,22 +144,16 @@ fn tolerance(key: &str) -> f64 {
 }
 
 #[test]
-fn every_instruction_set_makes_the_same_codes_and_nearly_the_same_products() {
+fn every_instruction_set_has_the_same_codes_and_nearly_the_same_outputs() {
     let expected: BTreeMap<String, Tensor> = made().into_iter().collect();
-    for set in ["avx512", "avx2", "portable"] {
+    for set in InstructionSet::available().map(InstructionSet::name) {
         let file = made_with(set);
-        let ran_with = &file.metadata()["set"];
-        // A machine that has not got a set runs without.
-        assert!(ran_with == set || ran_with == "portable", "{ran_with}");
-        #[cfg(target_arch = "x86_64")]
-        if set == "avx2" && std::arch::is_x86_feature_detected!("avx2") {
-            assert_eq!(ran_with, "avx2");
-        }
+        assert_eq!(file.metadata()["set"], set);
         assert_eq!(file.tensors().len(), expected.len());
         for (name, expected) in &expected {
             let found = file.tensor(name).unwrap();
             let found = found.copy_to_tensor(None, Device::Cpu).unwrap();
-            if let Some(key) = name.strip_prefix("products.") {
+            if let Some(key) = name.strip_prefix("outputs.") {
                 let difference = largest(&(&found - expected)) / largest(expected);
                 assert!(difference <= tolerance(key), "{set} {name}: {difference:e}");
             } else {

@@ -1,11 +1,12 @@
 use std::sync::Mutex;
 
 use overdrive_core::{check_at_least, check_option};
+use overdrive_kernels::threads::run_jobs;
 use serde::{Deserialize, Serialize};
 
 use super::grid::Grid;
 use crate::Result;
-use crate::codec::jobs::{run_jobs, units_of_job};
+use crate::codec::units_of_job;
 
 /// The options of the search for the range of each group (row, block) that has the least squared error of its
 /// elements, each weighted by the mean square of its input if that is known. A few large elements are clipped
@@ -30,6 +31,7 @@ impl Default for ClipOptions {
 
 /// The largest range that is tried: at 4 bits the range of symmetric codes ends half a step before the
 /// largest element.
+// The scale makes the largest element 7.5 steps, and the largest code is 7: 7.5 / 7 is 1.07.
 const MOST: f64 = 1.08;
 
 impl ClipOptions {
@@ -50,6 +52,7 @@ pub(super) fn clip(grid: &mut Grid, weight: &[f32], importance: &[f32], options:
     let ratios: Vec<f32> = std::iter::once(1.0)
         .chain(tries.map(|fraction| (options.least + width * fraction) as f32))
         .collect();
+    // A mutex for each group, which is never contended: a job has groups of its own.
     let best: Vec<Mutex<f32>> = grid.steps.iter().map(|_| Mutex::new(1.0)).collect();
     let units = units_of_job(group * ratios.len());
     let starts = (0..best.len()).step_by(units);
@@ -62,6 +65,7 @@ pub(super) fn clip(grid: &mut Grid, weight: &[f32], importance: &[f32], options:
             let error = |ratio: f32| -> f32 {
                 let squares = numbers.iter().enumerate().map(|(index, &x)| {
                     let (_, number) = grid.nearest_of(step * ratio, offset * ratio, x);
+                    // Blocks may cross rows: the column is counted along the flattened weight.
                     importance[(first + index) % inputs] * (x - number) * (x - number)
                 });
                 squares.sum()

@@ -1,10 +1,11 @@
 use overdrive_core::check_option;
+use overdrive_kernels::threads::run_jobs;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use super::grid::Grid;
 use super::statistics::InputStatistics;
-use crate::codec::jobs::{run_jobs, units_of_job};
+use crate::codec::units_of_job;
 use crate::{Error, Result};
 
 /// The number of columns whose errors go to the later ones together, by one matmul (the lazy batches of the
@@ -65,6 +66,7 @@ pub(super) fn gptq(
     let diagonal = moments.f_diagonal(0, 0, 1)?;
     let dead = diagonal.f_le(0.0)?.f_to_kind(Kind::Float)?;
     let moments = moments.f_add(&dead.f_diag(0)?)?;
+    // The columns of the largest inputs first: their errors have the most columns left to compensate them.
     let order = match options.desc_act {
         true => diagonal.f_argsort(0, true)?,
         false => Tensor::f_arange(inputs, (Kind::Int64, weight.device()))?,
@@ -77,6 +79,7 @@ pub(super) fn gptq(
     let order: Vec<i64> = Vec::try_from(&order.f_to_device(Device::Cpu)?)?;
     let order: Vec<usize> = order.iter().map(|&i| i.unsigned_abs() as usize).collect();
     let width = order.len();
+    // The columns are rounded in `order`, but their codes are stored in the order of the weight.
     let mut codes = vec![0u8; rest.numel()];
     for start in (0..inputs).step_by(BLOCK as usize) {
         let columns = BLOCK.min(inputs - start);
@@ -94,6 +97,7 @@ pub(super) fn gptq(
             let errors = errors.f_to_device(weight.device())?;
             let factor = upper.f_narrow(0, start, columns)?;
             let factor = factor.f_narrow(1, start + columns, later)?;
+            // A view: the subtraction changes `rest`.
             let mut later = rest.f_narrow(1, start + columns, later)?;
             let _same = later.f_sub_(&errors.f_matmul(&factor)?)?;
         }
@@ -113,6 +117,7 @@ fn round_block(
 ) -> Vec<f32> {
     let columns = order.len();
     let mut errors = vec![0f32; rest.len()];
+    // Rounding a row costs the square of the columns.
     let rows = units_of_job(columns * columns);
     let jobs = rest
         .chunks_mut(rows * columns)
@@ -160,6 +165,7 @@ fn inverse_factor(moments: &Tensor, damp_percent: f64) -> Result<Tensor> {
                 return Ok(upper);
             }
         }
+        // A larger damping keeps the result defined, at the price of less compensation.
         damp *= 10.0;
     }
     let found = format!("{damp_percent}, and up to a thousand times that was tried");

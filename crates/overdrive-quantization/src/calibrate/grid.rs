@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::codec::book::Book;
+use crate::codec::code_book::Book;
 use crate::codec::grouped::{HALF_DIGITS, half_scale, rounded_up};
 use crate::codec::{dynamic, fp8};
 use crate::weight::{Magnitudes, Storage};
@@ -118,6 +118,7 @@ impl Grid {
     pub(super) fn nearest_of(&self, step: f32, offset: f32, x: f32) -> (u8, f32) {
         match &self.levels {
             Levels::Integers { low, high, zero } => {
+                // Divided, as the codecs do, so that the same numbers get the same codes.
                 let level = ((x - offset) / step + zero)
                     .round_ties_even()
                     .clamp(*low, *high);
@@ -148,6 +149,7 @@ impl Grid {
             Storage::Grouped {
                 scales, offsets, ..
             } => {
+                // Rounded up as the codec does, so that offsets stay exact in f16.
                 if scales.kind() == Kind::Half {
                     self.fit_half();
                 }
@@ -211,6 +213,7 @@ impl Grid {
             | Storage::Grouped { codes, .. } => (codes, false),
             Storage::Blocks { codes, .. } => (codes, true),
         };
+        // Two codes in a byte: the tensor has half as many elements.
         let halves = slot.numel() < codes.len();
         let bytes: Vec<u8> = if halves {
             let pair = |pair: &[u8]| match (pair, high_first) {

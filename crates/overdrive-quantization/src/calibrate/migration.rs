@@ -53,6 +53,7 @@ pub fn migration_scales(
                 let own = weight.f_to_kind(Kind::Float)?.f_abs()?.f_amax([0], false)?;
                 largest = largest.f_maximum(&own)?;
             }
+            // 1e-5 is the bound of the paper's code: an input that is always 0 gives no scale.
             let activations = statistics.largest().f_clamp_min(1e-5)?;
             let numerator = activations.f_pow_tensor_scalar(alpha)?;
             let denominator = largest
@@ -74,6 +75,7 @@ fn search(
 ) -> Result<Tensor> {
     let typical = statistics.mean_squares()?.f_sqrt()?.f_clamp_min(1e-4)?;
     let mut best: Option<(f64, Tensor)> = None;
+    // Step 0 is `α = 0`, all scales 1: the result is never worse than no migration.
     for step in 0..=steps {
         let alpha = f64::from(step) / f64::from(steps);
         let raised = typical.f_pow_tensor_scalar(alpha)?;
@@ -92,6 +94,7 @@ fn search(
             best = Some((error, scales));
         }
     }
+    // Never `None`: there are at least two steps.
     match best {
         Some((_, scales)) => Ok(scales),
         None => Ok(typical.f_ones_like()?),
@@ -118,6 +121,7 @@ pub fn fold_into_rows(weight: &Tensor, scales: &Tensor, adds_one: bool) -> Resul
         _ => scales,
     };
     if adds_one {
+        // The norm adds 1 to what is stored, so 1 is added before the division and subtracted after it.
         let whole = weight.f_add_scalar(1.0)?.f_div(&scales)?;
         return Ok(whole.f_sub_scalar(1.0)?);
     }

@@ -67,6 +67,7 @@ pub fn observe_inputs<O: InputObserver + 'static, T>(
 /// # Errors
 /// Those of the observer.
 pub fn observe_input(name: &str, x: &Tensor) -> Result<()> {
+    // Cloned, so that the slot is not borrowed while the observer runs layers of its own.
     let observer = OBSERVER.with(|slot| slot.borrow().clone());
     match observer {
         None => Ok(()),
@@ -120,6 +121,7 @@ impl InputCollector {
 
 impl InputObserver for InputCollector {
     fn observe(&mut self, name: &str, x: &Tensor) -> Result<()> {
+        // The same address and shape: query, key and value take the same tensor.
         let same = |last: &Tensor| last.data_ptr() == x.data_ptr() && last.size() == x.size();
         let again = self.last.as_ref().filter(|(last, _)| same(last));
         let known = self.names.get(name).copied();

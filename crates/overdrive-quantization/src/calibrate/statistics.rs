@@ -59,6 +59,7 @@ impl InputStatistics {
         if rows.size()[0] == 0 {
             return Ok(());
         }
+        // One test for NaN and infinity on the maxima, which are far fewer than the inputs.
         let largest = rows.f_abs()?.f_amax([0], false)?;
         if !largest.f_isfinite()?.f_all()?.f_int64_value(&[])?.eq(&1) {
             let expected = "finite activations; a model in fp16 may overflow, use bf16 or fp32";
@@ -73,6 +74,7 @@ impl InputStatistics {
                 let _same = self.sums.f_add_(&squares)?;
             }
             Moments::Full => {
+                // In place: a second `(I, I)` matrix would double the memory.
                 let _same = self.sums.f_addmm_(&rows.f_tr()?, &rows)?;
             }
         }
@@ -166,6 +168,7 @@ impl InputStatistics {
             Some(moments) => difference.f_matmul(&moments)?.f_mul(&difference)?,
             None => difference.f_square()?.f_mul(&self.mean_squares()?)?,
         };
+        // Summed in f64: a layer has millions of elements.
         Ok(error.f_sum(Kind::Double)?.f_double_value(&[])?)
     }
 }

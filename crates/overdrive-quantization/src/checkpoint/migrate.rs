@@ -52,10 +52,12 @@ impl Migrations {
         let mut found = Migrations::default();
         let model_type = source.model_type();
         let adds_one = model_type.starts_with("gemma");
+        // Gemma 2 has a norm on both sides of each block; the one before the MLP has another name.
         let before_mlp = match adds_one {
             true => "pre_feedforward_layernorm",
             false => "post_attention_layernorm",
         };
+        // The number of layers is found by their names, since `config.json` has it under several keys.
         for layer in 0.. {
             let prefix = format!("model.layers.{layer}");
             if !source.has(&format!("{prefix}.input_layernorm.weight")) {
@@ -67,6 +69,7 @@ impl Migrations {
                     &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
                 ),
                 (before_mlp, &["mlp.gate_proj", "mlp.up_proj"]),
+                // The gate is elementwise: dividing the rows of `up_proj` divides the input of `down_proj`.
                 ("mlp.up_proj", &["mlp.down_proj"]),
             ];
             for (before, layers) in groups {

@@ -39,6 +39,7 @@ pub fn quantize_checkpoint(
     options: &CheckpointOptions,
 ) -> Result<CheckpointReport> {
     let (dir, out) = (dir.as_ref(), out.as_ref());
+    // Everything that can be refused is checked before the first tensor is quantized.
     let source = Source::open(dir)?;
     let work = WorkFolder::beside(out)?;
     let job = Job::new(&source, scheme, options)?;
@@ -85,6 +86,7 @@ pub fn quantize_checkpoint(
     let file_bytes = writer.finish()?;
     source.copy_rest(&work.path)?;
     write_json(&work.path.join("config.json"), &job.config(kept)?)?;
+    // The last step, so that `out` is either absent or complete.
     work.rename()?;
     Ok(CheckpointReport {
         scheme,
@@ -171,6 +173,7 @@ impl<'a> Job<'a> {
         let module = name.strip_suffix(".weight").unwrap_or(name);
         let mut weight = changed(stored.copy_to_tensor(Some(Kind::Float), Device::Cpu)?)?;
         if self.role(stored) == (Role::Linear { transposed: true }) {
+            // GPT-2 stores `(I, O)`; the quantized layouts have `(O, I)` only.
             weight = weight.f_tr()?.f_contiguous()?;
         }
         let collected = self.options.statistics.as_ref();
@@ -190,6 +193,7 @@ impl<'a> Job<'a> {
         }
         let packed = quantize_calibrated(&weight, scheme, statistics, &calibration)?;
         let (squared_error, squares) = errors(&weight, &packed)?;
+        // Freed before the tensors of the file are made, which lowers the peak by a dense weight.
         drop(weight);
         let tensors = self.layout.write_weight(&packed, module)?;
         let quantized = Quantized {
@@ -262,6 +266,7 @@ impl WorkFolder {
         };
         let mut hidden = std::ffi::OsString::from(".");
         hidden.push(name);
+        // The id of the process: two runs beside each other do not share a folder.
         hidden.push(format!(".{}.tmp", std::process::id()));
         let path = target.with_file_name(hidden);
         if path.exists() {

@@ -67,6 +67,7 @@ impl ShardWriter {
                 .f_detach()?
                 .f_to_device(Device::Cpu)?
                 .f_contiguous()?;
+            // Copied as bytes: a borrow of the elements would need a case for each dtype.
             let mut buffer = vec![0u8; tensor.numel() * tensor.kind().elt_size_in_bytes()];
             if !buffer.is_empty() {
                 tensor
@@ -109,6 +110,7 @@ impl ShardWriter {
             names.push(entry.name);
         }
         let mut header = Value::Object(header).to_string().into_bytes();
+        // The format pads the header with spaces, so that the data is aligned.
         header.resize(header.len().next_multiple_of(8), b' ');
         let mut write = || -> io::Result<()> {
             let mut file = File::create(&path)?;
@@ -121,6 +123,7 @@ impl ShardWriter {
                 part.rewind()?;
                 part.set_len(0)?;
             }
+            // A shard that is renamed must be on the disk.
             file.sync_all()
         };
         write().map_err(CoreError::io("write", &path))?;
@@ -162,6 +165,7 @@ fn temporary_name(index: usize) -> String {
 
 /// Creates a file in `dir` and removes its name, so that it disappears when it is closed, also after a crash.
 fn unnamed(dir: &Path) -> Result<File> {
+    // A writer has one file for each element size, and each needs a name.
     static COUNT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
     let number = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     let path = dir.join(format!(".part-{}-{number}.tmp", std::process::id()));
@@ -171,6 +175,7 @@ fn unnamed(dir: &Path) -> Result<File> {
         .create_new(true)
         .open(&path)
         .map_err(CoreError::io("create", &path))?;
+    // Windows cannot remove open files.
     if cfg!(unix) {
         fs::remove_file(&path).map_err(CoreError::io("remove", &path))?;
     }

@@ -125,6 +125,7 @@ impl Source {
     /// Copies all files but the weights and `config.json` to `out`: tokenizer, generation settings, templates,
     /// licences.
     pub(super) fn copy_rest(&self, out: &Path) -> Result<()> {
+        // Weights in other formats are as large as the model, and would contradict the quantized ones.
         const WEIGHTS: [&str; 11] = [
             "safetensors",
             "bin",

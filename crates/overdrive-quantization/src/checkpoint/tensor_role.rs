@@ -31,8 +31,11 @@ pub(super) fn role(stored: &StoredTensor<'_>, model_type: &str) -> Role {
     match module.rsplit('.').next().unwrap_or(module) {
         "lm_head" => Role::Head,
         "embed_tokens" | "wte" => Role::Embedding,
+        // A position embedding is small, and its rows are added, not multiplied.
         "wpe" => Role::Other,
+        // `Conv1D` has its weight transposed; other models with these names use `Linear`.
         "c_attn" | "c_proj" | "c_fc" if model_type == "gpt2" => Role::Linear { transposed: true },
+        // A norm with a two-dimensional weight is not a linear layer.
         last if last.contains("norm") => Role::Other,
         _ => Role::Linear { transposed: false },
     }

@@ -1,17 +1,17 @@
-//! 4-bit code books by block of the flattened weight, bit for bit as bitsandbytes' `quantize_4bit`
-//! makes them on the CPU.
+//! Blocks of 4-bit codes of the flattened weight, bit for bit those of bitsandbytes' `quantize_4bit` on the
+//! CPU.
 
-use super::book::{Book, FP4_ORDER};
+use super::code_book::{Book, FP4_ORDER};
 use super::floats::{first_not_finite, max_magnitude};
-use super::jobs::NotFinite;
-use super::vectors::vectorised;
+use super::not_finite::NotFinite;
+use overdrive_kernels::{InstructionSet, vectorized};
 
-/// The least magnitude by which a block is divided, as in the original.
+/// The smallest magnitude by which a block is divided, as in bitsandbytes.
 const LEAST_MAGNITUDE: f32 = 1e-38;
 
 /// Quantizes `numbers` in blocks of `block`, an even number, the last of which may be shorter.
 ///
-/// `packed` has `⌈len/2⌉` bytes, the first of two weights in the high half, and `magnitudes`
+/// `packed` has `⌈len/2⌉` bytes, the first of two elements in the high half, and `magnitudes` has
 /// `⌈len/block⌉` numbers.
 pub(crate) fn quantize(
     numbers: &[f32],
@@ -20,9 +20,11 @@ pub(crate) fn quantize(
     packed: &mut [u8],
     magnitudes: &mut [f32],
 ) -> Result<(), NotFinite> {
+    let set = InstructionSet::best();
     let blocks = numbers.chunks(block).zip(packed.chunks_mut(block / 2));
+    // `chunks` of the packed bytes stay aligned with those of the numbers, since blocks are even.
     for (index, ((numbers, packed), magnitude)) in blocks.zip(magnitudes).enumerate() {
-        let most = max_magnitude(numbers);
+        let most = max_magnitude(set, numbers);
         if !most.is_finite() {
             let index = index * block + first_not_finite(numbers).unwrap_or_default();
             return Err(NotFinite { index });
@@ -30,15 +32,16 @@ pub(crate) fn quantize(
         let divisor = most.max(LEAST_MAGNITUDE);
         if numbers.len() == block {
             *magnitude = most;
-            encode(numbers, 1.0 / divisor, book == Book::Fp4, packed);
+            let fp4 = book == Book::Fp4;
+            encode(set, numbers, 1.0 / divisor, fp4, packed);
         } else {
-            // The original divides the last, shorter block, where it multiplies the others by the
-            // inverse, and keeps the divisor.
+            // bitsandbytes divides the last, shorter block, where it multiplies the others by the
+            // inverse, and stores the divisor.
             *magnitude = divisor;
             let mut scaled: Vec<f32> = numbers.iter().map(|x| x / divisor).collect();
-            // It fills the last byte up with a number 0.
+            // It pads the last byte with a 0.
             scaled.resize(scaled.len().next_multiple_of(2), 0.0);
-            encode(&scaled, 1.0, book == Book::Fp4, packed);
+            encode(set, &scaled, 1.0, book == Book::Fp4, packed);
         }
     }
     Ok(())
@@ -47,30 +50,31 @@ pub(crate) fn quantize(
 const NF4_BOUNDS: [f32; 15] = Book::Nf4.bounds();
 const FP4_BOUNDS: [f32; 15] = Book::Fp4.bounds();
 
-/// How many bounds `x` is beyond: the place of the nearest number.
+/// Returns the number of bounds that `x` is beyond: the rank of the nearest number.
 #[inline(always)]
-fn place(x: f32, bounds: &[f32; 15]) -> u32 {
-    let mut place = 0;
+fn rank(x: f32, bounds: &[f32; 15]) -> u32 {
+    let mut rank = 0;
+    // Comparisons without branches, which become vectors.
     for bound in bounds {
-        place += u32::from(x > *bound);
+        rank += u32::from(x > *bound);
     }
-    place
+    rank
 }
 
-/// Numbers whose codes are found before they are packed.
+/// The number of elements that are encoded before they are packed.
 const TILE: usize = 32;
 
-vectorised! {
-    fn encode(numbers: &[f32], inverse: f32, fp4: bool, packed: &mut [u8]) {
+vectorized! {
+    fn encode<S: Simd>(_s: S, numbers: &[f32], inverse: f32, fp4: bool, packed: &mut [u8]) {
         let mut codes = [0u8; TILE];
         for (numbers, packed) in numbers.chunks(TILE).zip(packed.chunks_mut(TILE / 2)) {
             if fp4 {
                 for (code, x) in codes.iter_mut().zip(numbers) {
-                    *code = (FP4_ORDER >> (4 * place(x * inverse, &FP4_BOUNDS))) as u8 & 15;
+                    *code = (FP4_ORDER >> (4 * rank(x * inverse, &FP4_BOUNDS))) as u8 & 15;
                 }
             } else {
                 for (code, x) in codes.iter_mut().zip(numbers) {
-                    *code = place(x * inverse, &NF4_BOUNDS) as u8;
+                    *code = rank(x * inverse, &NF4_BOUNDS) as u8;
                 }
             }
             for (byte, pair) in packed.iter_mut().zip(codes.chunks_exact(2)) {
@@ -78,8 +82,10 @@ vectorised! {
             }
         }
     }
+}
 
-    fn decode_pairs(packed: &[u8], pairs: &[[f32; 2]; 256], magnitude: f32, numbers: &mut [f32]) {
+vectorized! {
+    fn decode_pairs<S: Simd>(_s: S, packed: &[u8], pairs: &[[f32; 2]; 256], magnitude: f32, numbers: &mut [f32]) {
         for (to, byte) in numbers.chunks_exact_mut(2).zip(packed) {
             let pair = pairs[usize::from(*byte)];
             to[0] = pair[0] * magnitude;
@@ -88,8 +94,8 @@ vectorised! {
     }
 }
 
-/// The numbers from place `start` of the flattened weight on. `magnitudes` are those of the blocks from that
-/// of `start` on.
+/// Dequantizes the elements from `start` of the flattened weight on. `magnitudes` begins with the block of
+/// `start`.
 pub(crate) fn dequantize(
     packed: &[u8],
     start: usize,
@@ -121,7 +127,13 @@ pub(crate) fn dequantize(
         let even = (part.len() - first) / 2 * 2;
         let bytes = &packed[(at + first) / 2..(at + first + even) / 2];
         let whole = &mut part[first..first + even];
-        decode_pairs(bytes, book.pairs(), magnitude(at), whole);
+        decode_pairs(
+            InstructionSet::best(),
+            bytes,
+            book.pairs(),
+            magnitude(at),
+            whole,
+        );
         if first + even < part.len() {
             let last = part.len() - 1;
             part[last] = one(at + last);
@@ -157,7 +169,7 @@ mod tests {
                 let least = nearest.fold(f32::INFINITY, f32::min);
                 prop_assert!((x - y).abs() <= least + magnitude * 2.0 * f32::EPSILON);
             }
-            // Any part of it, from odd places too.
+            // Any range of it, also from odd positions.
             let from = numbers.len() / 3;
             let mut part = vec![0.0; numbers.len() - from];
             dequantize(&packed, from, block, book, &magnitudes[from / block..], &mut part);

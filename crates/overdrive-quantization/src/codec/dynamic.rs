@@ -1,21 +1,23 @@
-//! Magnitudes of blocks in 8 bits: bitsandbytes' double quantization, bit for bit as on its CPU.
+//! Magnitudes of blocks in 8 bits: the double quantization of bitsandbytes, bit for bit as on its CPU.
 //!
 //! The book is its "dynamic map" (Dettmers 2016, arXiv:1511.04561): seven decades from 1e-6 to 1, each
-//! cut linearly into twice as many cells as the one below it, the cells' middles with both signs, zero
-//! and one. The nearest code is looked up in a table of 65536 cells from -1 to 1, so that numbers smaller than
-//! a cell get the code of its middle.
+//! divided linearly into twice as many cells as the one below it; the midpoints of the cells with both signs,
+//! zero and one. The nearest code is looked up in a table of 65536 cells from -1 to 1, so that numbers smaller
+//! than a cell get the code of its midpoint.
 
 use std::sync::OnceLock;
 
-use super::floats::{first_not_finite, max_magnitude};
-use super::jobs::NotFinite;
+use overdrive_kernels::InstructionSet;
 
-/// Magnitudes that share a scale.
+use super::floats::{first_not_finite, max_magnitude};
+use super::not_finite::NotFinite;
+
+/// The number of magnitudes that share a scale.
 pub(crate) const BLOCK: usize = 256;
-/// Cells of the table of nearest codes.
+/// The number of cells of the table of nearest codes.
 const CELLS: usize = 1 << 16;
 
-/// The numbers of the 256 codes, in rising order.
+/// Returns the numbers of the 256 codes, in ascending order.
 pub(crate) fn code_book() -> &'static [f32; 256] {
     static BOOK: OnceLock<[f32; 256]> = OnceLock::new();
     BOOK.get_or_init(|| {
@@ -39,8 +41,9 @@ pub(crate) fn code_book() -> &'static [f32; 256] {
     })
 }
 
-/// `torch.linspace` in float32: counted from both ends to the middle.
+/// Returns `torch.linspace` in float32, which counts from both ends to the middle.
 fn linspace(from: f32, to: f32, count: usize) -> Vec<f32> {
+    // Bit for bit: another formula would change the last bit of some numbers of the book.
     let step = (to - from) / (count - 1) as f32;
     let at = |index: usize| {
         if index < count / 2 {
@@ -52,7 +55,7 @@ fn linspace(from: f32, to: f32, count: usize) -> Vec<f32> {
     (0..count).map(at).collect()
 }
 
-/// The nearest code of the middle of each cell.
+/// Returns the nearest code of the midpoint of each cell.
 fn cells() -> &'static [u8; CELLS] {
     static TABLE: OnceLock<Box<[u8; CELLS]>> = OnceLock::new();
     TABLE.get_or_init(|| {
@@ -70,9 +73,10 @@ fn cells() -> &'static [u8; CELLS] {
     })
 }
 
-/// The code of a number.
+/// Returns the code of a number.
 fn nearest(x: f32) -> u8 {
     let cell = (x.clamp(-1.0, 1.0) + 1.0) * 0.5 * (CELLS - 1) as f32 + 0.5;
+    // The mask makes the bounds check unnecessary; the cast maps NaN to cell 0.
     cells()[cell as usize & (CELLS - 1)]
 }
 
@@ -86,12 +90,13 @@ pub(crate) fn quantize(
     let blocks = magnitudes.chunks(BLOCK).zip(codes.chunks_mut(BLOCK));
     for (index, ((magnitudes, codes), scale)) in blocks.zip(scales).enumerate() {
         let centred: Vec<f32> = magnitudes.iter().map(|x| x - offset).collect();
-        let most = max_magnitude(&centred);
+        let most = max_magnitude(InstructionSet::best(), &centred);
         if !most.is_finite() {
             let index = index * BLOCK + first_not_finite(&centred).unwrap_or_default();
             return Err(NotFinite { index });
         }
         *scale = most;
+        // All magnitudes equal: with the scale 0 any code gives the offset.
         if most == 0.0 {
             codes.fill(0);
             continue;
@@ -104,7 +109,7 @@ pub(crate) fn quantize(
     Ok(())
 }
 
-/// What magnitudes come back as.
+/// Returns the dequantized magnitudes.
 #[cfg(test)]
 pub(crate) fn dequantized(codes: &[u8], scales: &[f32], offset: f32) -> Vec<f32> {
     let magnitudes = crate::kernel::four_bit::Magnitudes::Quantized {

@@ -1,88 +1,58 @@
-//! Floats of three widths as slices of `f32`, and what is asked of a slice before it is quantized.
+//! Floats of three widths as slices of f32, and the extremes of a slice before it is quantized.
 
-use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
-use overdrive_sys::raw;
+use overdrive_kernels::{Element, InstructionSet, vectorized};
 
-use super::vectors::vectorised;
-
-/// A floating-point type of weights. Codecs compute in `f32`.
-pub(crate) trait Float: raw::Element {
-    /// The numbers as `f32`, in `scratch` unless they are so already.
-    fn read<'a>(from: &'a [Self], scratch: &'a mut Vec<f32>) -> &'a [f32];
-
-    /// Lets `fill` write the numbers as `f32`, each of them, and rounds them to nearest, ties to even.
-    fn write(to: &mut [Self], scratch: &mut Vec<f32>, fill: impl FnOnce(&mut [f32]));
-}
-
-impl Float for f32 {
-    fn read<'a>(from: &'a [f32], _: &'a mut Vec<f32>) -> &'a [f32] {
-        from
-    }
-
-    fn write(to: &mut [f32], _: &mut Vec<f32>, fill: impl FnOnce(&mut [f32])) {
-        fill(to);
-    }
-}
-
-impl Float for bf16 {
-    fn read<'a>(from: &'a [bf16], scratch: &'a mut Vec<f32>) -> &'a [f32] {
-        scratch.resize(from.len(), 0.0);
-        widen(from, scratch);
-        scratch
-    }
-
-    fn write(to: &mut [bf16], scratch: &mut Vec<f32>, fill: impl FnOnce(&mut [f32])) {
-        scratch.resize(to.len(), 0.0);
-        fill(scratch);
-        narrow(scratch, to);
-    }
-}
-
-impl Float for f16 {
-    fn read<'a>(from: &'a [f16], scratch: &'a mut Vec<f32>) -> &'a [f32] {
-        scratch.resize(from.len(), 0.0);
-        from.convert_to_f32_slice(scratch);
-        scratch
-    }
-
-    fn write(to: &mut [f16], scratch: &mut Vec<f32>, fill: impl FnOnce(&mut [f32])) {
-        scratch.resize(to.len(), 0.0);
-        fill(scratch);
-        to.convert_from_f32_slice(scratch);
-    }
-}
-
-vectorised! {
-    fn widen(from: &[bf16], to: &mut [f32]) {
-        for (to, from) in to.iter_mut().zip(from) {
-            *to = f32::from_bits(u32::from(from.to_bits()) << 16);
+/// The dtypes of weights and activations, as slices of f32, in which codecs compute.
+pub(crate) trait Float: Element {
+    /// Returns the numbers as f32, in `scratch` unless they are f32 already.
+    fn read<'a>(from: &'a [Self], scratch: &'a mut Vec<f32>) -> &'a [f32] {
+        match Self::as_acc(from) {
+            Some(floats) => floats,
+            None => {
+                scratch.resize(from.len(), 0.0);
+                Self::widen(InstructionSet::best(), from, scratch);
+                scratch
+            }
         }
     }
 
-    fn narrow(from: &[f32], to: &mut [bf16]) {
-        for (to, from) in to.iter_mut().zip(from) {
-            let bits = from.to_bits();
-            let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1)) >> 16;
-            let nan = bits >> 16 | 0x40;
-            let bits = if bits & 0x7FFF_FFFF > 0x7F80_0000 { nan } else { rounded };
-            *to = bf16::from_bits(bits as u16);
+    /// Calls `fill` to write the numbers as f32, each of them, and rounds them to nearest, ties to even.
+    fn write(to: &mut [Self], scratch: &mut Vec<f32>, fill: impl FnOnce(&mut [f32])) {
+        if let Some(floats) = Self::as_acc_mut(to) {
+            return fill(floats);
         }
+        scratch.resize(to.len(), 0.0);
+        fill(scratch);
+        Self::narrow(InstructionSet::best(), scratch, to);
     }
+}
 
-    /// The largest magnitude; infinite or NaN if any number is.
-    ///
-    /// Bits of magnitudes rise as the magnitudes do, NaN above all, and a maximum of integers has no
-    /// special cases that would keep the loop from vectors.
-    pub(crate) fn max_magnitude(numbers: &[f32]) -> f32 {
-        let bits = numbers.iter().fold(0, |most, x| u32::max(most, x.to_bits() & 0x7FFF_FFFF));
-        f32::from_bits(bits)
+impl<T: Element> Float for T {}
+
+/// Returns the largest magnitude; infinite or NaN if any number is.
+///
+/// The bits of magnitudes rise as the magnitudes do, NaN above all, and a maximum of integers has no special
+/// cases that would keep the loop from becoming vectors.
+#[inline(always)]
+pub(crate) fn max_magnitude_of(numbers: &[f32]) -> f32 {
+    let bits = numbers
+        .iter()
+        .fold(0, |most, x| u32::max(most, x.to_bits() & 0x7FFF_FFFF));
+    f32::from_bits(bits)
+}
+
+vectorized! {
+    /// Returns the largest magnitude; infinite or NaN if any number is.
+    pub(crate) fn max_magnitude<S: Simd>(_s: S, numbers: &[f32]) -> f32 {
+        max_magnitude_of(numbers)
     }
+}
 
-    /// The least and the largest number; infinite or NaN if any is. Zeros for no numbers.
-    pub(crate) fn extremes(numbers: &[f32]) -> [f32; 2] {
-        // Magnitudes of negative numbers fall as the numbers rise: turned over, signed integers are in
-        // the order of the floats.
+vectorized! {
+    /// Returns the least and the largest number; infinite or NaN if any is. Zeros for no numbers.
+    pub(crate) fn extremes<S: Simd>(_s: S, numbers: &[f32]) -> [f32; 2] {
+        // The magnitudes of negative numbers fall as the numbers rise: with these bits flipped, signed
+        // integers have the order of the floats.
         let (mut least, mut most) = (i32::MAX, i32::MIN);
         for x in numbers {
             let bits = x.to_bits() as i32;
@@ -97,12 +67,12 @@ vectorised! {
     }
 }
 
-/// The index of the first number that is infinite or NaN.
+/// Returns the index of the first number that is infinite or NaN.
 pub(crate) fn first_not_finite(numbers: &[f32]) -> Option<usize> {
     numbers.iter().position(|x| !x.is_finite())
 }
 
-/// The nearest integer of a number in `-2²²..2²²`, ties to even, in the low bits.
+/// Returns the nearest integer of a number in `-2²²..2²²`, ties to even, in the low bits.
 ///
 /// Adding 1.5·2²³ leaves no bits for fractions, so the addition itself rounds; and unlike a conversion
 /// it is one instruction on any vector unit.
@@ -116,31 +86,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn extremes_are_those_of_the_floats_and_tell_of_bad_numbers() {
-        assert_eq!(extremes(&[0.5, -2.0, 1.5, -0.0]), [-2.0, 1.5]);
-        assert_eq!(extremes(&[-3.0, -1.0]), [-3.0, -1.0]);
-        assert_eq!(extremes(&[]), [0.0, 0.0]);
-        assert_eq!(max_magnitude(&[0.5, -2.0, 1.5]), 2.0);
+    fn extremes_are_those_of_the_floats_and_show_bad_numbers() {
+        let set = InstructionSet::best();
+        assert_eq!(extremes(set, &[0.5, -2.0, 1.5, -0.0]), [-2.0, 1.5]);
+        assert_eq!(extremes(set, &[-3.0, -1.0]), [-3.0, -1.0]);
+        assert_eq!(extremes(set, &[]), [0.0, 0.0]);
+        assert_eq!(max_magnitude(set, &[0.5, -2.0, 1.5]), 2.0);
         for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut numbers = [1f32; 40];
             numbers[33] = bad;
-            assert!(!max_magnitude(&numbers).is_finite());
-            assert!(extremes(&numbers).iter().any(|x| !x.is_finite()));
+            assert!(!max_magnitude(set, &numbers).is_finite());
+            assert!(extremes(set, &numbers).iter().any(|x| !x.is_finite()));
             assert_eq!(first_not_finite(&numbers), Some(33));
-        }
-    }
-
-    #[test]
-    fn bf16_rounds_as_the_half_crate_does() {
-        let numbers: Vec<f32> = (0..=u32::MAX).step_by(65_521).map(f32::from_bits).collect();
-        let mut to = vec![bf16::ZERO; numbers.len()];
-        narrow(&numbers, &mut to);
-        for (x, y) in numbers.iter().zip(&to) {
-            let expected = bf16::from_f32(*x);
-            assert!(
-                expected.to_bits() == y.to_bits() || x.is_nan() && y.is_nan(),
-                "{x:e}"
-            );
         }
     }
 

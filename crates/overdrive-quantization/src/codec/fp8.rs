@@ -1,39 +1,40 @@
-//! 8-bit floats, e4m3fn: a sign, four bits of exponent with bias 7, three of mantissa; no infinity, NaN
+//! 8-bit floats, e4m3fn: a sign, four bits of exponent with bias 7, three of mantissa; no infinity, and NaN
 //! where all bits but the sign are set. `torch.float8_e4m3fn` (Micikevicius et al. 2022,
 //! arXiv:2209.05433).
 
-use super::jobs::NotFinite;
-use super::row;
-use super::vectors::vectorised;
+use super::not_finite::NotFinite;
+use super::row_scale;
+use overdrive_kernels::{InstructionSet, vectorized};
 
 /// The largest number.
 pub(crate) const MAX: f32 = 448.0;
-/// The code of NaN, and with the sign the other.
+/// The code of NaN; with the sign bit it is NaN too.
 pub(crate) const NAN: u8 = 0x7F;
-/// The least number that has an exponent of its own, 2⁻⁶; below, numbers are multiples of 2⁻⁹.
+/// The smallest normal number, 2⁻⁶; below it, numbers are multiples of 2⁻⁹.
 const LEAST_NORMAL: f32 = 0.015_625;
 
-/// The nearest code, ties to even; numbers beyond the largest become the largest, where torch makes
-/// NaN of those beyond 464.
+/// Returns the nearest code, ties to even. Numbers beyond the largest saturate, where torch makes NaN of those
+/// beyond 464.
 #[inline(always)]
 pub(crate) fn encode(x: f32) -> u8 {
     let sign = (x.to_bits() >> 24) as u8 & 0x80;
     let magnitude = f32::from_bits(x.to_bits() & 0x7FFF_FFFF);
-    // `min` would take the number for NaN.
+    // Not `min`, which returns `MAX` for NaN.
     let small = if magnitude > MAX { MAX } else { magnitude };
     let bits = small.to_bits();
-    // To 3 of 23 bits, and from bias 127 to 7.
+    // Rounds to 3 of 23 bits, and changes the bias from 127 to 7.
     let normal = (bits.wrapping_add(0x7_FFFF + (bits >> 20 & 1)) >> 20).wrapping_sub(120 << 3);
-    // 2¹⁴ leaves multiples of 2⁻⁹, in the low bits.
+    // Adding 2¹⁴ leaves multiples of 2⁻⁹, in the low bits.
     let tiny = (small + 16_384.0).to_bits() & 0xFF;
     let code = if small < LEAST_NORMAL { tiny } else { normal } as u8;
     sign | if magnitude.is_nan() { NAN } else { code }
 }
 
-/// The number of a code.
+/// Returns the number of a code.
 #[inline(always)]
 pub(crate) fn decode(code: u8) -> f32 {
     let magnitude = u32::from(code & 0x7F);
+    // The three bits of the mantissa are the highest of 23, and 127 - 7 is 120.
     let normal = f32::from_bits((magnitude << 20) + (120 << 23));
     let tiny = magnitude as f32 * (1.0 / 512.0);
     let x = if magnitude < 8 { tiny } else { normal };
@@ -45,30 +46,37 @@ pub(crate) fn decode(code: u8) -> f32 {
     f32::from_bits(x.to_bits() | u32::from(code & 0x80) << 24)
 }
 
-/// Quantizes a row; returns its scale. Numbers beyond `limit`, where there is one, become the largest.
+/// Quantizes a row; returns its scale. Numbers beyond `limit`, if given, saturate.
 pub(crate) fn quantize_row(
     row: &[f32],
     limit: Option<f32>,
     codes: &mut [u8],
 ) -> Result<f32, NotFinite> {
-    row::quantize_row(row, limit, MAX, codes, |fit, codes| {
-        encode_row(row, fit.scale, codes);
+    row_scale::quantize_row(row, limit, MAX, codes, |fit, codes| {
+        encode_row(InstructionSet::best(), row, fit.scale, codes);
     })
 }
 
-vectorised! {
-    fn encode_row(row: &[f32], scale: f32, codes: &mut [u8]) {
+vectorized! {
+    fn encode_row<S: Simd>(_s: S, row: &[f32], scale: f32, codes: &mut [u8]) {
         for (code, x) in codes.iter_mut().zip(row) {
             *code = encode(x / scale);
         }
     }
+}
 
-    /// The numbers of a row.
-    pub(crate) fn dequantize_row(codes: &[u8], scale: f32, row: &mut [f32]) {
+vectorized! {
+    /// Dequantizes a row.
+    fn decode_row<S: Simd>(_s: S, codes: &[u8], scale: f32, row: &mut [f32]) {
         for (x, code) in row.iter_mut().zip(codes) {
             *x = decode(*code) * scale;
         }
     }
+}
+
+/// Dequantizes a row.
+pub(crate) fn dequantize_row(codes: &[u8], scale: f32, row: &mut [f32]) {
+    decode_row(InstructionSet::best(), codes, scale, row);
 }
 
 #[cfg(test)]

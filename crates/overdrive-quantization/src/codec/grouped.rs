@@ -1,67 +1,68 @@
 //! Integers of 4 or 8 bits in groups along the input.
 //!
-//! Scales, zero points and codes are those that compressed-tensors computes (`calculate_qparams`,
+//! The scales, zero points and codes equal those of compressed-tensors (`calculate_qparams`,
 //! `quantize`): a symmetric group's scale is its largest magnitude over half the range (7.5, 127.5), and
 //! the others' zero point is an integer, so that 0 has a code of its own.
 //!
-//! Scales that are kept in f16 are rounded before codes are chosen, up, so that the codes still cover the
-//! range; where there are offsets to so few digits that the offset, a multiple of the scale, is a number
-//! of f16 as well.
+//! Scales in f16 are rounded up before the codes are chosen, so that the codes still cover the range; with
+//! offsets they are rounded to so few digits that the offset, a multiple of the scale, is a number of f16 as
+//! well.
 
 use super::LEAST_SCALE;
 use super::floats::{extremes, first_not_finite, round_bits};
-use super::jobs::NotFinite;
-use super::vectors::vectorised;
+use super::not_finite::NotFinite;
+use overdrive_kernels::{InstructionSet, vectorized};
 
-/// Which integers a group's codes are.
+/// The integers that the codes of a group can be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Levels {
-    /// 4 or 8.
+    /// The number of bits: 4 or 8.
     pub(crate) bits: u8,
-    /// Whether 0 is the middle of the range.
+    /// If `true`, 0 is the middle of the range.
     pub(crate) symmetric: bool,
-    /// Whether scales, and at 4 bits offsets, are to be numbers of f16.
+    /// If `true`, scales, and at 4 bits offsets, must be numbers of f16.
     pub(crate) half: bool,
 }
 
-/// The scales that groups of a weight may have in f16: the largest is a normal number there, so that what
-/// the smaller ones lose is less than the largest loses, and offsets of 15 times as much, and scales that are
-/// searched a little beyond, are finite.
+/// The range of the largest scale of a weight whose scales may be in f16. It is a normal number there, so that
+/// smaller ones lose less than it does, and offsets of 15 times as much, and scales of the clipping search, are
+/// finite.
 pub(crate) const HALF_SCALES: std::ops::RangeInclusive<f32> = 6.103_515_6e-5..=2048.0;
 
-/// The least number of f16, and the distance of its smallest ones.
+/// The smallest positive number of f16, 2⁻²⁴.
 pub(crate) const HALF_STEP: f32 = 1.0 / 16_777_216.0;
 
-/// Digits of f16's mantissa, counted in bits with the one that is not stored.
+/// The number of bits of f16's mantissa, with the one that is not stored.
 pub(crate) const HALF_DIGITS: u32 = 11;
 
-/// Digits that leave room for those of a zero point of 4 bits.
+/// The number of bits that leaves room for those of a zero point of 4 bits.
 pub(crate) const LEAST_DIGITS: u32 = HALF_DIGITS - 4;
 
-/// The least number of so many binary digits that is not below `scale`, and a multiple of [`HALF_STEP`].
+/// Returns the smallest number of so many bits that is not below `scale`, and is a multiple of [`HALF_STEP`].
 pub(crate) fn rounded_up(scale: f32, digits: u32) -> f32 {
     let unit = 1u32 << (24 - digits);
     let rounded = f32::from_bits(scale.to_bits().saturating_add(unit - 1) & !(unit - 1));
-    // Products with a power of two: exact.
+    // Products with a power of two are exact.
     (rounded / HALF_STEP).ceil().max(1.0) * HALF_STEP
 }
 
-/// The least scale in f16 that is not below `scale`, of which `zero` (0 to 15) times is a number of f16.
+/// Returns the smallest scale in f16 that is not below `scale` and of which `zero` (0 to 15) times is a number of
+/// f16.
 pub(crate) fn half_scale(scale: f32, zero: f32) -> f32 {
     let tries = (LEAST_DIGITS..=HALF_DIGITS).rev();
     let mut scales = tries.map(|digits| rounded_up(scale, digits));
-    // The last has room for all four digits of the zero point.
+    // The last one has room for all four bits of the zero point.
     scales
         .find(|scale| has_half_digits(zero * scale))
         .unwrap_or_else(|| rounded_up(scale, LEAST_DIGITS))
 }
 
-/// Whether `x` has no more digits than a number of f16.
+/// Returns `true` if `x` has no more bits than a number of f16.
 fn has_half_digits(x: f32) -> bool {
     x.to_bits().is_multiple_of(1 << (24 - HALF_DIGITS))
 }
 
-/// `w = (code − zero) · scale`; codes as they are stored, from [`Levels::first`] on.
+/// The scale and zero point of a group: `w = (code − zero) · scale` for stored codes, from [`Levels::first`] on.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Fit {
     pub(crate) scale: f32,
@@ -69,13 +70,13 @@ pub(crate) struct Fit {
 }
 
 impl Levels {
-    /// The largest code minus the least.
+    /// Returns the largest code minus the smallest.
     #[inline(always)]
     pub(crate) fn span(self) -> f32 {
         if self.bits == 4 { 15.0 } else { 255.0 }
     }
 
-    /// The least stored code: -128 where codes are signed bytes, else 0.
+    /// Returns the smallest stored code: -128 for signed bytes, otherwise 0.
     #[inline(always)]
     pub(crate) fn first(self) -> f32 {
         if self.bits == 8 && self.symmetric {
@@ -85,18 +86,19 @@ impl Levels {
         }
     }
 
-    /// The stored code of 0 in symmetric groups.
+    /// Returns the stored code of 0 in symmetric groups.
     #[inline(always)]
     pub(crate) fn middle(self) -> f32 {
         self.first() + (self.span() + 1.0) / 2.0
     }
 
-    /// The scale and zero point with which the codes cover `low..=high` and 0.
+    /// Returns the scale and zero point with which the codes cover `low..=high` and 0.
     pub(crate) fn fit(self, [low, high]: [f32; 2]) -> Fit {
         let (low, high) = (low.min(0.0), high.max(0.0));
         let span = self.span();
         let scale = match (high - low) / span {
             _ if self.symmetric => high.max(-low) / (span / 2.0),
+            // The difference of two large numbers may overflow where the scale does not.
             scale if scale.is_finite() => scale,
             _ => high / span - low / span,
         };
@@ -118,16 +120,15 @@ impl Levels {
         Fit { scale, zero }
     }
 
-    /// The stored code of 0 with which codes cover what is from `low` on.
+    /// Returns the stored code of 0 with which the codes cover the numbers from `low` on.
     fn zero(self, low: f32, scale: f32) -> f32 {
-        // Counted from the middle of the range, as the original does, for the same rounding.
+        // Counted from the middle of the range, as compressed-tensors does, for the same rounding.
         let half = (self.span() + 1.0) / 2.0;
         let zero = (-half - low / scale).clamp(-half, half - 1.0);
         zero.round_ties_even() + half
     }
 
-    /// The fit whose scale, at 4 bits with the offset, is a number of f16, if it is among
-    /// [`HALF_SCALES`].
+    /// Returns the fit whose scale, and at 4 bits its offset, is a number of f16, if it is in [`HALF_SCALES`].
     fn half_fit(self, low: f32, scale: f32) -> Fit {
         if self.symmetric {
             return Fit {
@@ -141,6 +142,7 @@ impl Levels {
         } else {
             HALF_DIGITS
         };
+        // The zero point depends on the rounded scale, so each number of bits is tried.
         let mut digits = HALF_DIGITS;
         loop {
             let scale = rounded_up(scale, digits);
@@ -152,10 +154,10 @@ impl Levels {
         }
     }
 
-    /// The stored code of `x`, as a byte.
+    /// Returns the stored code of `x`, as a byte.
     #[inline(always)]
     pub(crate) fn code(self, x: f32, fit: Fit) -> u8 {
-        // About the middle, for the same rounding as the original's.
+        // Counted from the middle, for the same rounding as in compressed-tensors.
         let half = (self.span() + 1.0) / 2.0;
         let shift = half + self.first();
         let level = x / fit.scale + (fit.zero - shift);
@@ -164,17 +166,17 @@ impl Levels {
     }
 }
 
-/// What the groups of a row are made of: scales, and offsets where the levels are not symmetric.
+/// The codes, scales and offsets of a row.
 #[derive(Debug)]
 pub(crate) struct RowMut<'a> {
-    /// Two to a byte at 4 bits, the first in the low half.
+    /// The codes; at 4 bits two in a byte, the first in the low half.
     pub(crate) codes: &'a mut [u8],
     pub(crate) scales: &'a mut [f32],
-    /// Empty where the levels are symmetric.
+    /// The offsets; empty if the levels are symmetric.
     pub(crate) offsets: &'a mut [f32],
 }
 
-/// The range that a group's codes are to cover, of the group's numbers.
+/// A function that returns the range that the codes of a group must cover, from the numbers of the group.
 pub(crate) type RangeOf<'a> = &'a (dyn Fn(&[f32]) -> [f32; 2] + Sync);
 
 /// Quantizes a row of groups of `group` numbers, a divisor of the row's length.
@@ -185,12 +187,14 @@ pub(crate) fn quantize_row(
     range_of: Option<RangeOf<'_>>,
     to: RowMut<'_>,
 ) -> Result<(), NotFinite> {
+    // The largest group; codes are made one in each byte, in vectors, and then packed.
     let mut bytes = [0u8; 256];
     let per_byte = if levels.bits == 4 { 2 } else { 1 };
+    let set = InstructionSet::best();
     let groups = row.chunks_exact(group);
     let packed = to.codes.chunks_exact_mut(group / per_byte);
     for (index, ((numbers, packed), scale)) in groups.zip(packed).zip(to.scales).enumerate() {
-        let mut range = extremes(numbers);
+        let mut range = extremes(set, numbers);
         if !range.iter().all(|x| x.is_finite()) {
             let index = index * group + first_not_finite(numbers).unwrap_or_default();
             return Err(NotFinite { index });
@@ -206,17 +210,34 @@ pub(crate) fn quantize_row(
         match (levels.bits, levels.symmetric) {
             (4, _) => {
                 let bytes = &mut bytes[..group];
-                encode(numbers, 4, levels.symmetric, fit.scale, fit.zero, bytes);
-                pack(bytes, packed);
+                encode(
+                    set,
+                    numbers,
+                    4,
+                    levels.symmetric,
+                    fit.scale,
+                    fit.zero,
+                    bytes,
+                );
+                pack(set, bytes, packed);
             }
-            _ => encode(numbers, 8, levels.symmetric, fit.scale, fit.zero, packed),
+            _ => encode(
+                set,
+                numbers,
+                8,
+                levels.symmetric,
+                fit.scale,
+                fit.zero,
+                packed,
+            ),
         }
     }
     Ok(())
 }
 
-vectorised! {
-    fn encode(
+vectorized! {
+    fn encode<S: Simd>(
+        _s: S,
         numbers: &[f32],
         bits: u8,
         symmetric: bool,
@@ -230,17 +251,22 @@ vectorised! {
             *code = levels.code(*x, fit);
         }
     }
+}
 
-    /// Two codes to a byte, the first in the low half.
-    pub(crate) fn pack(codes: &[u8], packed: &mut [u8]) {
+vectorized! {
+    /// Packs two codes into a byte, the first in the low half.
+    fn pack<S: Simd>(_s: S, codes: &[u8], packed: &mut [u8]) {
         for (byte, pair) in packed.iter_mut().zip(codes.chunks_exact(2)) {
             *byte = pair[0] | pair[1] << 4;
         }
     }
+}
 
-    /// The numbers of a row of 4-bit codes: `(code − zero) · scale + offset`, one scale and offset for
-    /// each of the row's groups. No offsets: all 0.
-    pub(crate) fn dequantize_row_4(
+vectorized! {
+    /// Dequantizes a row of 4-bit codes to `(code − zero) · scale + offset`, with a scale and offset for each
+    /// group of the row. No offsets: all 0.
+    pub(crate) fn dequantize_row_4<S: Simd>(
+        _s: S,
         packed: &[u8],
         zero: f32,
         scales: &[f32],
@@ -257,9 +283,12 @@ vectorised! {
             }
         }
     }
+}
 
-    /// As [`dequantize_row_4`] with a code a byte, signed if `signed`.
-    pub(crate) fn dequantize_row_8(
+vectorized! {
+    /// Does the same as [`dequantize_row_4`] with a code in each byte, signed if `signed`.
+    pub(crate) fn dequantize_row_8<S: Simd>(
+        _s: S,
         codes: &[u8],
         signed: bool,
         scales: &[f32],
@@ -270,7 +299,7 @@ vectorised! {
         let groups = row.chunks_exact_mut(group).zip(codes.chunks_exact(group));
         for (index, ((numbers, codes), scale)) in groups.zip(scales).enumerate() {
             let offset = offsets.get(index).copied().unwrap_or_default();
-            // A signed byte is the unsigned one with its top bit turned over, less 128.
+            // A signed byte is the unsigned one with its top bit flipped, minus 128.
             let (flip, zero) = if signed { (0x80, 128.0) } else { (0, 0.0) };
             for (x, code) in numbers.iter_mut().zip(codes) {
                 *x = (f32::from(code ^ flip) - zero) * scale + offset;
@@ -286,7 +315,7 @@ mod tests {
 
     use super::*;
 
-    /// Codes, scales, offsets and the numbers that come back.
+    /// Returns scales, offsets and the dequantized numbers.
     fn round_trip(row: &[f32], group: usize, levels: Levels) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
         let groups = row.len() / group;
         let mut codes = vec![0; row.len() * usize::from(levels.bits) / 8];
@@ -302,9 +331,23 @@ mod tests {
         match levels.bits {
             4 => {
                 let zero = if levels.symmetric { 8.0 } else { 0.0 };
-                dequantize_row_4(&codes, zero, &scales, &offsets, &mut back);
+                dequantize_row_4(
+                    InstructionSet::best(),
+                    &codes,
+                    zero,
+                    &scales,
+                    &offsets,
+                    &mut back,
+                );
             }
-            _ => dequantize_row_8(&codes, levels.symmetric, &scales, &offsets, &mut back),
+            _ => dequantize_row_8(
+                InstructionSet::best(),
+                &codes,
+                levels.symmetric,
+                &scales,
+                &offsets,
+                &mut back,
+            ),
         }
         (scales, offsets, back)
     }

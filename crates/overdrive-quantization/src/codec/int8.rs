@@ -1,40 +1,47 @@
-//! 8-bit integers with one scale a row: `w = code · scale`, codes in `-127..=127`.
+//! 8-bit integers with one scale for each row: `w = code · scale`, with codes in `-127..=127`.
 //!
-//! Codes are those of bitsandbytes' `int8_vectorwise_quant`.
+//! The codes equal those of bitsandbytes' `int8_vectorwise_quant`.
 
 use super::floats::round_bits;
-use super::jobs::NotFinite;
-use super::row;
-use super::vectors::vectorised;
+use super::not_finite::NotFinite;
+use super::row_scale;
+use overdrive_kernels::{InstructionSet, vectorized};
 
 /// The largest code.
 pub(crate) const MAX: f32 = 127.0;
 
-/// Quantizes a row; returns its scale. Numbers beyond `limit`, where there is one, become the largest.
+/// Quantizes a row; returns its scale. Numbers beyond `limit`, if given, saturate.
 pub(crate) fn quantize_row(
     row: &[f32],
     limit: Option<f32>,
     codes: &mut [i8],
 ) -> Result<f32, NotFinite> {
-    row::quantize_row(row, limit, MAX, codes, |fit, codes| {
+    row_scale::quantize_row(row, limit, MAX, codes, |fit, codes| {
         // Rounded twice, as torch divides a number by a tensor.
-        encode(row, 1.0 / fit.most * MAX, codes);
+        encode(InstructionSet::best(), row, 1.0 / fit.most * MAX, codes);
     })
 }
 
-vectorised! {
-    fn encode(row: &[f32], inverse: f32, codes: &mut [i8]) {
+vectorized! {
+    fn encode<S: Simd>(_s: S, row: &[f32], inverse: f32, codes: &mut [i8]) {
         for (code, x) in codes.iter_mut().zip(row) {
             *code = round_bits((x * inverse).clamp(-MAX, MAX)) as i8;
         }
     }
+}
 
-    /// The numbers of a row.
-    pub(crate) fn dequantize_row(codes: &[i8], scale: f32, row: &mut [f32]) {
+vectorized! {
+    /// Dequantizes a row.
+    fn decode<S: Simd>(_s: S, codes: &[i8], scale: f32, row: &mut [f32]) {
         for (x, code) in row.iter_mut().zip(codes) {
             *x = f32::from(*code) * scale;
         }
     }
+}
+
+/// Dequantizes a row.
+pub(crate) fn dequantize_row(codes: &[i8], scale: f32, row: &mut [f32]) {
+    decode(InstructionSet::best(), codes, scale, row);
 }
 
 #[cfg(test)]

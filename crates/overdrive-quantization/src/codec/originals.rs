@@ -1,4 +1,4 @@
-//! The codecs against the Python originals, bit for bit; `tests/fixtures/gen_codecs.py` makes the
+//! Comparison of the codecs with the Python libraries, bit for bit; `tests/fixtures/gen_codecs.py` makes the
 //! fixture.
 
 use std::collections::HashMap;
@@ -45,7 +45,7 @@ fn bits(numbers: &[f32]) -> Vec<u32> {
     numbers.iter().map(|x| x.to_bits()).collect()
 }
 
-/// Equal bits, of any kind.
+/// Asserts equal bits, of any dtype.
 #[track_caller]
 fn assert_same(found: &Tensor, expected: &Tensor, what: &str) {
     assert_eq!(found.kind(), expected.kind(), "{what}");
@@ -123,7 +123,7 @@ fn four_bit_blocks_are_those_of_bitsandbytes() {
 
 #[test]
 fn books_are_those_of_bitsandbytes() {
-    use super::book::Book;
+    use super::code_book::Book;
     let fixture = Fixture::read();
     for book in [Book::Nf4, Book::Fp4] {
         let expected = fixture.floats(&format!("{}.quant_map", book.name()));

@@ -70,6 +70,7 @@ impl AwqConfig {
         // `check` has found positive dimensions, and a mapped file has as many bytes.
         let [inputs, columns] = [0, 1].map(|axis| qweight.shape()[axis].unsigned_abs() as usize);
         let outputs = columns * PER_WORD;
+        // -1 is one group in each row.
         let groups = match usize::try_from(self.group_size) {
             Ok(size) if size > 0 => inputs.div_ceil(size),
             _ => 1,

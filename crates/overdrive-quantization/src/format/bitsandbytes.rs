@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
 use super::source::{FLOATS, Module};
-use crate::codec::book::Book;
+use crate::codec::code_book::Book;
 use crate::codec::dynamic;
 use crate::tensors::elements;
 use crate::weight::{Magnitudes, Storage};
@@ -107,6 +107,7 @@ impl BitsAndBytesConfig {
                 config.load_in_4bit = true;
                 config.bnb_4bit_quant_type = book_of(scheme).name().to_owned();
                 config.bnb_4bit_use_double_quant = options.double_quant;
+                // The exact choice; a program that loads the folder may choose another.
                 config.bnb_4bit_compute_dtype = Some("float32".to_owned());
                 config.bnb_4bit_quant_storage = Some("uint8".to_owned());
             }
@@ -168,6 +169,7 @@ impl BitsAndBytesConfig {
                 state_part(Book::Nf4)
             )));
         }
+        // `SCB` has the largest magnitude of a row, 127 scales.
         let codes = module.tensor("weight", &[Kind::Int8], &[None, None])?;
         let largest = module.scales_f32("SCB", &[Some(codes.size()[0])])?;
         let scales = largest.f_div(&Tensor::from(127f32))?;

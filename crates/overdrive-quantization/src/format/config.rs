@@ -82,6 +82,7 @@ impl QuantizationConfig {
         };
         let mut object = value.clone();
         if let Some(object) = object.as_object_mut() {
+            // Removed, since the structs collect unknown keys in `other` and would write it twice.
             object.shift_remove("quant_method");
         }
         let config = match method {

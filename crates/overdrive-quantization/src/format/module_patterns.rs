@@ -19,6 +19,7 @@ pub(super) fn skips_module(entry: &str, module: &str) -> Result<bool> {
     if module.ends_with(entry) {
         return Ok(true);
     }
+    // Look-behind and look-ahead as in transformers, which is why the crate needs `fancy_regex`.
     matches(&format!(r"^(?:{entry})(?:(?<=\.)|(?=\.|$))"), entry, module)
 }
 

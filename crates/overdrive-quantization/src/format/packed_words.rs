@@ -47,6 +47,7 @@ impl Groups {
                 return Err(module.bad(reason));
             }
         };
+        // The largest supported size, so that the fewest scales are repeated.
         let Some(size) = [256, 128, 64, 32, 16]
             .into_iter()
             .find(|size| group % size == 0)
@@ -55,6 +56,7 @@ impl Groups {
                 "its groups have {group} inputs; they must have a multiple of 16"
             )));
         };
+        // Zero points that are all the middle are a symmetric weight, which needs no offsets.
         let zeros = self
             .zeros
             .filter(|zeros| zeros.iter().any(|&zero| zero != middle));
@@ -81,6 +83,7 @@ impl Groups {
                 Tensor::f_from_slice(&packed)?.f_view([outputs, inputs / 2])?
             }
             (_, None) => {
+                // Flipping the top bit subtracts 128 from an unsigned byte.
                 let signed: Vec<u8> = self.codes.iter().map(|code| code ^ middle).collect();
                 Tensor::f_from_data_size(&signed, &[outputs, inputs], Kind::Int8)?
             }

@@ -147,6 +147,7 @@ pub(super) fn narrowed(numbers: Tensor) -> Result<Tensor> {
         return Ok(numbers);
     }
     let numbers = numbers.f_to_kind(Kind::Float)?;
+    // bf16 has fewer bits than f16 but more exponents: most scales fit, tiny ones do not.
     let half = numbers.f_to_kind(Kind::Half)?;
     let same = half.f_to_kind(Kind::Float)?.f_eq_tensor(&numbers)?;
     Ok(match same.f_all()?.f_int64_value(&[])? {

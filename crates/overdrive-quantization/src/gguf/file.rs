@@ -95,6 +95,7 @@ fn header(bytes: &[u8]) -> Parsed<Header> {
     }
     match reader.u32()? {
         2 | 3 => {}
+        // A small version with its bytes swapped is a big-endian file.
         version if version.swap_bytes() <= 3 => {
             return Err("it is big-endian; convert it to little-endian byte order".to_owned());
         }
@@ -116,10 +117,12 @@ fn header(bytes: &[u8]) -> Parsed<Header> {
             return Err(format!("it has two values of `{key}`"));
         }
     }
+    // Not allocated in advance: a damaged file may have any count.
     let mut infos: Vec<Info> = Vec::new();
     for _ in 0..tensors {
         infos.push(info(&mut reader)?);
     }
+    // Sorting makes equal names neighbours.
     let mut names: Vec<&str> = infos.iter().map(|info| info.name.as_str()).collect();
     names.sort_unstable();
     if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
@@ -195,6 +198,7 @@ fn locate(
     let alignment = match metadata.get("general.alignment") {
         None => ALIGNMENT,
         Some(value) => match value.as_i64().map(i64::cast_unsigned) {
+            // The bound keeps the sum with the header from overflowing.
             Some(given) if given.is_power_of_two() && given <= 1 << 30 => given,
             _ => return Err("its `general.alignment` is not a power of two".to_owned()),
         },

@@ -59,6 +59,7 @@ impl<'a> HeaderReader<'a> {
     pub(super) fn string(&mut self) -> Parsed<String> {
         let length = self.u64()?;
         let position = self.position;
+        // A length beyond `usize` fails in `take` as one beyond the file does.
         let length = usize::try_from(length).unwrap_or(usize::MAX);
         let bytes = self.take(length)?;
         let string = std::str::from_utf8(bytes);
@@ -124,6 +125,7 @@ impl<'a> HeaderReader<'a> {
         count: usize,
         from: fn([u8; N]) -> T,
     ) -> Parsed<Vec<T>> {
+        // Saturating: an overflow would pass the check of `take`.
         let bytes = self.take(count.saturating_mul(N))?;
         let (numbers, _) = bytes.as_chunks::<N>();
         Ok(numbers.iter().map(|bytes| from(*bytes)).collect())

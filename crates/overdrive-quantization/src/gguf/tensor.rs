@@ -96,6 +96,7 @@ impl<'a> GgufTensor<'a> {
                 let scale = decoded.scales[first + index];
                 let offset = decoded.offsets.get(first + index);
                 for (number, &code) in numbers.iter_mut().zip(codes) {
+                    // Multiplied and added apart, not fused, as the `gguf` package does.
                     let product = value(code, groups) * scale;
                     *number = offset.map_or(product, |offset| product + offset);
                 }
@@ -240,6 +241,7 @@ impl<'a> GgufTensor<'a> {
             }));
             (codes, scales, offsets) = (rest_codes, rest_scales, rest_offsets);
         }
+        // 16 rows at least for each thread: decoding a row takes a few microseconds.
         parallel_for(order.len(), 16, |range| {
             for index in range {
                 let mut row = rows[index].lock().unwrap_or_else(PoisonError::into_inner);
@@ -258,6 +260,7 @@ impl<'a> GgufTensor<'a> {
                 }
             }
         });
+        // The mutexes borrow the buffers that are read below.
         drop(rows);
         let mut scales = all.scales.iter().chain(&all.offsets);
         if scales.any(|scale| !scale.is_finite()) {

@@ -1,25 +1,20 @@
-//! Products that read weights packed: plain slices in, plain slices out.
+//! GEMM kernels that read weights packed: plain slices in, plain slices out.
 //!
-//! | module | what |
+//! | module | content |
 //! |---|---|
-//! | `joint` | several weights in one parallel region: each kernel is a `Part` |
+//! | `joint_gemm` | several weights in one parallel region; each kernel is a `Gemm` |
 //! | `int8` | activations and weights in 8 bits |
-//! | `simd` | vectors, written once and compiled for each instruction set |
-//! | `threads` | parts of the work for each thread, and results that they share |
-//! | `widen` | a few rows in full precision with a weight of 8 bits |
-//! | `rows` | the activations of a product, in each form that a kernel takes |
-//! | `activations` | rows of activations in 8 bits |
-//! | `element` | f32, bf16 and f16 in slices |
+//! | `four_bit` | weights in groups and blocks of 4 bits, and in groups of 8 bits |
+//! | `dequantizing_gemm` | a few rows in f32 with a weight of 8 bits |
+//! | `input_rows` | the activations of a GEMM, in each form that a kernel takes |
+//! | `int8_rows` | rows of activations in 8 bits |
 
-pub(crate) mod activations;
-pub(crate) mod element;
+pub(crate) mod dequantizing_gemm;
 pub(crate) mod four_bit;
+pub(crate) mod input_rows;
 pub(crate) mod int8;
-pub(crate) mod joint;
-pub(crate) mod rows;
-pub(crate) mod simd;
-pub(crate) mod threads;
-pub(crate) mod widen;
+pub(crate) mod int8_rows;
+pub(crate) mod joint_gemm;
 
 #[cfg(test)]
 mod tests;

@@ -1,13 +1,12 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use half::{bf16, f16};
+use overdrive_kernels::{InstructionSet, Kernel, Simd, Table256};
 use proptest::prelude::*;
 
-use super::activations::Int8Rows;
-use super::element::Element;
-use super::joint::product;
-use super::simd::{Book256, InstructionSet, Kernel, Simd};
-use super::widen::{E4m3, WidenPart};
+use super::dequantizing_gemm::{DequantizingGemm, E4m3};
+use super::int8_rows::Int8Rows;
+use super::joint_gemm::joint_gemm;
 use crate::codec::fp8;
 
 proptest! {
@@ -65,7 +64,7 @@ fn many_rows_are_quantized_by_several_threads_as_by_one() {
 }
 
 #[test]
-fn kinds_of_activations_quantize_alike() {
+fn activations_of_all_dtypes_quantize_alike() {
     let x: Vec<f32> = (0..200)
         .map(|i| ((i * 7) % 32) as f32 / 8.0 - 2.0)
         .collect();
@@ -77,7 +76,7 @@ fn kinds_of_activations_quantize_alike() {
     assert_eq!(of(Int8Rows::quantize(&f16s, 100)), floats);
 }
 
-/// The product in f64 with codes as numbers.
+/// Returns the outputs in f64, with codes as numbers.
 fn reference(x: &[f32], width: usize, weight: &[f64], scales: &[f32]) -> Vec<f64> {
     let mut y = Vec::new();
     for x in x.chunks(width) {
@@ -102,7 +101,7 @@ fn close(found: &[f32], expected: &[f64], width: usize, most: f64, what: &str) {
 }
 
 #[test]
-fn widened_products_are_those_of_the_dequantized_weight() {
+fn the_dequantizing_gemm_is_that_of_the_dequantized_weight() {
     for (rows, width, outputs) in [
         (1, 1, 1),
         (1, 64, 33),
@@ -130,15 +129,14 @@ fn widened_products_are_those_of_the_dequantized_weight() {
         for set in InstructionSet::available() {
             let what = format!("{} {rows} rows {outputs} x {width}", set.name());
             let mut y = vec![0.0_f32; rows * outputs];
-            let part = WidenPart::<i8, f32> {
+            let gemm = DequantizingGemm::<i8> {
                 x: &x,
                 width,
                 codes: &signed,
                 scales: &scales,
-                bias: None,
                 set,
             };
-            product(&[(0, &part)], rows, outputs, &mut y);
+            joint_gemm::<f32>(&[(0, &gemm, None)], rows, outputs, &mut y);
             let most = 128.0 * f64::from(scales[outputs - 1]);
             close(
                 &y,
@@ -147,16 +145,15 @@ fn widened_products_are_those_of_the_dequantized_weight() {
                 most,
                 &what,
             );
-            let codes = E4m3::of(&floats);
-            let part = WidenPart::<E4m3, f32> {
+            let codes = E4m3::from_bytes(&floats);
+            let gemm = DequantizingGemm::<E4m3> {
                 x: &x,
                 width,
                 codes,
                 scales: &scales,
-                bias: None,
                 set,
             };
-            product(&[(0, &part)], rows, outputs, &mut y);
+            joint_gemm::<f32>(&[(0, &gemm, None)], rows, outputs, &mut y);
             let most = 448.0 * f64::from(scales[outputs - 1]);
             close(
                 &y,
@@ -176,30 +173,21 @@ fn every_number_of_eight_bits_is_read_exactly() {
     let scales = vec![1.0; codes.len()];
     for set in InstructionSet::available() {
         let mut y = vec![0.0_f32; codes.len()];
-        let part = WidenPart::<E4m3, f32> {
+        let gemm = DequantizingGemm::<E4m3> {
             x: &[1.0],
             width: 1,
-            codes: E4m3::of(&codes),
+            codes: E4m3::from_bytes(&codes),
             scales: &scales,
-            bias: None,
             set,
         };
-        product(&[(0, &part)], 1, codes.len(), &mut y);
+        joint_gemm::<f32>(&[(0, &gemm, None)], 1, codes.len(), &mut y);
         let expected: Vec<f32> = codes.iter().map(|code| fp8::decode(*code) + 0.0).collect();
         assert_eq!(y, expected, "{}", set.name());
     }
 }
 
-#[test]
-fn bf16_is_widened_and_rounded() {
-    for bits in [0_u16, 0x3f80, 0xbf81, 0x7f80, 0x0001] {
-        let number = bf16::from_bits(bits);
-        assert_eq!(Element::to_f32(number).to_bits(), u32::from(bits) << 16);
-    }
-}
-
-/// A look-up of bytes, of a length.
-struct LookUp<'a>(&'a Book256, &'a [u8], &'a mut [u32]);
+/// A look-up of some bytes.
+struct LookUp<'a>(&'a Table256, &'a [u8], &'a mut [u32]);
 
 impl Kernel for LookUp<'_> {
     type Output = ();
@@ -211,11 +199,11 @@ impl Kernel for LookUp<'_> {
 }
 
 #[test]
-fn numbers_of_a_book_are_looked_up_bit_by_bit() {
+fn a_table_of_256_floats_is_looked_up_bit_by_bit() {
     // No two bytes of a number, and no two numbers, are alike.
     let numbers =
         std::array::from_fn(|code| f32::from_bits((code as u32).wrapping_mul(0x9E37_79B9)));
-    let book = Book256::new(&numbers);
+    let book = Table256::new(&numbers);
     let codes: Vec<u8> = (0..300_u32).map(|at| (at * 167 + 13) as u8).collect();
     for set in InstructionSet::available() {
         for count in 0..codes.len() {

@@ -4,7 +4,7 @@
 use overdrive_sys::gemm::mm_into;
 use tch::{Device, Kind, Tensor};
 
-use crate::kernel::four_bit::{coded_map, dequantize_rows};
+use crate::kernel::four_bit::{coded_weight, dequantize_rows};
 use crate::tensors::{Fresh, with_float};
 use crate::weight::Storage;
 use crate::{QuantizedWeight, Result};
@@ -86,7 +86,7 @@ fn each_block(
         .step_by(count.unsigned_abs() as usize)
         .map(|first| (first, count.min(weight.outputs - first)));
     let coded = match kind {
-        Kind::Float | Kind::BFloat16 | Kind::Half => coded_map(weight)?,
+        Kind::Float | Kind::BFloat16 | Kind::Half => coded_weight(weight)?,
         _ => None,
     };
     if let Some(map) = coded {

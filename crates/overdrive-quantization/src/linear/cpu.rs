@@ -1,21 +1,20 @@
-//! Products by the kernels of this crate.
+//! The linear layer by the kernels of this crate.
 
+use overdrive_kernels::{Element, InstructionSet};
 use tch::{Kind, Tensor};
 
 use super::blocks;
 use super::plan::{Plan, plan};
-use crate::kernel::element::Element;
-use crate::kernel::four_bit::{CodedMap, CodedPart, WordForms, coded_map};
-use crate::kernel::int8::{Int8Part, MAX_WIDTH, Split};
-use crate::kernel::joint::{Part, product};
-use crate::kernel::rows::Rows;
-use crate::kernel::simd::InstructionSet;
-use crate::kernel::widen::{E4m3, WidenPart};
+use crate::kernel::dequantizing_gemm::{DequantizingGemm, E4m3};
+use crate::kernel::four_bit::{CodedGemm, CodedWeight, QuantizedInputs, coded_weight};
+use crate::kernel::input_rows::InputRows;
+use crate::kernel::int8::{Int8Gemm, MAX_WIDTH, OutlierSplit};
+use crate::kernel::joint_gemm::{Gemm, joint_gemm};
 use crate::tensors::{Fresh, elements, with_float};
 use crate::weight::Storage;
 use crate::{QuantizedWeight, Result};
 
-/// Rows up to which codes become floats in registers, not in blocks.
+/// The largest number of rows for which codes are dequantized in registers, not in blocks.
 const FEW_ROWS: usize = 32;
 
 /// `x (…, I)` is on the CPU and not empty; `compute` is Float, `BFloat16` or Half.
@@ -49,21 +48,21 @@ fn joint<T: Element>(
     let width = size.pop().unwrap_or(1);
     size.push(columns);
     let mut y = Fresh::<T>::new(&size)?;
-    let rows = Rows::new(elements::<T>(x)?, width.unsigned_abs() as usize);
+    let rows = InputRows::new(elements::<T>(x)?, width.unsigned_abs() as usize);
     let few = rows.rows <= FEW_ROWS;
     let plans: Vec<Plan> = weights
         .iter()
         .map(|weight| plan(weight, few, recording))
         .collect();
-    let coded: Vec<Option<CodedMap<'_>>> = weights
+    let coded: Vec<Option<CodedWeight<'_>>> = weights
         .iter()
         .zip(&plans)
         .map(|(weight, plan)| match plan {
-            Plan::ByGroup => coded_map(weight),
+            Plan::ByGroup => coded_weight(weight),
             _ => Ok(None),
         })
         .collect::<Result<_>>()?;
-    // Only kernels that take floats have them made.
+    // Converted only if a kernel takes floats.
     let floats = match coded.iter().any(Option::is_some) {
         true => rows.floats(),
         false => &[],
@@ -71,26 +70,27 @@ fn joint<T: Element>(
     let forms = Forms {
         set: InstructionSet::best(),
         splits: splits(&plans, &rows),
-        words: WordForms::new(InstructionSet::best(), floats, coded.iter().flatten()),
+        quantized: QuantizedInputs::new(InstructionSet::best(), floats, coded.iter().flatten()),
         rows: &rows,
     };
 
-    let mut parts: Vec<(usize, Box<dyn Part<T> + '_>)> = Vec::with_capacity(weights.len());
+    let mut gemms: Vec<(usize, Box<dyn Gemm + '_>, Option<&[T]>)> =
+        Vec::with_capacity(weights.len());
     let mut others: Vec<(i64, usize)> = Vec::new();
     let mut first: i64 = 0;
     for (index, weight) in weights.iter().enumerate() {
         let bias = biases[index].as_ref().map(elements::<T>).transpose()?;
-        match part(weight, plans[index], coded[index].as_ref(), &forms, bias)? {
-            Some(part) => parts.push((first.unsigned_abs() as usize, part)),
+        match gemm(weight, plans[index], coded[index].as_ref(), &forms)? {
+            Some(gemm) => gemms.push((first.unsigned_abs() as usize, gemm, bias)),
             None => others.push((first, index)),
         }
         first += weight.outputs;
     }
-    let borrowed: Vec<(usize, &dyn Part<T>)> = parts
+    let borrowed: Vec<(usize, &dyn Gemm, Option<&[T]>)> = gemms
         .iter()
-        .map(|(first, part)| (*first, &**part))
+        .map(|(first, gemm, bias)| (*first, &**gemm, *bias))
         .collect();
-    product(
+    joint_gemm(
         &borrowed,
         rows.rows,
         columns.unsigned_abs() as usize,
@@ -109,16 +109,16 @@ fn joint<T: Element>(
     Ok(y)
 }
 
-/// The activations apart from their large columns, once for each threshold.
-fn splits<T: Element>(plans: &[Plan], rows: &Rows<'_, T>) -> Vec<(f64, Split)> {
-    let mut splits: Vec<(f64, Split)> = Vec::new();
+/// Splits the outlier columns off the activations, once for each threshold.
+fn splits<T: Element>(plans: &[Plan], rows: &InputRows<'_, T>) -> Vec<(f64, OutlierSplit)> {
+    let mut splits: Vec<(f64, OutlierSplit)> = Vec::new();
     for plan in plans {
         let Plan::Split(threshold) = plan else {
             continue;
         };
         if !splits.iter().any(|(known, _)| known == threshold) {
             #[allow(clippy::cast_possible_truncation, reason = "activations are f32")]
-            let split = Split::new(rows.floats(), rows.width, *threshold as f32);
+            let split = OutlierSplit::new(rows.floats(), rows.width, *threshold as f32);
             splits.push((*threshold, split));
         }
     }
@@ -128,26 +128,25 @@ fn splits<T: Element>(plans: &[Plan], rows: &Rows<'_, T>) -> Vec<(f64, Split)> {
 /// The activations, in the forms that kernels take.
 struct Forms<'a, T> {
     set: InstructionSet,
-    rows: &'a Rows<'a, T>,
-    splits: Vec<(f64, Split)>,
-    words: WordForms<'a>,
+    rows: &'a InputRows<'a, T>,
+    splits: Vec<(f64, OutlierSplit)>,
+    quantized: QuantizedInputs<'a>,
 }
 
-/// The kernel for a weight; `None` where it is to be dequantized in blocks.
-fn part<'a, T: Element>(
+/// Returns the kernel for a weight; `None` if it must be dequantized in blocks.
+fn gemm<'a, T: Element>(
     weight: &'a QuantizedWeight,
     plan: Plan,
-    coded: Option<&'a CodedMap<'a>>,
+    coded: Option<&'a CodedWeight<'a>>,
     forms: &'a Forms<'a, T>,
-    bias: Option<&'a [T]>,
-) -> Result<Option<Box<dyn Part<T> + 'a>>> {
+) -> Result<Option<Box<dyn Gemm + 'a>>> {
     let (set, rows) = (forms.set, forms.rows);
     let few = rows.rows <= FEW_ROWS;
-    if let Some(map) = coded {
-        let part = CodedPart::new(set, rows.floats(), &forms.words, map, bias);
-        return Ok(Some(Box::new(part)));
+    if let Some(weight) = coded {
+        let gemm = CodedGemm::new(set, rows.floats(), &forms.quantized, weight);
+        return Ok(Some(Box::new(gemm)));
     }
-    let part: Box<dyn Part<T>> = match (&weight.storage, plan) {
+    let gemm: Box<dyn Gemm> = match (&weight.storage, plan) {
         (Storage::Int8 { codes, scales }, Plan::Int8 | Plan::Split(_))
             if rows.width <= MAX_WIDTH =>
         {
@@ -156,32 +155,29 @@ fn part<'a, T: Element>(
                 .iter()
                 .find(|(known, _)| plan == Plan::Split(*known));
             let split = split.map(|(_, split)| split);
-            Box::new(Int8Part {
+            Box::new(Int8Gemm {
                 x: split.map_or_else(|| rows.int8(), |split| &split.int8),
                 codes: elements::<i8>(codes)?,
                 scales: elements::<f32>(scales)?,
-                bias,
                 split,
                 set,
             })
         }
-        (Storage::Int8 { codes, scales }, _) if few => Box::new(WidenPart {
+        (Storage::Int8 { codes, scales }, _) if few => Box::new(DequantizingGemm {
             x: rows.floats(),
             width: rows.width,
             codes: elements::<i8>(codes)?,
             scales: elements::<f32>(scales)?,
-            bias,
             set,
         }),
-        (Storage::Fp8 { codes, scales }, _) if few => Box::new(WidenPart {
+        (Storage::Fp8 { codes, scales }, _) if few => Box::new(DequantizingGemm {
             x: rows.floats(),
             width: rows.width,
-            codes: E4m3::of(elements::<u8>(codes)?),
+            codes: E4m3::from_bytes(elements::<u8>(codes)?),
             scales: elements::<f32>(scales)?,
-            bias,
             set,
         }),
         _ => return Ok(None),
     };
-    Ok(Some(part))
+    Ok(Some(gemm))
 }

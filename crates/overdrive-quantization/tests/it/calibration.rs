@@ -10,8 +10,8 @@ use tch::{Device, Kind, Tensor};
 
 const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
 
-/// Numbers that do not depend on libtorch's global generator, which other tests use at the same time:
-/// sums of scattered uniform ones.
+/// Returns normal numbers that do not depend on libtorch's global generator, which other tests use at the same
+/// time: sums of uniform ones.
 fn normal(shape: [i64; 2], seed: u64) -> Tensor {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut uniform = || {
@@ -26,8 +26,8 @@ fn normal(shape: [i64; 2], seed: u64) -> Tensor {
     Tensor::from_slice(&numbers).view(shape)
 }
 
-/// `rows` activations of `inputs` channels, a quarter as many independent ones behind them, and every
-/// 50th fifteen times as large.
+/// Returns `rows` activations of `inputs` channels with a quarter of that rank; every 50th channel is fifteen times
+/// as large.
 fn activations(rows: i64, inputs: i64, seed: u64) -> Tensor {
     let hidden = normal([rows, inputs / 4], seed).matmul(&normal([inputs / 4, inputs], 77));
     let noise = normal([rows, inputs], seed + 1000) * 2.0;
@@ -35,7 +35,7 @@ fn activations(rows: i64, inputs: i64, seed: u64) -> Tensor {
     (hidden + noise) * (place.eq(7.0) * 14.0 + 1.0) * 0.1
 }
 
-/// A weight with a few large numbers, as trained ones have.
+/// Returns a weight with a few large elements, as trained ones have.
 fn trained(outputs: i64, inputs: i64, seed: u64) -> Tensor {
     let base = normal([outputs, inputs], seed) * 0.02;
     let rare = normal([outputs, inputs], seed + 500).abs().gt(3.2);
@@ -72,7 +72,7 @@ fn both() -> CalibrationOptions {
     }
 }
 
-/// The mean squared error of outputs over rows that calibration has not seen, relative to the outputs.
+/// Returns the mean squared error of outputs over rows that calibration has not seen, relative to the outputs.
 fn error(weight: &Tensor, packed: &QuantizedWeight, x: &Tensor) -> f64 {
     let exact = x.matmul(&weight.tr());
     let found = x.matmul(&packed.dequantize(Kind::Float).unwrap().tr());
@@ -154,7 +154,7 @@ fn gptq_of_uncorrelated_inputs_is_rounding_to_the_nearest() {
 }
 
 #[test]
-fn inputs_that_are_always_zero_do_no_harm() {
+fn inputs_that_are_always_zero_do_not_break_gptq() {
     let weight = trained(16, 64, 7);
     let x = activations(256, 64, 8);
     let _ = x.narrow(1, 5, 3).zero_();
@@ -293,7 +293,7 @@ fn the_output_error_is_that_of_the_outputs() {
 }
 
 #[test]
-fn maps_of_the_same_input_share_their_statistics() {
+fn layers_of_the_same_input_share_their_statistics() {
     let collector = InputCollector::new(Moments::Diagonal);
     let (mut collector, result) = observe_inputs(collector, || -> Result<()> {
         for seed in 0..3 {
@@ -316,7 +316,7 @@ fn maps_of_the_same_input_share_their_statistics() {
     assert_ne!(address("q"), address("o"));
 }
 
-/// Counts what it sees.
+/// An observer that counts its calls.
 struct Counter(usize);
 
 impl InputObserver for Counter {
@@ -326,7 +326,7 @@ impl InputObserver for Counter {
     }
 }
 
-/// Runs a map of its own for each that it sees.
+/// An observer that runs a layer of its own in each call.
 struct Runs(Vec<String>);
 
 impl InputObserver for Runs {
@@ -337,7 +337,7 @@ impl InputObserver for Runs {
 }
 
 #[test]
-fn observers_may_run_maps_of_their_own() {
+fn observers_may_run_layers_of_their_own() {
     let x = Tensor::ones([2, 8], (Kind::Float, Device::Cpu));
     let (runs, seen) = observe_inputs(Runs(Vec::new()), || {
         observe_input("a", &x)?;
@@ -365,7 +365,7 @@ fn observers_see_only_what_runs_under_them() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_with_a_reason() {
+fn invalid_statistics_and_options_are_refused_with_a_reason() {
     let weight = normal([4, 32], 50);
     let scheme: Scheme = "int4-g32".parse().unwrap();
     let text = |result: Result<QuantizedWeight>| result.unwrap_err().to_string();

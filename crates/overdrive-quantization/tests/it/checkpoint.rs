@@ -23,7 +23,7 @@ fn random(shape: &[i64]) -> Tensor {
     Tensor::randn(shape, CPU) * 0.05
 }
 
-/// The tensors of a small Llama; its tables and norms.
+/// Returns the tensors of a small Llama model.
 fn llama(tied: bool) -> Vec<(String, Tensor)> {
     let mut tensors = vec![
         ("model.embed_tokens.weight".to_owned(), random(&[96, WIDTH])),
@@ -150,7 +150,7 @@ fn every_scheme_is_written_so_that_it_reads_back() {
 }
 
 #[test]
-fn a_tied_table_can_be_quantized_and_then_the_whole_file_is_small() {
+fn a_tied_embedding_can_be_quantized_and_then_the_whole_file_is_small() {
     let folder = tempfile::tempdir().unwrap();
     let dir = folder.path().join("dense");
     let wide = |shape: &[i64]| Tensor::randn(shape, CPU);
@@ -184,7 +184,7 @@ fn a_tied_table_can_be_quantized_and_then_the_whole_file_is_small() {
 }
 
 #[test]
-fn maps_are_kept_by_name_and_by_filter_and_shards_are_told_in_an_index() {
+fn layers_stay_dense_by_name_and_by_filter_and_shards_have_an_index() {
     let folder = tempfile::tempdir().unwrap();
     let dir = folder.path().join("dense");
     save(&dir, &llama(false), &config(false));
@@ -258,7 +258,7 @@ fn maps_are_kept_by_name_and_by_filter_and_shards_are_told_in_an_index() {
     );
 }
 
-/// Inputs of all maps, with some large channels.
+/// Returns statistics of the inputs of all layers, with some large channels.
 fn collector(moments: Moments) -> InputCollector {
     let (mut collector, result) = observe_inputs(InputCollector::new(moments), || {
         for layer in 0..LAYERS {
@@ -286,7 +286,7 @@ fn collector(moments: Moments) -> InputCollector {
 }
 
 #[test]
-fn migration_divides_what_makes_the_inputs_and_multiplies_what_takes_them() {
+fn migration_divides_the_layer_before_and_multiplies_the_weight() {
     let folder = tempfile::tempdir().unwrap();
     let dir = folder.path().join("dense");
     let tensors: BTreeMap<String, Tensor> = llama(false).into_iter().collect();
@@ -356,7 +356,7 @@ fn migration_divides_what_makes_the_inputs_and_multiplies_what_takes_them() {
 }
 
 #[test]
-fn what_cannot_be_done_is_refused_and_leaves_nothing() {
+fn invalid_folders_and_schemes_are_refused_and_leave_no_files() {
     let folder = tempfile::tempdir().unwrap();
     let dir = folder.path().join("dense");
     save(&dir, &llama(false), &config(false));

@@ -4,7 +4,7 @@
 use overdrive_quantization::{Activations, QuantizedWeight, Scheme, linear};
 use tch::{Cuda, Device, Kind, Tensor};
 
-/// Numbers that need no generator.
+/// Returns numbers that need no generator.
 fn numbers(seed: i64, size: [i64; 2]) -> Tensor {
     let x = Tensor::arange(size[0] * size[1], (Kind::Double, Device::Cpu)) + seed * 1000;
     let x = (x * 12.9898).sin() * 43_758.545_3;
@@ -19,7 +19,7 @@ fn device() -> Option<Device> {
     None
 }
 
-/// `x` and the weight on the GPU, the error of their product relative to its largest number.
+/// Returns the error of the linear layer on the GPU, relative to its largest output.
 fn error(x: &Tensor, weight: &QuantizedWeight) -> f64 {
     let y = linear(x, weight, None).unwrap();
     assert_eq!((y.kind(), y.device()), (x.kind(), x.device()));
@@ -29,7 +29,7 @@ fn error(x: &Tensor, weight: &QuantizedWeight) -> f64 {
     difference.double_value(&[]) / exact.abs().max().double_value(&[])
 }
 
-/// What rounding costs, relative to the largest of results that are sums of 256 products.
+/// Returns the tolerance relative to the largest output, for sums of 256 products.
 fn tolerance(name: &str, kind: Kind) -> f64 {
     let of_activations = match name {
         "int8" | "llm-int8" => 1e-2,
@@ -46,7 +46,7 @@ fn tolerance(name: &str, kind: Kind) -> f64 {
 }
 
 #[test]
-fn products_on_a_gpu_are_those_of_the_dequantized_weight() {
+fn outputs_on_a_gpu_are_those_of_the_dequantized_weight() {
     let Some(device) = device() else { return };
     let names = [
         "int8",

@@ -22,7 +22,7 @@ fn expected(name: &str) -> Tensor {
     tensor.copy_to_tensor(None, Device::Cpu).unwrap()
 }
 
-/// Whether two tensors are equal to the bit, but for the sign of zero.
+/// Returns `true` if two tensors are equal bit for bit, except for the sign of zero.
 fn same(a: &Tensor, b: &Tensor) -> bool {
     a.size() == b.size() && a.kind() == b.kind() && a.equal(b)
 }
@@ -138,7 +138,7 @@ fn metadata_of_every_type_is_read() {
     assert!(file.value("nothing").is_none() && file.tensor("nothing").is_none());
 }
 
-/// A file of its own, from parts.
+/// The bytes of a file, built field by field.
 struct Bytes(Vec<u8>);
 
 impl Bytes {
@@ -242,7 +242,7 @@ fn the_alignment_of_the_file_places_its_tensors() {
 }
 
 #[test]
-fn lying_files_are_refused_with_a_reason() {
+fn inconsistent_files_are_refused_with_a_reason() {
     let one = |shape: &[u64], kind, offset| {
         let file = Bytes::header(3, 1, 0)
             .tensor("w", shape, kind, offset)
@@ -382,7 +382,7 @@ fn scales_that_are_not_finite_are_refused() {
 }
 
 #[test]
-fn a_tensor_of_no_numbers_is_empty() {
+fn a_tensor_without_elements_is_empty() {
     let file = Bytes::header(3, 1, 0)
         .tensor("w", &[0, 1 << 40], 8, 0)
         .zeros(0)
@@ -397,7 +397,7 @@ fn a_tensor_of_no_numbers_is_empty() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
 
-    /// Whatever happens to a file, the reader reads it or says why not.
+    /// The reader reads any damaged file or returns an error.
     #[test]
     fn damaged_files_are_read_or_refused(
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8),

@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
-/// Numbers that need no generator, which tests would share.
+/// Returns numbers that need no generator, which tests would share.
 fn numbers(seed: i64, size: &[i64]) -> Tensor {
     let count: i64 = size.iter().product();
     let x = (Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed * 1000) * 12.9898;
@@ -14,7 +14,7 @@ fn numbers(seed: i64, size: &[i64]) -> Tensor {
     ((&x - x.floor()) * 2 - 1).view(size).to_kind(Kind::Float)
 }
 
-/// With 127 as the largest magnitude of each row, so that rounding to 8 bits changes nothing.
+/// Returns integers with 127 as the largest magnitude of each row, so that rounding to 8 bits changes nothing.
 fn integers(seed: i64, size: &[i64]) -> Tensor {
     let x = (numbers(seed, size) * 127).round();
     let _ = x.narrow(-1, 0, 1).fill_(127.0);
@@ -33,7 +33,7 @@ fn error(a: &Tensor, b: &Tensor) -> f64 {
 
 const ALL: &[&str] = &Scheme::NAMES;
 
-/// What rounding activations may cost, relative to the largest result.
+/// Returns the tolerance for rounded activations, relative to the largest output.
 fn tolerance(name: &str, rows: i64) -> f64 {
     let four_bits = name.starts_with("int4") || name.starts_with("nf4") || name == "fp4";
     match name {

@@ -15,7 +15,7 @@ fn scheme(name: &str) -> Scheme {
 }
 
 #[test]
-fn numbers_that_are_not_finite_are_named_with_their_place() {
+fn values_that_are_not_finite_are_named_with_their_index() {
     for name in Scheme::NAMES {
         for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
             let weight = waves([700, 256]).to_kind(kind);
@@ -212,7 +212,7 @@ fn scales_in_f16_cost_next_to_no_precision() {
     }
 }
 
-/// Numbers in 0..1 that need no generator, which tests would share.
+/// Returns numbers in 0..1 that need no generator, which tests would share.
 fn waves_without_order(count: i64) -> Tensor {
     let x = (Tensor::arange(count, (Kind::Double, Device::Cpu)) * 12.9898).sin() * 43_758.545_3;
     (&x - x.floor()).to_kind(Kind::Float)
@@ -240,7 +240,7 @@ fn ranges_can_be_chosen() {
 }
 
 #[test]
-fn parts_that_do_not_fit_are_refused() {
+fn tensors_that_do_not_fit_are_refused() {
     let parts = || GroupedParts {
         bits: 4,
         codes: Tensor::zeros([2, 16], (Kind::Uint8, Device::Cpu)),

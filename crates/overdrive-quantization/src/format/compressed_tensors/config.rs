@@ -130,6 +130,7 @@ impl CompressedTensorsConfig {
                 return Ok(Some(group.clone()));
             }
         }
+        // A target without a dot is a class, such as `Linear`; every module here is linear.
         let class = |target: &String| !target.starts_with("re:") && !target.contains('.');
         Ok(groups
             .into_iter()

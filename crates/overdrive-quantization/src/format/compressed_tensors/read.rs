@@ -70,6 +70,7 @@ impl CompressedTensorsConfig {
         }
         let mut codes = Vec::with_capacity(outputs * inputs);
         for (index, word) in words(&stored).enumerate() {
+            // The last word of a row may have fewer codes.
             let first = index % width * per_word;
             let count = per_word.min(inputs - first);
             codes.extend((0..count).map(|slot| code(word, bits, slot)));
@@ -137,6 +138,7 @@ impl CompressedTensorsConfig {
                 (1, scales.f_unsqueeze(1)?)
             }
         };
+        // Present for GPTQ with `actorder`, where groups are not neighbouring inputs.
         let order = match module.optional("weight_g_idx")? {
             Some(_) => order_of(module, "weight_g_idx", inputs, groups)?,
             None => None,

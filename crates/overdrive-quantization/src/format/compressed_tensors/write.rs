@@ -20,6 +20,8 @@ impl CompressedTensorsConfig {
         match &weight.storage {
             Storage::Int8 { codes, scales } => {
                 let scale = named("weight_scale", scales.f_unsqueeze(1)?);
+                // The library stores W8A8 as bytes (`int-quantized`), and weight-only INT8 as words
+                // (`pack-quantized`).
                 if weight.scheme != Scheme::Int8WeightOnly {
                     return Ok(vec![named("weight", codes.shallow_clone()), scale]);
                 }

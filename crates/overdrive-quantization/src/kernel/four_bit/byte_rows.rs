@@ -1,63 +1,64 @@
-//! Rows of activations as bytes, in the order in which codes of 4 bits come out of a vector of them.
+//! Rows of activations as bytes, in the order in which codes of 4 bits are unpacked.
 #![allow(unsafe_code)]
 
-use super::lines::Lines;
-use super::map::CodedMap;
-use super::words::{PACKED, Words, Work, run_on};
-use crate::kernel::simd::{InstructionSet, LANES};
+use overdrive_kernels::{BYTES, InstructionSet, Kernel, LANES, Simd};
 
-/// Inputs that share a scale. Twice as many would double the error of the rounding where one activation
-/// is large, and save little: scales are multiplied in 16 at a time, and spread over lanes in any case.
+use super::aligned::AlignedVec;
+use super::coded_weight::CodedWeight;
+use crate::codec::floats::{max_magnitude_of, round_bits};
+
+/// The number of inputs that share a scale. Twice as many would double the rounding error where one activation
+/// is large, and save little: scales are multiplied 16 at a time, and spread over lanes in any case.
 pub(super) const GROUP: usize = 32;
 
-/// Inputs of a unit: 64 bytes of codes.
-pub(super) const UNIT: usize = 2 * PACKED;
+/// The number of inputs of a unit, which has 64 bytes of codes.
+pub(super) const UNIT: usize = 2 * BYTES;
 
-/// Steps on each side of zero.
+/// The largest byte.
 pub(super) const LEVELS: f32 = 127.0;
 
-/// What the bytes of activations depend on. Maps that agree in it share them.
+/// The layout of the bytes of activations. Weights of the same layout share them.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct ByteLayout {
-    /// Codes whose first is in the high half of a byte.
+    /// If `true`, the first of two codes is in the high half of a byte.
     high_first: bool,
-    /// The code that stands for zero, where codes are numbers themselves.
+    /// The code of zero, if codes are integers themselves.
     zero: Option<u8>,
-    /// What the bytes of the weight are multiples of.
+    /// The value of a step of the weight.
     unit: f32,
-    /// Whether the sums of lanes are wanted.
+    /// If `true`, the sums of groups are needed, for offsets.
     sums: bool,
     inputs: usize,
 }
 
 impl ByteLayout {
-    /// `None` for maps that have no kernel of bytes.
-    pub(super) fn of(map: &CodedMap<'_>) -> Option<Self> {
-        let (table, high_first) = map.byte_table()?;
+    /// Returns the layout for a weight; `None` if it has no kernel of bytes.
+    pub(super) fn of(weight: &CodedWeight<'_>) -> Option<Self> {
+        let (table, high_first) = weight.byte_table()?;
         Some(ByteLayout {
             high_first,
             zero: table.zero,
             unit: table.unit,
-            sums: map.offsets.is_some(),
-            inputs: map.inputs,
+            sums: weight.offsets.is_some(),
+            inputs: weight.inputs,
         })
     }
 
-    /// Numbers of a row.
+    /// Returns the number of inputs of a row.
     pub(super) fn inputs(&self) -> usize {
         self.inputs
     }
 }
 
-/// What a vector of codes is multiplied with: 128 inputs, of which lane `l` has `8 l ..`, four in each
-/// plane.
+/// The 128 inputs of a vector of codes. Lane `l` has inputs `8 l ..`, four in each of `low` and `high`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 pub(super) struct Unit {
-    /// Those that belong to the low halves of bytes.
-    pub(super) low: [i8; PACKED],
-    pub(super) high: [i8; PACKED],
-    /// What sums of products begin with, so that the code that stands for zero adds nothing.
+    /// The inputs of the low halves of bytes.
+    pub(super) low: [i8; BYTES],
+    /// The inputs of the high halves of bytes.
+    pub(super) high: [i8; BYTES],
+    /// The start of the sums of products, which makes the code of zero add nothing.
     pub(super) starts: [i32; LANES],
 }
 
@@ -68,11 +69,11 @@ pub(super) struct ByteRows {
     units: Box<[Unit]>,
     pub(super) of_row: usize,
     pub(super) rows: usize,
-    /// Scale of each group times the unit of the weight's bytes, `(rows, stride)`; zeros beyond the groups.
-    pub(super) scales: Lines<f32>,
-    /// Sum of the activations of a group as they are quantized, likewise; empty unless wanted.
-    pub(super) sums: Lines<f32>,
-    /// Groups of a row, rounded up to whole vectors.
+    /// The scale of each group times the unit of the weight, `(rows, stride)`; zeros beyond the groups.
+    pub(super) scales: AlignedVec<f32>,
+    /// The sum of the quantized activations of each group, likewise; empty unless needed.
+    pub(super) sums: AlignedVec<f32>,
+    /// The number of groups of a row, rounded up to whole vectors.
     pub(super) stride: usize,
 }
 
@@ -80,7 +81,7 @@ impl ByteRows {
     /// Quantizes `x (rows, inputs)`, a few rows.
     pub(super) fn new(set: InstructionSet, x: &[f32], layout: &ByteLayout) -> Self {
         let units = Box::new_zeroed_slice(x.len() / UNIT);
-        // SAFETY: numbers of zero bytes are zero.
+        // SAFETY: a unit of zero bytes is one of zeros.
         let units: Box<[Unit]> = unsafe { units.assume_init() };
         let rows = x.len() / layout.inputs;
         let stride = (layout.inputs / GROUP).next_multiple_of(LANES);
@@ -88,16 +89,16 @@ impl ByteRows {
             units,
             of_row: layout.inputs / UNIT,
             rows,
-            scales: Lines::new(rows * stride),
-            sums: Lines::new(if layout.sums { rows * stride } else { 0 }),
+            scales: AlignedVec::new(rows * stride),
+            sums: AlignedVec::new(if layout.sums { rows * stride } else { 0 }),
             stride,
         };
         let out = &mut all;
-        run_on(set, Quantize { x, layout, out });
+        set.run(Quantize { x, layout, out });
         all
     }
 
-    /// The units of a row.
+    /// Returns the units of a row.
     #[inline(always)]
     pub(super) fn units(&self, row: usize) -> &[Unit] {
         &self.units[row * self.of_row..(row + 1) * self.of_row]
@@ -110,17 +111,17 @@ struct Quantize<'a> {
     out: &'a mut ByteRows,
 }
 
-impl Work for Quantize<'_> {
+impl Kernel for Quantize<'_> {
     type Output = ();
 
-    /// Plain loops, which become vectors of whatever set they are compiled for. Two passes, since a
-    /// vector that is loaded right after its parts were written has to wait for them.
+    // Plain loops, which the compiler vectorizes for each set. Two passes, since a vector load right after the
+    // stores of its elements waits for them.
     #[inline(always)]
-    fn run<S: Words>(self, s: S) {
+    fn run<S: Simd>(self, s: S) {
         let (layout, out) = (self.layout, self.out);
         let zero = layout.zero.map_or(S::BOOK_ZERO, i32::from);
-        // Both halves of a byte are one: each activation once.
-        let ones = s.load_packed(&[0x11; PACKED]);
+        // Both halves of each byte are 1, so that the dot product is the sum of the activations.
+        let ones = s.load_packed(&[0x11; BYTES]);
         let none = s.byte_table(&[0; 16]);
         let each = GROUP / 8;
         let rows = self.x.chunks_exact(layout.inputs);
@@ -139,20 +140,20 @@ impl Work for Quantize<'_> {
                 }
             }
             for (index, unit) in units.iter_mut().enumerate() {
-                let (mut even, mut odd) = ([0; PACKED], [0; PACKED]);
-                for at in 0..PACKED / 2 {
+                let (mut even, mut odd) = ([0; BYTES], [0; BYTES]);
+                for at in 0..BYTES / 2 {
                     even[at] = unit.low[2 * at];
                     odd[at] = unit.low[2 * at + 1];
-                    even[at + PACKED / 2] = unit.high[2 * at];
-                    odd[at + PACKED / 2] = unit.high[2 * at + 1];
+                    even[at + BYTES / 2] = unit.high[2 * at];
+                    odd[at + BYTES / 2] = unit.high[2 * at + 1];
                 }
                 (unit.low, unit.high) = if layout.high_first {
                     (odd, even)
                 } else {
                     (even, odd)
                 };
-                let (low, high) = (s.load_plane(&unit.low), s.load_plane(&unit.high));
-                let totals = s.add_nibbles::<false>(s.no_sums(), ones, none, low, high);
+                let (low, high) = (s.load_bytes(&unit.low), s.load_bytes(&unit.high));
+                let totals = s.dot_nibbles::<false>(s.zero_sums(), ones, none, low, high);
                 let mut starts = [0; LANES];
                 s.store_sums(totals, &mut starts);
                 if layout.sums {
@@ -176,19 +177,13 @@ impl Work for Quantize<'_> {
     }
 }
 
-/// The bytes of inputs that share a scale, and the scale.
+/// Quantizes inputs that share a scale; returns the scale.
 #[inline(always)]
 fn group(x: &[f32; GROUP], out: &mut [i8; GROUP]) -> f32 {
-    // Magnitudes of floats compare as their bits do, and NaN is larger than all.
-    let bits = x
-        .iter()
-        .fold(0, |most, x| (x.to_bits() & !(1 << 31)).max(most));
-    let most = f32::from_bits(bits);
+    let most = max_magnitude_of(x);
     let inverse = LEVELS / most;
-    // The quotient by a subnormal number may be too much for a float: such groups are zero.
+    // The quotient by a subnormal number may overflow: such groups are zero.
     let inverse = if inverse.is_finite() { inverse } else { 0.0 };
-    // Adding 1.5 · 2²³ leaves the nearest integer (ties to even) in the low bits of the sum.
-    const TO_INTEGER: f32 = 12_582_912.0;
     let mut rounded = [0; GROUP];
     for (byte, x) in rounded.iter_mut().zip(x) {
         #[allow(
@@ -196,10 +191,10 @@ fn group(x: &[f32; GROUP], out: &mut [i8; GROUP]) -> f32 {
             reason = "the low 8 bits are the integer"
         )]
         {
-            *byte = (x * inverse + TO_INTEGER).to_bits() as i8;
+            *byte = round_bits(x * inverse) as i8;
         }
     }
-    // All at once, or they are written one by one.
+    // Copied at once: written to `out` directly, the compiler stores them one by one.
     *out = rounded;
     most / LEVELS
 }

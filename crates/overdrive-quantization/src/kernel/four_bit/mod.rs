@@ -1,46 +1,43 @@
-//! Products with weights of 4 bits (NF4, FP4, integers in groups) and of 8 bits in groups.
+//! GEMM and GEMV with weights of 4 bits (NF4, FP4, integers in groups) and of 8 bits in groups.
 //!
-//! Codes become words of 16 bits, activations are quantized on the fly to words of 13 to 16 bits with a
-//! scale for each 64 inputs, and their products are summed exactly in 32 bits over what shares a scale.
-//! That is as fast as memory gives the codes, and some four times as precise as activations in bf16: 8
-//! bits would be no faster here, and twenty times as coarse.
+//! Codes become words of 16 bits, activations are quantized on the fly to words of 13 to 16 bits with a scale
+//! for each 64 inputs, and their products are summed exactly in 32 bits over the inputs that share a scale.
+//! That is as fast as memory delivers the codes, and about four times as precise as activations in bf16; 8 bits
+//! would be no faster here, and twenty times as coarse.
 //!
-//! | module | what |
+//! | module | content |
 //! |---|---|
-//! | `map` | the slices of a weight, and what its codes mean |
+//! | `coded_weight` | the slices of a weight, and the numbers of its codes |
 //! | `storage` | quantized weights as such slices |
-//! | `scales` | the scales of one row, wherever they are kept |
-//! | `words` | vectors of codes and words, for each instruction set |
-//! | `activations` | rows of activations as words |
-//! | `part` | a map among others of a product |
-//! | `lines` | memory in whole lines of the cache |
-//! | `prepare` | the scales of several rows of a weight |
-//! | `along`, `tiles` | one to three rows of activations; more |
-//! | `byte_rows`, `nibbles` | codes of 4 bits with one to three rows in bytes |
-//! | `byte_units`, `byte_tiles` | the same with more rows, where bytes are asked for |
-//! | `any` | exact weights in floats |
+//! | `scales`, `scale_rows` | the scales of a weight; those of several rows at once |
+//! | `unpack` | the unpacking of codes to words |
+//! | `word_rows`, `byte_rows`, `byte_panels` | rows of activations as words and as bytes |
+//! | `gemm` | the choice of the kernel |
+//! | `word_gemv`, `word_gemm` | one to three rows of activations in words; more rows |
+//! | `byte_gemv`, `byte_gemm` | codes of 4 bits with one to three rows in bytes; with more rows, on request |
+//! | `dequantize` | dequantized rows, and the GEMM in floats |
+//! | `aligned` | memory that is aligned to lines of the cache |
 
-mod activations;
-mod along;
-mod any;
+mod aligned;
+mod byte_gemm;
+mod byte_gemv;
+mod byte_panels;
 mod byte_rows;
-mod byte_tiles;
-mod byte_units;
-mod coding;
-mod lines;
-mod map;
-mod nibbles;
-mod part;
-mod prepare;
+mod coded_weight;
+mod dequantize;
+mod gemm;
+mod scale_rows;
 mod scales;
 mod storage;
 #[cfg(test)]
 mod tests;
-mod tiles;
-mod words;
+mod unpack;
+mod word_gemm;
+mod word_gemv;
+mod word_rows;
 
-pub(crate) use any::dequantize_rows;
-pub(crate) use map::CodedMap;
-pub(crate) use part::{CodedPart, WordForms};
+pub(crate) use coded_weight::CodedWeight;
+pub(crate) use dequantize::dequantize_rows;
+pub(crate) use gemm::{CodedGemm, QuantizedInputs};
 pub(crate) use scales::Magnitudes;
-pub(crate) use storage::{coded_map, floats, of_blocks};
+pub(crate) use storage::{coded_weight, floats, of_blocks};

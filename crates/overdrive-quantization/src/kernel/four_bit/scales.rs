@@ -1,13 +1,13 @@
-//! The scales of the groups of one row, wherever they are kept, as floats.
+//! The scales of groups and blocks, in each form in which they are stored.
 
 use std::ops::Range;
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
-use crate::kernel::simd::{Book256, LANES, Simd, look_up};
+use overdrive_kernels::{LANES, Simd, Table256};
 
-/// Numbers in f32 or f16.
+/// A slice of f32 or f16.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Floats<'a> {
     F32(&'a [f32]),
@@ -35,22 +35,22 @@ impl Floats<'_> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Magnitudes<'a> {
     Full(Floats<'a>),
-    /// `book[codes] · scale + offset`, one scale for [`QUANTIZED_BLOCK`] codes.
+    /// The magnitudes `book[codes] · scale + offset`, with one scale for [`QUANTIZED_BLOCK`] codes.
     Quantized {
         codes: &'a [u8],
         book: &'a [f32; 256],
-        /// The same, for faster look-ups; of the usual book.
-        planes: Option<&'a Book256>,
+        /// The same book for faster look-ups, if it is the usual one.
+        planes: Option<&'a Table256>,
         scales: &'a [f32],
         offset: f32,
     },
 }
 
-/// Magnitudes that share a scale, in bitsandbytes' double quantization.
+/// The number of magnitudes that share a scale, in the double quantization of bitsandbytes.
 pub(crate) const QUANTIZED_BLOCK: usize = 256;
 
 impl Magnitudes<'_> {
-    /// As many blocks as have all that belongs to them.
+    /// Returns the number of complete blocks.
     pub(crate) fn len(&self) -> usize {
         match self {
             Magnitudes::Full(all) => all.len(),
@@ -74,7 +74,7 @@ impl Magnitudes<'_> {
         }
     }
 
-    /// The magnitudes of blocks `blocks`: as they lie, or made in `memory`.
+    /// Returns the magnitudes of blocks `blocks`: borrowed, or computed in `memory`.
     pub(crate) fn range<'s>(&'s self, blocks: Range<usize>, memory: &'s mut Vec<f32>) -> &'s [f32] {
         match self {
             Magnitudes::Full(Floats::F32(all)) => return &all[blocks],
@@ -90,8 +90,8 @@ impl Magnitudes<'_> {
         memory
     }
 
-    /// Writes the magnitudes of blocks `first ..`. Those that are looked up come by `bits`: a look-up is no
-    /// vector work, and as integers more of them are moved at a time.
+    /// Writes the magnitudes of blocks `first ..`. The ones in 8 bits are looked up as integers in `bits`, which is
+    /// faster than as floats, and scaled from there in vectors.
     #[inline(always)]
     pub(super) fn write<S: Simd>(&self, s: S, first: usize, bits: &mut Vec<u32>, out: &mut [f32]) {
         match self {
@@ -120,13 +120,18 @@ impl Magnitudes<'_> {
                 scales,
                 offset,
             } => {
+                // Grown only, since clearing would write every number twice.
                 if bits.len() < out.len() {
                     bits.resize(out.len(), 0);
                 }
                 let (codes, bits) = (&codes[first..first + out.len()], &mut bits[..out.len()]);
                 match planes {
                     Some(planes) => s.look_up_256(planes, codes, bits),
-                    None => look_up(book, codes, bits),
+                    None => {
+                        for (bits, code) in bits.iter_mut().zip(codes) {
+                            *bits = book[usize::from(*code)].to_bits();
+                        }
+                    }
                 }
                 let mut done = 0;
                 while done < out.len() {
@@ -143,9 +148,9 @@ impl Magnitudes<'_> {
         }
     }
 
-    /// Where what belongs to block `block` is, or would be: to ask memory for it.
+    /// Returns the address at which the data of block `block` is, or would be, for a prefetch.
     #[inline(always)]
-    pub(super) fn place(&self, block: usize) -> *const u8 {
+    pub(super) fn address(&self, block: usize) -> *const u8 {
         let (first, size): (*const u8, _) = match self {
             Magnitudes::Full(Floats::F32(all)) => (all.as_ptr().cast(), size_of::<f32>()),
             Magnitudes::Full(Floats::F16(all)) => (all.as_ptr().cast(), size_of::<f16>()),
@@ -155,17 +160,17 @@ impl Magnitudes<'_> {
     }
 }
 
-/// Which scale belongs to which weight.
+/// The scales of the elements of a weight.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Scales<'a> {
     pub(crate) magnitudes: Magnitudes<'a>,
-    /// Weights that share one, counted along the flattened weight: where groups belong to rows, these
-    /// are whole in each.
+    /// The number of elements that share a scale, counted along the flattened weight. Groups, which belong to
+    /// rows, divide each row.
     pub(crate) block: usize,
 }
 
 impl Scales<'_> {
-    /// The scale of each `granule` weights of row `row`: a granule lies in one block.
+    /// Writes the scale of each `granule` elements of row `row`; a granule lies in one block.
     #[inline(always)]
     pub(crate) fn row(&self, row: usize, inputs: usize, granule: usize, out: &mut [f32]) {
         let first = row * inputs;
@@ -182,7 +187,7 @@ impl Scales<'_> {
         }
     }
 
-    /// The scale of one weight of the flattened weight.
+    /// Returns the scale of one element of the flattened weight.
     pub(crate) fn of(&self, weight: usize) -> f32 {
         self.magnitudes.at(weight / self.block)
     }

@@ -1,24 +1,24 @@
-//! Quantized weights as coded maps.
+//! Quantized weights as coded weights.
 
 use std::sync::OnceLock;
 
+use overdrive_kernels::Table256;
 use tch::{Device, Kind, Tensor};
 
-use super::map::{CodedMap, Coding};
+use super::coded_weight::{CodedWeight, Coding};
 use super::scales::{Floats, Magnitudes, Scales};
-use crate::codec::book::Book;
+use crate::codec::code_book::Book;
 use crate::codec::dynamic;
-use crate::kernel::simd::Book256;
 use crate::tensors::{bytes, elements};
 use crate::weight::{self, Storage};
 use crate::{Activations, Error, QuantizedWeight, Result, Scheme};
 
-/// `None` for weights that are kept otherwise, or not on the CPU.
+/// Returns the slices of a weight; `None` for weights of another storage, or not on the CPU.
 ///
 /// # Errors
-/// [`Error::BadWeight`] if tensors are shorter than the sizes say, or an order names inputs that are
-/// not there.
-pub(crate) fn coded_map(weight: &QuantizedWeight) -> Result<Option<CodedMap<'_>>> {
+/// [`Error::BadWeight`] if tensors are shorter than the shape requires, or an order names inputs that do not
+/// exist.
+pub(crate) fn coded_weight(weight: &QuantizedWeight) -> Result<Option<CodedWeight<'_>>> {
     if weight.device() != Device::Cpu {
         return Ok(None);
     }
@@ -40,9 +40,10 @@ pub(crate) fn coded_map(weight: &QuantizedWeight) -> Result<Option<CodedMap<'_>>
                 (false, Kind::Int8, _) => Coding::Signed,
                 (false, ..) => Coding::Unsigned,
             };
+            // At least 1: a damaged shape must not divide by zero.
             let groups = scales.size().get(1).map_or(1, |n| size(*n)).max(1);
             let block = inputs / groups;
-            CodedMap {
+            CodedWeight {
                 codes: bytes(codes)?,
                 coding,
                 outputs,
@@ -65,7 +66,7 @@ pub(crate) fn coded_map(weight: &QuantizedWeight) -> Result<Option<CodedMap<'_>>
                 Scheme::Nf4(options) => (Book::Nf4, options.block_size),
                 _ => return Ok(None),
             };
-            CodedMap {
+            CodedWeight {
                 codes: bytes(codes)?,
                 coding: Coding::book(*book.numbers()),
                 outputs,
@@ -80,12 +81,13 @@ pub(crate) fn coded_map(weight: &QuantizedWeight) -> Result<Option<CodedMap<'_>>
             }
         }
     };
+    // Kernels read without bounds checks, so this is checked for every weight.
     if !map.is_consistent() {
         return Err(Error::BadWeight {
             name: weight.scheme.to_string(),
             reason: format!(
-                "its codes, scales or order are too short for {:?}, or the order names inputs that are \
-                 not there; quantize it again",
+                "its codes, scales or order are too short for {:?}, or the order names inputs that do \
+                 not exist; quantize it again",
                 weight.size()
             ),
         });
@@ -93,6 +95,7 @@ pub(crate) fn coded_map(weight: &QuantizedWeight) -> Result<Option<CodedMap<'_>>
     Ok(Some(map))
 }
 
+/// Borrows a tensor of f32 or f16.
 pub(crate) fn floats(tensor: &Tensor) -> Result<Floats<'_>> {
     Ok(match tensor.kind() {
         Kind::Half => Floats::F16(elements(tensor)?),
@@ -107,6 +110,7 @@ fn of_groups(tensor: &Tensor, block: usize) -> Result<Scales<'_>> {
     })
 }
 
+/// Borrows the magnitudes of blocks.
 pub(crate) fn of_blocks(magnitudes: &weight::Magnitudes) -> Result<Magnitudes<'_>> {
     Ok(match magnitudes {
         weight::Magnitudes::Full(all) => Magnitudes::Full(floats(all)?),
@@ -120,7 +124,7 @@ pub(crate) fn of_blocks(magnitudes: &weight::Magnitudes) -> Result<Magnitudes<'_
             let book = book.first_chunk().ok_or_else(|| Error::BadWeight {
                 name: "magnitudes".to_owned(),
                 reason: format!(
-                    "a code book of {:?}; expected 256 numbers",
+                    "their code book has shape {:?}; it must have 256 numbers",
                     code_book.size()
                 ),
             })?;
@@ -135,7 +139,8 @@ pub(crate) fn of_blocks(magnitudes: &weight::Magnitudes) -> Result<Magnitudes<'_
     })
 }
 
-fn usual_book() -> &'static Book256 {
-    static BOOK: OnceLock<Book256> = OnceLock::new();
-    BOOK.get_or_init(|| Book256::new(dynamic::code_book()))
+/// Returns the table of the code book that bitsandbytes always uses.
+fn usual_book() -> &'static Table256 {
+    static BOOK: OnceLock<Table256> = OnceLock::new();
+    BOOK.get_or_init(|| Table256::new(dynamic::code_book()))
 }

@@ -2,18 +2,17 @@
 #![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss)]
 
 use half::{bf16, f16};
+use overdrive_kernels::{Element, InstructionSet, Table256};
 use proptest::prelude::*;
 
-use super::any::dequantize_on;
-use super::map::{ByteTable, CodedMap, Coding, WordTable, levels};
-use super::part::{CodedPart, WordForms};
+use super::coded_weight::{ByteTable, CodedWeight, Coding, WordTable, levels};
+use super::dequantize::dequantize_on;
+use super::gemm::{CodedGemm, QuantizedInputs};
 use super::scales::{Floats, Magnitudes, Scales};
-use crate::codec::book::Book;
-use crate::kernel::element::Element;
-use crate::kernel::joint::{Part, product};
-use crate::kernel::simd::{Book256, InstructionSet};
+use crate::codec::code_book::Book;
+use crate::kernel::joint_gemm::{Gemm, joint_gemm};
 
-/// Numbers that only depend on their seed.
+/// A generator of numbers that depend only on the seed.
 struct Random(u64);
 
 impl Random {
@@ -25,13 +24,13 @@ impl Random {
         (self.0 >> 33) as u32
     }
 
-    /// In `-1..1`.
+    /// Returns a number in `-1..1`.
     fn number(&mut self) -> f32 {
         (f64::from(self.next()) / f64::from(1_u32 << 30) - 1.0) as f32
     }
 }
 
-/// In what weights and activations are multiplied.
+/// The type in which weights and activations are multiplied.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Numbers {
     Exact,
@@ -46,7 +45,7 @@ enum Kept {
     Quantized,
 }
 
-/// What a map borrows.
+/// The data that a coded weight borrows.
 #[derive(Debug)]
 struct Owned {
     codes: Vec<u8>,
@@ -59,11 +58,11 @@ struct Owned {
     halves: Vec<f16>,
     small: Vec<u8>,
     book: [f32; 256],
-    planes: Option<Book256>,
+    planes: Option<Table256>,
     outer: Vec<f32>,
     offsets: Option<Vec<f32>>,
     order: Option<Vec<i32>>,
-    /// Whether activations are bytes for any number of rows.
+    /// If `true`, activations are bytes for any number of rows.
     bytes: bool,
 }
 
@@ -103,7 +102,7 @@ impl Owned {
                 .collect(),
             small: (0..blocks).map(|_| random.next() as u8).collect(),
             book,
-            planes: case.seed.is_multiple_of(2).then(|| Book256::new(&book)),
+            planes: case.seed.is_multiple_of(2).then(|| Table256::new(&book)),
             outer: (0..blocks.div_ceil(256)).map(|_| random.number()).collect(),
             offsets: case
                 .offsets
@@ -113,7 +112,7 @@ impl Owned {
         }
     }
 
-    fn map(&self) -> CodedMap<'_> {
+    fn map(&self) -> CodedWeight<'_> {
         let magnitudes = match self.kept {
             Kept::F32 => Magnitudes::Full(Floats::F32(&self.floats)),
             Kept::F16 => Magnitudes::Full(Floats::F16(&self.halves)),
@@ -125,7 +124,7 @@ impl Owned {
                 offset: 0.25,
             },
         };
-        let map = CodedMap {
+        let map = CodedWeight {
             codes: &self.codes,
             coding: self.coding,
             outputs: self.outputs,
@@ -145,7 +144,7 @@ impl Owned {
         map
     }
 
-    /// What the code at a place stands for.
+    /// Returns the number of the code of an element.
     fn value(&self, weight: usize, numbers: Numbers) -> f64 {
         match &self.coding {
             Coding::Signed => f64::from(self.codes[weight] as i8),
@@ -199,7 +198,7 @@ impl Owned {
             .map_or(place, |order| order[place] as usize)
     }
 
-    /// In what `rows` of activations are multiplied.
+    /// Returns the type in which `rows` of activations are multiplied.
     fn numbers(&self, rows: usize) -> Numbers {
         let map = self.map();
         if (rows <= 3 || self.bytes) && map.byte_table().is_some() {
@@ -211,7 +210,7 @@ impl Owned {
         }
     }
 
-    /// Steps of activations on each side of zero.
+    /// Returns the largest integer of activations.
     fn levels(&self, numbers: Numbers) -> f64 {
         if numbers == Numbers::Bytes {
             return 127.0;
@@ -223,8 +222,8 @@ impl Owned {
         })
     }
 
-    /// The product, and the sum of the magnitudes of what is added; activations are rounded as the
-    /// kernels round them.
+    /// Returns the outputs, and the sums of the magnitudes of their terms, with activations rounded as the kernels
+    /// round them.
     fn product(&self, x: &[f32], numbers: Numbers) -> Vec<(f64, f64)> {
         let levels = self.levels(numbers);
         let group = if numbers == Numbers::Bytes { 32 } else { 64 };
@@ -261,24 +260,23 @@ impl Owned {
 fn run<T: Element>(
     set: InstructionSet,
     x: &[f32],
-    maps: &[CodedMap<'_>],
+    maps: &[CodedWeight<'_>],
     biases: &[Option<Vec<T>>],
 ) -> Vec<T> {
     let rows = x.len() / maps[0].inputs;
-    let forms = WordForms::new(set, x, maps);
-    let parts: Vec<CodedPart<'_, T>> = maps
+    let inputs = QuantizedInputs::new(set, x, maps);
+    let gemms: Vec<CodedGemm<'_>> = maps
         .iter()
-        .zip(biases)
-        .map(|(map, bias)| CodedPart::new(set, x, &forms, map, bias.as_deref()))
+        .map(|map| CodedGemm::new(set, x, &inputs, map))
         .collect();
     let mut first = 0;
-    let mut with_columns: Vec<(usize, &dyn Part<T>)> = Vec::new();
-    for (part, map) in parts.iter().zip(maps) {
-        with_columns.push((first, part));
+    let mut joint: Vec<(usize, &dyn Gemm, Option<&[T]>)> = Vec::new();
+    for ((gemm, map), bias) in gemms.iter().zip(maps).zip(biases) {
+        joint.push((first, gemm, bias.as_deref()));
         first += map.outputs;
     }
     let mut y = vec![T::from_f32(f32::NAN); rows * first];
-    product(&with_columns, rows, first, &mut y);
+    joint_gemm(&joint, rows, first, &mut y);
     y
 }
 
@@ -293,7 +291,7 @@ fn codings() -> [Coding; 6] {
     ]
 }
 
-/// `rows` of activations whose magnitudes differ from place to place.
+/// Returns `rows` of activations of which some are much larger than others.
 fn activations(rows: usize, inputs: usize, seed: u64) -> Vec<f32> {
     let mut random = Random(seed ^ 0x5eed);
     (0..rows * inputs)
@@ -491,7 +489,7 @@ fn several_maps_stand_side_by_side_with_their_biases() {
             })
         })
         .collect();
-    let maps: Vec<CodedMap<'_>> = owned.iter().map(Owned::map).collect();
+    let maps: Vec<CodedWeight<'_>> = owned.iter().map(Owned::map).collect();
     for rows in [1, 6] {
         let x = activations(rows, 192, 3);
         let bias: Vec<f32> = (0..maps[1].outputs).map(|at| at as f32).collect();
@@ -562,8 +560,8 @@ fn a_nan_reaches_all_outputs_of_its_row_and_no_other() {
     }
 }
 
-/// What rounding activations to bytes costs where they are like those of a model, next to what rounding
-/// weights to 4 bits does: the root of the mean square, of products of normal numbers.
+/// Compares the error of activations in bytes with that of weights in 4 bits, as root mean squares of outputs for
+/// normally distributed activations and weights.
 #[test]
 fn activations_in_bytes_are_much_finer_than_weights_of_four_bits() {
     let normal = |seed: u64, len: usize| -> Vec<f32> {

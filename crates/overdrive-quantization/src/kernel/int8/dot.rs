@@ -1,60 +1,77 @@
-//! A few outputs with a few rows at a time, both as they lie: rows of the weight go through the
-//! registers once for the first few rows of activations, and for the others come from the first cache.
+//! Dot products of a few outputs with a few rows at a time, both in their layout in memory: rows of the weight
+//! go through the registers once for the first few rows of activations, and for the others come from the first
+//! cache.
 #![allow(unsafe_code)]
 
-use super::Job;
-use crate::kernel::element::Element;
-use crate::kernel::simd::{BYTES, Kernel, Simd};
+use std::ops::Range;
 
-/// Bytes of the weight that are asked for before they are needed, by a single row.
+use overdrive_kernels::{BYTES, Kernel, Simd};
+
+use super::Int8Gemm;
+
+/// The distance of the prefetch in bytes of the weight, for a single row.
 const AHEAD: usize = 8192;
 
-/// A job by dot products.
-pub(super) struct Dots<'a, 'b, 'c, T>(pub(super) &'a Job<'b, 'c, T>);
+/// The sums of products of codes of some outputs.
+pub(super) struct Dots<'a, 'b> {
+    pub(super) gemm: &'a Int8Gemm<'b>,
+    pub(super) outputs: Range<usize>,
+    /// `(rows, outputs)`.
+    pub(super) sums: &'a mut [i32],
+}
 
-impl<T: Element> Kernel for Dots<'_, '_, '_, T> {
-    type Output = ();
+impl Kernel for Dots<'_, '_> {
+    /// The amount that was added to each code of the weight.
+    type Output = i32;
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        if self.0.part.x.rows == 1 {
-            return self.one_row(s);
-        }
-        match S::TILE {
-            4 => self.tiles::<S, 4>(s),
+    fn run<S: Simd>(mut self, s: S) -> i32 {
+        // 4 x 4 sums and their operands need 32 registers, 2 x 4 fit 16.
+        match (self.gemm.x.rows, S::TILE) {
+            (1, _) => self.one_row(s),
+            (_, 4) => self.tiles::<S, 4>(s),
             _ => self.tiles::<S, 2>(s),
         }
+        S::OFFSET
     }
 }
 
-impl<T: Element> Dots<'_, '_, '_, T> {
-    /// One output after another, so that the weight is one stream.
+impl Dots<'_, '_> {
+    /// Stores the sums of neighbouring outputs of a row.
     #[inline(always)]
-    fn one_row<S: Simd>(&self, s: S) {
-        let mut output = self.0.outputs.start;
-        while output + 4 <= self.0.outputs.end {
+    fn store(&mut self, row: usize, output: usize, sums: &[i32]) {
+        let first = row * self.outputs.len() + output - self.outputs.start;
+        self.sums[first..first + sums.len()].copy_from_slice(sums);
+    }
+
+    /// Computes one output after another, so that the weight is one stream.
+    #[inline(always)]
+    fn one_row<S: Simd>(&mut self, s: S) {
+        let mut output = self.outputs.start;
+        while output + 4 <= self.outputs.end {
             let sums = [
                 self.dot(s, output),
                 self.dot(s, output + 1),
                 self.dot(s, output + 2),
                 self.dot(s, output + 3),
             ];
-            self.0.finish(0, output, s.total_each(sums), 4, S::OFFSET);
+            self.store(0, output, &s.total_each(sums));
             output += 4;
         }
-        while output < self.0.outputs.end {
+        while output < self.outputs.end {
             let sum = s.total(self.dot(s, output));
-            self.0.finish(0, output, [sum, 0, 0, 0], 1, S::OFFSET);
+            self.store(0, output, &[sum]);
             output += 1;
         }
     }
 
-    /// The dot product with the one row, in four partial sums: one would wait for itself.
+    /// Returns the dot product with the one row, in four partial sums: one sum would wait for its own latency.
     #[inline(always)]
     fn dot<S: Simd>(&self, s: S, output: usize) -> S::A {
         const PARTS: usize = 4;
-        let weight = self.0.part.weight(output);
-        let x = self.0.part.x.row(0);
+        let weight = self.gemm.weight(output);
+        let x = self.gemm.x.row(0);
+        // The reads of `x` below are unchecked.
         assert!(x.len() >= weight.len(), "rows are padded");
         let mut sums = [s.zero(); PARTS];
         let whole = weight.len() - weight.len() % (BYTES * PARTS);
@@ -66,7 +83,7 @@ impl<T: Element> Dots<'_, '_, '_, T> {
                     let at = at + part * BYTES;
                     (vector(weight, at), vector(x, at))
                 };
-                // By itself the machine does not look beyond the page that it is in.
+                // The hardware prefetcher stops at the end of a page.
                 s.prefetch_near(w.as_ptr().wrapping_add(AHEAD).cast());
                 *sum = s.dot(*sum, s.load_codes(w), s.load_activations(x));
             }
@@ -83,24 +100,24 @@ impl<T: Element> Dots<'_, '_, '_, T> {
         s.add_sums(s.add_sums(a, b), s.add_sums(c, d))
     }
 
-    /// All outputs, `R` at a time, with all rows, four at a time. The few outputs of a tile stay in the
-    /// first cache while the rows pass by.
+    /// Computes all outputs, `R` at a time, with all rows, four at a time. The few outputs of a tile stay in the
+    /// first cache for all rows.
     #[inline(always)]
-    fn tiles<S: Simd, const R: usize>(&self, s: S) {
-        let mut output = self.0.outputs.start;
-        while output + R <= self.0.outputs.end {
+    fn tiles<S: Simd, const R: usize>(&mut self, s: S) {
+        let mut output = self.outputs.start;
+        while output + R <= self.outputs.end {
             self.outputs::<S, R>(s, output);
             output += R;
         }
-        while output < self.0.outputs.end {
+        while output < self.outputs.end {
             self.outputs::<S, 1>(s, output);
             output += 1;
         }
     }
 
     #[inline(always)]
-    fn outputs<S: Simd, const R: usize>(&self, s: S, output: usize) {
-        let rows = self.0.part.x.rows;
+    fn outputs<S: Simd, const R: usize>(&mut self, s: S, output: usize) {
+        let rows = self.gemm.x.rows;
         let mut row = 0;
         while row + 4 <= rows {
             self.tile::<S, R, 4>(s, output, row);
@@ -115,15 +132,16 @@ impl<T: Element> Dots<'_, '_, '_, T> {
     }
 
     #[inline(always)]
-    fn tile<S: Simd, const R: usize, const N: usize>(&self, s: S, output: usize, row: usize) {
-        let width = self.0.part.x.width;
+    fn tile<S: Simd, const R: usize, const N: usize>(&mut self, s: S, output: usize, row: usize) {
+        let gemm = self.gemm;
+        let width = gemm.x.width;
         let mut weights: [&[i8]; R] = [&[]; R];
         for (r, weight) in weights.iter_mut().enumerate() {
-            *weight = self.0.part.weight(output + r);
+            *weight = gemm.weight(output + r);
         }
         let mut rows: [&[i8]; N] = [&[]; N];
         for (n, slot) in rows.iter_mut().enumerate() {
-            *slot = self.0.part.x.row(row + n);
+            *slot = gemm.x.row(row + n);
         }
         let mut sums = [[s.zero(); N]; R];
         let whole = width - width % BYTES;
@@ -131,9 +149,10 @@ impl<T: Element> Dots<'_, '_, '_, T> {
         while at < whole {
             let mut w = [s.load_codes(&[0; BYTES]); R];
             for (w, weight) in w.iter_mut().zip(&weights) {
+                // For later rows the weight is in the cache already.
                 if row == 0 {
-                    // The same place of the next tile: several short streams at once are more than
-                    // the machine foresees by itself.
+                    // The same columns of the next tile: several short streams at once are more than the
+                    // hardware prefetcher follows.
                     s.prefetch(weight.as_ptr().wrapping_add(R * width + at));
                 }
                 // SAFETY: `at + BYTES <= width`, the length of every row of the weight.
@@ -163,14 +182,13 @@ impl<T: Element> Dots<'_, '_, '_, T> {
             for (four, sums) in four.iter_mut().zip(&sums) {
                 *four = sums[n];
             }
-            self.0
-                .finish(row + n, output, s.total_each(four), R, S::OFFSET);
+            self.store(row + n, output, &s.total_each(four)[..R]);
         }
     }
 }
 
-/// What is left of a row from `at` on, at most a vector, with anything in the places beyond: there the
-/// activations are zero.
+/// Reads the rest of a row from `at` on, at most a vector. The codes beyond its end do not matter: the
+/// activations are zero there.
 #[inline(always)]
 fn codes<S: Simd>(s: S, weight: &[i8], at: usize) -> S::W {
     let rest = &weight[at..];
@@ -184,13 +202,13 @@ fn codes<S: Simd>(s: S, weight: &[i8], at: usize) -> S::W {
     }
 }
 
-/// A vector's worth of a row.
+/// Returns a vector of a row.
 ///
 /// # Safety
 /// `at + BYTES <= row.len()`.
 #[inline(always)]
 unsafe fn vector(row: &[i8], at: usize) -> &[i8; BYTES] {
-    debug_assert!(at + BYTES <= row.len(), "the caller's promise");
-    // SAFETY: the caller's promise; bytes have no alignment.
+    debug_assert!(at + BYTES <= row.len(), "in the bounds of the row");
+    // SAFETY: the caller ensures the bounds; bytes have no alignment.
     unsafe { &*row.as_ptr().add(at).cast() }
 }

@@ -1,57 +1,67 @@
-//! `y = x · codesᵀ · scales + bias` with activations and weights in 8 bits.
+//! `y = x · codesᵀ · scales` with activations and weights in 8 bits.
 //!
-//! Sums of products of codes are exact, so every instruction set has the same results to the bit.
+//! Sums of products of codes are exact, so every instruction set has the same results bit for bit.
 //!
-//! The weight is read as it lies: by `dot` for one row and on machines without AVX-512-VNNI, otherwise by
-//! `tiles`.
+//! The weight is read in its layout in memory: by `dot` for one row and on machines without AVX-512-VNNI,
+//! otherwise by `vnni_gemm`.
 
 mod dot;
 mod outliers;
 #[cfg(target_arch = "x86_64")]
-mod tiles;
+mod transpose;
 #[cfg(target_arch = "x86_64")]
-mod turn;
+mod vnni_gemm;
 
+use std::cell::Cell;
 use std::ops::Range;
 
-pub(crate) use outliers::Split;
+use overdrive_kernels::{InstructionSet, vectorized};
 
-use super::activations::Int8Rows;
-use super::element::Element;
-use super::joint::Part;
-use super::simd::InstructionSet;
-use super::threads::Target;
+pub(crate) use outliers::OutlierSplit;
 
-/// Inputs up to which the sums fit 32 bits: 127 · 128 each.
+use super::int8_rows::Int8Rows;
+use super::joint_gemm::{Gemm, Results};
+
+/// The largest number of inputs at which sums fit 32 bits: each product is at most 127 · 128.
 pub(crate) const MAX_WIDTH: usize = 1 << 17;
 
-/// A weight with one scale an output, and the activations.
+/// A weight with one scale for each output, and the activations.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Int8Part<'a, T> {
-    /// Quantized by row, not in groups.
+pub(crate) struct Int8Gemm<'a> {
+    /// The activations, quantized by row.
     pub(crate) x: &'a Int8Rows,
-    /// i8 `(outputs, x.width)`.
+    /// The weight, i8 `(outputs, x.width)`.
     pub(crate) codes: &'a [i8],
-    /// One an output.
+    /// The scale of each output.
     pub(crate) scales: &'a [f32],
-    /// One an output.
-    pub(crate) bias: Option<&'a [T]>,
-    /// Where columns were taken apart: those that `x` lacks.
-    pub(crate) split: Option<&'a Split>,
+    /// The outlier columns that `x` lacks, if columns were split off.
+    pub(crate) split: Option<&'a OutlierSplit>,
     pub(crate) set: InstructionSet,
 }
 
-/// Outputs of a part that one thread computes.
-struct Job<'a, 'b, T> {
-    part: &'a Int8Part<'b, T>,
+/// The outputs of a GEMM that one thread computes.
+struct Job<'a, 'b> {
+    gemm: &'a Int8Gemm<'b>,
     outputs: Range<usize>,
-    first: usize,
-    /// What is to be added before the scales of the outputs, `(rows, outputs)`.
-    extra: Option<Vec<f32>>,
-    y: &'a Target<'a, T>,
+    /// The part of the outlier columns, before the scales of the outputs, `(rows, outputs)`.
+    outliers: Option<Vec<f32>>,
 }
 
-impl<T: Element> Part<T> for Int8Part<'_, T> {
+/// The buffers of a job; kept from call to call, since the pages of new memory cost more than its use.
+#[derive(Default)]
+struct Scratch {
+    sums: Vec<i32>,
+    /// Sums of some rows, with the outputs of a row side by side.
+    rows: Vec<i32>,
+    /// The results of a row.
+    results: Vec<f32>,
+}
+
+thread_local! {
+    static SCRATCH: Cell<Scratch> = Cell::default();
+}
+
+impl Gemm for Int8Gemm<'_> {
     fn outputs(&self) -> usize {
         self.scales.len()
     }
@@ -60,29 +70,40 @@ impl<T: Element> Part<T> for Int8Part<'_, T> {
         self.x.width
     }
 
-    fn run(&self, outputs: Range<usize>, first: usize, y: &Target<'_, T>) {
-        let extra = self
+    fn run(&self, outputs: Range<usize>, results: &mut dyn Results) {
+        let outliers = self
             .split
             .and_then(|split| split.products(self.set, self.codes, outputs.clone()));
         let job = Job {
-            part: self,
+            gemm: self,
             outputs,
-            first,
-            extra,
-            y,
+            outliers,
         };
-        #[cfg(target_arch = "x86_64")]
-        if let InstructionSet::Avx512(simd) = self.set
-            && self.x.rows > 1
-            && self.x.width > 0
-        {
-            return tiles::tiles(simd, &job);
+        let mut scratch = SCRATCH.take();
+        match self.set {
+            #[cfg(target_arch = "x86_64")]
+            InstructionSet::Avx512(simd) if self.x.rows > 1 && self.x.width > 0 => {
+                vnni_gemm::run(simd, &job, &mut scratch, results);
+            }
+            set => {
+                let count = job.outputs.len();
+                scratch.sums.resize(self.x.rows * count, 0);
+                let offset = set.run(dot::Dots {
+                    gemm: self,
+                    outputs: job.outputs.clone(),
+                    sums: &mut scratch.sums,
+                });
+                let sums = scratch.sums.chunks_exact(count.max(1));
+                for (row, sums) in sums.take(self.x.rows).enumerate() {
+                    job.finish(row, sums, offset, &mut scratch.results, results);
+                }
+            }
         }
-        self.set.run(dot::Dots(&job));
+        SCRATCH.set(scratch);
     }
 }
 
-impl<T: Element> Int8Part<'_, T> {
+impl Int8Gemm<'_> {
     #[inline(always)]
     fn weight(&self, output: usize) -> &[i8] {
         let width = self.x.width;
@@ -90,64 +111,63 @@ impl<T: Element> Int8Part<'_, T> {
     }
 }
 
-impl<T: Element> Job<'_, '_, T> {
-    /// Writes the first `count` of four neighbours in a row, of which the sums of products of codes are
-    /// known; each code of the weight was too large by `offset`.
-    #[inline(always)]
-    fn finish(&self, row: usize, output: usize, sums: [i32; 4], count: usize, offset: i32) {
-        if count == 4 {
-            return self.finish_all(row, output, sums, offset);
-        }
-        for (index, sum) in sums.into_iter().enumerate().take(count) {
-            self.finish_all(row, output + index, [sum], offset);
-        }
+impl Job<'_, '_> {
+    /// Puts the results of a row, of which `sums` has the sums of products of codes; each code of the weight
+    /// was too large by `offset`.
+    fn finish(
+        &self,
+        row: usize,
+        sums: &[i32],
+        offset: i32,
+        buffer: &mut Vec<f32>,
+        results: &mut dyn Results,
+    ) {
+        let (gemm, count) = (self.gemm, self.outputs.len());
+        let outliers = match &self.outliers {
+            Some(all) => &all[row * count..(row + 1) * count],
+            None => &[],
+        };
+        buffer.resize(count, 0.0);
+        scale(
+            gemm.set,
+            sums,
+            gemm.x.sums[row].wrapping_mul(offset),
+            gemm.x.scales[row],
+            outliers,
+            &gemm.scales[self.outputs.clone()],
+            buffer,
+        );
+        results.put(row, self.outputs.start, buffer);
     }
+}
 
-    #[inline(always)]
-    fn finish_all<const N: usize>(&self, row: usize, output: usize, sums: [i32; N], offset: i32) {
-        let part = self.part;
-        let excess = part.x.sums[row].wrapping_mul(offset);
-        let scale = part.x.scales[row];
-        let scales: &[f32; N] = chunk(part.scales, output);
-        let mut results = [0.0; N];
-        for (result, sum) in results.iter_mut().zip(sums) {
+vectorized! {
+    /// Computes `((sum − excess) · scale + outlier) · scales` for each output. Nothing is fused, so that all
+    /// instruction sets have the same results.
+    fn scale<S: Simd>(
+        _s: S,
+        sums: &[i32],
+        excess: i32,
+        scale: f32,
+        outliers: &[f32],
+        scales: &[f32],
+        to: &mut [f32],
+    ) {
+        for (to, sum) in to.iter_mut().zip(sums) {
             #[allow(
                 clippy::cast_precision_loss,
                 reason = "within the rounding of the result"
             )]
             let sum = sum.wrapping_sub(excess) as f32;
-            *result = sum * scale;
+            *to = sum * scale;
         }
-        if let Some(extra) = &self.extra {
-            let at = row * self.outputs.len() + output - self.outputs.start;
-            for (result, extra) in results.iter_mut().zip(chunk::<_, N>(extra, at)) {
-                *result += extra;
-            }
+        for (to, outlier) in to.iter_mut().zip(outliers) {
+            *to += outlier;
         }
-        // Not fused, so that all instruction sets have the same results.
-        for (result, scale) in results.iter_mut().zip(scales) {
-            *result *= scale;
+        for (to, scale) in to.iter_mut().zip(scales) {
+            *to *= scale;
         }
-        if let Some(bias) = part.bias {
-            for (result, bias) in results.iter_mut().zip(chunk::<_, N>(bias, output)) {
-                *result += bias.to_f32();
-            }
-        }
-        let results = results.map(
-            #[inline(always)]
-            |result| T::from_f32(result),
-        );
-        self.y.set_all(row, self.first + output, &results);
     }
-}
-
-/// Neighbours from `at` on.
-#[inline(always)]
-fn chunk<E, const N: usize>(all: &[E], at: usize) -> &[E; N] {
-    let Some(chunk) = all[at..].first_chunk() else {
-        unreachable!("the caller counted the outputs");
-    };
-    chunk
 }
 
 #[cfg(test)]

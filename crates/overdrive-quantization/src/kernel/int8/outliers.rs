@@ -1,27 +1,28 @@
-//! Columns of activations with large numbers, apart from the others (LLM.int8, Dettmers et al. 2022,
+//! Outlier columns of activations, multiplied apart from the others (LLM.int8, Dettmers et al. 2022,
 //! arXiv:2208.07339).
 
 use std::ops::Range;
 
-use crate::kernel::activations::Int8Rows;
-use crate::kernel::simd::{InstructionSet, Kernel, LANES, Simd};
+use overdrive_kernels::{InstructionSet, Kernel, LANES, Simd};
 
-/// Activations in two parts: columns without large numbers in 8 bits, the others as they are.
+use crate::kernel::int8_rows::Int8Rows;
+
+/// Activations in two matrices: columns without outliers in 8 bits, the others in f32.
 #[derive(Debug)]
-pub(crate) struct Split {
-    /// With zeros in the columns of large numbers.
+pub(crate) struct OutlierSplit {
+    /// The activations in 8 bits, with zeros in the outlier columns.
     pub(crate) int8: Int8Rows,
-    /// Which columns those are.
+    /// The indices of the outlier columns.
     columns: Vec<usize>,
-    /// Their numbers, `(rows, columns)`, each row padded with zeros to vectors.
+    /// The outlier columns, `(rows, columns)`, each row padded with zeros to vectors.
     values: Vec<f32>,
     padded: usize,
 }
 
-impl Split {
-    /// Takes the columns of `x (rows, width)` with a magnitude beyond the threshold apart. NaN is beyond
-    /// every threshold.
-    pub(crate) fn new(x: &[f32], width: usize, threshold: f32) -> Split {
+impl OutlierSplit {
+    /// Splits off the columns of `x (rows, width)` with a magnitude beyond the threshold. NaN is beyond every
+    /// threshold.
+    pub(crate) fn new(x: &[f32], width: usize, threshold: f32) -> OutlierSplit {
         let mut most = vec![0.0_f32; width];
         for row in x.chunks_exact(width.max(1)) {
             for (most, x) in most.iter_mut().zip(row) {
@@ -34,13 +35,14 @@ impl Split {
             .filter(|column| most[*column].is_nan() || most[*column] > threshold)
             .collect();
         if columns.is_empty() {
-            return Split {
+            return OutlierSplit {
                 int8: Int8Rows::quantize(x, width),
                 columns,
                 values: Vec::new(),
                 padded: 0,
             };
         }
+        // Whole vectors, so that the loop below has no remainder.
         let padded = columns.len().next_multiple_of(LANES);
         let rows = x.len() / width;
         let mut rest = x.to_vec();
@@ -53,7 +55,7 @@ impl Split {
                 *value = std::mem::take(&mut row[*column]);
             }
         }
-        Split {
+        OutlierSplit {
             int8: Int8Rows::quantize(&rest, width),
             columns,
             values,
@@ -61,8 +63,8 @@ impl Split {
         }
     }
 
-    /// What the large columns add to these outputs, without the outputs' scales, `(rows, outputs)`;
-    /// nothing if there are none.
+    /// Returns the products of the outlier columns for these outputs, without the scales of the outputs,
+    /// `(rows, outputs)`; `None` if there are no outliers.
     pub(super) fn products(
         &self,
         set: InstructionSet,
@@ -80,7 +82,7 @@ impl Split {
 }
 
 struct Products<'a> {
-    split: &'a Split,
+    split: &'a OutlierSplit,
     codes: &'a [i8],
     outputs: Range<usize>,
 }
@@ -90,7 +92,7 @@ impl Kernel for Products<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> Vec<f32> {
-        let Split {
+        let OutlierSplit {
             int8,
             columns,
             values,
@@ -101,6 +103,7 @@ impl Kernel for Products<'_> {
         let mut weight = vec![0.0_f32; *padded];
         for (index, output) in self.outputs.enumerate() {
             let codes = &self.codes[output * int8.width..(output + 1) * int8.width];
+            // Gathered once for all rows.
             for (weight, column) in weight.iter_mut().zip(columns) {
                 *weight = f32::from(codes[*column]);
             }

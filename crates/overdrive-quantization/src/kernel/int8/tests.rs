@@ -3,12 +3,13 @@
 use std::sync::OnceLock;
 
 use half::bf16;
+use overdrive_kernels::Element;
 use proptest::prelude::*;
 
 use super::*;
-use crate::kernel::joint::product;
+use crate::kernel::joint_gemm::joint_gemm;
 
-/// Numbers that need no generator, in -1..1.
+/// Returns numbers in -1..1 that depend only on the seed.
 fn numbers(seed: u64, len: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let next = || {
@@ -26,7 +27,7 @@ fn codes(seed: u64, len: usize) -> Vec<i8> {
     numbers(seed, len).into_iter().map(code).collect()
 }
 
-/// One output after another, in integers of 64 bits.
+/// Computes one output after another, with sums of 64 bits.
 fn reference<T: Element>(x: &Int8Rows, codes: &[i8], scales: &[f32], bias: Option<&[T]>) -> Vec<T> {
     let mut y = Vec::new();
     for row in 0..x.rows {
@@ -80,25 +81,24 @@ fn check<T: Element + PartialEq + std::fmt::Debug>(
         }
     }
     for set in InstructionSet::available() {
-        let parts: Vec<Int8Part<'_, T>> = weights
+        let gemms: Vec<Int8Gemm<'_>> = weights
             .iter()
-            .map(|(codes, scales, bias)| Int8Part {
+            .map(|(codes, scales, _)| Int8Gemm {
                 x: &x,
                 codes,
                 scales,
-                bias: bias.as_deref(),
                 split: None,
                 set,
             })
             .collect();
         let mut first = 0;
-        let mut placed: Vec<(usize, &dyn Part<T>)> = Vec::new();
-        for part in &parts {
-            placed.push((first, part));
-            first += part.outputs();
+        let mut joint: Vec<(usize, &dyn Gemm, Option<&[T]>)> = Vec::new();
+        for (gemm, (_, _, bias)) in gemms.iter().zip(&weights) {
+            joint.push((first, gemm, bias.as_deref()));
+            first += gemm.outputs();
         }
         let mut y = vec![T::from_f32(f32::NAN); rows * columns];
-        product(&placed, rows, columns, &mut y);
+        joint_gemm(&joint, rows, columns, &mut y);
         assert_eq!(
             y,
             expected,
@@ -149,16 +149,15 @@ fn sums_beyond_the_unsigned_detour_are_exact() {
                     groups: OnceLock::new(),
                     spare: std::sync::Mutex::default(),
                 };
-                let part = Int8Part {
+                let gemm = Int8Gemm {
                     x: &x,
                     codes: &codes,
                     scales: &[1.0; 3],
-                    bias: None,
                     split: None,
                     set,
                 };
                 let mut y = vec![0.0_f32; rows * 3];
-                product(&[(0, &part)], rows, 3, &mut y);
+                joint_gemm::<f32>(&[(0, &gemm, None)], rows, 3, &mut y);
                 let sum = 127 * i64::from(code) * width as i64;
                 let expected = sum as f32 * (1.0 / 127.0);
                 assert!(
@@ -182,7 +181,7 @@ fn large_columns_are_multiplied_as_they_are() {
     let codes = codes(8, outputs * width);
     let scales = numbers(9, outputs);
     let bias = numbers(10, outputs);
-    let split = Split::new(&input, width, 6.0);
+    let split = OutlierSplit::new(&input, width, 6.0);
     assert!(
         split
             .int8
@@ -193,17 +192,16 @@ fn large_columns_are_multiplied_as_they_are() {
     let small = reference::<f32>(&split.int8, &codes, &scales, Some(&bias));
     for set in InstructionSet::available() {
         for rows in [1, 5, 30] {
-            let split = Split::new(&input[..rows * width], width, 6.0);
-            let part = Int8Part {
+            let split = OutlierSplit::new(&input[..rows * width], width, 6.0);
+            let gemm = Int8Gemm {
                 x: &split.int8,
                 codes: &codes,
                 scales: &scales,
-                bias: Some(&bias[..]),
                 split: Some(&split),
                 set,
             };
             let mut y = vec![0.0_f32; rows * outputs];
-            product(&[(0, &part)], rows, outputs, &mut y);
+            joint_gemm(&[(0, &gemm, Some(&bias[..]))], rows, outputs, &mut y);
             for row in 0..rows {
                 for output in 0..outputs {
                     let large = [3, 149].map(|column| {
@@ -232,16 +230,15 @@ fn a_row_with_nan_gives_nan_and_others_do_not() {
     input[width + 5] = f32::NAN;
     let x = Int8Rows::quantize(&input, width);
     let codes = codes(2, 2 * width);
-    let part = Int8Part {
+    let gemm = Int8Gemm {
         x: &x,
         codes: &codes,
         scales: &[1.0, 1.0],
-        bias: None,
         split: None,
         set: InstructionSet::best(),
     };
     let mut y = vec![0.0_f32; 6];
-    product(&[(0, &part)], 3, 2, &mut y);
+    joint_gemm::<f32>(&[(0, &gemm, None)], 3, 2, &mut y);
     assert_eq!(y.map_nan(), [false, false, true, true, false, false]);
 }
 

@@ -1,4 +1,4 @@
-//! Files that are damaged or lie.
+//! Files that are damaged or inconsistent.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::{fixture, modules};
 
-/// Writes what a good file has after `change`, and returns what reading says.
+/// Writes the tensors of a valid file after `change`, and returns the error of reading them, or "read".
 fn reading(module: &str, change: impl Fn(&mut BTreeMap<String, Tensor>, &mut Value)) -> String {
     let file = fixture();
     let mut config: Value =
@@ -57,7 +57,7 @@ fn state(tensors: &mut BTreeMap<String, Tensor>, change: impl Fn(&mut Value)) {
 }
 
 #[test]
-fn lying_files_are_refused_with_the_reason() {
+fn inconsistent_files_are_refused_with_the_reason() {
     type Change = fn(&mut BTreeMap<String, Tensor>, &mut Value);
     let cases: [(&str, Change, &str); 22] = [
         (
@@ -207,7 +207,7 @@ fn lying_files_are_refused_with_the_reason() {
     }
 }
 
-/// One of the ways in which a tensor can be wrong.
+/// A way to damage a tensor.
 #[derive(Debug, Clone)]
 enum Damage {
     Remove,
@@ -289,7 +289,7 @@ proptest! {
     }
 
     #[test]
-    fn lying_states_are_read_or_refused_without_a_panic(
+    fn inconsistent_states_are_read_or_refused_without_a_panic(
         block in prop_oneof![Just(64i64), any::<i64>(), 0i64..5000],
         shape in prop::collection::vec(prop_oneof![any::<i64>(), 0i64..4000], 0..4),
         offset in any::<f64>(),
@@ -306,7 +306,7 @@ proptest! {
     }
 
     #[test]
-    fn lying_configurations_are_read_or_refused_without_a_panic(
+    fn inconsistent_configurations_are_read_or_refused_without_a_panic(
         module in any::<prop::sample::Index>(),
         bits in any::<u8>(),
         group in prop_oneof![-2i64..300, any::<i64>()],

@@ -38,7 +38,7 @@ fn largest(tensor: &Tensor) -> f64 {
 }
 
 #[test]
-fn every_layout_of_the_python_world_is_read_as_it_reads_it() {
+fn every_layout_is_read_as_the_python_libraries_read_it() {
     let file = fixture();
     let modules = modules(&file);
     assert_eq!(modules.len(), 22);
@@ -209,7 +209,7 @@ fn scales_in_files_are_of_the_kind_they_were_made_in() {
     }
 }
 
-/// bf16 has fewer digits than f16.
+/// bf16 has fewer significant bits than f16.
 #[test]
 fn scales_of_bf16_are_kept_in_f16_where_they_are_not_tiny() {
     let config = QuantizationConfig::for_scheme("int4-g32".parse().unwrap(), Vec::new());
@@ -274,7 +274,7 @@ fn names_of_schemes_are_read_back() {
 }
 
 #[test]
-fn exceptions_are_those_of_the_lists() {
+fn modules_in_the_lists_of_exceptions_are_not_quantized() {
     let config = QuantizationConfig::for_scheme("nf4".parse().unwrap(), vec!["lm_head".into()]);
     assert!(!config.is_quantized("lm_head").unwrap());
     assert!(config.is_quantized("model.layers.0.mlp.up_proj").unwrap());

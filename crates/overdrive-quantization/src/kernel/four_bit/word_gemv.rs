@@ -1,45 +1,44 @@
-//! One to three rows of activations: lanes are neighbouring weights of a row of the weight.
-//!
-//! Codes become words in registers and are forgotten.
+//! The GEMV of one to three rows of activations in words. The lanes are neighbouring elements of a row of the
+//! weight, whose codes are unpacked in registers.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
 use std::ops::Range;
 
-use super::activations::WordRows;
-use super::coding::{ByCoding, Decode, by_coding};
-use super::lines::Lines;
-use super::map::CodedMap;
-use super::part::Results;
-use super::prepare::{Raw, ScaleRows, groups_of};
-use super::words::{PACKED, WORDS, Words, Work};
-use crate::kernel::simd::LANES;
+use overdrive_kernels::{BYTES, Kernel, LANES, Simd, WORDS};
 
-/// Most rows of activations.
-pub(super) const MOST: usize = 3;
+use super::aligned::AlignedVec;
+use super::coded_weight::CodedWeight;
+use super::scale_rows::{Raw, ScaleRows, groups_of};
+use super::unpack::{ByCoding, Decode, by_coding};
+use super::word_rows::WordRows;
+use crate::kernel::joint_gemm::Results;
 
-/// Rows of the weight at a time: their sums are reduced together.
+/// The largest number of rows of activations.
+pub(super) const MAX_ROWS: usize = 3;
+
+/// The number of rows of the weight at a time: their sums are reduced together.
 const TILE: usize = 4;
 
-/// Rows of the weight whose scales are made at a time.
+/// The number of rows of the weight whose scales are read at a time.
 const BATCH: usize = 8;
 
-/// Some outputs of one map.
-pub(super) struct Along<'a> {
+/// The GEMV of some outputs.
+pub(super) struct WordGemv<'a> {
     pub(super) x: &'a WordRows,
-    pub(super) map: &'a CodedMap<'a>,
+    pub(super) weight: &'a CodedWeight<'a>,
     pub(super) outputs: Range<usize>,
-    pub(super) results: &'a dyn Results,
+    pub(super) results: &'a mut dyn Results,
 }
 
-/// What a thread needs for a batch; kept from call to call.
+/// The buffers of a batch, kept from call to call.
 #[derive(Default)]
 struct Scratch {
-    /// Scales as they are read.
+    /// The buffers of scales while they are read.
     raw: Raw,
-    /// Scales times the scales of activations, `(batch, rows, stride)`.
-    products: Lines<f32>,
-    /// What offsets add, `(batch, rows)`.
+    /// The scales times those of activations, `(batch, rows, stride)`.
+    products: AlignedVec<f32>,
+    /// The contribution of the offsets, `(batch, rows)`.
     added: Vec<f32>,
 }
 
@@ -47,19 +46,19 @@ thread_local! {
     static SCRATCH: Cell<Scratch> = Cell::default();
 }
 
-impl Work for Along<'_> {
+impl Kernel for WordGemv<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Words>(self, s: S) {
-        by_coding(s, &self.map.coding, &self);
+    fn run<S: Simd>(mut self, s: S) {
+        by_coding(s, &self.weight.coding, &mut self);
     }
 }
 
-impl ByCoding for &Along<'_> {
+impl ByCoding for &mut WordGemv<'_> {
     #[inline(always)]
-    fn run<S: Words, D: Decode<S>>(self, s: S, decode: D) {
-        // Scales of a unit.
+    fn run<S: Simd, D: Decode<S>>(self, s: S, decode: D) {
+        // The number of scales of a unit.
         let step = LANES * D::PER_LANE / self.x.granule;
         if step <= 4 {
             self.rows::<S, D, true>(s, decode);
@@ -69,17 +68,17 @@ impl ByCoding for &Along<'_> {
     }
 }
 
-impl Along<'_> {
-    /// `F` where a unit has at most four scales.
+impl WordGemv<'_> {
+    /// Computes all outputs; `F` if a unit has at most four scales.
     #[inline(always)]
-    fn rows<S: Words, D: Decode<S>, const F: bool>(&self, s: S, decode: D) {
+    fn rows<S: Simd, D: Decode<S>, const F: bool>(&mut self, s: S, decode: D) {
         let mut scratch = SCRATCH.take();
-        let rows = ScaleRows::new(self.map.inputs, self.x.granule);
+        let rows = ScaleRows::new(self.weight.inputs, self.x.granule);
         let lanes_granule = self.x.granule / D::PER_LANE;
         let shape = Shape {
             stride: rows.stride,
             step: LANES / lanes_granule,
-            places: s.places(&groups_of(lanes_granule)),
+            lanes: s.lane_indices(&groups_of(lanes_granule)),
         };
         let mut output = self.outputs.start;
         while output < self.outputs.end {
@@ -99,9 +98,10 @@ impl Along<'_> {
         SCRATCH.set(scratch);
     }
 
-    /// Scales of `count` rows of the weight, times those of the activations; and what offsets add.
+    /// Computes the scales of `count` rows of the weight times those of the activations, and the contribution of
+    /// the offsets.
     #[inline(always)]
-    fn prepare<S: Words>(
+    fn prepare<S: Simd>(
         &self,
         s: S,
         rows: &ScaleRows,
@@ -109,20 +109,20 @@ impl Along<'_> {
         count: usize,
         scratch: &mut Scratch,
     ) {
-        let (x, map, rows_of_x) = (self.x, self.map, self.x.rows);
+        let (x, weight, rows_of_x) = (self.x, self.weight, self.x.rows);
         scratch.products.grow(BATCH * rows_of_x * rows.stride);
         scratch.added.resize(BATCH * rows_of_x, 0.0);
         let each = x.stride;
-        // Memory works on while scales are made.
-        let bytes = map.row_bytes();
+        // The codes are loaded while the scales are computed.
+        let bytes = weight.row_bytes();
         for index in 0..count {
-            let row = map.codes.as_ptr().wrapping_add((output + index) * bytes);
-            for line in 0..bytes / PACKED / 4 {
-                s.prefetch_near(row.wrapping_add(line * PACKED));
+            let row = weight.codes.as_ptr().wrapping_add((output + index) * bytes);
+            for line in 0..bytes / BYTES / 4 {
+                s.prefetch_near(row.wrapping_add(line * BYTES));
             }
         }
-        if let Some(offsets) = &map.offsets {
-            let made = rows.make(s, offsets, output, count, &mut scratch.raw);
+        if let Some(offsets) = &weight.offsets {
+            let made = rows.read(s, offsets, output, count, &mut scratch.raw);
             for index in 0..count {
                 for n in 0..rows_of_x {
                     let mut sum = s.splat(0.0);
@@ -137,14 +137,14 @@ impl Along<'_> {
                 }
             }
         }
-        let made = rows.make(s, &map.scales, output, count, &mut scratch.raw);
+        let made = rows.read(s, &weight.scales, output, count, &mut scratch.raw);
         for index in 0..count {
             for vector in 0..each / LANES {
                 let scale = made.vector(s, index, vector);
                 self.store(s, scale, index, vector, rows.stride, &mut scratch.products);
             }
-            // The last unit may look beyond the granules, where another row's scale times zero need not
-            // be zero.
+            // The last unit may read beyond the granules, where the scale of another row times zero may be
+            // NaN.
             for n in 0..rows_of_x {
                 let of_row = (index * rows_of_x + n) * rows.stride;
                 scratch.products[of_row + x.granules..of_row + each].fill(0.0);
@@ -154,7 +154,7 @@ impl Along<'_> {
 
     /// Writes 16 scales of a row of the weight times those of each row of activations.
     #[inline(always)]
-    fn store<S: Words>(
+    fn store<S: Simd>(
         &self,
         s: S,
         scale: S::F,
@@ -173,12 +173,12 @@ impl Along<'_> {
         }
     }
 
-    /// Some outputs, at most [`TILE`], from the batch's `index` on, of row `n` of the activations; the last
-    /// stands for those that are missing.
+    /// Computes some outputs, at most [`TILE`], from `index` of the batch on, of row `n` of the activations. The
+    /// last output stands for missing ones.
     #[inline(always)]
-    #[allow(clippy::too_many_arguments, reason = "the batch, and the place in it")]
-    fn tile<S: Words, D: Decode<S>, const F: bool>(
-        &self,
+    #[allow(clippy::too_many_arguments, reason = "the batch, and the index in it")]
+    fn tile<S: Simd, D: Decode<S>, const F: bool>(
+        &mut self,
         s: S,
         decode: D,
         batch: usize,
@@ -187,11 +187,11 @@ impl Along<'_> {
         shape: &Shape<S>,
         scratch: &Scratch,
     ) {
-        let (map, x) = (self.map, self.x);
+        let (weight, x) = (self.weight, self.x);
         let output = batch + index;
         let mut sums = [s.splat(0.0); TILE];
-        let bytes = map.row_bytes();
-        let codes = &map.codes[output * bytes..(output + held) * bytes];
+        let bytes = weight.row_bytes();
+        let codes = &weight.codes[output * bytes..(output + held) * bytes];
         let stride = shape.stride;
         let tile = Tile {
             words: &x.words,
@@ -200,20 +200,20 @@ impl Along<'_> {
             rows: x.rows,
             row: n,
         };
-        let whole = bytes / PACKED;
+        let whole = bytes / BYTES;
         assert!(
             n < x.rows
                 && x.words.len() == x.units * x.rows * D::PARTS * WORDS
-                && x.units == bytes.div_ceil(PACKED)
+                && x.units == bytes.div_ceil(BYTES)
                 && x.units * shape.step + LANES <= stride + shape.step,
             "the sizes that `WordRows` and `ScaleRows` have"
         );
-        let mut packed = [s.load_packed(&[0; PACKED]); TILE];
+        let mut packed = [s.load_packed(&[0; BYTES]); TILE];
         for unit in 0..whole {
             for (r, packed) in packed.iter_mut().enumerate() {
-                let from = r.min(held - 1) * bytes + unit * PACKED;
+                let from = r.min(held - 1) * bytes + unit * BYTES;
                 s.prefetch_near(codes.as_ptr().wrapping_add(from + AHEAD));
-                // SAFETY: `unit < bytes / PACKED`, so whole in a row of `codes`.
+                // SAFETY: `unit < bytes / BYTES`, so whole in a row of `codes`.
                 *packed = s.load_packed(unsafe { at(codes, from) });
             }
             // SAFETY: `unit < x.units`; sizes as above.
@@ -221,9 +221,9 @@ impl Along<'_> {
         }
         if whole < x.units {
             for (r, packed) in packed.iter_mut().enumerate() {
-                let mut last = [0; PACKED];
+                let mut last = [0; BYTES];
                 let row = r.min(held - 1);
-                let rest = &codes[row * bytes + whole * PACKED..(row + 1) * bytes];
+                let rest = &codes[row * bytes + whole * BYTES..(row + 1) * bytes];
                 last[..rest.len()].copy_from_slice(rest);
                 *packed = s.load_packed(&last);
             }
@@ -231,7 +231,7 @@ impl Along<'_> {
             unsafe { tile.add::<D, F>(s, decode, &mut sums, whole, packed) };
         }
         let mut totals = s.reduce_add_each(sums);
-        if map.offsets.is_some() {
+        if weight.offsets.is_some() {
             for (r, total) in totals.iter_mut().enumerate() {
                 *total += scratch.added[(index + r) * x.rows + n];
             }
@@ -240,32 +240,32 @@ impl Along<'_> {
     }
 }
 
-/// Bytes of codes that are asked for before they are needed.
+/// The distance of the prefetch in bytes of codes.
 const AHEAD: usize = 8192;
 
-/// What the units of some rows of the weight have in common.
-struct Tile<'a, S: Words> {
+/// The data of some rows of the weight.
+struct Tile<'a, S: Simd> {
     /// `(units, rows, parts, 32)`
     words: &'a [i16],
     /// `(TILE, rows, stride)`
     scales: &'a [f32],
     shape: Shape<S>,
-    /// Rows of activations, and the one that is multiplied.
+    /// The number of rows of activations, and the one that is multiplied.
     rows: usize,
     row: usize,
 }
 
-/// How the scales of a row lie.
+/// The layout of the scales of a row.
 #[derive(Clone, Copy)]
-struct Shape<S: Words> {
+struct Shape<S: Simd> {
     stride: usize,
-    /// Scales of a unit.
+    /// The number of scales of a unit.
     step: usize,
-    /// Which of them belongs to which lane.
-    places: S::Places,
+    /// The scale of each lane.
+    lanes: S::Lanes,
 }
 
-impl<S: Words> Tile<'_, S> {
+impl<S: Simd> Tile<'_, S> {
     /// Adds the products of unit `unit`.
     ///
     /// # Safety
@@ -281,34 +281,34 @@ impl<S: Words> Tile<'_, S> {
     ) {
         for (r, sum) in sums.iter_mut().enumerate() {
             let weights = decode.words(s, packed[r]);
-            let mut total = s.no_sums();
+            let mut total = s.zero_sums();
             for (part, weights) in weights.into_iter().enumerate().take(D::PARTS) {
                 let from = ((unit * self.rows + self.row) * D::PARTS + part) * WORDS;
-                // SAFETY: `row < rows` and `part < PARTS`, and the caller's promise.
+                // SAFETY: `row < rows` and `part < PARTS`, and the caller ensures the unit.
                 let words = s.load_words(unsafe { at(self.words, from) });
-                total = s.multiply(total, weights, words);
+                total = s.dot_words(total, weights, words);
             }
             let from = (r * self.rows + self.row) * self.shape.stride + unit * self.shape.step;
             let scales = if F {
-                // Four at once seldom lie in two lines of the cache.
-                // SAFETY: the caller's promise.
-                s.spread_four(unsafe { at(self.scales, from) }, self.shape.places)
+                // Four floats seldom lie in two lines of the cache.
+                // SAFETY: the caller ensures the scales.
+                s.permute_four(unsafe { at(self.scales, from) }, self.shape.lanes)
             } else {
-                // SAFETY: the caller's promise.
-                s.spread(unsafe { at(self.scales, from) }, self.shape.places)
+                // SAFETY: the caller ensures the scales.
+                s.permute(unsafe { at(self.scales, from) }, self.shape.lanes)
             };
-            *sum = s.mul_add(s.floats(total), scales, *sum);
+            *sum = s.mul_add(s.sums_to_f32(total), scales, *sum);
         }
     }
 }
 
-/// `N` elements from `first` on.
+/// Returns `N` elements from `first` on.
 ///
 /// # Safety
 /// `first + N <= all.len()`.
 #[inline(always)]
 pub(super) unsafe fn at<E, const N: usize>(all: &[E], first: usize) -> &[E; N] {
-    debug_assert!(first + N <= all.len(), "the caller's promise");
-    // SAFETY: the caller's promise; an array has the alignment of its elements.
+    debug_assert!(first + N <= all.len(), "in the bounds of the slice");
+    // SAFETY: the caller ensures the bounds; an array has the alignment of its elements.
     unsafe { &*all.as_ptr().add(first).cast() }
 }

@@ -1,13 +1,14 @@
-//! The activations of a product, in each form that a kernel of it takes, made once.
+//! The activations of a GEMM, in each form that a kernel takes, converted once.
 
 use std::cell::OnceCell;
 
-use super::activations::Int8Rows;
-use super::element::Element;
+use overdrive_kernels::{Element, InstructionSet};
+
+use super::int8_rows::Int8Rows;
 
 /// Rows of activations `(rows, width)`.
 #[derive(Debug)]
-pub(crate) struct Rows<'a, T> {
+pub(crate) struct InputRows<'a, T> {
     x: &'a [T],
     pub(crate) rows: usize,
     pub(crate) width: usize,
@@ -15,9 +16,9 @@ pub(crate) struct Rows<'a, T> {
     int8: OnceCell<Int8Rows>,
 }
 
-impl<'a, T: Element> Rows<'a, T> {
+impl<'a, T: Element> InputRows<'a, T> {
     pub(crate) fn new(x: &'a [T], width: usize) -> Self {
-        Rows {
+        InputRows {
             x,
             rows: x.len().checked_div(width).unwrap_or(0),
             width,
@@ -26,18 +27,18 @@ impl<'a, T: Element> Rows<'a, T> {
         }
     }
 
-    /// As floats, `(rows, width)`.
+    /// Returns the rows as f32, `(rows, width)`.
     pub(crate) fn floats(&self) -> &[f32] {
-        T::as_floats(self.x).unwrap_or_else(|| {
+        T::as_acc(self.x).unwrap_or_else(|| {
             self.floats.get_or_init(|| {
-                let mut floats = Vec::new();
-                T::floats(self.x, &mut floats);
+                let mut floats = vec![0.0; self.x.len()];
+                T::widen(InstructionSet::best(), self.x, &mut floats);
                 floats
             })
         })
     }
 
-    /// In 8 bits, with one scale a row.
+    /// Returns the rows in 8 bits, with one scale for each.
     pub(crate) fn int8(&self) -> &Int8Rows {
         self.int8
             .get_or_init(|| Int8Rows::quantize(self.x, self.width))

@@ -1,55 +1,54 @@
-//! Many rows of activations as bytes: as [`ByteRows`] has them, in little memory, and those of one unit of
-//! inputs together.
+//! Many rows of activations as bytes, quantized as [`ByteRows`] does and packed in panels: one unit of inputs of
+//! all rows together.
+
+use overdrive_kernels::threads::parallel_columns;
+use overdrive_kernels::{BYTES, InstructionSet};
 
 use super::byte_rows::{ByteLayout, ByteRows, GROUP, UNIT};
-use super::words::PACKED;
-use crate::kernel::simd::InstructionSet;
-use crate::kernel::threads::{Target, chunks};
 
-/// Parts of a unit that have a scale each.
+/// The number of groups of a unit, each with a scale.
 pub(super) const GROUPS: usize = UNIT / GROUP;
 
-/// Activations that are quantized by one thread.
+/// The number of activations below which one thread quantizes all.
 const PARALLEL: usize = 32 << 10;
 
-/// 128 inputs of one row.
+/// The 128 inputs of a unit of one row.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
-pub(super) struct ByteUnit {
-    /// Those that belong to the low and to the high halves of each lane of codes, alternating.
-    pub(super) quads: [[i8; 4]; PACKED / 2],
-    /// Scale times the unit of the weight's bytes.
+pub(super) struct BytePanel {
+    /// The inputs of the low and of the high halves of each lane of codes, alternating.
+    pub(super) quads: [[i8; 4]; BYTES / 2],
+    /// The scales times the unit of the weight.
     pub(super) scales: [f32; GROUPS],
-    /// What sums of products begin with, so that the code that stands for zero adds nothing.
+    /// The start of the sums of products, which makes the code of zero add nothing.
     pub(super) starts: [i32; GROUPS],
-    /// Sum of the activations as they are quantized; zeros unless wanted.
+    /// The sums of the quantized activations; zeros unless needed.
     pub(super) sums: [f32; GROUPS],
 }
 
 /// Rows of activations, quantized symmetrically with a scale for each [`GROUP`] inputs.
 #[derive(Debug)]
-pub(super) struct ByteUnits {
+pub(super) struct BytePanels {
     /// `(units, rows)`
-    all: Vec<ByteUnit>,
+    all: Vec<BytePanel>,
     pub(super) rows: usize,
     pub(super) units: usize,
 }
 
-impl ByteUnits {
+impl BytePanels {
     /// Quantizes `x (rows, inputs)`.
     pub(super) fn new(set: InstructionSet, x: &[f32], layout: &ByteLayout) -> Self {
         let inputs = layout.inputs();
         let (rows, units) = (x.len() / inputs, inputs / UNIT);
-        let none = ByteUnit {
-            quads: [[0; 4]; PACKED / 2],
+        let none = BytePanel {
+            quads: [[0; 4]; BYTES / 2],
             scales: [0.0; GROUPS],
             starts: [0; GROUPS],
             sums: [0.0; GROUPS],
         };
         let mut all = vec![none; rows * units];
-        let out = Target::new(&mut all, rows);
-        chunks(rows, 1, x.len() >= PARALLEL, |range| {
-            for row in range {
+        parallel_columns(&mut all, rows, 1, x.len() >= PARALLEL, |mut out| {
+            for row in out.range() {
                 let of_row = ByteRows::new(set, &x[row * inputs..(row + 1) * inputs], layout);
                 for (at, unit) in of_row.units(0).iter().enumerate() {
                     let mut made = none;
@@ -64,7 +63,7 @@ impl ByteUnits {
                     if !of_row.sums.is_empty() {
                         made.sums.copy_from_slice(&of_row.sums[groups]);
                     }
-                    // Of lanes of 8 inputs.
+                    // `ByteRows` has a sum for each lane of 8 inputs.
                     let lanes = unit.starts.chunks_exact(GROUP / 8);
                     for (start, lanes) in made.starts.iter_mut().zip(lanes) {
                         *start = lanes.iter().sum();
@@ -73,12 +72,12 @@ impl ByteUnits {
                 }
             }
         });
-        ByteUnits { all, rows, units }
+        BytePanels { all, rows, units }
     }
 
-    /// One unit of all rows.
+    /// Returns one unit of all rows.
     #[inline(always)]
-    pub(super) fn of_unit(&self, unit: usize) -> &[ByteUnit] {
+    pub(super) fn of_unit(&self, unit: usize) -> &[BytePanel] {
         &self.all[unit * self.rows..(unit + 1) * self.rows]
     }
 }

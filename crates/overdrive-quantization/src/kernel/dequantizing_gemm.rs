@@ -1,18 +1,18 @@
-//! A few rows of activations in full precision with a weight of 8 bits, whose codes become floats in
-//! registers.
+//! The GEMM of a few rows of activations in f32 with a weight of 8 bits, which is dequantized in registers.
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::ops::Range;
 
-use super::element::Element;
-use super::joint::Part;
-use super::simd::{InstructionSet, Kernel, LANES, Simd};
-use super::threads::Target;
+use overdrive_kernels::{InstructionSet, Kernel, LANES, Simd};
+
+use super::joint_gemm::{Gemm, Results};
 
 /// A code of 8 bits.
 pub(crate) trait Code: Copy + Default + Sync {
-    /// What a code as [`load`](Self::load) gives it is too small by.
+    /// The factor by which the numbers that [`load`](Self::load) returns are too small.
     const FACTOR: f32;
+    /// Reads 16 codes as floats.
     fn load<S: Simd>(simd: S, from: &[Self; LANES]) -> S::F;
 }
 
@@ -25,14 +25,15 @@ impl Code for i8 {
     }
 }
 
-/// An 8-bit float.
+/// An 8-bit float (e4m3).
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(transparent)]
 pub(crate) struct E4m3(u8);
 
 impl E4m3 {
-    pub(crate) fn of(codes: &[u8]) -> &[E4m3] {
-        // SAFETY: a transparent wrapper of a byte.
+    /// Returns the bytes as floats of 8 bits.
+    pub(crate) fn from_bytes(codes: &[u8]) -> &[E4m3] {
+        // SAFETY: `E4m3` is a transparent wrapper of a byte.
         unsafe { std::slice::from_raw_parts(codes.as_ptr().cast(), codes.len()) }
     }
 }
@@ -49,22 +50,25 @@ impl Code for E4m3 {
     }
 }
 
-/// A weight with one scale an output, and the activations.
+/// A weight with one scale for each output, and the activations.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct WidenPart<'a, C, T> {
-    /// `(rows, width)`.
+pub(crate) struct DequantizingGemm<'a, C> {
+    /// The activations, `(rows, width)`.
     pub(crate) x: &'a [f32],
     pub(crate) width: usize,
-    /// `(outputs, width)`.
+    /// The weight, `(outputs, width)`.
     pub(crate) codes: &'a [C],
-    /// One an output.
+    /// The scale of each output.
     pub(crate) scales: &'a [f32],
-    /// One an output.
-    pub(crate) bias: Option<&'a [T]>,
     pub(crate) set: InstructionSet,
 }
 
-impl<C: Code, T: Element> Part<T> for WidenPart<'_, C, T> {
+thread_local! {
+    /// The sums of a chunk, kept from call to call.
+    static SUMS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+}
+
+impl<C: Code> Gemm for DequantizingGemm<'_, C> {
     fn outputs(&self) -> usize {
         self.scales.len()
     }
@@ -73,32 +77,43 @@ impl<C: Code, T: Element> Part<T> for WidenPart<'_, C, T> {
         self.width
     }
 
-    fn run(&self, outputs: Range<usize>, first: usize, y: &Target<'_, T>) {
-        self.set.run(Widen {
-            part: self,
-            outputs,
-            first,
-            y,
+    fn run(&self, outputs: Range<usize>, results: &mut dyn Results) {
+        let count = outputs.len();
+        let rows = self.x.len().checked_div(self.width).unwrap_or(0);
+        let mut sums = SUMS.take();
+        sums.resize(rows * count, 0.0);
+        self.set.run(Tiles {
+            gemm: *self,
+            outputs: outputs.clone(),
+            sums: &mut sums,
         });
+        for (row, sums) in sums.chunks_exact_mut(count.max(1)).enumerate() {
+            for (sum, scale) in sums.iter_mut().zip(&self.scales[outputs.clone()]) {
+                *sum = *sum * C::FACTOR * scale;
+            }
+            results.put(row, outputs.start, sums);
+        }
+        SUMS.set(sums);
     }
 }
 
-/// Some outputs of a part.
-struct Widen<'a, 'b, C, T> {
-    part: &'a WidenPart<'b, C, T>,
+/// The sums of some outputs.
+struct Tiles<'a, 'b, C> {
+    gemm: DequantizingGemm<'b, C>,
     outputs: Range<usize>,
-    first: usize,
-    y: &'a Target<'a, T>,
+    /// `(rows, outputs)`.
+    sums: &'a mut [f32],
 }
 
-impl<C: Code, T: Element> Kernel for Widen<'_, '_, C, T> {
+impl<C: Code> Kernel for Tiles<'_, '_, C> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        if self.part.x.len() == self.part.width {
+    fn run<S: Simd>(mut self, s: S) {
+        if self.gemm.x.len() == self.gemm.width {
+            // One stream through the weight is faster than several short ones.
             for output in self.outputs.clone() {
-                let sum = dot(s, self.part.x, self.weight(output));
+                let sum = dot(s, self.gemm.x, self.weight(output));
                 self.set(0, output, sum);
             }
             return;
@@ -110,23 +125,21 @@ impl<C: Code, T: Element> Kernel for Widen<'_, '_, C, T> {
     }
 }
 
-impl<C: Code, T: Element> Widen<'_, '_, C, T> {
+impl<'b, C: Code> Tiles<'_, 'b, C> {
     #[inline(always)]
-    fn weight(&self, output: usize) -> &[C] {
-        let width = self.part.width;
-        &self.part.codes[output * width..(output + 1) * width]
+    fn weight(&self, output: usize) -> &'b [C] {
+        let width = self.gemm.width;
+        &self.gemm.codes[output * width..(output + 1) * width]
     }
 
     #[inline(always)]
-    fn set(&self, row: usize, output: usize, sum: f32) {
-        let bias = self.part.bias.map_or(0.0, |bias| bias[output].to_f32());
-        let y = sum * C::FACTOR * self.part.scales[output] + bias;
-        self.y.set(row, self.first + output, T::from_f32(y));
+    fn set(&mut self, row: usize, output: usize, sum: f32) {
+        self.sums[row * self.outputs.len() + output - self.outputs.start] = sum;
     }
 
-    /// All outputs, `N` at a time, with all rows, `N` at a time.
+    /// Computes all outputs, `N` at a time, with all rows, `N` at a time.
     #[inline(always)]
-    fn tiles<S: Simd, const N: usize>(&self, s: S) {
+    fn tiles<S: Simd, const N: usize>(&mut self, s: S) {
         let mut output = self.outputs.start;
         while output + N <= self.outputs.end {
             self.outputs::<S, N, N>(s, output);
@@ -139,8 +152,8 @@ impl<C: Code, T: Element> Widen<'_, '_, C, T> {
     }
 
     #[inline(always)]
-    fn outputs<S: Simd, const R: usize, const N: usize>(&self, s: S, output: usize) {
-        let rows = self.part.x.len() / self.part.width;
+    fn outputs<S: Simd, const R: usize, const N: usize>(&mut self, s: S, output: usize) {
+        let rows = self.gemm.x.len() / self.gemm.width;
         let mut row = 0;
         while row + N <= rows {
             self.tile::<S, R, N>(s, output, row);
@@ -154,17 +167,17 @@ impl<C: Code, T: Element> Widen<'_, '_, C, T> {
         }
     }
 
-    /// `R` outputs of `N` rows.
+    /// Computes `R` outputs of `N` rows.
     #[inline(always)]
-    fn tile<S: Simd, const R: usize, const N: usize>(&self, s: S, output: usize, row: usize) {
-        let width = self.part.width;
+    fn tile<S: Simd, const R: usize, const N: usize>(&mut self, s: S, output: usize, row: usize) {
+        let width = self.gemm.width;
         let mut weights: [&[C]; R] = [&[]; R];
         for (r, weight) in weights.iter_mut().enumerate() {
             *weight = self.weight(output + r);
         }
         let mut rows: [&[f32]; N] = [&[]; N];
         for (n, slot) in rows.iter_mut().enumerate() {
-            *slot = &self.part.x[(row + n) * width..(row + n + 1) * width];
+            *slot = &self.gemm.x[(row + n) * width..(row + n + 1) * width];
         }
         let mut sums = [[s.splat(0.0); N]; R];
         let whole = width - width % LANES;
@@ -176,9 +189,10 @@ impl<C: Code, T: Element> Widen<'_, '_, C, T> {
                 *x = s.load_f32(unsafe { vector(row, at) });
             }
             for (weight, sums) in weights.iter().zip(&mut sums) {
+                // Only the first rows find the weight outside of the caches; a line has 64 codes.
                 if row == 0 && at % 64 == 0 {
-                    // The same place of the next tile: several short streams at once are more than
-                    // the machine foresees by itself.
+                    // The same columns of the next tile: several short streams at once are more than the
+                    // hardware prefetcher follows.
                     s.prefetch(weight.as_ptr().wrapping_add(R * width + at));
                 }
                 // SAFETY: as above.
@@ -199,6 +213,7 @@ impl<C: Code, T: Element> Widen<'_, '_, C, T> {
         }
         for (r, sums) in sums.into_iter().enumerate() {
             let mut four = [s.splat(0.0); 4];
+            // Four are reduced together: that costs less than four reductions.
             four[..N].copy_from_slice(&sums);
             for (n, total) in s.reduce_add_each(four).into_iter().take(N).enumerate() {
                 self.set(row + n, output + r, total);
@@ -207,7 +222,7 @@ impl<C: Code, T: Element> Widen<'_, '_, C, T> {
     }
 }
 
-/// The dot product of two rows, in four partial sums: one would wait for itself.
+/// Returns the dot product of two rows, in four partial sums: one sum would wait for its own latency.
 #[inline(always)]
 fn dot<S: Simd, C: Code>(s: S, x: &[f32], weight: &[C]) -> f32 {
     const PARTS: usize = 4;
@@ -237,7 +252,7 @@ fn dot<S: Simd, C: Code>(s: S, x: &[f32], weight: &[C]) -> f32 {
     s.reduce_add(s.add(s.add(a, b), s.add(c, d)))
 }
 
-/// What is left of a row, at most a vector, and zeros.
+/// Returns the rest of a row, at most a vector, padded with zeros.
 #[inline(always)]
 fn padded<T: Copy + Default>(rest: &[T]) -> [T; LANES] {
     let mut padded = [T::default(); LANES];
@@ -245,13 +260,13 @@ fn padded<T: Copy + Default>(rest: &[T]) -> [T; LANES] {
     padded
 }
 
-/// A vector's worth of a row.
+/// Returns a vector of a row.
 ///
 /// # Safety
 /// `at + LANES <= row.len()`.
 #[inline(always)]
 unsafe fn vector<T>(row: &[T], at: usize) -> &[T; LANES] {
-    debug_assert!(at + LANES <= row.len(), "the caller's promise");
-    // SAFETY: the caller's promise; an array has the alignment of its elements.
+    debug_assert!(at + LANES <= row.len(), "in the bounds of the row");
+    // SAFETY: the caller ensures the bounds; an array has the alignment of its elements.
     unsafe { &*row.as_ptr().add(at).cast() }
 }

@@ -1,69 +1,69 @@
-//! More rows of activations: lanes are outputs.
+//! The GEMM of more than three rows of activations in words. The lanes are outputs.
 //!
-//! 16 rows of the weight at a time are transposed, four bytes a lane, and words of activations are
-//! broadcast. For a few rows codes become words in registers; for many they do so once, in the first
+//! 16 rows of the weight at a time are transposed, four bytes in a lane, and words of activations are
+//! broadcast. For a few rows codes are unpacked in registers; for many they are unpacked once, to the first
 //! cache, for a group of tiles that is then multiplied with all rows.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
 use std::ops::Range;
 
-use super::activations::WordRows;
-use super::along::at;
-use super::coding::{ByCoding, Decode, by_coding};
-use super::lines::Lines;
-use super::map::CodedMap;
-use super::part::Results;
-use super::prepare::{Raw, ScaleRows};
-use super::words::{PACKED, WORDS, Words, Work};
-use crate::kernel::simd::LANES;
+use overdrive_kernels::{BYTES, Kernel, LANES, Simd, WORDS};
 
-/// Tiles of 16 outputs whose words are held at once where there are many rows: words of activations
-/// come from the second cache or further, and serve this many tiles at a visit.
+use super::aligned::AlignedVec;
+use super::coded_weight::CodedWeight;
+use super::scale_rows::{Raw, ScaleRows};
+use super::unpack::{ByCoding, Decode, by_coding};
+use super::word_gemv::at;
+use super::word_rows::WordRows;
+use crate::kernel::joint_gemm::Results;
+
+/// The number of tiles of 16 outputs that are unpacked at once for many rows: words of activations come from the
+/// second cache or further, and serve this many tiles each time.
 const GROUP: usize = 4;
 
-/// Some outputs of one map.
-pub(super) struct Tiles<'a> {
+/// The GEMM of some outputs.
+pub(super) struct WordGemm<'a> {
     pub(super) x: &'a WordRows,
-    pub(super) map: &'a CodedMap<'a>,
+    pub(super) weight: &'a CodedWeight<'a>,
     pub(super) outputs: Range<usize>,
-    pub(super) results: &'a dyn Results,
+    pub(super) results: &'a mut dyn Results,
 }
 
-/// What a thread needs for a group of tiles; kept, since memory that is new costs more than its use.
+/// The buffers of a group of tiles; kept, since the pages of new memory cost more than its use.
 #[derive(Default)]
 struct Scratch {
-    /// Scales as they are read.
+    /// The buffers of scales while they are read.
     raw: Raw,
-    /// `(tiles, granules, 16)`, the granules in whole vectors.
-    scales: Lines<f32>,
-    /// The same, where there are offsets.
-    offsets: Lines<f32>,
-    /// `(tiles, held rows, 16)`
-    sums: Lines<f32>,
-    /// Of one unit, `(tiles, 16 lanes of codes, parts, 32)`.
-    words: Lines<i16>,
+    /// The scales, `(tiles, granules, 16)`, the granules in whole vectors.
+    scales: AlignedVec<f32>,
+    /// The offsets, likewise.
+    offsets: AlignedVec<f32>,
+    /// The sums, `(tiles, held rows, 16)`.
+    sums: AlignedVec<f32>,
+    /// The words of one unit, `(tiles, 16 lanes of codes, parts, 32)`.
+    words: AlignedVec<i16>,
 }
 
 thread_local! {
     static SCRATCH: Cell<Scratch> = Cell::default();
 }
 
-impl Work for Tiles<'_> {
+impl Kernel for WordGemm<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Words>(self, s: S) {
-        by_coding(s, &self.map.coding, &self);
+    fn run<S: Simd>(mut self, s: S) {
+        by_coding(s, &self.weight.coding, &mut self);
     }
 }
 
-impl ByCoding for &Tiles<'_> {
+impl ByCoding for &mut WordGemm<'_> {
     #[inline(always)]
-    fn run<S: Words, D: Decode<S>>(self, s: S, decode: D) {
+    fn run<S: Simd, D: Decode<S>>(self, s: S, decode: D) {
         let mut scratch = SCRATCH.take();
-        // Few rows take their words at once.
-        let most = if self.x.held > S::ROWS { GROUP } else { 1 };
+        // For a few rows, words stay in registers and one tile at a time is enough.
+        let most = if self.x.held > S::WORD_ROWS { GROUP } else { 1 };
         let mut output = self.outputs.start;
         while output < self.outputs.end {
             let tiles = (self.outputs.end - output).div_ceil(LANES).min(most);
@@ -74,42 +74,34 @@ impl ByCoding for &Tiles<'_> {
     }
 }
 
-impl Tiles<'_> {
-    /// `tiles` tiles from `output` on.
+impl WordGemm<'_> {
+    /// Computes `tiles` tiles from `output` on.
     #[inline(always)]
-    fn group<S: Words, D: Decode<S>>(
-        &self,
+    fn group<S: Simd, D: Decode<S>>(
+        &mut self,
         s: S,
         decode: D,
         output: usize,
         tiles: usize,
         scratch: &mut Scratch,
     ) {
-        let (x, map) = (self.x, self.map);
+        let (x, weight) = (self.x, self.weight);
         let each = x.stride * LANES;
         let unit_words = LANES * D::PARTS * WORDS;
-        scratch.scales.grow(tiles * each);
         scratch.sums.grow(tiles * x.held * LANES);
         scratch.sums[..tiles * x.held * LANES].fill(0.0);
-        let shape = ScaleRows::new(map.inputs, x.granule);
-        for tile in 0..tiles {
-            let first = output + tile * LANES;
-            let count = LANES.min(map.outputs - first);
-            let of_tile = tile * each..(tile + 1) * each;
-            let raw = &mut scratch.raw;
-            let out = &mut scratch.scales[of_tile.clone()];
-            shape.columns(s, &map.scales, first, count, raw, out);
-            if let Some(offsets) = &map.offsets {
-                scratch.offsets.grow(tiles * each);
-                let out = &mut scratch.offsets[of_tile];
-                shape.columns(s, offsets, first, count, raw, out);
-            }
-        }
-        let offsets = match &map.offsets {
-            Some(_) => &scratch.offsets[..tiles * each],
-            None => &[],
-        };
-        if x.held <= S::ROWS {
+        let shape = ScaleRows::new(weight.inputs, x.granule);
+        let offsets = shape.tiles(
+            s,
+            weight,
+            output,
+            tiles,
+            each,
+            &mut scratch.raw,
+            &mut scratch.scales,
+            &mut scratch.offsets,
+        );
+        if x.held <= S::WORD_ROWS {
             let mut block = Block {
                 x,
                 unit: 0,
@@ -120,7 +112,7 @@ impl Tiles<'_> {
             };
             for unit in 0..x.units {
                 block.unit = unit;
-                let columns = codes(s, map, output, unit);
+                let columns = codes(s, weight, output, unit);
                 block.rows::<S, D, _>(s, x.held, Coded { columns, decode });
             }
         } else {
@@ -128,12 +120,12 @@ impl Tiles<'_> {
             for unit in 0..x.units {
                 for tile in 0..tiles {
                     let words = &mut scratch.words[tile * unit_words..(tile + 1) * unit_words];
-                    let columns = codes(s, map, output + tile * LANES, unit);
-                    hold(s, decode, &columns, words);
+                    let columns = codes(s, weight, output + tile * LANES, unit);
+                    unpack(s, decode, &columns, words);
                 }
                 let mut row = 0;
                 while row < x.held {
-                    let count = S::ROWS.min(x.held - row);
+                    let count = S::WORD_ROWS.min(x.held - row);
                     for tile in 0..tiles {
                         let of_tile = tile * each..(tile + 1) * each;
                         let sums = (tile * x.held + row) * LANES;
@@ -146,7 +138,7 @@ impl Tiles<'_> {
                             sums: &mut scratch.sums[sums..sums + count * LANES],
                         };
                         let words = &scratch.words[tile * unit_words..(tile + 1) * unit_words];
-                        block.rows::<S, D, _>(s, count, Held { words });
+                        block.rows::<S, D, _>(s, count, Unpacked { words });
                     }
                     row += count;
                 }
@@ -155,9 +147,9 @@ impl Tiles<'_> {
         self.finish(output, tiles, &scratch.sums);
     }
 
-    /// Writes the results.
+    /// Puts the results.
     #[inline(always)]
-    fn finish(&self, output: usize, tiles: usize, sums: &[f32]) {
+    fn finish(&mut self, output: usize, tiles: usize, sums: &[f32]) {
         let x = self.x;
         for tile in 0..tiles {
             let first = output + tile * LANES;
@@ -170,41 +162,42 @@ impl Tiles<'_> {
     }
 }
 
-/// One unit of 16 outputs, with outputs for lanes; lanes beyond the last output repeat it.
+/// Reads one unit of 16 outputs and transposes it, so that the lanes are outputs; lanes beyond the last output
+/// repeat it.
 #[inline(always)]
-pub(super) fn codes<S: Words>(
+pub(super) fn codes<S: Simd>(
     s: S,
-    map: &CodedMap<'_>,
+    weight: &CodedWeight<'_>,
     output: usize,
     unit: usize,
 ) -> [S::Packed; LANES] {
-    let bytes = map.row_bytes();
-    let codes = map.codes;
-    let from = unit * PACKED;
-    let count = PACKED.min(bytes - from);
-    let last = map.outputs - 1;
-    let mut packed = [s.load_packed(&[0; PACKED]); LANES];
+    let bytes = weight.row_bytes();
+    let codes = weight.codes;
+    let from = unit * BYTES;
+    let count = BYTES.min(bytes - from);
+    let last = weight.outputs - 1;
+    let mut packed = [s.load_packed(&[0; BYTES]); LANES];
     for (lane, packed) in packed.iter_mut().enumerate() {
         let first = (output + lane).min(last) * bytes + from;
-        // The same place of the next tile: short streams, many at once, are more than the machine
-        // foresees by itself.
+        // The same columns of the next tile: many short streams at once are more than the hardware
+        // prefetcher follows.
         s.prefetch(codes.as_ptr().wrapping_add(first + LANES * bytes));
         let row = &codes[first..first + count];
-        *packed = match row.first_chunk::<PACKED>() {
+        *packed = match row.first_chunk::<BYTES>() {
             Some(whole) => s.load_packed(whole),
             None => {
-                let mut last = [0; PACKED];
+                let mut last = [0; BYTES];
                 last[..count].copy_from_slice(row);
                 s.load_packed(&last)
             }
         };
     }
-    s.transpose(packed)
+    s.transpose_packed(packed)
 }
 
-/// Writes the words of one unit of 16 outputs, `(16 lanes of codes, parts, 32)`.
+/// Unpacks the words of one unit of 16 outputs, `(16 lanes of codes, parts, 32)`.
 #[inline(always)]
-fn hold<S: Words, D: Decode<S>>(s: S, decode: D, columns: &[S::Packed; LANES], out: &mut [i16]) {
+fn unpack<S: Simd, D: Decode<S>>(s: S, decode: D, columns: &[S::Packed; LANES], out: &mut [i16]) {
     let (out, _) = out.as_chunks_mut::<WORDS>();
     for (packed, out) in columns.iter().zip(out.chunks_exact_mut(D::PARTS)) {
         let words = decode.words(s, *packed);
@@ -214,35 +207,35 @@ fn hold<S: Words, D: Decode<S>>(s: S, decode: D, columns: &[S::Packed; LANES], o
     }
 }
 
-/// Where the words of a unit of 16 outputs come from.
-trait Source<S: Words, D: Decode<S>>: Copy {
-    /// Those of one lane of codes of each output; the first `PARTS` mean something.
-    fn words(&self, s: S, lane: usize) -> [S::I; 4];
+/// The source of the words of a unit of 16 outputs.
+trait Source<S: Simd, D: Decode<S>>: Copy {
+    /// Returns the words of one lane of codes of each output; only the first `PARTS` are meaningful.
+    fn words(&self, s: S, lane: usize) -> [S::Words; 4];
 }
 
-/// Codes, with outputs for lanes.
+/// Packed codes whose lanes are outputs.
 #[derive(Clone, Copy)]
-struct Coded<S: Words, D> {
+struct Coded<S: Simd, D> {
     columns: [S::Packed; LANES],
     decode: D,
 }
 
-impl<S: Words, D: Decode<S>> Source<S, D> for Coded<S, D> {
+impl<S: Simd, D: Decode<S>> Source<S, D> for Coded<S, D> {
     #[inline(always)]
-    fn words(&self, s: S, lane: usize) -> [S::I; 4] {
+    fn words(&self, s: S, lane: usize) -> [S::Words; 4] {
         self.decode.words(s, self.columns[lane])
     }
 }
 
-/// Words that [`hold`] has written.
+/// Words that [`unpack`] has written.
 #[derive(Clone, Copy)]
-struct Held<'a> {
+struct Unpacked<'a> {
     words: &'a [i16],
 }
 
-impl<S: Words, D: Decode<S>> Source<S, D> for Held<'_> {
+impl<S: Simd, D: Decode<S>> Source<S, D> for Unpacked<'_> {
     #[inline(always)]
-    fn words(&self, s: S, lane: usize) -> [S::I; 4] {
+    fn words(&self, s: S, lane: usize) -> [S::Words; 4] {
         let of_lane = &self.words[lane * D::PARTS * WORDS..][..D::PARTS * WORDS];
         let mut words = [s.load_words(&[0; WORDS]); 4];
         for (part, words) in words.iter_mut().enumerate().take(D::PARTS) {
@@ -259,28 +252,28 @@ struct Block<'a> {
     unit: usize,
     row: usize,
     scales: &'a [f32],
-    /// Empty where there are none.
+    /// Empty if there are none.
     offsets: &'a [f32],
     sums: &'a mut [f32],
 }
 
 impl Block<'_> {
-    /// `count` rows, even and at most `S::ROWS`. One sum at a time would wait for itself: fewer rows
-    /// have several.
+    /// Adds `count` rows, an even number and at most `S::WORD_ROWS`. One sum would wait for its own
+    /// latency: fewer rows have several partial sums.
     #[inline(always)]
-    fn rows<S: Words, D: Decode<S>, W: Source<S, D>>(&mut self, s: S, count: usize, source: W) {
+    fn rows<S: Simd, D: Decode<S>, W: Source<S, D>>(&mut self, s: S, count: usize, source: W) {
         match count {
-            8 if S::ROWS == 8 => self.add::<S, D, W, 8, 1>(s, source),
-            6 if S::ROWS == 8 => self.add::<S, D, W, 6, 1>(s, source),
-            4 if S::ROWS == 8 => self.add::<S, D, W, 4, 2>(s, source),
+            8 if S::WORD_ROWS == 8 => self.add::<S, D, W, 8, 1>(s, source),
+            6 if S::WORD_ROWS == 8 => self.add::<S, D, W, 6, 1>(s, source),
+            4 if S::WORD_ROWS == 8 => self.add::<S, D, W, 4, 2>(s, source),
             4 => self.add::<S, D, W, 4, 1>(s, source),
             _ => self.add::<S, D, W, 2, 2>(s, source),
         }
     }
 
-    /// `N` rows, each with `P` partial sums.
+    /// Adds `N` rows, each with `P` partial sums.
     #[inline(always)]
-    fn add<S: Words, D: Decode<S>, W: Source<S, D>, const N: usize, const P: usize>(
+    fn add<S: Simd, D: Decode<S>, W: Source<S, D>, const N: usize, const P: usize>(
         &mut self,
         s: S,
         source: W,
@@ -307,15 +300,15 @@ impl Block<'_> {
             if granule >= x.granules {
                 break;
             }
-            let mut totals = [[s.no_sums(); P]; N];
+            let mut totals = [[s.zero_sums(); P]; N];
             for lane in part_of_unit * lanes_granule..(part_of_unit + 1) * lanes_granule {
                 let weights = source.words(s, lane);
                 for part in 0..D::PARTS {
                     for (n, totals) in totals.iter_mut().enumerate() {
                         let from = first + n * row_words + part * WORDS + 2 * lane;
                         // SAFETY: `n < N`, and in its row `part < PARTS` and `lane < LANES`.
-                        let pair = s.pair(unsafe { at(&x.words, from) });
-                        totals[part % P] = s.multiply(totals[part % P], weights[part], pair);
+                        let pair = s.splat_pair(unsafe { at(&x.words, from) });
+                        totals[part % P] = s.dot_words(totals[part % P], weights[part], pair);
                     }
                 }
             }
@@ -324,11 +317,11 @@ impl Block<'_> {
             for n in 0..N {
                 let mut total = totals[n][0];
                 for part in &totals[n][1..] {
-                    total = s.plus(total, *part);
+                    total = s.merge_sums(total, *part);
                 }
                 let of_row = x.scales[(self.row + n) * x.stride + granule];
                 let scale = s.mul(scale, s.splat(of_row));
-                sums[n] = s.mul_add(s.floats(total), scale, sums[n]);
+                sums[n] = s.mul_add(s.sums_to_f32(total), scale, sums[n]);
             }
             let offsets = self.offsets.get(granule * LANES..);
             if let Some(offset) = offsets.and_then(<[f32]>::first_chunk) {

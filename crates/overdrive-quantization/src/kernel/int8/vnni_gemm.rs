@@ -1,45 +1,49 @@
-//! Two rows and more, with AVX-512-VNNI: a few outputs with up to eight rows at a time, each pair in a
-//! register of partial sums along the inputs.
+//! The GEMM of two rows and more, with AVX-512-VNNI: a few outputs with up to eight rows at a time, each pair in
+//! a register of partial sums along the inputs.
 //!
-//! The weight is read as it lies. Some inputs at a time, so that the rows stay in the first cache while
-//! the outputs of the job pass by; the next group of rows finds the weight in the second. With the first
-//! group the outputs that come next are asked for, with the others the next group of rows. What a register holds at the end of such a block is
-//! added up and kept, `(outputs, rows)`, until the job is done.
+//! The weight is read in its layout in memory, a block of inputs at a time, so that the rows stay in the first
+//! cache for all outputs of the job; the next group of rows finds the weight in the second. The first group
+//! prefetches the outputs that come next, the others the next group of rows. At the end of a block the registers
+//! are added up and kept, `(outputs, rows)`, until the job is done.
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::*;
-use std::cell::Cell;
 use std::ops::Range;
 
-use super::Job;
-use super::turn::{OUTPUTS, Turn};
-use crate::kernel::activations::{GROUP_ROWS, Line, RowGroups};
-use crate::kernel::element::Element;
-use crate::kernel::simd::BYTES;
-use crate::kernel::simd::avx512::Avx512;
+use overdrive_kernels::BYTES;
+use overdrive_kernels::arch::Avx512;
 
-/// Vectors of inputs in a block: eight rows of that are half of a first cache of 32 KB.
+use super::transpose::{OUTPUTS, transpose};
+use super::{Job, Scratch};
+use crate::kernel::int8_rows::{GROUP_ROWS, Line, RowGroups};
+use crate::kernel::joint_gemm::Results;
+
+/// The number of vectors of inputs in a block: eight rows of that are half of a first cache of 32 KB.
 const BLOCK: usize = 32;
 
-thread_local! {
-    /// Sums of a job; kept, since memory that is new costs more than its use.
-    static SUMS: Cell<Vec<i32>> = const { Cell::new(Vec::new()) };
-}
+/// The amount by which the codes of the weight are too large: `vpdpbusd` takes them unsigned.
+const OFFSET: i32 = 128;
 
-/// A job by tiles.
-pub(super) fn tiles<T: Element>(simd: Avx512, job: &Job<'_, '_, T>) {
-    let x = job.part.x;
+/// Computes a job.
+pub(super) fn run(
+    simd: Avx512,
+    job: &Job<'_, '_>,
+    scratch: &mut Scratch,
+    results: &mut dyn Results,
+) {
+    let x = job.gemm.x;
     let groups = x.groups();
     let stride = groups.count() * GROUP_ROWS;
-    let mut sums = SUMS.take();
-    let held = job.outputs.len().next_multiple_of(OUTPUTS) * stride;
-    if sums.len() < held {
-        sums.resize(held, 0);
+    let count = job.outputs.len();
+    let padded = count.next_multiple_of(OUTPUTS);
+    if scratch.sums.len() < padded * stride {
+        scratch.sums.resize(padded * stride, 0);
     }
+    let sums = &mut scratch.sums[..];
     let tiles = Tiles {
-        codes: &job.part.codes[job.outputs.start * x.width..job.outputs.end * x.width],
+        codes: &job.gemm.codes[job.outputs.start * x.width..job.outputs.end * x.width],
         after: job
-            .part
+            .gemm
             .codes
             .as_ptr()
             .wrapping_add(job.outputs.end * x.width),
@@ -52,33 +56,42 @@ pub(super) fn tiles<T: Element>(simd: Avx512, job: &Job<'_, '_, T>) {
         let vectors = block..(block + BLOCK).min(groups.vectors());
         for group in 0..groups.count() {
             // SAFETY: `simd` proves that the machine has the instructions.
-            unsafe { tiles.group(simd, group, vectors.clone(), &mut sums) };
+            unsafe { tiles.group(simd, group, vectors.clone(), sums) };
         }
     }
-    let turn = Turn::new(simd, job);
+    // Group by group, so that the transposed sums stay in the first cache.
+    scratch.rows.resize(GROUP_ROWS * padded, 0);
     for group in 0..groups.count() {
-        turn.group(groups.rows(group), &sums[group * GROUP_ROWS..], stride);
+        for first in (0..count).step_by(OUTPUTS) {
+            let from = &sums[first * stride + group * GROUP_ROWS..];
+            let to = &mut scratch.rows[first..];
+            // SAFETY: `simd` proves that the machine has the instructions.
+            unsafe { transpose(simd, from, stride, to, padded) };
+        }
+        let rows = groups.rows(group).zip(scratch.rows.chunks_exact(padded));
+        for (row, sums) in rows {
+            job.finish(row, &sums[..count], OFFSET, &mut scratch.results, results);
+        }
     }
-    SUMS.set(sums);
 }
 
 /// The weight of a job, and the activations.
 struct Tiles<'a> {
     codes: &'a [i8],
-    /// Where the weight of a job that follows may lie.
+    /// The address at which the weight of the next job probably begins.
     after: *const i8,
     outputs: usize,
     width: usize,
     groups: &'a RowGroups,
-    /// Sums from one output to the next.
+    /// The number of sums from one output to the next.
     stride: usize,
 }
 
 impl Tiles<'_> {
-    /// All outputs with one group of rows, along `vectors` of inputs.
+    /// Computes all outputs with one group of rows, along `vectors` of inputs.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
     fn group(&self, simd: Avx512, group: usize, vectors: Range<usize>, sums: &mut [i32]) {
-        // As many outputs as leave registers for a row and for a vector of each output.
+        // As many outputs as leave registers for a row and for a vector of each output, of 32.
         match self.groups.rows(group).len() {
             1 => self.outputs::<4, 1>(simd, group, vectors, sums),
             2 => self.outputs::<4, 2>(simd, group, vectors, sums),
@@ -91,7 +104,7 @@ impl Tiles<'_> {
         }
     }
 
-    /// The same for `N` rows, `R` outputs at a time.
+    /// Does the same for `N` rows, `R` outputs at a time.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
     fn outputs<const R: usize, const N: usize>(
@@ -115,7 +128,7 @@ impl Tiles<'_> {
         }
     }
 
-    /// `R` outputs from `output` on with the `N` rows of a group; writes their sums, or adds them unless
+    /// Computes `R` outputs from `output` on with the `N` rows of a group; stores their sums, or adds them unless
     /// these are the first inputs.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
@@ -129,7 +142,7 @@ impl Tiles<'_> {
     ) {
         let x = self.groups.vectors_of(group, vectors.clone());
         let first = output * self.width + vectors.start * BYTES;
-        // Vectors that are whole in each row of the weight.
+        // The number of vectors that are whole in each row of the weight.
         let whole = vectors.len().min(self.width / BYTES - vectors.start);
         assert!(
             x.len() >= vectors.len() * N
@@ -179,7 +192,7 @@ impl Tiles<'_> {
             let mut totals = totals(eight);
             let at = (output + r) * self.stride + group * GROUP_ROWS;
             let out = &mut sums[at..at + GROUP_ROWS];
-            // SAFETY: eight numbers of 32 bits are there.
+            // SAFETY: `out` has eight integers of 32 bits.
             unsafe {
                 if vectors.start > 0 {
                     totals = _mm256_add_epi32(totals, _mm256_loadu_si256(out.as_ptr().cast()));
@@ -189,8 +202,8 @@ impl Tiles<'_> {
         }
     }
 
-    /// The weight that the tile after this one reads: the next outputs, or the first with the inputs that
-    /// follow; another job's, with the last inputs.
+    /// Returns the address of the weight that the tile after this one reads: the next outputs, or the first with
+    /// the next inputs, or after the last inputs that of another job.
     #[inline(always)]
     fn next<const R: usize>(&self, output: usize, vectors: &Range<usize>) -> *const i8 {
         if output + R < self.outputs {
@@ -203,8 +216,8 @@ impl Tiles<'_> {
         }
     }
 
-    /// The same inputs of the next group of rows, of which each tile asks for a vector by each of its own:
-    /// for all, or for more than there are.
+    /// Returns the address of the same inputs of the next group of rows. Each tile prefetches a vector of them for
+    /// each of its own, at the end beyond the last.
     #[inline(always)]
     fn next_rows(&self, group: usize, vectors: &Range<usize>) -> *const Line {
         let next = if group + 1 < self.groups.count() {
@@ -219,7 +232,7 @@ impl Tiles<'_> {
 /// Adds one vector of inputs.
 ///
 /// # Safety
-/// `x` has `N` whole vectors, aligned as such, and the machine has AVX-512-VNNI.
+/// `x` has `N` whole, aligned vectors.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn add<const R: usize, const N: usize>(
@@ -228,7 +241,7 @@ unsafe fn add<const R: usize, const N: usize>(
     x: *const __m512i,
 ) {
     for n in 0..N {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller ensures the vectors.
         let x = unsafe { _mm512_load_si512(x.add(n)) };
         for (parts, w) in parts.iter_mut().zip(w) {
             parts[n] = _mm512_dpbusd_epi32(parts[n], w, x);
@@ -236,11 +249,11 @@ unsafe fn add<const R: usize, const N: usize>(
     }
 }
 
-/// The totals of eight registers, in their order.
+/// Returns the totals of eight registers, in their order.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn totals(parts: [__m512i; GROUP_ROWS]) -> __m256i {
-    // Halves of two registers beside each other, then pairs and fours of their lanes.
+    // Adds halves of two registers beside each other, then pairs and fours of their lanes.
     let mut halves = [_mm512_setzero_si512(); 4];
     for (i, half) in halves.iter_mut().enumerate() {
         let (a, b) = (parts[i], parts[i + 4]);

@@ -1,22 +1,23 @@
-//! The scales of several rows of a weight at once, a number for each granule.
+//! The scales of several rows of a weight at once, one number for each granule.
 
 use half::f16;
+use overdrive_kernels::{LANES, Simd};
 
+use super::aligned::AlignedVec;
+use super::coded_weight::CodedWeight;
 use super::scales::{Floats, Magnitudes, Scales};
-use super::words::Words;
-use crate::kernel::simd::LANES;
 
-/// Rows of a weight whose scales are made at once, and how they lie.
+/// The layout of the scales of some rows.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ScaleRows {
     pub(super) inputs: usize,
     pub(super) granule: usize,
-    /// Numbers from one row to the next: at least the granules, rounded up to whole vectors.
+    /// The distance between rows: at least the number of granules, rounded up to whole vectors.
     pub(super) stride: usize,
 }
 
 impl ScaleRows {
-    /// With a vector to spare after each row.
+    /// Returns the layout with a spare vector after each row.
     pub(super) fn new(inputs: usize, granule: usize) -> Self {
         ScaleRows {
             inputs,
@@ -25,31 +26,33 @@ impl ScaleRows {
         }
     }
 
-    /// Makes the scales of rows `first .. first + count`, for [`vector`](Made::vector).
+    /// Reads the scales of rows `first .. first + count`, for [`vector`](ReadScales::vector).
     ///
-    /// They are looked up for all rows before they are used: a vector that is loaded right after its
-    /// parts were written has to wait for them.
+    /// They are looked up for all rows before they are used: a vector load right after the stores of its
+    /// elements waits for them (store forwarding fails).
     #[inline(always)]
-    pub(super) fn make<'r, S: Words>(
+    pub(super) fn read<'r, S: Simd>(
         &self,
         s: S,
         scales: &Scales<'r>,
         first: usize,
         count: usize,
         raw: &'r mut Raw,
-    ) -> Made<'r, S> {
+    ) -> ReadScales<'r, S> {
         let (per_row, repeat) = self.of_row(scales);
         let all = count * per_row;
         let from = first * per_row;
-        let there = from..from + all + LANES;
-        let there = match (&scales.magnitudes, repeat) {
-            (Magnitudes::Full(Floats::F32(all)), Some(_)) => all.get(there).map(Numbers::Floats),
-            (Magnitudes::Full(Floats::F16(all)), Some(1)) => all.get(there).map(Numbers::Halves),
+        let range = from..from + all + LANES;
+        // Borrowed if the slice has a spare vector after these rows.
+        let borrowed = match (&scales.magnitudes, repeat) {
+            (Magnitudes::Full(Floats::F32(all)), Some(_)) => all.get(range).map(Numbers::Floats),
+            (Magnitudes::Full(Floats::F16(all)), Some(1)) => all.get(range).map(Numbers::Halves),
             _ => None,
         };
-        let numbers = match there {
+        let numbers = match borrowed {
             Some(numbers) => numbers,
             None => {
+                // Grown only, since clearing would write every number twice.
                 if raw.floats.len() < all + LANES {
                     raw.floats.resize(all + LANES, 0.0);
                 }
@@ -65,23 +68,26 @@ impl ScaleRows {
                 Numbers::Floats(&raw.floats)
             }
         };
+        // Without repetition each granule has a number of its own.
         let repeat = repeat.unwrap_or(1);
-        Made {
+        ReadScales {
             numbers,
             per_row,
             shift: repeat.trailing_zeros(),
-            places: s.places(&groups_of(repeat)),
+            lanes: s.lane_indices(&groups_of(repeat)),
         }
     }
 
-    /// Where the scales of row `row` begin, if blocks do not cross rows, whether it is there or not.
+    /// Returns the address at which the scales of row `row` begin, or would begin, if blocks do not cross rows.
     #[inline(always)]
-    pub(super) fn place(&self, scales: &Scales<'_>, row: usize) -> *const u8 {
-        scales.magnitudes.place(row * (self.inputs / scales.block))
+    pub(super) fn address(&self, scales: &Scales<'_>, row: usize) -> *const u8 {
+        scales
+            .magnitudes
+            .address(row * (self.inputs / scales.block))
     }
 
-    /// Numbers of a row, and how many granules share one; `None` where rows and blocks do not fit and a
-    /// number is made for each granule.
+    /// Returns the number of scales of a row, and the number of granules that share one; `None` if blocks cross
+    /// rows and a number is made for each granule.
     #[inline(always)]
     fn of_row(&self, scales: &Scales<'_>) -> (usize, Option<usize>) {
         let block = scales.block;
@@ -98,10 +104,45 @@ impl ScaleRows {
 }
 
 impl ScaleRows {
-    /// Scales or offsets of `count` outputs, at most 16, from `first` on, as `(granules, 16)`; anything for
-    /// outputs that are not there.
+    /// Writes the scales and offsets of `tiles` tiles of 16 outputs from `output` on, `(tiles, length)`, for
+    /// [`columns`](Self::columns); returns the offsets, empty if the weight has none.
     #[inline(always)]
-    pub(super) fn columns<S: Words>(
+    #[allow(clippy::too_many_arguments, reason = "buffers that are borrowed apart")]
+    pub(super) fn tiles<'o, S: Simd>(
+        &self,
+        s: S,
+        weight: &CodedWeight<'_>,
+        output: usize,
+        tiles: usize,
+        length: usize,
+        raw: &mut Raw,
+        scales: &mut AlignedVec<f32>,
+        offsets: &'o mut AlignedVec<f32>,
+    ) -> &'o [f32] {
+        scales.grow(tiles * length);
+        if weight.offsets.is_some() {
+            offsets.grow(tiles * length);
+        }
+        for tile in 0..tiles {
+            let first = output + tile * LANES;
+            let count = LANES.min(weight.outputs - first);
+            let of_tile = tile * length..(tile + 1) * length;
+            let to = &mut scales[of_tile.clone()];
+            self.columns(s, &weight.scales, first, count, raw, to);
+            if let Some(from) = &weight.offsets {
+                self.columns(s, from, first, count, raw, &mut offsets[of_tile]);
+            }
+        }
+        match weight.offsets {
+            Some(_) => &offsets[..tiles * length],
+            None => &[],
+        }
+    }
+
+    /// Writes the scales or offsets of `count` outputs, at most 16, from `first` on, as `(granules, 16)`; those of
+    /// outputs that do not exist are undefined.
+    #[inline(always)]
+    fn columns<S: Simd>(
         &self,
         s: S,
         scales: &Scales<'_>,
@@ -110,7 +151,7 @@ impl ScaleRows {
         raw: &mut Raw,
         out: &mut [f32],
     ) {
-        let made = self.make(s, scales, first, count, raw);
+        let made = self.read(s, scales, first, count, raw);
         let (out, _) = out.as_chunks_mut::<LANES>();
         for (vector, out) in out.chunks_exact_mut(LANES).enumerate() {
             let mut block = [s.splat(0.0); LANES];
@@ -124,32 +165,32 @@ impl ScaleRows {
     }
 }
 
-/// Scales on their way.
+/// The buffers of scales while they are read.
 #[derive(Debug, Default)]
 pub(super) struct Raw {
     bits: Vec<u32>,
     floats: Vec<f32>,
 }
 
-/// Scales of some rows.
-pub(super) struct Made<'r, S: Words> {
+/// The scales of some rows.
+pub(super) struct ReadScales<'r, S: Simd> {
     numbers: Numbers<'r>,
     per_row: usize,
-    /// The logarithm of how many granules share one.
+    /// The logarithm of the number of granules that share a scale.
     shift: u32,
-    places: S::Places,
+    lanes: S::Lanes,
 }
 
-/// Where scales are, with a vector to spare after them.
+/// The scales, with a spare vector after them.
 #[derive(Clone, Copy)]
 enum Numbers<'r> {
     Floats(&'r [f32]),
-    /// One for each granule.
+    /// The scales in f16, one for each granule.
     Halves(&'r [f16]),
 }
 
-impl<S: Words> Made<'_, S> {
-    /// 16 scales of a row; those beyond its granules are of others.
+impl<S: Simd> ReadScales<'_, S> {
+    /// Returns 16 scales of a row; lanes beyond its granules have scales of other rows.
     #[inline(always)]
     pub(super) fn vector(&self, s: S, index: usize, vector: usize) -> S::F {
         let from = index * self.per_row + ((vector * LANES) >> self.shift);
@@ -158,7 +199,7 @@ impl<S: Words> Made<'_, S> {
                 #[inline(always)]
                 |window| match self.shift {
                     0 => s.load_f32(window),
-                    _ => s.spread(window, self.places),
+                    _ => s.permute(window, self.lanes),
                 },
             ),
             Numbers::Halves(all) => all[from..].first_chunk().map(
@@ -166,12 +207,12 @@ impl<S: Words> Made<'_, S> {
                 |window| s.load_f16(window),
             ),
         };
-        // Always some: there is a vector beyond the last row.
+        // Always `Some`: there is a spare vector after the last row.
         made.unwrap_or(s.splat(0.0))
     }
 
-    /// Calls `take` with 16 scales of a row after another, and with what `with` gives: as
-    /// [`vector`](Self::vector), but what is the same for all is asked once.
+    /// Calls `take` with each 16 scales of a row and an item of `with`, as [`vector`](Self::vector) but with the
+    /// checks outside of the loop.
     #[inline(always)]
     pub(super) fn each<T>(
         &self,
@@ -198,7 +239,7 @@ impl<S: Words> Made<'_, S> {
                 let all = &all[from..];
                 for (vector, with) in with.enumerate() {
                     if let Some(window) = all[(vector * LANES) >> shift..].first_chunk() {
-                        take(s.spread(window, self.places), with);
+                        take(s.permute(window, self.lanes), with);
                     }
                 }
             }
@@ -206,16 +247,16 @@ impl<S: Words> Made<'_, S> {
     }
 }
 
-/// `0, 0, …, 1, 1, …`: for each lane, which group of `of` lanes it is in.
+/// Returns `0, 0, …, 1, 1, …`: the group of `of` lanes that each lane is in.
 #[inline(always)]
 pub(super) fn groups_of(of: usize) -> [u32; LANES] {
-    let mut places = [0; LANES];
+    let mut groups = [0; LANES];
     let mut group = 0;
-    for (lane, place) in places.iter_mut().enumerate() {
-        *place = group;
+    for (lane, slot) in groups.iter_mut().enumerate() {
+        *slot = group;
         if (lane + 1).is_multiple_of(of) {
             group += 1;
         }
     }
-    places
+    groups
 }

@@ -4,19 +4,20 @@ use std::cell::Cell;
 use std::ops::Range;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use super::element::Element;
-use super::simd::{Kernel, Simd, dispatch};
-use crate::codec::jobs::run_jobs;
+use overdrive_kernels::threads::{run_jobs, workers};
+use overdrive_kernels::{Element, InstructionSet, vectorized};
+
+use crate::codec::floats::{Float, max_magnitude_of, round_bits};
 
 /// Rows are padded with zeros to a multiple of this.
 pub(crate) const PAD: usize = 64;
 
-/// Most bytes of each buffer that a thread keeps for its next product.
-const KEPT: usize = 8 << 20;
+/// The largest buffer in bytes that a thread keeps for its next GEMM.
+const MAX_KEPT_BYTES: usize = 8 << 20;
 
 thread_local! {
-    /// Buffers of products that are done. The system clears memory that is new, page by page: that took a
-    /// tenth of a product of 64 rows.
+    /// The buffers of earlier GEMMs. The system clears new memory page by page, which took a tenth of the time
+    /// of a GEMM of 64 rows.
     static BUFFERS: Cell<(Vec<i8>, Vec<Line>)> = const { Cell::new((Vec::new(), Vec::new())) };
 }
 
@@ -26,17 +27,17 @@ thread_local! {
 pub(crate) struct Int8Rows {
     /// i8 `(rows, padded)`; zero beyond `width`.
     pub(crate) codes: Vec<i8>,
-    /// One a row; NaN where the row holds a NaN.
+    /// The scale of each row; NaN if the row has a NaN.
     pub(crate) scales: Vec<f32>,
-    /// `Σ codes` by row.
+    /// `Σ codes` of each row.
     pub(crate) sums: Vec<i32>,
     pub(crate) rows: usize,
     pub(crate) width: usize,
     /// `width` rounded up to an odd multiple of [`PAD`].
     pub(crate) padded: usize,
-    /// The same codes in groups of rows, for kernels that want them.
+    /// The same codes in groups of rows, for kernels that need them.
     pub(crate) groups: OnceLock<RowGroups>,
-    /// Room for them.
+    /// The memory for the groups.
     pub(crate) spare: Mutex<Vec<Line>>,
 }
 
@@ -46,8 +47,10 @@ impl Drop for Int8Rows {
         let spare = self.spare.get_mut().unwrap_or_else(PoisonError::into_inner);
         let lines = groups.unwrap_or_else(|| std::mem::take(spare));
         let codes = std::mem::take(&mut self.codes);
-        if codes.capacity() <= KEPT && lines.capacity() * size_of::<Line>() <= KEPT {
-            // A thread that ends keeps nothing.
+        if codes.capacity() <= MAX_KEPT_BYTES
+            && lines.capacity() * size_of::<Line>() <= MAX_KEPT_BYTES
+        {
+            // `try_with` fails in a thread that ends: it keeps nothing.
             let _ = BUFFERS.try_with(|buffers| buffers.set((codes, lines)));
         }
     }
@@ -57,8 +60,8 @@ impl Int8Rows {
     /// Quantizes `x (rows, width)`.
     pub(crate) fn quantize<T: Element>(x: &[T], width: usize) -> Self {
         let rows = x.len().checked_div(width).unwrap_or(0);
-        // An odd multiple: at a distance of 4 KiB all rows would want the same places of the first cache,
-        // which the rows of the weight want too.
+        // An odd multiple: at a distance of 4 KiB all rows, and those of the weight, would fall into the same
+        // set of the first cache.
         let padded = (width.div_ceil(PAD) | 1) * PAD;
         let (mut codes, spare) = BUFFERS.take();
         codes.clear();
@@ -70,16 +73,17 @@ impl Int8Rows {
             rows,
             width,
             padded,
+            // Made on demand: a single row and machines without VNNI do not need them.
             groups: OnceLock::new(),
             spare: Mutex::new(spare),
         };
         if rows == 0 {
             return all;
         }
-        // Each thread its share of rows, or one all.
+        // Each thread gets a share of the rows, or this one all of them.
         let threads = match rows * width < PARALLEL {
             true => 1,
-            false => overdrive_sys::threads::intra_op().clamp(1, rows),
+            false => workers().min(rows),
         };
         let share = rows.div_ceil(threads);
         let codes = all.codes.chunks_mut(share * padded);
@@ -89,16 +93,15 @@ impl Int8Rows {
             let mut scratch = Vec::new();
             let rows = x.chunks_exact(width).zip(codes.chunks_exact_mut(padded));
             for ((x, codes), (scale, sum)) in rows.zip(scales.iter_mut().zip(sums)) {
-                (*scale, *sum) = dispatch(QuantizeRow {
-                    x: T::floats(x, &mut scratch),
-                    codes: &mut codes[..width],
-                });
+                let x = T::read(x, &mut scratch);
+                let codes = &mut codes[..width];
+                (*scale, *sum) = quantize_row(InstructionSet::best(), x, codes);
             }
         });
         all
     }
 
-    /// The codes in groups of rows, made at the first call.
+    /// Returns the codes in groups of rows, which the first call makes.
     #[cfg_attr(
         not(target_arch = "x86_64"),
         allow(dead_code, reason = "for tiles, which only AVX-512 has")
@@ -110,21 +113,21 @@ impl Int8Rows {
         })
     }
 
-    /// The codes of a row, padded.
+    /// Returns the codes of a row, padded.
     #[inline(always)]
     pub(crate) fn row(&self, row: usize) -> &[i8] {
         &self.codes[row * self.padded..(row + 1) * self.padded]
     }
 }
 
-/// Most rows of a group.
+/// The largest number of rows of a group.
 #[cfg_attr(
     not(target_arch = "x86_64"),
     allow(dead_code, reason = "for tiles, which only AVX-512 has")
 )]
 pub(crate) const GROUP_ROWS: usize = 8;
 
-/// Codes that fill a line of the cache and a vector.
+/// The codes of a vector, in a line of the cache.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 #[cfg_attr(
@@ -133,16 +136,16 @@ pub(crate) const GROUP_ROWS: usize = 8;
 )]
 pub(crate) struct Line(pub(crate) [i8; PAD]);
 
-/// Rows of codes in groups of up to [`GROUP_ROWS`], of which no two differ by more than one row: in a group
-/// the vectors of its rows that have the same inputs are neighbours. A kernel that walks along the inputs
-/// of a group reads one stream, and no two lines of that want the same place of the cache.
+/// Rows of codes in groups of up to [`GROUP_ROWS`], whose sizes differ by at most one row. In a group the
+/// vectors of the same inputs are neighbours, so that a kernel that walks along the inputs reads one stream,
+/// of which no two lines fall into the same set of the cache.
 #[derive(Debug)]
 #[cfg_attr(
     not(target_arch = "x86_64"),
     allow(dead_code, reason = "for tiles, which only AVX-512 has")
 )]
 pub(crate) struct RowGroups {
-    /// Of one group after another, `(vectors, rows of the group)`.
+    /// The groups one after another, each `(vectors, rows of the group)`.
     lines: Vec<Line>,
     rows: usize,
     vectors: usize,
@@ -153,7 +156,7 @@ pub(crate) struct RowGroups {
     allow(dead_code, reason = "for tiles, which only AVX-512 has")
 )]
 impl RowGroups {
-    /// In the memory of `lines`.
+    /// Makes the groups in the memory of `lines`.
     fn new(x: &Int8Rows, mut lines: Vec<Line>) -> Self {
         let mut groups = RowGroups {
             lines: Vec::new(),
@@ -179,19 +182,19 @@ impl RowGroups {
         self.rows.div_ceil(GROUP_ROWS)
     }
 
-    /// Vectors of a row.
+    /// Returns the number of vectors of a row.
     pub(crate) fn vectors(&self) -> usize {
         self.vectors
     }
 
-    /// The rows of a group.
+    /// Returns the rows of a group.
     #[inline(always)]
     pub(crate) fn rows(&self, group: usize) -> Range<usize> {
         let begin = |group: usize| group * self.rows / self.count();
         begin(group)..begin(group + 1)
     }
 
-    /// Some vectors of all rows of a group.
+    /// Returns some vectors of all rows of a group.
     #[inline(always)]
     pub(crate) fn vectors_of(&self, group: usize, vectors: Range<usize>) -> &[Line] {
         let rows = self.rows(group);
@@ -200,46 +203,26 @@ impl RowGroups {
     }
 }
 
-/// Activations that are quantized by one thread.
+/// The number of activations below which one thread quantizes all.
 const PARALLEL: usize = 64 << 10;
 
-/// One row: its scale, and the sum of the codes.
-struct QuantizeRow<'a> {
-    x: &'a [f32],
-    codes: &'a mut [i8],
-}
-
-impl Kernel for QuantizeRow<'_> {
-    type Output = (f32, i32);
-
-    #[inline(always)]
-    fn run<S: Simd>(self, _: S) -> (f32, i32) {
-        quantize_row(self.x, self.codes)
+vectorized! {
+    /// Quantizes a row; returns its scale and the sum of the codes.
+    fn quantize_row<S: Simd>(_s: S, x: &[f32], codes: &mut [i8]) -> (f32, i32) {
+        let most = max_magnitude_of(x);
+        let inverse = 127.0 / most;
+        // 127 over a subnormal number may overflow: such rows are zero.
+        let inverse = if inverse.is_finite() { inverse } else { 0.0 };
+        let mut sum = 0;
+        for (code, x) in codes.iter_mut().zip(x) {
+            #[allow(
+                clippy::cast_possible_truncation,
+                reason = "the low 8 bits are the integer"
+            )]
+            let quantized = round_bits(x * inverse) as i8;
+            *code = quantized;
+            sum += i32::from(quantized);
+        }
+        (most / 127.0, sum)
     }
-}
-
-/// Plain loops, which become vectors of whatever set they are compiled for.
-#[inline(always)]
-fn quantize_row(x: &[f32], codes: &mut [i8]) -> (f32, i32) {
-    // Magnitudes of floats compare as their bits do, and NaN is larger than all.
-    let bits = x
-        .iter()
-        .fold(0, |most, x| (x.to_bits() & !(1 << 31)).max(most));
-    let most = f32::from_bits(bits);
-    let inverse = 127.0 / most;
-    // 127 over a subnormal number may be too much for a float: such rows are zero.
-    let inverse = if inverse.is_finite() { inverse } else { 0.0 };
-    // Adding 1.5 · 2²³ leaves the nearest integer (ties to even) in the low bits of the sum.
-    const TO_INTEGER: f32 = 12_582_912.0;
-    let mut sum = 0;
-    for (code, x) in codes.iter_mut().zip(x) {
-        #[allow(
-            clippy::cast_possible_truncation,
-            reason = "the low 8 bits are the integer"
-        )]
-        let quantized = (x * inverse + TO_INTEGER).to_bits() as i8;
-        *code = quantized;
-        sum += i32::from(quantized);
-    }
-    (most / 127.0, sum)
 }

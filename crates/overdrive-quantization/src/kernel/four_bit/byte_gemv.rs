@@ -1,115 +1,115 @@
-//! Codes of 4 bits with one to three rows of activations in bytes.
+//! The GEMV of codes of 4 bits with one to three rows of activations in bytes.
 //!
-//! A vector of 64 bytes has the codes of 128 neighbouring inputs: its low halves are multiplied with one
-//! plane of activations, its high halves with another, and a lane sums the products of 8 inputs.
+//! A vector of 64 bytes has the codes of 128 neighbouring inputs: its low halves are multiplied with one vector
+//! of activations, its high halves with another, and a lane sums the products of 8 inputs.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
 use std::ops::Range;
 
-use super::along::at;
-use super::byte_rows::{ByteRows, GROUP, UNIT};
-use super::lines::Lines;
-use super::map::{ByteTable, CodedMap};
-use super::part::Results;
-use super::prepare::{Raw, ScaleRows, groups_of};
-use super::scales::Scales;
-use super::words::{PACKED, Words, Work};
-use crate::kernel::simd::LANES;
+use overdrive_kernels::{BYTES, Kernel, LANES, Simd};
 
-/// Rows of the weight at a time: their sums are reduced together.
+use super::aligned::AlignedVec;
+use super::byte_rows::{ByteRows, GROUP, UNIT};
+use super::coded_weight::{ByteTable, CodedWeight};
+use super::scale_rows::{Raw, ScaleRows, groups_of};
+use super::scales::Scales;
+use super::word_gemv::at;
+use crate::kernel::joint_gemm::Results;
+
+/// The number of rows of the weight at a time: their sums are reduced together.
 const TILE: usize = 4;
 
-/// Rows of the weight whose scales are made at a time.
+/// The number of rows of the weight whose scales are read at a time.
 const BATCH: usize = 8;
 
-/// Bytes of codes that are asked for before they are needed.
+/// The distance of the prefetch in bytes of codes.
 const AHEAD: usize = 8192;
 
-/// Rows of the weight whose scales are asked for before they are needed.
+/// The distance of the prefetch of scales in rows of the weight.
 const SCALES_AHEAD: usize = BATCH + TILE;
 
-/// Numbers of a unit that have a scale each.
+/// The number of groups of a unit, each with a scale.
 const GROUPS: usize = UNIT / GROUP;
 
-/// Some outputs of one map.
-pub(super) struct Nibbles<'a> {
+/// The GEMV of some outputs.
+pub(super) struct ByteGemv<'a> {
     pub(super) x: &'a ByteRows,
-    pub(super) map: &'a CodedMap<'a>,
+    pub(super) weight: &'a CodedWeight<'a>,
     pub(super) outputs: Range<usize>,
-    pub(super) results: &'a dyn Results,
+    pub(super) results: &'a mut dyn Results,
 }
 
-/// What a thread needs for a batch; kept from call to call.
+/// The buffers of a batch, kept from call to call.
 #[derive(Default)]
 struct Scratch {
-    /// Scales as they are read.
+    /// The buffers of scales while they are read.
     raw: Raw,
-    /// Scales times those of activations, `(rows of activations, batch, stride)`.
-    products: Lines<f32>,
-    /// What offsets add, in parts whose sum it is, `(rows of activations, batch, 16)`.
-    added: Lines<f32>,
+    /// The scales times those of activations, `(rows of activations, batch, stride)`.
+    products: AlignedVec<f32>,
+    /// The contribution of the offsets in 16 partial sums, `(rows of activations, batch, 16)`.
+    added: AlignedVec<f32>,
 }
 
 thread_local! {
     static SCRATCH: Cell<Scratch> = Cell::default();
 }
 
-/// Scales and offsets that memory is asked for before they are needed: evenly, since many requests at once
-/// would hold up those for codes.
-struct Ahead<'a> {
+/// The prefetch of scales and offsets, spread evenly over the codes: many requests at once would delay those
+/// for codes.
+struct ScalePrefetch<'a> {
     rows: &'a ScaleRows,
     scales: &'a Scales<'a>,
     offsets: &'a Scales<'a>,
-    /// Bytes of a tile's scales for each unit, at most a line.
+    /// The bytes of the scales of a tile for each unit, at most a line of the cache.
     step: usize,
 }
 
-impl<'a> Ahead<'a> {
-    /// Where there are no offsets, nobody asks for them.
+impl<'a> ScalePrefetch<'a> {
+    /// Without offsets, `offsets` are the scales, which are not prefetched twice.
     #[inline(always)]
-    fn new(map: &'a CodedMap<'a>, rows: &'a ScaleRows) -> Self {
-        let scales = &map.scales;
-        let of_tile = rows.place(scales, TILE).addr() - rows.place(scales, 0).addr();
-        Ahead {
+    fn new(weight: &'a CodedWeight<'a>, rows: &'a ScaleRows) -> Self {
+        let scales = &weight.scales;
+        let of_tile = rows.address(scales, TILE).addr() - rows.address(scales, 0).addr();
+        ScalePrefetch {
             rows,
             scales,
-            offsets: map.offsets.as_ref().unwrap_or(scales),
-            step: of_tile.div_ceil(map.inputs / UNIT),
+            offsets: weight.offsets.as_ref().unwrap_or(scales),
+            step: of_tile.div_ceil(weight.inputs / UNIT),
         }
     }
 
-    /// Those of the tile of outputs from `output` on, which need not be there.
+    /// Returns the addresses of those of the tile of outputs from `output` on, which need not exist.
     #[inline(always)]
     fn of_tile(&self, output: usize) -> [*const u8; 2] {
         [self.scales, self.offsets].map(
             #[inline(always)]
-            |scales| self.rows.place(scales, output),
+            |scales| self.rows.address(scales, output),
         )
     }
 
-    /// Asks for those of the first outputs, for which it is late.
+    /// Prefetches those of the first outputs at once.
     #[inline(always)]
-    fn begin<S: Words>(&self, s: S, output: usize) {
+    fn begin<S: Simd>(&self, s: S, output: usize) {
         let (first, end) = (self.of_tile(output), self.of_tile(output + SCALES_AHEAD));
         for (first, end) in first.into_iter().zip(end) {
-            for byte in (0..end.addr() - first.addr()).step_by(PACKED) {
+            for byte in (0..end.addr() - first.addr()).step_by(BYTES) {
                 s.prefetch_near(first.wrapping_add(byte));
             }
         }
     }
 }
 
-impl Work for Nibbles<'_> {
+impl Kernel for ByteGemv<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Words>(self, s: S) {
-        // Maps that have bytes of activations have a table.
-        let Some((table, _)) = self.map.byte_table() else {
+    fn run<S: Simd>(mut self, s: S) {
+        // A weight with bytes of activations has a table.
+        let Some((table, _)) = self.weight.byte_table() else {
             return;
         };
-        match (table.zero.is_none(), self.map.offsets) {
+        match (table.zero.is_none(), self.weight.offsets) {
             (true, _) => self.outputs::<S, true, false>(s, &table),
             (false, None) => self.outputs::<S, false, false>(s, &table),
             (false, Some(_)) => self.outputs::<S, false, true>(s, &table),
@@ -117,32 +117,32 @@ impl Work for Nibbles<'_> {
     }
 }
 
-impl Nibbles<'_> {
-    /// `BOOK` where codes choose numbers, `OFFSETS` where there are offsets.
+impl ByteGemv<'_> {
+    /// Computes all outputs; `BOOK` if codes select numbers of a table, `OFFSETS` if there are offsets.
     #[inline(always)]
-    fn outputs<S: Words, const BOOK: bool, const OFFSETS: bool>(&self, s: S, table: &ByteTable) {
-        let (map, x) = (self.map, self.x);
+    fn outputs<S: Simd, const BOOK: bool, const OFFSETS: bool>(&mut self, s: S, table: &ByteTable) {
+        let (weight, x) = (self.weight, self.x);
         let mut scratch = SCRATCH.take();
         let table = s.byte_table(&table.values);
-        let rows = ScaleRows::new(map.inputs, GROUP);
-        let bytes = map.row_bytes();
-        let places = s.places(&groups_of(GROUP / 8));
+        let rows = ScaleRows::new(weight.inputs, GROUP);
+        let bytes = weight.row_bytes();
+        let lanes = s.lane_indices(&groups_of(GROUP / 8));
         assert!(
-            bytes == x.of_row * PACKED && x.stride >= x.of_row * GROUPS,
-            "the sizes that `ByteRows` and `CodedMap::byte_table` see to"
+            bytes == x.of_row * BYTES && x.stride >= x.of_row * GROUPS,
+            "the sizes that `ByteRows` and `CodedWeight::byte_table` ensure"
         );
-        // What the loops below ask for too late.
-        let codes = &map.codes[self.outputs.start * bytes..self.outputs.end * bytes];
-        for line in codes[..AHEAD.min(codes.len())].chunks(PACKED) {
+        // The first codes, which the prefetch of the loops below misses.
+        let codes = &weight.codes[self.outputs.start * bytes..self.outputs.end * bytes];
+        for line in codes[..AHEAD.min(codes.len())].chunks(BYTES) {
             s.prefetch_near(line.as_ptr());
         }
-        let ahead = Ahead::new(map, &rows);
-        ahead.begin(s, self.outputs.start);
+        let prefetch = ScalePrefetch::new(weight, &rows);
+        prefetch.begin(s, self.outputs.start);
         let mut first = self.outputs.start;
         while first < self.outputs.end {
             let count = BATCH.min(self.outputs.end - first);
             self.prepare::<S, OFFSETS>(s, &rows, first, count, &mut scratch);
-            let all = &map.codes[first * bytes..(first + count) * bytes];
+            let all = &weight.codes[first * bytes..(first + count) * bytes];
             let (products, added) = (&*scratch.products, &*scratch.added);
             assert!(
                 products.len() >= x.rows * BATCH * x.stride
@@ -151,12 +151,12 @@ impl Nibbles<'_> {
             );
             for index in (0..count).step_by(TILE) {
                 let held = TILE.min(count - index);
-                // The last row stands for those that are missing.
+                // The last row stands for missing ones.
                 let mut rows = [index; TILE];
                 for (r, row) in rows.iter_mut().enumerate() {
                     *row += r.min(held - 1);
                 }
-                let next = ahead.of_tile(first + index + SCALES_AHEAD);
+                let next = prefetch.of_tile(first + index + SCALES_AHEAD);
                 // The second row of activations finds the codes in the first cache.
                 for n in 0..x.rows {
                     let mut sums = [s.splat(0.0); TILE];
@@ -168,21 +168,21 @@ impl Nibbles<'_> {
                     }
                     let of_row = n * BATCH * x.stride;
                     for (index, unit) in x.units(n).iter().enumerate() {
-                        let (low, high) = (s.load_plane(&unit.low), s.load_plane(&unit.high));
+                        let (low, high) = (s.load_bytes(&unit.low), s.load_bytes(&unit.high));
                         let start = s.load_sums(&unit.starts);
-                        for place in &next[..if OFFSETS { 2 } else { 1 }] {
-                            s.prefetch_near(place.wrapping_add(index * ahead.step));
+                        for address in &next[..if OFFSETS { 2 } else { 1 }] {
+                            s.prefetch_near(address.wrapping_add(index * prefetch.step));
                         }
                         for (r, sum) in sums.iter_mut().enumerate() {
-                            let from = rows[r] * bytes + index * PACKED;
+                            let from = rows[r] * bytes + index * BYTES;
                             s.prefetch_near(all.as_ptr().wrapping_add(from + AHEAD));
                             // SAFETY: `rows[r] < count` and `index < of_row`: a vector of a row of `all`.
                             let packed = s.load_packed(unsafe { at(all, from) });
-                            let total = s.add_nibbles::<BOOK>(start, packed, table, low, high);
+                            let total = s.dot_nibbles::<BOOK>(start, packed, table, low, high);
                             let from = of_row + rows[r] * x.stride + index * GROUPS;
                             // SAFETY: `rows[r] < BATCH`, and the groups of a unit are whole in `stride`.
-                            let scales = s.spread_four(unsafe { at(products, from) }, places);
-                            *sum = s.mul_add(s.floats(total), scales, *sum);
+                            let scales = s.permute_four(unsafe { at(products, from) }, lanes);
+                            *sum = s.mul_add(s.sums_to_f32(total), scales, *sum);
                         }
                     }
                     let totals = s.reduce_add_each(sums);
@@ -194,9 +194,10 @@ impl Nibbles<'_> {
         SCRATCH.set(scratch);
     }
 
-    /// Scales of `count` rows of the weight, times those of the activations; and what offsets add.
+    /// Computes the scales of `count` rows of the weight times those of the activations, and the contribution of
+    /// the offsets.
     #[inline(always)]
-    fn prepare<S: Words, const OFFSETS: bool>(
+    fn prepare<S: Simd, const OFFSETS: bool>(
         &self,
         s: S,
         rows: &ScaleRows,
@@ -204,11 +205,11 @@ impl Nibbles<'_> {
         count: usize,
         scratch: &mut Scratch,
     ) {
-        let (x, map) = (self.x, self.map);
+        let (x, weight) = (self.x, self.weight);
         scratch.products.grow(x.rows * BATCH * x.stride);
-        if let Some(offsets) = map.offsets.as_ref().filter(|_| OFFSETS) {
+        if let Some(offsets) = weight.offsets.as_ref().filter(|_| OFFSETS) {
             scratch.added.grow(x.rows * BATCH * LANES);
-            let made = rows.make(s, offsets, first, count, &mut scratch.raw);
+            let made = rows.read(s, offsets, first, count, &mut scratch.raw);
             let (added, _) = scratch.added.as_chunks_mut::<LANES>();
             for n in 0..x.rows {
                 let (sums, _) = x.sums[n * x.stride..(n + 1) * x.stride].as_chunks::<LANES>();
@@ -225,7 +226,7 @@ impl Nibbles<'_> {
                 }
             }
         }
-        let made = rows.make(s, &map.scales, first, count, &mut scratch.raw);
+        let made = rows.read(s, &weight.scales, first, count, &mut scratch.raw);
         let (products, _) = scratch.products.as_chunks_mut::<LANES>();
         let (scales, _) = x.scales.as_chunks::<LANES>();
         let vectors = x.stride / LANES;

@@ -1,33 +1,32 @@
-//! Memory that begins with a line of the cache: a vector that lies in two lines takes twice as long to
-//! load.
+//! Memory that is aligned to lines of the cache: a vector that lies in two lines takes twice as long to load.
 #![allow(unsafe_code)]
 
 use std::ops::{Deref, DerefMut};
 
-/// Bytes of a line, and of a vector.
+/// The number of bytes of a line of the cache, and of a vector.
 const LINE: usize = 64;
 
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 struct Line([u8; LINE]);
 
-/// Numbers: zeros to begin with.
+/// An integer or float of which every bit pattern is valid.
 pub(super) trait Number: Copy + Default {}
 impl Number for f32 {}
 impl Number for i16 {}
 impl Number for i8 {}
 
-/// A slice of numbers in whole lines.
+/// A vector of numbers that begins with a line of the cache.
 #[derive(Debug)]
-pub(crate) struct Lines<T> {
+pub(crate) struct AlignedVec<T> {
     lines: Vec<Line>,
     len: usize,
     of: std::marker::PhantomData<T>,
 }
 
-impl<T> Default for Lines<T> {
+impl<T> Default for AlignedVec<T> {
     fn default() -> Self {
-        Lines {
+        AlignedVec {
             lines: Vec::new(),
             len: 0,
             of: std::marker::PhantomData,
@@ -35,16 +34,16 @@ impl<T> Default for Lines<T> {
     }
 }
 
-#[allow(private_bounds, reason = "the numbers that kernels hold")]
-impl<T: Number> Lines<T> {
-    /// Zeros.
+#[allow(private_bounds, reason = "only the types of this module")]
+impl<T: Number> AlignedVec<T> {
+    /// Returns `len` zeros.
     pub(super) fn new(len: usize) -> Self {
-        let mut all = Lines::default();
+        let mut all = AlignedVec::default();
         all.grow(len);
         all
     }
 
-    /// Makes it as long as `len`, if it is not.
+    /// Grows the vector to `len` numbers, if it has fewer; new ones are zero.
     pub(super) fn grow(&mut self, len: usize) {
         if self.len < len {
             let lines = (len * size_of::<T>()).div_ceil(LINE);
@@ -54,20 +53,20 @@ impl<T: Number> Lines<T> {
     }
 }
 
-#[allow(private_bounds, reason = "the numbers that kernels hold")]
-impl<T: Number> Deref for Lines<T> {
+#[allow(private_bounds, reason = "only the types of this module")]
+impl<T: Number> Deref for AlignedVec<T> {
     type Target = [T];
 
     #[inline(always)]
     fn deref(&self) -> &[T] {
-        // SAFETY: `grow` made lines for `len` numbers, of types for which all bytes mean something and
-        // which are aligned to less than lines are.
+        // SAFETY: `grow` made lines for `len` numbers, of types for which every bit pattern is valid and
+        // whose alignment is less than that of lines.
         unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.len) }
     }
 }
 
-#[allow(private_bounds, reason = "the numbers that kernels hold")]
-impl<T: Number> DerefMut for Lines<T> {
+#[allow(private_bounds, reason = "only the types of this module")]
+impl<T: Number> DerefMut for AlignedVec<T> {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut [T] {
         // SAFETY: as in `deref`.

@@ -1,66 +1,66 @@
-//! Codes of 4 bits with many rows of activations in bytes: lanes are outputs.
+//! The GEMM of codes of 4 bits with many rows of activations in bytes. The lanes are outputs.
 //!
-//! Some rows of the weight are transposed, four bytes a lane, and become bytes once for all rows of
-//! activations, in the first cache; a lane's sum is converted once for 32 inputs.
+//! Some rows of the weight are transposed, four bytes in a lane, and unpacked to bytes once for all rows of
+//! activations, to the first cache; the sum of a lane is converted to f32 once for 32 inputs.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
 use std::ops::Range;
 
-use super::along::at;
-use super::byte_rows::GROUP;
-use super::byte_units::{ByteUnits, GROUPS};
-use super::lines::Lines;
-use super::map::{ByteTable, CodedMap};
-use super::part::Results;
-use super::prepare::{Raw, ScaleRows};
-use super::tiles::codes;
-use super::words::{PACKED, Words, Work};
-use crate::kernel::simd::LANES;
+use overdrive_kernels::{BYTES, Kernel, LANES, Simd};
 
-/// Vectors of bytes that a unit of 16 outputs becomes: low and high halves of each lane of codes.
+use super::aligned::AlignedVec;
+use super::byte_panels::{BytePanels, GROUPS};
+use super::byte_rows::GROUP;
+use super::coded_weight::{ByteTable, CodedWeight};
+use super::scale_rows::{Raw, ScaleRows};
+use super::word_gemm::codes;
+use super::word_gemv::at;
+use crate::kernel::joint_gemm::Results;
+
+/// The number of vectors of bytes of a unit of 16 outputs: low and high halves of each lane of codes.
 const HELD: usize = 2 * LANES;
 
-/// Vectors of bytes that share a scale of activations.
+/// The number of vectors of bytes that share a scale of activations.
 const HELD_GROUP: usize = HELD / GROUPS;
 
-/// Outputs whose bytes are held at once, in vectors: activations come from the second cache or further,
-/// and serve as many at a visit.
+/// The number of vectors of outputs that are unpacked at once: activations come from the second cache or
+/// further, and serve this many each time.
 const VECTORS: usize = 4;
 
-/// Some outputs of one map.
-pub(super) struct ByteTiles<'a> {
-    pub(super) x: &'a ByteUnits,
-    pub(super) map: &'a CodedMap<'a>,
+/// The GEMM of some outputs.
+pub(super) struct ByteGemm<'a> {
+    pub(super) x: &'a BytePanels,
+    pub(super) weight: &'a CodedWeight<'a>,
     pub(super) outputs: Range<usize>,
-    pub(super) results: &'a dyn Results,
+    pub(super) results: &'a mut dyn Results,
 }
 
-/// What a thread needs for some vectors of outputs; kept from call to call.
+/// The buffers of some vectors of outputs, kept from call to call.
 #[derive(Default)]
 struct Scratch {
     raw: Raw,
-    /// `(vectors, groups in whole vectors, 16)`
-    scales: Lines<f32>,
-    /// The same, where there are offsets.
-    offsets: Lines<f32>,
-    /// `(vectors, rows, 16)`
-    sums: Lines<f32>,
-    /// Of one unit, `(vectors, 32, 64)`.
-    bytes: Lines<i8>,
+    /// The scales, `(vectors, groups in whole vectors, 16)`.
+    scales: AlignedVec<f32>,
+    /// The offsets, likewise.
+    offsets: AlignedVec<f32>,
+    /// The sums, `(vectors, rows, 16)`.
+    sums: AlignedVec<f32>,
+    /// The bytes of one unit, `(vectors, 32, 64)`.
+    bytes: AlignedVec<i8>,
 }
 
 thread_local! {
     static SCRATCH: Cell<Scratch> = Cell::default();
 }
 
-impl Work for ByteTiles<'_> {
+impl Kernel for ByteGemm<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Words>(self, s: S) {
-        // Maps that have bytes of activations have a table.
-        let Some((table, _)) = self.map.byte_table() else {
+    fn run<S: Simd>(mut self, s: S) {
+        // A weight with bytes of activations has a table.
+        let Some((table, _)) = self.weight.byte_table() else {
             return;
         };
         let mut scratch = SCRATCH.take();
@@ -74,43 +74,39 @@ impl Work for ByteTiles<'_> {
     }
 }
 
-impl ByteTiles<'_> {
-    /// `vectors` vectors of outputs from `output` on.
+impl ByteGemm<'_> {
+    /// Computes `vectors` vectors of outputs from `output` on.
     #[inline(always)]
-    fn vectors<S: Words>(
-        &self,
+    fn vectors<S: Simd>(
+        &mut self,
         s: S,
         table: &ByteTable,
         output: usize,
         vectors: usize,
         scratch: &mut Scratch,
     ) {
-        let (x, map) = (self.x, self.map);
-        let shape = ScaleRows::new(map.inputs, GROUP);
+        let (x, weight) = (self.x, self.weight);
+        let shape = ScaleRows::new(weight.inputs, GROUP);
         let each = (x.units * GROUPS).next_multiple_of(LANES) * LANES;
         let rows = x.rows * LANES;
-        scratch.scales.grow(vectors * each);
         scratch.sums.grow(vectors * rows);
         scratch.sums[..vectors * rows].fill(0.0);
-        scratch.bytes.grow(vectors * HELD * PACKED);
-        for vector in 0..vectors {
-            let first = output + vector * LANES;
-            let count = LANES.min(map.outputs - first);
-            let place = vector * each..(vector + 1) * each;
-            let raw = &mut scratch.raw;
-            let out = &mut scratch.scales[place.clone()];
-            shape.columns(s, &map.scales, first, count, raw, out);
-            if let Some(offsets) = &map.offsets {
-                scratch.offsets.grow(vectors * each);
-                let out = &mut scratch.offsets[place];
-                shape.columns(s, offsets, first, count, raw, out);
-            }
-        }
+        scratch.bytes.grow(vectors * HELD * BYTES);
+        let offsets = shape.tiles(
+            s,
+            weight,
+            output,
+            vectors,
+            each,
+            &mut scratch.raw,
+            &mut scratch.scales,
+            &mut scratch.offsets,
+        );
         for unit in 0..x.units {
             for vector in 0..vectors {
-                let columns = codes(s, map, output + vector * LANES, unit);
-                let held = &mut scratch.bytes[vector * HELD * PACKED..(vector + 1) * HELD * PACKED];
-                hold(s, table, &columns, held);
+                let columns = codes(s, weight, output + vector * LANES, unit);
+                let held = &mut scratch.bytes[vector * HELD * BYTES..(vector + 1) * HELD * BYTES];
+                unpack(s, table, &columns, held);
             }
             let mut vector = 0;
             while vector < vectors {
@@ -120,15 +116,12 @@ impl ByteTiles<'_> {
                     unit,
                     row: 0,
                     each,
-                    // Hidden: a loop whose length is known is unrolled, and then has all its operands
-                    // loaded first, for which there are no registers.
+                    // Hidden from the compiler: it unrolls a loop of known length and then loads all operands
+                    // first, for which there are no registers.
                     steps: std::hint::black_box(HELD_GROUP),
-                    bytes: &scratch.bytes[vector * HELD * PACKED..],
+                    bytes: &scratch.bytes[vector * HELD * BYTES..],
                     scales: &scratch.scales[vector * each..vectors * each],
-                    offsets: match &map.offsets {
-                        Some(_) => &scratch.offsets[vector * each..vectors * each],
-                        None => &[],
-                    },
+                    offsets: offsets.get(vector * each..).unwrap_or_default(),
                     sums: &mut scratch.sums[vector * rows..vectors * rows],
                 };
                 match count {
@@ -149,43 +142,43 @@ impl ByteTiles<'_> {
     }
 }
 
-/// Writes the bytes of one unit of 16 outputs, `(16 lanes of codes, low and high halves, 64)`.
+/// Unpacks the bytes of one unit of 16 outputs, `(16 lanes of codes, low and high halves, 64)`.
 #[inline(always)]
-fn hold<S: Words>(s: S, table: &ByteTable, columns: &[S::Packed; LANES], out: &mut [i8]) {
+fn unpack<S: Simd>(s: S, table: &ByteTable, columns: &[S::Packed; LANES], out: &mut [i8]) {
     let numbers = s.byte_table(&table.values);
-    let (out, _) = out.as_chunks_mut::<PACKED>();
+    let (out, _) = out.as_chunks_mut::<BYTES>();
     for (packed, out) in columns.iter().zip(out.chunks_exact_mut(2)) {
         let halves = match table.zero {
-            Some(_) => s.nibbles::<false>(*packed, numbers),
-            None => s.nibbles::<true>(*packed, numbers),
+            Some(_) => s.unpack_nibbles::<false>(*packed, numbers),
+            None => s.unpack_nibbles::<true>(*packed, numbers),
         };
         for (half, out) in halves.into_iter().zip(out) {
-            s.store_plane(half, out);
+            s.store_bytes(half, out);
         }
     }
 }
 
 /// One unit of inputs and one or two vectors of outputs.
 struct Block<'a> {
-    x: &'a ByteUnits,
+    x: &'a BytePanels,
     unit: usize,
     row: usize,
-    /// Numbers of the scales of a vector.
+    /// The number of scales of a vector of outputs.
     each: usize,
     /// [`HELD_GROUP`].
     steps: usize,
     bytes: &'a [i8],
     scales: &'a [f32],
-    /// Empty where there are none.
+    /// Empty if there are none.
     offsets: &'a [f32],
     /// `(vectors, rows, 16)`
     sums: &'a mut [f32],
 }
 
 impl Block<'_> {
-    /// All rows, in blocks of which no two differ by more than one row.
+    /// Adds all rows, in blocks whose sizes differ by at most one row.
     #[inline(always)]
-    fn all_rows<S: Words, const V: usize>(&mut self, s: S) {
+    fn all_rows<S: Simd, const V: usize>(&mut self, s: S) {
         let rows = self.x.rows;
         let blocks = rows.div_ceil(S::BYTE_ROWS);
         for block in 0..blocks {
@@ -201,15 +194,15 @@ impl Block<'_> {
         }
     }
 
-    /// `N` rows with `V` vectors of outputs.
+    /// Adds `N` rows with `V` vectors of outputs.
     #[inline(always)]
-    fn add<S: Words, const V: usize, const N: usize>(&mut self, s: S) {
+    fn add<S: Simd, const V: usize, const N: usize>(&mut self, s: S) {
         let rows = self.x.rows;
         let units = &self.x.of_unit(self.unit)[self.row..self.row + N];
         let group = self.unit * GROUPS;
         assert!(
             self.steps <= HELD_GROUP
-                && self.bytes.len() >= V * HELD * PACKED
+                && self.bytes.len() >= V * HELD * BYTES
                 && self.sums.len() >= V * rows * LANES
                 && self.scales.len() >= V * self.each
                 && (group + GROUPS) * LANES <= self.each,
@@ -223,34 +216,34 @@ impl Block<'_> {
             }
         }
         for g in 0..GROUPS {
-            let mut totals = [[s.no_sums(); V]; N];
+            let mut totals = [[s.zero_sums(); V]; N];
             for (totals, unit) in totals.iter_mut().zip(units) {
                 *totals = [s.splat_sums(unit.starts[g]); V];
             }
             for step in 0..self.steps {
                 let held = g * HELD_GROUP + step;
-                let mut w = [s.load_plane(&[0; PACKED]); V];
+                let mut w = [s.load_bytes(&[0; BYTES]); V];
                 for (v, w) in w.iter_mut().enumerate() {
                     // SAFETY: asserted: `held < HELD`, of each of `V` vectors.
-                    *w = s.load_plane(unsafe { at(self.bytes, (v * HELD + held) * PACKED) });
+                    *w = s.load_bytes(unsafe { at(self.bytes, (v * HELD + held) * BYTES) });
                 }
                 for (totals, unit) in totals.iter_mut().zip(units) {
                     // SAFETY: `held < HELD`, of which there are as many quads.
-                    let x = s.quad(unsafe { unit.quads.get_unchecked(held) });
+                    let x = s.splat_quad(unsafe { unit.quads.get_unchecked(held) });
                     for (total, w) in totals.iter_mut().zip(w) {
-                        *total = s.add_bytes(*total, w, x);
+                        *total = s.dot_bytes(*total, w, x);
                     }
                 }
             }
             for v in 0..V {
-                let place = v * self.each + (group + g) * LANES;
+                let first = v * self.each + (group + g) * LANES;
                 // SAFETY: asserted.
-                let scale = s.load_f32(unsafe { at(self.scales, place) });
+                let scale = s.load_f32(unsafe { at(self.scales, first) });
                 for (n, unit) in units.iter().enumerate() {
                     let scale = s.mul(scale, s.splat(unit.scales[g]));
-                    sums[n][v] = s.mul_add(s.floats(totals[n][v]), scale, sums[n][v]);
+                    sums[n][v] = s.mul_add(s.sums_to_f32(totals[n][v]), scale, sums[n][v]);
                 }
-                let offsets = self.offsets.get(place..);
+                let offsets = self.offsets.get(first..);
                 if let Some(offset) = offsets.and_then(<[f32]>::first_chunk) {
                     let offset = s.load_f32(offset);
                     for (n, unit) in units.iter().enumerate() {

@@ -1,11 +1,11 @@
-//! The books of 16 numbers of NF4 and FP4, as bitsandbytes has them.
+//! The code books of NF4 and FP4, those of bitsandbytes.
 
-/// 16 numbers in `-1..=1`.
+/// A book of 16 numbers in `-1..=1`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Book {
-    /// Quantiles of a normal distribution, in rising order (Dettmers et al. 2023, arXiv:2305.14314).
+    /// The quantiles of a normal distribution, in ascending order (Dettmers et al. 2023, arXiv:2305.14314).
     Nf4,
-    /// Floats with a sign, two bits of exponent and one of mantissa.
+    /// The floats with a sign, two bits of exponent and one of mantissa.
     Fp4,
 }
 
@@ -28,7 +28,7 @@ const NF4: [f32; 16] = [
     1.0,
 ];
 
-/// In twelfths of the largest, which is 12.
+/// The numbers divided by the largest, which is 12.
 const FP4: [f32; 16] = [
     0.0,
     0.0625 / 12.0,
@@ -48,12 +48,12 @@ const FP4: [f32; 16] = [
     -3.0 / 12.0,
 ];
 
-/// The codes of FP4 in rising order of their numbers, four bits each, the least in the low bits. Of its
-/// two zeros the code 0 comes first.
+/// The codes of FP4 in ascending order of their numbers, four bits each, the least in the low bits. Of its two
+/// zeros the code 0 comes first.
 pub(crate) const FP4_ORDER: u64 = 0x3254_7618_09EF_CDAB;
 
 impl Book {
-    /// The number of each code.
+    /// Returns the number of each code.
     pub(crate) const fn numbers(self) -> &'static [f32; 16] {
         match self {
             Book::Nf4 => &NF4,
@@ -61,7 +61,7 @@ impl Book {
         }
     }
 
-    /// The name in quantization states and configurations.
+    /// Returns the name in quantization states and configurations.
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Book::Nf4 => "nf4",
@@ -69,29 +69,29 @@ impl Book {
         }
     }
 
-    /// The code at a place in rising order of numbers.
-    pub(crate) const fn code_at(self, place: u32) -> u8 {
+    /// Returns the code whose number has this rank in ascending order.
+    pub(crate) const fn code_at(self, rank: u32) -> u8 {
         match self {
-            Book::Nf4 => place as u8,
-            Book::Fp4 => (FP4_ORDER >> (4 * place)) as u8 & 15,
+            Book::Nf4 => rank as u8,
+            Book::Fp4 => (FP4_ORDER >> (4 * rank)) as u8 & 15,
         }
     }
 
-    /// The middles between neighbours in rising order: beyond the middle the next one is nearer.
+    /// Returns the midpoints between neighbours in ascending order: beyond a midpoint the next number is nearer.
     pub(crate) const fn bounds(self) -> [f32; 15] {
         let numbers = self.numbers();
         let mut bounds = [0.0; 15];
-        let mut place = 0;
-        while place < 15 {
-            let low = numbers[self.code_at(place) as usize];
-            let high = numbers[self.code_at(place + 1) as usize];
-            bounds[place as usize] = (low + high) / 2.0;
-            place += 1;
+        let mut rank = 0;
+        while rank < 15 {
+            let low = numbers[self.code_at(rank) as usize];
+            let high = numbers[self.code_at(rank + 1) as usize];
+            bounds[rank as usize] = (low + high) / 2.0;
+            rank += 1;
         }
         bounds
     }
 
-    /// The two numbers of each byte, that of the high half first.
+    /// Returns the two numbers of each byte, that of the high half first.
     pub(crate) const fn pairs(self) -> &'static [[f32; 2]; 256] {
         const fn pairs(book: Book) -> [[f32; 2]; 256] {
             let numbers = book.numbers();
@@ -103,6 +103,7 @@ impl Book {
             }
             pairs
         }
+        // Computed at compile time: 2 KB for each book, and one look-up for two codes.
         static NF4_PAIRS: [[f32; 2]; 256] = pairs(Book::Nf4);
         static FP4_PAIRS: [[f32; 2]; 256] = pairs(Book::Fp4);
         match self {
@@ -117,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_code_has_its_place_in_rising_order() {
+    fn every_code_has_one_rank_in_ascending_order() {
         for book in [Book::Nf4, Book::Fp4] {
             let in_order: Vec<f32> = (0..16)
                 .map(|place| book.numbers()[usize::from(book.code_at(place))])

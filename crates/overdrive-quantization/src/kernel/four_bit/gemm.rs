@@ -1,0 +1,166 @@
+//! The GEMM of a coded weight, and the choice of its kernel.
+
+use std::ops::Range;
+
+use overdrive_kernels::InstructionSet;
+
+use super::byte_gemm::ByteGemm;
+use super::byte_gemv::ByteGemv;
+use super::byte_panels::BytePanels;
+use super::byte_rows::{ByteLayout, ByteRows};
+use super::coded_weight::CodedWeight;
+use super::dequantize::float_gemm;
+use super::word_gemm::WordGemm;
+use super::word_gemv::{MAX_ROWS, WordGemv};
+use super::word_rows::{Layout, WordRows};
+use crate::kernel::joint_gemm::{Gemm, Results};
+
+/// The quantized activations of some weights: once for the weights that take the same words or bytes.
+#[derive(Debug)]
+pub(crate) struct QuantizedInputs<'a> {
+    words: Vec<(Layout<'a>, WordRows)>,
+    /// The bytes of a few rows.
+    bytes: Vec<(ByteLayout, ByteRows)>,
+    /// The bytes of more rows.
+    panels: Vec<(ByteLayout, BytePanels)>,
+}
+
+impl<'a> QuantizedInputs<'a> {
+    /// Quantizes `x (rows, inputs)` for `weights` of as many inputs.
+    pub(crate) fn new<'w>(
+        set: InstructionSet,
+        x: &[f32],
+        weights: impl IntoIterator<Item = &'w CodedWeight<'a>>,
+    ) -> Self
+    where
+        'a: 'w,
+    {
+        let mut inputs = QuantizedInputs {
+            words: Vec::new(),
+            bytes: Vec::new(),
+            panels: Vec::new(),
+        };
+        for weight in weights {
+            let few = x.len() <= MAX_ROWS * weight.inputs;
+            let layout = ByteLayout::of(weight).filter(|_| few || weight.bytes);
+            if let Some(layout) = layout {
+                if few && find(&inputs.bytes, &layout).is_none() {
+                    let rows = ByteRows::new(set, x, &layout);
+                    inputs.bytes.push((layout, rows));
+                } else if !few && find(&inputs.panels, &layout).is_none() {
+                    let panels = BytePanels::new(set, x, &layout);
+                    inputs.panels.push((layout, panels));
+                }
+            } else if let Some(layout) = Layout::of(weight)
+                && find(&inputs.words, &layout).is_none()
+            {
+                let rows = WordRows::new(set, x, &layout);
+                inputs.words.push((layout, rows));
+            }
+        }
+        inputs
+    }
+
+    /// Returns the form of the activations for `weight`.
+    fn of(&self, weight: &CodedWeight<'a>) -> Input<'_> {
+        if let Some(layout) = ByteLayout::of(weight) {
+            if let Some(rows) = find(&self.bytes, &layout) {
+                return Input::Bytes(rows);
+            }
+            // Panels of this layout may be those of another weight, while this one takes words.
+            if let Some(panels) = find(&self.panels, &layout).filter(|_| weight.bytes) {
+                return Input::Panels(panels);
+            }
+        }
+        let words = Layout::of(weight).and_then(|layout| find(&self.words, &layout));
+        words.map_or(Input::Floats, Input::Words)
+    }
+}
+
+fn find<'a, L: PartialEq, R>(known: &'a [(L, R)], layout: &L) -> Option<&'a R> {
+    let found = known.iter().find(|(known, _)| known == layout);
+    found.map(|(_, rows)| rows)
+}
+
+/// The form in which activations are multiplied.
+#[derive(Debug, Clone, Copy)]
+enum Input<'a> {
+    /// The bytes of a few rows, for whole vectors of codes of 4 bits.
+    Bytes(&'a ByteRows),
+    /// The bytes of more rows.
+    Panels(&'a BytePanels),
+    Words(&'a WordRows),
+    /// Floats, for weights whose blocks do not fit their rows.
+    Floats,
+}
+
+/// The GEMM of a coded weight in integers: activations in words of 13 to 16 bits, and weights exactly except
+/// for code books that are not multiples of one number (NF4: words of 14 bits); or both in bytes, for a few
+/// rows and where that is asked for. The packed weight is read once for all rows of activations.
+#[derive(Debug)]
+pub(crate) struct CodedGemm<'a> {
+    weight: &'a CodedWeight<'a>,
+    /// The activations, `(rows, inputs)`.
+    x: &'a [f32],
+    input: Input<'a>,
+    set: InstructionSet,
+}
+
+impl<'a> CodedGemm<'a> {
+    /// Returns the GEMM of `x` with `weight`; `inputs` were made of `x` for this weight, among others.
+    pub(crate) fn new(
+        set: InstructionSet,
+        x: &'a [f32],
+        inputs: &'a QuantizedInputs<'_>,
+        weight: &'a CodedWeight<'a>,
+    ) -> Self {
+        CodedGemm {
+            weight,
+            x,
+            input: inputs.of(weight),
+            set,
+        }
+    }
+}
+
+impl Gemm for CodedGemm<'_> {
+    fn outputs(&self) -> usize {
+        self.weight.outputs
+    }
+
+    fn row_bytes(&self) -> usize {
+        self.weight.inputs.div_ceil(self.weight.coding.per_byte())
+    }
+
+    fn run(&self, outputs: Range<usize>, results: &mut dyn Results) {
+        let (set, weight) = (self.set, self.weight);
+        match self.input {
+            Input::Floats => float_gemm(set, self.x, weight, outputs, results),
+            Input::Bytes(x) => set.run(ByteGemv {
+                x,
+                weight,
+                outputs,
+                results,
+            }),
+            Input::Panels(x) => set.run(ByteGemm {
+                x,
+                weight,
+                outputs,
+                results,
+            }),
+            // More rows would not fit the registers beside the unpacked codes.
+            Input::Words(x) if x.rows <= MAX_ROWS => set.run(WordGemv {
+                x,
+                weight,
+                outputs,
+                results,
+            }),
+            Input::Words(x) => set.run(WordGemm {
+                x,
+                weight,
+                outputs,
+                results,
+            }),
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! One GEMM of the same activations with several weights, in one parallel region.
+
+use std::ops::Range;
+
+use overdrive_kernels::threads::run_queue;
+use overdrive_kernels::{
+    ColumnsMut, Element, InstructionSet, each_vector, load, store, vectorized,
+};
+
+/// The bytes of weight that a thread takes at a time: enough to be read as a stream, few enough that a thread
+/// that is held up by something else does not hold up the others.
+const CHUNK_BYTES: usize = 128 << 10;
+
+/// The work (bytes of weight, for each row of activations) below which waking another thread costs more than
+/// it saves.
+const MIN_PARALLEL_BYTES: usize = 64 << 10;
+
+/// Chunks have a multiple of so many outputs, the tile of most kernels.
+// A chunk that ends inside a tile would compute the rest with a slower one.
+const TILE: usize = 32;
+
+/// The GEMM of one weight with the activations: `y = x · wᵀ`.
+pub(crate) trait Gemm: Sync {
+    /// Returns the number of rows of the weight.
+    fn outputs(&self) -> usize;
+
+    /// Returns the number of bytes of a row of the weight.
+    fn row_bytes(&self) -> usize;
+
+    /// Computes these outputs for all rows of the activations.
+    fn run(&self, outputs: Range<usize>, results: &mut dyn Results);
+}
+
+/// The destination of the results of a [`Gemm`].
+///
+/// Kernels put rows of f32 there, so that they are compiled once and not for each dtype of the results.
+pub(crate) trait Results {
+    /// Takes the results of row `row` of the activations for the outputs from `output` on.
+    fn put(&mut self, row: usize, output: usize, values: &[f32]);
+}
+
+/// Computes `y (rows, columns)`. Each GEMM is given with the column of its first output, which rise, and the
+/// bias of its outputs.
+pub(crate) fn joint_gemm<T: Element>(
+    gemms: &[(usize, &dyn Gemm, Option<&[T]>)],
+    rows: usize,
+    columns: usize,
+    y: &mut [T],
+) {
+    if columns == 0 || rows == 0 {
+        return;
+    }
+    // A wrong length is a mistake of this crate, which `row_mut` would find only in the last row.
+    assert_eq!(
+        y.len(),
+        rows * columns,
+        "a row of results for each row of activations"
+    );
+    let bytes = gemms
+        .iter()
+        .map(|(_, gemm, _)| gemm.outputs() * gemm.row_bytes());
+    let bytes: usize = bytes.sum();
+    let parallel = bytes.saturating_mul(rows) > MIN_PARALLEL_BYTES;
+    // A weight that several rows of activations are multiplied with stays in the second cache meanwhile.
+    let most = if rows > 1 {
+        2 * CHUNK_BYTES
+    } else {
+        CHUNK_BYTES
+    };
+    // At least a few chunks for each thread, so that one that starts late does not hold up the others.
+    let chunk_bytes = most.min(bytes / (4 * overdrive_kernels::threads::workers()));
+    let mut rest = ColumnsMut::new(y, columns);
+    let mut jobs = Vec::new();
+    for &(first, gemm, bias) in gemms {
+        let outputs = gemm.outputs();
+        let chunk = (chunk_bytes / gemm.row_bytes().max(1)).max(1);
+        let chunk = chunk.next_multiple_of(TILE);
+        for start in (0..outputs).step_by(chunk) {
+            let outputs = start..(start + chunk).min(outputs);
+            // Columns in between belong to weights that are computed elsewhere.
+            let (_, from_first) = rest.split_at(first + outputs.start);
+            let (columns, after) = from_first.split_at(first + outputs.end);
+            rest = after;
+            let block = Block {
+                columns,
+                first_output: outputs.start,
+                bias,
+            };
+            jobs.push((gemm, outputs, block));
+        }
+    }
+    run_queue(jobs.into_iter(), parallel, |(gemm, outputs, mut block)| {
+        gemm.run(outputs, &mut block)
+    });
+}
+
+/// The columns of some outputs.
+struct Block<'a, T> {
+    columns: ColumnsMut<'a, T>,
+    /// The output of the first column.
+    first_output: usize,
+    bias: Option<&'a [T]>,
+}
+
+impl<T: Element> Results for Block<'_, T> {
+    fn put(&mut self, row: usize, output: usize, values: &[f32]) {
+        let first = output - self.first_output;
+        let to = &mut self.columns.row_mut(row)[first..first + values.len()];
+        let bias = self.bias.map(|bias| &bias[output..output + values.len()]);
+        match (bias, T::as_acc_mut(to)) {
+            // f32 without a bias needs no vectors.
+            (None, Some(to)) => to.copy_from_slice(values),
+            (bias, _) => finish(InstructionSet::best(), values, bias.unwrap_or_default(), to),
+        }
+    }
+}
+
+vectorized! {
+    /// Adds the bias (empty: none) and rounds.
+    fn finish<S: Simd, T: Element>(s: S, values: &[f32], bias: &[T], to: &mut [T]) {
+        each_vector(
+            values.len(),
+            #[inline(always)]
+            |span| {
+                let mut y = load(s, values, span);
+                if !bias.is_empty() {
+                    y = s.add(y, load(s, bias, span));
+                }
+                store(s, y, to, span);
+            },
+        );
+    }
+}
