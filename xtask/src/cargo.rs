@@ -7,22 +7,22 @@ use std::process::{Command, ExitStatus, Stdio};
 use crate::failure::{Failure, Result};
 use crate::record::Record;
 
-/// The root of this workspace.
+/// Returns the root of this workspace.
 pub(crate) fn workspace() -> PathBuf {
     let manifest = std::env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
     manifest.parent().map(Path::to_path_buf).unwrap_or(manifest)
 }
 
-/// What is off by default since it compiles long or has another licence, and checked all the same.
+/// The features that are off by default, because they compile long or have another licence, but are checked.
 const ALL_FEATURES: [&str; 2] = [
     "--features",
     "overdrive/image,overdrive/parquet,overdrive/speech",
 ];
 
-/// Tests run beside one another, each with OpenMP's threads. Threads that spin while they wait take the
-/// processors from those that they wait for: on two cores, ten tests of gradient accumulation took 3.7
-/// seconds of processor time, and 0.4 with threads that sleep.
+/// Tests run concurrently, each with OpenMP's threads. Threads that spin while they wait take the cores from
+/// the threads that they wait for: on two cores, ten tests of gradient accumulation took 3.7 seconds of CPU
+/// time, and 0.4 with threads that sleep.
 const WAIT_POLICY: (&str, &str) = ("OMP_WAIT_POLICY", "passive");
 
 /// One cargo command.
@@ -32,7 +32,7 @@ pub(crate) struct Cargo {
     variables: Vec<(&'static str, &'static str)>,
 }
 
-/// An example in release mode. A `--` before its arguments is allowed and not needed.
+/// Returns the command of an example in release mode. A `--` before its arguments is optional.
 pub(crate) fn example(name: &str, further: &[OsString]) -> Cargo {
     let further = match further {
         [first, rest @ ..] if first == "--" => rest,
@@ -50,8 +50,8 @@ pub(crate) fn example(name: &str, further: &[OsString]) -> Cargo {
     .and(further)
 }
 
-/// The main job; with `--nproc N` among its flags, by that many processes. Without the default features of
-/// the examples, which it does not use: the first step of a fresh clone waits for what is compiled here.
+/// Returns the command of the main program; with `--nproc N` among its flags, in N processes. The default
+/// features of the examples are off, because the first step of a fresh clone waits for this build.
 pub(crate) fn train(further: &[OsString]) -> Vec<Cargo> {
     let (launcher, trainer) = launchers_flags(further);
     if launcher.is_empty() {
@@ -62,13 +62,14 @@ pub(crate) fn train(further: &[OsString]) -> Vec<Cargo> {
         return vec![of_main_job("run", "train").and(&["--".into()]).and(further)];
     }
     let launch = of_main_job("run", "launch").and(&["--".into()]);
+    // The launcher starts the built program, so that N processes do not wait for cargo's lock.
     vec![
         of_main_job("build", "train"),
         launch.and(&launcher).and(&["train".into()]).and(&trainer),
     ]
 }
 
-/// Builds or runs one of the two programs of the main job.
+/// Builds or runs one of the two programs of the main command.
 fn of_main_job(command: &str, example: &str) -> Cargo {
     Cargo::new([
         command,
@@ -81,7 +82,7 @@ fn of_main_job(command: &str, example: &str) -> Cargo {
     ])
 }
 
-/// Parts the flags of the example `launch` from those of the program that it starts.
+/// Separates the flags of the example `launch` from those of the program that it starts.
 fn launchers_flags(further: &[OsString]) -> (Vec<OsString>, Vec<OsString>) {
     let (mut launcher, mut program) = (Vec::new(), Vec::new());
     let mut words = further.iter();
@@ -92,6 +93,7 @@ fn launchers_flags(further: &[OsString]) -> (Vec<OsString>, Vec<OsString>) {
             "--nproc" | "--nproc-per-node" | "--max-restarts" | "--stop-grace" => {
                 launcher.push(word.clone());
                 if value.is_none() {
+                    // `--nproc 2`: the value is the next word.
                     launcher.extend(words.next().cloned());
                 }
             }
@@ -101,7 +103,7 @@ fn launchers_flags(further: &[OsString]) -> (Vec<OsString>, Vec<OsString>) {
     (launcher, program)
 }
 
-/// Builds every example; its output is Cargo's messages about what it has built.
+/// Builds every example; the output is Cargo's messages about the artifacts.
 pub(crate) fn examples(features: Option<&str>) -> Cargo {
     Cargo::new([
         "build",
@@ -109,13 +111,14 @@ pub(crate) fn examples(features: Option<&str>) -> Cargo {
         "-p",
         "overdrive-examples",
         "--examples",
+        // Errors are still rendered for people; the messages name the built files.
         "--message-format=json-render-diagnostics",
     ])
     .features(features)
 }
 
-/// Builds the main job as the tests are built, with the same packages, features and profile, so that the
-/// tests compile none of it again; its output is Cargo's messages about what it has built.
+/// Builds the main program as the tests are built, with the same packages, features and profile, so that
+/// the tests compile none of it again; the output is Cargo's messages about the artifacts.
 pub(crate) fn training_for_check() -> Cargo {
     Cargo::new(["build"]).workspace().and(
         &[
@@ -127,12 +130,13 @@ pub(crate) fn training_for_check() -> Cargo {
     )
 }
 
-/// The packages that the examples are built of on the system `host`.
+/// Returns the packages that the examples depend on for the system `host`.
 pub(crate) fn metadata(host: &str, features: Option<&str>) -> Cargo {
     let examples = workspace().join("examples/Cargo.toml");
     Cargo::new([
         "metadata",
         "--format-version=1",
+        // Without it, metadata also lists the dependencies for other systems.
         "--filter-platform",
         host,
         "--manifest-path",
@@ -141,9 +145,10 @@ pub(crate) fn metadata(host: &str, features: Option<&str>) -> Cargo {
     .features(features)
 }
 
-/// All tests of all packages: one failing package must not hide the others. A package named by
-/// the user takes the place of the workspace (cargo would silently test the whole of it).
+/// Runs all tests of all packages: one failing package must not hide the others. A package named by the
+/// user replaces `--workspace`, because cargo would otherwise test the whole workspace silently.
 pub(crate) fn test(further: &[OsString]) -> Cargo {
+    // Words after `--` are for the test program, whose filters may look like package flags.
     let before = further.iter().take_while(|argument| *argument != "--");
     let chosen = before.filter_map(|a| a.to_str()).any(|a| {
         a.starts_with("-p")
@@ -166,7 +171,7 @@ pub(crate) fn bench(further: &[OsString]) -> Cargo {
     Cargo::new(["bench", "-p", "overdrive-benches"]).and(further)
 }
 
-/// The table of techniques. The program has flags of its own, and the trainer's after a `--`.
+/// Runs the ablation table. The program has its own flags, and the trainer's after a `--`.
 pub(crate) fn ablation(further: &[OsString]) -> Cargo {
     Cargo::new([
         "run",
@@ -184,7 +189,7 @@ pub(crate) fn fmt(further: &[OsString]) -> Cargo {
     Cargo::new(["fmt", "--all"]).and(further)
 }
 
-/// `-D warnings` goes last, after the user's own `-- …` if there is one.
+/// Appends `-D warnings` after the user's own `-- …`, if there is one.
 pub(crate) fn lint(further: &[OsString]) -> Cargo {
     let cargo = Cargo::new(["clippy", "--all-targets"])
         .workspace()
@@ -197,7 +202,7 @@ pub(crate) fn lint(further: &[OsString]) -> Cargo {
     cargo.and(&["-D".into(), "warnings".into()])
 }
 
-/// The run path in Cargo's `rustdocflags` is for doctests; here the variable takes its place.
+/// Builds the documentation. The variable replaces Cargo's `rustdocflags`, whose run path only doctests need.
 pub(crate) fn docs(further: &[OsString]) -> Cargo {
     let mut cargo = Cargo::new(["doc", "--no-deps"]).workspace().and(further);
     cargo.variables.push(("RUSTDOCFLAGS", "-D warnings"));
@@ -224,13 +229,13 @@ impl Cargo {
         }
     }
 
-    /// Every package with all that it can do.
+    /// Selects every package with all features that are checked.
     fn workspace(self) -> Self {
         let [flag, features] = ALL_FEATURES;
         self.and(&["--workspace".into(), flag.into(), features.into()])
     }
 
-    /// The command as one would type it.
+    /// Returns the command as it is typed in a shell.
     fn line(&self) -> String {
         let variables = self
             .variables
@@ -246,7 +251,7 @@ impl Cargo {
 
     fn command(&self) -> Command {
         let workspace = workspace();
-        // The cargo that runs us, and with it the toolchain that the workspace asks for.
+        // The cargo that runs this program, so that the toolchain of the workspace is used.
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let mut command = Command::new(cargo);
         command
@@ -264,8 +269,8 @@ impl Cargo {
         command
     }
 
-    /// Prints the command and becomes it: Ctrl-C, signals, the terminal and the exit code are then
-    /// between the user and cargo. (Systems without `exec` get a child and its exit code.)
+    /// Prints the command and replaces this process by it, so that Ctrl-C, signals, the terminal and the exit
+    /// code are cargo's own. (Systems without `exec` get a child process and its exit code.)
     pub(crate) fn replace_this_process(&self) -> Result<()> {
         eprintln!("$ {}", self.line());
         #[cfg(unix)]
@@ -278,17 +283,18 @@ impl Cargo {
         self.run_quietly()
     }
 
-    /// Prints the command, runs it, and passes a failing exit code on.
+    /// Prints the command, runs it, and returns a failing exit code as an error.
     pub(crate) fn run(&self) -> Result<()> {
         eprintln!("$ {}", self.line());
         self.run_quietly()
     }
 
-    /// Prints the command, runs it, and returns what it writes to standard output.
+    /// Prints the command, runs it, and returns its standard output.
     pub(crate) fn output(&self) -> Result<String> {
         eprintln!("$ {}", self.line());
         let output = self
             .command()
+            // cargo's progress stays visible.
             .stderr(Stdio::inherit())
             .output()
             .map_err(|error| Failure::new(format!("could not start cargo: {error}")))?;
@@ -311,12 +317,13 @@ impl Cargo {
     }
 }
 
-/// The exit code as a shell would say it: 128 + the signal where one ended the child.
+/// Returns the exit code in a shell's convention: 128 + the signal if one ended the child.
 fn code_of(status: ExitStatus) -> u8 {
     #[cfg(unix)]
     let signal = std::os::unix::process::ExitStatusExt::signal(&status);
     #[cfg(not(unix))]
     let signal = None::<i32>;
+    // `code` is `None` if a signal ended the child.
     let code = status
         .code()
         .or(signal.map(|signal| 128 + signal))
@@ -324,10 +331,10 @@ fn code_of(status: ExitStatus) -> u8 {
     u8::try_from(code).unwrap_or(1)
 }
 
-/// Variables that `cargo run` set for us and a cargo of the user's own would not see. Some build
-/// scripts watch them, so passing them on would rebuild crates each time that `cargo xtask` and
-/// plain cargo take turns. `LIBTORCH` is one of them where it only repeats `.cargo/libtorch.toml`,
-/// which may just have changed.
+/// Returns the variables that `cargo run` set for this program and that the user's own cargo would not have.
+/// Some build scripts watch them, so passing them on would rebuild crates whenever `cargo xtask` and plain
+/// cargo alternate. `LIBTORCH` is one of them if it only repeats `.cargo/libtorch.toml`, which may have
+/// changed meanwhile.
 fn inherited_from_cargo_run(workspace: &Path) -> Vec<OsString> {
     let recorded = Record::read(workspace).map(|record| record.libtorch.into_os_string());
     std::env::vars_os()
@@ -352,7 +359,7 @@ fn inherited_from_cargo_run(workspace: &Path) -> Vec<OsString> {
         .collect()
 }
 
-/// `LD_LIBRARY_PATH` without the folders of our own build, which `cargo run` put there.
+/// Returns `LD_LIBRARY_PATH` without the folders of this build, which `cargo run` added.
 fn without_own_folders(paths: &OsStr, workspace: &Path) -> Option<OsString> {
     let target = workspace.join("target");
     let rest: Vec<PathBuf> = std::env::split_paths(paths)
@@ -433,7 +440,7 @@ mod tests {
                 "{package:?}"
             );
         }
-        // After `--` the arguments are the test program's.
+        // After `--` the arguments are for the test program.
         assert!(test(&words(&["--", "-p"])).line().contains("--workspace"));
     }
 

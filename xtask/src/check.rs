@@ -1,4 +1,4 @@
-//! `cargo xtask check`: what CI does.
+//! `cargo xtask check`: the checks of CI.
 
 use std::ffi::OsString;
 use std::fs;
@@ -10,30 +10,31 @@ use serde_json::Value;
 use crate::cargo;
 use crate::dist::program;
 use crate::failure::{Failure, Result};
-use crate::setup::{self, Wish};
+use crate::setup::{self, Request};
 
-/// Long enough that the loss of a fresh model falls far, short enough for every change: one or two
+/// Long enough for a large fall of the loss of a fresh model, short enough to run for every change: one or two
 /// minutes on two cores.
 const STEPS: usize = 60;
-/// The means compared are over this many steps: single steps jump.
+/// The number of steps of the compared means: the loss of single steps varies too much.
 const MEAN_OF: usize = 5;
-/// Nats a token. A fresh model knows nothing: about ln(4096) = 8.3. After 60 steps it knows the
-/// commonest tokens, and the mean of the last steps was 1.8 below that of the first. A model that
-/// learns nothing stays within a few hundredths.
+/// The smallest accepted fall of the loss, in nats per token. A fresh model starts at about ln(4096) = 8.3.
+/// After 60 steps it knows the most frequent tokens, and the mean of the last steps was 1.8 below that of the
+/// first. A model that learns nothing stays within a few hundredths.
 const LEAST_FALL: f64 = 1.0;
 
-/// Runs every check; the first that fails ends it. The tests come last, so that what stands at the
-/// end of a log is cargo's own summary of them.
+/// Runs every check and stops at the first failure. The tests come last, so that the log ends with cargo's own
+/// summary of them.
 pub(crate) fn check() -> Result<()> {
     step("format");
+    // The cheapest check comes first, before libtorch may have to be fetched.
     cargo::fmt(&["--".into(), "--check".into()]).run()?;
     step("libtorch");
-    setup::setup(Wish::Any, false)?.report();
+    setup::setup(Request::Any, false)?.report();
     step("lints");
     cargo::lint(&[]).run()?;
     step("documentation");
     cargo::docs(&[]).run()?;
-    step("a short training, of which the loss must fall");
+    step("a short training run, whose loss must fall");
     training()?;
     step("tests");
     cargo::test(&[]).run()
@@ -43,9 +44,10 @@ fn step(what: &str) {
     eprintln!("== {what} ==");
 }
 
-/// Trains on this repository's own sources and reads what came out.
+/// Trains on this repository's own sources and checks the metrics.
 fn training() -> Result<()> {
     let out = cargo::workspace().join("target/xtask/training-check");
+    // A run of an earlier check would make the trainer refuse the folder.
     let _ = fs::remove_dir_all(&out);
     let mut arguments: Vec<OsString> = ["--steps", &STEPS.to_string(), "--data", "crates", "--out"]
         .map(OsString::from)
@@ -55,7 +57,7 @@ fn training() -> Result<()> {
     let train = built
         .iter()
         .find(|program| program.file == "train")
-        .ok_or_else(|| Failure::new("cargo has not built the example `train`"))?;
+        .ok_or_else(|| Failure::new("cargo did not build the example `train`"))?;
     let status = Command::new(&train.built)
         .args(&arguments)
         .current_dir(cargo::workspace())
@@ -72,14 +74,14 @@ fn training() -> Result<()> {
     Ok(())
 }
 
-/// The mean loss of the first and of the last steps, if every step is there and the loss fell.
+/// Returns the mean loss of the first and of the last steps, if every step is there and the loss fell.
 fn judge(metrics: &str, path: &Path) -> Result<(f64, f64)> {
     let fail = |what: String| Failure::new(format!("{}: {what}", path.display()));
     let mut losses = Vec::new();
     for (number, line) in metrics.lines().enumerate() {
         let value: Value = serde_json::from_str(line)
             .map_err(|error| fail(format!("line {} is no JSON ({error})", number + 1)))?;
-        // Lines of an evaluation alone have no training loss.
+        // The line of an evaluation has no training loss.
         let Some(loss) = value.get("loss") else {
             continue;
         };
@@ -88,6 +90,7 @@ fn judge(metrics: &str, path: &Path) -> Result<(f64, f64)> {
             .filter(|loss| loss.is_finite())
             .ok_or_else(|| fail(format!("line {}: the loss is {loss}", number + 1)))?;
         let step = value.get("step").and_then(Value::as_u64);
+        // A missing or repeated step would shift the compared means.
         if step != Some(losses.len() as u64 + 1) {
             return Err(fail(format!(
                 "line {}: step {} was expected, there is {step:?}",
@@ -99,7 +102,7 @@ fn judge(metrics: &str, path: &Path) -> Result<(f64, f64)> {
     }
     if losses.len() != STEPS {
         return Err(fail(format!(
-            "{STEPS} steps were asked for, {} are there",
+            "{STEPS} steps were requested, but there are {}",
             losses.len()
         )));
     }
@@ -107,7 +110,7 @@ fn judge(metrics: &str, path: &Path) -> Result<(f64, f64)> {
     let (first, last) = (mean(&losses[..MEAN_OF]), mean(&losses[STEPS - MEAN_OF..]));
     if first - last < LEAST_FALL {
         return Err(fail(format!(
-            "the loss went from {first:.3} to {last:.3}; it must fall by {LEAST_FALL} at least"
+            "the loss went from {first:.3} to {last:.3}; it must fall by at least {LEAST_FALL}"
         )));
     }
     Ok((first, last))
@@ -163,11 +166,11 @@ mod tests {
         assert!(
             judged(&early)
                 .unwrap_err()
-                .contains("60 steps were asked for, 30 are there")
+                .contains("60 steps were requested, but there are 30")
         );
     }
 
-    /// Cargo would leave such a test out without a word.
+    /// Cargo skips such a test silently.
     #[test]
     fn a_library_whose_tests_are_off_has_none() {
         let root = cargo::workspace();

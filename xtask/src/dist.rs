@@ -1,5 +1,5 @@
-//! `cargo xtask dist`: the examples with the libraries that they need, in a folder that runs on another
-//! machine without Rust.
+//! `cargo xtask dist`: the examples with the libraries that they need, in a folder that runs on another machine
+//! without Rust.
 
 mod libraries;
 mod licences;
@@ -13,33 +13,35 @@ use std::process::Command;
 
 use crate::failure::{Failure, Result};
 use crate::lock::Lock;
-use crate::setup::{self, Wish};
+use crate::setup::{self, Request};
 use crate::{cargo, space, unpack};
 
 use manifest::Manifest;
 use program::Program;
 
-/// What a folder of ours can be told by.
+/// The file by which a folder of this command is recognized.
 pub(crate) const MANIFEST: &str = "manifest.json";
 
-/// Builds, gathers and checks; the folder appears whole or not at all.
+/// Builds, collects and checks the files; the output folder is created by one rename.
 pub(crate) fn dist(out: Option<&Path>, features: Option<&str>) -> Result<()> {
     let target = match out {
         Some(out) => std::path::absolute(out)
             .map_err(|error| Failure::new(format!("{}: {error}", out.display())))?,
         None => cargo::workspace().join("target/dist/overdrive"),
     };
+    // Before the build, which takes minutes.
     replaceable(&target)?;
-    let found = setup::setup(Wish::Any, false)?;
+    let found = setup::setup(Request::Any, false)?;
     let programs = program::of_messages(&cargo::examples(features).output()?)?;
     let libraries = libraries::of(&found.libtorch)?;
 
     let parent = target.parent().unwrap_or(&target);
     fs::create_dir_all(parent).map_err(|error| failed("could not create", parent, &error))?;
+    // Beside the folder and not in it, because the folder is replaced as a whole.
     let lock = parent.join(format!(".{}.lock", name(&target)));
     let _lock = Lock::take(&lock, "making the same folder", |text| eprintln!("{text}"))?;
     for left in unpack::sweep(&target) {
-        eprintln!("removed what an earlier run left: {left}");
+        eprintln!("removed leftovers of an earlier run: {left}");
     }
     room(parent, &programs, &libraries)?;
 
@@ -70,7 +72,7 @@ pub(crate) fn dist(out: Option<&Path>, features: Option<&str>) -> Result<()> {
     Ok(())
 }
 
-/// The folder in the making: goes when the making fails. After it was renamed there is nothing to remove.
+/// The folder under construction; it is removed if the construction fails. After the rename nothing is left.
 struct Made(PathBuf);
 
 impl Drop for Made {
@@ -79,12 +81,12 @@ impl Drop for Made {
     }
 }
 
-/// Refuses to put the folder in the place of one that this command has not made: whoever writes
-/// `--out ~` wants it in there, not instead of it.
+/// Refuses to replace a folder that this command has not created: `--out ~` means a folder in `~`, not in its
+/// place.
 fn replaceable(target: &Path) -> Result<()> {
     let refuse = |what: &str| {
         Err(Failure::new(format!("{} {what}", target.display()))
-            .way_out("Name a folder that is not there yet: `--out DIR/overdrive`."))
+            .remedy("Name a folder that is not there yet: `--out DIR/overdrive`."))
     };
     match fs::read_dir(target) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -92,14 +94,14 @@ fn replaceable(target: &Path) -> Result<()> {
         Err(error) => Err(failed("could not read", target, &error)),
         Ok(mut entries) => match entries.next() {
             Some(_) if !Manifest::is_in(target) => {
-                refuse("holds something that `cargo xtask dist` has not made; it is left as it is")
+                refuse("was not created by `cargo xtask dist`; it is left unchanged")
             }
             _ => Ok(()),
         },
     }
 }
 
-/// Copies programs, libraries and our own licences.
+/// Copies programs, libraries and the project's own licences.
 fn gather(made: &Path, programs: &[Program], libraries: &[PathBuf]) -> Result<()> {
     let lib = made.join("lib");
     fs::create_dir_all(&lib).map_err(|error| failed("could not create", &lib, &error))?;
@@ -116,7 +118,7 @@ fn gather(made: &Path, programs: &[Program], libraries: &[PathBuf]) -> Result<()
     Ok(())
 }
 
-/// An error where the folder does not fit beside the one that it may replace.
+/// Returns an error if the folder does not fit on the disk beside the one that it may replace.
 fn room(parent: &Path, programs: &[Program], libraries: &[PathBuf]) -> Result<()> {
     let files = programs.iter().map(|program| &program.built);
     let bytes = files
@@ -131,7 +133,8 @@ fn room(parent: &Path, programs: &[Program], libraries: &[PathBuf]) -> Result<()
             space::megabytes(free),
             space::megabytes(bytes)
         ))
-        .way_out(OTHER_DISK)),
+        .remedy(OTHER_DISK)),
+        // Without `df` the size is unknown; a full disk is then an error of the copy.
         _ => Ok(()),
     }
 }
@@ -146,7 +149,7 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
 }
 
 fn failed(what: &str, path: &Path, error: &io::Error) -> Failure {
-    Failure::new(format!("{what} {}: {error}", path.display())).way_out(OTHER_DISK)
+    Failure::new(format!("{what} {}: {error}", path.display())).remedy(OTHER_DISK)
 }
 
 fn name(target: &Path) -> String {
@@ -154,7 +157,7 @@ fn name(target: &Path) -> String {
     name.to_string_lossy().into_owned()
 }
 
-/// What a command prints; an error where it cannot be started or fails.
+/// Returns the output of a command; an error if it cannot be started or fails.
 fn output_of(command: &mut Command) -> Result<String> {
     let line = format!("{command:?}");
     let output = command
@@ -184,10 +187,10 @@ mod tests {
         fs::write(home.join("thesis.tex"), "years").unwrap();
         let text = replaceable(&home).unwrap_err().to_string();
         assert!(
-            text.contains("has not made") && text.contains("--out"),
+            text.contains("was not created by") && text.contains("--out"),
             "{text}"
         );
-        // A manifest of something else, as browsers' extensions have.
+        // A manifest of another program, such as a browser extension's.
         fs::write(
             home.join(MANIFEST),
             r#"{"manifest_version": 3, "name": "x"}"#,

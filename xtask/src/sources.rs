@@ -1,4 +1,4 @@
-//! Where a libtorch can be had, and what of it is needed.
+//! The sources of libtorch, and the files of them that are needed.
 
 pub(crate) mod archive;
 pub(crate) mod wheels;
@@ -27,7 +27,7 @@ impl Platform {
                 "there is no build of libtorch {} for {os} on {arch} to fetch",
                 overdrive_build::TORCH_VERSION
             ))
-            .way_out("Build PyTorch from source and set LIBTORCH to its folder `torch`.")),
+            .remedy("Build PyTorch from source and set LIBTORCH to its folder `torch`.")),
         }
     }
 
@@ -36,28 +36,28 @@ impl Platform {
     }
 }
 
-/// Why one source gave nothing.
+/// The reason why a source failed.
 #[derive(Debug)]
-pub(crate) enum Refusal {
-    /// This source is not to be had here; another may be.
+pub(crate) enum SourceError {
+    /// This source is not available here; another one may be.
     Unavailable(String),
-    /// Going on is of no use: the disk is full, a hash is wrong.
+    /// Another source would not help: the disk is full, or a hash is wrong.
     Fatal(Failure),
 }
 
-impl From<Failure> for Refusal {
+impl From<Failure> for SourceError {
     fn from(failure: Failure) -> Self {
-        Refusal::Fatal(failure)
+        SourceError::Fatal(failure)
     }
 }
 
-/// Where a file of an archive goes, relative to the folder of the libtorch; `None` for the nine
-/// tenths that a build does not need (Python code, tools, test data).
+/// Returns the path of an archive's file relative to the folder of the libtorch; `None` for the nine tenths that
+/// a build does not need (Python code, tools, test data).
 ///
-/// The same rules serve the official archive (`libtorch/lib/…`), PyTorch's wheels
+/// The same rules apply to the official archive (`libtorch/lib/…`), PyTorch's wheels
 /// (`torch/lib/…`) and NVIDIA's (`nvidia/cu13/lib/…`).
 pub(crate) fn destination(name: &str, variant: Variant, platform: Platform) -> Option<PathBuf> {
-    // An archive must not write outside its folder.
+    // An archive must not write outside the target folder.
     if name.ends_with('/') || name.split('/').any(|part| part.is_empty() || part == "..") {
         return None;
     }
@@ -82,15 +82,15 @@ pub(crate) fn destination(name: &str, variant: Variant, platform: Platform) -> O
     let (folder, file) = name.strip_prefix("nvidia/")?.rsplit_once('/')?;
     let library = folder.split('/').any(|part| part == "lib") && is_library(file);
     let wanted = match variant {
-        // libtorch_cpu.so of the CUDA build is linked to these two, also where there is no GPU.
+        // libtorch_cpu.so of the CUDA build is linked with these two, even without a GPU.
         Variant::Cpu => file.starts_with("libcudart.so") || file.starts_with("libcupti.so"),
         Variant::Cuda13 => true,
     };
     (library && wanted).then(|| PathBuf::from("lib").join(file))
 }
 
-/// `torch-2.11.0.dist-info/licenses/LICENSE` of a wheel: whoever gives the libraries on (`cargo xtask dist`)
-/// has to give these texts with them.
+/// Returns the path of a licence such as `torch-2.11.0.dist-info/licenses/LICENSE` of a wheel. A distribution
+/// of the libraries (`cargo xtask dist`) must include these texts.
 fn licence(name: &str) -> Option<PathBuf> {
     let (package, file) = name.split_once(".dist-info/")?;
     let file = file.rsplit('/').next()?;
@@ -101,7 +101,8 @@ fn licence(name: &str) -> Option<PathBuf> {
     (is_text && !package.contains('/')).then(|| ["licences", package, file].iter().collect())
 }
 
-/// `own_torch`: the archive's own `libtorch.so` asks for nothing that is left out.
+/// Returns the destination of a library. `own_torch`: the archive's own `libtorch.so` needs no library that is
+/// left out.
 pub(crate) fn wanted_of_torch(
     file: &str,
     variant: Variant,
@@ -119,13 +120,13 @@ pub(crate) fn wanted_of_torch(
         | "libc10_cuda"
         | "libcaffe2_nvrtc"
         | "libtorch_nvshmem" => variant == Variant::Cuda13,
-        // In the CUDA build it asks for libtorch_cuda.so; a linker script takes its place.
+        // In the CUDA build it needs libtorch_cuda.so; a linker script replaces it.
         "libtorch" => own_torch || variant == Variant::Cuda13 || platform == Platform::MacArm,
         _ => true,
     }
 }
 
-/// `libx.so`, `libx.so.1`, `libx.dylib`; not `libx.a`, which is only for static builds.
+/// Returns `true` for `libx.so`, `libx.so.1`, `libx.dylib`, but not for `libx.a`, which is for static builds.
 fn is_library(file: &str) -> bool {
     !file.contains('/')
         && file.starts_with("lib")

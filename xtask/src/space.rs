@@ -1,14 +1,14 @@
-//! How much room a disk has.
+//! Free disk space.
 
 use std::path::Path;
 use std::process::Command;
 
 use crate::failure::{DISK_FULL, Failure, Result};
 
-/// The free bytes of the disk that holds `path`, from POSIX `df`: the standard library does not
-/// say. `None` where there is no `df`.
+/// Returns the free bytes of the disk of `path`, from POSIX `df`, because the standard library has no such
+/// function; `None` without `df`.
 pub(crate) fn free(path: &Path) -> Option<u64> {
-    // The folder may not be there yet; its nearest ancestor lies on the same disk.
+    // The folder may not exist yet; its nearest ancestor is on the same disk.
     let there = path.ancestors().find(|path| path.exists())?;
     let output = Command::new("df")
         .arg("-Pk")
@@ -25,7 +25,7 @@ fn parse(df: &str) -> Option<u64> {
     Some(kilobytes * 1024)
 }
 
-/// An error where the disk of `path` has less than `needed` bytes free.
+/// Returns an error if the disk of `path` has less than `needed` bytes free.
 pub(crate) fn require(path: &Path, needed: u64) -> Result<()> {
     match free(path) {
         Some(free) if free < needed => Err(Failure::new(format!(
@@ -34,12 +34,12 @@ pub(crate) fn require(path: &Path, needed: u64) -> Result<()> {
             megabytes(free),
             megabytes(needed),
         ))
-        .way_out(DISK_FULL)),
+        .remedy(DISK_FULL)),
         _ => Ok(()),
     }
 }
 
-/// Bytes in a unit that people compare.
+/// Formats bytes in a readable unit.
 pub(crate) fn megabytes(bytes: u64) -> String {
     if bytes >= 10_000_000_000 {
         format!("{} GB", bytes / 1_000_000_000)

@@ -1,4 +1,4 @@
-//! Archives into a folder that appears whole or not at all.
+//! Unpacking of archives into a folder that is created by one rename.
 
 use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Write};
@@ -9,8 +9,8 @@ use zip::ZipArchive;
 use crate::failure::{Failure, Result};
 use crate::progress;
 
-/// Unpacks the files of `archive` that `destination` wants to the folder `into`. The checksum of
-/// each file is checked; an archive that fails it is removed, so that the next run fetches it anew.
+/// Unpacks the files of `archive` that `destination` selects to the folder `into`. The checksum of each file is
+/// checked; an archive with a wrong one is removed, so that the next run fetches it again.
 pub(crate) fn unpack(
     archive: &Path,
     into: &Path,
@@ -19,6 +19,7 @@ pub(crate) fn unpack(
     let file = File::open(archive).map_err(|e| Failure::io("could not open", archive, &e))?;
     let mut zip =
         ZipArchive::new(BufReader::new(file)).map_err(|e| damaged(archive, &e.to_string()))?;
+    // Two passes: the total is needed for the progress bar before the first file is written.
     let mut wanted = Vec::new();
     let mut total = 0;
     for index in 0..zip.len() {
@@ -32,6 +33,7 @@ pub(crate) fn unpack(
         }
     }
     let bar = progress::bytes(total, "unpacking");
+    // 256 KiB: the largest library has hundreds of megabytes, and small reads would dominate.
     let mut buffer = vec![0; 1 << 18];
     for (index, to) in wanted {
         let mut entry = zip
@@ -58,20 +60,21 @@ pub(crate) fn unpack(
 }
 
 fn damaged(archive: &Path, reason: &str) -> Failure {
+    // An archive that stays would be taken for complete by the next run.
     let _ = fs::remove_file(archive);
     Failure::new(format!(
         "{} is damaged ({reason}); it has been removed",
         archive.display()
     ))
-    .way_out("Run the command again: it is fetched anew.")
+    .remedy("Run the command again: it is fetched again.")
 }
 
-/// Writes everything under `folder` to the disk itself: a power cut after the renaming must not
-/// leave a folder that looks whole and is not.
+/// Flushes everything under `folder` to the disk: a power failure after the rename must not leave a folder that
+/// looks complete but is not.
 pub(crate) fn sync(folder: &Path) -> Result<()> {
     let mut files = Vec::new();
     collect(folder, &mut files).map_err(|e| Failure::io("could not list", folder, &e))?;
-    // Thousands of headers: one after the other would wait for the disk thousands of times.
+    // There are thousands of headers; flushed one by one, each would wait for the disk.
     let threads = 8;
     let share = files.len().div_ceil(threads).max(1);
     std::thread::scope(|scope| {
@@ -101,7 +104,7 @@ fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
         if path.is_dir() {
             collect(&path, files)?;
         }
-        // Folders as well: their lists of names are data, too. (Not on Windows.)
+        // Folders are flushed too, because they hold the names of the files. (Not on Windows.)
         if cfg!(unix) || path.is_file() {
             files.push(path);
         }
@@ -109,8 +112,8 @@ fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
     Ok(())
 }
 
-/// Puts the finished folder `made` in the place of `target`. Where there is one already it is moved
-/// aside first and removed afterwards; programs that run with its libraries keep them.
+/// Moves the finished folder `made` to `target`. An existing target is first moved aside and removed afterwards;
+/// programs that run with its libraries keep them.
 pub(crate) fn publish(made: &Path, target: &Path) -> Result<()> {
     let aside = aside(target);
     if target.exists() {
@@ -118,6 +121,7 @@ pub(crate) fn publish(made: &Path, target: &Path) -> Result<()> {
         fs::rename(target, &aside).map_err(|e| Failure::io("could not move aside", target, &e))?;
     }
     fs::rename(made, target).map_err(|e| Failure::io("could not create", target, &e))?;
+    // The rename itself is durable only after the parent folder is flushed.
     if let Some(parent) = target.parent().filter(|_| cfg!(unix)) {
         File::open(parent)
             .and_then(|folder| folder.sync_all())
@@ -127,8 +131,8 @@ pub(crate) fn publish(made: &Path, target: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Removes what killed runs left beside `target`; one that was moved aside and not yet replaced
-/// goes back. To be called with the lock held. Returns the names that were removed.
+/// Removes the leftovers of killed runs beside `target`, and restores a target that was moved aside and not
+/// replaced. The lock must be held. Returns the names that were removed.
 pub(crate) fn sweep(target: &Path) -> Vec<String> {
     let aside = aside(target);
     if aside.exists() && !target.exists() {
@@ -141,7 +145,7 @@ pub(crate) fn sweep(target: &Path) -> Vec<String> {
     remove_beginning_with(parent, &unfinished_prefix(target))
 }
 
-/// Removes the files and folders in `folder` whose names begin with `start`.
+/// Removes the files and folders in `folder` whose names start with `start`.
 pub(crate) fn remove_beginning_with(folder: &Path, start: &str) -> Vec<String> {
     let mut removed = Vec::new();
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
@@ -153,7 +157,7 @@ pub(crate) fn remove_beginning_with(folder: &Path, start: &str) -> Vec<String> {
     removed
 }
 
-/// The folder that `target` is made in: beside it, so that renaming stays on one disk.
+/// Returns the folder in which `target` is created: beside it, so that the rename stays on one disk.
 pub(crate) fn unfinished(target: &Path) -> PathBuf {
     target.with_file_name(format!(
         "{}{}",
@@ -186,7 +190,7 @@ mod tests {
     use super::*;
 
     fn archive(path: &Path) {
-        // Stored, not deflated: the test can find a byte of the content in the file.
+        // Stored, not deflated, so that the test finds a byte of the content in the file.
         let options =
             SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored);
         let mut zip = ZipWriter::new(File::create(path).unwrap());

@@ -1,20 +1,20 @@
-//! Where Overdrive keeps what it downloads.
+//! Overdrive's cache folder for downloads.
 
 use std::path::PathBuf;
 
 use crate::{Environment, TORCH_VERSION};
 
-/// Which build of libtorch.
+/// A build of libtorch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Variant {
-    /// For the CPU only: about 500 MB on disk.
+    /// The CPU build: about 500 MB on disk.
     Cpu,
-    /// For NVIDIA GPUs, CUDA 13: several gigabytes.
+    /// The CUDA 13 build, for NVIDIA GPUs: several gigabytes.
     Cuda13,
 }
 
 impl Variant {
-    /// The end of the folder's name: `cpu` or `cuda13`.
+    /// Returns the end of the folder's name: `cpu` or `cuda13`.
     #[must_use]
     pub fn suffix(self) -> &'static str {
         match self {
@@ -24,11 +24,11 @@ impl Variant {
     }
 }
 
-/// Overdrive's folder in the user's cache: `$XDG_CACHE_HOME/overdrive`, else
+/// Returns Overdrive's folder in the user's cache: `$XDG_CACHE_HOME/overdrive`, else
 /// `~/Library/Caches/overdrive` on macOS, `%LOCALAPPDATA%\overdrive` on Windows and
-/// `~/.cache/overdrive` elsewhere. `None` where the environment names no home.
+/// `~/.cache/overdrive` elsewhere; `None` if the environment has no home folder.
 ///
-/// A relative `XDG_CACHE_HOME` is ignored, as the XDG specification demands.
+/// A relative `XDG_CACHE_HOME` is ignored, as the XDG specification requires.
 #[must_use]
 pub fn dir(environment: &Environment) -> Option<PathBuf> {
     let xdg = environment
@@ -44,8 +44,8 @@ pub fn dir(environment: &Environment) -> Option<PathBuf> {
     Some(base.join("overdrive"))
 }
 
-/// The folder of one libtorch in the cache, for example `…/overdrive/libtorch/2.11.0-cpu`.
-/// It holds `lib/`, `include/` and `build-version`, and appears whole or not at all.
+/// Returns the folder of a libtorch in the cache, for example `…/overdrive/libtorch/2.11.0-cpu`. It holds
+/// `lib/`, `include/` and `build-version`, and is created by one rename, so it is always complete.
 #[must_use]
 pub fn libtorch_dir(environment: &Environment, variant: Variant) -> Option<PathBuf> {
     let name = format!("{TORCH_VERSION}-{}", variant.suffix());

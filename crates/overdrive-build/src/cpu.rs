@@ -1,9 +1,9 @@
-//! What this machine's processor multiplies fast: the rule for choosing a precision on a CPU.
+//! The instruction sets of this machine's processor: the rule for choosing a precision on a CPU.
 //!
-//! It lives here, in the one crate that everything may depend on and that needs no libtorch,
-//! because `cargo xtask doctor` (no libtorch yet) and overdrive-precision must give one answer.
+//! The rule is in this crate because `cargo xtask doctor`, which runs before there is a libtorch, and
+//! overdrive-precision must give the same answer, and every crate may depend on this one.
 
-/// The instructions of a CPU that matter to training.
+/// The instruction sets of a CPU that matter for training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct CpuFeatures {
@@ -13,21 +13,21 @@ pub struct CpuFeatures {
     pub fma: bool,
     /// x86-64: 512-bit vectors (AVX-512 F).
     pub avx512: bool,
-    /// x86-64: products of int8 (AVX-512 VNNI or AVX-VNNI), for quantized inference.
+    /// x86-64: int8 dot products (AVX-512 VNNI or AVX-VNNI), for quantized inference.
     pub vnni: bool,
-    /// x86-64: products of bf16 (AVX-512 BF16).
+    /// x86-64: bf16 dot products (AVX-512 BF16).
     pub avx512_bf16: bool,
-    /// x86-64: tiles of bf16 (AMX BF16).
+    /// x86-64: bf16 tiles (AMX BF16).
     pub amx_bf16: bool,
-    /// aarch64: vectors (NEON), on every such CPU.
+    /// aarch64: 128-bit vectors (NEON), on every such CPU.
     pub neon: bool,
-    /// aarch64: products of bf16 (`FEAT_BF16`).
+    /// aarch64: bf16 dot products (`FEAT_BF16`).
     pub bf16: bool,
 }
 
 impl CpuFeatures {
-    /// The names of the features that `/proc/cpuinfo` of x86-64 (`flags`) and aarch64 (`Features`)
-    /// lists, separated by spaces.
+    /// Parses the space-separated feature names in `/proc/cpuinfo` of x86-64 (`flags`) and aarch64
+    /// (`Features`).
     #[must_use]
     pub fn from_flags(flags: &str) -> Self {
         let has = |name: &str| flags.split_ascii_whitespace().any(|flag| flag == name);
@@ -43,25 +43,25 @@ impl CpuFeatures {
         }
     }
 
-    /// Whether the CPU has instructions for products of bf16. Without them libtorch emulates
-    /// these products, tens to thousands of times slower than those of fp32.
+    /// Returns `true` if the CPU has bf16 instructions for matmuls. Without them libtorch emulates bf16
+    /// matmuls, tens to thousands of times slower than fp32.
     #[must_use]
     pub fn multiplies_bf16(&self) -> bool {
         self.avx512_bf16 || self.amx_bf16 || self.bf16
     }
 
-    /// The features of the machine this runs on: the kernel's list on Linux, because it also says
-    /// what the kernel lets programs use (AMX needs its permission), elsewhere the CPU's own word.
+    /// Returns the features of this machine. On Linux they are the kernel's list, which also shows the
+    /// features that the kernel permits (AMX needs a permission); elsewhere they are read from the CPU.
     #[must_use]
     pub fn detect() -> Self {
         match std::fs::read_to_string("/proc/cpuinfo") {
             Ok(text) => Self::from_flags(flags_of(&text).unwrap_or_default()),
-            Err(_) => Self::ask_the_cpu(),
+            Err(_) => Self::from_cpu(),
         }
     }
 
     #[cfg(target_arch = "x86_64")]
-    fn ask_the_cpu() -> Self {
+    fn from_cpu() -> Self {
         use std::arch::is_x86_feature_detected as has;
         Self {
             avx2: has!("avx2"),
@@ -69,6 +69,7 @@ impl CpuFeatures {
             avx512: has!("avx512f"),
             vnni: has!("avx512vnni") || has!("avxvnni"),
             avx512_bf16: has!("avx512bf16"),
+            // The CPU alone does not show whether the kernel permits AMX.
             amx_bf16: false,
             neon: false,
             bf16: false,
@@ -76,7 +77,7 @@ impl CpuFeatures {
     }
 
     #[cfg(target_arch = "aarch64")]
-    fn ask_the_cpu() -> Self {
+    fn from_cpu() -> Self {
         use std::arch::is_aarch64_feature_detected as has;
         Self {
             neon: has!("neon"),
@@ -86,12 +87,12 @@ impl CpuFeatures {
     }
 
     #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-    fn ask_the_cpu() -> Self {
+    fn from_cpu() -> Self {
         Self::default()
     }
 }
 
-/// The list of features of the first processor in the text of `/proc/cpuinfo`.
+/// Returns the feature list of the first processor in the text of `/proc/cpuinfo`.
 #[must_use]
 pub fn flags_of(cpuinfo: &str) -> Option<&str> {
     cpuinfo.lines().find_map(|line| {
@@ -105,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bf16_is_for_cpus_that_multiply_it() {
+    fn bf16_needs_a_cpu_with_bf16_instructions() {
         let skylake = CpuFeatures::from_flags("sse2 avx avx2 fma avx512f avx512_vnni");
         assert!(skylake.avx512 && skylake.vnni && !skylake.multiplies_bf16());
         assert!(CpuFeatures::from_flags("avx2 avx512f avx512_bf16").multiplies_bf16());
@@ -116,7 +117,7 @@ mod tests {
 
     #[test]
     fn a_flag_is_a_whole_word() {
-        // "avx512_bf16" holds "bf16", and "avx2x" would hold "avx2".
+        // "avx512_bf16" contains "bf16", and "avx2x" contains "avx2".
         let features = CpuFeatures::from_flags("avx512_bf16 avx2x");
         assert!(!features.bf16);
         assert!(!features.avx2);

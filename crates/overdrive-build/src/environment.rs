@@ -1,10 +1,10 @@
-//! The environment as a value, so that the rules can be tested without touching the process.
+//! Environment variables as a value, so that the rules can be tested without changing the process.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 
-/// A snapshot of environment variables, together with the operating system the rules are for.
+/// A snapshot of environment variables, and the target operating system.
 #[derive(Debug, Clone)]
 pub struct Environment {
     variables: BTreeMap<OsString, OsString>,
@@ -12,8 +12,8 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// The variables of this process. The system is the one that is being built for: Cargo's
-    /// `CARGO_CFG_TARGET_OS` in a build script, else the one this code was compiled for.
+    /// Returns the variables of this process. The operating system is the build target: Cargo's
+    /// `CARGO_CFG_TARGET_OS` in a build script, else the system that this code was compiled for.
     #[must_use]
     pub fn process() -> Self {
         let variables: BTreeMap<_, _> = std::env::vars_os().collect();
@@ -25,7 +25,7 @@ impl Environment {
         Self { variables, os }
     }
 
-    /// A made-up environment on the system `os` (`"linux"`, `"macos"`, `"windows"`).
+    /// Returns an artificial environment on the system `os` (`"linux"`, `"macos"`, `"windows"`).
     #[must_use]
     pub fn made_up<K: Into<OsString>, V: Into<OsString>>(
         os: &str,
@@ -41,27 +41,27 @@ impl Environment {
         }
     }
 
-    /// This environment without the variable `name`.
+    /// Returns this environment without the variable `name`.
     #[must_use]
     pub fn without(mut self, name: &str) -> Self {
         self.variables.remove(OsStr::new(name));
         self
     }
 
-    /// This environment with the variable `name` set to `value`.
+    /// Returns this environment with the variable `name` set to `value`.
     #[must_use]
     pub fn with(mut self, name: &str, value: impl Into<OsString>) -> Self {
         self.variables.insert(name.into(), value.into());
         self
     }
 
-    /// Whether `name` is set, be it to nothing: `torch-sys` reads `LIBTORCH_USE_PYTORCH` this way.
+    /// Returns `true` if `name` is set, even to an empty value, as `torch-sys` checks `LIBTORCH_USE_PYTORCH`.
     #[must_use]
     pub fn is_set(&self, name: &str) -> bool {
         self.variables.contains_key(OsStr::new(name))
     }
 
-    /// The value of `name`; `None` where it is not set or empty.
+    /// Returns the value of `name`; `None` if it is not set or empty.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&OsStr> {
         self.variables
@@ -70,13 +70,13 @@ impl Environment {
             .filter(|v| !v.is_empty())
     }
 
-    /// The value of `name` as a path; `None` where it is not set or empty.
+    /// Returns the value of `name` as a path; `None` if it is not set or empty.
     #[must_use]
     pub fn path(&self, name: &str) -> Option<PathBuf> {
         self.get(name).map(PathBuf::from)
     }
 
-    /// The operating system, in the words of `std::env::consts::OS`.
+    /// Returns the operating system, as in `std::env::consts::OS`.
     #[must_use]
     pub fn os(&self) -> &str {
         &self.os

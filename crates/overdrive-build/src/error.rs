@@ -1,4 +1,4 @@
-//! What can go wrong while looking for libtorch.
+//! The errors of the search for libtorch.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -6,30 +6,30 @@ use std::path::PathBuf;
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Why no usable libtorch was found. Written by hand, not with `thiserror`: this crate is built
-/// before every other one and uses the standard library only.
+/// The reason why no usable libtorch was found. It is written without `thiserror`, because this crate is
+/// built before all others and uses the standard library only.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Error {
-    /// None of the places holds a libtorch.
+    /// No location holds a libtorch.
     NotFound {
-        /// The places that were looked at, in order, each with what was missing there.
+        /// The locations in the order of the search, each with what is missing there.
         tried: Vec<String>,
     },
-    /// A variable names a folder that holds no libtorch.
+    /// A variable names a folder that holds no complete libtorch.
     Incomplete {
-        /// What pointed there, for example `LIBTORCH`.
+        /// The source of the path, for example `LIBTORCH`.
         source: String,
-        /// The folder it names.
+        /// The folder.
         root: PathBuf,
-        /// The files that a libtorch has and this folder has not.
+        /// The missing files of libtorch.
         missing: Vec<PathBuf>,
     },
-    /// `LIBTORCH_USE_PYTORCH` is set and Python did not say where its PyTorch is.
+    /// `LIBTORCH_USE_PYTORCH` is set, but Python did not return the folder of PyTorch.
     Python {
-        /// The interpreter that was asked.
+        /// The interpreter.
         interpreter: PathBuf,
-        /// What happened, with Python's own last words.
+        /// The cause, with the last line of Python's error output.
         reason: String,
     },
 }
@@ -38,15 +38,15 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Error::NotFound { tried } => {
-                write!(f, "found no libtorch; tried")?;
-                for place in tried {
-                    write!(f, "\n  - {place}")?;
+                write!(f, "no libtorch found; tried")?;
+                for location in tried {
+                    write!(f, "\n  - {location}")?;
                 }
                 write!(
                     f,
                     "\nRun `cargo xtask setup` in a checkout of Overdrive, or set LIBTORCH to the \
                      folder of a libtorch {} (the one that holds lib/ and include/), or set \
-                     LIBTORCH_USE_PYTORCH=1 where Python has PyTorch {}.",
+                     LIBTORCH_USE_PYTORCH=1 if Python has PyTorch {}.",
                     crate::TORCH_VERSION,
                     crate::TORCH_VERSION,
                 )
@@ -58,7 +58,7 @@ impl fmt::Display for Error {
             } => {
                 write!(
                     f,
-                    "{source} names {}, which is no complete libtorch: ",
+                    "{source} names {}, which is not a complete libtorch: ",
                     root.display()
                 )?;
                 for (i, file) in missing.iter().enumerate() {
@@ -76,7 +76,7 @@ impl fmt::Display for Error {
                 reason,
             } => write!(
                 f,
-                "LIBTORCH_USE_PYTORCH is set, but {} did not say where its PyTorch is: {reason}. \
+                "LIBTORCH_USE_PYTORCH is set, but {} did not return the folder of its PyTorch: {reason}. \
                  Activate the environment that has PyTorch {}, or unset LIBTORCH_USE_PYTORCH.",
                 interpreter.display(),
                 crate::TORCH_VERSION,

@@ -1,11 +1,11 @@
-//! For build scripts: finds the libtorch that `torch-sys` found, sets the run path, links CUDA
-//! where it is.
+//! For build scripts: finds the libtorch that `torch-sys` uses, sets the run path, and links CUDA if
+//! libtorch has it.
 //!
-//! A program that uses `tch` builds, and then often does not start: the loader "cannot open
-//! `libtorch_cpu.so`", because nothing wrote down where libtorch is. Or it starts and says that
-//! there is no CUDA, because the linker dropped `libtorch_cuda.so`, which no symbol asked for.
-//! Both are settled when the binary is linked, so both are settled here, by one line in the build
-//! script of the package that holds the binary, test, example or benchmark:
+//! Without it a program that uses `tch` compiles, but often does not start, because the loader "cannot open
+//! `libtorch_cpu.so`": the path of libtorch is not recorded in the binary. Or it starts without CUDA,
+//! because the linker dropped `libtorch_cuda.so`, of which no symbol is referenced. Both are settings of the
+//! linker. One line in the build script of the package with the binary, test, example or benchmark sets
+//! them:
 //!
 //! ```toml
 //! [build-dependencies]
@@ -19,10 +19,10 @@
 //! }
 //! ```
 //!
-//! A build script that compiles C++ of its own against libtorch asks [`libtorch`] for the folders:
+//! A build script that compiles its own C++ code against libtorch gets the folders from [`libtorch`]:
 //!
 //! ```no_run
-//! // no_run: it needs a libtorch and the environment of a build script.
+//! // no_run: needs a libtorch and the environment of a build script.
 //! # fn main() -> overdrive_build::Result<()> {
 //! let torch = overdrive_build::libtorch()?;
 //! for include in &torch.include_dirs {
@@ -32,22 +32,22 @@
 //! # }
 //! ```
 //!
-//! # Where libtorch is looked for
+//! # Search order
 //!
-//! In the order of `torch-sys`, because two answers in one binary are two copies of libtorch:
+//! The order is that of `torch-sys`, because two different results would load two copies of libtorch:
 //!
-//! 1. `DEP_TCH_LIBTORCH_LIB`, which Cargo sets for packages that depend on `torch-sys` themselves;
+//! 1. `DEP_TCH_LIBTORCH_LIB`, which Cargo sets for direct dependents of `torch-sys`;
 //! 2. `LIBTORCH_USE_PYTORCH`: the PyTorch of `python` (in a virtual environment) or `python3`;
 //! 3. `LIBTORCH`, with `LIBTORCH_LIB` and `LIBTORCH_INCLUDE` for split installations;
 //! 4. `/usr/lib/libtorch.so` on Linux;
-//! 5. what `torch-sys` downloaded into the target folder (its feature `download-libtorch`);
+//! 5. the download of `torch-sys` in the target folder (its feature `download-libtorch`);
 //! 6. Overdrive's cache, which `cargo xtask setup` fills.
 //!
-//! The crate uses nothing but the standard library: every user builds it before anything else.
+//! The crate has no dependencies: every user builds it before anything else.
 
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
-// The example is a build script as it stands in its file.
+// The example is a complete build script, with its `main`.
 #![allow(clippy::needless_doctest_main)]
 
 pub mod cache;

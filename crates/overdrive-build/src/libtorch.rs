@@ -1,43 +1,42 @@
-//! One libtorch on disk: its folders, version and kind.
+//! A libtorch installation: its folders, version and build.
 
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The version of libtorch that goes with the `tch` of this workspace (tch 0.24). The two move
-/// together.
+/// The version of libtorch that the workspace's `tch` (0.24) needs. The two are updated together.
 pub const TORCH_VERSION: &str = "2.11.0";
 
 /// A libtorch installation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Libtorch {
-    /// The folder of the shared libraries; belongs into the run path.
+    /// The folder of the shared libraries, which the run path must contain.
     pub lib_dir: PathBuf,
     /// The folders for a C++ compiler's `-I`, in order: `include` and
     /// `include/torch/csrc/api/include`.
     pub include_dirs: Vec<PathBuf>,
-    /// The version without the build's suffix, `2.11.0` and not `2.11.0+cpu`; `None` where
-    /// neither `build-version` nor the headers say it.
+    /// The version without the build's suffix, `2.11.0` and not `2.11.0+cpu`; `None` if neither
+    /// `build-version` nor the headers contain it.
     pub version: Option<String>,
-    /// Whether `libtorch_cuda` is in [`lib_dir`](Self::lib_dir).
+    /// If `true`, `libtorch_cuda` is in [`lib_dir`](Self::lib_dir).
     pub cuda: bool,
-    /// The value of `_GLIBCXX_USE_CXX11_ABI` that it was compiled with; always true since
-    /// PyTorch 2.7 unless `LIBTORCH_CXX11_ABI=0` says otherwise.
+    /// The value of `_GLIBCXX_USE_CXX11_ABI` that it was compiled with; always `true` since PyTorch 2.7
+    /// unless `LIBTORCH_CXX11_ABI=0` is set.
     pub cxx11_abi: bool,
-    /// What led to it.
+    /// The rule that found it.
     pub source: Source,
 }
 
-/// What led to a libtorch.
+/// The rule that found a libtorch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Source {
-    /// `DEP_TCH_LIBTORCH_LIB`: `torch-sys` itself told this build script.
+    /// `DEP_TCH_LIBTORCH_LIB`, which `torch-sys` passes to this build script.
     TorchSys,
     /// `LIBTORCH_USE_PYTORCH`: the PyTorch of this interpreter.
     Python {
-        /// The interpreter that was asked, for example `python3`.
+        /// The interpreter, for example `python3`.
         interpreter: PathBuf,
     },
     /// The variables `LIBTORCH`, `LIBTORCH_LIB`, `LIBTORCH_INCLUDE`.
@@ -66,15 +65,15 @@ impl fmt::Display for Source {
 }
 
 impl Libtorch {
-    /// The libtorch whose root is `root`, laid out as the official archives and PyTorch's wheels
-    /// are: `lib/`, `include/` and, in archives, `build-version`. Reads the version; does not ask
-    /// whether it is complete (see [`missing`](Self::missing)).
+    /// Returns the libtorch in the folder `root`, with the layout of the official archives and PyTorch's
+    /// wheels: `lib/`, `include/` and, in archives, `build-version`. Reads the version, but does not check
+    /// that the installation is complete (see [`missing`](Self::missing)).
     #[must_use]
     pub fn at(root: &Path, source: Source) -> Self {
         Self::split(root, &root.join("lib"), root, source)
     }
 
-    /// A libtorch whose libraries are in `lib_dir` and whose headers are under `include_root`.
+    /// Returns a libtorch with libraries in `lib_dir` and headers under `include_root`.
     pub(crate) fn split(root: &Path, lib_dir: &Path, include_root: &Path, source: Source) -> Self {
         let include = include_root.join("include");
         let version = version_file(root).or_else(|| version_header(&include));
@@ -88,8 +87,8 @@ impl Libtorch {
         }
     }
 
-    /// The files that a build against it needs and that are not there: the CPU library, `libc10`,
-    /// what `-ltorch` resolves to, and the headers.
+    /// Returns the missing files that a build against it needs: the CPU library, `libc10`, the target of
+    /// `-ltorch`, and the headers.
     #[must_use]
     pub fn missing(&self) -> Vec<PathBuf> {
         let mut missing = Vec::new();
@@ -112,12 +111,12 @@ impl Libtorch {
     }
 }
 
-/// Whether `libtorch_cuda` is in `lib_dir`.
+/// Returns `true` if `libtorch_cuda` is in `lib_dir`.
 pub(crate) fn has_cuda(lib_dir: &Path) -> bool {
     library(lib_dir, "torch_cuda").is_some()
 }
 
-/// The file of the library `stem` in `dir`, whichever system it is for.
+/// Returns the file of the library `stem` in `dir`, with the extension of any system.
 pub(crate) fn library(dir: &Path, stem: &str) -> Option<PathBuf> {
     [
         format!("lib{stem}.so"),
@@ -137,7 +136,7 @@ fn extension() -> &'static str {
     }
 }
 
-/// `2.11.0+cu130` is the version `2.11.0` in the build `cu130`.
+/// Returns the version without the build's suffix: `2.11.0` for `2.11.0+cu130`.
 pub(crate) fn without_suffix(version: &str) -> &str {
     let version = version.trim();
     version
@@ -145,13 +144,13 @@ pub(crate) fn without_suffix(version: &str) -> &str {
         .map_or(version, |(version, _)| version)
 }
 
-/// `build-version`, which the official archives and `cargo xtask setup` write.
+/// Reads `build-version`, which the official archives contain and `cargo xtask setup` writes.
 fn version_file(root: &Path) -> Option<String> {
     let text = fs::read_to_string(root.join("build-version")).ok()?;
     Some(without_suffix(&text).to_owned()).filter(|version| !version.is_empty())
 }
 
-/// The three numbers of `torch/headeronly/version.h` (before 2.9 in `torch/version.h`).
+/// Reads the version from `torch/headeronly/version.h` (before 2.9 from `torch/version.h`).
 fn version_header(include: &Path) -> Option<String> {
     let text = [
         "torch/headeronly/version.h",

@@ -1,21 +1,21 @@
-//! What the linker is told.
+//! The arguments for the linker.
 
 use std::path::Path;
 
 use crate::{Environment, Libtorch, Result};
 
 /// Makes the binaries, tests, examples and benchmarks of the calling package start without
-/// `LD_LIBRARY_PATH`, and links CUDA where this libtorch has it. For build scripts.
+/// `LD_LIBRARY_PATH`, and links CUDA if libtorch has it. To be called from a build script.
 ///
-/// They look for libtorch in the folder `lib` beside themselves first, then where it was when they were
-/// linked: a binary that is copied to another machine together with such a folder starts there, as
-/// `cargo xtask dist` makes it. `LD_LIBRARY_PATH` stands over both, so that the same binary can run on
+/// The loader first searches the folder `lib` beside the binary, then the folder of libtorch at link time.
+/// So a binary that is copied to another machine together with such a folder starts there, as
+/// `cargo xtask dist` makes it. `LD_LIBRARY_PATH` takes precedence over both, so the same binary can run on
 /// the libraries of a PyTorch with CUDA.
 ///
-/// Where no libtorch is found it prints a warning with the remedy and goes on: the build then
-/// stops in `torch-sys`, or succeeds because the user passes linker flags of their own.
+/// If no libtorch is found, it prints a warning with the remedy and continues: the build then stops in
+/// `torch-sys`, or succeeds because the user passes other linker flags.
 ///
-/// Doctests are not reached by a build script's linker arguments; they need
+/// A build script's linker arguments do not apply to doctests. They need
 /// `rustdocflags = ["-Clink-arg=-Wl,-rpath,…"]` under `[build]` in Cargo's configuration, which
 /// `cargo xtask setup` writes for this workspace.
 pub fn link() {
@@ -25,12 +25,12 @@ pub fn link() {
     }
 }
 
-/// The lines that [`link`] prints after those of [`libtorch`](crate::libtorch).
+/// Returns the lines that [`link`] prints after those of [`libtorch`](crate::libtorch).
 #[must_use]
 pub fn link_directives(environment: &Environment, torch: Result<Libtorch>) -> Vec<String> {
     match torch {
         Ok(torch) => directives(environment.os(), &torch),
-        // One warning a line: Cargo cuts a directive at the line break.
+        // One directive per line: Cargo cuts a directive at a line break.
         Err(error) => error
             .to_string()
             .lines()
@@ -42,19 +42,18 @@ pub fn link_directives(environment: &Environment, torch: Result<Libtorch>) -> Ve
 fn directives(os: &str, torch: &Libtorch) -> Vec<String> {
     let dir = &torch.lib_dir;
     let mut lines = vec![format!("cargo:rustc-link-search=native={}", dir.display())];
-    // A libtorch that vanishes or is replaced is looked for again.
+    // Runs the build script again if libtorch is removed or replaced.
     if let Some(library) = crate::libtorch::library(dir, "torch_cpu") {
         lines.push(format!("cargo:rerun-if-changed={}", library.display()));
     }
-    // Windows has no run path: there the folder belongs into PATH.
+    // Windows has no run path: there the folder must be in PATH.
     if os != "windows" {
         let args = beside_the_binary(os).into_iter().chain(run_path(dir));
         lines.extend(args.map(|arg| format!("cargo:rustc-link-arg={arg}")));
     }
     if os == "linux" && torch.cuda {
-        // No symbol of libtorch_cuda is called by name, it registers itself when loaded: under
-        // `--as-needed`, which rustc sets, the linker would drop it and the program would say
-        // that there is no CUDA.
+        // libtorch_cuda registers itself when it is loaded; no symbol of it is referenced. With
+        // `--as-needed`, which rustc sets, the linker would drop it and the program would have no CUDA.
         lines.extend(
             [
                 "-Wl,--push-state,--no-as-needed",
@@ -67,24 +66,24 @@ fn directives(os: &str, torch: &Libtorch) -> Vec<String> {
     lines
 }
 
-/// The arguments that put the folder `lib` beside the binary into the run path, in the dynamic loader's
-/// words for "where this binary is".
+/// Returns the arguments that add the folder `lib` beside the binary to the run path, in the syntax of the
+/// system's loader.
 fn beside_the_binary(os: &str) -> Vec<String> {
     if os == "macos" {
         return vec!["-Wl,-rpath,@executable_path/lib".to_owned()];
     }
-    // New tags: a DT_RUNPATH, which LD_LIBRARY_PATH stands over, and not a DT_RPATH, which would stand
-    // over it. Linkers differ in what they write unasked.
+    // DT_RUNPATH has a lower precedence than LD_LIBRARY_PATH, DT_RPATH a higher one. The default differs
+    // between linkers.
     ["-Wl,--enable-new-dtags", "-Wl,-rpath,$ORIGIN/lib"]
         .map(str::to_owned)
         .to_vec()
 }
 
-/// The arguments for the compiler driver that put `dir` into the run path.
+/// Returns the arguments for the compiler driver that add `dir` to the run path.
 pub(crate) fn run_path(dir: &Path) -> Vec<String> {
     let dir = dir.display().to_string();
     if dir.contains(',') {
-        // `-Wl` splits at commas; `-Xlinker` passes one word as it is.
+        // `-Wl` splits at commas; `-Xlinker` passes its argument unchanged.
         return ["-Xlinker", "-rpath", "-Xlinker", &dir]
             .map(str::to_owned)
             .to_vec();
@@ -127,12 +126,12 @@ mod tests {
         }
         let runpath = "cargo:rustc-link-arg=-Wl,--enable-new-dtags".to_owned();
         assert!(directives("linux", &torch(false)).contains(&runpath));
-        // Apple's linker does not know it.
+        // Apple's linker does not support it.
         assert!(!directives("macos", &torch(false)).contains(&runpath));
     }
 
     #[test]
-    fn cuda_is_kept_by_the_linker_although_no_symbol_names_it() {
+    fn cuda_is_linked_although_no_symbol_of_it_is_referenced() {
         let lines = directives("linux", &torch(true));
         let position = |text: &str| lines.iter().position(|line| line.ends_with(text)).unwrap();
         assert!(position("--no-as-needed") < position("-ltorch_cuda"));

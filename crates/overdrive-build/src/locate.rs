@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::cache::{self, Variant};
 use crate::{Environment, Error, Libtorch, Result, Source, python};
 
-/// The variables that decide the answer; a change of one runs the build script again.
+/// The variables that determine the result; a change of one runs the build script again.
 pub(crate) const VARIABLES: [&str; 8] = [
     "DEP_TCH_LIBTORCH_LIB",
     "LIBTORCH_USE_PYTORCH",
@@ -18,12 +18,12 @@ pub(crate) const VARIABLES: [&str; 8] = [
     "VIRTUAL_ENV",
 ];
 
-/// The libtorch that this build uses. For build scripts: it tells Cargo which variables the answer
-/// depends on (on standard output), then asks [`locate`].
+/// Returns the libtorch of this build. For build scripts: it prints the variables on which the result depends
+/// for Cargo, then calls [`locate`].
 ///
 /// # Errors
 ///
-/// Those of [`locate`].
+/// As [`locate`].
 pub fn libtorch() -> Result<Libtorch> {
     for name in VARIABLES {
         println!("cargo:rerun-if-env-changed={name}");
@@ -31,21 +31,22 @@ pub fn libtorch() -> Result<Libtorch> {
     locate(&Environment::process())
 }
 
-/// The libtorch that a build in `environment` uses. Prints nothing.
+/// Returns the libtorch of a build in `environment`, without printing anything.
 ///
 /// # Errors
 ///
-/// [`Error::Incomplete`] where a variable names a folder without a libtorch, [`Error::Python`]
-/// where Python was to be asked and did not answer, [`Error::NotFound`] where no place has one.
-/// A variable that is set and wrong is an error and not skipped: `torch-sys` follows it too.
+/// [`Error::Incomplete`] if a variable names a folder without a libtorch, [`Error::Python`] if Python
+/// does not return a folder, [`Error::NotFound`] if no location has one. A variable with an invalid value is
+/// an error and not skipped, because `torch-sys` uses it too.
 pub fn locate(environment: &Environment) -> Result<Libtorch> {
     let mut found = match environment.path("DEP_TCH_LIBTORCH_LIB") {
-        Some(lib_dir) => told_by_torch_sys(environment, &lib_dir),
-        None => by_the_rules_of_torch_sys(environment)?,
+        Some(lib_dir) => from_torch_sys(environment, &lib_dir),
+        None => search(environment)?,
     };
     if environment
         .get("LIBTORCH_CXX11_ABI")
         .is_some_and(|abi| abi == "0")
+        // A PyTorch package is used with its own ABI, as in torch-sys.
         && !matches!(found.source, Source::Python { .. })
     {
         found.cxx11_abi = false;
@@ -53,11 +54,11 @@ pub fn locate(environment: &Environment) -> Result<Libtorch> {
     Ok(found)
 }
 
-/// `torch-sys` says the library folder only; the headers are where the rules find them, provided
-/// that they lead to the same libraries, else beside that folder.
-fn told_by_torch_sys(environment: &Environment, lib_dir: &Path) -> Libtorch {
-    let by_rules = by_the_rules_of_torch_sys(environment).ok();
-    if let Some(same) = by_rules.filter(|torch| torch.lib_dir == lib_dir) {
+/// Returns the libtorch of `torch-sys`, which passes on the library folder only. The headers are those of the
+/// search if it finds the same libraries, else those beside the library folder.
+fn from_torch_sys(environment: &Environment, lib_dir: &Path) -> Libtorch {
+    let searched = search(environment).ok();
+    if let Some(same) = searched.filter(|torch| torch.lib_dir == lib_dir) {
         return Libtorch {
             source: Source::TorchSys,
             ..same
@@ -67,7 +68,7 @@ fn told_by_torch_sys(environment: &Environment, lib_dir: &Path) -> Libtorch {
     Libtorch::split(root, lib_dir, root, Source::TorchSys)
 }
 
-fn by_the_rules_of_torch_sys(environment: &Environment) -> Result<Libtorch> {
+fn search(environment: &Environment) -> Result<Libtorch> {
     if environment.is_set("LIBTORCH_USE_PYTORCH") {
         return complete(python::libtorch(environment)?, "LIBTORCH_USE_PYTORCH");
     }
@@ -82,7 +83,7 @@ fn by_the_rules_of_torch_sys(environment: &Environment) -> Result<Libtorch> {
         if Path::new("/usr/lib/libtorch.so").exists() {
             return complete(at(environment, Path::new("/usr"), Source::System), "/usr");
         }
-        tried.push("/usr/lib/libtorch.so: not there".into());
+        tried.push("/usr/lib/libtorch.so: does not exist".into());
     }
     if let Some(root) = torch_sys_download(environment) {
         return complete(Libtorch::at(&root, Source::TorchSysDownload), "torch-sys");
@@ -96,12 +97,13 @@ fn by_the_rules_of_torch_sys(environment: &Environment) -> Result<Libtorch> {
         if torch.missing().is_empty() {
             return Ok(torch);
         }
-        tried.push(format!("{}: not there or not complete", root.display()));
+        tried.push(format!("{}: missing or incomplete", root.display()));
     }
     Err(Error::NotFound { tried })
 }
 
-/// `LIBTORCH_LIB` and `LIBTORCH_INCLUDE` name roots, too: `torch-sys` appends `lib` and `include`.
+/// Returns the libtorch in `root`. `LIBTORCH_LIB` and `LIBTORCH_INCLUDE` name roots too: `torch-sys` appends
+/// `lib` and `include`.
 fn at(environment: &Environment, root: &Path, source: Source) -> Libtorch {
     let lib_root = environment
         .path("LIBTORCH_LIB")
@@ -129,8 +131,8 @@ fn complete(torch: Libtorch, source: &str) -> Result<Libtorch> {
     })
 }
 
-/// With its feature `download-libtorch` torch-sys unpacks to `libtorch/libtorch` in its own
-/// `OUT_DIR`, a neighbour of ours: `…/build/torch-sys-<hash>/out`. The newest is the one in use.
+/// Returns the libtorch that torch-sys downloaded. With its feature `download-libtorch` it unpacks to
+/// `libtorch/libtorch` in its own `OUT_DIR`, a sibling of this one: `…/build/torch-sys-<hash>/out`.
 fn torch_sys_download(environment: &Environment) -> Option<PathBuf> {
     let out_dir = environment.path("OUT_DIR")?;
     let build = out_dir
@@ -148,6 +150,7 @@ fn torch_sys_download(environment: &Environment) -> Option<PathBuf> {
             Some((unpacked, root))
         })
         .collect();
+    // There is one folder per configuration of torch-sys; the newest is the one in use.
     found.sort();
     found.pop().map(|(_, root)| root)
 }

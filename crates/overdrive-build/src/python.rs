@@ -5,17 +5,17 @@ use std::process::Command;
 
 use crate::{Environment, Error, Libtorch, Result, Source};
 
-/// Prints the folder of the package without importing it: that would take seconds, each time. The
-/// headers and libraries lie in it, and the version is in the headers.
-const QUESTION: &str = "\
+/// Prints the folder of the package without importing it, because an import takes seconds. Headers and
+/// libraries are in that folder, and the headers contain the version.
+const SCRIPT: &str = "\
 import importlib.util, os
 spec = importlib.util.find_spec('torch')
 if spec is None: raise SystemExit(\"No module named 'torch'\")
 print('torch=' + os.path.dirname(os.path.abspath(spec.origin)))
 ";
 
-/// The interpreter that `torch-sys` would ask: `python` inside a virtual environment, where it is
-/// sure to be the environment's own, else `python3`.
+/// Returns the interpreter that `torch-sys` uses: `python` in a virtual environment, where it is certain to be
+/// the environment's own, else `python3`.
 #[must_use]
 pub fn interpreter(environment: &Environment) -> PathBuf {
     let name = match (environment.os(), environment.is_set("VIRTUAL_ENV")) {
@@ -26,7 +26,7 @@ pub fn interpreter(environment: &Environment) -> PathBuf {
     PathBuf::from(name)
 }
 
-/// Asks the interpreter of `environment` for its PyTorch.
+/// Runs the interpreter of `environment` to find its PyTorch.
 pub(crate) fn libtorch(environment: &Environment) -> Result<Libtorch> {
     let interpreter = interpreter(environment);
     let fail = |reason: String| Error::Python {
@@ -34,7 +34,7 @@ pub(crate) fn libtorch(environment: &Environment) -> Result<Libtorch> {
         reason,
     };
     let output = Command::new(&interpreter)
-        .args(["-c", QUESTION])
+        .args(["-c", SCRIPT])
         .output()
         .map_err(|error| fail(format!("it could not be started ({error})")))?;
     if !output.status.success() {
@@ -45,14 +45,14 @@ pub(crate) fn libtorch(environment: &Environment) -> Result<Libtorch> {
             .unwrap_or("no message")
             .trim()
             .to_owned();
-        return Err(fail(format!("it ended with {} ({last})", output.status)));
+        return Err(fail(format!("it exited with {} ({last})", output.status)));
     }
     let root = folder(&String::from_utf8_lossy(&output.stdout))
-        .ok_or_else(|| fail("it did not name a folder".to_owned()))?;
+        .ok_or_else(|| fail("it printed no folder".to_owned()))?;
     Ok(Libtorch::at(&root, Source::Python { interpreter }))
 }
 
-/// The folder in the answer, which warnings of site packages may stand around.
+/// Returns the folder in the output, which may also contain warnings of site packages.
 fn folder(answer: &str) -> Option<PathBuf> {
     let path = answer
         .lines()
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn python_is_asked_by_the_name_that_torch_sys_uses() {
+    fn the_interpreter_is_the_one_of_torch_sys() {
         let plain = Environment::made_up("linux", [("HOME", "/home/a")]);
         let venv = Environment::made_up("linux", [("VIRTUAL_ENV", "/home/a/venv")]);
         let windows = Environment::made_up("windows", [("VIRTUAL_ENV", "C:\\venv")]);
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn the_answer_of_python_is_read() {
+    fn the_output_of_python_is_parsed() {
         let answer = "a warning\ntorch=/p/site packages/torch\n";
         assert_eq!(
             folder(answer),

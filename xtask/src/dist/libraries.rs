@@ -1,4 +1,4 @@
-//! The shared libraries of the folder, and the proof that nothing else is needed.
+//! The shared libraries of the folder, and the check that the programs need no others.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -13,8 +13,8 @@ use super::{failed, output_of};
 use crate::failure::{Failure, Result};
 use crate::sources::{Platform, wanted_of_torch};
 
-/// The libraries of `torch` that programs need to run, by name: all that a set-up has put there, without the
-/// linker script that stands for `libtorch.so`.
+/// Returns the libraries of `torch` that programs need at run time, by name: all that setup has installed,
+/// without the linker script in place of `libtorch.so`.
 pub(crate) fn of(torch: &Libtorch) -> Result<Vec<PathBuf>> {
     let folder = &torch.lib_dir;
     let variant = if torch.cuda {
@@ -37,7 +37,7 @@ pub(crate) fn of(torch: &Libtorch) -> Result<Vec<PathBuf>> {
     Ok(libraries)
 }
 
-/// Whether the file is code, and not a text that the linker reads.
+/// Returns `true` if the file is binary code, and not a linker script.
 fn is_binary(path: &Path) -> Result<bool> {
     const ELF: [u8; 4] = *b"\x7fELF";
     const MACH_O: [u8; 4] = [0xcf, 0xfa, 0xed, 0xfe];
@@ -51,8 +51,8 @@ fn is_binary(path: &Path) -> Result<bool> {
         .any(|magic| start == magic))
 }
 
-/// Starts each program of the finished folder in an empty environment, and asks the loader where it finds
-/// each library: the libtorch of this machine would hide that one is missing in the folder.
+/// Starts each program of the finished folder in an empty environment, and asks the loader for the path of each
+/// library: otherwise the libtorch of this machine would hide a library that is missing in the folder.
 pub(crate) fn check(made: &Path, programs: &[Program], torch: &Libtorch) -> Result<()> {
     for program in programs {
         program.starts(made)?;
@@ -76,14 +76,14 @@ const IN_ONE_FOLDER: &str = "Unset LIBTORCH and LIBTORCH_USE_PYTORCH, so that `c
 const RUN_PATH: &str = "Let the program's build script call overdrive_build::link() before it passes other \
                         linker arguments on: the run path has to begin with $ORIGIN/lib.";
 
-/// Reads the loader's list, `name => path (address)` a line.
+/// Parses the list of the loader, one `name => path (address)` per line.
 fn judge(program: &str, list: &str, made: &Path, outside: &Path) -> Result<()> {
     for line in list.lines() {
         let Some((library, place)) = line.trim().split_once(" => ") else {
             continue;
         };
         let path = place.rsplit_once(" (").map_or(place, |(path, _)| path);
-        let (problem, way_out) = if path == "not found" {
+        let (problem, remedy) = if path == "not found" {
             ("is not found by".to_owned(), IN_ONE_FOLDER)
         } else if Path::new(path).starts_with(outside) {
             let problem = format!("is in {}, and not in the folder, for", outside.display());
@@ -94,7 +94,7 @@ fn judge(program: &str, list: &str, made: &Path, outside: &Path) -> Result<()> {
         } else {
             continue;
         };
-        return Err(Failure::new(format!("{library} {problem} {program}")).way_out(way_out));
+        return Err(Failure::new(format!("{library} {problem} {program}")).remedy(remedy));
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The licences of what is in the folder, as they ask for it: their texts go along.
+//! The licence texts of the files in the folder, which the licences require to be included.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -12,7 +12,7 @@ use super::{copy, failed, output_of};
 use crate::cargo;
 use crate::failure::{Failure, Result};
 
-/// The libraries beside the programs, for a libtorch whose set-up has kept no licence texts.
+/// The libraries beside the programs, for a libtorch that was installed without licence texts.
 const LIBRARIES: &str = "\
 libtorch, libc10 (and libtorch_cuda, libc10_cuda): PyTorch, BSD-3-Clause, and what it contains
     https://github.com/pytorch/pytorch/blob/v2.11.0/LICENSE
@@ -33,7 +33,7 @@ struct Crate {
     folder: PathBuf,
 }
 
-/// Writes `crates.txt` and `libraries.txt` into `folder`, and the texts that the set-up of libtorch has kept.
+/// Writes `crates.txt` and `libraries.txt` into `folder`, and the licence texts that setup has kept.
 pub(crate) fn gather(folder: &Path, libtorch: &Path, features: Option<&str>) -> Result<()> {
     fs::create_dir_all(folder).map_err(|error| failed("could not create", folder, &error))?;
     let crates = linked(&metadata(features)?)?;
@@ -61,17 +61,17 @@ fn metadata(features: Option<&str>) -> Result<Value> {
         .map_err(|error| Failure::new(format!("cargo metadata printed no JSON: {error}")))
 }
 
-/// The triple in what `rustc -vV` prints.
+/// Returns the target triple in the output of `rustc -vV`.
 fn host(version: &str) -> Result<String> {
     let line = version.lines().find_map(|line| line.strip_prefix("host: "));
     line.map(str::to_owned)
         .ok_or_else(|| Failure::new("rustc -vV names no host"))
 }
 
-/// The crates of others that the examples are linked with, by name: what they depend on, without what only
-/// builds them (build scripts, procedural macros) or tests them.
+/// Returns the external crates that the examples are linked with, by name: their dependencies, without those
+/// for build scripts, procedural macros and tests.
 fn linked(metadata: &Value) -> Result<BTreeSet<Crate>> {
-    let missing = || Failure::new("cargo metadata has another form than is known here");
+    let missing = || Failure::new("the output of cargo metadata has an unknown form");
     let by_id = |list: &Value| -> Option<BTreeMap<String, Value>> {
         let entries = list.as_array()?.iter();
         entries
@@ -95,14 +95,14 @@ fn linked(metadata: &Value) -> Result<BTreeSet<Crate>> {
         if !seen.insert(id.clone()) || is_macro(package) {
             continue;
         }
-        // Those of this workspace have no source; their licence lies beside the programs.
+        // Crates of this workspace have no source; their licence is beside the programs.
         if !package["source"].is_null() {
             crates.insert(Crate::of(package));
         }
         for dependency in node["deps"].as_array().into_iter().flatten() {
             let kinds = dependency["dep_kinds"].as_array();
             let is_linked = kinds.into_iter().flatten().any(|kind| {
-                // The examples are linked with what their package's tests need, too.
+                // The examples are also linked with the dev-dependencies of their package.
                 kind["kind"].is_null() || (kind["kind"] == "dev" && id == root)
             });
             if let Some(other) = dependency["pkg"].as_str().filter(|_| is_linked) {
@@ -133,7 +133,7 @@ impl Crate {
     }
 }
 
-/// The texts of a crate's files that are called as licences are, in the order of their names.
+/// Returns the texts of a crate's licence files, in the order of their names.
 fn texts_in(folder: &Path) -> Result<Vec<String>> {
     let fail = |error: std::io::Error| failed("could not read", folder, &error);
     let mut paths = Vec::new();
@@ -164,14 +164,14 @@ fn texts_in(folder: &Path) -> Result<Vec<String>> {
     paths.iter().map(read).collect()
 }
 
-/// A list of the crates, then each text once, with the crates that it is of.
+/// Returns a list of the crates, then each licence text once, with its crates.
 fn written(crates: &BTreeSet<Crate>, texts: &[Vec<String>]) -> String {
     let mut out = String::from("The programs are linked with these crates.\n\n");
-    // In the order of the first crate that has the text.
+    // In the order of the first crate with the text.
     let mut order: Vec<&String> = Vec::new();
     let mut of: BTreeMap<&String, Vec<String>> = BTreeMap::new();
     for (one, texts) in crates.iter().zip(texts) {
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(
             out,
             "{} {}: {}{}",

@@ -1,4 +1,4 @@
-//! What is in the folder: for machines (`manifest.json`, `SHA256SUMS`) and for people (`README.md`).
+//! The contents of the folder, for programs (`manifest.json`, `SHA256SUMS`) and for people (`README.md`).
 
 use std::fs;
 use std::path::Path;
@@ -13,12 +13,12 @@ use crate::failure::Result;
 use crate::{cargo, hash, space};
 
 const FORMAT: &str = "overdrive-dist";
-/// Raised when a reader of the old form would misread the new one.
+/// The version of the manifest; it is raised if a reader of the old form would misread the new one.
 const FORMAT_VERSION: u64 = 1;
 const SUMS: &str = "SHA256SUMS";
 const README: &str = "README.md";
 
-/// The files of a folder, and what they need of the machine that runs them.
+/// The files of a folder, and their requirements on the target machine.
 #[derive(Debug)]
 pub(crate) struct Manifest {
     files: Vec<Entry>,
@@ -35,7 +35,7 @@ struct Entry {
     sha256: String,
 }
 
-/// The newest symbol versions that a file asks the system's libraries for.
+/// The newest symbol versions of the system's libraries that a file needs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Needs {
     /// glibc 2.`n`.
@@ -45,7 +45,7 @@ struct Needs {
 }
 
 impl Manifest {
-    /// Whether `folder` is one that this command has made.
+    /// Returns `true` if this command has created `folder`.
     pub(crate) fn is_in(folder: &Path) -> bool {
         fs::read_to_string(folder.join(MANIFEST))
             .ok()
@@ -68,7 +68,7 @@ impl Manifest {
         })
     }
 
-    /// The size of all files.
+    /// Returns the size of all files in bytes.
     pub(crate) fn bytes(&self) -> u64 {
         self.files.iter().map(|file| file.bytes).sum()
     }
@@ -157,7 +157,7 @@ export LD_LIBRARY_PATH=$(python3 -c 'import os, torch; print(os.path.join(os.pat
 ";
 
 impl Needs {
-    /// Those that `bytes` of a binary name.
+    /// Returns the versions that `bytes` of a binary name.
     fn of(bytes: &[u8]) -> Self {
         Self {
             glibc: newest(bytes, b"GLIBC_2."),
@@ -181,7 +181,7 @@ impl Needs {
     }
 }
 
-/// The largest number that stands right after `prefix` anywhere in `bytes`.
+/// Returns the largest number directly after `prefix` anywhere in `bytes`.
 fn newest(bytes: &[u8], prefix: &[u8]) -> Option<u32> {
     let mut largest = None;
     let mut rest = bytes;
@@ -220,7 +220,7 @@ fn entries(folder: &Path, prefix: &str, files: &mut Vec<Entry>, needs: &mut Need
     Ok(())
 }
 
-/// The commit that is checked out, with a `+` where files differ from it; `None` without git.
+/// Returns the commit that is checked out, with a `+` if files differ from it; `None` without git.
 fn commit() -> Option<String> {
     let git = |arguments: &[&str]| {
         let mut command = Command::new("git");
@@ -273,7 +273,7 @@ mod tests {
             Entry {
                 path: "lib/abc".to_owned(),
                 bytes: 3,
-                // Of the three bytes "abc", from FIPS 180-2.
+                // The SHA-256 of "abc", from FIPS 180-2.
                 sha256: "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
                     .to_owned(),
             }

@@ -1,4 +1,4 @@
-//! The programs of the folder: the examples, stripped.
+//! The programs of the folder: the examples without symbols.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,15 +12,15 @@ use crate::failure::{Failure, Result};
 /// An example that Cargo has built.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Program {
-    /// Its file name in the folder.
+    /// The file name in the folder.
     pub(crate) file: String,
-    /// Where Cargo has put it.
+    /// The path of Cargo's build.
     pub(crate) built: PathBuf,
-    /// What it does: the first sentence of its source file.
+    /// The description: the first sentence of the source file.
     pub(crate) about: String,
 }
 
-/// The examples among Cargo's messages (`--message-format=json`), by name.
+/// Returns the examples in Cargo's messages (`--message-format=json`), by name.
 pub(crate) fn of_messages(messages: &str) -> Result<Vec<Program>> {
     let mut programs: Vec<Program> = messages.lines().filter_map(of_message).collect();
     programs.sort_by(|a, b| a.file.cmp(&b.file));
@@ -45,7 +45,7 @@ fn of_message(line: &str) -> Option<Program> {
     })
 }
 
-/// The first sentence of a source file's own documentation, without its full stop.
+/// Returns the first sentence of a source file's module documentation, without its full stop.
 fn first_sentence(source: &str) -> String {
     let lines = source.lines().map_while(|line| line.strip_prefix("//!"));
     let paragraph: Vec<&str> = lines
@@ -58,11 +58,11 @@ fn first_sentence(source: &str) -> String {
 }
 
 impl Program {
-    /// Copies it without its symbols, which nobody reads there and which are a fifth of it.
+    /// Copies the program without its symbols, which are a fifth of it and are not needed there.
     pub(crate) fn copy_stripped(&self, to: &Path) -> Result<()> {
         let mut strip = Command::new("strip");
         if cfg!(target_os = "macos") {
-            // Without global symbols the loader of macOS starts nothing.
+            // The loader of macOS does not start a program without global symbols.
             strip.arg("-x");
         }
         match strip.arg("-o").arg(to).arg(&self.built).output() {
@@ -82,7 +82,7 @@ impl Program {
         }
     }
 
-    /// Starts it for a moment in an empty environment.
+    /// Starts the program briefly in an empty environment.
     pub(crate) fn starts(&self, folder: &Path) -> Result<()> {
         let mut command = Command::new(folder.join(&self.file));
         output_of(command.arg("--help").env_clear().current_dir("/")).map(drop)

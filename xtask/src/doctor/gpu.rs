@@ -1,4 +1,4 @@
-//! NVIDIA GPUs, as `nvidia-smi` tells them.
+//! NVIDIA GPUs, as listed by `nvidia-smi`.
 
 use std::fmt;
 use std::process::Command;
@@ -12,9 +12,9 @@ pub(super) struct Gpu {
     pub(super) name: String,
     pub(super) driver: String,
     pub(super) driver_major: u32,
-    /// In mebibytes.
+    /// The memory in MiB.
     pub(super) memory_mib: u64,
-    /// For example (8, 0); `None` from drivers that do not say it.
+    /// The compute capability, for example (8, 0); `None` from drivers that do not report it.
     pub(super) capability: Option<(u32, u32)>,
 }
 
@@ -32,12 +32,12 @@ impl fmt::Display for Gpu {
     }
 }
 
-/// Why no GPU can be listed.
+/// The reason why no GPU can be listed.
 #[derive(Debug)]
 pub(super) enum Absence {
     /// No driver is installed.
     NoTool,
-    /// A driver is installed and does not answer.
+    /// A driver is installed, but does not answer.
     Failed(String),
 }
 

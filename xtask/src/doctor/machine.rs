@@ -6,11 +6,11 @@ use std::process::Command;
 
 use overdrive_build::cpu::CpuFeatures;
 
-/// What there is to compute with.
+/// The processors.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Cpu {
     pub(super) model: String,
-    /// libtorch starts one thread for each.
+    /// The number of physical cores; libtorch starts one thread per core.
     pub(super) physical_cores: usize,
     pub(super) logical_cores: usize,
 }
@@ -30,8 +30,8 @@ pub(super) fn cpu() -> Cpu {
     }
 }
 
-/// `/proc/cpuinfo` of x86-64 names the core of each processor; that of aarch64 does not, and has
-/// no model's name either: there each processor is a core.
+/// Counts the cores. `/proc/cpuinfo` of x86-64 names the core of each processor; that of aarch64 does not, and
+/// has no model name either, so there each processor counts as a core.
 fn parse_cpuinfo(text: &str, here: usize) -> Cpu {
     let values = |key: &str| {
         let key = key.to_owned();
@@ -69,7 +69,7 @@ fn parse_cpuinfo(text: &str, here: usize) -> Cpu {
     }
 }
 
-/// The features that matter, those that are missing as well.
+/// Lists the features that matter, including those that are missing.
 pub(super) fn features_line(features: CpuFeatures) -> String {
     let list: &[(&str, bool)] = if cfg!(target_arch = "aarch64") {
         &[("NEON", features.neon), ("BF16", features.bf16)]
@@ -98,12 +98,12 @@ pub(super) fn features_line(features: CpuFeatures) -> String {
     format!("{} (not there: {})", names(true), names(false))
 }
 
-/// Memory in bytes, each where the system says it.
+/// The memory in bytes; `None` for values that the system does not report.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Memory {
     pub(super) total: Option<u64>,
     pub(super) available: Option<u64>,
-    /// Of the control group, which is the container's.
+    /// The limit of the control group, which is that of the container.
     pub(super) limit: Option<u64>,
 }
 
@@ -117,7 +117,7 @@ pub(super) fn memory() -> Memory {
             .iter()
             .find_map(|path| fs::read_to_string(path).ok()?.trim().parse().ok());
             let memory = parse_meminfo(&text);
-            // Without a limit version 1 says a number larger than any memory.
+            // Without a limit, version 1 reports a number larger than any memory.
             let limit = limit.filter(|limit| memory.total.is_none_or(|total| *limit < total));
             Memory { limit, ..memory }
         }
@@ -143,7 +143,7 @@ fn parse_meminfo(text: &str) -> Memory {
     }
 }
 
-/// How many CPUs the control group allows; `None` without a limit.
+/// Returns the number of CPUs that the control group allows; `None` without a limit.
 pub(super) fn cgroup_cpus() -> Option<f64> {
     if let Ok(text) = fs::read_to_string("/sys/fs/cgroup/cpu.max") {
         return parse_cpu_max(&text);
@@ -156,14 +156,14 @@ pub(super) fn cgroup_cpus() -> Option<f64> {
     parse_cpu_max(&format!("{} {}", quota.trim(), period.trim()))
 }
 
-/// `200000 100000`: two CPUs. `max 100000` and `-1 100000`: as many as there are.
+/// Parses a quota: `200000 100000` is two CPUs, `max 100000` and `-1 100000` are no limit.
 fn parse_cpu_max(text: &str) -> Option<f64> {
     let (quota, period) = text.trim().split_once(' ')?;
     let (quota, period): (f64, f64) = (quota.parse().ok()?, period.parse().ok()?);
     (quota > 0.0 && period > 0.0).then(|| quota / period)
 }
 
-/// One value of macOS' `sysctl`.
+/// Returns a value of macOS' `sysctl`.
 fn sysctl(name: &str) -> Option<String> {
     let output = Command::new("sysctl").args(["-n", name]).output().ok()?;
     let text = String::from_utf8_lossy(&output.stdout).trim().to_owned();

@@ -1,12 +1,12 @@
-//! Which precision to train in here, and why. The rule is the one of
-//! `overdrive_precision::Precision::recommend`, which asks libtorch for the devices; here libtorch
-//! may not be there yet. The part about CPUs is shared: `overdrive_build::cpu`.
+//! The recommended training precision of this machine, and the reason. The rule is that of
+//! `overdrive_precision::Precision::recommend`, which asks libtorch for the devices; here libtorch may not be
+//! installed yet. The rule for CPUs is shared: `overdrive_build::cpu`.
 
 use overdrive_build::cpu::CpuFeatures;
 
 use super::gpu::Gpu;
 
-/// The recommendation and its reason, for the GPU if there is one that libtorch can use.
+/// Returns the recommendation and its reason, for the GPU if libtorch can use one.
 pub(super) fn recommend(gpu: Option<&Gpu>, features: CpuFeatures) -> String {
     match gpu.map(|gpu| gpu.capability) {
         Some(Some((major, minor))) => on_cuda(major, minor),
@@ -19,11 +19,11 @@ fn on_cuda(major: u32, minor: u32) -> String {
     let capability = format!("compute capability {major}.{minor}");
     match major {
         8.. => format!(
-            "bf16 ({capability}: tensor cores multiply bf16, with the range of fp32, so no loss \
+            "bf16 ({capability}: tensor cores support bf16, which has the range of fp32, so no loss \
              scaling); TF32 for what stays in fp32"
         ),
         7 => format!(
-            "fp16 with GradScaler ({capability}: tensor cores multiply fp16 and not bf16, and its \
+            "fp16 with GradScaler ({capability}: tensor cores support fp16 but not bf16, and its \
              small range needs loss scaling)"
         ),
         _ => format!("fp32 ({capability}: no tensor cores, half precision would only save memory)"),
@@ -32,9 +32,9 @@ fn on_cuda(major: u32, minor: u32) -> String {
 
 fn on_cpu(features: CpuFeatures) -> String {
     if features.multiplies_bf16() {
-        "bf16 (this processor has instructions for products of bf16)".to_owned()
+        "bf16 (this processor has bf16 instructions for matmuls)".to_owned()
     } else {
-        "fp32 (this processor has no instructions for products of bf16: they would be emulated, \
+        "fp32 (this processor has no bf16 instructions for matmuls: they would be emulated, \
          tens to thousands of times slower)"
             .to_owned()
     }

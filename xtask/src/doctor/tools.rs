@@ -1,4 +1,4 @@
-//! The programs that building needs.
+//! The programs that a build needs.
 
 use std::io::Write;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 use overdrive_build::Environment;
 
-/// The first line that a program says.
+/// Returns the first line of a program's output.
 fn first_line(program: &Path, arguments: &[&str]) -> Option<String> {
     let output = Command::new(program).args(arguments).output().ok()?;
     let text = String::from_utf8_lossy(&output.stdout);
@@ -19,7 +19,7 @@ pub(super) fn rustc() -> Option<String> {
     first_line(Path::new(&rustc), &["--version"])
 }
 
-/// The version of Python, and of its pip if there is one.
+/// Returns the version of Python, and of its pip if there is one.
 pub(super) fn python(python: &Path) -> Option<(String, Option<String>)> {
     let version = first_line(python, &["--version"])?;
     let pip = first_line(python, &["-m", "pip", "--version"]).map(|line| {
@@ -31,15 +31,15 @@ pub(super) fn python(python: &Path) -> Option<(String, Option<String>)> {
     Some((version, pip))
 }
 
-/// What is wrong with the compiler, and the remedy.
+/// A problem of the compiler, and the remedy.
 #[derive(Debug)]
 pub(super) struct CompilerFault {
     pub(super) what: String,
     pub(super) remedy: String,
 }
 
-/// The version of the C++ compiler that build scripts will use, after it has shown that it compiles
-/// C++17 with the standard library: a compiler without its headers is common in containers.
+/// Returns the version of the C++ compiler of the build scripts, after it has compiled C++17 code with the
+/// standard library: a compiler without its headers is common in containers.
 pub(super) fn compiler(environment: &Environment) -> Result<String, CompilerFault> {
     const INSTALL: &str = "install one: apt install g++ (Debian, Ubuntu), dnf install gcc-c++ \
                            (Fedora), xcode-select --install (macOS)";
@@ -77,7 +77,7 @@ pub(super) fn compiler(environment: &Environment) -> Result<String, CompilerFaul
         .spawn()
         .map_err(|error| fault(format!("`{line}` cannot be started ({error})"), INSTALL))?;
     if let Some(mut input) = child.stdin.take() {
-        // A compiler that ends before it has read all says why on standard error.
+        // A compiler that exits before it has read everything prints the reason to standard error.
         let _ = input.write_all(b"#include <optional>\n#include <string>\nint main() {}\n");
     }
     let output = child
@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn a_compiler_that_fails_is_quoted() {
-        // `false` is a program that says nothing and fails.
+        // `false` is a program without output that fails.
         let environment = Environment::made_up("linux", [("CXX", "false")]);
         let fault = compiler(&environment).unwrap_err();
         assert!(fault.what.contains("does not compile C++17"), "{fault:?}");

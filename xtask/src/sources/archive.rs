@@ -1,8 +1,7 @@
-//! libtorch as PyTorch's own site gives it out: one zip.
+//! libtorch from PyTorch's own site: one zip archive.
 //!
-//! Downloaded by the system's curl and not by a library: curl knows the machine's proxy and
-//! certificates, and a TLS stack would be most of what `cargo xtask` has to compile. Where there
-//! is no curl the wheels are taken.
+//! It is downloaded by the system's curl and not by a library: curl uses the machine's proxy and certificates,
+//! and a TLS stack would be most of what `cargo xtask` has to compile. Without curl the wheels are used.
 
 use std::fs;
 use std::io::IsTerminal;
@@ -12,19 +11,18 @@ use std::time::Duration;
 
 use overdrive_build::TORCH_VERSION;
 
-use super::{Platform, Refusal};
+use super::{Platform, SourceError};
 use crate::failure::{DISK_FULL, Failure};
 use crate::space;
 
-/// Seconds for a connection to come about: a quick no is better than a slow one, there is another
-/// source.
+/// The timeout of a connection in seconds. It is short, because there is another source.
 const CONNECT_S: &str = "5";
-/// Seconds without data after which a download counts as broken off.
+/// The number of seconds without data after which a download counts as broken off.
 const SILENCE_S: &str = "60";
-/// A long download over a bad line breaks off more than once.
+/// The number of attempts: a long download over a bad connection breaks off more than once.
 const ATTEMPTS: u32 = 5;
 
-/// The address of the official CPU archive; `None` where there is none (Linux on Arm).
+/// Returns the address of the official CPU archive; `None` if there is none (Linux on Arm).
 pub(crate) fn url(platform: Platform) -> Option<String> {
     let base = "https://download.pytorch.org/libtorch/cpu";
     match platform {
@@ -36,13 +34,12 @@ pub(crate) fn url(platform: Platform) -> Option<String> {
     }
 }
 
-/// Downloads `url` into `downloads`; goes on where a killed run stopped.
+/// Downloads `url` into `downloads`, and resumes the download of a killed run.
 ///
-/// PyTorch publishes no hashes for these archives, and none could be computed where this was
-/// written, because the site was out of reach there. What guards them is TLS, the checksum that
-/// the zip holds for each file (checked while unpacking, and a part that did not fit the rest
-/// fails it), and the version it says it is.
-pub(crate) fn fetch(url: &str, downloads: &Path) -> Result<PathBuf, Refusal> {
+/// PyTorch publishes no hashes for these archives, and none could be computed when this was written, because
+/// the site was unreachable. The archive is verified by TLS, by the checksum in the zip for each file (checked
+/// while unpacking; a part of another archive fails it), and by the version that it contains.
+pub(crate) fn fetch(url: &str, downloads: &Path) -> Result<PathBuf, SourceError> {
     let name = url
         .rsplit('/')
         .next()
@@ -56,19 +53,19 @@ pub(crate) fn fetch(url: &str, downloads: &Path) -> Result<PathBuf, Refusal> {
     let mut last = String::new();
     for attempt in 1..=ATTEMPTS {
         match run_curl(url, &part)? {
-            Outcome::Whole => {
+            Outcome::Complete => {
                 fs::rename(&part, &whole).map_err(|error| {
                     Failure::io("could not move the archive to", &whole, &error)
                 })?;
                 return Ok(whole);
             }
-            Outcome::Unavailable(reason) => return Err(Refusal::Unavailable(reason)),
+            Outcome::Unavailable(reason) => return Err(SourceError::Unavailable(reason)),
             Outcome::BrokeOff(reason) => {
-                eprintln!("  the download broke off ({reason}); going on where it stopped");
+                eprintln!("  the download broke off ({reason}); resuming where it stopped");
                 last = reason;
             }
-            Outcome::Misfit => {
-                eprintln!("  the server does not go on from the part that is here; starting anew");
+            Outcome::NotResumable => {
+                eprintln!("  the server cannot resume the partial download; starting again");
                 fs::remove_file(&part)
                     .map_err(|error| Failure::io("could not remove", &part, &error))?;
                 continue;
@@ -76,21 +73,21 @@ pub(crate) fn fetch(url: &str, downloads: &Path) -> Result<PathBuf, Refusal> {
         }
         std::thread::sleep(Duration::from_secs(u64::from(attempt - 1)));
     }
-    Err(Refusal::Unavailable(format!(
+    Err(SourceError::Unavailable(format!(
         "the download broke off {ATTEMPTS} times, last: {last}"
     )))
 }
 
-/// How one run of curl ended.
+/// The outcome of one run of curl.
 #[derive(Debug, PartialEq)]
 enum Outcome {
-    Whole,
+    Complete,
     /// No answer, or not the file.
     Unavailable(String),
-    /// Some of it came.
+    /// A part of the file was received.
     BrokeOff(String),
-    /// The part cannot be gone on with.
-    Misfit,
+    /// The download cannot be resumed from the part that is there.
+    NotResumable,
 }
 
 fn run_curl(url: &str, part: &Path) -> Result<Outcome, Failure> {
@@ -125,32 +122,32 @@ fn run_curl(url: &str, part: &Path) -> Result<Outcome, Failure> {
     };
     let status = String::from_utf8_lossy(&output.stdout).trim().to_owned();
     let outcome = outcome(output.status.code(), &status);
-    // Exit code 23: curl could not write. Almost always for one reason.
+    // Exit code 23: curl could not write, almost always because the disk is full.
     if output.status.code() == Some(23) {
         let free = space::free(part).map_or_else(String::new, |free| {
             format!(" ({} free)", space::megabytes(free))
         });
         let what = format!("curl could not write {}{free}", part.display());
-        return Err(Failure::new(what).way_out(DISK_FULL));
+        return Err(Failure::new(what).remedy(DISK_FULL));
     }
     Ok(outcome)
 }
 
-/// What curl's exit code (see `man curl`) and the HTTP status mean.
+/// Returns the meaning of curl's exit code (see `man curl`) and the HTTP status.
 fn outcome(code: Option<i32>, status: &str) -> Outcome {
     let unavailable = |reason: &str| Outcome::Unavailable(reason.to_owned());
     match code {
-        Some(0) => Outcome::Whole,
+        Some(0) => Outcome::Complete,
         Some(5) => unavailable("the name of the proxy is not known"),
         Some(6) => unavailable("the name of the server is not known; is the network there?"),
         Some(7) => unavailable("the server cannot be reached"),
-        // 416: nothing comes after what we have. (Recent curl takes the part for the whole file and
-        // ends with 0; whether it is, unpacking shows.)
-        Some(22) if status == "416" => Outcome::Misfit,
+        // 416: there is nothing after the part. (Recent curl takes the part for the complete file and exits
+        // with 0; unpacking shows whether it is.)
+        Some(22) if status == "416" => Outcome::NotResumable,
         Some(22) => Outcome::Unavailable(format!("the server answered {status}")),
-        Some(33 | 36) => Outcome::Misfit,
-        Some(35 | 60) => unavailable("no secure connection to the server came about"),
-        // Before a status came nobody had answered.
+        Some(33 | 36) => Outcome::NotResumable,
+        Some(35 | 60) => unavailable("no secure connection to the server could be made"),
+        // Before there was a status, no server had answered.
         Some(28) if status == "000" => unavailable("the server did not answer in time"),
         Some(code) => Outcome::BrokeOff(format!("curl ended with {code}")),
         None => Outcome::BrokeOff("curl was killed".to_owned()),
@@ -165,7 +162,7 @@ mod tests {
 
     use super::*;
 
-    /// Serves `body`, each connection `cut` bytes at most, and tells the ranges asked for.
+    /// Serves `body`, at most `cut` bytes per connection, and returns the requested ranges.
     fn serve(body: &'static [u8], cut: usize) -> (String, mpsc::Receiver<String>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}/file%2Bcpu.zip", listener.local_addr().unwrap());
@@ -208,7 +205,7 @@ mod tests {
         (url, asked)
     }
 
-    /// These tests talk to a server of their own through the real curl.
+    /// These tests use the real curl with a server of their own.
     fn no_curl() -> bool {
         let missing = Command::new("curl").arg("--version").output().is_err();
         if missing {
@@ -256,8 +253,8 @@ mod tests {
         }
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("file+cpu.zip.part"), BODY).unwrap();
-        // The server answers 416: recent versions of curl call that done, older ones an error,
-        // after which it is fetched anew.
+        // The server answers 416, which recent versions of curl treat as success and older ones as an error,
+        // after which the file is fetched again.
         let (url, asked) = serve(BODY, 100);
         assert_eq!(fs::read(fetch(&url, folder.path()).unwrap()).unwrap(), BODY);
         assert_eq!(asked.try_iter().next().as_deref(), Some("20"));
@@ -266,24 +263,27 @@ mod tests {
     #[test]
     fn a_site_out_of_reach_is_a_reason_and_no_end() {
         let folder = tempfile::tempdir().unwrap();
-        // Bound and dropped: nobody listens there now.
+        // Bound and dropped: nothing listens on this port any more.
         let port = TcpListener::bind("127.0.0.1:0")
             .unwrap()
             .local_addr()
             .unwrap()
             .port();
         let refusal = fetch(&format!("http://127.0.0.1:{port}/x.zip"), folder.path()).unwrap_err();
-        assert!(matches!(refusal, Refusal::Unavailable(_)), "{refusal:?}");
+        assert!(
+            matches!(refusal, SourceError::Unavailable(_)),
+            "{refusal:?}"
+        );
     }
 
     #[test]
     fn the_exit_codes_of_curl_have_words() {
-        assert_eq!(outcome(Some(0), "200"), Outcome::Whole);
+        assert_eq!(outcome(Some(0), "200"), Outcome::Complete);
         assert_eq!(
             outcome(Some(22), "403"),
             Outcome::Unavailable("the server answered 403".to_owned())
         );
-        assert_eq!(outcome(Some(22), "416"), Outcome::Misfit);
+        assert_eq!(outcome(Some(22), "416"), Outcome::NotResumable);
         assert!(matches!(outcome(Some(28), "000"), Outcome::Unavailable(_)));
         assert!(matches!(outcome(Some(28), "206"), Outcome::BrokeOff(_)));
         assert!(matches!(outcome(Some(18), "200"), Outcome::BrokeOff(_)));

