@@ -153,6 +153,7 @@ impl ScalerStatistics {
             CollapseKind::ScaleTooLow
         } else if self.consecutive_skips >= thresholds.consecutive_skips {
             CollapseKind::ConsecutiveSkips
+        // Only for a full window: every run skips its first steps, until the scale is small enough.
         } else if self.window.len() == WINDOW && self.overflow_rate() >= thresholds.overflow_rate {
             CollapseKind::FrequentSkips
         } else {
