@@ -102,7 +102,7 @@ fn idle() -> WatchState {
         finished: 0,
         recent: Vec::new(),
         failure: None,
-        aborted: false,
+        decided: false,
     }
 }
 
@@ -334,7 +334,7 @@ impl Watcher {
             self.wait_for_readers();
         }
         // Only a zero byte is refused, and those are replaced.
-        let _ = self.group.abort(&failure.text);
+        let _ = self.group.decide(&failure.text);
     }
 
     /// Until every rank that is alive has seen the verdict.
