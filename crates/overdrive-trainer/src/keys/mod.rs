@@ -50,6 +50,7 @@ enum Reader {
 #[derive(Debug, Clone, Copy)]
 enum Harmless {
     /// Only `null`.
+    Null,
     /// `null` and this value, as JSON: it requests nothing.
     Only(&'static str),
     /// Any value: the key is an option of another key.

@@ -17,7 +17,6 @@ pub(crate) struct Source<'a> {
     pub(crate) file: Option<&'a Path>,
     /// The program that reads it.
     pub(crate) program: Program,
-    pub(crate) program: Program,
 }
 
 /// Moves every value to the key of the table that it belongs to, and drops keys that request nothing. Each
