@@ -1,5 +1,5 @@
-//! Prints the speed of fp32 products by libtorch's default library and by oneDNN, in GFLOP/s, for the
-//! three products of a linear layer: `cargo run --release -p overdrive-benches --bin matmul_libraries`.
+//! Prints the speed of fp32 matmuls by libtorch's default library and by oneDNN, in GFLOP/s, for the three
+//! matmuls of a linear layer: `cargo run --release -p overdrive-benches --bin matmul_libraries`.
 
 use std::time::Instant;
 

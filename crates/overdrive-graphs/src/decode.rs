@@ -119,6 +119,7 @@ impl DecodeStep {
             return Err(CommonError::dtype("tokens", kind, "Int64").into());
         }
         self.check_room()?;
+        // In place: the captured step reads these addresses.
         let _same = self.positions.f_fill_(self.cache.len())?;
         Ok(self.tokens.f_copy_(tokens)?)
     }
@@ -141,6 +142,7 @@ impl DecodeStep {
     fn run(&mut self, model: &CausalLm) -> Result<Tensor> {
         let _no_grad = tch::no_grad_guard();
         let position_ids = self.positions.f_unsqueeze(0)?;
+        // By a tensor on the device: a number would become a constant of the graph.
         let mut cache = self.cache.at(&self.positions)?;
         let input = ForwardInput::new(&self.tokens)
             .with_position_ids(&position_ids)

@@ -85,6 +85,7 @@ impl PackageInfo {
                 .name()
                 .map_err(|error| damaged(error.to_string()))?
                 .into_owned();
+            // libtorch unpacks entries by their names: `../` would write outside its temporary folder.
             if entry.enclosed_name().is_none() {
                 return Err(damaged(format!(
                     "its entry {name:?} leads out of its folder"
@@ -216,6 +217,7 @@ impl Contents {
             ));
         }
         let parse = |(name, files): (String, ModelFiles)| {
+            // libtorch loads the first library that it finds; two would make the choice depend on their order.
             if files.libraries != 1 {
                 let count = files.libraries;
                 return Err(damaged(format!(

@@ -68,6 +68,7 @@ impl CompiledModel {
             });
         }
         let held = self.constants()?;
+        // All problems are collected, so that a wrong checkpoint is understood at the first attempt.
         let mut problems = Vec::new();
         let mut given: Vec<Option<(&str, &Tensor)>> = vec![None; held.len()];
         for (name, tensor) in tensors {
@@ -77,6 +78,7 @@ impl CompiledModel {
                 }
                 continue;
             };
+            // Two names of a tied weight may both be given, as in many checkpoints, if they agree.
             match given[index] {
                 Some((before, other)) if before == name || !same(other, tensor)? => {
                     problems.push(format!(

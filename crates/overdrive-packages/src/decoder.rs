@@ -47,6 +47,7 @@ impl CompiledDecoder {
         };
         let (prefill, decode) = (load("prefill")?, load("decode")?);
         let cache = StaticCache::new(cache_config(&decode, batch, options)?)?;
+        // Both run on the same buffers, passed in the same order.
         if prefill.input_names() != decode.input_names() {
             return Err(not_a_decoder("prefill and decode take different inputs"));
         }

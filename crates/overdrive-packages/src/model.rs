@@ -166,6 +166,7 @@ impl CompiledModel {
         }
         self.check_devices(inputs)?;
         if let Some(specs) = self.inputs() {
+            // A dynamic size has one value in all inputs of a run.
             let mut sizes = Vec::new();
             for (spec, tensor) in specs.iter().zip(inputs) {
                 spec.check(tensor, &mut sizes)?;
@@ -179,6 +180,7 @@ impl CompiledModel {
                 }
             }
         }
+        // Compiled code computes addresses from the strides of its example, which were contiguous.
         let contiguous: Vec<Tensor> = inputs
             .iter()
             .map(|tensor| tensor.f_contiguous())

@@ -41,6 +41,7 @@ fn children(node: &Value) -> Option<&Vec<Value>> {
 }
 
 fn walk(node: &Value, path: &str, names: &mut Vec<String>) -> Option<()> {
+    // A leaf has the type null.
     let kind = node.get("type")?;
     if kind.is_null() {
         names.push(path.to_owned());

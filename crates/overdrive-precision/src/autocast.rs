@@ -157,6 +157,7 @@ impl Drop for AutocastGuard {
     fn drop(&mut self) {
         // A destructor cannot return an error, and none of these calls fails for a state that was read
         // from libtorch itself.
+        // The cached copies would be stale once an optimizer changes the weights.
         if raw::decrement_nesting().is_ok_and(|depth| depth == 0) {
             let _ = raw::clear_cache();
         }

@@ -230,6 +230,7 @@ impl GradScaler {
             growth_interval: self.config.growth_interval,
         };
         amp::update_scale(&scale, &growth_tracker, &found_inf, update)?;
+        // The next step begins: every optimizer is unscaled anew.
         self.optimizers.clear();
         self.monitor.observe(&found_inf, &scale)
     }
@@ -407,6 +408,7 @@ impl GradScaler {
                 .shallow_clone()
                 .f_fill_(state.growth_tracker)?;
         }
+        // `init_scale` stays an option of this program; the loaded scale is in `initial`.
         self.config = GradScalerConfig {
             init_scale: self.config.init_scale,
             ..config
@@ -427,6 +429,7 @@ impl GradScaler {
             Some(state) => state,
             None => OnDevice {
                 scale: Tensor::f_full([] as [i64; 0], self.initial.0, (Kind::Float, device))?,
+                // int32, which the kernel of `_amp_update_scale_` requires.
                 growth_tracker: Tensor::f_full(
                     [] as [i64; 0],
                     self.initial.1,
@@ -459,6 +462,7 @@ impl GradScaler {
     /// Returns a scalar above 0 if any optimizer found an infinity, on the device of `scale`; `None`
     /// if no gradient was checked.
     fn any_found_inf(&self, scale: &Tensor) -> Result<Option<Tensor>> {
+        // The flags are added on the device: comparing them would wait for it.
         let flags = self
             .optimizers
             .values()

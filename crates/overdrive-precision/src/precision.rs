@@ -62,6 +62,7 @@ impl Precision {
                     ),
                 },
             },
+            // No machine of the tests has one.
             Device::Mps | Device::Vulkan => Recommendation {
                 precision: Self::Fp32,
                 hardware: format!("{device:?}"),

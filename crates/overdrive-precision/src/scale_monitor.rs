@@ -53,6 +53,7 @@ impl ScaleMonitor {
 
     /// Drops the pending samples and records the scale of a loaded state.
     pub(crate) fn restart_at(&mut self, scale: f64) {
+        // The samples are of steps before the state that was loaded.
         self.pending.clear();
         self.statistics.set_scale(scale);
     }
@@ -91,6 +92,7 @@ impl ScaleMonitor {
         let (host, mut event) = match self.free.pop() {
             Some(pair) => pair,
             None => {
+                // Only a copy to pinned memory is asynchronous.
                 let plain = Tensor::f_empty([2], (Kind::Float, Device::Cpu))?;
                 let pinned = op::call("aten::pin_memory", "", &[Value::Tensor(&plain)])?;
                 let pinned = pinned
@@ -134,6 +136,7 @@ impl ScaleMonitor {
 
     fn count(&mut self, overflowed: bool, scale: f64) {
         self.statistics.record(overflowed, scale);
+        // Once: a collapse lasts, and a warning in each step would fill the log.
         if !self.warned
             && let Some(warning) = self.collapse_warning()
         {

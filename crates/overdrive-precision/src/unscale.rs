@@ -43,6 +43,7 @@ pub(crate) fn unscale_gradients(
             .push(values);
     }
     let mut flags: Vec<(Device, Tensor)> = Vec::new();
+    // The kernel takes tensors of one device and one dtype; the flag is one per device.
     for ((device, _), gradients) in &groups {
         let known = flags.iter().position(|(on_device, _)| on_device == device);
         let flag = match known {

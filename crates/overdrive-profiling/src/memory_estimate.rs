@@ -286,6 +286,7 @@ impl MemoryPlan {
                 PeakPoint::Blocks,
                 during_forward.max(head_gradient) + casts + in_blocks,
             ),
+            // The dense gradient of the embedding lookup exists beside the one that it is added to.
             (
                 PeakPoint::EndOfBackward,
                 gradients + head_gradient + casts + block::one_block_backward(self),

@@ -107,6 +107,7 @@ fn measure(device: Device, dtype: Kind) -> Result<PeakFlops> {
         // The first product pays for starting threads and choosing kernels.
         timed(device, &a, &b)?;
         let mut shortest = timed(device, &a, &b)?;
+        // The minimum: other work on the machine only makes a product slower.
         let rounds = if shortest > LONG { 3 } else { 8 };
         for _ in 0..rounds {
             shortest = shortest.min(timed(device, &a, &b)?);

@@ -397,6 +397,7 @@ impl fmt::Display for StepRecord {
 }
 
 fn gpu_line(gpu: &GpuSample) -> String {
+    // A virtual or passively cooled GPU reports only some of the values.
     let mut parts = Vec::new();
     if let Some(busy) = gpu.utilization {
         parts.push(format!("{:.0}% busy", 100.0 * busy));
@@ -414,7 +415,7 @@ fn gpu_line(gpu: &GpuSample) -> String {
         });
     }
     if parts.is_empty() {
-        "tells nothing".to_owned()
+        "no values".to_owned()
     } else {
         parts.join(", ")
     }
@@ -451,7 +452,7 @@ mod tests {
             totals.wait += Duration::from_millis(step);
             recorder.loader(totals);
             let record = slept(&mut recorder, 5, 15);
-            let loader = record.loader.expect("told of");
+            let loader = record.loader.expect("totals were set");
             assert_eq!((loader.batches, loader.queue_depth), (3, step as f64));
             assert!((loader.wait_seconds - 1e-3 * step as f64).abs() < 1e-9);
             assert!(

@@ -120,6 +120,7 @@ impl StepTimer {
     /// Begins a step now. The time since the last [`end_step`](Self::end_step) (an evaluation, a
     /// snapshot) belongs to no step; without this call it is [`Phase::Other`] of the next step.
     pub fn begin_step(&self) {
+        // Work of before the step must not count for its first phase.
         self.wait();
         self.step.set(PhaseSeconds::default());
         self.charged_until.set(Instant::now());

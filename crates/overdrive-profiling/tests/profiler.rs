@@ -156,7 +156,7 @@ fn a_trace_that_cannot_be_written_is_an_error_with_its_path() {
 }
 
 #[test]
-fn a_second_profile_at_once_is_refused_and_the_first_goes_on() {
+fn a_second_profile_at_once_is_refused_and_the_first_continues() {
     let _alone = alone();
     let (second, trace) = profile(ProfilerConfig::default(), || {
         let second = profile(ProfilerConfig::default(), || panic!("not run"));
@@ -165,7 +165,7 @@ fn a_second_profile_at_once_is_refused_and_the_first_goes_on() {
     })
     .unwrap();
     let text = second.unwrap_err().to_string();
-    assert!(text.contains("a profile is being taken already"), "{text}");
+    assert!(text.contains("another profile is being taken"), "{text}");
     assert!(
         trace
             .events()

@@ -22,7 +22,7 @@ impl Staging {
         entries
             .into_iter()
             .map(|entry| {
-                let copy = |(name, tensor): (String, Tensor)| {
+                let copy = |(name, tensor): (String, Tensor)| -> Result<(String, Tensor)> {
                     let copy = self.copy_tensor(&entry.name, &name, &tensor)?;
                     Ok((name, copy))
                 };

@@ -73,6 +73,7 @@ impl JsonLines {
         if empty {
             File::create(path).map_err(CommonError::io("create", path))?;
         }
+        // Append mode: two writes never overlap, also if another process has the file open.
         let file = OpenOptions::new()
             .create(true)
             .read(true)

@@ -211,6 +211,7 @@ impl StepMetrics {
             "data/queue_depth",
             self.loader.map(|loader| loader.queue_depth),
         );
+        // Hugging Face's rule: `eval_` names belong to the evaluation, all others to training.
         for (name, value) in &self.extra {
             let tag = match name.strip_prefix("eval_") {
                 Some(rest) => format!("eval/{rest}"),
@@ -243,6 +244,7 @@ pub fn read_metrics(path: impl AsRef<Path>) -> Result<MetricsFile> {
     let bytes = fs::read(path).map_err(CommonError::io("read", path))?;
     let mut file = MetricsFile::default();
     let is_complete = bytes.last().is_none_or(|&byte| byte == b'\n');
+    // By bytes and not as one string: a truncated line may end within a UTF-8 character.
     let mut lines = bytes.split(|&byte| byte == b'\n').enumerate().peekable();
     while let Some((index, line)) = lines.next() {
         if line.trim_ascii().is_empty() {

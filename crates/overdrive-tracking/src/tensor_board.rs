@@ -53,6 +53,7 @@ impl TensorBoard {
             file: BufWriter::new(file),
             path,
         };
+        // TensorBoard rejects files that do not begin with this version.
         writer.write(0, None, Some("brain.Event:2".to_owned()))?;
         Ok(writer)
     }

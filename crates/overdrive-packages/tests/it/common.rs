@@ -30,8 +30,8 @@ pub(crate) fn read_archive(path: &Path) -> Entries {
         .collect()
 }
 
-/// A package whose code is never looked at: it is refused before.
-pub(crate) fn package_saying(metadata: &serde_json::Value) -> Entries {
+/// A package whose code is never loaded: it is refused before.
+pub(crate) fn package_with(metadata: &serde_json::Value) -> Entries {
     let text = serde_json::to_vec(metadata).unwrap();
     let model = "p/data/aotinductor/model";
     vec![

@@ -58,7 +58,7 @@ fn ids() -> Tensor {
     (ids * 29 + 3).remainder(64).view([3, 7])
 }
 
-/// Made once; `None`, with the reason said, where it cannot be.
+/// The packages, made once; `None`, with the reason on standard error, if they cannot be made.
 fn fixture() -> Option<&'static Fixture> {
     static MADE: OnceLock<Option<Fixture>> = OnceLock::new();
     let made = MADE.get_or_init(make).as_ref();

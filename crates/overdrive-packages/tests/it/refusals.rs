@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::common::{Entries, manifest, package_saying, write_archive};
+use crate::common::{Entries, manifest, package_with, write_archive};
 use overdrive_packages::{CompiledModel, Error, LoadOptions, PackageInfo};
 use serde_json::{Value, json};
 
@@ -25,10 +25,10 @@ fn refused(entries: &Entries) -> Error {
     CompiledModel::load(&file(entries).path, &LoadOptions::default()).unwrap_err()
 }
 
-/// What `metadata` and the manifest together are answered with.
-fn refused_saying(mut metadata: Value, manifest: &Value) -> Error {
+/// The error of a package with this metadata and manifest.
+fn refused_with(mut metadata: Value, manifest: &Value) -> Error {
     metadata["overdrive"] = Value::String(manifest.to_string());
-    refused(&package_saying(&metadata))
+    refused(&package_with(&metadata))
 }
 
 fn here() -> String {
@@ -38,7 +38,7 @@ fn here() -> String {
 
 #[test]
 fn a_package_for_another_libtorch_is_refused_with_both_versions_named() {
-    let error = refused_saying(json!({"AOTI_DEVICE_KEY": "cpu"}), &manifest("2.9.1"));
+    let error = refused_with(json!({"AOTI_DEVICE_KEY": "cpu"}), &manifest("2.9.1"));
     assert!(matches!(error, Error::VersionMismatch { .. }), "{error:?}");
     let text = error.to_string();
     assert!(
@@ -49,7 +49,7 @@ fn a_package_for_another_libtorch_is_refused_with_both_versions_named() {
 
 #[test]
 fn a_package_without_a_version_is_refused_with_its_metadata() {
-    let entries = package_saying(&json!({"AOTI_DEVICE_KEY": "cpu", "AOTI_MACHINE": "x86_64"}));
+    let entries = package_with(&json!({"AOTI_DEVICE_KEY": "cpu", "AOTI_MACHINE": "x86_64"}));
     let error = refused(&entries);
     assert!(matches!(error, Error::UnknownVersion { .. }), "{error:?}");
     let text = error.to_string();
@@ -63,7 +63,7 @@ fn a_package_without_a_version_is_refused_with_its_metadata() {
 #[test]
 fn code_that_is_no_library_is_an_error_of_the_loader_and_no_crash() {
     let metadata = json!({"AOTI_DEVICE_KEY": "cpu", "overdrive": manifest(&here()).to_string()});
-    let error = refused(&package_saying(&metadata));
+    let error = refused(&package_with(&metadata));
     assert!(matches!(error, Error::Sys(_)), "{error:?}");
 }
 
@@ -73,16 +73,16 @@ fn a_package_for_a_device_that_is_not_here_is_refused_with_both_named() {
         eprintln!("SKIPPED: there is a CUDA device here");
         return;
     }
-    let error = refused_saying(json!({"AOTI_DEVICE_KEY": "cuda"}), &manifest(&here()));
+    let error = refused_with(json!({"AOTI_DEVICE_KEY": "cuda"}), &manifest(&here()));
     assert!(matches!(error, Error::MachineMismatch { .. }), "{error:?}");
     let text = error.to_string();
     assert!(
         text.contains("the device cuda") && text.contains("without a CUDA device"),
         "{text}"
     );
-    let error = refused_saying(json!({"AOTI_DEVICE_KEY": "xpu"}), &manifest(&here()));
+    let error = refused_with(json!({"AOTI_DEVICE_KEY": "xpu"}), &manifest(&here()));
     assert!(error.to_string().contains("the device xpu"), "{error}");
-    let error = refused_saying(json!({}), &manifest(&here()));
+    let error = refused_with(json!({}), &manifest(&here()));
     assert!(error.to_string().contains("does not name"), "{error}");
 }
 
@@ -99,7 +99,7 @@ fn a_package_for_another_system_or_processor_is_refused_with_both_named() {
         ),
     ];
     for (metadata, expected) in cases {
-        let error = refused_saying(metadata, &manifest(&here()));
+        let error = refused_with(metadata, &manifest(&here()));
         assert!(matches!(error, Error::MachineMismatch { .. }), "{error:?}");
         assert!(error.to_string().contains(expected), "{error}");
     }
@@ -114,7 +114,7 @@ fn instructions_that_this_processor_lacks_are_named() {
     }
     let mut manifest = manifest(&here());
     manifest["processor"] = json!(["sse4.2", "avx512fp16", "glibc"]);
-    let error = refused_saying(json!({"AOTI_DEVICE_KEY": "cpu"}), &manifest);
+    let error = refused_with(json!({"AOTI_DEVICE_KEY": "cpu"}), &manifest);
     let text = error.to_string();
     assert!(
         text.contains("avx512fp16") && !text.contains("glibc"),
@@ -126,10 +126,10 @@ fn instructions_that_this_processor_lacks_are_named() {
 fn metadata_of_a_later_format_is_refused() {
     let mut later = manifest(&here());
     later["format_version"] = json!(2);
-    let error = refused_saying(json!({"AOTI_DEVICE_KEY": "cpu"}), &later);
+    let error = refused_with(json!({"AOTI_DEVICE_KEY": "cpu"}), &later);
     assert!(matches!(error, Error::InvalidManifest { .. }), "{error:?}");
     assert!(error.to_string().contains("format_version 2"), "{error}");
-    let error = refused_saying(json!({}), &json!("no object"));
+    let error = refused_with(json!({}), &json!("no object"));
     assert!(matches!(error, Error::InvalidManifest { .. }), "{error:?}");
 }
 
@@ -159,7 +159,7 @@ fn a_file_that_is_not_a_package_is_refused_with_the_reason() {
 
 #[test]
 fn a_model_has_one_library_and_one_metadata_file() {
-    let whole = package_saying(&json!({"AOTI_DEVICE_KEY": "cpu"}));
+    let whole = package_with(&json!({"AOTI_DEVICE_KEY": "cpu"}));
     let without = |end: &str| -> Entries {
         let kept = whole.iter().filter(|(name, _)| !name.ends_with(end));
         kept.cloned().collect()
@@ -186,7 +186,7 @@ fn a_model_has_one_library_and_one_metadata_file() {
 
 #[test]
 fn an_entry_that_leads_out_of_the_folder_is_refused() {
-    let mut entries = package_saying(&json!({"AOTI_DEVICE_KEY": "cpu"}));
+    let mut entries = package_with(&json!({"AOTI_DEVICE_KEY": "cpu"}));
     entries.push(("p/../../../outside".to_owned(), Vec::new()));
     let error = refused(&entries);
     assert!(error.to_string().contains("leads out"), "{error}");
@@ -194,7 +194,7 @@ fn an_entry_that_leads_out_of_the_folder_is_refused() {
 
 #[test]
 fn a_flipped_bit_anywhere_in_the_code_is_found() {
-    let file = file(&package_saying(&json!({"AOTI_DEVICE_KEY": "cpu"})));
+    let file = file(&package_with(&json!({"AOTI_DEVICE_KEY": "cpu"})));
     let mut bytes = std::fs::read(&file.path).unwrap();
     let place = bytes
         .windows(10)
@@ -212,7 +212,7 @@ fn a_flipped_bit_anywhere_in_the_code_is_found() {
 
 #[test]
 fn a_file_cut_anywhere_is_refused() {
-    let file = file(&package_saying(&json!({"AOTI_DEVICE_KEY": "cpu"})));
+    let file = file(&package_with(&json!({"AOTI_DEVICE_KEY": "cpu"})));
     let whole = std::fs::read(&file.path).unwrap();
     for len in 0..whole.len() {
         std::fs::write(&file.path, &whole[..len]).unwrap();
@@ -223,7 +223,7 @@ fn a_file_cut_anywhere_is_refused() {
 
 #[test]
 fn a_model_is_chosen_by_name_and_only_a_single_one_without() {
-    let mut entries = package_saying(&json!({"AOTI_DEVICE_KEY": "cpu"}));
+    let mut entries = package_with(&json!({"AOTI_DEVICE_KEY": "cpu"}));
     let file_of_one = file(&entries);
     let one = PackageInfo::read(&file_of_one.path).unwrap();
     assert_eq!(one.model(None).unwrap().name, "model");

@@ -299,7 +299,7 @@ fn fp16_gradients_are_refused_and_left_alone() -> TestResult {
 }
 
 #[test]
-fn parameters_out_of_range_are_named() {
+fn options_out_of_range_are_named() {
     let default = GradScalerConfig::default();
     for (config, name) in [
         (
@@ -332,6 +332,6 @@ fn parameters_out_of_range_are_named() {
         ),
     ] {
         let error = GradScaler::new(config).unwrap_err().to_string();
-        assert!(error.starts_with(name), "{error}");
+        assert!(error.starts_with(&format!("`{name}` is ")), "{error}");
     }
 }

@@ -116,6 +116,7 @@ impl MemoryPlan {
             let mut changed = plan;
             change.apply(&mut changed);
             let peak = changed.estimate()?.peak;
+            // A change that saves nothing at the peak only costs time.
             if peak < changed_peak_bytes {
                 // A smaller batch replaces the larger one before it.
                 if let (Change::Batch(_), Some(Change::Batch(_))) = (change, changes.last()) {

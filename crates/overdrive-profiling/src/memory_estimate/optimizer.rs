@@ -37,6 +37,7 @@ impl OptimizerMemory {
         let weights = shape.parameters();
         match self {
             Self::AdamW => 8 * weights,
+            // Two bytes a weight, and two fp32 scales for each block of 256.
             Self::AdamW8bit => 2 * weights + 2 * 4 * weights.div_ceil(256),
             Self::PagedAdamW | Self::Sgd => 0,
             Self::SgdMomentum | Self::Lion => 4 * weights,

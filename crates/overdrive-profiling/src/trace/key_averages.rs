@@ -339,6 +339,7 @@ fn nest(events: &[TraceEvent]) -> Vec<Node> {
             thread = Some(thread_of(event));
             open.clear();
         }
+        // Events that have ended before this one cannot contain it.
         while let Some(&top) = open.last() {
             let enclosing = &events[nodes[top].event];
             if event.end_ns <= enclosing.end_ns && event.start_ns < enclosing.end_ns.max(1) {

@@ -28,7 +28,7 @@ impl Role {
 
     /// Returns the color that plotters draws with. [`themed`] replaces it by the class, so the values only
     /// have to differ from one another.
-    fn stand_in(self) -> RGBColor {
+    fn placeholder(self) -> RGBColor {
         match self {
             Self::Faint => RGBColor(1, 0, 1),
             Self::Main => RGBColor(2, 0, 2),
@@ -106,6 +106,7 @@ impl Chart {
         let (left, width) = (8, width + 16);
         let mut legend = String::new();
         let mut x = width.saturating_sub(16);
+        // From the right to the left, so in reverse order.
         for series in self.series.iter().rev() {
             // Anchored at the right end; about 6.4 pixels a letter at this size.
             let text_width = series.name.chars().count() as u32 * 64 / 10;
@@ -150,6 +151,7 @@ impl Chart {
             chart: self.title.to_owned(),
             message,
         })?;
+        // plotters writes an `svg` element with fixed pixel sizes; the page needs one that scales.
         let inside = svg
             .split_once("<svg")
             .and_then(|(_, rest)| rest.split_once('>'))
@@ -178,6 +180,7 @@ impl Chart {
             .axis_style(AXIS)
             .x_labels(if self.size.0 < 600 { 5 } else { 9 })
             .y_labels(if self.size.1 < 300 { 5 } else { 8 })
+            // Fewer labels on small charts, where they would overlap.
             .label_style(text.clone())
             .axis_desc_style(text)
             .x_desc("step")
@@ -185,18 +188,19 @@ impl Chart {
             .draw()
             .map_err(|error| error.to_string())?;
         for series in &self.series {
-            let colour = series.role.stand_in();
+            let color = series.role.placeholder();
             let width = if series.role == Role::Faint { 1 } else { 2 };
             for run in thinned(&series.points) {
+                // A line of one point between two gaps would be invisible.
                 if series.dots || run.len() == 1 {
                     let dots = run
                         .iter()
-                        .map(|&point| Circle::new(point, 4, colour.filled()));
+                        .map(|&point| Circle::new(point, 4, color.filled()));
                     context
                         .draw_series(dots)
                         .map_err(|error| error.to_string())?;
                 }
-                let line = LineSeries::new(run, colour.stroke_width(width));
+                let line = LineSeries::new(run, color.stroke_width(width));
                 context
                     .draw_series(line)
                     .map_err(|error| error.to_string())?;
@@ -247,6 +251,7 @@ impl ValueFormatter<f64> for Axis {
 }
 
 fn step_label(step: f64) -> String {
+    // There is no step 2.5; short runs have such tick marks.
     if step.fract() == 0.0 {
         overdrive_core::units::rounded(step)
     } else {
@@ -255,14 +260,16 @@ fn step_label(step: f64) -> String {
 }
 
 /// Returns the range of the values with some margin; never empty, as an axis must have a length.
-fn padded(values: impl Iterator<Item = f64>, air: f64, from_zero: bool) -> std::ops::Range<f64> {
+fn padded(values: impl Iterator<Item = f64>, margin: f64, from_zero: bool) -> std::ops::Range<f64> {
     let (low, high) = values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| {
         (low.min(value), high.max(value))
     });
+    // Without any finite value the fold is inverted.
     if low > high {
         return 0.0..1.0;
     }
     let low = if from_zero { low.min(0.0) } else { low };
+    // A constant curve gets a tenth of its value, so that it lies in the middle and not on an edge.
     let span = if high > low {
         high - low
     } else {
@@ -271,15 +278,16 @@ fn padded(values: impl Iterator<Item = f64>, air: f64, from_zero: bool) -> std::
     let below = if from_zero && low == 0.0 {
         0.0
     } else {
-        span * air
+        span * margin
     };
-    let above = if high > low { span * air } else { span };
+    let above = if high > low { span * margin } else { span };
     low - below..high + above
 }
 
 /// Returns the consecutive finite points, each sequence thinned to the lowest and highest value of about every pixel,
 /// so that spikes are kept.
 fn thinned(points: &[(f64, f64)]) -> Vec<Vec<(f64, f64)>> {
+    // Each bucket keeps two points.
     let bucket = points.len().div_ceil(MOST_POINTS / 2).max(1);
     points
         .split(|(x, y)| !x.is_finite() || !y.is_finite())
@@ -306,24 +314,25 @@ fn extremes(chunk: &[(f64, f64)]) -> Vec<(f64, f64)> {
 
 /// Replaces the placeholder colors by classes, so that a style sheet sets the colors.
 fn themed(svg: &str) -> String {
+    // The font is that of the page.
     let mut svg = svg.replace(" font-family=\"sans-serif\"", "");
     let classes = [
-        (Role::Faint.stand_in(), "faint"),
-        (Role::Main.stand_in(), "main"),
-        (Role::Second.stand_in(), "second"),
+        (Role::Faint.placeholder(), "faint"),
+        (Role::Main.placeholder(), "main"),
+        (Role::Second.placeholder(), "second"),
         (INK, "ink"),
         (GRID, "grid"),
         (AXIS, "axis"),
     ];
     for (RGBColor(r, g, b), class) in classes {
-        let colour = format!("#{r:02X}{g:02X}{b:02X}");
+        let color = format!("#{r:02X}{g:02X}{b:02X}");
         svg = svg
             .replace(
-                &format!("fill=\"{colour}\""),
+                &format!("fill=\"{color}\""),
                 &format!("class=\"f-{class}\""),
             )
             .replace(
-                &format!("stroke=\"{colour}\""),
+                &format!("stroke=\"{color}\""),
                 &format!("class=\"s-{class}\""),
             );
     }
@@ -351,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn no_stand_in_colour_is_left_in_a_chart() {
+    fn no_placeholder_color_is_left_in_a_chart() {
         let points = (0..50)
             .map(|x| (f64::from(x), f64::from(x).sqrt()))
             .collect();

@@ -166,6 +166,7 @@ fn breakdown(report: &Report) -> String {
     for (phase, share) in summary::shares(&seconds) {
         let percent = share * 100.0;
         let name = phase.name();
+        // Below this a phase is narrower than half a pixel.
         if percent >= 0.05 {
             // A label fits from about this width on.
             let label = if percent >= 7.0 {
