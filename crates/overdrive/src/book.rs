@@ -35,6 +35,7 @@ pages! {
     generation = "crates/generation.md";
     kv_cache = "crates/kv-cache.md";
     lora = "crates/lora.md";
+    nn = "crates/nn.md";
     onnx = "crates/onnx.md";
     optim = "crates/optim.md";
     precision = "crates/precision.md";
