@@ -41,6 +41,7 @@ impl Context {
             cache: autocast::cache_enabled()?,
             random: generators(&devices)?,
         };
+        // Counts as an autocast region, so that regions inside the closure do not clear the cache of casts.
         autocast::increment_nesting()?;
         set_states(&self.autocast)?;
         autocast::set_cache_enabled(self.cache)?;

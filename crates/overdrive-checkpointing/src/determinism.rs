@@ -70,6 +70,7 @@ pub(crate) struct LogMode(pub(crate) Arc<Log>);
 
 impl DispatchMode for LogMode {
     fn after(&self, call: &OperatorCall) -> CallbackResult<()> {
+        // Shapes, because a changed shape is the usual difference between two passes.
         let tensors = call.tensors()?;
         let shapes: Vec<String> = tensors.iter().map(|t| format!("{:?}", t.size())).collect();
         let line = format!("{} -> {}", call.full_name(), shapes.join(", "));

@@ -100,8 +100,8 @@ impl OffloadGuard {
 /// Around checkpoints it offloads their inputs, the only tensors that they save.
 ///
 /// # Errors
-/// [`Error::Common`] if the file cannot be created. Later errors are those of the operator that saves a
-/// tensor, or of backward.
+/// [`Error::Common`](crate::Error::Common) if the file cannot be created. Later errors are those of the
+/// operator that saves a tensor, or of backward.
 ///
 /// ```
 /// use overdrive_checkpointing::{OffloadOptions, SavedTo, offload_saved_tensors};

@@ -481,13 +481,13 @@ fn read_content(candidate: &Candidate, options: &CorpusOptions) -> Result<Conten
     // The length is that of the bytes read: the file may have grown since it was listed.
     let mut bytes = 0;
     // The number of bytes at the start of the block that begin an incomplete character of the last block.
-    let mut begun = 0;
+    let mut incomplete = 0;
     loop {
-        if begun == block.len() {
+        if incomplete == block.len() {
             // A character has at most four bytes, so the incomplete one needs no more room.
             block.resize(block.len() + 4, 0);
         }
-        let read = match file.read(&mut block[begun..]) {
+        let read = match file.read(&mut block[incomplete..]) {
             Ok(read) => read,
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
             Err(error) => return Err(CommonError::io("read", path)(error).into()),
@@ -495,10 +495,10 @@ fn read_content(candidate: &Candidate, options: &CorpusOptions) -> Result<Conten
         if read == 0 {
             break;
         }
-        hasher.update(&block[begun..begun + read]);
+        hasher.update(&block[incomplete..incomplete + read]);
         bytes += read as u64;
-        let end = begun + read;
-        begun = match std::str::from_utf8(&block[..end]) {
+        let end = incomplete + read;
+        incomplete = match std::str::from_utf8(&block[..end]) {
             Ok(_) => 0,
             // The block ends within a character, whose rest comes with the next block.
             Err(error) if error.error_len().is_none() => {
@@ -510,7 +510,7 @@ fn read_content(candidate: &Candidate, options: &CorpusOptions) -> Result<Conten
     }
     Ok(match bytes {
         0 => Content::Empty,
-        _ if begun > 0 => Content::NotUtf8,
+        _ if incomplete > 0 => Content::NotUtf8,
         _ => Content::Text {
             bytes,
             digest: Sha256Digest::finish(hasher),

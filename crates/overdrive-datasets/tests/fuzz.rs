@@ -8,7 +8,7 @@
 #[path = "common/fuzz.rs"]
 mod fuzz;
 
-/// What the program itself, the threads and the allocator take; inputs are a few kilobytes.
+/// The memory that the program, its threads and the allocator may take; inputs are a few kilobytes.
 const MAX_GROWTH_MIB: u64 = 256;
 
 // One test, so that nothing else in this process takes memory meanwhile.

@@ -108,7 +108,7 @@ fn processes_that_build_one_index_at_once_all_succeed_and_leave_one_index() {
     }
 }
 
-/// The one file of the folder that ends so.
+/// Returns the only file of the folder whose name has this end.
 fn only(folder: &Path, end: &str) -> PathBuf {
     let entries = std::fs::read_dir(folder)
         .unwrap()

@@ -1,4 +1,4 @@
-//! Token stores: what is written is read, and what is damaged is refused by name.
+//! Token stores: round trips, and errors that name the damage.
 #![allow(
     clippy::unwrap_used,
     reason = "tests and their helpers fail by panicking"
@@ -78,7 +78,7 @@ fn change(path: &Path, edit: impl FnOnce(&mut Vec<u8>)) {
     std::fs::write(path, bytes).unwrap();
 }
 
-/// What opening says of a store that was edited.
+/// Returns the error of opening a store after an edit.
 fn error_after(edit: impl FnOnce(&mut Vec<u8>)) -> Error {
     let dir = tempfile::tempdir().unwrap();
     let path = store(dir.path(), 50, &[vec![1, 2, 3], vec![4, 5]])

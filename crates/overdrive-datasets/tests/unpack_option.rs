@@ -1,4 +1,4 @@
-//! Unpacking into the cache: alone in its file, since it says where the cache is.
+//! Unpacking into the cache. It is a target of its own, since it sets the environment variable of the cache.
 #![allow(
     clippy::unwrap_used,
     unsafe_code,

@@ -1,6 +1,7 @@
 use std::ops::ControlFlow;
 use std::time::Instant;
 
+use overdrive_core::random::entropy;
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
 
@@ -12,7 +13,6 @@ use crate::{
     Choice, Constraint, Error, FinishReason, GenerateOptions, GenerateOutput, GenerateTimings,
     GeneratedToken, GenerationConfig, Result, Sampler, TokenLogprobs, TokenMask,
 };
-use overdrive_core::random::entropy;
 
 /// The callback of each new token.
 pub(crate) type OnToken<'a> = dyn FnMut(GeneratedToken<'_>) -> ControlFlow<()> + 'a;

@@ -1,9 +1,10 @@
+use overdrive_core::random::Generator;
+
 use crate::candidates::Candidates;
 use crate::logprobs::{Logprobs, TokenLogprobs};
 use crate::processors::{History, TokenCounts, changes, process};
 use crate::vector_math::{arg_max, sum_exp};
 use crate::{Error, GenerationConfig, LogprobsMode, Result, TokenMask};
-use overdrive_core::random::Generator;
 
 /// A sampler that chooses the next token of one row from its logits.
 ///

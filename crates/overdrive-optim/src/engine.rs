@@ -246,6 +246,7 @@ impl<R: Rule> Engine<R> {
         let lacking: Vec<usize> = (0..self.entries.len())
             .filter(|&index| self.entries[index].state.is_none() && chosen(index))
             .collect();
+        // The usual case after the first step.
         if lacking.is_empty() {
             return Ok(());
         }

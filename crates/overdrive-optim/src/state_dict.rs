@@ -12,6 +12,7 @@ use tch::Tensor;
 #[derive(Debug)]
 pub struct StateDict {
     /// The tensors. Those that `state_dict` returns share memory with the optimizer.
+    // Ordered, so that the same state gives the same file.
     pub tensors: BTreeMap<String, Tensor>,
     /// The hyper-parameters and the list of parameters.
     pub metadata: serde_json::Value,

@@ -69,6 +69,8 @@ impl StateDict {
     }
 }
 
+// A blanket implementation, so that optimizers implement one trait only; the types below are implemented
+// one by one because they are not optimizers.
 impl<O: Optimizer + ?Sized> Stateful for O {
     fn state_dict(&self) -> Result<StateDict, StateError> {
         Ok(Optimizer::state_dict(self)?)

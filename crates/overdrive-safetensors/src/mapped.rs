@@ -146,7 +146,7 @@ impl<'a> StoredTensor<'a> {
     /// # Errors
     /// [`Error::UnreadableFormat`] for a dtype without a kind, and errors of libtorch.
     pub fn copy_to_tensor(&self, kind: Option<Kind>, device: Device) -> Result<Tensor> {
-        let kind = kind.unwrap_or(self.readable()?);
+        let kind = kind.unwrap_or(self.readable_kind()?);
         let target = Tensor::f_empty(&self.shape, (kind, device))?;
         self.copy_into(&target)?;
         Ok(target)
@@ -158,7 +158,7 @@ impl<'a> StoredTensor<'a> {
     /// # Errors
     /// [`Error::Common`] for another shape, [`Error::UnreadableFormat`], and errors of libtorch.
     pub fn copy_into(&self, target: &Tensor) -> Result<()> {
-        let from = self.readable()?;
+        let from = self.readable_kind()?;
         // The detached tensor shares the memory: writing to a parameter must not be recorded by autograd.
         let mut target = target.f_detach()?;
         if target.size() != self.shape {
@@ -192,7 +192,7 @@ impl<'a> StoredTensor<'a> {
         Ok(())
     }
 
-    fn readable(&self) -> Result<Kind> {
+    fn readable_kind(&self) -> Result<Kind> {
         self.kind().ok_or_else(|| Error::UnreadableFormat {
             name: self.name.clone(),
             format: self.format(),

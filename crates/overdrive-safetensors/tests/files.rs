@@ -281,7 +281,7 @@ fn a_write_that_fails_leaves_nothing_behind() {
     assert_eq!(names_in(folder.path()), ["taken"]);
 }
 
-/// Run by [`a_full_disk_is_an_error_and_leaves_the_old_file`] in a process whose files may not grow.
+/// A child process of [`a_full_disk_is_an_error_and_leaves_the_old_file`], whose file size is limited.
 #[test]
 #[ignore = "run by another test, under a limit"]
 fn child_writes_more_than_it_may() {

@@ -42,7 +42,7 @@ impl SaveJob {
                 let _ = fs::remove_dir_all(&temporary);
             } else {
                 // Rank 0 sees this file and need not wait for the timeout.
-                let _ = File::create(temporary.join(failed(self.rank)));
+                let _ = File::create(temporary.join(failed_file(self.rank)));
             }
         }
         written
@@ -61,7 +61,7 @@ impl SaveJob {
         let path = path_of(&self.folder, self.step);
         if self.rank != 0 {
             let bytes = files.iter().map(|file| file.bytes).sum();
-            write_json(&temporary.join(done(self.rank)), &files)?;
+            write_json(&temporary.join(done_file(self.rank)), &files)?;
             self.wait_for_rank_0(temporary, &path)?;
             return Ok((path, bytes));
         }
@@ -79,7 +79,7 @@ impl SaveJob {
 
     /// Waits until another rank has written its entries, and returns its files.
     fn wait_for_rank(&self, temporary: &Path, rank: usize) -> Result<Vec<FileEntry>> {
-        let list = temporary.join(done(rank));
+        let list = temporary.join(done_file(rank));
         let lost = |reason: String| Error::Peer {
             rank,
             step: self.step,
@@ -87,7 +87,7 @@ impl SaveJob {
         };
         let deadline = Instant::now() + self.peer_timeout;
         while !list.exists() {
-            if temporary.join(failed(rank)).exists() {
+            if temporary.join(failed_file(rank)).exists() {
                 return Err(lost("it failed; its own output has the error".into()));
             }
             if Instant::now() >= deadline {
@@ -113,9 +113,9 @@ impl SaveJob {
         // Rank 0 renames the folder when it has succeeded, and removes it when it has failed.
         while temporary.exists() {
             if Instant::now() >= deadline {
-                return Err(lost(self.too_late()));
+                return Err(lost(self.timeout_reason()));
             }
-            thread::sleep(POLL);
+            thread::sleep(POLL_INTERVAL);
         }
         match path.join(MANIFEST).exists() {
             true => Ok(()),
@@ -129,11 +129,11 @@ impl SaveJob {
     }
 }
 
-fn done(rank: usize) -> String {
+fn done_file(rank: usize) -> String {
     format!(".rank-{rank}.done")
 }
 
-fn failed(rank: usize) -> String {
+fn failed_file(rank: usize) -> String {
     format!(".rank-{rank}.failed")
 }
 

@@ -22,7 +22,7 @@ impl Staging {
         entries
             .into_iter()
             .map(|entry| {
-                let mut copy = |(name, tensor): (String, Tensor)| {
+                let copy = |(name, tensor): (String, Tensor)| -> Result<(String, Tensor)> {
                     let copy = self.copy_tensor(&entry.name, &name, &tensor)?;
                     Ok((name, copy))
                 };
@@ -31,7 +31,7 @@ impl Staging {
                         Content::Tensors(tensors.into_iter().map(copy).collect::<Result<_>>()?)
                     }
                     Content::State(StateDict { tensors, metadata }) => Content::State(StateDict {
-                        tensors: tensors.into_iter().map(&mut copy).collect::<Result<_>>()?,
+                        tensors: tensors.into_iter().map(copy).collect::<Result<_>>()?,
                         metadata,
                     }),
                     bytes => bytes,

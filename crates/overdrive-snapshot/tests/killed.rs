@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use common::{check, failures, litter, open, state, steps};
 
-/// Large enough that a kill often falls into the writing.
+/// The number of elements: large enough that a kill often happens during the writing.
 const ELEMENTS: i64 = 1 << 18;
 const FOLDER: &str = "OVERDRIVE_SNAPSHOT_TEST_FOLDER";
 
@@ -18,7 +18,7 @@ fn folder() -> Option<PathBuf> {
     std::env::var_os(FOLDER).map(PathBuf::from)
 }
 
-/// The program again, running only `test` as a writer into `folder`.
+/// Returns a command that runs only `test` of this program as a writer into `folder`.
 fn again(test: &str, folder: &Path) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
@@ -28,7 +28,7 @@ fn again(test: &str, folder: &Path) -> Command {
     command
 }
 
-/// The writer: goes on after the newest snapshot until it is killed.
+/// The writer, which resumes from the newest snapshot until it is killed.
 #[test]
 #[ignore = "the other process of the tests here"]
 fn writes_until_it_is_killed() {
@@ -92,7 +92,7 @@ fn no_kill_damages_the_newest_complete_snapshot() {
     assert!(litters > 0, "no kill fell into a save");
 }
 
-/// The writer on a full disk: what fits was saved, the next does not fit, and training goes on.
+/// The writer on a full disk: the first snapshots fit, the next does not, and training continues.
 #[test]
 #[ignore = "the other process of the tests here"]
 fn writes_where_there_is_no_room() {

@@ -258,10 +258,7 @@ fn backward_after_its_scope_is_an_error_that_says_so() {
             .unwrap()
     });
     let error = y.sum(Kind::Float).f_backward().unwrap_err().to_string();
-    assert!(
-        error.contains("called after its scope ended"),
-        "{error}"
-    );
+    assert!(error.contains("called after its scope ended"), "{error}");
 }
 
 #[test]

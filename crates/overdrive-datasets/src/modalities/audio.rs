@@ -42,14 +42,14 @@ pub(super) fn decode(path: &Path, excerpt: &Excerpt) -> Outcome<Mono> {
 
 /// Returns the duration of the file by its header in seconds; `None` if the header does not have it.
 pub(super) fn duration_s(path: &Path) -> Outcome<Option<f64>> {
-    let look = || {
+    let read_header = || {
         let opened = AudioFile::new(path)?;
         let rate = opened.parameters.sample_rate;
         let seconds = |(frames, rate): (u64, u32)| frames as f64 / f64::from(rate);
         Ok(opened.frames.zip(rate).map(seconds))
     };
     // A file without a usable header is not an error here: decoding it reports the reason.
-    catch_unwind(AssertUnwindSafe(look)).unwrap_or(Ok(None))
+    catch_unwind(AssertUnwindSafe(read_header)).unwrap_or(Ok(None))
 }
 
 struct AudioFile {

@@ -58,8 +58,8 @@ impl PackPlan {
                 best_fit_decreasing(cut.collect(), width)
             }
             PackingStrategy::BfdSplit => {
-                let segments_of = whole.flat_map(|segment| segments_of(segment, width));
-                best_fit_decreasing(segments_of.collect(), width)
+                let segments = whole.flat_map(|segment| split_segment(segment, width));
+                best_fit_decreasing(segments.collect(), width)
             }
             PackingStrategy::Wrapped => wrapped(whole, width),
         };
@@ -168,10 +168,10 @@ fn numbered(lengths: &[u32]) -> Result<impl Iterator<Item = Segment>> {
     }))
 }
 
-fn segments_of(whole: Segment, width: u32) -> impl Iterator<Item = Segment> {
-    (0..whole.len.div_ceil(width)).map(move |piece| Segment {
-        start: piece * width,
-        len: width.min(whole.len - piece * width),
+fn split_segment(whole: Segment, width: u32) -> impl Iterator<Item = Segment> {
+    (0..whole.len.div_ceil(width)).map(move |number| Segment {
+        start: number * width,
+        len: width.min(whole.len - number * width),
         ..whole
     })
 }

@@ -163,9 +163,9 @@ impl Dataset for CsvRecords {
             let (text, ends) = split(bytes, &self.scan)?;
             let columns = self.columns.0.len();
             if ends.len() != columns && !self.flexible {
-                let whence = if self.has_header { "the header" } else { "the first row" };
+                let reference = if self.has_header { "the header" } else { "the first row" };
                 return Err(format!(
-                    "{} field(s), and {whence} has {columns}; set CsvOptions::flexible to accept it",
+                    "{} field(s), and {reference} has {columns}; set CsvOptions::flexible to accept it",
                     ends.len()
                 ));
             }

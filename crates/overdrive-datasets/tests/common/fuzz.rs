@@ -1,40 +1,43 @@
-//! Inputs by mutation for everything here that reads bytes from outside (Parquet and Arrow are left to their
-//! crates): shared by the bounded run in the tests and
-//! the one by command (`examples/fuzz_parsers.rs`).
+//! Mutation fuzzing of everything in this crate that reads bytes from outside (Parquet and Arrow are left to their
+//! crates). The bounded run of the tests and the unbounded one (`examples/fuzz_parsers.rs`) share it.
 //!
-//! An input is made of a sound one by a few changes, drawn from a seed and the number of the case, so that a case
-//! can be made again. Whatever the input, reading it gives records or errors: no panic, and no more memory than
-//! the input explains.
+//! An input is made from a valid one by a few changes, drawn from a seed and the number of the case, so that a case
+//! can be repeated. For any input, reading gives records or errors: no panic, and no more memory than the input
+//! explains.
 
-use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use overdrive_core::random::random_u64;
 use overdrive_datasets::{
     CsvOptions, CsvRecords, Dataset, IndexLocation, IndexOptions, InstructionRecord, JsonLayout,
-    JsonOptions, JsonRecords, Result, SampleBy, StoreOptions, TextLines, TextOptions, TokenStore,
-    TokenStoreWriter, TokenWidth, WebDataset, find_files,
+    JsonOptions, JsonRecords, Result, SampleBy, TextLines, TextOptions, TokenStore, TokenWidth,
+    WebDataset, find_files,
 };
 use serde_json::Value;
+
+use self::inputs::{bgzip, fixture, token_store, zstd_raw};
+
+#[path = "fuzz_inputs.rs"]
+mod inputs;
 
 /// One reader of bytes from outside.
 pub(crate) struct Target {
     pub(crate) name: &'static str,
-    /// Sound inputs.
+    /// The valid inputs.
     seeds: Vec<Vec<u8>>,
-    /// What the format is made of.
+    /// The elements of the format, which mutations insert.
     words: &'static [&'static str],
     /// Reads the file at this path; the number is of the case, for options.
     read: fn(&Path, u64) -> Result<()>,
     extension: &'static str,
 }
 
-/// What a number of cases came to.
+/// The outcome of a number of cases.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Outcome {
     pub(crate) cases: u64,
-    /// Cases that gave an error; the others were read to their end.
+    /// The number of cases that gave an error; the others were read to their end.
     pub(crate) errors: u64,
 }
 
@@ -227,7 +230,7 @@ impl Target {
         }
     }
 
-    /// A sound input with up to eight changes.
+    /// Returns a valid input with up to eight changes.
     fn input(&self, seed: u64, number: u64) -> Vec<u8> {
         let mut draws = 0;
         let mut draw = |bound: usize| {
@@ -273,7 +276,7 @@ impl Target {
     }
 }
 
-/// Every record; the first error is the outcome, and does not end it.
+/// Reads every record and returns the first error, without stopping at it.
 fn read_all<D: Dataset>(dataset: &D) -> Result<()> {
     // A short file has few records, whatever is in it.
     assert!(dataset.len() <= 1 << 20, "{} records", dataset.len());
@@ -375,7 +378,8 @@ fn read_raw_tokens(path: &Path, number: u64) -> Result<()> {
     store.tokens(0..store.len()).map(drop)
 }
 
-/// The bytes are not the input: they say which index to damage. Data of a megabyte, so that it has one.
+/// Damages the index of valid data at the offset that the bytes give. The data has a megabyte, so that it has an
+/// index file.
 fn read_with_damaged_index(path: &Path, number: u64) -> Result<()> {
     let dir = path.parent().expect("a folder").join("index_file");
     std::fs::create_dir_all(&dir).expect("a folder for temporary files");
@@ -439,62 +443,7 @@ fn write(path: &Path, bytes: &[u8]) {
     std::fs::write(path, bytes).expect("room in the folder for temporary files");
 }
 
-fn fixture(name: &str) -> Vec<u8> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests/fixtures")
-        .join(name);
-    std::fs::read(path).expect("a fixture, made by the gen_*.py beside it")
-}
-
-fn token_store() -> Vec<u8> {
-    let dir = tempfile::tempdir().expect("a folder for temporary files");
-    let path = dir.path().join("seed.tokens");
-    let mut writer = TokenStoreWriter::create(&path, StoreOptions::new(300)).expect("a store");
-    for document in [&[1, 2, 3][..], &[299], &[7; 50]] {
-        writer
-            .push_document(document, 10)
-            .expect("tokens of the vocabulary");
-    }
-    writer.finish().expect("a store");
-    std::fs::read(path).expect("the store")
-}
-
-/// Blocks of BGZF with their end mark, 40 bytes of data each.
-fn bgzip(data: &[u8]) -> Vec<u8> {
-    let mut out = Vec::new();
-    for part in data.chunks(40).chain([&[][..]]) {
-        let mut encoder =
-            flate2::write::DeflateEncoder::new(Vec::new(), flate2::Compression::fast());
-        encoder.write_all(part).expect("a vector takes all");
-        let deflated = encoder.finish().expect("a vector takes all");
-        let size = 12 + 6 + deflated.len() + 8;
-        out.extend([
-            0x1f, 0x8b, 8, 4, 0, 0, 0, 0, 0, 0xff, 6, 0, b'B', b'C', 2, 0,
-        ]);
-        out.extend(((size - 1) as u16).to_le_bytes());
-        out.extend(deflated);
-        let mut crc = flate2::Crc::new();
-        crc.update(part);
-        out.extend(crc.sum().to_le_bytes());
-        out.extend((part.len() as u32).to_le_bytes());
-    }
-    out
-}
-
-/// A frame of Zstandard for each 50 bytes of data, stored without compression.
-fn zstd_raw(data: &[u8]) -> Vec<u8> {
-    let mut out = Vec::new();
-    for part in data.chunks(50) {
-        // A single segment whose size is one byte; one last block, raw.
-        out.extend([0x28, 0xb5, 0x2f, 0xfd, 0x20, part.len() as u8]);
-        let header = (part.len() as u32) << 3 | 1;
-        out.extend(&header.to_le_bytes()[..3]);
-        out.extend(part);
-    }
-    out
-}
-
-/// The most memory that this process had so far, in MiB; `None` where the system does not say.
+/// Returns the peak memory of this process in MiB; `None` if the system does not report it.
 pub(crate) fn peak_mib() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status

@@ -1,4 +1,4 @@
-//! Helpers of the tests.
+//! Shared helpers of the tests.
 #![allow(dead_code, reason = "each test file uses some of them")]
 
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use overdrive_datasets::{StoreOptions, TokenStore, TokenStoreWriter, Tokenizer, load_tokenizer};
 use proptest::prelude::ProptestConfig;
 
-/// So many cases of a property, or as many as `PROPTEST_CASES` says: for a longer search by hand.
+/// Returns a configuration with `count` cases, or with `PROPTEST_CASES` for a longer search by hand.
 pub(crate) fn cases(count: u32) -> ProptestConfig {
     match std::env::var_os("PROPTEST_CASES") {
         Some(_) => ProptestConfig::default(),
@@ -25,12 +25,12 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
     path
 }
 
-/// A byte-level tokenizer with 384 tokens, trained by this crate.
+/// Returns a byte-level tokenizer with 384 tokens, trained by this crate.
 pub(crate) fn tokenizer() -> Tokenizer {
     load_tokenizer(fixture("tokenizer_fixture.json")).unwrap()
 }
 
-/// A store of documents; the text of a document counts three bytes a token.
+/// Returns a store of documents; the text of a document counts three bytes a token.
 pub(crate) fn store(dir: &Path, vocab_size: u64, documents: &[Vec<u32>]) -> TokenStore {
     let mut writer =
         TokenStoreWriter::create(dir.join("test.tokens"), StoreOptions::new(vocab_size)).unwrap();
@@ -42,12 +42,12 @@ pub(crate) fn store(dir: &Path, vocab_size: u64, documents: &[Vec<u32>]) -> Toke
     writer.finish().unwrap()
 }
 
-/// A store of the tokens 0, 1, 2, ... in one document.
+/// Returns a store of the tokens 0, 1, 2, ... in one document.
 pub(crate) fn counting_store(dir: &Path, tokens: u32) -> TokenStore {
     store(dir, u64::from(tokens), &[(0..tokens).collect()])
 }
 
-/// Files with these names and contents under `dir`.
+/// Writes files with these names and contents under `dir`.
 pub(crate) fn write_files<C: AsRef<[u8]>>(dir: &Path, files: &[(&str, C)]) {
     for (name, content) in files {
         let path = dir.join(name);
@@ -56,7 +56,7 @@ pub(crate) fn write_files<C: AsRef<[u8]>>(dir: &Path, files: &[(&str, C)]) {
     }
 }
 
-/// Some Rust-like text, different for each number.
+/// Returns some Rust-like text, different for each number.
 pub(crate) fn text(number: usize) -> String {
     let mut text = format!("//! Module {number}.\n\nuse std::fmt;\n\n");
     for i in 0..=number % 7 {

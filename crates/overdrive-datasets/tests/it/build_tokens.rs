@@ -8,7 +8,7 @@ use overdrive_datasets::{
     Tokenizer, build_tokens, build_tokens_to,
 };
 
-/// A folder with 60 files of text.
+/// Returns a folder with 60 files of text.
 fn folder() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let files: Vec<_> = (0..60)

@@ -5,7 +5,7 @@ use std::path::Path;
 use crate::common::{text, write_files};
 use overdrive_datasets::{Corpus, CorpusOptions};
 
-/// A folder with 60 files of text.
+/// Returns a folder with 60 files of text.
 fn folder() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let files: Vec<_> = (0..60)

@@ -16,7 +16,7 @@ struct Numbers {
     len: usize,
     broken: Vec<usize>,
     reads: Arc<AtomicUsize>,
-    /// Later ones are faster, so that workers finish out of order.
+    /// If `true`, some records are slower, so that workers finish out of order.
     uneven: bool,
 }
 

@@ -8,7 +8,7 @@ use overdrive_datasets::{
 };
 use tch::{Device, Kind, Tensor};
 
-/// Sequence `i` has `1 + i % 5` tokens `i`.
+/// A dataset whose sequence `i` has `1 + i % 5` tokens `i`.
 struct Sequences(usize);
 
 impl Dataset for Sequences {
@@ -23,7 +23,7 @@ impl Dataset for Sequences {
     }
 }
 
-/// Batches of `rows` in their order.
+/// Returns a loader of batches of `rows` in their order.
 fn loader_of<D: Dataset<Item = TokenizedExample> + 'static>(
     rows: D,
     layout: RowLayout,

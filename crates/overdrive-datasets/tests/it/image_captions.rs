@@ -1,4 +1,4 @@
-//! Images come out as Pillow makes them.
+//! Images are decoded and resized as by Pillow.
 
 use std::collections::BTreeMap;
 

@@ -19,7 +19,7 @@ fn all<D: Dataset>(dataset: &D) -> Vec<D::Item> {
         .collect()
 }
 
-/// A file that is large enough for an index file of its own.
+/// Returns a file that is large enough for an index file of its own.
 fn large_text(dir: &Path) -> (PathBuf, Vec<String>) {
     let lines: Vec<String> = (0..40_000)
         .map(|i| format!("line {i} {}", "x".repeat(i % 60)))

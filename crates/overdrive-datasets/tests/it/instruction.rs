@@ -1,4 +1,4 @@
-//! Instruction data: what becomes tokens, what is learned, and how batches are laid out.
+//! Instruction data: the tokens, and the labels that enter the loss.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,9 +19,9 @@ fn encoder(options: EncodeOptions) -> InstructionEncoder {
     InstructionEncoder::new(tokenizer, None, end, options).unwrap()
 }
 
-/// `<role>content</role>` without any mark of what is learned.
+/// A template `<role>content</role>` that does not mark the answers.
 struct Tags {
-    /// Leaves out what the assistant said before the last message, as templates do with thoughts.
+    /// If `true`, the assistant's messages before the last one are left out, as templates do with reasoning.
     forgets: bool,
 }
 
@@ -62,7 +62,7 @@ fn record(json: &Value) -> InstructionRecord {
     InstructionRecord::from_json(json.to_string().as_bytes()).unwrap()
 }
 
-/// The text of all tokens, and that of the learned ones.
+/// Returns the text of all tokens, and that of the learned ones.
 fn texts(encoder: &InstructionEncoder, example: &TokenizedExample) -> (String, String) {
     let decode = |ids: Vec<u32>| encoder.tokenizer().decode(&ids, false).unwrap();
     let learned = example
@@ -262,7 +262,7 @@ fn write(dir: &Path, name: &str, lines: &[String]) -> PathBuf {
     path
 }
 
-/// Records whose answers have this many letters.
+/// Returns records whose answers have this many letters.
 fn lines(letters: &[usize]) -> Vec<String> {
     let line = |(index, &count): (usize, &usize)| {
         let answer: String = (0..count)

@@ -13,7 +13,7 @@ use proptest::prelude::*;
 use serde_json::json;
 use tch::{Device, Tensor};
 
-/// Records whose answers have this many letters.
+/// Writes records whose answers have this many letters.
 fn write(dir: &Path, letters: &[usize]) -> PathBuf {
     let line = |(index, &count): (usize, &usize)| {
         let answer: String = (0..count)

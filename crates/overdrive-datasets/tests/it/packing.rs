@@ -17,7 +17,7 @@ fn cases() -> Vec<Case> {
     serde_json::from_slice(&std::fs::read(fixture("packing.json")).unwrap()).unwrap()
 }
 
-/// Each row as sequence, first token and length of its parts.
+/// Returns each row as sequence, first token and length of its segments.
 fn rows(plan: &PackPlan) -> Vec<Vec<[u32; 3]>> {
     let parts = |row| {
         plan.row(row)

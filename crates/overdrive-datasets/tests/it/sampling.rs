@@ -7,7 +7,7 @@ use overdrive_datasets::{
 };
 use proptest::prelude::*;
 
-/// Lengths as texts have them: many short ones, a few long ones.
+/// Returns lengths that are distributed as those of texts: many short ones and a few long ones.
 fn lengths(count: usize, seed: u64) -> Vec<u32> {
     let length = |i| {
         let x = uniform_below(1000, seed, 0, i) as f64 / 1000.0;
@@ -22,7 +22,7 @@ fn epoch<B: BatchSampler>(batches: &B, epoch: u64) -> Vec<Vec<usize>> {
         .collect()
 }
 
-/// The batches of all processes of an epoch, one list a process.
+/// Returns the batches of all processes of an epoch, one list a process.
 fn all_ranks<B: BatchSampler>(
     world_size: usize,
     last: LastShare,

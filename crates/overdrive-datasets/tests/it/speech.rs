@@ -1,4 +1,4 @@
-//! Speech comes out as soundfile and torchaudio make it (`fixtures/gen_speech.py`).
+//! Speech is decoded and resampled as by soundfile and torchaudio (`fixtures/gen_speech.py`).
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ fn floats(name: &str) -> Vec<f32> {
         .collect()
 }
 
-/// Options that find the fixtures' sounds.
+/// Returns options with the folder of the fixtures' audio files.
 fn options() -> SpeechOptions {
     SpeechOptions {
         folder: Some(fixture("speech")),

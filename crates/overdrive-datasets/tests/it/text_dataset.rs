@@ -1,4 +1,4 @@
-//! Texts as tokens, and records of text files that are no lines.
+//! Tokenized texts, and paragraphs and documents of text files.
 
 use crate::common::{tokenizer, write_files};
 use overdrive_datasets::{
@@ -8,7 +8,7 @@ use overdrive_datasets::{
 use proptest::prelude::*;
 use tokenizers::processors::template::TemplateProcessing;
 
-/// With `<|endoftext|>` in front of a text and behind it, as BERT has its tokens.
+/// Returns a tokenizer that puts `<|endoftext|>` before and after a text, as BERT does with its tokens.
 fn with_special_tokens() -> Tokenizer {
     let mut tokenizer = tokenizer();
     let id = tokenizer.token_to_id("<|endoftext|>").unwrap();

@@ -8,7 +8,7 @@ use overdrive_datasets::{
 };
 use proptest::prelude::*;
 
-/// Numbers from `first` on; those divisible by 100 cannot be read if `broken`.
+/// A dataset of the numbers from `first` on; if `broken` is `true`, those divisible by 100 cannot be read.
 #[derive(Debug, Clone, Copy)]
 struct Numbers {
     first: usize,

@@ -14,7 +14,7 @@ fn counting_view(dir: &std::path::Path, tokens: u32) -> TokenView {
     TokenView::new(counting_store(dir, tokens))
 }
 
-/// Batches of windows pass after pass, of which one has `batches`.
+/// Returns a loader of windows whose passes have `batches` batches.
 fn loader(
     windows: &RandomWindows,
     batch_size: usize,
@@ -27,7 +27,7 @@ fn loader(
     DataLoader::with(windows.clone(), batches, Ok, DataLoaderOptions::default()).unwrap()
 }
 
-/// The next batches, over the ends of passes; their tokens.
+/// Returns the tokens of the next batches, across passes.
 fn take(loader: &mut DataLoader<Vec<TokenizedExample>>, count: usize) -> Vec<Vec<i64>> {
     let batches = std::iter::repeat_with(|| loader.next_batch()).flatten();
     let tokens = |rows: Vec<TokenizedExample>| rows.into_iter().flat_map(|row| row.input_ids);

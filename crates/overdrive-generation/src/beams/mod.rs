@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use overdrive_core::random::{Generator, entropy};
 use overdrive_transformer::CausalLm;
 
 use crate::decoder::{Decoder, to_host};
@@ -12,7 +13,6 @@ use crate::{
     FinishReason, GenerateOptions, GenerateOutput, GenerateTimings, GeneratedToken,
     GenerationConfig, Result,
 };
-use overdrive_core::random::{Generator, entropy};
 
 mod scorer;
 mod search;

@@ -1,10 +1,11 @@
 //! The scores of all continuations of a prompt's beams by one token.
 
+use overdrive_core::random::Generator;
+
 use crate::candidates::Candidates;
 use crate::processors::{History, TokenCounts, process};
 use crate::vector_math::{for_each_from, kth_best, maximum, sum_exp};
 use crate::{Error, GenerationConfig, Result, TokenMask};
-use overdrive_core::random::Generator;
 
 /// A continuation of a beam by one token.
 #[derive(Debug, Clone, Copy, PartialEq)]

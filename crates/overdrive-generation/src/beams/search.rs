@@ -1,6 +1,7 @@
+use overdrive_core::random::Generator;
+
 use super::scorer::{Continuation, Scorer};
 use crate::{Constraint, EarlyStopping, Error, FinishReason, GenerationConfig, Result, TokenMask};
-use overdrive_core::random::Generator;
 
 /// The score of a beam that cannot win: below any sum of log-probabilities, as in transformers.
 const IMPOSSIBLE: f32 = -1e9;

@@ -2,6 +2,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
 
+use overdrive_core::random::entropy;
 use overdrive_kv_cache::{PagedCache, PagedCacheConfig, SequenceId};
 use tch::{Device, Tensor};
 use tokenizers::Tokenizer;
@@ -13,7 +14,6 @@ use super::scheduler::{Arrival, Chunk, Limits, ScheduledSequence, Scheduler};
 use super::statistics::{EngineStatistics, LatencyWindow};
 use crate::decoder::to_host;
 use crate::{EngineConfig, Error, FinishReason, Result};
-use overdrive_core::random::entropy;
 
 /// An inference engine that continues many prompts at once and keeps the batch full: requests join and
 /// leave at any step.

@@ -83,6 +83,7 @@ impl FromStr for LrSchedulerType {
     fn from_str(name: &str) -> Result<Self, Error> {
         let found = Self::ALL.into_iter().find(|kind| kind.name() == name);
         found.ok_or_else(|| {
+            // From the list, so that a new type appears in the message.
             let names = Self::ALL.map(Self::name).join(", ");
             let expected = format!("one of {names}");
             overdrive_core::Error::option("lr_scheduler_type", format!("`{name}`"), expected).into()

@@ -146,6 +146,7 @@ impl ScheduleOptions {
         if self.timescale == Some(0) {
             return bad("timescale", 0.0, "at least 1");
         }
+        // Half a restart would end in the middle of a cycle.
         if let (LrSchedulerType::CosineWithRestarts, Some(cycles)) = (kind, self.num_cycles)
             && (cycles < 1.0 || cycles.fract() != 0.0)
         {

@@ -25,7 +25,7 @@ pub(crate) fn state(step: u64, elements: i64) -> Contents {
     state
 }
 
-/// Whether everything in the snapshot is that of its step.
+/// Checks that everything in the snapshot is that of its step.
 pub(crate) fn check(snapshot: &Snapshot, elements: i64) {
     let step = snapshot.step();
     let targets: Vec<(String, Tensor)> = weights(0, elements);
@@ -63,7 +63,7 @@ pub(crate) fn steps(manager: &SnapshotManager) -> Vec<u64> {
     manager.list().unwrap().iter().map(Snapshot::step).collect()
 }
 
-/// What is in the folder that no snapshot is.
+/// Returns the names in the folder that are not snapshots.
 pub(crate) fn litter(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).unwrap();
     let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());

@@ -269,7 +269,7 @@ fn a_folder_that_cannot_be_written_is_an_outcome_and_the_last_good_snapshot_stay
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Whatever byte of whatever file is changed, cut off or added, the snapshot is passed over.
+    /// Any byte of any file that is changed, removed or added makes the snapshot incomplete.
     #[test]
     fn all_damage_is_detected(file in 0usize..4, place in any::<u32>(), change in 1u8.., cut in any::<u8>()) {
         let dir = tempfile::tempdir().unwrap();
