@@ -1,6 +1,6 @@
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
-use overdrive_sys::named_operator::{self, NamedOperator};
 use overdrive_sys::gemm::mm_into;
+use overdrive_sys::named_operator::{self, NamedOperator};
 use overdrive_sys::{autocast, engine};
 use tch::{Kind, Tensor};
 
