@@ -1,9 +1,9 @@
-//! Claim: one AdamW step over the 13.8M weights of the `small` preset through libtorch's fused kernel
-//! runs at the speed of memory, and several times faster than in elementary operators (`plain`).
+//! Claim: one AdamW step over the 13.8M parameters of the `small` preset with libtorch's fused kernel runs at
+//! memory bandwidth, and several times faster than with elementary operators (`plain`).
 //!
-//! Analysis: the floor is the traffic: a step reads weight, gradient and two moments and writes three
-//! of them back, 7 · 4 bytes a weight, 385 MB here. Clipping (`clip`) reads and writes the gradients,
-//! 12 bytes a weight.
+//! Analysis: the lower bound is the memory traffic: a step reads parameter, gradient and two moments and writes
+//! three of them back, 7 · 4 bytes per parameter, 385 MB here. Clipping (`clip`) reads and writes the
+//! gradients, 12 bytes per parameter.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use overdrive::optim::{

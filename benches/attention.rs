@@ -1,14 +1,14 @@
-//! Claim: attention in blocks is at least three times as fast as unfused attention from T = 1024 on, on
-//! a CPU, forward and with backward, and its peak memory grows with T and not with T².
+//! Claim: on a CPU, blockwise attention is at least three times as fast as unfused attention from T = 1024 on,
+//! forward and with backward, and its peak memory grows with T and not with T².
 //!
-//! `unfused` is causal attention as a user of tch writes it: product, mask, softmax, product. `flash` is
-//! libtorch's CPU kernel (what `scaled_dot_product_attention` runs), `blockwise` that of
-//! overdrive-attention. Batch 2, 6 heads of 64.
+//! `unfused` is causal attention as a user of tch writes it: matmul, mask, softmax, matmul. `flash` is
+//! libtorch's CPU kernel (that of `scaled_dot_product_attention`), `blockwise` that of overdrive-attention.
+//! Batch 2, 6 heads of 64.
 //!
-//! Analysis: the floor is the products, 4 · B · H · T² · D / 2 operations forward and 2.5 times those
-//! backward. Unfused does twice as many, since a mask spares no work, and moves T² scores through memory
-//! several times. `windowed` has a window of 256 keys, in which the work grows with T alone; libtorch
-//! has no kernel for it.
+//! Analysis: the lower bound is the matmuls, 4 · B · H · T² · D / 2 operations forward and 2.5 times those
+//! backward. Unfused attention does twice as many, because a mask saves no work, and moves T² scores through
+//! memory several times. `windowed` has a window of 256 keys, whose work grows linearly with T; libtorch has no
+//! kernel for it.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use overdrive::sys::memory;
@@ -20,7 +20,7 @@ const BATCH: i64 = 2;
 const HEADS: i64 = 6;
 const DIM: i64 = 64;
 
-/// Query, key and value (B, H, T, D) as projections leave them: (B, T, H, D) in memory.
+/// Returns query, key and value (B, H, T, D) in the layout of projections: (B, T, H, D) in memory.
 fn inputs(length: i64) -> [Tensor; 3] {
     let one = |_| {
         let x = Tensor::randn([BATCH, length, HEADS, DIM], F32).transpose(1, 2);
@@ -49,7 +49,7 @@ fn fused([query, key, value]: &[Tensor; 3], backend: Backend, window: Window) ->
     attention(query, key, value, &options).expect("every option here has a kernel")
 }
 
-/// Most bytes held at once beyond the inputs.
+/// Returns the peak of the bytes that are allocated beyond the inputs.
 fn peak_mib(run: impl FnOnce()) -> f64 {
     let stats = || memory::stats(Device::Cpu).expect("the counting allocator is in place");
     let before = stats().allocated_bytes;

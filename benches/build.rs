@@ -1,4 +1,4 @@
-//! Makes binaries, tests and examples of this crate find libtorch when they start.
+//! Sets the run path of libtorch for the binaries, tests and examples of this crate.
 
 fn main() {
     overdrive_build::link();

@@ -1,12 +1,13 @@
-//! Claim: with √n segments the activations of n blocks take memory that grows with the root of depth, at
-//! one more forward pass; with every block checkpointed they take one input a block and the least at
-//! once; keeping the products (`selective`) lies between that and the plain run in memory and in time.
+//! Claim: with √n segments the activations of n blocks take memory that grows with the square root of the
+//! depth, at the cost of one more forward pass. With every block checkpointed they take one input per block,
+//! and the peak is the lowest. Keeping the matmul results (`selective`) lies between that and the plain run in
+//! memory and in time.
 //!
-//! Analysis: recomputing everything costs one more forward, which is 0.3 to 0.4 of a step (here the
-//! larger, because dropout draws its numbers in forward); segments leave out the last of them, and
-//! `selective` what products and attention take. Bytes are the peak over what was allocated before the
-//! step, with the gradients of the weights in place: the activations, and what backward itself needs at
-//! a time. The table is printed first, then criterion times the same steps.
+//! Analysis: full recomputation costs one more forward pass, 0.3 to 0.4 of a step (here the upper end, because
+//! dropout draws its random numbers in forward). Segments skip the last one, and `selective` skips matmuls and
+//! attention. Bytes are the peak above the allocations before the step, with the gradients of the weights in
+//! place: the activations and the temporaries of backward. The table is printed first, then criterion times
+//! the same steps.
 
 use std::time::Instant;
 
@@ -102,7 +103,7 @@ fn step(blocks: &[Shared<Block>], x: &Tensor, variant: &Variant) {
     y.square().mean(Kind::Float).backward();
 }
 
-/// Peak bytes of a step, and the least seconds of five.
+/// Returns the peak bytes of a step, and the minimum time of five in seconds.
 fn measure(blocks: &[Shared<Block>], x: &Tensor, variant: &Variant) -> (f64, f64) {
     let stats = || memory::stats(Device::Cpu).expect("the CPU is counted");
     let before = stats().allocated_bytes;
@@ -121,7 +122,7 @@ fn checkpointing(criterion: &mut Criterion) {
     let blocks: Vec<Shared<Block>> = (0..36).map(|_| Shared::new(Block::new())).collect();
     let x = Tensor::randn(INPUT, F32);
     let variants = variants();
-    // Makes the gradients, and fills the allocator's cache.
+    // Allocates the gradients, and fills the allocator's cache.
     step(&blocks, &x, &variants[0]);
 
     println!("| blocks | variant | peak MiB | of plain | ms | of plain |");

@@ -26,6 +26,7 @@ use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
+use overdrive::core::random::Generator;
 use overdrive::generation::{
     CacheShape, Engine, EngineConfig, EngineModel, GenerationConfig, RaggedStep, Request,
     generate_with,
@@ -58,35 +59,20 @@ struct Wanted {
     new: usize,
 }
 
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn uniform(&mut self) -> f64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
-    }
-
-    /// e to the power of a normal number (Box and Muller), cut.
-    fn length(&mut self, mean: f64, deviation: f64, most: f64) -> usize {
-        let (u, v) = (1.0 - self.uniform(), self.uniform());
-        let normal = (-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * v).cos();
-        (mean + deviation * normal).exp().clamp(4.0, most) as usize
-    }
+/// Returns a log-normal length, clipped to 4..=`most`.
+fn length(random: &mut Generator, mean: f64, deviation: f64, most: f64) -> usize {
+    (mean + deviation * random.normal()).exp().clamp(4.0, most) as usize
 }
 
 fn trace(requests: usize, vocabulary: i64) -> Vec<Wanted> {
-    let mut random = Random(5);
+    let mut random = Generator::new(5, 0);
     (0..requests)
         .map(|_| {
             let (prompt, new) = (
-                random.length(4.0, 0.8, 256.0),
-                random.length(4.2, 1.1, 512.0),
+                length(&mut random, 4.0, 0.8, 256.0),
+                length(&mut random, 4.2, 1.1, 512.0),
             );
-            let mut id = || (random.uniform() * vocabulary as f64) as i64;
+            let mut id = || random.below(vocabulary as u64) as i64;
             Wanted {
                 prompt: (0..prompt).map(|_| id()).collect(),
                 new,

@@ -1,9 +1,9 @@
-//! Claim: each fused function of overdrive-fused, forward and backward, takes less time than the same
-//! in libtorch's operators (as a model without it would have them), at the shapes of the `small` preset.
+//! Claim: each fused function of overdrive-fused, forward and backward, takes less time than the same function
+//! in libtorch's operators (as in a model without it), at the shapes of the `small` preset.
 //!
-//! Analysis: all but the head wait for memory, so the throughput is given against the bytes that must
-//! be read and written at least once in forward and backward together. The head (`linear_cross_entropy`)
-//! is three products; its throughput is in floating-point operations of these.
+//! Analysis: all but the head are bound by memory, so the throughput is given in the bytes that must be read and
+//! written at least once in forward and backward together. The head (`linear_cross_entropy`) is three
+//! matmuls; its throughput is in their floating-point operations.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use overdrive_autograd::{GradOptions, grad};
@@ -24,17 +24,17 @@ const HEADS: i64 = 6;
 const HEAD: i64 = 64;
 const CLASSES: i64 = 8192;
 
-/// What a fused function or its composed form is: tensors to tensors.
+/// A fused function or its composed form, from tensors to tensors.
 type Function = fn(&[Tensor]) -> Vec<Tensor>;
 
-/// The norm as overdrive-transformer composes it: one reduction and one product forward.
+/// RMSNorm as overdrive-transformer composes it: one reduction and one multiplication forward.
 fn composed_norm(x: &Tensor, weight: &Tensor) -> Tensor {
     let norm = x.linalg_norm(2.0, [-1i64].as_slice(), true, None::<Kind>);
     let inverse = (norm.square() * (1.0 / WIDTH as f64) + 1e-5).rsqrt();
     x * inverse * weight
 }
 
-/// Angles of the positions, `(T, D/2)`.
+/// Returns the angles of the positions, `(T, D/2)`.
 fn angles() -> Tensor {
     let positions = Tensor::arange(LENGTH, F32).unsqueeze(1);
     positions * (Tensor::arange(HEAD / 2, F32) * -0.3).exp()
@@ -52,7 +52,7 @@ fn fused_rotary(x: &[Tensor]) -> Vec<Tensor> {
     vec![q, k, v]
 }
 
-/// Split, and products of complex numbers: the fastest form without a kernel.
+/// Splits the features and multiplies complex numbers: the fastest form without a kernel.
 fn composed_rotary(x: &[Tensor]) -> Vec<Tensor> {
     let turn = Tensor::complex(&x[1], &x[2]).unsqueeze(1);
     let heads = x[0].unflatten(2, [-1, HEAD]);
@@ -65,7 +65,7 @@ fn composed_rotary(x: &[Tensor]) -> Vec<Tensor> {
     parts.map(|x| x.transpose(1, 2)).into()
 }
 
-/// Labels that need no generator.
+/// Returns labels without a random generator.
 fn labels() -> Tensor {
     (Tensor::arange(ROWS, (Kind::Int64, Device::Cpu)) * 37).remainder(CLASSES)
 }
@@ -74,8 +74,8 @@ fn composed_loss(logits: &Tensor) -> Vec<Tensor> {
     vec![logits.cross_entropy_loss(&labels(), None::<&Tensor>, Reduction::Mean, -100, 0.0)]
 }
 
-/// Forward and backward of both forms, with a fixed gradient for each output: nothing is timed that is
-/// not part of the claim. The first `leaves` inputs want gradients.
+/// Times forward and backward of both forms, with a fixed gradient for each output, so that only the claim is
+/// timed. The first `leaves` inputs need gradients.
 fn pair(
     criterion: &mut Criterion,
     name: &str,
@@ -109,7 +109,7 @@ fn pair(
     group.finish();
 }
 
-/// Bytes of `floats` numbers that are read or written.
+/// Returns the bytes of `floats` elements that are read or written.
 fn traffic(floats: i64) -> Throughput {
     Throughput::Bytes(floats.unsigned_abs() * 4)
 }
@@ -199,7 +199,7 @@ fn fused_kernels(criterion: &mut Criterion) {
         ],
     );
 
-    // Three products of two operations an element.
+    // Three matmuls of two operations per element.
     let inputs = [x(&[ROWS, WIDTH]), x(&[CLASSES, WIDTH]) * 0.02];
     let operations = (6 * ROWS * WIDTH * CLASSES).unsigned_abs();
     pair(

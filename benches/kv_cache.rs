@@ -1,13 +1,12 @@
-//! Claim: one more token costs a cache the same whatever it holds, and attention over it is what a step
-//! pays for; transformers' `DynamicCache` copies all it holds at every step.
+//! Claim: appending a token to a cache takes the same time whatever the cache holds, and attention over the
+//! cache is the cost of a step; transformers' `DynamicCache` copies its whole content at every step.
 //!
 //! One layer of the 100M-parameter Llama of the claims (12 heads, 4 key heads of 64 channels), one row.
-//! `append` adds a token and takes it back; `attend` also computes the attention of its query. `concat`
-//! is what `DynamicCache` does.
+//! `append` appends a token and removes it again; `attend` also computes the attention of its query. `concat`
+//! is the method of `DynamicCache`.
 //!
-//! Analysis: a token of this layer is 2 KiB of keys and values, so an append is microseconds of calls
-//! and nothing else; attention reads `past · 2` KiB (INT8 and INT4 a half and a third of it and more
-//! arithmetic).
+//! Analysis: a token of this layer is 2 KiB of keys and values, so an append is a few microseconds of calls;
+//! attention reads `past · 2` KiB (INT8 and INT4 a half and a third of it, with more arithmetic).
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use overdrive::kv_cache::{
@@ -80,7 +79,7 @@ fn attend(criterion: &mut Criterion) {
     for past in PAST {
         for kind in CacheImplementation::ALL {
             let mut cache = filled(kind, past);
-            // A quantized cache cannot take back what it has quantized; a fork goes on instead.
+            // A quantized cache cannot remove what it has quantized; a fork is used instead.
             let length = cache.len();
             group.bench_function(BenchmarkId::new(kind.to_string(), past), |bench| {
                 bench.iter(|| {
@@ -111,7 +110,7 @@ fn attend(criterion: &mut Criterion) {
         batch.commit().expect("its only layer ran");
         group.bench_function(BenchmarkId::new("paged", past), |bench| {
             bench.iter(|| {
-                // Not committed: the token is taken back.
+                // Not committed, so the token is removed again.
                 let mut batch = paged.batch(&[(text, &[7])]).expect("a block");
                 batch.attend(0, &query, &keys, &values, &options)
             });

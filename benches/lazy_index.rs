@@ -1,9 +1,9 @@
-//! Claim: a file is indexed about as fast as `memchr` finds its line feeds, and a random record of it
-//! costs about a microsecond.
+//! Claim: a file is indexed about as fast as `memchr` finds its line feeds, and reading a random record takes
+//! about a microsecond.
 //!
-//! Analysis: text of 54 bytes a line is searched once by one core; beside the search, each line costs
-//! one push of 4 bytes and a few bit operations for its one byte of index. A random read touches three
-//! or four cache lines of the index and one or two of the text: a few hundred nanoseconds of misses.
+//! Analysis: text of 54 bytes per line is searched once by one core; besides the search, each line costs one
+//! push of 4 bytes and a few bit operations for its one byte of index. A random read touches three or four
+//! cache lines of the index and one or two of the text: a few hundred nanoseconds of cache misses.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use overdrive::core::random::uniform_below;

@@ -1,14 +1,12 @@
-//! Claim: over 20M float32 parameters, 8-bit AdamW keeps a quarter of the state of AdamW, Lion and SGD
-//! half and Adafactor next to none; paged AdamW still steps at a useful speed while a quarter of its
-//! state may be in memory.
+//! Claim: over 20M float32 parameters, 8-bit AdamW keeps a quarter of the state of AdamW, Lion and SGD half and
+//! Adafactor almost none; paged AdamW still steps at a useful speed if a quarter of its state fits into memory.
 //!
-//! Analysis: each line has its state's bytes before it. The baseline `adamw_fused` is libtorch's own
-//! kernel at the speed of memory: 28 bytes a parameter, and the floor of all others. Eight bits move
-//! 16 bytes, but every element is looked up twice and searched for twice, so that this step is bound by
-//! arithmetic and takes a multiple of the baseline's on a few cores; memory is what it saves. Paging
-//! adds the mapping of pages, and the disk's speed once the system's cache is short of room. Lion
-//! moves 20 bytes; Adafactor reads the gradient three times; Muon is matrix products, and stands here
-//! for its price.
+//! Analysis: the bytes of its state are printed before each line. The baseline `adamw_fused` is libtorch's
+//! own kernel at memory bandwidth: 28 bytes per parameter, the lower bound of all others. The 8-bit step moves
+//! 16 bytes, but every element needs two table lookups and two searches, so it is bound by arithmetic and takes
+//! a multiple of the baseline on a few cores; it saves memory, not time. Paging adds the mapping of pages, and
+//! the disk's speed once the system's cache is full. Lion moves 20 bytes; Adafactor reads the gradient three
+//! times; Muon is matmuls, and is listed for its cost.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use overdrive::optim::{
@@ -20,12 +18,12 @@ use overdrive::sys::grad;
 use tch::{Device, Kind, Tensor};
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
-/// A quarter of what AdamW keeps for the list.
+/// A quarter of AdamW's state for these parameters.
 const PAGED_BUDGET: u64 = 40 << 20;
 
 type Make = fn(Vec<ParamGroup>) -> Box<dyn Optimizer>;
 
-/// A decoder's matrices, 20M parameters.
+/// The matrices of a decoder with 20M parameters.
 fn groups() -> Vec<ParamGroup> {
     let mut shapes = vec![[8192, 512]];
     for _ in 0..5 {
@@ -109,7 +107,7 @@ fn optimizers(criterion: &mut Criterion) {
         optimizer.step().expect("every weight has a gradient");
         let state = bytes(&optimizer.state_dict().expect("it has stepped"));
         println!(
-            "{name}: {:.1} MB of state, {:.2} bytes a parameter",
+            "{name}: {:.1} MB of state, {:.2} bytes per parameter",
             state as f64 / 1e6,
             state as f64 / parameters as f64
         );

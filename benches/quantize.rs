@@ -1,11 +1,10 @@
-//! Claim: quantizing and dequantizing a checkpoint costs about what reading and writing it does.
+//! Claim: quantizing and dequantizing a checkpoint takes about as long as reading and writing it.
 //!
-//! A 4096×4096 weight of f32 (64 MiB). GB/s are of the floats: those read by `quantize`, those written by
-//! `dequantize`. `copy` is the roof beside them: libtorch's copy of the weight, which reads and writes as
-//! many floats.
+//! A 4096×4096 f32 weight (64 MiB). GB/s refer to the floats: those read by `quantize` and those written by
+//! `dequantize`. `copy` is the upper bound: libtorch's copy of the weight, which reads and writes as many floats.
 //!
-//! Analysis: `dequantize` writes the floats and reads an eighth or a quarter as many bytes of codes, so it
-//! can be faster than the copy; memory that is new to the process costs page faults in both.
+//! Analysis: `dequantize` writes the floats and reads an eighth or a quarter as many bytes of codes, so it can
+//! be faster than the copy; memory that is new to the process costs page faults in both.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use overdrive_quantization::{QuantizedWeight, Scheme};

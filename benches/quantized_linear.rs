@@ -1,15 +1,14 @@
-//! Claim: a product with a quantized weight takes at most as long as reading its packed weight, for one
-//! row, and at most as long as fbgemm's (what `torch.ao.quantization.quantize_dynamic` runs), for any
-//! number of rows.
+//! Claim: for one row, a matmul with a quantized weight takes at most as long as reading its packed weight, and
+//! for any number of rows at most as long as fbgemm's (that of `torch.ao.quantization.quantize_dynamic`).
 //!
-//! Analysis: for few rows the weight must be read once, so a row of the table has a roof in bytes: the
-//! weight's bytes over the bandwidth that a plain sum of as many bytes reaches on all threads, which is
-//! printed first. For many rows arithmetic counts: a core does 64 products of bytes a cycle with VNNI, 16
-//! of floats, and the dense product of floats is measured beside. Weights that fit the last cache are read
-//! faster than memory is: each product here walks through several weights that together do not.
+//! Analysis: for few rows the weight must be read once, so each line of the table has an upper bound in bytes:
+//! the weight's bytes over the bandwidth of a plain sum of as many bytes on all threads, which is printed
+//! first. For many rows arithmetic decides: a core does 64 int8 multiplications per cycle with VNNI and 16 fp32
+//! ones, and the dense fp32 matmul is measured beside. Weights that fit into the last-level cache are read
+//! faster than from memory, so each matmul cycles through several weights that do not fit together.
 //!
 //! `benches/pytorch/quantized_linear.py` measures PyTorch's own modules; `fbgemm` here is the operator in
-//! libtorch, with activations and weights quantized by tensor.
+//! libtorch, with activations and weights quantized per tensor.
 
 use std::cell::Cell;
 use std::time::Instant;
@@ -21,7 +20,7 @@ use tch::{Device, Kind, Tensor};
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
-/// Outputs and inputs: the maps of a Llama with 7 B parameters, and of one with 100 M.
+/// The outputs and inputs of the linear layers of a Llama with 7B parameters, and of one with 100M.
 const SIZES: [(i64, i64); 3] = [(4096, 4096), (11008, 4096), (2048, 768)];
 
 const ROWS: [i64; 4] = [1, 8, 64, 512];
@@ -36,10 +35,10 @@ const SCHEMES: [&str; 7] = [
     "fp8",
 ];
 
-/// More than the last cache of most machines.
+/// More than the last-level cache of most machines.
 const BEYOND_CACHE: usize = 128 << 20;
 
-/// Bytes a second of a plain sum over memory on all threads.
+/// Returns the bytes per second of a plain sum over memory on all threads.
 fn read_bandwidth() -> f64 {
     let words = vec![1_u64; BEYOND_CACHE / 4];
     let seconds = (0..10).map(|_| {
@@ -57,7 +56,7 @@ fn read_bandwidth() -> f64 {
     (words.len() * 8) as f64 / seconds.fold(f64::INFINITY, f64::min)
 }
 
-/// A product with a weight of its own, and the bytes of that.
+/// Returns a matmul with its own weight, and the bytes of the weight.
 type Product = (Box<dyn Fn(&Tensor) -> Tensor>, usize);
 
 fn of_scheme(dense: &Tensor, scheme: &str) -> Product {

@@ -1,9 +1,9 @@
-//! Claim: a micro-batch of 8 random windows of 256 tokens takes microseconds to make from a
-//! memory-mapped store, so that data is far under 1% of a training step.
+//! Claim: a micro-batch of 8 random windows of 256 tokens takes microseconds to read from a memory-mapped
+//! store, so data loading is far below 1% of a training step.
 //!
-//! Analysis: 8 × 256 tokens of 2 bytes are read and 2 × 8 × 256 numbers of 8 bytes are written three
-//! times (the window, the batch, the tensor), 102 kB: about 5 µs at memory speed, plus one search by
-//! bisection a window.
+//! Analysis: 8 × 256 tokens of 2 bytes are read and 2 × 8 × 256 integers of 8 bytes are written three times
+//! (the window, the batch, the tensor), 102 kB: about 5 µs at memory bandwidth, plus one binary search per
+//! window.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use overdrive::datasets::{
@@ -44,7 +44,7 @@ fn token_windows(criterion: &mut Criterion) {
         });
     }
     group.finish();
-    // Linux and macOS let a mapped file go; the view ends with the process.
+    // Linux and macOS allow the removal of a mapped file; the mapping ends with the process.
     let _ = std::fs::remove_file(path);
 }
 

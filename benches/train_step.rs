@@ -1,17 +1,16 @@
-//! Claim: a training step of the `tiny` and `small` presets, whole, and how much of it the CPU cache
-//! of freed blocks saves (`cached` against `uncached`).
+//! Claim: the time of a complete training step of the `tiny` and `small` presets, and how much of it the CPU
+//! cache of freed blocks saves (`cached` against `uncached`).
 //!
-//! Analysis: the matrix products are the floor. `products` runs those of a step alone, forward and
-//! backward, without attention's; what lies over it is attention, the memory traffic of norms,
-//! rotation, activation and the loss, and, uncached, the kernel's zeroing of pages that malloc gave
-//! back.
+//! Analysis: the matmuls are the lower bound. `products` runs the matmuls of a step alone, forward and
+//! backward, without those of attention. The difference is attention, the memory traffic of norms, rotary
+//! embeddings, activation and loss, and, uncached, the kernel's zeroing of pages that malloc returned.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use overdrive::sys::memory;
 use overdrive_benches::{Shape, Step};
 use tch::{Device, Kind, Tensor};
 
-/// The products of a step: y = x Wᵀ for each weight, and in backward dx = dy W and dW = dyᵀ x.
+/// Returns the matmuls of a step: y = x Wᵀ for each weight, and in backward dx = dy W and dW = dyᵀ x.
 fn products(shape: Shape) -> impl FnMut() {
     let Shape {
         vocab,

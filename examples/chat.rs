@@ -1,8 +1,8 @@
-//! A conversation with a model, in the terminal.
+//! A conversation with a model in the terminal.
 //!
-//! Answers stream as they come; Ctrl-C ends an answer, and at the prompt the program, as Ctrl-D does.
-//! `/reset` begins anew, `/stats` tells what the engine has done. What was said before stays in the
-//! cache: a turn reads only what is new.
+//! Answers are streamed. Ctrl-C ends an answer, and at the prompt it ends the program, as Ctrl-D does.
+//! `/reset` starts a new conversation, `/stats` prints the counters of the engine. The cache keeps the
+//! conversation, so each turn processes only the new tokens.
 //!
 //! ```text
 //! cargo run --release -p overdrive-examples --example chat -- --model DIR --system "Be brief."
@@ -26,12 +26,12 @@ use signal_hook::flag;
 
 /// A conversation with a model, in the terminal
 ///
-/// What a flag does not say is as the folder's generation_config.json says.
+/// Options without a flag are taken from the folder's generation_config.json.
 #[derive(Parser)]
 struct Flags {
     #[command(flatten)]
     model: ModelFlags,
-    /// What the model is told first
+    /// System message of the conversation
     #[arg(long)]
     system: Option<String>,
     #[command(flatten)]
@@ -54,7 +54,7 @@ fn run(flags: &Flags) -> Result<()> {
         template,
         interrupted: Arc::new(AtomicBool::new(false)),
     };
-    // While an answer streams the signal only sets a flag; otherwise it ends the program as ever.
+    // While an answer is streamed the signal only sets a flag; otherwise it ends the program.
     let at_prompt = Arc::new(AtomicBool::new(true));
     flag::register_conditional_default(SIGINT, Arc::clone(&at_prompt))?;
     flag::register(SIGINT, Arc::clone(&chat.interrupted))?;
@@ -92,7 +92,7 @@ fn run(flags: &Flags) -> Result<()> {
     }
 }
 
-/// The folder's settings and the flags; the template's end of a turn where the folder names none.
+/// Returns the folder's settings with the flags applied, and the template's end-of-turn token if the folder names none.
 fn generation(
     flags: &Flags,
     template: &ChatTemplate,
@@ -116,7 +116,7 @@ struct Chat<'m> {
 }
 
 impl Chat<'_> {
-    /// Streams the answer; returns its text, up to an interruption.
+    /// Streams the answer and returns its text, up to an interruption.
     fn answer(&mut self, messages: &[Message]) -> Result<String> {
         let options = ChatTemplateOptions::default();
         let prompt = self.template.encode(&self.tokenizer, messages, &options)?;

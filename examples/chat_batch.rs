@@ -1,8 +1,8 @@
 //! Answers a file of conversations: JSON Lines in, JSON Lines out, in the same order.
 //!
-//! Each line is a list of messages, or an object with one under `messages`, whose other fields come
-//! back beside the answer. All of them share the model: a conversation that ends makes room for the
-//! next, and what they have in common is read once. One that cannot be answered gets an `error`.
+//! Each line is a list of messages, or an object with one under `messages`, whose other fields are copied to
+//! the output. All conversations share the model: a finished one makes room for the next, and common prefixes
+//! are computed once. A conversation that cannot be answered gets an `error`.
 //!
 //! ```text
 //! cargo run --release -p overdrive-examples --example chat_batch -- --model DIR \
@@ -25,21 +25,21 @@ use serde_json::{Value, json};
 
 /// Answers a file of conversations
 ///
-/// What a flag does not say is as the folder's generation_config.json says, else greedy.
+/// Options without a flag are taken from the folder's generation_config.json; without it, decoding is greedy.
 #[derive(Parser)]
 struct Flags {
     #[command(flatten)]
     model: ModelFlags,
-    /// JSON Lines, one conversation each; - is stdin
+    /// JSON Lines with one conversation each; - is stdin
     #[arg(long, default_value = "-")]
     input: PathBuf,
-    /// Where the answers go; - is stdout
+    /// Output file; - is stdout
     #[arg(long, default_value = "-")]
     output: PathBuf,
-    /// What every conversation without a system message begins with
+    /// System message of conversations without one
     #[arg(long)]
     system: Option<String>,
-    /// Conversations that are computed at once
+    /// Number of conversations in a batch
     #[arg(long, default_value_t = 64)]
     max_num_seqs: usize,
     /// MiB for keys and values
@@ -57,6 +57,7 @@ fn run(flags: &Flags) -> Result<()> {
     let config = flags.generation.config(&flags.model.folder, 256)?;
     let template = ChatTemplate::from_dir(&flags.model.folder)?;
     let tokenizer = Arc::new(flags.model.tokenizer()?);
+    // Read completely before the model is loaded, so that a broken line is found at once.
     let lines = read(&flags.input)?;
     let mut conversations = Vec::with_capacity(lines.len());
     for (number, line) in lines.iter().enumerate() {
@@ -65,6 +66,7 @@ fn run(flags: &Flags) -> Result<()> {
         if let Some(system) = &flags.system
             && messages
                 .first()
+                // A conversation's own system message takes precedence.
                 .is_none_or(|first| first.role() != "system")
         {
             messages.insert(0, overdrive::generation::Message::system(system.as_str()));
@@ -122,9 +124,10 @@ fn write(path: &Path, lines: Vec<Value>, answers: Answers) -> Result<()> {
         Some("-") => Box::new(stdout()),
         _ => Box::new(File::create(path).with_context(|| path.display().to_string())?),
     };
+    // Buffered: each answer is many small writes.
     let mut target = BufWriter::new(target);
     for (line, answer) in lines.into_iter().zip(answers) {
-        // A bare list has no other fields to bring back.
+        // A plain list has no other fields to copy.
         let mut fields = match line {
             Value::Object(fields) => fields,
             list => [("messages".to_owned(), list)].into_iter().collect(),

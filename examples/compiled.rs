@@ -1,4 +1,4 @@
-//! Runs a package that `torch.export` and AOTInductor compiled, beside our own model of the same folder.
+//! Runs a package that `torch.export` and AOTInductor compiled, and Overdrive's model of the same folder.
 //!
 //! ```text
 //! python3 crates/overdrive-compiled/python/compile_package.py --model runs/tiny/model \
@@ -23,28 +23,28 @@ use tch::{Device, Kind, Tensor};
 
 /// Runs a compiled package
 ///
-/// Prints one JSON line for each side: tokens/s of prefill and decode, medians of the rounds.
+/// Prints one JSON line for each: the tokens/s of prefill and decode, medians of the rounds.
 #[derive(Parser)]
 struct Flags {
-    /// The package, with the models prefill and decode
+    /// Package with the models prefill and decode
     #[arg(long)]
     package: PathBuf,
-    /// The Hugging Face folder that it was made from
+    /// Hugging Face folder that it was compiled from
     #[arg(long)]
     model: PathBuf,
-    /// Threads inside one operator [default: libtorch's choice]
+    /// Number of threads inside one operator [default: libtorch's choice]
     #[arg(long)]
     threads: Option<usize>,
-    /// Runs our model too, operator by operator and fused, and compares the tokens
+    /// Also run Overdrive's model, eager and fused, and compare the tokens
     #[arg(long)]
     compare: bool,
-    /// Rows of the batch
+    /// Batch size
     #[arg(long, default_value_t = 1)]
     batch: i64,
-    /// Tokens of a prompt
+    /// Number of tokens in a prompt
     #[arg(long, default_value_t = 128)]
     prompt: i64,
-    /// Tokens after it
+    /// Number of generated tokens
     #[arg(long, default_value_t = 64)]
     new_tokens: usize,
     #[arg(long, default_value_t = 5)]
@@ -67,7 +67,7 @@ fn run(flags: &Flags) -> Result<()> {
     let prompt = prompt.f_view([flags.batch, flags.prompt])?;
 
     let mut decoder = CompiledDecoder::load(&flags.package, flags.batch, &LoadOptions::default())?;
-    // One set of weights in memory for the package's two models and ours.
+    // The package's two models and Overdrive's model share one set of weights in memory.
     let share = ReplaceOptions {
         share: true,
         ..ReplaceOptions::default()
@@ -110,7 +110,7 @@ fn run(flags: &Flags) -> Result<()> {
             .count();
         ensure!(
             same == expected.len(),
-            "{side}: token {same} is not the package's"
+            "{side}: token {same} differs from that of the package"
         );
     }
     Ok(())

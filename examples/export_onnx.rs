@@ -1,5 +1,5 @@
-//! Writes a model's folder as ONNX, with a merged adapter and quantized weights, and compares the speed of
-//! ONNX Runtime with ours.
+//! Exports a model's folder to ONNX, with a merged adapter and quantized weights, and compares the speed of ONNX
+//! Runtime with that of Overdrive.
 //!
 //! ```text
 //! cargo xtask example export_onnx --model runs/tiny-001/model --out runs/tiny-onnx
@@ -7,7 +7,7 @@
 //! cargo xtask example export_onnx --model DIR --adapter runs/finetune-001/adapter --out OUT --compare
 //! ```
 //!
-//! `--compare` needs Python with onnxruntime: `python3`, or the one that OVERDRIVE_PYTHON names.
+//! `--compare` needs Python with onnxruntime: `python3`, or the interpreter in OVERDRIVE_PYTHON.
 
 use std::fs;
 use std::path::PathBuf;
@@ -21,39 +21,39 @@ use overdrive::onnx::{
 use overdrive::transformer::{CausalLm, QuantizeOptions};
 use overdrive_examples::{ModelFlags, OnnxComparison};
 
-/// Writes a model's folder as ONNX
+/// Exports a model's folder to ONNX
 #[derive(Parser)]
 struct Flags {
     #[command(flatten)]
     model: ModelFlags,
-    /// The new folder: model.onnx, config.json, the tokenizer's files
+    /// Output folder: model.onnx, config.json, the tokenizer's files
     #[arg(long)]
     out: PathBuf,
-    /// Version of ONNX's operators, 18 to 26 [default: 21, and 23 for --attention standard]
+    /// ONNX opset version, 18 to 26 [default: 21, and 23 for --attention standard]
     #[arg(long)]
     opset: Option<i64>,
-    /// Activations, caches and dense weights in fp16
+    /// Use fp16 for activations, caches and dense weights
     #[arg(long)]
     fp16: bool,
-    /// Which operators attention is made of; standard needs opset 23, group-query ONNX Runtime
+    /// Operators of attention; standard needs opset 23, group-query needs ONNX Runtime
     #[arg(long, value_enum, default_value = "composed")]
     attention: AttentionFlag,
-    /// In what quantized weights are multiplied
+    /// Activation type of matmuls with quantized weights
     #[arg(long, value_enum, default_value = "scheme")]
     activations: ActivationsFlag,
-    /// Weights in a file of their own, whatever their size
+    /// Store the weights in a separate file, whatever their size
     #[arg(long)]
     external_data: bool,
-    /// Run the same prompt here and in ONNX Runtime, and print both speeds
+    /// Run the same prompt in Overdrive and in ONNX Runtime, and print both speeds
     #[arg(long)]
     compare: bool,
-    /// Tokens of the prompt of the comparison
+    /// Number of prompt tokens in the comparison
     #[arg(long, default_value_t = 128)]
     prompt: usize,
-    /// Tokens that are generated in it
+    /// Number of generated tokens in the comparison
     #[arg(long, default_value_t = 64)]
     new: usize,
-    /// Rounds of it, of which the medians are printed
+    /// Number of rounds, of which the medians are printed
     #[arg(long, default_value_t = 3)]
     rounds: usize,
 }
@@ -120,7 +120,7 @@ fn run(flags: &Flags) -> Result<()> {
     Ok(())
 }
 
-/// The model, quantized after its adapter is merged: merged into packed weights it would be rounded twice.
+/// Loads the model and quantizes it after its adapter is merged: merged into quantized weights, it would be rounded twice.
 fn load(flags: &ModelFlags) -> Result<CausalLm> {
     let mut dense = flags.clone();
     (dense.quantize, dense.quantize_head) = (None, None);

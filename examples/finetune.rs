@@ -1,5 +1,5 @@
-//! Fine-tunes a model on questions and answers: LoRA, QLoRA with `--qlora` (weights in 4 bits), or all
-//! weights with `--full`. On what `cargo xtask train` makes, with the questions that are here:
+//! Fine-tunes a model on prompts and responses: LoRA, QLoRA with `--qlora` (4-bit weights), or all weights
+//! with `--full`. For a model of `cargo xtask train`, with the data in this repository:
 //!
 //! ```text
 //! cargo xtask train --out runs/base
@@ -8,9 +8,9 @@
 //! cargo run --release -p overdrive-examples --example finetune -- --config qlora.yaml
 //! ```
 //!
-//! The folder gets `adapter_config.json` and `adapter_model.safetensors`, which PEFT loads and
-//! `generate --adapter DIR` too, the tokenizer, metrics.jsonl and report.html. `--compare` trains by
-//! each method in turn and prints what they cost, side by side. The loop is that of `train`.
+//! The folder gets `adapter_config.json` and `adapter_model.safetensors`, which PEFT and
+//! `generate --adapter DIR` load, the tokenizer, metrics.jsonl and report.html. `--compare` trains by each
+//! method in turn and prints their costs. The loop is that of `train`.
 
 use std::process::ExitCode;
 
@@ -19,7 +19,7 @@ use clap::Parser;
 use overdrive::distributed::ProcessGroup;
 use overdrive::profiling::{MemoryUsage, Trackers};
 use overdrive::sys::memory;
-use overdrive::trainer::{Evaluation, FinetuneArgs, FinetuneArguments, InstructionData, Part};
+use overdrive::trainer::{DataShard, Evaluation, FinetuneArgs, FinetuneArguments, InstructionData};
 use overdrive_examples::exit_or_resume;
 use overdrive_examples::finetuning::{
     Comparison, FinetuneModel, Finetuned, Method, TrainingMemory,
@@ -30,12 +30,12 @@ use tch::Device;
 #[allow(dead_code, reason = "its `main` is another program's")]
 pub(crate) mod train;
 
-/// Fine-tunes a model on questions and answers
+/// Fine-tunes a model on prompts and responses
 #[derive(Parser)]
 struct Flags {
     #[command(flatten)]
     finetune: FinetuneArgs,
-    /// Train by each method in turn (all weights, LoRA, QLoRA), write nothing, and print what they cost
+    /// Train by each method in turn (all weights, LoRA, QLoRA), print the costs, and write nothing
     #[arg(long)]
     compare: bool,
 }
@@ -44,15 +44,15 @@ fn main() -> ExitCode {
     exit_or_resume(run(&Flags::parse()))
 }
 
-/// Returns whether the run was interrupted.
+/// Returns `true` if the run was interrupted.
 fn run(flags: &Flags) -> Result<bool> {
     let say = |line: &str| println!("{line}");
-    let arguments = flags.finetune.resolve_telling(say)?;
+    let arguments = flags.finetune.resolve_with_notes(say)?;
     if flags.compare {
         println!("\n{}", compare(&arguments, say)?);
         return Ok(false);
     }
-    // The processes that torchrun or the example `launch` has started; most often one.
+    // The processes that torchrun or the example `launch` has started; usually one.
     let group = arguments.training.init_process_group()?;
     let tuned = finetune(&arguments, &group, true, |line| {
         if group.is_main() {
@@ -71,7 +71,7 @@ fn run(flags: &Flags) -> Result<bool> {
     Ok(interrupted)
 }
 
-/// Trains by each method in turn, each from the model as it is stored, and writes nothing.
+/// Trains by each method in turn, each time from the stored model, and writes nothing.
 pub(crate) fn compare(
     arguments: &FinetuneArguments,
     mut say: impl FnMut(&str),
@@ -86,7 +86,7 @@ pub(crate) fn compare(
     Ok(Comparison { rows })
 }
 
-/// Fine-tunes by all processes of `group` together; `writes`: snapshots and metrics into the run's folder.
+/// Fine-tunes with all processes of `group`; if `writes` is `true`, snapshots and metrics are written to the run's folder.
 pub(crate) fn finetune(
     arguments: &FinetuneArguments,
     group: &ProcessGroup,
@@ -94,14 +94,16 @@ pub(crate) fn finetune(
     mut say: impl FnMut(&str),
 ) -> Result<Finetuned> {
     arguments.validate()?;
+    // The context may be shortened to the model's below.
     let mut arguments = arguments.clone();
     arguments.training.apply()?;
     let (device, precision) = (arguments.training.device(group), arguments.precision());
-    // The peak counts from here. A GPU that nothing was put on yet has no statistics.
+    // The peak is measured from here. A GPU without allocations has no statistics yet.
     memory::reset_peak(device).or_else(|error| match device {
         Device::Cuda(_) => Ok(()),
         _ => Err(error),
     })?;
+    // `--compare` trains several times in one process: earlier allocations do not count.
     let before = MemoryUsage::of(device).allocated_bytes.unwrap_or(0);
 
     let mut model = FinetuneModel::load(&arguments, device)?;
@@ -115,11 +117,11 @@ pub(crate) fn finetune(
         arguments.training.context_length = context;
     }
     let data = InstructionData::prepare(&arguments, config.eos_token_ids(), &mut say)?;
-    let part = Part::of(group, device);
-    let loader = data.train_loader(&arguments, part)?;
+    let shard = DataShard::of(group, device);
+    let loader = data.train_loader(&arguments, shard)?;
     let (fill, width) = data.fill(&arguments)?;
     say(&format!(
-        "batches     {} of {} rows a pass, {:.1}% of their tokens are no padding",
+        "batches     {} of {} rows per epoch, {:.1}% of their tokens are not padding",
         loader.batches_per_epoch(),
         arguments.training.per_device_train_batch_size,
         100.0 * fill
@@ -138,12 +140,13 @@ pub(crate) fn finetune(
         group,
         precision,
         folder: folder.as_ref(),
+        // A snapshot of adapters alone is not a loadable model folder.
         files: Vec::new(),
         parameters: shared(&model.trainable),
         trackers: Trackers::new(),
     };
     let trained = training.fit(&mut model.model, loader, &mut |model| {
-        let loss = match data.validation_loader(&arguments, part)? {
+        let loss = match data.validation_loader(&arguments, shard)? {
             Some(batches) => evaluate(model, batches, precision, group)?,
             None => f64::NAN,
         };
@@ -152,6 +155,7 @@ pub(crate) fn finetune(
     let (summary, ema) = trained.map_err(|error| name_lost_ranks(group, error))?;
     let peak = MemoryUsage::of(device).peak_allocated_bytes;
     let peak = peak.map(|peak| peak.saturating_sub(before));
+    // The longest row bounds the activations, which dominate the estimate.
     let width = width.min(arguments.training.context_length);
     let memory = TrainingMemory::of(&arguments, &model, &summary, width, peak)?;
     Ok(Finetuned {

@@ -21,29 +21,29 @@ use overdrive_examples::{CacheFlags, ConstraintFlags, GenerationFlags, ModelFlag
 
 /// Continues prompts with a model from a Hugging Face folder
 ///
-/// What a flag does not say is as the folder's generation_config.json says, else greedy.
+/// Options without a flag are taken from the folder's generation_config.json; without it, decoding is greedy.
 #[derive(Parser)]
 struct Flags {
     #[command(flatten)]
     model: ModelFlags,
-    /// Text to continue
+    /// Prompt
     #[arg(long, group = "input")]
     prompt: Option<String>,
-    /// Token ids to continue, separated by commas
+    /// Prompt as token ids, separated by commas
     #[arg(long, group = "input", value_delimiter = ',')]
     prompt_ids: Option<Vec<i64>>,
-    /// Prompts, one a line, continued together
+    /// File of prompts, one per line, which form a batch
     #[arg(long, group = "input")]
     batch_file: Option<PathBuf>,
     /// Print the new token ids, separated by commas, instead of text
     #[arg(long, conflicts_with = "stream")]
     print_ids: bool,
-    /// Print text as it comes
+    /// Print the text as it is generated
     #[arg(long, conflicts_with = "batch_file")]
     stream: bool,
     #[command(flatten)]
     cache: CacheFlags,
-    /// A smaller model of the same vocabulary, whose guesses the model checks
+    /// Smaller model of the same vocabulary for assisted (speculative) decoding
     #[arg(long)]
     assistant_model: Option<PathBuf>,
     #[command(flatten)]
@@ -95,7 +95,7 @@ fn run(flags: &Flags) -> Result<()> {
     eprintln!("{}", output.timings);
     if let Some(guesses) = output.speculation {
         let (accepted, proposed) = (guesses.accepted, guesses.proposed);
-        eprintln!("{accepted} of {proposed} guessed tokens were right");
+        eprintln!("{accepted} of {proposed} proposed tokens were accepted");
     }
     Ok(())
 }
@@ -122,7 +122,7 @@ fn prompts(flags: &Flags, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<i64>>
     texts.into_iter().map(encode).collect()
 }
 
-/// Prints what was not streamed: texts or token ids, and the log-probabilities.
+/// Prints the results that were not streamed: text or token ids, and the log-probabilities.
 fn print(flags: &Flags, output: &GenerateOutput) -> Result<()> {
     for row in 0..output.sequences.len() {
         if flags.print_ids {

@@ -1,13 +1,13 @@
-//! Starts a program on this machine as several processes that train together, as torchrun does.
+//! Starts a program as several processes on this machine that train together, as torchrun does.
 //!
 //! ```text
 //! cargo xtask train --nproc 2                                            # builds both, and does this:
 //! cargo run --release -p overdrive-examples --example launch -- --nproc 2 train --steps 100
 //! ```
 //!
-//! Each line of output has its rank before it. When a process fails the others are ended, and its error is
-//! the one that is shown; `--max-restarts N` starts all again, so that a run with
-//! `--resume-from-checkpoint true` goes on. Ctrl-C and SIGTERM let all of them save, and end it with code 75.
+//! Each line of output has its rank before it. When a process fails, the others are ended and its error is
+//! shown; `--max-restarts N` restarts all processes, so that a run with `--resume-from-checkpoint true`
+//! resumes. On Ctrl-C and SIGTERM all processes save, and the launcher exits with code 75.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -18,14 +18,14 @@ use std::time::Duration;
 
 use anyhow::Result;
 use clap::Parser;
-use overdrive::distributed::{Ended, Launch};
+use overdrive::distributed::{Launch, LaunchOutcome};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 /// Starts a program as several processes that train together
 #[derive(Parser)]
 struct Flags {
-    /// Processes
+    /// Number of processes
     #[arg(
         long,
         visible_alias = "nproc-per-node",
@@ -34,18 +34,18 @@ struct Flags {
     )]
     nproc: usize,
 
-    /// How often all are started again after a failure
+    /// Number of restarts after a failure
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: usize,
 
-    /// Seconds that they have to save after Ctrl-C or SIGTERM
+    /// Seconds that the processes may use to save after Ctrl-C or SIGTERM
     #[arg(long, value_name = "S", default_value_t = 30)]
     stop_grace: u64,
 
-    /// An example that was built beside this one (`train`), or any program
+    /// Example that was built beside this one (`train`), or path of a program
     program: PathBuf,
 
-    /// Its arguments
+    /// Arguments of the program
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     arguments: Vec<OsString>,
 }
@@ -54,13 +54,14 @@ fn main() -> ExitCode {
     overdrive_examples::exit_or_resume(run(&Flags::parse()))
 }
 
-/// Whether it was interrupted.
+/// Returns `true` if the run was interrupted.
 fn run(flags: &Flags) -> Result<bool> {
-    // The first signal lets the processes save, the second ends them at once.
+    // The first signal lets the processes save, the second kills them.
     let [stop, kill] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
     let raised = [Arc::clone(&stop), Arc::clone(&kill)];
     let mut signals = Signals::new([SIGTERM, SIGINT])?;
     std::thread::spawn(move || {
+        // `zip` pairs the first signal with the first flag; further signals have no effect.
         for (_, flag) in signals.forever().zip(raised) {
             flag.store(true, Ordering::SeqCst);
         }
@@ -73,11 +74,12 @@ fn run(flags: &Flags) -> Result<bool> {
         .stop_when(stop)
         .kill_when(kill)
         .run()?;
-    Ok(ended == Ended::Saved)
+    Ok(ended == LaunchOutcome::Saved)
 }
 
-/// The program of that name in the folder of this one, if there is one.
+/// Returns the program of that name in the folder of this one, if it exists.
 fn beside_this_one(program: &Path) -> PathBuf {
+    // A path with a folder is taken as it is.
     let is_name = program.components().count() == 1;
     let own = std::env::current_exe().ok().filter(|_| is_name);
     let beside = own.and_then(|own| Some(own.parent()?.join(program)));

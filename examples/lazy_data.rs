@@ -1,8 +1,8 @@
-//! Opens data of any size and shows a record of it, reading nothing else.
+//! Opens data files of any size and shows one of their records, without reading the others.
 //!
-//! A path is a file, a folder or a pattern such as 'data/*.jsonl'. The first time a file is opened, its
-//! records are found in one pass (about a second a gigabyte and core, or less); after that the index in
-//! the cache folder is used.
+//! A path is a file, a folder or a pattern such as 'data/*.jsonl'. The first time a file is opened, one pass
+//! finds its records (at most about a second per gigabyte and core); afterwards the index in the cache folder
+//! is used.
 //!
 //! ```text
 //! cargo run --release -p overdrive-examples --example lazy_data -- PATH --get 123456
@@ -26,19 +26,19 @@ struct Flags {
     /// Files, folders or patterns
     #[arg(required = true)]
     paths: Vec<PathBuf>,
-    /// Prints this record, counted from 0; more than once for several
+    /// Print this record, counted from 0; may be given several times
     #[arg(long)]
     get: Vec<usize>,
-    /// text, paragraphs, jsonl, json (an array), csv, tsv, tar, parquet [default: as the names end]
+    /// Format: text, paragraphs, jsonl, json (an array), csv, tsv, tar, parquet [default: by the extensions]
     #[arg(long)]
     format: Option<String>,
-    /// Unpacks compressed files into the cache where their blocks cannot be read alone
+    /// Unpack compressed files into the cache if their blocks cannot be read separately
     #[arg(long)]
     unpack: bool,
-    /// Finds the records again even where an index is there
+    /// Build the index again even if there is one
     #[arg(long)]
     rebuild: bool,
-    /// Threads that search; one a core by default
+    /// Number of threads [default: one per core]
     #[arg(long)]
     threads: Option<usize>,
 }
@@ -52,7 +52,7 @@ fn run(flags: &Flags) -> Result<()> {
         .format
         .as_deref()
         .or_else(|| ending(flags.paths.first()?))
-        .context("the names of the files do not say their format; pass --format")?;
+        .context("the extensions do not determine the format; give it with --format")?;
     let index = IndexOptions {
         rebuild: flags.rebuild,
         unpack: flags.unpack,
@@ -118,11 +118,11 @@ fn run(flags: &Flags) -> Result<()> {
             );
             show(flags, &rows, |row| println!("{row:#}"))
         }
-        other => bail!("`--format {other}` is not known; `--help` lists the formats"),
+        other => bail!("`--format {other}` is unknown; `--help` lists the formats"),
     }
 }
 
-/// Returns what the name of a path or pattern ends in; the ending of a compression is left out.
+/// Returns the extension of a path or pattern, without that of a compression.
 fn ending(path: &Path) -> Option<&str> {
     let name = path.file_name()?.to_str()?;
     match name.rsplit_once('.')? {
@@ -140,7 +140,7 @@ fn report(records: &RecordFiles, started: Instant) {
         Some(speed) => println!("index built in {:.1?}, {speed:.2} GB/s", report.build_time),
         None => println!("index found in the cache"),
     }
-    println!("{:.2} bytes of index a record", report.bytes_per_record());
+    println!("{:.2} bytes of index per record", report.bytes_per_record());
 }
 
 fn show<D: Dataset>(flags: &Flags, dataset: &D, print: impl Fn(D::Item)) -> Result<()> {

@@ -24,7 +24,7 @@ const LAYERS: usize = 8;
 /// Writes a Chrome trace of one step of data parallel training
 #[derive(Parser)]
 struct Flags {
-    /// Folder of the traces, one file a rank
+    /// Folder of the traces, one file per rank
     #[arg(long, default_value = ".")]
     out: PathBuf,
 }
@@ -43,7 +43,7 @@ fn run(flags: &Flags) -> Result<()> {
         model = model.add_fn(Tensor::relu);
     }
     let config = DdpConfig {
-        // Two layers a bucket.
+        // Two layers per bucket.
         bucket_cap_mb: 9.0,
         ..DdpConfig::default()
     };
@@ -51,7 +51,7 @@ fn run(flags: &Flags) -> Result<()> {
     let input = Tensor::randn([64, WIDTH], (Kind::Float, group.device()));
     let forward =
         || ddp.forward(|| Ok::<_, Error>(model.forward(&input).square().mean(Kind::Float)));
-    // The buckets are made after the first backward, in the order of its gradients.
+    // The buckets are rebuilt after the first backward, in the order of its gradients.
     for _ in 0..2 {
         ddp.backward(&forward()?)?;
     }

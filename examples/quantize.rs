@@ -1,5 +1,5 @@
-//! Quantizes a model's folder into another and says what that has cost: bytes and error of each weight,
-//! perplexity and decoding speed before and after.
+//! Quantizes a model's folder into another and reports the cost: size and error of each weight, perplexity
+//! and decoding speed before and after.
 //!
 //! ```text
 //! cargo xtask example quantize --model runs/tiny-001/model --scheme nf4 --head nf4 --out runs/tiny-nf4
@@ -28,29 +28,29 @@ struct Flags {
     /// int8, int8-weight, llm-int8, int4, int4-asym, nf4, nf4-single, fp4, fp8
     #[arg(long)]
     scheme: Scheme,
-    /// The new folder
+    /// Output folder
     #[arg(long)]
     out: PathBuf,
-    /// Scheme of the head, and with it of an embedding that it is tied to [default: kept]
+    /// Scheme of the head, and of an embedding that is tied to it [default: not quantized]
     #[arg(long, value_parser = scheme_or_keep)]
-    head: Option<Part>,
-    /// Scheme of the embedding [default: kept]
+    head: Option<OptionalScheme>,
+    /// Scheme of the embedding [default: not quantized]
     #[arg(long, value_parser = scheme_or_keep)]
-    embedding: Option<Part>,
-    /// Linear maps to keep, by the end of their names; separated by commas
+    embedding: Option<OptionalScheme>,
+    /// Linear layers that are not quantized, by the end of their names; separated by commas
     #[arg(long, value_delimiter = ',')]
     skip: Vec<String>,
-    /// Inputs of a group of int4: 16, 32, 64, 128 or 256
+    /// Group size of int4: 16, 32, 64, 128 or 256
     #[arg(long)]
     group_size: Option<usize>,
-    /// How scales and codes are chosen, from the training part of the data
+    /// Calibration of scales and quantized values on the training split of the data
     #[arg(long, value_enum, value_delimiter = ',')]
     calibrate: Vec<Calibrate>,
-    /// Windows of text that calibration reads
+    /// Number of windows of text that calibration uses
     #[arg(long, default_value_t = 128)]
     calibration_windows: usize,
-    /// Text files or folders, split into parts to calibrate on and to measure [default: the Rust source
-    /// that Cargo keeps on this machine, split as `train` splits it]
+    /// Text files or folders, split into calibration and measurement data [default: the Rust source code that
+    /// Cargo keeps on this machine, split as `train` splits it]
     #[arg(long)]
     data: Vec<PathBuf>,
     /// Do not measure perplexity and speed
@@ -60,20 +60,20 @@ struct Flags {
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
 enum Calibrate {
-    /// Ranges with the least squared error
+    /// Clip ranges to the smallest squared error
     Clip,
-    /// Codes that make good one another's errors
+    /// GPTQ: quantized values that compensate each other's errors
     Gptq,
-    /// Large activations divided, their weights multiplied
+    /// SmoothQuant: large activations are divided and their weights multiplied
     Smoothquant,
-    /// The same, as far as it helps the weights
+    /// AWQ: the same scaling, chosen for the smallest error of the weights
     Awq,
 }
 
-/// What becomes of head or embedding.
-type Part = Option<Scheme>;
+/// The treatment of head or embedding.
+type OptionalScheme = Option<Scheme>;
 
-fn scheme_or_keep(text: &str) -> Result<Part, overdrive::quantization::Error> {
+fn scheme_or_keep(text: &str) -> Result<OptionalScheme, overdrive::quantization::Error> {
     match text {
         "keep" => Ok(None),
         scheme => scheme.parse().map(Some),

@@ -1,5 +1,5 @@
-//! Prints each process's rank and the sum of all ranks: checks that a launcher sets the variables of a
-//! process group.
+//! Prints each process's rank and the sum of all ranks, to check that a launcher sets the variables of a process
+//! group.
 //!
 //! ```text
 //! cargo build --release -p overdrive-examples --examples
@@ -19,7 +19,7 @@ use overdrive::distributed::{GroupConfig, RankLog, init_process_group};
 /// Prints each process's rank and the sum of all ranks
 #[derive(Parser)]
 struct Flags {
-    /// Rank 1 fails in the first start, to show what the launcher does about it
+    /// Make rank 1 fail in the first start, to demonstrate a restart
     #[arg(long)]
     fail: bool,
 }

@@ -1,4 +1,4 @@
-//! Writes the report of a run from its metrics file; the run may still be going.
+//! Writes the report of a run from its metrics file; the run may still be running.
 //!
 //! ```text
 //! cargo run --release -p overdrive-examples --example report -- runs/tiny-001/metrics.jsonl
@@ -35,7 +35,7 @@ fn run(flags: &Flags) -> Result<()> {
     if file.truncated.is_some() {
         report
             .notes
-            .push("The last line of the metrics file is cut off and left out.".into());
+            .push("The last line of the metrics file is incomplete and was skipped.".into());
     }
     for (name, write) in [
         (

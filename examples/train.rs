@@ -1,6 +1,6 @@
-//! Trains a small Llama on real text: by default the Rust sources that Cargo keeps on this machine.
-//! In about five minutes on two CPU cores the validation loss falls from 8.3 to about 4.5 nats a
-//! token, and the model writes something that looks like Rust.
+//! Trains a small Llama on text, by default the Rust source code that Cargo keeps on this machine. In about five
+//! minutes on two CPU cores the validation loss falls from 8.3 to about 4.5 nats per token, and the generated
+//! samples look like Rust.
 //!
 //! ```text
 //! cargo run --release -p overdrive-examples --example train              # or: cargo xtask train
@@ -9,9 +9,9 @@
 //! cargo xtask train --nproc 2                                            # or: torchrun --no-python …
 //! ```
 //!
-//! The run folder gets snapshots (`--save-steps N`), from which `--resume-from-checkpoint true` resumes bit
-//! for bit after a Ctrl-C, a SIGTERM (both end it with code 75) or a kill; metrics.jsonl, TensorBoard events,
-//! report.html and a Hugging Face model. The example `own_model` trains another model by the same parts.
+//! The run folder gets snapshots (`--save-steps N`), from which `--resume-from-checkpoint true` resumes bit for
+//! bit after a Ctrl-C, a SIGTERM (both exit with code 75) or a kill; metrics.jsonl, TensorBoard events,
+//! report.html and a Hugging Face model. The example `own_model` trains another model with the same components.
 
 use std::process::ExitCode;
 
@@ -25,7 +25,7 @@ use overdrive::precision::{GradScaler, Precision};
 use overdrive::profiling::{Phase, StepMetrics, Trackers};
 use overdrive::snapshot::RunState;
 use overdrive::trainer::{
-    Evaluation, Interrupt, Part, RunFolder, TextData, TrainArgs, TrainingArguments, load_best,
+    DataShard, Evaluation, Interrupt, RunFolder, TextData, TrainArgs, TrainingArguments, load_best,
 };
 use overdrive::transformer::CausalLm;
 use overdrive_examples::exit_or_resume;
@@ -35,7 +35,7 @@ use overdrive_examples::training::{
 };
 use tch::Tensor;
 
-/// Trains a small Llama on real text
+/// Trains a small Llama on text
 #[derive(Parser)]
 struct Flags {
     #[command(flatten)]
@@ -46,12 +46,15 @@ fn main() -> ExitCode {
     exit_or_resume(run(&Flags::parse()))
 }
 
-/// Returns whether the run was interrupted.
+/// Returns `true` if the run was interrupted.
 fn run(flags: &Flags) -> Result<bool> {
+    // Collected, because only rank 0 prints them, and the rank is known after the arguments are.
     let mut notes = Vec::new();
-    let resolved = flags.train.resolve_telling(|note| notes.push(note.into()));
+    let resolved = flags
+        .train
+        .resolve_with_notes(|note| notes.push(note.into()));
     let arguments = resolved?;
-    // The processes that torchrun or `cargo xtask train --nproc N` has started; most often one.
+    // The processes that torchrun or `cargo xtask train --nproc N` has started; usually one.
     let group = arguments.init_process_group()?;
     let say = |line: &str| {
         if group.is_main() {
@@ -63,7 +66,7 @@ fn run(flags: &Flags) -> Result<bool> {
     let data = TextData::prepare(&arguments, say)?;
     let mut model = new_model(&arguments, &data, device)?;
     describe_model(&model, &arguments, precision, &group, say)?;
-    // Made when nothing can be wrong with data and model any more: no empty run is left behind.
+    // Created after all checks of data and model, so that a failed start leaves no empty run.
     let folder = RunFolder::open_or_create(&group, &arguments)?;
     say(&format!("run folder  {}", folder.root().display()));
 
@@ -76,10 +79,10 @@ fn run(flags: &Flags) -> Result<bool> {
         parameters: model.named_parameters(),
         trackers: Trackers::new(),
     };
-    let part = Part::of(&group, device);
-    let loader = data.train_loader(&arguments, part)?;
+    let shard = DataShard::of(&group, device);
+    let loader = data.train_loader(&arguments, shard)?;
     let trained = training.fit(&mut model, loader, &mut |model| {
-        let batches = data.validation_loader(&arguments, part)?;
+        let batches = data.validation_loader(&arguments, shard)?;
         let loss = evaluate(model, batches, precision, &group)?;
         Ok(Evaluation::new(loss, data.validation.bits_per_byte(loss)))
     });
@@ -100,22 +103,22 @@ fn run(flags: &Flags) -> Result<bool> {
     Ok(summary.interrupted)
 }
 
-/// The parts of a run beside its model and its data. The example `finetune` trains by it too.
+/// The components of a run besides its model and its data. The example `finetune` also trains with it.
 pub(crate) struct Training<'a> {
     pub(crate) arguments: &'a TrainingArguments,
     pub(crate) group: &'a ProcessGroup,
     pub(crate) precision: Precision,
-    /// The folder for snapshots and metrics; `None` writes nothing.
+    /// The folder of snapshots and metrics; with `None` nothing is written.
     pub(crate) folder: Option<&'a RunFolder>,
-    /// Files that make a snapshot the folder of a model: its configuration, its tokenizer.
+    /// The files that make a snapshot the folder of a model: its configuration, its tokenizer.
     pub(crate) files: Vec<(String, Vec<u8>)>,
     /// The trainable parameters; these handles share storage with the model.
     pub(crate) parameters: Vec<(String, Tensor)>,
-    /// Further places for metrics.
+    /// Additional destinations of metrics.
     pub(crate) trackers: Trackers,
 }
 
-/// The state that changes from step to step, beside the parameters and the loader.
+/// The state that changes from step to step, besides the parameters and the loader.
 struct State {
     optimizer: Box<dyn Optimizer>,
     scheduler: LrScheduler,
@@ -126,9 +129,8 @@ struct State {
 }
 
 impl Training<'_> {
-    /// Trains until the last step, an interrupt, or the end of patience. All processes of the group run it
-    /// together, each on its share of the batches; losses, norms and the decision to stop are the same on
-    /// all of them.
+    /// Trains until the last step, an interrupt, or early stopping. All processes of the group run it, each on
+    /// its shard of the batches; losses, norms and the decision to stop are the same on all of them.
     pub(crate) fn fit(
         mut self,
         model: &mut CausalLm,
@@ -165,6 +167,7 @@ impl Training<'_> {
         }
         log.track(std::mem::take(&mut self.trackers));
         let mut measure = |model: &mut CausalLm, ema: &mut Option<Ema>| -> Result<Evaluation> {
+            // The guard puts the training weights back when the evaluation ends.
             let _averaged = ema.as_mut().map(Ema::apply).transpose()?;
             model.set_training(false)?;
             let found = evaluate(model)?;
@@ -174,6 +177,7 @@ impl Training<'_> {
         if arguments.eval_on_start && state.done.steps == 0 {
             let found = measure(model, &mut state.ema)?;
             let mut metrics = StepMetrics {
+                // There is no training loss before the first step; NaN is written as null.
                 loss: f64::NAN,
                 ..StepMetrics::default()
             };
@@ -182,7 +186,7 @@ impl Training<'_> {
         }
 
         model.set_training(true)?;
-        // A run that patience has ended does not begin again.
+        // A run that early stopping has ended does not start again.
         let is_over = state.best.should_stop();
         let last_step = if is_over { 0 } else { plan.total_steps };
         for step in state.done.steps + 1..=last_step {
@@ -191,6 +195,7 @@ impl Training<'_> {
                 let micro_batches = loader.by_ref().take(plan.micro_batches);
                 micro_batches.collect::<std::result::Result<Vec<_>, _>>()
             })?;
+            // The label counts of the whole step, so that each token has the same weight in its mean loss.
             accumulator.open(Window::new(
                 window.iter().map(|batch| batch.label_count as u64),
             ))?;
@@ -203,15 +208,18 @@ impl Training<'_> {
                     accumulator.backward(&loss.sum, labels, state.scaler.as_mut())
                 })?;
             }
+            // Read before the scheduler moves on: it is the rate of this step.
             let learning_rate = state.scheduler.last_lr().first().copied();
             let stepped = log.phase(Phase::Optimizer, || {
                 accumulator.step(&mut state.optimizer, state.scaler.as_mut())
             })?;
+            // A step that the loss scaler skipped changes no weights, so neither schedule nor average advance.
             if stepped.stepped {
                 state.scheduler.step(&mut state.optimizer)?;
                 state.ema.as_mut().map(Ema::update).transpose()?;
             }
 
+            // One collective for all totals, including the wish to stop, so that all processes stop at the same step.
             let totals = StepTotals::over(group, &window, &stepped, interrupt.requested())?;
             let (done, mut metrics) = log.end_step(step, &totals, &loader)?;
             state.done = done;
@@ -240,7 +248,7 @@ impl Training<'_> {
             }
             if ends {
                 log.say(match totals.stop {
-                    true => "interrupted: the model is saved as it is now",
+                    true => "interrupted: the current model is saved",
                     false => "no improvement within `early_stopping_patience`: the run ends",
                 });
                 break;
@@ -248,9 +256,10 @@ impl Training<'_> {
         }
 
         if let Some(mut snapshots) = snapshots {
+            // Snapshots are written in the background.
             snapshots.settle()?;
             log.warn_of(&mut snapshots)?;
-            // Nobody leaves before all have written.
+            // No process leaves before all have written.
             group.barrier()?;
             if arguments.load_best_model_at_end && !log.summary.interrupted {
                 log.summary.best_step =
@@ -261,7 +270,7 @@ impl Training<'_> {
         Ok((log.finish(&state.optimizer)?, state.ema))
     }
 
-    /// Registers the parts that a snapshot holds.
+    /// Registers the entries of a snapshot.
     fn registered<'s>(
         &self,
         state: &'s mut State,
@@ -278,6 +287,7 @@ impl Training<'_> {
                 loader.load_state_dict(state)
             })
             .random_states();
+        // Registered under one name in either case, so that a snapshot shows which one was used.
         let registered = match self.arguments.shards_optimizer() {
             // Each process has the states of its own parameters.
             true => registered.register_per_rank("optimizer", &mut state.optimizer),

@@ -5,7 +5,7 @@ use tch::Kind;
 
 use crate::StepResult;
 
-/// 100M parameters: the shape that the claims are about.
+/// The shape of the claims' model, with 100M parameters.
 pub fn config() -> LlamaConfig {
     LlamaConfig {
         vocab_size: 32_000,
@@ -21,10 +21,10 @@ pub fn config() -> LlamaConfig {
     }
 }
 
-/// The model with random weights.
+/// Returns the model with random weights.
 ///
 /// # Errors
-/// When memory runs out.
+/// An error if memory runs out.
 pub fn model(kind: Kind) -> StepResult<CausalLm> {
     let options = InitOptions {
         kind,
@@ -33,7 +33,7 @@ pub fn model(kind: Kind) -> StepResult<CausalLm> {
     Ok(CausalLm::new(&config().into(), &options)?)
 }
 
-/// `count` prompts of `tokens` ids, the same at every call.
+/// Returns `count` prompts of `tokens` ids, the same at every call.
 pub fn prompts(count: usize, tokens: usize, vocabulary: i64) -> Vec<Vec<i64>> {
     let id = |row: usize, place: usize| ((row * 7919 + place * 104_729 + 13) as i64) % vocabulary;
     (0..count)
@@ -44,19 +44,19 @@ pub fn prompts(count: usize, tokens: usize, vocabulary: i64) -> Vec<Vec<i64>> {
 /// One measurement; `pytorch/generation.py` has the same table.
 #[derive(Debug, Clone, Copy)]
 pub struct Case {
-    /// Its key in the JSON line.
+    /// The key in the JSON line.
     pub name: &'static str,
-    /// Prompts continued together.
+    /// The number of prompts in the batch.
     pub streams: usize,
-    /// Tokens of each.
+    /// The number of tokens in a prompt.
     pub prompt: usize,
-    /// Tokens generated for each.
+    /// The number of generated tokens.
     pub new: usize,
-    /// Whether earlier keys and values are kept.
+    /// If `true`, earlier keys and values are cached.
     pub use_cache: bool,
 }
 
-/// All measurements. What eight texts cost without a cache is asked of this side only: it takes the other
+/// All measurements. Eight sequences without a cache are measured on this side only, because the other one takes
 /// minutes.
 pub const CASES: [Case; 7] = [
     case("prefill", 1, 512, 1),

@@ -1,7 +1,7 @@
-//! What the benchmarks share: the training step that they measure.
+//! Code that the benchmarks share: the training step that they measure.
 //!
-//! One file of `benches/` is one claim, named after it. `pytorch/compare.py` sets the same step
-//! beside PyTorch's.
+//! Each file of `benches/` is one claim and named after it. `pytorch/compare.py` compares the same step with
+//! PyTorch's.
 
 pub mod ablation;
 pub mod generation;

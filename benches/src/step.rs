@@ -1,4 +1,4 @@
-//! One training step of a Llama on random tokens, as `pytorch/train_step.py` has it.
+//! One training step of a Llama on random tokens, the same as in `pytorch/train_step.py`.
 
 use std::error::Error;
 
@@ -9,24 +9,24 @@ use tch::{Device, Kind, Tensor};
 /// The shape of a model and of its batches.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
-    /// Tokens of the vocabulary.
+    /// The size of the vocabulary.
     pub vocab: i64,
-    /// Features of a token between the layers.
+    /// The size of the hidden states.
     pub dim: i64,
-    /// Decoder layers.
+    /// The number of decoder layers.
     pub layers: i64,
-    /// Attention heads.
+    /// The number of attention heads.
     pub heads: i64,
-    /// Features inside the feed-forward part.
+    /// The size of the feed-forward layers.
     pub hidden: i64,
-    /// Tokens of a sequence.
+    /// The number of tokens in a sequence.
     pub context: i64,
-    /// Sequences of a batch.
+    /// The number of sequences in a batch.
     pub batch: i64,
 }
 
 impl Shape {
-    /// The `tiny` preset: 5.8M weights.
+    /// The `tiny` preset: 5.8M parameters.
     pub const TINY: Self = Self {
         vocab: 4096,
         dim: 256,
@@ -36,7 +36,7 @@ impl Shape {
         context: 256,
         batch: 8,
     };
-    /// The `small` preset: 13.8M weights.
+    /// The `small` preset: 13.8M parameters.
     pub const SMALL: Self = Self {
         vocab: 8192,
         dim: 384,
@@ -47,13 +47,13 @@ impl Shape {
         batch: 8,
     };
 
-    /// Tokens of a batch.
+    /// Returns the number of tokens in a batch.
     pub fn tokens(&self) -> i64 {
         self.batch * self.context
     }
 }
 
-/// What a step is made of.
+/// The components of a step.
 #[derive(Debug)]
 pub struct Step {
     model: CausalLm,
@@ -65,10 +65,10 @@ pub struct Step {
 pub type StepResult<T> = Result<T, Box<dyn Error>>;
 
 impl Step {
-    /// A fresh model and optimizer.
+    /// Returns a step with a new model and optimizer.
     ///
     /// # Errors
-    /// When the shape is none that a Llama can have.
+    /// An error if a Llama cannot have this shape.
     pub fn new(shape: Shape, device: Device) -> StepResult<Self> {
         let config = LlamaConfig {
             vocab_size: shape.vocab,
@@ -99,7 +99,7 @@ impl Step {
         })
     }
 
-    /// The same step, operator by operator: no fused kernels, joint products or loss in chunks.
+    /// Returns the same step without fused kernels, joint matmuls and the chunked loss.
     #[must_use]
     pub fn unfused(mut self) -> Self {
         let mut execution = Execution::default();
@@ -108,15 +108,15 @@ impl Step {
         self
     }
 
-    /// Weights of the model.
+    /// Returns the number of parameters.
     pub fn parameters(&self) -> i64 {
         self.model.num_parameters()
     }
 
-    /// A batch of random tokens and the tokens after them.
+    /// Returns a batch of random tokens and the tokens after them.
     ///
     /// # Errors
-    /// When memory runs out.
+    /// An error if memory runs out.
     pub fn batch(&self) -> StepResult<(Tensor, Tensor)> {
         let Shape {
             vocab,
@@ -136,10 +136,10 @@ impl Step {
         ))
     }
 
-    /// Forward, backward, clipping, optimizer; the loss.
+    /// Runs forward, backward, clipping and optimizer, and returns the loss.
     ///
     /// # Errors
-    /// When memory runs out.
+    /// An error if memory runs out.
     pub fn run(&mut self, (inputs, labels): &(Tensor, Tensor)) -> StepResult<f64> {
         let loss = self
             .model

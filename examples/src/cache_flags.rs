@@ -1,23 +1,23 @@
-//! The flags of the example that shows every key/value cache.
+//! The flags for the key/value cache.
 
 use clap::{Args, ValueEnum};
 use overdrive::generation::GenerationConfig;
 
-/// The kind of key/value cache, and the size of a sliding one.
+/// The kind of key/value cache, and the size of a sliding cache.
 #[derive(Debug, Clone, Args)]
 pub struct CacheFlags {
-    /// How keys and values are kept [default: growing; paged for prompts of different lengths]
+    /// Kind of key/value cache [default: growing; paged for prompts of different lengths]
     #[arg(long, value_enum)]
     pub cache: Option<Cache>,
-    /// Tokens that a sliding cache keeps, of a model without windows of its own
+    /// Number of tokens in a sliding cache, for a model without its own window
     #[arg(long)]
     pub window: Option<i64>,
-    /// First tokens that a sliding cache keeps besides; with a few of them text goes on without end
+    /// Number of first tokens that a sliding cache also keeps; with a few of them, generation can be endless
     #[arg(long, default_value_t = 0)]
     pub sinks: i64,
 }
 
-/// The kinds of key/value cache; `none` computes all keys and values again for each token.
+/// The kinds of key/value cache; with `none`, all keys and values are recomputed for each token.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 #[allow(missing_docs, reason = "the names are those of overdrive-kv-cache")]
 pub enum Cache {

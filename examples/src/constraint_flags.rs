@@ -1,4 +1,4 @@
-//! The flags that constrain a generated text.
+//! The flags that constrain generated text.
 
 use std::fs::read_to_string;
 use std::path::PathBuf;
@@ -9,23 +9,23 @@ use overdrive::constraints::{GrammarConstraint, GrammarVocabulary};
 use overdrive::generation::{ChoiceConstraint, Constraint, GenerationConfig, Tokenizer};
 use overdrive::transformer::CausalLm;
 
-/// What an answer may be; at most one of them is given.
+/// The constraint of an answer; at most one flag is given.
 #[derive(Debug, Clone, Args)]
 pub struct ConstraintFlags {
-    /// The answer is one of these texts; give it for each
+    /// Allowed answer; give the flag once for each
     #[arg(long, group = "constraint")]
     pub choice: Vec<String>,
-    /// The answer matches this regular expression
+    /// Regular expression that the answer matches
     #[arg(long, group = "constraint")]
     pub regex: Option<String>,
-    /// The answer is JSON that fits the schema in this file
+    /// File with the JSON schema of the answer
     #[arg(long, group = "constraint")]
     pub json_schema: Option<PathBuf>,
 }
 
 impl ConstraintFlags {
-    /// Builds the constraint of one answer; `None` where no flag is given. Answers of several prompts
-    /// take a [`fork`](Constraint::fork) each.
+    /// Returns the constraint of an answer; `None` without a flag. The answers to several prompts each need a
+    /// [`fork`](Constraint::fork).
     pub fn build(
         &self,
         tokenizer: &Tokenizer,

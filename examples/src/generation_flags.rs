@@ -1,4 +1,4 @@
-//! The flags of the examples that generate.
+//! The flags for text generation.
 
 use std::path::Path;
 
@@ -8,72 +8,72 @@ use overdrive::generation::GenerationConfig;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-/// How text is generated; each flag is the key of generation_config.json with the same name, and
-/// wins over the folder's.
+/// The options of text generation; each flag is the key of generation_config.json with the same name, and
+/// overrides that of the folder.
 #[derive(Debug, Clone, Default, Args, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub struct GenerationFlags {
-    /// Stop after so many tokens
+    /// Maximum number of new tokens
     #[arg(long)]
     pub max_new_tokens: Option<usize>,
-    /// 0 takes the likeliest token; higher is more varied
+    /// Sampling temperature; 0 is greedy
     #[arg(long)]
     pub temperature: Option<f64>,
-    /// Sample among so many of the likeliest tokens; 0 is all
+    /// Sample from this number of most likely tokens; 0 is all
     #[arg(long)]
     pub top_k: Option<usize>,
-    /// Sample among the fewest tokens with this probability together
+    /// Sample from the fewest tokens with this total probability
     #[arg(long)]
     pub top_p: Option<f64>,
-    /// Sample among tokens at least so likely, relative to the likeliest
+    /// Sample from tokens with at least this probability relative to the most likely one
     #[arg(long)]
     pub min_p: Option<f64>,
-    /// Divides the scores of tokens that are there already; 1 is off
+    /// Divisor of the scores of tokens that occurred before; 1 is off
     #[arg(long)]
     pub repetition_penalty: Option<f64>,
-    /// Taken from the scores of generated tokens; 0 is off
+    /// Subtracted once from the scores of generated tokens; 0 is off
     #[arg(long, allow_negative_numbers = true)]
     pub presence_penalty: Option<f64>,
-    /// The same for each time that a token was generated
+    /// Subtracted for each occurrence from the scores of generated tokens; 0 is off
     #[arg(long, allow_negative_numbers = true)]
     pub frequency_penalty: Option<f64>,
-    /// No sequence of so many tokens twice
+    /// Never repeat a sequence of this number of tokens
     #[arg(long)]
     pub no_repeat_ngram_size: Option<usize>,
-    /// Added to scores, such as {"42": -5, "7": 2.5}
+    /// Bias of token scores, such as {"42": -5, "7": 2.5}
     #[arg(long, value_parser = json)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub logit_bias: Option<Value>,
-    /// End at this text; may be given several times
+    /// Stop at this text; may be given several times
     #[arg(long = "stop")]
     #[serde(rename = "stop_strings", skip_serializing_if = "Vec::is_empty")]
     pub stop: Vec<String>,
-    /// End at one of these tokens, separated by commas
+    /// Stop at one of these tokens, separated by commas
     #[arg(long, value_delimiter = ',')]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub stop_token_ids: Vec<i64>,
-    /// The same seed gives the same text
+    /// Seed of sampling
     #[arg(long)]
     pub seed: Option<u64>,
-    /// Beams of a beam search
+    /// Number of beams of a beam search
     #[arg(long)]
     pub num_beams: Option<usize>,
-    /// Above 0 a beam search likes long texts, below 0 short ones
+    /// Length penalty of a beam search; above 0 it prefers long sequences, below 0 short ones
     #[arg(long, allow_negative_numbers = true)]
     pub length_penalty: Option<f64>,
-    /// Continuations of each prompt
+    /// Number of continuations of each prompt
     #[arg(long)]
     pub num_return_sequences: Option<usize>,
-    /// Log-probabilities of each token and of so many others
+    /// Print the log-probabilities of each token and of this number of alternatives
     #[arg(long)]
     pub logprobs: Option<usize>,
-    /// Guess so many tokens from earlier text and check them together
+    /// Propose this number of tokens by prompt lookup and verify them together
     #[arg(long)]
     pub prompt_lookup_num_tokens: Option<usize>,
-    /// Guess so many tokens by the assistant model
+    /// Propose this number of tokens by the assistant model
     #[arg(long)]
     pub num_assistant_tokens: Option<usize>,
-    /// Read prompts in chunks of so many tokens
+    /// Process prompts in chunks of this number of tokens
     #[arg(long)]
     pub prefill_chunk_size: Option<usize>,
 }
@@ -83,8 +83,8 @@ fn json(text: &str) -> Result<Value, serde_json::Error> {
 }
 
 impl GenerationFlags {
-    /// The folder's configuration with what was given. A flag about sampling asks for sampling, and
-    /// without any limit on the length there are at most `default_new_tokens`.
+    /// Returns the folder's configuration with the flags applied. A flag about sampling turns sampling on; without
+    /// any limit of the length, there are at most `default_new_tokens`.
     pub fn config(&self, folder: &Path, default_new_tokens: usize) -> Result<GenerationConfig> {
         let path = folder.join("generation_config.json");
         let mut keys: Map<String, Value> = if path.exists() {

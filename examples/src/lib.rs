@@ -1,5 +1,5 @@
-//! What several examples share: their flags and the end of their `main`. Each example is one file beside
-//! `src`, run with `cargo xtask example NAME`; `README.md` says which to read first.
+//! Code that several examples share: their flags and the end of their `main`. Each example is one file beside
+//! `src`, run with `cargo xtask example NAME`; `README.md` recommends an order for reading them.
 
 mod cache_flags;
 #[cfg(feature = "constraints")]
@@ -27,17 +27,17 @@ pub use onnx_comparison::OnnxComparison;
 pub use progress::ByteProgress;
 pub use speed::{GreedySpeed, decode_tokens_per_second};
 
-/// The end of the `main` of an example that may be interrupted: code 75 says that it was, and that it resumes
+/// Returns the exit code of an example that may be interrupted: 75 means that it was interrupted and can resume
 /// from what it saved.
 pub fn exit_or_resume(result: anyhow::Result<bool>) -> ExitCode {
     match result {
-        Ok(true) => ExitCode::from(overdrive::trainer::Interrupt::SAVED_EXIT_CODE),
+        Ok(true) => ExitCode::from(overdrive::core::SAVED_EXIT_CODE),
         other => exit(other.map(drop)),
     }
 }
 
-/// The end of an example's `main`: an error is told in one line, without a stack backtrace, because
-/// what went wrong is most often in what was asked for.
+/// Returns the exit code of an example and prints its error in one line, without a stack backtrace, because the
+/// cause is usually in the arguments.
 pub fn exit(result: anyhow::Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -48,7 +48,7 @@ pub fn exit(result: anyhow::Result<()>) -> ExitCode {
     }
 }
 
-/// Writes `text` to stdout and flushes it, so that a reader sees each token as it comes.
+/// Writes `text` to stdout and flushes it, so that each token appears as it is generated.
 pub fn print_now(text: &str) -> std::io::Result<()> {
     let mut out = stdout().lock();
     out.write_all(text.as_bytes())?;

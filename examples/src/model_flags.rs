@@ -1,4 +1,4 @@
-//! The flags of the examples that load a model.
+//! The flags for loading a model.
 
 use std::path::{Path, PathBuf};
 
@@ -12,16 +12,16 @@ use tch::{Device, Kind};
 
 use crate::ByteProgress;
 
-/// Which model, and in which form it is held.
+/// The model and the form in which it is loaded.
 #[derive(Debug, Clone, Args)]
 pub struct ModelFlags {
     /// Folder with config.json, model.safetensors and tokenizer.json
     #[arg(long = "model", value_name = "DIR")]
     pub folder: PathBuf,
-    /// A GGUF file of that model, which then needs no more than tokenizer.json in the folder
+    /// GGUF file of the model; the folder then only needs tokenizer.json
     #[arg(long, value_name = "FILE")]
     pub gguf: Option<PathBuf>,
-    /// Folder with an adapter in PEFT's format; dense weights are merged with it
+    /// Folder with an adapter in PEFT's format; it is merged into dense weights
     #[arg(long, value_name = "DIR")]
     pub adapter: Option<PathBuf>,
     /// Compute in bf16: half the memory
@@ -30,13 +30,13 @@ pub struct ModelFlags {
     /// Quantize the weights while they are loaded: int8, int8-weight, llm-int8, int4, nf4, fp4, fp8
     #[arg(long, value_name = "SCHEME")]
     pub quantize: Option<Scheme>,
-    /// Quantize the head too, and an embedding that is tied to it
+    /// Also quantize the head, and an embedding that is tied to it
     #[arg(long, value_name = "SCHEME", requires = "quantize")]
     pub quantize_head: Option<Scheme>,
 }
 
 impl ModelFlags {
-    /// The model with its adapter, on a GPU where there is one.
+    /// Returns the model with its adapter, on a GPU if there is one.
     pub fn load(&self) -> Result<CausalLm> {
         let mut model = match &self.gguf {
             Some(file) => CausalLm::from_gguf(file, &self.options())?,
@@ -51,7 +51,7 @@ impl ModelFlags {
             "default",
             &LoadAdapterOptions::default(),
         )?;
-        // Beside packed weights it stays: merged, they would be rounded again.
+        // An adapter of quantized weights is not merged: the merged weights would be rounded again.
         if model.is_quantized() {
             return Ok(model);
         }
@@ -59,7 +59,7 @@ impl ModelFlags {
         Ok(model)
     }
 
-    /// Another model in the same form.
+    /// Loads another model in the same form.
     pub fn load_from(&self, folder: &Path) -> Result<CausalLm> {
         load_model(folder, self.options())
     }
@@ -80,14 +80,14 @@ impl ModelFlags {
         }
     }
 
-    /// `tokenizer.json` of the model's folder.
+    /// Loads `tokenizer.json` of the model's folder.
     pub fn tokenizer(&self) -> Result<Tokenizer> {
         let path = self.folder.join("tokenizer.json");
         Tokenizer::from_file(&path).map_err(|error| anyhow!("{}: {error}", path.display()))
     }
 }
 
-/// The model in `folder`, with a progress bar where somebody watches.
+/// Loads the model in `folder`, with a progress bar if stderr is a terminal.
 pub fn load_model(folder: &Path, options: LoadOptions) -> Result<CausalLm> {
     let bar = ByteProgress::new("loading")?;
     let shown = bar.clone();

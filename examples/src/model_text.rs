@@ -9,7 +9,7 @@ use overdrive::transformer::{CausalLm, ForwardInput};
 
 use crate::training::evaluate;
 
-/// Text in windows of a model's context, split into a part to train on and one to measure.
+/// Text in windows of a model's context, split into training and measurement data.
 #[derive(Debug)]
 pub struct ModelText {
     arguments: TrainingArguments,
@@ -17,8 +17,8 @@ pub struct ModelText {
 }
 
 impl ModelText {
-    /// Of the files `data`, or where there are none of the Rust source that Cargo keeps on this machine,
-    /// in the tokens of the model in `folder`.
+    /// Tokenizes the files `data`, or without any the Rust source code that Cargo keeps on this machine, with the
+    /// tokenizer of the model in `folder`.
     pub fn prepare(folder: &Path, model: &CausalLm, data: &[PathBuf]) -> Result<ModelText> {
         let context = model.config().max_position_embeddings().clamp(2, 512);
         let arguments = TrainingArguments {
@@ -32,7 +32,7 @@ impl ModelText {
         Ok(ModelText { arguments, data })
     }
 
-    /// The exponential of the mean loss over windows of the part that training does not see.
+    /// Returns the perplexity, the exponential of the mean loss, on windows of the measurement data.
     pub fn perplexity(&self, model: &CausalLm) -> Result<f64> {
         let batches = self
             .data
@@ -41,7 +41,7 @@ impl ModelText {
         Ok(evaluate(model, batches, Precision::Fp32, &group)?.exp())
     }
 
-    /// What the linear maps are given while the model reads `windows` of the part to train on.
+    /// Records the inputs of the linear layers while the model reads `windows` of the training data.
     pub fn inputs_of(&self, model: &CausalLm, windows: usize) -> Result<InputCollector> {
         let _no_grad = tch::no_grad_guard();
         let batches = self.data.train_loader(&self.arguments, model.device())?;

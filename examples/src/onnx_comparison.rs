@@ -1,4 +1,4 @@
-//! The same text by a model here and by its ONNX file in ONNX Runtime.
+//! Comparison of a model in Overdrive with its ONNX file in ONNX Runtime.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -10,18 +10,18 @@ use overdrive::sys::threads;
 use overdrive::transformer::CausalLm;
 use serde::Deserialize;
 
-/// What is run, one stream of greedy text.
+/// The options of the comparison, which decodes one sequence greedily.
 #[derive(Debug, Clone)]
 pub struct OnnxComparison {
-    /// Tokens of the prompt.
+    /// The number of prompt tokens.
     pub prompt: usize,
-    /// Tokens that are generated.
+    /// The number of generated tokens.
     pub new: usize,
-    /// Rounds, of which the medians are told.
+    /// The number of rounds, of which the medians are reported.
     pub rounds: usize,
 }
 
-/// Tokens a second, and the new tokens.
+/// The tokens per second, and the new tokens.
 #[derive(Debug, Deserialize)]
 struct Speeds {
     prefill: f64,
@@ -30,12 +30,12 @@ struct Speeds {
 }
 
 impl OnnxComparison {
-    /// Both sides in turn on the same threads; a table of their speeds.
+    /// Runs both in turn on the same number of threads and returns a table of their speeds.
     pub fn run(&self, model: &CausalLm, file: &Path) -> Result<String> {
         let vocabulary = model.config().vocab_size();
         let id = |at: usize| (at as i64 * 7919 + 13) % vocabulary;
         let prompt: Vec<i64> = (0..self.prompt).map(id).collect();
-        // The first run takes memory and starts threads, on either side.
+        // The first run allocates memory and starts threads in both.
         self.ours(model, &prompt)?;
         let (mut ours, mut theirs) = (Vec::new(), Vec::new());
         for _ in 0..self.rounds {
@@ -68,7 +68,7 @@ impl OnnxComparison {
         row(format!("decode of {}", self.new), |speeds| speeds.decode)?;
         match differs {
             None => writeln!(table, "the {} tokens are the same", first.tokens.len())?,
-            Some(at) => writeln!(table, "the tokens differ from number {at} on")?,
+            Some(at) => writeln!(table, "the tokens differ from index {at} on")?,
         }
         Ok(table)
     }

@@ -1,4 +1,4 @@
-//! Pictures of four shapes, drawn at random places, sizes and contrasts, with noise.
+//! Images of four shapes, drawn at random positions, sizes and contrasts, with noise.
 
 use overdrive::core::random::{random_u64, uniform_below};
 use overdrive::datasets::{DataLoader, DataLoaderOptions, Dataset, OnDevice, Result};
@@ -6,13 +6,13 @@ use tch::{Device, Tensor};
 
 /// The number of shapes: disc, square, triangle, cross.
 pub const SHAPES: i64 = 4;
-/// Pixels of a side.
+/// The width and height of an image in pixels.
 const SIDE: usize = 28;
 
-/// Makes a loader of `count` pictures drawn from `seed`.
+/// Returns a loader of `count` images drawn from `seed`.
 ///
 /// # Errors
-/// When an option is out of its range.
+/// An error if an option is outside its range.
 pub fn load_pictures(
     seed: u64,
     count: usize,
@@ -22,7 +22,7 @@ pub fn load_pictures(
     DataLoader::with(Pictures { seed, count }, batches, collate, options)
 }
 
-/// Pictures that are drawn when they are asked for: the same seed and number give the same picture.
+/// Images that are drawn on request: the same seed and index give the same image.
 struct Pictures {
     seed: u64,
     count: usize,
@@ -59,12 +59,12 @@ impl Dataset for Pictures {
     }
 }
 
-/// Pictures with their shapes.
+/// A batch of images with their labels.
 #[derive(Debug)]
 pub struct PictureBatch {
     /// (B, 1, 28, 28), Float: brightness, 0 to about 1.4.
     pub images: Tensor,
-    /// (B), Int64: the number of the shape, below [`SHAPES`].
+    /// (B), Int64: the index of the shape, below [`SHAPES`].
     pub shapes: Tensor,
 }
 

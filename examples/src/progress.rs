@@ -1,20 +1,20 @@
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// A progress bar of bytes on stderr, for the callbacks that report `(done, all)`. It is shown where stderr
-/// is a terminal.
+/// A progress bar of bytes on stderr, for callbacks that report `(done, all)`. It is shown only if stderr is a
+/// terminal.
 #[derive(Debug, Clone)]
 pub struct ByteProgress(ProgressBar);
 
 impl ByteProgress {
-    /// Makes a bar whose line begins with `verb`, such as `loading`.
+    /// Returns a bar whose line starts with `verb`, such as `loading`.
     pub fn new(verb: &str) -> Result<ByteProgress> {
         let template = format!("{verb} {{wide_bar}} {{bytes}} of {{total_bytes}}");
         let style = ProgressStyle::with_template(&template)?;
         Ok(ByteProgress(ProgressBar::no_length().with_style(style)))
     }
 
-    /// Shows that `done` of `all` bytes are done.
+    /// Reports that `done` of `all` bytes are done.
     pub fn set(&self, done: u64, all: u64) {
         self.0.set_length(all);
         self.0.set_position(done);

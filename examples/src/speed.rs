@@ -1,4 +1,4 @@
-//! How fast a model decodes.
+//! Measurement of a model's decoding speed.
 
 use std::time::Instant;
 
@@ -8,7 +8,7 @@ use overdrive::sys::threads;
 use overdrive::transformer::CausalLm;
 use tch::Tensor;
 
-/// Measures the tokens a second of one greedy sequence of 64 tokens.
+/// Returns the tokens per second of one greedy sequence of 64 tokens.
 pub fn decode_tokens_per_second(model: &CausalLm) -> Result<f64> {
     let config = GenerationConfig {
         max_new_tokens: Some(64),
@@ -19,20 +19,20 @@ pub fn decode_tokens_per_second(model: &CausalLm) -> Result<f64> {
     Ok(output.timings.decode_tokens_per_second())
 }
 
-/// Greedy decoding that is timed, of anything that turns tokens into logits.
+/// A benchmark of greedy decoding, for any function from tokens to logits.
 #[derive(Debug, Clone)]
 pub struct GreedySpeed {
-    /// Tokens after the prompt.
+    /// The number of tokens after the prompt.
     pub new_tokens: usize,
-    /// Rounds that are timed, after one that warms up.
+    /// The number of timed rounds, after one warm-up round.
     pub rounds: usize,
 }
 
 impl GreedySpeed {
-    /// Decodes greedily after `prompt` (B, T) and returns the new tokens, a row for each step. `step` gets
-    /// the tokens (B, T) or (B, 1) and whether they begin a sequence, and returns the last logits.
+    /// Decodes greedily after `prompt` (B, T) and returns the new tokens, one row for each step. `step` gets the
+    /// tokens (B, T) or (B, 1) and a flag that is `true` at the start of a sequence, and returns the last logits.
     ///
-    /// Prints the medians of prefill and decode, in tokens a second, as one line of JSON.
+    /// Prints the medians of prefill and decode, in tokens per second, as one line of JSON.
     pub fn measure(
         &self,
         side: &str,

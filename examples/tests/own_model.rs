@@ -1,5 +1,4 @@
-//! The example `own_model`: a run that was killed and resumed is the run that never was, with one process and
-//! with two.
+//! The example `own_model`: a killed and resumed run equals an uninterrupted one, with one process and with two.
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -25,7 +24,7 @@ fn program() -> PathBuf {
     program
 }
 
-/// Starts the program in `out` by so many processes, each of which leaves its number in a file.
+/// Starts the program in `out` with `processes` processes, each of which writes its process id to a file.
 fn launch(out: &Path, processes: usize, steps: usize) -> Launch {
     let script = "echo $$ > \"$0-pid-$RANK\"; exec \"$@\"";
     Launch::new("sh")
@@ -53,7 +52,7 @@ fn pid(out: &Path, rank: usize) -> Pid {
     Pid::from_raw(number.trim().parse().unwrap()).unwrap()
 }
 
-/// Kills all processes of a run once it has so many lines of metrics.
+/// Kills all processes of a run once it has a number of lines of metrics.
 fn run_and_kill(out: &Path, processes: usize, at: usize) {
     std::thread::scope(|scope| {
         let killer = scope.spawn(|| {

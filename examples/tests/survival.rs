@@ -1,5 +1,5 @@
-//! Runs of several processes, and runs that are killed. The other processes are this test program, told by
-//! a variable to train as the examples do.
+//! Runs of several processes, and runs that are killed. The other processes are this test program, which a
+//! variable makes train as the examples do.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::fs;
@@ -8,10 +8,12 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use overdrive::core::SAVED_EXIT_CODE;
+use overdrive::core::random::Generator;
 use overdrive::distributed::{Launch, ProcessGroup};
 use overdrive::profiling::{StepMetrics, Trackers, read_metrics};
 use overdrive::trainer::{
-    Evaluation, Interrupt, IntervalStrategy, Layers, ModelArguments, OptimizerName, Part,
+    DataShard, Evaluation, Interrupt, IntervalStrategy, Layers, ModelArguments, OptimizerName,
     ResumeFromCheckpoint, RunFolder, TextData, TrainingArguments,
 };
 use overdrive::transformer::CausalLm;
@@ -27,7 +29,7 @@ const CONFIG: &str = "OVERDRIVE_TRAINER_TEST_CONFIG";
 const OTHER_MODEL: &str = "OVERDRIVE_TRAINER_TEST_OTHER_MODEL";
 const TRAIN: [&str; 4] = ["--exact", "trains", "--ignored", "--nocapture"];
 
-/// The program that the tests start, stop and kill: what the example `train` does.
+/// The program that the tests start, stop and kill; it trains as the example `train` does.
 #[test]
 #[ignore = "the other process of the tests here"]
 fn trains() {
@@ -54,7 +56,7 @@ fn trains() {
     }
     // Without the harness, whose words would hide the code.
     std::process::exit(match train(&config, &arguments, &group) {
-        Ok(summary) if summary.interrupted => i32::from(Interrupt::SAVED_EXIT_CODE),
+        Ok(summary) if summary.interrupted => i32::from(SAVED_EXIT_CODE),
         Ok(_) => 0,
         Err(error) => {
             eprintln!("error: {error}");
@@ -79,10 +81,10 @@ fn train(config: &Path, arguments: &TrainingArguments, group: &ProcessGroup) -> 
         parameters: model.named_parameters(),
         trackers: Trackers::new(),
     };
-    let part = Part::of(group, device);
-    let loader = data.train_loader(arguments, part)?;
+    let shard = DataShard::of(group, device);
+    let loader = data.train_loader(arguments, shard)?;
     let trained = training.fit(&mut model, loader, &mut |model| {
-        let batches = data.validation_loader(arguments, part)?;
+        let batches = data.validation_loader(arguments, shard)?;
         Ok(Evaluation::new(
             evaluate(model, batches, precision, group)?,
             None,
@@ -177,7 +179,7 @@ impl Workshop {
             .nproc(processes)
     }
 
-    /// Step, loss, gradient norm and evaluation of each line; a line for each step, in their order.
+    /// Returns step, loss, gradient norm and evaluation of each line; there must be one line per step, in order.
     fn lines(&self, run: &str) -> Vec<(u64, f64, Option<f64>, Option<f64>)> {
         let metrics = read_metrics(self.path(run).join("metrics.jsonl")).unwrap();
         let numbers = |step: &StepMetrics| (step.step, step.loss, step.grad_norm, step.eval_loss);
@@ -223,14 +225,6 @@ fn wait(child: &mut Child) -> ExitStatus {
     }
 }
 
-/// Numbers that differ from call to call and not from run to run (Steele and Vigna's SplitMix64).
-fn draw(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
 #[test]
 fn fifty_kills_at_any_moment_change_no_loss() {
     const KILLS: usize = 50;
@@ -244,7 +238,7 @@ fn fifty_kills_at_any_moment_change_no_loss() {
     let mut whole = shop.start("whole", &arguments);
     assert!(wait(&mut whole).success());
 
-    let mut random = 7;
+    let mut random = Generator::new(7, 0);
     let (mut kills, mut in_saves, mut lives) = (0, 0, 0);
     while kills < KILLS {
         lives += 1;
@@ -255,7 +249,7 @@ fn fifty_kills_at_any_moment_change_no_loss() {
         let before = shop.lines_so_far("killed");
         let mut child = shop.start("killed", &arguments);
         let begun = Instant::now();
-        let (moment, steps, delay) = (draw(&mut random) % 4, draw(&mut random), draw(&mut random));
+        let (moment, steps, delay) = (random.below(4), random.next_u64(), random.next_u64());
         let wanted = || match moment {
             // While it starts, reads its snapshot, or takes its first steps.
             0 => begun.elapsed() > Duration::from_millis(steps % 700),
@@ -313,7 +307,7 @@ fn a_signal_ends_a_run_with_its_own_code_and_it_goes_on() {
         let asked = Instant::now();
         rustix::process::kill_process(rustix::process::Pid::from_child(&child), signal).unwrap();
         let status = wait(&mut child);
-        assert_eq!(status.code(), Some(i32::from(Interrupt::SAVED_EXIT_CODE)));
+        assert_eq!(status.code(), Some(i32::from(SAVED_EXIT_CODE)));
         // Kubernetes gives 30 seconds; of a model as small as this one it takes none of them.
         assert!(asked.elapsed() < Duration::from_secs(20));
         let saved = shop
@@ -368,7 +362,7 @@ fn snapshots_that_find_no_room_cost_no_step_and_no_other_snapshot() {
     equal(&shop.model("full", 12), &shop.model("whole", 12));
 }
 
-/// Losses, norms and evaluations of two runs, within 1e-5 of each other.
+/// Checks that losses, norms and evaluations of two runs agree within 1e-5.
 fn close(
     one: &[(u64, f64, Option<f64>, Option<f64>)],
     other: &[(u64, f64, Option<f64>, Option<f64>)],
@@ -483,10 +477,10 @@ fn processes_that_are_killed_at_different_moments_agree_on_where_to_go_on() {
     };
     shop.launch("whole", &arguments, 2).run().unwrap();
 
-    let mut random = 11;
+    let mut random = Generator::new(11, 0);
     for life in 0..6 {
-        let steps = shop.lines_so_far("killed") + 3 + (draw(&mut random) % 5) as usize;
-        let pause = Duration::from_micros(draw(&mut random) % 4000);
+        let steps = shop.lines_so_far("killed") + 3 + random.below(5) as usize;
+        let pause = Duration::from_micros(random.below(4000));
         let first = life % 2;
         let _ = fs::remove_file(shop.path("pid-0"));
         let _ = fs::remove_file(shop.path("pid-1"));

@@ -1,18 +1,18 @@
 use overdrive::precision::Precision;
 use tch::Device;
 
-/// One line of the table: what is switched on, as flags of the trainer.
+/// A row of the table: the techniques that are on, as flags of the trainer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Configuration {
     /// The name in the table.
     pub name: &'static str,
-    /// Autocast to the precision that the device does well.
+    /// If `true`, autocast to the low precision that suits the device.
     pub mixed_precision: bool,
-    /// `flash_attention_2` instead of `eager`.
+    /// If `true`, `flash_attention_2` instead of `eager`.
     pub flash_attention: bool,
-    /// Every block is computed again in backward.
+    /// If `true`, backward recomputes every block.
     pub checkpointing: bool,
-    /// Fused kernels, joint products and the chunked loss.
+    /// If `true`, fused kernels, joint matmuls and the chunked loss.
     pub fused_kernels: bool,
 }
 
@@ -24,7 +24,7 @@ const DEFAULT: Configuration = Configuration {
     fused_kernels: false,
 };
 
-/// The lines, the default first.
+/// The rows, the default first.
 pub const CONFIGURATIONS: [Configuration; 7] = [
     DEFAULT,
     Configuration {
@@ -64,7 +64,7 @@ pub const CONFIGURATIONS: [Configuration; 7] = [
 ];
 
 impl Configuration {
-    /// The trainer's flags; `low` is what mixed precision means on this device, if anything.
+    /// Returns the trainer's flags; `low` is the low precision of this device, if it has one.
     pub fn flags(&self, low: Option<Precision>) -> Vec<&'static str> {
         let mut flags = vec![
             "--attn-implementation",
@@ -90,10 +90,10 @@ impl Configuration {
     }
 }
 
-/// What mixed precision means on this device; or why it is left out.
+/// Returns the low precision of mixed precision on this device.
 ///
 /// # Errors
-/// The reason, in the words of [`Precision::recommend`].
+/// The reason why there is none, from [`Precision::recommend`].
 pub fn mixed_precision(device: Device) -> Result<Precision, String> {
     let recommended = Precision::recommend(device);
     match recommended.precision {

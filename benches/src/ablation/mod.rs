@@ -1,8 +1,8 @@
 //! The table "default, + mixed precision, + flash attention, + checkpointing, + fused kernels, all".
 //!
-//! Each configuration is a run of the example trainer in a process of its own, so that its peak memory
-//! is its own, and all start from the same seed on the same data. Configurations take turns over several
-//! rounds: a machine whose speed drifts drifts for all of them.
+//! Each configuration is a run of the example trainer in its own process, so that its peak memory can be
+//! measured, and all start from the same seed on the same data. Configurations alternate over several rounds,
+//! so that a drift of the machine's speed affects all of them.
 
 mod configuration;
 mod picture;

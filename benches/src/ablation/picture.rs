@@ -14,10 +14,10 @@ const LEFT: i32 = 240;
 const WIDTH: i32 = 860;
 const FONT: &str = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',sans-serif";
 
-/// Draws speed and memory of each configuration, in parts of the default's, as bars in an SVG.
+/// Draws speed and memory of each configuration relative to the default, as bars in an SVG file.
 ///
 /// # Errors
-/// When the file cannot be written.
+/// An error if the file cannot be written.
 pub fn write_picture(table: &Table, path: &Path) -> StepResult<()> {
     let height = TOP + ROW * i32::try_from(table.rows.len())? + 24;
     let area =

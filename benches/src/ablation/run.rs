@@ -7,23 +7,23 @@ use serde::{Deserialize, Serialize};
 
 use crate::StepResult;
 
-/// What a run came to.
+/// The result of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Measurement {
-    /// Seconds of the median step: data, forward, backward, optimizer.
+    /// The time of the median step in seconds: data, forward, backward, optimizer.
     pub step_seconds: f64,
-    /// The most memory that tensors took, in bytes.
+    /// The peak memory of tensors in bytes.
     pub peak_memory_bytes: u64,
-    /// The loss of the validation part at the end, in nats a token.
+    /// The validation loss at the end, in nats per token.
     pub eval_loss: f64,
 }
 
-/// The example trainer, built, and the flags that all runs share.
+/// The example trainer and the flags that all runs share.
 #[derive(Debug)]
 pub struct Trainer {
     program: PathBuf,
     shared: Vec<OsString>,
-    /// Steps at the start that do not count: caches fill, kernels are made.
+    /// The number of first steps that do not count, because caches fill and kernels are compiled.
     warmup: usize,
 }
 
@@ -31,7 +31,7 @@ impl Trainer {
     /// Builds the trainer beside this program.
     ///
     /// # Errors
-    /// When Cargo cannot build it.
+    /// An error if Cargo cannot build it.
     pub fn build(steps: u64, warmup: usize, further: &[OsString]) -> StepResult<Self> {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let build = [
@@ -50,7 +50,7 @@ impl Trainer {
             );
         }
         let here = std::env::current_exe()?;
-        let folder = here.parent().ok_or("this program lies in no folder")?;
+        let folder = here.parent().ok_or("this program is in no folder")?;
         let name = format!("train{}", std::env::consts::EXE_SUFFIX);
         let mut shared: Vec<OsString> = ["--steps", &steps.to_string(), "--samples", "0"]
             .map(OsString::from)
@@ -64,10 +64,10 @@ impl Trainer {
         })
     }
 
-    /// Trains once in a process of its own.
+    /// Trains once in a separate process.
     ///
     /// # Errors
-    /// When the run fails, with what it printed.
+    /// An error with the output of the run if it fails.
     pub fn run(&self, flags: &[&str]) -> StepResult<Measurement> {
         let folder = tempfile::tempdir()?;
         let out = folder.path().join("run");

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Measurement;
 
-/// A line of the table: the median of a configuration's rounds.
+/// A row of the table: the medians of a configuration's rounds.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Row {
     /// The configuration.
@@ -13,27 +13,27 @@ pub struct Row {
     pub flags: Vec<String>,
     /// The medians.
     pub measurement: Measurement,
-    /// Steps a second, in parts of the default's: the median of the ratios of the rounds.
+    /// The steps per second relative to the default: the median of the rounds' ratios.
     pub speed: f64,
-    /// Peak memory, in parts of the default's.
+    /// The peak memory relative to the default.
     pub memory: f64,
 }
 
-/// The table, and where it was measured.
+/// The table, and the machine on which it was measured.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Table {
-    /// The machine, in words.
+    /// A description of the machine.
     pub machine: String,
-    /// What was trained.
+    /// A description of the training.
     pub run: String,
-    /// The lines, the default first.
+    /// The rows, the default first.
     pub rows: Vec<Row>,
-    /// What was left out, and why.
+    /// The configurations that were left out, with the reasons.
     pub notes: Vec<String>,
 }
 
 impl Row {
-    /// The medians over `rounds`, beside those of the default in the same rounds.
+    /// Returns the medians over `rounds`, relative to those of the default in the same rounds.
     pub fn new(
         name: &str,
         flags: &[&str],
@@ -72,7 +72,7 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 impl Table {
-    /// The table as Markdown.
+    /// Returns the table as Markdown.
     pub fn markdown(&self) -> String {
         let mut text = format!("{}. {}.\n\n", self.machine, self.run);
         text += "| configuration | step | speed | peak memory | of default | validation loss |\n";
@@ -108,7 +108,7 @@ mod tests {
             peak_memory_bytes,
             eval_loss: 5.0,
         };
-        // The machine became twice as slow between the rounds; the ratio did not change.
+        // The machine became half as fast between the rounds; the ratio did not change.
         let default = [at(1.0, 100), at(2.0, 100), at(2.0, 100)];
         let row = Row::new("x", &[], &[at(0.5, 40), at(1.0, 40), at(1.0, 40)], &default);
         assert_eq!((row.speed, row.memory), (2.0, 0.4));

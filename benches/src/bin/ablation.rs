@@ -1,4 +1,4 @@
-//! Trains the same model in each configuration and prints what each is worth on this machine:
+//! Trains the same model in each configuration and prints the effect of each technique on this machine:
 //! `cargo xtask ablation`. Writes ablation.md, ablation.json and ablation.svg.
 
 use std::ffi::OsString;
@@ -16,19 +16,19 @@ use tch::Device;
 /// all: speed, peak memory and validation loss
 #[derive(Parser)]
 struct Flags {
-    /// Optimizer steps of each run
+    /// Number of optimizer steps in each run
     #[arg(long, default_value_t = 40)]
     steps: u64,
-    /// Steps at the start of each run that do not count for its speed
+    /// Number of first steps in each run that do not count for its speed
     #[arg(long, default_value_t = 5)]
     warmup: usize,
-    /// Runs of each configuration, in turn; medians are printed
+    /// Number of rounds over the configurations, of which the medians are printed
     #[arg(long, default_value_t = 2)]
     rounds: usize,
     /// Folder of ablation.md, ablation.json and ablation.svg
     #[arg(long, default_value = "runs/ablation")]
     out: PathBuf,
-    /// Further flags of the trainer: `-- --preset small --context-length 1024 --micro-batch-size 2`
+    /// Additional flags of the trainer: `-- --preset small --context-length 1024 --micro-batch-size 2`
     #[arg(last = true)]
     trainer: Vec<OsString>,
 }
@@ -58,7 +58,7 @@ fn main() -> StepResult<()> {
     if let Some(low) = low {
         notes.push(format!("Mixed precision is {low} on {device:?}."));
     }
-    // Without a low precision some line says no more than the default does.
+    // Without a low precision some rows would repeat the default.
     let default = CONFIGURATIONS[0];
     let configurations: Vec<_> = CONFIGURATIONS
         .iter()
@@ -70,7 +70,7 @@ fn main() -> StepResult<()> {
         for (configuration, measured) in configurations.iter().zip(&mut rounds) {
             let run = trainer.run(&configuration.flags(low))?;
             println!(
-                "round {round}  {:28} {:>7.0} ms a step  {:>6} MiB  loss {:.3}",
+                "round {round}  {:28} {:>7.0} ms per step  {:>6} MiB  loss {:.3}",
                 configuration.name,
                 run.step_seconds * 1e3,
                 run.peak_memory_bytes >> 20,

@@ -1,9 +1,9 @@
-//! Times one AdamW step over the tensors of a 14M-parameter Llama against the memory it moves.
+//! Times one AdamW step over the tensors of a 14M-parameter Llama, relative to its memory traffic.
 //!
 //! `cargo run --release -p overdrive-benches --bin adamw_step_time`
 //!
-//! Prints the fused and the plain implementation beside tch's own AdamW, clipping, and the roof: the
-//! rate at which this machine copies a tensor.
+//! Prints the fused and the plain implementation, tch's own AdamW, clipping, and the upper bound: the rate at
+//! which this machine copies a tensor.
 
 use std::time::Instant;
 
@@ -19,7 +19,7 @@ const DIM: i64 = 384;
 const HIDDEN: i64 = 1024;
 const LAYERS: i64 = 6;
 const VOCABULARY: i64 = 8192;
-/// Parameter, gradient and two averages read, all but the gradient written.
+/// The bytes per parameter: parameter, gradient and two averages are read, all but the gradient written.
 const BYTES_PER_PARAMETER: f64 = 28.0;
 
 fn main() -> Result<()> {
@@ -82,7 +82,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// The shapes of the `small` preset, with gradients.
+/// Returns tensors of the shapes of the `small` preset, with gradients.
 fn parameters(device: Device) -> (nn::VarStore, Vec<Tensor>) {
     let store = nn::VarStore::new(device);
     let root = store.root();
@@ -108,7 +108,7 @@ fn parameters(device: Device) -> (nn::VarStore, Vec<Tensor>) {
     (store, parameters)
 }
 
-/// Median seconds of `repeats` calls, after two to warm up.
+/// Returns the median of `repeats` calls in seconds, after two warm-up calls.
 fn time(device: Device, repeats: usize, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut seconds = Vec::new();
     for repeat in 0..repeats + 2 {

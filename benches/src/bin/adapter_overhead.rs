@@ -1,4 +1,4 @@
-//! What adapters cost: forward and backward of q, k, v and of one 4x wider map, against their bases.
+//! The overhead of adapters: forward and backward of q, k, v and of one 4x wider linear layer, with and without.
 //!
 //! `cargo run --release -p overdrive-benches --bin adapter_overhead`
 #![allow(clippy::unwrap_used, reason = "a benchmark may panic")]
@@ -14,7 +14,7 @@ use tch::{Device, Kind, Tensor};
 const WIDTH: i64 = 768;
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
-/// What is measured: milliseconds of the best pass, and the largest extra memory in MiB.
+/// The results: milliseconds of the best pass, and the peak of the additional memory in MiB.
 fn measure(mut pass: impl FnMut()) -> (f64, f64) {
     pass();
     let before = memory::stats(Device::Cpu).unwrap().allocated_bytes;

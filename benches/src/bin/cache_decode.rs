@@ -1,5 +1,5 @@
-//! Microseconds of one layer's share of a decode step, by kind of cache: 12 query heads over 4 key
-//! heads of 64 channels, f32, one row.
+//! The time of one layer in a decode step in microseconds, by kind of cache: 12 query heads over 4 key heads of
+//! 64 channels, f32, one row.
 //!
 //! `cargo run --release -p overdrive-benches --bin cache_decode [tokens of the past …]`
 
@@ -23,7 +23,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     } else {
         given
     };
-    // As a projection leaves them: (B, T, H, D), seen as (B, H, T, D).
+    // The layout of a projection: (B, T, H, D), viewed as (B, H, T, D).
     let random = |heads: i64, tokens: i64| -> Result<Tensor, tch::TchError> {
         Tensor::f_randn([1, tokens, heads, 64], (Kind::Float, Device::Cpu))?.f_transpose(1, 2)
     };
@@ -66,7 +66,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     };
                     times.push(begin.elapsed().as_secs_f64() * 1e6);
                 }
-                // The lower quartile: what others do on the machine only makes a step longer.
+                // The lower quartile, because other processes only make a step longer.
                 times.sort_by(f64::total_cmp);
                 Ok(times[times.len() / 4])
             };
@@ -74,7 +74,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let dense = attend(true)?;
             let share = cache.bytes_per_token() / (2 * 4 * 64 * 4) as f64;
             println!(
-                "  {:14} attend {own:8.1} µs   append and attention {dense:8.1} µs   {:5.3} of the bytes a token",
+                "  {:14} attend {own:8.1} µs   append and attention {dense:8.1} µs   {:5.3} of the bytes per token",
                 kind.name(),
                 share
             );

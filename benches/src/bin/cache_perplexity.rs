@@ -1,5 +1,5 @@
-//! What a cache that forgets or rounds costs: the perplexity of a text read through each kind, and the
-//! bytes that a token takes in it.
+//! The loss of quality by caches that drop or quantize entries: the perplexity of a text with each kind of
+//! cache, and its bytes per token.
 //!
 //! ```text
 //! cargo run --release -p overdrive-benches --bin cache_perplexity -- runs/tiny-001/model FILE
@@ -10,9 +10,9 @@ use overdrive::kv_cache::{CacheImplementation, CacheShape, KvCache};
 use overdrive::transformer::{CausalLm, ForwardInput, LoadOptions};
 use tch::{Kind, Tensor};
 
-/// Tokens read at once: what the cache holds of them is read by all later ones.
+/// The number of tokens in a chunk; all later tokens read the cached form of a chunk.
 const CHUNK: i64 = 16;
-/// Contexts of text that are read, at most.
+/// The maximum number of contexts of text.
 const TEXTS: usize = 8;
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
@@ -31,7 +31,7 @@ fn main() -> Result<(), Failure> {
     println!("{} texts of {context} tokens", texts.len());
     let _no_grad = tch::no_grad_guard();
     let mut exact = None;
-    // What a static cache holds is what a growing one does.
+    // A static cache holds the same values as a dynamic one.
     let differ = |kind: &CacheImplementation| *kind != CacheImplementation::Static;
     for kind in CacheImplementation::ALL.into_iter().filter(differ) {
         let shape = CacheShape {
@@ -50,13 +50,13 @@ fn main() -> Result<(), Failure> {
         let change = (perplexity / *exact.get_or_insert(perplexity) - 1.0) * 100.0;
         let name = kind.to_string();
         println!(
-            "{name:<16}{bytes:>7.0} bytes a token, perplexity {perplexity:9.4} {change:+.3} %"
+            "{name:<16}{bytes:>7.0} bytes per token, perplexity {perplexity:9.4} {change:+.3} %"
         );
     }
     Ok(())
 }
 
-/// Summed negative log-likelihood of all tokens but the first, in nats.
+/// Returns the summed negative log-likelihood of all tokens but the first, in nats.
 fn surprise(model: &CausalLm, text: &[i64], cache: &mut dyn KvCache) -> Result<f64, Failure> {
     let ids = Tensor::f_from_slice(text)?.f_unsqueeze(0)?;
     let mut sum = 0.0;

@@ -1,11 +1,11 @@
-//! Samples a second of data parallel training, for `compare_ddp.py` to print beside PyTorch's.
+//! The samples per second of data parallel training, which `compare_ddp.py` compares with PyTorch's.
 //!
 //! ```text
 //! python3 benches/pytorch/compare_ddp.py
 //! ```
 //!
-//! A perceptron of 512–1024–1024–1024–10 (2.6 million parameters, 10.6 MB of gradients), SGD, one thread a
-//! process; the median of 30 steps after 5. Its argument is the number of samples a rank (32).
+//! A perceptron of 512–1024–1024–1024–10 (2.6 million parameters, 10.6 MB of gradients), SGD, one thread per
+//! process; the median of 30 steps after 5. Its argument is the number of samples per rank (32).
 
 use std::time::Instant;
 

@@ -1,13 +1,12 @@
 //! Times forward and backward of the 14M Llama (dim 384, 6 layers, 6 heads, context 256, vocabulary
-//! 8192, micro-batch 8, fp32) for each way of executing it. Variants take turns, so that a noisy
-//! machine disturbs all of them alike; medians are printed, the best round, and the ratio of the
-//! best rounds to the defaults'.
+//! 8192, micro-batch 8, fp32) for each way of executing it. Variants alternate, so that load on the machine
+//! affects all of them equally; medians, the best round, and the ratio of the best rounds to the defaults' are
+//! printed.
 //!
 //!     cargo run --release -p overdrive-benches --bin execution_time -- [rounds] [threads]
 //!
 //! With glibc, run it a second time with
-//! `MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184` to see what page faults
-//! cost.
+//! `MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184` to see the cost of page faults.
 
 use std::time::Instant;
 

@@ -1,5 +1,5 @@
-//! How fast a product of a few rows reads its weights, beside libtorch's operator: where the limit in
-//! `src/linear.rs` comes from.
+//! The speed at which a matmul of a few rows reads its weights, beside libtorch's operator: the source of the
+//! limit in `src/linear.rs`.
 //!
 //! ```text
 //! cargo run --release -p overdrive-benches --bin few_rows
@@ -11,7 +11,7 @@ use tch::{Device, Kind, Tensor};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let _no_grad = tch::no_grad_guard();
-    // More weights than a cache holds, read one after the other as a model reads its layers.
+    // More weights than fit into the cache, read one after the other as a model reads its layers.
     for (outputs, inputs) in [(4096, 768), (768, 2048)] {
         for kind in [Kind::Float, Kind::BFloat16] {
             let bytes = outputs * inputs * kind.elt_size_in_bytes() as i64;

@@ -1,14 +1,13 @@
-//! How long products with weights of 4 and 8 bits take, beside the time in which memory gives the
-//! weights.
+//! The time of matmuls with 4-bit and 8-bit weights, beside the time in which the weights are read from memory.
 //!
 //! ```text
 //! cargo run --release -p overdrive-benches --bin four_bit_matmul -- [OUTPUTSxINPUTS…] [SCHEME…] [ROWS…] [hot] [fp32-scales]
 //! ```
 //!
-//! Each size is timed over several weights in turn, more than the caches hold together, as the layers of
-//! a model are; with `hot` over one, which stays in the last cache if it fits. With `fp32-scales` groups are
-//! timed with those as well. The smallest of many times is printed: other work on the machine only adds to
-//! it.
+//! Each size cycles through several weights that do not fit into the caches together, as the layers of a model
+//! do; with `hot` there is one weight, which stays in the last-level cache if it fits. With `fp32-scales`,
+//! groups with fp32 scales are also timed. The minimum of many times is printed, because other work on the
+//! machine only adds to it.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -16,7 +15,7 @@ use std::time::Instant;
 use overdrive::quantization::{GroupScales, QuantizedWeight, Scheme, linear};
 use tch::{Device, Kind, Tensor};
 
-/// Bytes that no cache holds.
+/// More bytes than any cache holds.
 const COLD: usize = 160 << 20;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -102,7 +101,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Seconds of a product: the mean of a round over some weights, the shortest of many rounds.
+/// Returns the seconds of a matmul: the mean of a round over some weights, the shortest of many rounds.
 fn shortest(x: &Tensor, weights: &[QuantizedWeight]) -> Result<f64, Box<dyn std::error::Error>> {
     let (begin, mut best) = (Instant::now(), f64::INFINITY);
     let part = weights.len().div_ceil(4).clamp(1, 24);
@@ -119,7 +118,7 @@ fn shortest(x: &Tensor, weights: &[QuantizedWeight]) -> Result<f64, Box<dyn std:
     Ok(best)
 }
 
-/// GB/s at which all threads together read memory that no cache holds.
+/// Returns the GB/s at which all threads together read memory that is not cached.
 fn read_bandwidth() -> f64 {
     let numbers = vec![1_u64; COLD / 8];
     let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1);

@@ -1,6 +1,6 @@
 //! Times generation with the 100M-parameter Llama of the claims and prints one JSON line, as
-//! `pytorch/generation.py` does for transformers; `pytorch/compare_generation.py` runs both in turn on
-//! the same weights.
+//! `pytorch/generation.py` does for transformers; `pytorch/compare_generation.py` alternates both on the same
+//! weights.
 
 use std::path::PathBuf;
 
@@ -16,25 +16,25 @@ use tch::{Device, Kind};
 /// Times prefill and decode
 #[derive(Parser)]
 struct Flags {
-    /// Folder with the weights [default: random ones]
+    /// Folder of the weights [default: random weights]
     #[arg(long)]
     model: Option<PathBuf>,
-    /// Write the random weights to this folder and end
+    /// Write the random weights to this folder and exit
     #[arg(long)]
     save: Option<PathBuf>,
     /// Weights in bf16 instead of fp32
     #[arg(long)]
     bf16: bool,
-    /// Quantize the linear maps: int8, int4, nf4, …
+    /// Quantize the linear layers: int8, int4, nf4, …
     #[arg(long, value_name = "SCHEME")]
     quantize: Option<Scheme>,
-    /// Quantize the head, and the embedding with it [default: as the maps]
+    /// Quantize the head, and the embedding with it [default: as the linear layers]
     #[arg(long, value_name = "SCHEME", requires = "quantize")]
     quantize_head: Option<Scheme>,
-    /// Runs of each case, of which the median counts
+    /// Number of runs of each case, of which the median counts
     #[arg(long, default_value_t = 3)]
     runs: usize,
-    /// Threads inside one operator [default: libtorch's choice]
+    /// Number of threads inside one operator [default: libtorch's choice]
     #[arg(long)]
     threads: Option<usize>,
     /// One case instead of all: prefill, one_stream, eight_streams, cached, uncached, eight_cached or

@@ -1,5 +1,5 @@
-//! The time of a fused head, forward and backward, for several sizes of its chunks, beside libtorch's
-//! `linear` and `cross_entropy_loss`: where the default of `chunk_rows` comes from.
+//! The time of a fused head, forward and backward, for several chunk sizes, beside libtorch's `linear` and
+//! `cross_entropy_loss`: the source of the default of `chunk_rows`.
 //!
 //! `cargo run --release -p overdrive-benches --bin head_chunks`
 #![allow(clippy::print_stdout, reason = "the output is the point")]
@@ -13,7 +13,7 @@ use tch::{Device, Kind, Reduction, Tensor};
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
-/// Rows, channels, classes, rounds.
+/// The numbers of rows, channels, classes and rounds.
 const SHAPES: [(i64, i64, i64, usize); 3] = [
     (2048, 384, 8192, 9),
     (1024, 768, 50_257, 3),
@@ -25,14 +25,14 @@ fn main() -> Result<(), Box<dyn Error>> {
         let hidden = Tensor::f_randn([rows, width], F32)?.f_set_requires_grad(true)?;
         let weight = (Tensor::f_randn([classes, width], F32)? * 0.02).f_set_requires_grad(true)?;
         let labels = Tensor::f_randint(classes, [rows], (Kind::Int64, Device::Cpu))?;
-        // None: libtorch; otherwise a chunk, of the default size where that is none.
+        // None: libtorch; Some: a chunk size, where None is the default size.
         let sizes = [64, 128, 256, 512, 1024].map(NonZeroUsize::new);
         let variants: Vec<_> = [None, Some(None)]
             .into_iter()
             .chain(sizes.map(Some))
             .collect();
         let mut times = vec![Vec::new(); variants.len()];
-        // In turns, because the speed of a shared machine drifts; the first round warms up.
+        // Alternating, because the speed of a shared machine drifts; the first round warms up.
         for round in 0..=rounds {
             for (variant, times) in variants.iter().zip(&mut times) {
                 let start = Instant::now();

@@ -1,16 +1,16 @@
-//! Indexes 10 million lines, a million CSV rows and 100,000 JSON objects, and prints how fast that is
-//! and how much memory a record takes.
+//! Indexes 10 million lines, a million CSV rows and 100,000 JSON objects, and prints the speed and the memory
+//! per record.
 //!
 //! ```text
 //! cargo run --release -p overdrive-benches --bin index_speed
 //! ```
 //!
-//! The files are generated in the folder for temporary files (about 0.9 GB) and removed at the end.
-//! Each is read past the page cache, as the disk gives it, where the system has `O_DIRECT`; then, from the
-//! page cache, by `memchr` alone on one thread, which only counts line feeds; then indexed by one thread and
-//! by one a core. `B/record` is the index file, which is mapped: at most so much of it is resident, and the
-//! system can take it back at any time. `private` is what opening it takes besides, in memory of this process.
-//! `guide` is what the lists of offsets (8 bytes) and of ranges (16) take that others keep.
+//! The files are generated in the temporary folder (about 0.9 GB) and removed at the end. Each is first read
+//! without the page cache, at the disk's speed, if the system has `O_DIRECT`; then, from the page cache, by
+//! `memchr` alone on one thread, which only counts line feeds; then it is indexed by one thread and by one per
+//! core. `B/record` is the index file, which is mapped: at most that much of it is resident, and the system can
+//! evict it at any time. `private` is the additional memory of this process for opening it. `guide` is the
+//! size of the lists of offsets (8 bytes) and of ranges (16) that other libraries keep.
 
 use std::fs::File;
 use std::hint::black_box;
@@ -46,7 +46,7 @@ fn main() -> Outcome<()> {
     let path = dir.path().join("lines.txt");
     write_lines(&path, 10_000_000)?;
     measure_lines("lines", &path)?;
-    // Records so long that more than two bytes are needed for each; a file with holes.
+    // Records so long that their lengths need more than two bytes; a file with holes.
     let path = dir.path().join("long.txt");
     write_long_lines(&path, 20_000)?;
     measure_lines("lines of 64 KiB", &path)?;
@@ -109,7 +109,7 @@ fn measure(
     let mut speeds = Vec::new();
     let mut last = (IndexReport::default(), 0.0);
     for threads in [Some(1), None] {
-        // The best of three: the first one also waits for the disk to write what was generated.
+        // The best of three: the first one also waits until the generated file is written to the disk.
         let mut best = 0_f64;
         for _ in 0..3 {
             last = open(index(threads, true))?;
@@ -142,7 +142,7 @@ fn measure(
     Ok(())
 }
 
-/// Memory of this process that no file backs; `None` where the system does not say.
+/// Returns the memory of this process that no file backs; `None` if the system does not report it.
 fn private_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status
@@ -152,7 +152,7 @@ fn private_bytes() -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// The time in which the disk gives the file; `None` where it cannot be asked past the page cache.
+/// Returns the time of reading the file from the disk; `None` if the page cache cannot be bypassed.
 #[cfg(all(
     target_os = "linux",
     any(target_arch = "x86_64", target_arch = "aarch64")
@@ -173,7 +173,7 @@ fn disk_alone(path: &Path) -> Option<Duration> {
         .custom_flags(O_DIRECT)
         .open(path)
         .ok()?;
-    // It wants a buffer that begins at a page.
+    // `O_DIRECT` needs a buffer that is aligned to a page.
     let mut buffer = vec![0_u8; BLOCK + PAGE];
     let start = buffer.as_ptr().align_offset(PAGE);
     let block = &mut buffer[start..start + BLOCK];
@@ -190,7 +190,7 @@ fn disk_alone(_path: &Path) -> Option<Duration> {
     None
 }
 
-/// The time that `memchr` takes to count the line feeds of a file, read in blocks of a megabyte.
+/// Returns the time in which `memchr` counts the line feeds of a file, read in blocks of a megabyte.
 fn memchr_alone(path: &Path) -> Outcome<Duration> {
     use std::io::Read;
     let mut block = vec![0; 1 << 20];
@@ -212,7 +212,7 @@ fn memchr_alone(path: &Path) -> Outcome<Duration> {
     Ok(best)
 }
 
-/// Random records a second on one thread, each made into what `get` gives.
+/// Returns the random records per second on one thread, each converted by `get`.
 fn reads_a_second<D: Dataset>(dataset: &D) -> Outcome<f64> {
     let started = Instant::now();
     let mut reads = 0;

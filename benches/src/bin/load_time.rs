@@ -1,9 +1,9 @@
-//! How long a checkpoint of 100 million parameters takes to load, once the system has it in memory.
+//! The time of loading a checkpoint of 100 million parameters that is in the page cache.
 //!
 //!     cargo run --release -p overdrive-benches --bin load_time
 //!
-//! Prints the time and the bytes of the file a second, for each kind and number of threads, beside a
-//! plain read of the file into one buffer.
+//! Prints the time and the bytes per second, for each dtype and number of threads, beside a plain read of the
+//! file into one buffer.
 
 use std::time::Instant;
 

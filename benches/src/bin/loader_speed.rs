@@ -1,4 +1,4 @@
-//! Random lines a second out of a text file, through the loader and without it. Prints one JSON line.
+//! The random lines per second from a text file, with the loader and without it. Prints one JSON line.
 //!
 //! ```text
 //! cargo run --release -p overdrive-benches --bin loader_speed -- \
@@ -23,7 +23,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut number = |default| arguments.next().map_or(Ok(default), |text| text.parse());
     let (workers, batch_size, samples) = (number(2)?, number(256)?, number(2_000_000)?);
 
-    // In memory, so that the index is built in this run.
+    // In memory, so that this run builds the index.
     let index = IndexOptions {
         location: IndexLocation::Memory,
         ..IndexOptions::default()

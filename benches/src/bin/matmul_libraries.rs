@@ -1,5 +1,5 @@
-//! Prints the speed of fp32 products by libtorch's default library and by oneDNN, in GFLOP/s, for the
-//! three products of a linear layer: `cargo run --release -p overdrive-benches --bin matmul_libraries`.
+//! Prints the speed of fp32 matmuls by libtorch's default library and by oneDNN, in GFLOP/s, for the three
+//! matmuls of a linear layer: `cargo run --release -p overdrive-benches --bin matmul_libraries`.
 
 use std::time::Instant;
 
@@ -48,10 +48,7 @@ fn main() -> Result<()> {
                 }
                 Ok(2.0 * (rows * input * output) as f64 / best / 1e9)
             };
-            let (default, one_dnn) = (
-                speed(GemmLibrary::Torch)?,
-                speed(GemmLibrary::OneDnn)?,
-            );
+            let (default, one_dnn) = (speed(GemmLibrary::Torch)?, speed(GemmLibrary::OneDnn)?);
             println!(
                 "{:>16} {name:>8} {default:>10.0} {one_dnn:>10.0} {:>5.2}x",
                 format!("{input} x {output}"),

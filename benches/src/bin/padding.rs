@@ -1,14 +1,15 @@
-//! How much of a batch is padding, and how many real tokens a second that leaves: records in a random order,
+//! The fraction of padding in a batch, and the resulting real tokens per second: records in a random order,
 //! grouped by length, by a budget of tokens, and packed.
 //!
 //! ```text
 //! cargo run --release -p overdrive-benches --bin padding -- [FILE…]
 //! ```
 //!
-//! Without files the documentation comments of the Rust source in Cargo's registry are the records: natural
-//! text of natural lengths, which is on every machine that has built this workspace. A model computes with every
-//! place of a batch, padding too, so at the same speed a place the real tokens a second are in proportion to the
-//! share that is no padding. `batches/s` is what the samplers and the collation themselves do, on one core.
+//! Without files the records are the documentation comments of the Rust source code in Cargo's registry:
+//! natural text of natural lengths, which is on every machine that has built this workspace. A model computes
+//! every position of a batch, including padding, so at the same speed per position the real tokens per second
+//! are proportional to the fraction without padding. `batches/s` is the speed of the samplers and the collation
+//! alone, on one core.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -63,7 +64,7 @@ fn main() -> Outcome<()> {
     );
     println!(
         "{:<44} {:>8} {:>9} {:>14} {:>11}",
-        "", "batches", "padding", "tokens a place", "batches/s"
+        "", "batches", "padding", "tokens per position", "batches/s"
     );
 
     let shard = Shard::default();
@@ -112,7 +113,7 @@ fn main() -> Outcome<()> {
     Ok(())
 }
 
-/// Prints what an epoch of batches comes to; gives the share of it that is no padding.
+/// Prints the results of an epoch of batches; returns the fraction of it that is not padding.
 fn measure(
     name: &str,
     batches: &impl BatchSampler,
@@ -128,7 +129,7 @@ fn measure(
         places += lengths().max().unwrap_or(0) * batch.len() as u64;
     }
     let share = real as f64 / places as f64;
-    // What making them costs, tokenization included, for as many as take a second.
+    // The time of making batches, including tokenization, for as many as take a second.
     let started = Instant::now();
     let mut made = 0;
     while made < batches.len(0) && started.elapsed().as_secs_f64() < 1.0 {
@@ -150,7 +151,7 @@ fn measure(
     Ok(share)
 }
 
-/// The documentation comments of the registry's Rust files, a paragraph each.
+/// Returns the documentation comments of the registry's Rust files, one paragraph each.
 fn write_comments(path: &std::path::Path) -> Outcome<()> {
     let corpus = Corpus::cargo_registry(64 << 20)?;
     let mut out = String::new();
@@ -169,7 +170,7 @@ fn write_comments(path: &std::path::Path) -> Outcome<()> {
                     out.push('\n');
                     in_comment = true;
                 }
-                // An empty comment line goes on with the same item.
+                // An empty comment line continues the same item.
                 _ if matches!(line, "///" | "//!") => {}
                 _ => {
                     if in_comment {

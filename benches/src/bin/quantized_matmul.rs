@@ -1,12 +1,11 @@
-//! How long a product with a quantized weight takes, by scheme and rows, beside the dense one: where the
-//! limits in `src/linear` come from.
+//! The time of a matmul with a quantized weight, by scheme and rows, beside the dense one: the source of the
+//! limits in `src/linear`.
 //!
 //! ```text
 //! cargo run --release -p overdrive-benches --bin quantized_matmul -- 4096x4096 int8,int8-weight 1,8,64
 //! ```
 //!
-//! A fourth argument `cpu` gives the processor time of one thread, by Linux's count: what to look at
-//! while others use the machine.
+//! A fourth argument `cpu` prints the CPU time of one thread as counted by Linux, for a machine with other load.
 
 use std::time::Instant;
 
@@ -67,7 +66,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
 type Outcome = Result<Tensor, Box<dyn std::error::Error>>;
 
-/// The least of many short runs: others on the machine make some longer.
+/// Returns the minimum of many short runs, because other processes make some of them longer.
 fn fastest(run: &dyn Fn() -> Outcome) -> Result<f64, Box<dyn std::error::Error>> {
     let mut least = f64::INFINITY;
     let begin = Instant::now();
@@ -81,7 +80,7 @@ fn fastest(run: &dyn Fn() -> Outcome) -> Result<f64, Box<dyn std::error::Error>>
     Ok(least)
 }
 
-/// The mean processor time of this thread.
+/// Returns the mean CPU time of this thread.
 fn processor(run: &dyn Fn() -> Outcome) -> Result<f64, Box<dyn std::error::Error>> {
     let used = || -> Result<f64, Box<dyn std::error::Error>> {
         let line = std::fs::read_to_string("/proc/thread-self/schedstat")?;

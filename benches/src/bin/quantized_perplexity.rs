@@ -1,6 +1,6 @@
-//! What each scheme costs a model, with and without calibration: perplexity on the validation part of the
-//! text that it was trained on, and the bytes of its weights. All linear maps of the blocks are quantized,
-//! and the head with the embedding where they are tied.
+//! The cost of each quantization scheme, with and without calibration: perplexity on the validation split of the
+//! text that the model was trained on, and the bytes of its weights. All linear layers of the blocks are
+//! quantized, and the head with the embedding if they are tied.
 //!
 //! ```text
 //! cargo run --release -p overdrive-benches --bin quantized_perplexity -- runs/tiny-001 [BATCHES]
@@ -21,9 +21,9 @@ use overdrive::transformer::{CausalLm, ForwardInput, LoadOptions, QuantizeOption
 use overdrive_examples::training::evaluate;
 use tch::Device;
 
-/// Windows of the training part that calibration reads.
+/// The number of training windows that calibration reads.
 const CALIBRATION_BATCHES: usize = 16;
-/// Batches of the validation part, where no second argument gives another number.
+/// The default number of validation batches.
 const EVALUATION_BATCHES: u64 = 40;
 
 type Outcome<T> = Result<T, Box<dyn Error + Send + Sync>>;
@@ -104,7 +104,7 @@ fn line(scheme: &str, calibration: &str, perplexity: f64, change: f64, bytes: f6
     );
 }
 
-/// Groups that divide the widths of the small presets.
+/// Returns group sizes that divide the widths of the small presets.
 fn grouped() -> impl Iterator<Item = overdrive::quantization::Result<Scheme>> {
     [true, false].into_iter().map(|symmetric| {
         Ok(Scheme::Grouped(overdrive::quantization::GroupOptions {
@@ -119,7 +119,7 @@ fn load(folder: &Path) -> Outcome<CausalLm> {
     Ok(CausalLm::from_pretrained(folder, &LoadOptions::default())?)
 }
 
-/// The second moments of the inputs of all maps.
+/// Returns the second moments of the inputs of all linear layers.
 fn collect(
     model: &CausalLm,
     data: &TextData,
@@ -139,7 +139,7 @@ fn collect(
     Ok(collector)
 }
 
-/// Quantizes all maps; returns the bytes of their weights.
+/// Quantizes all linear layers; returns the bytes of their weights.
 fn quantize(
     model: &mut CausalLm,
     scheme: Scheme,

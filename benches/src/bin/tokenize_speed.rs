@@ -1,4 +1,4 @@
-//! Tokenizes the lines of a text file into a token store, and prints how fast that is as one line of JSON.
+//! Tokenizes the lines of a text file into a token store, and prints the speed as one line of JSON.
 //!
 //! ```text
 //! cargo run --release -p overdrive-benches --bin tokenize_speed -- \

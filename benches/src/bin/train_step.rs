@@ -1,5 +1,5 @@
-//! Times Overdrive's training step and prints one JSON line, as `pytorch/train_step.py` does for
-//! PyTorch's; `pytorch/compare.py` runs both in turn.
+//! Times Overdrive's training step and prints one JSON line, as `pytorch/train_step.py` does for PyTorch's;
+//! `pytorch/compare.py` alternates both.
 
 use std::time::Instant;
 
@@ -21,13 +21,13 @@ struct Flags {
     preset: Preset,
     #[arg(long, default_value_t = 10)]
     steps: usize,
-    /// Steps before those that count
+    /// Number of warm-up steps
     #[arg(long, default_value_t = 2)]
     warmup: usize,
-    /// Threads inside one operator [default: libtorch's choice]
+    /// Number of threads inside one operator [default: libtorch's choice]
     #[arg(long)]
     threads: Option<usize>,
-    /// Operator by operator instead of by fused kernels
+    /// Run single operators instead of fused kernels
     #[arg(long)]
     unfused: bool,
 }
@@ -72,7 +72,7 @@ fn main() -> StepResult<()> {
     Ok(())
 }
 
-/// The most memory the process has held (`VmHWM`, Linux); 0 where the system does not say.
+/// Returns the peak memory of the process (`VmHWM`, Linux); 0 if the system does not report it.
 fn max_rss_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     status

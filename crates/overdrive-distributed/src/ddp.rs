@@ -1,4 +1,4 @@
-//! Data parallel: each rank trains a copy of the model on its part of the batch.
+//! Data parallel training: each rank trains a copy of the model on its shard of the batch.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -6,16 +6,16 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use overdrive_sys::c10d::Reducer;
 use tch::{Tensor, nn};
 
-use crate::same_model::{MAX_LISTED, by_name, check_same_model, copy_from_main};
+use crate::model_check::{MAX_LISTED, by_name, check_same_model, copy_from_main};
 use crate::{DdpConfig, Error, ProcessGroup, Result};
 
 /// Averages gradients over the ranks, bucket by bucket, while backward runs
 /// (`torch.nn.parallel.DistributedDataParallel`).
 ///
-/// It holds handles of the parameters, not the model: the forward runs inside [`forward`](Self::forward),
-/// and backward as ever. After backward the gradients are the mean over the ranks, so a loss that is the
-/// mean over a rank's part of the batch trains as the mean over the whole batch. In a world of one it does
-/// nothing.
+/// It holds handles of the parameters, not the model: the forward pass runs inside
+/// [`forward`](Self::forward), and backward is unchanged. After backward the gradients are the mean over the
+/// ranks, so a loss that is the mean over each rank's shard trains like the mean over the whole batch. In a
+/// world of one it does nothing.
 ///
 /// ```
 /// use overdrive_distributed::{DdpConfig, DistributedDataParallel, GroupConfig, init_process_group};
@@ -40,27 +40,27 @@ pub struct DistributedDataParallel {
     parameters: Vec<(String, Tensor)>,
     buffers: Vec<(String, Tensor)>,
     reducer: Option<Reducer>,
-    /// How many [`NoSync`] guards there are.
-    quiet: AtomicUsize,
-    /// Whether the last forward was one whose gradients were reduced.
+    /// The number of living [`NoSync`] guards.
+    no_sync_guards: AtomicUsize,
+    /// If `true`, the last forward was one whose gradients are reduced, so buffers are broadcast before the next.
     buffers_due: AtomicBool,
-    /// Whether the next backward reduces gradients, or the last one did.
+    /// If `true`, the next backward reduces gradients, or the last one did.
     armed: AtomicBool,
 }
 
-/// While this lives, gradients are summed up on each rank and not reduced.
+/// A guard: while it lives, gradients accumulate on each rank and are not reduced.
 #[derive(Debug)]
-#[must_use = "gradients are reduced again as soon as this is dropped"]
+#[must_use = "gradients are reduced again as soon as the guard is dropped"]
 pub struct NoSync<'a>(&'a DistributedDataParallel);
 
 impl Drop for NoSync<'_> {
     fn drop(&mut self) {
-        self.0.quiet.fetch_sub(1, Ordering::SeqCst);
+        self.0.no_sync_guards.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
 impl DistributedDataParallel {
-    /// Takes the trainable variables of a store as parameters and the others as buffers.
+    /// Wraps the variables of a store: the trainable ones are parameters, the others buffers.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -76,13 +76,13 @@ impl DistributedDataParallel {
         Self::new(group, parameters, buffers, config)
     }
 
-    /// Checks that all ranks have the same parameters and buffers, copies those of rank 0 to all, and puts
-    /// hooks on the parameters. Both may come in any order; those that need no gradient (frozen ones) count
-    /// as buffers that are copied only here.
+    /// Checks that all ranks have the same parameters and buffers, copies those of rank 0 to all ranks, and
+    /// registers hooks on the parameters. The order does not matter. Parameters without gradients (frozen
+    /// ones) are copied once, here.
     ///
     /// # Errors
-    /// [`Error::ModelMismatch`] with the rank, the names and the shapes; [`Error::InvalidArgument`] for a
-    /// bucket size that is not above 0, or two parameters of one name; [`Error::Collective`].
+    /// [`Error::ModelMismatch`] with the rank, the names and the shapes; [`Error::Common`] for a bucket size
+    /// that is not positive, or two parameters of one name; [`Error::Collective`].
     pub fn new(
         group: &ProcessGroup,
         parameters: impl IntoIterator<Item = (String, Tensor)>,
@@ -92,10 +92,12 @@ impl DistributedDataParallel {
         config.validate()?;
         let parameters = by_name(parameters)?;
         let buffers = by_name(buffers)?;
+        // Frozen parameters get no hooks: they would never receive a gradient, and the reducer would wait for it.
         let (trained, frozen): (Vec<_>, Vec<_>) = parameters
             .into_iter()
             .partition(|(_, tensor)| tensor.requires_grad());
         let mut reducer = None;
+        // The reducer of c10d needs a group with peers; a world of one has none.
         if let Some(connected) = &group.shared.connected {
             check_same_model(group, &trained, &frozen, &buffers)?;
             copy_from_main(group, trained.iter().chain(&frozen).chain(&buffers))?;
@@ -119,13 +121,13 @@ impl DistributedDataParallel {
             parameters: trained,
             buffers,
             reducer,
-            quiet: AtomicUsize::new(0),
+            no_sync_guards: AtomicUsize::new(0),
             buffers_due: AtomicBool::new(true),
             armed: AtomicBool::new(false),
         })
     }
 
-    /// Runs a forward pass: `forward` returns the loss, or whatever tensor backward starts from.
+    /// Runs a forward pass; `forward` returns the loss, or another tensor that backward starts from.
     ///
     /// # Errors
     /// Those of `forward`, and of [`before_forward`](Self::before_forward) and
@@ -140,12 +142,12 @@ impl DistributedDataParallel {
         Ok(loss)
     }
 
-    /// What comes before a forward pass: buffers of rank 0 for all, and once, after the first backward,
-    /// buckets in the order in which gradients come. [`forward`](Self::forward) calls it.
+    /// Prepares a forward pass: broadcasts the buffers of rank 0 and, once, after the first backward, rebuilds
+    /// the buckets in the order in which gradients arrive. [`forward`](Self::forward) calls it.
     ///
     /// # Errors
-    /// [`Error::Collective`]; [`Error::UnusedParameters`] if some got no gradient in the last backward and
-    /// unused ones are not looked for.
+    /// [`Error::Collective`]; [`Error::UnusedParameters`] if some parameters got no gradient in the last
+    /// backward and `find_unused_parameters` is off.
     pub fn before_forward(&self) -> Result<()> {
         let Some(reducer) = &self.reducer else {
             return Ok(());
@@ -153,18 +155,19 @@ impl DistributedDataParallel {
         if !tch_grad_enabled() {
             return Ok(());
         }
+        // As in torch: the reducer counts iterations, and a forward under `no_sync` is not one.
         if self.syncs() {
-            self.told(reducer.prepare_for_forward())?;
+            self.map_error(reducer.prepare_for_forward())?;
         }
-        self.told(reducer.rebuild_buckets())?;
+        self.map_error(reducer.rebuild_buckets())?;
         if self.config.broadcast_buffers && self.buffers_due.load(Ordering::SeqCst) {
             copy_from_main(&self.group, self.buffers.iter())?;
         }
         Ok(())
     }
 
-    /// What comes between forward and backward. `outputs` are the tensors that backward will start from;
-    /// they matter only where unused parameters are looked for. [`forward`](Self::forward) calls it.
+    /// Prepares the backward pass. `outputs` are the tensors that backward will start from; they matter only
+    /// with `find_unused_parameters`. [`forward`](Self::forward) calls it.
     ///
     /// # Errors
     /// As [`before_forward`](Self::before_forward).
@@ -182,30 +185,31 @@ impl DistributedDataParallel {
     }
 
     fn prepare_for_backward(&self, reducer: &Reducer, outputs: &[Tensor]) -> Result<()> {
+        // As in torch: without the search for unused parameters the reducer gets no outputs.
         let outputs = if self.config.find_unused_parameters {
             outputs
         } else {
             &[]
         };
-        self.told(reducer.prepare_for_backward(outputs))
+        self.map_error(reducer.prepare_for_backward(outputs))
     }
 
-    /// `loss.backward()`, with the error that names the rank at fault.
+    /// Runs `loss.backward()`; its error names the rank at fault.
     ///
     /// # Errors
-    /// [`Error::Collective`]; what libtorch says of the graph.
+    /// [`Error::Collective`]; errors of libtorch about the graph.
     pub fn backward(&self, loss: &Tensor) -> Result<()> {
         loss.f_backward()
             .map_err(|error| match self.group.failure() {
                 Some(failure) => Error::Collective {
                     ranks: failure.ranks,
-                    message: first_line(&error),
+                    message: without_backtrace(&error),
                 },
                 None => error.into(),
             })
     }
 
-    /// Until the guard is dropped, gradients are summed up on each rank and not reduced: for all
+    /// Returns a guard under which gradients accumulate on each rank and are not reduced: for all
     /// micro-batches of a step but the last. The forward passes must run under it too.
     ///
     /// ```
@@ -216,8 +220,8 @@ impl DistributedDataParallel {
     /// # let weight = store.root().ones("weight", &[2]);
     /// # let ddp = DistributedDataParallel::from_var_store(&ProcessGroup::single(), &store, DdpConfig::default())?;
     /// let micro_batches = 4;
-    /// for number in 1..=micro_batches {
-    ///     let _quiet = (number < micro_batches).then(|| ddp.no_sync());
+    /// for micro_batch in 1..=micro_batches {
+    ///     let _no_sync = (micro_batch < micro_batches).then(|| ddp.no_sync());
     ///     let loss = ddp.forward(|| Ok::<_, overdrive_distributed::Error>(weight.sum(Kind::Float) / micro_batches))?;
     ///     ddp.backward(&loss)?;
     /// }
@@ -226,15 +230,15 @@ impl DistributedDataParallel {
     /// # }
     /// ```
     pub fn no_sync(&self) -> NoSync<'_> {
-        self.quiet.fetch_add(1, Ordering::SeqCst);
+        self.no_sync_guards.fetch_add(1, Ordering::SeqCst);
         NoSync(self)
     }
 
-    /// Bytes of each bucket, in the order in which they are reduced. They are final after the second
-    /// forward. Empty in a world of one.
+    /// Returns the size of each bucket in bytes, in the order of reduction. The sizes are final after the
+    /// second forward. The list is empty in a world of one.
     ///
     /// # Errors
-    /// [`Error::Sys`] if libtorch refuses.
+    /// [`Error::Sys`] for an error of libtorch.
     pub fn bucket_bytes(&self) -> Result<Vec<usize>> {
         match &self.reducer {
             Some(reducer) => Ok(reducer.bucket_bytes()?),
@@ -242,24 +246,24 @@ impl DistributedDataParallel {
         }
     }
 
-    /// The parameters that are trained, by name.
+    /// Returns the trainable parameters, sorted by name.
     pub fn parameters(&self) -> &[(String, Tensor)] {
         &self.parameters
     }
 
-    /// The group.
+    /// Returns the process group.
     #[must_use]
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
-    /// Prepares a backward whose forward did not run inside [`forward`](Self::forward).
+    /// Prepares a backward pass whose forward did not run inside [`forward`](Self::forward).
     pub(crate) fn arm_after_forward(&self, loss: &Tensor) -> Result<()> {
         let Some(reducer) = &self.reducer else {
             return Ok(());
         };
-        self.told(reducer.prepare_for_forward())?;
-        self.told(reducer.rebuild_buckets())?;
+        self.map_error(reducer.prepare_for_forward())?;
+        self.map_error(reducer.rebuild_buckets())?;
         self.prepare_for_backward(reducer, std::slice::from_ref(loss))?;
         self.armed.store(true, Ordering::SeqCst);
         Ok(())
@@ -269,12 +273,12 @@ impl DistributedDataParallel {
         self.armed.load(Ordering::SeqCst)
     }
 
-    /// Whether the last backward reduced gradients; that is noted once.
+    /// Returns `true` if the last backward reduced gradients, and clears that state.
     pub(crate) fn disarm(&self) -> bool {
         self.armed.swap(false, Ordering::SeqCst)
     }
 
-    /// Buffers of rank 0 for all, before the next forward does so.
+    /// Broadcasts the buffers of rank 0 now, in place of the next forward.
     pub(crate) fn copy_buffers(&self) -> Result<()> {
         if self.reducer.is_some() && self.config.broadcast_buffers {
             copy_from_main(&self.group, self.buffers.iter())?;
@@ -284,10 +288,10 @@ impl DistributedDataParallel {
     }
 
     fn syncs(&self) -> bool {
-        self.quiet.load(Ordering::SeqCst) == 0
+        self.no_sync_guards.load(Ordering::SeqCst) == 0
     }
 
-    fn told<T>(&self, result: overdrive_sys::Result<T>) -> Result<T> {
+    fn map_error<T>(&self, result: overdrive_sys::Result<T>) -> Result<T> {
         result.map_err(|error| match without_gradient(&error.to_string()) {
             Some(indices) if self.group.failure().is_none() => Error::UnusedParameters {
                 rank: self.group.rank(),
@@ -305,15 +309,16 @@ impl DistributedDataParallel {
         let more = names.len().saturating_sub(MAX_LISTED);
         names.truncate(MAX_LISTED);
         match (names.is_empty(), more) {
-            (true, _) => "none here: another rank left some out".to_owned(),
+            (true, _) => "none here: another rank left parameters out".to_owned(),
             (_, 0) => names.join(", "),
             _ => format!("{} and {more} more", names.join(", ")),
         }
     }
 }
 
-/// The parameters that libtorch's reducer still waits for, if that is what it says.
+/// Parses the indices of the parameters that libtorch's reducer still waits for out of its error message.
 fn without_gradient(text: &str) -> Option<Vec<usize>> {
+    // The reducer throws a plain `RuntimeError`: its message is the only way to recognize the case.
     text.contains("Expected to have finished reduction")
         .then(|| {
             let list = text
@@ -328,17 +333,17 @@ fn without_gradient(text: &str) -> Option<Vec<usize>> {
         })
 }
 
-/// tch keeps this state to itself.
+/// Returns autograd's gradient mode; tch has no getter for it.
 fn tch_grad_enabled() -> bool {
     overdrive_sys::engine::is_grad_enabled()
 }
 
-fn first_line(error: &tch::TchError) -> String {
+fn without_backtrace(error: &tch::TchError) -> String {
     let text = match error {
         tch::TchError::Torch(text) => text.clone(),
         other => other.to_string(),
     };
-    // libtorch appends a C++ stack.
+    // libtorch appends a C++ stack trace.
     text.split("\nException raised from")
         .next()
         .unwrap_or(&text)

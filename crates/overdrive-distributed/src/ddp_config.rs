@@ -1,18 +1,18 @@
-//! How data parallel training works.
+//! Options of data parallel training.
 
 use overdrive_sys::c10d::ReducerOptions;
 use serde::{Deserialize, Serialize};
 use tch::Kind;
 
-use crate::{Error, Result};
+use crate::Result;
 
 const MIB: f64 = 1024.0 * 1024.0;
 
-/// The dtype that gradients travel in.
+/// The dtype in which gradients are reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GradientCompression {
-    /// Their own.
+    /// The gradients' own dtype.
     #[default]
     None,
     /// bfloat16 (`bf16_compress_hook`): half the bytes, 8 bits of precision.
@@ -21,23 +21,25 @@ pub enum GradientCompression {
     Fp16,
 }
 
-/// How [`DistributedDataParallel`](crate::DistributedDataParallel) works. The names and defaults are torch's, except for
-/// `gradient_as_bucket_view`.
+/// The options of [`DistributedDataParallel`](crate::DistributedDataParallel). Names and defaults are those of
+/// torch, except for the default of `gradient_as_bucket_view`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DdpConfig {
-    /// MiB of gradients that are reduced together. Default 25; the bucket that is reduced first has at
-    /// most 1 MiB, so that reducing begins early.
+    /// The size of a bucket, the gradients that are reduced together, in MiB. Default 25; the first bucket
+    /// has at most 1 MiB, so that reduction starts early.
     pub bucket_cap_mb: f64,
-    /// Looks through the graph before each backward for parameters that it will not reach. Without, one
-    /// that gets no gradient is an error in the next forward. Default false: it costs a walk of the graph.
+    /// If `true`, the graph is searched before each backward for parameters that it does not reach. If
+    /// `false`, a parameter without a gradient is an error in the next forward. Default `false`, because the
+    /// search walks the whole graph.
     pub find_unused_parameters: bool,
-    /// Gradients are views of the buckets: no second copy of them. Default true (torch: false, because
+    /// If `true`, gradients are views of the buckets, without a second copy. Default `true` (torch: `false`,
+    /// because Python code may detach gradients in place).
     /// Python code may detach gradients in place).
     pub gradient_as_bucket_view: bool,
-    /// Copies the buffers of rank 0 to all before each forward. Default true.
+    /// If `true`, the buffers of rank 0 are broadcast before each forward. Default `true`.
     pub broadcast_buffers: bool,
-    /// The dtype that gradients travel in.
+    /// The dtype in which gradients are reduced.
     pub compression: GradientCompression,
 }
 
@@ -57,16 +59,10 @@ impl DdpConfig {
     /// Checks every option against its range.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a bucket size that is not above 0.
+    /// [`Error::Common`](crate::Error::Common) for a bucket size that is not positive.
     pub fn validate(&self) -> Result<()> {
-        if self.bucket_cap_mb > 0.0 && self.bucket_cap_mb.is_finite() {
-            return Ok(());
-        }
-        Err(Error::InvalidArgument {
-            argument: "bucket_cap_mb",
-            value: self.bucket_cap_mb.to_string(),
-            expected: "a number above 0".to_owned(),
-        })
+        overdrive_core::check_positive("bucket_cap_mb", self.bucket_cap_mb)?;
+        Ok(())
     }
 
     pub(crate) fn reducer_options(&self) -> ReducerOptions {
@@ -78,7 +74,7 @@ impl DdpConfig {
         let bucket_bytes = (self.bucket_cap_mb * MIB).max(1.0) as usize;
         ReducerOptions {
             bucket_bytes,
-            // torch does this for its default size only; a smaller first bucket than the others is never bad.
+            // torch caps the first bucket for its default size only; a smaller first bucket never hurts.
             first_bucket_bytes: bucket_bytes.min(1024 * 1024),
             find_unused_parameters: self.find_unused_parameters,
             gradient_as_bucket_view: self.gradient_as_bucket_view,

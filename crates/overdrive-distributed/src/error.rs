@@ -1,4 +1,4 @@
-//! What can go wrong between processes.
+//! Errors between processes.
 
 use std::time::Duration;
 
@@ -6,83 +6,77 @@ use std::time::Duration;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A variable that the launcher should have set is not there.
-    #[error("{variable} is not set, but {because}; {way_out}")]
+    /// An option or environment variable outside its range, a tensor of the wrong shape, or a program that
+    /// could not be started.
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
+    /// An environment variable that the launcher should have set is missing.
+    #[error("{variable} is not set, but {because}; {remedy}")]
     MissingVariable {
         /// The variable.
         variable: &'static str,
-        /// Why it is needed.
+        /// The reason why it is needed.
         because: String,
-        /// What to do.
-        way_out: &'static str,
+        /// The remedy.
+        remedy: &'static str,
     },
-    /// A variable holds something else than what it should.
-    #[error("{variable}={value:?}: expected {expected}")]
-    InvalidVariable {
-        /// The variable.
-        variable: String,
-        /// What it holds.
-        value: String,
-        /// What it should hold.
-        expected: &'static str,
-    },
-    /// Variables that cannot all be right.
+    /// Environment variables that contradict each other.
     #[error(
         "{problem}; the launcher sets these variables, so look at how the processes are started"
     )]
     ContradictoryVariables {
-        /// The variables, their values and what is wrong about them.
+        /// The variables, their values and the contradiction.
         problem: String,
     },
-    /// The store at which processes meet could not be opened or reached.
+    /// The rendezvous store could not be opened or reached.
     #[error(
-        "rank {rank} could not {what} the store at {address} within {timeout:?}: {source}; {way_out}"
+        "rank {rank} could not {action} the store at {address} within {timeout:?}: {source}; {remedy}"
     )]
     Store {
-        /// This process.
+        /// The rank of this process.
         rank: usize,
-        /// `open` or `reach`.
-        what: &'static str,
-        /// Host and port.
+        /// The action that failed: `open` or `reach`.
+        action: &'static str,
+        /// The host and port of the store.
         address: String,
-        /// How long it was tried.
+        /// The time after which this rank gave up.
         timeout: Duration,
-        /// What to look at.
-        way_out: &'static str,
-        /// libtorch's words.
+        /// The remedy.
+        remedy: &'static str,
+        /// The error of libtorch.
         source: Box<overdrive_sys::Error>,
     },
-    /// Not every rank came.
+    /// At least one rank did not join the rendezvous in time.
     #[error(
         "rank {rank} waited {timeout:?} for the group of {world_size} processes; missing: {missing}; \
          see whether they were started, and what ended them"
     )]
     Incomplete {
-        /// This process.
+        /// The rank of this process.
         rank: usize,
-        /// How many there should be.
+        /// The number of processes in the group.
         world_size: usize,
-        /// The ranks that did not come.
+        /// The ranks that did not join.
         missing: String,
-        /// How long it was waited.
+        /// The time after which this rank gave up.
         timeout: Duration,
     },
     /// Two processes have the same rank, or they disagree about the size of the group.
-    #[error("rank {rank} ({here}) {problem}")]
+    #[error("rank {rank} ({process}) {problem}")]
     Disagreement {
-        /// This process.
+        /// The rank of this process.
         rank: usize,
-        /// Its host and process id.
-        here: String,
-        /// What does not fit.
+        /// The host and process id of this process.
+        process: String,
+        /// The contradiction with the other process.
         problem: String,
     },
-    /// A collective failed: a peer is lost, stuck, or does something else.
+    /// A collective failed: a peer is lost, is stuck, or called another collective.
     #[error("{message}")]
     Collective {
         /// The ranks at fault, as far as is known.
         ranks: Vec<usize>,
-        /// The collective, this rank, the rank at fault and what is known of it.
+        /// The collective, this rank, the rank at fault and its last known state.
         message: String,
     },
     /// The model is not the same on all ranks.
@@ -90,102 +84,76 @@ pub enum Error {
     ModelMismatch {
         /// The rank.
         rank: usize,
-        /// Parameters and buffers with the shapes that they have here and there.
+        /// The parameters and buffers that differ, with their shapes on both ranks.
         differences: String,
     },
-    /// The last backward left parameters without a gradient, so that their reduction never began.
+    /// The last backward pass left parameters without a gradient, so their reduction never started.
     #[error(
         "rank {rank}: the last backward gave no gradient to these parameters: {names}; set \
-         find_unused_parameters, or let every parameter take part in the loss; if a backward failed \
-         before, make the DistributedDataParallel anew"
+         find_unused_parameters, or use every parameter in the loss; if an earlier backward failed, \
+         create the DistributedDataParallel again"
     )]
     UnusedParameters {
-        /// This process.
+        /// The rank of this process.
         rank: usize,
         /// The parameters.
         names: String,
     },
-    /// A micro-batch before its window's last ran where gradients are reduced.
+    /// The forward pass of a micro-batch before the last of its window ran outside `no_sync`.
     #[error(
         "rank {rank}: the forward of a micro-batch that is not the last of its window ran outside \
          no_sync, so its gradients would be reduced; hold ddp.no_sync() while \
          !accumulator.sync_gradients(), or run forward passes outside ddp.forward"
     )]
     ReducedTooEarly {
-        /// This process.
+        /// The rank of this process.
         rank: usize,
     },
-    /// What rank 0 did for all did not succeed there.
-    #[error("rank 0 could not {what}: {message}")]
+    /// An action that rank 0 runs for all ranks failed there.
+    #[error("rank 0 could not {action}: {message}")]
     OnMain {
-        /// What was being done.
-        what: String,
-        /// The error of rank 0.
+        /// The action, as a verb phrase.
+        action: String,
+        /// The error message of rank 0.
         message: String,
     },
-    /// A value could not be written as JSON, or one of another rank is of another type.
-    #[error("a value for other ranks: {source}")]
+    /// A value could not be serialized as JSON, or the value of another rank has another type.
+    #[error("cannot exchange a value between the ranks: {source}")]
     Value {
-        /// serde's words.
+        /// The error of serde.
         #[from]
         source: serde_json::Error,
     },
-    /// Ranks that are in different collectives, or bring different tensors to one.
+    /// The ranks call different collectives, or pass different tensors to the same one.
     #[error(
-        "rank {rank} brings other tensors than rank 0: {there}, and rank 0 {on_main}; all ranks call the same \
-         collectives, with tensors of one dtype and shape, in the same order"
+        "rank {rank} calls {call}, but rank 0 calls {main_call}; all ranks must call the same collectives, \
+         with tensors of one dtype and shape, in the same order"
     )]
     TensorMismatch {
         /// The first rank that differs from rank 0.
         rank: usize,
-        /// Its collective and tensors.
-        there: String,
-        /// Those of rank 0.
-        on_main: String,
+        /// The collective and tensors of that rank.
+        call: String,
+        /// The collective and tensors of rank 0.
+        main_call: String,
     },
-    /// Tensors that do not fit the collective.
-    #[error("{operation}: {problem}")]
-    InvalidTensor {
-        /// The collective.
-        operation: &'static str,
-        /// What was expected and what was given.
-        problem: String,
-    },
-    /// An argument that cannot be.
-    #[error("{argument} = {value}: expected {expected}")]
-    InvalidArgument {
-        /// The argument.
-        argument: &'static str,
-        /// What was given.
-        value: String,
-        /// What is possible.
-        expected: String,
-    },
-    /// A process of a launch failed, the first to do so.
+    /// A process of a launch failed; it is the first one that did.
     #[error("rank {rank} failed first: {status}{last_lines}")]
     Launched {
-        /// Its rank on this machine.
+        /// The rank of the process on this machine.
         rank: usize,
-        /// How it ended.
+        /// The exit status of the process.
         status: String,
         /// The last lines of its standard error, each after a line break.
         last_lines: String,
     },
-    /// A process could not be started or watched.
-    #[error("{what}: {source}")]
-    Io {
-        /// What was being done.
-        what: String,
-        /// The system's error.
-        source: std::io::Error,
-    },
-    /// The thread that looks after the peers could not do its work.
-    #[error("looking after the peers: {problem}")]
+    /// The monitor thread of the group failed.
+    #[error("the monitor thread of the group failed: {problem}")]
     Monitor {
-        /// What happened.
+        /// The cause.
         problem: String,
     },
-    /// An error of the optimizer under a sharded one.
+    /// An error of the optimizer that a sharded optimizer wraps.
     #[error(transparent)]
     Optim(#[from] overdrive_optim::Error),
     /// An error of the shim or of libtorch.

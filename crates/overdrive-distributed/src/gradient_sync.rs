@@ -1,4 +1,4 @@
-//! Data parallel under a gradient accumulator.
+//! Data parallel training under a gradient accumulator.
 
 use overdrive_accumulation::{GradientSync, SyncError};
 use overdrive_sys::grad;
@@ -6,13 +6,13 @@ use tch::{Kind, Tensor};
 
 use crate::{DistributedDataParallel, Error, Pending, ReduceOp, Result};
 
-/// Lets an [`overdrive_accumulation::GradientAccumulator`] bring its gradients together: summed up on each
-/// rank until the window's last backward, in which they are reduced while it runs. The loss of a step is
-/// then the mean over the tokens of all ranks, however many each of them has.
+/// Lets an [`overdrive_accumulation::GradientAccumulator`] reduce its gradients over the ranks: they
+/// accumulate on each rank until the last backward of the window, which reduces them while it runs. The loss
+/// of a step is then the mean over the tokens of all ranks, however many tokens each rank has.
 ///
-/// Forward passes need not run inside [`forward`](DistributedDataParallel::forward); if they do, those of
+/// Forward passes need not run inside [`forward`](DistributedDataParallel::forward). If they do, those of
 /// the micro-batches before the last (`!accumulator.sync_gradients()`) run under
-/// [`no_sync`](DistributedDataParallel::no_sync). Buffers of rank 0 are copied to all at the end of each
+/// [`no_sync`](DistributedDataParallel::no_sync). The buffers of rank 0 are broadcast at the end of each
 /// window.
 ///
 /// ```
@@ -50,7 +50,7 @@ impl GradientSync for &DistributedDataParallel {
     }
 
     fn sum_count(&mut self, count: u64) -> std::result::Result<u64, SyncError> {
-        // Exact: no window has 2^53 tokens.
+        // Exact in f64: no window has 2^53 tokens.
         let sum = self.group().sum(count as f64)?;
         Ok(sum as u64)
     }
@@ -67,7 +67,7 @@ impl GradientSync for &DistributedDataParallel {
     }
 }
 
-/// Averages gradients that no backward reduced: the window ended without a last one.
+/// Averages gradients that no backward reduced, because the window ended before its last micro-batch.
 fn average(ddp: &DistributedDataParallel) -> Result<()> {
     let group = ddp.group();
     let parameters = ddp.parameters();
@@ -79,13 +79,16 @@ fn average(ddp: &DistributedDataParallel) -> Result<()> {
         let gradient = parameter.f_grad()?;
         gradients.push(gradient.defined().then_some(gradient));
     }
+    // A rank without a gradient of a parameter takes part with zeros if another rank has one.
     let present: Vec<i64> = gradients.iter().map(|g| i64::from(g.is_some())).collect();
     let present = Tensor::f_from_slice(&present)?.f_to_device(parameters[0].1.device())?;
     group.all_reduce(&present, ReduceOp::Max)?;
-    let anywhere = Vec::<i64>::try_from(present.f_to_kind(Kind::Int64)?)?;
+    let on_any_rank = Vec::<i64>::try_from(present.f_to_kind(Kind::Int64)?)?;
     let mut pending = Vec::new();
-    for (((_, parameter), gradient), anywhere) in parameters.iter().zip(gradients).zip(anywhere) {
-        if anywhere == 0 {
+    for (((_, parameter), gradient), on_any_rank) in
+        parameters.iter().zip(gradients).zip(on_any_rank)
+    {
+        if on_any_rank == 0 {
             continue;
         }
         let gradient = match gradient {
@@ -102,7 +105,7 @@ fn average(ddp: &DistributedDataParallel) -> Result<()> {
 }
 
 impl DistributedDataParallel {
-    /// Before a backward of a window: `last` is the one whose gradients are reduced.
+    /// Prepares a backward of a window; the gradients of the `last` one are reduced.
     fn arm(&self, loss: &Tensor, last: bool) -> Result<()> {
         match (last, self.is_armed()) {
             (true, true) | (false, false) => Ok(()),

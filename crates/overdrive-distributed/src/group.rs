@@ -8,15 +8,15 @@ use std::time::Duration;
 use overdrive_sys::c10d::{Group, Store};
 use tch::Device;
 
-use crate::meeting::{connect, meet, open_store};
-use crate::monitor::{Keeper, Monitor, MonitorOptions};
-use crate::verdict::Failure;
+use crate::connection::{connect, open_store, wait_for_all_ranks};
+use crate::failure::Failure;
+use crate::monitor::{Monitor, MonitorOptions, StoreHost};
 use crate::{Backend, Error, GroupConfig, Rendezvous, Result};
 
 /// A group of processes that train together (`torch.distributed`'s process group).
 ///
-/// A world of one has no store, no threads and no connections: every collective returns at once.
-/// Clones are handles of the same group; it is left when the last one goes.
+/// A world of one has no store, no threads and no connections: every collective returns at once. Clones are
+/// handles of the same group; the process leaves it when the last handle is dropped.
 #[derive(Clone)]
 pub struct ProcessGroup {
     pub(crate) shared: Arc<Shared>,
@@ -26,43 +26,43 @@ pub(crate) struct Shared {
     pub(crate) rendezvous: Rendezvous,
     pub(crate) config: GroupConfig,
     pub(crate) connected: Option<Connected>,
-    /// For each rank its number in the group of all processes.
+    /// The rank in the group of all processes, for each rank of this group.
     pub(crate) global_ranks: Vec<usize>,
-    /// How many parts were made of it.
-    pub(crate) parts: AtomicU64,
-    /// What this is a part of: it keeps the store.
-    pub(crate) _whole: Option<ProcessGroup>,
+    /// The number of subgroups created from this group.
+    pub(crate) subgroups: AtomicU64,
+    /// The group that this is a subgroup of; it owns the store.
+    pub(crate) _parent: Option<ProcessGroup>,
 }
 
 pub(crate) struct Connected {
-    /// Present until the drop.
+    /// The monitor; `None` only during the drop.
     monitor: Option<Monitor>,
     pub(crate) group: Arc<Group>,
     pub(crate) store: Store,
-    pub(crate) keeper: Keeper,
-    /// Connections through which keys without the prefix are reached; the server's end if it is here.
+    pub(crate) store_host: StoreHost,
+    /// The connection without a key prefix; on the rank that hosts the store it is the server.
     _root: Option<Store>,
 }
 
-/// How far a rank is in the collectives of a group.
+/// The progress of a rank in the collectives of a group.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Progress {
-    /// How many it has begun.
-    pub begun: u64,
-    /// How many of them have not ended.
-    pub under_way: u64,
-    /// The name of the last one begun.
+    /// The number of collectives started.
+    pub started: u64,
+    /// The number of started collectives that are not complete.
+    pub active: u64,
+    /// The name of the collective started last.
     pub last: Option<String>,
 }
 
-/// Where a group meets.
-pub(crate) struct Meeting {
+/// A process's access to the store of a group, and its ranks.
+pub(crate) struct Membership {
     pub(crate) store: Store,
     pub(crate) root: Option<Store>,
-    pub(crate) keeper: Keeper,
+    pub(crate) store_host: StoreHost,
     pub(crate) global_ranks: Vec<usize>,
-    pub(crate) whole: Option<ProcessGroup>,
+    pub(crate) parent: Option<ProcessGroup>,
 }
 
 impl Drop for Connected {
@@ -70,11 +70,12 @@ impl Drop for Connected {
         let Some(monitor) = self.monitor.take() else {
             return;
         };
+        // The failure must be read before the monitor, which holds it, is dropped.
         let failed = monitor.failure().is_some();
         drop(monitor);
         if failed {
-            // The last handle's destructor would wait for collectives that can never end: this one is
-            // never dropped.
+            // The destructor of the last handle would wait for collectives that never complete, so one
+            // handle is leaked.
             std::mem::forget(Arc::clone(&self.group));
         }
     }
@@ -90,8 +91,8 @@ impl fmt::Debug for ProcessGroup {
     }
 }
 
-/// Makes the group that the launcher's variables describe ([`Rendezvous::from_env`]); all processes call
-/// it. Without variables: a world of one.
+/// Creates the group that the launcher's variables describe ([`Rendezvous::from_env`]); all processes call
+/// it. Without variables it is a world of one.
 ///
 /// # Errors
 /// As [`Rendezvous::from_env`] and [`ProcessGroup::new`].
@@ -100,7 +101,7 @@ pub fn init_process_group(config: GroupConfig) -> Result<ProcessGroup> {
 }
 
 impl ProcessGroup {
-    /// A world of one.
+    /// Returns a world of one.
     #[must_use]
     pub fn single() -> Self {
         Self::alone(Rendezvous::default(), GroupConfig::default(), vec![0])
@@ -117,79 +118,76 @@ impl ProcessGroup {
                 rendezvous,
                 config,
                 connected: None,
-                parts: AtomicU64::new(0),
-                _whole: None,
+                subgroups: AtomicU64::new(0),
+                _parent: None,
             }),
         }
     }
 
-    /// Meets the others at the store and connects to them.
+    /// Waits for the other processes at the store and connects to them.
     ///
     /// # Errors
-    /// [`Error::Store`], [`Error::Incomplete`] with the ranks that did not come,
-    /// [`Error::Disagreement`], and what libtorch says about the connections.
+    /// [`Error::Store`], [`Error::Incomplete`] with the ranks that did not join,
+    /// [`Error::Disagreement`], and errors of libtorch about the connections.
     pub fn new(rendezvous: Rendezvous, config: GroupConfig) -> Result<Self> {
         let (rank, world_size) = (rendezvous.rank, rendezvous.world_size);
-        if rank >= world_size {
-            return Err(Error::InvalidArgument {
-                argument: "rank",
-                value: rank.to_string(),
-                expected: format!("less than world_size = {world_size}"),
-            });
-        }
+        let expected = format!("less than the world size, {world_size}");
+        overdrive_core::check_option(rank < world_size, "rank", rank, expected)?;
+        // A single process needs no store, no port and no threads.
         if world_size == 1 {
             return Ok(Self::alone(rendezvous, config, vec![0]));
         }
-        let keeps_store = rank == 0 && !rendezvous.launcher_keeps_store;
-        let root = open_store(&rendezvous, keeps_store, config.timeout)?;
+        let hosts_store = rank == 0 && !rendezvous.launcher_hosts_store;
+        let root = open_store(&rendezvous, hosts_store, config.timeout)?;
+        // A launcher's store outlives a restart: the keys of the processes before must not count.
         let prefix = format!(
             "overdrive/{}/{}",
             rendezvous.run_id, rendezvous.restart_count
         );
         let generation = root.prefixed(&prefix)?;
-        // The same process may make one group after another: each has names of its own.
+        // A process may create several groups one after another; each needs its own keys.
         static GROUPS: AtomicU64 = AtomicU64::new(0);
         let number = GROUPS.fetch_add(1, Ordering::SeqCst);
         let store = generation.prefixed(&format!("group{number}"))?;
-        let keeper = Keeper {
-            rank: (!rendezvous.launcher_keeps_store).then_some(0),
-            is_here: keeps_store,
-            name: match (rendezvous.launcher_keeps_store, keeps_store) {
+        let store_host = StoreHost {
+            rank: (!rendezvous.launcher_hosts_store).then_some(0),
+            is_this_process: hosts_store,
+            name: match (rendezvous.launcher_hosts_store, hosts_store) {
                 (true, _) => "the launcher".to_owned(),
                 (false, true) => format!("rank 0 (this process, at {})", rendezvous.master_addr),
                 (false, false) => format!("rank 0 (at {})", rendezvous.master_addr),
             },
         };
-        let meeting = Meeting {
+        let membership = Membership {
             store,
             root: Some(root),
-            keeper,
+            store_host,
             global_ranks: (0..world_size).collect(),
-            whole: None,
+            parent: None,
         };
-        Self::join(rendezvous, config, meeting)
+        Self::join(rendezvous, config, membership)
     }
 
-    /// Meets the others at a store that is there, and connects to them.
+    /// Waits for the other processes at an open store and connects to them.
     pub(crate) fn join(
         rendezvous: Rendezvous,
         config: GroupConfig,
-        meeting: Meeting,
+        membership: Membership,
     ) -> Result<Self> {
         let (rank, world_size) = (rendezvous.rank, rendezvous.world_size);
-        let Meeting {
+        let Membership {
             store,
             root,
-            keeper,
+            store_host,
             global_ranks,
-            whole,
-        } = meeting;
-        meet(&store, &rendezvous, config.timeout)?;
+            parent,
+        } = membership;
+        wait_for_all_ranks(&store, &rendezvous, config.timeout)?;
         let group = Arc::new(connect(&store, &rendezvous, &config)?);
-        if whole.is_some() {
+        if parent.is_some() {
             group.label(&format!(" (rank {} of all)", global_ranks[rank]))?;
         }
-        let names = (0..world_size).map(|rank| match whole {
+        let names = (0..world_size).map(|rank| match parent {
             Some(_) => format!("rank {rank} (rank {} of all)", global_ranks[rank]),
             None => format!("rank {rank}"),
         });
@@ -197,7 +195,7 @@ impl ProcessGroup {
             rank,
             names: names.collect(),
             interval: config.heartbeat(),
-            keeper: keeper.clone(),
+            store_host: store_host.clone(),
         };
         let monitor = Monitor::start(Arc::clone(&group), store.reconnected()?, options)?;
         let joined = Self {
@@ -208,69 +206,70 @@ impl ProcessGroup {
                     monitor: Some(monitor),
                     group,
                     store,
-                    keeper,
+                    store_host,
                     _root: root,
                 }),
                 global_ranks,
-                parts: AtomicU64::new(0),
-                _whole: whole,
+                subgroups: AtomicU64::new(0),
+                _parent: parent,
             }),
         };
-        // From here on every rank's heartbeat is there.
+        // After the barrier every rank has sent a heartbeat.
         joined.barrier()?;
         Ok(joined)
     }
 
-    /// This process's number, from 0.
+    /// Returns the rank of this process, from 0.
     #[must_use]
     pub fn rank(&self) -> usize {
         self.shared.rendezvous.rank
     }
 
-    /// How many processes there are.
+    /// Returns the number of processes in the group.
     #[must_use]
     pub fn world_size(&self) -> usize {
         self.shared.rendezvous.world_size
     }
 
-    /// This process's number on its machine.
+    /// Returns the rank of this process on its machine.
     #[must_use]
     pub fn local_rank(&self) -> usize {
         self.shared.rendezvous.local_rank
     }
 
-    /// How many processes run on this machine.
+    /// Returns the number of processes on this machine.
     #[must_use]
     pub fn local_world_size(&self) -> usize {
         self.shared.rendezvous.local_world_size
     }
 
-    /// For each rank of this group its number in the group of all processes: of a part of a group
-    /// ([`new_group`](Self::new_group)) those that it was made of.
+    /// Returns, for each rank of this group, its rank in the group of all processes. They differ in a
+    /// subgroup ([`new_group`](Self::new_group)).
     #[must_use]
     pub fn global_ranks(&self) -> &[usize] {
         &self.shared.global_ranks
     }
 
-    /// Whether this is rank 0, the one that logs and saves.
+    /// Returns `true` on rank 0, the one that logs and saves.
     #[must_use]
     pub fn is_main(&self) -> bool {
         self.rank() == 0
     }
 
-    /// Where it met, and how.
+    /// Returns the ranks and addresses with which the group was created.
     #[must_use]
     pub fn rendezvous(&self) -> &Rendezvous {
         &self.shared.rendezvous
     }
 
-    /// How long a collective may take that names no other time.
+    /// Returns the default timeout of a collective.
     #[must_use]
     pub fn timeout(&self) -> Duration {
         self.shared.config.timeout
     }
 
-    /// The device of this process: the CUDA device of its local rank if there is CUDA, else the CPU.
+    /// Returns the device of this process: the CUDA device of its local rank if CUDA is available, else the
+    /// CPU.
     #[must_use]
     pub fn device(&self) -> Device {
         let cuda = tch::Cuda::is_available() && tch::Cuda::device_count() > 0;
@@ -282,37 +281,38 @@ impl ProcessGroup {
         }
     }
 
-    /// What the group has failed of, if it has. It stays failed: restart the processes, or make a new
-    /// group of those that live.
+    /// Returns the cause if the group has failed. A failed group cannot be used again: restart the processes,
+    /// or create a new group of those that are alive.
     #[must_use]
     pub fn failure(&self) -> Option<Failure> {
         let connected = self.shared.connected.as_ref()?;
         connected.monitor.as_ref()?.failure()
     }
 
-    /// What this rank has begun and not ended: collectives, those of backward included. Nothing in a world of
-    /// one.
+    /// Returns how many collectives this rank has started and how many of them are active, including those of
+    /// backward. Both are 0 in a world of one.
     ///
     /// # Errors
     /// [`Error::Sys`] if memory runs out.
-    pub fn under_way(&self) -> Result<Progress> {
+    pub fn progress(&self) -> Result<Progress> {
         let Some(connected) = &self.shared.connected else {
             return Ok(Progress::default());
         };
         let state = connected.group.poll(Duration::ZERO)?;
         Ok(Progress {
-            begun: state.started,
-            under_way: state.started.saturating_sub(state.finished),
-            last: state.recent.last().map(|begun| begun.what.clone()),
+            started: state.started,
+            active: state.started.saturating_sub(state.finished),
+            last: state.recent.last().map(|started| started.what.clone()),
         })
     }
 
-    /// The error that names the rank at fault, if the group has failed: for errors that came another way, such
-    /// as that of a plain `backward`. `error` is what was seen of it.
+    /// Returns the error that names the rank at fault, if the group has failed: for errors of other calls, such
+    /// as a plain `backward`. `error` is the error of that call.
     #[must_use]
     pub fn explain(&self, error: &dyn std::error::Error) -> Option<Error> {
         let failure = self.failure()?;
         let seen = error.to_string();
+        // libtorch appends a C++ stack trace, which hides the cause in a log.
         let seen = seen
             .split("\nException raised from")
             .next()
@@ -322,18 +322,18 @@ impl ProcessGroup {
             message: if seen.contains(&failure.text) {
                 seen.trim().to_owned()
             } else {
-                format!("{} [seen here as: {}]", failure.text, seen.trim())
+                format!("{} [reported here as: {}]", failure.text, seen.trim())
             },
         })
     }
 
-    /// What carries the tensors.
+    /// Returns the backend.
     #[must_use]
     pub fn backend(&self) -> Backend {
         self.shared.config.backend
     }
 
-    /// The group's store, for values of one's own; none in a world of one.
+    /// Returns the group's store, for keys of the caller's own; `None` in a world of one.
     #[must_use]
     pub fn store(&self) -> Option<&Store> {
         self.shared
@@ -342,7 +342,7 @@ impl ProcessGroup {
             .map(|connected| &connected.store)
     }
 
-    /// The error of a call that used the group: the group's own words if it has failed.
+    /// Converts the error of a call that used the group; the cause counts if the group has failed.
     pub(crate) fn error(&self, error: overdrive_sys::Error) -> Error {
         match (self.failure(), error) {
             (Some(failure), error) => Error::Collective {

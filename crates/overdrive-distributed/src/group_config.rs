@@ -1,8 +1,8 @@
-//! How a group is made.
+//! Options of a process group.
 
 use std::time::Duration;
 
-/// What carries the tensors.
+/// The backend that transfers tensors between the processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Backend {
@@ -13,7 +13,7 @@ pub enum Backend {
 }
 
 impl Backend {
-    /// [`Nccl`](Self::Nccl) where it is built in and there is a CUDA device, else [`Gloo`](Self::Gloo).
+    /// Returns [`Nccl`](Self::Nccl) if it is built in and there is a CUDA device, else [`Gloo`](Self::Gloo).
     #[must_use]
     pub fn for_this_machine() -> Self {
         if cfg!(feature = "nccl") && tch::Cuda::is_available() {
@@ -24,25 +24,26 @@ impl Backend {
     }
 }
 
-/// How a group is made.
+/// The options of a process group.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct GroupConfig {
-    /// What carries the tensors. Default [`Backend::Gloo`].
+    /// The backend. Default [`Backend::Gloo`].
     pub backend: Backend,
-    /// How long a collective, and the meeting of the group, may take. Default 30 minutes, torch's.
+    /// The timeout of a collective, and of the rendezvous of the group. Default 30 minutes, as in torch.
     pub timeout: Duration,
-    /// How often a process tells that it is alive. Default a second, or an eighth of the timeout if that
-    /// is less. A rank is taken for lost after three of them and half a second.
+    /// The interval of heartbeats. Default one second, or an eighth of the timeout if that is shorter. A rank
+    /// counts as lost after three intervals and half a second without a heartbeat.
     pub heartbeat: Option<Duration>,
-    /// Compares dtype and shape between the ranks before each collective that is called (not those of
-    /// backward, whose parameters are compared once): one that differs is an
-    /// [`Error::TensorMismatch`](crate::Error::TensorMismatch) on all ranks, and the group stays whole. Each
-    /// collective then takes two small ones more. Without, Gloo ends the process that receives more than it
-    /// expects, and the others name it as lost. Default: whether `TORCH_DISTRIBUTED_DEBUG` is `DETAIL`.
+    /// If `true`, the ranks compare dtype and shape before each explicit collective (not those of backward,
+    /// whose parameters are compared once). A difference is an
+    /// [`Error::TensorMismatch`](crate::Error::TensorMismatch) on all ranks, and the group stays usable. The
+    /// comparison costs two small collectives each time. Without it, Gloo ends the process that receives more
+    /// than it expects, and the others report it as lost. Default: `true` if `TORCH_DISTRIBUTED_DEBUG` is
+    /// `DETAIL`.
     pub check_tensors: bool,
-    /// The network interface that Gloo uses, such as `eth0`. Default: that of the variable
-    /// `GLOO_SOCKET_IFNAME`; else loopback if the store is reached over it; else that of the host name.
+    /// The network interface that Gloo uses, such as `eth0`. Default: the variable `GLOO_SOCKET_IFNAME`; else
+    /// loopback if the store is reached over it; else the interface of the host name.
     pub interface: Option<String>,
 }
 
@@ -74,7 +75,7 @@ impl GroupConfig {
         self
     }
 
-    /// Sets whether tensors are compared before each collective.
+    /// Sets the option `check_tensors`.
     #[must_use]
     pub fn with_check_tensors(mut self, check: bool) -> Self {
         self.check_tensors = check;
@@ -84,6 +85,7 @@ impl GroupConfig {
     pub(crate) fn heartbeat(&self) -> Duration {
         self.heartbeat
             .unwrap_or((self.timeout / 8).min(Duration::from_secs(1)))
+            // One process answers the heartbeats of all ranks, so they must not be arbitrarily frequent.
             .max(Duration::from_millis(20))
     }
 }

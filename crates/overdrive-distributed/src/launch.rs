@@ -11,40 +11,33 @@ use std::time::{Duration, Instant};
 
 use overdrive_sys::c10d::{Store, StoreRole};
 
+use overdrive_core::SAVED_EXIT_CODE;
+
 use crate::{Error, Result};
 
-/// Lines of a failed process's standard error that its error repeats.
+/// The number of lines of a failed process's standard error that the error repeats.
 const LAST_LINES: usize = 8;
-/// How often the processes are looked at.
-const LOOK: Duration = Duration::from_millis(20);
-/// What a process ends with that was interrupted and has saved what it takes to go on: `EX_TEMPFAIL` of
-/// sysexits.h, "try again later".
-const SAVED: i32 = 75;
+/// The interval at which the processes are polled.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How a launch ended that did not fail.
+/// The outcome of a launch without errors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ended {
-    /// Every process ended well.
+pub enum LaunchOutcome {
+    /// Every process exited successfully.
     Finished,
-    /// Processes were interrupted and ended with [`Ended::SAVED_EXIT_CODE`]: what they saved goes on when
-    /// they are started again.
+    /// At least one process was interrupted and exited with [`SAVED_EXIT_CODE`]: the run resumes when it is
+    /// started again.
     Saved,
 }
 
-impl Ended {
-    /// What a process ends with that was interrupted and has saved what it takes to go on: 75, "try again
-    /// later" (`EX_TEMPFAIL` of sysexits.h). A launcher ends with it too.
-    pub const SAVED_EXIT_CODE: u8 = SAVED as u8;
-}
-
-/// Starts `nproc` processes of a program with the variables of torchrun, prefixes their output with their
+/// Starts `nproc` processes of a program with the variables of torchrun, prefixes their output with the
 /// rank, ends all when one fails, and returns the first error.
 ///
-/// The store is kept here, so that it outlives every process: a rank 0 that is killed is named by the
-/// others like any rank. `OMP_NUM_THREADS` is set to the cores divided by `nproc` unless it is set.
+/// The launcher hosts the store, so the store outlives every process, and a killed rank 0 is reported like
+/// any other rank. `OMP_NUM_THREADS` is set to the number of cores divided by `nproc` unless it is set.
 ///
 /// ```no_run
-/// # // Starts processes of a program that is not there in a test.
+/// # // Not run: it starts processes of a program that does not exist in a test.
 /// use overdrive_distributed::Launch;
 ///
 /// Launch::new("target/release/examples/train").args(["--steps", "100"]).nproc(4).run()?;
@@ -64,7 +57,7 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// A launch of one process without arguments.
+    /// Returns a launch of one process without arguments.
     pub fn new(program: impl AsRef<OsStr>) -> Self {
         Self {
             program: program.as_ref().to_owned(),
@@ -87,7 +80,7 @@ impl Launch {
         self
     }
 
-    /// Sets a variable for all processes.
+    /// Sets an environment variable for all processes.
     #[must_use]
     pub fn env(mut self, name: impl AsRef<OsStr>, value: impl AsRef<OsStr>) -> Self {
         self.env
@@ -95,67 +88,62 @@ impl Launch {
         self
     }
 
-    /// How many processes. Default 1.
+    /// Sets the number of processes. Default 1.
     #[must_use]
     pub fn nproc(mut self, nproc: usize) -> Self {
         self.nproc = nproc;
         self
     }
 
-    /// How long the others may go on after one has failed, to say what they saw of it. Default 10 s; then
-    /// they are asked to end (SIGTERM), and after [`stop_grace`](Self::stop_grace) ended.
+    /// Sets how long the other processes may continue after one has failed, to report its failure. Default
+    /// 10 s. Then they get SIGTERM and, after [`stop_grace`](Self::stop_grace), SIGKILL.
     #[must_use]
     pub fn grace(mut self, grace: Duration) -> Self {
         self.grace = grace;
         self
     }
 
-    /// How often all are started again after one has failed. Default 0.
+    /// Sets how often all processes are restarted after one has failed. Default 0.
     #[must_use]
     pub fn max_restarts(mut self, max_restarts: usize) -> Self {
         self.max_restarts = max_restarts;
         self
     }
 
-    /// Asks all processes to end (SIGTERM) when the flag becomes true, as a handler of SIGTERM and SIGINT
-    /// sets it. They may save then, for as long as [`stop_grace`](Self::stop_grace).
+    /// Sends SIGTERM to all processes when the flag becomes `true`, as a handler of SIGTERM and SIGINT sets
+    /// it. The processes may then save, for at most [`stop_grace`](Self::stop_grace).
     ///
-    /// The processes have a process group of their own, so that Ctrl-C reaches them once, through here.
+    /// The processes are in a process group of their own, so that Ctrl-C reaches them once, through the launcher.
     #[must_use]
     pub fn stop_when(mut self, flag: Arc<AtomicBool>) -> Self {
         self.stop = Some(flag);
         self
     }
 
-    /// Ends all processes at once when the flag becomes true, as a second signal does.
+    /// Kills all processes when the flag becomes `true`, as a second signal does.
     #[must_use]
     pub fn kill_when(mut self, flag: Arc<AtomicBool>) -> Self {
         self.kill = Some(flag);
         self
     }
 
-    /// How long processes may take to end that were asked to. Default 30 s, torchrun's and Kubernetes'; then
-    /// they are ended.
+    /// Sets how long processes may run after SIGTERM before they are killed. Default 30 s, as in torchrun and
+    /// Kubernetes.
     #[must_use]
     pub fn stop_grace(mut self, grace: Duration) -> Self {
         self.stop_grace = grace;
         self
     }
 
-    /// Runs until all have ended. A process that ends with [`Ended::SAVED_EXIT_CODE`] has not failed.
+    /// Runs until all processes have ended. A process that exits with [`SAVED_EXIT_CODE`] has not failed.
     ///
     /// # Errors
-    /// [`Error::Launched`] with the first process that failed and what it printed last; [`Error::Io`] if
-    /// one cannot be started.
-    pub fn run(&self) -> Result<Ended> {
-        if self.nproc == 0 {
-            return Err(Error::InvalidArgument {
-                argument: "nproc",
-                value: "0".to_owned(),
-                expected: "1 or more".to_owned(),
-            });
-        }
+    /// [`Error::Launched`] with the first process that failed and its last output; [`Error::Common`] if the
+    /// program cannot be started.
+    pub fn run(&self) -> Result<LaunchOutcome> {
+        overdrive_core::check_at_least("nproc", self.nproc, 1)?;
         let (_store, port) =
+            // Port 0: the system chooses a free one, so that two launches on a machine do not collide.
             Store::tcp("127.0.0.1", 0, StoreRole::Server, Duration::from_secs(60))?;
         let mut restart = 0;
         loop {
@@ -167,8 +155,8 @@ impl Launch {
                 }) if restart < self.max_restarts && !self.stopped() => {
                     restart += 1;
                     eprintln!(
-                        "rank {rank} failed first: {status}{last_lines}\nstarting all again ({restart} of \
-                         {})",
+                        "rank {rank} failed first: {status}{last_lines}\nrestarting all processes ({restart} \
+                         of {})",
                         self.max_restarts
                     );
                 }
@@ -178,35 +166,35 @@ impl Launch {
     }
 
     fn stopped(&self) -> bool {
-        is_up(self.stop.as_ref()) || is_up(self.kill.as_ref())
+        is_set(self.stop.as_ref()) || is_set(self.kill.as_ref())
     }
 
-    fn run_once(&self, port: u16, restart: usize) -> Result<Ended> {
+    fn run_once(&self, port: u16, restart: usize) -> Result<LaunchOutcome> {
         let mut running = Running(Vec::new());
         for rank in 0..self.nproc {
             running.0.push(self.spawn(rank, port, restart)?);
         }
-        let mut first: Option<(usize, ExitStatus, Instant)> = None;
-        let mut asked: Option<Instant> = None;
-        while running.look(&mut first)? {
-            let over = first.is_some_and(|(_, _, when)| when.elapsed() > self.grace);
-            match asked {
+        let mut first_failure: Option<(usize, ExitStatus, Instant)> = None;
+        let mut terminated: Option<Instant> = None;
+        while self.poll(&mut running, &mut first_failure)? {
+            let over = first_failure.is_some_and(|(_, _, when)| when.elapsed() > self.grace);
+            match terminated {
                 None if over || self.stopped() => {
                     running.terminate();
-                    asked = Some(Instant::now());
+                    terminated = Some(Instant::now());
                 }
                 Some(when) if when.elapsed() > self.stop_grace => running.kill(),
                 _ => {}
             }
-            if is_up(self.kill.as_ref()) {
+            if is_set(self.kill.as_ref()) {
                 running.kill();
             }
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
         running.drain_output();
-        match first {
-            None if running.0.iter().any(Process::saved) => Ok(Ended::Saved),
-            None => Ok(Ended::Finished),
+        match first_failure {
+            None if running.0.iter().any(Process::saved) => Ok(LaunchOutcome::Saved),
+            None => Ok(LaunchOutcome::Finished),
             Some((rank, status, _)) => Err(Error::Launched {
                 rank,
                 status: status.to_string(),
@@ -215,10 +203,36 @@ impl Launch {
         }
     }
 
+    /// Records the processes that have ended and the first that failed; returns `true` while any is running.
+    fn poll(
+        &self,
+        running: &mut Running,
+        first_failure: &mut Option<(usize, ExitStatus, Instant)>,
+    ) -> Result<bool> {
+        for (rank, process) in running.0.iter_mut().enumerate() {
+            if process.status.is_some() {
+                continue;
+            }
+            let status = process.child.try_wait();
+            process.status =
+                status.map_err(overdrive_core::Error::io("wait for", &self.program))?;
+            if let Some(status) = process
+                .status
+                .filter(|status| !status.success() && !saved(*status))
+                && first_failure.is_none()
+            {
+                *first_failure = Some((rank, status, Instant::now()));
+            }
+        }
+        Ok(running.0.iter().any(|process| process.status.is_none()))
+    }
+
     fn spawn(&self, rank: usize, port: u16, restart: usize) -> Result<Process> {
         let mut command = Command::new(&self.program);
         let nproc = self.nproc.to_string();
+        // Several processes cannot share the input of a terminal.
         command.args(&self.args).stdin(Stdio::null());
+        // Otherwise every process would start a thread per core of the machine.
         if std::env::var_os("OMP_NUM_THREADS").is_none() {
             let cores = thread::available_parallelism().map_or(1, usize::from);
             command.env("OMP_NUM_THREADS", (cores / self.nproc).max(1).to_string());
@@ -231,6 +245,7 @@ impl Launch {
             .env("GROUP_RANK", "0")
             .env("MASTER_ADDR", "127.0.0.1")
             .env("MASTER_PORT", port.to_string())
+            // Without it, rank 0 would try to host the store itself, on the port of the launcher.
             .env("TORCHELASTIC_USE_AGENT_STORE", "True")
             .env("TORCHELASTIC_RESTART_COUNT", restart.to_string())
             .env("TORCHELASTIC_MAX_RESTARTS", self.max_restarts.to_string())
@@ -241,16 +256,13 @@ impl Launch {
             .envs(self.env.iter().map(|(name, value)| (name, value)))
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        // A terminal's Ctrl-C comes through the launcher, as any other signal does, and so only once.
+        // A terminal sends Ctrl-C to its whole process group; the launcher forwards it, so that each process
+        // gets it once.
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
-        let mut child = command.spawn().map_err(|source| Error::Io {
-            what: format!(
-                "starting {} for rank {rank}",
-                self.program.to_string_lossy()
-            ),
-            source,
-        })?;
+        let mut child = command
+            .spawn()
+            .map_err(overdrive_core::Error::io("start", &self.program))?;
         let prefix = format!("[rank {rank}] ");
         let last = Arc::new(Mutex::new(VecDeque::new()));
         let mut readers = Vec::new();
@@ -289,38 +301,17 @@ impl Process {
 }
 
 fn saved(status: ExitStatus) -> bool {
-    status.code() == Some(SAVED)
+    status.code() == Some(i32::from(SAVED_EXIT_CODE))
 }
 
-fn is_up(flag: Option<&Arc<AtomicBool>>) -> bool {
+fn is_set(flag: Option<&Arc<AtomicBool>>) -> bool {
     flag.is_some_and(|flag| flag.load(Ordering::SeqCst))
 }
 
-/// The processes; what is left of them goes when this does.
+/// The processes of a launch; those still running are killed when it is dropped.
 struct Running(Vec<Process>);
 
 impl Running {
-    /// Notes who has ended, and whether anyone is left.
-    fn look(&mut self, first: &mut Option<(usize, ExitStatus, Instant)>) -> Result<bool> {
-        for (rank, process) in self.0.iter_mut().enumerate() {
-            if process.status.is_some() {
-                continue;
-            }
-            process.status = process.child.try_wait().map_err(|source| Error::Io {
-                what: format!("waiting for rank {rank}"),
-                source,
-            })?;
-            if let Some(status) = process
-                .status
-                .filter(|status| !status.success() && !saved(*status))
-                && first.is_none()
-            {
-                *first = Some((rank, status, Instant::now()));
-            }
-        }
-        Ok(self.0.iter().any(|process| process.status.is_none()))
-    }
-
     fn alive(&mut self) -> impl Iterator<Item = &mut Child> {
         let processes = self.0.iter_mut();
         processes
@@ -333,7 +324,7 @@ impl Running {
             #[cfg(unix)]
             {
                 let id = rustix::process::Pid::from_child(child);
-                // It may have ended meanwhile.
+                // An error means that the process has ended meanwhile.
                 let _ = rustix::process::kill_process(id, rustix::process::Signal::TERM);
             }
             #[cfg(not(unix))]
@@ -343,20 +334,22 @@ impl Running {
 
     fn kill(&mut self) {
         for child in self.alive() {
-            // It may have ended meanwhile.
+            // An error means that the process has ended meanwhile.
             let _ = child.kill();
         }
     }
 
-    /// Waits for what the processes have written; not for a grandchild that keeps a pipe open.
+    /// Waits until the output of the processes is copied, for at most two seconds: a grandchild may keep a
+    /// pipe open.
     fn drain_output(&mut self) {
+        // The threads end when the pipes are closed, usually just after the process.
         let start = Instant::now();
         let done = |running: &Self| {
             let readers = running.0.iter().flat_map(|process| &process.readers);
             readers.into_iter().all(JoinHandle::is_finished)
         };
         while !done(self) && start.elapsed() < Duration::from_secs(2) {
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
@@ -374,14 +367,14 @@ impl Drop for Running {
         self.kill();
         for process in &mut self.0 {
             if process.status.is_none() {
-                // Killed: this only takes its status.
+                // Without this call the killed process would stay a zombie.
                 let _ = process.child.wait();
             }
         }
     }
 }
 
-/// Copies lines as they come, each with one write.
+/// Copies the lines of a stream as they arrive, each with one write.
 fn copy_lines<W: Write>(
     from: impl Read,
     prefix: &str,
@@ -399,7 +392,7 @@ fn copy_lines<W: Write>(
         }
         let mut whole = prefix.as_bytes().to_vec();
         whole.extend_from_slice(&line);
-        // A reader that has gone is no reason to end the run.
+        // A closed standard output must not end the run.
         let _ = to().write_all(&whole);
         if let Some(last) = last {
             let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,13 +1,14 @@
-//! Finds out which rank is at fault when a collective fails.
+//! A monitor thread that finds the rank at fault when a collective fails.
 //!
-//! libtorch's Gloo says "connection closed by peer", or that time is over. Which rank is at fault is known
-//! only by asking all of them, so a thread of each process writes a heartbeat into the store: how many
-//! collectives it has begun and what the last one was. When a collective fails here, the thread compares:
-//! who has sent no heartbeat since is lost; who has left says so; who has begun fewer collectives is stuck
-//! before this one; who is in another one has gone another way. The first rank that knows writes it down
-//! for all, and every collective under way ends at once, on all ranks, with the same words.
+//! libtorch's Gloo reports "connection closed by peer" or a timeout. The rank at fault is known only after
+//! asking all ranks, so a thread of each process writes heartbeats into the store: the number of collectives
+//! that the process has started, and the last of them. When a collective fails, the thread compares the
+//! heartbeats: a rank without a new one is lost; a rank that has left says so; a rank that has started fewer
+//! collectives is stuck before this one; a rank in another collective called a different one. The first rank
+//! that reaches a verdict writes it into the store, and every active collective ends at once, on all ranks,
+//! with the same message.
 //!
-//! Requests to the store run on a thread of their own, because a store whose machine hangs never answers.
+//! Store requests run on a thread of their own, because the store of a hanging machine never answers.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use overdrive_sys::c10d::{Group, Store, WatchState};
 
-use crate::verdict::{Beat, Evidence, Failed, Failure, State};
+use crate::failure::{Evidence, FailedCollective, Failure, Heartbeat, State};
 use crate::{Error, Result};
 
 pub(crate) struct Monitor {
@@ -29,39 +30,39 @@ pub(crate) struct Monitor {
 
 pub(crate) struct MonitorOptions {
     pub(crate) rank: usize,
-    /// What each rank is called.
+    /// The name of each rank in messages.
     pub(crate) names: Vec<String>,
     pub(crate) interval: Duration,
-    pub(crate) keeper: Keeper,
+    pub(crate) store_host: StoreHost,
 }
 
-/// Who keeps the store.
+/// The process that hosts the store.
 #[derive(Debug, Clone)]
-pub(crate) struct Keeper {
-    /// The rank that does, if one of the group.
+pub(crate) struct StoreHost {
+    /// Its rank; `None` for a launcher.
     pub(crate) rank: Option<usize>,
-    /// Whether it is this process: then it waits, when the group fails, until the others have read why.
-    pub(crate) is_here: bool,
-    /// What it is called.
+    /// If `true`, it is this process: after a failure it waits until the others have read the verdict.
+    pub(crate) is_this_process: bool,
+    /// Its name in messages.
     pub(crate) name: String,
 }
 
 impl Monitor {
-    /// `store` is a connection that nobody else uses.
+    /// Starts the monitor; `store` is a connection that nothing else uses.
     pub(crate) fn start(group: Arc<Group>, store: Store, options: MonitorOptions) -> Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
         let failure = Arc::new(Mutex::new(None));
-        let requests = Requests::start(store)?;
+        let store = StoreThread::start(store)?;
         let mut watcher = Watcher {
             group: Arc::clone(&group),
-            requests,
+            store,
             stop: Arc::clone(&stop),
             failure: Arc::clone(&failure),
             options,
-            count: 0,
+            beats_sent: 0,
         };
-        // Before the thread runs: a peer that looks for this rank's heartbeat finds one.
-        watcher.beat(&idle(), State::Running);
+        // Sent before the thread runs, so that a peer that looks for this rank's heartbeat finds one.
+        watcher.send_heartbeat(&idle(), State::Running);
         group.begin_watch();
         let thread = thread::Builder::new()
             .name("od-monitor".to_owned())
@@ -90,7 +91,7 @@ impl Drop for Monitor {
         self.stop.store(true, Ordering::SeqCst);
         self.group.wake();
         if let Some(thread) = self.thread.take() {
-            // The thread catches nothing that could panic with a promise to the caller.
+            // A panic of the thread has no effect on the group, and a destructor cannot return it.
             let _ = thread.join();
         }
     }
@@ -102,17 +103,17 @@ fn idle() -> WatchState {
         finished: 0,
         recent: Vec::new(),
         failure: None,
-        decided: false,
+        aborted: false,
     }
 }
 
-/// Store requests on a thread of their own.
+/// A thread that runs store requests one after another.
 #[derive(Clone)]
-struct Requests(mpsc::Sender<Request>);
+struct StoreThread(mpsc::Sender<Request>);
 
 type Request = Box<dyn FnOnce(&Store) + Send>;
 
-impl Requests {
+impl StoreThread {
     fn start(store: Store) -> Result<Self> {
         let (sender, receiver) = mpsc::channel::<Request>();
         thread::Builder::new()
@@ -128,34 +129,34 @@ impl Requests {
         Ok(Self(sender))
     }
 
-    /// The answer, or nothing if the store refuses or does not answer in time.
-    fn ask<T: Send + 'static>(
+    /// Runs a request and returns its result, or `None` if the store fails or does not answer in time.
+    fn request<T: Send + 'static>(
         &self,
-        patience: Duration,
-        question: impl FnOnce(&Store) -> overdrive_sys::Result<T> + Send + 'static,
+        timeout: Duration,
+        request: impl FnOnce(&Store) -> overdrive_sys::Result<T> + Send + 'static,
     ) -> Option<T> {
         let (sender, receiver) = mpsc::channel();
         let request = move |store: &Store| {
-            // The asker may have given up.
-            let _ = sender.send(question(store).ok());
+            // The receiver is gone after a timeout.
+            let _ = sender.send(request(store).ok());
         };
         self.0.send(Box::new(request)).ok()?;
-        receiver.recv_timeout(patience).ok().flatten()
+        receiver.recv_timeout(timeout).ok().flatten()
     }
 }
 
 struct Watcher {
     group: Arc<Group>,
-    requests: Requests,
+    store: StoreThread,
     stop: Arc<AtomicBool>,
     failure: Arc<Mutex<Option<Failure>>>,
     options: MonitorOptions,
-    count: u64,
+    beats_sent: u64,
 }
 
 const VERDICT: &str = "verdict";
 
-fn beat_key(rank: usize) -> String {
+fn heartbeat_key(rank: usize) -> String {
     format!("beat/{rank}")
 }
 
@@ -175,16 +176,16 @@ impl Watcher {
             if self.stop.load(Ordering::SeqCst) {
                 break;
             }
-            self.beat(&known, State::Running);
-            if let Some(failure) = self.verdict() {
+            self.send_heartbeat(&known, State::Running);
+            if let Some(failure) = self.published_verdict() {
                 self.decide(failure);
                 break;
             }
         }
         let failed = self.failed();
-        // Nobody will wait for a rank that says that it has gone.
+        // The last heartbeat: no rank waits for one that has failed or left.
         let state = if failed { State::Failed } else { State::Left };
-        self.beat(&known, state);
+        self.send_heartbeat(&known, state);
     }
 
     fn failed(&self) -> bool {
@@ -194,14 +195,16 @@ impl Watcher {
             .is_some()
     }
 
+    /// The time after which a rank without a new heartbeat is taken as lost.
     fn patience(&self) -> Duration {
+        // Half a second more than three heartbeats: with short intervals a busy machine may miss three.
         self.options.interval * 3 + Duration::from_millis(500)
     }
 
-    fn beat(&mut self, known: &WatchState, state: State) -> bool {
-        self.count += 1;
-        let beat = Beat {
-            count: self.count,
+    fn send_heartbeat(&mut self, known: &WatchState, state: State) -> bool {
+        self.beats_sent += 1;
+        let heartbeat = Heartbeat {
+            count: self.beats_sent,
             started: known.started,
             recent: known
                 .recent
@@ -210,103 +213,109 @@ impl Watcher {
                 .collect(),
             state,
         };
-        let Ok(bytes) = serde_json::to_vec(&beat) else {
+        let Ok(bytes) = serde_json::to_vec(&heartbeat) else {
             return false;
         };
-        let key = beat_key(self.options.rank);
-        self.requests
-            .ask(self.patience(), move |store| store.set(&key, &bytes))
+        let key = heartbeat_key(self.options.rank);
+        self.store
+            .request(self.patience(), move |store| store.set(&key, &bytes))
             .is_some()
     }
 
-    fn verdict(&self) -> Option<Failure> {
+    fn published_verdict(&self) -> Option<Failure> {
         let bytes = self
-            .requests
-            .ask(self.patience(), |store| match store.check(&[VERDICT])? {
+            .store
+            // `check` first: `get` of a missing key would block.
+            .request(self.patience(), |store| match store.check(&[VERDICT])? {
                 true => store.get(VERDICT).map(Some),
                 false => Ok(None),
             });
         serde_json::from_slice(&bytes.flatten()?).ok()
     }
 
-    /// The heartbeats of the other ranks; nothing if the store is gone.
-    fn beats(&self) -> Option<BTreeMap<usize, Beat>> {
+    /// Returns the heartbeats of the other ranks, or `None` if the store does not answer.
+    fn heartbeats(&self) -> Option<BTreeMap<usize, Heartbeat>> {
         let (own, world_size) = (self.options.rank, self.options.names.len());
-        let found = self.requests.ask(self.patience(), move |store| {
+        let found = self.store.request(self.patience(), move |store| {
             let mut found = Vec::new();
             for rank in (0..world_size).filter(|rank| *rank != own) {
-                let key = beat_key(rank);
+                let key = heartbeat_key(rank);
                 if store.check(&[&key])? {
                     found.push((rank, store.get(&key)?));
                 }
             }
             Ok(found)
         })?;
-        let beats = found.into_iter();
+        let heartbeats = found.into_iter();
         Some(
-            beats
+            heartbeats
                 .filter_map(|(rank, bytes)| Some((rank, serde_json::from_slice(&bytes).ok()?)))
                 .collect(),
         )
     }
 
-    /// Waits for a new heartbeat of every rank, or as long as one may stay away.
+    /// Waits for a new heartbeat of every rank, at most [`patience`](Self::patience), and returns the verdict.
     fn diagnose(&mut self, known: &WatchState, number: u64, what: &str, text: &str) -> Failure {
         let start = Instant::now();
-        let Some(before) = self.beats() else {
-            return self.store_is_gone(text);
+        let Some(before) = self.heartbeats() else {
+            return self.store_lost(text);
         };
         let mut now = before.clone();
-        let fresh =
-            |now: &BTreeMap<usize, Beat>, rank: usize| match (before.get(&rank), now.get(&rank)) {
-                (_, Some(beat)) if beat.state == State::Left => true,
-                (Some(old), Some(new)) => new.count > old.count,
-                (None, Some(_)) => true,
-                (_, None) => false,
-            };
+        let fresh = |now: &BTreeMap<usize, Heartbeat>, rank: usize| match (
+            before.get(&rank),
+            now.get(&rank),
+        ) {
+            (_, Some(heartbeat)) if heartbeat.state == State::Left => true,
+            (Some(old), Some(new)) => new.count > old.count,
+            (None, Some(_)) => true,
+            (_, None) => false,
+        };
         let others: Vec<usize> = (0..self.options.names.len())
             .filter(|rank| *rank != self.options.rank)
             .collect();
         while start.elapsed() < self.patience() && !others.iter().all(|rank| fresh(&now, *rank)) {
+            // Several polls per interval, so that the verdict comes soon after the last missing heartbeat.
             thread::sleep(self.options.interval / 4);
-            if let Some(failure) = self.verdict() {
+            if let Some(failure) = self.published_verdict() {
                 return failure;
             }
-            self.beat(known, State::Running);
-            match self.beats() {
-                Some(beats) => now = beats,
-                None => return self.store_is_gone(text),
+            // The other ranks wait for this one's heartbeat in the same way.
+            self.send_heartbeat(known, State::Running);
+            match self.heartbeats() {
+                Some(heartbeats) => now = heartbeats,
+                None => return self.store_lost(text),
             }
         }
+        // Ranks that have sent nothing since the failure; a heartbeat from before it proves nothing.
         let silent: Vec<usize> = others
             .iter()
             .copied()
             .filter(|rank| !fresh(&now, *rank))
             .collect();
         let waited = start.elapsed().as_secs_f64();
-        let begun = known.recent.iter().find(|begun| begun.number == number);
-        let failed = Failed {
+        let started = known.recent.iter().find(|started| started.number == number);
+        let failed = FailedCollective {
             number,
             what,
-            tensors: begun.map_or("", |begun| &begun.tensors),
+            tensors: started.map_or("", |started| &started.tensors),
             text,
         };
         let evidence = Evidence {
             rank: self.options.rank,
             names: &self.options.names,
-            beats: &now,
+            heartbeats: &now,
             silent: &silent,
             waited,
         };
-        self.write_down(evidence.judge(&failed))
+        self.publish(evidence.verdict(&failed))
     }
 
-    /// The first verdict counts for all.
-    fn write_down(&self, failure: Failure) -> Failure {
+    /// Writes a verdict into the store and returns the one that counts: the first.
+    fn publish(&self, failure: Failure) -> Failure {
         let Ok(bytes) = serde_json::to_vec(&failure) else {
             return failure;
         };
-        let answer = self.requests.ask(self.patience(), move |store| {
+        let answer = self.store.request(self.patience(), move |store| {
             store.compare_set(VERDICT, b"", &bytes)
         });
         answer
@@ -314,13 +323,13 @@ impl Watcher {
             .unwrap_or(failure)
     }
 
-    fn store_is_gone(&self, text: &str) -> Failure {
+    fn store_lost(&self, text: &str) -> Failure {
         Failure {
-            ranks: self.options.keeper.rank.into_iter().collect(),
+            ranks: self.options.store_host.rank.into_iter().collect(),
             text: format!(
-                "{} is lost: the store that it keeps does not answer (its process ended or hangs, or \
+                "{} is lost: the store that it hosts does not answer (its process ended or hangs, or \
                  its machine or network is down) [libtorch: {}]",
-                self.options.keeper.name,
+                self.options.store_host.name,
                 text.trim()
             ),
         }
@@ -328,16 +337,16 @@ impl Watcher {
 
     fn decide(&mut self, failure: Failure) {
         *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(failure.clone());
-        if self.options.keeper.is_here {
-            // Whoever gets the error may end the process, and the store with it.
-            self.beat(&idle(), State::Failed);
+        if self.options.store_host.is_this_process {
+            // The error may end the process, and the store with it, before the others have read the verdict.
+            self.send_heartbeat(&idle(), State::Failed);
             self.wait_for_readers();
         }
-        // Only a zero byte is refused, and those are replaced.
-        let _ = self.group.decide(&failure.text);
+        // It fails only for a zero byte, and those are replaced.
+        let _ = self.group.abort(&failure.text);
     }
 
-    /// Until every rank that is alive has seen the verdict.
+    /// Waits until every living rank has read the verdict.
     fn wait_for_readers(&mut self) {
         let start = Instant::now();
         let lost = self
@@ -347,21 +356,23 @@ impl Watcher {
             .as_ref()
             .map_or_else(Vec::new, |failure| failure.ranks.clone());
         while start.elapsed() < self.patience() {
-            let Some(beats) = self.beats() else { return };
-            let told = |rank: &usize| {
+            let Some(heartbeats) = self.heartbeats() else {
+                return;
+            };
+            let has_read = |rank: &usize| {
                 lost.contains(rank)
-                    || beats
+                    || heartbeats
                         .get(rank)
-                        .is_some_and(|beat| beat.state != State::Running)
+                        .is_some_and(|heartbeat| heartbeat.state != State::Running)
             };
             if (0..self.options.names.len())
                 .filter(|rank| *rank != self.options.rank)
-                .all(|rank| told(&rank))
+                .all(|rank| has_read(&rank))
             {
                 return;
             }
             thread::sleep(self.options.interval / 4);
-            self.beat(&idle(), State::Failed);
+            self.send_heartbeat(&idle(), State::Failed);
         }
     }
 }

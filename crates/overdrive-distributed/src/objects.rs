@@ -1,4 +1,4 @@
-//! Values other than tensors: what one rank knows, all get to know.
+//! Collectives of serializable values.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -6,11 +6,11 @@ use serde::{Deserialize, Serialize};
 use crate::{Error, ProcessGroup, Result};
 
 impl ProcessGroup {
-    /// The value of rank `root`, everywhere (`broadcast_object_list`); what the others pass is not looked
-    /// at. It travels as JSON.
+    /// Returns the value of rank `root` on every rank (`broadcast_object_list`); the values of the other ranks
+    /// are ignored. Values are sent as JSON.
     ///
     /// # Errors
-    /// [`Error::Value`] for one that JSON cannot hold; [`Error::Collective`].
+    /// [`Error::Value`] for a value that JSON cannot represent; [`Error::Collective`].
     ///
     /// ```
     /// let group = overdrive_distributed::ProcessGroup::single();
@@ -28,13 +28,13 @@ impl ProcessGroup {
         } else {
             Ok(Vec::new())
         };
-        // Empty where it cannot be written, so that nobody waits.
+        // A failed serialization is sent as no bytes, so that the other ranks do not wait.
         let sent = self.broadcast_bytes(bytes.as_deref().unwrap_or_default(), root)?;
         bytes?;
         Ok(serde_json::from_slice(&sent)?)
     }
 
-    /// Everyone's value, in the order of the ranks (`all_gather_object`). They travel as JSON.
+    /// Returns the values of all ranks, in rank order (`all_gather_object`). Values are sent as JSON.
     ///
     /// # Errors
     /// As [`broadcast_object`](Self::broadcast_object).
@@ -42,15 +42,17 @@ impl ProcessGroup {
         let bytes = serde_json::to_vec(value);
         let all = self.all_gather_bytes(bytes.as_deref().unwrap_or_default())?;
         bytes?;
+        // A rank that could not serialize its value has sent no bytes, which fails here on all ranks.
         let values = all.iter().map(|bytes| serde_json::from_slice(bytes));
         Ok(values.collect::<std::result::Result<_, _>>()?)
     }
 
-    /// Does something on rank 0 alone, such as making a folder, and gives its result to all. If it fails
-    /// there it fails everywhere, and no rank waits for one that has gone. `what` completes "could not".
+    /// Runs `body` on rank 0 only, for example to create a folder, and returns its result on all ranks. An
+    /// error on rank 0 is an error on every rank, so no rank waits for one that has stopped. `action`
+    /// completes "could not".
     ///
     /// # Errors
-    /// [`Error::OnMain`] with the words of rank 0, on every rank; as
+    /// [`Error::OnMain`] with the message of rank 0, on every rank; as
     /// [`broadcast_object`](Self::broadcast_object).
     ///
     /// ```
@@ -62,7 +64,7 @@ impl ProcessGroup {
     /// ```
     pub fn on_main<T, E>(
         &self,
-        what: &str,
+        action: &str,
         body: impl FnOnce() -> std::result::Result<T, E>,
     ) -> Result<T>
     where
@@ -74,16 +76,16 @@ impl ProcessGroup {
                 Ok(value) => Outcome::Done(value),
                 Err(error) => Outcome::Failed(error.to_string()),
             },
-            false => Outcome::Elsewhere,
+            false => Outcome::NotRun,
         };
         match self.broadcast_object(&outcome, 0)? {
             Outcome::Done(value) => Ok(value),
             Outcome::Failed(message) => Err(Error::OnMain {
-                what: what.to_owned(),
+                action: action.to_owned(),
                 message,
             }),
-            Outcome::Elsewhere => Err(Error::OnMain {
-                what: what.to_owned(),
+            Outcome::NotRun => Err(Error::OnMain {
+                action: action.to_owned(),
                 message: "it did not take part".to_owned(),
             }),
         }
@@ -94,5 +96,5 @@ impl ProcessGroup {
 enum Outcome<T> {
     Done(T),
     Failed(String),
-    Elsewhere,
+    NotRun,
 }

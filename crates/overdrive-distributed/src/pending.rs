@@ -1,43 +1,46 @@
-//! Collectives under way.
+//! Collectives that have been started and may not be complete.
 
 use overdrive_sys::c10d::Work;
 use tch::Tensor;
 
 use crate::{ProcessGroup, Result};
 
-/// A collective under way.
+/// A collective that was started and may not be complete (`torch.distributed.Work`).
 #[derive(Debug)]
-#[must_use = "what it writes may be read only after `wait`"]
+#[must_use = "the result may be read only after `wait`"]
 pub struct Pending {
     pub(crate) group: ProcessGroup,
     pub(crate) work: Option<Work>,
-    /// What is done with the result, in this order.
-    pub(crate) after: Vec<After>,
+    /// The operations on the result, in this order.
+    pub(crate) finish: Vec<Finish>,
 }
 
+/// An operation on the result of a collective.
 #[derive(Debug)]
-pub(crate) enum After {
+pub(crate) enum Finish {
     CopyBack { from: Tensor, to: Tensor },
     Divide { tensor: Tensor, by: i64 },
 }
 
 impl Pending {
-    /// Waits until it is done.
+    /// Blocks until the collective is complete.
     ///
     /// # Errors
-    /// [`Error::Collective`](crate::Error::Collective) naming the rank at fault.
+    /// [`Error::Collective`](crate::Error::Collective) with the rank at fault.
     pub fn wait(mut self) -> Result<()> {
         if let Some(work) = self.work.take() {
             work.wait(None).map_err(|error| self.group.error(error))?;
         }
+        // In-place operations on a leaf that requires a gradient are an error under autograd.
         let _no_grad = tch::no_grad_guard();
-        for after in self.after.drain(..) {
-            match after {
-                After::CopyBack { from, mut to } => to.f_copy_(&from)?,
-                After::Divide { mut tensor, by } => {
+        for finish in self.finish.drain(..) {
+            match finish {
+                Finish::CopyBack { from, mut to } => to.f_copy_(&from)?,
+                Finish::Divide { mut tensor, by } => {
                     let _ = if tensor.is_floating_point() {
                         tensor.f_div_scalar_(by)?
                     } else {
+                        // In-place true division of an integer tensor is an error in libtorch.
                         tensor.f_div_scalar_mode_(by, "trunc")?
                     };
                 }
@@ -46,23 +49,23 @@ impl Pending {
         Ok(())
     }
 
-    /// Whether it has ended, well or not.
+    /// Returns `true` if the collective has ended, with or without an error.
     #[must_use]
     pub fn is_completed(&self) -> bool {
         self.work.as_ref().is_none_or(Work::is_completed)
     }
 }
 
-/// A contiguous tensor to write to, and how its values get to `tensor` if that is another one.
-pub(crate) fn contiguous(tensor: &Tensor) -> Result<(Tensor, Option<After>)> {
+/// Returns a contiguous tensor for the result and, if it is a copy, the operation that writes it to `tensor`.
+pub(crate) fn contiguous(tensor: &Tensor) -> Result<(Tensor, Option<Finish>)> {
     let detached = tensor.f_detach()?;
     if detached.is_contiguous() {
         return Ok((detached, None));
     }
     let from = detached.f_contiguous()?;
-    let after = After::CopyBack {
+    let copy_back = Finish::CopyBack {
         from: from.shallow_clone(),
         to: detached,
     };
-    Ok((from, Some(after)))
+    Ok((from, Some(copy_back)))
 }

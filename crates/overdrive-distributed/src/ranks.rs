@@ -1,4 +1,4 @@
-//! A group as the ranks of a snapshot.
+//! A process group as the ranks of a snapshot.
 
 use std::io;
 
@@ -6,8 +6,8 @@ use overdrive_snapshot::Ranks;
 
 use crate::ProcessGroup;
 
-/// Snapshots of a run of several processes: each rank writes its own parts into one folder, and all of
-/// them resume at the newest step that every rank has whole.
+/// Makes a process group the ranks of a snapshot: each rank writes its own shard into one folder, and all of
+/// them resume from the newest step that is complete on every rank.
 ///
 /// ```
 /// use overdrive_distributed::ProcessGroup;

@@ -1,17 +1,17 @@
-//! Who this process is and where the others are, from the variables that launchers set.
+//! The rank of this process and the address of the store, from the variables that launchers set.
 
 use std::str::FromStr;
 
 use crate::{Error, Result};
 
-/// What torchrun uses where nothing else is said.
+/// torchrun's default port.
 const DEFAULT_PORT: u16 = 29500;
 
-/// Who set the variables.
+/// The launcher that set the variables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Launcher {
-    /// No variables: a process by itself.
+    /// No launcher: a single process.
     None,
     /// `RANK` and `WORLD_SIZE`: torchrun, a Kubernetes job, [`Launch`](crate::Launch).
     Torch,
@@ -23,7 +23,7 @@ pub enum Launcher {
     Slurm,
 }
 
-/// A process's place in a group and the address at which the group meets.
+/// The ranks of a process, and the address of the store at which the processes of a group meet.
 ///
 /// | | torchrun, Kubernetes | Open MPI | MPICH, Intel MPI | srun |
 /// |---|---|---|---|---|
@@ -34,34 +34,35 @@ pub enum Launcher {
 /// | address | `MASTER_ADDR` | the same, or this machine if all run on it | as Open MPI | the same, or `SLURM_LAUNCH_NODE_IPADDR` |
 /// | port | `MASTER_PORT` | the same, or 29500 | as Open MPI | as Open MPI |
 ///
-/// The first of them whose rank is set counts (torch's variables over MPI's: mpirun may start torchrun).
-/// Slurm's count only inside an srun step, because sbatch sets them for a script that runs by itself too.
+/// The first launcher whose rank variable is set counts (torch's variables before MPI's: mpirun may start
+/// torchrun). Slurm's variables count only inside an srun step, because sbatch also sets them for a script
+/// that runs as a single process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rendezvous {
-    /// This process's number, from 0.
+    /// The rank of this process, from 0.
     pub rank: usize,
-    /// How many processes there are.
+    /// The number of processes in the group.
     pub world_size: usize,
-    /// This process's number on its machine: the GPU that it takes.
+    /// The rank of this process on its machine: the index of its GPU.
     pub local_rank: usize,
-    /// How many processes run on this machine.
+    /// The number of processes on this machine.
     pub local_world_size: usize,
-    /// Host name or address of the store.
+    /// The host name or address of the store.
     pub master_addr: String,
-    /// Port of the store.
+    /// The port of the store.
     pub master_port: u16,
-    /// How often the launcher has started the group again; each start meets under names of its own.
+    /// The number of times the launcher has restarted the group; each start uses keys of its own in the store.
     pub restart_count: usize,
     /// The launcher's name for the run.
     pub run_id: String,
-    /// Whether the launcher keeps the store, so that rank 0 is a client like the others.
-    pub launcher_keeps_store: bool,
-    /// Who set the variables.
+    /// If `true`, the launcher hosts the store, and rank 0 is a client like the others.
+    pub launcher_hosts_store: bool,
+    /// The launcher that set the variables.
     pub launcher: Launcher,
 }
 
 impl Default for Rendezvous {
-    /// A process by itself.
+    /// Returns the rendezvous of a single process.
     fn default() -> Self {
         Self {
             rank: 0,
@@ -72,13 +73,13 @@ impl Default for Rendezvous {
             master_port: DEFAULT_PORT,
             restart_count: 0,
             run_id: "none".to_owned(),
-            launcher_keeps_store: false,
+            launcher_hosts_store: false,
             launcher: Launcher::None,
         }
     }
 }
 
-/// The names that one kind of launcher uses.
+/// The variable names of one launcher.
 struct Names {
     launcher: Launcher,
     rank: &'static str,
@@ -87,6 +88,7 @@ struct Names {
     local_world_size: &'static str,
 }
 
+/// The launchers in the order in which they are looked for.
 const NAMES: [Names; 4] = [
     Names {
         launcher: Launcher::Torch,
@@ -119,16 +121,16 @@ const NAMES: [Names; 4] = [
 ];
 
 impl Rendezvous {
-    /// Reads the variables of this process. Without any, it is a world of one.
+    /// Reads the environment variables of this process. Without any, it is a world of one.
     ///
     /// # Errors
-    /// [`Error::MissingVariable`], [`Error::InvalidVariable`] and [`Error::ContradictoryVariables`],
-    /// naming the variable.
+    /// [`Error::MissingVariable`], [`Error::Common`] for a variable with an invalid value, and
+    /// [`Error::ContradictoryVariables`].
     pub fn from_env() -> Result<Self> {
         Self::from_variables(|name| std::env::var(name).ok())
     }
 
-    /// Reads variables from `lookup`.
+    /// Reads the variables through `lookup`.
     ///
     /// # Errors
     /// As [`from_env`](Self::from_env).
@@ -138,16 +140,18 @@ impl Rendezvous {
     ///
     /// let variables = [("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "node0"), ("MASTER_PORT", "29500")];
     /// let lookup = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());
-    /// let place = Rendezvous::from_variables(lookup)?;
-    /// assert_eq!((place.rank, place.world_size), (1, 2));
+    /// let rendezvous = Rendezvous::from_variables(lookup)?;
+    /// assert_eq!((rendezvous.rank, rendezvous.world_size), (1, 2));
     /// # Ok::<(), overdrive_distributed::Error>(())
     /// ```
     pub fn from_variables(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        // Schedulers and containers may set a variable to an empty value; that counts as not set.
         let get = |name: &str| lookup(name).filter(|value| !value.trim().is_empty());
         let Some(names) = NAMES.iter().find(|names| {
             let present = get(names.rank).is_some() || get(names.world_size).is_some();
             present
                 && match names.launcher {
+                    // sbatch and salloc set SLURM_PROCID outside a step too.
                     Launcher::Slurm => get("SLURM_STEP_ID").is_some(),
                     // Some schedulers set WORLD_SIZE alone for a single process.
                     Launcher::Torch => {
@@ -162,8 +166,8 @@ impl Rendezvous {
             let value = get(variable).ok_or_else(|| Error::MissingVariable {
                 variable,
                 because: format!("{other} is"),
-                way_out: "start all processes with one launcher (torchrun, Launch, mpirun, srun), or \
-                          set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each",
+                remedy: "start all processes with one launcher (torchrun, Launch, mpirun, srun), or \
+                         set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each",
             })?;
             number(variable, &value, "a whole number from 0")
         };
@@ -171,17 +175,17 @@ impl Rendezvous {
         let world_size = required(names.world_size, names.rank)?;
         if rank >= world_size {
             return Err(contradiction(format!(
-                "{}={rank} and {}={world_size}: ranks count from 0 and are below the world size",
+                "{}={rank} and {}={world_size}: ranks start at 0 and are less than the world size",
                 names.rank, names.world_size
             )));
         }
-        let optional = |variable: &str| -> Result<Option<usize>> {
+        let optional = |variable: &'static str| -> Result<Option<usize>> {
             get(variable)
                 .map(|value| number(variable, &value, "a whole number from 0"))
                 .transpose()
         };
         let local_rank = optional(names.local_rank)?;
-        // srun writes `4` or `4(x2)` there.
+        // srun writes `4` or `4(x2)`.
         let local_world_size = match names.launcher {
             Launcher::Slurm => get(names.local_world_size)
                 .map(|value| value.split('(').next().unwrap_or_default().to_owned())
@@ -190,35 +194,35 @@ impl Rendezvous {
             _ => optional(names.local_world_size)?,
         };
         let address = get("MASTER_ADDR");
-        let here =
+        let single_machine =
             address.as_deref().is_some_and(is_loopback) || local_world_size == Some(world_size);
-        let local_world_size = local_world_size.unwrap_or(if here { world_size } else { 1 });
+        let local_world_size =
+            local_world_size.unwrap_or(if single_machine { world_size } else { 1 });
         let local_rank = local_rank.unwrap_or(rank % local_world_size.max(1));
+        // A guessed local world size is no contradiction: Kubernetes sets none, and counts one process per pod.
         if local_rank >= local_world_size && get(names.local_world_size).is_some()
             || local_world_size > world_size
             || local_world_size == 0
         {
             return Err(contradiction(format!(
-                "{}={local_rank}, {}={local_world_size} and {}={world_size}: local ranks count from 0 \
-                 and are below the local world size, which is at most the world size",
+                "{}={local_rank}, {}={local_world_size} and {}={world_size}: local ranks start at 0 and \
+                 are less than the local world size, which is at most the world size",
                 names.local_rank, names.local_world_size, names.world_size
             )));
         }
         let restart_count = optional("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0);
-        let launcher_keeps_store = match get("TORCHELASTIC_USE_AGENT_STORE").as_deref() {
+        let launcher_hosts_store = match get("TORCHELASTIC_USE_AGENT_STORE").as_deref() {
             None | Some("False" | "false" | "0") => false,
             Some("True" | "true" | "1") => true,
             Some(value) => {
-                return Err(Error::InvalidVariable {
-                    variable: "TORCHELASTIC_USE_AGENT_STORE".to_owned(),
-                    value: value.to_owned(),
-                    expected: "True or False",
-                });
+                let variable = "TORCHELASTIC_USE_AGENT_STORE";
+                return Err(overdrive_core::Error::option(variable, value, "True or False").into());
             }
         };
         let port = get("MASTER_PORT")
             .map(|value| number::<u16>("MASTER_PORT", &value, "a port, from 1 to 65535"))
             .transpose()?;
+        // A single process opens no store, so its address and port may be missing.
         let (master_addr, master_port) = if world_size == 1 {
             let default = Self::default();
             (
@@ -232,28 +236,26 @@ impl Rendezvous {
                     _ => None,
                 })
                 .or_else(|| {
-                    (names.launcher != Launcher::Torch && here).then(|| "127.0.0.1".to_owned())
+                    (names.launcher != Launcher::Torch && single_machine)
+                        .then(|| "127.0.0.1".to_owned())
                 });
             let because = || format!("{}={world_size}", names.world_size);
             let address = found.ok_or_else(|| Error::MissingVariable {
                 variable: "MASTER_ADDR",
                 because: because(),
-                way_out: "set it to the address of the machine of rank 0, the same for all processes",
+                remedy: "set it to the address of the machine of rank 0, the same for all processes",
             })?;
             let port = port.or((names.launcher != Launcher::Torch).then_some(DEFAULT_PORT));
             let port = port.ok_or_else(|| Error::MissingVariable {
                 variable: "MASTER_PORT",
                 because: because(),
-                way_out: "set it to a free port of the machine of rank 0, the same for all processes",
+                remedy: "set it to a free port of the machine of rank 0, the same for all processes",
             })?;
             (address, port)
         };
         if master_port == 0 && world_size > 1 {
-            return Err(Error::InvalidVariable {
-                variable: "MASTER_PORT".to_owned(),
-                value: "0".to_owned(),
-                expected: "a port, from 1 to 65535",
-            });
+            let expected = "a port, from 1 to 65535";
+            return Err(overdrive_core::Error::option("MASTER_PORT", 0, expected).into());
         }
         Ok(Self {
             rank,
@@ -264,12 +266,12 @@ impl Rendezvous {
             master_port,
             restart_count,
             run_id: get("TORCHELASTIC_RUN_ID").unwrap_or_else(|| "none".to_owned()),
-            launcher_keeps_store,
+            launcher_hosts_store,
             launcher: names.launcher,
         })
     }
 
-    /// Whether the store is reached over the loopback device, so that all processes are on one machine.
+    /// Returns `true` if the store is reached over the loopback device, so that all processes are on one machine.
     pub(crate) fn is_loopback(&self) -> bool {
         is_loopback(&self.master_addr)
     }
@@ -286,10 +288,7 @@ fn contradiction(problem: String) -> Error {
     Error::ContradictoryVariables { problem }
 }
 
-fn number<T: FromStr>(variable: &str, value: &str, expected: &'static str) -> Result<T> {
-    value.trim().parse().map_err(|_| Error::InvalidVariable {
-        variable: variable.to_owned(),
-        value: value.to_owned(),
-        expected,
-    })
+fn number<T: FromStr>(variable: &'static str, value: &str, expected: &'static str) -> Result<T> {
+    let parsed = value.trim().parse();
+    Ok(parsed.map_err(|_| overdrive_core::Error::option(variable, value, expected))?)
 }

@@ -1,66 +1,66 @@
-//! Groups of some of the ranks.
+//! Groups of a subset of the ranks.
 
 use std::sync::atomic::Ordering;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::group::Meeting;
-use crate::monitor::Keeper;
-use crate::{Error, ProcessGroup, Rendezvous, Result};
+use crate::group::Membership;
+use crate::monitor::StoreHost;
+use crate::{ProcessGroup, Rendezvous, Result};
 
 impl ProcessGroup {
-    /// Makes a group of some of this group's ranks (`torch.distributed.new_group`). **All** ranks of this
-    /// group call it, with the same list; those that are not in the list get `None`. Ranks count from 0 in
-    /// the new group, in the order of their numbers here; messages name both numbers.
+    /// Creates a group of some of this group's ranks (`torch.distributed.new_group`). **All** ranks of this
+    /// group call it, with the same list; ranks that are not in the list get `None`. Ranks of the new group
+    /// start at 0 and keep the order of this group; messages name both ranks.
     ///
-    /// It has its own connections and its own watch, and the options of this group.
+    /// The new group has its own connections and monitor, and the options of this group.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a list that is empty, names a rank twice or one that there is not, or
-    /// is not the same on all ranks; else as [`new`](Self::new).
-    ///
+    /// [`overdrive_core::Error::InvalidOption`] for a list that is empty, that names a rank twice or one that
+    /// does not exist, or that differs between the ranks; else as [`new`](Self::new).
     /// ```
     /// let group = overdrive_distributed::ProcessGroup::single();
-    /// let part = group.new_group(&[0])?.expect("this process is rank 0");
-    /// assert_eq!((part.rank(), part.world_size()), (0, 1));
+    /// let subgroup = group.new_group(&[0])?.expect("this process is rank 0");
+    /// assert_eq!((subgroup.rank(), subgroup.world_size()), (0, 1));
     /// # Ok::<(), overdrive_distributed::Error>(())
     /// ```
     pub fn new_group(&self, ranks: &[usize]) -> Result<Option<Self>> {
+        // Sorted, so that the ranks of the new group do not depend on the order of the list.
         let mut members = ranks.to_vec();
         members.sort_unstable();
         let lists = self.all_gather_object(&members)?;
-        let problem = |value: String, expected: String| Error::InvalidArgument {
-            argument: "ranks",
-            value,
-            expected,
+        let invalid = |value: String, expected: String| {
+            overdrive_core::Error::option("ranks", value, expected)
         };
-        // Every rank sees every list, so all of them end with the same error.
+        // Every rank sees every list, so all of them return the same error.
         if let Some(other) = lists.iter().position(|list| *list != lists[0]) {
-            return Err(problem(
+            return Err(invalid(
                 format!("{:?} on rank {other}", lists[other]),
-                format!("the same ranks everywhere: {:?} on rank 0", lists[0]),
-            ));
+                format!("the same on all ranks; it is {:?} on rank 0", lists[0]),
+            )
+            .into());
         }
         let twice = members.windows(2).any(|pair| pair[0] == pair[1]);
         let beyond = members.iter().any(|rank| *rank >= self.world_size());
         if members.is_empty() || twice || beyond {
             let expected = format!(
-                "one or more ranks, each less than {} and once",
+                "a list of at least one rank, each below {} and listed once",
                 self.world_size()
             );
-            return Err(problem(format!("{members:?}"), expected));
+            return Err(invalid(format!("{members:?}"), expected).into());
         }
-        let number = self.next_part();
+        let number = self.next_subgroup();
         if !members.contains(&self.rank()) {
             return Ok(None);
         }
-        self.part(members, &format!("part{number}")).map(Some)
+        self.subgroup(members, &format!("subgroup{number}"))
+            .map(Some)
     }
 
-    /// Splits this group into parts: those ranks that give the same `color` are one. **All** ranks of this
-    /// group call it (`MPI_Comm_split`; `torch.distributed.new_subgroups`). The host's name as a color gives
-    /// a group for each machine.
+    /// Splits this group: ranks with the same `color` form one new group. **All** ranks of this group call
+    /// it (`MPI_Comm_split`; `torch.distributed.new_subgroups`). With the host name as the color there is one
+    /// group per machine.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -70,22 +70,23 @@ impl ProcessGroup {
         let members: Vec<usize> = (0..colors.len())
             .filter(|rank| colors[*rank] == *own)
             .collect();
-        let number = self.next_part();
-        let name = format!("part{number}/{}", members[0]);
-        self.part(members, &name)
+        let number = self.next_subgroup();
+        let name = format!("subgroup{number}/{}", members[0]);
+        self.subgroup(members, &name)
     }
 
-    /// The same on all ranks, which make parts in the same order.
-    fn next_part(&self) -> u64 {
-        self.shared.parts.fetch_add(1, Ordering::SeqCst)
+    /// Returns the number of the next subgroup.
+    fn next_subgroup(&self) -> u64 {
+        // The same on all ranks, because they create subgroups in the same order.
+        self.shared.subgroups.fetch_add(1, Ordering::SeqCst)
     }
 
-    fn part(&self, members: Vec<usize>, name: &str) -> Result<Self> {
+    fn subgroup(&self, members: Vec<usize>, name: &str) -> Result<Self> {
         let global = |rank: &usize| self.shared.global_ranks[*rank];
         let global_ranks: Vec<usize> = members.iter().map(global).collect();
-        let place = |rank: usize| members.iter().position(|member| *member == rank);
+        let new_rank = |rank: usize| members.iter().position(|member| *member == rank);
         let rendezvous = Rendezvous {
-            rank: place(self.rank()).unwrap_or(0),
+            rank: new_rank(self.rank()).unwrap_or(0),
             world_size: members.len(),
             ..self.shared.rendezvous.clone()
         };
@@ -94,16 +95,16 @@ impl ProcessGroup {
             Some(connected) if members.len() > 1 => connected,
             _ => return Ok(Self::alone(rendezvous, config, global_ranks)),
         };
-        let meeting = Meeting {
+        let membership = Membership {
             store: connected.store.prefixed(name)?,
             root: None,
-            keeper: Keeper {
-                rank: connected.keeper.rank.and_then(place),
-                ..connected.keeper.clone()
+            store_host: StoreHost {
+                rank: connected.store_host.rank.and_then(new_rank),
+                ..connected.store_host.clone()
             },
             global_ranks,
-            whole: Some(self.clone()),
+            parent: Some(self.clone()),
         };
-        Self::join(rendezvous, config, meeting)
+        Self::join(rendezvous, config, membership)
     }
 }

@@ -1,18 +1,18 @@
-//! Optimizer states shared out between the ranks (ZeRO stage 1).
+//! An optimizer whose states are sharded over the ranks (ZeRO stage 1).
 
 use overdrive_optim::{GradScaling, Optimizer, OptimizerId, ParamGroup, StateDict};
 use tch::Tensor;
 
 use crate::{ProcessGroup, ReduceOp, Result};
 
-/// An optimizer each rank of which keeps the states of its own part of the parameters, steps those, and
-/// gets the others from the ranks that stepped them (`torch.distributed.optim.ZeroRedundancyOptimizer`;
-/// stage 1 of Rajbhandari et al. 2020, arXiv:1910.02054).
+/// An optimizer that keeps the states of one shard of the parameters on each rank: a rank steps its own
+/// parameters and receives the others from the ranks that stepped them
+/// (`torch.distributed.optim.ZeroRedundancyOptimizer`; stage 1 of Rajbhandari et al. 2020, arXiv:1910.02054).
 ///
-/// AdamW's states then take `1 / world_size` of their memory. Gradients must be the same on all ranks, as
-/// after [`DistributedDataParallel`](crate::DistributedDataParallel)'s backward; the parameters are then
-/// bit for bit those of the unsharded optimizer, if it treats each parameter by itself (all of
-/// overdrive-optim do).
+/// The states of AdamW then take `1 / world_size` of the memory on each rank. Gradients must be the same on
+/// all ranks, as after the backward of [`DistributedDataParallel`](crate::DistributedDataParallel). The
+/// parameters are then bit for bit those of the unsharded optimizer if it updates each parameter
+/// independently, as all of overdrive-optim do.
 ///
 /// ```
 /// use overdrive_distributed::{ProcessGroup, ZeroRedundancyOptimizer};
@@ -36,18 +36,18 @@ use crate::{ProcessGroup, ReduceOp, Result};
 pub struct ZeroRedundancyOptimizer<O> {
     group: ProcessGroup,
     id: OptimizerId,
-    /// Nothing where this rank has no parameter.
+    /// The optimizer of this rank's shard; `None` if this rank has no parameter.
     inner: Option<O>,
-    /// Every parameter with the rank that steps it, group by group.
+    /// Every parameter with the rank that steps it, for each parameter group.
     owned: Vec<Vec<(usize, Tensor)>>,
-    /// For each group its place in `inner`, if this rank has a part of it.
-    places: Vec<Option<usize>>,
+    /// For each parameter group, the index of its shard in `inner`; `None` if this rank has no shard of it.
+    inner_groups: Vec<Option<usize>>,
     learning_rates: Vec<f64>,
 }
 
 impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
-    /// Shares the parameters out and builds the optimizer of this rank's part. All ranks pass the same
-    /// groups; within each, parameters may come in any order.
+    /// Shards the parameters and builds the optimizer of this rank's shard. All ranks pass the same groups;
+    /// the parameters of a group may be in any order.
     ///
     /// # Errors
     /// Those of `build`.
@@ -57,13 +57,14 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
         build: impl FnOnce(Vec<ParamGroup>) -> overdrive_optim::Result<O>,
     ) -> Result<Self> {
         let mut groups = groups;
+        // A `VarStore` returns its variables in any order; the shards must be the same on all ranks.
         for group in &mut groups {
             group.parameters.sort_by(|(a, _), (b, _)| a.cmp(b));
         }
-        let owners = share_out(&groups, group.world_size());
+        let owners = assign_owners(&groups, group.world_size());
         let mut owned = Vec::new();
         let mut own_groups = Vec::new();
-        let mut places = Vec::new();
+        let mut inner_groups = Vec::new();
         for (number, mut whole) in groups.into_iter().enumerate() {
             let all = std::mem::take(&mut whole.parameters);
             let mut with_owner = Vec::new();
@@ -75,7 +76,7 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
                 }
             }
             owned.push(with_owner);
-            places.push((!whole.parameters.is_empty()).then_some(own_groups.len()));
+            inner_groups.push((!whole.parameters.is_empty()).then_some(own_groups.len()));
             if !whole.parameters.is_empty() {
                 own_groups.push(whole);
             }
@@ -91,19 +92,19 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
             inner,
             learning_rates: vec![0.0; owned.len()],
             owned,
-            places,
+            inner_groups,
         };
-        optimizer.agree_on_learning_rates()?;
+        optimizer.synchronize_learning_rates()?;
         Ok(optimizer)
     }
 
-    /// The optimizer of this rank's part; none where there are fewer parameters than ranks.
+    /// Returns the optimizer of this rank's shard; `None` if there are fewer parameters than ranks.
     #[must_use]
     pub fn inner(&self) -> Option<&O> {
         self.inner.as_ref()
     }
 
-    /// How many elements this rank steps.
+    /// Returns the number of elements that this rank steps.
     #[must_use]
     pub fn own_elements(&self) -> usize {
         let all = self.owned.iter().flatten();
@@ -112,11 +113,12 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
             .sum()
     }
 
-    /// A rank without a part of a group does not know its learning rate.
-    fn agree_on_learning_rates(&mut self) -> Result<()> {
+    /// Reduces the learning rates over the ranks.
+    fn synchronize_learning_rates(&mut self) -> Result<()> {
         let own = self.inner.as_ref().map(Optimizer::learning_rates);
-        for (number, place) in self.places.iter().enumerate() {
-            let known = place.and_then(|place| own.as_ref()?.get(place).copied());
+        for (number, inner_group) in self.inner_groups.iter().enumerate() {
+            let known = inner_group.and_then(|index| own.as_ref()?.get(index).copied());
+            // A rank without a shard of a group does not know its learning rate; the maximum skips it.
             self.learning_rates[number] = known.unwrap_or(f64::NEG_INFINITY);
         }
         let rates = Tensor::f_from_slice(&self.learning_rates)?.f_to_device(self.device())?;
@@ -130,8 +132,9 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
         first.map_or(tch::Device::Cpu, |(_, tensor)| tensor.device())
     }
 
-    /// Each parameter from the rank that stepped it.
-    fn spread(&self) -> Result<()> {
+    /// Broadcasts each parameter from the rank that stepped it.
+    fn broadcast_parameters(&self) -> Result<()> {
+        // All broadcasts are started before the first wait, so that they overlap.
         let pending = self
             .owned
             .iter()
@@ -143,8 +146,9 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
     }
 }
 
-/// The owner of each parameter, group by group: the largest first, each to the rank that has least.
-fn share_out(groups: &[ParamGroup], ranks: usize) -> Vec<Vec<usize>> {
+/// Returns the owner of each parameter, for each group. The largest parameter comes first, and each goes to
+/// the rank with the fewest elements so far.
+fn assign_owners(groups: &[ParamGroup], ranks: usize) -> Vec<Vec<usize>> {
     let mut owners: Vec<Vec<usize>> = groups
         .iter()
         .map(|group| vec![0; group.parameters.len()])
@@ -158,16 +162,16 @@ fn share_out(groups: &[ParamGroup], ranks: usize) -> Vec<Vec<usize>> {
     largest.sort_by_key(|(size, number, index)| (std::cmp::Reverse(*size), *number, *index));
     let mut load = vec![0usize; ranks];
     for (size, number, index) in largest {
-        let least = (0..ranks)
+        let smallest = (0..ranks)
             .min_by_key(|rank| (load[*rank], *rank))
             .unwrap_or(0);
-        load[least] += size;
-        owners[number][index] = least;
+        load[smallest] += size;
+        owners[number][index] = smallest;
     }
     owners
 }
 
-/// An error of the group as one of the optimizer, whose trait knows no other.
+/// Converts an error of the group to one of the optimizer, whose trait has no other error type.
 fn as_optim(error: crate::Error) -> overdrive_optim::Error {
     match error {
         crate::Error::Optim(error) => error,
@@ -201,18 +205,19 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
         if let Some(inner) = &mut self.inner {
             inner.step()?;
         }
-        self.spread().map_err(as_optim)
+        self.broadcast_parameters().map_err(as_optim)
     }
 
     fn supports_step_scaled(&self) -> bool {
-        // A rank without a part steps nothing, whatever the scale.
+        // A rank without a shard steps nothing, whatever the scale.
         self.inner
             .as_ref()
             .is_none_or(Optimizer::supports_step_scaled)
     }
 
-    /// Skips on all ranks what one of them would skip.
+    /// Skips the step on all ranks if one of them would skip it.
     fn step_scaled(&mut self, scaling: &GradScaling<'_>) -> overdrive_optim::Result<bool> {
+        // A copy, because the reduction must not change the scaler's own flag.
         let found_inf = scaling.found_inf.f_add_scalar(0.0)?;
         self.group
             .all_reduce(&found_inf, ReduceOp::Max)
@@ -226,12 +231,12 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
             None => true,
         };
         if done {
-            self.spread().map_err(as_optim)?;
+            self.broadcast_parameters().map_err(as_optim)?;
         }
         Ok(done)
     }
 
-    /// Of all parameters, also those that other ranks step.
+    /// Clears the gradients of all parameters, including those that other ranks step.
     fn zero_grad(&mut self) -> overdrive_optim::Result<()> {
         for (_, tensor) in self.owned.iter().flatten() {
             overdrive_sys::grad::clear(tensor)?;
@@ -244,15 +249,15 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
     }
 
     fn set_learning_rates(&mut self, learning_rates: &[f64]) -> overdrive_optim::Result<()> {
-        if learning_rates.len() != self.places.len() {
+        if learning_rates.len() != self.inner_groups.len() {
             return Err(overdrive_optim::Error::LearningRateCount {
                 given: learning_rates.len(),
-                groups: self.places.len(),
+                groups: self.inner_groups.len(),
             });
         }
         let mut own = Vec::new();
-        for (rate, place) in learning_rates.iter().zip(&self.places) {
-            if place.is_some() {
+        for (rate, inner_group) in learning_rates.iter().zip(&self.inner_groups) {
+            if inner_group.is_some() {
                 own.push(*rate);
             }
         }
@@ -263,7 +268,7 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
         Ok(())
     }
 
-    /// This rank's part: stored by every rank, in a file of its own.
+    /// Returns the state of this rank's shard; every rank stores its own, in a file of its own.
     fn state_dict(&self) -> overdrive_optim::Result<StateDict> {
         match &self.inner {
             Some(inner) => inner.state_dict(),
@@ -274,14 +279,14 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
         }
     }
 
-    /// This rank's part, as the same rank of a group of the same size stored it.
+    /// Restores this rank's shard, as the same rank of a group of the same size stored it.
     fn load_state_dict(&mut self, state: &StateDict) -> overdrive_optim::Result<()> {
         match &mut self.inner {
             Some(inner) => {
                 inner.load_state_dict(state)?;
-                for (number, place) in self.places.iter().enumerate() {
+                for (number, inner_group) in self.inner_groups.iter().enumerate() {
                     let rates = inner.learning_rates();
-                    if let Some(rate) = place.and_then(|place| rates.get(place)) {
+                    if let Some(rate) = inner_group.and_then(|index| rates.get(index)) {
                         self.learning_rates[number] = *rate;
                     }
                 }

@@ -1,6 +1,6 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
-//! Signals to a launcher, and its end. A target of its own: it waits for processes by the
-//! clock, and its ranks register handlers of signals.
+//! Signals to a launcher, and its exit code. A test target of its own, because it waits for processes by
+//! the clock, and its ranks register signal handlers.
 
 #[path = "it/common.rs"]
 mod common;
@@ -12,20 +12,23 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{scenario, worker_arguments};
-use overdrive_distributed::{Ended, Error, Launch};
+use overdrive_distributed::{Error, Launch, LaunchOutcome};
 
-/// What a rank does; its folder tells the test that it has begun, and what it saw.
+/// The program of a rank; the file that it writes tells the test that it runs, and whether it saved.
 #[test]
 fn worker() {
     let Some(scenario) = scenario() else { return };
     let rank: usize = std::env::var("RANK").unwrap().parse().unwrap();
-    let asked = Arc::new(AtomicBool::new(false));
-    signal_hook::flag::register(signal_hook::consts::SIGTERM, Arc::clone(&asked)).unwrap();
+    let terminated = Arc::new(AtomicBool::new(false));
+    signal_hook::flag::register(signal_hook::consts::SIGTERM, Arc::clone(&terminated)).unwrap();
     common::write_as(rank, "running");
     let wait = || {
         let start = Instant::now();
-        while !asked.load(Ordering::SeqCst) {
-            assert!(start.elapsed() < Duration::from_secs(30), "nobody asked");
+        while !terminated.load(Ordering::SeqCst) {
+            assert!(
+                start.elapsed() < Duration::from_secs(30),
+                "no SIGTERM arrived"
+            );
             std::thread::sleep(Duration::from_millis(5));
         }
     };
@@ -80,14 +83,17 @@ fn wait_for(folder: &std::path::Path) {
     while !(0..2).all(|rank| folder.join(rank.to_string()).is_file()) {
         assert!(
             start.elapsed() < Duration::from_secs(30),
-            "they do not begin"
+            "the ranks do not start"
         );
         std::thread::sleep(Duration::from_millis(5));
     }
 }
 
-/// Runs it, and raises the flags once both ranks run.
-fn stopped(started: &Started, flags: &[&AtomicBool]) -> overdrive_distributed::Result<Ended> {
+/// Runs the launch and sets the flags once both ranks run.
+fn stopped(
+    started: &Started,
+    flags: &[&AtomicBool],
+) -> overdrive_distributed::Result<LaunchOutcome> {
     std::thread::scope(|scope| {
         let running = scope.spawn(|| started.launch.run());
         wait_for(started.folder.path());
@@ -99,9 +105,12 @@ fn stopped(started: &Started, flags: &[&AtomicBool]) -> overdrive_distributed::R
 }
 
 #[test]
-fn a_launch_that_is_stopped_lets_the_ranks_save_and_says_so() {
+fn a_stopped_launch_lets_the_ranks_save_and_returns_saved() {
     let started = start("saves");
-    assert_eq!(stopped(&started, &[&started.stop]).unwrap(), Ended::Saved);
+    assert_eq!(
+        stopped(&started, &[&started.stop]).unwrap(),
+        LaunchOutcome::Saved
+    );
     for rank in ["0", "1"] {
         let text = std::fs::read_to_string(started.folder.path().join(rank)).unwrap();
         assert_eq!(text, "saved");
@@ -111,7 +120,10 @@ fn a_launch_that_is_stopped_lets_the_ranks_save_and_says_so() {
 #[test]
 fn one_rank_that_saved_is_enough() {
     let started = start("one_saves");
-    assert_eq!(stopped(&started, &[&started.stop]).unwrap(), Ended::Saved);
+    assert_eq!(
+        stopped(&started, &[&started.stop]).unwrap(),
+        LaunchOutcome::Saved
+    );
 }
 
 #[test]
@@ -125,7 +137,7 @@ fn a_rank_that_fails_to_save_is_named() {
 }
 
 #[test]
-fn ranks_that_do_not_end_in_their_grace_time_are_ended() {
+fn ranks_that_do_not_end_in_their_grace_time_are_killed() {
     let mut started = start("stubborn");
     started.launch = started.launch.stop_grace(Duration::from_millis(500));
     let begun = Instant::now();
@@ -135,7 +147,7 @@ fn ranks_that_do_not_end_in_their_grace_time_are_ended() {
 }
 
 #[test]
-fn a_second_signal_ends_all_at_once() {
+fn a_second_signal_kills_all_ranks_at_once() {
     let started = start("stubborn");
     let begun = Instant::now();
     let error = stopped(&started, &[&started.stop, &started.kill]).unwrap_err();
@@ -146,7 +158,7 @@ fn a_second_signal_ends_all_at_once() {
     );
 }
 
-/// The program itself: built beside this test.
+/// The path of the launcher example, which cargo builds with the tests.
 fn launcher() -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let examples = test.parent().unwrap().parent().unwrap().join("examples");
@@ -160,7 +172,7 @@ fn launcher() -> PathBuf {
 }
 
 #[test]
-fn the_launcher_passes_sigterm_and_ctrl_c_on_and_ends_with_75() {
+fn the_launcher_forwards_sigterm_and_ctrl_c_and_exits_with_75() {
     use rustix::process::{Pid, Signal, kill_process};
     for signal in [Signal::TERM, Signal::INT] {
         let folder = tempfile::tempdir().unwrap();

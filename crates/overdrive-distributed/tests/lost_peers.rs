@@ -1,6 +1,6 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
-//! A peer that is killed, stopped, asleep or gone another way: every survivor ends with an error that names
-//! it and the collective, in time. A target of its own: the time is measured, and no other groups run beside.
+//! A peer that is killed, stopped, asleep or in another collective: every survivor gets an error that names the
+//! peer and the collective, in time. A test target of its own, because it measures time.
 
 #[path = "it/common.rs"]
 mod common;
@@ -17,9 +17,9 @@ use overdrive_distributed::{
 use overdrive_sys::hook;
 use tch::{Device, Kind, Tensor, nn};
 
-/// Of every collective.
+/// The timeout of every collective.
 const TIMEOUT_S: f64 = 3.0;
-/// A timeout, four heartbeats of an eighth of it, half a second, and room for a busy machine.
+/// A timeout, four heartbeats of an eighth of it, half a second, and slack for a busy machine.
 const SLACK_S: f64 = 12.0;
 
 #[test]
@@ -42,7 +42,7 @@ fn worker() {
             "stopped" => signal(rustix::process::Signal::STOP),
             "asleep" => std::thread::sleep(Duration::from_secs(20)),
             "left" => return drop(group),
-            "astray" => {
+            "other_collective" => {
                 let _ = group.broadcast(&tensor, 0);
                 return;
             }
@@ -63,14 +63,14 @@ fn worker() {
     };
     let explained = group.explain(&error).unwrap().to_string();
     assert_eq!(explained, *message);
-    // Later calls fail at once, with the same words.
+    // Later calls fail at once, with the same message.
     let again = Instant::now();
     let later = group.barrier().unwrap_err().to_string();
     assert!(again.elapsed() < Duration::from_millis(200));
     assert!(later.contains("the group has failed"), "{later}");
     write(&group, &format!("{took}\n{ranks:?}\n{message}"));
     if stopped {
-        // The launcher ends a process that is stopped only after another has failed.
+        // The launcher kills a stopped process only after another has failed.
         std::process::exit(1);
     }
 }
@@ -97,7 +97,7 @@ fn backward(group: &ProcessGroup) -> Error {
     }
 }
 
-/// Every survivor's words, after the checks that hold for all.
+/// Returns every survivor's message, after the checks that hold for all.
 fn survivors(outcome: &Outcome, culprit: usize, ranks: usize) -> Vec<String> {
     let survivors = (0..ranks).filter(|rank| *rank != culprit);
     let words = survivors.map(|rank| {
@@ -130,7 +130,7 @@ fn a_killed_rank_is_named_as_lost_by_every_survivor() {
             "{message}"
         );
         assert!(
-            message.contains("when last heard of it had begun "),
+            message.contains("the last collective in its heartbeats is "),
             "{message}"
         );
     }
@@ -170,7 +170,8 @@ fn a_stopped_rank_is_named_as_lost() {
 fn a_sleeping_rank_is_named_as_stuck_before_the_collective() {
     for message in survivors(&launch(module_path!(), "asleep", 3), 1, 3) {
         assert!(
-            message.contains("rank 1 is stuck: it did not begin all_reduce #4"),
+            message
+                .contains("rank 1 is stuck: its process is alive, but did not start all_reduce #4"),
             "{message}"
         );
     }
@@ -185,18 +186,21 @@ fn a_rank_that_has_left_is_named() {
 
 #[test]
 fn a_rank_in_another_collective_is_named() {
-    let outcome = launch(module_path!(), "astray", 2);
+    let outcome = launch(module_path!(), "other_collective", 2);
     let message = &survivors(&outcome, 1, 2)[0];
-    assert!(message.contains("rank 1 has gone another way"), "{message}");
     assert!(
-        message.contains("broadcast #4, while rank 0 is in all_reduce #4"),
+        message.contains("rank 1 called another collective"),
+        "{message}"
+    );
+    assert!(
+        message.contains("broadcast #4, while rank 0 called all_reduce #4"),
         "{message}"
     );
 }
 
-/// Rank 0 keeps the store, because no launcher does.
+/// Rank 0 hosts the store, because no launcher does.
 #[test]
-fn a_killed_rank_0_that_keeps_the_store_is_named() {
+fn a_killed_rank_0_that_hosts_the_store_is_named() {
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = free.local_addr().unwrap().port().to_string();
     drop(free);
@@ -215,7 +219,7 @@ fn a_killed_rank_0_that_keeps_the_store_is_named() {
     for message in survivors(&outcome, 0, 3) {
         assert!(
             message
-                .contains("rank 0 (at 127.0.0.1) is lost: the store that it keeps does not answer"),
+                .contains("rank 0 (at 127.0.0.1) is lost: the store that it hosts does not answer"),
             "{message}"
         );
     }
@@ -242,7 +246,7 @@ fn inside_backward(group: &ProcessGroup, scenario: &str) {
                 // The gradient comes here after that of `large` and before that of `small`.
                 hook::register(&early, move |_| {
                     if dies.load(Ordering::SeqCst) {
-                        let progress = group.under_way().unwrap();
+                        let progress = group.progress().unwrap();
                         write(&group, &format!("{progress:?}"));
                         signal(rustix::process::Signal::KILL);
                     }
@@ -274,7 +278,7 @@ fn a_rank_that_dies_inside_a_buckets_all_reduce_is_named_by_every_survivor() {
         let outcome = launch(module_path!(), scenario, 3);
         let last = outcome.rank(culprit);
         assert!(
-            last.contains("last: Some(\"all_reduce\")") && !last.contains("under_way: 0"),
+            last.contains("last: Some(\"all_reduce\")") && !last.contains("active: 0"),
             "it dies while a bucket is reduced: {last}"
         );
         for message in survivors(&outcome, culprit, 3) {
@@ -288,13 +292,13 @@ fn a_rank_that_dies_inside_a_buckets_all_reduce_is_named_by_every_survivor() {
     }
 }
 
-/// Rank 2 never comes.
+/// Rank 2 never joins.
 fn absent() {
-    let place = Rendezvous::from_env().unwrap();
-    let rank = place.rank;
+    let rendezvous = Rendezvous::from_env().unwrap();
+    let rank = rendezvous.rank;
     let claimed = Rendezvous {
         world_size: 3,
-        ..place
+        ..rendezvous
     };
     let config = GroupConfig::default().with_timeout(Duration::from_secs(2));
     write_as(
@@ -304,7 +308,7 @@ fn absent() {
 }
 
 #[test]
-fn ranks_that_never_come_are_named() {
+fn ranks_that_never_join_are_named() {
     let outcome = launch(module_path!(), "absent", 2);
     outcome.launched.as_ref().unwrap();
     for rank in 0..2 {
@@ -318,34 +322,36 @@ fn ranks_that_never_come_are_named() {
 }
 
 #[test]
-fn a_store_that_nobody_keeps_is_an_error_with_its_address() {
-    let place = Rendezvous {
+fn an_unreachable_store_is_an_error_with_its_address() {
+    let rendezvous = Rendezvous {
         rank: 1,
         world_size: 2,
         master_port: 1,
         ..Rendezvous::default()
     };
     let config = GroupConfig::default().with_timeout(Duration::from_secs(1));
-    let error = ProcessGroup::new(place, config).unwrap_err().to_string();
+    let error = ProcessGroup::new(rendezvous, config)
+        .unwrap_err()
+        .to_string();
     assert!(
         error.starts_with("rank 1 could not reach the store at 127.0.0.1:1 within 1s"),
         "{error}"
     );
     assert!(
-        error.contains("rank 0 keeps it: see whether it was started"),
+        error.contains("rank 0 hosts it: check that rank 0 was started"),
         "{error}"
     );
 }
 
 #[test]
-fn a_launch_that_cannot_start_says_what() {
+fn a_program_that_cannot_be_started_is_named() {
     let error = overdrive_distributed::Launch::new("/nowhere/program")
         .run()
         .unwrap_err();
     assert!(
         error
             .to_string()
-            .starts_with("starting /nowhere/program for rank 0"),
+            .starts_with("cannot start /nowhere/program: "),
         "{error}"
     );
 }

@@ -1,6 +1,6 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
-//! Buckets are reduced while backward goes on: in the profiler's trace, by the order of events.
-//! A target of its own: other groups beside it would delay the reductions.
+//! Buckets are reduced while backward runs, by the order of events in the profiler's trace. A test target of
+//! its own, because other groups on the machine would delay the reductions.
 
 #[path = "it/common.rs"]
 mod common;
@@ -21,15 +21,15 @@ fn worker() {
     traced(&group(60.0), scenario == "quiet");
 }
 
-/// Gloo's thread says that a bucket is reduced, and ends its event after that: on a busy machine a while after.
+/// Gloo's thread marks a bucket as reduced before it ends the event; on a busy machine that takes a while.
 const EVENT_ENDS: Duration = Duration::from_millis(300);
 
-/// Backward does not go on to the first layer before a bucket has been reduced: it never would, were buckets
-/// reduced after it.
+/// Blocks backward before the first layer until a bucket has been reduced. If buckets were reduced after
+/// backward, it would block forever.
 fn wait_for_a_bucket(group: &ProcessGroup, hidden: &Tensor) {
     let ended = |group: &ProcessGroup| {
-        let progress = group.under_way().unwrap();
-        progress.begun - progress.under_way
+        let progress = group.progress().unwrap();
+        progress.started - progress.active
     };
     let (before, group) = (ended(group), group.clone());
     let wait = move |_: &Tensor| {
@@ -46,7 +46,7 @@ fn wait_for_a_bucket(group: &ProcessGroup, hidden: &Tensor) {
     hook::register(hidden, wait).unwrap();
 }
 
-/// Writes name, begin and end of what happened in the third step, in nanoseconds.
+/// Writes the name, start and end in nanoseconds of each event of the third step.
 fn traced(group: &ProcessGroup, quiet: bool) {
     let store = nn::VarStore::new(Device::Cpu);
     let layer = |number| nn::linear(store.root() / number, 256, 256, Default::default());
@@ -73,8 +73,8 @@ fn traced(group: &ProcessGroup, quiet: bool) {
             .unwrap();
         let _range = record_function("backward");
         ddp.backward(&loss).unwrap();
-        let progress = group.under_way().unwrap();
-        assert_eq!(progress.under_way, 0, "backward ends when all are reduced");
+        let progress = group.progress().unwrap();
+        assert_eq!(progress.active, 0, "backward ends when all are reduced");
     };
     // The buckets are made after the first backward, in the order of its gradients.
     for _ in 0..2 {
@@ -116,7 +116,7 @@ fn found(scenario: &str) -> Vec<Found> {
 }
 
 #[test]
-fn reducing_the_first_bucket_begins_before_backward_has_computed_the_last_gradients() {
+fn reduction_of_the_first_bucket_starts_before_the_last_gradients_are_computed() {
     for (events, drawn, buckets) in found("traced") {
         let named = |name: &'static str| events.iter().filter(move |event| event.0 == name);
         let (_, begin, end) = named("backward").next().unwrap();
@@ -131,16 +131,16 @@ fn reducing_the_first_bucket_begins_before_backward_has_computed_the_last_gradie
         );
         let begins_inside = |event: &&(String, u64, u64)| event.1 >= *begin && event.1 <= *end;
         assert!(reduced.iter().all(begins_inside));
-        // The products of backward: two a layer, and the first layer has one.
-        let products: Vec<_> = named("aten::mm").filter(inside).collect();
-        assert_eq!(products.len(), 11);
-        let last_product = products.iter().map(|event| event.1).max().unwrap();
-        // Each bucket is handed over as soon as its weight's gradient is there: only that of the first layer
-        // after the last product.
+        // The matmuls of backward: two per layer, and one for the first layer.
+        let matmuls: Vec<_> = named("aten::mm").filter(inside).collect();
+        assert_eq!(matmuls.len(), 11);
+        let last_matmul = matmuls.iter().map(|event| event.1).max().unwrap();
+        // Each bucket starts as soon as its weight's gradient is computed: only that of the first layer starts
+        // after the last matmul.
         let begun = named("c10d::allreduce_").filter(inside);
-        assert_eq!(begun.filter(|event| event.1 < last_product).count(), 5);
-        // And it is under way beside backward, not only queued.
-        assert!(reduced.iter().any(|event| event.2 < last_product));
+        assert_eq!(begun.filter(|event| event.1 < last_matmul).count(), 5);
+        // At least one is complete before backward is, not only queued.
+        assert!(reduced.iter().any(|event| event.2 < last_matmul));
     }
 }
 

@@ -220,7 +220,7 @@ fn truncated_files_and_false_headers_are_refused() {
         "version https://git-lfs.github.com/spec/v1\nsize 5\n",
     )
     .unwrap();
-    assert!(refusal().contains("(it is a Git LFS pointer and not the file itself)"));
+    assert!(refusal().contains("it is a Git LFS pointer and not the file itself"));
     fs::remove_file(&path).unwrap();
     let message = MappedFile::open(&path).unwrap_err().to_string();
     assert!(message.starts_with("cannot read "), "{message}");

@@ -86,8 +86,13 @@ fn no_kill_damages_the_newest_complete_snapshot() {
         assert!(newest.step() > before, "{} after {before}", newest.step());
         before = newest.step();
         assert!(litter(dir.path()).is_empty());
-        assert!(steps(&manager).len() <= 4);
     }
+    // A writer that is killed before its first rotation leaves one snapshot more, and on a busy machine several
+    // are; the rotation of the next save removes all of them.
+    let mut manager = open(dir.path(), Some(3), None);
+    manager.save(state(before + 1, ELEMENTS)).unwrap();
+    assert!(failures(manager.wait().unwrap()).is_empty());
+    assert_eq!(steps(&manager), [before + 1, before, before - 1]);
     // Otherwise the kills were all harmless, and this test shows nothing.
     assert!(litters > 0, "no kill fell into a save");
 }

@@ -5,6 +5,8 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use overdrive_core::Error as CommonError;
+
 use crate::{Error, Layers, Result, TrainingArguments};
 
 /// The format of a configuration file.
@@ -19,7 +21,7 @@ pub enum ConfigFormat {
 }
 
 impl ConfigFormat {
-    /// Returns the format that a file's name says.
+    /// Returns the format for the extension of a file.
     ///
     /// # Errors
     /// [`Error::UnknownFormat`].
@@ -35,7 +37,7 @@ impl ConfigFormat {
         }
     }
 
-    /// Returns the name as people write it.
+    /// Returns the name of the format.
     pub fn name(self) -> &'static str {
         match self {
             Self::Json => "JSON",
@@ -44,7 +46,7 @@ impl ConfigFormat {
         }
     }
 
-    /// Reads text of this format into JSON's model of data.
+    /// Parses text of this format into JSON values.
     fn parse(self, text: &str) -> std::result::Result<Value, String> {
         match self {
             Self::Json => serde_json::from_str(text).map_err(|error| error.to_string()),
@@ -53,6 +55,7 @@ impl ConfigFormat {
         }
     }
 
+    /// Writes the arguments as text of this format.
     fn write(self, arguments: &TrainingArguments) -> std::result::Result<String, String> {
         match self {
             Self::Json => serde_json::to_string_pretty(arguments)
@@ -64,39 +67,38 @@ impl ConfigFormat {
     }
 }
 
-/// Reads a configuration file by its extension. An empty file is an empty configuration.
+/// Reads a configuration file in the format of its extension. An empty file is an empty configuration.
 pub(crate) fn read(path: &Path) -> Result<Value> {
     let format = ConfigFormat::of(path)?;
-    let text = fs::read_to_string(path).map_err(Error::io("read", path))?;
+    let text = fs::read_to_string(path).map_err(CommonError::io("read", path))?;
+    // The YAML and JSON parsers refuse an empty text.
     if text.trim().is_empty() {
         return Ok(Value::Object(serde_json::Map::new()));
     }
-    format.parse(&text).map_err(|message| Error::Syntax {
-        path: path.to_owned(),
-        format: format.name(),
-        message,
-    })
+    let parsed = format.parse(&text);
+    Ok(parsed.map_err(CommonError::parse(format.name(), path))?)
 }
 
 impl TrainingArguments {
     /// Returns the configuration as the text of a file.
     ///
     /// # Errors
-    /// [`Error::Unwritable`]: TOML has no whole numbers from 2⁶³ on, and no `null` to say that a key
-    /// to which the preset gives a value has none.
+    /// [`Error::Unwritable`]: TOML has no integers from 2⁶³ on, and no `null` for a key without a value to
+    /// which the preset gives one.
     pub fn to_text(&self, format: ConfigFormat) -> Result<String> {
         let unwritable = |message| Error::Unwritable {
             format: format.name(),
             message,
         };
         let text = format.write(self).map_err(unwritable)?;
+        // The other formats write `null`; in TOML the key would be left out and get the preset's value.
         if format == ConfigFormat::Toml {
             let values = format.parse(&text).map_err(unwritable)?;
             let again = Layers::new(self.preset).layer(values, "the written configuration")?;
             if again.arguments() != self {
                 return Err(unwritable(format!(
-                    "a key that the preset `{}` gives a value has none here, and TOML has no \
-                     `null`; write JSON or YAML",
+                    "a key has no value here but one in the preset `{}`, and TOML has no `null`; write \
+                     JSON or YAML",
                     self.preset
                 )));
             }
@@ -104,14 +106,14 @@ impl TrainingArguments {
         Ok(text)
     }
 
-    /// Writes the configuration to a file, in the format that its name says. Reading it back with
-    /// [`Layers::file`](crate::Layers::file) gives an equal configuration.
+    /// Writes the configuration to a file, in the format of its extension. Reading it with
+    /// [`Layers::file`](crate::Layers::file) returns an equal configuration.
     ///
     /// # Errors
-    /// [`Error::UnknownFormat`], [`Error::Unwritable`], [`Error::Io`].
+    /// [`Error::UnknownFormat`], [`Error::Unwritable`], [`Error::Common`].
     pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let text = self.to_text(ConfigFormat::of(path)?)?;
-        fs::write(path, text).map_err(Error::io("write", path))
+        Ok(fs::write(path, text).map_err(CommonError::io("write", path))?)
     }
 }

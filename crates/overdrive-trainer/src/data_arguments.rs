@@ -10,27 +10,27 @@ use crate::{Result, TrainingArguments};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SequenceMode {
-    /// `context_length` tokens from anywhere in the documents laid end to end, as nanoGPT samples them; no
-    /// padding is needed.
+    /// `context_length` tokens from a random position of the concatenated documents, as nanoGPT samples
+    /// them; no padding is needed.
     Windows,
-    /// A document, cut off at `context_length`.
+    /// A document, truncated to `context_length`.
     Documents,
 }
 
-/// The documents of a text file: `sample_by` of Hugging Face's `datasets`.
+/// The documents of a text file (`sample_by` of Hugging Face's `datasets`).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SampleBy {
     /// The whole file.
     #[default]
     Document,
-    /// Each line that is not blank.
+    /// Each line that is not empty.
     Line,
 }
 
 impl TrainingArguments {
-    /// Returns the kind of a training sequence: that of `sequences`, else documents where a key asks for what
-    /// only they can have.
+    /// Returns the kind of a training sequence: `sequences` if it is set, else documents if another key needs
+    /// them.
     pub fn sequence_mode(&self) -> SequenceMode {
         self.sequences.unwrap_or(match self.asks_for_documents() {
             Some(_) => SequenceMode::Documents,
@@ -38,53 +38,59 @@ impl TrainingArguments {
         })
     }
 
-    /// Returns the first key that has no effect on windows, with its value and the reason.
-    fn asks_for_documents(&self) -> Option<(&'static str, String, &'static str)> {
-        let is_true = "true".to_owned();
+    /// Returns the first key that has no effect on windows, with its value, its neutral value and the reason.
+    fn asks_for_documents(&self) -> Option<(&'static str, String, &'static str, &'static str)> {
+        let is_true = || "true".to_owned();
         if self.packing {
-            Some(("packing", is_true, "they are full already"))
+            Some(("packing", is_true(), "false", "are always full"))
         } else if self.padding_free {
-            Some(("padding_free", is_true, "they have no padding"))
+            Some(("padding_free", is_true(), "false", "have no padding"))
         } else if self.group_by_length {
-            Some(("group_by_length", is_true, "they are equally long"))
+            Some((
+                "group_by_length",
+                is_true(),
+                "false",
+                "have the same length",
+            ))
         } else if self.pad_to_multiple_of != 1 {
             let value = self.pad_to_multiple_of.to_string();
-            Some(("pad_to_multiple_of", value, "they have no padding"))
+            Some(("pad_to_multiple_of", value, "1", "have no padding"))
         } else {
             None
         }
     }
 
-    /// Checks the keys about data together.
+    /// Checks the keys about data against each other.
     pub(crate) fn validate_loading(&self) -> Result<()> {
         if self.sequences == Some(SequenceMode::Windows)
-            && let Some((key, given, why)) = self.asks_for_documents()
+            && let Some((key, value, neutral, why)) = self.asks_for_documents()
         {
-            let problem = format!("`sequences` is `windows`, and {why}");
-            let way_out = "drop it, or write `sequences: documents`";
-            return invalid(key, given, problem, way_out);
+            let expected = format!(
+                "{neutral} with `sequences: windows`, which {why}; drop it, or write `sequences: documents`"
+            );
+            return invalid(key, value, expected);
         }
         if self.packing && self.group_by_length {
-            let problem = "packed rows are full whatever is in them";
-            return invalid("group_by_length", true, problem, "drop it, or `packing`");
+            let expected = "false with `packing`, whose rows are full anyway; drop one of the two";
+            return invalid("group_by_length", true, expected);
         }
         if self.dataset_text_field.is_empty() {
-            let problem = "it is the name of the column that holds the text";
-            let way_out = "name one, with `--text-column NAME`";
-            return invalid("dataset_text_field", "empty", problem, way_out);
+            let expected =
+                "the name of the column that holds the text; give it with `--text-column NAME`";
+            return invalid("dataset_text_field", "empty", expected);
         }
         match self.dataloader_prefetch_factor {
             Some(factor) if self.dataloader_num_workers == 0 => invalid(
                 "dataloader_prefetch_factor",
                 factor,
-                "`dataloader_num_workers` is 0, and no worker prepares batches ahead",
-                "drop it, or give `dataloader_num_workers` 1 or more",
+                "left out with `dataloader_num_workers: 0`, because no worker prepares batches ahead; drop \
+                 it, or give `dataloader_num_workers` 1 or more",
             ),
             _ => Ok(()),
         }
     }
 
-    /// Returns the options of a loader of batches of `batch_size` rows.
+    /// Returns the loader options for batches of `batch_size` rows.
     pub(crate) fn loader_options(&self, batch_size: u64) -> DataLoaderOptions {
         let defaults = DataLoaderOptions::default();
         DataLoaderOptions {
@@ -110,7 +116,7 @@ impl TrainingArguments {
         }
     }
 
-    /// Returns the training rows that sequences of these lengths make.
+    /// Returns the plan that assigns sequences of these lengths to training rows.
     pub(crate) fn pack_plan(&self, lengths: &[u32]) -> Result<PackPlan> {
         let capacity = usize::try_from(self.context_length).unwrap_or(usize::MAX);
         Ok(match self.packing {

@@ -1,3 +1,5 @@
+//! The errors of the arguments, the data and the run folder.
+
 use std::path::PathBuf;
 
 use thiserror::Error;
@@ -6,18 +8,11 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A file or folder could not be read or written.
-    #[error("cannot {action} {}: {source}", path.display())]
-    Io {
-        /// What was tried, in words: `read`, `create the folder`.
-        action: &'static str,
-        /// The file or folder.
-        path: PathBuf,
-        /// The operating system's answer.
-        source: std::io::Error,
-    },
+    /// A key whose value is not allowed, or a file that cannot be read, written or parsed.
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
 
-    /// A run folder cannot be written to.
+    /// A run folder is not writable.
     #[error(
         "cannot write into {}: {source}; choose a folder that you may write to with `--out DIR`",
         path.display()
@@ -25,13 +20,13 @@ pub enum Error {
     NotWritable {
         /// The folder.
         path: PathBuf,
-        /// The operating system's answer.
+        /// The error of the operating system.
         source: std::io::Error,
     },
 
-    /// The name of a configuration file does not say its format.
+    /// A configuration file has an unknown extension.
     #[error(
-        "cannot tell the format of {} from its name; it must end in .json, .yaml, .yml or .toml",
+        "the format of {} is unknown; its name must end in .json, .yaml, .yml or .toml",
         path.display()
     )]
     UnknownFormat {
@@ -39,39 +34,28 @@ pub enum Error {
         path: PathBuf,
     },
 
-    /// A configuration file is not valid JSON, YAML or TOML.
-    #[error("{} is not valid {format}: {message}", path.display())]
-    Syntax {
-        /// The file.
-        path: PathBuf,
-        /// `JSON`, `YAML` or `TOML`.
-        format: &'static str,
-        /// What the parser says, with the place.
-        message: String,
-    },
-
-    /// The configuration cannot be written in a format.
+    /// The configuration cannot be represented in a format.
     #[error("cannot write the configuration as {format}: {message}")]
     Unwritable {
         /// `JSON`, `YAML` or `TOML`.
         format: &'static str,
-        /// What the writer says.
+        /// The error of the serializer.
         message: String,
     },
 
-    /// A key that is not known.
+    /// A key is unknown.
     #[error("{origin}: unknown key `{key}`{hint}")]
     UnknownKey {
-        /// The file, or `command line`.
+        /// The file, or `the command line`.
         origin: String,
-        /// The key; keys inside another one are written `outer.inner`.
+        /// The key; keys of a section are written `section.key`.
         key: String,
-        /// `; did you mean …?`, or the keys there are where none is near.
+        /// `; did you mean …?`, or the known names if none is similar.
         hint: String,
     },
 
-    /// One key under two names.
-    #[error("{origin}: `{first}` and `{second}` are two names of one key; keep one of them")]
+    /// A key was given under two names with different values.
+    #[error("{origin}: `{first}` and `{second}` are two names of the same key; remove one of them")]
     GivenTwice {
         /// The file.
         origin: String,
@@ -81,27 +65,27 @@ pub enum Error {
         second: String,
     },
 
-    /// A value of the wrong type.
+    /// A value has the wrong type.
     #[error("{origin}: `{key}` is {given}, expected {expected}")]
     WrongType {
         /// The file.
         origin: String,
         /// The key.
         key: String,
-        /// What was given.
+        /// The value.
         given: String,
-        /// What is expected.
+        /// The expected type.
         expected: String,
     },
 
-    /// A name that is not one of the choices.
+    /// A name is not one of the choices.
     #[error("{origin}: `{key}` is `{given}`, which is not one of {choices}{hint}")]
     UnknownChoice {
         /// The file.
         origin: String,
         /// The key.
         key: String,
-        /// What was given.
+        /// The value.
         given: String,
         /// The choices.
         choices: String,
@@ -109,35 +93,22 @@ pub enum Error {
         hint: String,
     },
 
-    /// A key whose effect Overdrive does not have, or only in the other program.
-    #[error("{origin}: `{key}: {given}` is not supported {by}; {way_out}")]
+    /// A key is not supported, or only by the other program.
+    #[error("{origin}: `{key}: {given}` is not supported {by}; {remedy}")]
     Unsupported {
         /// The file.
         origin: String,
         /// The key.
         key: String,
-        /// What was given.
+        /// The value.
         given: String,
         /// `by overdrive-trainer`, `in training from scratch` or `in fine-tuning`.
         by: &'static str,
-        /// What to do instead.
-        way_out: String,
+        /// The remedy.
+        remedy: String,
     },
 
-    /// A value that makes no sense, alone or together with another one.
-    #[error("`{key}` is {given}: {problem}; {way_out}")]
-    Invalid {
-        /// The key.
-        key: &'static str,
-        /// What was given.
-        given: String,
-        /// What is wrong with it.
-        problem: String,
-        /// What to do instead.
-        way_out: String,
-    },
-
-    /// Records have no column of a name.
+    /// Records do not have a column.
     #[error(
         "{} has no column `{column}`{hint}; name the column with `{flag} NAME` (`{key}`)",
         path.display()
@@ -145,30 +116,30 @@ pub enum Error {
     NoColumn {
         /// The first of the files.
         path: PathBuf,
-        /// The name.
+        /// The name of the column.
         column: String,
         /// `; did you mean …?`, or the columns there are where none is near.
         hint: String,
         /// The key that names the column.
         key: &'static str,
-        /// The flag that does.
+        /// The flag that names the column.
         flag: &'static str,
     },
 
-    /// A file of records among files of another kind.
+    /// Files of records are mixed with files of another format.
     #[error(
-        "{} is {kind}, and other files of `data` are not; give files of one kind, or convert them to \
+        "{} is {kind}, but other files of `data` are not; give files of one format, or convert them to \
          JSON Lines",
         path.display()
     )]
     MixedData {
         /// The file.
         path: PathBuf,
-        /// Its kind.
+        /// Its format.
         kind: &'static str,
     },
 
-    /// Files that only another build of this program can read.
+    /// A file needs a feature with which the program was not built.
     #[error(
         "{} cannot be read: this program was built without {format}; build it with \
          `--features {feature}`, or convert the file to JSON Lines",
@@ -177,21 +148,21 @@ pub enum Error {
     NotBuilt {
         /// The file.
         path: PathBuf,
-        /// What cannot be read.
+        /// The format that cannot be read.
         format: &'static str,
-        /// The feature that can.
+        /// The feature that reads it.
         feature: &'static str,
     },
 
-    /// The learning-rate schedule refuses its options.
+    /// An error of the optimizer or the learning-rate schedule.
     #[error(transparent)]
     Schedule(#[from] overdrive_optim::Error),
 
-    /// The text could not be read, tokenized or split.
+    /// The data could not be read, tokenized or split.
     #[error(transparent)]
     Data(#[from] overdrive_datasets::Error),
 
-    /// A metrics file could not be opened, or the device not be measured.
+    /// A metrics file could not be opened, or the device could not be measured.
     #[error(transparent)]
     Profiling(#[from] overdrive_profiling::Error),
 
@@ -199,7 +170,7 @@ pub enum Error {
     #[error(transparent)]
     Generation(#[from] overdrive_generation::Error),
 
-    /// The adapters' options do not fit together.
+    /// The options of the adapters contradict each other.
     #[error(transparent)]
     Adapters(#[from] overdrive_lora::Error),
 
@@ -207,15 +178,15 @@ pub enum Error {
     #[error(transparent)]
     Precision(#[from] overdrive_precision::Error),
 
-    /// libtorch refused.
+    /// An error of the shim or of libtorch.
     #[error(transparent)]
     Sys(#[from] overdrive_sys::Error),
 
-    /// libtorch refused.
+    /// An error of tch.
     #[error(transparent)]
     Tch(#[from] tch::TchError),
 
-    /// The output folder holds another run.
+    /// The output folder already holds a run.
     #[error(
         "{} already holds a run; choose another folder with `--out DIR`, or replace that run with \
          `--overwrite`",
@@ -226,9 +197,10 @@ pub enum Error {
         path: PathBuf,
     },
 
-    /// The output folder holds something of that name which no run of ours has written.
+    /// The output folder holds a file that a run would overwrite and that no run has written.
     #[error(
-        "{} is in the way and was not written by a run; choose another folder with `--out DIR`",
+        "{} is in the way: a run would overwrite it, but no run has written it; choose another folder with \
+         `--out DIR`",
         path.display()
     )]
     InTheWay {
@@ -236,7 +208,7 @@ pub enum Error {
         path: PathBuf,
     },
 
-    /// A folder that should hold a run does not.
+    /// A folder holds no run.
     #[error("{} holds no run: {missing} is missing", path.display())]
     NoRun {
         /// The folder.
@@ -245,36 +217,21 @@ pub enum Error {
         missing: &'static str,
     },
 
-    /// A run cannot go on after a snapshot, or save one.
+    /// A run cannot resume from a snapshot, or save one.
     #[error(transparent)]
     Snapshot(#[from] overdrive_snapshot::Error),
 
-    /// The processes could not meet, or one of them was lost.
+    /// The processes could not connect, or one of them was lost.
     #[error(transparent)]
     Distributed(#[from] overdrive_distributed::Error),
 
-    /// Ctrl-C and the termination signal cannot be caught.
-    #[error("cannot catch Ctrl-C and the termination signal: {source}")]
+    /// The handlers of Ctrl-C and SIGTERM could not be installed.
+    #[error("cannot install the handlers of Ctrl-C and SIGTERM: {source}")]
     Signals {
-        /// The operating system's answer.
+        /// The error of the operating system.
         source: std::io::Error,
     },
 }
 
 /// A result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
-
-impl Error {
-    /// For `map_err`: names the action and the path beside the operating system's answer.
-    pub(crate) fn io(
-        action: &'static str,
-        path: impl Into<PathBuf>,
-    ) -> impl FnOnce(std::io::Error) -> Self {
-        let path = path.into();
-        move |source| Self::Io {
-            action,
-            path,
-            source,
-        }
-    }
-}

@@ -1,4 +1,4 @@
-//! Evaluations, and the metric by which they are compared.
+//! The result of an evaluation, and the metric that compares evaluations.
 
 use overdrive_profiling::StepMetrics;
 use serde::{Deserialize, Serialize};
@@ -9,14 +9,14 @@ use crate::{Result, TrainingArguments};
 /// The result of an evaluation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
-    /// The mean loss in nats a token.
+    /// The mean loss in nats per token.
     pub loss: f64,
-    /// The same in bits a byte of text, where the bytes are known.
+    /// The mean loss in bits per byte of text, if the bytes were counted.
     pub bits_per_byte: Option<f64>,
 }
 
 impl Evaluation {
-    /// Makes an evaluation of a mean loss and, where the bytes are known, of bits a byte.
+    /// Returns an evaluation with a mean loss and, if the bytes were counted, the bits per byte.
     pub fn new(loss: f64, bits_per_byte: Option<f64>) -> Self {
         Self {
             loss,
@@ -31,7 +31,7 @@ impl Evaluation {
     }
 }
 
-/// A metric that one model can be better in than another.
+/// A metric by which models are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Metric {
     Loss,
@@ -39,10 +39,10 @@ pub(crate) enum Metric {
 }
 
 impl TrainingArguments {
-    /// Returns the metric of an evaluation that `metric_for_best_model` names, where it was measured.
+    /// Returns the value of the metric that `metric_for_best_model` names, if it was measured.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] if the key names no metric.
+    /// [`crate::Error::Common`] if the key names no metric.
     pub fn best_model_metric(&self, evaluation: &Evaluation) -> Result<Option<f64>> {
         Ok(match self.metric()? {
             Metric::Loss => Some(evaluation.loss),
@@ -50,18 +50,14 @@ impl TrainingArguments {
         })
     }
 
-    /// The metric that `metric_for_best_model` names.
+    /// Returns the metric that `metric_for_best_model` names.
     pub(crate) fn metric(&self) -> Result<Metric> {
         let name = self.metric_for_best_model.as_deref().unwrap_or("loss");
+        // transformers prefixes evaluation metrics with `eval_` and accepts names without it.
         match name.strip_prefix("eval_").unwrap_or(name) {
             "loss" => Ok(Metric::Loss),
             "bits_per_byte" => Ok(Metric::BitsPerByte),
-            _ => invalid(
-                "metric_for_best_model",
-                format!("`{name}`"),
-                "evaluations have `loss` and `bits_per_byte`",
-                "name one of them",
-            ),
+            _ => invalid("metric_for_best_model", name, "`loss` or `bits_per_byte`"),
         }
     }
 }

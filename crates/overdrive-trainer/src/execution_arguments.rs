@@ -1,4 +1,4 @@
-//! How the model computes: kernels, attention, activation checkpointing.
+//! The arguments about execution: kernels, attention, activation checkpointing.
 
 use overdrive_checkpointing::{CheckpointOptions, DeterminismCheck, SavePolicy, Schedule};
 use overdrive_transformer::{AttentionImplementation, Execution};
@@ -6,22 +6,23 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::TrainingArguments;
 
-/// How `gradient_checkpointing` recomputes: the keys of `torch.utils.checkpoint`, and ours about what is
-/// recomputed.
+/// The options of `gradient_checkpointing`: the keys of `torch.utils.checkpoint`, and Overdrive's keys for the
+/// choice of blocks and operators.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GradientCheckpointingArguments {
-    /// Taken and not needed: recomputation goes through saved-tensor hooks and is never reentrant.
+    /// Accepted and ignored: recomputation uses saved-tensor hooks and is never reentrant.
     pub use_reentrant: Option<bool>,
-    /// Repeats the random numbers of the first pass, so that dropout drops the same. Default true.
+    /// If `true`, recomputation repeats the random numbers of the first pass, so that dropout drops the same
+    /// elements. Default `true`.
     pub preserve_rng_state: bool,
-    /// Compares what the two passes save. Default `default`.
+    /// The comparison of the tensors that the two passes save. Default `default`.
     pub determinism_check: DeterminismCheck,
-    /// Which blocks are recomputed: `every_block`, `every_nth: N`, `segments: N`, `sqrt_segments`.
+    /// The blocks that are recomputed: `every_block`, `every_nth: N`, `segments: N`, `sqrt_segments`.
     /// Default `every_block`.
     pub schedule: Schedule,
-    /// What is kept none the less: `nothing`, `matmuls`, `attention`, `matmuls_and_attention`. Default
-    /// `nothing`.
+    /// The results that are kept nevertheless: `nothing`, `matmuls`, `attention`, `matmuls_and_attention`.
+    /// Default `nothing`.
     pub policy: SavePolicy,
 }
 
@@ -38,18 +39,18 @@ impl Default for GradientCheckpointingArguments {
 }
 
 impl TrainingArguments {
-    /// What `attn_implementation`, `fused_kernels` and `gradient_checkpointing` come to.
+    /// Returns the execution options of `attn_implementation`, `fused_kernels` and `gradient_checkpointing`.
     pub fn execution(&self) -> Execution {
         let mut execution = Execution::default();
         execution.fused_kernels = self.fused_kernels;
         execution.attention = self.attn_implementation;
         if self.gradient_checkpointing {
-            let how = &self.gradient_checkpointing_kwargs;
-            execution.checkpointing = how.schedule.clone();
+            let options = &self.gradient_checkpointing_kwargs;
+            execution.checkpointing = options.schedule.clone();
             execution.checkpoint_options = CheckpointOptions {
-                preserve_rng_state: how.preserve_rng_state,
-                determinism_check: how.determinism_check,
-                ..CheckpointOptions::keeping(how.policy.clone())
+                preserve_rng_state: options.preserve_rng_state,
+                determinism_check: options.determinism_check,
+                ..CheckpointOptions::keeping(options.policy.clone())
             };
         }
         execution

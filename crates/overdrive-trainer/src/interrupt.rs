@@ -1,4 +1,4 @@
-//! Ctrl-C and the termination signal.
+//! Handling of Ctrl-C and SIGTERM.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,9 +9,8 @@ use signal_hook::flag;
 
 use crate::{Error, Result};
 
-/// Lets a training loop end itself: the first Ctrl-C (or SIGTERM, which schedulers and containers
-/// send) only raises a flag, which the loop looks at after each step, so that it can save and leave.
-/// The second one ends the program at once with code 130.
+/// A flag that the first Ctrl-C (or SIGTERM, which schedulers and containers send) sets. The training loop
+/// checks it after each step, saves and returns. The second signal ends the program at once with code 130.
 ///
 /// ```no_run
 /// // Not run: it would change how the test program reacts to signals.
@@ -32,21 +31,19 @@ pub struct Interrupt {
     raised: Arc<AtomicBool>,
 }
 
-/// The process has one set of signals, so it has one flag.
+// The process has one set of signal handlers, so it has one flag.
 static INSTALLED: Mutex<Option<Interrupt>> = Mutex::new(None);
 
-/// What shells report for a program that Ctrl-C has ended: 128 + SIGINT.
+/// The exit code that shells report for a program that Ctrl-C has ended: 128 + SIGINT.
 const EXIT_CODE: i32 = 130;
 
 impl Interrupt {
-    /// What a program ends with that was interrupted, and has saved all that it takes to go on: 75, "try
-    /// again later" (`EX_TEMPFAIL` of sysexits.h). Schedulers can tell it from success and from failure.
-    pub const SAVED_EXIT_CODE: u8 = 75;
-
-    /// Catches both signals from now on. Further calls give the same flag.
+    /// Installs handlers for both signals. Further calls return the same flag. A program that saved its state
+    /// after a signal exits with [`overdrive_core::SAVED_EXIT_CODE`], so that schedulers can distinguish it
+    /// from success and from failure.
     ///
     /// # Errors
-    /// [`Error::Signals`] where the system refuses.
+    /// [`Error::Signals`] if the system refuses.
     pub fn install() -> Result<Self> {
         let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(interrupt) = installed.as_ref() {
@@ -59,26 +56,26 @@ impl Interrupt {
         Ok(installed.insert(interrupt).clone())
     }
 
-    /// A flag that no signal raises, for tests and for programs with signals of their own.
+    /// Returns a flag that no signal sets, for tests and for programs with their own signal handlers.
     pub fn manual() -> Self {
         Self {
             raised: Arc::new(AtomicBool::new(false)),
         }
     }
 
-    /// Whether the loop should save and leave.
+    /// Returns `true` if the loop should save and return.
     pub fn requested(&self) -> bool {
         self.raised.load(Ordering::SeqCst)
     }
 
-    /// Raises the flag, as a signal would.
+    /// Sets the flag, as a signal does.
     pub fn request(&self) {
         self.raised.store(true, Ordering::SeqCst);
     }
 
     fn register(&self) -> io::Result<()> {
         for signal in [SIGINT, SIGTERM] {
-            // The order matters: a signal first sees whether the flag was up before it.
+            // The order matters: the shutdown handler must see the flag as it was before this signal.
             flag::register_conditional_shutdown(signal, EXIT_CODE, Arc::clone(&self.raised))?;
             flag::register(signal, Arc::clone(&self.raised))?;
         }
@@ -91,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_flag_is_down_until_it_is_raised_and_clones_share_it() {
+    fn the_flag_is_clear_until_it_is_set_and_clones_share_it() {
         let interrupt = Interrupt::manual();
         let clone = interrupt.clone();
         assert!(!clone.requested());

@@ -1,17 +1,19 @@
-//! Everything that a training program needs around its loop: arguments under Hugging Face's names, presets,
-//! data, run folders, interrupts.
+//! The parts of a training program around its loop: arguments under Hugging Face's names, presets, data, run
+//! folders, interrupts.
 //!
-//! A Python user has transformers' `TrainingArguments` and `HfArgumentParser`, and TRL's data preparation:
+//! The counterparts in Python are transformers' `TrainingArguments` and `HfArgumentParser`, and TRL's data
+//! preparation:
 //!
-//! - [`TrainingArguments`] is the configuration, [`Preset`]s are ones that work as they stand;
-//! - [`TrainArgs`] and [`FinetuneArgs`] are the flags, [`Layers`] puts flags over a JSON, YAML or TOML file
-//!   over a preset and names every wrong key, type and choice with the nearest right one;
-//! - [`TrainingPlan`] is the configuration in whole steps;
-//! - [`TextData`] is the text of files of any kind, tokenized and split, [`InstructionData`] are questions
-//!   and answers; both make loaders of batches, prepared by threads;
-//! - `TrainingArguments` makes the other parts of a run: process group, optimizer, schedule, data parallel,
-//!   the recorder of its steps;
-//! - [`RunFolder`] is where a run writes, with its snapshots and metrics; [`Interrupt`] lets it end well.
+//! - [`TrainingArguments`] is the configuration, and a [`Preset`] is a ready-made one;
+//! - [`TrainArgs`] and [`FinetuneArgs`] are the flags; [`Layers`] merges flags over a JSON, YAML or TOML file
+//!   over a preset, and its errors name every invalid key, type and choice with the nearest valid one;
+//! - [`TrainingPlan`] is the configuration in numbers of steps;
+//! - [`TextData`] is the text of files in any format, tokenized and split, and [`InstructionData`] holds
+//!   prompts and responses; both return loaders whose batches are prepared by threads;
+//! - `TrainingArguments` creates the other components of a run: process group, optimizer, schedule, data
+//!   parallel wrapper, step recorder;
+//! - [`RunFolder`] is the output folder of a run, with its snapshots and metrics; [`Interrupt`] lets the run
+//!   save and end on Ctrl-C.
 //!
 //! The loop itself is in the example `train`: copy it and change it.
 //!
@@ -31,7 +33,7 @@
 //!
 //! let arguments = flags.train.resolve()?;
 //! let run = RunFolder::create(&arguments)?;
-//! let plan = arguments.plan(1000)?; // micro-batches of a pass over the data
+//! let plan = arguments.plan(1000)?; // 1000 micro-batches per epoch
 //! for step in 1..=plan.total_steps {
 //!     // … forward, backward, optimizer …
 //!     if plan.eval_due(step) {
@@ -44,31 +46,31 @@
 //!
 //! | feature | default | adds |
 //! |---|---|---|
-//! | `parquet` | no | text out of Parquet and Arrow files (arrow takes minutes to compile) |
+//! | `parquet` | no | reading of text from Parquet and Arrow files (arrow takes minutes to compile) |
 
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+mod batch_loader;
+mod components;
+mod config_errors;
 mod config_format;
+mod config_layers;
 mod data_arguments;
-mod diagnosis;
-mod documents;
+mod document_rows;
 mod error;
+mod estimates;
 mod evaluation;
 mod execution_arguments;
 mod finetune;
 mod interrupt;
 mod keys;
-mod layers;
-mod loading;
-mod measures;
 mod model_arguments;
 mod parallel;
 mod plan;
 mod preset;
 mod run_folder;
 mod save_arguments;
-mod setup;
 mod snapshots;
 mod text_data;
 mod text_records;
@@ -77,6 +79,7 @@ mod training_arguments;
 mod validate;
 
 pub use config_format::ConfigFormat;
+pub use config_layers::{Configuration, Layers};
 pub use data_arguments::{SampleBy, SequenceMode};
 pub use error::{Error, Result};
 pub use evaluation::Evaluation;
@@ -87,9 +90,8 @@ pub use finetune::{
 };
 pub use interrupt::Interrupt;
 pub use keys::ConfigArgs;
-pub use layers::{Configuration, Layers};
 pub use model_arguments::ModelArguments;
-pub use parallel::{DdpBackend, Part};
+pub use parallel::{DataShard, DdpBackend};
 pub use plan::TrainingPlan;
 pub use preset::Preset;
 pub use run_folder::RunFolder;

@@ -6,40 +6,41 @@ use serde_json::{Value, json};
 use crate::Result;
 use crate::validate::invalid;
 
-/// The shape of a Llama to train from scratch, under the keys of Hugging Face's `LlamaConfig`.
+/// The shape of a Llama model to train from scratch, under the keys of Hugging Face's `LlamaConfig`.
 ///
-/// The defaults are those of the `tiny` preset, not of Llama 2. `vocab_size` and the length of the
-/// context belong to the data and stand in [`TrainingArguments`](crate::TrainingArguments).
+/// The defaults are those of the `tiny` preset, not of Llama 2. `vocab_size` and `context_length` depend on
+/// the data and are keys of [`TrainingArguments`](crate::TrainingArguments).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelArguments {
-    /// The architecture; `llama` is the only one that is trained from scratch.
+    /// The architecture; only `llama` can be trained from scratch.
     pub model_type: String,
-    /// Features of a token between the layers. Default 256.
+    /// The size of the hidden states. Default 256.
     pub hidden_size: u64,
-    /// Features inside the feed-forward part. Default 688.
+    /// The size of the feed-forward layers. Default 688.
     pub intermediate_size: u64,
-    /// Decoder layers. Default 6.
+    /// The number of decoder layers. Default 6.
     pub num_hidden_layers: u64,
-    /// Query heads. Default 4.
+    /// The number of query heads. Default 4.
     pub num_attention_heads: u64,
-    /// Key and value heads; fewer than query heads is grouped-query attention. Default: as many.
+    /// The number of key and value heads; fewer than query heads is grouped-query attention. Default: the
+    /// number of query heads.
     pub num_key_value_heads: Option<u64>,
-    /// Features a head. Default: `hidden_size / num_attention_heads`.
+    /// The size of a head. Default: `hidden_size / num_attention_heads`.
     pub head_dim: Option<u64>,
-    /// Positions that the model may be used with; at least `context_length`, which is the default.
+    /// The maximum sequence length of the model, at least `context_length`. Default: `context_length`.
     pub max_position_embeddings: Option<u64>,
-    /// Base of the rotary positions. Default 10000.
+    /// The base of the rotary position embeddings. Default 10000.
     pub rope_theta: f64,
-    /// What is added under the root of RMSNorm. Default 1e-6.
+    /// The epsilon of RMSNorm. Default 1e-6.
     pub rms_norm_eps: f64,
-    /// Standard deviation of the initial weights. Default 0.02.
+    /// The standard deviation of the initial weights. Default 0.02.
     pub initializer_range: f64,
-    /// Whether the output layer uses the embeddings' weights. Default true.
+    /// If `true`, the output layer shares the weights of the embedding. Default `true`.
     pub tie_word_embeddings: bool,
-    /// Whether the attention's projections have biases. Default false.
+    /// If `true`, the attention projections have biases. Default `false`.
     pub attention_bias: bool,
-    /// Whether the feed-forward projections have biases. Default false.
+    /// If `true`, the feed-forward projections have biases. Default `false`.
     pub mlp_bias: bool,
 }
 
@@ -65,18 +66,18 @@ impl Default for ModelArguments {
 }
 
 impl ModelArguments {
-    /// Key and value heads, the default resolved.
+    /// Returns the number of key and value heads, with the default applied.
     pub fn key_value_heads(&self) -> u64 {
         self.num_key_value_heads.unwrap_or(self.num_attention_heads)
     }
 
-    /// Features a head, the default resolved.
+    /// Returns the size of a head, with the default applied.
     pub fn head_features(&self) -> u64 {
         self.head_dim
             .unwrap_or_else(|| self.hidden_size / self.num_attention_heads.max(1))
     }
 
-    /// The exact number of weights with a vocabulary of `vocab_size` tokens.
+    /// Returns the exact number of parameters with a vocabulary of `vocab_size` tokens.
     ///
     /// ```
     /// use overdrive_trainer::ModelArguments;
@@ -90,8 +91,10 @@ impl ModelArguments {
         let hidden = self.hidden_size;
         let queries = self.num_attention_heads * self.head_features();
         let keys = self.key_value_heads() * self.head_features();
+        // The projections of query and output, and of key and value.
         let attention = hidden * (2 * queries + 2 * keys);
         let attention_bias = queries + 2 * keys + hidden;
+        // Gate, up and down.
         let mlp = 3 * hidden * self.intermediate_size;
         let mlp_bias = 2 * self.intermediate_size + hidden;
         let norms = 2 * hidden;
@@ -100,11 +103,12 @@ impl ModelArguments {
             + mlp
             + u64::from(self.mlp_bias) * mlp_bias
             + norms;
+        // Tied weights are stored once.
         let embeddings = vocab_size * hidden * if self.tie_word_embeddings { 1 } else { 2 };
         embeddings + self.num_hidden_layers * layer + hidden
     }
 
-    /// The `config.json` of this model as Hugging Face writes it.
+    /// Returns the `config.json` of this model in Hugging Face's format.
     pub fn to_hugging_face(&self, vocab_size: u64, context_length: u64) -> Value {
         json!({
             "architectures": ["LlamaForCausalLM"],
@@ -115,6 +119,7 @@ impl ModelArguments {
             "num_hidden_layers": self.num_hidden_layers,
             "num_attention_heads": self.num_attention_heads,
             "num_key_value_heads": self.key_value_heads(),
+            // Written even if it is the default: readers derive it in different ways.
             "head_dim": self.head_features(),
             "hidden_act": "silu",
             "max_position_embeddings": self.max_position_embeddings.unwrap_or(context_length),
@@ -128,53 +133,43 @@ impl ModelArguments {
         })
     }
 
-    /// Checks that a model of this shape can be built. The ranges of the single numbers are checked by
+    /// Checks that a model of this shape can be built. The ranges of single keys are checked by
     /// [`TrainingArguments::validate`](crate::TrainingArguments::validate).
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) with the key.
+    /// [`Error::Common`](crate::Error::Common) with the key.
     pub(crate) fn validate(&self, context_length: u64) -> Result<()> {
         if self.model_type != "llama" {
-            return invalid(
-                "model.model_type",
-                format!("`{}`", self.model_type),
-                "only a Llama is trained from scratch",
-                "write `llama` or leave the key out",
-            );
+            let expected = "`llama`, the only architecture that can be trained from scratch";
+            return invalid("model.model_type", &self.model_type, expected);
         }
         let heads = self.num_attention_heads;
         if self.head_dim.is_none() && !self.hidden_size.is_multiple_of(heads) {
-            return invalid(
-                "model.hidden_size",
-                self.hidden_size,
-                format!("it does not split into {heads} heads"),
-                "give a multiple of `num_attention_heads`, or `head_dim`",
-            );
+            let expected =
+                format!("a multiple of `num_attention_heads` ({heads}), unless `head_dim` is set");
+            return invalid("model.hidden_size", self.hidden_size, expected);
         }
         if !self.head_features().is_multiple_of(2) || self.head_features() == 0 {
             return invalid(
                 "model.head_dim",
                 self.head_features(),
-                "rotary positions rotate pairs of features",
-                "give an even number, or change `hidden_size` or `num_attention_heads`",
+                "even, because rotary embeddings rotate pairs of features; give an even number, or change \
+                 `hidden_size` or `num_attention_heads`",
             );
         }
         if !heads.is_multiple_of(self.key_value_heads()) {
+            let expected = format!("a divisor of `num_attention_heads` ({heads})");
             return invalid(
                 "model.num_key_value_heads",
                 self.key_value_heads(),
-                format!("{heads} query heads cannot share them evenly"),
-                "give a divisor of `num_attention_heads`",
+                expected,
             );
         }
         let positions = self.max_position_embeddings.unwrap_or(context_length);
         if positions < context_length {
-            return invalid(
-                "model.max_position_embeddings",
-                positions,
-                format!("the context has {context_length} tokens"),
-                "raise it to `context_length` or leave it out",
-            );
+            let expected =
+                format!("at least `context_length` ({context_length}); raise it or leave it out");
+            return invalid("model.max_position_embeddings", positions, expected);
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Runs of several processes.
+//! Data parallel runs.
 
 use std::time::Duration;
 
@@ -11,27 +11,27 @@ use tch::{Device, Tensor};
 
 use crate::{Result, TrainingArguments};
 
-/// What carries gradients between processes.
+/// The backend that reduces gradients between processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum DdpBackend {
-    /// TCP, between CPUs.
+    /// Gloo: TCP, between CPUs.
     Gloo,
-    /// NVIDIA's library, between GPUs. Needs the feature `nccl`.
+    /// NVIDIA's NCCL, between GPUs. Needs the feature `nccl`.
     Nccl,
 }
 
-/// The part of the data that this process takes, and the device that it takes it to: all of it
-/// (`Device::Cpu.into()`), or every `world_size`-th batch ([`Part::of`]).
+/// The shard of the data that this process loads, and the device of its batches: all of the data
+/// (`Device::Cpu.into()`), or every `world_size`-th batch ([`DataShard::of`]).
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Part {
+pub struct DataShard {
     device: Device,
     rank: usize,
     world_size: usize,
 }
 
-impl From<Device> for Part {
+impl From<Device> for DataShard {
     fn from(device: Device) -> Self {
         Self {
             device,
@@ -41,8 +41,8 @@ impl From<Device> for Part {
     }
 }
 
-impl Part {
-    /// The part of this process in `group`.
+impl DataShard {
+    /// Returns the shard of this process in `group`.
     pub fn of(group: &ProcessGroup, device: Device) -> Self {
         Self {
             device,
@@ -51,7 +51,7 @@ impl Part {
         }
     }
 
-    /// Where batches go.
+    /// Returns the device to which batches are copied.
     pub fn device(&self) -> Device {
         self.device
     }
@@ -62,23 +62,24 @@ impl Part {
 }
 
 impl TrainingArguments {
-    /// Meets the other processes that torchrun, a Kubernetes job, mpirun, srun or
+    /// Joins the process group that torchrun, a Kubernetes job, mpirun, srun or
     /// [`overdrive_distributed::Launch`] has started; without any of them it is a world of one.
     ///
     /// # Errors
-    /// Where the launcher's variables are wrong, or the others do not come within `ddp_timeout`.
+    /// Errors about invalid variables of the launcher, or processes that do not join within `ddp_timeout`.
     pub fn init_process_group(&self) -> Result<ProcessGroup> {
         let config = GroupConfig::default()
             .with_timeout(Duration::from_secs_f64(self.ddp_timeout))
+            // GroupConfig's own default is Gloo, which cannot reduce CUDA tensors.
             .with_backend(self.backend());
         Ok(init_process_group(config)?)
     }
 
-    /// Wraps the trainable parameters, so that gradients are averaged over the processes while backward runs.
-    /// In a world of one it does nothing.
+    /// Wraps the trainable parameters, so that gradients are averaged over the processes during backward. In a
+    /// world of one it does nothing.
     ///
     /// # Errors
-    /// Where the processes have other models.
+    /// An error if the models of the processes differ.
     pub fn data_parallel(
         &self,
         group: &ProcessGroup,
@@ -91,18 +92,20 @@ impl TrainingArguments {
             broadcast_buffers: self.ddp_broadcast_buffers.unwrap_or(true),
             ..defaults
         };
+        // Transformer models have no buffers that change during training.
         let none: [(String, Tensor); 0] = [];
         Ok(DistributedDataParallel::new(
             group, parameters, none, config,
         )?)
     }
 
-    /// Returns the device of this process. In a world of one it is the first GPU, or the CPU where there is
-    /// none or `use_cpu` says so; among several the GPU of its local rank over NCCL, and the CPU over Gloo.
+    /// Returns the device of this process. In a world of one it is the first GPU, or the CPU if there is none
+    /// or `use_cpu` is set. In a larger world it is the GPU of the local rank with NCCL, and the CPU with Gloo.
     pub fn device(&self, group: &ProcessGroup) -> Device {
         match (group.world_size(), self.backend()) {
             _ if self.use_cpu => Device::Cpu,
             (1, _) => Device::cuda_if_available(),
+            // Gloo reduces CPU tensors only, so with it all processes stay on the CPU.
             (_, Backend::Nccl) => group.device(),
             _ => Device::Cpu,
         }

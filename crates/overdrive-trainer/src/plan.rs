@@ -1,40 +1,40 @@
-//! The configuration in whole steps.
+//! The numbers of steps of a run.
 
 use overdrive_optim::{ScheduleLength, Warmup};
 
 use crate::{IntervalStrategy, Result, SaveStrategy, TrainingArguments};
 
-/// What a configuration comes to in whole steps, once the size of the data is known.
+/// The numbers of steps of a run, computed from the configuration and the size of the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrainingPlan {
-    /// Optimizer steps of the run.
+    /// The number of optimizer steps of the run.
     pub total_steps: u64,
-    /// Optimizer steps of one pass over the data.
+    /// The number of optimizer steps of an epoch.
     pub steps_per_epoch: u64,
-    /// Optimizer steps of the warm-up.
+    /// The number of optimizer steps of the warm-up.
     pub warmup_steps: u64,
-    /// Steps between lines on the terminal.
+    /// The number of steps between log lines.
     pub logging_steps: u64,
-    /// Steps between evaluations; `None` for no evaluation.
+    /// The number of steps between evaluations; `None` for no evaluation.
     pub eval_steps: Option<u64>,
-    /// Steps between snapshots; `None` for none by their number.
+    /// The number of steps between snapshots; `None` if snapshots do not depend on the step.
     pub save_steps: Option<u64>,
-    /// When a snapshot is saved.
+    /// The times of a snapshot.
     pub save_strategy: SaveStrategy,
-    /// Micro-batches of an optimizer step.
+    /// The number of micro-batches of an optimizer step.
     pub micro_batches: usize,
 }
 
 impl TrainingPlan {
-    /// Whether the validation loss is measured after this step (counted from 1): at every interval
-    /// and after the last step.
+    /// Returns `true` if an evaluation follows this step (counted from 1): at every interval and after the
+    /// last step.
     pub fn eval_due(&self, step: u64) -> bool {
         self.eval_steps
             .is_some_and(|every| step.is_multiple_of(every) || step == self.total_steps)
     }
 
-    /// Returns whether a snapshot is saved after this step (counted from 1): at every interval and after the last,
-    /// where the run `ends` early, and with `save_strategy: best` where the evaluation `improved`.
+    /// Returns `true` if a snapshot follows this step (counted from 1): at every interval, after the last step,
+    /// if the run `ends` early, and with `save_strategy: best` if the evaluation `improved`.
     pub fn save_due(&self, step: u64, improved: bool, ends: bool) -> bool {
         match self.save_strategy {
             SaveStrategy::No => false,
@@ -46,7 +46,7 @@ impl TrainingPlan {
         }
     }
 
-    /// The lengths that a learning-rate schedule needs.
+    /// Returns the lengths that a learning-rate schedule needs.
     pub fn schedule_length(&self) -> ScheduleLength {
         ScheduleLength {
             warmup_steps: self.warmup_steps,
@@ -56,14 +56,15 @@ impl TrainingPlan {
 }
 
 impl TrainingArguments {
-    /// Counts the steps, as Hugging Face's trainer does: a pass has
-    /// `ceil(micro_batches_per_epoch / gradient_accumulation_steps)` steps, parts of the run are
+    /// Computes the numbers of steps as Hugging Face's trainer does: an epoch has
+    /// `ceil(micro_batches_per_epoch / gradient_accumulation_steps)` steps, and fractions of the run are
     /// rounded up.
     ///
     /// # Errors
     /// As [`TrainingArguments::validate`].
     pub fn plan(&self, micro_batches_per_epoch: u64) -> Result<TrainingPlan> {
         self.validate()?;
+        // At least one, so that a tiny data set still trains.
         let steps_per_epoch = micro_batches_per_epoch
             .div_ceil(self.gradient_accumulation_steps)
             .max(1);
@@ -74,9 +75,10 @@ impl TrainingArguments {
                 .max(1.0) as u64,
         };
         let steps = |interval: f64| match interval {
-            part if part < 1.0 => ((part * total_steps as f64).ceil() as u64).max(1),
+            fraction if fraction < 1.0 => ((fraction * total_steps as f64).ceil() as u64).max(1),
             steps => steps as u64,
         };
+        // The optimizer crate resolves fractions, so that its schedules and this plan agree.
         let warmup = Warmup {
             warmup_steps: self.warmup_steps,
             warmup_ratio: self.warmup_ratio,
@@ -133,12 +135,12 @@ mod tests {
         }
         .plan(10)
         .expect("valid");
-        // ceil(10 / 4) = 3 steps a pass, ceil(1.5 · 3) = 5
+        // ceil(10 / 4) = 3 steps per epoch, ceil(1.5 · 3) = 5
         assert_eq!((by_epochs.steps_per_epoch, by_epochs.total_steps), (3, 5));
     }
 
     #[test]
-    fn warmup_is_a_number_of_steps_or_a_part_of_them() {
+    fn warmup_is_a_number_of_steps_or_a_fraction_of_them() {
         let warmup = |warmup_steps, warmup_ratio| {
             let arguments = TrainingArguments {
                 warmup_steps,
@@ -154,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn evaluation_comes_at_intervals_and_at_the_end() {
+    fn evaluations_follow_each_interval_and_the_last_step() {
         let plan = |eval_strategy, eval_steps| {
             let arguments = TrainingArguments {
                 eval_strategy,

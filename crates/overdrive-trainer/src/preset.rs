@@ -1,4 +1,4 @@
-//! Configurations that work as they stand.
+//! Ready-made configurations.
 
 use std::fmt;
 
@@ -8,16 +8,16 @@ use serde::{Deserialize, Serialize};
 
 use crate::{IntervalStrategy, ModelArguments, ReportTo, TrainingArguments};
 
-/// A configuration that works as it stands; file and flags change it.
+/// A ready-made configuration; file and flags override its values.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Preset {
-    /// A Llama of 5.8M weights that learns a programming language's looks in some minutes on two
-    /// CPU cores: hidden 256, 6 layers, 4 heads, context 256, vocabulary 4096, tied embeddings.
+    /// A Llama of 5.8M parameters that learns the look of a programming language in a few minutes on two CPU
+    /// cores: hidden size 256, 6 layers, 4 heads, context 256, vocabulary 4096, tied embeddings.
     #[default]
     Tiny,
-    /// A Llama of 13.8M weights, the shape of the speed figures: hidden 384, 6 layers, 6 heads,
+    /// A Llama of 13.8M parameters, the one of the speed measurements: hidden size 384, 6 layers, 6 heads,
     /// context 256, vocabulary 8192, tied embeddings.
     Small,
 }
@@ -26,7 +26,7 @@ impl Preset {
     /// Every preset.
     pub const ALL: [Self; 2] = [Self::Tiny, Self::Small];
 
-    /// The name in files and flags.
+    /// Returns the name in files and flags.
     pub fn name(self) -> &'static str {
         match self {
             Self::Tiny => "tiny",
@@ -34,7 +34,7 @@ impl Preset {
         }
     }
 
-    /// The configuration.
+    /// Returns the configuration.
     pub fn arguments(self) -> TrainingArguments {
         let tiny = TrainingArguments {
             preset: self,
@@ -49,7 +49,7 @@ impl Preset {
             max_eval_batches: Some(16),
             logging_steps: 10.0,
             report_to: vec![ReportTo::TensorBoard],
-            // Threads cost next to nothing, unlike the processes of PyTorch's loader.
+            // A thread costs almost nothing, unlike a worker process of PyTorch's loader.
             dataloader_num_workers: 1,
             ..TrainingArguments::default()
         };
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_presets_are_valid_and_have_the_sizes_they_promise() {
+    fn the_presets_are_valid_and_have_the_documented_sizes() {
         let sizes = [(Preset::Tiny, 5_795_072), (Preset::Small, 13_767_552)];
         for (preset, parameters) in sizes {
             let arguments = preset.arguments();

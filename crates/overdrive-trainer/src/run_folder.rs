@@ -4,12 +4,14 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
+use overdrive_core::Error as CommonError;
 use overdrive_distributed::ProcessGroup;
 use serde::{Deserialize, Serialize};
 
+use crate::validate::invalid;
 use crate::{Error, Result, ResumeFromCheckpoint, TrainingArguments};
 
-/// Where runs go that are given no folder.
+/// The parent of runs without `output_dir`.
 const DEFAULT_PARENT: &str = "runs";
 
 const ARGUMENTS: &str = "training_args.json";
@@ -20,17 +22,17 @@ const TENSORBOARD: &str = "tensorboard";
 const MODEL: &str = "model";
 const AVERAGED_MODEL: &str = "model_ema";
 
-/// The folder of a run and what is in it:
+/// The folder of a run and its files:
 ///
 /// ```text
 /// runs/tiny-001/
 ///     training_args.json   the configuration that ran
-///     metrics.jsonl        a line a step
+///     metrics.jsonl        one line per step
 ///     tensorboard/         event files
 ///     report.html          the report
-///     loss.svg             its loss curve
+///     loss.svg             the loss curve of the report
 ///     model/               config.json, model.safetensors, tokenizer.json
-///     model_ema/           the same with averaged weights, where `ema_decay` is given
+///     model_ema/           the same with averaged weights, if `ema_decay` is set
 /// ```
 ///
 /// ```
@@ -43,7 +45,7 @@ const AVERAGED_MODEL: &str = "model_ema";
 /// let run = RunFolder::create(&arguments)?;
 /// assert!(run.arguments().is_file());
 /// assert_eq!(run.metrics(), parent.path().join("mine/metrics.jsonl"));
-/// // A second run does not write over the first.
+/// // A second run does not overwrite the first.
 /// assert!(RunFolder::create(&arguments).is_err());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -53,12 +55,11 @@ pub struct RunFolder {
 }
 
 impl RunFolder {
-    /// Makes the folder of a run and writes the configuration into it.
+    /// Creates the folder of a run and writes the configuration into it.
     ///
-    /// Without `output_dir` it is `runs/<preset>-<number>` under the working directory, with the
-    /// next free number; two programs that start at once get two folders. A given folder may hold
-    /// anything but a run; with `overwrite_output_dir` the files of that run (and no others) are
-    /// removed.
+    /// Without `output_dir` it is `runs/<preset>-<number>` in the working directory, with the next free
+    /// number; two programs that start at the same time get two folders. A given folder may hold anything
+    /// but a run; with `overwrite_output_dir` the files of that run (and no others) are removed.
     ///
     /// # Errors
     /// [`Error::RunExists`], [`Error::InTheWay`], [`Error::NotWritable`].
@@ -69,12 +70,13 @@ impl RunFolder {
     }
 
     fn write_arguments(&self, arguments: &TrainingArguments) -> Result<()> {
+        // The numbered folder is written as `output_dir`, so that the stored file resumes this run.
         let stored = TrainingArguments {
             output_dir: Some(self.root.clone()),
             ..arguments.clone()
         };
         stored.write(self.arguments()).map_err(|error| match error {
-            Error::Io { source, .. } => Error::NotWritable {
+            Error::Common(CommonError::Io { source, .. }) => Error::NotWritable {
                 path: self.root.clone(),
                 source,
             },
@@ -82,12 +84,12 @@ impl RunFolder {
         })
     }
 
-    /// Opens the folder of the run that `resume_from_checkpoint` resumes, where there is one; else as
-    /// [`create`](RunFolder::create). Rank 0 does it; the other processes of `group` learn from it which
-    /// folder it is, or what went wrong.
+    /// Opens the folder of the run that `resume_from_checkpoint` resumes, if it exists; else creates one as
+    /// [`create`](RunFolder::create) does. Rank 0 does the work; the other processes of `group` receive the
+    /// folder or the error from it.
     ///
     /// # Errors
-    /// As for [`create`](RunFolder::create), and [`Error::Invalid`] if nothing says where the run is.
+    /// As [`create`](RunFolder::create), and [`Error::Common`] if no option names the run.
     pub fn open_or_create(group: &ProcessGroup, arguments: &TrainingArguments) -> Result<Self> {
         on_main(group, || {
             let Some(run) = Self::to_resume(arguments)? else {
@@ -98,19 +100,16 @@ impl RunFolder {
         })
     }
 
-    /// The folder of the run that `resume_from_checkpoint` goes on with, where there is one.
+    /// Returns the folder of the run that `resume_from_checkpoint` resumes, if it exists.
     pub(crate) fn to_resume(arguments: &TrainingArguments) -> Result<Option<Self>> {
         let root = match &arguments.resume_from_checkpoint {
             None | Some(ResumeFromCheckpoint::Latest(false)) => None,
             Some(ResumeFromCheckpoint::Latest(true)) => match &arguments.output_dir {
                 Some(root) => Some(root.clone()),
                 None => {
-                    return Err(Error::Invalid {
-                        key: "resume_from_checkpoint",
-                        given: "true".to_owned(),
-                        problem: "nothing says which run goes on".to_owned(),
-                        way_out: "name its folder with `--out DIR` (`output_dir`)".to_owned(),
-                    });
+                    let expected = "the folder of a snapshot, unless `output_dir` names the run to resume; \
+                                    give it with `--out DIR`";
+                    return invalid("resume_from_checkpoint", true, expected);
                 }
             },
             Some(ResumeFromCheckpoint::Folder(snapshot)) => {
@@ -118,10 +117,11 @@ impl RunFolder {
                 arguments.output_dir.clone().or_else(parent)
             }
         };
+        // A folder without a run is no error: the first start of a job that always resumes has none.
         Ok(root.map(Self::open).and_then(Result::ok))
     }
 
-    /// The folder that `output_dir` names, or a new one named after `name`; nothing is in it yet.
+    /// Creates the folder that `output_dir` names, or a new one named after `name`, without files.
     pub(crate) fn make(arguments: &TrainingArguments, name: &str) -> Result<Self> {
         match &arguments.output_dir {
             Some(root) => Self::given(root, arguments.overwrite_output_dir),
@@ -129,7 +129,7 @@ impl RunFolder {
         }
     }
 
-    /// The folder of a run that there is.
+    /// Opens the folder of an existing run.
     ///
     /// # Errors
     /// [`Error::NoRun`].
@@ -145,42 +145,42 @@ impl RunFolder {
         }
     }
 
-    /// The folder itself.
+    /// Returns the path of the folder.
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// The configuration that ran.
+    /// Returns the path of the configuration.
     pub fn arguments(&self) -> PathBuf {
         self.root.join(ARGUMENTS)
     }
 
-    /// The metrics, a line a step.
+    /// Returns the path of the metrics, one line per step.
     pub fn metrics(&self) -> PathBuf {
         self.root.join(METRICS)
     }
 
-    /// The report.
+    /// Returns the path of the report.
     pub fn report(&self) -> PathBuf {
         self.root.join(REPORT)
     }
 
-    /// The report's loss curve.
+    /// Returns the path of the report's loss curve.
     pub fn loss(&self) -> PathBuf {
         self.root.join(LOSS)
     }
 
-    /// The folder of TensorBoard's event files.
+    /// Returns the folder of TensorBoard's event files.
     pub fn tensorboard(&self) -> PathBuf {
         self.root.join(TENSORBOARD)
     }
 
-    /// The folder of the model, as Hugging Face lays it out.
+    /// Returns the folder of the model, in Hugging Face's layout.
     pub fn model(&self) -> PathBuf {
         self.root.join(MODEL)
     }
 
-    /// The folder of the model with averaged weights (`ema_decay`).
+    /// Returns the folder of the model with averaged weights (`ema_decay`).
     pub fn averaged_model(&self) -> PathBuf {
         self.root.join(AVERAGED_MODEL)
     }
@@ -201,7 +201,7 @@ impl RunFolder {
             }
             run.clear()?;
         }
-        // Without the configuration beside it, a file of these names is somebody else's.
+        // Without a configuration beside it, a file of this name was not written by a run.
         let names = [
             run.metrics(),
             run.report(),
@@ -216,32 +216,33 @@ impl RunFolder {
         }
     }
 
-    /// Removes what a run writes, the configuration last: what an interruption leaves is still
-    /// known as a run.
+    /// Removes the files of a run. The configuration is the last, so that an interrupted removal leaves a folder
+    /// that is still recognized as a run.
     fn clear(&self) -> Result<()> {
         for folder in self.snapshot_folders()?.into_iter().chain([
             self.tensorboard(),
             self.model(),
             self.averaged_model(),
         ]) {
-            gone(fs::remove_dir_all(&folder)).map_err(Error::io("remove", folder))?;
+            ignore_missing(fs::remove_dir_all(&folder))
+                .map_err(CommonError::io("remove", folder))?;
         }
         for file in [self.metrics(), self.report(), self.loss(), self.arguments()] {
-            gone(fs::remove_file(&file)).map_err(Error::io("remove", file))?;
+            ignore_missing(fs::remove_file(&file)).map_err(CommonError::io("remove", file))?;
         }
         Ok(())
     }
 
-    /// The folders of its snapshots, whole or not.
+    /// Returns the folders of the snapshots, complete or not.
     fn snapshot_folders(&self) -> Result<Vec<PathBuf>> {
-        let entries = fs::read_dir(&self.root).map_err(Error::io("list", &self.root))?;
+        let entries = fs::read_dir(&self.root).map_err(CommonError::io("list", &self.root))?;
         let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
-        let is_one = |path: &PathBuf| {
+        let is_snapshot = |path: &PathBuf| {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             let number = name.strip_prefix("checkpoint-").map(str::parse::<u64>);
             path.is_dir() && matches!(number, Some(Ok(_)))
         };
-        Ok(paths.filter(is_one).collect())
+        Ok(paths.filter(is_snapshot).collect())
     }
 
     fn numbered(parent: &Path, name: &str) -> Result<Self> {
@@ -251,7 +252,8 @@ impl RunFolder {
             let root = parent.join(format!("{name}-{number:03}"));
             match fs::create_dir(&root) {
                 Ok(()) => return Ok(Self { root }),
-                // Another program took it in between.
+                // `create_dir` fails if the folder exists, so two programs cannot get the same number.
+                // Another program has created it in the meantime.
                 Err(error) if error.kind() == ErrorKind::AlreadyExists => number += 1,
                 Err(source) => return Err(not_writable(parent, source)),
             }
@@ -259,13 +261,14 @@ impl RunFolder {
     }
 }
 
-/// The folder that rank 0 opens, for all; its own error in a world of one.
+/// Returns the folder that rank 0 opens on all ranks. In a world of one the error keeps its type.
 pub(crate) fn on_main(
     group: &ProcessGroup,
     open: impl FnOnce() -> Result<RunFolder>,
 ) -> Result<RunFolder> {
     match group.world_size() {
         1 => open(),
+        // In a larger world the error travels as text, because not every error can be serialized.
         _ => Ok(group.on_main("open the run's folder", open)?),
     }
 }
@@ -277,17 +280,17 @@ fn not_writable(path: &Path, source: std::io::Error) -> Error {
     }
 }
 
-/// What is not there is as good as removed.
-fn gone(removed: std::io::Result<()>) -> std::io::Result<()> {
+/// Treats a missing file as removed.
+fn ignore_missing(removed: std::io::Result<()>) -> std::io::Result<()> {
     match removed {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         other => other,
     }
 }
 
-/// The highest number that a folder `<name>-<number>` has, or 0.
+/// Returns the highest number of the folders `<name>-<number>`, or 0.
 fn highest_number(parent: &Path, name: &str) -> Result<u64> {
-    let entries = fs::read_dir(parent).map_err(Error::io("list", parent))?;
+    let entries = fs::read_dir(parent).map_err(CommonError::io("list", parent))?;
     let numbers = entries.filter_map(|entry| {
         let file_name = entry.ok()?.file_name();
         file_name

@@ -9,33 +9,33 @@ use serde::{Deserialize, Deserializer, Serialize};
 use crate::validate::invalid;
 use crate::{IntervalStrategy, Result, TrainingArguments};
 
-/// When a snapshot is saved: `SaveStrategy` of transformers.
+/// The times of a snapshot (`SaveStrategy` of transformers).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SaveStrategy {
-    /// Never. The model is saved at the end all the same.
+    /// Never. The model is saved at the end nevertheless.
     No,
     /// Every `save_steps` steps, and at the end.
     #[default]
     Steps,
-    /// At the end of each pass over the data, and at the end.
+    /// At the end of each epoch, and at the end.
     Epoch,
     /// Whenever `metric_for_best_model` improves.
     Best,
 }
 
-/// The snapshot that a run resumes from.
+/// The snapshot from which a run resumes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum ResumeFromCheckpoint {
-    /// True: the newest whole snapshot of the run. False: none, it is a new run.
+    /// `true`: the newest complete snapshot of the run. `false`: none, it is a new run.
     Latest(bool),
     /// The snapshot in this folder.
     Folder(PathBuf),
 }
 
 impl<'de> Deserialize<'de> for ResumeFromCheckpoint {
-    /// `true` and `false` may also be texts, as flags are.
+    /// Deserializes `true` and `false` also from strings, because flags are strings.
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
         #[derive(Deserialize)]
         #[serde(untagged, expecting = "true, or the folder of a snapshot")]
@@ -55,31 +55,33 @@ impl<'de> Deserialize<'de> for ResumeFromCheckpoint {
 }
 
 impl TrainingArguments {
-    /// Whether anything depends on which evaluation was best.
-    fn looks_for_best(&self) -> bool {
+    /// Returns `true` if an option depends on the best evaluation.
+    fn needs_best(&self) -> bool {
         self.load_best_model_at_end
             || self.save_strategy == SaveStrategy::Best
             || self.early_stopping_patience.is_some()
     }
 
-    /// Returns how snapshots are kept.
+    /// Returns the options of the snapshots.
     pub(crate) fn snapshot_options(&self) -> SnapshotOptions {
         let best = match self.greater_is_better {
             Some(true) => Best::Highest,
+            // Both metrics, loss and bits per byte, are better if lower.
             _ => Best::Lowest,
         };
         SnapshotOptions {
             total_limit: self.save_total_limit,
+            // Without it rotation may delete the best snapshot.
             best: self.load_best_model_at_end.then_some(best),
             ..SnapshotOptions::default()
         }
     }
 
-    /// Makes what keeps track of the best evaluation, and ends the run where `early_stopping_patience` says
-    /// so.
+    /// Returns the tracker of the best evaluation, which ends the run after `early_stopping_patience`
+    /// evaluations without improvement.
     ///
     /// # Errors
-    /// When the patience or the threshold is out of its range.
+    /// An error if the patience or the threshold is outside its range.
     pub fn early_stopping(&self) -> Result<EarlyStopping> {
         Ok(EarlyStopping::new(EarlyStoppingConfig {
             early_stopping_patience: self.early_stopping_patience,
@@ -88,34 +90,32 @@ impl TrainingArguments {
         })?)
     }
 
-    /// Checks the keys about snapshots together.
+    /// Checks the keys about snapshots against each other.
     pub(crate) fn validate_saving(&self) -> Result<()> {
         self.metric()?;
-        if self.looks_for_best() && self.eval_strategy == IntervalStrategy::No {
-            let (key, given) = if self.load_best_model_at_end {
-                ("load_best_model_at_end", "true".to_owned())
+        if self.needs_best() && self.eval_strategy == IntervalStrategy::No {
+            let (key, value, allowed) = if self.load_best_model_at_end {
+                ("load_best_model_at_end", "true".to_owned(), "false")
             } else if let Some(patience) = self.early_stopping_patience {
-                ("early_stopping_patience", patience.to_string())
+                ("early_stopping_patience", patience.to_string(), "left out")
             } else {
-                ("save_strategy", "best".to_owned())
+                ("save_strategy", "best".to_owned(), "another one")
             };
-            let problem = "`eval_strategy` is `no`, and only evaluations find what is best";
-            return invalid(
-                key,
-                given,
-                problem,
-                "set `eval_strategy` (`--eval-steps N`)",
+            let expected = format!(
+                "{allowed} with `eval_strategy: no`, because only evaluations find the best model; set \
+                 `eval_strategy` (`--eval-steps N`)"
             );
+            return invalid(key, value, expected);
         }
-        if self.load_best_model_at_end && !self.saves_what_it_evaluates() {
-            let problem = format!(
-                "snapshots (`save_strategy`, `save_steps`: {}) are not at evaluations (`eval_strategy`, `eval_steps`: {})",
+        if self.load_best_model_at_end && !self.evaluates_every_snapshot() {
+            let expected = format!(
+                "false unless every snapshot follows an evaluation (`save_strategy`, `save_steps`: {}; \
+                 `eval_strategy`, `eval_steps`: {}); make `save_steps` a multiple of `eval_steps`, or write \
+                 `save_strategy: best`",
                 self.save_steps,
                 self.eval_steps.unwrap_or(self.logging_steps)
             );
-            let way_out =
-                "make `save_steps` a multiple of `eval_steps`, or write `save_strategy: best`";
-            return invalid("load_best_model_at_end", true, problem, way_out);
+            return invalid("load_best_model_at_end", true, expected);
         }
         match self.early_stopping_patience {
             Some(_) => self.early_stopping().map(drop),
@@ -123,17 +123,18 @@ impl TrainingArguments {
         }
     }
 
-    /// Whether each snapshot has an evaluation of its own.
-    fn saves_what_it_evaluates(&self) -> bool {
+    /// Returns `true` if each snapshot follows an evaluation at the same step.
+    fn evaluates_every_snapshot(&self) -> bool {
         match (self.save_strategy, self.eval_strategy) {
             (SaveStrategy::Best, _) | (SaveStrategy::Epoch, IntervalStrategy::Epoch) => true,
             (SaveStrategy::Steps, IntervalStrategy::Steps) => {
                 let every = self.eval_steps.unwrap_or(self.logging_steps);
-                // Parts of the run cannot be compared with steps before its length is known.
+                // Fractions of the run cannot be compared with steps before its length is known.
                 match (self.save_steps < 1.0, every < 1.0) {
                     (false, false) => self.save_steps % every == 0.0,
                     (true, true) => {
                         let times = self.save_steps / every;
+                        // 0.3 / 0.1 is not exactly 3.
                         (times - times.round()).abs() < 1e-9
                     }
                     _ => false,

@@ -10,10 +10,10 @@ use tch::Tensor;
 use crate::{ReportTo, Result, ResumeFromCheckpoint, RunFolder, TrainingArguments};
 
 impl RunFolder {
-    /// Opens the folder's snapshots, `checkpoint-<step>`. Each process of `group` calls it.
+    /// Opens the snapshots of the folder, `checkpoint-<step>`. Each process of `group` calls it.
     ///
     /// # Errors
-    /// [`overdrive_snapshot::Error::Locked`] while another run writes there.
+    /// [`overdrive_snapshot::Error::Locked`] if another run writes there.
     pub fn snapshots(
         &self,
         group: &ProcessGroup,
@@ -23,17 +23,18 @@ impl RunFolder {
         Ok(SnapshotManager::with_ranks(self.root(), options, ranks)?)
     }
 
-    /// Opens `metrics.jsonl`, and what `report_to` names, on rank 0; the other ranks track nothing. A run
-    /// that resumes after `resumed_step` keeps the lines up to it; a new one (0) begins the file anew.
+    /// Opens `metrics.jsonl` and the destinations of `report_to` on rank 0; the other ranks track nothing. A
+    /// run that resumes from `resumed_step` keeps the lines up to it; a new run (0) truncates the file.
     ///
     /// # Errors
-    /// When a file cannot be made.
+    /// An error if a file cannot be created.
     pub fn trackers(
         &self,
         group: &ProcessGroup,
         arguments: &TrainingArguments,
         resumed_step: u64,
     ) -> Result<Trackers> {
+        // Metrics are sums over all processes, so one file is enough.
         if !group.is_main() {
             return Ok(Trackers::new());
         }
@@ -46,11 +47,11 @@ impl RunFolder {
 }
 
 impl TrainingArguments {
-    /// Finds the snapshot that `resume_from_checkpoint` means; `None` for a new run, and where there is no
+    /// Returns the snapshot that `resume_from_checkpoint` selects; `None` for a new run, and if there is no
     /// snapshot yet. Each process of the run calls it.
     ///
     /// # Errors
-    /// When the snapshot that is named is damaged, or the folder cannot be read.
+    /// An error if the named snapshot is damaged, or the folder cannot be read.
     pub fn snapshot_to_resume(&self, snapshots: &SnapshotManager) -> Result<Option<Snapshot>> {
         Ok(match &self.resume_from_checkpoint {
             None | Some(ResumeFromCheckpoint::Latest(false)) => None,
@@ -60,12 +61,12 @@ impl TrainingArguments {
     }
 }
 
-/// Copies the weights of the best snapshot into `parameters`, which were registered under the name `model`,
-/// and on rank 0 its averages into `ema`, registered under that name. Returns its step; `None` where no
+/// Loads the weights of the best snapshot into `parameters`, which were registered under the name `model`,
+/// and on rank 0 its averages into `ema`, registered under that name. Returns its step; `None` if no
 /// snapshot has a metric. Each process of `group` calls it.
 ///
 /// # Errors
-/// When the snapshot is damaged or of another model, or a process is lost.
+/// An error if the snapshot is damaged or of another model, or a process is lost.
 pub fn load_best(
     snapshots: &SnapshotManager,
     group: &ProcessGroup,
@@ -73,7 +74,9 @@ pub fn load_best(
     ema: Option<&mut Ema>,
 ) -> Result<Option<u64>> {
     let handles = parameters.iter();
+    // Handles: the copy writes through to the model's own parameters.
     let targets = handles.map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+    // Only rank 0 reads the file; the broadcast gives the others the same weights.
     let step = group.on_main("load the best snapshot", || -> Result<_> {
         let Some(best) = snapshots.best()? else {
             return Ok(None);
@@ -90,7 +93,7 @@ pub fn load_best(
     Ok(step)
 }
 
-/// Returns what a loader has done so far, for [`overdrive_profiling::StepRecorder::loader`].
+/// Returns the counters of a loader, for [`overdrive_profiling::StepRecorder::loader`].
 pub fn loader_totals<B: OnDevice>(loader: &DeviceLoader<B>) -> LoaderTotals {
     let stats = loader.stats();
     LoaderTotals {

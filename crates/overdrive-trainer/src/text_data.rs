@@ -1,4 +1,4 @@
-//! From the arguments to batches: text, tokenizer, token store, split.
+//! The data of a training run: text, tokenizer, token store, split.
 
 use std::path::Path;
 
@@ -8,35 +8,35 @@ use overdrive_datasets::{
 };
 use tch::Device;
 
-use crate::documents::DocumentRows;
-use crate::loading::Loading;
+use crate::batch_loader::Loading;
+use crate::document_rows::DocumentRows;
 use crate::text_source::TextSource;
-use crate::{Error, Part, Result, SequenceMode, TrainingArguments};
+use crate::validate::invalid;
+use crate::{DataShard, Result, SequenceMode, TrainingArguments};
 
-/// The text of a run: tokenized, kept in the cache, split by document.
+/// The text of a run: tokenized, cached, and split by document.
 ///
-/// Without `data` it is Rust source that Cargo keeps on this machine; without `tokenizer` a
-/// byte-level BPE of `vocab_size` tokens is trained on it. Both are done once: the next run on the
-/// same text finds them in the cache (`overdrive_datasets::default_cache_dir`).
+/// Without `data` it is the Rust source code that Cargo keeps on this machine. Without `tokenizer` a
+/// byte-level BPE of `vocab_size` tokens is trained on the text. Both are cached
+/// (`overdrive_datasets::default_cache_dir`), so the next run on the same text reuses them.
 #[derive(Debug)]
 pub struct TextData {
-    /// What turns text into tokens and back.
+    /// The tokenizer.
     pub tokenizer: Tokenizer,
     /// The documents to train on.
     pub train: TokenView,
-    /// The documents that training never sees.
+    /// The documents that are held out for validation.
     pub validation: TokenView,
-    /// Where a sequence is a document.
+    /// The rows of documents, if a sequence is a document.
     rows: Option<DocumentRows>,
 }
 
 impl TextData {
-    /// Reads, tokenizes and splits the text that `arguments` name, and tells `say` about it, a line
-    /// at a time.
+    /// Reads, tokenizes and splits the text that `arguments` name, and passes log lines about it to `say`.
     ///
     /// # Errors
-    /// [`crate::Error::Data`]: there is no text, it cannot be read, or there is too little of it for
-    /// one window of `context_length` in each part.
+    /// [`crate::Error::Data`] if there is no text, if it cannot be read, or if a split is shorter than one
+    /// window of `context_length`.
     pub fn prepare(arguments: &TrainingArguments, say: impl FnMut(&str)) -> Result<Self> {
         Self::prepare_in(&default_cache_dir()?, arguments, say)
     }
@@ -73,20 +73,16 @@ impl TextData {
             validation_fraction: arguments.validation_fraction,
             seed: arguments.seed,
             by: match arguments.sequence_mode() {
-                // One book is split by position, a folder of files by file.
+                // A single book is split by position, a folder of files by file.
                 SequenceMode::Windows => SplitBy::Auto,
                 SequenceMode::Documents => SplitBy::Document,
             },
         };
         if split.by == SplitBy::Document && all.document_count().is_some_and(|count| count < 2) {
-            return Err(Error::Invalid {
-                key: "sequences",
-                given: "`documents`".to_owned(),
-                problem: "the text is one document, and some are kept for validation".to_owned(),
-                way_out:
-                    "write `sample_by: line`, give more files or records, or `sequences: windows`"
-                        .to_owned(),
-            });
+            let expected = "`windows` for a text of one document, because some documents are held out for \
+                            validation; write `sample_by: line`, give more files or records, or write \
+                            `sequences: windows`";
+            return invalid("sequences", "documents", expected);
         }
         let (train, validation) = all.split(&split)?;
         say(&format!(
@@ -102,6 +98,7 @@ impl TextData {
             rows: None,
         };
         if arguments.sequence_mode() == SequenceMode::Documents {
+            // Padding is never attended to nor labelled, so any token will do.
             let pad_token = data.end_of_text().unwrap_or(0);
             let rows =
                 DocumentRows::to_train(&data.train, lengths.as_deref(), pad_token, arguments)?;
@@ -114,21 +111,22 @@ impl TextData {
             }
             data.rows = Some(rows);
         }
-        // Too short a part is an error now, not at the first evaluation.
+        // Builds both loaders once, so that a split that is too short is an error now and not at the first
+        // evaluation.
         data.train_loader(arguments, Device::Cpu)?;
         data.validation_loader(arguments, Device::Cpu)?;
         Ok(data)
     }
 
-    /// Tokens of the vocabulary.
+    /// Returns the size of the vocabulary.
     pub fn vocab_size(&self) -> u64 {
         self.tokenizer.get_vocab_size(true) as u64
     }
 
-    /// Writes the tokenizer into a Hugging Face folder, for a model with this context.
+    /// Writes the tokenizer into a Hugging Face folder, for a model with the context of `arguments`.
     ///
     /// # Errors
-    /// When the folder cannot be written.
+    /// An error if the folder cannot be written.
     pub fn save_tokenizer(
         &self,
         folder: impl AsRef<Path>,
@@ -141,24 +139,24 @@ impl TextData {
         Ok(())
     }
 
-    /// The token that ends a document.
+    /// Returns the token that ends a document.
     pub fn end_of_text(&self) -> Option<u32> {
         self.train.store().end_of_document()
     }
 
-    /// Returns an endless loader of the training part, pass after pass: windows or documents, as the
-    /// configuration says, prepared by `dataloader_num_workers` threads, in an order that the seed decides. `part`: a device
-    /// for all of it, or the [`Part`] of one process among several.
+    /// Returns an endless loader of the training data: windows or documents, prepared by
+    /// `dataloader_num_workers` threads, in an order that the seed determines. `shard` is a device for all of
+    /// the data, or the [`DataShard`] of one process among several.
     ///
     /// # Errors
-    /// [`crate::Error::Data`] if the part is shorter than a window; [`crate::Error::Invalid`] if it has
-    /// no whole batch and `dataloader_drop_last` wants one.
+    /// [`crate::Error::Data`] if the training data is shorter than a window; [`crate::Error::Common`] if it
+    /// has no full batch and `dataloader_drop_last` is set.
     pub fn train_loader(
         &self,
         arguments: &TrainingArguments,
-        part: impl Into<Part>,
+        shard: impl Into<DataShard>,
     ) -> Result<DeviceLoader<Batch>> {
-        let how = loading(arguments, part, true);
+        let how = loading(arguments, shard, true);
         match &self.rows {
             Some(rows) => rows.load(how),
             None => {
@@ -169,22 +167,22 @@ impl TextData {
         }
     }
 
-    /// Returns a loader of the validation part, of `max_eval_batches` batches at most over all processes:
+    /// Returns a loader of the validation data, of at most `max_eval_batches` batches over all processes:
     /// windows in order, or documents without padding.
     ///
     /// # Errors
-    /// [`crate::Error::Data`] if the part is shorter than a window.
+    /// [`crate::Error::Data`] if the validation data is shorter than a window.
     pub fn validation_loader(
         &self,
         arguments: &TrainingArguments,
-        part: impl Into<Part>,
+        shard: impl Into<DataShard>,
     ) -> Result<DeviceLoader<Batch>> {
-        let how = loading(arguments, part, false);
+        let how = loading(arguments, shard, false);
         if self.rows.is_some() {
             return DocumentRows::to_evaluate(&self.validation, arguments)?.load(how);
         }
-        let part = self.validation.clone();
-        let mut windows = SequentialWindows::new(part, context(arguments), LastWindow::Drop)?;
+        let view = self.validation.clone();
+        let mut windows = SequentialWindows::new(view, context(arguments), LastWindow::Drop)?;
         if let Some(batches) = arguments.max_eval_batches {
             let most = batches * arguments.per_device_eval_batch_size;
             windows = windows.at_most(usize::try_from(most).unwrap_or(usize::MAX))?;
@@ -192,12 +190,13 @@ impl TextData {
         how.of_rows(windows, RowLayout::default(), None)
     }
 
-    /// Micro-batches of one pass over the training part, of all processes.
+    /// Returns the number of micro-batches of all processes in an epoch.
     pub fn micro_batches_per_epoch(&self, arguments: &TrainingArguments) -> u64 {
         if let Some(rows) = &self.rows {
             return rows.micro_batches(arguments);
         }
         let tokens = arguments.per_device_train_batch_size * arguments.context_length;
+        // Windows start anywhere, so an epoch is the number that covers each token once on average.
         (self.train.len() as u64).div_ceil(tokens.max(1))
     }
 }
@@ -206,10 +205,14 @@ fn context(arguments: &TrainingArguments) -> usize {
     usize::try_from(arguments.context_length).unwrap_or(usize::MAX)
 }
 
-fn loading(arguments: &TrainingArguments, part: impl Into<Part>, endless: bool) -> Loading<'_> {
+fn loading(
+    arguments: &TrainingArguments,
+    shard: impl Into<DataShard>,
+    endless: bool,
+) -> Loading<'_> {
     Loading {
         arguments,
-        part: part.into(),
+        shard: shard.into(),
         endless,
     }
 }

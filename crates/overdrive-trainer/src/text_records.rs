@@ -1,17 +1,17 @@
-//! The texts of records: lines, JSON, CSV, Parquet.
+//! The text column of records: lines, JSON, CSV, Parquet.
 
 use std::path::{Path, PathBuf};
 
 use overdrive_datasets::{
-    CsvOptions, CsvRecords, CsvRow, Dataset, JsonOptions, JsonRecords, Place, RecordFiles,
-    Sha256Digest, TextLines, TextOptions,
+    CsvOptions, CsvRecords, CsvRow, Dataset, JsonOptions, JsonRecords, RecordFiles, RecordLocation,
+    RecordNumber, Sha256Digest, TextLines, TextOptions,
 };
 use serde_json::{Map, Value};
 
-use crate::diagnosis::nearest;
+use crate::config_errors::nearest;
 use crate::{Error, Result};
 
-/// How a file holds its records.
+/// The format of a file of records.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RecordKind {
     Lines,
@@ -21,11 +21,12 @@ pub(crate) enum RecordKind {
 }
 
 impl RecordKind {
-    /// By the end of the name; `None` for text.
+    /// Returns the format by the extension; `None` for plain text.
     pub(crate) fn of(path: &Path) -> Option<Self> {
         let name = path.file_name()?.to_string_lossy().to_ascii_lowercase();
         let name = [".gz", ".bgz", ".zst"]
             .iter()
+            // A compressed file has the format of the name before its suffix.
             .find_map(|packed| name.strip_suffix(packed))
             .unwrap_or(&name);
         match name.rsplit_once('.')?.1 {
@@ -46,7 +47,7 @@ impl RecordKind {
     }
 }
 
-/// The texts of the records of files of one kind.
+/// The text column of the records of files of one format.
 #[derive(Debug)]
 pub(crate) struct TextRecords {
     source: Source,
@@ -63,7 +64,7 @@ enum Source {
     Table(overdrive_datasets::TableRecords<Value>),
 }
 
-/// A record, read.
+/// A record that has been read.
 enum Record {
     Line(String),
     Object(Map<String, Value>),
@@ -71,7 +72,7 @@ enum Record {
 }
 
 impl TextRecords {
-    /// Opens the files, and looks for the column in their first record.
+    /// Opens the files and checks that the first record has the column.
     pub(crate) fn open(files: Vec<PathBuf>, kind: RecordKind, column: &str) -> Result<Self> {
         let source = match kind {
             RecordKind::Lines => {
@@ -96,29 +97,30 @@ impl TextRecords {
         Ok(records)
     }
 
-    /// How many files there are.
+    /// Returns the number of files.
     pub(crate) fn files(&self) -> usize {
         self.files.len()
     }
 
-    /// What changes when the texts do.
+    /// Returns a digest that changes with the text.
     pub(crate) fn fingerprint(&self) -> Sha256Digest {
         match &self.source {
             #[cfg(feature = "parquet")]
             Source::Table(rows) => rows.fingerprint(),
+            // Digests of names, sizes and times, not of the content: a file may be larger than memory.
             _ => self
                 .bytes()
                 .map_or_else(|| Sha256Digest::of(b""), RecordFiles::fingerprint),
         }
     }
 
-    /// The bytes of all files, where somebody has counted them.
+    /// Returns the total size of the files in bytes.
     pub(crate) fn total_bytes(&self) -> u64 {
         let sizes = self.files.iter().filter_map(|file| file.metadata().ok());
         sizes.map(|metadata| metadata.len()).sum()
     }
 
-    /// The names of the first record's fields.
+    /// Returns the names of the fields of the first record.
     fn columns(&self) -> Result<Vec<String>> {
         Ok(match self.record(0)? {
             Record::Line(_) => Vec::new(),
@@ -127,11 +129,13 @@ impl TextRecords {
         })
     }
 
-    /// Whether the first record has a column.
+    /// Returns `true` if the first record has a column.
     pub(crate) fn has_column(&self, column: &str) -> Result<bool> {
         Ok(self.len() > 0 && self.columns()?.iter().any(|name| name == column))
     }
 
+    /// Checks that the first record has a column.
+    ///
     /// # Errors
     /// [`Error::NoColumn`], with the nearest one.
     pub(crate) fn expect_column(
@@ -167,7 +171,7 @@ impl TextRecords {
         let object = |value: Value| match value {
             Value::Object(fields) => Ok(Record::Object(fields)),
             other => {
-                let given = crate::diagnosis::describe(&other);
+                let given = crate::config_errors::describe(&other);
                 Err(self.broken(
                     index,
                     format!("it is {given}, expected an object with fields"),
@@ -183,29 +187,30 @@ impl TextRecords {
         }
     }
 
-    /// An error about a record, with its place.
+    /// Returns an error about a record, with its position in the file.
     fn broken(&self, index: usize, problem: String) -> overdrive_datasets::Error {
-        let place = self.bytes().and_then(|files| files.place(index).ok());
-        let place = place.unwrap_or_else(|| Place {
+        let place = self.bytes().and_then(|files| files.location(index).ok());
+        let place = place.unwrap_or_else(|| RecordLocation {
             path: self.files.first().cloned().unwrap_or_default(),
             record: index,
             offset: 0,
         });
-        overdrive_datasets::Error::UnreadableRecord {
+        overdrive_datasets::Error::InvalidRecord {
             path: place.path,
-            record: place.record,
+            number: RecordNumber::Record(place.record),
             offset: place.offset,
             problem,
         }
     }
 
-    /// The numbers of a column, of the records that have text.
+    /// Returns the numbers of a column, for the records that have text.
     pub(crate) fn numbers(&self, column: &str) -> overdrive_datasets::Result<Vec<u32>> {
         let mut numbers = Vec::with_capacity(self.len());
         for index in 0..self.len() {
             let mut record = self.record(index)?;
             let number = record.number(column);
             let number = number.map_err(|problem| self.broken(index, problem))?;
+            // Records without text are no documents, so they have no length either.
             let text = record.take_text(&self.column);
             if !text
                 .map_err(|problem| self.broken(index, problem))?
@@ -238,7 +243,7 @@ impl Dataset for TextRecords {
 }
 
 impl Record {
-    /// The text; empty where the field is null.
+    /// Takes the text out of the record; empty if the field is null.
     fn take_text(&mut self, column: &str) -> std::result::Result<String, String> {
         match self {
             Self::Line(line) => Ok(std::mem::take(line)),
@@ -250,8 +255,8 @@ impl Record {
                 Some(Value::String(text)) => Ok(std::mem::take(text)),
                 Some(Value::Null) => Ok(String::new()),
                 Some(other) => Err(format!(
-                    "`{column}` is {}, expected a text",
-                    crate::diagnosis::describe(other)
+                    "`{column}` is {}, expected a string",
+                    crate::config_errors::describe(other)
                 )),
                 None => {
                     let names: Vec<String> = fields.keys().cloned().collect();
@@ -271,10 +276,10 @@ impl Record {
             Self::Object(fields) => {
                 let value = fields.get(column).unwrap_or(&Value::Null);
                 let number = value.as_u64().and_then(|number| u32::try_from(number).ok());
-                (crate::diagnosis::describe(value), number)
+                (crate::config_errors::describe(value), number)
             }
         };
-        number.ok_or_else(|| format!("`{column}` is {given}, expected a whole number from 0"))
+        number.ok_or_else(|| format!("`{column}` is {given}, expected a non-negative integer"))
     }
 }
 
@@ -282,7 +287,7 @@ fn missing(column: &str, columns: &[String]) -> String {
     format!("it has no `{column}`{}", hint(column, columns))
 }
 
-/// The nearest name, or all of them.
+/// Returns a hint with the nearest name, or with all names.
 fn hint(column: &str, columns: &[String]) -> String {
     match nearest(column, columns.iter().map(String::as_str)) {
         Some(name) => format!("; did you mean `{name}`?"),

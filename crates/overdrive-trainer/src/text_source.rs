@@ -1,4 +1,4 @@
-//! The text that `data` names, whatever its files are.
+//! The text that `data` names, in any supported file format.
 
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -9,30 +9,33 @@ use overdrive_datasets::{
     build_tokens, find_files, train_bpe_cached,
 };
 
+use overdrive_core::Error as CommonError;
+
 use crate::text_records::{RecordKind, TextRecords};
+use crate::validate::invalid;
 use crate::{Error, Result, SampleBy, TrainingArguments};
 
-/// How much of Cargo's registry is read where no data is named.
+/// The number of bytes of Cargo's registry that are read if `data` is not set.
 const DEFAULT_CORPUS_BYTES: u64 = 24 << 20;
-/// How much of records a tokenizer is trained on.
+/// The number of bytes of text on which a tokenizer for records is trained.
 const SAMPLE_BYTES: usize = 15 << 20;
-/// From how many places of the records that is taken.
+/// The number of evenly spaced runs of records in that sample.
 const SAMPLE_RUNS: usize = 64;
 
-/// The documents of a run.
+/// The documents of a training run.
 #[derive(Debug)]
 pub(crate) enum TextSource {
-    /// Files, each a document, and JSON Lines among them.
+    /// Files that are one document each, possibly with JSON Lines among them.
     Files(Corpus),
-    /// Records of files of one kind.
+    /// Records of files of one format.
     Records(TextRecords),
-    /// The same, each text once.
+    /// Records without duplicates.
     Unique(Deduplicated<TextRecords>),
 }
 
 impl TextSource {
-    /// Finds the files, tells their kind by their names, and leaves duplicates out where that is asked
-    /// for.
+    /// Finds the files, determines their format by their extensions, and removes duplicates if
+    /// `remove_duplicates` is set.
     pub(crate) fn open(arguments: &TrainingArguments) -> Result<Self> {
         if arguments.data.is_empty() {
             return Ok(Self::Files(Corpus::cargo_registry(DEFAULT_CORPUS_BYTES)?));
@@ -45,6 +48,7 @@ impl TextSource {
         if !arguments.remove_duplicates {
             return Ok(Self::Records(records));
         }
+        // Equal means byte for byte: near duplicates are kept.
         let key = |text: &String| text.clone().into_bytes();
         let options = DeduplicateOptions::default();
         Ok(Self::Unique(Selection::deduplicate(
@@ -58,7 +62,7 @@ impl TextSource {
             text_field: arguments.dataset_text_field.clone(),
             ..CorpusOptions::default()
         };
-        // Names are relative to the folder that is given, so a folder is handed on as one.
+        // The names of documents are relative to a given folder, so folders are passed on unexpanded.
         let is_pattern = |path: &PathBuf| !path.exists();
         let corpus = match arguments.data.iter().any(is_pattern) {
             true => Corpus::from_paths(&files, &options)?,
@@ -66,26 +70,19 @@ impl TextSource {
         };
         let lines = |format| format == TextFormat::JsonLines;
         if arguments.remove_duplicates && corpus.files().iter().any(|file| lines(file.format)) {
-            return Err(Error::Invalid {
-                key: "remove_duplicates",
-                given: "true".to_owned(),
-                problem:
-                    "`data` holds text files beside JSON Lines, whose records are not compared \
-                          then"
-                        .to_owned(),
-                way_out: "give the JSON Lines alone".to_owned(),
-            });
+            let expected = "false for text files together with JSON Lines, whose records are not compared; \
+                            give the JSON Lines alone";
+            return invalid("remove_duplicates", true, expected);
         }
         Ok(Self::Files(corpus))
     }
 
-    /// Lines about what was found.
+    /// Logs the files and records that were found.
     pub(crate) fn describe(&self, arguments: &TrainingArguments, say: &mut dyn FnMut(&str)) {
         let megabytes = |bytes: u64| bytes as f64 / 1e6;
         let records = match self {
             Self::Files(corpus) => {
-                // The fingerprint tells two runs apart whose text was not the same: Cargo's registry
-                // grows.
+                // The fingerprint distinguishes runs on different texts: Cargo's registry grows over time.
                 say(&format!(
                     "corpus      {} files, {:.1} MB, fingerprint {:.12}",
                     corpus.files().len(),
@@ -98,7 +95,7 @@ impl TextSource {
                 let skipped = corpus.skipped();
                 if arguments.remove_duplicates {
                     say(&format!(
-                        "            {} files equal to an earlier one left out",
+                        "            {} files equal to an earlier one removed",
                         skipped.duplicates
                     ));
                 }
@@ -107,7 +104,7 @@ impl TextSource {
                     false => skipped.total(),
                 };
                 if others > 0 && !arguments.data.is_empty() {
-                    say(&format!("            {others} files left out"));
+                    say(&format!("            {others} files skipped"));
                 }
                 return;
             }
@@ -123,13 +120,13 @@ impl TextSource {
         ));
         if let Self::Unique(unique) = self {
             say(&format!(
-                "            {} records equal to an earlier one left out",
+                "            {} records equal to an earlier one removed",
                 unique.duplicates
             ));
         }
     }
 
-    /// A byte-level BPE of this many tokens, trained on the documents or out of the cache.
+    /// Returns a byte-level BPE of `vocab_size` tokens, trained on the documents or read from the cache.
     pub(crate) fn train_tokenizer(&self, vocab_size: usize, cache: &Path) -> Result<TrainedBpe> {
         let options = BpeOptions {
             vocab_size,
@@ -140,16 +137,16 @@ impl TextSource {
             Self::Records(records) => records,
             Self::Unique(unique) => &unique.records,
         };
-        // Tokenizers are trained on files.
-        let folder =
-            tempfile::tempdir().map_err(Error::io("create a folder in", std::env::temp_dir()))?;
+        // The trainer of the tokenizers crate reads files.
+        let folder = tempfile::tempdir()
+            .map_err(CommonError::io("create a folder in", std::env::temp_dir()))?;
         let sample = folder.path().join("sample.jsonl");
         write_sample(texts, &sample)?;
         let corpus = Corpus::from_paths([&sample], &CorpusOptions::default())?;
         Ok(train_bpe_cached(&corpus, &options, cache)?)
     }
 
-    /// The tokens of all documents, made now or out of the cache.
+    /// Returns the tokens of all documents, built now or read from the cache.
     pub(crate) fn build(
         &self,
         arguments: &TrainingArguments,
@@ -158,6 +155,7 @@ impl TextSource {
     ) -> Result<BuiltTokens> {
         let options = BuildOptions::default();
         let key = |records: &TextRecords, name| {
+            // The column is part of the key: other columns of the same files give other tokens.
             let name = format!("{name} of {}", arguments.dataset_text_field);
             MapCache {
                 input: records.fingerprint(),
@@ -179,7 +177,8 @@ impl TextSource {
         })
     }
 
-    /// The lengths that `length_column_name` has for the documents, where it is asked for and there.
+    /// Returns the lengths of the documents in `length_column_name`, if `group_by_length` needs them and the
+    /// column exists.
     pub(crate) fn column_lengths(&self, arguments: &TrainingArguments) -> Result<Option<Vec<u32>>> {
         use crate::training_arguments::DEFAULT_LENGTH_COLUMN;
         let column = &arguments.length_column_name;
@@ -194,22 +193,21 @@ impl TextSource {
                 Ok(Some(records.numbers(column)?))
             }
             _ if is_default => Ok(None),
-            Self::Unique(_) => Err(unusable(column, "`remove_duplicates` has left records out")),
-            _ => Err(unusable(column, "files of text have no columns")),
+            Self::Unique(_) => Err(unusable(
+                column,
+                "with `remove_duplicates`, which drops records",
+            )),
+            _ => Err(unusable(column, "for text files, which have no columns")),
         }
     }
 }
 
-fn unusable(column: &str, problem: &str) -> Error {
-    Error::Invalid {
-        key: "length_column_name",
-        given: format!("`{column}`"),
-        problem: problem.to_owned(),
-        way_out: "drop it: the tokens themselves are counted".to_owned(),
-    }
+fn unusable(column: &str, reason: &str) -> Error {
+    let expected = format!("left out {reason}; drop it, the tokens are counted instead");
+    overdrive_core::Error::option("length_column_name", column, expected).into()
 }
 
-/// The files that are named, and those in the folders among them, without hidden ones and links.
+/// Returns the named files and those in the named folders, without hidden files and links.
 fn files_of(data: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for path in data {
@@ -223,11 +221,12 @@ fn files_of(data: &[PathBuf]) -> Result<Vec<PathBuf>> {
 
 fn add_folder(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     let entries = std::fs::read_dir(folder).and_then(Iterator::collect::<std::io::Result<Vec<_>>>);
-    let mut entries = entries.map_err(Error::io("read the folder", folder))?;
+    let mut entries = entries.map_err(CommonError::io("read the folder", folder))?;
+    // The order of `read_dir` differs between machines; that of the documents must not.
     entries.sort_by_key(std::fs::DirEntry::file_name);
     for entry in entries {
         let path = entry.path();
-        let kind = entry.file_type().map_err(Error::io("read", &path))?;
+        let kind = entry.file_type().map_err(CommonError::io("read", &path))?;
         if entry.file_name().as_encoded_bytes().starts_with(b".") {
             continue;
         }
@@ -240,7 +239,7 @@ fn add_folder(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// What the files are together; `None` for text of which each file is a document.
+/// Returns the common format of the files; `None` for text files, each of which is a document.
 fn kind_of(files: &[PathBuf], arguments: &TrainingArguments) -> Result<Option<RecordKind>> {
     let mut kinds: Vec<Option<RecordKind>> = Vec::new();
     for file in files {
@@ -253,7 +252,7 @@ fn kind_of(files: &[PathBuf], arguments: &TrainingArguments) -> Result<Option<Re
         [None] if arguments.sample_by == SampleBy::Line => Ok(Some(RecordKind::Lines)),
         [kind] => Ok(*kind),
         _ => {
-            // In a folder of text there may be anything; what is named must be read as it is.
+            // A folder of text may contain other files, but a file that is named must be read as what it is.
             let named = |file: &&PathBuf| arguments.data.contains(file);
             let table = files.iter().filter(named).find_map(|file| {
                 let kind = RecordKind::of(file)?;
@@ -270,10 +269,9 @@ fn kind_of(files: &[PathBuf], arguments: &TrainingArguments) -> Result<Option<Re
     }
 }
 
-/// JSON Lines of some of the texts, from places that lie evenly over all of them.
+/// Writes a sample of the texts as JSON Lines: runs of records at evenly spaced positions.
 fn write_sample(texts: &dyn Dataset<Item = String>, path: &Path) -> Result<()> {
-    let failed = || Error::io("write", path);
-    let file = std::fs::File::create(path).map_err(failed())?;
+    let file = std::fs::File::create(path).map_err(CommonError::io("write", path))?;
     let mut file = BufWriter::new(file);
     let len = texts.len();
     for run in 0..SAMPLE_RUNS {
@@ -285,8 +283,8 @@ fn write_sample(texts: &dyn Dataset<Item = String>, path: &Path) -> Result<()> {
             let text = texts.get(index)?;
             left = left.saturating_sub(text.len());
             let record = serde_json::json!({ "text": text });
-            writeln!(file, "{record}").map_err(failed())?;
+            writeln!(file, "{record}").map_err(CommonError::io("write", path))?;
         }
     }
-    file.flush().map_err(failed())
+    Ok(file.flush().map_err(CommonError::io("write", path))?)
 }

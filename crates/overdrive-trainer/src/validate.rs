@@ -1,34 +1,28 @@
-//! Checks of a configuration before anything is loaded. Ranges of single keys are in the table of keys;
-//! here are the checks of several keys together.
+//! Checks of a configuration before anything is loaded. The ranges of single keys are in the table of keys;
+//! this module checks keys against each other.
 
-use crate::diagnosis::as_value;
+use crate::config_errors::as_value;
+use crate::estimates::STEPS_BEFORE_TRACE;
 use crate::keys::check_ranges;
-use crate::measures::STEPS_BEFORE_TRACE;
-use crate::{Error, Result, TrainingArguments};
+use crate::{Result, TrainingArguments};
 
-/// An [`Error::Invalid`].
+/// Returns an [`overdrive_core::Error::InvalidOption`]; `expected` completes "it must be".
 pub(crate) fn invalid<T>(
     key: &'static str,
-    given: impl ToString,
-    problem: impl Into<String>,
-    way_out: impl Into<String>,
+    value: impl std::fmt::Display,
+    expected: impl Into<std::borrow::Cow<'static, str>>,
 ) -> Result<T> {
-    Err(Error::Invalid {
-        key,
-        given: given.to_string(),
-        problem: problem.into(),
-        way_out: way_out.into(),
-    })
+    Err(overdrive_core::Error::option(key, value, expected).into())
 }
 
 impl TrainingArguments {
-    /// Checks the values, alone and together. Nothing is read from the disk.
+    /// Checks the values by themselves and against each other. It does not access the disk.
     ///
     /// # Errors
-    /// [`Error::Invalid`] with the key, what is wrong and the way out.
+    /// [`Error::Common`](crate::Error::Common) with the key, its value and the allowed values.
     pub fn validate(&self) -> Result<()> {
         check_ranges(&as_value(self)?, &as_value(&Self::default())?)?;
-        // JSON writes NaN as it writes a key that is not set.
+        // JSON has `null` both for NaN and for an optional key that is not set.
         let optional = [
             ("eval_steps", self.eval_steps),
             ("ddp_bucket_cap_mb", self.ddp_bucket_cap_mb),
@@ -36,42 +30,37 @@ impl TrainingArguments {
         ];
         for (key, number) in optional {
             if number.is_some_and(|number| !number.is_finite()) {
-                return invalid(key, "not a finite number", "it must be one", "leave it out");
+                let expected = "a finite number; leave the key out for the default";
+                return invalid(key, "not a finite number", expected);
             }
         }
         if self.max_steps == 0 {
-            let way_out = "give 1 or more, or -1 to train for `num_train_epochs`";
-            return invalid("max_steps", 0, "a run has at least one step", way_out);
+            let expected = "at least 1, or -1 to train for `num_train_epochs`";
+            return invalid("max_steps", 0, expected);
         }
         let epochs = self.num_train_epochs;
         if self.max_steps < 0 && !(epochs.is_finite() && epochs > 0.0) {
-            let problem = "it must be a number above 0 where `max_steps` is not set";
-            return invalid("num_train_epochs", epochs, problem, "give one of the two");
+            let expected = "positive if `max_steps` is not set";
+            return invalid("num_train_epochs", epochs, expected);
         }
         let last_without_trace = STEPS_BEFORE_TRACE.cast_signed();
         if self.trace.is_some() && (1..=last_without_trace).contains(&self.max_steps) {
-            return invalid(
-                "max_steps",
-                self.max_steps,
-                format!("`trace` records from step {} on", STEPS_BEFORE_TRACE + 1),
-                "give more steps, or leave `trace` out",
+            let expected = format!(
+                "at least {0} with `trace`, which records from step {0} on; give more steps, or leave \
+                 `trace` out",
+                STEPS_BEFORE_TRACE + 1
             );
+            return invalid("max_steps", self.max_steps, expected);
         }
         if self.tokenizer.is_none() && self.vocab_size < 257 {
-            return invalid(
-                "vocab_size",
-                self.vocab_size,
-                "a byte-level tokenizer has a token for each of the 256 bytes and one between documents",
-                "give 257 or more, or a `tokenizer`",
-            );
+            let expected = "at least 257, because a byte-level tokenizer has a token for each of the 256 bytes \
+                            and one for the end of a document; give 257 or more, or a `tokenizer`";
+            return invalid("vocab_size", self.vocab_size, expected);
         }
+        // A layer that sets one resets the other, so both come from the same file or from code.
         if self.bf16 && self.fp16 {
-            return invalid(
-                "bf16",
-                true,
-                "`fp16` is true as well, and a run has one of them",
-                "drop one, or add `--no-fp16` or `--no-bf16`",
-            );
+            let expected = "false if `fp16` is true; drop one, or add `--no-fp16` or `--no-bf16`";
+            return invalid("bf16", true, expected);
         }
         self.validate_loading()?;
         self.validate_saving()?;

@@ -1,4 +1,4 @@
-//! Real signals, sent to a child process: this test program started again.
+//! Real signals to a child process, which is this test program started again.
 #![cfg(unix)]
 
 use std::io::{BufRead, BufReader};
@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 
 use overdrive_trainer::Interrupt;
 
-/// Set in the child: what it does when the flag goes up.
+/// The variable that tells the child how to react to the flag.
 const ROLE: &str = "OVERDRIVE_INTERRUPT_TEST";
 
-/// Far longer than a child needs; a test that hangs fails.
+/// A timeout far beyond the child's need, so that a test that hangs fails.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What the child runs; a test of its own that does nothing in the parent.
+/// The code of the child: a test that does nothing in the parent.
 #[test]
 fn child() {
     let Ok(role) = std::env::var(ROLE) else {

@@ -1,6 +1,6 @@
 //! The memory estimate against the measured peak of the default model, configuration by configuration.
 //!
-//! One test, because the statistics are of the process.
+//! One test, because the statistics are global.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, Window};
@@ -17,7 +17,7 @@ use overdrive_transformer::{
 };
 use tch::{Device, Kind, Tensor};
 
-/// How far the estimate may be off.
+/// The tolerance of the estimate.
 const TOLERANCE: f64 = 0.15;
 
 struct Configuration {
@@ -25,12 +25,11 @@ struct Configuration {
     execution: Execution,
     precision: Precision,
     plan: MemoryPlan,
-    /// Whether gradients are accumulated over two micro-batches too.
+    /// If `true`, gradients are also accumulated over two micro-batches.
     twice: bool,
 }
 
-/// The peak of a step when the optimizer's states are there: an update with gradients of zero makes
-/// them first.
+/// Returns the peak of a step with existing optimizer states, which an update with zero gradients creates first.
 fn measured(model: &CausalLm, precision: Precision, batch: i64, length: i64, micro: usize) -> u64 {
     let groups = decay_groups(model.named_parameters(), 0.1);
     let mut optimizer = AdamW::new(groups, AdamWConfig::default()).unwrap();

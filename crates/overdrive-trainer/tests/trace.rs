@@ -1,4 +1,4 @@
-//! The Chrome trace of a run: written also where the run ends before the trace is whole.
+//! The Chrome trace of a run is also written if the run ends before the trace is complete.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_trainer::{Preset, TrainingArguments};

@@ -5,22 +5,22 @@ use overdrive::trainer::{FinetuneArguments, Quant4Type};
 use super::memory::{TrainingMemory, mebibytes};
 use crate::training::Summary;
 
-/// A way of fine-tuning.
+/// A method of fine-tuning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Method {
-    /// All weights learn.
+    /// All weights are trained.
     Full,
-    /// Adapters learn beside the weights as they are.
+    /// Adapters are trained beside the original weights.
     Lora,
-    /// Adapters learn beside weights in NF4 with double quantization.
+    /// Adapters are trained beside weights in NF4 with double quantization.
     Qlora,
 }
 
 impl Method {
-    /// Every method.
+    /// All methods.
     pub const ALL: [Self; 3] = [Self::Full, Self::Lora, Self::Qlora];
 
-    /// The configuration with this method and everything else as it is.
+    /// Returns the configuration with this method and otherwise unchanged options.
     pub fn of(self, arguments: &FinetuneArguments) -> FinetuneArguments {
         let is_qlora = self == Self::Qlora;
         FinetuneArguments {
@@ -49,16 +49,16 @@ impl fmt::Display for Method {
     }
 }
 
-/// The methods side by side, on the same data, order and seed. Displayed: as a table.
+/// The results of the methods on the same data, order and seed. Displayed as a table.
 #[derive(Debug)]
 pub struct Comparison {
-    /// What each came to.
+    /// The results of each method.
     pub rows: Vec<(Method, TrainingMemory, Summary)>,
 }
 
 impl Comparison {
-    /// By how much the loss curve of QLoRA differs from LoRA's: the mean of the steps' differences, as a
-    /// part of LoRA's mean loss. `None` without both.
+    /// Returns the difference between the loss curves of QLoRA and LoRA: the mean difference of the steps, as a
+    /// fraction of LoRA's mean loss. `None` without both.
     pub fn curve_difference(&self) -> Option<f64> {
         let losses = |wanted: Method| {
             let row = self.rows.iter().find(|(method, ..)| *method == wanted)?;
@@ -79,7 +79,7 @@ impl fmt::Display for Comparison {
             "", "trainable", "weights", "optimizer", "peak", "loss", "tokens/s"
         )?;
         for (method, memory, summary) in &self.rows {
-            // The last quarter: one step's loss is mostly chance.
+            // The mean of the last quarter: the loss of a single step is mostly noise.
             let last = &summary.losses[summary.losses.len() - summary.losses.len().div_ceil(4)..];
             let loss = last.iter().sum::<f64>() / last.len().max(1) as f64;
             writeln!(
@@ -96,7 +96,11 @@ impl fmt::Display for Comparison {
             )?;
         }
         match self.curve_difference() {
-            Some(part) => write!(f, "QLoRA's loss curve is {:.2}% from LoRA's", 100.0 * part),
+            Some(part) => write!(
+                f,
+                "QLoRA's loss curve differs from LoRA's by {:.2}%",
+                100.0 * part
+            ),
             None => Ok(()),
         }
     }

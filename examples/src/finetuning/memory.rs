@@ -8,30 +8,30 @@ use overdrive::trainer::FinetuneArguments;
 use super::FinetuneModel;
 use crate::training::{Summary, decoder_shape};
 
-/// Where the memory of a fine-tuning goes, in bytes.
+/// The memory of a fine-tuning run, in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TrainingMemory {
-    /// Numbers that learn.
+    /// The number of trainable parameters.
     pub trainable_parameters: u64,
-    /// Numbers there are.
+    /// The number of parameters.
     pub all_parameters: u64,
-    /// Weights and adapters.
+    /// The weights and adapters.
     pub weight_bytes: u64,
-    /// Gradients of what learns.
+    /// The gradients of the trainable parameters.
     pub gradient_bytes: u64,
     /// The optimizer's state.
     pub optimizer_bytes: u64,
-    /// The most bytes of tensors at once, measured; absent where the device does not tell.
+    /// The measured peak of all tensors; `None` if the device does not report it.
     pub peak_bytes: Option<u64>,
-    /// The same for training all weights, by estimate.
+    /// The estimated peak for training all weights.
     pub full_peak_bytes: u64,
     /// The optimizer's state for training all weights.
     pub full_optimizer_bytes: u64,
 }
 
 impl TrainingMemory {
-    /// After a run, whose memory statistics began with it. `width`: tokens of a micro-batch's rows, which
-    /// the estimate goes by.
+    /// Returns the memory of a run during which the memory statistics were recorded. `width` is the number of
+    /// tokens in a row of a micro-batch, for the estimate.
     pub fn of(
         arguments: &FinetuneArguments,
         model: &FinetuneModel,

@@ -1,4 +1,4 @@
-//! The parts of fine-tuning beside the loop: the model with its adapters, the memory it takes, its results.
+//! The components of fine-tuning besides the loop: the model with its adapters, its memory, its results.
 
 mod comparison;
 mod memory;

@@ -12,22 +12,23 @@ use tch::{Device, Kind, Tensor};
 /// The name of the adapter, PEFT's own.
 const ADAPTER: &str = "default";
 
-/// A model that was loaded to be trained, and what of it is.
+/// A loaded model and its trainable parameters.
 #[derive(Debug)]
 pub struct FinetuneModel {
     /// The model.
     pub model: CausalLm,
-    /// What learns, with names.
+    /// The trainable parameters, by name.
     pub trainable: Vec<(String, Tensor)>,
     has_adapter: bool,
 }
 
 impl FinetuneModel {
-    /// Loads the model, quantized where that is asked for, and adds an adapter or makes all weights
-    /// learn. Weights that learn are fp32; others are as they are stored.
+    /// Loads the model, quantized if the arguments say so, and adds an adapter or makes all weights trainable.
+    /// Trainable weights are fp32; others keep their stored dtype.
     pub fn load(arguments: &FinetuneArguments, device: Device) -> Result<Self> {
         let options = LoadOptions {
             device,
+            // Updates of half-precision weights would be rounded away; frozen weights need no fp32.
             kind: (!arguments.use_peft).then_some(Kind::Float),
             quantization: arguments.quantization(),
             ..LoadOptions::default()
@@ -53,7 +54,7 @@ impl FinetuneModel {
         })
     }
 
-    /// Describes the model and its trainable parameters, a line each.
+    /// Describes the model and its trainable parameters, one line each.
     pub fn describe(
         &self,
         arguments: &FinetuneArguments,
@@ -77,14 +78,15 @@ impl FinetuneModel {
         ));
     }
 
-    /// How many numbers learn.
+    /// Returns the number of trainable parameters.
     pub fn trainable_parameters(&self) -> u64 {
         let numbers = self.trainable.iter();
         numbers.map(|(_, tensor)| tensor.numel() as u64).sum()
     }
 
-    /// How many numbers there are, adapters included.
+    /// Returns the number of parameters, including adapters.
     pub fn all_parameters(&self) -> u64 {
+        // Adapters are not parameters of the base model, so they are added.
         let own = u64::try_from(self.model.num_parameters()).unwrap_or(0);
         match self.has_adapter {
             true => own + self.trainable_parameters(),
@@ -92,7 +94,7 @@ impl FinetuneModel {
         }
     }
 
-    /// Bytes of the weights, quantized or not, and of the adapters.
+    /// Returns the size of the weights, quantized or not, and of the adapters, in bytes.
     pub fn weight_bytes(&self) -> u64 {
         let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
         let adapters = self.trainable.iter().map(|(_, tensor)| bytes(tensor));
@@ -103,8 +105,8 @@ impl FinetuneModel {
         (self.model.memory_footprint() + adapters) as u64
     }
 
-    /// Writes the adapter into the run's folder in PEFT's format, or without one the model into
-    /// `model/`; averages of them into `model_ema/`.
+    /// Writes the adapter into the run's folder in PEFT's format, or without an adapter the model into
+    /// `model/`; averaged weights are written to `model_ema/`.
     pub fn save(&mut self, run: &RunFolder, ema: Option<&mut Ema>) -> Result<()> {
         match self.has_adapter {
             true => save_adapter(&mut self.model, ADAPTER, run.root())?,
@@ -113,6 +115,7 @@ impl FinetuneModel {
                 .save_pretrained(run.model(), &SaveOptions::default())?,
         }
         if let Some(ema) = ema {
+            // The guard puts the trained weights back after saving.
             let _averaged = ema.apply()?;
             match self.has_adapter {
                 true => save_adapter(&mut self.model, ADAPTER, run.averaged_model())?,
@@ -124,8 +127,8 @@ impl FinetuneModel {
         Ok(())
     }
 
-    /// Merges the adapter into the model and writes that into `folder`. Where weights are quantized, the
-    /// model is loaded again without, so that the merge is exact.
+    /// Merges the adapter into the model and writes the result into `folder`. A quantized model is first loaded
+    /// again without quantization, so that the merge is exact.
     pub fn save_merged(
         arguments: &FinetuneArguments,
         run: &RunFolder,

@@ -12,44 +12,44 @@ use overdrive::transformer::CausalLm;
 use super::{FinetuneModel, TrainingMemory};
 use crate::training::Summary;
 
-/// Tokens of an answer that is shown at the end.
+/// The maximum number of tokens of an answer that is shown at the end.
 const ANSWER_TOKENS: usize = 64;
 
-/// A model that was fine-tuned, before its results are written.
+/// A fine-tuned model before its results are written.
 #[derive(Debug)]
 pub struct Finetuned {
-    /// The arguments, with the context that the model has.
+    /// The arguments, with the model's context.
     pub arguments: FinetuneArguments,
     /// The run's folder; `None` for a run that writes nothing.
     pub folder: Option<RunFolder>,
     /// The trained model.
     pub model: FinetuneModel,
-    /// The questions and answers.
+    /// The prompts and responses.
     pub data: InstructionData,
     /// The losses and the speed.
     pub summary: Summary,
     /// The average of the trainable parameters (`ema_decay`).
     pub ema: Option<Ema>,
-    /// The memory that training took.
+    /// The memory of the training.
     pub memory: TrainingMemory,
-    /// The share of tokens that were no padding, 0 to 1.
+    /// The fraction of tokens that were not padding, 0 to 1.
     pub fill: f64,
 }
 
-/// The results of a fine-tuning. Displayed: answers, loss, memory and speed.
+/// The results of a fine-tuning run. Displayed as answers, loss, memory and speed.
 #[derive(Debug)]
 pub struct FinetuneResults {
     /// The run's folder.
     pub folder: RunFolder,
-    /// The folder of the model that has the adapter merged into it, if that was asked for.
+    /// The folder of the model with the adapter merged into it, if it was written.
     pub merged: Option<PathBuf>,
     /// The losses and the speed.
     pub summary: Summary,
-    /// The memory that training took.
+    /// The memory of the training.
     pub memory: TrainingMemory,
-    /// The share of tokens that were no padding, 0 to 1.
+    /// The fraction of tokens that were not padding, 0 to 1.
     pub fill: f64,
-    /// Answers of the trained model to questions that were held back, or learned where none were.
+    /// Answers of the trained model to held-out questions, or to training questions if none are held out.
     pub samples: Vec<Sample>,
 }
 
@@ -84,13 +84,13 @@ impl Finetuned {
     }
 }
 
-/// Lets the model answer some of the questions.
+/// Generates answers of the model to some of the questions.
 fn answers(
     arguments: &FinetuneArguments,
     model: &CausalLm,
     data: &InstructionData,
 ) -> Result<Vec<Sample>> {
-    let undecodable = |error| anyhow!("the tokenizer cannot decode what the model wrote: {error}");
+    let undecodable = |error| anyhow!("the tokenizer cannot decode the generated tokens: {error}");
     let records = data.validation.as_ref().unwrap_or(&data.train);
     let context = usize::try_from(model.config().max_position_embeddings()).unwrap_or(usize::MAX);
     let mut samples = Vec::new();
@@ -159,11 +159,11 @@ impl fmt::Display for FinetuneResults {
             write!(f, "\nloss        {first:.3} → {last:.3} in {steps} steps")?;
         }
         if let Some(found) = self.summary.evaluation {
-            write!(f, ", {:.3} on what was held back", found.loss)?;
+            write!(f, ", {:.3} on held-out data", found.loss)?;
         }
         writeln!(
             f,
-            "\nspeed       {:.0} tokens/s without padding, of which there was {:.1}%",
+            "\nspeed       {:.0} tokens/s without padding, which was {:.1}% of all",
             self.summary.tokens_per_second(),
             100.0 * self.summary.padding()
         )?;

@@ -10,8 +10,8 @@ use overdrive::transformer::{
 };
 use tch::{Device, Kind};
 
-/// Makes a model of the shape that the configuration describes, for the tokenizer of `data`. Its weights
-/// are drawn from the seed.
+/// Returns a new model of the shape in the configuration, for the tokenizer of `data`. Its weights are drawn
+/// from the seed.
 pub fn new_model(
     arguments: &TrainingArguments,
     data: &TextData,
@@ -29,7 +29,7 @@ pub fn new_model(
     Ok(model)
 }
 
-/// Describes the model and the memory that training it takes, a line each.
+/// Describes the model and the memory for training it, one line each.
 pub fn describe_model(
     model: &CausalLm,
     arguments: &TrainingArguments,
@@ -57,10 +57,10 @@ pub fn describe_model(
     Ok(())
 }
 
-/// Computes the summed loss of a batch.
+/// Returns the summed loss of a batch.
 ///
-/// Padding is on the right, where a causal model does not look, and its labels do not count: no mask is
-/// needed, and attention keeps its fastest kernel.
+/// Padding is on the right, where causal attention does not look, and its labels are ignored. So no mask is
+/// needed, and the fastest attention kernel can be used.
 pub fn batch_loss(model: &CausalLm, batch: &Batch) -> Result<LossOutput> {
     let mut input = ForwardInput::new(&batch.input_ids);
     if let Some(positions) = &batch.position_ids {
@@ -75,8 +75,8 @@ pub fn batch_loss(model: &CausalLm, batch: &Batch) -> Result<LossOutput> {
     Ok(model.loss_of(input, &batch.labels, LabelShift::HuggingFace)?)
 }
 
-/// Computes the mean negative log-likelihood, in nats a token, over all labels of `batches`, those of all
-/// processes, without gradients.
+/// Returns the mean negative log-likelihood in nats per token over all labels of `batches` of all processes,
+/// without gradients.
 pub fn evaluate(
     model: &CausalLm,
     batches: DeviceLoader<Batch>,
@@ -95,15 +95,15 @@ pub fn evaluate(
     Ok(group.weighted_mean(sum, tokens as f64)?)
 }
 
-/// Returns the shape of a model, for estimates of its memory. GPT-2's feed-forward part has two matrices
-/// where Llama's has three: its width is given so that they have as many weights.
+/// Returns the shape of a model, for estimates of its memory. The feed-forward layer of GPT-2 has two matrices,
+/// that of Llama three: its width is scaled so that the number of weights is the same.
 pub fn decoder_shape(model: &CausalLm) -> DecoderShape {
     let count = |number: i64| u64::try_from(number).unwrap_or(0);
     let config = model.config();
     let intermediate = match config {
         ModelConfig::Llama(llama) => llama.intermediate_size,
         ModelConfig::Gpt2(gpt2) => gpt2.inner() * 2 / 3,
-        // A family that this program does not know: the usual proportion.
+        // An unknown family: the usual ratio.
         _ => config.hidden_size() * 8 / 3,
     };
     DecoderShape {
@@ -118,7 +118,7 @@ pub fn decoder_shape(model: &CausalLm) -> DecoderShape {
     }
 }
 
-/// Returns the arithmetic of a token in `model`.
+/// Returns the FLOPs of a token in `model`.
 pub fn model_flops(model: &CausalLm) -> ModelFlops {
     let shape = decoder_shape(model);
     ModelFlops {

@@ -31,7 +31,7 @@ pub fn shared(parameters: &[(String, Tensor)]) -> Vec<(String, Tensor)> {
         .collect()
 }
 
-/// Returns the error that names the processes that were lost, if that is what `error` comes from.
+/// Returns the error that names the lost processes, if they are the cause of `error`.
 pub fn name_lost_ranks(group: &ProcessGroup, error: Error) -> Error {
     let named = error
         .downcast_ref::<overdrive::distributed::Error>()
@@ -46,8 +46,8 @@ pub fn name_lost_ranks(group: &ProcessGroup, error: Error) -> Error {
     }
 }
 
-/// Reads the files that make a snapshot of `model` a folder that transformers and
-/// [`CausalLm::from_pretrained`] load: its configuration and its tokenizer.
+/// Returns the files that make a snapshot of `model` a folder for transformers and
+/// [`CausalLm::from_pretrained`]: its configuration and its tokenizer.
 pub fn snapshot_files(
     model: &CausalLm,
     data: &TextData,

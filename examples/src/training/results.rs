@@ -8,24 +8,24 @@ use overdrive::transformer::{CausalLm, SaveOptions};
 
 use super::samples::write_samples;
 
-/// The results of a finished run. Displayed: the samples and the last validation loss.
+/// The results of a finished run. Displayed as the samples and the last validation loss.
 #[derive(Debug)]
 pub struct Results {
-    /// Texts that the model wrote.
+    /// The generated samples.
     pub samples: Vec<Sample>,
-    /// The last validation loss in nats a token, if there was an evaluation.
+    /// The last validation loss in nats per token, if there was an evaluation.
     pub eval_loss: Option<f64>,
-    /// The same in bits a byte of text.
+    /// The last validation loss in bits per byte of text.
     pub eval_bits_per_byte: Option<f64>,
     /// The number of steps.
     pub steps: u64,
 }
 
-/// Writes the model and its tokenizer as a Hugging Face folder, and the model with averaged weights where
-/// there are any; lets the model write samples, and makes the report from the metrics file.
+/// Writes the model and its tokenizer as a Hugging Face folder, and the model with averaged weights if there are
+/// any, generates samples, and writes the report from the metrics file.
 ///
 /// # Errors
-/// When a file cannot be written, the metrics cannot be read, or generation fails. The model is written
+/// An error if a file cannot be written, the metrics cannot be read, or generation fails. The model is written
 /// first.
 pub fn write_results(
     run: &RunFolder,
@@ -70,9 +70,9 @@ impl fmt::Display for Results {
             writeln!(f, "\n---\n{}│{}", sample.prompt, sample.completion)?;
         }
         if let Some(loss) = self.eval_loss {
-            write!(f, "\nvalidation loss {loss:.3} nats a token")?;
+            write!(f, "\nvalidation loss {loss:.3} nats per token")?;
             if let Some(bits) = self.eval_bits_per_byte {
-                write!(f, ", {bits:.3} bits a byte")?;
+                write!(f, ", {bits:.3} bits per byte")?;
             }
             write!(f, ", after {} steps", self.steps)?;
         }

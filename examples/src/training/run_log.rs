@@ -19,15 +19,15 @@ use super::{StepTotals, Summary, model_flops};
 /// The progress of a run over all its processes and restarts.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Done {
-    /// Optimizer steps.
+    /// The number of optimizer steps.
     pub steps: u64,
-    /// Tokens without padding.
+    /// The number of tokens without padding.
     pub tokens: u64,
-    /// Seconds of wall time.
+    /// The wall time in seconds.
     pub seconds: f64,
 }
 
-/// Measures the steps of a run and reports them: on the terminal, to trackers, as a trace, in a summary.
+/// The log of a run: measures its steps and reports them on the terminal, to trackers, as a trace and in a summary.
 pub struct RunLog {
     recorder: StepRecorder,
     profiler: Option<Profiler<'static>>,
@@ -41,7 +41,7 @@ pub struct RunLog {
 }
 
 impl RunLog {
-    /// Begins to measure a run. Lines come on rank 0 only.
+    /// Starts the log of a run. Lines are printed on rank 0 only.
     pub fn begin(
         arguments: &TrainingArguments,
         plan: &TrainingPlan,
@@ -51,6 +51,7 @@ impl RunLog {
     ) -> Result<Self> {
         let (device, devices) = (model.device(), group.world_size());
         let progress = match group.is_main() {
+            // One terminal: the lines of all ranks would be the same.
             true => TrainingProgress::new(plan.total_steps).with_logging_steps(plan.logging_steps),
             false => TrainingProgress::silent(),
         };
@@ -66,18 +67,18 @@ impl RunLog {
         })
     }
 
-    /// Continues from the progress that the run had before this process began.
+    /// Continues from the progress of the run before this process.
     pub fn resume(&mut self, done: &Done) {
         self.before = done.clone();
         self.summary = Summary::after(done.steps);
     }
 
-    /// Sends the metrics of each step to `trackers` too.
+    /// Also sends the metrics of each step to `trackers`.
     pub fn track(&mut self, trackers: Trackers) {
         self.trackers = std::mem::take(&mut self.trackers).with(trackers);
     }
 
-    /// Shows a line between those of the steps.
+    /// Prints a line between those of the steps.
     pub fn say(&mut self, line: &str) {
         self.progress.println(line);
     }
@@ -87,18 +88,19 @@ impl RunLog {
         self.recorder.begin_step();
     }
 
-    /// Counts the time that `work` takes as that of `phase`.
+    /// Runs `work` and counts its time as that of `phase`.
     pub fn phase<T>(&self, phase: Phase, work: impl FnOnce() -> T) -> T {
         self.recorder.phase(phase, work)
     }
 
-    /// Stops the clock of a step; returns the progress of the run and the metrics of the step.
+    /// Stops the clock of a step and returns the progress of the run and the metrics of the step.
     pub fn end_step(
         &mut self,
         step: u64,
         totals: &StepTotals,
         loader: &DeviceLoader<Batch>,
     ) -> Result<(Done, StepMetrics)> {
+        // Before `end_step`, which assigns the waiting time to this step.
         self.recorder.loader(loader_totals(loader));
         let record = self.recorder.end_step(totals.work())?;
         self.summary.add(totals, record.seconds);
@@ -107,6 +109,7 @@ impl RunLog {
         }
         let done = Done {
             steps: step,
+            // The totals continue over restarts, the summary is that of this process.
             tokens: self.before.tokens + self.summary.tokens,
             seconds: self.before.seconds + self.began.elapsed().as_secs_f64(),
         };
@@ -122,14 +125,14 @@ impl RunLog {
         Ok((done, metrics))
     }
 
-    /// Shows the metrics of a step and sends them to the trackers.
+    /// Prints the metrics of a step and sends them to the trackers.
     pub fn log(&mut self, metrics: &StepMetrics) -> Result<()> {
         self.trackers.log(metrics)?;
         self.progress.update(metrics);
         Ok(())
     }
 
-    /// Warns of snapshots that could not be written, if any ended so since this was last called.
+    /// Warns about snapshots that failed since the last call.
     pub fn warn_of(&mut self, snapshots: &mut SnapshotManager) -> Result<()> {
         let ended = snapshots.outcomes()?;
         for line in snapshots.warnings(&ended) {
@@ -138,7 +141,7 @@ impl RunLog {
         Ok(())
     }
 
-    /// Closes everything; returns what the run came to.
+    /// Closes the trackers and returns the summary of the run.
     pub fn finish(mut self, optimizer: &dyn Optimizer) -> Result<Summary> {
         self.trackers.finish()?;
         self.progress.finish();

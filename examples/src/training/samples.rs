@@ -4,13 +4,13 @@ use overdrive::profiling::Sample;
 use overdrive::trainer::{TextData, TrainingArguments};
 use overdrive::transformer::CausalLm;
 
-/// Tokens of a prompt at most.
+/// The maximum number of prompt tokens.
 const PROMPT_TOKENS: usize = 24;
-/// Tokens that the model writes.
+/// The number of generated tokens.
 const NEW_TOKENS: usize = 120;
 
-/// Continues the beginnings of `arguments.samples` validation documents, which the model has never
-/// seen, at temperature 0.8 and top-p 0.95. The same seed gives the same samples.
+/// Continues the beginnings of `arguments.samples` validation documents at temperature 0.8 and top-p 0.95. The
+/// same seed gives the same samples.
 pub(super) fn write_samples(
     model: &CausalLm,
     data: &TextData,
@@ -42,7 +42,7 @@ pub(super) fn write_samples(
         .collect()
 }
 
-/// The first tokens of documents that lie evenly over the validation part.
+/// Returns the first tokens of evenly spaced validation documents.
 fn prompts(data: &TextData, tokens: usize, wanted: usize) -> Result<Vec<Vec<i64>>> {
     let store = data.validation.store();
     let long_enough: Vec<_> = data
@@ -71,5 +71,5 @@ fn text(data: &TextData, tokens: &[i64]) -> Result<String> {
         .collect();
     data.tokenizer
         .decode(&ids, true)
-        .map_err(|error| anyhow!("the tokenizer cannot decode what the model wrote: {error}"))
+        .map_err(|error| anyhow!("the tokenizer cannot decode the generated tokens: {error}"))
 }

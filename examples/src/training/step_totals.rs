@@ -7,20 +7,20 @@ use overdrive::profiling::{StepMetrics, StepWork};
 /// The totals of one optimizer step over all processes.
 #[derive(Debug, Clone, Copy)]
 pub struct StepTotals {
-    /// The mean loss over the labels, in nats a token.
+    /// The mean loss over the labels, in nats per token.
     pub loss: f64,
-    /// Tokens without padding.
+    /// The number of tokens without padding.
     pub tokens: u64,
-    /// Tokens with padding.
+    /// The number of tokens with padding.
     pub padded_tokens: u64,
-    /// Sequences.
+    /// The number of sequences.
     pub sequences: u64,
-    /// True where a process was asked to stop.
+    /// If `true`, a process was asked to stop.
     pub stop: bool,
 }
 
 impl StepTotals {
-    /// Adds up the step of all processes by one collective; in a world of one there is none.
+    /// Sums the step over all processes in one collective; in a world of one there is none.
     pub fn over(
         group: &ProcessGroup,
         window: &[Batch],
@@ -29,7 +29,7 @@ impl StepTotals {
     ) -> Result<Self> {
         let sum = |count: fn(&Batch) -> usize| window.iter().map(count).sum::<usize>() as f64;
         let labels = step.tokens as f64;
-        // Counts come back exactly: they are far below 2^53.
+        // Counts are exact in f64: they are far below 2^53.
         let [loss, labels, tokens, padded, sequences, stop] = group.sums([
             step.loss()? * labels,
             labels,
@@ -55,7 +55,7 @@ impl StepTotals {
         }
     }
 
-    /// Adds loss and padding to the metrics of the step.
+    /// Adds the loss and the padding to the metrics of the step.
     pub fn apply_to(&self, metrics: &mut StepMetrics) {
         metrics.loss = self.loss;
         metrics.padding = (self.padded_tokens > self.tokens)

@@ -10,32 +10,32 @@ use super::StepTotals;
 /// The summary of a run.
 #[derive(Debug, Clone, Default)]
 pub struct Summary {
-    /// The loss of each step since this process began, over all processes, in nats a token.
+    /// The loss of each step since the start of this process, over all processes, in nats per token.
     pub losses: Vec<f64>,
     /// The last evaluation.
     pub evaluation: Option<Evaluation>,
-    /// Tokens of all processes, padding not counted.
+    /// The number of tokens of all processes without padding.
     pub tokens: u64,
-    /// Tokens of all processes with padding.
+    /// The number of tokens of all processes with padding.
     pub padded_tokens: u64,
-    /// Seconds of all steps, evaluations not counted.
+    /// The seconds of all steps, without evaluations.
     pub step_seconds: f64,
-    /// Bytes of the optimizer's state.
+    /// The size of the optimizer's state in bytes.
     pub optimizer_bytes: u64,
     /// The phase that slowed the steps down.
     pub bottleneck: Option<Bottleneck>,
     /// The time that steps waited for their batches.
     pub data_loading: Option<DataLoading>,
-    /// The step after which the run resumed; 0 for a new run.
+    /// The step from which the run resumed; 0 for a new run.
     pub resumed_step: u64,
-    /// The step whose weights the model has at the end, where it has those of the best snapshot.
+    /// The step of the model's weights at the end, if they are those of the best snapshot.
     pub best_step: Option<u64>,
-    /// True where a signal ended the run early.
+    /// If `true`, a signal ended the run early.
     pub interrupted: bool,
 }
 
 impl Summary {
-    /// The summary of a run that begins after `step`.
+    /// Returns the summary of a run that starts after `step`.
     pub fn after(step: u64) -> Self {
         Self {
             resumed_step: step,
@@ -43,7 +43,7 @@ impl Summary {
         }
     }
 
-    /// Adds a step that took `seconds`.
+    /// Adds a step of `seconds`.
     pub fn add(&mut self, totals: &StepTotals, seconds: f64) {
         self.losses.push(totals.loss);
         self.tokens += totals.tokens;
@@ -52,29 +52,29 @@ impl Summary {
         self.interrupted = totals.stop;
     }
 
-    /// Adds the figures that are known at the end of the run.
+    /// Sets the values that are known at the end of the run.
     pub fn finish(&mut self, recorder: &StepRecorder, optimizer: &dyn Optimizer) {
         self.bottleneck = recorder.bottleneck();
         self.data_loading = recorder.data_loading();
-        // 0 where the optimizer has no state to store.
+        // 0 if the optimizer has no state to store.
         self.optimizer_bytes = optimizer.state_dict().map_or(0, |state| {
             let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
             state.tensors.values().map(bytes).sum::<usize>() as u64
         });
     }
 
-    /// Returns the tokens a second over all steps.
+    /// Returns the tokens per second over all steps.
     pub fn tokens_per_second(&self) -> f64 {
         self.tokens as f64 / self.step_seconds.max(f64::MIN_POSITIVE)
     }
 
-    /// Returns the share of padding among all tokens, 0 to 1.
+    /// Returns the fraction of padding among all tokens, 0 to 1.
     pub fn padding(&self) -> f64 {
         1.0 - self.tokens as f64 / self.padded_tokens.max(1) as f64
     }
 }
 
-/// A line each for padding, waiting for data, the bottleneck and the best step.
+/// Formats one line each for padding, data loading, the bottleneck and the best step.
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.padding() > 0.0 {
@@ -91,7 +91,7 @@ impl fmt::Display for Summary {
             writeln!(f, "{bottleneck}")?;
         }
         if let Some(step) = self.best_step {
-            writeln!(f, "the weights are those of step {step}, the best")?;
+            writeln!(f, "the weights are those of step {step}, the best one")?;
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Files of every kind, documents as sequences, and loaders with any number of threads.
+//! Files of every format, documents as sequences, and loaders with any number of threads.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -66,7 +66,7 @@ fn arguments(folder: &Path, name: &str, content: &str) -> TrainingArguments {
     }
 }
 
-/// The data, and the lines about it.
+/// Returns the data, and the log lines about it.
 fn prepare(
     folder: &Path,
     arguments: &TrainingArguments,
@@ -267,7 +267,7 @@ fn equal_documents_are_left_out_before_they_are_tokenized_and_counted() {
     for _run in 0..2 {
         let (data, said) = prepare(folder.path(), &arguments).unwrap();
         assert!(
-            said.contains("30 records equal to an earlier one left out"),
+            said.contains("30 records equal to an earlier one removed"),
             "{said}"
         );
         assert_eq!(documents(&data), 30);
@@ -285,7 +285,7 @@ fn equal_documents_are_left_out_before_they_are_tokenized_and_counted() {
     arguments.data = vec![texts];
     let (data, said) = prepare(folder.path(), &arguments).unwrap();
     assert!(
-        said.contains("10 files equal to an earlier one left out"),
+        said.contains("10 files equal to an earlier one removed"),
         "{said}"
     );
     assert_eq!(documents(&data), 10);

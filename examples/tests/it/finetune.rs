@@ -1,4 +1,4 @@
-//! Fine-tuning in small: LoRA, QLoRA and all weights on questions and answers.
+//! Small fine-tuning runs: LoRA, QLoRA and all weights on prompts and responses.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ use tch::{Device, Kind, Tensor};
 use crate::alone;
 use crate::finetune_example::compare;
 
-/// As the example does.
+/// Fine-tunes as the example does.
 fn finetune(arguments: &FinetuneArguments, say: impl FnMut(&str)) -> Result<FinetuneResults> {
     let group = ProcessGroup::single();
     crate::finetune_example::finetune(arguments, &group, true, say)?.write()
@@ -30,7 +30,7 @@ fn tokenizer() -> PathBuf {
         .join("../crates/overdrive-trainer/tests/fixtures/chat_labels/tokenizer.json")
 }
 
-/// A small model with a tokenizer, and questions to learn.
+/// Creates a small model with a tokenizer, and questions to train on.
 fn prepare(folder: &Path, questions: usize) -> FinetuneArguments {
     let model = folder.join("base");
     if !model.exists() {
@@ -275,7 +275,7 @@ fn equal_records_are_left_out_and_counted() {
     let data = InstructionData::prepare(&arguments, &[], |line| said += line);
     let data = data.unwrap();
     assert!(
-        said.contains("35 records equal to an earlier one left out"),
+        said.contains("35 records equal to an earlier one removed"),
         "{said}"
     );
     let held = data.validation.as_ref().unwrap();
@@ -366,26 +366,29 @@ fn what_is_wrong_with_a_configuration_is_said_by_key() {
         ),
         (
             json!({"lora_r": "many"}),
-            "`lora_r` is the text \"many\", expected a whole number",
+            "`lora_r` is the string \"many\", expected an integer",
         ),
         (
             json!({"load_in_4bit": true, "load_in_8bit": true}),
-            "`load_in_8bit` is true as well",
+            "`load_in_8bit` is true; drop one of them",
         ),
         (
             json!({"load_in_4bit": true, "use_peft": false}),
-            "quantized weights cannot be trained",
+            "quantized weights, which cannot be trained",
         ),
-        (json!({"vocab_size": 5}), "the model has its tokenizer"),
+        (
+            json!({"vocab_size": 5}),
+            "the tokenizer of the model is used",
+        ),
         (json!({"neftune_noise_alpha": 5}), "neftune_noise_alpha"),
-        (json!({"r": 4, "lora_r": 8}), "two names of one key"),
+        (json!({"r": 4, "lora_r": 8}), "two names of the same key"),
         (
             json!({"packing": true, "group_by_length": true}),
-            "packed rows are full",
+            "whose rows are full anyway",
         ),
         (
             json!({"prompt_template": "Q:"}),
-            "write {prompt} at its place",
+            "a text that contains {prompt}",
         ),
         (json!({"lora_r": 0}), "rank"),
     ] {

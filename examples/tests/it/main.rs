@@ -1,4 +1,4 @@
-//! The example programs in small and in this process.
+//! Small runs of the example programs in this process.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -13,7 +13,7 @@ mod whole_run;
 #[path = "../../finetune.rs"]
 mod finetune_example;
 
-/// libtorch's generator, memory statistics and threads are the process's: one test uses them at a time.
+/// A lock: libtorch's generator, memory statistics and threads are global, so one test uses them at a time.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)

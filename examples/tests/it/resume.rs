@@ -57,7 +57,7 @@ fn arguments(folder: &Path) -> TrainingArguments {
     }
 }
 
-/// Ends the run with an error in the step after `left` steps, before a snapshot of it, as a kill does.
+/// A tracker that ends the run with an error in the step after `left` steps, before its snapshot, as a kill does.
 struct Killed {
     left: u64,
 }
@@ -79,8 +79,8 @@ impl Tracker for Killed {
     }
 }
 
-/// Trains in `run` as the example does, and is killed after `steps` steps. `evaluation`: what an
-/// evaluation after so many of them finds.
+/// Trains in `run` as the example does, and is killed after `steps` steps. `evaluation` returns the result of
+/// the evaluation after a number of steps.
 fn train(
     folder: &Path,
     arguments: &TrainingArguments,
@@ -92,7 +92,7 @@ fn train(
     (trained.map(|(summary, _)| summary), model)
 }
 
-/// As [`train`], with the averages of the weights at the end.
+/// Trains as [`train`] does, and also returns the averaged weights at the end.
 fn fit(
     folder: &Path,
     arguments: &TrainingArguments,

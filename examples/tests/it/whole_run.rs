@@ -1,4 +1,4 @@
-//! A whole run in small: text, tokenizer, model, steps, evaluation, results.
+//! A complete small run: text, tokenizer, model, steps, evaluation, results.
 
 use std::fs;
 use std::path::Path;
@@ -49,7 +49,7 @@ fn evaluate(model: &CausalLm, batches: DeviceLoader<Batch>, precision: Precision
     overdrive_examples::training::evaluate(model, batches, precision, &group).unwrap()
 }
 
-/// Trains on the text of `folder`; the losses of the validation part before and after.
+/// Trains on the text of `folder`; returns the validation losses before and after.
 fn run(folder: &Path) -> (f64, f64, Vec<f64>) {
     let arguments = arguments(folder);
     let mut lines = Vec::new();

@@ -1,5 +1,5 @@
-//! The loop of a trainer on several ranks: windows of micro-batches with tokens of their own, a scaler,
-//! what all ranks agree on, snapshots.
+//! A training loop on several ranks: windows of micro-batches with different numbers of tokens, a scaler,
+//! results of rank 0, snapshots.
 
 use crate::common::{group, launch, pattern, scenario, write, write_as, write_numbers};
 use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, Window};
@@ -10,7 +10,7 @@ use overdrive_snapshot::{Contents, Scope, SnapshotManager, SnapshotOptions};
 use tch::{Device, Kind, Tensor, nn};
 
 const STEPS: usize = 8;
-/// Tokens of the eight micro-batches of each step, whoever takes them.
+/// The tokens of the eight micro-batches of each step, on any rank.
 const TOKENS: [i64; 8] = [5, 1, 9, 2, 7, 3, 0, 4];
 
 struct Model {
@@ -35,7 +35,7 @@ impl Model {
         }
     }
 
-    /// The sum of the losses of `tokens` rows.
+    /// Returns the sum of the losses of `tokens` rows.
     fn loss_sum(&self, step: usize, micro_batch: usize, tokens: i64, whole: bool) -> Tensor {
         let seed = (step * TOKENS.len() + micro_batch) as f64;
         let input = pattern(&[tokens.max(1), 8], 10.0 + seed).narrow(0, 0, tokens);
@@ -58,15 +58,15 @@ impl Model {
 
 #[derive(Clone, Copy, PartialEq)]
 enum Way {
-    /// Counts are announced; forward passes run where they like.
+    /// The token counts are known ahead; forward passes run outside `ddp.forward`.
     Announced,
     /// Forward passes run inside `ddp.forward`, under `no_sync` before the last.
     Wrapped,
-    /// Counts are not known ahead.
+    /// The token counts are not known ahead.
     Unannounced,
-    /// The data end without notice: no backward is the last.
+    /// The data end early, so no backward is the last.
     CutShort,
-    /// Unused parameters are looked for: the last micro-batches leave one out.
+    /// Unused parameters are searched for; the last micro-batches do not use one.
     Unused,
     /// With a scaler, and an infinity on one rank in the fourth step.
     Scaler,
@@ -81,7 +81,7 @@ const WAYS: [(&str, Way); 6] = [
     ("scaler", Way::Scaler),
 ];
 
-/// Loss and gradient norm of each step, whether it was taken, and the parameters at the end.
+/// Returns loss, gradient norm and success of each step, and the parameters at the end.
 fn train(way: Way, group: &ProcessGroup) -> Vec<f64> {
     let model = Model::new();
     let config = DdpConfig {
@@ -284,7 +284,7 @@ fn agreement(group: &ProcessGroup) {
 }
 
 #[test]
-fn what_rank_0_does_for_all_succeeds_or_fails_on_all() {
+fn on_main_succeeds_or_fails_on_all_ranks() {
     let outcome = launch(module_path!(), "agreement", 3);
     outcome.launched.as_ref().unwrap();
     for rank in 0..3 {
@@ -302,7 +302,7 @@ fn options() -> SnapshotOptions {
     }
 }
 
-/// Where snapshots go.
+/// Returns the folder of the snapshots.
 fn folder() -> String {
     std::env::var("OD_SNAPSHOTS").unwrap()
 }
@@ -311,7 +311,7 @@ fn own(rank: usize, step: u64) -> Tensor {
     Tensor::from_slice(&[rank as f32, step as f32])
 }
 
-/// Steps 1 and 2 are saved by both ranks; rank 1 is killed before it writes its part of step 3.
+/// Steps 1 and 2 are saved by both ranks; rank 1 is killed before it writes its shard of step 3.
 fn save(group: &ProcessGroup) {
     let ranks = Box::new(group.clone());
     let mut snapshots = SnapshotManager::with_ranks(folder(), options(), ranks).unwrap();

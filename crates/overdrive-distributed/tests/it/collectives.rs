@@ -1,4 +1,4 @@
-//! Collectives between real processes on loopback, by their numbers.
+//! Collectives between real processes on loopback.
 
 use std::time::Duration;
 
@@ -39,7 +39,7 @@ fn reduce(group: &ProcessGroup) {
         group.all_reduce(&tensor, op).unwrap();
         numbers.extend(values(&tensor));
     }
-    // Whole numbers: the mean of 2, 3 and 4 and of -1, -2, -3 (towards nought).
+    // Integers: the mean of 2, 3 and 4 and of -1, -2, -3, truncated towards zero.
     let whole = Tensor::from_slice(&[group.rank() as i64 + 2, -(group.rank() as i64) - 1]);
     group.all_reduce(&whole, Avg).unwrap();
     numbers.extend(values(&whole));
@@ -64,7 +64,7 @@ fn reduce(group: &ProcessGroup) {
 }
 
 #[test]
-fn all_reduce_gives_sum_mean_least_greatest_and_product_on_every_rank() {
+fn all_reduce_gives_sum_mean_min_max_and_product_on_every_rank() {
     let outcome = launch(module_path!(), "reduce", 3);
     outcome.launched.as_ref().unwrap();
     #[rustfmt::skip]
@@ -192,24 +192,27 @@ fn refuse(group: &ProcessGroup) {
         group.reduce_scatter(&three, ReduceOp::Sum).unwrap_err(),
         group.scatter(&[], &three, group.rank()).unwrap_err(),
     ];
-    // None of these reached the others: the group goes on.
+    // None of these reached the other ranks: the group is still usable.
     group.barrier().unwrap();
     let lines: Vec<String> = errors.iter().map(ToString::to_string).collect();
     write(group, &lines.join("\n"));
 }
 
 #[test]
-fn arguments_that_cannot_be_are_refused_before_anything_is_sent() {
+fn invalid_arguments_are_refused_before_anything_is_sent() {
     let outcome = launch(module_path!(), "refuse", 2);
     outcome.launched.as_ref().unwrap();
     let lines: Vec<&str> = outcome.rank(1).lines().collect();
-    assert_eq!(lines[0], "root = 2: expected a rank, less than 2");
-    assert_eq!(lines[1], "to = 1: expected another rank than this one");
-    assert!(
-        lines[2]
-            .contains("shape [3], expected a first dimension that is a multiple of the 2 ranks")
+    assert_eq!(
+        lines[0],
+        "`root` is 2; it must be a rank of the group, less than 2"
     );
-    assert!(lines[3].contains("0 tensors at rank 1, expected 2"));
+    assert_eq!(lines[1], "`to` is 1; it must be a rank other than this one");
+    assert_eq!(
+        lines[2],
+        "`tensor` has shape [3]; it must be a shape whose first dimension is a multiple of the 2 ranks"
+    );
+    assert!(lines[3].starts_with("`tensors` is a list of 0 at rank 1; it must be a list of 2"));
 }
 
 #[test]
@@ -229,7 +232,7 @@ fn a_world_of_one_computes_the_same_without_a_group() {
     assert!(group.store().is_none() && group.failure().is_none());
 }
 
-/// Rank 1 brings another shape, then rank 2 is in another collective.
+/// Rank 1 passes another shape, then rank 2 calls another collective.
 fn differ(group: &ProcessGroup) {
     let tensor = |elements: i64| Tensor::ones([elements], (Kind::Float, Device::Cpu));
     let elements = if group.rank() == 1 { 10 } else { 1000 };
@@ -241,7 +244,7 @@ fn differ(group: &ProcessGroup) {
     };
     let errors = [shape.unwrap_err().to_string(), way.unwrap_err().to_string()];
     write(group, &errors.join("\n"));
-    // The group itself is whole.
+    // The group itself is still usable.
     let same = tensor(5);
     group.all_reduce(&same, ReduceOp::Sum).unwrap();
     assert_eq!(same.double_value(&[0]), 3.0);
@@ -255,18 +258,18 @@ fn tensors_that_differ_between_ranks_are_named_before_they_are_sent() {
     outcome.launched.as_ref().unwrap();
     for rank in 0..3 {
         let errors: Vec<&str> = outcome.rank(rank).lines().collect();
-        let rest = "all ranks call the same collectives, with tensors of one dtype and shape, in the same order";
+        let rest = "all ranks must call the same collectives, with tensors of one dtype and shape, in the same order";
         assert_eq!(
             errors[0],
             format!(
-                "rank 1 brings other tensors than rank 0: all_reduce of Sum, Float [10], and rank 0 \
+                "rank 1 calls all_reduce of Sum, Float [10], but rank 0 calls \
                  all_reduce of Sum, Float [1000]; {rest}"
             )
         );
         assert_eq!(
             errors[1],
             format!(
-                "rank 2 brings other tensors than rank 0: broadcast from 1, Float [5], and rank 0 \
+                "rank 2 calls broadcast from 1, Float [5], but rank 0 calls \
                  all_reduce of Max, Float [5]; {rest}"
             )
         );

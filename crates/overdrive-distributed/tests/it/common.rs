@@ -1,7 +1,7 @@
 //! A test starts copies of its own binary as the ranks of a group.
 //!
-//! A copy runs the test `worker` of the test's module alone, which does nothing unless `OD_SCENARIO` names what to do; what it
-//! finds it writes to a file that the test reads.
+//! A copy runs only the test `worker` of the test's module, which does nothing unless `OD_SCENARIO` names a
+//! scenario. It writes its results to a file that the test reads.
 #![allow(dead_code, reason = "not every test file uses all of it")]
 
 use std::ffi::OsStr;
@@ -9,13 +9,15 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use overdrive_distributed::{Ended, GroupConfig, Launch, ProcessGroup, Result, init_process_group};
+use overdrive_distributed::{
+    GroupConfig, Launch, LaunchOutcome, ProcessGroup, Result, init_process_group,
+};
 use tch::{Device, Kind, Tensor};
 
-/// What the ranks of a scenario wrote, in their order; nothing where one wrote nothing.
+/// The results that the ranks of a scenario wrote, in rank order; `None` for a rank that wrote nothing.
 pub(crate) struct Outcome {
     pub(crate) written: Vec<Option<String>>,
-    pub(crate) launched: Result<Ended>,
+    pub(crate) launched: Result<LaunchOutcome>,
 }
 
 impl Outcome {
@@ -39,12 +41,12 @@ pub(crate) fn worker_arguments(module: &str) -> [String; 4] {
     [&name, "--exact", "--nocapture", "--test-threads=1"].map(str::to_owned)
 }
 
-/// Runs `scenario` on so many ranks, by the `worker` of `module`, a `module_path!()`.
+/// Runs `scenario` on `ranks` ranks, by the `worker` of `module`, a `module_path!()`.
 pub(crate) fn launch(module: &str, scenario: &str, ranks: usize) -> Outcome {
     launch_within(module, scenario, ranks, Duration::from_secs(60))
 }
 
-/// With variables for all ranks; the others may go on for a second after one has failed.
+/// Runs a scenario with environment variables for all ranks, and a grace time of one second.
 pub(crate) fn launch_with(
     module: &str,
     scenario: &str,
@@ -54,7 +56,7 @@ pub(crate) fn launch_with(
     launch_with_grace(module, scenario, ranks, Duration::from_secs(1), env)
 }
 
-/// `grace`: how long the others may go on after one has failed.
+/// Runs a scenario; `grace` is the time for which the other ranks may run after one has failed.
 pub(crate) fn launch_within(
     module: &str,
     scenario: &str,
@@ -93,7 +95,7 @@ pub(crate) fn launch_with_grace(
     Outcome { written, launched }
 }
 
-/// The scenario that this process is to run, if it is a rank.
+/// Returns the scenario of this process if it is a rank.
 pub(crate) fn scenario() -> Option<String> {
     std::env::var("OD_SCENARIO").ok()
 }
@@ -116,7 +118,7 @@ pub(crate) fn group(seconds: f64) -> ProcessGroup {
     init_process_group(GroupConfig::default().with_timeout(timeout)).unwrap()
 }
 
-/// Values that look random and are the same everywhere.
+/// Returns values that look random and are the same on all ranks.
 pub(crate) fn pattern(shape: &[i64], seed: f64) -> Tensor {
     let count: i64 = shape.iter().product();
     let index = Tensor::arange(count, (Kind::Double, Device::Cpu));

@@ -1,4 +1,4 @@
-//! Several processes train as one with the joint batch does.
+//! Several processes train like one process with the joint batch.
 
 use crate::common::{group, launch, pattern, scenario, write, write_numbers};
 use overdrive_distributed::{
@@ -82,7 +82,7 @@ impl Model {
 struct Case {
     name: &'static str,
     micro_batches: i64,
-    /// Steps with an even number leave the branch out.
+    /// Even steps do not use the branch.
     unused: bool,
     compression: GradientCompression,
     views: bool,
@@ -126,7 +126,7 @@ const CASES: [Case; 6] = [
     },
 ];
 
-/// Losses of each step and the parameters at the end: of one process, or as a rank of a group.
+/// Returns the losses of each step and the parameters at the end, of one process or of a rank of a group.
 fn train(case: Case, group: &ProcessGroup, other: f64) -> Vec<f64> {
     let model = Model::new(other);
     let config = DdpConfig {
@@ -251,7 +251,7 @@ cases! {
     gradients_travel_in_bf16: CASES[5], 2, 1e-2;
 }
 
-/// Trains by AdamW; the gradients are those of DDP. Losses and parameters.
+/// Trains with AdamW on the gradients of DDP; returns losses and parameters.
 fn adamw(group: &ProcessGroup, sharded: bool) -> (Vec<f64>, usize) {
     let model = Model::new(0.0);
     let ddp =
@@ -318,7 +318,7 @@ fn a_sharded_adamw_is_bit_equal_to_the_whole_one_and_each_rank_keeps_its_part() 
     }
 }
 
-/// Rank 1's loss overflows in the second step: nobody may take it.
+/// Rank 1's loss overflows in the second step: all ranks must skip it.
 fn scaler(group: &ProcessGroup) {
     let mut numbers = Vec::new();
     for sharded in [false, true] {
@@ -408,7 +408,7 @@ fn a_model_that_differs_is_found_at_construction_with_rank_name_and_shapes() {
     }
 }
 
-/// A parameter without a gradient, and nobody looks for such.
+/// A parameter gets no gradient, and `find_unused_parameters` is off.
 fn forgotten(group: &ProcessGroup) {
     let model = Model::new(0.0);
     let ddp =

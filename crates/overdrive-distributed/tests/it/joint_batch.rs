@@ -1,5 +1,5 @@
 //! A language model on two and four processes has the losses of one process with the joint batch: with
-//! accumulation, mixed precision and a scaler, activation checkpointing, LoRA and packed texts; also under
+//! accumulation, mixed precision and a scaler, activation checkpointing, LoRA and packed sequences; also under
 //! torchrun.
 
 use std::process::Command;
@@ -18,9 +18,9 @@ use overdrive_transformer::{
 use tch::{Device, Kind, Tensor};
 
 const STEPS: usize = 6;
-/// Tokens of the texts of each step.
+/// The tokens of the sequences of each step.
 const LENGTHS: [i64; 8] = [7, 3, 12, 5, 9, 2, 11, 6];
-/// The step in which one text overflows, where there is a scaler.
+/// The step in which one sequence overflows, with a scaler.
 const OVERFLOWS: usize = 2;
 
 #[derive(Clone, Copy, PartialEq)]
@@ -31,7 +31,7 @@ enum Mode {
     Checkpointing,
     Lora,
     Packing,
-    /// All at once, but for the scaler.
+    /// All of them except the scaler.
     Everything,
 }
 
@@ -51,7 +51,7 @@ impl Mode {
     }
 }
 
-/// As rank `rank` would make it: rank 0's is the one that counts.
+/// Returns the model as rank `rank` initializes it; that of rank 0 is copied to all.
 fn model(mode: Mode, rank: usize) -> CausalLm {
     let config = LlamaConfig {
         vocab_size: 64,
@@ -100,7 +100,7 @@ fn labels_in(texts: &[usize]) -> u64 {
     texts.iter().map(|index| LENGTHS[*index] as u64 - 1).sum()
 }
 
-/// The summed loss of some texts: padded to rows, or packed into one.
+/// Returns the summed loss of some sequences: padded to rows, or packed into one.
 fn loss(model: &CausalLm, mode: Mode, step: usize, texts: &[usize]) -> LossOutput {
     let pairs: Vec<_> = texts.iter().map(|index| text(step, *index)).collect();
     if mode.has(Mode::Packing) {
@@ -132,8 +132,8 @@ fn loss(model: &CausalLm, mode: Mode, step: usize, texts: &[usize]) -> LossOutpu
     model.loss(&ids, &labels, LabelShift::HuggingFace).unwrap()
 }
 
-/// For each step the loss and the norm of the gradients, or with a scaler the scale and that nothing was
-/// done. `parts`: into how many micro-batches one process splits the joint batch.
+/// Returns for each step the loss and the norm of the gradients, or with a scaler the scale and a skipped step.
+/// `parts` is the number of micro-batches into which one process splits the joint batch.
 fn train(mode: Mode, group: &ProcessGroup, parts: usize) -> Vec<f64> {
     let mut model = model(mode, group.rank());
     let trained = trainable_parameters(&mut model).unwrap();
@@ -215,7 +215,7 @@ fn train(mode: Mode, group: &ProcessGroup, parts: usize) -> Vec<f64> {
     numbers
 }
 
-/// Micro-batches of a process among `ranks`, and of one alone that has the joint batch.
+/// Returns the micro-batches of a process among `ranks`, and those of a single process with the joint batch.
 fn parts(mode: Mode, ranks: usize) -> (usize, usize) {
     match mode {
         // bf16 rounds what it sums up: one process takes the same texts together that each rank does.

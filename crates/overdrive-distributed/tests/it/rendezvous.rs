@@ -1,4 +1,4 @@
-//! What is read from the variables of launchers, and what is said about those that are wrong.
+//! The variables of launchers, and the errors about invalid ones.
 
 use overdrive_distributed::{Launcher, Rendezvous};
 
@@ -22,7 +22,7 @@ fn without_variables_it_is_a_world_of_one() {
 
 #[test]
 fn torchruns_variables_are_read() {
-    let place = read(&[
+    let rendezvous = read(&[
         ("RANK", "5"),
         ("WORLD_SIZE", "8"),
         ("LOCAL_RANK", "1"),
@@ -46,27 +46,27 @@ fn torchruns_variables_are_read() {
         master_port: 12345,
         restart_count: 2,
         run_id: "job7".to_owned(),
-        launcher_keeps_store: true,
+        launcher_hosts_store: true,
         launcher: Launcher::Torch,
     };
-    assert_eq!(place, expected);
+    assert_eq!(rendezvous, expected);
 }
 
 #[test]
 fn a_kubernetes_job_that_sets_no_local_rank_has_one_process_a_machine() {
-    let place = read(&[
+    let rendezvous = read(&[
         ("RANK", "3"),
         ("WORLD_SIZE", "4"),
         ("MASTER_ADDR", "job-0.svc"),
         ("MASTER_PORT", "29500"),
     ])
     .unwrap();
-    assert_eq!((place.local_rank, place.local_world_size), (0, 1));
+    assert_eq!((rendezvous.local_rank, rendezvous.local_world_size), (0, 1));
 }
 
 #[test]
 fn open_mpis_hydras_and_slurms_variables_are_read() {
-    let place = read(&[
+    let rendezvous = read(&[
         ("OMPI_COMM_WORLD_RANK", "1"),
         ("OMPI_COMM_WORLD_SIZE", "2"),
         ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
@@ -74,14 +74,21 @@ fn open_mpis_hydras_and_slurms_variables_are_read() {
     ])
     .unwrap();
     // All on one machine: the store is on it.
-    assert_eq!(place.launcher, Launcher::OpenMpi);
-    assert_eq!((place.rank, place.world_size, place.local_rank), (1, 2, 1));
+    assert_eq!(rendezvous.launcher, Launcher::OpenMpi);
     assert_eq!(
-        (place.master_addr.as_str(), place.master_port),
+        (
+            rendezvous.rank,
+            rendezvous.world_size,
+            rendezvous.local_rank
+        ),
+        (1, 2, 1)
+    );
+    assert_eq!(
+        (rendezvous.master_addr.as_str(), rendezvous.master_port),
         ("127.0.0.1", 29500)
     );
 
-    let place = read(&[
+    let rendezvous = read(&[
         ("PMI_RANK", "3"),
         ("PMI_SIZE", "4"),
         ("MPI_LOCALRANKID", "1"),
@@ -89,9 +96,13 @@ fn open_mpis_hydras_and_slurms_variables_are_read() {
         ("MASTER_ADDR", "10.0.0.1"),
     ])
     .unwrap();
-    assert_eq!(place.launcher, Launcher::Pmi);
+    assert_eq!(rendezvous.launcher, Launcher::Pmi);
     assert_eq!(
-        (place.rank, place.local_rank, place.master_addr.as_str()),
+        (
+            rendezvous.rank,
+            rendezvous.local_rank,
+            rendezvous.master_addr.as_str()
+        ),
         (3, 1, "10.0.0.1")
     );
 
@@ -103,13 +114,13 @@ fn open_mpis_hydras_and_slurms_variables_are_read() {
         ("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.7"),
         ("SLURM_STEP_ID", "0"),
     ];
-    let place = read(&slurm).unwrap();
-    assert_eq!(place.launcher, Launcher::Slurm);
+    let rendezvous = read(&slurm).unwrap();
+    assert_eq!(rendezvous.launcher, Launcher::Slurm);
     assert_eq!(
         (
-            place.rank,
-            place.local_world_size,
-            place.master_addr.as_str()
+            rendezvous.rank,
+            rendezvous.local_world_size,
+            rendezvous.master_addr.as_str()
         ),
         (2, 2, "10.0.0.7")
     );
@@ -118,7 +129,7 @@ fn open_mpis_hydras_and_slurms_variables_are_read() {
 }
 
 #[test]
-fn each_missing_variable_is_named_with_the_way_out() {
+fn each_missing_variable_is_named_with_the_remedy() {
     let error = read(&[("RANK", "0")]).unwrap_err();
     assert!(
         error.starts_with("WORLD_SIZE is not set, but RANK is; start all"),
@@ -153,11 +164,13 @@ fn each_wrong_or_contradictory_variable_is_named_with_its_value() {
         ]);
         read(&all).unwrap_err()
     };
-    assert!(with(&[("RANK", "one")]).contains("RANK=\"one\": expected a whole number"));
-    assert!(with(&[("WORLD_SIZE", "-2")]).contains("WORLD_SIZE=\"-2\""));
-    assert!(with(&[("MASTER_PORT", "70000")]).contains("MASTER_PORT=\"70000\": expected a port"));
-    assert!(with(&[("MASTER_PORT", "0")]).contains("MASTER_PORT=\"0\""));
-    assert!(with(&[("RANK", "2")]).contains("RANK=2 and WORLD_SIZE=2: ranks count from 0"));
+    assert!(with(&[("RANK", "one")]).contains("`RANK` is one; it must be a whole number"));
+    assert!(with(&[("WORLD_SIZE", "-2")]).contains("`WORLD_SIZE` is -2;"));
+    assert!(
+        with(&[("MASTER_PORT", "70000")]).contains("`MASTER_PORT` is 70000; it must be a port")
+    );
+    assert!(with(&[("MASTER_PORT", "0")]).contains("`MASTER_PORT` is 0;"));
+    assert!(with(&[("RANK", "2")]).contains("RANK=2 and WORLD_SIZE=2: ranks start at 0"));
     let error = with(&[("LOCAL_RANK", "2"), ("LOCAL_WORLD_SIZE", "2")]);
     assert!(
         error.contains("LOCAL_RANK=2, LOCAL_WORLD_SIZE=2 and WORLD_SIZE=2"),

@@ -1,4 +1,4 @@
-//! Groups of some of the ranks.
+//! Groups of a subset of the ranks.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor, nn};
 fn worker() {
     let Some(scenario) = scenario() else { return };
     match scenario.as_str() {
-        "parts" => parts(&group(60.0)),
+        "subgroups" => subgroups(&group(60.0)),
         "train" => train(&group(60.0)),
         "lists" => lists(&group(60.0)),
         "lost" => lost(&group(3.0)),
@@ -21,9 +21,9 @@ fn worker() {
     }
 }
 
-fn parts(group: &ProcessGroup) {
+fn subgroups(group: &ProcessGroup) {
     let rank = group.rank();
-    // In any order; the ranks keep theirs.
+    // The list may be in any order; the ranks keep that of the parent group.
     let odd = group.new_group(&[3, 1]).unwrap();
     assert_eq!(odd.is_some(), rank % 2 == 1);
     if let Some(odd) = &odd {
@@ -31,7 +31,7 @@ fn parts(group: &ProcessGroup) {
         assert_eq!(odd.global_ranks(), [1, 3]);
         assert_eq!(odd.sum(rank as f64).unwrap(), 4.0);
     }
-    // Halves by a color; both work at once, and the whole between them.
+    // Halves by a color; both run at the same time, with collectives of the parent in between.
     let half = group.split(&format!("half {}", rank / 2)).unwrap();
     let sums: Vec<f64> = (0..20)
         .map(|round| {
@@ -46,14 +46,14 @@ fn parts(group: &ProcessGroup) {
     for (round, sum) in sums.iter().enumerate() {
         assert_eq!(*sum, own + 2.0 * round as f64);
     }
-    // A part of a part, and parts of one.
+    // A subgroup of a subgroup, with one rank.
     let quarter = half.new_group(&[1]).unwrap();
     assert_eq!(quarter.is_some(), rank % 2 == 1);
     if let Some(quarter) = quarter {
         assert_eq!(quarter.global_ranks(), [rank]);
         assert_eq!(quarter.sum(7.0).unwrap(), 7.0);
     }
-    // The whole lives as long as its part.
+    // The parent lives as long as its subgroup.
     let again = half.split(&0).unwrap();
     assert_eq!(again.global_ranks(), half.global_ranks());
     drop(half);
@@ -63,15 +63,15 @@ fn parts(group: &ProcessGroup) {
 }
 
 #[test]
-fn parts_of_a_group_have_collectives_of_their_own() {
-    let outcome = launch(module_path!(), "parts", 4);
+fn subgroups_have_their_own_collectives() {
+    let outcome = launch(module_path!(), "subgroups", 4);
     outcome.launched.as_ref().unwrap();
     for rank in 0..4 {
         assert_eq!(outcome.rank(rank), "done");
     }
 }
 
-/// Two pairs train two models; optimizer states are shared out within a pair.
+/// Two pairs train two models; optimizer states are sharded within a pair.
 fn train(group: &ProcessGroup) {
     let pair = group.split(&(group.rank() / 2)).unwrap();
     let store = nn::VarStore::new(Device::Cpu);
@@ -93,7 +93,7 @@ fn train(group: &ProcessGroup) {
 }
 
 #[test]
-fn each_part_trains_its_own_model() {
+fn each_subgroup_trains_its_own_model() {
     let outcome = launch(module_path!(), "train", 4);
     outcome.launched.as_ref().unwrap();
     let gradients: Vec<&str> = (0..4).map(|rank| outcome.rank(rank)).collect();
@@ -109,25 +109,25 @@ fn lists(group: &ProcessGroup) {
 }
 
 #[test]
-fn lists_that_cannot_be_are_named_on_all_ranks() {
+fn invalid_rank_lists_are_errors_on_all_ranks() {
     let outcome = launch(module_path!(), "lists", 3);
     outcome.launched.as_ref().unwrap();
     for rank in 0..3 {
         let errors: Vec<&str> = outcome.rank(rank).lines().collect();
-        let expected = "expected one or more ranks, each less than 3 and once";
-        assert_eq!(errors[0], format!("ranks = []: {expected}"));
-        assert_eq!(errors[1], format!("ranks = [1, 1]: {expected}"));
-        assert_eq!(errors[2], format!("ranks = [0, 3]: {expected}"));
+        let expected = "it must be a list of at least one rank, each below 3 and listed once";
+        assert_eq!(errors[0], format!("`ranks` is []; {expected}"));
+        assert_eq!(errors[1], format!("`ranks` is [1, 1]; {expected}"));
+        assert_eq!(errors[2], format!("`ranks` is [0, 3]; {expected}"));
         assert_eq!(
             errors[3],
-            "ranks = [0, 1] on rank 1: expected the same ranks everywhere: [0, 0] on rank 0"
+            "`ranks` is [0, 1] on rank 1; it must be the same on all ranks; it is [0, 0] on rank 0"
         );
     }
 }
 
-/// Rank 3 is killed; in the part it is rank 1.
+/// Rank 3 is killed; in the subgroup it is rank 1.
 fn lost(group: &ProcessGroup) {
-    let Some(part) = group.new_group(&[2, 3]).unwrap() else {
+    let Some(subgroup) = group.new_group(&[2, 3]).unwrap() else {
         return;
     };
     if group.rank() == 3 {
@@ -136,12 +136,12 @@ fn lost(group: &ProcessGroup) {
         std::thread::sleep(Duration::from_secs(30));
     }
     let tensor = Tensor::ones([10], (Kind::Float, Device::Cpu));
-    let error = part.all_reduce(&tensor, ReduceOp::Sum).unwrap_err();
+    let error = subgroup.all_reduce(&tensor, ReduceOp::Sum).unwrap_err();
     write(group, &error.to_string());
 }
 
 #[test]
-fn a_lost_rank_of_a_part_is_named_by_both_its_numbers() {
+fn a_lost_rank_of_a_subgroup_is_named_by_both_ranks() {
     let outcome = launch(module_path!(), "lost", 4);
     let error = outcome.rank(2);
     assert!(

@@ -1,3 +1,5 @@
+//! The configuration of a fine-tuning run.
+
 use std::path::PathBuf;
 
 use overdrive_datasets::OnBadRecord;
@@ -9,89 +11,92 @@ use overdrive_transformer::QuantizeOptions;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::diagnosis::as_value;
+use crate::config_errors::as_value;
 use crate::keys::{Program, Source, check_ranges, refuse_unread};
 use crate::run_folder::on_main;
 use crate::validate::invalid;
-use crate::{Error, Result, RunFolder, TrainingArguments};
+use crate::{Result, RunFolder, TrainingArguments};
 
-/// The configuration of a fine-tuning, under the keys of TRL's `SFTConfig` and `ModelConfig`, PEFT's
-/// `LoraConfig` and transformers' `BitsAndBytesConfig`, and those of [`TrainingArguments`] for the
-/// training itself. Files have all keys side by side.
+/// The configuration of a fine-tuning run, under the keys of TRL's `SFTConfig` and `ModelConfig`, PEFT's
+/// `LoraConfig` and transformers' `BitsAndBytesConfig`, and those of [`TrainingArguments`] for the training
+/// itself. Files have all keys at the top level.
 ///
-/// | key | default | TRL's, PEFT's or transformers' |
+/// | key | default | default of TRL, PEFT or transformers |
 /// |---|---|---|
-/// | `lora_r`, `lora_alpha`, `lora_dropout` | 16, 32, 0.05 | TRL's |
-/// | `learning_rate` | 2e-4 | 2e-5 in TRL; ten times that is its advice for LoRA |
-/// | `max_seq_length` (`max_length`) | 1024, or the model's context where that is less | 1024 |
-/// | `bnb_4bit_quant_type` | `fp4` | transformers' |
+/// | `lora_r`, `lora_alpha`, `lora_dropout` | 16, 32, 0.05 | the same in TRL |
+/// | `learning_rate` | 2e-4 | 2e-5 in TRL, which recommends ten times that for LoRA |
+/// | `max_seq_length` (`max_length`) | 1024, at most the model's context | 1024 |
+/// | `bnb_4bit_quant_type` | `fp4` | the same in transformers |
 /// | `assistant_only_loss` | true | false |
-/// | `logging_steps` | 10 | TRL's |
-/// | `dataloader_num_workers` | 1 | 0: what is a process in PyTorch is a thread here |
+/// | `logging_steps` | 10 | the same in TRL |
+/// | `dataloader_num_workers` | 1 | 0: a worker is a process in PyTorch, but a thread here |
 ///
-/// `packing`, `padding_free`, `group_by_length`, `remove_duplicates` and the keys of the loader are
-/// those of [`TrainingArguments`]; a document is an example here.
+/// `packing`, `padding_free`, `group_by_length`, `remove_duplicates` and the keys of the loader are those of
+/// [`TrainingArguments`]; an example takes the role of a document.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct FinetuneArguments {
-    /// The folder of the model (also `model`, `base_model`). Must be given.
+    /// The folder of the model (also `model`, `base_model`). Required.
     pub model_name_or_path: PathBuf,
-    /// Trains adapters beside the model's weights, which stay as they are; false trains all weights.
-    /// Default true.
+    /// If `true`, adapters are trained and the model's weights are frozen; if `false`, all weights are trained.
+    /// Default `true`.
     pub use_peft: bool,
     /// The rank of the adapters (also `r`). Default 16.
     pub lora_r: i64,
-    /// The adapter's output is scaled by `lora_alpha / lora_r`. Default 32.
+    /// The numerator of the adapters' scale, `lora_alpha / lora_r`. Default 32.
     pub lora_alpha: f64,
-    /// The probability that an input of an adapter is dropped. Default 0.05.
+    /// The dropout probability of the adapters' inputs. Default 0.05.
     pub lora_dropout: f64,
-    /// The linear layers that get one (also `lora_target_modules`): names, a regular expression, or
+    /// The linear layers that get adapters (also `lora_target_modules`): names, a regular expression, or
     /// `all-linear`. Default: PEFT's choice for the architecture, `q_proj` and `v_proj`, or `c_attn`.
     pub target_modules: Option<TargetModulesArgument>,
-    /// Which biases are trained too: `none`, `all`, `lora_only`. Default `none`.
+    /// The biases that are trained as well: `none`, `all`, `lora_only`. Default `none`.
     pub bias: BiasMode,
-    /// Scales by `lora_alpha / √lora_r` instead. Default false.
+    /// If `true`, the scale is `lora_alpha / √lora_r`. Default `false`.
     pub use_rslora: bool,
-    /// Trains the norms of the weights' rows as well (DoRA). Default false.
+    /// If `true`, the norms of the weights' rows are trained as well (DoRA). Default `false`.
     pub use_dora: bool,
-    /// Linear layers that are trained as full copies and saved with the adapter (also
-    /// `lora_modules_to_save`).
+    /// The linear layers that are trained as full copies and saved with the adapter (also
+    /// `lora_modules_to_save`). Default: none.
     pub modules_to_save: Option<Vec<String>>,
 
-    /// Keeps the weights of the blocks in 4 bits while they are loaded: QLoRA. Default false.
+    /// If `true`, the weights of the blocks are quantized to 4 bits while they are loaded (QLoRA). Default
+    /// `false`.
     pub load_in_4bit: bool,
-    /// Keeps them in 8 bits. Default false.
+    /// If `true`, the weights of the blocks are quantized to 8 bits while they are loaded. Default `false`.
     pub load_in_8bit: bool,
-    /// The 4-bit type: `fp4` or `nf4`. Default `fp4`, as in transformers; QLoRA's is `nf4`.
+    /// The 4-bit type: `fp4` or `nf4`. Default `fp4`, as in transformers; QLoRA uses `nf4`.
     pub bnb_4bit_quant_type: Quant4Type,
-    /// Quantizes the scales of the blocks as well (also `use_bnb_nested_quant`). Default false.
+    /// If `true`, the scales of the blocks are quantized as well (also `use_bnb_nested_quant`). Default
+    /// `false`.
     pub bnb_4bit_use_double_quant: bool,
-    /// The type of matrix products with 4-bit weights: `float32`, `bfloat16` or `float16`. The half
-    /// kinds turn autocast on for the whole run, unless `bf16` or `fp16` says otherwise. Default
-    /// `float32`.
+    /// The dtype of matmuls with 4-bit weights: `float32`, `bfloat16` or `float16`. The half types enable
+    /// autocast for the whole run, unless `bf16` or `fp16` overrides it. Default `float32`.
     pub bnb_4bit_compute_dtype: ComputeDtype,
-    /// From which magnitude on a column of activations is multiplied in full precision, with
+    /// The magnitude from which a column of activations is computed in full precision, with
     /// `load_in_8bit`. Default 6.
     pub llm_int8_threshold: f64,
-    /// Linear layers that are not quantized. Default: the head.
+    /// The linear layers that are not quantized. Default: the head.
     pub llm_int8_skip_modules: Option<Vec<String>>,
 
-    /// Of a prompt and its answer, learns the answer alone. Default true.
+    /// If `true`, the loss covers the response only, not the prompt. Default `true`.
     pub completion_only_loss: bool,
-    /// Of a conversation, learns what the assistant says alone. Default true; false in TRL.
+    /// If `true`, the loss covers the assistant's messages of a conversation only. Default `true`; `false` in
+    /// TRL.
     pub assistant_only_loss: bool,
-    /// A chat template to use instead of the model's: a `.jinja` file, or a model's folder.
+    /// The chat template to use instead of the model's: a `.jinja` file, or a model's folder. Default: the
+    /// model's.
     pub chat_template_path: Option<PathBuf>,
-    /// Uses the model's chat template where it has one. Default true.
+    /// If `true`, the model's chat template is used if it has one. Default `true`.
     pub apply_chat_template: bool,
-    /// How a prompt is written without a chat template. Default `{prompt}`.
+    /// The format of a prompt without a chat template. Default `{prompt}`.
     pub prompt_template: String,
-    /// The way to treat a broken record: `stop` or `skip`. Default `stop`.
+    /// The action on an invalid record: `stop` or `skip`. Default `stop`.
     pub on_bad_record: OnBadRecord,
-    /// The number of records that are read at most. Default: all.
+    /// The maximum number of records. Default: all.
     pub max_train_samples: Option<usize>,
 
-    /// Writes the model with the adapter merged into it as well, into `merged/`. Default false.
+    /// If `true`, the model with the adapter merged into it is also written, to `merged/`. Default `false`.
     pub merge: bool,
     /// The arguments of the training itself. `preset`, `model`, `tokenizer` and `vocab_size` are not used.
     #[serde(skip)]
@@ -137,18 +142,18 @@ impl Default for FinetuneArguments {
     }
 }
 
-/// The 4-bit numbers of bitsandbytes.
+/// The 4-bit types of bitsandbytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Quant4Type {
-    /// 4-bit floats.
+    /// 4-bit floating point.
     #[default]
     Fp4,
-    /// Quantiles of a normal distribution.
+    /// 4-bit NormalFloat: quantiles of a normal distribution.
     Nf4,
 }
 
-/// The type that matrix products with 4-bit weights are computed in.
+/// The dtype of matmuls with 4-bit weights.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ComputeDtype {
@@ -164,79 +169,57 @@ pub enum ComputeDtype {
     Float16,
 }
 
-/// A choice of linear layers, as PEFT's files have it.
+/// A choice of linear layers, in the format of PEFT's files.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged, expecting = "a text or a list of texts")]
+#[serde(untagged, expecting = "a string or a list of strings")]
 pub enum TargetModulesArgument {
     /// `all-linear`, or a regular expression.
     Text(String),
-    /// Names, or their ends.
+    /// Names, or the ends of names.
     Names(Vec<String>),
 }
 
 impl FinetuneArguments {
-    /// Checks the values, alone and together. Nothing is read from the disk.
+    /// Checks the values by themselves and against each other. It does not access the disk.
     ///
     /// # Errors
-    /// [`Error::Invalid`] and [`Error::Unsupported`](crate::Error::Unsupported), and those of
-    /// [`TrainingArguments::validate`] and [`LoraConfig::validate`].
+    /// [`Error::Common`](crate::Error::Common) and [`Error::Unsupported`](crate::Error::Unsupported), and those
+    /// of [`TrainingArguments::validate`] and [`LoraConfig::validate`].
     pub fn validate(&self) -> Result<()> {
         self.training.validate()?;
         check_ranges(&as_value(self)?, &as_value(&Self::default())?)?;
         if self.model_name_or_path.as_os_str().is_empty() {
-            return invalid(
-                "model_name_or_path",
-                "not set",
-                "there is no model to fine-tune",
-                "give its folder, with `--model DIR`",
-            );
+            let expected = "the folder of the model to fine-tune; give it with `--model DIR`";
+            return invalid("model_name_or_path", "not set", expected);
         }
         if self.training.data.is_empty() {
-            return invalid(
-                "data",
-                "not set",
-                "there are no records to learn from",
-                "give a file of records, with `--data FILE`",
-            );
+            let expected = "a file of records to train on; give it with `--data FILE`";
+            return invalid("data", "not set", expected);
         }
         if self.load_in_4bit && self.load_in_8bit {
-            return invalid(
-                "load_in_4bit",
-                true,
-                "`load_in_8bit` is true as well, and weights are kept in one way",
-                "drop one of them",
-            );
+            let expected = "false if `load_in_8bit` is true; drop one of them";
+            return invalid("load_in_4bit", true, expected);
         }
         if !self.use_peft && (self.load_in_4bit || self.load_in_8bit) {
-            return invalid(
-                "use_peft",
-                false,
-                "quantized weights cannot be trained themselves",
-                "train adapters, or leave out `load_in_4bit` and `load_in_8bit`",
-            );
+            let expected = "true with quantized weights, which cannot be trained; train adapters, or leave \
+                            out `load_in_4bit` and `load_in_8bit`";
+            return invalid("use_peft", false, expected);
         }
         if self.merge && !self.use_peft {
-            return invalid(
-                "merge",
-                true,
-                "there is no adapter without `use_peft`",
-                "drop it: the whole model is saved",
-            );
+            let expected = "false without `use_peft`, because there is no adapter; drop it, the whole model is \
+                            saved";
+            return invalid("merge", true, expected);
         }
         if !self.prompt_template.contains("{prompt}") {
-            return invalid(
-                "prompt_template",
-                format!("{:?}", self.prompt_template),
-                "it has no place for the prompt",
-                "write {prompt} at its place",
-            );
+            let value = format!("{:?}", self.prompt_template);
+            return invalid("prompt_template", value, "a text that contains {prompt}");
         }
         self.refuse_unread()?;
         self.lora_config().validate()?;
         Ok(())
     }
 
-    /// Refuses keys of training from scratch that would change nothing here.
+    /// Refuses keys of training from scratch that have no effect here.
     fn refuse_unread(&self) -> Result<()> {
         let defaults = TrainingArguments::default();
         let source = Source {
@@ -247,7 +230,7 @@ impl FinetuneArguments {
         let mut unread = Map::new();
         if let Value::Object(values) = as_value(&self.training)? {
             let defaults = as_value(&defaults)?;
-            // The shape and the tokenizer are those of the model, whatever a preset of training says.
+            // Shape and tokenizer are those of the model, whatever a preset of training sets.
             let of_model = ["preset", "model", "tokenizer", "vocab_size"];
             unread.extend(values.into_iter().filter(|(key, value)| {
                 defaults[key.as_str()] != *value && !of_model.contains(&key.as_str())
@@ -256,10 +239,10 @@ impl FinetuneArguments {
         refuse_unread(&mut unread, source)
     }
 
-    /// Returns all keys side by side, as a file has them.
+    /// Returns all keys at the top level, as in a file.
     ///
     /// # Errors
-    /// [`Error::Unwritable`].
+    /// [`Error::Unwritable`](crate::Error::Unwritable).
     pub fn to_values(&self) -> Result<Value> {
         let mut values = as_value(self)?;
         if let (Value::Object(values), Value::Object(training)) =
@@ -271,8 +254,8 @@ impl FinetuneArguments {
         Ok(values)
     }
 
-    /// Makes the folder of the run, `output_dir` or a new one under `runs/`, and writes the
-    /// configuration into it.
+    /// Creates the folder of the run, `output_dir` or a new one under `runs/`, and writes the configuration
+    /// into it.
     ///
     /// # Errors
     /// As [`RunFolder::create`].
@@ -280,7 +263,7 @@ impl FinetuneArguments {
         self.write_into(RunFolder::make(&self.training, "finetune")?)
     }
 
-    /// As [`RunFolder::open_or_create`], with the configuration of a fine-tuning.
+    /// Opens or creates the folder as [`RunFolder::open_or_create`] does, for a fine-tuning run.
     ///
     /// # Errors
     /// As [`RunFolder::open_or_create`].
@@ -296,7 +279,7 @@ impl FinetuneArguments {
         stored.training.output_dir = Some(run.root().to_owned());
         let text = format!("{:#}\n", stored.to_values()?);
         let path = run.arguments();
-        std::fs::write(&path, text).map_err(Error::io("write", path))?;
+        std::fs::write(&path, text).map_err(overdrive_core::Error::io("write", path))?;
         Ok(run)
     }
 
@@ -308,7 +291,7 @@ impl FinetuneArguments {
             lora_dropout: self.lora_dropout,
             target_modules: self.target_modules.as_ref().map(|targets| match targets {
                 TargetModulesArgument::Text(text) => TargetModules::from(text.as_str()),
-                // A flag gives a list.
+                // A flag is always a list, also for `all-linear`.
                 TargetModulesArgument::Names(names) => match names.as_slice() {
                     [all] if all.eq_ignore_ascii_case("all-linear") => {
                         TargetModules::from(all.as_str())
@@ -326,7 +309,7 @@ impl FinetuneArguments {
         }
     }
 
-    /// Returns how the weights are quantized while they are loaded, if they are.
+    /// Returns the options of quantization during loading, if a key selects it.
     pub fn quantization(&self) -> Option<QuantizeOptions> {
         let scheme = if self.load_in_4bit {
             let options = BlockOptions {
@@ -350,9 +333,10 @@ impl FinetuneArguments {
         Some(options)
     }
 
-    /// Returns the precision of the forward pass: that of `bf16`, `fp16` and `tf32`, and where they are not
-    /// set the compute type of 4-bit weights.
+    /// Returns the precision of the forward pass: that of `bf16`, `fp16` and `tf32`, or if they are not set, the
+    /// compute dtype of 4-bit weights.
     pub fn precision(&self) -> Precision {
+        // As in bitsandbytes: half precision of 4-bit matmuls implies autocast for the rest.
         let training = &self.training;
         match self.bnb_4bit_compute_dtype {
             _ if !self.load_in_4bit || training.bf16 || training.fp16 => training.precision(),

@@ -1,6 +1,9 @@
+//! Instruction data: records with the model's tokenizer and chat template.
+
 use std::path::Path;
 use std::sync::Arc;
 
+use overdrive_core::Error as CommonError;
 use overdrive_datasets::{
     Batch, ChatFormat, ChatMessage, Dataset, DeduplicateOptions, DeviceLoader, EncodeOptions,
     InstructionDataset, InstructionEncoder, InstructionOptions, InstructionRecord, PackPlan,
@@ -11,10 +14,10 @@ use serde_json::Value;
 use tch::Device;
 
 use super::FinetuneArguments;
-use crate::loading::Loading;
-use crate::{Error, IntervalStrategy, Part, Result};
+use crate::batch_loader::Loading;
+use crate::{DataShard, IntervalStrategy, Result};
 
-/// The files that make a tokenizer.
+/// The files of a tokenizer.
 const TOKENIZER_FILES: [&str; 9] = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -27,7 +30,7 @@ const TOKENIZER_FILES: [&str; 9] = [
     "tokenizer.model",
 ];
 
-/// A model's chat template as instruction data wants it.
+/// A model's chat template as the [`ChatFormat`] of instruction data.
 #[derive(Debug, Clone)]
 pub struct TemplateFormat(pub ChatTemplate);
 
@@ -46,29 +49,29 @@ impl ChatFormat for TemplateFormat {
         };
         let rendered = self.0.render_with_answers(&messages, &options);
         let (text, answers) = rendered.map_err(|error| error.to_string())?;
-        // A template may mark only some of its branches.
+        // A template may mark the answers in some of its branches only.
         let answers = answers.filter(|answers| !answers.is_empty());
         Ok(RenderedChat { text, answers })
     }
 }
 
-/// The records of a fine-tuning: with the model's tokenizer and chat template, split.
+/// The records of a fine-tuning run, encoded with the model's tokenizer and chat template, and split.
 #[derive(Debug)]
 pub struct InstructionData {
-    /// What is learned.
+    /// The examples to train on.
     pub train: Arc<InstructionDataset>,
-    /// What is held back; `None` where nothing is evaluated.
+    /// The held-out examples; `None` without evaluation.
     pub validation: Option<Arc<InstructionDataset>>,
     tokenizer: Tokenizer,
     pad_token: u32,
 }
 
 impl InstructionData {
-    /// Reads the files that `data` names with the tokenizer of the model's folder, and tells `say` about
-    /// them. `eos_token_ids`: those of the model's configuration, for a tokenizer that does not say.
+    /// Reads the files that `data` names with the tokenizer of the model's folder, and passes log lines to
+    /// `say`. `eos_token_ids` are those of the model's configuration, for a tokenizer without one.
     ///
     /// # Errors
-    /// When a file cannot be read, a record is broken, or nothing is left to learn.
+    /// An error if a file cannot be read, a record is invalid, or no example is left to train on.
     pub fn prepare(
         arguments: &FinetuneArguments,
         eos_token_ids: &[i64],
@@ -77,12 +80,13 @@ impl InstructionData {
         let folder = &arguments.model_name_or_path;
         let tokenizer = load_tokenizer(folder)?;
         let chat = chat_template(arguments)?;
+        // The tokenizer's own end token comes first: a model may list several ids, of which one ends a turn.
         let named = named_token(folder, "eos_token")?.and_then(|text| tokenizer.token_to_id(&text));
         let end = named.or_else(|| eos_token_ids.first().and_then(|&id| u32::try_from(id).ok()));
         let pad = named_token(folder, "pad_token")?.and_then(|text| tokenizer.token_to_id(&text));
         say(match &chat {
-            Some(_) => "records     written with the model's chat template",
-            None => "records     written plainly: the model has no chat template",
+            Some(_) => "records     formatted with the model's chat template",
+            None => "records     formatted plainly: the model has no chat template",
         });
         let encoder = InstructionEncoder::new(
             tokenizer.clone(),
@@ -108,11 +112,12 @@ impl InstructionData {
         };
         let seed = arguments.training.seed;
         let (train, validation) = match arguments.training.eval_strategy {
+            // Without evaluation nothing is held out, so every record is trained on.
             IntervalStrategy::No => (all, None),
             _ => {
                 let (train, held) = all.split(arguments.training.validation_fraction, seed)?;
                 say(&format!(
-                    "            {} to learn from, {} held back",
+                    "            {} to train on, {} held out",
                     train.len(),
                     held.len()
                 ));
@@ -122,35 +127,36 @@ impl InstructionData {
         Ok(Self {
             train: Arc::new(train),
             validation,
+            // Many tokenizers have no padding token; padded positions have no label, so any token will do.
             pad_token: pad.or(end).unwrap_or(0),
             tokenizer,
         })
     }
 
-    /// The tokenizer of the model.
+    /// Returns the tokenizer of the model.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }
 
-    /// Returns an endless loader of the batches to learn from, pass after pass, prepared by `dataloader_num_workers` threads.
+    /// Returns an endless loader of the training batches, prepared by `dataloader_num_workers` threads.
     ///
     /// # Errors
-    /// When an option is out of its range, or there is no whole batch and `dataloader_drop_last` wants
-    /// one.
+    /// An error if an option is outside its range, or if there is no full batch and `dataloader_drop_last` is
+    /// set.
     pub fn train_loader(
         &self,
         arguments: &FinetuneArguments,
-        part: impl Into<Part>,
+        shard: impl Into<DataShard>,
     ) -> Result<DeviceLoader<Batch>> {
         let (rows, layout, lengths) = self.rows(arguments)?;
-        loading(arguments, part, true).of_rows(rows, layout, lengths)
+        loading(arguments, shard, true).of_rows(rows, layout, lengths)
     }
 
-    /// The part of a pass's places that holds tokens, 0 to 1; of packed rows, how full they are. And the
-    /// tokens of the longest row.
+    /// Returns the fraction of the positions of an epoch that hold tokens, 0 to 1, and the number of tokens in
+    /// the longest row.
     ///
     /// # Errors
-    /// When an option is out of its range.
+    /// An error if an option is outside its range.
     pub fn fill(&self, arguments: &FinetuneArguments) -> Result<(f64, u64)> {
         let (rows, layout, lengths) = self.rows(arguments)?;
         let how = loading(arguments, Device::Cpu, true);
@@ -170,15 +176,15 @@ impl InstructionData {
         Ok((rows, training.row_layout(self.pad_token), lengths))
     }
 
-    /// Returns a loader of the examples that are held back, end to end without padding; of
-    /// `max_eval_batches` batches at most over all processes. `None` where nothing is held back.
+    /// Returns a loader of the held-out examples, concatenated without padding, of at most `max_eval_batches`
+    /// batches over all processes. `None` without evaluation.
     ///
     /// # Errors
     /// As [`train_loader`](Self::train_loader).
     pub fn validation_loader(
         &self,
         arguments: &FinetuneArguments,
-        part: impl Into<Part>,
+        shard: impl Into<DataShard>,
     ) -> Result<Option<DeviceLoader<Batch>>> {
         let Some(validation) = &self.validation else {
             return Ok(None);
@@ -191,47 +197,51 @@ impl InstructionData {
         let capacity = validation.encoder().options().max_seq_length;
         let plan = Arc::new(PackPlan::one_each(lengths, capacity)?);
         let rows = SequenceRows::new(Arc::clone(validation), plan);
-        let how = loading(arguments, part, false);
+        let how = loading(arguments, shard, false);
         how.of_rows(rows, RowLayout::EndToEnd, None).map(Some)
     }
 
-    /// Puts the tokenizer's files and the chat template beside what a run writes.
+    /// Copies the tokenizer's files and the chat template into the folder `to`.
     ///
     /// # Errors
-    /// When a file cannot be copied.
+    /// An error if a file cannot be copied.
     pub fn copy_tokenizer(&self, arguments: &FinetuneArguments, to: &Path) -> Result<()> {
         for name in TOKENIZER_FILES {
             let from = arguments.model_name_or_path.join(name);
             if from.is_file() {
-                std::fs::copy(&from, to.join(name)).map_err(Error::io("copy", &from))?;
+                std::fs::copy(&from, to.join(name)).map_err(CommonError::io("copy", &from))?;
             }
         }
         if let Some(path) = &arguments.chat_template_path
             && path.is_file()
         {
             let copy = std::fs::copy(path, to.join("chat_template.jinja"));
-            copy.map_err(Error::io("copy", path))?;
+            copy.map_err(CommonError::io("copy", path))?;
         }
         Ok(())
     }
 }
 
-/// What rows are made of, how they lie in a batch, and what they are grouped by.
+/// The training rows, their layout in a batch, and the lengths by which they are grouped.
 type TrainRows = (
     SequenceRows<Arc<InstructionDataset>>,
     RowLayout,
     Option<Vec<u32>>,
 );
 
-fn loading(arguments: &FinetuneArguments, part: impl Into<Part>, endless: bool) -> Loading<'_> {
+fn loading(
+    arguments: &FinetuneArguments,
+    shard: impl Into<DataShard>,
+    endless: bool,
+) -> Loading<'_> {
     Loading {
         arguments: &arguments.training,
-        part: part.into(),
+        shard: shard.into(),
         endless,
     }
 }
 
-/// Records as they stand in their files.
+/// The records as they are stored in the files.
 struct Records(InstructionDataset);
 
 impl Dataset for Records {
@@ -246,20 +256,20 @@ impl Dataset for Records {
     }
 }
 
-/// Each record once, the first of those that are equal.
+/// Removes records that are equal to an earlier one.
 fn without_duplicates(
     all: InstructionDataset,
     say: &mut impl FnMut(&str),
 ) -> Result<InstructionDataset> {
-    // Texts are escaped in it, so different records never look alike.
+    // The Debug format escapes strings, so different records have different keys.
     let key = |record: &InstructionRecord| format!("{record:?}").into_bytes();
     let records = Records(all.clone());
     let unique = Selection::deduplicate(records, key, &DeduplicateOptions::default())?;
     let kept: Vec<usize> = (0..unique.records.len())
-        .filter_map(|index| unique.records.place(index))
+        .filter_map(|index| unique.records.source_index(index))
         .collect();
     say(&format!(
-        "            {} records equal to an earlier one left out",
+        "            {} records equal to an earlier one removed",
         unique.duplicates
     ));
     Ok(all.subset(&kept)?)
@@ -270,7 +280,7 @@ fn chat_template(arguments: &FinetuneArguments) -> Result<Option<Arc<dyn ChatFor
     let template = match &arguments.chat_template_path {
         Some(path) if path.is_dir() => ChatTemplate::from_dir(path)?,
         Some(path) => {
-            let source = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+            let source = std::fs::read_to_string(path).map_err(CommonError::io("read", path))?;
             let mut template = ChatTemplate::new(&source)?;
             for name in ["bos_token", "eos_token", "pad_token", "unk_token"] {
                 if let Some(token) = named_token(folder, name)? {
@@ -288,19 +298,16 @@ fn chat_template(arguments: &FinetuneArguments) -> Result<Option<Arc<dyn ChatFor
     Ok(Some(Arc::new(TemplateFormat(template))))
 }
 
-/// A special token that `tokenizer_config.json` names.
+/// Returns a special token that `tokenizer_config.json` names.
 fn named_token(folder: &Path, name: &str) -> Result<Option<String>> {
     let path = folder.join("tokenizer_config.json");
     let text = match std::fs::read_to_string(&path) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(Error::io("read", path)(error)),
+        Err(error) => return Err(CommonError::io("read", path)(error).into()),
     };
-    let config: Value = serde_json::from_str(&text).map_err(|error| Error::Syntax {
-        path,
-        format: "JSON",
-        message: error.to_string(),
-    })?;
+    let config: Value = serde_json::from_str(&text).map_err(CommonError::parse("JSON", path))?;
+    // Older files hold an object with the text in `content`.
     let token = &config[name];
     let text = token.as_str().or_else(|| token["content"].as_str());
     Ok(text.map(str::to_owned))

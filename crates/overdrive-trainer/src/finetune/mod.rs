@@ -1,4 +1,4 @@
-//! The arguments and the data of fine-tuning: full, LoRA and QLoRA, on questions and answers.
+//! The arguments and the data of fine-tuning: full, LoRA and QLoRA, on instruction data.
 
 mod arguments;
 mod data;

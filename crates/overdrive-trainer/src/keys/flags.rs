@@ -1,4 +1,4 @@
-//! The flags of a program, made from the table.
+//! The command-line flags of a program, derived from the table of keys.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -9,7 +9,7 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, value_pars
 use serde_json::{Map, Value, json};
 
 use super::{Key, Program, at, plain, rows_of};
-use crate::diagnosis::choices_in;
+use crate::config_errors::choices_in;
 use crate::{Configuration, Error, Layers, Result, config_format};
 
 /// A flag that sets several keys.
@@ -21,18 +21,18 @@ struct Shortcut {
     conflicts: &'static str,
 }
 
-// A row stays on a line or two, so that the table can be read as one.
+// Each row is on one or two lines, so that the table can be read as a table.
 #[rustfmt::skip]
 static SHORTCUTS: [Shortcut; 2] = [
     Shortcut { name: "full", program: Program::Finetune, conflicts: "qlora", help: "Train all weights, without adapters",
         sets: &[("use_peft", "false"), ("load_in_4bit", "false"), ("load_in_8bit", "false")] },
-    Shortcut { name: "qlora", program: Program::Finetune, conflicts: "full", help: "Keep the weights in NF4 with double quantization, and train adapters",
+    Shortcut { name: "qlora", program: Program::Finetune, conflicts: "full", help: "Quantize the weights to NF4 with double quantization, and train adapters",
         sets: &[("use_peft", "true"), ("load_in_4bit", "true"), ("load_in_8bit", "false"), ("bnb_4bit_quant_type", "\"nf4\""), ("bnb_4bit_use_double_quant", "true")] },
 ];
 
 /// The flags of a program: `--config FILE`, and one for each key of its configuration. They are flattened
-/// into the program's own; [`TrainArgs`](crate::TrainArgs) and [`FinetuneArgs`](crate::FinetuneArgs) name
-/// the two kinds.
+/// into the program's own flags; [`TrainArgs`](crate::TrainArgs) and [`FinetuneArgs`](crate::FinetuneArgs)
+/// are the two instances.
 ///
 /// ```
 /// use clap::Parser;
@@ -52,37 +52,38 @@ static SHORTCUTS: [Shortcut; 2] = [
 /// # Ok::<(), overdrive_trainer::Error>(())
 /// ```
 ///
-/// Flags are laid over the file, and the file over the preset. A flag has the name of its key with dashes
-/// (`--learning-rate`); a few have a shorter one as well (`--steps` for `max_steps`), and every spelling
-/// that files may use is understood (`--lr`).
+/// Flags override the file, and the file overrides the preset. A flag has the name of its key with dashes
+/// (`--learning-rate`); a few also have a shorter one (`--steps` for `max_steps`), and every spelling that is
+/// accepted in files is accepted as a flag (`--lr`).
 #[derive(Debug, Clone, Default)]
 pub struct ConfigArgs<A> {
     /// The configuration file.
     pub config: Option<PathBuf>,
-    /// The keys that the flags set.
+    /// The values of the keys that the flags set.
     pub(super) values: Map<String, Value>,
     of: PhantomData<A>,
 }
 
 impl<A: Configuration> ConfigArgs<A> {
-    /// Returns the configuration: flags over the file over the preset, validated.
+    /// Returns the validated configuration: flags over the file over the preset.
     ///
     /// # Errors
     /// As [`Layers::file`] for the file and [`Layers::resolve`] for the values.
     pub fn resolve(&self) -> Result<A> {
-        self.resolve_telling(|_| {})
+        self.resolve_with_notes(|_| {})
     }
 
-    /// Returns the configuration as [`resolve`](Self::resolve) does, and passes `say` a line for each key
-    /// that was written in another spelling than ours.
+    /// Returns the configuration as [`resolve`](Self::resolve) does, and passes `say` one line for each key
+    /// that was given under an alternative spelling.
     ///
     /// # Errors
     /// As [`resolve`](Self::resolve).
-    pub fn resolve_telling(&self, mut say: impl FnMut(&str)) -> Result<A> {
+    pub fn resolve_with_notes(&self, mut say: impl FnMut(&str)) -> Result<A> {
         let in_file = match &self.config {
             Some(path) => config_format::read(path)?,
             None => Value::Null,
         };
+        // The preset is the lowest layer, so its name is needed before the layers are read.
         let named = self.values.get("preset").or(in_file.get("preset"));
         let mut layers = Layers::on(A::base(named));
         if let Some(path) = &self.config {
@@ -156,7 +157,7 @@ impl<A: Configuration> FromArgMatches for ConfigArgs<A> {
             ("save_steps", "save_strategy"),
         ] {
             let number = given.get(steps).and_then(Value::as_f64);
-            // 0 is left to the translation, which makes `no` of it.
+            // The translation turns 0 into `no`.
             if number.is_some_and(|number| number != 0.0) && !given.contains_key(strategy) {
                 given.insert(strategy.to_owned(), json!("steps"));
             }
@@ -175,7 +176,7 @@ fn clap_error(error: impl fmt::Display) -> clap::Error {
     clap::Error::raw(clap::error::ErrorKind::InvalidValue, error)
 }
 
-/// Puts a value under a dotted name.
+/// Inserts a value under a dotted name.
 fn insert(values: &mut Map<String, Value>, name: &str, value: Value) {
     match name.split_once('.') {
         None => {
@@ -215,7 +216,7 @@ impl Key {
         all
     }
 
-    /// Returns clap's arguments: one, or two for a switch, the second of which turns it off.
+    /// Returns clap's arguments: one, or two for a switch, of which the second turns it off.
     fn args<A: Configuration>(&'static self, defaults: &[(&str, Value)]) -> Vec<Arg> {
         let Some(long) = self.long() else {
             return Vec::new();
@@ -232,6 +233,7 @@ impl Key {
             let no = Arg::new(off_id(self.name)).long(&off).hide(true);
             let no = no.alias(off.replace('-', "_")).action(ArgAction::SetTrue);
             return vec![
+                // Each overrides the other, so that the last one on the command line counts.
                 arg.action(ArgAction::SetTrue)
                     .overrides_with(off_id(self.name)),
                 no.overrides_with(self.name),
@@ -253,7 +255,7 @@ impl Key {
         }]
     }
 
-    /// Returns the value that the flags give the key.
+    /// Returns the value of the key on the command line.
     fn given(&self, matches: &ArgMatches) -> Option<Value> {
         self.long()?;
         if self.value.is_empty() {
@@ -271,14 +273,15 @@ impl Key {
         }
     }
 
-    /// Reads the value of a flag by the type of its key: the text itself, a number, or JSON.
+    /// Parses the value of a flag by the type of its key: as a string, a number, or JSON.
     fn parse<A: Configuration>(&self, text: &str) -> std::result::Result<Value, String> {
         let whole = text.parse::<i64>().ok().map(Value::from);
         let whole = whole.or_else(|| text.parse::<u64>().ok().map(Value::from));
-        // JSON has no NaN and no infinities: they would be read as `null`.
+        // serde_json would turn NaN and infinities into `null`.
         let number = text.parse::<f64>().ok().filter(|number| number.is_finite());
         let number = number.map(Value::from);
         let json = serde_json::from_str(text).ok();
+        // Text first: a name such as `no` or `1` must not become another type if the key accepts text.
         let candidates = [Some(Value::from(text)), whole, number, json];
         let mut error = None;
         for candidate in candidates.into_iter().flatten() {
@@ -302,8 +305,8 @@ impl Key {
         A::read(values, "the command line").map(drop)
     }
 
-    /// Returns the names that the key can be set to, where it is set to a name. They are those of serde's
-    /// error, so that no list of them is written twice.
+    /// Returns the names that the key accepts, if its value is a name. They are taken from serde's error, so
+    /// that no list is written twice.
     pub(super) fn choices<A: Configuration>(&self) -> Vec<String> {
         match self.try_value::<A>(json!("?")) {
             Err(Error::UnknownChoice { choices, .. }) => choices_in(&choices),
@@ -311,9 +314,10 @@ impl Key {
         }
     }
 
-    /// Returns the help with the choices and with the value that each preset gives the key, so that help
-    /// and behaviour cannot differ.
+    /// Returns the help with the choices and with the value of each preset, so that help and behaviour cannot
+    /// differ.
     fn help<A: Configuration>(&self, long: &str, defaults: &[(&str, Value)]) -> String {
+        // One key can have different effects in the two programs.
         let help = match A::PROGRAM {
             Program::Train => self.help,
             Program::Finetune => self.help_of_finetune.unwrap_or(self.help),
@@ -341,7 +345,7 @@ impl Key {
         }
     }
 
-    /// Returns the value that each preset gives the key, in words; `None` where it has none.
+    /// Returns the value of the key in each preset as text; `None` if no preset sets it.
     pub(super) fn default_text(&self, defaults: &[(&str, Value)]) -> Option<String> {
         let says_nothing = |value: &Value| match value {
             Value::Null => true,
@@ -372,7 +376,7 @@ impl Key {
     }
 }
 
-/// Returns clap's id of the switch that turns another one off.
+/// Returns clap's id of the switch that turns another switch off.
 fn off_id(name: &str) -> String {
     format!("no_{name}")
 }

@@ -1,8 +1,8 @@
 //! The keys of transformers, TRL, PEFT and bitsandbytes that Overdrive does not read.
 //!
-//! A configuration that was written for them loads as it stands, or its error names what cannot be done. So
-//! each of their keys has a row with the value that asks for nothing: with that value it is dropped, with any
-//! other it is an error. Nothing that would change the run is ignored silently.
+//! A configuration that was written for these projects either loads as it is, or its error names the key that
+//! is not supported. So each of their keys has a row with the value that requests nothing: with that value
+//! the key is dropped, with any other it is an error. Nothing that would change the run is ignored silently.
 
 use super::Harmless::{Any, Null, Only};
 use super::{Key, foreign};
@@ -10,12 +10,12 @@ use super::{Key, foreign};
 const SAME_PRECISION: &str = "evaluation runs in the precision of training";
 const PROCESSES: &str = "start several processes with `--nproc N` or torchrun; `zero_stage: 1` shards the optimizer states over them";
 
-// A row stays on a line, so that the table can be read as one.
+// Each row is on one line, so that the table can be read as a table.
 #[rustfmt::skip]
 pub(super) static KEYS: &[Key] = &[
     // Memory and speed.
     foreign("activation_checkpointing_kwargs", Any, ""),
-    foreign("torch_compile", Only("false"), "leave it out: `fused_kernels` (on) has the kernels that it would make in training, and overdrive-compiled runs packages of torch's compiler"),
+    foreign("torch_compile", Only("false"), "leave it out: `fused_kernels` (on by default) has the kernels that it would generate for training, and overdrive-compiled runs packages of torch's compiler"),
     foreign("torch_compile_backend", Any, ""),
     foreign("torch_compile_mode", Any, ""),
     // `fused_kernels` is on by default and has Liger's kernels.
@@ -31,8 +31,8 @@ pub(super) static KEYS: &[Key] = &[
     foreign("label_smoothing_factor", Only("0"), ""),
     foreign("neftune_noise_alpha", Null, ""),
     foreign("average_tokens_across_devices", Any, ""),
-    // Data. Worker threads live as long as the loader, and batches come in order.
-    foreign("data_seed", Null, "`seed` decides the order of the data"),
+    // Data. Worker threads live as long as the loader, and batches are always in order.
+    foreign("data_seed", Null, "`seed` determines the order of the data"),
     foreign("dataloader_persistent_workers", Any, "").also(&["persistent_workers"]),
     foreign("dataloader_multiprocessing_context", Any, ""),
     foreign("dataloader_in_order", Any, ""),
@@ -40,7 +40,7 @@ pub(super) static KEYS: &[Key] = &[
     foreign("label_names", Any, ""),
     foreign("ignore_data_skip", Only("false"), ""),
     // Logging and evaluation.
-    foreign("logging_dir", Null, "the events go to `tensorboard/` in `output_dir`"),
+    foreign("logging_dir", Null, "the event files are written to `tensorboard/` in `output_dir`"),
     foreign("logging_strategy", Only("\"steps\""), "set `logging_steps`"),
     foreign("logging_first_step", Any, ""),
     foreign("logging_nan_inf_filter", Any, ""),
@@ -60,15 +60,15 @@ pub(super) static KEYS: &[Key] = &[
     foreign("skip_memory_metrics", Any, ""),
     foreign("debug", Only("\"\""), ""),
     // Snapshots.
-    foreign("save_only_model", Only("false"), "a snapshot is what a run resumes from; the model alone is in `model/` at the end"),
+    foreign("save_only_model", Only("false"), "a snapshot must hold all state to resume a run; the model alone is in `model/` at the end"),
     foreign("save_on_each_node", Any, ""),
     foreign("save_safetensors", Only("true"), "weights are always saved as safetensors"),
-    foreign("enable_jit_checkpoint", Only("false"), "Ctrl-C and SIGTERM save a snapshot and the model as it is"),
+    foreign("enable_jit_checkpoint", Only("false"), "Ctrl-C and SIGTERM save a snapshot and the current model"),
     foreign("restore_callback_states_from_checkpoint", Any, ""),
-    foreign("full_determinism", Only("false"), "on a CPU the same seed gives the same losses already"),
+    foreign("full_determinism", Only("false"), "on a CPU the same seed always gives the same losses"),
     // Several devices.
     foreign("ddp_static_graph", Any, ""),
-    foreign("fsdp", Only("\"\""), "start several processes with `--nproc N` or torchrun; weights are not sharded over them, optimizer states are with `zero_stage: 1`"),
+    foreign("fsdp", Only("\"\""), "start several processes with `--nproc N` or torchrun; `zero_stage: 1` shards the optimizer states over them, but weights are not sharded"),
     foreign("fsdp_config", Any, ""),
     foreign("deepspeed", Null, PROCESSES),
     foreign("accelerator_config", Any, ""),
@@ -82,14 +82,14 @@ pub(super) static KEYS: &[Key] = &[
     foreign("hub_strategy", Any, ""),
     foreign("hub_always_push", Any, ""),
     foreign("hub_revision", Any, ""),
-    // What a file of PEFT or bitsandbytes says of itself.
+    // Metadata in files of PEFT and bitsandbytes.
     foreign("task_type", Any, "").also(&["lora_task_type"]),
     foreign("peft_type", Any, ""),
     foreign("inference_mode", Any, ""),
     foreign("trust_remote_code", Any, ""),
     foreign("quant_method", Any, ""),
     foreign("bnb_4bit_quant_storage", Any, ""),
-    // The steps of a script.
+    // Options of transformers' example scripts.
     foreign("do_train", Any, ""),
     foreign("do_eval", Any, ""),
     foreign("do_predict", Only("false"), ""),

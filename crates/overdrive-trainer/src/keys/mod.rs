@@ -1,7 +1,7 @@
-//! The table of configuration keys, and what is derived from it: spellings of other projects, flags, ranges
-//! and errors. A new key is a field of [`TrainingArguments`](crate::TrainingArguments) or
-//! [`FinetuneArguments`](crate::FinetuneArguments) and a row in `table.rs`; a test fails where one of the two
-//! is missing, and where no code reads the key.
+//! The table of configuration keys, and everything that is derived from it: alternative spellings, flags,
+//! ranges and errors. A new key is a field of [`TrainingArguments`](crate::TrainingArguments) or
+//! [`FinetuneArguments`](crate::FinetuneArguments) and a row in `table.rs`; a test fails if one of the two is
+//! missing, or if no code reads the key.
 
 mod flags;
 mod foreign;
@@ -30,7 +30,7 @@ pub enum Program {
 }
 
 impl Program {
-    /// Returns whether a key changes what the program does.
+    /// Returns `true` if a key has an effect on the program.
     pub(crate) fn reads(self, name: &str) -> bool {
         rows_of(self).any(|(_, key)| key.name == name)
     }
@@ -42,18 +42,18 @@ enum Reader {
     Both,
     Train,
     Finetune,
-    /// A key of another project, whose effect Overdrive does not have.
+    /// No program: a key of another project, whose effect Overdrive does not have.
     Neither,
 }
 
-/// The values that a program accepts for a key that it does not read. `null` is always among them.
+/// The values that a program accepts for a key that it does not read. `null` is always accepted.
 #[derive(Debug, Clone, Copy)]
 enum Harmless {
     /// Only `null`.
     Null,
-    /// This value, as JSON: it asks for nothing.
+    /// `null` and this value, as JSON: it requests nothing.
     Only(&'static str),
-    /// Any value: the key says how, and another key says whether.
+    /// Any value: the key is an option of another key.
     Any,
 }
 
@@ -63,23 +63,23 @@ pub(crate) struct Key {
     /// The name in files. Keys of the section `model` are written `model.hidden_size`.
     name: &'static str,
     reader: Reader,
-    /// The other names that are read.
+    /// The alternative names that are accepted.
     spellings: &'static [&'static str],
-    /// The name of the flag, where it is not the key's with dashes; empty for a key without a flag.
+    /// The name of the flag, if it is not the key's with dashes; empty for a key without a flag.
     flag: Option<&'static str>,
     /// The name of the flag's value in the help; empty for a switch.
     value: &'static str,
-    /// Set for a flag that takes several values; with true they may also be separated by commas.
+    /// Set for a flag with several values; if `true`, they may also be separated by commas.
     list: Option<bool>,
     help: &'static str,
-    /// The help in fine-tuning, where it differs.
+    /// The help in fine-tuning, if it differs.
     help_of_finetune: Option<&'static str>,
     range: Range,
-    /// A key that this one contradicts: it is reset in the layers below, and its flag conflicts.
+    /// A key that this one contradicts: setting this one resets it in the layers below, and the flags conflict.
     excludes: &'static str,
     /// The values that a program accepts without reading the key.
     harmless: Harmless,
-    /// The way out in the error of a refused value.
+    /// The remedy in the error about a refused value.
     instead: &'static str,
 }
 
@@ -106,7 +106,7 @@ const fn key(
     }
 }
 
-/// A key of another project. With a harmless value it is dropped, with any other it is an error.
+/// Returns a key of another project. With a harmless value it is dropped, with any other it is an error.
 const fn foreign(name: &'static str, harmless: Harmless, instead: &'static str) -> Key {
     let key = key(Reader::Neither, name, "", Range::Any, "").harmless(harmless);
     key.instead(instead)
@@ -150,8 +150,8 @@ impl Key {
         self
     }
 
-    const fn instead(mut self, way_out: &'static str) -> Self {
-        self.instead = way_out;
+    const fn instead(mut self, remedy: &'static str) -> Self {
+        self.instead = remedy;
         self
     }
 
@@ -164,14 +164,15 @@ impl Key {
         }
     }
 
-    /// Returns whether a program that does not read the key may pass over this value.
+    /// Returns `true` if a program that does not read the key may ignore this value.
     fn accepts(&self, value: &Value) -> bool {
         match self.harmless {
+            // transformers writes `null` for keys that are not set.
             _ if value.is_null() => true,
             Harmless::Null => false,
             Harmless::Any => true,
             Harmless::Only(harmless) => match serde_json::from_str::<Value>(harmless) {
-                // 0 and 0.0 are one value to whoever writes a file.
+                // 0 and 0.0 are different JSON numbers, but the same value in a configuration.
                 Ok(Value::Number(number)) => value.as_f64() == number.as_f64(),
                 Ok(harmless) => *value == harmless,
                 Err(_) => false,
@@ -195,14 +196,14 @@ fn rows_of(program: Program) -> impl Iterator<Item = (&'static str, &'static Key
 /// Returns every name that a program reads, spellings included; keys of a section have dotted names.
 pub(crate) fn names(program: Program) -> impl Iterator<Item = &'static str> {
     let names = rows_of(program).map(|(_, key)| key.name);
-    // A spelling of a key that only the other program reads is still understood: its error says more.
+    // Spellings of keys that only the other program reads are included, because their error is more precise.
     let spellings = rows().flat_map(|(_, key)| key.spellings.iter().copied());
     names.chain(spellings)
 }
 
-/// Resets what `values` contradict in the layers below: whoever writes a key means it. A key counts as set
-/// when it is true or above 0, and what the same layer names is left alone.
-pub(crate) fn push_out(
+/// Resets the keys of the layers below that `values` contradicts. A key counts as set if it is true or above
+/// 0; keys that the same layer sets are not reset.
+pub(crate) fn reset_excluded(
     below: &mut Map<String, Value>,
     values: &Map<String, Value>,
     defaults: &Value,
@@ -222,11 +223,11 @@ fn at<'v>(values: &'v Value, name: &str) -> &'v Value {
     name.split('.').fold(values, |value, part| &value[part])
 }
 
-/// Returns a value as it is written in a sentence: a text without quotes.
+/// Returns a value as it is written in a sentence: strings without quotes.
 fn plain(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
-        // 100.0 is written as people write it: 100.
+        // JSON writes 100.0; people write 100.
         Value::Number(number) => match number.as_f64() {
             Some(float) if number.is_f64() && float != 0.0 && float.abs() < 1e-4 => {
                 format!("{float:e}")

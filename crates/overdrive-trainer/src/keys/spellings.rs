@@ -1,14 +1,14 @@
-//! What configurations of other projects write that is more than another name of a key: sections, and keys
-//! whose values are keys of ours.
+//! Parts of other projects' configurations that are more than an alternative name of a key: sections, and keys
+//! whose values correspond to other keys.
 
 use super::Program;
 
-/// Sections whose keys count as if they stood outside.
+/// Sections whose keys are read as top-level keys.
 pub(super) struct Section {
     pub(super) names: &'static [&'static str],
-    /// Keys that have another name inside.
+    /// Keys that have another name inside the section.
     pub(super) inside: &'static [(&'static str, &'static str)],
-    /// The only program that has them; the other one refuses the section.
+    /// The only program that accepts them; the other one refuses the section.
     pub(super) only: Option<Program>,
 }
 
@@ -28,22 +28,22 @@ pub(super) static SECTIONS: &[Section] = &[
     ] },
 ];
 
-/// A key whose values are keys of ours. Where its name is a key of ours itself, values without a rule are
-/// left as they are; else they are errors.
+/// A key whose values correspond to other keys. If its name is also a key of Overdrive, values without a rule
+/// are kept; otherwise they are errors.
 pub(super) struct Translation {
     pub(super) names: &'static [&'static str],
     pub(super) rules: &'static [Rule],
-    /// A key that makes the rules set nothing where it is given (and not false).
+    /// A key that disables the rules if it is set (and not false).
     pub(super) unless: &'static str,
 }
 
-/// What some values of a key mean.
+/// The meaning of some values of a key.
 pub(super) struct Rule {
     /// The values, in lower case and without `torch.`; `N` is any number.
     pub(super) given: &'static [&'static str],
     /// The key and its value, as JSON; `N` is the given number. `None` sets nothing.
     pub(super) sets: Option<(&'static str, &'static str)>,
-    /// What the note says after it.
+    /// The end of the note about the translation.
     pub(super) note: &'static str,
 }
 
@@ -62,7 +62,7 @@ const fn nothing(given: &'static [&'static str], note: &'static str) -> Rule {
     Rule { given, sets, note }
 }
 
-// A rule stays on a line, so that the table can be read as one.
+// Each rule is on one line, so that the table can be read as a table.
 #[rustfmt::skip]
 pub(super) static TRANSLATIONS: &[Translation] = &[
     Translation { names: &["dtype", "torch_dtype", "mixed_precision", "precision"], unless: "", rules: &[
@@ -91,7 +91,7 @@ pub(super) static TRANSLATIONS: &[Translation] = &[
         nothing(&["false"], "sets nothing"),
     ] },
     Translation { names: &["device"], unless: "", rules: &[
-        nothing(&["cuda", "gpu", "auto"], "is a GPU where there is one"),
+        nothing(&["cuda", "gpu", "auto"], "is a GPU if there is one"),
         sets(&["cpu"], "use_cpu", "true", ""),
     ] },
     Translation { names: &["provider"], unless: "", rules: &[
@@ -99,6 +99,6 @@ pub(super) static TRANSLATIONS: &[Translation] = &[
         nothing(&["liger"], "is not needed: its fused kernels are `fused_kernels`, on by default"),
         nothing(&["deepspeed"], "is not needed: several processes are started by `--nproc N` or torchrun, and `zero_stage: 1` shards the optimizer states over them"),
         nothing(&["axolotl"], "is not needed: its keys are read where they are PEFT's and TRL's"),
-        nothing(&["huggingface", "hf", "transformers", "trl", "peft", "pytorch", "torch", "accelerate"], "is not needed: Overdrive takes its place"),
+        nothing(&["huggingface", "hf", "transformers", "trl", "peft", "pytorch", "torch", "accelerate"], "is not needed: Overdrive replaces it"),
     ] },
 ];

@@ -1,4 +1,4 @@
-//! The table against what it describes: the fields, the code that reads them, the flags and the guide.
+//! The table agrees with the fields, the code that reads them, the flags and the guide.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::range::Range;
 use super::spellings::{SECTIONS, TRANSLATIONS};
 use super::{ConfigArgs, Harmless, Key, Program, Reader, plain, rows, rows_of};
-use crate::layers::sealed::Keyed;
+use crate::config_layers::sealed::Keyed;
 use crate::{Configuration, Error, FinetuneArguments, Layers, TrainingArguments};
 
 fn here() -> &'static Path {
@@ -43,7 +43,7 @@ fn every_field_has_a_row_and_every_row_a_field() {
 }
 
 #[test]
-fn no_name_has_two_meanings_and_every_excluded_key_is_there() {
+fn no_name_has_two_meanings_and_every_excluded_key_exists() {
     let mut names = BTreeSet::new();
     for (_, key) in rows() {
         assert!(names.insert(key.name), "{} twice", key.name);
@@ -84,7 +84,7 @@ fn the_json_of_the_table_is_json() {
     }
 }
 
-/// Rust source without comments, tests and checks of values: what is left changes the run.
+/// Returns Rust source without comments, tests and checks of values: the rest affects the run.
 fn code(path: &Path) -> String {
     let text = fs::read_to_string(path).unwrap();
     let text = text.split("#[cfg(test)]").next().unwrap();
@@ -111,7 +111,7 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Whether the code has `.field` of a configuration.
+/// Returns `true` if the code has `.field` of a configuration.
 fn reads(code: &str, field: &str) -> bool {
     let owners = ["arguments", "self", "training", "model", "how"];
     code.match_indices(&format!(".{field}")).any(|(at, found)| {
@@ -176,7 +176,7 @@ fn the_flags_of_both_programs_are_valid_and_have_a_help() {
     assert!(help.contains("--qlora") && !help.contains("--vocab-size"));
 }
 
-/// A value that the key can have and that is not its default.
+/// Returns a valid value of the key that is not its default.
 fn other_value<A: Configuration>(key: &Key) -> Value {
     let values = A::default().values().unwrap();
     let now = super::at(&values, key.name).clone();
@@ -271,7 +271,11 @@ fn a_value_outside_its_range_is_refused_by_the_name_of_its_key() {
             let layers = Layers::on(TrainingArguments::default());
             let layers = layers.layer(Value::Object(values), "a file");
             match layers.and_then(Layers::resolve) {
-                Err(Error::Invalid { key: named, .. }) if named == key.name => refused += 1,
+                Err(Error::Common(overdrive_core::Error::InvalidOption { option, .. }))
+                    if option == key.name =>
+                {
+                    refused += 1;
+                }
                 // A whole number from 0 has no -1, and 0 steps are `no`.
                 Err(Error::WrongType { .. }) => refused += 1,
                 _ => {}
@@ -284,7 +288,7 @@ fn a_value_outside_its_range_is_refused_by_the_name_of_its_key() {
 mod guide {
     use super::*;
 
-    /// The text between two comments of a page; with `OVERDRIVE_WRITE_TABLES` set, it is written.
+    /// Compares the text between two comments of a page; with `OVERDRIVE_WRITE_TABLES` set, writes it.
     fn check(page: &str, block: &str, expected: &str) {
         let path = here().join("../../docs/src").join(page);
         let text = fs::read_to_string(&path).unwrap();
@@ -297,7 +301,7 @@ mod guide {
         } else {
             assert!(
                 found == expected,
-                "the table `{block}` of docs/src/{page} is not that of the keys; write it by \
+                "the table `{block}` of docs/src/{page} differs from the keys; write it with \
                  OVERDRIVE_WRITE_TABLES=1 cargo test -p overdrive-trainer --lib keys"
             );
         }
@@ -332,7 +336,7 @@ mod guide {
 
     fn all_keys() {
         let mut table =
-            "| key | flag | default | read by | what it is |\n|---|---|---|---|---|\n".to_owned();
+            "| key | flag | default | read by | description |\n|---|---|---|---|---|\n".to_owned();
         for (_, key) in rows().filter(|(_, key)| key.reader != Reader::Neither) {
             let reader = match key.reader {
                 Reader::Both => "both",
@@ -353,7 +357,7 @@ mod guide {
     }
 
     fn spellings() {
-        let mut table = "| in the file | what it means |\n|---|---|\n".to_owned();
+        let mut table = "| in the file | meaning |\n|---|---|\n".to_owned();
         for (_, key) in rows().filter(|(_, key)| !key.spellings.is_empty()) {
             let spellings = code(key.spellings.iter().copied());
             table += &format!("| {spellings} | `{}` |\n", key.name);
@@ -371,7 +375,7 @@ mod guide {
         }
         for section in SECTIONS {
             let names = code(section.names.iter().copied());
-            let mut means = "its keys as if they stood outside".to_owned();
+            let mut means = "its keys are read as top-level keys".to_owned();
             for (inside, outside) in section.inside {
                 means += &format!("; `{inside}` is `{outside}`");
             }
@@ -393,7 +397,7 @@ mod guide {
         check("configs.md", "keys without effect", &table);
     }
 
-    /// One test, since the tables are written to one page.
+    /// One test for all tables, because they are in one page.
     #[test]
     fn the_tables_of_the_page_on_configurations_are_those_of_the_keys() {
         all_keys();
@@ -401,7 +405,7 @@ mod guide {
         keys_without_effect();
     }
 
-    /// The names between backticks, each without what follows a colon or a space.
+    /// Returns the names between backticks, each up to a colon or a space.
     fn names(cell: &str) -> Vec<&str> {
         let quoted = cell.split('`').skip(1).step_by(2);
         quoted
@@ -410,7 +414,7 @@ mod guide {
     }
 
     #[test]
-    fn the_tables_of_all_pages_name_keys_and_flags_that_there_are() {
+    fn the_tables_of_all_pages_name_existing_keys_and_flags() {
         let (mut keys, mut flags) = (0, 0);
         for entry in fs::read_dir(here().join("../../docs/src")).unwrap() {
             let path = entry.unwrap().path();

@@ -1,4 +1,4 @@
-//! Translation of what a file says into the keys of the table.
+//! Translation of configurations of other projects into the keys of the table.
 
 use std::path::Path;
 
@@ -8,18 +8,18 @@ use super::spellings::{Rule, SECTIONS, TRANSLATIONS, Translation};
 use super::{Key, Program, Reader, plain, rows, rows_of};
 use crate::{Error, Result};
 
-/// Where a layer of keys and values comes from.
+/// The source of a layer of keys and values.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Source<'a> {
-    /// Its name in errors.
+    /// The name of the source in errors.
     pub(crate) origin: &'a str,
-    /// The file, where it is one.
+    /// The path of the source, if it is a file.
     pub(crate) file: Option<&'a Path>,
     /// The program that reads it.
     pub(crate) program: Program,
 }
 
-/// Puts every value under the key of the table that it means, and drops keys that ask for nothing. Each
+/// Moves every value to the key of the table that it belongs to, and drops keys that request nothing. Each
 /// translation adds a line to `notes`.
 ///
 /// # Errors
@@ -49,7 +49,7 @@ pub(crate) fn translate(
             values.shift_remove(steps);
             values.insert(strategy.to_owned(), json!("no"));
         } else if renamed.contains(&steps) {
-            // Projects with `eval_interval` have no second key that turns evaluation on.
+            // Projects with `eval_interval` have no separate key that enables evaluation.
             values.insert(strategy.to_owned(), json!("steps"));
         }
     }
@@ -67,17 +67,16 @@ fn open_sections(
             let Some(Value::Object(mut inner)) = take_if(values, name, Value::is_object) else {
                 continue;
             };
+            // Trainers with sections switch them by `enabled` and keep the other keys in the file.
             if inner.shift_remove("enabled") == Some(Value::Bool(false)) {
-                notes.push(format!("`{name}` is not enabled and is left out"));
+                notes.push(format!("`{name}` is not enabled, so it is ignored"));
                 continue;
             }
             if section.only.is_some_and(|only| only != source.program) {
                 let given = Value::Object(inner);
                 return Err(other_program(name, &given, "", values, source));
             }
-            notes.push(format!(
-                "the keys of `{name}` are read as if they stood outside"
-            ));
+            notes.push(format!("the keys of `{name}` are read as top-level keys"));
             for (key, value) in inner {
                 let renamed = section.inside.iter().find(|(inside, _)| *inside == key);
                 let outside = renamed.map_or(key.as_str(), |(_, outside)| outside);
@@ -88,7 +87,7 @@ fn open_sections(
     Ok(())
 }
 
-/// Renames spellings, and returns the keys that stood under one.
+/// Renames alternative spellings, and returns the keys that were given under one.
 fn rename_spellings(
     values: &mut Map<String, Value>,
     source: Source<'_>,
@@ -97,7 +96,7 @@ fn rename_spellings(
     let mut renamed = Vec::new();
     for (_, key) in rows() {
         for spelling in key.spellings {
-            // `model` is a folder to fine-tuning and a section to training.
+            // `model` is a folder in fine-tuning, but a section in training.
             if rows_of(source.program).any(|(_, own)| own.name == *spelling) {
                 continue;
             }
@@ -124,7 +123,7 @@ fn apply(
     let given = plain(&value);
     let short = given.to_lowercase();
     let short = short.trim_start_matches("torch.");
-    // `cuda:0` is `cuda`.
+    // A device index has no effect: `cuda:0` is `cuda`.
     let short = short.split(':').next().unwrap_or_default();
     let meant =
         |rule: &&Rule| rule.given.contains(&short) || (rule.given == ["N"] && value.is_number());
@@ -157,7 +156,7 @@ fn apply(
     if other.is_some_and(|other| !other.is_null() && *other != Value::Bool(false)) {
         return Ok(());
     }
-    // The rules of the table are JSON, which a test reads.
+    // The rules of the table are valid JSON: a test parses all of them.
     let new = serde_json::from_str(new).unwrap_or(value);
     notes.push(format!(
         "`{name}: {given}` is `{key}: {}`{}",
@@ -167,10 +166,10 @@ fn apply(
     put(values, name, key, new, source)
 }
 
-/// Drops the keys that `source.program` does not read and that ask for nothing.
+/// Drops the keys that `source.program` does not read and that request nothing.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for one that asks for something, with the way out.
+/// [`Error::Unsupported`] for one that requests something, with the remedy.
 pub(crate) fn refuse_unread(values: &mut Map<String, Value>, source: Source<'_>) -> Result<()> {
     for (_, key) in rows().filter(|(_, key)| !key.is_read_by(source.program)) {
         let Some(value) = values.shift_remove(key.name) else {
@@ -192,7 +191,7 @@ fn refusal(key: &Key, value: &Value, others: &Map<String, Value>, source: Source
         key: key.name.to_owned(),
         given: plain(value),
         by: "by overdrive-trainer",
-        way_out: match key.instead {
+        remedy: match key.instead {
             "" => "leave it out".to_owned(),
             instead => instead.to_owned(),
         },
@@ -231,11 +230,11 @@ fn other_program(
         key: key.to_owned(),
         given: plain(value),
         by,
-        way_out: format!("{instead}{between}{aim}, run: {command}"),
+        remedy: format!("{instead}{between}{aim}, run: {command}"),
     }
 }
 
-/// Quotes a path for a shell, where it needs quotes.
+/// Quotes a path for a shell if it needs quotes.
 fn shell_word(path: &Path) -> String {
     let text = path.display().to_string();
     let is_plain = |c: char| c.is_alphanumeric() || "/._-+,:=@%".contains(c);
@@ -254,7 +253,7 @@ fn take_if(
     found.then(|| values.shift_remove(name)).flatten()
 }
 
-/// Puts a value under `key`, unless another one is there already.
+/// Inserts a value under `key`; a different value that is there already is an error.
 fn put(
     values: &mut Map<String, Value>,
     from: &str,

@@ -1,4 +1,4 @@
-//! What is learned of a conversation, against transformers' assistant masks and TRL's completions.
+//! The labels of a conversation, compared with transformers' assistant masks and TRL's completions.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

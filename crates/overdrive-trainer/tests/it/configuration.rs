@@ -1,4 +1,4 @@
-//! Presets, files in three formats and flags, and what is said about wrong ones.
+//! Presets, files in three formats and flags, and the errors about invalid ones.
 
 use std::fs;
 use std::path::Path;
@@ -20,7 +20,7 @@ struct Flags {
     train: TrainArgs,
 }
 
-/// The configuration of a command line.
+/// Returns the configuration of a command line.
 fn resolve(flags: &[&str]) -> overdrive_trainer::Result<TrainingArguments> {
     let flags = ["train"].iter().chain(flags);
     Flags::try_parse_from(flags)
@@ -29,7 +29,7 @@ fn resolve(flags: &[&str]) -> overdrive_trainer::Result<TrainingArguments> {
         .resolve()
 }
 
-/// A configuration file in a folder that is removed again.
+/// Creates a configuration file in a temporary folder.
 fn file(name: &str, text: &str) -> (tempfile::TempDir, String) {
     let folder = tempfile::tempdir().expect("temporary folder");
     let path = folder.path().join(name);
@@ -38,7 +38,7 @@ fn file(name: &str, text: &str) -> (tempfile::TempDir, String) {
     (folder, path)
 }
 
-/// The error of a YAML file, without the folder's name.
+/// Returns the error of a YAML file, without the folder's name.
 fn error(text: &str) -> String {
     let (_folder, path) = file("run.yaml", text);
     let error = resolve(&["--config", &path]).expect_err("the file is wrong");

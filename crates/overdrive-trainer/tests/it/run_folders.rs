@@ -1,4 +1,4 @@
-//! Run folders that are new, there already, or somebody else's.
+//! Run folders that are new, that exist already, or that another program has written.
 
 use std::fs;
 use std::path::Path;

@@ -3,7 +3,7 @@
 use overdrive_trainer::{TextData, TrainingArguments};
 
 #[test]
-fn a_parquet_file_that_cannot_be_read_is_named_with_the_way_out() {
+fn a_parquet_file_that_cannot_be_read_is_named_with_the_remedy() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("a.parquet");
     std::fs::write(&file, "PAR1").unwrap();

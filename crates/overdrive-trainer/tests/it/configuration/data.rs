@@ -97,35 +97,35 @@ remove_unused_columns: false
 }
 
 #[test]
-fn what_cannot_apply_is_refused_with_the_reason() {
+fn keys_without_effect_are_refused_with_the_reason() {
     for (text, expected) in [
         (
             "sequences: windows\ngroup_by_length: true",
-            "`group_by_length` is true: `sequences` is `windows`, and they are equally long; drop it, or write `sequences: documents`",
+            "`group_by_length` is true; it must be false with `sequences: windows`, which have the same length; drop it, or write `sequences: documents`",
         ),
         (
             "sequences: windows\npacking: true",
-            "`packing` is true: `sequences` is `windows`, and they are full already; drop it, or write `sequences: documents`",
+            "`packing` is true; it must be false with `sequences: windows`, which are always full; drop it, or write `sequences: documents`",
         ),
         (
             "sequences: windows\npad_to_multiple_of: 8",
-            "`pad_to_multiple_of` is 8: `sequences` is `windows`, and they have no padding; drop it, or write `sequences: documents`",
+            "`pad_to_multiple_of` is 8; it must be 1 with `sequences: windows`, which have no padding; drop it, or write `sequences: documents`",
         ),
         (
             "packing: true\ngroup_by_length: true",
-            "`group_by_length` is true: packed rows are full whatever is in them; drop it, or `packing`",
+            "`group_by_length` is true; it must be false with `packing`, whose rows are full anyway; drop one of the two",
         ),
         (
             "pad_to_multiple_of: 0",
-            "`pad_to_multiple_of` is 0: it must be at least 1; give 1 or more",
+            "`pad_to_multiple_of` is 0; it must be at least 1",
         ),
         (
             "dataloader_num_workers: 0\ndataloader_prefetch_factor: 2",
-            "`dataloader_prefetch_factor` is 2: `dataloader_num_workers` is 0, and no worker prepares batches ahead; drop it, or give `dataloader_num_workers` 1 or more",
+            "`dataloader_prefetch_factor` is 2; it must be left out with `dataloader_num_workers: 0`, because no worker prepares batches ahead; drop it, or give `dataloader_num_workers` 1 or more",
         ),
         (
             "dataloader_prefetch_factor: 0",
-            "`dataloader_prefetch_factor` is 0: it must be at least 1; give 1 or more",
+            "`dataloader_prefetch_factor` is 0; it must be at least 1",
         ),
         (
             "train_sampling_strategy: batch_rebalance",
@@ -133,7 +133,7 @@ fn what_cannot_apply_is_refused_with_the_reason() {
         ),
         (
             "train_sampling_strategy: random\ngroup_by_length: true",
-            "run.yaml: `train_sampling_strategy` and `group_by_length` are two names of one key; keep one of them",
+            "run.yaml: `train_sampling_strategy` and `group_by_length` are two names of the same key; remove one of them",
         ),
         (
             "dataloader_num_worker: 2",
@@ -149,7 +149,7 @@ fn what_cannot_apply_is_refused_with_the_reason() {
 }
 
 #[test]
-fn fine_tuning_takes_the_same_keys_but_those_that_mean_nothing_to_it() {
+fn fine_tuning_accepts_the_same_keys_except_those_without_effect() {
     let base = "model: base\ndata: a.jsonl\n";
     let read = |text: &str| {
         let (_folder, path) = file("run.yaml", &format!("{base}{text}"));
@@ -170,11 +170,11 @@ fn fine_tuning_takes_the_same_keys_but_those_that_mean_nothing_to_it() {
     for (text, expected) in [
         (
             "group_by_length: true\nlength_column_name: chars\n",
-            "run.yaml: `length_column_name: chars` is not supported in fine-tuning; lengths are those of the tokens, which are counted when the file is opened: drop the key, `group_by_length` needs no column; to train from scratch, run: cargo run --release -p overdrive-examples --example train -- --config run.yaml",
+            "run.yaml: `length_column_name: chars` is not supported in fine-tuning; the tokens are counted when the file is opened: drop the key, `group_by_length` needs no column; to train from scratch, run: cargo run --release -p overdrive-examples --example train -- --config run.yaml",
         ),
         (
             "dataset_text_field: body\n",
-            "run.yaml: `dataset_text_field: body` is not supported in fine-tuning; records are told apart by the names of their fields: call the field `text`; to train from scratch, run: cargo run --release -p overdrive-examples --example train -- --config run.yaml",
+            "run.yaml: `dataset_text_field: body` is not supported in fine-tuning; the format of a record is recognized by its field names: call the field `text`; to train from scratch, run: cargo run --release -p overdrive-examples --example train -- --config run.yaml",
         ),
         (
             "sequences: windows\n",
@@ -182,7 +182,7 @@ fn fine_tuning_takes_the_same_keys_but_those_that_mean_nothing_to_it() {
         ),
         (
             "packing: true\ngroup_by_length: true\n",
-            "`group_by_length` is true: packed rows are full whatever is in them; drop it, or `packing`",
+            "`group_by_length` is true; it must be false with `packing`, whose rows are full anyway; drop one of the two",
         ),
     ] {
         let found = read(text).expect_err(text).to_string();

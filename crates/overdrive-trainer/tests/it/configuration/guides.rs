@@ -1,4 +1,4 @@
-//! The files of the page docs/src/configs.md, and what its tables say.
+//! The files and tables of the page docs/src/configs.md.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_trainer::{FinetuneArguments, Layers, Preset, TrainingArguments};
@@ -8,7 +8,7 @@ use crate::configuration::{error, file, resolve};
 
 const PAGE: &str = include_str!("../../../../../docs/src/configs.md");
 
-/// The blocks of code of the page that begin with this line.
+/// Returns the code blocks of the page that begin with a line.
 fn blocks(language: &str, program: &str) -> Vec<&'static str> {
     let opening = format!("```{language} {program}\n");
     let begun = PAGE.split(opening.as_str()).skip(1);
@@ -181,7 +181,7 @@ fn contradictions_and_unknown_names_are_errors() {
         ),
         (
             "use_4bit: true",
-            "run.yaml: `load_in_4bit: true` is not supported in training from scratch; weights that are trained are not quantized; fine-tuning trains adapters over quantized weights; to fine-tune, run: cargo run --release -p overdrive-examples --example finetune -- --config ",
+            "run.yaml: `load_in_4bit: true` is not supported in training from scratch; trainable weights cannot be quantized; fine-tuning trains adapters beside quantized weights; to fine-tune, run: cargo run --release -p overdrive-examples --example finetune -- --config ",
         ),
     ] {
         let found = error(text);
@@ -192,7 +192,7 @@ fn contradictions_and_unknown_names_are_errors() {
 
 /// The error of a file of keys that the other program reads has the command that runs it.
 #[test]
-fn a_file_for_the_other_program_is_answered_by_its_command() {
+fn the_error_of_a_file_for_the_other_program_has_its_command() {
     let run = "cargo run --release -p overdrive-examples --example";
     let text = "model_name_or_path: models/base\ndata: train.jsonl\nload_in_8bit: true\n";
     for (name, quoted) in [("qlora.yaml", ""), ("my qlora.yaml", "'")] {
@@ -217,7 +217,7 @@ fn a_file_for_the_other_program_is_answered_by_its_command() {
     let found = Layers::finetune().file(&path).unwrap_err().to_string();
     assert!(
         found.ends_with(&format!(
-            "`tokenizer: t.json` is not supported in fine-tuning; leave it out: the model has its tokenizer; to train from scratch, run: {run} train -- --config {path}"
+            "`tokenizer: t.json` is not supported in fine-tuning; leave it out: the tokenizer of the model is used; to train from scratch, run: {run} train -- --config {path}"
         )),
         "{found}"
     );

@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 use crate::configuration::{error, file, resolve};
 
 #[test]
-fn what_hugging_face_can_and_we_cannot_is_refused_by_name() {
+fn unsupported_features_of_hugging_face_are_refused_by_name() {
     for (text, expected) in [
         (
             "optim: galore_adamw",
@@ -20,11 +20,11 @@ fn what_hugging_face_can_and_we_cannot_is_refused_by_name() {
         ),
         (
             "torch_compile: true",
-            "run.yaml: `torch_compile: true` is not supported by overdrive-trainer; leave it out: `fused_kernels` (on) has the kernels that it would make in training, and overdrive-compiled runs packages of torch's compiler",
+            "run.yaml: `torch_compile: true` is not supported by overdrive-trainer; leave it out: `fused_kernels` (on by default) has the kernels that it would generate for training, and overdrive-compiled runs packages of torch's compiler",
         ),
         (
             "save_only_model: true",
-            "run.yaml: `save_only_model: true` is not supported by overdrive-trainer; a snapshot is what a run resumes from; the model alone is in `model/` at the end",
+            "run.yaml: `save_only_model: true` is not supported by overdrive-trainer; a snapshot must hold all state to resume a run; the model alone is in `model/` at the end",
         ),
     ] {
         assert_eq!(error(text), expected);

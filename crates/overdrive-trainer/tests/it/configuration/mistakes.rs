@@ -1,9 +1,9 @@
-//! What is said about wrong keys, types, choices, values and files.
+//! The errors about wrong keys, types, choices, values and files.
 
 use crate::configuration::{error, file, resolve};
 
 #[test]
-fn an_unknown_key_is_told_with_the_nearest_one() {
+fn the_error_of_an_unknown_key_names_the_nearest_one() {
     for (text, expected) in [
         (
             "learning_rat: 1",
@@ -35,7 +35,7 @@ fn an_unknown_key_is_told_with_the_nearest_one() {
         ),
         (
             "temperature: 1",
-            "run.yaml: unknown key `temperature`; no known key is near it, `--help` lists all of them",
+            "run.yaml: unknown key `temperature`; no known key is similar, see `--help` for all keys",
         ),
     ] {
         assert_eq!(error(text), expected);
@@ -48,19 +48,19 @@ fn an_unknown_key_is_told_with_the_nearest_one() {
 }
 
 #[test]
-fn a_wrong_type_is_told_with_what_was_given_and_what_is_expected() {
+fn the_error_of_a_wrong_type_names_the_value_and_the_expected_type() {
     for (text, expected) in [
         (
             "learning_rate: fast",
-            "run.yaml: `learning_rate` is the text \"fast\", expected a number",
+            "run.yaml: `learning_rate` is the string \"fast\", expected a number",
         ),
         (
             "seed: -1",
-            "run.yaml: `seed` is the number -1, expected a whole number from 0",
+            "run.yaml: `seed` is the number -1, expected a non-negative integer",
         ),
         (
             "seed: 1.5",
-            "run.yaml: `seed` is the number 1.5, expected a whole number from 0",
+            "run.yaml: `seed` is the number 1.5, expected a non-negative integer",
         ),
         (
             "bf16: 1",
@@ -68,19 +68,19 @@ fn a_wrong_type_is_told_with_what_was_given_and_what_is_expected() {
         ),
         (
             "data: 5",
-            "run.yaml: `data` is the number 5, expected text or a list of texts",
+            "run.yaml: `data` is the number 5, expected a string or a list of strings",
         ),
         (
             "model: [1]",
-            "run.yaml: `model` is a list, expected keys with values",
+            "run.yaml: `model` is a list, expected a section of keys",
         ),
         (
             "model: {hidden_size: wide}",
-            "run.yaml: `model.hidden_size` is the text \"wide\", expected a whole number from 0",
+            "run.yaml: `model.hidden_size` is the string \"wide\", expected a non-negative integer",
         ),
         (
             "- 1",
-            "run.yaml: `(the whole file)` is a list, expected keys with values",
+            "run.yaml: `(the whole file)` is a list, expected a section of keys",
         ),
     ] {
         assert_eq!(error(text), expected);
@@ -88,7 +88,7 @@ fn a_wrong_type_is_told_with_what_was_given_and_what_is_expected() {
 }
 
 #[test]
-fn a_wrong_choice_is_told_with_the_choices() {
+fn the_error_of_a_wrong_choice_lists_the_choices() {
     assert_eq!(
         error("eval_strategy: step"),
         "run.yaml: `eval_strategy` is `step`, which is not one of `no`, `steps`, `epoch`; did you mean `steps`?"
@@ -110,83 +110,77 @@ fn a_wrong_choice_is_told_with_the_choices() {
 }
 
 #[test]
-fn values_that_make_no_sense_are_refused_with_the_way_out() {
+fn invalid_values_are_refused_with_the_allowed_ones() {
     for (text, expected) in [
         (
             "bf16: true\nfp16: true",
-            "`bf16` is true: `fp16` is true as well, and a run has one of them; drop one, or add `--no-fp16` or `--no-bf16`",
+            "`bf16` is true; it must be false if `fp16` is true; drop one, or add `--no-fp16` or `--no-bf16`",
         ),
         (
             "trace: steps.json\nmax_steps: 5",
-            "`max_steps` is 5: `trace` records from step 6 on; give more steps, or leave `trace` out",
+            "`max_steps` is 5; it must be at least 6 with `trace`, which records from step 6 on; give more steps, or leave `trace` out",
         ),
         (
             "per_device_train_batch_size: 0",
-            "`per_device_train_batch_size` is 0: it must be at least 1; give 1 or more",
+            "`per_device_train_batch_size` is 0; it must be at least 1",
         ),
         (
             "max_steps: 0",
-            "`max_steps` is 0: a run has at least one step; give 1 or more, or -1 to train for `num_train_epochs`",
+            "`max_steps` is 0; it must be at least 1, or -1 to train for `num_train_epochs`",
         ),
         (
             "learning_rate: -1",
-            "`learning_rate` is -1: it must be a number above 0; give such a number, or leave the key out for the default",
+            "`learning_rate` is -1; it must be positive",
         ),
         (
             "adam_beta2: 1",
-            "`adam_beta2` is 1: it must be at least 0 and below 1; give such a number, or leave the key out for the default",
+            "`adam_beta2` is 1; it must be at least 0 and below 1",
         ),
         (
             "eval_steps: 2.5",
-            "`eval_steps` is 2.5: from 1 on it is a number of steps and must be whole; give a whole number, or a part of the run below 1",
+            "`eval_steps` is 2.5; it must be a whole number of steps, or a fraction of the run below 1",
         ),
         (
             "warmup_ratio: 100",
-            "`warmup_ratio` is 100: it must be a part, from 0 to 1; for a number of steps use `warmup_steps`",
+            "`warmup_ratio` is 100; it must be a fraction from 0 to 1; for a number of steps use `warmup_steps`",
         ),
         (
             "vocab_size: 100",
-            "`vocab_size` is 100: a byte-level tokenizer has a token for each of the 256 bytes and one between documents; give 257 or more, or a `tokenizer`",
+            "`vocab_size` is 100; it must be at least 257, because a byte-level tokenizer has a token for each of the 256 bytes and one for the end of a document; give 257 or more, or a `tokenizer`",
         ),
         (
             "validation_fraction: 1",
-            "`validation_fraction` is 1: it must be above 0 and below 1; 0.05 is a good start",
+            "`validation_fraction` is 1; it must be above 0 and below 1; 0.05 is a good start",
         ),
         (
             "ema_decay: 1",
-            "`ema_decay` is 1: it must be at least 0 and below 1; give such a number, or leave the key out for the default",
+            "`ema_decay` is 1; it must be at least 0 and below 1",
         ),
-        (
-            "zero_stage: 2",
-            "`zero_stage` is 2: it must be at most 1; give such a number, or leave the key out for the default",
-        ),
-        (
-            "threads: 0",
-            "`threads` is 0: it must be at least 1; give 1 or more",
-        ),
+        ("zero_stage: 2", "`zero_stage` is 2; it must be at most 1"),
+        ("threads: 0", "`threads` is 0; it must be at least 1"),
         (
             "model: {num_attention_heads: 3}",
-            "`model.hidden_size` is 256: it does not split into 3 heads; give a multiple of `num_attention_heads`, or `head_dim`",
+            "`model.hidden_size` is 256; it must be a multiple of `num_attention_heads` (3), unless `head_dim` is set",
         ),
         (
             "model: {num_key_value_heads: 3}",
-            "`model.num_key_value_heads` is 3: 4 query heads cannot share them evenly; give a divisor of `num_attention_heads`",
+            "`model.num_key_value_heads` is 3; it must be a divisor of `num_attention_heads` (4)",
         ),
         (
             "model: {head_dim: 7}",
-            "`model.head_dim` is 7: rotary positions rotate pairs of features; give an even number, or change `hidden_size` or `num_attention_heads`",
+            "`model.head_dim` is 7; it must be even, because rotary embeddings rotate pairs of features; give an even number, or change `hidden_size` or `num_attention_heads`",
         ),
         (
             "model: {max_position_embeddings: 100}",
-            "`model.max_position_embeddings` is 100: the context has 256 tokens; raise it to `context_length` or leave it out",
+            "`model.max_position_embeddings` is 100; it must be at least `context_length` (256); raise it or leave it out",
         ),
         (
             "model: {num_hidden_layers: 0}",
-            "`model.num_hidden_layers` is 0: it must be at least 1; give 1 or more",
+            "`model.num_hidden_layers` is 0; it must be at least 1",
         ),
         (
             "model: {model_type: gpt2}",
-            "`model.model_type` is `gpt2`: only a Llama is trained from scratch; write `llama` or leave the key out",
+            "`model.model_type` is gpt2; it must be `llama`, the only architecture that can be trained from scratch",
         ),
     ] {
         assert_eq!(error(text), expected);
@@ -194,7 +188,7 @@ fn values_that_make_no_sense_are_refused_with_the_way_out() {
 }
 
 #[test]
-fn files_that_cannot_be_read_are_told_apart() {
+fn errors_of_unreadable_files_name_the_cause() {
     let error = |path: &str| resolve(&["--config", path]).expect_err("wrong").to_string();
     let text = error("/nowhere/run.yaml");
     assert!(
@@ -204,7 +198,7 @@ fn files_that_cannot_be_read_are_told_apart() {
     let text = error("run.ini");
     assert_eq!(
         text,
-        "cannot tell the format of run.ini from its name; it must end in .json, .yaml, .yml or .toml"
+        "the format of run.ini is unknown; its name must end in .json, .yaml, .yml or .toml"
     );
     for (name, format, content) in [
         ("c.json", "JSON", "{"),

@@ -1,4 +1,4 @@
-//! A configuration out of layers: preset, file and flags on top of one another.
+//! A configuration that is merged from layers: preset, file and flags.
 
 use std::fmt;
 use std::path::Path;
@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use crate::keys::{self, Program, Source};
 use crate::{
-    Error, FinetuneArguments, Preset, Result, TrainingArguments, config_format, diagnosis,
+    Error, FinetuneArguments, Preset, Result, TrainingArguments, config_errors, config_format,
 };
 
 /// A configuration that is read from keys and flags: [`TrainingArguments`] or [`FinetuneArguments`].
@@ -22,29 +22,29 @@ pub(crate) mod sealed {
     pub trait Keyed: Clone + Default + fmt::Debug + 'static {
         const PROGRAM: Program;
 
-        /// The configuration below all layers, with the preset of this name.
+        /// Returns the configuration below all layers, for the preset of this name.
         fn base(preset: Option<&Value>) -> Self;
 
-        /// The keys and values of each preset, with its name.
+        /// Returns the keys and values of each preset, with its name.
         fn defaults() -> Vec<(&'static str, Value)>;
 
-        /// All keys with their values, as a file has them.
+        /// Returns all keys with their values, as in a file.
         fn values(&self) -> Result<Value>;
 
-        /// Reads keys and values; a key that is missing has its default.
+        /// Reads keys and values; a missing key gets its default.
         fn read(values: Map<String, Value>, origin: &str) -> Result<Self>;
 
-        /// Checks the values, alone and together.
+        /// Checks the values by themselves and against each other.
         fn check(&self) -> Result<()>;
     }
 }
 
-/// A configuration in layers: a preset, a file over it, flags over the file. Each layer changes only what
-/// it names.
+/// A configuration that is merged from layers: a preset, a file over it, flags over the file. Each layer changes
+/// only the keys that it contains.
 ///
-/// Some keys reset a key of the layers below that would otherwise win over them or contradict them:
-/// `num_train_epochs` resets `max_steps`, `warmup_ratio` resets `warmup_steps`, and of `bf16` and `fp16`
-/// the upper one stays.
+/// Some keys reset a key of the layers below that would override or contradict them: `num_train_epochs`
+/// resets `max_steps`, `warmup_ratio` resets `warmup_steps`, and of `bf16` and `fp16` the one in the upper
+/// layer counts.
 ///
 /// ```
 /// use overdrive_trainer::{Layers, Preset};
@@ -58,7 +58,7 @@ pub(crate) mod sealed {
 /// assert_eq!(arguments.model.num_hidden_layers, 4);
 /// assert_eq!(arguments.model.hidden_size, 256); // the preset's
 ///
-/// // The keys of fine-tuning are those of TRL, PEFT and bitsandbytes beside them.
+/// // The keys of fine-tuning also include those of TRL, PEFT and bitsandbytes.
 /// std::fs::write(&file, "model: models/small\ndata: train.jsonl\nload_in_4bit: true\nlora_r: 8\n")?;
 /// let arguments = Layers::finetune().file(&file)?.resolve()?;
 /// assert_eq!((arguments.lora_r, arguments.load_in_4bit), (8, true));
@@ -75,21 +75,21 @@ pub struct Layers<A = TrainingArguments> {
 }
 
 impl Layers<TrainingArguments> {
-    /// Begins with a preset of training.
+    /// Starts from a preset of training.
     pub fn new(preset: Preset) -> Self {
         Self::on(preset.arguments())
     }
 }
 
 impl Layers<FinetuneArguments> {
-    /// Begins with the defaults of fine-tuning.
+    /// Starts from the defaults of fine-tuning.
     pub fn finetune() -> Self {
         Self::on(FinetuneArguments::default())
     }
 }
 
 impl<A: Configuration> Layers<A> {
-    /// Begins with a configuration.
+    /// Starts from a configuration.
     pub fn on(arguments: A) -> Self {
         Self {
             arguments,
@@ -101,8 +101,8 @@ impl<A: Configuration> Layers<A> {
     /// relative to the working directory, as on the command line.
     ///
     /// # Errors
-    /// Those of reading, and each wrong key or value with its name: [`Error::UnknownKey`],
-    /// [`Error::WrongType`], [`Error::UnknownChoice`], [`Error::Unsupported`],
+    /// Errors of reading the file, and for each invalid key or value an error that names it:
+    /// [`Error::UnknownKey`], [`Error::WrongType`], [`Error::UnknownChoice`], [`Error::Unsupported`],
     /// [`Error::GivenTwice`].
     pub fn file(self, path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
@@ -130,9 +130,10 @@ impl<A: Configuration> Layers<A> {
             file,
             program: A::PROGRAM,
         };
+        // Before the merge: a layer below has no alternative spellings, so conflicts are found within one file.
         let values = keys::translate(values, source, &mut self.notes)?;
         let defaults = A::default().values()?;
-        // Serde would take a list for a struct, value by value.
+        // Serde also deserializes a struct from a list, field by field.
         let other_shape = values.iter().find(|(key, value)| {
             defaults[key.as_str()].is_object() && !value.is_object() && !value.is_null()
         });
@@ -141,7 +142,7 @@ impl<A: Configuration> Layers<A> {
         }
         let mut merged = self.arguments.values()?;
         if let Value::Object(below) = &mut merged {
-            keys::push_out(below, &values, &defaults);
+            keys::reset_excluded(below, &values, &defaults);
         }
         merge(&mut merged, Value::Object(values), &defaults);
         if let Value::Object(merged) = merged {
@@ -150,20 +151,20 @@ impl<A: Configuration> Layers<A> {
         Ok(self)
     }
 
-    /// Returns a line for each key that was written in another spelling than ours.
+    /// Returns a line for each key that was given under an alternative spelling.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// Returns the configuration so far, not validated.
+    /// Returns the configuration so far, without validation.
     pub fn arguments(&self) -> &A {
         &self.arguments
     }
 
-    /// Returns the configuration, validated.
+    /// Returns the validated configuration.
     ///
     /// # Errors
-    /// [`Error::Invalid`].
+    /// [`Error::Common`] for a value outside its range.
     pub fn resolve(self) -> Result<A> {
         self.arguments.check()?;
         Ok(self.arguments)
@@ -174,13 +175,14 @@ impl sealed::Keyed for TrainingArguments {
     const PROGRAM: Program = Program::Train;
 
     fn base(preset: Option<&Value>) -> Self {
-        // A name that is wrong gets its error when its layer is read.
+        // An invalid name gets its error when its layer is read.
         let preset = preset.and_then(|name| serde_json::from_value(name.clone()).ok());
         let preset: Preset = preset.unwrap_or_default();
         preset.arguments()
     }
 
     fn defaults() -> Vec<(&'static str, Value)> {
+        // All presets, because the help prints the default of each.
         let presets = Preset::ALL.into_iter();
         let values = presets.map(|preset| (preset.name(), preset.arguments().values()));
         values
@@ -189,11 +191,11 @@ impl sealed::Keyed for TrainingArguments {
     }
 
     fn values(&self) -> Result<Value> {
-        diagnosis::as_value(self)
+        config_errors::as_value(self)
     }
 
     fn read(values: Map<String, Value>, origin: &str) -> Result<Self> {
-        diagnosis::read_arguments(Value::Object(values), origin, Self::PROGRAM)
+        config_errors::read_arguments(Value::Object(values), origin, Self::PROGRAM)
     }
 
     fn check(&self) -> Result<()> {
@@ -220,15 +222,19 @@ impl sealed::Keyed for FinetuneArguments {
         self.to_values()
     }
 
-    /// The keys of fine-tuning are this struct's own, all others those of its `training`.
+    /// Reads the keys of this struct, and all others as keys of `training`.
     fn read(values: Map<String, Value>, origin: &str) -> Result<Self> {
-        let own = diagnosis::as_value(&Self::default())?;
+        let own = config_errors::as_value(&Self::default())?;
         let (own, training): (Map<_, _>, Map<_, _>) = values
             .into_iter()
             .partition(|(key, _)| own.get(key).is_some());
-        let read = |values| diagnosis::read_arguments(values, origin, Self::PROGRAM);
+        let read = |values| config_errors::read_arguments(values, origin, Self::PROGRAM);
         Ok(Self {
-            training: diagnosis::read_arguments(Value::Object(training), origin, Self::PROGRAM)?,
+            training: config_errors::read_arguments(
+                Value::Object(training),
+                origin,
+                Self::PROGRAM,
+            )?,
             ..read(Value::Object(own))?
         })
     }
@@ -242,12 +248,12 @@ fn wrong_shape(key: &str, value: &Value, origin: &str) -> Error {
     Error::WrongType {
         origin: origin.to_owned(),
         key: key.to_owned(),
-        given: diagnosis::describe(value),
-        expected: "keys with values".to_owned(),
+        given: config_errors::describe(value),
+        expected: "a section of keys".to_owned(),
     }
 }
 
-/// Puts `upper` on `lower`, key by key. `null` stands for the default.
+/// Merges `upper` into `lower`, key by key. `null` stands for the default.
 fn merge(lower: &mut Value, upper: Value, default: &Value) {
     match (lower, upper) {
         (lower, Value::Null) => *lower = default.clone(),

@@ -1,4 +1,4 @@
-//! Whether all ranks have the same model, and how they get the same values.
+//! Checks that all ranks have the same model, and the copy of rank 0's tensors to all.
 
 use std::collections::BTreeMap;
 
@@ -7,38 +7,36 @@ use tch::Tensor;
 
 use crate::{Error, ProcessGroup, Result};
 
-/// Differences listed in an error before it says how many more there are.
+/// The number of differences that an error lists.
 pub(crate) const MAX_LISTED: usize = 6;
 
-/// The same order on every rank: stores hand their variables out in any.
+/// Sorts tensors by name, so that all ranks have the same order: a `VarStore` returns its variables in any.
 pub(crate) fn by_name(
     tensors: impl IntoIterator<Item = (String, Tensor)>,
 ) -> Result<Vec<(String, Tensor)>> {
     let mut sorted: Vec<_> = tensors.into_iter().collect();
     sorted.sort_by(|(a, _), (b, _)| a.cmp(b));
     if let Some(pair) = sorted.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-        return Err(Error::InvalidArgument {
-            argument: "parameters",
-            value: pair[0].0.clone(),
-            expected: "a name of its own for every parameter and buffer".to_owned(),
-        });
+        let expected = "a unique name for every parameter and buffer";
+        let name = pair[0].0.clone();
+        return Err(overdrive_core::Error::option("parameters", name, expected).into());
     }
     Ok(sorted)
 }
 
-/// What a rank says about one of its tensors.
+/// The description of one tensor that the ranks compare.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Described {
+struct TensorDescription {
     role: String,
     shape: Vec<i64>,
     kind: String,
 }
 
-type Description = BTreeMap<String, Described>;
+type Description = BTreeMap<String, TensorDescription>;
 
 fn describe(tensors: &[(String, Tensor)], role: &str, into: &mut Description) {
     for (name, tensor) in tensors {
-        let described = Described {
+        let described = TensorDescription {
             role: role.to_owned(),
             shape: tensor.size(),
             kind: format!("{:?}", tensor.kind()),
@@ -59,7 +57,7 @@ pub(crate) fn check_same_model(
     describe(buffers, "buffer", &mut own);
     let bytes = serde_json::to_vec(&own)?;
     let all = group.all_gather_bytes(&bytes)?;
-    // Every rank sees every description, so all of them end with the same error.
+    // Every rank sees every description, so all of them return the same error.
     let Some(rank) = all.iter().position(|other| *other != all[0]) else {
         return Ok(());
     };
@@ -73,24 +71,24 @@ pub(crate) fn check_same_model(
 
 fn differences(main: &Description, other: &Description, rank: usize) -> String {
     let mut found = Vec::new();
-    for (name, there) in main {
+    for (name, expected) in main {
         match other.get(name) {
             None => found.push(format!(
                 "{name} (shape {:?}) is missing on rank {rank}",
-                there.shape
+                expected.shape
             )),
-            Some(here) if here != there => found.push(format!(
+            Some(actual) if actual != expected => found.push(format!(
                 "{name} has shape {:?} and dtype {} on rank {rank}, {:?} and {} on rank 0",
-                here.shape, here.kind, there.shape, there.kind
+                actual.shape, actual.kind, expected.shape, expected.kind
             )),
             Some(_) => {}
         }
     }
-    for (name, here) in other {
+    for (name, extra) in other {
         if !main.contains_key(name) {
             found.push(format!(
                 "{name} (shape {:?}) of rank {rank} is missing on rank 0",
-                here.shape
+                extra.shape
             ));
         }
     }
@@ -103,11 +101,12 @@ fn differences(main: &Description, other: &Description, rank: usize) -> String {
     text
 }
 
-/// Copies tensors of rank 0 to all, many at a time.
+/// Broadcasts tensors of rank 0 to all ranks.
 pub(crate) fn copy_from_main<'a>(
     group: &ProcessGroup,
     tensors: impl Iterator<Item = &'a (String, Tensor)>,
 ) -> Result<()> {
+    // All broadcasts are started before the first wait: one latency instead of one per tensor.
     let pending = tensors
         .filter(|(_, tensor)| tensor.numel() > 0)
         .map(|(_, tensor)| group.broadcast_async(tensor, 0))

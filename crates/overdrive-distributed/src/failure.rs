@@ -1,27 +1,29 @@
-//! What the heartbeats of all ranks say about a collective that failed.
+//! The cause of a failed collective, from the heartbeats of all ranks.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// A heartbeat.
+/// A heartbeat of a rank.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct Beat {
-    /// Of heartbeats.
+pub(crate) struct Heartbeat {
+    /// The number of heartbeats sent.
     pub(crate) count: u64,
-    /// Of collectives begun.
+    /// The number of collectives started.
     pub(crate) started: u64,
-    /// Number, name and tensors of the last of them.
+    /// The number, name and tensors of the latest collectives.
     pub(crate) recent: Vec<(u64, String, String)>,
     pub(crate) state: State,
 }
 
-impl Beat {
-    fn begun(&self, number: u64) -> Option<(&str, &str)> {
+impl Heartbeat {
+    fn collective(&self, number: u64) -> Option<(&str, &str)> {
         let found = self.recent.iter().find(|(other, _, _)| *other == number);
         found.map(|(_, what, tensors)| (what.as_str(), tensors.as_str()))
     }
 }
+
+/// The state of a rank.
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum State {
@@ -30,12 +32,12 @@ pub(crate) enum State {
     Left,
 }
 
-/// What a group has failed of.
+/// The cause for which a group has failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
     /// The ranks at fault, as far as is known.
     pub ranks: Vec<usize>,
-    /// What is known of them.
+    /// A description of the cause.
     pub text: String,
 }
 
@@ -49,92 +51,98 @@ impl Failure {
 }
 
 /// A collective that failed on this rank.
-pub(crate) struct Failed<'a> {
-    /// 0 for a send or a receive.
+pub(crate) struct FailedCollective<'a> {
+    /// The number of the collective; 0 for a send or a receive.
     pub(crate) number: u64,
     pub(crate) what: &'a str,
-    /// What took part in it here.
+    /// The tensors that this rank passed to it.
     pub(crate) tensors: &'a str,
-    /// libtorch's words.
+    /// The error message of libtorch.
     pub(crate) text: &'a str,
 }
 
-/// What is known when it is judged.
+/// The information from which the cause is derived.
 pub(crate) struct Evidence<'a> {
     pub(crate) rank: usize,
-    /// What each rank is called.
+    /// The name of each rank in messages.
     pub(crate) names: &'a [String],
-    pub(crate) beats: &'a BTreeMap<usize, Beat>,
-    /// The ranks without a heartbeat for so many seconds.
+    pub(crate) heartbeats: &'a BTreeMap<usize, Heartbeat>,
+    /// The ranks without a heartbeat for `waited` seconds.
     pub(crate) silent: &'a [usize],
     pub(crate) waited: f64,
 }
 
 impl Evidence<'_> {
-    /// The ranks at fault and why.
-    pub(crate) fn judge(&self, failed: &Failed<'_>) -> Failure {
-        let Failed {
+    /// Returns the ranks at fault and the cause.
+    pub(crate) fn verdict(&self, failed: &FailedCollective<'_>) -> Failure {
+        let FailedCollective {
             number,
             what,
             tensors,
             text,
         } = *failed;
+        // Sends and receives are not numbered: only two ranks take part in one.
         let collective = if number > 0 {
             format!("{what} #{number}")
         } else {
             what.to_owned()
         };
-        let running = |beat: &Beat| beat.state == State::Running && number > 0;
-        let left = self.having(|beat| beat.state == State::Left);
-        let behind = self.having(|beat| running(beat) && beat.started < number);
-        let elsewhere = self.differing(|rank| self.call_of(rank, failed));
-        let misshapen = self.differing(|rank| self.tensors_of(rank, failed));
+        let running = |heartbeat: &Heartbeat| heartbeat.state == State::Running && number > 0;
+        let left = self.ranks_where(|heartbeat| heartbeat.state == State::Left);
+        let behind = self.ranks_where(|heartbeat| running(heartbeat) && heartbeat.started < number);
+        let other_calls = self.minority(|rank| self.call_of(rank, failed));
+        let other_tensors = self.minority(|rank| self.tensors_of(rank, failed));
         let names = self.names;
         let waited = self.waited;
+        // From the strongest evidence to the weakest: a rank that is gone also looks stuck.
         let (ranks, found): (Vec<usize>, Vec<String>) = if !self.silent.is_empty() {
             self.each(self.silent.to_vec(), |rank| {
                 format!(
                     "{} is lost: no heartbeat for {waited:.1} s (its process was killed or stopped, or \
                      its machine or network is down); {}",
                     names[rank],
-                    self.place(rank)
+                    self.last_seen(rank)
                 )
             })
         } else if !left.is_empty() {
             self.each(left, |rank| {
-                format!("{} has left the group; {}", names[rank], self.place(rank))
+                format!(
+                    "{} has left the group; {}",
+                    names[rank],
+                    self.last_seen(rank)
+                )
             })
         } else if !behind.is_empty() {
             self.each(behind, |rank| {
                 format!(
-                    "{} is stuck: it did not begin {collective} in time, though its process is alive; {}",
+                    "{} is stuck: its process is alive, but did not start {collective} in time; {}",
                     names[rank],
-                    self.place(rank)
+                    self.last_seen(rank)
                 )
             })
-        } else if let Some((ranks, usual)) = elsewhere {
+        } else if let Some((ranks, usual)) = other_calls {
             self.each(ranks, |rank| {
                 let other = self.call_of(rank, failed).unwrap_or("another");
                 format!(
-                    "{} has gone another way: it has begun {other} #{number}, while {} is in {} #{number}",
+                    "{} called another collective: {other} #{number}, while {} called {} #{number}",
                     names[rank],
                     names[usual],
                     self.call_of(usual, failed).unwrap_or(what),
                 )
             })
-        } else if let Some((ranks, usual)) = misshapen {
+        } else if let Some((ranks, usual)) = other_tensors {
             self.each(ranks, |rank| {
                 let theirs = self.tensors_of(rank, failed).unwrap_or("other");
                 format!(
-                    "{} has other tensors in {collective}: {theirs}, while {} has {}",
+                    "{} passed other tensors to {collective}: {theirs}, while {} passed {}",
                     names[rank],
                     names[usual],
                     self.tensors_of(usual, failed).unwrap_or(tensors),
                 )
             })
         } else {
-            let text = "every rank is alive and has begun it with the same tensors, so the network may be \
-                        slower than the timeout";
+            let text = "every rank is alive and has started it with the same tensors, so the network may \
+                        be slower than the timeout";
             (Vec::new(), vec![text.to_owned()])
         };
         Failure {
@@ -143,63 +151,71 @@ impl Evidence<'_> {
         }
     }
 
-    /// What a rank that is in step has begun under the number of the collective that failed.
-    fn begun<'a>(&'a self, rank: usize, failed: &'a Failed<'_>) -> Option<(&'a str, &'a str)> {
+    /// Returns the collective that a rank started under the number of the one that failed.
+    fn started<'a>(
+        &'a self,
+        rank: usize,
+        failed: &'a FailedCollective<'_>,
+    ) -> Option<(&'a str, &'a str)> {
         if rank == self.rank {
             return (failed.number > 0).then_some((failed.what, failed.tensors));
         }
-        let beat = self.beats.get(&rank)?;
-        (beat.state != State::Left && failed.number > 0)
-            .then(|| beat.begun(failed.number))
+        let heartbeat = self.heartbeats.get(&rank)?;
+        (heartbeat.state != State::Left && failed.number > 0)
+            .then(|| heartbeat.collective(failed.number))
             .flatten()
     }
 
-    fn call_of<'a>(&'a self, rank: usize, failed: &'a Failed<'_>) -> Option<&'a str> {
-        self.begun(rank, failed).map(|(what, _)| what)
+    fn call_of<'a>(&'a self, rank: usize, failed: &'a FailedCollective<'_>) -> Option<&'a str> {
+        self.started(rank, failed).map(|(what, _)| what)
     }
 
-    fn tensors_of<'a>(&'a self, rank: usize, failed: &'a Failed<'_>) -> Option<&'a str> {
-        self.begun(rank, failed).map(|(_, tensors)| tensors)
+    fn tensors_of<'a>(&'a self, rank: usize, failed: &'a FailedCollective<'_>) -> Option<&'a str> {
+        self.started(rank, failed).map(|(_, tensors)| tensors)
     }
 
-    /// The ranks that say another thing than most do, and one of those most; of two that are equally many,
-    /// the one with the lowest rank. So the verdict does not depend on the rank that comes to it first.
-    fn differing<'a>(
+    /// Returns the ranks whose value differs from that of the majority, and one rank of the majority. Of two
+    /// values that are equally frequent, that of the lowest rank counts, so that the verdict does not depend
+    /// on the rank that derives it.
+    fn minority<'a>(
         &'a self,
-        says: impl Fn(usize) -> Option<&'a str>,
+        value: impl Fn(usize) -> Option<&'a str>,
     ) -> Option<(Vec<usize>, usize)> {
-        let said: Vec<(usize, &str)> = (0..self.names.len())
-            .filter_map(|rank| Some((rank, says(rank)?)))
+        let values: Vec<(usize, &str)> = (0..self.names.len())
+            .filter_map(|rank| Some((rank, value(rank)?)))
             .collect();
-        let votes = |wanted: &str| said.iter().filter(|(_, text)| *text == wanted).count();
-        // `max_by_key` gives the last of equals.
-        let &(usual, most) = said.iter().rev().max_by_key(|(_, text)| votes(text))?;
-        let differing = said.iter().filter(|(_, text)| *text != most);
+        let votes = |wanted: &str| values.iter().filter(|(_, text)| *text == wanted).count();
+        // Reversed, because `max_by_key` returns the last of equal ones.
+        let &(usual, majority) = values.iter().rev().max_by_key(|(_, text)| votes(text))?;
+        let differing = values.iter().filter(|(_, text)| *text != majority);
         let ranks: Vec<usize> = differing.map(|(rank, _)| *rank).collect();
         (!ranks.is_empty()).then_some((ranks, usual))
     }
 
-    fn having(&self, wanted: impl Fn(&Beat) -> bool) -> Vec<usize> {
-        let matching = self.beats.iter().filter(|(_, beat)| wanted(beat));
+    fn ranks_where(&self, wanted: impl Fn(&Heartbeat) -> bool) -> Vec<usize> {
+        let matching = self.heartbeats.iter().filter(|(_, beat)| wanted(beat));
         matching.map(|(rank, _)| *rank).collect()
     }
 
     fn each(
         &self,
         ranks: Vec<usize>,
-        verdict: impl Fn(usize) -> String,
+        describe: impl Fn(usize) -> String,
     ) -> (Vec<usize>, Vec<String>) {
-        let texts = ranks.iter().map(|rank| verdict(*rank)).collect();
+        let texts = ranks.iter().map(|rank| describe(*rank)).collect();
         (ranks, texts)
     }
 
-    fn place(&self, rank: usize) -> String {
-        let last = self.beats.get(&rank).and_then(|beat| beat.recent.last());
+    fn last_seen(&self, rank: usize) -> String {
+        let last = self
+            .heartbeats
+            .get(&rank)
+            .and_then(|beat| beat.recent.last());
         match last {
             Some((number, what, _)) => {
-                format!("when last heard of it had begun {what} #{number}")
+                format!("the last collective in its heartbeats is {what} #{number}")
             }
-            None => "when last heard of it had begun no collective".to_owned(),
+            None => "its heartbeats name no collective".to_owned(),
         }
     }
 }
@@ -212,12 +228,12 @@ mod tests {
     /// A collective and its tensors.
     type Call = (&'static str, &'static str);
 
-    /// What `judge` says on `judging` when each rank has begun this as its 4th collective.
+    /// Returns the verdict of rank `judging` when each rank has started `calls[rank]` as its 4th collective.
     fn verdict(judging: usize, begun: &[Call]) -> Failure {
         let names: Vec<String> = (0..begun.len())
             .map(|rank| format!("rank {rank}"))
             .collect();
-        let beat = |(what, tensors): &Call| Beat {
+        let beat = |(what, tensors): &Call| Heartbeat {
             count: 9,
             started: 4,
             recent: vec![(4, (*what).to_owned(), (*tensors).to_owned())],
@@ -230,11 +246,11 @@ mod tests {
         let evidence = Evidence {
             rank: judging,
             names: &names,
-            beats: &others.map(|(rank, begun)| (rank, beat(begun))).collect(),
+            heartbeats: &others.map(|(rank, begun)| (rank, beat(begun))).collect(),
             silent: &[],
             waited: 1.0,
         };
-        evidence.judge(&Failed {
+        evidence.verdict(&FailedCollective {
             number: 4,
             what: begun[judging].0,
             tensors: begun[judging].1,
@@ -251,27 +267,27 @@ mod tests {
             (
                 &[reduce, send],
                 &[1],
-                "rank 1 has gone another way: it has begun broadcast #4, while rank 0 is in all_reduce #4",
+                "rank 1 called another collective: broadcast #4, while rank 0 called all_reduce #4",
             ),
             (
                 &[send, reduce, reduce],
                 &[0],
-                "rank 0 has gone another way: it has begun broadcast #4, while rank 1 is in all_reduce #4",
+                "rank 0 called another collective: broadcast #4, while rank 1 called all_reduce #4",
             ),
             (
                 &[reduce, send, reduce, send],
                 &[1, 3],
-                "rank 3 has gone another way",
+                "rank 3 called another collective",
             ),
             (
                 &[reduce, wide],
                 &[1],
-                "rank 1 has other tensors in all_reduce #4: float [4], while rank 0 has float [3]",
+                "rank 1 passed other tensors to all_reduce #4: float [4], while rank 0 passed float [3]",
             ),
             (
                 &[wide, reduce, reduce],
                 &[0],
-                "rank 0 has other tensors in all_reduce #4: float [4], while rank 1 has float [3]",
+                "rank 0 passed other tensors to all_reduce #4: float [4], while rank 1 passed float [3]",
             ),
             (&[reduce, reduce], &[], "every rank is alive"),
         ];

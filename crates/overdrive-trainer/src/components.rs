@@ -1,4 +1,4 @@
-//! From the arguments to the parts of a run: precision, accumulation, optimizer, schedule.
+//! The components of a run from its arguments: precision, accumulation, optimizer, schedule.
 
 use overdrive_accumulation::AccumulationConfig;
 use overdrive_distributed::{ProcessGroup, ZeroRedundancyOptimizer};
@@ -13,12 +13,13 @@ use tch::Tensor;
 
 use crate::{OptimizerName, Result, TextData, TrainingArguments, TrainingPlan};
 
-/// The group of the matrices that Muon trains.
+/// The name of the parameter group that Muon trains.
 const MUON: &str = "muon";
 
 impl TrainingArguments {
-    /// Returns the precision that `bf16`, `fp16` and `tf32` ask for.
+    /// Returns the precision that `bf16`, `fp16` and `tf32` select.
     pub fn precision(&self) -> Precision {
+        // bf16 and fp16 exclude each other, which `validate` checks.
         if self.bf16 {
             Precision::Bf16
         } else if self.fp16 {
@@ -30,14 +31,15 @@ impl TrainingArguments {
         }
     }
 
-    /// Sets the process's threads, TF32 and libtorch's seed; returns the precision to train in.
+    /// Sets the number of threads, TF32 and the seed of libtorch, and returns the training precision.
     ///
     /// # Errors
-    /// When libtorch refuses.
+    /// An error of libtorch.
     pub fn apply(&self) -> Result<Precision> {
         if let Some(threads) = self.threads {
             overdrive_sys::threads::set_intra_op(threads)?;
         }
+        // Unset keeps libtorch's setting, which the user may have changed.
         if let Some(allowed) = self.tf32 {
             overdrive_precision::tf32::allow(allowed)?;
         }
@@ -45,13 +47,13 @@ impl TrainingArguments {
         Ok(self.precision())
     }
 
-    /// Returns the `config.json` of a fresh model of the shape that `model` describes, for the tokenizer of
-    /// `data`.
+    /// Returns the `config.json` of a new model of the shape of `model`, for the tokenizer of `data`.
     pub fn model_config(&self, data: &TextData) -> Value {
         let mut json = self
             .model
             .to_hugging_face(data.vocab_size(), self.context_length);
         if let Some(end) = data.end_of_text() {
+            // The token between documents both ends and starts one.
             json["eos_token_id"] = end.into();
             json["bos_token_id"] = end.into();
         }
@@ -63,21 +65,23 @@ impl TrainingArguments {
         AccumulationConfig {
             gradient_accumulation_steps: usize::try_from(self.gradient_accumulation_steps)
                 .unwrap_or(usize::MAX),
+            // Hugging Face writes 0 for no clipping.
             max_grad_norm: (self.max_grad_norm > 0.0).then_some(self.max_grad_norm),
         }
     }
 
-    /// Makes the optimizer that `optim` names, over these parameters, without decay for norms, biases and
-    /// embeddings.
+    /// Returns the optimizer that `optim` names, over these parameters. Norms, biases and embeddings have no
+    /// weight decay.
     ///
     /// # Errors
-    /// When an option is out of its range, or a paged state finds no room.
+    /// An error if an option is outside its range, or paged states do not fit into the memory.
     pub fn new_optimizer(
         &self,
         group: &ProcessGroup,
         parameters: Vec<(String, Tensor)>,
     ) -> Result<Box<dyn Optimizer>> {
         let mut groups = decay_groups(parameters, self.weight_decay);
+        // Before sharding, so that all processes form the same groups.
         if self.optim == OptimizerName::Muon {
             groups = with_muon_group(groups);
         }
@@ -90,15 +94,15 @@ impl TrainingArguments {
         Ok(self.optimizer_of(groups)?)
     }
 
-    /// Returns whether each process keeps the optimizer states of its own parameters only (`zero_stage`).
+    /// Returns `true` if each process keeps the optimizer states of its own parameters only (`zero_stage`).
     pub fn shards_optimizer(&self) -> bool {
         self.zero_stage > 0
     }
 
-    /// Makes the moving average of the trainable parameters that `ema_decay` asks for.
+    /// Returns the moving average of the trainable parameters if `ema_decay` is set.
     ///
     /// # Errors
-    /// When the decay is out of its range.
+    /// An error if the decay is outside its range.
     pub fn new_ema(&self, parameters: Vec<(String, Tensor)>) -> Result<Option<Ema>> {
         let Some(decay) = self.ema_decay else {
             return Ok(None);
@@ -169,19 +173,19 @@ impl TrainingArguments {
                 let muon = MuonConfig {
                     learning_rate,
                     weight_decay,
-                    // One learning rate serves both.
+                    // Scales Muon's updates like AdamW's, so that one learning rate suits both.
                     adjust_lr_fn: MuonRate::MatchRmsAdamw,
                     ..MuonConfig::default()
                 };
-                let mut parts: Vec<(String, Box<dyn Optimizer>)> = Vec::new();
-                // A process that shards the states may have parameters of one kind only.
+                let mut optimizers: Vec<(String, Box<dyn Optimizer>)> = Vec::new();
+                // With sharded states a process may have parameters of one kind only.
                 if !matrices.is_empty() {
-                    parts.push((MUON.to_owned(), Box::new(Muon::new(matrices, muon)?)));
+                    optimizers.push((MUON.to_owned(), Box::new(Muon::new(matrices, muon)?)));
                 }
                 if !others.is_empty() {
-                    parts.push(("adamw".to_owned(), Box::new(AdamW::new(others, adamw)?)));
+                    optimizers.push(("adamw".to_owned(), Box::new(AdamW::new(others, adamw)?)));
                 }
-                Box::new(CombinedOptimizer::new(parts)?)
+                Box::new(CombinedOptimizer::new(optimizers)?)
             }
             OptimizerName::Sgd => {
                 let config = SgdConfig {
@@ -194,10 +198,10 @@ impl TrainingArguments {
         })
     }
 
-    /// Makes the schedule that `lr_scheduler_type` names, over the steps of `plan`.
+    /// Returns the schedule that `lr_scheduler_type` names, over the steps of `plan`.
     ///
     /// # Errors
-    /// When an option of the schedule is out of its range.
+    /// An error if an option of the schedule is outside its range.
     pub fn new_scheduler(
         &self,
         plan: &TrainingPlan,
@@ -213,8 +217,8 @@ impl TrainingArguments {
     }
 }
 
-/// Puts the matrices of the blocks, which Muon is for, into a group of their own before the others: not
-/// embeddings, which have no decay either, and not the head.
+/// Moves the matrices of the blocks, which Muon trains, into a group of their own before the others.
+/// Embeddings, which have no weight decay, and the head stay in their groups.
 fn with_muon_group(groups: Vec<ParamGroup>) -> Vec<ParamGroup> {
     let mut all = Vec::new();
     for mut group in groups {

@@ -1,25 +1,25 @@
-//! How each collective is called.
+//! The implementation of the collectives.
 
 use std::time::Duration;
 
 use overdrive_sys::c10d::{self, Collective, Work};
 use tch::{Device, Kind, Tensor};
 
-use crate::pending::{After, contiguous};
+use crate::pending::{Finish, contiguous};
 use crate::{Backend, Error, Pending, ProcessGroup, ReduceOp, Result};
 
-/// A group whose collectives have another timeout.
+/// The collectives of a group with a timeout of their own; see [`ProcessGroup::with_timeout`].
 #[derive(Debug, Clone, Copy)]
-pub struct Within<'a> {
+pub struct GroupCalls<'a> {
     pub(crate) group: &'a ProcessGroup,
     pub(crate) timeout: Option<Duration>,
-    /// Whether tensors are not compared, though the group does so.
+    /// If `true`, tensors are not compared between the ranks, whatever the group's `check_tensors` is.
     pub(crate) unchecked: bool,
 }
 
-/// Each as on [`ProcessGroup`].
+/// The collectives are documented at [`ProcessGroup`].
 #[allow(clippy::missing_errors_doc, reason = "as on ProcessGroup")]
-impl Within<'_> {
+impl GroupCalls<'_> {
     /// [`ProcessGroup::all_reduce`].
     pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<()> {
         self.all_reduce_async(tensor, op)?.wait()
@@ -54,10 +54,10 @@ impl Within<'_> {
 
     /// [`ProcessGroup::all_gather`].
     pub fn all_gather(&self, tensor: &Tensor) -> Result<Vec<Tensor>> {
-        let input = plain(tensor)?;
-        let outputs = self.like(&input, self.group.world_size())?;
-        if self.alone() {
-            return copied(&input, outputs);
+        let input = detached_contiguous(tensor)?;
+        let outputs = self.empty_like(&input, self.group.world_size())?;
+        if self.is_single() {
+            return copy_to_all(&input, outputs);
         }
         self.run(&Collective::AllGather(&input, &outputs))?;
         Ok(outputs)
@@ -65,14 +65,14 @@ impl Within<'_> {
 
     /// [`ProcessGroup::reduce_scatter`].
     pub fn reduce_scatter(&self, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {
-        let input = plain(tensor)?;
-        let parts = self.parts("reduce_scatter", &input)?;
-        let output = parts[self.group.rank()].f_empty_like()?;
-        if self.alone() {
-            copied(&input, vec![output.shallow_clone()])?;
+        let input = detached_contiguous(tensor)?;
+        let chunks = self.chunks(&input)?;
+        let output = chunks[self.group.rank()].f_empty_like()?;
+        if self.is_single() {
+            copy_to_all(&input, vec![output.shallow_clone()])?;
             return Ok(output);
         }
-        let (plain_op, divide) = self.divided(op, &output);
+        let (plain_op, divide) = self.backend_op(op, &output);
         self.run(&Collective::ReduceScatterInto(&input, &output, plain_op))?;
         self.pending(None, divide.into_iter().collect()).wait()?;
         Ok(output)
@@ -81,49 +81,55 @@ impl Within<'_> {
     /// [`ProcessGroup::gather`].
     pub fn gather(&self, tensor: &Tensor, root: usize) -> Result<Option<Vec<Tensor>>> {
         self.check_rank("root", root)?;
-        let input = plain(tensor)?;
-        let here = self.group.rank() == root;
-        let outputs = self.like(&input, if here { self.group.world_size() } else { 0 })?;
-        if self.alone() {
-            return copied(&input, outputs).map(Some);
+        let input = detached_contiguous(tensor)?;
+        let is_root = self.group.rank() == root;
+        let outputs = self.empty_like(&input, if is_root { self.group.world_size() } else { 0 })?;
+        if self.is_single() {
+            return copy_to_all(&input, outputs).map(Some);
         }
         self.run(&Collective::Gather(&input, &outputs, root))?;
-        Ok(here.then_some(outputs))
+        Ok(is_root.then_some(outputs))
     }
 
     /// [`ProcessGroup::scatter`].
     pub fn scatter(&self, tensors: &[Tensor], output: &Tensor, root: usize) -> Result<()> {
         self.check_rank("root", root)?;
-        let here = self.group.rank() == root;
-        let expected = if here { self.group.world_size() } else { 0 };
+        let is_root = self.group.rank() == root;
+        let expected = if is_root { self.group.world_size() } else { 0 };
         if tensors.len() != expected {
-            return Err(Error::InvalidTensor {
-                operation: "scatter",
-                problem: format!(
-                    "{} tensors at rank {}, expected {expected}: one for each rank at rank {root}, none \
-                     elsewhere",
+            return Err(overdrive_core::Error::option(
+                "tensors",
+                format!(
+                    "a list of {} at rank {}",
                     tensors.len(),
                     self.group.rank()
                 ),
-            });
+                format!(
+                    "a list of {expected}: one tensor for each rank at rank {root}, none at the others"
+                ),
+            )
+            .into());
         }
-        let inputs = tensors.iter().map(plain).collect::<Result<Vec<_>>>()?;
-        if self.alone() {
-            copied(&inputs[0], vec![output.f_detach()?])?;
+        let inputs = tensors
+            .iter()
+            .map(detached_contiguous)
+            .collect::<Result<Vec<_>>>()?;
+        if self.is_single() {
+            copy_to_all(&inputs[0], vec![output.f_detach()?])?;
             return Ok(());
         }
-        let (target, after) = contiguous(output)?;
+        let (target, copy_back) = contiguous(output)?;
         self.run(&Collective::Scatter(&inputs, &target, root))?;
-        self.pending(None, after.into_iter().collect()).wait()
+        self.pending(None, copy_back.into_iter().collect()).wait()
     }
 
     /// [`ProcessGroup::all_to_all`].
     pub fn all_to_all(&self, tensor: &Tensor) -> Result<Tensor> {
-        let input = plain(tensor)?;
-        self.parts("all_to_all", &input)?;
+        let input = detached_contiguous(tensor)?;
+        self.chunks(&input)?;
         let output = input.f_empty_like()?;
-        if self.alone() {
-            copied(&input, vec![output.shallow_clone()])?;
+        if self.is_single() {
+            copy_to_all(&input, vec![output.shallow_clone()])?;
             return Ok(output);
         }
         self.run(&Collective::AllToAll(&input, &output))?;
@@ -133,20 +139,20 @@ impl Within<'_> {
     /// [`ProcessGroup::send`].
     pub fn send(&self, tensor: &Tensor, to: usize, tag: i32) -> Result<()> {
         self.check_peer("to", to)?;
-        self.run(&Collective::Send(&plain(tensor)?, to, tag))
+        self.run(&Collective::Send(&detached_contiguous(tensor)?, to, tag))
     }
 
     /// [`ProcessGroup::recv`].
     pub fn recv(&self, tensor: &Tensor, from: usize, tag: i32) -> Result<()> {
         self.check_peer("from", from)?;
-        let (target, after) = contiguous(tensor)?;
+        let (target, copy_back) = contiguous(tensor)?;
         self.run(&Collective::Recv(&target, from, tag))?;
-        self.pending(None, after.into_iter().collect()).wait()
+        self.pending(None, copy_back.into_iter().collect()).wait()
     }
 
     /// [`ProcessGroup::barrier`].
     pub fn barrier(&self) -> Result<()> {
-        if self.alone() {
+        if self.is_single() {
             return Ok(());
         }
         self.run(&Collective::Barrier)
@@ -154,16 +160,14 @@ impl Within<'_> {
 
     /// [`ProcessGroup::all_gather_bytes`].
     pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        if self.alone() {
+        if self.is_single() {
             return Ok(vec![bytes.to_vec()]);
         }
         let device = self.device();
+        // all_gather needs equal shapes, so the lengths are exchanged first and the bytes padded to the longest.
         let length = Tensor::f_from_slice(&[bytes.len() as i64])?.f_to_device(device)?;
-        // Of tensors that are made here.
-        let unchecked = Within {
-            unchecked: true,
-            ..*self
-        };
+        // These tensors are made here, so they match on all ranks; a check would call this method again.
+        let unchecked = self.without_check();
         let lengths = unchecked.all_gather(&length)?;
         let lengths = lengths
             .iter()
@@ -171,6 +175,7 @@ impl Within<'_> {
             .collect::<Result<Vec<i64>>>()?;
         let longest = lengths.iter().copied().max().unwrap_or(0);
         let mut padded = bytes.to_vec();
+        // At least one byte, so that no collective gets an empty tensor.
         padded.resize(usize::try_from(longest).unwrap_or(0).max(1), 0);
         let padded = Tensor::f_from_slice(&padded)?.f_to_device(device)?;
         let all = unchecked.all_gather(&padded)?;
@@ -183,7 +188,7 @@ impl Within<'_> {
     /// [`ProcessGroup::broadcast_bytes`].
     pub fn broadcast_bytes(&self, bytes: &[u8], root: usize) -> Result<Vec<u8>> {
         self.check_rank("root", root)?;
-        if self.alone() {
+        if self.is_single() {
             return Ok(bytes.to_vec());
         }
         let device = self.device();
@@ -203,8 +208,8 @@ impl Within<'_> {
     }
 }
 
-impl Within<'_> {
-    fn alone(&self) -> bool {
+impl GroupCalls<'_> {
+    fn is_single(&self) -> bool {
         self.group.shared.connected.is_none()
     }
 
@@ -215,6 +220,13 @@ impl Within<'_> {
         }
     }
 
+    fn without_check(&self) -> Self {
+        Self {
+            unchecked: true,
+            ..*self
+        }
+    }
+
     fn start(&self, collective: &Collective<'_>) -> Result<Option<Work>> {
         let Some(connected) = &self.group.shared.connected else {
             return Ok(None);
@@ -222,29 +234,26 @@ impl Within<'_> {
         if self.group.shared.config.check_tensors && !self.unchecked {
             self.check_tensors(collective)?;
         }
+        // An error here may be a consequence of an earlier failure of the group, which is then the better message.
         let started = connected.group.start(collective, self.timeout);
         started.map(Some).map_err(|error| self.group.error(error))
     }
 
-    /// Whether all ranks are about to do the same.
+    /// Checks that all ranks are about to call the same collective on the same kind of tensors.
     fn check_tensors(&self, collective: &Collective<'_>) -> Result<()> {
-        let own = described(collective);
+        let own = describe(collective);
         if own.is_empty() {
             return Ok(());
         }
-        let unchecked = Within {
-            unchecked: true,
-            ..*self
-        };
-        let all = unchecked.all_gather_bytes(own.as_bytes())?;
+        let all = self.without_check().all_gather_bytes(own.as_bytes())?;
         let Some(rank) = all.iter().position(|other| *other != all[0]) else {
             return Ok(());
         };
         let text = |rank: usize| String::from_utf8_lossy(&all[rank]).into_owned();
         Err(Error::TensorMismatch {
             rank,
-            there: text(rank),
-            on_main: text(0),
+            call: text(rank),
+            main_call: text(0),
         })
     }
 
@@ -253,11 +262,11 @@ impl Within<'_> {
         self.pending(work, Vec::new()).wait()
     }
 
-    fn pending(&self, work: Option<Work>, after: Vec<After>) -> Pending {
+    fn pending(&self, work: Option<Work>, finish: Vec<Finish>) -> Pending {
         Pending {
             group: self.group.clone(),
             work,
-            after,
+            finish,
         }
     }
 
@@ -267,18 +276,18 @@ impl Within<'_> {
         op: ReduceOp,
         collective: impl for<'c> Fn(&'c Tensor, c10d::ReduceOp) -> Collective<'c> + 't,
     ) -> Result<Pending> {
-        if self.alone() {
+        if self.is_single() {
             return Ok(self.pending(None, Vec::new()));
         }
         let (target, copy_back) = contiguous(tensor)?;
-        let (op, divide) = self.divided(op, &target);
+        let (op, divide) = self.backend_op(op, &target);
         let work = self.start(&collective(&target, op))?;
-        // The division is of what was reduced, so before it is copied.
+        // The division applies to the reduced tensor, so it comes before the copy.
         Ok(self.pending(work, divide.into_iter().chain(copy_back).collect()))
     }
 
-    /// Gloo knows no mean.
-    fn divided(&self, op: ReduceOp, tensor: &Tensor) -> (c10d::ReduceOp, Option<After>) {
+    /// Returns the backend's reduction and the operation that completes it: Gloo has no mean.
+    fn backend_op(&self, op: ReduceOp, tensor: &Tensor) -> (c10d::ReduceOp, Option<Finish>) {
         let by = i64::try_from(self.group.world_size()).unwrap_or(i64::MAX);
         match op {
             ReduceOp::Sum => (c10d::ReduceOp::Sum, None),
@@ -290,58 +299,54 @@ impl Within<'_> {
             }
             ReduceOp::Avg => {
                 let tensor = tensor.shallow_clone();
-                (c10d::ReduceOp::Sum, Some(After::Divide { tensor, by }))
+                (c10d::ReduceOp::Sum, Some(Finish::Divide { tensor, by }))
             }
         }
     }
 
-    fn like(&self, tensor: &Tensor, count: usize) -> Result<Vec<Tensor>> {
+    fn empty_like(&self, tensor: &Tensor, count: usize) -> Result<Vec<Tensor>> {
         (0..count).map(|_| Ok(tensor.f_empty_like()?)).collect()
     }
 
-    /// The tensor in as many parts as there are ranks.
-    fn parts(&self, operation: &'static str, tensor: &Tensor) -> Result<Vec<Tensor>> {
+    /// Splits the first dimension into one chunk per rank.
+    fn chunks(&self, tensor: &Tensor) -> Result<Vec<Tensor>> {
         let ranks = i64::try_from(self.group.world_size()).unwrap_or(i64::MAX);
         let size = tensor.size();
         match size.first() {
             Some(first) if first % ranks == 0 => Ok(tensor.f_chunk(ranks, 0)?),
-            _ => Err(Error::InvalidTensor {
-                operation,
-                problem: format!(
-                    "a tensor of shape {size:?}, expected a first dimension that is a multiple of the \
-                     {ranks} ranks"
-                ),
-            }),
+            _ => {
+                let expected =
+                    format!("a shape whose first dimension is a multiple of the {ranks} ranks");
+                Err(overdrive_core::Error::shape("tensor", size, expected).into())
+            }
         }
     }
 
     fn check_rank(&self, argument: &'static str, rank: usize) -> Result<()> {
         let ranks = self.group.world_size();
-        if rank < ranks {
-            return Ok(());
-        }
-        Err(Error::InvalidArgument {
+        let expected = format!("a rank of the group, less than {ranks}");
+        Ok(overdrive_core::check_option(
+            rank < ranks,
             argument,
-            value: rank.to_string(),
-            expected: format!("a rank, less than {ranks}"),
-        })
+            rank,
+            expected,
+        )?)
     }
 
     fn check_peer(&self, argument: &'static str, rank: usize) -> Result<()> {
         self.check_rank(argument, rank)?;
-        if rank != self.group.rank() {
-            return Ok(());
-        }
-        Err(Error::InvalidArgument {
+        let is_other = rank != self.group.rank();
+        Ok(overdrive_core::check_option(
+            is_other,
             argument,
-            value: rank.to_string(),
-            expected: "another rank than this one".to_owned(),
-        })
+            rank,
+            "a rank other than this one",
+        )?)
     }
 }
 
-/// What must be the same on all ranks; nothing for a call between two of them.
-fn described(collective: &Collective<'_>) -> String {
+/// Describes what must be equal on all ranks; empty for a send or receive, which only two ranks call.
+fn describe(collective: &Collective<'_>) -> String {
     let (name, tensor) = match collective {
         Collective::AllReduce(tensor, op) => (format!("all_reduce of {op:?}"), Some(*tensor)),
         Collective::Broadcast(tensor, root) => (format!("broadcast from {root}"), Some(*tensor)),
@@ -366,12 +371,12 @@ fn described(collective: &Collective<'_>) -> String {
     }
 }
 
-/// Without the graph, and contiguous.
-fn plain(tensor: &Tensor) -> Result<Tensor> {
+/// Returns the tensor without its graph, in contiguous memory, as c10d requires.
+fn detached_contiguous(tensor: &Tensor) -> Result<Tensor> {
     Ok(tensor.f_detach()?.f_contiguous()?)
 }
 
-fn copied(input: &Tensor, mut outputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
+fn copy_to_all(input: &Tensor, mut outputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
     let _no_grad = tch::no_grad_guard();
     for output in &mut outputs {
         output.f_copy_(input)?;

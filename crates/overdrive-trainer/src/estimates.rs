@@ -1,4 +1,4 @@
-//! What a run knows of itself: the memory it will take, the time its steps take, a trace of them.
+//! The memory estimate, the step recorder and the profiler of a run.
 
 use overdrive_checkpointing::{SavePolicy, Schedule as Recompute};
 use overdrive_precision::Precision;
@@ -11,12 +11,12 @@ use tch::{Device, Kind};
 
 use crate::{OptimizerName, Result, TrainingArguments};
 
-/// The trace begins after them: caches are full by then, and kernels made.
+/// The number of steps before the trace: by then caches are warm and kernels compiled.
 pub(crate) const STEPS_BEFORE_TRACE: u64 = 5;
 
 impl TrainingArguments {
-    /// The memory that the run will take, for a tokenizer of `vocab_size` tokens; displayed by its
-    /// [estimate](MemoryPlan::estimate).
+    /// Returns the plan of the memory that the run needs with a tokenizer of `vocab_size` tokens; its
+    /// [estimate](MemoryPlan::estimate) can be displayed.
     pub fn memory_plan(&self, vocab_size: u64) -> MemoryPlan {
         let shape = DecoderShape {
             layers: self.model.num_hidden_layers,
@@ -31,20 +31,22 @@ impl TrainingArguments {
         self.memory_plan_of(shape)
     }
 
-    /// The same for a model of any shape.
+    /// Returns the memory plan for a model of any shape.
     pub fn memory_plan_of(&self, shape: DecoderShape) -> MemoryPlan {
-        let how = &self.gradient_checkpointing_kwargs;
+        let checkpointing = &self.gradient_checkpointing_kwargs;
         let mut plan =
             MemoryPlan::new(shape, self.per_device_train_batch_size, self.context_length);
         plan.precision = match self.precision() {
+            // Under autocast parameters stay in fp32, with copies in half precision.
             Precision::Fp16 | Precision::Bf16 => MemoryPrecision::Autocast,
             _ => MemoryPrecision::Fp32,
         };
         plan.attention = match self.attn_implementation {
+            // Only eager attention stores the T × T scores.
             AttentionImplementation::Eager => MemoryAttention::Eager,
             _ => MemoryAttention::Flash,
         };
-        plan.recomputation = match (&how.schedule, &how.policy) {
+        plan.recomputation = match (&checkpointing.schedule, &checkpointing.policy) {
             _ if !self.gradient_checkpointing => Recomputation::Never,
             (Recompute::EveryBlock, SavePolicy::Nothing) => Recomputation::EveryBlock,
             (Recompute::EveryBlock, _) => Recomputation::Selective,
@@ -57,6 +59,7 @@ impl TrainingArguments {
         plan.optimizer = match self.optim {
             OptimizerName::AdamwTorchFused => OptimizerMemory::AdamW,
             OptimizerName::Adamw8bit => OptimizerMemory::AdamW8bit,
+            // Paged states are outside the device's memory, whatever their width.
             OptimizerName::PagedAdamw32bit | OptimizerName::PagedAdamw8bit => {
                 OptimizerMemory::PagedAdamW
             }
@@ -69,12 +72,11 @@ impl TrainingArguments {
         plan
     }
 
-    /// Makes a recorder of the steps of `devices` devices such as `device`, which knows the model's arithmetic
-    /// and the device's peak in `precision`. On a CPU the peak is measured, which takes a fraction of a
-    /// second.
+    /// Returns a recorder of the steps on `devices` devices like `device`, with the FLOPs of the model and the
+    /// peak of the device in `precision`. On a CPU the peak is measured, which takes a fraction of a second.
     ///
     /// # Errors
-    /// When the device cannot be measured.
+    /// An error of the measurement.
     pub fn new_recorder(
         &self,
         model: ModelFlops,
@@ -99,16 +101,17 @@ impl TrainingArguments {
         })?)
     }
 
-    /// The profiler that writes `trace`, if that is wanted: three steps after five. Finish it after the
-    /// loop: a run that ends in between leaves the steps it had.
+    /// Returns the profiler that writes `trace`, if it is set: three steps after the first five. Finish it
+    /// after the loop: a run that ends earlier writes the steps it has.
     ///
     /// # Errors
-    /// When libtorch's profiler cannot start.
+    /// An error of libtorch's profiler.
     pub fn new_profiler(&self) -> Result<Option<Profiler<'static>>> {
         let Some(path) = self.trace.clone() else {
             return Ok(None);
         };
         let schedule = Schedule {
+            // One of the skipped steps is the profiler's own warm-up, whose overhead must not be in the trace.
             wait: STEPS_BEFORE_TRACE - 1,
             warmup: 1,
             active: 3,

@@ -1,4 +1,4 @@
-//! Documents as training sequences.
+//! Rows of documents.
 
 use std::sync::Arc;
 
@@ -6,22 +6,22 @@ use overdrive_datasets::{
     Batch, Dataset, DeviceLoader, PackPlan, RowLayout, SequenceRows, TokenDocuments, TokenView,
 };
 
-use crate::loading::Loading;
+use crate::batch_loader::Loading;
 use crate::{Result, TrainingArguments};
 
-/// Documents in rows.
+/// Documents that are assigned to rows.
 #[derive(Debug)]
 pub(crate) struct DocumentRows {
     documents: TokenDocuments,
     plan: Arc<PackPlan>,
-    /// One a row, where rows of about one length belong together.
+    /// The length of each row, if rows of similar lengths are grouped into batches.
     lengths: Option<Vec<u32>>,
     layout: RowLayout,
 }
 
 impl DocumentRows {
-    /// Rows to learn from. `column_lengths`: what to group by instead of the tokens, one for each
-    /// document of the store.
+    /// Returns the training rows. `column_lengths` replaces the token counts in `group_by_length`; it has one
+    /// length for each document of the store.
     pub(crate) fn to_train(
         view: &TokenView,
         column_lengths: Option<&[u32]>,
@@ -32,6 +32,7 @@ impl DocumentRows {
         let plan = arguments.pack_plan(&documents.lengths())?;
         let length = |row| {
             let tokens = || u32::try_from(plan.row_tokens(row)).unwrap_or(u32::MAX);
+            // A packed row has no single document; `group_by_length` is refused with `packing`, so the first is the only one.
             let in_column = || {
                 let sequence = plan.row(row).first()?.sequence;
                 let number = documents.number(sequence as usize)?;
@@ -50,8 +51,8 @@ impl DocumentRows {
         })
     }
 
-    /// Rows to evaluate on, one a document, without padding; as many as `max_eval_batches` allows, from
-    /// all over the documents.
+    /// Returns the evaluation rows, one document each, without padding. At most `max_eval_batches` batches
+    /// are taken, spread evenly over the documents.
     pub(crate) fn to_evaluate(view: &TokenView, arguments: &TrainingArguments) -> Result<Self> {
         let most = arguments.max_eval_batches.map_or(usize::MAX, |batches| {
             usize::try_from(batches * arguments.per_device_eval_batch_size).unwrap_or(usize::MAX)
@@ -63,17 +64,18 @@ impl DocumentRows {
             documents,
             plan: Arc::new(plan),
             lengths: None,
+            // Concatenated, so that evaluation spends no time on padding.
             layout: RowLayout::EndToEnd,
         })
     }
 
-    /// Batches of the rows.
+    /// Returns a loader of the rows.
     pub(crate) fn load(&self, how: Loading<'_>) -> Result<DeviceLoader<Batch>> {
         let rows = SequenceRows::new(self.documents.clone(), Arc::clone(&self.plan));
         how.of_rows(rows, self.layout, self.lengths.clone())
     }
 
-    /// Batches of a pass.
+    /// Returns the number of training batches in an epoch.
     pub(crate) fn micro_batches(&self, arguments: &TrainingArguments) -> u64 {
         let (rows, size) = (
             self.plan.len() as u64,
@@ -85,11 +87,11 @@ impl DocumentRows {
         }
     }
 
-    /// Lines about the rows.
+    /// Logs the number of rows, their padding and the truncated documents.
     pub(crate) fn describe(&self, how: Loading<'_>, say: &mut dyn FnMut(&str)) -> Result<()> {
         let fill = how.fill(&self.plan, self.layout, self.lengths.clone())?;
         say(&format!(
-            "sequences   {} rows of {} documents, {:.1}% of their places hold tokens",
+            "sequences   {} rows of {} documents, {:.1}% of the positions hold tokens",
             self.plan.len(),
             self.documents.len(),
             100.0 * fill
@@ -100,11 +102,12 @@ impl DocumentRows {
         let long = lengths
             .iter()
             .filter(|&&length| u64::from(length) > context);
+        // `bfd_split` loses no tokens although it splits long documents, so the plan decides and not the lengths.
         let (lost, long) = (all - self.plan.tokens(), long.count());
         if lost > 0 {
             say(&format!(
-                "            {long} documents are cut off at {context} tokens, which loses {:.1}% of all; \
-                 `packing` with `packing_strategy: bfd_split` keeps them, and so do windows",
+                "            {long} documents are truncated to {context} tokens, which drops {:.1}% of all \
+                 tokens; `packing` with `packing_strategy: bfd_split` keeps them, and so do windows",
                 100.0 * lost as f64 / all.max(1) as f64
             ));
         }

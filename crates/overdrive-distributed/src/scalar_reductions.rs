@@ -1,4 +1,4 @@
-//! What all ranks must see alike: losses, norms, decisions.
+//! Reductions of scalars over the ranks: losses, norms, decisions.
 
 use overdrive_optim::ClipOptions;
 use tch::{Kind, Tensor};
@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 use crate::{Backend, ProcessGroup, ReduceOp, Result};
 
 impl ProcessGroup {
-    /// The sum of a number over the ranks.
+    /// Returns the sum of `value` over the ranks.
     ///
     /// # Errors
     /// [`Error::Collective`](crate::Error::Collective).
@@ -14,8 +14,8 @@ impl ProcessGroup {
         self.reduced(value, ReduceOp::Sum)
     }
 
-    /// The sums of several numbers over the ranks, in one collective: loss, tokens and whether to stop, once
-    /// a step.
+    /// Returns the sums of several values over the ranks, in one collective: for example loss, tokens and a
+    /// stop flag, once per step.
     ///
     /// # Errors
     /// As [`sum`](Self::sum).
@@ -29,17 +29,17 @@ impl ProcessGroup {
     /// # Ok::<(), overdrive_distributed::Error>(())
     /// ```
     pub fn sums<const N: usize>(&self, values: [f64; N]) -> Result<[f64; N]> {
-        let sums = self.reduce_numbers(&values, ReduceOp::Sum)?;
+        let sums = self.reduce_scalars(&values, ReduceOp::Sum)?;
         let mut out = values;
         out.copy_from_slice(&sums);
         Ok(out)
     }
 
-    /// What to multiply the **sum** of this rank's losses with, so that the mean of the gradients over the
-    /// ranks is that of the mean loss of all tokens: `world_size / tokens of all ranks`, the same on every
-    /// rank. `tokens` are this rank's in the whole step; none anywhere gives 0.
+    /// Returns `world_size / tokens of all ranks`, the factor for the **sum** of this rank's losses. With it,
+    /// the mean of the gradients over the ranks is the gradient of the mean loss over all tokens. `tokens` is
+    /// the number of this rank's tokens in the whole step. Returns 0 if no rank has a token.
     ///
-    /// [`GradientAccumulator`](overdrive_accumulation::GradientAccumulator) does this by itself.
+    /// [`GradientAccumulator`](overdrive_accumulation::GradientAccumulator) applies this factor itself.
     ///
     /// # Errors
     /// As [`sum`](Self::sum).
@@ -52,7 +52,7 @@ impl ProcessGroup {
         })
     }
 
-    /// The mean of a number over the ranks: of losses that are means over as many tokens each.
+    /// Returns the mean of `value` over the ranks, for example of losses over equally many tokens.
     ///
     /// # Errors
     /// As [`sum`](Self::sum).
@@ -60,8 +60,8 @@ impl ProcessGroup {
         self.reduced(value, ReduceOp::Avg)
     }
 
-    /// The mean over everything the ranks counted: `sum` is this rank's total and `count` how much went
-    /// into it (tokens, say). Nothing counted anywhere: NaN.
+    /// Returns the mean over all counted items: `sum` is this rank's total and `count` its number of items
+    /// (for example tokens). Returns NaN if the counts of all ranks are 0.
     ///
     /// # Errors
     /// As [`sum`](Self::sum).
@@ -72,11 +72,11 @@ impl ProcessGroup {
     /// # Ok::<(), overdrive_distributed::Error>(())
     /// ```
     pub fn weighted_mean(&self, sum: f64, count: f64) -> Result<f64> {
-        let both = self.reduce_numbers(&[sum, count], ReduceOp::Sum)?;
-        Ok(both[0] / both[1])
+        let totals = self.reduce_scalars(&[sum, count], ReduceOp::Sum)?;
+        Ok(totals[0] / totals[1])
     }
 
-    /// The least of a number over the ranks.
+    /// Returns the minimum of `value` over the ranks.
     ///
     /// # Errors
     /// As [`sum`](Self::sum).
@@ -84,7 +84,7 @@ impl ProcessGroup {
         self.reduced(value, ReduceOp::Min)
     }
 
-    /// The greatest of a number over the ranks.
+    /// Returns the maximum of `value` over the ranks.
     ///
     /// # Errors
     /// As [`sum`](Self::sum).
@@ -92,7 +92,7 @@ impl ProcessGroup {
         self.reduced(value, ReduceOp::Max)
     }
 
-    /// Whether it is so on any rank: to stop early on all where one wants to.
+    /// Returns `true` on all ranks if `value` is `true` on at least one: for a stop that one rank requests.
     ///
     /// # Errors
     /// As [`sum`](Self::sum).
@@ -100,7 +100,7 @@ impl ProcessGroup {
         Ok(self.max(f64::from(u8::from(value)))? > 0.0)
     }
 
-    /// Whether it is so on all ranks.
+    /// Returns `true` on all ranks if `value` is `true` on every rank.
     ///
     /// # Errors
     /// As [`sum`](Self::sum).
@@ -108,9 +108,9 @@ impl ProcessGroup {
         Ok(self.min(f64::from(u8::from(value)))? > 0.0)
     }
 
-    /// Makes a scaler's flag the same on all ranks, in place and without reading it: 1 or more if any rank
-    /// found an infinity or NaN. Not needed after `DistributedDataParallel`'s backward, whose sums carry
-    /// an infinity of one rank to all.
+    /// Reduces the `found_inf` flag of a gradient scaler over the ranks, in place and without a device
+    /// sync: 1 or more if any rank found an infinity or NaN. After the backward of
+    /// `DistributedDataParallel` this is not needed: its sums carry an infinity of one rank to all.
     ///
     /// # Errors
     /// As [`sum`](Self::sum).
@@ -118,9 +118,9 @@ impl ProcessGroup {
         self.all_reduce(found_inf, ReduceOp::Max)
     }
 
-    /// The total norm of gradients that are shared out between the ranks: this rank's part in
-    /// `parameters`, every element on one rank only. (Gradients after `DistributedDataParallel` are whole
-    /// on each rank: [`overdrive_optim::grad_norm`] is their norm.)
+    /// Returns the total norm of gradients that are sharded over the ranks: `parameters` is this rank's
+    /// shard, and each element is on one rank only. (After `DistributedDataParallel` each rank has all
+    /// gradients; [`overdrive_optim::grad_norm`] is their norm.)
     ///
     /// # Errors
     /// As [`sum`](Self::sum) and [`overdrive_optim::grad_norm`].
@@ -131,61 +131,22 @@ impl ProcessGroup {
     }
 
     fn reduced(&self, value: f64, op: ReduceOp) -> Result<f64> {
-        Ok(self.reduce_numbers(&[value], op)?[0])
+        Ok(self.reduce_scalars(&[value], op)?[0])
     }
 
-    /// Several numbers over the ranks, in one collective. All ranks pass as many.
-    ///
-    /// # Errors
-    /// As [`sum`](Self::sum).
-    fn reduce_numbers(&self, values: &[f64], op: ReduceOp) -> Result<Vec<f64>> {
-        let mut values = values.to_vec();
+    /// Reduces several scalars in one collective. All ranks pass the same number of values.
+    fn reduce_scalars(&self, values: &[f64], op: ReduceOp) -> Result<Vec<f64>> {
         if self.shared.connected.is_none() {
-            return Ok(values);
+            return Ok(values.to_vec());
         }
-        let tensor = Tensor::f_from_slice(&values)?;
+        let tensor = Tensor::f_from_slice(values)?;
+        // NCCL reduces tensors on CUDA devices only.
+        // f64, so that counts up to 2^53 are exact.
         let tensor = match self.shared.config.backend {
             Backend::Gloo => tensor,
             Backend::Nccl => tensor.f_to_device(self.device())?,
         };
         self.all_reduce(&tensor, op)?;
-        values = Vec::<f64>::try_from(tensor.f_to_kind(Kind::Double)?)?;
-        Ok(values)
-    }
-}
-
-/// Prints lines to standard error, each with one write, so that those of several ranks do not mix.
-///
-/// ```
-/// use overdrive_distributed::{ProcessGroup, RankLog};
-///
-/// let log = RankLog::new(&ProcessGroup::single());
-/// log.main("printed by rank 0 alone");
-/// log.every("printed by all, with `[rank 0]` before it");
-/// ```
-#[derive(Debug, Clone, Copy)]
-pub struct RankLog {
-    rank: usize,
-}
-
-impl RankLog {
-    /// The lines of this process's rank.
-    #[must_use]
-    pub fn new(group: &ProcessGroup) -> Self {
-        Self { rank: group.rank() }
-    }
-
-    /// Prints on rank 0 alone.
-    pub fn main(&self, line: impl std::fmt::Display) {
-        if self.rank == 0 {
-            let line = format!("{line}\n");
-            eprint!("{line}");
-        }
-    }
-
-    /// Prints on every rank, with its number before the line.
-    pub fn every(&self, line: impl std::fmt::Display) {
-        let line = format!("[rank {}] {line}\n", self.rank);
-        eprint!("{line}");
+        Ok(Vec::<f64>::try_from(tensor.f_to_kind(Kind::Double)?)?)
     }
 }

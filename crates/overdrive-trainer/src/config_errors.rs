@@ -1,4 +1,4 @@
-//! Serde's errors in the words of the file: the key, what was given and what is expected.
+//! Serde's errors in terms of the configuration: the key, its value and the expected type.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -8,8 +8,8 @@ use serde_path_to_error::{Path, Segment};
 use crate::keys::{self, Program};
 use crate::{Error, GradientCheckpointingArguments, Result};
 
-/// A longer list of keys is left out of an error.
-const MOST_KEYS_LISTED: usize = 16;
+/// The number of keys that an error lists; a longer list is left out.
+const MAX_KEYS_LISTED: usize = 16;
 
 pub(crate) fn as_value(arguments: &impl Serialize) -> Result<Value> {
     serde_json::to_value(arguments).map_err(|error| Error::Unwritable {
@@ -18,7 +18,7 @@ pub(crate) fn as_value(arguments: &impl Serialize) -> Result<Value> {
     })
 }
 
-/// Reads the arguments of `program`; every error names its key.
+/// Reads the arguments of `program`; every error names the key.
 pub(crate) fn read_arguments<T: DeserializeOwned>(
     values: Value,
     origin: &str,
@@ -30,12 +30,15 @@ pub(crate) fn read_arguments<T: DeserializeOwned>(
     })
 }
 
+/// Converts an error of serde. Its message is parsed, because serde's errors have no structured fields.
 fn diagnose(values: &Value, path: &Path, message: &str, origin: &str, program: Program) -> Error {
     let origin = origin.to_owned();
+    // serde quotes names with backticks, first the wrong one and then the valid ones.
     let names = quoted(message);
     let (key, value) = follow(values, path);
     if message.starts_with("unknown field") {
         let (unknown, siblings) = names.split_first().map_or(("", &[][..]), |(a, b)| (*a, b));
+        // serde_path_to_error ends the path at the unknown field or at its parent, by the kind of struct.
         let parent = match key.rsplit_once('.') {
             Some((parent, last)) if last == unknown => parent.to_owned(),
             None if key == unknown => String::new(),
@@ -72,7 +75,7 @@ fn diagnose(values: &Value, path: &Path, message: &str, origin: &str, program: P
     }
 }
 
-/// The dotted name of a key, and its value.
+/// Returns the dotted name of a key, and its value.
 fn follow<'a>(values: &'a Value, path: &Path) -> (String, &'a Value) {
     let mut key = String::new();
     let mut value = values;
@@ -100,7 +103,7 @@ fn joined(parent: &str, name: &str) -> String {
     }
 }
 
-/// The names between backticks.
+/// Returns the names between backticks.
 fn quoted(message: &str) -> Vec<&str> {
     message.split('`').skip(1).step_by(2).collect()
 }
@@ -113,12 +116,12 @@ fn listed(names: &[&str]) -> String {
         .join(", ")
 }
 
-/// The names in the choices of an [`Error::UnknownChoice`].
+/// Returns the names in the choices of an [`Error::UnknownChoice`].
 pub(crate) fn choices_in(listed: &str) -> Vec<String> {
     quoted(listed).into_iter().map(str::to_owned).collect()
 }
 
-/// A hint about an unknown key: the nearest one in the same section, else the nearest one anywhere.
+/// Returns a hint for an unknown key: the nearest key of the same section, else the nearest of all keys.
 fn nearest_key(parent: &str, unknown: &str, siblings: &[&str], program: Program) -> String {
     if !parent.is_empty()
         && let Some(name) = nearest(unknown, siblings.iter().copied())
@@ -126,28 +129,32 @@ fn nearest_key(parent: &str, unknown: &str, siblings: &[&str], program: Program)
         return format!("; did you mean `{}`?", joined(parent, name));
     }
     let mut everywhere: Vec<String> = keys::names(program).map(str::to_owned).collect();
+    // The keys of this section are not in the table, because no flag sets them one by one.
     if let Ok(Value::Object(inner)) = as_value(&GradientCheckpointingArguments::default()) {
         let inner = inner.keys();
         everywhere.extend(inner.map(|name| joined("gradient_checkpointing_kwargs", name)));
     }
+    // A key at the wrong level is compared by its last part: `hidden_size` finds `model.hidden_size`.
     let leaf = |key: &str| key.rsplit('.').next().unwrap_or_default().to_owned();
     let leaves: Vec<String> = everywhere.iter().map(|key| leaf(key)).collect();
     if let Some(name) = nearest(unknown, leaves.iter().map(String::as_str)) {
         let full = everywhere.iter().find(|key| leaf(key) == name);
         return full.map_or_else(String::new, |key| format!("; did you mean `{key}`?"));
     }
-    if siblings.len() <= MOST_KEYS_LISTED {
+    if siblings.len() <= MAX_KEYS_LISTED {
         return format!("; the keys here are {}", listed(siblings));
     }
-    "; no known key is near it, `--help` lists all of them".to_owned()
+    "; no known key is similar, see `--help` for all keys".to_owned()
 }
 
-/// Returns the candidate nearest to `name`, if `name` can be a typing mistake for it.
+/// Returns the candidate nearest to `name`, if `name` may be a misspelling of it.
 pub(crate) fn nearest<'a>(
     name: &str,
     candidates: impl Iterator<Item = &'a str>,
 ) -> Option<&'a str> {
+    // Keys are often copied from flags, which have dashes.
     let name = name.to_lowercase().replace('-', "_");
+    // A third of the characters may differ; beyond that the suggestion is a guess.
     let most = (name.chars().count() / 3).clamp(1, 4);
     candidates
         .map(|candidate| (strsim::damerau_levenshtein(&name, candidate), candidate))
@@ -163,27 +170,24 @@ pub(crate) fn describe(value: &Value) -> String {
         Value::Bool(value) => format!("{value}"),
         Value::Number(number) => format!("the number {number}"),
         Value::String(text) if text.chars().count() > 40 => {
-            format!(
-                "the text \"{}…\"",
-                text.chars().take(40).collect::<String>()
-            )
+            format!("the text \"{}…\"", "the string \"{}…\"",)
         }
-        Value::String(text) => format!("the text \"{text}\""),
+        Value::String(text) => format!("the string \"{text}\""),
         Value::Array(_) => "a list".to_owned(),
-        Value::Object(_) => "a set of keys".to_owned(),
+        Value::Object(_) => "a section of keys".to_owned(),
     }
 }
 
-/// Puts Rust's names of types into words.
+/// Returns the description of a type of Rust in terms of a configuration file.
 fn in_words(expected: &str) -> String {
     match expected {
         "f64" => "a number",
-        "u64" | "usize" | "u32" | "u8" => "a whole number from 0",
-        "i64" => "a whole number",
+        "u64" | "usize" | "u32" | "u8" => "a non-negative integer",
+        "i64" => "an integer",
         "a boolean" => "true or false",
-        "a string" | "path string" => "a text",
+        "a string" | "path string" => "a string",
         "a sequence" => "a list",
-        other if other.starts_with("struct ") => "keys with values",
+        other if other.starts_with("struct ") => "a section of keys",
         other => other,
     }
     .to_owned()
@@ -194,7 +198,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_could_be_a_slip_counts_as_near() {
+    fn only_a_likely_misspelling_has_a_suggestion() {
         let keys = ["learning_rate", "seed", "bf16", "fp16"];
         assert_eq!(
             nearest("learning_rat", keys.into_iter()),

@@ -1,4 +1,4 @@
-//! Loaders of batches, as the arguments say.
+//! Construction of batch loaders from the arguments.
 
 use overdrive_datasets::{
     Batch, BatchSampler, ConsecutiveBatches, DataLoader, DataLoaderOptions, Dataset, DeviceLoader,
@@ -6,21 +6,21 @@ use overdrive_datasets::{
     ShardedBatches, TokenizedExample, collate,
 };
 
-use crate::{Error, Part, Result, TrainingArguments};
+use crate::validate::invalid;
+use crate::{DataShard, Result, TrainingArguments};
 
-/// For what, and how, batches are loaded: by `dataloader_num_workers` threads,
-/// `dataloader_prefetch_factor` ahead each. The batches and their order are the same for any number of
-/// threads.
+/// The options of a batch loader: `dataloader_num_workers` threads prepare `dataloader_prefetch_factor`
+/// batches ahead each. The batches and their order do not depend on the number of threads.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Loading<'a> {
     pub(crate) arguments: &'a TrainingArguments,
-    pub(crate) part: Part,
-    /// Pass after pass in orders of their own, or one in the order of the data.
+    pub(crate) shard: DataShard,
+    /// If `true`, epochs repeat, each in its own order (training); else there is one, in the order of the data.
     pub(crate) endless: bool,
 }
 
 impl Loading<'_> {
-    /// Batches of rows. `lengths`, one a row: puts rows of about one length into a batch.
+    /// Returns batches of rows. With `lengths`, one per row, rows of similar lengths form a batch.
     pub(crate) fn of_rows<D>(
         self,
         rows: D,
@@ -35,7 +35,7 @@ impl Loading<'_> {
         self.load(rows, batches, layout)
     }
 
-    /// Windows in the order of their numbers, of which a pass takes `batches_per_epoch` batches.
+    /// Returns batches of windows in their order; an epoch has `batches_per_epoch` batches.
     pub(crate) fn of_windows(
         self,
         windows: RandomWindows,
@@ -57,21 +57,19 @@ impl Loading<'_> {
         D::Item: AsRef<[TokenizedExample]>,
     {
         let options = self.options();
+        // An endless loader without batches would never return.
         if self.endless && batches.is_empty(0) {
-            return Err(Error::Invalid {
-                key: "dataloader_drop_last",
-                given: options.drop_last.to_string(),
-                problem: format!(
-                    "there are {} rows to learn from, fewer than the {} of a batch",
-                    rows.len(),
-                    options.batch_size
-                ),
-                way_out: "drop it, or give a smaller `per_device_train_batch_size`".to_owned(),
-            });
+            let expected = format!(
+                "false for {} training rows, fewer than the {} of a batch; drop it, or give a smaller \
+                 `per_device_train_batch_size`",
+                rows.len(),
+                options.batch_size
+            );
+            return invalid("dataloader_drop_last", options.drop_last, expected);
         }
         let pin_memory = self.arguments.dataloader_pin_memory;
-        let device = self.part.device();
-        // On the worker's time; what is pinned already is not copied again.
+        let device = self.shard.device();
+        // Pinned by the worker threads; a batch that is already pinned is not copied again.
         let pins = pin_memory && device.is_cuda();
         let collate = move |rows: Vec<D::Item>| match collate(&rows, layout) {
             Ok(batch) if pins => batch.pinned(),
@@ -79,6 +77,7 @@ impl Loading<'_> {
         };
         let batches = ShardedBatches::new(batches, self.shard(&options)?);
         let loader = DataLoader::with(rows, batches, collate, options)?;
+        // Copies to the device while the model computes on the batch before.
         let loader = DeviceLoader::new(loader, device).with_pin_memory(pin_memory);
         Ok(match self.endless {
             true => loader.endless(),
@@ -94,15 +93,16 @@ impl Loading<'_> {
         });
         DataLoaderOptions {
             shuffle: self.endless,
-            // Every record that is held back counts.
+            // In an evaluation every held-out record counts.
             drop_last: options.drop_last && self.endless,
             ..options
         }
     }
 
-    /// The part of this process, of whole batches: the joint batch of all processes is that of one with as many times the rows.
+    /// Returns the shard of this process, in whole batches: the joint batch of all processes is that of one
+    /// process with `world_size` times the rows.
     fn shard(&self, options: &DataLoaderOptions) -> Result<Shard> {
-        self.part.shard(match (self.endless, options.drop_last) {
+        self.shard.shard(match (self.endless, options.drop_last) {
             (false, _) => LastShare::Uneven,
             (true, true) => LastShare::Drop,
             (true, false) => LastShare::Repeat,
@@ -121,13 +121,14 @@ impl Loading<'_> {
                 options.batch_size,
                 options.drop_last,
                 options.seed,
+                // Sharded in `load`, in the same way for all samplers.
                 Shard::default(),
             )?),
             None => Box::new(options.batches(rows)?),
         })
     }
 
-    /// The part of a first pass's places that holds tokens, 0 to 1; of packed rows, how full they are.
+    /// Returns the fraction of the positions of the first epoch that hold tokens, 0 to 1.
     pub(crate) fn fill(
         &self,
         plan: &PackPlan,
@@ -140,15 +141,16 @@ impl Loading<'_> {
                 false => 1.0,
             });
         };
+        // The first epoch stands for all: lengths and batch size are the same in every one.
         let batches = self.batches_of_rows(plan.len(), lengths)?;
-        let (mut tokens, mut places) = (0, 0);
+        let (mut tokens, mut positions) = (0, 0);
         for number in 0..batches.len(0) {
             let rows = batches.batch(0, number);
             let lengths = rows.iter().map(|&row| plan.row_tokens(row));
             let longest = lengths.clone().max().unwrap_or(0);
             tokens += lengths.sum::<usize>();
-            places += rows.len() * longest.next_multiple_of(multiple_of.max(1));
+            positions += rows.len() * longest.next_multiple_of(multiple_of.max(1));
         }
-        Ok(tokens as f64 / places.max(1) as f64)
+        Ok(tokens as f64 / positions.max(1) as f64)
     }
 }
