@@ -33,6 +33,7 @@ pub fn add_adapter<H: AdapterHost + ?Sized>(
     if adapter_names(host)?.iter().any(|own| own == name) {
         return Err(taken(name));
     }
+    // Everything that can be refused is refused before the first layer is changed.
     let (config, layers) = resolve(host, config)?;
     let saved = modules_to_save(host, &config)?;
     let config = Arc::new(config);
@@ -42,6 +43,7 @@ pub fn add_adapter<H: AdapterHost + ?Sized>(
         let _ = delete_adapter(host, name);
     }
     added?;
+    // As PEFT: the first adapter is active at once, later ones wait.
     if active_adapters(host)?.is_empty() {
         set_adapter(host, &[name])?;
     } else {
@@ -176,6 +178,7 @@ pub fn active_adapters<H: AdapterHost + ?Sized>(host: &mut H) -> Result<Vec<Stri
 pub fn set_adapter<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Result<()> {
     let available = known(host, names)?;
     check_copies(host, names)?;
+    // Switching would leave the weight with the old adapter merged.
     refuse_merged(host, "changing the active adapters")?;
     each_layer(host, |own| {
         own.set_active(names);
@@ -236,6 +239,7 @@ pub fn set_requires_grad<H: AdapterHost + ?Sized>(
 pub fn disable_adapters<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
     refuse_merged(host, "disabling adapters")?;
     each_layer(host, |own| own.enabled = false)?;
+    // Remembered, so that `enable_adapters` puts the same copies back.
     let placed = module_copies(host).and_then(|copies| copies.active.take());
     place_copies(host, &[])?;
     if let Some(copies) = module_copies(host) {

@@ -83,6 +83,7 @@ pub(crate) fn place_copies<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]
     // Taken out for the visit, which borrows the model.
     let mut copies = std::mem::take(own);
     let has = |name: &&&str| copies.entries.iter().any(|entry| entry.adapter == **name);
+    // `check_copies` has made sure that at most one has copies of each parameter.
     let active = names.iter().find(has).map(|name| (*name).to_owned());
     let visited = visit_parameters(host, |name, tensor| {
         for entry in copies.entries.iter_mut().filter(|entry| entry.name == name) {

@@ -68,6 +68,7 @@ fn by_blocks(weight: &Tensor, a: &Tensor) -> Result<(Tensor, Tensor)> {
     let [outputs, inputs] = weight.size()[..] else {
         return of_rows(weight, a);
     };
+    // 4 MiB of fp32: it stays in a CPU's cache between the cast and the matmul.
     let step = ((1 << 20) / inputs.max(1)).max(1);
     let (mut squares, mut products) = (Vec::new(), Vec::new());
     let mut start = 0;

@@ -36,6 +36,7 @@ impl Adapter for LayerAdapters {
         layers: &[&Linear],
         x: &Tensor,
     ) -> overdrive_nn::Result<Option<Tensor>> {
+        // One autograd function for all layers: x is saved once, and the A's are one matmul.
         let Some(addends) = joint_addends(layers) else {
             return Ok(None);
         };
@@ -88,6 +89,7 @@ impl LayerAdapters {
                 adapter,
                 dropout: dropout(layer, adapter),
             };
+            // Plain adapters commute, so those between two DoRA adapters are added in one call.
             let Some(magnitude) = &adapter.magnitude else {
                 pending.push(addend);
                 continue;
@@ -98,6 +100,7 @@ impl LayerAdapters {
                 y = dora_with_dropout(y, x, &addend, weight, &factor, fused)?;
                 continue;
             }
+            // DoRA scales what precedes it except the bias, which an earlier adapter has in y already.
             if let (Some(bias), None) = (bias, postponed) {
                 y = y.f_sub(bias)?;
             }
@@ -106,6 +109,7 @@ impl LayerAdapters {
                 Some(bias) => scaled.f_add_(bias)?,
                 None => scaled,
             };
+            // The factor is fp32 beside 16-bit weights and has widened the product.
             y = y.f_to_kind(kind)?;
         }
         add_low_rank(y, x, &pending)
@@ -123,6 +127,7 @@ fn dora_with_dropout(
 ) -> Result<Tensor> {
     let none = None::<&Tensor>;
     let adapter = addend.adapter;
+    // One mask for both matmuls, as in PEFT: the weight's share of the change sees the same inputs.
     let dropped = x.f_dropout(addend.dropout, true)?;
     let base = weight.forward(&dropped, None, fused)?;
     let low_rank = dropped

@@ -49,6 +49,7 @@ pub(crate) fn adapter(
     config: &Arc<LoraConfig>,
     options: &AddOptions,
 ) -> Result<LoraAdapter> {
+    // The initial values are constants; without this PiSSA's would have a graph to the weight.
     let _no_grad = NoGradGuard::new();
     let LayerOptions { rank, alpha, scale } = config.layer_options(name)?;
     let place = (
@@ -166,6 +167,7 @@ impl Draw<'_> {
         }
         let (kind, device) = self.place;
         let half = self.rank / 2;
+        // On the CPU, so that the factors are the same on every device: GPUs have another QR.
         let cpu = (Kind::Float, Device::Cpu);
         let square = self.normal("q", [self.rank, self.rank], 1.0, cpu)?;
         let (q, _) = Tensor::f_linalg_qr(&square, "reduced")?;
@@ -251,6 +253,7 @@ fn pissa_fast(
     let probe = draw.normal("svd", [draw.size[1], draw.rank], 1.0, place)?;
     let (mut q, _) = Tensor::f_linalg_qr(&weight.f_mm(&probe)?, "reduced")?;
     for _ in 0..rounds {
+        // Orthogonalised after every multiplication: powers alone would collapse onto the first singular vector.
         (q, _) = Tensor::f_linalg_qr(&weight.f_tr()?.f_mm(&q)?, "reduced")?;
         (q, _) = Tensor::f_linalg_qr(&weight.f_mm(&q)?, "reduced")?;
     }

@@ -60,6 +60,7 @@ pub(crate) fn adapters_mut(linear: &mut Linear) -> Option<&mut LayerAdapters> {
 pub(crate) fn split_or_insert(
     linear: &mut Linear,
 ) -> Result<(&mut LinearWeight, Option<&Tensor>, &mut LayerAdapters)> {
+    // The slot is filled on demand, so that a layer without adapters stays a plain one.
     if linear.adapter().is_none() {
         linear.set_adapter(Box::new(LayerAdapters::default()));
     }
@@ -97,6 +98,7 @@ impl LayerAdapters {
     pub(crate) fn set_active(&mut self, names: &[&str]) {
         let index = |name: &&str| self.adapters.iter().position(|(own, _)| own == name);
         self.active = names.iter().filter_map(index).collect();
+        // At most one copy can be in the layer's place; `check_copies` refuses several before.
         let copy = |name: &&str| self.copies.iter().position(|copy| copy.adapter == *name);
         self.active_copy = names.iter().find_map(copy);
     }

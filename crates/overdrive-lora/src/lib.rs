@@ -51,7 +51,7 @@
 //!     }
 //! }
 //!
-//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
 //! let mut model = Mlp::new()?;
 //! let config = LoraConfig { r: 4, target_modules: Some(TargetModules::AllLinear), ..Default::default() };
 //! add_adapter(&mut model, "default", &config, &AddOptions::default())?;

@@ -31,6 +31,7 @@ pub(crate) fn add_low_rank(base: Tensor, x: &Tensor, addends: &[Addend<'_>]) -> 
         return Ok(base);
     };
     let state = autocast::state(x.device());
+    // As PEFT: in the adapter's dtype, under autocast in its dtype; fp64 is for gradient checks and stays.
     let compute = match state {
         Ok(state) if state.enabled && first.adapter.a().kind() != Kind::Double => state.dtype,
         _ => first.adapter.a().kind(),
@@ -149,6 +150,7 @@ impl LowRank {
         );
         let h = Tensor::f_empty([rows, ranks], (self.compute, x.device()))?;
         let mut masks = Vec::new();
+        // Without dropout all adapters share their input: one matmul with the concatenated A's.
         if !self.drops() {
             let a: Vec<&Tensor> = weights.iter().map(|weights| weights.a).collect();
             let a = self.joint_a(&a)?.f_tr()?;
@@ -159,6 +161,7 @@ impl LowRank {
         } else {
             for ((addend, weights), offset) in self.addends.iter().zip(weights).zip(self.offsets())
             {
+                // A mask a byte an element; the dropped input itself would be four.
                 let mut mask = Tensor::f_empty(x.size(), (Kind::Bool, x.device()))?;
                 let _same = mask.f_bernoulli_float_(1.0 - addend.dropout)?;
                 let a = weights.a.f_to_kind(self.compute)?;
@@ -167,6 +170,7 @@ impl LowRank {
                 masks.push(mask);
             }
         }
+        // The scale goes into the thin projections, which are far smaller than the outputs.
         let scale = self.addends[0].scale;
         if self.addends.iter().all(|addend| addend.scale == scale) {
             if scale != 1.0 {
@@ -214,6 +218,7 @@ impl LowRank {
     /// Computes `out += left · right`, where `out` may be columns of a wider matrix and of another dtype.
     fn accumulate(&self, out: &Tensor, left: &Tensor, right: &Tensor) -> FunctionResult<()> {
         if out.kind() == self.compute {
+            // `mm_into` writes whole rows; columns of a joint output have gaps between them.
             if out.is_contiguous() {
                 mm_into(out, left, right, true)?;
             } else {
@@ -243,6 +248,7 @@ impl Function for LowRank {
         let rows = rows_of(x)?;
         let (h, masks) = self.project(&rows, &weights)?;
         self.expand(&y.f_view([-1, last(y)])?, &h, &weights)?;
+        // The base's output is changed in place: a copy would be of the size of the layer's output.
         context.mark_dirty(0);
         if context.needs_any_grad() {
             let mut saved = vec![&h];
@@ -269,6 +275,7 @@ impl Function for LowRank {
         let (Some(dy), [h, x, rest @ ..]) = (&gradients[0], context.saved()) else {
             return Ok(results);
         };
+        // The base's output is added unchanged, so its gradient is dy itself.
         results[0] = Some(dy.shallow_clone());
         let (weights, masks) = rest.split_at(2 * count);
         let dy = dy.f_reshape([-1, last(dy)])?;
@@ -276,6 +283,7 @@ impl Function for LowRank {
         let learns = |index| context.needs_input_grad(index);
         let offsets = self.offsets();
         // The gradient of the projections, by columns as they are.
+        // Filled column by column below, as each addend has columns of its own.
         let dh = Tensor::f_empty_like(h)?;
         let mut index = 2;
         for ((addend, weights), offset) in self.addends.iter().zip(weights.chunks(2)).zip(&offsets)

@@ -47,6 +47,7 @@ fn refuse_other_modules<H: AdapterHost + ?Sized>(
     config: &LoraConfig,
     matcher: &Matcher<'_>,
 ) -> Result<()> {
+    // `all-linear` selects by type and cannot name a module that is no linear layer.
     if config.target_modules == Some(TargetModules::AllLinear) {
         return Ok(());
     }

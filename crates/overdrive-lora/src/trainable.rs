@@ -112,6 +112,7 @@ fn freeze_base<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
         }
     }
     visit_parameters(host, |name, tensor| {
+        // A copy in the parameter's place is the adapter's and stays trainable.
         if !copied.contains(name) && tensor.requires_grad() {
             let _same = tensor.f_set_requires_grad(false)?;
         }
@@ -219,6 +220,7 @@ pub fn parameter_counts<H: AdapterHost + ?Sized>(host: &mut H) -> Result<Paramet
     };
     let mut seen = HashSet::new();
     visit_all(host, &mut |_, tensor| {
+        // Tied parameters are visited twice and share their memory. The size tells a slice from its whole.
         if seen.insert((tensor.data_ptr() as usize, tensor.numel())) {
             let elements = tensor.numel() as u64;
             counts.all += elements;

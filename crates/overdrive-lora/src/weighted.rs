@@ -59,6 +59,7 @@ pub fn add_weighted_adapter<H: AdapterHost + ?Sized>(
             available,
         });
     }
+    // Shared by all layers: the ranks are padded to one, so one configuration describes them.
     let config = Arc::new(plan(host, adapters, combination)?);
     visit_linears(host, |layer, linear| {
         let size = linear.weight().size();
@@ -220,6 +221,7 @@ fn combine(
             for (adapter, weight) in adapters {
                 let _same = sum.f_add_(&change(adapter, kind)?.f_mul_scalar(*weight)?)?;
             }
+            // The singular values go to B, so that A's rows stay orthonormal as in PEFT.
             let (u, s, vh) = svd(&sum)?;
             let u = u.f_narrow(1, 0, rank)?.f_mul(&s.f_narrow(0, 0, rank)?)?;
             (vh.f_narrow(0, 0, rank)?.f_contiguous()?, u.f_contiguous()?)

@@ -31,6 +31,7 @@ pub fn joint_forward(x: &Tensor, layers: &[&Linear]) -> Result<Tensor> {
     if let Some(y) = adapter.forward_joint(layers, x)? {
         return Ok(y);
     }
+    // Not `forward`: the inputs were reported above.
     let each = layers.iter().map(|layer| layer.compute(x, true));
     Ok(Tensor::f_cat(&each.collect::<Result<Vec<_>>>()?, -1)?)
 }
@@ -66,6 +67,7 @@ pub fn joint_base(x: &Tensor, layers: &[&Linear]) -> Result<Tensor> {
             let biases = (!biases.is_empty()).then_some(biases.as_slice());
             Ok(overdrive_fused::joint_linear(x, &weights, biases)?)
         }
+        // Mixed weights, Conv1D layouts and some biases only: a matmul each.
         _ => {
             let each = in_use
                 .iter()

@@ -94,6 +94,7 @@ impl Linear {
     /// # Errors
     /// As [`QuantizedWeight::quantize`] and [`Linear::new`].
     pub fn quantize(weight: &Tensor, bias: Option<&Tensor>, scheme: Scheme) -> Result<Linear> {
+        // Detached, so that the layer does not add to the gradients of the dense layer's bias.
         let bias = bias.map(Tensor::f_detach).transpose()?;
         Linear::quantized(QuantizedWeight::quantize(weight, scheme)?, bias)
     }
@@ -140,6 +141,7 @@ impl Linear {
 
     /// Reports the input to the observer of this thread.
     pub(crate) fn observe(&self, x: &Tensor) -> Result<()> {
+        // Without a name an observer could not tell the layer from others.
         if self.name.is_empty() {
             return Ok(());
         }
@@ -162,6 +164,7 @@ impl Linear {
     /// Returns the weight and bias that the layer computes with: its own, or the adapter's
     /// [replacement](Adapter::replacement).
     pub fn in_use(&self) -> (&LinearWeight, Option<&Tensor>) {
+        // Asked even of an adapter that is not active: a full copy replaces the weight and adds nothing.
         let replacement = self.adapter().and_then(Adapter::replacement);
         replacement.unwrap_or((&self.weight, self.bias.as_ref()))
     }
@@ -194,6 +197,7 @@ impl Linear {
     /// Replaces the weight by another one of the same size and returns the old one. An adapter that was
     /// merged into the old weight counts as part of it from then on.
     pub fn replace_weight(&mut self, weight: LinearWeight) -> LinearWeight {
+        // Before the exchange, while nobody can compute with a stale cache.
         if let Some(adapter) = &mut self.adapter {
             adapter.weight_replaced();
         }
@@ -203,6 +207,7 @@ impl Linear {
     /// Returns the number of elements that the weight and the bias stand for.
     pub fn parameters(&self) -> usize {
         let [outputs, inputs] = self.weight.size();
+        // By the size and not by the storage: quantized weights are packed.
         let weight = usize::try_from(outputs * inputs).unwrap_or(0);
         weight + self.bias.as_ref().map_or(0, Tensor::numel)
     }

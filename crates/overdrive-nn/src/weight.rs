@@ -24,6 +24,7 @@ impl LinearWeight {
             LinearWeight::Dense { weight, transposed } => {
                 match (weight.size().as_slice(), transposed) {
                     (&[outputs, inputs], false) | (&[inputs, outputs], true) => [outputs, inputs],
+                    // Cannot happen in a layer, whose constructor checks the dimensions.
                     _ => [0, 0],
                 }
             }
@@ -74,6 +75,7 @@ impl LinearWeight {
     pub fn to_dense(&self, kind: Kind) -> Result<Tensor> {
         Ok(match self {
             LinearWeight::Dense { weight, transposed } => {
+                // Callers read the elements or write to them in place; neither may be recorded by autograd.
                 let weight = weight.f_detach()?;
                 let weight = if *transposed { weight.f_tr()? } else { weight };
                 weight.f_to_kind(kind)?

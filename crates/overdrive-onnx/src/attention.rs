@@ -100,6 +100,7 @@ impl Context {
         let window = windows.iter().flatten().next().copied();
         let sliding = window.map(|window| mask(Some(window))).transpose()?;
         let grouped_shape = grouped.then(|| {
+            // 0 keeps the dimension of the input: the batch size is not known here.
             let rows = graph.ints(&[0, heads.keys, heads.queries / heads.keys]);
             let apart = graph.concat(&[&rows, &tokens, &total], 0);
             let rows = graph.ints(&[0, heads.keys, -1]);
@@ -145,6 +146,7 @@ impl Context {
 
     /// Appends new keys or values to those of the cache.
     fn extended(&self, graph: &mut Graph, layer: usize, part: &str, new: &str) -> Value {
+        // Without a cache the new tokens are the whole sequence.
         if !self.use_cache {
             return new.to_owned();
         }
@@ -163,6 +165,7 @@ impl Context {
         let Heads { queries, keys, dim } = layer.heads;
         let key = self.extended(graph, layer.number, "key", key);
         let value = self.extended(graph, layer.number, "value", value);
+        // The queries are scaled and not the scores, which are larger by the number of keys.
         let scale = graph.number(layer.scale)?;
         let mut query = graph.op("Mul", &[query, &scale], &[]);
         if self.grouped_shape.is_some() {
@@ -179,6 +182,7 @@ impl Context {
         }
         let mask = self.mask(layer.window);
         let scores = graph.op("Add", &[&scores, &mask], &[]);
+        // In fp16 the exponentials of a long row would not add up to one.
         let scores = graph.widened(&scores);
         let axis = [("axis", Attribute::Int(-1))];
         let weights = graph.op("Softmax", &[&scores], &axis);
@@ -265,6 +269,7 @@ fn mask(
     let axes = graph.ints(&[0]);
     let past = graph.op("Squeeze", &[past, &axes], &[]);
     let end = graph.op("Squeeze", &[total, &axes], &[]);
+    // By indices and not by `position_ids`: with padding on the left the two differ, and caches hold indices.
     let keys = graph.op("Range", &[&zero, &end, &one], &[]);
     let queries = graph.op("Range", &[&past, &end, &one], &[]);
     let queries = graph.unsqueeze(&queries, &[1]);
@@ -280,6 +285,7 @@ fn mask(
     let real = graph.unsqueeze(&real, axes);
     let visible = graph.op("And", &[&visible, &real], &[]);
     let least = match graph.float {
+        // The lowest finite f16.
         Element::F16 => -65504.0,
         _ => f64::from(f32::MIN),
     };

@@ -51,6 +51,7 @@ pub(crate) fn embedding(
         }
         _ => return Ok(in_full(graph, &name, weight, ids)),
     };
+    // Dequantized in fp32 and rounded once.
     Ok(graph.narrowed(&numbers))
 }
 
@@ -100,6 +101,7 @@ fn of_groups(graph: &mut Graph, values: &GroupValues, ids: &str, width: i64) -> 
     let codes = graph.cast(&codes, data_type::FLOAT);
     let codes = graph.reshape(&codes, &[0, 0, count, size]);
     let zeros = match zeros {
+        // Symmetric codes are stored with the middle of their range as zero.
         None => graph.f32(if four { 8.0 } else { 128.0 }),
         Some(zeros) => {
             let zeros = match four {
@@ -136,6 +138,7 @@ fn of_blocks(
     let codes = rows(&values.codes, width / 2);
     let magnitudes = rows(&values.magnitudes, width / values.size);
     let codes = unpacked(graph, &codes, First::High);
+    // `Gather` takes int32 and int64 indices, not bytes.
     let codes = graph.cast(&codes, data_type::INT32);
     let book = graph.f32s(&values.book);
     let numbers = graph.op("Gather", &[&book, &codes], &[]);

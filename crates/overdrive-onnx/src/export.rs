@@ -82,6 +82,7 @@ pub fn export(
 
     let values = Values::of(options, model, Heads::of(model.config()), float);
     let proto = envelope(&graph, options, &values, &metadata(model, &source, options));
+    // Counted before the nodes move into the message.
     let nodes = graph.nodes.len();
     let domains = domains(&graph);
     let mut proto = proto;
@@ -165,6 +166,7 @@ fn logits(
     if let Some(cap) = softcap {
         logits = bounded(graph, &logits, cap)?;
     }
+    // Logits are fp32 in every precision. `widened` adds no node for fp32, so the last node gets the name.
     graph.widened(&logits);
     graph.name_last("logits");
     Ok(())

@@ -152,6 +152,7 @@ impl Graph {
         make: impl Fn() -> Result<Tensor> + 'static,
     ) -> Value {
         let name = name.into();
+        // A tied table is asked for by the embedding and by the head.
         if !self.initializers.iter().any(|own| own.name == name) {
             self.initializers.push(Initializer {
                 name: name.clone(),
@@ -165,6 +166,7 @@ impl Graph {
 
     /// Adds a small constant, or returns an equal one.
     fn constant(&mut self, what: &str, shape: &[i64], element: Element, bytes: Vec<u8>) -> Value {
+        // With dtype and shape: a scalar and a vector of one element are not interchangeable.
         let key = format!("{element:?}{shape:?}{bytes:?}");
         if let Some(name) = self.constants.get(&key) {
             return name.clone();
@@ -212,6 +214,7 @@ impl Graph {
         if self.float == Element::F32 {
             return Ok(self.f32(number as f32));
         }
+        // Rounded by libtorch: Rust has no f16 of its own.
         let half = Tensor::f_from_slice(&[number])?.f_to_kind(self.float.kind())?;
         let mut bytes = vec![0; half.kind().elt_size_in_bytes()];
         half.f_copy_data_u8(&mut bytes, 1)?;

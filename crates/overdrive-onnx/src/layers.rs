@@ -17,6 +17,7 @@ pub(crate) fn rms_norm(graph: &mut Graph, x: &str, weight: &str, eps: f64) -> Va
         return graph.op("RMSNormalization", &[x, weight], &attributes);
     }
     // In this order runtimes recognise the norm and fuse it into one kernel.
+    // The squares of f16 activations overflow.
     let wide = graph.widened(x);
     let two = graph.f32(2.0);
     let squares = graph.op("Pow", &[&wide, &two], &[]);
@@ -39,6 +40,7 @@ pub(crate) fn norm_weight(graph: &mut Graph, name: &str, tensor: &Tensor, add_on
     let (float, shape) = (graph.float, tensor.size());
     let tensor = tensor.shallow_clone();
     graph.weight(name, &shape, float, move || {
+        // Added in fp32: in 16 bits 1 would swallow the low bits of the weight.
         let wide = tensor.f_detach()?.f_to_kind(Kind::Float)?;
         Ok(wide.f_add_scalar(1.0)?.f_to_kind(float.kind())?)
     })

@@ -79,6 +79,7 @@ fn quantized(
             rows(graph, name, x, weight, Element::I8)
         }
         Scheme::Fp8 => {
+            // `DequantizeLinear` takes float8 from opset 19 on.
             if graph.opset < 19 {
                 return Err(Error::unsupported(
                     format!("`{name}.weight`"),
@@ -178,6 +179,7 @@ fn bytes_by_bytes(
         Element::F32,
         move || Ok(quantized_layouts::rows(&scale_weight)?.scales),
     );
+    // `MatMulInteger` subtracts the zero point of the activations itself.
     let (xs, scale) = token_codes(graph, x);
     let middle = graph.bytes(&[128], &[]);
     let sums = graph.op("MatMulInteger", &[&xs, &codes, &middle], &[]);
@@ -189,6 +191,7 @@ fn bytes_by_bytes(
 
 /// Writes the codes of `x` and the scale of each token. They are written once for all layers of one `x`.
 fn token_codes(graph: &mut Graph, x: &str) -> (Value, Value) {
+    // Query, key and value share their input, and so do gate and up.
     if let Some((codes, scale)) = graph.quantized.get(x) {
         return (codes.clone(), scale.clone());
     }
@@ -283,6 +286,7 @@ fn groups_by_groups(
         Activations::Int8 => true,
     };
     if integers {
+        // ONNX Runtime's code for 8-bit activations.
         attributes.push(("accuracy_level", Attribute::Int(4)));
     }
     let mut inputs = vec![x, &values.codes, &values.scales];

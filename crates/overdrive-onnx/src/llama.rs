@@ -120,6 +120,7 @@ fn rotations(
         (config.rope_theta, &config.rope_scaling),
         (config.rope_local_base_freq, &config.rope_local_scaling),
     ];
+    // One rotation a set of frequencies, shared by all layers that have it.
     let mut rotations = [None, None];
     for (kind, (theta, scaling)) in kinds.into_iter().enumerate() {
         let layer = (0..model.num_layers()).find(|&layer| usize::from(local(layer)) == kind);
@@ -147,6 +148,7 @@ impl Builder<'_> {
         if !self.traits.gemma {
             return Ok(x);
         }
+        // Rounded to the dtype of activations, as transformers rounds it to the model's.
         let scale = self.graph.number((self.config.hidden_size as f64).sqrt())?;
         Ok(self.graph.op("Mul", &[&x, &scale], &[]))
     }

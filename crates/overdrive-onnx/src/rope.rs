@@ -39,6 +39,7 @@ pub(crate) fn rotation(
     attention: Attention,
 ) -> Result<Rotation> {
     let (inverse, scale) = inverse(graph, frequencies)?;
+    // fp32 in every precision: f16 holds integers up to 2048 only.
     let positions = graph.cast("position_ids", data_type::FLOAT);
     let positions = graph.unsqueeze(&positions, &[-1]);
     let angles = graph.op("Mul", &[&positions, &inverse], &[]);

@@ -49,6 +49,7 @@ impl Source {
         let mut adapted: Option<Error> = None;
         model.visit_linears(&mut |name, linear| {
             let active = linear.adapter().map(|adapter| adapter.active_names());
+            // The first layer is enough for the message; the visit goes on, as it cannot stop without an error.
             if let Some(names @ [_, ..]) = active.as_deref()
                 && adapted.is_none()
             {

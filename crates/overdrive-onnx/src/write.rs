@@ -66,6 +66,7 @@ pub(crate) fn write(
     let name = data_path.file_name().unwrap_or_default();
     let name = name.to_string_lossy();
     let offsets = offsets(initializers);
+    // The weights are complete before the graph that refers to them exists.
     let mut data = Temporary::beside(&data_path)?;
     let data_bytes = data.fill(|out| put_data(out, &data_path, initializers, &offsets))?;
     let mut file = Temporary::beside(path)?;
@@ -140,6 +141,7 @@ fn put_model(
             None => initializer.header(),
         };
         let header = header.encode_to_vec();
+        // `raw_data` is written by hand behind the header: encoding it would hold the weight twice.
         let raw = location.is_none().then(|| initializer.bytes());
         let raw_len = raw.map_or(0, |len| 1 + encoded_len_varint(len) as u64 + len);
         let len = header.len() as u64 + raw_len;
@@ -271,6 +273,7 @@ fn with_suffix(path: &Path, suffix: &str) -> Result<PathBuf> {
 
 /// Syncs the folder, so that the renames survive a crash of the machine.
 fn flush_folder(path: &Path) -> Result<()> {
+    // Windows cannot open a folder as a file, and journals renames itself.
     if !cfg!(unix) {
         return Ok(());
     }

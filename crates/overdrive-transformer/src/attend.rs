@@ -39,11 +39,11 @@ pub(crate) fn attend_with_cache(
     let backend = match options.implementation {
         AttentionImplementation::Flash if options.dropout == 0.0 => Backend::Auto,
         AttentionImplementation::Eager if options.dropout == 0.0 => Backend::Math,
-        // What a cache's own attention does not do.
+        // A cache's own attention has neither dropout nor libtorch's choice of a kernel.
         _ => {
             let held = cache.append(layer, key, value)?;
             if held.window.is_some() {
-                // Tokens have been dropped, of which only the view knows.
+                // The cache has dropped tokens, so positions differ from indices: only the view knows them.
                 let mixed =
                     attend_to_view(query, &held, &cached_options(mask, options, Backend::Auto))?;
                 return Ok(mixed.f_transpose(1, 2)?.f_flatten(2, 3)?);
@@ -67,7 +67,7 @@ pub(crate) fn attend(
     options: &AttendOptions,
 ) -> Result<Tensor> {
     let mixed = match options.implementation {
-        // libtorch's own attention knows no bound of scores.
+        // libtorch's operator has no softcap.
         AttentionImplementation::Sdpa if options.softcap.is_none() => {
             sdpa(query, key, value, mask, options)?
         }
@@ -141,6 +141,7 @@ fn with_backend(
 
 fn sliding(window: Option<i64>) -> Window {
     window.map_or_else(Window::default, |size| {
+        // The configuration admits positive windows only, so the conversion does not fail.
         Window::sliding(usize::try_from(size).unwrap_or(0))
     })
 }
@@ -153,7 +154,7 @@ fn packed(
     sequences: &PackedLengths,
     options: &AttentionOptions<'_>,
 ) -> Result<Tensor> {
-    // (1, H, T, D) to (T, H, D) and back.
+    // The kernel for packed sequences takes (T, H, D); these are views.
     let rows = |heads: &Tensor| heads.f_squeeze_dim(0)?.f_transpose(0, 1);
     let mixed = attention_varlen(
         &rows(query)?,
@@ -181,16 +182,18 @@ fn sdpa(
             query, key, value, marked, dropout, causal, scale, grouped,
         )
     };
+    // A window of one query is a slice of the keys, which needs no mask.
     let last = |tensor: &Tensor, n: i64| tensor.f_narrow(2, keys - n, n);
     Ok(match mask {
         Mask::Marked(marked) => run(key, value, Some(marked), false)?,
-        // It knows no sequences.
+        // libtorch's operator has no packed sequences.
         Mask::Packed { .. } => with_backend(Backend::Auto, query, key, value, mask, options)?,
         // One query sees all keys, or the last ones.
         Mask::Causal { window: None } if tokens == 1 => run(key, value, None, false)?,
         Mask::Causal { window: Some(n) } if tokens == 1 => {
             run(&last(key, *n)?, &last(value, *n)?, None, false)?
         }
+        // `is_causal` aligns the first query with the first key, which is right only for square scores.
         Mask::Causal { window: None } if tokens == keys => run(key, value, None, true)?,
         Mask::Causal { window } => {
             let marked = band(tokens, keys, *window, query.device())?;

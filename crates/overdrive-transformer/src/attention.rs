@@ -94,6 +94,7 @@ impl RotaryAttention {
     pub(crate) fn forward(&self, x: &Tensor, step: AttentionStep<'_, '_>) -> Result<Tensor> {
         let fused = step.execution.fused_kernels;
         let [query, key, value] = match (&self.norms, fused) {
+            // Norms of heads stand between the matmul and the rotation, so they break the fused pass.
             (None, true) => self.heads_in_one_pass(x, step.rotation)?,
             _ => self.heads(x, step.rotation, fused)?,
         };
@@ -123,7 +124,7 @@ impl RotaryAttention {
         let [query, key, value] = if fused {
             let (d, kv_heads) = (self.shape.head_dim, self.shape.kv_heads);
             let widths = [self.shape.heads * d, kv_heads * d, kv_heads * d];
-            // One split: its backward is one concatenation.
+            // One split instead of three slices: its backward is one concatenation.
             let parts = self.qkv.forward_joint(x)?;
             let parts = parts.f_split_with_sizes(widths.as_slice(), -1)?;
             <[Tensor; 3]>::try_from(parts)

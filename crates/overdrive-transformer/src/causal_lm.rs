@@ -81,6 +81,7 @@ impl CausalLm {
         config.validate()?;
         let specs = config.parameters();
         let kinds = vec![options.kind; specs.len()];
+        // Projections that one matmul computes share one block of memory.
         let groups = config.adjacent();
         let parameters = allocate(specs.clone(), &kinds, options.device, &groups)?;
         for ((_, parameter), spec) in parameters.iter().zip(&specs) {
@@ -181,7 +182,7 @@ impl CausalLm {
     pub fn hidden_states(&self, mut input: ForwardInput<'_>) -> Result<Tensor> {
         let shape = input.shape()?;
         if let Some(positions) = input.restarting_positions()? {
-            // Sequences and a cache are never there at once.
+            // `shape` has refused packed sequences with a cache.
             return self.hidden_states(ForwardInput {
                 position_ids: Some(&positions),
                 cache: None,
@@ -200,7 +201,7 @@ impl CausalLm {
         if hidden.is_err()
             && let Some(cache) = input.cache
         {
-            // Layers before the failure have taken the new tokens; the first error is the one to tell.
+            // Layers before the failure have appended the new tokens. The first error is the one to report.
             let _ = cache.truncate(shape.past.min(cache.len()));
         }
         hidden
@@ -252,12 +253,12 @@ impl CausalLm {
         labels: &Tensor,
         shift: LabelShift,
     ) -> Result<LossOutput> {
-        // The fused loss makes logits of its own: of a dense head and without a bound.
+        // The fused loss computes the logits itself, from a dense head and without a bound.
         let head = match self.head.dense_weight() {
             Some(head) if self.execution.fused_kernels && self.softcap.is_none() => head,
             _ => return causal_lm_loss(&self.forward(input)?, labels, shift),
         };
-        // Checked here: a wrong label should not cost a forward pass.
+        // Checked before the forward pass, which a wrong label should not cost.
         let targets = shifted(labels, &input.input_ids.size(), shift)?;
         let options = LinearCrossEntropyOptions {
             loss: CrossEntropyOptions {
@@ -294,6 +295,7 @@ impl CausalLm {
     /// Returns the number of elements of all parameters, quantized ones included and adapters not; a tied head
     /// counts once.
     pub fn num_parameters(&self) -> i64 {
+        // From the configuration, as quantized weights do not show their number of elements.
         let specs = self.config.parameters();
         specs.iter().map(ParameterSpec::numel).sum()
     }
@@ -327,6 +329,7 @@ impl CausalLm {
             let embedding = specs.iter().find(|spec| self.quantizes_embedding(spec));
             see(embedding.map_or("", ParameterSpec::module), table);
         }
+        // A tied head shares the embedding's table, which was lent above.
         let mut see = |linear: &Linear| {
             if let LinearWeight::Quantized(weight) = linear.weight()
                 && !table.is_some_and(|table| table.shares_storage_with(weight))
@@ -487,13 +490,13 @@ impl CausalLm {
                     overdrive_core::Error::option("position_ids", "negative", expected).into(),
                 );
             }
-            // Padding takes places and no positions.
+            // With padding there are more tokens than positions.
             Some(ids) => i64::try_from(ids.f_max()?)? + 1,
         };
         let rotary = matches!(self.backbone, Backbone::Llama(_));
         let span = input.cache.as_ref().and_then(|cache| cache.span());
         if rotary && span.is_some_and(|span| span <= limit) {
-            // No two tokens that see each other are further apart than the model knows.
+            // Rotary attention depends on distances, and the cache keeps none beyond the context.
             return Ok(());
         }
         if positions > limit {
@@ -512,7 +515,7 @@ fn bounded(mut logits: Tensor, cap: f64) -> Result<Tensor> {
     if logits.requires_grad() {
         return Ok(logits.f_div_scalar(cap)?.f_tanh()?.f_mul_scalar(cap)?);
     }
-    // A product of ours that nobody else holds.
+    // The logits were computed here and have no other handle, so they can be changed in place.
     let _same = logits.f_div_scalar_(cap)?;
     let _same = logits.f_tanh_()?;
     let _same = logits.f_mul_scalar_(cap)?;

@@ -47,7 +47,8 @@ pub(crate) fn parameters(config: &Gpt2Config) -> Vec<ParameterSpec> {
     let normal = Init::Normal {
         std: config.initializer_range,
     };
-    // Two products a block write to the residual stream; the paper scales them by its depth.
+    // Two projections of a block add to the residual stream; the paper scales their initial values by the
+    // depth, so that the stream's variance does not grow with it.
     let residual = Init::Normal {
         std: config.initializer_range / (2.0 * config.n_layer as f64).sqrt(),
     };
@@ -132,6 +133,7 @@ impl Gpt2 {
         training: bool,
     ) -> Result<Tensor> {
         let dropout = |p: f64| if training { p } else { 0.0 };
+        // Consecutive positions are a view of the table; given ones are looked up.
         let positions = match input.position_ids {
             None => self
                 .positions

@@ -164,6 +164,7 @@ impl<'a> ForwardInput<'a> {
         let (Some(sequences), None) = (self.sequences, self.position_ids) else {
             return Ok(None);
         };
+        // On the CPU and copied once: the lengths are there already.
         let positions: Vec<i64> = sequences.query_lengths().flat_map(|len| 0..len).collect();
         let positions = Tensor::f_from_slice(&positions)?.f_unsqueeze(0)?;
         Ok(Some(positions.f_to_device(self.input_ids.device())?))

@@ -152,7 +152,7 @@ impl Llama {
     pub(crate) fn take(parameters: &mut ParameterMap, config: &LlamaConfig) -> Result<Llama> {
         let embedding = parameters.take_embedding("model.embed_tokens")?;
         let embedding_scale = config.embedding_scale();
-        // As transformers does, in the precision of the model.
+        // transformers stores the scale in the model's dtype, and its rounding is part of the model.
         let embedding_scale = embedding_scale
             .map(|scale| rounded(scale, embedding.kind()))
             .transpose()?;
@@ -225,12 +225,14 @@ impl Llama {
         }
         let mut stream = Stream { x, delta: None };
         for group in execution.checkpointing.groups(self.blocks.len())? {
+            // With a cache a second run would append the tokens twice.
             stream = if group.checkpointed && input.cache.is_none() {
                 self.recomputed(group.blocks, &stream, &context)?
             } else {
                 self.run(group.blocks, stream, &context, input.cache.as_deref_mut())?
             };
         }
+        // Before the last norm, so that it is computed for the wanted positions only.
         stream = stream.select(input.logits)?;
         Ok(stream.normalised(&self.norm, execution.fused_kernels)?.0)
     }
@@ -260,7 +262,7 @@ impl Llama {
             .map(|layer| (layer, self.plans[layer], self.blocks[layer].clone()))
             .collect();
         let (options, context) = (&context.execution.checkpoint_options, context.share());
-        // Summed outside and inside: one tensor is kept, not two.
+        // The sum is passed, not its two addends: the checkpoint then saves one tensor.
         let x = checkpoint(&[&stream.sum()?], options, move |inputs| {
             let mut stream = Stream {
                 x: inputs[0].shallow_clone(),
@@ -343,6 +345,7 @@ impl Llama {
     }
 
     fn masks(&self, input: &ForwardInput<'_>, shape: Shape) -> Result<Masks> {
+        // All sliding layers of a model have one width, so two masks serve all layers.
         let window = self.plans.iter().find_map(|plan| plan.window);
         Ok(Masks {
             full: Mask::causal(input, shape, None)?,
@@ -355,6 +358,7 @@ impl Llama {
 
 /// Rounds `number` to the precision of `kind`.
 fn rounded(number: f64, kind: Kind) -> Result<f64> {
+    // Rounded by libtorch, since Rust has no bf16 or f16 of its own.
     let one = Tensor::f_from_slice(&[number])?.f_to_kind(kind)?;
     Ok(f64::try_from(one.f_get(0)?)?)
 }
@@ -440,6 +444,7 @@ impl Block {
         if let Some((after_attention, _)) = &self.output_norms {
             mixed = after_attention.forward(&mixed, fused)?;
         }
+        // The sum and its norm are one pass over the stream.
         let (normalised, x) = self.mlp_norm.forward_sum(&x, &mixed, fused)?;
         let mut delta = self.mlp.forward(&normalised, fused)?;
         if let Some((_, after_mlp)) = &self.output_norms {

@@ -29,12 +29,14 @@ impl Mask {
         if let Some(sequences) = input.sequences {
             return Ok(Mask::Packed {
                 sequences: sequences.clone(),
+                // As above: a window as long as the longest sequence changes nothing.
                 window: window.filter(|&window| window < sequences.longest_queries()),
             });
         }
         let Shape { tokens, past, .. } = shape;
         let keys = past + tokens;
         let window = match window {
+            // A window that reaches back to the first key is no window: causal kernels are faster.
             Some(window) if window < keys || window < last_position(input)? + 1 => Some(window),
             _ => None,
         };

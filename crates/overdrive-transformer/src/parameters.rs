@@ -88,6 +88,7 @@ pub(crate) fn allocate(
         let Some(&first) = members.first() else {
             continue;
         };
+        // One tensor has one dtype: parameters of several lie apart, and a joint matmul copies them.
         if members.iter().any(|&member| kinds[member] != kinds[first]) {
             continue;
         }

@@ -23,6 +23,7 @@ pub(crate) fn visit_linear(
     linear: &mut Linear,
     visit: LinearVisitor<'_>,
 ) -> overdrive_nn::Result<()> {
+    // A handle of the name, since the layer itself is lent mutably beside it.
     let name = Arc::clone(linear.name());
     visit(&name, linear)
 }

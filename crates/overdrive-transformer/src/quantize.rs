@@ -99,13 +99,15 @@ impl CausalLm {
                 continue;
             };
             let Some(dense) = self.take_dense(&spec.name) else {
-                continue; // Quantized already.
+                // The weight is quantized already.
+                continue;
             };
             let name = match spec.role {
                 ParameterRole::Embedding => "lm_head",
                 _ => spec.module(),
             };
             let weight = pack(name, &as_rows(&dense, &spec)?, scheme)?;
+            // Freed before the next weight is quantized: the peak is one dense weight above the result.
             drop(dense);
             self.set_quantized(&spec, weight)?;
         }
@@ -156,7 +158,7 @@ impl CausalLm {
         }
         for (name, weight) in dense {
             if name == "lm_head" {
-                // Of its own: one with the embedding no more, if it ever was.
+                // The head is dense now and no longer the embedding, if it ever was.
                 self.untie();
             }
             self.put_dense(&format!("{name}.weight"), weight);

@@ -44,8 +44,8 @@ impl RmsNorm {
         let Some(gain) = &self.gain else {
             return normalised(x, &self.weight, self.eps, fused);
         };
-        // Multiplied in fp32, and rounded after that: `1 + weight` itself would lose the weight's last
-        // bits in a low precision.
+        // Multiplied in fp32 and rounded after that: `1 + weight` in a low precision would lose the last
+        // bits of the weight.
         let wide = match x.kind() {
             Kind::Half | Kind::BFloat16 => x.f_to_kind(Kind::Float)?,
             _ => x.shallow_clone(),

@@ -121,7 +121,10 @@ fn a_schedule_that_does_not_fit_the_model_is_an_error() {
     model.set_execution(execution);
     let ids = Tensor::zeros([1, 4], (Kind::Int64, Device::Cpu));
     let error = model.loss(&ids, &ids, LabelShift::Shifted).unwrap_err();
-    assert!(error.to_string().contains("`segments` is 9; it must be"), "{error}");
+    assert!(
+        error.to_string().contains("`segments` is 9; it must be"),
+        "{error}"
+    );
 }
 
 #[test]

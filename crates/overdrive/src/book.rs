@@ -35,6 +35,7 @@ pages! {
     graphs = "crates/graphs.md";
     kv_cache = "crates/kv-cache.md";
     lora = "crates/lora.md";
+    nn = "crates/nn.md";
     onnx = "crates/onnx.md";
     optim = "crates/optim.md";
     packages = "crates/packages.md";

@@ -144,6 +144,7 @@ fn layers(config: &LoraConfig) -> Result<Option<(Vec<u64>, Vec<Regex>)>> {
     };
     let mut compiled = Vec::new();
     if patterns.is_empty() {
+        // PEFT's default: the first number in the name, whatever its list is called.
         compiled.push(compile("layers_pattern", r"\A.*?\.[^.]*\.(?P<idx>\d+)\.")?);
     }
     for pattern in patterns {
@@ -167,6 +168,7 @@ fn layer_of(patterns: &[Regex], name: &str) -> Result<Option<u64>> {
 }
 
 fn whole<'c>(key: &'static str, pattern: &str) -> Result<Rule<'c>> {
+    // Python's `re.fullmatch`.
     let pattern = compile(key, &format!(r"\A(?:{pattern})\z"))?;
     Ok(Rule::Pattern(Box::new(pattern)))
 }

@@ -73,6 +73,7 @@ pub fn load_adapter<H: AdapterHost + ?Sized>(
     let config = read_config(dir)?;
     let (config, layers) = resolve(host, &config)?;
     let saved = modules_to_save(host, &config)?;
+    // The file is compared with the model before the model is changed.
     let file = open(dir)?;
     let wanted = expected(host, &config, &layers, &saved)?;
     let stored = fit(&file, &wanted, host)?;
@@ -129,6 +130,7 @@ fn fit<'f, H: AdapterHost + ?Sized>(
     let mut stored: HashMap<String, StoredTensor<'f>> = HashMap::new();
     for tensor in file.tensors() {
         let key = tensor.name();
+        // Files without PEFT's prefix are accepted, too.
         let key = key.strip_prefix(PREFIX).unwrap_or(key).to_owned();
         stored.insert(key, tensor);
     }

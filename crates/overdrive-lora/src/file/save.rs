@@ -36,8 +36,10 @@ pub fn save_adapter<H: AdapterHost + ?Sized>(
         Ok(())
     })?;
     std::fs::create_dir_all(dir).map_err(overdrive_core::Error::io("create", dir))?;
+    // PEFT's own files have this key, and transformers refuses a file without it.
     let metadata = [("format".to_owned(), "pt".to_owned())].into();
     overdrive_safetensors::write(dir.join(WEIGHTS), &tensors, &metadata)?;
+    // The configuration is written last: a folder that has one is complete.
     let config = LoraConfig {
         inference_mode: true,
         ..config

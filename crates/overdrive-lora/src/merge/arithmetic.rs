@@ -11,6 +11,7 @@ use crate::{LoraAdapter, Result};
 pub(super) fn wide(base: &LinearWeight) -> Kind {
     match base.kind() {
         Some(Kind::Double) => Kind::Double,
+        // 16 bits would round the sum before it is scaled or quantized.
         _ => Kind::Float,
     }
 }
@@ -84,6 +85,7 @@ pub(super) fn requantize(
     let packed = QuantizedWeight::quantize(&merged, weight.scheme())?;
     let lost = norm(&packed.dequantize(Kind::Float)?.f_sub(&merged)?)?;
     let change = norm(&merged.f_sub(&before)?)?;
+    // An exact result has no error, whatever it is divided by.
     let ratio = |lost: f64, whole: f64| if lost == 0.0 { 0.0 } else { lost / whole };
     let error = Requantized {
         scheme: weight.scheme(),
@@ -99,5 +101,6 @@ fn norm(tensor: &Tensor) -> Result<f64> {
 
 pub(super) fn is_finite(tensor: &Tensor) -> bool {
     let all = || bool::try_from(tensor.f_isfinite()?.f_all()?);
+    // A tensor that cannot be checked must not be merged.
     all().unwrap_or(false)
 }

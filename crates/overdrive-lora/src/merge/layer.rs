@@ -54,6 +54,7 @@ pub(crate) fn merge(
                 done.push((*name).to_owned());
             }
             Err(error) => {
+                // Only what this call has merged; earlier merges stay.
                 target.unmerge(done.len())?;
                 return Err(error);
             }
@@ -135,6 +136,7 @@ impl Target<'_> {
                     .then(|| target.f_detach_copy())
                     .transpose()?;
                 let same_kind = weight.kind() == adapter.a.kind();
+                // In place and without a temporary of the weight's size, where rounding is the same.
                 if factor.is_none() && same_kind && !options.safe {
                     add_change(&mut target, adapter, transposed, adapter.scale)?;
                 } else {
@@ -179,6 +181,7 @@ impl Target<'_> {
             return Ok(Some(original.shallow_clone()));
         }
         let mut weight = self.weight.to_dense(wide(self.weight))?;
+        // In reverse, as DoRA's factors scale what was merged before them.
         for merged in self.own.merged.iter().rev() {
             let Some(adapter) = self.own.get(&merged.adapter) else {
                 continue;

@@ -35,6 +35,7 @@ pub fn merge_adapters<H: AdapterHost + ?Sized>(
         report.layers.extend(merged);
         Ok(())
     });
+    // A model that is merged in some layers only would compute neither with nor without the adapter.
     if merged.is_err() {
         visit_linears(host, |name, linear| {
             let own = report.layers.iter().find(|own| own.name == name);
@@ -146,6 +147,7 @@ fn remove_adapters(linear: &mut Linear) {
 }
 
 fn drop_copies<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
+    // The model's own tensors go back first: `clear` drops the copies for good.
     place_copies(host, &[])?;
     if let Some(copies) = module_copies(host) {
         copies.entries.clear();

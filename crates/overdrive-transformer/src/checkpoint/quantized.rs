@@ -48,6 +48,7 @@ pub(super) fn take(
         .iter()
         .filter(|spec| spec.role != ParameterRole::Other);
     let mut layers: Vec<(&str, [i64; 2])> = weights.filter_map(|spec| layer_of(spec)).collect();
+    // A checkpoint with a tied embedding may hold a quantized head beside it.
     if let Some(&(_, embedding)) = layers.first()
         && !layers.iter().any(|(module, _)| *module == "lm_head")
     {
@@ -107,7 +108,7 @@ pub(super) fn written(model: &CausalLm) -> Result<Written> {
             tensors.extend(layout.write_weight(&weight, spec.module())?);
         }
     }
-    // A head that is tied by the configuration and has a weight of its own.
+    // What is left is a head that is tied by the configuration but has a weight of its own.
     for (name, weight) in quantized {
         if let Some(layout) = &layout {
             tensors.extend(layout.write_weight(&weight, &name)?);

@@ -59,6 +59,7 @@ pub(crate) fn write(dir: &Path, model: &CausalLm, options: &SaveOptions) -> Resu
     write_json(dir, "generation_config.json", &Value::Object(generation))?;
     let mut config: Map<String, Value> = model.config().to_json();
     config.insert("torch_dtype".to_owned(), kind_name(model.kind()).into());
+    // The model may have been dequantized, or quantized by another scheme, since it was read.
     config.remove("quantization_config");
     if let Some(layout) = layout {
         config.insert("quantization_config".to_owned(), layout.to_json()?);
@@ -78,6 +79,7 @@ fn write_weights(
     let mut filled = 0;
     for (name, tensor) in tensors {
         let bytes = bytes(&tensor);
+        // `filled > 0`: a tensor above the limit gets a file of its own instead of an empty one before it.
         if filled + bytes > options.max_shard_bytes && filled > 0 {
             groups.push(Vec::new());
             filled = 0;

@@ -169,6 +169,7 @@ impl LlamaConfig {
 
     /// Returns the number of channels of a head.
     pub fn head_dim(&self) -> i64 {
+        // `max(1)`: this runs in `validate`, too, before the heads are known to be positive.
         self.head_dim
             .unwrap_or(self.hidden_size / self.num_attention_heads.max(1))
     }
@@ -195,6 +196,7 @@ impl LlamaConfig {
     /// Returns `true` if query, key and value projections have biases.
     pub(crate) fn qkv_bias(&self) -> bool {
         match self.family {
+            // transformers hard-codes both; their files have no key for it.
             LlamaFamily::Qwen2 => true,
             LlamaFamily::Mistral => false,
             _ => self.attention_bias,
@@ -279,7 +281,7 @@ impl LlamaConfig {
         fields.positive("intermediate_size", &mut config.intermediate_size)?;
         fields.positive("num_hidden_layers", &mut config.num_hidden_layers)?;
         fields.positive("num_attention_heads", &mut config.num_attention_heads)?;
-        // transformers: absent is the family's default, null is "as many as queries".
+        // In transformers an absent key is the family's default, and null is "as many as queries".
         if let Some(value) = fields.take_nullable("num_key_value_heads") {
             let key = "num_key_value_heads";
             config.num_key_value_heads = value
@@ -342,7 +344,7 @@ impl LlamaConfig {
 
     fn read_gemma(&mut self, fields: &mut Fields) -> Result<()> {
         fields.number("query_pre_attn_scalar", &mut self.query_pre_attn_scalar)?;
-        // Absent is the family's default, null is no bound.
+        // An absent key is the family's default, and null is no bound.
         for (key, slot) in [
             ("attn_logit_softcapping", &mut self.attn_logit_softcapping),
             ("final_logit_softcapping", &mut self.final_logit_softcapping),
@@ -362,7 +364,7 @@ impl LlamaConfig {
                 supported: "false, a model that predicts the next token".to_owned(),
             });
         }
-        // Files written before `layer_types` was.
+        // Files that are older than `layer_types` have a period instead.
         if let Some(pattern) = fields.optional_positive("sliding_window_pattern")?
             && self.family == LlamaFamily::Gemma3
             && self.layer_types.is_none()

@@ -203,7 +203,7 @@ impl RopeScaling {
     fn parse(key: &str, mut fields: Fields, given: Given, theta: &mut f64) -> Result<RopeScaling> {
         fields.number("rope_theta", theta)?;
         refuse_partial(&mut fields)?;
-        // Before it was called `rope_type` it was called `type`; a file may hold both.
+        // `rope_type` was called `type` in older versions; a file may hold both.
         let old = fields.string("type")?;
         let kind = fields
             .string("rope_type")?
@@ -284,7 +284,7 @@ impl RopeScaling {
             }),
         };
         if let Value::Object(map) = &mut value {
-            // transformers takes null for a value, not for absence.
+            // transformers reads null as a value, not as absence.
             map.retain(|_, entry| !entry.is_null());
         }
         value
@@ -386,7 +386,7 @@ impl Reader<'_> {
         yarn.attention_factor = self.optional("attention_factor")?;
         yarn.mscale = self.optional("mscale")?;
         yarn.mscale_all_dim = self.optional("mscale_all_dim")?;
-        // Python's `or`: 0 is no value either.
+        // transformers tests these with Python's `or`, for which 0 is no value either.
         let given = |value: Option<f64>| value.filter(|&value| value != 0.0);
         yarn.beta_fast = given(self.optional("beta_fast")?).unwrap_or(yarn.beta_fast);
         yarn.beta_slow = given(self.optional("beta_slow")?).unwrap_or(yarn.beta_slow);

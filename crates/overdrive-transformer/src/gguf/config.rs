@@ -94,6 +94,7 @@ impl Keys<'_> {
             head_dim: Some(head_dim),
             max_position_embeddings: self.required("context_length")?,
             rms_norm_eps: self.required_number("attention.layer_norm_rms_epsilon")?,
+            // A GGUF file has no key for it: a tied head is one that is not stored.
             tie_word_embeddings: !has("output.weight"),
             rope_theta: self
                 .number("rope.freq_base")?
@@ -109,7 +110,7 @@ impl Keys<'_> {
             pad_token_id: self.token("padding_token_id")?,
             ..defaults
         };
-        // Files that are of Mistral say that they are of Llama; its windows are what differs.
+        // Mistral's files have the architecture `llama`; only its windows differ.
         if family == LlamaFamily::Llama && config.sliding_window.is_some() {
             config.family = LlamaFamily::Mistral;
         }
@@ -121,6 +122,7 @@ impl Keys<'_> {
     }
 
     fn gemma(&self, config: &mut LlamaConfig) -> Result<()> {
+        // Gemma 3 has norms of queries and keys in place of the bounds, whatever its file holds.
         let bounded = config.family == LlamaFamily::Gemma2;
         let bound = |key, default: Option<f64>| -> Result<Option<f64>> {
             Ok(self.number(key)?.or(default).filter(|_| bounded))
@@ -175,6 +177,7 @@ impl Keys<'_> {
             None => "none",
             Some(value) => value.as_str().ok_or_else(|| self.wrong(key, "a text"))?,
         };
+        // llama.cpp stores Llama 3.1's scaling as a tensor of divisors, whatever the type in the metadata.
         if let Some(factors) = self.factors("rope_freqs.weight")? {
             return Ok(llama3(config, factors));
         }
@@ -211,7 +214,7 @@ impl Keys<'_> {
         })
     }
 
-    /// The numbers of a small tensor.
+    /// Reads the elements of a small tensor.
     fn factors(&self, name: &str) -> Result<Option<Vec<f64>>> {
         let Some(tensor) = self.file.tensor(name) else {
             return Ok(None);

@@ -31,6 +31,7 @@ pub(super) fn tensors(
         });
     };
     let sources = sources(file, config, llama)?;
+    // Not the file's dtype, which differs from tensor to tensor.
     let kind = options.kind.unwrap_or(Kind::Float);
     let (dense, quantized): (Vec<Source<'_>>, Vec<Source<'_>>) =
         sources.into_iter().partition(|source| {

@@ -44,6 +44,7 @@ impl Frequencies {
         scaling: &RopeScaling,
         context: i64,
     ) -> Result<Frequencies> {
+        // By tensors and not by f64: transformers computes powers in fp32, and its rounding is part of the model.
         let powers = || -> Result<Tensor> { Ok(Tensor::f_pow_scalar(theta, &exponents(dim)?)?) };
         let plain = || -> Result<Tensor> { Ok(powers()?.f_reciprocal()?) };
         let (short, beyond, scale) = match scaling {
@@ -116,6 +117,7 @@ impl Frequencies {
     /// Returns the frequencies of a forward pass over positions up to `len - 1`.
     pub(super) fn at(&self, len: i64) -> Result<Cow<'_, [f32]>> {
         match &self.beyond {
+            // Borrowed: the common case must not copy the table in every forward pass.
             _ if self.is_short(len) => Ok(Cow::Borrowed(&self.short)),
             Beyond::Same => Ok(Cow::Borrowed(&self.short)),
             Beyond::Long { frequencies, .. } => Ok(Cow::Borrowed(frequencies)),
@@ -125,7 +127,7 @@ impl Frequencies {
                 theta,
                 dim,
             } => {
-                // transformers has the length in a tensor, so all of this is fp32.
+                // transformers has the length in a tensor, so all of this is computed in fp32.
                 let exponent = *dim as f64 / (*dim as f64 - 2.0);
                 let base = Tensor::f_from_slice(&[len])?
                     .f_mul_scalar(*factor)?

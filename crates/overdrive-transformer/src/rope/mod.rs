@@ -67,12 +67,15 @@ impl Rotary {
         let device = input.input_ids.device();
         let needed = match input.position_ids {
             None => shape.past + shape.tokens,
+            // A device sync, but the tables must be long enough before rows are selected.
             Some(positions) => i64::try_from(positions.f_max()?)? + 1,
         };
+        // Cosines in 16 bits would be too coarse at large positions.
         let kind = match kind {
             Kind::Double => Kind::Double,
             _ => Kind::Float,
         };
+        // Frequencies beyond the original context may depend on the length, so tables of them would not be reused.
         if needed > MOST_POSITIONS || !self.frequencies.is_short(needed) {
             return self.computed(input, shape, needed, kind);
         }
@@ -81,7 +84,7 @@ impl Rotary {
             .as_ref()
             .is_some_and(|t| t.len >= needed && t.device == device);
         if !fits {
-            // In powers of two, so that a growing sequence makes few tables.
+            // A power of two, so that a growing sequence makes few tables.
             let len = needed.max(64).unsigned_abs().next_power_of_two() as i64;
             let positions = Tensor::f_arange(len, (Kind::Float, device))?;
             let (cos, sin) = self.turned(&positions, self.frequencies.short())?;

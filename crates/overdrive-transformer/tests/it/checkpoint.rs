@@ -361,7 +361,7 @@ fn files_cut_short_damaged_or_absent_are_refused() {
         r#"{"metadata": {}, "weight_map": {"a": "../elsewhere"}}"#,
     )
     .unwrap();
-    assert!(refusal(dir.path()).contains("a file name in the same folder"));
+    assert!(refusal(dir.path()).contains("the name of a file in the same folder"));
     fs::write(&index, "{").unwrap();
     assert!(refusal(dir.path()).contains("not valid JSON"));
 }

@@ -182,8 +182,12 @@ fn inputs_that_do_not_fit_are_refused_and_a_failed_step_is_undone() {
     );
     assert!(refused(ForwardInput::new(&ids.narrow(1, 0, 0))).contains("at least one"));
     let mask = Tensor::ones([1, 4], tch::kind::INT64_CPU);
-    assert!(refused(ForwardInput::new(&ids).with_attention_mask(&mask)).contains("shape (1, 5)"));
-    assert!(refused(ForwardInput::new(&ids).with_position_ids(&mask)).contains("shape (1, 5)"));
+    assert!(
+        refused(ForwardInput::new(&ids).with_attention_mask(&mask)).contains("it must be (1, 5)")
+    );
+    assert!(
+        refused(ForwardInput::new(&ids).with_position_ids(&mask)).contains("it must be (1, 5)")
+    );
     let negative = ids.neg();
     assert!(refused(ForwardInput::new(&ids).with_position_ids(&negative)).contains("negative"));
     let long = Tensor::ones([1, 33], tch::kind::INT64_CPU);

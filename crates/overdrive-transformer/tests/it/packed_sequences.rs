@@ -162,10 +162,7 @@ fn sequences_that_do_not_fit_the_row_are_refused() {
     let error = |input: ForwardInput<'_>| model.forward(input).unwrap_err().to_string();
     let short = lengths(&[3, 2]);
     let text = error(ForwardInput::new(&ids).with_sequences(&short));
-    assert!(
-        text.contains("5 queries and 5 keys, with 6 tokens"),
-        "{text}"
-    );
+    assert!(text.contains("5 queries and 5 keys for 6 tokens"), "{text}");
     let fitting = lengths(&[3, 3]);
     let two_rows = Tensor::zeros([2, 3], (Kind::Int64, Device::Cpu));
     let text = error(ForwardInput::new(&two_rows).with_sequences(&fitting));

@@ -309,7 +309,9 @@ fn what_cannot_be_is_said() {
     };
     let error = CausalLm::from_pretrained(&folder, &options).unwrap_err();
     assert!(
-        error.to_string().contains("the checkpoint is quantized"),
+        error
+            .to_string()
+            .contains("for a checkpoint that is quantized already"),
         "{error}"
     );
 
