@@ -91,6 +91,7 @@ impl Function for Blockwise {
             Ok(vec![output, logsumexp])
         })?;
         if context.needs_any_grad() {
+            // Scores are recomputed from these in backward, so nothing of their size is kept.
             context.save_for_backward(inputs);
             context.save_for_backward(&results.iter().collect::<Vec<_>>());
         }
@@ -112,6 +113,7 @@ impl Function for Blockwise {
             None => output.f_zeros_like()?,
         };
         let upstream = Upstream {
+            // Results are (B, T, H, D) in memory, views of them (B, H, T, D).
             output: Strided::rows(&output.f_transpose(1, 2)?)?,
             gradient: Strided::rows(&gradient.f_transpose(1, 2)?)?,
             logsumexp: Strided::rows(&logsumexp.f_unsqueeze(-1)?)?,

@@ -92,7 +92,9 @@ pub(crate) fn run_chunks(
     };
     let total = hidden.size()[0];
     let width = chunk_rows.min(total).max(1);
+    // One buffer for all chunks: freeing and allocating it each time would touch new pages.
     let buffer = Tensor::f_empty([width, weight.size()[0]], (weight.kind(), weight.device()))?;
+    // Sums on a device are added up at the end, so that no chunk waits for the device.
     let mut sums = Vec::new();
     for start in (0..total).step_by(width as usize) {
         let len = width.min(total - start);
@@ -157,6 +159,7 @@ impl Chunks<'_> {
         start: i64,
     ) -> Result<ChunkLoss> {
         if let Some(bias) = self.bias {
+            // `mm_into` with accumulation adds to the bias, which saves a pass over the logits.
             logits.f_copy_(bias)?;
         }
         mm_into(logits, hidden, &self.transposed, self.bias.is_some())?;
@@ -287,6 +290,7 @@ fn accumulate_product(sum: &mut Option<Tensor>, a: &Tensor, b: &Tensor) -> Resul
             mm_into(&sum, a, b, true)?;
             sum
         }
+        // A sum of many chunks in bf16 would lose the small ones.
         Some(sum) => {
             let mut wide_sum = sum.f_to_kind(Kind::Float)?;
             let _same = wide_sum.f_add_(&product()?)?;

@@ -136,6 +136,7 @@ impl Labels {
                 format!("{leading:?}, one label for each row"),
             ));
         }
+        // Checked before any kernel runs, because a kernel indexes its row with the label.
         let flat = labels.f_reshape([-1])?.f_contiguous()?;
         let unfit = |row: usize, label| Error::Label {
             function,

@@ -96,6 +96,7 @@ pub(crate) fn copy_of(tensor: &Tensor) -> Result<Tensor> {
 
 /// Returns the dtype to which libtorch promotes two dtypes.
 pub(crate) fn promoted(a: Kind, b: Kind) -> Kind {
+    // bf16 and f16 have no common half precision, so libtorch promotes them to f32.
     match (a, b) {
         _ if a == b => a,
         (Kind::Double, _) | (_, Kind::Double) => Kind::Double,

@@ -185,6 +185,7 @@ pub fn load<S: Simd, T: Element>(simd: S, row: &[T], span: Span) -> S::F {
     match part.first_chunk::<LANES>() {
         Some(whole) => T::load(simd, whole),
         None => {
+            // Only AVX-512 has masked loads of 16 bits; a copy of the tail happens once a row.
             let mut padded = [T::ZERO; LANES];
             padded[..part.len()].copy_from_slice(part);
             T::load(simd, &padded)

@@ -121,6 +121,7 @@ pub(crate) fn backward<E: Accumulate>(
         });
         return;
     }
+    // Sums of their own for each split, added in order afterwards: so a run repeats bit for bit.
     let (all, workspace) = workspace.split_at_mut(plan.tasks * plan.splits * plan.sums());
     let shared = SharedSlice::new(all);
     threads::for_each_task(plan.tasks * plan.splits, workspace, |index, scratch| {
@@ -216,6 +217,7 @@ impl<'s, R: Real> Workspace<'s, R> {
         let (gradients, scratch) = scratch.split_at_mut(ROWS * value_width);
         let (scores, scratch) = scratch.split_at_mut(ROWS * KEYS);
         let (score_gradients, scratch) = scratch.split_at_mut(ROWS * KEYS);
+        // Without a softcap there is no derivative to keep.
         let capped = if plan.softcap { ROWS * KEYS } else { 0 };
         let (derivatives, scratch) = scratch.split_at_mut(capped);
         let (keys, scratch) = scratch.split_at_mut(KEYS * key_width);
@@ -263,6 +265,7 @@ impl<'s, R: Real> Workspace<'s, R> {
             self.gradients,
             self.value_width,
         );
+        // The queries by row carry the scale alone: dK has no log2(e).
         self.query_sums.fill(R::ZERO);
         // A row that sees no key, and the lanes past the last row, have weights of zero.
         self.logsumexp.fill(R::INFINITY);

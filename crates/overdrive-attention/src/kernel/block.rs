@@ -86,6 +86,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         factor: E::Acc,
         to: &mut [E::Acc],
     ) {
+        // Lanes without a row are computed with the others; zeros keep them finite.
         if self.rows < self.lanes {
             to[..dim * self.lanes].fill(E::Acc::ZERO);
         }
@@ -120,6 +121,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
     pub(super) fn query_factor(&self) -> E::Acc {
         let rules = &self.problem.rules;
         E::Acc::of(match rules.softcap {
+            // Exponentials to base 2 need scores times log2(e): folded into the queries it costs nothing.
             None => rules.scale * std::f64::consts::LOG2_E,
             Some(cap) => rules.scale / cap,
         })
@@ -130,6 +132,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         let rules = &self.problem.rules;
         let (start, _) = visible(rules, &self.sequence, self.query_and_head(0).0);
         let (_, end) = visible(rules, &self.sequence, self.query_and_head(self.rows - 1).0);
+        // Sink tokens that the window covers must not be visited twice.
         let sinks = rules.sink_tokens.min(end);
         if sinks >= start {
             let start = if rules.sink_tokens > 0 { 0 } else { start };
@@ -234,6 +237,7 @@ pub(super) fn key_rows<'s, E: Accumulate>(
         };
     }
     let run = block.run_length();
+    // Inside a block of a pool keys are evenly spaced; from one block to the next they are not.
     let in_one_piece = start % run + count <= run;
     if in_one_piece && (!whole_vectors || dim == width) {
         let from = block.key_at(view, start);
@@ -252,6 +256,7 @@ pub(super) fn key_rows<'s, E: Accumulate>(
         let from = block.key_at(view, first);
         let to = &mut scratch[(first - start) * width..][..together * width];
         first += together;
+        // Rows without gaps are one long row.
         if view.row == dim && dim == width {
             E::widen(block.problem.set, &view.data[from..][..to.len()], to);
             continue;

@@ -241,6 +241,7 @@ impl<'s, R: Real> Workspace<'s, R> {
         } else {
             block.pack_columns(&problem.query, key_dim, factor, self.queries);
         }
+        // Finite, because a row that has seen no key yet would compute inf - inf.
         self.maxima.fill(R::LOWEST);
         self.sums.fill(R::ZERO);
         self.rows.fill(R::ZERO);
@@ -350,6 +351,7 @@ impl<'s, R: Real> Workspace<'s, R> {
             let run = (first, count);
             let values = key_rows(block, &problem.value, run, dims, self.few, self.values);
             let weights = &self.tile[(first - keys.0) * block.lanes..];
+            // The old sums are scaled once, with the first run of the block.
             let scaled = first == keys.0;
             let mut sums = if self.few {
                 Matmul {
@@ -424,6 +426,7 @@ fn merge<E: Accumulate>(
     let (other_rows, of_row) = other.split_at(ROWS * sizes.value_width);
     for row in 0..block.rows {
         let (maximum, sum) = (of_row[row], of_row[ROWS + row]);
+        // Not `max`, which drops a NaN.
         let new = if maximum > maxima[row] {
             maximum
         } else {

@@ -178,6 +178,7 @@ pub(super) fn visible<R>(
 /// Returns the position of query `index` among the keys.
 pub(super) fn position<R>(rules: &Rules<'_, R>, sequence: &Sequence, index: usize) -> i64 {
     let signed = |n: usize| i64::try_from(n).unwrap_or(i64::MAX / 4);
+    // With fewer queries than keys the queries are the last ones, as in decoding.
     let offset = match rules.bottom_right {
         true => signed(sequence.keys) - signed(sequence.queries),
         false => 0,

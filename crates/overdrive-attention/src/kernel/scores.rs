@@ -72,6 +72,7 @@ impl<E: Accumulate> Adjustment<'_, E> {
         for row in 0..self.rows {
             (from[row], to[row]) = (relative(self.starts[row]), relative(self.ends[row]));
         }
+        // Counted from the tile, as the keys of the tile are.
         let sinks = self.rules.sink_tokens.saturating_sub(start);
         hide(self.set, tile, self.lanes, &from, &to, sinks);
     }
@@ -242,6 +243,7 @@ vectorized! {
         factors: &mut [R],
     ) {
         assert!(tile.len() <= KEYS * lanes);
+        // One vector of rows at a time, over all keys: maximum and sum stay in registers.
         for at in (0..lanes).step_by(R::Vector::<S>::LEN) {
             let before = R::Vector::<S>::load(s, &maxima[at..]);
             // In two chains, because each comparison waits for the one before it.

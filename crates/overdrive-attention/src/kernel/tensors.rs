@@ -39,6 +39,7 @@ impl Strided {
 
     /// Returns the elements of contiguous rows (the last dimension): a copy if they have gaps.
     pub(crate) fn rows(tensor: &Tensor) -> Result<Strided> {
+        // The innermost loops read vectors along the last dimension.
         let dense = tensor.stride().last() == Some(&1) || tensor.size().last() == Some(&1);
         match dense {
             true => Strided::any(tensor),

@@ -136,6 +136,7 @@ pub(crate) fn biased_backward<T: Element>(
             d_bias,
         });
     });
+    // In the order of the blocks, which do not depend on the number of threads: so neither does the sum.
     d_bias.fill(0.0);
     for block in partial.chunks(width) {
         for (sum, partial) in d_bias.iter_mut().zip(block) {
@@ -147,6 +148,7 @@ pub(crate) fn biased_backward<T: Element>(
 /// Returns the elements of a block of `total`, where each of them touches `streams` others in memory: whole rows,
 /// where there are rows.
 fn step<T>(width: Option<usize>, total: usize, streams: usize) -> usize {
+    // Without rows any length will do that is whole vectors.
     let width = width.unwrap_or(1024).max(1);
     width * block_rows(total.div_ceil(width), width * size_of::<T>() * streams)
 }

@@ -211,6 +211,7 @@ fn row_loss<S: Simd, T: Element>(s: S, terms: Terms, row: &[T], class: usize) ->
         // The cap is monotonic.
         Some(cap) => cap * (max / cap).tanh(),
     };
+    // Exponentials relative to the largest logit cannot overflow.
     let (shift, mut sum, mut total) = (s.splat(max), s.splat(0.0), s.splat(0.0));
     let (whole, tail) = row.split_at(row.len() - row.len() % overdrive_kernels::LANES);
     each_vector(
@@ -223,6 +224,7 @@ fn row_loss<S: Simd, T: Element>(s: S, terms: Terms, row: &[T], class: usize) ->
         },
     );
     let (mut sum, mut total) = (s.reduce_add(sum), s.reduce_add(total));
+    // Lanes past the end would add exponentials of their own.
     for &x in tail {
         let x = x.to_f32();
         let x = softcap.map_or(x, |cap| cap * (x / cap).tanh());
@@ -282,6 +284,7 @@ fn row_gradient<S: Simd, T: Element>(
         softcap,
         ..
     } = terms;
+    // d(z·lse²)/dx = 2z·lse·p, which joins the gradient of the lse.
     let factor = scale * (1.0 + 2.0 * z_loss * lse);
     let uniform = scale * label_smoothing / row.len() as f32;
     let hit = scale * (1.0 - label_smoothing);

@@ -88,6 +88,7 @@ pub(crate) fn backward<T: Element>(
             dw,
         });
     });
+    // In the order of the blocks, which do not depend on the number of threads: so neither does the sum.
     dw.fill(0.0);
     for block in partial.chunks(width) {
         for (sum, part) in dw.iter_mut().zip(block) {
@@ -125,6 +126,7 @@ impl<T: Element> Kernel for Forward<'_, T> {
                 },
             );
             *inverse = reciprocal(s.reduce_add(squares), width, self.eps);
+            // A second pass over a row that is still in the first cache.
             normalise(s, x, self.weight, *inverse, y);
         }
     }
@@ -227,6 +229,7 @@ impl<T: Element> Kernel for Backward<'_, T> {
                     store(s, s.mul_add(product, scale, load(s, dw, span)), dw, span);
                 },
             );
+            // dx = w·dy/r - x · mean(w·dy·x) / r³, with r the root mean square.
             let along = -s.reduce_add(dot) / width as f32 * inverse * inverse * inverse;
             let along = s.splat(along);
             let extra = self

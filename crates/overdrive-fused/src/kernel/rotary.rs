@@ -123,6 +123,7 @@ impl<T: Element> Kernel for Gather<'_, '_, T> {
                 let of = |table| &<[f32]>::as_ref(table)[at..at + angles.pairs];
                 (angles, of(angles.cos), of(angles.sin))
             });
+            // Once a token, because all heads of a token share the table.
             if let Some((angles, cos, sin)) = angles
                 && angles.convention == Convention::Interleaved
             {
@@ -136,6 +137,7 @@ impl<T: Element> Kernel for Gather<'_, '_, T> {
                     None => y.copy_from_slice(x),
                     Some((angles, cos, sin)) => {
                         let rotated = 2 * angles.pairs;
+                        // Partial rotary embedding (GPT-NeoX, Phi): channels past R have no position.
                         y[rotated..].copy_from_slice(&x[rotated..]);
                         let (x, y) = (&x[..rotated], &mut y[..rotated]);
                         match angles.convention {
