@@ -9,26 +9,25 @@ use crate::math::math;
 use crate::selection::select;
 use crate::{Alignment, AttentionOptions, Backend, Result, libtorch};
 
-/// `softmax(query · keyᵀ · scale) · value` with the options of [`AttentionOptions`].
+/// Returns `softmax(query · keyᵀ · scale) · value` with the options of [`AttentionOptions`].
 ///
 /// In layout (B, H, T, D): query (B, H, T, D), key (B, H_kv, S, D), value (B, H_kv, S, D_v), output
-/// (B, H, T, D_v); H is a multiple of H_kv, and head `h` uses key head `h / (H / H_kv)` where it lies
-/// (no key is repeated). All of one dtype (f32, f64, bf16 or f16, which is also the output's) and
+/// (B, H, T, D_v); H is a multiple of H_kv, and head `h` uses key head `h / (H / H_kv)`
+/// without a copy. All of one dtype (f32, f64, bf16 or f16, which is also the output's) and
 /// device; under autocast they are cast as PyTorch's does for `scaled_dot_product_attention`. Strides
-/// are free as long as the last dimension is dense; else it is copied.
+/// are free as long as the last dimension is contiguous; else it is copied.
 ///
 /// A query that sees no key gives zeros. The output lies as (B, T, H, D) in memory on the CPU kernel,
 /// so that joining the heads copies nothing.
 ///
-/// Differentiable in query, key, value, a floating-point mask and the sink logits; twice only on
+/// It is differentiable in query, key, value, a floating-point mask and the sink logits; twice only on
 /// [`Backend::Math`].
 ///
-/// Equals `torch.nn.functional.scaled_dot_product_attention` and `flash_attn_func` where those have
+/// It equals `torch.nn.functional.scaled_dot_product_attention` and `flash_attn_func` where those have
 /// the option.
 ///
 /// # Errors
-/// [`crate::Error::Shape`], [`crate::Error::Dtype`], [`crate::Error::OtherDevice`],
-/// [`crate::Error::InvalidOption`] for arguments that do not fit; [`crate::Error::Backend`] if a back
+/// [`crate::Error::Common`] for arguments that do not fit; [`crate::Error::Backend`] if a back
 /// end was asked for that cannot run this.
 pub fn attention(
     query: &Tensor,
@@ -41,7 +40,7 @@ pub fn attention(
     call.in_layout(output)
 }
 
-/// As [`attention`], with the natural log-sum-exp of the scores (B, H, T) in either layout, in f32
+/// Returns the output of [`attention`] and the natural log-sum-exp of the scores (B, H, T) in either layout, in f32
 /// (f64 for f64). It counts the sink logits, and is `-inf` for a query that sees no key.
 ///
 /// The log-sum-exp is differentiable; where that is asked for, libtorch's kernels, whose is not,
@@ -60,7 +59,7 @@ pub fn attention_with_lse(
     Ok((call.in_layout(output)?, lse))
 }
 
-/// Output (B, H, T, D_v) and log-sum-exp.
+/// Returns the output (B, H, T, D_v) and log-sum-exp.
 pub(crate) fn run(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     match select(call)? {
         Backend::Flash if call.device.is_cuda() => on_cuda(call),
@@ -75,7 +74,7 @@ pub(crate) fn run(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     }
 }
 
-/// One sequence for each row of the batch, with all its keys or the first `lengths` of them.
+/// Returns one sequence for each row of the batch, with all its keys or the first `lengths` of them.
 pub(crate) fn dense_sequences(call: &Call<'_>, lengths: Option<&[usize]>) -> Vec<Sequence> {
     let size = |size: i64| usize::try_from(size).unwrap_or(0);
     let (queries, keys) = (size(call.sizes.queries), size(call.sizes.keys));
@@ -90,7 +89,7 @@ pub(crate) fn dense_sequences(call: &Call<'_>, lengths: Option<&[usize]>) -> Vec
         .collect()
 }
 
-/// The CPU kernel.
+/// Returns the CPU kernel.
 pub(crate) fn in_blocks(call: &Call<'_>, sequences: Vec<Sequence>) -> Result<(Tensor, Tensor)> {
     let function = function(call.options, call.scale, (call.left, call.right), sequences)?;
     let (output, lse) = blockwise(
@@ -104,7 +103,7 @@ pub(crate) fn in_blocks(call: &Call<'_>, sequences: Vec<Sequence>) -> Result<(Te
     Ok((output.f_transpose(1, 2)?, lse))
 }
 
-/// The CPU kernel's function for options.
+/// Returns the CPU kernel's function for options.
 pub(crate) fn function(
     options: &AttentionOptions<'_>,
     scale: f64,
@@ -144,14 +143,14 @@ pub(crate) fn function(
     })
 }
 
-/// From libtorch's generator, so that `manual_seed` and a restored state repeat it.
+/// Draws a seed from libtorch's generator, so that `manual_seed` and a restored state repeat it.
 fn drawn_seed() -> Result<u64> {
     let options = (tch::Kind::Int64, tch::Device::Cpu);
     let drawn = Tensor::f_randint(i64::MAX, [1], options)?.f_int64_value(&[0])?;
     Ok(drawn.unsigned_abs())
 }
 
-/// libtorch's flash attention on CUDA, which wants (B, T, H, D).
+/// Runs libtorch's flash attention on CUDA, which takes (B, T, H, D).
 fn on_cuda(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     let flash = CudaFlash {
         cumulative: None,

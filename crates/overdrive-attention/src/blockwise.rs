@@ -1,17 +1,18 @@
 //! The blockwise CPU kernel as a differentiable function of tensors.
 
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
+use overdrive_core::Error as Common;
 use overdrive_kernels::{Accumulate, InstructionSet};
 use overdrive_sys::named_operator::{self, NamedOperator};
 use tch::{Kind, Tensor};
 
 use crate::kernel::{
-    self, BackwardInputs, BackwardOutputs, Bias, BiasValues, Dropout, ForwardOutputs, Fresh,
-    Problem, Rules, Sequence, Slopes, Strided,
+    self, AttentionInputs, BackwardInputs, BackwardOutputs, Bias, BiasValues, Dropout,
+    ForwardOutputs, Fresh, Rules, Sequence, Slopes, Strided,
 };
 use crate::{Error, Result};
 
-/// What is not a differentiable tensor.
+/// The inputs that are not differentiable tensors.
 #[derive(Debug)]
 pub(crate) struct Blockwise {
     pub(crate) set: InstructionSet,
@@ -22,15 +23,15 @@ pub(crate) struct Blockwise {
     pub(crate) right: Option<usize>,
     pub(crate) bottom_right: bool,
     pub(crate) sink_tokens: usize,
-    /// (H) or (sequences, H).
+    /// The slopes of ALiBi, (H) or (sequences, H).
     pub(crate) slopes: Option<Tensor>,
     pub(crate) dropout: Option<Dropout>,
-    /// Whether the third last input is a bias, and the last the sinks.
+    /// If `true`, the third last input is a bias, and the last the sinks.
     pub(crate) has_bias: bool,
     pub(crate) has_sinks: bool,
 }
 
-/// Output (B, T, H, Dv) and log-sum-exp (B, H, T) for query (B, H, T, D), key (B, H_kv, S, D) and value
+/// Returns the output (B, T, H, Dv) and log-sum-exp (B, H, T) for query (B, H, T, D), key (B, H_kv, S, D) and value
 /// (B, H_kv, S, Dv), bias (four dimensions, each full or 1) and sinks (H).
 pub(crate) fn blockwise(
     mut function: Blockwise,
@@ -51,7 +52,7 @@ pub(crate) fn blockwise(
     }
 }
 
-/// The dtype that sums are kept in, which is that of the log-sum-exp.
+/// Returns the dtype that sums are kept in, which is that of the log-sum-exp.
 pub(crate) fn accumulator(kind: Kind) -> Kind {
     match kind {
         Kind::Double => Kind::Double,
@@ -67,11 +68,7 @@ macro_rules! for_kind {
             Kind::Double => $call::<f64>($($arg),*),
             Kind::Half => $call::<half::f16>($($arg),*),
             Kind::BFloat16 => $call::<half::bf16>($($arg),*),
-            kind => Err(Error::Dtype {
-                tensor: "query",
-                kind,
-                expected: "Float, Double, Half or BFloat16".to_owned(),
-            }),
+            kind => Err(Error::Common(Common::dtype("query", kind, "Float, Double, Half or BFloat16"))),
         }
     };
 }
@@ -88,12 +85,13 @@ impl Function for Blockwise {
     ) -> FunctionResult<Vec<Tensor>> {
         context.set_materialize_grads(false);
         let arguments = Arguments::of(self, inputs)?;
-        // By name, so that selective checkpointing can keep what it gives.
+        // By name, so that selective checkpointing can keep the results.
         let results = named_operator::call(NamedOperator::Attention, inputs, || {
             let (output, logsumexp) = for_kind!(inputs[0].kind(), forward(self, &arguments))?;
             Ok(vec![output, logsumexp])
         })?;
         if context.needs_any_grad() {
+            // Scores are recomputed from these in backward, so nothing of their size is kept.
             context.save_for_backward(inputs);
             context.save_for_backward(&results.iter().collect::<Vec<_>>());
         }
@@ -115,6 +113,7 @@ impl Function for Blockwise {
             None => output.f_zeros_like()?,
         };
         let upstream = Upstream {
+            // Results are (B, T, H, D) in memory, views of them (B, H, T, D).
             output: Strided::rows(&output.f_transpose(1, 2)?)?,
             gradient: Strided::rows(&gradient.f_transpose(1, 2)?)?,
             logsumexp: Strided::rows(&logsumexp.f_unsqueeze(-1)?)?,
@@ -165,7 +164,7 @@ struct Arguments {
     keep: bool,
     sinks: Option<Strided>,
     slopes: Option<Strided>,
-    /// Sizes of query and value, in BHTD.
+    /// The sizes of query and value, in BHTD.
     query_sizes: [i64; 4],
     kv_sizes: [i64; 4],
     key_dim: i64,
@@ -200,7 +199,10 @@ impl Arguments {
         })
     }
 
-    fn problem<E: Accumulate>(&self, function: &Blockwise) -> Result<Problem<'_, E>> {
+    fn attention_inputs<E: Accumulate>(
+        &self,
+        function: &Blockwise,
+    ) -> Result<AttentionInputs<'_, E>> {
         let bias = match &self.bias {
             Some(bias) if self.keep => Some(Bias {
                 values: BiasValues::Keep(bias.elements()?),
@@ -223,7 +225,7 @@ impl Arguments {
             }),
             _ => None,
         };
-        Ok(Problem {
+        Ok(AttentionInputs {
             set: function.set,
             sequences: function.sequences.clone(),
             heads: usize_of(self.query_sizes[1]),
@@ -250,7 +252,7 @@ impl Arguments {
     }
 }
 
-/// What comes back in backward, with what forward left.
+/// The upstream gradients of backward, with the results of forward.
 struct Upstream {
     output: Strided,
     gradient: Strided,
@@ -274,7 +276,7 @@ impl Upstream {
 }
 
 fn forward<E: Accumulate>(function: &Blockwise, arguments: &Arguments) -> Result<(Tensor, Tensor)> {
-    let problem = arguments.problem::<E>(function)?;
+    let problem = arguments.attention_inputs::<E>(function)?;
     let [batch, heads, queries, _] = arguments.query_sizes;
     let accumulator = <E::Acc as overdrive_sys::raw::Element>::KIND;
     let shape = [batch, queries, heads, arguments.kv_sizes[3]];
@@ -289,14 +291,14 @@ fn forward<E: Accumulate>(function: &Blockwise, arguments: &Arguments) -> Result
     Ok((output.into_tensor(), logsumexp.into_tensor()))
 }
 
-/// Pushes the gradients of query, key and value; returns what [`BackwardOutputs::delta`] got.
+/// Pushes the gradients of query, key and value; returns [`BackwardOutputs::delta`].
 fn backward<E: Accumulate>(
     function: &Blockwise,
     arguments: &Arguments,
     upstream: &Upstream,
     results: &mut Vec<Option<Tensor>>,
 ) -> Result<Tensor> {
-    let problem = arguments.problem::<E>(function)?;
+    let problem = arguments.attention_inputs::<E>(function)?;
     let [batch, heads, queries, _] = arguments.query_sizes;
     let [_, kv_heads, keys, value_dim] = arguments.kv_sizes;
     let key_dim = arguments.key_dim;
@@ -330,7 +332,7 @@ fn bias_gradient<E: Accumulate>(
     upstream: &Upstream,
     bias: &Tensor,
 ) -> Result<Tensor> {
-    let problem = arguments.problem::<E>(function)?;
+    let problem = arguments.attention_inputs::<E>(function)?;
     let shape = sizes(bias);
     let accumulator = <E::Acc as overdrive_sys::raw::Element>::KIND;
     let mut gradient = Fresh::zeros(&shape, accumulator)?;
@@ -346,10 +348,10 @@ fn bias_gradient<E: Accumulate>(
     Ok(gradient.into_tensor().f_to_kind(bias.kind())?)
 }
 
-/// Scratch memory, from libtorch's allocator so that it is counted and kept for the next call.
-pub(crate) fn workspace<E: Accumulate>(numbers: usize) -> Result<Fresh> {
+/// Returns scratch memory from libtorch's allocator, so that it is counted and kept for the next call.
+pub(crate) fn workspace<E: Accumulate>(elements: usize) -> Result<Fresh> {
     let kind = <E::Acc as overdrive_sys::raw::Element>::KIND;
-    Fresh::empty(&[i64::try_from(numbers).unwrap_or(i64::MAX)], kind)
+    Fresh::empty(&[i64::try_from(elements).unwrap_or(i64::MAX)], kind)
 }
 
 fn sizes(tensor: &Tensor) -> [i64; 4] {
@@ -375,7 +377,7 @@ mod tests {
     use crate::kernel::Sequence;
     use overdrive_kernels::InstructionSet;
 
-    /// Output, log-sum-exp and gradients with the vectors of `set`.
+    /// Returns the output, log-sum-exp and gradients with the vectors of `set`.
     fn run(set: InstructionSet, kind: Kind) -> Vec<Tensor> {
         let (queries, keys, dim) = (71, 130, 20);
         let leaf = |heads: i64, length: i64, seed: f64| {

@@ -1,11 +1,13 @@
-//! One attention, checked and with its options resolved.
+//! One call of attention, checked and with its options resolved.
 
+use overdrive_core::Error as Common;
 use overdrive_sys::autocast;
 use tch::{Device, Kind, Tensor};
 
+use crate::error::other_device;
 use crate::{Alignment, AttentionOptions, Error, Layout, PackedLengths, Result};
 
-/// The slopes (H) of one text of a batch, of slopes (H) or (texts, H).
+/// Returns the slopes (H) of one text of a batch, of slopes (H) or (texts, H).
 pub(crate) fn slopes_of(options: &AttentionOptions<'_>, text: usize) -> Result<Option<Tensor>> {
     Ok(match options.alibi_slopes {
         Some(slopes) if slopes.dim() == 2 => Some(slopes.f_select(0, text as i64)?),
@@ -14,7 +16,7 @@ pub(crate) fn slopes_of(options: &AttentionOptions<'_>, text: usize) -> Result<O
     })
 }
 
-/// Sizes: B, H, H_kv, T, S, D, D_v.
+/// The sizes B, H, H_kv, T, S, D, D_v.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Sizes {
     pub(crate) batch: i64,
@@ -26,14 +28,14 @@ pub(crate) struct Sizes {
     pub(crate) value_dim: i64,
 }
 
-/// Tensors as (batch, heads, length, dim), and what the options come to for them.
+/// The tensors as (batch, heads, length, dim), and the options resolved for them.
 #[derive(Debug)]
 pub(crate) struct Call<'a> {
     pub(crate) options: &'a AttentionOptions<'a>,
     pub(crate) query: Tensor,
     pub(crate) key: Tensor,
     pub(crate) value: Tensor,
-    /// Of four dimensions, each full or 1.
+    /// The mask or bias, of four dimensions, each full or 1.
     pub(crate) mask: Option<Tensor>,
     pub(crate) sizes: Sizes,
     pub(crate) kind: Kind,
@@ -42,15 +44,15 @@ pub(crate) struct Call<'a> {
     /// The window, where it hides anything; causality is `right = 0`.
     pub(crate) left: Option<usize>,
     pub(crate) right: Option<usize>,
-    /// Sink tokens, where a window would hide them.
+    /// The number of sink tokens, where a window would hide them.
     pub(crate) sink_tokens: usize,
-    /// Whether the log-sum-exp is asked for.
+    /// If `true`, the caller wants the log-sum-exp.
     pub(crate) with_lse: bool,
-    /// Whether a gradient may be asked for.
+    /// If `true`, a gradient may be asked for.
     pub(crate) needs_grad: bool,
-    /// Whether first and last query stand at first and last key, so that both alignments are the same.
+    /// If `true`, the first and last query are at the positions of the first and last key, so that both alignments are the same.
     pub(crate) is_square: bool,
-    /// Whether these are sequences one after another, in a batch of one; the sizes of queries and keys
+    /// If `true`, these are concatenated sequences in a batch of one; the sizes of queries and keys
     /// are then those of the pack.
     pub(crate) is_packed: bool,
 }
@@ -88,7 +90,7 @@ impl<'a> Call<'a> {
         Ok(call)
     }
 
-    /// For (total, heads, dim) tensors of sequences one after another.
+    /// Checks (total, heads, dim) tensors of concatenated sequences.
     pub(crate) fn packed(
         query: &Tensor,
         key: &Tensor,
@@ -109,11 +111,11 @@ impl<'a> Call<'a> {
             }
         }
         if options.mask.is_some() {
-            return Err(Error::InvalidOption {
-                option: "mask",
-                value: "set".to_owned(),
-                expected: "None for packed sequences, whose scores have no common shape",
-            });
+            return Err(Error::Common(Common::option(
+                "mask",
+                "set",
+                "None for packed sequences, whose scores have no common shape",
+            )));
         }
         let ordered = |tensor: &Tensor| tensor.f_transpose(0, 1)?.f_unsqueeze(0);
         let tensors = [ordered(query)?, ordered(key)?, ordered(value)?];
@@ -131,7 +133,7 @@ impl<'a> Call<'a> {
         Ok(call)
     }
 
-    /// For tensors (batch, heads, length, dim); errors show shapes in `layout`.
+    /// Checks tensors (batch, heads, length, dim); errors show shapes in `layout`.
     fn ordered(
         tensors: [Tensor; 3],
         options: &'a AttentionOptions<'a>,
@@ -168,17 +170,17 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// Whether every key is seen but those after the query's own.
+    /// Returns `true` if every key is seen but those after the query's own.
     pub(crate) fn is_causal(&self) -> bool {
         self.left.is_none() && self.right == Some(0)
     }
 
-    /// Whether positions hide nothing.
+    /// Returns `true` if positions hide nothing.
     pub(crate) fn sees_all(&self) -> bool {
         self.left.is_none() && self.right.is_none()
     }
 
-    /// The key at which query 0 stands.
+    /// Returns the key at which query 0 stands.
     pub(crate) fn offset(&self) -> i64 {
         match self.options.alignment {
             Alignment::BottomRight => self.sizes.keys - self.sizes.queries,
@@ -196,7 +198,7 @@ impl<'a> Call<'a> {
         batch == 0 || queries == 0 || keys == 0
     }
 
-    /// `output`, (B, H, T, D_v), in the caller's layout.
+    /// Returns `output`, (B, H, T, D_v), in the caller's layout.
     pub(crate) fn in_layout(&self, output: Tensor) -> Result<Tensor> {
         Ok(match self.options.layout {
             Layout::Bhtd => output,
@@ -205,20 +207,20 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Factor on the products.
+/// Returns the factor of the scores.
 pub(crate) fn scale(options: &AttentionOptions<'_>, key_dim: i64) -> Result<f64> {
     match options.scale {
         None => Ok(1.0 / (key_dim.max(1) as f64).sqrt()),
         Some(scale) if scale.is_finite() => Ok(scale),
-        Some(scale) => Err(Error::InvalidOption {
-            option: "scale",
-            value: scale.to_string(),
-            expected: "a finite number",
-        }),
+        Some(scale) => Err(Error::Common(Common::option(
+            "scale",
+            scale.to_string(),
+            "a finite number",
+        ))),
     }
 }
 
-/// Left and right limits as the options say, for sequences of several lengths.
+/// Returns the left and right limits as the options say, for sequences of several lengths.
 pub(crate) fn unresolved_limits(options: &AttentionOptions<'_>) -> (Option<usize>, Option<usize>) {
     let right = if options.causal {
         Some(0)
@@ -228,7 +230,7 @@ pub(crate) fn unresolved_limits(options: &AttentionOptions<'_>) -> (Option<usize
     (options.window.left, right)
 }
 
-/// Left and right limits, none where they hide nothing from any query.
+/// Returns the left and right limits, none where they hide nothing from any query.
 pub(crate) fn limits(
     options: &AttentionOptions<'_>,
     queries: i64,
@@ -250,7 +252,7 @@ pub(crate) fn limits(
     )
 }
 
-/// Options whose check needs no sizes but those of heads and batches.
+/// Checks the options whose check needs no sizes but those of heads and batches.
 pub(crate) fn check_options(
     options: &AttentionOptions<'_>,
     device: Device,
@@ -258,41 +260,39 @@ pub(crate) fn check_options(
     batch: i64,
 ) -> Result<()> {
     if !(0.0..1.0).contains(&options.dropout_p) {
-        return Err(Error::InvalidOption {
-            option: "dropout_p",
-            value: options.dropout_p.to_string(),
-            expected: "at least 0 and less than 1",
-        });
+        return Err(Error::Common(Common::option(
+            "dropout_p",
+            options.dropout_p.to_string(),
+            "at least 0 and less than 1",
+        )));
     }
     if let Some(cap) = options
         .softcap
         .filter(|cap| !(cap.is_finite() && *cap > 0.0))
     {
-        return Err(Error::InvalidOption {
-            option: "softcap",
-            value: cap.to_string(),
-            expected: "a finite number above 0 (None for no cap)",
-        });
+        return Err(Error::Common(Common::option(
+            "softcap",
+            cap.to_string(),
+            "a finite number above 0 (None for no cap)",
+        )));
     }
     if options.causal && options.window.right.is_some_and(|right| right > 0) {
-        return Err(Error::InvalidOption {
-            option: "window.right",
-            value: format!("{:?} with causal", options.window.right),
-            expected: "Some(0) or None under a causal mask, which hides what comes after",
-        });
+        return Err(Error::Common(Common::option(
+            "window.right",
+            format!("{:?} with causal", options.window.right),
+            "Some(0) or None under a causal mask, which hides what comes after",
+        )));
     }
     let per_head = |name, tensor: Option<&Tensor>, batched: bool| match tensor {
         None => Ok(()),
-        Some(tensor) if tensor.device() != device => Err(Error::OtherDevice {
-            tensor: name,
-            device: tensor.device(),
-            expected: device,
-        }),
-        Some(tensor) if !tensor.is_floating_point() => Err(Error::Dtype {
-            tensor: name,
-            kind: tensor.kind(),
-            expected: "a floating-point dtype".to_owned(),
-        }),
+        Some(tensor) if tensor.device() != device => {
+            Err(other_device(name, tensor.device(), device))
+        }
+        Some(tensor) if !tensor.is_floating_point() => Err(Error::Common(Common::dtype(
+            name,
+            tensor.kind(),
+            "a floating-point dtype",
+        ))),
         Some(tensor)
             if tensor.size() == [heads] || (batched && tensor.size() == [batch, heads]) =>
         {
@@ -307,31 +307,27 @@ pub(crate) fn check_options(
             Err(shape_error(
                 name,
                 tensor,
-                format!("[{heads}]{also}: one number a query head"),
+                format!("[{heads}]{also}: one element for each query head"),
             ))
         }
     };
     per_head("sinks", options.sinks, false)?;
     per_head("alibi_slopes", options.alibi_slopes, true)?;
     match options.alibi_slopes {
-        Some(slopes) if slopes.requires_grad() => Err(Error::InvalidOption {
-            option: "alibi_slopes",
-            value: "a tensor that requires a gradient".to_owned(),
-            expected: "one without (detach it), or learned slopes as a mask",
-        }),
+        Some(slopes) if slopes.requires_grad() => Err(Error::Common(Common::option(
+            "alibi_slopes",
+            "a tensor that requires a gradient",
+            "one without (detach it), or learned slopes as a mask",
+        ))),
         _ => Ok(()),
     }
 }
 
 pub(crate) fn shape_error(name: &'static str, tensor: &Tensor, expected: String) -> Error {
-    Error::Shape {
-        tensor: name,
-        shape: tensor.size(),
-        expected,
-    }
+    Error::Common(Common::shape(name, tensor.size(), expected))
 }
 
-/// Under autocast, what PyTorch's does for `scaled_dot_product_attention`: all in its lower precision.
+/// Casts all tensors to the lower precision under autocast, as PyTorch does for `scaled_dot_product_attention`.
 pub(crate) fn autocast(tensors: [Tensor; 3]) -> Result<[Tensor; 3]> {
     let dtype = match autocast::state(tensors[0].device()) {
         Ok(state) if state.enabled => state.dtype,
@@ -346,29 +342,25 @@ pub(crate) fn autocast(tensors: [Tensor; 3]) -> Result<[Tensor; 3]> {
     Ok([cast(query)?, cast(key)?, cast(value)?])
 }
 
-/// Same device and floating-point dtype.
+/// Checks that the tensors have the same device and the same floating-point dtype.
 pub(crate) fn check_kinds(query: &Tensor, key: &Tensor, value: &Tensor) -> Result<()> {
     if !query.is_floating_point() {
-        return Err(Error::Dtype {
-            tensor: "query",
-            kind: query.kind(),
-            expected: "Float, Double, Half or BFloat16".to_owned(),
-        });
+        return Err(Error::Common(Common::dtype(
+            "query",
+            query.kind(),
+            "Float, Double, Half or BFloat16",
+        )));
     }
     for (name, tensor) in [("key", key), ("value", value)] {
         if tensor.device() != query.device() {
-            return Err(Error::OtherDevice {
-                tensor: name,
-                device: tensor.device(),
-                expected: query.device(),
-            });
+            return Err(other_device(name, tensor.device(), query.device()));
         }
         if tensor.kind() != query.kind() {
-            return Err(Error::Dtype {
-                tensor: name,
-                kind: tensor.kind(),
-                expected: format!("{:?} as the query", query.kind()),
-            });
+            return Err(Error::Common(Common::dtype(
+                name,
+                tensor.kind(),
+                format!("{:?} as the query", query.kind()),
+            )));
         }
     }
     Ok(())
@@ -381,7 +373,7 @@ fn four_dimensions(layout: Layout) -> String {
     }
 }
 
-/// Sizes of tensors in (batch, heads, length, dim), checked; errors show the caller's layout.
+/// Returns the sizes of tensors in (batch, heads, length, dim), checked; errors show the caller's layout.
 fn sizes(query: &Tensor, key: &Tensor, value: &Tensor, layout: Layout) -> Result<Sizes> {
     let of = |tensor: &Tensor| {
         let size = tensor.size();
@@ -391,10 +383,8 @@ fn sizes(query: &Tensor, key: &Tensor, value: &Tensor, layout: Layout) -> Result
         Layout::Bhtd => [b, h, t, d],
         Layout::Bthd => [b, t, h, d],
     };
-    let error = |tensor, sizes, expected| Error::Shape {
-        tensor,
-        shape: in_layout(sizes).to_vec(),
-        expected,
+    let error = |tensor, sizes, expected| {
+        Error::Common(Common::shape(tensor, in_layout(sizes).to_vec(), expected))
     };
     let (q, k, v) = (of(query), of(key), of(value));
     let (batch, heads, queries, key_dim) = q;
@@ -434,22 +424,17 @@ fn sizes(query: &Tensor, key: &Tensor, value: &Tensor, layout: Layout) -> Result
     })
 }
 
-/// The mask with dimensions of size 1 in front, checked against the scores.
+/// Returns the mask with dimensions of size 1 in front, checked against the scores.
 fn four_dimensional(mask: &Tensor, query: &Tensor, sizes: &Sizes) -> Result<Tensor> {
     if mask.device() != query.device() {
-        return Err(Error::OtherDevice {
-            tensor: "mask",
-            device: mask.device(),
-            expected: query.device(),
-        });
+        return Err(other_device("mask", mask.device(), query.device()));
     }
     if mask.kind() != Kind::Bool && !mask.is_floating_point() {
-        return Err(Error::Dtype {
-            tensor: "mask",
-            kind: mask.kind(),
-            expected: "Bool (true: seen) or a floating-point dtype (added to the scores)"
-                .to_owned(),
-        });
+        return Err(Error::Common(Common::dtype(
+            "mask",
+            mask.kind(),
+            "Bool (true: seen) or a floating-point dtype (added to the scores)",
+        )));
     }
     let full = [sizes.batch, sizes.heads, sizes.queries, sizes.keys];
     let size = mask.size();

@@ -9,12 +9,12 @@ use tch::Tensor;
 
 use crate::{Error, Result};
 
-/// What is not a differentiable tensor.
+/// The inputs that are not differentiable tensors.
 #[derive(Debug)]
 pub(crate) struct CudaFlash {
-    /// Cumulative lengths of queries and keys (int32), if they are packed.
+    /// The cumulative lengths of queries and keys (int32), if they are packed.
     pub(crate) cumulative: Option<(Tensor, Tensor)>,
-    /// Most queries and keys of a sequence.
+    /// The largest numbers of queries and keys of a sequence.
     pub(crate) longest: (i64, i64),
     pub(crate) dropout_p: f64,
     pub(crate) scale: f64,
@@ -24,7 +24,7 @@ pub(crate) struct CudaFlash {
     pub(crate) has_sinks: bool,
 }
 
-/// Output and log-sum-exp for query, key and value (B, T, H, D), or (total, H, D) if packed; the
+/// Returns the output and log-sum-exp for query, key and value (B, T, H, D), or (total, H, D) if packed; the
 /// log-sum-exp is (B, H, T), or (H, total), and has no gradient.
 pub(crate) fn cuda_flash(
     mut flash: CudaFlash,
@@ -44,7 +44,7 @@ pub(crate) fn cuda_flash(
 }
 
 impl CudaFlash {
-    /// flash-attn's `window_size`, where -1 is no limit.
+    /// Returns flash-attn's `window_size`, where -1 is no limit.
     fn window(&self) -> (Value<'static>, Value<'static>) {
         let limit = |limit: Option<usize>| {
             Value::Int(limit.map_or(-1, |limit| i64::try_from(limit).unwrap_or(-1)))
@@ -56,7 +56,7 @@ impl CudaFlash {
         self.right == Some(0)
     }
 
-    /// The sinks in the shape of a log-sum-exp, (1, H, 1) or (H, 1).
+    /// Returns the sinks in the shape of a log-sum-exp, (1, H, 1) or (H, 1).
     fn like_lse(&self, sinks: &Tensor, lse: &Tensor) -> Result<Tensor> {
         let sinks = sinks.f_to_kind(lse.kind())?;
         Ok(match self.cumulative {
@@ -65,7 +65,7 @@ impl CudaFlash {
         })
     }
 
-    /// Gradients of query, key and value, for what forward saved: its inputs and its results.
+    /// Returns the gradients of query, key and value, for what forward saved: its inputs and its results.
     fn backward_operator(
         &self,
         gradient: &Tensor,
@@ -201,7 +201,7 @@ impl Function for CudaFlash {
     }
 }
 
-/// The first four results: output, log-sum-exp, and what the backward wants of the random generator.
+/// Returns the first four results: output, log-sum-exp, and what the backward wants of the random generator.
 fn tensors(outputs: Vec<Output>) -> Result<[Tensor; 4]> {
     let mut found = Vec::new();
     for output in outputs.into_iter().take(4) {

@@ -1,4 +1,5 @@
 use overdrive_autograd::NoGradGuard;
+use overdrive_core::Error as Common;
 use tch::Tensor;
 
 use crate::attention::{dense_sequences, function, run};
@@ -7,21 +8,21 @@ use crate::call::{Call, slopes_of, unresolved_limits};
 use crate::selection::select;
 use crate::{AttentionOptions, Backend, Error, Layout, Result};
 
-/// Attention of one or a few new queries over a long cache, without a gradient: output and
+/// Returns the attention of one or a few new queries over a long cache, without a gradient: output and
 /// log-sum-exp.
 ///
 /// In layout (B, H, T, D): query (B, H, T, D), keys and values (B, H_kv, S, D) as the cache has them.
-/// `lengths` says how many keys of each row of the batch are filled (all, if `None`); what lies after
-/// them is not read. Queries stand at the end of their row's keys, so that `causal` and a window mean
-/// what they do in a decoder; [`Alignment::TopLeft`](crate::Alignment::TopLeft) is refused.
+/// `lengths` is the number of keys of each row of the batch that are filled (all, if `None`); those after
+/// them are not read. Queries are at the end of their row's keys, so that `causal` and a window have the
+/// meaning that they have in a decoder; [`Alignment::TopLeft`](crate::Alignment::TopLeft) is refused.
 ///
 /// The keys of few heads are split among the threads and the parts merged by their log-sum-exps; heads
 /// that share a key read it once.
 ///
-/// Equals `flash_attn_with_kvcache` without its appending of keys.
+/// It equals `flash_attn_with_kvcache` without its appending of keys.
 ///
 /// # Errors
-/// As [`attention`](crate::attention), and [`Error::InvalidOption`] if `lengths` are not B numbers of
+/// As [`attention`](crate::attention), and [`Error::Common`] if `lengths` are not B lengths of
 /// at most S.
 ///
 /// ```
@@ -47,11 +48,11 @@ pub fn attention_decode(
     let _no_grad = NoGradGuard::new();
     let mut call = Call::new(query, keys, values, options, true)?;
     if options.alignment == crate::Alignment::TopLeft {
-        return Err(Error::InvalidOption {
-            option: "alignment",
-            value: "TopLeft".to_owned(),
-            expected: "BottomRight: decoded queries stand at the end of their keys",
-        });
+        return Err(Error::Common(Common::option(
+            "alignment",
+            "TopLeft",
+            "BottomRight: decoded queries stand at the end of their keys",
+        )));
     }
     let Some(lengths) = lengths else {
         let (output, lse) = run(&call)?;
@@ -60,11 +61,11 @@ pub fn attention_decode(
     let size = |size: i64| usize::try_from(size).unwrap_or(0);
     let most = size(call.sizes.keys);
     if lengths.len() != size(call.sizes.batch) || lengths.iter().any(|length| *length > most) {
-        return Err(Error::InvalidOption {
-            option: "lengths",
-            value: format!("{lengths:?} for keys of shape {:?}", keys.size()),
-            expected: "one number for each row of the batch, at most the number of keys",
-        });
+        return Err(Error::Common(Common::option(
+            "lengths",
+            format!("{lengths:?} for keys of shape {:?}", keys.size()),
+            "one number for each row of the batch, at most the number of keys",
+        )));
     }
     let (output, lse) = match select(&call)? {
         Backend::Blockwise => {
@@ -82,7 +83,7 @@ pub fn attention_decode(
     Ok((call.in_layout(output)?, lse))
 }
 
-/// Where the kernel takes no lengths, each row of the batch by itself.
+/// Runs each row of the batch by itself, for kernels that take no lengths.
 fn row_by_row(call: &Call<'_>, lengths: &[usize]) -> Result<(Tensor, Tensor)> {
     let (mut outputs, mut lses) = (Vec::new(), Vec::new());
     for (index, length) in lengths.iter().enumerate() {

@@ -1,6 +1,6 @@
-//! What can go wrong in this crate.
+//! The errors of this crate.
 
-use tch::{Device, Kind};
+use tch::Device;
 
 use crate::Backend;
 
@@ -23,90 +23,56 @@ pub enum Error {
     #[error(transparent)]
     Autograd(#[from] overdrive_autograd::Error),
 
-    /// A tensor has the wrong shape.
-    #[error("{tensor} has shape {shape:?}, expected {expected}")]
-    Shape {
-        /// Name of the argument.
-        tensor: &'static str,
-        /// Its shape.
-        shape: Vec<i64>,
-        /// What it has to be.
-        expected: String,
-    },
-
-    /// A tensor has the wrong dtype.
-    #[error("{tensor} is {kind:?}, expected {expected}")]
-    Dtype {
-        /// Name of the argument.
-        tensor: &'static str,
-        /// Its dtype.
-        kind: Kind,
-        /// What it has to be.
-        expected: String,
-    },
-
-    /// A tensor is on another device than the query.
-    #[error("{tensor} is on {device:?}, but the query is on {expected:?}; move it there")]
-    OtherDevice {
-        /// Name of the argument.
-        tensor: &'static str,
-        /// Its device.
-        device: Device,
-        /// The device of the query.
-        expected: Device,
-    },
-
-    /// An option is outside its range, or does not go with another.
-    #[error("{option} is {value}, expected {expected}")]
-    InvalidOption {
-        /// Name of the option.
-        option: &'static str,
-        /// What it was set to.
-        value: String,
-        /// What it may be.
-        expected: &'static str,
-    },
+    /// An option is outside its range or does not go with another, or a tensor has the wrong shape, dtype or device.
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
 
     /// The back end that was asked for cannot run this attention.
     #[error(
-        "the {backend} back end cannot run this attention: {}; choose Backend::Auto or one of: {alternatives}",
+        "the {backend} back end cannot run this attention: {}; choose `Backend::Auto` or one of: {alternatives}",
         .reasons.join("; ")
     )]
     Backend {
-        /// The back end.
+        /// The back end that was asked for.
         backend: Backend,
-        /// Everything that stands against it.
+        /// All reasons against it.
         reasons: Vec<String>,
-        /// Those that can.
+        /// The names of the back ends that can.
         alternatives: String,
     },
 
     /// Cumulative lengths do not describe the pack.
     #[error("{tensor}: {problem}")]
     CumulativeLengths {
-        /// Name of the argument.
+        /// The name of the argument.
         tensor: &'static str,
-        /// What is wrong with them.
+        /// The mistake, and the values that are allowed.
         problem: String,
     },
 
     /// Block tables, lengths or slots do not fit the pool or the queries.
     #[error("{argument}: {problem}")]
     PagedLayout {
-        /// Name of the argument.
+        /// The name of the argument.
         argument: &'static str,
-        /// What is wrong with it.
+        /// The mistake, and the values that are allowed.
         problem: String,
     },
 
-    /// There is nothing to merge, or not as many log-sum-exps as outputs.
+    /// There is nothing to merge, or the numbers of outputs and log-sum-exps differ.
     #[error(
         "merging {outputs} outputs with {lses} log-sum-exps; give at least one, and as many of each"
     )]
     Merge {
-        /// Number of outputs.
+        /// The number of outputs.
         outputs: usize,
-        /// Number of log-sum-exps.
+        /// The number of log-sum-exps.
         lses: usize,
     },
+}
+
+/// Returns the error of a tensor on another device than the query or pool, which is on `expected`.
+pub(crate) fn other_device(tensor: &'static str, device: Device, expected: Device) -> Error {
+    let expected = format!("on {expected:?}, as the other tensors are");
+    Error::Common(overdrive_core::Error::device(tensor, device, expected))
 }

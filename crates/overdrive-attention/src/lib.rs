@@ -1,22 +1,22 @@
 //! Flash attention for tch: one function over libtorch's kernels and a blockwise one of our own.
 //!
-//! Attention written as two products and a softmax holds T · S scores a head, in memory and, for
-//! training, until backward. The kernels here hold a block of them at a time.
+//! Attention as two matmuls and a softmax holds T · S scores for each head in memory, and in training it holds
+//! them until backward. The kernels here hold a block of them at a time.
 //!
-//! | function | is |
+//! | function | counterpart |
 //! |---|---|
 //! | [`attention`], [`attention_with_lse`] | `flash_attn_func`, `scaled_dot_product_attention`: padded batches |
 //! | [`attention_varlen`] | `flash_attn_varlen_func`: packed sequences, forward and backward |
 //! | [`attention_decode`] | `flash_attn_with_kvcache`: few queries over a long cache |
 //! | [`attention_paged`], [`paged_write`] | `flash_attn_varlen_func` with a `block_table`: keys in the blocks of a pool |
-//! | [`merge`] | results over parts of the keys put together |
-//! | [`explain`], [`explain_varlen`] | which back end would run, and why others would not |
+//! | [`merge`] | combines results over splits of the keys |
+//! | [`explain`], [`explain_varlen`] | returns the back end that would run, and the reasons against the others |
 //!
 //! [`AttentionOptions`] has causality (either [`Alignment`]), sliding [`Window`]s, mask or bias, grouped
 //! heads, dropout, attention sinks of both kinds, ALiBi and softcap. On a CPU every option works in
-//! O(T) memory, forward and backward; on CUDA what libtorch's kernels lack runs on [`Backend::Math`],
+//! O(T) memory, forward and backward; on CUDA the options that libtorch's kernels lack run on [`Backend::Math`],
 //! and [`explain`] says so. A [`Backend`] that is asked for runs or fails with the reasons.
-//! A line under `tracing` (level debug) says which one runs.
+//! A `tracing` event (level debug) names the one that runs.
 //!
 //! ```
 //! use overdrive_attention::{AttentionOptions, Backend, Window, attention, explain};

@@ -1,4 +1,4 @@
-//! libtorch's fused attentions, by their schema names.
+//! The fused attentions of libtorch, called by their schema names.
 
 use overdrive_sys::op::{Output, Value, call as call_op};
 use tch::{Kind, Tensor};
@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 use crate::call::Call;
 use crate::{Error, Result};
 
-/// `_scaled_dot_product_flash_attention_for_cpu`: output (B, H, T, D) and log-sum-exp (B, H, T).
+/// Calls `_scaled_dot_product_flash_attention_for_cpu`: output (B, H, T, D) and log-sum-exp (B, H, T).
 pub(crate) fn cpu_flash(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     let mask = additive(call)?;
     let outputs = call_op(
@@ -25,7 +25,7 @@ pub(crate) fn cpu_flash(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     first_two(outputs, "_scaled_dot_product_flash_attention_for_cpu")
 }
 
-/// `_scaled_dot_product_efficient_attention` on CUDA.
+/// Returns `_scaled_dot_product_efficient_attention` on CUDA.
 pub(crate) fn efficient(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     let mask = match additive(call)? {
         Some(mask) => Some(aligned(call, &mask)?),
@@ -54,7 +54,7 @@ pub(crate) fn efficient(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     Ok((output, lse))
 }
 
-/// `_scaled_dot_product_cudnn_attention` on CUDA.
+/// Returns `_scaled_dot_product_cudnn_attention` on CUDA.
 pub(crate) fn cudnn(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     let outputs = call_op(
         "aten::_scaled_dot_product_cudnn_attention",
@@ -80,7 +80,7 @@ pub(crate) fn cudnn(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     Ok((output, lse))
 }
 
-/// The mask as numbers in the query's dtype, which is what the kernels take.
+/// Returns the mask as numbers in the query's dtype, which is what the kernels take.
 fn additive(call: &Call<'_>) -> Result<Option<Tensor>> {
     let Some(mask) = &call.mask else {
         return Ok(None);
@@ -95,7 +95,7 @@ fn additive(call: &Call<'_>) -> Result<Option<Tensor>> {
     )?))
 }
 
-/// The mask expanded to the scores, in rows that begin at multiples of 16 elements, as the efficient
+/// Returns the mask expanded to the scores, in rows that begin at multiples of 16 elements, as the efficient
 /// kernel wants them.
 fn aligned(call: &Call<'_>, mask: &Tensor) -> Result<Tensor> {
     let sizes = &call.sizes;
@@ -109,7 +109,7 @@ fn aligned(call: &Call<'_>, mask: &Tensor) -> Result<Tensor> {
     Ok(padded.f_narrow(3, 0, sizes.keys)?.f_expand(full, false)?)
 }
 
-/// Output and log-sum-exp, which every attention of libtorch returns first.
+/// Returns the output and log-sum-exp, which every attention of libtorch returns first.
 pub(crate) fn first_two(outputs: Vec<Output>, operator: &str) -> Result<(Tensor, Tensor)> {
     let mut outputs = outputs.into_iter();
     match (outputs.next(), outputs.next()) {

@@ -1,5 +1,6 @@
-//! Attention in elementary operators: every option, any device, T · S numbers a head.
+//! Attention by elementary operators: every option, any device, T · S elements for each head.
 
+use overdrive_core::Error as Common;
 use overdrive_sys::autocast;
 use tch::{Kind, Tensor};
 
@@ -7,14 +8,14 @@ use crate::blockwise::accumulator;
 use crate::call::Call;
 use crate::{Error, Result};
 
-/// Output (B, H, T, Dv) and log-sum-exp (B, H, T); products and softmax of half precisions in f32.
+/// Returns the output (B, H, T, Dv) and log-sum-exp (B, H, T); matmuls and softmax of half precisions are in f32.
 pub(crate) fn math(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     if call.options.dropout_seed.is_some() && call.options.dropout_p > 0.0 {
-        return Err(Error::InvalidOption {
-            option: "dropout_seed",
-            value: "set".to_owned(),
-            expected: "None, except on the blockwise back end",
-        });
+        return Err(Error::Common(Common::option(
+            "dropout_seed",
+            "set",
+            "None, except on the blockwise back end",
+        )));
     }
     let _full_precision = WithoutAutocast::new(call)?;
     let accumulator = accumulator(call.kind);
@@ -48,7 +49,7 @@ pub(crate) fn math(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     Ok((output.f_to_kind(call.kind)?, lse))
 }
 
-/// Softcap, ALiBi, mask, window.
+/// Applies softcap, ALiBi, mask and window.
 fn adjusted(call: &Call<'_>, mut scores: Tensor) -> Result<Tensor> {
     if let Some(cap) = call.options.softcap {
         scores = scores.f_div_scalar(cap)?.f_tanh()?.f_mul_scalar(cap)?;
@@ -88,7 +89,7 @@ fn adjusted(call: &Call<'_>, mut scores: Tensor) -> Result<Tensor> {
     Ok(scores)
 }
 
-/// Weights and log-sum-exp; zero and `-inf` for a query that sees no key, with gradients of zero.
+/// Returns the weights and log-sum-exp; zero and `-inf` for a query that sees no key, with gradients of zero.
 fn softmax(call: &Call<'_>, scores: &Tensor) -> Result<(Tensor, Tensor)> {
     let sinks = match call.options.sinks {
         Some(sinks) => Some(sinks.f_to_kind(scores.kind())?.f_reshape([1, -1, 1, 1])?),
@@ -117,7 +118,7 @@ fn softmax(call: &Call<'_>, scores: &Tensor) -> Result<(Tensor, Tensor)> {
     Ok((weights.f_div(&sum)?, lse.f_squeeze_dim(-1)?))
 }
 
-/// Autocast off until dropped: it would round what was just widened.
+/// A guard that turns autocast off, which would round the widened operands.
 struct WithoutAutocast {
     device: tch::Device,
     before: Option<autocast::State>,

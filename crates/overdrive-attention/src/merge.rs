@@ -2,14 +2,14 @@ use tch::Tensor;
 
 use crate::{Error, Layout, Result};
 
-/// Attention over the union of sets of keys, from its results over each of them.
+/// Returns the attention over the union of sets of keys, from the results over each of them.
 ///
 /// `outputs` are (B, H, T, D) or (B, T, H, D) after `layout`, `lses` the natural log-sum-exps
 /// (B, H, T) that [`attention_with_lse`](crate::attention_with_lse) returns. Each key must be in one
-/// set only. A result whose log-sum-exp is `-inf` (it saw no key) takes no part. Sink logits may be
-/// given to one of the parts only.
+/// set only. A result whose log-sum-exp is `-inf` (it saw no key) has no weight. Sink logits may be
+/// given to one of the results only.
 ///
-/// Made of differentiable operators. Returns the output in the dtype of the first, and the
+/// It consists of differentiable operators. Returns the output in the dtype of the first, and the
 /// log-sum-exp.
 ///
 /// # Errors

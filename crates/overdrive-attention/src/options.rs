@@ -2,7 +2,7 @@ use std::fmt;
 
 use tch::Tensor;
 
-/// How the dimensions of queries, keys, values and outputs are ordered.
+/// The order of the dimensions of queries, keys, values and outputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Layout {
     /// (batch, heads, length, dim): PyTorch's `scaled_dot_product_attention`.
@@ -12,9 +12,9 @@ pub enum Layout {
     Bthd,
 }
 
-/// Where queries stand among the keys if there are not as many of both.
+/// The positions of queries among the keys if their numbers differ.
 ///
-/// Query `i` of `T` stands at key `i + offset` of `S`. Causality, window and ALiBi count from there.
+/// Query `i` of `T` is at the position of key `i + offset` of `S`. Causality, window and ALiBi count from there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Alignment {
     /// The last query at the last key, `offset = S - T`: flash-attn since 2.1, and what a decoder with
@@ -25,19 +25,19 @@ pub enum Alignment {
     TopLeft,
 }
 
-/// How far a query sees from the key it stands at (flash-attn's `window_size`, whose -1 is `None`).
+/// The window of keys around its own position that a query sees (flash-attn's `window_size`, whose -1 is `None`).
 ///
 /// Query at key `p` sees keys `p - left ..= p + right`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Window {
-    /// Keys before its own; `None`: all.
+    /// The number of keys before its own; `None`: all.
     pub left: Option<usize>,
-    /// Keys after its own; `None`: all.
+    /// The number of keys after its own; `None`: all.
     pub right: Option<usize>,
 }
 
 impl Window {
-    /// The window of Mistral and its kin: the query's own key and the `size - 1` before it.
+    /// Returns the window of Mistral and its kin: the query's own key and the `size - 1` before it.
     ///
     /// Hugging Face's `sliding_window` counts the own key, flash-attn's `window_size` does not.
     pub fn sliding(size: usize) -> Window {
@@ -60,7 +60,7 @@ pub enum Backend {
     Efficient,
     /// cuDNN's attention, on CUDA.
     CuDnn,
-    /// Elementary operators with the whole score matrix, T · S numbers a head: on any device, with
+    /// Elementary operators with the whole score matrix, T · S elements for each head: on any device, with
     /// every option, differentiable any number of times.
     Math,
     /// The kernel of this crate: on a CPU, with every option, in O(T) memory.
@@ -80,7 +80,7 @@ impl fmt::Display for Backend {
     }
 }
 
-/// What attention does besides `softmax(query · keyᵀ · scale) · value`.
+/// The options of `softmax(query · keyᵀ · scale) · value`.
 ///
 /// B: batch, H: query heads, T: queries, S: keys. The score of query `i` (at position
 /// `p = i + offset`, see [`Alignment`]) and key `j` is
@@ -93,41 +93,41 @@ impl fmt::Display for Backend {
 /// and the key is hidden if the mask, causality or the window says so.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct AttentionOptions<'a> {
-    /// Hides keys after the query's own. Default: no.
+    /// If `true`, keys after the query's own are hidden. Default: `false`.
     pub causal: bool,
-    /// Where queries stand if there are not as many as keys. Default: bottom right.
+    /// The positions of queries if there are not as many as keys. Default: bottom right.
     pub alignment: Alignment,
-    /// How far a query sees. Default: everything.
+    /// The window of keys that a query sees. Default: all.
     pub window: Window,
-    /// Keys at the beginning that stay visible under a window (the attention sinks of StreamingLLM,
+    /// The number of keys at the beginning that stay visible under a window (the attention sinks of StreamingLLM,
     /// Xiao et al. 2023, <https://arxiv.org/abs/2309.17453>). Default: 0.
     pub sink_tokens: usize,
-    /// Bool (true: seen) or floating-point (added to the score), of up to four dimensions that
+    /// A mask, Bool (true: seen) or floating-point (added to the score), of up to four dimensions that
     /// broadcast to (B, H, T, S) in either layout. A floating-point one may require a gradient.
     pub mask: Option<&'a Tensor>,
-    /// Factor on the products. Default: `1/sqrt(D)`.
+    /// The factor of the scores. Default: `1/sqrt(D)`.
     pub scale: Option<f64>,
-    /// Probability that a weight is dropped, in `0..1`; the others are scaled by `1/(1 - p)`. Default: 0.
+    /// The probability that a weight is dropped, in `0..1`; the others are scaled by `1/(1 - p)`. Default: 0.
     pub dropout_p: f64,
-    /// What the CPU kernel's dropout is drawn from; from libtorch's generator if `None`. The same seed
+    /// The seed of the CPU kernel's dropout; drawn from libtorch's generator if `None`. The same seed
     /// drops the same weights whatever the number of threads. Other back ends refuse a seed.
     pub dropout_seed: Option<u64>,
-    /// Bound of the scores (Gemma 2: 50). Default: none.
+    /// The bound of the scores (Gemma 2: 50). Default: none.
     pub softcap: Option<f64>,
-    /// Slopes of ALiBi, (H) or (B, H), no gradient (Press et al. 2021,
+    /// The slopes of ALiBi, (H) or (B, H), no gradient (Press et al. 2021,
     /// <https://arxiv.org/abs/2108.12409>).
     pub alibi_slopes: Option<&'a Tensor>,
     /// A logit (H) of each head that takes part in the softmax without a value, as gpt-oss has them
     /// (Miller 2023's softmax-off-by-one where it is 0). May require a gradient.
     pub sinks: Option<&'a Tensor>,
-    /// Order of dimensions. Default: (B, H, T, D).
+    /// The order of dimensions. Default: (B, H, T, D).
     pub layout: Layout,
-    /// Which implementation. Default: automatic.
+    /// The implementation. Default: automatic.
     pub backend: Backend,
 }
 
 impl AttentionOptions<'_> {
-    /// Options of a decoder: causal, everything else default.
+    /// Returns the options of a decoder: causal, everything else default.
     pub fn causal() -> AttentionOptions<'static> {
         AttentionOptions {
             causal: true,

@@ -1,4 +1,5 @@
 use overdrive_autograd::NoGradGuard;
+use overdrive_core::Error as Common;
 use overdrive_kernels::{Accumulate, InstructionSet};
 use tch::{Device, Kind, Tensor};
 
@@ -6,43 +7,43 @@ use crate::attention::attention_with_lse;
 use crate::blockwise::{accumulator, for_kind, workspace};
 use crate::call::{check_kinds, check_options, scale, shape_error, slopes_of, unresolved_limits};
 use crate::kernel::{
-    self, ForwardOutputs, Fresh, Pages, Problem, Rules, Sequence, Slopes, Strided,
+    self, AttentionInputs, ForwardOutputs, Fresh, Pages, Rules, Sequence, Slopes, Strided,
 };
 use crate::{Alignment, AttentionOptions, Backend, Error, Layout, Result};
 
-/// Which queries belong to which text, and where the keys of each text lie.
+/// The queries of each sequence, and the blocks of its keys.
 ///
-/// All three slices have one entry a text.
+/// All three slices have one entry for each sequence.
 #[derive(Debug, Clone, Copy)]
 pub struct PagedLayout<'a> {
-    /// Blocks of the pool that hold the keys of each text, in order: key `k` is row
+    /// The blocks of the pool that hold the keys of each sequence, in order: key `k` is row
     /// `k % block_size` of block `table[k / block_size]`. A table may be longer than its keys need.
     pub block_tables: &'a [Vec<u32>],
-    /// Queries of each text; they lie one text after another.
+    /// The queries of each sequence; they are concatenated.
     pub query_lengths: &'a [usize],
-    /// Keys of each text, those of its new queries included.
+    /// The keys of each sequence, those of its new queries included.
     pub key_lengths: &'a [usize],
 }
 
-/// Attention of several texts whose keys and values lie in blocks of one pool, without a gradient:
+/// Returns the attention of several sequences whose keys and values are in blocks of one pool, without a gradient:
 /// output (N, H, D_v) and log-sum-exp (H, N).
 ///
-/// Query (N, H, D): the new queries of all texts, one text after another, none hidden by padding; key
-/// blocks (blocks, H_kv, block_size, D), value blocks (blocks, H_kv, block_size, D_v). Each text gets
-/// what [`attention`](crate::attention) would give it alone; positions of causality, window and ALiBi
-/// count inside the text, and queries stand at the end of its keys. Texts of one query and of many may
-/// be mixed. `alibi_slopes` may be (H) or (texts, H); `layout` does not matter.
+/// Query (N, H, D): the new queries of all sequences, concatenated without padding; key
+/// blocks (blocks, H_kv, block_size, D), value blocks (blocks, H_kv, block_size, D_v). Each sequence has
+/// the result that [`attention`](crate::attention) would return for it alone; positions of causality, window and ALiBi
+/// count inside the sequence, and queries are at the end of its keys. Sequences of one query and of many may
+/// be mixed. `alibi_slopes` may be (H) or (sequences, H); `layout` does not matter.
 ///
 /// On a CPU the blockwise kernel reads keys and values in their blocks: nothing is gathered. On other
-/// devices, and for another back end that is asked for, the blocks of one text after another are
-/// gathered and attended to: correct, and slower than a kernel that follows the table.
+/// devices, and for another back end that is asked for, the blocks of one sequence after another are
+/// gathered: correct, but slower than a kernel that follows the table.
 ///
-/// Equals `flash_attn_varlen_func` with a `block_table`; the idea is PagedAttention's (Kwon et al. 2023,
+/// It equals `flash_attn_varlen_func` with a `block_table`; the idea is PagedAttention's (Kwon et al. 2023,
 /// [arXiv:2309.06180](https://arxiv.org/abs/2309.06180)).
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::Dtype`], [`Error::OtherDevice`] for tensors that do not fit,
-/// [`Error::PagedLayout`] for lengths and tables that do not, [`Error::InvalidOption`] for a mask,
+/// [`Error::Common`] for tensors that do not fit,
+/// [`Error::PagedLayout`] for lengths and tables that do not, [`Error::Common`] for a mask,
 /// dropout, [`Alignment::TopLeft`] or a query that requires a gradient.
 ///
 /// ```
@@ -52,7 +53,7 @@ pub struct PagedLayout<'a> {
 /// # fn main() -> Result<(), overdrive_attention::Error> {
 /// let random = |shape: [i64; 4]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
 /// let (keys, values) = (random([6, 2, 4, 8]), random([6, 2, 4, 8])); // 6 blocks of 4 tokens
-/// let query = random([1, 3, 4, 8]).squeeze_dim(0); // 1 query of the first text, 2 of the second
+/// let query = random([1, 3, 4, 8]).squeeze_dim(0); // 1 query of the first sequence, 2 of the second
 /// let layout = PagedLayout {
 ///     block_tables: &[vec![5, 0, 2], vec![3]],
 ///     query_lengths: &[1, 2],
@@ -80,7 +81,7 @@ pub fn attention_paged(
     }
 }
 
-/// Arguments that fit together.
+/// The checked arguments.
 struct PagedCall<'a> {
     query: &'a Tensor,
     keys: &'a Tensor,
@@ -91,7 +92,7 @@ struct PagedCall<'a> {
     sizes: Sizes,
 }
 
-/// Sizes of the tensors.
+/// The sizes of the tensors.
 #[derive(Clone, Copy)]
 struct Sizes {
     queries: i64,
@@ -128,7 +129,7 @@ impl<'a> PagedCall<'a> {
         })
     }
 
-    /// The texts as what the kernel calls sequences.
+    /// Returns the texts as what the kernel calls sequences.
     fn sequences(&self) -> Vec<Sequence> {
         let mut start = 0;
         let lengths = self.layout.query_lengths.iter();
@@ -149,7 +150,7 @@ impl<'a> PagedCall<'a> {
     }
 }
 
-/// The CPU kernel on the blocks where they lie.
+/// Returns the CPU kernel on the blocks where they lie.
 fn in_place<E: Accumulate>(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
     let (sizes, options) = (call.sizes, call.options);
     let query = Strided::rows(&call.query.f_detach()?.f_transpose(0, 1)?.f_unsqueeze(0)?)?;
@@ -163,7 +164,7 @@ fn in_place<E: Accumulate>(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
     };
     let (slopes, sinks) = (numbers(options.alibi_slopes)?, numbers(options.sinks)?);
     let (left, right) = unresolved_limits(options);
-    let problem = Problem::<E> {
+    let problem = AttentionInputs::<E> {
         set: InstructionSet::best(),
         sequences: call.sequences(),
         heads: usize_of(sizes.heads),
@@ -218,7 +219,7 @@ fn in_place<E: Accumulate>(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
     ))
 }
 
-/// One text after another over a dense copy of its blocks.
+/// Runs one sequence after another over a dense copy of its blocks.
 fn gathered(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
     let (mut outputs, mut lses) = (Vec::new(), Vec::new());
     for (text, sequence) in call.sequences().iter().enumerate() {
@@ -259,14 +260,10 @@ fn gathered(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
     Ok((Tensor::f_cat(&outputs, 0)?, Tensor::f_cat(&lses, 1)?))
 }
 
-/// What a cache of many texts cannot do.
+/// Checks that no option is set that a paged cache does not support.
 fn refuse(query: &Tensor, options: &AttentionOptions<'_>) -> Result<()> {
     let invalid = |option, value: String, expected| {
-        Err(Error::InvalidOption {
-            option,
-            value,
-            expected,
-        })
+        Err(Error::Common(Common::option(option, value, expected)))
     };
     if options.mask.is_some() {
         let expected = "None over paged keys, whose scores have no common shape";

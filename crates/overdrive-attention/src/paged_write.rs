@@ -1,28 +1,30 @@
+use overdrive_core::Error as Common;
 use overdrive_kernels::Accumulate;
 use tch::{Device, Kind, Tensor};
 
 use crate::blockwise::for_kind;
 use crate::call::shape_error;
+use crate::error::other_device;
 use crate::kernel::{Strided, write_rows};
 use crate::{Error, Result};
 
-/// Where the new tokens of a step go in a pool of blocks: token `t` to row `slots[t] % block_size` of
+/// The slots in a pool of blocks that the new tokens of a step are written to: token `t` to row `slots[t] % block_size` of
 /// block `slots[t] / block_size`.
 ///
-/// Made once for all layers of a step.
+/// It is made once for all layers of a step.
 #[derive(Debug)]
 pub struct PagedSlots {
     slots: Vec<usize>,
     block_size: usize,
-    /// One past the last slot.
+    /// The slot after the last one.
     end: usize,
     device: Device,
-    /// Blocks and rows, on a device that cannot read `slots`.
+    /// The blocks and rows as tensors, for a device that cannot read `slots`.
     indices: Option<(Tensor, Tensor)>,
 }
 
 impl PagedSlots {
-    /// Slots of a pool on `device` whose blocks have `block_size` rows. No two may be the same.
+    /// Checks slots of a pool on `device` whose blocks have `block_size` rows. No two may be the same.
     ///
     /// # Errors
     /// [`Error::PagedLayout`] for a block size of 0; [`Error::Torch`] if the device is not there.
@@ -46,12 +48,12 @@ impl PagedSlots {
         })
     }
 
-    /// Number of tokens.
+    /// Returns the number of tokens.
     pub fn len(&self) -> usize {
         self.slots.len()
     }
 
-    /// Whether there is no token.
+    /// Returns `true` if there is no token.
     pub fn is_empty(&self) -> bool {
         self.slots.is_empty()
     }
@@ -60,10 +62,10 @@ impl PagedSlots {
 /// Writes `rows` (T, H_kv, D), the keys or values of T new tokens, to their slots of `pool`
 /// (blocks, H_kv, block_size, D), in place; vLLM's `reshape_and_cache_flash`. No gradient is kept.
 ///
-/// On a CPU a plain copy, elsewhere one `index_put_`.
+/// This is a plain copy on a CPU and one `index_put_` elsewhere.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::Dtype`], [`Error::OtherDevice`] where the tensors do not fit, and
+/// [`Error::Common`] where the tensors do not fit, and
 /// [`Error::PagedLayout`] for a slot outside the pool; nothing has been written then.
 ///
 /// ```
@@ -96,7 +98,7 @@ fn copy<E: Accumulate>(rows: &Strided, pool: &Tensor, slots: &PagedSlots) -> Res
     write_rows::<E>(&rows.view()?, pool, sizes, &slots.slots)
 }
 
-/// Blocks and rows of slots as tensors.
+/// Returns the blocks and rows of slots as tensors.
 fn indices(slots: &[usize], block_size: usize, device: Device) -> Result<(Tensor, Tensor)> {
     let tensor = |of: fn(usize, usize) -> usize| -> Result<Tensor> {
         let numbers: Vec<i64> = slots
@@ -130,19 +132,15 @@ fn check(rows: &Tensor, pool: &Tensor, slots: &PagedSlots) -> Result<()> {
         return Err(shape_error("rows", rows, expected));
     }
     if rows.kind() != pool.kind() {
-        return Err(Error::Dtype {
-            tensor: "rows",
-            kind: rows.kind(),
-            expected: format!("{:?} as the pool", pool.kind()),
-        });
+        return Err(Error::Common(Common::dtype(
+            "rows",
+            rows.kind(),
+            format!("{:?} as the pool", pool.kind()),
+        )));
     }
     for (name, device) in [("rows", rows.device()), ("pool", pool.device())] {
         if device != slots.device {
-            return Err(Error::OtherDevice {
-                tensor: name,
-                device,
-                expected: slots.device,
-            });
+            return Err(other_device(name, device, slots.device));
         }
     }
     let rows_in_pool = p[0].saturating_mul(p[2]);

@@ -1,4 +1,4 @@
-//! Which back end can run a call, and which should.
+//! The choice of the back end of a call.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -9,25 +9,25 @@ use tch::{Device, Kind, Tensor};
 use crate::call::Call;
 use crate::{Alignment, AttentionOptions, Backend, Error, PackedLengths, Result};
 
-/// Which back end an attention would run on, and what stands against the others.
+/// The back end that an attention would run on, and the reasons against the others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Explanation {
     /// The one that would run; `None` if a back end was forced that cannot.
     pub backend: Option<Backend>,
-    /// Why that one.
+    /// The reason for it.
     pub reason: String,
-    /// Every back end, in the order of preference on this device.
+    /// All back ends, in the order of preference on this device.
     pub verdicts: Vec<Verdict>,
 }
 
-/// What one back end has to say.
+/// The reasons against one back end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Verdict {
     /// The back end.
     pub backend: Backend,
-    /// Why it cannot run; empty if it can.
+    /// The reasons why it cannot run; empty if it can.
     pub refusals: Vec<String>,
 }
 
@@ -47,12 +47,12 @@ impl fmt::Display for Explanation {
     }
 }
 
-/// Says which back end [`attention`](crate::attention) would use for these arguments and why the
-/// others would not run. Nothing is computed.
+/// Returns the back end that [`attention`](crate::attention) would use for these arguments and the reasons against
+/// the others, without computing anything.
 ///
 /// # Errors
 /// Those of [`attention`](crate::attention) for shapes, dtypes and options, but none for a forced back
-/// end that cannot run: the explanation says so.
+/// end that cannot run, which the explanation contains.
 pub fn explain(
     query: &Tensor,
     key: &Tensor,
@@ -62,7 +62,7 @@ pub fn explain(
     Ok(explanation(&Call::new(query, key, value, options, false)?))
 }
 
-/// As [`explain`], for [`attention_varlen`](crate::attention_varlen).
+/// Does the same as [`explain`] for [`attention_varlen`](crate::attention_varlen).
 ///
 /// # Errors
 /// As [`explain`].
@@ -78,7 +78,7 @@ pub fn explain_varlen(
     )?))
 }
 
-/// The back end for a call; a forced one that cannot run is an error with its reasons.
+/// Returns the back end for a call; a forced one that cannot run is an error with its reasons.
 pub(crate) fn select(call: &Call<'_>) -> Result<Backend> {
     let explanation = explanation(call);
     let forced = call.options.backend;
@@ -136,7 +136,7 @@ fn explanation(call: &Call<'_>) -> Explanation {
     }
 }
 
-/// Back ends from the fastest to the slowest.
+/// Returns the back ends from the fastest to the slowest.
 fn preference(call: &Call<'_>) -> [Backend; 5] {
     match call.device {
         // On a CPU ours comes before libtorch's flash: on two cores with AVX-512 (Zen 4), causal, batch
@@ -214,7 +214,7 @@ fn of_blockwise(call: &Call<'_>, reasons: &mut Vec<String>) {
     dtype(call, &allowed, reasons);
 }
 
-/// What no kernel of libtorch has.
+/// Returns the options that no kernel of libtorch supports.
 fn of_libtorch(call: &Call<'_>, reasons: &mut Vec<String>) {
     if call.is_empty() {
         reasons.push("a dimension is empty".to_owned());
@@ -239,8 +239,8 @@ fn of_libtorch(call: &Call<'_>, reasons: &mut Vec<String>) {
     }
 }
 
-/// What the kernels of PyTorch's `scaled_dot_product_attention` lack besides: nothing but a causal mask
-/// from the top left.
+/// Returns the options that the kernels of PyTorch's `scaled_dot_product_attention` do not support either: all but a
+/// causal mask from the top left.
 fn of_sdpa(call: &Call<'_>, reasons: &mut Vec<String>) {
     if call.is_packed {
         reasons.push("it takes no packed sequences".to_owned());
@@ -338,7 +338,7 @@ fn head_size(call: &Call<'_>, most: i64, reasons: &mut Vec<String>) {
     }
 }
 
-/// Says under `tracing` which back end runs, once for each kind of call.
+/// Logs under `tracing` which back end runs, once for each kind of call.
 fn log_once(call: &Call<'_>, backend: Backend, reason: &str) {
     if !tracing::enabled!(tracing::Level::DEBUG) {
         return;

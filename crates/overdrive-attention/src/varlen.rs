@@ -9,9 +9,9 @@ use crate::math::math;
 use crate::selection::select;
 use crate::{AttentionOptions, Backend, Error, Layout, Result};
 
-/// Where the sequences of a pack begin and end.
+/// The bounds of the sequences of a pack.
 ///
-/// Made once for a batch and used in every layer: on a GPU the lengths are read back only here.
+/// It is made once for a batch and used in every layer: on a GPU the lengths are copied to the host only here.
 #[derive(Debug)]
 pub struct PackedLengths {
     cumulative_q: Tensor,
@@ -33,11 +33,11 @@ impl Clone for PackedLengths {
 }
 
 impl PackedLengths {
-    /// From cumulative lengths as flash-attn's `cu_seqlens`: integers (N + 1), from 0 to the total, of
+    /// Checks cumulative lengths as flash-attn's `cu_seqlens`: integers (N + 1), from 0 to the total, of
     /// which sequence `n` has rows `cu[n]..cu[n + 1]`.
     ///
     /// # Errors
-    /// [`Error::CumulativeLengths`] if they do not begin with 0, fall somewhere, or are not as many for
+    /// [`Error::CumulativeLengths`] if they do not begin with 0, decrease, or differ in number between
     /// queries and keys.
     pub fn new(cumulative_q: &Tensor, cumulative_k: &Tensor) -> Result<PackedLengths> {
         let queries = bounds("cu_seqlens_q", cumulative_q)?;
@@ -75,7 +75,7 @@ impl PackedLengths {
         })
     }
 
-    /// Of self-attention over sequences of these lengths, on `device`.
+    /// Returns the bounds for self-attention over sequences of these lengths, on `device`.
     ///
     /// # Errors
     /// [`Error::CumulativeLengths`] for a negative length.
@@ -88,7 +88,7 @@ impl PackedLengths {
         PackedLengths::new(&cumulative, &cumulative)?.to_device(device)
     }
 
-    /// The same on another device.
+    /// Returns the same on another device.
     ///
     /// # Errors
     /// [`Error::Torch`] if the device is not there.
@@ -100,39 +100,39 @@ impl PackedLengths {
         })
     }
 
-    /// Number of sequences.
+    /// Returns the number of sequences.
     pub fn len(&self) -> usize {
         self.sequences.len()
     }
 
-    /// Whether there is no sequence.
+    /// Returns `true` if there is no sequence.
     pub fn is_empty(&self) -> bool {
         self.sequences.is_empty()
     }
 
-    /// Queries of the longest sequence.
+    /// Returns the queries of the longest sequence.
     pub fn longest_queries(&self) -> i64 {
         self.longest_q
     }
 
-    /// Keys of the longest sequence.
+    /// Returns the keys of the longest sequence.
     pub fn longest_keys(&self) -> i64 {
         self.longest_k
     }
 
-    /// Queries of each sequence.
+    /// Returns the queries of each sequence.
     pub fn query_lengths(&self) -> impl Iterator<Item = i64> {
         self.sequences
             .iter()
             .map(|sequence| sequence.queries as i64)
     }
 
-    /// Queries of all sequences together.
+    /// Returns the queries of all sequences together.
     pub fn total_queries(&self) -> i64 {
         self.sequences.iter().map(|s| s.queries as i64).sum()
     }
 
-    /// Keys of all sequences together.
+    /// Returns the keys of all sequences together.
     pub fn total_keys(&self) -> i64 {
         self.sequences.iter().map(|s| s.keys as i64).sum()
     }
@@ -141,7 +141,7 @@ impl PackedLengths {
         &self.sequences
     }
 
-    /// Whether each sequence has as many queries as keys.
+    /// Returns `true` if each sequence has as many queries as keys.
     pub fn is_square(&self) -> bool {
         self.sequences
             .iter()
@@ -186,17 +186,17 @@ fn bounds(name: &'static str, cumulative: &Tensor) -> Result<Vec<usize>> {
         .collect())
 }
 
-/// Attention inside each sequence of a pack, none across: query (total_q, H, D), key
+/// Returns the attention inside each sequence of a pack: query (total_q, H, D), key
 /// (total_k, H_kv, D), value (total_k, H_kv, D_v), output (total_q, H, D_v).
 ///
-/// Each sequence gets what [`attention`](crate::attention) would give it alone; positions of causality,
+/// Each sequence has the result that [`attention`](crate::attention) would return for it alone; positions of causality,
 /// window and ALiBi count inside the sequence. `alibi_slopes` may be (H) or (sequences, H); `mask` must
-/// be `None`, `layout` does not matter. With dropout, what is dropped depends on the place in the pack.
+/// be `None`, `layout` does not matter. With dropout, the dropped weights depend on the position in the pack.
 ///
-/// On CUDA through libtorch's flash kernels, on a CPU through the blockwise kernel; neither makes
-/// anything of the size T · T. The math back end goes from sequence to sequence.
+/// It runs libtorch's flash kernels on CUDA and the blockwise kernel on a CPU; neither allocates
+/// T · T elements. The math back end goes from sequence to sequence.
 ///
-/// Equals `flash_attn_varlen_func` and `torch.nn.attention.varlen.varlen_attn`.
+/// It equals `flash_attn_varlen_func` and `torch.nn.attention.varlen.varlen_attn`.
 ///
 /// # Errors
 /// As [`attention`](crate::attention).
@@ -224,7 +224,7 @@ pub fn attention_varlen(
     Ok(run(&call, lengths)?.0)
 }
 
-/// As [`attention_varlen`], with the log-sum-exp (H, total_q) of
+/// Returns the output of [`attention_varlen`] and the log-sum-exp (H, total_q) of
 /// [`attention_with_lse`](crate::attention_with_lse).
 ///
 /// # Errors
@@ -240,7 +240,7 @@ pub fn attention_varlen_with_lse(
     run(&call, lengths)
 }
 
-/// Output (total_q, H, D_v) and log-sum-exp (H, total_q).
+/// Returns the output (total_q, H, D_v) and log-sum-exp (H, total_q).
 fn run(call: &Call<'_>, lengths: &PackedLengths) -> Result<(Tensor, Tensor)> {
     let (output, lse) = match select(call)? {
         Backend::Blockwise => {
@@ -281,7 +281,7 @@ fn on_cuda(call: &Call<'_>, lengths: &PackedLengths) -> Result<(Tensor, Tensor)>
     )
 }
 
-/// Output (1, total_q, H, D_v) and log-sum-exp (1, H, total_q) by the math back end.
+/// Returns the output (1, total_q, H, D_v) and log-sum-exp (1, H, total_q) by the math back end.
 fn one_by_one(call: &Call<'_>, lengths: &PackedLengths) -> Result<(Tensor, Tensor)> {
     let (mut outputs, mut lses) = (Vec::new(), Vec::new());
     for (index, sequence) in lengths.sequences().iter().enumerate() {

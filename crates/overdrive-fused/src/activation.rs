@@ -1,9 +1,10 @@
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
 use tch::Tensor;
 
+use crate::Result;
+use crate::error::{check_floating, wrong_shape};
 use crate::kernel::activation::{Gated, GatedMut, biased, biased_backward, gated, gated_backward};
-use crate::tensors::{Fresh, elements, has_kernel, is_floating, promoted, with_element};
-use crate::{Error, Result};
+use crate::tensors::{Fresh, elements, has_kernel, promoted, with_element};
 
 /// A non-linearity, applied element by element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,7 +21,7 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// In libtorch's operators.
+    /// Applies the activation by libtorch's operators.
     fn composed(self, x: &Tensor) -> Result<Tensor> {
         Ok(match self {
             Self::Silu => x.f_silu()?,
@@ -31,8 +32,8 @@ impl Activation {
     }
 }
 
-/// `silu(gate) · up` from the joint product `gate_up (…, 2·I)`, whose rows are the gates and then what
-/// they gate; the result is `(…, I)`. As [`glu`] with [`Activation::Silu`].
+/// Returns `silu(gate) · up` from the joint projection `gate_up (…, 2·I)`, whose rows are the gates and
+/// then the gated values; the result is `(…, I)`. It is [`glu`] with [`Activation::Silu`].
 ///
 /// # Errors
 /// As [`glu`].
@@ -40,7 +41,7 @@ pub fn swiglu(gate_up: &Tensor) -> Result<Tensor> {
     glu(gate_up, Activation::Silu)
 }
 
-/// `silu(gate) · up` from two tensors of one shape. As [`glu_pair`] with [`Activation::Silu`].
+/// Returns `silu(gate) · up` from two tensors of one shape. It is [`glu_pair`] with [`Activation::Silu`].
 ///
 /// # Errors
 /// As [`glu_pair`].
@@ -48,14 +49,14 @@ pub fn swiglu_pair(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     glu_pair(gate, up, Activation::Silu)
 }
 
-/// `activation(gate) · up` from the joint product `gate_up (…, 2·I)`, to `(…, I)`, in one pass (gated
+/// Returns `activation(gate) · up` from the joint projection `gate_up (…, 2·I)`, to `(…, I)`, in one pass (gated
 /// linear units, Shazeer 2020, arXiv:2002.05202).
 ///
 /// Gates come first in a row (PyTorch's own `glu` has them last). The arithmetic is in f32, rounded
 /// once. Backward keeps `gate_up` alone, computes the activation again and writes one joint gradient.
 ///
 /// # Errors
-/// [`Error::Shape`] if the last dimension is odd, [`Error::Kind`] for integers.
+/// [`Error::Common`](crate::Error::Common) if the last dimension is odd or the dtype is not a floating-point one.
 ///
 /// ```
 /// use tch::Tensor;
@@ -65,15 +66,15 @@ pub fn swiglu_pair(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// # Ok::<(), overdrive_fused::Error>(())
 /// ```
 pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
-    check_kind("glu", "gate_up", gate_up)?;
+    check_floating("glu", "gate_up", gate_up)?;
     let width = gate_up.size().last().copied().unwrap_or(1);
     if width % 2 != 0 {
-        return Err(Error::Shape {
-            function: "glu",
-            name: "gate_up",
-            found: gate_up.size(),
-            expected: "an even last dimension: as many gates as gated values".to_owned(),
-        });
+        return Err(wrong_shape(
+            "glu",
+            "gate_up",
+            gate_up,
+            "(…, 2·I): as many gates as gated values",
+        ));
     }
     if has_kernel(gate_up) && gate_up.numel() > 0 {
         return Ok(apply(JointGlu { activation }, &[gate_up])?.remove(0));
@@ -83,20 +84,20 @@ pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
     Ok(gate.f_mul(&gate_up.f_narrow(-1, half, half)?)?)
 }
 
-/// `activation(gate) · up` from two tensors of one shape, in one pass; otherwise as [`glu`].
+/// Returns `activation(gate) · up` from two tensors of one shape, in one pass; otherwise as [`glu`].
 ///
 /// # Errors
-/// [`Error::Shape`] if the shapes differ, [`Error::Kind`] for integers.
+/// [`Error::Common`](crate::Error::Common) if the shapes differ or a dtype is not a floating-point one.
 pub fn glu_pair(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
-    check_kind("glu_pair", "gate", gate)?;
-    check_kind("glu_pair", "up", up)?;
+    check_floating("glu_pair", "gate", gate)?;
+    check_floating("glu_pair", "up", up)?;
     if gate.size() != up.size() {
-        return Err(Error::Shape {
-            function: "glu_pair",
-            name: "up",
-            found: up.size(),
-            expected: format!("that of gate, {:?}", gate.size()),
-        });
+        return Err(wrong_shape(
+            "glu_pair",
+            "up",
+            up,
+            format!("{:?}, the shape of gate", gate.size()),
+        ));
     }
     let kind = promoted(gate.kind(), up.kind());
     let (gate, up) = (gate.f_to_kind(kind)?, up.f_to_kind(kind)?);
@@ -106,27 +107,27 @@ pub fn glu_pair(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Te
     Ok(activation.composed(&gate)?.f_mul(&up)?)
 }
 
-/// `activation(x + bias)` over the last dimension, in one pass: the middle of GPT-2's feed-forward
-/// block, whose first product then needs no bias of its own.
+/// Returns `activation(x + bias)` over the last dimension, in one pass: the middle of GPT-2's feed-forward
+/// block, whose first linear layer then needs no bias of its own.
 ///
 /// `x (…, I)`, `bias (I,)`. Backward keeps `x` and `bias`; the gradient of `bias` does not depend on
 /// the number of threads.
 ///
 /// # Errors
-/// [`Error::Shape`] if `bias` is not as long as a row of `x`, [`Error::Kind`] for integers.
+/// [`Error::Common`](crate::Error::Common) if `bias` is not as long as a row of `x` or a dtype is not a floating-point one.
 pub fn bias_activation(x: &Tensor, bias: &Tensor, activation: Activation) -> Result<Tensor> {
-    check_kind("bias_activation", "x", x)?;
-    check_kind("bias_activation", "bias", bias)?;
+    check_floating("bias_activation", "x", x)?;
+    check_floating("bias_activation", "bias", bias)?;
     if x.dim() == 0 || bias.size() != x.size()[x.dim() - 1..] {
-        return Err(Error::Shape {
-            function: "bias_activation",
-            name: "bias",
-            found: bias.size(),
-            expected: format!(
-                "one element for each channel of x, whose shape is {:?}",
+        return Err(wrong_shape(
+            "bias_activation",
+            "bias",
+            bias,
+            format!(
+                "(I,), one element for each channel of x, whose shape is {:?}",
                 x.size()
             ),
-        });
+        ));
     }
     let kind = promoted(x.kind(), bias.kind());
     let (x, bias) = (x.f_to_kind(kind)?, bias.f_to_kind(kind)?);
@@ -134,18 +135,6 @@ pub fn bias_activation(x: &Tensor, bias: &Tensor, activation: Activation) -> Res
         return Ok(apply(Biased { activation }, &[&x, &bias])?.remove(0));
     }
     activation.composed(&x.f_add(&bias)?)
-}
-
-fn check_kind(function: &'static str, name: &'static str, x: &Tensor) -> Result<()> {
-    if is_floating(x.kind()) {
-        return Ok(());
-    }
-    Err(Error::Kind {
-        function,
-        name,
-        found: x.kind(),
-        expected: "Float, Double, Half or BFloat16",
-    })
 }
 
 struct JointGlu {
@@ -194,7 +183,7 @@ impl Function for JointGlu {
     }
 }
 
-/// Halves the last dimension and says what it is then.
+/// Returns the shape with half the last dimension, and that dimension.
 fn half_width(size: &mut [i64]) -> usize {
     match size.last_mut() {
         Some(last) => {

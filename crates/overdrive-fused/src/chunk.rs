@@ -1,4 +1,4 @@
-//! The chunks of a head and its loss.
+//! Chunks of rows through the output layer and the loss.
 #![allow(unsafe_code)]
 
 use std::num::NonZeroUsize;
@@ -12,19 +12,21 @@ use crate::loss_options::Labels;
 use crate::tensors::{Replaceable, elements, has_kernel, with_element};
 use crate::{CrossEntropyOptions, Result, composed};
 
-/// Each chunk packs the weight anew for its products and reads and writes the gradient of the weight,
-/// so small chunks are slow: 16 MiB took 6 % longer than 32, and 8 MiB 34 % (the benchmark `head_chunks`,
-/// 2048 rows of 384, 8192 classes).
+/// The bytes of logits in a chunk.
+//
+// Each chunk packs the weight anew for its matmuls and reads and writes the gradient of the weight,
+// so small chunks are slow: 16 MiB took 6 % longer than 32, and 8 MiB 34 % (the benchmark `head_chunks`,
+// 2048 rows of 384, 8192 classes).
 const CHUNK_BYTES: usize = 32 << 20;
 
-/// For large vocabularies, where a chunk of 128 rows took 10 % longer than one of 256.
+/// The least rows of a chunk, for large vocabularies, where a chunk of 128 rows took 10 % longer than one of 256.
 const MIN_CHUNK_ROWS: usize = 256;
 
 /// The share of ignored rows from which on the others are gathered: copying them is cheaper than
 /// their products.
 const GATHER_FROM: f64 = 1.0 / 16.0;
 
-/// Rows of a chunk for so many classes.
+/// Returns the rows of a chunk for so many classes.
 pub(crate) fn auto_rows(classes: usize, kind: Kind) -> NonZeroUsize {
     let row = classes.max(1) * kind.elt_size_in_bytes();
     let rows = (CHUNK_BYTES / row).next_multiple_of(64);
@@ -44,7 +46,7 @@ impl Gradients {
         Ok(Self(copies))
     }
 
-    /// Times the gradient of the loss.
+    /// Returns the gradients times the gradient of the loss.
     pub(crate) fn scaled(self, upstream: &Tensor) -> Result<Vec<Option<Tensor>>> {
         let one = upstream.device() == Device::Cpu && upstream.f_double_value(&[])? == 1.0;
         let mut scaled = Vec::from(self.0);
@@ -57,7 +59,7 @@ impl Gradients {
     }
 }
 
-/// The loss of `[hidden (N, C), weight (V, C), bias (V,)?]`, and its gradients.
+/// Returns the loss of `[hidden (N, C), weight (V, C), bias (V,)?]`, and its gradients.
 pub(crate) fn run_chunks(
     inputs: &[&Tensor],
     labels: &Labels,
@@ -90,7 +92,9 @@ pub(crate) fn run_chunks(
     };
     let total = hidden.size()[0];
     let width = chunk_rows.min(total).max(1);
+    // One buffer for all chunks: freeing and allocating it each time would touch new pages.
     let buffer = Tensor::f_empty([width, weight.size()[0]], (weight.kind(), weight.device()))?;
+    // Sums on a device are added up at the end, so that no chunk waits for the device.
     let mut sums = Vec::new();
     for start in (0..total).step_by(width as usize) {
         let len = width.min(total - start);
@@ -109,7 +113,7 @@ pub(crate) fn run_chunks(
     Ok((loss, chunks.finish(gathered, rows)?))
 }
 
-/// The rows that count, where enough do not.
+/// The rows that are not ignored, gathered where enough are ignored.
 struct Gathered {
     index: Tensor,
     hidden: Tensor,
@@ -146,7 +150,7 @@ struct Chunks<'a> {
 }
 
 impl Chunks<'_> {
-    /// The sum of the losses of a chunk, whose rows begin at `start`.
+    /// Returns the sum of the losses of a chunk, whose rows begin at `start`.
     fn run(
         &mut self,
         hidden: &Tensor,
@@ -155,6 +159,7 @@ impl Chunks<'_> {
         start: i64,
     ) -> Result<ChunkLoss> {
         if let Some(bias) = self.bias {
+            // `mm_into` with accumulation adds to the bias, which saves a pass over the logits.
             logits.f_copy_(bias)?;
         }
         mm_into(logits, hidden, &self.transposed, self.bias.is_some())?;
@@ -168,10 +173,10 @@ impl Chunks<'_> {
             accumulate_product(&mut self.d_weight, &logits.f_tr()?, hidden)?;
         }
         if self.wanted[2] {
-            let part = logits.f_sum_dim_intlist([0i64].as_slice(), false, wide(logits))?;
+            let gradient = logits.f_sum_dim_intlist([0i64].as_slice(), false, wide(logits))?;
             self.d_bias = Some(match self.d_bias.take() {
-                None => part,
-                Some(sum) => sum.f_add(&part)?,
+                None => gradient,
+                Some(sum) => sum.f_add(&gradient)?,
             });
         }
         Ok(sum)
@@ -208,32 +213,32 @@ impl Chunks<'_> {
 /// The sum of a chunk's losses.
 #[derive(Debug)]
 enum ChunkLoss {
-    Here(f64),
-    /// On a device that nobody waits for yet.
-    There(Tensor),
+    OnCpu(f64),
+    /// A scalar on the device, which has not been synchronised with yet.
+    OnDevice(Tensor),
 }
 
 fn total_of(sums: &[ChunkLoss], weight: &Tensor) -> Result<Tensor> {
-    let (mut here, mut there) = (0.0, None::<Tensor>);
+    let (mut on_cpu, mut on_device) = (0.0, None::<Tensor>);
     for sum in sums {
         match sum {
-            ChunkLoss::Here(sum) => here += sum,
-            ChunkLoss::There(sum) => {
-                there = Some(match there {
+            ChunkLoss::OnCpu(sum) => on_cpu += sum,
+            ChunkLoss::OnDevice(sum) => {
+                on_device = Some(match on_device {
                     None => sum.shallow_clone(),
                     Some(all) => all.f_add(sum)?,
                 });
             }
         }
     }
-    match there {
+    match on_device {
         Some(total) => Ok(total),
-        None if has_kernel(weight) => scalar(here),
+        None if has_kernel(weight) => scalar(on_cpu),
         None => Ok(Tensor::f_zeros([0i64; 0], (wide(weight), weight.device()))?),
     }
 }
 
-/// The dtype of sums.
+/// Returns the dtype of sums.
 fn wide(tensor: &Tensor) -> Kind {
     match tensor.kind() {
         Kind::Double => Kind::Double,
@@ -241,7 +246,7 @@ fn wide(tensor: &Tensor) -> Kind {
     }
 }
 
-/// The sum of the losses of a chunk; with a scale the logits become the gradient of `scale ·` it.
+/// Returns the sum of the losses of a chunk; with a scale the logits become the gradient of `scale ·` it.
 fn softmax(
     logits: &mut Tensor,
     labels: &Tensor,
@@ -249,7 +254,7 @@ fn softmax(
     scale: Option<f64>,
 ) -> Result<ChunkLoss> {
     if !has_kernel(logits) {
-        return Ok(ChunkLoss::There(match scale {
+        return Ok(ChunkLoss::OnDevice(match scale {
             None => composed::loss(logits, labels, options)?,
             Some(scale) => composed::loss_and_gradient(logits, labels, options, scale)?,
         }));
@@ -269,10 +274,10 @@ fn softmax(
             loss_and_gradient::<T>(terms, logits, labels, &mut losses, scale as f32);
         }
     });
-    Ok(ChunkLoss::Here(sum(&losses)))
+    Ok(ChunkLoss::OnCpu(sum(&losses)))
 }
 
-/// `sum += a · b`; in f32 where `a` and `b` are narrower and there is more than one chunk.
+/// Computes `sum += a · b`, in f32 where `a` and `b` are narrower and there is more than one chunk.
 fn accumulate_product(sum: &mut Option<Tensor>, a: &Tensor, b: &Tensor) -> Result<()> {
     let product = || -> Result<Tensor> {
         let product = Tensor::f_empty([a.size()[0], b.size()[1]], (a.kind(), a.device()))?;
@@ -285,6 +290,7 @@ fn accumulate_product(sum: &mut Option<Tensor>, a: &Tensor, b: &Tensor) -> Resul
             mm_into(&sum, a, b, true)?;
             sum
         }
+        // A sum of many chunks in bf16 would lose the small ones.
         Some(sum) => {
             let mut wide_sum = sum.f_to_kind(Kind::Float)?;
             let _same = wide_sum.f_add_(&product()?)?;

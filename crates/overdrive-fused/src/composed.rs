@@ -1,10 +1,10 @@
-//! The loss in libtorch's own operators: for f64, and for devices without kernels of ours.
+//! The loss by libtorch's operators, for f64 and for devices without kernels of ours.
 
 use tch::{Kind, Reduction, Tensor};
 
 use crate::{CrossEntropyOptions, Result};
 
-/// The sum of the losses of `logits (N, V)` under `labels (N,)`, differentiable.
+/// Returns the sum of the losses of `logits (N, V)` under `labels (N,)`, differentiable.
 pub(crate) fn loss(
     logits: &Tensor,
     labels: &Tensor,
@@ -34,7 +34,7 @@ pub(crate) fn loss(
     Ok(loss.f_add(&squares.f_sum(loss.kind())?.f_mul_scalar(options.z_loss)?)?)
 }
 
-/// The sum of the losses; the gradient of `scale ·` it goes into the place of the logits.
+/// Returns the sum of the losses; the logits are overwritten with the gradient of `scale ·` it.
 pub(crate) fn loss_and_gradient(
     logits: &mut Tensor,
     labels: &Tensor,
@@ -81,7 +81,7 @@ pub(crate) fn loss_and_gradient(
     Ok(sum)
 }
 
-/// Losses are made in f32 at least.
+/// Returns the logits in f32 at least.
 fn widened(logits: &Tensor) -> Result<Tensor> {
     Ok(match logits.kind() {
         Kind::Half | Kind::BFloat16 => logits.f_to_kind(Kind::Float)?,

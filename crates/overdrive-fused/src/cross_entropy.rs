@@ -5,25 +5,24 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
 use tch::{Device, Kind, Tensor};
 
+use crate::error::{check_device, check_floating, wrong_shape};
 use crate::kernel::cross_entropy::{gradient, loss};
 use crate::loss_options::Labels;
-use crate::tensors::{
-    Fresh, Replaceable, copy_of, elements, has_kernel, is_floating, with_element,
-};
+use crate::tensors::{Fresh, Replaceable, copy_of, elements, has_kernel, with_element};
 use crate::{CrossEntropyOptions, CrossEntropyOutput, Error, Result, composed};
 
-/// Cross-entropy of `logits (…, V)` under `labels (…)` (i64): `torch.nn.functional.cross_entropy`,
+/// Returns the cross-entropy of `logits (…, V)` under `labels (…)` (i64): `torch.nn.functional.cross_entropy`,
 /// without the tensor of log-probabilities.
 ///
-/// Forward reads the logits and keeps one f32 a row beside them; backward makes the gradient in one
-/// pass, in the memory of the logits if the options say so. Low-precision logits are widened on the
-/// way: the loss is f32.
+/// Forward reads the logits and keeps one f32 a row beside them; backward computes the gradient in one
+/// pass, in the memory of the logits if the options say so. Low-precision logits are widened: the
+/// loss is f32.
 ///
 /// The result does not depend on the number of threads.
 ///
 /// # Errors
-/// [`Error::Label`] with the row and the value if a label is no class, [`Error::Shape`],
-/// [`Error::Kind`], [`Error::Device`] if the tensors do not fit, [`Error::InvalidOption`].
+/// [`Error::Label`] with the row and the value if a label is not a class, [`Error::Common`] if the tensors do
+/// not fit each other or an option is out of its range.
 ///
 /// ```
 /// use overdrive_fused::{CrossEntropyOptions, cross_entropy};
@@ -43,31 +42,20 @@ pub fn cross_entropy(
 ) -> Result<CrossEntropyOutput> {
     options.validate()?;
     let size = logits.size();
-    if !is_floating(logits.kind()) {
-        return Err(Error::Kind {
-            function: "cross_entropy",
-            name: "logits",
-            found: logits.kind(),
-            expected: "Float, Double, Half or BFloat16",
-        });
-    }
+    check_floating("cross_entropy", "logits", logits)?;
     let Some((&classes, leading)) = size.split_last().filter(|(classes, _)| **classes > 0) else {
-        return Err(Error::Shape {
-            function: "cross_entropy",
-            name: "logits",
-            found: size,
-            expected: "a last dimension with at least one class".to_owned(),
-        });
+        return Err(wrong_shape(
+            "cross_entropy",
+            "logits",
+            logits,
+            "(…, V) with at least one class",
+        ));
     };
-    if labels.device() != logits.device() {
-        return Err(Error::Device {
-            function: "cross_entropy",
-            name: "labels",
-            found: labels.device(),
-            other: "logits",
-            expected: logits.device(),
-        });
-    }
+    check_device(
+        "cross_entropy",
+        ("labels", labels.device()),
+        ("logits", logits.device()),
+    )?;
     let labels = Labels::new(
         "cross_entropy",
         labels,
@@ -96,7 +84,7 @@ struct CrossEntropy {
     options: CrossEntropyOptions,
     labels: Tensor,
     tokens: i64,
-    /// Whether backward has put the gradient into the logits.
+    /// If `true`, backward has put the gradient into the logits.
     used_up: AtomicBool,
 }
 
@@ -160,12 +148,12 @@ impl Function for CrossEntropy {
     }
 }
 
-/// In f64 and in order, so that it depends on nothing but the losses.
+/// Returns the sum of the losses, in f64 and in order, so that it does not depend on the number of threads.
 pub(crate) fn sum(losses: &[f32]) -> f64 {
     losses.iter().map(|&loss| f64::from(loss)).sum()
 }
 
-/// An f32 scalar.
+/// Returns an f32 scalar.
 pub(crate) fn scalar(value: f64) -> Result<Tensor> {
     Ok(Tensor::f_scalar_tensor(value, (Kind::Float, Device::Cpu))?)
 }

@@ -1,81 +1,38 @@
-use tch::Kind;
+use tch::{Device, Kind, Tensor};
 
-/// What can go wrong in a fused function.
+use crate::tensors::is_floating;
+
+/// An error of a fused function.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A tensor has a shape that does not fit the others.
-    #[error("{function}: {name} has shape {found:?}, expected {expected}")]
-    Shape {
-        /// The function.
-        function: &'static str,
-        /// The argument.
-        name: &'static str,
-        /// Its shape.
-        found: Vec<i64>,
-        /// What it must be, and why.
-        expected: String,
-    },
-    /// A tensor has a dtype that the function cannot take.
-    #[error("{function}: {name} is {found:?}, expected {expected}")]
-    Kind {
-        /// The function.
-        function: &'static str,
-        /// The argument.
-        name: &'static str,
-        /// Its dtype.
-        found: Kind,
-        /// What it may be.
-        expected: &'static str,
-    },
-    /// Arguments are on different devices.
-    #[error("{function}: {name} is on {found:?}, but {other} is on {expected:?}; move one of them")]
-    Device {
-        /// The function.
-        function: &'static str,
-        /// The argument.
-        name: &'static str,
-        /// Its device.
-        found: tch::Device,
-        /// The argument it must lie beside.
-        other: &'static str,
-        /// That one's device.
-        expected: tch::Device,
-    },
-    /// A label is no class.
+    /// An option is outside its range, or a tensor has a shape, dtype or device that the function cannot take.
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
+    /// A label is neither a class nor the label to ignore.
     #[error(
-        "{function}: the label of row {row} is {label}, expected 0..{classes}, or {ignore_index} for a row to ignore"
+        "{function}: the label of row {row} is {label}; it must be in 0..{classes}, or {ignore_index} for a row to ignore"
     )]
     Label {
-        /// The function.
+        /// The name of the function.
         function: &'static str,
         /// The first row (of the flattened labels) that has such a label.
         row: usize,
         /// The label.
         label: i64,
-        /// How many classes there are.
+        /// The number of classes.
         classes: i64,
         /// The label that marks rows to ignore.
         ignore_index: i64,
     },
-    /// An option is outside its range.
-    #[error("{option} is {value}, expected {expected}")]
-    InvalidOption {
-        /// The option.
-        option: &'static str,
-        /// Its value.
-        value: String,
-        /// What it may be.
-        expected: &'static str,
-    },
-    /// The second backward pass through something that the first used up.
+    /// A second backward pass reached a function whose buffers the first one has used up.
     #[error(
-        "{function}: a second backward pass, but the first used its buffers up; set {option} in the options"
+        "{function}: a second backward pass, but the first has used up its buffers; set {option} in the options"
     )]
     BackwardAgain {
-        /// The function.
+        /// The name of the function.
         function: &'static str,
-        /// What to set.
+        /// The option to set, and its value.
         option: &'static str,
     },
     /// An error of the graph, or of a function in it.
@@ -91,3 +48,52 @@ pub enum Error {
 
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
+
+/// Returns the name of an argument in an error.
+fn argument(function: &str, name: &str) -> String {
+    format!("{name} of {function}")
+}
+
+/// Returns the error of an argument of the wrong shape.
+pub(crate) fn wrong_shape(
+    function: &str,
+    name: &str,
+    tensor: &Tensor,
+    expected: impl Into<String>,
+) -> Error {
+    let expected: String = expected.into();
+    overdrive_core::Error::shape(argument(function, name), tensor.size(), expected).into()
+}
+
+/// Returns the error of an argument of the wrong dtype.
+pub(crate) fn wrong_dtype(function: &str, name: &str, kind: Kind, expected: &'static str) -> Error {
+    overdrive_core::Error::dtype(argument(function, name), kind, expected).into()
+}
+
+/// Checks that an argument has a floating-point dtype.
+pub(crate) fn check_floating(function: &str, name: &str, tensor: &Tensor) -> Result<()> {
+    match is_floating(tensor.kind()) {
+        true => Ok(()),
+        false => Err(wrong_dtype(
+            function,
+            name,
+            tensor.kind(),
+            "Float, Double, Half or BFloat16",
+        )),
+    }
+}
+
+/// Checks that an argument is on the device of another one.
+pub(crate) fn check_device(
+    function: &str,
+    (name, device): (&str, Device),
+    (other, expected): (&str, Device),
+) -> Result<()> {
+    match device == expected {
+        true => Ok(()),
+        false => {
+            let expected = format!("on {expected:?}, as `{other}` is; move one of them");
+            Err(overdrive_core::Error::device(argument(function, name), device, expected).into())
+        }
+    }
+}

@@ -1,23 +1,23 @@
-//! Fused pieces of a decoder for tch: what libtorch does in several passes over memory, in one.
+//! Fused operators of a decoder for tch: one pass over memory where libtorch needs several.
 //!
-//! A training step on a CPU is matrix products, and around them element-wise operators that wait for
-//! memory. The functions here join those that stand next to each other, each with its backward, in
+//! A training step on a CPU consists of matmuls, and between them of element-wise operators that wait for
+//! memory. The functions here fuse neighbouring operators, each with its backward pass, into
 //! vectorised loops on libtorch's own threads:
 //!
-//! | function | what it joins |
+//! | function | fused operators |
 //! |---|---|
-//! | [`linear_cross_entropy`] | the head's product, softmax and loss, without ever holding the logits |
+//! | [`linear_cross_entropy`] | the output layer, softmax and loss, without ever holding the logits |
 //! | [`cross_entropy`] | log-softmax and loss |
-//! | [`rms_norm`], [`add_rms_norm`] | square, mean, root, two products; and the residual's addition |
-//! | [`split_qkv_rotary`], [`rotary`] | splitting a joint projection, rotary positions, their layout |
-//! | [`swiglu`], [`swiglu_pair`], [`glu`], [`glu_pair`] | activation and product, from a joint projection too |
+//! | [`rms_norm`], [`add_rms_norm`] | square, mean, root, two multiplications; the addition of the residual |
+//! | [`split_qkv_rotary`], [`rotary`] | the split of a joint projection, rotary embedding, layout |
+//! | [`swiglu`], [`swiglu_pair`], [`glu`], [`glu_pair`] | activation and multiplication, also from a joint projection |
 //! | [`bias_activation`] | addition and activation |
 //!
 //! They are plain functions on tensors. Kernels exist for f32, bf16 and f16 on the CPU (arithmetic in
 //! f32, results rounded once), compiled for AVX-512, AVX2 and the target's baseline and chosen when
 //! the program runs ([`overdrive_kernels::instruction_set`]). Everywhere else (f64, other devices) the same functions run
 //! libtorch's operators. Results do not depend on the number of threads, except through the
-//! products of `linear` and `linear_cross_entropy`. Each can be differentiated once where a kernel ran: a second
+//! matmuls of `linear` and `linear_cross_entropy`. Each can be differentiated once where a kernel ran: a second
 //! derivative is refused with an error that says so.
 //!
 //! ```
@@ -60,6 +60,6 @@ pub use cross_entropy::cross_entropy;
 pub use error::{Error, Result};
 pub use linear::{adjacent, joint_linear, linear};
 pub use linear_cross_entropy::{LinearCrossEntropyOptions, linear_cross_entropy};
-pub use loss_options::{CrossEntropyOptions, CrossEntropyOutput, IGNORE_INDEX, Reduction};
+pub use loss_options::{CrossEntropyOptions, CrossEntropyOutput, Reduction};
 pub use rms_norm::{add_rms_norm, rms_norm};
 pub use rotary::{Convention, Layout, QkvShape, RotaryOptions, rotary, split_qkv_rotary};

@@ -1,24 +1,25 @@
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
+use overdrive_kernels::Element;
 use overdrive_sys::gemm::mm_into;
 use overdrive_sys::named_operator::{self, NamedOperator};
 use overdrive_sys::{autocast, engine};
 use tch::{Kind, Tensor};
 
+use crate::Result;
+use crate::error::{check_floating, wrong_shape};
 use crate::kernel::few_rows::{Layer, few_rows};
-use crate::tensors::{Fresh, elements, has_kernel, is_floating, with_element};
-use crate::{Error, Result};
-use overdrive_kernels::Element;
+use crate::tensors::{Fresh, elements, has_kernel, with_element};
 
-/// `x · weightᵀ + bias`: `torch.nn.functional.linear`, with its three products (forward, and the
+/// Returns `x · weightᵀ + bias`: `torch.nn.functional.linear`, with its three matmuls (forward, and the
 /// gradients of `x` and of `weight`) by the library that [`overdrive_sys::gemm`] picks.
 ///
 /// `x (…, I)`, `weight (O, I)`, `bias (O,)`; the result `(…, O)`. Under autocast the operands are cast
-/// as autocast casts them, and what is kept for backward is `x` in the low precision and the weight as
+/// as autocast casts them, and backward keeps `x` in the low precision and the weight as
 /// it is, not a cast copy of it. A second derivative is refused, except in f64, which is left to
 /// libtorch's own operator.
 ///
 /// # Errors
-/// [`Error::Shape`] if the shapes do not fit, [`Error::Kind`] for integers.
+/// [`Error::Common`] if the shapes do not fit or the dtype of `x` is not a floating-point one.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
@@ -35,14 +36,14 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     )
 }
 
-/// Several linear maps of the same `x` as one product: `x · [w₁; w₂; …]ᵀ + [b₁; b₂; …]`, `(…, ΣO)`.
+/// Computes several linear layers of the same `x` as one matmul: `x · [w₁; w₂; …]ᵀ + [b₁; b₂; …]`, `(…, ΣO)`.
 ///
-/// Weights that lie one after another in memory (see [`adjacent`]) are multiplied where they are;
+/// Weights that are adjacent in memory (see [`adjacent`]) are used where they are;
 /// others are copied together first, in each pass. Backward is one product for `x` and one for all
-/// weights, whose gradients are parts of one tensor.
+/// weights, whose gradients are views of one tensor.
 ///
 /// # Errors
-/// As [`linear`]; [`Error::Shape`] for no weight at all.
+/// As [`linear`]; [`Error::Common`] for no weight at all.
 pub fn joint_linear(x: &Tensor, weights: &[&Tensor], biases: Option<&[&Tensor]>) -> Result<Tensor> {
     let biases = biases.unwrap_or_default();
     check(x, weights, biases)?;
@@ -67,7 +68,7 @@ pub fn joint_linear(x: &Tensor, weights: &[&Tensor], biases: Option<&[&Tensor]>)
     Ok(apply(function, &inputs)?.remove(0))
 }
 
-/// Copies tensors into one piece of memory and returns them as parts of it, in their order: how the
+/// Copies tensors into one buffer and returns them as views of it, in their order: the way in which the
 /// weights of a [`joint_linear`] are best kept. They must agree in all but the first dimension.
 ///
 /// # Errors
@@ -79,7 +80,7 @@ pub fn adjacent(tensors: &[&Tensor]) -> Result<Vec<Tensor>> {
     Ok(joint.f_split_with_sizes(sizes.as_slice(), 0)?)
 }
 
-/// Rows of `x` up to which reading the weights once, by a kernel of ours, beats libtorch's packed
+/// The number of rows of `x` up to which reading the weights once, by a kernel of ours, beats libtorch's packed
 /// product (the benchmark `few_rows`, Zen 4): by 2.3x at one row, 2x at 8 and 1.4x at 32 in fp32. For bf16
 /// the instructions of AVX-512-BF16, which libtorch uses, win from about 8 rows on.
 fn few_rows_limit(kind: Kind) -> usize {
@@ -91,7 +92,7 @@ fn few_rows_limit(kind: Kind) -> usize {
     32
 }
 
-/// Whether the product is one of few rows that nobody will differentiate, all in one dtype that the
+/// Returns `true` if the matmul is one of few rows that will not be differentiated, all in one dtype that the
 /// kernel takes.
 fn is_decoding(inputs: &[&Tensor], compute: Kind) -> bool {
     let width = inputs[0]
@@ -105,7 +106,7 @@ fn is_decoding(inputs: &[&Tensor], compute: Kind) -> bool {
         && !(engine::is_grad_enabled() && inputs.iter().any(|tensor| tensor.requires_grad()))
 }
 
-/// The product by the kernel for few rows. Operands are contiguous and of one dtype.
+/// Returns the product by the kernel for few rows. Operands are contiguous and of one dtype.
 fn decode(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Result<Tensor> {
     let mut size = x.size();
     let width = size.last().map_or(1, |n| n.unsigned_abs() as usize);
@@ -127,8 +128,8 @@ fn decode(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Result<Tensor>
     })
 }
 
-/// The dtype of the products where they are ours: autocast's, or that of all operands. `None` for what
-/// is left to libtorch: f64, operands of several dtypes or devices (it says what is wrong), nothing.
+/// Returns the dtype of the products where they are ours: autocast's, or that of all operands. `None` for calls
+/// that are left to libtorch: f64, operands of several dtypes or devices (its error names them), no elements.
 fn compute_kind(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Option<Kind> {
     let low = |kind| matches!(kind, Kind::Float | Kind::BFloat16 | Kind::Half);
     let device = x.device();
@@ -148,26 +149,13 @@ fn compute_kind(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Option<K
 }
 
 fn check(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Result<()> {
-    let wrong = |name, found: &Tensor, expected: String| {
-        Err(Error::Shape {
-            function: "linear",
-            name,
-            found: found.size(),
-            expected,
-        })
-    };
+    let wrong =
+        |name, found: &Tensor, expected: String| Err(wrong_shape("linear", name, found, expected));
     let width = x.size().last().copied();
     if weights.is_empty() || width.is_none() {
-        return wrong("x", x, "(…, I), and at least one weight".to_owned());
+        return wrong("x", x, "(…, I), with at least one weight".to_owned());
     }
-    if !is_floating(x.kind()) {
-        return Err(Error::Kind {
-            function: "linear",
-            name: "x",
-            found: x.kind(),
-            expected: "Float, Double, Half or BFloat16",
-        });
-    }
+    check_floating("linear", "x", x)?;
     for weight in weights {
         if weight.dim() != 2 || weight.size().last().copied() != width {
             let expected = format!("(O, {}), as x is {:?}", width.unwrap_or(0), x.size());
@@ -186,7 +174,7 @@ fn check(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Result<()> {
     Ok(())
 }
 
-/// One tensor of all: a view where they are adjacent, else a copy.
+/// Returns one tensor of all: a view where they are adjacent, else a copy.
 fn joined(tensors: &[&Tensor]) -> Result<Tensor> {
     let [first, rest @ ..] = tensors else {
         unreachable!("checked: there is at least one")
@@ -214,7 +202,7 @@ fn are_adjacent(tensors: &[&Tensor]) -> bool {
             .all(|pair| pair[0].data_ptr() as usize + bytes(pair[0]) == pair[1].data_ptr() as usize)
 }
 
-/// Inputs: x, the weights, the biases if `biased`.
+/// The inputs: x, the weights, the biases if `biased`.
 struct Linear {
     outputs: Vec<i64>,
     biased: bool,
@@ -297,7 +285,7 @@ impl Function for Linear {
 }
 
 impl Linear {
-    /// The part of each weight. A single one is handed over as it is, so that accumulation can keep
+    /// Returns the gradient of each weight. A single one is handed over as it is, so that accumulation can keep
     /// it instead of copying.
     fn hand_out(&self, joint: Tensor, results: &mut [Option<Tensor>]) -> FunctionResult<()> {
         if let [only] = results {
@@ -312,7 +300,7 @@ impl Linear {
     }
 }
 
-/// `(…, I)` as a matrix.
+/// Returns `(…, I)` as a matrix.
 fn rows_of(x: &Tensor) -> Result<Tensor> {
     let width = x.size().last().copied().unwrap_or(1);
     Ok(x.f_view([-1, width])?)

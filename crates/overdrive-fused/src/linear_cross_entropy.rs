@@ -6,27 +6,27 @@ use overdrive_sys::autocast;
 use tch::{Device, Kind, Tensor};
 
 use crate::chunk::{Gradients, auto_rows, run_chunks};
+use crate::error::{check_device, check_floating, wrong_shape};
 use crate::loss_options::Labels;
-use crate::tensors::is_floating;
 use crate::{CrossEntropyOptions, CrossEntropyOutput, Error, Result};
 
 const NAME: &str = "linear_cross_entropy";
 
-/// How [`linear_cross_entropy`] works; the default is what PyTorch's `cross_entropy` does.
+/// The options of [`linear_cross_entropy`]; the default computes the loss of PyTorch's `cross_entropy`.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LinearCrossEntropyOptions<'a> {
     /// The loss. `reuse_logits` means nothing here: no logits outlive their chunk.
     pub loss: CrossEntropyOptions,
     /// The head's bias `(V,)` (default: none).
     pub bias: Option<&'a Tensor>,
-    /// Rows whose logits are held at a time (default: as many as make 32 MiB, at least 256).
+    /// The number of rows whose logits are held at a time (default: as many as make 32 MiB, at least 256).
     pub chunk_rows: Option<NonZeroUsize>,
     /// Keeps the gradients for further backward passes through the same graph, at the price of a copy
     /// of them in each. Without it the first pass takes them, and a second is refused (default: false).
     pub retain_graph: bool,
 }
 
-/// `cross_entropy(hidden · weightᵀ + bias, labels)` without ever holding the logits: the head and the
+/// Returns `cross_entropy(hidden · weightᵀ + bias, labels)` without ever holding the logits: the head and the
 /// loss of a language model, whose logits are its largest tensor.
 ///
 /// `hidden (…, C)`, `weight (V, C)`, `labels (…)` (i64). Chunks of rows go through the head one after
@@ -45,8 +45,8 @@ pub struct LinearCrossEntropyOptions<'a> {
 /// It can be differentiated once.
 ///
 /// # Errors
-/// [`Error::Label`] with the row and the value if a label is no class, [`Error::Shape`],
-/// [`Error::Kind`], [`Error::Device`] if the tensors do not fit, [`Error::InvalidOption`].
+/// [`Error::Label`] with the row and the value if a label is not a class, [`Error::Common`] if the tensors do
+/// not fit each other or an option is out of its range.
 ///
 /// ```
 /// use overdrive_fused::{LinearCrossEntropyOptions, linear_cross_entropy};
@@ -102,46 +102,25 @@ fn check(hidden: &Tensor, weight: &Tensor, labels: &Tensor, bias: Option<&Tensor
     let mut named = vec![("hidden", hidden), ("weight", weight)];
     named.extend(bias.map(|bias| ("bias", bias)));
     for &(name, tensor) in &named {
-        if !is_floating(tensor.kind()) {
-            return Err(Error::Kind {
-                function: NAME,
-                name,
-                found: tensor.kind(),
-                expected: "Float, Double, Half or BFloat16",
-            });
-        }
+        check_floating(NAME, name, tensor)?;
     }
     named.push(("labels", labels));
     for (name, tensor) in named {
-        if tensor.device() != hidden.device() {
-            return Err(Error::Device {
-                function: NAME,
-                name,
-                found: tensor.device(),
-                other: "hidden",
-                expected: hidden.device(),
-            });
-        }
+        let hidden = ("hidden", hidden.device());
+        check_device(NAME, (name, tensor.device()), hidden)?;
     }
-    let shape = |name, found, expected| {
-        Err(Error::Shape {
-            function: NAME,
-            name,
-            found,
-            expected,
-        })
-    };
+    let shape = |name, found, expected| Err(wrong_shape(NAME, name, found, expected));
     let size = weight.size();
     if size.len() != 2 || size[0] == 0 {
         let expected = "(V, C), a row for each class".to_owned();
-        return shape("weight", size, expected);
+        return shape("weight", weight, expected);
     }
     if hidden.size().last() != Some(&size[1]) {
         let expected = format!("(…, {}), as weight is {size:?}", size[1]);
-        return shape("hidden", hidden.size(), expected);
+        return shape("hidden", hidden, expected);
     }
-    match bias.map(Tensor::size) {
-        Some(bias) if bias != [size[0]] => {
+    match bias {
+        Some(bias) if bias.size() != [size[0]] => {
             let expected = format!("[{}], one element for each row of weight", size[0]);
             shape("bias", bias, expected)
         }
@@ -149,7 +128,7 @@ fn check(hidden: &Tensor, weight: &Tensor, labels: &Tensor, bias: Option<&Tensor
     }
 }
 
-/// The dtype of the logits: what `linear` would make of these two, also under autocast.
+/// Returns the dtype of the logits: that of `linear` with these operands, also under autocast.
 fn logits_kind(hidden: &Tensor, weight: &Tensor) -> Result<Kind> {
     let plain = crate::tensors::promoted(hidden.kind(), weight.kind());
     if plain == Kind::Double {
@@ -168,9 +147,9 @@ struct LinearCrossEntropy {
     retain: bool,
     labels: Labels,
     chunk_rows: i64,
-    /// Two, or three with a bias.
+    /// The number of inputs: two, or three with a bias.
     inputs: usize,
-    /// Of the loss, by input, until backward takes them.
+    /// The gradients of the loss, by input, until backward takes them.
     gradients: Mutex<Option<Gradients>>,
 }
 

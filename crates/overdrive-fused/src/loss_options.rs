@@ -1,22 +1,20 @@
-//! What the two cross-entropies share.
+//! The options, labels and output that both cross-entropies share.
 
+use overdrive_core::{IGNORE_INDEX, check_non_negative, check_option};
 use tch::{Device, Kind, Tensor};
 
+use crate::error::{wrong_dtype, wrong_shape};
 use crate::kernel::cross_entropy::Terms;
 use crate::tensors::elements;
 use crate::{Error, Result};
 
-/// The label that marks a row as not to be learnt, as in PyTorch and transformers.
-pub const IGNORE_INDEX: i64 = -100;
-
-/// How the losses of rows become one number.
+/// The reduction of the losses of rows to one scalar.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Reduction {
-    /// Their sum over the rows that count, divided by the number of these; NaN where none counts, as
-    /// in PyTorch.
+    /// The mean over the rows that are not ignored; NaN if all are, as in PyTorch.
     #[default]
     Mean,
-    /// Their sum.
+    /// The sum.
     Sum,
 }
 
@@ -24,9 +22,9 @@ pub enum Reduction {
 /// `lse - (1-ε)·x[y] - ε·mean(x) + z·lse²`, with `lse = ln Σ exp(x)`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CrossEntropyOptions {
-    /// Rows with this label have no loss and no gradient (default: -100).
+    /// The label of rows that have no loss and no gradient (default: -100).
     pub ignore_index: i64,
-    /// Sum or mean over the rows that count (default: mean).
+    /// Sum or mean over the rows that are not ignored (default: mean).
     pub reduction: Reduction,
     /// ε, the share of the target that is spread evenly over all classes, in `0..=1` (default: 0;
     /// Szegedy et al. 2015, arXiv:1512.00567).
@@ -34,11 +32,11 @@ pub struct CrossEntropyOptions {
     /// z, the weight of the squared `lse`, which keeps logits from drifting; PaLM has 1e-4
     /// (default: 0; Chowdhery et al. 2022, arXiv:2204.02311).
     pub z_loss: f64,
-    /// `c`: the logits are `c·tanh(x/c)` first, as in Gemma 2 with 30 (default: none).
+    /// The cap `c` of the logits, which become `c·tanh(x/c)` first, as in Gemma 2 with 30 (default: none).
     pub softcap: Option<f64>,
-    /// [`cross_entropy`](crate::cross_entropy) only: backward puts the gradient into the memory of the
-    /// logits, which it so destroys, instead of making a second tensor of their size. For logits that
-    /// nobody reads after backward; a second backward pass is refused (default: false).
+    /// If `true`, the backward pass of [`cross_entropy`](crate::cross_entropy) overwrites the logits with the
+    /// gradient instead of allocating a second tensor of their size. For logits that nobody reads after
+    /// backward; a second backward pass is refused (default: false).
     pub reuse_logits: bool,
 }
 
@@ -56,30 +54,30 @@ impl Default for CrossEntropyOptions {
 }
 
 impl CrossEntropyOptions {
-    /// Checks the ranges.
+    /// Checks the ranges of the options.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`] names the field.
+    /// [`Error::Common`] names the field.
     pub fn validate(&self) -> Result<()> {
-        let invalid = |option, value: f64, expected| {
-            Err(Error::InvalidOption {
-                option,
-                value: value.to_string(),
-                expected,
-            })
-        };
-        if !(0.0..=1.0).contains(&self.label_smoothing) {
-            return invalid("label_smoothing", self.label_smoothing, "0 to 1");
+        let Self {
+            label_smoothing,
+            z_loss,
+            softcap,
+            ..
+        } = *self;
+        let valid = (0.0..=1.0).contains(&label_smoothing);
+        check_option(valid, "label_smoothing", label_smoothing, "between 0 and 1")?;
+        check_non_negative("z_loss", z_loss)?;
+        match softcap {
+            Some(cap) => check_option(
+                cap > 0.0 && cap.is_finite(),
+                "softcap",
+                cap,
+                "positive and finite, or none",
+            )?,
+            None => {}
         }
-        if !(self.z_loss >= 0.0 && self.z_loss.is_finite()) {
-            return invalid("z_loss", self.z_loss, "a finite number from 0 up");
-        }
-        match self.softcap {
-            Some(cap) if !(cap > 0.0 && cap.is_finite()) => {
-                invalid("softcap", cap, "a finite number above 0, or none")
-            }
-            _ => Ok(()),
-        }
+        Ok(())
     }
 
     pub(crate) fn terms(&self) -> Terms {
@@ -91,7 +89,7 @@ impl CrossEntropyOptions {
         }
     }
 
-    /// What the sum over `tokens` rows is multiplied by.
+    /// Returns the factor of the sum over `tokens` rows.
     pub(crate) fn scale(&self, tokens: i64) -> f64 {
         match self.reduction {
             Reduction::Sum => 1.0,
@@ -106,20 +104,20 @@ impl CrossEntropyOptions {
 pub struct CrossEntropyOutput {
     /// The sum or mean in nats: a scalar, f64 for f64 logits and f32 otherwise.
     pub loss: Tensor,
-    /// Rows whose label is not the ignored one.
+    /// The number of rows whose label is not the ignored one.
     pub tokens: i64,
 }
 
-/// Labels that were found fit: one dimension, contiguous, each a class or the ignored one.
+/// Checked labels: one dimension, contiguous, each a class or the ignored one.
 #[derive(Debug)]
 pub(crate) struct Labels {
     pub(crate) flat: Tensor,
-    /// Those that are not ignored.
+    /// The number of labels that are not ignored.
     pub(crate) tokens: i64,
 }
 
 impl Labels {
-    /// For logits of the `leading` dimensions and `classes` classes.
+    /// Checks labels for logits of the `leading` dimensions and `classes` classes.
     pub(crate) fn new(
         function: &'static str,
         labels: &Tensor,
@@ -128,21 +126,17 @@ impl Labels {
         ignore_index: i64,
     ) -> Result<Self> {
         if labels.kind() != Kind::Int64 {
-            return Err(Error::Kind {
-                function,
-                name: "labels",
-                found: labels.kind(),
-                expected: "Int64",
-            });
+            return Err(wrong_dtype(function, "labels", labels.kind(), "Int64"));
         }
         if labels.size() != leading {
-            return Err(Error::Shape {
+            return Err(wrong_shape(
                 function,
-                name: "labels",
-                found: labels.size(),
-                expected: format!("{leading:?}, one label for each row"),
-            });
+                "labels",
+                labels,
+                format!("{leading:?}, one label for each row"),
+            ));
         }
+        // Checked before any kernel runs, because a kernel indexes its row with the label.
         let flat = labels.f_reshape([-1])?.f_contiguous()?;
         let unfit = |row: usize, label| Error::Label {
             function,
@@ -152,7 +146,7 @@ impl Labels {
             ignore_index,
         };
         let is_unfit = |label: i64| label != ignore_index && !(0..classes).contains(&label);
-        // Elsewhere they come over to be looked at: one wait for the device, eight bytes a row.
+        // Labels on a device are copied to be checked: one device sync, eight bytes a row.
         let here = match flat.device() {
             Device::Cpu => flat.shallow_clone(),
             _ => flat.f_to_device(Device::Cpu)?,

@@ -1,20 +1,21 @@
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
+use overdrive_kernels::Element;
 use tch::Tensor;
 
+use crate::Result;
+use crate::error::{check_floating, wrong_shape};
 use crate::kernel::rms_norm::{Saved, backward, forward};
-use crate::tensors::{Fresh, elements, has_kernel, is_floating, promoted, with_element};
-use crate::{Error, Result};
-use overdrive_kernels::Element;
+use crate::tensors::{Fresh, elements, has_kernel, promoted, with_element};
 
-/// `weight · x / sqrt(mean(x²) + eps)` over the last dimension: `torch.nn.functional.rms_norm`
+/// Returns `weight · x / sqrt(mean(x²) + eps)` over the last dimension: `torch.nn.functional.rms_norm`
 /// (Zhang & Sennrich 2019, arXiv:1910.07467).
 ///
 /// `x (…, C)`, `weight (C,)`; the result has the shape of `x` and the dtype that the two promote to.
-/// Everything in between is f32 and rounded once, at the end. For backward it keeps `x` and one f32 a
+/// Everything in between is f32 and rounded once, at the end. Backward keeps `x` and one f32 a
 /// row. The gradient of `weight` does not depend on the number of threads.
 ///
 /// # Errors
-/// [`Error::Shape`] if `weight` is not as long as a row of `x`, [`Error::Kind`] if a tensor is not
+/// [`Error::Common`](crate::Error::Common) if `weight` is not as long as a row of `x`, or if a tensor is not
 /// floating-point.
 ///
 /// ```
@@ -34,15 +35,15 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     Ok(apply(RmsNorm { eps }, &[&x, &weight])?.remove(0))
 }
 
-/// `sum = x + residual` and `normalised = rms_norm(sum)`, as `(normalised, sum)`: the step from one
+/// Returns `sum = x + residual` and `normalised = rms_norm(sum)`, as `(normalised, sum)`: the step from one
 /// block of a decoder to the next, in one pass over memory in each direction.
 ///
 /// `x` and `residual (…, C)`, `weight (C,)`. Both results have the dtype that the three promote to;
-/// what is normalised is the sum as it was rounded to that. Backward takes the gradients of both
+/// the normalised values are those of the sum after rounding. Backward takes the gradients of both
 /// results, and keeps the sum and one f32 a row.
 ///
 /// # Errors
-/// As [`rms_norm`]; [`Error::Shape`] if `x` and `residual` differ.
+/// As [`rms_norm`]; [`Error::Common`](crate::Error::Common) if `x` and `residual` differ.
 pub fn add_rms_norm(
     x: &Tensor,
     residual: &Tensor,
@@ -52,12 +53,12 @@ pub fn add_rms_norm(
     check("add_rms_norm", x, weight)?;
     check("add_rms_norm", residual, weight)?;
     if x.size() != residual.size() {
-        return Err(Error::Shape {
-            function: "add_rms_norm",
-            name: "residual",
-            found: residual.size(),
-            expected: format!("that of x, {:?}", x.size()),
-        });
+        return Err(wrong_shape(
+            "add_rms_norm",
+            "residual",
+            residual,
+            format!("{:?}, the shape of x", x.size()),
+        ));
     }
     let kind = promoted(promoted(x.kind(), residual.kind()), weight.kind());
     let (x, weight) = (x.f_to_kind(kind)?, weight.f_to_kind(kind)?);
@@ -75,26 +76,19 @@ pub fn add_rms_norm(
 
 fn check(function: &'static str, x: &Tensor, weight: &Tensor) -> Result<()> {
     for (name, tensor) in [("x", x), ("weight", weight)] {
-        if !is_floating(tensor.kind()) {
-            return Err(Error::Kind {
-                function,
-                name,
-                found: tensor.kind(),
-                expected: "Float, Double, Half or BFloat16",
-            });
-        }
+        check_floating(function, name, tensor)?;
     }
     let width = x.size().last().copied();
     if width.is_none() || weight.size() != [width.unwrap_or(0)] {
-        return Err(Error::Shape {
+        return Err(wrong_shape(
             function,
-            name: "weight",
-            found: weight.size(),
-            expected: format!(
-                "one element for each channel of x, whose shape is {:?}",
+            "weight",
+            weight,
+            format!(
+                "(C,), one element for each channel of x, whose shape is {:?}",
                 x.size()
             ),
-        });
+        ));
     }
     Ok(())
 }
@@ -172,7 +166,7 @@ impl Function for AddRmsNorm {
     }
 }
 
-/// The normalised rows, and the reciprocal root mean square of each.
+/// Returns the normalised rows, and the reciprocal root mean square of each.
 fn run<T: Element>(
     x: &Tensor,
     residual_and_sum: Option<(&[T], &mut [T])>,
@@ -193,7 +187,7 @@ fn run<T: Element>(
     Ok((y.into_tensor(), inverse.into_tensor()))
 }
 
-/// The gradients of the rows and of the weight.
+/// Returns the gradients of the rows and of the weight.
 fn run_backward(
     saved: &[Tensor],
     dy: &Tensor,

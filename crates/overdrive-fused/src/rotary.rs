@@ -1,12 +1,13 @@
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
+use overdrive_kernels::Element;
 use tch::{Kind, Tensor};
 
-use crate::kernel::rotary::{Angles, Heads, Part, gather, scatter};
-use crate::tensors::{Fresh, elements, has_kernel, is_floating, with_element};
-use crate::{Error, Result};
-use overdrive_kernels::Element;
+use crate::Result;
+use crate::error::{check_floating, wrong_shape};
+use crate::kernel::rotary::{Angles, HeadCopy, Heads, gather, scatter};
+use crate::tensors::{Fresh, elements, has_kernel, with_element};
 
-/// Which channels of a head make a pair that is turned together.
+/// The channels of a head that form a pair, which is rotated together.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Convention {
     /// `(i, i + R/2)`: GPT-NeoX, and all of Hugging Face's Llama family.
@@ -16,55 +17,55 @@ pub enum Convention {
     Interleaved,
 }
 
-/// In which order the dimensions of heads stand.
+/// The order of the dimensions of queries and keys.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Layout {
-    /// `(B, H, T, D)`, what `scaled_dot_product_attention` takes.
+    /// `(B, H, T, D)`, as `scaled_dot_product_attention` takes it.
     #[default]
     Bhtd,
-    /// `(B, T, H, D)`, what a projection gives.
+    /// `(B, T, H, D)`, as a projection returns it.
     Bthd,
 }
 
-/// How heads lie and turn.
+/// The options of a rotary position embedding.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RotaryOptions {
-    /// Which channels make a pair (default: half-split).
+    /// The channels that form a pair (default: half-split).
     pub convention: Convention,
     /// The order of the dimensions of `q`, `k` and `v` (default: `(B, H, T, D)`).
     pub layout: Layout,
 }
 
-/// What a joint projection holds: `heads` queries, `kv_heads` keys and as many values, in this order,
+/// The heads in a joint projection: `heads` queries, `kv_heads` keys and as many values, in this order,
 /// each of `head_dim` channels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QkvShape {
-    /// Query heads, `H`.
+    /// The query heads, `H`.
     pub heads: i64,
-    /// Key heads, and value heads, `Hkv`.
+    /// The key heads, and value heads, `Hkv`.
     pub kv_heads: i64,
-    /// Channels of a head, `D`.
+    /// The channels of a head, `D`.
     pub head_dim: i64,
 }
 
 impl QkvShape {
-    /// Columns of the joint projection: `(H + 2·Hkv)·D`.
+    /// Returns the columns of the joint projection: `(H + 2·Hkv)·D`.
     pub fn width(&self) -> i64 {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 }
 
-/// Turns the channel pairs of queries and keys by the angles of their positions (rotary position
+/// Rotates the channel pairs of queries and keys by the angles of their positions (rotary position
 /// embedding, Su et al. 2021, arXiv:2104.09864).
 ///
 /// `q` and `k` have the same batch, length and head size and may have different numbers of heads.
 /// `cos` and `sin` are `(T, R/2)`, or `(B, T, R/2)` where sequences have positions of their own; they
-/// are constants. The first `R ≤ D` channels of each head are turned, the others stay. The arithmetic
-/// is in f32 (f64 for f64) and each result is rounded to the dtype it came in. Results lie in memory
-/// as `(B, T, H, D)` whatever the layout. Nothing is kept for backward but the tables.
+/// are constants. The first `R ≤ D` channels of each head are rotated, the others are copied. The arithmetic
+/// is in f32 (f64 for f64) and each result is rounded to the dtype of its input. Results lie in memory
+/// as `(B, T, H, D)` whatever the layout. Only the tables are kept for backward.
 ///
 /// # Errors
-/// [`Error::Shape`] if the shapes do not fit each other, [`Error::Kind`] for integers.
+/// [`Error::Common`](crate::Error::Common) if the shapes do not fit each other or a dtype is not a floating-point one.
 pub fn rotary(
     q: &Tensor,
     k: &Tensor,
@@ -72,32 +73,32 @@ pub fn rotary(
     sin: &Tensor,
     options: &RotaryOptions,
 ) -> Result<(Tensor, Tensor)> {
-    let turn = |name, x: &Tensor| -> Result<Tensor> {
+    let rotate = |name, x: &Tensor| -> Result<Tensor> {
         let x = by_length(x, name, options.layout)?;
         let size = x.size();
         let tables = Tables::new("rotary", cos, sin, &size, options.convention)?;
-        let turned = if has_kernel(&x) && x.numel() > 0 {
-            apply(Turn { tables }, &[&x])?.remove(0)
+        let rotated = if has_kernel(&x) && x.numel() > 0 {
+            apply(Rotate { tables }, &[&x])?.remove(0)
         } else {
-            tables.turn(&x)?
+            tables.rotate(&x)?
         };
-        from_length(turned, options.layout)
+        from_length(rotated, options.layout)
     };
     if (q.size().first(), q.size().last()) != (k.size().first(), k.size().last()) {
-        return Err(Error::Shape {
-            function: "rotary",
-            name: "k",
-            found: k.size(),
-            expected: format!(
-                "the batch and head size of q, whose shape is {:?}",
+        return Err(wrong_shape(
+            "rotary",
+            "k",
+            k,
+            format!(
+                "a tensor with the batch and head size of q, whose shape is {:?}",
                 q.size()
             ),
-        });
+        ));
     }
-    Ok((turn("q", q)?, turn("k", k)?))
+    Ok((rotate("q", q)?, rotate("k", k)?))
 }
 
-/// Takes queries, keys and values out of a joint projection and turns queries and keys, in one pass;
+/// Splits a joint projection into queries, keys and values and rotates queries and keys, in one pass;
 /// backward writes the gradient of the projection in one pass.
 ///
 /// `qkv (B, T, (H + 2·Hkv)·D)`; `cos` and `sin` as for [`rotary`]. The results `(B, H, T, D)` and twice
@@ -105,7 +106,7 @@ pub fn rotary(
 /// attention kernels take as it is.
 ///
 /// # Errors
-/// [`Error::Shape`] if the shapes do not fit each other, [`Error::Kind`] for integers.
+/// [`Error::Common`](crate::Error::Common) if the shapes do not fit each other or a dtype is not a floating-point one.
 ///
 /// ```
 /// use overdrive_fused::{QkvShape, RotaryOptions, split_qkv_rotary};
@@ -130,25 +131,23 @@ pub fn split_qkv_rotary(
     let counts = [shape.heads, shape.kv_heads, shape.kv_heads];
     let positive = shape.heads > 0 && shape.kv_heads > 0 && shape.head_dim > 0;
     if !positive || size.len() != 3 || size[2] != shape.width() {
-        return Err(Error::Shape {
-            function: "split_qkv_rotary",
-            name: "qkv",
-            found: size,
-            expected: format!("(B, T, {}), the width of {shape:?}", shape.width()),
-        });
+        return Err(wrong_shape(
+            "split_qkv_rotary",
+            "qkv",
+            qkv,
+            format!("(B, T, {}), the width of {shape:?}", shape.width()),
+        ));
     }
-    if !is_floating(qkv.kind()) {
-        return Err(not_floating("split_qkv_rotary", "qkv", qkv));
-    }
+    check_floating("split_qkv_rotary", "qkv", qkv)?;
     let one = [size[0], size[1], 1, shape.head_dim];
     let tables = Tables::new("split_qkv_rotary", cos, sin, &one, options.convention)?;
     let parts = if has_kernel(qkv) && qkv.numel() > 0 {
-        apply(SplitTurn { tables, counts }, &[qkv])?
+        apply(SplitRotate { tables, counts }, &[qkv])?
     } else {
         let heads = qkv.f_unflatten(2, [-1, shape.head_dim])?;
         let mut parts = heads.f_split_with_sizes(counts.as_slice(), 2)?;
-        for part in &mut parts[..2] {
-            *part = tables.turn(part)?;
+        for copy in &mut parts[..2] {
+            *copy = tables.rotate(copy)?;
         }
         parts
     };
@@ -159,23 +158,21 @@ pub fn split_qkv_rotary(
     }
 }
 
-/// As `(B, T, H, D)`.
+/// Returns a checked argument as `(B, T, H, D)`.
 fn by_length(x: &Tensor, name: &'static str, layout: Layout) -> Result<Tensor> {
     if x.dim() != 4 {
-        return Err(Error::Shape {
-            function: "rotary",
+        return Err(wrong_shape(
+            "rotary",
             name,
-            found: x.size(),
-            expected: "four dimensions, batch, heads, length and head size".to_owned(),
-        });
+            x,
+            "four dimensions: batch, heads, length and head size",
+        ));
     }
-    if !is_floating(x.kind()) {
-        return Err(not_floating("rotary", name, x));
-    }
+    check_floating("rotary", name, x)?;
     from_length(x.shallow_clone(), layout)
 }
 
-/// From `(B, T, H, D)`, and to it: the same exchange.
+/// Converts `(B, T, H, D)` to the layout, or back: both are the same transpose.
 fn from_length(x: Tensor, layout: Layout) -> Result<Tensor> {
     Ok(match layout {
         Layout::Bthd => x,
@@ -183,16 +180,7 @@ fn from_length(x: Tensor, layout: Layout) -> Result<Tensor> {
     })
 }
 
-fn not_floating(function: &'static str, name: &'static str, x: &Tensor) -> Error {
-    Error::Kind {
-        function,
-        name,
-        found: x.kind(),
-        expected: "Float, Double, Half or BFloat16",
-    }
-}
-
-/// The tables, checked against the heads they turn.
+/// The tables, checked against the heads that they rotate.
 #[derive(Debug)]
 struct Tables {
     /// f32 (f64 where given as such) and contiguous.
@@ -202,7 +190,7 @@ struct Tables {
 }
 
 impl Tables {
-    /// For heads of shape `(B, T, H, D)`.
+    /// Checks the tables for heads of shape `(B, T, H, D)`.
     fn new(
         function: &'static str,
         cos: &Tensor,
@@ -217,18 +205,16 @@ impl Tables {
             let leading = &size[..size.len().saturating_sub(1)];
             let fits = leading == [length] || leading == [batch, length] || leading == [1, length];
             if !fits || 2 * pairs > dim || cos.size() != size {
-                return Err(Error::Shape {
+                return Err(wrong_shape(
                     function,
                     name,
-                    found: size,
-                    expected: format!(
+                    table,
+                    format!(
                         "({length}, R/2) or ({batch}, {length}, R/2) with R at most the head size {dim}, cos and sin alike"
                     ),
-                });
+                ));
             }
-            if !is_floating(table.kind()) {
-                return Err(not_floating(function, name, table));
-            }
+            check_floating(function, name, table)?;
         }
         let table = |table: &Tensor| -> Result<Tensor> {
             let wide = match table.kind() {
@@ -244,7 +230,7 @@ impl Tables {
         })
     }
 
-    /// As the kernel takes them: f32.
+    /// Returns the tables in f32, as the kernel takes them.
     fn narrow(&self) -> Result<(Tensor, Tensor)> {
         Ok((
             self.cos.f_to_kind(Kind::Float)?,
@@ -271,8 +257,8 @@ impl Tables {
         })
     }
 
-    /// In libtorch's operators, differentiable: `x (B, T, H, D)`.
-    fn turn(&self, x: &Tensor) -> Result<Tensor> {
+    /// Rotates `x (B, T, H, D)` by libtorch's operators, differentiable.
+    fn rotate(&self, x: &Tensor) -> Result<Tensor> {
         let wide = match x.kind() {
             Kind::Double => Kind::Double,
             _ => Kind::Float,
@@ -281,13 +267,13 @@ impl Tables {
         let (cos, sin) = (table(&self.cos)?, table(&self.sin)?);
         let pairs = cos.size().last().copied().unwrap_or(0);
         let dim = x.size()[3];
-        let turned = x.f_narrow(3, 0, 2 * pairs)?.f_to_kind(wide)?;
+        let rotated = x.f_narrow(3, 0, 2 * pairs)?.f_to_kind(wide)?;
         let rest = x.f_narrow(3, 2 * pairs, dim - 2 * pairs)?;
         let (split, axis) = match self.convention {
             Convention::HalfSplit => ([2, pairs], 3),
             Convention::Interleaved => ([pairs, 2], 4),
         };
-        let split = turned.f_unflatten(3, split)?;
+        let split = rotated.f_unflatten(3, split)?;
         let (a, b) = (split.f_select(axis, 0)?, split.f_select(axis, 1)?);
         let first = a.f_mul(&cos)?.f_sub(&b.f_mul(&sin)?)?;
         let second = b.f_mul(&cos)?.f_add(&a.f_mul(&sin)?)?;
@@ -296,7 +282,7 @@ impl Tables {
     }
 }
 
-/// `x (B, T, H, D)` and its strides, without a copy where it is dense in either layout.
+/// Returns `x (B, T, H, D)` and its strides, without a copy where it is dense in either layout.
 fn dense(x: &Tensor) -> Result<(Tensor, [usize; 3])> {
     let size: Vec<usize> = x.size().iter().map(|&n| n as usize).collect();
     let (length, heads, dim) = (size[1], size[2], size[3]);
@@ -316,11 +302,11 @@ fn heads<'a, T: Element>((x, strides): &'a (Tensor, [usize; 3])) -> Result<Heads
     })
 }
 
-struct Turn {
+struct Rotate {
     tables: Tables,
 }
 
-impl Turn {
+impl Rotate {
     fn run(&self, x: &Tensor, reverse: bool) -> FunctionResult<Vec<Tensor>> {
         let size = x.size();
         let (length, count, dim) = (size[1] as usize, size[2] as usize, size[3] as usize);
@@ -328,20 +314,20 @@ impl Turn {
         let tables = self.tables.narrow()?;
         let angles = self.tables.angles(&tables, length, reverse)?;
         with_element!(x.0.kind(), T => {
-            let mut turned = Fresh::<T>::new(&size)?;
-            let part = Part {
+            let mut rotated = Fresh::<T>::new(&size)?;
+            let copy = HeadCopy {
                 from: heads::<T>(&x)?,
                 heads: count,
                 offset: 0,
                 angles: Some(angles),
             };
-            gather(&[part], length, dim, turned.elements_mut()?, count * dim);
-            Ok(vec![turned.into_tensor()])
+            gather(&[copy], length, dim, rotated.elements_mut()?, count * dim);
+            Ok(vec![rotated.into_tensor()])
         })
     }
 }
 
-impl Function for Turn {
+impl Function for Rotate {
     const NAME: &'static str = "rotary";
 
     fn forward(
@@ -364,12 +350,12 @@ impl Function for Turn {
     }
 }
 
-struct SplitTurn {
+struct SplitRotate {
     tables: Tables,
     counts: [i64; 3],
 }
 
-impl Function for SplitTurn {
+impl Function for SplitRotate {
     const NAME: &'static str = "split_qkv_rotary";
 
     fn forward(
@@ -388,7 +374,7 @@ impl Function for SplitTurn {
             let mut from = 0;
             let parts = [0, 1, 2].map(|index: usize| {
                 let heads = self.counts[index] as usize;
-                let part = Part {
+                let copy = HeadCopy {
                     from: Heads {
                         data: &elements[from..],
                         sequence: length * width,
@@ -400,7 +386,7 @@ impl Function for SplitTurn {
                     angles: (index < 2).then_some(angles),
                 };
                 from += heads * dim;
-                part
+                copy
             });
             let fresh = |count| Fresh::<T>::new(&[size[0], size[1], count, dim as i64]);
             let [mut q, mut k, mut v] = [
@@ -443,7 +429,7 @@ impl Function for SplitTurn {
             let mut parts = Vec::new();
             let mut offset = 0;
             for (index, (source, count)) in sources.iter().zip(self.counts).enumerate() {
-                parts.push(Part {
+                parts.push(HeadCopy {
                     from: heads::<T>(source)?,
                     heads: count as usize,
                     offset,

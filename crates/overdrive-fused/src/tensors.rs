@@ -1,4 +1,4 @@
-//! Tensors as the slices that kernels take.
+//! The elements of tensors as slices, for kernels.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -8,13 +8,13 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 
-/// Whether the kernels take this tensor; what they do not take goes to libtorch's operators.
+/// Returns `true` if the kernels take this tensor; other tensors go to libtorch's operators.
 pub(crate) fn has_kernel(tensor: &Tensor) -> bool {
     tensor.device() == Device::Cpu
         && matches!(tensor.kind(), Kind::Float | Kind::BFloat16 | Kind::Half)
 }
 
-/// Evaluates `$body` with `$type` standing for the element type of `$kind`, one of those of
+/// Evaluates `$body` with `$type` as the element type of `$kind`, one of those of
 /// [`has_kernel`].
 macro_rules! with_element {
     ($kind:expr, $type:ident => $body:expr) => {
@@ -36,7 +36,7 @@ macro_rules! with_element {
 }
 pub(crate) use with_element;
 
-/// The elements of a contiguous tensor.
+/// Returns the elements of a contiguous tensor.
 pub(crate) fn elements<T: raw::Element>(tensor: &Tensor) -> Result<&[T]> {
     // SAFETY: kernels read their inputs only while an operator runs, and write none of them; who
     // writes to a tensor while an operator reads it, from another thread, races with libtorch's own
@@ -44,7 +44,7 @@ pub(crate) fn elements<T: raw::Element>(tensor: &Tensor) -> Result<&[T]> {
     Ok(unsafe { raw::slice(tensor)? })
 }
 
-/// A tensor that an operator makes: nobody else has it yet.
+/// A new tensor, to which nobody else has a handle yet.
 #[derive(Debug)]
 pub(crate) struct Fresh<T> {
     tensor: Tensor,
@@ -52,7 +52,7 @@ pub(crate) struct Fresh<T> {
 }
 
 impl<T: raw::Element> Fresh<T> {
-    /// On the CPU, contiguous; the elements are anything until they are written.
+    /// Returns a contiguous tensor on the CPU, uninitialised.
     pub(crate) fn new(shape: &[i64]) -> Result<Self> {
         Ok(Self {
             tensor: Tensor::f_empty(shape, (T::KIND, Device::Cpu))?,
@@ -87,15 +87,16 @@ impl<'a> Replaceable<'a> {
     }
 }
 
-/// A tensor of the same elements, of its own.
+/// Returns a tensor of the same elements, of its own.
 pub(crate) fn copy_of(tensor: &Tensor) -> Result<Tensor> {
     let mut copy = tensor.f_empty_like()?;
     copy.f_copy_(tensor)?;
     Ok(copy)
 }
 
-/// The dtype in which tensors of two dtypes meet, as libtorch promotes them.
+/// Returns the dtype to which libtorch promotes two dtypes.
 pub(crate) fn promoted(a: Kind, b: Kind) -> Kind {
+    // bf16 and f16 have no common half precision, so libtorch promotes them to f32.
     match (a, b) {
         _ if a == b => a,
         (Kind::Double, _) | (_, Kind::Double) => Kind::Double,
@@ -103,7 +104,7 @@ pub(crate) fn promoted(a: Kind, b: Kind) -> Kind {
     }
 }
 
-/// Whether a tensor holds floating-point numbers that the functions of this crate can take.
+/// Returns `true` if the functions of this crate take tensors of this floating-point dtype.
 pub(crate) fn is_floating(kind: Kind) -> bool {
     matches!(
         kind,

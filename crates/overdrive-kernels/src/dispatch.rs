@@ -88,8 +88,10 @@ impl InstructionSet {
     /// programs that want to refuse it.
     #[inline]
     pub fn best() -> Self {
+        // Detection and the environment cost more than a short kernel, and the answer never changes.
         static BEST: OnceLock<InstructionSet> = OnceLock::new();
         *BEST.get_or_init(|| {
+            // Scripts that clear a variable often leave it empty.
             let wanted = std::env::var_os(VARIABLE).filter(|name| !name.is_empty());
             let Some(wanted) = wanted else {
                 return Self::widest();

@@ -144,10 +144,16 @@ vectorized! {
 #[inline(always)]
 pub fn convert<S: Simd, A: Element, B: Element>(s: S, from: &[A], to: &mut [B]) {
     assert_eq!(from.len(), to.len(), "slices of the same length");
+    // Chunks and not spans: a bounds check for each vector costs a tenth of the time of dequantizing to bf16.
+    let (from, from_rest) = from.as_chunks::<LANES>();
+    let (to, to_rest) = to.as_chunks_mut::<LANES>();
+    for (from, to) in from.iter().zip(to) {
+        B::store(s, A::load(s, from), to);
+    }
     each_vector(
-        from.len(),
+        from_rest.len(),
         #[inline(always)]
-        |span| store(s, load(s, from, span), to, span),
+        |span| store(s, load(s, from_rest, span), to_rest, span),
     );
 }
 
@@ -185,6 +191,7 @@ pub fn load<S: Simd, T: Element>(simd: S, row: &[T], span: Span) -> S::F {
     match part.first_chunk::<LANES>() {
         Some(whole) => T::load(simd, whole),
         None => {
+            // Only AVX-512 has masked loads of 16 bits; a copy of the tail happens once a row.
             let mut padded = [T::ZERO; LANES];
             padded[..part.len()].copy_from_slice(part);
             T::load(simd, &padded)

@@ -12,6 +12,7 @@ pub struct Table256 {
 impl Table256 {
     /// Returns the table of `values`.
     pub fn new(values: &[f32; 256]) -> Self {
+        // The permutations of VBMI read bytes from two registers, so a table of floats takes part byte by byte.
         let mut planes = [[0; 256]; 4];
         for (code, value) in values.iter().enumerate() {
             for (plane, byte) in planes.iter_mut().zip(value.to_le_bytes()) {

@@ -40,6 +40,7 @@ impl<'a, T> SharedSlice<'a, T> {
         reason = "the caller vouches that ranges are disjoint"
     )]
     pub unsafe fn range_mut(&self, range: Range<usize>) -> &mut [T] {
+        // A check for each range, which costs nothing beside its elements, so that only disjointness is left to the caller.
         assert!(range.start <= range.end && range.end <= self.len);
         // SAFETY: in bounds; disjoint by the caller's word.
         unsafe { std::slice::from_raw_parts_mut(self.pointer.add(range.start), range.len()) }

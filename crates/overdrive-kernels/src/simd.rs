@@ -27,6 +27,7 @@ pub trait Floats: Copy + Send + Sync + 'static {
     type F64: Vector<Scalar = f64, Token = Self>;
 
     /// The rows and columns of the square of sums that fits the registers beside its operands: 2 or 4.
+    // Two by two sums of two registers each are 8 of the 16 registers of AVX2; AVX-512 has 32, and 16 sums in them.
     const TILE: usize = 2;
     /// If `true`, [`mul_add`](Self::mul_add) rounds once.
     const FUSED: bool = true;

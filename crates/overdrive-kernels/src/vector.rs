@@ -147,6 +147,7 @@ pub trait Vector: Copy + Debug {
 }
 
 /// A vector of two registers.
+// Two fields and no array: a loop over two registers would have to be unrolled before they leave memory.
 #[derive(Debug, Clone, Copy)]
 #[cfg(target_arch = "x86_64")]
 pub struct Double<V>(pub(crate) V, pub(crate) V);

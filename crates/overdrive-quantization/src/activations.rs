@@ -49,6 +49,7 @@ impl QuantizedWeight {
             let found = format!("float8 with a weight in {}", self.scheme);
             return Err(Error::option("activations", found, "auto, float or int8"));
         }
+        // The kernel is chosen in each call, so nothing else depends on it.
         self.activations = activations;
         Ok(self)
     }

@@ -65,6 +65,7 @@ impl QuantizedWeight {
     pub fn from_fp8(codes: Tensor, scales: Tensor) -> Result<QuantizedWeight> {
         let [outputs, inputs] = matrix("codes", &codes, &[Kind::Uint8, Kind::Float8e4m3fn])?;
         check_row_scales(&scales, outputs, codes.device())?;
+        // Kept as bytes: libtorch has few operators for 8-bit floats.
         let codes = codes.f_contiguous()?.f_view_dtype(Kind::Uint8)?;
         // A NaN would spread over its whole output; quantization never makes one.
         let nan = codes

@@ -9,39 +9,39 @@ use std::f64::consts::LOG2_E;
 use overdrive_kernels::{Accumulate, Real, SharedSlice, threads};
 
 use super::block::{KEYS, ROWS, RowBlock, key_rows};
-use super::inputs::{Problem, View, ViewMut};
+use super::inputs::{AttentionInputs, View, ViewMut};
 use super::matmul::{Matmul, Start, matmul};
 use super::scores::{Adjustment, multiply, softmax_gradient};
 
-/// What the backward pass reads besides the problem.
+/// The inputs of the backward pass besides those of the forward pass.
 #[derive(Debug)]
 pub(crate) struct BackwardInputs<'a, E: Accumulate> {
-    /// Gradient of the output.
+    /// The gradient of the output.
     pub(crate) gradient: View<'a, E>,
     /// The output.
     pub(crate) output: View<'a, E>,
     /// The log-sum-exp, one number a row.
     pub(crate) logsumexp: View<'a, E::Acc>,
-    /// Gradient of the log-sum-exp, if that was used.
+    /// The gradient of the log-sum-exp, if that was used.
     pub(crate) logsumexp_gradient: Option<View<'a, E::Acc>>,
 }
 
-/// Where the gradients go.
+/// The outputs of the backward pass.
 #[derive(Debug)]
 pub(crate) struct BackwardOutputs<'a, E: Accumulate> {
     pub(crate) query: ViewMut<'a, E>,
     pub(crate) key: ViewMut<'a, E>,
     pub(crate) value: ViewMut<'a, E>,
-    /// `Σ gradient · output - logsumexp_gradient` of each row: what the sink logits need.
+    /// `Σ gradient · output - logsumexp_gradient` of each row, from which the gradient of the sink logits is computed.
     pub(crate) delta: ViewMut<'a, E::Acc>,
 }
 
-/// How the work is cut.
+/// The division of the work into tasks.
 pub(super) struct Plan {
     heads: usize,
     tasks: usize,
-    parts: usize,
-    /// Most keys that a sequence has.
+    splits: usize,
+    /// The largest number of keys of a sequence.
     keys: usize,
     key_width: usize,
     value_width: usize,
@@ -49,7 +49,7 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    pub(super) fn new<E: Accumulate>(problem: &Problem<'_, E>) -> Plan {
+    pub(super) fn new<E: Accumulate>(problem: &AttentionInputs<'_, E>) -> Plan {
         let group = problem.group();
         let sequences = &problem.sequences;
         let keys = sequences.iter().map(|s| s.keys).max().unwrap_or(0);
@@ -60,7 +60,7 @@ impl Plan {
             .unwrap_or(0);
         let tasks = sequences.len() * problem.kv_heads;
         let workers = threads::workers();
-        let parts = match tasks {
+        let splits = match tasks {
             0 => 1,
             count if count < 2 * workers => (2 * workers)
                 .div_ceil(count)
@@ -72,8 +72,8 @@ impl Plan {
         Plan {
             heads: problem.kv_heads,
             tasks,
-            // One thread gains nothing from parts.
-            parts: if workers == 1 { 1 } else { parts },
+            // One thread gains nothing from splits.
+            splits: if workers == 1 { 1 } else { splits },
             keys,
             key_width: problem.key_dim.next_multiple_of(lanes),
             value_width: problem.value_dim.next_multiple_of(lanes),
@@ -81,13 +81,13 @@ impl Plan {
         }
     }
 
-    /// Gradients of the keys and values of one head.
+    /// Returns the size of the gradients of the keys and values of one head.
     fn sums(&self) -> usize {
         self.keys * (self.key_width + self.value_width)
     }
 
-    /// Queries and output gradients twice (by row and by column), two or three score tiles, query
-    /// gradients, converted keys and values, two numbers a row.
+    /// Returns the size of a task: queries and output gradients twice (by row and by column), two or three score tiles,
+    /// query gradients, converted keys and values, two elements a row.
     pub(super) fn task(&self) -> usize {
         let tiles = if self.softcap { 3 } else { 2 };
         ROWS * (3 * self.key_width + 2 * self.value_width + 2)
@@ -95,25 +95,25 @@ impl Plan {
     }
 }
 
-/// Numbers that [`backward`] needs as workspace.
-pub(crate) fn backward_workspace<E: Accumulate>(problem: &Problem<'_, E>) -> usize {
+/// Returns the number of elements that [`backward`] needs as workspace.
+pub(crate) fn backward_workspace<E: Accumulate>(problem: &AttentionInputs<'_, E>) -> usize {
     let plan = Plan::new(problem);
-    let workers = threads::workers().min(plan.tasks * plan.parts);
-    match plan.parts {
+    let workers = threads::workers().min(plan.tasks * plan.splits);
+    match plan.splits {
         1 => workers * (plan.task() + plan.sums()),
-        parts => workers * plan.task() + plan.tasks * parts * plan.sums(),
+        splits => workers * plan.task() + plan.tasks * splits * plan.sums(),
     }
 }
 
-/// Computes `outputs`; `workspace` has [`backward_workspace`] numbers.
+/// Computes `outputs`; `workspace` has [`backward_workspace`] elements.
 pub(crate) fn backward<E: Accumulate>(
-    problem: &Problem<'_, E>,
+    problem: &AttentionInputs<'_, E>,
     inputs: &BackwardInputs<'_, E>,
     outputs: &BackwardOutputs<'_, E>,
     workspace: &mut [E::Acc],
 ) {
     let plan = Plan::new(problem);
-    if plan.parts == 1 {
+    if plan.splits == 1 {
         threads::for_each_task(plan.tasks, workspace, |task, scratch| {
             let (sums, scratch) = scratch.split_at_mut(plan.sums());
             sweep(problem, &plan, (task, 0), inputs, outputs, sums, scratch);
@@ -121,19 +121,28 @@ pub(crate) fn backward<E: Accumulate>(
         });
         return;
     }
-    let (all, workspace) = workspace.split_at_mut(plan.tasks * plan.parts * plan.sums());
+    // Sums of their own for each split, added in order afterwards: so a run repeats bit for bit.
+    let (all, workspace) = workspace.split_at_mut(plan.tasks * plan.splits * plan.sums());
     let shared = SharedSlice::new(all);
-    threads::for_each_task(plan.tasks * plan.parts, workspace, |index, scratch| {
+    threads::for_each_task(plan.tasks * plan.splits, workspace, |index, scratch| {
         // SAFETY: sums of its own.
         let sums = unsafe { shared.range_mut(index * plan.sums()..(index + 1) * plan.sums()) };
-        let place = (index / plan.parts, index % plan.parts);
-        sweep(problem, &plan, place, inputs, outputs, sums, scratch);
+        let task_and_split = (index / plan.splits, index % plan.splits);
+        sweep(
+            problem,
+            &plan,
+            task_and_split,
+            inputs,
+            outputs,
+            sums,
+            scratch,
+        );
     });
     threads::for_each_task(plan.tasks, workspace, |task, _| {
-        let len = plan.parts * plan.sums();
+        let len = plan.splits * plan.sums();
         // SAFETY: the sums of one task each.
-        let parts = unsafe { shared.range_mut(task * len..(task + 1) * len) };
-        let (sums, others) = parts.split_at_mut(plan.sums());
+        let splits = unsafe { shared.range_mut(task * len..(task + 1) * len) };
+        let (sums, others) = splits.split_at_mut(plan.sums());
         for other in others.chunks_exact(plan.sums().max(1)) {
             sums.iter_mut()
                 .zip(other)
@@ -143,12 +152,12 @@ pub(crate) fn backward<E: Accumulate>(
     });
 }
 
-/// Every `parts`-th block of queries of one key head: writes their gradients, and leaves those of keys
+/// Goes through every `splits`-th block of queries of one key head: writes their gradients, and leaves those of keys
 /// and values in `sums`.
 fn sweep<E: Accumulate>(
-    problem: &Problem<'_, E>,
+    problem: &AttentionInputs<'_, E>,
     plan: &Plan,
-    (task, part): (usize, usize),
+    (task, split): (usize, usize),
     inputs: &BackwardInputs<'_, E>,
     outputs: &BackwardOutputs<'_, E>,
     sums: &mut [E::Acc],
@@ -157,9 +166,9 @@ fn sweep<E: Accumulate>(
     let (index, kv_head) = (task / plan.heads, task % plan.heads);
     sums.fill(E::Acc::ZERO);
     let (key_sums, value_sums) = sums.split_at_mut(plan.keys * plan.key_width);
-    let mut work = Work::new(plan, scratch, key_sums, value_sums);
+    let mut work = Workspace::new(plan, scratch, key_sums, value_sums);
     let rows = problem.sequences[index].queries * problem.group();
-    for first in (part * ROWS..rows).step_by(plan.parts * ROWS) {
+    for first in (split * ROWS..rows).step_by(plan.splits * ROWS) {
         let block = RowBlock::new(problem, index, kv_head, first);
         let adjustment = block.adjustment();
         work.load(&block, inputs, Some(&outputs.delta));
@@ -170,17 +179,17 @@ fn sweep<E: Accumulate>(
     }
 }
 
-/// The memory of one task, cut up.
-pub(super) struct Work<'s, R> {
+/// The workspace of one task.
+pub(super) struct Workspace<'s, R> {
     queries_by_column: &'s mut [R],
     queries: &'s mut [R],
     gradients_by_column: &'s mut [R],
     gradients: &'s mut [R],
     /// Scores, then weights.
     scores: &'s mut [R],
-    /// Gradients of the weights, then of the scores.
+    /// The gradients of the weights, then of the scores.
     pub(super) score_gradients: &'s mut [R],
-    /// Derivatives of the softcap.
+    /// The derivatives of the softcap.
     derivatives: &'s mut [R],
     query_sums: &'s mut [R],
     keys: &'s mut [R],
@@ -193,13 +202,13 @@ pub(super) struct Work<'s, R> {
     value_width: usize,
 }
 
-impl<'s, R: Real> Work<'s, R> {
+impl<'s, R: Real> Workspace<'s, R> {
     pub(super) fn new(
         plan: &Plan,
         scratch: &'s mut [R],
         key_sums: &'s mut [R],
         value_sums: &'s mut [R],
-    ) -> Work<'s, R> {
+    ) -> Workspace<'s, R> {
         let (key_width, value_width) = (plan.key_width, plan.value_width);
         let (queries_by_column, scratch) = scratch.split_at_mut(ROWS * key_width);
         let (queries, scratch) = scratch.split_at_mut(ROWS * key_width);
@@ -208,13 +217,14 @@ impl<'s, R: Real> Work<'s, R> {
         let (gradients, scratch) = scratch.split_at_mut(ROWS * value_width);
         let (scores, scratch) = scratch.split_at_mut(ROWS * KEYS);
         let (score_gradients, scratch) = scratch.split_at_mut(ROWS * KEYS);
+        // Without a softcap there is no derivative to keep.
         let capped = if plan.softcap { ROWS * KEYS } else { 0 };
         let (derivatives, scratch) = scratch.split_at_mut(capped);
         let (keys, scratch) = scratch.split_at_mut(KEYS * key_width);
         let (values, scratch) = scratch.split_at_mut(KEYS * value_width);
         let (logsumexp, scratch) = scratch.split_at_mut(ROWS);
         let delta = &mut scratch[..ROWS];
-        Work {
+        Workspace {
             queries_by_column,
             queries,
             gradients_by_column,
@@ -234,7 +244,7 @@ impl<'s, R: Real> Work<'s, R> {
         }
     }
 
-    /// Takes up a block of queries.
+    /// Loads a block of queries.
     pub(super) fn load<E: Accumulate<Acc = R>>(
         &mut self,
         block: &RowBlock<'_, '_, E>,
@@ -255,6 +265,7 @@ impl<'s, R: Real> Work<'s, R> {
             self.gradients,
             self.value_width,
         );
+        // The queries by row carry the scale alone: dK has no log2(e).
         self.query_sums.fill(R::ZERO);
         // A row that sees no key, and the lanes past the last row, have weights of zero.
         self.logsumexp.fill(R::INFINITY);
@@ -276,7 +287,7 @@ impl<'s, R: Real> Work<'s, R> {
             }
             self.delta[row] = delta;
             if let Some(output) = delta_output {
-                let (query, head) = block.place(row);
+                let (query, head) = block.query_and_head(row);
                 let at = block.sequence.query_start + query;
                 // SAFETY: each row belongs to one block.
                 unsafe { output.row_mut(block.sequence.batch, head, at, 1)[0] = delta };
@@ -284,7 +295,7 @@ impl<'s, R: Real> Work<'s, R> {
         }
     }
 
-    /// What the keys `start..start + count` give and get.
+    /// Adds the gradients of the keys `start..start + count` and their values, and those of the queries from them.
     fn add_block<E: Accumulate<Acc = R>>(
         &mut self,
         block: &RowBlock<'_, '_, E>,
@@ -300,7 +311,7 @@ impl<'s, R: Real> Work<'s, R> {
         }
         adjustment.drop_weights(scores, start);
 
-        // Values get their queries' gradients by weight, keys the queries and queries the keys.
+        // dV += weightsᵀ · dO, dK += dSᵀ · Q, dQ += dS · K.
         let mut to_values = Matmul {
             m: count,
             n: self.value_width,
@@ -411,7 +422,7 @@ impl<'s, R: Real> Work<'s, R> {
         let (sequence, dim) = (&block.sequence, block.problem.key_dim);
         let scale = R::of(block.problem.rules.scale);
         for row in 0..block.rows {
-            let (query, head) = block.place(row);
+            let (query, head) = block.query_and_head(row);
             let at = sequence.query_start + query;
             // SAFETY: each row belongs to one block.
             let to = unsafe { outputs.query.row_mut(sequence.batch, head, at, dim) };
@@ -425,7 +436,7 @@ impl<'s, R: Real> Work<'s, R> {
 
 /// Writes the gradients of the keys and values of one head.
 fn write_keys<E: Accumulate>(
-    problem: &Problem<'_, E>,
+    problem: &AttentionInputs<'_, E>,
     plan: &Plan,
     task: usize,
     outputs: &BackwardOutputs<'_, E>,

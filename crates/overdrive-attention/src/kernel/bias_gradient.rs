@@ -1,28 +1,28 @@
 //! The gradient of an additive bias, which may be one for many heads, batches, queries or keys.
 //!
-//! A pass of its own with two of the five products: each task has the rows of the bias to itself and
+//! It is a pass of its own with two of the five matmuls: each task has the rows of the bias to itself and
 //! goes through all heads that share them, so that nothing is summed by two threads and nothing of
 //! the size of the scores is held, other than the bias where it has that size.
 
 use overdrive_kernels::{Accumulate, SharedSlice, threads};
 
-use super::backward::{BackwardInputs, Plan, Work};
+use super::backward::{BackwardInputs, Plan, Workspace};
 use super::block::{ROWS, RowBlock};
-use super::inputs::Problem;
+use super::inputs::AttentionInputs;
 
-/// How the bias is shared: a size of 1 stands for all.
-struct Cut {
+/// The division of the work by the shape of the bias, in which a size of 1 stands for all.
+struct BiasTasks {
     batches: usize,
-    /// 1, or the number of key heads.
+    /// The number of heads: 1, or the number of key heads.
     heads: usize,
-    /// Chunks of queries; 1 where all queries share a row.
+    /// The number of chunks of queries; 1 where all queries share a row.
     chunks: usize,
-    /// Queries in a chunk.
+    /// The number of queries in a chunk.
     queries: usize,
 }
 
-impl Cut {
-    fn new<E: Accumulate>(problem: &Problem<'_, E>, shape: [usize; 4]) -> Cut {
+impl BiasTasks {
+    fn new<E: Accumulate>(problem: &AttentionInputs<'_, E>, shape: [usize; 4]) -> BiasTasks {
         let most = problem
             .sequences
             .iter()
@@ -33,7 +33,7 @@ impl Cut {
             1 => most.max(1),
             _ => (ROWS / problem.group()).max(1),
         };
-        Cut {
+        BiasTasks {
             batches: shape[0],
             heads: if shape[1] == 1 { 1 } else { problem.kv_heads },
             chunks: most.div_ceil(queries),
@@ -46,42 +46,42 @@ impl Cut {
     }
 }
 
-/// Numbers that [`bias_gradient`] needs as workspace.
+/// Returns the number of elements that [`bias_gradient`] needs as workspace.
 pub(crate) fn bias_gradient_workspace<E: Accumulate>(
-    problem: &Problem<'_, E>,
+    problem: &AttentionInputs<'_, E>,
     shape: [usize; 4],
 ) -> usize {
-    threads::workers().min(Cut::new(problem, shape).tasks()) * Plan::new(problem).task()
+    threads::workers().min(BiasTasks::new(problem, shape).tasks()) * Plan::new(problem).task()
 }
 
 /// Adds the gradient of the bias, whose sizes are `shape` (each full or 1), to `gradient`, contiguous
-/// in that shape; `workspace` has [`bias_gradient_workspace`] numbers.
+/// in that shape; `workspace` has [`bias_gradient_workspace`] elements.
 pub(crate) fn bias_gradient<E: Accumulate>(
-    problem: &Problem<'_, E>,
+    problem: &AttentionInputs<'_, E>,
     inputs: &BackwardInputs<'_, E>,
     shape: [usize; 4],
     gradient: &mut [E::Acc],
     workspace: &mut [E::Acc],
 ) {
-    let (cut, plan) = (Cut::new(problem, shape), Plan::new(problem));
+    let (division, plan) = (BiasTasks::new(problem, shape), Plan::new(problem));
     let strides = strides(shape);
     let shared = SharedSlice::new(gradient);
-    threads::for_each_task(cut.tasks(), workspace, |task, scratch| {
-        let (chunk, task) = (task % cut.chunks, task / cut.chunks);
-        let (head, batch) = (task % cut.heads, task / cut.heads);
-        let heads = match cut.heads {
+    threads::for_each_task(division.tasks(), workspace, |task, scratch| {
+        let (chunk, task) = (task % division.chunks, task / division.chunks);
+        let (head, batch) = (task % division.heads, task / division.heads);
+        let heads = match division.heads {
             1 => 0..problem.kv_heads,
             _ => head..head + 1,
         };
-        let mut work = Work::new(&plan, scratch, &mut [], &mut []);
+        let mut work = Workspace::new(&plan, scratch, &mut [], &mut []);
         for (index, sequence) in problem.sequences.iter().enumerate() {
-            if cut.batches > 1 && sequence.batch != batch {
+            if division.batches > 1 && sequence.batch != batch {
                 continue;
             }
             for kv_head in heads.clone() {
                 let group = problem.group();
-                let first = (chunk * cut.queries).min(sequence.queries) * group;
-                let end = ((chunk + 1) * cut.queries).min(sequence.queries) * group;
+                let first = (chunk * division.queries).min(sequence.queries) * group;
+                let end = ((chunk + 1) * division.queries).min(sequence.queries) * group;
                 for first in (first..end).step_by(ROWS) {
                     let block = RowBlock::within(problem, index, kv_head, first, end);
                     add_block(&block, inputs, &mut work, &shared, strides);
@@ -94,7 +94,7 @@ pub(crate) fn bias_gradient<E: Accumulate>(
 fn add_block<E: Accumulate>(
     block: &RowBlock<'_, '_, E>,
     inputs: &BackwardInputs<'_, E>,
-    work: &mut Work<'_, E::Acc>,
+    work: &mut Workspace<'_, E::Acc>,
     gradient: &SharedSlice<'_, E::Acc>,
     [by_batch, by_head, by_query, by_key]: [usize; 4],
 ) {
@@ -103,7 +103,7 @@ fn add_block<E: Accumulate>(
     for (start, count) in block.key_blocks(0, block.sequence.keys) {
         work.score_gradients(block, &adjustment, (start, count));
         for row in 0..block.rows {
-            let (query, head) = block.place(row);
+            let (query, head) = block.query_and_head(row);
             let base = block.sequence.batch * by_batch + head * by_head + query * by_query;
             let column = work.score_gradients[row..]
                 .iter()
@@ -120,7 +120,7 @@ fn add_block<E: Accumulate>(
     }
 }
 
-/// Strides of a contiguous tensor, 0 where the size is 1.
+/// Returns the strides of a contiguous tensor, 0 where the size is 1.
 fn strides(shape: [usize; 4]) -> [usize; 4] {
     let mut strides = [0; 4];
     let mut stride = 1;

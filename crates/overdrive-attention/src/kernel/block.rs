@@ -2,23 +2,23 @@
 
 use overdrive_kernels::{Accumulate, Real};
 
-use super::inputs::{Problem, Sequence, View, position, visible};
+use super::inputs::{AttentionInputs, Sequence, View, position, visible};
 use super::matmul::Rows;
 use super::{dropout, scores};
 
-/// Queries in a block, at most: four vectors of sixteen, so that a score tile and what goes with it
+/// The largest number of queries in a block: four vectors of sixteen, so that a score tile and its operands
 /// stay in the first two levels of cache.
 pub(super) const ROWS: usize = 64;
-/// Keys in a block, at most: a multiple of the six rows of a register tile.
+/// The largest number of keys in a block: a multiple of the six rows of a register tile.
 pub(super) const KEYS: usize = 96;
 
-/// Rows `first..first + rows` of the queries of one key head, where row `r` is query `r / group` of
+/// The rows `first..first + rows` of the queries of one key head, where row `r` is query `r / group` of
 /// head `kv_head · group + r % group`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RowBlock<'p, 'a, E: Accumulate> {
-    pub(super) problem: &'p Problem<'a, E>,
+    pub(super) problem: &'p AttentionInputs<'a, E>,
     pub(super) sequence: Sequence,
-    /// Number of the sequence.
+    /// The index of the sequence.
     pub(super) index: usize,
     pub(super) kv_head: usize,
     pub(super) first: usize,
@@ -29,7 +29,7 @@ pub(super) struct RowBlock<'p, 'a, E: Accumulate> {
 
 impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
     pub(super) fn new(
-        problem: &'p Problem<'a, E>,
+        problem: &'p AttentionInputs<'a, E>,
         index: usize,
         kv_head: usize,
         first: usize,
@@ -39,9 +39,9 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         RowBlock::within(problem, index, kv_head, first, end)
     }
 
-    /// A block that ends at row `end` at the latest.
+    /// Returns a block that ends at row `end` at the latest.
     pub(super) fn within(
-        problem: &'p Problem<'a, E>,
+        problem: &'p AttentionInputs<'a, E>,
         index: usize,
         kv_head: usize,
         first: usize,
@@ -60,15 +60,15 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         }
     }
 
-    /// Query (within the sequence) and head of row `row` of the block.
-    pub(super) fn place(&self, row: usize) -> (usize, usize) {
+    /// Returns the query (within the sequence) and head of row `row` of the block.
+    pub(super) fn query_and_head(&self, row: usize) -> (usize, usize) {
         let (group, row) = (self.problem.group(), self.first + row);
         (row / group, self.kv_head * group + row % group)
     }
 
-    /// The row of a view of queries that belongs to row `row` of the block.
+    /// Returns the row of a view of queries that belongs to row `row` of the block.
     pub(super) fn query_row<'v, T>(&self, view: &View<'v, T>, row: usize, dim: usize) -> &'v [T] {
-        let (query, head) = self.place(row);
+        let (query, head) = self.query_and_head(row);
         view.row(
             self.sequence.batch,
             head,
@@ -86,6 +86,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         factor: E::Acc,
         to: &mut [E::Acc],
     ) {
+        // Lanes without a row are computed with the others; zeros keep them finite.
         if self.rows < self.lanes {
             to[..dim * self.lanes].fill(E::Acc::ZERO);
         }
@@ -98,8 +99,8 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         }
     }
 
-    /// Writes the rows of `view`, times `factor`, as the rows of `to (lanes, width)`; what is past the
-    /// last row or number is zero.
+    /// Writes the rows of `view`, times `factor`, as the rows of `to (lanes, width)`; elements past the
+    /// last row or column are zero.
     pub(super) fn pack_rows(
         &self,
         view: &View<'_, E>,
@@ -116,20 +117,22 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         }
     }
 
-    /// The factor on queries that leaves in a product what [`scores::Adjustment::scores`] expects.
+    /// Returns the factor on queries that leaves in a product what [`scores::Adjustment::scores`] expects.
     pub(super) fn query_factor(&self) -> E::Acc {
         let rules = &self.problem.rules;
         E::Acc::of(match rules.softcap {
+            // Exponentials to base 2 need scores times log2(e): folded into the queries it costs nothing.
             None => rules.scale * std::f64::consts::LOG2_E,
             Some(cap) => rules.scale / cap,
         })
     }
 
-    /// The keys that some row sees, as at most two ranges in order: sink tokens, then the window.
+    /// Returns the keys that some row sees, as at most two ranges in order: sink tokens, then the window.
     pub(super) fn spans(&self) -> [(usize, usize); 2] {
         let rules = &self.problem.rules;
-        let (start, _) = visible(rules, &self.sequence, self.place(0).0);
-        let (_, end) = visible(rules, &self.sequence, self.place(self.rows - 1).0);
+        let (start, _) = visible(rules, &self.sequence, self.query_and_head(0).0);
+        let (_, end) = visible(rules, &self.sequence, self.query_and_head(self.rows - 1).0);
+        // Sink tokens that the window covers must not be visited twice.
         let sinks = rules.sink_tokens.min(end);
         if sinks >= start {
             let start = if rules.sink_tokens > 0 { 0 } else { start };
@@ -139,7 +142,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         }
     }
 
-    /// Blocks of keys `(start, count)` that some row sees, among keys `from..to`.
+    /// Returns the blocks of keys `(start, count)` that some row sees, among keys `from..to`.
     pub(super) fn key_blocks(
         &self,
         from: usize,
@@ -153,7 +156,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         })
     }
 
-    /// Where key `key` of the sequence begins in a view of keys or values.
+    /// Returns the index of the first element of key `key` of the sequence in a view of keys or values.
     fn key_at(&self, view: &View<'_, E>, key: usize) -> usize {
         match &self.problem.pages {
             None => {
@@ -167,15 +170,15 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         }
     }
 
-    /// Keys that lie at even distances between multiples of this: those of a block of the pool, if they
-    /// are in one.
+    /// Returns the number of keys that are evenly spaced between multiples of it: those of a block of a pool, if the keys
+    /// are in a pool.
     pub(super) fn run_length(&self) -> usize {
         self.problem
             .pages
             .map_or(usize::MAX, |pages| pages.block_size)
     }
 
-    /// What is done to the scores of these rows.
+    /// Returns the adjustment of the scores of these rows.
     pub(super) fn adjustment(&self) -> scores::Adjustment<'p, E> {
         let rules = &self.problem.rules;
         let mut adjustment = scores::Adjustment {
@@ -184,7 +187,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
             sequence: self.sequence,
             lanes: self.lanes,
             rows: self.rows,
-            places: [(0, 0); ROWS],
+            queries_and_heads: [(0, 0); ROWS],
             ends: [0; ROWS],
             starts: [0; ROWS],
             positions: [0; ROWS],
@@ -192,8 +195,8 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
             dropout: None,
         };
         for row in 0..self.rows {
-            let (query, head) = self.place(row);
-            adjustment.places[row] = (query, head);
+            let (query, head) = self.query_and_head(row);
+            adjustment.queries_and_heads[row] = (query, head);
             let (start, end) = visible(rules, &self.sequence, query);
             (adjustment.starts[row], adjustment.ends[row]) = (start, end);
             adjustment.positions[row] = position(rules, &self.sequence, query);
@@ -207,7 +210,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
 
     fn row_keys(&self, dropout: &dropout::Dropout) -> dropout::RowKeys {
         let ids = (0..self.rows).map(|row| {
-            let (query, head) = self.place(row);
+            let (query, head) = self.query_and_head(row);
             let lane = (self.sequence.batch * self.problem.heads + head) as u64;
             (lane << 32) + (self.sequence.query_start + query) as u64
         });
@@ -215,7 +218,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
     }
 }
 
-/// Keys (or values) `start..start + count` of the block's head: where they lie if they need no
+/// Returns the keys (or values) `start..start + count` of the block's head: in place if they need no
 /// conversion and, with `whole_vectors`, fill whole vectors; else copied into `scratch` with rows of
 /// `width`, filled up with zeros.
 pub(super) fn key_rows<'s, E: Accumulate>(
@@ -234,6 +237,7 @@ pub(super) fn key_rows<'s, E: Accumulate>(
         };
     }
     let run = block.run_length();
+    // Inside a block of a pool keys are evenly spaced; from one block to the next they are not.
     let in_one_piece = start % run + count <= run;
     if in_one_piece && (!whole_vectors || dim == width) {
         let from = block.key_at(view, start);
@@ -252,6 +256,7 @@ pub(super) fn key_rows<'s, E: Accumulate>(
         let from = block.key_at(view, first);
         let to = &mut scratch[(first - start) * width..][..together * width];
         first += together;
+        // Rows without gaps are one long row.
         if view.row == dim && dim == width {
             E::widen(block.problem.set, &view.data[from..][..to.len()], to);
             continue;

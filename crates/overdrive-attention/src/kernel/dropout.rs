@@ -1,5 +1,5 @@
-//! Dropout by a counter: what is dropped depends on the seed and the place alone, so that the backward
-//! pass drops the same without storing a mask.
+//! Dropout by a counter: the dropped weights depend on the seed and the position alone, so that the backward
+//! pass drops the same ones without a stored mask.
 
 use overdrive_core::random::random_u64;
 use overdrive_kernels::Real;
@@ -7,27 +7,27 @@ use overdrive_kernels::Real;
 /// The stream of random numbers that dropout of attention draws from.
 const DROPOUT_STREAM: u32 = 0x6472_6f70;
 
-/// Probability and seed.
+/// The probability and the seed of dropout.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Dropout {
-    /// Probability that a weight is dropped, in `0..1`.
+    /// The probability that a weight is dropped, in `0..1`.
     pub(crate) probability: f64,
-    /// What the pattern is drawn from.
+    /// The seed of the pattern.
     pub(crate) seed: u64,
 }
 
-/// Two words for each row of a block, from which the words of its keys are made.
+/// Two random words for each row of a block, which are mixed with the counter of a key.
 #[derive(Debug, Clone)]
 pub(super) struct RowKeys {
     first: [u32; super::block::ROWS],
     second: [u32; super::block::ROWS],
-    /// Weights whose word is below are dropped.
+    /// The bound below which a weight's word drops it.
     threshold: u32,
     survivor: f64,
 }
 
 impl Dropout {
-    /// The words of rows `ids`, each the number of a query in its batch and head.
+    /// Returns the words of rows `ids`, each the index of a query in its batch and head.
     pub(super) fn rows(&self, ids: impl Iterator<Item = u64>) -> RowKeys {
         let (mut first, mut second) = ([0; super::block::ROWS], [0; super::block::ROWS]);
         for ((id, first), second) in ids.zip(&mut first).zip(&mut second) {
@@ -60,7 +60,8 @@ impl RowKeys {
             #[allow(clippy::cast_possible_truncation, reason = "as said")]
             let counter = ((start + key) as u32).wrapping_mul(0x9e37_79b1);
             for ((x, &first), &second) in row.iter_mut().zip(&self.first).zip(&self.second) {
-                // Two rounds of multiply and shift, Wellons' `lowbias32`, with a key before each.
+                // Two rounds of multiply and shift, Wellons' `lowbias32`, with a row's word before each. Not Philox,
+                // whose ten rounds for each weight would take longer than the matmuls of small heads.
                 let mut word = counter ^ first;
                 word = (word ^ (word >> 16))
                     .wrapping_mul(0x7feb_352d)

@@ -5,23 +5,23 @@ use std::f64::consts::{LN_2, LOG2_E};
 use overdrive_kernels::{Accumulate, Real, SharedSlice, threads};
 
 use super::block::{KEYS, ROWS, RowBlock, key_rows};
-use super::inputs::{Problem, ViewMut};
+use super::inputs::{AttentionInputs, ViewMut};
 use super::matmul::{Matmul, Rows, Start, dot_products, matmul};
 use super::scores::softmax;
 
-/// Up to so many rows the vectors lie along the head dimension instead of the queries.
+/// The largest number of rows for which vectors run along the head dimension instead of the queries.
 const FEW_ROWS: usize = 4;
-/// Up to so many rows keys of a pool are multiplied block by block rather than copied together.
+/// The largest number of rows for which keys of a pool are multiplied block by block rather than copied together.
 const FEW_LANES: usize = 16;
-/// Keys that a part has at least where the keys of few queries are split among threads.
-const PART_KEYS: usize = 512;
+/// The least number of keys in a split, where the keys of few queries are split among threads.
+const SPLIT_KEYS: usize = 512;
 
-/// Where the results go.
+/// The outputs of the forward pass.
 #[derive(Debug)]
 pub(crate) struct ForwardOutputs<'a, E: Accumulate> {
-    /// As the query, `value_dim` numbers a row.
+    /// The output, with the rows of the query and `value_dim` elements in each.
     pub(crate) output: ViewMut<'a, E>,
-    /// As the query, one number a row: the natural log-sum-exp, `-inf` where a query sees no key.
+    /// The natural log-sum-exp of each row of the query, `-inf` where a query sees no key.
     pub(crate) logsumexp: ViewMut<'a, E::Acc>,
 }
 
@@ -33,15 +33,15 @@ struct Task {
     first: usize,
 }
 
-/// How the work is cut.
+/// The division of the work into tasks.
 struct Plan {
     tasks: Vec<Task>,
-    /// Parts that the keys of every block are split into.
-    parts: usize,
+    /// The number of splits of the keys of every block.
+    splits: usize,
 }
 
 impl Plan {
-    fn new<E: Accumulate>(problem: &Problem<'_, E>) -> Plan {
+    fn new<E: Accumulate>(problem: &AttentionInputs<'_, E>) -> Plan {
         let mut tasks = Vec::new();
         let mut most_keys = 0;
         for (index, sequence) in problem.sequences.iter().enumerate() {
@@ -59,27 +59,27 @@ impl Plan {
             }
         }
         let workers = threads::workers();
-        let parts = match tasks.len() {
+        let splits = match tasks.len() {
             0 => 1,
-            // Two parts a thread, so that one slow part does not hold up all.
+            // Two splits for each thread, so that one slow split does not hold up all.
             count if count < workers * 2 => (workers * 2)
                 .div_ceil(count)
-                .min(most_keys / PART_KEYS)
+                .min(most_keys / SPLIT_KEYS)
                 .max(1),
             _ => 1,
         };
-        Plan { tasks, parts }
+        Plan { tasks, splits }
     }
 }
 
-/// Sizes of what one task works in, in numbers.
+/// The sizes of the workspace of one task, in elements.
 struct Sizes {
     key_width: usize,
     value_width: usize,
 }
 
 impl Sizes {
-    fn of<E: Accumulate>(problem: &Problem<'_, E>) -> Sizes {
+    fn of<E: Accumulate>(problem: &AttentionInputs<'_, E>) -> Sizes {
         let lanes = problem.set.lanes::<E::Acc>();
         Sizes {
             key_width: problem.key_dim.next_multiple_of(lanes),
@@ -87,70 +87,71 @@ impl Sizes {
         }
     }
 
-    /// Queries, scores, sums, rows of the result, converted keys and values, three numbers a row.
+    /// Returns the size of a task: queries, scores, sums, rows of the result, converted keys and values, three elements a
+    /// row.
     fn task(&self) -> usize {
         let rows = ROWS * (self.key_width + KEYS + 2 * self.value_width + 3);
         rows + KEYS * (self.key_width + self.value_width)
     }
 
-    /// What a part leaves: rows of the result, maximum and sum of each row.
-    fn part(&self) -> usize {
+    /// Returns the size of the result of a split: rows, and the maximum and sum of each row.
+    fn split(&self) -> usize {
         ROWS * (self.value_width + 2)
     }
 
-    /// The three things that a part leaves.
-    fn split_mut<'s, R>(&self, part: &'s mut [R]) -> (&'s mut [R], &'s mut [R], &'s mut [R]) {
-        let (rows, of_row) = part.split_at_mut(ROWS * self.value_width);
+    /// Splits the result of a split into rows, maxima and sums.
+    fn split_mut<'s, R>(&self, split: &'s mut [R]) -> (&'s mut [R], &'s mut [R], &'s mut [R]) {
+        let (rows, of_row) = split.split_at_mut(ROWS * self.value_width);
         let (maxima, sums) = of_row.split_at_mut(ROWS);
         (rows, maxima, sums)
     }
 }
 
-/// Numbers that [`forward`] needs as workspace.
-pub(crate) fn forward_workspace<E: Accumulate>(problem: &Problem<'_, E>) -> usize {
+/// Returns the number of elements that [`forward`] needs as workspace.
+pub(crate) fn forward_workspace<E: Accumulate>(problem: &AttentionInputs<'_, E>) -> usize {
     let (plan, sizes) = (Plan::new(problem), Sizes::of(problem));
-    let workers = threads::workers().min(plan.tasks.len() * plan.parts);
-    let parts = match plan.parts {
+    let workers = threads::workers().min(plan.tasks.len() * plan.splits);
+    let splits = match plan.splits {
         1 => 0,
-        parts => plan.tasks.len() * parts * sizes.part(),
+        splits => plan.tasks.len() * splits * sizes.split(),
     };
-    workers * sizes.task() + parts
+    workers * sizes.task() + splits
 }
 
-/// Computes `outputs`; `workspace` has [`forward_workspace`] numbers.
+/// Computes `outputs`; `workspace` has [`forward_workspace`] elements.
 pub(crate) fn forward<E: Accumulate>(
-    problem: &Problem<'_, E>,
+    problem: &AttentionInputs<'_, E>,
     outputs: &ForwardOutputs<'_, E>,
     workspace: &mut [E::Acc],
 ) {
     let (plan, sizes) = (Plan::new(problem), Sizes::of(problem));
     let count = plan.tasks.len();
     let block = |task: &Task| RowBlock::new(problem, task.sequence, task.kv_head, task.first);
-    if plan.parts == 1 {
+    if plan.splits == 1 {
         threads::for_each_task(count, workspace, |task, scratch| {
             let block = block(&plan.tasks[task]);
-            let mut work = Work::new(&block, &sizes, scratch);
+            let mut work = Workspace::new(&block, &sizes, scratch);
             work.sweep(&block, 0, block.sequence.keys);
-            let Work {
+            let Workspace {
                 rows, maxima, sums, ..
             } = work;
             finish(&block, &sizes, outputs, rows, maxima, sums);
         });
         return;
     }
-    let (results, workspace) = workspace.split_at_mut(count * plan.parts * sizes.part());
+    let (results, workspace) = workspace.split_at_mut(count * plan.splits * sizes.split());
     let shared = SharedSlice::new(results);
-    threads::for_each_task(count * plan.parts, workspace, |index, scratch| {
-        let (task, part) = (index / plan.parts, index % plan.parts);
+    threads::for_each_task(count * plan.splits, workspace, |index, scratch| {
+        let (task, split) = (index / plan.splits, index % plan.splits);
         let block = block(&plan.tasks[task]);
-        let mut work = Work::new(&block, &sizes, scratch);
+        let mut work = Workspace::new(&block, &sizes, scratch);
         let [_, (start, end)] = block.spans();
-        let cut = |part: usize| start + (end - start) * part / plan.parts;
-        // Sink tokens, few as they are, belong to the first part.
-        let from = if part == 0 { 0 } else { cut(part) };
-        work.sweep(&block, from, cut(part + 1));
-        // SAFETY: one part each.
-        let to = unsafe { shared.range_mut(index * sizes.part()..(index + 1) * sizes.part()) };
+        let bound = |split: usize| start + (end - start) * split / plan.splits;
+        // Sink tokens are few and belong to the first split.
+        let from = if split == 0 { 0 } else { bound(split) };
+        work.sweep(&block, from, bound(split + 1));
+        // SAFETY: one split each.
+        let to = unsafe { shared.range_mut(index * sizes.split()..(index + 1) * sizes.split()) };
         let (rows, maxima, sums) = sizes.split_mut(to);
         rows.copy_from_slice(work.rows);
         maxima.copy_from_slice(work.maxima);
@@ -158,11 +159,11 @@ pub(crate) fn forward<E: Accumulate>(
     });
     threads::for_each_task(count, workspace, |task, _| {
         let block = block(&plan.tasks[task]);
-        let len = plan.parts * sizes.part();
-        // SAFETY: the parts of one task each.
-        let parts = unsafe { shared.range_mut(task * len..(task + 1) * len) };
-        let (merged, others) = parts.split_at_mut(sizes.part());
-        for other in others.chunks_exact(sizes.part()) {
+        let len = plan.splits * sizes.split();
+        // SAFETY: the splits of one task each.
+        let splits = unsafe { shared.range_mut(task * len..(task + 1) * len) };
+        let (merged, others) = splits.split_at_mut(sizes.split());
+        for other in others.chunks_exact(sizes.split()) {
             merge(&block, &sizes, merged, other);
         }
         let (rows, maxima, sums) = sizes.split_mut(merged);
@@ -170,15 +171,15 @@ pub(crate) fn forward<E: Accumulate>(
     });
 }
 
-/// The memory of one task, cut up.
-struct Work<'s, R> {
+/// The workspace of one task.
+struct Workspace<'s, R> {
     queries: &'s mut [R],
     tile: &'s mut [R],
-    /// Weighted sums of values: columns are rows of the block.
+    /// The weighted sums of values; columns are rows of the block.
     sums_by_column: &'s mut [R],
     keys: &'s mut [R],
     values: &'s mut [R],
-    /// Weighted sums of values, row by row.
+    /// The weighted sums of values, row by row.
     rows: &'s mut [R],
     maxima: &'s mut [R],
     sums: &'s mut [R],
@@ -188,12 +189,12 @@ struct Work<'s, R> {
     value_width: usize,
 }
 
-impl<'s, R: Real> Work<'s, R> {
+impl<'s, R: Real> Workspace<'s, R> {
     fn new<E: Accumulate<Acc = R>>(
         block: &RowBlock<'_, '_, E>,
         sizes: &Sizes,
         scratch: &'s mut [R],
-    ) -> Work<'s, R> {
+    ) -> Workspace<'s, R> {
         let (queries, scratch) = scratch.split_at_mut(ROWS * sizes.key_width);
         let (tile, scratch) = scratch.split_at_mut(ROWS * KEYS);
         let (sums_by_column, scratch) = scratch.split_at_mut(ROWS * sizes.value_width);
@@ -203,7 +204,7 @@ impl<'s, R: Real> Work<'s, R> {
         let (maxima, scratch) = scratch.split_at_mut(ROWS);
         let (sums, scratch) = scratch.split_at_mut(ROWS);
         let factors = &mut scratch[..ROWS];
-        Work {
+        Workspace {
             queries,
             tile,
             sums_by_column,
@@ -219,7 +220,7 @@ impl<'s, R: Real> Work<'s, R> {
         }
     }
 
-    /// Online softmax over the keys `from..to` that the block sees: leaves `rows`, `maxima`, `sums`.
+    /// Computes the online softmax over the keys `from..to` that the block sees: leaves `rows`, `maxima`, `sums`.
     fn sweep<E: Accumulate<Acc = R>>(
         &mut self,
         block: &RowBlock<'_, '_, E>,
@@ -240,6 +241,7 @@ impl<'s, R: Real> Work<'s, R> {
         } else {
             block.pack_columns(&problem.query, key_dim, factor, self.queries);
         }
+        // Finite, because a row that has seen no key yet would compute inf - inf.
         self.maxima.fill(R::LOWEST);
         self.sums.fill(R::ZERO);
         self.rows.fill(R::ZERO);
@@ -274,26 +276,26 @@ impl<'s, R: Real> Work<'s, R> {
         }
     }
 
-    /// Keys (or values) as the pieces that one product takes: where a product has few queries, copying
-    /// keys of a pool together would cost as much as the product, and each block is read where it lies.
-    fn pieces<E: Accumulate<Acc = R>>(
+    /// Returns the runs of keys (or values) of one matmul each: where a matmul has few queries, copying
+    /// keys of a pool together would cost as much as the matmul, and each block is read in place.
+    fn key_runs<E: Accumulate<Acc = R>>(
         &self,
         block: &RowBlock<'_, '_, E>,
         keys: (usize, usize),
-    ) -> Pieces {
-        let at_once = if block.rows <= FEW_LANES {
+    ) -> KeyRuns {
+        let run_length = if block.rows <= FEW_LANES {
             block.run_length()
         } else {
             usize::MAX
         };
-        Pieces {
+        KeyRuns {
             next: keys.0,
             end: keys.0 + keys.1,
-            at_once,
+            run_length,
         }
     }
 
-    /// `tile = keys · queries`.
+    /// Returns Computes `tile = keys · queries`.
     fn weigh_keys<E: Accumulate<Acc = R>>(
         &mut self,
         block: &RowBlock<'_, '_, E>,
@@ -301,7 +303,7 @@ impl<'s, R: Real> Work<'s, R> {
     ) {
         let problem = block.problem;
         let dims = (problem.key_dim, self.key_width);
-        for (first, count) in self.pieces(block, keys) {
+        for (first, count) in self.key_runs(block, keys) {
             let rows = key_rows(block, &problem.key, (first, count), dims, false, self.keys);
             let tile = &mut self.tile[(first - keys.0) * block.lanes..];
             if self.few {
@@ -345,10 +347,11 @@ impl<'s, R: Real> Work<'s, R> {
     ) {
         let problem = block.problem;
         let dims = (problem.value_dim, self.value_width);
-        for (first, count) in self.pieces(block, keys) {
+        for (first, count) in self.key_runs(block, keys) {
             let run = (first, count);
             let values = key_rows(block, &problem.value, run, dims, self.few, self.values);
             let weights = &self.tile[(first - keys.0) * block.lanes..];
+            // The old sums are scaled once, with the first run of the block.
             let scaled = first == keys.0;
             let mut sums = if self.few {
                 Matmul {
@@ -390,15 +393,15 @@ impl<'s, R: Real> Work<'s, R> {
     }
 }
 
-/// Keys `next..end`, cut where a multiple of `at_once` is.
-struct Pieces {
+/// The keys `next..end`, split at multiples of `run_length`.
+struct KeyRuns {
     next: usize,
     end: usize,
-    at_once: usize,
+    run_length: usize,
 }
 
-impl Iterator for Pieces {
-    /// First key and number of keys.
+impl Iterator for KeyRuns {
+    /// The first key and the number of keys.
     type Item = (usize, usize);
 
     fn next(&mut self) -> Option<(usize, usize)> {
@@ -406,13 +409,13 @@ impl Iterator for Pieces {
         if first >= self.end {
             return None;
         }
-        let count = (self.at_once - first % self.at_once).min(self.end - first);
+        let count = (self.run_length - first % self.run_length).min(self.end - first);
         self.next = first + count;
         Some((first, count))
     }
 }
 
-/// Adds the result of another part of the keys.
+/// Adds the result of another split of the keys.
 fn merge<E: Accumulate>(
     block: &RowBlock<'_, '_, E>,
     sizes: &Sizes,
@@ -423,6 +426,7 @@ fn merge<E: Accumulate>(
     let (other_rows, of_row) = other.split_at(ROWS * sizes.value_width);
     for row in 0..block.rows {
         let (maximum, sum) = (of_row[row], of_row[ROWS + row]);
+        // Not `max`, which drops a NaN.
         let new = if maximum > maxima[row] {
             maximum
         } else {
@@ -450,7 +454,7 @@ fn finish<E: Accumulate>(
 ) {
     let sequence = &block.sequence;
     for row in 0..block.rows {
-        let (query, head) = block.place(row);
+        let (query, head) = block.query_and_head(row);
         let (mut maximum, mut sum, mut factor) = (maxima[row], sums[row], E::Acc::ONE);
         if let Some(sinks) = block.problem.rules.sinks {
             let sink = sinks[head] * E::Acc::of(LOG2_E);

@@ -1,11 +1,11 @@
-//! What the kernels are asked to compute.
+//! The inputs of the kernels.
 
 use overdrive_kernels::{Accumulate, InstructionSet, SharedSlice};
 
 use super::dropout::Dropout;
 
-/// Rows of numbers in a slice: row `r` of head `h` in batch `b` begins at
-/// `b · batch + h · head + r · row`, and its numbers lie together.
+/// Rows in a slice: row `r` of head `h` in batch `b` begins at
+/// `b · batch + h · head + r · row`, and is contiguous.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct View<'a, E> {
     pub(crate) data: &'a [E],
@@ -19,7 +19,7 @@ impl<'a, E> View<'a, E> {
         batch * self.batch + head * self.head + row * self.row
     }
 
-    /// Row `row`, `dim` numbers long.
+    /// Returns row `row`, of `dim` elements.
     pub(super) fn row(&self, batch: usize, head: usize, row: usize, dim: usize) -> &'a [E] {
         &self.data[self.start(batch, head, row)..][..dim]
     }
@@ -60,43 +60,43 @@ impl<'a, E> ViewMut<'a, E> {
     }
 }
 
-/// Queries that see the same keys: a row of a batch, or one sequence of a pack.
+/// The queries that see the same keys: a row of a batch, or one sequence of a pack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Sequence {
-    /// Its number in the batch dimension (0 for all sequences of a pack).
+    /// The index in the batch dimension (0 for all sequences of a pack).
     pub(crate) batch: usize,
-    /// Its first row among the queries.
+    /// The first row among the queries.
     pub(crate) query_start: usize,
-    /// Number of queries.
+    /// The number of queries.
     pub(crate) queries: usize,
-    /// Its first row among the keys.
+    /// The first row among the keys.
     pub(crate) key_start: usize,
-    /// Number of keys.
+    /// The number of keys.
     pub(crate) keys: usize,
 }
 
-/// Where keys and values lie in blocks of a pool: key `k` of sequence `n` is row `k % block_size` of
+/// The positions of keys and values in the blocks of a pool: key `k` of sequence `n` is row `k % block_size` of
 /// block `tables[n][k / block_size]`, which takes the place of the batch in their views.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pages<'a> {
-    /// One for each sequence.
+    /// The block table of each sequence.
     pub(crate) tables: &'a [Vec<u32>],
     pub(crate) block_size: usize,
 }
 
-/// Slopes of ALiBi: that of head `h` in sequence `n` is `data[n · sequence + h]`.
+/// The slopes of ALiBi: that of head `h` in sequence `n` is `data[n · sequence + h]`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Slopes<'a, R> {
     pub(crate) data: &'a [R],
     pub(crate) sequence: usize,
 }
 
-/// What a mask holds.
+/// The values of a mask.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum BiasValues<'a, R> {
-    /// Whether a key is seen.
+    /// `true` where a key is seen.
     Keep(&'a [bool]),
-    /// What is added to the score.
+    /// The addends of the scores.
     Add(&'a [R]),
 }
 
@@ -107,18 +107,18 @@ pub(crate) struct Bias<'a, R> {
     pub(crate) strides: [usize; 4],
 }
 
-/// What is done to the scores.
+/// The rules by which scores are computed and keys are hidden.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rules<'a, R> {
     pub(crate) scale: f64,
     pub(crate) softcap: Option<f64>,
-    /// How many keys before its own position a query sees; all if none.
+    /// The number of keys before its own position that a query sees; `None`: all.
     pub(crate) left: Option<usize>,
-    /// How many keys after its own position a query sees; all if none.
+    /// The number of keys after its own position that a query sees; `None`: all.
     pub(crate) right: Option<usize>,
-    /// Whether the last query stands at the last key rather than the first at the first.
+    /// If `true`, the last query is at the position of the last key; else the first query at that of the first key.
     pub(crate) bottom_right: bool,
-    /// Keys at the beginning that `left` does not hide.
+    /// The number of keys at the beginning that `left` does not hide.
     pub(crate) sink_tokens: usize,
     pub(crate) slopes: Option<Slopes<'a, R>>,
     /// A logit of each head that joins the softmax without a value.
@@ -127,33 +127,33 @@ pub(crate) struct Rules<'a, R> {
     pub(crate) dropout: Option<Dropout>,
 }
 
-/// Attention of `query` over `key` and `value` under `rules`.
+/// The attention of `query` over `key` and `value` under `rules`.
 #[derive(Debug)]
-pub(crate) struct Problem<'a, E: Accumulate> {
+pub(crate) struct AttentionInputs<'a, E: Accumulate> {
     pub(crate) set: InstructionSet,
     pub(crate) sequences: Vec<Sequence>,
     pub(crate) heads: usize,
     pub(crate) kv_heads: usize,
-    /// Numbers in a query and a key.
+    /// The number of elements of a query and a key.
     pub(crate) key_dim: usize,
-    /// Numbers in a value.
+    /// The number of elements of a value.
     pub(crate) value_dim: usize,
     pub(crate) query: View<'a, E>,
     pub(crate) key: View<'a, E>,
     pub(crate) value: View<'a, E>,
-    /// Keys and values lie in one piece if none.
+    /// The block tables, if keys and values are in a pool.
     pub(crate) pages: Option<Pages<'a>>,
     pub(crate) rules: Rules<'a, E::Acc>,
 }
 
-impl<E: Accumulate> Problem<'_, E> {
-    /// Query heads that share a key head.
+impl<E: Accumulate> AttentionInputs<'_, E> {
+    /// Returns the query heads that share a key head.
     pub(super) fn group(&self) -> usize {
         self.heads / self.kv_heads
     }
 }
 
-/// Which keys query `index` of a sequence sees besides the sink tokens: `start..end`.
+/// Returns the keys `start..end` that query `index` of a sequence sees besides the sink tokens.
 pub(super) fn visible<R>(
     rules: &Rules<'_, R>,
     sequence: &Sequence,
@@ -175,9 +175,10 @@ pub(super) fn visible<R>(
     (start, end)
 }
 
-/// The key at which query `index` stands.
+/// Returns the position of query `index` among the keys.
 pub(super) fn position<R>(rules: &Rules<'_, R>, sequence: &Sequence, index: usize) -> i64 {
     let signed = |n: usize| i64::try_from(n).unwrap_or(i64::MAX / 4);
+    // With fewer queries than keys the queries are the last ones, as in decoding.
     let offset = match rules.bottom_right {
         true => signed(sequence.keys) - signed(sequence.queries),
         false => 0,

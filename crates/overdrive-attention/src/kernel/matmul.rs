@@ -9,7 +9,7 @@ use overdrive_kernels::{Real, Simd, Vector, vectorized};
 /// The content of `C` before the product is added.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Start<'a, R> {
-    /// Zeros.
+    /// The zeros.
     Zero,
     /// The values that it holds.
     Add,
@@ -196,7 +196,7 @@ fn tile<V: Vector, const HEIGHT: usize, const WIDTH: usize, const BY_COLUMNS: bo
     }
 }
 
-/// Rows of equal distance in a slice.
+/// The rows of equal distance in a slice.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Rows<'a, R> {
     pub(super) data: &'a [R],
@@ -212,7 +212,7 @@ impl<'a, R> Rows<'a, R> {
 }
 
 vectorized! {
-    /// `tile[key · lanes + row] = keys[key] · rows[row]`, for so few rows that they would leave the
+    /// Returns `tile[key · lanes + row] = keys[key] · rows[row]`, for so few rows that they would leave the
     /// lanes of [`matmul`] empty: the vectors lie along the head dimension instead.
     pub(super) fn dot_products<S: Simd, R: Real>(
         s: S,

@@ -2,10 +2,10 @@
 //!
 //! A block of up to 64 queries lies across vector lanes, one query a lane, so that the softmax over
 //! keys is a column of plain vector operations without a reduction across lanes, and keys and values
-//! are read where they are, broadcast one number at a time: nothing but the queries is repacked.
-//! All five products of forward and backward are one micro-kernel ([`matmul`](matmul::matmul)).
+//! are read in place, broadcast one element at a time: only the queries are repacked.
+//! All five matmuls of forward and backward are one micro-kernel ([`matmul`](matmul::matmul)).
 //!
-//! The order of additions depends only on the problem and the number of threads: results repeat
+//! The order of additions depends only on the inputs and the number of threads: results repeat
 //! bit for bit.
 //!
 //! Method: Dao 2023, FlashAttention-2, <https://arxiv.org/abs/2307.08691>.
@@ -29,7 +29,7 @@ pub(crate) use backward::{BackwardInputs, BackwardOutputs, backward, backward_wo
 pub(crate) use bias_gradient::{bias_gradient, bias_gradient_workspace};
 pub(crate) use dropout::Dropout;
 pub(crate) use forward::{ForwardOutputs, forward, forward_workspace};
-pub(crate) use inputs::{Bias, BiasValues, Pages, Problem, Rules, Sequence, Slopes};
+pub(crate) use inputs::{AttentionInputs, Bias, BiasValues, Pages, Rules, Sequence, Slopes};
 pub(crate) use pool_rows::write_rows;
 pub(crate) use tensors::{Fresh, Strided};
 

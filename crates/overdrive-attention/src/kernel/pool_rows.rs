@@ -1,4 +1,4 @@
-//! Writing rows into the blocks of a pool.
+//! Copies of rows into the blocks of a pool.
 
 use overdrive_sys::raw;
 use tch::Tensor;
@@ -17,13 +17,13 @@ pub(crate) fn write_rows<E: raw::Element>(
     (heads, block_size, dim): (usize, usize, usize),
     slots: &[usize],
 ) -> Result<()> {
-    // SAFETY: as for any operator that writes in place, the caller of an operator sees to it that
-    // nobody uses the tensor meanwhile; `rows` is other memory.
+    // SAFETY: as for any operator that writes in place, its caller sees to it that nobody uses the
+    // tensor meanwhile; `rows` is other memory.
     let pool = unsafe { raw::slice_mut::<E>(pool)? };
     for (token, slot) in slots.iter().enumerate() {
-        let (block, place) = (slot / block_size, slot % block_size);
+        let (block, row) = (slot / block_size, slot % block_size);
         for head in 0..heads {
-            let at = ((block * heads + head) * block_size + place) * dim;
+            let at = ((block * heads + head) * block_size + row) * dim;
             pool[at..][..dim].copy_from_slice(rows.row(0, head, token, dim));
         }
     }

@@ -1,4 +1,4 @@
-//! What happens to a tile of scores `(keys, lanes)` between the products.
+//! The operations on a tile of scores `(keys, lanes)` between the matmuls.
 //!
 //! Scores are kept in units of `log2`: a softmax weight is `2^(score - maximum)`.
 
@@ -10,7 +10,7 @@ use super::block::{KEYS, ROWS};
 use super::dropout::RowKeys;
 use super::inputs::{Bias, BiasValues, Rules, Sequence};
 
-/// Softcap, ALiBi, bias, mask and dropout of the rows of a block.
+/// The softcap, ALiBi, bias, mask and dropout of the rows of a block.
 #[derive(Debug)]
 pub(super) struct Adjustment<'p, E: Accumulate> {
     pub(super) rules: &'p Rules<'p, E::Acc>,
@@ -18,13 +18,13 @@ pub(super) struct Adjustment<'p, E: Accumulate> {
     pub(super) sequence: Sequence,
     pub(super) lanes: usize,
     pub(super) rows: usize,
-    /// Query and head of each row.
-    pub(super) places: [(usize, usize); ROWS],
-    /// First key that each row sees, sink tokens aside.
+    /// The query and head of each row.
+    pub(super) queries_and_heads: [(usize, usize); ROWS],
+    /// The first key that each row sees, sink tokens aside.
     pub(super) starts: [usize; ROWS],
-    /// One past the last key that each row sees.
+    /// The key after the last one that each row sees.
     pub(super) ends: [usize; ROWS],
-    /// The key at which each row stands.
+    /// The position of each row among the keys.
     pub(super) positions: [i64; ROWS],
     pub(super) slopes: [E::Acc; ROWS],
     pub(super) dropout: Option<RowKeys>,
@@ -54,7 +54,7 @@ impl<E: Accumulate> Adjustment<'_, E> {
         }
     }
 
-    /// Whether every row sees every key of `start..start + count`.
+    /// Returns `true` if every row sees every key of `start..start + count`.
     fn sees_all(&self, start: usize, count: usize) -> bool {
         // Starts and ends rise with the query, so first and last row bound them.
         let (end, window) = (self.ends[0], self.starts[self.rows - 1]);
@@ -72,6 +72,7 @@ impl<E: Accumulate> Adjustment<'_, E> {
         for row in 0..self.rows {
             (from[row], to[row]) = (relative(self.starts[row]), relative(self.ends[row]));
         }
+        // Counted from the tile, as the keys of the tile are.
         let sinks = self.rules.sink_tokens.saturating_sub(start);
         hide(self.set, tile, self.lanes, &from, &to, sinks);
     }
@@ -89,7 +90,7 @@ impl<E: Accumulate> Adjustment<'_, E> {
         let [by_batch, by_head, by_query, by_key] = bias.strides;
         let log2_e = E::Acc::of(LOG2_E);
         for row in 0..self.rows {
-            let (query, head) = self.places[row];
+            let (query, head) = self.queries_and_heads[row];
             let base = self.sequence.batch * by_batch + head * by_head + query * by_query;
             let base = base + start * by_key;
             let column = tile[row..].iter_mut().step_by(self.lanes).enumerate();
@@ -242,6 +243,7 @@ vectorized! {
         factors: &mut [R],
     ) {
         assert!(tile.len() <= KEYS * lanes);
+        // One vector of rows at a time, over all keys: maximum and sum stay in registers.
         for at in (0..lanes).step_by(R::Vector::<S>::LEN) {
             let before = R::Vector::<S>::load(s, &maxima[at..]);
             // In two chains, because each comparison waits for the one before it.

@@ -1,4 +1,4 @@
-//! From tensors to the slices of the kernels.
+//! The elements of tensors as slices and views, for the kernels.
 
 use overdrive_sys::raw;
 use tch::{Device, Kind, Tensor};
@@ -11,12 +11,12 @@ use crate::Result;
 #[derive(Debug)]
 pub(crate) struct Strided {
     flat: Tensor,
-    /// Strides of the four dimensions; 0 where the size is 1.
+    /// The strides of the four dimensions; 0 where the size is 1.
     pub(crate) strides: [usize; 4],
 }
 
 impl Strided {
-    /// Of a tensor whose last dimension may be strided as well.
+    /// Returns the elements of a tensor whose last dimension may be strided as well.
     pub(crate) fn any(tensor: &Tensor) -> Result<Strided> {
         let (sizes, strides) = (tensor.size(), tensor.stride());
         let reach: i64 = sizes
@@ -37,8 +37,9 @@ impl Strided {
         })
     }
 
-    /// Of rows (the last dimension) without gaps: copied if there are some.
+    /// Returns the elements of contiguous rows (the last dimension): a copy if they have gaps.
     pub(crate) fn rows(tensor: &Tensor) -> Result<Strided> {
+        // The innermost loops read vectors along the last dimension.
         let dense = tensor.stride().last() == Some(&1) || tensor.size().last() == Some(&1);
         match dense {
             true => Strided::any(tensor),
@@ -46,14 +47,14 @@ impl Strided {
         }
     }
 
-    /// The elements, to read.
+    /// Returns the elements, to be read.
     pub(crate) fn elements<T: raw::Element>(&self) -> Result<&[T]> {
         // SAFETY: an operator's arguments are not written while it runs; as in libtorch, the caller of
         // an operator sees to that.
         Ok(unsafe { raw::slice(&self.flat)? })
     }
 
-    /// Rows of a tensor of (batch, head, row, numbers).
+    /// Returns the rows of a tensor (batch, head, row, element).
     pub(crate) fn view<T: raw::Element>(&self) -> Result<View<'_, T>> {
         let [batch, head, row, _] = self.strides;
         Ok(View {
@@ -65,28 +66,28 @@ impl Strided {
     }
 }
 
-/// A contiguous tensor that was just made, and that nobody else has yet.
+/// A new contiguous tensor, to which nobody else has a handle yet.
 #[derive(Debug)]
 pub(crate) struct Fresh(Tensor);
 
 impl Fresh {
-    /// Uninitialised.
+    /// Returns an uninitialised tensor.
     pub(crate) fn empty(shape: &[i64], kind: Kind) -> Result<Fresh> {
         Ok(Fresh(Tensor::f_empty(shape, (kind, Device::Cpu))?))
     }
 
-    /// Zeros.
+    /// Returns a tensor of zeros.
     pub(crate) fn zeros(shape: &[i64], kind: Kind) -> Result<Fresh> {
         Ok(Fresh(Tensor::f_zeros(shape, (kind, Device::Cpu))?))
     }
 
-    /// Its elements, to write.
+    /// Returns the elements, to be written.
     pub(crate) fn elements_mut<T: raw::Element>(&mut self) -> Result<&mut [T]> {
         // SAFETY: the tensor was made here and has not left yet.
         Ok(unsafe { raw::slice_mut(&self.0)? })
     }
 
-    /// Rows of a tensor (batch, rows, heads, numbers), as (batch, head, row).
+    /// Returns the rows of a tensor (batch, rows, heads, element), as (batch, head, row).
     pub(crate) fn by_row<T: raw::Element>(&mut self) -> Result<ViewMut<'_, T>> {
         let sizes = self.sizes();
         let (heads, dim) = (sizes[2], sizes[3]);
@@ -94,7 +95,7 @@ impl Fresh {
         Ok(ViewMut::new(self.elements_mut()?, batch, dim, row))
     }
 
-    /// Numbers of a tensor (batch, heads, rows), as rows of one number.
+    /// Returns the elements of a tensor (batch, heads, rows), as rows of one element.
     pub(crate) fn by_head<T: raw::Element>(&mut self) -> Result<ViewMut<'_, T>> {
         let sizes = self.sizes();
         let (heads, rows) = (sizes[1], sizes[2]);

@@ -4,7 +4,7 @@ use overdrive_kernels::{InstructionSet, Real, Vector, vectorized};
 
 use super::matmul::{Matmul, Rows, Start, dot_products, matmul};
 
-/// Numbers in -1..1 that look random.
+/// Returns pseudo-random values in -1..1.
 fn numbers(count: usize, seed: u32) -> Vec<f64> {
     let mut state = seed;
     let mut next = || {

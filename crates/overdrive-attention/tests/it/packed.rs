@@ -260,7 +260,7 @@ fn what_does_not_describe_the_pack_is_refused_by_name() {
     let error = attention_varlen(&pack, &short, &pack, &lengths, &options).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "key has shape [6, 2, 8], expected [7, heads, dim], the length of the pack first"
+        "`key` has shape [6, 2, 8]; it must be [7, heads, dim], the length of the pack first"
     );
     let mask = Tensor::ones([7, 7], (Kind::Bool, CPU));
     let options = AttentionOptions {
@@ -270,7 +270,7 @@ fn what_does_not_describe_the_pack_is_refused_by_name() {
     let error = attention_varlen(&pack, &pack, &pack, &lengths, &options).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "mask is set, expected None for packed sequences, whose scores have no common shape"
+        "`mask` is set; it must be None for packed sequences, whose scores have no common shape"
     );
     let error = merge(&[pack], &[], Layout::Bhtd).unwrap_err();
     assert_eq!(

@@ -322,19 +322,19 @@ fn options_that_make_no_sense_over_blocks_are_refused_by_name() {
         mask: Some(&mask),
         ..plain
     };
-    assert!(of(&query, masked).starts_with("mask is set, expected None over paged keys"));
+    assert!(of(&query, masked).starts_with("`mask` is set; it must be None over paged keys"));
     let dropped = AttentionOptions {
         dropout_p: 0.1,
         ..plain
     };
-    assert!(of(&query, dropped).starts_with("dropout_p is 0.1, expected 0 over paged keys"));
+    assert!(of(&query, dropped).starts_with("`dropout_p` is 0.1; it must be 0 over paged keys"));
     let aligned = AttentionOptions {
         alignment: Alignment::TopLeft,
         ..plain
     };
-    assert!(of(&query, aligned).starts_with("alignment is TopLeft, expected BottomRight"));
+    assert!(of(&query, aligned).starts_with("`alignment` is TopLeft; it must be BottomRight"));
     let learned = query.copy().set_requires_grad(true);
-    assert!(of(&learned, plain).starts_with("query is a tensor that requires a gradient"));
+    assert!(of(&learned, plain).starts_with("`query` is a tensor that requires a gradient"));
 }
 
 #[test]
@@ -350,8 +350,10 @@ fn a_write_that_does_not_fit_says_so_and_writes_nothing() {
         of(&fitting, &slots(&[0, 16])),
         "slots: slot 16 is outside a pool of 4 blocks of 4 tokens"
     );
-    assert!(of(&fitting, &slots(&[0])).starts_with("rows has shape [2, 2, 8], expected [1, 2, 8]"));
-    assert!(of(&rows(&[1, 2, 8], Kind::Half), &slots(&[0])).starts_with("rows is Half"));
+    assert!(
+        of(&fitting, &slots(&[0])).starts_with("`rows` has shape [2, 2, 8]; it must be [1, 2, 8]")
+    );
+    assert!(of(&rows(&[1, 2, 8], Kind::Half), &slots(&[0])).starts_with("`rows` is Half"));
     let other = PagedSlots::new(vec![0], 2, CPU).unwrap();
     assert!(of(&rows(&[1, 2, 8], Kind::Float), &other).starts_with("pool has shape"));
     assert!(PagedSlots::new(vec![0], 0, CPU).is_err());

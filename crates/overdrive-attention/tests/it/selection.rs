@@ -160,28 +160,28 @@ fn shapes_that_do_not_fit_are_named_in_the_callers_layout() {
     let x = zeros(&[2, 4, 6, 8]);
     assert_eq!(
         text(&zeros(&[4, 6, 8]), &x, &x, Layout::Bhtd),
-        "query has shape [4, 6, 8], expected four dimensions (batch, heads, length, dim)"
+        "`query` has shape [4, 6, 8]; it must be four dimensions (batch, heads, length, dim)"
     );
     assert_eq!(
         text(&x, &zeros(&[2, 3, 6, 8]), &x, Layout::Bhtd),
-        "key has shape [2, 3, 6, 8], expected a number of heads that divides the 4 of the query"
+        "`key` has shape [2, 3, 6, 8]; it must be a number of heads that divides the 4 of the query"
     );
     assert_eq!(
         text(&x, &zeros(&[2, 9, 6, 7]), &x, Layout::Bthd),
-        "key has shape [2, 9, 6, 7], expected [2, 9, 6, 8], with the batch and dim of the query"
+        "`key` has shape [2, 9, 6, 7]; it must be [2, 9, 6, 8], with the batch and dim of the query"
     );
     assert_eq!(
         text(&x, &x, &zeros(&[2, 5, 6, 8]), Layout::Bthd),
-        "value has shape [2, 5, 6, 8], expected [2, 4, 6, 8], with the batch, heads and length of the key"
+        "`value` has shape [2, 5, 6, 8]; it must be [2, 4, 6, 8], with the batch, heads and length of the key"
     );
     assert_eq!(
         text(&x, &x.to_kind(Kind::Double), &x, Layout::Bhtd),
-        "key is Double, expected Float as the query"
+        "`key` is Double; it must be Float as the query"
     );
     let integers = x.to_kind(Kind::Int64);
     assert_eq!(
         text(&integers, &integers, &integers, Layout::Bhtd),
-        "query is Int64, expected Float, Double, Half or BFloat16"
+        "`query` is Int64; it must be Float, Double, Half or BFloat16"
     );
 }
 
@@ -192,21 +192,21 @@ fn options_out_of_range_are_named_with_what_they_may_be() {
             dropout_p: 1.0,
             ..AttentionOptions::default()
         }),
-        "dropout_p is 1, expected at least 0 and less than 1"
+        "`dropout_p` is 1; it must be at least 0 and less than 1"
     );
     assert_eq!(
         refusal(&AttentionOptions {
             softcap: Some(0.0),
             ..AttentionOptions::default()
         }),
-        "softcap is 0, expected a finite number above 0 (None for no cap)"
+        "`softcap` is 0; it must be a finite number above 0 (None for no cap)"
     );
     assert_eq!(
         refusal(&AttentionOptions {
             scale: Some(f64::NAN),
             ..AttentionOptions::default()
         }),
-        "scale is NaN, expected a finite number"
+        "`scale` is NaN; it must be a finite number"
     );
     let window = Window {
         left: None,
@@ -218,7 +218,7 @@ fn options_out_of_range_are_named_with_what_they_may_be() {
             window,
             ..AttentionOptions::default()
         }),
-        "window.right is Some(2) with causal, expected Some(0) or None under a causal mask, which \
+        "`window.right` is Some(2) with causal; it must be Some(0) or None under a causal mask, which \
          hides what comes after"
     );
     let mask = zeros(&[5, 9]);
@@ -227,7 +227,7 @@ fn options_out_of_range_are_named_with_what_they_may_be() {
             mask: Some(&mask),
             ..AttentionOptions::default()
         }),
-        "mask has shape [5, 9], expected at most four dimensions that broadcast to [1, 4, 6, 9] (B, H, T, S)"
+        "`mask` has shape [5, 9]; it must be at most four dimensions that broadcast to [1, 4, 6, 9] (B, H, T, S)"
     );
     let slopes = zeros(&[2]);
     assert_eq!(
@@ -235,14 +235,14 @@ fn options_out_of_range_are_named_with_what_they_may_be() {
             alibi_slopes: Some(&slopes),
             ..AttentionOptions::default()
         }),
-        "alibi_slopes has shape [2], expected [4] or [1, 4]: one number a query head"
+        "`alibi_slopes` has shape [2]; it must be [4] or [1, 4]: one element for each query head"
     );
     let learned = zeros(&[4]).set_requires_grad(true);
     let learned = AttentionOptions {
         alibi_slopes: Some(&learned),
         ..AttentionOptions::default()
     };
-    assert!(refusal(&learned).starts_with("alibi_slopes is a tensor that requires a gradient"));
+    assert!(refusal(&learned).starts_with("`alibi_slopes` is a tensor that requires a gradient"));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Activations, alone with a bias or as the gate of a product.
+//! Activations after a bias, and gated units.
 
 use overdrive_kernels::math::{normal, sigmoid};
 use overdrive_kernels::threads::{block_rows, run_jobs};
@@ -6,23 +6,23 @@ use overdrive_kernels::{Element, Kernel, Simd, dispatch, each_vector, load, stor
 
 use crate::Activation;
 
-/// A gate and what it gates: `(rows, 2·width)` in one buffer, or each in its own.
+/// Gates and gated values: `(rows, 2·width)` in one buffer, or each in its own.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Gated<'a, T> {
-    /// Rows of `width` gates and `width` gated values, and the width.
+    /// The rows of `width` gates and `width` gated values, and the width.
     Joint(&'a [T], usize),
-    /// Gates; gated values.
+    /// The gates, and the gated values.
     Pair(&'a [T], &'a [T]),
 }
 
-/// As [`Gated`], to write.
+/// As [`Gated`], to be written.
 #[derive(Debug)]
 pub(crate) enum GatedMut<'a, T> {
     Joint(&'a mut [T], usize),
     Pair(&'a mut [T], &'a mut [T]),
 }
 
-/// `y = activation(gate) · up`
+/// Computes `y = activation(gate) · up`.
 pub(crate) fn gated<T: Element>(activation: Activation, x: Gated<'_, T>, y: &mut [T]) {
     let step = step::<T>(x.width(), y.len(), 3);
     let blocks = y.chunks_mut(step).enumerate();
@@ -34,7 +34,7 @@ pub(crate) fn gated<T: Element>(activation: Activation, x: Gated<'_, T>, y: &mut
             y,
         });
     };
-    run_jobs(blocks, |(block, y)| match x.part(block * step, y.len()) {
+    run_jobs(blocks, |(block, y)| match x.range(block * step, y.len()) {
         Gated::Pair(gate, up) => run(gate, up, y),
         Gated::Joint(x, width) => {
             for (x, y) in x.chunks_exact(2 * width).zip(y.chunks_exact_mut(width)) {
@@ -45,7 +45,7 @@ pub(crate) fn gated<T: Element>(activation: Activation, x: Gated<'_, T>, y: &mut
     });
 }
 
-/// The gradients of gate and up from `dy`.
+/// Computes the gradients of gate and up from `dy`.
 pub(crate) fn gated_backward<T: Element>(
     activation: Activation,
     x: Gated<'_, T>,
@@ -64,7 +64,7 @@ pub(crate) fn gated_backward<T: Element>(
                 d_up,
             });
         };
-        match (x.part(block * step, dy.len()), dx) {
+        match (x.range(block * step, dy.len()), dx) {
             (Gated::Joint(x, width), GatedMut::Joint(dx, _)) => {
                 let rows = x
                     .chunks_exact(2 * width)
@@ -78,26 +78,26 @@ pub(crate) fn gated_backward<T: Element>(
             (Gated::Pair(gate, up), GatedMut::Pair(d_gate, d_up)) => {
                 run([gate, up, dy], d_gate, d_up);
             }
-            // Gradients have the form of what they belong to.
+            // Gradients have the layout of their inputs.
             _ => {}
         }
     };
     let dy = dy.chunks(step);
     match dx {
         GatedMut::Joint(dx, width) => {
-            let parts = dx.chunks_mut(2 * step);
-            let parts = parts.map(|dx| GatedMut::Joint(dx, width));
-            run_jobs(dy.zip(parts).enumerate(), run);
+            let gradients = dx.chunks_mut(2 * step);
+            let gradients = gradients.map(|dx| GatedMut::Joint(dx, width));
+            run_jobs(dy.zip(gradients).enumerate(), run);
         }
         GatedMut::Pair(gate, up) => {
-            let parts = gate.chunks_mut(step).zip(up.chunks_mut(step));
-            let parts = parts.map(|(gate, up)| GatedMut::Pair(gate, up));
-            run_jobs(dy.zip(parts).enumerate(), run);
+            let gradients = gate.chunks_mut(step).zip(up.chunks_mut(step));
+            let gradients = gradients.map(|(gate, up)| GatedMut::Pair(gate, up));
+            run_jobs(dy.zip(gradients).enumerate(), run);
         }
     }
 }
 
-/// `y = activation(x + bias)`, row by row.
+/// Computes `y = activation(x + bias)`, row by row.
 pub(crate) fn biased<T: Element>(activation: Activation, x: &[T], bias: &[T], y: &mut [T]) {
     let step = step::<T>(Some(bias.len()), y.len(), 2);
     run_jobs(x.chunks(step).zip(y.chunks_mut(step)), |(x, y)| {
@@ -110,7 +110,7 @@ pub(crate) fn biased<T: Element>(activation: Activation, x: &[T], bias: &[T], y:
     });
 }
 
-/// The gradients of `x` and `bias` from `dy`.
+/// Computes the gradients of `x` and `bias` from `dy`.
 pub(crate) fn biased_backward<T: Element>(
     activation: Activation,
     x: &[T],
@@ -136,17 +136,19 @@ pub(crate) fn biased_backward<T: Element>(
             d_bias,
         });
     });
+    // In the order of the blocks, which do not depend on the number of threads: so neither does the sum.
     d_bias.fill(0.0);
     for block in partial.chunks(width) {
-        for (sum, part) in d_bias.iter_mut().zip(block) {
-            *sum += part;
+        for (sum, partial) in d_bias.iter_mut().zip(block) {
+            *sum += partial;
         }
     }
 }
 
-/// Elements of a block of `total`, where each of them touches `streams` others in memory: whole rows,
+/// Returns the elements of a block of `total`, where each of them touches `streams` others in memory: whole rows,
 /// where there are rows.
 fn step<T>(width: Option<usize>, total: usize, streams: usize) -> usize {
+    // Without rows any length will do that is whole vectors.
     let width = width.unwrap_or(1024).max(1);
     width * block_rows(total.div_ceil(width), width * size_of::<T>() * streams)
 }
@@ -159,8 +161,8 @@ impl<'a, T> Gated<'a, T> {
         }
     }
 
-    /// What belongs to the elements `at .. at + len` of the result.
-    fn part(self, at: usize, len: usize) -> Self {
+    /// Returns the inputs of the elements `at .. at + len` of the result.
+    fn range(self, at: usize, len: usize) -> Self {
         match self {
             Self::Joint(x, width) => Self::Joint(&x[2 * at..2 * (at + len)], width),
             Self::Pair(gate, up) => Self::Pair(&gate[at..at + len], &up[at..at + len]),
@@ -283,7 +285,8 @@ macro_rules! with_function {
     };
 }
 
-/// One row, or all values where gates and gated values lie apart: one loop serves both layouts.
+/// The forward pass of one row, or of all values where gates and gated values are separate: one loop serves both
+/// layouts.
 struct Forward<'a, T> {
     activation: Activation,
     gate: &'a [T],
@@ -314,7 +317,7 @@ fn multiply<S: Simd, T: Element>(s: S, function: impl Function, gate: &[T], up: 
     );
 }
 
-/// As [`Forward`].
+/// The backward pass, with the layouts of [`Forward`].
 struct Backward<'a, T> {
     activation: Activation,
     gate: &'a [T],

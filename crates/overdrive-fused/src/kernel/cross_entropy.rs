@@ -4,23 +4,23 @@ use overdrive_kernels::math::{exp, tanh};
 use overdrive_kernels::threads::{block_rows, run_jobs};
 use overdrive_kernels::{Element, Kernel, Simd, dispatch, each_vector, load, store};
 
-/// What the loss of a row is made of.
+/// The coefficients of the loss of a row.
 ///
 /// With `x` the logits, capped where there is a cap `c` as `c·tanh(x/c)`, and `lse` the logarithm of
 /// the sum of their exponentials: `lse - (1-ε)·x[label] - ε·mean(x) + z·lse²`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Terms {
     pub(crate) ignore_index: i64,
-    /// ε
+    /// The weight ε of the uniform distribution.
     pub(crate) label_smoothing: f32,
-    /// z
+    /// The weight z of the squared `lse`.
     pub(crate) z_loss: f32,
     pub(crate) softcap: Option<f32>,
 }
 
-/// The loss of each row of `logits (labels.len(), classes)`, and its `lse`; 0 for ignored rows.
+/// Computes the loss of each row of `logits (labels.len(), classes)`, and its `lse`; 0 for ignored rows.
 ///
-/// Labels that are not ignored are in `0..classes`: the caller has checked.
+/// Labels that are not ignored are in `0..classes`: the caller has checked that.
 pub(crate) fn loss<T: Element>(
     terms: Terms,
     logits: &[T],
@@ -45,7 +45,7 @@ pub(crate) fn loss<T: Element>(
     });
 }
 
-/// Puts the gradient of `scale ·` the losses in the place of the logits.
+/// Overwrites the logits with the gradient of `scale ·` the losses.
 pub(crate) fn gradient<T: Element>(
     terms: Terms,
     logits: &mut [T],
@@ -70,7 +70,7 @@ pub(crate) fn gradient<T: Element>(
     });
 }
 
-/// As [`loss`], and [`gradient`] in the same pass.
+/// Does the work of [`loss`] and [`gradient`] in one pass.
 pub(crate) fn loss_and_gradient<T: Element>(
     terms: Terms,
     logits: &mut [T],
@@ -187,7 +187,7 @@ fn rows<'a, T>(logits: &'a [T], labels: &'a [i64]) -> impl Iterator<Item = (&'a 
         .zip(labels.iter().copied())
 }
 
-/// `c·tanh(x/c)`
+/// Returns `c·tanh(x/c)`.
 #[inline(always)]
 fn capped<S: Simd>(s: S, x: S::F, softcap: Option<f32>) -> S::F {
     match softcap {
@@ -196,7 +196,7 @@ fn capped<S: Simd>(s: S, x: S::F, softcap: Option<f32>) -> S::F {
     }
 }
 
-/// The loss and the `lse`.
+/// Returns the loss and the `lse`.
 #[inline(always)]
 fn row_loss<S: Simd, T: Element>(s: S, terms: Terms, row: &[T], class: usize) -> (f32, f32) {
     let Terms {
@@ -211,6 +211,7 @@ fn row_loss<S: Simd, T: Element>(s: S, terms: Terms, row: &[T], class: usize) ->
         // The cap is monotonic.
         Some(cap) => cap * (max / cap).tanh(),
     };
+    // Exponentials relative to the largest logit cannot overflow.
     let (shift, mut sum, mut total) = (s.splat(max), s.splat(0.0), s.splat(0.0));
     let (whole, tail) = row.split_at(row.len() - row.len() % overdrive_kernels::LANES);
     each_vector(
@@ -223,6 +224,7 @@ fn row_loss<S: Simd, T: Element>(s: S, terms: Terms, row: &[T], class: usize) ->
         },
     );
     let (mut sum, mut total) = (s.reduce_add(sum), s.reduce_add(total));
+    // Lanes past the end would add exponentials of their own.
     for &x in tail {
         let x = x.to_f32();
         let x = softcap.map_or(x, |cap| cap * (x / cap).tanh());
@@ -243,7 +245,7 @@ fn row_loss<S: Simd, T: Element>(s: S, terms: Terms, row: &[T], class: usize) ->
     (loss, lse)
 }
 
-/// The largest element; whatever, where one is NaN (the loss is NaN then all the same).
+/// Returns the largest element; if one is NaN, any value (the loss is NaN then in any case).
 #[inline(always)]
 fn row_max<S: Simd, T: Element>(s: S, row: &[T]) -> f32 {
     // Four at a time, because each comparison waits for the one before it.
@@ -265,7 +267,7 @@ fn row_max<S: Simd, T: Element>(s: S, row: &[T]) -> f32 {
     rest.fold(s.reduce_max(max), f32::max)
 }
 
-/// Puts `scale ·` the gradient in the place of the logits:
+/// Overwrites the logits with `scale ·` the gradient:
 /// `((1 + 2z·lse)·p - ε/V - (1-ε)·[label]) · (1 - (x/c)²)`.
 #[inline(always)]
 fn row_gradient<S: Simd, T: Element>(
@@ -282,6 +284,7 @@ fn row_gradient<S: Simd, T: Element>(
         softcap,
         ..
     } = terms;
+    // d(z·lse²)/dx = 2z·lse·p, which joins the gradient of the lse.
     let factor = scale * (1.0 + 2.0 * z_loss * lse);
     let uniform = scale * label_smoothing / row.len() as f32;
     let hit = scale * (1.0 - label_smoothing);

@@ -1,7 +1,7 @@
-//! `y = x · wᵀ + b` for a few rows of `x`: decoding one token of a few texts.
+//! Linear layers, `y = x · wᵀ + b`, for few rows of `x`: the decoding of one token of a few sequences.
 //!
-//! Such a product does little arithmetic on each weight, so its floor is the time to read the weights
-//! once. General products pack a weight before they use it, which reads and writes it again; here each
+//! Such a matmul does little arithmetic on each weight, so its floor is the time to read the weights
+//! once. General matmuls pack a weight before they use it, which reads and writes it again; here each
 //! row of the weight goes through the registers with a few rows of `x` at a time, and is still in the
 //! first cache for the next few.
 
@@ -17,12 +17,12 @@ const CHUNK_BYTES: usize = 128 << 10;
 /// The bytes of weight that are not worth waking another thread for.
 const MIN_PARALLEL_BYTES: usize = 64 << 10;
 
-/// Linear layers of the same `x`, whose results stand side by side.
+/// The linear layers of the same `x`, whose results stand side by side.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Layer<'a, W> {
-    /// Row-major, one row an output.
+    /// The weight, row-major, one row for each output.
     pub(crate) weight: &'a [W],
-    /// One element an output.
+    /// The bias, one element for each output.
     pub(crate) bias: Option<&'a [W]>,
 }
 

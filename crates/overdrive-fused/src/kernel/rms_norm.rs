@@ -1,12 +1,12 @@
-//! `y = w · x / sqrt(mean(x²) + eps)`, row by row.
+//! RMSNorm, `y = w · x / sqrt(mean(x²) + eps)`, row by row.
 
 use overdrive_kernels::threads::{block_rows, run_jobs};
 use overdrive_kernels::{Element, Kernel, Simd, dispatch, each_vector, load, store};
 
 /// Normalises the rows of `x`; with a residual, of `x + residual`, which goes to `sum`.
 ///
-/// `inverse` gets the reciprocal root mean square of each row. `x`, `y` and what is given of
-/// `residual_and_sum` have `inverse.len()` rows as wide as `weight`.
+/// `inverse` gets the reciprocal root mean square of each row. `x`, `y` and `residual_and_sum`, if given,
+/// have `inverse.len()` rows as wide as `weight`.
 pub(crate) fn forward<T: Element>(
     x: &[T],
     residual_and_sum: Option<(&[T], &mut [T])>,
@@ -49,7 +49,7 @@ pub(crate) fn forward<T: Element>(
     }
 }
 
-/// What backward reads.
+/// The tensors that backward reads.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Saved<'a, T> {
     /// The rows that were normalised.
@@ -58,7 +58,7 @@ pub(crate) struct Saved<'a, T> {
     pub(crate) inverse: &'a [f32],
 }
 
-/// The gradients from `dy`: `dx`, to which `extra` is added where given, and `dw`.
+/// Computes the gradients from `dy`: `dx`, to which `extra` is added where given, and `dw`.
 pub(crate) fn backward<T: Element>(
     saved: Saved<'_, T>,
     dy: &[T],
@@ -88,6 +88,7 @@ pub(crate) fn backward<T: Element>(
             dw,
         });
     });
+    // In the order of the blocks, which do not depend on the number of threads: so neither does the sum.
     dw.fill(0.0);
     for block in partial.chunks(width) {
         for (sum, part) in dw.iter_mut().zip(block) {
@@ -125,6 +126,7 @@ impl<T: Element> Kernel for Forward<'_, T> {
                 },
             );
             *inverse = reciprocal(s.reduce_add(squares), width, self.eps);
+            // A second pass over a row that is still in the first cache.
             normalise(s, x, self.weight, *inverse, y);
         }
     }
@@ -166,7 +168,7 @@ impl<T: Element> Kernel for AddForward<'_, T> {
                         sum,
                         span,
                     );
-                    // As it was rounded: that is what backward, and the next layer, see.
+                    // The sum after rounding, because backward and the next layer read that.
                     let sum = load(s, sum, span);
                     squares = s.mul_add(sum, sum, squares);
                 },
@@ -227,6 +229,7 @@ impl<T: Element> Kernel for Backward<'_, T> {
                     store(s, s.mul_add(product, scale, load(s, dw, span)), dw, span);
                 },
             );
+            // dx = w·dy/r - x · mean(w·dy·x) / r³, with r the root mean square.
             let along = -s.reduce_add(dot) / width as f32 * inverse * inverse * inverse;
             let along = s.splat(along);
             let extra = self

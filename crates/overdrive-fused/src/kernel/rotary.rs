@@ -1,12 +1,12 @@
-//! Rotation of the heads of tokens, from any layout into rows of tokens.
+//! Rotary position embedding: heads in any layout are rotated into rows of tokens.
 
 use overdrive_kernels::threads::{block_rows, run_jobs};
 use overdrive_kernels::{Element, Kernel, Simd, dispatch, each_vector, load, store};
 
 use crate::Convention;
 
-/// Where the head `h` of the token `t` of the sequence `b` begins: at
-/// `b · sequence + t · token + h · head`. A head's channels lie side by side.
+/// Heads in memory: head `h` of token `t` of sequence `b` begins at `b · sequence + t · token + h · head`, and its
+/// channels are contiguous.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Heads<'a, T> {
     pub(crate) data: &'a [T],
@@ -15,34 +15,34 @@ pub(crate) struct Heads<'a, T> {
     pub(crate) head: usize,
 }
 
-/// Cosines and sines of the tokens, `pairs` for each.
+/// The cosines and sines of the tokens, `pairs` for each.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Angles<'a> {
     pub(crate) cos: &'a [f32],
     pub(crate) sin: &'a [f32],
     pub(crate) pairs: usize,
-    /// Elements from one sequence's table to the next one's: 0 where all share one.
+    /// The distance between the tables of two sequences: 0 where all share one.
     pub(crate) sequence: usize,
     pub(crate) convention: Convention,
-    /// Turns back: what a gradient needs.
+    /// If `true`, the rotation is inverted, as a gradient needs it.
     pub(crate) reverse: bool,
 }
 
-/// Heads to be copied, turned or not, into a part of each token's row.
+/// Heads to be copied, rotated or not, into some columns of each token's row.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Part<'a, T> {
+pub(crate) struct HeadCopy<'a, T> {
     pub(crate) from: Heads<'a, T>,
     pub(crate) heads: usize,
-    /// Where the part begins in the row.
+    /// The first column in the row.
     pub(crate) offset: usize,
     pub(crate) angles: Option<Angles<'a>>,
 }
 
-/// Fills `rows`, of `width` elements for each token of each sequence, with `parts`.
+/// Fills `rows`, of `width` elements for each token of each sequence, with the heads of `copies`.
 ///
 /// `length` is the number of tokens of a sequence, `dim` that of the channels of a head.
 pub(crate) fn gather<T: Element>(
-    parts: &[Part<'_, T>],
+    copies: &[HeadCopy<'_, T>],
     length: usize,
     dim: usize,
     rows: &mut [T],
@@ -51,9 +51,9 @@ pub(crate) fn gather<T: Element>(
     let tokens = block_rows(rows.len() / width, width * size_of::<T>() * 2);
     let blocks = rows.chunks_mut(tokens * width).enumerate();
     run_jobs(blocks, |(block, rows)| {
-        for &part in parts {
+        for &copy in copies {
             dispatch(Gather {
-                part,
+                copy,
                 length,
                 dim,
                 first: block * tokens,
@@ -64,14 +64,14 @@ pub(crate) fn gather<T: Element>(
     });
 }
 
-/// Fills three buffers of token rows, one with each of `parts`, which begin at 0 of their rows.
+/// Fills three buffers of token rows, each with the heads of one of `copies`, from column 0 on.
 pub(crate) fn scatter<T: Element>(
-    parts: [Part<'_, T>; 3],
+    copies: [HeadCopy<'_, T>; 3],
     length: usize,
     dim: usize,
     [q, k, v]: [&mut [T]; 3],
 ) {
-    let widths = parts.map(|part| part.heads * dim);
+    let widths = copies.map(|copy| copy.heads * dim);
     let total = widths.iter().sum::<usize>();
     let tokens = block_rows(q.len() / widths[0], total * size_of::<T>() * 2);
     let blocks = q
@@ -79,9 +79,9 @@ pub(crate) fn scatter<T: Element>(
         .zip(k.chunks_mut(tokens * widths[1]))
         .zip(v.chunks_mut(tokens * widths[2]));
     run_jobs(blocks.enumerate(), |(block, ((q, k), v))| {
-        for ((part, width), rows) in parts.into_iter().zip(widths).zip([q, k, v]) {
+        for ((copy, width), rows) in copies.into_iter().zip(widths).zip([q, k, v]) {
             dispatch(Gather {
-                part,
+                copy,
                 length,
                 dim,
                 first: block * tokens,
@@ -93,7 +93,7 @@ pub(crate) fn scatter<T: Element>(
 }
 
 struct Gather<'a, 'p, T> {
-    part: Part<'p, T>,
+    copy: HeadCopy<'p, T>,
     length: usize,
     dim: usize,
     /// The token of the first row, counted over all sequences.
@@ -107,12 +107,12 @@ impl<T: Element> Kernel for Gather<'_, '_, T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Part {
+        let HeadCopy {
             from,
             heads,
             offset,
             angles,
-        } = self.part;
+        } = self.copy;
         let mut table = Vec::new();
         for (row, to) in self.rows.chunks_exact_mut(self.width).enumerate() {
             let index = self.first + row;
@@ -123,6 +123,7 @@ impl<T: Element> Kernel for Gather<'_, '_, T> {
                 let of = |table| &<[f32]>::as_ref(table)[at..at + angles.pairs];
                 (angles, of(angles.cos), of(angles.sin))
             });
+            // Once a token, because all heads of a token share the table.
             if let Some((angles, cos, sin)) = angles
                 && angles.convention == Convention::Interleaved
             {
@@ -135,13 +136,14 @@ impl<T: Element> Kernel for Gather<'_, '_, T> {
                 match angles {
                     None => y.copy_from_slice(x),
                     Some((angles, cos, sin)) => {
-                        let turned = 2 * angles.pairs;
-                        y[turned..].copy_from_slice(&x[turned..]);
-                        let (x, y) = (&x[..turned], &mut y[..turned]);
+                        let rotated = 2 * angles.pairs;
+                        // Partial rotary embedding (GPT-NeoX, Phi): channels past R have no position.
+                        y[rotated..].copy_from_slice(&x[rotated..]);
+                        let (x, y) = (&x[..rotated], &mut y[..rotated]);
                         match angles.convention {
                             Convention::HalfSplit => halves(s, x, cos, sin, angles.reverse, y),
                             Convention::Interleaved => {
-                                let (cos, sin) = table.split_at(turned);
+                                let (cos, sin) = table.split_at(rotated);
                                 pairs(s, x, cos, sin, y);
                             }
                         }
@@ -152,7 +154,7 @@ impl<T: Element> Kernel for Gather<'_, '_, T> {
     }
 }
 
-/// Cosine and signed sine for each channel: `c, c, …` and then `-s, s, …`.
+/// Writes the cosine and the signed sine for each channel: `c, c, …` and then `-s, s, …`.
 fn spread(cos: &[f32], sin: &[f32], reverse: bool, table: &mut Vec<f32>) {
     table.clear();
     table.extend(cos.iter().flat_map(|&c| [c, c]));
@@ -195,8 +197,8 @@ fn pairs<S: Simd, T: Element>(s: S, x: &[T], cos: &[f32], sin: &[f32], y: &mut [
         #[inline(always)]
         |span| {
             let x = load(s, x, span);
-            let turned = s.mul(s.swap_pairs(x), load(s, sin, span));
-            store(s, s.mul_add(x, load(s, cos, span), turned), y, span);
+            let rotated = s.mul(s.swap_pairs(x), load(s, sin, span));
+            store(s, s.mul_add(x, load(s, cos, span), rotated), y, span);
         },
     );
 }

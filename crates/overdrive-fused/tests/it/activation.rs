@@ -139,18 +139,18 @@ fn f64_and_empty_batches_go_to_libtorchs_operators() {
 fn shapes_that_do_not_fit_are_refused() {
     assert_eq!(
         swiglu(&values(&[2, 7], 1)).unwrap_err().to_string(),
-        "glu: gate_up has shape [2, 7], expected an even last dimension: as many gates as gated values"
+        "`gate_up of glu` has shape [2, 7]; it must be (…, 2·I): as many gates as gated values"
     );
     assert_eq!(
         swiglu_pair(&values(&[2, 7], 1), &values(&[2, 6], 1))
             .unwrap_err()
             .to_string(),
-        "glu_pair: up has shape [2, 6], expected that of gate, [2, 7]"
+        "`up of glu_pair` has shape [2, 6]; it must be [2, 7], the shape of gate"
     );
     assert_eq!(
         bias_activation(&values(&[2, 7], 1), &values(&[6], 1), Activation::Gelu)
             .unwrap_err()
             .to_string(),
-        "bias_activation: bias has shape [6], expected one element for each channel of x, whose shape is [2, 7]"
+        "`bias of bias_activation` has shape [6]; it must be (I,), one element for each channel of x, whose shape is [2, 7]"
     );
 }

@@ -154,7 +154,7 @@ fn a_weight_of_another_length_is_refused_with_both_shapes() {
     let error = rms_norm(&values(&[2, 8], 1), &values(&[7], 2), 1e-5).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "rms_norm: weight has shape [7], expected one element for each channel of x, whose shape is [2, 8]"
+        "`weight of rms_norm` has shape [7]; it must be (C,), one element for each channel of x, whose shape is [2, 8]"
     );
     let other = add_rms_norm(
         &values(&[2, 8], 1),
@@ -164,12 +164,12 @@ fn a_weight_of_another_length_is_refused_with_both_shapes() {
     );
     assert_eq!(
         other.unwrap_err().to_string(),
-        "add_rms_norm: residual has shape [1, 8], expected that of x, [2, 8]"
+        "`residual of add_rms_norm` has shape [1, 8]; it must be [2, 8], the shape of x"
     );
     let integers = rms_norm(&Tensor::from_slice(&[1_i64]), &values(&[1], 2), 1e-5);
     assert_eq!(
         integers.unwrap_err().to_string(),
-        "rms_norm: x is Int64, expected Float, Double, Half or BFloat16"
+        "`x of rms_norm` is Int64; it must be Float, Double, Half or BFloat16"
     );
 }
 

@@ -194,17 +194,17 @@ fn shapes_that_do_not_fit_are_refused_with_what_was_expected() {
     let error = split_qkv_rotary(&values(&[1, 3, 15], 1), &angles, &angles, shape, &options);
     assert_eq!(
         error.unwrap_err().to_string(),
-        "split_qkv_rotary: qkv has shape [1, 3, 15], expected (B, T, 16), the width of QkvShape { heads: 2, kv_heads: 1, head_dim: 4 }"
+        "`qkv of split_qkv_rotary` has shape [1, 3, 15]; it must be (B, T, 16), the width of QkvShape { heads: 2, kv_heads: 1, head_dim: 4 }"
     );
     let error = split_qkv_rotary(&values(&[1, 4, 16], 1), &angles, &angles, shape, &options);
     assert_eq!(
         error.unwrap_err().to_string(),
-        "split_qkv_rotary: cos has shape [3, 2], expected (4, R/2) or (1, 4, R/2) with R at most the head size 4, cos and sin alike"
+        "`cos of split_qkv_rotary` has shape [3, 2]; it must be (4, R/2) or (1, 4, R/2) with R at most the head size 4, cos and sin alike"
     );
     let x = values(&[2, 3, 4], 1);
     let error = rotary(&x, &x, &angles, &angles, &options);
     assert_eq!(
         error.unwrap_err().to_string(),
-        "rotary: q has shape [2, 3, 4], expected four dimensions, batch, heads, length and head size"
+        "`q of rotary` has shape [2, 3, 4]; it must be four dimensions: batch, heads, length and head size"
     );
 }

@@ -38,6 +38,7 @@ impl Default for CheckpointOptions {
             embedding: None,
             skip_modules: Vec::new(),
             filter: None,
+            // The default of transformers when it was written, decimal as there.
             max_shard_bytes: 5_000_000_000,
             calibration: CalibrationOptions::default(),
             statistics: None,

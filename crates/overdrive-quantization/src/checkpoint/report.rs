@@ -46,6 +46,7 @@ impl CheckpointReport {
 
     /// Returns the size in f32 divided by the size of the files.
     pub fn ratio(&self) -> f64 {
+        // At least 1: a report may be deserialized from anything.
         self.fp32_bytes() as f64 / self.file_bytes.max(1) as f64
     }
 

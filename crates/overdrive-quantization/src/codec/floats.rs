@@ -69,6 +69,7 @@ vectorized! {
 
 /// Returns the index of the first number that is infinite or NaN.
 pub(crate) fn first_not_finite(numbers: &[f32]) -> Option<usize> {
+    // Not vectorized: it runs only to name the number in an error.
     numbers.iter().position(|x| !x.is_finite())
 }
 

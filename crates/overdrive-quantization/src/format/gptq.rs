@@ -57,6 +57,7 @@ impl GptqConfig {
 
     /// Returns `true` if zero points are stored minus one.
     fn zeros_minus_one(&self) -> Result<bool> {
+        // A file without either key is older than `gptq_v2`.
         let format = self.checkpoint_format.as_ref().or(self.format.as_ref());
         match format.map(String::as_str) {
             None | Some("gptq") => Ok(true),

@@ -35,6 +35,7 @@ pub(super) fn decode(kind: GgufType, block: &[u8], out: &mut GroupsMut<'_>) {
             out.scales[0] = half(block, 0);
             nibbles(&block[6..22], out.codes);
             fifth_bits(&block[2..6], out.codes);
+            // Signed codes of 8 bits: the format subtracts 16 from the 5 bits.
             for code in &mut *out.codes {
                 *code = code.wrapping_sub(16);
             }

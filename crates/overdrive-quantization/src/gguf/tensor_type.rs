@@ -79,6 +79,7 @@ impl GgufType {
             return Ok(*found);
         }
         let known = OTHERS.iter().find(|(number, _)| *number == id);
+        // The name helps to find a file of another type, the bare number would not.
         Err(known.map_or_else(|| format!("type {id}"), |(_, name)| (*name).to_owned()))
     }
 

@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use overdrive_kernels::{InstructionSet, Kernel, LANES, Simd};
 
+use super::at;
 use super::joint_gemm::{Gemm, Results};
 
 /// A code of 8 bits.
@@ -26,27 +27,12 @@ impl Code for i8 {
 }
 
 /// An 8-bit float (e4m3).
-#[derive(Debug, Clone, Copy, Default)]
-#[repr(transparent)]
-pub(crate) struct E4m3(u8);
-
-impl E4m3 {
-    /// Returns the bytes as floats of 8 bits.
-    pub(crate) fn from_bytes(codes: &[u8]) -> &[E4m3] {
-        // SAFETY: `E4m3` is a transparent wrapper of a byte.
-        unsafe { std::slice::from_raw_parts(codes.as_ptr().cast(), codes.len()) }
-    }
-}
-
-impl Code for E4m3 {
+impl Code for u8 {
     const FACTOR: f32 = 256.0;
 
     #[inline(always)]
     fn load<S: Simd>(simd: S, from: &[Self; LANES]) -> S::F {
-        simd.load_e4m3(&from.map(
-            #[inline(always)]
-            |code| code.0,
-        ))
+        simd.load_e4m3(from)
     }
 }
 
@@ -88,6 +74,7 @@ impl<C: Code> Gemm for DequantizingGemm<'_, C> {
             sums: &mut sums,
         });
         for (row, sums) in sums.chunks_exact_mut(count.max(1)).enumerate() {
+            // Scaled here and not in the tiles: a row at a time becomes vectors.
             for (sum, scale) in sums.iter_mut().zip(&self.scales[outputs.clone()]) {
                 *sum = *sum * C::FACTOR * scale;
             }
@@ -181,27 +168,27 @@ impl<'b, C: Code> Tiles<'_, 'b, C> {
         }
         let mut sums = [[s.splat(0.0); N]; R];
         let whole = width - width % LANES;
-        let mut at = 0;
-        while at < whole {
+        let mut column = 0;
+        while column < whole {
             let mut x = [s.splat(0.0); N];
             for (x, row) in x.iter_mut().zip(&rows) {
-                // SAFETY: `at + LANES <= width`, the length of every row.
-                *x = s.load_f32(unsafe { vector(row, at) });
+                // SAFETY: `column + LANES <= width`, the length of every row.
+                *x = s.load_f32(unsafe { at(row, column) });
             }
             for (weight, sums) in weights.iter().zip(&mut sums) {
                 // Only the first rows find the weight outside of the caches; a line has 64 codes.
-                if row == 0 && at % 64 == 0 {
+                if row == 0 && column % 64 == 0 {
                     // The same columns of the next tile: several short streams at once are more than the
                     // hardware prefetcher follows.
-                    s.prefetch(weight.as_ptr().wrapping_add(R * width + at));
+                    s.prefetch(weight.as_ptr().wrapping_add(R * width + column));
                 }
                 // SAFETY: as above.
-                let w = C::load(s, unsafe { vector(weight, at) });
+                let w = C::load(s, unsafe { at(weight, column) });
                 for (sum, x) in sums.iter_mut().zip(x) {
                     *sum = s.mul_add(x, w, *sum);
                 }
             }
-            at += LANES;
+            column += LANES;
         }
         if whole < width {
             for (weight, sums) in weights.iter().zip(&mut sums) {
@@ -230,23 +217,23 @@ fn dot<S: Simd, C: Code>(s: S, x: &[f32], weight: &[C]) -> f32 {
     assert_eq!(x.len(), width, "one row of each");
     let mut sums = [s.splat(0.0); PARTS];
     let whole = width - width % (LANES * PARTS);
-    let mut at = 0;
-    while at < whole {
+    let mut column = 0;
+    while column < whole {
         for (part, sum) in sums.iter_mut().enumerate() {
-            // SAFETY: `at + LANES * PARTS <= width`, the length of both.
+            // SAFETY: `column + LANES * PARTS <= width`, the length of both.
             let (x, w) = unsafe {
-                let at = at + part * LANES;
-                (vector(x, at), vector(weight, at))
+                let column = column + part * LANES;
+                (at(x, column), at(weight, column))
             };
             *sum = s.mul_add(s.load_f32(x), C::load(s, w), *sum);
         }
-        at += LANES * PARTS;
+        column += LANES * PARTS;
     }
-    while at < width {
-        let end = (at + LANES).min(width);
-        let (x, w) = (padded(&x[at..end]), padded(&weight[at..end]));
+    while column < width {
+        let end = (column + LANES).min(width);
+        let (x, w) = (padded(&x[column..end]), padded(&weight[column..end]));
         sums[0] = s.mul_add(s.load_f32(&x), C::load(s, &w), sums[0]);
-        at += LANES;
+        column += LANES;
     }
     let [a, b, c, d] = sums;
     s.reduce_add(s.add(s.add(a, b), s.add(c, d)))
@@ -258,15 +245,4 @@ fn padded<T: Copy + Default>(rest: &[T]) -> [T; LANES] {
     let mut padded = [T::default(); LANES];
     padded[..rest.len()].copy_from_slice(rest);
     padded
-}
-
-/// Returns a vector of a row.
-///
-/// # Safety
-/// `at + LANES <= row.len()`.
-#[inline(always)]
-unsafe fn vector<T>(row: &[T], at: usize) -> &[T; LANES] {
-    debug_assert!(at + LANES <= row.len(), "in the bounds of the row");
-    // SAFETY: the caller ensures the bounds; an array has the alignment of its elements.
-    unsafe { &*row.as_ptr().add(at).cast() }
 }

@@ -12,6 +12,7 @@ pub(crate) struct InputRows<'a, T> {
     x: &'a [T],
     pub(crate) rows: usize,
     pub(crate) width: usize,
+    // Converted on demand: the INT8 kernels do not need floats, nor the float kernels bytes.
     floats: OnceCell<Vec<f32>>,
     int8: OnceCell<Int8Rows>,
 }

@@ -65,6 +65,7 @@ impl Int8Rows {
         let padded = (width.div_ceil(PAD) | 1) * PAD;
         let (mut codes, spare) = BUFFERS.take();
         codes.clear();
+        // Zeros beyond the width add nothing to the sums.
         codes.resize(rows * padded, 0);
         let mut all = Int8Rows {
             codes,

@@ -16,5 +16,17 @@ pub(crate) mod int8;
 pub(crate) mod int8_rows;
 pub(crate) mod joint_gemm;
 
+/// Returns `N` elements from `first` on.
+///
+/// # Safety
+/// `first + N <= all.len()`.
+#[inline(always)]
+#[allow(unsafe_code, reason = "a read without a bounds check, for inner loops")]
+unsafe fn at<E, const N: usize>(all: &[E], first: usize) -> &[E; N] {
+    debug_assert!(first + N <= all.len(), "in the bounds of the slice");
+    // SAFETY: the caller ensures the bounds; an array has the alignment of its elements.
+    unsafe { &*all.as_ptr().add(first).cast() }
+}
+
 #[cfg(test)]
 mod tests;

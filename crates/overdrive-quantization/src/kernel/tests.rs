@@ -4,7 +4,7 @@ use half::{bf16, f16};
 use overdrive_kernels::{InstructionSet, Kernel, Simd, Table256};
 use proptest::prelude::*;
 
-use super::dequantizing_gemm::{DequantizingGemm, E4m3};
+use super::dequantizing_gemm::DequantizingGemm;
 use super::int8_rows::Int8Rows;
 use super::joint_gemm::joint_gemm;
 use crate::codec::fp8;
@@ -145,8 +145,8 @@ fn the_dequantizing_gemm_is_that_of_the_dequantized_weight() {
                 most,
                 &what,
             );
-            let codes = E4m3::from_bytes(&floats);
-            let gemm = DequantizingGemm::<E4m3> {
+            let codes = &floats;
+            let gemm = DequantizingGemm::<u8> {
                 x: &x,
                 width,
                 codes,
@@ -173,10 +173,10 @@ fn every_number_of_eight_bits_is_read_exactly() {
     let scales = vec![1.0; codes.len()];
     for set in InstructionSet::available() {
         let mut y = vec![0.0_f32; codes.len()];
-        let gemm = DequantizingGemm::<E4m3> {
+        let gemm = DequantizingGemm::<u8> {
             x: &[1.0],
             width: 1,
-            codes: E4m3::from_bytes(&codes),
+            codes: &codes,
             scales: &scales,
             set,
         };

@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 
 use super::blocks;
 use super::plan::{Plan, plan};
-use crate::kernel::dequantizing_gemm::{DequantizingGemm, E4m3};
+use crate::kernel::dequantizing_gemm::DequantizingGemm;
 use crate::kernel::four_bit::{CodedGemm, CodedWeight, QuantizedInputs, coded_weight};
 use crate::kernel::input_rows::InputRows;
 use crate::kernel::int8::{Int8Gemm, MAX_WIDTH, OutlierSplit};
@@ -74,21 +74,25 @@ fn joint<T: Element>(
         rows: &rows,
     };
 
-    let mut gemms: Vec<(usize, Box<dyn Gemm + '_>, Option<&[T]>)> =
-        Vec::with_capacity(weights.len());
+    let mut gemms: Vec<(usize, Box<dyn Gemm + '_>)> = Vec::with_capacity(weights.len());
+    let mut gemm_biases: Vec<Option<&[T]>> = Vec::with_capacity(weights.len());
     let mut others: Vec<(i64, usize)> = Vec::new();
     let mut first: i64 = 0;
     for (index, weight) in weights.iter().enumerate() {
         let bias = biases[index].as_ref().map(elements::<T>).transpose()?;
         match gemm(weight, plans[index], coded[index].as_ref(), &forms)? {
-            Some(gemm) => gemms.push((first.unsigned_abs() as usize, gemm, bias)),
+            Some(gemm) => {
+                gemms.push((first.unsigned_abs() as usize, gemm));
+                gemm_biases.push(bias);
+            }
             None => others.push((first, index)),
         }
         first += weight.outputs;
     }
     let borrowed: Vec<(usize, &dyn Gemm, Option<&[T]>)> = gemms
         .iter()
-        .map(|(first, gemm, bias)| (*first, &**gemm, *bias))
+        .zip(gemm_biases)
+        .map(|((first, gemm), bias)| (*first, &**gemm, bias))
         .collect();
     joint_gemm(
         &borrowed,
@@ -173,7 +177,7 @@ fn gemm<'a, T: Element>(
         (Storage::Fp8 { codes, scales }, _) if few => Box::new(DequantizingGemm {
             x: rows.floats(),
             width: rows.width,
-            codes: E4m3::from_bytes(elements::<u8>(codes)?),
+            codes: elements::<u8>(codes)?,
             scales: elements::<f32>(scales)?,
             set,
         }),

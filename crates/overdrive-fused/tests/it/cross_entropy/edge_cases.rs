@@ -117,8 +117,9 @@ fn a_label_that_is_no_class_is_refused_with_its_row_and_value() {
         let mut all = [1_i64, 2, 3, 4, 5, -100];
         all[row] = bad;
         let labels = Tensor::from_slice(&all).reshape([2, 3]);
-        let expected =
-            format!("the label of row {row} is {bad}, expected 0..8, or -100 for a row to ignore");
+        let expected = format!(
+            "the label of row {row} is {bad}; it must be in 0..8, or -100 for a row to ignore"
+        );
         let error = cross_entropy(&logits, &labels, &CrossEntropyOptions::default()).unwrap_err();
         assert_eq!(error.to_string(), format!("cross_entropy: {expected}"));
         let (hidden, weight) = (values(&[2, 3, 4], 1), values(&[8, 4], 2));
@@ -143,15 +144,15 @@ fn shapes_dtypes_and_options_that_do_not_fit_are_refused() {
     let fit = labels(&[5], 8, 0, 1);
     assert_eq!(
         loss(&values(&[5, 3], 1), &fit, &options),
-        "linear_cross_entropy: hidden has shape [5, 3], expected (…, 4), as weight is [8, 4]"
+        "`hidden of linear_cross_entropy` has shape [5, 3]; it must be (…, 4), as weight is [8, 4]"
     );
     assert_eq!(
         loss(&hidden, &labels(&[4], 8, 0, 1), &options),
-        "linear_cross_entropy: labels has shape [4], expected [5], one label for each row"
+        "`labels of linear_cross_entropy` has shape [4]; it must be [5], one label for each row"
     );
     assert_eq!(
         loss(&hidden, &fit.to_kind(Kind::Int), &options),
-        "linear_cross_entropy: labels is Int, expected Int64"
+        "`labels of linear_cross_entropy` is Int; it must be Int64"
     );
     let bias = values(&[7], 1);
     let biased = LinearCrossEntropyOptions {
@@ -160,7 +161,7 @@ fn shapes_dtypes_and_options_that_do_not_fit_are_refused() {
     };
     assert_eq!(
         loss(&hidden, &fit, &biased),
-        "linear_cross_entropy: bias has shape [7], expected [8], one element for each row of weight"
+        "`bias of linear_cross_entropy` has shape [7]; it must be [8], one element for each row of weight"
     );
     let capped = LinearCrossEntropyOptions {
         loss: CrossEntropyOptions {
@@ -171,7 +172,7 @@ fn shapes_dtypes_and_options_that_do_not_fit_are_refused() {
     };
     assert_eq!(
         loss(&hidden, &fit, &capped),
-        "softcap is 0, expected a finite number above 0, or none"
+        "`softcap` is 0; it must be positive and finite, or none"
     );
     let smoothed = CrossEntropyOptions {
         label_smoothing: 1.5,
@@ -181,6 +182,6 @@ fn shapes_dtypes_and_options_that_do_not_fit_are_refused() {
         cross_entropy(&values(&[5, 8], 1), &fit, &smoothed)
             .unwrap_err()
             .to_string(),
-        "label_smoothing is 1.5, expected 0 to 1"
+        "`label_smoothing` is 1.5; it must be between 0 and 1"
     );
 }

@@ -32,6 +32,7 @@ impl Floats for Portable {
     fn store_bf16(self, x: F, to: &mut [bf16; LANES]) {
         for (to, x) in to.iter_mut().zip(x.0) {
             let bits = x.to_bits();
+            // Half of the dropped bits, less one if the last bit that stays is even: ties go to even.
             let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
             *to = bf16::from_bits(if x.is_nan() { 0x7fc0 } else { rounded as u16 });
         }
@@ -47,6 +48,7 @@ impl Floats for Portable {
 
     #[inline(always)]
     fn store_f16(self, x: F, to: &mut [f16; LANES]) {
+        // Rounding to f16 has many cases; the crate uses the instruction of the target where there is one.
         *to = x.0.map(f16::from_f32);
     }
 

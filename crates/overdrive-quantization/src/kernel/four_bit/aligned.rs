@@ -45,6 +45,7 @@ impl<T: Number> AlignedVec<T> {
 
     /// Grows the vector to `len` numbers, if it has fewer; new ones are zero.
     pub(super) fn grow(&mut self, len: usize) {
+        // Never shrunk: the buffers of a thread serve layers of several sizes.
         if self.len < len {
             let lines = (len * size_of::<T>()).div_ceil(LINE);
             self.lines.resize(lines, Line([0; LINE]));

@@ -15,7 +15,7 @@ use super::byte_rows::GROUP;
 use super::coded_weight::{ByteTable, CodedWeight};
 use super::scale_rows::{Raw, ScaleRows};
 use super::word_gemm::codes;
-use super::word_gemv::at;
+use crate::kernel::at;
 use crate::kernel::joint_gemm::Results;
 
 /// The number of vectors of bytes of a unit of 16 outputs: low and high halves of each lane of codes.
@@ -209,10 +209,10 @@ impl Block<'_> {
             "the sizes that the caller gave"
         );
         let mut sums = [[s.splat(0.0); V]; N];
-        for (n, sums) in sums.iter_mut().enumerate() {
-            for (v, sum) in sums.iter_mut().enumerate() {
-                // SAFETY: asserted: `row + n < rows`, of each of `V` vectors.
-                *sum = s.load_f32(unsafe { at(self.sums, (v * rows + self.row + n) * LANES) });
+        let (stored, _) = self.sums.as_chunks::<LANES>();
+        for (v, stored) in stored.chunks_exact(rows).take(V).enumerate() {
+            for (sums, stored) in sums.iter_mut().zip(&stored[self.row..]) {
+                sums[v] = s.load_f32(stored);
             }
         }
         for g in 0..GROUPS {

@@ -14,7 +14,7 @@ use super::byte_rows::{ByteRows, GROUP, UNIT};
 use super::coded_weight::{ByteTable, CodedWeight};
 use super::scale_rows::{Raw, ScaleRows, groups_of};
 use super::scales::Scales;
-use super::word_gemv::at;
+use crate::kernel::at;
 use crate::kernel::joint_gemm::Results;
 
 /// The number of rows of the weight at a time: their sums are reduced together.
@@ -24,6 +24,7 @@ const TILE: usize = 4;
 const BATCH: usize = 8;
 
 /// The distance of the prefetch in bytes of codes.
+// Two pages: the hardware prefetcher stops at the end of one.
 const AHEAD: usize = 8192;
 
 /// The distance of the prefetch of scales in rows of the weight.
@@ -161,9 +162,9 @@ impl ByteGemv<'_> {
                 for n in 0..x.rows {
                     let mut sums = [s.splat(0.0); TILE];
                     if OFFSETS {
+                        let (added, _) = added.as_chunks::<LANES>();
                         for (sum, row) in sums.iter_mut().zip(rows) {
-                            // SAFETY: `n < x.rows` and `row < count <= BATCH`; asserted.
-                            *sum = s.load_f32(unsafe { at(added, (n * BATCH + row) * LANES) });
+                            *sum = s.load_f32(&added[n * BATCH + row]);
                         }
                     }
                     let of_row = n * BATCH * x.stride;

@@ -40,6 +40,7 @@ impl BytePanels {
     pub(super) fn new(set: InstructionSet, x: &[f32], layout: &ByteLayout) -> Self {
         let inputs = layout.inputs();
         let (rows, units) = (x.len() / inputs, inputs / UNIT);
+        // Copied for each panel, since groups that are not wanted must be zero.
         let none = BytePanel {
             quads: [[0; 4]; BYTES / 2],
             scales: [0.0; GROUPS],

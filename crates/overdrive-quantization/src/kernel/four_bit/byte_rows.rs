@@ -80,6 +80,7 @@ pub(super) struct ByteRows {
 impl ByteRows {
     /// Quantizes `x (rows, inputs)`, a few rows.
     pub(super) fn new(set: InstructionSet, x: &[f32], layout: &ByteLayout) -> Self {
+        // The system zeroes new pages; an array of units would be copied.
         let units = Box::new_zeroed_slice(x.len() / UNIT);
         // SAFETY: a unit of zero bytes is one of zeros.
         let units: Box<[Unit]> = unsafe { units.assume_init() };

@@ -22,6 +22,7 @@ impl ScaleRows {
         ScaleRows {
             inputs,
             granule,
+            // The last unit reads a whole vector from its first scale on.
             stride: (inputs / granule).next_multiple_of(LANES) + LANES,
         }
     }

@@ -36,6 +36,7 @@ impl<S: Simd> Decode<S> for Signed {
     #[inline(always)]
     fn words(self, s: S, packed: S::Packed) -> [S::Words; 4] {
         let [a, b] = s.widen_signed(packed);
+        // Repeated to the length that codes of 4 bits need.
         [a, b, a, b]
     }
 }

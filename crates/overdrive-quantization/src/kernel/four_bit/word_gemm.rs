@@ -14,8 +14,8 @@ use super::aligned::AlignedVec;
 use super::coded_weight::CodedWeight;
 use super::scale_rows::{Raw, ScaleRows};
 use super::unpack::{ByCoding, Decode, by_coding};
-use super::word_gemv::at;
 use super::word_rows::WordRows;
+use crate::kernel::at;
 use crate::kernel::joint_gemm::Results;
 
 /// The number of tiles of 16 outputs that are unpacked at once for many rows: words of activations come from the
@@ -238,9 +238,9 @@ impl<S: Simd, D: Decode<S>> Source<S, D> for Unpacked<'_> {
     fn words(&self, s: S, lane: usize) -> [S::Words; 4] {
         let of_lane = &self.words[lane * D::PARTS * WORDS..][..D::PARTS * WORDS];
         let mut words = [s.load_words(&[0; WORDS]); 4];
-        for (part, words) in words.iter_mut().enumerate().take(D::PARTS) {
-            // SAFETY: `part < PARTS`.
-            *words = s.load_words(unsafe { at(of_lane, part * WORDS) });
+        let (of_lane, _) = of_lane.as_chunks::<WORDS>();
+        for (words, from) in words.iter_mut().zip(of_lane) {
+            *words = s.load_words(from);
         }
         words
     }
@@ -291,9 +291,9 @@ impl Block<'_> {
             "the sizes that the caller gave"
         );
         let mut sums = [s.splat(0.0); N];
-        for (n, sum) in sums.iter_mut().enumerate() {
-            // SAFETY: `sums` has `N` vectors, see above.
-            *sum = s.load_f32(unsafe { at(self.sums, n * LANES) });
+        let (stored, _) = self.sums.as_chunks::<LANES>();
+        for (sum, stored) in sums.iter_mut().zip(stored) {
+            *sum = s.load_f32(stored);
         }
         for part_of_unit in 0..granules_unit {
             let granule = self.unit * granules_unit + part_of_unit;

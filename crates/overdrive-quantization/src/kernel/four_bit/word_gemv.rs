@@ -12,6 +12,7 @@ use super::coded_weight::CodedWeight;
 use super::scale_rows::{Raw, ScaleRows, groups_of};
 use super::unpack::{ByCoding, Decode, by_coding};
 use super::word_rows::WordRows;
+use crate::kernel::at;
 use crate::kernel::joint_gemm::Results;
 
 /// The largest number of rows of activations.
@@ -241,6 +242,7 @@ impl WordGemv<'_> {
 }
 
 /// The distance of the prefetch in bytes of codes.
+// As in `byte_gemv`: two pages.
 const AHEAD: usize = 8192;
 
 /// The data of some rows of the weight.
@@ -300,15 +302,4 @@ impl<S: Simd> Tile<'_, S> {
             *sum = s.mul_add(s.sums_to_f32(total), scales, *sum);
         }
     }
-}
-
-/// Returns `N` elements from `first` on.
-///
-/// # Safety
-/// `first + N <= all.len()`.
-#[inline(always)]
-pub(super) unsafe fn at<E, const N: usize>(all: &[E], first: usize) -> &[E; N] {
-    debug_assert!(first + N <= all.len(), "in the bounds of the slice");
-    // SAFETY: the caller ensures the bounds; an array has the alignment of its elements.
-    unsafe { &*all.as_ptr().add(first).cast() }
 }

@@ -8,6 +8,7 @@ use std::ops::Range;
 use overdrive_kernels::{BYTES, Kernel, Simd};
 
 use super::Int8Gemm;
+use crate::kernel::at;
 
 /// The distance of the prefetch in bytes of the weight, for a single row.
 const AHEAD: usize = 8192;
@@ -75,26 +76,26 @@ impl Dots<'_, '_> {
         assert!(x.len() >= weight.len(), "rows are padded");
         let mut sums = [s.zero(); PARTS];
         let whole = weight.len() - weight.len() % (BYTES * PARTS);
-        let mut at = 0;
-        while at < whole {
+        let mut column = 0;
+        while column < whole {
             for (part, sum) in sums.iter_mut().enumerate() {
-                // SAFETY: `at + BYTES * PARTS <= weight.len() <= x.len()`.
+                // SAFETY: `column + BYTES * PARTS <= weight.len() <= x.len()`.
                 let (w, x) = unsafe {
-                    let at = at + part * BYTES;
-                    (vector(weight, at), vector(x, at))
+                    let column = column + part * BYTES;
+                    (at::<_, BYTES>(weight, column), at(x, column))
                 };
                 // The hardware prefetcher stops at the end of a page.
                 s.prefetch_near(w.as_ptr().wrapping_add(AHEAD).cast());
                 *sum = s.dot(*sum, s.load_codes(w), s.load_activations(x));
             }
-            at += BYTES * PARTS;
+            column += BYTES * PARTS;
         }
-        while at < weight.len() {
-            let w = codes(s, weight, at);
+        while column < weight.len() {
+            let w = codes(s, weight, column);
             // SAFETY: `x` is padded to whole vectors.
-            let x = s.load_activations(unsafe { vector(x, at) });
+            let x = s.load_activations(unsafe { at(x, column) });
             sums[0] = s.dot(sums[0], w, x);
-            at += BYTES;
+            column += BYTES;
         }
         let [a, b, c, d] = sums;
         s.add_sums(s.add_sums(a, b), s.add_sums(c, d))
@@ -145,34 +146,34 @@ impl Dots<'_, '_> {
         }
         let mut sums = [[s.zero(); N]; R];
         let whole = width - width % BYTES;
-        let mut at = 0;
-        while at < whole {
+        let mut column = 0;
+        while column < whole {
             let mut w = [s.load_codes(&[0; BYTES]); R];
             for (w, weight) in w.iter_mut().zip(&weights) {
                 // For later rows the weight is in the cache already.
                 if row == 0 {
                     // The same columns of the next tile: several short streams at once are more than the
                     // hardware prefetcher follows.
-                    s.prefetch(weight.as_ptr().wrapping_add(R * width + at));
+                    s.prefetch(weight.as_ptr().wrapping_add(R * width + column));
                 }
-                // SAFETY: `at + BYTES <= width`, the length of every row of the weight.
-                *w = s.load_codes(unsafe { vector(weight, at) });
+                // SAFETY: `column + BYTES <= width`, the length of every row of the weight.
+                *w = s.load_codes(unsafe { at(weight, column) });
             }
             for (n, x) in rows.iter().enumerate() {
                 // SAFETY: as above; rows of activations are at least as long.
-                let x = s.load_activations(unsafe { vector(x, at) });
+                let x = s.load_activations(unsafe { at(x, column) });
                 for (sums, w) in sums.iter_mut().zip(w) {
                     sums[n] = s.dot(sums[n], w, x);
                 }
             }
-            at += BYTES;
+            column += BYTES;
         }
-        if at < width {
+        if column < width {
             for (sums, weight) in sums.iter_mut().zip(&weights) {
-                let w = codes(s, weight, at);
+                let w = codes(s, weight, column);
                 for (sum, x) in sums.iter_mut().zip(&rows) {
                     // SAFETY: rows of activations are padded to whole vectors.
-                    let x = s.load_activations(unsafe { vector(x, at) });
+                    let x = s.load_activations(unsafe { at(x, column) });
                     *sum = s.dot(*sum, w, x);
                 }
             }
@@ -187,11 +188,11 @@ impl Dots<'_, '_> {
     }
 }
 
-/// Reads the rest of a row from `at` on, at most a vector. The codes beyond its end do not matter: the
+/// Reads the rest of a row from `column` on, at most a vector. The codes beyond its end do not matter: the
 /// activations are zero there.
 #[inline(always)]
-fn codes<S: Simd>(s: S, weight: &[i8], at: usize) -> S::W {
-    let rest = &weight[at..];
+fn codes<S: Simd>(s: S, weight: &[i8], column: usize) -> S::W {
+    let rest = &weight[column..];
     match rest.first_chunk::<BYTES>() {
         Some(whole) => s.load_codes(whole),
         None => {
@@ -200,15 +201,4 @@ fn codes<S: Simd>(s: S, weight: &[i8], at: usize) -> S::W {
             s.load_codes(&padded)
         }
     }
-}
-
-/// Returns a vector of a row.
-///
-/// # Safety
-/// `at + BYTES <= row.len()`.
-#[inline(always)]
-unsafe fn vector(row: &[i8], at: usize) -> &[i8; BYTES] {
-    debug_assert!(at + BYTES <= row.len(), "in the bounds of the row");
-    // SAFETY: the caller ensures the bounds; bytes have no alignment.
-    unsafe { &*row.as_ptr().add(at).cast() }
 }

@@ -26,7 +26,8 @@ pub(super) fn transpose(_: Avx512, sums: &[i32], stride: usize, to: &mut [i32], 
     // SAFETY: asserted, for `output` below 16.
     let load =
         |output: usize| unsafe { _mm256_loadu_si256(sums.as_ptr().add(output * stride).cast()) };
-    // Outputs 0..4 beside 4..8, then 8..12 beside 12..16.
+    // Shuffles work within quarters of 128 bits, so rows that belong together are put into the same quarter:
+    // outputs 0..4 beside 4..8, then 8..12 beside 12..16.
     let mut a = [_mm512_setzero_si512(); 8];
     for (i, a) in a.iter_mut().enumerate() {
         let output = i / 4 * 8 + i % 4;

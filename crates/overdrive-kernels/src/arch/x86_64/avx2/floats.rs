@@ -17,6 +17,7 @@ impl Floats for Avx2 {
     #[inline(always)]
     fn load_bf16(self, from: &[bf16; LANES]) -> Self::F {
         intrinsics!({
+            // A bf16 is the upper half of the f32.
             let from: *const __m128i = from.as_ptr().cast();
             let low = _mm256_cvtepu16_epi32(_mm_loadu_si128(from));
             let high = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.add(1)));
@@ -131,6 +132,7 @@ impl Floats for Avx2 {
 
     #[inline(always)]
     fn prefetch<T>(self, address: *const T) {
+        // A prefetch of an address that is not mapped does nothing.
         intrinsics!(_mm_prefetch::<_MM_HINT_T0>(address.cast()));
     }
 
@@ -145,6 +147,7 @@ impl Floats for Avx2 {
 #[target_feature(enable = "avx2")]
 fn bf16_bits(x: __m256) -> __m256i {
     let bits = _mm256_castps_si256(x);
+    // Half of the dropped bits, less one if the last bit that stays is even: ties go to even.
     let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
     let half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
     let rounded = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, half));
@@ -189,6 +192,7 @@ fn scale(x: __m256, n: __m256) -> __m256 {
 #[inline]
 #[target_feature(enable = "avx2")]
 pub(in super::super) fn reduce_each(x: [__m256; 4]) -> [f32; 4] {
+    // `vhaddps` adds neighbours of two registers, so three of them join four sums.
     let ab = _mm256_hadd_ps(x[0], x[1]);
     let cd = _mm256_hadd_ps(x[2], x[3]);
     let abcd = _mm256_hadd_ps(ab, cd);

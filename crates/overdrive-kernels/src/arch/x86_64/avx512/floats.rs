@@ -27,6 +27,7 @@ impl Floats for Avx512 {
     #[inline(always)]
     fn store_bf16(self, x: F32x16, to: &mut [bf16; LANES]) {
         intrinsics!({
+            // By hand, because `vcvtneps2bf16` takes denormals for zero and came with AVX-512-BF16 only.
             let bits = _mm512_castps_si512(x.0);
             let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
             let half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
