@@ -13,7 +13,7 @@ use overdrive::core::random::Generator;
 use overdrive::distributed::{Launch, ProcessGroup};
 use overdrive::tracking::{StepMetrics, Trackers, read_metrics};
 use overdrive::trainer::{
-    DataShard, Evaluation, Interrupt, IntervalStrategy, Layers, ModelArguments, OptimizerName,
+    DataShard, Evaluation, IntervalStrategy, Layers, ModelArguments, OptimizerName,
     ResumeFromCheckpoint, RunFolder, TextData, TrainingArguments,
 };
 use overdrive::transformer::CausalLm;
