@@ -33,6 +33,7 @@ pages! {
     fused = "crates/fused.md";
     generation = "crates/generation.md";
     graphs = "crates/graphs.md";
+    kernels = "crates/kernels.md";
     kv_cache = "crates/kv-cache.md";
     lora = "crates/lora.md";
     nn = "crates/nn.md";
