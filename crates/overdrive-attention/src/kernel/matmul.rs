@@ -234,23 +234,20 @@ vectorized! {
 /// Returns the dot product of two rows, in two partial sums: one would wait for itself.
 #[inline(always)]
 fn dot<V: Vector>(s: V::Token, a: &[V::Scalar], b: &[V::Scalar]) -> V::Scalar {
-    assert_eq!(a.len(), b.len(), "rows of the same length");
-    let vectors = a.len() / V::LEN;
-    let mut sums = [V::splat(s, V::Scalar::ZERO); 2];
-    for vector in 0..vectors {
-        // By pointer, because a row has few vectors: iterators over chunks took 1.6 times as long.
-        // SAFETY: both rows have at least `vectors` vectors.
-        let (a, b) = unsafe {
-            (
-                V::load_pointer(s, a.as_ptr().add(vector * V::LEN)),
-                V::load_pointer(s, b.as_ptr().add(vector * V::LEN)),
-            )
-        };
-        sums[vector % 2] = a.mul_add(b, sums[vector % 2]);
+    let (mut even, mut odd) = (V::splat(s, V::Scalar::ZERO), V::splat(s, V::Scalar::ZERO));
+    let (mut a, mut b) = (a.chunks_exact(2 * V::LEN), b.chunks_exact(2 * V::LEN));
+    for (a, b) in a.by_ref().zip(b.by_ref()) {
+        even = V::load(s, a).mul_add(V::load(s, b), even);
+        odd = V::load(s, &a[V::LEN..]).mul_add(V::load(s, &b[V::LEN..]), odd);
     }
-    let mut sum = sums[0].add(sums[1]).sum();
-    for index in vectors * V::LEN..a.len() {
-        sum += a[index] * b[index];
+    let (mut a, mut b) = (a.remainder(), b.remainder());
+    if a.len() >= V::LEN && b.len() >= V::LEN {
+        even = V::load(s, a).mul_add(V::load(s, b), even);
+        (a, b) = (&a[V::LEN..], &b[V::LEN..]);
+    }
+    let mut sum = even.add(odd).sum();
+    for (a, b) in a.iter().zip(b) {
+        sum += *a * *b;
     }
     sum
 }
