@@ -29,7 +29,7 @@ pub enum Error {
 
     /// The back end that was asked for cannot run this attention.
     #[error(
-        "the {backend} back end cannot run this attention: {}; choose `Backend::Auto` or one of: {alternatives}",
+        "the {backend} back end cannot run this attention: {}; choose Backend::Auto or one of: {alternatives}",
         .reasons.join("; ")
     )]
     Backend {

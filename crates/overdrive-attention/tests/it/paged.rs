@@ -355,7 +355,7 @@ fn a_write_that_does_not_fit_says_so_and_writes_nothing() {
     );
     assert!(of(&rows(&[1, 2, 8], Kind::Half), &slots(&[0])).starts_with("`rows` is Half"));
     let other = PagedSlots::new(vec![0], 2, CPU).unwrap();
-    assert!(of(&rows(&[1, 2, 8], Kind::Float), &other).starts_with("pool has shape"));
+    assert!(of(&rows(&[1, 2, 8], Kind::Float), &other).starts_with("`pool` has shape"));
     assert!(PagedSlots::new(vec![0], 0, CPU).is_err());
     assert_eq!(pool.abs().max().double_value(&[]), 0.0);
 }
