@@ -18,7 +18,7 @@ pub struct LoraAdapter {
     pub(crate) b: Tensor,
     pub(crate) bias: Option<Tensor>,
     pub(crate) magnitude: Option<Tensor>,
-    /// With DoRA: the norms of the changed weight's rows, from the tensors as they were.
+    /// The norms of the changed weight's rows for DoRA, cached until one of the tensors changes.
     pub(crate) row_norms: Mutex<Option<RowNorms>>,
 }
 
@@ -44,6 +44,7 @@ impl LoraAdapter {
             };
             return Err(Error::shape(wrong.0, wrong.1.size(), wrong.2).into());
         };
+        // The scale is `alpha / r`.
         if rank < 1 {
             return Err(Error::shape("A", a.size(), "(r, I) with r at least 1").into());
         }
@@ -59,6 +60,7 @@ impl LoraAdapter {
         if !a.is_floating_point() {
             return Err(Error::dtype("A", a.kind(), "floating").into());
         }
+        // The forward pass takes its dtype and device from A alone.
         let others = [
             ("B", Some(&b)),
             ("the bias of B", bias.as_ref()),
@@ -130,6 +132,7 @@ impl LoraAdapter {
 
     /// Replaces the configuration by another one of the same shape: that of the file it was loaded from.
     pub(crate) fn keep_config(&mut self, config: &LoraConfig) {
+        // All layers share one `Arc` of an equal configuration, and keep sharing it.
         if *self.config != *config {
             self.config = Arc::new(config.clone());
         }

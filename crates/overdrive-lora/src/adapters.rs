@@ -47,6 +47,7 @@ pub fn add_adapter<H: AdapterHost + ?Sized>(
     if active_adapters(host)?.is_empty() {
         set_adapter(host, &[name])?;
     } else {
+        // `attach` leaves new tensors trainable, but an inactive adapter gets no gradients to train with.
         set_requires_grad(host, &[name], false)?;
         mark_only_lora_as_trainable(host)?;
     }
@@ -88,6 +89,7 @@ fn attach<H: AdapterHost + ?Sized>(
         }
         Ok(())
     })?;
+    // Collected first: the visit borrows the model, which also holds the list of copies.
     let mut copies = Vec::new();
     visit_parameters(host, |parameter, tensor| {
         if saved.parameters.iter().any(|own| own == parameter) {
@@ -185,6 +187,7 @@ pub fn set_adapter<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Res
         own.enabled = true;
     })?;
     place_copies(host, names)?;
+    // All are frozen first: an adapter that was active before must not keep training.
     set_requires_grad(
         host,
         &available.iter().map(String::as_str).collect::<Vec<_>>(),
@@ -203,6 +206,7 @@ pub fn set_requires_grad<H: AdapterHost + ?Sized>(
     names: &[&str],
     requires_grad: bool,
 ) -> Result<()> {
+    // The flag belongs to the tensor itself, so handles that an optimizer holds see it, too.
     let wanted = |name: &String| names.contains(&name.as_str());
     visit_linears(host, |_, linear| {
         let Some(own) = adapters_of(linear) else {
@@ -272,6 +276,7 @@ pub fn delete_adapter<H: AdapterHost + ?Sized>(host: &mut H, name: &str) -> Resu
         linear.delete_adapter(name)?;
         Ok(())
     })?;
+    // The model gets its own tensors back before their copies are dropped.
     let is_placed = |copies: &mut ModuleCopies| copies.active.as_deref() == Some(name);
     if module_copies(host).is_some_and(is_placed) {
         place_copies(host, &[])?;

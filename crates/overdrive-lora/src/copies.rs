@@ -1,4 +1,4 @@
-//! Full copies of parameters, and which of them the model computes with.
+//! Full copies of parameters (`modules_to_save`), and their exchange with the model's own tensors.
 
 use overdrive_core::Error;
 use overdrive_nn::AdapterHost;
@@ -15,7 +15,7 @@ pub(crate) struct ModuleCopies {
     pub(crate) entries: Vec<ModuleCopy>,
     /// The adapter whose copies the model computes with.
     pub(crate) active: Option<String>,
-    /// While adapters are disabled: the one that the model will compute with when they are enabled again.
+    /// While adapters are disabled, the adapter whose copies become active again when they are enabled.
     pub(crate) waiting: Option<String>,
 }
 
@@ -25,7 +25,7 @@ pub(crate) struct ModuleCopy {
     /// The name of the parameter.
     pub(crate) name: String,
     pub(crate) copy: Tensor,
-    /// The model's own tensor, while the copy is in its place.
+    /// The model's own tensor while the copy replaces it.
     pub(crate) original: Option<Tensor>,
 }
 
@@ -37,7 +37,7 @@ impl ModuleCopies {
     }
 }
 
-/// Checks that no two of the adapters `names` have a copy of the same module: only one can be in its place.
+/// Checks that no two of the adapters `names` have a copy of the same module: only one can replace it.
 pub(crate) fn check_copies<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Result<()> {
     let several = |owners: Vec<&str>, module: &str| {
         let wanted: Vec<&str> = owners

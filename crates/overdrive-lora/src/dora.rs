@@ -1,4 +1,5 @@
-//! Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation", arXiv:2402.09353.
+//! The row norms and output factors of DoRA (Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation",
+//! arXiv:2402.09353).
 
 use std::sync::PoisonError;
 
@@ -59,6 +60,7 @@ fn squares_and_product(weight: &LinearWeight, a: &Tensor) -> Result<(Tensor, Ten
 }
 
 fn of_rows(rows: &Tensor, a: &Tensor) -> Result<(Tensor, Tensor)> {
+    // The square of the norm needs no temporary of the weight's size, as a sum of squares would.
     let norms = rows.f_norm_scalaropt_dim(2, [1i64].as_slice(), true)?;
     Ok((norms.f_square()?, rows.f_mm(&a.f_tr()?)?))
 }
@@ -90,13 +92,13 @@ pub(crate) struct RowNorms {
     value: Tensor,
 }
 
-/// The scale's bits, and address and version of A, B and a dense weight. Quantized weights never change, and
+/// The bits of the scale, and the addresses and versions of A, B and a dense weight. Quantized weights never change, and
 /// [`Adapter::weight_replaced`](overdrive_nn::Adapter::weight_replaced) drops the norms of one that was
 /// replaced.
 type Key = (u64, Vec<(usize, i64)>);
 
-/// Returns [`row_norms`], computed anew only after an optimizer or anybody else has changed a tensor: the
-/// micro-batches of a step and the tokens of a generation share them.
+/// Returns [`row_norms`] from the cache, or computes them if a tensor has changed since: the micro-batches of a
+/// step and the tokens of a generation share them.
 fn cached_row_norms(weight: &LinearWeight, adapter: &LoraAdapter) -> Result<Tensor> {
     let Some(key) = key(weight, adapter) else {
         return row_norms(weight, adapter);
@@ -122,6 +124,7 @@ fn key(weight: &LinearWeight, adapter: &LoraAdapter) -> Option<Key> {
         LinearWeight::Quantized(_) => None,
     };
     let tensors = [&adapter.a, &adapter.b].into_iter().chain(dense);
+    // Optimizers change tensors in place, which the address does not show but the version does.
     let stamp = |tensor: &Tensor| {
         let version = tensor.f_internal_version().ok()?;
         Some((tensor.data_ptr() as usize, version))

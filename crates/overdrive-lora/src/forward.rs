@@ -1,4 +1,4 @@
-//! The output of a layer with adapters: the matmul of its weight, and what each active adapter adds.
+//! The output of a layer with adapters: the matmul of its weight, and the addend of each active adapter.
 
 use overdrive_nn::{Adapter, Linear, LinearWeight, joint_base};
 use overdrive_sys::autocast;
@@ -51,7 +51,7 @@ impl Adapter for LayerAdapters {
     }
 
     fn weight_replaced(&mut self) {
-        // What was merged is part of the new weight, by the word of whoever replaced it.
+        // The caller that replaces the weight decides whether it contains the merged adapters.
         self.merged.clear();
         self.forget_row_norms();
     }
@@ -72,6 +72,7 @@ impl LayerAdapters {
     fn adapted(&self, layer: &Linear, x: &Tensor, fused: bool) -> Result<Tensor> {
         let (weight, bias) = (layer.weight(), layer.bias());
         let working = self.working();
+        // Not empty: a layer calls its adapter only if `is_active`.
         let first = &self.adapters[working[0]].1;
         // DoRA needs the output without the bias. Where it is the first adapter, the bias is added after it
         // instead of being added and subtracted.

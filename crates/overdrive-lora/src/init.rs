@@ -92,6 +92,7 @@ pub(crate) fn adapter(
         row_norms: Mutex::default(),
     };
     if config.use_dora {
+        // The magnitudes start as the current norms, so every factor is 1 at first.
         adapter.magnitude = Some(dora::row_norms(base, &adapter)?);
     }
     for (_, _, tensor) in adapter.tensors() {
@@ -173,6 +174,7 @@ impl Draw<'_> {
         let (q, _) = Tensor::f_linalg_qr(&square, "reduced")?;
         let odd = q.f_slice(0, 0, self.rank, 2)?;
         let even = q.f_slice(0, 1, self.rank, 2)?;
+        // The deviation 0.1 is PEFT's division by 10.
         let left = self.normal("lora_A", [self.size[1], half], 0.1, cpu)?;
         let right = self.normal("lora_B", [self.size[0], half], 0.1, cpu)?;
         let place = |tensor: Tensor| -> Result<Tensor> {
@@ -216,6 +218,7 @@ fn from_weight(
     match base {
         LinearWeight::Dense { weight, transposed } => {
             let rest = if *transposed { rest.f_tr()? } else { rest };
+            // In place, so that tied layers and handles of the parameter see the new weight.
             weight.f_detach()?.f_copy_(&rest)?;
         }
         LinearWeight::Quantized(weight) => {
@@ -228,12 +231,14 @@ fn from_weight(
 }
 
 fn olora(weight: &Tensor, draw: &Draw<'_>, _scale: f64) -> Result<(Tensor, Tensor)> {
+    // As in PEFT, the scale is not divided out: `from_weight` subtracts `scale · B · A`.
     let (q, r) = Tensor::f_linalg_qr(weight, "reduced")?;
     Ok((r.f_narrow(0, 0, draw.rank)?, q.f_narrow(1, 0, draw.rank)?))
 }
 
 fn pissa(weight: &Tensor, draw: &Draw<'_>, scale: f64) -> Result<(Tensor, Tensor)> {
     let (u, s, vh) = svd(weight)?;
+    // The forward pass multiplies by the scale, so the singular values are divided by it.
     let roots = s.f_narrow(0, 0, draw.rank)?.f_div_scalar(scale)?.f_sqrt()?;
     let a = vh
         .f_narrow(0, 0, draw.rank)?

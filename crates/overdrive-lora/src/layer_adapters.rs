@@ -6,7 +6,7 @@ use tch::Tensor;
 use crate::merge::Merged;
 use crate::{BiasMode, Error, LoraAdapter, Result};
 
-/// All LoRA adapters of one linear layer: what this crate puts into the layer's slot.
+/// All LoRA adapters of one linear layer; the value that this crate stores in the layer's adapter slot.
 #[derive(Debug)]
 pub(crate) struct LayerAdapters {
     pub(crate) adapters: Vec<(String, LoraAdapter)>,
@@ -53,7 +53,7 @@ pub(crate) fn adapters_mut(linear: &mut Linear) -> Option<&mut LayerAdapters> {
     linear.split_mut().2
 }
 
-/// Returns the weight, the bias and the LoRA adapters of `linear`, which has a place for them from then on.
+/// Returns the weight, the bias and the LoRA adapters of `linear`, and fills its adapter slot if that is empty.
 ///
 /// # Errors
 /// [`Error::OtherAdapter`].
@@ -98,7 +98,7 @@ impl LayerAdapters {
     pub(crate) fn set_active(&mut self, names: &[&str]) {
         let index = |name: &&str| self.adapters.iter().position(|(own, _)| own == name);
         self.active = names.iter().filter_map(index).collect();
-        // At most one copy can be in the layer's place; `check_copies` refuses several before.
+        // At most one copy can replace the weight; `check_copies` has refused several before.
         let copy = |name: &&str| self.copies.iter().position(|copy| copy.adapter == *name);
         self.active_copy = names.iter().find_map(copy);
     }
@@ -108,7 +108,7 @@ impl LayerAdapters {
         if self.merged.iter().any(|merged| merged.adapter == name) {
             self.refuse_merged("deleting an adapter")?;
         }
-        // Indices change with the removal: the active ones are found again by their names.
+        // The removal shifts the indices, so the active adapters are found again by their names.
         let active: Vec<String> = self
             .active()
             .into_iter()
@@ -136,7 +136,7 @@ impl LayerAdapters {
             .map(|index| self.adapters[*index].1.config.bias)
     }
 
-    /// Checks that nothing is merged, which `operation` cannot handle.
+    /// Checks that no adapter is merged, as `operation` needs the unmerged weight.
     pub(crate) fn refuse_merged(&self, operation: &'static str) -> Result<()> {
         if self.merged.is_empty() {
             return Ok(());
@@ -156,7 +156,7 @@ impl LayerAdapters {
         self.refuse_merged("adding an adapter")
     }
 
-    /// Drops what adapters have computed from the weight.
+    /// Drops the row norms that adapters have cached.
     pub(crate) fn forget_row_norms(&mut self) {
         for (_, adapter) in &mut self.adapters {
             adapter.row_norms = Mutex::default();

@@ -7,7 +7,7 @@ use crate::merge::{MergeOptions, MergedLayer};
 use crate::{AddOptions, Error, LoraAdapter, LoraConfig, Result, init};
 
 /// The LoRA adapters of one [`Linear`] layer: `y = x·Wᵀ + b + Σ scale·dropout(x)·Aᵀ·Bᵀ` over the active ones;
-/// with DoRA each row of what precedes is scaled to its learned norm.
+/// with DoRA each row of the weight changed so far is scaled to its learned norm.
 ///
 /// Without an active adapter the layer computes its weight alone, at the cost of a plain layer. For whole
 /// models see [`add_adapter`](crate::add_adapter) and the other functions of this crate.

@@ -8,7 +8,7 @@ use crate::{LoraAdapter, Result};
 /// The number of elements of a temporary where dtypes differ: 4 MiB in fp32, which stays in a CPU's cache.
 const BLOCK: i64 = 1 << 20;
 
-/// One adapter, and where its output is added.
+/// One adapter, and the columns that its output is added to.
 #[derive(Debug)]
 pub(crate) struct Addend<'a> {
     /// The first output column that it adds to.
@@ -21,8 +21,8 @@ pub(crate) struct Addend<'a> {
 /// Adds `scale · dropout(x) · Aᵀ · Bᵀ + scale · bias` of each addend to its columns of `base (…, ΣO)`, in
 /// place, and returns it. `x (…, I)`.
 ///
-/// Saved for backward are `x` itself, the projections of rank `r`, and a byte an input where there is
-/// dropout; nothing of the size of `base`. Addends of the same columns must follow one another.
+/// It saves for backward `x` itself, the projections of rank `r`, and with dropout one byte for each input
+/// element; nothing of the size of `base`. Addends of the same columns must follow one another.
 ///
 /// # Errors
 /// An error of libtorch if the shapes do not fit.
@@ -161,7 +161,7 @@ impl LowRank {
         } else {
             for ((addend, weights), offset) in self.addends.iter().zip(weights).zip(self.offsets())
             {
-                // A mask a byte an element; the dropped input itself would be four.
+                // The mask costs one byte for each element; the dropped input itself would cost two or four.
                 let mut mask = Tensor::f_empty(x.size(), (Kind::Bool, x.device()))?;
                 let _same = mask.f_bernoulli_float_(1.0 - addend.dropout)?;
                 let a = weights.a.f_to_kind(self.compute)?;
@@ -282,8 +282,7 @@ impl Function for LowRank {
         let rows = rows_of(x)?;
         let learns = |index| context.needs_input_grad(index);
         let offsets = self.offsets();
-        // The gradient of the projections, by columns as they are.
-        // Filled column by column below, as each addend has columns of its own.
+        // The gradient of the projections; the loop below fills the columns of each addend.
         let dh = Tensor::f_empty_like(h)?;
         let mut index = 2;
         for ((addend, weights), offset) in self.addends.iter().zip(weights.chunks(2)).zip(&offsets)
@@ -316,6 +315,7 @@ impl Function for LowRank {
                 }
             }
             if learns(1) {
+                // In the dtype of the matmul; autograd casts a gradient to the dtype of its input.
                 let dx = Tensor::f_empty(rows.size(), (self.compute, x.device()))?;
                 mm_into(&dx, &dh, &self.joint_a(&a)?, false)?;
                 results[1] = Some(dx.f_view(x.size().as_slice())?);

@@ -68,6 +68,7 @@ fn default_targets(names: &[String]) -> Option<TargetModules> {
         let suffix = format!(".{wanted}");
         names.iter().any(|name| name.ends_with(&suffix))
     };
+    // From PEFT's table: Llama and its relatives; GPT-2; BLOOM, Falcon and GPT-NeoX.
     let choices: [&[&str]; 3] = [&["q_proj", "v_proj"], &["c_attn"], &["query_key_value"]];
     let choice = choices.iter().find(|choice| choice.iter().all(has))?;
     Some(TargetModules::names(choice.iter().copied()))
@@ -124,7 +125,7 @@ pub(crate) fn modules_to_save<H: AdapterHost + ?Sized>(
     }
     let mut available = Vec::new();
     let mut used = vec![false; wanted.len()];
-    // As in PEFT, a name selects the modules that end with it, and everything inside of them.
+    // As in PEFT, a name selects the modules that end with it, and everything inside them.
     let mut is_selected = |module: &str| {
         let mut selected = false;
         for (wanted, used) in wanted.iter().zip(&mut used) {
@@ -143,6 +144,7 @@ pub(crate) fn modules_to_save<H: AdapterHost + ?Sized>(
         }
         Ok(())
     })?;
+    // A model without adapter state has nowhere to keep the copies.
     let can_copy = module_copies(host).is_some();
     visit_parameters(host, |name, _| {
         let module = name.rsplit_once('.').map_or(name, |(module, _)| module);

@@ -52,7 +52,7 @@ fn visit_all<H: AdapterHost + ?Sized>(
         }
     }
     visit_parameters(host, |name, tensor| {
-        // A copy in the parameter's place was seen above, under its own name.
+        // A copy that replaces the parameter was seen above, under its own name.
         if !replaced.iter().any(|(own, _)| own == name) {
             see(format!("base_model.model.{name}"), tensor);
         }
@@ -92,7 +92,7 @@ fn visit_all<H: AdapterHost + ?Sized>(
     })
 }
 
-/// Freezes all parameters of the model itself: weights and biases of linear layers, and what
+/// Freezes all parameters of the model itself: weights and biases of linear layers, and the parameters that
 /// [`AdapterHost::visit_parameters`] visits.
 ///
 /// # Errors
@@ -112,7 +112,7 @@ fn freeze_base<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
         }
     }
     visit_parameters(host, |name, tensor| {
-        // A copy in the parameter's place is the adapter's and stays trainable.
+        // A copy that replaces the parameter belongs to the adapter and stays trainable.
         if !copied.contains(name) && tensor.requires_grad() {
             let _same = tensor.f_set_requires_grad(false)?;
         }
@@ -178,6 +178,7 @@ pub struct ParameterCounts {
 impl ParameterCounts {
     /// Returns `100 · trainable / all`.
     pub fn percent(&self) -> f64 {
+        // `max(1)`: a model without parameters has 0 %, not NaN.
         100.0 * self.trainable as f64 / (self.all as f64).max(1.0)
     }
 }
@@ -208,7 +209,7 @@ fn grouped(number: u64) -> String {
     text
 }
 
-/// Counts parameters (PEFT's `get_nb_trainable_parameters`): those of linear layers, of adapters, and what
+/// Counts parameters (PEFT's `get_nb_trainable_parameters`): those of linear layers, of adapters, and those that
 /// [`AdapterHost::visit_parameters`] visits.
 ///
 /// # Errors
@@ -220,7 +221,8 @@ pub fn parameter_counts<H: AdapterHost + ?Sized>(host: &mut H) -> Result<Paramet
     };
     let mut seen = HashSet::new();
     visit_all(host, &mut |_, tensor| {
-        // Tied parameters are visited twice and share their memory. The size tells a slice from its whole.
+        // Tied parameters are visited twice and share their memory. The size distinguishes a slice
+        // from the tensor that it begins.
         if seen.insert((tensor.data_ptr() as usize, tensor.numel())) {
             let elements = tensor.numel() as u64;
             counts.all += elements;

@@ -88,11 +88,12 @@ pub fn add_weighted_adapter<H: AdapterHost + ?Sized>(
         own.adapters.push((name.to_owned(), adapter));
         Ok(())
     })?;
+    // As in PEFT, a new adapter waits until `set_adapter`.
     set_requires_grad(host, &[name], false)
 }
 
-/// Returns the new configuration after a look at all layers, so that nothing is changed before everything is
-/// known to fit.
+/// Checks all layers and returns the new configuration, so that nothing is changed before everything is known
+/// to fit.
 fn plan<H: AdapterHost + ?Sized>(
     host: &mut H,
     adapters: &[(&str, f64)],
@@ -230,7 +231,7 @@ fn combine(
     if a.size()[0] == rank {
         return Ok((a, b));
     }
-    // A layer with fewer of the adapters than others has a smaller sum of ranks.
+    // A layer that has fewer of the adapters than others has a smaller sum of ranks.
     let own = a.size()[0];
     let whole = (
         Tensor::f_zeros([rank, inputs], place)?,

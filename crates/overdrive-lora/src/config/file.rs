@@ -121,6 +121,7 @@ impl LoraConfig {
             ("inference_mode", json!(self.inference_mode)),
             ("peft_type", json!("LORA")),
         ];
+        // PEFT writes its files with `sort_keys=True`.
         keys.sort_by_key(|(key, _)| *key);
         let object: Map<String, Value> = keys
             .into_iter()
@@ -159,6 +160,7 @@ fn is_idle(key: &str, value: &Value) -> bool {
 
 /// Takes a key out, or returns its default where it is absent or null.
 fn take<T: DeserializeOwned>(keys: &mut Map<String, Value>, key: &str, default: T) -> Result<T> {
+    // `swap_remove` would reorder the rest, and the error names the first unsupported key of the file.
     match keys.shift_remove(key) {
         None | Some(Value::Null) => Ok(default),
         Some(value) => T::deserialize(&value).map_err(|source| wrong_type(key, &value, &source)),
@@ -193,6 +195,7 @@ fn object<V>(pattern: &[(String, V)], value: impl Fn(&V) -> Value) -> Value {
 
 /// Writes a whole number without a point, as Python writes integers.
 fn number(value: f64) -> Value {
+    // From 2^53 on an f64 does not hold every integer.
     if value.fract() == 0.0 && value.abs() < 2f64.powi(53) {
         json!(value as i64)
     } else {

@@ -19,6 +19,7 @@ pub(super) fn check(config: &LoraConfig) -> Result<()> {
 }
 
 fn pattern_of_key(pattern: &str) -> String {
+    // PEFT's `(.*\.)?(key)$` under `re.match`, which anchors at the start.
     format!(r"\A(?:.*\.)?(?:{pattern})\z")
 }
 
@@ -54,11 +55,13 @@ enum Targets<'c> {
 #[derive(Debug)]
 enum Rule<'c> {
     Names(&'c [String]),
+    // Boxed, as a compiled pattern is much larger than a slice.
     Pattern(Box<Regex>),
 }
 
 impl Rule<'_> {
-    /// Returns whether the rule selects the whole name, and whether it selects the name's last components.
+    /// Returns two flags: the first is `true` if the rule selects the whole name, the second if it selects the
+    /// name's last components.
     fn matches(&self, key: &'static str, name: &str) -> Result<(bool, bool)> {
         Ok(match self {
             Rule::Names(names) => (
@@ -87,6 +90,7 @@ impl<'c> Matcher<'c> {
         let excluded = match &config.exclude_modules {
             None => Rule::Names(&[]),
             Some(Names::Many(names)) => Rule::Names(names),
+            // An empty string is false in Python, so PEFT excludes nothing by it.
             Some(Names::One(pattern)) if pattern.is_empty() => Rule::Names(&[]),
             Some(Names::One(pattern)) => whole("exclude_modules", pattern)?,
         };
@@ -103,6 +107,7 @@ impl<'c> Matcher<'c> {
 
     /// Returns `true` if the linear layer `name` gets an adapter.
     pub(crate) fn targets(&self, name: &str) -> Result<bool> {
+        // Exclusions come first, as in PEFT: they win over every rule that selects.
         let (whole, suffix) = self.excluded.matches("exclude_modules", name)?;
         if whole || suffix {
             return Ok(false);
@@ -186,7 +191,7 @@ fn matches(key: &'static str, pattern: &Regex, name: &str) -> Result<bool> {
         .map_err(|source| too_complex(key, pattern, &source))
 }
 
-/// Returns the error of a pattern that gives up on a name, by too much backtracking.
+/// Returns the error of a pattern whose match exceeds the limit of backtracking.
 fn too_complex(key: &'static str, pattern: &Regex, source: &fancy_regex::Error) -> Error {
     let expected = format!("a simpler regular expression ({source})");
     overdrive_core::Error::option(key, format!("`{}`", pattern.as_str()), expected).into()

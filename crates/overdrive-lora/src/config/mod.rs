@@ -159,6 +159,7 @@ impl LoraConfig {
         let dropout = self.lora_dropout;
         let probability = (0.0..=1.0).contains(&dropout);
         check_option(probability, "lora_dropout", dropout, "from 0 to 1")?;
+        // PEFT looks for layer indices only behind listed names, and refuses the two together.
         let by_pattern = matches!(
             self.target_modules,
             Some(TargetModules::Pattern(_) | TargetModules::AllLinear)
@@ -182,6 +183,7 @@ impl LoraConfig {
             "true",
             "false with `use_dora`",
         )?;
+        // As in PEFT: the other initialisations have no values for the bias of B.
         let plain = matches!(
             self.init_lora_weights,
             InitLoraWeights::Default | InitLoraWeights::Random
@@ -193,6 +195,7 @@ impl LoraConfig {
             format!("false with `init_lora_weights` {}", self.init_lora_weights),
         )?;
         if self.init_lora_weights == InitLoraWeights::Orthogonal {
+            // A and B each get half of the rows of one orthogonal r × r matrix.
             let ranks = self.rank_pattern.iter().map(|(_, rank)| *rank);
             for rank in ranks.chain([self.r]) {
                 let expected = "even where `init_lora_weights` is \"orthogonal\"";

@@ -86,7 +86,7 @@ pub(super) fn expected<H: AdapterHost + ?Sized>(
     Ok(entries)
 }
 
-/// Calls `see` with each of those tensors of the adapter `adapter` and its key.
+/// Calls `see` with the key and the tensor of each entry of the file of the adapter `adapter`.
 pub(super) fn visit<H: AdapterHost + ?Sized>(
     host: &mut H,
     adapter: &str,

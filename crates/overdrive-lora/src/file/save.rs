@@ -13,8 +13,8 @@ use crate::{Error, LoraConfig, Result};
 /// `adapter_config.json`, each atomically. PEFT's `PeftModel.from_pretrained` and
 /// [`load_adapter`](crate::load_adapter) read them. The folder is created if it does not exist.
 ///
-/// The file has `inference_mode: true`, as PEFT's does. It holds the adapter alone, whether that is merged or
-/// not.
+/// The file has `inference_mode: true`, as PEFT's does. It holds the adapter alone, even
+/// while that is merged.
 ///
 /// # Errors
 /// [`Error::UnknownAdapter`], [`Error::Common`] and [`Error::File`] if a file cannot be written.

@@ -26,6 +26,7 @@ pub(super) fn add_change(
     let b = adapter.b.f_detach()?.f_mul_scalar(scale)?;
     let a = adapter.a.f_detach()?;
     let _same = if transposed {
+        // (B·A)ᵀ = Aᵀ·Bᵀ: the transposed weight is updated without a copy.
         weight.f_addmm_(&a.f_tr()?, &b.f_tr()?)?
     } else {
         weight.f_addmm_(&b, &a)?

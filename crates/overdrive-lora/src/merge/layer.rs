@@ -9,7 +9,7 @@ use super::report::{MergeOptions, MergedLayer, Requantized};
 use crate::layer_adapters::LayerAdapters;
 use crate::{Error, Result, dora};
 
-/// An adapter that is merged into the weight, and what unmerges it.
+/// An adapter that is merged into the weight, and the values that unmerging needs.
 #[derive(Debug)]
 pub(crate) struct Merged {
     pub(crate) adapter: String,
@@ -112,6 +112,7 @@ impl Target<'_> {
             adapter: name.to_owned(),
             layer: layer.to_owned(),
         };
+        // Before the weight is touched, so that the error leaves the layer unchanged.
         if options.safe && bias.as_ref().is_some_and(|bias| !is_finite(bias)) {
             return Err(refuse());
         }
@@ -125,6 +126,7 @@ impl Target<'_> {
                     return Err(refuse());
                 }
                 report = Some(error);
+                // Always kept: a subtraction cannot undo the rounding of the quantization.
                 let bias = keep_bias()?;
                 Some((self.exchange(LinearWeight::Quantized(quantized)), bias))
             }
@@ -166,7 +168,7 @@ impl Target<'_> {
         Ok(report)
     }
 
-    /// Replaces the weight, and drops what adapters computed from it. What is merged stays so.
+    /// Replaces the weight and drops the cached row norms. The list of merged adapters stays.
     fn exchange(&mut self, weight: LinearWeight) -> LinearWeight {
         self.own.forget_row_norms();
         std::mem::replace(self.weight, weight)

@@ -1,4 +1,4 @@
-//! Adapters as a part of the weights.
+//! Merging of adapters into the weights.
 
 mod arithmetic;
 mod layer;

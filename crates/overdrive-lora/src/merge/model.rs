@@ -18,8 +18,8 @@ use crate::{Error, LoraLinear, Result};
 /// of that.
 ///
 /// # Errors
-/// [`Error::UnknownAdapter`], and as [`LoraLinear::merge_adapters`]; what this call has merged is then
-/// unmerged again.
+/// [`Error::UnknownAdapter`], and as [`LoraLinear::merge_adapters`]; the layers that this call has merged are
+/// then unmerged again.
 pub fn merge_adapters<H: AdapterHost + ?Sized>(
     host: &mut H,
     adapters: Option<&[&str]>,
@@ -87,8 +87,8 @@ pub fn merge_and_unload<H: AdapterHost + ?Sized>(
     Ok(report)
 }
 
-/// Checks that no full copy belongs to a tied parameter: the copy is used in one of its two places, and
-/// would be in both if it were written to the parameter.
+/// Checks that no full copy belongs to a tied parameter: only one of the two layers that share the parameter
+/// uses the copy, and writing it to the parameter would change both.
 fn refuse_tied_copies<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
     let mut parameters: Vec<(String, usize)> = Vec::new();
     let mut copied: Vec<(String, usize)> = Vec::new();
@@ -125,7 +125,7 @@ fn refuse_tied_copies<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
     Ok(())
 }
 
-/// Removes all adapters and full copies without merging them; what was merged is unmerged first. Biases stay
+/// Removes all adapters and full copies without merging them; merged adapters are unmerged first. Biases stay
 /// as they were trained.
 ///
 /// # Errors
@@ -140,7 +140,7 @@ pub fn unload<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
 }
 
 fn remove_adapters(linear: &mut Linear) {
-    // An adapter of another crate is not ours to remove.
+    // An adapter of another crate stays.
     if adapters_of(linear).is_some() {
         linear.take_adapter();
     }
