@@ -8,6 +8,7 @@ pub(crate) fn activation_named(key: &str, name: &str) -> Result<Activation> {
     match name {
         "silu" | "swish" => Ok(Activation::Silu),
         "gelu" => Ok(Activation::Gelu),
+        // transformers has three names for one tanh approximation.
         "gelu_new" | "gelu_pytorch_tanh" | "gelu_fast" => Ok(Activation::GeluTanh),
         "relu" => Ok(Activation::Relu),
         other => Err(Error::Unsupported {

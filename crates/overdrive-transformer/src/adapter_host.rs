@@ -15,6 +15,7 @@ impl AdapterHost for CausalLm {
             Backbone::Llama(model) => model.visit(visit)?,
             Backbone::Gpt2(model) => model.visit(visit)?,
         }
+        // Last, as in transformers' `named_modules`.
         visit_linear(&mut self.head, visit)
     }
 

@@ -89,6 +89,7 @@ fn cached_options<'m>(
 ) -> overdrive_kv_cache::AttendOptions<'m> {
     let (window, mask) = match mask {
         Mask::Causal { window } => (*window, None),
+        // The marks include the window.
         Mask::Marked(marked) => (None, Some(marked)),
         // `ForwardInput::shape` refuses sequences together with a cache.
         Mask::Packed { window, .. } => (*window, None),
@@ -175,6 +176,7 @@ fn sdpa(
     options: &AttendOptions,
 ) -> Result<Tensor> {
     let (tokens, keys) = (query.size()[2], key.size()[2]);
+    // Only with `enable_gqa` does libtorch take fewer key heads than query heads.
     let grouped = query.size()[1] != key.size()[1];
     let run = |key: &Tensor, value: &Tensor, marked: Option<&Tensor>, causal| {
         let (dropout, scale) = (options.dropout, options.scale);

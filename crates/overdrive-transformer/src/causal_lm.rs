@@ -189,6 +189,7 @@ impl CausalLm {
                 ..input
             });
         }
+        // Before any layer appends to the cache.
         self.check_context(&input, shape)?;
         let hidden = match &self.backbone {
             Backbone::Llama(model) => {
@@ -288,8 +289,8 @@ impl CausalLm {
 
     /// Removes a dense parameter from the list.
     pub(crate) fn take_dense(&mut self, name: &str) -> Option<Tensor> {
-        let place = self.parameters.iter().position(|(own, _)| own == name)?;
-        Some(self.parameters.remove(place).1)
+        let index = self.parameters.iter().position(|(own, _)| own == name)?;
+        Some(self.parameters.remove(index).1)
     }
 
     /// Returns the number of elements of all parameters, quantized ones included and adapters not; a tied head
@@ -381,13 +382,14 @@ impl CausalLm {
     pub(crate) fn put_dense(&mut self, name: &str, tensor: Tensor) {
         let specs = self.config.parameters();
         let order = |name: &str| specs.iter().position(|spec| spec.name == name);
-        let place = order(name);
-        let at = self
+        // `named_parameters` has transformers' order, so appending would not do.
+        let rank = order(name);
+        let index = self
             .parameters
             .iter()
-            .position(|(other, _)| order(other) > place);
-        let at = at.unwrap_or(self.parameters.len());
-        self.parameters.insert(at, (name.to_owned(), tensor));
+            .position(|(other, _)| order(other) > rank);
+        let index = index.unwrap_or(self.parameters.len());
+        self.parameters.insert(index, (name.to_owned(), tensor));
     }
 
     /// Makes every dense parameter require a gradient, or not.
@@ -408,6 +410,7 @@ impl CausalLm {
     /// # Errors
     /// [`overdrive_nn::Error::InUse`] while a checkpointed graph holds the blocks.
     pub fn set_training(&mut self, training: bool) -> Result<()> {
+        // The visit fails while a graph holds the blocks; a call that changes nothing must not.
         if training != self.training {
             self.visit_linears(&mut |_, linear| {
                 linear.set_training(training);
@@ -418,7 +421,7 @@ impl CausalLm {
         Ok(())
     }
 
-    /// Sets which of several equivalent implementations compute the model.
+    /// Selects the implementations that compute the model.
     pub fn set_execution(&mut self, execution: Execution) {
         self.execution = execution;
     }
@@ -484,6 +487,7 @@ impl CausalLm {
         }
         let positions = match input.position_ids {
             None => shape.past + shape.tokens,
+            // On a GPU a negative index is a device-side assert, after which CUDA is unusable.
             Some(ids) if i64::try_from(ids.f_min()?)? < 0 => {
                 let expected = format!("in 0..{limit}");
                 return Err(

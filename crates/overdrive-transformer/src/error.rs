@@ -53,7 +53,7 @@ pub enum Error {
     MissingShard {
         /// The file.
         path: PathBuf,
-        /// The number of tensors that the index has in it.
+        /// The number of tensors that the index assigns to it.
         tensors: usize,
     },
     /// Another error of a weight file.

@@ -20,7 +20,7 @@ pub struct Execution {
     /// The blocks that are recomputed in backward instead of saving their activations; none with a cache.
     /// Default: none. transformers' `gradient_checkpointing_enable` is `Schedule::EveryBlock`.
     pub checkpointing: Schedule,
-    /// The options of recomputation: what is saved in spite of it, and whether dropout repeats.
+    /// The options of recomputation: the activations that are saved nevertheless, and the repetition of dropout.
     pub checkpoint_options: CheckpointOptions,
 }
 

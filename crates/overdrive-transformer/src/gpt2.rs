@@ -155,6 +155,7 @@ impl Gpt2 {
         let tokens = self.embedding.forward(input.input_ids)?;
         let mut x = dropped(tokens.f_add(&positions)?, dropout(self.config.embd_pdrop))?;
         for group in execution.checkpointing.groups(self.blocks.len())? {
+            // With a cache a second run would append the tokens twice.
             if group.checkpointed && input.cache.is_none() {
                 let members = self.blocks[group.blocks].to_vec();
                 let context = context.share();
@@ -172,6 +173,7 @@ impl Gpt2 {
                 x = self.blocks[layer].with(|block| block.forward(&x, &context, cache))?;
             }
         }
+        // Selected before the norm, which is then computed for the wanted positions only.
         self.norm.forward(&input.logits.select(&x)?)
     }
 
@@ -349,6 +351,7 @@ impl LayerNorm {
             Some(&self.weight),
             Some(&self.bias),
             self.eps,
+            // `cudnn_enable`, which libtorch ignores.
             true,
         )?)
     }

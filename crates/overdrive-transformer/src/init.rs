@@ -26,6 +26,7 @@ const CHUNK: i64 = 1 << 20;
 /// Random values depend on the seed and the parameter's name alone: they are the same on every device, and
 /// neither use nor disturb libtorch's global generator.
 pub(crate) fn initialise(parameter: &Tensor, spec: &ParameterSpec, seed: u64) -> Result<()> {
+    // Detached: libtorch forbids writes in place to a leaf that requires a gradient.
     let mut flat = parameter.f_detach()?.f_view([-1])?;
     let std = match spec.init {
         Init::Zeros | Init::Ones => {

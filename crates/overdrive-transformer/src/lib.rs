@@ -4,14 +4,14 @@
 //! [`CausalLm::new`], read from a folder of the Hub by [`CausalLm::from_pretrained`], and written by
 //! [`CausalLm::save_pretrained`] to one that `transformers` loads.
 //!
-//! | `model_type` | models | what sets it apart |
+//! | `model_type` | models | features |
 //! |---|---|---|
-//! | `llama` | Llama 1 to 3, and the many that are written as Llamas | RMSNorm, rotary positions, grouped queries, SwiGLU; biases where `attention_bias`, `mlp_bias` |
+//! | `llama` | Llama 1 to 3, and models saved in its format | RMSNorm, rotary positions, grouped queries, SwiGLU; biases where `attention_bias`, `mlp_bias` |
 //! | `mistral` | Mistral | a sliding window in every layer |
 //! | `qwen2` | Qwen 1.5 to 2.5 | biases on query, key and value; windows from a layer on |
 //! | `qwen3` | Qwen 3 | normalised queries and keys |
-//! | `gemma2` | Gemma 2 | `1 + weight` norms on both sides of each half, bounded scores and logits, a window in every other layer |
-//! | `gemma3_text` | Gemma 3 without its eyes | as Gemma 2, normalised queries and keys for the bounds, rotary frequencies by layer type |
+//! | `gemma2` | Gemma 2 | norms with the gain `1 + weight` before and after attention and the feed-forward block, bounded scores and logits, a window in every other layer |
+//! | `gemma3_text` | Gemma 3 (text) | as Gemma 2, with normalised queries and keys instead of the bounds, and rotary frequencies by layer type |
 //! | `gpt2` | GPT-2 | learned positions, LayerNorm |
 //!
 //! Rotary positions are scaled by any [`RopeScaling`]: linear, dynamic, YaRN, LongRoPE, Llama 3. Dynamic

@@ -59,6 +59,7 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
     let normal = Init::Normal {
         std: config.initializer_range,
     };
+    // Gemma's norms multiply by `1 + weight`, so zeros are its gain of 1.
     let one = match config.norm_adds_one() {
         true => Init::Zeros,
         false => Init::Ones,
@@ -212,6 +213,7 @@ impl Llama {
         training: bool,
     ) -> Result<Tensor> {
         let rotation = |rotary: &Rotary| rotary.rotation(input, shape, self.embedding.kind());
+        // Rotations and masks are computed once for all layers.
         let context = Context {
             rotation: rotation(&self.rotary)?,
             local_rotation: self.local_rotary.as_ref().map(rotation).transpose()?,
@@ -258,6 +260,7 @@ impl Llama {
         stream: &Stream,
         context: &Context,
     ) -> Result<Stream> {
+        // Handles, as backward runs the closure again after this call.
         let members: Vec<_> = blocks
             .map(|layer| (layer, self.plans[layer], self.blocks[layer].clone()))
             .collect();

@@ -90,7 +90,7 @@ pub(crate) fn shifted(labels: &Tensor, size: &[i64], shift: LabelShift) -> Resul
     }
     Ok(match shift {
         LabelShift::Shifted => labels.shallow_clone(),
-        // Moving the labels costs nothing; cutting the logits would copy them.
+        // Shifting the labels copies T integers a row; slicing the logits would copy T · V values.
         LabelShift::HuggingFace => {
             let ignored = labels.f_narrow(1, 0, 1)?.f_full_like(IGNORE_INDEX)?;
             Tensor::f_cat(&[labels.f_narrow(1, 1, size[1] - 1)?, ignored], 1)?

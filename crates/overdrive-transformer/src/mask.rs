@@ -29,14 +29,14 @@ impl Mask {
         if let Some(sequences) = input.sequences {
             return Ok(Mask::Packed {
                 sequences: sequences.clone(),
-                // As above: a window as long as the longest sequence changes nothing.
+                // A window as long as the longest sequence changes nothing, and causal kernels are faster.
                 window: window.filter(|&window| window < sequences.longest_queries()),
             });
         }
         let Shape { tokens, past, .. } = shape;
         let keys = past + tokens;
         let window = match window {
-            // A window that reaches back to the first key is no window: causal kernels are faster.
+            // A window that reaches back to the first key changes nothing either.
             Some(window) if window < keys || window < last_position(input)? + 1 => Some(window),
             _ => None,
         };
@@ -44,6 +44,7 @@ impl Mask {
             return Ok(Mask::Causal { window });
         };
         let device = input.input_ids.device();
+        // Of any dtype: booleans, integers and floats all mark padding by 0.
         let real = padding.f_to_device(device)?.f_ne(0)?;
         let allowed = band(tokens, keys, window, device)?;
         let padded = real.f_unsqueeze(1)?.f_unsqueeze(1)?;
@@ -62,8 +63,8 @@ impl Mask {
     }
 }
 
-/// Returns the last of the given positions, or -1 if there are none: the length of the longest sequence, which
-/// a cache of several sequences does not count as past tokens.
+/// Returns the largest of the given positions over a cache, or -1 if none are given. A cache of several
+/// sequences does not report the length of the longest one as past tokens.
 fn last_position(input: &ForwardInput<'_>) -> Result<i64> {
     match (input.position_ids, &input.cache) {
         (Some(positions), Some(_)) => Ok(i64::try_from(positions.f_max()?)?),

@@ -135,6 +135,7 @@ pub(crate) struct ParameterMap {
 
 impl ParameterMap {
     pub(crate) fn new(parts: ModelTensors) -> Self {
+        // A quantized embedding has no dtype of its own and takes that of the first dense parameter.
         let kind = parts.parameters.first().map(|(_, tensor)| tensor.kind());
         ParameterMap {
             dense: parts.parameters.into_iter().collect(),

@@ -125,6 +125,7 @@ impl CausalLm {
         let kind = self.kind();
         let specs = self.config().parameters();
         let table = specs.iter().find(|spec| self.quantizes_embedding(spec));
+        // A handle, as the visit below borrows the model.
         let packed = self
             .quantized_embedding()
             .map(QuantizedWeight::shallow_clone);
@@ -138,6 +139,7 @@ impl CausalLm {
                 .is_some_and(|table| table.shares_storage_with(weight));
             let (weight, transposed) = (weight.dequantize(kind)?, is_conv1d(&specs, name));
             let weight = match transposed {
+                // `Conv1D` has its weight as `(I, O)`, and a file takes contiguous tensors only.
                 true => weight.f_tr()?.f_contiguous()?,
                 false => weight,
             };
@@ -170,6 +172,7 @@ impl CausalLm {
         let wanted = match spec.role {
             ParameterRole::Embedding => {
                 let kind = self.kind();
+                // A tied head gets the same table below, so the two share one copy.
                 *self.embedding_mut() = Embedding::quantized(weight.shallow_clone(), kind)?;
                 "lm_head"
             }

@@ -35,6 +35,7 @@ impl RmsNorm {
         visit: ParameterVisitor<'_>,
     ) -> overdrive_nn::Result<()> {
         visit(&format!("{name}.weight"), &mut self.weight)?;
+        // The version of a replaced tensor may equal the cached one.
         self.gain = self.gain.take().map(|_| Gain::default());
         Ok(())
     }
@@ -88,13 +89,13 @@ impl Gain {
             };
             Ok(wide.f_add_scalar(1.0)?)
         };
-        // A parameter that is trained gets its gradient through the sum. It is not kept without a graph
-        // either: optimizers write to parameters without libtorch's counting it.
+        // A trained parameter gets its gradient through the sum. Its gain is not cached without a graph
+        // either: optimizers write to parameters without a change of libtorch's version.
         if weight.requires_grad() {
             return compute();
         }
         let Ok(version) = weight.f_internal_version() else {
-            return compute(); // made in inference mode, where nothing is counted
+            return compute(); // tensors of inference mode have no version
         };
         let mut kept = self.0.borrow_mut();
         match kept.as_ref() {
@@ -127,8 +128,8 @@ fn composed(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
         Kind::Half | Kind::BFloat16 => x.f_to_kind(Kind::Float)?,
         _ => x.shallow_clone(),
     };
-    // The norm is one reduction forward and one product backward, where a square and a mean are two
-    // passes each; a dot product would be as cheap, but autocast would round it.
+    // The norm is one pass forward and one backward, where a square and a mean are two passes each; a dot
+    // product would be as cheap, but autocast would round it.
     let norm = wide.f_linalg_norm(2.0, [-1i64].as_slice(), true, None::<Kind>)?;
     let inverse = norm
         .f_square()?

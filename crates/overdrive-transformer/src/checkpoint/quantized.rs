@@ -49,6 +49,7 @@ pub(super) fn take(
         .filter(|spec| spec.role != ParameterRole::Other);
     let mut layers: Vec<(&str, [i64; 2])> = weights.filter_map(|spec| layer_of(spec)).collect();
     // A checkpoint with a tied embedding may hold a quantized head beside it.
+    // The embedding is the first parameter of every architecture.
     if let Some(&(_, embedding)) = layers.first()
         && !layers.iter().any(|(module, _)| *module == "lm_head")
     {
@@ -108,7 +109,7 @@ pub(super) fn written(model: &CausalLm) -> Result<Written> {
             tensors.extend(layout.write_weight(&weight, spec.module())?);
         }
     }
-    // What is left is a head that is tied by the configuration but has a weight of its own.
+    // The rest is a head that is tied by the configuration but has a weight of its own.
     for (name, weight) in quantized {
         if let Some(layout) = &layout {
             tensors.extend(layout.write_weight(&weight, &name)?);
@@ -127,6 +128,7 @@ fn layout_of(
     if quantized.is_empty() {
         return Ok(None);
     }
+    // Of the layouts that can be read, these two can be written.
     let read = layout(model.config())?;
     if let Some(
         layout @ (QuantizationConfig::BitsAndBytes(_) | QuantizationConfig::CompressedTensors(_)),
@@ -134,6 +136,7 @@ fn layout_of(
     {
         return Ok(Some(layout));
     }
+    // Keyed by name, so that an error lists the schemes in a fixed order.
     let schemes: BTreeMap<String, Scheme> = quantized
         .values()
         .map(|weight| (weight.scheme().to_string(), weight.scheme()))

@@ -70,6 +70,7 @@ pub(crate) fn read(
     let mut problems = CheckpointProblems::default();
     let quantized_weights = match layout(config)? {
         None => HashMap::new(),
+        // A second quantization would add its rounding to that of the first.
         Some(_) if options.quantization.is_some() => {
             let expected =
                 "unset for a checkpoint that is quantized already; load it without the option";
@@ -84,6 +85,7 @@ pub(crate) fn read(
             |bytes| progress.add(bytes),
         )?,
     };
+    // A quantized layer has no dense weight, but its bias is a dense parameter.
     specs.retain(|spec| !quantized_weights.contains_key(spec.module()) || spec.is_bias());
     let sources = check(dir, config, &specs, &mut views, problems)?;
     let tied = config.tie_word_embeddings();
@@ -115,6 +117,7 @@ pub(crate) fn read(
         let (spec, (stored, _)) = (&specs[index], &sources[index]);
         match (schemes[index], indices.get(&spec.name)) {
             (Some(scheme), _) => {
+                // Quantization computes scales from fp32, whatever the dtype of the file.
                 let whole = stored.copy_to_tensor(Some(Kind::Float), options.device)?;
                 let weight = quantize_parameter(&whole, spec, scheme)?;
                 parts.quantized.insert(spec.module().to_owned(), weight);
@@ -131,6 +134,7 @@ pub(crate) fn read(
 /// The number of bytes read, and the callback that receives it.
 struct Progress<'a> {
     callback: Option<&'a LoadProgress>,
+    // A `Cell`: the closure for quantized weights and the loop over dense ones both count.
     done: Cell<u64>,
     total: u64,
 }
@@ -183,6 +187,7 @@ fn with_prefix<'a>(views: Views<'a>, config: &ModelConfig) -> Views<'a> {
         return views;
     }
     let renamed = |name: String| {
+        // The head lies beside the decoder, not in it.
         if name.starts_with("lm_head.") {
             name
         } else {
@@ -232,6 +237,7 @@ fn check<'a>(
         .filter(|name| !is_buffer(name))
         .cloned()
         .collect();
+    // A `HashMap` has no order, and a message should be the same at every run.
     problems.unexpected.sort();
     if problems.is_empty() {
         return Ok(sources);

@@ -52,12 +52,14 @@ pub(crate) fn write(dir: &Path, model: &CausalLm, options: &SaveOptions) -> Resu
     fs::create_dir_all(dir).map_err(Common::io("create", dir))?;
     let Written { tensors, layout } = quantized::written(model)?;
     let written = write_weights(dir, tensors, options)?;
+    // After the new weights are complete: until then a reader can use the old ones.
     remove_stale(dir, &written)?;
 
     let generation = model.generation_config().cloned();
     let generation = generation.unwrap_or_else(|| model.config().generation_defaults());
     write_json(dir, "generation_config.json", &Value::Object(generation))?;
     let mut config: Map<String, Value> = model.config().to_json();
+    // transformers 4 reads `torch_dtype`; 5 accepts it as an older name of `dtype`.
     config.insert("torch_dtype".to_owned(), kind_name(model.kind()).into());
     // The model may have been dequantized, or quantized by another scheme, since it was read.
     config.remove("quantization_config");
@@ -135,6 +137,7 @@ fn remove_stale(dir: &Path, written: &BTreeSet<String>) -> Result<()> {
 fn write_json(dir: &Path, name: &str, value: &Value) -> Result<()> {
     let path = dir.join(name);
     let mut text = serde_json::to_string_pretty(value).map_err(Common::parse("JSON", &path))?;
+    // As transformers ends its JSON files.
     text.push('\n');
     Ok(overdrive_safetensors::write_bytes(path, text.as_bytes())?)
 }

@@ -66,6 +66,7 @@ impl Default for Gpt2Config {
             scale_attn_weights: true,
             scale_attn_by_inverse_layer_idx: false,
             tie_word_embeddings: true,
+            // `<|endoftext|>`, the last token of GPT-2's vocabulary.
             bos_token_id: Some(50256),
             eos_token_id: vec![50256],
             pad_token_id: None,
@@ -171,6 +172,7 @@ impl Gpt2Config {
             ("attn_pdrop", self.attn_pdrop),
         ];
         for (key, p) in dropouts {
+            // Below 1: dropout divides the kept elements by `1 - p`.
             if !(0.0..1.0).contains(&p) {
                 return Err(bad(key, &p.into(), "in 0..1"));
             }

@@ -60,7 +60,7 @@ pub struct LlamaConfig {
     /// The attention types of Qwen's and Gemma's layers; default `None`: Qwen's slide from `max_window_layers`
     /// on, all of Gemma 2's except every second, all of Gemma 3's except every sixth.
     pub layer_types: Option<Vec<LayerType>>,
-    /// The number whose root Gemma's scores are divided by, in place of the head's width; default 256.
+    /// The number that replaces the head's width in Gemma's scale of scores, one over its root; default 256.
     pub query_pre_attn_scalar: f64,
     /// The bound `c` of Gemma 2's scores, `c · tanh(score / c)`; default `None`.
     pub attn_logit_softcapping: Option<f64>,
@@ -134,6 +134,7 @@ impl LlamaConfig {
                 vocab_size: 151_936,
                 intermediate_size: 22016,
                 num_key_value_heads: Some(32),
+                // Qwen3 fixes the width of a head, whatever the hidden size.
                 head_dim: (family == LlamaFamily::Qwen3).then_some(128),
                 max_position_embeddings: 32768,
                 sliding_window: Some(4096),
@@ -303,6 +304,7 @@ impl LlamaConfig {
         fields.boolean("attention_bias", &mut config.attention_bias)?;
         fields.boolean("mlp_bias", &mut config.mlp_bias)?;
         fields.number("attention_dropout", &mut config.attention_dropout)?;
+        // An absent key is the family's default, and null is no window.
         if let Some(value) = fields.take_nullable("sliding_window") {
             let key = "sliding_window";
             config.sliding_window = value
@@ -388,6 +390,7 @@ impl LlamaConfig {
 
     pub(super) fn write(&self) -> Map<String, Value> {
         let mut map = self.extra.clone();
+        // Implied sizes are written out, as another reader may have other defaults for them.
         let own = json!({
             "architectures": [self.family.architecture()],
             "model_type": self.family.model_type(),
@@ -448,7 +451,7 @@ impl LlamaConfig {
     fn write_rope(&self, map: &mut Map<String, Value>) {
         if self.family == LlamaFamily::Gemma3 {
             if self.rope_local_scaling != RopeScaling::Default {
-                // For which transformers 4 has no words.
+                // transformers 4 has no key for it; this is the form of transformers 5.
                 let object = |scaling: &RopeScaling, theta: f64| {
                     let mut value = match scaling {
                         RopeScaling::Default => json!({"rope_type": "default"}),
@@ -505,6 +508,7 @@ impl LlamaConfig {
             let expected = "even, as rotary positions rotate pairs of channels";
             return Err(bad("head_dim", &self.head_dim().into(), expected));
         }
+        // Below 1: dropout divides the kept elements by `1 - p`.
         if !(0.0..1.0).contains(&self.attention_dropout) {
             return Err(bad(
                 "attention_dropout",
@@ -546,6 +550,7 @@ impl LlamaConfig {
 
 /// Writes a whole number as an integer, which transformers requires.
 fn whole(number: f64) -> Value {
+    // Below 2^53 every whole f64 is an exact integer.
     if number.fract() == 0.0 && number.abs() < 1e15 {
         return (number as i64).into();
     }

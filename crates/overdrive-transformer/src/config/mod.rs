@@ -1,4 +1,4 @@
-//! Configurations: `config.json` in Hugging Face's words.
+//! Configurations: the keys of Hugging Face's `config.json`.
 
 mod family;
 mod fields;
@@ -228,6 +228,7 @@ impl ModelConfig {
             ModelConfig::Gpt2(c) => (c.bos_token_id, &c.eos_token_id, c.pad_token_id),
         };
         let mut map = Map::new();
+        // transformers' mark of values that were derived from `config.json`.
         map.insert("_from_model_config".to_owned(), true.into());
         let ids = [
             ("bos_token_id", bos.map(Value::from)),
@@ -271,6 +272,7 @@ impl From<Gpt2Config> for ModelConfig {
 
 /// Removes the keys that every save sets itself from the unknown ones.
 fn without_written_keys(mut map: Map<String, Value>) -> Map<String, Value> {
+    // A value of an older save would contradict the one that is written.
     for key in [
         "architectures",
         "torch_dtype",

@@ -32,9 +32,9 @@ pub enum RopeScaling {
     Llama3 {
         /// The factor by which the context is extended.
         factor: f64,
-        /// The divisor of the original context above whose quotient wavelengths are divided.
+        /// The lower bound of rotations within the original context: slower frequencies are divided.
         low_freq_factor: f64,
-        /// The divisor of the original context below whose quotient wavelengths are kept.
+        /// The upper bound of rotations within the original context: faster frequencies are kept.
         high_freq_factor: f64,
         /// The context before scaling, in tokens.
         original_max_position_embeddings: i64,
@@ -224,6 +224,7 @@ impl RopeScaling {
                 factor: reader.required("factor")?,
             }),
             "yarn" => reader.yarn(),
+            // The first files of Phi-3 call it `su`.
             "longrope" | "su" => reader.long_rope(),
             "llama3" => Ok(RopeScaling::Llama3 {
                 factor: reader.required("factor")?,
@@ -297,6 +298,7 @@ impl RopeScaling {
         };
         let factor = match self {
             RopeScaling::Default => return Ok(()),
+            // The exponent of the base is D / (D - 2).
             RopeScaling::Dynamic { .. } if head_dim == 2 => {
                 let expected = "another type: the base of a single pair cannot grow";
                 return wrong("rope_type", "dynamic".into(), expected);

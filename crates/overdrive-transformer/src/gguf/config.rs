@@ -80,6 +80,7 @@ impl Keys<'_> {
                 _ => Ok(()),
             }
         };
+        // Attention has one width for keys and values, and rotates whole heads.
         same("attention.value_length")?;
         same("rope.dimension_count")?;
         let layers = self.required("block_count")?;
@@ -99,6 +100,7 @@ impl Keys<'_> {
             rope_theta: self
                 .number("rope.freq_base")?
                 .unwrap_or(defaults.rope_theta),
+            // Qwen2 always has a bias of queries, which does not stand for this key.
             attention_bias: has("blk.0.attn_output.bias")
                 || family != LlamaFamily::Qwen2 && has("blk.0.attn_q.bias"),
             mlp_bias: has("blk.0.ffn_down.bias"),
@@ -175,7 +177,7 @@ impl Keys<'_> {
         };
         let kind = match self.value(key) {
             None => "none",
-            Some(value) => value.as_str().ok_or_else(|| self.wrong(key, "a text"))?,
+            Some(value) => value.as_str().ok_or_else(|| self.wrong(key, "a string"))?,
         };
         // llama.cpp stores Llama 3.1's scaling as a tensor of divisors, whatever the type in the metadata.
         if let Some(factors) = self.factors("rope_freqs.weight")? {
@@ -226,6 +228,7 @@ impl Keys<'_> {
     }
 
     fn vocabulary(&self) -> Result<i64> {
+        // The rows of the table, which may be padded beyond the tokens of the vocabulary.
         let table = self.file.tensor("token_embd.weight");
         match table.and_then(|table| table.shape().first().copied()) {
             Some(tokens) => Ok(tokens),
@@ -257,6 +260,7 @@ impl Keys<'_> {
         let Some(value) = self.value(name) else {
             return Ok(None);
         };
+        // llama.cpp writes a list where its converter expects layers that differ.
         let all = value.as_i64s().unwrap_or_default();
         let common = all.first().filter(|first| all.iter().all(|n| n == *first));
         value
@@ -291,9 +295,12 @@ impl Keys<'_> {
     }
 }
 
-/// What each frequency is divided by: where that is what Llama 3.1 and later divide by, its scaling.
+/// Returns the scaling by the divisors `factors`: Llama 3.1's if its formula gives them, else LongRoPE with the
+/// same divisors at every length.
 fn llama3(config: &LlamaConfig, factors: Vec<f64>) -> RopeScaling {
+    // The slowest frequency is divided by the whole factor.
     let factor = factors.iter().copied().fold(1.0, f64::max);
+    // The constants of Llama 3.1 to 3.3, which a GGUF file does not store.
     let original = 8192;
     let (low, high) = (1.0, 4.0);
     let pairs = factors.len() as f64;
@@ -309,6 +316,7 @@ fn llama3(config: &LlamaConfig, factors: Vec<f64>) -> RopeScaling {
         let smooth = (rotations - low) / (high - low);
         1.0 / ((1.0 - smooth) / factor + smooth)
     };
+    // The file has fp32 divisors; another scaling differs by far more than their rounding.
     let is_standard = |(index, found): (usize, &f64)| (found / standard(index) - 1.0).abs() < 1e-4;
     if factors.iter().enumerate().all(is_standard) {
         return RopeScaling::Llama3 {
@@ -318,6 +326,7 @@ fn llama3(config: &LlamaConfig, factors: Vec<f64>) -> RopeScaling {
             original_max_position_embeddings: original,
         };
     }
+    // Divisors of another formula apply at every length, as llama.cpp applies them.
     RopeScaling::LongRope(LongRope {
         short_factor: factors.clone(),
         long_factor: factors,

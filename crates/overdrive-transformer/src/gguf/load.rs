@@ -35,6 +35,7 @@ pub(super) fn tensors(
     let kind = options.kind.unwrap_or(Kind::Float);
     let (dense, quantized): (Vec<Source<'_>>, Vec<Source<'_>>) =
         sources.into_iter().partition(|source| {
+            // Norms and biases are dense; a matrix is, unless the file or the options quantize it.
             let matrix = !matches!(source.spec.role, ParameterRole::Other);
             !matrix
                 || source.tensor.tensor_type().groups().is_none()

@@ -161,12 +161,13 @@ fn exponents(dim: i64) -> Result<Tensor> {
 fn stretched(powers: &Tensor, dim: i64, theta: f64, yarn: &Yarn) -> Result<Tensor> {
     let context = yarn.original_max_position_embeddings as f64;
     let width = dim as f64;
-    // The channel whose frequency rotations so often within the original context.
+    // The channel whose pair rotates this many times within the original context.
     let channel = |rotations: f64| width * (context / (rotations * TAU)).ln() / (2.0 * theta.ln());
     let (mut low, mut high) = (channel(yarn.beta_fast), channel(yarn.beta_slow));
     if yarn.truncate {
         (low, high) = (low.floor(), high.ceil());
     }
+    // transformers bounds these indices of pairs by the number of channels.
     (low, high) = (low.max(0.0), high.min(width - 1.0));
     if low == high {
         high += 0.001; // a ramp has some width
@@ -191,7 +192,7 @@ fn divided(powers: &Tensor, factors: &[f64]) -> Result<Tensor> {
     Ok(factors.f_mul(powers)?.f_reciprocal()?)
 }
 
-/// Computes Llama 3.1's three bands of frequencies.
+/// The three bands of Llama 3.1's frequencies: kept, interpolated and divided.
 struct Bands {
     factor: f64,
     low: f64,
@@ -201,6 +202,7 @@ struct Bands {
 
 impl Bands {
     fn scaled(&self, frequency: f32) -> f32 {
+        // In f32 throughout, as transformers computes the bands from fp32 tensors.
         let factor = self.factor as f32;
         let wavelength = TAU as f32 / frequency;
         if wavelength > (self.context / self.low) as f32 {

@@ -79,6 +79,7 @@ impl Rotary {
         if needed > MOST_POSITIONS || !self.frequencies.is_short(needed) {
             return self.computed(input, shape, needed, kind);
         }
+        // tch's tensors are `Send` but not `Sync`, so only one thread at a time is here.
         let mut tables = self.tables.borrow_mut();
         let fits = tables
             .as_ref()
@@ -87,7 +88,7 @@ impl Rotary {
             // A power of two, so that a growing sequence makes few tables.
             let len = needed.max(64).unsigned_abs().next_power_of_two() as i64;
             let positions = Tensor::f_arange(len, (Kind::Float, device))?;
-            let (cos, sin) = self.turned(&positions, self.frequencies.short())?;
+            let (cos, sin) = self.cos_sin(&positions, self.frequencies.short())?;
             *tables = Some(Tables {
                 len,
                 device,
@@ -131,7 +132,7 @@ impl Rotary {
             Some(positions) => positions.f_reshape([-1])?.f_to_kind(Kind::Float)?,
         };
         let frequencies = self.frequencies.at(needed)?;
-        let (cos, sin) = self.turned(&positions, &frequencies)?;
+        let (cos, sin) = self.cos_sin(&positions, &frequencies)?;
         let shaped = |rows: Tensor| -> Result<Tensor> {
             let rows = match input.position_ids {
                 None => rows,
@@ -146,7 +147,7 @@ impl Rotary {
     }
 
     /// Computes the cosines and sines of `positions (N,)`, each `(N, D/2)`.
-    fn turned(&self, positions: &Tensor, frequencies: &[f32]) -> Result<(Tensor, Tensor)> {
+    fn cos_sin(&self, positions: &Tensor, frequencies: &[f32]) -> Result<(Tensor, Tensor)> {
         let frequencies = Tensor::f_from_slice(frequencies)?.f_to_device(positions.device())?;
         let angles = positions
             .f_unsqueeze(1)?
