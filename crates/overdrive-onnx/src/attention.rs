@@ -150,6 +150,7 @@ impl Context {
         if !self.use_cache {
             return new.to_owned();
         }
+        // A value with the name of an output is that output, so no node copies the cache.
         let (past, present) = (past_name(layer, part), present_name(layer, part));
         let axis = [("axis", Attribute::Int(2))];
         graph.named("", "Concat", &[&past, new], &[&present], &axis);
@@ -172,6 +173,7 @@ impl Context {
             // The queries of a group become rows of one matmul, so keys need not be repeated.
             query = graph.reshape(&query, &[0, keys, -1, dim]);
         }
+        // After the concatenation, as caches hold keys as `(B, H, S, D)`.
         let key = graph.transpose(&key, &[0, 1, 3, 2]);
         let mut scores = graph.op("MatMul", &[&query, &key], &[]);
         if let Some(cap) = layer.softcap {
@@ -208,6 +210,7 @@ impl Context {
         let past = ["key", "value"].map(|part| past_name(layer.number, part));
         let present = ["key", "value"].map(|part| present_name(layer.number, part));
         let inputs = [query, key, value, &mask, &past[0], &past[1]];
+        // Named here, as the other two results need the names of the outputs.
         let mixed = format!("/layers.{}/Attention_output_0", layer.number);
         let outputs = [mixed.as_str(), &present[0], &present[1]];
         graph.named("", "Attention", &inputs, &outputs, &attributes);
@@ -225,6 +228,7 @@ impl Context {
         let past = ["key", "value"].map(|part| past_name(layer.number, part));
         let present = ["key", "value"].map(|part| present_name(layer.number, part));
         let inputs = [
+            // Empty names stand for optional inputs: the tables of cosines and sines, and positions.
             query, key, value, &past[0], &past[1], &last, &total, "", "", "", &mask,
         ];
         let mixed = format!("/layers.{}/GroupQueryAttention_output_0", layer.number);
@@ -267,6 +271,7 @@ fn mask(
 ) -> Result<Value> {
     let (zero, one) = (graph.int(0), graph.int(1));
     let axes = graph.ints(&[0]);
+    // `Range` takes scalars.
     let past = graph.op("Squeeze", &[past, &axes], &[]);
     let end = graph.op("Squeeze", &[total, &axes], &[]);
     // By indices and not by `position_ids`: with padding on the left the two differ, and caches hold indices.
@@ -299,6 +304,7 @@ fn lengths(graph: &mut Graph, total: &str) -> (Value, Value) {
     let last = graph.op("Sub", &[total, &one], &[]);
     let batch = graph.dimension("input_ids", 0);
     let last = graph.op("Expand", &[&last, &batch], &[]);
+    // `GroupQueryAttention` takes lengths as int32 only.
     let last = graph.cast(&last, data_type::INT32);
     let axes = graph.ints(&[0]);
     let total = graph.op("Squeeze", &[total, &axes], &[]);

@@ -1,5 +1,5 @@
 //! Tables of token embeddings. With a quantized table the graph looks up codes (the head's, if it is tied) and
-//! dequantizes the rows that it found.
+//! dequantizes the rows that it has looked up.
 
 use overdrive_quantization::{QuantizedWeight, Scheme};
 
@@ -43,8 +43,10 @@ pub(crate) fn embedding(
                 let values = group_values(graph, module, weight, &groups);
                 of_groups(graph, &values, ids, width)
             }
+            // Whatever `dense_fallback` says: a dense table costs memory but no speed.
             Err(_) => return Ok(in_full(graph, &name, weight, ids)),
         },
+        // Otherwise a block would span two rows, and a row could not be looked up alone.
         Scheme::Nf4(options) | Scheme::Fp4(options) if width % (options.block_size as i64) == 0 => {
             let values = block_values(graph, module, weight)?;
             of_blocks(graph, &values, weight, ids)
@@ -64,7 +66,7 @@ fn in_full(graph: &mut Graph, name: &str, weight: &QuantizedWeight, ids: &str) -
     graph.op("Gather", &[&table, ids], &[])
 }
 
-/// Looks up codes with one scale a row. The head has the codes transposed, so the graph holds them twice.
+/// Looks up codes with one scale for each row. The head has the codes transposed, so the graph holds them twice.
 fn of_rows(graph: &mut Graph, name: &str, weight: &QuantizedWeight, ids: &str) -> Value {
     let [outputs, inputs] = weight.size();
     let own = weight.shallow_clone();
@@ -77,6 +79,7 @@ fn of_rows(graph: &mut Graph, name: &str, weight: &QuantizedWeight, ids: &str) -
     let own = weight.shallow_clone();
     let scales = graph.weight(
         format!("{name}_scale"),
+        // A column, so that the scale of a token broadcasts over its row.
         &[outputs, 1],
         Element::F32,
         move || Ok(quantized_layouts::rows(&own)?.scales.f_view([-1, 1])?),
@@ -137,6 +140,7 @@ fn of_blocks(
     };
     let codes = rows(&values.codes, width / 2);
     let magnitudes = rows(&values.magnitudes, width / values.size);
+    // bitsandbytes has the first code in the high half of a byte.
     let codes = unpacked(graph, &codes, First::High);
     // `Gather` takes int32 and int64 indices, not bytes.
     let codes = graph.cast(&codes, data_type::INT32);
@@ -158,6 +162,7 @@ fn scaled(graph: &mut Graph, numbers: &str, scales: &str, width: i64) -> Value {
 fn unpacked(graph: &mut Graph, bytes: &str, first: First) -> Value {
     let (mask, shift) = (graph.bytes(&[15], &[]), graph.bytes(&[4], &[]));
     let low = graph.op("BitwiseAnd", &[bytes, &mask], &[]);
+    // `BitShift` takes unsigned integers, so zeros come in from the left.
     let right = [("direction", Attribute::Text("RIGHT"))];
     let high = graph.op("BitShift", &[bytes, &shift], &right);
     let (low, high) = (graph.unsqueeze(&low, &[-1]), graph.unsqueeze(&high, &[-1]));

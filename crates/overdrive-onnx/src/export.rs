@@ -21,13 +21,13 @@ use crate::{Error, ExportOptions, LogitsFor, Precision, Result, gpt2, llama};
 /// The name of the graph's file in a folder.
 const FILE: &str = "model.onnx";
 
-/// Writes the model as the ONNX file `path`, and its weights into the file of the same name with `_data`
-/// behind it where [`ExportOptions::external_data`] or their size wants it.
+/// Writes the model as the ONNX file `path`, and its weights into the file of the same name with the suffix
+/// `_data` where [`ExportOptions::external_data`] or their size requires it.
 ///
 /// The inputs are `input_ids`, `attention_mask` and `position_ids` (the running count of unmasked tokens,
 /// less one), and `past_key_values.{layer}.key` and `.value` of the shape `(batch_size, heads of keys,
-/// past_sequence_length, channels)`, empty at first; the outputs `logits` and `present.{layer}.key` and
-/// `.value`, which are the next step's past. These are the names of Hugging Face's exporter, and
+/// past_sequence_length, channels)`, empty at first. The outputs are `logits` and `present.{layer}.key` and
+/// `.value`, which are the past of the next step. These are the names of Hugging Face's exporter, and
 /// `ORTModelForCausalLM` of its `optimum` runs such files.
 ///
 /// Each file is written under a temporary name, synced and renamed; after an error neither of them exists.
@@ -36,8 +36,8 @@ const FILE: &str = "model.onnx";
 /// The model is borrowed mutably because it lends its layers that way; it is not changed.
 ///
 /// # Errors
-/// [`Error::Common`] for options that do not fit and for files that cannot be written; [`Error::Unsupported`] naming what ONNX has no
-/// operator for; [`Error::Adapters`] for a model with an adapter that is not merged.
+/// [`Error::Common`] for options that do not fit and for files that cannot be written; [`Error::Unsupported`] for
+/// a feature that ONNX has no operator for; [`Error::Adapters`] for a model with an adapter that is not merged.
 pub fn export(
     model: &mut CausalLm,
     path: impl AsRef<Path>,
@@ -117,9 +117,11 @@ pub fn export_pretrained(
     options: &ExportOptions,
 ) -> Result<ExportReport> {
     let dir = dir.as_ref();
+    // Checked here, too, so that a wrong option leaves no empty folder.
     options.validate()?;
     fs::create_dir_all(dir).map_err(overdrive_core::Error::io("create", dir))?;
     let report = export(model, dir.join(FILE), options)?;
+    // Written after the graph: a folder with a configuration is complete.
     let mut config = model.config().to_json();
     // It describes the safetensors files that the configuration came with, not the graph.
     config.remove("quantization_config");
@@ -150,6 +152,7 @@ fn logits(
     graph.enter("/lm_head");
     let mut hidden = hidden.to_owned();
     if options.logits == LogitsFor::Last {
+        // `Slice` clamps an end beyond the dimension.
         let (start, end, axis) = (graph.ints(&[-1]), graph.ints(&[i64::MAX]), graph.ints(&[1]));
         hidden = graph.op("Slice", &[&hidden, &start, &end, &axis], &[]);
     }
@@ -158,6 +161,7 @@ fn logits(
         _ => "model.embed_tokens",
     };
     let mut logits = if source.ties_head(table) {
+        // Transposed by a node, so that the file holds the shared table once.
         let transposed = graph.transpose(&format!("{table}.weight"), &[1, 0]);
         graph.op("MatMul", &[&hidden, &transposed], &[])
     } else {
@@ -196,6 +200,7 @@ impl Values {
         let (batch, tokens) = (Name("batch_size"), Name("sequence_length"));
         let past = Name("past_sequence_length");
         let total = match options.use_cache {
+            // The name of this dimension in Hugging Face's exports.
             true => Name("past_sequence_length + sequence_length"),
             false => tokens.clone(),
         };
@@ -304,6 +309,7 @@ fn envelope(
         version: Some(version),
     };
     let mut opset_import = vec![opset("", options.opset)];
+    // ONNX Runtime's domain has had one version only.
     opset_import.extend(domains(graph).iter().map(|domain| opset(domain, 1)));
     let entry = |(key, value): &(String, String)| StringStringEntryProto {
         key: Some(key.clone()),

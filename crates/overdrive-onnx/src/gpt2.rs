@@ -109,11 +109,13 @@ impl Builder<'_> {
             window: None,
         };
         let qkv = self.linear(&format!("{module}.c_attn"), x)?;
+        // `num_outputs` exists from opset 18 on, the lowest that an export takes.
         let thirds = [
             ("axis", Attribute::Int(-1)),
             ("num_outputs", Attribute::Int(3)),
         ];
         let mut parts: [Value; 3] = self.graph.ops("", "Split", &[&qkv], &thirds);
+        // `GroupQueryAttention` takes heads side by side.
         if context.form() != Attention::GroupQuery {
             for part in &mut parts {
                 let apart = self.graph.reshape(part, &[0, 0, heads.queries, heads.dim]);
@@ -125,7 +127,7 @@ impl Builder<'_> {
         self.linear(&format!("{module}.c_proj"), &mixed)
     }
 
-    /// What scores of the layer are multiplied by.
+    /// Returns the factor of the scores of layer `number`.
     fn scale(&self, number: usize, dim: i64) -> f64 {
         let base = match self.config.scale_attn_weights {
             true => (dim as f64).powf(-0.5),

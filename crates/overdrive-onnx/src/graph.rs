@@ -129,6 +129,7 @@ impl Graph {
                 .map(|(name, value)| value.clone().into_proto(name))
                 .collect(),
             doc_string: None,
+            // An absent domain is ONNX's own.
             domain: (!domain.is_empty()).then(|| domain.to_owned()),
         });
     }
@@ -137,6 +138,7 @@ impl Graph {
         let name = format!("{}/{op}", self.scope);
         let count = self.names.entry(name.clone()).or_default();
         *count += 1;
+        // The first name has no number, as in the names of PyTorch's exporter.
         match *count {
             1 => name,
             more => format!("{name}_{}", more - 1),

@@ -106,10 +106,12 @@ impl Initializer {
     /// # Errors
     /// Those of libtorch, and a tensor of another shape than was announced, which is a bug of this crate.
     pub(crate) fn make(&self, make: &dyn Fn() -> Result<Tensor>) -> Result<Tensor> {
+        // A file has elements in row-major order, and transposed weights are views.
         let tensor = make()?
             .f_detach()?
             .f_to_device(tch::Device::Cpu)?
             .f_contiguous()?;
+        // The lengths in the file come from the planned shape; another one would damage it.
         if tensor.kind() == self.element.kind() && tensor.size() == self.shape {
             return Ok(tensor);
         }

@@ -9,6 +9,7 @@ use crate::{Error, Result};
 /// Writes `weight · x / sqrt(mean(x²) + eps)` over the last dimension. Statistics are fp32.
 pub(crate) fn rms_norm(graph: &mut Graph, x: &str, weight: &str, eps: f64) -> Value {
     let epsilon = eps as f32;
+    // `RMSNormalization` is an operator from opset 23 on, with fp32 statistics by default.
     if graph.opset >= 23 {
         let attributes = [
             ("axis", Attribute::Int(-1)),
@@ -16,8 +17,8 @@ pub(crate) fn rms_norm(graph: &mut Graph, x: &str, weight: &str, eps: f64) -> Va
         ];
         return graph.op("RMSNormalization", &[x, weight], &attributes);
     }
-    // In this order runtimes recognise the norm and fuse it into one kernel.
-    // The squares of f16 activations overflow.
+    // Runtimes recognise these nodes in this order and fuse them into one kernel.
+    // Widened first, as the squares of f16 activations overflow.
     let wide = graph.widened(x);
     let two = graph.f32(2.0);
     let squares = graph.op("Pow", &[&wide, &two], &[]);
@@ -54,6 +55,7 @@ pub(crate) fn activate(graph: &mut Graph, key: &str, name: &str, x: &str) -> Res
             Ok(graph.op("Mul", &[x, &gate], &[]))
         }
         "relu" => Ok(graph.op("Relu", &[x], &[])),
+        // `Gelu` is an operator from opset 20 on.
         "gelu" if graph.opset >= 20 => Ok(graph.op("Gelu", &[x], &[])),
         "gelu" => gelu(graph, x),
         "gelu_new" | "gelu_pytorch_tanh" | "gelu_fast" if graph.opset >= 20 => {

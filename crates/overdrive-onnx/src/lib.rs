@@ -1,8 +1,8 @@
 //! Writes language models of `overdrive-transformer` as ONNX, for runtimes without libtorch.
 //!
 //! [`export`] writes any [`CausalLm`](overdrive_transformer::CausalLm) as a graph of ONNX operators with a
-//! key/value cache as inputs and outputs, in the names that Hugging Face's exporter uses, for any batch
-//! size and length; [`export_pretrained`] adds the configuration that `optimum` reads.
+//! key/value cache as inputs and outputs, with the names of Hugging Face's exporter, for any batch size and
+//! length; [`export_pretrained`] adds the configuration that `optimum` reads.
 //!
 //! ```
 //! use overdrive_onnx::{ExportOptions, export};
@@ -35,7 +35,7 @@
 //!
 //! | scheme | operators | in ONNX itself |
 //! |---|---|---|
-//! | `int8` | codes of activations by token, `MatMulInteger` | yes |
+//! | `int8` | activations quantized by token, `MatMulInteger` | yes |
 //! | `int8-weight`, `llm-int8` | `DequantizeLinear`, `MatMul` | yes |
 //! | `int4-…`, `int8-g…` | `MatMulNBits` | ONNX Runtime |
 //! | `nf4`, `fp4` | `MatMulBnb4` | ONNX Runtime |

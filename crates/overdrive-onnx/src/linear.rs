@@ -116,8 +116,8 @@ fn dequantized(graph: &mut Graph, name: &str, x: &str, weight: &QuantizedWeight)
     graph.op("MatMul", &[x, &full], &[])
 }
 
-/// Writes a layer with codes `(I, O)` and one scale an output, dequantized before the matmul: ONNX Runtime fuses
-/// the two nodes.
+/// Writes a layer with codes `(I, O)` and one scale for each output, dequantized before the matmul: ONNX Runtime
+/// fuses the two nodes.
 fn rows(
     graph: &mut Graph,
     name: &str,
@@ -127,12 +127,13 @@ fn rows(
 ) -> Result<Value> {
     let codes = codes(graph, name, weight, element);
     let scales = scales(graph, name, weight);
+    // The outputs are the columns of `(I, O)`.
     let axis = [("axis", Attribute::Int(1))];
     let full = graph.op("DequantizeLinear", &[&codes, &scales], &axis);
     Ok(graph.op("MatMul", &[x, &full], &[]))
 }
 
-/// Adds codes with one scale a row, transposed to `(I, O)`.
+/// Adds codes with one scale for each row, transposed to `(I, O)`.
 fn codes(graph: &mut Graph, name: &str, weight: &QuantizedWeight, element: Element) -> Value {
     let [outputs, inputs] = weight.size();
     let weight = weight.shallow_clone();
@@ -144,7 +145,7 @@ fn codes(graph: &mut Graph, name: &str, weight: &QuantizedWeight, element: Eleme
     )
 }
 
-/// Adds one scale an output, in the dtype of activations.
+/// Adds one scale for each output, in the dtype of activations.
 fn scales(graph: &mut Graph, name: &str, weight: &QuantizedWeight) -> Value {
     let (float, [outputs, _]) = (graph.float, weight.size());
     let weight = weight.shallow_clone();
@@ -206,6 +207,7 @@ fn token_codes(graph: &mut Graph, x: &str) -> (Value, Value) {
     let least = graph.f32(f32::MIN_POSITIVE);
     let scale = graph.op("Max", &[&scale, &least], &[]);
     let steps = graph.op("Div", &[&wide, &scale], &[]);
+    // `QuantizeLinear` has no scale that differs by token, so the division is a node before it.
     let (one, middle) = (graph.f32(1.0), graph.bytes(&[128], &[]));
     let codes = graph.op("QuantizeLinear", &[&steps, &one, &middle], &[]);
     let made = (codes.clone(), scale.clone());
@@ -347,6 +349,7 @@ fn blocks(graph: &mut Graph, name: &str, x: &str, weight: &QuantizedWeight) -> R
         ("K", Attribute::Int(inputs)),
         ("N", Attribute::Int(outputs)),
         ("block_size", Attribute::Int(values.size)),
+        // 0 stands for FP4, 1 for NF4.
         ("quant_type", Attribute::Int(i64::from(values.normal))),
     ];
     let inputs = [x, &values.codes, &values.magnitudes];

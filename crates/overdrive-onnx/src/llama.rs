@@ -103,6 +103,7 @@ fn local(config: &LlamaConfig, traits: &Traits, layer: usize) -> bool {
     let listed = config.layer_types.as_ref();
     let sliding = match listed.and_then(|types| types.get(layer)) {
         Some(kind) => *kind == LayerType::Sliding,
+        // Gemma 3's default: every sixth layer attends to all tokens.
         None => !(layer + 1).is_multiple_of(6),
     };
     traits.local_rotary && sliding
@@ -120,7 +121,7 @@ fn rotations(
         (config.rope_theta, &config.rope_scaling),
         (config.rope_local_base_freq, &config.rope_local_scaling),
     ];
-    // One rotation a set of frequencies, shared by all layers that have it.
+    // All layers with the same frequencies share one rotation.
     let mut rotations = [None, None];
     for (kind, (theta, scaling)) in kinds.into_iter().enumerate() {
         let layer = (0..model.num_layers()).find(|&layer| usize::from(local(layer)) == kind);

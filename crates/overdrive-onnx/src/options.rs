@@ -153,6 +153,7 @@ impl ExportOptions {
 
     /// Returns the version of the file format that goes with the operators.
     pub(crate) fn ir_version(&self) -> i64 {
+        // From the table of releases in onnx's `Versioning.md`.
         match self.opset {
             ..=18 => 8,
             19..=20 => 9,

@@ -1,7 +1,6 @@
 //! The messages of ONNX that a decoder needs, in the fields and numbers of `onnx.proto`.
 //!
-//! They read and write the files of any ONNX tool: fields that are not listed here are passed over when
-//! a file is read.
+//! They are compatible with the files of every ONNX tool: a reader skips the fields that are not listed here.
 //!
 //! Source: <https://github.com/onnx/onnx/blob/main/onnx/onnx.proto>.
 #![allow(
@@ -103,6 +102,7 @@ pub struct AttributeProto {
     pub s: Option<Vec<u8>>,
     #[prost(message, optional, tag = "5")]
     pub t: Option<TensorProto>,
+    // `onnx.proto` is proto2, whose repeated numbers are not packed.
     #[prost(float, repeated, packed = "false", tag = "7")]
     pub floats: Vec<f32>,
     #[prost(int64, repeated, packed = "false", tag = "8")]
@@ -111,7 +111,7 @@ pub struct AttributeProto {
     pub r#type: Option<i32>,
 }
 
-/// What an attribute holds: values of [`AttributeProto::type`](AttributeProto).
+/// The types of attributes: values of [`AttributeProto::type`](AttributeProto).
 pub mod attribute_type {
     pub const FLOAT: i32 = 1;
     pub const INT: i32 = 2;
@@ -119,7 +119,7 @@ pub mod attribute_type {
     pub const INTS: i32 = 7;
 }
 
-/// A named tensor, its numbers here or in another file.
+/// A named tensor, with its elements in this message or in another file.
 #[derive(Clone, PartialEq, Message)]
 pub struct TensorProto {
     #[prost(int64, repeated, packed = "false", tag = "1")]
@@ -136,7 +136,7 @@ pub struct TensorProto {
     pub data_location: Option<i32>,
 }
 
-/// Formats of numbers: values of [`TensorProto::data_type`].
+/// The dtypes of elements: values of [`TensorProto::data_type`].
 pub mod data_type {
     pub const FLOAT: i32 = 1;
     pub const UINT8: i32 = 2;
@@ -148,7 +148,7 @@ pub mod data_type {
     pub const FLOAT8E4M3FN: i32 = 17;
 }
 
-/// [`TensorProto::data_location`] of a tensor in another file.
+/// The value of [`TensorProto::data_location`] for a tensor in another file.
 pub const EXTERNAL: i32 = 1;
 
 /// A named value and its type.
@@ -176,14 +176,14 @@ pub struct TensorTypeProto {
     pub shape: Option<TensorShapeProto>,
 }
 
-/// Its dimensions.
+/// The dimensions of a tensor.
 #[derive(Clone, PartialEq, Message)]
 pub struct TensorShapeProto {
     #[prost(message, repeated, tag = "1")]
     pub dim: Vec<DimensionProto>,
 }
 
-/// A number, or the name of one that is known when the model runs.
+/// One dimension: a number, or the name of a dimension that is known when the model runs.
 #[derive(Clone, PartialEq, Message)]
 pub struct DimensionProto {
     #[prost(int64, optional, tag = "1")]

@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use crate::{Error, Result};
 
-/// A weight of 8-bit codes with one scale a row.
+/// A weight of 8-bit codes with one scale for each row.
 #[derive(Debug)]
 pub(crate) struct Rows {
     /// The codes `(O, I)`: i8, or e4m3 in u8.
@@ -156,6 +156,7 @@ fn row_zeros(words: &Tensor, weight: &QuantizedWeight, options: GroupOptions) ->
         return Ok(zeros.f_to_kind(Kind::Uint8)?.f_contiguous()?);
     }
     let groups = zeros.size()[1];
+    // The zero points of a row fill whole bytes.
     let even = zeros.f_constant_pad_nd([0, groups % 2])?;
     let pairs = even.f_view([outputs, -1, 2])?;
     let (low, high) = (pairs.f_select(2, 0)?, pairs.f_select(2, 1)?);
@@ -168,6 +169,7 @@ pub(crate) fn group_codes(weight: &QuantizedWeight) -> Result<Tensor> {
     let [outputs, inputs] = weight.size();
     let width = inputs * i64::from(group_options(weight).bits) / 8;
     let stored = Stored::of(weight, weight.scheme())?;
+    // The words of a row may end with unused codes.
     let bytes = stored.part("weight_packed")?.f_view_dtype(Kind::Uint8)?;
     Ok(bytes
         .f_view([outputs, -1])?
@@ -214,6 +216,7 @@ fn nested(stored: &Stored, codes: &Tensor, scales: &Tensor, normal: bool) -> Res
     let name = if normal { "nf4" } else { "fp4" };
     let state = stored.part(&format!("weight.quant_state.bitsandbytes__{name}"))?;
     let state = Vec::<u8>::try_from(state.f_view([-1])?)?;
+    // A state that is no JSON has no offset, which is the error below.
     let state: serde_json::Value = serde_json::from_slice(&state).unwrap_or_default();
     let offset = state.get("nested_offset").and_then(|value| value.as_f64());
     let offset = offset.ok_or_else(|| {
@@ -226,6 +229,7 @@ fn nested(stored: &Stored, codes: &Tensor, scales: &Tensor, normal: bool) -> Res
     let book = stored.part("weight.nested_quant_map")?;
     let numbers = book.f_index_select(0, &codes.f_view([-1])?.f_to_kind(Kind::Int64)?)?;
     let count = numbers.size()[0];
+    // bitsandbytes quantizes magnitudes in blocks of 256; the last block may be shorter.
     let each = scales.f_repeat_interleave_self_int(256, 0, None)?;
     Ok(numbers
         .f_mul(&each.f_narrow(0, 0, count)?)?

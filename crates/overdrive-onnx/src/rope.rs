@@ -52,7 +52,9 @@ pub(crate) fn rotation(
         *part = graph.narrowed(part);
         let half = frequencies.short.len() as i64;
         *part = match attention {
+            // A table of two dimensions, from which the operator looks up rows.
             Attention::GroupQuery => graph.reshape(part, &[-1, half]),
+            // ONNX's operator takes `(B, T, D/2)`; products need a dimension for the heads.
             _ if graph.opset >= 23 => part.clone(),
             _ => graph.unsqueeze(part, &[1]),
         };
@@ -100,7 +102,7 @@ impl Rotation {
     }
 }
 
-/// Inverse frequencies `(D/2,)`, and what cosines and sines are multiplied by.
+/// Writes the inverse frequencies `(D/2,)`, and returns them with the factor of cosines and sines.
 fn inverse(graph: &mut Graph, frequencies: &Frequencies<'_>) -> Result<(Value, f64)> {
     let short = graph.f32s(frequencies.short);
     let dim = frequencies.short.len() as i64 * 2;
@@ -110,6 +112,7 @@ fn inverse(graph: &mut Graph, frequencies: &Frequencies<'_>) -> Result<(Value, f
         }
         RopeScaling::Yarn(yarn) => (short, yarn_scale(yarn)),
         RopeScaling::LongRope(long) => {
+            // By tensors, as in the model: its powers are rounded to fp32.
             let powers = Tensor::f_pow_scalar(frequencies.theta, &exponents(dim)?)?;
             let factors = Tensor::f_from_slice(&long.long_factor)?.f_to_kind(Kind::Float)?;
             let beyond = Vec::<f32>::try_from(factors.f_mul(&powers)?.f_reciprocal()?)?;
@@ -135,7 +138,7 @@ fn inverse(graph: &mut Graph, frequencies: &Frequencies<'_>) -> Result<(Value, f
     })
 }
 
-/// The longest position of the step, and one.
+/// Writes the largest position of the step plus one.
 fn length(graph: &mut Graph) -> Value {
     let keep = [("keepdims", Attribute::Int(0))];
     let last = graph.op("ReduceMax", &["position_ids"], &keep);
@@ -143,13 +146,14 @@ fn length(graph: &mut Graph) -> Value {
     graph.op("Add", &[&last, &one], &[])
 }
 
-/// Whether the length is more than `context`.
+/// Writes a boolean that is true if the length exceeds `context`.
 fn exceeds(graph: &mut Graph, len: &str, context: i64) -> Value {
     let context = graph.int(context);
     graph.op("Greater", &[len, &context], &[])
 }
 
-/// Frequencies whose base grows with the length, each step in fp32 as the model has it.
+/// Writes the frequencies of dynamic scaling, whose base grows with the length; each step is in fp32, as in the
+/// model.
 fn dynamic(
     graph: &mut Graph,
     frequencies: &Frequencies<'_>,
@@ -174,7 +178,7 @@ fn dynamic(
     Ok(graph.op("Reciprocal", &[&powers], &[]))
 }
 
-/// `2i / D`.
+/// Returns the exponents `2i / D`.
 fn exponents(dim: i64) -> Result<Tensor> {
     let even = Tensor::f_arange_start_step(0, dim, 2, (Kind::Float, Device::Cpu))?;
     Ok(even.f_div_scalar(dim)?)

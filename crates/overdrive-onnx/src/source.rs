@@ -123,7 +123,7 @@ impl Source {
         let Some(weight) = &self.quantized_table else {
             return Ok(Table::Dense(self.parameter(&format!("{name}.weight"))?));
         };
-        // `tie_word_embeddings` does not tell: merging an adapter gives a tied head codes of its own.
+        // `tie_word_embeddings` does not say whether they share codes: merging an adapter gives a tied head codes of its own.
         let module = match self.linears.get(HEAD).map(|head| &head.weight) {
             Some(LinearWeight::Quantized(head)) if head.shares_storage_with(weight) => HEAD,
             _ => name,
