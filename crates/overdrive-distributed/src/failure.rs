@@ -213,9 +213,9 @@ impl Evidence<'_> {
             .and_then(|beat| beat.recent.last());
         match last {
             Some((number, what, _)) => {
-                format!("the last collective in its heartbeats is {what} #{number}")
+                format!("its last heartbeat reports {what} #{number}")
             }
-            None => "its heartbeats name no collective".to_owned(),
+            None => "its last heartbeat reports no collective".to_owned(),
         }
     }
 }

@@ -158,8 +158,8 @@ fn the_flags_of_both_programs_are_valid_and_have_a_help() {
     for part in [
         "Optimizer: adamw_torch, adamw_torch_fused, ",
         "adafactor, sgd, muon [default: adamw_torch_fused]",
-        "Threads that prepare batches; any number gives the same batches [default: 1]",
-        "loss by one fused kernel each [default: on; off: --no-fused-kernels]",
+        "Number of threads that prepare batches; it does not change the batches [default: 1]",
+        "Use one fused kernel each for norms, rotary embeddings, gates and the loss [default: on; off: --no-fused-kernels]",
         "--hidden-size <N>",
         "[default: tiny 256, small 384]",
     ] {

@@ -174,7 +174,7 @@ fn other_names_of_a_key_are_known() {
     assert_eq!(arguments.eval_strategy, IntervalStrategy::No);
     assert_eq!(
         error("max_seq_length: 128\ncontext_length: 64\n"),
-        "run.yaml: `max_seq_length` and `context_length` are two names of one key; keep one of them"
+        "run.yaml: `max_seq_length` and `context_length` are two names of the same key; remove one of them"
     );
 }
 

@@ -129,9 +129,9 @@ fn the_help_shows_every_presets_value() {
     let help = Flags::command().render_long_help().to_string();
     for part in [
         "--preset <PRESET>",
-        "Optimizer steps [default: tiny 600, small 1000]",
-        "Seed of weights, order of the data and samples [default: 42]",
-        "Tokens of the tokenizer that is trained [default: tiny 4096, small 8192]",
+        "Number of optimizer steps [default: tiny 600, small 1000]",
+        "Seed of the weights, the order of the data and the samples [default: 42]",
+        "Vocabulary size of the tokenizer that is trained [default: tiny 4096, small 8192]",
         "--no-fp16",
         "--gradient-accumulation-steps <N>",
     ] {

@@ -27,8 +27,8 @@ fn what_toml_cannot_say_is_an_error_and_not_another_configuration() {
     let error = arguments.to_text(ConfigFormat::Toml).expect_err("no null");
     assert_eq!(
         error.to_string(),
-        "cannot write the configuration as TOML: a key that the preset `tiny` gives a value has \
-         none here, and TOML has no `null`; write JSON or YAML"
+        "cannot write the configuration as TOML: a key has no value here but one in the preset \
+         `tiny`, and TOML has no `null`; write JSON or YAML"
     );
     assert!(arguments.to_text(ConfigFormat::Yaml).is_ok());
 }
