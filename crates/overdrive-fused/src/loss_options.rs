@@ -68,14 +68,9 @@ impl CrossEntropyOptions {
         let valid = (0.0..=1.0).contains(&label_smoothing);
         check_option(valid, "label_smoothing", label_smoothing, "between 0 and 1")?;
         check_non_negative("z_loss", z_loss)?;
-        match softcap {
-            Some(cap) => check_option(
-                cap > 0.0 && cap.is_finite(),
-                "softcap",
-                cap,
-                "positive and finite, or none",
-            )?,
-            None => {}
+        if let Some(cap) = softcap {
+            let valid = cap > 0.0 && cap.is_finite();
+            check_option(valid, "softcap", cap, "positive and finite, or none")?;
         }
         Ok(())
     }

@@ -1,5 +1,7 @@
 //! `OVERDRIVE_SIMD` decides for every kernel. It is read once, so each value has a process of its own.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::path::Path;
 use std::process::Command;
 
