@@ -110,6 +110,7 @@ impl Function for Blockwise {
         let (output, logsumexp) = (&saved[count], &saved[count + 1]);
         let gradient = match &gradients[0] {
             Some(gradient) => gradient.f_to_kind(output.kind())?,
+            // Only the log-sum-exp was used: its gradient reaches the scores by delta.
             None => output.f_zeros_like()?,
         };
         let upstream = Upstream {
@@ -128,6 +129,7 @@ impl Function for Blockwise {
             backward(self, &arguments, &upstream, &mut results)
         )?;
         if self.has_bias {
+            // It costs a pass over all scores, which a mask that is not learned does not need.
             let wanted = context.needs_input_grad(3);
             results.push(match wanted {
                 true => Some(for_kind!(

@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 use crate::error::other_device;
 use crate::{Alignment, AttentionOptions, Error, Layout, PackedLengths, Result};
 
-/// Returns the slopes (H) of one text of a batch, of slopes (H) or (texts, H).
+/// Returns the slopes (H) of one sequence of a batch, from slopes (H) or (sequences, H).
 pub(crate) fn slopes_of(options: &AttentionOptions<'_>, text: usize) -> Result<Option<Tensor>> {
     Ok(match options.alibi_slopes {
         Some(slopes) if slopes.dim() == 2 => Some(slopes.f_select(0, text as i64)?),
@@ -82,6 +82,7 @@ impl<'a> Call<'a> {
             .map(|mask| four_dimensional(mask, &call.query, &call.sizes))
             .transpose()?;
         (call.left, call.right) = limits(options, call.sizes.queries, call.sizes.keys);
+        // Without a left limit nothing hides the first tokens, and back ends without sink tokens can run.
         call.sink_tokens = if call.left.is_some() {
             options.sink_tokens
         } else {
@@ -122,6 +123,7 @@ impl<'a> Call<'a> {
         let mut call = Call::ordered(tensors, options, Layout::Bthd, with_lse)?;
         let sequences = lengths.sequences().len() as i64;
         check_options(options, call.device, call.sizes.heads, sequences)?;
+        // Not resolved against the totals of the pack, because each sequence has limits of its own.
         (call.left, call.right) = unresolved_limits(options);
         call.sink_tokens = if call.left.is_some() {
             options.sink_tokens
@@ -336,6 +338,7 @@ pub(crate) fn autocast(tensors: [Tensor; 3]) -> Result<[Tensor; 3]> {
     };
     let cast = |tensor: &Tensor| match tensor.kind() {
         Kind::Float | Kind::Half | Kind::BFloat16 => tensor.f_to_kind(dtype),
+        // Autocast leaves f64 alone.
         _ => Ok(tensor.shallow_clone()),
     };
     let [query, key, value] = &tensors;

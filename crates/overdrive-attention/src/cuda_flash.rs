@@ -116,6 +116,7 @@ impl Function for CudaFlash {
         };
         let (left, right) = self.window();
         let slopes = match &self.slopes {
+            // flash-attn takes slopes in f32, whatever the dtype of the query.
             Some(slopes) => Some(slopes.f_to_kind(tch::Kind::Float)?),
             None => None,
         };
@@ -132,11 +133,13 @@ impl Function for CudaFlash {
                 Value::Int(self.longest.1),
                 Value::Float(self.dropout_p),
                 Value::Bool(self.is_causal()),
+                // return_debug_mask
                 Value::Bool(false),
                 Value::Float(self.scale),
                 left,
                 right,
                 Value::None,
+                // After seqused_k, which the cumulative lengths make superfluous.
                 slopes.as_ref().map_or(Value::None, Value::Tensor),
             ],
         )?;
@@ -173,6 +176,7 @@ impl Function for CudaFlash {
         let Some(gradient) = &gradients[0] else {
             return Ok(inputs.iter().map(|_| None).collect());
         };
+        // The gradient of a `sum` is expanded with strides of 0; the kernel reads contiguous rows.
         let gradient = gradient.f_contiguous()?;
         let (output, lse) = (&results[0], &results[1]);
         let outputs = self.backward_operator(&gradient, inputs, results)?;
@@ -188,6 +192,7 @@ impl Function for CudaFlash {
                     .f_sum_dim_intlist(&[-1_i64][..], false, lse.kind())?;
             let last = delta.dim() as i64 - 1;
             let delta = delta.f_transpose(last - 1, last)?;
+            // A sink has no value, so its gradient is minus its weight times delta.
             let weight = self.like_lse(sinks, lse)?.f_sub(lse)?.f_exp()?;
             let terms = weight.f_mul(&delta)?.f_neg()?;
             let all_but_heads = match self.cumulative {

@@ -111,6 +111,7 @@ fn row_by_row(call: &Call<'_>, lengths: &[usize]) -> Result<(Tensor, Tensor)> {
         let options = AttentionOptions {
             mask: mask.as_ref(),
             alibi_slopes: slopes.as_ref(),
+            // `Call` has transposed the tensors already.
             layout: Layout::Bhtd,
             ..*call.options
         };

@@ -16,6 +16,7 @@ pub(crate) fn cpu_flash(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
             Value::Tensor(&call.query),
             Value::Tensor(&call.key),
             Value::Tensor(&call.value),
+            // dropout_p: the kernel has none on a CPU, and `selection` refuses it.
             Value::Float(0.0),
             Value::Bool(call.is_causal()),
             mask.as_ref().map_or(Value::None, Value::Tensor),
@@ -25,7 +26,7 @@ pub(crate) fn cpu_flash(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     first_two(outputs, "_scaled_dot_product_flash_attention_for_cpu")
 }
 
-/// Returns `_scaled_dot_product_efficient_attention` on CUDA.
+/// Calls `_scaled_dot_product_efficient_attention` on CUDA.
 pub(crate) fn efficient(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     let mask = match additive(call)? {
         Some(mask) => Some(aligned(call, &mask)?),
@@ -39,6 +40,7 @@ pub(crate) fn efficient(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
             Value::Tensor(&call.key),
             Value::Tensor(&call.value),
             mask.as_ref().map_or(Value::None, Value::Tensor),
+            // compute_log_sumexp: the backward kernel needs it too.
             Value::Bool(call.needs_grad || call.with_lse),
             Value::Float(call.options.dropout_p),
             Value::Bool(call.is_causal()),
@@ -54,7 +56,7 @@ pub(crate) fn efficient(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     Ok((output, lse))
 }
 
-/// Returns `_scaled_dot_product_cudnn_attention` on CUDA.
+/// Calls `_scaled_dot_product_cudnn_attention` on CUDA.
 pub(crate) fn cudnn(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     let outputs = call_op(
         "aten::_scaled_dot_product_cudnn_attention",
@@ -67,6 +69,7 @@ pub(crate) fn cudnn(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
             Value::Bool(call.needs_grad || call.with_lse),
             Value::Float(call.options.dropout_p),
             Value::Bool(call.is_causal()),
+            // return_debug_mask
             Value::Bool(false),
             Value::Float(call.scale),
         ],
@@ -105,6 +108,7 @@ fn aligned(call: &Call<'_>, mask: &Tensor) -> Result<Tensor> {
         [mask.size()[0], mask.size()[1], mask.size()[2], sizes.keys],
         false,
     )?;
+    // Padded and narrowed again: the stride of the rows keeps the multiple.
     let padded = keys.f_constant_pad_nd([0, filled - sizes.keys])?;
     Ok(padded.f_narrow(3, 0, sizes.keys)?.f_expand(full, false)?)
 }

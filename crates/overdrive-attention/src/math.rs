@@ -28,7 +28,7 @@ pub(crate) fn math(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     let with = |shape: [i64; 3], last: i64| [shape[0], shape[1], shape[2], last];
     let wide = |tensor: &Tensor| tensor.f_to_kind(accumulator);
 
-    // Heads that share a key go through one product, which repeats no key.
+    // Heads that share a key go through one matmul, which repeats no key.
     let query = wide(&call.query)?.f_reshape(with(by_group, sizes.key_dim))?;
     let key = wide(&call.key)?.f_transpose(2, 3)?;
     let scores = query
@@ -72,6 +72,7 @@ fn adjusted(call: &Call<'_>, mut scores: Tensor) -> Result<Tensor> {
         Some(mask) => scores = scores.f_add(&mask.f_to_kind(scores.kind())?)?,
         None => {}
     }
+    // A quarter of the range, so that a position plus a limit cannot overflow.
     let limit = |limit: usize| {
         i64::try_from(limit)
             .unwrap_or(i64::MAX / 4)
@@ -96,13 +97,16 @@ fn softmax(call: &Call<'_>, scores: &Tensor) -> Result<(Tensor, Tensor)> {
         None => None,
     };
     let mut maximum = match call.sizes.keys {
+        // `amax` refuses an empty dimension; a sum over it is 0.
         0 => scores.f_sum_dim_intlist(&[-1_i64][..], true, scores.kind())?,
+        // The shift cancels in the quotient, so it needs no gradient.
         _ => scores.f_detach()?.f_amax([-1_i64], true)?,
     };
     if let Some(sinks) = &sinks {
         maximum = maximum.f_maximum(&sinks.f_detach()?)?;
     }
     let hidden = maximum.f_eq(f64::NEG_INFINITY)?;
+    // -inf minus -inf would be NaN; shifted by 0 all weights of such a row are 0.
     let maximum = maximum.f_masked_fill(&hidden, 0.0)?;
     let weights = scores.f_sub(&maximum)?.f_exp()?;
     let mut sum = weights.f_sum_dim_intlist(&[-1_i64][..], true, scores.kind())?;
@@ -110,6 +114,7 @@ fn softmax(call: &Call<'_>, scores: &Tensor) -> Result<(Tensor, Tensor)> {
         sum = sum.f_add(&sinks.f_sub(&maximum)?.f_exp()?)?;
     }
     let empty = sum.f_eq(0.0)?;
+    // Zeros over 1 stay zeros, and their gradients are zero rather than NaN.
     let sum = sum.f_masked_fill(&empty, 1.0)?;
     let lse = sum
         .f_log()?

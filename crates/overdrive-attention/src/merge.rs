@@ -43,6 +43,7 @@ pub fn merge(outputs: &[Tensor], lses: &[Tensor], layout: Layout) -> Result<(Ten
             lses: lses.len(),
         });
     }
+    // f32 for half precisions, so that the sum of several outputs is rounded once.
     let kind = first_lse.kind();
     let lse = Tensor::f_stack(lses, 0)?.f_logsumexp([0_i64], false)?;
     // Where no part saw a key the difference would be NaN.

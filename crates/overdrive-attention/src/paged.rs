@@ -129,7 +129,7 @@ impl<'a> PagedCall<'a> {
         })
     }
 
-    /// Returns the texts as what the kernel calls sequences.
+    /// Returns the requests as the sequences of the kernel.
     fn sequences(&self) -> Vec<Sequence> {
         let mut start = 0;
         let lengths = self.layout.query_lengths.iter();
@@ -150,7 +150,7 @@ impl<'a> PagedCall<'a> {
     }
 }
 
-/// Returns the CPU kernel on the blocks where they lie.
+/// Runs the CPU kernel on the blocks in place.
 fn in_place<E: Accumulate>(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
     let (sizes, options) = (call.sizes, call.options);
     let query = Strided::rows(&call.query.f_detach()?.f_transpose(0, 1)?.f_unsqueeze(0)?)?;
@@ -183,6 +183,7 @@ fn in_place<E: Accumulate>(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
             softcap: options.softcap,
             left,
             right,
+            // New tokens stand at the end of their keys; `refuse` has turned other alignments away.
             bottom_right: true,
             sink_tokens: if left.is_some() {
                 options.sink_tokens
@@ -232,6 +233,7 @@ fn gathered(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
             layout: Layout::Bhtd,
             ..*call.options
         };
+        // A table may reserve blocks for tokens to come, which are not copied.
         let used = sequence.keys.div_ceil(call.sizes.block_size);
         let table: Vec<i64> = call.layout.block_tables[text][..used]
             .iter()
@@ -328,6 +330,7 @@ fn check_layout(layout: &PagedLayout<'_>, sizes: &Sizes) -> Result<()> {
         }
     }
     let queries =
+        // Saturating, so that absurd lengths end in the error below and not in an overflow.
         (layout.query_lengths.iter()).fold(0_usize, |sum, length| sum.saturating_add(*length));
     if i64::try_from(queries) != Ok(sizes.queries) {
         let problem = format!(

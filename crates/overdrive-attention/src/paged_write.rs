@@ -40,6 +40,7 @@ impl PagedSlots {
             device => Some(indices(&slots, block_size, device)?),
         };
         Ok(PagedSlots {
+            // Found once a step, so that the check in each layer compares one number.
             end: slots.iter().max().map_or(0, |last| last + 1),
             slots,
             block_size,

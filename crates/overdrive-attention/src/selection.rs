@@ -331,6 +331,7 @@ fn of_cudnn(call: &Call<'_>, reasons: &mut Vec<String>) {
 
 fn head_size(call: &Call<'_>, most: i64, reasons: &mut Vec<String>) {
     let dim = call.sizes.key_dim;
+    // The kernels load 16 bytes, eight half-precision elements, at a time.
     if dim > most || dim % 8 != 0 {
         reasons.push(format!(
             "head size {dim} is not a multiple of 8 up to {most}"
@@ -340,6 +341,7 @@ fn head_size(call: &Call<'_>, most: i64, reasons: &mut Vec<String>) {
 
 /// Logs under `tracing` which back end runs, once for each kind of call.
 fn log_once(call: &Call<'_>, backend: Backend, reason: &str) {
+    // Before the line is formatted: this runs for each layer of each step.
     if !tracing::enabled!(tracing::Level::DEBUG) {
         return;
     }

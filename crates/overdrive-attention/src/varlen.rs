@@ -67,6 +67,7 @@ impl PackedLengths {
             i64::try_from(sequences.iter().map(length).max().unwrap_or(0)).unwrap_or(i64::MAX)
         };
         Ok(PackedLengths {
+            // flash-attn takes cumulative lengths in int32 only.
             cumulative_q: cumulative_q.f_to_kind(Kind::Int)?,
             cumulative_k: cumulative_k.f_to_kind(Kind::Int)?,
             longest_q: longest(|sequence| sequence.queries),
@@ -164,6 +165,7 @@ fn bounds(name: &'static str, cumulative: &Tensor) -> Result<Vec<usize>> {
             cumulative.size()
         ));
     }
+    // Once for each pack and not in each layer: reading from a GPU waits for it.
     let on_host = cumulative
         .f_to_device(Device::Cpu)?
         .f_to_kind(Kind::Int64)?;

@@ -60,6 +60,7 @@ impl Plan {
             .unwrap_or(0);
         let tasks = sequences.len() * problem.kv_heads;
         let workers = threads::workers();
+        // Split by queries, whose gradients do not overlap; each split pays with sums of all keys.
         let splits = match tasks {
             0 => 1,
             count if count < 2 * workers => (2 * workers)
@@ -168,6 +169,7 @@ fn sweep<E: Accumulate>(
     let (key_sums, value_sums) = sums.split_at_mut(plan.keys * plan.key_width);
     let mut work = Workspace::new(plan, scratch, key_sums, value_sums);
     let rows = problem.sequences[index].queries * problem.group();
+    // Interleaved, because under a causal mask later blocks see more keys than earlier ones.
     for first in (split * ROWS..rows).step_by(plan.splits * ROWS) {
         let block = RowBlock::new(problem, index, kv_head, first);
         let adjustment = block.adjustment();
@@ -272,17 +274,21 @@ impl<'s, R: Real> Workspace<'s, R> {
         self.delta.fill(R::ZERO);
         for row in 0..block.rows {
             let logsumexp = block.query_row(&inputs.logsumexp, row, 1)[0];
+            // False for NaN, which then passes on into the gradients.
             let sees_none = logsumexp <= R::LOWEST;
             if !sees_none {
+                // Callers have the natural logarithm; scores here are in units of log2.
                 self.logsumexp[row] = logsumexp * R::of(LOG2_E);
             }
             let output = block.query_row(&inputs.output, row, value_dim);
             let gradient = &self.gradients[row * self.value_width..][..value_dim];
+            // Σ gradient · output is Σ weight · (gradient of the weight), without a pass over the keys.
             let mut delta = R::ZERO;
             for (gradient, output) in gradient.iter().zip(output) {
                 delta += *gradient * output.to_acc();
             }
             if let Some(view) = &inputs.logsumexp_gradient {
+                // The derivative of the log-sum-exp in a score is its weight, the factor that delta has.
                 delta = delta - block.query_row(view, row, 1)[0];
             }
             self.delta[row] = delta;
@@ -306,9 +312,11 @@ impl<'s, R: Real> Workspace<'s, R> {
         self.score_gradients(block, adjustment, (start, count));
         let scores = &mut self.scores[..count * lanes];
         let gradients = &mut self.score_gradients[..count * lanes];
+        // Not in `score_gradients`: the bias is added after the cap, so its gradient ends before this.
         if problem.rules.softcap.is_some() {
             multiply(set, gradients, self.derivatives);
         }
+        // Only now: the gradients of the scores need the weights before dropout, dV those after it.
         adjustment.drop_weights(scores, start);
 
         // dV += weightsᵀ · dO, dK += dSᵀ · Q, dQ += dS · K.
@@ -410,6 +418,7 @@ impl<'s, R: Real> Workspace<'s, R> {
         matmul(set, &mut of_weights);
         let capped = problem.rules.softcap.is_some();
         adjustment.scores(scores, start, capped.then_some(&mut *self.derivatives));
+        // The gradient of a dropped weight is 0, that of a kept one is scaled: the same pattern.
         adjustment.drop_weights(gradients, start);
         softmax_gradient(set, scores, gradients, lanes, self.logsumexp, self.delta);
     }
@@ -428,6 +437,7 @@ impl<'s, R: Real> Workspace<'s, R> {
             let to = unsafe { outputs.query.row_mut(sequence.batch, head, at, dim) };
             let column = self.query_sums[row..].iter().step_by(block.lanes);
             for (to, from) in to.iter_mut().zip(column) {
+                // The keys carry no scale, so dQ gets it here; dK has it from the queries by row.
                 *to = E::from_acc(*from * scale);
             }
         }

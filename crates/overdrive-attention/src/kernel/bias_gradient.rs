@@ -29,12 +29,14 @@ impl BiasTasks {
             .map(|s| s.queries)
             .max()
             .unwrap_or(0);
+        // A row of the bias that all queries share is one sum, which a single task must make.
         let queries = match shape[2] {
             1 => most.max(1),
             _ => (ROWS / problem.group()).max(1),
         };
         BiasTasks {
             batches: shape[0],
+            // Not the query heads: those of one key head are rows of the same blocks.
             heads: if shape[1] == 1 { 1 } else { problem.kv_heads },
             chunks: most.div_ceil(queries),
             queries,
@@ -73,6 +75,7 @@ pub(crate) fn bias_gradient<E: Accumulate>(
             1 => 0..problem.kv_heads,
             _ => head..head + 1,
         };
+        // No sums of keys and values: this pass stops at the gradients of the scores.
         let mut work = Workspace::new(&plan, scratch, &mut [], &mut []);
         for (index, sequence) in problem.sequences.iter().enumerate() {
             if division.batches > 1 && sequence.batch != batch {
@@ -125,6 +128,7 @@ fn strides(shape: [usize; 4]) -> [usize; 4] {
     let mut strides = [0; 4];
     let mut stride = 1;
     for (size, to) in shape.iter().zip(&mut strides).rev() {
+        // With stride 0 all entries of a broadcast dimension add to the same element.
         *to = if *size == 1 { 0 } else { stride };
         stride *= size;
     }

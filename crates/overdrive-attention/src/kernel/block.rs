@@ -56,6 +56,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
             kv_head,
             first,
             rows,
+            // Whole vectors, so that no kernel has a masked or scalar tail over rows.
             lanes: rows.next_multiple_of(problem.set.lanes::<E::Acc>()),
         }
     }
@@ -63,6 +64,8 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
     /// Returns the query (within the sequence) and head of row `row` of the block.
     pub(super) fn query_and_head(&self, row: usize) -> (usize, usize) {
         let (group, row) = (self.problem.group(), self.first + row);
+        // The heads of a query are adjacent rows: a decoded token then fills a block with its whole
+        // group, and each key is read once for all of them.
         (row / group, self.kv_head * group + row % group)
     }
 
@@ -109,6 +112,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         to: &mut [E::Acc],
         width: usize,
     ) {
+        // Rows past the last one enter the sums of dK and dV with weights of 0; 0 · NaN would be NaN.
         to[..self.lanes * width].fill(E::Acc::ZERO);
         for (row, to) in (0..self.rows).zip(to.chunks_exact_mut(width)) {
             for (to, from) in to.iter_mut().zip(self.query_row(view, row, dim)) {
@@ -123,6 +127,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         E::Acc::of(match rules.softcap {
             // Exponentials to base 2 need scores times log2(e): folded into the queries it costs nothing.
             None => rules.scale * std::f64::consts::LOG2_E,
+            // tanh takes the score over the cap; the cap and log2(e) are multiplied in after it.
             Some(cap) => rules.scale / cap,
         })
     }
@@ -130,6 +135,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
     /// Returns the keys that some row sees, as at most two ranges in order: sink tokens, then the window.
     pub(super) fn spans(&self) -> [(usize, usize); 2] {
         let rules = &self.problem.rules;
+        // Both limits rise with the query: the first row sees the earliest key, the last row the latest.
         let (start, _) = visible(rules, &self.sequence, self.query_and_head(0).0);
         let (_, end) = visible(rules, &self.sequence, self.query_and_head(self.rows - 1).0);
         // Sink tokens that the window covers must not be visited twice.
@@ -211,6 +217,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
     fn row_keys(&self, dropout: &dropout::Dropout) -> dropout::RowKeys {
         let ids = (0..self.rows).map(|row| {
             let (query, head) = self.query_and_head(row);
+            // The head in the upper half and the query in the lower: no two rows have the same id.
             let lane = (self.sequence.batch * self.problem.heads + head) as u64;
             (lane << 32) + (self.sequence.query_start + query) as u64
         });
@@ -242,6 +249,7 @@ pub(super) fn key_rows<'s, E: Accumulate>(
     if in_one_piece && (!whole_vectors || dim == width) {
         let from = block.key_at(view, start);
         let reach = (count - 1) * view.row + dim;
+        // f32 and f64 are summed in their own dtype; half precisions are widened into `scratch`.
         if let Some(data) = E::as_acc(&view.data[from..from + reach]) {
             return Rows {
                 data,

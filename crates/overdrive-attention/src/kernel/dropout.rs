@@ -5,6 +5,8 @@ use overdrive_core::random::random_u64;
 use overdrive_kernels::Real;
 
 /// The stream of random numbers that dropout of attention draws from.
+//
+// The letters "drop".
 const DROPOUT_STREAM: u32 = 0x6472_6f70;
 
 /// The probability and the seed of dropout.
@@ -44,6 +46,7 @@ impl Dropout {
                 reason = "a probability in 0..1 of 2^32 words"
             )]
             threshold: (self.probability * 4_294_967_296.0) as u32,
+            // Finite, because a probability of 1 is refused with the other options.
             survivor: 1.0 / (1.0 - self.probability),
         }
     }
@@ -57,6 +60,8 @@ impl RowKeys {
         let survivor = R::of(self.survivor);
         for (key, row) in tile.chunks_exact_mut(lanes).enumerate() {
             // Long sequences wrap around at 2^32 keys.
+            // The odd factor, about 2^32 over the golden ratio, is one-to-one on words and spreads neighbouring
+            // keys over all bits.
             #[allow(clippy::cast_possible_truncation, reason = "as said")]
             let counter = ((start + key) as u32).wrapping_mul(0x9e37_79b1);
             for ((x, &first), &second) in row.iter_mut().zip(&self.first).zip(&self.second) {

@@ -10,10 +10,14 @@ use super::matmul::{Matmul, Rows, Start, dot_products, matmul};
 use super::scores::softmax;
 
 /// The largest number of rows for which vectors run along the head dimension instead of the queries.
+//
+// Four rows fill a quarter of the sixteen f32 lanes of AVX-512; as columns they would waste the others.
 const FEW_ROWS: usize = 4;
 /// The largest number of rows for which keys of a pool are multiplied block by block rather than copied together.
 const FEW_LANES: usize = 16;
 /// The least number of keys in a split, where the keys of few queries are split among threads.
+//
+// Each split adds a merge of its sums, whose cost several blocks of keys have to carry.
 const SPLIT_KEYS: usize = 512;
 
 /// The outputs of the forward pass.
@@ -153,10 +157,12 @@ pub(crate) fn forward<E: Accumulate>(
         // SAFETY: one split each.
         let to = unsafe { shared.range_mut(index * sizes.split()..(index + 1) * sizes.split()) };
         let (rows, maxima, sums) = sizes.split_mut(to);
+        // Copied out, because the next task of this thread takes over its workspace.
         rows.copy_from_slice(work.rows);
         maxima.copy_from_slice(work.maxima);
         sums.copy_from_slice(work.sums);
     });
+    // In the order of the splits, so that a run repeats bit for bit.
     threads::for_each_task(count, workspace, |task, _| {
         let block = block(&plan.tasks[task]);
         let len = plan.splits * sizes.split();
@@ -264,6 +270,7 @@ impl<'s, R: Real> Workspace<'s, R> {
         }
         if !self.few {
             for (row, to) in self.rows.chunks_exact_mut(self.value_width).enumerate() {
+                // Lanes past the last row hold no query.
                 if row == block.rows {
                     break;
                 }
@@ -295,7 +302,7 @@ impl<'s, R: Real> Workspace<'s, R> {
         }
     }
 
-    /// Returns Computes `tile = keys · queries`.
+    /// Computes `tile = keys · queries`.
     fn weigh_keys<E: Accumulate<Acc = R>>(
         &mut self,
         block: &RowBlock<'_, '_, E>,

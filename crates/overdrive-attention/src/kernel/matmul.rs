@@ -1,4 +1,4 @@
-//! Products of small matrices: `C = start(C) + A · B`.
+//! Matmuls of small matrices: `C = start(C) + A · B`.
 #![allow(
     unsafe_code,
     reason = "the innermost loop reads and writes by pointer, in bounds that are checked once"
@@ -6,7 +6,7 @@
 
 use overdrive_kernels::{Real, Simd, Vector, vectorized};
 
-/// The content of `C` before the product is added.
+/// The content of `C` before `A · B` is added.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Start<'a, R> {
     /// The zeros.
@@ -38,7 +38,7 @@ pub(super) struct Matmul<'a, R> {
     pub(super) start: Start<'a, R>,
 }
 
-/// A product whose matrices fit its sizes; only [`Matmul::checked`] makes one.
+/// A matmul whose matrices fit its sizes; only [`Matmul::checked`] makes one.
 struct Checked<'p, 'a, R>(&'p mut Matmul<'a, R>);
 
 impl<'a, R> Matmul<'a, R> {
@@ -66,9 +66,11 @@ impl<'a, R> Matmul<'a, R> {
 }
 
 vectorized! {
-    /// Computes the product on this thread.
+    /// Computes the matmul on this thread.
     pub(super) fn matmul<S: Simd, R: Real>(s: S, p: &mut Matmul<'_, R>) {
+        // There are no masked stores: callers pad the columns of `B` and `C` to whole vectors.
         assert!(p.n.is_multiple_of(R::Vector::<S>::LEN));
+        // A constant of the loops below, so that the innermost one has no branch on the layout of `A`.
         let by_columns = p.a_by_columns;
         let p = p.checked();
         if by_columns {
@@ -172,6 +174,7 @@ fn tile<V: Vector, const HEIGHT: usize, const WIDTH: usize, const BY_COLUMNS: bo
         }
         for k in 0..p.k {
             let b = b.add(k * ldb);
+            // `B` is loaded once for all rows of the tile; each element of `A` is broadcast.
             let mut vectors = [V::splat(s, V::Scalar::ZERO); WIDTH];
             for (column, vector) in vectors.iter_mut().enumerate() {
                 *vector = V::load_pointer(s, b.add(column * V::LEN));
@@ -246,6 +249,7 @@ fn dot<V: Vector>(s: V::Token, a: &[V::Scalar], b: &[V::Scalar]) -> V::Scalar {
         (a, b) = (&a[V::LEN..], &b[V::LEN..]);
     }
     let mut sum = even.add(odd).sum();
+    // Element by element: after the last one comes another row, not padding.
     for (a, b) in a.iter().zip(b) {
         sum += *a * *b;
     }

@@ -40,6 +40,7 @@ impl<E: Accumulate> Adjustment<'_, E> {
         start: usize,
         derivative: Option<&mut [E::Acc]>,
     ) {
+        // The cap comes first, as in flash-attn: bias and mask are added to capped scores.
         if let Some(cap) = self.rules.softcap {
             softcap(self.set, tile, derivative, E::Acc::of(cap * LOG2_E));
         }
@@ -49,6 +50,7 @@ impl<E: Accumulate> Adjustment<'_, E> {
         if let Some(bias) = &self.rules.bias {
             self.bias(bias, tile, start);
         }
+        // Most tiles of a causal block lie below the diagonal and need no mask.
         if !self.sees_all(start, tile.len() / self.lanes) {
             self.mask(tile, start);
         }
@@ -80,13 +82,16 @@ impl<E: Accumulate> Adjustment<'_, E> {
     fn alibi(&self, tile: &mut [E::Acc], start: usize) {
         let (mut positions, mut slopes) = ([E::Acc::ZERO; ROWS], [E::Acc::ZERO; ROWS]);
         for row in 0..self.rows {
+            // Subtracted as integers: a position beyond 2^24 is not exact in f32.
             positions[row] = E::Acc::of((self.positions[row] - start as i64) as f64);
+            // In units of log2 as the scores are, and negative because distance lowers a score.
             slopes[row] = self.slopes[row] * E::Acc::of(-LOG2_E);
         }
         slope(self.set, tile, self.lanes, &positions, &slopes);
     }
 
     fn bias(&self, bias: &Bias<'_, E::Acc>, tile: &mut [E::Acc], start: usize) {
+        // Not in vectors: neighbours in a tile are queries, whose biases lie a row of memory apart.
         let [by_batch, by_head, by_query, by_key] = bias.strides;
         let log2_e = E::Acc::of(LOG2_E);
         for row in 0..self.rows {
@@ -131,6 +136,7 @@ vectorized! {
             }
             Some(derivative) => {
                 let derivatives = derivative.chunks_exact_mut(R::Vector::<S>::LEN);
+                // `zip` would stop at a shorter slice and leave the other scores uncapped.
                 assert!(derivatives.len() >= chunks.len());
                 for (chunk, derivative) in chunks.zip(derivatives) {
                     let bent = tanh(s, R::Vector::<S>::load(s, chunk));
@@ -209,6 +215,7 @@ vectorized! {
             for (scores, (from, to)) in row.chunks_exact_mut(R::Vector::<S>::LEN).zip(columns) {
                 let mut score = R::Vector::<S>::load(s, scores);
                 score = index.select_lt(R::Vector::<S>::load(s, to), score, hidden);
+                // The exemption is from the left limit only: a causal mask hides sink tokens like other keys.
                 if key >= sinks {
                     score = index.select_lt(R::Vector::<S>::load(s, from), hidden, score);
                 }
@@ -258,6 +265,7 @@ vectorized! {
                 even = even.max(R::Vector::<S>::load(s, &last[at..]));
             }
             let maximum = even.max(odd);
+            // 1 for a row that has seen no key yet: its maximum stays the lowest finite number, its sum 0.
             let factor = before.sub(maximum).exp2();
             let mut sum = R::Vector::<S>::load(s, &sums[at..]).mul(factor);
             for row in tile.chunks_exact_mut(lanes) {
@@ -286,6 +294,7 @@ vectorized! {
     ) {
         assert!(gradients.len() >= scores.len());
         for at in (0..lanes).step_by(R::Vector::<S>::LEN) {
+            // No maximum is subtracted: the log-sum-exp is at least every score, so no weight exceeds 1.
             let normaliser = R::Vector::<S>::load(s, &logsumexp[at..]);
             let delta = R::Vector::<S>::load(s, &delta[at..]);
             let rows = scores.chunks_exact_mut(lanes);

@@ -24,9 +24,11 @@ impl Strided {
             .zip(&strides)
             .map(|(size, stride)| (size - 1).max(0) * stride)
             .sum();
+        // Up to the last element and no further: libtorch refuses a view that leaves the storage.
         let len = if tensor.numel() == 0 { 0 } else { reach + 1 };
         let mut found = [0; 4];
         for ((to, size), stride) in found.iter_mut().zip(&sizes).zip(&strides) {
+            // The stride of a dimension of size 1 may be anything in libtorch.
             if *size > 1 {
                 *to = usize::try_from(*stride).unwrap_or(0);
             }

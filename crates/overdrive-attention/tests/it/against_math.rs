@@ -36,7 +36,7 @@ struct Case {
     window: Window,
     sink_tokens: usize,
     mask: Mask,
-    /// Which dimensions of the mask are 1.
+    /// The dimensions of the mask that are 1.
     broadcast: [bool; 4],
     scale: Option<f64>,
     softcap: Option<f64>,

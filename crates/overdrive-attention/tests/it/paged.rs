@@ -49,7 +49,7 @@ struct Pool {
 }
 
 impl Pool {
-    /// What no text owns is NaN, which shows in the result if it is read.
+    /// Slots that no request owns are NaN, which shows in the result if they are read.
     fn new(sizes: Sizes, block_size: i64, key_lengths: &[usize], kind: Kind) -> Pool {
         let blocks: Vec<usize> = key_lengths
             .iter()

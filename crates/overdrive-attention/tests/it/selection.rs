@@ -1,4 +1,4 @@
-//! Which back end runs, why others do not, and what is refused.
+//! The selection of the back end, its reasons, and refused options.
 
 use overdrive_attention::{
     Alignment, AttentionOptions, Backend, Error, Layout, Window, attention, attention_with_lse,
@@ -19,7 +19,7 @@ fn forced(backend: Backend) -> AttentionOptions<'static> {
     }
 }
 
-/// What `options` say on (1, 4, 6, 8) queries over (1, 2, 9, 8) keys.
+/// Returns the message that refuses `options` for (1, 4, 6, 8) queries over (1, 2, 9, 8) keys.
 fn refusal(options: &AttentionOptions<'_>) -> String {
     let (query, key) = (zeros(&[1, 4, 6, 8]), zeros(&[1, 2, 9, 8]));
     attention(&query, &key, &key, options)
