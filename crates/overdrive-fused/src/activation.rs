@@ -150,6 +150,7 @@ impl Function for JointGlu {
         inputs: &[&Tensor],
     ) -> FunctionResult<Vec<Tensor>> {
         let x = inputs[0].f_contiguous()?;
+        // Backward computes the activation again, so no tensor of the size of the result is kept.
         context.save_for_backward(&[&x]);
         let mut size = x.size();
         let width = half_width(&mut size);

@@ -48,6 +48,8 @@ impl Gradients {
 
     /// Returns the gradients times the gradient of the loss.
     pub(crate) fn scaled(self, upstream: &Tensor) -> Result<Vec<Option<Tensor>>> {
+        // `loss.backward()` starts from 1, and a pass over gradients as large as the weight is saved.
+        // On a GPU reading the value would wait for the device.
         let one = upstream.device() == Device::Cpu && upstream.f_double_value(&[])? == 1.0;
         let mut scaled = Vec::from(self.0);
         if !one {
@@ -76,6 +78,7 @@ pub(crate) fn run_chunks(
         None => (&all, &labels.flat),
     };
     let scale = match labels.tokens {
+        // The mean over no rows is NaN; its gradient is zero, as in PyTorch.
         0 => 0.0,
         tokens => options.scale(tokens),
     };
@@ -107,6 +110,7 @@ pub(crate) fn run_chunks(
             start,
         )?);
     }
+    // Before `finish` allocates, so that the peak does not hold the logits as well.
     drop(buffer);
     let total = total_of(&sums, &weight)?;
     let loss = total.f_mul_scalar(options.scale(labels.tokens))?;
@@ -165,6 +169,7 @@ impl Chunks<'_> {
         mm_into(logits, hidden, &self.transposed, self.bias.is_some())?;
         let any = self.wanted.contains(&true);
         let sum = softmax(logits, labels, self.options, any.then_some(self.scale))?;
+        // From here on the logits are their own gradient: `softmax` has overwritten them.
         if let Some(d_hidden) = &self.d_hidden {
             let rows = d_hidden.f_narrow(0, start, labels.size()[0])?;
             mm_into(&rows, logits, self.weight, false)?;
@@ -264,6 +269,7 @@ fn softmax(
     let labels = elements(labels)?;
     with_element!(logits.kind(), T => match scale {
         None => {
+            // Written for a backward pass, which the chunks do not have: dropped.
             let mut lse = vec![0.0; losses.len()];
             loss::<T>(terms, elements(logits)?, labels, &mut losses, &mut lse);
         }

@@ -52,6 +52,7 @@ pub(crate) fn loss_and_gradient(
         }
     };
     let counts = labels.f_ne(options.ignore_index)?.f_unsqueeze(1)?;
+    // Ignored labels become class 0, because `gather` refuses an index outside the classes.
     let target = labels.f_unsqueeze(1)?.f_mul(&counts)?;
     let lse = x.f_logsumexp([1i64].as_slice(), true)?;
     let hit = 1.0 - options.label_smoothing;

@@ -39,7 +39,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 /// Computes several linear layers of the same `x` as one matmul: `x · [w₁; w₂; …]ᵀ + [b₁; b₂; …]`, `(…, ΣO)`.
 ///
 /// Weights that are adjacent in memory (see [`adjacent`]) are used where they are;
-/// others are copied together first, in each pass. Backward is one product for `x` and one for all
+/// others are copied together first, in each pass. Backward is one matmul for `x` and one for all
 /// weights, whose gradients are views of one tensor.
 ///
 /// # Errors
@@ -56,6 +56,7 @@ pub fn joint_linear(x: &Tensor, weights: &[&Tensor], biases: Option<&[&Tensor]>)
         .chain(weights.iter().copied())
         .chain(biases.iter().copied())
         .collect();
+    // No gradient will be asked for, so this makes no node of the graph.
     if is_decoding(&inputs, compute) {
         return decode(x, weights, biases);
     }
@@ -74,6 +75,7 @@ pub fn joint_linear(x: &Tensor, weights: &[&Tensor], biases: Option<&[&Tensor]>)
 /// # Errors
 /// An error of libtorch if they do not.
 pub fn adjacent(tensors: &[&Tensor]) -> Result<Vec<Tensor>> {
+    // The views are to be leaves; through a recorded `cat` gradients would go to the originals.
     let _no_grad = engine::GradMode::new(false);
     let joint = Tensor::f_cat(tensors, 0)?;
     let sizes: Vec<i64> = tensors.iter().map(|tensor| tensor.size()[0]).collect();
@@ -81,7 +83,7 @@ pub fn adjacent(tensors: &[&Tensor]) -> Result<Vec<Tensor>> {
 }
 
 /// The number of rows of `x` up to which reading the weights once, by a kernel of ours, beats libtorch's packed
-/// product (the benchmark `few_rows`, Zen 4): by 2.3x at one row, 2x at 8 and 1.4x at 32 in fp32. For bf16
+/// matmul (the benchmark `few_rows`, Zen 4): by 2.3x at one row, 2x at 8 and 1.4x at 32 in fp32. For bf16
 /// the instructions of AVX-512-BF16, which libtorch uses, win from about 8 rows on.
 fn few_rows_limit(kind: Kind) -> usize {
     #[cfg(target_arch = "x86_64")]
@@ -106,7 +108,7 @@ fn is_decoding(inputs: &[&Tensor], compute: Kind) -> bool {
         && !(engine::is_grad_enabled() && inputs.iter().any(|tensor| tensor.requires_grad()))
 }
 
-/// Returns the product by the kernel for few rows. Operands are contiguous and of one dtype.
+/// Returns the matmul by the kernel for few rows. Operands are contiguous and of one dtype.
 fn decode(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Result<Tensor> {
     let mut size = x.size();
     let width = size.last().map_or(1, |n| n.unsigned_abs() as usize);
@@ -122,13 +124,14 @@ fn decode(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Result<Tensor>
                 bias: biases.get(index).map(|bias| elements::<T>(bias)).transpose()?,
             });
         }
+        // Widened once here, because every output reads all of `x`.
         let x: Vec<f32> = elements::<T>(x)?.iter().map(|x| x.to_f32()).collect();
         few_rows(&x, width, &maps, y.elements_mut()?);
         Ok(y.into_tensor())
     })
 }
 
-/// Returns the dtype of the products where they are ours: autocast's, or that of all operands. `None` for calls
+/// Returns the dtype of the matmuls where they are ours: autocast's, or that of all operands. `None` for calls
 /// that are left to libtorch: f64, operands of several dtypes or devices (its error names them), no elements.
 fn compute_kind(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Option<Kind> {
     let low = |kind| matches!(kind, Kind::Float | Kind::BFloat16 | Kind::Half);
@@ -182,6 +185,7 @@ fn joined(tensors: &[&Tensor]) -> Result<Tensor> {
     if rest.is_empty() {
         return Ok(first.shallow_clone());
     }
+    // Recorded, the view would give the gradients of all tensors to the first.
     if !engine::is_grad_enabled() && are_adjacent(tensors) {
         let mut size = first.size();
         size[0] = tensors.iter().map(|tensor| tensor.size()[0]).sum();
@@ -231,6 +235,7 @@ impl Function for Linear {
             let y = Tensor::f_empty(&size, (x.kind(), x.device()))?;
             let y_rows = y.f_view([-1, width])?;
             if self.biased {
+                // `mm_into` adds to what is there, which saves a pass over the result.
                 y_rows.shallow_clone().f_copy_(&joined(biases)?)?;
             }
             mm_into(&y_rows, &rows, &weight.f_tr()?, self.biased)?;
@@ -239,6 +244,7 @@ impl Function for Linear {
         let y = named_operator::call(NamedOperator::Mm, &[&rows, &weight], product)?;
         // The weights one by one: a joint copy of them would stay as long as the graph.
         let mut saved = vec![&x];
+        // Only the gradient of `x` reads the weights.
         if context.needs_input_grad(0) {
             saved.extend(weights);
         }
@@ -273,7 +279,7 @@ impl Function for Linear {
             let rows = rows_of(x)?;
             let dw = Tensor::f_empty([width, rows.size()[1]], (x.kind(), x.device()))?;
             mm_into(&dw, &dy.f_tr()?, &rows, false)?;
-            // In one cast, not in one a part.
+            // In one cast, not in one for each weight.
             self.hand_out(dw.f_to_kind(self.weight_kind)?, &mut results[1..=n])?;
         }
         if (n + 1..inputs).any(|input| context.needs_input_grad(input)) {

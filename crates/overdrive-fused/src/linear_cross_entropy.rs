@@ -78,6 +78,7 @@ pub fn linear_cross_entropy(
     let hidden = hidden.f_reshape([-1, width])?.f_to_kind(kind)?;
     let weight = weight.f_to_kind(kind)?;
     let bias = options.bias.map(|bias| bias.f_to_kind(kind)).transpose()?;
+    // No chunk needs to be longer than the rows that count.
     let rows = NonZeroUsize::new(tokens as usize).unwrap_or(NonZeroUsize::MIN);
     let chunk_rows = options
         .chunk_rows
@@ -131,6 +132,7 @@ fn check(hidden: &Tensor, weight: &Tensor, labels: &Tensor, bias: Option<&Tensor
 /// Returns the dtype of the logits: that of `linear` with these operands, also under autocast.
 fn logits_kind(hidden: &Tensor, weight: &Tensor) -> Result<Kind> {
     let plain = crate::tensors::promoted(hidden.kind(), weight.kind());
+    // Autocast leaves f64 alone.
     if plain == Kind::Double {
         return Ok(plain);
     }
@@ -164,6 +166,7 @@ impl Function for LinearCrossEntropy {
         let wanted = [0, 1, 2].map(|index| context.needs_input_grad(index));
         let (loss, gradients) =
             run_chunks(inputs, &self.labels, &self.options, self.chunk_rows, wanted)?;
+        // Not among the saved tensors: backward takes them and scales them in place.
         self.gradients = Mutex::new(Some(gradients));
         Ok(vec![loss])
     }
@@ -192,6 +195,7 @@ impl Function for LinearCrossEntropy {
             unreachable!("absent gradients are made zeros")
         };
         let mut scaled = gradients.scaled(upstream)?;
+        // Without a bias the engine expects two gradients.
         scaled.truncate(self.inputs);
         Ok(scaled)
     }

@@ -136,6 +136,7 @@ impl Function for AddRmsNorm {
         context: &mut ForwardContext<'_>,
         inputs: &[&Tensor],
     ) -> FunctionResult<Vec<Tensor>> {
+        // An unused result stays `None` and is not added as a tensor of zeros.
         context.set_materialize_grads(false);
         let (x, residual) = (inputs[0].f_contiguous()?, inputs[1].f_contiguous()?);
         let weight = inputs[2].f_contiguous()?;
@@ -162,6 +163,7 @@ impl Function for AddRmsNorm {
                 (dx, Some(dw))
             }
         };
+        // `x` and the residual enter the sum alike, so one tensor is the gradient of both.
         Ok(vec![Some(dx.shallow_clone()), Some(dx), dw])
     }
 }

@@ -218,9 +218,11 @@ impl Tables {
         }
         let table = |table: &Tensor| -> Result<Tensor> {
             let wide = match table.kind() {
+                // Not narrowed yet, because f64 heads are rotated by libtorch's operators in f64.
                 Kind::Double => table.shallow_clone(),
                 _ => table.f_to_kind(Kind::Float)?,
             };
+            // The tables are constants: a graph of theirs would live as long as each layer's.
             Ok(wide.f_detach()?.f_contiguous()?)
         };
         Ok(Self {
@@ -246,6 +248,7 @@ impl Tables {
     ) -> Result<Angles<'a>> {
         let size = cos.size();
         let pairs = size.last().copied().unwrap_or(0) as usize;
+        // A batch dimension of 1 is one table for all sequences, as transformers makes it.
         let own = size.len() == 3 && size[0] > 1;
         Ok(Angles {
             cos: elements(cos)?,
@@ -277,6 +280,7 @@ impl Tables {
         let (a, b) = (split.f_select(axis, 0)?, split.f_select(axis, 1)?);
         let first = a.f_mul(&cos)?.f_sub(&b.f_mul(&sin)?)?;
         let second = b.f_mul(&cos)?.f_add(&a.f_mul(&sin)?)?;
+        // Along the axis that was split, so that each channel returns to its column.
         let joined = Tensor::f_stack(&[first, second], axis)?.f_flatten(3, 4)?;
         Ok(Tensor::f_cat(&[joined.f_to_kind(x.kind())?, rest], 3)?)
     }
@@ -287,6 +291,7 @@ fn dense(x: &Tensor) -> Result<(Tensor, [usize; 3])> {
     let size: Vec<usize> = x.size().iter().map(|&n| n as usize).collect();
     let (length, heads, dim) = (size[1], size[2], size[3]);
     let exchanged = x.f_transpose(1, 2)?;
+    // Dense as (B, H, T, D): read with its strides instead of being copied first.
     if !x.is_contiguous() && exchanged.is_contiguous() {
         return Ok((exchanged, [heads * length * dim, dim, length * dim]));
     }
@@ -383,6 +388,7 @@ impl Function for SplitRotate {
                     },
                     heads,
                     offset: 0,
+                    // Values have no position.
                     angles: (index < 2).then_some(angles),
                 };
                 from += heads * dim;
@@ -417,12 +423,14 @@ impl Function for SplitRotate {
             .map(|(gradient, count)| match gradient {
                 Some(gradient) => dense(gradient),
                 None => {
+                    // An output that nobody used still has its columns in the joint gradient.
                     let zeros = [size[0], size[1], count, size[3]];
                     dense(&Tensor::f_zeros(zeros, (kind, first.device()))?)
                 }
             })
             .collect::<Result<Vec<_>>>()?;
         let tables = self.tables.narrow()?;
+        // A rotation is orthogonal: its gradient is the rotation back, which needs the tables only.
         let angles = self.tables.angles(&tables, length, true)?;
         with_element!(kind, T => {
             let mut joint = Fresh::<T>::new(&[size[0], size[1], width as i64])?;

@@ -1,4 +1,4 @@
-//! What the fused head takes, counted by libtorch's allocator. The counts are of the process, so this
+//! The memory of the fused head, counted by libtorch's allocator. The counts are of the process, so this
 //! file has one test.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 

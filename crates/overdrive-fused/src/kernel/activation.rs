@@ -52,6 +52,7 @@ pub(crate) fn gated_backward<T: Element>(
     dy: &[T],
     dx: GatedMut<'_, T>,
 ) {
+    // Five streams: gate, up and dy are read, two gradients are written.
     let step = step::<T>(x.width(), dy.len(), 5);
     let run = |(block, (dy, dx)): (usize, (&[T], GatedMut<'_, T>))| {
         let run = |[gate, up, dy]: [&[T]; 3], d_gate: &mut [T], d_up: &mut [T]| {
@@ -251,12 +252,14 @@ impl Function for Relu {
     #[inline(always)]
     fn value<S: Simd>(self, s: S, x: S::F) -> S::F {
         let zero = s.splat(0.0);
+        // NaN is not below zero, so it passes.
         s.select_lt(x, zero, zero, x)
     }
 
     #[inline(always)]
     fn value_and_slope<S: Simd>(self, s: S, x: S::F) -> (S::F, S::F) {
         let zero = s.splat(0.0);
+        // The slope at 0 is 0, as in PyTorch.
         (self.value(s, x), s.select_lt(zero, x, s.splat(1.0), zero))
     }
 }
@@ -351,6 +354,7 @@ fn multiply_backward<S: Simd, T: Element>(
         #[inline(always)]
         |span| {
             let dy = load(s, dy, span);
+            // Both from one exponential.
             let (value, slope) = function.value_and_slope(s, load(s, gate, span));
             store(s, s.mul(dy, value), d_up, span);
             let through = s.mul(dy, load(s, up, span));

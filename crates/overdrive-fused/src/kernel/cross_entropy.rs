@@ -112,6 +112,7 @@ impl<T: Element> Kernel for Loss<'_, T> {
         for ((row, label), (loss, lse)) in rows {
             (*loss, *lse) = match self.terms.class(label) {
                 Some(class) => row_loss(s, self.terms, row, class),
+                // The row is not read: a NaN in a padding position has no influence.
                 None => (0.0, 0.0),
             };
         }
@@ -136,6 +137,7 @@ impl<T: Element> Kernel for Gradient<'_, T> {
         for ((row, &label), &lse) in rows.zip(self.labels).zip(self.lse) {
             match self.terms.class(label) {
                 Some(class) => row_gradient(s, self.terms, row, class, lse, self.scale),
+                // Written, because this memory still holds logits.
                 None => row.fill(T::ZERO),
             }
         }
@@ -162,6 +164,7 @@ impl<T: Element> Kernel for LossAndGradient<'_, T> {
                 Some(class) => {
                     let lse;
                     (*loss, lse) = row_loss(s, self.terms, row, class);
+                    // Right after its loss, while the row is in a cache.
                     row_gradient(s, self.terms, row, class, lse, self.scale);
                 }
                 None => {
@@ -183,6 +186,7 @@ impl Terms {
 fn rows<'a, T>(logits: &'a [T], labels: &'a [i64]) -> impl Iterator<Item = (&'a [T], i64)> {
     let classes = logits.len() / labels.len().max(1);
     logits
+        // `chunks_exact` panics at 0.
         .chunks_exact(classes.max(1))
         .zip(labels.iter().copied())
 }
@@ -305,6 +309,7 @@ fn row_gradient<S: Simd, T: Element>(
             |span| {
                 let ratio = tanh(s, s.mul(load(s, row, span), s.splat(1.0 / cap)));
                 let p = exp(s, s.sub(s.mul(ratio, s.splat(cap)), shift));
+                // 1 - tanh², the derivative of the cap.
                 let slope = s.mul_add(ratio, s.sub(s.splat(0.0), ratio), s.splat(1.0));
                 store(s, s.mul(s.mul_add(p, by, less), slope), row, span);
             },

@@ -71,6 +71,7 @@ impl<W: Element> Kernel for Outputs<'_, '_, W> {
 
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
+        // One row reuses no weight, and one stream at a time is what the hardware prefetches best.
         if self.x.len() == self.width {
             for output in self.outputs.clone() {
                 let sum = dot(s, self.x, self.weight(output));
@@ -78,6 +79,7 @@ impl<W: Element> Kernel for Outputs<'_, '_, W> {
             }
             return;
         }
+        // The sums of four by four fit into 32 registers with their operands, but not into 16.
         match S::TILE {
             4 => self.tiles::<S, 4>(s),
             _ => self.tiles::<S, 2>(s),
@@ -183,6 +185,7 @@ impl<'a, W: Element> Outputs<'a, '_, W> {
         );
         for (r, sums) in sums.into_iter().enumerate() {
             let bias = self.bias(output + r);
+            // Four sums are reduced together, with fewer shuffles than one after another.
             let mut four = [s.splat(0.0); 4];
             four[..N].copy_from_slice(&sums);
             let totals = s.reduce_add_each(four);

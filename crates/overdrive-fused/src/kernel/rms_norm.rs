@@ -70,6 +70,7 @@ pub(crate) fn backward<T: Element>(
     let width = weight.len();
     let rows = block_rows(inverse.len(), size_of_val(weight) * 3);
     let cells = rows * width;
+    // A row for each block, not for each thread: threads take blocks in any order.
     let mut partial = vec![0.0_f32; inverse.len().div_ceil(rows.max(1)) * width];
     let blocks = x
         .chunks(cells)
@@ -224,6 +225,7 @@ impl<T: Element> Kernel for Backward<'_, T> {
                 |span| {
                     let dy = load(s, dy, span);
                     let x = load(s, x, span);
+                    // Shared by the sum over the row, for dx, and those over columns, dw.
                     let product = s.mul(dy, x);
                     dot = s.mul_add(product, load(s, weight, span), dot);
                     store(s, s.mul_add(product, scale, load(s, dw, span)), dw, span);

@@ -48,6 +48,7 @@ pub(crate) fn gather<T: Element>(
     rows: &mut [T],
     width: usize,
 ) {
+    // Twice, because each element is read and written.
     let tokens = block_rows(rows.len() / width, width * size_of::<T>() * 2);
     let blocks = rows.chunks_mut(tokens * width).enumerate();
     run_jobs(blocks, |(block, rows)| {
@@ -113,6 +114,7 @@ impl<T: Element> Kernel for Gather<'_, '_, T> {
             offset,
             angles,
         } = self.copy;
+        // Grown by the first token and reused by the others of the block.
         let mut table = Vec::new();
         for (row, to) in self.rows.chunks_exact_mut(self.width).enumerate() {
             let index = self.first + row;
@@ -175,6 +177,7 @@ fn halves<S: Simd, T: Element>(
     y: &mut [T],
 ) {
     let half = cos.len();
+    // The inverse rotation has the other sign of the sine: one loop serves both directions.
     let sign = s.splat(if reverse { -1.0 } else { 1.0 });
     let (x, x_upper) = x.split_at(half);
     let (y, y_upper) = y.split_at_mut(half);
@@ -197,6 +200,8 @@ fn pairs<S: Simd, T: Element>(s: S, x: &[T], cos: &[f32], sin: &[f32], y: &mut [
         #[inline(always)]
         |span| {
             let x = load(s, x, span);
+            // With cosine and sine spread over both channels a pair needs one shuffle; taking even and odd
+            // channels apart would need two for the loads and two for the stores.
             let rotated = s.mul(s.swap_pairs(x), load(s, sin, span));
             store(s, s.mul_add(x, load(s, cos, span), rotated), y, span);
         },
