@@ -25,7 +25,7 @@
 //!
 //! # Writing a kernel
 //!
-//! Everything that a kernel calls is `#[inline(always)]`, closures too: only what is inlined into the function
+//! All functions that a kernel calls are `#[inline(always)]`, closures too: only what is inlined into the function
 //! that is compiled for the set has its instructions.
 //!
 //! ```

@@ -36,6 +36,7 @@ pub fn exp<S: Simd>(s: S, x: S::F) -> S::F {
             1.987_569_1e-4,
         ],
     );
+    // The small terms first and 1 last: their rounding errors are far below the last bit of the result.
     let power = s.add(s.mul_add(s.mul(r, r), tail, r), s.splat(1.0));
     s.scale(power, n)
 }
@@ -52,8 +53,10 @@ pub fn sigmoid<S: Simd>(s: S, x: S::F) -> S::F {
 pub fn tanh<S: Simd>(s: S, x: S::F) -> S::F {
     let size = s.abs(x);
     let one = s.splat(1.0);
+    // Where the exponential is ∞ the quotient is 0 and the result exactly 1.
     let far = s.div(s.splat(2.0), s.add(exp(s, s.add(size, size)), one));
     let far = s.sub(one, far);
+    // Of the magnitude, with the sign put back: the function is odd to the last bit.
     let far = s.select_lt(x, s.splat(0.0), s.sub(s.splat(0.0), far), far);
     let square = s.mul(x, x);
     let near = polynomial(
@@ -98,6 +101,8 @@ pub fn normal<S: Simd>(s: S, x: S::F) -> (S::F, S::F) {
     );
     let square = s.mul(s.splat(-0.5), s.mul(x, x));
     let upper = s.mul(s.splat(0.5), s.mul(t, exp(s, s.add(square, fitted))));
+    // The smaller tail is computed and the other one is 1 minus it, so that the lower tail keeps its
+    // relative precision.
     let below = s.select_lt(x, s.splat(0.0), upper, s.sub(s.splat(1.0), upper));
     const FRAC_1_SQRT_TAU: f32 = 0.398_942_3;
     (below, s.mul(s.splat(FRAC_1_SQRT_TAU), exp(s, square)))

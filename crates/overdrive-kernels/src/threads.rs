@@ -21,6 +21,7 @@ const MAX_BLOCKS: usize = 128;
 /// Returns the rows of a block, when there are `rows` and each touches `bytes` of memory.
 pub fn block_rows(rows: usize, bytes: usize) -> usize {
     let enough = MIN_BLOCK_BYTES.div_ceil(bytes.max(1));
+    // By the sizes alone and not the threads, so that sums made block by block are always the same.
     rows.div_ceil(MAX_BLOCKS).max(enough).clamp(1, rows.max(1))
 }
 
@@ -74,6 +75,7 @@ pub fn parallel_ranges(
     }
     // One contiguous range a thread would end when the slowest thread does; memory bandwidth is not shared evenly.
     let queue = Queue::new(count);
+    // One index a thread, which then takes from the queue until it is empty.
     parallel_for(intra_op().min(count), 1, |_| queue.drain(run));
 }
 
@@ -122,7 +124,7 @@ pub fn parallel_columns<T: Copy + Send>(
 /// Runs tasks `0..count`, which threads take in order as they become free, each with the share of `workspace` that
 /// its thread has to itself: an equal one for each of [`workers`] (or of the tasks, where those are fewer).
 ///
-/// Which share a task has differs from call to call, so a result must not depend on its content.
+/// The share of a task differs from call to call, so a result must not depend on its content.
 pub fn for_each_task<T: Send>(
     count: usize,
     workspace: &mut [T],
@@ -146,6 +148,7 @@ pub fn for_each_task<T: Send>(
 
 /// Returns the number of tasks that can run at once.
 pub fn workers() -> usize {
+    // At least one, because workspaces are divided by it.
     intra_op().max(1)
 }
 
