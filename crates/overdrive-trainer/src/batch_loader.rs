@@ -43,6 +43,7 @@ impl Loading<'_> {
     ) -> Result<DeviceLoader<Batch>> {
         let batches = usize::try_from(batches_per_epoch).unwrap_or(usize::MAX);
         let batches = ConsecutiveBatches::new(self.options().batch_size, batches)?;
+        // All windows have the same length, so the layout pads nothing.
         self.load(windows, Box::new(batches), RowLayout::default())
     }
 
@@ -70,6 +71,7 @@ impl Loading<'_> {
         let pin_memory = self.arguments.dataloader_pin_memory;
         let device = self.shard.device();
         // Pinned by the worker threads; a batch that is already pinned is not copied again.
+        // On a CPU pinning would fail without a driver and gain nothing.
         let pins = pin_memory && device.is_cuda();
         let collate = move |rows: Vec<D::Item>| match collate(&rows, layout) {
             Ok(batch) if pins => batch.pinned(),

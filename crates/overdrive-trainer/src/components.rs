@@ -43,6 +43,7 @@ impl TrainingArguments {
         if let Some(allowed) = self.tf32 {
             overdrive_precision::tf32::allow(allowed)?;
         }
+        // libtorch declares the seed signed and uses its 64 bits.
         tch::manual_seed(self.seed.cast_signed());
         Ok(self.precision())
     }
@@ -224,6 +225,7 @@ fn with_muon_group(groups: Vec<ParamGroup>) -> Vec<ParamGroup> {
     for mut group in groups {
         let is_matrix =
             |name: &str, tensor: &Tensor| tensor.dim() == 2 && !name.contains("lm_head");
+        // Norms, biases and embeddings are in the group without decay, so this one has all matrices for Muon.
         if group.name == "decay" {
             let (matrices, others): (Vec<_>, Vec<_>) = std::mem::take(&mut group.parameters)
                 .into_iter()

@@ -65,6 +65,7 @@ impl Interrupt {
 
     /// Returns `true` if the loop should save and return.
     pub fn requested(&self) -> bool {
+        // The ordering that signal-hook stores with; once a step its cost does not matter.
         self.raised.load(Ordering::SeqCst)
     }
 

@@ -247,6 +247,7 @@ impl RunFolder {
 
     fn numbered(parent: &Path, name: &str) -> Result<Self> {
         fs::create_dir_all(parent).map_err(|source| not_writable(parent, source))?;
+        // After the highest and not in the first gap, so that numbers are in the order of the runs.
         let mut number = highest_number(parent, name)? + 1;
         loop {
             let root = parent.join(format!("{name}-{number:03}"));

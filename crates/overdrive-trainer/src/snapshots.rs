@@ -39,6 +39,7 @@ impl RunFolder {
         if !group.is_main() {
             return Ok(Trackers::new());
         }
+        // Whatever `report_to` says, because a resumed run continues this file.
         let mut trackers = Trackers::new().with(JsonLines::resume(self.metrics(), resumed_step)?);
         if arguments.reports_to(ReportTo::TensorBoard) {
             trackers = trackers.with(TensorBoard::create(self.tensorboard())?);
@@ -88,6 +89,7 @@ pub fn load_best(
         }
         Ok(Some(best.step()))
     })?;
+    // All of them: parameters are replicated also where optimizer states are sharded.
     for (_, parameter) in parameters {
         group.broadcast(parameter, 0)?;
     }
