@@ -35,17 +35,17 @@ pub(crate) fn read(file: &MappedFile, name: &str) -> Tensor {
         .unwrap()
 }
 
-/// Numbers that do not depend on libtorch's generator, which tests of one file share.
-pub(crate) fn numbers(shape: &[i64], salt: f64, place: (Kind, Device)) -> Tensor {
+/// Deterministic values, independent of libtorch's generator, which the tests of a process share.
+pub(crate) fn numbers(shape: &[i64], salt: f64, options: (Kind, Device)) -> Tensor {
     let count: i64 = shape.iter().product();
     let line = Tensor::arange(count, F64) * 12.9898 + salt;
     let wild = line.sin() * 43758.5453;
     ((&wild - wild.floor()) * 2.0 - 1.0)
         .reshape(shape)
-        .to_kind(place.0)
+        .to_kind(options.0)
 }
 
-/// The largest difference, over the largest number that was expected.
+/// The largest difference, relative to the largest expected element.
 pub(crate) fn distance(got: &Tensor, expected: &Tensor) -> f64 {
     assert_eq!(got.size(), expected.size());
     let (got, expected) = (got.to_kind(Kind::Double), expected.to_kind(Kind::Double));
@@ -64,9 +64,9 @@ pub(crate) struct Host {
 
 impl Host {
     pub(crate) fn new(names: &[&str], outputs: i64, inputs: i64) -> Host {
-        let layers = names.iter().enumerate().map(|(place, name)| {
-            let weight = numbers(&[outputs, inputs], place as f64, F32);
-            let bias = numbers(&[outputs], 0.5 + place as f64, F32);
+        let layers = names.iter().enumerate().map(|(index, name)| {
+            let weight = numbers(&[outputs, inputs], index as f64, F32);
+            let bias = numbers(&[outputs], 0.5 + index as f64, F32);
             (
                 (*name).to_owned(),
                 Linear::dense(weight, Some(bias)).unwrap(),
@@ -83,12 +83,12 @@ impl Host {
         &mut found.unwrap().1
     }
 
-    /// Gives the adapter's B's and biases numbers that matter.
+    /// Gives every B and bias of the adapter values other than zero.
     pub(crate) fn randomise(&mut self, adapter: &str) {
         let _no_grad = tch::no_grad_guard();
-        for (place, (_, layer)) in self.layers.iter().enumerate() {
+        for (index, (_, layer)) in self.layers.iter().enumerate() {
             if let Some(adapter) = layer.lora_adapter(adapter) {
-                let (b, salt) = (adapter.b(), 3.0 + place as f64);
+                let (b, salt) = (adapter.b(), 3.0 + index as f64);
                 b.shallow_clone()
                     .copy_(&(numbers(&b.size(), salt, F32) * 0.3));
                 if let Some(bias) = adapter.bias() {

@@ -71,7 +71,7 @@ fn every_key_survives_writing_and_reading() {
 }
 
 #[test]
-fn what_is_not_computed_here_is_refused_by_name() {
+fn unsupported_keys_are_refused_by_name() {
     let refused = |text: &str| LoraConfig::from_json(text).unwrap_err().to_string();
     for (text, says) in [
         (
@@ -113,7 +113,7 @@ fn what_is_not_computed_here_is_refused_by_name() {
     ] {
         assert!(refused(text).contains(says), "{text}: {}", refused(text));
     }
-    // At their defaults they say nothing.
+    // At their defaults these keys are accepted.
     let idle = r#"{"layer_replication": null, "megatron_core": "megatron.core", "qalora_group_size": 16,
                    "loftq_config": {}, "use_qalora": false, "trainable_token_indices": null}"#;
     assert_eq!(LoraConfig::from_json(idle).unwrap(), LoraConfig::default());

@@ -101,7 +101,7 @@ fn a_saved_adapter_loads_into_another_model_bit_for_bit() {
         .unwrap();
         assert!(loaded.config.inference_mode);
         assert_eq!(forward(&other), forward(&host), "{config:?}");
-        // Loaded to compute, not to learn, but for the biases of its mode.
+        // A loaded adapter is frozen, except for the biases of its mode.
         let learning = trainable_parameters(&mut other).unwrap();
         assert!(
             learning.iter().all(|(name, _)| name.ends_with(".bias")),

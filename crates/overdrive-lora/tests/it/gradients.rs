@@ -37,7 +37,7 @@ fn layer(outputs: i64, biased: bool, conv1d: bool, configs: &[LoraConfig]) -> Li
     layer
 }
 
-/// All tensors that learn, after x.
+/// x, and then all trainable tensors.
 fn inputs(layers: &[&Linear]) -> Vec<Tensor> {
     let mut inputs = vec![numbers(&[2, 3, 6], 0.3, F64).set_requires_grad(true)];
     for layer in layers {
@@ -79,7 +79,7 @@ fn plain(r: i64) -> LoraConfig {
 }
 
 #[test]
-fn one_layer_with_one_or_several_adapters() {
+fn gradients_of_one_layer_with_one_or_several_adapters() {
     let _generator = crate::common::generator();
     let biased = LoraConfig {
         lora_bias: true,
@@ -99,10 +99,10 @@ fn one_layer_with_one_or_several_adapters() {
 }
 
 #[test]
-fn dora_holds_the_length_of_rows_constant_and_the_rest_is_differentiated() {
+fn dora_differentiates_all_but_the_row_norms() {
     let _generator = crate::common::generator();
-    // With the length a constant the analytical gradients of A and B are not those of finite
-    // differences: those of x and the magnitude are.
+    // With constant norms the analytical gradients of A and B differ from finite differences; those of x
+    // and of the magnitude agree.
     let config = LoraConfig {
         use_dora: true,
         ..plain(2)
@@ -119,7 +119,7 @@ fn dora_holds_the_length_of_rows_constant_and_the_rest_is_differentiated() {
 }
 
 #[test]
-fn joint_layers_of_which_some_have_adapters() {
+fn gradients_of_joint_layers_of_which_some_have_adapters() {
     let _generator = crate::common::generator();
     let (q, k, v) = (
         layer(4, true, false, &[plain(2), plain(1)]),
@@ -152,7 +152,7 @@ fn dropout_masks_are_those_of_forward() {
 }
 
 #[test]
-fn dropout_keeps_the_mean_and_drops_the_share_it_is_told_to() {
+fn dropout_keeps_the_mean_and_drops_the_given_share() {
     let _generator = crate::common::generator();
     tch::manual_seed(1);
     let config = Arc::new(LoraConfig {
@@ -178,10 +178,10 @@ fn dropout_keeps_the_mean_and_drops_the_share_it_is_told_to() {
         .to_kind(tch::Kind::Double)
         .mean(tch::Kind::Double)
         .double_value(&[]);
-    // Five standard errors of a share of 0.75 in 40,000.
+    // Five standard errors of a share of 0.75 among 40,000 elements.
     assert!((kept - 0.75).abs() < 0.011, "{kept}");
     assert_eq!(y.max().double_value(&[]), 1.0 / 0.75);
-    // Without training there is none.
+    // There is no dropout outside training.
     layer.set_training(false);
     let y = tch::no_grad(|| layer.forward(&Tensor::ones([4, 1], F64)).unwrap());
     assert_eq!(y, Tensor::ones([4, 1], F64));

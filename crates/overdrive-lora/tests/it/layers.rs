@@ -1,4 +1,4 @@
-//! Adapters beside layers: switched, combined, in several kinds.
+//! Adapters of layers: switching, combining, dtypes and initial values.
 
 mod dora;
 
@@ -43,7 +43,7 @@ fn a_new_adapter_changes_nothing_and_draws_within_the_bounds_of_kaiming() {
     assert_eq!(b.abs().max().double_value(&[]), 0.0);
     let largest = a.abs().max().double_value(&[]);
     assert!(largest <= 0.25 && largest > 0.2, "{largest}");
-    // The same seed gives the same numbers, another layer or seed others.
+    // The same seed gives the same values; another layer or seed gives others.
     assert_ne!(a, host.layers[1].1.lora_adapter("a").unwrap().a().detach());
     let mut again = self::host();
     add_adapter(&mut again, "other", &all(4), &AddOptions::default()).unwrap();
@@ -91,7 +91,7 @@ fn adapters_are_switched_summed_disabled_and_deleted() {
         .unwrap();
         host.randomise(name);
     }
-    // The first one is active at once, the second waits.
+    // The first adapter is active at once, the second is not.
     assert_eq!(active_adapters(&mut host).unwrap(), ["a"]);
     assert_eq!(adapter_names(&mut host).unwrap(), ["a", "b"]);
     let y = |host: &Host| tch::no_grad(|| host.layers[0].1.forward(&x).unwrap());
@@ -214,7 +214,7 @@ fn beside_16_bit_weights_adapters_are_fp32_and_results_are_rounded_once() {
 }
 
 #[test]
-fn under_autocast_products_are_in_its_kind_and_gradients_in_the_adapters() {
+fn under_autocast_matmuls_have_its_dtype_and_gradients_that_of_the_adapter() {
     let _generator = crate::common::generator();
     let mut host = host();
     add_adapter(&mut host, "a", &all(4), &AddOptions::default()).unwrap();
@@ -236,7 +236,7 @@ fn under_autocast_products_are_in_its_kind_and_gradients_in_the_adapters() {
     };
     assert_eq!(y.kind(), Kind::BFloat16);
     y.sum(Kind::Float).backward();
-    // bf16 keeps 8 bits; sums of 16 products.
+    // bf16 keeps 8 bits, and each output is a sum of 16 products.
     assert!(distance(&y, &exact) < 0.02);
     assert_eq!(
         (x.grad().kind(), adapter.a().grad().kind()),
@@ -247,7 +247,7 @@ fn under_autocast_products_are_in_its_kind_and_gradients_in_the_adapters() {
 }
 
 #[test]
-fn without_an_active_adapter_the_layer_is_its_base_and_nothing_else() {
+fn without_an_active_adapter_the_layer_computes_its_weight_alone() {
     let weight = numbers(&[12, 16], 1.0, F32);
     let mut layer = Linear::dense(weight.shallow_clone(), None).unwrap();
     let x = numbers(&[7, 16], 2.0, F32);
@@ -264,7 +264,7 @@ fn without_an_active_adapter_the_layer_is_its_base_and_nothing_else() {
 }
 
 #[test]
-fn starts_from_the_weight_leave_the_layer_as_it_was() {
+fn initialisation_from_the_weight_keeps_the_output_of_the_layer() {
     let x = numbers(&[7, 16], 2.0, F32);
     for init in [
         InitLoraWeights::Pissa,
@@ -284,11 +284,11 @@ fn starts_from_the_weight_leave_the_layer_as_it_was() {
         if init == InitLoraWeights::Olora {
             continue;
         }
-        // What PiSSA takes is the largest part: what is left has the other singular values.
+        // PiSSA takes the largest singular values; the rest of the weight has the others.
         let (_, all, _) = weight.svd(true, true);
         let (_, rest, _) = host.layers[0].1.dense_copy().svd(true, true);
         let tail = all.narrow(0, 4, 8);
-        // Subspace iteration is an approximation; the exact one is not.
+        // Subspace iteration is an approximation, the full decomposition is exact.
         let bound = if init == InitLoraWeights::Pissa {
             1e-4
         } else {
@@ -299,7 +299,7 @@ fn starts_from_the_weight_leave_the_layer_as_it_was() {
 }
 
 #[test]
-fn orthogonal_starts_have_a_product_of_zero() {
+fn orthogonal_initialisation_gives_a_zero_change() {
     let mut host = host();
     let config = LoraConfig {
         init_lora_weights: InitLoraWeights::Orthogonal,
@@ -362,7 +362,7 @@ fn weighted_sums_of_adapters() {
 }
 
 #[test]
-fn biases_learn_as_their_mode_says_and_counts_are_of_what_learns() {
+fn biases_train_by_their_mode_and_are_counted() {
     let names = |bias| {
         let mut host = host();
         host.parameters
@@ -411,7 +411,7 @@ fn biases_learn_as_their_mode_says_and_counts_are_of_what_learns() {
 }
 
 #[test]
-fn full_copies_take_the_place_of_modules_while_their_adapter_is_active() {
+fn full_copies_replace_modules_while_their_adapter_is_active() {
     let mut host = host();
     let table = numbers(&[20, 16], 5.0, F32);
     host.parameters
@@ -435,7 +435,7 @@ fn full_copies_take_the_place_of_modules_while_their_adapter_is_active() {
     assert_eq!(learning.len(), 2 + 2 + 1);
     let placed = |host: &Host| host.parameters[0].1.data_ptr() != table.data_ptr();
     assert!(placed(&host));
-    // The copy learns, the original stays.
+    // The copy is trained, the original is frozen.
     tch::no_grad(|| {
         let _ = host.parameters[0].1.fill_(3.0);
     });
@@ -462,7 +462,7 @@ fn full_copies_take_the_place_of_modules_while_their_adapter_is_active() {
 }
 
 #[test]
-fn packed_weights_take_adapters_too() {
+fn quantized_weights_take_adapters() {
     let weight = numbers(&[32, 64], 1.0, F32);
     let packed = QuantizedWeight::quantize(&weight, "int8-weight".parse().unwrap()).unwrap();
     let dense = packed.dequantize(Kind::Float).unwrap();

@@ -1,4 +1,4 @@
-//! PEFT's rules of names (fixtures/gen_peft.py).
+//! PEFT's rules of module names (fixtures/gen_peft.py).
 
 use crate::common::{F32, Host, fixture, numbers};
 use overdrive_lora::{
@@ -21,7 +21,7 @@ fn host(cases: &Value) -> Host {
 }
 
 #[test]
-fn maps_are_matched_as_peft_matches_them() {
+fn linear_layers_are_matched_as_in_peft() {
     let cases = cases();
     let mut host = host(&cases);
     let targets = cases["targets"].as_array().unwrap();
@@ -29,7 +29,7 @@ fn maps_are_matched_as_peft_matches_them() {
     for case in targets {
         let config = LoraConfig::from_json(&case["config"].to_string()).unwrap();
         let config = LoraConfig {
-            // What these exclude, and not whether they are there.
+            // The cases test the exclusion by `modules_to_save`, not the existence of the modules.
             modules_to_save: config.modules_to_save.clone(),
             ..config
         };
@@ -72,7 +72,7 @@ fn ranks_by_pattern_are_those_of_peft() {
 }
 
 #[test]
-fn all_linear_leaves_the_head_out_and_a_target_of_nothing_lists_what_there_is() {
+fn all_linear_skips_the_head_and_a_target_without_a_match_lists_the_layers() {
     let mut host = Host::new(
         &["model.layers.0.q_proj", "model.layers.1.q_proj", "lm_head"],
         8,
@@ -95,7 +95,7 @@ fn all_linear_leaves_the_head_out_and_a_target_of_nothing_lists_what_there_is() 
         error.to_string(),
         "no linear layer matches `target_modules` [\"query\"]; the model has model.layers.*.q_proj, lm_head"
     );
-    // The default is the choice for the architecture, which this one is not.
+    // PEFT's table of defaults does not have this architecture.
     let error = add_adapter(
         &mut host,
         "b",

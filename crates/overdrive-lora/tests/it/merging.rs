@@ -1,4 +1,4 @@
-//! Adapters merged into weights and taken out again.
+//! Merging adapters into weights, and unmerging them.
 
 use crate::common::{F32, Host, distance, numbers};
 use overdrive_lora::{
@@ -68,7 +68,7 @@ fn merged_layers_compute_the_same_and_unmerged_ones_are_what_they_were() {
             assert_eq!(report.layers.len(), 2);
             assert_eq!(report.layers[0].adapters.len(), configs.len());
             assert!(report.layers[0].requantized.is_none());
-            // Merged twice is merged once.
+            // A second merge of the same adapter changes nothing.
             assert!(
                 merge_adapters(&mut host, None, &options)
                     .unwrap()
@@ -123,7 +123,7 @@ fn weights_of_16_bits_are_merged_in_fp32_and_rounded_once() {
 }
 
 #[test]
-fn packed_weights_are_packed_anew_with_the_error_reported() {
+fn quantized_weights_are_requantized_and_the_error_is_reported() {
     for (use_dora, scheme) in [
         (false, "int8-weight"),
         (true, "int8-weight"),
@@ -141,7 +141,7 @@ fn packed_weights_are_packed_anew_with_the_error_reported() {
         let (before, with) = (weight(&host), y(&host));
         let report = merge_adapters(&mut host, None, &MergeOptions::default()).unwrap();
         let error = report.layers[0].requantized.unwrap();
-        // Half a step of 8 bits, of 4 bits, against rows of uniform numbers.
+        // Half a step of 8 and of 4 bits, relative to rows of uniform values.
         let bound = if scheme == "nf4" { 0.15 } else { 0.01 };
         assert!(error.error > 0.0 && error.error < bound, "{error:?}");
         assert!(error.error_of_change > error.error, "{error:?}");
@@ -182,7 +182,7 @@ fn biases_of_b_are_merged_into_the_layers_bias_or_refused_where_there_is_none() 
 }
 
 #[test]
-fn a_safe_merge_of_numbers_that_are_not_finite_changes_nothing() {
+fn a_safe_merge_of_non_finite_elements_changes_nothing() {
     let mut host = adapted(&[config(false)]);
     let before = weight(&host);
     tch::no_grad(|| {
@@ -207,7 +207,7 @@ fn a_safe_merge_of_numbers_that_are_not_finite_changes_nothing() {
 }
 
 #[test]
-fn what_would_disturb_merged_adapters_is_refused() {
+fn operations_that_need_unmerged_weights_are_refused() {
     let mut host = adapted(&[config(false)]);
     merge_adapters(&mut host, None, &MergeOptions::default()).unwrap();
     let error = disable_adapters(&mut host).unwrap_err();

@@ -1,4 +1,4 @@
-//! QLoRA: adapters over packed weights, with checkpointing and a paged 8-bit optimizer.
+//! QLoRA: adapters over quantized weights, with checkpointing and a paged 8-bit optimizer.
 
 use std::sync::Arc;
 
@@ -46,15 +46,15 @@ fn gradients_over_nf4_are_those_over_its_dequantized_weight() {
         };
         let found = run(Linear::quantized(packed.shallow_clone(), None).unwrap());
         let expected = run(Linear::dense(dense.shallow_clone(), None).unwrap());
-        for (place, (found, expected)) in found.iter().zip(&expected).enumerate() {
+        for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
             // Sums of 128 fp32 products in another order; a kernel may round x to 16-bit words.
             let apart = distance(found, expected);
-            assert!(apart < 1e-3, "{place}: {apart:e}");
+            assert!(apart < 1e-3, "{index}: {apart:e}");
         }
     }
 }
 
-/// Two packed layers with an activation between.
+/// Two quantized layers with an activation between them.
 fn model() -> Host {
     let layers = [("up", nf4(128, 64, 1.0)), ("down", nf4(64, 128, 2.0))];
     let mut host = Host {

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn dora_under_autocast_has_the_kinds_and_numbers_of_lora_under_it() {
+fn dora_under_autocast_has_the_dtypes_and_values_of_lora_under_autocast() {
     let _generator = crate::common::generator();
     for lora_dropout in [0.0, 0.25] {
         let mut host = host();
