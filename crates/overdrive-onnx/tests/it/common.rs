@@ -1,4 +1,4 @@
-//! What the tests of this crate share.
+//! Helpers that the tests of this crate share.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -78,7 +78,7 @@ pub(crate) fn nodes<'m>(model: &'m ModelProto, op: &str) -> Vec<&'m NodeProto> {
     nodes.filter(|node| node.op_type() == op).collect()
 }
 
-/// An input of the model, for all sides the same.
+/// An input that the model and ONNX Runtime both get.
 #[derive(Debug)]
 pub(crate) struct Scene {
     pub(crate) name: &'static str,
@@ -88,7 +88,7 @@ pub(crate) struct Scene {
 }
 
 impl Scene {
-    /// Rows of `tokens`, of which row `r` has `r · padding` places of padding.
+    /// Rows of `tokens`, of which row `r` has `r · padding` positions of padding.
     pub(crate) fn new(
         name: &'static str,
         model: &CausalLm,
@@ -114,7 +114,7 @@ impl Scene {
         }
     }
 
-    /// The usual ones: one text, a batch with padding on the left and on the right, one token.
+    /// The usual inputs: one sequence, a batch with padding on the left and on the right, one token.
     pub(crate) fn usual(model: &CausalLm) -> Vec<Scene> {
         vec![
             Scene::new("text", model, [1, 21], 0, true),
@@ -131,7 +131,7 @@ impl Scene {
         tch::no_grad(|| model.forward(input).unwrap()).to_kind(Kind::Float)
     }
 
-    /// The tokens that a greedy reader of `model` adds.
+    /// The tokens of a greedy continuation by `model`.
     pub(crate) fn greedy(&self, model: &CausalLm, count: usize) -> Tensor {
         let mut cache = DynamicCache::new(model.num_layers());
         let [mut ids, mut mask, mut positions] =
@@ -152,16 +152,16 @@ impl Scene {
     }
 }
 
-/// What a case of `check_onnx.py` promises.
+/// The checks that a case of `check_onnx.py` must pass.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Promise {
     pub(crate) tolerance: f64,
-    /// Whether the scenes are fed through the cache as well.
+    /// If `true`, the inputs are fed through the cache as well.
     pub(crate) parts: bool,
     pub(crate) greedy: bool,
-    /// Whether several tokens of several rows may follow others.
+    /// If `true`, several tokens of several rows may follow past ones.
     pub(crate) batches_continue: bool,
-    /// Whether products with 8-bit weights are to be those of floats.
+    /// If `true`, matmuls with 8-bit weights must equal those of floats.
     pub(crate) exact_products: bool,
 }
 
@@ -177,7 +177,7 @@ impl Default for Promise {
     }
 }
 
-/// Writes beside `model.onnx` what `reference` computes.
+/// Writes the outputs of `reference` beside `model.onnx`.
 pub(crate) fn write_case(folder: &Path, reference: &CausalLm, scenes: &[Scene], promise: Promise) {
     let mut tensors: Vec<(String, Tensor)> = Vec::new();
     let parts = |scene: &Scene| {

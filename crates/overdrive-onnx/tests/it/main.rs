@@ -1,4 +1,4 @@
-//! Written ONNX models: their structure, and their numbers in ONNX Runtime.
+//! Written ONNX models: their structure, and their logits in ONNX Runtime.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod common;

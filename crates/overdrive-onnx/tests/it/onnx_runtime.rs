@@ -1,4 +1,4 @@
-//! Exported graphs in ONNX Runtime, beside the models that they were made of.
+//! Exported graphs in ONNX Runtime, compared with the models that they were made from.
 
 use std::fs;
 use std::path::PathBuf;
@@ -35,7 +35,7 @@ impl Cases {
         folder
     }
 
-    /// Exports `model`; what comes out is to be what the model itself computes.
+    /// Exports `model`; ONNX Runtime must compute what the model itself computes.
     fn add(&mut self, name: &str, model: &mut CausalLm, options: &ExportOptions, promise: Promise) {
         let folder = self.folder(name);
         export(model, folder.join("model.onnx"), options).unwrap();
@@ -74,7 +74,7 @@ fn every_opset_and_form_of_attention_computes_the_same() {
     let Some(python) = python() else { return };
     let mut cases = Cases::new();
     for opset in 18..=26 {
-        // GELU, norms, rotation and windows are where operator sets differ.
+        // The operator sets differ in GELU, norms, rotation and windows.
         for case in ["gpt2", "gemma3", "qwen2_sliding"] {
             let options = ExportOptions {
                 opset,
@@ -163,7 +163,7 @@ fn the_last_logits_alone_are_those_of_the_last_token() {
     let folder = cases.folder("last");
     export(&mut model, folder.join("model.onnx"), &options).unwrap();
     let scenes = [Scene::new("token", &model, [2, 1], 0, true)];
-    // Greedy reading takes the last logits of longer texts as well.
+    // Greedy decoding takes the last logits of longer sequences as well.
     write_case(&folder, &model, &scenes, Promise::default());
     cases.check(&python);
 }
@@ -227,7 +227,7 @@ fn quantized_cases(cases: &mut Cases, activations: Activations, promise: Promise
 }
 
 #[test]
-fn quantized_weights_are_the_numbers_of_the_dequantized_model() {
+fn quantized_weights_give_the_logits_of_the_dequantized_model() {
     let Some(python) = python() else { return };
     let mut cases = Cases::new();
     quantized_cases(&mut cases, Activations::Float, Promise::default());
@@ -245,7 +245,7 @@ fn a_quantized_table_beside_another_head_is_looked_up() {
     let [(_, untied), (_, tied), ..] = &quantizable()[..] else {
         panic!("two models");
     };
-    // Of the tied model the head takes the table along; beside that of the other it is dense.
+    // The head of the tied model shares the quantized table; that of the other model is dense.
     for (name, config) in [("untied", untied), ("tied", tied)] {
         for scheme in ["int8", "int4-g32", "int4-g64-asym", "nf4", "fp8"] {
             let folder = cases.folder(&format!("table_{name}_{scheme}"));
@@ -305,7 +305,7 @@ fn int8_activations_by_token_are_those_of_our_own_kernels() {
 }
 
 #[test]
-fn a_merged_adapter_is_in_the_weights() {
+fn a_merged_adapter_is_part_of_the_written_weights() {
     let Some(python) = python() else { return };
     let mut cases = Cases::new();
     for (name, quantization) in [("dense", None), ("int8", Some("int8-weight"))] {
@@ -340,7 +340,7 @@ fn a_merged_adapter_is_in_the_weights() {
     cases.check(&python);
 }
 
-/// Its codes are its own then: those of the table, under one name with it, would be another head's.
+/// The merged head has codes of its own; a graph with one name for both would give it those of the table.
 #[test]
 fn a_quantized_head_that_was_tied_until_an_adapter_was_merged_keeps_its_codes() {
     let Some(python) = python() else { return };

@@ -1,4 +1,4 @@
-//! What is in the files, without a runtime.
+//! The contents of the files, without a runtime.
 
 mod quantized;
 mod refusals;
@@ -36,7 +36,7 @@ fn quantized(scheme: &str) -> CausalLm {
     model
 }
 
-/// The numbers of a tensor, wherever they are.
+/// The bytes of a tensor, from the graph or from the file beside it.
 fn bytes(dir: &Path, tensor: &TensorProto) -> Vec<u8> {
     if tensor.data_location != Some(EXTERNAL) {
         return tensor.raw_data().to_vec();
@@ -126,7 +126,7 @@ fn inputs_and_outputs_have_the_names_and_dimensions_of_hugging_faces_exporter() 
 }
 
 #[test]
-fn without_a_cache_and_with_the_last_logits_alone_the_signature_says_so() {
+fn the_signature_shows_a_missing_cache_and_the_last_logits() {
     let options = ExportOptions {
         use_cache: false,
         logits: LogitsFor::Last,
@@ -148,7 +148,7 @@ fn without_a_cache_and_with_the_last_logits_alone_the_signature_says_so() {
 }
 
 #[test]
-fn every_value_that_a_node_takes_is_there_before_it_and_made_once() {
+fn every_input_of_a_node_is_produced_once_and_before_the_node() {
     for case in CASES {
         for opset in [18, 21, 23] {
             let options = ExportOptions {
@@ -216,7 +216,7 @@ fn dense_weights_are_written_transposed_and_a_tied_head_once() {
     assert_eq!(tensor.dims, turned);
     let expected = Vec::<f32>::try_from(weight.tr().contiguous().view([-1])).unwrap();
     assert_eq!(floats(&bytes(dir.path(), tensor)), expected);
-    // The embedding is there, and the head is that table, transposed by a node.
+    // The file holds the embedding, and a node transposes it for the head.
     initializer(&proto, "model.embed_tokens.weight");
     let graph = proto.graph.as_ref().unwrap();
     assert!(
@@ -225,7 +225,7 @@ fn dense_weights_are_written_transposed_and_a_tied_head_once() {
             .iter()
             .any(|tensor| tensor.name().starts_with("lm_head"))
     );
-    // GPT-2's are transposed already.
+    // GPT-2's weights are stored transposed already.
     let mut model = fixture("gpt2");
     let parameters: std::collections::HashMap<_, _> =
         model.named_parameters().into_iter().collect();
@@ -235,7 +235,7 @@ fn dense_weights_are_written_transposed_and_a_tied_head_once() {
 }
 
 #[test]
-fn weights_in_a_file_of_their_own_begin_at_pages_and_are_the_same_numbers() {
+fn weights_in_a_separate_file_begin_at_pages_and_have_the_same_values() {
     let (inline_dir, inline) = exported(&mut model(), &ExportOptions::default());
     let options = ExportOptions {
         external_data: ExternalData::Always,
@@ -335,7 +335,7 @@ fn newer_operator_sets_use_their_operators() {
 }
 
 #[test]
-fn a_folder_holds_what_optimum_reads() {
+fn an_exported_folder_has_the_files_that_optimum_reads() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("new/folder");
     let mut model = fixture("qwen2");
@@ -366,7 +366,7 @@ fn a_failed_export_leaves_the_older_one_and_nothing_else() {
     export(&mut quantized("fp8"), &path, &refused).unwrap_err();
     assert_eq!(fs::read(&path).unwrap(), before);
     assert_eq!(names(dir.path()), ["model.onnx", "model.onnx_data"]);
-    // A folder in the place of the file: the rename fails.
+    // A folder with the name of the file: the rename fails.
     let taken = dir.path().join("taken");
     fs::create_dir_all(taken.join("inside")).unwrap();
     let error = export(&mut model(), &taken, &ExportOptions::default()).unwrap_err();

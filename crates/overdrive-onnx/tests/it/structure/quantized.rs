@@ -16,7 +16,7 @@ fn each_scheme_is_written_for_the_operator_that_multiplies_it() {
     };
     let (_dir, proto) = exported(&mut quantized("int8"), &ExportOptions::default());
     assert_eq!(nodes(&proto, "MatMulInteger").len(), 14);
-    // q, k and v take the same codes, gate and up too: four a layer.
+    // Query, key and value share codes, and so do gate and up: four for each layer.
     assert_eq!(nodes(&proto, "QuantizeLinear").len(), 8);
     assert_eq!(part(&proto, "quantized"), (vec![64, 128], data_type::INT8));
 
@@ -111,7 +111,7 @@ fn groups_that_no_operator_reads_are_refused_or_written_in_full() {
                     bits: 4,
                     codes: Tensor::ones([64, 32], (Kind::Uint8, tch::Device::Cpu)) * 0x35,
                     scales: Tensor::ones([64, 2], (Kind::Float, tch::Device::Cpu)) * 0.01,
-                    // 7.3 steps: no integer is the code of 0.
+                    // An offset of 7.3 steps: no integer code stands for 0.
                     offsets: Some(Tensor::ones([64, 2], (Kind::Float, tch::Device::Cpu)) * -0.073),
                     order: None,
                 })?;

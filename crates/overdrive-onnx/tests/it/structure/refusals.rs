@@ -21,13 +21,13 @@ fn an_adapter_that_is_not_merged_is_refused_by_name() {
          weights; merge them with `overdrive_lora::merge_and_unload`, or remove them with `unload`"
     );
     assert!(names(dir.path()).is_empty());
-    // Merged but not taken out, it is a part of the weights.
+    // A merged adapter is part of the weights, even while the layer still holds it.
     overdrive_lora::merge_adapters(&mut model, None, &Default::default()).unwrap();
     export(&mut model, &path, &ExportOptions::default()).unwrap();
 }
 
 #[test]
-fn options_that_do_not_fit_are_refused_with_what_would() {
+fn invalid_options_are_refused_with_the_allowed_values() {
     let dir = tempfile::tempdir().unwrap();
     let refused = |options: ExportOptions| {
         let error = export(&mut model(), dir.path().join("m.onnx"), &options).unwrap_err();
