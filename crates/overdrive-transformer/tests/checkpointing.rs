@@ -1,6 +1,6 @@
-//! Gradients of checkpointed models: those of the plain run, bit for bit, with dropout, in fp32 and
-//! under autocast, whatever is recomputed. A target of its own, since seeds belong to the process and every
-//! checkpoint saves and sets their state.
+//! Gradients of checkpointed models: they equal those of the plain run bit for bit, with dropout, in fp32 and
+//! under autocast, for every schedule. This is a test target of its own, as libtorch's generators belong to the
+//! process and every checkpoint saves and sets their state.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::Mutex;
@@ -12,7 +12,7 @@ use overdrive_transformer::{
 };
 use tch::{Device, Kind, Tensor};
 
-/// The generator that dropout draws from is the process's.
+/// Dropout draws from the generator of the process, so the tests run one at a time.
 static GENERATOR: Mutex<()> = Mutex::new(());
 
 fn llama() -> ModelConfig {
@@ -128,12 +128,12 @@ fn a_schedule_that_does_not_fit_the_model_is_an_error() {
 }
 
 #[test]
-fn selective_checkpointing_keeps_the_products_and_the_attention_of_fused_blocks() {
+fn selective_checkpointing_saves_the_matmuls_and_the_attention_of_fused_blocks() {
     use overdrive_sys::dispatch_mode::{DispatchMode, OperatorCall, push_mode};
     use std::cell::Cell;
     use std::rc::Rc;
 
-    /// Counts what runs under the names of this library's kernels.
+    /// Counts the calls by the names of this library's kernels.
     #[derive(Default)]
     struct Count(Cell<usize>);
     impl DispatchMode for Count {
@@ -145,7 +145,7 @@ fn selective_checkpointing_keeps_the_products_and_the_attention_of_fused_blocks(
         }
     }
 
-    // Checkpoints put the generator's state back: in another test's middle, if it ran beside this one.
+    // Checkpoints restore the generator's state, also in the middle of another test that runs beside this one.
     let _alone = GENERATOR.lock().unwrap();
     let model = |policy| {
         let mut model = CausalLm::new(&llama(), &InitOptions::default()).unwrap();
@@ -166,7 +166,7 @@ fn selective_checkpointing_keeps_the_products_and_the_attention_of_fused_blocks(
         drop(guard);
         count.0.get()
     };
-    // Query-key-value, attention, output, gate-up; the last product of a block saves nothing itself.
+    // Query-key-value, attention, output, gate-up; the last matmul of a block saves nothing itself.
     assert!(ran(SavePolicy::Nothing) >= 5 * 4);
     assert_eq!(ran(SavePolicy::MatmulsAndAttention), 0);
 }

@@ -1,5 +1,5 @@
-//! What loading takes and says, and shards that do not fit. One test reads the process's memory
-//! statistics, so all of this file take turns.
+//! The memory and the progress of loading, and shards that do not fit. One test reads the memory statistics of
+//! the process, so the tests of this file run one at a time.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 #[path = "it/common.rs"]
@@ -22,7 +22,7 @@ fn alone() -> MutexGuard<'static, ()> {
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The most that tensors took while `make` ran, beyond what they took before, and what they take now.
+/// Returns the model, and the peak and the final tensor memory of `make`, both beyond the memory before it.
 fn measured(make: impl FnOnce() -> CausalLm) -> (CausalLm, u64, u64) {
     let before = memory::stats(Device::Cpu).unwrap().allocated_bytes;
     memory::reset_peak(Device::Cpu).unwrap();
@@ -72,13 +72,13 @@ fn loading_takes_the_memory_of_the_model_and_no_copy_beside_it() {
         let (_model, peak, live) = measured(load);
         println!("{kind:?}: peak {peak}, model {}", size * parameters);
         assert!(live >= size * parameters);
-        // What is not the model's is headers of allocations: not one tensor, and no shard.
+        // The rest is headers of allocations: not one tensor, and no shard.
         assert!(peak < size * parameters + 10_000, "{kind:?}: {peak}");
     }
 }
 
 #[test]
-fn progress_is_told_from_nothing_to_all_bytes() {
+fn progress_is_reported_from_zero_to_all_bytes() {
     let _turn = alone();
     let seen: Arc<Mutex<Vec<(u64, u64)>>> = Arc::default();
     let told = seen.clone();
@@ -86,7 +86,7 @@ fn progress_is_told_from_nothing_to_all_bytes() {
         progress: Some(LoadProgress::new(move |done, all| {
             told.lock().unwrap().push((done, all));
         })),
-        // What counts is what is read, whatever it becomes.
+        // The bytes that are read count, whatever the dtype in memory.
         kind: Some(Kind::Half),
         ..LoadOptions::default()
     };
@@ -147,7 +147,7 @@ fn a_shard_cut_short_or_of_another_format_is_named() {
 }
 
 #[test]
-fn a_shard_that_lies_is_found_out() {
+fn a_shard_that_contradicts_the_index_is_refused() {
     let _turn = alone();
     let dir = copy_of("llama_sharded");
     let path = dir.path().join(SECOND);
@@ -201,7 +201,7 @@ fn a_tensor_in_two_shards_is_taken_from_the_one_that_the_index_names() {
 }
 
 #[test]
-fn parameters_of_several_kinds_keep_theirs() {
+fn parameters_of_several_dtypes_keep_their_dtypes() {
     let _turn = alone();
     let dir = copy_of("llama_gqa");
     let path = dir.path().join("model.safetensors");

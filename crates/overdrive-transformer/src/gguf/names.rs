@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_heads_are_taken_from_pairs() {
+    fn rows_of_heads_are_reordered_from_adjacent_pairs() {
         let config = LlamaConfig {
             hidden_size: 8,
             num_attention_heads: 2,

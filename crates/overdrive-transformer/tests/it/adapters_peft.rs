@@ -1,7 +1,7 @@
 //! Whole models with adapters against PEFT, in both directions, on the folders that
 //! `overdrive-lora/tests/fixtures/gen_peft.py` makes.
 //!
-//! With `OVERDRIVE_PEFT_OUT=DIR` what is written for PEFT stays in `DIR`, for
+//! With `OVERDRIVE_PEFT_OUT=DIR` the folders that are written for PEFT stay in `DIR`, for
 //! `overdrive-lora/tests/fixtures/check_peft.py DIR`.
 
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ use overdrive_transformer::{CausalLm, Execution, ForwardInput, LoadOptions};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
-/// As in `parity.rs`: two layers of fp32 products in another order, logits of about 0.5.
+/// As in `parity.rs`: two layers of fp32 matmuls summed in another order, logits of about 0.5.
 const TOLERANCE: f64 = 1e-5;
 
 fn fixtures(family: &str) -> PathBuf {
@@ -139,7 +139,7 @@ fn adapters_that_peft_saved_give_pefts_logits() {
     }
 }
 
-/// What learns, by PEFT's names, and how much that is.
+/// Checks the names and the number of the trainable parameters against PEFT's.
 fn check_counts(model: &mut CausalLm, dir: &Path) {
     let text = std::fs::read_to_string(dir.join("counts.json")).unwrap();
     let counts: Value = serde_json::from_str(&text).unwrap();
@@ -259,7 +259,7 @@ fn configs(family: &str) -> Vec<(&'static str, LoraConfig)> {
     all
 }
 
-/// Numbers that depend on nothing else.
+/// Deterministic values of the shape `size`.
 fn numbers(size: &[i64], salt: f64) -> Tensor {
     let count: i64 = size.iter().product();
     let wild =
@@ -291,10 +291,10 @@ fn adapters_saved_here_load_again_and_are_left_for_peft_to_check() {
             .unwrap();
             let parameters = trainable_parameters(&mut model).unwrap();
             tch::no_grad(|| {
-                for (place, (_, parameter)) in parameters.iter().enumerate() {
+                for (index, (_, parameter)) in parameters.iter().enumerate() {
                     let _ = parameter
                         .shallow_clone()
-                        .g_add_(&numbers(&parameter.size(), place as f64));
+                        .g_add_(&numbers(&parameter.size(), index as f64));
                 }
             });
             let got = logits(&model, &ids);

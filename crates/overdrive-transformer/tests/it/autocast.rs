@@ -6,7 +6,7 @@ use overdrive_transformer::{Execution, ForwardInput, LabelShift};
 use tch::{Device, Kind};
 
 #[test]
-fn autocast_computes_products_in_bf16_and_the_loss_and_gradients_in_fp32() {
+fn autocast_computes_matmuls_in_bf16_and_the_loss_and_gradients_in_fp32() {
     for case in CASES {
         let (mut model, want) = (load(case), expected(case));
         model.set_requires_grad(true).unwrap();

@@ -1,4 +1,4 @@
-//! Folders out and in: what is written, what transformers makes of it, and what is refused.
+//! Saving and loading folders: their tensors, transformers' logits from them, and folders that are refused.
 
 use std::collections::HashMap;
 use std::fs;
@@ -255,7 +255,7 @@ fn names_without_the_prefix_of_the_decoder_are_read_as_well() {
                 (bare, tensor)
             })
             .chain([
-                // What older versions wrote beside the weights.
+                // Buffers that older versions wrote beside the weights.
                 (
                     "h.0.attn.bias".to_owned(),
                     Tensor::ones([1, 1, 64, 64], tch::kind::FLOAT_CPU),
@@ -458,7 +458,7 @@ fn configurations_that_cannot_be_computed_are_refused_with_the_way_out() {
 }
 
 #[test]
-fn rotary_scaling_is_read_in_the_words_of_transformers_4_as_well() {
+fn rotary_scaling_of_transformers_4_is_read() {
     let parse = |text: &str| match ModelConfig::from_json(text).unwrap() {
         ModelConfig::Llama(config) => config,
         other => panic!("{other:?}"),

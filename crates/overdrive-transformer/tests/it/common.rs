@@ -1,4 +1,4 @@
-//! What the tests of this crate share.
+//! Helpers that the tests of this crate share.
 #![allow(dead_code, reason = "each test uses a part of it")]
 
 use std::collections::HashMap;
@@ -66,7 +66,7 @@ pub(crate) fn load(case: &str) -> CausalLm {
     CausalLm::from_pretrained(fixture(case), &Default::default()).unwrap()
 }
 
-/// What transformers computed.
+/// The tensors that transformers computed.
 pub(crate) fn expected(case: &str) -> HashMap<String, Tensor> {
     let path = fixture(case).join("expected.safetensors");
     Tensor::read_safetensors(path)

@@ -1,4 +1,4 @@
-//! Models from GGUF files against transformers with the same numbers.
+//! Models from GGUF files against transformers with the same weights.
 
 use std::path::PathBuf;
 
@@ -55,7 +55,7 @@ fn logits_of_every_architecture_equal_those_of_transformers() {
 }
 
 #[test]
-fn packed_models_compute_with_the_numbers_of_their_file() {
+fn quantized_models_compute_with_the_values_of_their_file() {
     for name in ["llama", "qwen2", "gemma3"] {
         let path = fixture(&format!("{name}.gguf"));
         let mut model = CausalLm::from_gguf(path, &LoadOptions::default()).unwrap();
@@ -68,7 +68,7 @@ fn packed_models_compute_with_the_numbers_of_their_file() {
     }
 }
 
-/// Products for a few rows may round activations to 8 bits: not here.
+/// Sets activations to floats, as the kernels for a few rows may round them to 8 bits.
 fn exactly(model: &mut CausalLm) {
     let visited = model.visit_linears(&mut |_, linear| {
         if let LinearWeight::Quantized(weight) = linear.weight() {
@@ -81,7 +81,7 @@ fn exactly(model: &mut CausalLm) {
 }
 
 #[test]
-fn metadata_become_the_configuration() {
+fn metadata_becomes_the_configuration() {
     let ModelConfig::Llama(llama) = config("llama") else {
         panic!("a Llama");
     };
@@ -136,7 +136,7 @@ fn metadata_become_the_configuration() {
 }
 
 #[test]
-fn a_file_can_be_quantized_anew_and_in_another_kind() {
+fn a_file_can_be_requantized_and_loaded_in_another_dtype() {
     let options = LoadOptions {
         kind: Some(Kind::BFloat16),
         quantization: Some(QuantizeOptions::new(Scheme::Int8WeightOnly)),
@@ -149,17 +149,17 @@ fn a_file_can_be_quantized_anew_and_in_another_kind() {
 }
 
 #[test]
-fn what_a_file_lacks_is_named() {
+fn missing_metadata_and_tensors_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
     let bytes = std::fs::read(fixture("llama.gguf")).unwrap();
     let replaced = |from: &str, to: &str| {
-        let place = bytes
+        let offset = bytes
             .windows(from.len())
             .position(|part| part == from.as_bytes())
             .unwrap();
         let mut bytes = bytes.clone();
-        bytes[place..place + to.len()].copy_from_slice(to.as_bytes());
+        bytes[offset..offset + to.len()].copy_from_slice(to.as_bytes());
         std::fs::write(&path, bytes).unwrap();
         CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap_err()
     };
@@ -174,7 +174,7 @@ fn what_a_file_lacks_is_named() {
         error.to_string(),
         "`llama.block_count` is missing; it must be a positive integer"
     );
-    // The architecture's name is the first text of that length.
+    // The architecture's name is the first string of that length.
     let error = replaced("llama", "lamma").to_string();
     assert_eq!(
         error,

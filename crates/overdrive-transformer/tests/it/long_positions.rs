@@ -1,5 +1,5 @@
-//! Positions far beyond what was trained, scalings and windows, against transformers; what
-//! `fixtures/gen_checkpoints.py` makes.
+//! Positions far beyond the trained context, scalings and windows, against transformers, on the fixtures of
+//! `fixtures/gen_checkpoints.py`.
 
 use crate::common::{CASES, copy_of, edit_config, expected, load, max_difference, max_magnitude};
 use overdrive_kv_cache::{DynamicCache, KvCache, KvView};
@@ -44,21 +44,21 @@ fn logits_at_positions_around_100_000_equal_transformers() {
 }
 
 #[test]
-fn greedy_text_over_a_cache_equals_that_of_transformers_past_the_original_context() {
+fn greedy_tokens_over_a_cache_equal_those_of_transformers_past_the_original_context() {
     for case in CASES {
         let (model, want) = (load(case), expected(case));
         let greedy = &want["greedy"];
         let mut cache = DynamicCache::new(model.num_layers());
         let mut next = greedy.narrow(1, 0, 8);
-        for place in 8..greedy.size()[1] {
+        for position in 8..greedy.size()[1] {
             let input = ForwardInput::new(&next)
                 .with_cache(&mut cache)
                 .with_logits(Logits::Last);
             let logits = model.forward(input).unwrap();
-            // The fixture was asked for at least so many tokens: the one that ends a text is no choice.
+            // The fixture was asked for at least so many tokens: the end-of-sequence token is excluded.
             let _same = logits.narrow(-1, 127, 1).fill_(f64::NEG_INFINITY);
             next = logits.argmax(-1, false);
-            assert_eq!(next, greedy.narrow(1, place, 1), "{case} at {place}");
+            assert_eq!(next, greedy.narrow(1, position, 1), "{case} at {position}");
         }
     }
 }
@@ -96,7 +96,7 @@ fn a_scaling_gives_the_context_that_it_was_made_for() {
 }
 
 #[test]
-fn windows_and_frequencies_are_told_by_layer() {
+fn windows_and_frequencies_are_returned_by_layer() {
     let gemma3 = load("gemma3");
     assert_eq!(gemma3.layer_windows(), [Some(5), None, Some(5)]);
     let local = gemma3.rotary_inverse_frequencies(0).unwrap();
@@ -120,7 +120,7 @@ fn windows_and_frequencies_are_told_by_layer() {
 }
 
 #[test]
-fn gemma_is_read_in_the_words_of_transformers_4_as_well() {
+fn gemma_configurations_of_transformers_4_are_read() {
     let parse = |text: &str| match ModelConfig::from_json(text).unwrap() {
         ModelConfig::Llama(config) => config,
         other => panic!("{other:?}"),
@@ -230,7 +230,7 @@ fn bounded_logits_are_bounded_and_their_loss_as_well() {
         .forward(ForwardInput::new(&want["input_ids"]))
         .unwrap();
     assert!(max_magnitude(&logits) < 4.0);
-    // The bounds of the fixture are felt: without them the result is another.
+    // The bounds of the fixture matter: without them the result differs.
     let dir = copy_of("gemma2");
     for key in ["final_logit_softcapping", "attn_logit_softcapping"] {
         edit_config(dir.path(), |config| {
@@ -273,7 +273,7 @@ fn a_norm_of_one_plus_weight_follows_its_weight() {
     assert!(max_difference(&run(), &before) > 0.1);
 }
 
-/// A cache that says its attention never reaches further back than `span`.
+/// A cache whose attention never reaches further back than `span`.
 #[derive(Debug)]
 struct Bounded {
     inner: DynamicCache,
@@ -337,7 +337,7 @@ impl KvCache for Bounded {
 }
 
 #[test]
-fn a_rotary_model_goes_beyond_its_context_over_a_cache_that_forgets() {
+fn a_rotary_model_exceeds_its_context_over_a_cache_that_drops_tokens() {
     let ids = Tensor::full([1, 1], 5, (Kind::Int64, Device::Cpu));
     let step = |case: &str, past: i64, span: Option<i64>| {
         let model = load(case);

@@ -29,8 +29,8 @@ fn model(config: impl Into<ModelConfig>, seed: u64) -> CausalLm {
 
 /// Ids below `vocab`, scattered, the same at every run.
 fn tokens(size: [i64; 2], vocab: i64) -> Tensor {
-    let place = Tensor::arange(size[0] * size[1], tch::kind::INT64_CPU);
-    (&place * &place * 7919 + place * 104_729)
+    let index = Tensor::arange(size[0] * size[1], tch::kind::INT64_CPU);
+    (&index * &index * 7919 + index * 104_729)
         .remainder(vocab)
         .view(size)
 }
@@ -101,7 +101,7 @@ fn parameters_start_as_those_of_transformers() {
 }
 
 #[test]
-fn an_untrained_model_is_as_surprised_as_chance() {
+fn the_loss_of_an_untrained_model_is_that_of_a_uniform_guess() {
     let model = model(small(), 0);
     let ids = tokens([4, 32], 500);
     let loss = model

@@ -1,4 +1,4 @@
-//! Texts packed into one row: the losses and gradients of each text alone.
+//! Sequences packed into one row have the losses and gradients of each sequence alone.
 
 use overdrive_attention::PackedLengths;
 use overdrive_transformer::{
@@ -43,9 +43,9 @@ fn model(config: &ModelConfig, execution: Execution) -> CausalLm {
     model
 }
 
-/// The texts, `(1, T)` each, and their labels; the middle of the longest is not learned.
-fn texts() -> Vec<(Tensor, Tensor)> {
-    let text = |(index, len): (usize, &i64)| {
+/// The sequences, `(1, T)` each, and their labels; the middle of the longest has ignored labels.
+fn sequences() -> Vec<(Tensor, Tensor)> {
+    let sequence = |(index, len): (usize, &i64)| {
         let ids: Vec<i64> = (0..*len)
             .map(|at| (at * 13 + index as i64 * 29) % 64)
             .collect();
@@ -58,7 +58,7 @@ fn texts() -> Vec<(Tensor, Tensor)> {
         let row = |numbers: &[i64]| Tensor::from_slice(numbers).unsqueeze(0);
         (row(&ids), row(&labels))
     };
-    LENGTHS.iter().enumerate().map(text).collect()
+    LENGTHS.iter().enumerate().map(sequence).collect()
 }
 
 fn gradients(model: &CausalLm) -> Vec<(String, Tensor)> {
@@ -91,7 +91,7 @@ fn executions() -> Vec<Execution> {
     all
 }
 
-/// Sums of at most a few hundred products in another order: 1e-5 of what there is.
+/// Sums of at most a few hundred products in another order: 1e-5 of the largest element.
 fn assert_near(a: &Tensor, b: &Tensor, what: &str) {
     let difference = (a - b).abs().max().double_value(&[]);
     let scale = b.abs().max().double_value(&[]).max(1.0);
@@ -102,12 +102,12 @@ fn assert_near(a: &Tensor, b: &Tensor, what: &str) {
 }
 
 #[test]
-fn losses_and_gradients_of_packed_texts_are_those_of_each_text_alone() {
-    let texts = texts();
+fn losses_and_gradients_of_packed_sequences_are_those_of_each_sequence_alone() {
+    let sequences = sequences();
     let join = |part: fn(&(Tensor, Tensor)) -> &Tensor| {
-        Tensor::cat(&texts.iter().map(part).collect::<Vec<_>>(), 1)
+        Tensor::cat(&sequences.iter().map(part).collect::<Vec<_>>(), 1)
     };
-    let (ids, labels) = (join(|text| &text.0), join(|text| &text.1));
+    let (ids, labels) = (join(|sequence| &sequence.0), join(|sequence| &sequence.1));
     let lengths = PackedLengths::from_lengths(&LENGTHS, Device::Cpu).unwrap();
     for config in [llama(None), llama(Some(4)), gpt2()] {
         for execution in executions() {
@@ -115,7 +115,7 @@ fn losses_and_gradients_of_packed_texts_are_those_of_each_text_alone() {
             let model = model(&config, execution);
             let mut sum = Tensor::zeros([], (Kind::Float, Device::Cpu));
             let mut tokens = 0;
-            for (ids, labels) in &texts {
+            for (ids, labels) in &sequences {
                 let loss = model.loss(ids, labels, LabelShift::HuggingFace).unwrap();
                 sum += &loss.sum;
                 tokens += loss.tokens;
@@ -138,7 +138,7 @@ fn losses_and_gradients_of_packed_texts_are_those_of_each_text_alone() {
 }
 
 #[test]
-fn no_text_in_a_pack_sees_another() {
+fn no_packed_sequence_attends_to_another() {
     let _no_grad = tch::no_grad_guard();
     let lengths = PackedLengths::from_lengths(&[5, 6], Device::Cpu).unwrap();
     let ids = Tensor::arange(11, (Kind::Int64, Device::Cpu)).unsqueeze(0);
@@ -174,7 +174,7 @@ fn sequences_that_do_not_fit_the_row_are_refused() {
             .with_attention_mask(&mask),
     );
     assert!(text.contains("attention_mask"), "{text}");
-    // 17 tokens are more than the context; two texts of them are not.
+    // 17 tokens exceed the context; two sequences that have 17 tokens together do not.
     let ids = Tensor::zeros([1, 17], (Kind::Int64, Device::Cpu));
     assert!(model.forward(ForwardInput::new(&ids)).is_err());
     let fitting = lengths(&[9, 8]);

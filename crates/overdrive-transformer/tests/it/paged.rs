@@ -1,4 +1,4 @@
-//! Many texts of different lengths in one row, over a paged cache: each equals its own run without one.
+//! Many sequences of different lengths in one row over a paged cache: each equals its own run without a cache.
 
 use crate::common::{CASES, load, max_difference};
 use overdrive_kv_cache::{Error, PagedCache, PagedCacheConfig, SequenceId};
@@ -29,7 +29,7 @@ fn cache(model: &CausalLm, blocks: usize) -> PagedCache {
     .unwrap()
 }
 
-/// The logits after each of these texts, `(texts, V)`, in one step.
+/// The logits after each of these sequences, `(N, V)`, in one step.
 fn step(model: &CausalLm, cache: &mut PagedCache, parts: &[(SequenceId, &[i64])]) -> Tensor {
     let mut batch = cache.batch(parts).unwrap();
     let (ids, positions) = (batch.input_ids().unwrap(), batch.position_ids().unwrap());
@@ -43,8 +43,8 @@ fn step(model: &CausalLm, cache: &mut PagedCache, parts: &[(SequenceId, &[i64])]
     logits.squeeze_dim(0)
 }
 
-fn uncached(model: &CausalLm, text: &[i64]) -> Tensor {
-    let ids = Tensor::from_slice(text).unsqueeze(0);
+fn uncached(model: &CausalLm, sequence: &[i64]) -> Tensor {
+    let ids = Tensor::from_slice(sequence).unsqueeze(0);
     let input = ForwardInput::new(&ids).with_logits(Logits::Last);
     tch::no_grad(|| model.forward(input)).unwrap().reshape([-1])
 }
@@ -53,20 +53,20 @@ fn most_likely(logits: &Tensor) -> i64 {
     logits.argmax(-1, false).int64_value(&[])
 }
 
-/// Their rotation depends on how long the longest text is at the moment, so that keys of a cache, of
-/// whatever kind, are not those of a run without one.
+/// Their rotation depends on the length of the longest sequence of a step, so the keys of any cache differ from
+/// those of a run without one.
 const LENGTH_DEPENDENT: [&str; 2] = ["llama_dynamic_rope", "llama_longrope"];
 
-/// A text on its way: `fed` of its tokens are in the cache.
+/// A sequence in progress: `fed` of its tokens are in the cache.
 struct Running {
     id: SequenceId,
-    text: Vec<i64>,
+    tokens: Vec<i64>,
     fed: usize,
 }
 
-/// Texts join one after another, prompts go in by chunks while others decode, all in the same row.
+/// Sequences join one after another, and prompts are fed in chunks while others decode, all in the same row.
 #[test]
-fn texts_in_one_row_equal_each_text_alone_token_for_token() {
+fn sequences_in_one_row_equal_each_sequence_alone_token_for_token() {
     const NEW: usize = 10;
     let cases = CASES.into_iter();
     for case in cases.filter(|case| !LENGTH_DEPENDENT.contains(case)) {
@@ -84,16 +84,16 @@ fn texts_in_one_row_equal_each_text_alone_token_for_token() {
                 let (id, fed) = cache.add(prompt).unwrap();
                 running.push(Running {
                     id,
-                    text: prompt.clone(),
+                    tokens: prompt.clone(),
                     fed,
                 });
             }
             let mut parts = Vec::new();
-            for (place, text) in running.iter().enumerate() {
-                if text.text.len() < prompts[place].len() + NEW {
-                    let rest = &text.text[text.fed..];
+            for (index, sequence) in running.iter().enumerate() {
+                if sequence.tokens.len() < prompts[index].len() + NEW {
+                    let rest = &sequence.tokens[sequence.fed..];
                     let most = chunk.next().unwrap();
-                    parts.push((place, rest[..rest.len().min(most)].to_vec()));
+                    parts.push((index, rest[..rest.len().min(most)].to_vec()));
                 }
             }
             if parts.is_empty() {
@@ -101,37 +101,37 @@ fn texts_in_one_row_equal_each_text_alone_token_for_token() {
             }
             let named: Vec<(SequenceId, &[i64])> = parts
                 .iter()
-                .map(|(place, tokens)| (running[*place].id, tokens.as_slice()))
+                .map(|(index, tokens)| (running[*index].id, tokens.as_slice()))
                 .collect();
             let logits = step(&model, &mut cache, &named);
             cache.audit().unwrap();
-            for (row, (place, tokens)) in (0..).zip(&parts) {
-                let text = &mut running[*place];
-                text.fed += tokens.len();
-                if text.fed == text.text.len() {
-                    let (got, want) = (logits.get(row), uncached(&model, &text.text));
+            for (row, (index, tokens)) in (0..).zip(&parts) {
+                let sequence = &mut running[*index];
+                sequence.fed += tokens.len();
+                if sequence.fed == sequence.tokens.len() {
+                    let (got, want) = (logits.get(row), uncached(&model, &sequence.tokens));
                     let off = max_difference(&got, &want);
-                    assert!(off < 2e-4, "{case}, text {place}: logits off by {off}");
+                    assert!(off < 2e-4, "{case}, sequence {index}: logits off by {off}");
                     assert_eq!(
                         most_likely(&got),
                         most_likely(&want),
-                        "{case}, text {place}"
+                        "{case}, sequence {index}"
                     );
-                    text.text.push(most_likely(&got));
+                    sequence.tokens.push(most_likely(&got));
                 }
             }
         }
         assert_eq!(cache.statistics().hits, 12, "{case}: three blocks of four");
-        for text in running {
-            cache.release(text.id).unwrap();
+        for sequence in running {
+            cache.release(sequence.id).unwrap();
         }
         assert_eq!(cache.used_blocks(), 0);
     }
 }
 
-/// Parallel samples: forks share the prompt, and each goes its own way.
+/// Parallel samples: forks share the prompt and then continue differently.
 #[test]
-fn forks_and_cut_texts_equal_texts_that_were_never_shared() {
+fn forked_and_truncated_sequences_equal_unshared_ones() {
     let model = load("llama_gqa");
     let mut cache = cache(&model, 64);
     let prompt = ids(10, 4);
@@ -150,8 +150,8 @@ fn forks_and_cut_texts_equal_texts_that_were_never_shared() {
         .map(|(id, tail)| (id, tail.as_slice()))
         .collect();
     let logits = step(&model, &mut cache, &parts);
-    let expect = |got: Tensor, text: &[&[i64]]| {
-        let off = max_difference(&got, &uncached(&model, &text.concat()));
+    let expect = |got: Tensor, sequence: &[&[i64]]| {
+        let off = max_difference(&got, &uncached(&model, &sequence.concat()));
         assert!(off < 2e-4, "off by {off}");
     };
     for (row, tail) in (0..).zip(&tails) {
@@ -166,7 +166,7 @@ fn forks_and_cut_texts_equal_texts_that_were_never_shared() {
 }
 
 #[test]
-fn a_step_that_failed_has_not_happened() {
+fn a_failed_step_leaves_the_cache_unchanged() {
     let model = load("llama_gqa");
     let mut cache = cache(&model, 8);
     let prompt = ids(9, 1);
@@ -186,6 +186,6 @@ fn a_step_that_failed_has_not_happened() {
     cache.audit().unwrap();
     assert_eq!((cache.len(id).unwrap(), cache.used_blocks()), (9, 3));
     let logits = step(&model, &mut cache, &[(id, &[7])]);
-    let text = [prompt, vec![7]].concat();
-    assert!(max_difference(&logits.get(0), &uncached(&model, &text)) < 2e-4);
+    let sequence = [prompt, vec![7]].concat();
+    assert!(max_difference(&logits.get(0), &uncached(&model, &sequence)) < 2e-4);
 }

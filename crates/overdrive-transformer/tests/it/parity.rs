@@ -25,7 +25,7 @@ fn logits_equal_transformers_on_every_architecture() {
 }
 
 #[test]
-fn every_way_of_executing_gives_the_same_logits() {
+fn every_execution_gives_the_same_logits() {
     for case in CASES {
         let (mut model, want) = (load(case), expected(case));
         for choice in 0..6 {
@@ -107,7 +107,7 @@ fn a_batch_padded_on_the_left_equals_transformers_where_there_are_tokens() {
 }
 
 #[test]
-fn steps_over_a_cache_equal_the_whole_at_once() {
+fn steps_over_a_cache_equal_one_forward_pass() {
     for case in CASES {
         let (model, want) = (load(case), expected(case));
         let ids = &want["input_ids"];

@@ -99,7 +99,7 @@ fn quantized_weights_leave_the_list_of_dense_parameters() {
             .all(|(name, _)| !name.contains("_proj"))
     );
 
-    // Tied, the head takes the embedding with it.
+    // A tied head is quantized together with the embedding.
     let options = QuantizeOptions::new(Scheme::Int8Dynamic).with_head(Scheme::Int8Dynamic);
     model.quantize(&options).unwrap();
     let names: Vec<_> = model.named_parameters();
@@ -152,7 +152,7 @@ fn quantizing_while_loading_equals_quantizing_what_was_loaded() {
 }
 
 #[test]
-fn a_loss_is_differentiated_through_frozen_quantized_maps() {
+fn a_loss_is_differentiated_through_frozen_quantized_layers() {
     for scheme in schemes() {
         let mut model = CausalLm::new(&llama(true), &InitOptions::default()).unwrap();
         model
@@ -207,7 +207,7 @@ fn a_quantized_model_is_written_and_read_without_a_change() {
             };
             assert!(error <= bound, "{name} {scheme}: {error}");
 
-            // From then on nothing moves.
+            // From then on every save is the same.
             let copy = tempfile::tempdir().unwrap();
             again
                 .save_pretrained(copy.path(), &Default::default())
@@ -258,7 +258,7 @@ fn a_tied_table_is_quantized_in_files_too() {
 }
 
 #[test]
-fn what_is_quantized_becomes_dense_again() {
+fn dequantize_makes_quantized_weights_dense_again() {
     for (name, config) in models() {
         let mut model = CausalLm::new(&config, &InitOptions::default()).unwrap();
         let names = |model: &CausalLm| -> Vec<String> {
@@ -273,7 +273,7 @@ fn what_is_quantized_becomes_dense_again() {
         let wanted = logits(&model);
         model.dequantize().unwrap();
         assert_eq!(names(&model), before, "{name}");
-        // The packed product rounds activations to 8 bits.
+        // The kernel for quantized weights rounds activations to 8 bits.
         assert!(relative(&logits(&model), &wanted) < 0.03, "{name}");
         let dir = tempfile::tempdir().unwrap();
         model
@@ -285,7 +285,7 @@ fn what_is_quantized_becomes_dense_again() {
 }
 
 #[test]
-fn what_cannot_be_is_said() {
+fn unsupported_quantization_is_refused_with_a_reason() {
     let dir = tempfile::tempdir().unwrap();
     let mut model = CausalLm::new(&llama(false), &InitOptions::default()).unwrap();
     let (int8, nf4): (Scheme, Scheme) = ("int8".parse().unwrap(), "nf4".parse().unwrap());
@@ -322,9 +322,9 @@ fn what_cannot_be_is_said() {
     assert!(error.to_string().contains("`quanto`"), "{error}");
 }
 
-/// The table is not the head's: each becomes dense as it is.
+/// The head has a table of its own: each is dequantized to its own values.
 #[test]
-fn a_table_and_a_head_of_their_own_become_dense_apart() {
+fn a_separate_table_and_head_are_dequantized_separately() {
     let dir = tempfile::tempdir().unwrap();
     for tied in [false, true] {
         let dense = CausalLm::new(&llama(tied), &InitOptions::default()).unwrap();
@@ -339,7 +339,7 @@ fn a_table_and_a_head_of_their_own_become_dense_apart() {
         quantize_checkpoint(folder("dense"), folder("packed"), scheme, &options).unwrap();
         let mut model =
             CausalLm::from_pretrained(folder("packed"), &LoadOptions::default()).unwrap();
-        // What is merged into the head stays out of the table.
+        // An adapter that is merged into the head does not change the table.
         let lora = overdrive_lora::LoraConfig {
             r: 4,
             target_modules: Some(overdrive_lora::TargetModules::names(["lm_head"])),
