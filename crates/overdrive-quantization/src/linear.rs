@@ -1,5 +1,4 @@
-//! Products with quantized weights: what is checked, in which kind they are computed, and their
-//! gradients.
+//! Linear layers with quantized weights: the checks, the dtype of the computation, and the gradients.
 
 mod blocks;
 mod cpu;
@@ -18,17 +17,16 @@ use overdrive_core::Error as CoreError;
 
 pub(crate) use operators::Tiles;
 
-/// `x · weightᵀ + bias` with a quantized weight.
+/// Returns `x · weightᵀ + bias` for a quantized weight.
 ///
-/// `x (…, I)`, `bias (O,)`; the result is `(…, O)` of the kind of `x` (under autocast of its kind). It
-/// can be differentiated in `x` and `bias`; the weight is frozen.
+/// `x (…, I)`, `bias (O,)`; the result is `(…, O)` in the dtype of `x`, or under autocast in its
+/// dtype. It can be differentiated in `x` and `bias`; the weight is frozen.
 ///
-/// What is computed depends on the weight's [`Scheme`](crate::Scheme) and
-/// [`Activations`](crate::Activations): either activations are quantized to 8 bits, row by row or group
-/// by group, and multiplied in integers, or they stay as they are and codes become floats, in registers
-/// for a few rows and in blocks of some megabytes for many. The dense weight is never made whole on the
-/// CPU. The gradient of `x` is `dy · weight` with the dequantized weight; rounding of activations counts
-/// as the identity.
+/// The weight's [`Scheme`](crate::Scheme) and [`Activations`](crate::Activations) select the computation:
+/// either activations are quantized to 8 bits, row by row or group by group, and multiplied in integers,
+/// or they stay floats and the codes are dequantized, in registers for a few rows and in blocks of some
+/// megabytes for many. On the CPU the whole dense weight is never allocated. The gradient of `x` is
+/// `dy · weight` with the dequantized weight; the rounding of activations has the gradient of the identity.
 ///
 /// ```
 /// use overdrive_quantization::{QuantizedWeight, Scheme, linear};
@@ -49,8 +47,9 @@ pub fn linear(x: &Tensor, weight: &QuantizedWeight, bias: Option<&Tensor>) -> Re
     joint_linear(x, &[weight], &[bias])
 }
 
-/// Several maps of the same `x`, their results side by side `(…, ΣO)`: the activations are read and
-/// quantized once, and threads take parts of all maps at once.
+/// Computes several linear layers of the same `x` and returns their results side by side, `(…, ΣO)`. The
+/// activations are read and quantized once, and the outputs of all layers are divided among the threads
+/// together.
 ///
 /// # Errors
 /// As [`linear`]; [`Error::Common`] for no weight, or another number of biases.
@@ -80,7 +79,7 @@ pub fn joint_linear(
     Ok(apply(function, &inputs)?.remove(0))
 }
 
-/// The product without gradients; `recording` where it is part of a graph.
+/// Returns the result without recording it; `recording` is `true` if it is part of an autograd graph.
 fn forward(
     x: &Tensor,
     weights: &[&QuantizedWeight],
@@ -98,7 +97,7 @@ fn forward(
     }
 }
 
-/// The kind of the product: autocast's, or that of `x`.
+/// Returns the dtype of the matmul: autocast's, or that of `x`.
 fn compute_kind(x: &Tensor) -> Kind {
     match autocast::state(x.device()) {
         Ok(state) if state.enabled && x.kind() != Kind::Double => state.dtype,
@@ -150,10 +149,10 @@ fn check(x: &Tensor, weights: &[&QuantizedWeight], biases: &[Option<&Tensor>]) -
     Ok(())
 }
 
-/// Inputs: x, and the biases there are.
+/// The function of `x` and of the biases that are given, in this order.
 struct Linear {
-    /// Handles: a frozen weight is not among what libtorch saves, so that what moves saved tensors
-    /// elsewhere leaves it where it is.
+    /// The weights, as handles outside the saved tensors: hooks that move saved tensors (offloading) leave a
+    /// frozen weight in its place.
     weights: Vec<QuantizedWeight>,
     biased: Vec<bool>,
     compute: Kind,
@@ -179,7 +178,7 @@ impl Function for Linear {
             let y = forward(x, &weights, &biases, self.compute, true)?;
             Ok(vec![y])
         };
-        // Under its name selective checkpointing can keep the result.
+        // Selective checkpointing keeps results by the name of their operator.
         let codes = weights.iter().map(|weight| weight.storage.tensors()[0]);
         let operands: Vec<&Tensor> = std::iter::once(x).chain(codes).collect();
         Ok(named_operator::call(NamedOperator::Mm, &operands, product)?)

@@ -1,4 +1,4 @@
-//! From floats to codes.
+//! Quantization of dense weights.
 
 use overdrive_kernels::threads::run_jobs;
 use tch::{Device, Kind, Tensor};
@@ -15,23 +15,23 @@ use crate::{
 };
 
 impl QuantizedWeight {
-    /// Quantizes `weight (O, I)` of any floating kind, on its device. The weight itself is not changed
+    /// Quantizes `weight (O, I)` of any floating-point dtype, on its device. The weight itself is not changed
     /// and no gradient flows into it.
     ///
-    /// Codes are bit for bit those of the originals: bitsandbytes' `quantize_4bit` on the CPU (NF4, FP4)
-    /// and `int8_vectorwise_quant` (8 bits by row), compressed-tensors (FP8). Groups have scales in f16 as
+    /// The codes are bit for bit those of the original libraries: bitsandbytes' `quantize_4bit` on the CPU (NF4, FP4)
+    /// and `int8_vectorwise_quant` (8 bits by row), compressed-tensors (FP8). Groups have scales in f16 like
     /// those of GPTQ, AWQ and GGUF; compressed-tensors' codes for a model in fp32 come with
     /// [`quantize_groups`](QuantizedWeight::quantize_groups) and [`GroupScales::Float`].
     ///
     /// # Errors
-    /// [`Error::Common`] for other shapes and kinds and for numbers that are not finite,
-    /// [`Error::Common`] for groups that do not divide the inputs, and blocks of other sizes than
-    /// bitsandbytes has.
+    /// [`Error::Common`] for other shapes and dtypes, for elements that are not finite, for groups that do not
+    /// divide the inputs, and for block sizes that bitsandbytes does not have.
     pub fn quantize(weight: &Tensor, scheme: Scheme) -> Result<QuantizedWeight> {
         quantize(weight, scheme, None, GroupScales::default())
     }
 
-    /// As [`quantize`](QuantizedWeight::quantize) in groups, with scales of the kind that `scales` says.
+    /// Quantizes `weight` in groups as [`quantize`](QuantizedWeight::quantize) does, with scales in the dtype
+    /// that `scales` selects.
     ///
     /// ```
     /// use overdrive_quantization::{GroupOptions, GroupScales, QuantizedWeight};
@@ -56,10 +56,10 @@ impl QuantizedWeight {
         quantize(weight, Scheme::Grouped(options), None, scales)
     }
 
-    /// As [`quantize`](QuantizedWeight::quantize), with codes that cover another range than from the
-    /// least to the largest number: `range_of` returns it for the numbers of a group, or of a row where
-    /// the scheme has one scale a row. Numbers outside become the nearest end. Where the codes are about
-    /// zero the range is that of the larger magnitude.
+    /// Quantizes `weight` as [`quantize`](QuantizedWeight::quantize) does, with codes that cover a chosen range
+    /// instead of that from the least to the largest element. `range_of` returns it for the elements of a
+    /// group, or of a row if the scheme has one scale a row. Elements outside are clamped to it. A symmetric
+    /// scheme covers the larger magnitude of the two ends on both sides of zero.
     ///
     /// On another device than the CPU the weight is quantized on the CPU and moved back.
     ///
@@ -161,13 +161,13 @@ impl<T: Float> Source<'_, T> {
         self.inputs.unsigned_abs() as usize
     }
 
-    /// The largest magnitude that a row is to have, where that is asked for.
+    /// Returns the magnitude to which a row is clamped, if the caller chooses ranges.
     fn limit(&self, row: &[f32]) -> Option<f32> {
         let [low, high] = self.range_of?(row);
         Some(low.abs().max(high.abs()))
     }
 
-    /// Says where in the weight the bad number is.
+    /// Adds the row and column of the element that is not finite to the error.
     fn found(&self, found: std::result::Result<(), NotFinite>) -> Result<()> {
         found.map_err(|NotFinite { index }| {
             let mut scratch = Vec::new();
@@ -177,7 +177,7 @@ impl<T: Float> Source<'_, T> {
         })
     }
 
-    /// Codes of one byte and one scale for each row.
+    /// Returns codes of one byte each and one scale for each row.
     fn by_row<C: overdrive_sys::raw::Element>(
         &self,
         quantize: impl Fn(&[f32], Option<f32>, &mut [C]) -> std::result::Result<f32, NotFinite> + Sync,
@@ -221,7 +221,7 @@ impl<T: Float> Source<'_, T> {
         in_half(options, scales, |half| self.groups(options, half))
     }
 
-    /// With scales and offsets in f32; `half`: they are to be numbers of f16, if they fit.
+    /// Returns groups with scales and offsets in f32; with `half` their values are rounded to f16 if they fit.
     fn groups(&self, options: GroupOptions, half: bool) -> Result<Storage> {
         let levels = Levels {
             bits: options.bits,
@@ -308,8 +308,8 @@ impl<T: Float> Source<'_, T> {
     }
 }
 
-/// The groups that `make` makes, which it is told whether scales are to be numbers of f16, kept in f16
-/// where that is wanted and they fit.
+/// Returns the groups of `make`, whose argument is `true` if scales are to have values of f16; those are then
+/// stored in f16 if they fit.
 pub(crate) fn in_half(
     options: GroupOptions,
     wanted: GroupScales,
@@ -330,17 +330,17 @@ pub(crate) fn in_half(
         return make(false);
     }
     *scales = scales.f_to_kind(Kind::Half)?;
-    // Multiples of scales by up to 15 are numbers of f16 as well, those by up to 255 are not.
+    // Multiples of scales by up to 15 are values of f16 as well, those by up to 255 are not.
     if let Some(offsets) = offsets.as_mut().filter(|_| options.bits == 4) {
         *offsets = offsets.f_to_kind(Kind::Half)?;
     }
     Ok(made)
 }
 
-/// The magnitudes of blocks (f32, on any device) in 8 bits.
+/// Returns the magnitudes of blocks (f32, on any device) quantized to 8 bits.
 pub(crate) fn double_quantized(magnitudes: &Tensor) -> Result<Magnitudes> {
     let device = magnitudes.device();
-    // libtorch's own mean: the sum in its order, as the original has it.
+    // libtorch's own mean, because bitsandbytes sums in the same order.
     let offset = magnitudes.f_mean(Kind::Float)?.f_double_value(&[])? as f32;
     let magnitudes = magnitudes.f_to_device(Device::Cpu)?;
     let numbers = elements::<f32>(&magnitudes)?;

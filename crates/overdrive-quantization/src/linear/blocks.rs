@@ -1,5 +1,5 @@
-//! Products with a weight that is dequantized a block of outputs at a time: the block is made, used
-//! while it is in a cache, and its memory made into the next one.
+//! Matmuls with a weight that is dequantized a block of outputs at a time: each block is used while it is in
+//! a cache, and the next one overwrites its memory.
 
 use overdrive_sys::gemm::mm_into;
 use tch::{Device, Kind, Tensor};
@@ -9,10 +9,10 @@ use crate::tensors::{Fresh, with_float};
 use crate::weight::Storage;
 use crate::{QuantizedWeight, Result};
 
-/// Numbers of a dequantized block: large enough for a product at full speed, and in the last cache.
+/// The elements of a dequantized block: enough for a matmul at full speed, few enough for the last cache.
 const BLOCK: i64 = 1 << 20;
 
-/// `y = x · weightᵀ + bias` for `x (rows, I)` of the kind of the product and a view `y (rows, O)`.
+/// Computes `y = x · weightᵀ + bias` for `x (rows, I)` in the dtype of the matmul and a view `y (rows, O)`.
 pub(super) fn forward(
     x: &Tensor,
     weight: &QuantizedWeight,
@@ -35,7 +35,7 @@ pub(super) fn forward(
     })
 }
 
-/// `Σ dyᵢ · weightᵢ`, of the kind and leading shape of `dy (…, ΣO)`.
+/// Returns `Σ dyᵢ · weightᵢ`, in the dtype and leading shape of `dy (…, ΣO)`.
 pub(super) fn backward(dy: &Tensor, weights: &[QuantizedWeight]) -> Result<Tensor> {
     let mut size = dy.size();
     let outputs = size.pop().unwrap_or(0);
@@ -62,7 +62,7 @@ pub(super) fn backward(dy: &Tensor, weights: &[QuantizedWeight]) -> Result<Tenso
     Ok(dx)
 }
 
-/// The kind that libtorch multiplies fast: on a CPU f16 is not among them.
+/// Returns the dtype of the matmul: f32 for f16 on a CPU, where libtorch multiplies f16 slowly.
 fn product_kind(x: &Tensor) -> Kind {
     match (x.device(), x.kind()) {
         (Device::Cpu, Kind::Half) => Kind::Float,
@@ -70,13 +70,13 @@ fn product_kind(x: &Tensor) -> Kind {
     }
 }
 
-/// Calls `body` with one block `(outputs, I)` of the dense weight after another and its first output.
+/// Calls `body` with the blocks `(outputs, I)` of the dense weight, in order, each with its first output.
 fn each_block(
     weight: &QuantizedWeight,
     kind: Kind,
     mut body: impl FnMut(i64, &Tensor) -> Result<()>,
 ) -> Result<()> {
-    // A GPU is kept busy by large products, not by caches.
+    // A GPU needs large matmuls to be busy, and its blocks need not fit a cache.
     let numbers = match weight.device() {
         Device::Cpu => BLOCK,
         _ => 32 * BLOCK,
@@ -109,13 +109,13 @@ fn each_block(
     Ok(())
 }
 
-/// Some outputs of a weight, in its memory; `None` where they do not lie apart.
+/// Returns a view of some outputs of a weight; `None` if its blocks of codes may span outputs.
 fn outputs(weight: &QuantizedWeight, first: i64, count: i64) -> Result<Option<QuantizedWeight>> {
     if matches!(weight.storage, Storage::Blocks { .. }) {
         return Ok(None);
     }
     let storage = weight.storage.map(|tensor| match tensor.kind() {
-        // An order, of the inputs; everything else has a row for each output.
+        // The order of the inputs; all other tensors have a row for each output.
         Kind::Int => Ok(tensor.shallow_clone()),
         _ => tensor.f_narrow(0, first, count),
     })?;

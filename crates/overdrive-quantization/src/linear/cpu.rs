@@ -17,7 +17,7 @@ use crate::{QuantizedWeight, Result};
 /// The largest number of rows for which codes are dequantized in registers, not in blocks.
 const FEW_ROWS: usize = 32;
 
-/// `x (…, I)` is on the CPU and not empty; `compute` is Float, `BFloat16` or Half.
+/// Returns the results for `x (…, I)`, on the CPU and not empty; `compute` is Float, `BFloat16` or Half.
 pub(super) fn forward(
     x: &Tensor,
     weights: &[&QuantizedWeight],
@@ -36,7 +36,7 @@ pub(super) fn forward(
     with_float!(compute, T => joint::<T>(&x, weights, &biases, recording))
 }
 
-/// All is contiguous and of the kind of `T`.
+/// Returns the results for contiguous tensors of the dtype of `T`.
 fn joint<T: Element>(
     x: &Tensor,
     weights: &[&QuantizedWeight],

@@ -1,24 +1,25 @@
-//! In what activations are multiplied.
+//! The form of the activations in a matmul with a quantized weight.
 
 use crate::weight::Storage;
 use crate::{Activations, QuantizedWeight, Scheme};
 
-/// How a product is made, apart from the number of rows.
+/// The form of the activations, which does not depend on the kernel.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Plan {
     /// Activations in 8 bits, one scale a row.
     Int8,
-    /// The same, with the columns beyond a threshold apart.
+    /// The same, with columns beyond a threshold in full precision (`LLM.int8()`).
     Split(f64),
     /// Activations as integers with a scale for each group of inputs, by the kernels of 4 bits.
     ByGroup,
-    /// Activations in 8-bit floats, one scale a row, where the device has products of those.
+    /// Activations in 8-bit floats, one scale a row, if the device has such matmuls.
     Float8,
-    /// Activations as they are.
+    /// Activations in their own dtype.
     Float,
 }
 
-/// The plan for a weight. `few` rows that are not part of a graph may be quantized where it pays.
+/// Returns the plan for a weight. With `few` rows that are not part of a graph,
+/// activations may be quantized because it is faster.
 pub(super) fn plan(weight: &QuantizedWeight, few: bool, recording: bool) -> Plan {
     let int8 = match weight.activations {
         Activations::Float => return Plan::Float,

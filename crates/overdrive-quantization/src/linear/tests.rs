@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 use super::{cpu, operators};
 use crate::{QuantizedWeight, Scheme};
 
-/// A GPU takes this way; on the CPU it is forced here.
+/// GPUs use these operators; the test forces them on the CPU.
 #[test]
 fn operators_have_the_results_of_kernels() {
     let schemes = [

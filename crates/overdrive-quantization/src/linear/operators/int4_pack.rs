@@ -10,32 +10,32 @@ use crate::composed::unpacked;
 use crate::weight::Storage;
 use crate::{Error, QuantizedWeight, Result, Scheme};
 
-/// Rows up to which it is used: beyond, a dense product of the dequantized weight keeps more of a GPU busy.
+/// The largest number of rows; beyond it a dense matmul of the dequantized weight uses more of a GPU.
 const MOST_ROWS: i64 = 64;
 
-/// Outputs of a tile.
+/// The outputs of a tile.
 const TILE_OUTPUTS: i64 = 8;
 
-/// Inputs of a tile.
+/// The inputs of a tile.
 const TILE_INPUTS: i64 = 16;
 
-/// The codes of a weight once more, in tiles: made when they are first used, and shared by all handles to
-/// the weight.
+/// A second copy of the codes of a weight, in tiles: made at its first use and shared by all handles to the
+/// weight.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Tiles(Arc<Mutex<Option<Tiled>>>);
 
 /// Codes and scales as the operator takes them.
 #[derive(Debug)]
 struct Tiled {
-    /// Opaque.
+    /// The codes, in an order that only the operator knows.
     codes: Tensor,
-    /// `(groups, O, 2)` of the kind of the activations: the scale, and what stands for code 8.
+    /// `(groups, O, 2)` in the dtype of the activations: the scale, and the value of code 8.
     scales_and_zeros: Tensor,
     group: i64,
 }
 
 impl Tiles {
-    /// Their memory.
+    /// Returns the bytes of the tiles; 0 before their first use.
     pub(crate) fn bytes(&self) -> usize {
         let made = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         made.as_ref().map_or(0, |tiled| {
@@ -47,12 +47,12 @@ impl Tiles {
     }
 }
 
-/// A GPU has it from Ampere on.
+/// Returns `true` if the operator takes these: GPUs have it from Ampere on.
 pub(super) fn applies(x: &Tensor, weight: &QuantizedWeight, capability: Capability) -> bool {
     capability >= Some((8, 0)) && fits(x, weight)
 }
 
-/// `x (rows, I)`.
+/// Returns `true` if shapes, dtype and scheme suit the operator, for `x (rows, I)`.
 pub(super) fn fits(x: &Tensor, weight: &QuantizedWeight) -> bool {
     let Scheme::Grouped(options) = weight.scheme else {
         return false;
@@ -66,14 +66,14 @@ pub(super) fn fits(x: &Tensor, weight: &QuantizedWeight) -> bool {
         && inner_tiles(weight.inputs).is_some()
 }
 
-/// Tiles along the inputs that lie together: as many as there may be.
+/// Returns the number of adjacent tiles along the inputs: the largest that divides them.
 fn inner_tiles(inputs: i64) -> Option<i64> {
     [8, 4, 2]
         .into_iter()
         .find(|tiles| inputs % (tiles * TILE_INPUTS) == 0)
 }
 
-/// `x (rows, I)` in bf16 times the weight, which [`fits`] it, `(rows, O)`.
+/// Returns `x (rows, I)` in bf16 times a weight that [`fits`], `(rows, O)`.
 pub(super) fn product(x: &Tensor, weight: &QuantizedWeight) -> Result<Tensor> {
     let x = match &weight.storage {
         Storage::Grouped {
@@ -133,7 +133,7 @@ fn tiled(weight: &QuantizedWeight) -> Result<Tiled> {
     })
 }
 
-/// The operator takes the first of two codes in the high half of a byte.
+/// Swaps the halves of each byte: the operator takes the first of two codes in the high half.
 fn halves_swapped(codes: &Tensor) -> Result<Tensor> {
     let low = codes.f_bitwise_and(15)?.f_mul_scalar(16)?;
     let high = codes.f_bitwise_right_shift_tensor_scalar(4)?;

@@ -5,24 +5,24 @@ use tch::{Device, Kind, Tensor};
 use super::Capability;
 use crate::Result;
 
-/// Rows up to which it is used: each row reads the whole weight, and a dense product of the dequantized
-/// weight has tensor cores.
+/// The largest number of rows: each row reads the whole weight, and a dense matmul of the dequantized weight
+/// has tensor cores.
 const MOST_ROWS: i64 = 8;
 
-/// Any GPU has it.
+/// Returns `true` if the operator takes these: every GPU has it.
 pub(super) fn applies(x: &Tensor, capability: Capability) -> bool {
     capability.is_some() && fits(x)
 }
 
-/// `x (rows, I)`.
+/// Returns `true` if shape and dtype suit the operator, for `x (rows, I)`.
 pub(super) fn fits(x: &Tensor) -> bool {
     (1..=MOST_ROWS).contains(&x.size()[0]) && x.numel() > 0 && x.kind() != Kind::Double
 }
 
-/// `x (rows, I)` times the codes and scales, `(rows, O)`: sums are in f32.
+/// Returns `x (rows, I)` times the codes and scales, `(rows, O)`, summed in f32.
 pub(super) fn product(x: &Tensor, codes: &Tensor, scales: &Tensor) -> Result<Tensor> {
     let scales = match x.device() {
-        // There scales are of the kind of the activations.
+        // The CPU operator takes scales in the dtype of the activations.
         Device::Cpu => scales.f_to_kind(x.kind())?,
         _ => scales.shallow_clone(),
     };

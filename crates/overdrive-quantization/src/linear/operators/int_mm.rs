@@ -4,16 +4,16 @@ use tch::{Device, Kind, Tensor};
 
 use crate::{QuantizedWeight, Result};
 
-/// Whether `_int_mm` takes it: on a GPU sizes are multiples of 8.
+/// Returns `true` if `_int_mm` takes these: on a GPU sizes are multiples of 8.
 pub(super) fn applies(x: &Tensor, weight: &QuantizedWeight) -> bool {
     let aligned = weight.inputs % 8 == 0 && weight.outputs % 8 == 0;
     x.numel() > 0 && x.kind() != Kind::Double && (x.device() == Device::Cpu || aligned)
 }
 
-/// Rows that `_int_mm` needs on a GPU: more than 16, and a multiple of 8.
+/// The least rows that `_int_mm` takes on a GPU: more than 16, and a multiple of 8.
 const LEAST_ROWS: i64 = 24;
 
-/// `x (rows, I)` quantized by row, times the codes, in f32 `(rows, O)`.
+/// Quantizes `x (rows, I)` by row and returns it times the codes, in f32 `(rows, O)`.
 pub(super) fn product(x: &Tensor, codes: &Tensor, scales: &Tensor) -> Result<Tensor> {
     let x = x.f_to_kind(Kind::Float)?;
     let most = x.f_abs()?.f_amax([1], true)?;
@@ -38,7 +38,7 @@ pub(super) fn product(x: &Tensor, codes: &Tensor, scales: &Tensor) -> Result<Ten
     Ok(y.f_mul(scales)?)
 }
 
-/// The same, with the columns beyond the threshold in full precision.
+/// Returns the same with the columns beyond the threshold in full precision.
 pub(super) fn split(x: &Tensor, codes: &Tensor, scales: &Tensor, threshold: f64) -> Result<Tensor> {
     let large = x.f_abs()?.f_amax([0], true)?.f_gt(threshold)?;
     let rest = x.f_masked_fill(&large, 0.0)?;

@@ -1,4 +1,4 @@
-//! Products by libtorch's operators: on a GPU, in f64, and of nothing.
+//! Matmuls by libtorch's operators: on a GPU, in f64, and of empty tensors.
 //!
 //! | module | operator | weights | activations |
 //! |---|---|---|---|
@@ -7,7 +7,7 @@
 //! | `int4_pack` | `_weight_int4pack_mm` | 4 bits in groups | a few rows of bf16 |
 //! | `scaled_mm` | `_scaled_mm` | 8-bit floats | in 8-bit floats by row |
 //!
-//! What none of them takes is dequantized and multiplied.
+//! Weights that none of them takes are dequantized and multiplied.
 
 mod int4_pack;
 mod int8_pack;
@@ -22,7 +22,7 @@ use crate::{QuantizedWeight, Result};
 
 pub(crate) use int4_pack::Tiles;
 
-/// Rows up to which 4 bits may take activations in 8 bits; operators do not.
+/// Returns the results of all weights side by side, computed one weight after another.
 pub(super) fn forward(
     x: &Tensor,
     weights: &[&QuantizedWeight],
@@ -63,7 +63,7 @@ fn one(
     })
 }
 
-/// `x (rows, I)` times the packed weight, `(rows, O)`; `None` where no operator takes it.
+/// Returns `x (rows, I)` times the packed weight, `(rows, O)`; `None` if no operator takes it.
 fn packed(x: &Tensor, weight: &QuantizedWeight, recording: bool) -> Result<Option<Tensor>> {
     let capability = capability(x.device());
     let plan = plan(weight, false, recording);
@@ -77,7 +77,7 @@ fn packed(x: &Tensor, weight: &QuantizedWeight, recording: bool) -> Result<Optio
         (Storage::Int8 { codes, scales }, Plan::Float) if int8_pack::applies(x, capability) => {
             int8_pack::product(x, codes, scales)?
         }
-        // Its scales become bf16, which the backward pass would not know of.
+        // Its scales are rounded to bf16, but backward would multiply with the exact ones.
         (Storage::Grouped { .. }, Plan::Float)
             if !recording && int4_pack::applies(x, weight, capability) =>
         {
@@ -92,10 +92,11 @@ fn packed(x: &Tensor, weight: &QuantizedWeight, recording: bool) -> Result<Optio
     }))
 }
 
-/// Major and minor number of a GPU's instructions.
+/// The compute capability of a GPU: major and minor.
 type Capability = Option<(u32, u32)>;
 
-/// `None` on a CPU, and where the driver does not say: such a GPU's weights are dequantized.
+/// Returns the compute capability; `None` on a CPU, and if the driver does not report it (weights are then
+/// dequantized).
 fn capability(device: Device) -> Capability {
     match device {
         Device::Cuda(index) => overdrive_sys::cuda::compute_capability(index).ok(),

@@ -6,20 +6,20 @@ use super::Capability;
 use crate::codec::fp8;
 use crate::{QuantizedWeight, Result};
 
-/// Outputs and inputs are multiples of this.
+/// The divisor of the numbers of outputs and inputs that the operator requires.
 const ALIGNMENT: i64 = 16;
 
-/// Which scales the operator itself applies.
+/// The scales that the operator itself applies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Scaling {
-    /// One a row of activations and one a row of the weight.
+    /// One for each row of the activations and one for each row of the weight.
     Rows,
-    /// None: they are multiplied with the sums.
+    /// None; the sums are multiplied with the scales afterwards.
     After,
 }
 
 impl Scaling {
-    /// cuBLAS and CUTLASS scale rows on Hopper and later.
+    /// Returns [`Scaling::Rows`] for Hopper and later, on which cuBLAS and CUTLASS scale rows.
     pub(super) fn of(capability: Capability) -> Scaling {
         if capability >= Some((9, 0)) {
             Scaling::Rows
@@ -29,12 +29,12 @@ impl Scaling {
     }
 }
 
-/// A GPU has it from Ada on.
+/// Returns `true` if the operator takes these: GPUs have it from Ada on.
 pub(super) fn applies(x: &Tensor, weight: &QuantizedWeight, capability: Capability) -> bool {
     capability >= Some((8, 9)) && fits(x, weight)
 }
 
-/// `x (rows, I)`.
+/// Returns `true` if shapes and dtypes suit the operator, for `x (rows, I)`.
 pub(super) fn fits(x: &Tensor, weight: &QuantizedWeight) -> bool {
     x.numel() > 0
         && x.kind() != Kind::Double
@@ -42,7 +42,8 @@ pub(super) fn fits(x: &Tensor, weight: &QuantizedWeight) -> bool {
         && weight.inputs % ALIGNMENT == 0
 }
 
-/// `x (rows, I)` in e4m3 with a scale a row times codes `(O, I)` and scales `(O,)`: `(rows, O)`.
+/// Quantizes `x (rows, I)` to e4m3 with one scale a row and returns it times codes `(O, I)` and scales `(O,)`:
+/// `(rows, O)`.
 pub(super) fn product(
     x: &Tensor,
     codes: &Tensor,
@@ -62,7 +63,7 @@ pub(super) fn product(
     Ok(sums.f_mul(&x_scales)?.f_mul(&scales)?)
 }
 
-/// `x (rows, I)` in e4m3, and its scales f32 `(rows, 1)`.
+/// Returns `x (rows, I)` in e4m3, and its scales, f32 `(rows, 1)`.
 fn quantized(x: &Tensor) -> Result<(Tensor, Tensor)> {
     let x = x.f_to_kind(Kind::Float)?;
     let most = f64::from(fp8::MAX);

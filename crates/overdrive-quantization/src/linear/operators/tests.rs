@@ -7,14 +7,14 @@ use super::*;
 use crate::{Activations, GroupOptions, GroupScales, GroupedParts, Scheme};
 use tch::Kind;
 
-/// Numbers that need no generator, which other tests share.
+/// Returns values that need no generator, which other tests share.
 fn numbers(seed: i64, size: [i64; 2], kind: Kind) -> Tensor {
     let x = Tensor::arange(size[0] * size[1], (Kind::Double, Device::Cpu)) + seed * 1000;
     let x = (x * 12.9898).sin() * 43_758.545_3;
     ((&x - x.floor()) * 2 - 1).view(size).to_kind(kind)
 }
 
-/// The largest difference from the product with the dequantized weight, relative to its largest number.
+/// Returns the largest difference from the matmul with the dequantized weight, relative to its largest element.
 fn error(y: &Tensor, x: &Tensor, weight: &QuantizedWeight) -> f64 {
     let dense = weight.dequantize(Kind::Double).unwrap();
     let exact = x.to_kind(Kind::Double).matmul(&dense.tr());
