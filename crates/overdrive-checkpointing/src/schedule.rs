@@ -23,7 +23,7 @@ pub enum Schedule {
     /// (`torch.utils.checkpoint.checkpoint_sequential`). The last group is not checkpointed, because
     /// backward begins with it.
     Segments(usize),
-    /// As many segments as the square root of the number of blocks: memory grows with the square root of
+    /// The square root of the number of blocks as the number of segments: memory grows with the square root of
     /// the depth, at the cost of one more forward pass (Chen et al. 2016,
     /// <https://arxiv.org/abs/1604.06174>).
     SqrtSegments,

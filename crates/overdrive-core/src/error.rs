@@ -51,7 +51,7 @@ pub enum Error {
         tensor: Cow<'static, str>,
         /// Its device.
         device: String,
-        /// Where it must be.
+        /// The device that it must be on.
         expected: Cow<'static, str>,
     },
     /// A file or folder could not be read, written, renamed, …

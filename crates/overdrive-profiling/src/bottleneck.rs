@@ -29,7 +29,7 @@ pub struct BottleneckThresholds {
     pub accumulate: f64,
     /// The optimizer. Default 0.25; a fused one takes a few percent of a step of 2000 tokens.
     pub optimizer: f64,
-    /// Everything that belongs to no phase. Default 0.1.
+    /// Time that belongs to no phase. Default 0.1.
     pub other: f64,
     /// The idle fraction of the GPU. Default 0.3.
     pub idle_gpu: f64,

@@ -1,4 +1,4 @@
-//! Where the time and the memory of a training step go: timers, traces, FLOPs, memory, the GPU.
+//! Measurements of the time and the memory of a training step: timers, traces, FLOPs, memory, the GPU.
 //!
 //! For any training loop in Rust, with or without the rest of Overdrive: what `torch.profiler` and nanoGPT's MFU
 //! estimate are to a Python user. [overdrive-tracking] writes the measurements to files and services.

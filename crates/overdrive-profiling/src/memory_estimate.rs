@@ -126,7 +126,7 @@ pub enum Recomputation {
     EveryNth(u64),
     /// This many segments, each recomputed as a whole, except the last one.
     Segments(u64),
-    /// As many segments as the square root of the number of blocks.
+    /// The square root of the number of blocks as the number of segments.
     SqrtSegments,
     /// Each block, except the results of its matrix products and attention, which are kept.
     Selective,

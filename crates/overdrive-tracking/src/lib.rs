@@ -1,4 +1,4 @@
-//! Where the metrics of a run go: JSON Lines, TensorBoard, the terminal, a report.
+//! Destinations of the metrics of a run: JSON Lines, TensorBoard, the terminal, a report.
 //!
 //! For any training loop in Rust, with or without the rest of Overdrive: what Lightning's loggers and Hugging
 //! Face's `TensorBoardCallback` are to a Python user. [overdrive-profiling](overdrive_profiling) measures, this crate

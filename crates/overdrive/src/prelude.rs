@@ -1,4 +1,4 @@
-//! What most training loops use, for `use overdrive::prelude::*`.
+//! The items that most training loops use, for `use overdrive::prelude::*`.
 
 #[cfg(feature = "optim")]
 pub use overdrive_optim::{

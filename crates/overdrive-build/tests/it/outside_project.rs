@@ -1,5 +1,5 @@
-//! What a user of one crate does: a project of their own, outside this workspace, that depends on
-//! one Overdrive crate by path and has a build script of three lines. It must build, and start
+//! A test with a project of a user, outside this workspace, that depends on one Overdrive crate by path
+//! and has a build script of three lines. It must build, and start
 //! without `LD_LIBRARY_PATH`.
 //!
 //! It is built into the workspace's own target folder and with the workspace's profile, so that cargo finds

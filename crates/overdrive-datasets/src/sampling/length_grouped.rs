@@ -12,7 +12,7 @@ const GROUP: usize = 50;
 
 /// Batches of records of similar length, which need little padding: Hugging Face's `group_by_length`.
 ///
-/// As there, the records of an epoch are shuffled and divided into groups of 50 batches, and each group is sorted,
+/// The records of an epoch are shuffled and divided into groups of 50 batches, as there, and each group is sorted,
 /// longest first, and divided into batches. The longest record of all is in the first batch, so that a lack of
 /// memory shows at once. Only groups are sorted: no list of all records is kept.
 ///

@@ -5,7 +5,7 @@
 //! bits and `(max - min) / 15 / 2` with 4. A group with a number that is not finite,
 //! or with a range that is not, comes back as NaN.
 
-/// Which numbers share a scale (transformers' `axis_key` and `axis_value`).
+/// The elements that share a scale (transformers' `axis_key` and `axis_value`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum QuantizationAxis {
     /// Groups of channels of one token.
@@ -16,7 +16,7 @@ pub enum QuantizationAxis {
     Channel,
 }
 
-/// How many bits a number takes.
+/// The number of bits of a quantized value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum QuantizationBits {
     /// 256 levels.
@@ -27,7 +27,7 @@ pub enum QuantizationBits {
 }
 
 impl QuantizationBits {
-    /// The number.
+    /// Returns the number of bits: 8 or 4.
     pub fn count(self) -> u32 {
         match self {
             QuantizationBits::Eight => 8,
@@ -43,7 +43,7 @@ impl QuantizationBits {
     }
 }
 
-/// How rows of `dim` numbers are coded.
+/// The format of quantized rows of `dim` elements.
 ///
 /// With 4 bits a byte holds the numbers `i` and `i + group/2` of a group of channels, so that a vector
 /// of bytes becomes two vectors of neighbours without a shuffle.

@@ -319,7 +319,7 @@ fn view(ring: &Ring, keys: Tensor, values: Tensor, from: i64) -> KvView {
 }
 
 impl KvCache for SlidingCache {
-    /// As the trait says. Fails with [`Error::Unsupported`] for several tokens whose distances to
+    /// Does what the trait says. Fails with [`Error::Unsupported`] for several tokens whose distances to
     /// rotated sinks differ, which one view cannot show; [`attend`](KvCache::attend) supports them.
     fn append(&mut self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<KvView> {
         self.check_layer(layer)?;
@@ -453,7 +453,7 @@ impl KvCache for SlidingCache {
         rings.map(|ring| ring.buffer.bytes()).sum()
     }
 
-    /// As the trait says, for a token that is kept; past the window a new token replaces an old one.
+    /// Returns the bytes of a token that is kept; past the window a new token replaces an old one.
     fn bytes_per_token(&self) -> f64 {
         let rings = self.layers.iter().flatten();
         rings

@@ -7,8 +7,8 @@ use crate::Result;
 
 /// The length of a warm-up in steps or as a fraction of the run; steps take precedence.
 ///
-/// As in transformers, `warmup_steps` of 1 or more is a number of steps, a value between 0 and 1 is a
-/// fraction (transformers 5), and with 0 `warmup_ratio` is used (transformers 4). Fractions of a step are
+/// A `warmup_steps` of 1 or more is a number of steps and a value between 0 and 1 a fraction, as in
+/// transformers 5; with 0 `warmup_ratio` is used, as in transformers 4. Fractions of a step are
 /// rounded up.
 ///
 /// ```

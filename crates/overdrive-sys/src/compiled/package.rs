@@ -56,7 +56,7 @@ pub struct Constant {
 /// A model of a package (`.pt2`) that `torch.export` and AOTInductor created
 /// (`torch::inductor::AOTIModelPackageLoader`).
 ///
-/// As many threads as there are runners may [`run`](Package::run) it at a time. New constants are prepared
+/// One thread for each runner may [`run`](Package::run) it at a time. New constants are prepared
 /// while it runs, and swapped in between two runs.
 #[derive(Debug)]
 pub struct Package {
