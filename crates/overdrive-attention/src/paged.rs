@@ -291,7 +291,7 @@ fn refuse(query: &Tensor, options: &AttentionOptions<'_>) -> Result<()> {
 fn sizes(query: &Tensor, keys: &Tensor, values: &Tensor) -> Result<Sizes> {
     let (q, k, v) = (query.size(), keys.size(), values.size());
     if q.len() != 3 || q[1] == 0 || q[2] == 0 {
-        let expected = "(queries of all texts, heads, dim)".to_owned();
+        let expected = "(queries of all sequences, heads, dim)".to_owned();
         return Err(shape_error("query", query, expected));
     }
     let dense = |tensor: &Tensor| tensor.stride()[3] == 1 || tensor.size()[3] == 1;
@@ -348,7 +348,7 @@ fn check_layout(layout: &PagedLayout<'_>, sizes: &Sizes) -> Result<()> {
         let used = keys.div_ceil(sizes.block_size);
         let Some(blocks) = table.get(..used) else {
             let problem = format!(
-                "text {text} has {keys} keys, which need {used} blocks of {}, but its table has {}",
+                "sequence {text} has {keys} keys, which need {used} blocks of {}, but its table has {}",
                 sizes.block_size,
                 table.len()
             );
@@ -359,7 +359,7 @@ fn check_layout(layout: &PagedLayout<'_>, sizes: &Sizes) -> Result<()> {
             .find(|block| i64::from(**block) >= sizes.blocks)
         {
             let problem = format!(
-                "text {text} names block {block} of a pool of {}",
+                "sequence {text} names block {block} of a pool of {}",
                 sizes.blocks
             );
             return error("block_tables", problem);
