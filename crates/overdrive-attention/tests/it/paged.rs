@@ -293,11 +293,11 @@ fn tables_and_lengths_that_do_not_fit_are_named() {
     );
     assert_eq!(
         of(&[vec![0], vec![1]], &[1, 1], &[3, 5]),
-        "block_tables: text 1 has 5 keys, which need 2 blocks of 4, but its table has 1"
+        "block_tables: sequence 1 has 5 keys, which need 2 blocks of 4, but its table has 1"
     );
     assert_eq!(
         of(&[vec![0], vec![3, 4]], &[1, 1], &[3, 5]),
-        "block_tables: text 1 names block 4 of a pool of 4"
+        "block_tables: sequence 1 names block 4 of a pool of 4"
     );
     // What lies behind the keys that are asked for is not looked at.
     let blocks = Tensor::zeros([4, 2, 4, 8], (Kind::Float, CPU));
