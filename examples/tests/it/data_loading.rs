@@ -202,7 +202,7 @@ fn one_text_trains_alike_out_of_lines_json_and_csv() {
 }
 
 #[test]
-fn a_column_that_is_not_there_is_told_with_the_nearest_one() {
+fn the_error_of_a_missing_column_names_the_nearest_one() {
     let folder = tempfile::tempdir().unwrap();
     let mut arguments = arguments(folder.path(), "a.csv", &csv(9));
     arguments.dataset_text_field = "txet".to_owned();
@@ -228,13 +228,13 @@ fn a_column_that_is_not_there_is_told_with_the_nearest_one() {
     let arguments = self::arguments(folder.path(), "c.jsonl", &number);
     let text = error(folder.path(), &arguments);
     assert!(
-        text.ends_with("`text` is the number 7, expected a text"),
+        text.ends_with("`text` is the number 7, expected a string"),
         "{text}"
     );
 }
 
 #[test]
-fn files_of_several_kinds_are_refused() {
+fn files_of_several_formats_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let mut arguments = arguments(folder.path(), "a.csv", &csv(9));
     let other = folder.path().join("b.jsonl");
@@ -242,7 +242,7 @@ fn files_of_several_kinds_are_refused() {
     arguments.data.push(other);
     assert_eq!(
         error(folder.path(), &arguments),
-        "a.csv is CSV, and other files of `data` are not; give files of one kind, or convert them to JSON Lines"
+        "a.csv is CSV, but other files of `data` are not; give files of one format, or convert them to JSON Lines"
     );
     let mut arguments = arguments.clone();
     arguments.data = vec![folder.path().join("nowhere.csv")];
@@ -402,7 +402,7 @@ fn a_batch_that_is_never_full_cannot_be_the_only_one() {
     arguments.per_device_train_batch_size = 64;
     let text = error(folder.path(), &arguments);
     assert!(
-        text.starts_with("`dataloader_drop_last` is true: there are ")
+        text.starts_with("`dataloader_drop_last` is true; it must be false for ")
             && text.contains("of a batch; drop it"),
         "{text}"
     );

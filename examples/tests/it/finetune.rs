@@ -342,7 +342,7 @@ fn error_of(values: serde_json::Value) -> String {
 }
 
 #[test]
-fn what_is_wrong_with_a_configuration_is_said_by_key() {
+fn errors_of_a_configuration_name_the_key() {
     use serde_json::json;
     let with = |more: serde_json::Value| {
         let mut all = json!({"model": "m", "data": "d.jsonl"});
@@ -390,7 +390,7 @@ fn what_is_wrong_with_a_configuration_is_said_by_key() {
             json!({"prompt_template": "Q:"}),
             "a text that contains {prompt}",
         ),
-        (json!({"lora_r": 0}), "rank"),
+        (json!({"lora_r": 0}), "`r` is 0; it must be positive"),
     ] {
         let error = with(more.clone());
         assert!(error.contains(problem), "{more}: {error}");

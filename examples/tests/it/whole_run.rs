@@ -140,7 +140,7 @@ fn text_too_short_for_a_window_is_refused_before_training() {
         ..arguments(folder.path())
     };
     let error = TextData::prepare_in(&folder.path().join("cache"), &short, |_| {}).unwrap_err();
-    assert!(error.to_string().contains("100000"), "{error}");
+    assert!(error.to_string().contains("at least 100001"), "{error}");
 }
 
 #[test]
