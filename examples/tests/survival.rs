@@ -511,7 +511,7 @@ fn processes_that_are_killed_at_different_moments_agree_on_where_to_go_on() {
 }
 
 #[test]
-fn what_the_processes_cannot_do_together_is_said_before_the_first_step() {
+fn errors_that_concern_all_processes_are_found_before_the_first_step() {
     let shop = Workshop::new();
     let arguments = shop.arguments();
     let other = shop.launch("other", &arguments, 2).env(OTHER_MODEL, "1");
@@ -540,7 +540,7 @@ fn what_the_processes_cannot_do_together_is_said_before_the_first_step() {
     };
     let error = shop.launch("two", &more, 3).run().unwrap_err().to_string();
     assert!(
-        error.contains("was saved by 2 processes, and 3 train now"),
+        error.contains("was saved by 2 processes, and 3 resume from it"),
         "{error}"
     );
 }
