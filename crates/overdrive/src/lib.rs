@@ -30,7 +30,7 @@
 //! | `packages` | `packages` (off) | packages of AOTInductor |
 //! | `graphs` | `graphs` (off) | CUDA graphs of decoding and training steps |
 //! | [`datasets`] with | `image`, `parquet`, `speech` (off) | images with captions, Parquet and Arrow files, speech |
-//! | [`core`](overdrive_core) | always | the errors, checks and random numbers that all crates share |
+//! | [`core`] | always | the errors, checks and random numbers that all crates share |
 //! | [`sys`] | always | operators by name, memory statistics, what tch does not bind |
 //!
 //! ```
