@@ -19,7 +19,7 @@ use crate::tensors::{Fresh, elements, has_kernel, with_element};
 /// libtorch's own operator.
 ///
 /// # Errors
-/// [`Error::Common`] if the shapes do not fit or the dtype of `x` is not a floating-point one.
+/// [`Error::Common`](crate::Error::Common) if the shapes do not fit or the dtype of `x` is not a floating-point one.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
@@ -43,7 +43,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 /// weights, whose gradients are views of one tensor.
 ///
 /// # Errors
-/// As [`linear`]; [`Error::Common`] for no weight at all.
+/// As [`linear`]; [`Error::Common`](crate::Error::Common) for no weight at all.
 pub fn joint_linear(x: &Tensor, weights: &[&Tensor], biases: Option<&[&Tensor]>) -> Result<Tensor> {
     let biases = biases.unwrap_or_default();
     check(x, weights, biases)?;
