@@ -14,7 +14,7 @@ fn a_parquet_file_that_cannot_be_read_is_named_with_the_remedy() {
     let error = TextData::prepare_in(&folder.path().join("cache"), &arguments, |_| {});
     let error = error.unwrap_err().to_string();
     let expected = match cfg!(feature = "parquet") {
-        true => "a.parquet is not what it should be",
+        true => "a.parquet cannot be read: ",
         false => "`--features parquet`",
     };
     assert!(error.contains(expected), "{error}");

@@ -209,7 +209,10 @@ fn inputs_that_do_not_fit_are_refused_and_a_failed_step_is_undone() {
         .forward(ForwardInput::new(&ids).with_cache(&mut cache))
         .unwrap();
     let two_rows = Tensor::ones([2, 1], tch::kind::INT64_CPU);
-    assert!(refused(ForwardInput::new(&two_rows).with_cache(&mut cache)).contains("cannot join"));
+    assert!(
+        refused(ForwardInput::new(&two_rows).with_cache(&mut cache))
+            .contains("reset the cache before another batch")
+    );
     assert_eq!(cache.len(), 5);
     model.set_requires_grad(true).unwrap();
     assert!(refused(ForwardInput::new(&ids).with_cache(&mut cache)).contains("no_grad"));
