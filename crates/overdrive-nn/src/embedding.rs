@@ -158,7 +158,8 @@ impl nn::Module for Embedding {
     /// Computes [`Embedding::forward`].
     ///
     /// # Panics
-    /// Where that returns an error, as the modules of tch do.
+    /// It panics if [`Embedding::forward`] returns an error: the trait has no other way to report it, and the
+    /// modules of tch do the same.
     fn forward(&self, ids: &Tensor) -> Tensor {
         match Embedding::forward(self, ids) {
             Ok(vectors) => vectors,

@@ -262,8 +262,8 @@ impl nn::Module for Linear {
     /// Computes [`Linear::forward`].
     ///
     /// # Panics
-    /// Where that returns an error: the trait has no other way to report it, and the modules of tch do the
-    /// same.
+    /// It panics if [`Linear::forward`] returns an error: the trait has no other way to report it, and the
+    /// modules of tch do the same.
     fn forward(&self, x: &Tensor) -> Tensor {
         match Linear::forward(self, x) {
             Ok(y) => y,

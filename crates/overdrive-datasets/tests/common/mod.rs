@@ -3,7 +3,9 @@
 
 use std::path::{Path, PathBuf};
 
-use overdrive_datasets::{StoreOptions, TokenStore, TokenStoreWriter, Tokenizer, load_tokenizer};
+use overdrive_datasets::{
+    Corpus, CorpusOptions, StoreOptions, TokenStore, TokenStoreWriter, Tokenizer, load_tokenizer,
+};
 use proptest::prelude::ProptestConfig;
 
 /// Returns a configuration with `count` cases, or with `PROPTEST_CASES` for a longer search by hand.
@@ -45,6 +47,25 @@ pub(crate) fn store(dir: &Path, vocab_size: u64, documents: &[Vec<u32>]) -> Toke
 /// Returns a store of the tokens 0, 1, 2, ... in one document.
 pub(crate) fn counting_store(dir: &Path, tokens: u32) -> TokenStore {
     store(dir, u64::from(tokens), &[(0..tokens).collect()])
+}
+
+/// Returns a folder with 60 files of text.
+pub(crate) fn text_folder() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let files: Vec<_> = (0..60)
+        .map(|i| (format!("{}/{i:02}.rs", i % 3), text(i)))
+        .collect();
+    let files: Vec<_> = files
+        .iter()
+        .map(|(name, text)| (name.as_str(), text))
+        .collect();
+    write_files(dir.path(), &files);
+    dir
+}
+
+/// Returns the corpus of the files below `path`.
+pub(crate) fn corpus(path: impl AsRef<Path>) -> Corpus {
+    Corpus::from_paths([path], &CorpusOptions::default()).unwrap()
 }
 
 /// Writes files with these names and contents under `dir`.

@@ -1,30 +1,10 @@
 //! Building token stores, and their cache.
 
-use std::path::Path;
-
-use crate::common::{text, tokenizer, write_files};
+use crate::common::{corpus, text_folder, tokenizer, write_files};
 use overdrive_datasets::{
-    BuildOptions, Corpus, CorpusOptions, Error, RecordNumber, TextFormat, TokenStore, TokenWidth,
-    Tokenizer, build_tokens, build_tokens_to,
+    BuildOptions, Error, RecordNumber, TextFormat, TokenStore, TokenWidth, Tokenizer, build_tokens,
+    build_tokens_to,
 };
-
-/// Returns a folder with 60 files of text.
-fn folder() -> tempfile::TempDir {
-    let dir = tempfile::tempdir().unwrap();
-    let files: Vec<_> = (0..60)
-        .map(|i| (format!("{}/{i:02}.rs", i % 3), text(i)))
-        .collect();
-    let files: Vec<_> = files
-        .iter()
-        .map(|(name, text)| (name.as_str(), text))
-        .collect();
-    write_files(dir.path(), &files);
-    dir
-}
-
-fn corpus(path: impl AsRef<Path>) -> Corpus {
-    Corpus::from_paths([path], &CorpusOptions::default()).unwrap()
-}
 
 fn options() -> BuildOptions {
     BuildOptions {
@@ -42,7 +22,7 @@ fn decode(tokenizer: &Tokenizer, store: &TokenStore, document: usize) -> String 
 
 #[test]
 fn every_document_comes_back_out_of_its_tokens() {
-    let dir = folder();
+    let dir = text_folder();
     let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
     let out = tempfile::tempdir().unwrap();
     let (store, report) =
@@ -66,7 +46,7 @@ fn every_document_comes_back_out_of_its_tokens() {
 
 #[test]
 fn the_tokens_do_not_depend_on_the_number_of_threads() {
-    let dir = folder();
+    let dir = text_folder();
     let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
     let out = tempfile::tempdir().unwrap();
     let bytes = |threads: usize| {
@@ -264,7 +244,7 @@ fn an_invalid_json_line_is_refused_with_its_position_and_leaves_no_store() {
 
 #[test]
 fn a_file_that_changes_after_it_was_listed_is_refused() {
-    let dir = folder();
+    let dir = text_folder();
     let corpus = corpus(dir.path());
     let changed = &corpus.files()[7].path;
     std::fs::write(changed, "something else").unwrap();
@@ -279,7 +259,7 @@ fn a_file_that_changes_after_it_was_listed_is_refused() {
 
 #[test]
 fn the_second_build_is_a_cache_hit_and_any_change_is_a_new_build() {
-    let dir = folder();
+    let dir = text_folder();
     let cache = tempfile::tempdir().unwrap();
     let tokenizer = tokenizer();
     let cached = |options: &BuildOptions| {
@@ -333,7 +313,7 @@ fn the_second_build_is_a_cache_hit_and_any_change_is_a_new_build() {
 
 #[test]
 fn a_damaged_store_in_the_cache_is_built_again() {
-    let dir = folder();
+    let dir = text_folder();
     let cache = tempfile::tempdir().unwrap();
     let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
     let build = || build_tokens(&corpus, &tokenizer, &options(), cache.path()).unwrap();
@@ -357,7 +337,7 @@ fn a_damaged_store_in_the_cache_is_built_again() {
 
 #[test]
 fn builds_at_the_same_time_agree_and_leave_no_temporary_file() {
-    let dir = folder();
+    let dir = text_folder();
     let cache = tempfile::tempdir().unwrap();
     let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
     // What a killed build left.

@@ -2,26 +2,8 @@
 
 use std::path::Path;
 
-use crate::common::{text, write_files};
+use crate::common::{corpus, text_folder, write_files};
 use overdrive_datasets::{Corpus, CorpusOptions};
-
-/// Returns a folder with 60 files of text.
-fn folder() -> tempfile::TempDir {
-    let dir = tempfile::tempdir().unwrap();
-    let files: Vec<_> = (0..60)
-        .map(|i| (format!("{}/{i:02}.rs", i % 3), text(i)))
-        .collect();
-    let files: Vec<_> = files
-        .iter()
-        .map(|(name, text)| (name.as_str(), text))
-        .collect();
-    write_files(dir.path(), &files);
-    dir
-}
-
-fn corpus(path: impl AsRef<Path>) -> Corpus {
-    Corpus::from_paths([path], &CorpusOptions::default()).unwrap()
-}
 
 #[test]
 fn a_folder_gives_its_text_files_in_order_and_says_what_it_left_out() {
@@ -115,7 +97,7 @@ fn unsupported_formats_are_errors_with_a_remedy() {
 
 #[test]
 fn a_limited_corpus_is_a_stable_mixture() {
-    let dir = folder();
+    let dir = text_folder();
     let limited = |max_bytes| {
         let options = CorpusOptions {
             max_bytes: Some(max_bytes),

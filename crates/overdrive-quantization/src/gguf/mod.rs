@@ -12,8 +12,8 @@
 //! [`GgufTensor::dequantize`] returns the elements, bit for bit those of the `gguf` Python package;
 //! [`GgufTensor::to_quantized`] packs the same elements as a [`QuantizedWeight`](crate::QuantizedWeight)
 //! with [`Scheme::Grouped`](crate::Scheme::Grouped), so that a model runs without being dequantized.
-//! Where a file has the scale of a group as the product of two numbers (the `_K` types), that product is
-//! kept in f32: exact, at the price of up to 4 bits for each element more than in the file.
+//! The `_K` types store the scale of a group as the product of two numbers. That product is kept in f32,
+//! which is exact and takes up to 4 more bits per element than the file.
 //!
 //! The format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
