@@ -147,7 +147,7 @@ pub(crate) fn metadata(host: &str, features: Option<&str>) -> Cargo {
 
 /// Runs all tests of all packages: one failing package must not hide the others. A package named by the
 /// user replaces `--workspace`, because cargo would otherwise test the whole workspace silently.
-pub(crate) fn test(further: &[OsString]) -> Cargo {
+fn test(further: &[OsString]) -> Cargo {
     // Words after `--` are for the test program, whose filters may look like package flags.
     let before = further.iter().take_while(|argument| *argument != "--");
     let chosen = before.filter_map(|a| a.to_str()).any(|a| {
@@ -165,6 +165,24 @@ pub(crate) fn test(further: &[OsString]) -> Cargo {
     } else {
         base.workspace().and(further)
     }
+}
+
+/// Runs the commands in turn; the last one replaces this process.
+pub(crate) fn run_all(mut commands: Vec<Cargo>) -> Result<()> {
+    let last = commands.pop();
+    commands.iter().try_for_each(Cargo::run)?;
+    last.map_or(Ok(()), |cargo| cargo.replace_this_process())
+}
+
+/// Returns the commands of the tests; without arguments, on a machine with a usable GPU, those that need it too.
+/// They are `#[ignore]`d, so that cargo's summary counts them as ignored, not as passed, where there is none.
+pub(crate) fn tests(further: &[OsString], gpu: bool) -> Vec<Cargo> {
+    let mut commands = vec![test(further)];
+    if gpu && further.is_empty() {
+        let on_gpu = ["--", "--ignored", "on_a_gpu"].map(OsString::from);
+        commands.push(test(&on_gpu));
+    }
+    commands
 }
 
 pub(crate) fn bench(further: &[OsString]) -> Cargo {
@@ -428,6 +446,20 @@ mod tests {
             lines(&["--steps", "3", "--nproc=2", "--max-restarts", "1"]),
             [build, &restarts]
         );
+    }
+
+    #[test]
+    fn tests_that_need_a_gpu_run_where_there_is_one() {
+        let lines = |given: &[&str], gpu: bool| -> Vec<String> {
+            tests(&words(given), gpu).iter().map(Cargo::line).collect()
+        };
+        let [all, on_gpu] = &lines(&[], true)[..] else {
+            panic!("two commands")
+        };
+        assert_eq!(&lines(&[], false), std::slice::from_ref(all));
+        assert_eq!(on_gpu, &format!("{all} -- --ignored on_a_gpu"));
+        // Arguments of the user select the tests.
+        assert_eq!(lines(&["-p", "xtask"], true).len(), 1);
     }
 
     #[test]

@@ -7,8 +7,9 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::cargo;
+use crate::cargo::{self, Cargo};
 use crate::dist::program;
+use crate::doctor;
 use crate::failure::{Failure, Result};
 use crate::setup::{self, Request};
 
@@ -29,7 +30,8 @@ pub(crate) fn check() -> Result<()> {
     // The cheapest check comes first, before libtorch may have to be fetched.
     cargo::fmt(&["--".into(), "--check".into()]).run()?;
     step("libtorch");
-    setup::setup(Request::Any, false)?.report();
+    let found = setup::setup(Request::Any, false)?;
+    found.report();
     step("lints");
     cargo::lint(&[]).run()?;
     step("documentation");
@@ -37,7 +39,8 @@ pub(crate) fn check() -> Result<()> {
     step("a short training run, whose loss must fall");
     training()?;
     step("tests");
-    cargo::test(&[]).run()
+    let tests = cargo::tests(&[], doctor::has_gpu(&found.libtorch));
+    tests.iter().try_for_each(Cargo::run)
 }
 
 fn step(what: &str) {

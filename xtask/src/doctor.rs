@@ -137,6 +137,11 @@ fn processor(findings: &mut Findings, features: CpuFeatures) {
     }
 }
 
+/// Returns `true` if this machine has a GPU that `libtorch` can use.
+pub(crate) fn has_gpu(libtorch: &Libtorch) -> bool {
+    libtorch.cuda && gpu::list().is_ok_and(|gpus| !gpus.is_empty())
+}
+
 fn gpus(findings: &mut Findings) -> Vec<gpu::Gpu> {
     match gpu::list() {
         Ok(gpus) if gpus.is_empty() => {

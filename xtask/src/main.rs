@@ -133,7 +133,10 @@ fn run(command: Command) -> Result<()> {
         }
         Command::Train(_) => all_after_setup(cargo::train(&further(2))),
         Command::Example { name, .. } => after_setup(cargo::example(&name, &further(3))),
-        Command::Test(_) => after_setup(cargo::test(&further(2))),
+        Command::Test(_) => {
+            let found = setup::setup(Request::Any, false)?;
+            cargo::run_all(cargo::tests(&further(2), doctor::has_gpu(&found.libtorch)))
+        }
         Command::Bench(_) => after_setup(cargo::bench(&further(2))),
         Command::Ablation(_) => after_setup(cargo::ablation(&further(2))),
         Command::Dist { out, features } => dist::dist(out.as_deref(), features.as_deref()),
@@ -157,9 +160,7 @@ fn after_setup(cargo: Cargo) -> Result<()> {
 }
 
 /// As [`after_setup`], with commands before the last one.
-fn all_after_setup(mut commands: Vec<Cargo>) -> Result<()> {
+fn all_after_setup(commands: Vec<Cargo>) -> Result<()> {
     setup::setup(Request::Any, false)?;
-    let last = commands.pop();
-    commands.iter().try_for_each(Cargo::run)?;
-    last.map_or(Ok(()), |cargo| cargo.replace_this_process())
+    cargo::run_all(commands)
 }

@@ -232,9 +232,6 @@ mod tests {
     /// their schemas before it looks for the device.
     #[test]
     fn the_arguments_fit_the_schemas_of_flash_attention() {
-        if tch::Cuda::is_available() {
-            return;
-        }
         let packed = Tensor::zeros([4, 2, 8], (Kind::Half, Device::Cpu));
         let flash = |is_packed: bool| CudaFlash {
             cumulative: is_packed.then(|| {

@@ -152,11 +152,8 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_reports_its_memory() {
-        if !tch::Cuda::is_available() {
-            eprintln!("not run: no GPU");
-            return;
-        }
+    #[ignore = "needs a CUDA GPU"]
+    fn a_monitor_on_a_gpu_reports_its_memory() {
         let mut monitor = GpuMonitor::open(0).expect("the driver comes with its library");
         let sample = monitor.sample();
         assert!(sample.memory_total_bytes > Some(1 << 30), "{sample:?}");

@@ -1,4 +1,4 @@
-//! Tests on a GPU, where backward runs on libtorch's own threads. They print a note if there is no GPU.
+//! Tests on a GPU, where backward runs on libtorch's own threads.
 
 use overdrive_checkpointing::{
     CheckpointOptions, OffloadOptions, SavePolicy, checkpoint, offload_saved_tensors, scope,
@@ -8,14 +8,7 @@ use tch::{Cuda, Device, Kind, Tensor};
 
 const N: i64 = 1024;
 
-fn device() -> Option<Device> {
-    if Cuda::is_available() {
-        Some(Device::Cuda(0))
-    } else {
-        println!("not run: there is no GPU here");
-        None
-    }
-}
+const DEVICE: Device = Device::Cuda(0);
 
 fn forward(x: &Tensor, weight: &Tensor) -> Result<Tensor, tch::TchError> {
     x.f_matmul(weight)?
@@ -39,9 +32,10 @@ fn gradients(device: Device, layer: impl Fn(&Tensor, &Tensor) -> Tensor) -> [Ten
 }
 
 #[test]
+#[ignore = "needs a CUDA GPU"]
 fn on_a_gpu_gradients_equal_the_plain_run() {
     let _generator = crate::generator();
-    let Some(device) = device() else { return };
+    let device = DEVICE;
     let expected = gradients(device, |x, weight| forward(x, weight).unwrap());
     for policy in [SavePolicy::Nothing, SavePolicy::Matmuls] {
         let options = CheckpointOptions::keeping(policy);
@@ -57,9 +51,10 @@ fn on_a_gpu_gradients_equal_the_plain_run() {
 }
 
 #[test]
+#[ignore = "needs a CUDA GPU"]
 fn on_a_gpu_a_scope_runs_backward_on_its_own_thread() {
     let _generator = crate::generator();
-    let Some(device) = device() else { return };
+    let device = DEVICE;
     let x = Tensor::randn([N], (Kind::Float, device)).set_requires_grad(true);
     let options = CheckpointOptions::default();
     scope(|scope| {
@@ -75,9 +70,10 @@ fn on_a_gpu_a_scope_runs_backward_on_its_own_thread() {
 }
 
 #[test]
+#[ignore = "needs a CUDA GPU"]
 fn on_a_gpu_offloaded_tensors_leave_its_memory_and_come_back() {
     let _generator = crate::generator();
-    let Some(device) = device() else { return };
+    let device = DEVICE;
     let expected = gradients(device, |x, weight| forward(x, weight).unwrap());
     for pinned in [true, false] {
         for prefetch in [0, 3] {

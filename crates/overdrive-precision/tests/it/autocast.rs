@@ -175,11 +175,8 @@ fn gradients_of_a_bf16_forward_are_fp32_for_fp32_weights() {
 }
 
 #[test]
-fn cuda_regions_cast_on_the_gpu() {
-    if !tch::Cuda::is_available() {
-        println!("not run: no CUDA device here");
-        return;
-    }
+#[ignore = "needs a CUDA GPU"]
+fn regions_on_a_gpu_cast_there() {
     let a = Tensor::ones([16, 16], (Kind::Float, Device::Cuda(0)));
     for dtype in [Kind::BFloat16, Kind::Half] {
         assert_eq!(

@@ -18,7 +18,7 @@ pub(super) static KEYS: &[Key] = &[
     foreign("torch_compile", Only("false"), "leave it out: `fused_kernels` (on by default) has the kernels that it would generate for training, and overdrive-packages runs packages of torch's compiler"),
     foreign("torch_compile_backend", Any, ""),
     foreign("torch_compile_mode", Any, ""),
-    // `fused_kernels` is on by default and has Liger's kernels.
+    // The losses are the same; `fused_kernels`, on by default, does what Liger does, on CPUs.
     foreign("use_liger_kernel", Any, ""),
     foreign("liger_kernel_config", Any, ""),
     foreign("auto_find_batch_size", Only("false"), "set `per_device_train_batch_size`"),
