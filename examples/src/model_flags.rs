@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, anyhow};
 use clap::Args;
 use overdrive::generation::Tokenizer;
-use overdrive::lora::{LoadAdapterOptions, MergeOptions, load_adapter, merge_and_unload};
+use overdrive::lora::{
+    LoadAdapterOptions, MergeOptions, load_adapter, merge_and_unload, merge_obstacle,
+};
 use overdrive::quantization::Scheme;
 use overdrive::transformer::{CausalLm, LoadOptions, LoadProgress, QuantizeOptions};
 use tch::{Device, Kind};
@@ -21,9 +23,12 @@ pub struct ModelFlags {
     /// GGUF file of the model; the folder then only needs tokenizer.json
     #[arg(long, value_name = "FILE")]
     pub gguf: Option<PathBuf>,
-    /// Folder with an adapter in PEFT's format; it is merged into dense weights
+    /// Folder with an adapter in PEFT's format; it is merged into dense weights where it can be
     #[arg(long, value_name = "DIR")]
     pub adapter: Option<PathBuf>,
+    /// Keep the adapter beside the weights instead of merging it
+    #[arg(long, requires = "adapter")]
+    pub keep_adapter: bool,
     /// Compute in bf16: half the memory
     #[arg(long)]
     pub bf16: bool,
@@ -45,17 +50,23 @@ impl ModelFlags {
         let Some(adapter) = &self.adapter else {
             return Ok(model);
         };
-        load_adapter(
-            &mut model,
-            adapter,
-            "default",
-            &LoadAdapterOptions::default(),
-        )?;
-        // An adapter of quantized weights is not merged: the merged weights would be rounded again.
-        if model.is_quantized() {
-            return Ok(model);
+        let options = LoadAdapterOptions::default();
+        load_adapter(&mut model, adapter, "default", &options)?;
+        // Merged into quantized weights, the sum would be rounded again.
+        let obstacle = if self.keep_adapter {
+            Some("--keep-adapter".to_owned())
+        } else if model.is_quantized() {
+            Some("the weights are quantized".to_owned())
+        } else {
+            merge_obstacle(&mut model)?.map(|error| error.to_string())
+        };
+        match obstacle {
+            Some(reason) => eprintln!("adapter: kept beside the weights ({reason})"),
+            None => {
+                merge_and_unload(&mut model, &MergeOptions::default())?;
+                eprintln!("adapter: merged into the weights");
+            }
         }
-        merge_and_unload(&mut model, &MergeOptions::default())?;
         Ok(model)
     }
 

@@ -95,6 +95,16 @@ pub enum Error {
         /// The parameter that it is tied to.
         other: String,
     },
+    /// An adapter cannot be merged because the weight of its layer is tied to another parameter.
+    #[error(
+        "the adapter of `{name}` cannot be merged, as the parameter is tied to `{other}`; keep the adapter beside the weights"
+    )]
+    TiedAdapter {
+        /// The parameter with an adapter.
+        name: String,
+        /// The parameter that it is tied to.
+        other: String,
+    },
     /// A linear layer has an adapter of another crate.
     #[error(
         "a linear layer has an adapter that is not LoRA's; remove it with `Linear::take_adapter` first"

@@ -6,12 +6,12 @@ use overdrive_autograd::NoGradGuard;
 use overdrive_core::Error;
 use overdrive_core::random::Generator;
 use overdrive_nn::LinearWeight;
-use overdrive_quantization::QuantizedWeight;
+use overdrive_quantization::{BlockOptions, QuantizedWeight, Scheme};
 use tch::{Device, Kind, Tensor};
 
 use crate::config::LayerOptions;
 use crate::random::{normal_tensor, uniform_tensor};
-use crate::{InitLoraWeights, LoraAdapter, LoraConfig, Result, dora};
+use crate::{InitLoraWeights, LoftqConfig, LoraAdapter, LoraConfig, Result, dora};
 
 /// The options of a new adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,7 +42,7 @@ pub(crate) fn adapter_kind(base: &LinearWeight, autocast: bool) -> Kind {
     }
 }
 
-/// Makes a new adapter of the layer `name`. PiSSA and OLoRA subtract it from `base`.
+/// Makes a new adapter of the layer `name`. PiSSA and OLoRA subtract it from `base`, LoftQ quantizes `base`.
 pub(crate) fn adapter(
     base: &mut LinearWeight,
     name: &str,
@@ -63,17 +63,29 @@ pub(crate) fn adapter(
         rank,
         place,
     };
-    let (a, b) = match config.init_lora_weights {
+    let method = config.init_lora_weights;
+    let (a, b) = match method {
         InitLoraWeights::Default => (draw.kaiming_a()?, draw.zero_b()?),
         InitLoraWeights::Random => (draw.kaiming_a()?, draw.linear_b()?),
         InitLoraWeights::Gaussian => (draw.gaussian_a()?, draw.zero_b()?),
         InitLoraWeights::Orthogonal => draw.orthogonal()?,
-        InitLoraWeights::Olora => from_weight(base, &draw, scale, true, olora)?,
-        InitLoraWeights::Pissa => from_weight(base, &draw, scale, false, pissa)?,
-        InitLoraWeights::PissaFast(rounds) => {
-            let fast =
-                |weight: &Tensor, draw: &Draw<'_>, scale| pissa_fast(weight, draw, scale, rounds);
-            from_weight(base, &draw, scale, false, fast)?
+        InitLoraWeights::Olora => from_weight(base, &draw, method, |weight| {
+            olora(weight, &draw)?.leaving(weight, scale)
+        })?,
+        InitLoraWeights::Pissa => from_weight(base, &draw, method, |weight| {
+            pissa(weight, &draw, scale)?.leaving(weight, scale)
+        })?,
+        InitLoraWeights::PissaFast(rounds) => from_weight(base, &draw, method, |weight| {
+            pissa_fast(weight, &draw, scale, rounds)?.leaving(weight, scale)
+        })?,
+        InitLoraWeights::Loftq(config) => {
+            from_weight(base, &draw, method, |weight| loftq(weight, &draw, config))?
+        }
+        InitLoraWeights::Eva | InitLoraWeights::Corda => {
+            let expected = "another one for a new adapter, as it needs the inputs of the layers; an adapter that \
+                            PEFT initialised by it can be loaded";
+            let found = format!("\"{method}\" for `{name}`");
+            return Err(Error::option("init_lora_weights", found, expected).into());
         }
     };
     let bias = match (config.lora_bias, config.init_lora_weights) {
@@ -187,13 +199,31 @@ impl Draw<'_> {
     }
 }
 
-/// Makes A and B from the weight, and subtracts them from it: `W − scale · B · A`.
+/// A and B.
+struct Factors(Tensor, Tensor);
+
+/// A and B, and the weight that they are added to.
+struct Split {
+    a: Tensor,
+    b: Tensor,
+    rest: Tensor,
+}
+
+impl Factors {
+    /// Subtracts the adapter from the weight: `W − scale · B · A`.
+    fn leaving(self, weight: &Tensor, scale: f64) -> Result<Split> {
+        let Factors(a, b) = self;
+        let rest = weight.f_sub(&b.f_mm(&a)?.f_mul_scalar(scale)?)?;
+        Ok(Split { a, b, rest })
+    }
+}
+
+/// Makes A and B from the weight, and replaces it by the one that `split` leaves.
 fn from_weight(
     base: &mut LinearWeight,
     draw: &Draw<'_>,
-    scale: f64,
-    quantized: bool,
-    split: impl Fn(&Tensor, &Draw<'_>, f64) -> Result<(Tensor, Tensor)>,
+    method: InitLoraWeights,
+    split: impl Fn(&Tensor) -> Result<Split>,
 ) -> Result<(Tensor, Tensor)> {
     let largest = draw.size[0].min(draw.size[1]);
     if draw.rank > largest {
@@ -201,8 +231,9 @@ fn from_weight(
         let expected = format!("at most {largest}, as `init_lora_weights` decomposes the weight");
         return Err(Error::option("r", found, expected).into());
     }
-    if matches!(base, LinearWeight::Quantized(_)) && !quantized {
-        let found = format!("\"pissa\" for the quantized `{}`", draw.name);
+    // OLoRA quantizes what it leaves by the same scheme, as in PEFT.
+    if matches!(base, LinearWeight::Quantized(_)) && method != InitLoraWeights::Olora {
+        let found = format!("\"{method}\" for the quantized `{}`", draw.name);
         let expected = "another one for a quantized weight; or add the adapter first and quantize the \
                         weight after it";
         return Err(Error::option("init_lora_weights", found, expected).into());
@@ -213,8 +244,7 @@ fn from_weight(
         _ => Kind::Float,
     };
     let weight = base.to_dense(wide)?;
-    let (a, b) = split(&weight, draw, scale)?;
-    let rest = weight.f_sub(&b.f_mm(&a)?.f_mul_scalar(scale)?)?;
+    let Split { a, b, rest } = split(&weight)?;
     match base {
         LinearWeight::Dense { weight, transposed } => {
             let rest = if *transposed { rest.f_tr()? } else { rest };
@@ -230,30 +260,56 @@ fn from_weight(
     Ok((own(a)?, own(b)?))
 }
 
-fn olora(weight: &Tensor, draw: &Draw<'_>, _scale: f64) -> Result<(Tensor, Tensor)> {
-    // As in PEFT, the scale is not divided out: `from_weight` subtracts `scale · B · A`.
+fn olora(weight: &Tensor, draw: &Draw<'_>) -> Result<Factors> {
+    // As in PEFT, the scale is not divided out: `leaving` subtracts `scale · B · A`.
     let (q, r) = Tensor::f_linalg_qr(weight, "reduced")?;
-    Ok((r.f_narrow(0, 0, draw.rank)?, q.f_narrow(1, 0, draw.rank)?))
+    Ok(Factors(
+        r.f_narrow(0, 0, draw.rank)?,
+        q.f_narrow(1, 0, draw.rank)?,
+    ))
 }
 
-fn pissa(weight: &Tensor, draw: &Draw<'_>, scale: f64) -> Result<(Tensor, Tensor)> {
+fn pissa(weight: &Tensor, draw: &Draw<'_>, scale: f64) -> Result<Factors> {
     let (u, s, vh) = svd(weight)?;
     // The forward pass multiplies by the scale, so the singular values are divided by it.
     let roots = s.f_narrow(0, 0, draw.rank)?.f_div_scalar(scale)?.f_sqrt()?;
     let a = vh
         .f_narrow(0, 0, draw.rank)?
         .f_mul(&roots.f_unsqueeze(1)?)?;
-    Ok((a, u.f_narrow(1, 0, draw.rank)?.f_mul(&roots)?))
+    Ok(Factors(a, u.f_narrow(1, 0, draw.rank)?.f_mul(&roots)?))
+}
+
+/// Computes LoftQ: quantizes, decomposes the rounding error, and quantizes what the decomposition leaves.
+fn loftq(weight: &Tensor, draw: &Draw<'_>, config: LoftqConfig) -> Result<Split> {
+    let scheme = match config.loftq_bits {
+        8 => Scheme::LlmInt8 { threshold: 6.0 },
+        _ => Scheme::Nf4(BlockOptions {
+            double_quant: false,
+            ..BlockOptions::default()
+        }),
+    };
+    let mut left = weight.shallow_clone();
+    let mut round = 0;
+    loop {
+        // bitsandbytes rounds a weight to fp16 before it quantizes it to 8 bits.
+        let rounded = match config.loftq_bits {
+            8 => left.f_to_kind(Kind::Half)?,
+            _ => left,
+        };
+        let rest = QuantizedWeight::quantize(&rounded, scheme)?.dequantize(weight.kind())?;
+        // As in PEFT, the scale is not divided out: a forward pass multiplies A and B by it.
+        let Factors(a, b) = pissa(&weight.f_sub(&rest)?, draw, 1.0)?;
+        round += 1;
+        if round >= config.loftq_iter {
+            return Ok(Split { a, b, rest });
+        }
+        left = weight.f_sub(&b.f_mm(&a)?)?;
+    }
 }
 
 /// Computes PiSSA by a randomised decomposition (Halko et al. 2009, arXiv:0909.4061, algorithm 5.1) over a
 /// basis from `rounds` power iterations, as `torch.svd_lowrank`.
-fn pissa_fast(
-    weight: &Tensor,
-    draw: &Draw<'_>,
-    scale: f64,
-    rounds: u32,
-) -> Result<(Tensor, Tensor)> {
+fn pissa_fast(weight: &Tensor, draw: &Draw<'_>, scale: f64, rounds: u32) -> Result<Factors> {
     let place = (weight.kind(), weight.device());
     let probe = draw.normal("svd", [draw.size[1], draw.rank], 1.0, place)?;
     let (mut q, _) = Tensor::f_linalg_qr(&weight.f_mm(&probe)?, "reduced")?;
@@ -264,7 +320,7 @@ fn pissa_fast(
     }
     let (u, s, vh) = svd(&q.f_tr()?.f_mm(weight)?)?;
     let roots = s.f_div_scalar(scale)?.f_sqrt()?;
-    Ok((
+    Ok(Factors(
         vh.f_mul(&roots.f_unsqueeze(1)?)?,
         q.f_mm(&u)?.f_mul(&roots)?,
     ))

@@ -110,14 +110,16 @@ pub use adapters::{
     active_adapters, adapter_names, add_adapter, delete_adapter, disable_adapters, enable_adapters,
     set_adapter, set_requires_grad, set_training,
 };
-pub use config::{BiasMode, InitLoraWeights, LayerIndices, LoraConfig, Names, TargetModules};
+pub use config::{
+    BiasMode, InitLoraWeights, LayerIndices, LoftqConfig, LoraConfig, Names, TargetModules,
+};
 pub use error::{Error, Result};
 pub use file::{LoadAdapterOptions, LoadedAdapter, load_adapter, read_config, save_adapter};
 pub use init::AddOptions;
 pub use linear::LoraLinear;
 pub use merge::{
-    MergeOptions, MergeReport, MergedLayer, Requantized, merge_adapters, merge_and_unload, unload,
-    unmerge_adapters,
+    MergeOptions, MergeReport, MergedLayer, Requantized, merge_adapters, merge_and_unload,
+    merge_obstacle, unload, unmerge_adapters,
 };
 pub use trainable::{
     ParameterCounts, mark_only_lora_as_trainable, parameter_counts, trainable_parameters,

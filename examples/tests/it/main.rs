@@ -3,6 +3,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+mod adapter;
 mod data_loading;
 mod finetune;
 mod resume;

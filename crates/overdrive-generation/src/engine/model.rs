@@ -1,5 +1,5 @@
 use overdrive_kv_cache::KvCache;
-use overdrive_transformer::{CausalLm, ForwardInput, Logits, ModelConfig, RopeScaling};
+use overdrive_transformer::{CausalLm, ForwardInput, Logits};
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
@@ -71,14 +71,8 @@ impl EngineModel for CausalLm {
     }
 
     fn context(&self) -> usize {
-        let mut context = self.config().max_position_embeddings();
-        if let ModelConfig::Llama(config) = self.config()
-            && let RopeScaling::LongRope(long) = &config.rope_scaling
-        {
-            // Beyond it, LongRope would use the frequencies of the longest sequence for the whole
-            // batch.
-            context = context.min(long.original_max_position_embeddings);
-        }
+        // Beyond it, all requests of a step would share the frequencies of the longest one.
+        let context = self.config().ragged_context();
         context.unsigned_abs() as usize
     }
 

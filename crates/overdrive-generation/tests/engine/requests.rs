@@ -180,6 +180,45 @@ fn every_request_gets_what_it_would_get_alone() {
     }
 }
 
+/// Beyond the original context, dynamic-NTK and LongRoPE frequencies follow the longest sequence of a step.
+#[test]
+fn a_neighbour_does_not_change_frequencies_that_depend_on_the_length() {
+    for case in ["llama_dynamic_rope", "llama_longrope"] {
+        let model = load(case);
+        let context = model.config().ragged_context() as usize;
+        assert_eq!(context, 16, "{case}");
+        assert!(model.config().max_position_embeddings() > 16);
+        let ids = |count: usize, from: i64| -> Vec<i64> {
+            (0..count as i64).map(|at| (at * 7 + from) % 120).collect()
+        };
+        let wanted = |new| GenerationConfig {
+            min_new_tokens: new,
+            ..greedy(new)
+        };
+        let (short, long) = (ids(6, 3), ids(15, 50));
+        let alone = generate(&model, std::slice::from_ref(&short), &wanted(10)).unwrap();
+        let mut engine = Engine::new(&model, config(|_| {})).unwrap();
+        engine
+            .submit(Request::new(long.clone(), wanted(40)))
+            .unwrap();
+        let id = engine.submit(Request::new(short, wanted(10))).unwrap();
+        for (request, completions) in engine.run_to_end().unwrap() {
+            let tokens = &completions.unwrap()[0].tokens;
+            if request == id {
+                assert_eq!(tokens, alone.new_tokens(0), "{case}");
+            } else {
+                // The last token is not read, so it may lie beyond the context.
+                assert_eq!(tokens.len(), context + 1 - long.len(), "{case}");
+            }
+        }
+        let error = engine.submit(Request::new(ids(17, 0), wanted(1)));
+        assert!(
+            matches!(error, Err(Error::PromptTooLong { limit: 16, .. })),
+            "{case}: {error:?}"
+        );
+    }
+}
+
 #[test]
 fn samples_of_one_prompt_share_its_blocks_and_equal_those_of_generate() {
     let model = tiny(128);

@@ -11,8 +11,13 @@ use crate::{Error, Result};
 
 /// Keys whose value does not matter here: they name the writer of the file, or belong to a key that is not
 /// set. Every other key that is not read must be at its default: null, false, or empty.
-const INDIFFERENT: [&str; 5] = [
+const INDIFFERENT: [&str; 8] = [
     "auto_mapping",
+    // How an adapter was initialised from data matters only where it is initialised.
+    "corda_config",
+    "eva_config",
+    // Read with `init_lora_weights`; ignored for the other methods, as in PEFT.
+    "loftq_config",
     "megatron_core",
     "peft_version",
     "qalora_group_size",
@@ -44,7 +49,7 @@ impl LoraConfig {
         }
         let init = match keys.shift_remove("init_lora_weights") {
             None | Some(Value::Null) => default.init_lora_weights,
-            Some(value) => InitLoraWeights::from_json(&value)?,
+            Some(value) => InitLoraWeights::from_json(&value, keys.get("loftq_config"))?,
         };
         let config = LoraConfig {
             r: take(&mut keys, "r", default.r)?,
@@ -100,6 +105,7 @@ impl LoraConfig {
             ("use_dora", json!(self.use_dora)),
             ("modules_to_save", json!(self.modules_to_save)),
             ("init_lora_weights", self.init_lora_weights.to_json()),
+            ("loftq_config", self.init_lora_weights.loftq_json()),
             ("layers_to_transform", json!(self.layers_to_transform)),
             ("layers_pattern", json!(self.layers_pattern)),
             (

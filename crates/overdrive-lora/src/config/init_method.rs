@@ -1,5 +1,7 @@
 use std::fmt;
 
+use overdrive_core::{Error, check_option};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::Result;
@@ -25,6 +27,43 @@ pub enum InitLoraWeights {
     Pissa,
     /// `"pissa_niter_N"`: PiSSA by N rounds of subspace iteration.
     PissaFast(u32),
+    /// `"loftq"`: the weight is replaced by its quantized values, and A and B are the largest singular values of
+    /// the rounding error (Li et al. 2023, arXiv:2310.08659).
+    Loftq(LoftqConfig),
+    /// `"eva"`: A from the singular vectors of the layer's inputs, B zero (Paischer et al. 2024,
+    /// arXiv:2410.07170). Only adapters that are loaded have it: here nothing is initialised from inputs.
+    Eva,
+    /// `"corda"`: the part of the weight that the covariance of its inputs chooses, which is subtracted from the
+    /// weight (Yang et al. 2024, arXiv:2406.05223). Only adapters that are loaded have it, over the weights that
+    /// were left: see [`LoadAdapterOptions::residual_base`](crate::LoadAdapterOptions::residual_base).
+    Corda,
+}
+
+/// The options of [`InitLoraWeights::Loftq`]: PEFT's `loftq_config`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct LoftqConfig {
+    /// The number of bits: 4 (NF4 in blocks of 64, the default) or 8 (integers by row).
+    pub loftq_bits: u8,
+    /// The number of rounds of quantization and decomposition; default 1.
+    pub loftq_iter: u32,
+}
+
+impl Default for LoftqConfig {
+    fn default() -> Self {
+        LoftqConfig {
+            loftq_bits: 4,
+            loftq_iter: 1,
+        }
+    }
+}
+
+impl LoftqConfig {
+    fn validate(self) -> Result<()> {
+        let (bits, rounds) = (self.loftq_bits, self.loftq_iter);
+        check_option(matches!(bits, 4 | 8), "loftq_bits", bits, "4 or 8")?;
+        Ok(check_option(rounds > 0, "loftq_iter", rounds, "positive")?)
+    }
 }
 
 impl InitLoraWeights {
@@ -32,8 +71,28 @@ impl InitLoraWeights {
     pub(crate) fn changes_base(self) -> bool {
         matches!(
             self,
-            InitLoraWeights::Olora | InitLoraWeights::Pissa | InitLoraWeights::PissaFast(_)
+            InitLoraWeights::Olora
+                | InitLoraWeights::Pissa
+                | InitLoraWeights::PissaFast(_)
+                | InitLoraWeights::Loftq(_)
+                | InitLoraWeights::Corda
         )
+    }
+
+    /// Checks the options of the method.
+    pub(super) fn validate(self) -> Result<()> {
+        match self {
+            InitLoraWeights::Loftq(config) => config.validate(),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the object `loftq_config`, which is empty for the other methods.
+    pub(super) fn loftq_json(self) -> Value {
+        match self {
+            InitLoraWeights::Loftq(config) => serde_json::json!(config),
+            _ => serde_json::json!({}),
+        }
     }
 
     pub(super) fn to_json(self) -> Value {
@@ -44,11 +103,12 @@ impl InitLoraWeights {
         }
     }
 
-    pub(super) fn from_json(value: &Value) -> Result<InitLoraWeights> {
+    /// Reads the value of `init_lora_weights` and, for `"loftq"`, the object `loftq_config` beside it.
+    pub(super) fn from_json(value: &Value, loftq: Option<&Value>) -> Result<InitLoraWeights> {
         let refused = || {
-            let expected = "true, false, \"gaussian\", \"orthogonal\", \"olora\", \"pissa\" or \
-                            \"pissa_niter_N\"";
-            overdrive_core::Error::option("init_lora_weights", value, expected)
+            let expected = "true, false, \"gaussian\", \"orthogonal\", \"olora\", \"pissa\", \
+                            \"pissa_niter_N\", \"loftq\", \"eva\" or \"corda\"";
+            Error::option("init_lora_weights", value, expected)
         };
         match value {
             Value::Bool(true) => Ok(InitLoraWeights::Default),
@@ -58,6 +118,9 @@ impl InitLoraWeights {
                 "orthogonal" => Ok(InitLoraWeights::Orthogonal),
                 "olora" => Ok(InitLoraWeights::Olora),
                 "pissa" => Ok(InitLoraWeights::Pissa),
+                "loftq" => loftq_config(loftq).map(InitLoraWeights::Loftq),
+                "eva" => Ok(InitLoraWeights::Eva),
+                "corda" => Ok(InitLoraWeights::Corda),
                 other => match other.strip_prefix("pissa_niter_") {
                     Some(rounds) => {
                         let rounds = rounds.parse().map_err(|_| refused())?;
@@ -81,6 +144,22 @@ impl fmt::Display for InitLoraWeights {
             InitLoraWeights::Olora => f.write_str("olora"),
             InitLoraWeights::Pissa => f.write_str("pissa"),
             InitLoraWeights::PissaFast(rounds) => write!(f, "pissa_niter_{rounds}"),
+            InitLoraWeights::Loftq(_) => f.write_str("loftq"),
+            InitLoraWeights::Eva => f.write_str("eva"),
+            InitLoraWeights::Corda => f.write_str("corda"),
         }
     }
+}
+
+/// Reads the object `loftq_config`, which PEFT requires for `"loftq"`.
+fn loftq_config(object: Option<&Value>) -> Result<LoftqConfig> {
+    let given = object.filter(|object| object.as_object().is_some_and(|keys| !keys.is_empty()));
+    let expected =
+        "an object with `loftq_bits` and `loftq_iter` beside `init_lora_weights` \"loftq\"";
+    let Some(object) = given else {
+        let found = object.map_or("missing".to_owned(), Value::to_string);
+        return Err(Error::option("loftq_config", found, expected).into());
+    };
+    LoftqConfig::deserialize(object)
+        .map_err(|_| Error::option("loftq_config", object, expected).into())
 }

@@ -3,7 +3,7 @@ mod init_method;
 mod matching;
 mod targets;
 
-pub use init_method::InitLoraWeights;
+pub use init_method::{InitLoraWeights, LoftqConfig};
 pub(crate) use matching::Matcher;
 pub use targets::{LayerIndices, Names, TargetModules};
 
@@ -194,6 +194,7 @@ impl LoraConfig {
             "true",
             format!("false with `init_lora_weights` {}", self.init_lora_weights),
         )?;
+        self.init_lora_weights.validate()?;
         if self.init_lora_weights == InitLoraWeights::Orthogonal {
             // A and B each get half of the rows of one orthogonal r × r matrix.
             let ranks = self.rank_pattern.iter().map(|(_, rank)| *rank);

@@ -24,6 +24,10 @@ pub struct LoadAdapterOptions {
     /// If `true`, 16-bit tensors of the file become fp32 beside 16-bit weights. Default: `true`. See
     /// [`AddOptions::autocast_adapter_dtype`].
     pub autocast_adapter_dtype: bool,
+    /// If `true`, the model has the weights that the initialisation of the adapter left (a residual model, which
+    /// was saved with it), and they are not changed again. Default: `false`: the model has the weights from
+    /// before, and PiSSA, OLoRA and LoftQ change them as they did then.
+    pub residual_base: bool,
 }
 
 impl Default for LoadAdapterOptions {
@@ -31,6 +35,7 @@ impl Default for LoadAdapterOptions {
         LoadAdapterOptions {
             trainable: false,
             autocast_adapter_dtype: true,
+            residual_base: false,
         }
     }
 }
@@ -58,9 +63,12 @@ pub fn read_config(dir: impl AsRef<Path>) -> Result<LoraConfig> {
 /// at once if no other is.
 ///
 /// Saved biases and full copies are loaded with it. An adapter that was initialised from the weight (PiSSA,
-/// OLoRA) is subtracted from the model's weight again, as in PEFT.
+/// OLoRA) is subtracted from the model's weight again, and LoftQ quantizes the weight again, as in PEFT. CorDA
+/// cannot do so without the data that it was initialised with: such an adapter needs the weights that it left and
+/// [`LoadAdapterOptions::residual_base`].
 ///
 /// # Errors
+/// [`Error::Common`] for an adapter of CorDA over other weights;
 /// [`Error::Checkpoint`] naming every tensor that is missing, unexpected or misshapen;
 /// [`Error::NoTarget`] and others as [`add_adapter`]. The model is then unchanged.
 pub fn load_adapter<H: AdapterHost + ?Sized>(
@@ -80,6 +88,14 @@ pub fn load_adapter<H: AdapterHost + ?Sized>(
     let making = LoraConfig {
         // Random values would be overwritten by the file's; the default draws the fewest.
         init_lora_weights: match config.init_lora_weights {
+            _ if options.residual_base => InitLoraWeights::Default,
+            InitLoraWeights::Corda => {
+                let expected = "another one, unless the model has the weights that it left: load those with \
+                                `residual_base`, or with `init_lora_weights` true in adapter_config.json; or \
+                                let PEFT convert the adapter with `path_initial_model_for_weight_conversion`";
+                let option = "init_lora_weights";
+                return Err(overdrive_core::Error::option(option, "\"corda\"", expected).into());
+            }
             own if own.changes_base() => own,
             _ => InitLoraWeights::Default,
         },

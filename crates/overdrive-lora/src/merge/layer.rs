@@ -38,11 +38,8 @@ pub(crate) fn merge(
     if wanted.is_empty() {
         return Ok(None);
     }
-    let biased = |name: &&&str| own.get(name).is_some_and(|own| own.bias.is_some());
-    if let (Some(name), None) = (wanted.iter().find(biased), bias) {
-        let value = format!("true for the adapter `{name}` of `{layer}`");
-        let expected = "false to be merged, as the layer has no bias that could take it";
-        return Err(overdrive_core::Error::option("lora_bias", value, expected).into());
+    if let Some(error) = bias_obstacle(own, bias, layer, &wanted) {
+        return Err(error);
     }
     let mut target = Target { own, weight, bias };
     let mut done = Vec::new();
@@ -65,6 +62,20 @@ pub(crate) fn merge(
         adapters: done,
         requantized,
     }))
+}
+
+/// Returns the error of merging an adapter with a bias into a layer without one.
+pub(crate) fn bias_obstacle(
+    own: &LayerAdapters,
+    bias: Option<&Tensor>,
+    layer: &str,
+    names: &[&str],
+) -> Option<Error> {
+    let biased = |name: &&&str| own.get(name).is_some_and(|own| own.bias.is_some());
+    let name = names.iter().find(biased).filter(|_| bias.is_none())?;
+    let value = format!("true for the adapter `{name}` of `{layer}`");
+    let expected = "false to be merged, as the layer has no bias that could take it";
+    Some(overdrive_core::Error::option("lora_bias", value, expected).into())
 }
 
 /// Unmerges the last `count` merged adapters, or all.

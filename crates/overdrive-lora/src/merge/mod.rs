@@ -7,5 +7,5 @@ mod report;
 
 pub(crate) use arithmetic::change;
 pub(crate) use layer::{Merged, merge, unmerge};
-pub use model::{merge_adapters, merge_and_unload, unload, unmerge_adapters};
+pub use model::{merge_adapters, merge_and_unload, merge_obstacle, unload, unmerge_adapters};
 pub use report::{MergeOptions, MergeReport, MergedLayer, Requantized};

@@ -4,6 +4,7 @@ use overdrive_autograd::NoGradGuard;
 use overdrive_nn::{AdapterHost, Linear, LinearWeight};
 use tch::Tensor;
 
+use super::layer::bias_obstacle;
 use super::report::{MergeOptions, MergeReport};
 use crate::adapters::known;
 use crate::copies::place_copies;
@@ -57,8 +58,7 @@ pub fn unmerge_adapters<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
 /// (`modules_to_save`) replace the elements of the model's own parameters. A plain model remains.
 ///
 /// # Errors
-/// As [`merge_adapters`]; [`Error::TiedCopy`] for a full copy of a parameter that the model uses twice (a tied
-/// embedding): it can only replace one of the two.
+/// As [`merge_adapters`], and those of [`merge_obstacle`]; the model is then unchanged.
 pub fn merge_and_unload<H: AdapterHost + ?Sized>(
     host: &mut H,
     options: &MergeOptions,
@@ -68,7 +68,9 @@ pub fn merge_and_unload<H: AdapterHost + ?Sized>(
         keep_original: false,
         ..*options
     };
-    refuse_tied_copies(host)?;
+    if let Some(error) = merge_obstacle(host)? {
+        return Err(error);
+    }
     let report = merge_adapters(host, None, &options)?;
     let _no_grad = NoGradGuard::new();
     if let Some(copies) = module_copies(host) {
@@ -87,11 +89,32 @@ pub fn merge_and_unload<H: AdapterHost + ?Sized>(
     Ok(report)
 }
 
-/// Checks that no full copy belongs to a tied parameter: only one of the two layers that share the parameter
-/// uses the copy, and writing it to the parameter would change both.
-fn refuse_tied_copies<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
+/// Returns the error that [`merge_and_unload`] would give because the active adapters cannot be merged, or `None`.
+/// Such adapters work beside the weights. The model is not changed.
+///
+/// - [`Error::TiedCopy`]: a full copy (`modules_to_save`) of a parameter that the model uses twice, such as an
+///   embedding with a tied head. It can replace one of the two only.
+/// - [`Error::TiedAdapter`]: an adapter of such a parameter, whose change would reach the other use, too.
+/// - [`Error::Common`]: `lora_bias` for a layer without a bias.
+///
+/// # Errors
+/// The error of a model whose layers cannot be visited now.
+pub fn merge_obstacle<H: AdapterHost + ?Sized>(host: &mut H) -> Result<Option<Error>> {
+    let mut obstacle = tied_obstacle(host)?;
+    visit_linears(host, |name, linear| {
+        if let (None, Some(own)) = (&obstacle, adapters_of(linear)) {
+            obstacle = bias_obstacle(own, linear.bias(), name, &own.active());
+        }
+        Ok(())
+    })?;
+    Ok(obstacle)
+}
+
+/// Returns the error of a full copy or an adapter of a tied parameter: only one of the two layers that share the
+/// parameter uses it, and writing to the parameter would change both.
+fn tied_obstacle<H: AdapterHost + ?Sized>(host: &mut H) -> Result<Option<Error>> {
     let mut parameters: Vec<(String, usize)> = Vec::new();
-    let mut copied: Vec<(String, usize)> = Vec::new();
+    let (mut copied, mut adapted) = (Vec::new(), Vec::new());
     let address = |tensor: &Tensor| tensor.data_ptr() as usize;
     if let Some(copies) = module_copies(host) {
         for entry in &copies.entries {
@@ -102,8 +125,13 @@ fn refuse_tied_copies<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
     visit_linears(host, |name, linear| {
         if let LinearWeight::Dense { weight, .. } = linear.weight() {
             let parameter = (format!("{name}.weight"), address(weight));
-            if adapters_of(linear).is_some_and(|own| own.active_copy().is_some()) {
-                copied.push(parameter.clone());
+            if let Some(own) = adapters_of(linear) {
+                if own.active_copy().is_some() {
+                    copied.push(parameter.clone());
+                }
+                if !own.active.is_empty() {
+                    adapted.push(parameter.clone());
+                }
             }
             parameters.push(parameter);
         }
@@ -113,16 +141,17 @@ fn refuse_tied_copies<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
         parameters.push((name.to_owned(), address(tensor)));
         Ok(())
     })?;
-    for (name, address) in &copied {
-        let tied = |(own, at): &&(String, usize)| at == address && own != name;
-        if let Some((other, _)) = parameters.iter().find(tied) {
-            return Err(Error::TiedCopy {
-                name: name.clone(),
-                other: other.clone(),
-            });
-        }
+    let other_of = |(name, address): &(String, usize)| {
+        let mut tied = parameters
+            .iter()
+            .filter(|(own, at)| at == address && own != name);
+        tied.next().map(|(other, _)| (name.clone(), other.clone()))
+    };
+    if let Some((name, other)) = copied.iter().find_map(other_of) {
+        return Ok(Some(Error::TiedCopy { name, other }));
     }
-    Ok(())
+    let adapted = adapted.iter().find_map(other_of);
+    Ok(adapted.map(|(name, other)| Error::TiedAdapter { name, other }))
 }
 
 /// Removes all adapters and full copies without merging them; merged adapters are unmerged first. Biases stay

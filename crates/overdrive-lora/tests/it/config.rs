@@ -2,7 +2,8 @@
 
 use crate::common::fixture;
 use overdrive_lora::{
-    BiasMode, InitLoraWeights, LayerIndices, LoraConfig, Names, TargetModules, read_config,
+    BiasMode, InitLoraWeights, LayerIndices, LoftqConfig, LoraConfig, Names, TargetModules,
+    read_config,
 };
 
 #[test]
@@ -86,8 +87,20 @@ fn unsupported_keys_are_refused_by_name() {
         (r#"{"use_qalora": true}"#, "`use_qalora` is true"),
         (r#"{"some_later_key": 3}"#, "`some_later_key` is 3"),
         (
-            r#"{"init_lora_weights": "eva"}"#,
-            "`init_lora_weights` is \"eva\"",
+            r#"{"init_lora_weights": "mica"}"#,
+            "`init_lora_weights` is \"mica\"",
+        ),
+        (
+            r#"{"init_lora_weights": "loftq"}"#,
+            "`loftq_config` is missing; it must be an object with `loftq_bits`",
+        ),
+        (
+            r#"{"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 2}}"#,
+            "`loftq_bits` is 2; it must be 4 or 8",
+        ),
+        (
+            r#"{"init_lora_weights": "loftq", "loftq_config": {"loftq_iter": 0}}"#,
+            "`loftq_iter` is 0; it must be positive",
         ),
         (r#"{"peft_type": "IA3"}"#, "`peft_type` is \"IA3\""),
         (r#"{"r": 0}"#, "`r` is 0; it must be positive"),
@@ -117,4 +130,36 @@ fn unsupported_keys_are_refused_by_name() {
     let idle = r#"{"layer_replication": null, "megatron_core": "megatron.core", "qalora_group_size": 16,
                    "loftq_config": {}, "use_qalora": false, "trainable_token_indices": null}"#;
     assert_eq!(LoraConfig::from_json(idle).unwrap(), LoraConfig::default());
+}
+
+#[test]
+fn the_options_of_initialisations_are_read_with_their_method() {
+    let loftq =
+        r#"{"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 8, "loftq_iter": 3}}"#;
+    let config = LoraConfig::from_json(loftq).unwrap();
+    let expected = LoftqConfig {
+        loftq_bits: 8,
+        loftq_iter: 3,
+    };
+    assert_eq!(config.init_lora_weights, InitLoraWeights::Loftq(expected));
+    assert_eq!(LoraConfig::from_json(&config.to_json()).unwrap(), config);
+    for (text, init) in [
+        (
+            r#"{"init_lora_weights": "eva", "eva_config": {"rho": 2.0}, "corda_config": null}"#,
+            InitLoraWeights::Eva,
+        ),
+        (
+            r#"{"init_lora_weights": "corda", "corda_config": {"corda_method": "kpm"}}"#,
+            InitLoraWeights::Corda,
+        ),
+        // PEFT ignores the options of another method.
+        (
+            r#"{"init_lora_weights": true, "loftq_config": {"loftq_bits": 2}}"#,
+            InitLoraWeights::Default,
+        ),
+    ] {
+        let config = LoraConfig::from_json(text).unwrap();
+        assert_eq!(config.init_lora_weights, init, "{text}");
+        assert_eq!(LoraConfig::from_json(&config.to_json()).unwrap(), config);
+    }
 }

@@ -3,9 +3,10 @@
 use crate::common::{F32, Host, distance, numbers};
 use overdrive_lora::{
     AddOptions, Error, LoraConfig, LoraLinear, MergeOptions, TargetModules, add_adapter,
-    disable_adapters, merge_adapters, merge_and_unload, set_adapter, unload, unmerge_adapters,
+    disable_adapters, merge_adapters, merge_and_unload, merge_obstacle, set_adapter, unload,
+    unmerge_adapters,
 };
-use overdrive_nn::Linear;
+use overdrive_nn::{Linear, LinearWeight};
 use overdrive_quantization::QuantizedWeight;
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
@@ -179,6 +180,45 @@ fn biases_of_b_are_merged_into_the_layers_bias_or_refused_where_there_is_none() 
             .contains("as the layer has no bias that could take it"),
         "{error}"
     );
+}
+
+#[test]
+fn adapters_that_cannot_be_merged_are_named_and_leave_the_model_as_it_is() {
+    let biased = LoraConfig {
+        lora_bias: true,
+        ..config(false)
+    };
+    // The second layer has no bias; the first must not have been merged by then.
+    let mut host = Host::new(&["q", "v"], 12, 16);
+    host.layers[1].1 = Linear::dense(numbers(&[12, 16], 1.0, F32), None).unwrap();
+    add_adapter(&mut host, "a", &biased, &AddOptions::default()).unwrap();
+    host.randomise("a");
+    let (before, y) = (weight(&host), forward(&host));
+    let obstacle = merge_obstacle(&mut host).unwrap().unwrap().to_string();
+    assert!(
+        obstacle.starts_with("`lora_bias` is true for the adapter `a` of `v`"),
+        "{obstacle}"
+    );
+    let error = merge_and_unload(&mut host, &MergeOptions::default()).unwrap_err();
+    assert_eq!(error.to_string(), obstacle);
+    assert_eq!(weight(&host), before);
+    assert_eq!(forward(&host), y);
+
+    // The weight of `v` is the embedding's, too.
+    let mut host = adapted(&[config(false)]);
+    let LinearWeight::Dense { weight, .. } = host.layers[1].1.weight() else {
+        panic!("a dense weight");
+    };
+    let shared = weight.shallow_clone();
+    host.parameters
+        .push(("embedding.weight".to_owned(), shared));
+    let error = merge_and_unload(&mut host, &MergeOptions::default()).unwrap_err();
+    assert!(
+        matches!(&error, Error::TiedAdapter { name, other } if name == "v.weight" && other == "embedding.weight"),
+        "{error}"
+    );
+    host.parameters.clear();
+    assert!(merge_obstacle(&mut host).unwrap().is_none());
 }
 
 #[test]

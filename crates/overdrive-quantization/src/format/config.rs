@@ -246,6 +246,37 @@ impl QuantizationConfig {
         }
     }
 
+    /// Returns the names of the static scales that a file may have for the activations of this module and for
+    /// the queries, keys and values of the attention layer around it. They are not used: activations are
+    /// quantized by the token as they are computed, caches by their own options.
+    pub fn static_scale_names(&self, module: &str) -> Vec<String> {
+        let QuantizationConfig::CompressedTensors(_) = self else {
+            return Vec::new();
+        };
+        let of = |module: &str, parts: &[&str]| -> Vec<String> {
+            parts
+                .iter()
+                .map(|part| format!("{module}.{part}"))
+                .collect()
+        };
+        let mut names = of(module, CompressedTensorsConfig::STATIC_ACTIVATIONS);
+        if let Some((attention, _)) = module.rsplit_once('.') {
+            names.extend(of(attention, CompressedTensorsConfig::STATIC_ATTENTION));
+        }
+        names
+    }
+
+    /// Returns the configuration with which weights are written after they were read without their static
+    /// scales.
+    pub fn without_static_scales(self) -> QuantizationConfig {
+        match self {
+            QuantizationConfig::CompressedTensors(config) => {
+                QuantizationConfig::CompressedTensors(config.without_static_scales())
+            }
+            other => other,
+        }
+    }
+
     /// Returns the names of all tensors that a file may have for the weight of this module; it has some of
     /// them. `{module}.weight` may also be a dense weight.
     pub fn tensor_names(&self, module: &str) -> Vec<String> {

@@ -5,6 +5,7 @@ use memmap2::Mmap;
 
 use super::header::{HeaderReader, Parsed};
 use super::mmap::map;
+use super::split::Split;
 use super::tensor::{GgufTensor, Info};
 use super::tensor_type::GgufType;
 use super::value::GgufValue;
@@ -15,35 +16,79 @@ const ALIGNMENT: u64 = 32;
 /// The largest number of dimensions of a tensor, ggml's limit.
 const MAX_DIMENSIONS: u32 = 4;
 
-/// A memory-mapped GGUF file.
+/// A memory-mapped GGUF file, or the files of a split model as one.
 ///
-/// The file must not be truncated while it is mapped: an access to the lost pages ends the process.
+/// The files must not be truncated while they are mapped: an access to the lost pages ends the process.
 #[derive(Debug)]
 pub struct GgufFile {
     path: PathBuf,
+    metadata: BTreeMap<String, GgufValue>,
+    /// The files, one unless the model is split.
+    shards: Vec<Shard>,
+}
+
+/// One mapped file.
+#[derive(Debug)]
+pub(super) struct Shard {
+    pub(super) path: PathBuf,
     map: Mmap,
     metadata: BTreeMap<String, GgufValue>,
-    tensors: Vec<Info>,
+    /// The place of the file in a split model.
+    pub(super) split: Option<Split>,
+    pub(super) tensors: Vec<Info>,
+}
+
+impl Shard {
+    pub(super) fn open(path: &Path) -> Result<Shard> {
+        let map = map(path)?;
+        let parse = || {
+            let (metadata, tensors) = header(&map)?;
+            let split = Split::read(&metadata)?;
+            Ok((metadata, tensors, split))
+        };
+        let (metadata, tensors, split) =
+            parse().map_err(|reason: String| overdrive_core::Error::parse("GGUF", path)(reason))?;
+        Ok(Shard {
+            path: path.to_path_buf(),
+            map,
+            metadata,
+            split,
+            tensors,
+        })
+    }
+
+    fn view<'a>(&'a self, info: &'a Info) -> GgufTensor<'a> {
+        GgufTensor {
+            path: &self.path,
+            info,
+            data: &self.map[info.start..info.end],
+        }
+    }
 }
 
 impl GgufFile {
     /// Maps the file, reads its metadata, and checks that every tensor lies within it; no tensor is read
     /// yet. It reads versions 2 and 3 in little-endian byte order.
     ///
+    /// A model in several files (`NAME-00001-of-00003.gguf`) is opened by any of them; the others lie in the same
+    /// folder. Its metadata are those of the first file.
+    ///
     /// # Errors
-    /// [`Error::Common`](crate::Error::Common) with `Io` if the file cannot be opened or mapped, and with
+    /// [`Error::Common`](crate::Error::Common) with `Io` if a file cannot be opened or mapped, and with
     /// `Parse` if it is truncated, damaged, of another format or version, or has tensors of a type that this
-    /// crate does not read.
+    /// crate does not read, and for a file of a split model that is missing or belongs to another model.
     pub fn open(path: impl AsRef<Path>) -> Result<GgufFile> {
         let path = path.as_ref();
-        let map = map(path)?;
-        let (metadata, tensors) =
-            header(&map).map_err(overdrive_core::Error::parse("GGUF", path))?;
+        let given = Shard::open(path)?;
+        let mut shards = match given.split {
+            None => vec![given],
+            Some(split) => split.open_all(given)?,
+        };
+        let metadata = shards.first_mut().map(|first| &mut first.metadata);
         Ok(GgufFile {
             path: path.to_path_buf(),
-            map,
-            metadata,
-            tensors,
+            metadata: metadata.map(std::mem::take).unwrap_or_default(),
+            shards,
         })
     }
 
@@ -62,23 +107,16 @@ impl GgufFile {
         self.metadata.get(key)
     }
 
-    /// Returns all tensors, in the order of the file.
+    /// Returns all tensors, in the order of the files.
     pub fn tensors(&self) -> impl Iterator<Item = GgufTensor<'_>> {
-        self.tensors.iter().map(|info| self.view(info))
+        self.shards
+            .iter()
+            .flat_map(|shard| shard.tensors.iter().map(|info| shard.view(info)))
     }
 
     /// Returns the tensor `name`.
     pub fn tensor(&self, name: &str) -> Option<GgufTensor<'_>> {
-        let info = self.tensors.iter().find(|info| info.name == name)?;
-        Some(self.view(info))
-    }
-
-    fn view<'a>(&'a self, info: &'a Info) -> GgufTensor<'a> {
-        GgufTensor {
-            path: &self.path,
-            info,
-            data: &self.map[info.start..info.end],
-        }
+        self.tensors().find(|tensor| tensor.name() == name)
     }
 }
 

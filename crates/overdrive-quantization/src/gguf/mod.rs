@@ -21,6 +21,7 @@ mod decode;
 mod file;
 mod header;
 mod mmap;
+mod split;
 mod tensor;
 mod tensor_type;
 mod value;

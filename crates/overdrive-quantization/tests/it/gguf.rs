@@ -221,6 +221,106 @@ fn versions_2_and_3_are_read_and_others_refused() {
     assert_eq!(other, "it does not begin with `GGUF`");
 }
 
+/// A file of a split model with one tensor of two elements.
+fn shard(no: u16, count: u16, tensors: u32, tensor: &str, first: f32) -> Vec<u8> {
+    let mut bytes = Bytes::header(3, 1, 4);
+    for (key, kind, value) in [
+        ("split.no", 2, no.to_le_bytes().to_vec()),
+        ("split.count", 2, count.to_le_bytes().to_vec()),
+        ("split.tensors.count", 5, tensors.to_le_bytes().to_vec()),
+        ("own", 0, vec![no as u8]),
+    ] {
+        bytes = bytes.text(key).u32(kind);
+        bytes.0.extend(value);
+    }
+    let mut bytes = bytes.tensor(tensor, &[2], 0, 0).zeros(0).0;
+    bytes.extend(first.to_le_bytes());
+    bytes.extend(2f32.to_le_bytes());
+    bytes
+}
+
+#[test]
+fn the_files_of_a_split_model_are_one_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |no: usize| folder.path().join(format!("m-{no:05}-of-00003.gguf"));
+    for no in 0..3u16 {
+        let bytes = shard(no, 3, 3, ["a", "b", "c"][usize::from(no)], f32::from(no));
+        std::fs::write(path(usize::from(no) + 1), bytes).unwrap();
+    }
+    for given in 1..=3 {
+        let file = GgufFile::open(path(given)).unwrap();
+        assert_eq!(file.path(), path(given));
+        // The metadata are those of the first file.
+        assert_eq!(file.value("own"), Some(&GgufValue::U8(0)));
+        let tensors = file.tensors().map(|tensor| {
+            let numbers = tensor.dequantize(None, Kind::Float, Device::Cpu).unwrap();
+            (tensor.name().to_owned(), numbers.double_value(&[0]))
+        });
+        let expected = [("a", 0.0), ("b", 1.0), ("c", 2.0)];
+        let expected = expected.map(|(name, first)| (name.to_owned(), first));
+        assert_eq!(tensors.collect::<Vec<_>>(), expected);
+        assert_eq!(file.tensor("c").unwrap().shape(), [2]);
+    }
+}
+
+#[test]
+fn files_of_a_split_model_that_are_missing_or_foreign_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |no: usize| folder.path().join(format!("m-{no:05}-of-00003.gguf"));
+    let write = |number: usize, bytes: Vec<u8>| std::fs::write(path(number), bytes).unwrap();
+    let refusal = |path: PathBuf| GgufFile::open(path).unwrap_err();
+    let message = |path: PathBuf| match refusal(path) {
+        Error::Common(CoreError::Parse { path, source, .. }) => {
+            let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+            format!("{name}: {source}")
+        }
+        other => panic!("{other}"),
+    };
+    write(2, shard(1, 3, 3, "b", 0.0));
+    assert_eq!(
+        message(path(2)),
+        "m-00002-of-00003.gguf: it is file 2 of 3 of a split model, and m-00001-of-00003.gguf, \
+         m-00003-of-00003.gguf are missing beside it; put all files into one folder"
+    );
+    write(1, shard(0, 3, 3, "a", 0.0));
+    // By its keys the third is of a model in four files.
+    write(3, shard(2, 4, 3, "c", 0.0));
+    assert_eq!(
+        message(path(1)),
+        "m-00003-of-00003.gguf: it is file 3 of 4 of a model with 3 tensors; by its name it must be file 3 of 3 \
+         of a model with 3 tensors"
+    );
+    write(3, shard(2, 3, 3, "a", 0.0));
+    assert_eq!(
+        message(path(1)),
+        "m-00003-of-00003.gguf: another file of the split model has the tensor `a`, too"
+    );
+    for number in 1..=3u16 {
+        let name = ["a", "b", "c"][usize::from(number) - 1];
+        write(usize::from(number), shard(number - 1, 3, 4, name, 0.0));
+    }
+    assert_eq!(
+        message(path(1)),
+        "m-00001-of-00003.gguf: the 3 files of the split model have 3 tensors; `split.tensors.count` is 4"
+    );
+    let renamed = folder.path().join("model.gguf");
+    std::fs::write(&renamed, shard(0, 3, 3, "a", 0.0)).unwrap();
+    assert_eq!(
+        message(renamed.clone()),
+        "model.gguf: it is file 1 of 3 of a split model, and its name does not end in \
+         `-00001-of-00003.gguf`; rename it, so that the other files are found"
+    );
+    std::fs::write(&renamed, shard(3, 3, 3, "a", 0.0)).unwrap();
+    assert_eq!(
+        message(renamed),
+        "model.gguf: its `split.no` is 3; it must be below 3"
+    );
+    // A split into one file is a file.
+    let single = folder.path().join("single.gguf");
+    std::fs::write(&single, shard(0, 1, 1, "a", 5.0)).unwrap();
+    assert_eq!(GgufFile::open(single).unwrap().tensors().count(), 1);
+}
+
 #[test]
 fn the_alignment_of_the_file_places_its_tensors() {
     let header = Bytes::header(3, 2, 1)

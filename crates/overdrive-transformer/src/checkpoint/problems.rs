@@ -12,6 +12,8 @@ pub struct CheckpointProblems {
     pub misshapen: Vec<Misshapen>,
     /// The parameters in a format that is no floating-point dtype: name and format.
     pub unreadable: Vec<(String, String)>,
+    /// The biases of quantized layers that are not zero and that the configuration does not have.
+    pub nonzero_biases: Vec<String>,
 }
 
 /// A parameter of another shape than in its configuration.
@@ -32,6 +34,7 @@ impl CheckpointProblems {
             && self.unexpected.is_empty()
             && self.misshapen.is_empty()
             && self.unreadable.is_empty()
+            && self.nonzero_biases.is_empty()
     }
 }
 
@@ -52,6 +55,10 @@ impl fmt::Display for CheckpointProblems {
             ("unexpected", self.unexpected.clone()),
             ("of another shape", misshapen.collect()),
             ("of an unreadable format", unreadable.collect()),
+            (
+                "not zero though the configuration has no bias there (its keys are `attention_bias` and `mlp_bias`)",
+                self.nonzero_biases.clone(),
+            ),
         ];
         let texts = groups
             .iter()

@@ -1,6 +1,6 @@
 //! Weights that are quantized in the checkpoint.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use overdrive_quantization::{QuantizationConfig, QuantizedWeight, Scheme, TensorSource};
 use overdrive_safetensors::StoredTensor;
@@ -72,7 +72,55 @@ pub(super) fn take(
         }
         quantized.insert(module.to_owned(), weight.to_device(device)?);
     }
+    leave_static_scales(layout, &quantized, views);
+    take_zero_biases(specs, &quantized, views, problems)?;
     Ok(quantized)
+}
+
+/// Takes the static scales beside the quantized weights out of `views`, and logs that they are not used.
+fn leave_static_scales(
+    layout: &QuantizationConfig,
+    quantized: &HashMap<String, QuantizedWeight>,
+    views: &mut Views<'_>,
+) {
+    let names = quantized
+        .keys()
+        .flat_map(|module| layout.static_scale_names(module));
+    let mut found: Vec<String> = names.filter(|name| views.remove(name).is_some()).collect();
+    found.sort();
+    if let Some(first) = found.first() {
+        tracing::warn!(
+            "{} static scales and zero points of the checkpoint ({first}, ...) are not used: activations are quantized \
+             by the token as they are computed, and the cache by its own options",
+            found.len()
+        );
+    }
+}
+
+/// Takes biases of zeros that the configuration does not have out of `views`: AutoGPTQ writes one for every
+/// quantized layer.
+fn take_zero_biases(
+    specs: &[ParameterSpec],
+    quantized: &HashMap<String, QuantizedWeight>,
+    views: &mut Views<'_>,
+    problems: &mut CheckpointProblems,
+) -> Result<()> {
+    let expected: HashSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
+    for module in quantized.keys() {
+        let name = format!("{module}.bias");
+        if expected.contains(name.as_str()) {
+            continue;
+        }
+        let Some(bias) = views.remove(&name) else {
+            continue;
+        };
+        let values = bias.copy_to_tensor(None, Device::Cpu)?;
+        if values.f_ne(0.0)?.f_any()?.f_int64_value(&[])? != 0 {
+            problems.nonzero_biases.push(name);
+        }
+    }
+    problems.nonzero_biases.sort();
+    Ok(())
 }
 
 /// Returns the name of the layer, and its outputs and inputs.
@@ -134,7 +182,7 @@ fn layout_of(
         layout @ (QuantizationConfig::BitsAndBytes(_) | QuantizationConfig::CompressedTensors(_)),
     ) = read
     {
-        return Ok(Some(layout));
+        return Ok(Some(layout.without_static_scales()));
     }
     // Keyed by name, so that an error lists the schemes in a fixed order.
     let schemes: BTreeMap<String, Scheme> = quantized

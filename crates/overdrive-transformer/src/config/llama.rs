@@ -194,6 +194,17 @@ impl LlamaConfig {
         }
     }
 
+    /// Returns the number of positions up to which no frequency depends on the length of a forward pass.
+    pub(crate) fn ragged_context(&self) -> i64 {
+        let fixed = |scaling: &RopeScaling| match scaling {
+            RopeScaling::Dynamic { .. } => self.max_position_embeddings,
+            RopeScaling::LongRope(long) => long.original_max_position_embeddings,
+            _ => i64::MAX,
+        };
+        let local = fixed(&self.rope_local_scaling);
+        self.context().min(fixed(&self.rope_scaling)).min(local)
+    }
+
     /// Returns `true` if query, key and value projections have biases.
     pub(crate) fn qkv_bias(&self) -> bool {
         match self.family {

@@ -157,6 +157,16 @@ impl ModelConfig {
         self.context().0
     }
 
+    /// Returns the largest number of positions that sequences of one forward pass may have without an influence
+    /// on one another. It is below [`max_position_embeddings`](Self::max_position_embeddings) for dynamic and
+    /// LongRoPE scaling: beyond the original context, their frequencies are those of the longest sequence.
+    pub fn ragged_context(&self) -> i64 {
+        match self {
+            ModelConfig::Llama(config) => config.ragged_context(),
+            ModelConfig::Gpt2(config) => config.n_positions,
+        }
+    }
+
     /// Returns the width of the hidden states.
     pub fn hidden_size(&self) -> i64 {
         match self {

@@ -17,7 +17,9 @@ pub enum RopeScaling {
     },
     /// Dynamic NTK scaling: the base of the frequencies grows with the largest position of a forward pass that
     /// is past the context. Keys in a cache keep the frequencies that they were written with, as in
-    /// transformers.
+    /// transformers. The sequences of a forward pass share the base;
+    /// [`ModelConfig::ragged_context`](crate::ModelConfig::ragged_context) is the length up to which it is the
+    /// same for all.
     Dynamic {
         /// The factor by which the base grows.
         factor: f64,

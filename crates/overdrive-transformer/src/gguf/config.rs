@@ -170,27 +170,47 @@ impl Keys<'_> {
 
     fn rope_scaling(&self, config: &LlamaConfig) -> Result<RopeScaling> {
         let key = "rope.scaling.type";
-        let factor = || self.number("rope.scaling.factor");
+        let factor = match self.number("rope.scaling.factor")? {
+            // The key of files from before 2024.
+            None => self.number("rope.scale_linear")?,
+            given => given,
+        };
+        // As in llama.cpp, 0 stands for no scaling.
+        let factor = factor.filter(|&factor| factor != 0.0);
         let original = || -> Result<i64> {
             let given = self.integer("rope.scaling.original_context_length")?;
             Ok(given.unwrap_or(config.max_position_embeddings))
         };
         let kind = match self.value(key) {
-            None => "none",
+            // llama.cpp's default: a factor alone is one of linear scaling.
+            None => "linear",
             Some(value) => value.as_str().ok_or_else(|| self.wrong(key, "a string"))?,
         };
+        let attention = self.number("rope.scaling.attn_factor")?;
+        if !matches!(kind, "yarn" | "longrope") {
+            // llama.cpp multiplies cosines and sines by it in every type.
+            self.only("rope.scaling.attn_factor", 1.0)?;
+        }
         // llama.cpp stores Llama 3.1's scaling as a tensor of divisors, whatever the type in the metadata.
         if let Some(factors) = self.factors("rope_freqs.weight")? {
             return Ok(llama3(config, factors));
         }
-        Ok(match (kind, factor()?) {
+        Ok(match (kind, factor) {
             ("linear", Some(factor)) => RopeScaling::Linear { factor },
             ("yarn", Some(factor)) => {
+                // The weight of interpolated against extrapolated frequencies; negative stands for unset.
+                if self.number("rope.scaling.yarn_ext_factor")? >= Some(0.0) {
+                    self.only("rope.scaling.yarn_ext_factor", 1.0)?;
+                }
                 let mut yarn = Yarn::new(factor, original()?);
                 let fast = self.number("rope.scaling.yarn_beta_fast")?;
                 let slow = self.number("rope.scaling.yarn_beta_slow")?;
                 yarn.beta_fast = fast.unwrap_or(yarn.beta_fast);
                 yarn.beta_slow = slow.unwrap_or(yarn.beta_slow);
+                // llama.cpp multiplies YaRN's own factor by it; transformers replaces that by another.
+                yarn.attention_factor = attention
+                    .filter(|&attention| attention != 1.0)
+                    .map(|attention| attention * yarn.attention_scale());
                 RopeScaling::Yarn(yarn)
             }
             ("longrope", factor) => {
@@ -208,7 +228,7 @@ impl Keys<'_> {
                     long_factor,
                     original_max_position_embeddings: original,
                     factor: factor.unwrap_or(ratio),
-                    attention_factor: self.number("rope.scaling.attn_factor")?,
+                    attention_factor: attention,
                 })
             }
             ("none", _) | ("linear" | "yarn", None) => RopeScaling::Default,
@@ -276,6 +296,18 @@ impl Keys<'_> {
         };
         let number = value.as_f64().filter(|number| number.is_finite());
         number.map(Some).ok_or_else(|| self.wrong(name, "a number"))
+    }
+
+    /// Checks that a number, if the file has it, is the one that is implemented.
+    fn only(&self, name: &str, implemented: f64) -> Result<()> {
+        match self.number(name)? {
+            Some(found) if found != implemented => Err(Error::Unsupported {
+                key: self.key(name),
+                found: found.to_string(),
+                supported: implemented.to_string(),
+            }),
+            _ => Ok(()),
+        }
     }
 
     fn required(&self, name: &str) -> Result<i64> {

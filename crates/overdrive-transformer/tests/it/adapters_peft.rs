@@ -63,6 +63,77 @@ fn adapters(family: &str) -> Vec<String> {
     names
 }
 
+/// The folders of `gen_peft_init.py`.
+#[test]
+fn adapters_that_peft_initialised_from_weights_or_data_load() {
+    let folder = fixtures("../peft_init");
+    let file = MappedFile::open(folder.join("expected.safetensors")).unwrap();
+    let tensor = |name: &str| {
+        let stored = file.tensor(name).unwrap();
+        stored.copy_to_tensor(None, Device::Cpu).unwrap()
+    };
+    let ids = tensor("input_ids");
+    let options = |residual_base| LoadAdapterOptions {
+        trainable: true,
+        residual_base,
+        ..LoadAdapterOptions::default()
+    };
+    for name in ["loftq", "loftq_8", "eva", "corda"] {
+        let mut model = base("llama");
+        if name == "corda" {
+            // CorDA has changed the weights by data that the adapter does not hold.
+            let before = logits(&model, &ids);
+            let refused = load_adapter(&mut model, folder.join(name), "a", &options(false));
+            let message = refused.unwrap_err().to_string();
+            assert!(
+                message.starts_with("`init_lora_weights` is \"corda\"")
+                    && message.contains("residual_base"),
+                "{message}"
+            );
+            assert_eq!(logits(&model, &ids), before);
+            let left = folder.join("corda_base");
+            model = CausalLm::from_pretrained(left, &LoadOptions::default()).unwrap();
+        }
+        let loaded = load_adapter(
+            &mut model,
+            folder.join(name),
+            "a",
+            &options(name == "corda"),
+        )
+        .unwrap();
+        let off = apart(&logits(&model, &ids), &tensor(name));
+        println!("{name}: {off:.1e}");
+        assert!(off < TOLERANCE, "{name}: {off}");
+        // It can be trained, and is saved as it was read.
+        assert_eq!(trainable_parameters(&mut model).unwrap().len(), 12);
+        let again = tempfile::tempdir().unwrap();
+        save_adapter(&mut model, "a", again.path()).unwrap();
+        let read = overdrive_lora::read_config(again.path()).unwrap();
+        assert_eq!(
+            read.init_lora_weights, loaded.config.init_lora_weights,
+            "{name}"
+        );
+        // Merged, the model computes the same.
+        merge_adapters(&mut model, None, &MergeOptions::default()).unwrap();
+        let off = apart(&logits(&model, &ids), &tensor(name));
+        assert!(off < TOLERANCE, "{name} merged: {off}");
+    }
+    // Only a new adapter cannot be initialised from data.
+    for init in [InitLoraWeights::Eva, InitLoraWeights::Corda] {
+        let config = LoraConfig {
+            init_lora_weights: init,
+            ..LoraConfig::default()
+        };
+        let mut model = base("llama");
+        let refused = add_adapter(&mut model, "a", &config, &AddOptions::default());
+        let message = refused.unwrap_err().to_string();
+        assert!(
+            message.contains("it must be another one for a new adapter"),
+            "{message}"
+        );
+    }
+}
+
 /// Embeddings and norms, which a model offers by `AdapterHost::visit_parameters`.
 fn needs_parameters(family: &str, name: &str) -> bool {
     name == "modules_to_save" || (family, name) == ("gpt2", "bias_all")

@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use overdrive_nn::{AdapterHost, LinearWeight};
-use overdrive_quantization::{Activations, GgufFile, Scheme};
+use crate::common::exactly;
+use overdrive_quantization::{GgufFile, Scheme};
 use overdrive_safetensors::MappedFile;
 use overdrive_transformer::{
     CausalLm, Error, ForwardInput, LlamaFamily, LoadOptions, ModelConfig, QuantizeOptions,
@@ -56,7 +56,7 @@ fn logits_of_every_architecture_equal_those_of_transformers() {
 
 #[test]
 fn quantized_models_compute_with_the_values_of_their_file() {
-    for name in ["llama", "qwen2", "gemma3"] {
+    for name in ["llama", "qwen2", "yarn_attn_factor", "gemma3"] {
         let path = fixture(&format!("{name}.gguf"));
         let mut model = CausalLm::from_gguf(path, &LoadOptions::default()).unwrap();
         exactly(&mut model);
@@ -68,16 +68,61 @@ fn quantized_models_compute_with_the_values_of_their_file() {
     }
 }
 
-/// Sets activations to floats, as the kernels for a few rows may round them to 8 bits.
-fn exactly(model: &mut CausalLm) {
-    let visited = model.visit_linears(&mut |_, linear| {
-        if let LinearWeight::Quantized(weight) = linear.weight() {
-            let weight = weight.shallow_clone().with_activations(Activations::Float);
-            linear.replace_weight(LinearWeight::Quantized(weight.unwrap()));
-        }
-        Ok(())
-    });
-    visited.unwrap();
+/// `llama.gguf` in three files, which the gguf package wrote.
+#[test]
+fn a_split_model_is_opened_by_any_of_its_files() {
+    for number in 1..=3 {
+        let path = fixture(&format!("llama-split-{number:05}-of-00003.gguf"));
+        let mut model = CausalLm::from_gguf(path, &LoadOptions::default()).unwrap();
+        exactly(&mut model);
+        let difference = difference(&model, "llama");
+        assert!(difference < 1e-4, "file {number}: {difference:.1e}");
+    }
+}
+
+#[test]
+fn keys_of_yarn_are_read_as_llama_cpp_reads_them() {
+    let ModelConfig::Llama(config) = config("yarn_attn_factor") else {
+        panic!("a Qwen");
+    };
+    let RopeScaling::Yarn(yarn) = &config.rope_scaling else {
+        panic!("{:?}", config.rope_scaling);
+    };
+    assert_eq!((yarn.beta_fast, yarn.beta_slow), (8.0, 2.0));
+    // YaRN's own factor times `attn_factor`.
+    let factor = yarn.attention_factor.unwrap();
+    assert!((factor - 1.5 * (0.1 * 4f64.ln() + 1.0)).abs() < 1e-12);
+
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let bytes = std::fs::read(fixture("yarn_attn_factor.gguf")).unwrap();
+    let offset = |text: &str| {
+        let mut windows = bytes.windows(text.len());
+        windows.position(|part| part == text.as_bytes()).unwrap()
+    };
+    // The type `yarn` becomes `none`, which has no attention factor here.
+    let mut other = bytes.clone();
+    let at = offset("rope.scaling.type") + "rope.scaling.type".len() + 4 + 8;
+    assert_eq!(&other[at..at + 4], b"yarn");
+    other[at..at + 4].copy_from_slice(b"none");
+    std::fs::write(&path, other).unwrap();
+    let error = ModelConfig::from_gguf(&GgufFile::open(&path).unwrap()).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "`qwen2.rope.scaling.attn_factor` is 1.5, which is not supported; supported: 1"
+    );
+    // Without a type a factor is one of linear scaling.
+    let mut other = bytes.clone();
+    for key in ["rope.scaling.type", "rope.scaling.attn_factor"] {
+        other[offset(key)] = b'x';
+    }
+    std::fs::write(&path, other).unwrap();
+    let ModelConfig::Llama(config) =
+        ModelConfig::from_gguf(&GgufFile::open(&path).unwrap()).unwrap()
+    else {
+        panic!("a Qwen");
+    };
+    assert_eq!(config.rope_scaling, RopeScaling::Linear { factor: 4.0 });
 }
 
 #[test]

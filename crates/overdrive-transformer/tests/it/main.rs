@@ -12,3 +12,4 @@ mod packed_sequences;
 mod paged;
 mod parity;
 mod quantized;
+mod quantized_checkpoints;

@@ -41,6 +41,30 @@ impl CompressedTensorsConfig {
         "weight_g_idx",
     ];
 
+    /// The scales of activations and of a layer's outputs, of which a file has some if they are static.
+    pub(in crate::format) const STATIC_ACTIVATIONS: &'static [&'static str] = &[
+        "input_scale",
+        "input_zero_point",
+        "input_global_scale",
+        "output_scale",
+        "output_zero_point",
+        "output_global_scale",
+    ];
+
+    /// The scales of the queries, keys and values of an attention layer, of which a file has some if they are
+    /// quantized.
+    pub(in crate::format) const STATIC_ATTENTION: &'static [&'static str] = &[
+        "q_scale",
+        "q_zero_point",
+        "q_global_scale",
+        "k_scale",
+        "k_zero_point",
+        "k_global_scale",
+        "v_scale",
+        "v_zero_point",
+        "v_global_scale",
+    ];
+
     /// Returns the configuration of files with weights of this scheme, if compressed-tensors has it.
     pub(in crate::format) fn of(scheme: Scheme, not_quantized: Vec<String>) -> Option<Self> {
         let dynamic = Some(QuantizationArgs::of(8, "int", true, "token", None));
@@ -120,6 +144,31 @@ impl CompressedTensorsConfig {
             }
         }
         Ok(())
+    }
+
+    /// Returns the configuration of the weights without static scales: activations are quantized by the token
+    /// as they are computed, outputs and caches are not.
+    pub(in crate::format) fn without_static_scales(mut self) -> Self {
+        for group in self.config_groups.values_mut() {
+            let Some(group) = group.as_object_mut() else {
+                continue;
+            };
+            if let Some(Value::Object(input)) = group.get_mut("input_activations")
+                && input.get("dynamic") != Some(&Value::Bool(true))
+            {
+                input.insert("dynamic".to_owned(), true.into());
+                input.insert("strategy".to_owned(), "token".into());
+                // Activations are symmetric here.
+                input.insert("symmetric".to_owned(), true.into());
+            }
+            if group.contains_key("output_activations") {
+                group.insert("output_activations".to_owned(), Value::Null);
+            }
+        }
+        if self.other.contains_key("kv_cache_scheme") {
+            self.other.insert("kv_cache_scheme".to_owned(), Value::Null);
+        }
+        self
     }
 
     /// Returns the group of a module: one that names it, otherwise one that takes any `Linear`.
