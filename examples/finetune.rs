@@ -97,8 +97,7 @@ pub(crate) fn finetune(
     arguments.validate()?;
     // The context may be shortened to the model's below.
     let mut arguments = arguments.clone();
-    arguments.training.apply()?;
-    let (device, precision) = (arguments.training.device(group), arguments.precision());
+    let (device, precision) = (arguments.training.device(group), arguments.apply()?);
     // The peak is measured from here. A GPU without allocations has no statistics yet.
     memory::reset_peak(device).or_else(|error| match device {
         Device::Cuda(_) => Ok(()),
@@ -158,7 +157,7 @@ pub(crate) fn finetune(
     let peak = peak.map(|peak| peak.saturating_sub(before));
     // The longest row bounds the activations, which dominate the estimate.
     let width = width.min(arguments.training.context_length);
-    let memory = TrainingMemory::of(&arguments, &model, &summary, width, peak)?;
+    let memory = TrainingMemory::of(&arguments, precision, &model, &summary, width, peak)?;
     Ok(Finetuned {
         arguments,
         folder,

@@ -54,7 +54,7 @@ fn run(flags: &Flags) -> Result<bool> {
     let resolved = flags
         .train
         .resolve_with_notes(|note| notes.push(note.into()));
-    let arguments = resolved?;
+    let mut arguments = resolved?;
     // The processes that torchrun or `cargo xtask train --nproc N` has started; usually one.
     let group = arguments.init_process_group()?;
     let say = |line: &str| {
@@ -63,7 +63,11 @@ fn run(flags: &Flags) -> Result<bool> {
         }
     };
     notes.iter().for_each(|note: &String| say(note));
-    let (device, precision) = (arguments.device(&group), arguments.apply()?);
+    let device = arguments.device(&group);
+    if let Some(choice) = arguments.choose_precision(&group, device)? {
+        say(&format!("precision   {choice}"));
+    }
+    let precision = arguments.apply()?;
     let data = TextData::prepare(&arguments, say)?;
     let mut model = new_model(&arguments, &data, device)?;
     describe_model(&model, &arguments, precision, &group, say)?;

@@ -9,7 +9,8 @@ use std::fmt::Display;
 
 use overdrive_build::cache::{self, Variant};
 use overdrive_build::cpu::CpuFeatures;
-use overdrive_build::{Environment, Libtorch, TORCH_VERSION, locate};
+use overdrive_build::measured::Processor;
+use overdrive_build::{Environment, Libtorch, MatmulSpeed, TORCH_VERSION, locate};
 
 use crate::failure::{Failure, Result};
 use crate::record::Record;
@@ -82,9 +83,23 @@ pub(crate) fn doctor() -> Result<()> {
     let usable = libtorch.as_ref().is_none_or(|torch| torch.cuda);
     findings.say(
         "precision",
-        precision::recommend(gpus.first().filter(|_| usable), features),
+        precision::recommend(
+            gpus.first().filter(|_| usable),
+            features,
+            libtorch.and_then(|torch| measured_speed(&environment, &torch)),
+        ),
     );
     verdict(&findings)
+}
+
+/// Returns the speed of matmuls that a program with this libtorch has stored, for the number of threads that
+/// libtorch starts by default.
+fn measured_speed(environment: &Environment, torch: &Libtorch) -> Option<MatmulSpeed> {
+    let threads = std::env::var("OMP_NUM_THREADS").ok();
+    let threads = threads.and_then(|count| count.parse().ok());
+    let threads = threads.unwrap_or_else(|| machine::cpu().physical_cores);
+    let processor = Processor::detect(torch.version.as_deref()?, threads);
+    MatmulSpeed::stored(environment, &processor)
 }
 
 fn processor(findings: &mut Findings, features: CpuFeatures) {

@@ -1,13 +1,68 @@
-use overdrive::precision::Precision;
+use overdrive::precision::{Precision, Recommendation};
+use overdrive_build::cpu::CpuFeatures;
 use tch::Device;
+
+/// The precision of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RowPrecision {
+    /// fp32.
+    Full,
+    /// The low precision that the device multiplies in hardware, even if fp32 is faster.
+    Mixed,
+    /// The recommended precision of the device.
+    Recommended,
+}
+
+/// The precisions of the rows on a device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Precisions {
+    /// The recommended one, which may be fp32.
+    pub recommended: Precision,
+    /// The low precision that the device multiplies in hardware, if there is one.
+    pub mixed: Option<Precision>,
+    /// The reason for the recommendation.
+    pub reason: String,
+}
+
+impl Precisions {
+    /// Returns the precisions of `device`, by [`Precision::recommend`].
+    pub fn of(device: Device) -> Self {
+        let Recommendation {
+            precision, reason, ..
+        } = Precision::recommend(device);
+        let bf16_in_hardware = device == Device::Cpu && CpuFeatures::detect().multiplies_bf16();
+        let mixed = match precision {
+            Precision::Fp32 => bf16_in_hardware.then_some(Precision::Bf16),
+            low => Some(low),
+        };
+        Self {
+            recommended: precision,
+            mixed,
+            reason,
+        }
+    }
+
+    /// Returns the notes under the table.
+    pub fn notes(&self) -> Vec<String> {
+        let mixed = match self.mixed {
+            Some(low) => format!("Mixed precision is {low}."),
+            None => "There is no row of mixed precision.".to_owned(),
+        };
+        let all = format!(
+            "The rows of \"all\" run in {}, the recommended precision: {}.",
+            self.recommended, self.reason
+        );
+        vec![mixed, all]
+    }
+}
 
 /// A row of the table: the techniques that are on, as flags of the trainer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Configuration {
     /// The name in the table.
     pub name: &'static str,
-    /// If `true`, autocast to the low precision that suits the device.
-    pub mixed_precision: bool,
+    /// The precision of the row.
+    pub precision: RowPrecision,
     /// If `true`, `flash_attention_2` instead of `eager`.
     pub flash_attention: bool,
     /// If `true`, backward recomputes every block.
@@ -18,7 +73,7 @@ pub struct Configuration {
 
 const DEFAULT: Configuration = Configuration {
     name: "default",
-    mixed_precision: false,
+    precision: RowPrecision::Full,
     flash_attention: false,
     checkpointing: false,
     fused_kernels: false,
@@ -29,7 +84,7 @@ pub const CONFIGURATIONS: [Configuration; 7] = [
     DEFAULT,
     Configuration {
         name: "+ mixed precision",
-        mixed_precision: true,
+        precision: RowPrecision::Mixed,
         ..DEFAULT
     },
     Configuration {
@@ -49,14 +104,14 @@ pub const CONFIGURATIONS: [Configuration; 7] = [
     },
     Configuration {
         name: "all but checkpointing",
-        mixed_precision: true,
+        precision: RowPrecision::Recommended,
         flash_attention: true,
         fused_kernels: true,
         ..DEFAULT
     },
     Configuration {
         name: "all",
-        mixed_precision: true,
+        precision: RowPrecision::Recommended,
         flash_attention: true,
         checkpointing: true,
         fused_kernels: true,
@@ -64,8 +119,27 @@ pub const CONFIGURATIONS: [Configuration; 7] = [
 ];
 
 impl Configuration {
-    /// Returns the trainer's flags; `low` is the low precision of this device, if it has one.
-    pub fn flags(&self, low: Option<Precision>) -> Vec<&'static str> {
+    /// Returns the configurations of the table on a device with these precisions, the default first. Those that
+    /// would repeat the default are left out.
+    pub fn rows(precisions: &Precisions) -> Vec<Self> {
+        let default = CONFIGURATIONS[0];
+        let repeats = |other: &Self| {
+            *other != default && other.flags(precisions) == default.flags(precisions)
+        };
+        let rows = CONFIGURATIONS.into_iter();
+        rows.filter(|other| !repeats(other)).collect()
+    }
+
+    /// Returns the name in the table; rows in the recommended precision name it.
+    pub fn title(&self, precisions: &Precisions) -> String {
+        match self.precision {
+            RowPrecision::Recommended => format!("{} ({})", self.name, precisions.recommended),
+            _ => self.name.to_owned(),
+        }
+    }
+
+    /// Returns the trainer's flags.
+    pub fn flags(&self, precisions: &Precisions) -> Vec<&'static str> {
         let mut flags = vec![
             "--attn-implementation",
             if self.flash_attention {
@@ -80,24 +154,62 @@ impl Configuration {
         if self.checkpointing {
             flags.push("--gradient-checkpointing");
         }
-        match low.filter(|_| self.mixed_precision) {
-            Some(Precision::Fp16) => flags.push("--fp16"),
-            Some(Precision::Bf16) => flags.push("--bf16"),
-            Some(Precision::Tf32) => flags.push("--tf32"),
-            _ => {}
-        }
+        let precision = match self.precision {
+            RowPrecision::Full => Precision::Fp32,
+            RowPrecision::Mixed => precisions.mixed.unwrap_or_default(),
+            RowPrecision::Recommended => precisions.recommended,
+        };
+        flags.push(match precision {
+            Precision::Fp16 => "--fp16",
+            Precision::Bf16 => "--bf16",
+            Precision::Tf32 => "--tf32",
+            // The trainer would take the recommended precision by itself.
+            Precision::Fp32 => "--no-auto-precision",
+        });
         flags
     }
 }
 
-/// Returns the low precision of mixed precision on this device.
-///
-/// # Errors
-/// The reason why there is none, from [`Precision::recommend`].
-pub fn mixed_precision(device: Device) -> Result<Precision, String> {
-    let recommended = Precision::recommend(device);
-    match recommended.precision {
-        Precision::Fp32 => Err(recommended.reason),
-        low => Ok(low),
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(recommended: Precision, mixed: Option<Precision>) -> Vec<(String, &'static str)> {
+        let precisions = Precisions {
+            recommended,
+            mixed,
+            reason: "measured".to_owned(),
+        };
+        let rows = Configuration::rows(&precisions).into_iter();
+        let last = |row: &Configuration| row.flags(&precisions).pop().unwrap_or_default();
+        rows.map(|row| (row.title(&precisions), last(&row)))
+            .collect()
+    }
+
+    #[test]
+    fn rows_of_all_take_the_recommended_precision_and_name_it() {
+        let of = |rows: &[(String, &'static str)], name: &str| {
+            let row = rows.iter().find(|(title, _)| title == name);
+            row.map(|(_, flag)| *flag)
+        };
+        // A CPU that has bf16 instructions, but multiplies fp32 faster.
+        let slow_bf16 = rows(Precision::Fp32, Some(Precision::Bf16));
+        assert_eq!(slow_bf16.len(), 7);
+        assert_eq!(of(&slow_bf16, "default"), Some("--no-auto-precision"));
+        assert_eq!(of(&slow_bf16, "+ mixed precision"), Some("--bf16"));
+        assert_eq!(of(&slow_bf16, "all (fp32)"), Some("--no-auto-precision"));
+        let fast_bf16 = rows(Precision::Bf16, Some(Precision::Bf16));
+        assert_eq!(of(&fast_bf16, "all (bf16)"), Some("--bf16"));
+        assert_eq!(
+            of(&fast_bf16, "all but checkpointing (bf16)"),
+            Some("--bf16")
+        );
+        assert_eq!(
+            of(&fast_bf16, "+ fused kernels"),
+            Some("--no-auto-precision")
+        );
+        // Without a low precision that row would repeat the default.
+        let none = rows(Precision::Fp32, None);
+        assert_eq!((none.len(), of(&none, "+ mixed precision")), (6, None));
     }
 }

@@ -9,7 +9,7 @@ mod picture;
 mod run;
 mod table;
 
-pub use configuration::{CONFIGURATIONS, Configuration, mixed_precision};
+pub use configuration::{CONFIGURATIONS, Configuration, Precisions, RowPrecision};
 pub use picture::write_picture;
 pub use run::{Measurement, Trainer};
 pub use table::{Row, Table};

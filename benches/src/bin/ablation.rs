@@ -8,7 +8,7 @@ use clap::Parser;
 use overdrive::profiling::Machine;
 use overdrive_benches::StepResult;
 use overdrive_benches::ablation::{
-    CONFIGURATIONS, Measurement, Row, Table, Trainer, mixed_precision, write_picture,
+    Configuration, Measurement, Precisions, Row, Table, Trainer, write_picture,
 };
 use tch::Device;
 
@@ -46,32 +46,16 @@ fn main() -> StepResult<()> {
     };
     let trainer = Trainer::build(flags.steps, flags.warmup, &flags.trainer)?;
 
-    let (mut notes, low) = match mixed_precision(device) {
-        Ok(low) => (Vec::new(), Some(low)),
-        Err(reason) => (
-            vec![format!(
-                "Mixed precision is left out on {device:?}: {reason}."
-            )],
-            None,
-        ),
-    };
-    if let Some(low) = low {
-        notes.push(format!("Mixed precision is {low} on {device:?}."));
-    }
-    // Without a low precision some rows would repeat the default.
-    let default = CONFIGURATIONS[0];
-    let configurations: Vec<_> = CONFIGURATIONS
-        .iter()
-        .filter(|other| **other == default || other.flags(low) != default.flags(low))
-        .collect();
+    let precisions = Precisions::of(device);
+    let configurations = Configuration::rows(&precisions);
 
     let mut rounds: Vec<Vec<Measurement>> = vec![Vec::new(); configurations.len()];
     for round in 1..=flags.rounds.max(1) {
         for (configuration, measured) in configurations.iter().zip(&mut rounds) {
-            let run = trainer.run(&configuration.flags(low))?;
+            let run = trainer.run(&configuration.flags(&precisions))?;
             println!(
                 "round {round}  {:28} {:>7.0} ms per step  {:>6} MiB  loss {:.3}",
-                configuration.name,
+                configuration.title(&precisions),
                 run.step_seconds * 1e3,
                 run.peak_memory_bytes >> 20,
                 run.eval_loss
@@ -96,8 +80,8 @@ fn main() -> StepResult<()> {
         .zip(&rounds)
         .map(|(configuration, measured)| {
             Row::new(
-                configuration.name,
-                &configuration.flags(low),
+                &configuration.title(&precisions),
+                &configuration.flags(&precisions),
                 measured,
                 &rounds[0],
             )
@@ -113,7 +97,7 @@ fn main() -> StepResult<()> {
             flags.rounds.max(1)
         ),
         rows: rows.collect(),
-        notes,
+        notes: precisions.notes(),
     };
     std::fs::create_dir_all(&flags.out)?;
     std::fs::write(flags.out.join("ablation.md"), table.markdown())?;

@@ -1,17 +1,17 @@
 //! Prints the speed of fp32 matmuls by libtorch's default library and by oneDNN, in GFLOP/s, for the three
-//! matmuls of a linear layer: `cargo run --release -p overdrive-benches --bin matmul_libraries`.
+//! matmuls of a linear layer, and the one that the stored table of this processor chooses: `cargo run --release -p overdrive-benches --bin matmul_libraries`.
 
 use std::time::Instant;
 
 use overdrive::sys::Result;
-use overdrive::sys::gemm::{GemmLibrary, mm_into, set_library};
+use overdrive::sys::gemm::{GemmLibrary, library_for, mm_into, set_library};
 use tch::{Device, Kind, Tensor};
 
 fn main() -> Result<()> {
     let rows = 2048;
     println!(
-        "{:>16} {:>8} {:>10} {:>10} {:>6}",
-        "in x out", "product", "default", "oneDNN", "ratio"
+        "{:>16} {:>8} {:>10} {:>10} {:>6} {:>8}",
+        "in x out", "product", "default", "oneDNN", "ratio", "chosen"
     );
     for (input, output) in [
         (384, 384),
@@ -48,11 +48,14 @@ fn main() -> Result<()> {
                 }
                 Ok(2.0 * (rows * input * output) as f64 / best / 1e9)
             };
+            set_library(GemmLibrary::Auto);
+            let chosen = library_for(left, right)?;
             let (default, one_dnn) = (speed(GemmLibrary::Torch)?, speed(GemmLibrary::OneDnn)?);
             println!(
-                "{:>16} {name:>8} {default:>10.0} {one_dnn:>10.0} {:>5.2}x",
+                "{:>16} {name:>8} {default:>10.0} {one_dnn:>10.0} {:>5.2}x {:>8}",
                 format!("{input} x {output}"),
-                one_dnn / default
+                one_dnn / default,
+                format!("{chosen:?}")
             );
         }
     }

@@ -57,6 +57,8 @@ mod error;
 mod libtorch;
 mod link;
 mod locate;
+mod matmul_speed;
+pub mod measured;
 mod python;
 
 pub use environment::Environment;
@@ -64,4 +66,5 @@ pub use error::{Error, Result};
 pub use libtorch::{Libtorch, Source, TORCH_VERSION};
 pub use link::{link, link_directives};
 pub use locate::{libtorch, locate};
+pub use matmul_speed::MatmulSpeed;
 pub use python::interpreter as python_interpreter;

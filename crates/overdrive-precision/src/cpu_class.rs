@@ -13,11 +13,11 @@ use crate::Precision;
 pub struct CpuClass {
     /// The name of the instructions that set it apart.
     pub name: &'static str,
-    /// The precision to train in.
+    /// The precision to train in, where no measurement says otherwise.
     pub precision: Precision,
     /// The reason, as the end of a sentence that begins with the CPU.
     pub why: &'static str,
-    /// A warning of the cost of bf16; `None` where bf16 is fast.
+    /// A warning of the cost of emulated bf16; `None` where there are instructions for it.
     pub bf16_cost: Option<&'static str>,
 }
 

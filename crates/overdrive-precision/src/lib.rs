@@ -47,6 +47,7 @@
 
 mod autocast;
 mod cpu_class;
+mod cpu_speed;
 mod error;
 mod grad_scaler;
 mod precision;
@@ -60,6 +61,7 @@ pub use autocast::{Autocast, AutocastGuard, autocast, is_autocast_enabled};
 pub use cpu_class::CpuClass;
 pub use error::{Error, Result};
 pub use grad_scaler::{GradScaler, StepOutcome};
+pub use overdrive_build::MatmulSpeed;
 pub use overdrive_core::gpu::{GPU_GENERATIONS, GpuGeneration};
 pub use precision::{ParsePrecisionError, Precision, Recommendation};
 pub use scaler_config::{GradScalerConfig, GradScalerState};

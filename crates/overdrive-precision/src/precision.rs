@@ -3,12 +3,13 @@
 use std::fmt;
 use std::str::FromStr;
 
+use overdrive_build::MatmulSpeed;
 use overdrive_build::cpu::CpuFeatures;
 use overdrive_core::gpu::GpuGeneration;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
-use crate::{Autocast, CpuClass, GradScaler, GradScalerConfig, Result, tf32};
+use crate::{Autocast, CpuClass, GradScaler, GradScalerConfig, Result, cpu_speed, tf32};
 
 /// The precision of matrix products, with parameters in fp32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -42,16 +43,20 @@ impl Precision {
     pub const ALL: [Self; 4] = [Self::Fp32, Self::Tf32, Self::Fp16, Self::Bf16];
 
     /// Returns the best precision for training on `device`, by the dtypes that it multiplies fast:
-    /// [`GPU_GENERATIONS`](crate::GPU_GENERATIONS) by compute capability, [`CpuClass`] by
-    /// instructions.
+    /// [`GPU_GENERATIONS`](crate::GPU_GENERATIONS) by compute capability, a measurement on a CPU.
     ///
     /// A GPU gets bf16 from Ampere (8.0) on, fp16 with loss scaling on Volta and Turing (7.x), whose
     /// tensor cores have no bf16, and fp32 on Pascal and before. A CPU gets bf16 only if it has
-    /// instructions for it: without them libtorch emulates each product, and a 2048 × 2048 one takes
-    /// seconds.
+    /// instructions for it ([`CpuClass`]): without them libtorch emulates each product, and a 2048 × 2048 one
+    /// takes seconds. With them bf16 can still be slower than fp32, so matmuls of the sizes of training are
+    /// measured in both ([`MatmulSpeed`]). That takes about 0.1 seconds, once for a processor, libtorch's
+    /// version and the number of threads: the figures are kept in the user's cache, in `overdrive/measured`.
     pub fn recommend(device: Device) -> Recommendation {
         match device {
-            Device::Cpu => recommend_for_cpu(CpuFeatures::detect()),
+            Device::Cpu => {
+                let features = CpuFeatures::detect();
+                recommend_for_cpu(features, measured_speed(features))
+            }
             Device::Cuda(index) => match overdrive_sys::cuda::compute_capability(index) {
                 Ok(capability) => recommend_for_cuda(capability),
                 Err(error) => Recommendation {
@@ -141,7 +146,12 @@ impl Precision {
     /// Returns a warning if this precision is slow or unsafe on `device`, with the one to use instead.
     pub fn warning(self, device: Device) -> Option<String> {
         match device {
-            Device::Cpu => self.warning_on_cpu(CpuFeatures::detect()),
+            Device::Cpu => {
+                let features = CpuFeatures::detect();
+                // Only the warning of bf16 needs figures.
+                let speed = (self == Self::Bf16).then(|| measured_speed(features));
+                self.warning_on_cpu(features, speed.flatten())
+            }
             Device::Cuda(index) => overdrive_sys::cuda::compute_capability(index)
                 .ok()
                 .and_then(|capability| self.warning_on_cuda(capability)),
@@ -149,10 +159,16 @@ impl Precision {
         }
     }
 
-    fn warning_on_cpu(self, features: CpuFeatures) -> Option<String> {
+    fn warning_on_cpu(self, features: CpuFeatures, speed: Option<MatmulSpeed>) -> Option<String> {
         match self {
             Self::Fp32 => None,
-            Self::Bf16 => CpuClass::of(&features).bf16_cost.map(str::to_owned),
+            Self::Bf16 => match (CpuClass::of(&features).bf16_cost, speed) {
+                (Some(cost), _) => Some(cost.to_owned()),
+                (None, Some(speed)) if !speed.favours_bf16() => Some(format!(
+                    "bf16 saves memory on this CPU, but no time (matmuls: {speed}); use fp32"
+                )),
+                (None, _) => None,
+            },
             Self::Fp16 => Some(
                 "fp16 on a CPU is for testing loss scaling, not for speed; use fp32".to_owned(),
             ),
@@ -176,12 +192,31 @@ impl Precision {
     }
 }
 
-fn recommend_for_cpu(features: CpuFeatures) -> Recommendation {
+/// Returns the speed of matmuls on this CPU if it has instructions for bf16. Without them it is not measured,
+/// because emulated products can take seconds.
+fn measured_speed(features: CpuFeatures) -> Option<MatmulSpeed> {
+    let in_hardware = features.multiplies_bf16();
+    in_hardware.then(cpu_speed::of_this_processor).flatten()
+}
+
+/// Returns the recommendation for a CPU with these instructions and, if it was measured, this speed.
+fn recommend_for_cpu(features: CpuFeatures, speed: Option<MatmulSpeed>) -> Recommendation {
     let class = CpuClass::of(&features);
+    let (precision, reason) = match speed.filter(|_| class.precision == Precision::Bf16) {
+        None => (class.precision, format!("this CPU {}", class.why)),
+        Some(speed) if speed.favours_bf16() => (
+            Precision::Bf16,
+            format!("matmuls in bf16 are faster on this CPU: {speed}"),
+        ),
+        Some(speed) => (
+            Precision::Fp32,
+            format!("matmuls in bf16 are not faster on this CPU: {speed}"),
+        ),
+    };
     Recommendation {
-        precision: class.precision,
+        precision,
         hardware: class.name.to_owned(),
-        reason: format!("this CPU {}", class.why),
+        reason,
     }
 }
 
@@ -235,7 +270,7 @@ mod tests {
 
     #[test]
     fn cpus_get_bf16_only_if_they_multiply_it() {
-        let plain = recommend_for_cpu(CpuFeatures::from_flags("avx2 fma"));
+        let plain = recommend_for_cpu(CpuFeatures::from_flags("avx2 fma"), None);
         assert_eq!(plain.precision, Precision::Fp32);
         assert!(
             plain
@@ -243,11 +278,40 @@ mod tests {
                 .starts_with("this CPU has no bf16 instructions")
         );
         assert!(plain.reason.contains("far slower"), "{}", plain.reason);
-        let amx = recommend_for_cpu(CpuFeatures::from_flags("avx2 amx_bf16"));
+        let amx = recommend_for_cpu(CpuFeatures::from_flags("avx2 amx_bf16"), None);
         assert_eq!(
             (amx.precision, amx.hardware.as_str()),
             (Precision::Bf16, "AMX")
         );
+    }
+
+    #[test]
+    fn a_cpu_with_bf16_instructions_gets_the_dtype_that_was_measured_to_be_faster() {
+        let features = CpuFeatures::from_flags("avx2 avx512f avx512_bf16");
+        let of = |fp32, bf16| recommend_for_cpu(features, Some(MatmulSpeed { fp32, bf16 }));
+        // Sapphire Rapids without AMX, and Zen 4.
+        let (intel, amd) = (of(320.0, 170.0), of(210.0, 420.0));
+        assert_eq!(intel.precision, Precision::Fp32);
+        assert_eq!(
+            intel.reason,
+            "matmuls in bf16 are not faster on this CPU: fp32 320 GFLOP/s, bf16 170"
+        );
+        assert_eq!(amd.precision, Precision::Bf16);
+        assert!(amd.reason.ends_with("fp32 210 GFLOP/s, bf16 420"));
+        let speed = Some(MatmulSpeed {
+            fp32: 320.0,
+            bf16: 170.0,
+        });
+        let warning = Precision::Bf16.warning_on_cpu(features, speed).unwrap();
+        assert!(warning.ends_with("bf16 170); use fp32"), "{warning}");
+        // Without the instructions no figure is asked.
+        let emulated = CpuFeatures::from_flags("avx2 fma avx512f");
+        let fast = Some(MatmulSpeed {
+            fp32: 1.0,
+            bf16: 9.0,
+        });
+        assert_eq!(recommend_for_cpu(emulated, fast).precision, Precision::Fp32);
+        assert_eq!(measured_speed(emulated), None);
     }
 
     #[test]
@@ -320,10 +384,16 @@ mod tests {
         );
         for flags in ["avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd bf16"] {
             let features = CpuFeatures::from_flags(flags);
-            let choice = recommend_for_cpu(features).precision;
-            assert_eq!(choice.warning_on_cpu(features), None, "{flags}");
+            let slow_bf16 = Some(MatmulSpeed {
+                fp32: 320.0,
+                bf16: 170.0,
+            });
+            for speed in [None, slow_bf16] {
+                let choice = recommend_for_cpu(features, speed).precision;
+                assert_eq!(choice.warning_on_cpu(features, speed), None, "{flags}");
+            }
         }
-        let avx2 = Precision::Bf16.warning_on_cpu(CpuFeatures::from_flags("avx2"));
+        let avx2 = Precision::Bf16.warning_on_cpu(CpuFeatures::from_flags("avx2"), None);
         assert!(avx2.is_some_and(|text| text.ends_with("use fp32")));
     }
 
@@ -348,7 +418,9 @@ mod tests {
 
     #[test]
     fn the_device_at_hand_gets_a_reason() {
-        assert!(!Precision::recommend(Device::Cpu).reason.is_empty());
+        let here = Precision::recommend(Device::Cpu);
+        assert!(!here.reason.is_empty());
+        assert_eq!(here, Precision::recommend(Device::Cpu));
         assert!(Precision::Fp16.warning(Device::Cpu).is_some());
         assert!(Precision::Fp32.warning(Device::Cpu).is_none());
         let gpu = Precision::recommend(Device::Cuda(4096));

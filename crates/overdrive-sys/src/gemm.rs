@@ -1,23 +1,42 @@
 //! Matrix products by the faster of the GEMM libraries inside libtorch.
 //!
-//! For fp32 on a CPU libtorch calls MKL. On AMD processors oneDNN, which the same libtorch contains, is 8 to
-//! 14 % faster (Zen 4, 2 cores: 220–227 against 195–208 GFLOP/s at 2048 rows), so it is used there. The
-//! libraries add in different orders, so their results differ by rounding.
+//! For fp32 on a CPU libtorch calls MKL; oneDNN, which the same libtorch contains, is faster for some shapes. On
+//! AMD processors it is 8 to 14 % faster for nearly all (Zen 4, 2 cores: 220–227 against 195–208 GFLOP/s at 2048
+//! rows), on Intel's for few: on a Sapphire Rapids 2048 × 384 × 384 runs at 302 GFLOP/s in oneDNN and 234 in MKL,
+//! 2048 × 384 × 1024 at 304 and 326. So the library is chosen by the shape, from a [`LibraryTable`] that is
+//! measured once for a processor and kept in the user's cache.
+//!
+//! The libraries add in different orders, so their results differ by rounding. The choice therefore never
+//! changes while the stored table exists: a resumed run multiplies as the interrupted one did. The environment
+//! variable `OVERDRIVE_GEMM` (`onednn`, `torch` or `auto`) forces one library for all shapes, without a
+//! measurement.
+
+mod library_table;
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use tch::{Device, Kind, Tensor};
 
+pub use library_table::LibraryTable;
+
 use crate::error::{Result, check};
 use crate::ffi;
 use crate::function::handle;
+
+/// The environment variable that sets the library.
+const VARIABLE: &str = "OVERDRIVE_GEMM";
+
+/// Products with fewer multiplications are not worth the look into the table; they use the processor's default
+/// library, and do not cause a measurement.
+const MIN_PRODUCT: i64 = 1 << 24;
 
 /// The library that multiplies fp32 matrices on the CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(u8)]
 pub enum GemmLibrary {
-    /// oneDNN on an AMD processor, libtorch's choice elsewhere. The default.
+    /// The faster one for the shape: that of the [`LibraryTable`]; where it has none, oneDNN on an AMD
+    /// processor and libtorch's choice elsewhere. The default.
     #[default]
     Auto = 0,
     /// oneDNN.
@@ -26,30 +45,86 @@ pub enum GemmLibrary {
     Torch = 2,
 }
 
-static CHOICE: AtomicU8 = AtomicU8::new(GemmLibrary::Auto as u8);
+impl GemmLibrary {
+    /// Returns the library of this name: `auto`, `onednn` or `torch`.
+    ///
+    /// # Errors
+    /// [`overdrive_core::Error::InvalidOption`] for another name.
+    pub fn from_name(name: &str) -> overdrive_core::Result<Self> {
+        match name.to_ascii_lowercase().as_str() {
+            "auto" | "" => Ok(Self::Auto),
+            "onednn" => Ok(Self::OneDnn),
+            "torch" => Ok(Self::Torch),
+            _ => Err(overdrive_core::Error::option(
+                VARIABLE,
+                name,
+                "auto, onednn or torch",
+            )),
+        }
+    }
+}
 
-/// Sets the library for the process.
+/// Stands for [`VARIABLE`] until the program sets a library.
+const UNSET: u8 = u8::MAX;
+static CHOICE: AtomicU8 = AtomicU8::new(UNSET);
+
+/// Sets the library for the process; it takes precedence over the environment variable.
 pub fn set_library(library: GemmLibrary) {
     CHOICE.store(library as u8, Ordering::Relaxed);
 }
 
-/// Returns the library that [`mm_into`] uses for fp32 on the CPU; never `Auto`.
-pub fn library() -> GemmLibrary {
-    // SAFETY: a constant of the build.
-    let available = || unsafe { ffi::od_onednn_available() != 0 };
+/// Returns the library that was set for the process; [`GemmLibrary::Auto`] if none was.
+///
+/// # Errors
+/// [`crate::Error::Common`] if `OVERDRIVE_GEMM` names none.
+pub fn library() -> Result<GemmLibrary> {
+    static NAMED: OnceLock<String> = OnceLock::new();
     match CHOICE.load(Ordering::Relaxed) {
-        1 => GemmLibrary::OneDnn,
-        2 => GemmLibrary::Torch,
+        0 => Ok(GemmLibrary::Auto),
+        1 => Ok(GemmLibrary::OneDnn),
+        2 => Ok(GemmLibrary::Torch),
+        // Read once, because the environment costs more than a small product.
         _ => {
-            // cpuid traps in virtual machines, which costs microseconds: it is asked once.
-            static AUTO: OnceLock<bool> = OnceLock::new();
-            if *AUTO.get_or_init(|| is_amd() && available()) {
-                GemmLibrary::OneDnn
-            } else {
-                GemmLibrary::Torch
-            }
+            Ok(GemmLibrary::from_name(NAMED.get_or_init(|| {
+                std::env::var(VARIABLE).unwrap_or_default()
+            }))?)
         }
     }
+}
+
+/// Returns the library that [`mm_into`] uses for the product of these fp32 matrices on the CPU; never
+/// [`GemmLibrary::Auto`].
+///
+/// # Errors
+/// As [`library`].
+pub fn library_for(left: &Tensor, right: &Tensor) -> Result<GemmLibrary> {
+    let chosen = library()?;
+    if chosen != GemmLibrary::Auto {
+        return Ok(chosen);
+    }
+    if let (&[n, k], &[_, m]) = (left.size().as_slice(), right.size().as_slice())
+        && n.saturating_mul(k).saturating_mul(m) >= MIN_PRODUCT
+    {
+        let transposed = |tensor: &Tensor| tensor.stride().first() == Some(&1);
+        let table = LibraryTable::of_this_processor();
+        return Ok(table.library((n, k, m), transposed(left), transposed(right)));
+    }
+    Ok(default_library())
+}
+
+/// Returns the library that is faster for most shapes on this processor.
+fn default_library() -> GemmLibrary {
+    // cpuid traps in virtual machines, which costs microseconds: it is asked once.
+    static DEFAULT: OnceLock<GemmLibrary> = OnceLock::new();
+    *DEFAULT.get_or_init(|| match is_amd() && one_dnn_available() {
+        true => GemmLibrary::OneDnn,
+        false => GemmLibrary::Torch,
+    })
+}
+
+fn one_dnn_available() -> bool {
+    // SAFETY: a constant of the build.
+    unsafe { ffi::od_onednn_available() != 0 }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -93,11 +168,25 @@ pub fn mm_into(out: &Tensor, left: &Tensor, right: &Tensor, accumulate: bool) ->
         }
     }
     // libtorch's own callers of this function leave out matrices without elements.
-    let one_dnn = kind == Kind::Float
+    let has_choice = kind == Kind::Float
         && out.device() == Device::Cpu
-        && l.iter().chain(&r).all(|n| *n > 0)
-        && library() == GemmLibrary::OneDnn;
-    if one_dnn {
+        && l.iter().chain(&r).all(|size| *size > 0);
+    let library = match has_choice {
+        true => library_for(left, right)?,
+        false => GemmLibrary::Torch,
+    };
+    multiply(library, out, left, right, accumulate)
+}
+
+/// Computes the product by `library`; the operands are checked.
+fn multiply(
+    library: GemmLibrary,
+    out: &Tensor,
+    left: &Tensor,
+    right: &Tensor,
+    accumulate: bool,
+) -> Result<()> {
+    if library == GemmLibrary::OneDnn {
         let beta = if accumulate { 1.0 } else { 0.0 };
         // SAFETY: three valid handles; the shim writes only to the elements of `out`.
         let status =

@@ -2,7 +2,7 @@
 //! A test target of its own, because the library is a setting of the process.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-use overdrive_sys::gemm::{GemmLibrary, library, mm_into, set_library};
+use overdrive_sys::gemm::{GemmLibrary, LibraryTable, library, library_for, mm_into, set_library};
 use tch::{Device, Kind, Tensor};
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
@@ -12,7 +12,7 @@ const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 fn both_libraries_multiply_matrices_and_their_transposes_and_add() {
     for choice in [GemmLibrary::Torch, GemmLibrary::OneDnn] {
         set_library(choice);
-        assert_eq!(library(), choice);
+        assert_eq!(library().unwrap(), choice);
         for (n, k, m) in [(1, 1, 1), (3, 5, 7), (64, 48, 80), (0, 4, 5), (4, 0, 5)] {
             let (a, b) = (Tensor::randn([n, k], F32), Tensor::randn([k, m], F32));
             let expected = a.to_kind(Kind::Double).matmul(&b.to_kind(Kind::Double));
@@ -36,7 +36,8 @@ fn both_libraries_multiply_matrices_and_their_transposes_and_add() {
         }
     }
     set_library(GemmLibrary::Auto);
-    assert_ne!(library(), GemmLibrary::Auto);
+    let (a, b) = (Tensor::ones([2, 3], F32), Tensor::ones([3, 4], F32));
+    assert_ne!(library_for(&a, &b).unwrap(), GemmLibrary::Auto);
 
     let (a, b) = (Tensor::zeros([2, 3], F32), Tensor::zeros([4, 5], F32));
     let error = mm_into(&Tensor::zeros([2, 5], F32), &a, &b, false).unwrap_err();
@@ -49,5 +50,58 @@ fn both_libraries_multiply_matrices_and_their_transposes_and_add() {
     assert_eq!(
         error.to_string(),
         "`right` is Double; it must be Float as `left`"
+    );
+}
+
+fn figures(figures: &[(&str, f64)]) -> Vec<(String, f64)> {
+    let owned = figures
+        .iter()
+        .map(|(name, ratio)| ((*name).to_owned(), *ratio));
+    owned.collect()
+}
+
+#[test]
+fn each_class_of_shapes_gets_the_library_that_was_measured_to_be_faster() {
+    use GemmLibrary::{OneDnn, Torch};
+    // libtorch's time divided by oneDNN's, as on a Sapphire Rapids.
+    let ratios = figures(&[
+        ("forward 384 384", 1.29),
+        ("forward 384 1024", 0.93),
+        ("forward 1024 384", 1.02),
+        ("weight-gradient 384 4096", 1.2),
+    ]);
+    let table = LibraryTable::new(Torch, &ratios);
+    let forward = |rows, inputs, outputs| table.library((rows, inputs, outputs), false, true);
+    assert_eq!(forward(2048, 384, 384), OneDnn);
+    assert_eq!(forward(300, 512, 128), OneDnn); // of the same class
+    assert_eq!(forward(2048, 384, 1024), Torch);
+    assert_eq!(forward(2048, 1024, 384), Torch); // 2 % faster is noise
+    assert_eq!(forward(2048, 384, 8192), Torch); // not measured
+    for few in [(255, 384, 384), (2048, 384, 127), (2048, 16, 384)] {
+        assert_eq!(forward(few.0, few.1, few.2), Torch, "{few:?}");
+    }
+    // Of the weight (8192, 384): outputs x rows, rows x inputs.
+    assert_eq!(table.library((8192, 2048, 384), true, false), OneDnn);
+    assert_eq!(table.library((384, 2048, 8192), true, false), Torch);
+    assert_eq!(table.library((2048, 384, 384), false, false), Torch);
+    assert_eq!(table.library((384, 384, 384), true, true), Torch);
+
+    let table = LibraryTable::new(OneDnn, &ratios);
+    assert_eq!(table.library((2048, 384, 1024), false, true), Torch);
+    assert_eq!(table.library((2048, 384, 384), false, true), OneDnn);
+    assert_eq!(table, LibraryTable::new(OneDnn, &ratios));
+}
+
+#[test]
+fn a_library_is_named_as_in_the_environment() {
+    assert_eq!(
+        GemmLibrary::from_name("OneDNN").unwrap(),
+        GemmLibrary::OneDnn
+    );
+    assert_eq!(GemmLibrary::from_name("torch").unwrap(), GemmLibrary::Torch);
+    assert_eq!(GemmLibrary::from_name("").unwrap(), GemmLibrary::Auto);
+    assert_eq!(
+        GemmLibrary::from_name("mkl").unwrap_err().to_string(),
+        "`OVERDRIVE_GEMM` is mkl; it must be auto, onednn or torch"
     );
 }

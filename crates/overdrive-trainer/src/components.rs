@@ -1,4 +1,4 @@
-//! The components of a run from its arguments: precision, accumulation, optimizer, schedule.
+//! The components of a run from its arguments: accumulation, optimizer, schedule.
 
 use overdrive_accumulation::AccumulationConfig;
 use overdrive_distributed::{ProcessGroup, ZeroRedundancyOptimizer};
@@ -17,28 +17,13 @@ use crate::{OptimizerName, Result, TextData, TrainingArguments, TrainingPlan};
 const MUON: &str = "muon";
 
 impl TrainingArguments {
-    /// Returns the precision that `bf16`, `fp16` and `tf32` select.
-    pub fn precision(&self) -> Precision {
-        // bf16 and fp16 exclude each other, which `validate` checks.
-        if self.bf16 {
-            Precision::Bf16
-        } else if self.fp16 {
-            Precision::Fp16
-        } else if self.tf32 == Some(true) {
-            Precision::Tf32
-        } else {
-            Precision::Fp32
-        }
-    }
-
-    /// Sets the number of threads, TF32 and the seed of libtorch, and returns the training precision.
+    /// Sets the number of threads, TF32 and the seed of libtorch, and returns the precision of the run, which its
+    /// autocast, its loss scaler, its memory plan and its recorder get.
     ///
     /// # Errors
     /// An error of libtorch.
     pub fn apply(&self) -> Result<Precision> {
-        if let Some(threads) = self.threads {
-            overdrive_sys::threads::set_intra_op(threads)?;
-        }
+        self.set_threads()?;
         // Unset keeps libtorch's setting, which the user may have changed.
         if let Some(allowed) = self.tf32 {
             overdrive_precision::tf32::allow(allowed)?;

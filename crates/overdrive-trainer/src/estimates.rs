@@ -15,9 +15,9 @@ use crate::{OptimizerName, Result, TrainingArguments};
 pub(crate) const STEPS_BEFORE_TRACE: u64 = 5;
 
 impl TrainingArguments {
-    /// Returns the plan of the memory that the run needs with a tokenizer of `vocab_size` tokens; its
-    /// [estimate](MemoryPlan::estimate) can be displayed.
-    pub fn memory_plan(&self, vocab_size: u64) -> MemoryPlan {
+    /// Returns the plan of the memory that the run needs in `precision` with a tokenizer of `vocab_size` tokens;
+    /// its [estimate](MemoryPlan::estimate) can be displayed.
+    pub fn memory_plan(&self, vocab_size: u64, precision: Precision) -> MemoryPlan {
         let shape = DecoderShape {
             layers: self.model.num_hidden_layers,
             hidden: self.model.hidden_size,
@@ -28,15 +28,15 @@ impl TrainingArguments {
             vocabulary: vocab_size,
             tied_embeddings: self.model.tie_word_embeddings,
         };
-        self.memory_plan_of(shape)
+        self.memory_plan_of(shape, precision)
     }
 
     /// Returns the memory plan for a model of any shape.
-    pub fn memory_plan_of(&self, shape: DecoderShape) -> MemoryPlan {
+    pub fn memory_plan_of(&self, shape: DecoderShape, precision: Precision) -> MemoryPlan {
         let checkpointing = &self.gradient_checkpointing_kwargs;
         let mut plan =
             MemoryPlan::new(shape, self.per_device_train_batch_size, self.context_length);
-        plan.precision = match self.precision() {
+        plan.precision = match precision {
             // Under autocast parameters stay in fp32, with copies in half precision.
             Precision::Fp16 | Precision::Bf16 => MemoryPrecision::Autocast,
             _ => MemoryPrecision::Fp32,

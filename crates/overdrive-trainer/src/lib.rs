@@ -68,6 +68,7 @@ mod keys;
 mod model_arguments;
 mod parallel;
 mod plan;
+mod precision;
 mod preset;
 mod run_folder;
 mod save_arguments;

@@ -132,6 +132,9 @@ pub struct TrainingArguments {
     /// The options of `gradient_checkpointing`.
     pub gradient_checkpointing_kwargs: GradientCheckpointingArguments,
 
+    /// If `true`, [`choose_precision`](Self::choose_precision) trains in the recommended precision of the device,
+    /// unless `bf16`, `fp16` or `tf32` is set. Default `true`.
+    pub auto_precision: bool,
     /// If `true`, autocast to bfloat16 is on. Default `false`.
     pub bf16: bool,
     /// If `true`, autocast to float16 with loss scaling is on. Default `false`.
@@ -248,6 +251,7 @@ impl Default for TrainingArguments {
             fused_kernels: true,
             gradient_checkpointing: false,
             gradient_checkpointing_kwargs: GradientCheckpointingArguments::default(),
+            auto_precision: true,
             bf16: false,
             fp16: false,
             tf32: None,

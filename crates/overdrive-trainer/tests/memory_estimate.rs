@@ -94,7 +94,9 @@ fn the_estimate_is_within_15_percent_of_the_measured_peak_of_the_default_model()
     let config = ModelConfig::try_from(config).unwrap();
     let mut off = Vec::new();
     for configuration in configurations {
-        if let Some(slow) = configuration.precision.warning(Device::Cpu) {
+        let warning = configuration.precision.warning(Device::Cpu);
+        // Emulated products take minutes; those in hardware are measured even where fp32 is faster.
+        if let Some(slow) = warning.filter(|text| text.contains("emulates")) {
             eprintln!("{} is left out: {slow}", configuration.name);
             continue;
         }

@@ -3,6 +3,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use anyhow::Result;
+use overdrive::precision::Precision;
 use overdrive::trainer::FinetuneArguments;
 
 use super::FinetuneModel;
@@ -34,6 +35,7 @@ impl TrainingMemory {
     /// tokens in a row of a micro-batch, for the estimate.
     pub fn of(
         arguments: &FinetuneArguments,
+        precision: Precision,
         model: &FinetuneModel,
         summary: &Summary,
         width: u64,
@@ -41,7 +43,7 @@ impl TrainingMemory {
     ) -> Result<Self> {
         let mut plan = arguments
             .training
-            .memory_plan_of(decoder_shape(&model.model));
+            .memory_plan_of(decoder_shape(&model.model), precision);
         plan.length = width;
         let full = plan.estimate()?;
         let gradients = model.trainable.iter();

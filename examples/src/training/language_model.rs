@@ -49,7 +49,9 @@ pub fn describe_model(
     if let Some(warning) = precision.warning(device) {
         say(&format!("            warning: {warning}"));
     }
-    let memory = arguments.memory_plan_of(decoder_shape(model)).estimate()?;
+    let memory = arguments
+        .memory_plan_of(decoder_shape(model), precision)
+        .estimate()?;
     say(&format!(
         "memory      about {} MiB of tensors at most, by estimate",
         memory.peak >> 20

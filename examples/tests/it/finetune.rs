@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use overdrive::distributed::ProcessGroup;
 use overdrive::lora::{LoadAdapterOptions, load_adapter};
+use overdrive::tracking::read_metrics;
 use overdrive::trainer::{
     FinetuneArguments, InstructionData, IntervalStrategy, Layers, Quant4Type, TargetModulesArgument,
 };
@@ -334,6 +335,28 @@ fn optimizers_compute_types_and_checkpointing_compose_with_quantized_weights() {
         );
         assert!(results.fill > 0.5);
     }
+}
+
+#[test]
+fn losses_are_scaled_if_quantized_weights_compute_in_float16() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let run = |dtype: &str| {
+        let mut arguments = prepare(folder.path(), 16);
+        arguments.training.output_dir = Some(folder.path().join(dtype));
+        arguments.training.max_steps = 2;
+        arguments.load_in_4bit = true;
+        let name = serde_json::Value::String(dtype.to_owned());
+        arguments.bnb_4bit_compute_dtype = serde_json::from_value(name).unwrap();
+        let results = finetune(&arguments, quiet).unwrap();
+        let metrics = read_metrics(results.folder.metrics()).unwrap().records;
+        (metrics[0].loss_scale, results.memory.full_peak_bytes)
+    };
+    let ((half, of_half), (full, of_full)) = (run("float16"), run("float32"));
+    // The initial scale of torch.amp.
+    assert_eq!((half, full), (Some(65536.0), None));
+    // The estimate is for the precision that is used: autocast keeps copies of the weights.
+    assert_ne!(of_half, of_full);
 }
 
 fn error_of(values: serde_json::Value) -> String {

@@ -1,17 +1,24 @@
 //! The recommended training precision of this machine, and the reason. The rule is that of
 //! `overdrive_precision::Precision::recommend`, which asks libtorch for the devices; here libtorch may not be
-//! installed yet. The rule for CPUs is shared: `overdrive_build::cpu`.
+//! installed yet. The rule for CPUs is shared: `overdrive_build::cpu`, and the figures that a program with
+//! libtorch has measured and stored: `overdrive_build::MatmulSpeed`.
 
+use overdrive_build::MatmulSpeed;
 use overdrive_build::cpu::CpuFeatures;
 
 use super::gpu::Gpu;
 
-/// Returns the recommendation and its reason, for the GPU if libtorch can use one.
-pub(super) fn recommend(gpu: Option<&Gpu>, features: CpuFeatures) -> String {
+/// Returns the recommendation and its reason, for the GPU if libtorch can use one. `speed` is the measured speed
+/// of the CPU, if there is one.
+pub(super) fn recommend(
+    gpu: Option<&Gpu>,
+    features: CpuFeatures,
+    speed: Option<MatmulSpeed>,
+) -> String {
     match gpu.map(|gpu| gpu.capability) {
         Some(Some((major, minor))) => on_cuda(major, minor),
         Some(None) => "fp32: the driver does not say the GPU's compute capability".to_owned(),
-        None => on_cpu(features),
+        None => on_cpu(features, speed),
     }
 }
 
@@ -30,13 +37,20 @@ fn on_cuda(major: u32, minor: u32) -> String {
     }
 }
 
-fn on_cpu(features: CpuFeatures) -> String {
-    if features.multiplies_bf16() {
-        "bf16 (this processor has bf16 instructions for matmuls)".to_owned()
-    } else {
-        "fp32 (this processor has no bf16 instructions for matmuls: they would be emulated, \
-         tens to thousands of times slower)"
-            .to_owned()
+fn on_cpu(features: CpuFeatures, speed: Option<MatmulSpeed>) -> String {
+    if !features.multiplies_bf16() {
+        return "fp32 (this processor has no bf16 instructions for matmuls: they would be emulated, \
+                tens to thousands of times slower)"
+            .to_owned();
+    }
+    match speed {
+        Some(speed) if speed.favours_bf16() => format!("bf16 ({speed})"),
+        Some(speed) => format!("fp32 ({speed})"),
+        None => {
+            "fp32 or bf16, whichever is faster: not measured yet (the first `cargo xtask train` \
+                 measures it)"
+                .to_owned()
+        }
     }
 }
 
@@ -45,6 +59,11 @@ mod tests {
     use super::*;
 
     fn word(gpu: Option<Option<(u32, u32)>>, flags: &str) -> String {
+        let text = text(gpu, flags, None);
+        text.split([' ', ':']).next().unwrap_or_default().to_owned()
+    }
+
+    fn text(gpu: Option<Option<(u32, u32)>>, flags: &str, speed: Option<MatmulSpeed>) -> String {
         let gpu = gpu.map(|capability| Gpu {
             name: "a GPU".into(),
             driver: "580.1".into(),
@@ -52,8 +71,7 @@ mod tests {
             memory_mib: 1,
             capability,
         });
-        let text = recommend(gpu.as_ref(), CpuFeatures::from_flags(flags));
-        text.split([' ', ':']).next().unwrap_or_default().to_owned()
+        recommend(gpu.as_ref(), CpuFeatures::from_flags(flags), speed)
     }
 
     #[test]
@@ -64,7 +82,16 @@ mod tests {
         assert_eq!(word(Some(Some((6, 1))), ""), "fp32");
         assert_eq!(word(Some(None), ""), "fp32");
         assert_eq!(word(None, "avx2 fma avx512f"), "fp32");
-        assert_eq!(word(None, "avx2 fma avx512f avx512_bf16"), "bf16");
-        assert_eq!(word(None, "asimd bf16"), "bf16");
+    }
+
+    #[test]
+    fn on_a_cpu_with_bf16_instructions_both_measured_figures_are_printed() {
+        let of = |fp32, bf16| text(None, "avx512_bf16", Some(MatmulSpeed { fp32, bf16 }));
+        assert_eq!(of(320.0, 170.0), "fp32 (fp32 320 GFLOP/s, bf16 170)");
+        assert_eq!(of(210.0, 420.0), "bf16 (fp32 210 GFLOP/s, bf16 420)");
+        for flags in ["avx2 avx512f avx512_bf16", "asimd bf16"] {
+            let unknown = text(None, flags, None);
+            assert!(unknown.contains("not measured yet"), "{unknown}");
+        }
     }
 }

@@ -333,8 +333,18 @@ impl FinetuneArguments {
         Some(options)
     }
 
-    /// Returns the precision of the forward pass: that of `bf16`, `fp16` and `tf32`, or if they are not set, the
-    /// compute dtype of 4-bit weights.
+    /// Sets the number of threads, TF32 and the seed of libtorch, and returns the precision of the run, which its
+    /// autocast, its loss scaler, its memory plan and its recorder get.
+    ///
+    /// # Errors
+    /// As [`TrainingArguments::apply`].
+    pub fn apply(&self) -> Result<Precision> {
+        self.training.apply()?;
+        Ok(self.precision())
+    }
+
+    /// Returns the precision of the run: that of `bf16`, `fp16` and `tf32`, or if they are not set, the compute
+    /// dtype of 4-bit weights.
     pub fn precision(&self) -> Precision {
         // As in bitsandbytes: half precision of 4-bit matmuls implies autocast for the rest.
         let training = &self.training;

@@ -68,11 +68,12 @@ pub(super) static TRANSLATIONS: &[Translation] = &[
     Translation { names: &["dtype", "torch_dtype", "mixed_precision", "precision"], unless: "", rules: &[
         sets(&["bf16", "bfloat16", "bf16-mixed"], "bf16", "true", " (autocast)"),
         sets(&["fp16", "float16", "half", "16-mixed"], "fp16", "true", " (autocast)"),
-        nothing(&["fp32", "float32", "32", "32-true", "no", "auto"], "is training without autocast"),
+        sets(&["fp32", "float32", "32", "32-true", "no"], "auto_precision", "false", " (training without autocast)"),
+        nothing(&["auto"], "names no dtype"),
     ] },
     Translation { names: &["use_amp"], unless: "bf16", rules: &[
         sets(&["true"], "fp16", "true", ", torch.amp's own choice"),
-        nothing(&["false"], "is training without autocast"),
+        sets(&["false"], "auto_precision", "false", " (training without autocast)"),
     ] },
     Translation { names: &["use_flash_attention", "use_flash_attention_2", "use_flash_attn", "flash_attention"], unless: "", rules: &[
         sets(&["true"], "attn_implementation", "\"flash_attention_2\"", ""),

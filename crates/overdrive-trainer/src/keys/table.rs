@@ -156,6 +156,8 @@ pub(super) static KEYS: &[(&str, &[Key])] = &[
         key(Both, "gradient_checkpointing_kwargs", "JSON", FREE, "Options of gradient checkpointing, such as {\"schedule\": {\"every_nth\": 2}, \"policy\": \"matmuls\"}"),
         key(Both, "attn_implementation", "NAME", FREE, "Attention kernel"),
         key(Both, "fused_kernels", "", FREE, "Use one fused kernel each for norms, rotary embeddings, gates and the loss"),
+        key(Train, "auto_precision", "", FREE, "Train in the recommended precision of the device unless bf16, fp16 or tf32 is given; a resumed run keeps its own")
+            .harmless(Only("false")).instead("fine-tuning is in fp32 unless `bf16` or `fp16` is given: drop the key, and give one of them"),
         key(Both, "bf16", "", FREE, "Train in bfloat16 with autocast").also(&["use_bf16"]).excludes("fp16"),
         key(Both, "fp16", "", FREE, "Train in float16 with autocast and loss scaling").also(&["use_fp16"]).excludes("bf16"),
         key(Both, "tf32", "", FREE, "Use TensorFloat-32 for matmuls on CUDA").also(&["use_tf32", "allow_tf32"]),

@@ -53,6 +53,14 @@ pub(crate) fn translate(
             values.insert(strategy.to_owned(), json!("steps"));
         }
     }
+    // A dtype that is switched off is fp32 in the other projects, and not one to choose.
+    let is_off = |key: &str| values.get(key) == Some(&Value::Bool(false));
+    if source.program == Program::Train
+        && !values.contains_key("auto_precision")
+        && (is_off("bf16") || is_off("fp16"))
+    {
+        values.insert("auto_precision".to_owned(), json!(false));
+    }
     refuse_unread(&mut values, source)?;
     Ok(values)
 }

@@ -4,5 +4,6 @@
 
 mod chat_labels;
 mod configuration;
+mod precision;
 mod run_folders;
 mod text_data;
