@@ -21,11 +21,11 @@ use overdrive::profiling::MemoryUsage;
 use overdrive::sys::memory;
 use overdrive::tracking::Trackers;
 use overdrive::trainer::{DataShard, Evaluation, FinetuneArgs, FinetuneArguments, InstructionData};
-use overdrive_examples::exit_or_resume;
 use overdrive_examples::finetuning::{
     Comparison, FinetuneModel, Finetuned, Method, TrainingMemory,
 };
 use overdrive_examples::training::{evaluate, name_lost_ranks, shared};
+use overdrive_examples::{RunEnd, exit_or_resume};
 use tch::Device;
 
 #[allow(dead_code, reason = "its `main` is another program's")]
@@ -45,13 +45,12 @@ fn main() -> ExitCode {
     exit_or_resume(run(&Flags::parse()))
 }
 
-/// Returns `true` if the run was interrupted.
-fn run(flags: &Flags) -> Result<bool> {
+fn run(flags: &Flags) -> Result<RunEnd> {
     let say = |line: &str| println!("{line}");
     let arguments = flags.finetune.resolve_with_notes(say)?;
     if flags.compare {
         println!("\n{}", compare(&arguments, say)?);
-        return Ok(false);
+        return Ok(RunEnd::Finished);
     }
     // The processes that torchrun or the example `launch` has started; usually one.
     let group = arguments.training.init_process_group()?;
@@ -60,7 +59,7 @@ fn run(flags: &Flags) -> Result<bool> {
             say(line);
         }
     })?;
-    let interrupted = tuned.summary.interrupted;
+    let end = tuned.summary.end();
     if group.is_main() {
         let results = tuned.write()?;
         println!("{results}");
@@ -69,7 +68,7 @@ fn run(flags: &Flags) -> Result<bool> {
             println!("merged      {}", merged.display());
         }
     }
-    Ok(interrupted)
+    Ok(end)
 }
 
 /// Trains by each method in turn, each time from the stored model, and writes nothing.

@@ -19,6 +19,7 @@ use std::time::Duration;
 use anyhow::Result;
 use clap::Parser;
 use overdrive::distributed::{Launch, LaunchOutcome};
+use overdrive_examples::{RunEnd, exit_or_resume};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
@@ -51,11 +52,10 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit_or_resume(run(&Flags::parse()))
+    exit_or_resume(run(&Flags::parse()))
 }
 
-/// Returns `true` if the run was interrupted.
-fn run(flags: &Flags) -> Result<bool> {
+fn run(flags: &Flags) -> Result<RunEnd> {
     // The first signal lets the processes save, the second kills them.
     let [stop, kill] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
     let raised = [Arc::clone(&stop), Arc::clone(&kill)];
@@ -74,7 +74,10 @@ fn run(flags: &Flags) -> Result<bool> {
         .stop_when(stop)
         .kill_when(kill)
         .run()?;
-    Ok(ended == LaunchOutcome::Saved)
+    Ok(match ended {
+        LaunchOutcome::Saved => RunEnd::Saved,
+        _ => RunEnd::Finished,
+    })
 }
 
 /// Returns the program of that name in the folder of this one, if it exists.

@@ -25,8 +25,8 @@ use overdrive::precision::Precision;
 use overdrive::snapshot::{RunState, Snapshot, SnapshotManager, SnapshotOptions};
 use overdrive::tracking::{JsonLines, StepMetrics, Tracker, Trackers};
 use overdrive::trainer::Interrupt;
-use overdrive_examples::exit_or_resume;
 use overdrive_examples::pictures::{PictureBatch, SHAPES, load_pictures};
+use overdrive_examples::{RunEnd, exit_or_resume};
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -93,8 +93,7 @@ fn main() -> ExitCode {
     exit_or_resume(run(&Flags::parse()))
 }
 
-/// Returns `true` if the run was interrupted.
-fn run(flags: &Flags) -> Result<bool> {
+fn run(flags: &Flags) -> Result<RunEnd> {
     let group = init_process_group(GroupConfig::default())?;
     let device = group.device();
     // bf16 where the device computes it fast, else fp16 or fp32.
@@ -167,6 +166,7 @@ fn run(flags: &Flags) -> Result<bool> {
         metrics = metrics.with(JsonLines::resume(flags.out.join("metrics.jsonl"), done)?);
     }
     let interrupt = Interrupt::install()?;
+    let mut end = RunEnd::Finished;
 
     for step in done + 1..=flags.steps {
         accumulator.open(Window::of_means(MICRO_BATCHES))?;
@@ -199,6 +199,8 @@ fn run(flags: &Flags) -> Result<bool> {
             snapshots.save_state(step, None, state!())?;
         }
         if stop {
+            // A snapshot that fails is an error below.
+            end = RunEnd::Saved;
             break;
         }
     }
@@ -216,7 +218,7 @@ fn run(flags: &Flags) -> Result<bool> {
     }
     // Rank 0 evaluates alone; a rank that exits earlier would count as lost.
     group.barrier()?;
-    Ok(interrupt.requested())
+    Ok(end)
 }
 
 /// Returns the accuracy on images drawn with another seed.

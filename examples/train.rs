@@ -10,7 +10,7 @@
 //! ```
 //!
 //! The run folder gets snapshots (`--save-steps N`), from which `--resume-from-checkpoint true` resumes bit for
-//! bit after a Ctrl-C, a SIGTERM (both exit with code 75) or a kill; metrics.jsonl, TensorBoard events,
+//! bit after a Ctrl-C, a SIGTERM (both save, and exit with code 75) or a kill; metrics.jsonl, TensorBoard events,
 //! report.html and a Hugging Face model. The example `own_model` trains another model with the same components.
 
 use std::process::ExitCode;
@@ -29,11 +29,11 @@ use overdrive::trainer::{
     DataShard, Evaluation, Interrupt, RunFolder, TextData, TrainArgs, TrainingArguments, load_best,
 };
 use overdrive::transformer::CausalLm;
-use overdrive_examples::exit_or_resume;
 use overdrive_examples::training::{
     Done, RunLog, StepTotals, Summary, batch_loss, describe_model, evaluate, name_lost_ranks,
     new_model, shared, snapshot_files, write_results,
 };
+use overdrive_examples::{RunEnd, exit_or_resume};
 use tch::Tensor;
 
 /// Trains a small Llama on text
@@ -47,8 +47,7 @@ fn main() -> ExitCode {
     exit_or_resume(run(&Flags::parse()))
 }
 
-/// Returns `true` if the run was interrupted.
-fn run(flags: &Flags) -> Result<bool> {
+fn run(flags: &Flags) -> Result<RunEnd> {
     // Collected, because only rank 0 prints them, and the rank is known after the arguments are.
     let mut notes = Vec::new();
     let resolved = flags
@@ -93,19 +92,19 @@ fn run(flags: &Flags) -> Result<bool> {
     });
     let (summary, ema) = trained.map_err(|error| name_lost_ranks(&group, error))?;
     if group.is_main() {
-        let results = write_results(&folder, &arguments, &data, &model, ema)?;
+        let results = write_results(&folder, &arguments, &data, &model, summary.best, ema)?;
         println!("{summary}{results}");
         println!(
             "report {}\nmodel  {}",
             folder.report().display(),
             folder.model().display()
         );
-        if summary.interrupted {
+        if summary.end() == RunEnd::Saved {
             let root = folder.root().display();
             println!("resume it with `--out {root} --resume-from-checkpoint true`");
         }
     }
-    Ok(summary.interrupted)
+    Ok(summary.end())
 }
 
 /// The components of a run besides its model and its data. The example `finetune` also trains with it.
@@ -144,9 +143,17 @@ impl Training<'_> {
     ) -> Result<(Summary, Option<Ema>)> {
         let (arguments, group, precision) = (self.arguments, self.group, self.precision);
         let device = model.device();
-        let plan = arguments.plan(loader.batches_per_epoch() as u64)?;
         let ddp = arguments.data_parallel(group, shared(&self.parameters))?;
         let mut accumulator = GradientAccumulator::with_sync(arguments.accumulation(), &ddp)?;
+        let mut snapshots = match self.folder {
+            Some(folder) => Some(folder.snapshots(group, arguments)?),
+            None => None,
+        };
+        let resumed = match &snapshots {
+            Some(snapshots) => arguments.snapshot_to_resume(snapshots)?,
+            None => None,
+        };
+        let plan = arguments.plan_from(&mut loader, resumed.as_ref())?;
         let mut optimizer = arguments.new_optimizer(group, shared(&self.parameters))?;
         let mut state = State {
             scheduler: arguments.new_scheduler(&plan, &mut optimizer)?,
@@ -159,16 +166,13 @@ impl Training<'_> {
         let mut log = RunLog::begin(arguments, &plan, precision, group, model)?;
         let interrupt = Interrupt::install()?;
 
-        let mut snapshots = None;
+        if let (Some(snapshots), Some(snapshot)) = (&snapshots, &resumed) {
+            snapshots.load_state(snapshot, self.registered(&mut state, &mut loader))?;
+            log.say(&format!("resumed     from {}", snapshot.path().display()));
+            log.resume(&state.done);
+        }
         if let Some(folder) = self.folder {
-            let manager = folder.snapshots(group, arguments)?;
-            if let Some(snapshot) = arguments.snapshot_to_resume(&manager)? {
-                manager.load_state(&snapshot, self.registered(&mut state, &mut loader))?;
-                log.say(&format!("resumed     from {}", snapshot.path().display()));
-                log.resume(&state.done);
-            }
             log.track(folder.trackers(group, arguments, state.done.steps)?);
-            snapshots = Some(manager);
         }
         log.track(std::mem::take(&mut self.trackers));
         let mut measure = |model: &mut CausalLm, ema: &mut Option<Ema>| -> Result<Evaluation> {
@@ -196,10 +200,8 @@ impl Training<'_> {
         let last_step = if is_over { 0 } else { plan.total_steps };
         for step in state.done.steps + 1..=last_step {
             log.begin_step();
-            let window = log.phase(Phase::Data, || {
-                let micro_batches = loader.by_ref().take(plan.micro_batches);
-                micro_batches.collect::<std::result::Result<Vec<_>, _>>()
-            })?;
+            // Fewer in the last step of an epoch.
+            let window = log.phase(Phase::Data, || loader.next_batches(plan.micro_batches))?;
             // The label counts of the whole step, so that each token has the same weight in its mean loss.
             accumulator.open(Window::new(
                 window.iter().map(|batch| batch.label_count as u64),
@@ -253,7 +255,7 @@ impl Training<'_> {
             }
             if ends {
                 log.say(match totals.stop {
-                    true => "interrupted: the current model is saved",
+                    true => "interrupted: the run ends after this step",
                     false => "no improvement within `early_stopping_patience`: the run ends",
                 });
                 break;
@@ -267,9 +269,12 @@ impl Training<'_> {
             // No process leaves before all have written.
             group.barrier()?;
             if arguments.load_best_model_at_end && !log.summary.interrupted {
-                log.summary.best_step =
-                    load_best(&snapshots, group, &self.parameters, state.ema.as_mut())?;
+                let (parameters, ema) = (&self.parameters, state.ema.as_mut());
+                log.summary.best = load_best(arguments, &snapshots, group, parameters, ema)?;
             }
+        }
+        if log.summary.end() == RunEnd::NotSaved {
+            log.say("the last step is in no snapshot (`save_strategy: no`, or saving failed)");
         }
         model.set_training(false)?;
         Ok((log.finish(&state.optimizer)?, state.ema))

@@ -27,12 +27,33 @@ pub use onnx_comparison::OnnxComparison;
 pub use progress::ByteProgress;
 pub use speed::{GreedySpeed, decode_tokens_per_second};
 
-/// Returns the exit code of an example that may be interrupted: 75 means that it was interrupted and can resume
-/// from what it saved.
-pub fn exit_or_resume(result: anyhow::Result<bool>) -> ExitCode {
+/// The way in which a run ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RunEnd {
+    /// It is done.
+    Finished,
+    /// A signal ended it, and there is a snapshot of its last step, from which it resumes.
+    Saved,
+    /// A signal ended it, and its last step is in no snapshot.
+    NotSaved,
+}
+
+impl RunEnd {
+    /// Returns the exit code: 75 tells a supervisor that the same command resumes the run where it stopped.
+    pub fn exit_code(self) -> u8 {
+        match self {
+            Self::Finished => 0,
+            Self::Saved => overdrive::core::SAVED_EXIT_CODE,
+            Self::NotSaved => overdrive::core::INTERRUPTED_EXIT_CODE,
+        }
+    }
+}
+
+/// Returns the exit code of an example that may be interrupted.
+pub fn exit_or_resume(result: anyhow::Result<RunEnd>) -> ExitCode {
     match result {
-        Ok(true) => ExitCode::from(overdrive::core::SAVED_EXIT_CODE),
-        other => exit(other.map(drop)),
+        Ok(end) => ExitCode::from(end.exit_code()),
+        Err(error) => exit(Err(error)),
     }
 }
 

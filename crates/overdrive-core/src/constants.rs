@@ -6,3 +6,7 @@ pub const IGNORE_INDEX: i64 = -100;
 /// The exit code of a run that saved a snapshot after a signal and can be started again: 75, `EX_TEMPFAIL`
 /// of `sysexits.h`.
 pub const SAVED_EXIT_CODE: u8 = 75;
+
+/// The exit code of a run that ended after a signal without a snapshot of its last step: 130, the code that shells
+/// report for a program that Ctrl-C has ended.
+pub const INTERRUPTED_EXIT_CODE: u8 = 130;

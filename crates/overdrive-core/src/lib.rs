@@ -46,5 +46,5 @@ pub mod units;
 pub use check::{
     Number, check_at_least, check_fraction, check_non_negative, check_option, check_positive,
 };
-pub use constants::{IGNORE_INDEX, SAVED_EXIT_CODE};
+pub use constants::{IGNORE_INDEX, INTERRUPTED_EXIT_CODE, SAVED_EXIT_CODE};
 pub use error::{Error, Result};

@@ -80,8 +80,9 @@ pub enum LastWindow {
     Keep,
 }
 
-/// Consecutive windows without overlap, for evaluation. Each token except the first of every window is predicted
-/// once, as in the blocks of transformers' `run_clm.py`.
+/// Consecutive windows without overlap, as the blocks of transformers' `run_clm.py`: each token except the first of
+/// every window is predicted once. An evaluation reads them in order; for training, a [`crate::RandomSampler`] gives
+/// each epoch a random order of them without keeping a list.
 #[derive(Debug, Clone)]
 pub struct SequentialWindows {
     tokens: TokenView,

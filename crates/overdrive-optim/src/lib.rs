@@ -89,6 +89,7 @@ mod sgd;
 mod state_dict;
 mod state_file;
 mod state_metadata;
+mod state_shards;
 mod stateful;
 mod tch_optimizer;
 

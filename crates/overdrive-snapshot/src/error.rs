@@ -93,20 +93,6 @@ pub enum Error {
         /// The error of the registered value.
         source: overdrive_optim::StateError,
     },
-    /// A run resumes with another number of processes than the snapshot was saved by.
-    #[error(
-        "{} was saved by {saved} processes, and {now} resume from it: its data positions and random states \
-        do not fit them; start {saved} processes (`--nproc {saved}`)",
-        path.display()
-    )]
-    WorldSize {
-        /// The folder of the snapshot.
-        path: PathBuf,
-        /// The number of processes that it was saved by.
-        saved: usize,
-        /// The number of processes now.
-        now: usize,
-    },
     /// Another run writes snapshots into the folder.
     #[error(
         "another run writes its snapshots into {}: wait for it to end, or choose another folder",

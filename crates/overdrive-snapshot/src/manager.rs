@@ -166,22 +166,20 @@ impl SnapshotManager {
 
     /// Restores everything that `state` registers from a snapshot of this run. Every rank calls it.
     ///
+    /// The snapshot may be one of another number of processes ([`Snapshot::world_size`]): sharded optimizer states
+    /// are divided anew by the names of the parameters, and the random states are derived anew from that of
+    /// rank 0. With folders that are not shared, each rank has only its own entries, and the number must be the
+    /// same.
+    ///
     /// # Errors
-    /// [`Error::WorldSize`] and [`Error::EntryMismatch`] before anything is changed; [`Error::NotRestored`] or
-    /// [`Error::Differs`] for the first entry that does not fit: the entries before it have been restored.
+    /// [`Error::EntryMismatch`] before anything is changed; [`Error::NotRestored`] or [`Error::Differs`] for the
+    /// first entry that does not fit: the entries before it have been restored.
     pub fn load_state(&self, snapshot: &Snapshot, state: RunState<'_>) -> Result<()> {
         let (rank, now) = match self.options.shared_folder {
             true => (self.ranks.rank(), self.ranks.world_size()),
             false => (0, 1),
         };
-        if snapshot.world_size() != now {
-            return Err(Error::WorldSize {
-                path: snapshot.path().to_owned(),
-                saved: snapshot.world_size(),
-                now,
-            });
-        }
-        state.restore(snapshot, rank)
+        state.restore(snapshot, rank, now)
     }
 
     /// Returns the outcomes of the snapshots that were finished since the last call, without waiting.

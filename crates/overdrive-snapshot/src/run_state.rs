@@ -6,6 +6,7 @@ use std::fmt;
 use overdrive_optim::{StateDict, StateError, Stateful};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 use tch::{Device, Tensor};
 
 use crate::{Contents, Error, Result, Scope, Snapshot};
@@ -163,7 +164,8 @@ impl<'a> RunState<'a> {
         }
     }
 
-    /// Registers a value that differs between the ranks, such as sharded optimizer states.
+    /// Registers a value that differs between the ranks, such as sharded optimizer states. Another number of
+    /// processes can restore optimizer states only: [`StateDict::gather`] divides them anew.
     pub fn register_per_rank(self, name: &str, value: &'a mut dyn Stateful) -> Self {
         self.entry(name, Scope::Rank, Value::Stateful(value))
     }
@@ -194,7 +196,8 @@ impl<'a> RunState<'a> {
     }
 
     /// Registers libtorch's random generators of the CPU and of every visible GPU, for each rank. A generator
-    /// that did not exist at saving keeps its state at restoring.
+    /// that did not exist at saving keeps its state at restoring. Another number of processes gets new states, each
+    /// rank its own, which the state of rank 0 determines.
     pub fn random_states(self) -> Self {
         self.entry(RANDOM, Scope::Rank, Value::Random)
     }
@@ -258,8 +261,9 @@ impl<'a> RunState<'a> {
         Ok(contents)
     }
 
-    /// Restores all registered values from the entries of `snapshot` for `rank`.
-    pub(crate) fn restore(self, snapshot: &Snapshot, rank: usize) -> Result<()> {
+    /// Restores all registered values from the entries of `snapshot` for `rank` of `world_size` ranks.
+    pub(crate) fn restore(self, snapshot: &Snapshot, rank: usize, world_size: usize) -> Result<()> {
+        let other_ranks = snapshot.world_size() != world_size;
         // All names are compared before the first value is changed.
         self.check(snapshot)?;
         for Entry { name, scope, value } in self.entries {
@@ -267,6 +271,10 @@ impl<'a> RunState<'a> {
             let target: &mut dyn Stateful = match value {
                 Value::Tensors(targets) => {
                     snapshot.copy_into(&name, scope, rank, targets)?;
+                    continue;
+                }
+                Value::Random if other_ranks => {
+                    derive_random_states(snapshot, &name, rank)?;
                     continue;
                 }
                 Value::Random => {
@@ -279,20 +287,15 @@ impl<'a> RunState<'a> {
                     owned.as_mut()
                 }
             };
-            let state = match snapshot.has_tensors(&name, scope, rank) {
-                true => snapshot.state(&name, scope, rank)?,
-                false => StateDict {
-                    tensors: BTreeMap::new(),
-                    metadata: snapshot.document(&name, scope, rank)?,
-                },
+            let restored = match other_ranks && scope == Scope::Rank {
+                true => load_shards(target, snapshot, &name),
+                false => target.load_state_dict(&stored_state(snapshot, &name, scope, rank)?),
             };
-            target
-                .load_state_dict(&state)
-                .map_err(|source| Error::NotRestored {
-                    path: snapshot.path().to_owned(),
-                    entry: name,
-                    source,
-                })?;
+            restored.map_err(|source| Error::NotRestored {
+                path: snapshot.path().to_owned(),
+                entry: name,
+                source,
+            })?;
         }
         Ok(())
     }
@@ -334,6 +337,33 @@ impl<'a> RunState<'a> {
     }
 }
 
+/// Reads the state of a registered value.
+fn stored_state(snapshot: &Snapshot, name: &str, scope: Scope, rank: usize) -> Result<StateDict> {
+    match snapshot.has_tensors(name, scope, rank) {
+        true => snapshot.state(name, scope, rank),
+        false => Ok(StateDict {
+            tensors: BTreeMap::new(),
+            metadata: snapshot.document(name, scope, rank)?,
+        }),
+    }
+}
+
+/// Loads the share of this rank from the states that another number of ranks has stored.
+fn load_shards(
+    target: &mut dyn Stateful,
+    snapshot: &Snapshot,
+    name: &str,
+) -> std::result::Result<(), StateError> {
+    let ranks = 0..snapshot.world_size();
+    // One after another, so that memory holds one shard besides this rank's share.
+    let shards = ranks.map(|rank| {
+        let shard = stored_state(snapshot, name, Scope::Rank, rank);
+        shard.map_err(StateError::from)
+    });
+    let state = target.state_dict()?.gather(shards)?;
+    target.load_state_dict(&state)
+}
+
 fn random_states() -> Result<Vec<(String, Tensor)>> {
     let state = |device| {
         Ok((
@@ -353,6 +383,22 @@ fn set_random_states(snapshot: &Snapshot, name: &str, rank: usize) -> Result<()>
             overdrive_sys::random::set_state(device, &state)?;
         }
     }
+    Ok(())
+}
+
+/// Seeds the generators of this rank from the state of rank 0 in the snapshot. Another number of ranks cannot
+/// continue the stored sequences, and the seed of the run would begin with those of its first steps again.
+fn derive_random_states(snapshot: &Snapshot, name: &str, rank: usize) -> Result<()> {
+    let stored = snapshot.tensors(name, Scope::Rank, 0)?;
+    let state = stored.tensor(&generator_name(Device::Cpu))?;
+    let mut digest = Sha256::new();
+    digest.update(state.data());
+    digest.update((rank as u64).to_le_bytes());
+    let digest = digest.finalize();
+    let (words, _) = digest.as_slice().as_chunks::<8>();
+    let seed = words.first().copied().map_or(0, i64::from_le_bytes);
+    // It seeds the generators of the CPU and of all GPUs.
+    tch::manual_seed(seed);
     Ok(())
 }
 

@@ -1,9 +1,9 @@
 //! Construction of batch loaders from the arguments.
 
 use overdrive_datasets::{
-    Batch, BatchSampler, ConsecutiveBatches, DataLoader, DataLoaderOptions, Dataset, DeviceLoader,
-    LastShare, LengthGroupedBatches, OnDevice, PackPlan, RandomWindows, RowLayout, Shard,
-    ShardedBatches, TokenizedExample, collate,
+    Batch, BatchSampler, DataLoader, DataLoaderOptions, Dataset, DeviceLoader, LastShare,
+    LengthGroupedBatches, OnDevice, PackPlan, RowLayout, Shard, ShardedBatches, TokenizedExample,
+    collate,
 };
 
 use crate::validate::invalid;
@@ -33,18 +33,6 @@ impl Loading<'_> {
     {
         let batches = self.batches_of_rows(rows.len(), lengths)?;
         self.load(rows, batches, layout)
-    }
-
-    /// Returns batches of windows in their order; an epoch has `batches_per_epoch` batches.
-    pub(crate) fn of_windows(
-        self,
-        windows: RandomWindows,
-        batches_per_epoch: u64,
-    ) -> Result<DeviceLoader<Batch>> {
-        let batches = usize::try_from(batches_per_epoch).unwrap_or(usize::MAX);
-        let batches = ConsecutiveBatches::new(self.options().batch_size, batches)?;
-        // All windows have the same length, so the layout pads nothing.
-        self.load(windows, Box::new(batches), RowLayout::default())
     }
 
     fn load<D>(
@@ -78,6 +66,11 @@ impl Loading<'_> {
             batch => batch,
         };
         let batches = ShardedBatches::new(batches, self.shard(&options)?);
+        // Stored with the position, from which a run of another number of processes resumes.
+        let options = DataLoaderOptions {
+            world_size: self.shard.world_size(),
+            ..options
+        };
         let loader = DataLoader::with(rows, batches, collate, options)?;
         // Copies to the device while the model computes on the batch before.
         let loader = DeviceLoader::new(loader, device).with_pin_memory(pin_memory);

@@ -10,8 +10,9 @@ use crate::{Result, TrainingArguments};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SequenceMode {
-    /// `context_length` tokens from a random position of the concatenated documents, as nanoGPT samples
-    /// them; no padding is needed.
+    /// A block of `context_length` tokens of the concatenated documents, as in transformers' `run_clm.py`; no
+    /// padding is needed. An epoch has each block once, in a random order; the tokens after the last full block
+    /// are left out.
     Windows,
     /// A document, truncated to `context_length`.
     Documents,
@@ -102,6 +103,15 @@ impl TrainingArguments {
                 .unwrap_or(defaults.prefetch_factor),
             drop_last: self.dataloader_drop_last,
             ..defaults
+        }
+    }
+
+    /// Returns the number of micro-batches of all processes in an epoch of this many rows.
+    pub(crate) fn micro_batches_of(&self, rows: usize) -> u64 {
+        let (rows, size) = (rows as u64, self.per_device_train_batch_size.max(1));
+        match self.dataloader_drop_last {
+            true => rows / size,
+            false => rows.div_ceil(size),
         }
     }
 

@@ -77,14 +77,7 @@ impl DocumentRows {
 
     /// Returns the number of training batches in an epoch.
     pub(crate) fn micro_batches(&self, arguments: &TrainingArguments) -> u64 {
-        let (rows, size) = (
-            self.plan.len() as u64,
-            arguments.per_device_train_batch_size,
-        );
-        match arguments.dataloader_drop_last {
-            true => rows / size.max(1),
-            false => rows.div_ceil(size.max(1)),
-        }
+        arguments.micro_batches_of(self.plan.len())
     }
 
     /// Logs the number of rows, their padding and the truncated documents.

@@ -4,13 +4,15 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use overdrive_core::INTERRUPTED_EXIT_CODE;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
 use crate::{Error, Result};
 
 /// A flag that the first Ctrl-C (or SIGTERM, which schedulers and containers send) sets. The training loop
-/// checks it after each step, saves and returns. The second signal ends the program at once with code 130.
+/// checks it after each step, saves and returns. The second signal ends the program at once with
+/// [`overdrive_core::INTERRUPTED_EXIT_CODE`], 130.
 ///
 /// ```no_run
 /// // Not run: it would change how the test program reacts to signals.
@@ -34,13 +36,10 @@ pub struct Interrupt {
 // The process has one set of signal handlers, so it has one flag.
 static INSTALLED: Mutex<Option<Interrupt>> = Mutex::new(None);
 
-/// The exit code that shells report for a program that Ctrl-C has ended: 128 + SIGINT.
-const EXIT_CODE: i32 = 130;
-
 impl Interrupt {
     /// Installs handlers for both signals. Further calls return the same flag. A program that saved its state
     /// after a signal exits with [`overdrive_core::SAVED_EXIT_CODE`], so that schedulers can distinguish it
-    /// from success and from failure.
+    /// from success and from failure, and one that saved nothing with [`overdrive_core::INTERRUPTED_EXIT_CODE`].
     ///
     /// # Errors
     /// [`Error::Signals`] if the system refuses.
@@ -77,7 +76,8 @@ impl Interrupt {
     fn register(&self) -> io::Result<()> {
         for signal in [SIGINT, SIGTERM] {
             // The order matters: the shutdown handler must see the flag as it was before this signal.
-            flag::register_conditional_shutdown(signal, EXIT_CODE, Arc::clone(&self.raised))?;
+            let raised = Arc::clone(&self.raised);
+            flag::register_conditional_shutdown(signal, INTERRUPTED_EXIT_CODE.into(), raised)?;
             flag::register(signal, Arc::clone(&self.raised))?;
         }
         Ok(())

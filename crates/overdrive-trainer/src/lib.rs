@@ -97,7 +97,7 @@ pub use plan::TrainingPlan;
 pub use preset::Preset;
 pub use run_folder::RunFolder;
 pub use save_arguments::{ResumeFromCheckpoint, SaveStrategy};
-pub use snapshots::{load_best, loader_totals};
+pub use snapshots::{BestModel, load_best, loader_totals};
 pub use text_data::TextData;
 pub use training_arguments::{IntervalStrategy, OptimizerName, ReportTo, TrainingArguments};
 

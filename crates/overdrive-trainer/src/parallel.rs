@@ -56,6 +56,10 @@ impl DataShard {
         self.device
     }
 
+    pub(crate) fn world_size(&self) -> usize {
+        self.world_size
+    }
+
     pub(crate) fn shard(&self, last: LastShare) -> Result<Shard> {
         Ok(Shard::new(self.rank, self.world_size, last)?)
     }

@@ -1,5 +1,6 @@
 //! The numbers of steps of a run.
 
+use overdrive_datasets::LoaderState;
 use overdrive_optim::{ScheduleLength, Warmup};
 
 use crate::{IntervalStrategy, Result, SaveStrategy, TrainingArguments};
@@ -17,20 +18,29 @@ pub struct TrainingPlan {
     pub logging_steps: u64,
     /// The number of steps between evaluations; `None` for no evaluation.
     pub eval_steps: Option<u64>,
+    /// The times of an evaluation.
+    pub eval_strategy: IntervalStrategy,
     /// The number of steps between snapshots; `None` if snapshots do not depend on the step.
     pub save_steps: Option<u64>,
     /// The times of a snapshot.
     pub save_strategy: SaveStrategy,
-    /// The number of micro-batches of an optimizer step.
+    /// The number of micro-batches of an optimizer step; the last step of an epoch has the rest.
     pub micro_batches: usize,
+    /// The first step at which an epoch ends, and all that `steps_per_epoch` separates from it.
+    first_epoch_end: u64,
+    /// If `true`, the run ends after a number of epochs and not of steps.
+    ends_by_epochs: bool,
 }
 
 impl TrainingPlan {
     /// Returns `true` if an evaluation follows this step (counted from 1): at every interval and after the
     /// last step.
     pub fn eval_due(&self, step: u64) -> bool {
-        self.eval_steps
-            .is_some_and(|every| step.is_multiple_of(every) || step == self.total_steps)
+        let is_due = match self.eval_strategy {
+            IntervalStrategy::Epoch => self.epoch_ends(step),
+            _ => self.eval_steps.is_some_and(|n| step.is_multiple_of(n)),
+        };
+        is_due || (self.eval_steps.is_some() && step == self.total_steps)
     }
 
     /// Returns `true` if a snapshot follows this step (counted from 1): at every interval, after the last step,
@@ -39,10 +49,36 @@ impl TrainingPlan {
         match self.save_strategy {
             SaveStrategy::No => false,
             SaveStrategy::Best => improved || ends,
-            SaveStrategy::Steps | SaveStrategy::Epoch => {
+            SaveStrategy::Epoch => self.epoch_ends(step) || step == self.total_steps || ends,
+            SaveStrategy::Steps => {
                 let every = self.save_steps.unwrap_or(self.total_steps);
                 step.is_multiple_of(every) || step == self.total_steps || ends
             }
+        }
+    }
+
+    /// Returns `true` if this step (counted from 1) is the last of an epoch.
+    pub fn epoch_ends(&self, step: u64) -> bool {
+        let since = step.checked_sub(self.first_epoch_end);
+        since.is_some_and(|steps| steps.is_multiple_of(self.steps_per_epoch))
+    }
+
+    /// Returns the plan of a run that has done `steps` steps and is at `position` in the data. It differs from the
+    /// plan of a new run only if some of the steps had another number of examples: then a run of
+    /// `num_train_epochs` still ends after that number of passes, with another number of steps.
+    #[must_use]
+    pub fn resumed(self, steps: u64, position: LoaderState) -> Self {
+        let left = position.batches.saturating_sub(position.next_batch);
+        let left_in_epoch = left.div_ceil(self.micro_batches.max(1)) as u64;
+        // The steps that lead to this position if all have the size of this plan.
+        let done = ((position.epoch + 1) * self.steps_per_epoch).saturating_sub(left_in_epoch);
+        Self {
+            total_steps: match self.ends_by_epochs {
+                true => steps + self.total_steps.saturating_sub(done),
+                false => self.total_steps,
+            },
+            first_epoch_end: steps + left_in_epoch,
+            ..self
         }
     }
 
@@ -57,8 +93,8 @@ impl TrainingPlan {
 
 impl TrainingArguments {
     /// Computes the numbers of steps as Hugging Face's trainer does: an epoch has
-    /// `ceil(micro_batches_per_epoch / gradient_accumulation_steps)` steps, and fractions of the run are
-    /// rounded up.
+    /// `ceil(micro_batches_per_epoch / gradient_accumulation_steps)` steps, of which the last has fewer
+    /// micro-batches if they do not divide, and fractions of the run are rounded up.
     ///
     /// # Errors
     /// As [`TrainingArguments::validate`].
@@ -101,8 +137,11 @@ impl TrainingArguments {
             warmup_steps,
             logging_steps,
             eval_steps,
+            eval_strategy: self.eval_strategy,
             save_steps,
             save_strategy: self.save_strategy,
+            first_epoch_end: steps_per_epoch,
+            ends_by_epochs: self.max_steps <= 0,
             micro_batches: usize::try_from(self.gradient_accumulation_steps).unwrap_or(usize::MAX),
         })
     }
@@ -137,6 +176,57 @@ mod tests {
         .expect("valid");
         // ceil(10 / 4) = 3 steps per epoch, ceil(1.5 · 3) = 5
         assert_eq!((by_epochs.steps_per_epoch, by_epochs.total_steps), (3, 5));
+    }
+
+    #[test]
+    fn a_resumed_run_ends_after_as_many_passes_whatever_the_size_of_its_first_steps() {
+        let plan = |accumulation| {
+            TrainingArguments {
+                max_steps: -1,
+                num_train_epochs: 2.0,
+                gradient_accumulation_steps: accumulation,
+                ..arguments()
+            }
+            .plan(25)
+            .expect("valid")
+        };
+        let at = |epoch, next_batch| LoaderState {
+            epoch,
+            next_batch,
+            batches: 25,
+            joint_batch_size: 1,
+        };
+        // 16 + 9 micro-batches an epoch.
+        let whole = plan(16);
+        assert_eq!((whole.steps_per_epoch, whole.total_steps), (2, 4));
+        for (steps, position) in [
+            (0, at(0, 0)),
+            (1, at(0, 16)),
+            (2, at(0, 25)),
+            (2, at(1, 0)),
+            (3, at(1, 16)),
+            (4, at(1, 25)),
+        ] {
+            let resumed = whole.resumed(steps, position);
+            assert_eq!(resumed.total_steps, 4, "{position:?}");
+            for step in steps + 1..=4 {
+                assert_eq!(resumed.epoch_ends(step), step % 2 == 0, "{position:?}");
+            }
+        }
+        // One step of 16, then steps of 4: 3 for the rest of this epoch and 7 for the next.
+        let smaller = plan(4).resumed(1, at(0, 16));
+        assert_eq!(smaller.total_steps, 1 + 3 + 7);
+        let ends: Vec<u64> = (2..=11).filter(|&step| smaller.epoch_ends(step)).collect();
+        assert_eq!(ends, [4, 11]);
+        // A number of steps stays what it is.
+        assert_eq!(
+            arguments()
+                .plan(25)
+                .expect("valid")
+                .resumed(1, at(0, 16))
+                .total_steps,
+            100
+        );
     }
 
     #[test]

@@ -13,7 +13,7 @@ use crate::{IntervalStrategy, Result, TrainingArguments};
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SaveStrategy {
-    /// Never. The model is saved at the end nevertheless.
+    /// Never, also not after a signal. The model is saved at the end nevertheless.
     No,
     /// Every `save_steps` steps, and at the end.
     #[default]

@@ -8,7 +8,10 @@ use overdrive_snapshot::{Scope, Snapshot, SnapshotManager};
 use overdrive_tracking::{JsonLines, TensorBoard, Trackers};
 use tch::Tensor;
 
-use crate::{ReportTo, Result, ResumeFromCheckpoint, RunFolder, TrainingArguments};
+use serde::{Deserialize, Serialize};
+
+use crate::evaluation::Metric;
+use crate::{ReportTo, Result, ResumeFromCheckpoint, RunFolder, TrainingArguments, TrainingPlan};
 
 impl RunFolder {
     /// Opens the snapshots of the folder, `checkpoint-<step>`. Each process of `group` calls it.
@@ -61,39 +64,87 @@ impl TrainingArguments {
             Some(ResumeFromCheckpoint::Folder(folder)) => Some(Snapshot::open(folder)?),
         })
     }
+
+    /// Returns the plan of a run over the data of `loader`. With a snapshot, the loader goes to its position, stored
+    /// under the name `loader`, and the plan is that of the rest of the run.
+    ///
+    /// # Errors
+    /// An error if the snapshot has no such entry or is one of other data.
+    pub fn plan_from<B: OnDevice>(
+        &self,
+        loader: &mut DeviceLoader<B>,
+        snapshot: Option<&Snapshot>,
+    ) -> Result<TrainingPlan> {
+        let plan = self.plan(loader.batches_per_epoch() as u64)?;
+        let Some(snapshot) = snapshot else {
+            return Ok(plan);
+        };
+        loader.load_state_dict(snapshot.document("loader", Scope::Run, 0)?)?;
+        Ok(plan.resumed(snapshot.step(), loader.state_dict()))
+    }
+}
+
+/// The snapshot with the best metric.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct BestModel {
+    /// The step of the snapshot.
+    pub step: u64,
+    /// The value of `metric_for_best_model` at this step.
+    pub metric: f64,
+    /// If `true`, the metric is in bits per byte, else a loss in nats per token.
+    pub is_bits_per_byte: bool,
+}
+
+impl std::fmt::Display for BestModel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (name, unit) = match self.is_bits_per_byte {
+            true => ("eval_bits_per_byte", "bits per byte"),
+            false => ("eval_loss", "nats per token"),
+        };
+        write!(f, "{name} {:.3} {unit} at step {}", self.metric, self.step)
+    }
 }
 
 /// Loads the weights of the best snapshot into `parameters`, which were registered under the name `model`,
-/// and on rank 0 its averages into `ema`, registered under that name. Returns its step; `None` if no
+/// and on rank 0 its averages into `ema`, registered under that name. Returns its step and its metric; `None` if no
 /// snapshot has a metric. Each process of `group` calls it.
 ///
 /// # Errors
 /// An error if the snapshot is damaged or of another model, or a process is lost.
 pub fn load_best(
+    arguments: &TrainingArguments,
     snapshots: &SnapshotManager,
     group: &ProcessGroup,
     parameters: &[(String, Tensor)],
     ema: Option<&mut Ema>,
-) -> Result<Option<u64>> {
+) -> Result<Option<BestModel>> {
     let handles = parameters.iter();
     // Handles: the copy writes through to the model's own parameters.
     let targets = handles.map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
     // Only rank 0 reads the file; the broadcast gives the others the same weights.
-    let step = group.on_main("load the best snapshot", || -> Result<_> {
+    let is_bits_per_byte = arguments.metric()? == Metric::BitsPerByte;
+    let found = group.on_main("load the best snapshot", || -> Result<_> {
         let Some(best) = snapshots.best()? else {
+            return Ok(None);
+        };
+        let Some(metric) = best.metric() else {
             return Ok(None);
         };
         best.copy_into("model", Scope::Run, 0, targets)?;
         if let Some(ema) = ema {
             ema.load_state_dict(&best.state("ema", Scope::Run, 0)?)?;
         }
-        Ok(Some(best.step()))
+        Ok(Some(BestModel {
+            step: best.step(),
+            metric,
+            is_bits_per_byte,
+        }))
     })?;
     // All of them: parameters are replicated also where optimizer states are sharded.
     for (_, parameter) in parameters {
         group.broadcast(parameter, 0)?;
     }
-    Ok(step)
+    Ok(found)
 }
 
 /// Returns the counters of a loader, for [`overdrive_profiling::StepRecorder::loader`].

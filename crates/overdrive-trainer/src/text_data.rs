@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use overdrive_datasets::{
-    Batch, DeviceLoader, LastWindow, RandomWindows, RowLayout, SequentialWindows, SplitBy,
-    SplitOptions, TokenView, Tokenizer, default_cache_dir, load_tokenizer, save_tokenizer,
+    Batch, Dataset, DeviceLoader, LastWindow, RowLayout, SequentialWindows, SplitBy, SplitOptions,
+    TokenView, Tokenizer, default_cache_dir, load_tokenizer, save_tokenizer,
 };
 use tch::Device;
 
@@ -145,8 +145,9 @@ impl TextData {
     }
 
     /// Returns an endless loader of the training data: windows or documents, prepared by
-    /// `dataloader_num_workers` threads, in an order that the seed determines. `shard` is a device for all of
-    /// the data, or the [`DataShard`] of one process among several.
+    /// `dataloader_num_workers` threads. Each epoch has each of them once, in an order that the seed and the
+    /// number of the epoch determine. `shard` is a device for all of the data, or the [`DataShard`] of one process
+    /// among several.
     ///
     /// # Errors
     /// [`crate::Error::Data`] if the training data is shorter than a window; [`crate::Error::Common`] if it
@@ -159,11 +160,8 @@ impl TextData {
         let how = loading(arguments, shard, true);
         match &self.rows {
             Some(rows) => rows.load(how),
-            None => {
-                let windows =
-                    RandomWindows::new(self.train.clone(), context(arguments), arguments.seed)?;
-                how.of_windows(windows, self.micro_batches_per_epoch(arguments))
-            }
+            // All windows have the same length, so the layout pads nothing.
+            None => how.of_rows(windows(&self.train, arguments)?, RowLayout::default(), None),
         }
     }
 
@@ -181,8 +179,7 @@ impl TextData {
         if self.rows.is_some() {
             return DocumentRows::to_evaluate(&self.validation, arguments)?.load(how);
         }
-        let view = self.validation.clone();
-        let mut windows = SequentialWindows::new(view, context(arguments), LastWindow::Drop)?;
+        let mut windows = windows(&self.validation, arguments)?;
         if let Some(batches) = arguments.max_eval_batches {
             let most = batches * arguments.per_device_eval_batch_size;
             windows = windows.at_most(usize::try_from(most).unwrap_or(usize::MAX))?;
@@ -195,10 +192,15 @@ impl TextData {
         if let Some(rows) = &self.rows {
             return rows.micro_batches(arguments);
         }
-        let tokens = arguments.per_device_train_batch_size * arguments.context_length;
-        // Windows start anywhere, so an epoch is the number that covers each token once on average.
-        (self.train.len() as u64).div_ceil(tokens.max(1))
+        // Text without a window has no loader either.
+        let windows = windows(&self.train, arguments).map_or(0, |windows| windows.len());
+        arguments.micro_batches_of(windows)
     }
+}
+
+fn windows(view: &TokenView, arguments: &TrainingArguments) -> Result<SequentialWindows> {
+    let windows = SequentialWindows::new(view.clone(), context(arguments), LastWindow::Drop);
+    Ok(windows?)
 }
 
 fn context(arguments: &TrainingArguments) -> usize {

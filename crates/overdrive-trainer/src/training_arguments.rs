@@ -77,8 +77,7 @@ pub struct TrainingArguments {
     /// If `true`, batches are copied to a GPU from page-locked memory, concurrently with computation. Default
     /// `true`.
     pub dataloader_pin_memory: bool,
-    /// If `true`, the last batch of an epoch is dropped if it has fewer rows. Windows have no such batch.
-    /// Default `false`.
+    /// If `true`, the last batch of an epoch is dropped if it has fewer rows. Default `false`.
     pub dataloader_drop_last: bool,
     /// The shape of the model.
     pub model: ModelArguments,
@@ -91,7 +90,7 @@ pub struct TrainingArguments {
     pub per_device_train_batch_size: u64,
     /// The number of sequences in an evaluation batch, per device. Default 8.
     pub per_device_eval_batch_size: u64,
-    /// The number of micro-batches in an optimizer step. Default 1.
+    /// The number of micro-batches in an optimizer step; the last step of an epoch has the rest. Default 1.
     pub gradient_accumulation_steps: u64,
 
     /// The optimizer.

@@ -4,26 +4,32 @@ use anyhow::Result;
 use overdrive::optim::Ema;
 use overdrive::profiling::Machine;
 use overdrive::tracking::{Report, Sample, read_metrics};
-use overdrive::trainer::{RunFolder, TextData, TrainingArguments};
+use overdrive::trainer::{BestModel, RunFolder, TextData, TrainingArguments};
 use overdrive::transformer::{CausalLm, SaveOptions};
 
 use super::samples::write_samples;
 
-/// The results of a finished run. Displayed as the samples and the last validation loss.
+/// The results of a finished run. Displayed as the samples and the validation loss of the model.
 #[derive(Debug)]
 pub struct Results {
     /// The generated samples.
     pub samples: Vec<Sample>,
-    /// The last validation loss in nats per token, if there was an evaluation.
+    /// The validation loss of the model in nats per token, if there was an evaluation: the last one, or with
+    /// `load_best_model_at_end` the best one.
     pub eval_loss: Option<f64>,
-    /// The last validation loss in bits per byte of text.
+    /// The same validation loss in bits per byte of text.
     pub eval_bits_per_byte: Option<f64>,
+    /// The step of this evaluation.
+    pub eval_step: u64,
+    /// If `true`, the model is that of the best evaluation and not of the last step.
+    pub is_best: bool,
     /// The number of steps.
     pub steps: u64,
 }
 
 /// Writes the model and its tokenizer as a Hugging Face folder, and the model with averaged weights if there are
-/// any, generates samples, and writes the report from the metrics file.
+/// any, generates samples, and writes the report from the metrics file. `best` is the snapshot whose weights `model`
+/// has, if they are not those of the last step.
 ///
 /// # Errors
 /// An error if a file cannot be written, the metrics cannot be read, or generation fails. The model is written
@@ -33,6 +39,7 @@ pub fn write_results(
     arguments: &TrainingArguments,
     data: &TextData,
     model: &CausalLm,
+    best: Option<BestModel>,
     ema: Option<Ema>,
 ) -> Result<Results> {
     model.save_pretrained(run.model(), &SaveOptions::default())?;
@@ -44,11 +51,15 @@ pub fn write_results(
     }
     let samples = write_samples(model, data, arguments)?;
     let metrics = read_metrics(run.metrics())?.records;
-    let evaluated = metrics.iter().rfind(|step| step.eval_loss.is_some());
+    let evaluated = metrics
+        .iter()
+        .rfind(|step| step.eval_loss.is_some() && best.is_none_or(|best| best.step == step.step));
     let results = Results {
         samples: samples.clone(),
         eval_loss: evaluated.and_then(|step| step.eval_loss),
         eval_bits_per_byte: evaluated.and_then(|step| step.eval_bits_per_byte),
+        eval_step: evaluated.map_or(0, |step| step.step),
+        is_best: best.is_some(),
         steps: metrics.last().map_or(0, |step| step.step),
     };
     let report = Report {
@@ -75,7 +86,14 @@ impl fmt::Display for Results {
             if let Some(bits) = self.eval_bits_per_byte {
                 write!(f, ", {bits:.3} bits per byte")?;
             }
-            write!(f, ", after {} steps", self.steps)?;
+            match self.is_best {
+                true => write!(
+                    f,
+                    ", the best one, after {} of {} steps",
+                    self.eval_step, self.steps
+                )?,
+                false => write!(f, ", after {} steps", self.steps)?,
+            }
         }
         Ok(())
     }

@@ -2,6 +2,7 @@ use std::fmt;
 use std::time::Instant;
 
 use anyhow::Result;
+use overdrive::accumulation::BatchPlan;
 use overdrive::datasets::{Batch, DeviceLoader};
 use overdrive::distributed::ProcessGroup;
 use overdrive::optim::Optimizer;
@@ -24,6 +25,9 @@ pub struct Done {
     pub tokens: u64,
     /// The wall time in seconds.
     pub seconds: f64,
+    /// The division of the last step's examples into micro-batches and processes.
+    #[serde(default)]
+    pub batch: Option<BatchPlan>,
 }
 
 /// The log of a run: measures its steps and reports them on the terminal, to trackers, as a trace and in a summary.
@@ -32,7 +36,7 @@ pub struct RunLog {
     profiler: Option<Profiler<'static>>,
     trackers: Trackers,
     progress: TrainingProgress,
-    steps_per_epoch: u64,
+    batch: BatchPlan,
     before: Done,
     began: Instant,
     /// The losses, counts and times so far.
@@ -59,15 +63,35 @@ impl RunLog {
             profiler: arguments.new_profiler()?,
             trackers: Trackers::new(),
             progress,
-            steps_per_epoch: plan.steps_per_epoch,
+            batch: BatchPlan::new(
+                arguments.per_device_train_batch_size,
+                arguments.gradient_accumulation_steps,
+                devices as u64,
+            )?,
             before: Done::default(),
             began: Instant::now(),
             summary: Summary::default(),
         })
     }
 
-    /// Continues from the progress of the run before this process.
+    /// Continues from the progress of the run before this process, and prints the differences that are of account.
     pub fn resume(&mut self, done: &Done) {
+        if let Some(before) = done.batch {
+            let now = self.batch;
+            let (saved, resumed) = (before.world_size(), now.world_size());
+            if saved != resumed {
+                self.say(&format!(
+                    "            {saved} processes saved it and {resumed} resume it: the optimizer states are \
+                     divided anew, and the random states are new"
+                ));
+            }
+            if before.effective_batch() != now.effective_batch() {
+                self.say(&format!(
+                    "            warning: another effective batch: {now}, before {before}; steps and schedule \
+                     continue by their number, the data at the same example"
+                ));
+            }
+        }
         self.before = done.clone();
         self.summary = Summary::after(done.steps);
     }
@@ -111,10 +135,11 @@ impl RunLog {
             // The totals continue over restarts, the summary is that of this process.
             tokens: self.before.tokens + self.summary.tokens,
             seconds: self.before.seconds + self.began.elapsed().as_secs_f64(),
+            batch: Some(self.batch),
         };
         let mut metrics = StepMetrics {
             step,
-            epoch: Some(step as f64 / self.steps_per_epoch as f64),
+            epoch: Some(loader.state_dict().epochs()),
             tokens_seen: Some(done.tokens),
             elapsed_seconds: Some(done.seconds),
             ..StepMetrics::default()
@@ -131,9 +156,11 @@ impl RunLog {
         Ok(())
     }
 
-    /// Warns about snapshots that failed since the last call.
+    /// Notes the snapshots that were finished since the last call, and warns about those that failed.
     pub fn warn_of(&mut self, snapshots: &mut SnapshotManager) -> Result<()> {
         let ended = snapshots.outcomes()?;
+        let saved = ended.iter().filter(|outcome| outcome.result.is_ok());
+        self.summary.saved_step = saved.map(|one| one.step).max().max(self.summary.saved_step);
         for line in snapshots.warnings(&ended) {
             self.say(&line);
         }

@@ -2,10 +2,11 @@ use std::fmt;
 
 use overdrive::optim::Optimizer;
 use overdrive::profiling::{Bottleneck, DataLoading, StepRecorder};
-use overdrive::trainer::Evaluation;
+use overdrive::trainer::{BestModel, Evaluation};
 use tch::Tensor;
 
 use super::StepTotals;
+use crate::RunEnd;
 
 /// The summary of a run.
 #[derive(Debug, Clone, Default)]
@@ -28,10 +29,12 @@ pub struct Summary {
     pub data_loading: Option<DataLoading>,
     /// The step from which the run resumed; 0 for a new run.
     pub resumed_step: u64,
-    /// The step of the model's weights at the end, if they are those of the best snapshot.
-    pub best_step: Option<u64>,
+    /// The step and the metric of the model's weights at the end, if they are those of the best snapshot.
+    pub best: Option<BestModel>,
     /// If `true`, a signal ended the run early.
     pub interrupted: bool,
+    /// The step of the newest snapshot that this process has saved.
+    pub saved_step: Option<u64>,
 }
 
 impl Summary {
@@ -63,6 +66,16 @@ impl Summary {
         });
     }
 
+    /// Returns the way in which the run ended. A snapshot of an earlier step does not make it one that was saved.
+    pub fn end(&self) -> RunEnd {
+        let last_step = self.resumed_step + self.losses.len() as u64;
+        match (self.interrupted, self.saved_step) {
+            (false, _) => RunEnd::Finished,
+            (true, Some(step)) if step == last_step => RunEnd::Saved,
+            _ => RunEnd::NotSaved,
+        }
+    }
+
     /// Returns the tokens per second over all steps.
     pub fn tokens_per_second(&self) -> f64 {
         self.tokens as f64 / self.step_seconds.max(f64::MIN_POSITIVE)
@@ -90,8 +103,8 @@ impl fmt::Display for Summary {
         if let Some(bottleneck) = &self.bottleneck {
             writeln!(f, "{bottleneck}")?;
         }
-        if let Some(step) = self.best_step {
-            writeln!(f, "the weights are those of step {step}, the best one")?;
+        if let Some(best) = self.best {
+            writeln!(f, "the weights are the best ones: {best}")?;
         }
         Ok(())
     }

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 
-use overdrive::datasets::{Dataset, IGNORE_INDEX, RandomWindows};
+use overdrive::datasets::{Dataset, IGNORE_INDEX, LastWindow, Permutation, SequentialWindows};
 use overdrive::distributed::ProcessGroup;
 use overdrive::precision::Precision;
 use overdrive::tracking::{JsonLines, Trackers, read_metrics};
@@ -144,30 +144,78 @@ fn losses_are_equal_for_any_number_of_workers() {
 }
 
 #[test]
-fn the_loader_gives_the_windows_of_the_datasets_crate() {
+fn an_epoch_has_each_window_of_a_token_store_once_in_an_order_of_its_own() {
     let folder = tempfile::tempdir().unwrap();
     let arguments = arguments(folder.path(), "a.jsonl", &jsonl(40));
     let (data, _) = prepare(folder.path(), &arguments).unwrap();
-    let windows = RandomWindows::new(data.train.clone(), 32, arguments.seed).unwrap();
-    let batches = data.train_loader(&arguments, Device::Cpu).unwrap();
-    let passes = 3 * batches.batches_per_epoch();
-    let mut seen = 0;
-    for batch in batches.take(passes) {
-        let batch = batch.unwrap();
-        let tokens: Vec<i64> = (seen..seen + 4)
-            .flat_map(|number| windows.get(number).unwrap().input_ids)
+    let windows = SequentialWindows::new(data.train.clone(), 32, LastWindow::Drop).unwrap();
+    let mut batches = data.train_loader(&arguments, Device::Cpu).unwrap();
+    let per_epoch = batches.batches_per_epoch();
+    assert_eq!(per_epoch, windows.len().div_ceil(4));
+    assert_eq!(per_epoch as u64, data.micro_batches_per_epoch(&arguments));
+    let mut orders = Vec::new();
+    for epoch in 0..3 {
+        let permutation = Permutation::new(windows.len(), arguments.seed, epoch);
+        let order: Vec<usize> = (0..windows.len())
+            .map(|position| permutation.apply(position))
             .collect();
-        let mut labels = tokens.clone();
-        labels
-            .iter_mut()
-            .step_by(32)
-            .for_each(|first| *first = IGNORE_INDEX);
-        assert_eq!(batch.input_ids, Tensor::from_slice(&tokens).view([4, 32]));
-        assert_eq!(batch.labels, Tensor::from_slice(&labels).view([4, 32]));
-        assert_eq!((batch.label_count, batch.tokens), (4 * 31, 4 * 32));
-        seen += 4;
+        let mut seen = vec![0; windows.len()];
+        for numbers in order.chunks(4) {
+            let batch = batches.next().unwrap().unwrap();
+            let tokens: Vec<i64> = numbers
+                .iter()
+                .flat_map(|&number| windows.get(number).unwrap().input_ids)
+                .collect();
+            let mut labels = tokens.clone();
+            labels
+                .iter_mut()
+                .step_by(32)
+                .for_each(|first| *first = IGNORE_INDEX);
+            let rows = numbers.len();
+            let shape = [rows as i64, 32];
+            assert_eq!(batch.input_ids, Tensor::from_slice(&tokens).view(shape));
+            assert_eq!(batch.labels, Tensor::from_slice(&labels).view(shape));
+            assert_eq!((batch.label_count, batch.tokens), (rows * 31, rows * 32));
+            numbers.iter().for_each(|&number| seen[number] += 1);
+        }
+        assert!(seen.iter().all(|&times| times == 1), "{seen:?}");
+        orders.push(order);
     }
-    assert_eq!(seen, 4 * passes);
+    assert!(orders[0] != orders[1] && orders[1] != orders[2]);
+}
+
+#[test]
+fn an_epoch_has_each_row_of_documents_once_in_an_order_of_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    for change in [
+        (|arguments: &mut TrainingArguments| {
+            arguments.sequences = Some(SequenceMode::Documents);
+        }) as fn(&mut TrainingArguments),
+        |arguments| arguments.packing = true,
+        |arguments| arguments.group_by_length = true,
+    ] {
+        let mut arguments = arguments(folder.path(), "a.jsonl", &jsonl(40));
+        arguments.context_length = 64;
+        change(&mut arguments);
+        let (data, _) = prepare(folder.path(), &arguments).unwrap();
+        let mut batches = data.train_loader(&arguments, Device::Cpu).unwrap();
+        let mut tokens_of = || {
+            let batches = batches.next_batches(usize::MAX).unwrap();
+            let tokens = batches.iter().flat_map(|batch| {
+                // The label is -100 where there is no token, and at the begin of a document.
+                Vec::<i64>::try_from(batch.labels.view([-1])).unwrap()
+            });
+            tokens.collect::<Vec<_>>()
+        };
+        let epochs = [tokens_of(), tokens_of(), tokens_of()];
+        assert!(epochs[0] != epochs[1] && epochs[1] != epochs[2]);
+        let sorted = epochs.map(|mut tokens| {
+            tokens.retain(|&token| token != IGNORE_INDEX);
+            tokens.sort_unstable();
+            tokens
+        });
+        assert!(!sorted[0].is_empty() && sorted[0] == sorted[1] && sorted[1] == sorted[2]);
+    }
 }
 
 #[test]

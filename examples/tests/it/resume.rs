@@ -104,22 +104,31 @@ fn fit(
         output_dir: Some(folder.join(run)),
         ..arguments.clone()
     };
-    let precision = arguments.apply().unwrap();
     let data = TextData::prepare_in(&folder.join("cache"), &arguments, |_| {}).unwrap();
-    let mut model = new_model(&arguments, &data, Device::Cpu).unwrap();
+    fit_on(&data, &arguments, steps, evaluation)
+}
+
+fn fit_on(
+    data: &TextData,
+    arguments: &TrainingArguments,
+    steps: u64,
+    evaluation: &dyn Fn(u64) -> f64,
+) -> (Result<(Summary, Option<Ema>)>, CausalLm) {
+    let precision = arguments.apply().unwrap();
+    let mut model = new_model(arguments, data, Device::Cpu).unwrap();
     let group = ProcessGroup::single();
     let run_once = |model: &mut CausalLm| -> Result<(Summary, Option<Ema>)> {
-        let folder = RunFolder::open_or_create(&group, &arguments)?;
+        let folder = RunFolder::open_or_create(&group, arguments)?;
         let training = Training {
-            arguments: &arguments,
+            arguments,
             group: &group,
             precision,
             folder: Some(&folder),
-            files: snapshot_files(model, &data, &arguments)?,
+            files: snapshot_files(model, data, arguments)?,
             parameters: model.named_parameters(),
             trackers: Trackers::new().with(Killed { left: steps }),
         };
-        let loader = data.train_loader(&arguments, Device::Cpu)?;
+        let loader = data.train_loader(arguments, Device::Cpu)?;
         let mut evaluations = 0;
         training.fit(model, loader, &mut |_| {
             evaluations += 1;
@@ -201,6 +210,59 @@ fn losses_after_a_kill_are_those_of_a_run_that_was_never_killed() {
         let pairs = uninterrupted.named_parameters().into_iter();
         for ((name, one), (_, other)) in pairs.zip(model.named_parameters()) {
             assert_eq!(one, other, "{number}: {name}");
+        }
+    }
+}
+
+#[test]
+fn the_last_step_of_an_epoch_has_the_rest_of_it_and_a_run_resumes_at_any_step() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let epochs = TrainingArguments {
+        max_steps: -1,
+        num_train_epochs: 3.0,
+        per_device_train_batch_size: 1,
+        gradient_accumulation_steps: 16,
+        save_steps: 1.0,
+        eval_strategy: IntervalStrategy::Epoch,
+        resume_from_checkpoint: latest(),
+        ..arguments(dir.path())
+    };
+    let mut data = TextData::prepare_in(&dir.path().join("cache"), &epochs, |_| {}).unwrap();
+    // 25 windows of 32 tokens.
+    data.train = data.train.slice(0..25 * 32 + 1).unwrap();
+    let run = |name: &str, steps| {
+        let arguments = TrainingArguments {
+            output_dir: Some(dir.path().join(name)),
+            ..epochs.clone()
+        };
+        fit_on(&data, &arguments, steps, &|_| 0.0)
+    };
+    let (summary, uninterrupted) = run("whole", u64::MAX / 8);
+    assert_eq!(summary.unwrap().0.losses.len(), 6);
+    let records = read_metrics(dir.path().join("whole/metrics.jsonl"))
+        .unwrap()
+        .records;
+    let epoch: Vec<f64> = records.iter().filter_map(|step| step.epoch).collect();
+    assert_eq!(epoch, [0.64, 1.0, 1.64, 2.0, 2.64, 3.0]);
+    let tokens: Vec<u64> = records.iter().filter_map(|step| step.tokens_seen).collect();
+    let windows = [16, 25, 41, 50, 66, 75];
+    assert_eq!(tokens, windows.map(|windows| windows * 32));
+    let evaluated = records.iter().filter(|step| step.eval_loss.is_some());
+    assert_eq!(
+        evaluated.map(|step| step.step).collect::<Vec<_>>(),
+        [2, 4, 6]
+    );
+
+    for steps in 1..6 {
+        let name = format!("killed-{steps}");
+        assert!(run(&name, steps).0.is_err());
+        let (summary, model) = run(&name, u64::MAX / 8);
+        assert_eq!(summary.unwrap().0.resumed_step, steps);
+        assert_eq!(losses(dir.path(), &name), losses(dir.path(), "whole"));
+        let pairs = uninterrupted.named_parameters().into_iter();
+        for ((name, one), (_, other)) in pairs.zip(model.named_parameters()) {
+            assert_eq!(one, other, "killed after {steps}: {name}");
         }
     }
 }
@@ -295,7 +357,16 @@ fn the_best_is_kept_and_patience_ends_the_run() {
     let found = |evaluation: u64| [3.0, 1.0, 2.0, 2.5, 2.2, 0.5][evaluation as usize - 1];
     let (summary, model) = train(dir.path(), &best, "run", u64::MAX / 8, &found);
     let summary = summary.unwrap();
-    assert_eq!((summary.losses.len(), summary.best_step), (10, Some(4)));
+    let best_of = |summary: &Summary| summary.best.map(|best| (best.step, best.metric));
+    assert_eq!(
+        (summary.losses.len(), best_of(&summary)),
+        (10, Some((4, 1.0)))
+    );
+    // The last evaluation is another one, and is not shown as that of these weights.
+    let shown = summary.to_string();
+    let line = "the weights are the best ones: eval_loss 1.000 nats per token at step 4\n";
+    assert!(shown.ends_with(line), "{shown}");
+    assert_eq!(summary.evaluation.unwrap().loss, 2.2);
     let run = dir.path().join("run");
     let kept = |step: u64| run.join(format!("checkpoint-{step}")).exists();
     assert!(kept(4) && kept(10) && !kept(2) && !kept(6) && !kept(8));
@@ -314,7 +385,10 @@ fn the_best_is_kept_and_patience_ends_the_run() {
     };
     let (summary, _) = train(dir.path(), &again, "run", u64::MAX / 8, &found);
     let summary = summary.unwrap();
-    assert_eq!((summary.losses.len(), summary.best_step), (0, Some(4)));
+    assert_eq!(
+        (summary.losses.len(), best_of(&summary)),
+        (0, Some((4, 1.0)))
+    );
     let only_best = TrainingArguments {
         save_strategy: SaveStrategy::Best,
         early_stopping_patience: None,
@@ -344,7 +418,7 @@ fn the_averages_at_the_end_are_those_of_the_best_snapshot() {
     let found = |evaluation: u64| [3.0, 1.0, 2.0][evaluation as usize - 1];
     let (trained, _) = fit(dir.path(), &averaged, "run", u64::MAX / 8, &found);
     let (summary, ema) = trained.unwrap();
-    assert_eq!(summary.best_step, Some(4));
+    assert_eq!(summary.best.unwrap().step, 4);
     let best = Snapshot::open(dir.path().join("run/checkpoint-4")).unwrap();
     let stored = best.state("ema", Scope::Run, 0).unwrap();
     for (name, average) in ema.unwrap().averages() {

@@ -101,7 +101,7 @@ fn run(folder: &Path) -> (f64, f64, Vec<f64>) {
     metrics.finish().unwrap();
     let after = loss_now();
 
-    let results = write_results(&run, &arguments, &data, &model, None).unwrap();
+    let results = write_results(&run, &arguments, &data, &model, None, None).unwrap();
     assert_eq!((results.steps, results.samples.len()), (30, 2));
     assert!(
         results.samples[0].prompt.starts_with("Document"),

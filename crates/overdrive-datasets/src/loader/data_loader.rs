@@ -49,21 +49,36 @@ pub struct DataLoader<T> {
 }
 
 /// The position of a loader: all of its state.
+///
+/// All processes that train together have the same one. A loader of another number of processes, or with another
+/// batch size, resumes from it at the same record ([`DataLoader::load_state_dict`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(default, deny_unknown_fields)]
 pub struct LoaderState {
     /// The epoch, counted from 0.
     pub epoch: u64,
     /// The first batch of the epoch that has not been returned.
     pub next_batch: usize,
+    /// The number of batches of the epoch, on each process; 0 in a state that does not have it.
+    pub batches: usize,
+    /// The number of records of a batch, over all processes; 0 in a state that does not have it.
+    pub joint_batch_size: usize,
 }
 
 impl LoaderState {
+    /// Returns the number of passes over the data so far, with the fraction of the current one.
+    pub fn epochs(&self) -> f64 {
+        let batches = self.batches.max(1) as f64;
+        // One division, so that 41 of 25 batches are 1.64 and not 1 + 0.64, which is another number.
+        (self.epoch as f64 * batches + self.next_batch as f64) / batches
+    }
+
     pub(crate) fn after(self, epoch_ends: bool) -> Self {
         match epoch_ends {
             true => Self {
                 epoch: self.epoch + 1,
                 next_batch: 0,
+                ..self
             },
             false => Self {
                 next_batch: self.next_batch + 1,
@@ -115,7 +130,8 @@ impl<T: Send + 'static> DataLoader<T> {
     /// Returns a loader of the batches that `batches` lists, converted by `collate`.
     ///
     /// The options that choose the records of a batch (`batch_size`, `shuffle`, `seed`, `drop_last`, `rank`,
-    /// `world_size`) have no effect then. `collate` runs on the workers, and on the requesting thread if batches
+    /// `world_size`) have no effect then, except that the product of `batch_size` and `world_size` is stored in the
+    /// state, so that a loader with another one finds the position. `collate` runs on the workers, and on the requesting thread if batches
     /// take microseconds and none is ready. It receives the records in their order, at least one.
     ///
     /// # Errors
@@ -224,19 +240,45 @@ impl<T: Send + 'static> DataLoader<T> {
 
     /// Returns the position of the loader. Batches that were returned count, and those prepared ahead do not.
     pub fn state_dict(&self) -> LoaderState {
-        self.state
+        LoaderState {
+            batches: self.len(),
+            joint_batch_size: self.joint_batch_size(),
+            ..self.state
+        }
+    }
+
+    /// Returns the number of records of a batch, over all processes.
+    fn joint_batch_size(&self) -> usize {
+        let DataLoaderOptions {
+            batch_size,
+            world_size,
+            ..
+        } = self.options;
+        batch_size.saturating_mul(world_size)
     }
 
     /// Resumes from `state`, with exactly the batches that followed it.
+    ///
+    /// If the state is that of another number of processes or another batch size, the loader resumes at the record
+    /// where that one stopped. If the record is inside a batch of this loader, it resumes at the begin of the
+    /// batch, so that no record is left out of the epoch.
     ///
     /// # Errors
     /// Returns an error if the epoch has fewer batches: the data or the options have changed.
     pub fn load_state_dict(&mut self, state: LoaderState) -> Result<()> {
         let len = self.source.batches.len(state.epoch);
+        let joint_batch_size = self.joint_batch_size().max(1);
+        let next_batch = match state.joint_batch_size {
+            // A state without it is one of before it was stored.
+            same if same == 0 || same == joint_batch_size => state.next_batch,
+            // The last batches of an epoch may have fewer records, so its end is not found by counting them.
+            _ if state.next_batch >= state.batches => len,
+            other => len.min(state.next_batch.saturating_mul(other) / joint_batch_size),
+        };
         check_option(
-            state.next_batch <= len,
+            next_batch <= len,
             "state.next_batch",
-            state.next_batch,
+            next_batch,
             format!(
                 "at most {len}, the batches of the epoch; the state must be that of a loader over the same \
         data with the same batch size"
@@ -244,7 +286,11 @@ impl<T: Send + 'static> DataLoader<T> {
         )?;
         // The workers have prepared batches of another position; the next request starts new ones.
         self.workers = None;
-        self.state = state;
+        self.state = LoaderState {
+            epoch: state.epoch,
+            next_batch,
+            ..LoaderState::default()
+        };
         Ok(())
     }
 

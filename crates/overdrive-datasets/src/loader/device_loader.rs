@@ -122,6 +122,25 @@ impl<T: OnDevice> DeviceLoader<T> {
         self
     }
 
+    /// Returns the next `count` batches of this epoch, such as the micro-batches of an optimizer step: fewer at its
+    /// end, and then those of the next epoch. It is empty only if an epoch has no batches.
+    ///
+    /// # Errors
+    /// Returns the error of the first batch that failed.
+    pub fn next_batches(&mut self, count: usize) -> Result<Vec<T>> {
+        let mut batches = Vec::new();
+        let mut ended = false;
+        while batches.len() < count {
+            match self.next_batch() {
+                Some(batch) => batches.push(batch?),
+                // The previous call took the last batch of its epoch, and not the end after it.
+                None if batches.is_empty() && !ended => ended = true,
+                None => break,
+            }
+        }
+        Ok(batches)
+    }
+
     /// Returns the next batch of this epoch; `None` at its end, and then the first one of the next epoch.
     pub fn next_batch(&mut self) -> Option<Result<T>> {
         let (batch, state) = match self.next.take() {
@@ -158,7 +177,8 @@ impl<T: OnDevice> DeviceLoader<T> {
     pub fn load_state_dict(&mut self, state: LoaderState) -> Result<()> {
         self.loader.load_state_dict(state)?;
         self.next = None;
-        self.state = state;
+        // Not `state`: its position may be counted in batches of another size.
+        self.state = self.loader.state_dict();
         Ok(())
     }
 

@@ -147,7 +147,9 @@ fn an_epoch_continues_after_an_iterator_that_was_dropped() {
         loader.state_dict(),
         LoaderState {
             epoch: 0,
-            next_batch: 1
+            next_batch: 1,
+            batches: 4,
+            joint_batch_size: 3
         }
     );
     assert_eq!(epochs(&mut loader, 1)[0].len(), 3);
@@ -155,7 +157,9 @@ fn an_epoch_continues_after_an_iterator_that_was_dropped() {
         loader.state_dict(),
         LoaderState {
             epoch: 1,
-            next_batch: 0
+            next_batch: 0,
+            batches: 4,
+            joint_batch_size: 3
         }
     );
     let mut epoch = loader.epoch();
@@ -166,7 +170,8 @@ fn an_epoch_continues_after_an_iterator_that_was_dropped() {
         loader
             .load_state_dict(LoaderState {
                 epoch: 5,
-                next_batch: 4
+                next_batch: 4,
+                ..LoaderState::default()
             })
             .is_ok()
     );
@@ -174,6 +179,7 @@ fn an_epoch_continues_after_an_iterator_that_was_dropped() {
         .load_state_dict(LoaderState {
             epoch: 5,
             next_batch: 5,
+            ..LoaderState::default()
         })
         .unwrap_err();
     assert!(
@@ -182,6 +188,78 @@ fn an_epoch_continues_after_an_iterator_that_was_dropped() {
             .contains("`state.next_batch` is 5; it must be at most 4, the batches of the epoch"),
         "{error}"
     );
+}
+
+#[test]
+fn a_loader_of_other_processes_resumes_at_the_same_record() {
+    let make = |batch_size, rank, world_size, drop_last| {
+        let options = DataLoaderOptions {
+            batch_size,
+            rank,
+            world_size,
+            shuffle: true,
+            drop_last,
+            ..DataLoaderOptions::default()
+        };
+        DataLoader::new(Numbers::new(48), options).unwrap()
+    };
+    // The records of all processes in the next epochs, batch by batch.
+    let rest = |batch_size, world_size, state: Option<LoaderState>, epochs: usize| {
+        let mut loaders: Vec<_> = (0..world_size)
+            .map(|rank| make(batch_size, rank, world_size, false))
+            .collect();
+        let mut records = Vec::new();
+        for loader in &mut loaders {
+            if let Some(state) = state {
+                loader.load_state_dict(state).unwrap();
+            }
+        }
+        for _ in 0..epochs {
+            loop {
+                let batches: Vec<_> = loaders.iter_mut().map(DataLoader::next_batch).collect();
+                if batches.iter().all(Option::is_none) {
+                    break;
+                }
+                // Within a joint batch the processes alternate record by record.
+                let batches: Vec<Vec<usize>> = batches
+                    .into_iter()
+                    .map(|batch| batch.unwrap().unwrap())
+                    .collect();
+                for position in 0..batches[0].len() {
+                    records.extend(batches.iter().map(|batch| batch[position]));
+                }
+            }
+        }
+        records
+    };
+    let whole = rest(2, 1, None, 2);
+    assert_eq!(whole.len(), 96);
+    for (batch_size, world_size, batches) in
+        [(2, 2, 3), (4, 1, 3), (2, 3, 2), (2, 1, 6), (2, 2, 12)]
+    {
+        let mut first = make(batch_size, 0, world_size, false);
+        for _ in 0..batches {
+            first.next_batch().unwrap().unwrap();
+        }
+        let state = first.state_dict();
+        let done = batch_size * world_size * batches;
+        assert_eq!(state.epochs(), done as f64 / 48.0);
+        for (batch_size, world_size) in [(2, 1), (2, 2), (1, 3), (4, 1), (6, 1)] {
+            assert_eq!(rest(batch_size, world_size, Some(state), 2), whole[done..]);
+        }
+    }
+    // Inside a batch: from its begin, so that no record is left out.
+    let mut first = make(2, 0, 1, false);
+    for _ in 0..3 {
+        first.next_batch().unwrap().unwrap();
+    }
+    assert_eq!(rest(4, 1, Some(first.state_dict()), 2), whole[4..]);
+    // An epoch that has ended stays so, whatever was dropped or repeated at its end.
+    let mut first = make(5, 0, 2, true);
+    while first.state_dict().next_batch < 4 {
+        first.next_batch().unwrap().unwrap();
+    }
+    assert_eq!(rest(2, 1, Some(first.state_dict()), 2), whole[48..]);
 }
 
 #[test]

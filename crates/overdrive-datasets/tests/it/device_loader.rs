@@ -78,6 +78,8 @@ fn check(device: Device) {
             let state = LoaderState {
                 epoch,
                 next_batch: 1,
+                batches: 3,
+                joint_batch_size: 4,
             };
             // What is copied ahead does not count.
             assert_eq!(loader.state_dict(), state);

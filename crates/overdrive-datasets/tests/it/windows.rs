@@ -101,7 +101,10 @@ fn a_resumed_run_sees_the_windows_of_one_that_did_not_stop() {
     assert_eq!(take(&mut first, 6), straight[..6]);
     // Through JSON, as a snapshot keeps it.
     let json = serde_json::to_string(&first.state_dict()).unwrap();
-    assert_eq!(json, r#"{"epoch":1,"next_batch":2}"#);
+    assert_eq!(
+        json,
+        r#"{"epoch":1,"next_batch":2,"batches":4,"joint_batch_size":1}"#
+    );
     let mut resumed = loader(&windows, 3, 4, (0, 1));
     resumed
         .load_state_dict(serde_json::from_str(&json).unwrap())
